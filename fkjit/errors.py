@@ -1,0 +1,62 @@
+"""Every exception fkjit raises on purpose. All derive from `FkjitError`, and from the built-in they are.
+
+Catch `FkjitError` for anything of ours, or the built-in (`ValueError`, `TypeError`, `RuntimeError`)
+as with any Python library. A message names the call, the parameter, the value offered, what is
+allowed, and the fix.
+"""
+
+
+class FkjitError(Exception):
+    """Base of every error fkjit raises."""
+
+
+class ParameterError(FkjitError, ValueError):
+    """A value that no kernel accepts: a shape, a tile, a flag, a setting."""
+
+
+class ArgumentTypeError(FkjitError, TypeError):
+    """An argument of the wrong kind: an integer tensor, a list, arrays of two frameworks."""
+
+
+class RenderError(FkjitError, RuntimeError):
+    """A template could not be rendered; the message names the template's own file and line."""
+
+
+class CompileError(FkjitError, RuntimeError):
+    """NVRTC refused the source, or warned of something that makes the kernel slow (see `log`)."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+
+
+class ToolchainError(FkjitError, RuntimeError):
+    """NVRTC, CuPy, the CUDA headers or the driver do not fit together; the message has the command."""
+
+
+class CacheError(FkjitError, RuntimeError):
+    """A cache operation the user asked for by name failed (ordinary cache I/O never raises)."""
+
+
+class NotCachedError(CacheError):
+    """`FKJIT_REQUIRE_CACHED=1` and the kernel is in no cache layer."""
+
+
+class CaptureError(FkjitError, RuntimeError):
+    """A compile or a module load was needed while the stream was being captured into a graph."""
+
+
+class DeviceError(FkjitError, RuntimeError):
+    """No usable GPU, or arrays on different devices."""
+
+
+class LaunchError(FkjitError, RuntimeError):
+    """The driver refused a launch."""
+
+
+class InterpreterError(FkjitError, RuntimeError):
+    """The CPU interpreter met PTX it does not know, or work that would take too long."""
+
+
+class SanitizerError(FkjitError, RuntimeError):
+    """The CPU interpreter found a memory or synchronisation fault; the message is the report."""

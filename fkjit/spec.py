@@ -1,0 +1,189 @@
+"""KernelSpec: what a kernel is, said once. Sweeps, snapshots, benchmarks, the warm list, the command
+line and the docs all read it from the registry here.
+
+A *parameter* is what a variant of the kernel is compiled for (tile, dtype, head dimension). A
+*problem* is what one call works on (batch, sequence lengths, causal): a plain mapping of sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fkjit.arch import Arch
+from fkjit.errors import ParameterError
+
+Params = Mapping[str, Any]
+Problem = Mapping[str, Any]
+Arrays = dict[str, np.ndarray]
+Dim3 = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Param:
+    """One declared parameter of a kernel.
+
+    `values` are all legal values in the order they should be listed. A `tunable` parameter is free
+    to choose for a given problem (a tile); the others follow from the problem (dtype, head_dim).
+    """
+
+    name: str
+    values: tuple[Any, ...]
+    doc: str
+    tunable: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KernelSpec:
+    """One `.cu` file and everything fkjit has to know of it.
+
+    Fields marked (params) are functions of a full parameter mapping, (problem) of a problem.
+    """
+
+    op: str  # the public call: "attention"
+    name: str  # the implementation: "flash"
+    source: str  # the .cu file, relative to `root`: "attention/flash.cu"
+    entry: str  # its extern "C" __global__ name
+    params: tuple[Param, ...]
+    doc: str = ""
+    root: Path | None = None  # None: fkjit's own kernels_cu/; else the user's folder
+
+    derive: Callable[[Params], Mapping[str, Any]] = lambda params: {}  # further template values
+    illegal: Callable[[Params], str | None] = lambda params: None  # a reason, or None
+    features: Callable[[Params], frozenset[str]] = lambda params: frozenset()  # Arch.features needed
+    shared_bytes: Callable[[Params], int] = lambda params: 0  # dynamic shared memory of a block
+    block: Callable[[Params], Dim3]  # threads
+    grid: Callable[[Params, Problem], Dim3]  # blocks
+
+    flops: Callable[[Problem], float] = lambda problem: 0.0
+    bytes: Callable[[Problem], float] = lambda problem: 0.0  # compulsory device-memory traffic
+    interpreter_flops: float = 5e7  # flops a second the CPU interpreter manages, for estimates
+
+    # One fresh random problem of each kind worth testing: scale "small" (interpreter) or "full".
+    problems: Callable[[Params, str], Sequence[Problem]] = lambda params, scale: ()
+    inputs: Callable[[Params, Problem, np.random.Generator], Arrays] = lambda p, q, rng: {}
+    outputs: Callable[[Params, Problem], Arrays] = lambda params, problem: {}  # empty arrays
+    arguments: Callable[[Params, Problem, Mapping[str, Any]], Mapping[str, Any]] = (
+        lambda params, problem, arrays: dict(arrays)
+    )  # kernel argument name -> array (passed as pointer) or scalar
+    reference: Callable[[Problem, Mapping[str, Any]], Arrays] | None = None  # float64, by name
+    tolerance: Callable[[Params], float] = lambda params: 0.0  # greatest absolute error, N(0,1) input
+
+    _names: tuple[str, ...] = field(init=False, default=())
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_names", tuple(param.name for param in self.params))
+
+    @property
+    def id(self) -> str:
+        """The kernel's full name: "attention.flash"."""
+        return f"{self.op}.{self.name}"
+
+    def template_values(self, params: Params) -> dict[str, Any]:
+        """Everything `${}` and `//%` may name in this kernel's file."""
+        return {**params, **self.derive(params)}
+
+    def label(self, params: Params) -> str:
+        """Short and unique: "fp16 block=64 head_dim=128"."""
+        return " ".join(
+            str(params[n]) if n == "dtype" else f"{n}={_show(params[n])}" for n in self._names
+        )
+
+    def variants(self, arch: Arch | None = None) -> Iterator[dict[str, Any]]:
+        """Every legal combination of parameters; on `arch` if one is given, else on any."""
+        for values in itertools.product(*(param.values for param in self.params)):
+            params = dict(zip(self._names, values, strict=True))
+            if self.why_not(params, arch) is None:
+                yield params
+
+    def why_not(self, params: Params, arch: Arch | None = None) -> str | None:
+        """Why this combination is refused, or None when it is legal."""
+        reason = self.illegal(params)
+        if reason or arch is None:
+            return reason
+        missing = sorted(self.features(params) - arch.features)
+        if missing:
+            return f"needs {', '.join(missing)}, which {arch.name} has not"
+        need = self.shared_bytes(params)
+        if need > arch.shared_per_block:
+            return f"needs {need:,} bytes of shared memory; {arch.name} has {arch.shared_per_block:,}"
+        return None
+
+    def check(self, params: Params, arch: Arch | None = None) -> None:
+        """Raise ParameterError, naming the parameter at fault and what would be legal, or return."""
+        for name in params:
+            if name not in self._names:
+                known = ", ".join(self._names)
+                raise ParameterError(f"{self.op}: {self.name} has no parameter {name!r} (has: {known})")
+        for name in self._names:
+            if name not in params:
+                raise ParameterError(f"{self.op}: {self.name} needs a value for {name!r}")
+        for param in self.params:
+            if params[param.name] not in param.values:
+                self._refuse_value(param, params, arch)
+        reason = self.why_not(params, arch)
+        if reason:
+            self._refuse_combination(reason, params, arch)
+
+    def legal_values(self, name: str, params: Params, arch: Arch | None = None) -> list[Any]:
+        """The values of one parameter that are legal beside the others as they are."""
+        values = next(param.values for param in self.params if param.name == name)
+        return [v for v in values if self.why_not({**params, name: v}, arch) is None]
+
+    def _refuse_value(self, param: Param, params: Params, arch: Arch | None) -> None:
+        legal = self.legal_values(param.name, params, arch) or param.values
+        others = [f"{n}={_show(params[n])}" for n in self._names if n != param.name]
+        where = ", ".join(others + ([arch.name] if arch else []))
+        raise ParameterError(
+            f"{self.op}: {param.name}={_show(params[param.name])} is not one of "
+            f"[{', '.join(map(_show, legal))}]" + (f" ({where})" if where else "")
+        )
+
+    def _refuse_combination(self, reason: str, params: Params, arch: Arch | None) -> None:
+        for param in self.params:
+            legal = self.legal_values(param.name, params, arch) if param.tunable else []
+            if legal:
+                raise ParameterError(
+                    f"{self.op}: {param.name}={_show(params[param.name])} {reason} "
+                    f"(legal here: {', '.join(map(_show, legal))})"
+                )
+        raise ParameterError(f"{self.op}: {self.label(params)}: {reason}")
+
+
+def _show(value: Any) -> str:
+    return str(value)
+
+
+_REGISTRY: dict[str, KernelSpec] = {}
+
+
+def register(spec: KernelSpec, *, replace: bool = False) -> KernelSpec:
+    """Add a kernel to the registry and return it; a second one of the same name needs `replace`."""
+    if spec.id in _REGISTRY and not replace:
+        raise ParameterError(
+            f"register: a kernel named {spec.id!r} stands already ({_REGISTRY[spec.id].source}); "
+            "choose another op or name, or pass replace=True"
+        )
+    _REGISTRY[spec.id] = spec
+    return spec
+
+
+def registered(op: str | None = None) -> list[KernelSpec]:
+    """Every registered kernel (of one op), in the order of registration."""
+    return [spec for spec in _REGISTRY.values() if op is None or spec.op == op]
+
+
+def find(name: str) -> KernelSpec:
+    """The kernel called "op.name", or the op's first kernel for a bare "op"."""
+    if name in _REGISTRY:
+        return _REGISTRY[name]
+    of_op = registered(name)
+    if not of_op:
+        known = ", ".join(_REGISTRY) or "none"
+        raise ParameterError(f"kernel {name!r} is not registered (registered: {known})")
+    return of_op[0]
