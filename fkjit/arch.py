@@ -37,7 +37,7 @@ _FEATURES_SINCE: dict[Capability, frozenset[str]] = {
     (9, 0): frozenset({"mbarrier", "tma", "cluster"}),
 }
 _OLDEST: Capability = (7, 5)
-_TEGRA = frozenset({(8, 7), (8, 8)})  # their cubins do not run on the desktop chips of the same major
+_TEGRA = frozenset({(8, 7), (8, 8)})  # their cubins do not run on desktop chips of that major
 _FIRST_NVRTC_WITH_F = (12, 9)
 
 DEFAULT_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
@@ -91,7 +91,7 @@ def _base(capability: Capability, prefix: str = "sm_", suffix: str = "") -> str:
 
 
 def _features(capability: Capability, suffix: str) -> frozenset[str]:
-    names = {name for since, some in _FEATURES_SINCE.items() if capability >= since for name in some}
+    names = {n for since, some in _FEATURES_SINCE.items() if capability >= since for n in some}
     if suffix:
         names.add("setmaxnreg")
     if (capability, suffix) == ((9, 0), "a"):
