@@ -1,0 +1,489 @@
+"""Where compiled kernels are kept: memory, the user's directory, read-only bundles, else a build.
+
+`Cache.get_or_build` is the one way in. Keys are made of texts and digests (see
+`compile.key_fields`), never of paths or machines, so entries travel between machines. No I/O error
+keeps a kernel from being built: the bytes are in memory before anything is written.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fkjit.bundle import Bundle, open_bundle, write_bundle
+from fkjit.cache_disk import DiskCache, say
+from fkjit.cache_file import (
+    Read,
+    cache_key,
+    decode,
+    encode,
+    read_entry,
+    read_metadata,
+    stored_fields,
+    write_all,
+)
+from fkjit.errors import CacheError, NotCachedError
+from fkjit.settings import settings
+
+_RESERVED = ("key", "fields", "describe", "created")
+_LAYOUT = "v1"  # a new file format or directory layout gets a new folder
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A compiled kernel. `meta` is what `build` returned plus key, fields, describe, created.
+
+    `path` is the `.fkc` file (checksum, metadata and image), None if there is none: to give the
+    image alone to a loader that wants a file, use `materialise`. `seconds`: this call's, waiting
+    and compiling included.
+    """
+
+    image: bytes
+    meta: dict[str, Any]
+    origin: str  # memory | disk | bundle | compiled
+    path: Path | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class EntryInfo:
+    """An entry as `Cache.entries()` lists it: all but the image."""
+
+    key: str
+    meta: dict[str, Any]
+    image_bytes: int
+    origin: str  # disk | bundle | memory (in no file)
+    path: Path | None
+    last_used: float | None  # seconds since the epoch, true to the hour
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What a cache holds now and what it did in this process."""
+
+    directory: Path | None
+    max_bytes: int
+    entries: int  # on disk
+    bytes: int  # on disk
+    quarantined_files: int
+    bundles: tuple[Path, ...]
+    in_memory: int
+    hits: Mapping[str, int]  # by origin; "compiled" counts the misses
+    quarantined: int  # entries this process set aside
+    write_error: str | None  # why the last write failed, None if none did
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What became of each entry of an imported bundle."""
+
+    imported: int
+    present: int  # already there, and good
+    refused: tuple[tuple[str, str], ...]  # (key, reason)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What went into a bundle."""
+
+    path: Path
+    entries: int
+    bytes: int
+    refused: tuple[tuple[str, str], ...]  # (key, reason): entries that failed verification
+
+
+class Cache:
+    """Layers of compiled kernels; safe for threads, processes, forks and broken file systems."""
+
+    def __init__(
+        self,
+        directory: Path | None,
+        bundles: Iterable[Path] = (),
+        max_bytes: int = 1 << 30,
+        require_cached: bool = False,
+    ) -> None:
+        """`directory` None: no disk layer. `max_bytes`: cap of the directory, in bytes."""
+        where = _absolute(directory)
+        self.disk = None if where is None else DiskCache(where, max_bytes)
+        self.bundles: list[Bundle] = [open_bundle(Path(path)) for path in bundles]
+        self.require_cached = require_cached
+        self.max_bytes = max_bytes
+        self._memory: dict[str, Entry] = {}
+        self._hits = {"memory": 0, "disk": 0, "bundle": 0, "compiled": 0}
+        self._said: set[str] = set()
+        self._guard = threading.Lock()
+        self._building: dict[str, threading.RLock] = {}
+        _caches.add(self)
+
+    def _after_fork(self) -> None:
+        self._guard = threading.Lock()
+        self._building = {}
+        for layer in (self.disk, *self.bundles):
+            if layer is not None:
+                layer.after_fork()
+
+    @property
+    def directory(self) -> Path | None:
+        """The disk layer's directory."""
+        return None if self.disk is None else self.disk.directory
+
+    def get_or_build(
+        self,
+        fields: Mapping[str, str | bytes],
+        build: Callable[[], tuple[bytes, dict[str, Any]]],
+        *,
+        describe: str,
+    ) -> Entry:
+        """The entry of `fields`, from the first layer that has it, else from `build()`.
+
+        `build` returns (image, metadata that JSON can hold) and runs once per key, whatever the
+        number of threads. `describe` is the kernel in messages ("attention.flash causal=1 sm_80").
+        Raises what `build` raises, and NotCachedError where building is forbidden.
+        """
+        begin = time.perf_counter()
+        stored = stored_fields(fields)
+        key = cache_key(stored)
+        if (found := self._memory.get(key)) is not None:
+            self._hits["memory"] += 1
+            return found
+        with self._one_build(key):
+            if (found := self._memory.get(key)) is not None:
+                self._hits["memory"] += 1
+                return found
+            entry = self._load(key) or self._build(key, stored, build, describe)
+            entry = replace(entry, seconds=time.perf_counter() - begin)
+            self._hits[entry.origin] += 1
+            self._memory[key] = replace(entry, origin="memory", seconds=0.0)
+        return entry
+
+    @contextmanager
+    def _one_build(self, key: str) -> Iterator[None]:
+        """The threads of this process that want `key`, one at a time."""
+        with self._guard:
+            lock = self._building.setdefault(key, threading.RLock())
+        with lock:
+            yield
+        with self._guard:
+            self._building.pop(key, None)  # it is in memory now
+
+    def _load(self, key: str) -> Entry | None:
+        found = None if self.disk is None else self.disk.read(key)
+        if found is not None and self.disk is not None:
+            return Entry(found.image, found.meta, "disk", self.disk.path(key), 0.0)
+        for bundle in self.bundles:
+            try:
+                found = bundle.read(key)
+            except CacheError as error:
+                self._say_once(f"bundle {bundle.path}: entry {key[:12]} is not usable: {error}")
+                continue
+            if found is not None:
+                return Entry(found.image, found.meta, "bundle", bundle.entry_path(key), 0.0)
+        return None
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            say(message)
+
+    def _build(
+        self,
+        key: str,
+        stored: dict[str, str],
+        build: Callable[[], tuple[bytes, dict[str, Any]]],
+        describe: str,
+    ) -> Entry:
+        if self.require_cached:
+            self._refuse(stored, describe)
+        if self.disk is None:
+            return self._new_entry(key, stored, build, describe)
+        with self.disk.lock(key, describe):
+            return self._load(key) or self._new_entry(key, stored, build, describe)
+
+    def _new_entry(
+        self,
+        key: str,
+        stored: dict[str, str],
+        build: Callable[[], tuple[bytes, dict[str, Any]]],
+        describe: str,
+    ) -> Entry:
+        image, built = build()
+        if taken := sorted(set(built) & set(_RESERVED)):
+            raise CacheError(f"cache: metadata of {describe} uses the cache's own names {taken}")
+        own = {"key": key, "fields": stored, "describe": describe, "created": round(time.time(), 3)}
+        data = encode({**built, **own}, image)
+        path = None if self.disk is None else self.disk.write(key, data)
+        return Entry(image, decode(data).meta, "compiled", path, 0.0)
+
+    def _refuse(self, stored: dict[str, str], describe: str) -> NoReturn:
+        known = list(self.entries(bundles=True))
+        layers = [str(self.directory or "no directory"), *(str(b.path) for b in self.bundles)]
+        message = (
+            f"FKJIT_REQUIRE_CACHED=1: {describe} is in no cache layer "
+            f"({len(known)} entries in memory, {', '.join(layers)})"
+        )
+        if known:
+            message += "; " + _difference(stored, describe, known)
+        fix = "; unset FKJIT_REQUIRE_CACHED to compile it, or add a bundle with FKJIT_BUNDLE_PATH"
+        raise NotCachedError(message + fix)
+
+    def entries(self, bundles: bool = False) -> Iterator[EntryInfo]:
+        """The user's entries, least recently used first; with `bundles` theirs too, each key once.
+
+        Images are not read, so a listed entry may still turn out bad when it is used.
+        """
+        seen: set[str] = set()
+        for info in self._all_entries(bundles):
+            if info.key not in seen:
+                seen.add(info.key)
+                yield info
+
+    def _all_entries(self, bundles: bool) -> Iterator[EntryInfo]:
+        for path, _ in [] if self.disk is None else self.disk.entry_files():
+            with suppress(OSError, CacheError):
+                meta, size, status = read_metadata(path)
+                yield EntryInfo(meta["key"], meta, size, "disk", path, status.st_mtime)
+        for bundle in self.bundles if bundles else ():
+            with suppress(CacheError):
+                for meta, size, path in bundle.metadata():
+                    yield EntryInfo(meta["key"], meta, size, "bundle", path, None)
+        for key, entry in list(self._memory.items()):
+            if entry.path is None and (bundles or not self._in_bundle(key)):
+                yield EntryInfo(key, entry.meta, len(entry.image), "memory", None, None)
+
+    def _in_bundle(self, key: str) -> bool:
+        with suppress(CacheError):
+            return any(key in bundle.keys() for bundle in self.bundles)
+        return False
+
+    def stats(self) -> CacheStats:
+        """Counts and sizes; lists the directory, reads no entry."""
+        files = [] if self.disk is None else list(self.disk.files())
+        sizes = [status.st_size for path, status in files if path.suffix == ".fkc"]
+        return CacheStats(
+            directory=self.directory,
+            max_bytes=self.max_bytes,
+            entries=len(sizes),
+            bytes=sum(sizes),
+            quarantined_files=sum(path.suffix == ".bad" for path, _ in files),
+            bundles=tuple(bundle.path for bundle in self.bundles),
+            in_memory=len(self._memory),
+            hits=dict(self._hits),
+            quarantined=0 if self.disk is None else self.disk.quarantined,
+            write_error=None if self.disk is None else self.disk.write_error,
+        )
+
+    def clear(self) -> tuple[int, int]:
+        """Forget everything but the bundles: (files removed, bytes freed).
+
+        Only files the cache made are touched. CacheError if one cannot be removed.
+        """
+        self._memory.clear()
+        return (0, 0) if self.disk is None else self.disk.clear()
+
+    def export(self, path: Path, keys: Iterable[str] | None = None) -> Exported:
+        """Write entries (all of the user's, or those of `keys`) into one `.fkb` file.
+
+        CacheError for a key that is in no layer and for a file that cannot be written.
+        """
+        path, data, refused = Path(path), {}, []
+        wanted = sorted(set(keys)) if keys is not None else self._exportable()
+        for key in wanted:
+            try:
+                data[key] = self._encoded(key)
+            except CacheError as error:
+                if keys is not None:
+                    raise CacheError(f"cache export: entry {key}: {error}") from error
+                refused.append((key, str(error)))
+        try:
+            write_bundle(path, data.items())
+        except OSError as error:
+            raise CacheError(
+                f"cache export: path={str(path)!r} cannot be written: {error}"
+            ) from error
+        return Exported(path, len(data), path.stat().st_size, tuple(refused))
+
+    def _exportable(self) -> list[str]:
+        files = [] if self.disk is None else self.disk.entry_files()
+        memory = {info.key for info in self._all_entries(False) if info.origin == "memory"}
+        return sorted({path.stem for path, _ in files} | memory)
+
+    def _encoded(self, key: str) -> bytes:
+        """The bytes of a verified entry out of any layer."""
+        found: Read | None = None
+        if self.disk is not None:
+            with suppress(OSError):
+                found = read_entry(self.disk.path(key), key)
+        if found is None and (entry := self._memory.get(key)) is not None:
+            found = Read(entry.meta, entry.image)
+        for bundle in self.bundles:
+            found = found or bundle.read(key)
+        if found is None:
+            raise CacheError("is in no cache layer; `fkjit cache list` shows what is")
+        return encode(found.meta, found.image)
+
+    def import_(self, path: Path) -> Imported:
+        """Copy the entries of a bundle (`.fkb`, directory, or one `.fkc`) into the user's directory.
+
+        Each is verified first. CacheError if the bundle cannot be read or there is no directory.
+        """
+        if self.disk is None:
+            raise CacheError("cache import: no cache directory; set FKJIT_CACHE_DIR to one")
+        try:
+            bundle = open_bundle(Path(path))
+            keys = bundle.keys()
+        except CacheError as error:
+            raise CacheError(f"cache import: path={str(path)!r}: {error}") from error
+        imported, present, refused = 0, 0, []
+        for key in keys:
+            try:
+                added = self._take(self.disk, bundle, key)
+                imported, present = imported + added, present + (not added)
+            except CacheError as error:
+                refused.append((key, str(error)))
+        return Imported(imported, present, tuple(refused))
+
+    def _take(self, disk: DiskCache, bundle: Bundle, key: str) -> bool:
+        """Copy one entry; False if a good one is there already, CacheError says why not."""
+        data = bundle.data(key)
+        if data is None:
+            raise CacheError("vanished from the bundle")
+        decode(data, key)
+        if disk.read(key) is not None:
+            return False
+        if disk.write(key, data) is None:
+            raise CacheError(f"cannot be written: {disk.write_error}")
+        return True
+
+
+def _difference(stored: dict[str, str], describe: str, known: list[EntryInfo]) -> str:
+    """Which fields tell the wanted entry from the one most like it."""
+
+    def alike(info: EntryInfo) -> tuple[bool, bool, int]:
+        theirs = info.meta["fields"]
+        same = sum(theirs.get(name) == value for name, value in stored.items())
+        return (
+            stored.get("kernel") == theirs.get("kernel"),
+            info.meta.get("describe") == describe,
+            same,
+        )
+
+    nearest = max(known, key=alike)
+    theirs = nearest.meta["fields"]
+    names = [name for name in sorted({*stored, *theirs}) if stored.get(name) != theirs.get(name)]
+    parts = [f"{n} ({_short(stored.get(n))} here, {_short(theirs.get(n))} there)" for n in names]
+    return (
+        f"the nearest, {nearest.key[:12]} ({nearest.meta.get('describe')}, {nearest.origin}), "
+        f"differs in {', '.join(parts)}"
+    )
+
+
+def _short(value: str | None) -> str:
+    if value is None:
+        return "absent"
+    return value[:24] + "…" if value.startswith(("text:", "bytes:")) else repr(value)
+
+
+def _absolute(directory: Path | None) -> Path | None:
+    """Made absolute now: the working directory may change, or be gone already."""
+    try:
+        return None if directory is None else Path(os.path.abspath(directory))
+    except OSError:
+        return None
+
+
+_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for cache in list(_caches):
+        cache._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _default_directory() -> Path | None:
+    """FKJIT_CACHE_DIR or the platform's user cache directory; None without a home."""
+    chosen = settings().cache_dir
+    if chosen is not None:
+        return chosen / _LAYOUT
+    import platformdirs
+
+    try:
+        found = Path(platformdirs.user_cache_dir("fkjit"))
+    except (OSError, RuntimeError, KeyError):
+        return None
+    return found / _LAYOUT if found.is_absolute() else None
+
+
+@lru_cache(maxsize=1)
+def default_cache() -> Cache:
+    """The cache of this process, as the FKJIT_* settings ask; `cache_clear()` makes a new one."""
+    chosen = settings()
+    return Cache(_default_directory(), chosen.bundle_path, chosen.cache_size, chosen.require_cached)
+
+
+@contextmanager
+def materialise(entry: Entry) -> Iterator[Path]:
+    """A file that holds the image alone, for as long as the `with` lasts.
+
+        with materialise(entry) as path:
+            function = cupy.RawModule(path=str(path)).get_function(name)  # loads within the `with`
+
+    In the temporary directory, else /dev/shm, else in anonymous memory: no cache needed, and a
+    killed process leaves at most a file in a temporary directory. CacheError if nothing works.
+    """
+    folders = (None, "/dev/shm")
+    for folder in folders:
+        path = _temporary_image(entry, folder)
+        if path is not None:
+            try:
+                yield path
+            finally:
+                with suppress(OSError):
+                    path.unlink()
+            return
+    descriptor = _anonymous_image(entry)
+    try:
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def _temporary_image(entry: Entry, folder: str | None) -> Path | None:
+    try:
+        descriptor, name = tempfile.mkstemp(".cubin", f"fkjit-{entry.meta['key'][:12]}-", folder)
+    except OSError:
+        return None
+    try:
+        try:
+            write_all(descriptor, entry.image)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(name)
+        return None
+    return Path(name)
+
+
+def _anonymous_image(entry: Entry) -> int:
+    try:
+        descriptor = os.memfd_create("fkjit")
+        write_all(descriptor, entry.image)
+    except (OSError, AttributeError) as error:
+        raise CacheError(
+            f"no place for the {len(entry.image)} bytes of {entry.meta.get('describe')}: neither "
+            f"the temporary directory nor /dev/shm nor memory took them ({error}); set TMPDIR"
+        ) from error
+    return descriptor
