@@ -1,0 +1,248 @@
+"""A kernel's `.cu` template -> CUDA C++ that NVRTC compiles.
+
+Three notations, all invisible to CUDA: `${x}` for a value, `//% if x` on a line of its own for a
+statement (if, elif, else, endif, for, endfor, set) and `/*# … #*/` for a comment that is dropped.
+Each statement leaves a `#line` behind, so NVRTC's errors, profilers and Jinja's own errors name the
+template's file and line. Headers are plain CUDA and are passed on as they are.
+
+`load` reads the files, which is all a cache key needs; the text is rendered on first use, so a
+start from a warm cache never imports Jinja.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fkjit.errors import RenderError
+from fkjit.paths import kernels_dir, templates_dir
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+
+    from fkjit.spec import KernelSpec, Params
+
+RENDERER = "1"  # part of every cache key: raise it when the same input gives another text
+
+_STATEMENT = re.compile(r"^[ \t]*//%(.*)$", re.MULTILINE)
+_KEYWORDS = ("if", "elif", "else", "endif", "for", "endfor", "set")
+_COMMENT = re.compile(r"/\*#.*?#\*/", re.DOTALL)
+_OPEN_VALUE = re.compile(r"\$\{[^}\n]*$", re.MULTILINE)
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+_BEGIN, _END = "\x02", "\x03"  # the block delimiters Jinja sees: no CUDA source contains them
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """One kernel's source for one set of parameters.
+
+    `text` is the CUDA C++, rendered on first use (RenderError); `headers` are all files of ours it
+    includes, directly or not, by the name used in `#include "…"`.
+    """
+
+    name: str  # "kernels_cu/attention/flash.cu", as errors and profilers show it
+    template: str = field(repr=False)  # the .cu file's own text
+    headers: Mapping[str, str] = field(repr=False)
+    where: Path  # the .cu file
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def text(self) -> str:
+        """The rendered source; its first line is `#line 1 "kernels_cu/…"`."""
+        return f'#line 1 "{self.name}"\n' + _render_text(self)
+
+    def identity(self) -> dict[str, str]:
+        """What decides `text` and the headers, as short strings without any path.
+
+        The template, the values and RENDERER determine the text, so their digests stand for it and
+        nothing has to be rendered. Values JSON cannot write are covered by the text itself.
+        """
+        joined = "".join(f"{len(n)}:{n}{len(t)}:{t}" for n, t in sorted(self.headers.items()))
+        try:
+            values = json.dumps(dict(self.values), sort_keys=True)
+        except TypeError:
+            values = "text " + _digest(self.text)
+        return {
+            "renderer": RENDERER,
+            "template": f"{self.name} {_digest(self.template)}",
+            "headers": _digest(joined),
+            "values": values,
+        }
+
+    def window(self, name: str, line: int) -> str:
+        """Five lines of the template or header `name` around `line`; "" when it is neither."""
+        if name == self.name:
+            return window(self.template, line)
+        for text in self.headers.values():
+            if text.startswith(f'#line 1 "{name}"\n'):
+                return window(text.split("\n", 1)[1], line)
+        return ""
+
+
+def render(spec: KernelSpec, params: Params) -> Rendered:
+    """The kernel's source for these parameters, rendered; RenderError names file and line."""
+    rendered = load(spec, params)
+    _ = rendered.text
+    return rendered
+
+
+def load(spec: KernelSpec, params: Params) -> Rendered:
+    """What `render` returns, but with the text still to be rendered: enough for a cache key."""
+    root = spec.root or kernels_dir()
+    where = root / spec.source
+    name = f"{root.name}/{Path(spec.source).as_posix()}"
+    template = _read(where, spec.id)
+    headers = _headers(template, where.parent, name.rpartition("/")[0])
+    return Rendered(name, template, headers, where, spec.template_values(params))
+
+
+def window(text: str, line: int) -> str:
+    """Lines `line - 2` to `line + 2` of `text` (counted from 1) with numbers and a mark."""
+    lines = text.split("\n")
+    first, last = max(1, line - 2), min(len(lines), line + 2)
+    return "\n".join(
+        f"  {'>' if number == line else ' '} {number:4d} | {lines[number - 1]}".rstrip()
+        for number in range(first, last + 1)
+    )
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+def _read(path: Path, who: str) -> str:
+    """A source file with its line ends made `\\n` and one at the end."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RenderError(f"{who}: cannot read {path}: {error}") from None
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return text if text.endswith("\n") else text + "\n"
+
+
+def _fail(name: str, text: str, line: int, message: str) -> RenderError:
+    return RenderError(f"{name}:{line}: {message}\n{window(text, line)}")
+
+
+def _line_of(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1
+
+
+def _headers(template: str, beside: Path, folder: str) -> dict[str, str]:
+    """Every header of ours that `template` includes, transitively.
+
+    Looked for in templates/, then beside the `.cu`. What is in neither is left to NVRTC, which
+    either has it (cuda_fp16.h) or says at which line it was wanted.
+    """
+    found: dict[str, str] = {}
+    wanted = _INCLUDE.findall(template)
+    while wanted:
+        include = wanted.pop()
+        for directory, shown in ((templates_dir(), "templates"), (beside, folder)):
+            if include in found or not (directory / include).is_file():
+                continue
+            text = _read(directory / include, include)
+            _check_plain(f"{shown}/{include}", text)
+            found[include] = f'#line 1 "{shown}/{include}"\n{text}'
+            wanted += _INCLUDE.findall(text)
+    return found
+
+
+def _check_plain(name: str, text: str) -> None:
+    """Headers are not rendered: what looks like template notation in one is a mistake."""
+    for pattern, what in ((_STATEMENT, "//%"), (re.compile(r"\$\{"), "${")):
+        match = pattern.search(text)
+        if match:
+            raise _fail(
+                name,
+                text,
+                _line_of(text, match.start()),
+                f"a header is plain CUDA, {what!r} means nothing in it; use a template argument "
+                "or move the line into the kernel's .cu file",
+            )
+
+
+def _prepare(name: str, text: str) -> str:
+    """The template as Jinja reads it: statements as block tags, each line where it was."""
+    open_value = _OPEN_VALUE.search(text)
+    if open_value:
+        line = _line_of(text, open_value.start())
+        raise _fail(name, text, line, "a ${…} must be closed on the line it begins")
+
+    def statement(match: re.Match[str]) -> str:
+        line = _line_of(text, match.start())
+        words = match[1].split()
+        if not words or words[0] not in _KEYWORDS:
+            known = ", ".join(_KEYWORDS)
+            raise _fail(name, text, line, f"'//%{match[1]}': a statement is one of {known}")
+        return f'{_BEGIN}{match[1]} {_END}#line {line + 1} "{name}"'
+
+    without_comments = _COMMENT.sub(lambda match: "\n" * match[0].count("\n"), text)
+    return _STATEMENT.sub(statement, without_comments)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Environment:
+    import jinja2
+
+    return jinja2.Environment(
+        block_start_string=_BEGIN,
+        block_end_string=_END,
+        variable_start_string="${",
+        variable_end_string="}",
+        comment_start_string="/*#",
+        comment_end_string="#*/",
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
+        finalize=_as_cuda,
+    )
+
+
+def _as_cuda(value: Any) -> Any:
+    """A value as CUDA writes it: true and false, no None, nothing that would shift lines."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None or (isinstance(value, str) and "\n" in value):
+        raise TypeError(f"${{…}} has no CUDA form for {value!r}")
+    return value
+
+
+@lru_cache(maxsize=64)
+def _template(name: str, text: str) -> Template:
+    """The compiled template, kept by its text: an edited file is always compiled anew."""
+    import jinja2
+
+    environment = _environment()
+    try:
+        code = environment.compile(_prepare(name, text), name=name, filename=name)
+    except jinja2.TemplateSyntaxError as error:
+        raise _fail(name, text, error.lineno, error.message or "syntax error") from None
+    return jinja2.Template.from_code(environment, code, dict(environment.globals))
+
+
+def _render_text(rendered: Rendered) -> str:
+    name, text = rendered.name, rendered.template
+    template = _template(name, text)
+    try:
+        return template.render(rendered.values)
+    except Exception as error:  # undefined names, and whatever an expression raises
+        known = ", ".join(sorted(rendered.values)) or "none"
+        message = f"{error} (values of this kernel: {known})"
+        raise _fail(name, text, _template_line(error, name), message) from None
+
+
+def _template_line(error: BaseException, name: str) -> int:
+    """The template's line an exception came from: Jinja names the template in the traceback."""
+    line, step = 1, error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_filename == name:
+            line = step.tb_lineno
+        step = step.tb_next
+    return line

@@ -1,0 +1,112 @@
+"""The argument list of a kernel, read from its rendered source."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from fkjit.errors import RenderError
+from fkjit.render import Rendered
+
+# C type (spelled without const) -> struct letters with native alignment. `Strides` is the prelude's
+# struct of three 64-bit counts of elements: batch, head, row.
+_CODES = {
+    **dict.fromkeys(("int", "signed", "signed int", "int32_t", "i32"), "i"),
+    **dict.fromkeys(("unsigned", "unsigned int", "uint32_t", "u32"), "I"),
+    **dict.fromkeys(("long long", "long long int", "int64_t", "i64"), "q"),
+    **dict.fromkeys(("unsigned long long", "uint64_t", "u64", "size_t"), "Q"),
+    **dict.fromkeys(("float", "fp32"), "f"),
+    "double": "d",
+    "bool": "?",
+    "Strides": "qqq",
+}
+_NOISE = re.compile(
+    r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL
+)  # comments and strings; `extern "C"` is looked for before they go
+_LINE = re.compile(r'^#line (\d+) "([^"]*)"$', re.MULTILINE)
+_QUALIFIER = re.compile(r"\b(?:__restrict__|__restrict|__grid_constant__|struct)\b")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a kernel; `code` is for `struct.pack` with native alignment."""
+
+    name: str  # "q"
+    ctype: str  # "const elem_t*"
+    code: str  # "P" pointer, "i" int, "I" unsigned, "q", "Q", "f", "d", "?", "qqq" Strides
+    pointer: bool
+    const: bool  # what a pointer points to is only read
+
+
+def signature(rendered: Rendered, entry: str) -> tuple[Argument, ...]:
+    """The arguments of `extern "C" __global__ … entry(…)`, in order.
+
+    RenderError names the line of an argument whose type has no known size, or the file when there
+    is no such entry point.
+    """
+    plain = _NOISE.sub(_blank, rendered.text)
+    head = re.search(rf'extern\s+"C"[^;{{}}]*?__global__[^;{{}}]*?\b{re.escape(entry)}\s*\(', plain)
+    if not head:
+        raise RenderError(f'{rendered.name}: has no extern "C" __global__ function {entry!r}')
+    end = _closing(plain, head.end())
+    arguments, position = [], head.end()
+    for piece in _split(plain[position:end]):
+        where = position + len(piece) - len(piece.lstrip())
+        if piece.strip():
+            arguments.append(_argument(rendered.name, plain, where, entry, piece))
+        position += len(piece) + 1
+    return tuple(arguments)
+
+
+def _blank(match: re.Match[str]) -> str:
+    """Comments become spaces, so that offsets and lines stay; strings stay if they are "C"."""
+    text = match[0]
+    return text if text.startswith('"') else re.sub(r"[^\n]", " ", text)
+
+
+def _closing(text: str, position: int) -> int:
+    depth = 1
+    for index in range(position, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[index], 0)
+        if depth == 0:
+            return index
+    return len(text)
+
+
+def _split(text: str) -> list[str]:
+    """`text` at its commas outside <> and (), with `#line` lines blanked out."""
+    text = _LINE.sub(lambda match: " " * len(match[0]), text)
+    pieces, depth, start = [], 0, 0
+    for index, char in enumerate(text):
+        depth += {"<": 1, "(": 1, ">": -1, ")": -1}.get(char, 0)
+        if char == "," and depth == 0:
+            pieces.append(text[start:index])
+            start = index + 1
+    return [*pieces, text[start:]]
+
+
+def _argument(file: str, text: str, where: int, entry: str, piece: str) -> Argument:
+    words = " ".join(_QUALIFIER.sub(" ", piece).split())
+    match = re.fullmatch(r"(.*[\s*])(\w+)", words)
+    ctype = re.sub(r"\s*\*\s*", "*", match[1]).strip() if match else words
+    name = match[2] if match else "?"
+    pointer = ctype.endswith("*") or ctype.endswith("*const")
+    bare = re.sub(r"\bconst\b", " ", ctype).split()
+    code = "P" if pointer else _CODES.get(" ".join(bare))
+    if match is None or code is None:
+        known = ", ".join(sorted(_CODES))
+        raise RenderError(
+            f"{file}:{_template_line(text, where)}: {entry}: argument {words!r} has no type fkjit "
+            f"can pass (allowed: pointers, {known})"
+        )
+    const = pointer and "const" in ctype.rpartition("*")[0].split()
+    return Argument(name, ctype, code, pointer, const)
+
+
+def _template_line(text: str, position: int) -> int:
+    """The template's line at an offset of the rendered text, by the `#line` above it."""
+    marks = list(_LINE.finditer(text, 0, position))
+    if not marks:
+        return text.count("\n", 0, position) + 1
+    above = marks[-1]
+    return int(above[1]) + text.count("\n", above.end(), position) - 1

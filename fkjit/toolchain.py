@@ -1,0 +1,315 @@
+"""What the kernels are compiled with: CuPy, NVRTC, the CUDA headers, and whether they fit together.
+
+Everything that does not fit becomes a ToolchainError with versions, paths and the command that
+mends it. Importing this module imports neither CuPy nor NVRTC.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+
+from fkjit.arch import Target
+from fkjit.errors import ToolchainError
+
+Version = tuple[int, int]
+
+_CUPY_NAMES = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda14x")
+_HEADERS = ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h")  # what our kernels include of the toolkit
+_HEADER_FILES = tuple(f for h in _HEADERS for f in (h, h + "pp"))  # each has its .hpp beside it
+# The driver's refusals that mean "compiled by something that does not fit", with their numbers.
+_DOES_NOT_FIT = {
+    "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": 222,
+    "CUDA_ERROR_NO_BINARY_FOR_GPU": 209,
+    "CUDA_ERROR_INVALID_PTX": 218,
+    "CUDA_ERROR_JIT_COMPILER_NOT_FOUND": 221,
+}
+
+
+@dataclass(frozen=True)
+class NvrtcInfo:
+    """The NVRTC in use. `build` tells two builds of one version apart and has no path in it."""
+
+    version: Version
+    library: Path | None  # None where the platform does not tell
+    build: str
+    supported: tuple[int, ...]  # (75, 80, 86, …)
+    cupy: str
+
+
+def dotted(version: Version) -> str:
+    """(13, 0) -> "13.0"."""
+    return f"{version[0]}.{version[1]}"
+
+
+def installed_cupys() -> dict[str, str]:
+    """Every installed distribution that provides `cupy`, with its version."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in _CUPY_NAMES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def check_one_cupy() -> None:
+    """ToolchainError when two CuPys are installed: they overwrite each other's files."""
+    found = installed_cupys()
+    if len(found) > 1:
+        listed = ", ".join(f"{name} {version}" for name, version in found.items())
+        keep = max(found, key=lambda name: (name.startswith("cupy-cuda"), name))
+        raise ToolchainError(
+            f"two CuPys are installed ({listed}) and overwrite each other's files in "
+            f"{_site_of(keep)}: pip uninstall -y {' '.join(found)} && pip install {keep}"
+        )
+
+
+def _site_of(name: str) -> str:
+    from importlib.metadata import distribution
+
+    return str(distribution(name).locate_file("cupy"))
+
+
+@lru_cache(maxsize=1)
+def nvrtc_module() -> ModuleType:
+    """CuPy's binding of NVRTC; ToolchainError without CuPy, with two of them, or without NVRTC."""
+    check_one_cupy()
+    try:
+        from cupy.cuda import nvrtc
+    except ImportError as error:
+        found = ", ".join(f"{n} {v}" for n, v in installed_cupys().items())
+        state = f"CuPy ({found}) cannot be imported" if found else "CuPy is not installed"
+        raise ToolchainError(
+            f"{state}: {error}; pip install cupy-cuda13x (or cupy-cuda12x for a driver before 580)"
+        ) from error
+    try:
+        nvrtc.getVersion()
+    except Exception as error:  # RuntimeError or ImportError, by CuPy version: no library found
+        cupy = ", ".join(f"{n} {v}" for n, v in installed_cupys().items())
+        raise ToolchainError(
+            f"{cupy or 'CuPy'} finds no NVRTC library ({_first_line(error)}): "
+            f"pip install {_package('nvrtc', 12 if 'cuda12x' in cupy else 13)}"
+        ) from error
+    return nvrtc
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _package(part: str, major: int) -> str:
+    """The pip package of a toolkit part: NVIDIA dropped the -cu suffix with CUDA 13."""
+    return f"nvidia-cuda-{part}" + (f"-cu{major}" if major < 13 else "")
+
+
+@lru_cache(maxsize=1)
+def nvrtc_info() -> NvrtcInfo:
+    """Version, library, build and targets of NVRTC; loads the library (about 10 ms) but no GPU."""
+    nvrtc = nvrtc_module()
+    import cupy
+
+    version: Version = nvrtc.getVersion()
+    library = _loaded_library()
+    build = (library and _elf_build_id(library)) or _compiler_banner(nvrtc)
+    return NvrtcInfo(version, library, build, tuple(nvrtc.getSupportedArchs()), cupy.__version__)
+
+
+def _loaded_library() -> Path | None:
+    """Where libnvrtc was loaded from, as Linux tells it."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    match = re.search(r"\s(/\S.*/libnvrtc\.so[^\n]*)$", maps, re.MULTILINE)
+    return Path(match[1]) if match else None
+
+
+def _elf_build_id(library: Path) -> str | None:
+    """The GNU build id in an ELF file's notes: 40 hex digits, another one for every build."""
+    try:
+        with library.open("rb") as file:
+            head = file.read(64)
+            if head[:5] != b"\x7fELF\x02":
+                return None
+            (offset,) = struct.unpack_from("<Q", head, 32)
+            size, count = struct.unpack_from("<HH", head, 54)
+            file.seek(offset)
+            table = file.read(size * count)
+            for index in range(count):
+                kind, _, start, _, _, length = struct.unpack_from("<IIQQQQ", table, index * size)
+                if kind == 4:  # PT_NOTE
+                    file.seek(start)
+                    found = re.search(rb"\x14\0\0\0\x03\0\0\0GNU\0(.{20})", file.read(length), re.S)
+                    if found:
+                        return found[1].hex()
+    except (OSError, struct.error):
+        pass
+    return None
+
+
+def _compiler_banner(nvrtc: ModuleType) -> str:
+    """The build as NVRTC's own PTX names it, for platforms without ELF (one compile, 40 ms)."""
+    program = nvrtc.createProgram("", "empty.cu", [], [])
+    try:
+        nvrtc.compileProgram(program, [])
+        ptx = nvrtc.getPTX(program)
+    finally:
+        nvrtc.destroyProgram(program)
+    text = ptx.decode() if isinstance(ptx, bytes) else ptx
+    return " ".join(re.findall(r"CL-\d+|V\d+\.\d+\.\d+", text))
+
+
+def header_candidates() -> list[Path]:
+    """Folders that may hold the toolkit's headers, best first, whether or not they exist."""
+    major = nvrtc_info().version[0]
+    folders = []
+    for package in _nvidia_packages():
+        folders += [package / f"cu{major}" / "include"]
+        folders += [package / "cuda_runtime" / "include"] if major == 12 else []
+    for variable in ("CUDA_PATH", "CUDA_HOME"):
+        if os.environ.get(variable):
+            folders.append(Path(os.environ[variable]) / "include")
+    if os.environ.get("CONDA_PREFIX"):
+        targets = Path(os.environ["CONDA_PREFIX"]) / "targets"
+        folders += sorted(targets.glob("*-linux/include"))
+    folders += [Path(f"/usr/local/cuda-{major}/include"), Path("/usr/local/cuda/include")]
+    return folders + _cupy_bundled(major)
+
+
+def _nvidia_packages() -> list[Path]:
+    """Where the `nvidia` namespace package lies (pip's CUDA packages), if anywhere."""
+    from importlib.util import find_spec
+
+    spec = find_spec("nvidia")
+    return [Path(p) for p in spec.submodule_search_locations or []] if spec else []
+
+
+def _cupy_bundled(major: int) -> list[Path]:
+    """The headers some CuPy wheels carry along."""
+    import cupy
+
+    if cupy.__file__ is None:
+        return []
+    bundled = Path(cupy.__file__).parent / "_core" / "include" / "cupy" / "_cuda"
+    return sorted(bundled.glob(f"cuda-{major}*"), reverse=True)
+
+
+def runtime_version(folder: Path) -> Version | None:
+    """The CUDA version whose headers lie in `folder`, or None."""
+    try:
+        text = (folder / "cuda_runtime_api.h").read_text(errors="replace")
+    except OSError:
+        return None
+    match = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
+    return (int(match[1]) // 1000, int(match[1]) % 1000 // 10) if match else None
+
+
+@lru_cache(maxsize=1)
+def header_dirs() -> list[Path]:
+    """The folder to hand to NVRTC with -I: the first with every header we use, of NVRTC's major.
+
+    The pip package nvidia-cuda-runtime alone has them all. ToolchainError names what was looked at.
+    """
+    info = nvrtc_info()
+    looked = []
+    for folder in dict.fromkeys(header_candidates()):
+        missing = [name for name in _HEADERS if not (folder / name).is_file()]
+        version = runtime_version(folder)
+        if not missing and (version is None or version[0] == info.version[0]):
+            return [folder]
+        why = f"lacks {', '.join(missing)}" if missing else f"is of CUDA {version and version[0]}"
+        looked.append(f"  {folder}: {why if folder.is_dir() else 'not there'}")
+    raise ToolchainError(
+        f"NVRTC {dotted(info.version)} ({info.library}) needs {', '.join(_HEADERS)} of CUDA "
+        f"{info.version[0]} and found them nowhere:\n" + "\n".join(looked) + "\n"
+        f"  pip install '{_package('runtime', info.version[0])}=={dotted(info.version)}.*', "
+        "or set CUDA_PATH to a toolkit of that version"
+    )
+
+
+@lru_cache(maxsize=1)
+def headers_id() -> str:
+    """What the toolkit's headers contribute to a compile, as a digest without any path.
+
+    The contents of the six files our kernels include are hashed (0.9 MB, about 2 ms). Everything
+    else NVRTC takes from its own built-in copies, or changes with the toolkit release only, whose
+    number is in the digest too.
+    """
+    digest = sha256()
+    folder = header_dirs()[0]
+    for name in _HEADER_FILES:
+        path = folder / name
+        content = path.read_bytes() if path.is_file() else b""
+        digest.update(f"{name} {len(content)} ".encode() + content)
+    version = runtime_version(folder)
+    return f"{dotted(version) if version else '?'} {digest.hexdigest()}"
+
+
+def check_target(target: Target) -> None:
+    """ToolchainError when this NVRTC cannot compile for `target`."""
+    info = nvrtc_info()
+    major, minor = target.arch.capability
+    if major * 10 + minor in info.supported:
+        return
+    known = ", ".join(f"sm_{number}" for number in info.supported)
+    raise ToolchainError(
+        f"NVRTC {dotted(info.version)} ({info.library}) cannot compile for {target.name} (it knows "
+        f"{known}): pip install --upgrade {_package('nvrtc', info.version[0])}, or choose another "
+        "with FKJIT_TARGET"
+    )
+
+
+def explain_load_failure(
+    error: BaseException, target: Target, nvrtc_version: Version | str | None = None
+) -> ToolchainError | None:
+    """The ToolchainError behind a driver's refusal to load an image; None if it is something else.
+
+    `error` is what `cupy.RawModule(path=…)` raised, `nvrtc_version` what made the image (the NVRTC
+    of this process if left out).
+    """
+    text = str(error)
+    name = next((n for n in _DOES_NOT_FIT if n in text), None)
+    if name is None:
+        return None
+    if nvrtc_version is None:
+        nvrtc_version = nvrtc_info().version
+    made = nvrtc_version if isinstance(nvrtc_version, str) else dotted(nvrtc_version)
+    driver = driver_cuda_version()
+    known = dotted(driver) if driver else "unknown"
+    return ToolchainError(
+        f"the driver (CUDA {known}) refused {target.name} made by "
+        f"NVRTC {made}: {name}. {_mend(target, driver, int(made.split('.')[0]))}"
+    )
+
+
+def _mend(target: Target, driver: Version | None, made_major: int) -> str:
+    if target.kind == "cubin":
+        return (
+            f"{target.name} code does not run on this GPU: unset FKJIT_TARGET, or update the driver"
+        )
+    if driver is None:
+        return "Update the NVIDIA driver"
+    major = driver[0]
+    swap = f"cupy-cuda{major}x " if major != made_major else ""
+    older = f"pip install {swap}'{_package('nvrtc', major)}<={dotted(driver)}.999'"
+    return f"PTX must not be newer than the driver: update the driver, or {older}"
+
+
+def driver_cuda_version() -> Version | None:
+    """The newest CUDA the installed driver knows, e.g. (13, 0); None without a driver."""
+    try:
+        from cupy.cuda import runtime
+
+        number = int(runtime.driverGetVersion())
+    except Exception:  # no CuPy, no driver: both are ordinary on a machine that only compiles
+        return None
+    return (number // 1000, number % 1000 // 10) if number else None
