@@ -6,7 +6,6 @@ entries give the same bytes. Each member carries its own checksum and is verifie
 
 from __future__ import annotations
 
-import io
 import os
 import struct
 import threading
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fkjit.cache_file import SUFFIX, Read, decode, read_entry, read_metadata, write_atomically
+from fkjit.cache_file import SUFFIX, Read, atomic_file, decode, read_entry, read_metadata
 from fkjit.errors import CacheError
 
 BUNDLE_SUFFIX = ".fkb"
@@ -24,14 +23,16 @@ _ZIP_ERRORS = (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, V
 
 
 def write_bundle(path: Path, entries: Iterable[tuple[str, bytes]]) -> None:
-    """Write (key, entry bytes) pairs as a `.fkb`, atomically; OSError if that cannot be done."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-        for key, data in sorted(entries):
+    """Write (key, entry bytes) pairs, sorted by key, as a `.fkb`: atomically, OSError if not."""
+    with (
+        atomic_file(path) as descriptor,
+        os.fdopen(os.dup(descriptor), "wb") as file,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
+    ):
+        for key, data in entries:
             member = zipfile.ZipInfo(key + SUFFIX, (1980, 1, 1, 0, 0, 0))
             member.create_system, member.external_attr = 3, 0o644 << 16
             archive.writestr(member, data)
-    write_atomically(path, buffer.getvalue())
 
 
 def _key_of(name: str) -> str | None:
@@ -40,12 +41,17 @@ def _key_of(name: str) -> str | None:
     return base[: -len(SUFFIX)] if base.endswith(SUFFIX) and not base.startswith(".") else None
 
 
-def _check_stored(path: Path, member: zipfile.ZipInfo) -> None:
-    if member.flag_bits & 1 or member.compress_type not in (
-        zipfile.ZIP_STORED,
-        zipfile.ZIP_DEFLATED,
-    ):
+def _check_packing(path: Path, member: zipfile.ZipInfo) -> None:
+    known = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+    if member.flag_bits & 1 or member.compress_type not in known:
         raise CacheError(f"{path}: member {member.filename} is encrypted or oddly compressed")
+
+
+def _verified(path: Path, key: str, data: bytes) -> Read:
+    try:
+        return decode(data, key)
+    except CacheError as error:
+        raise CacheError(f"{path}: entry {key[:12]} is bad: {error}") from error
 
 
 class ZipBundle:
@@ -88,7 +94,7 @@ class ZipBundle:
             raise CacheError(f"{self.path} is not a readable bundle: {error}") from error
 
     def _member(self, member: zipfile.ZipInfo) -> bytes:
-        _check_stored(self.path, member)
+        _check_packing(self.path, member)
         if member.compress_type != zipfile.ZIP_STORED:  # someone packed it anew
             with zipfile.ZipFile(self.path) as archive:
                 return archive.read(member)
@@ -104,7 +110,7 @@ class ZipBundle:
     def read(self, key: str) -> Read | None:
         """The verified entry, None if it is not in. CacheError says what is wrong with it."""
         data = self.data(key)
-        return None if data is None else decode(data, key)
+        return None if data is None else _verified(self.path, key, data)
 
     def entry_path(self, key: str) -> Path | None:
         """No file of its own."""
@@ -166,8 +172,8 @@ class FolderBundle:
                 return read_entry(path, key)
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            except OSError as error:
-                raise CacheError(f"{path} cannot be read: {error}") from error
+            except (OSError, CacheError) as error:
+                raise CacheError(f"{path} is not usable: {error}") from error
         return None
 
     def metadata(self) -> Iterator[tuple[dict[str, Any], int, Path | None]]:

@@ -8,19 +8,27 @@ keeps a kernel from being built: the bytes are in memory before anything is writ
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fkjit.bundle import Bundle, open_bundle, write_bundle
 from fkjit.cache_disk import DiskCache, say
+from fkjit.cache_entry import (
+    CacheStats,
+    Entry,
+    EntryInfo,
+    Exported,
+    Imported,
+    difference,
+    materialise,
+)
 from fkjit.cache_file import (
     Read,
     cache_key,
@@ -29,76 +37,23 @@ from fkjit.cache_file import (
     read_entry,
     read_metadata,
     stored_fields,
-    write_all,
 )
 from fkjit.errors import CacheError, NotCachedError
 from fkjit.settings import settings
 
+__all__ = [
+    "Cache",
+    "CacheStats",
+    "Entry",
+    "EntryInfo",
+    "Exported",
+    "Imported",
+    "default_cache",
+    "materialise",
+]
+
 _RESERVED = ("key", "fields", "describe", "created")
 _LAYOUT = "v1"  # a new file format or directory layout gets a new folder
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A compiled kernel. `meta` is what `build` returned plus key, fields, describe, created.
-
-    `path` is the `.fkc` file (checksum, metadata and image), None if there is none: to give the
-    image alone to a loader that wants a file, use `materialise`. `seconds`: this call's, waiting
-    and compiling included.
-    """
-
-    image: bytes
-    meta: dict[str, Any]
-    origin: str  # memory | disk | bundle | compiled
-    path: Path | None
-    seconds: float
-
-
-@dataclass(frozen=True)
-class EntryInfo:
-    """An entry as `Cache.entries()` lists it: all but the image."""
-
-    key: str
-    meta: dict[str, Any]
-    image_bytes: int
-    origin: str  # disk | bundle | memory (in no file)
-    path: Path | None
-    last_used: float | None  # seconds since the epoch, true to the hour
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """What a cache holds now and what it did in this process."""
-
-    directory: Path | None
-    max_bytes: int
-    entries: int  # on disk
-    bytes: int  # on disk
-    quarantined_files: int
-    bundles: tuple[Path, ...]
-    in_memory: int
-    hits: Mapping[str, int]  # by origin; "compiled" counts the misses
-    quarantined: int  # entries this process set aside
-    write_error: str | None  # why the last write failed, None if none did
-
-
-@dataclass(frozen=True)
-class Imported:
-    """What became of each entry of an imported bundle."""
-
-    imported: int
-    present: int  # already there, and good
-    refused: tuple[tuple[str, str], ...]  # (key, reason)
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What went into a bundle."""
-
-    path: Path
-    entries: int
-    bytes: int
-    refused: tuple[tuple[str, str], ...]  # (key, reason): entries that failed verification
 
 
 class Cache:
@@ -118,6 +73,7 @@ class Cache:
         self.require_cached = require_cached
         self.max_bytes = max_bytes
         self._memory: dict[str, Entry] = {}
+        self._unsaved: set[str] = set()  # built here, but in no file
         self._hits = {"memory": 0, "disk": 0, "bundle": 0, "compiled": 0}
         self._said: set[str] = set()
         self._guard = threading.Lock()
@@ -162,6 +118,8 @@ class Cache:
             entry = self._load(key) or self._build(key, stored, build, describe)
             entry = replace(entry, seconds=time.perf_counter() - begin)
             self._hits[entry.origin] += 1
+            if entry.origin == "compiled" and entry.path is None:
+                self._unsaved.add(key)
             self._memory[key] = replace(entry, origin="memory", seconds=0.0)
         return entry
 
@@ -183,9 +141,11 @@ class Cache:
             try:
                 found = bundle.read(key)
             except CacheError as error:
-                self._say_once(f"bundle {bundle.path}: entry {key[:12]} is not usable: {error}")
+                self._say_once(f"FKJIT_BUNDLE_PATH: {error}")
                 continue
-            if found is not None:
+            if found is None and not bundle.path.exists():
+                self._say_once(f"FKJIT_BUNDLE_PATH: {bundle.path} does not exist")
+            elif found is not None:
                 return Entry(found.image, found.meta, "bundle", bundle.entry_path(key), 0.0)
         return None
 
@@ -225,13 +185,14 @@ class Cache:
 
     def _refuse(self, stored: dict[str, str], describe: str) -> NoReturn:
         known = list(self.entries(bundles=True))
-        layers = [str(self.directory or "no directory"), *(str(b.path) for b in self.bundles)]
+        paths = [path for path in (self.directory, *(b.path for b in self.bundles)) if path]
+        layers = [str(path) if path.exists() else f"{path} (does not exist)" for path in paths]
         message = (
             f"FKJIT_REQUIRE_CACHED=1: {describe} is in no cache layer "
-            f"({len(known)} entries in memory, {', '.join(layers)})"
+            f"(memory, {', '.join(layers) or 'no directory'}: {len(known)} entries in all)"
         )
         if known:
-            message += "; " + _difference(stored, describe, known)
+            message += "; " + difference(stored, describe, known)
         fix = "; unset FKJIT_REQUIRE_CACHED to compile it, or add a bundle with FKJIT_BUNDLE_PATH"
         raise NotCachedError(message + fix)
 
@@ -255,14 +216,9 @@ class Cache:
             with suppress(CacheError):
                 for meta, size, path in bundle.metadata():
                     yield EntryInfo(meta["key"], meta, size, "bundle", path, None)
-        for key, entry in list(self._memory.items()):
-            if entry.path is None and (bundles or not self._in_bundle(key)):
+        for key in sorted(self._unsaved):
+            if (entry := self._memory.get(key)) is not None:
                 yield EntryInfo(key, entry.meta, len(entry.image), "memory", None, None)
-
-    def _in_bundle(self, key: str) -> bool:
-        with suppress(CacheError):
-            return any(key in bundle.keys() for bundle in self.bundles)
-        return False
 
     def stats(self) -> CacheStats:
         """Counts and sizes; lists the directory, reads no entry."""
@@ -287,6 +243,7 @@ class Cache:
         Only files the cache made are touched. CacheError if one cannot be removed.
         """
         self._memory.clear()
+        self._unsaved.clear()
         return (0, 0) if self.disk is None else self.disk.clear()
 
     def export(self, path: Path, keys: Iterable[str] | None = None) -> Exported:
@@ -294,27 +251,25 @@ class Cache:
 
         CacheError for a key that is in no layer and for a file that cannot be written.
         """
-        path, data, refused = Path(path), {}, []
-        wanted = sorted(set(keys)) if keys is not None else self._exportable()
-        for key in wanted:
-            try:
-                data[key] = self._encoded(key)
-            except CacheError as error:
-                if keys is not None:
-                    raise CacheError(f"cache export: entry {key}: {error}") from error
-                refused.append((key, str(error)))
-        try:
-            write_bundle(path, data.items())
-        except OSError as error:
-            raise CacheError(
-                f"cache export: path={str(path)!r} cannot be written: {error}"
-            ) from error
-        return Exported(path, len(data), path.stat().st_size, tuple(refused))
-
-    def _exportable(self) -> list[str]:
+        path, refused = Path(path), []
         files = [] if self.disk is None else self.disk.entry_files()
-        memory = {info.key for info in self._all_entries(False) if info.origin == "memory"}
-        return sorted({path.stem for path, _ in files} | memory)
+        wanted = {file.stem for file, _ in files} | self._unsaved if keys is None else set(keys)
+
+        def encoded() -> Iterator[tuple[str, bytes]]:
+            for key in sorted(wanted):
+                try:
+                    yield key, self._encoded(key)
+                except CacheError as error:
+                    if keys is not None:
+                        raise CacheError(f"cache export: entry {key}: {error}") from error
+                    refused.append((key, str(error)))
+
+        try:
+            write_bundle(path, encoded())
+            size = path.stat().st_size
+        except OSError as error:
+            raise CacheError(f"cache export: {path} cannot be written: {error}") from error
+        return Exported(path, len(wanted) - len(refused), size, tuple(refused))
 
     def _encoded(self, key: str) -> bytes:
         """The bytes of a verified entry out of any layer."""
@@ -331,7 +286,7 @@ class Cache:
         return encode(found.meta, found.image)
 
     def import_(self, path: Path) -> Imported:
-        """Copy the entries of a bundle (`.fkb`, directory, or one `.fkc`) into the user's directory.
+        """Copy a bundle's entries (`.fkb`, directory or one `.fkc`) into the user's directory.
 
         Each is verified first. CacheError if the bundle cannot be read or there is no directory.
         """
@@ -364,34 +319,6 @@ class Cache:
         return True
 
 
-def _difference(stored: dict[str, str], describe: str, known: list[EntryInfo]) -> str:
-    """Which fields tell the wanted entry from the one most like it."""
-
-    def alike(info: EntryInfo) -> tuple[bool, bool, int]:
-        theirs = info.meta["fields"]
-        same = sum(theirs.get(name) == value for name, value in stored.items())
-        return (
-            stored.get("kernel") == theirs.get("kernel"),
-            info.meta.get("describe") == describe,
-            same,
-        )
-
-    nearest = max(known, key=alike)
-    theirs = nearest.meta["fields"]
-    names = [name for name in sorted({*stored, *theirs}) if stored.get(name) != theirs.get(name)]
-    parts = [f"{n} ({_short(stored.get(n))} here, {_short(theirs.get(n))} there)" for n in names]
-    return (
-        f"the nearest, {nearest.key[:12]} ({nearest.meta.get('describe')}, {nearest.origin}), "
-        f"differs in {', '.join(parts)}"
-    )
-
-
-def _short(value: str | None) -> str:
-    if value is None:
-        return "absent"
-    return value[:24] + "…" if value.startswith(("text:", "bytes:")) else repr(value)
-
-
 def _absolute(directory: Path | None) -> Path | None:
     """Made absolute now: the working directory may change, or be gone already."""
     try:
@@ -422,8 +349,11 @@ def _default_directory() -> Path | None:
     try:
         found = Path(platformdirs.user_cache_dir("fkjit"))
     except (OSError, RuntimeError, KeyError):
-        return None
-    return found / _LAYOUT if found.is_absolute() else None
+        found = Path("~")
+    if found.is_absolute():
+        return found / _LAYOUT
+    say("no home directory, so kernels are kept for this process only; FKJIT_CACHE_DIR names one")
+    return None
 
 
 @lru_cache(maxsize=1)
@@ -431,59 +361,3 @@ def default_cache() -> Cache:
     """The cache of this process, as the FKJIT_* settings ask; `cache_clear()` makes a new one."""
     chosen = settings()
     return Cache(_default_directory(), chosen.bundle_path, chosen.cache_size, chosen.require_cached)
-
-
-@contextmanager
-def materialise(entry: Entry) -> Iterator[Path]:
-    """A file that holds the image alone, for as long as the `with` lasts.
-
-        with materialise(entry) as path:
-            function = cupy.RawModule(path=str(path)).get_function(name)  # loads within the `with`
-
-    In the temporary directory, else /dev/shm, else in anonymous memory: no cache needed, and a
-    killed process leaves at most a file in a temporary directory. CacheError if nothing works.
-    """
-    folders = (None, "/dev/shm")
-    for folder in folders:
-        path = _temporary_image(entry, folder)
-        if path is not None:
-            try:
-                yield path
-            finally:
-                with suppress(OSError):
-                    path.unlink()
-            return
-    descriptor = _anonymous_image(entry)
-    try:
-        yield Path(f"/proc/self/fd/{descriptor}")
-    finally:
-        os.close(descriptor)
-
-
-def _temporary_image(entry: Entry, folder: str | None) -> Path | None:
-    try:
-        descriptor, name = tempfile.mkstemp(".cubin", f"fkjit-{entry.meta['key'][:12]}-", folder)
-    except OSError:
-        return None
-    try:
-        try:
-            write_all(descriptor, entry.image)
-        finally:
-            os.close(descriptor)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(name)
-        return None
-    return Path(name)
-
-
-def _anonymous_image(entry: Entry) -> int:
-    try:
-        descriptor = os.memfd_create("fkjit")
-        write_all(descriptor, entry.image)
-    except (OSError, AttributeError) as error:
-        raise CacheError(
-            f"no place for the {len(entry.image)} bytes of {entry.meta.get('describe')}: neither "
-            f"the temporary directory nor /dev/shm nor memory took them ({error}); set TMPDIR"
-        ) from error
-    return descriptor

@@ -17,7 +17,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -32,6 +34,11 @@ LEFTOVER_SECONDS = 3600.0  # a temporary file older than this lost its writer
 LOCK_FILE_SECONDS = 86400.0  # a lock file older than this is nobody's
 QUARANTINE_SECONDS = 7 * 86400.0
 QUARANTINE_FILES = 16
+# Never a lock that is the mere existence of a file: a killed builder would leave it held.
+_SOFT = "fallback_to_soft"
+_LOCK_OPTIONS: dict[str, Any] = (
+    {_SOFT: False} if _SOFT in signature(FileLock.__init__).parameters else {}
+)
 _EVICT_TO = 0.9  # of the cap, so that not every write evicts
 _BAD = ".bad"
 _LOCK = ".lock"
@@ -84,9 +91,13 @@ class DiskCache:
     def _quarantine(self, key: str, reason: str) -> None:
         """Move a bad entry out of the way, unless a good one has just replaced it."""
         path = self.path(key)
-        with suppress(CacheError, OSError):
+        try:
             read_entry(path, key)
             return
+        except FileNotFoundError:
+            return  # another process was first
+        except (CacheError, OSError):
+            pass
         self.quarantined += 1
         say(f"cache entry {path} is bad ({reason}); set aside, the kernel is built anew")
         aside = self.directory / "quarantine" / f"{key}.{time.time_ns()}{_BAD}"
@@ -141,7 +152,7 @@ class DiskCache:
         path = self.directory / "locks" / (key + _LOCK)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(path)
+            lock = FileLock(path, **_LOCK_OPTIONS)
             try:
                 lock.acquire(timeout=PATIENCE_SECONDS)
             except Timeout:

@@ -19,8 +19,8 @@ import os
 import secrets
 import stat
 import struct
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,17 +175,19 @@ def write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write beside `path`, fsync, rename over it: a reader sees the old file or all of the new.
+@contextmanager
+def atomic_file(path: Path) -> Iterator[int]:
+    """A descriptor to write to: a file beside `path`, fsynced and renamed over it at the end.
 
-    OSError leaves `path` as it was. A killed writer leaves a `.tmp` file, which is swept later.
+    A reader sees the old file or all of the new. OSError leaves `path` as it was. A killed writer
+    leaves a `.tmp` file, which is swept later.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            write_all(descriptor, data)
+            yield descriptor
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -196,6 +198,12 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
     with suppress(OSError):  # the rename itself; not every file system can
         _sync_folder(path.parent)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """The whole of a file at once, see `atomic_file`."""
+    with atomic_file(path) as descriptor:
+        write_all(descriptor, data)
 
 
 def _sync_folder(folder: Path) -> None:

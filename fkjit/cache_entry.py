@@ -1,0 +1,162 @@
+"""What the cache hands out: entries, listings, reports, and an image as a file for a loader."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fkjit.cache_file import write_all
+from fkjit.errors import CacheError
+
+_FOLDERS = (None, "/dev/shm")  # for images as files; None: what `tempfile` finds
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A compiled kernel. `meta` is what `build` returned plus key, fields, describe, created.
+
+    `path` is the `.fkc` file (checksum, metadata and image), None if there is none: to give the
+    image alone to a loader that wants a file, use `materialise`. `seconds`: this call's, waiting
+    and compiling included.
+    """
+
+    image: bytes
+    meta: dict[str, Any]
+    origin: str  # memory | disk | bundle | compiled
+    path: Path | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class EntryInfo:
+    """An entry as `Cache.entries()` lists it: all but the image."""
+
+    key: str
+    meta: dict[str, Any]
+    image_bytes: int
+    origin: str  # disk | bundle | memory (in no file)
+    path: Path | None
+    last_used: float | None  # seconds since the epoch, true to the hour
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What a cache holds now and what it did in this process."""
+
+    directory: Path | None
+    max_bytes: int
+    entries: int  # on disk
+    bytes: int  # on disk
+    quarantined_files: int
+    bundles: tuple[Path, ...]
+    in_memory: int
+    hits: Mapping[str, int]  # by origin; "compiled" counts the misses
+    quarantined: int  # entries this process set aside
+    write_error: str | None  # why the last write failed, None if none did
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What became of each entry of an imported bundle."""
+
+    imported: int
+    present: int  # already there, and good
+    refused: tuple[tuple[str, str], ...]  # (key, reason)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What went into a bundle."""
+
+    path: Path
+    entries: int
+    bytes: int
+    refused: tuple[tuple[str, str], ...]  # (key, reason): entries that failed verification
+
+
+def difference(stored: dict[str, str], describe: str, known: Sequence[EntryInfo]) -> str:
+    """Which fields tell the wanted entry from the one most like it."""
+
+    def alike(info: EntryInfo) -> tuple[bool, bool, int]:
+        theirs = info.meta["fields"]
+        same = sum(theirs.get(name) == value for name, value in stored.items())
+        return (
+            stored.get("kernel") == theirs.get("kernel"),
+            info.meta.get("describe") == describe,
+            same,
+        )
+
+    nearest = max(known, key=alike)
+    theirs = nearest.meta["fields"]
+    names = [name for name in sorted({*stored, *theirs}) if stored.get(name) != theirs.get(name)]
+    parts = [f"{n} ({_short(stored.get(n))} here, {_short(theirs.get(n))} there)" for n in names]
+    return (
+        f"the nearest, {nearest.key[:12]} ({nearest.meta.get('describe')}, {nearest.origin}), "
+        f"differs in {', '.join(parts)}"
+    )
+
+
+def _short(value: str | None) -> str:
+    if value is None:
+        return "absent"
+    return value[:24] + "…" if value.startswith(("text:", "bytes:")) else repr(value)
+
+
+@contextmanager
+def materialise(entry: Entry) -> Iterator[Path]:
+    """A file that holds the image alone, for as long as the `with` lasts.
+
+        with materialise(entry) as path:
+            function = cupy.RawModule(path=str(path)).get_function(name)  # loads within the `with`
+
+    In the temporary directory, else /dev/shm, else in anonymous memory: no cache needed, and a
+    killed process leaves at most a file in a temporary directory. CacheError if nothing works.
+    """
+    for folder in _FOLDERS:
+        path = _temporary_image(entry, folder)
+        if path is not None:
+            try:
+                yield path
+            finally:
+                with suppress(OSError):
+                    path.unlink()
+            return
+    descriptor = _anonymous_image(entry)
+    try:
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def _temporary_image(entry: Entry, folder: str | None) -> Path | None:
+    try:
+        descriptor, name = tempfile.mkstemp(".cubin", f"fkjit-{entry.meta['key'][:12]}-", folder)
+    except OSError:
+        return None
+    try:
+        try:
+            write_all(descriptor, entry.image)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(name)
+        return None
+    return Path(name)
+
+
+def _anonymous_image(entry: Entry) -> int:
+    try:
+        descriptor = os.memfd_create("fkjit")
+        write_all(descriptor, entry.image)
+    except (OSError, AttributeError) as error:
+        raise CacheError(
+            f"no place for the {len(entry.image)} bytes of {entry.meta.get('describe')}: neither "
+            f"the temporary directory nor /dev/shm nor memory took them ({error}); set TMPDIR"
+        ) from error
+    return descriptor
