@@ -25,12 +25,14 @@ from fkjit.toolchain import (
 
 SCHEMA = "1"  # part of every cache key: raise it when the same fields mean another image
 _FIRST_WITH_CACHE = (12, 9)  # this NVRTC and later keep a cache of their own; a hit empties the log
-_ERROR = re.compile(
-    r"^(?P<file>[^\n(]+)\((?P<line>\d+)\): (?:catastrophic )?error(?: #[\w-]+)?: (?P<what>.*)$",
-    re.MULTILINE,
+# NVRTC writes the working directory into -lineinfo before a relative name, and the cubin would
+# depend on it; so while it compiles, every name of ours stands under this root.
+_ROOT = "/fkjit/"
+_ERROR = (
+    r"(?m)^(?P<file>[^\n(]+)\((?P<line>\d+)\): (?:catastrophic )?error(?: #[\w-]+)?: (?P<what>.*)$"
 )
 # (C7508) setmaxnreg ignored, (C7510, C7514, C7517, C7519 …) wgmma serialised: all with status 0.
-_SLOW = re.compile(r"^.*\b\(?C75\d\d\)?\b.*$", re.MULTILINE)
+_SLOW = r"(?m)^.*\(C75\d\d\).*$"
 
 
 @dataclass(frozen=True)
@@ -142,20 +144,29 @@ def _run_nvrtc(
     """The image and the log, or CompileError."""
     nvrtc = nvrtc_module()
     names = [name.encode() for name in rendered.headers]
-    texts = [text.encode() for text in rendered.headers.values()]
-    program = nvrtc.createProgram(rendered.text, rendered.name, texts, names)
+    texts = [_rooted(text).encode() for text in rendered.headers.values()]
+    program = nvrtc.createProgram(_rooted(rendered.text), _ROOT + rendered.name, texts, names)
     try:
         try:
             nvrtc.compileProgram(program, flags)
         except Exception as error:  # cupy's NVRTCError; the log says what it was
-            log = _text(nvrtc.getProgramLog(program)) or str(error)
+            log = _log(nvrtc, program) or str(error)
             raise CompileError(_explain(rendered, target, describe, log), log) from None
-        log = _text(nvrtc.getProgramLog(program))
+        log = _log(nvrtc, program)
         if target.kind == "ptx":
-            return _text(nvrtc.getPTX(program)).encode(), log
+            return _text(nvrtc.getPTX(program)).replace(f'"{_ROOT}', '"').encode(), log
         return mend_cubin(nvrtc.getCUBIN(program)), log
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _rooted(text: str) -> str:
+    return re.sub(r'(?m)^#line (\d+) "', rf'#line \1 "{_ROOT}', text)
+
+
+def _log(nvrtc: Any, program: Any) -> str:
+    """The program log with our names as the templates have them."""
+    return _text(nvrtc.getProgramLog(program)).replace(_ROOT, "")
 
 
 def _text(value: Any) -> str:
@@ -208,7 +219,7 @@ def parse_resources(log: str, entry: str) -> Resources | None:
 
 def problems(log: str) -> tuple[str, ...]:
     """What ptxas lets pass and we do not: spills, and the C75xx warnings (see house rules)."""
-    found = [line.strip() for line in _SLOW.findall(log)]
+    found = [line.strip() for line in re.findall(_SLOW, log)]
     spill = r"Function properties for (\S+)\n.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
     for name, stores, loads in re.findall(spill, log):
         if int(stores) or int(loads):
@@ -219,7 +230,7 @@ def problems(log: str) -> tuple[str, ...]:
 def _explain(rendered: Rendered, target: Target, describe: str, log: str) -> str:
     """The text of a CompileError."""
     version = dotted(nvrtc_info().version)
-    errors = list(_ERROR.finditer(log))
+    errors = list(re.finditer(_ERROR, log))
     lines = [f"{describe}: NVRTC {version} refused it for {target.name}"]
     if errors:
         first, line = errors[0], int(errors[0]["line"])

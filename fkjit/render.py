@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 RENDERER = "1"  # part of every cache key: raise it when the same input gives another text
 
-_STATEMENT = re.compile(r"^[ \t]*//%(.*)$", re.MULTILINE)
+_STATEMENT = r"(?m)^[ \t]*//%(.*)$"
 _KEYWORDS = ("if", "elif", "else", "endif", "for", "endfor", "set")
-_COMMENT = re.compile(r"/\*#.*?#\*/", re.DOTALL)
-_OPEN_VALUE = re.compile(r"\$\{[^}\n]*$", re.MULTILINE)
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+_COMMENT = r"(?s)/\*#.*?#\*/"
+_OPEN_VALUE = r"(?m)\$\{[^}\n]*$"
+_INCLUDE = r'(?m)^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"'
 _BEGIN, _END = "\x02", "\x03"  # the block delimiters Jinja sees: no CUDA source contains them
 
 
@@ -141,7 +141,7 @@ def _headers(template: str, beside: Path, folder: str) -> dict[str, str]:
     either has it (cuda_fp16.h) or says at which line it was wanted.
     """
     found: dict[str, str] = {}
-    wanted = _INCLUDE.findall(template)
+    wanted = re.findall(_INCLUDE, template)
     while wanted:
         include = wanted.pop()
         for directory, shown in ((templates_dir(), "templates"), (beside, folder)):
@@ -150,14 +150,14 @@ def _headers(template: str, beside: Path, folder: str) -> dict[str, str]:
             text = _read(directory / include, include)
             _check_plain(f"{shown}/{include}", text)
             found[include] = f'#line 1 "{shown}/{include}"\n{text}'
-            wanted += _INCLUDE.findall(text)
+            wanted += re.findall(_INCLUDE, text)
     return found
 
 
 def _check_plain(name: str, text: str) -> None:
     """Headers are not rendered: what looks like template notation in one is a mistake."""
-    for pattern, what in ((_STATEMENT, "//%"), (re.compile(r"\$\{"), "${")):
-        match = pattern.search(text)
+    for pattern, what in ((_STATEMENT, "//%"), (r"\$\{", "${")):
+        match = re.search(pattern, text)
         if match:
             raise _fail(
                 name,
@@ -170,7 +170,7 @@ def _check_plain(name: str, text: str) -> None:
 
 def _prepare(name: str, text: str) -> str:
     """The template as Jinja reads it: statements as block tags, each line where it was."""
-    open_value = _OPEN_VALUE.search(text)
+    open_value = re.search(_OPEN_VALUE, text)
     if open_value:
         line = _line_of(text, open_value.start())
         raise _fail(name, text, line, "a ${…} must be closed on the line it begins")
@@ -183,8 +183,8 @@ def _prepare(name: str, text: str) -> str:
             raise _fail(name, text, line, f"'//%{match[1]}': a statement is one of {known}")
         return f'{_BEGIN}{match[1]} {_END}#line {line + 1} "{name}"'
 
-    without_comments = _COMMENT.sub(lambda match: "\n" * match[0].count("\n"), text)
-    return _STATEMENT.sub(statement, without_comments)
+    without_comments = re.sub(_COMMENT, lambda match: "\n" * match[0].count("\n"), text)
+    return re.sub(_STATEMENT, statement, without_comments)
 
 
 @lru_cache(maxsize=1)

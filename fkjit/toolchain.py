@@ -12,8 +12,9 @@ import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 from fkjit.arch import Target
 from fkjit.errors import ToolchainError
@@ -61,6 +62,7 @@ def installed_cupys() -> dict[str, str]:
     return found
 
 
+@lru_cache(maxsize=1)
 def check_one_cupy() -> None:
     """ToolchainError when two CuPys are installed: they overwrite each other's files."""
     found = installed_cupys()
@@ -80,12 +82,12 @@ def _site_of(name: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def nvrtc_module() -> ModuleType:
-    """CuPy's binding of NVRTC; ToolchainError without CuPy, with two of them, or without NVRTC."""
-    check_one_cupy()
+def nvrtc_module() -> Any:
+    """CuPy's binding of NVRTC, loaded; ToolchainError without CuPy or without the library."""
     try:
-        from cupy.cuda import nvrtc
+        nvrtc: Any = import_module("cupy.cuda").nvrtc
     except ImportError as error:
+        check_one_cupy()
         found = ", ".join(f"{n} {v}" for n, v in installed_cupys().items())
         state = f"CuPy ({found}) cannot be imported" if found else "CuPy is not installed"
         raise ToolchainError(
@@ -94,6 +96,7 @@ def nvrtc_module() -> ModuleType:
     try:
         nvrtc.getVersion()
     except Exception as error:  # RuntimeError or ImportError, by CuPy version: no library found
+        check_one_cupy()
         cupy = ", ".join(f"{n} {v}" for n, v in installed_cupys().items())
         raise ToolchainError(
             f"{cupy or 'CuPy'} finds no NVRTC library ({_first_line(error)}): "
@@ -156,7 +159,7 @@ def _elf_build_id(library: Path) -> str | None:
     return None
 
 
-def _compiler_banner(nvrtc: ModuleType) -> str:
+def _compiler_banner(nvrtc: Any) -> str:
     """The build as NVRTC's own PTX names it, for platforms without ELF (one compile, 40 ms)."""
     program = nvrtc.createProgram("", "empty.cu", [], [])
     try:
@@ -206,7 +209,8 @@ def _cupy_bundled(major: int) -> list[Path]:
 def runtime_version(folder: Path) -> Version | None:
     """The CUDA version whose headers lie in `folder`, or None."""
     try:
-        text = (folder / "cuda_runtime_api.h").read_text(errors="replace")
+        with (folder / "cuda_runtime_api.h").open(errors="replace") as file:
+            text = file.read(1 << 16)  # of 600 KB; the number stands in the first ten
     except OSError:
         return None
     match = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
@@ -255,7 +259,8 @@ def headers_id() -> str:
 
 
 def check_target(target: Target) -> None:
-    """ToolchainError when this NVRTC cannot compile for `target`."""
+    """ToolchainError when NVRTC cannot compile for `target`, or two CuPys are installed."""
+    check_one_cupy()
     info = nvrtc_info()
     major, minor = target.arch.capability
     if major * 10 + minor in info.supported:
@@ -307,9 +312,7 @@ def _mend(target: Target, driver: Version | None, made_major: int) -> str:
 def driver_cuda_version() -> Version | None:
     """The newest CUDA the installed driver knows, e.g. (13, 0); None without a driver."""
     try:
-        from cupy.cuda import runtime
-
-        number = int(runtime.driverGetVersion())
+        number = int(import_module("cupy.cuda").runtime.driverGetVersion())
     except Exception:  # no CuPy, no driver: both are ordinary on a machine that only compiles
         return None
     return (number // 1000, number % 1000 // 10) if number else None
