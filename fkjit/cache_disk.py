@@ -11,6 +11,7 @@ Nothing here raises for an I/O error: a directory that does not work is a cache 
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 import threading
@@ -42,6 +43,7 @@ _LOCK_OPTIONS: dict[str, Any] = (
 _EVICT_TO = 0.9  # of the cap, so that not every write evicts
 _BAD = ".bad"
 _LOCK = ".lock"
+_OURS = re.compile(r"\.?[0-9a-f]{64}\..*(fkc|tmp|bad|lock)$")
 
 
 def say(message: str) -> None:
@@ -172,7 +174,7 @@ class DiskCache:
                 for item in _scan(folder):
                     with suppress(OSError):
                         status = item.lstat()
-                        if item.suffix in (SUFFIX, TEMPORARY, _BAD, _LOCK):
+                        if _OURS.match(item.name):
                             yield item, status
 
     def entry_files(self) -> list[tuple[Path, os.stat_result]]:
