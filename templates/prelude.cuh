@@ -26,9 +26,9 @@ static_assert(sizeof(void*) == 8, "fkjit passes 64-bit pointers");
 
 // Strides of a [batch, head, row, column] tensor whose columns are contiguous, in elements.
 struct Strides {
-    i64 batch;
-    i64 head;
-    i64 row;
+  i64 batch;
+  i64 head;
+  i64 row;
 };
 
 constexpr i32 WARP_SIZE = 32;
@@ -43,16 +43,16 @@ constexpr fp32 NEG_INFINITY = -(1.0f / 0.0f);
 // The least number of pieces of `size` that cover `total`; both are positive.
 template <typename T>
 __host__ __device__ constexpr T ceil_div(T total, T size) {
-    return (total + size - 1) / size;
+  return (total + size - 1) / size;
 }
 
 // `value` rounded up to a multiple of `step`; both are positive.
 template <typename T>
 __host__ __device__ constexpr T round_up(T value, T step) {
-    return ceil_div(value, step) * step;
+  return ceil_div(value, step) * step;
 }
 
 template <typename T>
 __host__ __device__ constexpr T min_of(T a, T b) {
-    return b < a ? b : a;
+  return b < a ? b : a;
 }

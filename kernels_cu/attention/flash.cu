@@ -1,0 +1,262 @@
+/* Attention forward, one pass over the keys, on tensor cores (mma.sync; sm_80 and newer).
+
+   o = softmax(softmax_scale * q k^T + causal mask) v         lse = log(sum(exp(scores)))
+
+   A block owns BLOCK_Q query rows of one head and walks over the keys in tiles of BLOCK_K, from the
+   last tile to the first, so that the tiles which need a mask (ragged end, causal diagonal) come
+   first and the rest of the loop has none. Each warp owns ROWS_A_WARP rows: its scores, its
+   probabilities and its output never leave its registers.
+
+     for each tile:   S  = Q K^T                       mma, K by ldmatrix
+                      m' = max(m, rowmax S)            quad shuffles
+                      P  = exp2(S * c - m' * c)        FMA + ex2; rounded to 16 bits in place
+                      O  = O * exp2((m - m') * c) + P V     the rescaling almost never runs
+     at the end:      o  = O / rowsum P,  lse = m * c + log2(rowsum P)
+
+   with c = softmax_scale * log2(e). K and V travel through a ring of STAGES tiles filled by cp.async:
+   while one tile is being multiplied the next is on its way, and one barrier a tile keeps the ring.
+   Two 16-row blocks a warp (ROWS_A_WARP = 32) use every K and V fragment twice: a 16x16 fragment
+   costs 4 cycles of shared-memory bandwidth, its two products 8 tensor-core cycles a quadrant, so
+   with one row block a warp the four quadrants would be bound by shared memory.
+
+   Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
+#include "prelude.cuh"
+#include "device/fragment.cuh"
+#include "device/mma.cuh"
+#include "device/online_softmax.cuh"
+#include "device/tile_copy.cuh"
+
+using elem_t = ${dtype};
+constexpr int BLOCK_Q = ${block_q};  // query rows of a block
+constexpr int BLOCK_K = ${block_k};  // keys of a tile
+constexpr int NUM_WARPS = ${num_warps};
+constexpr int HEAD_DIM = ${head_dim};      // of q and k, padded with zeros
+constexpr int HEAD_DIM_V = ${head_dim_v};  // of v and o, padded
+constexpr int STAGES = ${stages};          // tiles of K and V in shared memory
+constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the registers
+constexpr bool ALIGNED = ${aligned};       // rows of q, k, v, o start on 16-byte boundaries
+constexpr bool Q_IN_REGISTERS = ${q_in_registers};
+
+constexpr int THREADS = NUM_WARPS * WARP_SIZE;
+constexpr int ROWS_A_WARP = BLOCK_Q / NUM_WARPS;
+constexpr int M_BLOCKS = ROWS_A_WARP / 16;  // 16-row mma blocks of a warp
+constexpr int QK_STEPS = HEAD_DIM / 16, PV_STEPS = BLOCK_K / 16;
+
+static_assert(ROWS_A_WARP == 16 || ROWS_A_WARP == 32, "a warp owns one or two mma row blocks");
+static_assert(BLOCK_K % 16 == 0, "the PV product takes keys 16 at a time");
+static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0,
+              "tiles are made of 32- or 64-wide panels");
+static_assert(HEAD_DIM_V <= HEAD_DIM, "the output is staged where Q was");
+
+using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;
+using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;
+using VTile = SwizzledTile<BLOCK_K, HEAD_DIM_V>;
+using OTile = SwizzledTile<BLOCK_Q, HEAD_DIM_V>;
+constexpr int STAGE_BYTES = KTile::BYTES + VTile::BYTES;
+
+using QReader = FragmentReader<QTile, BlockOrder::ROW_MAJOR>;
+using KReader = FragmentReader<KTile, BlockOrder::COL_MAJOR>;
+using VReader = FragmentReader<VTile, BlockOrder::ROW_MAJOR>;
+
+// S = Q K^T for this warp's rows and one tile of keys.
+__device__ __forceinline__ void multiply_qk(float (&s)[M_BLOCKS][BLOCK_K / 8][4],
+                                            u32 (&q_fragments)[QK_STEPS][M_BLOCKS][4], u32 q_tile,
+                                            const QReader& q_reader, u32 k_tile,
+                                            const KReader& k_reader) {
+#pragma unroll
+  for (int step = 0; step < QK_STEPS; ++step) {
+    if (!Q_IN_REGISTERS) {
+#pragma unroll
+      for (int m = 0; m < M_BLOCKS; ++m)
+        ldmatrix_x4(q_fragments[step][m], q_reader.address(q_tile, m, step));
+    }
+#pragma unroll
+    for (int n = 0; n < BLOCK_K / 16; ++n) {
+      u32 b[4];
+      ldmatrix_x4(b, k_reader.address(k_tile, n, step));
+#pragma unroll
+      for (int m = 0; m < M_BLOCKS; ++m) {
+        mma_m16n8k16<elem_t>(s[m][2 * n], q_fragments[step][m], b[0], b[1]);
+        mma_m16n8k16<elem_t>(s[m][2 * n + 1], q_fragments[step][m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// O += exp2(S * scale_log2 - max) V, sixteen keys at a time; adds the row sums on the way.
+__device__ __forceinline__ void multiply_pv(float (&o)[M_BLOCKS][HEAD_DIM_V / 8][4],
+                                            const float (&s)[M_BLOCKS][BLOCK_K / 8][4],
+                                            OnlineSoftmax<M_BLOCKS>& softmax, float scale_log2,
+                                            u32 v_tile, const VReader& v_reader) {
+#pragma unroll
+  for (int step = 0; step < PV_STEPS; ++step) {
+    u32 p[M_BLOCKS][4];
+#pragma unroll
+    for (int m = 0; m < M_BLOCKS; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // register i of the A fragment: rows g + 8 * (i % 2)
+        const float* pair = &s[m][2 * step + i / 2][2 * (i % 2)];
+        const float offset = softmax.offset(m, i % 2, scale_log2);
+        const float low = exp2_fast(fmaf(pair[0], scale_log2, -offset));
+        const float high = exp2_fast(fmaf(pair[1], scale_log2, -offset));
+        softmax.row_sum[m][i % 2] += low + high;
+        p[m][i] = pack2<elem_t>(low, high);
+      }
+#pragma unroll
+    for (int n = 0; n < HEAD_DIM_V / 16; ++n) {
+      u32 b[4];
+      ldmatrix_x4_trans(b, v_reader.address(v_tile, step, n));
+#pragma unroll
+      for (int m = 0; m < M_BLOCKS; ++m) {
+        mma_m16n8k16<elem_t>(o[m][2 * n], p[m], b[0], b[1]);
+        mma_m16n8k16<elem_t>(o[m][2 * n + 1], p[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flash(
+    const elem_t* __restrict__ q,  // [batch, heads_q, seqlen_q, head_dim]    strides in elements,
+    const elem_t* __restrict__ k,  // [batch, heads_kv, seqlen_k, head_dim]   last dimension
+    const elem_t* __restrict__ v,  // [batch, heads_kv, seqlen_k, head_dim_v] contiguous
+    elem_t* __restrict__ o,        // [batch, heads_q, seqlen_q, head_dim_v]
+    float* __restrict__ lse,       // [batch, heads_q, seqlen_q] contiguous, or null
+    const Strides q_strides, const Strides k_strides, const Strides v_strides,
+    const Strides o_strides, const int heads_q, const int group_size,  // query heads a KV head
+    const int seqlen_q, const int seqlen_k, const int head_dim, const int head_dim_v,
+    const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
+    const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 q_tile = shared_address(shared_memory), ring = q_tile + QTile::BYTES;
+  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+
+  // Blocks of one head are neighbours (they share K and V in L2), longest causal rows first.
+  const int blocks_q = ceil_div(seqlen_q, BLOCK_Q);
+  const int q0 = (blocks_q - 1 - static_cast<int>(blockIdx.x % blocks_q)) * BLOCK_Q;
+  const int head = blockIdx.x / blocks_q % heads_q, batch = blockIdx.x / blocks_q / heads_q;
+  q += batch * q_strides.batch + head * q_strides.head + q0 * q_strides.row;
+  k += batch * k_strides.batch + (head / group_size) * k_strides.head;
+  v += batch * v_strides.batch + (head / group_size) * v_strides.head;
+  o += batch * o_strides.batch + head * o_strides.head + q0 * o_strides.row;
+
+  // Query row i of the block sees keys 0 .. min(seqlen_k, first_hidden + i) - 1.
+  const int first_hidden = causal ? q0 + seqlen_k - seqlen_q + 1 : seqlen_k;
+  const int last_row = min(BLOCK_Q, seqlen_q - q0) - 1;
+  const int keys = min(seqlen_k, causal ? first_hidden + last_row : seqlen_k);
+  const int unmasked_tiles = max(min(seqlen_k, first_hidden), 0) / BLOCK_K;
+  int tile = ceil_div(max(keys, 0), BLOCK_K) - 1;
+
+  const auto fetch = [&](int t) {
+    const u32 stage = ring + (t % STAGES) * STAGE_BYTES;
+    const i64 row = static_cast<i64>(t) * BLOCK_K;
+    const int rows_left = seqlen_k - t * BLOCK_K;
+    copy_tile<KTile, THREADS, ALIGNED>(stage, k + row * k_strides.row, k_strides.row, rows_left,
+                                       head_dim);
+    copy_tile<VTile, THREADS, ALIGNED>(stage + KTile::BYTES, v + row * v_strides.row, v_strides.row,
+                                       rows_left, head_dim_v);
+  };
+
+  // 1. Q and the first tiles are on their way.
+  copy_tile<QTile, THREADS, ALIGNED>(q_tile, q, q_strides.row, seqlen_q - q0, head_dim);
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; ++stage) {
+    if (tile - stage >= 0) fetch(tile - stage);
+    cp_async_commit();
+  }
+  // A negative scale would turn maxima into minima: its sign goes into Q.
+  const float scale_log2 = fabsf(softmax_scale_log2);
+  if (softmax_scale_log2 < 0.f) {
+    cp_async_wait<0>();
+    __syncthreads();
+    for (int i = threadIdx.x * 16; i < QTile::BYTES; i += THREADS * 16) {
+      uint4 bits = load_shared_chunk(q_tile + i);
+      bits.x ^= 0x80008000u, bits.y ^= 0x80008000u, bits.z ^= 0x80008000u, bits.w ^= 0x80008000u;
+      store_shared_chunk(q_tile + i, bits);
+    }
+  }
+
+  const QReader q_reader(lane);
+  const KReader k_reader(lane);
+  const VReader v_reader(lane);
+  const u32 warp_q_tile = q_tile + warp * ROWS_A_WARP * QTile::ROW_BYTES;
+  u32 q_fragments[QK_STEPS][M_BLOCKS][4];
+  OnlineSoftmax<M_BLOCKS> softmax;
+  float acc[M_BLOCKS][HEAD_DIM_V / 8][4] = {};
+
+  if (Q_IN_REGISTERS) {
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();
+#pragma unroll
+    for (int step = 0; step < QK_STEPS; ++step)
+#pragma unroll
+      for (int m = 0; m < M_BLOCKS; ++m)
+        ldmatrix_x4(q_fragments[step][m], q_reader.address(warp_q_tile, m, step));
+  }
+
+  for (; tile >= 0; --tile) {
+    // 2. This tile has arrived, and every warp is done with the one before: its stage is free.
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();
+    if (tile - (STAGES - 1) >= 0) fetch(tile - (STAGES - 1));
+    cp_async_commit();
+    const u32 stage = ring + (tile % STAGES) * STAGE_BYTES;
+
+    float s[M_BLOCKS][BLOCK_K / 8][4] = {};
+    multiply_qk(s, q_fragments, warp_q_tile, q_reader, stage, k_reader);
+
+    if (tile >= unmasked_tiles) {
+#pragma unroll
+      for (int m = 0; m < M_BLOCKS; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = warp * ROWS_A_WARP + m * 16 + lane / 4 + half * 8;
+          const int visible =
+              min(seqlen_k, causal ? first_hidden + row : seqlen_k) - tile * BLOCK_K - lane % 4 * 2;
+#pragma unroll
+          for (int n = 0; n < BLOCK_K / 8; ++n) {
+            if (n * 8 >= visible) s[m][n][2 * half] = NEG_INFINITY;
+            if (n * 8 + 1 >= visible) s[m][n][2 * half + 1] = NEG_INFINITY;
+          }
+        }
+    }
+
+    float correction[M_BLOCKS][2];
+    if (softmax.raise_max(s, scale_log2, correction)) {
+#pragma unroll
+      for (int m = 0; m < M_BLOCKS; ++m)
+#pragma unroll
+        for (int n = 0; n < HEAD_DIM_V / 8; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) acc[m][n][i] *= correction[m][i / 2];
+    }
+    multiply_pv(acc, s, softmax, scale_log2, stage + KTile::BYTES, v_reader);
+  }
+
+  // 3. Normalise; the output is staged over this warp's own rows of Q, then stored in whole chunks.
+  cp_async_wait<0>();
+  __syncthreads();
+  const u32 warp_o_tile = q_tile + warp * ROWS_A_WARP * OTile::ROW_BYTES;
+#pragma unroll
+  for (int m = 0; m < M_BLOCKS; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = m * 16 + lane / 4 + half * 8;
+      const int block_row = warp * ROWS_A_WARP + row;
+      const float sum = softmax.total(m, half);
+      const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+#pragma unroll
+      for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
+        const u32 address = warp_o_tile + n / OTile::CHUNKS * OTile::PANEL_BYTES +
+                            OTile::offset(row, n % OTile::CHUNKS) + lane % 4 * 4;
+        store_shared_word(address, pack2<elem_t>(acc[m][n][2 * half] * inverse,
+                                                 acc[m][n][2 * half + 1] * inverse));
+      }
+      if (lse != nullptr && lane % 4 == 0 && q0 + block_row < seqlen_q)
+        lse[(static_cast<i64>(batch) * heads_q + head) * seqlen_q + q0 + block_row] =
+            softmax.lse(m, half, sum, scale_log2);
+    }
+  __syncwarp();
+  store_tile<OTile, ROWS_A_WARP, ALIGNED>(o + warp * ROWS_A_WARP * o_strides.row, o_strides.row,
+                                          warp_o_tile, lane, last_row + 1 - warp * ROWS_A_WARP,
+                                          head_dim_v);
+}

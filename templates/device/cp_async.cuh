@@ -1,0 +1,29 @@
+// Asynchronous copies global -> shared (sm_80+). A thread's copies are grouped by commit; wait<N>
+// returns when at most the N newest groups of this thread are still in flight. Other threads see
+// the bytes after a barrier that follows the wait.
+#pragma once
+#include "prelude.cuh"
+
+// 16 bytes, past L1; only the first `bytes` (0..16) are read, the rest of the 16 become zero.
+// PTX ISA: cp.async.cg.shared.global with src-size
+__device__ __forceinline__ void cp_async_16(u32 shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(bytes)
+               : "memory");
+}
+
+// All 16 bytes.
+__device__ __forceinline__ void cp_async_16(u32 shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+// PTX ISA: cp.async.commit_group
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// PTX ISA: cp.async.wait_group
+template <int PENDING>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}

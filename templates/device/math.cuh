@@ -1,0 +1,25 @@
+// Scalar helpers on the special-function unit, and 16-bit packing.
+#pragma once
+#include "prelude.cuh"
+
+// 2^x, about 2 ulp; 2^-inf = +0.                                  PTX ISA: ex2.approx.ftz.f32
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats rounded to nearest-even into one register; `low` takes bits 0..15.
+template <typename T>
+__device__ __forceinline__ u32 pack2(float low, float high);
+
+template <>
+__device__ __forceinline__ u32 pack2<fp16>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const u32*>(&pair);
+}
+template <>
+__device__ __forceinline__ u32 pack2<bf16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const u32*>(&pair);
+}

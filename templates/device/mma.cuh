@@ -1,0 +1,53 @@
+// Warp-wide matrix multiply-accumulate on 16-bit inputs with fp32 accumulators.
+//
+// mma.sync.m16n8k16, D[16x8] += A[16x16] * B[16x8]. With g = lane / 4 and t = lane % 4, a lane holds:
+//
+//   A (row)             k: 2t,2t+1   2t+8,2t+9        B (col)          n: g
+//     row g               a[0]         a[2]             k: 2t, 2t+1      b0
+//     row g + 8           a[1]         a[3]             k: 2t+8, 2t+9    b1
+//
+//   D (fp32)            n: 2t    2t+1
+//     row g               d[0]    d[1]
+//     row g + 8           d[2]    d[3]
+//
+// Two D fragments side by side (n = 0..7 and 8..15), packed to 16 bits, are an A fragment: the
+// probabilities of attention go from one product into the next without leaving the registers.
+#pragma once
+#include "prelude.cuh"
+
+template <typename T>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1);
+
+// PTX ISA: mma.sync.aligned.m16n8k16 (.f16 needs sm_80)
+template <>
+__device__ __forceinline__ void mma_m16n8k16<fp16>(float (&d)[4], const u32 (&a)[4], u32 b0,
+                                                   u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// PTX ISA: mma.sync.aligned.m16n8k8 (.f16 from sm_75): the k16 step above as two halves; the same
+// fragments, a[0..1] and b0 for k = 0..7, a[2..3] and b1 for k = 8..15.
+__device__ __forceinline__ void mma_m16n8k8_twice(float (&d)[4], const u32 (&a)[4], u32 b0,
+                                                  u32 b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b0));
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[2]), "r"(a[3]), "r"(b1));
+}
+
+// PTX ISA: mma.sync.aligned.m16n8k16 (.bf16 needs sm_80)
+template <>
+__device__ __forceinline__ void mma_m16n8k16<bf16>(float (&d)[4], const u32 (&a)[4], u32 b0,
+                                                   u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}

@@ -1,0 +1,86 @@
+// Online softmax over mma accumulators: running row maxima and sums of a warp's score tile.
+//
+// The scores come in D fragments, s[m][n][4] (see mma.cuh): rows g and g + 8 of 16-row block m are
+// shared by the four lanes of a quad. Exponentials are taken as 2^(score * scale_log2 - max), one
+// FMA and one ex2 each. The maximum that is subtracted need not be the true one: any value near it
+// gives the same quotient. So accumulators are rescaled only when some row's maximum has grown by
+// more than a factor 2^8, which after the first tiles is almost never; until then probabilities may
+// reach 256, far inside the range of fp16. (The lagging maximum is FlashAttention-4's idea.)
+#pragma once
+#include "device/math.cuh"
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 1));
+  return fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(FULL_MASK, x, 1);
+  return x + __shfl_xor_sync(FULL_MASK, x, 2);
+}
+
+template <int M_BLOCKS>
+struct OnlineSoftmax {
+  static constexpr float MAX_GROWTH = 8.f;  // in powers of two
+  float row_max[M_BLOCKS][2];               // of the raw scores; may lag behind the true maximum
+  float row_sum[M_BLOCKS][2];               // this lane's part of the row
+
+  __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+    for (int m = 0; m < M_BLOCKS; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        row_max[m][half] = NEG_INFINITY;
+        row_sum[m][half] = 0.f;
+      }
+  }
+
+  // Takes in a score tile. Returns true (for the whole warp) when accumulators must be multiplied
+  // by `correction`; row sums have been already.
+  template <int N_BLOCKS>
+  __device__ __forceinline__ bool raise_max(const float (&s)[M_BLOCKS][N_BLOCKS][4],
+                                            float scale_log2, float (&correction)[M_BLOCKS][2]) {
+    float top[M_BLOCKS][2];
+    bool grew = false;
+#pragma unroll
+    for (int m = 0; m < M_BLOCKS; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float x = s[m][0][2 * half], y = s[m][0][2 * half + 1];  // two chains: half the latency
+#pragma unroll
+        for (int n = 1; n < N_BLOCKS; ++n) {
+          x = fmaxf(x, s[m][n][2 * half]);
+          y = fmaxf(y, s[m][n][2 * half + 1]);
+        }
+        top[m][half] = quad_max(fmaxf(x, y));
+        grew |= (top[m][half] - row_max[m][half]) * scale_log2 > MAX_GROWTH;
+      }
+    if (!__any_sync(FULL_MASK, grew)) return false;
+#pragma unroll
+    for (int m = 0; m < M_BLOCKS; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float new_max = fmaxf(row_max[m][half], top[m][half]);
+        const bool empty = new_max == NEG_INFINITY;  // every key so far is masked
+        correction[m][half] = empty ? 1.f : exp2_fast((row_max[m][half] - new_max) * scale_log2);
+        row_max[m][half] = new_max;
+        row_sum[m][half] *= correction[m][half];
+      }
+    return true;
+  }
+
+  // What to subtract from score * scale_log2.
+  __device__ __forceinline__ float offset(int m, int half, float scale_log2) const {
+    return row_max[m][half] == NEG_INFINITY ? 0.f : row_max[m][half] * scale_log2;
+  }
+
+  // After the last tile: adds up the quad's parts of the row sum.
+  __device__ __forceinline__ float total(int m, int half) const {
+    return quad_sum(row_sum[m][half]);
+  }
+
+  // Natural log of the sum of exp(score * scale); -inf for a row without keys.
+  __device__ __forceinline__ float lse(int m, int half, float sum, float scale_log2) const {
+    return sum == 0.f ? NEG_INFINITY : (row_max[m][half] * scale_log2 + log2f(sum)) * LN2;
+  }
+};
