@@ -175,16 +175,17 @@ def _prepare(name: str, text: str) -> str:
         line = _line_of(text, open_value.start())
         raise _fail(name, text, line, "a ${…} must be closed on the line it begins")
 
+    bare = re.sub(_COMMENT, lambda match: "\n" * match[0].count("\n"), text)
+
     def statement(match: re.Match[str]) -> str:
-        line = _line_of(text, match.start())
+        line = _line_of(bare, match.start())
         words = match[1].split()
         if not words or words[0] not in _KEYWORDS:
             known = ", ".join(_KEYWORDS)
             raise _fail(name, text, line, f"'//%{match[1]}': a statement is one of {known}")
         return f'{_BEGIN}{match[1]} {_END}#line {line + 1} "{name}"'
 
-    without_comments = re.sub(_COMMENT, lambda match: "\n" * match[0].count("\n"), text)
-    return re.sub(_STATEMENT, statement, without_comments)
+    return re.sub(_STATEMENT, statement, bare)
 
 
 @lru_cache(maxsize=1)
