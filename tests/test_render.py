@@ -102,7 +102,8 @@ def test_windows_line_ends_and_a_missing_last_one_make_no_difference(tmp_path):
         rendered = render(spec_of("t.cu", tmp_path / stem, n=1), {})
         texts.add(rendered.text.replace(f'"{stem}/', '"x/'))
     assert texts == {
-        '#line 1 "x/t.cu"\nint a = 1;\n#line 3 "x/t.cu"\nint b;\n#line 5 "x/t.cu"\nextern "C" int c;\n'
+        '#line 1 "x/t.cu"\nint a = 1;\n#line 3 "x/t.cu"\nint b;\n'
+        '#line 5 "x/t.cu"\nextern "C" int c;\n'
     }
 
 
@@ -282,7 +283,8 @@ def test_the_signature_of_every_kind_of_argument():
         'extern "C" __global__ void __launch_bounds__(${n}, 2)\n'
         "k(const i64* __restrict__ a, // b, c)\n"
         "  long long b, unsigned int c, /* d( */ const Strides d, __grid_constant__ const u64 e,\n"
-        "  elem_t *f, fp32 g, const Pair<int, 2>* h, float* const i, unsigned j, double k, bool l) {}\n"
+        "  elem_t *f, fp32 g, const Pair<int, 2>* h, float* const i, unsigned j, double k,\n"
+        "  bool l) {}\n"
     )
     arguments = signature(plain(template, n=64), "k")
     assert "".join(argument.name for argument in arguments) == "abcdefghijkl"
