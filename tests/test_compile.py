@@ -1,4 +1,4 @@
-"""NVRTC without a GPU: errors at the template's line, resources, keys, toolchains that do not fit."""
+"""NVRTC without a GPU: errors at the template's line, resources, keys, misfit toolchains."""
 
 import os
 import re
@@ -56,6 +56,9 @@ def test_a_kernel_becomes_a_cubin_with_its_resources():
 
 @pytest.mark.parametrize("name", DEFAULT_ARCHS)
 def test_every_architecture_compiles_and_the_cubin_is_whole(name):
+    major, minor = target(name).arch.capability
+    if major * 10 + minor not in toolchain.nvrtc_info().supported:
+        pytest.skip(f"this NVRTC is older than {name}")
     image = compiled(lines_cu(), to=target(name)).image
     program_headers = int.from_bytes(image[32:40], "little")
     size, count = (int.from_bytes(image[at : at + 2], "little") for at in (54, 56))
@@ -137,7 +140,8 @@ def test_ptx_names_the_templates_and_their_lines():
     assert (result.kind, result.target, result.resources) == ("ptx", "compute_80", None)
     assert ".target sm_80" in text and not text.endswith("\0")
     files = dict(re.findall(r'\.file\s+(\d+) "([^"]*)"', text))
-    assert set(files.values()) == {"kernels/lines.cu", "kernels/beside.cuh"}
+    ours = {name for name in files.values() if not name.endswith(".hpp")}
+    assert ours == {"kernels/lines.cu", "kernels/beside.cuh"}
     lines = {
         (files[number], int(line)) for number, line in re.findall(r"\.loc\s+(\d+) (\d+)", text)
     }
@@ -180,7 +184,7 @@ def test_spills_and_static_shared_memory_are_counted_and_a_problem():
     result = compiled(render(spec_of("spill.cu", count=96), {}), "spill")
     resources = result.resources
     assert resources is not None and resources.registers == 32
-    assert (resources.shared, resources.barriers) == (1024, 1)
+    assert resources.shared == 1024
     assert resources.spill_stores > 0 and resources.spill_loads > 0 and resources.stack > 0
     expected = f"spill spills registers: {resources.spill_stores} bytes stored"
     assert len(result.problems) == 1 and result.problems[0].startswith(expected)
@@ -234,6 +238,7 @@ def test_options_have_no_fast_math_and_fit_the_nvrtc():
     old, new = options(SM_80, (12, 4)), options(target("compute_80"), (12, 9))
     assert old[0] == "--gpu-architecture=sm_80" and new[0] == "--gpu-architecture=compute_80"
     assert "--no-cache" in new and "--no-cache" not in old
+    assert "--no-source-include" in old and "--no-source-include" in new
     assert "--ptxas-options=-v" in old and "--ptxas-options=-v" not in new
     assert not re.search("ftz|fast|prec|fmad|-I", " ".join(old + new))
 
@@ -276,10 +281,21 @@ def test_nvrtc_tells_what_it_is():
     info = toolchain.nvrtc_info()
     assert info.version >= (12, 0) and 80 in info.supported
     assert info.library is not None and info.library.is_file()
-    assert re.fullmatch("[0-9a-f]{40}", info.build)
+    assert re.fullmatch(r"[0-9a-f]{40}|\d+ [0-9a-f]{64}", info.build)
     assert info.cupy == sys.modules["cupy"].__version__
     banner = toolchain._compiler_banner(toolchain.nvrtc_module())
     assert re.fullmatch(rf"CL-\d+ V{re.escape(toolchain.dotted(info.version))}\.\d+", banner)
+
+
+def test_libraries_without_a_build_id_are_told_apart_by_size_and_both_ends(tmp_path):
+    library, middle = tmp_path / "libnvrtc.so", bytes(200_000)
+    builds = []
+    for content in (b"a", b"a" + middle + b"b", b"c" + middle + b"b", b"a" + middle + b"d"):
+        library.write_bytes(content)
+        builds.append(toolchain._library_build(library))
+    assert len(set(builds)) == 4
+    assert [build.split()[0] for build in builds] == ["1", "200002", "200002", "200002"]
+    assert toolchain._library_build(tmp_path / "none") is None
 
 
 def test_a_target_nvrtc_does_not_know_is_refused_before_it_is_tried():
