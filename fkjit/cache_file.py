@@ -122,14 +122,10 @@ def decode(data: bytes, key: str | None = None) -> Read:
 
 
 def _read_all(descriptor: int, size: int) -> bytes:
-    pieces, left = [], size
-    while left > 0:
-        piece = os.read(descriptor, left)
-        if not piece:
-            break
-        pieces.append(piece)
-        left -= len(piece)
-    return b"".join(pieces)
+    data = os.read(descriptor, size)
+    while len(data) < size and (piece := os.read(descriptor, size - len(data))):
+        data += piece
+    return data
 
 
 def _open_regular(path: Path) -> tuple[int, os.stat_result]:
@@ -149,9 +145,9 @@ def read_entry(path: Path, key: str | None = None) -> Read:
     """Read and verify one file: OSError if it cannot be read, CacheError if it is no such entry."""
     descriptor, status = _open_regular(path)
     try:
-        head = _read_all(descriptor, min(_HEAD.size, status.st_size))
+        head = os.pread(descriptor, _HEAD.size, 0)
         _lengths(head, status.st_size)  # before reading gigabytes of something else
-        data = head + _read_all(descriptor, status.st_size - len(head))
+        data = _read_all(descriptor, status.st_size)
     finally:
         os.close(descriptor)
     return decode(data, key)._replace(status=status)
