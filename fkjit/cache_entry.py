@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,31 +81,46 @@ class Exported:
 
 
 def difference(stored: dict[str, str], describe: str, known: Sequence[EntryInfo]) -> str:
-    """Which fields tell the wanted entry from the one most like it."""
+    """Which fields tell the wanted entry from the one of `known` that is most like it."""
+    ours = _flat(stored)
 
     def alike(info: EntryInfo) -> tuple[bool, bool, int]:
-        theirs = info.meta["fields"]
-        same = sum(theirs.get(name) == value for name, value in stored.items())
-        return (
-            stored.get("kernel") == theirs.get("kernel"),
-            info.meta.get("describe") == describe,
-            same,
-        )
+        theirs = _flat(info.meta["fields"])
+        same = sum(theirs.get(name) == value for name, value in ours.items())
+        kernel = stored.get("kernel") == theirs.get("kernel")
+        return kernel, info.meta.get("describe") == describe, same
 
     nearest = max(known, key=alike)
-    theirs = nearest.meta["fields"]
-    names = [name for name in sorted({*stored, *theirs}) if stored.get(name) != theirs.get(name)]
-    parts = [f"{n} ({_short(stored.get(n))} here, {_short(theirs.get(n))} there)" for n in names]
+    theirs = _flat(nearest.meta["fields"])
+    names = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+    parts = [f"{n} ({_short(ours.get(n))} here, {_short(theirs.get(n))} there)" for n in names]
     return (
         f"the nearest, {nearest.key[:12]} ({nearest.meta.get('describe')}, {nearest.origin}), "
         f"differs in {', '.join(parts)}"
     )
 
 
+def _flat(fields: Mapping[str, str]) -> dict[str, str]:
+    """The fields, with one that is a JSON object taken apart: values -> values.block, …"""
+    flat = {}
+    for name, text in fields.items():
+        value = None
+        if text.startswith("{"):
+            with suppress(ValueError):
+                value = json.loads(text)
+        if isinstance(value, dict):
+            flat |= {f"{name}.{part}": json.dumps(item) for part, item in value.items()}
+        else:
+            flat[name] = text
+    return flat
+
+
 def _short(value: str | None) -> str:
     if value is None:
         return "absent"
-    return value[:24] + "…" if value.startswith(("text:", "bytes:")) else repr(value)
+    if value.startswith(("text:", "bytes:")):
+        return value[:24] + "…"
+    return repr(value if len(value) <= 80 else value[:79] + "…")
 
 
 @contextmanager

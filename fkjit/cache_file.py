@@ -32,7 +32,7 @@ SUFFIX = ".fkc"
 TEMPORARY = ".tmp"
 _HEAD = struct.Struct("<6sH32sIQ")
 _SUMMED_FROM = 40
-_SHORT = 200  # characters; a longer text field is stored as its digest
+_SHORT = 2000  # characters; a longer text field is stored as its digest
 _DIGESTS = ("text:", "bytes:")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import zipfile
 from pathlib import Path
@@ -128,9 +129,22 @@ def test_require_cached_names_the_field_that_differs(tmp_path):
     assert "differs in target ('sm_86' here, 'sm_" in message
     assert "text" not in message.split("differs in")[1].split(";")[0]
     with pytest.raises(NotCachedError, match=r"differs in text \(text:[0-9a-f]+… here, text:"):
-        strict.get_or_build(fields(text="z" * 900), forbidden, describe="norm.rms sm_80")
+        strict.get_or_build(fields(text="z" * 9000), forbidden, describe="norm.rms sm_80")
     with pytest.raises(NotCachedError, match=r"differs in nvrtc \('13' here, absent there\)"):
         strict.get_or_build(fields(nvrtc="13"), forbidden, describe="norm.rms sm_80")
+
+
+def test_require_cached_takes_json_fields_apart(tmp_path):
+    def values(block: int, causal: bool) -> dict[str, str | bytes]:
+        return fields(values=json.dumps({"block": block, "causal": causal, "head_dim": 128}))
+
+    for block, causal in ((64, False), (128, True)):
+        Cache(tmp_path).get_or_build(values(block, causal), Build(), describe="norm.rms")
+    strict = Cache(tmp_path, require_cached=True)
+    with pytest.raises(
+        NotCachedError, match=r"differs in values\.block \('32' here, '128' there\);"
+    ):
+        strict.get_or_build(values(32, True), forbidden, describe="norm.rms")
 
 
 def test_require_cached_prefers_the_same_kernel_as_the_nearest(tmp_path):
