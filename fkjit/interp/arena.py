@@ -1,0 +1,200 @@
+"""Global memory: the caller's arrays copied into one arena, each with a range of addresses of its
+own, so that an address past one argument can never be a valid byte of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fkjit.interp.lanes import Group
+from fkjit.interp.ptx import Instruction
+from fkjit.interp.report import Reporter
+
+GLOBAL_WINDOW = 1 << 48  # addresses below are no global memory
+SPACING_BITS = 36  # every allocation's addresses start 64 GiB after the last one's
+RED_ZONE = 256  # arena bytes between allocations
+
+WIDE = np.dtype("c16")  # moves 16 bytes as one element
+VIEWS = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: WIDE}
+
+
+def typed_views(raw: np.ndarray) -> dict[int, np.ndarray]:
+    """Bytes seen as elements of 1, 2, 4, 8 and 16 bytes."""
+    return {width: raw.view(dtype) for width, dtype in VIEWS.items()}
+
+
+def aligned_bytes(count: int, fill: int = 0) -> np.ndarray:
+    """`count` bytes (rounded up to 64) that begin at a multiple of 64."""
+    count = -(-count // 64) * 64
+    raw = np.full(count + 64, fill, np.uint8) if fill else np.zeros(count + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + count]
+
+
+@dataclass
+class Allocation:
+    """One array's place. Addresses base+low … base+high; `holes` says some bytes are not its own."""
+
+    name: str
+    start: int  # arena offset of address `address`
+    size: int
+    address: int
+    writable: bool
+    holes: np.ndarray | None = None  # bool a byte: True where the byte is valid
+    shape: str = ""
+
+    def describe(self, at: int) -> str:
+        """Where byte `at` (from the first byte) lies, in words."""
+        what = f"{self.name} ({self.size:,} bytes{self.shape})"
+        if at >= self.size:
+            return f"byte {at:,} of {what}: {at - self.size:,} bytes past its end"
+        if at < 0:
+            return f"byte {at:,} of {what}: before its first byte"
+        return f"byte {at:,} of {what}"
+
+
+class GlobalMemory:
+    """The arena. `index` turns addresses into arena offsets and checks them."""
+
+    def __init__(self, reporter: Reporter, checked: bool) -> None:
+        self.reporter = reporter
+        self.checked = checked
+        self.allocations: list[Allocation] = []
+        self.raw = aligned_bytes(0)
+        self.views: dict[int, np.ndarray] = {}
+        self._parts: list[tuple[int, np.ndarray]] = []
+        self._top = RED_ZONE
+
+    def add(self, name: str, data: np.ndarray, writable: bool, misaligned: int = 0) -> Allocation:
+        """A place for the bytes `data`, `misaligned` bytes after a multiple of 256."""
+        start = -(-self._top // 256) * 256 + misaligned
+        address = GLOBAL_WINDOW + (len(self.allocations) << SPACING_BITS) + (1 << 20) + misaligned
+        self._parts.append((start, data))
+        self._top = start + data.size + RED_ZONE
+        self.allocations.append(Allocation(name, start, data.size, address, writable))
+        return self.allocations[-1]
+
+    def build(self) -> None:
+        """Make the arena and copy everything in; after the last `add`."""
+        self.raw = aligned_bytes(self._top, 0xA5)
+        for start, data in self._parts:
+            self.raw[start : start + data.size] = data
+        self._parts.clear()
+        self.views = typed_views(self.raw)
+
+    def contents(self, place: Allocation) -> np.ndarray:
+        """The bytes of an allocation as they are now."""
+        return self.raw[place.start : place.start + place.size]
+
+    def index(
+        self, address: np.ndarray, width: int, group: Group, ins: Instruction, write: bool
+    ) -> np.ndarray:
+        """Arena offsets of `width`-byte accesses at u64 addresses; raises SanitizerError."""
+        low, high = int(address.min()), int(address.max())
+        number = (low - GLOBAL_WINDOW) >> SPACING_BITS
+        if 0 <= number < len(self.allocations):
+            place = self.allocations[number]
+            last = place.address + place.size - width
+            inside = place.address <= low and high <= last
+            if inside and (place.writable or not write) and place.holes is None:
+                if width > 1 and int(np.bitwise_or.reduce(address)) & (width - 1):
+                    self._misaligned(address, width, group, ins)
+                return (address - np.uint64(place.address - place.start)).view(np.int64)
+        return self._slow_index(address, width, group, ins, write)
+
+    def _slow_index(
+        self, address: np.ndarray, width: int, group: Group, ins: Instruction, write: bool
+    ) -> np.ndarray:
+        """Lanes in several allocations, or something is wrong: look at each allocation's lanes."""
+        numbers = (address >> np.uint64(SPACING_BITS)).view(np.int64) - (
+            GLOBAL_WINDOW >> SPACING_BITS
+        )
+        offsets = np.zeros(address.size, np.int64)
+        bad = np.zeros(address.size, bool)
+        for number in np.unique(numbers).tolist():
+            mine = numbers == number
+            if not 0 <= number < len(self.allocations):
+                bad |= mine
+                continue
+            place = self.allocations[number]
+            at = address[mine].view(np.int64) - place.address
+            wrong = (at < 0) | (at > place.size - width)
+            if write and not place.writable:
+                wrong[:] = True
+            elif place.holes is not None:
+                wrong |= _in_hole(place.holes, at, width)
+            offsets[mine] = np.where(wrong, 0, at + place.start)
+            bad[mine] = wrong
+        if self.checked and bad.any():
+            self._bad(address, bad, width, group, ins, write)
+        if width > 1 and int(np.bitwise_or.reduce(address)) & (width - 1):
+            self._misaligned(address, width, group, ins)
+        return offsets & ~np.int64(width - 1)
+
+    def _bad(
+        self, address: np.ndarray, bad: np.ndarray, width: int, group: Group,
+        ins: Instruction, write: bool,
+    ) -> None:  # fmt: skip
+        first = int(np.flatnonzero(bad)[0])
+        value = int(address[first])
+        lanes = group.lanes[bad] if bad.size == group.lanes.size else group.lanes[:1]
+        number = (value - GLOBAL_WINDOW) >> SPACING_BITS
+        access = f"{width}-byte {'write' if write else 'read'}"
+        if not 0 <= number < len(self.allocations):
+            detail = f"{access} at address {value:#x}, which belongs to no argument"
+            raise self.reporter.fault("invalid global address", detail, ins, lanes)
+        place = self.allocations[number]
+        at = value - place.address
+        kind = f"out-of-bounds global {'write' if write else 'read'}"
+        detail = f"{access} at {place.describe(at)}"
+        if 0 <= at <= place.size - width:
+            if write and not place.writable:
+                kind = "write to a read-only argument"
+            else:
+                detail += ": between the elements of the view"
+        raise self.reporter.fault(kind, detail, ins, lanes)
+
+    def _misaligned(
+        self, address: np.ndarray, width: int, group: Group, ins: Instruction
+    ) -> None:
+        if not self.checked:
+            return
+        bad = (address & np.uint64(width - 1)) != 0
+        value = int(address[bad][0])
+        number = (value - GLOBAL_WINDOW) >> SPACING_BITS
+        place = self.allocations[number]
+        detail = f"{width}-byte access at {place.describe(value - place.address)}"
+        raise self.reporter.fault(
+            "misaligned global access", f"{detail}: not a multiple of {width}", ins, group.lanes[bad]
+        )
+
+
+def _in_hole(valid: np.ndarray, at: np.ndarray, width: int) -> np.ndarray:
+    """Whether any byte of each access is not one of the view's own."""
+    safe = np.clip(at, 0, valid.size - width)
+    bad = ~valid[safe]
+    for byte in range(1, width):
+        bad |= ~valid[safe + byte]
+    return bad
+
+
+def extent(array: np.ndarray) -> tuple[int, int]:
+    """Lowest byte of a view relative to its first element, and the number of bytes it spans."""
+    low = sum(min(0, (n - 1) * s) for n, s in zip(array.shape, array.strides, strict=True))
+    high = sum(max(0, (n - 1) * s) for n, s in zip(array.shape, array.strides, strict=True))
+    return low, (high - low + array.itemsize if array.size else 0)
+
+
+def own_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> np.ndarray | None:
+    """Which bytes of its extent a view addresses: None if all of them."""
+    fake = np.lib.stride_tricks.as_strided(np.zeros(1, f"V{itemsize}"), shape, strides)
+    low, size = extent(fake)
+    valid = np.zeros(size, bool)
+    view = np.lib.stride_tricks.as_strided(
+        valid[-low:], (*shape, itemsize), (*strides, 1), writeable=True
+    )
+    view[...] = True
+    return None if valid.all() else valid

@@ -1,0 +1,180 @@
+"""cp.async: copies from global to shared memory that land when the issuing thread waits.
+
+The data move as late as the rules allow, and until then the target counts as uninitialised: a
+missing wait shows as a read of bytes that a cp.async is still to write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fkjit.interp.decode import Decoder, Step, opcode
+from fkjit.interp.lanes import Group
+from fkjit.interp.loadstore import Locator
+from fkjit.interp.ptx import Imm, Instruction
+
+
+@dataclass
+class _Copy:
+    """One cp.async of some lanes, in flight."""
+
+    lanes: np.ndarray
+    target: np.ndarray  # positions in shared memory
+    source: np.ndarray  # offsets in the arena
+    sizes: np.ndarray | None  # bytes to read by lane; None: all of them
+    width: int
+    group: np.ndarray | None = None  # commit group by lane, once committed
+
+
+class _Queue:
+    """All copies in flight. Commit groups are counted for each thread on its own."""
+
+    def __init__(self, d: Decoder) -> None:
+        self.memory = d.machine.memory
+        self.commits = np.zeros(d.machine.layout.lanes, np.int64)
+        self.open: list[_Copy] = []
+        self.committed: list[_Copy] = []
+        d.machine.listeners.append(self._clear)
+
+    def _clear(self) -> None:
+        self.commits[:] = 0
+        self.open.clear()
+        self.committed.clear()
+
+    def commit(self, group: Group) -> None:
+        """cp.async.commit_group."""
+        still: list[_Copy] = []
+        for copy in self.open:
+            mine = group.mask[copy.lanes]
+            if not mine.all():
+                still.append(_part(copy, ~mine))
+                copy = _part(copy, mine)
+            if copy.lanes.size:
+                copy.group = self.commits[copy.lanes]
+                self.committed.append(copy)
+        self.open = [copy for copy in still if copy.lanes.size]
+        if group.full:
+            self.commits += 1
+        else:
+            self.commits[group.lanes] += 1
+
+    def wait(self, group: Group, pending: int) -> None:
+        """cp.async.wait_group: all but the newest `pending` groups of each thread land."""
+        still: list[_Copy] = []
+        for copy in self.committed:
+            assert copy.group is not None
+            done = copy.group < self.commits[copy.lanes] - pending
+            if not group.full:
+                done &= group.mask[copy.lanes]
+            if done.all():
+                self._land(copy)
+            else:
+                if done.any():
+                    self._land(_part(copy, done))
+                still.append(_part(copy, ~done))
+        self.committed = still
+
+    def _land(self, copy: _Copy) -> None:
+        width, shared = copy.width, self.memory.shared
+        values = self.memory.globals.views[width].take(copy.source // width)
+        if copy.sizes is not None:
+            keep = np.arange(width) < copy.sizes[:, None]
+            raw = values.view(np.uint8).reshape(-1, width)
+            values = np.where(keep, raw, np.uint8(0)).reshape(-1).view(values.dtype)
+        shared.views[width][copy.target // width] = values
+        shared.written(copy.target, width)
+
+
+def _part(copy: _Copy, chosen: np.ndarray) -> _Copy:
+    return _Copy(
+        copy.lanes[chosen], copy.target[chosen], copy.source[chosen],
+        None if copy.sizes is None else copy.sizes[chosen], copy.width,
+        None if copy.group is None else copy.group[chosen],
+    )  # fmt: skip
+
+
+def _queue(d: Decoder) -> _Queue:
+    if not hasattr(d, "copies"):
+        d.copies = _Queue(d)  # type: ignore[attr-defined]
+    return d.copies  # type: ignore[attr-defined]
+
+
+@opcode("cp")
+def cp(d: Decoder, ins: Instruction) -> Step:
+    """cp.async.ca/.cg, commit_group, wait_group n, wait_all."""
+    if ins.op[1] != "async":
+        raise ValueError(f"modifier .{ins.op[1]}")
+    queue = _queue(d)
+    if ins.op[2] == "commit_group":
+        return queue.commit
+    if ins.op[2] == "wait_group":
+        pending = d.immediate(ins.args[0])
+        return lambda group: queue.wait(group, pending)
+    if ins.op[2] == "wait_all":
+
+        def wait_all(group: Group) -> None:
+            queue.commit(group)
+            queue.wait(group, 0)
+
+        return wait_all
+    if ins.op[2] not in ("ca", "cg"):
+        raise ValueError(f"modifier .{ins.op[2]}")
+    return _copy(d, ins, queue)
+
+
+def _copy(d: Decoder, ins: Instruction, queue: _Queue) -> Step:
+    """cp.async.ca/cg.shared.global [dst], [src], cp-size{, src-size}."""
+    allowed = ("L2::64B", "L2::128B", "L2::256B", "shared", "shared::cta", "global")
+    if any(part not in allowed for part in ins.op[3:]):
+        raise ValueError("modifier")
+    width = d.immediate(ins.args[2])
+    if width not in (4, 8, 16) or (ins.op[2] == "cg" and width != 16):
+        raise ValueError(f"cp-size {width}")
+    sizes = d.src(ins.args[3], "u32") if len(ins.args) > 3 else None
+    if isinstance(ins.args[-1], Imm) and sizes is not None and int(sizes[0]) == width:
+        sizes = None
+    from_op, to_op = _Half(ins, "global"), _Half(ins, "shared")
+    source = Locator(d, from_op, ins.args[1], width, False)  # type: ignore[arg-type]
+    target = Locator(d, to_op, ins.args[0], width, True)  # type: ignore[arg-type]
+    shared = d.machine.memory.shared
+
+    def run(group: Group) -> None:
+        to = target.locate(group).position
+        shared.in_flight(to, width)
+        if sizes is None:
+            offsets, count = source.locate(group).position, None
+        else:
+            count = group.pick(sizes).astype(np.int64)
+            offsets, count = _source_offsets(d, source, group, count, width)
+        queue.open.append(_Copy(group.lanes, to, offsets, count, width))
+
+    return run
+
+
+def _source_offsets(
+    d: Decoder, source: Locator, group: Group, count: np.ndarray, width: int
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Arena offsets: lanes that read nothing need no valid address, short reads only their bytes."""
+    if (count > width).any():
+        bad = group.lanes[count > width]
+        detail = f"src-size {int(count[count > width][0])} is above cp-size {width}"
+        raise d.machine.reporter.fault("bad cp.async", detail, source.ins, bad)
+    if (count == width).all():
+        return source.locate(group).position, None
+    offsets = np.zeros(count.size, np.int64)
+    for size in np.unique(count[count > 0]).tolist():
+        mine = count == size
+        mask = np.zeros(group.mask.size, bool)
+        mask[group.lanes[mine]] = True
+        offsets[mine] = source.locate_bytes(Group(mask, -1), size)
+    return offsets, count
+
+
+class _Half:
+    """One side of a cp.async seen as an instruction with a single state space."""
+
+    def __init__(self, ins: Instruction, space: str) -> None:
+        self.op = ("cp", space)
+        self.args, self.location, self.text = ins.args, ins.location, ins.text

@@ -1,0 +1,209 @@
+"""Decoding: every instruction becomes, once a launch, a closure over register arrays.
+
+An opcode's file registers its decoder with `@opcode("add", "sub")`. A decoder returns a `Step`,
+called with the group of lanes that execute it. Control and warp-wide instructions register with
+`@control(...)`: their steps decide where the lanes go next (see `machine`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fkjit.errors import InterpreterError
+from fkjit.interp import report
+from fkjit.interp.lanes import Group
+from fkjit.interp.ptx import (
+    DTYPE,
+    Function,
+    Imm,
+    Instruction,
+    Operand,
+    Reg,
+    Vec,
+    reads_and_writes,
+)
+
+if TYPE_CHECKING:
+    from fkjit.interp.machine import Machine
+
+Step = Callable[[Group], Any]
+Compute = Callable[[np.ndarray], Any]  # fills its argument, writing it last: inputs may alias it
+
+OPCODES: dict[str, Callable[[Decoder, Instruction], Step]] = {}
+CONTROL: dict[str, Callable[[Decoder, Instruction], Step]] = {}
+
+
+def opcode(*names: str) -> Callable[[Any], Any]:
+    """Register the decoder of plain instructions."""
+
+    def add(function: Any) -> Any:
+        OPCODES.update(dict.fromkeys(names, function))
+        return function
+
+    return add
+
+
+def control(*names: str) -> Callable[[Any], Any]:
+    """Register the decoder of instructions that steer lanes (see `Machine.run_group`)."""
+
+    def add(function: Any) -> Any:
+        CONTROL.update(dict.fromkeys(names, function))
+        return function
+
+    return add
+
+
+def unsupported(ins: Instruction, why: str = "") -> InterpreterError:
+    """The error of an instruction or a modifier that is not implemented."""
+    reason = f" ({why})" if why else ""
+    return InterpreterError(
+        f"interpreter: this PTX instruction is not supported{reason}: {ins.text}\n"
+        f"    at {report.where(ins)}"
+    )
+
+
+class Decoder:
+    """What decoders build steps from: typed operands and the masked writing of results."""
+
+    def __init__(self, machine: Machine, function: Function) -> None:
+        self.machine = machine
+        self.function = function
+        self.registers = machine.registers
+        self.private = private_registers(function)
+        self._scratch: dict[tuple[np.dtype, str], np.ndarray] = {}
+
+    def decode(self, ins: Instruction) -> Step:
+        """The step of a plain instruction; raises InterpreterError for an unknown one."""
+        build = OPCODES.get(ins.op[0])
+        if build is None:
+            raise unsupported(ins)
+        try:
+            step = build(self, ins)
+        except InterpreterError as error:
+            if "\n" in str(error):
+                raise
+            raise unsupported(ins, str(error).removeprefix("interpreter: ")) from error
+        except (IndexError, KeyError, ValueError, AttributeError, TypeError) as error:
+            raise unsupported(ins, f"{type(error).__name__}: {error}") from error
+        return self._guarded(ins, step) if ins.guard else step
+
+    def _guarded(self, ins: Instruction, step: Step) -> Step:
+        assert ins.guard is not None
+        name, negated = ins.guard
+        predicate = self.registers.view(name, DTYPE["pred"])
+
+        def run(group: Group) -> None:
+            inner = group.guarded(~predicate if negated else predicate)
+            if inner is not None:
+                step(inner)
+
+        return run
+
+    def src(self, operand: Operand, kind: str) -> np.ndarray:
+        """An operand's values: one a lane, or a single element for a constant."""
+        return self.registers.read(operand, kind, self.machine.address)
+
+    def dst(self, operand: Operand, kind: str | None) -> np.ndarray:
+        """The lanes of a destination register; kind None: in the register's own width."""
+        if not isinstance(operand, Reg):
+            raise ValueError(f"{operand} is no destination")
+        if operand.sink:
+            return self.scratch(DTYPE[kind or "b32"], "sink")
+        if kind is None:
+            return self.registers.raw(operand.name)
+        return self.registers.view(operand.name, DTYPE[kind])
+
+    def scratch(self, dtype: Any, name: str) -> np.ndarray:
+        """An array of one element a lane for use inside one step."""
+        key = (np.dtype(dtype), name)
+        if key not in self._scratch:
+            self._scratch[key] = np.empty(self.machine.layout.lanes, key[0])
+        return self._scratch[key]
+
+    def immediate(self, operand: Operand) -> int:
+        """The value of an operand that has to be a literal."""
+        if not isinstance(operand, Imm):
+            raise ValueError(f"{operand} is no literal")
+        return operand.value
+
+    def items(self, operand: Operand) -> tuple[Operand, ...]:
+        """The parts of a vector operand; a plain operand is its only part."""
+        return operand.items if isinstance(operand, Vec) else (operand,)
+
+    def step(self, ins: Instruction, target: Operand, kind: str | None, compute: Compute) -> Step:
+        """`compute(out)` into the destination, for the lanes of the group only."""
+        out = self.dst(target, kind)
+        if isinstance(target, Reg) and not ins.guard and target.name in self.private:
+            return lambda group: compute(out)
+        spare = self.scratch(out.dtype, "result")
+
+        def run(group: Group) -> None:
+            if group.write is None:
+                compute(out)
+            else:
+                compute(spare)
+                np.copyto(out, spare, where=group.write)
+
+        return run
+
+    def unary(self, ins: Instruction, kind: str, function: Any) -> Step:
+        """A ufunc of one operand."""
+        a = self.src(ins.args[1], kind)
+        return self.step(ins, ins.args[0], kind, lambda out: function(a, out))
+
+    def binary(self, ins: Instruction, kind: str, function: Any) -> Step:
+        """A ufunc of two operands of the destination's type."""
+        a, b = self.src(ins.args[1], kind), self.src(ins.args[2], kind)
+        return self.step(ins, ins.args[0], kind, lambda out: function(a, b, out))
+
+
+def only(ins: Instruction, allowed: Iterable[str]) -> None:
+    """Refuse an instruction with a modifier that its decoder does not know."""
+    extra = [part for part in ins.op[1:] if part not in set(allowed)]
+    if extra:
+        raise ValueError(f"modifier .{extra[0]}")
+
+
+def segment_starts(function: Function) -> set[int]:
+    """Where straight-line runs begin: labels, and before and after control instructions."""
+    starts = set(function.labels.values()) | {0}
+    for ins in function.instructions:
+        if is_control(ins):
+            starts |= {ins.pc, ins.pc + 1}
+    return starts
+
+
+def is_control(ins: Instruction) -> bool:
+    """Whether lanes may part, meet or wait at this instruction."""
+    return ins.op[0] in CONTROL
+
+
+def private_registers(function: Function) -> set[str]:
+    """Registers that live within one straight-line run, so that nobody minds what other lanes hold.
+
+    All uses stand in one run, and the first is a definition without a guard.
+    """
+    starts = segment_starts(function)
+    home: dict[str, int] = {}
+    shared: set[str] = set()
+    run = -1
+    for ins in function.instructions:
+        if ins.pc in starts:
+            run = ins.pc
+        reads, writes = reads_and_writes(ins)
+        for name in reads:
+            if home.get(name) != run:
+                shared.add(name)
+        for name in writes:
+            if ins.guard or is_control(ins) or home.setdefault(name, run) != run:
+                shared.add(name)
+    return set(home) - shared
+
+
+def opcode_counts(function: Function) -> Counter[str]:
+    """How often each opcode stands in a function."""
+    return Counter(".".join(ins.op) for ins in function.instructions)

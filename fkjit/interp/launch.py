@@ -1,0 +1,280 @@
+"""run(): copy the arguments in, run all blocks, copy the results out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fkjit.errors import InterpreterError, ParameterError, SanitizerError
+from fkjit.interp import arena as arena_
+from fkjit.interp import (  # noqa: F401  (their decoders register themselves)
+    arithmetic,
+    async_copy,
+    atomics,
+    barrier,
+    compare,
+    control,
+    convert,
+    loadstore,
+    logic,
+    move,
+    tensor,
+    warp,
+)
+from fkjit.interp.arena import Allocation, GlobalMemory
+from fkjit.interp.inline import inline_calls
+from fkjit.interp.lanes import WARP, Layout
+from fkjit.interp.machine import Machine, Memory
+from fkjit.interp.parse import parse
+from fkjit.interp.ptx import Function, Module, Variable
+from fkjit.interp.report import Reporter
+from fkjit.interp.shared import LocalMemory, SharedMemory
+
+MAX_LANES = 4096  # threads that run together: more amortise NumPy's overhead, but leave its caches
+CHECKS = ("mem", "off")
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One kernel argument.
+
+    `value`: an array (passed as a pointer to its first element; any strides, only its own bytes
+    are valid memory), a typed NumPy scalar, or raw bytes in the parameter's layout (a struct).
+    `writable`: whether the kernel may write the array; if so the caller's array is changed.
+    """
+
+    name: str
+    value: np.ndarray | np.generic | bytes
+    writable: bool = False
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a run took."""
+
+    seconds: float
+    blocks: int
+    threads: int  # of a block
+    batches: int  # groups of blocks that ran together
+    steps: int  # straight-line runs and control instructions executed for groups of threads
+
+
+def run(
+    ptx: str,
+    entry: str,
+    grid: int | Sequence[int],
+    block: int | Sequence[int],
+    arguments: Sequence[Arg],
+    dynamic_shared: int = 0,
+    checks: str = "mem",
+    title: str | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Stats:
+    """Run one kernel of a PTX text on the CPU.
+
+    grid, block: up to three extents. `dynamic_shared`: bytes. `checks`: "mem" finds out-of-bounds,
+    misaligned and uninitialised accesses; "off" trusts the kernel. `progress` is called with the
+    fraction of blocks done.
+
+    Raises SanitizerError at a fault (no array is changed then), InterpreterError for PTX that is
+    not supported, ParameterError for arguments that do not fit the kernel.
+    """
+    started = time.perf_counter()
+    if checks not in CHECKS:
+        raise ParameterError(f"interp.run: checks={checks!r} is not one of {', '.join(CHECKS)}")
+    module = parse(ptx)
+    kernel = _kernel(module, entry)
+    layout = _layout(_dim3("grid", grid), _dim3("block", block))
+    launch = _Launch(module, kernel, layout, arguments, dynamic_shared, checks, title or entry)
+    with np.errstate(all="ignore"):
+        machine = launch.machine()
+        batches = _run_batches(machine, layout, progress)
+    launch.copy_back()
+    return Stats(
+        time.perf_counter() - started, layout.blocks, layout.threads, batches, machine.executed
+    )
+
+
+def _run_batches(
+    machine: Machine, layout: Layout, progress: Callable[[float], None] | None
+) -> int:
+    batches = 0
+    for first in range(0, layout.blocks, layout.ctas):
+        machine.run_batch(first)
+        batches += 1
+        if progress is not None:
+            progress(min(1.0, (first + layout.ctas) / layout.blocks))
+    return batches
+
+
+def _kernel(module: Module, entry: str) -> Function:
+    kernel = module.functions.get(entry)
+    if kernel is None or not kernel.entry:
+        known = ", ".join(name for name, f in module.functions.items() if f.entry)
+        raise InterpreterError(f"interpreter: no kernel {entry!r} in the PTX (it has: {known})")
+    return kernel
+
+
+def _dim3(name: str, value: int | Sequence[int]) -> tuple[int, int, int]:
+    parts = (value,) if isinstance(value, int | np.integer) else tuple(value)
+    if not 1 <= len(parts) <= 3 or any(int(part) < 1 for part in parts):
+        raise ParameterError(f"interp.run: {name}={value!r} is not one to three extents above 0")
+    x, y, z = (*(int(part) for part in parts), 1, 1)[:3]
+    return x, y, z
+
+
+def _layout(grid: tuple[int, int, int], block: tuple[int, int, int]) -> Layout:
+    """Batches of about MAX_LANES threads, all of one size as far as possible."""
+    threads = block[0] * block[1] * block[2]
+    if threads > 1024:
+        raise ParameterError(f"interp.run: block={block} has {threads} threads; 1024 is the most")
+    padded = -(-threads // WARP) * WARP
+    blocks = grid[0] * grid[1] * grid[2]
+    batches = -(-blocks // max(1, MAX_LANES // padded))
+    return Layout(grid, block, -(-blocks // batches))
+
+
+class _Launch:
+    """Memory of one launch: symbols get addresses, arrays get places in the arena."""
+
+    def __init__(
+        self, module: Module, kernel: Function, layout: Layout, arguments: Sequence[Arg],
+        dynamic_shared: int, checks: str, title: str,
+    ) -> None:  # fmt: skip
+        if len(arguments) != len(kernel.params):
+            raise ParameterError(
+                f"{title}: {len(arguments)} arguments given; {kernel.name} has {len(kernel.params)}"
+            )
+        self.layout, self.arguments, self.checked = layout, arguments, checks != "off"
+        self.kernel = inline_calls(module, kernel)
+        self.reporter = Reporter(title, layout)
+        self.arena = GlobalMemory(self.reporter, self.checked)
+        self.symbols: dict[str, int] = {}
+        self.places: list[tuple[Arg, Allocation]] = []
+        self._variables(module)
+        parameters = self._parameters(title)
+        self.arena.build()
+        self.arena.contents(parameters.place)[:] = np.frombuffer(parameters.data, np.uint8)
+        self._holes()
+        self.shared = SharedMemory(
+            self._spaced(module, "shared"), dynamic_shared, layout, self.reporter, self.checked
+        )
+        local = [v for v in self.kernel.variables if v.space in ("local", "param")]
+        self.local = LocalMemory(local, layout, self.reporter)
+        self.symbols.update(self.shared.offsets)
+        self.symbols.update(self.local.offsets)
+        self._relocate(module)
+
+    def machine(self) -> Machine:
+        """The kernel decoded; raises InterpreterError for what is not supported."""
+        memory = Memory(self.arena, self.shared, self.local, self.symbols)
+        return Machine(self.kernel, self.layout, memory, self.reporter, self.checked)
+
+    def _spaced(self, module: Module, *spaces: str) -> list[Variable]:
+        every = module.variables + self.kernel.variables
+        return [variable for variable in every if variable.space in spaces]
+
+    def _variables(self, module: Module) -> None:
+        for variable in self._spaced(module, "global", "const"):
+            data = np.zeros(max(variable.size, 1), np.uint8)
+            data[: len(variable.data)] = np.frombuffer(variable.data, np.uint8)
+            place = self.arena.add(
+                f"variable {variable.name}", data, writable=variable.space == "global"
+            )
+            self.symbols[variable.name] = place.address
+
+    def _relocate(self, module: Module) -> None:
+        """Fill in the addresses that initialisers name."""
+        for variable in self._spaced(module, "global", "const"):
+            place = next(
+                p for p in self.arena.allocations if p.address == self.symbols[variable.name]
+            )
+            for at, name, addend in variable.relocations:
+                address = np.uint64(self.symbols[name] + addend).tobytes()
+                self.arena.contents(place)[at : at + 8] = np.frombuffer(address, np.uint8)
+
+    def _parameters(self, title: str) -> _Parameters:
+        """Lay the parameters out as PTX does and give every array a place."""
+        top, offsets = 0, []
+        for variable in self.kernel.params:
+            top = -(-top // variable.align) * variable.align
+            offsets.append(top)
+            top += variable.size
+        data = bytearray(max(top, 1))
+        for argument, variable, at in zip(self.arguments, self.kernel.params, offsets, strict=True):
+            value = self._value(argument)
+            if len(value) != variable.size:
+                raise ParameterError(
+                    f"{title}: argument {argument.name!r} has {len(value)} bytes; the kernel's "
+                    f"parameter has {variable.size}"
+                )
+            data[at : at + variable.size] = value
+        place = self.arena.add("kernel parameters", np.zeros(len(data), np.uint8), writable=False)
+        for variable, at in zip(self.kernel.params, offsets, strict=True):
+            self.symbols[variable.name] = place.address + at
+        return _Parameters(bytes(data), place)
+
+    def _value(self, argument: Arg) -> bytes:
+        """The bytes a parameter holds; arrays are placed and give their address."""
+        value = argument.value
+        if isinstance(value, bytes):
+            return value
+        if not isinstance(value, np.ndarray):
+            return value.tobytes()
+        low, size = arena_.extent(value)
+        raw = _bytes_of(value, low, size)
+        place = self.arena.add(argument.name, raw, argument.writable, _misaligned(value, low))
+        place.shape = f", shape {value.shape} {value.dtype}"
+        self.places.append((argument, place))
+        return np.uint64(place.address - low).tobytes()
+
+    def _holes(self) -> None:
+        for argument, place in self.places:
+            value = argument.value
+            assert isinstance(value, np.ndarray)
+            if value.size and not value.flags.c_contiguous:
+                place.holes = arena_.own_bytes(value.shape, value.strides, value.itemsize)
+
+    def copy_back(self) -> None:
+        """Write the results into the caller's arrays."""
+        for argument, place in self.places:
+            if argument.writable and place.size:
+                value = argument.value
+                assert isinstance(value, np.ndarray)
+                low, _ = arena_.extent(value)
+                raw = self.arena.contents(place)
+                value[...] = np.ndarray(value.shape, value.dtype, raw, -low, value.strides)
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    data: bytes
+    place: Allocation
+
+
+def _bytes_of(array: np.ndarray, low: int, size: int) -> np.ndarray:
+    """All bytes that a view spans, those between its elements too."""
+    if size == 0:
+        return np.zeros(0, np.uint8)
+    start = array.__array_interface__["data"][0] + low
+    if array.flags.c_contiguous:
+        return array.reshape(-1).view(np.uint8)
+    out = np.zeros(size, np.uint8)
+    np.ndarray(array.shape, array.dtype, out, -low, array.strides)[...] = array
+    assert start
+    return out
+
+
+def _misaligned(array: np.ndarray, low: int) -> int:
+    """Bytes of a view's start after a multiple of 256, were its owner's first byte on one."""
+    owner = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    start = array.__array_interface__["data"][0] + low
+    return (start - owner.__array_interface__["data"][0]) % 256
+
+
+__all__ = ["Arg", "Stats", "run", "SanitizerError"]

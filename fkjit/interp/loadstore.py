@@ -1,0 +1,225 @@
+"""ld, st and ldu in every state space, vectors of 2 and 4, and prefetches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from fkjit.interp.arena import GLOBAL_WINDOW
+from fkjit.interp.decode import Decoder, Step, opcode
+from fkjit.interp.lanes import Group
+from fkjit.interp.ptx import DTYPE, SIZE, UNSIGNED, Instruction, Mem, Operand, Reg, Sym
+from fkjit.interp.shared import LOCAL_WINDOW, SHARED_WINDOW
+
+_SPACES = ("global", "shared", "local", "const", "param")
+_KNOWN = frozenset(
+    "weak relaxed acquire release volatile mmio cta cluster gpu sys ca cg cs lu cv wb wt nc unified "
+    "v2 v4 global local const param shared shared::cta param::entry param::func ldu "
+    "L1::evict_normal L1::evict_first L1::evict_last L1::no_allocate L1::evict_unchanged "
+    "L2::cache_hint L2::64B L2::128B L2::256B".split()
+)
+
+
+def space_of(ins: Instruction) -> str:
+    """The state space an instruction names, or "generic"."""
+    for part in ins.op[1:]:
+        if part.split("::")[0] in _SPACES:
+            return part.split("::")[0]
+    return "generic"
+
+
+@dataclass
+class Located:
+    """Where an access goes: an array seen as elements of 1, 2, 4, 8, 16 bytes, and byte positions."""
+
+    views: dict[int, np.ndarray]
+    position: np.ndarray
+    shared: bool
+
+
+class Locator:
+    """Turns the address operand of an instruction into positions, checked."""
+
+    def __init__(self, d: Decoder, ins: Instruction, mem: Operand, width: int, write: bool) -> None:
+        assert isinstance(mem, Mem)
+        self.memory, self.ins, self.width, self.write = d.machine.memory, ins, width, write
+        self.space = space_of(ins)
+        narrow = d.registers.width(mem.base) == 4 or (
+            self.space == "shared" and isinstance(mem.base, Sym)
+        )
+        kind = "u32" if narrow else "u64"
+        self.base = d.src(mem.base, kind)
+        self.offset = self.base.dtype.type(mem.offset & ((1 << (32 if narrow else 64)) - 1))
+        self.local_parameter = isinstance(mem.base, Sym) and mem.base.name in (
+            d.machine.memory.local.offsets
+        )
+
+    def locate(self, group: Group) -> Located:
+        """The positions of the group's lanes; raises SanitizerError."""
+        address = group.pick(self.base)
+        if self.offset:
+            address = address + self.offset
+        space = self.space
+        if space == "generic":
+            space, address = self._resolve(address, group)
+        if space == "shared":
+            shared = self.memory.shared
+            at = shared.index(address, self.width, group, self.ins, self.write)
+            return Located(shared.views, at, True)
+        if space == "local" or (space == "param" and self.local_parameter):
+            local = self.memory.local
+            return Located(
+                local.views, local.index(address, self.width, group, self.ins, self.write), False
+            )
+        if address.dtype != np.uint64:
+            address = address.astype(np.uint64)
+        arena = self.memory.globals
+        return Located(
+            arena.views, arena.index(address, self.width, group, self.ins, self.write), False
+        )
+
+    def locate_bytes(self, group: Group, size: int) -> np.ndarray:
+        """Arena offsets of global accesses that read only the first `size` bytes of their width."""
+        address = group.pick(self.base) + self.offset
+        arena = self.memory.globals
+        if size == self.width:
+            return arena.index(address, size, group, self.ins, False)
+        for byte in range(size):
+            at = arena.index(address + np.uint64(byte), 1, group, self.ins, False)
+            if byte == 0:
+                first = at
+        if (address & np.uint64(self.width - 1)).any():
+            arena.index(address, self.width, group, self.ins, False)
+        return first
+
+    def _resolve(self, address: np.ndarray, group: Group) -> tuple[str, np.ndarray]:
+        """The window of generic addresses; all lanes of an access have to be in one."""
+        low, high = int(address.min()), int(address.max())
+        if low >= GLOBAL_WINDOW:
+            return "global", address
+        if SHARED_WINDOW <= low and high < LOCAL_WINDOW:
+            return "shared", address - np.uint64(SHARED_WINDOW)
+        if LOCAL_WINDOW <= low and high < 2 * LOCAL_WINDOW:
+            return "local", address - np.uint64(LOCAL_WINDOW)
+        if high >= GLOBAL_WINDOW and low >= SHARED_WINDOW:
+            raise self.memory.globals.reporter.fault(
+                "mixed generic access", "lanes address different state spaces",
+                self.ins, group.lanes,
+            )  # fmt: skip
+        return "global", address
+
+
+def by_space(step: Step, locator: Locator, base: np.ndarray) -> Step:
+    """Run a generic access once for each window that its lanes address."""
+    if locator.space != "generic" or base.size == 1:
+        return step
+
+    def run(group: Group) -> None:
+        window = np.minimum(group.pick(base) >> np.uint64(44), np.uint64(16))
+        if (window == window[0]).all():
+            step(group)
+            return
+        for one in np.unique(window).tolist():
+            mask = np.zeros(group.mask.size, bool)
+            mask[group.lanes[window == one]] = True
+            step(Group(mask, -1))
+
+    return run
+
+
+def _vector(ins: Instruction) -> int:
+    return 2 if ins.has("v2") else 4 if ins.has("v4") else 1
+
+
+def _check(ins: Instruction) -> None:
+    for part in ins.op[1:-1]:
+        if part not in _KNOWN:
+            raise ValueError(f"modifier .{part}")
+
+
+@opcode("ld", "ldu")
+def ld(d: Decoder, ins: Instruction) -> Step:
+    """ld{.space}{.v2,.v4}.type d, [a]: narrow values are extended to the register."""
+    _check(ins)
+    size, count = SIZE[ins.type], _vector(ins)
+    locator = Locator(d, ins, ins.args[1], size * count, False)
+    targets = [_loader(d, arg, ins.type) for arg in d.items(ins.args[0])]
+    shared = d.machine.memory.shared
+
+    def run(group: Group) -> None:
+        found = locator.locate(group)
+        if found.shared:
+            shared.check_initialised(found.position, size * count, group, ins)
+        if count == 1:
+            targets[0](group, found.views[size].take(found.position // size))
+            return
+        rows = found.views[size * count].take(found.position // (size * count))
+        rows = rows.view(UNSIGNED[size]).reshape(-1, count)
+        for number, store in enumerate(targets):
+            store(group, rows[:, number])
+
+    return by_space(run, locator, locator.base)
+
+
+def _loader(d: Decoder, target: Operand, kind: str) -> Callable[[Group, np.ndarray], None]:
+    """How a loaded element gets into its register: sign- or zero-extended."""
+    out, size = d.dst(target, None), SIZE[kind]
+    if isinstance(target, Reg) and target.sink:
+        return lambda group, values: None
+    if out.dtype.itemsize == size:
+        return lambda group, values: group.put(out, values)
+    if kind[0] == "s":
+        signed = out.view(f"i{out.dtype.itemsize}")
+        narrow = DTYPE[kind]
+        return lambda group, values: group.put(signed, values.view(narrow))
+    return lambda group, values: group.put(out, values)
+
+
+@opcode("st")
+def st(d: Decoder, ins: Instruction) -> Step:
+    """st{.space}{.v2,.v4}.type [a], b: wide registers store their low bytes."""
+    _check(ins)
+    size, count = SIZE[ins.type], _vector(ins)
+    locator = Locator(d, ins, ins.args[0], size * count, True)
+    plain = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}[size]
+    kind = ins.type if ins.type in ("f32", "f64") else plain
+    sources = [d.src(arg, kind).view(UNSIGNED[size]) if d.src(arg, kind).flags.c_contiguous
+               else d.src(arg, kind) for arg in d.items(ins.args[1])]  # fmt: skip
+    shared = d.machine.memory.shared
+
+    def run(group: Group) -> None:
+        found = locator.locate(group)
+        if count == 1:
+            found.views[size][found.position // size] = group.pick(sources[0])
+        else:
+            rows = np.empty((found.position.size, count), UNSIGNED[size])
+            for number, values in enumerate(sources):
+                rows[:, number] = group.pick(values)
+            width = size * count
+            view = found.views[width]
+            view[found.position // width] = rows.view(view.dtype).reshape(-1)
+        if found.shared:
+            shared.written(found.position, size * count)
+
+    return by_space(run, locator, locator.base)
+
+
+@opcode("prefetch", "prefetchu", "membar", "fence", "discard", "applypriority", "nanosleep")
+def nothing(d: Decoder, ins: Instruction) -> Step:
+    """Hints and fences: lanes run in lock step on one memory, so there is nothing to do."""
+    return lambda group: None
+
+
+@opcode("isspacep")
+def isspacep(d: Decoder, ins: Instruction) -> Step:
+    """isspacep.space p, a: whether a generic address lies in a window."""
+    address = d.src(ins.args[1], "u64")
+    low, high = {
+        "shared": (SHARED_WINDOW, LOCAL_WINDOW),
+        "local": (LOCAL_WINDOW, 2 * LOCAL_WINDOW),
+        "global": (GLOBAL_WINDOW, 1 << 63),
+    }[ins.op[1].split("::")[0]]
+    inside = lambda out: np.logical_and(address >= np.uint64(low), address < np.uint64(high), out)  # noqa: E731
+    return d.step(ins, ins.args[0], "pred", inside)

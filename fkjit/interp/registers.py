@@ -1,0 +1,123 @@
+"""The register file: one array a register, one element a lane, seen through typed views."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fkjit.errors import InterpreterError
+from fkjit.interp.lanes import WARP, Layout
+from fkjit.interp.ptx import DTYPE, SIZE, UNSIGNED, Float, Imm, Not, Operand, Reg, Sym
+
+
+def constant(bits: int, dtype: np.dtype) -> np.ndarray:
+    """One element of a type from its bits; operations broadcast it over the lanes."""
+    width = dtype.itemsize
+    raw = np.array([bits & ((1 << 8 * width) - 1)], UNSIGNED[width])
+    return raw.view(dtype)
+
+
+class Registers:
+    """All registers of a kernel for `layout.lanes` lanes."""
+
+    def __init__(self, types: dict[str, str], layout: Layout) -> None:
+        self.types = types
+        self.layout = layout
+        self._raw: dict[str, np.ndarray] = {}
+        self._views: dict[tuple[str, np.dtype], np.ndarray] = {}
+        self.special = _special(layout)
+
+    def start_batch(self) -> None:
+        """Set blockIdx for the batch of blocks that begins at `layout.first_cta`."""
+        layout = self.layout
+        number = np.minimum(layout.first_cta + layout.cta, layout.blocks - 1)
+        x, y, _ = layout.grid
+        self.special["%ctaid.x"][:] = number % x
+        self.special["%ctaid.y"][:] = number // x % y
+        self.special["%ctaid.z"][:] = number // (x * y)
+
+    def raw(self, name: str) -> np.ndarray:
+        """The register in its own width, unsigned; predicates are bool."""
+        if name in self.special:
+            return self.special[name]
+        if name not in self._raw:
+            kind = self.types.get(name)
+            if kind is None:
+                raise InterpreterError(f"interpreter: the PTX register {name} is not declared")
+            dtype = DTYPE["pred"] if kind == "pred" else UNSIGNED[SIZE[kind]]
+            self._raw[name] = np.zeros(self.layout.lanes, dtype)
+        return self._raw[name]
+
+    def view(self, name: str, dtype: np.dtype) -> np.ndarray:
+        """The register as a type of its own width, or the low bytes of a wider one."""
+        key = (name, dtype)
+        found = self._views.get(key)
+        if found is None:
+            raw = self.raw(name)
+            if dtype.itemsize > raw.dtype.itemsize:
+                raise InterpreterError(f"interpreter: {name} is narrower than the type used")
+            step = raw.dtype.itemsize // dtype.itemsize
+            found = self._views[key] = raw.view(dtype)[::step]
+        return found
+
+    def width(self, operand: Operand) -> int:
+        """Bytes of a register operand (8 for what is no register)."""
+        return self.raw(operand.name).dtype.itemsize if isinstance(operand, Reg) else 8
+
+    def read(self, operand: Operand, kind: str, address: object = None) -> np.ndarray:
+        """An operand as a type: a register's lanes, or one element for a constant.
+
+        `address` maps symbol names to addresses.
+        """
+        dtype = DTYPE[kind]
+        match operand:
+            case Reg(name):
+                return self.view(name, dtype)
+            case Imm(value):
+                if dtype.kind == "f":
+                    return np.array([value], dtype)
+                return np.array([value != 0]) if kind == "pred" else constant(value, dtype)
+            case Float(bits, width):
+                if width == dtype.itemsize:
+                    return constant(bits, dtype)
+                if width == 8 and dtype == np.float32:
+                    return constant(bits, np.dtype("f8")).astype(dtype)
+            case Sym(name, offset) if callable(address):
+                return constant(address(name) + offset, dtype)
+        raise InterpreterError(f"interpreter: the operand {operand} cannot be a .{kind}")
+
+    def predicate(self, operand: Operand) -> tuple[np.ndarray, bool]:
+        """A predicate operand and whether it is negated."""
+        if isinstance(operand, Not):
+            return self.view(operand.reg.name, DTYPE["pred"]), True
+        return self.read(operand, "pred"), False
+
+
+def _special(layout: Layout) -> dict[str, np.ndarray]:
+    u32 = np.uint32
+    lane = (layout.thread % WARP).astype(np.uint64)
+    one = np.uint64(1)
+    below = (one << lane) - one
+    x, y, _ = layout.block
+    table = {
+        "%tid.x": layout.thread % x,
+        "%tid.y": layout.thread // x % y,
+        "%tid.z": layout.thread // (x * y),
+        "%laneid": lane,
+        "%warpid": layout.thread // WARP,
+        "%lanemask_lt": below,
+        "%lanemask_eq": one << lane,
+        "%lanemask_le": below | one << lane,
+        "%lanemask_gt": ~(below | one << lane) & np.uint64(0xFFFFFFFF),
+        "%lanemask_ge": ~below & np.uint64(0xFFFFFFFF),
+        "%nwarpid": [layout.padded // WARP],
+    }
+    special = {name: np.asarray(values).astype(u32) for name, values in table.items()}
+    for axis, name in enumerate("xyz"):
+        special[f"%ntid.{name}"] = np.array([layout.block[axis]], u32)
+        special[f"%nctaid.{name}"] = np.array([layout.grid[axis]], u32)
+        special[f"%ctaid.{name}"] = np.zeros(layout.lanes, u32)
+    for name in ("%clock", "%clock_hi", "%smid", "%nsmid", "%gridid", "%globaltimer_lo"):
+        special[name] = np.zeros(1, u32)
+    for name in ("%clock64", "%globaltimer"):
+        special[name] = np.zeros(1, np.uint64)
+    return special

@@ -1,0 +1,62 @@
+"""Faults: the text of a report, and the exception that carries it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from fkjit.errors import SanitizerError
+from fkjit.interp.lanes import Layout
+from fkjit.interp.ptx import Instruction
+
+
+def where(ins: Instruction) -> str:
+    """`kernels_cu/attention/flash.cu:12`, or that the PTX says no line."""
+    return ins.location or "(no source line: compile with -lineinfo)"
+
+
+class Reporter:
+    """Writes reports of one launch: it knows the launch's title and who its lanes are."""
+
+    def __init__(self, title: str, layout: Layout) -> None:
+        self.title = title
+        self.layout = layout
+
+    def fault(self, kind: str, detail: str, ins: Instruction, lanes: np.ndarray) -> SanitizerError:
+        """The error of the first of `lanes`; raise it."""
+        lane = int(lanes[0])
+        block, thread = self.layout.block_of(lane), self.layout.thread_of(lane)
+        more = f" (and {lanes.size - 1:,} more lanes)" if lanes.size > 1 else ""
+        return SanitizerError(
+            f"{self.title}: {kind}: {detail}\n"
+            f"    at {where(ins)}\n"
+            f"    block {block}, thread {thread}{more}\n"
+            f"    {ins.text}"
+        )
+
+    def waiting(
+        self, kind: str, detail: str, who: Iterable[tuple[Instruction, np.ndarray]]
+    ) -> SanitizerError:
+        """The error of threads that wait for one another; `who`: instruction and its lanes."""
+        lines = [f"{self.title}: {kind}: {detail}"]
+        for ins, lanes in who:
+            block = self.layout.block_of(int(lanes[0]))
+            mine = lanes[self.layout.cta[lanes] == self.layout.cta[lanes[0]]]
+            threads = spans(self.layout.thread[mine])
+            lines.append(
+                f"    at {where(ins)}\n    block {block}, threads {threads} wait\n    {ins.text}"
+            )
+        return SanitizerError("\n".join(lines))
+
+
+def spans(numbers: np.ndarray) -> str:
+    """Ascending numbers in short: 0-31, 64."""
+    parts: list[list[int]] = []
+    for number in numbers.tolist():
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    shown = [f"{a}" if a == b else f"{a}-{b}" for a, b in parts[:6]]
+    return ", ".join(shown) + (", …" if len(parts) > 6 else "")

@@ -1,0 +1,187 @@
+"""Shared memory of every block of the batch, and the local memory of every thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fkjit.interp.arena import VIEWS, aligned_bytes, typed_views
+from fkjit.interp.lanes import Group, Layout
+from fkjit.interp.ptx import Instruction, Variable
+from fkjit.interp.report import Reporter
+
+SHARED_WINDOW = 1 << 44  # generic address of shared offset 0
+LOCAL_WINDOW = 1 << 45
+FIRST_OFFSET = 1024  # offset of the first shared variable: 0 is nobody's
+RED_ZONE = 64
+INITIALISED = {width: np.full(width, 1, np.uint8).view(VIEWS[width])[0] for width in VIEWS}
+PENDING = 2  # in `init`: an asynchronous copy is under way
+IN_FLIGHT = {width: np.full(width, PENDING, np.uint8).view(VIEWS[width])[0] for width in VIEWS}
+
+
+class SharedMemory:
+    """`index` turns shared offsets into positions in `views`; `init` has a 1 for every byte written.
+
+    Static variables stand apart by red zones; all dynamic arrays begin at one place, as in CUDA.
+    """
+
+    def __init__(
+        self, variables: Sequence[Variable], dynamic: int, layout: Layout, reporter: Reporter,
+        checked: bool,
+    ) -> None:  # fmt: skip
+        self.reporter, self.checked = reporter, checked
+        self.offsets: dict[str, int] = {}
+        self.places: list[tuple[int, int, str]] = []  # first offset, end, name
+        top = self._place_static([v for v in variables if not v.external])
+        dynamic_names = [v.name for v in variables if v.external]
+        top = -(-top // 1024) * 1024
+        for name in dynamic_names:
+            self.offsets[name] = top
+        if dynamic_names and dynamic:
+            self.places.append((top, top + dynamic, f"{dynamic_names[0]} (dynamic shared"))
+        self.dynamic_start = top
+        self.size = -(-(top + dynamic + RED_ZONE) // 256) * 256
+        self.raw = aligned_bytes(layout.ctas * self.size)
+        self.init = aligned_bytes(layout.ctas * self.size)
+        self.views, self.init_views = typed_views(self.raw), typed_views(self.init)
+        self.start = (layout.cta * self.size).astype(np.int64)  # of every lane's block
+        self._last = (0, 0)
+
+    def _place_static(self, variables: list[Variable]) -> int:
+        top = FIRST_OFFSET
+        for variable in variables:
+            top = -(-top // variable.align) * variable.align
+            self.offsets[variable.name] = top
+            self.places.append((top, top + variable.size, f"{variable.name} (static shared"))
+            top += variable.size + RED_ZONE
+        return top
+
+    def start_batch(self) -> None:
+        """New blocks: nothing is initialised."""
+        self.raw[:] = 0xA5
+        self.init[:] = 0
+
+    def index(
+        self, offset: np.ndarray, width: int, group: Group, ins: Instruction, write: bool,
+        lanes: np.ndarray | None = None,
+    ) -> np.ndarray:  # fmt: skip
+        """Positions of `width`-byte accesses; a read must be of initialised bytes.
+
+        `lanes`: whose access each element is (default: the group's lanes).
+        """
+        if lanes is None:
+            start = self.start if group.full else self.start[group.lanes]
+        else:
+            start = self.start[lanes]
+        at = offset.astype(np.int64)
+        position = at + start
+        if not self.checked:
+            return position
+        low, high = int(at.min()), int(at.max()) + width
+        if not (self._last[0] <= low and high <= self._last[1]):
+            self._find(at, low, high, width, group, ins, write, lanes)
+        if width > 1 and int(np.bitwise_or.reduce(at)) & (width - 1):
+            bad = np.flatnonzero(at & (width - 1))
+            detail = f"{width}-byte access at {self._describe(int(at[bad[0]]))}"
+            raise self._fault("misaligned shared access", detail, ins, group, lanes, bad)
+        return position
+
+    def check_initialised(
+        self, position: np.ndarray, width: int, group: Group, ins: Instruction,
+        lanes: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Fault unless every byte of the reads has been written (and has arrived)."""
+        if not self.checked:
+            return
+        done = self.init_views[width].take(position // width) == INITIALISED[width]
+        if not done.all():
+            bad = np.flatnonzero(~done)
+            at = int(position[bad[0]]) % self.size
+            detail = f"{width}-byte read at {self._describe(at)}: nothing was written there yet"
+            if self.pending_at(int(position[bad[0]])):
+                detail = (
+                    f"{width}-byte read at {self._describe(at)}: a cp.async to it is in flight "
+                    "(wait_group, then a barrier, must stand before the read)"
+                )
+            raise self._fault("uninitialised shared read", detail, ins, group, lanes, bad)
+
+    def pending_at(self, position: int) -> bool:
+        """Whether an asynchronous copy to this position is in flight (set by async_copy)."""
+        return bool(self.init[position] == PENDING)
+
+    def written(self, position: np.ndarray, width: int) -> None:
+        """Note that bytes have been written."""
+        if self.checked:
+            self.init_views[width][position // width] = INITIALISED[width]
+
+    def in_flight(self, position: np.ndarray, width: int) -> None:
+        """Note that an asynchronous copy to these bytes has begun."""
+        if self.checked:
+            self.init_views[width][position // width] = IN_FLIGHT[width]
+
+    def _find(
+        self, at: np.ndarray, low: int, high: int, width: int, group: Group, ins: Instruction,
+        write: bool, lanes: np.ndarray | None,
+    ) -> None:  # fmt: skip
+        """Remember the variable that holds all accesses, or look at each of them."""
+        for first, end, _ in self.places:
+            if first <= low and high <= end:
+                self._last = (first, end)
+                return
+        good = np.zeros(at.size, bool)
+        for first, end, _ in self.places:
+            good |= (at >= first) & (at + width <= end)
+        if not good.all():
+            bad = np.flatnonzero(~good)
+            kind = f"out-of-bounds shared {'write' if write else 'read'}"
+            detail = f"{width}-byte access at {self._describe(int(at[bad[0]]))}"
+            raise self._fault(kind, detail, ins, group, lanes, bad)
+
+    def _describe(self, at: int) -> str:
+        if not self.places:
+            return f"shared offset {at - FIRST_OFFSET}, and the block has no shared memory"
+        first, end, name = min(self.places, key=lambda p: max(p[0] - at, at - p[1] + 1, 0))
+        return f"byte {at - first:,} of {name}, {end - first:,} bytes)"
+
+    def _fault(
+        self, kind: str, detail: str, ins: Instruction, group: Group,
+        lanes: np.ndarray | None, bad: np.ndarray,
+    ) -> Exception:  # fmt: skip
+        who = group.lanes if lanes is None else lanes
+        return self.reporter.fault(kind, detail, ins, who[bad])
+
+
+class LocalMemory:
+    """Every thread's stack and spilled arrays, `size` bytes each."""
+
+    def __init__(self, variables: Sequence[Variable], layout: Layout, reporter: Reporter) -> None:
+        self.reporter = reporter
+        self.offsets: dict[str, int] = {}
+        top = 0
+        for variable in variables:
+            top = -(-top // variable.align) * variable.align
+            self.offsets[variable.name] = top
+            top += variable.size
+        self.used = top
+        self.size = -(-top // 16) * 16
+        self.raw = aligned_bytes(layout.lanes * self.size)
+        self.views = typed_views(self.raw)
+        self.start = np.arange(layout.lanes, dtype=np.int64) * self.size
+
+    def index(
+        self, offset: np.ndarray, width: int, group: Group, ins: Instruction, write: bool
+    ) -> np.ndarray:
+        """Positions of accesses at local offsets; raises SanitizerError outside the stack."""
+        at = offset.astype(np.int64)
+        bad = (at < 0) | (at > self.used - width)
+        if bad.any():
+            first = int(at[bad][0])
+            kind = f"out-of-bounds local {'write' if write else 'read'}"
+            detail = f"{width}-byte access at byte {first:,} of {self.used:,} bytes of local memory"
+            raise self.reporter.fault(kind, detail, ins, group.lanes[bad])
+        if width > 1 and (at & (width - 1)).any():
+            bad = (at & (width - 1)) != 0
+            detail = f"{width}-byte access at local byte {int(at[bad][0])}"
+            raise self.reporter.fault("misaligned local access", detail, ins, group.lanes[bad])
+        return at + (self.start if group.full else self.start[group.lanes])

@@ -1,0 +1,191 @@
+"""mma.sync, ldmatrix, stmatrix, movmatrix: tensor-core fragments of all warps at once.
+
+A register of a fragment holds, in lane 4g+t, elements (g, 2t) and (g, 2t+1) of an 8x8 matrix: seen
+as halves, one register of a warp *is* that matrix, row by row. So fragments need no index tables.
+
+    m16n8k16: a0 = rows 0-7,  k 0-7   a2 = rows 0-7,  k 8-15     d0,d1 = row g,   cols 2t, 2t+1
+              a1 = rows 8-15, k 0-7   a3 = rows 8-15, k 8-15     d2,d3 = row g+8, cols 2t, 2t+1
+              b0 = k 0-7 (by column), b1 = k 8-15
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from fkjit.interp import halves
+from fkjit.interp.decode import Decoder, Step, control
+from fkjit.interp.lanes import WARP, Group
+from fkjit.interp.loadstore import Locator
+from fkjit.interp.ptx import Instruction
+from fkjit.interp.warp import warp_meeting
+
+Wide = np.dtype("c16")
+
+
+def _warps(d: Decoder, ins: Instruction, group: Group) -> np.ndarray | None:
+    """Numbers of the group's warps, None for all; every one must be complete."""
+    if group.full:
+        return None
+    here = group.mask.reshape(-1, WARP)
+    some, every = here.any(1), here.all(1)
+    if (some & ~every).any():
+        lanes = np.flatnonzero(group.mask & np.repeat(~every, WARP))
+        raise d.machine.reporter.fault(
+            "incomplete warp", "a warp-wide instruction without all 32 threads", ins, lanes
+        )
+    return np.flatnonzero(some)
+
+
+def _pick(register: np.ndarray, warps: np.ndarray | None) -> np.ndarray:
+    rows = register.reshape(-1, WARP)
+    return rows if warps is None else rows[warps]
+
+
+def _put(register: np.ndarray, warps: np.ndarray | None, values: np.ndarray) -> None:
+    rows = register.reshape(-1, WARP)
+    if warps is None:
+        rows[...] = values
+    else:
+        rows[warps] = values
+
+
+def _matrix_count(ins: Instruction) -> int:
+    for count, part in ((1, "x1"), (2, "x2"), (4, "x4")):
+        if ins.has(part):
+            return count
+    raise ValueError("number of matrices")
+
+
+def _only_b16(ins: Instruction, known: tuple[str, ...]) -> None:
+    if ins.type != "b16" or not ins.has("m8n8"):
+        raise ValueError(f"type .{ins.type}")
+    if any(part not in known for part in ins.op[1:]):
+        raise ValueError("modifier")
+
+
+_MATRIX_PARTS = (
+    "sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16",
+)  # fmt: skip
+
+
+def _transposed(rows: np.ndarray) -> np.ndarray:
+    """8x8 matrices of halves [..., 8 rows, 4 u32] transposed."""
+    square = np.ascontiguousarray(rows).view(np.uint16).reshape(*rows.shape[:-2], 8, 8)
+    return np.ascontiguousarray(square.swapaxes(-1, -2)).view(np.uint32)
+
+
+@control("ldmatrix")
+def ldmatrix(d: Decoder, ins: Instruction) -> Step:
+    """ldmatrix.sync.aligned.m8n8.x{1,2,4}{.trans}.shared.b16: lane 8i+r has row r of matrix i."""
+    _only_b16(ins, _MATRIX_PARTS)
+    count, transpose = _matrix_count(ins), ins.has("trans")
+    locator = Locator(d, ins, ins.args[1], 16, False)
+    outs = [d.dst(target, "b32") for target in d.items(ins.args[0])]
+    if len(outs) != count:
+        raise ValueError("number of registers")
+    shared = d.machine.memory.shared
+    addressing = _row_lanes(d, count)
+
+    def act(group: Group) -> None:
+        warps = _warps(d, ins, group)
+        rows_of = group if count == 4 else addressing(group)
+        at = locator.locate(rows_of)
+        if not at.shared:
+            raise d.machine.reporter.fault("bad address", "not shared memory", ins, group.lanes)
+        shared.check_initialised(at.position, 16, rows_of, ins)
+        rows = shared.views[16].take(at.position >> 4).view(np.uint32).reshape(-1, count, 8, 4)
+        if transpose:
+            rows = _transposed(rows)
+        for number, out in enumerate(outs):
+            _put(out, warps, rows[:, number].reshape(-1, WARP))
+
+    return warp_meeting(d, ins, None, act)
+
+
+def _row_lanes(d: Decoder, count: int) -> Callable[[Group], Group]:
+    """The lanes of a group whose addresses count: the first 8 of every matrix."""
+    used = np.arange(d.machine.layout.lanes) % WARP < 8 * count
+    return lambda group: Group(group.mask & used, -1)
+
+
+@control("stmatrix")
+def stmatrix(d: Decoder, ins: Instruction) -> Step:
+    """stmatrix: the reverse of ldmatrix."""
+    _only_b16(ins, _MATRIX_PARTS)
+    count, transpose = _matrix_count(ins), ins.has("trans")
+    locator = Locator(d, ins, ins.args[0], 16, True)
+    sources = [d.src(source, "b32") for source in d.items(ins.args[1])]
+    shared, addressing = d.machine.memory.shared, _row_lanes(d, count)
+
+    def act(group: Group) -> None:
+        warps = _warps(d, ins, group)
+        at = locator.locate(group if count == 4 else addressing(group))
+        rows = np.stack([_pick(source, warps).reshape(-1, 8, 4) for source in sources], 1)
+        if transpose:
+            rows = _transposed(rows)
+        shared.views[16][at.position >> 4] = np.ascontiguousarray(rows).view(Wide).reshape(-1)
+        shared.written(at.position, 16)
+
+    return warp_meeting(d, ins, None, act)
+
+
+@control("movmatrix")
+def movmatrix(d: Decoder, ins: Instruction) -> Step:
+    """movmatrix.sync.aligned.m8n8.trans.b16: an 8x8 matrix transposed between lanes."""
+    _only_b16(ins, _MATRIX_PARTS)
+    out, source = d.dst(ins.args[0], "b32"), d.src(ins.args[1], "b32")
+
+    def act(group: Group) -> None:
+        warps = _warps(d, ins, group)
+        _put(out, warps, _transposed(_pick(source, warps).reshape(-1, 8, 4)).reshape(-1, WARP))
+
+    return warp_meeting(d, ins, None, act)
+
+
+_SHAPES = {("m16n8k16", "f16"), ("m16n8k16", "bf16"), ("m16n8k8", "f16"), ("m16n8k8", "bf16")}
+
+
+@control("mma")
+def mma(d: Decoder, ins: Instruction) -> Step:
+    """mma.sync.aligned.m16n8k{8,16}.row.col.f32.{f16,bf16}.{f16,bf16}.f32 d, a, b, c.
+
+    Products are exact in float32; sums are float32, in whatever order BLAS takes.
+    """
+    if ins.op[1:3] != ("sync", "aligned") or ins.op[4:6] != ("row", "col") or len(ins.op) != 10:
+        raise ValueError("form of mma")
+    shape, (to, kind, other, of) = ins.op[3], ins.op[6:]
+    if (shape, kind) not in _SHAPES or kind != other or (to, of) != ("f32", "f32"):
+        raise ValueError(f"{shape} of {kind}, {other}, {of}")
+    steps = 2 if shape == "m16n8k16" else 1
+    outs = [d.dst(item, "f32") for item in d.items(ins.args[0])]
+    a, b = ([d.src(item, "b32") for item in d.items(arg)] for arg in ins.args[1:3])
+    c = [d.src(item, "f32") for item in d.items(ins.args[3])]
+    if (len(outs), len(a), len(b), len(c)) != (4, 2 * steps, steps, 4):
+        raise ValueError("number of registers")
+
+    def act(group: Group) -> None:
+        warps = _warps(d, ins, group)
+        left = _assemble(kind, [_pick(x, warps) for x in a], 2)
+        right = _assemble(kind, [_pick(x, warps) for x in b], 1)
+        product = np.matmul(left, right.swapaxes(1, 2)).reshape(-1, 2, 8, 4, 2)
+        added = [_pick(np.broadcast_to(x, outs[0].shape), warps).reshape(-1, 8, 4) for x in c]
+        for number, out in enumerate(outs):
+            part = product[:, number >> 1, :, :, number & 1] + added[number]
+            _put(out, warps, part.reshape(-1, WARP))
+
+    return warp_meeting(d, ins, None, act)
+
+
+def _assemble(kind: str, registers: list[np.ndarray], tall: int) -> np.ndarray:
+    """Registers [warps, 32] -> float32 [warps, 8*tall, 8*registers/tall]."""
+    warps, across = registers[0].shape[0], len(registers) // tall
+    matrix = np.empty((warps, tall, 8, across), Wide)  # one row of an 8x8 matrix is 16 bytes
+    for number, register in enumerate(registers):
+        rows = np.ascontiguousarray(register).view(Wide).reshape(warps, 8)
+        matrix[:, number % tall, :, number // tall] = rows
+    bits = matrix.view(np.uint16).reshape(warps, 8 * tall, 8 * across)
+    return halves.to_float(kind, bits)
+
+

@@ -1,0 +1,281 @@
+"""Warp-wide instructions: shuffles, votes, matches, reductions; and how their lanes meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fkjit.interp.control import guard_mask
+from fkjit.interp.decode import Decoder, Step, control
+from fkjit.interp.lanes import WARP, Group
+from fkjit.interp.ptx import DTYPE, Instruction, Operand, Pair, Reg
+
+ALL = 0xFFFFFFFF
+_BIT = np.uint64(1) << np.arange(WARP, dtype=np.uint64)
+
+
+def ballot(mask: np.ndarray) -> np.ndarray:
+    """For every lane, the bits of its warp's lanes in `mask` (u32)."""
+    bits = np.packbits(mask.reshape(-1, WARP), axis=1, bitorder="little").view(np.uint32)
+    return np.repeat(bits.reshape(-1), WARP)
+
+
+class _Meeting:
+    """Lanes wait here until all that their member masks name have come (or have ended)."""
+
+    def __init__(self, d: Decoder, ins: Instruction, act: Callable[[Group], None]) -> None:
+        self.d, self.ins, self.act = d, ins, act
+        self.parked = np.zeros(d.machine.layout.lanes, bool)
+        self.members = np.zeros(d.machine.layout.lanes, np.uint32)
+        d.machine.listeners.append(self._clear)
+        d.machine.on_exit.append(self._retry)
+        d.machine.waiting.append(self._who)
+
+    def _clear(self) -> None:
+        self.parked[:] = False
+
+    def _who(self) -> list[tuple[Instruction, np.ndarray]]:
+        lanes = np.flatnonzero(self.parked)
+        return [(self.ins, lanes)] if lanes.size else []
+
+    def come(self, lanes: np.ndarray, members: np.ndarray) -> np.ndarray:
+        """More lanes arrive; returns those that may go on, having acted."""
+        self.parked |= lanes
+        np.copyto(self.members, members, where=lanes)
+        present = ballot(self.parked | ~self.d.machine.alive)
+        ready = self.parked & ((self.members & ~present) == 0)
+        if ready.any():
+            self.parked &= ~ready
+            self.act(Group(ready, self.d.machine.alive_count))
+        return ready
+
+    def _retry(self) -> None:
+        """Lanes have ended: they no longer have to come."""
+        if self.parked.any():
+            none = np.zeros_like(self.parked)
+            ready = self.come(none, self.members)
+            if ready.any():
+                self.d.machine.push(self.ins.pc + 1, ready)
+
+
+def warp_meeting(
+    d: Decoder, ins: Instruction, members: Operand | None, act: Callable[[Group], None]
+) -> Step:
+    """A control step: the named lanes of each warp meet, `act` on them, go on."""
+    meeting = _Meeting(d, ins, act)
+    mask = np.array([ALL], np.uint32) if members is None else d.src(members, "u32")
+    simple = mask.size == 1 and int(mask[0]) == ALL and ins.guard is None
+
+    def run(group: Group) -> int | None:
+        if simple and (group.full or _whole_warps(group, d)):
+            act(group)
+            return ins.pc + 1
+        lanes = guard_mask(d, ins, group)
+        if d.machine.checked and mask.size > 1:
+            _check_member(d, ins, lanes, mask)
+        ready = meeting.come(lanes, mask)
+        on = (group.mask & ~lanes) | ready
+        if on.any():
+            d.machine.push(ins.pc + 1, on)
+        return None
+
+    return run
+
+
+def _whole_warps(group: Group, d: Decoder) -> bool:
+    """Whether every warp of the group is there with all its living lanes."""
+    if group.write is None:
+        return True
+    here = group.mask.reshape(-1, WARP)
+    missing = (~here & d.machine.alive.reshape(-1, WARP)).any(1)
+    return not (missing & here.any(1)).any()
+
+
+def _check_member(d: Decoder, ins: Instruction, lanes: np.ndarray, mask: np.ndarray) -> None:
+    own = (mask >> (np.arange(lanes.size) % WARP).astype(np.uint32)) & np.uint32(1)
+    bad = np.flatnonzero(lanes & (own == 0))
+    if bad.size:
+        detail = f"the member mask {int(mask[bad[0]]):#010x} does not name the executing lane"
+        raise d.machine.reporter.fault("bad member mask", detail, ins, bad)
+
+
+def _full(values: np.ndarray, lanes: int) -> np.ndarray:
+    return values if values.size > 1 else np.broadcast_to(values, (lanes,))
+
+
+def _store(d: Decoder, operand: Operand, kind: str) -> Callable[[np.ndarray, Group], None]:
+    out = d.dst(operand, kind)
+
+    def store(values: np.ndarray, group: Group) -> None:
+        if group.write is None:
+            out[...] = values
+        else:
+            np.copyto(out, values, where=group.mask, casting="unsafe")
+
+    return store
+
+
+@control("shfl")
+def shfl(d: Decoder, ins: Instruction) -> Step:
+    """shfl.sync.{up,down,bfly,idx}.b32 d[|p], a, b, c, members."""
+    if ins.op[1] != "sync" or ins.op[2] not in ("up", "down", "bfly", "idx"):
+        raise ValueError("only shfl.sync up, down, bfly, idx")
+    target, valid = ins.args[0], None
+    if isinstance(target, Pair):
+        target, valid = target.first, _store(d, target.second, "pred")
+    a, b, c = (d.src(arg, "b32") for arg in ins.args[1:4])
+    store = _store(d, target, "b32")
+    lanes = d.machine.layout.lanes
+    lane = np.arange(lanes) % WARP
+    fixed = _shuffle_source(ins.op[2], lane, b, c) if b.size == 1 and c.size == 1 else None
+
+    def act(group: Group) -> None:
+        source, inside = fixed or _shuffle_source(ins.op[2], lane, b, c)
+        if d.machine.checked and not group.full:
+            bad = group.mask & ~group.mask[source]
+            if bad.any():
+                where = np.flatnonzero(bad)
+                detail = f"lane {int(source[where[0]]) % WARP} is not there"
+                raise d.machine.reporter.fault(
+                    "shuffle from an inactive lane", detail, ins, where
+                )
+        values = _full(a, lanes).take(source)
+        if valid is not None:
+            valid(inside, group)
+        store(values, group)
+
+    return warp_meeting(d, ins, ins.args[4], act)
+
+
+def _shuffle_source(
+    mode: str, lane: np.ndarray, b: np.ndarray, c: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The lane (of the batch) each lane reads, and whether it is within the segment."""
+    b, c = b.astype(np.int64) & 31, c.astype(np.int64)
+    segment, clamp = (c >> 8) & 31, c & 31
+    highest = (lane & segment) | (clamp & ~segment)
+    if mode == "up":
+        source = lane - b
+        inside = source >= highest
+    else:
+        ways = {"down": lane + b, "bfly": lane ^ b, "idx": (lane & segment) | (b & ~segment)}
+        source = ways[mode]
+        inside = source <= highest
+    source = np.where(inside, source, lane)
+    return np.arange(lane.size) // WARP * WARP + source, inside
+
+
+@control("vote")
+def vote(d: Decoder, ins: Instruction) -> Step:
+    """vote.sync.{all,any,uni}.pred, vote.sync.ballot.b32 d, {!}p, members."""
+    mode = ins.op[2]
+    predicate, negated = d.registers.predicate(ins.args[1])
+    members = d.src(ins.args[2], "u32")
+    store = _store(d, ins.args[0], "b32" if mode == "ballot" else "pred")
+    lanes = d.machine.layout.lanes
+
+    def act(group: Group) -> None:
+        true = _full(~predicate if negated else predicate, lanes) & group.mask
+        votes, voters = ballot(true) & members, ballot(group.mask) & members
+        results = {
+            "ballot": lambda: votes,
+            "any": lambda: votes != 0,
+            "all": lambda: votes == voters,
+            "uni": lambda: (votes == voters) | (votes == 0),
+        }
+        store(results[mode](), group)
+
+    if ins.op[1] != "sync" or mode not in ("ballot", "any", "all", "uni"):
+        raise ValueError("only vote.sync")
+    return warp_meeting(d, ins, ins.args[2], act)
+
+
+@control("match")
+def match(d: Decoder, ins: Instruction) -> Step:
+    """match.any/all.sync.b32/b64: which lanes hold the same value."""
+    mode = ins.op[1]
+    target, agree = ins.args[0], None
+    if isinstance(target, Pair):
+        target, agree = target.first, _store(d, target.second, "pred")
+    a, members = d.src(ins.args[1], ins.type), d.src(ins.args[2], "u32")
+    store, lanes = _store(d, target, "b32"), d.machine.layout.lanes
+
+    def act(group: Group) -> None:
+        value = _full(a, lanes).reshape(-1, WARP)
+        here = group.mask.reshape(-1, WARP)
+        same = (value[:, :, None] == value[:, None, :]) & here[:, None, :]
+        found = np.packbits(same, axis=2, bitorder="little").view(np.uint32).reshape(-1) & members
+        if mode == "all":
+            everyone = found == (ballot(group.mask) & members)
+            found = np.where(everyone, found, np.uint32(0))
+            if agree is not None:
+                agree(everyone, group)
+        store(found, group)
+
+    if mode not in ("any", "all"):
+        raise ValueError(f"modifier .{mode}")
+    return warp_meeting(d, ins, ins.args[2], act)
+
+
+_REDUX: dict[str, Any] = {
+    "add": np.add, "min": np.minimum, "max": np.maximum,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+}  # fmt: skip
+
+
+@control("redux")
+def redux(d: Decoder, ins: Instruction) -> Step:
+    """redux.sync.op.type d, a, members: the result of all members to each."""
+    function = _REDUX[ins.op[2]]
+    a, members = d.src(ins.args[1], ins.type), d.src(ins.args[2], "u32")
+    store, lanes = _store(d, ins.args[0], ins.type), d.machine.layout.lanes
+
+    def act(group: Group) -> None:
+        value, key = _full(a, lanes), _full(members, lanes)
+        result = np.zeros(lanes, DTYPE[ins.type])
+        here = group.lanes
+        order = np.lexsort((here, key[here], here // WARP))
+        here = here[order]
+        change = (np.diff(here // WARP) != 0) | (np.diff(key[here]) != 0)
+        starts = np.flatnonzero(np.concatenate(([True], change)))
+        totals = function.reduceat(value[here], starts)
+        result[here] = np.repeat(totals, np.diff(np.append(starts, here.size)))
+        store(result, group)
+
+    return warp_meeting(d, ins, ins.args[2], act)
+
+
+@control("activemask")
+def activemask(d: Decoder, ins: Instruction) -> Step:
+    """activemask.b32 d: the lanes that are here together."""
+    store = _store(d, ins.args[0], "b32")
+
+    def run(group: Group) -> int:
+        mask = guard_mask(d, ins, group)
+        store(ballot(mask), Group(mask, -1))
+        return ins.pc + 1
+
+    return run
+
+
+@control("elect")
+def elect(d: Decoder, ins: Instruction) -> Step:
+    """elect.sync d|p, members: the lowest member."""
+    pair = ins.args[0]
+    assert isinstance(pair, Pair)
+    leader = None if isinstance(pair.first, Reg) and pair.first.sink else _store(d, pair.first, "b32")
+    chosen = _store(d, pair.second, "pred")
+    members = d.src(ins.args[1], "u32")
+    lanes = d.machine.layout.lanes
+    lane = (np.arange(lanes) % WARP).astype(np.uint32)
+
+    def act(group: Group) -> None:
+        present = ballot(group.mask) & members
+        lowest = np.log2((present & (~present + np.uint32(1))).astype(np.float64)).astype(np.uint32)
+        if leader is not None:
+            leader(lowest, group)
+        chosen(lowest == lane, group)
+
+    return warp_meeting(d, ins, ins.args[1], act)
