@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from cache_tools import IMAGE, Build, fields, filled, forbidden
 
 from fkjit.cache import Cache, CacheStats, default_cache
 from fkjit.cache_file import cache_key, decode, encode, stored_fields
 from fkjit.errors import CacheError, NotCachedError, ParameterError
 from fkjit.settings import settings
+from tests.cache_tools import IMAGE, Build, fields, filled, forbidden
 
 
 @pytest.fixture

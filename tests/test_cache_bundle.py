@@ -8,12 +8,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from cache_tools import IMAGE, Build, fields, filled, forbidden
 
 from fkjit import cache_entry
 from fkjit.cache import Cache, Entry, materialise
 from fkjit.cache_file import cache_key, decode, stored_fields
 from fkjit.errors import CacheError, NotCachedError
+from tests.cache_tools import IMAGE, Build, fields, filled, forbidden
 
 # ---- bundles
 

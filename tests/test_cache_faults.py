@@ -6,7 +6,12 @@ import os
 import shutil
 
 import pytest
-from cache_tools import (
+
+from fkjit import cache_disk
+from fkjit.cache import Cache
+from fkjit.cache_file import cache_key, decode, encode, read_metadata, stored_fields
+from fkjit.errors import CacheError, NotCachedError
+from tests.cache_tools import (
     FIELDS,
     IMAGE,
     KEY,
@@ -15,11 +20,6 @@ from cache_tools import (
     normal_log,  # noqa: F401  (autouse)
     the_file,
 )
-
-from fkjit import cache_disk
-from fkjit.cache import Cache
-from fkjit.cache_file import cache_key, decode, encode, read_metadata, stored_fields
-from fkjit.errors import CacheError, NotCachedError
 
 # ---- damaged files
 

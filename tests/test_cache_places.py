@@ -9,7 +9,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from cache_tools import (
+
+from fkjit.cache import Cache
+from fkjit.errors import CacheError
+from tests.cache_tools import (
     AS_ROOT,
     FIELDS,
     KEY,
@@ -21,9 +24,6 @@ from cache_tools import (
     normal_log,  # noqa: F401  (autouse)
     the_file,
 )
-
-from fkjit.cache import Cache
-from fkjit.errors import CacheError
 
 # ---- places that cannot be written
 

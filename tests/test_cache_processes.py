@@ -10,7 +10,12 @@ import threading
 import time
 
 import pytest
-from cache_tools import (
+
+from fkjit import cache_disk
+from fkjit.cache import Cache
+from fkjit.cache_file import decode, encode, stored_fields
+from fkjit.settings import settings
+from tests.cache_tools import (
     FIELDS,
     IMAGE,
     KEY,
@@ -23,11 +28,6 @@ from cache_tools import (
     start,
     the_file,
 )
-
-from fkjit import cache_disk
-from fkjit.cache import Cache
-from fkjit.cache_file import decode, encode, stored_fields
-from fkjit.settings import settings
 
 # ---- many processes
 
