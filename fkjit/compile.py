@@ -256,7 +256,7 @@ def keep_source(rendered: Rendered) -> str:
     try:
         folder = Path(tempfile.mkdtemp(prefix="fkjit-"))
         for name, text in {Path(rendered.name).name: rendered.text, **rendered.headers}.items():
-            path = folder / name.replace("../", "")
+            path = folder.joinpath(*(part for part in Path(name).parts if part != ".."))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         return str(folder / Path(rendered.name).name)

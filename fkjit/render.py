@@ -35,6 +35,7 @@ _KEYWORDS = ("if", "elif", "else", "endif", "for", "endfor", "set")
 _COMMENT = r"(?s)/\*#.*?#\*/"
 _OPEN_VALUE = r"(?m)\$\{[^}\n]*$"
 _INCLUDE = r'(?m)^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"'
+_ABSOLUTE = r'(?m)^[ \t]*#[ \t]*include[ \t]*["<](?:/|\\|[A-Za-z]:)'
 _BEGIN, _END = "\x02", "\x03"  # the block delimiters Jinja sees: no CUDA source contains them
 
 
@@ -98,6 +99,7 @@ def load(spec: KernelSpec, params: Params) -> Rendered:
     where = root / spec.source
     name = f"{root.name}/{Path(spec.source).as_posix()}"
     template = _read(where, spec.id)
+    _check_includes(name, template)
     headers = _headers(template, where.parent, name.rpartition("/")[0])
     return Rendered(name, template, headers, where, spec.template_values(params))
 
@@ -149,6 +151,7 @@ def _headers(template: str, beside: Path, folder: str) -> dict[str, str]:
                 continue
             text = _read(directory / include, include)
             _check_plain(f"{shown}/{include}", text)
+            _check_includes(f"{shown}/{include}", text)
             found[include] = f'#line 1 "{shown}/{include}"\n{text}'
             wanted += re.findall(_INCLUDE, text)
     return found
@@ -166,6 +169,16 @@ def _check_plain(name: str, text: str) -> None:
                 f"a header is plain CUDA, {what!r} means nothing in it; use a template argument "
                 "or move the line into the kernel's .cu file",
             )
+
+
+def _check_includes(name: str, text: str) -> None:
+    """NVRTC would read an absolute path by itself, and no cache key would know of its contents."""
+    match = re.search(_ABSOLUTE, text)
+    if match:
+        line = _line_of(text, match.start())
+        raise _fail(
+            name, text, line, "an #include names a file of templates/ or beside the kernel, no path"
+        )
 
 
 def _prepare(name: str, text: str) -> str:

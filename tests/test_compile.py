@@ -14,6 +14,7 @@ from fkjit.arch import DEFAULT_ARCHS, target
 from fkjit.compile import (
     Resources,
     compile_source,
+    keep_source,
     key_fields,
     mend_cubin,
     options,
@@ -48,8 +49,7 @@ def test_a_kernel_becomes_a_cubin_with_its_resources():
     assert result.resources is not None
     assert 8 <= result.resources.registers <= 64
     assert result.resources.constant >= 352 + 24  # the launch block, then 24 bytes of arguments
-    spills = (result.resources.spill_stores, result.resources.spill_loads, result.resources.stack)
-    assert spills == (0, 0, 0)
+    assert result.resources.spill_stores == result.resources.stack == 0
     assert result.nvrtc_version == toolchain.dotted(toolchain.nvrtc_info().version)
     assert 0 < result.seconds < 60
 
@@ -106,6 +106,14 @@ def test_a_compile_error_survives_a_disk_that_takes_nothing(tmp_path, monkeypatc
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not there"))
     with pytest.raises(CompileError, match=r"rendered source: could not be kept \(.*not there"):
         compiled(lines_cu(16))
+
+
+def test_the_kept_source_stays_in_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "in"))
+    (tmp_path / "in").mkdir()
+    kept = keep_source(plain("int a;\n", **{"../../h.cuh": "int b;\n"}))
+    assert (Path(kept).parent / "h.cuh").read_text() == "int b;\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_an_error_in_a_header_shows_the_header(tmp_path):
@@ -302,8 +310,8 @@ def test_a_target_nvrtc_does_not_know_is_refused_before_it_is_tried():
     with pytest.raises(ToolchainError) as info:
         compiled(lines_cu(), to=target("sm_131"))
     assert "cannot compile for sm_131 (it knows sm_" in str(info.value)
+    assert f"({toolchain.nvrtc_info().library})" in str(info.value)
     assert "pip install --upgrade nvidia-cuda-nvrtc" in str(info.value)
-    assert str(toolchain.nvrtc_info().library) in str(info.value)
 
 
 def test_missing_headers_name_every_folder_and_the_command(tmp_path, monkeypatch):

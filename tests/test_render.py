@@ -210,6 +210,20 @@ def test_template_notation_in_a_header_is_refused(tmp_path, notation):
         load(spec_of("t.cu", tmp_path, n=1), {})
 
 
+@pytest.mark.parametrize("include", ['"{}"', "<{}>"])
+@pytest.mark.parametrize("inside", ["t.cu", "h.cuh"])
+def test_an_absolute_include_is_refused_as_no_key_would_know_its_contents(
+    tmp_path, include, inside
+):
+    (tmp_path / "away.cuh").write_text("int a;\n")
+    (tmp_path / "t.cu").write_text('#include "h.cuh"\n')
+    (tmp_path / "h.cuh").write_text("int b;\n")
+    with (tmp_path / inside).open("a") as file:
+        file.write("#include " + include.format(tmp_path / "away.cuh") + "\n")
+    with pytest.raises(RenderError, match=rf"{tmp_path.name}/{inside}:2: an #include names a file"):
+        load(spec_of("t.cu", tmp_path), {})
+
+
 def test_an_edited_header_changes_the_identity_though_its_time_and_size_stay(tmp_path):
     (tmp_path / "t.cu").write_text('#include "h.cuh"\n')
     header = tmp_path / "h.cuh"
