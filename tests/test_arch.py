@@ -1,7 +1,7 @@
 """The table of GPUs, and which NVRTC target is chosen for one."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fkjit.arch import DEFAULT_ARCHS, arch, choose_target, target
@@ -155,6 +155,7 @@ def test_a_gpu_older_than_nvrtc_is_told_which_package_still_compiles_for_it():
         choose_target((7, 0), NVRTC_13, (13, 0))
 
 
+@settings(deadline=None)
 @given(
     capability=st.tuples(st.integers(8, 15), st.integers(0, 9)),
     supported=st.lists(st.sampled_from(NVRTC_13), min_size=1),

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fkjit.errors import RenderError
@@ -116,6 +116,7 @@ def test_the_name_is_the_last_folder_and_the_source(tmp_path):
     assert rendered.text == '#line 1 "mine/sub/t.cu"\nint a;\n'
 
 
+@settings(deadline=None)
 @given(
     st.recursive(
         st.lists(st.sampled_from(["code", "comment", "set"]), max_size=3),
