@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any
 from fkjit.cache_file import write_all
 from fkjit.errors import CacheError
 
+_aliases = itertools.count()
 _FOLDERS = (None, "/dev/shm")  # for images as files; None: what `tempfile` finds
 
 
@@ -128,10 +130,12 @@ def materialise(entry: Entry) -> Iterator[Path]:
     """A file that holds the image alone, for as long as the `with` lasts.
 
         with materialise(entry) as path:
-            function = cupy.RawModule(path=str(path)).get_function(name)  # loads within the `with`
+            kernel = cupy.RawModule(path=str(path)).get_function(name)
+            kernel.compile()  # CuPy reads the file now, for the current device, and not later
 
     In the temporary directory, else /dev/shm, else in anonymous memory: no cache needed, and a
     killed process leaves at most a file in a temporary directory. CacheError if nothing works.
+    No two paths of a process are the same: CuPy takes an equal path for an equal module.
     """
     for folder in _FOLDERS:
         path = _temporary_image(entry, folder)
@@ -144,7 +148,7 @@ def materialise(entry: Entry) -> Iterator[Path]:
             return
     descriptor = _anonymous_image(entry)
     try:
-        yield Path(f"/proc/self/fd/{descriptor}")
+        yield _alias(descriptor)
     finally:
         os.close(descriptor)
 
@@ -176,3 +180,10 @@ def _anonymous_image(entry: Entry) -> int:
             f"the temporary directory nor /dev/shm nor memory took them ({error}); set TMPDIR"
         ) from error
     return descriptor
+
+
+def _alias(descriptor: int) -> Path:
+    """A name of an open file that no earlier one had, although descriptors are used again."""
+    bits = f"{next(_aliases):b}"
+    detours = ("../fdinfo" if bit == "1" else "../fd" for bit in bits)
+    return Path("/proc/self/fd", *detours, "..", "fd", str(descriptor))

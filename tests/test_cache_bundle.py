@@ -206,6 +206,18 @@ def test_materialise_on_a_full_temporary_directory(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_two_materialised_paths_are_the_same(monkeypatch):
+    entry, paths = some_entry(), []
+    for folders in ((None, "/dev/shm"), ("/proc/none",)):
+        monkeypatch.setattr(cache_entry, "_FOLDERS", folders)
+        for _ in range(20):
+            with materialise(entry) as path:
+                assert path.read_bytes() == IMAGE
+                paths.append(str(path))
+    assert len(set(paths)) == 40
+    assert len({path.rsplit("/", 1)[1] for path in paths[20:]}) == 1  # one descriptor, used again
+
+
 def test_materialise_with_no_place_at_all_says_so(monkeypatch):
     monkeypatch.setattr(cache_entry, "_FOLDERS", ("/proc/none",))
     monkeypatch.delattr(os, "memfd_create")
