@@ -130,9 +130,9 @@ def materialise(entry: Entry) -> Iterator[Path]:
     """A file that holds the image alone, for as long as the `with` lasts.
 
         with materialise(entry) as path:
-            kernel = cupy.RawModule(path=str(path)).get_function(name)
-            kernel.compile()  # CuPy reads the file now, for the current device, and not later
+            kernel = cupy.RawModule(path=str(path)).get_function(name)  # reads the file
 
+    It is read for the current device only: another device needs a `with` of its own.
     In the temporary directory, else /dev/shm, else in anonymous memory: no cache needed, and a
     killed process leaves at most a file in a temporary directory. CacheError if nothing works.
     No two paths of a process are the same: CuPy takes an equal path for an equal module.
