@@ -1,0 +1,46 @@
+"""The operations of fkjit, one module each. `load()` registers all of them and the user's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+import sys
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+
+from fkjit.errors import ParameterError
+from fkjit.settings import Settings, settings
+
+
+@lru_cache(maxsize=1)
+def load() -> None:
+    """Import every op, so that the registry is complete; once a process."""
+    for module in pkgutil.iter_modules(__path__):
+        import_module(f"{__name__}.{module.name}")
+    for folder in settings().kernel_path:
+        load_folder(folder)
+
+
+def load_folder(folder: Path) -> list[str]:
+    """Run every `*.py` of a folder of the user's kernels; each registers its own specs.
+
+    Returns the names of the modules. ParameterError when the folder is not there; what a module
+    raises on import is passed on with its file named by the traceback.
+    """
+    folder = Path(folder).expanduser().resolve()
+    if not folder.is_dir():
+        raise ParameterError(
+            f"{Settings.variable('kernel_path')}: {folder} is not a folder of kernels"
+        )
+    names = []
+    for path in sorted(folder.glob("*.py")):
+        name = f"fkjit_user_{abs(hash(str(folder))):x}_{path.stem}"
+        found = importlib.util.spec_from_file_location(name, path)
+        if found is None or found.loader is None:
+            continue
+        module = importlib.util.module_from_spec(found)
+        sys.modules[name] = module
+        found.loader.exec_module(module)
+        names.append(name)
+    return names

@@ -1,0 +1,51 @@
+"""fkjit: CUDA kernels for LLM inference and training, compiled when first called.
+
+    import fkjit
+    o = fkjit.attention(q, k, v, causal=True)      # torch, CuPy, NumPy or DLPack arrays
+
+Nothing but this file is imported until a name is used; see `fkjit.attention`, `fkjit.prepare`,
+`fkjit.warm`, `fkjit.register`, `fkjit.launch`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# public name -> the module that has it
+_PUBLIC = {
+    "attention": "fkjit.ops.attention",
+    "prepare": "fkjit.api",
+    "launch": "fkjit.api",
+    "variants": "fkjit.api",
+    "warm": "fkjit.warm",
+    "register": "fkjit.spec",
+    "KernelSpec": "fkjit.spec",
+    "Param": "fkjit.spec",
+    "errors": "fkjit.errors",
+}
+
+__all__ = ["KernelSpec", "Param", "attention", "launch", "prepare", "register", "variants", "warm"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'fkjit' has no attribute {name!r} (has: {', '.join(_PUBLIC)})")
+    module = import_module(_PUBLIC[name])
+    value = module if _PUBLIC[name].endswith(f".{name}") and name == "errors" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})
+
+
+if TYPE_CHECKING:
+    from fkjit import errors
+    from fkjit.api import launch, prepare, variants
+    from fkjit.ops.attention import attention
+    from fkjit.spec import KernelSpec, Param, register
+    from fkjit.warm import warm

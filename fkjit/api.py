@@ -1,0 +1,89 @@
+"""Calls that work for every registered kernel, ours and the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fkjit import interop, ops
+from fkjit.arch import arch as arch_of
+from fkjit.errors import DeviceError, ParameterError
+from fkjit.interop import CPU
+from fkjit.interpret import interpret
+from fkjit.launch import launch_on_device
+from fkjit.spec import KernelSpec, Params, Problem, find, registered
+
+
+def prepare(op: str, *args: Any, **options: Any) -> None:
+    """Compile and load what the public call `fkjit.<op>(*args, **options)` will need.
+
+    Nothing is launched. Use it before a CUDA graph capture, or to pay the first call early.
+    ParameterError for an op without such a call.
+    """
+    ops.load()
+    modules = {name: getattr(ops, name, None) for name in {spec.op for spec in registered()}}
+    function = getattr(modules.get(op), op, None)
+    if not hasattr(function, "prepare"):
+        able = sorted(n for n, m in modules.items() if hasattr(getattr(m, n, None), "prepare"))
+        raise ParameterError(f"prepare: op={op!r} is not one of {', '.join(able)}")
+    function.prepare(*args, **options)
+
+
+def variants(kernel: str, arch: str | None = None) -> Iterator[dict[str, Any]]:
+    """Every legal parameter combination of "op.name", on one architecture if given."""
+    ops.load()
+    return find(kernel).variants(None if arch is None else arch_of(arch))
+
+
+def launch(
+    spec: KernelSpec | str, params: Params, problem: Problem, arrays: Mapping[str, Any]
+) -> None:
+    """Run one variant of one kernel on arrays of any framework, in place.
+
+    Args:
+        spec: the kernel, or its name "op.name".
+        params: a value for each declared parameter; checked for the architecture.
+        problem: sizes, as the spec's grid and arguments functions want them.
+        arrays: by the names the spec's `arguments` wants; all on one device. CPU arrays run in the
+            interpreter, CUDA arrays on their GPU and the caller's current stream. None is a null
+            pointer. Outputs are written in place.
+
+    Raises ParameterError, ArgumentTypeError, DeviceError, CompileError, CaptureError.
+    """
+    if isinstance(spec, str):
+        ops.load()
+        spec = find(spec)
+    views = {
+        name: interop.view(array, spec.op, name)
+        for name, array in arrays.items()
+        if array is not None
+    }
+    device = _one_device(spec, views)
+    if device == CPU:
+        numpy_arrays = {n: interop.as_numpy(views[n]) if n in views else None for n in arrays}
+        return interpret(spec, params, problem, numpy_arrays)
+    named = spec.arguments(params, problem, {n: _Pointer(views.get(n)) for n in arrays})
+    named = {n: v.pointer if isinstance(v, _Pointer) else v for n, v in named.items()}
+    stream = interop.current_stream(next(iter(views.values())))
+    launch_on_device(spec, params, problem, named, device, stream)
+    return None
+
+
+class _Pointer:
+    """What a spec's `arguments` may ask of an array: shape, strides in bytes, itemsize."""
+
+    def __init__(self, seen: interop.View | None) -> None:
+        self.pointer = 0 if seen is None else seen.pointer
+        self.shape = () if seen is None else seen.shape
+        self.itemsize = 0 if seen is None else interop.ITEMSIZE.get(seen.dtype, 0) or seen.array.itemsize
+        self.strides = () if seen is None else tuple(s * self.itemsize for s in seen.strides)
+
+
+def _one_device(spec: KernelSpec, views: Mapping[str, interop.View]) -> int:
+    devices = {view.device: name for name, view in views.items()}
+    if len(devices) != 1:
+        places = ", ".join(
+            f"{name} on {'the CPU' if d == CPU else f'cuda:{d}'}" for d, name in devices.items()
+        )
+        raise DeviceError(f"{spec.op}: arrays on several devices or none ({places}); move them to one")
+    return next(iter(devices))

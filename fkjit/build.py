@@ -1,0 +1,91 @@
+"""Spec and parameters -> compiled image: render, key, cache, compile. Needs no GPU."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fkjit.arch import Capability, Target, choose_target, target
+from fkjit.cache import Cache, Entry, default_cache
+from fkjit.compile import compile_source, key_fields
+from fkjit.render import load
+from fkjit.settings import settings
+from fkjit.signature import signature
+from fkjit.spec import KernelSpec, Params
+from fkjit.toolchain import nvrtc_info
+
+INTERPRETER_TARGET = "compute_80"  # whose PTX the CPU interpreter runs unless one is forced
+
+_quiet = threading.local()
+
+
+def build(spec: KernelSpec, params: Params, to: Target, cache: Cache | None = None) -> Entry:
+    """The compiled kernel for one target, from the cache or from NVRTC.
+
+    `Entry.meta` has: kernel, entry, label, params, target, kind, arguments (name, struct code,
+    const of each), resources (None for PTX), compile_seconds, nvrtc, problems (spills and the
+    like). Raises CompileError, RenderError, ToolchainError, or NotCachedError.
+    """
+    rendered = load(spec, params)
+    describe = f"{spec.id} {spec.label(params)} {to.name}"
+
+    def make() -> tuple[bytes, dict[str, Any]]:
+        with _status(describe) as done:
+            compiled = compile_source(rendered, spec.entry, to, describe=describe)
+            done.append(f"{compiled.seconds * 1e3:.0f} ms")
+        return compiled.image, {
+            "kernel": spec.id,
+            "entry": spec.entry,
+            "label": spec.label(params),
+            "params": dict(params),
+            "target": compiled.target,
+            "kind": compiled.kind,
+            "arguments": [(a.name, a.code, a.const) for a in signature(rendered, spec.entry)],
+            "resources": compiled.resources.to_dict() if compiled.resources else None,
+            "compile_seconds": compiled.seconds,
+            "nvrtc": compiled.nvrtc_version,
+            "problems": list(compiled.problems),
+        }
+
+    fields = key_fields(spec.id, rendered, spec.entry, to)
+    return (cache or default_cache()).get_or_build(fields, make, describe=describe)
+
+
+def gpu_target(capability: Capability) -> Target:
+    """What to compile for a GPU of this compute capability (FKJIT_TARGET overrules)."""
+    info = nvrtc_info()
+    return choose_target(capability, info.supported, info.version, settings().target)
+
+
+def interpreter_target() -> Target:
+    """The PTX target that the CPU interpreter runs: FKJIT_TARGET's, else compute_80."""
+    forced = settings().target
+    return target((forced or INTERPRETER_TARGET).replace("sm_", "compute_"))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No status lines from this thread: the caller shows progress of its own."""
+    before = getattr(_quiet, "on", False)
+    _quiet.on = True
+    try:
+        yield
+    finally:
+        _quiet.on = before
+
+
+@contextmanager
+def _status(describe: str) -> Iterator[list[str]]:
+    """One line a compile on stderr: what, and when it is done how long it took."""
+    done: list[str] = []
+    if settings().log == "quiet" or getattr(_quiet, "on", False):
+        yield done
+        return
+    print(f"fkjit: compiling {describe} ... ", end="", file=sys.stderr, flush=True)
+    try:
+        yield done
+    finally:
+        print(done[0] if done else "failed", file=sys.stderr, flush=True)

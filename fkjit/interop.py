@@ -1,0 +1,148 @@
+"""Arrays of any framework -> pointer, shape, strides, dtype, device; and the same kind back.
+
+torch and CuPy are never imported here until an array of theirs is seen: an array's own module is
+already in `sys.modules`. Nothing is copied, ever: an array is used where it lies.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fkjit.errors import ArgumentTypeError, DeviceError
+
+CPU = -1  # the device number of host memory
+
+_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+
+
+@dataclass(frozen=True)
+class View:
+    """One array as a kernel sees it. Strides are in elements; `device` is CPU or a CUDA ordinal."""
+
+    kind: str  # numpy | torch | cupy | dlpack
+    array: Any  # what `kind` says; for dlpack a CuPy view of the caller's array
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str  # "fp16", or the framework's own name for what no kernel takes
+    device: int
+    source: Any = None  # dlpack: the caller's array, to give back the same kind
+
+
+def view(array: Any, call: str, name: str) -> View:
+    """Look at one argument. ArgumentTypeError names the call and parameter for anything else."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _torch_view(array, call, name)
+    if isinstance(array, np.ndarray):
+        return _strided("numpy", array, array.ctypes.data, CPU)
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        return _strided("cupy", array, array.data.ptr, array.device.id)
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        return _dlpack_view(array)
+    raise ArgumentTypeError(
+        f"{call}: {name} is a {type(array).__module__}.{type(array).__qualname__}; allowed: a torch "
+        "tensor, a CuPy or NumPy array, or any array with __dlpack__"
+    )
+
+
+def _torch_view(tensor: Any, call: str, name: str) -> View:
+    if tensor.device.type not in ("cuda", "cpu") or tensor.layout is not sys.modules["torch"].strided:
+        raise DeviceError(
+            f"{call}: {name} is a {tensor.layout} tensor on {tensor.device}; allowed: dense tensors "
+            "on a CUDA device or the CPU"
+        )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    device = tensor.device.index if tensor.device.type == "cuda" else CPU
+    return View(
+        "torch",
+        tensor,
+        tensor.data_ptr(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        _NAMES.get(dtype, dtype),
+        device,
+    )
+
+
+def _strided(kind: str, array: Any, pointer: int, device: int, source: Any = None) -> View:
+    name = array.dtype.name
+    strides = tuple(stride // array.dtype.itemsize for stride in array.strides)
+    return View(
+        kind, array, pointer, array.shape, strides, _NAMES.get(name, name), device, source
+    )
+
+
+def _dlpack_view(array: Any) -> View:
+    """Any other framework: seen through NumPy on the CPU, through CuPy on a GPU. No copy."""
+    device_type, _ = array.__dlpack_device__()
+    if int(device_type) == 1:  # kDLCPU
+        seen = np.from_dlpack(array)
+        return _strided("dlpack", seen, seen.ctypes.data, CPU, array)
+    import cupy
+
+    seen = cupy.from_dlpack(array)
+    return _strided("dlpack", seen, seen.data.ptr, seen.device.id, array)
+
+
+def as_numpy(seen: View) -> np.ndarray:
+    """A CPU array as NumPy, sharing memory; bf16 as ml_dtypes.bfloat16."""
+    if seen.kind != "torch":
+        return seen.array
+    tensor = seen.array.detach()
+    if seen.dtype != "bf16":
+        return tensor.numpy()
+    import ml_dtypes
+
+    return tensor.view(sys.modules["torch"].int16).numpy().view(ml_dtypes.bfloat16)
+
+
+def numpy_dtype(dtype: str) -> np.dtype:
+    """The NumPy dtype of "fp16", "bf16" (ml_dtypes), "fp32" or "fp64"."""
+    if dtype == "bf16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype({"fp16": "f2", "fp32": "f4", "fp64": "f8"}[dtype])
+
+
+def empty(like: View, shape: tuple[int, ...], dtype: str) -> Any:
+    """An uninitialised contiguous array of the same framework, on the same device."""
+    if like.kind == "torch":
+        torch = sys.modules["torch"]
+        names = {short: long for long, short in _NAMES.items()}
+        return torch.empty(shape, dtype=getattr(torch, names[dtype]), device=like.array.device)
+    if like.device == CPU:
+        return np.empty(shape, numpy_dtype(dtype))
+    import cupy
+
+    with cupy.cuda.Device(like.device):
+        return cupy.empty(shape, numpy_dtype(dtype))
+
+
+def give_back(like: View, array: Any) -> Any:
+    """`array` as the caller's kind; only "dlpack" arrays need turning."""
+    if like.kind != "dlpack":
+        return array
+    if hasattr(like.source, "__array_namespace__"):
+        return like.source.__array_namespace__().from_dlpack(array)
+    package = sys.modules.get(type(like.source).__module__.partition(".")[0])
+    for holder in (package, getattr(package, "dlpack", None)):
+        if hasattr(holder, "from_dlpack"):
+            return holder.from_dlpack(array)
+    return array
+
+
+def current_stream(seen: View) -> int:
+    """The CUDA stream handle the caller is working on: torch's for tensors, else CuPy's."""
+    if seen.kind == "torch":
+        return sys.modules["torch"]._C._cuda_getCurrentRawStream(seen.device)
+    import cupy
+
+    return cupy.cuda.get_current_stream(seen.device).ptr

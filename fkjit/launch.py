@@ -1,0 +1,211 @@
+"""Loaded kernels and their launch. With `interop` the only module that touches a device.
+
+A kernel is loaded once a device (`cupy.RawModule(path=…)`) and launched through the driver with one
+packed buffer of arguments on the caller's own stream, so it is right under CUDA graph capture.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+from fkjit.arch import Target
+from fkjit.build import build, gpu_target
+from fkjit.cache import Entry, materialise
+from fkjit.errors import CaptureError, DeviceError, LaunchError, ToolchainError
+from fkjit.spec import Dim3, KernelSpec, Params, Problem
+from fkjit.toolchain import explain_load_failure
+
+_STATIC_SHARED = 48 * 1024  # a block may have this much without opting in
+_BUFFER_BYTES = 4096  # the driver's limit on a kernel's arguments
+
+
+@dataclass(frozen=True)
+class LoadedKernel:
+    """One variant on one device, ready to launch."""
+
+    spec: KernelSpec
+    params: Params
+    entry: Entry  # where the image came from, what it uses
+    device: int
+    function: int  # CUfunction
+    threads: Dim3
+    shared_bytes: int
+    packing: struct.Struct  # the argument list in native alignment
+    names: tuple[str, ...]
+    keep: Any  # the module: unloading it would invalidate `function`
+
+    def launch(self, grid: Dim3, values: tuple[Any, ...], stream: int) -> None:
+        """Enqueue on `stream` (a CUstream handle). `values` are flat, in the signature's order.
+
+        The device must be current. LaunchError if the driver refuses.
+        """
+        frame = _frame
+        size = self.packing.size
+        self.packing.pack_into(frame.buffer, 0, *values)
+        frame.size.value = size
+        try:
+            frame.launch(
+                self.function, *grid, *self.threads, self.shared_bytes, stream, 0, frame.extra
+            )
+        except Exception as error:
+            raise LaunchError(self._explain(error, grid)) from error
+
+    def _explain(self, error: Exception, grid: Dim3) -> str:
+        return (
+            f"{self.spec.id} [{self.spec.label(self.params)}] grid={grid} block={self.threads} "
+            f"shared={self.shared_bytes} on device {self.device}: the driver refused the launch: "
+            f"{error} (an earlier kernel's fault can surface here: rerun with CUDA_LAUNCH_BLOCKING=1)"
+        )
+
+
+class _Frame(threading.local):
+    """This thread's argument buffer, as cuLaunchKernel's `extra` wants it."""
+
+    def __init__(self) -> None:
+        cuda = import_module("cupy.cuda")
+        self.launch = cuda.driver.launchKernel
+        cuda.runtime.setDevice(cuda.runtime.getDevice())  # makes a context current in this thread
+        self.buffer = ctypes.create_string_buffer(_BUFFER_BYTES)
+        self.size = ctypes.c_size_t()
+        end, pointer, size = 0, 1, 2  # CU_LAUNCH_PARAM_*
+        self.array = (ctypes.c_void_p * 5)(
+            pointer, ctypes.addressof(self.buffer), size, ctypes.addressof(self.size), end
+        )
+        self.extra = ctypes.addressof(self.array)
+
+
+_frame: Any = None  # made by the first load, so that importing needs no CuPy
+_loaded: dict[tuple[str, tuple[Any, ...], int], LoadedKernel] = {}
+_loading = threading.RLock()
+
+
+@lru_cache(maxsize=64)
+def device_target(device: int) -> Target:
+    """What to compile for this CUDA device."""
+    runtime = import_module("cupy.cuda").runtime
+    try:
+        major = runtime.deviceGetAttribute(75, device)  # cudaDevAttrComputeCapabilityMajor
+        minor = runtime.deviceGetAttribute(76, device)
+    except Exception as error:
+        raise DeviceError(f"CUDA device {device} cannot be used: {error}") from error
+    return gpu_target((major, minor))
+
+
+def loaded(spec: KernelSpec, params: Params, device: int, stream: int = 0) -> LoadedKernel:
+    """The kernel on `device`, compiled and loaded if it was not yet.
+
+    CaptureError when that would be needed while `stream` is being captured into a CUDA graph.
+    """
+    key = (spec.id, tuple(params.values()), device)
+    found = _loaded.get(key)
+    if found is not None and found.spec is spec:
+        return found
+    _refuse_while_capturing(spec, params, stream)
+    with _loading:
+        found = _loaded.get(key)
+        if found is None or found.spec is not spec:
+            found = _loaded[key] = _load(spec, dict(params), device)
+    return found
+
+
+def forget() -> None:
+    """Drop every loaded kernel (for tests): the next call looks in the cache again."""
+    _loaded.clear()
+    device_target.cache_clear()
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether work on `stream` would land in a CUDA graph under construction."""
+    runtime = import_module("cupy.cuda").runtime
+    try:
+        return bool(runtime.streamIsCapturing(stream))
+    except runtime.CUDARuntimeError:  # the legacy stream, while another one captures
+        return True
+
+
+def _refuse_while_capturing(spec: KernelSpec, params: Params, stream: int) -> None:
+    if is_capturing(stream):
+        raise CaptureError(
+            f"{spec.op}: {spec.name} [{spec.label(params)}] is not loaded yet and the stream is "
+            "being captured into a CUDA graph, where nothing can be compiled or loaded: call "
+            f"fkjit.prepare({spec.op!r}, ...) with the same arguments before the capture"
+        )
+
+
+def _load(spec: KernelSpec, params: dict[str, Any], device: int) -> LoadedKernel:
+    global _frame
+    to = device_target(device)
+    spec.check(params, to.arch)
+    entry = build(spec, params, to)
+    cupy = import_module("cupy")
+    _frame = _frame or _Frame()
+    shared = spec.shared_bytes(params)
+    with cupy.cuda.Device(device), materialise(entry) as path:
+        try:
+            module = cupy.RawModule(path=str(path))
+            function = module.get_function(spec.entry)
+            if shared > _STATIC_SHARED:
+                function.max_dynamic_shared_size_bytes = shared
+            handle = function.kernel.ptr
+        except cupy.cuda.driver.CUDADriverError as error:
+            raise _load_failure(error, entry, to) from error
+    codes = [code for _, code, _ in entry.meta["arguments"]]
+    return LoadedKernel(
+        spec=spec,
+        params=params,
+        entry=entry,
+        device=device,
+        function=handle,
+        threads=spec.block(params),
+        shared_bytes=shared,
+        packing=struct.Struct("@" + "".join(codes)),
+        names=tuple(name for name, _, _ in entry.meta["arguments"]),
+        keep=(module, function),
+    )
+
+
+def _load_failure(error: Exception, entry: Entry, to: Target) -> ToolchainError:
+    explained = explain_load_failure(error, to, entry.meta["nvrtc"])
+    return explained or ToolchainError(
+        f"{entry.meta['describe']}: the driver could not load it: {error}"
+    )
+
+
+def flatten(names: tuple[str, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Named argument values in the signature's order; tuples (structs) laid flat."""
+    flat: list[Any] = []
+    for name in names:
+        value = named[name]
+        flat.extend(value) if isinstance(value, tuple) else flat.append(value)
+    return tuple(flat)
+
+
+def launch_on_device(
+    spec: KernelSpec,
+    params: Params,
+    problem: Problem,
+    named: Mapping[str, Any],
+    device: int,
+    stream: int,
+) -> LoadedKernel:
+    """Launch one problem. `named` has every kernel argument; pointers are integers."""
+    runtime = import_module("cupy.cuda").runtime
+    kernel = loaded(spec, params, device, stream)
+    before = runtime.getDevice()
+    if before != device:
+        runtime.setDevice(device)
+    try:
+        kernel.launch(spec.grid(params, problem), flatten(kernel.names, named), stream)
+    finally:
+        if before != device:
+            runtime.setDevice(before)
+    return kernel
+
+
