@@ -158,7 +158,7 @@ class Decoder:
     def binary(self, ins: Instruction, kind: str, function: Any) -> Step:
         """A ufunc of two operands of the destination's type."""
         a, b = self.src(ins.args[1], kind), self.src(ins.args[2], kind)
-        return self.step(ins, ins.args[0], kind, lambda out: function(a, b, out))
+        return self.step(ins, ins.args[0], kind, lambda out: function(a, b, out=out))
 
 
 def only(ins: Instruction, allowed: Iterable[str]) -> None:
