@@ -104,14 +104,14 @@ class _Body:
         if len(self.scopes) == 1 and name[0] == "%":
             return name
         self.unique += 1
-        own = f"%{name.lstrip('%')}@{self.unique}"
+        own = f"%{name.lstrip('%')}$${self.unique}"
         self.scopes[-1][name] = own
         return own
 
     def label(self, name: str) -> None:
         if len(self.scopes) > 1:
             self.unique += 1
-            self.scopes[-1][name] = name = f"{name}@{self.unique}"
+            self.scopes[-1][name] = name = f"{name}$${self.unique}"
         self.function.labels[name] = len(self.pending)
 
     def statement(self, text: str, location: str) -> None:
@@ -138,7 +138,7 @@ class _Body:
         variable = declare.variable(text)
         if variable.space == "param":  # argument buffers of a call: unique in their block
             self.unique += 1
-            self.scopes[-1][variable.name] = f"{variable.name}@{self.unique}"
+            self.scopes[-1][variable.name] = f"{variable.name}$${self.unique}"
             variable = declare.renamed(variable, self.scopes[-1][variable.name])
         self.function.variables.append(variable)
 
@@ -184,7 +184,7 @@ class _Reader:
         self.location = ""
 
     def line(self, line: str) -> None:
-        if line.startswith(".loc"):
+        if re.match(r"\.loc\s", line):
             self.location = _location(line, self.module.files)
         elif line.startswith(".target"):
             self.module.target = line.split()[1].rstrip(",")

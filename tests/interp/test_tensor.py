@@ -1,0 +1,155 @@
+"""mma.sync, ldmatrix, stmatrix, movmatrix and cp.async against the layouts of the PTX manual."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from interp_kit import apply, compile_ptx
+
+from fkjit.interp import Arg, run
+
+RNG = np.random.default_rng(8)
+G, T = np.arange(32) // 4, np.arange(32) % 4  # groupID and threadID_in_group of the manual
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("k", [8, 16])
+def test_mma_fragments(kind: str, k: int) -> None:
+    dtype: Any = np.float16 if kind == "f16" else ml_dtypes.bfloat16
+    warps, registers = 3, k // 4
+    a = RNG.standard_normal((warps, 16, k)).astype(dtype)
+    b = RNG.standard_normal((warps, k, 8)).astype(dtype)
+    c = RNG.standard_normal((warps, 16, 8)).astype("f4")
+    # element i of a thread's a-fragment: row g (+8 for i in 2,3,6,7), column 2t + (i&1) (+8 for i>=4)
+    fragment_a = np.empty((warps, 32, 2 * registers), dtype)
+    for i in range(2 * registers):
+        row, col = G + 8 * (i // 2 % 2), 2 * T + (i & 1) + 8 * (i // 4)
+        fragment_a[:, :, i] = a[:, row, col]
+    fragment_b = np.empty((warps, 32, registers), dtype)
+    for i in range(registers):
+        fragment_b[:, :, i] = b[:, 2 * T + (i & 1) + 8 * (i // 2), G]
+    fragment_c = np.stack([c[:, G + 8 * (i // 2), 2 * T + (i & 1)] for i in range(4)], 2)
+    got = run_mma(kind, k, fragment_a, fragment_b, fragment_c)
+    out = np.empty_like(c)
+    for i in range(4):
+        out[:, G + 8 * (i // 2), 2 * T + (i & 1)] = got[:, :, i]
+    np.testing.assert_allclose(out, a.astype("f8") @ b.astype("f8") + c, rtol=1e-6, atol=1e-6)
+
+
+def run_mma(kind: str, k: int, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """One mma of every warp from fragments [warps, 32, elements]."""
+    na, nb = k // 4, k // 8
+    regs_a = ", ".join(f"%{i}" for i in range(4, 4 + na))
+    regs_b = ", ".join(f"%{i}" for i in range(4 + na, 4 + na + nb))
+    loads = ", ".join(f'"r"(a[i * {na} + {j}])' for j in range(na))
+    loads += ", " + ", ".join(f'"r"(b[i * {nb} + {j}])' for j in range(nb))
+    source = f"""
+    extern "C" __global__ void k(const unsigned* a, const unsigned* b, const float4* c, float4* o) {{
+      int i = blockIdx.x * blockDim.x + threadIdx.x;
+      float4 d = c[i];
+      asm volatile("mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32 {{%0,%1,%2,%3}}, "
+        "{{{regs_a}}}, {{{regs_b}}}, {{%0,%1,%2,%3}};"
+        : "+f"(d.x), "+f"(d.y), "+f"(d.z), "+f"(d.w) : {loads});
+      o[i] = d;
+    }}"""
+    out = np.zeros(c.shape, "f4")
+    arguments = [Arg("a", np.ascontiguousarray(a).view("u4")),
+                 Arg("b", np.ascontiguousarray(b).view("u4")),
+                 Arg("c", np.ascontiguousarray(c)), Arg("o", out, True)]  # fmt: skip
+    run(compile_ptx(source), "k", 1, 32 * c.shape[0], arguments)
+    return out
+
+
+def test_mma_with_infinities_subnormals_and_nan() -> None:
+    a = np.zeros((1, 32, 8), "f2")
+    b = np.zeros((1, 32, 4), "f2")
+    c = np.zeros((1, 32, 4), "f4")
+    a[0, 0, 0], a[0, 4, 0], a[0, 8, 0] = np.inf, 2.0**-24, 65504  # rows 0, 1, 2, column 0
+    b[0, :, 0] = np.where(T == 0, 1, 0)  # row k=0 of b is one
+    out = run_mma("f16", 16, a, b, c)
+    assert np.isinf(out[0, 0, :2]).all()  # row 0
+    np.testing.assert_array_equal(out[0, 4:8, :2], np.float32(2.0**-24))
+    np.testing.assert_array_equal(out[0, 8:12, :2], np.float32(65504))
+    a[0, 0, 0], b[0, :, 0] = np.inf, 0  # inf * 0
+    assert np.isnan(run_mma("f16", 16, a, b, c)[0, 0, :2]).all()
+
+
+MATRIX = """
+extern "C" __global__ void k(const unsigned* a, unsigned* o) {
+  __shared__ __align__(16) unsigned s[3][4 * 32];
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  for (int j = 0; j < 4; ++j) s[warp][j * 32 + lane] = a[warp * 128 + j * 32 + lane];
+  __syncwarp();
+  unsigned r[4] = {}, p = (unsigned)__cvta_generic_to_shared(&s[warp][lane % (8 * N) * 4]);
+  asm volatile("ldmatrix.sync.aligned.m8n8.xN.OPT.shared.b16 {LIST}, [%N];" : OUTS : "r"(p));
+  for (int j = 0; j < N; ++j) o[(warp * 4 + j) * 32 + lane] = r[j];
+}"""
+
+
+@pytest.mark.parametrize("trans", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_ldmatrix(count: int, trans: bool) -> None:
+    source = MATRIX.replace("xN", f"x{count}").replace("%N", f"%{count}")
+    source = source.replace("N;", f"{count};").replace("8 * N", f"8 * {count}")
+    source = source.replace(".OPT", ".trans" if trans else "")
+    source = source.replace("LIST", ", ".join(f"%{i}" for i in range(count)))
+    source = source.replace("OUTS", ", ".join(f'"=r"(r[{i}])' for i in range(count)))
+    a = np.arange(3 * 4 * 64, dtype="u2").reshape(3, 4, 8, 8)
+    o = np.zeros((3, 4, 32), "u4")
+    run(compile_ptx(source), "k", 1, 96, [Arg("a", a), Arg("o", o, True)])
+    matrix = a.swapaxes(2, 3) if trans else a
+    low, high = matrix[:, :, G, 2 * T].astype("u4"), matrix[:, :, G, 2 * T + 1].astype("u4")
+    np.testing.assert_array_equal(o[:, :count], (low | high << np.uint32(16))[:, :count])
+
+
+@pytest.mark.parametrize("trans", ["", ".trans"])
+def test_stmatrix_and_movmatrix(trans: str) -> None:
+    text = f"""
+    .shared .align 16 .b8 tile[256]; .reg .b32 r<4>;
+    mov.u32 %t, tile; and.b32 %v, %u, 15; mad.lo.u32 %v, %v, 16, %t;
+    stmatrix.sync.aligned.m8n8.x2{trans}.shared.b16 [%v], {{%a, %b}};
+    bar.warp.sync -1;
+    mad.lo.u32 %v, %u, 8, %t;
+    ld.shared.u64 %d, [%v];"""
+    a, b = RNG.integers(0, 1 << 32, (2, 32), dtype="u4")
+    got = apply(text, a, b, out="u8", target="sm_90", block=32).view("u2").reshape(2, 8, 8)
+    want = np.stack([x.view("u2").reshape(8, 8) for x in (a, b)])
+    np.testing.assert_array_equal(got, want.swapaxes(1, 2) if trans else want)
+    got = apply("movmatrix.sync.aligned.m8n8.trans.b16 %d, %a;", a, block=32)
+    np.testing.assert_array_equal(got.view("u2").reshape(8, 8), a.view("u2").reshape(8, 8).T)
+
+
+COPY = """
+extern "C" __global__ void k(const char* a, char* o, int bytes) {
+  __shared__ __align__(16) char s[2][64 * SIZE];
+  int i = threadIdx.x;
+  unsigned p = (unsigned)__cvta_generic_to_shared(&s[0][i * SIZE]);
+  unsigned q = (unsigned)__cvta_generic_to_shared(&s[1][i * SIZE]);
+  int n = min(SIZE, max(0, bytes - i * SIZE));
+  const char* from = a + (n ? i * SIZE : 1 << 30);
+  asm volatile("cp.async.MODE.shared.global [%0], [%1], SIZE, %2;" :: "r"(p), "l"(from), "r"(n));
+  asm volatile("cp.async.commit_group;");
+  asm volatile("cp.async.MODE.shared.global [%0], [%1], SIZE;" :: "r"(q), "l"(a + i * SIZE));
+  asm volatile("cp.async.commit_group;");
+  asm volatile("cp.async.wait_group 1;" ::: "memory");
+  for (int j = 0; j < SIZE; ++j) o[i * SIZE + j] = s[0][i * SIZE + j];
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncthreads();
+  for (int j = 0; j < SIZE; ++j) o[(64 + i) * SIZE + j] = s[1][(i ^ 1) * SIZE + j];
+}"""
+
+
+@pytest.mark.parametrize(("mode", "size"), [("ca", 4), ("ca", 8), ("ca", 16), ("cg", 16)])
+def test_cp_async_with_source_size(mode: str, size: int) -> None:
+    a = RNG.integers(1, 255, 64 * size).astype("u1")
+    o = np.zeros((2, 64, size), "u1")
+    source = COPY.replace("MODE", mode).replace("SIZE", str(size))
+    bytes_ = 40 * size + size // 2
+    run(compile_ptx(source), "k", 1, 64,
+        [Arg("a", a), Arg("o", o, True), Arg("bytes", np.int32(bytes_))])  # fmt: skip
+    want = np.where(np.arange(a.size) < bytes_, a, 0)
+    np.testing.assert_array_equal(o[0].ravel(), want)
+    np.testing.assert_array_equal(o[1], a.reshape(64, size)[np.arange(64) ^ 1])
