@@ -39,17 +39,18 @@ constexpr int ROWS = 4;                      // of a thread
 constexpr int KEYS = BLOCK_K / LANES;        // of a thread, in S
 constexpr int COLUMNS = HEAD_DIM_V / LANES;  // of a thread, in O
 constexpr int THREADS = BLOCK_Q / ROWS * LANES;
-constexpr int PITCH = HEAD_DIM + 4 / sizeof(elem_t);  // elements from row to row of Q and K
+constexpr int K_PITCH = HEAD_DIM + 4 / sizeof(elem_t);  // elements from row to row of K
 
 static_assert(BLOCK_Q % 8 == 0, "a warp holds two groups of lanes, four rows each");
 static_assert(BLOCK_K % LANES == 0 && HEAD_DIM_V % LANES == 0,
               "lanes share keys and columns evenly");
-static_assert(HEAD_DIM % 4 == 0, "with an odd number of words, PITCH spreads rows over the banks");
+static_assert(HEAD_DIM % 4 == 0,
+              "with an odd number of words, K_PITCH spreads rows over the banks");
 
 // Shared memory: Q, then one tile that is K at first and V later, then the probabilities. In bytes
-// BLOCK_Q * PITCH * e + BLOCK_K * max(PITCH, HEAD_DIM_V) * e + BLOCK_Q * BLOCK_K * 4.
-constexpr int Q_ELEMENTS = BLOCK_Q * PITCH;
-constexpr int KV_ELEMENTS = BLOCK_K * (PITCH > HEAD_DIM_V ? PITCH : HEAD_DIM_V);
+// BLOCK_Q * HEAD_DIM * e + BLOCK_K * max(K_PITCH, HEAD_DIM_V) * e + BLOCK_Q * BLOCK_K * 4.
+constexpr int Q_ELEMENTS = BLOCK_Q * HEAD_DIM;
+constexpr int KV_ELEMENTS = BLOCK_K * (K_PITCH > HEAD_DIM_V ? K_PITCH : HEAD_DIM_V);
 
 // A [rows, columns] piece of a strided tensor -> shared memory, neighbouring threads taking
 // neighbouring elements. Rows at or past rows_left and columns at or past columns_left become zero.
@@ -77,9 +78,9 @@ __device__ __forceinline__ void scores(float (&s)[ROWS][KEYS], const elem_t* q_r
   for (int d = 0; d < HEAD_DIM; ++d) {
     float query[ROWS], key[KEYS];
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) query[i] = static_cast<float>(q_rows[i * PITCH + d]);
+    for (int i = 0; i < ROWS; ++i) query[i] = static_cast<float>(q_rows[i * HEAD_DIM + d]);
 #pragma unroll
-    for (int j = 0; j < KEYS; ++j) key[j] = static_cast<float>(k_rows[j * LANES * PITCH + d]);
+    for (int j = 0; j < KEYS; ++j) key[j] = static_cast<float>(k_rows[j * LANES * K_PITCH + d]);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
 #pragma unroll
@@ -133,8 +134,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_tiled(
     const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  elem_t* q_tile = reinterpret_cast<elem_t*>(shared_memory);        // [BLOCK_Q][PITCH]
-  elem_t* kv_tile = q_tile + Q_ELEMENTS;                            // [BLOCK_K][PITCH or V's]
+  elem_t* q_tile = reinterpret_cast<elem_t*>(shared_memory);  // [BLOCK_Q][HEAD_DIM]
+  elem_t* kv_tile = q_tile + Q_ELEMENTS;                      // [BLOCK_K][K_PITCH or HEAD_DIM_V]
   float* p_tile = reinterpret_cast<float*>(kv_tile + KV_ELEMENTS);  // [BLOCK_Q][BLOCK_K]
   const int x = threadIdx.x % LANES, row0 = threadIdx.x / LANES * ROWS;
 
@@ -156,17 +157,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_tiled(
   // 1. A tile of K to shared memory (and, behind the first barrier, Q), then its scores.
   const auto tile_scores = [&](float (&s)[ROWS][KEYS], int tile) {
     __syncthreads();  // the tile before is used up
-    load_tile<BLOCK_K, HEAD_DIM, PITCH>(kv_tile,
-                                        k + static_cast<i64>(tile) * BLOCK_K * k_strides.row,
-                                        k_strides.row, seqlen_k - tile * BLOCK_K, head_dim);
+    load_tile<BLOCK_K, HEAD_DIM, K_PITCH>(kv_tile,
+                                          k + static_cast<i64>(tile) * BLOCK_K * k_strides.row,
+                                          k_strides.row, seqlen_k - tile * BLOCK_K, head_dim);
     __syncthreads();
     int visible[ROWS];  // keys of the tile, counted from this thread's first
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
       visible[i] = min(seqlen_k, causal ? first_hidden + row0 + i : seqlen_k) - tile * BLOCK_K - x;
-    scores(s, q_tile + row0 * PITCH, kv_tile + x * PITCH, visible, softmax_scale_log2);
+    scores(s, q_tile + row0 * HEAD_DIM, kv_tile + x * K_PITCH, visible, softmax_scale_log2);
   };
-  load_tile<BLOCK_Q, HEAD_DIM, PITCH>(q_tile, q, q_strides.row, seqlen_q - q0, head_dim);
+  load_tile<BLOCK_Q, HEAD_DIM, HEAD_DIM>(q_tile, q, q_strides.row, seqlen_q - q0, head_dim);
 
   // 2. First pass: maximum and sum over this thread's keys, then over the lanes that share the row.
   float shift[ROWS], row_max[ROWS], row_sum[ROWS];
