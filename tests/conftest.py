@@ -1,0 +1,49 @@
+"""One cache of the test run's own, settings nobody else made, and a reason when a GPU is missing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from functools import lru_cache
+
+import hypothesis
+import pytest
+
+_IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+_CACHE = "FKJIT_CACHE_DIR"
+
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """An empty kernel cache, which the workers inherit and share: each kernel is compiled once."""
+    if not _IS_WORKER:
+        for name in [name for name in os.environ if name.startswith("FKJIT_")]:
+            del os.environ[name]
+        os.environ[_CACHE] = tempfile.mkdtemp(prefix="fkjit-tests-")
+        os.environ["FKJIT_LOG"] = "quiet"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not _IS_WORKER:
+        shutil.rmtree(os.environ.pop(_CACHE, ""), ignore_errors=True)
+
+
+@lru_cache(maxsize=1)
+def _no_gpu() -> str | None:
+    """Why no GPU can be used, or None."""
+    try:
+        import cupy
+
+        return None if cupy.cuda.runtime.getDeviceCount() else "no CUDA device"
+    except Exception as error:  # no CuPy, no driver, no device: each says so itself
+        return f"no CUDA device: {error}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    reason = _no_gpu() if item.get_closest_marker("gpu") else None
+    if reason:
+        pytest.skip(reason)
