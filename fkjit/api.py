@@ -10,7 +10,7 @@ from fkjit.arch import arch as arch_of
 from fkjit.errors import DeviceError, ParameterError
 from fkjit.interop import CPU
 from fkjit.interpret import interpret
-from fkjit.launch import launch_on_device
+from fkjit.device import launch_on_device
 from fkjit.spec import KernelSpec, Params, Problem, find, registered
 
 

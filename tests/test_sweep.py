@@ -1,0 +1,175 @@
+"""The parameter sweep: every legal variant of every kernel compiles without spills for every
+architecture, and computes the right thing, in the interpreter and on the GPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fkjit
+from fkjit import ops
+from fkjit.arch import DEFAULT_ARCHS, arch, target
+from fkjit.build import build, quiet
+from fkjit.settings import settings
+from fkjit.spec import registered
+
+ops.load()
+SPECS = registered()
+BASELINE = json.loads((Path(__file__).parent / "data" / "spill_baseline.json").read_text())
+
+
+def variant_id(spec, params):
+    return f"{spec.id} {spec.label(params)}"
+
+
+def groups(name, specs=None):
+    """(spec, arch name, head_dim or None): one test a group keeps the count of tests readable."""
+    for spec in SPECS if specs is None else specs:
+        dims = sorted({p.get("head_dim", 0) for p in spec.variants(arch(name))})
+        for head_dim in dims:
+            yield spec, name, head_dim
+
+
+ALL_GROUPS = [group for name in DEFAULT_ARCHS for group in groups(name)]
+
+
+def of_group(spec, name, head_dim):
+    return [p for p in spec.variants(arch(name)) if p.get("head_dim", 0) == head_dim]
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "head_dim"), ALL_GROUPS, ids=[f"{s.id}-{n}-{d}" for s, n, d in ALL_GROUPS]
+)
+def test_compiles_without_spills(spec, name, head_dim):
+    for params in of_group(spec, name, head_dim):
+        with quiet():
+            meta = build(spec, params, target(name)).meta
+        resources = meta["resources"]
+        assert resources["registers"] <= 255
+        excused = BASELINE.get(f"{variant_id(spec, params)} {name}", {"spill_stores": 0})
+        assert resources["spill_stores"] == excused["spill_stores"], (params, meta["problems"])
+        if not excused["spill_stores"]:
+            assert meta["problems"] == [], params
+
+
+def test_the_baseline_holds_nothing_stale_and_gives_reasons():
+    known = {
+        f"{variant_id(spec, params)} {name}"
+        for name in DEFAULT_ARCHS
+        for spec in SPECS
+        for params in spec.variants(arch(name))
+    }
+    assert set(BASELINE) <= known
+    assert all(entry["reason"] and entry["spill_stores"] > 0 for entry in BASELINE.values())
+
+
+def check_numbers(spec, params, problem, to_device, to_host):
+    rng = np.random.default_rng([len(spec.id), problem.get("seqlen_q", 0)])
+    inputs = spec.inputs(params, problem, rng)
+    arrays = {**inputs, **spec.outputs(params, problem)}
+    moved = {name: to_device(array) for name, array in arrays.items()}
+    fkjit.launch(spec, params, problem, moved)
+    assert spec.reference is not None
+    for name, expected in spec.reference(problem, inputs).items():
+        found = to_host(moved[name]).astype(np.float64)
+        finite = np.isfinite(expected)
+        assert np.array_equal(np.isneginf(found), np.isneginf(expected)), (params, name)
+        error = np.abs(found[finite] - expected[finite]).max(initial=0.0)
+        bound = spec.tolerance(params) * max(1.0, np.abs(expected[finite]).max(initial=0.0))
+        assert error <= bound, (params, problem, name, error)
+
+
+def interpreter_arch(spec):
+    """compute_80; compute_75 for what is written for it; the oldest target that can run it."""
+    return "compute_75" if spec.name.endswith("sm75") else "compute_80"
+
+
+CPU_GROUPS = [
+    (spec, interpreter_arch(spec), head_dim)
+    for spec in SPECS
+    for _, _, head_dim in groups(interpreter_arch(spec), [spec])
+]
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "head_dim"), CPU_GROUPS, ids=[f"{s.id}-{n}-{d}" for s, n, d in CPU_GROUPS]
+)
+def test_numbers_in_the_interpreter(spec, name, head_dim, monkeypatch):
+    monkeypatch.setattr("fkjit.build.settings", lambda: replace(settings(), target=name))
+    for params in of_group(spec, name, head_dim):
+        for problem in spec.problems(params, "small"):
+            with quiet():
+                check_numbers(spec, params, problem, np.copy, np.asarray)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", SPECS, ids=[s.id for s in SPECS])
+def test_numbers_on_the_gpu(spec):
+    cupy = pytest.importorskip("cupy", reason="needs CuPy")
+    from fkjit.device import device_target
+
+    count = 0
+    for params in spec.variants(device_target(0).arch):
+        for problem in spec.problems(params, "full"):
+            with quiet():
+                check_numbers(spec, params, problem, cupy.asarray, cupy.asnumpy)
+            count += 1
+    assert count > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", SPECS, ids=[s.id for s in SPECS])
+def test_numbers_from_driver_compiled_ptx(spec, monkeypatch):
+    """The path of a GPU newer than NVRTC, forced: PTX, finished by the driver."""
+    cupy = pytest.importorskip("cupy", reason="needs CuPy")
+    from fkjit import device
+
+    monkeypatch.setattr("fkjit.build.settings", lambda: replace(settings(), target="compute_80"))
+    device.forget()
+    device.device_target.cache_clear()
+    try:
+        name = "compute_80"
+        for params in list(spec.variants(arch(name)))[::7]:
+            for problem in list(spec.problems(params, "full"))[:2]:
+                with quiet():
+                    check_numbers(spec, params, problem, cupy.asarray, cupy.asnumpy)
+    finally:
+        device.forget()
+        device.device_target.cache_clear()
+
+
+@pytest.mark.gpu
+def test_the_portable_kernel_under_a_99_kb_cap(monkeypatch):
+    """A stand-in for sm_86, sm_89 and sm_120: their shared-memory limit chooses the tiles."""
+    torch = pytest.importorskip("torch", reason="needs torch")
+    from fkjit import device
+    from fkjit.ops import attention as module
+
+    real = device.device_target(0)
+    small = arch("sm_120a")
+    capped = replace(
+        real,
+        arch=replace(
+            real.arch, shared_per_block=small.shared_per_block, shared_per_sm=small.shared_per_sm
+        ),
+    )
+    monkeypatch.setattr(module, "device_target", lambda device: capped)
+    monkeypatch.setattr(device, "device_target", lambda device: capped)
+    device.forget()
+    module._plans.clear()
+    for head_dim in (64, 128, 256):
+        q, k, v = (torch.randn(2, 4, 700, head_dim, device="cuda").half() for _ in range(3))
+        o = fkjit.attention(q, k, v, causal=True)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q.double(), k.double(), v.double(), is_causal=True
+        )
+        assert (o.double() - expected).abs().max().item() < 4e-3
+    assert device._loaded and all(
+        kernel.shared_bytes <= 101_376 for kernel in launch._loaded.values()
+    )
+    device.forget()
+    module._plans.clear()
