@@ -35,6 +35,7 @@ Compute = Callable[[np.ndarray], Any]  # fills its argument, writing it last: in
 
 OPCODES: dict[str, Callable[[Decoder, Instruction], Step]] = {}
 CONTROL: dict[str, Callable[[Decoder, Instruction], Step]] = {}
+PREPARE: list[Callable[[Decoder], None]] = []  # called before anything is decoded
 
 
 def opcode(*names: str) -> Callable[[Any], Any]:
@@ -74,7 +75,10 @@ class Decoder:
         self.function = function
         self.registers = machine.registers
         self.private = private_registers(function)
+        self.watchers: dict[str, list[Callable[[], None]]] = {}  # by register, see `notify`
         self._scratch: dict[tuple[np.dtype, str], np.ndarray] = {}
+        for prepare in PREPARE:
+            prepare(self)
 
     def decode(self, ins: Instruction) -> Step:
         """The step of a plain instruction; raises InterpreterError for an unknown one."""
@@ -89,7 +93,22 @@ class Decoder:
             raise unsupported(ins, str(error).removeprefix("interpreter: ")) from error
         except (IndexError, KeyError, ValueError, AttributeError, TypeError) as error:
             raise unsupported(ins, f"{type(error).__name__}: {error}") from error
-        return self._guarded(ins, step) if ins.guard else step
+        return self.notify(ins, self._guarded(ins, step) if ins.guard else step)
+
+    def notify(self, ins: Instruction, step: Step) -> Step:
+        """A step that afterwards calls the watchers of the registers that it writes."""
+        _, writes = reads_and_writes(ins)
+        calls = [call for name in dict.fromkeys(writes) for call in self.watchers.get(name, ())]
+        if not calls:
+            return step
+
+        def run(group: Group) -> Any:
+            result = step(group)
+            for call in calls:
+                call()
+            return result
+
+        return run
 
     def _guarded(self, ins: Instruction, step: Step) -> Step:
         assert ins.guard is not None
@@ -122,6 +141,13 @@ class Decoder:
         key = (np.dtype(dtype), name)
         if key not in self._scratch:
             self._scratch[key] = np.empty(self.machine.layout.lanes, key[0])
+        return self._scratch[key]
+
+    def scratch_of(self, size: int, dtype: Any, name: str) -> np.ndarray:
+        """A shared array of a size of its own, for use inside one step."""
+        key = (np.dtype(dtype), name)
+        if key not in self._scratch:
+            self._scratch[key] = np.empty(size, key[0])
         return self._scratch[key]
 
     def immediate(self, operand: Operand) -> int:

@@ -20,6 +20,7 @@ from fkjit.interp import (  # noqa: F401  (their decoders register themselves)
     convert,
     loadstore,
     logic,
+    mma,
     move,
     tensor,
     warp,

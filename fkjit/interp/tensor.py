@@ -1,11 +1,7 @@
-"""mma.sync, ldmatrix, stmatrix, movmatrix: tensor-core fragments of all warps at once.
+"""ldmatrix, stmatrix, movmatrix: 8x8 matrices of halves between shared memory and registers.
 
-A register of a fragment holds, in lane 4g+t, elements (g, 2t) and (g, 2t+1) of an 8x8 matrix: seen
-as halves, one register of a warp *is* that matrix, row by row. So fragments need no index tables.
-
-    m16n8k16: a0 = rows 0-7,  k 0-7   a2 = rows 0-7,  k 8-15     d0,d1 = row g,   cols 2t, 2t+1
-              a1 = rows 8-15, k 0-7   a3 = rows 8-15, k 8-15     d2,d3 = row g+8, cols 2t, 2t+1
-              b0 = k 0-7 (by column), b1 = k 8-15
+A register holds, in lane 4g+t, elements (g, 2t) and (g, 2t+1) of a matrix: seen as halves, one
+register of a warp *is* the matrix, row by row. So nothing here needs a table of indices.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fkjit.interp import halves
 from fkjit.interp.decode import Decoder, Step, control
 from fkjit.interp.lanes import WARP, Group
 from fkjit.interp.loadstore import Locator
@@ -24,7 +19,7 @@ from fkjit.interp.warp import warp_meeting
 Wide = np.dtype("c16")
 
 
-def _warps(d: Decoder, ins: Instruction, group: Group) -> np.ndarray | None:
+def whole_warps(d: Decoder, ins: Instruction, group: Group) -> np.ndarray | None:
     """Numbers of the group's warps, None for all; every one must be complete."""
     if group.full:
         return None
@@ -89,7 +84,7 @@ def ldmatrix(d: Decoder, ins: Instruction) -> Step:
     addressing = _row_lanes(d, count)
 
     def act(group: Group) -> None:
-        warps = _warps(d, ins, group)
+        warps = whole_warps(d, ins, group)
         rows_of = group if count == 4 else addressing(group)
         at = locator.locate(rows_of)
         if not at.shared:
@@ -120,7 +115,7 @@ def stmatrix(d: Decoder, ins: Instruction) -> Step:
     shared, addressing = d.machine.memory.shared, _row_lanes(d, count)
 
     def act(group: Group) -> None:
-        warps = _warps(d, ins, group)
+        warps = whole_warps(d, ins, group)
         at = locator.locate(group if count == 4 else addressing(group))
         rows = np.stack([_pick(source, warps).reshape(-1, 8, 4) for source in sources], 1)
         if transpose:
@@ -138,54 +133,7 @@ def movmatrix(d: Decoder, ins: Instruction) -> Step:
     out, source = d.dst(ins.args[0], "b32"), d.src(ins.args[1], "b32")
 
     def act(group: Group) -> None:
-        warps = _warps(d, ins, group)
+        warps = whole_warps(d, ins, group)
         _put(out, warps, _transposed(_pick(source, warps).reshape(-1, 8, 4)).reshape(-1, WARP))
 
     return warp_meeting(d, ins, None, act)
-
-
-_SHAPES = {("m16n8k16", "f16"), ("m16n8k16", "bf16"), ("m16n8k8", "f16"), ("m16n8k8", "bf16")}
-
-
-@control("mma")
-def mma(d: Decoder, ins: Instruction) -> Step:
-    """mma.sync.aligned.m16n8k{8,16}.row.col.f32.{f16,bf16}.{f16,bf16}.f32 d, a, b, c.
-
-    Products are exact in float32; sums are float32, in whatever order BLAS takes.
-    """
-    if ins.op[1:3] != ("sync", "aligned") or ins.op[4:6] != ("row", "col") or len(ins.op) != 10:
-        raise ValueError("form of mma")
-    shape, (to, kind, other, of) = ins.op[3], ins.op[6:]
-    if (shape, kind) not in _SHAPES or kind != other or (to, of) != ("f32", "f32"):
-        raise ValueError(f"{shape} of {kind}, {other}, {of}")
-    steps = 2 if shape == "m16n8k16" else 1
-    outs = [d.dst(item, "f32") for item in d.items(ins.args[0])]
-    a, b = ([d.src(item, "b32") for item in d.items(arg)] for arg in ins.args[1:3])
-    c = [d.src(item, "f32") for item in d.items(ins.args[3])]
-    if (len(outs), len(a), len(b), len(c)) != (4, 2 * steps, steps, 4):
-        raise ValueError("number of registers")
-
-    def act(group: Group) -> None:
-        warps = _warps(d, ins, group)
-        left = _assemble(kind, [_pick(x, warps) for x in a], 2)
-        right = _assemble(kind, [_pick(x, warps) for x in b], 1)
-        product = np.matmul(left, right.swapaxes(1, 2)).reshape(-1, 2, 8, 4, 2)
-        added = [_pick(np.broadcast_to(x, outs[0].shape), warps).reshape(-1, 8, 4) for x in c]
-        for number, out in enumerate(outs):
-            part = product[:, number >> 1, :, :, number & 1] + added[number]
-            _put(out, warps, part.reshape(-1, WARP))
-
-    return warp_meeting(d, ins, None, act)
-
-
-def _assemble(kind: str, registers: list[np.ndarray], tall: int) -> np.ndarray:
-    """Registers [warps, 32] -> float32 [warps, 8*tall, 8*registers/tall]."""
-    warps, across = registers[0].shape[0], len(registers) // tall
-    matrix = np.empty((warps, tall, 8, across), Wide)  # one row of an 8x8 matrix is 16 bytes
-    for number, register in enumerate(registers):
-        rows = np.ascontiguousarray(register).view(Wide).reshape(warps, 8)
-        matrix[:, number % tall, :, number // tall] = rows
-    bits = matrix.view(np.uint16).reshape(warps, 8 * tall, 8 * across)
-    return halves.to_float(kind, bits)
-
-

@@ -25,8 +25,10 @@ def ballot(mask: np.ndarray) -> np.ndarray:
 class _Meeting:
     """Lanes wait here until all that their member masks name have come (or have ended)."""
 
-    def __init__(self, d: Decoder, ins: Instruction, act: Callable[[Group], None]) -> None:
-        self.d, self.ins, self.act = d, ins, act
+    def __init__(
+        self, d: Decoder, ins: Instruction, act: Callable[[Group], None], following: int
+    ) -> None:
+        self.d, self.ins, self.act, self.following = d, ins, act, following
         self.parked = np.zeros(d.machine.layout.lanes, bool)
         self.members = np.zeros(d.machine.layout.lanes, np.uint32)
         d.machine.listeners.append(self._clear)
@@ -57,28 +59,33 @@ class _Meeting:
             none = np.zeros_like(self.parked)
             ready = self.come(none, self.members)
             if ready.any():
-                self.d.machine.push(self.ins.pc + 1, ready)
+                self.d.machine.push(self.following, ready)
 
 
 def warp_meeting(
-    d: Decoder, ins: Instruction, members: Operand | None, act: Callable[[Group], None]
-) -> Step:
-    """A control step: the named lanes of each warp meet, `act` on them, go on."""
-    meeting = _Meeting(d, ins, act)
+    d: Decoder, ins: Instruction, members: Operand | None, act: Callable[[Group], None],
+    skip: int = 1,
+) -> Step:  # fmt: skip
+    """A control step: the named lanes of each warp meet, `act` on them, go on `skip` further."""
+    act = d.notify(ins, act)
+    following = ins.pc + skip
+    meeting = _Meeting(d, ins, act, following)
     mask = np.array([ALL], np.uint32) if members is None else d.src(members, "u32")
     simple = mask.size == 1 and int(mask[0]) == ALL and ins.guard is None
 
     def run(group: Group) -> int | None:
         if simple and (group.full or _whole_warps(group, d)):
             act(group)
-            return ins.pc + 1
+            return following
         lanes = guard_mask(d, ins, group)
         if d.machine.checked and mask.size > 1:
             _check_member(d, ins, lanes, mask)
         ready = meeting.come(lanes, mask)
-        on = (group.mask & ~lanes) | ready
-        if on.any():
-            d.machine.push(ins.pc + 1, on)
+        unguarded = group.mask & ~lanes
+        if unguarded.any():
+            d.machine.push(ins.pc + 1, unguarded)
+        if ready.any():
+            d.machine.push(following, ready)
         return None
 
     return run
