@@ -21,10 +21,7 @@
 
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
-#include "device/fragment.cuh"
-#include "device/mma.cuh"
-#include "device/online_softmax.cuh"
-#include "device/tile_copy.cuh"
+#include "device/attention_mma.cuh"
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${block_q};  // query rows of a block
@@ -40,7 +37,8 @@ constexpr bool Q_IN_REGISTERS = ${q_in_registers};
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int ROWS_A_WARP = BLOCK_Q / NUM_WARPS;
 constexpr int M_BLOCKS = ROWS_A_WARP / 16;  // 16-row mma blocks of a warp
-constexpr int QK_STEPS = HEAD_DIM / 16, PV_STEPS = BLOCK_K / 16;
+constexpr int QK_STEPS = HEAD_DIM / 16;
+constexpr int MMA_K = 16;
 
 static_assert(ROWS_A_WARP == 16 || ROWS_A_WARP == 32, "a warp owns one or two mma row blocks");
 static_assert(BLOCK_K % 16 == 0, "the PV product takes keys 16 at a time");
@@ -57,63 +55,6 @@ constexpr int STAGE_BYTES = KTile::BYTES + VTile::BYTES;
 using QReader = FragmentReader<QTile, BlockOrder::ROW_MAJOR>;
 using KReader = FragmentReader<KTile, BlockOrder::COL_MAJOR>;
 using VReader = FragmentReader<VTile, BlockOrder::ROW_MAJOR>;
-
-// S = Q K^T for this warp's rows and one tile of keys.
-__device__ __forceinline__ void multiply_qk(float (&s)[M_BLOCKS][BLOCK_K / 8][4],
-                                            u32 (&q_fragments)[QK_STEPS][M_BLOCKS][4], u32 q_tile,
-                                            const QReader& q_reader, u32 k_tile,
-                                            const KReader& k_reader) {
-#pragma unroll
-  for (int step = 0; step < QK_STEPS; ++step) {
-    if (!Q_IN_REGISTERS) {
-#pragma unroll
-      for (int m = 0; m < M_BLOCKS; ++m)
-        ldmatrix_x4(q_fragments[step][m], q_reader.address(q_tile, m, step));
-    }
-#pragma unroll
-    for (int n = 0; n < BLOCK_K / 16; ++n) {
-      u32 b[4];
-      ldmatrix_x4(b, k_reader.address(k_tile, n, step));
-#pragma unroll
-      for (int m = 0; m < M_BLOCKS; ++m) {
-        mma_m16n8k16<elem_t>(s[m][2 * n], q_fragments[step][m], b[0], b[1]);
-        mma_m16n8k16<elem_t>(s[m][2 * n + 1], q_fragments[step][m], b[2], b[3]);
-      }
-    }
-  }
-}
-
-// O += exp2(S * scale_log2 - max) V, sixteen keys at a time; adds the row sums on the way.
-__device__ __forceinline__ void multiply_pv(float (&o)[M_BLOCKS][HEAD_DIM_V / 8][4],
-                                            const float (&s)[M_BLOCKS][BLOCK_K / 8][4],
-                                            OnlineSoftmax<M_BLOCKS>& softmax, float scale_log2,
-                                            u32 v_tile, const VReader& v_reader) {
-#pragma unroll
-  for (int step = 0; step < PV_STEPS; ++step) {
-    u32 p[M_BLOCKS][4];
-#pragma unroll
-    for (int m = 0; m < M_BLOCKS; ++m)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {  // register i of the A fragment: rows g + 8 * (i % 2)
-        const float* pair = &s[m][2 * step + i / 2][2 * (i % 2)];
-        const float offset = softmax.offset(m, i % 2, scale_log2);
-        const float low = exp2_fast(fmaf(pair[0], scale_log2, -offset));
-        const float high = exp2_fast(fmaf(pair[1], scale_log2, -offset));
-        softmax.row_sum[m][i % 2] += low + high;
-        p[m][i] = pack2<elem_t>(low, high);
-      }
-#pragma unroll
-    for (int n = 0; n < HEAD_DIM_V / 16; ++n) {
-      u32 b[4];
-      ldmatrix_x4_trans(b, v_reader.address(v_tile, step, n));
-#pragma unroll
-      for (int m = 0; m < M_BLOCKS; ++m) {
-        mma_m16n8k16<elem_t>(o[m][2 * n], p[m], b[0], b[1]);
-        mma_m16n8k16<elem_t>(o[m][2 * n + 1], p[m], b[2], b[3]);
-      }
-    }
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flash(
     const elem_t* __restrict__ q,  // [batch, heads_q, seqlen_q, head_dim]    strides in elements,
@@ -202,61 +143,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
     const u32 stage = ring + (tile % STAGES) * STAGE_BYTES;
 
     float s[M_BLOCKS][BLOCK_K / 8][4] = {};
-    multiply_qk(s, q_fragments, warp_q_tile, q_reader, stage, k_reader);
+    multiply_qk<elem_t, MMA_K, Q_IN_REGISTERS>(s, q_fragments, warp_q_tile, q_reader, stage,
+                                               k_reader);
 
-    if (tile >= unmasked_tiles) {
-#pragma unroll
-      for (int m = 0; m < M_BLOCKS; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = warp * ROWS_A_WARP + m * 16 + lane / 4 + half * 8;
-          const int visible =
-              min(seqlen_k, causal ? first_hidden + row : seqlen_k) - tile * BLOCK_K - lane % 4 * 2;
-#pragma unroll
-          for (int n = 0; n < BLOCK_K / 8; ++n) {
-            if (n * 8 >= visible) s[m][n][2 * half] = NEG_INFINITY;
-            if (n * 8 + 1 >= visible) s[m][n][2 * half + 1] = NEG_INFINITY;
-          }
-        }
-    }
+    if (tile >= unmasked_tiles)
+      mask_scores(s, lane, [&](int row) {
+        const int row_in_block = warp * ROWS_A_WARP + row;
+        return min(seqlen_k, causal ? first_hidden + row_in_block : seqlen_k) - tile * BLOCK_K;
+      });
 
     float correction[M_BLOCKS][2];
-    if (softmax.raise_max(s, scale_log2, correction)) {
-#pragma unroll
-      for (int m = 0; m < M_BLOCKS; ++m)
-#pragma unroll
-        for (int n = 0; n < HEAD_DIM_V / 8; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) acc[m][n][i] *= correction[m][i / 2];
-    }
-    multiply_pv(acc, s, softmax, scale_log2, stage + KTile::BYTES, v_reader);
+    if (softmax.raise_max(s, scale_log2, correction)) scale_rows(acc, correction);
+    multiply_pv<elem_t, MMA_K>(acc, s, softmax, scale_log2, stage + KTile::BYTES, v_reader);
   }
 
   // 3. Normalise; the output is staged over this warp's own rows of Q, then stored in whole chunks.
   cp_async_wait<0>();
   __syncthreads();
-  const u32 warp_o_tile = q_tile + warp * ROWS_A_WARP * OTile::ROW_BYTES;
-#pragma unroll
-  for (int m = 0; m < M_BLOCKS; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = m * 16 + lane / 4 + half * 8;
-      const int block_row = warp * ROWS_A_WARP + row;
-      const float sum = softmax.total(m, half);
-      const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-#pragma unroll
-      for (int n = 0; n < HEAD_DIM_V / 8; ++n) {
-        const u32 address = warp_o_tile + n / OTile::CHUNKS * OTile::PANEL_BYTES +
-                            OTile::offset(row, n % OTile::CHUNKS) + lane % 4 * 4;
-        store_shared_word(address, pack2<elem_t>(acc[m][n][2 * half] * inverse,
-                                                 acc[m][n][2 * half + 1] * inverse));
-      }
-      if (lse != nullptr && lane % 4 == 0 && q0 + block_row < seqlen_q)
-        lse[(static_cast<i64>(batch) * heads_q + head) * seqlen_q + q0 + block_row] =
-            softmax.lse(m, half, sum, scale_log2);
-    }
+  const int warp_row = warp * ROWS_A_WARP, rows_left = last_row + 1 - warp_row;
+  const u32 warp_o_tile = q_tile + warp_row * OTile::ROW_BYTES;
+  if (lse != nullptr) lse += (static_cast<i64>(batch) * heads_q + head) * seqlen_q + q0 + warp_row;
+  finish_rows<elem_t, OTile>(acc, softmax, scale_log2, lane, warp_o_tile, lse, rows_left);
   __syncwarp();
-  store_tile<OTile, ROWS_A_WARP, ALIGNED>(o + warp * ROWS_A_WARP * o_strides.row, o_strides.row,
-                                          warp_o_tile, lane, last_row + 1 - warp * ROWS_A_WARP,
-                                          head_dim_v);
+  store_tile<OTile, ROWS_A_WARP, ALIGNED>(o + warp_row * o_strides.row, o_strides.row, warp_o_tile,
+                                          lane, rows_left, head_dim_v);
 }

@@ -51,3 +51,20 @@ __device__ __forceinline__ void mma_m16n8k16<bf16>(float (&d)[4], const u32 (&a)
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+template <typename A, typename B>
+constexpr bool SAME_TYPE = false;
+template <typename A>
+constexpr bool SAME_TYPE<A, A> = true;
+
+// The k16 step by the k of its instruction: MMA_K = 16, or 8 where that is all there is (sm_75).
+template <typename T, int MMA_K>
+__device__ __forceinline__ void mma_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  static_assert(MMA_K == 16 || MMA_K == 8, "the k of mma.m16n8k16 and mma.m16n8k8");
+  static_assert(MMA_K == 16 || SAME_TYPE<T, fp16>, "sm_75 multiplies fp16 only");
+  if constexpr (MMA_K == 16) {
+    mma_m16n8k16<T>(d, a, b0, b1);
+  } else {
+    mma_m16n8k8_twice(d, a, b0, b1);
+  }
+}
