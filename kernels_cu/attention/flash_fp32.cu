@@ -30,8 +30,8 @@ using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${block_q};  // query rows of a block
 constexpr int BLOCK_K = ${block_k};  // keys of a tile
 constexpr int NUM_WARPS = ${num_warps};
-constexpr int HEAD_DIM = ${head_dim};      // of q and k, padded with zeros
-constexpr int HEAD_DIM_V = ${head_dim_v};  // of v and o, padded
+constexpr int HEAD_DIM = ${head_dim};                    // of q and k, padded with zeros
+constexpr int HEAD_DIM_V = round_up(${head_dim_v}, 64);  // of v and o, padded: 16 lanes, float4s
 constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the registers
 constexpr bool ALIGNED = ${aligned};       // rows of q, k, v, o start on 16-byte boundaries
 
@@ -45,7 +45,6 @@ constexpr int VECTORS = HEAD_DIM_V / (4 * LANES);  // float4s of a thread, in O
 static_assert(ROWS >= 1 && ROWS * THREADS == BLOCK_Q * LANES, "warps share the rows evenly");
 static_assert(BLOCK_K % LANES == 0, "lanes share the keys evenly");
 static_assert(HEAD_DIM % 32 == 0, "the padding of QK_PITCH turns rows by four banks");
-static_assert(HEAD_DIM_V % (4 * LANES) == 0, "lanes share the columns in whole float4s");
 
 // Shared memory in floats: Q and K with padding, V without (its rows are read along), P with.
 constexpr int QK_PITCH = HEAD_DIM + 4, P_PITCH = BLOCK_K + 4;

@@ -6,8 +6,8 @@
    memory. Still two passes, because a probability needs the whole row's maximum and sum:
 
      pass 1, each tile:   S = c Q K^T;   m' = max(m, rowmax S);   l = l * 2^(m - m') + rowsum 2^(S - m')
-     pass 2, each tile:   S = c Q K^T;   P = 2^(S - m - log2 l);  O += P V
-     at the end:          lse = (m + log2 l) * ln(2)             with c = softmax_scale * log2(e)
+     pass 2, each tile:   S = c Q K^T;   P = 2^(S - m) / l;   O += P V
+     at the end:          lse = (m + log2 l) * ln(2)          with c = softmax_scale * log2(e)
 
    What a tile costs, for head dimension D of q, k, v and e bytes an element:
      memory   K twice, V once: 3 * BLOCK_K * D * e bytes
@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_tiled(
   load_tile<BLOCK_Q, HEAD_DIM, HEAD_DIM>(q_tile, q, q_strides.row, seqlen_q - q0, head_dim);
 
   // 2. First pass: maximum and sum over this thread's keys, then over the lanes that share the row.
-  float shift[ROWS], row_max[ROWS], row_sum[ROWS];
+  float row_max[ROWS], row_sum[ROWS];
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) row_max[i] = NEG_INFINITY, row_sum[i] = 0.f;
   for (int tile = 0; tile < tiles; ++tile) {
@@ -181,18 +181,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_tiled(
   }
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
-    const float top = lanes_max<LANES>(row_max[i]);
-    const float sum =
-        lanes_sum<LANES>(top == NEG_INFINITY ? 0.f : row_sum[i] * exp2_fast(row_max[i] - top));
+    const float lane_max = row_max[i], top = lanes_max<LANES>(lane_max);
+    row_max[i] = top == NEG_INFINITY ? 0.f : top;  // a row without keys: P = 2^(-inf - 0) = 0
+    row_sum[i] = lanes_sum<LANES>(row_sum[i] * exp2_fast(lane_max - row_max[i]));
     const int row = q0 + row0 + i;
-    shift[i] = sum == 0.f ? 0.f : top + log2f(sum);  // a row without keys: 2^(-inf - 0) = 0
     if (lse != nullptr && x == 0 && row < seqlen_q)
       lse[(static_cast<i64>(batch) * heads_q + head) * seqlen_q + row] =
-          sum == 0.f ? NEG_INFINITY : shift[i] * LN2;
+          (row_max[i] + log2f(row_sum[i])) * LN2;
   }
 
   // 3. Second pass: probabilities to shared memory (read by their own warp only), V over K.
-  float acc[ROWS][COLUMNS] = {};
+  float acc[ROWS][COLUMNS] = {}, inverse[ROWS];
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) inverse[i] = row_sum[i] == 0.f ? 0.f : 1.f / row_sum[i];
   for (int tile = 0; tile < tiles; ++tile) {
     float s[ROWS][KEYS];
     tile_scores(s, tile);
@@ -200,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_tiled(
     for (int i = 0; i < ROWS; ++i)
 #pragma unroll
       for (int j = 0; j < KEYS; ++j)
-        p_tile[(row0 + i) * BLOCK_K + x + j * LANES] = exp2_fast(s[i][j] - shift[i]);
+        p_tile[(row0 + i) * BLOCK_K + x + j * LANES] = exp2_fast(s[i][j] - row_max[i]) * inverse[i];
     __syncthreads();
     load_tile<BLOCK_K, HEAD_DIM_V, HEAD_DIM_V>(
         kv_tile, v + static_cast<i64>(tile) * BLOCK_K * v_strides.row, v_strides.row,
