@@ -147,7 +147,7 @@ def test_the_portable_kernel_under_a_99_kb_cap(monkeypatch):
     """A stand-in for sm_86, sm_89 and sm_120: their shared-memory limit chooses the tiles."""
     torch = pytest.importorskip("torch", reason="needs torch")
     from fkjit import device
-    from fkjit.ops import attention as module
+    from fkjit.ops import attention_plan
 
     real = device.device_target(0)
     small = arch("sm_120a")
@@ -157,10 +157,10 @@ def test_the_portable_kernel_under_a_99_kb_cap(monkeypatch):
             real.arch, shared_per_block=small.shared_per_block, shared_per_sm=small.shared_per_sm
         ),
     )
-    monkeypatch.setattr(module, "device_target", lambda device: capped)
+    monkeypatch.setattr("fkjit.ops.attention_checks.device_target", lambda device: capped)
     monkeypatch.setattr(device, "device_target", lambda device: capped)
     device.forget()
-    module._plans.clear()
+    attention_plan.plans.clear()
     for head_dim in (64, 128, 256):
         q, k, v = (torch.randn(2, 4, 700, head_dim, device="cuda").half() for _ in range(3))
         o = fkjit.attention(q, k, v, causal=True)
@@ -169,7 +169,7 @@ def test_the_portable_kernel_under_a_99_kb_cap(monkeypatch):
         )
         assert (o.double() - expected).abs().max().item() < 4e-3
     assert device._loaded and all(
-        kernel.shared_bytes <= 101_376 for kernel in launch._loaded.values()
+        kernel.shared_bytes <= 101_376 for kernel in device._loaded.values()
     )
     device.forget()
-    module._plans.clear()
+    attention_plan.plans.clear()

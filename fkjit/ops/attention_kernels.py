@@ -270,9 +270,17 @@ def implementation(impl: str, dtype: str, arch: Arch) -> KernelSpec:
     return FLASH
 
 
-def parameters(spec: KernelSpec, problem: Problem, block: Any, aligned: bool, arch: Arch) -> dict[str, Any]:
+def parameters(
+    spec: KernelSpec, problem: Problem, block: Any, aligned: bool, arch: Arch
+) -> dict[str, Any]:
     head_dim, head_dim_v = padded_dims(problem["head_dim"], problem["head_dim_v"])
-    params = {"dtype": problem["dtype"], "head_dim": head_dim, "head_dim_v": head_dim_v, "block": block, "aligned": aligned}
+    params = {
+        "dtype": problem["dtype"],
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "block": block,
+        "aligned": aligned,
+    }
     if block is None:
         params["block"] = choose_block(spec, params, problem, arch)
     spec.check(params, arch)

@@ -1,0 +1,1 @@
+"""Measurements: `python -m bench.attention`, `bench.host`, `bench.first_call`; see NOTES.md."""
