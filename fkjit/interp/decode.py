@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,6 +98,8 @@ class Decoder:
 
     def notify(self, ins: Instruction, step: Step) -> Step:
         """A step that afterwards calls the watchers of the registers that it writes."""
+        if not self.watchers:
+            return step
         _, writes = reads_and_writes(ins)
         calls = [call for name in dict.fromkeys(writes) for call in self.watchers.get(name, ())]
         if not calls:
@@ -194,6 +197,7 @@ def only(ins: Instruction, allowed: Iterable[str]) -> None:
         raise ValueError(f"modifier .{extra[0]}")
 
 
+@lru_cache(maxsize=64)
 def segment_starts(function: Function) -> set[int]:
     """Where straight-line runs begin: labels, and before and after control instructions."""
     starts = set(function.labels.values()) | {0}
@@ -208,6 +212,7 @@ def is_control(ins: Instruction) -> bool:
     return ins.op[0] in CONTROL
 
 
+@lru_cache(maxsize=64)
 def private_registers(function: Function) -> set[str]:
     """Registers that live within one straight-line run, so that nobody minds what other lanes hold.
 

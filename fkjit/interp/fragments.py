@@ -11,6 +11,8 @@ that only other mma instructions read never become registers at all.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from fkjit.interp.arena import WIDE
@@ -82,6 +84,7 @@ def names(ins: Instruction, operand: int) -> tuple[str, ...]:
     return tuple(registers_in(ins.args[operand]))
 
 
+@lru_cache(maxsize=64)
 def zero_registers(function: Function) -> set[str]:
     """Registers whose only definition is a mov of zero: an mma need not add them."""
     writes: dict[str, int] = {}
@@ -96,6 +99,7 @@ def zero_registers(function: Function) -> set[str]:
     return {name for name in zeros if writes[name] == 1}
 
 
+@lru_cache(maxsize=64)
 def resident_accumulators(function: Function) -> set[tuple[str, ...]]:
     """Groups of four registers that are only ever written and read whole, by mma instructions."""
     groups: set[tuple[str, ...]] = set()

@@ -7,6 +7,7 @@ st.param inside a body become local accesses to the buffers that the caller fill
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from fkjit.errors import InterpreterError
 from fkjit.interp.decode import unsupported
@@ -27,6 +28,7 @@ MAX_INSTRUCTIONS = 200_000
 MAX_DEPTH = 32
 
 
+@lru_cache(maxsize=64)
 def inline_calls(module: Module, kernel: Function) -> Function:
     """The kernel without calls; raises InterpreterError for indirect and recursive ones."""
     if not any(ins.op[0] == "call" for ins in kernel.instructions):
@@ -71,9 +73,9 @@ class _Inliner:
     ) -> None:
         guard = (names[ins.guard[0]], ins.guard[1]) if ins.guard else None
         args = tuple(_renamed(arg, names) for arg in ins.args)
-        mine = replace(ins, args=args, guard=guard)
+        mine = replace(ins, args=args, guard=guard, _registers=None)
         if ins.op[0] == "ret" and end is not None:
-            mine = replace(mine, op=("bra",), args=(Sym(end),))
+            mine = replace(mine, op=("bra",), args=(Sym(end),), _registers=None)
         if ins.op[0] == "call":
             self._call(mine, ins, depth)
             return

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 
 import numpy as np
 
@@ -35,6 +37,7 @@ from fkjit.interp.report import Reporter
 from fkjit.interp.shared import LocalMemory, SharedMemory
 
 MAX_LANES = 4096  # threads that run together: more amortise NumPy's overhead, but leave its caches
+MAX_MACHINES = 4  # decoded kernels kept for their next launch
 CHECKS = ("mem", "off")
 
 
@@ -92,17 +95,29 @@ def run(
     launch = _Launch(module, kernel, layout, arguments, dynamic_shared, checks, title or entry)
     with np.errstate(all="ignore"):
         machine = launch.machine()
-        batches = _run_batches(machine, layout, progress)
+        before = machine.executed
+        batches = _run_batches(machine, progress)
     launch.copy_back()
-    return Stats(
-        time.perf_counter() - started, layout.blocks, layout.threads, batches, machine.executed
-    )
+    _keep(launch, machine)
+    seconds = time.perf_counter() - started
+    return Stats(seconds, layout.blocks, layout.threads, batches, machine.executed - before)
 
 
-def _run_batches(
-    machine: Machine, layout: Layout, progress: Callable[[float], None] | None
-) -> int:
-    batches = 0
+_machines: OrderedDict[tuple[object, ...], Machine] = OrderedDict()  # decoded and idle
+_machines_lock = Lock()
+
+
+def _keep(launch: _Launch, machine: Machine) -> None:
+    """Keep a machine for the next launch of its shape; not called after a fault."""
+    machine.memory.globals = GlobalMemory(machine.reporter, True)
+    with _machines_lock:
+        _machines[launch.key] = machine
+        while len(_machines) > MAX_MACHINES:
+            _machines.popitem(last=False)
+
+
+def _run_batches(machine: Machine, progress: Callable[[float], None] | None) -> int:
+    batches, layout = 0, machine.layout
     for first in range(0, layout.blocks, layout.ctas):
         machine.run_batch(first)
         batches += 1
@@ -151,6 +166,8 @@ class _Launch:
             )
         self.layout, self.arguments, self.checked = layout, arguments, checks != "off"
         self.kernel = inline_calls(module, kernel)
+        self.key = (self.kernel, layout.grid, layout.block, dynamic_shared, self.checked)
+        self.module, self.dynamic_shared = module, dynamic_shared
         self.reporter = Reporter(title, layout)
         self.arena = GlobalMemory(self.reporter, self.checked)
         self.symbols: dict[str, int] = {}
@@ -160,18 +177,31 @@ class _Launch:
         self.arena.build()
         self.arena.contents(parameters.place)[:] = np.frombuffer(parameters.data, np.uint8)
         self._holes()
-        self.shared = SharedMemory(
-            self._spaced(module, "shared"), dynamic_shared, layout, self.reporter, self.checked
-        )
-        local = [v for v in self.kernel.variables if v.space in ("local", "param")]
-        self.local = LocalMemory(local, layout, self.reporter)
-        self.symbols.update(self.shared.offsets)
-        self.symbols.update(self.local.offsets)
         self._relocate(module)
 
     def machine(self) -> Machine:
-        """The kernel decoded; raises InterpreterError for what is not supported."""
-        memory = Memory(self.arena, self.shared, self.local, self.symbols)
+        """The kernel decoded, or an idle machine of the same kernel, grid and block.
+
+        Raises InterpreterError for what is not supported.
+        """
+        with _machines_lock:
+            machine = _machines.pop(self.key, None)
+        if machine is None or not self.symbols.items() <= machine.memory.symbols.items():
+            return self._decoded()
+        machine.reporter.title = self.reporter.title
+        self.arena.reporter = machine.reporter
+        machine.memory.globals = self.arena
+        return machine
+
+    def _decoded(self) -> Machine:
+        shared = SharedMemory(
+            self._spaced(self.module, "shared"), self.dynamic_shared, self.layout, self.reporter,
+            self.checked,
+        )  # fmt: skip
+        private = [v for v in self.kernel.variables if v.space in ("local", "param")]
+        local = LocalMemory(private, self.layout, self.reporter)
+        symbols = {**self.symbols, **shared.offsets, **local.offsets}
+        memory = Memory(self.arena, shared, local, symbols)
         return Machine(self.kernel, self.layout, memory, self.reporter, self.checked)
 
     def _spaced(self, module: Module, *spaces: str) -> list[Variable]:
@@ -204,7 +234,8 @@ class _Launch:
             top = -(-top // variable.align) * variable.align
             offsets.append(top)
             top += variable.size
-        data = bytearray(max(top, 1))
+        data = bytearray(max(top, 1))  # placed first: its address is decoded into instructions
+        place = self.arena.add("kernel parameters", np.zeros(len(data), np.uint8), writable=False)
         for argument, variable, at in zip(self.arguments, self.kernel.params, offsets, strict=True):
             value = self._value(argument)
             if len(value) != variable.size:
@@ -213,7 +244,6 @@ class _Launch:
                     f"parameter has {variable.size}"
                 )
             data[at : at + variable.size] = value
-        place = self.arena.add("kernel parameters", np.zeros(len(data), np.uint8), writable=False)
         for variable, at in zip(self.kernel.params, offsets, strict=True):
             self.symbols[variable.name] = place.address + at
         return _Parameters(bytes(data), place)

@@ -7,6 +7,7 @@ float32; sums are float32 in whatever order BLAS takes, which a GPU's need not e
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ class Plan:
     fragments: dict[tuple[object, ...], Fragment] = field(default_factory=dict)
 
 
+@lru_cache(maxsize=64)
 def _runs(function: Function) -> dict[int, list[Instruction]]:
     """Neighbouring mma with the same operand a, none of which needs another's result."""
     labels = set(function.labels.values())
@@ -115,6 +117,7 @@ def _fragment(
     return fragment
 
 
+@lru_cache(maxsize=64)
 def _silently_written(function: Function) -> set[str]:
     """Registers written by an instruction that calls no watcher."""
     silent = ("bar", "barrier", "activemask", "mma")

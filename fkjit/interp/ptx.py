@@ -103,6 +103,7 @@ class Instruction:
     location: str  # "kernels_cu/attention/flash.cu:12 (inlined at …:40)"
     text: str
     pc: int = -1
+    _registers: tuple[list[str], list[str]] | None = None  # see reads_and_writes
 
     @property
     def type(self) -> str:
@@ -126,7 +127,7 @@ class Variable:
     external: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Function:
     """A kernel (`.entry`) or a device function (`.func`)."""
 
@@ -142,7 +143,7 @@ class Function:
     max_threads: int | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Module:
     """Everything one PTX text declares."""
 
@@ -161,27 +162,30 @@ NO_DESTINATION = frozenset(
 
 def registers_in(operand: Operand) -> list[str]:
     """The names of all registers inside an operand."""
-    match operand:
-        case Reg(name):
-            return [name]
-        case Not(reg):
-            return [reg.name]
-        case Vec(items):
-            return [name for item in items for name in registers_in(item)]
-        case Pair(first, second):
-            return registers_in(first) + registers_in(second)
-        case Mem(base, _, extra):
-            return registers_in(base) + [name for item in extra for name in registers_in(item)]
-    return []
+    if isinstance(operand, Reg):
+        return [operand.name]
+    if isinstance(operand, Mem):
+        inner: tuple[Operand, ...] = (operand.base, *operand.extra)
+    elif isinstance(operand, Vec):
+        inner = operand.items
+    elif isinstance(operand, Pair):
+        inner = (operand.first, operand.second)
+    elif isinstance(operand, Not):
+        inner = (operand.reg,)
+    else:
+        return []
+    return [name for item in inner for name in registers_in(item)]
 
 
 def reads_and_writes(ins: Instruction) -> tuple[list[str], list[str]]:
     """The registers an instruction reads (its guard included) and those it writes."""
-    to_barrier = ins.op[0] in ("bar", "barrier") and "red" in ins.op
-    has_destination = to_barrier or ins.op[0] not in NO_DESTINATION
-    split = 1 if has_destination and ins.args else 0
-    reads = [name for arg in ins.args[split:] for name in registers_in(arg)]
-    writes = [name for arg in ins.args[:split] for name in registers_in(arg)]
-    if ins.guard:
-        reads.append(ins.guard[0])
-    return reads, writes
+    if ins._registers is None:
+        to_barrier = ins.op[0] in ("bar", "barrier") and "red" in ins.op
+        has_destination = to_barrier or ins.op[0] not in NO_DESTINATION
+        split = 1 if has_destination and ins.args else 0
+        reads = [name for arg in ins.args[split:] for name in registers_in(arg)]
+        writes = [name for arg in ins.args[:split] for name in registers_in(arg)]
+        if ins.guard:
+            reads.append(ins.guard[0])
+        ins._registers = reads, writes
+    return ins._registers

@@ -24,7 +24,15 @@ class Registers:
         self.layout = layout
         self._raw: dict[str, np.ndarray] = {}
         self._views: dict[tuple[str, np.dtype], np.ndarray] = {}
+        self._spare: dict[np.dtype, list[np.ndarray]] = {}
         self.special = _special(layout)
+
+    def _next(self, dtype: np.dtype) -> np.ndarray:
+        """A register's lanes; memory is asked for in blocks of many registers."""
+        rows = self._spare.get(dtype)
+        if not rows:
+            rows = self._spare[dtype] = list(np.zeros((64, self.layout.lanes), dtype))
+        return rows.pop()
 
     def start_batch(self) -> None:
         """Set blockIdx for the batch of blocks that begins at `layout.first_cta`."""
@@ -44,7 +52,7 @@ class Registers:
             if kind is None:
                 raise InterpreterError(f"interpreter: the PTX register {name} is not declared")
             dtype = DTYPE["pred"] if kind == "pred" else UNSIGNED[SIZE[kind]]
-            self._raw[name] = np.zeros(self.layout.lanes, dtype)
+            self._raw[name] = self._next(dtype)
         return self._raw[name]
 
     def view(self, name: str, dtype: np.dtype) -> np.ndarray:
