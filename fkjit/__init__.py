@@ -20,7 +20,7 @@ _PUBLIC = {
     "prepare": "fkjit.api",
     "launch": "fkjit.api",
     "variants": "fkjit.api",
-    "warm": "fkjit.warm",
+    "warm": "fkjit.warming",
     "register": "fkjit.spec",
     "KernelSpec": "fkjit.spec",
     "Param": "fkjit.spec",
@@ -48,4 +48,4 @@ if TYPE_CHECKING:
     from fkjit.api import launch, prepare, variants
     from fkjit.ops.attention import attention
     from fkjit.spec import KernelSpec, Param, register
-    from fkjit.warm import warm
+    from fkjit.warming import warm

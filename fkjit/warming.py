@@ -1,0 +1,208 @@
+"""`fkjit.warm`: compile every variant into the cache ahead of time. Needs no GPU."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from fkjit import ops as _ops
+from fkjit.arch import DEFAULT_ARCHS, target
+from fkjit.build import gpu_target, interpreter_target
+from fkjit.errors import ParameterError
+from fkjit.gpus import gpus
+from fkjit.spec import KernelSpec, registered
+from fkjit.warm_worker import Job, Outcome
+
+_CHILD = "import sys; sys.path[:] = {path!r}; from fkjit.warm_worker import main; main()"
+
+
+@dataclass
+class Warmed:
+    """What `warm` did. `seconds` is the wall clock's."""
+
+    total: int = 0
+    compiled: int = 0
+    present: int = 0  # in the cache or a bundle already
+    seconds: float = 0.0
+    failed: list[tuple[str, str]] = field(default_factory=list)  # (variant, error)
+    problems: list[tuple[str, str]] = field(default_factory=list)  # (variant, spill or warning)
+    unsaved: int = 0  # compiled, but no file could be written
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one variant."""
+        label = outcome.job.label
+        self.compiled += outcome.origin == "compiled"
+        self.present += outcome.origin in ("disk", "bundle", "memory")
+        self.unsaved += outcome.origin == "compiled" and not outcome.stored
+        self.problems += [(label, problem) for problem in outcome.problems]
+        if outcome.origin == "failed":
+            self.failed.append((label, outcome.error))
+
+
+def warm(
+    *ops: str,
+    arch: str | Iterable[str] | None = None,
+    jobs: int | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Warmed:
+    """Compile every legal variant of some kernels into the cache; those already there are skipped.
+
+    Args:
+        ops: ops ("attention") or kernels ("attention.flash"); default: every registered one.
+        arch: targets such as "sm_90a", a list of them, or "all" (arch.DEFAULT_ARCHS). Default: the
+            GPUs of this machine; without one, the target of the CPU interpreter.
+        jobs: processes, default one for each CPU this process may use.
+        progress: called with (variants done, of how many, the last one) as they finish.
+
+    Returns counts, and each failed variant with its error: one failure does not stop the others.
+    An interrupt (Ctrl-C) keeps what is done and is raised on. ParameterError for unknown names.
+    """
+    begin = time.perf_counter()
+    work = plan(ops, arch)
+    done = Warmed(total=len(work))
+    for count, outcome in enumerate(_run(work, _processes(jobs, len(work))), start=1):
+        done.add(outcome)
+        if progress is not None:
+            progress(count, len(work), outcome.job.label)
+    done.seconds = time.perf_counter() - begin
+    return done
+
+
+def plan(ops: Iterable[str] = (), arch: str | Iterable[str] | None = None) -> list[Job]:
+    """The variants `warm` would compile, in the order of the registry."""
+    specs, targets = chosen_specs(ops), [target(name) for name in chosen_targets(arch)]
+    return [
+        Job(
+            op=spec.op,
+            name=spec.name,
+            source=spec.source,
+            entry=spec.entry,
+            root=spec.root,
+            params=params,
+            derived=dict(spec.derive(params)),
+            target=to.name,
+        )
+        for to in targets
+        for spec in specs
+        for params in spec.variants(to.arch)
+    ]
+
+
+def chosen_specs(names: Iterable[str]) -> list[KernelSpec]:
+    """The kernels that ops ("attention") and full names ("attention.flash") mean; all for none."""
+    _ops.load()
+    wanted = list(names)
+    known = registered()
+    for name in wanted:
+        if not any(name in (spec.op, spec.id) for spec in known):
+            raise ParameterError(
+                f"warm: {name!r} is no op or kernel (registered: "
+                f"{', '.join(spec.id for spec in known)})"
+            )
+    return [spec for spec in known if not wanted or spec.op in wanted or spec.id in wanted]
+
+
+def chosen_targets(arch: str | Iterable[str] | None) -> list[str]:
+    """Target names out of `warm`'s argument, each once."""
+    if arch is None:
+        found, _ = gpus()
+        names = [gpu_target(gpu.capability).name for gpu in found]
+        return list(dict.fromkeys(names)) or [interpreter_target().name]
+    given = arch.split(",") if isinstance(arch, str) else list(arch)
+    names = [part.strip() for part in given if part.strip()]
+    if not names:
+        raise ParameterError(f'warm: arch={arch!r} names no target; sm_90a is one, or "all"')
+    names = [name for part in names for name in (DEFAULT_ARCHS if part == "all" else (part,))]
+    return list(dict.fromkeys(target(name).name for name in names))
+
+
+def _processes(jobs: int | None, work: int) -> int:
+    if jobs is not None and jobs < 1:
+        raise ParameterError(f"warm: jobs={jobs} is not 1 or more")
+    with suppress(AttributeError):
+        return max(1, min(jobs or len(os.sched_getaffinity(0)), work))
+    return max(1, min(jobs or os.cpu_count() or 1, work))
+
+
+def _run(work: list[Job], processes: int) -> Iterator[Outcome]:
+    """Outcomes as they come, from `processes` workers that take the next job when they are free."""
+    todo: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    for job in work:
+        todo.put(job)
+    workers = [_Worker(todo, done) for _ in range(processes if work else 0)]
+    try:
+        for _ in work:
+            yield done.get()
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+class _Worker:
+    """A thread that feeds one process; a process that dies fails its job and is replaced."""
+
+    def __init__(self, todo: queue.SimpleQueue[Job], done: queue.SimpleQueue[Outcome]) -> None:
+        self._todo, self._done, self._stopped = todo, done, False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._feed, daemon=True)
+        self._thread.start()
+
+    def _feed(self) -> None:
+        while not self._stopped:
+            try:
+                job = self._todo.get_nowait()
+            except queue.Empty:
+                return
+            self._done.put(self._do(job))
+
+    def _do(self, job: Job) -> Outcome:
+        try:
+            process = self._process = self._process or _start()
+            assert process.stdin is not None and process.stdout is not None
+            pickle.dump(job, process.stdin)
+            process.stdin.flush()
+            return pickle.load(process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            died, self._process = self._process, None
+            return Outcome(job, "failed", error=f"its process ended with status {_end(died)}")
+        except Exception as error:  # a job that cannot be pickled
+            return Outcome(job, "failed", error=f"cannot be sent to a process: {error}")
+
+    def stop(self) -> None:
+        """End the process; entries are written atomically, so a kill loses only work under way."""
+        self._stopped = True
+        process = self._process
+        if process is not None:
+            process.kill()
+        self._thread.join(timeout=10)
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes] | None) -> int | None:
+    """Wait for a process that is dead or dying, and close its pipes: its exit status."""
+    if process is None:
+        return None
+    for stream in (process.stdin, process.stdout):
+        with suppress(OSError):
+            if stream is not None:
+                stream.close()
+    return process.wait()
+
+
+def _start() -> subprocess.Popen[bytes]:
+    """A worker with this process's import path, out of reach of the terminal's Ctrl-C."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _CHILD.format(path=sys.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
