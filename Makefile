@@ -40,7 +40,7 @@ test-gpu: $(VENV)/.test  ## the tests that need one
 check: $(VENV)/.check  ## ruff, pyright, clang-format
 	@$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	find kernels_cu templates -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 
 format: $(VENV)/.check  ## let ruff and clang-format write

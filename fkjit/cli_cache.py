@@ -54,10 +54,8 @@ def stats() -> None:
     found = default_cache().stats()
     rows = [
         ("directory", found.directory or "none: kernels are kept for one process only"),
-        (
-            "entries",
-            f"{found.entries}, {report.size(found.bytes)} of {report.size(found.max_bytes)}",
-        ),
+        ("entries", found.entries),
+        ("size", f"{report.size(found.bytes)} of at most {report.size(found.max_bytes)}"),
         ("set aside", f"{found.quarantined_files} bad entries"),
         ("bundles", ", ".join(map(str, found.bundles)) or "none"),
     ]
@@ -95,9 +93,8 @@ def import_(
     """Copy a bundle's entries into the cache, each verified; exit status 1 if one was refused."""
     done = default_cache().import_(path)
     report.console().print(f"{done.imported} imported, {done.present} already there")
+    err = report.console(stderr=True)
     for key, reason in done.refused:
-        report.console(stderr=True).print(
-            f"refused {key[:12]}: {reason}", style="red", markup=False
-        )
+        err.print(f"refused {key[:12]}: {reason}", style="red", markup=False)
     if done.refused:
         raise typer.Exit(1)

@@ -24,7 +24,7 @@ Report = dict[str, Any]
 
 
 def diagnose(environ: Mapping[str, str] | None = None) -> Report:
-    """All findings. "problems" lists what keeps kernels from being compiled or run, with the fix."""
+    """All findings. "problems" has what does not fit, each with its fix; "ok" means none."""
     environ = os.environ if environ is None else environ
     problems: list[str] = []
     parts: dict[str, Callable[[list[str]], Any]] = {
@@ -136,9 +136,8 @@ def _cache(problems: list[str]) -> Report:
         )
     for bundle in stats.bundles:
         if not bundle.exists():
-            problems.append(
-                f"cache: bundle {bundle} ({Settings.variable('bundle_path')}) is missing"
-            )
+            variable = Settings.variable("bundle_path")
+            problems.append(f"cache: bundle {bundle} does not exist; correct {variable}")
     return {
         "directory": _text(stats.directory),
         "writable": writable,
