@@ -89,20 +89,25 @@ class GlobalMemory:
         """The bytes of an allocation as they are now."""
         return self.raw[place.start : place.start + place.size]
 
+    def place_of(self, low: int, end: int, write: bool) -> Allocation | None:
+        """The array that holds all of the addresses low … end-1, if it has no holes and allows it."""
+        number = (low - GLOBAL_WINDOW) >> SPACING_BITS
+        if not 0 <= number < len(self.allocations):
+            return None
+        place = self.allocations[number]
+        inside = place.address <= low and end <= place.address + place.size
+        allowed = place.holes is None and (place.writable or not write)
+        return place if inside and allowed else None
+
     def index(
         self, address: np.ndarray, width: int, group: Group, ins: Instruction, write: bool
     ) -> np.ndarray:
         """Arena offsets of `width`-byte accesses at u64 addresses; raises SanitizerError."""
-        low, high = int(address.min()), int(address.max())
-        number = (low - GLOBAL_WINDOW) >> SPACING_BITS
-        if 0 <= number < len(self.allocations):
-            place = self.allocations[number]
-            last = place.address + place.size - width
-            inside = place.address <= low and high <= last
-            if inside and (place.writable or not write) and place.holes is None:
-                if width > 1 and int(np.bitwise_or.reduce(address)) & (width - 1):
-                    self._misaligned(address, width, group, ins)
-                return (address - np.uint64(place.address - place.start)).view(np.int64)
+        place = self.place_of(int(address.min()), int(address.max()) + width, write)
+        if place is not None:
+            if width > 1 and int(np.bitwise_or.reduce(address)) & (width - 1):
+                self._misaligned(address, width, group, ins)
+            return (address - np.uint64(place.address - place.start)).view(np.int64)
         return self._slow_index(address, width, group, ins, write)
 
     def _slow_index(

@@ -84,7 +84,7 @@ def atom(d: Decoder, ins: Instruction) -> Step:
         found = locator.locate(group)
         if found.shared:
             shared.check_initialised(found.position, size, group, ins)
-        memory, at = found.views[size].view(DTYPE[kind]), found.position // size
+        memory, at = found.views[size].view(DTYPE[kind]), found.position >> (size.bit_length() - 1)
         x, y = group.pick(a), group.pick(b)
         if out is None and ufunc is not None:
             ufunc.at(memory, at, x)

@@ -22,6 +22,7 @@ from fkjit.interp.ptx import (
     Function,
     Imm,
     Instruction,
+    Mem,
     Operand,
     Reg,
     Vec,
@@ -76,7 +77,9 @@ class Decoder:
         self.function = function
         self.registers = machine.registers
         self.private = private_registers(function)
+        self.bases: dict[tuple[str, str], Any] = {}  # address registers, see `loadstore.Base`
         self.watchers: dict[str, list[Callable[[], None]]] = {}  # by register, see `notify`
+        self.watched = watched_registers(function)
         self._scratch: dict[tuple[np.dtype, str], np.ndarray] = {}
         for prepare in PREPARE:
             prepare(self)
@@ -98,17 +101,17 @@ class Decoder:
 
     def notify(self, ins: Instruction, step: Step) -> Step:
         """A step that afterwards calls the watchers of the registers that it writes."""
-        if not self.watchers:
-            return step
         _, writes = reads_and_writes(ins)
-        calls = [call for name in dict.fromkeys(writes) for call in self.watchers.get(name, ())]
-        if not calls:
+        watched = self.watched.intersection(writes)
+        if not watched:
             return step
+        calls = [self.watchers.setdefault(name, []) for name in watched]
 
         def run(group: Group) -> Any:
             result = step(group)
-            for call in calls:
-                call()
+            for watchers in calls:
+                for watcher in watchers:
+                    watcher()
             return result
 
         return run
@@ -233,6 +236,19 @@ def private_registers(function: Function) -> set[str]:
             if ins.guard or is_control(ins) or home.setdefault(name, run) != run:
                 shared.add(name)
     return set(home) - shared
+
+
+@lru_cache(maxsize=64)
+def watched_registers(function: Function) -> frozenset[str]:
+    """Registers whose writing somebody may want to know: addresses and operands of mma."""
+    found: set[str] = set()
+    for ins in function.instructions:
+        for arg in ins.args:
+            if isinstance(arg, Mem) and isinstance(arg.base, Reg):
+                found.add(arg.base.name)
+        if ins.op[0] == "mma":
+            found.update(reads_and_writes(ins)[0])
+    return frozenset(found)
 
 
 def opcode_counts(function: Function) -> Counter[str]:

@@ -11,7 +11,7 @@ from fkjit.interp.arena import GLOBAL_WINDOW
 from fkjit.interp.decode import Decoder, Step, opcode
 from fkjit.interp.lanes import Group
 from fkjit.interp.ptx import DTYPE, SIZE, UNSIGNED, Instruction, Mem, Operand, Reg, Sym
-from fkjit.interp.shared import LOCAL_WINDOW, SHARED_WINDOW
+from fkjit.interp.shared import LOCAL_WINDOW, SHARED_WINDOW, SharedMemory
 
 _SPACES = ("global", "shared", "local", "const", "param")
 _KNOWN = frozenset(
@@ -39,6 +39,35 @@ class Located:
     shared: bool
 
 
+class Base:
+    """An address register: its values' range, kept until the register or the group changes.
+
+    Neighbouring accesses mostly differ only in their constant offset.
+    """
+
+    def __init__(self, register: np.ndarray) -> None:
+        self.register = register
+        self.group: Group | None = None
+        self.values, self.positions = register, register
+        self.low = self.high = self.bits = 0
+
+    def touch(self) -> None:
+        """The register has been written."""
+        self.group = None
+
+    def refresh(self, group: Group, shared: SharedMemory | None) -> None:
+        """Look at the group's values; positions in shared memory too if `shared` is given."""
+        if self.group is group:
+            return
+        values = group.pick(self.register)
+        self.low, self.high = int(np.minimum.reduce(values)), int(np.maximum.reduce(values))
+        self.bits = int(np.bitwise_or.reduce(values))
+        self.values, self.group = values, group
+        if shared is not None:
+            start = shared.start if group.full else shared.start[group.lanes]
+            self.positions = start + (values if values.itemsize == 4 else values.view(np.int64))
+
+
 class Locator:
     """Turns the address operand of an instruction into positions, checked."""
 
@@ -51,34 +80,64 @@ class Locator:
         )
         kind = "u32" if narrow else "u64"
         self.base = d.src(mem.base, kind)
+        self.signed_offset = mem.offset
         self.offset = self.base.dtype.type(mem.offset & ((1 << (32 if narrow else 64)) - 1))
         self.local_parameter = isinstance(mem.base, Sym) and mem.base.name in (
             d.machine.memory.local.offsets
         )
+        self.range = self._range(d, mem)
+
+    def _range(self, d: Decoder, mem: Mem) -> Base | None:
+        """What is known of the base register; shared by the instructions that use it."""
+        if not isinstance(mem.base, Reg) or self.space in ("local", "param") or self.base.size == 1:
+            return None
+        kept = d.bases.setdefault((mem.base.name, self.space), Base(self.base))
+        if kept.touch not in d.watchers.setdefault(mem.base.name, []):
+            d.watchers[mem.base.name].append(kept.touch)
+        return kept
 
     def locate(self, group: Group) -> Located:
         """The positions of the group's lanes; raises SanitizerError."""
+        if self.range is not None:
+            known = self._known(group, self.range)
+            if known is not None:
+                return known
         address = group.pick(self.base)
         if self.offset:
             address = address + self.offset
         space = self.space
         if space == "generic":
             space, address = self._resolve(address, group)
+        memory = self.memory
         if space == "shared":
-            shared = self.memory.shared
-            at = shared.index(address, self.width, group, self.ins, self.write)
-            return Located(shared.views, at, True)
+            at = memory.shared.index(address, self.width, group, self.ins, self.write)
+            return Located(memory.shared.views, at, True)
         if space == "local" or (space == "param" and self.local_parameter):
-            local = self.memory.local
-            return Located(
-                local.views, local.index(address, self.width, group, self.ins, self.write), False
-            )
+            at = memory.local.index(address, self.width, group, self.ins, self.write)
+            return Located(memory.local.views, at, False)
         if address.dtype != np.uint64:
             address = address.astype(np.uint64)
+        at = memory.globals.index(address, self.width, group, self.ins, self.write)
+        return Located(memory.globals.views, at, False)
+
+    def _known(self, group: Group, base: Base) -> Located | None:
+        """The short way: all lanes within one variable or array, and aligned; else None."""
+        shared = self.memory.shared if self.space == "shared" else None
+        base.refresh(group, shared)
+        offset = self.signed_offset
+        if (base.bits | offset) & (self.width - 1):
+            return None
+        low, end = base.low + offset, base.high + offset + self.width
+        if shared is not None:
+            if not shared.within(low, end):
+                return None
+            return Located(shared.views, base.positions + offset if offset else base.positions, True)
         arena = self.memory.globals
-        return Located(
-            arena.views, arena.index(address, self.width, group, self.ins, self.write), False
-        )
+        place = arena.place_of(low, end, self.write)
+        if place is None:
+            return None
+        shift = np.int64(place.start - place.address + offset)
+        return Located(arena.views, base.values.view(np.int64) + shift, False)
 
     def locate_bytes(self, group: Group, size: int) -> np.ndarray:
         """Arena offsets of global accesses that read only the first `size` bytes of their width."""
@@ -145,6 +204,7 @@ def ld(d: Decoder, ins: Instruction) -> Step:
     _check(ins)
     size, count = SIZE[ins.type], _vector(ins)
     locator = Locator(d, ins, ins.args[1], size * count, False)
+    shift = (size * count).bit_length() - 1
     targets = [_loader(d, arg, ins.type) for arg in d.items(ins.args[0])]
     shared = d.machine.memory.shared
 
@@ -153,9 +213,9 @@ def ld(d: Decoder, ins: Instruction) -> Step:
         if found.shared:
             shared.check_initialised(found.position, size * count, group, ins)
         if count == 1:
-            targets[0](group, found.views[size].take(found.position // size))
+            targets[0](group, found.views[size].take(found.position >> shift))
             return
-        rows = found.views[size * count].take(found.position // (size * count))
+        rows = found.views[size * count].take(found.position >> shift)
         rows = rows.view(UNSIGNED[size]).reshape(-1, count)
         for number, store in enumerate(targets):
             store(group, rows[:, number])
@@ -187,19 +247,19 @@ def st(d: Decoder, ins: Instruction) -> Step:
     kind = ins.type if ins.type in ("f32", "f64") else plain
     sources = [d.src(arg, kind).view(UNSIGNED[size]) if d.src(arg, kind).flags.c_contiguous
                else d.src(arg, kind) for arg in d.items(ins.args[1])]  # fmt: skip
-    shared = d.machine.memory.shared
+    shared, shift = d.machine.memory.shared, (size * count).bit_length() - 1
 
     def run(group: Group) -> None:
         found = locator.locate(group)
         if count == 1:
-            found.views[size][found.position // size] = group.pick(sources[0])
+            found.views[size][found.position >> shift] = group.pick(sources[0])
         else:
             rows = np.empty((found.position.size, count), UNSIGNED[size])
             for number, values in enumerate(sources):
                 rows[:, number] = group.pick(values)
             width = size * count
             view = found.views[width]
-            view[found.position // width] = rows.view(view.dtype).reshape(-1)
+            view[found.position >> shift] = rows.view(view.dtype).reshape(-1)
         if found.shared:
             shared.written(found.position, size * count)
 

@@ -87,6 +87,16 @@ class SharedMemory:
             raise self._fault("misaligned shared access", detail, ins, group, lanes, bad)
         return position
 
+    def within(self, low: int, end: int) -> bool:
+        """Whether all of the offsets low … end-1 belong to one variable."""
+        if self._last[0] <= low and end <= self._last[1]:
+            return True
+        for first, last, _ in self.places:
+            if first <= low and end <= last:
+                self._last = (first, last)
+                return True
+        return not self.checked
+
     def check_initialised(
         self, position: np.ndarray, width: int, group: Group, ins: Instruction,
         lanes: np.ndarray | None = None,
@@ -94,7 +104,7 @@ class SharedMemory:
         """Fault unless every byte of the reads has been written (and has arrived)."""
         if not self.checked:
             return
-        done = self.init_views[width].take(position // width) == INITIALISED[width]
+        done = self.init_views[width].take(position >> (width.bit_length() - 1)) == INITIALISED[width]
         if not done.all():
             bad = np.flatnonzero(~done)
             at = int(position[bad[0]]) % self.size
@@ -113,22 +123,20 @@ class SharedMemory:
     def written(self, position: np.ndarray, width: int) -> None:
         """Note that bytes have been written."""
         if self.checked:
-            self.init_views[width][position // width] = INITIALISED[width]
+            self.init_views[width][position >> (width.bit_length() - 1)] = INITIALISED[width]
 
     def in_flight(self, position: np.ndarray, width: int) -> None:
         """Note that an asynchronous copy to these bytes has begun."""
         if self.checked:
-            self.init_views[width][position // width] = IN_FLIGHT[width]
+            self.init_views[width][position >> (width.bit_length() - 1)] = IN_FLIGHT[width]
 
     def _find(
         self, at: np.ndarray, low: int, high: int, width: int, group: Group, ins: Instruction,
         write: bool, lanes: np.ndarray | None,
     ) -> None:  # fmt: skip
         """Remember the variable that holds all accesses, or look at each of them."""
-        for first, end, _ in self.places:
-            if first <= low and high <= end:
-                self._last = (first, end)
-                return
+        if self.within(low, high):
+            return
         good = np.zeros(at.size, bool)
         for first, end, _ in self.places:
             good |= (at >= first) & (at + width <= end)
