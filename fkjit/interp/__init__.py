@@ -2,8 +2,8 @@
 
     run(ptx, "add", grid=4, block=256, arguments=[Arg("x", x), Arg("y", y, writable=True), …])
 
-`parse` reads the text; `machine` runs batches of blocks as lanes of NumPy arrays; the opcodes are in
-files of their own (arithmetic, logic, compare, convert, move, loadstore, atomics, warp, barrier,
+`parse` reads the text; `machine` runs batches of blocks as lanes of NumPy arrays; the opcodes are
+in files of their own (arithmetic, logic, compare, convert, move, loadstore, atomics, warp, barrier,
 tensor, async_copy, control), each registering its decoders with `decode.opcode` or `.control`.
 """
 

@@ -36,7 +36,7 @@ def aligned_bytes(count: int, fill: int = 0) -> np.ndarray:
 
 @dataclass
 class Allocation:
-    """One array's place. Addresses base+low … base+high; `holes` says some bytes are not its own."""
+    """One array's place: `size` bytes from `address` on, some of which may be no element's."""
 
     name: str
     start: int  # arena offset of address `address`
@@ -90,7 +90,7 @@ class GlobalMemory:
         return self.raw[place.start : place.start + place.size]
 
     def place_of(self, low: int, end: int, write: bool) -> Allocation | None:
-        """The array that holds all of the addresses low … end-1, if it has no holes and allows it."""
+        """The array that holds all addresses low … end-1, if it has no holes and permits it."""
         number = (low - GLOBAL_WINDOW) >> SPACING_BITS
         if not 0 <= number < len(self.allocations):
             return None
@@ -162,9 +162,7 @@ class GlobalMemory:
                 detail += ": between the elements of the view"
         raise self.reporter.fault(kind, detail, ins, lanes)
 
-    def _misaligned(
-        self, address: np.ndarray, width: int, group: Group, ins: Instruction
-    ) -> None:
+    def _misaligned(self, address: np.ndarray, width: int, group: Group, ins: Instruction) -> None:
         if not self.checked:
             return
         bad = (address & np.uint64(width - 1)) != 0
@@ -173,7 +171,10 @@ class GlobalMemory:
         place = self.allocations[number]
         detail = f"{width}-byte access at {place.describe(value - place.address)}"
         raise self.reporter.fault(
-            "misaligned global access", f"{detail}: not a multiple of {width}", ins, group.lanes[bad]
+            "misaligned global access",
+            f"{detail}: not a multiple of {width}",
+            ins,
+            group.lanes[bad],
         )
 
 

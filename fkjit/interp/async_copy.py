@@ -13,7 +13,7 @@ import numpy as np
 from fkjit.interp.decode import Decoder, Step, opcode
 from fkjit.interp.lanes import Group
 from fkjit.interp.loadstore import Locator
-from fkjit.interp.ptx import Imm, Instruction
+from fkjit.interp.ptx import Instruction
 
 
 @dataclass
@@ -95,18 +95,12 @@ def _part(copy: _Copy, chosen: np.ndarray) -> _Copy:
     )  # fmt: skip
 
 
-def _queue(d: Decoder) -> _Queue:
-    if not hasattr(d, "copies"):
-        d.copies = _Queue(d)  # type: ignore[attr-defined]
-    return d.copies  # type: ignore[attr-defined]
-
-
 @opcode("cp")
 def cp(d: Decoder, ins: Instruction) -> Step:
     """cp.async.ca/.cg, commit_group, wait_group n, wait_all."""
     if ins.op[1] != "async":
         raise ValueError(f"modifier .{ins.op[1]}")
-    queue = _queue(d)
+    queue = d.part(_Queue)
     if ins.op[2] == "commit_group":
         return queue.commit
     if ins.op[2] == "wait_group":
@@ -133,7 +127,7 @@ def _copy(d: Decoder, ins: Instruction, queue: _Queue) -> Step:
     if width not in (4, 8, 16) or (ins.op[2] == "cg" and width != 16):
         raise ValueError(f"cp-size {width}")
     sizes = d.src(ins.args[3], "u32") if len(ins.args) > 3 else None
-    if isinstance(ins.args[-1], Imm) and sizes is not None and int(sizes[0]) == width:
+    if sizes is not None and sizes.size == 1 and int(sizes[0]) == width:
         sizes = None
     from_op, to_op = _Half(ins, "global"), _Half(ins, "shared")
     source = Locator(d, from_op, ins.args[1], width, False)  # type: ignore[arg-type]
@@ -156,7 +150,7 @@ def _copy(d: Decoder, ins: Instruction, queue: _Queue) -> Step:
 def _source_offsets(
     d: Decoder, source: Locator, group: Group, count: np.ndarray, width: int
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Arena offsets: lanes that read nothing need no valid address, short reads only their bytes."""
+    """Arena offsets: who reads nothing needs no valid address, who reads less only those bytes."""
     if (count > width).any():
         bad = group.lanes[count > width]
         detail = f"src-size {int(count[count > width][0])} is above cp-size {width}"

@@ -11,12 +11,12 @@ from fkjit.interp import halves
 from fkjit.interp.decode import Decoder, Step, opcode
 from fkjit.interp.lanes import Group
 from fkjit.interp.loadstore import Locator, by_space
-from fkjit.interp.ptx import DTYPE, SIZE, Instruction, Operand, Reg
+from fkjit.interp.ptx import DTYPE, SIZE, Instruction, Operand, Reg, words
 
 _OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
-_KNOWN = frozenset(
-    "atom red relaxed acquire release acq_rel gpu cta sys cluster global shared shared::cta noftz "
-    "volatile".split()
+_KNOWN = words(
+    "atom red relaxed acquire release acq_rel gpu cta sys cluster global shared shared::cta "
+    "noftz volatile"
 )
 _UFUNCS: dict[str, Any] = {
     "add": np.add, "min": np.minimum, "max": np.maximum,
@@ -36,9 +36,9 @@ def _combine(operation: str, kind: str) -> Callable[[Any, Any, Any], Any]:
         "exch": lambda old, a, b: a,
         "cas": lambda old, a, b: np.where(old == a, b, old),
         "inc": lambda old, a, b: np.where(old >= a, 0, old + np.uint32(1)).astype(np.uint32),
-        "dec": lambda old, a, b: np.where(
-            (old == 0) | (old > a), a, old - np.uint32(1)
-        ).astype(np.uint32),
+        "dec": lambda old, a, b: np.where((old == 0) | (old > a), a, old - np.uint32(1)).astype(
+            np.uint32
+        ),
     }
     return rules[operation]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class _Barrier:
     arrived: np.ndarray  # threads by block
     expected: np.ndarray  # the count given, by block; 0: all that live
     votes: np.ndarray  # true predicates of bar.red, by block
-    places: dict[int, _Place] = field(default_factory=dict)
+    places: dict[int, _Place]
 
 
 class Barriers:
@@ -52,8 +52,9 @@ class Barriers:
 
     def _barrier(self, number: int) -> _Barrier:
         if number not in self.table:
-            zeros = [np.zeros(self.layout.ctas, np.int64) for _ in range(3)]
-            self.table[number] = _Barrier(*zeros)
+            self.table[number] = _Barrier(
+                *(np.zeros(self.layout.ctas, np.int64) for _ in range(3)), places={}
+            )
         return self.table[number]
 
     def arrive(
@@ -130,12 +131,6 @@ class Barriers:
         return [(p.ins, np.flatnonzero(p.waiting)) for p in places if p.waiting.any()]
 
 
-def _barriers(d: Decoder) -> Barriers:
-    if not hasattr(d, "barriers"):
-        d.barriers = Barriers(d)  # type: ignore[attr-defined]
-    return d.barriers  # type: ignore[attr-defined]
-
-
 @control("bar", "barrier")
 def bar(d: Decoder, ins: Instruction) -> Step:
     """bar{rier}{.cta}.sync/.arrive/.red id[, count]; bar.warp.sync."""
@@ -146,7 +141,7 @@ def bar(d: Decoder, ins: Instruction) -> Step:
         raise ValueError(f"modifier .{parts[0]}")
     if parts[0] == "red":
         return _reduce(d, ins, parts)
-    barriers = _barriers(d)
+    barriers = d.part(Barriers)
     number = d.src(ins.args[0], "u32")
     count = d.src(ins.args[1], "u32") if len(ins.args) > 1 else None
     waits = parts[0] == "sync"
@@ -179,7 +174,7 @@ def _arrive_all(
 
 def _reduce(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     """bar.red.popc/and/or d, id[, count], predicate."""
-    barriers, operation = _barriers(d), parts[1]
+    barriers, operation = d.part(Barriers), parts[1]
     out = d.dst(ins.args[0], "u32" if operation == "popc" else "pred")
     number = d.immediate(ins.args[1])
     predicate, negated = d.registers.predicate(ins.args[-1])

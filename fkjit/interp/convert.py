@@ -117,7 +117,7 @@ def _to_float(ins: Instruction, to: str, of: str) -> Callable[[np.ndarray], np.n
 def _to_integer(ins: Instruction, to: str, of: str) -> Callable[[np.ndarray], np.ndarray]:
     dtype = DTYPE[to]
     limits = np.iinfo(dtype)
-    if of[0] not in "fb" or of[0] == "b" and of != "bf16":
+    if of[0] not in "fb" or (of[0] == "b" and of != "bf16"):
         if not ins.has("sat"):
             return lambda values: values.astype(dtype)
         return lambda values: clamp_integers(values, limits).astype(dtype)

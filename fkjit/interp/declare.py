@@ -67,7 +67,9 @@ def _parameters(text: str) -> list[Variable]:
 def function(head: str) -> Function:
     """`.visible .entry name(params) .maxntid 128, 1, 1` or `.func (result) name(params)`."""
     head = " ".join(head.split())
-    match = re.search(r"\.(entry|func)\s*(\([^)]*\))?\s*([\w$]+)\s*(\((?:[^()]|\([^()]*\))*\))?", head)
+    match = re.search(
+        r"\.(entry|func)\s*(\([^)]*\))?\s*([\w$]+)\s*(\((?:[^()]|\([^()]*\))*\))?", head
+    )
     if not match:
         raise InterpreterError(f"interpreter: the PTX function head {head!r} cannot be read")
     kind, results, name, params = match.groups()

@@ -7,10 +7,9 @@ called with the group of lanes that execute it. Control and warp-wide instructio
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -32,19 +31,20 @@ from fkjit.interp.ptx import (
 if TYPE_CHECKING:
     from fkjit.interp.machine import Machine
 
+T = TypeVar("T")
 Step = Callable[[Group], Any]
 Compute = Callable[[np.ndarray], Any]  # fills its argument, writing it last: inputs may alias it
 
 OPCODES: dict[str, Callable[[Decoder, Instruction], Step]] = {}
 CONTROL: dict[str, Callable[[Decoder, Instruction], Step]] = {}
-PREPARE: list[Callable[[Decoder], None]] = []  # called before anything is decoded
 
 
 def opcode(*names: str) -> Callable[[Any], Any]:
     """Register the decoder of plain instructions."""
 
     def add(function: Any) -> Any:
-        OPCODES.update(dict.fromkeys(names, function))
+        for name in names:
+            OPCODES[name] = function
         return function
 
     return add
@@ -54,7 +54,8 @@ def control(*names: str) -> Callable[[Any], Any]:
     """Register the decoder of instructions that steer lanes (see `Machine.run_group`)."""
 
     def add(function: Any) -> Any:
-        CONTROL.update(dict.fromkeys(names, function))
+        for name in names:
+            CONTROL[name] = function
         return function
 
     return add
@@ -77,12 +78,11 @@ class Decoder:
         self.function = function
         self.registers = machine.registers
         self.private = private_registers(function)
+        self._parts: dict[Any, Any] = {}
         self.bases: dict[tuple[str, str], Any] = {}  # address registers, see `loadstore.Base`
         self.watchers: dict[str, list[Callable[[], None]]] = {}  # by register, see `notify`
         self.watched = watched_registers(function)
         self._scratch: dict[tuple[np.dtype, str], np.ndarray] = {}
-        for prepare in PREPARE:
-            prepare(self)
 
     def decode(self, ins: Instruction) -> Step:
         """The step of a plain instruction; raises InterpreterError for an unknown one."""
@@ -127,6 +127,12 @@ class Decoder:
                 step(inner)
 
         return run
+
+    def part(self, kind: Callable[[Decoder], T]) -> T:
+        """The one object of a class that several instructions share, made from the decoder."""
+        if kind not in self._parts:
+            self._parts[kind] = kind(self)
+        return self._parts[kind]
 
     def src(self, operand: Operand, kind: str) -> np.ndarray:
         """An operand's values: one a lane, or a single element for a constant."""
@@ -249,8 +255,3 @@ def watched_registers(function: Function) -> frozenset[str]:
         if ins.op[0] == "mma":
             found.update(reads_and_writes(ins)[0])
     return frozenset(found)
-
-
-def opcode_counts(function: Function) -> Counter[str]:
-    """How often each opcode stands in a function."""
-    return Counter(".".join(ins.op) for ins in function.instructions)

@@ -1,8 +1,8 @@
 """What mma.sync works on: register fragments unpacked to float32 matrices, and kept unpacked.
 
 Most of the time of an mma would go into unpacking. So an operand's matrix is kept until one of its
-registers is written (attention uses a fragment of Q, or of P, with many of K or V), and accumulators
-that only other mma instructions read never become registers at all.
+registers is written (attention uses a fragment of Q, or of P, with many of K or V), and
+accumulators that only other mma instructions read never become registers at all.
 
     m16n8k16: a0 = rows 0-7,  k 0-7   a2 = rows 0-7,  k 8-15     d0,d1 = row g,   cols 2t, 2t+1
               a1 = rows 8-15, k 0-7   a3 = rows 8-15, k 8-15     d2,d3 = row g+8, cols 2t, 2t+1

@@ -106,7 +106,9 @@ class _Inliner:
         end = f"{name}.end{suffix}"
         skip = end if call.guard else None
         if call.guard and skip:
-            jump = replace(call, op=("bra",), args=(Sym(end),), guard=(call.guard[0], not call.guard[1]))
+            jump = replace(
+                call, op=("bra",), args=(Sym(end),), guard=(call.guard[0], not call.guard[1])
+            )
             self.out.instructions.append(jump)
         self.body(function, suffix, dict(zip(formal, actual, strict=True)), end, depth + 1)
         self.out.labels[end] = len(self.out.instructions)

@@ -308,4 +308,4 @@ def _misaligned(array: np.ndarray, low: int) -> int:
     return (start - owner.__array_interface__["data"][0]) % 256
 
 
-__all__ = ["Arg", "Stats", "run", "SanitizerError"]
+__all__ = ["Arg", "SanitizerError", "Stats", "run"]

@@ -10,15 +10,15 @@ import numpy as np
 from fkjit.interp.arena import GLOBAL_WINDOW
 from fkjit.interp.decode import Decoder, Step, opcode
 from fkjit.interp.lanes import Group
-from fkjit.interp.ptx import DTYPE, SIZE, UNSIGNED, Instruction, Mem, Operand, Reg, Sym
+from fkjit.interp.ptx import DTYPE, SIZE, UNSIGNED, Instruction, Mem, Operand, Reg, Sym, words
 from fkjit.interp.shared import LOCAL_WINDOW, SHARED_WINDOW, SharedMemory
 
 _SPACES = ("global", "shared", "local", "const", "param")
-_KNOWN = frozenset(
-    "weak relaxed acquire release volatile mmio cta cluster gpu sys ca cg cs lu cv wb wt nc unified "
-    "v2 v4 global local const param shared shared::cta param::entry param::func ldu "
+_KNOWN = words(
+    "weak relaxed acquire release volatile mmio cta cluster gpu sys ca cg cs lu cv wb wt nc "
+    "unified v2 v4 global local const param shared shared::cta param::entry param::func "
     "L1::evict_normal L1::evict_first L1::evict_last L1::no_allocate L1::evict_unchanged "
-    "L2::cache_hint L2::64B L2::128B L2::256B".split()
+    "L2::64B L2::128B L2::256B"
 )
 
 
@@ -32,7 +32,7 @@ def space_of(ins: Instruction) -> str:
 
 @dataclass
 class Located:
-    """Where an access goes: an array seen as elements of 1, 2, 4, 8, 16 bytes, and byte positions."""
+    """Where an access goes: an array seen as elements of 1 to 16 bytes, and byte positions."""
 
     views: dict[int, np.ndarray]
     position: np.ndarray
@@ -131,7 +131,9 @@ class Locator:
         if shared is not None:
             if not shared.within(low, end):
                 return None
-            return Located(shared.views, base.positions + offset if offset else base.positions, True)
+            return Located(
+                shared.views, base.positions + offset if offset else base.positions, True
+            )
         arena = self.memory.globals
         place = arena.place_of(low, end, self.write)
         if place is None:
@@ -145,10 +147,9 @@ class Locator:
         arena = self.memory.globals
         if size == self.width:
             return arena.index(address, size, group, self.ins, False)
-        for byte in range(size):
-            at = arena.index(address + np.uint64(byte), 1, group, self.ins, False)
-            if byte == 0:
-                first = at
+        first = arena.index(address, 1, group, self.ins, False)
+        for byte in range(1, size):
+            arena.index(address + np.uint64(byte), 1, group, self.ins, False)
         if (address & np.uint64(self.width - 1)).any():
             arena.index(address, self.width, group, self.ins, False)
         return first
@@ -158,9 +159,9 @@ class Locator:
         low, high = int(address.min()), int(address.max())
         if low >= GLOBAL_WINDOW:
             return "global", address
-        if SHARED_WINDOW <= low and high < LOCAL_WINDOW:
+        if low >= SHARED_WINDOW and high < LOCAL_WINDOW:
             return "shared", address - np.uint64(SHARED_WINDOW)
-        if LOCAL_WINDOW <= low and high < 2 * LOCAL_WINDOW:
+        if low >= LOCAL_WINDOW and high < 2 * LOCAL_WINDOW:
             return "local", address - np.uint64(LOCAL_WINDOW)
         if high >= GLOBAL_WINDOW and low >= SHARED_WINDOW:
             raise self.memory.globals.reporter.fault(

@@ -185,7 +185,9 @@ def bfi(d: Decoder, ins: Instruction) -> Step:
     def compute(out: np.ndarray) -> None:
         at = position & np.uint32(255)
         count = np.minimum(length & np.uint32(255), 64).astype(np.uint64)
-        low = np.where(count >= 64, ~np.uint64(0), (np.uint64(1) << count % np.uint64(64)) - np.uint64(1))
+        low = np.where(
+            count >= 64, ~np.uint64(0), (np.uint64(1) << count % np.uint64(64)) - np.uint64(1)
+        )
         by = np.minimum(at, 63).astype(np.uint64)
         mask = np.where(at >= bits, np.uint64(0), low << by)
         value = (a.astype(np.uint64) << by) & mask

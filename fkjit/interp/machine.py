@@ -7,6 +7,7 @@ Barriers and warp-wide instructions park lanes until all that are named have com
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -75,7 +76,7 @@ class Machine:
                 code.append(self.decoder.decode(ins))
         self.runs: dict[int, tuple[tuple[Step, ...], int]] = {}
         ends = sorted(segment_starts(self.function) | {len(code)})
-        for start, end in zip(ends, ends[1:], strict=False):
+        for start, end in itertools.pairwise(ends):
             if start not in self.control:
                 self.runs[start] = (tuple(s for s in code[start:end] if s is not None), end)
 

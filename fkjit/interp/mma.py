@@ -6,14 +6,13 @@ float32; sums are float32 in whatever order BLAS takes, which a GPU's need not e
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from fkjit.interp.arena import WIDE
-from fkjit.interp.decode import PREPARE, Decoder, Step, control
+from fkjit.interp.decode import Decoder, Step, control
 from fkjit.interp.fragments import (
     Fragment,
     as_fragment,
@@ -31,14 +30,27 @@ MAX_RUN = 8  # instructions in one product
 _SHAPES = {"m16n8k16": 2, "m16n8k8": 1}
 
 
-@dataclass
 class Plan:
     """What all mma instructions of a kernel share."""
 
-    runs: dict[int, list[Instruction]]  # by the first instruction's program counter
-    zeros: set[str]
-    accumulators: dict[tuple[str, ...], np.ndarray]  # of resident groups: [warps, 8, 16]
-    fragments: dict[tuple[object, ...], Fragment] = field(default_factory=dict)
+    def __init__(self, d: Decoder) -> None:
+        function, warps = d.function, d.machine.layout.lanes // WARP
+        self.runs = _runs(function)  # by the first instruction's program counter
+        self.zeros = zero_registers(function)
+        self.accumulators = {  # of resident groups
+            group: np.zeros((warps, 8, 16), np.float32) for group in resident_accumulators(function)
+        }
+        self.fragments: dict[tuple[object, ...], Fragment] = {}
+        uses: dict[tuple[object, ...], int] = {}
+        for run in self.runs.values():
+            for key in _keys(run):
+                uses[key] = uses.get(key, 0) + 1
+        silent = _silently_written(function)
+        for run in self.runs.values():
+            for key, transposed in zip(_keys(run), (True, False), strict=True):
+                if key not in self.fragments and _known(run[0]):
+                    kept = uses[key] > 1 and not silent.intersection(key)
+                    self.fragments[key] = _fragment(d, key, transposed, len(run), kept)
 
 
 @lru_cache(maxsize=64)
@@ -67,32 +79,6 @@ def _fits(run: list[Instruction], ins: Instruction) -> bool:
     return same and len(run) < MAX_RUN and not written & (set(reads) | set(writes))
 
 
-def prepare(d: Decoder) -> None:
-    """Find runs, zeros and resident accumulators, and watch the registers of operands."""
-    function = d.function
-    if not any(ins.op[0] == "mma" for ins in function.instructions):
-        return
-    warps = d.machine.layout.lanes // WARP
-    resident = resident_accumulators(function)
-    accumulators = {group: np.zeros((warps, 8, 16), np.float32) for group in resident}
-    plan = Plan(_runs(function), zero_registers(function), accumulators)
-    d.mma_plan = plan  # type: ignore[attr-defined]
-    uses: dict[tuple[object, ...], int] = {}
-    silent = _silently_written(function)
-    for run in plan.runs.values():
-        for key in _keys(run):
-            uses[key] = uses.get(key, 0) + 1
-    for run in plan.runs.values():
-        if run[0].op[3] in _SHAPES and len(run[0].op) == 10:
-            for key, transposed in zip(_keys(run), (True, False), strict=True):
-                if key not in plan.fragments:
-                    kept = uses[key] > 1 and not silent.intersection(key)
-                    plan.fragments[key] = _fragment(d, key, transposed, len(run), kept)
-
-
-PREPARE.append(prepare)
-
-
 def _keys(run: list[Instruction]) -> tuple[tuple[object, ...], tuple[object, ...]]:
     """What identifies the fragments of operands a and b."""
     kind = run[0].op[-3]
@@ -110,7 +96,9 @@ def _fragment(
     buffer = np.empty(size, np.float32) if kept else d.scratch_of(
         lanes * 4 * MAX_RUN, np.float32, f"operand {key[0]}"
     )  # fmt: skip
-    fragment = Fragment(key[1], registers, 2 if transposed else members, transposed, staging, buffer)
+    fragment = Fragment(
+        key[1], registers, 2 if transposed else members, transposed, staging, buffer
+    )
     fragment.kept = kept
     for name in (name for name in key if kept and str(name)[0] == "%"):
         d.watchers.setdefault(name, []).append(fragment.touch)
@@ -129,24 +117,28 @@ def _silently_written(function: Function) -> set[str]:
     }
 
 
-def _check(ins: Instruction) -> None:
+def _known(ins: Instruction) -> bool:
+    """Whether this form of mma is implemented."""
     if ins.op[1:3] != ("sync", "aligned") or ins.op[4:6] != ("row", "col") or len(ins.op) != 10:
-        raise ValueError("form of mma")
+        return False
     shape, (to, kind, other, of) = ins.op[3], ins.op[6:]
-    known = shape in _SHAPES and kind == other and kind in ("f16", "bf16")
-    if not known or (to, of) != ("f32", "f32"):
-        raise ValueError(f"{shape} of {kind}, {other}, {of}")
+    if (
+        shape not in _SHAPES
+        or kind not in ("f16", "bf16")
+        or (to, other, of) != ("f32", kind, "f32")
+    ):
+        return False
     steps = _SHAPES[shape]
     counts = tuple(len(names(ins, operand)) for operand in range(3))
-    if ins.guard or counts != (4, 2 * steps, steps):
-        raise ValueError("operands of mma")
+    return ins.guard is None and counts == (4, 2 * steps, steps)
 
 
 @control("mma")
 def mma(d: Decoder, ins: Instruction) -> Step:
     """mma.sync.aligned.m16n8k{8,16}.row.col.f32.{f16,bf16}.{f16,bf16}.f32 d, a, b, c."""
-    _check(ins)
-    plan: Plan = d.mma_plan  # type: ignore[attr-defined]
+    if not _known(ins):
+        raise ValueError("this shape or type of mma")
+    plan = d.part(Plan)
     run = plan.runs[ins.pc]
     a, b = (plan.fragments[key] for key in _keys(run))
     members = [_Member(d, plan, one) for one in run]
@@ -218,5 +210,3 @@ class _Member:
                 part = element(product, number)
                 part += value
         self.target[every] = product
-
-

@@ -1,4 +1,4 @@
-"""PTX text -> `ptx.Module`. It reads what NVRTC emits, inline assembly with its nested scopes too."""
+"""PTX text -> `ptx.Module`: what NVRTC emits, and inline assembly with its nested scopes."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ DTYPE = {
 
 @dataclass(frozen=True, slots=True)
 class Reg:
-    """A register, special registers included: `%r1`, `%tid.x`; `sink` is `_`, which takes nothing."""
+    """A register, special ones included: `%r1`, `%tid.x`; `_` is the sink that drops values."""
 
     name: str
 
@@ -153,10 +153,15 @@ class Module:
     files: dict[str, str] = field(default_factory=dict)  # .file number -> path
 
 
+def words(text: str) -> frozenset[str]:
+    """A set of names, written as one text."""
+    return frozenset(text.split())
+
+
 # Opcodes whose first operand is no destination.
-NO_DESTINATION = frozenset(
+NO_DESTINATION = words(
     "st red bra brx bar barrier ret exit trap call cp membar fence prefetch prefetchu "
-    "stmatrix nanosleep brkpt pmevent discard applypriority griddepcontrol".split()
+    "stmatrix nanosleep brkpt pmevent discard applypriority griddepcontrol"
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from fkjit.errors import InterpreterError
@@ -71,7 +73,9 @@ class Registers:
         """Bytes of a register operand (8 for what is no register)."""
         return self.raw(operand.name).dtype.itemsize if isinstance(operand, Reg) else 8
 
-    def read(self, operand: Operand, kind: str, address: object = None) -> np.ndarray:
+    def read(
+        self, operand: Operand, kind: str, address: Callable[[str], int] | None = None
+    ) -> np.ndarray:
         """An operand as a type: a register's lanes, or one element for a constant.
 
         `address` maps symbol names to addresses.
@@ -89,7 +93,7 @@ class Registers:
                     return constant(bits, dtype)
                 if width == 8 and dtype == np.float32:
                     return constant(bits, np.dtype("f8")).astype(dtype)
-            case Sym(name, offset) if callable(address):
+            case Sym(name, offset) if address is not None:
                 return constant(address(name) + offset, dtype)
         raise InterpreterError(f"interpreter: the operand {operand} cannot be a .{kind}")
 
@@ -119,7 +123,9 @@ def _special(layout: Layout) -> dict[str, np.ndarray]:
         "%lanemask_ge": ~below & np.uint64(0xFFFFFFFF),
         "%nwarpid": [layout.padded // WARP],
     }
-    special = {name: np.asarray(values).astype(u32) for name, values in table.items()}
+    special: dict[str, np.ndarray] = {
+        name: np.asarray(values).astype(np.uint32) for name, values in table.items()
+    }
     for axis, name in enumerate("xyz"):
         special[f"%ntid.{name}"] = np.array([layout.block[axis]], u32)
         special[f"%nctaid.{name}"] = np.array([layout.grid[axis]], u32)

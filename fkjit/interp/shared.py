@@ -21,7 +21,7 @@ IN_FLIGHT = {width: np.full(width, PENDING, np.uint8).view(VIEWS[width])[0] for 
 
 
 class SharedMemory:
-    """`index` turns shared offsets into positions in `views`; `init` has a 1 for every byte written.
+    """`index` turns shared offsets into positions in `views`; `init` has a 1 for bytes written.
 
     Static variables stand apart by red zones; all dynamic arrays begin at one place, as in CUDA.
     """
@@ -104,7 +104,9 @@ class SharedMemory:
         """Fault unless every byte of the reads has been written (and has arrived)."""
         if not self.checked:
             return
-        done = self.init_views[width].take(position >> (width.bit_length() - 1)) == INITIALISED[width]
+        done = (
+            self.init_views[width].take(position >> (width.bit_length() - 1)) == INITIALISED[width]
+        )
         if not done.all():
             bad = np.flatnonzero(~done)
             at = int(position[bad[0]]) % self.size

@@ -145,9 +145,7 @@ def shfl(d: Decoder, ins: Instruction) -> Step:
             if bad.any():
                 where = np.flatnonzero(bad)
                 detail = f"lane {int(source[where[0]]) % WARP} is not there"
-                raise d.machine.reporter.fault(
-                    "shuffle from an inactive lane", detail, ins, where
-                )
+                raise d.machine.reporter.fault("shuffle from an inactive lane", detail, ins, where)
         values = _full(a, lanes).take(source)
         if valid is not None:
             valid(inside, group)
@@ -272,7 +270,9 @@ def elect(d: Decoder, ins: Instruction) -> Step:
     """elect.sync d|p, members: the lowest member."""
     pair = ins.args[0]
     assert isinstance(pair, Pair)
-    leader = None if isinstance(pair.first, Reg) and pair.first.sink else _store(d, pair.first, "b32")
+    leader = (
+        None if isinstance(pair.first, Reg) and pair.first.sink else _store(d, pair.first, "b32")
+    )
     chosen = _store(d, pair.second, "pred")
     members = d.src(ins.args[1], "u32")
     lanes = d.machine.layout.lanes

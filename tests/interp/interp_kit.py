@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +75,7 @@ def header_dirs() -> list[str]:
     return [str(path) for path in found]
 
 
-@lru_cache(maxsize=None)
+@cache
 def compile_ptx(source: str, arch: str = "compute_80", name: str = "kernels_cu/test/t.cu") -> str:
     """CUDA -> PTX with line numbers, as fkjit compiles (no GPU is needed)."""
     from cupy.cuda import nvrtc
@@ -100,8 +100,8 @@ def line_of(source: str, marker: str) -> int:
 # Floats worth testing: zeros, subnormals, limits, infinities, NaN, ties.
 EDGES = np.array(
     [0.0, -0.0, 1.0, -1.0, 0.5, 1.5, 2.5, -2.5, 3.0, 65504.0, 65519.0, 65520.0, 1e38, -1e38, 3.4e38,
-     1e-38, 1e-40, -1e-45, 6e-8, 5.9e-8, 2.98e-8, np.inf, -np.inf, np.nan, 1 + 2**-11, 1 + 3 * 2**-11,
-     1 + 2**-8, 1 + 3 * 2**-8, 2147483647.0, 4294967296.0, -2147483648.0, 1e19],
+     1e-38, 1e-40, -1e-45, 6e-8, 5.9e-8, 2.98e-8, np.inf, -np.inf, np.nan, 1 + 2**-11,
+     1 + 3 * 2**-11, 1 + 2**-8, 1 + 3 * 2**-8, 2147483647.0, 4294967296.0, -2147483648.0, 1e19],
     np.float32,
 )  # fmt: skip
 INTEGERS = np.array(

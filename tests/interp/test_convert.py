@@ -74,7 +74,9 @@ def test_float_to_integer_saturates(of: str, mode: str, kind: str) -> None:
     dtype = {"f32": "f4", "f64": "f8", "f16": "f2"}[of]
     values = F32.astype(dtype)
     width = int(kind[1:])
-    low, high = (-(1 << width - 1), (1 << width - 1) - 1) if kind[0] == "s" else (0, (1 << width) - 1)
+    low, high = (
+        (-(1 << width - 1), (1 << width - 1) - 1) if kind[0] == "s" else (0, (1 << width) - 1)
+    )
 
     def convert(value: float) -> int:
         if math.isnan(value):
@@ -102,7 +104,8 @@ def test_integer_to_float_is_correctly_rounded(kind: str) -> None:
         for other in (np.nextafter(result, np.float32(s)) for s in (-np.inf, np.inf)):
             assert error <= abs(Fraction(float(other)) - value)
     np.testing.assert_array_equal(
-        apply(f"cvt.rn.f64.{kind} %d, %a;", base, out=np.float64), values.astype("f8"))
+        apply(f"cvt.rn.f64.{kind} %d, %a;", base, out=np.float64), values.astype("f8")
+    )
     small = RNG.integers(0, 70000, 100).astype(base.dtype)
     np.testing.assert_array_equal(apply(f"cvt.rn.f16.{kind} %d, %a;", small, out="u2"),
                                   small.astype("f4").astype("f2").view("u2"))  # fmt: skip
@@ -124,9 +127,11 @@ def test_integer_widths_and_saturation() -> None:
         got = apply(f"{text} %d, %a;", values)
         np.testing.assert_array_equal(got, want.astype("i8").astype("u4"), text)
     np.testing.assert_array_equal(
-        apply("cvt.s64.s32 %d, %a;", values, out="i8"), values.view("i4").astype("i8"))
+        apply("cvt.s64.s32 %d, %a;", values, out="i8"), values.view("i4").astype("i8")
+    )
     np.testing.assert_array_equal(
-        apply("cvt.u64.u32 %d, %a;", values, out="u8"), values.astype("u8"))
+        apply("cvt.u64.u32 %d, %a;", values, out="u8"), values.astype("u8")
+    )
     wide = values.astype("u8") * np.uint64(0x100000001)
     np.testing.assert_array_equal(apply("cvt.u32.u64 %d, %a;", wide), wide.astype("u4"))
 

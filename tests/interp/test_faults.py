@@ -17,7 +17,15 @@ def fault(source: str, *arguments: Arg, block: int = 64, grid: int = 2, shared: 
     """The report of a kernel whose bug stands in the line marked BUG; nothing may be written."""
     before = [a.value.copy() for a in arguments if isinstance(a.value, np.ndarray)]
     with pytest.raises(SanitizerError) as caught:
-        run(compile_ptx(source, name=NAME), "k", grid, block, list(arguments), shared, title="the title")
+        run(
+            compile_ptx(source, name=NAME),
+            "k",
+            grid,
+            block,
+            list(arguments),
+            shared,
+            title="the title",
+        )
     after = [a.value for a in arguments if isinstance(a.value, np.ndarray)]
     for one, other in zip(before, after, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -111,7 +119,11 @@ def test_misaligned_accesses() -> None:
 @pytest.mark.parametrize("write", [True, False])
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_one_past_shared_memory(dynamic: bool, write: bool) -> None:
-    access = "s[threadIdx.x + 1] = 1;  // BUG" if write else "y[threadIdx.x] = s[threadIdx.x + 1];  // BUG"
+    access = (
+        "s[threadIdx.x + 1] = 1;  // BUG"
+        if write
+        else "y[threadIdx.x] = s[threadIdx.x + 1];  // BUG"
+    )
     source = f"""
     {"extern __shared__ float s[];" if dynamic else ""}
     extern "C" __global__ void k(float* y) {{
@@ -173,7 +185,13 @@ def test_missing_cp_async_wait() -> None:
     x, y = floats(64), floats(64)
     report = fault(ASYNC.replace("WAIT", "1"), Arg("x", x), Arg("y", y, True))
     assert "uninitialised shared read" in report and "cp.async" in report and "in flight" in report
-    run(compile_ptx(ASYNC.replace("WAIT", "0"), name=NAME), "k", 2, 64, [Arg("x", x), Arg("y", y, True)])
+    run(
+        compile_ptx(ASYNC.replace("WAIT", "0"), name=NAME),
+        "k",
+        2,
+        64,
+        [Arg("x", x), Arg("y", y, True)],
+    )
     np.testing.assert_array_equal(y, 2 * x[::-1])
 
 
@@ -183,8 +201,8 @@ def test_cp_async_out_of_bounds_on_either_side() -> None:
     report = fault(beyond, Arg("x", floats(64)), Arg("y", floats(64), True))
     assert "out-of-bounds global read" in report and "byte 256 of x" in report
     assert "cp.async" in report
-    beyond = source.replace('"r"(q)', '"r"(q + 4)').replace(
-        '"r"(q + 4), "l"(x + threadIdx.x));', '"r"(q + 4), "l"(x + threadIdx.x));  // BUG')  # fmt: skip
+    line = '"r"(q), "l"(x + threadIdx.x));'
+    beyond = source.replace(line, line.replace("(q)", "(q + 4)") + "  // BUG")
     report = fault(beyond, Arg("x", floats(64)), Arg("y", floats(64), True))
     assert "out-of-bounds shared write" in report and "byte 512 of" in report
 
@@ -235,7 +253,7 @@ def test_tensor_instruction_without_the_whole_warp() -> None:
       s[threadIdx.x] = 0;
       if (threadIdx.x == 31) return;
       unsigned r, p = (unsigned)__cvta_generic_to_shared(s + threadIdx.x % 8 * 4);
-      asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r) : "r"(p));  // BUG
+      asm("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r) : "r"(p));  // BUG
       y[threadIdx.x] = r;
     }"""
     report = fault(source, Arg("y", np.zeros(32, "u4"), True), block=32)
@@ -285,7 +303,9 @@ def test_unknown_instructions_are_refused_before_anything_runs() -> None:
     y = floats(64)
     before = y.copy()
     ptx = compile_ptx(source, name=NAME)
-    with pytest.raises(InterpreterError, match=r"not supported.*wmma\.unknown\.sync\.f32 %f") as caught:
+    with pytest.raises(
+        InterpreterError, match=r"not supported.*wmma\.unknown\.sync\.f32 %f"
+    ) as caught:
         run(ptx, "k", 1, 64, [Arg("y", y, True)])
     assert f"{NAME}:{line_of(source, 'BUG')}" in str(caught.value)
     np.testing.assert_array_equal(y, before)
@@ -293,7 +313,8 @@ def test_unknown_instructions_are_refused_before_anything_runs() -> None:
 
 @pytest.mark.parametrize(
     "instruction",
-    ["add.rz.f64 fd, fd, fd;", "mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {fd,fd}, {fd}, {fd}, {fd,fd};",
+    ["add.rz.f64 fd, fd, fd;",
+     "mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {fd,fd}, {fd}, {fd}, {fd,fd};",
      "ld.global.v8.f32 {f,f,f,f,f,f,f,f}, [rd];", "cvt.rn.satfinite.e4m3x2.f32 h, f, f;",
      "cp.async.bulk.commit_group;", "madc.lo.u32 r, r, r, r;", "min.s16x2 r, r, r;",
      "ldmatrix.sync.aligned.m8n8.x3.shared.b16 {r,r,r}, [r];", "shfl.down.b32 r, r, 1, 31;"],
@@ -308,3 +329,17 @@ def test_unknown_modifiers_are_refused(instruction: str) -> None:
     ret; }}"""
     with pytest.raises(InterpreterError, match="not supported"):
         run(text, "k", 1, 32, [Arg("p", np.zeros(1, "f4"))])
+
+
+def test_a_kernel_runs_well_after_its_own_fault() -> None:
+    x, y = floats(128), np.zeros(128, "f4")
+    source = ADD.replace("OFFSET", "n - 128")
+    for n in (128, 129, 128):
+        y[:] = 0
+        arguments = [Arg("x", x), Arg("y", y, True), Arg("n", np.int32(n))]
+        if n == 129:
+            assert "of x (512 bytes" in fault(source, *arguments)
+            assert (y == 0).all()
+        else:
+            run(compile_ptx(source, name=NAME), "k", 2, 64, arguments, title="another title")
+            np.testing.assert_array_equal(y, x)

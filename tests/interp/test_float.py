@@ -108,9 +108,11 @@ def test_max_xorsign_abs() -> None:
 
 def test_neg_abs_copysign_testp() -> None:
     np.testing.assert_array_equal(
-        apply("neg.f32 %d, %a;", F32, out=np.uint32), F32.view("u4") ^ np.uint32(1 << 31))
+        apply("neg.f32 %d, %a;", F32, out=np.uint32), F32.view("u4") ^ np.uint32(1 << 31)
+    )
     np.testing.assert_array_equal(
-        apply("abs.f32 %d, %a;", F32, out=np.uint32), F32.view("u4") & np.uint32(0x7FFFFFFF))
+        apply("abs.f32 %d, %a;", F32, out=np.uint32), F32.view("u4") & np.uint32(0x7FFFFFFF)
+    )
     a, b = pairs(EDGES)
     got = apply("copysign.f32 %d, %a, %b;", a, b, out=np.uint32)
     want = (a.view("u4") & np.uint32(1 << 31)) | (b.view("u4") & np.uint32(0x7FFFFFFF))

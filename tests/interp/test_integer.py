@@ -38,7 +38,9 @@ def check(text: str, kind: str, function: Callable[..., int], out_bits: int | No
     result = apply(text, a, b, out=f"u{(out_bits or width) // 8}")
     convert = (lambda v: signed(v, width)) if kind[0] == "s" else int
     mask = (1 << (out_bits or width)) - 1
-    expected = [function(convert(int(x)), convert(int(y))) & mask for x, y in zip(a, b, strict=True)]
+    expected = [
+        function(convert(int(x)), convert(int(y))) & mask for x, y in zip(a, b, strict=True)
+    ]
     np.testing.assert_array_equal(result, np.array(expected, result.dtype))
 
 
@@ -219,7 +221,7 @@ def test_counts_and_searches() -> None:
         np.testing.assert_array_equal(apply(f"bfind.s{bits} %d, %a;", values), expected)
     shift = [32 - int(v).bit_length() if v else M32 for v in INTEGERS]
     np.testing.assert_array_equal(apply("bfind.shiftamt.u32 %d, %a;", INTEGERS),
-                                  [s if s == M32 else s for s in shift])  # fmt: skip
+                                  shift)  # fmt: skip
 
 
 def test_sad_and_dp4a() -> None:
@@ -228,7 +230,9 @@ def test_sad_and_dp4a() -> None:
     for of_a in "us":
         for of_b in "us":
             kinds = [{"u": "u1", "s": "i1"}[k] for k in (of_a, of_b)]
-            x, y = (v.view(k).reshape(-1, 4).astype(int) for v, k in zip((a, b), kinds, strict=True))
+            x, y = (
+                v.view(k).reshape(-1, 4).astype(int) for v, k in zip((a, b), kinds, strict=True)
+            )
             expected = ((x * y).sum(1) + 7) & M32
             got = apply(f"dp4a.{of_a}32.{of_b}32 %d, %a, %b, 7;", a, b)
             np.testing.assert_array_equal(got, expected)

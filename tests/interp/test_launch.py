@@ -86,13 +86,15 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         run(ptx, "k", 1, (1024, 2), [Arg("y", y), Arg("n", np.int32(3))])
     with pytest.raises(ParameterError, match="checks='all'"):
         run(ptx, "k", 1, 32, [Arg("y", y), Arg("n", np.int32(3))], checks="all")
-    with pytest.raises(InterpreterError, match="no kernel 'q'.*it has: k"):
+    with pytest.raises(InterpreterError, match=r"no kernel 'q'.*it has: k"):
         run(ptx, "q", 1, 32, [Arg("y", y), Arg("n", np.int32(3))])
 
 
 def test_registers_keep_other_lanes_values_under_guards() -> None:
     a = np.arange(64, dtype="u4")
-    text = "setp.lt.u32 %p, %a, 20; mov.u32 %d, 7; @%p add.u32 %d, %a, 100; @!%p mul.lo.u32 %d, %d, 3;"
+    text = (
+        "setp.lt.u32 %p, %a, 20; mov.u32 %d, 7; @%p add.u32 %d, %a, 100; @!%p mul.lo.u32 %d, %d, 3;"
+    )
     np.testing.assert_array_equal(apply(text, a), np.where(a < 20, a + 100, 21))
     text = """mov.u32 %d, 1; setp.lt.u32 %p, %a, 20; @%p bra ELSE;
               add.u32 %t, %a, 5; mul.lo.u32 %d, %t, 2; bra END_IF;

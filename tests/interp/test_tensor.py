@@ -23,7 +23,7 @@ def test_mma_fragments(kind: str, k: int) -> None:
     a = RNG.standard_normal((warps, 16, k)).astype(dtype)
     b = RNG.standard_normal((warps, k, 8)).astype(dtype)
     c = RNG.standard_normal((warps, 16, 8)).astype("f4")
-    # element i of a thread's a-fragment: row g (+8 for i in 2,3,6,7), column 2t + (i&1) (+8 for i>=4)
+    # element i of a: row g (+8 for i in 2,3,6,7), column 2t + (i&1) (+8 for i >= 4)
     fragment_a = np.empty((warps, 32, 2 * registers), dtype)
     for i in range(2 * registers):
         row, col = G + 8 * (i // 2 % 2), 2 * T + (i & 1) + 8 * (i // 4)
@@ -47,7 +47,8 @@ def run_mma(kind: str, k: int, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> n
     loads = ", ".join(f'"r"(a[i * {na} + {j}])' for j in range(na))
     loads += ", " + ", ".join(f'"r"(b[i * {nb} + {j}])' for j in range(nb))
     source = f"""
-    extern "C" __global__ void k(const unsigned* a, const unsigned* b, const float4* c, float4* o) {{
+    extern "C" __global__ void k(const unsigned* a, const unsigned* b, const float4* c,
+                                 float4* o) {{
       int i = blockIdx.x * blockDim.x + threadIdx.x;
       float4 d = c[i];
       asm volatile("mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32 {{%0,%1,%2,%3}}, "

@@ -19,7 +19,9 @@ def shuffle(mode: str, amount: int, width: int) -> tuple[np.ndarray, np.ndarray]
     source = {"up": LANE - amount, "down": LANE + amount, "bfly": LANE ^ amount,
               "idx": first + amount % width}[mode]  # fmt: skip
     # bfly may reach into earlier segments; up and down stay within their own
-    inside = source < first + width if mode == "bfly" else (source >= first) & (source < first + width)
+    inside = (
+        source < first + width if mode == "bfly" else (source >= first) & (source < first + width)
+    )
     return np.where(inside, source, LANE) + WARP, inside
 
 
@@ -57,7 +59,7 @@ def test_votes() -> None:
     for mode, function in (("all", np.all), ("any", np.any)):
         text = f"setp.lt.u32 %p, %b, %a; vote.sync.{mode}.pred %q, %p, -1; selp.u32 %d, 1, 0, %q;"
         got = apply(text, limits, LANE.astype("u4"), block=96)
-        want = function((LANE < limits).reshape(-1, 32), axis=1)
+        want = function((limits > LANE).reshape(-1, 32), axis=1)
         np.testing.assert_array_equal(got, np.repeat(want, 32))
     text = "setp.lt.u32 %p, %b, %a; vote.sync.uni.pred %q, !%p, -1; selp.u32 %d, 1, 0, %q;"
     got = apply(text, limits, LANE.astype("u4"), block=96)
