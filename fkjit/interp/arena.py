@@ -14,7 +14,7 @@ from fkjit.interp.ptx import Instruction
 from fkjit.interp.report import Reporter
 
 GLOBAL_WINDOW = 1 << 48  # addresses below are no global memory
-SPACING_BITS = 36  # every allocation's addresses start 64 GiB after the last one's
+SPACING_BITS = 36  # every allocation is the middle of 64 GiB of addresses of its own
 RED_ZONE = 256  # arena bytes between allocations
 
 WIDE = np.dtype("c16")  # moves 16 bytes as one element
@@ -71,7 +71,8 @@ class GlobalMemory:
     def add(self, name: str, data: np.ndarray, writable: bool, misaligned: int = 0) -> Allocation:
         """A place for the bytes `data`, `misaligned` bytes after a multiple of 256."""
         start = -(-self._top // 256) * 256 + misaligned
-        address = GLOBAL_WINDOW + (len(self.allocations) << SPACING_BITS) + (1 << 20) + misaligned
+        window = GLOBAL_WINDOW + (len(self.allocations) << SPACING_BITS)
+        address = window + (1 << SPACING_BITS - 1) + misaligned
         self._parts.append((start, data))
         self._top = start + data.size + RED_ZONE
         self.allocations.append(Allocation(name, start, data.size, address, writable))

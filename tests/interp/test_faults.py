@@ -47,7 +47,7 @@ extern "C" __global__ void k(const float* x, float* y, int n) {
 }"""
 
 
-@pytest.mark.parametrize(("offset", "first"), [(1, 127), (-1, 0), (1 << 20, 0)])
+@pytest.mark.parametrize(("offset", "first"), [(1, 127), (-1, 0), (1 << 20, 0), (-(1 << 30), 0)])
 def test_global_read_out_of_bounds(offset: int, first: int) -> None:
     report = fault(ADD.replace("OFFSET", str(offset)), Arg("values", floats(128)),
                    Arg("y", floats(128), True), Arg("n", np.int32(128)))  # fmt: skip
@@ -292,6 +292,16 @@ def test_traps_are_faults() -> None:
     y[5] = np.nan
     report = fault(source, Arg("y", y, True))
     assert "trap" in report and "thread (5, 0, 0)" in report
+
+
+def test_failed_assertions_are_faults() -> None:
+    source = """
+    extern "C" __global__ void k(int* y) {
+      assert(y[threadIdx.x] < 60);  // BUG
+      y[threadIdx.x] = 1;
+    }"""
+    report = fault(source, Arg("y", np.arange(64, dtype="i4"), True))
+    assert "trap" in report and "__assertfail" in report and "thread (60, 0, 0)" in report
 
 
 def test_unknown_instructions_are_refused_before_anything_runs() -> None:
