@@ -126,7 +126,7 @@ def main() -> int:
 def _legend(on_gpu: bool) -> str:
     where = "" if on_gpu else f" (registers: of the same variant for {_RESOURCES_TARGET})"
     return (
-        "\nerror: greatest difference from float64, and whether that is within the kernel's tolerance\n"
+        "\nerror: greatest difference from float64; ok: within the kernel's tolerance\n"
         f"cache: miss where a kernel was compiled just now{where}"
     )
 
@@ -173,7 +173,11 @@ class _Case:
         self.to, self.on_gpu, self.repeats = to, on_gpu, sizes.repeats
         self.expected: np.ndarray | None = None
         place = import_module("cupy").asarray if on_gpu else np.asarray
-        self.qkv = tuple(place(self.inputs[name]) for name in ("q", "k", "v"))
+        self.qkv: tuple[Any, Any, Any] = (
+            place(self.inputs["q"]),
+            place(self.inputs["k"]),
+            place(self.inputs["v"]),
+        )
 
     def row(self, impl: str, block: Any) -> Row:
         """Compile, run, time and check one implementation."""
