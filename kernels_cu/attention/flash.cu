@@ -22,6 +22,7 @@
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
 #include "device/attention_mma.cuh"
+#include "device/reread.cuh"
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${block_q};  // query rows of a block
@@ -56,6 +57,18 @@ using QReader = FragmentReader<QTile, BlockOrder::ROW_MAJOR>;
 using KReader = FragmentReader<KTile, BlockOrder::COL_MAJOR>;
 using VReader = FragmentReader<VTile, BlockOrder::ROW_MAJOR>;
 
+// Which query rows of which head a block works on. Blocks of one head are neighbours (they share K
+// and V in L2), those with the longest causal rows first.
+struct Place {
+  int q0, head, batch;
+  __device__ __forceinline__ Place(int block, int seqlen_q, int heads_q) {
+    const int blocks_q = ceil_div(seqlen_q, BLOCK_Q);
+    q0 = (blocks_q - 1 - block % blocks_q) * BLOCK_Q;
+    head = block / blocks_q % heads_q;
+    batch = block / blocks_q / heads_q;
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flash(
     const elem_t* __restrict__ q,  // [batch, heads_q, seqlen_q, head_dim]    strides in elements,
     const elem_t* __restrict__ k,  // [batch, heads_kv, seqlen_k, head_dim]   last dimension
@@ -71,14 +84,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   const u32 q_tile = shared_address(shared_memory), ring = q_tile + QTile::BYTES;
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
 
-  // Blocks of one head are neighbours (they share K and V in L2), longest causal rows first.
-  const int blocks_q = ceil_div(seqlen_q, BLOCK_Q);
-  const int q0 = (blocks_q - 1 - static_cast<int>(blockIdx.x % blocks_q)) * BLOCK_Q;
-  const int head = blockIdx.x / blocks_q % heads_q, batch = blockIdx.x / blocks_q / heads_q;
-  q += batch * q_strides.batch + head * q_strides.head + q0 * q_strides.row;
-  k += batch * k_strides.batch + (head / group_size) * k_strides.head;
-  v += batch * v_strides.batch + (head / group_size) * v_strides.head;
-  o += batch * o_strides.batch + head * o_strides.head + q0 * o_strides.row;
+  const Place place(blockIdx.x, seqlen_q, heads_q);
+  const int q0 = place.q0, kv_head = place.head / group_size;
+  q += place.batch * q_strides.batch + place.head * q_strides.head + q0 * q_strides.row;
+  k += place.batch * k_strides.batch + kv_head * k_strides.head;
+  v += place.batch * v_strides.batch + kv_head * v_strides.head;
 
   // Query row i of the block sees keys 0 .. min(seqlen_k, first_hidden + i) - 1.
   const int first_hidden = causal ? q0 + seqlen_k - seqlen_q + 1 : seqlen_k;
@@ -160,11 +170,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   // 3. Normalise; the output is staged over this warp's own rows of Q, then stored in whole chunks.
   cp_async_wait<0>();
   __syncthreads();
-  const int warp_row = warp * ROWS_A_WARP, rows_left = last_row + 1 - warp_row;
-  const u32 warp_o_tile = q_tile + warp_row * OTile::ROW_BYTES;
-  if (lse != nullptr) lse += (static_cast<i64>(batch) * heads_q + head) * seqlen_q + q0 + warp_row;
-  finish_rows<elem_t, OTile>(acc, softmax, scale_log2, lane, warp_o_tile, lse, rows_left);
+  const Place again(block_index_again(), seqlen_q, heads_q);  // nothing of it lived in registers
+  const i64 head_index = static_cast<i64>(again.batch) * heads_q + again.head;
+  const int end_lane = thread_index_again() % WARP_SIZE;
+  const int warp_row = thread_index_again() / WARP_SIZE * ROWS_A_WARP, row0 = again.q0 + warp_row;
+  const int rows_left = min(ROWS_A_WARP, seqlen_q - row0);
+  const u32 warp_o_tile = shared_address(shared_memory) + warp_row * OTile::ROW_BYTES;
+  finish_rows<elem_t, OTile>(acc, softmax, scale_log2, end_lane, warp_o_tile,
+                             lse == nullptr ? nullptr : lse + head_index * seqlen_q + row0,
+                             rows_left);
   __syncwarp();
-  store_tile<OTile, ROWS_A_WARP, ALIGNED>(o + warp_row * o_strides.row, o_strides.row, warp_o_tile,
-                                          lane, rows_left, head_dim_v);
+  o += again.batch * o_strides.batch + again.head * o_strides.head + row0 * o_strides.row;
+  store_tile<OTile, ROWS_A_WARP, ALIGNED>(o, o_strides.row, warp_o_tile, end_lane, rows_left,
+                                          head_dim_v);
 }
