@@ -27,10 +27,8 @@ __device__ __forceinline__ void multiply_qk(float (&s)[M][N][4], u32 (&q_fragmen
       u32 b[4];
       ldmatrix_x4(b, k_reader.address(k_tile, n, step));
 #pragma unroll
-      for (int m = 0; m < M; ++m) {
-        mma_16x8x16<T, MMA_K>(s[m][2 * n], q_fragments[step][m], b[0], b[1]);
-        mma_16x8x16<T, MMA_K>(s[m][2 * n + 1], q_fragments[step][m], b[2], b[3]);
-      }
+      for (int m = 0; m < M; ++m)
+        mma_16x16x16<T, MMA_K>(s[m][2 * n], s[m][2 * n + 1], q_fragments[step][m], b);
     }
   }
 }
@@ -59,10 +57,7 @@ __device__ __forceinline__ void multiply_pv(float (&acc)[M][COLUMNS][4], const f
       u32 b[4];
       ldmatrix_x4_trans(b, v_reader.address(v_tile, step, n));
 #pragma unroll
-      for (int m = 0; m < M; ++m) {
-        mma_16x8x16<T, MMA_K>(acc[m][2 * n], p[m], b[0], b[1]);
-        mma_16x8x16<T, MMA_K>(acc[m][2 * n + 1], p[m], b[2], b[3]);
-      }
+      for (int m = 0; m < M; ++m) mma_16x16x16<T, MMA_K>(acc[m][2 * n], acc[m][2 * n + 1], p[m], b);
     }
   }
 }

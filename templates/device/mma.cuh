@@ -28,18 +28,13 @@ __device__ __forceinline__ void mma_m16n8k16<fp16>(float (&d)[4], const u32 (&a)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// PTX ISA: mma.sync.aligned.m16n8k8 (.f16 from sm_75): the k16 step above as two halves; the same
-// fragments, a[0..1] and b0 for k = 0..7, a[2..3] and b1 for k = 8..15.
-__device__ __forceinline__ void mma_m16n8k8_twice(float (&d)[4], const u32 (&a)[4], u32 b0,
-                                                  u32 b1) {
+// PTX ISA: mma.sync.aligned.m16n8k8 (.f16 from sm_75): half of a k16 step on the same fragments,
+// a[0], a[1], b0 for k = 0..7 or a[2], a[3], b1 for k = 8..15.
+__device__ __forceinline__ void mma_m16n8k8(float (&d)[4], u32 a0, u32 a1, u32 b) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
       "{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(b0));
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[2]), "r"(a[3]), "r"(b1));
+      : "r"(a0), "r"(a1), "r"(b));
 }
 
 // PTX ISA: mma.sync.aligned.m16n8k16 (.bf16 needs sm_80)
@@ -57,14 +52,21 @@ constexpr bool SAME_TYPE = false;
 template <typename A>
 constexpr bool SAME_TYPE<A, A> = true;
 
-// The k16 step by the k of its instruction: MMA_K = 16, or 8 where that is all there is (sm_75).
+// D[16x16] += A[16x16] * B[16x16]: d0 for n = 0..7 with b[0], b[1], d1 for n = 8..15 with b[2], b[3].
+// MMA_K is the k of the instruction: 16, or 8 where that is all there is (sm_75). The halves of k
+// take turns, so that no product waits for the one just before it.
 template <typename T, int MMA_K>
-__device__ __forceinline__ void mma_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+__device__ __forceinline__ void mma_16x16x16(float (&d0)[4], float (&d1)[4], const u32 (&a)[4],
+                                             const u32 (&b)[4]) {
   static_assert(MMA_K == 16 || MMA_K == 8, "the k of mma.m16n8k16 and mma.m16n8k8");
   static_assert(MMA_K == 16 || SAME_TYPE<T, fp16>, "sm_75 multiplies fp16 only");
   if constexpr (MMA_K == 16) {
-    mma_m16n8k16<T>(d, a, b0, b1);
+    mma_m16n8k16<T>(d0, a, b[0], b[1]);
+    mma_m16n8k16<T>(d1, a, b[2], b[3]);
   } else {
-    mma_m16n8k8_twice(d, a, b0, b1);
+    mma_m16n8k8(d0, a[0], a[1], b[0]);
+    mma_m16n8k8(d1, a[0], a[1], b[2]);
+    mma_m16n8k8(d0, a[2], a[3], b[1]);
+    mma_m16n8k8(d1, a[2], a[3], b[3]);
   }
 }

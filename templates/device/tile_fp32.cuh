@@ -47,19 +47,42 @@ __device__ __forceinline__ void store_global4(T* __restrict__ target, const floa
 //   banks of x..   0-3  4-7  8-11 ...                 28-31        (PITCH = HEAD_DIM + 4)
 //
 // Filled by all THREADS of the block, neighbours taking neighbouring float4s of a row; rows at or
-// past rows_left and columns at or past columns_left become zero.
+// past rows_left and columns at or past columns_left become zero. ALIGNED: every row of the tensor
+// starts on a 16-byte boundary; then a thread has up to eight loads on their way at a time.
 template <int ROWS, int COLUMNS, int PITCH, int THREADS, bool ALIGNED, typename T>
 __device__ __forceinline__ void copy_tile_fp32(float* __restrict__ tile,
                                                const T* __restrict__ global, i64 row_stride,
                                                int rows_left, int columns_left) {
-  constexpr int VECTORS = COLUMNS / 4;  // in a row
+  constexpr int VECTORS = COLUMNS / 4, COUNT = ROWS * VECTORS;
+  constexpr int EACH = COUNT / THREADS;  // of a thread
+  constexpr int BATCH = EACH % 8 == 0 ? 8 : EACH % 4 == 0 ? 4 : EACH % 2 == 0 ? 2 : 1;
   static_assert(COLUMNS % 4 == 0 && PITCH % 4 == 0, "float4s are 16-byte aligned");
-#pragma unroll 4
-  for (int i = threadIdx.x; i < ROWS * VECTORS; i += THREADS) {
-    const int row = i / VECTORS, column = i % VECTORS * 4;
-    const int elements = row < rows_left ? columns_left - column : 0;
-    const T* source = global + (elements > 0 ? row * row_stride + column : 0);
-    *reinterpret_cast<float4*>(tile + row * PITCH + column) =
-        load_global4<ALIGNED>(source, elements);
+  static_assert(COUNT % THREADS == 0, "every thread copies the same number of float4s");
+#pragma unroll 1
+  for (int first = threadIdx.x; first < COUNT; first += BATCH * THREADS) {
+    float4 x[BATCH];
+    if (ALIGNED && columns_left % 4 == 0) {
+#pragma unroll
+      for (int n = 0; n < BATCH; ++n) {
+        const int row = (first + n * THREADS) / VECTORS,
+                  column = (first + n * THREADS) % VECTORS * 4;
+        x[n] = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (row < rows_left && column < columns_left)
+          x[n] = load_global4<true>(global + row * row_stride + column, 4);
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < BATCH; ++n) {
+        const int row = (first + n * THREADS) / VECTORS,
+                  column = (first + n * THREADS) % VECTORS * 4;
+        x[n] = load_global4<false>(global + row * row_stride + column,
+                                   row < rows_left ? columns_left - column : 0);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < BATCH; ++n) {
+      const int row = (first + n * THREADS) / VECTORS, column = (first + n * THREADS) % VECTORS * 4;
+      *reinterpret_cast<float4*>(tile + row * PITCH + column) = x[n];
+    }
   }
 }
