@@ -146,7 +146,7 @@ class Decoder:
             return self.scratch(DTYPE[kind or "b32"], "sink")
         if kind is None:
             return self.registers.raw(operand.name)
-        return self.registers.view(operand.name, DTYPE[kind])
+        return self.registers.typed(operand.name, kind)
 
     def scratch(self, dtype: Any, name: str) -> np.ndarray:
         """An array of one element a lane for use inside one step."""

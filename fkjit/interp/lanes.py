@@ -30,6 +30,10 @@ class Layout:
         number = np.arange(self.lanes)
         self.cta, self.thread = number // self.padded, number % self.padded
 
+    def fits(self, ctas: int) -> bool:
+        """Whether a machine of this layout does well where `ctas` blocks a batch are best."""
+        return ctas <= 2 * self.ctas and self.ctas <= 4 * ctas
+
     @property
     def blocks(self) -> int:
         return self.grid[0] * self.grid[1] * self.grid[2]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from threading import Lock
 
 import numpy as np
@@ -94,36 +96,43 @@ def run(
     layout = _layout(_dim3("grid", grid), _dim3("block", block))
     launch = _Launch(module, kernel, layout, arguments, dynamic_shared, checks, title or entry)
     with np.errstate(all="ignore"):
-        machine = launch.machine()
-        before = machine.executed
-        batches = _run_batches(machine, progress)
+        machine = launch.idle_machine()
+        try:
+            stats = _run_batches(machine or launch.new_machine(), progress)
+        except SanitizerError:
+            if machine is None:
+                raise
+            # Another batch size may meet another fault first: report the same one every time.
+            return run(ptx, entry, grid, block, arguments, dynamic_shared, checks, title, progress)
     launch.copy_back()
-    _keep(launch, machine)
-    seconds = time.perf_counter() - started
-    return Stats(seconds, layout.blocks, layout.threads, batches, machine.executed - before)
+    launch.keep_machine()
+    return replace(stats, seconds=time.perf_counter() - started)
 
 
 _machines: OrderedDict[tuple[object, ...], Machine] = OrderedDict()  # decoded and idle
 _machines_lock = Lock()
 
 
-def _keep(launch: _Launch, machine: Machine) -> None:
-    """Keep a machine for the next launch of its shape; not called after a fault."""
-    machine.memory.globals = GlobalMemory(machine.reporter, True)
-    with _machines_lock:
-        _machines[launch.key] = machine
-        while len(_machines) > MAX_MACHINES:
-            _machines.popitem(last=False)
-
-
-def _run_batches(machine: Machine, progress: Callable[[float], None] | None) -> int:
-    batches, layout = 0, machine.layout
+def _run_batches(machine: Machine, progress: Callable[[float], None] | None) -> Stats:
+    batches, layout, before = 0, machine.layout, machine.executed
     for first in range(0, layout.blocks, layout.ctas):
         machine.run_batch(first)
         batches += 1
         if progress is not None:
             progress(min(1.0, (first + layout.ctas) / layout.blocks))
-    return batches
+    return Stats(0.0, layout.blocks, layout.threads, batches, machine.executed - before)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Decoding makes many objects that stay: going through them for garbage would cost a third."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _kernel(module: Module, entry: str) -> Function:
@@ -166,7 +175,8 @@ class _Launch:
             )
         self.layout, self.arguments, self.checked = layout, arguments, checks != "off"
         self.kernel = inline_calls(module, kernel)
-        self.key = (self.kernel, layout.grid, layout.block, dynamic_shared, self.checked)
+        self.key = (self.kernel, layout.block, dynamic_shared, self.checked)
+        self.running: Machine
         self.module, self.dynamic_shared = module, dynamic_shared
         self.reporter = Reporter(title, layout)
         self.arena = GlobalMemory(self.reporter, self.checked)
@@ -179,21 +189,23 @@ class _Launch:
         self._holes()
         self._relocate(module)
 
-    def machine(self) -> Machine:
-        """The kernel decoded, or an idle machine of the same kernel, grid and block.
-
-        Raises InterpreterError for what is not supported.
-        """
+    def idle_machine(self) -> Machine | None:
+        """A machine that has run this kernel before, if one is idle and of a fitting size."""
         with _machines_lock:
             machine = _machines.pop(self.key, None)
-        if machine is None or not self.symbols.items() <= machine.memory.symbols.items():
-            return self._decoded()
+        if machine is None or not machine.layout.fits(self.layout.ctas):
+            return None
+        if not self.symbols.items() <= machine.memory.symbols.items():
+            return None
+        machine.layout.grid = self.layout.grid
         machine.reporter.title = self.reporter.title
         self.arena.reporter = machine.reporter
         machine.memory.globals = self.arena
+        self.running = machine
         return machine
 
-    def _decoded(self) -> Machine:
+    def new_machine(self) -> Machine:
+        """The kernel decoded; raises InterpreterError for what is not supported."""
         shared = SharedMemory(
             self._spaced(self.module, "shared"), self.dynamic_shared, self.layout, self.reporter,
             self.checked,
@@ -202,7 +214,17 @@ class _Launch:
         local = LocalMemory(private, self.layout, self.reporter)
         symbols = {**self.symbols, **shared.offsets, **local.offsets}
         memory = Memory(self.arena, shared, local, symbols)
-        return Machine(self.kernel, self.layout, memory, self.reporter, self.checked)
+        with _no_collection():
+            self.running = Machine(self.kernel, self.layout, memory, self.reporter, self.checked)
+        return self.running
+
+    def keep_machine(self) -> None:
+        """Keep the machine for the kernel's next launch; not to be called after a fault."""
+        self.running.memory.globals = GlobalMemory(self.running.reporter, True)
+        with _machines_lock:
+            _machines[self.key] = self.running
+            while len(_machines) > MAX_MACHINES:
+                _machines.popitem(last=False)
 
     def _spaced(self, module: Module, *spaces: str) -> list[Variable]:
         every = module.variables + self.kernel.variables

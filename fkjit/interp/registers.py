@@ -26,6 +26,7 @@ class Registers:
         self.layout = layout
         self._raw: dict[str, np.ndarray] = {}
         self._views: dict[tuple[str, np.dtype], np.ndarray] = {}
+        self._typed: dict[tuple[str, str], np.ndarray] = {}
         self._spare: dict[np.dtype, list[np.ndarray]] = {}
         self.special = _special(layout)
 
@@ -37,10 +38,12 @@ class Registers:
         return rows.pop()
 
     def start_batch(self) -> None:
-        """Set blockIdx for the batch of blocks that begins at `layout.first_cta`."""
+        """Set gridDim, and blockIdx for the batch of blocks that begins at `layout.first_cta`."""
         layout = self.layout
         number = np.minimum(layout.first_cta + layout.cta, layout.blocks - 1)
         x, y, _ = layout.grid
+        for axis, extent in zip("xyz", layout.grid, strict=True):
+            self.special[f"%nctaid.{axis}"][:] = extent
         self.special["%ctaid.x"][:] = number % x
         self.special["%ctaid.y"][:] = number // x % y
         self.special["%ctaid.z"][:] = number // (x * y)
@@ -69,6 +72,14 @@ class Registers:
             found = self._views[key] = raw.view(dtype)[::step]
         return found
 
+    def typed(self, name: str, kind: str) -> np.ndarray:
+        """`view` by the name of a PTX type."""
+        key = (name, kind)
+        found = self._typed.get(key)
+        if found is None:
+            found = self._typed[key] = self.view(name, DTYPE[kind])
+        return found
+
     def width(self, operand: Operand) -> int:
         """Bytes of a register operand (8 for what is no register)."""
         return self.raw(operand.name).dtype.itemsize if isinstance(operand, Reg) else 8
@@ -80,10 +91,10 @@ class Registers:
 
         `address` maps symbol names to addresses.
         """
+        if isinstance(operand, Reg):
+            return self.typed(operand.name, kind)
         dtype = DTYPE[kind]
         match operand:
-            case Reg(name):
-                return self.view(name, dtype)
             case Imm(value):
                 if dtype.kind == "f":
                     return np.array([value], dtype)

@@ -61,6 +61,19 @@ def test_many_batches_of_blocks_give_the_same() -> None:
     assert stats.batches == len(seen) > 1 and seen == sorted(seen)
 
 
+def test_a_kernel_runs_on_grids_of_other_sizes() -> None:
+    source = """
+    extern "C" __global__ void k(int* o, int n) {
+      int i = (blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x;
+      if (i < n) o[i] = 100 * i + gridDim.x;
+    }"""
+    for x, y in ((2, 4), (3, 2), (8, 4), (1, 30), (4, 3), (100, 1)):
+        n = x * y * 64 - 5
+        o = np.zeros(n, "i4")
+        run(compile_ptx(source), "k", (x, y), 64, [Arg("o", o, True), Arg("n", np.int32(n))])
+        np.testing.assert_array_equal(o, 100 * np.arange(n) + x)
+
+
 def test_checks_off_runs_a_correct_kernel_alike() -> None:
     rng = np.random.default_rng(1)
     x = rng.standard_normal((2, 4, 5)).astype("f4")
