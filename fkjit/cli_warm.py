@@ -8,6 +8,7 @@ from fkjit import report
 from fkjit.warming import Warmed, warm
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+_LINES = 10  # of progress where stderr is no terminal
 
 
 def run(ops: list[str], arch: str | None, jobs: int | None) -> int:
@@ -20,11 +21,13 @@ def run(ops: list[str], arch: str | None, jobs: int | None) -> int:
         TextColumn("{task.description}", markup=False),
     )
     err = report.console(stderr=True)
-    with Progress(*columns, console=err, transient=True) as bar:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=None)
 
         def show(done: int, total: int, label: str) -> None:
             bar.update(task, completed=done, total=total, description=label)
+            if not err.is_terminal and done * _LINES // total > (done - 1) * _LINES // total:
+                err.print(f"{done} of {total}: {label}", markup=False)
 
         try:
             done = warm(*ops, arch=arch, jobs=jobs, progress=show)
