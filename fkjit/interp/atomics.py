@@ -54,6 +54,24 @@ def _rank(position: np.ndarray) -> np.ndarray:
     return rank
 
 
+def _one_by_one(
+    memory: np.ndarray,
+    at: np.ndarray,
+    x: np.ndarray,
+    y: np.ndarray,
+    combine: Callable[[Any, Any, Any], Any],
+) -> np.ndarray:
+    """Update memory in lane order; returns what every lane found there."""
+    old = np.empty(at.size, memory.dtype)
+    rank = _rank(at)
+    for turn in range(int(rank.max()) + 1):
+        now = rank == turn
+        place = at[now]
+        old[now] = memory[place]
+        memory[place] = combine(memory[place], x[now], y[now])
+    return old
+
+
 def _operands(ins: Instruction) -> tuple[Operand | None, Operand, tuple[Operand, ...]]:
     """Destination (None for red), address, values."""
     if ins.op[0] == "red":
@@ -89,13 +107,7 @@ def atom(d: Decoder, ins: Instruction) -> Step:
         if out is None and ufunc is not None:
             ufunc.at(memory, at, x)
             return
-        old = np.empty(at.size, memory.dtype)
-        rank = _rank(at)
-        for turn in range(int(rank.max()) + 1):
-            now = rank == turn
-            place = at[now]
-            old[now] = memory[place]
-            memory[place] = combine(memory[place], x[now], y[now])
+        old = _one_by_one(memory, at, x, y, combine)
         if out is not None:
             group.put(out, old)
 

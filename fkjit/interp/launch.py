@@ -95,18 +95,27 @@ def run(
     kernel = _kernel(module, entry)
     layout = _layout(_dim3("grid", grid), _dim3("block", block))
     launch = _Launch(module, kernel, layout, arguments, dynamic_shared, checks, title or entry)
-    with np.errstate(all="ignore"):
-        machine = launch.idle_machine()
-        try:
+    stats = _execute(launch, progress)
+    if stats is None:
+        return run(ptx, entry, grid, block, arguments, dynamic_shared, checks, title, progress)
+    return replace(stats, seconds=time.perf_counter() - started)
+
+
+def _execute(launch: _Launch, progress: Callable[[float], None] | None) -> Stats | None:
+    """Run and copy back. None: a machine decoded for another batch size has met a fault; there
+    another one may come first, so that the launch has to be repeated as if it were the only one.
+    """
+    machine = launch.idle_machine()
+    try:
+        with np.errstate(all="ignore"):
             stats = _run_batches(machine or launch.new_machine(), progress)
-        except SanitizerError:
-            if machine is None:
-                raise
-            # Another batch size may meet another fault first: report the same one every time.
-            return run(ptx, entry, grid, block, arguments, dynamic_shared, checks, title, progress)
+    except SanitizerError:
+        if machine is None:
+            raise
+        return None
     launch.copy_back()
     launch.keep_machine()
-    return replace(stats, seconds=time.perf_counter() - started)
+    return stats
 
 
 _machines: OrderedDict[tuple[object, ...], Machine] = OrderedDict()  # decoded and idle

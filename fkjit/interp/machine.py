@@ -23,7 +23,7 @@ from fkjit.interp.report import Reporter
 from fkjit.interp.shared import LocalMemory, SharedMemory
 
 SPIN_LIMIT = 2000  # backward branches in a row before another group gets its turn
-STEP_LIMIT = 50_000_000  # straight-line runs of one batch: more is an endless loop
+STEP_LIMIT = 20_000_000  # straight-line runs of one batch: more is an endless loop
 
 
 @dataclass
@@ -52,6 +52,7 @@ class Machine:
         self.alive_count = 0
         self.groups: dict[int, np.ndarray] = {}
         self.executed = 0
+        self.limit = STEP_LIMIT
         self.decoder = Decoder(self, function)
         self._decode()
 
@@ -92,6 +93,7 @@ class Machine:
         for listener in self.listeners:
             listener()
         self.groups = {0: self.alive.copy()}
+        self.limit = self.executed + STEP_LIMIT
         turn = 0
         while self.groups:
             turn += 1
@@ -121,21 +123,20 @@ class Machine:
                 for step in steps:
                     step(group)
             self.executed += 1
+            if self.executed > self.limit:
+                self._endless()
             if groups:
                 if pc in groups:
                     group = Group(group.mask | groups.pop(pc), self.alive_count)
                 if groups and (min(groups) < pc or backward > SPIN_LIMIT):
                     self.push(pc, group.mask)
-                    self._check_limit()
                     return
 
-    def _check_limit(self) -> None:
-        if self.executed > STEP_LIMIT:
-            raise InterpreterError(
-                f"{self.reporter.title}: the kernel does not end ({STEP_LIMIT:,} runs of "
-                "instructions in one batch of blocks): blocks that wait for other blocks, or an "
-                "endless loop"
-            )
+    def _endless(self) -> None:
+        raise InterpreterError(
+            f"{self.reporter.title}: the kernel does not end ({STEP_LIMIT:,} runs of instructions "
+            "in one batch of blocks): an endless loop, or blocks that wait for other blocks"
+        )
 
     def push(self, pc: int, mask: np.ndarray) -> None:
         """Lanes to go on at `pc`."""

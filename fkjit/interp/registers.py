@@ -116,7 +116,6 @@ class Registers:
 
 
 def _special(layout: Layout) -> dict[str, np.ndarray]:
-    u32 = np.uint32
     lane = (layout.thread % WARP).astype(np.uint64)
     one = np.uint64(1)
     below = (one << lane) - one
@@ -137,12 +136,18 @@ def _special(layout: Layout) -> dict[str, np.ndarray]:
     special: dict[str, np.ndarray] = {
         name: np.asarray(values).astype(np.uint32) for name, values in table.items()
     }
+    return {**special, **_uniform(layout)}
+
+
+def _uniform(layout: Layout) -> dict[str, np.ndarray]:
+    """Special registers that are the same for a block; blockIdx and gridDim come with the batch."""
+    special: dict[str, np.ndarray] = {}
     for axis, name in enumerate("xyz"):
-        special[f"%ntid.{name}"] = np.array([layout.block[axis]], u32)
-        special[f"%nctaid.{name}"] = np.array([layout.grid[axis]], u32)
-        special[f"%ctaid.{name}"] = np.zeros(layout.lanes, u32)
+        special[f"%ntid.{name}"] = np.array([layout.block[axis]], np.uint32)
+        special[f"%nctaid.{name}"] = np.array([layout.grid[axis]], np.uint32)
+        special[f"%ctaid.{name}"] = np.zeros(layout.lanes, np.uint32)
     for name in ("%clock", "%clock_hi", "%smid", "%nsmid", "%gridid", "%globaltimer_lo"):
-        special[name] = np.zeros(1, u32)
+        special[name] = np.zeros(1, np.uint32)
     for name in ("%clock64", "%globaltimer"):
         special[name] = np.zeros(1, np.uint64)
     return special

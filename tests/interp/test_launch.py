@@ -7,7 +7,7 @@ import pytest
 from interp_kit import apply, compile_ptx
 
 from fkjit.errors import InterpreterError, ParameterError
-from fkjit.interp import Arg, Stats, run
+from fkjit.interp import Arg, Stats, machine, run
 
 ADD = """
 struct Strides { long long batch, head, row; };
@@ -101,6 +101,17 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         run(ptx, "k", 1, 32, [Arg("y", y), Arg("n", np.int32(3))], checks="all")
     with pytest.raises(InterpreterError, match=r"no kernel 'q'.*it has: k"):
         run(ptx, "q", 1, 32, [Arg("y", y), Arg("n", np.int32(3))])
+
+
+def test_an_endless_kernel_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "STEP_LIMIT", 5000)
+    ptx = compile_ptx("""
+    extern "C" __global__ void k(volatile int* y) { while (*y == 0) {} }""")
+    y = np.zeros(1, "i4")
+    with pytest.raises(InterpreterError, match="the waiter: the kernel does not end"):
+        run(ptx, "k", 1, 32, [Arg("y", y)], title="the waiter")
+    y[0] = 1
+    assert run(ptx, "k", 1, 32, [Arg("y", y)]).steps < 10
 
 
 def test_registers_keep_other_lanes_values_under_guards() -> None:
