@@ -129,7 +129,8 @@ def test_spills_are_reported_not_failed(scale, tmp_path):
         "__launch_bounds__(THREADS)", "__launch_bounds__(THREADS, 32)"
     )
     body = (
-        "  float a[200];\n#pragma unroll\n  for (int j = 0; j < 200; ++j) a[j] = x[(i + j * j) % n];\n"
+        "  float a[200];\n#pragma unroll\n"
+        "  for (int j = 0; j < 200; ++j) a[j] = x[(i + j * j) % n];\n"
         "  __syncthreads();\n#pragma unroll\n"
         "  for (int j = 0; j < 200; ++j) value += a[j] * a[(j * 7) % 200];\n"
     )
