@@ -45,15 +45,22 @@ class Allocation:
     writable: bool
     holes: np.ndarray | None = None  # bool a byte: True where the byte is valid
     shape: str = ""
+    strides: tuple[int, ...] = ()  # of a C-contiguous array, in bytes
 
     def describe(self, at: int) -> str:
         """Where byte `at` (from the first byte) lies, in words."""
-        what = f"{self.name} ({self.size:,} bytes{self.shape})"
+        what = f"byte {at:,} of {self.name} ({self.size:,} bytes{self.shape}){self._element(at)}"
         if at >= self.size:
-            return f"byte {at:,} of {what}: {at - self.size:,} bytes past its end"
-        if at < 0:
-            return f"byte {at:,} of {what}: before its first byte"
-        return f"byte {at:,} of {what}"
+            return f"{what}: {at - self.size:,} bytes past its end"
+        return f"{what}: before its first byte" if at < 0 else what
+
+    def _element(self, at: int) -> str:
+        """The element as an index, whose first number may be beyond the shape: "= q[2, 0, 5]"."""
+        index = []
+        for stride in self.strides:
+            number, at = divmod(at, stride)
+            index.append(str(number))
+        return f" = {self.name}[{', '.join(index)}]" if index else ""
 
 
 class GlobalMemory:

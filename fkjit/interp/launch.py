@@ -290,6 +290,8 @@ class _Launch:
         raw = _bytes_of(value, low, size)
         place = self.arena.add(argument.name, raw, argument.writable, _misaligned(value, low))
         place.shape = f", shape {value.shape} {value.dtype}"
+        if value.flags.c_contiguous and value.size:
+            place.strides = np.empty(value.shape, value.dtype).strides  # of extents 1 too
         self.places.append((argument, place))
         return np.uint64(place.address - low).tobytes()
 

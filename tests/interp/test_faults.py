@@ -52,6 +52,7 @@ def test_global_read_out_of_bounds(offset: int, first: int) -> None:
     report = fault(ADD.replace("OFFSET", str(offset)), Arg("values", floats(128)),
                    Arg("y", floats(128), True), Arg("n", np.int32(128)))  # fmt: skip
     assert "out-of-bounds global read" in report and "of values (512 bytes" in report
+    assert f"= values[{first + offset}]: " in report
     assert f"byte {(first + offset) * 4:,} of values" in report
     assert f"block ({first // 64}, 0, 0), thread ({first % 64}, 0, 0)" in report
     assert "ld.global" in report
@@ -67,6 +68,16 @@ def test_global_write_out_of_bounds_and_read_only() -> None:
     assert "block (1, 0, 0), thread (63, 0, 0)" in report
     report = fault(source, Arg("result", floats(128)))
     assert "write to a read-only argument" in report and "result" in report
+
+
+def test_an_element_is_named_by_its_index() -> None:
+    source = """
+    extern "C" __global__ void k(const float* x, float* y) {
+      y[threadIdx.x] = x[threadIdx.x + 33];  // BUG
+    }"""
+    report = fault(source, Arg("x", floats(96).reshape(4, 3, 8)), Arg("y", floats(64), True))
+    assert "byte 384 of x (384 bytes, shape (4, 3, 8) float32) = x[4, 0, 0]: 0 bytes past" in report
+    assert "thread (63, 0, 0)" in report
 
 
 def test_a_pointer_that_is_no_argument() -> None:
