@@ -22,8 +22,6 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from fkjit.cache_file import SUFFIX, TEMPORARY, Read, read_entry, write_atomically
 from fkjit.errors import CacheError
 from fkjit.settings import settings
@@ -35,12 +33,9 @@ LEFTOVER_SECONDS = 3600.0  # a temporary file older than this lost its writer
 LOCK_FILE_SECONDS = 86400.0  # a lock file older than this is nobody's
 QUARANTINE_SECONDS = 7 * 86400.0
 QUARANTINE_FILES = 16
+_EVICT_TO = 0.9  # of the cap, so that not every write evicts
 # Never a lock that is the mere existence of a file: a killed builder would leave it held.
 _SOFT = "fallback_to_soft"
-_LOCK_OPTIONS: dict[str, Any] = (
-    {_SOFT: False} if _SOFT in signature(FileLock.__init__).parameters else {}
-)
-_EVICT_TO = 0.9  # of the cap, so that not every write evicts
 _BAD = ".bad"
 _LOCK = ".lock"
 _OURS = re.compile(r"\.?[0-9a-f]{64}\..*(fkc|tmp|bad|lock)$")
@@ -150,18 +145,21 @@ class DiskCache:
                 with suppress(OSError, RuntimeError):
                     lock.release()
 
-    def _acquire(self, key: str, describe: str) -> FileLock | None:
+    def _acquire(self, key: str, describe: str) -> Any:
+        import filelock  # not at the top: a warm start needs no lock, and this takes milliseconds
+
         path = self.directory / "locks" / (key + _LOCK)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(path, **_LOCK_OPTIONS)
+            known = signature(filelock.FileLock.__init__).parameters
+            lock = filelock.FileLock(path, **({_SOFT: False} if _SOFT in known else {}))
             try:
                 lock.acquire(timeout=PATIENCE_SECONDS)
-            except Timeout:
+            except filelock.Timeout:
                 say(f"waiting for another process that is compiling {describe}")
                 lock.acquire(timeout=max(0.0, LOCK_SECONDS - PATIENCE_SECONDS))
             return lock
-        except Timeout:
+        except filelock.Timeout:
             say(f"{path} was held for {LOCK_SECONDS:.0f} s; compiling {describe} without it")
         except (OSError, RuntimeError, NotImplementedError):
             pass  # read-only, no flock there: two processes may build the same entry

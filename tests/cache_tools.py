@@ -26,6 +26,7 @@ PRELUDE = textwrap.dedent(
     """
     import fcntl, os, resource, signal, sys
     from pathlib import Path
+    import filelock
     import fkjit.cache_file, fkjit.cache_disk
     from fkjit.cache import Cache, default_cache, materialise
     FIELDS = {"schema": "1", "kernel": "norm.rms", "text": "x" * 5000, "target": "sm_80"}

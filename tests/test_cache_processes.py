@@ -136,7 +136,7 @@ def step(module, name, when, before=True):
 always = lambda *_: True
 """
 STEPS = {  # step: (what arms it, whether the entry is there for the next reader)
-    "before the lock": ("step(fkjit.cache_disk, 'FileLock', always)", False),
+    "before the lock": ("step(filelock, 'FileLock', always)", False),
     "with the lock": (
         "step(fkjit.cache_disk.DiskCache, 'read', lambda s, k: s.calls() > 1)",
         False,
