@@ -5,7 +5,7 @@
    The algorithm, the tiling and the device functions are those of flash.cu; read that one first.
    What Turing has not, and what is done instead:
 
-     mma.m16n8k16     two mma.m16n8k8: the same fragments, each half of k on its own (see mma.cuh)
+     mma.m16n8k16     two mma.m16n8k8 on the same fragments, each half of k on its own
      bf16             fp16 only; bf16 goes to flash_fp32.cu
      cp.async         the next tile travels in registers: its loads are issued before a product and
                       stored to shared memory after it, so the product hides their way
@@ -22,6 +22,7 @@
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
 #include "device/attention_mma.cuh"
+#include "device/query_block.cuh"
 #include "device/register_copy.cuh"
 
 using elem_t = ${dtype};
@@ -81,14 +82,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int warp_row = warp * ROWS_A_WARP;
 
-  // Blocks of one head are neighbours (they share K and V in L2), longest causal rows first.
-  const int blocks_q = ceil_div(seqlen_q, BLOCK_Q);
-  const int q0 = (blocks_q - 1 - static_cast<int>(blockIdx.x % blocks_q)) * BLOCK_Q;
-  const int head = blockIdx.x / blocks_q % heads_q, batch = blockIdx.x / blocks_q / heads_q;
-  q += batch * q_strides.batch + head * q_strides.head + q0 * q_strides.row;
-  k += batch * k_strides.batch + (head / group_size) * k_strides.head;
-  v += batch * v_strides.batch + (head / group_size) * v_strides.head;
-  o += batch * o_strides.batch + head * o_strides.head + q0 * o_strides.row;
+  const QueryBlock<BLOCK_Q> place(blockIdx.x, seqlen_q, heads_q);
+  const int q0 = place.q0, kv_head = place.head / group_size;
+  q += place.batch * q_strides.batch + place.head * q_strides.head + q0 * q_strides.row;
+  k += place.batch * k_strides.batch + kv_head * k_strides.head;
+  v += place.batch * v_strides.batch + kv_head * v_strides.head;
 
   // Query row i of the block sees keys 0 .. min(seqlen_k, first_hidden + i) - 1.
   const int first_hidden = causal ? q0 + seqlen_k - seqlen_q + 1 : seqlen_k;
@@ -168,11 +166,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   }
 
   // 5. Normalise; the output is staged over this warp's own rows of Q, then stored in whole chunks.
-  const int rows_left = last_row + 1 - warp_row;
-  const u32 warp_o_tile = q_tile + warp_row * OTile::ROW_BYTES;
-  if (lse != nullptr) lse += (static_cast<i64>(batch) * heads_q + head) * seqlen_q + q0 + warp_row;
-  finish_rows<elem_t, OTile>(acc, softmax, scale_log2, lane, warp_o_tile, lse, rows_left);
+  //    Where and whose rows is worked out again, so that it held no registers in the loop.
+  const QueryBlock<BLOCK_Q> again(block_index_again(), seqlen_q, heads_q);
+  const i64 head_index = static_cast<i64>(again.batch) * heads_q + again.head;
+  const int end_lane = thread_index_again() % WARP_SIZE;
+  const int end_warp_row = thread_index_again() / WARP_SIZE * ROWS_A_WARP;
+  const int row0 = again.q0 + end_warp_row, rows_left = min(ROWS_A_WARP, seqlen_q - row0);
+  const u32 warp_o_tile = shared_address(shared_memory) + end_warp_row * OTile::ROW_BYTES;
+  finish_rows<elem_t, OTile>(acc, softmax, scale_log2, end_lane, warp_o_tile,
+                             lse == nullptr ? nullptr : lse + head_index * seqlen_q + row0,
+                             rows_left);
   __syncwarp();
-  store_tile<OTile, ROWS_A_WARP, ALIGNED>(o + warp_row * o_strides.row, o_strides.row, warp_o_tile,
-                                          lane, rows_left, head_dim_v);
+  o += again.batch * o_strides.batch + again.head * o_strides.head + row0 * o_strides.row;
+  store_tile<OTile, ROWS_A_WARP, ALIGNED>(o, o_strides.row, warp_o_tile, end_lane, rows_left,
+                                          head_dim_v);
 }

@@ -6,6 +6,7 @@
 //     multiply(this tile);         // hides their way
 //     next.store(shared);          // every warp must be done with what was there
 #pragma once
+#include "device/reread.cuh"
 #include "device/tile_copy.cuh"
 
 // Eight elements, of which the first `elements` (any number) exist; the others are zero.
@@ -29,7 +30,8 @@ struct RegisterTile {
   template <typename T>
   __device__ __forceinline__ void fetch(const T* __restrict__ global, i64 row_stride, int rows_left,
                                         int columns_left) {
-    const int row0 = threadIdx.x / Tile::CHUNKS, column0 = threadIdx.x % Tile::CHUNKS * 8;
+    const int thread = thread_index_again();
+    const int row0 = thread / Tile::CHUNKS, column0 = thread % Tile::CHUNKS * 8;
     const T* source = global + row0 * row_stride + column0;
     if (ALIGNED && WHOLE_PASSES && rows_left >= Tile::ROWS && columns_left >= Tile::COLUMNS) {
 #pragma unroll
@@ -52,7 +54,8 @@ struct RegisterTile {
   }
 
   __device__ __forceinline__ void store(u32 shared) const {
-    const int row0 = threadIdx.x / Tile::CHUNKS, chunk = threadIdx.x % Tile::CHUNKS;
+    const int thread = thread_index_again(), row0 = thread / Tile::CHUNKS,
+              chunk = thread % Tile::CHUNKS;
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
       const int row = row0 + pass * ROWS_A_PASS;
@@ -70,11 +73,12 @@ struct RegisterTile {
   __device__ static __forceinline__ void copy(u32 shared, const T* __restrict__ global,
                                               i64 row_stride, int rows_left, int columns_left,
                                               u32 flip = 0) {
-    const int row0 = threadIdx.x / Tile::CHUNKS, chunk = threadIdx.x % Tile::CHUNKS;
+    const int thread = thread_index_again(), row0 = thread / Tile::CHUNKS,
+              chunk = thread % Tile::CHUNKS;
     const T* source = global + row0 * row_stride + chunk * 8;
 #pragma unroll 1
     for (int row = row0; row < Tile::ROWS; row += ROWS_A_PASS, source += ROWS_A_PASS * row_stride)
-#pragma unroll
+#pragma unroll 1
       for (int panel = 0; panel < Tile::PANELS; ++panel) {
         const int column = panel * Tile::PANEL_COLUMNS;
         const uint4 x = load_global_chunk<ALIGNED>(
