@@ -39,7 +39,8 @@ def comparison(name: str, floating: bool) -> Callable[[np.ndarray, np.ndarray], 
 def _operands(d: Decoder, ins: Instruction, kind: str) -> Callable[[], list[np.ndarray]]:
     values = [d.src(arg, kind) for arg in ins.args[1:3]]
     if kind in HALF:
-        return lambda: [halves.split(kind, value) for value in values]
+        size = max(value.size for value in values)
+        return lambda: [halves.split(kind, np.broadcast_to(v, (size,))) for v in values]
     if ins.has("ftz") and kind == "f32":
         return lambda: [flush(value) for value in values]
     return lambda: values

@@ -18,6 +18,8 @@ from fkjit.interp import report
 from fkjit.interp.lanes import Group
 from fkjit.interp.ptx import (
     DTYPE,
+    SIZE,
+    Float,
     Function,
     Imm,
     Instruction,
@@ -27,6 +29,7 @@ from fkjit.interp.ptx import (
     Vec,
     reads_and_writes,
 )
+from fkjit.interp.registers import constant
 
 if TYPE_CHECKING:
     from fkjit.interp.machine import Machine
@@ -78,6 +81,7 @@ class Decoder:
         self.function = function
         self.registers = machine.registers
         self.private = private_registers(function)
+        self.constants = constant_registers(function)
         self._parts: dict[Any, Any] = {}
         self.bases: dict[tuple[str, str], Any] = {}  # address registers, see `loadstore.Base`
         self.watchers: dict[str, list[Callable[[], None]]] = {}  # by register, see `notify`
@@ -136,6 +140,10 @@ class Decoder:
 
     def src(self, operand: Operand, kind: str) -> np.ndarray:
         """An operand's values: one a lane, or a single element for a constant."""
+        if isinstance(operand, Reg):
+            bits = self.constants.get(operand.name)
+            if bits is not None:
+                return constant(bits, DTYPE[kind])
         return self.registers.read(operand, kind, self.machine.address)
 
     def dst(self, operand: Operand, kind: str | None) -> np.ndarray:
@@ -242,6 +250,32 @@ def private_registers(function: Function) -> set[str]:
             if ins.guard or is_control(ins) or home.setdefault(name, run) != run:
                 shared.add(name)
     return set(home) - shared
+
+
+@lru_cache(maxsize=64)
+def constant_registers(function: Function) -> dict[str, int]:
+    """Registers whose only definition is a mov of a literal, and the literal's bits.
+
+    NVRTC passes the operands of shuffles, masks above all, in such registers.
+    """
+    writes: dict[str, int] = {}
+    found: dict[str, int] = {}
+    for ins in function.instructions:
+        for name in reads_and_writes(ins)[1]:
+            writes[name] = writes.get(name, 0) + 1
+        if ins.op[0] == "mov" and ins.guard is None and isinstance(ins.args[0], Reg):
+            bits = _literal_bits(ins.args[1], ins.type)
+            if bits is not None:
+                found[ins.args[0].name] = bits
+    return {name: bits for name, bits in found.items() if writes[name] == 1}
+
+
+def _literal_bits(operand: Operand, kind: str) -> int | None:
+    if isinstance(operand, Float) and operand.width == SIZE[kind]:
+        return operand.bits
+    if isinstance(operand, Imm) and kind[0] in "bus" and kind != "pred":
+        return operand.value
+    return None
 
 
 @lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ import numpy as np
 
 from fkjit.interp.arena import WIDE
 from fkjit.interp.lanes import WARP
-from fkjit.interp.ptx import Float, Function, Imm, Instruction, Reg, reads_and_writes, registers_in
+from fkjit.interp.ptx import Function, Instruction, reads_and_writes, registers_in
 
 _SCALE = np.array([2.0**112], np.float32)  # from the exponent bias of f16 to that of float32
 _F16_BITS = np.array([0x8FFFE000], np.uint32).view(np.int32)
@@ -82,21 +82,6 @@ class Fragment:
 def names(ins: Instruction, operand: int) -> tuple[str, ...]:
     """The registers of one operand of an mma."""
     return tuple(registers_in(ins.args[operand]))
-
-
-@lru_cache(maxsize=64)
-def zero_registers(function: Function) -> set[str]:
-    """Registers whose only definition is a mov of zero: an mma need not add them."""
-    writes: dict[str, int] = {}
-    zeros: set[str] = set()
-    for ins in function.instructions:
-        for name in reads_and_writes(ins)[1]:
-            writes[name] = writes.get(name, 0) + 1
-        if ins.op[0] == "mov" and ins.guard is None and isinstance(ins.args[0], Reg):
-            source = ins.args[1]
-            if source in (Imm(0), Float(0, 4)):
-                zeros.add(ins.args[0].name)
-    return {name for name in zeros if writes[name] == 1}
 
 
 @lru_cache(maxsize=64)

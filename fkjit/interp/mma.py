@@ -19,7 +19,6 @@ from fkjit.interp.fragments import (
     element,
     names,
     resident_accumulators,
-    zero_registers,
 )
 from fkjit.interp.lanes import WARP, Group
 from fkjit.interp.ptx import Function, Instruction, reads_and_writes
@@ -36,7 +35,6 @@ class Plan:
     def __init__(self, d: Decoder) -> None:
         function, warps = d.function, d.machine.layout.lanes // WARP
         self.runs = _runs(function)  # by the first instruction's program counter
-        self.zeros = zero_registers(function)
         self.accumulators = {  # of resident groups
             group: np.zeros((warps, 8, 16), np.float32) for group in resident_accumulators(function)
         }
@@ -171,7 +169,7 @@ class _Member:
             as_fragment(d.dst(item, "f32")) for item in d.items(ins.args[0])
         ]  # fmt: skip
         self.adds: list[np.ndarray] = []
-        if self.addend is None and not all(name in plan.zeros for name in of or ("none",)):
+        if self.addend is None:
             self.adds = self._values(d, ins)
         crossed = any(x in to and to.index(x) != i for i, x in enumerate(of))
         self.copy_first = crossed

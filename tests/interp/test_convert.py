@@ -223,6 +223,18 @@ def test_set_selp_slct() -> None:
     same_floats(got, np.where(a < b, b, a))
 
 
+def test_constants_in_registers_are_bits() -> None:
+    a = np.arange(40, dtype="f4")
+    got = apply("mov.b32 %v, 1065353216; add.f32 %d, %v, %a;", a, out=np.float32)  # 1.0f
+    np.testing.assert_array_equal(got, a + 1)
+    got = apply("mov.f32 %v, 0f3F800000; mov.b64 %d, {%v, %a};", a, out=np.uint64)
+    np.testing.assert_array_equal(got & np.uint64(0xFFFFFFFF), 0x3F800000)
+    got = apply(".reg .b64 c; mov.b64 c, -2; cvt.s16.s64 %h, c; cvt.s32.s16 %d, %h;", a)
+    np.testing.assert_array_equal(got, 0xFFFFFFFE)
+    text = "mov.u32 %d, 7; setp.lt.f32 %p, %a, 0f41200000; @%p mov.u32 %d, 9;"  # below ten
+    np.testing.assert_array_equal(apply(text, a), np.where(a < 10, 9, 7))
+
+
 def test_mov_packs_and_unpacks() -> None:
     a, b = pairs(INTEGERS)
     got = apply("mov.b64 %d, {%a, %b};", a, b, out="u8")
