@@ -1,0 +1,86 @@
+"""What the README and the docs say is so: the example, the figures, the names, the links."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import figure
+from fkjit.settings import Settings
+from tests.cli_tools import run
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "docs" / "attention_h200.jsonl"
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/DESIGN.md")
+
+
+def test_the_example_runs_and_is_right():
+    (code,) = re.findall(r"(?s)```python\n(.*?)```", README)
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    q, k, v, o = (names[name].astype(np.float64) for name in "qkvo")
+    k, v = (np.repeat(x, 4, axis=1) for x in (k, v))
+    scores = np.tril(np.exp(q @ k.swapaxes(2, 3) / 8))
+    expected = scores / scores.sum(-1, keepdims=True) @ v
+    assert np.abs(o - expected).max() < 4e-3
+
+
+def test_every_setting_is_in_the_readme():
+    for field in fields(Settings):
+        assert f"`{Settings.variable(field.name)}" in README
+    named = set(re.findall(r"FKJIT_[A-Z_]+", README))
+    assert named == {Settings.variable(field.name) for field in fields(Settings)}
+
+
+def test_every_command_it_names_exists():
+    named = set(re.findall(r"`fkjit (\w+)", README))
+    assert named == {"doctor", "list", "show", "compile", "warm", "cache"}
+    for name in named:
+        assert run(name, "--help").status == 0
+
+
+def test_table_and_picture_are_those_of_the_committed_run():
+    cells, environment = figure.read(RESULTS)
+    assert figure.with_table(README, figure.table(cells, environment)) == README
+    picture = RESULTS.with_suffix(".svg").read_text()
+    assert picture == figure.picture(cells, environment)
+    assert environment["date"] in README and environment["gpu"] in README
+    assert f"]({RESULTS.with_suffix('.svg').relative_to(ROOT)})" in README
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_what_documents_point_to_is_there(document):
+    text = (ROOT / document).read_text()
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (ROOT / document).parent.joinpath(link).exists(), link
+    for path in re.findall(r"`((?:tests|docs|bench|fkjit|templates|kernels_cu)/[\w./]*)`", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_design_names_every_module():
+    text = (ROOT / "docs" / "DESIGN.md").read_text().split("## Modules")[1]
+    named = re.findall(r"`(\w+)([/*]?)`", text)
+    for path in (ROOT / "fkjit").iterdir():
+        stem = path.name.removesuffix(".py")
+        if path.suffix == ".py" and stem != "__init__":
+            assert any(stem == n or (s == "*" and stem.startswith(n)) for n, s in named), stem
+
+
+def test_figures_are_read_by_cell_and_the_last_line_counts(tmp_path):
+    row = (
+        '{"bench": "attention", "candidate": "%s", "head_dim": %d, "seqlen": %d, '
+        '"causal": false, "tflops": %d, "environment": {"gpu": "G"}}\n'
+    )
+    lines = [
+        row % c for c in (("fa2", 128, 1024, 1), ("fkjit", 64, 1000, 2), ("fa2", 128, 1024, 3))
+    ]
+    (tmp_path / "run.jsonl").write_text("".join(lines) + '{"bench": "host", "candidate": "fa2"}\n')
+    cells, environment = figure.read(tmp_path / "run.jsonl")
+    assert cells == {(64, False, 1000): {"fkjit": 2}, (128, False, 1024): {"fa2": 3}}
+    assert list(cells) == sorted(cells) and environment == {"gpu": "G"}
+    assert figure.candidates(cells) == ["fkjit", "fa2"]
