@@ -18,7 +18,7 @@ from bench.common import interleaved, parser, progress, write
 from fkjit.arch import Arch
 from fkjit.device import device_target
 from fkjit.errors import FkjitError
-from fkjit.ops import attention_kernels as kernels
+from fkjit.ops import attention_choice as choice
 
 TOKENS, WIDTH = 16_384, 2048
 
@@ -71,8 +71,8 @@ def ours(
     if not blocks:
         return {"fkjit": call(None)}
     dim = q.shape[-1]
-    spec = kernels.implementation("flash", dtype, arch)
-    dims = kernels.padded_dims(dim, dim)
+    spec = choice.implementation("flash", dtype, arch)
+    dims = choice.padded_dims(spec, dim, dim)
     fixed = {"dtype": dtype, "head_dim": dims[0], "head_dim_v": dims[1], "aligned": True}
     legal = spec.legal_values("block", {**fixed, "block": None}, arch)
     return {f"fkjit {block}": call(block) for block in legal}
@@ -106,7 +106,7 @@ def cell(dim: int, seqlen: int, causal: bool, dtype: str, blocks: bool) -> list[
                 "ms": median,
                 "ms_min": min(found),
                 "tflops": flops / median / 1e9,
-            }  # fmt: skip
+            }
         )
     return rows
 

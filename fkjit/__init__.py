@@ -32,9 +32,13 @@ __all__ = ["KernelSpec", "Param", "attention", "launch", "prepare", "register", 
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        raise AttributeError(f"module 'fkjit' has no attribute {name!r} (has: {', '.join(_PUBLIC)})")
+        raise AttributeError(
+            f"module 'fkjit' has no attribute {name!r} (has: {', '.join(_PUBLIC)})"
+        )
     module = import_module(_PUBLIC[name])
-    value = module if _PUBLIC[name].endswith(f".{name}") and name == "errors" else getattr(module, name)
+    value = (
+        module if _PUBLIC[name].endswith(f".{name}") and name == "errors" else getattr(module, name)
+    )
     globals()[name] = value
     return value
 
@@ -44,7 +48,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from fkjit import errors
+    from fkjit import errors as errors
     from fkjit.api import launch, prepare, variants
     from fkjit.ops.attention import attention
     from fkjit.spec import KernelSpec, Param, register

@@ -7,10 +7,10 @@ from typing import Any
 
 from fkjit import interop, ops
 from fkjit.arch import arch as arch_of
+from fkjit.device import launch_on_device
 from fkjit.errors import DeviceError, ParameterError
 from fkjit.interop import CPU
 from fkjit.interpret import interpret
-from fkjit.device import launch_on_device
 from fkjit.spec import KernelSpec, Params, Problem, find, registered
 
 
@@ -75,7 +75,9 @@ class _Pointer:
     def __init__(self, seen: interop.View | None) -> None:
         self.pointer = 0 if seen is None else seen.pointer
         self.shape = () if seen is None else seen.shape
-        self.itemsize = 0 if seen is None else interop.ITEMSIZE.get(seen.dtype, 0) or seen.array.itemsize
+        self.itemsize = (
+            0 if seen is None else interop.ITEMSIZE.get(seen.dtype, 0) or seen.array.itemsize
+        )
         self.strides = () if seen is None else tuple(s * self.itemsize for s in seen.strides)
 
 
@@ -85,5 +87,7 @@ def _one_device(spec: KernelSpec, views: Mapping[str, interop.View]) -> int:
         places = ", ".join(
             f"{name} on {'the CPU' if d == CPU else f'cuda:{d}'}" for d, name in devices.items()
         )
-        raise DeviceError(f"{spec.op}: arrays on several devices or none ({places}); move them to one")
+        raise DeviceError(
+            f"{spec.op}: arrays on several devices or none ({places}); move them to one"
+        )
     return next(iter(devices))

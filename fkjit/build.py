@@ -10,10 +10,9 @@ from typing import Any
 
 from fkjit.arch import Capability, Target, choose_target, target
 from fkjit.cache import Cache, Entry, default_cache
-from fkjit.compile import compile_source, key_fields
+from fkjit.keys import key_fields
 from fkjit.render import load
 from fkjit.settings import settings
-from fkjit.signature import signature
 from fkjit.spec import KernelSpec, Params
 from fkjit.toolchain import nvrtc_info
 
@@ -33,6 +32,9 @@ def build(spec: KernelSpec, params: Params, to: Target, cache: Cache | None = No
     describe = f"{spec.id} {spec.label(params)} {to.name}"
 
     def make() -> tuple[bytes, dict[str, Any]]:
+        from fkjit.compile import compile_source  # not at the top: a warm start compiles nothing
+        from fkjit.signature import signature
+
         with _status(describe) as done:
             compiled = compile_source(rendered, spec.entry, to, describe=describe)
             done.append(f"{compiled.seconds * 1e3:.0f} ms")

@@ -16,9 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from fkjit.bundle import Bundle, open_bundle, write_bundle
 from fkjit.cache_disk import DiskCache, say
 from fkjit.cache_entry import (
     CacheStats,
@@ -40,6 +39,9 @@ from fkjit.cache_file import (
 )
 from fkjit.errors import CacheError, NotCachedError
 from fkjit.settings import settings
+
+if TYPE_CHECKING:
+    from fkjit.bundle import Bundle
 
 __all__ = [
     "Cache",
@@ -69,7 +71,7 @@ class Cache:
         """`directory` None: no disk layer. `max_bytes`: cap of the directory, in bytes."""
         where = _absolute(directory)
         self.disk = None if where is None else DiskCache(where, max_bytes)
-        self.bundles: list[Bundle] = [open_bundle(Path(path)) for path in bundles]
+        self.bundles: list[Bundle] = [_open_bundle(path) for path in bundles]
         self.require_cached = require_cached
         self.max_bytes = max_bytes
         self._memory: dict[str, Entry] = {}
@@ -251,6 +253,8 @@ class Cache:
 
         CacheError for a key that is in no layer and for a file that cannot be written.
         """
+        from fkjit.bundle import write_bundle
+
         path, refused = Path(path), []
         files = [] if self.disk is None else self.disk.entry_files()
         wanted = {file.stem for file, _ in files} | self._unsaved if keys is None else set(keys)
@@ -293,7 +297,7 @@ class Cache:
         if self.disk is None:
             raise CacheError("cache import: no cache directory; set FKJIT_CACHE_DIR to one")
         try:
-            bundle = open_bundle(Path(path))
+            bundle = _open_bundle(path)
             keys = bundle.keys()
         except CacheError as error:
             raise CacheError(f"cache import: path={str(path)!r}: {error}") from error
@@ -317,6 +321,12 @@ class Cache:
         if disk.write(key, data) is None:
             raise CacheError(f"cannot be written: {disk.write_error}")
         return True
+
+
+def _open_bundle(path: Path) -> Bundle:
+    from fkjit.bundle import open_bundle  # zipfile, for the few who have bundles
+
+    return open_bundle(Path(path))
 
 
 def _absolute(directory: Path | None) -> Path | None:

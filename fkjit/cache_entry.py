@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fkjit.cache_file import write_all
 from fkjit.errors import CacheError
@@ -35,8 +35,7 @@ class Entry:
     seconds: float
 
 
-@dataclass(frozen=True)
-class EntryInfo:
+class EntryInfo(NamedTuple):
     """An entry as `Cache.entries()` lists it: all but the image."""
 
     key: str
@@ -47,8 +46,7 @@ class EntryInfo:
     last_used: float | None  # seconds since the epoch, true to the hour
 
 
-@dataclass(frozen=True)
-class CacheStats:
+class CacheStats(NamedTuple):
     """What a cache holds now and what it did in this process."""
 
     directory: Path | None
@@ -63,8 +61,7 @@ class CacheStats:
     write_error: str | None  # why the last write failed, None if none did
 
 
-@dataclass(frozen=True)
-class Imported:
+class Imported(NamedTuple):
     """What became of each entry of an imported bundle."""
 
     imported: int
@@ -72,8 +69,7 @@ class Imported:
     refused: tuple[tuple[str, str], ...]  # (key, reason)
 
 
-@dataclass(frozen=True)
-class Exported:
+class Exported(NamedTuple):
     """What went into a bundle."""
 
     path: Path

@@ -12,19 +12,16 @@ from typing import Any
 
 from fkjit.arch import Target
 from fkjit.errors import CompileError
+from fkjit.keys import key_fields, options
 from fkjit.render import Rendered
 from fkjit.toolchain import (
-    Version,
     check_target,
     dotted,
     header_dirs,
-    headers_id,
     nvrtc_info,
     nvrtc_module,
 )
 
-SCHEMA = "1"  # part of every cache key: raise it when the same fields mean another image
-_FIRST_WITH_CACHE = (12, 9)  # this NVRTC and later keep a cache of their own; a hit empties the log
 # NVRTC writes the working directory into -lineinfo before a relative name, and the cubin would
 # depend on it; so while it compiles, every name of ours stands under this root.
 _ROOT = "/fkjit/"
@@ -33,6 +30,9 @@ _ERROR = (
 )
 # (C7508) setmaxnreg ignored, (C7510, C7514, C7517, C7519 …) wgmma serialised: all with status 0.
 _SLOW = r"(?m)^.*\(C75\d\d\).*$"
+
+
+__all__ = ["Compiled", "Resources", "compile_source", "key_fields", "options"]
 
 
 @dataclass(frozen=True)
@@ -74,43 +74,6 @@ class Compiled:
     log: str
     nvrtc_version: str  # "13.0"
     problems: tuple[str, ...] = ()  # spills, serialised wgmma, ignored setmaxnreg
-
-
-def options(target: Target, nvrtc_version: Version) -> tuple[str, ...]:
-    """The options of one compile, without the -I that only this machine knows.
-
-    CuPy adds -ftz=true to everything it compiles; we do not: subnormals count.
-    """
-    always = (
-        f"--gpu-architecture={target.name}",
-        "--std=c++17",
-        "-default-device",
-        "-lineinfo",
-        "--no-source-include",  # else a cuda_fp16.h in the working directory is found first
-    )
-    report = ("--ptxas-options=-v",) if target.kind == "cubin" else ()
-    return always + report + (("--no-cache",) if nvrtc_version >= _FIRST_WITH_CACHE else ())
-
-
-def key_fields(
-    spec_id: str, rendered: Rendered, entry: str, target: Target
-) -> dict[str, str | bytes]:
-    """Everything that decides the image, by name; the cache hashes it. No path is in it.
-
-    The source is there as template, headers and values (see `Rendered.identity`), so nothing is
-    rendered for a key. Costs the loading of NVRTC once a process, then some 20 microseconds.
-    """
-    info = nvrtc_info()
-    return {
-        "schema": SCHEMA,
-        "kernel": spec_id,
-        "entry": entry,
-        **rendered.identity(),
-        "target": target.name,
-        "options": " ".join(options(target, info.version)),
-        "nvrtc": f"{dotted(info.version)} {info.build}",
-        "cuda_headers": headers_id(),
-    }
 
 
 def compile_source(rendered: Rendered, entry: str, target: Target, *, describe: str) -> Compiled:

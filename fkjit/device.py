@@ -61,7 +61,7 @@ class LoadedKernel:
         return (
             f"{self.spec.id} [{self.spec.label(self.params)}] grid={grid} block={self.threads} "
             f"shared={self.shared_bytes} on device {self.device}: the driver refused the launch: "
-            f"{error} (an earlier kernel's fault can surface here: rerun with CUDA_LAUNCH_BLOCKING=1)"
+            f"{error} (perhaps an earlier kernel's fault: rerun with CUDA_LAUNCH_BLOCKING=1)"
         )
 
 
@@ -206,5 +206,3 @@ def launch_on_device(
         if before != device:
             runtime.setDevice(before)
     return kernel
-
-

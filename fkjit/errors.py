@@ -1,4 +1,4 @@
-"""Every exception fkjit raises on purpose. All derive from `FkjitError`, and from the built-in they are.
+"""Every exception fkjit raises on purpose: a `FkjitError`, and the built-in that it is.
 
 Catch `FkjitError` for anything of ours, or the built-in (`ValueError`, `TypeError`, `RuntimeError`)
 as with any Python library. A message names the call, the parameter, the value offered, what is
@@ -31,7 +31,7 @@ class CompileError(FkjitError, RuntimeError):
 
 
 class ToolchainError(FkjitError, RuntimeError):
-    """NVRTC, CuPy, the CUDA headers or the driver do not fit together; the message has the command."""
+    """NVRTC, CuPy, CUDA headers and driver do not fit together; the message says what mends it."""
 
 
 class CacheError(FkjitError, RuntimeError):

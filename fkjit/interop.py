@@ -47,16 +47,19 @@ def view(array: Any, call: str, name: str) -> View:
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         return _dlpack_view(array)
     raise ArgumentTypeError(
-        f"{call}: {name} is a {type(array).__module__}.{type(array).__qualname__}; allowed: a torch "
-        "tensor, a CuPy or NumPy array, or any array with __dlpack__"
+        f"{call}: {name} is a {type(array).__module__}.{type(array).__qualname__}; allowed: a "
+        "torch tensor, a CuPy or NumPy array, or any array with __dlpack__"
     )
 
 
 def _torch_view(tensor: Any, call: str, name: str) -> View:
-    if tensor.device.type not in ("cuda", "cpu") or tensor.layout is not sys.modules["torch"].strided:
+    if (
+        tensor.device.type not in ("cuda", "cpu")
+        or tensor.layout is not sys.modules["torch"].strided
+    ):
         raise DeviceError(
-            f"{call}: {name} is a {tensor.layout} tensor on {tensor.device}; allowed: dense tensors "
-            "on a CUDA device or the CPU"
+            f"{call}: {name} is a {tensor.layout} tensor on {tensor.device}; allowed: dense "
+            "tensors on a CUDA device or the CPU"
         )
     dtype = str(tensor.dtype).removeprefix("torch.")
     device = tensor.device.index if tensor.device.type == "cuda" else CPU
@@ -74,9 +77,7 @@ def _torch_view(tensor: Any, call: str, name: str) -> View:
 def _strided(kind: str, array: Any, pointer: int, device: int, source: Any = None) -> View:
     name = array.dtype.name
     strides = tuple(stride // array.dtype.itemsize for stride in array.strides)
-    return View(
-        kind, array, pointer, array.shape, strides, _NAMES.get(name, name), device, source
-    )
+    return View(kind, array, pointer, array.shape, strides, _NAMES.get(name, name), device, source)
 
 
 def _dlpack_view(array: Any) -> View:

@@ -16,7 +16,7 @@ from fkjit.errors import InterpreterError
 from fkjit.settings import Settings, settings
 from fkjit.spec import KernelSpec, Params, Problem
 
-_OVERHEAD = 0.02  # seconds of any launch: parsing, decoding
+_OVERHEAD = 0.06  # seconds of a kernel's first launch: parsing, decoding
 
 
 def estimate(spec: KernelSpec, problem: Problem) -> float:

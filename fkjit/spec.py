@@ -1,5 +1,5 @@
-"""KernelSpec: what a kernel is, said once. Sweeps, snapshots, benchmarks, the warm list, the command
-line and the docs all read it from the registry here.
+"""KernelSpec: what a kernel is, said once. Sweeps, snapshots, benchmarks, the warm list, the
+command line and the docs all read it from the registry here.
 
 A *parameter* is what a variant of the kernel is compiled for (tile, dtype, head dimension). A
 *problem* is what one call works on (batch, sequence lengths, causal): a plain mapping of sizes.
@@ -55,7 +55,9 @@ class KernelSpec:
 
     derive: Callable[[Params], Mapping[str, Any]] = lambda params: {}  # further template values
     illegal: Callable[[Params], str | None] = lambda params: None  # a reason, or None
-    features: Callable[[Params], frozenset[str]] = lambda params: frozenset()  # Arch.features needed
+    features: Callable[[Params], frozenset[str]] = lambda params: (
+        frozenset()
+    )  # Arch.features needed
     shared_bytes: Callable[[Params], int] = lambda params: 0  # dynamic shared memory of a block
     block: Callable[[Params], Dim3]  # threads
     grid: Callable[[Params, Problem], Dim3]  # blocks
@@ -72,7 +74,9 @@ class KernelSpec:
         lambda params, problem, arrays: dict(arrays)
     )  # kernel argument name -> array (passed as pointer) or scalar
     reference: Callable[[Problem, Mapping[str, Any]], Arrays] | None = None  # float64, by name
-    tolerance: Callable[[Params], float] = lambda params: 0.0  # greatest absolute error, N(0,1) input
+    tolerance: Callable[[Params], float] = lambda params: (
+        0.0
+    )  # greatest absolute error, N(0,1) input
 
     _names: tuple[str, ...] = field(init=False, default=())
 
@@ -111,15 +115,19 @@ class KernelSpec:
             return f"needs {', '.join(missing)}, which {arch.name} has not"
         need = self.shared_bytes(params)
         if need > arch.shared_per_block:
-            return f"needs {need:,} bytes of shared memory; {arch.name} has {arch.shared_per_block:,}"
+            return (
+                f"needs {need:,} bytes of shared memory; {arch.name} has {arch.shared_per_block:,}"
+            )
         return None
 
     def check(self, params: Params, arch: Arch | None = None) -> None:
-        """Raise ParameterError, naming the parameter at fault and what would be legal, or return."""
+        """Raise ParameterError, naming the parameter at fault and what would be legal."""
         for name in params:
             if name not in self._names:
                 known = ", ".join(self._names)
-                raise ParameterError(f"{self.op}: {self.name} has no parameter {name!r} (has: {known})")
+                raise ParameterError(
+                    f"{self.op}: {self.name} has no parameter {name!r} (has: {known})"
+                )
         for name in self._names:
             if name not in params:
                 raise ParameterError(f"{self.op}: {self.name} needs a value for {name!r}")

@@ -18,6 +18,7 @@ from fkjit.errors import (
     InterpreterError,
     ParameterError,
 )
+from fkjit.ops import attention_choice as choice
 from fkjit.ops import attention_kernels as kernels
 from tests.attention_tools import assert_close, normal, reference
 
@@ -166,7 +167,7 @@ class TestTorch:
 
     def test_tensors_of_other_devices_and_layouts_are_refused(self):
         q = self.torch.empty(1, 1, 4, 32, dtype=self.torch.float16, device="meta")
-        with pytest.raises(DeviceError, match="q is a .* tensor on meta"):
+        with pytest.raises(DeviceError, match=r"q is a .* tensor on meta"):
             run(q, q, q)
 
 
@@ -302,7 +303,7 @@ def test_a_refused_tile_says_how_much_shared_memory_is_missing():
         r"\(legal here: 16, 32, 64"
     )
     with pytest.raises(ParameterError, match=message):
-        kernels.parameters(kernels.FLASH, problem, 128, True, arch("sm_120a"))
+        choice.parameters(kernels.FLASH, problem, 128, True, arch("sm_120a"))
 
 
 def test_work_of_minutes_is_refused_with_an_estimate(monkeypatch):

@@ -13,7 +13,8 @@ from fkjit.build import interpreter_target
 from fkjit.device import device_target
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
 from fkjit.interop import CPU, View
-from fkjit.ops import attention_kernels as kernels
+from fkjit.ops import attention_choice as choice
+from fkjit.ops.attention_kernels import MAX_HEAD_DIM
 from fkjit.spec import KernelSpec, Problem
 
 IMPLEMENTATIONS = ("auto", "flash", "tiled", "naive")
@@ -67,8 +68,8 @@ def check(
     problem = {**sizes, "dtype": views["q"].dtype, "causal": bool(causal), "softmax_scale": scale}
     device = views["q"].device
     arch = interpreter_target().arch if device == CPU else device_target(device).arch
-    spec = kernels.implementation(impl, problem["dtype"], arch)
-    params = kernels.parameters(spec, problem, _check_block(block), _aligned(views, sizes), arch)
+    spec = choice.implementation(impl, problem["dtype"], arch)
+    params = choice.parameters(spec, problem, _check_block(block), _aligned(views, sizes), arch)
     output = sizes["batch"] * sizes["heads_q"] * sizes["seqlen_q"] == 0
     return Request(
         **views, spec=spec, params=params, problem=problem, device=device, layout=layout,
@@ -114,8 +115,8 @@ def _check_grad(views: dict[str, View]) -> None:
     for name, view in views.items():
         if view.kind == "torch" and view.array.requires_grad and torch.is_grad_enabled():  # type: ignore[union-attr]
             raise ParameterError(
-                f"attention: {name} requires grad, but attention has no backward yet; call it under "
-                "torch.no_grad() or pass detached tensors"
+                f"attention: {name} requires grad, but attention has no backward yet; call it "
+                "under torch.no_grad() or pass detached tensors"
             )
 
 
@@ -164,8 +165,8 @@ def _expect(views: dict[str, View], layout: str, name: str, what: str, right: bo
 
 def _check_dims(head_dim: int, head_dim_v: int) -> None:
     for name, size in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
-        if not 1 <= size <= kernels.MAX_HEAD_DIM:
-            raise ParameterError(f"attention: {name}={size} is not in 1 .. {kernels.MAX_HEAD_DIM}")
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise ParameterError(f"attention: {name}={size} is not in 1 .. {MAX_HEAD_DIM}")
 
 
 def _check_scale(scale: Any, head_dim: int) -> float:

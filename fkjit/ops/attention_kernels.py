@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.arch import Arch
 from fkjit.interop import ITEMSIZE, numpy_dtype
 from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, register
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # what tiles are padded to
 MAX_HEAD_DIM = HEAD_DIMS[-1]
-_PAIRS = (*((d, d) for d in HEAD_DIMS), (192, 128))  # (head_dim, head_dim_v) that are compiled
+PAIRS = (*((d, d) for d in HEAD_DIMS), (192, 128))  # (head_dim, head_dim_v) that are compiled
 
 _DTYPE = "element type of q, k, v and o"
 _HEAD_DIM = "of q and k, padded to this in shared memory"
@@ -28,18 +27,13 @@ def split_block(block: Any) -> tuple[int, int]:
     return block if isinstance(block, tuple) else (block, block)
 
 
-def padded_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """The cheapest compiled pair that holds these head dimensions."""
-    fitting = [pair for pair in _PAIRS if pair[0] >= head_dim and pair[1] >= head_dim_v]
-    return min(fitting, key=sum)
-
-
 # ------------------------------------------------------------------ what all implementations share
 
 
 def grid(params: Params, problem: Problem) -> Dim3:
     """One block for each block_q query rows of each head."""
-    blocks_q = -(-problem["seqlen_q"] // split_block(params["block"])[0])
+    rows = split_block(params["block"])[0] if "block" in params else _NAIVE_ROWS
+    blocks_q = -(-problem["seqlen_q"] // rows)
     return (blocks_q * problem["heads_q"] * problem["batch"], 1, 1)
 
 
@@ -173,14 +167,14 @@ _SHARED = dict(
 def _flash_warps(params: Params) -> int:
     """Warps of 32 rows where output, scores and fragments fit in 255 registers, else of 16."""
     (block_q, block_k), head_dim = split_block(params["block"]), params["head_dim"]
-    wide = block_q == 128 and (head_dim <= 64 or head_dim <= 128 and block_k <= 64)
+    wide = block_q == 128 and (head_dim <= 64 or (head_dim <= 128 and block_k <= 64))
     return block_q // (32 if wide else 16)
 
 
 def _flash_derive(params: Params) -> dict[str, Any]:
     block_q, block_k = split_block(params["block"])
     warps = _flash_warps(params)
-    small = block_q // warps == 16 or block_k <= 64 and params["head_dim"] <= 64
+    small = block_q // warps == 16 or (block_k <= 64 and params["head_dim"] <= 64)
     return {
         "block_q": block_q,
         "block_k": block_k,
@@ -193,13 +187,11 @@ def _flash_derive(params: Params) -> dict[str, Any]:
 
 def _flash_illegal(params: Params) -> str | None:
     block, dims = params["block"], (params["head_dim"], params["head_dim_v"])
-    if dims not in _PAIRS:
+    if dims not in PAIRS:
         return f"head_dim_v={dims[1]} is not compiled for head_dim={dims[0]}"
-    if block == 128 and dims[0] > 128 or block == (128, 48) and dims[0] not in (96, 128):
+    if (block == 128 and dims[0] > 128) or (block == (128, 48) and dims[0] not in (96, 128)):
         return f"needs more registers than a thread has (head_dim={dims[0]})"
-    if not params["aligned"] and block != 32:
-        return "copies whole 16-byte chunks, and these rows do not start on 16-byte boundaries"
-    return None
+    return _unaligned(params)
 
 
 def _flash_shared(params: Params) -> int:
@@ -231,57 +223,180 @@ FLASH = register(
         features=lambda params: frozenset({"cp_async", "ldmatrix", "bf16_mma"}),
         shared_bytes=_flash_shared,
         block=_threads(_flash_derive),
-        interpreter_flops=1.5e9,
+        interpreter_flops=2e9,
         **_SHARED,
     )
 )
 
-# Preferred tiles by padded head_dim, fastest first (bench/NOTES.md); the first of which two blocks
-# fit on an SM is taken.
-_FLASH_PREFERENCE = {
-    32: (128, (128, 64), 64, (64, 32), 32, 16),
-    64: (128, (128, 64), 64, (64, 32), 32, 16),
-    96: ((128, 64), (128, 48), 64, (64, 32), 32, 16),
-    128: ((128, 48), (128, 64), (64, 32), 64, 32, 16),
-    192: ((64, 32), 64, 32, 16),
-    256: ((64, 32), 32, 16),
-}
+# ------------------------------------------------------------------ flash: Turing's tensor cores
 
 
-def choose_block(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
-    """The tile for this problem on this architecture: no taller than the queries need."""
-    legal = spec.legal_values("block", {**fixed, "block": None}, arch)
-    order = [b for b in preference(spec, fixed) if b in legal] or legal
-    rows = max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
-    order = [b for b in order if split_block(b)[0] <= rows] or order
-
-    def fits_twice(block: Any) -> bool:
-        shared = spec.shared_bytes({**fixed, "block": block}) + 1024
-        return 2 * shared <= arch.shared_per_sm
-
-    return next(filter(fits_twice, order), order[0])
+def _block_warps(params: Params) -> dict[str, Any]:
+    """block_q, block_k and one warp for each 16 rows."""
+    block_q, block_k = split_block(params["block"])
+    return {"block_q": block_q, "block_k": block_k, "num_warps": block_q // 16, "min_blocks": 1}
 
 
-def preference(spec: KernelSpec, fixed: Params) -> Sequence[Any]:
-    return _FLASH_PREFERENCE[fixed["head_dim"]]
+def _sm75_derive(params: Params) -> dict[str, Any]:
+    return {**_block_warps(params), "q_in_registers": params["head_dim"] <= 64}
 
 
-def implementation(impl: str, dtype: str, arch: Arch) -> KernelSpec:
-    return FLASH
+def _sm75_illegal(params: Params) -> str | None:
+    dims = (params["head_dim"], params["head_dim_v"])
+    if dims not in PAIRS:
+        return f"head_dim_v={dims[1]} is not compiled for head_dim={dims[0]}"
+    if dims[0] == 256 and split_block(params["block"])[1] == 64:
+        return "needs more registers than a thread has (head_dim=256)"
+    return _unaligned(params)
 
 
-def parameters(
-    spec: KernelSpec, problem: Problem, block: Any, aligned: bool, arch: Arch
-) -> dict[str, Any]:
-    head_dim, head_dim_v = padded_dims(problem["head_dim"], problem["head_dim_v"])
-    params = {
-        "dtype": problem["dtype"],
-        "head_dim": head_dim,
-        "head_dim_v": head_dim_v,
-        "block": block,
-        "aligned": aligned,
-    }
-    if block is None:
-        params["block"] = choose_block(spec, params, problem, arch)
-    spec.check(params, arch)
-    return params
+def _unaligned(params: Params) -> str | None:
+    if params["aligned"] or params["block"] == 32:
+        return None
+    return "copies whole 16-byte chunks, and these rows do not start on 16-byte boundaries"
+
+
+def _sm75_shared(params: Params) -> int:
+    """Q, and one tile each of K and V."""
+    (block_q, block_k), d, dv = (
+        split_block(params["block"]),
+        params["head_dim"],
+        params["head_dim_v"],
+    )
+    return 2 * (block_q * d + block_k * (d + dv))
+
+
+FLASH_SM75 = register(
+    KernelSpec(
+        name="flash_sm75",
+        source="attention/flash_sm75.cu",
+        entry="attention_flash_sm75",
+        doc="flash for GPUs without cp.async: m16n8k8 products, next tile in registers",
+        params=(
+            Param("dtype", ("fp16",), _DTYPE),
+            Param("head_dim", HEAD_DIMS, _HEAD_DIM),
+            Param("head_dim_v", HEAD_DIMS, _HEAD_DIM_V),
+            Param("block", (16, 32, 64, (64, 32), (128, 64)), _BLOCK, tunable=True),
+            Param("aligned", (True, False), _ALIGNED),
+        ),
+        derive=_sm75_derive,
+        illegal=_sm75_illegal,
+        features=lambda params: frozenset({"f16_mma", "ldmatrix"}),
+        shared_bytes=_sm75_shared,
+        block=_threads(_sm75_derive),
+        interpreter_flops=2e9,
+        **_SHARED,
+    )
+)
+
+# ------------------------------------------------------------------ flash: exact fp32
+
+SIMT_DIMS = (64, 128, 256)  # fewer: these kernels are for exactness and for reading
+
+
+def _fp32_warps(params: Params) -> dict[str, Any]:
+    block_q, block_k = split_block(params["block"])
+    warps = {16: 2, 32: 2, 64: 4}[block_q]
+    return {"block_q": block_q, "block_k": block_k, "num_warps": warps, "min_blocks": 1}
+
+
+def _simt_pair(params: Params) -> str | None:
+    if params["head_dim"] != params["head_dim_v"]:
+        return "is compiled for head_dim_v = head_dim only, both padded"
+    return None
+
+
+def _fp32_illegal(params: Params) -> str | None:
+    if params["block"] == 64 and params["head_dim"] == 256:
+        return "needs more registers than a thread has (head_dim=256)"
+    return _simt_pair(params) or _unaligned(params)
+
+
+def _fp32_shared(params: Params) -> int:
+    """Q, K, V and the probabilities as floats; rows of Q, K and P padded by four."""
+    (block_q, block_k), d, dv = (
+        split_block(params["block"]),
+        params["head_dim"],
+        params["head_dim_v"],
+    )
+    return 4 * ((block_q + block_k) * (d + 4) + block_k * dv + block_q * (block_k + 4))
+
+
+FLASH_FP32 = register(
+    KernelSpec(
+        name="flash_fp32",
+        source="attention/flash_fp32.cu",
+        entry="attention_flash_fp32",
+        doc="online softmax on fp32 FMAs: exact products; also bf16 without tensor cores",
+        params=(
+            Param("dtype", ("fp32", "bf16"), _DTYPE),
+            Param("head_dim", SIMT_DIMS, _HEAD_DIM),
+            Param("head_dim_v", SIMT_DIMS, _HEAD_DIM_V),
+            Param("block", (16, 32, 64, (64, 32)), _BLOCK, tunable=True),
+            Param("aligned", (True, False), _ALIGNED),
+        ),
+        derive=_fp32_warps,
+        illegal=_fp32_illegal,
+        shared_bytes=_fp32_shared,
+        block=_threads(_fp32_warps),
+        interpreter_flops=1e8,
+        **_SHARED,
+    )
+)
+
+# ------------------------------------------------------------------ tiled and naive: to read
+
+
+def _tiled_derive(params: Params) -> dict[str, Any]:
+    block_q, block_k = split_block(params["block"])
+    return {"block_q": block_q, "block_k": block_k}
+
+
+def _tiled_shared(params: Params) -> int:
+    """Q, one tile that is K and then V, and the probabilities."""
+    (block_q, block_k), d, dv = (
+        split_block(params["block"]),
+        params["head_dim"],
+        params["head_dim_v"],
+    )
+    itemsize = ITEMSIZE[params["dtype"]]
+    elements = block_q * d + block_k * max(d + 4 // itemsize, dv)
+    return elements * itemsize + 4 * block_q * block_k
+
+
+TILED = register(
+    KernelSpec(
+        name="tiled",
+        source="attention/tiled.cu",
+        entry="attention_tiled",
+        doc="K and V tiles in shared memory, two passes: what tiling alone buys",
+        params=(
+            Param("dtype", ("fp16", "bf16", "fp32"), _DTYPE),
+            Param("head_dim", SIMT_DIMS, _HEAD_DIM),
+            Param("head_dim_v", SIMT_DIMS, _HEAD_DIM_V),
+            Param("block", (16, 32, 64), _BLOCK, tunable=True),
+        ),
+        derive=_tiled_derive,
+        illegal=_simt_pair,
+        shared_bytes=_tiled_shared,
+        block=lambda params: (4 * split_block(params["block"])[0], 1, 1),
+        interpreter_flops=5e7,
+        **_SHARED,
+    )
+)
+
+_NAIVE_ROWS = 4  # warps of a block, a query row each
+
+NAIVE = register(
+    KernelSpec(
+        name="naive",
+        source="attention/naive.cu",
+        entry="attention_naive",
+        doc="a warp a query row, two passes over the keys in device memory: the formula itself",
+        params=(Param("dtype", ("fp16", "bf16", "fp32"), _DTYPE),),
+        derive=lambda params: {"num_warps": _NAIVE_ROWS},
+        block=lambda params: (32 * _NAIVE_ROWS, 1, 1),
+        interpreter_flops=2e7,
+        **_SHARED,
+    )
+)

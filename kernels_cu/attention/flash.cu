@@ -22,6 +22,7 @@
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
 #include "device/attention_mma.cuh"
+#include "device/query_block.cuh"
 #include "device/reread.cuh"
 
 using elem_t = ${dtype};
@@ -57,18 +58,6 @@ using QReader = FragmentReader<QTile, BlockOrder::ROW_MAJOR>;
 using KReader = FragmentReader<KTile, BlockOrder::COL_MAJOR>;
 using VReader = FragmentReader<VTile, BlockOrder::ROW_MAJOR>;
 
-// Which query rows of which head a block works on. Blocks of one head are neighbours (they share K
-// and V in L2), those with the longest causal rows first.
-struct Place {
-  int q0, head, batch;
-  __device__ __forceinline__ Place(int block, int seqlen_q, int heads_q) {
-    const int blocks_q = ceil_div(seqlen_q, BLOCK_Q);
-    q0 = (blocks_q - 1 - block % blocks_q) * BLOCK_Q;
-    head = block / blocks_q % heads_q;
-    batch = block / blocks_q / heads_q;
-  }
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flash(
     const elem_t* __restrict__ q,  // [batch, heads_q, seqlen_q, head_dim]    strides in elements,
     const elem_t* __restrict__ k,  // [batch, heads_kv, seqlen_k, head_dim]   last dimension
@@ -84,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   const u32 q_tile = shared_address(shared_memory), ring = q_tile + QTile::BYTES;
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
 
-  const Place place(blockIdx.x, seqlen_q, heads_q);
+  const QueryBlock<BLOCK_Q> place(blockIdx.x, seqlen_q, heads_q);
   const int q0 = place.q0, kv_head = place.head / group_size;
   q += place.batch * q_strides.batch + place.head * q_strides.head + q0 * q_strides.row;
   k += place.batch * k_strides.batch + kv_head * k_strides.head;
@@ -170,7 +159,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   // 3. Normalise; the output is staged over this warp's own rows of Q, then stored in whole chunks.
   cp_async_wait<0>();
   __syncthreads();
-  const Place again(block_index_again(), seqlen_q, heads_q);  // nothing of it lived in registers
+  const QueryBlock<BLOCK_Q> again(block_index_again(), seqlen_q,
+                                  heads_q);  // nothing of it lived in registers
   const i64 head_index = static_cast<i64>(again.batch) * heads_q + again.head;
   const int end_lane = thread_index_again() % WARP_SIZE;
   const int warp_row = thread_index_again() / WARP_SIZE * ROWS_A_WARP, row0 = again.q0 + warp_row;

@@ -1,0 +1,96 @@
+"""Which attention kernel, and which of its variants, a problem gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fkjit.arch import Arch
+from fkjit.errors import ParameterError
+from fkjit.ops.attention_kernels import (
+    FLASH,
+    FLASH_FP32,
+    FLASH_SM75,
+    HEAD_DIMS,
+    NAIVE,
+    PAIRS,
+    SIMT_DIMS,
+    TILED,
+    split_block,
+)
+from fkjit.spec import KernelSpec, Params, Problem
+
+# Preferred tiles by padded head_dim, fastest first (bench/NOTES.md); the first of which two blocks
+# fit on an SM is taken.
+_PREFERENCE: dict[str, dict[int, tuple[Any, ...]]] = {
+    "flash": {
+        **dict.fromkeys((32, 64), (128, (128, 64), 64, (64, 32), 32, 16)),
+        **dict.fromkeys((96, 128), ((128, 64), (128, 48), (64, 32), 64, 32, 16)),
+        **dict.fromkeys((192, 256), ((64, 32), 64, 32, 16)),
+    },
+    "flash_sm75": {
+        **dict.fromkeys((32, 64), ((128, 64), 64, (64, 32), 32, 16)),
+        **dict.fromkeys((96, 128, 192, 256), (64, (64, 32), 32, 16)),
+    },
+    "flash_fp32": dict.fromkeys(SIMT_DIMS, (64, (64, 32), 32, 16)),
+    "tiled": dict.fromkeys(SIMT_DIMS, (64, 32, 16)),
+}
+
+
+def implementation(impl: str, dtype: str, arch: Arch) -> KernelSpec:
+    """The kernel of an implementation for a dtype on an architecture; "auto" is flash."""
+    if impl in ("naive", "tiled"):
+        return NAIVE if impl == "naive" else TILED
+    if dtype != "fp32" and arch.features >= FLASH.features({}):
+        return FLASH
+    return FLASH_SM75 if dtype == "fp16" else FLASH_FP32
+
+
+def parameters(
+    spec: KernelSpec, problem: Problem, block: Any, aligned: bool, arch: Arch
+) -> dict[str, Any]:
+    """The variant for a problem: its dtype, padded head dimensions, the tile asked for or chosen.
+
+    ParameterError when the tile is not legal here.
+    """
+    names = [param.name for param in spec.params]
+    if "block" not in names and block is not None:
+        raise ParameterError(
+            f"attention: block={block}: impl={spec.name!r} has no tiles; omit block"
+        )
+    fixed: dict[str, Any] = {"dtype": problem["dtype"]}
+    if "head_dim" in names:
+        dims = padded_dims(spec, problem["head_dim"], problem["head_dim_v"])
+        fixed |= dict(zip(("head_dim", "head_dim_v"), dims, strict=True))
+    if "aligned" in names:
+        fixed["aligned"] = aligned
+    if "block" in names:
+        fixed["block"] = choose_block(spec, fixed, problem, arch) if block is None else block
+    params = {name: fixed[name] for name in names}
+    spec.check(params, arch)
+    return params
+
+
+def padded_dims(spec: KernelSpec, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The cheapest compiled pair that holds these head dimensions."""
+    compiled = next(param.values for param in spec.params if param.name == "head_dim")
+    fitting = [
+        pair
+        for pair in PAIRS
+        if pair[0] >= head_dim and pair[1] >= head_dim_v and {*pair} <= {*compiled}
+        and (pair[0] == pair[1] or compiled is HEAD_DIMS)
+    ]  # fmt: skip
+    return min(fitting, key=sum)
+
+
+def choose_block(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
+    """The tile for this problem on this architecture: no taller than the queries need."""
+    legal = spec.legal_values("block", {**fixed, "block": None}, arch)
+    order = [b for b in _PREFERENCE[spec.name][fixed["head_dim"]] if b in legal] or legal
+    rows = max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
+    order = [b for b in order if split_block(b)[0] <= rows] or order
+
+    def fits_twice(block: Any) -> bool:
+        shared = spec.shared_bytes({**fixed, "block": block}) + 1024
+        return 2 * shared <= arch.shared_per_sm
+
+    return next(filter(fits_twice, order), order[0])
