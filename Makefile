@@ -20,7 +20,7 @@ INPUTS := pyproject.toml tests/constraints.txt
 # One line a downloaded or installed package, errors in full.
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	-c tests/constraints.txt -e
-SHOW := { grep --line-buffered -E '^ *(Downloading|Using cached|Successfully|ERROR)' \
+SHOW := { grep --line-buffered -E '^ *(Downloading|Using cached|ERROR)' \
 	| sed -uE 's/-[a-z0-9]+-[a-z0-9_]+-[a-z0-9_.]+\.whl/ /; s/^ */  /' || true; }
 
 .PHONY: help demo test test-gpu check format clean
