@@ -1,4 +1,4 @@
-"""One cache of the test run's own, settings nobody else made, and a reason when a GPU is missing."""
+"""A cache of the test run's own, no settings of the user's, and a reason when a GPU is missing."""
 
 from __future__ import annotations
 
