@@ -113,8 +113,9 @@ def print_doctor(found: dict[str, Any]) -> None:
     """A finding a line, then the problems."""
     out = report.console()
     made = report.table("", "", "")
-    for part in ("fkjit", "gpu", "cupy", "nvrtc", "headers", "disassembler", "torch", "cache"):
-        report.add_rows(made, _finding(part, found[part]))
+    for part in found:
+        if part not in ("settings", "problems", "ok"):
+            report.add_rows(made, _finding(part, found[part]))
     report.add_rows(made, _settings(found["settings"]))
     out.print(made)
     for problem in found["problems"]:
@@ -127,6 +128,7 @@ def _finding(part: str, value: Any) -> list[Row]:
         return [(part, "", _show(value))]
     if part == "gpu":
         value = {**{f"GPU {d['index']}": _gpu(d) for d in value.get("devices", [])}, **value}
+        value["none"] = value.pop("none_because", None)
         value.pop("devices", None)
     names = [name for name in value if value[name] not in (None, [], {})] or list(value)[:1]
     rows = [("", name.replace("_", " "), _show(value[name])) for name in names]

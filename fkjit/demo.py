@@ -103,7 +103,8 @@ def main() -> int:
     found, why_none = gpus()
     sizes = _ON_GPU if found else _ON_CPU
     if found:
-        out.print(f"on {found[0].name} (compute capability {found[0].capability})", markup=False)
+        major, minor = found[0].capability
+        out.print(f"on {found[0].name} (compute capability {major}.{minor})", markup=False)
     else:
         out.print(f"no GPU ({why_none})", markup=False)
         out.print("so the CPU interpreter runs the PTX of the same kernels")

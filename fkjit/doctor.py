@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fkjit import __version__, toolchain
+from fkjit.arch import choose_target
 from fkjit.disassemble import disassembler
+from fkjit.errors import FkjitError
 from fkjit.gpus import driver_version, gpus
 from fkjit.settings import Settings, from_environment, settings, unknown_variables
 
@@ -36,6 +38,7 @@ def diagnose(environ: Mapping[str, str] | None = None) -> Report:
         "disassembler": lambda _: _text(disassembler()),
         "torch": lambda _: _version("torch"),
         "cache": _cache,
+        "kernels": _kernels,
         "settings": lambda found: _settings(found, environ),
     }
     report: Report = {name: _take(name, part, problems) for name, part in parts.items()}
@@ -72,12 +75,23 @@ def _gpu(problems: list[str]) -> Report:
         {**asdict(gpu), "capability": toolchain.dotted(gpu.capability), "target": _target(gpu)}
         for gpu in found
     ]
+    if why_none and driver_version() and not _hidden():
+        fix = "; pip install 'fkjit[cuda12]' in place of cupy-cuda13x, or update the driver"
+        problems.append(
+            f"gpu: the NVIDIA driver {driver_version()} is here but no GPU can be used: {why_none}"
+            + (fix if "InsufficientDriver" in why_none else "")
+        )
     return {
         "devices": described,
         "none_because": why_none,
         "driver": driver_version(),
         "driver_cuda": toolchain.dotted(driver) if driver else None,
     }
+
+
+def _hidden() -> bool:
+    """Whether the user hides every GPU on purpose."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
 
 
 def _target(gpu: Any) -> str:
@@ -155,12 +169,27 @@ def _writable(folder: Path) -> bool:
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
+def _kernels(problems: list[str]) -> Report:
+    """What is registered; a user's folder or module that cannot be loaded is its error."""
+    from fkjit import ops
+    from fkjit.spec import registered
+
+    ops.load()
+    return {"registered": [spec.id for spec in registered()]}
+
+
 def _settings(problems: list[str], environ: Mapping[str, str]) -> Report:
     unknown = unknown_variables(environ)
     known = ", ".join(Settings.variable(field.name) for field in fields(Settings))
     for name in unknown:
         problems.append(f"settings: {name} means nothing; the variables are {known}")
     chosen = settings() if environ is os.environ else from_environment(environ)
+    if chosen.target:
+        try:
+            info = toolchain.nvrtc_info()
+            choose_target(None, info.supported, info.version, chosen.target)
+        except FkjitError as error:
+            problems.append(f"settings: {error}")
     return {
         "unknown": unknown,
         "values": {

@@ -105,6 +105,37 @@ def test_gpus_are_listed_with_what_is_compiled_for_them(monkeypatch):
     assert "GPU 0" in run("doctor").out and "compiled for sm_90a" in run("doctor").out
 
 
+def test_a_driver_without_a_usable_gpu_is_a_problem_unless_they_are_hidden(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(doctor, "gpus", lambda: ([], "cudaErrorInsufficientDriver: too old"))
+    monkeypatch.setattr(doctor, "driver_version", lambda: "550.54")
+    assert "gpu: the NVIDIA driver 550.54 is here but no GPU can be used" in problems()
+    assert "pip install 'fkjit[cuda12]' in place of cupy-cuda13x" in problems()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "gpu:" not in problems()
+
+
+def test_a_target_nvrtc_does_not_know_is_a_problem():
+    assert "settings: FKJIT_TARGET='sm_9x': " in problems({"FKJIT_TARGET": "sm_9x"})
+    assert doctor.diagnose({"FKJIT_TARGET": "sm_9x"})["settings"]["values"]["FKJIT_TARGET"]["set"]
+    known = problems({"FKJIT_TARGET": "sm_190"})
+    assert "settings: FKJIT_TARGET='sm_190': NVRTC" in known and "compiles for sm_75" in known
+
+
+def test_a_kernel_folder_that_cannot_be_loaded_is_a_problem(fresh, monkeypatch, tmp_path):
+    from fkjit import ops
+
+    monkeypatch.setenv("FKJIT_KERNEL_PATH", str(tmp_path))
+    (tmp_path / "broken.py").write_text("import no_such_module\n")
+    fresh()
+    ops.load.cache_clear()
+    assert "kernels: No module named 'no_such_module'" in problems()
+    monkeypatch.delenv("FKJIT_KERNEL_PATH")
+    fresh()
+    ops.load.cache_clear()
+    assert "attention.flash" in doctor.diagnose()["kernels"]["registered"]
+
+
 @pytest.mark.parametrize("broken", ["_fkjit", "_gpu", "_cupy", "_nvrtc", "_headers", "_cache"])
 def test_whatever_breaks_the_rest_is_found(monkeypatch, broken):
     def breaks(found):
