@@ -35,16 +35,16 @@ def peers(q: Any, k: Any, v: Any, causal: bool) -> dict[str, Callable[[], Any]]:
 
         return run
 
+    backends = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    if q.dtype == torch.float32:  # the two above do not take it
+        backends = {"mem_efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
     found = {}
-    for name, backend in (
-        ("fa2", SDPBackend.FLASH_ATTENTION),
-        ("cudnn", SDPBackend.CUDNN_ATTENTION),
-    ):
+    for name, backend in backends.items():
         try:
             sdpa(backend)()
             found[name] = sdpa(backend)
-        except RuntimeError:
-            continue  # not built in, or not for this dtype: the column stays empty
+        except RuntimeError as error:
+            progress(f"{name}: missing here ({str(error).splitlines()[0]})")
     return found
 
 

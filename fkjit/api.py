@@ -22,11 +22,11 @@ def prepare(op: str, *args: Any, **options: Any) -> None:
     """
     ops.load()
     modules = {name: getattr(ops, name, None) for name in {spec.op for spec in registered()}}
-    function = getattr(modules.get(op), op, None)
-    if not hasattr(function, "prepare"):
+    ready = getattr(getattr(modules.get(op), op, None), "prepare", None)
+    if ready is None:
         able = sorted(n for n, m in modules.items() if hasattr(getattr(m, n, None), "prepare"))
         raise ParameterError(f"prepare: op={op!r} is not one of {', '.join(able)}")
-    function.prepare(*args, **options)
+    ready(*args, **options)
 
 
 def variants(kernel: str, arch: str | None = None) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 from fkjit.arch import Capability, Target, choose_target, target
 from fkjit.cache import Cache, Entry, default_cache
 from fkjit.keys import key_fields
-from fkjit.render import load
+from fkjit.render import Rendered, load
 from fkjit.settings import settings
 from fkjit.spec import KernelSpec, Params
 from fkjit.toolchain import nvrtc_info
@@ -30,30 +30,35 @@ def build(spec: KernelSpec, params: Params, to: Target, cache: Cache | None = No
     """
     rendered = load(spec, params)
     describe = f"{spec.id} {spec.label(params)} {to.name}"
-
-    def make() -> tuple[bytes, dict[str, Any]]:
-        from fkjit.compile import compile_source  # not at the top: a warm start compiles nothing
-        from fkjit.signature import signature
-
-        with _status(describe) as done:
-            compiled = compile_source(rendered, spec.entry, to, describe=describe)
-            done.append(f"{compiled.seconds * 1e3:.0f} ms")
-        return compiled.image, {
-            "kernel": spec.id,
-            "entry": spec.entry,
-            "label": spec.label(params),
-            "params": dict(params),
-            "target": compiled.target,
-            "kind": compiled.kind,
-            "arguments": [(a.name, a.code, a.const) for a in signature(rendered, spec.entry)],
-            "resources": compiled.resources.to_dict() if compiled.resources else None,
-            "compile_seconds": compiled.seconds,
-            "nvrtc": compiled.nvrtc_version,
-            "problems": list(compiled.problems),
-        }
-
     fields = key_fields(spec.id, rendered, spec.entry, to)
-    return (cache or default_cache()).get_or_build(fields, make, describe=describe)
+    return (cache or default_cache()).get_or_build(
+        fields, lambda: _compile(spec, params, to, rendered, describe), describe=describe
+    )
+
+
+def _compile(
+    spec: KernelSpec, params: Params, to: Target, rendered: Rendered, describe: str
+) -> tuple[bytes, dict[str, Any]]:
+    """The image and what the cache keeps beside it."""
+    from fkjit.compile import compile_source  # not at the top: a warm start compiles nothing
+    from fkjit.signature import signature
+
+    with _status(describe) as done:
+        compiled = compile_source(rendered, spec.entry, to, describe=describe)
+        done.append(f"{compiled.seconds * 1e3:.0f} ms")
+    return compiled.image, {
+        "kernel": spec.id,
+        "entry": spec.entry,
+        "label": spec.label(params),
+        "params": dict(params),
+        "target": compiled.target,
+        "kind": compiled.kind,
+        "arguments": [(a.name, a.code, a.const) for a in signature(rendered, spec.entry)],
+        "resources": compiled.resources.to_dict() if compiled.resources else None,
+        "compile_seconds": compiled.seconds,
+        "nvrtc": compiled.nvrtc_version,
+        "problems": list(compiled.problems),
+    }
 
 
 def gpu_target(capability: Capability) -> Target:

@@ -152,7 +152,8 @@ class DiskCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             known = signature(filelock.FileLock.__init__).parameters
-            lock = filelock.FileLock(path, **({_SOFT: False} if _SOFT in known else {}))
+            options: dict[str, Any] = {_SOFT: False} if _SOFT in known else {}
+            lock = filelock.FileLock(path, **options)
             try:
                 lock.acquire(timeout=PATIENCE_SECONDS)
             except filelock.Timeout:

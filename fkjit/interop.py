@@ -75,7 +75,7 @@ def _torch_view(tensor: Any, call: str, name: str) -> View:
 
 
 def _strided(kind: str, array: Any, pointer: int, device: int, source: Any = None) -> View:
-    name = array.dtype.name
+    name: str = array.dtype.name
     strides = tuple(stride // array.dtype.itemsize for stride in array.strides)
     return View(kind, array, pointer, array.shape, strides, _NAMES.get(name, name), device, source)
 
@@ -135,7 +135,7 @@ def give_back(like: View, array: Any) -> Any:
         return like.source.__array_namespace__().from_dlpack(array)
     package = sys.modules.get(type(like.source).__module__.partition(".")[0])
     for holder in (package, getattr(package, "dlpack", None)):
-        if hasattr(holder, "from_dlpack"):
+        if holder is not None and hasattr(holder, "from_dlpack"):
             return holder.from_dlpack(array)
     return array
 

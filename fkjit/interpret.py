@@ -36,13 +36,7 @@ def interpret(
     to = interpreter_target()
     spec.check(params, to.arch)
     seconds = estimate(spec, problem)
-    if seconds > settings().interpreter_limit:
-        raise InterpreterError(
-            f"{spec.op}: CPU arrays run in fkjit's interpreter, where this would take about "
-            f"{seconds:,.0f} s ({spec.flops(problem):.2g} flops; limit "
-            f"{settings().interpreter_limit:g} s); pass CUDA arrays, a smaller problem, or set "
-            f"{Settings.variable('interpreter_limit')}=inf"
-        )
+    _refuse_hours(spec, problem, seconds)
     entry = build(spec, params, to)
     named = spec.arguments(params, problem, arrays)
     from fkjit import interp
@@ -52,26 +46,41 @@ def interpret(
         spec.entry,
         spec.grid(params, problem),
         spec.block(params),
-        [_argument(interp.Arg, *argument, named) for argument in entry.meta["arguments"]],
+        [_argument(named, *argument) for argument in entry.meta["arguments"]],
         dynamic_shared=spec.shared_bytes(params),
         title=f"{spec.id} {spec.label(params)}",
-        progress=_progress(spec.id) if seconds > 1 else None,
+        progress=_progress(spec.id, seconds),
     )
 
 
-def _argument(make: Any, name: str, code: str, const: bool, named: Mapping[str, Any]) -> Any:
+def _refuse_hours(spec: KernelSpec, problem: Problem, seconds: float) -> None:
+    limit = settings().interpreter_limit
+    if seconds > limit:
+        raise InterpreterError(
+            f"{spec.op}: CPU arrays run in fkjit's interpreter, where this would take about "
+            f"{seconds:,.0f} s ({spec.flops(problem):.2g} flops; limit {limit:g} s); pass CUDA "
+            f"arrays, a smaller problem, or set {Settings.variable('interpreter_limit')}=inf"
+        )
+
+
+def _argument(named: Mapping[str, Any], name: str, code: str, const: bool) -> Any:
+    from fkjit.interp import Arg
+
     value = named[name]
     if code != "P":
         values = value if isinstance(value, tuple) else (value,)
-        return make(name, struct.pack("@" + code, *values), writable=False)
+        return Arg(name, struct.pack("@" + code, *values), writable=False)
     if value is None:
-        return make(name, np.uint64(0), writable=False)
-    return make(name, value, writable=not const)
+        return Arg(name, np.uint64(0), writable=False)
+    return Arg(name, value, writable=not const)
 
 
-def _progress(name: str) -> Callable[[float], None] | None:
-    """A line on stderr that is rewritten while blocks finish; None when it should be quiet."""
-    if settings().log == "quiet" or not sys.stderr.isatty():
+def _progress(name: str, seconds: float) -> Callable[[float], None] | None:
+    """For work of over a second: a line on stderr, rewritten there as blocks finish."""
+    if settings().log == "quiet" or seconds < 1:
+        return None
+    if not sys.stderr.isatty():
+        print(f"fkjit: {name} on the CPU: about {seconds:.0f} s", file=sys.stderr, flush=True)
         return None
     begin = time.perf_counter()
 

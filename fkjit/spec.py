@@ -58,6 +58,8 @@ class KernelSpec:
     features: Callable[[Params], frozenset[str]] = lambda params: (
         frozenset()
     )  # Arch.features needed
+    # Arch.features that make the variant pointless: what it does without, they do better.
+    superseded: Callable[[Params], frozenset[str]] = lambda params: frozenset()
     shared_bytes: Callable[[Params], int] = lambda params: 0  # dynamic shared memory of a block
     block: Callable[[Params], Dim3]  # threads
     grid: Callable[[Params, Problem], Dim3]  # blocks
@@ -113,6 +115,9 @@ class KernelSpec:
         missing = sorted(self.features(params) - arch.features)
         if missing:
             return f"needs {', '.join(missing)}, which {arch.name} has not"
+        better = sorted(self.superseded(params) & arch.features)
+        if better:
+            return f"is for GPUs without {', '.join(better)}, which {arch.name} has"
         need = self.shared_bytes(params)
         if need > arch.shared_per_block:
             return (

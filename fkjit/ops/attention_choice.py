@@ -23,7 +23,7 @@ from fkjit.spec import KernelSpec, Params, Problem
 # fit on an SM is taken.
 _PREFERENCE: dict[str, dict[int, tuple[Any, ...]]] = {
     "flash": {
-        **dict.fromkeys((32, 64), (128, (128, 64), 64, (64, 32), 32, 16)),
+        **dict.fromkeys((32, 64), (128, (128, 64), 64, 32, 16)),
         **dict.fromkeys((96, 128), ((128, 64), (128, 48), (64, 32), 64, 32, 16)),
         **dict.fromkeys((192, 256), ((64, 32), 64, 32, 16)),
     },

@@ -148,7 +148,7 @@ def outputs(params: Params, problem: Problem) -> Arrays:
     return {"o": o, "lse": np.full((b, h, sq), np.nan, np.float32)}
 
 
-_SHARED = dict(
+_SHARED: dict[str, Any] = dict(
     op="attention",
     grid=grid,
     flops=flops,
@@ -189,8 +189,10 @@ def _flash_illegal(params: Params) -> str | None:
     block, dims = params["block"], (params["head_dim"], params["head_dim_v"])
     if dims not in PAIRS:
         return f"head_dim_v={dims[1]} is not compiled for head_dim={dims[0]}"
-    if (block == 128 and dims[0] > 128) or (block == (128, 48) and dims[0] not in (96, 128)):
+    if block == 128 and dims[0] > 128:
         return f"needs more registers than a thread has (head_dim={dims[0]})"
+    if (block == (64, 32) and dims[0] <= 64) or (block == (128, 48) and dims[0] != 128):
+        return f"is never the fastest tile (head_dim={dims[0]})"
     return _unaligned(params)
 
 
@@ -282,6 +284,7 @@ FLASH_SM75 = register(
         derive=_sm75_derive,
         illegal=_sm75_illegal,
         features=lambda params: frozenset({"f16_mma", "ldmatrix"}),
+        superseded=lambda params: frozenset({"cp_async"}),
         shared_bytes=_sm75_shared,
         block=_threads(_sm75_derive),
         interpreter_flops=2e9,
@@ -309,6 +312,8 @@ def _simt_pair(params: Params) -> str | None:
 def _fp32_illegal(params: Params) -> str | None:
     if params["block"] == 64 and params["head_dim"] == 256:
         return "needs more registers than a thread has (head_dim=256)"
+    if params["dtype"] == "bf16" and params["block"] == 64:
+        return "needs more shared memory than the GPUs have that run bf16 here"
     return _simt_pair(params) or _unaligned(params)
 
 
@@ -337,6 +342,7 @@ FLASH_FP32 = register(
         ),
         derive=_fp32_warps,
         illegal=_fp32_illegal,
+        superseded=lambda params: frozenset({"bf16_mma"} if params["dtype"] == "bf16" else ()),
         shared_bytes=_fp32_shared,
         block=_threads(_fp32_warps),
         interpreter_flops=1e8,
