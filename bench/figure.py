@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 NAMES = {"fkjit": "fkjit", "fa2": "FlashAttention-2", "cudnn": "cuDNN"}
-COLOURS = {"fkjit": "#3b82f6", "fa2": "#9a8f80", "cudnn": "#c08a3e"}
+COLOURS = {"fkjit": "#3b82f6", "fa2": "#7d7264", "cudnn": "#a8712a"}
 TEXT, LINE = "#7b8491", "#7b849155"
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 860, 330, 46, 56, 58
 _STEP = 100  # TFLOP/s between two lines
@@ -85,9 +85,11 @@ def picture(cells: dict[Cell, dict[str, float]], environment: dict[str, Any]) ->
     highest = max(max(found.values()) for found in cells.values())
     top = _STEP * -(-highest // _STEP)
     scale = (_HEIGHT - _TOP - _BOTTOM) / top
-    parts = [_text(0, 18, f"Attention forward on {environment['gpu']}, bf16, TFLOP/s", size=15)]
+    parts = [
+        _text(0, 18, f"Attention forward by length on {environment['gpu']}, bf16, TFLOP/s", size=15)
+    ]
     for index, name in enumerate(names):
-        x = _LEFT + 130 * index
+        x = _LEFT + (0, 80, 240)[index]
         parts.append(f'<rect x="{x}" y="29" width="11" height="11" fill="{COLOURS[name]}"/>')
         parts.append(_text(x + 16, 39, NAMES[name]))
     for value in range(0, int(top) + 1, _STEP):
@@ -108,13 +110,13 @@ def _bars(cells: dict[Cell, dict[str, float]], names: list[str], scale: float) -
     parts, groups = [], sorted({cell[:2] for cell in cells})
     gap = 26
     room = (_WIDTH - _LEFT - gap * len(groups)) / len(cells)
-    bar = min(30.0, room * 0.84 / len(names))
+    bar = min(30.0, room * 0.9 / len(names))
     x, floor = _LEFT + gap / 2, _HEIGHT - _BOTTOM
     for dim, causal in groups:
         members = {cell: found for cell, found in cells.items() if cell[:2] == (dim, causal)}
         middle = x + room * len(members) / 2
-        label = f"head_dim {dim}" + (", causal" if causal else "")
-        parts.append(_text(middle, floor + 42, label, anchor="middle"))
+        below = f"head_dim {dim}" + (", causal" if causal else "")
+        parts.append(_text(middle, floor + 42, below, anchor="middle"))
         for (_, _, length), found in members.items():
             left = x + (room - bar * len(names)) / 2
             parts.append(_text(x + room / 2, floor + 18, _thousands(length), anchor="middle"))
@@ -124,9 +126,10 @@ def _bars(cells: dict[Cell, dict[str, float]], names: list[str], scale: float) -
                 size = f'width="{bar - 2:.1f}" height="{height:.1f}"'
                 parts.append(f'<rect {at} {size} fill="{COLOURS[name]}"/>')
                 if name in found:
-                    centre = left + (index + 0.5) * bar - 1
-                    text = f"{found[name]:.0f}"
-                    parts.append(_text(centre, floor - height - 5, text, 11, "middle"))
+                    centre = left + (index + 0.5) * bar + 3
+                    turned = f'transform="rotate(-90 {centre:.1f} {floor - height + 6:.1f})"'
+                    label = _text(centre, floor - height + 6, f"{found[name]:.0f}", 11, "end")
+                    parts.append(label.replace("<text", f'<text fill="#fff" {turned}'))
             x += room
         x += gap
     return parts
