@@ -19,13 +19,16 @@ from fkjit.ops.attention_kernels import (
 )
 from fkjit.spec import KernelSpec, Params, Problem
 
-# Preferred tiles by padded head_dim, fastest first (bench/NOTES.md); the first of which two blocks
+_WARPS = 8  # two a scheduler: one computes its softmax while the other keeps the tensor cores busy
+_RESERVED = 1024  # bytes of shared memory that the system takes of each block
+
+# Preferred tiles by padded head_dim, fastest first (bench/NOTES.md); the first of which enough warps
 # fit on an SM is taken.
 _PREFERENCE: dict[str, dict[int, tuple[Any, ...]]] = {
     "flash": {
         **dict.fromkeys((32, 64), (128, (128, 64), 64, 32, 16)),
         **dict.fromkeys((96, 128), ((128, 64), (128, 48), (64, 32), 64, 32, 16)),
-        **dict.fromkeys((192, 256), ((64, 32), 64, 32, 16)),
+        **dict.fromkeys((192, 256), ((128, 64), (64, 32), 64, 32, 16)),
     },
     "flash_sm75": {
         **dict.fromkeys((32, 64), ((128, 64), 64, (64, 32), 32, 16)),
@@ -89,8 +92,9 @@ def choose_block(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) 
     rows = max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
     order = [b for b in order if split_block(b)[0] <= rows] or order
 
-    def fits_twice(block: Any) -> bool:
-        shared = spec.shared_bytes({**fixed, "block": block}) + 1024
-        return 2 * shared <= arch.shared_per_sm
+    def fills_an_sm(block: Any) -> bool:
+        params = {**fixed, "block": block}
+        blocks = arch.shared_per_sm // (spec.shared_bytes(params) + _RESERVED)
+        return blocks * spec.block(params)[0] // 32 >= _WARPS
 
-    return next(filter(fits_twice, order), order[0])
+    return next(filter(fills_an_sm, order), order[0])
