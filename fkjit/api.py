@@ -8,7 +8,7 @@ from typing import Any
 from fkjit import interop, ops
 from fkjit.arch import arch as arch_of
 from fkjit.device import launch_on_device
-from fkjit.errors import DeviceError, ParameterError
+from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
 from fkjit.interop import CPU
 from fkjit.interpret import interpret
 from fkjit.spec import KernelSpec, Params, Problem, find, registered
@@ -58,6 +58,7 @@ def launch(
         for name, array in arrays.items()
         if array is not None
     }
+    params = spec.canonical(params)
     device = _one_device(spec, views)
     if device == CPU:
         numpy_arrays = {n: interop.as_numpy(views[n]) if n in views else None for n in arrays}
@@ -82,6 +83,10 @@ class _Pointer:
 
 
 def _one_device(spec: KernelSpec, views: Mapping[str, interop.View]) -> int:
+    kinds = {view.kind: name for name, view in views.items()}
+    if len(kinds) > 1:
+        found = ", ".join(f"{name} of {kind}" for kind, name in kinds.items())
+        raise ArgumentTypeError(f"{spec.op}: arrays of several frameworks ({found}); pass one kind")
     devices = {view.device: name for name, view in views.items()}
     if len(devices) != 1:
         places = ", ".join(

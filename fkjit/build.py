@@ -69,8 +69,8 @@ def gpu_target(capability: Capability) -> Target:
 
 def interpreter_target() -> Target:
     """The PTX target that the CPU interpreter runs: FKJIT_TARGET's, else compute_80."""
-    forced = settings().target
-    return target((forced or INTERPRETER_TARGET).replace("sm_", "compute_"))
+    chosen = target(settings().target or INTERPRETER_TARGET)  # any spelling
+    return target("compute_" + chosen.name.rpartition("_")[2])
 
 
 @contextmanager

@@ -18,11 +18,12 @@ from typing import Any
 from fkjit.arch import Target
 from fkjit.build import build, gpu_target
 from fkjit.cache import Entry, materialise
-from fkjit.errors import CaptureError, DeviceError, LaunchError, ToolchainError
+from fkjit.errors import CaptureError, DeviceError, LaunchError, ParameterError, ToolchainError
 from fkjit.spec import Dim3, KernelSpec, Params, Problem
 from fkjit.toolchain import explain_load_failure
 
 _STATIC_SHARED = 48 * 1024  # a block may have this much without opting in
+_CAPTURE_ERRORS = (900, 907)  # cudaErrorStreamCapture*
 _BUFFER_BYTES = 4096  # the driver's limit on a kernel's arguments
 
 
@@ -48,7 +49,10 @@ class LoadedKernel:
         """
         frame = _frame
         size = self.packing.size
-        self.packing.pack_into(frame.buffer, 0, *values)
+        try:
+            self.packing.pack_into(frame.buffer, 0, *values)
+        except struct.error as error:
+            raise ParameterError(f"{self.spec.id}: {error} (arguments {self.names})") from error
         frame.size.value = size
         try:
             frame.launch(
@@ -103,6 +107,7 @@ def loaded(spec: KernelSpec, params: Params, device: int, stream: int = 0) -> Lo
 
     CaptureError when that would be needed while `stream` is being captured into a CUDA graph.
     """
+    params = spec.canonical(params)
     key = (spec.id, tuple(params.values()), device)
     found = _loaded.get(key)
     if found is not None and found.spec is spec:
@@ -125,8 +130,10 @@ def is_capturing(stream: int) -> bool:
     runtime = import_module("cupy.cuda").runtime
     try:
         return bool(runtime.streamIsCapturing(stream))
-    except runtime.CUDARuntimeError:  # the legacy stream, while another one captures
-        return True
+    except runtime.CUDARuntimeError as error:
+        if _CAPTURE_ERRORS[0] <= error.status <= _CAPTURE_ERRORS[1]:
+            return True  # the legacy stream, while another one captures
+        raise DeviceError(f"the CUDA device is in an error state: {error}") from error
 
 
 def _refuse_while_capturing(spec: KernelSpec, params: Params, stream: int) -> None:
@@ -181,6 +188,8 @@ def flatten(names: tuple[str, ...], named: Mapping[str, Any]) -> tuple[Any, ...]
     """Named argument values in the signature's order; tuples (structs) laid flat."""
     flat: list[Any] = []
     for name in names:
+        if name not in named:
+            raise ParameterError(f"launch: the kernel has an argument {name!r} and got none")
         value = named[name]
         flat.extend(value) if isinstance(value, tuple) else flat.append(value)
     return tuple(flat)

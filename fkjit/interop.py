@@ -16,6 +16,7 @@ from fkjit.errors import ArgumentTypeError, DeviceError
 
 CPU = -1  # the device number of host memory
 
+_DL_CPU, _DL_CUDA = 1, 2  # DLPack's device types
 _NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 
@@ -40,12 +41,12 @@ def view(array: Any, call: str, name: str) -> View:
     if torch is not None and isinstance(array, torch.Tensor):
         return _torch_view(array, call, name)
     if isinstance(array, np.ndarray):
-        return _strided("numpy", array, array.ctypes.data, CPU)
+        return _strided("numpy", array, array.ctypes.data, CPU, call, name)
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(array, cupy.ndarray):
-        return _strided("cupy", array, array.data.ptr, array.device.id)
+        return _strided("cupy", array, array.data.ptr, array.device.id, call, name)
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        return _dlpack_view(array)
+        return _dlpack_view(array, call, name)
     raise ArgumentTypeError(
         f"{call}: {name} is a {type(array).__module__}.{type(array).__qualname__}; allowed: a "
         "torch tensor, a CuPy or NumPy array, or any array with __dlpack__"
@@ -53,13 +54,20 @@ def view(array: Any, call: str, name: str) -> View:
 
 
 def _torch_view(tensor: Any, call: str, name: str) -> View:
-    if (
-        tensor.device.type not in ("cuda", "cpu")
-        or tensor.layout is not sys.modules["torch"].strided
-    ):
+    torch = sys.modules["torch"]
+    if tensor.device.type not in ("cuda", "cpu") or tensor.layout is not torch.strided:
         raise DeviceError(
             f"{call}: {name} is a {tensor.layout} tensor on {tensor.device}; allowed: dense "
             "tensors on a CUDA device or the CPU"
+        )
+    if _has_no_memory(torch, tensor):
+        raise ArgumentTypeError(
+            f"{call}: {name} is a {type(tensor).__name__} without memory of its own; allowed: "
+            "plain tensors (wrap the call in torch.compiler.disable where a compiler traces it)"
+        )
+    if tensor.is_neg() or tensor.is_conj():
+        raise ArgumentTypeError(
+            f"{call}: {name} is a lazily negated or conjugated view; call .resolve_neg()"
         )
     dtype = str(tensor.dtype).removeprefix("torch.")
     device = tensor.device.index if tensor.device.type == "cuda" else CPU
@@ -74,22 +82,63 @@ def _torch_view(tensor: Any, call: str, name: str) -> View:
     )
 
 
-def _strided(kind: str, array: Any, pointer: int, device: int, source: Any = None) -> View:
-    name: str = array.dtype.name
-    strides = tuple(stride // array.dtype.itemsize for stride in array.strides)
-    return View(kind, array, pointer, array.shape, strides, _NAMES.get(name, name), device, source)
+def _has_no_memory(torch: Any, tensor: Any) -> bool:
+    """Fake, functional, nested and wrapped tensors: what they point to is not their data."""
+    try:
+        if (
+            type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+            or tensor.is_nested
+        ):
+            return True
+        return tensor.numel() > 0 and tensor.data_ptr() == 0
+    except RuntimeError:  # vmap and the like
+        return True
 
 
-def _dlpack_view(array: Any) -> View:
+def _strided(
+    kind: str, array: Any, pointer: int, device: int, call: str, name: str, source: Any = None
+) -> View:
+    dtype = array.dtype
+    trouble = None
+    if not dtype.isnative:
+        trouble = (
+            f"has byte order {dtype.byteorder!r}; convert it with .astype(dtype.newbyteorder('='))"
+        )
+    elif type(array).__name__ == "MaskedArray":
+        trouble = "is a masked array, whose mask no kernel reads; pass .filled() or .data"
+    elif array.size and (
+        pointer % dtype.itemsize or any(step % dtype.itemsize for step in array.strides)
+    ):
+        trouble = "has elements that are not aligned to their size; pass a contiguous copy"
+    if trouble:
+        raise ArgumentTypeError(f"{call}: {name} {trouble}")
+    strides = tuple(step // dtype.itemsize for step in array.strides)
+    label: str = _NAMES.get(dtype.name) or dtype.name
+    return View(kind, array, pointer, array.shape, strides, label, device, source)
+
+
+def _dlpack_view(array: Any, call: str, name: str) -> View:
     """Any other framework: seen through NumPy on the CPU, through CuPy on a GPU. No copy."""
-    device_type, _ = array.__dlpack_device__()
-    if int(device_type) == 1:  # kDLCPU
-        seen = np.from_dlpack(array)
-        return _strided("dlpack", seen, seen.ctypes.data, CPU, array)
-    import cupy
+    where = int(array.__dlpack_device__()[0])
+    if where not in (_DL_CPU, _DL_CUDA):
+        raise DeviceError(
+            f"{call}: {name} is on a device of DLPack type {where}; allowed: the CPU ({_DL_CPU}) "
+            f"and CUDA devices ({_DL_CUDA})"
+        )
+    try:
+        if where == _DL_CPU:
+            seen = np.from_dlpack(array)
+            return _strided("dlpack", seen, seen.ctypes.data, CPU, call, name, array)
+        import cupy
 
-    seen = cupy.from_dlpack(array)
-    return _strided("dlpack", seen, seen.data.ptr, seen.device.id, array)
+        seen = cupy.from_dlpack(array)
+    except (RuntimeError, BufferError, TypeError, ValueError) as error:
+        if isinstance(error, ArgumentTypeError):
+            raise
+        raise ArgumentTypeError(
+            f"{call}: {name} ({type(array).__qualname__}) cannot be taken through DLPack: {error}"
+        ) from error
+    return _strided("dlpack", seen, seen.data.ptr, seen.device.id, call, name, array)
 
 
 def as_numpy(seen: View) -> np.ndarray:
@@ -138,6 +187,13 @@ def give_back(like: View, array: Any) -> Any:
         if holder is not None and hasattr(holder, "from_dlpack"):
             return holder.from_dlpack(array)
     return array
+
+
+def synchronise(seen: View) -> None:
+    """Wait for what was enqueued on `current_stream(seen)` of a CuPy or DLPack array."""
+    import cupy
+
+    cupy.cuda.get_current_stream(seen.device).synchronize()
 
 
 def current_stream(seen: View) -> int:

@@ -12,16 +12,18 @@ from typing import Any
 import numpy as np
 
 from fkjit.build import build, interpreter_target
-from fkjit.errors import InterpreterError
+from fkjit.errors import InterpreterError, ParameterError
 from fkjit.settings import Settings, settings
 from fkjit.spec import KernelSpec, Params, Problem
 
 _OVERHEAD = 0.06  # seconds of a kernel's first launch: parsing, decoding
 
 
-def estimate(spec: KernelSpec, problem: Problem) -> float:
+def estimate(spec: KernelSpec, params: Params, problem: Problem) -> float:
     """About how many seconds the interpreter will take, from the spec's flops."""
-    return _OVERHEAD + spec.flops(problem) / spec.interpreter_flops
+    work = spec.interpreter_work
+    flops = spec.flops(problem) if work is None else work(params, problem)
+    return _OVERHEAD + flops / spec.interpreter_flops
 
 
 def interpret(
@@ -35,7 +37,7 @@ def interpret(
     """
     to = interpreter_target()
     spec.check(params, to.arch)
-    seconds = estimate(spec, problem)
+    seconds = estimate(spec, params, problem)
     _refuse_hours(spec, problem, seconds)
     entry = build(spec, params, to)
     named = spec.arguments(params, problem, arrays)
@@ -66,10 +68,15 @@ def _refuse_hours(spec: KernelSpec, problem: Problem, seconds: float) -> None:
 def _argument(named: Mapping[str, Any], name: str, code: str, const: bool) -> Any:
     from fkjit.interp import Arg
 
+    if name not in named:
+        raise ParameterError(f"launch: the kernel has an argument {name!r} and got none")
     value = named[name]
     if code != "P":
         values = value if isinstance(value, tuple) else (value,)
-        return Arg(name, struct.pack("@" + code, *values), writable=False)
+        try:
+            return Arg(name, struct.pack("@" + code, *values), writable=False)
+        except struct.error as error:
+            raise ParameterError(f"launch: argument {name}={value!r}: {error}") from error
     if value is None:
         return Arg(name, np.uint64(0), writable=False)
     return Arg(name, value, writable=not const)

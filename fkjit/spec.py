@@ -67,6 +67,8 @@ class KernelSpec:
     flops: Callable[[Problem], float] = lambda problem: 0.0
     bytes: Callable[[Problem], float] = lambda problem: 0.0  # compulsory device-memory traffic
     interpreter_flops: float = 5e7  # flops a second the CPU interpreter manages, for estimates
+    # Flops the interpreter really does: with padding. None: those of the problem.
+    interpreter_work: Callable[[Params, Problem], float] | None = None
 
     # One fresh random problem of each kind worth testing: scale "small" (interpreter) or "full".
     problems: Callable[[Params, str], Sequence[Problem]] = lambda params, scale: ()
@@ -125,8 +127,29 @@ class KernelSpec:
             )
         return None
 
+    def canonical(self, params: Params) -> dict[str, Any]:
+        """The same parameters, checked for names, in declared order, values as declared.
+
+        Whatever equals a declared value (64.0, a NumPy integer) becomes that value.
+        """
+        self._check_names(params)
+        values = {param.name: param.values for param in self.params}
+        return {
+            name: next((v for v in values[name] if v == params[name]), params[name])
+            for name in self._names
+        }
+
     def check(self, params: Params, arch: Arch | None = None) -> None:
         """Raise ParameterError, naming the parameter at fault and what would be legal."""
+        self._check_names(params)
+        for param in self.params:
+            if params[param.name] not in param.values:
+                self._refuse_value(param, params, arch)
+        reason = self.why_not(params, arch)
+        if reason:
+            self._refuse_combination(reason, params, arch)
+
+    def _check_names(self, params: Params) -> None:
         for name in params:
             if name not in self._names:
                 known = ", ".join(self._names)
@@ -136,12 +159,6 @@ class KernelSpec:
         for name in self._names:
             if name not in params:
                 raise ParameterError(f"{self.op}: {self.name} needs a value for {name!r}")
-        for param in self.params:
-            if params[param.name] not in param.values:
-                self._refuse_value(param, params, arch)
-        reason = self.why_not(params, arch)
-        if reason:
-            self._refuse_combination(reason, params, arch)
 
     def legal_values(self, name: str, params: Params, arch: Arch | None = None) -> list[Any]:
         """The values of one parameter that are legal beside the others as they are."""

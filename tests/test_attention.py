@@ -19,7 +19,7 @@ from fkjit.errors import (
     ParameterError,
 )
 from fkjit.ops import attention_choice as choice
-from fkjit.ops import attention_kernels as kernels
+from fkjit.ops import attention_problem
 from tests.attention_tools import assert_close, normal, reference
 
 
@@ -246,7 +246,7 @@ def bad_calls():
         (g,) * 3,
         {"softmax_scale": math.nan},
         ParameterError,
-        "softmax_scale=nan is not fin",
+        "softmax_scale=nan is not a finite number",
     )
     yield (
         "text scale",
@@ -303,7 +303,7 @@ def test_a_refused_tile_says_how_much_shared_memory_is_missing():
         r"\(legal here: 16, 32, 64"
     )
     with pytest.raises(ParameterError, match=message):
-        choice.parameters(kernels.FLASH, problem, 128, True, arch("sm_120a"))
+        choice.parameters(choice.FLASH, problem, 128, True, arch("sm_120a"))
 
 
 def test_work_of_minutes_is_refused_with_an_estimate(monkeypatch):
@@ -322,4 +322,4 @@ def test_the_flops_of_the_spec_are_those_of_visible_pairs(impl):
             "head_dim": 16, "head_dim_v": 8,
         }  # fmt: skip
         visible = np.tri(sq, sk, sk - sq).sum() if causal else sq * sk
-        assert kernels.flops(problem) == 2 * 3 * visible * 2 * (16 + 8)
+        assert attention_problem.flops(problem) == 2 * 3 * visible * 2 * (16 + 8)

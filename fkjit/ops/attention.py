@@ -8,9 +8,9 @@ from fkjit import interop
 from fkjit.device import launch_on_device, loaded
 from fkjit.interop import CPU
 from fkjit.interpret import interpret
-from fkjit.ops import attention_kernels as kernels
 from fkjit.ops.attention_checks import LAYOUTS, Request, check
 from fkjit.ops.attention_plan import geometries, plans, remember
+from fkjit.ops.attention_problem import scalars
 
 
 def attention(
@@ -57,10 +57,10 @@ def attention(
     """
     options = (causal, softmax_scale, block, impl, return_lse, layout)
     geometry = geometries.get(type(q))
-    if geometry is not None:
+    if geometry is not None and type(q) is type(k) is type(v):
         try:
             plan = plans.get((*geometry(q, k, v), *options))
-        except (AttributeError, TypeError):  # not arrays, or unhashable values: explained below
+        except (AttributeError, TypeError, RuntimeError):  # whatever it is, it is explained below
             plan = None
         if plan is not None:
             return plan.run(q, k, v)
@@ -118,10 +118,12 @@ def _on_gpu(request: Request, o: Any, lse: Any, options: tuple[Any, ...]) -> Non
         "o": output.pointer,
         "lse": 0 if lse is None else interop.view(lse, "attention", "lse").pointer,
         **request.strides(output.strides),
-        **kernels.scalars(request.problem),
+        **scalars(request.problem),
     }
     stream = interop.current_stream(request.q)
     kernel = launch_on_device(
         request.spec, request.params, request.problem, named, request.device, stream
     )
+    if request.q.kind == "dlpack":  # whoever owns the inputs may reuse their memory once we return
+        interop.synchronise(request.q)
     remember(request, kernel, options)

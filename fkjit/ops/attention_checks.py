@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from fkjit.device import device_target
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
 from fkjit.interop import CPU, View
 from fkjit.ops import attention_choice as choice
-from fkjit.ops.attention_kernels import MAX_HEAD_DIM
+from fkjit.ops.attention_problem import MAX_HEAD_DIM
 from fkjit.spec import KernelSpec, Problem
 
 IMPLEMENTATIONS = ("auto", "flash", "tiled", "naive")
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # where batch, head, row, column stand
+_MAX_SCALE = 2e38  # times log2(e) it is still an fp32
+_MAX_SIZE = 2**31 - 1
 _DTYPES = ("fp16", "bf16", "fp32")
 
 
@@ -65,7 +68,10 @@ def check(
     _check_grad(views)
     sizes = _check_shapes(views, layout)
     scale = _check_scale(softmax_scale, sizes["head_dim"])
-    problem = {**sizes, "dtype": views["q"].dtype, "causal": bool(causal), "softmax_scale": scale}
+    problem = {
+        **sizes, "dtype": views["q"].dtype, "causal": _check_flag("causal", causal),
+        "softmax_scale": scale,
+    }  # fmt: skip
     device = views["q"].device
     arch = interpreter_target().arch if device == CPU else device_target(device).arch
     spec = choice.implementation(impl, problem["dtype"], arch)
@@ -73,12 +79,12 @@ def check(
     output = sizes["batch"] * sizes["heads_q"] * sizes["seqlen_q"] == 0
     return Request(
         **views, spec=spec, params=params, problem=problem, device=device, layout=layout,
-        return_lse=bool(return_lse), empty=output,
+        return_lse=_check_flag("return_lse", return_lse), empty=output,
     )  # fmt: skip
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ParameterError(f"attention: {name}={value!r} is not one of {', '.join(allowed)}")
 
 
@@ -138,6 +144,9 @@ def _check_shapes(views: dict[str, View], layout: str) -> dict[str, int]:
     _expect(views, layout, "k", "v's batch, heads or length", shapes["k"][:3] == shapes["v"][:3])
     _expect(views, layout, "q", "k's batch or head_dim", (b, d) == (shapes["k"][0], shapes["k"][3]))
     _check_dims(d, dv)
+    for name, size in (("q", sq), ("k", sk)):
+        if size > _MAX_SIZE:
+            raise ParameterError(f"attention: {name} has {size} rows; allowed: up to {_MAX_SIZE}")
     if hq and (not hkv or hq % hkv):
         raise ParameterError(
             f"attention: q has {hq} heads, not a multiple of k's {hkv} (shapes "
@@ -173,13 +182,17 @@ def _check_scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     try:
+        if isinstance(scale, (str, bytes)) or getattr(scale, "requires_grad", False):
+            raise TypeError
         value = float(scale)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ArgumentTypeError(
-            f"attention: softmax_scale={scale!r} is not a number; None means 1/sqrt(head_dim)"
+            f"attention: softmax_scale={scale!r} is not a plain number; None means 1/sqrt(head_dim)"
         ) from None
-    if not math.isfinite(value):
-        raise ParameterError(f"attention: softmax_scale={value} is not finite")
+    if not abs(value) <= _MAX_SCALE:
+        raise ParameterError(
+            f"attention: softmax_scale={value} is not a finite number up to {_MAX_SCALE:g}"
+        )
     return value
 
 
@@ -187,14 +200,24 @@ def _check_block(block: Any) -> Any:
     """An int or a pair of ints, a square pair as one int; None stays."""
     if block is None:
         return None
-    pair = (block, block) if isinstance(block, int) else block
     try:
-        block_q, block_k = (int(x) for x in pair)
+        pair = block if isinstance(block, (tuple, list)) else (block, block)
+        block_q, block_k = (operator.index(x) for x in pair)
     except (TypeError, ValueError):
         raise ArgumentTypeError(
             f"attention: block={block!r} is not a number, a pair (block_q, block_k) or None"
         ) from None
     return block_q if block_q == block_k else (block_q, block_k)
+
+
+def _check_flag(name: str, value: Any) -> bool:
+    """True or False, in whatever form of 0 and 1."""
+    try:
+        return (False, True)[operator.index(value)] if not isinstance(value, bool) else value
+    except (TypeError, IndexError):
+        if type(value).__name__ in ("bool", "bool_"):  # NumPy's
+            return bool(value)
+    raise ArgumentTypeError(f"attention: {name}={value!r} is not True or False")
 
 
 def _aligned(views: dict[str, View], sizes: Mapping[str, int]) -> bool:

@@ -15,15 +15,15 @@ from fkjit.ops.attention_kernels import (
     PAIRS,
     SIMT_DIMS,
     TILED,
-    split_block,
 )
+from fkjit.ops.attention_problem import split_block
 from fkjit.spec import KernelSpec, Params, Problem
 
 _WARPS = 8  # two a scheduler: one computes its softmax while the other keeps the tensor cores busy
 _RESERVED = 1024  # bytes of shared memory that the system takes of each block
 
-# Preferred tiles by padded head_dim, fastest first (bench/NOTES.md); the first of which enough warps
-# fit on an SM is taken.
+# Preferred tiles by padded head_dim, fastest first (bench/NOTES.md); the first is taken of which
+# enough warps fit on an SM, else the first.
 _PREFERENCE: dict[str, dict[int, tuple[Any, ...]]] = {
     "flash": {
         **dict.fromkeys((32, 64), (128, (128, 64), 64, 32, 16)),
@@ -88,6 +88,8 @@ def padded_dims(spec: KernelSpec, head_dim: int, head_dim_v: int) -> tuple[int, 
 def choose_block(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
     """The tile for this problem on this architecture: no taller than the queries need."""
     legal = spec.legal_values("block", {**fixed, "block": None}, arch)
+    if not legal:  # say why
+        spec.check({**fixed, "block": 16}, arch)
     order = [b for b in _PREFERENCE[spec.name][fixed["head_dim"]] if b in legal] or legal
     rows = max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
     order = [b for b in order if split_block(b)[0] <= rows] or order
@@ -97,4 +99,5 @@ def choose_block(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) 
         blocks = arch.shared_per_sm // (spec.shared_bytes(params) + _RESERVED)
         return blocks * spec.block(params)[0] // 32 >= _WARPS
 
-    return next(filter(fills_an_sm, order), order[0])
+    tall = [b for b in order if split_block(b)[0] > 16]  # 16 rows use each key too few times
+    return next(filter(fills_an_sm, tall), order[0])

@@ -9,10 +9,11 @@ from importlib import import_module
 from typing import Any
 
 from fkjit.device import LoadedKernel, flatten
-from fkjit.ops import attention_kernels as kernels
 from fkjit.ops.attention_checks import Request
+from fkjit.ops.attention_problem import scalars
 
 MAX_PLANS = 4096
+_GRAD = 13  # where a geometry says that an input requires grad
 
 plans: dict[Any, TorchPlan | CupyPlan] = {}
 geometries: dict[type, Callable[[Any, Any, Any], tuple[Any, ...]]] = {}  # of array types seen
@@ -37,21 +38,26 @@ def cupy_geometry(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def _is_plain(option: Any) -> bool:
+    """Whether equal keys mean equal options: a tensor is hashed by identity and may change."""
+    if type(option) is tuple:
+        return all(map(_is_plain, option))
+    return type(option) in (bool, int, float, str, type(None))
+
+
 def remember(request: Request, kernel: LoadedKernel, options: tuple[Any, ...]) -> None:
     """The next call with arrays of this geometry takes the warm path."""
     q, k, v = request.q.array, request.k.array, request.v.array
     make = {"torch": (torch_geometry, TorchPlan), "cupy": (cupy_geometry, CupyPlan)}.get(
         request.q.kind
     )
-    if make is None or len({type(q), type(k), type(v)}) != 1:
+    if make is None or type(q).__name__ not in ("Tensor", "ndarray"):  # subclasses go the long way
+        return
+    if not type(q) is type(k) is type(v) or not all(map(_is_plain, options)):
         return
     geometry, plan = make
     key = (*geometry(q, k, v), *options)
-    try:
-        hash(options)
-    except TypeError:  # a tile given as a list, say
-        return
-    if geometry(q, k, v)[-1]:  # requires grad: whether that is allowed may change between calls
+    if key[_GRAD]:  # whether that is allowed may change between calls
         return
     if len(plans) >= MAX_PLANS:
         plans.clear()
@@ -73,7 +79,7 @@ class _Plan:
         named = {
             **dict.fromkeys(("q", "k", "v", "o", "lse"), 0),
             **request.strides(_contiguous(self.shape)),
-            **kernels.scalars(request.problem),
+            **scalars(request.problem),
         }
         if kernel.names[:5] != ("q", "k", "v", "o", "lse"):
             raise AssertionError(f"{kernel.spec.id}: arguments begin {kernel.names[:5]}")
