@@ -143,6 +143,28 @@ def test_every_output_is_written_and_repeats_are_identical():
         assert torch.equal(fkjit.attention(q, k, v, causal=True), first)
 
 
+def test_a_scale_that_is_a_tensor_is_read_at_every_call():
+    q, k, v = (normal(1, 2, 100, 64, seed=i) for i in range(3))
+    scale = torch.tensor(0.1)
+    for value in (0.1, 0.7, 0.3):
+        scale.fill_(value)
+        found = fkjit.attention(q, k, v, softmax_scale=scale)
+        assert torch.equal(found, fkjit.attention(q, k, v, softmax_scale=scale.item()))
+
+
+def test_subclasses_and_parameters_come_back_alike_cold_and_warm():
+    class Mine(torch.Tensor):
+        pass
+
+    q, k, v = (normal(1, 2, 100, 64, seed=i) for i in range(3))
+    expected = fkjit.attention(q, k, v)
+    for make in (lambda x: x.as_subclass(Mine), lambda x: torch.nn.Parameter(x, False)):
+        mine = [make(x) for x in (q, k, v)]
+        for _ in range(2):
+            o = fkjit.attention(*mine)
+            assert type(o) is torch.Tensor and torch.equal(o, expected)
+
+
 def test_work_goes_to_the_callers_stream():
     q, k, v = (normal(1, 8, 4096, 128, seed=i) for i in range(3))
     expected = fkjit.attention(q, k, v)

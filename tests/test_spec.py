@@ -1,0 +1,91 @@
+"""KernelSpec: what is legal, and how a refusal reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fkjit.arch import arch
+from fkjit.errors import ParameterError
+from fkjit.spec import KernelSpec, Param, find, register, registered
+
+SPEC = KernelSpec(
+    op="toy",
+    name="kernel",
+    source="toy.cu",
+    entry="toy",
+    params=(
+        Param("dtype", ("fp16", "bf16"), "element type"),
+        Param("block", (16, 32, 64, (64, 32)), "tile", tunable=True),
+        Param("wide", (True, False), "a flag"),
+    ),
+    illegal=lambda p: "is too wide" if p["wide"] and p["block"] == 64 else None,
+    features=lambda p: frozenset({"bf16_mma"} if p["dtype"] == "bf16" else ()),
+    superseded=lambda p: frozenset({"wgmma"} if p["block"] == 16 else ()),
+    shared_bytes=lambda p: 4096 * (p["block"][0] if isinstance(p["block"], tuple) else p["block"]),
+    block=lambda p: (32, 1, 1),
+    grid=lambda p, problem: (1, 1, 1),
+)
+GOOD = {"dtype": "fp16", "block": 32, "wide": False}
+
+
+def test_variants_are_the_legal_combinations():
+    everywhere = list(SPEC.variants())
+    assert len(everywhere) == 2 * (4 * 2 - 1)
+    on_turing = list(SPEC.variants(arch("sm_75")))  # no bf16_mma, 64 KB: block 16 only
+    assert on_turing == [{"dtype": "fp16", "block": 16, "wide": w} for w in (True, False)]
+    assert all(p["block"] != 16 for p in SPEC.variants(arch("sm_90a")))
+    assert all(SPEC.why_not(p, arch("sm_80")) is None for p in SPEC.variants(arch("sm_80")))
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "message"),
+    [
+        (
+            {"block": 48},
+            "sm_80",
+            r"toy: block=48 is not one of \[16, 32\] \(dtype=fp16, wide=False",
+        ),
+        (
+            {"block": 64},
+            "sm_80",
+            r"toy: block=64 needs 262,144 bytes of shared memory; sm_80 has 166,912 "
+            r"\(legal here: 16, 32\)",
+        ),
+        ({"dtype": "bf16"}, "sm_75", "toy: .*needs bf16_mma, which sm_75 has not"),
+        ({"block": 16}, "sm_90a", "block=16 is for GPUs without wgmma, which sm_90a has"),
+        ({"block": 64, "wide": True}, "sm_80", r"toy: block=64 is too wide \(legal here: 16, 32"),
+        (
+            {"extra": 1},
+            "sm_80",
+            r"toy: kernel has no parameter 'extra' \(has: dtype, block, wide\)",
+        ),
+    ],
+)
+def test_a_refusal_names_the_parameter_and_what_would_be_legal(change, name, message):
+    with pytest.raises(ParameterError, match=message):
+        SPEC.check({**GOOD, **change}, arch(name))
+
+
+def test_a_missing_parameter_is_named():
+    with pytest.raises(ParameterError, match="toy: kernel needs a value for 'wide'"):
+        SPEC.check({"dtype": "fp16", "block": 32})
+
+
+def test_parameters_have_one_order_and_the_declared_values():
+    mixed = {"wide": np.bool_(False), "block": np.int64(32), "dtype": "fp16"}
+    found = SPEC.canonical(mixed)
+    assert found == GOOD and list(found) == ["dtype", "block", "wide"]
+    assert type(found["block"]) is int and type(found["wide"]) is bool
+    assert SPEC.canonical({**GOOD, "block": 48})["block"] == 48  # left for check() to refuse
+
+
+def test_the_registry_refuses_a_second_kernel_of_the_same_name(monkeypatch):
+    monkeypatch.setattr("fkjit.spec._REGISTRY", {})
+    register(SPEC)
+    with pytest.raises(ParameterError, match=r"a kernel named 'toy\.kernel' stands already"):
+        register(SPEC)
+    register(SPEC, replace=True)
+    assert registered("toy") == [SPEC] and find("toy") is SPEC and find("toy.kernel") is SPEC
+    with pytest.raises(ParameterError, match=r"'toys' is not registered \(registered: toy\.kernel"):
+        find("toys")
