@@ -79,6 +79,8 @@ def _argument(named: Mapping[str, Any], name: str, code: str, const: bool) -> An
             raise ParameterError(f"launch: argument {name}={value!r}: {error}") from error
     if value is None:
         return Arg(name, np.uint64(0), writable=False)
+    if not const and not value.flags.writeable:
+        raise ParameterError(f"launch: {name} is read-only, but the kernel writes it")
     return Arg(name, value, writable=not const)
 
 

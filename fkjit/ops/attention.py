@@ -36,14 +36,17 @@ def attention(
             FlashAttention, so that the last query sees every key.
         softmax_scale: default 1 / sqrt(D).
         block: tile, (query rows, keys) or one number for both; default: the spec's choice for this
-            architecture and shape. Every legal tile gives the same result within rounding.
+            architecture and shape. Every legal tile gives the same result within rounding. Rows
+            that do not start on 16-byte boundaries (odd D, sliced views) are fetched element by
+            element, with one tile only and slower.
         impl: "flash" (online softmax on tensor cores; fp32 exact on FMA units), "tiled" (shared
             memory, two passes), "naive" (a warp a row, for reading), "auto": flash.
         return_lse: also return the log-sum-exp of each row's scaled scores, fp32 [B, Hq, Sq].
 
     Returns:
         o [B, Hq, Sq, Dv] (layout as q) in q's dtype and framework, or (o, lse). A row that sees no
-        key (Sk = 0, or causal with Sq > Sk) gives o = 0 and lse = -inf.
+        key (Sk = 0, or causal with Sq > Sk) gives o = 0 and lse = -inf. NaN in a visible key makes
+        NaN rows; scores are right up to about 1e8 in magnitude.
 
     Raises:
         ParameterError: shapes, tile, scale or flags that no kernel accepts.
@@ -51,7 +54,8 @@ def attention(
         CaptureError: first call of a variant under CUDA graph capture; see `prepare`.
 
     CUDA arrays run on their GPU, on the caller's current stream. CPU arrays run the same kernel in
-    the interpreter, up to FKJIT_INTERPRETER_LIMIT seconds of estimated work.
+    the interpreter, up to FKJIT_INTERPRETER_LIMIT seconds of estimated work. No gradients, and not
+    an operator that torch.compile knows: wrap the call in torch.compiler.disable there.
 
     Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning".
     """
