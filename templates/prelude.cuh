@@ -40,7 +40,7 @@ constexpr fp32 LN2 = 0.6931471805599453f;    // log(x) = log2(x) * LN2
 // IEEE minus infinity: the maximum of nothing. Beware that NEG_INFINITY - NEG_INFINITY is NaN.
 constexpr fp32 NEG_INFINITY = -(1.0f / 0.0f);
 
-// The least number of pieces of `size` that cover `total`; both are positive.
+// The least number of pieces of `size` that cover `total`; total >= 0, size > 0.
 template <typename T>
 __host__ __device__ constexpr T ceil_div(T total, T size) {
   return (total + size - 1) / size;

@@ -11,13 +11,16 @@
                       m' = max(m, rowmax S)            quad shuffles
                       P  = exp2(S * c - m' * c)        FMA + ex2; rounded to 16 bits in place
                       O  = O * exp2((m - m') * c) + P V     the rescaling almost never runs
-     at the end:      o  = O / rowsum P,  lse = m * c + log2(rowsum P)
+     at the end:      o  = O / rowsum P,  lse = (m * c + log2(rowsum P)) * ln(2)
 
-   with c = softmax_scale * log2(e). K and V travel through a ring of STAGES tiles filled by cp.async:
-   while one tile is being multiplied the next is on its way, and one barrier a tile keeps the ring.
-   Two 16-row blocks a warp (ROWS_A_WARP = 32) use every K and V fragment twice: a 16x16 fragment
-   costs 4 cycles of shared-memory bandwidth, its two products 8 tensor-core cycles a quadrant, so
-   with one row block a warp the four quadrants would be bound by shared memory.
+   with c = softmax_scale * log2(e). K and V travel through a ring of STAGES tiles filled by
+   cp.async: while one tile is being multiplied the next is on its way, and one barrier a tile keeps
+   the ring.
+
+   Two 16-row blocks a warp (ROWS_A_WARP = 32) use every K and V fragment twice. With one, an SM's
+   four quadrants would each load a 16x16 fragment, 4 cycles of shared-memory bandwidth apiece and
+   16 together, for two products that keep a quadrant's tensor core busy for 8 cycles at Hopper's
+   peak, 16 on A100: Hopper would be bound by shared memory, A100 just balanced.
 
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
@@ -157,10 +160,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   }
 
   // 3. Normalise; the output is staged over this warp's own rows of Q, then stored in whole chunks.
+  //    The block's place is computed again rather than kept in registers through the loop.
   cp_async_wait<0>();
   __syncthreads();
-  const QueryBlock<BLOCK_Q> again(block_index_again(), seqlen_q,
-                                  heads_q);  // nothing of it lived in registers
+  const QueryBlock<BLOCK_Q> again(block_index_again(), seqlen_q, heads_q);
   const i64 head_index = static_cast<i64>(again.batch) * heads_q + again.head;
   const int end_lane = thread_index_again() % WARP_SIZE;
   const int warp_row = thread_index_again() / WARP_SIZE * ROWS_A_WARP, row0 = again.q0 + warp_row;

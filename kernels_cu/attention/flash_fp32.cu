@@ -13,9 +13,10 @@
 
    Who computes what: LANES = 16 threads share a row, a warp has two groups of them. Thread (g, x)
    does rows g, g + 2, ... of its warp, and in S keys x, x + 16, ..., in O columns 4x .. 4x + 3 of
-   each 64. With eight rows a thread, S takes 12 float4 loads from shared memory for 128 FMAs, P V 16
-   for 256 (head_dim_v = 128): the FMA pipes, 128 a cycle and SM, stay ahead of shared memory's 32
-   words. Neighbouring rows of Q, K and P are 4 banks apart, so no load meets a bank conflict.
+   each 64. With eight rows a thread, S takes 12 float4 loads from shared memory for 128 FMAs, P V
+   16 for 256 (head_dim_v = 128): the FMA pipes, 128 a cycle and SM, stay ahead of shared memory's
+   32 words. Neighbouring rows of Q and K are 4 banks apart, those of P 4 or (BLOCK_K an odd
+   multiple of 16) 20, so no load of a product meets a bank conflict.
 
    K and V have a tile each, and two barriers a tile keep them: while one of the two is multiplied,
    the other is fetched for the next product.

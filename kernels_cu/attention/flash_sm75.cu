@@ -1,8 +1,9 @@
-/* Attention forward, one pass over the keys, on the tensor cores of Turing (sm_75; runs on newer).
+/* Attention forward, one pass over the keys, on the tensor cores of Turing (sm_75).
 
    o = softmax(softmax_scale * q k^T + causal mask) v         lse = log(sum(exp(scores)))
 
    The algorithm, the tiling and the device functions are those of flash.cu; read that one first.
+   This kernel is compiled for GPUs without cp.async only: where there is cp.async, flash.cu runs.
    What Turing has not, and what is done instead:
 
      mma.m16n8k16     two mma.m16n8k8 on the same fragments, each half of k on its own

@@ -19,6 +19,7 @@
 
    Source: Vaswani et al., "Attention Is All You Need" (2017). */
 #include "prelude.cuh"
+#include "device/query_block.cuh"
 #include "device/reduce.cuh"
 
 using elem_t = ${dtype};
@@ -43,15 +44,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_naive(
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
 
-  // Blocks of one head are neighbours, longest causal rows first.
-  const int blocks_q = ceil_div(seqlen_q, NUM_WARPS);
-  const int row = (blocks_q - 1 - static_cast<int>(blockIdx.x % blocks_q)) * NUM_WARPS + warp;
-  const int head = blockIdx.x / blocks_q % heads_q, batch = blockIdx.x / blocks_q / heads_q;
+  const QueryBlock<NUM_WARPS> place(blockIdx.x, seqlen_q, heads_q);
+  const int row = place.q0 + warp, kv_head = place.head / group_size;
   if (row >= seqlen_q) return;
-  q += batch * q_strides.batch + head * q_strides.head + row * q_strides.row;
-  k += batch * k_strides.batch + (head / group_size) * k_strides.head;
-  v += batch * v_strides.batch + (head / group_size) * v_strides.head;
-  o += batch * o_strides.batch + head * o_strides.head + row * o_strides.row;
+  q += place.batch * q_strides.batch + place.head * q_strides.head + row * q_strides.row;
+  k += place.batch * k_strides.batch + kv_head * k_strides.head;
+  v += place.batch * v_strides.batch + kv_head * v_strides.head;
+  o += place.batch * o_strides.batch + place.head * o_strides.head + row * o_strides.row;
   const int keys = causal ? min(seqlen_k, row + seqlen_k - seqlen_q + 1) : seqlen_k;  // may be < 0
 
   float query[COLUMNS], acc[COLUMNS] = {};
@@ -95,6 +94,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_naive(
     if (column < head_dim_v) o[column] = static_cast<elem_t>(acc[i] * inverse);
   }
   if (lse != nullptr && lane == 0)
-    lse[(static_cast<i64>(batch) * heads_q + head) * seqlen_q + row] =
+    lse[(static_cast<i64>(place.batch) * heads_q + place.head) * seqlen_q + row] =
         keys > 0 ? (row_max + log2f(row_sum)) * LN2 : NEG_INFINITY;
 }

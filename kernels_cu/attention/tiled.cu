@@ -5,20 +5,24 @@
    A block owns BLOCK_Q query rows of one head and takes the keys BLOCK_K at a time through shared
    memory. Still two passes, because a probability needs the whole row's maximum and sum:
 
-     pass 1, each tile:   S = c Q K^T;   m' = max(m, rowmax S);   l = l * 2^(m - m') + rowsum 2^(S - m')
+     pass 1, each tile:   S = c Q K^T;   m' = max(m, rowmax S)
+                          l = l * 2^(m - m') + rowsum 2^(S - m')
      pass 2, each tile:   S = c Q K^T;   P = 2^(S - m) / l;   O += P V
      at the end:          lse = (m + log2 l) * ln(2)          with c = softmax_scale * log2(e)
 
    What a tile costs, for head dimension D of q, k, v and e bytes an element:
      memory   K twice, V once: 3 * BLOCK_K * D * e bytes
-     flops    S twice, P V once: 6 * BLOCK_Q * BLOCK_K * D, so 2 * BLOCK_Q / e a byte; naive has 2 / e
+     flops    S twice, P V once: 6 * BLOCK_Q * BLOCK_K * D, so 2 * BLOCK_Q / e a byte; naive has
+              2 / e
      shared   a thread of S reads ROWS + KEYS elements for ROWS * KEYS FMAs (4 + 4 for 16), a thread
               of P V reads ROWS + COLUMNS for ROWS * COLUMNS: register tiles are to shared memory
               what the block's tiles are to device memory
 
-   Threads form BLOCK_Q / 4 rows of LANES = 16; thread (y, x) does rows 4y .. 4y + 3, keys x, x + 16,
-   ... of S and columns x, x + 16, ... of the output: sixteen neighbours read sixteen neighbouring
-   elements of V, and sixteen rows of K which a padding word spreads over sixteen banks.
+   Threads form BLOCK_Q / 4 rows of LANES = 16; thread (y, x) does rows 4y .. 4y + 3, keys x,
+   x + 16, ... of S and columns x, x + 16, ... of the output: sixteen neighbours read sixteen
+   neighbouring elements of V, and sixteen rows of K, which a padding word spreads over sixteen
+   banks. Q and P have no padding: a warp's two row groups read words of one bank there, in two
+   turns.
 
    What the next step changes: flash.cu rescales O whenever a maximum grows, so that one pass does
    (4 flops for 6, K read once), and hands S and P V to the tensor cores. Every architecture.
@@ -26,6 +30,7 @@
    Source: Milakov, Gimelshein, "Online normalizer calculation for softmax" (2018), for pass 1. */
 #include "prelude.cuh"
 #include "device/math.cuh"
+#include "device/query_block.cuh"
 #include "device/reduce.cuh"
 
 using elem_t = ${dtype};
@@ -98,10 +103,12 @@ __device__ __forceinline__ void take_in(float& row_max, float& row_sum, const fl
   float new_max = row_max;
 #pragma unroll
   for (int j = 0; j < KEYS; ++j) new_max = fmaxf(new_max, s[j]);
-  if (new_max == NEG_INFINITY) return;  // no key yet: the differences below would be NaN
-  row_sum *= exp2_fast(row_max - new_max);
+  // No key yet: 2^(-inf - 0) = 0. Nor a maximum where all scores are NaN (fmaxf drops those), but
+  // the sum takes them in.
+  const float offset = new_max == NEG_INFINITY ? 0.f : new_max;
+  row_sum *= exp2_fast(row_max - offset);
 #pragma unroll
-  for (int j = 0; j < KEYS; ++j) row_sum += exp2_fast(s[j] - new_max);
+  for (int j = 0; j < KEYS; ++j) row_sum += exp2_fast(s[j] - offset);
   row_max = new_max;
 }
 
@@ -139,14 +146,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_tiled(
   float* p_tile = reinterpret_cast<float*>(kv_tile + KV_ELEMENTS);  // [BLOCK_Q][BLOCK_K]
   const int x = threadIdx.x % LANES, row0 = threadIdx.x / LANES * ROWS;
 
-  // Blocks of one head are neighbours (they share K and V in L2), longest causal rows first.
-  const int blocks_q = ceil_div(seqlen_q, BLOCK_Q);
-  const int q0 = (blocks_q - 1 - static_cast<int>(blockIdx.x % blocks_q)) * BLOCK_Q;
-  const int head = blockIdx.x / blocks_q % heads_q, batch = blockIdx.x / blocks_q / heads_q;
-  q += batch * q_strides.batch + head * q_strides.head + q0 * q_strides.row;
-  k += batch * k_strides.batch + (head / group_size) * k_strides.head;
-  v += batch * v_strides.batch + (head / group_size) * v_strides.head;
-  o += batch * o_strides.batch + head * o_strides.head + q0 * o_strides.row;
+  const QueryBlock<BLOCK_Q> place(blockIdx.x, seqlen_q, heads_q);
+  const int q0 = place.q0, kv_head = place.head / group_size;
+  q += place.batch * q_strides.batch + place.head * q_strides.head + q0 * q_strides.row;
+  k += place.batch * k_strides.batch + kv_head * k_strides.head;
+  v += place.batch * v_strides.batch + kv_head * v_strides.head;
+  o += place.batch * o_strides.batch + place.head * o_strides.head + q0 * o_strides.row;
 
   // Query row i of the block sees keys 0 .. min(seqlen_k, first_hidden + i) - 1.
   const int first_hidden = causal ? q0 + seqlen_k - seqlen_q + 1 : seqlen_k;
@@ -186,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_tiled(
     row_sum[i] = lanes_sum<LANES>(row_sum[i] * exp2_fast(lane_max - row_max[i]));
     const int row = q0 + row0 + i;
     if (lse != nullptr && x == 0 && row < seqlen_q)
-      lse[(static_cast<i64>(batch) * heads_q + head) * seqlen_q + row] =
+      lse[(static_cast<i64>(place.batch) * heads_q + place.head) * seqlen_q + row] =
           (row_max[i] + log2f(row_sum[i])) * LN2;
   }
 

@@ -1,6 +1,7 @@
 // Warp-wide matrix multiply-accumulate on 16-bit inputs with fp32 accumulators.
 //
-// mma.sync.m16n8k16, D[16x8] += A[16x16] * B[16x8]. With g = lane / 4 and t = lane % 4, a lane holds:
+// mma.sync.m16n8k16, D[16x8] += A[16x16] * B[16x8]. With g = lane / 4 and t = lane % 4, a lane
+// holds:
 //
 //   A (row)             k: 2t,2t+1   2t+8,2t+9        B (col)          n: g
 //     row g               a[0]         a[2]             k: 2t, 2t+1      b0
@@ -52,9 +53,9 @@ constexpr bool SAME_TYPE = false;
 template <typename A>
 constexpr bool SAME_TYPE<A, A> = true;
 
-// D[16x16] += A[16x16] * B[16x16]: d0 for n = 0..7 with b[0], b[1], d1 for n = 8..15 with b[2], b[3].
-// MMA_K is the k of the instruction: 16, or 8 where that is all there is (sm_75). The halves of k
-// take turns, so that no product waits for the one just before it.
+// D[16x16] += A[16x16] * B[16x16]: d0 for n = 0..7 with b[0], b[1], d1 for n = 8..15 with b[2] and
+// b[3]. MMA_K is the k of the instruction: 16, or 8 where that is all there is (sm_75). The halves
+// of k take turns, so that no product waits for the one just before it.
 template <typename T, int MMA_K>
 __device__ __forceinline__ void mma_16x16x16(float (&d0)[4], float (&d1)[4], const u32 (&a)[4],
                                              const u32 (&b)[4]) {

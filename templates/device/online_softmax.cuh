@@ -6,6 +6,11 @@
 // gives the same quotient. So accumulators are rescaled only when some row's maximum has grown by
 // more than a factor 2^8, which after the first tiles is almost never; until then probabilities may
 // reach 256, far inside the range of fp16. (The lagging maximum is FlashAttention-4's idea.)
+//
+// Bound: results are meaningful for |score * scale_log2| up to about 1e8, as in FlashAttention-2.
+// max is rounded to fp32 before the FMA subtracts it from the exact product, so even the largest
+// score's exponent is off by up to half a unit in max's last place. A row shares that error and the
+// quotient cancels it, but from about 2^28 on (16 and more) P leaves the range of fp16.
 #pragma once
 #include "device/math.cuh"
 

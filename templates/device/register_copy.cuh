@@ -1,6 +1,6 @@
-// A [rows, columns] piece of a strided 16-bit tensor -> a swizzled tile by way of registers, for GPUs
-// without cp.async (sm_75): fetch() asks for the bytes, the loads travel while the warp computes, and
-// store() waits for them and puts them into shared memory.
+// A [rows, columns] piece of a strided 16-bit tensor -> a swizzled tile by way of registers, for
+// GPUs without cp.async (sm_75): fetch() asks for the bytes, the loads travel while the warp
+// computes, and store() waits for them and puts them into shared memory.
 //
 //     next.fetch(global, ...);     // loads issued, nothing waits
 //     multiply(this tile);         // hides their way

@@ -1,8 +1,8 @@
 // A tile of 16-bit elements in shared memory that cp.async and ldmatrix both use without bank
 // conflicts.
 //
-// The tile's columns are cut into panels of 64 elements (128 bytes, all 32 banks); a panel holds its
-// rows one under another, and the 16-byte chunk c of row r lies at chunk position c ^ (r % 8):
+// The tile's columns are cut into panels of 64 elements (128 bytes, all 32 banks); a panel holds
+// its rows one under another, and the 16-byte chunk c of row r lies at chunk position c ^ (r % 8):
 //
 //        chunk position   0  1  2  3  4  5  6  7         ldmatrix reads one column of chunks over
 //   row 0                 0  1  2  3  4  5  6  7         eight rows: with the XOR they lie in eight

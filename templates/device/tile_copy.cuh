@@ -1,4 +1,5 @@
-// A [rows, columns] piece of a strided 16-bit tensor -> a swizzled tile, by all threads of the block.
+// A [rows, columns] piece of a strided 16-bit tensor -> a swizzled tile, by all threads of the
+// block.
 #pragma once
 #include "device/cp_async.cuh"
 #include "device/swizzle.cuh"
