@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from fkjit.toolchain import prepare_cupy
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -20,6 +22,7 @@ class Gpu:
 def gpus() -> tuple[list[Gpu], str | None]:
     """Every CUDA device of this machine; and why there is none, if that is so."""
     try:
+        prepare_cupy()
         runtime = import_module("cupy.cuda").runtime
         count = runtime.getDeviceCount()
         return [_gpu(runtime, index) for index in range(count)], None if count else "no CUDA device"

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import struct
+import sys
+import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -81,9 +85,40 @@ def _site_of(name: str) -> str:
     return str(distribution(name).locate_file("cupy"))
 
 
+def prepare_cupy() -> None:
+    """Make CuPy importable where ~/.cupy cannot be: it makes that folder on import, or fails.
+
+    To be called before CuPy's first import. Another folder is put into CUPY_CACHE_DIR, unless the
+    user has set that.
+    """
+    if "CUPY_CACHE_DIR" in os.environ or "cupy" in sys.modules:
+        return
+    usual = Path(os.path.expanduser("~"), ".cupy", "kernel_cache")  # CuPy's own default
+    with suppress(OSError):
+        usual.mkdir(parents=True, exist_ok=True)
+        if os.access(usual, os.W_OK | os.X_OK):
+            return
+    with suppress(OSError):  # no temporary folder either: CuPy's import says what it lacks
+        os.environ["CUPY_CACHE_DIR"] = _private_folder()
+
+
+def _private_folder() -> str:
+    """A folder for CuPy among the temporary ones that nobody else can put kernels into."""
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    folder = Path(tempfile.gettempdir(), f"fkjit-cupy-{user}")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return tempfile.mkdtemp(prefix="fkjit-cupy-")
+    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == user and not found.st_mode & 0o022
+    return str(folder) if ours else tempfile.mkdtemp(prefix="fkjit-cupy-")
+
+
 @lru_cache(maxsize=1)
 def nvrtc_module() -> Any:
     """CuPy's binding of NVRTC, loaded; ToolchainError without CuPy or without the library."""
+    prepare_cupy()
     try:
         nvrtc: Any = import_module("cupy.cuda").nvrtc
     except ImportError as error:
@@ -92,6 +127,10 @@ def nvrtc_module() -> Any:
         state = f"CuPy ({found}) cannot be imported" if found else "CuPy is not installed"
         raise ToolchainError(
             f"{state}: {error}; pip install cupy-cuda13x (or cupy-cuda12x for a driver before 580)"
+        ) from error
+    except OSError as error:  # the folder of its cache
+        raise ToolchainError(
+            f"CuPy cannot be imported: {error}; set CUPY_CACHE_DIR to a folder it can write"
         ) from error
     try:
         nvrtc.getVersion()
@@ -330,6 +369,7 @@ def _mend(target: Target, driver: Version | None, made_major: int) -> str:
 def driver_cuda_version() -> Version | None:
     """The newest CUDA the installed driver knows, e.g. (13, 0); None without a driver."""
     try:
+        prepare_cupy()
         number = int(import_module("cupy.cuda").runtime.driverGetVersion())
     except Exception:  # no CuPy, no driver: both are ordinary on a machine that only compiles
         return None

@@ -1,6 +1,8 @@
 """Toolchains that do not fit: each is one typed error with versions, a path and a command."""
 
+import os
 import re
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -138,3 +140,37 @@ def test_a_cubin_for_another_gpu_and_other_errors_are_told_apart(monkeypatch):
     message = str(toolchain.explain_load_failure(refused, SM_80))
     assert "driver (CUDA unknown) refused sm_80" in message and "unset FKJIT_TARGET" in message
     assert toolchain.explain_load_failure(RuntimeError("CUDA_ERROR_INVALID_IMAGE"), SM_80) is None
+
+
+HOMELESS = """
+import os
+import numpy as np
+import fkjit
+q = np.ones((1, 1, 16, 32), np.float16)
+assert np.array_equal(fkjit.attention(q, q, q), q)
+print(os.environ["CUPY_CACHE_DIR"])
+"""
+
+
+def homeless(tmp_path, **more):
+    environ = {k: v for k, v in os.environ.items() if k != "CUPY_CACHE_DIR"}
+    environ |= {"HOME": "/dev/null", "TMPDIR": str(tmp_path), **more}
+    command = [sys.executable, "-c", HOMELESS]
+    root = Path(__file__).parents[1]
+    return subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True)
+
+
+def test_without_a_home_cupy_gets_a_folder_of_the_users_own(tmp_path):
+    done = homeless(tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.strip())
+    assert folder.parent == tmp_path and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o777)  # whoever made it so may have put kernels there
+    other = Path(homeless(tmp_path).stdout.strip())
+    assert other.parent == tmp_path and other != folder
+
+
+def test_a_cupy_cache_that_cannot_be_is_a_toolchain_error(tmp_path):
+    done = homeless(tmp_path, CUPY_CACHE_DIR="/dev/null/kernels")
+    assert done.returncode == 1 and "fkjit.errors.ToolchainError: CuPy cannot be" in done.stderr
+    assert "set CUPY_CACHE_DIR to a folder it can write" in done.stderr
