@@ -286,7 +286,7 @@ class Cache:
         for bundle in self.bundles:
             found = found or bundle.read(key)
         if found is None:
-            raise CacheError("is in no cache layer; `fkjit cache list` shows what is")
+            raise CacheError("is in no cache layer; `fkjit cache ls` shows what is")
         return encode(found.meta, found.image)
 
     def import_(self, path: Path) -> Imported:

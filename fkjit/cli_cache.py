@@ -10,6 +10,7 @@ import typer
 
 from fkjit import report
 from fkjit.cache import EntryInfo, default_cache
+from fkjit.errors import CacheError
 
 app = typer.Typer(no_args_is_help=True, help="The kernel cache: list, count, clear, move.")
 
@@ -82,6 +83,9 @@ def export(
     """Write entries into one bundle file, for `import` or FKJIT_BUNDLE_PATH elsewhere."""
     cache = default_cache()
     keys = [e.key for e in cache.entries() if match in e.meta.get("describe", "")]
+    if not keys:
+        having = f" whose description has {match!r}" if match else ""
+        raise CacheError(f"cache export: {cache.directory} has no entry{having}")
     done = cache.export(path, keys)
     report.console().print(f"{done.path}: {done.entries} entries, {report.size(done.bytes)}")
 
@@ -90,11 +94,13 @@ def export(
 def import_(
     path: Annotated[Path, typer.Argument(help="a .fkb file or a folder of .fkc files")],
 ) -> None:
-    """Copy a bundle's entries into the cache, each verified; exit status 1 if one was refused."""
+    """Copy a bundle into the cache, each entry verified; exit status 1 if one is refused or none there."""
     done = default_cache().import_(path)
+    if not (done.imported or done.present or done.refused):
+        raise CacheError(f"cache import: {path} has no entries")
     report.console().print(f"{done.imported} imported, {done.present} already there")
     err = report.console(stderr=True)
     for key, reason in done.refused:
-        err.print(f"refused {key[:12]}: {reason}", style="red", markup=False)
+        err.print(f"refused {key[:12]}: {reason}", style="red")
     if done.refused:
         raise typer.Exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from fkjit import ops
@@ -82,14 +83,24 @@ def _matching(
     if found:
         return found
     chosen = " ".join([spec.id, *(f"{name}={value(v)}" for name, v in wanted.items())])
-    reasons = {
-        reason
-        for params in spec.variants()
-        if all(params[n] == v for n, v in wanted.items())
-        and (reason := spec.why_not(params, to.arch))
-    }
-    why = f": {min(reasons)}" if reasons else "; `fkjit list` shows the legal combinations"
-    raise ParameterError(f"{call}: {chosen} has no variant for {to.name}{why}")
+    why = _why_none(spec, wanted, to)
+    raise ParameterError(f"{call}: {chosen} has no variant for {to.name}: {why}")
+
+
+def _why_none(spec: KernelSpec, wanted: dict[str, Any], to: Target) -> str:
+    """Why no variant has these values: where another tile would do, that one's reason and tiles."""
+    choices = ([wanted[p.name]] if p.name in wanted else p.values for p in spec.params)
+    names = [param.name for param in spec.params]
+    combined = [dict(zip(names, values, strict=True)) for values in product(*choices)]
+    for params in combined:
+        for param in spec.params:
+            legal = spec.legal_values(param.name, params, to.arch) if param.tunable else []
+            if legal:
+                reason = spec.why_not(params, to.arch)
+                listed = "; ".join(map(value, legal))
+                return f"{param.name}={value(params[param.name])} {reason} (legal here: {listed})"
+    arch_only = [why for p in combined if not spec.why_not(p) and (why := spec.why_not(p, to.arch))]
+    return min(arch_only, default=str(spec.why_not(combined[0], to.arch)))
 
 
 def parse(call: str, spec: KernelSpec, param: Param, text: str) -> Any:

@@ -119,7 +119,7 @@ def print_doctor(found: dict[str, Any]) -> None:
     report.add_rows(made, _settings(found["settings"]))
     out.print(made)
     for problem in found["problems"]:
-        out.print(f"problem: {problem}", style="red", markup=False)
+        out.print(f"problem: {problem}", style="red")
     out.print("no problems found" if found["ok"] else f"{len(found['problems'])} problems")
 
 

@@ -27,7 +27,7 @@ def run(ops: list[str], arch: str | None, jobs: int | None) -> int:
         def show(done: int, total: int, label: str) -> None:
             bar.update(task, completed=done, total=total, description=label)
             if not err.is_terminal and done * _LINES // total > (done - 1) * _LINES // total:
-                err.print(f"{done} of {total}: {label}", markup=False)
+                err.print(f"{done} of {total}: {label}")
 
         try:
             done = warm(*ops, arch=arch, jobs=jobs, progress=show)
@@ -46,9 +46,9 @@ def _summary(done: Warmed) -> int:
         f"{len(done.failed)} failed, in {report.duration(done.seconds)}"
     )
     for label, problem in done.problems:
-        err.print(f"{label}: {problem}", style="yellow", markup=False)
+        err.print(f"{label}: {problem}", style="yellow")
     for label, error in done.failed:
-        err.print(f"failed: {label}\n{error}", style="red", markup=False)
+        err.print(f"failed: {label}\n{error}", style="red")
     if done.unsaved:
         err.print(f"{done.unsaved} could not be kept: see `fkjit doctor`", style="red")
     return 1 if done.failed or done.unsaved else 0

@@ -104,9 +104,9 @@ def main() -> int:
     sizes = _ON_GPU if found else _ON_CPU
     if found:
         major, minor = found[0].capability
-        out.print(f"on {found[0].name} (compute capability {major}.{minor})", markup=False)
+        out.print(f"on {found[0].name} (compute capability {major}.{minor})")
     else:
-        out.print(f"no GPU ({why_none})", markup=False)
+        out.print(f"no GPU ({why_none})")
         out.print("so the CPU interpreter runs the PTX of the same kernels")
     out.print(
         f"causal attention over {sizes.batch * sizes.seqlen} bytes of text: batch {sizes.batch}, "
@@ -119,7 +119,7 @@ def main() -> int:
             (failed if isinstance(row, str) else rows).append((title, row))
     out.print(_table([row for _, row in rows]))
     for title, error in failed:
-        out.print(f"{title}: {error}", style="red", markup=False)
+        out.print(f"{title}: {error}", style="red")
     out.print(_legend(bool(found)))
     return 0 if rows and not failed and all(row.good for _, row in rows) else 1
 

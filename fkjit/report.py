@@ -14,9 +14,13 @@ WIDTH = 100  # of what is written to a pipe or a file
 
 
 def console(stderr: bool = False) -> Console:
-    """Where to print. In a pipe as wide as the tables are made for, not 80 columns."""
+    """Where to print; texts come out as they are: a path may have "[red]" or ":x:" in it.
+
+    In a pipe as wide as the tables are made for, not 80 columns.
+    """
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else WIDTH, highlight=False)
+    width = None if stream.isatty() else WIDTH
+    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
 def table(*columns: str, title: str | None = None) -> Table:

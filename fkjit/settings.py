@@ -24,7 +24,7 @@ class Settings:
     require_cached: bool = False  # raise NotCachedError instead of compiling
     target: str | None = None  # e.g. "sm_80", "compute_80": forces one NVRTC target
     kernel_path: tuple[Path, ...] = ()  # folders of the user's own kernels
-    log: str = "normal"  # quiet | normal (one line a compile) | debug
+    log: str = "normal"  # quiet | normal (one line a compile)
     interpreter_limit: float = 30.0  # seconds of estimated CPU interpretation that are allowed
 
     @staticmethod
@@ -64,8 +64,15 @@ def _choice(name: str, text: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def _folders(text: str) -> tuple[Path, ...]:
-    return tuple(Path(part).expanduser() for part in text.split(os.pathsep) if part)
+def _folder(name: str, text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # "~name" of nobody, "~" of a user without a home
+        raise ParameterError(f"{name}={text!r}: {error} Write the path in full") from error
+
+
+def _folders(name: str, text: str) -> tuple[Path, ...]:
+    return tuple(_folder(name, part) for part in text.split(os.pathsep) if part)
 
 
 def from_environment(environ: Mapping[str, str]) -> Settings:
@@ -74,15 +81,15 @@ def from_environment(environ: Mapping[str, str]) -> Settings:
     def get(field: str) -> tuple[str, str]:
         return Settings.variable(field), environ.get(Settings.variable(field), "")
 
-    cache_dir, size, limit = get("cache_dir")[1], get("cache_size"), get("interpreter_limit")
+    cache_dir, size, limit = get("cache_dir"), get("cache_size"), get("interpreter_limit")
     return Settings(
-        cache_dir=Path(cache_dir).expanduser() if cache_dir else None,
+        cache_dir=_folder(*cache_dir) if cache_dir[1] else None,
         cache_size=_size(*size) if size[1] else Settings.cache_size,
-        bundle_path=_folders(get("bundle_path")[1]),
+        bundle_path=_folders(*get("bundle_path")),
         require_cached=_flag(*get("require_cached")),
         target=get("target")[1].strip() or None,
-        kernel_path=_folders(get("kernel_path")[1]),
-        log=_choice(*get("log"), ("normal", "quiet", "debug")),
+        kernel_path=_folders(*get("kernel_path")),
+        log=_choice(*get("log"), ("normal", "quiet")),
         interpreter_limit=_seconds(*limit) if limit[1] else Settings.interpreter_limit,
     )
 

@@ -116,6 +116,10 @@ def test_a_disassembler_that_fails_is_named(scale, monkeypatch, tmp_path):
         (["show", "scale", "--arch", "sm_9000x"], "'sm_9000x' is not an architecture"),
         (["show", "scale", "--arch", "sm_80,sm_90a"], "names 2 targets; show takes one"),
         (["compile", "attention.flash", "--arch", "sm_75"], "has no variant for sm_75: needs"),
+        (
+            ["show", "attention", "--block", "128", "--head-dim", "256", "--arch", "sm_90a"],
+            "block=128 needs more registers than a thread has (head_dim=256) (legal here: 16; 32; ",
+        ),
         (["warm", "skale"], "warm: 'skale' is no op or kernel"),
         (["warm", "scale", "--jobs", "0"], "warm: jobs=0 is not 1 or more"),
         (["cache", "import", "/nowhere.fkb"], "cache import: path='/nowhere.fkb'"),
@@ -208,6 +212,33 @@ def test_an_import_that_refuses_an_entry_exits_1(scale, empty_cache, tmp_path):
     assert done.status == 1
     assert done.out == f"{VARIANTS // 2 - 1} imported, 0 already there\n"
     assert f"refused {bad.name[:12]}" in done.err
+
+
+def test_paths_are_printed_as_they_are(scale, monkeypatch, tmp_path):
+    monkeypatch.setenv("FKJIT_CACHE_DIR", str(tmp_path / "[a]" / "x [/red]y"))
+    settings.cache_clear()
+    default_cache.cache_clear()
+    try:
+        monkeypatch.chdir(tmp_path)
+        choice = (*CHOICE, "--arch", "sm_80")
+        assert "\n1 images in [red]i:x:" in run("compile", *choice, "-o", "[red]i:x:").out
+        assert "[a]/x [/red]y/v1" in run("cache", "ls").out.replace("\n", "")
+        assert run("cache", "export", "[bold]z.fkb").out.startswith("[bold]z.fkb: 1 entries")
+    finally:
+        monkeypatch.undo()
+        settings.cache_clear()
+        default_cache.cache_clear()
+
+
+def test_moving_nothing_is_a_mistake(scale, empty_cache, tmp_path):
+    bundle, folder = tmp_path / "none.fkb", tmp_path / "none"
+    assert run("compile", *CHOICE).status == 0
+    done = run("cache", "export", str(bundle), "--match", "bf16")
+    assert done.status == 1 and not bundle.exists()
+    assert done.err.endswith("has no entry whose description has 'bf16'\n")
+    folder.mkdir()
+    done = run("cache", "import", str(folder))
+    assert (done.status, done.err) == (1, f"fkjit: cache import: {folder} has no entries\n")
 
 
 def test_sizes_and_durations():

@@ -8,7 +8,8 @@ from dataclasses import fields
 import pytest
 
 from fkjit import cache, doctor, gpus, toolchain
-from fkjit.settings import Settings, settings
+from fkjit.errors import ParameterError
+from fkjit.settings import Settings, from_environment, settings
 from tests.cli_tools import run
 
 
@@ -62,8 +63,14 @@ def test_a_setting_that_makes_no_sense_is_a_problem(fresh, monkeypatch):
     fresh()
     found = doctor.diagnose()
     assert found["ok"] is False
-    assert "settings: FKJIT_LOG='loud' is not one of normal, quiet, debug" in found["problems"]
+    assert "settings: FKJIT_LOG='loud' is not one of normal, quiet" in found["problems"]
     assert found["nvrtc"]["version"]
+
+
+@pytest.mark.parametrize("name", ["FKJIT_CACHE_DIR", "FKJIT_BUNDLE_PATH", "FKJIT_KERNEL_PATH"])
+def test_the_home_of_nobody_is_an_error_that_names_the_variable(name):
+    with pytest.raises(ParameterError, match=f"^{name}='~no-such-user/x': .*in full$"):
+        from_environment({name: "~no-such-user/x"})
 
 
 def test_two_cupys_are_a_problem_with_the_command(monkeypatch):
@@ -129,7 +136,10 @@ def test_a_kernel_folder_that_cannot_be_loaded_is_a_problem(fresh, monkeypatch, 
     (tmp_path / "broken.py").write_text("import no_such_module\n")
     fresh()
     ops.load.cache_clear()
-    assert "kernels: No module named 'no_such_module'" in problems()
+    expected = f"{tmp_path}/broken.py: ModuleNotFoundError: No module named 'no_such_module'"
+    assert f"kernels: {expected}" in problems()
+    done = run("list")
+    assert (done.status, done.err) == (1, f"fkjit: {expected}\n")
     monkeypatch.delenv("FKJIT_KERNEL_PATH")
     fresh()
     ops.load.cache_clear()

@@ -25,8 +25,8 @@ def load() -> None:
 def load_folder(folder: Path) -> list[str]:
     """Run every `*.py` of a folder of the user's kernels; each registers its own specs.
 
-    Returns the names of the modules. ParameterError when the folder is not there; what a module
-    raises on import is passed on with its file named by the traceback.
+    Returns the names of the modules. ParameterError when the folder is not there, and when a module
+    raises on import: it names the file and what was raised, which is its cause.
     """
     folder = Path(folder).expanduser().resolve()
     if not folder.is_dir():
@@ -41,6 +41,10 @@ def load_folder(folder: Path) -> list[str]:
             continue
         module = importlib.util.module_from_spec(found)
         sys.modules[name] = module
-        found.loader.exec_module(module)
+        try:
+            found.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[name]
+            raise ParameterError(f"{path}: {type(error).__name__}: {error}") from error
         names.append(name)
     return names
