@@ -11,7 +11,8 @@ from fkjit.interp.ptx import SIZE, Function, Variable
 _VARIABLE = re.compile(
     r"((?:\.(?:visible|weak|extern|common)\s+)*)\.(shared|global|const|local|param)\s+"
     r"(?:\.attribute\([^)]*\)\s*)?(?:\.align\s+(\d+)\s+)?(?:\.(v[24])\s+)?\.(\w+)\s+"
-    r"(?:\.ptr\s*(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?([\w$%]+)\s*((?:\[\s*\d*\s*\]\s*)*)\s*(?:=\s*(.*))?$",
+    r"(?:\.ptr\s*(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?([\w$%]+)\s*"
+    r"((?:\[\s*\d*\s*\]\s*)*)\s*(?:=\s*(.*))?$",
     re.S,
 )
 _VALUE = re.compile(

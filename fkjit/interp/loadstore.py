@@ -277,10 +277,14 @@ def nothing(d: Decoder, ins: Instruction) -> Step:
 def isspacep(d: Decoder, ins: Instruction) -> Step:
     """isspacep.space p, a: whether a generic address lies in a window."""
     address = d.src(ins.args[1], "u64")
-    low, high = {
+    first, end = {
         "shared": (SHARED_WINDOW, LOCAL_WINDOW),
         "local": (LOCAL_WINDOW, 2 * LOCAL_WINDOW),
         "global": (GLOBAL_WINDOW, 1 << 63),
     }[ins.op[1].split("::")[0]]
-    inside = lambda out: np.logical_and(address >= np.uint64(low), address < np.uint64(high), out)  # noqa: E731
+    low, high = np.uint64(first), np.uint64(end)
+
+    def inside(out: np.ndarray) -> None:
+        np.logical_and(address >= low, address < high, out)
+
     return d.step(ins, ins.args[0], "pred", inside)

@@ -127,7 +127,8 @@ class _Body:
             self.pending.append((text, location, tuple(reversed(self.scopes))))
 
     def _registers(self, text: str) -> None:
-        kind, names = re.match(r"\.reg\s*\.(\w+)\s+(.*)$", text, re.S).groups()  # type: ignore[union-attr]
+        declared = re.match(r"\.reg\s*\.(\w+)\s+(.*)$", text, re.S)
+        kind, names = declared.groups()  # type: ignore[union-attr]
         for name in split_commas(names):
             many = re.match(r"(%?[\w$]+)<(\d+)>$", name)
             each = [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [name]
@@ -253,8 +254,16 @@ def _paths(text: str) -> dict[str, str]:
     """The .file table with paths relative to the folder that NVRTC was run in."""
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M))
     roots = [path.partition("kernels_cu/")[0] for path in files.values() if "/kernels_cu/" in path]
-    root = roots[0] if roots else os.getcwd() + os.sep
+    root = roots[0] if roots else _here()
     return {number: path.removeprefix(root) for number, path in files.items()}
+
+
+def _here() -> str:
+    """The working directory with a slash; "" where it has been deleted."""
+    try:
+        return os.path.join(os.getcwd(), "")
+    except OSError:
+        return ""
 
 
 @lru_cache(maxsize=64)

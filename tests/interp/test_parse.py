@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from interp_kit import compile_ptx
 
@@ -39,6 +41,16 @@ def test_variables_with_initial_values() -> None:
     assert text.size == 4 and text.data == b"ab\0"
 
 
+def test_a_deleted_working_directory_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    text = '.version 8.0\n.target sm_80\n.file 1 "/src/own.cu"\n.visible .entry gone() { ret; }'
+    assert parse(text).files == {"1": "/src/own.cu"}
+
+
 def test_names_in_scopes_are_apart() -> None:
     body = parse(
         ".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry k() {\n"
@@ -48,8 +60,9 @@ def test_names_in_scopes_are_apart() -> None:
     ).functions["k"]
     first, inner, compare, back, last, again, _ = body.instructions
     assert first.args[0] == last.args[0] != inner.args[0]
-    assert reads_and_writes(compare) == ([inner.args[0].name], [compare.args[0].name])  # type: ignore[union-attr]
-    assert body.labels[back.args[0].name] == 1 and body.labels[again.args[0].name] == 4  # type: ignore[union-attr]
+    names = [ins.args[0].name for ins in (inner, compare, back, again)]  # type: ignore[union-attr]
+    assert reads_and_writes(compare) == ([names[0]], [names[1]])
+    assert [body.labels[name] for name in names[2:]] == [1, 4]
     assert again.guard is not None and again.guard[1]
 
 
