@@ -181,7 +181,7 @@ def parse_resources(log: str, entry: str) -> Resources | None:
 
 
 def problems(log: str) -> tuple[str, ...]:
-    """What ptxas lets pass and we do not: spills, and the C75xx warnings (see house rules)."""
+    """What ptxas lets pass and we do not: spills, and the warnings of `_SLOW`."""
     found = [line.strip() for line in re.findall(_SLOW, log)]
     spill = r"Function properties for (\S+)\n.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
     for name, stores, loads in re.findall(spill, log):

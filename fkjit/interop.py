@@ -1,7 +1,7 @@
 """Arrays of any framework -> pointer, shape, strides, dtype, device; and the same kind back.
 
 torch and CuPy are never imported here until an array of theirs is seen: an array's own module is
-already in `sys.modules`. Nothing is copied, ever: an array is used where it lies.
+already in `sys.modules`. Nothing is copied between devices: an array is used where it lies.
 """
 
 from __future__ import annotations
