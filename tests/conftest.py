@@ -12,6 +12,7 @@ import pytest
 
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 _CACHE = "FKJIT_CACHE_DIR"
+_BEFORE = pytest.StashKey[tuple[str | None, str | None, str]]()
 
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
@@ -19,17 +20,29 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """An empty kernel cache, which the workers inherit and share: each kernel is compiled once."""
+    """An empty kernel cache, which the workers inherit and share: each kernel is compiled once.
+
+    It is in a folder that takes whatever tests leave among the temporary files, and goes with it.
+    """
     if not _IS_WORKER:
         for name in [name for name in os.environ if name.startswith("FKJIT_")]:
             del os.environ[name]
-        os.environ[_CACHE] = tempfile.mkdtemp(prefix="fkjit-tests-")
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tmp_path is kept
+        own = tempfile.mkdtemp(prefix="fkjit-tests-")
+        config.stash[_BEFORE] = tempfile.tempdir, os.environ.get("TMPDIR"), own
+        os.environ["TMPDIR"] = tempfile.tempdir = own
+        os.environ[_CACHE] = os.path.join(own, "cache")
         os.environ["FKJIT_LOG"] = "quiet"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not _IS_WORKER:
-        shutil.rmtree(os.environ.pop(_CACHE, ""), ignore_errors=True)
+        tempfile.tempdir, folder, own = config.stash[_BEFORE]
+        os.environ.pop(_CACHE, None)
+        os.environ.pop("TMPDIR", None)
+        if folder is not None:
+            os.environ["TMPDIR"] = folder
+        shutil.rmtree(own, ignore_errors=True)
 
 
 @lru_cache(maxsize=1)

@@ -182,11 +182,12 @@ def test_a_maximum_that_keeps_growing_is_followed():
 
 
 class TestTorch:
-    torch = pytest.importorskip("torch", reason="needs torch")
+    @pytest.fixture
+    def torch(self):
+        return pytest.importorskip("torch", reason="needs torch")
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-    def test_cpu_tensors_come_back_as_cpu_tensors(self, dtype):
-        torch = self.torch
+    def test_cpu_tensors_come_back_as_cpu_tensors(self, torch, dtype):
         q, k, v = (
             torch.randn(1, 2, 30, 64, generator=torch.Generator().manual_seed(i)) for i in range(3)
         )
@@ -199,8 +200,7 @@ class TestTorch:
         bound = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 4e-6}[dtype]
         assert (o.double() - expected).abs().max().item() <= bound
 
-    def test_tensors_without_memory_are_refused(self):
-        torch = self.torch
+    def test_tensors_without_memory_are_refused(self, torch):
         q = torch.randn(1, 1, 4, 32, dtype=torch.float16)
         with torch._subclasses.FakeTensorMode() as mode:
             fake = mode.from_tensor(q)
@@ -209,20 +209,20 @@ class TestTorch:
         with pytest.raises(ArgumentTypeError, match="v is a lazily negated"):
             run(q, q, torch._neg_view(q))
 
-    def test_requires_grad_is_refused_until_there_is_a_backward(self):
-        q = self.torch.randn(1, 1, 4, 32, dtype=self.torch.float16)
+    def test_requires_grad_is_refused_until_there_is_a_backward(self, torch):
+        q = torch.randn(1, 1, 4, 32, dtype=torch.float16)
         with pytest.raises(ParameterError, match="k requires grad, but attention has no backward"):
             run(q, q.clone().requires_grad_(), q)
-        with self.torch.no_grad():
+        with torch.no_grad():
             run(q, q.clone().requires_grad_(), q)
 
-    def test_frameworks_are_not_mixed(self):
-        q = self.torch.randn(1, 1, 4, 32, dtype=self.torch.float16)
+    def test_frameworks_are_not_mixed(self, torch):
+        q = torch.randn(1, 1, 4, 32, dtype=torch.float16)
         with pytest.raises(ArgumentTypeError, match="k is a numpy array but q is a torch array"):
             run(q, q.numpy(), q)
 
-    def test_tensors_of_other_devices_and_layouts_are_refused(self):
-        q = self.torch.empty(1, 1, 4, 32, dtype=self.torch.float16, device="meta")
+    def test_tensors_of_other_devices_and_layouts_are_refused(self, torch):
+        q = torch.empty(1, 1, 4, 32, dtype=torch.float16, device="meta")
         with pytest.raises(DeviceError, match=r"q is a .* tensor on meta"):
             run(q, q, q)
 
