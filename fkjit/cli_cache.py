@@ -94,7 +94,7 @@ def export(
 def import_(
     path: Annotated[Path, typer.Argument(help="a .fkb file or a folder of .fkc files")],
 ) -> None:
-    """Copy a bundle into the cache, each entry verified; status 1 if one is refused or none there."""
+    """Copy a bundle's entries into the cache, each verified; status 1 if empty or one is bad."""
     done = default_cache().import_(path)
     if not (done.imported or done.present or done.refused):
         raise CacheError(f"cache import: {path} has no entries")

@@ -29,6 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
             del os.environ[name]
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tmp_path is kept
         own = tempfile.mkdtemp(prefix="fkjit-tests-")
+        os.chmod(own, 0o1777)  # as /tmp is: some tests have a child process of another user
         config.stash[_BEFORE] = tempfile.tempdir, os.environ.get("TMPDIR"), own
         os.environ["TMPDIR"] = tempfile.tempdir = own
         os.environ[_CACHE] = os.path.join(own, "cache")
