@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import sys
 import time
@@ -16,14 +17,20 @@ from fkjit.errors import InterpreterError, ParameterError
 from fkjit.settings import Settings, settings
 from fkjit.spec import KernelSpec, Params, Problem
 
+_FEW_THREADS = 4000  # with so many the interpreter is half as fast as with very many
 _OVERHEAD = 0.06  # seconds of a kernel's first launch: parsing, decoding
 
 
 def estimate(spec: KernelSpec, params: Params, problem: Problem) -> float:
-    """About how many seconds the interpreter will take, from the spec's flops."""
+    """About how many seconds the interpreter will take: within a factor of three or so.
+
+    From the spec's flops and its rate for large launches; with few threads NumPy's own cost a step
+    counts for more than the work in it.
+    """
     work = spec.interpreter_work
     flops = spec.flops(problem) if work is None else work(params, problem)
-    return _OVERHEAD + flops / spec.interpreter_flops
+    threads = math.prod(spec.grid(params, problem)) * math.prod(spec.block(params))
+    return _OVERHEAD + flops / spec.interpreter_flops * (1 + _FEW_THREADS / max(threads, 1))
 
 
 def interpret(

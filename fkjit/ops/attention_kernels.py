@@ -82,7 +82,7 @@ FLASH = register(
         features=lambda params: frozenset({"cp_async", "ldmatrix", "bf16_mma"}),
         shared_bytes=_flash_shared,
         block=_threads(_flash_derive),
-        interpreter_flops=2e9,
+        interpreter_flops=3.6e9,
         **SHARED,
     )
 )
@@ -145,7 +145,7 @@ FLASH_SM75 = register(
         superseded=lambda params: frozenset({"cp_async"}),
         shared_bytes=_sm75_shared,
         block=_threads(_sm75_derive),
-        interpreter_flops=2e9,
+        interpreter_flops=3e9,
         **SHARED,
     )
 )
@@ -203,7 +203,7 @@ FLASH_FP32 = register(
         superseded=lambda params: frozenset({"bf16_mma"} if params["dtype"] == "bf16" else ()),
         shared_bytes=_fp32_shared,
         block=_threads(_fp32_warps),
-        interpreter_flops=1e8,
+        interpreter_flops=6e8,
         **SHARED,
     )
 )
@@ -244,7 +244,7 @@ TILED = register(
         illegal=_simt_pair,
         shared_bytes=_tiled_shared,
         block=lambda params: (4 * split_block(params["block"])[0], 1, 1),
-        interpreter_flops=5e7,
+        interpreter_flops=2.5e8,
         **SHARED,
     )
 )
@@ -258,7 +258,7 @@ NAIVE = register(
         params=(Param("dtype", ("fp16", "bf16", "fp32"), _DTYPE),),
         derive=lambda params: {"num_warps": NAIVE_ROWS},
         block=lambda params: (32 * NAIVE_ROWS, 1, 1),
-        interpreter_flops=2e7,
+        interpreter_flops=2.5e8,
         **SHARED,
     )
 )
