@@ -51,9 +51,12 @@ def remember(request: Request, kernel: LoadedKernel, options: tuple[Any, ...]) -
     make = {"torch": (torch_geometry, TorchPlan), "cupy": (cupy_geometry, CupyPlan)}.get(
         request.q.kind
     )
-    if make is None or type(q).__name__ not in ("Tensor", "ndarray"):  # subclasses go the long way
+    if make is None or not all(map(_is_plain, options)):
         return
-    if not type(q) is type(k) is type(v) or not all(map(_is_plain, options)):
+    plain = (
+        sys.modules["torch"].Tensor if request.q.kind == "torch" else sys.modules["cupy"].ndarray
+    )
+    if not plain is type(q) is type(k) is type(v):  # subclasses go the long way
         return
     geometry, plan = make
     key = (*geometry(q, k, v), *options)
