@@ -7,6 +7,7 @@ in files of their own (arithmetic, logic, compare, convert, move, loadstore, ato
 tensor, async_copy, control), each registering its decoders with `decode.opcode` or `.control`.
 """
 
-from fkjit.interp.launch import CHECKS, Arg, Stats, run
+from fkjit.interp.checks import Checks
+from fkjit.interp.launch import Arg, Stats, run
 
-__all__ = ["CHECKS", "Arg", "Stats", "run"]
+__all__ = ["Arg", "Checks", "Stats", "run"]

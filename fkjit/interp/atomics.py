@@ -12,6 +12,7 @@ from fkjit.interp.decode import Decoder, Step, opcode
 from fkjit.interp.lanes import Group
 from fkjit.interp.loadstore import Locator, by_space
 from fkjit.interp.ptx import DTYPE, SIZE, Instruction, Operand, Reg, words
+from fkjit.interp.race import ATOMIC
 
 _OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 _KNOWN = words(
@@ -97,9 +98,12 @@ def atom(d: Decoder, ins: Instruction) -> Step:
     out = None if target is None else d.dst(target, kind)
     combine, shared = _combine(operation, kind), d.machine.memory.shared
     ufunc = _UFUNCS.get(operation) if kind not in _HALF else None
+    observers = d.machine.observers
 
     def run(group: Group) -> None:
         found = locator.locate(group)
+        for see in observers:
+            see(ATOMIC, found.shared, found.position, size, group.lanes, ins)
         if found.shared:
             shared.check_initialised(found.position, size, group, ins)
         memory, at = found.views[size].view(DTYPE[kind]), found.position >> (size.bit_length() - 1)

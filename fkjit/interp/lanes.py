@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +17,7 @@ class Layout:
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     ctas: int  # blocks that run together
+    cluster: tuple[int, int, int] = (1, 1, 1)  # blocks of a cluster
     first_cta: int = 0
     threads: int = field(init=False)  # of a block
     padded: int = field(init=False)  # threads of a block, up to whole warps
@@ -42,16 +44,36 @@ class Layout:
         """The lanes that stand for a thread of a block of the grid."""
         return (self.thread < self.threads) & (self.cta + self.first_cta < self.blocks)
 
+    @property
+    def rank(self) -> np.ndarray:
+        """The rank in its cluster of every lane's block."""
+        return self.cta % math.prod(self.cluster)
+
+    def coordinates(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """blockIdx of blocks by number: those of a cluster follow each other."""
+        together = math.prod(self.cluster)
+        clusters = tuple(g // c for g, c in zip(self.grid, self.cluster, strict=True))
+        outer, inner = (
+            _unravel(number // together, clusters),
+            _unravel(number % together, self.cluster),
+        )
+        x, y, z = (o * c + i for o, c, i in zip(outer, self.cluster, inner, strict=True))
+        return x, y, z
+
     def block_of(self, lane: int) -> tuple[int, int, int]:
         """blockIdx of a lane."""
-        return _unravel(int(self.cta[lane]) + self.first_cta, self.grid)
+        x, y, z = self.coordinates(self.cta[lane : lane + 1] + self.first_cta)
+        return int(x[0]), int(y[0]), int(z[0])
 
     def thread_of(self, lane: int) -> tuple[int, int, int]:
         """threadIdx of a lane."""
-        return _unravel(int(self.thread[lane]), self.block)
+        x, y, z = _unravel(self.thread[lane : lane + 1], self.block)
+        return int(x[0]), int(y[0]), int(z[0])
 
 
-def _unravel(number: int, extent: tuple[int, int, int]) -> tuple[int, int, int]:
+def _unravel(
+    number: np.ndarray, extent: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     x, y, _ = extent
     return number % x, number // x % y, number // (x * y)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from fkjit.interp import (  # noqa: F401  (their decoders register themselves)
     warp,
 )
 from fkjit.interp.arena import Allocation, GlobalMemory
+from fkjit.interp.checks import Checks
 from fkjit.interp.inline import inline_calls
 from fkjit.interp.lanes import WARP, Layout
 from fkjit.interp.machine import Machine, Memory
@@ -39,8 +41,8 @@ from fkjit.interp.report import Reporter
 from fkjit.interp.shared import LocalMemory, SharedMemory
 
 MAX_LANES = 4096  # threads that run together: more amortise NumPy's overhead, but leave its caches
+Dim3 = tuple[int, int, int]
 MAX_MACHINES = 4  # decoded kernels kept for their next launch
-CHECKS = ("mem", "off")
 
 
 @dataclass(frozen=True)
@@ -75,29 +77,34 @@ def run(
     block: int | Sequence[int],
     arguments: Sequence[Arg],
     dynamic_shared: int = 0,
-    checks: str = "mem",
+    checks: Checks = Checks(),
     title: str | None = None,
     progress: Callable[[float], None] | None = None,
+    cluster: int | Sequence[int] = 1,
+    resident: bool = False,
 ) -> Stats:
     """Run one kernel of a PTX text on the CPU.
 
-    grid, block: up to three extents. `dynamic_shared`: bytes. `checks`: "mem" finds out-of-bounds,
-    misaligned and uninitialised accesses; "off" trusts the kernel. `progress` is called with the
-    fraction of blocks done.
+    grid, block, cluster (blocks of one): up to three extents. `dynamic_shared`: bytes. `progress`
+    is called with the fraction of blocks done. `resident`: all blocks run together, as in a
+    cooperative launch (else batch after batch, so that no block may wait for a later one).
 
     Raises SanitizerError at a fault (no array is changed then), InterpreterError for PTX that is
     not supported, ParameterError for arguments that do not fit the kernel.
     """
     started = time.perf_counter()
-    if checks not in CHECKS:
-        raise ParameterError(f"interp.run: checks={checks!r} is not one of {', '.join(CHECKS)}")
     module = parse(ptx)
     kernel = _kernel(module, entry)
-    layout = _layout(_dim3("grid", grid), _dim3("block", block))
+    layout = _layout(
+        _dim3("grid", grid), _dim3("block", block), _dim3("cluster", cluster), resident
+    )
     launch = _Launch(module, kernel, layout, arguments, dynamic_shared, checks, title or entry)
     stats = _execute(launch, progress)
     if stats is None:
-        return run(ptx, entry, grid, block, arguments, dynamic_shared, checks, title, progress)
+        return run(
+            ptx, entry, grid, block, arguments, dynamic_shared, checks, title, progress, cluster,
+            resident,
+        )  # fmt: skip
     return replace(stats, seconds=time.perf_counter() - started)
 
 
@@ -152,7 +159,7 @@ def _kernel(module: Module, entry: str) -> Function:
     return kernel
 
 
-def _dim3(name: str, value: int | Sequence[int]) -> tuple[int, int, int]:
+def _dim3(name: str, value: int | Sequence[int]) -> Dim3:
     parts = (value,) if isinstance(value, int | np.integer) else tuple(value)
     if not 1 <= len(parts) <= 3 or any(int(part) < 1 for part in parts):
         raise ParameterError(f"interp.run: {name}={value!r} is not one to three extents above 0")
@@ -160,15 +167,18 @@ def _dim3(name: str, value: int | Sequence[int]) -> tuple[int, int, int]:
     return x, y, z
 
 
-def _layout(grid: tuple[int, int, int], block: tuple[int, int, int]) -> Layout:
-    """Batches of about MAX_LANES threads, all of one size as far as possible."""
+def _layout(grid: Dim3, block: Dim3, cluster: Dim3, resident: bool) -> Layout:
+    """Batches of about MAX_LANES threads, all of one size as far as possible, of whole clusters."""
     threads = block[0] * block[1] * block[2]
     if threads > 1024:
         raise ParameterError(f"interp.run: block={block} has {threads} threads; 1024 is the most")
     padded = -(-threads // WARP) * WARP
-    blocks = grid[0] * grid[1] * grid[2]
-    batches = -(-blocks // max(1, MAX_LANES // padded))
-    return Layout(grid, block, -(-blocks // batches))
+    blocks, together = math.prod(grid), math.prod(cluster)
+    if any(g % c for g, c in zip(grid, cluster, strict=True)):
+        raise ParameterError(f"interp.run: grid={grid} is no multiple of cluster={cluster}")
+    clusters = blocks // together
+    batches = 1 if resident else -(-clusters // max(1, MAX_LANES // (padded * together)))
+    return Layout(grid, block, -(-clusters // batches) * together, cluster)
 
 
 class _Launch:
@@ -176,19 +186,19 @@ class _Launch:
 
     def __init__(
         self, module: Module, kernel: Function, layout: Layout, arguments: Sequence[Arg],
-        dynamic_shared: int, checks: str, title: str,
+        dynamic_shared: int, checks: Checks, title: str,
     ) -> None:  # fmt: skip
         if len(arguments) != len(kernel.params):
             raise ParameterError(
                 f"{title}: {len(arguments)} arguments given; {kernel.name} has {len(kernel.params)}"
             )
-        self.layout, self.arguments, self.checked = layout, arguments, checks != "off"
+        self.layout, self.arguments, self.checks = layout, arguments, checks
         self.kernel = inline_calls(module, kernel)
-        self.key = (self.kernel, layout.block, dynamic_shared, self.checked)
+        self.key = (self.kernel, layout.block, layout.cluster, dynamic_shared, checks)
         self.running: Machine
         self.module, self.dynamic_shared = module, dynamic_shared
         self.reporter = Reporter(title, layout)
-        self.arena = GlobalMemory(self.reporter, self.checked)
+        self.arena = GlobalMemory(self.reporter, checks.mem)
         self.symbols: dict[str, int] = {}
         self.places: list[tuple[Arg, Allocation]] = []
         self._variables(module)
@@ -217,14 +227,14 @@ class _Launch:
         """The kernel decoded; raises InterpreterError for what is not supported."""
         shared = SharedMemory(
             self._spaced(self.module, "shared"), self.dynamic_shared, self.layout, self.reporter,
-            self.checked,
+            self.checks.mem,
         )  # fmt: skip
         private = [v for v in self.kernel.variables if v.space in ("local", "param")]
         local = LocalMemory(private, self.layout, self.reporter)
         symbols = {**self.symbols, **shared.offsets, **local.offsets}
         memory = Memory(self.arena, shared, local, symbols)
         with _no_collection():
-            self.running = Machine(self.kernel, self.layout, memory, self.reporter, self.checked)
+            self.running = Machine(self.kernel, self.layout, memory, self.reporter, self.checks)
         return self.running
 
     def keep_machine(self) -> None:

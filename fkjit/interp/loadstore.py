@@ -11,6 +11,7 @@ from fkjit.interp.arena import GLOBAL_WINDOW
 from fkjit.interp.decode import Decoder, Step, opcode
 from fkjit.interp.lanes import Group
 from fkjit.interp.ptx import DTYPE, SIZE, UNSIGNED, Instruction, Mem, Operand, Reg, Sym, words
+from fkjit.interp.race import READ, WRITE
 from fkjit.interp.shared import LOCAL_WINDOW, SHARED_WINDOW, SharedMemory
 
 _SPACES = ("global", "shared", "local", "const", "param")
@@ -37,6 +38,7 @@ class Located:
     views: dict[int, np.ndarray]
     position: np.ndarray
     shared: bool
+    local: bool = False
 
 
 class Base:
@@ -114,7 +116,7 @@ class Locator:
             return Located(memory.shared.views, at, True)
         if space == "local" or (space == "param" and self.local_parameter):
             at = memory.local.index(address, self.width, group, self.ins, self.write)
-            return Located(memory.local.views, at, False)
+            return Located(memory.local.views, at, False, local=True)
         if address.dtype != np.uint64:
             address = address.astype(np.uint64)
         at = memory.globals.index(address, self.width, group, self.ins, self.write)
@@ -207,10 +209,12 @@ def ld(d: Decoder, ins: Instruction) -> Step:
     locator = Locator(d, ins, ins.args[1], size * count, False)
     shift = (size * count).bit_length() - 1
     targets = [_loader(d, arg, ins.type) for arg in d.items(ins.args[0])]
-    shared = d.machine.memory.shared
+    shared, observers = d.machine.memory.shared, d.machine.observers
 
     def run(group: Group) -> None:
         found = locator.locate(group)
+        for see in () if found.local else observers:
+            see(READ, found.shared, found.position, size * count, group.lanes, ins)
         if found.shared:
             shared.check_initialised(found.position, size * count, group, ins)
         if count == 1:
@@ -249,9 +253,12 @@ def st(d: Decoder, ins: Instruction) -> Step:
     sources = [d.src(arg, kind).view(UNSIGNED[size]) if d.src(arg, kind).flags.c_contiguous
                else d.src(arg, kind) for arg in d.items(ins.args[1])]  # fmt: skip
     shared, shift = d.machine.memory.shared, (size * count).bit_length() - 1
+    observers = d.machine.observers
 
     def run(group: Group) -> None:
         found = locator.locate(group)
+        for see in () if found.local else observers:
+            see(WRITE, found.shared, found.position, size * count, group.lanes, ins)
         if count == 1:
             found.views[size][found.position >> shift] = group.pick(sources[0])
         else:

@@ -15,15 +15,22 @@ import numpy as np
 
 from fkjit.errors import InterpreterError
 from fkjit.interp.arena import GlobalMemory
+from fkjit.interp.checks import Checks
 from fkjit.interp.decode import CONTROL, Decoder, Step, is_control, segment_starts, unsupported
 from fkjit.interp.lanes import Group, Layout
 from fkjit.interp.ptx import Function, Instruction
+from fkjit.interp.race import Race
 from fkjit.interp.registers import Registers
 from fkjit.interp.report import Reporter
 from fkjit.interp.shared import LocalMemory, SharedMemory
 
 SPIN_LIMIT = 2000  # backward branches in a row before another group gets its turn
 STEP_LIMIT = 20_000_000  # straight-line runs of one batch: more is an endless loop
+
+
+# (kind, shared?, positions, bytes of each, lanes, instruction): threads access memory. `kind` is
+# READ, WRITE or ATOMIC of `race`; positions are those of SharedMemory or of the arena.
+Observer = Callable[[str, bool, np.ndarray, int, np.ndarray, Instruction], None]
 
 
 @dataclass
@@ -40,10 +47,12 @@ class Machine:
     """One kernel, decoded for one launch."""
 
     def __init__(
-        self, function: Function, layout: Layout, memory: Memory, reporter: Reporter, checked: bool
+        self, function: Function, layout: Layout, memory: Memory, reporter: Reporter, checks: Checks
     ) -> None:
         self.function, self.layout, self.memory = function, layout, memory
-        self.reporter, self.checked = reporter, checked
+        self.reporter, self.checks, self.checked = reporter, checks, checks.mem
+        self.race: Race | None = None
+        self.observers: list[Observer] = []  # told of every access by threads; before decoding
         self.registers = Registers(function.registers, layout)
         self.listeners: list[Callable[[], None]] = []  # called when a batch starts
         self.on_exit: list[Callable[[], None]] = []  # called when lanes have ended

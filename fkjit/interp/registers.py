@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -41,12 +42,13 @@ class Registers:
         """Set gridDim, and blockIdx for the batch of blocks that begins at `layout.first_cta`."""
         layout = self.layout
         number = np.minimum(layout.first_cta + layout.cta, layout.blocks - 1)
-        x, y, _ = layout.grid
-        for axis, extent in zip("xyz", layout.grid, strict=True):
+        places = zip("xyz", layout.grid, layout.cluster, layout.coordinates(number), strict=True)
+        for axis, extent, together, place in places:
             self.special[f"%nctaid.{axis}"][:] = extent
-        self.special["%ctaid.x"][:] = number % x
-        self.special["%ctaid.y"][:] = number // x % y
-        self.special["%ctaid.z"][:] = number // (x * y)
+            self.special[f"%ctaid.{axis}"][:] = place
+            self.special[f"%nclusterid.{axis}"][:] = extent // together
+            self.special[f"%clusterid.{axis}"][:] = place // together
+            self.special[f"%cluster_ctaid.{axis}"][:] = place % together
 
     def raw(self, name: str) -> np.ndarray:
         """The register in its own width, unsigned; predicates are bool."""
@@ -145,7 +147,14 @@ def _uniform(layout: Layout) -> dict[str, np.ndarray]:
     for axis, name in enumerate("xyz"):
         special[f"%ntid.{name}"] = np.array([layout.block[axis]], np.uint32)
         special[f"%nctaid.{name}"] = np.array([layout.grid[axis]], np.uint32)
-        special[f"%ctaid.{name}"] = np.zeros(layout.lanes, np.uint32)
+        special[f"%nclusterid.{name}"] = np.zeros(1, np.uint32)
+        special[f"%cluster_nctaid.{name}"] = np.array([layout.cluster[axis]], np.uint32)
+        for each in ("%ctaid", "%clusterid", "%cluster_ctaid"):
+            special[f"{each}.{name}"] = np.zeros(layout.lanes, np.uint32)
+    together = math.prod(layout.cluster)
+    special["%cluster_ctarank"] = layout.rank.astype(np.uint32)
+    special["%cluster_nctarank"] = np.array([together], np.uint32)
+    special["%is_explicit_cluster"] = np.array([together > 1])
     for name in ("%clock", "%clock_hi", "%smid", "%nsmid", "%gridid", "%globaltimer_lo"):
         special[name] = np.zeros(1, np.uint32)
     for name in ("%clock64", "%globaltimer"):

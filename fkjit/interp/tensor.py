@@ -14,6 +14,7 @@ from fkjit.interp.decode import Decoder, Step, control
 from fkjit.interp.lanes import WARP, Group
 from fkjit.interp.loadstore import Locator
 from fkjit.interp.ptx import Instruction
+from fkjit.interp.race import READ, WRITE
 from fkjit.interp.warp import warp_meeting
 
 Wide = np.dtype("c16")
@@ -85,7 +86,7 @@ def ldmatrix(d: Decoder, ins: Instruction) -> Step:
     outs = [d.dst(target, "b32") for target in d.items(ins.args[0])]
     if len(outs) != count:
         raise ValueError("number of registers")
-    shared = d.machine.memory.shared
+    shared, observers = d.machine.memory.shared, d.machine.observers
     addressing = _row_lanes(d, count)
 
     def act(group: Group) -> None:
@@ -94,6 +95,8 @@ def ldmatrix(d: Decoder, ins: Instruction) -> Step:
         at = locator.locate(rows_of)
         if not at.shared:
             raise d.machine.reporter.fault("bad address", "not shared memory", ins, group.lanes)
+        for see in observers:
+            see(READ, True, at.position, 16, rows_of.lanes, ins)
         shared.check_initialised(at.position, 16, rows_of, ins)
         rows = shared.views[16].take(at.position >> 4).view(np.uint32).reshape(-1, count, 8, 4)
         if transpose:
@@ -118,10 +121,14 @@ def stmatrix(d: Decoder, ins: Instruction) -> Step:
     locator = Locator(d, ins, ins.args[0], 16, True)
     sources = [_lanes(d, d.src(source, "b32")) for source in d.items(ins.args[1])]
     shared, addressing = d.machine.memory.shared, _row_lanes(d, count)
+    observers = d.machine.observers
 
     def act(group: Group) -> None:
         warps = whole_warps(d, ins, group)
-        at = locator.locate(group if count == 4 else addressing(group))
+        rows_of = group if count == 4 else addressing(group)
+        at = locator.locate(rows_of)
+        for see in observers:
+            see(WRITE, at.shared, at.position, 16, rows_of.lanes, ins)
         rows = np.stack([_pick(source, warps).reshape(-1, 8, 4) for source in sources], 1)
         if transpose:
             rows = _transposed(rows)

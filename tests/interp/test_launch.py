@@ -7,7 +7,7 @@ import pytest
 from interp_kit import apply, compile_ptx
 
 from fkjit.errors import InterpreterError, ParameterError
-from fkjit.interp import Arg, Stats, machine, run
+from fkjit.interp import Arg, Checks, Stats, machine, run
 
 ADD = """
 struct Strides { long long batch, head, row; };
@@ -78,7 +78,7 @@ def test_checks_off_runs_a_correct_kernel_alike() -> None:
     rng = np.random.default_rng(1)
     x = rng.standard_normal((2, 4, 5)).astype("f4")
     results = []
-    for checks in ("mem", "off"):
+    for checks in (Checks(), Checks(mem=False)):
         y = np.zeros_like(x)
         arguments = [Arg("x", x), Arg("y", y, True), Arg("sx", strides(x)), Arg("sy", strides(y)),
                      Arg("scale", np.float32(2)), Arg("n", np.int32(40))]  # fmt: skip
@@ -97,8 +97,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         run(ptx, "k", 1, 32, [Arg("y", y), Arg("n", np.int64(3))])
     with pytest.raises(ParameterError, match="2048 threads"):
         run(ptx, "k", 1, (1024, 2), [Arg("y", y), Arg("n", np.int32(3))])
-    with pytest.raises(ParameterError, match="checks='all'"):
-        run(ptx, "k", 1, 32, [Arg("y", y), Arg("n", np.int32(3))], checks="all")
+    with pytest.raises(ParameterError, match=r"grid=\(3, 1, 1\) is no multiple of cluster=\(2"):
+        run(ptx, "k", 3, 32, [Arg("y", y), Arg("n", np.int32(3))], cluster=2)
     with pytest.raises(InterpreterError, match=r"no kernel 'q'.*it has: k"):
         run(ptx, "q", 1, 32, [Arg("y", y), Arg("n", np.int32(3))])
 
@@ -273,3 +273,25 @@ def test_a_naive_attention_kernel(arch: str) -> None:
     arguments = [Arg("q", q), Arg("k", k), Arg("v", v), Arg("o", o, True), Arg("n", np.int32(37))]
     run(compile_ptx(NAIVE, arch), "k", (1, 2), 64, arguments)
     np.testing.assert_allclose(o, attention(q, k, v, False), atol=2e-6)
+
+
+def test_blocks_of_a_cluster_know_their_place() -> None:
+    source = """
+    extern "C" __global__ void k(int* y) {
+      int values[6];
+      asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(values[0]));
+      asm("mov.u32 %0, %%cluster_ctaid.x;" : "=r"(values[1]));
+      asm("mov.u32 %0, %%cluster_ctaid.y;" : "=r"(values[2]));
+      asm("mov.u32 %0, %%clusterid.x;" : "=r"(values[3]));
+      asm("mov.u32 %0, %%clusterid.y;" : "=r"(values[4]));
+      asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(values[5]));
+      if (threadIdx.x == 0)
+        for (int i = 0; i < 6; ++i) y[(blockIdx.y * gridDim.x + blockIdx.x) * 6 + i] = values[i];
+    }"""
+    y = np.full((6, 8, 6), -1, np.int32)
+    run(compile_ptx(source, "compute_90"), "k", (8, 6), 1024, [Arg("y", y, True)], cluster=(4, 2))
+    for row in range(6):
+        for column in range(8):
+            inside = (column % 4, row % 2)
+            expected = [inside[0] + 4 * inside[1], *inside, column // 4, row // 2, 8]
+            assert y[row, column].tolist() == expected

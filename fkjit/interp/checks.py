@@ -1,0 +1,23 @@
+"""What a run looks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Which faults the interpreter finds; the rest of a kernel's behaviour is the same.
+
+    mem: accesses out of bounds, misaligned, of uninitialised memory; barriers and collectives that
+    not all threads reach. race: accesses that nothing orders. banks: wavefronts of shared memory
+    are counted (`Stats.banks`). race implies mem.
+    """
+
+    mem: bool = True
+    race: bool = False
+    banks: bool = False
+
+    def __post_init__(self) -> None:
+        if self.race and not self.mem:
+            object.__setattr__(self, "mem", True)
