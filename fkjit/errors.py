@@ -5,6 +5,8 @@ as with any Python library. A message names the call, the parameter, the value o
 allowed, and the fix.
 """
 
+from __future__ import annotations
+
 
 class FkjitError(Exception):
     """Base of every error fkjit raises."""
@@ -59,4 +61,26 @@ class InterpreterError(FkjitError, RuntimeError):
 
 
 class SanitizerError(FkjitError, RuntimeError):
-    """The CPU interpreter found a memory or synchronisation fault; the message is the report."""
+    """The CPU interpreter found a memory or synchronisation fault; the message is the report.
+
+    The same as fields, "" or None where a fault has none: `kind` ("out-of-bounds shared read",
+    "race", …), `kernel` (the launch's title), `location` ("kernels_cu/attention/flash.cu:120"),
+    `other` (that of a race's other access), `block` and `thread` (coordinates), `hint`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str = "",
+        kernel: str = "",
+        location: str = "",
+        other: str = "",
+        block: tuple[int, int, int] | None = None,
+        thread: tuple[int, int, int] | None = None,
+        hint: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.kind, self.kernel, self.hint = kind, kernel, hint
+        self.location, self.other = location, other
+        self.block, self.thread = block, thread

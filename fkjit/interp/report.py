@@ -32,7 +32,12 @@ class Reporter:
             f"{self.title}: {kind}: {detail}\n"
             f"    at {where(ins)}\n"
             f"    block {block}, thread {thread}{more}\n"
-            f"    {ins.text}"
+            f"    {ins.text}",
+            kind=kind,
+            kernel=self.title,
+            location=ins.location,
+            block=block,
+            thread=thread,
         )
 
     def waiting(
@@ -40,14 +45,25 @@ class Reporter:
     ) -> SanitizerError:
         """The error of threads that wait for one another; `who`: instruction and its lanes."""
         lines = [f"{self.title}: {kind}: {detail}"]
+        places = []
         for ins, lanes in who:
             block = self.layout.block_of(int(lanes[0]))
             mine = lanes[self.layout.cta[lanes] == self.layout.cta[lanes[0]]]
             threads = spans(self.layout.thread[mine])
+            places.append((ins.location, block, self.layout.thread_of(int(lanes[0]))))
             lines.append(
                 f"    at {where(ins)}\n    block {block}, threads {threads} wait\n    {ins.text}"
             )
-        return SanitizerError("\n".join(lines))
+        location, block, thread = places[0] if places else ("", None, None)
+        return SanitizerError(
+            "\n".join(lines),
+            kind=kind,
+            kernel=self.title,
+            location=location,
+            other=next((where for where, *_ in places if where != location), ""),
+            block=block,
+            thread=thread,
+        )
 
 
 def spans(numbers: np.ndarray) -> str:
