@@ -11,12 +11,14 @@ class Checks:
 
     mem: accesses out of bounds, misaligned, of uninitialised memory; barriers and collectives that
     not all threads reach. race: accesses that nothing orders. banks: wavefronts of shared memory
-    are counted (`Stats.banks`). race implies mem.
+    are counted (`Stats.banks`); with `bank_limit`, more than so many times the ideal number for one
+    instruction is a fault. race implies mem.
     """
 
     mem: bool = True
     race: bool = False
     banks: bool = False
+    bank_limit: float | None = None
 
     def __post_init__(self) -> None:
         if self.race and not self.mem:

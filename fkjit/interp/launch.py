@@ -31,6 +31,7 @@ from fkjit.interp import (  # noqa: F401  (their decoders register themselves)
     warp,
 )
 from fkjit.interp.arena import Allocation, GlobalMemory
+from fkjit.interp.banks import BankLine
 from fkjit.interp.checks import Checks
 from fkjit.interp.inline import inline_calls
 from fkjit.interp.lanes import WARP, Layout
@@ -38,7 +39,7 @@ from fkjit.interp.machine import Machine, Memory
 from fkjit.interp.parse import parse
 from fkjit.interp.ptx import Function, Module, Variable
 from fkjit.interp.report import Reporter
-from fkjit.interp.shared import LocalMemory, SharedMemory
+from fkjit.interp.shared import CarveOut, LocalMemory, SharedMemory
 
 MAX_LANES = 4096  # threads that run together: more amortise NumPy's overhead, but leave its caches
 Dim3 = tuple[int, int, int]
@@ -68,6 +69,7 @@ class Stats:
     threads: int  # of a block
     batches: int  # groups of blocks that ran together
     steps: int  # straight-line runs and control instructions executed for groups of threads
+    banks: tuple[BankLine, ...] = ()  # where they were counted: the worst ratio first
 
 
 def run(
@@ -82,12 +84,14 @@ def run(
     progress: Callable[[float], None] | None = None,
     cluster: int | Sequence[int] = 1,
     resident: bool = False,
+    carve_outs: Sequence[CarveOut] = (),
 ) -> Stats:
     """Run one kernel of a PTX text on the CPU.
 
     grid, block, cluster (blocks of one): up to three extents. `dynamic_shared`: bytes. `progress`
     is called with the fraction of blocks done. `resident`: all blocks run together, as in a
     cooperative launch (else batch after batch, so that no block may wait for a later one).
+    `carve_outs`: the arrays within dynamic shared memory; what is in none is out of bounds.
 
     Raises SanitizerError at a fault (no array is changed then), InterpreterError for PTX that is
     not supported, ParameterError for arguments that do not fit the kernel.
@@ -98,12 +102,14 @@ def run(
     layout = _layout(
         _dim3("grid", grid), _dim3("block", block), _dim3("cluster", cluster), resident
     )
-    launch = _Launch(module, kernel, layout, arguments, dynamic_shared, checks, title or entry)
+    launch = _Launch(
+        module, kernel, layout, arguments, dynamic_shared, checks, title or entry, carve_outs
+    )
     stats = _execute(launch, progress)
     if stats is None:
         return run(
             ptx, entry, grid, block, arguments, dynamic_shared, checks, title, progress, cluster,
-            resident,
+            resident, carve_outs,
         )  # fmt: skip
     return replace(stats, seconds=time.perf_counter() - started)
 
@@ -131,12 +137,17 @@ _machines_lock = Lock()
 
 def _run_batches(machine: Machine, progress: Callable[[float], None] | None) -> Stats:
     batches, layout, before = 0, machine.layout, machine.executed
+    if machine.banks is not None:
+        machine.banks.counts.clear()
     for first in range(0, layout.blocks, layout.ctas):
         machine.run_batch(first)
         batches += 1
         if progress is not None:
             progress(min(1.0, (first + layout.ctas) / layout.blocks))
-    return Stats(0.0, layout.blocks, layout.threads, batches, machine.executed - before)
+    banks = () if machine.banks is None else machine.banks.lines()
+    if machine.banks is not None and machine.checks.bank_limit is not None:
+        machine.banks.gate(machine.reporter.title, machine.checks.bank_limit)
+    return Stats(0.0, layout.blocks, layout.threads, batches, machine.executed - before, banks)
 
 
 @contextmanager
@@ -186,7 +197,7 @@ class _Launch:
 
     def __init__(
         self, module: Module, kernel: Function, layout: Layout, arguments: Sequence[Arg],
-        dynamic_shared: int, checks: Checks, title: str,
+        dynamic_shared: int, checks: Checks, title: str, carve_outs: Sequence[CarveOut] = (),
     ) -> None:  # fmt: skip
         if len(arguments) != len(kernel.params):
             raise ParameterError(
@@ -194,7 +205,10 @@ class _Launch:
             )
         self.layout, self.arguments, self.checks = layout, arguments, checks
         self.kernel = inline_calls(module, kernel)
-        self.key = (self.kernel, layout.block, layout.cluster, dynamic_shared, checks)
+        self.carve_outs = tuple(carve_outs)
+        self.key = (
+            self.kernel, layout.block, layout.cluster, dynamic_shared, checks, self.carve_outs,
+        )  # fmt: skip
         self.running: Machine
         self.module, self.dynamic_shared = module, dynamic_shared
         self.reporter = Reporter(title, layout)
@@ -227,10 +241,10 @@ class _Launch:
         """The kernel decoded; raises InterpreterError for what is not supported."""
         shared = SharedMemory(
             self._spaced(self.module, "shared"), self.dynamic_shared, self.layout, self.reporter,
-            self.checks.mem,
+            self.checks.mem, self.carve_outs,
         )  # fmt: skip
         private = [v for v in self.kernel.variables if v.space in ("local", "param")]
-        local = LocalMemory(private, self.layout, self.reporter)
+        local = LocalMemory(private, self.layout, self.reporter, self.checks.mem)
         symbols = {**self.symbols, **shared.offsets, **local.offsets}
         memory = Memory(self.arena, shared, local, symbols)
         with _no_collection():

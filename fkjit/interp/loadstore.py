@@ -210,6 +210,7 @@ def ld(d: Decoder, ins: Instruction) -> Step:
     shift = (size * count).bit_length() - 1
     targets = [_loader(d, arg, ins.type) for arg in d.items(ins.args[0])]
     shared, observers = d.machine.memory.shared, d.machine.observers
+    local, space = d.machine.memory.local, locator.space
 
     def run(group: Group) -> None:
         found = locator.locate(group)
@@ -217,6 +218,8 @@ def ld(d: Decoder, ins: Instruction) -> Step:
             see(READ, found.shared, found.position, size * count, group.lanes, ins)
         if found.shared:
             shared.check_initialised(found.position, size * count, group, ins)
+        elif found.local and space != "param":  # structs passed by value have padding
+            local.check_initialised(found.position, size * count, group, ins)
         if count == 1:
             targets[0](group, found.views[size].take(found.position >> shift))
             return
@@ -253,7 +256,7 @@ def st(d: Decoder, ins: Instruction) -> Step:
     sources = [d.src(arg, kind).view(UNSIGNED[size]) if d.src(arg, kind).flags.c_contiguous
                else d.src(arg, kind) for arg in d.items(ins.args[1])]  # fmt: skip
     shared, shift = d.machine.memory.shared, (size * count).bit_length() - 1
-    observers = d.machine.observers
+    local, observers = d.machine.memory.local, d.machine.observers
 
     def run(group: Group) -> None:
         found = locator.locate(group)
@@ -270,6 +273,8 @@ def st(d: Decoder, ins: Instruction) -> Step:
             view[found.position >> shift] = rows.view(view.dtype).reshape(-1)
         if found.shared:
             shared.written(found.position, size * count)
+        elif found.local:
+            local.written(found.position, size * count)
 
     return by_space(run, locator, locator.base)
 

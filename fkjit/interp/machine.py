@@ -15,6 +15,7 @@ import numpy as np
 
 from fkjit.errors import InterpreterError
 from fkjit.interp.arena import GlobalMemory
+from fkjit.interp.banks import Banks
 from fkjit.interp.checks import Checks
 from fkjit.interp.decode import CONTROL, Decoder, Step, is_control, segment_starts, unsupported
 from fkjit.interp.lanes import Group, Layout
@@ -53,6 +54,9 @@ class Machine:
         self.reporter, self.checks, self.checked = reporter, checks, checks.mem
         self.race: Race | None = None
         self.observers: list[Observer] = []  # told of every access by threads; before decoding
+        self.banks = Banks() if checks.banks else None
+        if self.banks is not None:
+            self.observers.append(self.banks.see)
         self.registers = Registers(function.registers, layout)
         self.listeners: list[Callable[[], None]] = []  # called when a batch starts
         self.on_exit: list[Callable[[], None]] = []  # called when lanes have ended
@@ -97,6 +101,7 @@ class Machine:
         self.layout.first_cta = first_cta
         self.registers.start_batch()
         self.memory.shared.start_batch()
+        self.memory.local.start_batch()
         self.alive = self.layout.live()
         self.alive_count = int(np.count_nonzero(self.alive))
         for listener in self.listeners:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,15 +21,25 @@ PENDING = 2  # in `init`: an asynchronous copy is under way
 IN_FLIGHT = {width: np.full(width, PENDING, np.uint8).view(VIEWS[width])[0] for width in VIEWS}
 
 
+@dataclass(frozen=True)
+class CarveOut:
+    """One array within dynamic shared memory: bytes from its first byte on."""
+
+    name: str
+    offset: int
+    size: int
+
+
 class SharedMemory:
     """`index` turns shared offsets into positions in `views`; `init` has a 1 for bytes written.
 
-    Static variables stand apart by red zones; all dynamic arrays begin at one place, as in CUDA.
+    Static variables stand apart by red zones; all dynamic arrays begin at one place, as in CUDA,
+    and may be divided into carve-outs.
     """
 
     def __init__(
         self, variables: Sequence[Variable], dynamic: int, layout: Layout, reporter: Reporter,
-        checked: bool,
+        checked: bool, carve_outs: Sequence[CarveOut] = (),
     ) -> None:  # fmt: skip
         self.reporter, self.checked = reporter, checked
         self.offsets: dict[str, int] = {}
@@ -39,7 +50,10 @@ class SharedMemory:
         for name in dynamic_names:
             self.offsets[name] = top
         if dynamic_names and dynamic:
-            self.places.append((top, top + dynamic, f"{dynamic_names[0]} (dynamic shared"))
+            whole = (CarveOut(dynamic_names[0], 0, dynamic),)
+            for part in carve_outs or whole:
+                first = top + part.offset
+                self.places.append((first, first + part.size, f"{part.name} (dynamic shared"))
         self.dynamic_start = top
         self.size = -(-(top + dynamic + RED_ZONE) // 256) * 256
         self.raw = aligned_bytes(layout.ctas * self.size)
@@ -165,8 +179,10 @@ class SharedMemory:
 class LocalMemory:
     """Every thread's stack and spilled arrays, `size` bytes each."""
 
-    def __init__(self, variables: Sequence[Variable], layout: Layout, reporter: Reporter) -> None:
-        self.reporter = reporter
+    def __init__(
+        self, variables: Sequence[Variable], layout: Layout, reporter: Reporter, checked: bool
+    ) -> None:
+        self.reporter, self.checked = reporter, checked
         self.offsets: dict[str, int] = {}
         top = 0
         for variable in variables:
@@ -177,7 +193,35 @@ class LocalMemory:
         self.size = -(-top // 16) * 16
         self.raw = aligned_bytes(layout.lanes * self.size)
         self.views = typed_views(self.raw)
+        self.init = aligned_bytes(layout.lanes * self.size if checked else 0)
+        self.init_views = typed_views(self.init)  # 1 for bytes written
         self.start = np.arange(layout.lanes, dtype=np.int64) * self.size
+
+    def start_batch(self) -> None:
+        """New threads: nothing is initialised."""
+        if self.checked:
+            self.init[:] = 0
+
+    def written(self, position: np.ndarray, width: int) -> None:
+        """Note that bytes have been written."""
+        if self.checked:
+            self.init_views[width][position >> (width.bit_length() - 1)] = INITIALISED[width]
+
+    def check_initialised(
+        self, position: np.ndarray, width: int, group: Group, ins: Instruction
+    ) -> None:
+        """Fault unless every byte of the reads has been written by its thread."""
+        if not self.checked:
+            return
+        found = self.init_views[width].take(position >> (width.bit_length() - 1))
+        bad = np.flatnonzero(found != INITIALISED[width])
+        if bad.size:
+            at = int(position[bad[0]]) % self.size
+            detail = (
+                f"{width}-byte read at byte {at:,} of {self.used:,} bytes of local memory: the "
+                "thread has not written there yet"
+            )
+            raise self.reporter.fault("uninitialised local read", detail, ins, group.lanes[bad])
 
     def index(
         self, offset: np.ndarray, width: int, group: Group, ins: Instruction, write: bool
