@@ -1,210 +1,148 @@
-"""mma.sync of f16 and bf16 with float32 accumulators, one matrix product for all warps.
+"""mma.sync: one matrix product for all warps.
 
-Neighbouring instructions with one operand a become a single wider product. Products are exact in
-float32; sums are float32 in whatever order BLAS takes, which a GPU's need not equal either.
+Neighbouring instructions with one operand a become a single wider product. Products of elements
+are exact. Sums are float32 in whatever order BLAS takes, which a GPU's need not equal either;
+f16 accumulators are rounded once, when all is summed; integers (below 2^24 before c) and f64 are
+what they are on a GPU, but for the order of f64.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from fkjit.interp.arena import WIDE
-from fkjit.interp.decode import Decoder, Step, control
-from fkjit.interp.fragments import (
-    Fragment,
-    as_fragment,
-    element,
-    names,
-    resident_accumulators,
-)
+from fkjit.interp.accumulators import Accumulator, empty_accumulators, resident_accumulators
+from fkjit.interp.decode import Decoder, Step, control, is_control
+from fkjit.interp.elements import matrix_type
+from fkjit.interp.fragments import Fragment
 from fkjit.interp.lanes import WARP, Group
-from fkjit.interp.ptx import Function, Instruction, reads_and_writes
-from fkjit.interp.tensor import whole_warps
-from fkjit.interp.warp import warp_meeting
+from fkjit.interp.mma_forms import COLUMNS, form_of, forms_of, names
+from fkjit.interp.ptx import Function, Instruction, reads_and_writes, words
+from fkjit.interp.tensor import aligned_meeting, whole_warps
 
 MAX_RUN = 8  # instructions in one product
-_SHAPES = {"m16n8k16": 2, "m16n8k8": 1}
+_ROOM = 512  # bytes a lane: 8 operands b of m16n8k64, unpacked to float32
+Key = tuple[Any, ...]  # of a fragment: operand, type, and shape; then its registers
+_NOTIFYING = words("mma ldmatrix movmatrix shfl vote match redux elect wmma")
 
 
 class Plan:
     """What all mma instructions of a kernel share."""
 
     def __init__(self, d: Decoder) -> None:
-        function, warps = d.function, d.machine.layout.lanes // WARP
-        self.runs = _runs(function)  # by the first instruction's program counter
-        self.accumulators = {  # of resident groups
-            group: np.zeros((warps, 8, 16), np.float32) for group in resident_accumulators(function)
-        }
-        self.fragments: dict[tuple[object, ...], Fragment] = {}
-        uses: dict[tuple[object, ...], int] = {}
+        function, self.d = d.function, d
+        self.warps = d.machine.layout.lanes // WARP
+        self.forms, self.runs = forms_of(function), _runs(function)
+        self.accumulators: dict[tuple[str, ...], np.ndarray] = {}
+        for pc, form in self.forms.items():
+            for operand in (0, 3):
+                group = names(function.instructions[pc], operand)
+                if group in resident_accumulators(function) and group not in self.accumulators:
+                    self.accumulators[group] = empty_accumulators(form, self.warps)
+        self.fragments: dict[Key, Fragment] = {}
+        self._make_fragments()
+
+    def keys(self, run: list[Instruction]) -> tuple[Key, Key]:
+        """What identifies the fragments of operands a and b."""
+        form = self.forms[run[0].pc]
+        b = tuple(name for ins in run for name in names(ins, 2))
+        return ("a", form.a, form.m // 8, *names(run[0], 1)), ("b", form.b, len(run), *b)
+
+    def room(self, name: str) -> np.ndarray:
+        """Bytes for use inside one step."""
+        return self.d.scratch_of(self.d.machine.layout.lanes * _ROOM, np.uint8, name)
+
+    def _make_fragments(self) -> None:
+        uses: dict[Key, int] = {}
         for run in self.runs.values():
-            for key in _keys(run):
+            for key in self.keys(run):
                 uses[key] = uses.get(key, 0) + 1
-        silent = _silently_written(function)
-        for run in self.runs.values():
-            for key, transposed in zip(_keys(run), (True, False), strict=True):
-                if key not in self.fragments and _known(run[0]):
-                    kept = uses[key] > 1 and not silent.intersection(key)
-                    self.fragments[key] = _fragment(d, key, transposed, len(run), kept)
+        silent = _silently_written(self.d.function)
+        for key, count in uses.items():
+            kept = count > 1 and not silent.intersection(key)
+            self.fragments[key] = self._fragment(key, kept)
+
+    def _fragment(self, key: Key, kept: bool) -> Fragment:
+        operand, kind, blocks, *registers = key
+        wide = np.dtype("u8" if kind == "f64" else "u4")
+        arrays = [self.d.registers.view(name, wide) for name in registers]
+        room = None if kept else self.room(f"operand {operand}")
+        fragment = Fragment(kind, arrays, blocks, operand == "a", self.room("staging"), room)
+        for name in registers if kept else ():
+            self.d.watchers.setdefault(name, []).append(fragment.touch)
+        return fragment
 
 
 @lru_cache(maxsize=64)
 def _runs(function: Function) -> dict[int, list[Instruction]]:
-    """Neighbouring mma with the same operand a, none of which needs another's result."""
-    labels = set(function.labels.values())
+    """Neighbouring mma with the same operand a, none of which needs another's result.
+
+    By the first one's program counter. Each of the others is there alone too, never reached.
+    """
+    labels, forms = set(function.labels.values()), forms_of(function)
     runs: dict[int, list[Instruction]] = {}
     current: list[Instruction] = []
     for ins in function.instructions:
-        if ins.op[0] != "mma" or ins.guard is not None:
+        if ins.pc not in forms:
             current = []
             continue
-        if not (current and ins.pc not in labels and _fits(current, ins)):
-            current = []
-        current.append(ins)
-        runs[current[0].pc] = current
-        if len(current) > 1:  # its place in a run is taken; alone it is never reached
+        if current and ins.pc not in labels and _fits(current, ins):
+            current.append(ins)
             runs[ins.pc] = [ins]
+            continue
+        current = runs[ins.pc] = [ins]
     return runs
 
 
 def _fits(run: list[Instruction], ins: Instruction) -> bool:
     written = {name for other in run for name in reads_and_writes(other)[1]}
     reads, writes = reads_and_writes(ins)
-    same = run[0].op == ins.op and names(run[0], 1) == names(ins, 1)
+    guarded = ins.guard is not None or run[0].guard is not None
+    same = run[0].op == ins.op and names(run[0], 1) == names(ins, 1) and not guarded
     return same and len(run) < MAX_RUN and not written & (set(reads) | set(writes))
-
-
-def _keys(run: list[Instruction]) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    """What identifies the fragments of operands a and b."""
-    kind = run[0].op[-3]
-    b = tuple(name for ins in run for name in names(ins, 2))
-    return ("a", kind, *names(run[0], 1)), ("b", kind, len(run), *b)
-
-
-def _fragment(
-    d: Decoder, key: tuple[Any, ...], transposed: bool, members: int, kept: bool
-) -> Fragment:
-    registers = [d.registers.view(name, np.dtype("u4")) for name in key if str(name)[0] == "%"]
-    lanes = d.machine.layout.lanes
-    size = len(registers) * lanes * 2  # halves of all warps
-    staging = d.scratch_of(lanes // 4 * 2 * MAX_RUN, WIDE, "staging")
-    buffer = np.empty(size, np.float32) if kept else d.scratch_of(
-        lanes * 4 * MAX_RUN, np.float32, f"operand {key[0]}"
-    )  # fmt: skip
-    fragment = Fragment(
-        key[1], registers, 2 if transposed else members, transposed, staging, buffer
-    )
-    fragment.kept = kept
-    for name in (name for name in key if kept and str(name)[0] == "%"):
-        d.watchers.setdefault(name, []).append(fragment.touch)
-    return fragment
 
 
 @lru_cache(maxsize=64)
 def _silently_written(function: Function) -> set[str]:
     """Registers written by an instruction that calls no watcher."""
-    silent = ("bar", "barrier", "activemask", "mma")
     return {
         name
         for ins in function.instructions
-        if ins.op[0] in silent
+        if is_control(ins) and ins.op[0] not in _NOTIFYING
         for name in reads_and_writes(ins)[1]
     }
 
 
-def _known(ins: Instruction) -> bool:
-    """Whether this form of mma is implemented."""
-    if ins.op[1:3] != ("sync", "aligned") or ins.op[4:6] != ("row", "col") or len(ins.op) != 10:
-        return False
-    shape, (to, kind, other, of) = ins.op[3], ins.op[6:]
-    if (
-        shape not in _SHAPES
-        or kind not in ("f16", "bf16")
-        or (to, other, of) != ("f32", kind, "f32")
-    ):
-        return False
-    steps = _SHAPES[shape]
-    counts = tuple(len(names(ins, operand)) for operand in range(3))
-    return ins.guard is None and counts == (4, 2 * steps, steps)
-
-
 @control("mma")
 def mma(d: Decoder, ins: Instruction) -> Step:
-    """mma.sync.aligned.m16n8k{8,16}.row.col.f32.{f16,bf16}.{f16,bf16}.f32 d, a, b, c."""
-    if not _known(ins):
-        raise ValueError("this shape or type of mma")
+    """mma.sync.aligned.shape.row.col{.satfinite}.dtype.atype.btype.ctype d, a, b, c."""
+    form = form_of(ins)
     plan = d.part(Plan)
     run = plan.runs[ins.pc]
-    a, b = (plan.fragments[key] for key in _keys(run))
-    members = [_Member(d, plan, one) for one in run]
-    size = d.machine.layout.lanes // WARP * 128 * len(run)
-    buffer = d.scratch_of(d.machine.layout.lanes * 4 * MAX_RUN, np.float32, "product")
-    product = buffer[:size].reshape(-1, 8 * len(run), 16)
+    a, b = (plan.fragments[key] for key in plan.keys(run))
+    members = [Accumulator(d, one, form, plan.accumulators) for one in run]
+    shape = (plan.warps, COLUMNS * len(run), form.m)
+    room = plan.room("product").view(matrix_type(form.a))
+    product = room[: math.prod(shape)].reshape(shape)
+    places = [slice(COLUMNS * n, COLUMNS * (n + 1)) for n in range(len(run))]
+    parts = [one.views(product[:, place]) for one, place in zip(members, places, strict=True)]
 
     def act(group: Group) -> None:
         warps = whole_warps(d, ins, group)
         left, right = a.matrix(), b.matrix()
         if warps is None:
             np.matmul(right, left, out=product)
-            result = product
-        else:
-            result = np.matmul(right[warps], left[warps])
-        for number, member in enumerate(members):
-            member.store(result[:, 8 * number : 8 * number + 8], warps)
-
-    return warp_meeting(d, ins, None, act, skip=len(run))
-
-
-class _Member:
-    """Adds c to one instruction's product and stores d."""
-
-    def __init__(self, d: Decoder, plan: Plan, ins: Instruction) -> None:
-        to, of = names(ins, 0), names(ins, 3)
-        self.target = plan.accumulators.get(to)
-        self.addend = plan.accumulators.get(of)
-        self.outs = [] if self.target is not None else [
-            as_fragment(d.dst(item, "f32")) for item in d.items(ins.args[0])
-        ]  # fmt: skip
-        self.adds: list[np.ndarray] = []
-        if self.addend is None:
-            self.adds = self._values(d, ins)
-        crossed = any(x in to and to.index(x) != i for i, x in enumerate(of))
-        self.copy_first = crossed
-
-    @staticmethod
-    def _values(d: Decoder, ins: Instruction) -> list[np.ndarray]:
-        lanes = d.machine.layout.lanes
-        values = [d.src(item, "f32") for item in d.items(ins.args[3])]
-        if len(values) != 4:
-            raise ValueError("operands of mma")
-        if all(value.size == 1 and value[0] == 0 for value in values):
-            return []
-        return [as_fragment(v if v.size > 1 else np.full(lanes, v[0], v.dtype)) for v in values]
-
-    def store(self, product: np.ndarray, warps: np.ndarray | None) -> None:
-        """`product`: [warps, 8 columns, 16 rows] of all warps, or of those in `warps`."""
-        every: Any = slice(None) if warps is None else warps
-        if self.addend is not None:
-            product = product + self.addend[every]
-        adds = [value[every].copy() if self.copy_first else value[every] for value in self.adds]
-        if self.target is not None:
-            self._keep(product, adds, every)
+            for member, part in zip(members, parts, strict=True):
+                member.store(part, None)
             return
-        for number, out in enumerate(self.outs):
-            value = element(product, number)
-            if adds and warps is None:
-                np.add(value, adds[number], out=out)
-            else:
-                out[every] = value + adds[number] if adds else value
+        result = np.matmul(right[warps], left[warps])
+        for member, place in zip(members, places, strict=True):
+            member.store(member.views(result[:, place]), warps)
 
-    def _keep(self, product: np.ndarray, adds: list[np.ndarray], every: Any) -> None:
-        assert self.target is not None
-        if adds:
-            product = np.ascontiguousarray(product)
-            for number, value in enumerate(adds):
-                part = element(product, number)
-                part += value
-        self.target[every] = product
+    step: Step = act
+    for other in run[1:]:
+        step = d.notify(other, step)
+    return aligned_meeting(d, ins, step, skip=len(run))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from fkjit.interp.control import guard_mask
 from fkjit.interp.decode import Decoder, Step, control
 from fkjit.interp.lanes import WARP, Group
 from fkjit.interp.loadstore import Locator
@@ -32,6 +33,27 @@ def whole_warps(d: Decoder, ins: Instruction, group: Group) -> np.ndarray | None
             "incomplete warp", "a warp-wide instruction without all 32 threads", ins, lanes
         )
     return np.flatnonzero(some)
+
+
+def aligned_meeting(
+    d: Decoder, ins: Instruction, act: Callable[[Group], None], skip: int = 1
+) -> Step:
+    """The control step of an `.aligned` instruction: a guard has to agree within a warp."""
+    step = warp_meeting(d, ins, None, act, skip)
+    if ins.guard is None:
+        return step
+
+    def run(group: Group) -> int | None:
+        held = guard_mask(d, ins, group).reshape(-1, WARP)
+        here = group.mask.reshape(-1, WARP)
+        split = (held != here).any(1) & held.any(1)
+        if split.any():
+            detail = "the guard of an instruction for whole warps differs between threads"
+            lanes = np.flatnonzero(held & split[:, None])
+            raise d.machine.reporter.fault("incomplete warp", detail, ins, lanes)
+        return step(group)
+
+    return run
 
 
 def _pick(register: np.ndarray, warps: np.ndarray | None) -> np.ndarray:
@@ -104,7 +126,7 @@ def ldmatrix(d: Decoder, ins: Instruction) -> Step:
         for number, out in enumerate(outs):
             _put(out, warps, rows[:, number].reshape(-1, WARP))
 
-    return warp_meeting(d, ins, None, act)
+    return aligned_meeting(d, ins, act)
 
 
 def _row_lanes(d: Decoder, count: int) -> Callable[[Group], Group]:
@@ -135,7 +157,7 @@ def stmatrix(d: Decoder, ins: Instruction) -> Step:
         shared.views[16][at.position >> 4] = np.ascontiguousarray(rows).view(Wide).reshape(-1)
         shared.written(at.position, 16)
 
-    return warp_meeting(d, ins, None, act)
+    return aligned_meeting(d, ins, act)
 
 
 @control("movmatrix")
@@ -148,4 +170,4 @@ def movmatrix(d: Decoder, ins: Instruction) -> Step:
         warps = whole_warps(d, ins, group)
         _put(out, warps, _transposed(_pick(source, warps).reshape(-1, 8, 4)).reshape(-1, WARP))
 
-    return warp_meeting(d, ins, None, act)
+    return aligned_meeting(d, ins, act)

@@ -1,10 +1,7 @@
-"""mma.sync, ldmatrix, stmatrix, movmatrix and cp.async against the layouts of the PTX manual."""
+"""ldmatrix, stmatrix, movmatrix and cp.async against the layouts of the PTX manual."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import ml_dtypes
 import numpy as np
 import pytest
 from interp_kit import apply, compile_ptx
@@ -13,69 +10,6 @@ from fkjit.interp import Arg, run
 
 RNG = np.random.default_rng(8)
 G, T = np.arange(32) // 4, np.arange(32) % 4  # groupID and threadID_in_group of the manual
-
-
-@pytest.mark.parametrize("kind", ["f16", "bf16"])
-@pytest.mark.parametrize("k", [8, 16])
-def test_mma_fragments(kind: str, k: int) -> None:
-    dtype: Any = np.float16 if kind == "f16" else ml_dtypes.bfloat16
-    warps, registers = 3, k // 4
-    a = RNG.standard_normal((warps, 16, k)).astype(dtype)
-    b = RNG.standard_normal((warps, k, 8)).astype(dtype)
-    c = RNG.standard_normal((warps, 16, 8)).astype("f4")
-    # element i of a: row g (+8 for i in 2,3,6,7), column 2t + (i&1) (+8 for i >= 4)
-    fragment_a = np.empty((warps, 32, 2 * registers), dtype)
-    for i in range(2 * registers):
-        row, col = G + 8 * (i // 2 % 2), 2 * T + (i & 1) + 8 * (i // 4)
-        fragment_a[:, :, i] = a[:, row, col]
-    fragment_b = np.empty((warps, 32, registers), dtype)
-    for i in range(registers):
-        fragment_b[:, :, i] = b[:, 2 * T + (i & 1) + 8 * (i // 2), G]
-    fragment_c = np.stack([c[:, G + 8 * (i // 2), 2 * T + (i & 1)] for i in range(4)], 2)
-    got = run_mma(kind, k, fragment_a, fragment_b, fragment_c)
-    out = np.empty_like(c)
-    for i in range(4):
-        out[:, G + 8 * (i // 2), 2 * T + (i & 1)] = got[:, :, i]
-    np.testing.assert_allclose(out, a.astype("f8") @ b.astype("f8") + c, rtol=1e-6, atol=1e-6)
-
-
-def run_mma(kind: str, k: int, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """One mma of every warp from fragments [warps, 32, elements]."""
-    na, nb = k // 4, k // 8
-    regs_a = ", ".join(f"%{i}" for i in range(4, 4 + na))
-    regs_b = ", ".join(f"%{i}" for i in range(4 + na, 4 + na + nb))
-    loads = ", ".join(f'"r"(a[i * {na} + {j}])' for j in range(na))
-    loads += ", " + ", ".join(f'"r"(b[i * {nb} + {j}])' for j in range(nb))
-    source = f"""
-    extern "C" __global__ void k(const unsigned* a, const unsigned* b, const float4* c,
-                                 float4* o) {{
-      int i = blockIdx.x * blockDim.x + threadIdx.x;
-      float4 d = c[i];
-      asm volatile("mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32 {{%0,%1,%2,%3}}, "
-        "{{{regs_a}}}, {{{regs_b}}}, {{%0,%1,%2,%3}};"
-        : "+f"(d.x), "+f"(d.y), "+f"(d.z), "+f"(d.w) : {loads});
-      o[i] = d;
-    }}"""
-    out = np.zeros(c.shape, "f4")
-    arguments = [Arg("a", np.ascontiguousarray(a).view("u4")),
-                 Arg("b", np.ascontiguousarray(b).view("u4")),
-                 Arg("c", np.ascontiguousarray(c)), Arg("o", out, True)]  # fmt: skip
-    run(compile_ptx(source), "k", 1, 32 * c.shape[0], arguments)
-    return out
-
-
-def test_mma_with_infinities_subnormals_and_nan() -> None:
-    a = np.zeros((1, 32, 8), "f2")
-    b = np.zeros((1, 32, 4), "f2")
-    c = np.zeros((1, 32, 4), "f4")
-    a[0, 0, 0], a[0, 4, 0], a[0, 8, 0] = np.inf, 2.0**-24, 65504  # rows 0, 1, 2, column 0
-    b[0, :, 0] = np.where(T == 0, 1, 0)  # row k=0 of b is one
-    out = run_mma("f16", 16, a, b, c)
-    assert np.isinf(out[0, 0, :2]).all()  # row 0
-    np.testing.assert_array_equal(out[0, 4:8, :2], np.float32(2.0**-24))
-    np.testing.assert_array_equal(out[0, 8:12, :2], np.float32(65504))
-    a[0, 0, 0], b[0, :, 0] = np.inf, 0  # inf * 0
-    assert np.isnan(run_mma("f16", 16, a, b, c)[0, 0, :2]).all()
 
 
 MATRIX = """
