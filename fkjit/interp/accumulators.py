@@ -34,7 +34,7 @@ def resident_accumulators(function: Function) -> set[tuple[str, ...]]:
     forms = forms_of(function)
     for ins in function.instructions:
         form = forms.get(ins.pc)
-        if form and form.accumulator == "f32" and ins.guard is None:
+        if form and form.accumulator == "f32":
             groups |= {names(ins, 0), names(ins, 3)}
             others |= set(names(ins, 1) + names(ins, 2))
         else:

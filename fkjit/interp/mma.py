@@ -80,16 +80,16 @@ class Plan:
 def _runs(function: Function) -> dict[int, list[Instruction]]:
     """Neighbouring mma with the same operand a, none of which needs another's result.
 
-    By the first one's program counter. Each of the others is there alone too, never reached.
+    By the first one's program counter. Each of the others is there alone too, for a jump to it.
     """
-    labels, forms = set(function.labels.values()), forms_of(function)
+    forms = forms_of(function)
     runs: dict[int, list[Instruction]] = {}
     current: list[Instruction] = []
     for ins in function.instructions:
         if ins.pc not in forms:
             current = []
             continue
-        if current and ins.pc not in labels and _fits(current, ins):
+        if current and _fits(current, ins):
             current.append(ins)
             runs[ins.pc] = [ins]
             continue

@@ -134,6 +134,7 @@ def test_infinities_subnormals_and_nan() -> None:
     np.testing.assert_array_equal(got[:, 1], np.float32(2.0**-24))
     np.testing.assert_array_equal(got[:, 2], np.float32(65504))
     assert np.isnan(run_mma(form, a, 0 * b, c)[:, 0]).all()  # inf * 0
+    np.testing.assert_array_equal(run_mma(form, np.minimum(-a, 0), b, c)[:, 0], -np.inf)
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,60 @@ def test_accumulators_that_only_mma_touches(rounds: int) -> None:
     np.testing.assert_array_equal(result(F32, body, a, b, c), times * (a @ b) + c)
 
 
+def test_accumulators_in_a_branch_from_registers() -> None:
+    """Warp 2 replaces an accumulator that only mma touches by a sum with registers."""
+    a, b, c = matrices(F32)
+    body = f""".reg .b32 %z<4>; {mma(F32, d="z", c="{0,0,0,0}")}
+    setp.ne.u32 %p, %warp, 2; @%p bra SKIP; {mma(F32, d="z")}
+    SKIP: {mma(F32, c="z")}"""
+    want = 2 * (a @ b) + np.where(np.arange(3) == 2, 1, 0)[:, None, None] * c
+    np.testing.assert_array_equal(result(F32, body, a, b, c), want)
+
+
+def test_accumulators_that_overlap() -> None:
+    """Registers 2 and 3 of one are those of another."""
+    a, b, c = matrices(F32)
+    both = "{%x0, %x1, %y2, %y3}"
+    body = f""".reg .b32 %x<4>; .reg .b32 %y<4>; {mma(F32, d="x", c="{0,0,0,0}")}
+    {mma(F32, d="y", c="x")} {mma(F32, d=both, c="y")} {mma(F32, c=both)} {mma(F32, c="x")}"""
+    got = result(F32, body, a, b, c)
+    product = a @ b
+    np.testing.assert_array_equal(got[:, :8], 4 * product[:, :8])
+    np.testing.assert_array_equal(got[:, 8:], 2 * product[:, 8:])
+
+
+@pytest.mark.parametrize("form", [F32, F16, S32])
+def test_neighbours_that_are_no_run(form: str) -> None:
+    """One with another a, then one with a guard, then one that is jumped to."""
+    a, b, c = matrices(form)
+    count = COUNTS[form][0]
+    body = f""".reg .b32 %x<{count}>; .reg .b32 %y<{count}>; .reg .b32 %z<{count}>;
+    setp.eq.u32 %p, %warp, 1; setp.eq.u32 %q, %warp, 2; @%q bra SKIP;
+    {mma(form, d="x")} {mma(form, d="y", a="{%a1, %a0, %a3, %a2}")} {mma(form, d="z")}
+    @%p {mma(form)}
+    {mma(form, d="x", c="y")}
+    SKIP: {mma(form, d="z", c="z")}"""
+    upside = np.roll(a, 8, 1) @ b
+    first = np.array([1, 1, 0])[:, None, None]
+    wants = {
+        "x": first * (a @ b + upside + c),
+        "y": first * (upside + c),
+        "z": a @ b + first * (a @ b + c),
+        "d": np.where(np.arange(3)[:, None, None] == 1, a @ b + c, 77),
+    }
+    for name, want in wants.items():
+        copies = " ".join(f"mov.b32 %d{i}, %{name}{i};" for i in range(count))
+        np.testing.assert_array_equal(result(form, body + copies, a, b, c), want)
+
+
+def test_operands_written_by_other_warp_wide_instructions() -> None:
+    """activemask gives all ones, which are -1 as four signed bytes."""
+    a, b, c = matrices(S32)
+    body = f""".reg .b32 %x<4>; {mma(S32, d="x")}
+    activemask.b32 %b0; activemask.b32 %b1; {mma(S32, c="x")}"""
+    np.testing.assert_array_equal(result(S32, body, a, b, c), a @ b - a.sum(2, keepdims=True) + c)
+
+
 def test_results_of_mma_are_operands_of_mma() -> None:
     """An f16 accumulator of one instruction is operand b of the next two."""
     a, b, c = matrices(F16)
