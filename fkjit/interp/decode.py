@@ -40,6 +40,7 @@ Compute = Callable[[np.ndarray], Any]  # fills its argument, writing it last: in
 
 OPCODES: dict[str, Callable[[Decoder, Instruction], Step]] = {}
 CONTROL: dict[str, Callable[[Decoder, Instruction], Step]] = {}
+INTERCEPTORS: list[Callable[[Decoder, Instruction, Step], Step]] = []
 
 
 def opcode(*names: str) -> Callable[[Any], Any]:
@@ -62,6 +63,12 @@ def control(*names: str) -> Callable[[Any], Any]:
         return function
 
     return add
+
+
+def intercept(function: Any) -> Any:
+    """Register a function that may put a step around that of any instruction."""
+    INTERCEPTORS.append(function)
+    return function
 
 
 def unsupported(ins: Instruction, why: str = "") -> InterpreterError:
@@ -101,7 +108,14 @@ class Decoder:
             raise unsupported(ins, str(error).removeprefix("interpreter: ")) from error
         except (IndexError, KeyError, ValueError, AttributeError, TypeError) as error:
             raise unsupported(ins, f"{type(error).__name__}: {error}") from error
-        return self.notify(ins, self._guarded(ins, step) if ins.guard else step)
+        step = self.notify(ins, self._guarded(ins, step) if ins.guard else step)
+        return self.intercepted(ins, step)
+
+    def intercepted(self, ins: Instruction, step: Step) -> Step:
+        """The step with whatever others put around it."""
+        for wrap in INTERCEPTORS:
+            step = wrap(self, ins, step)
+        return step
 
     def notify(self, ins: Instruction, step: Step) -> Step:
         """A step that afterwards calls the watchers of the registers that it writes."""

@@ -29,6 +29,8 @@ from fkjit.interp import (  # noqa: F401  (their decoders register themselves)
     move,
     tensor,
     warp,
+    wgmma,
+    wgmma_registers,
 )
 from fkjit.interp.arena import Allocation, GlobalMemory
 from fkjit.interp.banks import BankLine

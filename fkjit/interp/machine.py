@@ -82,7 +82,8 @@ class Machine:
         for ins in self.function.instructions:
             if is_control(ins):
                 try:
-                    self.control[ins.pc] = CONTROL[ins.op[0]](self.decoder, ins)
+                    step = CONTROL[ins.op[0]](self.decoder, ins)
+                    self.control[ins.pc] = self.decoder.intercepted(ins, step)
                 except (IndexError, KeyError, ValueError, AttributeError, TypeError) as error:
                     raise unsupported(ins, f"{type(error).__name__}: {error}") from error
                 code.append(None)

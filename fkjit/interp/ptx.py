@@ -190,6 +190,8 @@ def reads_and_writes(ins: Instruction) -> tuple[list[str], list[str]]:
         split = 1 if has_destination and ins.args else 0
         reads = [name for arg in ins.args[split:] for name in registers_in(arg)]
         writes = [name for arg in ins.args[:split] for name in registers_in(arg)]
+        if ins.op[:2] == ("wgmma", "mma_async"):  # accumulates
+            reads += writes
         if ins.guard:
             reads.append(ins.guard[0])
         ins._registers = reads, writes
