@@ -8,25 +8,33 @@ from typing import Any
 import numpy as np
 
 from fkjit.interp import halves
-from fkjit.interp.decode import Decoder, Step, opcode
+from fkjit.interp.arith_float import flush
+from fkjit.interp.decode import OPCODES, Decoder, Step, only, opcode
 from fkjit.interp.lanes import Group
 from fkjit.interp.loadstore import Locator, by_space
 from fkjit.interp.ptx import DTYPE, SIZE, Instruction, Operand, Reg, words
 from fkjit.interp.race import ATOMIC
 
-_OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 _KNOWN = words(
-    "atom red relaxed acquire release acq_rel gpu cta sys cluster global shared shared::cta "
-    "noftz volatile"
+    "relaxed acquire release acq_rel gpu cta sys cluster global shared shared::cta "
+    "shared::cluster noftz volatile L2::cache_hint"
 )
 _UFUNCS: dict[str, Any] = {
     "add": np.add, "min": np.minimum, "max": np.maximum,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
 }  # fmt: skip
 _HALF = ("f16", "bf16", "f16x2", "bf16x2")
+_TYPES = {
+    "add": words("u32 s32 u64 f32 f64") | set(_HALF),
+    **dict.fromkeys(("min", "max"), words("u32 s32 u64 s64") | set(_HALF)),
+    **dict.fromkeys(("and", "or", "xor"), words("b32 b64")),
+    "exch": words("b32 b64 b128"), "cas": words("b16 b32 b64 b128"),
+    **dict.fromkeys(("inc", "dec"), words("u32")),
+}  # fmt: skip
+_VECTORS = {"v2": 2, "v4": 4, "v8": 8}
 
 
-def _combine(operation: str, kind: str) -> Callable[[Any, Any, Any], Any]:
+def combine(operation: str, kind: str) -> Callable[[Any, Any, Any], Any]:
     """The new value from (old, operand, second operand), as arrays."""
     if operation in _UFUNCS:
         function = _UFUNCS[operation]
@@ -35,13 +43,21 @@ def _combine(operation: str, kind: str) -> Callable[[Any, Any, Any], Any]:
         return lambda old, a, b: function(old, a)
     rules: dict[str, Callable[[Any, Any, Any], Any]] = {
         "exch": lambda old, a, b: a,
-        "cas": lambda old, a, b: np.where(old == a, b, old),
+        "cas": lambda old, a, b: np.where(_same(old, a), b, old),
         "inc": lambda old, a, b: np.where(old >= a, 0, old + np.uint32(1)).astype(np.uint32),
         "dec": lambda old, a, b: np.where((old == 0) | (old > a), a, old - np.uint32(1)).astype(
             np.uint32
         ),
     }
     return rules[operation]
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Equal bit for bit; 128-bit values are pairs of words."""
+    if one.dtype.itemsize < 16:
+        return one == other
+    words_of = (np.ascontiguousarray(v).view(np.uint64).reshape(-1, 2) for v in (one, other))
+    return np.equal(*words_of).all(1)
 
 
 def _rank(position: np.ndarray) -> np.ndarray:
@@ -74,45 +90,86 @@ def _one_by_one(
 
 
 def _operands(ins: Instruction) -> tuple[Operand | None, Operand, tuple[Operand, ...]]:
-    """Destination (None for red), address, values."""
+    """Destination (None for red), address, values (without a cache policy)."""
+    args = ins.args[:-1] if ins.has("L2::cache_hint") else ins.args
     if ins.op[0] == "red":
-        return None, ins.args[0], ins.args[1:]
-    target = ins.args[0]
+        return None, args[0], args[1:]
+    target = args[0]
     if isinstance(target, Reg) and target.sink:
         target = None
-    return target, ins.args[1], ins.args[2:]
+    return target, args[1], args[2:]
+
+
+def _form(ins: Instruction) -> tuple[str, int]:
+    """The operation and the number of elements; refuses what does not exist."""
+    operation = next((part for part in ins.op[1:] if part in _TYPES), ins.op[-2])
+    count = next((_VECTORS[part] for part in ins.op if part in _VECTORS), 1)
+    only(ins, (*_KNOWN, operation, ins.type, *_VECTORS))
+    if ins.type not in _TYPES.get(operation, ()):
+        raise ValueError(f".{operation} of .{ins.type}")
+    vectors = operation == "add" if ins.type == "f32" else ins.type in _HALF
+    if count * SIZE[ins.type] > 16 or (count > 1 and not vectors):
+        raise ValueError(f"{count} elements of .{ins.type}")
+    if operation in ("min", "max") and ins.type in _HALF and count == 1:
+        raise ValueError(f".{operation} of one .{ins.type}")
+    return operation, count
 
 
 @opcode("atom", "red")
 def atom(d: Decoder, ins: Instruction) -> Step:
-    """atom{.sem}{.scope}{.space}.op.type d, [a], b{, c}; red is the same without d."""
-    operation = next(part for part in ins.op[1:] if part in _OPERATIONS)
-    for part in ins.op[1:-1]:
-        if part not in _KNOWN and part != operation:
-            raise ValueError(f"modifier .{part}")
+    """atom{.sem}{.scope}{.space}.op{.vec}.type d, [a], b{, c}; red is the same without d."""
+    if ins.has("async"):
+        return OPCODES["red.async"](d, ins)
+    operation, count = _form(ins)
     kind, size = ins.type, SIZE[ins.type]
     target, address, values = _operands(ins)
-    locator = Locator(d, ins, address, size, True)
-    a = d.src(values[0], kind)
-    b = d.src(values[1], kind) if operation == "cas" else a
-    out = None if target is None else d.dst(target, kind)
-    combine, shared = _combine(operation, kind), d.machine.memory.shared
-    ufunc = _UFUNCS.get(operation) if kind not in _HALF else None
-    observers = d.machine.observers
+    if len(values) != (2 if operation == "cas" else 1):
+        raise ValueError(f"{len(values)} values")
+    locator = Locator(d, ins, address, size * count, True)
+    updates = [
+        _Update(d, operation, kind, target and d.items(target)[at], a, values[-1])
+        for at, a in enumerate(d.items(values[0]))
+    ]
+    shared, observers = d.machine.memory.shared, d.machine.observers
 
     def run(group: Group) -> None:
         found = locator.locate(group)
         for see in observers:
-            see(ATOMIC, found.shared, found.position, size, group.lanes, ins)
+            see(ATOMIC, found.shared, found.position, size * count, group.lanes, ins)
         if found.shared:
-            shared.check_initialised(found.position, size, group, ins)
-        memory, at = found.views[size].view(DTYPE[kind]), found.position >> (size.bit_length() - 1)
-        x, y = group.pick(a), group.pick(b)
-        if out is None and ufunc is not None:
-            ufunc.at(memory, at, x)
-            return
-        old = _one_by_one(memory, at, x, y, combine)
-        if out is not None:
-            group.put(out, old)
+            shared.check_initialised(found.position, size * count, group, ins)
+        memory = found.views[size].view(DTYPE[kind])
+        for at, update in enumerate(updates):
+            update(group, memory, (found.position + at * size) // size, found.shared)
 
+    if len(updates) != count:
+        raise ValueError(f"{len(updates)} values for .v{count}")
     return by_space(run, locator, locator.base)
+
+
+class _Update:
+    """Reads, combines and writes one element a lane."""
+
+    def __init__(
+        self, d: Decoder, operation: str, kind: str, target: Operand | None, a: Operand, b: Operand
+    ) -> None:
+        self.a = d.src(a, kind)
+        self.b = d.src(b, kind) if operation == "cas" else self.a
+        self.out = None if target is None else d.dst(target, kind)
+        self.combine = combine(operation, kind)
+        self.ufunc = _UFUNCS.get(operation) if kind not in _HALF else None
+        self.flushes = operation == "add" and kind == "f32"
+
+    def __call__(self, group: Group, memory: np.ndarray, at: np.ndarray, shared: bool) -> None:
+        x, y = group.pick(self.a), group.pick(self.b)
+        flushes = self.flushes and not shared  # f32 in global memory knows no subnormals
+        if flushes:
+            x = flush(x)
+        if self.out is None and self.ufunc is not None:
+            self.ufunc.at(memory, at, x)
+        else:
+            old = _one_by_one(memory, at, x, y, self.combine)
+            if self.out is not None:
+                group.put(self.out, old)
+        if flushes:
+            memory[at] = flush(memory[at])

@@ -1,10 +1,10 @@
-"""Branches, returns, traps, and barriers of the block."""
+"""Branches, jump tables, the end of threads, traps."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from fkjit.interp.decode import Decoder, Step, control
+from fkjit.interp.decode import Decoder, Step, control, only
 from fkjit.interp.lanes import Group
 from fkjit.interp.ptx import DTYPE, Instruction, Sym
 
@@ -27,6 +27,7 @@ def guard_mask(d: Decoder, ins: Instruction, group: Group) -> np.ndarray:
 @control("bra")
 def bra(d: Decoder, ins: Instruction) -> Step:
     """bra label: the lanes part if the guard differs between them."""
+    only(ins, ("uni",))
     machine, following = d.machine, ins.pc + 1
     (label,) = ins.args
     assert isinstance(label, Sym)
@@ -54,6 +55,7 @@ def bra(d: Decoder, ins: Instruction) -> Step:
 @control("brx")
 def brx(d: Decoder, ins: Instruction) -> Step:
     """brx.idx index, table: a jump table."""
+    only(ins, ("idx", "uni"))
     machine = d.machine
     table = ins.args[1]
     assert isinstance(table, Sym)
@@ -80,6 +82,7 @@ def brx(d: Decoder, ins: Instruction) -> Step:
 @control("ret", "exit")
 def ret(d: Decoder, ins: Instruction) -> Step:
     """The thread ends (calls have been inlined, so a ret is the kernel's)."""
+    only(ins, ("uni",) if ins.op[0] == "ret" else ())
     machine = d.machine
 
     def run(group: Group) -> None:
@@ -95,6 +98,7 @@ def ret(d: Decoder, ins: Instruction) -> Step:
 @control("trap", "brkpt")
 def trap(d: Decoder, ins: Instruction) -> Step:
     """A trap is a fault."""
+    only(ins, ())
     machine = d.machine
 
     def run(group: Group) -> int:

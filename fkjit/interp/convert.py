@@ -7,52 +7,48 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.interp import halves
-from fkjit.interp.arith_float import flush, round_directed
-from fkjit.interp.decode import Decoder, Step, opcode
-from fkjit.interp.ptx import DTYPE, SIZE, Instruction
+from fkjit.interp import halves, narrow
+from fkjit.interp.arith_float import clamp, floats, flush
+from fkjit.interp.decode import Decoder, Step, only, opcode
+from fkjit.interp.ptx import DTYPE, SIZE, Instruction, words
+from fkjit.interp.rounding import FORMATS, directed64, quantise, sum_to_odd
 
-Values = Callable[[], np.ndarray]
+Convert = Callable[[np.ndarray], np.ndarray]
 _TO_INTEGRAL: dict[str, Any] = {
     "rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil,
 }  # fmt: skip
-_KNOWN = frozenset(("rn", "rz", "rm", "rp", "rna", "ftz", "sat", "relu", *_TO_INTEGRAL))
+_MODES = ("rn", "rz", "rm", "rp", "rna")
+_INTEGERS = words("u8 s8 u16 s16 u32 s32 u64 s64")
+_FLOATS = ("f16", "bf16", "f32", "f64")
 
 
 @opcode("cvt")
 def cvt(d: Decoder, ins: Instruction) -> Step:
-    """cvt{.rnd}{.ftz}{.sat}{.relu}.dtype.atype d, a (two sources for the packed types)."""
+    """cvt{.rnd}{.ftz}{.sat}{.satfinite}{.relu}.dtype.atype d, a (two sources for some x2 types)."""
     to, of = ins.op[-2], ins.op[-1]
-    if any(part not in _KNOWN for part in ins.op[1:-2]):
-        raise ValueError("modifier")
+    if ins.op[1] == "pack":
+        return _pack_integers(d, ins)
+    only(ins, (to, of, *_MODES, *_TO_INTEGRAL, *words("ftz sat satfinite relu")))
+    if narrow.is_narrow(to) or narrow.is_narrow(of):
+        return narrow.cvt(d, ins)
     if to in ("f16x2", "bf16x2") and of == "f32":
         return _pack(d, ins, to)
-    if to == "tf32":
+    if to == "tf32" and of == "f32":
         return _tf32(d, ins)
     for kind in (to, of):
-        if kind not in DTYPE or kind.endswith("x2"):
+        if kind not in _FLOATS and kind not in _INTEGERS:
             raise ValueError(f"type .{kind}")
-    get = _source(d, ins, of)
-    if to in ("f16", "bf16"):
-        convert = _to_half(ins, to, of)
-    elif to in ("f32", "f64"):
-        convert = _to_float(ins, to, of)
-    else:
-        convert = _to_integer(ins, to, of)
+    if "rna" in ins.op or (ins.has("ftz") and "f32" not in (to, of)):
+        raise ValueError("modifier")
+    get: Any = floats(d, ins.args[1], of, ins.has("ftz")) if of in _FLOATS else None
+    if get is None:
+        values = d.src(ins.args[1], of)
+        get = lambda: values  # noqa: E731
+    convert = _to_integer(ins, to, of) if to in _INTEGERS else _to_float(ins, to, of)
     return _store(d, ins, to, lambda: convert(get()))
 
 
-def _source(d: Decoder, ins: Instruction, of: str) -> Values:
-    """The operand's values: halves as float32."""
-    raw = d.src(ins.args[1], of)
-    if of in ("f16", "bf16"):
-        return lambda: halves.to_float(of, np.ascontiguousarray(raw))
-    if of == "f32" and ins.has("ftz"):
-        return lambda: flush(raw)
-    return lambda: raw
-
-
-def _store(d: Decoder, ins: Instruction, to: str, values: Values) -> Step:
+def _store(d: Decoder, ins: Instruction, to: str, values: Callable[[], np.ndarray]) -> Step:
     """Into a register at least as wide: signed results are sign-extended."""
     out = d.dst(ins.args[0], None)
     width, size = out.dtype.itemsize, SIZE[to]
@@ -62,66 +58,90 @@ def _store(d: Decoder, ins: Instruction, to: str, values: Values) -> Step:
 
     def compute(into: np.ndarray) -> None:
         result = values()
-        narrow = result if result.dtype.kind in "iu" else result.view(f"u{size}")
-        into[...] = narrow.astype(wide).view(into.dtype)
+        bits = result if result.dtype.kind in "iu" else result.view(f"u{size}")
+        into[...] = bits.astype(wide).view(into.dtype)
 
     return d.step(ins, ins.args[0], None, compute)
 
 
-def _limit(ins: Instruction, values: np.ndarray) -> np.ndarray:
-    """.sat (NaN becomes 0) and .relu."""
-    if ins.has("sat"):
-        values = np.fmin(np.fmax(values, values.dtype.type(0)), values.dtype.type(1))
-    return np.where(values < 0, values.dtype.type(0), values) if ins.has("relu") else values
+def _as_double(values: np.ndarray) -> np.ndarray:
+    """Any numbers as float64, rounded to odd where they have more bits."""
+    if values.dtype.kind in "iu" and values.dtype.itemsize == 8:
+        return sum_to_odd(*_halves_of(values))
+    return values.astype(np.float64)
 
 
-def _to_half(ins: Instruction, to: str, of: str) -> Callable[[np.ndarray], np.ndarray]:
-    integral = _integral(ins)
-    if ins.has("rm") or ins.has("rp") or ins.has("rna"):
-        raise ValueError("rounding of halves other than .rn, .rz")
-
-    def convert(values: np.ndarray) -> np.ndarray:
-        if integral is not None:
-            values = integral(values)
-        if values.dtype == np.float32:
-            limited = _limit(ins, values)
-            return halves.truncate(to, limited) if ins.has("rz") else halves.from_float(to, limited)
-        wide = _limit(ins, values.astype(np.float64))
-        if ins.has("rz"):
-            raise ValueError(f".rz from .{of}")
-        return halves.from_double(to, wide)
-
-    return convert
+def _halves_of(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """64-bit integers as the exact sum of two float64."""
+    low = values & values.dtype.type(0xFFFFFFFF)
+    return (values - low).astype(np.float64), low.astype(np.float64)
 
 
-def _to_float(ins: Instruction, to: str, of: str) -> Callable[[np.ndarray], np.ndarray]:
-    dtype, integral = DTYPE[to], _integral(ins)
-    mode = next((part for part in ("rz", "rm", "rp") if ins.has(part)), None)
-    if mode and (to == "f64" or of in ("u64", "s64")):
-        raise ValueError(f"modifier .{mode}")
+def _to_float(ins: Instruction, to: str, of: str) -> Convert:
+    """To f16, bf16, f32 or f64, from anything."""
+    integral = next((_TO_INTEGRAL[part] for part in ins.op if part in _TO_INTEGRAL), None)
+    mode = next((part for part in ("rz", "rm", "rp") if ins.has(part)), "rn")
+    if (ins.has("satfinite") or ins.has("relu")) and (of != "f32" or to not in ("f16", "bf16")):
+        raise ValueError("modifier")
+    if ins.has("sat") and of in _INTEGERS:
+        raise ValueError("modifier .sat")
+    rounded = _rounder(ins, to, mode)
 
     def convert(values: np.ndarray) -> np.ndarray:
         if integral is not None:
             values = integral(values)
-        if mode:
-            result = round_directed(values.astype(np.float64), mode)
-        else:
-            result = values.astype(dtype)
-        if ins.has("ftz") and to == "f32":
-            result = flush(result)
-        return _limit(ins, result)
+        if of in _FLOATS:
+            values = clamp(ins, values)
+        result = rounded(values)
+        return flush(result) if ins.has("ftz") and to == "f32" else result
 
     return convert
 
 
-def _to_integer(ins: Instruction, to: str, of: str) -> Callable[[np.ndarray], np.ndarray]:
+def _rounder(ins: Instruction, to: str, mode: str) -> Convert:
+    """Rounds numbers of any type to a floating one."""
+    if to == "f64":
+        if mode == "rn":
+            return lambda values: values.astype(np.float64)
+        return lambda values: _directed64(values, mode)
+    if to == "f32":
+        if mode == "rn":
+            return lambda values: values.astype(np.float32)
+        return lambda values: quantise(_as_double(values), "f32", mode).astype(np.float32)
+    plain = mode == "rn" and not ins.has("satfinite")
+
+    def half(values: np.ndarray) -> np.ndarray:
+        if plain and values.dtype == np.float32:
+            return halves.from_float(to, values)
+        if plain:
+            return halves.from_double(to, _as_double(values))
+        return halves.from_double(to, _limited(ins, quantise(_as_double(values), to, mode), to))
+
+    return half
+
+
+def _directed64(values: np.ndarray, mode: str) -> np.ndarray:
+    if values.dtype.kind == "f" or values.dtype.itemsize < 8:
+        return values.astype(np.float64)
+    return directed64("add", np.add, mode, _halves_of(values))
+
+
+def _limited(ins: Instruction, values: np.ndarray, kind: str) -> np.ndarray:
+    """.satfinite: infinities become the largest number; NaN stays."""
+    largest = FORMATS[kind].largest
+    return np.clip(values, -largest, largest) if ins.has("satfinite") else values
+
+
+def _to_integer(ins: Instruction, to: str, of: str) -> Convert:
     dtype = DTYPE[to]
     limits = np.iinfo(dtype)
-    if of[0] not in "fb" or (of[0] == "b" and of != "bf16"):
+    if of in _INTEGERS:
+        only(ins, ("sat", to, of))
         if not ins.has("sat"):
             return lambda values: values.astype(dtype)
         return lambda values: clamp_integers(values, limits).astype(dtype)
-    rounding = _integral(ins)
+    only(ins, ("sat", "ftz", *_TO_INTEGRAL, to, of))
+    rounding = next((_TO_INTEGRAL[part] for part in ins.op if part in _TO_INTEGRAL), None)
     if rounding is None:
         raise ValueError("a float to an integer needs .rni, .rzi, .rmi or .rpi")
 
@@ -142,36 +162,55 @@ def clamp_integers(values: np.ndarray, limits: Any) -> np.ndarray:
     return np.clip(values, max(own.min, limits.min), min(own.max, limits.max))
 
 
-def _integral(ins: Instruction) -> Any:
-    return next((_TO_INTEGRAL[part] for part in ins.op if part in _TO_INTEGRAL), None)
-
-
 def _pack(d: Decoder, ins: Instruction, to: str) -> Step:
     """cvt.f16x2.f32 d, a, b: a becomes the upper half, b the lower."""
-    kind = halves.base_type(to)
-    if ins.has("sat") or ins.has("rm") or ins.has("rp"):
-        raise ValueError("modifier")
+    only(ins, ("rn", "rz", "relu", "satfinite", to, "f32"))
+    if len(ins.args) != 3:
+        raise ValueError(f"{len(ins.args)} operands")
+    round_to = _rounder(ins, halves.base_type(to), "rz" if ins.has("rz") else "rn")
     high, low = d.src(ins.args[1], "f32"), d.src(ins.args[2], "f32")
-    narrow = halves.truncate if ins.has("rz") else halves.from_float
     pair = d.scratch(np.uint32, "cvt pair")
     parts = pair.view(np.uint16)
 
     def compute(out: np.ndarray) -> None:
-        parts[1::2] = narrow(kind, _limit(ins, high))
-        parts[0::2] = narrow(kind, _limit(ins, low))
+        parts[1::2] = round_to(clamp(ins, high))
+        parts[0::2] = round_to(clamp(ins, low))
         out[...] = pair
 
     return d.step(ins, ins.args[0], "b32", compute)
 
 
 def _tf32(d: Decoder, ins: Instruction) -> Step:
-    """cvt.rna.tf32.f32: ten fraction bits, ties away from zero; .rn ties to even."""
-    a = d.src(ins.args[1], "f32").view(np.uint32)
+    """cvt.rna.tf32.f32 (ties away from zero), .rn, .rz: a float32 with ten fraction bits."""
+    only(ins, ("rna", "rn", "rz", "relu", "satfinite", "tf32", "f32"))
+    a = d.src(ins.args[1], "f32")
+    mode = next(part for part in ins.op if part in _MODES)
 
     def compute(out: np.ndarray) -> None:
-        odd = (a >> np.uint32(13)) & np.uint32(1)
-        half = np.uint32(0x1000) if ins.has("rna") else np.uint32(0xFFF) + odd
-        special = (a & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
-        out[...] = np.where(special, a, (a + half) & np.uint32(0xFFFFE000))
+        value = quantise(clamp(ins, a).astype(np.float64), "tf32", mode)
+        out[...] = _limited(ins, value, "tf32").astype(np.float32).view(np.uint32)
+        out[np.isnan(value)] = np.uint32(0x7FFFFFFF)
+
+    return d.step(ins, ins.args[0], "b32", compute)
+
+
+_PACKED_BITS = {"u16": 16, "s16": 16, "u8": 8, "s8": 8, "u4": 4, "s4": 4, "u2": 2, "s2": 2}
+
+
+def _pack_integers(d: Decoder, ins: Instruction) -> Step:
+    """cvt.pack.sat.dtype.s32{.b32} d, a, b{, c}: saturated a and b below the low bits of c."""
+    _, _, sat, to, of, *more = ins.op
+    if sat != "sat" or of not in ("s32", "u32") or more not in ([], ["b32"]):
+        raise ValueError("modifier")
+    bits, signed = _PACKED_BITS[to], to[0] == "s"
+    a, b = d.src(ins.args[1], of), d.src(ins.args[2], of)
+    c = d.src(ins.args[3], "u32") if more else np.zeros(1, np.uint32)
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+    shift, mask = np.uint32(bits), np.uint32((1 << bits) - 1)
+
+    def compute(out: np.ndarray) -> None:
+        x, y = (np.clip(v.astype(np.int64), low, high).astype(np.uint32) & mask for v in (a, b))
+        above = c << (shift + shift) if more else c
+        out[...] = above | x << shift | y
 
     return d.step(ins, ins.args[0], "b32", compute)

@@ -64,16 +64,10 @@ def round_to_odd(value: np.ndarray) -> np.ndarray:
     return bits.view(np.float32)
 
 
-def truncate(kind: str, value: np.ndarray) -> np.ndarray:
-    """float32 -> halves as raw u16, round toward zero."""
-    if kind == "bf16":
-        cut = (np.ascontiguousarray(value).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-    else:
-        near = value.astype(np.float16)
-        bits = near.view(np.uint16)
-        away = (np.abs(near.astype(np.float32)) > np.abs(value)) & np.isfinite(value)
-        cut = bits - away.astype(np.uint16)
-    return np.where(np.isnan(value), NAN_BITS, cut)
+def flush(kind: str, bits: np.ndarray) -> np.ndarray:
+    """Subnormal halves (raw u16) -> zero of the same sign."""
+    exponent = np.uint16(0x7F80 if kind == "bf16" else 0x7C00)
+    return np.where(bits & exponent == 0, bits & np.uint16(0x8000), bits)
 
 
 def split(kind: str, packed: np.ndarray) -> np.ndarray:
@@ -89,10 +83,3 @@ def through_float(kind: str, function: Callable[..., Any], *packed: np.ndarray) 
     size = max(one.size for one in packed)
     wide = [split(kind, np.broadcast_to(one, (size,))) for one in packed]
     return from_float(base_type(kind), function(*wide)).view(packed[0].dtype)
-
-
-def fma(kind: str, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a*b+c of packed halves: the product is exact and the sum in float64 is rounded once."""
-    size = max(a.size, b.size, c.size)
-    x, y, z = (split(kind, np.broadcast_to(one, (size,))).astype(np.float64) for one in (a, b, c))
-    return from_double(base_type(kind), x * y + z).view(a.dtype)

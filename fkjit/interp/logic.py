@@ -1,24 +1,36 @@
-"""Bits: and, or, xor, not, shifts, lop3, prmt, bit fields, counts."""
+"""Bits: and, or, xor, not, shifts, lop3, prmt, counts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from fkjit.interp.decode import Compute, Decoder, Step, opcode
-from fkjit.interp.ptx import DTYPE, SIZE, UNSIGNED, Instruction, Not
+from fkjit.interp.decode import Compute, Decoder, Step, only, opcode
+from fkjit.interp.lanes import Group
+from fkjit.interp.ptx import DTYPE, SIZE, UNSIGNED, Instruction, Not, Pair, words
 
 _BINARY: dict[str, tuple[Any, Any]] = {
     "and": (np.bitwise_and, np.logical_and),
     "or": (np.bitwise_or, np.logical_or),
     "xor": (np.bitwise_xor, np.logical_xor),
 }
+_BITS = words("b16 b32 b64")
+_WORDS = ("b32", "b64")
+
+
+def _typed(ins: Instruction, types: Iterable[str], modifiers: str = "") -> None:
+    """Refuse a type or a modifier that the instruction does not have."""
+    if ins.type not in types:
+        raise ValueError(f"type .{ins.type}")
+    only(ins, (*words(modifiers), ins.type))
 
 
 @opcode(*_BINARY)
 def binary(d: Decoder, ins: Instruction) -> Step:
     """and, or, xor of bits or predicates."""
+    _typed(ins, (*_BITS, "pred"))
     bits, logical = _BINARY[ins.op[0]]
     if ins.type != "pred":
         return d.binary(ins, ins.type, bits)
@@ -33,12 +45,14 @@ def binary(d: Decoder, ins: Instruction) -> Step:
 @opcode("not")
 def invert(d: Decoder, ins: Instruction) -> Step:
     """not of bits or a predicate."""
+    _typed(ins, (*_BITS, "pred"))
     return d.unary(ins, ins.type, np.logical_not if ins.type == "pred" else np.invert)
 
 
 @opcode("cnot")
 def cnot(d: Decoder, ins: Instruction) -> Step:
     """cnot d, a: 1 where a is 0."""
+    _typed(ins, _BITS)
     a = d.src(ins.args[1], ins.type)
     return d.step(ins, ins.args[0], ins.type, lambda out: np.copyto(out, a == 0, "unsafe"))
 
@@ -46,6 +60,7 @@ def cnot(d: Decoder, ins: Instruction) -> Step:
 @opcode("shl", "shr")
 def shift(d: Decoder, ins: Instruction) -> Step:
     """Amounts of the width and above give 0, or the sign for shr.s."""
+    _typed(ins, _BITS if ins.op[0] == "shl" else words("b16 b32 b64 u16 u32 u64 s16 s32 s64"))
     kind = f"u{ins.type[1:]}" if ins.op[0] == "shl" or ins.type[0] == "b" else ins.type
     a, amount = d.src(ins.args[1], kind), d.src(ins.args[2], "u32")
     function: Any = np.left_shift if ins.op[0] == "shl" else np.right_shift
@@ -69,8 +84,8 @@ def funnel(d: Decoder, ins: Instruction) -> Step:
     """shf.l/.r.wrap/.clamp.b32 d, a, b, c: 32 bits of the shifted pair b:a."""
     a, b, c = (d.src(arg, "u32") for arg in ins.args[1:4])
     left, wrap = ins.op[1] == "l", ins.op[2] == "wrap"
-    if ins.op[1] not in "lr" or ins.op[2] not in ("wrap", "clamp"):
-        raise ValueError("only shf.l, shf.r")
+    if ins.op[1] not in ("l", "r") or ins.op[2:] not in (("wrap", "b32"), ("clamp", "b32")):
+        raise ValueError("only shf.l, shf.r, of .b32")
     half = np.uint64(32)
 
     def compute(out: np.ndarray) -> None:
@@ -84,13 +99,37 @@ def funnel(d: Decoder, ins: Instruction) -> Step:
 
 @opcode("lop3")
 def lop3(d: Decoder, ins: Instruction) -> Step:
-    """lop3.b32 d, a, b, c, table: any function of three bits."""
-    if ins.op[1:] != ("b32",):
-        raise ValueError(f"modifier .{ins.op[1]}")
+    """lop3.b32 d, a, b, c, table: any function of three bits.
+
+    lop3.and/or.b32 d|p, a, b, c, table, {!}q: p tells whether d is not 0, combined with q.
+    """
     a, b, c = (d.src(arg, "u32") for arg in ins.args[1:4])
     table = d.immediate(ins.args[4])
-    known = _lop3_known(table, a, b, c)
+    compute = _lop3_known(table, a, b, c) or _lop3_rows(table, a, b, c)
+    pair = ins.args[0]
+    if ins.op[1:] == ("b32",):
+        return d.step(ins, pair, "u32", compute)
+    _typed(ins, ("b32",), "and or")
+    assert isinstance(pair, Pair)
+    combine = np.logical_and if ins.op[1] == "and" else np.logical_or
+    predicate, negated = d.registers.predicate(ins.args[5])
+    value = d.scratch(np.uint32, "lop3")
 
+    def test(out: np.ndarray) -> None:
+        compute(value)
+        combine(value != 0, ~predicate if negated else predicate, out)
+
+    set_predicate = d.step(ins, pair.second, "pred", test)
+    set_value = d.step(ins, pair.first, "u32", lambda out: np.copyto(out, value))
+
+    def run(group: Group) -> None:
+        set_predicate(group)
+        set_value(group)
+
+    return run
+
+
+def _lop3_rows(table: int, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> Compute:
     def compute(out: np.ndarray) -> None:
         result = np.uint32(0)
         for row in range(8):
@@ -99,7 +138,7 @@ def lop3(d: Decoder, ins: Instruction) -> Step:
                 result = result | term
         out[...] = result
 
-    return d.step(ins, ins.args[0], "u32", known or compute)
+    return compute
 
 
 def _lop3_known(table: int, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> Compute | None:
@@ -131,6 +170,7 @@ _PRMT_MODES = {  # byte selectors by mode, for the control values 0-3
 def prmt(d: Decoder, ins: Instruction) -> Step:
     """prmt.b32{.mode} d, a, b, c: bytes of the pair b:a, or copies of their signs."""
     mode = ins.op[2] if len(ins.op) > 2 else ""
+    only(ins, ("b32", mode))
     a, b, c = (d.src(arg, "u32") for arg in ins.args[1:4])
     table = np.array(_PRMT_MODES[mode], np.uint32) if mode else None
 
@@ -150,55 +190,10 @@ def prmt(d: Decoder, ins: Instruction) -> Step:
     return d.step(ins, ins.args[0], "u32", compute)
 
 
-@opcode("bfe")
-def bfe(d: Decoder, ins: Instruction) -> Step:
-    """bfe d, a, position, length: a bit field, sign-extended for .s types."""
-    kind, bits = ins.type, 8 * SIZE[ins.type]
-    a = d.src(ins.args[1], kind)
-    position, length = d.src(ins.args[2], "u32"), d.src(ins.args[3], "u32")
-    dtype = DTYPE[kind]
-    wide = np.dtype("i8") if dtype.kind == "i" else np.dtype("u8")
-
-    def compute(out: np.ndarray) -> None:
-        at = np.minimum(position & np.uint32(255), 64).astype(np.int64)
-        count = np.minimum(length & np.uint32(255), 64).astype(np.int64)
-        end = np.minimum(at + count, bits)  # the sign is that of the highest bit there is
-        taken = np.clip(end - at, 0, bits)
-        value = a.astype(wide).view(np.uint64)
-        top = value << (64 - np.minimum(end, 64)).astype(np.uint64)  # the field's top bit is 63
-        down = np.minimum(64 - taken, 63).astype(wide)
-        field = top.view(wide) >> down
-        sign = np.where(a < 0, wide.type(-1), wide.type(0)) if wide.kind == "i" else wide.type(0)
-        field = np.where((at >= bits) & (count > 0), sign, field)
-        np.copyto(out, np.where(count == 0, wide.type(0), field), "unsafe")
-
-    return d.step(ins, ins.args[0], kind, compute)
-
-
-@opcode("bfi")
-def bfi(d: Decoder, ins: Instruction) -> Step:
-    """bfi d, a, b, position, length: b with a field replaced by the low bits of a."""
-    kind, bits = f"u{ins.type[1:]}", 8 * SIZE[ins.type]
-    a, b = d.src(ins.args[1], kind), d.src(ins.args[2], kind)
-    position, length = d.src(ins.args[3], "u32"), d.src(ins.args[4], "u32")
-
-    def compute(out: np.ndarray) -> None:
-        at = position & np.uint32(255)
-        count = np.minimum(length & np.uint32(255), 64).astype(np.uint64)
-        low = np.where(
-            count >= 64, ~np.uint64(0), (np.uint64(1) << count % np.uint64(64)) - np.uint64(1)
-        )
-        by = np.minimum(at, 63).astype(np.uint64)
-        mask = np.where(at >= bits, np.uint64(0), low << by)
-        value = (a.astype(np.uint64) << by) & mask
-        np.copyto(out, (b.astype(np.uint64) & ~mask) | value, "unsafe")
-
-    return d.step(ins, ins.args[0], kind, compute)
-
-
 @opcode("popc")
 def popc(d: Decoder, ins: Instruction) -> Step:
     """popc d, a: the number of ones."""
+    _typed(ins, _WORDS)
     a = d.src(ins.args[1], f"u{ins.type[1:]}")
     return d.step(
         ins, ins.args[0], "u32", lambda out: np.copyto(out, np.bitwise_count(a), "unsafe")
@@ -220,6 +215,7 @@ def highest_bit(value: np.ndarray) -> np.ndarray:
 @opcode("clz")
 def clz(d: Decoder, ins: Instruction) -> Step:
     """clz d, a: leading zeros; the width for 0."""
+    _typed(ins, _WORDS)
     a, bits = d.src(ins.args[1], f"u{ins.type[1:]}"), 8 * SIZE[ins.type]
     return d.step(
         ins, ins.args[0], "u32", lambda out: np.copyto(out, bits - 1 - highest_bit(a), "unsafe")
@@ -229,6 +225,7 @@ def clz(d: Decoder, ins: Instruction) -> Step:
 @opcode("bfind")
 def bfind(d: Decoder, ins: Instruction) -> Step:
     """bfind{.shiftamt} d, a: the highest bit that is not the sign; 0xffffffff if there is none."""
+    _typed(ins, words("u32 s32 u64 s64"), "shiftamt")
     a, bits = d.src(ins.args[1], ins.type), 8 * SIZE[ins.type]
     unsigned = UNSIGNED[SIZE[ins.type]]
 
@@ -245,6 +242,7 @@ def bfind(d: Decoder, ins: Instruction) -> Step:
 @opcode("brev")
 def brev(d: Decoder, ins: Instruction) -> Step:
     """brev d, a: bits in reverse order."""
+    _typed(ins, _WORDS)
     kind = f"u{ins.type[1:]}"
     a, size = d.src(ins.args[1], kind), SIZE[kind]
     table = np.array([int(f"{value:08b}"[::-1], 2) for value in range(256)], np.uint8)

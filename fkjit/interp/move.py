@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.interp.decode import Decoder, Step, opcode
-from fkjit.interp.ptx import SIZE, UNSIGNED, Instruction, Vec
+from fkjit.interp.decode import Decoder, Step, only, opcode
+from fkjit.interp.ptx import SIZE, UNSIGNED, Instruction, Reg, Vec
+from fkjit.interp.timers import CLOCKS, read_clock
 from fkjit.interp.shared import LOCAL_WINDOW, SHARED_WINDOW
 
 
@@ -15,6 +16,9 @@ from fkjit.interp.shared import LOCAL_WINDOW, SHARED_WINDOW
 def mov(d: Decoder, ins: Instruction) -> Step:
     """mov.type d, a; mov.b32 {lo, hi}, a; mov.b64 d, {lo, hi}."""
     target, source = ins.args
+    only(ins, (ins.type,) if ins.type in SIZE else ())
+    if isinstance(source, Reg) and source.name in CLOCKS:
+        return read_clock(d, ins, source.name)
     if isinstance(target, Vec):
         return _unpack(d, ins, target)
     if isinstance(source, Vec):
@@ -26,9 +30,9 @@ def mov(d: Decoder, ins: Instruction) -> Step:
 def _unpack(d: Decoder, ins: Instruction, target: Vec) -> Step:
     whole = SIZE[ins.type]
     part = whole // len(target.items)
-    value = d.src(ins.args[1], f"u{8 * whole}")
+    value = d.src(ins.args[1], f"b{8 * whole}")
     pieces = np.ascontiguousarray(value).view(UNSIGNED[part]).reshape(-1, len(target.items))
-    outs = [d.dst(item, f"u{8 * part}") for item in target.items]
+    outs = [d.dst(item, f"b{8 * part}") for item in target.items]
 
     def run(group: Any) -> None:
         for number, out in enumerate(outs):
@@ -45,7 +49,7 @@ def _unpack(d: Decoder, ins: Instruction, target: Vec) -> Step:
 def _pack(d: Decoder, ins: Instruction, source: Vec) -> Step:
     whole = SIZE[ins.type]
     part = whole // len(source.items)
-    values = [d.src(item, f"u{8 * part}") for item in source.items]
+    values = [d.src(item, f"b{8 * part}") for item in source.items]
     spare = d.scratch(UNSIGNED[whole], "pack")
     pieces = spare.view(UNSIGNED[part]).reshape(-1, len(values))
 
@@ -54,7 +58,7 @@ def _pack(d: Decoder, ins: Instruction, source: Vec) -> Step:
             pieces[:, number] = value
         out[...] = spare
 
-    return d.step(ins, ins.args[0], f"u{8 * whole}", compute)
+    return d.step(ins, ins.args[0], f"b{8 * whole}", compute)
 
 
 @opcode("cvta")
@@ -62,6 +66,9 @@ def cvta(d: Decoder, ins: Instruction) -> Step:
     """cvta{.to}.space: between generic addresses and those of a state space."""
     to = ins.has("to")
     space = ins.op[2 if to else 1].split("::")[0]
+    if space not in ("shared", "local", "global", "const", "param"):
+        raise ValueError(f"modifier .{space}")
+    only(ins, ("to", ins.op[2 if to else 1], "u32", "u64"))
     window = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}.get(space, 0)
     if ins.type == "u32":
         window = 0

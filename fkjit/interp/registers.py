@@ -15,8 +15,8 @@ from fkjit.interp.ptx import DTYPE, SIZE, UNSIGNED, Float, Imm, Not, Operand, Re
 def constant(bits: int, dtype: np.dtype) -> np.ndarray:
     """One element of a type from its bits; operations broadcast it over the lanes."""
     width = dtype.itemsize
-    raw = np.array([bits & ((1 << 8 * width) - 1)], UNSIGNED[width])
-    return raw.view(dtype)
+    raw = (bits & ((1 << 8 * width) - 1)).to_bytes(width, "little")
+    return np.frombuffer(raw, UNSIGNED[width]).copy().view(dtype)
 
 
 class Registers:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fkjit.interp.control import guard_mask
-from fkjit.interp.decode import Decoder, Step, control
+from fkjit.interp.decode import Decoder, Step, control, only
 from fkjit.interp.lanes import WARP, Group
 from fkjit.interp.ptx import DTYPE, Instruction, Operand, Pair, Reg
 
@@ -129,6 +129,7 @@ def shfl(d: Decoder, ins: Instruction) -> Step:
     """shfl.sync.{up,down,bfly,idx}.b32 d[|p], a, b, c, members."""
     if ins.op[1] != "sync" or ins.op[2] not in ("up", "down", "bfly", "idx"):
         raise ValueError("only shfl.sync up, down, bfly, idx")
+    only(ins, (*ins.op[1:3], "b32"))
     target, valid = ins.args[0], None
     if isinstance(target, Pair):
         target, valid = target.first, _store(d, target.second, "pred")
@@ -176,6 +177,9 @@ def _shuffle_source(
 def vote(d: Decoder, ins: Instruction) -> Step:
     """vote.sync.{all,any,uni}.pred, vote.sync.ballot.b32 d, {!}p, members."""
     mode = ins.op[2]
+    only(ins, ("sync", mode, "b32" if mode == "ballot" else "pred"))
+    if mode not in ("ballot", "any", "all", "uni"):
+        raise ValueError(f"modifier .{mode}")
     predicate, negated = d.registers.predicate(ins.args[1])
     members = d.src(ins.args[2], "u32")
     store = _store(d, ins.args[0], "b32" if mode == "ballot" else "pred")
@@ -192,8 +196,6 @@ def vote(d: Decoder, ins: Instruction) -> Step:
         }
         store(results[mode](), group)
 
-    if ins.op[1] != "sync" or mode not in ("ballot", "any", "all", "uni"):
-        raise ValueError("only vote.sync")
     return warp_meeting(d, ins, ins.args[2], act)
 
 
@@ -201,6 +203,8 @@ def vote(d: Decoder, ins: Instruction) -> Step:
 def match(d: Decoder, ins: Instruction) -> Step:
     """match.any/all.sync.b32/b64: which lanes hold the same value."""
     mode = ins.op[1]
+    if ins.op[1:] not in ((mode, "sync", "b32"), (mode, "sync", "b64")):
+        raise ValueError("only match.any.sync, match.all.sync of .b32, .b64")
     target, agree = ins.args[0], None
     if isinstance(target, Pair):
         target, agree = target.first, _store(d, target.second, "pred")
@@ -224,21 +228,28 @@ def match(d: Decoder, ins: Instruction) -> Step:
     return warp_meeting(d, ins, ins.args[2], act)
 
 
-_REDUX: dict[str, Any] = {
-    "add": np.add, "min": np.minimum, "max": np.maximum,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-}  # fmt: skip
+_REDUX: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("u32", "s32"), {"add": np.add, "min": np.minimum, "max": np.maximum}),
+    "b32": {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor},
+    "f32": {"min": np.fmin, "max": np.fmax},
+}
 
 
 @control("redux")
 def redux(d: Decoder, ins: Instruction) -> Step:
-    """redux.sync.op.type d, a, members: the result of all members to each."""
-    function = _REDUX[ins.op[2]]
+    """redux.sync.op{.abs}{.NaN}.type d, a, members: the result of all members to each."""
+    operation, floating = ins.op[2], ins.type == "f32"
+    only(ins, ("sync", operation, ins.type, *(("abs", "NaN") if floating else ())))
+    function = _REDUX[ins.type][operation]
+    if ins.has("NaN"):
+        function = np.minimum if operation == "min" else np.maximum
     a, members = d.src(ins.args[1], ins.type), d.src(ins.args[2], "u32")
     store, lanes = _store(d, ins.args[0], ins.type), d.machine.layout.lanes
 
     def act(group: Group) -> None:
         value, key = _full(a, lanes), _full(members, lanes)
+        if ins.has("abs"):
+            value = np.abs(value)
         result = np.zeros(lanes, DTYPE[ins.type])
         here = group.lanes
         order = np.lexsort((here, key[here], here // WARP))
@@ -255,6 +266,7 @@ def redux(d: Decoder, ins: Instruction) -> Step:
 @control("activemask")
 def activemask(d: Decoder, ins: Instruction) -> Step:
     """activemask.b32 d: the lanes that are here together."""
+    only(ins, ("b32",))
     store = _store(d, ins.args[0], "b32")
 
     def run(group: Group) -> int:
@@ -268,6 +280,7 @@ def activemask(d: Decoder, ins: Instruction) -> Step:
 @control("elect")
 def elect(d: Decoder, ins: Instruction) -> Step:
     """elect.sync d|p, members: the lowest member."""
+    only(ins, ("sync",))
     pair = ins.args[0]
     assert isinstance(pair, Pair)
     leader = (
@@ -286,3 +299,14 @@ def elect(d: Decoder, ins: Instruction) -> Step:
         chosen(lowest == lane, group)
 
     return warp_meeting(d, ins, ins.args[1], act)
+
+
+@control("setmaxnreg")
+def setmaxnreg(d: Decoder, ins: Instruction) -> Step:
+    """setmaxnreg.inc/.dec.sync.aligned.u32 n: whole warps change their number of registers."""
+    if ins.op not in ((*ins.op[:1], way, "sync", "aligned", "u32") for way in ("inc", "dec")):
+        raise ValueError("only setmaxnreg.inc, .dec")
+    count = d.immediate(ins.args[0])
+    if count % 8 or not 24 <= count <= 256:
+        raise ValueError(f"{count} is not a multiple of 8 from 24 to 256")
+    return warp_meeting(d, ins, None, lambda group: None)
