@@ -61,7 +61,7 @@ def _pick(register: np.ndarray, warps: np.ndarray | None) -> np.ndarray:
     return rows if warps is None else rows[warps]
 
 
-def _lanes(d: Decoder, values: np.ndarray) -> np.ndarray:
+def full_lanes(d: Decoder, values: np.ndarray) -> np.ndarray:
     """A constant repeated for all lanes."""
     return values if values.size > 1 else np.full(d.machine.layout.lanes, values[0], values.dtype)
 
@@ -141,7 +141,7 @@ def stmatrix(d: Decoder, ins: Instruction) -> Step:
     _only_b16(ins, _MATRIX_PARTS)
     count, transpose = _matrix_count(ins), ins.has("trans")
     locator = Locator(d, ins, ins.args[0], 16, True)
-    sources = [_lanes(d, d.src(source, "b32")) for source in d.items(ins.args[1])]
+    sources = [full_lanes(d, d.src(source, "b32")) for source in d.items(ins.args[1])]
     shared, addressing = d.machine.memory.shared, _row_lanes(d, count)
     observers = d.machine.observers
 
@@ -164,7 +164,7 @@ def stmatrix(d: Decoder, ins: Instruction) -> Step:
 def movmatrix(d: Decoder, ins: Instruction) -> Step:
     """movmatrix.sync.aligned.m8n8.trans.b16: an 8x8 matrix transposed between lanes."""
     _only_b16(ins, _MATRIX_PARTS)
-    out, source = d.dst(ins.args[0], "b32"), _lanes(d, d.src(ins.args[1], "b32"))
+    out, source = d.dst(ins.args[0], "b32"), full_lanes(d, d.src(ins.args[1], "b32"))
 
     def act(group: Group) -> None:
         warps = whole_warps(d, ins, group)
