@@ -4,7 +4,7 @@
     o = fkjit.attention(q, k, v, causal=True)      # torch, CuPy, NumPy or DLPack arrays
 
 Nothing but this file is imported until a name is used; see `fkjit.attention`, `fkjit.prepare`,
-`fkjit.warm`, `fkjit.register`, `fkjit.launch`.
+`fkjit.warm`, `fkjit.register`, `fkjit.launch`, `fkjit.launch_cpu`, `fkjit.sanitize`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ _PUBLIC = {
     "attention": "fkjit.ops.attention",
     "prepare": "fkjit.api",
     "launch": "fkjit.api",
+    "launch_cpu": "fkjit.cpu_launch",
+    "sanitize": "fkjit.sanitizer",
+    "SanitizerError": "fkjit.errors",
     "variants": "fkjit.api",
     "warm": "fkjit.warming",
     "register": "fkjit.spec",
@@ -27,7 +30,19 @@ _PUBLIC = {
     "errors": "fkjit.errors",
 }
 
-__all__ = ["KernelSpec", "Param", "attention", "launch", "prepare", "register", "variants", "warm"]
+__all__ = [
+    "KernelSpec",
+    "Param",
+    "SanitizerError",
+    "attention",
+    "launch",
+    "launch_cpu",
+    "prepare",
+    "register",
+    "sanitize",
+    "variants",
+    "warm",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -50,6 +65,9 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from fkjit import errors as errors
     from fkjit.api import launch, prepare, variants
+    from fkjit.cpu_launch import launch_cpu
+    from fkjit.errors import SanitizerError
     from fkjit.ops.attention import attention
+    from fkjit.sanitizer import sanitize
     from fkjit.spec import KernelSpec, Param, register
     from fkjit.warming import warm

@@ -21,39 +21,53 @@ INTERPRETER_TARGET = "compute_80"  # whose PTX the CPU interpreter runs unless o
 _quiet = threading.local()
 
 
-def build(spec: KernelSpec, params: Params, to: Target, cache: Cache | None = None) -> Entry:
+def build(
+    spec: KernelSpec, params: Params, to: Target, cache: Cache | None = None, guard: int = 0
+) -> Entry:
     """The compiled kernel for one target, from the cache or from NVRTC.
 
     `Entry.meta` has: kernel, entry, label, params, target, kind, arguments (name, struct code,
     const of each), resources (None for PTX), compile_seconds, nvrtc, problems (spills and the
-    like). Raises CompileError, RenderError, ToolchainError, or NotCachedError.
+    like). `guard`: see `KernelSpec.shared_layout`. Raises CompileError, RenderError,
+    ToolchainError, or NotCachedError.
     """
-    rendered = load(spec, params)
-    describe = f"{spec.id} {spec.label(params)} {to.name}"
-    fields = key_fields(spec.id, rendered, spec.entry, to)
+    what = {"kernel": spec.id, "label": spec.label(params), "params": dict(params)}
+    return build_source(load(spec, params, guard), spec.entry, to, what, cache)
+
+
+def build_source(
+    rendered: Rendered, entry: str, to: Target, what: dict[str, Any], cache: Cache | None = None
+) -> Entry:
+    """The same of any source; `what` has kernel, label and params for `Entry.meta`.
+
+    entry "": a text with any entry points, whose arguments are not looked at; to PTX only.
+    """
+    describe = " ".join(part for part in (what["kernel"], what["label"], to.name) if part)
+    fields = key_fields(what["kernel"], rendered, entry, to)
     return (cache or default_cache()).get_or_build(
-        fields, lambda: _compile(spec, params, to, rendered, describe), describe=describe
+        fields, lambda: _compile(rendered, entry, to, what, describe), describe=describe
     )
 
 
 def _compile(
-    spec: KernelSpec, params: Params, to: Target, rendered: Rendered, describe: str
+    rendered: Rendered, entry: str, to: Target, what: dict[str, Any], describe: str
 ) -> tuple[bytes, dict[str, Any]]:
     """The image and what the cache keeps beside it."""
     from fkjit.compile import compile_source  # not at the top: a warm start compiles nothing
     from fkjit.signature import signature
 
     with _status(describe) as done:
-        compiled = compile_source(rendered, spec.entry, to, describe=describe)
+        compiled = compile_source(rendered, entry, to, describe=describe)
         done.append(f"{compiled.seconds * 1e3:.0f} ms")
+    arguments = signature(rendered, entry) if entry else ()
     return compiled.image, {
-        "kernel": spec.id,
-        "entry": spec.entry,
-        "label": spec.label(params),
-        "params": dict(params),
+        "kernel": what["kernel"],
+        "entry": entry,
+        "label": what["label"],
+        "params": what["params"],
         "target": compiled.target,
         "kind": compiled.kind,
-        "arguments": [(a.name, a.code, a.const) for a in signature(rendered, spec.entry)],
+        "arguments": [(a.name, a.code, a.const) for a in arguments],
         "resources": compiled.resources.to_dict() if compiled.resources else None,
         "compile_seconds": compiled.seconds,
         "nvrtc": compiled.nvrtc_version,

@@ -19,6 +19,7 @@ from fkjit.arch import Target
 from fkjit.build import build, gpu_target
 from fkjit.cache import Entry, materialise
 from fkjit.errors import CaptureError, DeviceError, LaunchError, ParameterError, ToolchainError
+from fkjit.sanitizer import refuse_gpu
 from fkjit.spec import Dim3, KernelSpec, Params, Problem
 from fkjit.toolchain import explain_load_failure
 
@@ -204,6 +205,7 @@ def launch_on_device(
     stream: int,
 ) -> LoadedKernel:
     """Launch one problem. `named` has every kernel argument; pointers are integers."""
+    refuse_gpu(spec.op)
     runtime = import_module("cupy.cuda").runtime
     kernel = loaded(spec, params, device, stream)
     before = runtime.getDevice()

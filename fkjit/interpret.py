@@ -8,15 +8,21 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fkjit.arch import Target
 from fkjit.build import build, interpreter_target
 from fkjit.errors import InterpreterError, ParameterError
+from fkjit.sanitizer import in_force
 from fkjit.settings import Settings, settings
-from fkjit.spec import KernelSpec, Params, Problem
+from fkjit.spec import KernelSpec, Params, Problem, SharedLayout
 
+if TYPE_CHECKING:
+    from fkjit.interp.shared import CarveOut
+
+GUARD = 1024  # bytes between carve-outs where memory is checked: alignment and banks stay
 _FEW_THREADS = 4000  # with so many the interpreter is half as fast as with very many
 _OVERHEAD = 0.06  # seconds of a kernel's first launch: parsing, decoding
 
@@ -34,32 +40,56 @@ def estimate(spec: KernelSpec, params: Params, problem: Problem) -> float:
 
 
 def interpret(
-    spec: KernelSpec, params: Params, problem: Problem, arrays: Mapping[str, Any]
+    spec: KernelSpec,
+    params: Params,
+    problem: Problem,
+    arrays: Mapping[str, Any],
+    to: Target | None = None,
 ) -> None:
-    """Run one problem; output arrays are written in place.
+    """Run one problem; output arrays are written in place. What is checked: see `sanitizer`.
 
-    `arrays` are NumPy arrays (or None for a null pointer) by the names `spec.arguments` wants.
+    `arrays` are NumPy arrays (or None for a null pointer) by the names `spec.arguments` wants. `to`
+    is a PTX target (default: `interpreter_target`).
     InterpreterError when the work would take longer than FKJIT_INTERPRETER_LIMIT; SanitizerError,
     with nothing written, when the kernel misuses memory or barriers.
     """
-    to = interpreter_target()
+    to = to or interpreter_target()
     spec.check(params, to.arch)
     seconds = estimate(spec, params, problem)
     _refuse_hours(spec, problem, seconds)
-    entry = build(spec, params, to)
+    chosen = in_force()
+    guard = GUARD if chosen.mem else 0
+    entry = build(spec, params, to, guard=guard)
     named = spec.arguments(params, problem, arrays)
+    layout = () if spec.shared_layout is None else spec.shared_layout(params)
+    parts, guarded = carve_outs(layout, guard)
     from fkjit import interp
 
-    interp.run(
+    stats = interp.run(
         entry.image.decode().rstrip("\0"),
         spec.entry,
         spec.grid(params, problem),
         spec.block(params),
         [_argument(named, *argument) for argument in entry.meta["arguments"]],
-        dynamic_shared=spec.shared_bytes(params),
+        dynamic_shared=guarded or spec.shared_bytes(params),
+        checks=chosen.checks,
         title=f"{spec.id} {spec.label(params)}",
         progress=_progress(spec.id, seconds),
+        carve_outs=parts,
     )
+    chosen.note(stats.banks)
+
+
+def carve_outs(layout: SharedLayout, guard: int) -> tuple[list[CarveOut], int]:
+    """The arrays of dynamic shared memory with `guard` bytes between them, and bytes in all."""
+    from fkjit.interp.shared import CarveOut
+
+    parts, top = [], 0
+    for name, size in layout:
+        top += guard if parts else 0
+        parts.append(CarveOut(name, top, size))
+        top += size
+    return parts, top
 
 
 def _refuse_hours(spec: KernelSpec, problem: Problem, seconds: float) -> None:

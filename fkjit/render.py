@@ -33,6 +33,7 @@ RENDERER = "1"  # part of every cache key: raise it when the same input gives an
 _STATEMENT = r"(?m)^[ \t]*//%(.*)$"
 _KEYWORDS = ("if", "elif", "else", "endif", "for", "endfor", "set")
 _COMMENT = r"(?s)/\*#.*?#\*/"
+_GUARD = r"\$\{[^}\n]*\bguard\b"
 _OPEN_VALUE = r"(?m)\$\{[^}\n]*$"
 _INCLUDE = r'(?m)^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"'
 _ABSOLUTE = r'(?m)^[ \t]*#[ \t]*include[ \t]*["<](?:/|\\|[A-Za-z]:)'
@@ -93,15 +94,36 @@ def render(spec: KernelSpec, params: Params) -> Rendered:
     return rendered
 
 
-def load(spec: KernelSpec, params: Params) -> Rendered:
+def load(spec: KernelSpec, params: Params, guard: int = 0) -> Rendered:
     """What `render` returns, but with the text still to be rendered: enough for a cache key."""
     root = spec.root or kernels_dir()
     where = root / spec.source
     name = f"{root.name}/{Path(spec.source).as_posix()}"
-    template = _read(where, spec.id)
-    _check_includes(name, template)
-    headers = _headers(template, where.parent, name.rpartition("/")[0])
-    return Rendered(name, template, headers, where, spec.template_values(params))
+    rendered = load_file(name, where, spec.template_values(params, guard), spec.id)
+    if spec.shared_layout is not None and not guarded(rendered.template):
+        raise RenderError(
+            f"{name}: {spec.id} declares a shared_layout, so the template has to leave ${{guard}} "
+            "bytes between the arrays of dynamic shared memory"
+        )
+    return rendered
+
+
+def guarded(template: str) -> bool:
+    """Whether a template leaves `${guard}` bytes between carve-outs of shared memory."""
+    return re.search(_GUARD, template) is not None
+
+
+def load_file(name: str, where: Path, values: Mapping[str, Any], who: str) -> Rendered:
+    """The template in the file `where`, as errors and profilers shall call it: `name`."""
+    return load_text(name, _read(where, who), where, values)
+
+
+def load_text(name: str, text: str, where: Path, values: Mapping[str, Any]) -> Rendered:
+    """A template's text; headers are looked for in templates/ and in the folder of `where`."""
+    text = text if text.endswith("\n") else text + "\n"
+    _check_includes(name, text)
+    headers = _headers(text, where.parent, name.rpartition("/")[0])
+    return Rendered(name, text, headers, where, values)
 
 
 def window(text: str, line: int) -> str:

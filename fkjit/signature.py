@@ -58,6 +58,23 @@ def signature(rendered: Rendered, entry: str) -> tuple[Argument, ...]:
     return tuple(arguments)
 
 
+def loose_signature(rendered: Rendered, entry: str) -> tuple[Argument, ...]:
+    """The arguments of any `__global__ … entry(…)`; code "" where a type is not known here.
+
+    Empty where the source does not have it in plain text: made by a macro, say.
+    """
+    plain = _NOISE.sub(_blank, rendered.text)
+    heads = [
+        match.end()
+        for match in re.finditer(rf"__global__[^;{{}}]*?\b{re.escape(entry)}\s*\(", plain)
+    ]
+    defined = [at for at in heads if plain[_closing(plain, at) + 1 :].lstrip().startswith("{")]
+    for start in [*defined, *heads][:1]:
+        pieces = _split(plain[start : _closing(plain, start)])
+        return tuple(_read(piece)[0] for piece in pieces if piece.strip())
+    return ()
+
+
 def _blank(match: re.Match[str]) -> str:
     """Comments become spaces, so that offsets and lines stay; strings stay if they are "C"."""
     text = match[0]
@@ -86,21 +103,27 @@ def _split(text: str) -> list[str]:
 
 
 def _argument(file: str, text: str, where: int, entry: str, piece: str) -> Argument:
+    argument, words = _read(piece)
+    if not argument.code or argument.name == "?":
+        known = ", ".join(sorted(_CODES))
+        raise RenderError(
+            f"{file}:{_template_line(text, where)}: {entry}: argument {words!r} has no type fkjit "
+            f"can pass (allowed: pointers, {known})"
+        )
+    return argument
+
+
+def _read(piece: str) -> tuple[Argument, str]:
+    """One declaration, its words; name "?" if it has none, code "" if its type is not known."""
     words = " ".join(_QUALIFIER.sub(" ", piece).split())
     match = re.fullmatch(r"(.*[\s*])(\w+)", words)
     ctype = re.sub(r"\s*\*\s*", "*", match[1]).strip() if match else words
     name = match[2] if match else "?"
     pointer = ctype.endswith("*") or ctype.endswith("*const")
     bare = re.sub(r"\bconst\b", " ", ctype).split()
-    code = "P" if pointer else _CODES.get(" ".join(bare))
-    if match is None or code is None:
-        known = ", ".join(sorted(_CODES))
-        raise RenderError(
-            f"{file}:{_template_line(text, where)}: {entry}: argument {words!r} has no type fkjit "
-            f"can pass (allowed: pointers, {known})"
-        )
+    code = "P" if pointer else _CODES.get(" ".join(bare), "")
     const = pointer and "const" in ctype.rpartition("*")[0].split()
-    return Argument(name, ctype, code, pointer, const)
+    return Argument(name, ctype, code, pointer, const), words
 
 
 def _template_line(text: str, position: int) -> int:

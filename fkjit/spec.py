@@ -22,6 +22,11 @@ Params = Mapping[str, Any]
 Problem = Mapping[str, Any]
 Arrays = dict[str, np.ndarray]
 Dim3 = tuple[int, int, int]
+SharedLayout = Sequence[tuple[str, int]]  # name and bytes of arrays that follow one another
+
+
+def _no_shared(params: Params) -> int:
+    return 0
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,11 @@ class KernelSpec:
     )  # Arch.features needed
     # Arch.features that make the variant pointless: what it does without, they do better.
     superseded: Callable[[Params], frozenset[str]] = lambda params: frozenset()
-    shared_bytes: Callable[[Params], int] = lambda params: 0  # dynamic shared memory of a block
+    shared_bytes: Callable[[Params], int] = _no_shared  # dynamic shared memory of a block
+    # The arrays that shared_bytes is the sum of. The template leaves `${guard}` bytes between them,
+    # 0 on a GPU: where the interpreter checks memory, running out of one is not running into the
+    # next.
+    shared_layout: Callable[[Params], SharedLayout] | None = None
     block: Callable[[Params], Dim3]  # threads
     grid: Callable[[Params, Problem], Dim3]  # blocks
 
@@ -72,6 +81,8 @@ class KernelSpec:
 
     # One fresh random problem of each kind worth testing: scale "small" (interpreter) or "full".
     problems: Callable[[Params, str], Sequence[Problem]] = lambda params, scale: ()
+    # Problems worth timing on a GPU, for `fkjit bench`. None given: the "full" ones above.
+    bench: Callable[[Params], Sequence[Problem]] = lambda params: ()
     inputs: Callable[[Params, Problem, np.random.Generator], Arrays] = lambda p, q, rng: {}
     outputs: Callable[[Params, Problem], Arrays] = lambda params, problem: {}  # empty arrays
     arguments: Callable[[Params, Problem, Mapping[str, Any]], Mapping[str, Any]] = (
@@ -86,15 +97,23 @@ class KernelSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_names", tuple(param.name for param in self.params))
+        layout = self.shared_layout
+        if layout is not None and self.shared_bytes is _no_shared:
+            derived = lambda params: sum(size for _, size in layout(params))  # noqa: E731
+            object.__setattr__(self, "shared_bytes", derived)
 
     @property
     def id(self) -> str:
         """The kernel's full name: "attention.flash"."""
         return f"{self.op}.{self.name}"
 
-    def template_values(self, params: Params) -> dict[str, Any]:
-        """Everything `${}` and `//%` may name in this kernel's file."""
-        return {**params, **self.derive(params)}
+    def template_values(self, params: Params, guard: int = 0) -> dict[str, Any]:
+        """Everything `${}` and `//%` may name in this kernel's file.
+
+        `guard`: bytes between carve-outs of shared memory, for kernels with a `shared_layout`.
+        """
+        guarded = {} if self.shared_layout is None else {"guard": guard}
+        return {**params, **self.derive(params), **guarded}
 
     def label(self, params: Params) -> str:
         """Short and unique: "fp16 block=64 head_dim=128"."""

@@ -27,18 +27,20 @@ LAYERS = (
     {"cache"},
     {"build"},
     {"interp"},
+    {"sanitizer"},
     {"interop", "interpret", "device", "gpus"},
-    {"ops"},
-    {"api", "warm_worker", "disassemble"},
+    {"ops", "cpu_arguments"},
+    {"api", "cpu_launch", "warm_worker", "disassemble", "pytest_plugin"},
     {"warming", "doctor", "report"},
-    {"demo", "cli_select", "cli_cache", "cli_warm"},
-    {"cli_show"},
+    {"demo", "cli_select", "cli_cache", "cli_warm", "cli_bench"},
+    {"cli_show", "cli_check"},
     {"cli"},
 )
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 HEAVY = ("cupy", "torch", "jinja2", "typer", "rich", "ml_dtypes", "filelock", "platformdirs")
 USES_CUPY = {"toolchain", "device", "interop", "gpus", "ops", "demo"}
-USES_TERMINAL = {"report", "demo", "cli", "cli_cache", "cli_warm", "cli_show"}  # typer or rich
+# typer or rich
+USES_TERMINAL = {"report", "demo", "cli", "cli_cache", "cli_warm", "cli_show", "cli_check"}
 
 
 def modules() -> list[Path]:

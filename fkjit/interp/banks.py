@@ -14,7 +14,6 @@ lane need none. Atomics count every lane, since lanes that meet at one word take
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +30,7 @@ BANKS, WORD, WARP = 32, 4, 32
 class BankLine:
     """What one kind of instruction of one line did to the banks, over a whole launch."""
 
+    kernel: str  # the launch's title: "attention.flash fp16 head_dim=64 …"
     location: str  # "kernels_cu/attention/flash.cu:120"
     instruction: str  # "ld.shared.v4.f32"
     accesses: int  # by warps
@@ -83,18 +83,22 @@ class Banks:
         for at, count in enumerate(wavefronts(positions, width, lanes, kind == ATOMIC)):
             total[at] += count
 
-    def lines(self) -> tuple[BankLine, ...]:
+    def lines(self, title: str) -> tuple[BankLine, ...]:
         """The figures by line and instruction, the worst ratio first."""
         merged: dict[tuple[str, str], list[int]] = {}
         for ins, counts in self.counts.values():
             total = merged.setdefault((where(ins), ".".join(ins.op)), [0, 0, 0])
             total[:] = [a + b for a, b in zip(total, counts, strict=True)]
-        found = [BankLine(*key, *counts) for key, counts in merged.items()]
+        found = [BankLine(title, *key, *counts) for key, counts in merged.items()]
         return tuple(sorted(found, key=lambda line: (-line.ratio, line.location)))
 
     def gate(self, title: str, limit: float) -> None:
         """SanitizerError when an instruction needs more than `limit` times its ideal wavefronts."""
-        over = [line for line in each(self.counts.values()) if line.ratio > limit]
+        every = [
+            BankLine(title, where(ins), ".".join(ins.op), *counts)
+            for ins, counts in self.counts.values()
+        ]
+        over = [line for line in every if line.ratio > limit]
         if not over:
             return
         worst = max(over, key=lambda line: line.ratio)
@@ -110,8 +114,3 @@ class Banks:
             location=worst.location,
             hint=hint,
         )
-
-
-def each(counted: Iterable[tuple[Instruction, list[int]]]) -> list[BankLine]:
-    """One line an instruction."""
-    return [BankLine(where(ins), ".".join(ins.op), *counts) for ins, counts in counted]

@@ -146,7 +146,7 @@ def _run_batches(machine: Machine, progress: Callable[[float], None] | None) -> 
         batches += 1
         if progress is not None:
             progress(min(1.0, (first + layout.ctas) / layout.blocks))
-    banks = () if machine.banks is None else machine.banks.lines()
+    banks = () if machine.banks is None else machine.banks.lines(machine.reporter.title)
     if machine.banks is not None and machine.checks.bank_limit is not None:
         machine.banks.gate(machine.reporter.title, machine.checks.bank_limit)
     return Stats(0.0, layout.blocks, layout.threads, batches, machine.executed - before, banks)

@@ -11,6 +11,7 @@ from fkjit.interpret import interpret
 from fkjit.ops.attention_checks import LAYOUTS, Request, check
 from fkjit.ops.attention_plan import geometries, plans, remember
 from fkjit.ops.attention_problem import scalars
+from fkjit.sanitizer import refuse_gpu
 
 
 def attention(
@@ -67,6 +68,7 @@ def attention(
         except (AttributeError, TypeError, RuntimeError):  # whatever it is, it is explained below
             plan = None
         if plan is not None:
+            refuse_gpu("attention")
             return plan.run(q, k, v)
     request = check(q, k, v, *options)
     o = interop.empty(request.q, request.output_shape, request.problem["dtype"])

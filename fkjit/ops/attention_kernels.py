@@ -6,7 +6,7 @@ from typing import Any
 
 from fkjit.interop import ITEMSIZE
 from fkjit.ops.attention_problem import MAX_HEAD_DIM, NAIVE_ROWS, SHARED, split_block
-from fkjit.spec import KernelSpec, Param, Params, register
+from fkjit.spec import KernelSpec, Param, Params, SharedLayout, register
 
 HEAD_DIMS = (32, 64, 96, 128, 192, MAX_HEAD_DIM)  # what tiles are padded to
 PAIRS = (*((d, d) for d in HEAD_DIMS), (192, 128))  # (head_dim, head_dim_v) that are compiled
@@ -53,11 +53,12 @@ def _flash_illegal(params: Params) -> str | None:
     return _unaligned(params)
 
 
-def _flash_shared(params: Params) -> int:
+def _flash_shared(params: Params) -> SharedLayout:
     """Q, and two stages of K and V."""
     block_q, block_k = split_block(params["block"])
-    dims = params["head_dim"] + params["head_dim_v"]
-    return 2 * (block_q * params["head_dim"] + 2 * block_k * dims)
+    k, v = 2 * block_k * params["head_dim"], 2 * block_k * params["head_dim_v"]
+    stages = [(f"{name} stage {i}", size) for i in range(2) for name, size in (("K", k), ("V", v))]
+    return [("Q", 2 * block_q * params["head_dim"]), *stages]
 
 
 def _threads(derive: Any) -> Any:
@@ -80,7 +81,7 @@ FLASH = register(
         derive=_flash_derive,
         illegal=_flash_illegal,
         features=lambda params: frozenset({"cp_async", "ldmatrix", "bf16_mma"}),
-        shared_bytes=_flash_shared,
+        shared_layout=_flash_shared,
         block=_threads(_flash_derive),
         interpreter_flops=3.6e9,
         **SHARED,
@@ -116,14 +117,14 @@ def _unaligned(params: Params, tile: int = 32) -> str | None:
     return "copies whole 16-byte chunks, and these rows do not start on 16-byte boundaries"
 
 
-def _sm75_shared(params: Params) -> int:
+def _sm75_shared(params: Params) -> SharedLayout:
     """Q, and one tile each of K and V."""
     (block_q, block_k), d, dv = (
         split_block(params["block"]),
         params["head_dim"],
         params["head_dim_v"],
     )
-    return 2 * (block_q * d + block_k * (d + dv))
+    return [("Q", 2 * block_q * d), ("K", 2 * block_k * d), ("V", 2 * block_k * dv)]
 
 
 FLASH_SM75 = register(
@@ -143,7 +144,7 @@ FLASH_SM75 = register(
         illegal=_sm75_illegal,
         features=lambda params: frozenset({"f16_mma", "ldmatrix"}),
         superseded=lambda params: frozenset({"cp_async"}),
-        shared_bytes=_sm75_shared,
+        shared_layout=_sm75_shared,
         block=_threads(_sm75_derive),
         interpreter_flops=3e9,
         **SHARED,
@@ -175,14 +176,20 @@ def _fp32_illegal(params: Params) -> str | None:
     return _simt_pair(params) or _unaligned(params, tile=16)
 
 
-def _fp32_shared(params: Params) -> int:
+def _fp32_shared(params: Params) -> SharedLayout:
     """Q, K, V and the probabilities as floats; rows of Q, K and P padded by four."""
     (block_q, block_k), d, dv = (
         split_block(params["block"]),
         params["head_dim"],
         params["head_dim_v"],
     )
-    return 4 * ((block_q + block_k) * (d + 4) + block_k * dv + block_q * (block_k + 4))
+    floats = {
+        "Q": block_q * (d + 4),
+        "K": block_k * (d + 4),
+        "V": block_k * dv,
+        "P": block_q * (block_k + 4),
+    }
+    return [(name, 4 * count) for name, count in floats.items()]
 
 
 FLASH_FP32 = register(
@@ -201,7 +208,7 @@ FLASH_FP32 = register(
         derive=_fp32_warps,
         illegal=_fp32_illegal,
         superseded=lambda params: frozenset({"bf16_mma"} if params["dtype"] == "bf16" else ()),
-        shared_bytes=_fp32_shared,
+        shared_layout=_fp32_shared,
         block=_threads(_fp32_warps),
         interpreter_flops=6e8,
         **SHARED,
@@ -216,7 +223,7 @@ def _tiled_derive(params: Params) -> dict[str, Any]:
     return {"block_q": block_q, "block_k": block_k}
 
 
-def _tiled_shared(params: Params) -> int:
+def _tiled_shared(params: Params) -> SharedLayout:
     """Q, one tile that is K and then V, and the probabilities."""
     (block_q, block_k), d, dv = (
         split_block(params["block"]),
@@ -224,8 +231,12 @@ def _tiled_shared(params: Params) -> int:
         params["head_dim_v"],
     )
     itemsize = ITEMSIZE[params["dtype"]]
-    elements = block_q * d + block_k * max(d + 4 // itemsize, dv)
-    return elements * itemsize + 4 * block_q * block_k
+    tile = block_k * max(d + 4 // itemsize, dv)
+    return [
+        ("Q", itemsize * block_q * d),
+        ("K or V", itemsize * tile),
+        ("P", 4 * block_q * block_k),
+    ]
 
 
 TILED = register(
@@ -242,7 +253,7 @@ TILED = register(
         ),
         derive=_tiled_derive,
         illegal=_simt_pair,
-        shared_bytes=_tiled_shared,
+        shared_layout=_tiled_shared,
         block=lambda params: (4 * split_block(params["block"])[0], 1, 1),
         interpreter_flops=2.5e8,
         **SHARED,

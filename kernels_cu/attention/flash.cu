@@ -38,6 +38,7 @@ constexpr int STAGES = ${stages};          // tiles of K and V in shared memory
 constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the registers
 constexpr bool ALIGNED = ${aligned};       // rows of q, k, v, o start on 16-byte boundaries
 constexpr bool Q_IN_REGISTERS = ${q_in_registers};
+constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int ROWS_A_WARP = BLOCK_Q / NUM_WARPS;
@@ -55,7 +56,8 @@ using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;
 using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;
 using VTile = SwizzledTile<BLOCK_K, HEAD_DIM_V>;
 using OTile = SwizzledTile<BLOCK_Q, HEAD_DIM_V>;
-constexpr int STAGE_BYTES = KTile::BYTES + VTile::BYTES;
+constexpr int V_OFFSET = KTile::BYTES + GUARD;  // in a stage
+constexpr int STAGE_BYTES = V_OFFSET + VTile::BYTES + GUARD;
 
 using QReader = FragmentReader<QTile, BlockOrder::ROW_MAJOR>;
 using KReader = FragmentReader<KTile, BlockOrder::COL_MAJOR>;
@@ -73,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
     const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const u32 q_tile = shared_address(shared_memory), ring = q_tile + QTile::BYTES;
+  const u32 q_tile = shared_address(shared_memory), ring = q_tile + QTile::BYTES + GUARD;
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
 
   const QueryBlock<BLOCK_Q> place(blockIdx.x, seqlen_q, heads_q);
@@ -95,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
     const int rows_left = seqlen_k - t * BLOCK_K;
     copy_tile<KTile, THREADS, ALIGNED>(stage, k + row * k_strides.row, k_strides.row, rows_left,
                                        head_dim);
-    copy_tile<VTile, THREADS, ALIGNED>(stage + KTile::BYTES, v + row * v_strides.row, v_strides.row,
+    copy_tile<VTile, THREADS, ALIGNED>(stage + V_OFFSET, v + row * v_strides.row, v_strides.row,
                                        rows_left, head_dim_v);
   };
 
@@ -156,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
 
     float correction[M_BLOCKS][2];
     if (softmax.raise_max(s, scale_log2, correction)) scale_rows(acc, correction);
-    multiply_pv<elem_t, MMA_K>(acc, s, softmax, scale_log2, stage + KTile::BYTES, v_reader);
+    multiply_pv<elem_t, MMA_K>(acc, s, softmax, scale_log2, stage + V_OFFSET, v_reader);
   }
 
   // 3. Normalise; the output is staged over this warp's own rows of Q, then stored in whole chunks.

@@ -35,6 +35,7 @@ constexpr int HEAD_DIM = ${head_dim};                    // of q and k, padded w
 constexpr int HEAD_DIM_V = round_up(${head_dim_v}, 64);  // of v and o, padded: 16 lanes, float4s
 constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the registers
 constexpr bool ALIGNED = ${aligned};       // rows of q, k, v, o start on 16-byte boundaries
+constexpr int GUARD = ${guard} / 4;        // floats between tiles: 0 except where memory is checked
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int LANES = 16;                          // threads that share rows
@@ -134,10 +135,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
     const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
   extern __shared__ __align__(16) float shared_memory[];
-  float* q_tile = shared_memory;      // [BLOCK_Q][QK_PITCH]
-  float* k_tile = q_tile + Q_FLOATS;  // [BLOCK_K][QK_PITCH]
-  float* v_tile = k_tile + K_FLOATS;  // [BLOCK_K][HEAD_DIM_V]
-  float* p_tile = v_tile + V_FLOATS;  // [BLOCK_Q][P_PITCH]
+  float* q_tile = shared_memory;              // [BLOCK_Q][QK_PITCH]
+  float* k_tile = q_tile + Q_FLOATS + GUARD;  // [BLOCK_K][QK_PITCH]
+  float* v_tile = k_tile + K_FLOATS + GUARD;  // [BLOCK_K][HEAD_DIM_V]
+  float* p_tile = v_tile + V_FLOATS + GUARD;  // [BLOCK_Q][P_PITCH]
   const int x = threadIdx.x % LANES;
   const int row0 = threadIdx.x / WARP_SIZE * ROWS_A_WARP + threadIdx.x % WARP_SIZE / LANES;
 

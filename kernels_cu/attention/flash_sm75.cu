@@ -35,6 +35,7 @@ constexpr int HEAD_DIM_V = ${head_dim_v};  // of v and o, padded
 constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the registers
 constexpr bool ALIGNED = ${aligned};       // rows of q, k, v, o start on 16-byte boundaries
 constexpr bool Q_IN_REGISTERS = ${q_in_registers};
+constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int ROWS_A_WARP = BLOCK_Q / NUM_WARPS;
@@ -79,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 q_tile = shared_address(shared_memory);
-  const u32 k_tile = q_tile + QTile::BYTES, v_tile = k_tile + KTile::BYTES;
+  const u32 k_tile = q_tile + QTile::BYTES + GUARD, v_tile = k_tile + KTile::BYTES + GUARD;
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int warp_row = warp * ROWS_A_WARP;
 

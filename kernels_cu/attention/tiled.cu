@@ -38,6 +38,8 @@ constexpr int BLOCK_Q = ${block_q};        // query rows of a block
 constexpr int BLOCK_K = ${block_k};        // keys of a tile
 constexpr int HEAD_DIM = ${head_dim};      // of q and k, padded with zeros
 constexpr int HEAD_DIM_V = ${head_dim_v};  // of v and o, padded
+// Elements between tiles: 0 except where memory is checked.
+constexpr int GUARD = ${guard} / sizeof(elem_t);
 
 constexpr int LANES = 16;                    // threads that share rows
 constexpr int ROWS = 4;                      // of a thread
@@ -142,8 +144,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_tiled(
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
   extern __shared__ __align__(16) unsigned char shared_memory[];
   elem_t* q_tile = reinterpret_cast<elem_t*>(shared_memory);  // [BLOCK_Q][HEAD_DIM]
-  elem_t* kv_tile = q_tile + Q_ELEMENTS;                      // [BLOCK_K][K_PITCH or HEAD_DIM_V]
-  float* p_tile = reinterpret_cast<float*>(kv_tile + KV_ELEMENTS);  // [BLOCK_Q][BLOCK_K]
+  elem_t* kv_tile = q_tile + Q_ELEMENTS + GUARD;              // [BLOCK_K][K_PITCH or HEAD_DIM_V]
+  float* p_tile = reinterpret_cast<float*>(kv_tile + KV_ELEMENTS + GUARD);  // [BLOCK_Q][BLOCK_K]
   const int x = threadIdx.x % LANES, row0 = threadIdx.x / LANES * ROWS;
 
   const QueryBlock<BLOCK_Q> place(blockIdx.x, seqlen_q, heads_q);
