@@ -25,6 +25,7 @@ class Warpgroups:
         places = -(-layout.padded // WARPGROUP)  # with the incomplete last one of each block
         self._place = layout.cta * places + layout.thread // WARPGROUP
         self.lanes = self.all(np.arange(layout.lanes)).reshape(self.count, WARPGROUP).copy()
+        self.meetings: list[_Meeting] = []
         self._group: Group | None = None  # the last one looked at, and what was found
         self._found = np.zeros(0, np.int64)
 
@@ -80,6 +81,20 @@ class Warpgroups:
         late[self._place[missing]] = True
         return lanes & ~late[self._place]
 
+    def check_together(self, meeting: _Meeting) -> None:
+        """Threads of one warpgroup may not wait at different instructions."""
+        theirs = np.zeros(int(self._place[-1]) + 1, bool)
+        theirs[self._place[meeting.parked]] = True
+        for other in self.meetings:
+            split = other.parked & theirs[self._place]
+            if other is not meeting and split.any():
+                who = [(one.ins, np.flatnonzero(one.parked)) for one in (meeting, other)]
+                raise self.machine.reporter.waiting(
+                    "incomplete warpgroup",
+                    "threads of one warpgroup wait at different instructions",
+                    who,
+                )
+
     def all_there(self, group: Group) -> bool:
         """Whether no living lane of the group's warpgroups is elsewhere."""
         complete = self.complete(group.mask)
@@ -93,6 +108,7 @@ class _Meeting:
         self.machine, self.ins, self.act = d.machine, ins, act
         self.warpgroups = d.part(Warpgroups)
         self.parked = np.zeros(d.machine.layout.lanes, bool)
+        self.warpgroups.meetings.append(self)
         d.machine.listeners.append(self._clear)
         d.machine.on_exit.append(self._retry)
         d.machine.waiting.append(self._who)
@@ -112,6 +128,8 @@ class _Meeting:
             self.parked = self.parked & ~ready
             self.act(Group(ready, self.machine.alive_count))
             self.machine.push(self.ins.pc + 1, ready)
+        if self.parked.any():
+            self.warpgroups.check_together(self)
 
     def _retry(self) -> None:
         if self.parked.any():

@@ -186,3 +186,55 @@ class Case:
         out = np.zeros_like(self.d)
         out[:, :, row, col] = registers.view(self.d.dtype)
         return out
+
+
+PRELUDE = """
+typedef unsigned long long u64;
+__device__ __forceinline__ unsigned shared_address(const void* p) {
+  return (unsigned)__cvta_generic_to_shared(p);
+}
+__device__ __forceinline__ u64 descriptor(unsigned at) {  // swizzle 128, groups of 8 rows adjacent
+  return (u64)(at >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+__device__ __forceinline__ unsigned swizzled(unsigned at) { return at ^ (at >> 7 & 7) << 4; }
+__device__ __forceinline__ void proxy_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int N> __device__ __forceinline__ void wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory");
+}
+template <int N> __device__ __forceinline__ void store(float (&d)[N], float* to, int stride) {
+  const int t = threadIdx.x % 128, row = t / 32 * 16 + t % 32 / 4, col = t % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    to[(row + i / 2 % 2 * 8) * stride + i / 4 * 8 + col + i % 2] = d[i];
+}
+"""
+
+
+def mma_function(
+    name: str, n: int, types: str, tail: str, from_registers: bool = False, k: int = 16
+) -> str:
+    """`name(d, a, b, scale_d)` in CUDA: one wgmma on accumulators that it reads and writes."""
+    count = n // 2
+    inputs = 4 if from_registers else 1
+    a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}" if from_registers else f"%{count}"
+    loads = ", ".join(f'"r"(a[{i}])' for i in range(4)) if from_registers else '"l"(a)'
+    results = ", ".join(f"%{i}" for i in range(count))
+    return f"""
+__device__ __forceinline__ void {name}(float (&d)[{count}],
+                                       {"unsigned (&a)[4]" if from_registers else "u64 a"}, u64 b,
+                                       int scale_d) {{
+  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + inputs + 1}, 0;\\n"
+    "wgmma.mma_async.sync.aligned.m64n{n}k{k}.{types} {{{results}}}, "
+    "{a}, %{count + inputs}, p{tail};\\n}}"
+    : {", ".join(f'"+f"(d[{i}])' for i in range(count))}
+    : {loads}, "l"(b), "r"(scale_d));
+}}
+"""
