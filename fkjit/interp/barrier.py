@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from fkjit.interp.clocks import Clock
 from fkjit.interp.control import guard_mask
-from fkjit.interp.decode import Decoder, Step, control
+from fkjit.interp.decode import CONTROL, Decoder, Step, control
 from fkjit.interp.lanes import WARP, Group
 from fkjit.interp.ptx import Instruction
+from fkjit.interp.race import Race
 from fkjit.interp.warp import warp_meeting
 
 _REDUCE = {
@@ -36,6 +39,7 @@ class _Barrier:
     arrived: np.ndarray  # threads by block
     expected: np.ndarray  # the count given, by block; 0: all that live
     votes: np.ndarray  # true predicates of bar.red, by block
+    early: dict[int, Clock]  # by block: what threads knew that have arrived and do not wait
     places: dict[int, _Place]
 
 
@@ -43,7 +47,7 @@ class Barriers:
     """All barriers of the batch."""
 
     def __init__(self, d: Decoder) -> None:
-        self.machine = d.machine
+        self.machine, self.race = d.machine, d.machine.race
         self.layout = d.machine.layout
         self.table: dict[int, _Barrier] = {}
         d.machine.listeners.append(self.table.clear)
@@ -53,7 +57,7 @@ class Barriers:
     def _barrier(self, number: int) -> _Barrier:
         if number not in self.table:
             self.table[number] = _Barrier(
-                *(np.zeros(self.layout.ctas, np.int64) for _ in range(3)), places={}
+                *(np.zeros(self.layout.ctas, np.int64) for _ in range(3)), early={}, places={}
             )
         return self.table[number]
 
@@ -68,6 +72,23 @@ class Barriers:
         if place is not None:
             known = barrier.places.setdefault(place.ins.pc, place)
             known.waiting = known.waiting | lanes
+        elif self.race is not None:
+            self._release(barrier, self.race, np.flatnonzero(lanes))
+
+    def _release(self, barrier: _Barrier, race: Race, lanes: np.ndarray) -> None:
+        for block in np.unique(self.layout.cta[lanes]).tolist():
+            clock = race.release(lanes[self.layout.cta[lanes] == block])
+            barrier.early[block] = clock.joined(barrier.early.get(block))
+
+    def _order(self, barrier: _Barrier, race: Race, inside: np.ndarray) -> None:
+        """Those who wait learn what everybody knew who has come."""
+        waiting = np.zeros_like(inside)
+        for place in barrier.places.values():
+            waiting |= place.waiting & inside
+        race.meet(waiting, self.layout.cta)
+        for block in [block for block in barrier.early if inside[block * self.layout.padded]]:
+            lanes = np.flatnonzero(waiting & (self.layout.cta == block))
+            race.acquire(lanes, barrier.early.pop(block))
 
     def release(self) -> None:
         """Let go the blocks whose barriers are complete."""
@@ -85,6 +106,8 @@ class Barriers:
         inside = done[self.layout.cta]
         if self.machine.checked:
             self._check_together(barrier, inside)
+        if self.race is not None:
+            self._order(barrier, self.race, inside)
         votes, arrived = barrier.votes[self.layout.cta], barrier.arrived[self.layout.cta]
         for place in barrier.places.values():
             free = place.waiting & inside
@@ -135,8 +158,10 @@ class Barriers:
 def bar(d: Decoder, ins: Instruction) -> Step:
     """bar{rier}{.cta}.sync/.arrive/.red id[, count]; bar.warp.sync."""
     parts = [part for part in ins.op[1:] if part not in ("cta", "aligned")]
+    if parts[0] == "cluster":
+        return CONTROL["barrier.cluster"](d, ins)
     if parts[:2] == ["warp", "sync"]:
-        return warp_meeting(d, ins, ins.args[0], lambda group: None)
+        return warp_meeting(d, ins, ins.args[0], _warp_order(d, ins))
     if parts[0] not in ("sync", "arrive", "red"):
         raise ValueError(f"modifier .{parts[0]}")
     if parts[0] == "red":
@@ -157,6 +182,15 @@ def bar(d: Decoder, ins: Instruction) -> Step:
         return None
 
     return run
+
+
+def _warp_order(d: Decoder, ins: Instruction) -> Callable[[Group], None]:
+    """bar.warp.sync orders the memory accesses of the warp's threads that its mask names."""
+    race, members = d.machine.race, d.src(ins.args[0], "u32")
+    if race is None:
+        return lambda group: None
+    warp = np.arange(d.machine.layout.lanes) // WARP << 32
+    return lambda group: race.meet(group.mask, warp | members.astype(np.int64))
 
 
 def _arrive_all(
