@@ -142,6 +142,8 @@ def stmatrix(d: Decoder, ins: Instruction) -> Step:
     count, transpose = _matrix_count(ins), ins.has("trans")
     locator = Locator(d, ins, ins.args[0], 16, True)
     sources = [full_lanes(d, d.src(source, "b32")) for source in d.items(ins.args[1])]
+    if len(sources) != count:
+        raise ValueError("number of registers")
     shared, addressing = d.machine.memory.shared, _row_lanes(d, count)
     observers = d.machine.observers
 
@@ -149,8 +151,10 @@ def stmatrix(d: Decoder, ins: Instruction) -> Step:
         warps = whole_warps(d, ins, group)
         rows_of = group if count == 4 else addressing(group)
         at = locator.locate(rows_of)
+        if not at.shared:
+            raise d.machine.reporter.fault("bad address", "not shared memory", ins, group.lanes)
         for see in observers:
-            see(WRITE, at.shared, at.position, 16, rows_of.lanes, ins)
+            see(WRITE, True, at.position, 16, rows_of.lanes, ins)
         rows = np.stack([_pick(source, warps).reshape(-1, 8, 4) for source in sources], 1)
         if transpose:
             rows = _transposed(rows)

@@ -1,16 +1,15 @@
-"""ldmatrix, stmatrix, movmatrix and cp.async against the layouts of the PTX manual."""
+"""ldmatrix and cp.async as they come from the compiler."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from interp_kit import apply, compile_ptx
+from interp_kit import compile_ptx
 
 from fkjit.interp import Arg, run
 
 RNG = np.random.default_rng(8)
 G, T = np.arange(32) // 4, np.arange(32) % 4  # groupID and threadID_in_group of the manual
-
 
 MATRIX = """
 extern "C" __global__ void k(const unsigned* a, unsigned* o) {
@@ -38,23 +37,6 @@ def test_ldmatrix(count: int, trans: bool) -> None:
     matrix = a.swapaxes(2, 3) if trans else a
     low, high = matrix[:, :, G, 2 * T].astype("u4"), matrix[:, :, G, 2 * T + 1].astype("u4")
     np.testing.assert_array_equal(o[:, :count], (low | high << np.uint32(16))[:, :count])
-
-
-@pytest.mark.parametrize("trans", ["", ".trans"])
-def test_stmatrix_and_movmatrix(trans: str) -> None:
-    text = f"""
-    .shared .align 16 .b8 tile[256]; .reg .b32 r<4>;
-    mov.u32 %t, tile; and.b32 %v, %u, 15; mad.lo.u32 %v, %v, 16, %t;
-    stmatrix.sync.aligned.m8n8.x2{trans}.shared.b16 [%v], {{%a, %b}};
-    bar.warp.sync -1;
-    mad.lo.u32 %v, %u, 8, %t;
-    ld.shared.u64 %d, [%v];"""
-    a, b = RNG.integers(0, 1 << 32, (2, 32), dtype="u4")
-    got = apply(text, a, b, out="u8", target="sm_90", block=32).view("u2").reshape(2, 8, 8)
-    want = np.stack([x.view("u2").reshape(8, 8) for x in (a, b)])
-    np.testing.assert_array_equal(got, want.swapaxes(1, 2) if trans else want)
-    got = apply("movmatrix.sync.aligned.m8n8.trans.b16 %d, %a;", a, block=32)
-    np.testing.assert_array_equal(got.view("u2").reshape(8, 8), a.view("u2").reshape(8, 8).T)
 
 
 COPY = """
