@@ -118,6 +118,27 @@ def warm(
 
 
 @app.command()
+def check(
+    kernels: Annotated[list[str], typer.Argument(help="an op, and kernels of it; or op.kernel")],
+    mem: Annotated[bool, typer.Option("--mem", help="memory and barriers")] = False,
+    race: Annotated[bool, typer.Option("--race", help="races too")] = False,
+    banks: Annotated[bool, typer.Option("--banks", help="count shared-memory conflicts")] = False,
+    arch: Annotated[
+        str | None, typer.Option(help='targets, "compute_75,sm_90a"; default: compute_80')
+    ] = None,
+    variants: Annotated[
+        int | None, typer.Option(help="so many of each kernel, spread evenly; default: all")
+    ] = None,
+) -> None:
+    """Run kernels in the CPU interpreter and look for faults; default: --mem --race.
+
+    Needs no GPU: `fkjit check attention flash --variants 5`. Status 1 where there is a fault.
+    """
+    check_ = import_module("fkjit.cli_check")
+    raise typer.Exit(check_.run(kernels, mem, race, banks, arch, variants))
+
+
+@app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
