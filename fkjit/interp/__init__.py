@@ -9,5 +9,6 @@ tensor, async_copy, control), each registering its decoders with `decode.opcode`
 
 from fkjit.interp.checks import Checks
 from fkjit.interp.launch import Arg, Stats, run
+from fkjit.interp.tensor_map import TensorMap
 
-__all__ = ["Arg", "Checks", "Stats", "run"]
+__all__ = ["Arg", "Checks", "Stats", "TensorMap", "run"]

@@ -6,12 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fkjit.interp.lanes import Group
 from fkjit.interp.ptx import Instruction
 from fkjit.interp.report import Reporter
+
+if TYPE_CHECKING:
+    from fkjit.interp.tensor_map import BoundMap
 
 GLOBAL_WINDOW = 1 << 48  # addresses below are no global memory
 SPACING_BITS = 36  # every allocation is the middle of 64 GiB of addresses of its own
@@ -72,6 +76,7 @@ class GlobalMemory:
         self.allocations: list[Allocation] = []
         self.raw = aligned_bytes(0)
         self.views: dict[int, np.ndarray] = {}
+        self.tensor_maps: list[BoundMap] = []  # of the launch, see `tensor_map.handle`
         self._parts: list[tuple[int, np.ndarray]] = []
         self._top = RED_ZONE
 

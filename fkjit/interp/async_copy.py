@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fkjit.interp.decode import Decoder, Step, opcode
+from fkjit.interp.decode import OPCODES, Decoder, Step, only, opcode
 from fkjit.interp.lanes import Group
 from fkjit.interp.loadstore import Locator
+from fkjit.interp.mbarrier import Mbarriers
 from fkjit.interp.ptx import Instruction
+from fkjit.interp.race import READ
 
 
 @dataclass
@@ -25,6 +27,7 @@ class _Copy:
     source: np.ndarray  # offsets in the arena
     sizes: np.ndarray | None  # bytes to read by lane; None: all of them
     width: int
+    ins: Instruction
     group: np.ndarray | None = None  # commit group by lane, once committed
 
 
@@ -32,7 +35,7 @@ class _Queue:
     """All copies in flight. Commit groups are counted for each thread on its own."""
 
     def __init__(self, d: Decoder) -> None:
-        self.memory = d.machine.memory
+        self.memory, self.race = d.machine.memory, d.machine.race
         self.commits = np.zeros(d.machine.layout.lanes, np.int64)
         self.open: list[_Copy] = []
         self.committed: list[_Copy] = []
@@ -78,6 +81,8 @@ class _Queue:
 
     def _land(self, copy: _Copy) -> None:
         width, shared = copy.width, self.memory.shared
+        if self.race is not None:
+            self.race.copy_lands(copy.target, width, copy.lanes, copy.ins)
         values = self.memory.globals.views[width].take(copy.source // width)
         if copy.sizes is not None:
             keep = np.arange(width) < copy.sizes[:, None]
@@ -86,21 +91,77 @@ class _Queue:
         shared.views[width][copy.target // width] = values
         shared.written(copy.target, width)
 
+    def land_all(self, lane: int) -> None:
+        """All copies of one thread land, committed or not."""
+        self.open, self.committed = (
+            [rest for copy in copies if (rest := self._land_lane(copy, lane)) is not None]
+            for copies in (self.open, self.committed)
+        )
+
+    def _land_lane(self, copy: _Copy, lane: int) -> _Copy | None:
+        """Land one thread's part; returns what is left."""
+        mine = copy.lanes == lane
+        if not mine.any():
+            return copy
+        self._land(_part(copy, mine))
+        return None if mine.all() else _part(copy, ~mine)
+
+
+class _Arrivals:
+    """cp.async.mbarrier.arrive: arrivals that come once the thread's earlier copies have landed."""
+
+    def __init__(self, d: Decoder) -> None:
+        self.queue, self.barriers = d.part(_Queue), d.part(Mbarriers)
+        self.due: list[tuple[int, int, Instruction]] = []  # lane, mbarrier, instruction
+        d.machine.listeners.append(self.due.clear)
+        d.machine.engines.append(self._act)
+
+    def _act(self) -> bool:
+        """No thread can run: the arrivals that are due come, as late as that."""
+        if not self.due:
+            return False
+        due, self.due = self.due, []
+        for lane, position, ins in due:
+            self.queue.land_all(lane)
+            self.barriers.arrive(position, np.ones(1, np.int64), np.array([lane]), ins)
+        return True
+
+
+def _arrive(d: Decoder, ins: Instruction, queue: _Queue) -> Step:
+    """cp.async.mbarrier.arrive{.noinc}{.shared}.b64 [a]: without noinc one more is expected."""
+    only(ins, ("async", "mbarrier", "arrive", "noinc", "shared", "shared::cta", "b64"))
+    arrivals, barriers = d.part(_Arrivals), d.part(Mbarriers)
+    locator = Locator(d, ins, ins.args[0], 8, True)
+
+    def run(group: Group) -> None:
+        positions = locator.locate(group).position.tolist()
+        for lane, position in zip(group.lanes.tolist(), positions, strict=True):
+            barrier = barriers.get(position, np.array([lane]), ins)
+            if not ins.has("noinc"):
+                barrier.pending += 1
+            arrivals.due.append((lane, position, ins))
+
+    return run
+
 
 def _part(copy: _Copy, chosen: np.ndarray) -> _Copy:
     return _Copy(
         copy.lanes[chosen], copy.target[chosen], copy.source[chosen],
-        None if copy.sizes is None else copy.sizes[chosen], copy.width,
+        None if copy.sizes is None else copy.sizes[chosen], copy.width, copy.ins,
         None if copy.group is None else copy.group[chosen],
     )  # fmt: skip
 
 
 @opcode("cp")
 def cp(d: Decoder, ins: Instruction) -> Step:
-    """cp.async.ca/.cg, commit_group, wait_group n, wait_all."""
+    """cp.async.ca/.cg, commit_group, wait_group n, wait_all, mbarrier.arrive; bulk copies."""
+    if "bulk" in ins.op[2:4]:
+        return OPCODES["cp.async.bulk"](d, ins)
     if ins.op[1] != "async":
         raise ValueError(f"modifier .{ins.op[1]}")
     queue = d.part(_Queue)
+    if ins.op[2] == "mbarrier":
+        return _arrive(d, ins, queue)
     if ins.op[2] == "commit_group":
         return queue.commit
     if ins.op[2] == "wait_group":
@@ -132,17 +193,20 @@ def _copy(d: Decoder, ins: Instruction, queue: _Queue) -> Step:
     from_op, to_op = _Half(ins, "global"), _Half(ins, "shared")
     source = Locator(d, from_op, ins.args[1], width, False)  # type: ignore[arg-type]
     target = Locator(d, to_op, ins.args[0], width, True)  # type: ignore[arg-type]
-    shared = d.machine.memory.shared
+    shared, race = d.machine.memory.shared, d.machine.race
 
     def run(group: Group) -> None:
         to = target.locate(group).position
-        shared.in_flight(to, width)
         if sizes is None:
             offsets, count = source.locate(group).position, None
         else:
             count = group.pick(sizes).astype(np.int64)
             offsets, count = _source_offsets(d, source, group, count, width)
-        queue.open.append(_Copy(group.lanes, to, offsets, count, width))
+        if race is not None:
+            race.copy_begins(to, width, group.lanes, ins)
+            race.access(READ, False, offsets, width, group.lanes, ins)
+        shared.in_flight(to, width)
+        queue.open.append(_Copy(group.lanes, to, offsets, count, width, ins))
 
     return run
 

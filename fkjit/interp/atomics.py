@@ -71,7 +71,7 @@ def _rank(position: np.ndarray) -> np.ndarray:
     return rank
 
 
-def _one_by_one(
+def one_by_one(
     memory: np.ndarray,
     at: np.ndarray,
     x: np.ndarray,
@@ -168,7 +168,7 @@ class _Update:
         if self.out is None and self.ufunc is not None:
             self.ufunc.at(memory, at, x)
         else:
-            old = _one_by_one(memory, at, x, y, self.combine)
+            old = one_by_one(memory, at, x, y, self.combine)
             if self.out is not None:
                 group.put(self.out, old)
         if flushes:

@@ -20,17 +20,26 @@ from fkjit.interp import (  # noqa: F401  (their decoders register themselves)
     async_copy,
     atomics,
     barrier,
+    bulk,
+    carry,
+    cluster_barrier,
     compare,
     control,
     convert,
+    distributed,
+    fences,
+    fields,
     loadstore,
     logic,
+    mbarrier_ops,
     mma,
     move,
     tensor,
+    tma,
     warp,
     wgmma,
     wgmma_registers,
+    wmma,
 )
 from fkjit.interp.arena import Allocation, GlobalMemory
 from fkjit.interp.banks import BankLine
@@ -42,6 +51,7 @@ from fkjit.interp.parse import parse
 from fkjit.interp.ptx import Function, Module, Variable
 from fkjit.interp.report import Reporter
 from fkjit.interp.shared import CarveOut, LocalMemory, SharedMemory
+from fkjit.interp.tensor_map import BoundMap, TensorMap, handle, misaligned
 
 MAX_LANES = 4096  # threads that run together: more amortise NumPy's overhead, but leave its caches
 Dim3 = tuple[int, int, int]
@@ -53,12 +63,13 @@ class Arg:
     """One kernel argument.
 
     `value`: an array (passed as a pointer to its first element; any strides, only its own bytes
-    are valid memory), a typed NumPy scalar, or raw bytes in the parameter's layout (a struct).
+    are valid memory), a typed NumPy scalar, raw bytes in the parameter's layout (a struct), or a
+    TensorMap (for a `const __grid_constant__ CUtensorMap`).
     `writable`: whether the kernel may write the array; if so the caller's array is changed.
     """
 
     name: str
-    value: np.ndarray | np.generic | bytes
+    value: np.ndarray | np.generic | bytes | TensorMap
     writable: bool = False
 
 
@@ -139,6 +150,8 @@ _machines_lock = Lock()
 
 def _run_batches(machine: Machine, progress: Callable[[float], None] | None) -> Stats:
     batches, layout, before = 0, machine.layout, machine.executed
+    if machine.race is not None:
+        machine.race.start_launch()
     if machine.banks is not None:
         machine.banks.counts.clear()
     for first in range(0, layout.blocks, layout.ctas):
@@ -216,7 +229,7 @@ class _Launch:
         self.reporter = Reporter(title, layout)
         self.arena = GlobalMemory(self.reporter, checks.mem)
         self.symbols: dict[str, int] = {}
-        self.places: list[tuple[Arg, Allocation]] = []
+        self.places: list[_Placed] = []
         self._variables(module)
         parameters = self._parameters(title)
         self.arena.build()
@@ -293,7 +306,8 @@ class _Launch:
             top += variable.size
         data = bytearray(max(top, 1))  # placed first: its address is decoded into instructions
         place = self.arena.add("kernel parameters", np.zeros(len(data), np.uint8), writable=False)
-        for argument, variable, at in zip(self.arguments, self.kernel.params, offsets, strict=True):
+        each = zip(self.arguments, self.kernel.params, offsets, strict=True)
+        for argument, variable, at in sorted(each, key=_is_map):  # arrays before maps over them
             value = self._value(argument)
             if len(value) != variable.size:
                 raise ParameterError(
@@ -310,33 +324,68 @@ class _Launch:
         value = argument.value
         if isinstance(value, bytes):
             return value
+        if isinstance(value, TensorMap):
+            return self._bind(argument, value)
         if not isinstance(value, np.ndarray):
             return value.tobytes()
-        low, size = arena_.extent(value)
-        raw = _bytes_of(value, low, size)
-        place = self.arena.add(argument.name, raw, argument.writable, _misaligned(value, low))
-        place.shape = f", shape {value.shape} {value.dtype}"
-        if value.flags.c_contiguous and value.size:
-            place.strides = np.empty(value.shape, value.dtype).strides  # of extents 1 too
-        self.places.append((argument, place))
-        return np.uint64(place.address - low).tobytes()
+        place = self._place(argument, value)
+        return np.uint64(place.address - arena_.extent(value)[0]).tobytes()
+
+    def _place(self, argument: Arg, array: np.ndarray) -> Allocation:
+        low, size = arena_.extent(array)
+        raw = _bytes_of(array, low, size)
+        place = self.arena.add(argument.name, raw, argument.writable, misaligned(array, low))
+        place.shape = f", shape {array.shape} {array.dtype}"
+        if array.flags.c_contiguous and array.size:
+            place.strides = np.empty(array.shape, array.dtype).strides  # of extents 1 too
+        self.places.append(_Placed(array, argument.writable, place))
+        return place
+
+    def _bind(self, argument: Arg, over: TensorMap) -> bytes:
+        """A tensor map's handle; its array may have a place already, as another argument."""
+        same = [p for p in self.places if _extent_of(p.array) == _extent_of(over.array)]
+        if same:
+            place = same[0].place
+            place.writable |= argument.writable
+            self.places.append(_Placed(over.array, argument.writable, place))
+        else:
+            place = self._place(argument, over.array)
+        start = place.start - arena_.extent(over.array)[0]
+        self.arena.tensor_maps.append(BoundMap(over, place, start))
+        return handle(len(self.arena.tensor_maps) - 1)
 
     def _holes(self) -> None:
-        for argument, place in self.places:
-            value = argument.value
-            assert isinstance(value, np.ndarray)
-            if value.size and not value.flags.c_contiguous:
-                place.holes = arena_.own_bytes(value.shape, value.strides, value.itemsize)
+        for one in self.places:
+            array = one.array
+            if array.size and not array.flags.c_contiguous:
+                one.place.holes = arena_.own_bytes(array.shape, array.strides, array.itemsize)
 
     def copy_back(self) -> None:
         """Write the results into the caller's arrays."""
-        for argument, place in self.places:
-            if argument.writable and place.size:
-                value = argument.value
-                assert isinstance(value, np.ndarray)
-                low, _ = arena_.extent(value)
-                raw = self.arena.contents(place)
-                value[...] = np.ndarray(value.shape, value.dtype, raw, -low, value.strides)
+        for one in self.places:
+            if one.writable and one.place.size:
+                array, (low, _) = one.array, arena_.extent(one.array)
+                raw = self.arena.contents(one.place)
+                array[...] = np.ndarray(array.shape, array.dtype, raw, -low, array.strides)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A caller's array and where it stands in the arena."""
+
+    array: np.ndarray
+    writable: bool
+    place: Allocation
+
+
+def _is_map(row: tuple[Arg, Variable, int]) -> bool:
+    return isinstance(row[0].value, TensorMap)
+
+
+def _extent_of(array: np.ndarray) -> tuple[int, int]:
+    """The memory that a view spans: first address, bytes."""
+    low, size = arena_.extent(array)
+    return array.__array_interface__["data"][0] + low, size
 
 
 @dataclass(frozen=True)
@@ -356,15 +405,6 @@ def _bytes_of(array: np.ndarray, low: int, size: int) -> np.ndarray:
     np.ndarray(array.shape, array.dtype, out, -low, array.strides)[...] = array
     assert start
     return out
-
-
-def _misaligned(array: np.ndarray, low: int) -> int:
-    """Bytes of a view's start after a multiple of 256, were its owner's first byte on one."""
-    owner = array
-    while isinstance(owner.base, np.ndarray):
-        owner = owner.base
-    start = array.__array_interface__["data"][0] + low
-    return (start - owner.__array_interface__["data"][0]) % 256
 
 
 __all__ = ["Arg", "SanitizerError", "Stats", "run"]

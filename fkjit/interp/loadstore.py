@@ -8,24 +8,35 @@ from dataclasses import dataclass
 import numpy as np
 
 from fkjit.interp.arena import GLOBAL_WINDOW
-from fkjit.interp.decode import Decoder, Step, opcode
+from fkjit.interp.cluster import Cluster
+from fkjit.interp.decode import OPCODES, Decoder, Step, only, opcode
 from fkjit.interp.lanes import Group
 from fkjit.interp.ptx import DTYPE, SIZE, UNSIGNED, Instruction, Mem, Operand, Reg, Sym, words
 from fkjit.interp.race import READ, WRITE
-from fkjit.interp.shared import LOCAL_WINDOW, SHARED_WINDOW, SharedMemory
+from fkjit.interp.shared import LOCAL_WINDOW, OWN_BLOCK, SHARED_WINDOW, SharedMemory
 
 _SPACES = ("global", "shared", "local", "const", "param")
 _KNOWN = words(
     "weak relaxed acquire release volatile mmio cta cluster gpu sys ca cg cs lu cv wb wt nc "
-    "unified v2 v4 global local const param shared shared::cta param::entry param::func "
-    "L1::evict_normal L1::evict_first L1::evict_last L1::no_allocate L1::evict_unchanged "
-    "L2::64B L2::128B L2::256B"
+    "unified v2 v4 v8 global local const param shared shared::cta shared::cluster param::entry "
+    "param::func L1::evict_normal L1::evict_first L1::evict_last L1::no_allocate "
+    "L1::evict_unchanged "
+    "L2::64B L2::128B L2::256B L2::cache_hint L2::evict_normal L2::evict_first L2::evict_last"
 )
+
+
+_HINTS = words(
+    "global local param const L1 L2 tensormap mask L2::evict_last L2::evict_normal "
+    "wait launch_dependents"
+)
+_VECTORS = {"v2": 2, "v4": 4, "v8": 8}
 
 
 def space_of(ins: Instruction) -> str:
     """The state space an instruction names, or "generic"."""
     for part in ins.op[1:]:
+        if part == "shared::cluster":
+            return "cluster"
         if part.split("::")[0] in _SPACES:
             return part.split("::")[0]
     return "generic"
@@ -78,8 +89,9 @@ class Locator:
         self.memory, self.ins, self.width, self.write = d.machine.memory, ins, width, write
         self.space = space_of(ins)
         narrow = d.registers.width(mem.base) == 4 or (
-            self.space == "shared" and isinstance(mem.base, Sym)
+            self.space in ("shared", "cluster") and isinstance(mem.base, Sym)
         )
+        self.cluster = d.part(Cluster) if self.space in ("generic", "cluster") else None
         kind = "u32" if narrow else "u64"
         self.base = d.src(mem.base, kind)
         self.signed_offset = mem.offset
@@ -91,7 +103,9 @@ class Locator:
 
     def _range(self, d: Decoder, mem: Mem) -> Base | None:
         """What is known of the base register; shared by the instructions that use it."""
-        if not isinstance(mem.base, Reg) or self.space in ("local", "param") or self.base.size == 1:
+        if not isinstance(mem.base, Reg) or self.base.size == 1:
+            return None
+        if self.space in ("local", "param", "cluster"):
             return None
         kept = d.bases.setdefault((mem.base.name, self.space), Base(self.base))
         if kept.touch not in d.watchers.setdefault(mem.base.name, []):
@@ -113,6 +127,9 @@ class Locator:
         memory = self.memory
         if space == "shared":
             at = memory.shared.index(address, self.width, group, self.ins, self.write)
+            return Located(memory.shared.views, at, True)
+        if space == "cluster" and self.cluster is not None:
+            at = self.cluster.index(address, self.width, group, self.ins, self.write)
             return Located(memory.shared.views, at, True)
         if space == "local" or (space == "param" and self.local_parameter):
             at = memory.local.index(address, self.width, group, self.ins, self.write)
@@ -162,7 +179,8 @@ class Locator:
         if low >= GLOBAL_WINDOW:
             return "global", address
         if low >= SHARED_WINDOW and high < LOCAL_WINDOW:
-            return "shared", address - np.uint64(SHARED_WINDOW)
+            space = "shared" if high < SHARED_WINDOW + OWN_BLOCK else "cluster"
+            return space, address - np.uint64(SHARED_WINDOW)
         if low >= LOCAL_WINDOW and high < 2 * LOCAL_WINDOW:
             return "local", address - np.uint64(LOCAL_WINDOW)
         if high >= GLOBAL_WINDOW and low >= SHARED_WINDOW:
@@ -192,13 +210,15 @@ def by_space(step: Step, locator: Locator, base: np.ndarray) -> Step:
 
 
 def _vector(ins: Instruction) -> int:
-    return 2 if ins.has("v2") else 4 if ins.has("v4") else 1
+    return next((count for part, count in _VECTORS.items() if ins.has(part)), 1)
 
 
 def _check(ins: Instruction) -> None:
-    for part in ins.op[1:-1]:
-        if part not in _KNOWN:
-            raise ValueError(f"modifier .{part}")
+    only(ins, (*_KNOWN, ins.type))
+    if ins.op.count(ins.type) != 1 or ins.type not in SIZE:
+        raise ValueError(f"type .{ins.type}")
+    if SIZE[ins.type] * _vector(ins) > 16 and space_of(ins) != "global":
+        raise ValueError("32 bytes at once are for .global alone")
 
 
 @opcode("ld", "ldu")
@@ -223,12 +243,19 @@ def ld(d: Decoder, ins: Instruction) -> Step:
         if count == 1:
             targets[0](group, found.views[size].take(found.position >> shift))
             return
-        rows = found.views[size * count].take(found.position >> shift)
-        rows = rows.view(UNSIGNED[size]).reshape(-1, count)
+        rows = _rows(found, size * count).view(UNSIGNED[size]).reshape(-1, count)
         for number, store in enumerate(targets):
             store(group, rows[:, number])
 
     return by_space(run, locator, locator.base)
+
+
+def _rows(found: Located, width: int) -> np.ndarray:
+    """The bytes of every access; those of 32 bytes in two pieces."""
+    if width <= 16:
+        return found.views[width].take(found.position >> (width.bit_length() - 1))
+    pieces = (found.position >> 4)[:, None] + np.arange(2)
+    return found.views[16].take(pieces.reshape(-1))
 
 
 def _loader(d: Decoder, target: Operand, kind: str) -> Callable[[Group, np.ndarray], None]:
@@ -248,10 +275,12 @@ def _loader(d: Decoder, target: Operand, kind: str) -> Callable[[Group, np.ndarr
 @opcode("st")
 def st(d: Decoder, ins: Instruction) -> Step:
     """st{.space}{.v2,.v4}.type [a], b: wide registers store their low bytes."""
+    if ins.has("async"):
+        return OPCODES["st.async"](d, ins)
     _check(ins)
     size, count = SIZE[ins.type], _vector(ins)
     locator = Locator(d, ins, ins.args[0], size * count, True)
-    plain = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}[size]
+    plain = f"b{8 * size}"
     kind = ins.type if ins.type in ("f32", "f64") else plain
     sources = [d.src(arg, kind).view(UNSIGNED[size]) if d.src(arg, kind).flags.c_contiguous
                else d.src(arg, kind) for arg in d.items(ins.args[1])]  # fmt: skip
@@ -269,8 +298,12 @@ def st(d: Decoder, ins: Instruction) -> Step:
             for number, values in enumerate(sources):
                 rows[:, number] = group.pick(values)
             width = size * count
-            view = found.views[width]
-            view[found.position >> shift] = rows.view(view.dtype).reshape(-1)
+            if width <= 16:
+                view = found.views[width]
+                view[found.position >> shift] = rows.view(view.dtype).reshape(-1)
+            else:
+                pieces = (found.position >> 4)[:, None] + np.arange(2)
+                found.views[16][pieces] = rows.view(found.views[16].dtype)
         if found.shared:
             shared.written(found.position, size * count)
         elif found.local:
@@ -279,21 +312,27 @@ def st(d: Decoder, ins: Instruction) -> Step:
     return by_space(run, locator, locator.base)
 
 
-@opcode("prefetch", "prefetchu", "membar", "fence", "discard", "applypriority", "nanosleep")
-def nothing(d: Decoder, ins: Instruction) -> Step:
-    """Hints and fences: lanes run in lock step on one memory, so there is nothing to do."""
+@opcode("prefetch", "prefetchu", "applypriority", "discard", "pmevent", "griddepcontrol")
+def hint(d: Decoder, ins: Instruction) -> Step:
+    """Hints to caches, profilers and the next launch change nothing."""
+    only(ins, _HINTS)
     return lambda group: None
 
 
 @opcode("isspacep")
 def isspacep(d: Decoder, ins: Instruction) -> Step:
-    """isspacep.space p, a: whether a generic address lies in a window."""
+    """isspacep.space p, a: whether a generic address lies in a window.
+
+    shared::cta has this block's own addresses only, shared::cluster those of all its cluster.
+    """
+    space = "cluster" if ins.op[1] == "shared::cluster" else ins.op[1].split("::")[0]
     address = d.src(ins.args[1], "u64")
     first, end = {
-        "shared": (SHARED_WINDOW, LOCAL_WINDOW),
+        "shared": (SHARED_WINDOW, SHARED_WINDOW + OWN_BLOCK),
+        "cluster": (SHARED_WINDOW, LOCAL_WINDOW),
         "local": (LOCAL_WINDOW, 2 * LOCAL_WINDOW),
         "global": (GLOBAL_WINDOW, 1 << 63),
-    }[ins.op[1].split("::")[0]]
+    }[space]
     low, high = np.uint64(first), np.uint64(end)
 
     def inside(out: np.ndarray) -> None:

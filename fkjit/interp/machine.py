@@ -8,7 +8,7 @@ Barriers and warp-wide instructions park lanes until all that are named have com
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from fkjit.interp.lanes import Group, Layout
 from fkjit.interp.ptx import Function, Instruction
 from fkjit.interp.race import Race
 from fkjit.interp.registers import Registers
-from fkjit.interp.report import Reporter
+from fkjit.interp.report import Reporter, Waiting
 from fkjit.interp.shared import LocalMemory, SharedMemory
 
 SPIN_LIMIT = 2000  # backward branches in a row before another group gets its turn
@@ -60,12 +60,19 @@ class Machine:
         self.registers = Registers(function.registers, layout)
         self.listeners: list[Callable[[], None]] = []  # called when a batch starts
         self.on_exit: list[Callable[[], None]] = []  # called when lanes have ended
-        self.waiting: list[Callable[[], list[tuple[Instruction, np.ndarray]]]] = []
+        self.waiting: list[Callable[[], Sequence[Waiting]]] = []
+        self.engines: list[
+            Callable[[], bool]
+        ] = []  # act when no lane can run; False: nothing to do
+        self.retries: list[Callable[[], bool]] = []  # asked to free lanes when no engine can act
+        self.spun: int | None = None  # where a group has gone round in circles for long
         self.alive = np.zeros(layout.lanes, bool)
         self.alive_count = 0
         self.groups: dict[int, np.ndarray] = {}
         self.executed = 0
         self.limit = STEP_LIMIT
+        if checks.race:
+            self.race = Race(self, function)
         self.decoder = Decoder(self, function)
         self._decode()
 
@@ -110,15 +117,27 @@ class Machine:
         self.groups = {0: self.alive.copy()}
         self.limit = self.executed + STEP_LIMIT
         turn = 0
-        while self.groups:
-            turn += 1
-            pick = max if turn % SPIN_LIMIT == 0 else min  # a spinning group must not starve others
-            self.run_group(pick(self.groups))
+        while self.groups or self._engines_act() or any(retry() for retry in self.retries):
+            if self.spun is not None and self.groups:
+                self.run_group(self._after(self.spun), patient=False)
+            elif self.groups:
+                turn += 1
+                pick = max if turn % SPIN_LIMIT == 0 else min
+                self.run_group(pick(self.groups))
         if self.alive_count:
             self.deadlock()
 
-    def run_group(self, pc: int) -> None:
-        """Run the group at `pc` until it dissolves or another is behind it.
+    def _engines_act(self) -> bool:
+        """Let an asynchronous engine do a piece of its work; False if none has any."""
+        return any(engine() for engine in self.engines)
+
+    def _after(self, pc: int) -> int:
+        """The group after a spinning one, so that none is starved by it."""
+        self.spun = None
+        return min((other for other in self.groups if other > pc), default=min(self.groups))
+
+    def run_group(self, pc: int, patient: bool = True) -> None:
+        """Run the group at `pc` until it dissolves or, if `patient`, another is behind it.
 
         A control step returns the next program counter when the whole group goes on together, or
         None when it has pushed or parked the lanes itself.
@@ -143,9 +162,15 @@ class Machine:
             if groups:
                 if pc in groups:
                     group = Group(group.mask | groups.pop(pc), self.alive_count)
-                if groups and (min(groups) < pc or backward > SPIN_LIMIT):
+                if groups and ((patient and min(groups) < pc) or backward > SPIN_LIMIT):
                     self.push(pc, group.mask)
+                    if backward > SPIN_LIMIT:
+                        self.spun = pc
+                        self._engines_act()
                     return
+            elif backward > SPIN_LIMIT:
+                self._engines_act()
+                backward = 0
 
     def _endless(self) -> None:
         raise InterpreterError(

@@ -13,7 +13,8 @@ SIZE = {
     "b64": 8, "u64": 8, "s64": 8, "f64": 8, "b128": 16, "pred": 1,
 }  # fmt: skip
 
-UNSIGNED = {n: np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
+# 16 bytes are complex numbers to NumPy: it only ever copies them.
+UNSIGNED = {**{n: np.dtype(f"u{n}") for n in (1, 2, 4, 8)}, 16: np.dtype("c16")}
 
 # The NumPy type in which an instruction of that PTX type computes (halves stay raw bits).
 DTYPE = {
@@ -22,6 +23,7 @@ DTYPE = {
     "f16": np.dtype("u2"), "bf16": np.dtype("u2"),
     "f16x2": np.dtype("u4"), "bf16x2": np.dtype("u4"),
     "f32": np.dtype("f4"), "f64": np.dtype("f8"), "pred": np.dtype(bool),
+    "b128": UNSIGNED[16],
 }  # fmt: skip
 
 
@@ -161,7 +163,7 @@ def words(text: str) -> frozenset[str]:
 # Opcodes whose first operand is no destination.
 NO_DESTINATION = words(
     "st red bra brx bar barrier ret exit trap call cp membar fence prefetch prefetchu "
-    "stmatrix nanosleep brkpt pmevent discard applypriority griddepcontrol"
+    "stmatrix nanosleep brkpt pmevent discard applypriority griddepcontrol setmaxnreg"
 )
 
 
@@ -187,7 +189,9 @@ def reads_and_writes(ins: Instruction) -> tuple[list[str], list[str]]:
     if ins._registers is None:
         to_barrier = ins.op[0] in ("bar", "barrier") and "red" in ins.op
         has_destination = to_barrier or ins.op[0] not in NO_DESTINATION
-        split = 1 if has_destination and ins.args else 0
+        if not ins.args or isinstance(ins.args[0], Mem):  # mbarrier.init [a], n
+            has_destination = False
+        split = 1 if has_destination else 0
         reads = [name for arg in ins.args[split:] for name in registers_in(arg)]
         writes = [name for arg in ins.args[:split] for name in registers_in(arg)]
         if ins.op[:2] == ("wgmma", "mma_async"):  # accumulates

@@ -10,6 +10,8 @@ from fkjit.errors import SanitizerError
 from fkjit.interp.lanes import Layout
 from fkjit.interp.ptx import Instruction
 
+Waiting = tuple[Instruction, np.ndarray] | tuple[Instruction, np.ndarray, str]
+
 
 def where(ins: Instruction) -> str:
     """`kernels_cu/attention/flash.cu:12`, or that the PTX says no line."""
@@ -40,19 +42,21 @@ class Reporter:
             thread=thread,
         )
 
-    def waiting(
-        self, kind: str, detail: str, who: Iterable[tuple[Instruction, np.ndarray]]
-    ) -> SanitizerError:
-        """The error of threads that wait for one another; `who`: instruction and its lanes."""
+    def waiting(self, kind: str, detail: str, who: Iterable[Waiting]) -> SanitizerError:
+        """The error of threads that wait for one another.
+
+        `who`: instruction, its lanes and, where it helps, what they wait for.
+        """
         lines = [f"{self.title}: {kind}: {detail}"]
         places = []
-        for ins, lanes in who:
+        for ins, lanes, *what in who:
             block = self.layout.block_of(int(lanes[0]))
             mine = lanes[self.layout.cta[lanes] == self.layout.cta[lanes[0]]]
             threads = spans(self.layout.thread[mine])
             places.append((ins.location, block, self.layout.thread_of(int(lanes[0]))))
             lines.append(
-                f"    at {where(ins)}\n    block {block}, threads {threads} wait\n    {ins.text}"
+                f"    at {where(ins)}\n    block {block}, threads {threads} "
+                f"{' '.join(['wait', *what])}\n    {ins.text}"
             )
         location, block, thread = places[0] if places else ("", None, None)
         return SanitizerError(

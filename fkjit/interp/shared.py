@@ -14,11 +14,25 @@ from fkjit.interp.report import Reporter
 
 SHARED_WINDOW = 1 << 44  # generic address of shared offset 0
 LOCAL_WINDOW = 1 << 45
+OWN_BLOCK_BITS = 24
+OWN_BLOCK = 1 << OWN_BLOCK_BITS  # offsets from here on are of other blocks (see `cluster`)
 FIRST_OFFSET = 1024  # offset of the first shared variable: 0 is nobody's
 RED_ZONE = 64
 INITIALISED = {width: np.full(width, 1, np.uint8).view(VIEWS[width])[0] for width in VIEWS}
-PENDING = 2  # in `init`: an asynchronous copy is under way
+PENDING = 2  # in `init`: a cp.async is under way
+BULK_PENDING = 3  # a bulk copy (TMA), st.async or red.async is under way
+MBARRIER = 4  # the bytes of an mbarrier
 IN_FLIGHT = {width: np.full(width, PENDING, np.uint8).view(VIEWS[width])[0] for width in VIEWS}
+BULK_IN_FLIGHT = {w: np.full(w, BULK_PENDING, np.uint8).view(VIEWS[w])[0] for w in VIEWS}
+_UNREADABLE = "uninitialised shared read"
+_NOT_READABLE = {
+    0: "nothing was written there yet",
+    PENDING: "a cp.async to it is in flight "
+    "(wait_group, then a barrier, must stand before the read)",
+    BULK_PENDING: "an asynchronous copy to it is in flight "
+    "(a wait for its mbarrier must stand before the read)",
+    MBARRIER: "an mbarrier is there, which only mbarrier instructions may access",
+}
 
 
 @dataclass(frozen=True)
@@ -78,15 +92,16 @@ class SharedMemory:
 
     def index(
         self, offset: np.ndarray, width: int, group: Group, ins: Instruction, write: bool,
-        lanes: np.ndarray | None = None,
+        lanes: np.ndarray | None = None, start: np.ndarray | None = None,
     ) -> np.ndarray:  # fmt: skip
         """Positions of `width`-byte accesses; a read must be of initialised bytes.
 
-        `lanes`: whose access each element is (default: the group's lanes).
+        `lanes`: whose access each element is (default: the group's lanes). `start`: position of
+        offset 0 of the block that each accesses (default: its own).
         """
-        if lanes is None:
+        if start is None and lanes is None:
             start = self.start if group.full else self.start[group.lanes]
-        else:
+        elif start is None:
             start = self.start[lanes]
         at = offset.astype(np.int64)
         position = at + start
@@ -97,7 +112,7 @@ class SharedMemory:
             self._find(at, low, high, width, group, ins, write, lanes)
         if width > 1 and int(np.bitwise_or.reduce(at)) & (width - 1):
             bad = np.flatnonzero(at & (width - 1))
-            detail = f"{width}-byte access at {self._describe(int(at[bad[0]]))}"
+            detail = f"{width}-byte access at {self.describe(int(at[bad[0]]))}"
             raise self._fault("misaligned shared access", detail, ins, group, lanes, bad)
         return position
 
@@ -123,18 +138,11 @@ class SharedMemory:
         )
         if not done.all():
             bad = np.flatnonzero(~done)
-            at = int(position[bad[0]]) % self.size
-            detail = f"{width}-byte read at {self._describe(at)}: nothing was written there yet"
-            if self.pending_at(int(position[bad[0]])):
-                detail = (
-                    f"{width}-byte read at {self._describe(at)}: a cp.async to it is in flight "
-                    "(wait_group, then a barrier, must stand before the read)"
-                )
-            raise self._fault("uninitialised shared read", detail, ins, group, lanes, bad)
-
-    def pending_at(self, position: int) -> bool:
-        """Whether an asynchronous copy to this position is in flight (set by async_copy)."""
-        return bool(self.init[position] == PENDING)
+            at = int(position[bad[0]])
+            state = next(int(byte) for byte in self.init[at : at + width] if byte != 1)
+            detail = f"{width}-byte read at {self.describe(at % self.size)}: {_NOT_READABLE[state]}"
+            kind = "plain access to an mbarrier" if state == MBARRIER else _UNREADABLE
+            raise self._fault(kind, detail, ins, group, lanes, bad)
 
     def written(self, position: np.ndarray, width: int) -> None:
         """Note that bytes have been written."""
@@ -145,6 +153,11 @@ class SharedMemory:
         """Note that an asynchronous copy to these bytes has begun."""
         if self.checked:
             self.init_views[width][position >> (width.bit_length() - 1)] = IN_FLIGHT[width]
+
+    def bulk_in_flight(self, position: np.ndarray, width: int) -> None:
+        """Note that a bulk copy to these bytes has begun."""
+        if self.checked:
+            self.init_views[width][position >> (width.bit_length() - 1)] = BULK_IN_FLIGHT[width]
 
     def _find(
         self, at: np.ndarray, low: int, high: int, width: int, group: Group, ins: Instruction,
@@ -159,10 +172,11 @@ class SharedMemory:
         if not good.all():
             bad = np.flatnonzero(~good)
             kind = f"out-of-bounds shared {'write' if write else 'read'}"
-            detail = f"{width}-byte access at {self._describe(int(at[bad[0]]))}"
+            detail = f"{width}-byte access at {self.describe(int(at[bad[0]]))}"
             raise self._fault(kind, detail, ins, group, lanes, bad)
 
-    def _describe(self, at: int) -> str:
+    def describe(self, at: int) -> str:
+        """Where an offset lies, in words."""
         if not self.places:
             return f"shared offset {at - FIRST_OFFSET}, and the block has no shared memory"
         first, end, name = min(self.places, key=lambda p: max(p[0] - at, at - p[1] + 1, 0))

@@ -1,0 +1,84 @@
+"""Where the bytes of a tensor copy's box lie: in the tensor, and swizzled in shared memory.
+
+A box is packed row after row, dimension 0 innermost. Swizzles exchange the 16-byte chunks of a row
+by address bits, so that a column of chunks meets all banks:
+
+    32B:  bit 4    ^= bit 7          64B:  bits 4-5 ^= bits 7-8          128B: bits 4-6 ^= bits 7-9
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fkjit.interp.tensor_map import TensorMap
+
+CHUNK = 16
+_SWIZZLE_MASK = {"none": 0, "32B": 1, "64B": 3, "128B": 7}
+ALIGNMENT = {"none": 128, "32B": 256, "64B": 512, "128B": 1024}  # of a box in shared memory
+_NAN = {2: 0x7FFF, 4: 0x7FFFFFFF, 8: 0x7FFFFFFFFFFFFFFF}
+
+
+def swizzled(address: np.ndarray, mode: str) -> np.ndarray:
+    """Shared addresses where a swizzle puts what belongs at `address`."""
+    mask = _SWIZZLE_MASK[mode]
+    return address ^ (((address >> 7) & mask) << 4) if mask else address
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One box at one place: its bytes, and the pieces of `width` bytes inside the tensor."""
+
+    size: int  # bytes of the whole box
+    width: int
+    box: np.ndarray  # byte in the (unswizzled) box of every piece
+    tensor: np.ndarray  # byte from the tensor's first element of every piece
+
+    @property
+    def whole(self) -> bool:
+        """Whether no element of the box is outside the tensor."""
+        return self.box.size * self.width == self.size
+
+
+def tile(tensor: TensorMap, coordinates: Sequence[int], width: int | None = None) -> Tile:
+    """The box at these coordinates; `width` 1 to 16 (default: as wide as alignment allows)."""
+    assert tensor.element_strides is not None
+    counts, itemsize = tensor.counts, tensor.itemsize
+    row = counts[0] * itemsize
+    inside, box, place = np.ones(1, bool), np.zeros(1, np.int64), np.zeros(1, np.int64)
+    pitch = row
+    for axis in range(1, len(counts)):
+        at = coordinates[axis] + np.arange(counts[axis]) * tensor.element_strides[axis]
+        here = (at >= 0) & (at < tensor.dims[axis])
+        offset = np.where(here, at, 0) * tensor.steps[axis]
+        inside = (here[:, None] & inside).reshape(-1)
+        place = (offset[:, None] + place).reshape(-1)
+        box = (np.arange(counts[axis])[:, None] * pitch + box).reshape(-1)
+        pitch *= counts[axis]
+    first = max(coordinates[0], 0)
+    length = max(0, min(coordinates[0] + counts[0], tensor.dims[0]) - first) * itemsize
+    skipped, first = (first - coordinates[0]) * itemsize, first * itemsize
+    if width is None:
+        mixed = CHUNK | skipped | first | length
+        width = mixed & -mixed
+    steps = np.arange(0, length, width)
+    box = (box[inside, None] + (skipped + steps)).reshape(-1)
+    place = (place[inside, None] + (first + steps)).reshape(-1)
+    return Tile(pitch, width, box, place)
+
+
+def fill_of(tensor: TensorMap) -> np.ndarray:
+    """What one chunk outside the tensor becomes (one element of 16 bytes)."""
+    bits = 0 if tensor.fill == "zero" else _NAN[tensor.itemsize]
+    one = np.full(CHUNK // tensor.itemsize, bits, f"u{tensor.itemsize}")
+    return one.view(np.complex128)
+
+
+def rounded_to_tf32(values: np.ndarray) -> np.ndarray:
+    """float32 in pieces of any width -> the nearest tf32, ties away from zero."""
+    bits = values.view(np.uint32)
+    finite = (bits & np.uint32(0x7F800000)) != 0x7F800000
+    near = (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+    return np.where(finite, near, bits).view(values.dtype)
