@@ -76,8 +76,9 @@ class Flight:
         race = self.machine.race
         if race is not None:
             for index in due.tolist():
-                clock = race.finish(product.races[index])
-                race.acquire(self.warpgroups.lanes[product.which[index]], clock)
+                lanes = self.warpgroups.lanes[product.which[index]]
+                for operation in product.races[index]:
+                    race.acquire(lanes, race.finish(operation))
 
     def _read(
         self, product: Product, positions: np.ndarray, kind: str, transposed: bool

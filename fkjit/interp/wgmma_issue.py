@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fkjit.interp.decode import Decoder
-from fkjit.interp.lanes import Group
+from fkjit.interp.lanes import WARP, Group
 from fkjit.interp.ptx import Instruction, Operand, Vec, registers_in
 from fkjit.interp.warpgroup import WARPGROUP, Warpgroups
 from fkjit.interp.wgmma_flow import unfenced
@@ -168,7 +168,7 @@ class Issue:
         shared.check_initialised(positions.reshape(-1), 16, group, self.ins, lanes)
 
     def _start(self, product: Product) -> None:
-        """Tell the race checker what will be read."""
+        """Tell the race checker what each warp will read: all of B, its own 16 rows of A."""
         race = self.d.machine.race
         if race is None:
             return
@@ -176,7 +176,12 @@ class Issue:
         for index, number in enumerate(product.which.tolist()):
             lanes = self.warpgroups.lanes[number]
             engine = ("wgmma", int(layout.cta[lanes[0]]), int(layout.thread[lanes[0]]) // WARPGROUP)
-            read = product.b[index]
-            if not self.form.in_registers:
-                read = np.concatenate([product.a[index], read])
-            product.races.append(race.start(lanes, engine, read, 16, self.ins, write=False))
+            operations = []
+            for warp in range(WARPGROUP // WARP):
+                read = product.b[index]
+                if not self.form.in_registers:
+                    rows = product.a[index].reshape(WARPGROUP // WARP, -1)[warp]
+                    read = np.concatenate([rows, read])
+                mine = lanes[WARP * warp : WARP * warp + WARP]
+                operations.append(race.start(mine, engine, read, 16, self.ins, write=False))
+            product.races.append(operations)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -51,7 +52,7 @@ class Product:
     matrix: np.ndarray | None = None  # [which, 64, n]: float32 or int32
     holders: list[int] = field(init=False)  # registers that stand for each part of D
     consumed: bool = False  # a later wgmma accumulates on the result
-    races: list[object] = field(default_factory=list)  # by warpgroup
+    races: list[list[Any]] = field(default_factory=list)  # the warps' reads, by warpgroup
     _rows: np.ndarray | None = None
 
     def __post_init__(self) -> None:

@@ -43,7 +43,7 @@ extern "C" __global__ void k(const uint4* in, float* o, float x) {
   AFTER
   wait<WAITS>();
   LATER
-  for (int i = 0; i < 4; ++i) o[threadIdx.x * 4 + i] = d[i];
+  for (int i = 0; i < 4; ++i) o[blockIdx.x * 512 + threadIdx.x * 4 + i] = d[i];
 }"""
 )
 PLAIN = {
