@@ -1,1 +1,1 @@
-"""Measurements: `python -m bench.attention`, `bench.host`, `bench.first_call`; see NOTES.md."""
+"""The benchmark suite: `fkjit bench`, `python -m bench`; docs/BENCHMARKS.md explains it."""

@@ -1,6 +1,6 @@
-"""The README's table and picture of attention, out of a run of bench.attention.
+"""The README's table and picture of attention, out of a run of the suite.
 
-    python -m bench.attention --out docs/attention_h200.jsonl
+    fkjit bench attention --set readme --peers sdpa-flash,sdpa-cudnn --out docs/attention_h200.jsonl
     python -m bench.figure docs/attention_h200.jsonl
 
 Writes the `.svg` beside the file and the table between the README's two markers. Colours and greys
@@ -10,16 +10,18 @@ are of middling brightness, legible on a white page and on a dark one.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from .store import read as read_runs
+
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-NAMES = {"fkjit": "fkjit", "fa2": "FlashAttention-2", "cudnn": "cuDNN"}
-COLOURS = {"fkjit": "#3b82f6", "fa2": "#7d7264", "cudnn": "#a8712a"}
+NAMES = {"fkjit": "fkjit", "sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN"}
+COLOURS = {"fkjit": "#3b82f6", "sdpa-flash": "#7d7264", "sdpa-cudnn": "#a8712a"}
+FA2 = "sdpa-flash"
 TEXT, LINE = "#7b8491", "#7b849155"
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 860, 330, 46, 56, 58
 _STEP = 100  # TFLOP/s between two lines
@@ -28,19 +30,20 @@ Cell = tuple[int, bool, int]  # head_dim, causal, seqlen
 
 
 def read(path: Path) -> tuple[dict[Cell, dict[str, float]], dict[str, Any]]:
-    """{cell: {candidate: TFLOP/s}} in the order head_dim, full before causal, length; environment.
+    """{cell: {candidate: TFLOP/s}} in the order head_dim, full before causal, length; the header.
 
-    Of a candidate that was measured more than once in a cell the last line counts.
+    TFLOP/s are those of warm calls. Of a candidate that was measured more than once in a cell the
+    last line counts.
     """
     cells: dict[Cell, dict[str, float]] = {}
-    environment: dict[str, Any] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        if row["bench"] == "attention" and row["candidate"] in NAMES:
-            cell = (row["head_dim"], row["causal"], row["seqlen"])
-            cells.setdefault(cell, {})[row["candidate"]] = row["tflops"]
-            environment = row["environment"]
-    return dict(sorted(cells.items())), environment
+    runs = read_runs(path)
+    for run in runs:
+        for found in run.cells:
+            if found["op"] == "attention" and found["candidate"] in NAMES and "warm" in found:
+                problem = found["problem"]
+                cell = (problem["head_dim"], problem["causal"], problem["seqlen_k"])
+                cells.setdefault(cell, {})[found["candidate"]] = found["warm"]["tflops"]
+    return dict(sorted(cells.items())), runs[-1].header
 
 
 def candidates(cells: dict[Cell, dict[str, float]]) -> list[str]:
@@ -55,7 +58,7 @@ def table(cells: dict[Cell, dict[str, float]], environment: dict[str, Any]) -> s
     lines = [_line(head), _line(["---:", "---", *["---:"] * (len(head) - 2)])]
     for (dim, causal, length), found in cells.items():
         speeds = [f"{found[name]:.0f}" if name in found else "" for name in names]
-        ratio = f"{found['fkjit'] / found['fa2']:.2f}" if "fa2" in found else ""
+        ratio = f"{found['fkjit'] / found[FA2]:.2f}" if FA2 in found else ""
         mask = "causal" if causal else "full"
         lines.append(_line([str(dim), mask, _thousands(length), *speeds, ratio]))
     return "\n".join(lines) + f"\n\n{caption(environment)}\n"
@@ -66,7 +69,7 @@ def caption(environment: dict[str, Any]) -> str:
     torch = environment["versions"]["torch"].split("+")[0]
     return (
         f"Attention forward, TFLOP/s, bf16, 16k tokens in a batch, heads x head_dim = 2048; "
-        f"{environment['gpu']}, {environment['date']}, NVRTC {environment['nvrtc']}; "
+        f"{environment['gpu']}, {environment['date'][:10]}, NVRTC {environment['nvrtc']}; "
         f"FlashAttention-2 is PyTorch {torch}'s, measured in turns with fkjit."
     )
 
@@ -151,7 +154,7 @@ def with_table(readme: str, made: str) -> str:
 def main() -> None:
     """Write the picture and the table of the run given on the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("results", type=Path, help="JSON lines, as bench.attention --out writes")
+    parser.add_argument("results", type=Path, help="a result file of `fkjit bench`")
     results = parser.parse_args().results
     cells, environment = read(results)
     results.with_suffix(".svg").write_text(picture(cells, environment))

@@ -150,6 +150,12 @@ def doctor(
         import_module("fkjit.cli_show").print_doctor(found)
 
 
+@app.command(context_settings=_VARIANT, add_help_option=False)
+def bench(ctx: typer.Context) -> None:
+    """Measure ours beside peers: `fkjit bench attention --quick`; --help, --list, --compare A B."""
+    raise typer.Exit(import_module("fkjit.cli_bench").main(ctx.args))
+
+
 @app.command()
 def demo() -> None:
     """Attention on real input, each implementation checked against float64."""

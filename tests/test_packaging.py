@@ -81,6 +81,8 @@ def test_the_wheel_holds_package_and_cuda_sources_and_nothing_else(wheel):
     assert not [name for name in names if name.startswith("fkjit/_cuda") and name.endswith(".py")]
     assert "fkjit-0.1.0.dist-info/licenses/LICENSE" in names
     assert not [name for name in names if "__pycache__" in name or "test" in name.lower()]
+    assert {"fkjit/_bench/command.py", "fkjit/_bench/ops/attention.py"} <= names
+    assert not [name for name in names if "_bench" in name and not name.endswith(".py")]
 
 
 def test_its_metadata_ask_for_little(wheel):
@@ -111,6 +113,10 @@ def test_the_wheel_works_from_another_directory(wheel, environment, elsewhere):
     assert shown.startswith('#line 1 "kernels_cu/attention/flash.cu"\n')
     ptx = call(command, "show", "attention.flash", "--block", "32", "--ptx", cwd=elsewhere)
     assert ".entry attention_flash" in ptx
+    planned = call(
+        command, "bench", "attention", "--only", "D128 S4096", "--dry-run", cwd=elsewhere
+    )
+    assert "bf16 D128 S4096 B4 H16 causal" in planned and "\n2 cases" in planned
 
 
 def test_an_editable_install_uses_the_checkout(environment, elsewhere):
@@ -121,6 +127,7 @@ def test_an_editable_install_uses_the_checkout(environment, elsewhere):
     assert Path(sources) == ROOT
     listed = call(environment / "bin" / "fkjit", "list", cwd=elsewhere)
     assert "attention.flash" in listed
+    assert "readme (16)" in call(environment / "bin" / "fkjit", "bench", "--list", cwd=elsewhere)
 
 
 def test_make_names_its_targets_and_what_is_missing():

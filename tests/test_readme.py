@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.cli_tools import run
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "docs" / "attention_h200.jsonl"
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/DESIGN.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/DESIGN.md", "docs/BENCHMARKS.md")
 
 
 def test_the_example_runs_and_is_right():
@@ -39,7 +40,7 @@ def test_every_setting_is_in_the_readme():
 
 def test_every_command_it_names_exists():
     named = set(re.findall(r"`fkjit (\w+)", README))
-    assert named == {"doctor", "list", "show", "compile", "warm", "cache"}
+    assert named == {"doctor", "list", "show", "compile", "warm", "bench", "cache"}
     for name in named:
         assert run(name, "--help").status == 0
 
@@ -49,7 +50,7 @@ def test_table_and_picture_are_those_of_the_committed_run():
     assert figure.with_table(README, figure.table(cells, environment)) == README
     picture = RESULTS.with_suffix(".svg").read_text()
     assert picture == figure.picture(cells, environment)
-    assert environment["date"] in README and environment["gpu"] in README
+    assert environment["date"][:10] in README and environment["gpu"] in README
     assert f"]({RESULTS.with_suffix('.svg').relative_to(ROOT)})" in README
 
 
@@ -72,15 +73,23 @@ def test_the_design_names_every_module():
 
 
 def test_figures_are_read_by_cell_and_the_last_line_counts(tmp_path):
-    row = (
-        '{"bench": "attention", "candidate": "%s", "head_dim": %d, "seqlen": %d, '
-        '"causal": false, "tflops": %d, "environment": {"gpu": "G"}}\n'
-    )
+    def row(op, candidate, head_dim, seqlen, tflops):
+        problem = {"head_dim": head_dim, "causal": False, "seqlen_k": seqlen}
+        cell = {"record": "cell", "op": op, "case": "c", "candidate": candidate}
+        return {**cell, "problem": problem, "warm": {"p50": 1.0, "tflops": tflops}}
+
     lines = [
-        row % c for c in (("fa2", 128, 1024, 1), ("fkjit", 64, 1000, 2), ("fa2", 128, 1024, 3))
+        {"record": "run", "schema": 1, "gpu": "G"},
+        row("attention", "sdpa-flash", 128, 1024, 1),
+        row("attention", "fkjit", 64, 1000, 2),
+        row("attention", "sdpa-flash", 128, 1024, 3),
+        {**row("attention", "fkjit", 128, 1024, 9), "warm": None, "error": "wrong"},
+        row("scale", "fkjit", 128, 1024, 8),
     ]
-    (tmp_path / "run.jsonl").write_text("".join(lines) + '{"bench": "host", "candidate": "fa2"}\n')
-    cells, environment = figure.read(tmp_path / "run.jsonl")
-    assert cells == {(64, False, 1000): {"fkjit": 2}, (128, False, 1024): {"fa2": 3}}
-    assert list(cells) == sorted(cells) and environment == {"gpu": "G"}
-    assert figure.candidates(cells) == ["fkjit", "fa2"]
+    del lines[4]["warm"]
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    cells, header = figure.read(path)
+    assert cells == {(64, False, 1000): {"fkjit": 2}, (128, False, 1024): {"sdpa-flash": 3}}
+    assert list(cells) == sorted(cells) and header["gpu"] == "G"
+    assert figure.candidates(cells) == ["fkjit", "sdpa-flash"]

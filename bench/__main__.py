@@ -1,0 +1,7 @@
+"""`python -m bench` in a checkout is `fkjit bench`."""
+
+import sys
+
+from .command import command
+
+sys.exit(command())

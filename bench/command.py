@@ -1,0 +1,200 @@
+"""The command line of `fkjit bench` and `python -m bench`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fkjit.arch import Arch
+from fkjit.errors import FkjitError, ParameterError
+
+from . import compare, kernels, listing
+from .cases import Case, select
+from .device import Device, TorchDevice
+from .method import MODES, QUICK, Effort
+from .op import Candidate, Op, selected
+from .run import INTERRUPTED, Plan, execute
+from .store import Writer, file_name, results_folder
+
+_EPILOG = "docs/BENCHMARKS.md says how it measures and how a result line is read."
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every option, with its default."""
+    made = argparse.ArgumentParser(
+        prog="fkjit bench", description="Measure our kernels beside their peers.", epilog=_EPILOG
+    )
+    add = made.add_argument
+    add("ops", nargs="*", metavar="OP", help="operations; default: all")
+    which = made.add_argument_group("what").add_argument
+    which("--set", action="append", metavar="NAME", help="cases: see --list; all; default: default")
+    which("--where", action="append", default=[], metavar="FIELD=V[,V]", help="head_dim=64,128")
+    which("--only", action="append", default=[], metavar="WORDS", help='of a case: "D128 causal"')
+    which("--impl", default="auto", help="auto (the public call), all, or kernels: naive,tiled")
+    which("--variants", action="store_true", help="every legal tile of these kernels")
+    which("--peers", metavar="NAMES", help="all, none, or names: sdpa-cudnn,fa4; default: not slow")
+    how = made.add_argument_group("how").add_argument
+    how("--quick", action="store_true", help="10 + 100 iterations in place of 100 + 1000")
+    how("--warmup", type=_count, metavar="N", help="warm-up calls")
+    how("--iterations", type=_count, metavar="N", help="timed calls of each mode")
+    how("--cell-seconds", type=_seconds, metavar="S", help="at most, for each mode and candidate")
+    how("--budget", type=_seconds, metavar="S", help="for the whole run; reduces iterations")
+    how("--modes", default=",".join(MODES), help=f"of {','.join(MODES)}")
+    how("--nvtx", action="store_true", help="NVTX ranges around each timed case")
+    where = made.add_argument_group("results").add_argument
+    where("--out", type=Path, metavar="FILE", help="default: bench/results/DATE-GPU-COMMIT.jsonl")
+    where("--append", action="store_true", help="add a run to a file that exists")
+    where("--list", action="store_true", help="operations, sets, kernels, peers")
+    where("--dry-run", action="store_true", help="what would run")
+    where("--compare", nargs=2, type=Path, metavar=("A", "B"), help="what moved from A to B")
+    where("--threshold", type=float, default=compare.THRESHOLD, help="of --compare (0.03)")
+    where("--relative", action="store_true", help="--compare less what the peers moved by")
+    return made
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return value
+
+
+def main(arguments: Sequence[str] | None = None, device: Device | None = None) -> int:
+    """Run the command; the exit status. Without `device` this machine's GPU is measured.
+
+    ParameterError for what the options cannot mean, ToolchainError where torch or a GPU is missing.
+    """
+    begin = time.perf_counter()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    chosen = parser().parse_args(given)
+    if chosen.compare:
+        return compare.main(chosen.compare, chosen.threshold, chosen.relative)
+    ops = selected(chosen.ops)
+    if chosen.list:
+        listing.print_operations(ops)
+        return 0
+    cases = select(ops, chosen.set or ["default"], chosen.where, chosen.only)
+    ops = [op for op in ops if any(case.op is op for case in cases)]
+    if device is None and not chosen.dry_run:
+        device = TorchDevice(chosen.nvtx)
+    candidates, left_out = _candidates(ops, chosen, device)
+    if chosen.dry_run:
+        listing.print_plan(cases, candidates, left_out)
+        return 0
+    assert device is not None
+    return _measure(chosen, given, cases, candidates, left_out, device, begin)
+
+
+def _measure(
+    chosen: argparse.Namespace,
+    given: list[str],
+    cases: list[Case],
+    candidates: dict[str, list[Candidate]],
+    left_out: dict[str, str],
+    device: Device,
+    begin: float,
+) -> int:
+    from .environment import environment
+
+    effort = effort_of(chosen)
+    header = {
+        **environment(),
+        "gpu": device.name,
+        "command": shlex.join(["fkjit", "bench", *given]),
+        "configuration": {**vars(effort), "modes": list(effort.modes), "budget": chosen.budget},
+        "nvml": getattr(getattr(device, "clocks", None), "missing", None) or "here",
+    }
+    path = chosen.out or results_folder() / file_name(header)
+    writer = Writer(path, chosen.append)
+    limits = _ceilings(device)
+    spent = time.perf_counter() - begin
+    budget = None if chosen.budget is None else max(chosen.budget - spent, 1.0)
+    plan = Plan(cases, candidates, effort, budget, left_out)
+    status = execute(plan, device, writer, header, limits)
+    print(path)
+    return status
+
+
+def _ceilings(device: Device) -> dict[str, Any] | None:
+    """Measured where there is a GPU; another device has none."""
+    if not isinstance(device, TorchDevice):
+        return None
+    from .ceilings import ceilings
+
+    found = ceilings(device)
+    gemm = ", ".join(f"{name} {rate:.0f}" for name, rate in found["gemm_tflops"].items())
+    line = f"{device.name}: copy {found['copy_gbs']:.0f} GB/s; GEMM TFLOP/s: {gemm}"
+    print(line, file=sys.stderr, flush=True)
+    return found
+
+
+def effort_of(chosen: argparse.Namespace) -> Effort:
+    """How much is measured, of the options. ParameterError for an unknown mode."""
+    base = QUICK if chosen.quick else Effort()
+    modes = [mode.strip() for mode in chosen.modes.split(",") if mode.strip()]
+    for mode in modes:
+        if mode not in MODES:
+            raise ParameterError(f"bench: --modes {mode!r} is not one of {', '.join(MODES)}")
+    return replace(
+        base,
+        warmup=chosen.warmup or base.warmup,
+        iterations=chosen.iterations or base.iterations,
+        seconds=chosen.cell_seconds or base.seconds,
+        modes=modes or MODES,
+    )
+
+
+def _candidates(
+    ops: Sequence[Op], chosen: argparse.Namespace, device: Device | None
+) -> tuple[dict[str, list[Candidate]], dict[str, str]]:
+    """Ours first, then peers; and the peers left out, with the reason."""
+    arch = _arch()
+    known = [peer.name for op in ops for peer in op.peers]
+    names = None if chosen.peers is None else [n.strip() for n in chosen.peers.split(",")]
+    for name in names or ():
+        if name not in {"all", "none", *known}:
+            allowed = ", ".join(["all", "none", *known])
+            raise ParameterError(f"bench: --peers {name!r} is not one of {allowed}")
+    found: dict[str, list[Candidate]] = {}
+    left_out = {}
+    for op in ops:
+        found[op.name] = kernels.ours(op, chosen.impl, chosen.variants, device, arch)
+        for peer in op.peers:
+            if names is None and peer.slow:
+                left_out[peer.name] = f"{peer.slow}; --peers all or {peer.name}"
+            elif names is None or "all" in names or peer.name in names:
+                found[op.name].append(peer)
+    return found, left_out
+
+
+def _arch() -> Arch:
+    """This machine's GPU, else what the interpreter runs."""
+    from fkjit.build import gpu_target, interpreter_target
+    from fkjit.gpus import gpus
+
+    found, _ = gpus()
+    return (gpu_target(found[0].capability) if found else interpreter_target()).arch
+
+
+def command() -> int:
+    """`python -m bench`: errors of fkjit are one message and status 1."""
+    try:
+        return main()
+    except FkjitError as error:
+        print(f"fkjit: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED

@@ -1,0 +1,135 @@
+"""What the suite knows of an operation: how to call it, what it is compared with, on which cases.
+
+An operation has one file in bench/ops/ with an `OP`; a registered kernel whose op has none is
+measured from its spec alone (ops/generic.py).
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import Any
+
+from fkjit import __version__
+from fkjit.arch import Arch
+from fkjit.errors import ParameterError
+from fkjit.spec import KernelSpec, Params, Problem, registered
+
+from .accuracy import Expected
+
+Arrays = Mapping[str, Any]
+
+
+class Refused(Exception):
+    """A candidate does not take this problem; the text says why."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call ready to be timed: inputs laid out and plans made beforehand.
+
+    `output` turns what the call returns into what the reference is compared with. `variant` is the
+    kernel of ours that it launches.
+    """
+
+    call: Callable[[], Any]
+    output: Callable[[Any], Any] = lambda returned: returned
+    capturable: bool = True
+    variant: tuple[KernelSpec, Params] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Ours, a twin or a peer. `prepare` raises Refused for problems that it does not take.
+
+    `slow`: why it is left out unless it is asked for by name.
+    """
+
+    name: str
+    prepare: Callable[[Problem, Arrays], Prepared]
+    kind: str = "peer"  # "ours", "twin", "peer"
+    package: str | None = None  # whose version counts
+    module: str | None = None  # what must be importable
+    slow: str | None = None
+
+    def version(self) -> str | None:
+        """Of its package; None where there is none."""
+        return __version__ if self.kind == "ours" else version(self.package)
+
+    def missing(self) -> str | None:
+        """Why it cannot be used here, or None."""
+        return _why_missing(self.module) if self.module else None
+
+
+def version(package: str | None) -> str | None:
+    """The installed version of a package."""
+    try:
+        return metadata.version(package) if package else None
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@lru_cache(maxsize=64)
+def _why_missing(module: str) -> str | None:
+    try:
+        if find_spec(module.split(".")[0]) is None:
+            return f"not installed (no module {module.split('.')[0]})"
+        import_module(module)
+    except Exception as error:  # a library that is there but does not load says why itself
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One operation. Work and traffic come from the specs of its kernels."""
+
+    name: str
+    sets: Mapping[str, Sequence[Problem]]  # "default" is one of them
+    label: Callable[[Problem], str]  # short and unique: "bf16 D128 S4096 B4 H16 causal"
+    inputs: Callable[[Problem, Any], Arrays]  # fresh random arrays on a device
+    expected: Callable[[Problem, Arrays], Expected]
+    ours: Callable[[Problem, Arrays], Prepared] | None = None  # the public call
+    # Parameters of a kernel for a problem; ParameterError where none fit.
+    choose: Callable[[KernelSpec, Problem, Arch], Params]
+    peers: Sequence[Candidate] = field(default=())
+
+    def flops(self, problem: Problem) -> float:
+        """Counted work of a problem."""
+        return registered(self.name)[0].flops(problem)
+
+    def bytes(self, problem: Problem) -> float:
+        """Compulsory device-memory traffic of a problem."""
+        return registered(self.name)[0].bytes(problem)
+
+
+def operations() -> dict[str, Op]:
+    """Every operation: those with a file, and those that only have kernels."""
+    from fkjit import ops as kernels
+
+    from . import ops
+    from .ops import generic
+
+    kernels.load()
+    found: dict[str, Op] = {}
+    for module in pkgutil.iter_modules(ops.__path__):
+        made = getattr(import_module(f"{ops.__name__}.{module.name}"), "OP", None)
+        if made is not None:
+            found[made.name] = made
+    for spec in registered():
+        if spec.op not in found:
+            found[spec.op] = generic.operation(spec.op)
+    return found
+
+
+def selected(names: Sequence[str]) -> list[Op]:
+    """The operations of these names, all of them without names. ParameterError for others."""
+    known = operations()
+    for name in names:
+        if name not in known:
+            raise ParameterError(f"bench: {name!r} is not one of {', '.join(sorted(known))}")
+    return [known[name] for name in dict.fromkeys(names or known)]

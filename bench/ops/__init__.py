@@ -1,0 +1,1 @@
+"""One file an operation, each with an `OP` (../op.py); docs/BENCHMARKS.md says how to add one."""

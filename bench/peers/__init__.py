@@ -1,0 +1,1 @@
+"""What ours is measured beside: other libraries, each optional, found when a run begins."""
