@@ -1,0 +1,33 @@
+"""CUDA to PTX or a cubin with NVRTC, for the kernels of the cases. Needs no GPU."""
+
+from __future__ import annotations
+
+from fkjit.compile import mend_cubin
+
+GPU = "sm_90a"
+
+
+def compile_kernel(source: str, target: str) -> bytes:
+    """PTX for a compute_… target, a cubin for an sm_… one; RuntimeError with NVRTC's log."""
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram(source, "golden.cu", [], [])
+    options = [f"--gpu-architecture={target}", "--std=c++17", "-default-device", "--no-cache"]
+    try:
+        try:
+            nvrtc.compileProgram(program, options)
+        except Exception as error:  # its message is only a number; the log says what it was
+            raise RuntimeError(nvrtc.getProgramLog(program) or str(error)) from error
+        if target.startswith("sm_"):
+            return mend_cubin(nvrtc.getCUBIN(program))
+        ptx = nvrtc.getPTX(program)
+        return (ptx if isinstance(ptx, bytes) else ptx.encode()).rstrip(b"\0")
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def nvrtc_version() -> str:
+    """As "13.0"."""
+    from cupy.cuda import nvrtc
+
+    return "{}.{}".format(*nvrtc.getVersion())

@@ -1,0 +1,61 @@
+"""Runs a group's cases in worker processes, past cases that crash or hang."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tests.golden.store import Outputs
+
+ROOT = Path(__file__).parents[2]
+SECONDS_A_CASE = 5.0  # above what compiling and running one takes; a hang costs a minute more
+
+
+def produce(engine: str, group: str, names: Sequence[str]) -> dict[str, Outputs | str]:
+    """By case: its outputs, or what went wrong. `engine` is "gpu" or "interpreter"."""
+    results: dict[str, Outputs | str] = {}
+    left = list(names)
+    while left:
+        found, said = _one_worker(engine, group, left)
+        told = bool(found) and isinstance(found[-1], str)  # a CUDA error, told by the worker
+        if len(found) < len(left) and not told:
+            found.append(said)  # it died or hung at the case after the last that it finished
+        results.update(zip(left, found, strict=False))
+        left = left[len(found) :]
+    return results
+
+
+def _one_worker(engine: str, group: str, names: Sequence[str]) -> tuple[list[Outputs | str], str]:
+    """What one worker did of the cases, in order, and the end of what it printed."""
+    command = [sys.executable, "-m", "tests.golden.worker", engine, group]
+    with tempfile.TemporaryDirectory() as folder:
+        limit = 60.0 + SECONDS_A_CASE * len(names)
+        try:
+            done = subprocess.run(
+                [*command, folder], cwd=ROOT, input="\n".join(names), text=True,
+                capture_output=True, timeout=limit,
+            )  # fmt: skip
+            said = f"the process ended with status {done.returncode}: {done.stderr[-500:]}"
+        except subprocess.TimeoutExpired:
+            said = f"still running after {limit:.0f} s"
+        found: list[Outputs | str] = []
+        for number in range(len(names)):
+            result = _result(Path(folder) / str(number))
+            if result is None:
+                break
+            found.append(result)
+        return found, said
+
+
+def _result(place: Path) -> Outputs | str | None:
+    if place.with_suffix(".txt").exists():
+        return place.with_suffix(".txt").read_text()
+    if not place.with_suffix(".npz").exists():
+        return None
+    with np.load(place.with_suffix(".npz")) as stored:
+        return {name: stored[name] for name in stored.files}
