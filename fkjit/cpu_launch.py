@@ -157,26 +157,15 @@ def _rendered(source: str | Path, values: dict[str, Any]) -> Rendered:
     return load_file(path.name, path, values, _CALL)
 
 
-def simple_name(symbol: str) -> str:
-    """A C++ symbol's own name: "_Z3addPKfPfi", "_ZN2ns3addEv" -> "add"; others stay."""
-    rest, name = re.sub(r"^_ZN?L?", "", symbol), symbol
-    if rest == symbol:
-        return symbol
-    while match := re.match(r"L?(\d+)", rest):
-        end = match.end() + int(match[1])
-        name, rest = rest[match.end() : end], rest[end:]
-        if not symbol.startswith("_ZN"):
-            break
-    return name
-
-
 def _entry(source: str, functions: Any, wanted: str | None) -> tuple[str, Function]:
     """The kernel asked for, or the only one, and its name in the source."""
+    from fkjit.interp.names import source_name
+
     kernels = {f.name: f for f in functions if f.entry}
-    known = ", ".join(sorted(map(simple_name, kernels))) or "none"
-    found = [k for n, k in kernels.items() if wanted in (None, n, simple_name(n))]
+    known = ", ".join(sorted(map(source_name, kernels))) or "none"
+    found = [k for n, k in kernels.items() if wanted in (None, n, source_name(n))]
     if len(found) == 1:
-        return simple_name(found[0].name), found[0]
+        return source_name(found[0].name), found[0]
     if not found:
         raise ParameterError(
             f"{_CALL}: {source} has no kernel {wanted!r} (it has: {known})"

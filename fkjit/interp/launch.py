@@ -47,6 +47,7 @@ from fkjit.interp.checks import Checks
 from fkjit.interp.inline import inline_calls
 from fkjit.interp.lanes import WARP, Layout
 from fkjit.interp.machine import Machine, Memory
+from fkjit.interp.names import source_name
 from fkjit.interp.parse import parse
 from fkjit.interp.ptx import Function, Module, Variable
 from fkjit.interp.report import Reporter
@@ -283,7 +284,7 @@ class _Launch:
             data = np.zeros(max(variable.size, 1), np.uint8)
             data[: len(variable.data)] = np.frombuffer(variable.data, np.uint8)
             place = self.arena.add(
-                f"variable {variable.name}", data, writable=variable.space == "global"
+                f"variable {source_name(variable.name)}", data, writable=variable.space == "global"
             )
             self.symbols[variable.name] = place.address
 

@@ -92,7 +92,17 @@ class RaceReport:
     def _error(
         self, lines: list[str], ins: Instruction, lane: int, other: Instruction
     ) -> SanitizerError:
-        return SanitizerError("\n".join(lines))
+        title, layout = self.machine.reporter.title, self.machine.layout
+        return SanitizerError(
+            "\n".join(lines),
+            kind=lines[0].removeprefix(f"{title}: ").partition(":")[0],
+            kernel=title,
+            location=ins.location,
+            other=other.location,
+            block=layout.block_of(lane),
+            thread=layout.thread_of(lane),
+            hint=lines[-1].strip().removeprefix("hint: "),
+        )
 
     def _where(self, shared: bool, position: int) -> str:
         memory = self.machine.memory

@@ -9,6 +9,7 @@ import numpy as np
 
 from fkjit.interp.arena import VIEWS, aligned_bytes, typed_views
 from fkjit.interp.lanes import Group, Layout
+from fkjit.interp.names import source_name
 from fkjit.interp.ptx import Instruction, Variable
 from fkjit.interp.report import Reporter
 
@@ -64,7 +65,7 @@ class SharedMemory:
         for name in dynamic_names:
             self.offsets[name] = top
         if dynamic_names and dynamic:
-            whole = (CarveOut(dynamic_names[0], 0, dynamic),)
+            whole = (CarveOut(source_name(dynamic_names[0]), 0, dynamic),)
             for part in carve_outs or whole:
                 first = top + part.offset
                 self.places.append((first, first + part.size, f"{part.name} (dynamic shared"))
@@ -81,7 +82,8 @@ class SharedMemory:
         for variable in variables:
             top = -(-top // variable.align) * variable.align
             self.offsets[variable.name] = top
-            self.places.append((top, top + variable.size, f"{variable.name} (static shared"))
+            name = f"{source_name(variable.name)} (static shared"
+            self.places.append((top, top + variable.size, name))
             top += variable.size + RED_ZONE
         return top
 
