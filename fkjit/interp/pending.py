@@ -57,7 +57,8 @@ class Pending:
         still = self.writes.reshape(shape)[chunks].any(1) | self.reads.reshape(shape)[chunks].any(1)
         self.busy[chunks] = still
         for one in self.begun:
-            if one.ins is ins and one.write == write and one.left >= units.size:
+            mine = one.ins is ins and one.write == write and one.left >= units.size
+            if mine and (one.units == units[0]).any():
                 one.left -= units.size
                 break
         self.begun = [one for one in self.begun if one.left]
