@@ -98,22 +98,18 @@ class Accumulator:
         lanes = d.machine.layout.lanes
         return self._split([v if v.size > 1 else np.full(lanes, v[0]) for v in values])
 
-    def views(self, product: np.ndarray) -> list[np.ndarray]:
-        """What `store` wants of products that always stand in one place."""
-        return [product] if self.target is not None else elements_of(product)
-
-    def store(self, product: list[np.ndarray], warps: np.ndarray | None) -> None:
-        """`product`: the `views` of all warps' products, or of those in `warps`."""
-        if self.target is not None:
-            self._keep(product[0], self.target, warps)
-            return
+    def store(self, product: np.ndarray, parts: list[np.ndarray], warps: np.ndarray | None) -> None:
+        """`product`: that of all warps, or of those in `warps`; changed. `parts`: its elements."""
         every: Any = slice(None) if warps is None else warps
-        adds: list[np.ndarray] = self.adds
+        if self.target is not None:
+            self._keep(product, self.target, warps)
+            return
         if self.addend is not None:
-            adds = elements_of(self.addend[every])
-        elif adds and (self.copy_first or warps is not None):
+            product += self.addend[every]
+        adds = self.adds
+        if adds and (self.copy_first or warps is not None):
             adds = [value[every].copy() for value in adds]
-        for number, (out, value) in enumerate(zip(self.outs, product, strict=True)):
+        for number, (out, value) in enumerate(zip(self.outs, parts, strict=True)):
             if self.form.accumulator == "s32":
                 out[every] = self._integers(value, adds[number] if adds else 0)
             elif adds and warps is None:
@@ -131,14 +127,16 @@ class Accumulator:
         if self.addend is not None and warps is None:
             np.add(product, self.addend, out=target)
             return
-        every: Any = slice(None) if warps is None else warps
-        target[every] = product if self.addend is None else product + self.addend[every]
-        if self.adds:
-            kept = target[every]
-            for out, value in zip(elements_of(kept), self.adds, strict=True):
-                out += value[every]
-            if warps is not None:
-                target[every] = kept
+        if not self.adds:
+            every: Any = slice(None) if warps is None else warps
+            target[every] = product if self.addend is None else product + self.addend[every]
+            return
+        into = target if warps is None else np.empty_like(product)
+        for out, value in zip(elements_of(into), self.adds, strict=True):
+            out[...] = value if warps is None else value[warps]
+        into += product  # in one piece: adding to elements here and there takes twice as long
+        if warps is not None:
+            target[warps] = into
 
 
 def empty_accumulators(form: Form, warps: int) -> np.ndarray:

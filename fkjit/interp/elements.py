@@ -59,7 +59,7 @@ def _unpack_f16(bits: np.ndarray, out: np.ndarray) -> None:
     np.left_shift(whole, 13, out=whole)
     np.bitwise_and(whole, _F16_BITS, out=whole)
     np.multiply(out, _SCALE, out=out)
-    if out.max() >= 65536 or out.min() <= -65536:  # infinities and NaN
+    if bits.view(np.int16).max() >= 0x7C00 or bits.max() >= 0xFC00:  # infinities and NaN
         out[...] = bits.view(np.float16)
 
 

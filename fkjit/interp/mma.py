@@ -14,7 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.interp.accumulators import Accumulator, empty_accumulators, resident_accumulators
+from fkjit.interp.accumulators import (
+    Accumulator,
+    elements_of,
+    empty_accumulators,
+    resident_accumulators,
+)
 from fkjit.interp.decode import Decoder, Step, control, is_control
 from fkjit.interp.elements import matrix_type
 from fkjit.interp.fragments import Fragment
@@ -128,19 +133,19 @@ def mma(d: Decoder, ins: Instruction) -> Step:
     room = plan.room("product").view(matrix_type(form.a))
     product = room[: math.prod(shape)].reshape(shape)
     places = [slice(COLUMNS * n, COLUMNS * (n + 1)) for n in range(len(run))]
-    parts = [one.views(product[:, place]) for one, place in zip(members, places, strict=True)]
+    own = [(product[:, place], elements_of(product[:, place])) for place in places]
 
     def act(group: Group) -> None:
         warps = whole_warps(d, ins, group)
         left, right = a.matrix(), b.matrix()
         if warps is None:
             np.matmul(right, left, out=product)
-            for member, part in zip(members, parts, strict=True):
-                member.store(part, None)
+            for member, (one, parts) in zip(members, own, strict=True):
+                member.store(one, parts, None)
             return
         result = np.matmul(right[warps], left[warps])
         for member, place in zip(members, places, strict=True):
-            member.store(member.views(result[:, place]), warps)
+            member.store(result[:, place], elements_of(result[:, place]), warps)
 
     step: Step = act
     for other in run[1:]:
