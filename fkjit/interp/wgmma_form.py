@@ -9,13 +9,13 @@ from fkjit.interp.ptx import Imm, Instruction, Operand, Vec
 
 ROWS = 64  # of A and D
 STEP = 32  # bytes of a row of A or B that one instruction works on
-_DEPTH = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32, "s8": 32, "u8": 32}
+_DEPTH = {"f16": 16, "bf16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32, "s8": 32, "u8": 32, "b1": 256}
 _PARTNERS = (
-    {"f16"}, {"bf16"}, {"tf32"}, {"e4m3", "e5m2"}, {"s8", "u8"},
+    {"f16"}, {"bf16"}, {"tf32"}, {"e4m3", "e5m2"}, {"s8", "u8"}, {"b1"},
 )  # fmt: skip
 _RESULTS = {
     "f16": ("f32", "f16"), "bf16": ("f32",), "tf32": ("f32",), "e4m3": ("f32", "f16"),
-    "e5m2": ("f32", "f16"), "s8": ("s32",), "u8": ("s32",),
+    "e5m2": ("f32", "f16"), "s8": ("s32",), "u8": ("s32",), "b1": ("s32",),
 }  # fmt: skip
 
 
@@ -45,8 +45,14 @@ def parse_form(ins: Instruction) -> Form:
     parts = list(ins.op[2:])
     if parts[:2] != ["sync", "aligned"]:
         raise ValueError("modifiers")
-    saturated = parts[3] == "satfinite"
-    shape, (to, a, b) = parts[2], parts[3 + saturated :]
+    saturated = "satfinite" in (parts[3], parts[-1])  # assemblers take it in both places
+    if saturated:
+        parts.remove("satfinite")
+    if parts[-2:] == ["and", "popc"] and "b1" in parts:
+        parts = parts[:-2]
+    elif "b1" in parts:
+        raise ValueError("operation")
+    shape, (to, a, b) = parts[2], parts[3:]
     match = re.fullmatch(r"m64n(\d+)k(\d+)", shape)
     if not match or not any({a, b} <= kinds for kinds in _PARTNERS):
         raise ValueError(f"shape .{shape} or types .{a}.{b}")
@@ -54,7 +60,7 @@ def parse_form(ins: Instruction) -> Form:
     integer = to == "s32"
     if k != _DEPTH[a] or to not in _RESULTS[a] or not _fits(n, integer):
         raise ValueError(f"shape .{shape} with types .{to}.{a}.{b}")
-    if saturated and not integer:
+    if saturated and (not integer or a == "b1"):
         raise ValueError("modifier .satfinite")
     in_registers = isinstance(ins.args[1], Vec)
     scales, transposed = _immediates(ins.args[4:], integer, a in ("f16", "bf16"), in_registers)

@@ -92,6 +92,8 @@ def fragment(kind: str, registers: list[np.ndarray]) -> np.ndarray:
 
 def decoded(kind: str, raw: np.ndarray) -> np.ndarray:
     """Bytes [..., n] -> float32 [..., elements], exactly."""
+    if kind == "b1":
+        return np.unpackbits(raw, axis=-1).astype(np.float32)
     bits = raw.view(raw_type(kind))
     out = np.empty(bits.shape, np.float32)
     unpack(kind, bits, out)

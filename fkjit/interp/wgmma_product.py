@@ -97,7 +97,7 @@ class Product:
 
 def _multiplied(form: Form, a: np.ndarray, b: np.ndarray, added: np.ndarray | None) -> np.ndarray:
     value = np.matmul(a, b.swapaxes(1, 2))
-    if form.to == "s32":  # at most 32 products of 16 bits: exact in float32
+    if form.to == "s32":  # sums below 2**24: exact in float32
         exact = value.astype(np.int64)
         if added is not None:
             exact += added

@@ -109,13 +109,13 @@ def test_negative_scales(kind: str, scale_a: int, scale_b: int) -> None:
     check(replace(one, tail=tail), scale_a * scale_b)
 
 
-@pytest.mark.parametrize("saturated", [False, True])
-def test_integers_wrap_or_saturate(saturated: bool) -> None:
+@pytest.mark.parametrize("saturated", ["", "m64n16k32.satfinite.s32.u8.s8",
+                                       "m64n16k32.s32.u8.s8.satfinite"])  # fmt: skip
+def test_integers_wrap_or_saturate(saturated: str) -> None:
     one = case("s32", "u8", "s8", 16, None, tight(128, False, 16))
     limits = np.array([-(2**31), 2**31 - 1, 5])
     d = RNG.choice(limits, one.d.shape).astype("i4")
-    op = one.op.replace("k32.", "k32.satfinite.") if saturated else one.op
-    one = replace(one, d=d, keep=np.ones_like(one.keep), op=op)
+    one = replace(one, d=d, keep=np.ones_like(one.keep), op=saturated or one.op)
     exact = one.a.astype("i8") @ one.b.astype("i8").swapaxes(2, 3) + d
     want = exact.clip(-(2**31), 2**31 - 1) if saturated else exact.astype("i4")
     got = one.run(RNG)
@@ -135,6 +135,16 @@ def test_tf32_drops_low_bits_and_f16_rounds() -> None:
     assert (got % 2 == 0)[got >= 2048].all() and (got > 2048).any()
 
 
+@pytest.mark.parametrize("in_registers", [False, True])
+def test_bits(in_registers: bool) -> None:
+    place_a = None if in_registers else tight(32, False, 64)
+    one = case("s32", "u8", "u8", 48, place_a, tight(0, False, 48), groups=2)
+    got = replace(one, op="m64n48k256.s32.b1.b1.and.popc").run(RNG)
+    a, b = np.unpackbits(one.a, axis=3).astype("i4"), np.unpackbits(one.b, axis=3).astype("i4")
+    want = a @ b.swapaxes(2, 3) + one.keep[:, :, None, None] * one.d
+    np.testing.assert_array_equal(got, want)
+
+
 def test_special_values() -> None:
     one = case("f32", "f16", "f16", 8, tight(0, False, 64), tight(0, False, 8))
     a, b = np.zeros_like(one.a), np.ones_like(one.b)
@@ -152,6 +162,9 @@ def test_special_values() -> None:
         ("m64n24k16.s32.s8.s8", "s32", 24, ""),
         ("m64n40k32.s32.s8.s8", "s32", 40, ""),
         ("m64n8k16.f16.bf16.bf16", "f16", 8, ", 1, 1, 0, 0"),
+        ("m64n8k256.s32.b1.b1.xor.popc", "s32", 8, ""),
+        ("m64n8k256.satfinite.s32.b1.b1.and.popc", "s32", 8, ""),
+        ("m64n8k32.s32.s8.s8.and.popc", "s32", 8, ""),
         ("m64n8k16.f32.f16.bf16", "f32", 8, ", 1, 1, 0, 0"),
         ("m64n8k16.satfinite.f32.f16.f16", "f32", 8, ", 1, 1, 0, 0"),
         ("m64n8k16.f32.f16.f16", "f32", 8, ", 1, 2, 0, 0"),

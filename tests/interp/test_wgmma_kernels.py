@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from interp_kit import compile_ptx
+from interp_kit import compile_ptx, line_of
 from wgmma_kit import PRELUDE, mma_function
 
+from fkjit.errors import SanitizerError
 from fkjit.interp import Arg, Checks, run
 
 RNG = np.random.default_rng(91)
@@ -213,3 +214,61 @@ def test_shared_memory_is_read_by_the_wait_that_covers_the_product() -> None:
     np.testing.assert_array_equal(o[0], want[0])
     np.testing.assert_array_equal(o[1], want[0])  # what was overwritten while y was in flight
     assert (want[0] != want[1]).any()
+
+
+APART = (
+    PRELUDE
+    + mma_function("mma", 8, "f32.f16.f16", ", 1, 1, 0, 0")
+    + """
+extern "C" __global__ void k(const unsigned* in, float* o) {
+  __shared__ __align__(1024) unsigned sm[2560];
+  for (int i = threadIdx.x; i < 2560; i += blockDim.x) sm[i] = in[i];
+  proxy_fence();
+  __syncthreads();
+  const int group = threadIdx.x / 128;
+  if (threadIdx.x >= 256) return;  // an incomplete warpgroup that only copies
+  const u64 a = descriptor(shared_address(sm)), b = a + 512;
+  float x[4], y[4];
+  fence();
+  mma(x, a, b, 0);
+  if (group == blockIdx.x % 2) mma(x, a, b, 1);  // those go on from a product of their own
+  mma(x, a, b, 1);
+  commit();
+  mma(y, a, b, 0);
+  commit();
+  if (group == 0) wait<0>(); else wait<1>();
+  EARLY
+  store(x, o + (blockIdx.x * 2 + group) * 1024, 8);
+  wait<0>();
+  store(y, o + (blockIdx.x * 2 + group) * 1024 + 512, 8);
+}"""
+)
+
+
+@pytest.mark.parametrize("mem", [False, True])
+@pytest.mark.parametrize("block", [256, 288])
+def test_warpgroups_that_part(block: int, mem: bool) -> None:
+    data = RNG.integers(-3, 4, (80, 64)).astype("f2")
+    at = np.arange(80 * 64) * 2
+    image = np.zeros(80 * 64, "f2")
+    image[(at ^ (at >> 7 & 7) << 4) // 2] = data.ravel()
+    one = data[:64, :16].astype("f4") @ data[64:72, :16].astype("f4").T
+    ptx = compile_ptx(APART.replace("EARLY", ""), "compute_90a")
+    for _ in range(2):  # the second launch starts from nothing as well
+        o = np.zeros((3, 2, 2, 64, 8), "f4")
+        run(ptx, "k", 3, block, [Arg("in", image.view("u4")), Arg("o", o, True)],
+            checks=Checks(mem=mem))  # fmt: skip
+        for of_block, group in np.ndindex(3, 2):
+            times = 3 if group == of_block % 2 else 2
+            np.testing.assert_array_equal(o[of_block, group, 0], times * one)
+            np.testing.assert_array_equal(o[of_block, group, 1], one)
+
+
+def test_warpgroups_that_wait_for_less() -> None:
+    source = APART.replace("EARLY", "o[threadIdx.x] = y[0];  // BUG")
+    with pytest.raises(SanitizerError) as caught:
+        run(compile_ptx(source, "compute_90a"), "k", 3, 256,
+            [Arg("in", np.zeros(2560, "u4")), Arg("o", np.zeros(6144, "f4"), True)])  # fmt: skip
+    report = str(caught.value)
+    assert "register of a wgmma in flight: this reads" in report
+    assert f":{line_of(source, 'BUG')}" in report and "thread (128, 0, 0)" in report
