@@ -40,7 +40,7 @@ def test_every_setting_is_in_the_readme():
 
 def test_every_command_it_names_exists():
     named = set(re.findall(r"`fkjit (\w+)", README))
-    assert named == {"doctor", "list", "show", "compile", "warm", "bench", "cache"}
+    assert named == {"doctor", "list", "check", "show", "compile", "warm", "bench", "cache"}
     for name in named:
         assert run(name, "--help").status == 0
 
