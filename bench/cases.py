@@ -30,22 +30,23 @@ def select(
 ) -> list[Case]:
     """The cases of these sets ("all": every one), each once, that pass every filter.
 
+    An operation without a set "quick" has its "default" there.
+
     `where`: "head_dim=64,128", a problem's value must be one of these. `only`: words that the label
     must have, all of a text's. ParameterError for an unknown set or field, and where no case is
     left.
     """
     known = dict.fromkeys(name for op in ops for name in op.sets)
     for name in sets:
-        if name not in {*known, "all"}:
+        if name not in {*known, "quick", "all"}:
             raise ParameterError(f"bench: --set {name!r} is not one of all, {', '.join(known)}")
     wanted = [_condition(text, ops) for text in where]
     made: dict[tuple[str, str], Case] = {}
     for op in ops:
-        for name, problems in op.sets.items():
-            if name in sets or "all" in sets:
-                for problem in problems:
-                    case = Case(op, problem)
-                    made.setdefault((op.name, case.label), case)
+        for name in _names(op, sets):
+            for problem in op.sets.get(name, ()):
+                case = Case(op, problem)
+                made.setdefault((op.name, case.label), case)
     left = [
         case
         for case in made.values()
@@ -58,6 +59,13 @@ def select(
             f"passes the filters {' '.join([*where, *only]) or '(none)'}; --list shows the sets"
         )
     return left
+
+
+def _names(op: Op, sets: Sequence[str]) -> list[str]:
+    """The sets of an operation that are meant."""
+    if "all" in sets:
+        return list(op.sets)
+    return ["default" if name == "quick" and name not in op.sets else name for name in sets]
 
 
 def _condition(text: str, ops: Sequence[Op]) -> tuple[str, set[str]]:

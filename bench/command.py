@@ -33,14 +33,14 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("ops", nargs="*", metavar="OP", help="operations; default: all")
     which = made.add_argument_group("what").add_argument
-    which("--set", action="append", metavar="NAME", help="cases: see --list; all; default: default")
+    which("--set", action="append", metavar="NAME", help="cases: see --list; or all")
     which("--where", action="append", default=[], metavar="FIELD=V[,V]", help="head_dim=64,128")
     which("--only", action="append", default=[], metavar="WORDS", help='of a case: "D128 causal"')
     which("--impl", default="auto", help="auto (the public call), all, or kernels: naive,tiled")
     which("--variants", action="store_true", help="every legal tile of these kernels")
     which("--peers", metavar="NAMES", help="all, none, or names: sdpa-cudnn,fa4; default: not slow")
     how = made.add_argument_group("how").add_argument
-    how("--quick", action="store_true", help="10 + 100 iterations in place of 100 + 1000")
+    how("--quick", action="store_true", help="10 + 100 iterations, not 100 + 1000; --set quick")
     how("--warmup", type=_count, metavar="N", help="warm-up calls")
     how("--iterations", type=_count, metavar="N", help="timed calls of each mode")
     how("--cell-seconds", type=_seconds, metavar="S", help="at most, for each mode and candidate")
@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     how("--nvtx", action="store_true", help="NVTX ranges around each timed case")
     where = made.add_argument_group("results").add_argument
     where("--out", type=Path, metavar="FILE", help="default: bench/results/DATE-GPU-COMMIT.jsonl")
+    where("--commit", metavar="TEXT", help="what was measured, for a copy without its .git")
     where("--append", action="store_true", help="add a run to a file that exists")
     where("--list", action="store_true", help="operations, sets, kernels, peers")
     where("--dry-run", action="store_true", help="what would run")
@@ -86,7 +87,8 @@ def main(arguments: Sequence[str] | None = None, device: Device | None = None) -
     if chosen.list:
         listing.print_operations(ops)
         return 0
-    cases = select(ops, chosen.set or ["default"], chosen.where, chosen.only)
+    sets = chosen.set or ["quick" if chosen.quick else "default"]
+    cases = select(ops, sets, chosen.where, chosen.only)
     ops = [op for op in ops if any(case.op is op for case in cases)]
     if device is None and not chosen.dry_run:
         device = TorchDevice(chosen.nvtx)
@@ -110,8 +112,10 @@ def _measure(
     from .environment import environment
 
     effort = effort_of(chosen)
+    where = environment()
     header = {
-        **environment(),
+        **where,
+        "commit": chosen.commit or where["commit"],
         "gpu": device.name,
         "command": shlex.join(["fkjit", "bench", *given]),
         "configuration": {**vars(effort), "modes": list(effort.modes), "budget": chosen.budget},

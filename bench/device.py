@@ -16,6 +16,7 @@ from .clocks import Clocks
 
 _FLUSH = 2  # times the L2 cache is what a flush writes
 _CALIBRATE = 1_000_000  # cycles
+_TRIES = 5
 
 
 class Device(Protocol):
@@ -69,12 +70,10 @@ class TorchDevice:
         self._calibrate()
 
     def _calibrate(self) -> None:
-        """How long a flush and a cycle of delay take."""
-        for _ in range(2):  # the first of each loads its kernel
-            flush = self._once(self.flush)
-            cycles = self._once(lambda: self.torch.cuda._sleep(_CALIBRATE))
-        self.flush_seconds = flush
-        self._cycles_a_second = _CALIBRATE / cycles
+        """How long a flush and a cycle of delay take at full clocks: the shortest of some tries."""
+        self.flush_seconds = min(self._once(self.flush) for _ in range(_TRIES))
+        sleep = min(self._once(lambda: self.torch.cuda._sleep(_CALIBRATE)) for _ in range(_TRIES))
+        self._cycles_a_second = _CALIBRATE / sleep
 
     def _once(self, call: Callable[[], Any]) -> float:
         begin, end = self.mark(), self.mark()
@@ -127,7 +126,8 @@ class TorchDevice:
 
     def release(self) -> None:
         self.synchronize()
-        self.torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # torch refuses after a capture that failed
+            self.torch.cuda.empty_cache()
 
     def spoil(self, output: Any) -> None:
         output.fill_(float("nan"))

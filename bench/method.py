@@ -23,7 +23,9 @@ LEAST = 20  # iterations, however short the time is
 _EVENTS = 15e-6  # host seconds of an iteration beside the call itself
 _GRAPH_SECONDS = 2e-3  # of work in a graph: its launch is then less than a hundredth
 _MOST_COPIES = 50
-_HOST_CALLS = 200
+_REPLAY_DELAY = 20e-6
+_HOST_CALLS = 100  # several kernels each: fewer than a stream's queue holds
+_READ_EVERY = 3  # turns: reading clocks takes milliseconds on some machines
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,8 @@ def time_in_turns(
         yield mode
 
 
-Batch = tuple[int, Callable[[int], list[float]]]
+Batch = tuple[int, Callable[[int], "Pending"]]
+Pending = list[tuple[Any, Any]]  # event pairs of calls that were launched
 
 
 def _plan(
@@ -154,7 +157,7 @@ def _plan(
     each = max(runner.gpu_seconds + flush + delay, runner.host_seconds + _EVENTS)
     return (
         iterations(effort.iterations, each, seconds),
-        lambda count: _batch(device, runner, runner.prepared.call, count, mode == "cold", delay),
+        lambda count: _batch(device, runner.prepared.call, count, mode == "cold", delay),
     )
 
 
@@ -176,10 +179,7 @@ def _plan_graph(device: Device, runner: Runner, effort: Effort, seconds: float) 
     runner.copies = copies
     replays = iterations(effort.iterations // copies, runner.gpu_seconds * copies, seconds)
 
-    def batch(count: int) -> list[float]:
-        return [ms / copies for ms in _batch(device, runner, replay, count, False, 20e-6)]
-
-    return max(replays, LEAST), batch
+    return max(replays, LEAST), lambda count: _batch(device, replay, count, False, _REPLAY_DELAY)
 
 
 def _turn(device: Device, runner: Runner, mode: str, batch: Batch, turn: int, turns: int) -> None:
@@ -187,9 +187,14 @@ def _turn(device: Device, runner: Runner, mode: str, batch: Batch, turn: int, tu
     count = total // turns + (turn < total % turns)
     if not count:
         return
+    copies = runner.copies if mode == "graph" else 1
     try:
         with device.span(f"{runner.name} {mode}"):
-            found = take(count)
+            marks = take(count)
+            if turn % _READ_EVERY == 0:
+                runner.states.append(device.state())  # while the GPU is at work
+            device.synchronize()
+        found = [device.between(begin, end) / copies for begin, end in marks]
     except Exception as error:
         runner.error = first_line(error)
         return
@@ -197,10 +202,12 @@ def _turn(device: Device, runner: Runner, mode: str, batch: Batch, turn: int, tu
 
 
 def _batch(
-    device: Device, runner: Runner, call: Callable[[], Any], count: int, cold: bool, delay: float
-) -> list[float]:
-    """Milliseconds of each of `count` calls."""
+    device: Device, call: Callable[[], Any], count: int, cold: bool, delay: float
+) -> Pending:
+    """Launch `count` calls between events, after one without: what the last candidate left in
+    caches and clocks is not for the first of them."""
     marks = [(device.mark(), device.mark()) for _ in range(count)]
+    call()
     for begin, end in marks:
         if cold:
             device.flush()
@@ -208,9 +215,7 @@ def _batch(
         begin.record()
         call()
         end.record()
-    runner.states.append(device.state())  # while the GPU is at work
-    device.synchronize()
-    return [device.between(begin, end) for begin, end in marks]
+    return marks
 
 
 def first_line(error: BaseException) -> str:

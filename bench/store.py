@@ -131,5 +131,5 @@ def file_name(header: dict[str, Any]) -> str:
     """Date, GPU and commit: 20261121-093015-h200-fe6e164.jsonl"""
     gpu = re.sub(r"nvidia|geforce", "", str(header.get("gpu") or "no-gpu"), flags=re.IGNORECASE)
     when = re.sub(r"[^0-9T]", "", header["date"]).replace("T", "-")[:15]
-    parts = (when, gpu.strip().lower(), header.get("commit") or "installed")
+    parts = (when, gpu.strip().lower(), header.get("commit") or "unknown")
     return "-".join(re.sub(r"[^a-z0-9-]+", "-", part).strip("-") for part in parts) + ".jsonl"

@@ -59,6 +59,7 @@ class Trial:
             self._alive()
         for runner in runners:
             self._finish(runner, expected, effort)
+        runners.clear()
         self.runners.clear()
         device.release()
         return self.records

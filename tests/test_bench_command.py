@@ -122,6 +122,14 @@ def test_peers_are_taken_by_name(capsys):
     assert "left out" not in every and "flashinfer-single" in every
 
 
+def test_quick_takes_the_quick_set_where_there_is_one(scale):
+    planned = run("bench", "attention", "scale", "--quick", "--dry-run").out
+    assert "\n9 cases, " in planned and planned.count("scale ") >= 4
+    assert (
+        "\n16 cases, " in run("bench", "attention", "--quick", "--set", "default", "--dry-run").out
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -14,7 +14,7 @@ from bench.store import Writer, read
 from bench.trial import Trial
 from tests.bench_tools import EFFORT, Doubler, FakeDevice, candidate, cases, doubling
 
-LIMITS = {"copy_gbs": 1000.0, "gemm_tflops": {"fp32": 1000.0}}
+LIMITS = {"copy_gbs": 10_000.0, "gemm_tflops": {"fp32": 1000.0}}
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_cell_has_rates_shares_memory_accuracy_clocks_and_work(device):
     assert found["warm"]["tflops"] == pytest.approx(100.0)  # 1e11 in a millisecond
     assert found["warm"]["gbs"] == pytest.approx(100.0)
     assert found["warm"]["share_gemm"] == pytest.approx(0.1)
-    assert found["warm"]["share_copy"] == pytest.approx(0.1)
+    assert found["warm"]["share_copy"] == pytest.approx(0.01)
     assert found["memory"] == {"driver_bytes": 1000, "peak_bytes": 800}
     assert found["accuracy"] == {"relative": 0.0, "worst": 0.0, "limit": 1e-6}
     assert found["gpu"]["during"] == {"sm_mhz": [1980, 1980], "throttle": []}
@@ -148,7 +148,7 @@ def test_candidates_take_turns_and_each_turn_begins_with_another(device):
     assert list(time_in_turns(device, runners, effort, 10.0)) == ["warm"]
     blocks = ["abc"[doublers.index(key)] for key, _ in itertools.groupby(order)]
     assert "".join(blocks) == "abcbcacab"
-    assert len(order) == 90
+    assert len(order) == 99  # one more a turn, which is not timed
     assert [len(turn) for turn in runners[0].times["warm"]] == [10, 10, 10]
 
 

@@ -108,7 +108,7 @@ def test_infinities_are_text_not_broken_json(tmp_path):
 def test_files_are_named_by_date_gpu_and_commit():
     assert file_name({**HEADER, "commit": "fe6e164"}) == "20261121-093015-h200-fe6e164.jsonl"
     named = file_name({**HEADER, "gpu": "NVIDIA GeForce RTX 5090", "commit": None})
-    assert named == "20261121-093015-rtx-5090-installed.jsonl"
+    assert named == "20261121-093015-rtx-5090-unknown.jsonl"
 
 
 # ------------------------------------------------------------------ what moved

@@ -37,8 +37,9 @@ def _mask(torch: Any, problem: Problem, device: Any) -> Any:
     return hidden.triu(1 + sk - sq)
 
 
-def _fits(problem: Problem) -> None:
-    size = 4 if problem["dtype"] == "fp32" else 2
+def _fits(problem: Problem, size: int | None = None) -> None:
+    """Refuse what would fill the memory with scores of `size` bytes (None: the dtype's)."""
+    size = size or (4 if problem["dtype"] == "fp32" else 2)
     pairs = problem["seqlen_q"] * problem["seqlen_k"]
     need = 3 * size * problem["batch"] * problem["heads_q"] * pairs
     if need > _SCORES_BYTES:
@@ -84,7 +85,7 @@ def _sdpa(backend: str) -> Callable[[Problem, Arrays], Prepared]:
     def prepare(problem: Problem, arrays: Arrays) -> Prepared:
         choice = import_module("torch.nn.attention")
         if backend == "MATH":
-            _fits(problem)
+            _fits(problem, size=4)  # it works in fp32
         attention = _own_choice(problem, arrays).call
         chosen = getattr(choice.SDPBackend, backend)
 
