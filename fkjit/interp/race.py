@@ -62,6 +62,9 @@ class Race:
         shared = machine.memory.shared
         alone = layout.cluster == (1, 1, 1)
         self.shared = Shadow(layout.ctas * shared.size, self.unit, self.clocks, alone)
+        self.shared.keep_writes = any(
+            ins.op[0] == "wgmma" or "bulk" in ins.op for ins in function.instructions
+        )
         self.globals: Shadow | None = None
         self.writable = np.zeros(0, bool)  # by chunk of the arena
         self.pending: dict[int, Pending] = {}  # by id of shadow

@@ -79,6 +79,7 @@ class Shadow:
     def __init__(self, size: int, unit: int, clocks: Clocks, one_block: bool) -> None:
         self.size, self.unit, self.clocks = size, unit, clocks
         self.one_block = one_block  # every chunk is accessed by its own block only
+        self.keep_writes = False  # even those that everybody knows of: engines may not
         self.shift = unit.bit_length() - 1
         self.units = -(-size // unit)
         chunks = -(-size // CHUNK)
@@ -163,7 +164,7 @@ class Shadow:
         queue, self.queue, self.queued = self.queue, [], 0
         oldest = int(self.clocks.floor.min()) if self.one_block else 0
         for one in queue:
-            if one.stamp > oldest:
+            if one.stamp > oldest or (self.keep_writes and one.kind not in _READS):
                 units, each = self.spread(one.positions, one.width)
                 actors = self.clocks.actors(one.lanes, one.first_cta)
                 self._apply(one.kind, units, np.repeat(actors, each), one.stamp)

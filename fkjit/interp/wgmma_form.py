@@ -42,35 +42,38 @@ class Form:
 
 def parse_form(ins: Instruction) -> Form:
     """Read an instruction; raises ValueError for what PTX does not have."""
-    parts = list(ins.op[2:])
+    n, k, to, a, b, saturated = _types(list(ins.op[2:]))
+    in_registers = isinstance(ins.args[1], Vec)
+    halves = a in ("f16", "bf16")
+    scales, transposed = _immediates(ins.args[4:], to == "s32", halves, in_registers)
+    form = Form(n, k, to, a, b, in_registers, saturated, scales[0] != scales[1], *transposed)
+    counts = [len(arg.items) for arg in ins.args[:2] if isinstance(arg, Vec)]
+    if counts != [form.registers, 4][: 1 + in_registers]:
+        raise ValueError("number of registers")
+    return form
+
+
+def _types(parts: list[str]) -> tuple[int, int, str, str, str, bool]:
+    """n, k, the types of D, A and B, .satfinite."""
     if parts[:2] != ["sync", "aligned"]:
         raise ValueError("modifiers")
     saturated = "satfinite" in (parts[3], parts[-1])  # assemblers take it in both places
     if saturated:
         parts.remove("satfinite")
-    if parts[-2:] == ["and", "popc"] and "b1" in parts:
+    if "b1" in parts:
+        if parts[-2:] != ["and", "popc"] or saturated:
+            raise ValueError("operation on b1")
         parts = parts[:-2]
-    elif "b1" in parts:
-        raise ValueError("operation")
     shape, (to, a, b) = parts[2], parts[3:]
     match = re.fullmatch(r"m64n(\d+)k(\d+)", shape)
     if not match or not any({a, b} <= kinds for kinds in _PARTNERS):
         raise ValueError(f"shape .{shape} or types .{a}.{b}")
-    n, k = int(match[1]), int(match[2])
-    integer = to == "s32"
+    n, k, integer = int(match[1]), int(match[2]), to == "s32"
     if k != _DEPTH[a] or to not in _RESULTS[a] or not _fits(n, integer):
         raise ValueError(f"shape .{shape} with types .{to}.{a}.{b}")
-    if saturated and (not integer or a == "b1"):
+    if saturated and not integer:
         raise ValueError("modifier .satfinite")
-    in_registers = isinstance(ins.args[1], Vec)
-    scales, transposed = _immediates(ins.args[4:], integer, a in ("f16", "bf16"), in_registers)
-    form = Form(
-        n, k, to, a, b, in_registers, saturated, scales[0] != scales[1], *transposed
-    )  # fmt: skip
-    counts = [len(arg.items) for arg in ins.args[:2] if isinstance(arg, Vec)]
-    if counts != [form.registers, 4][: 1 + in_registers]:
-        raise ValueError("number of registers")
-    return form
+    return n, k, to, a, b, saturated
 
 
 def _fits(n: int, integer: bool) -> bool:
