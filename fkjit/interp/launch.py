@@ -20,6 +20,7 @@ from fkjit.interp import (  # noqa: F401  (their decoders register themselves)
     async_copy,
     atomics,
     barrier,
+    calls,
     bulk,
     carry,
     cluster_barrier,
@@ -34,6 +35,7 @@ from fkjit.interp import (  # noqa: F401  (their decoders register themselves)
     mbarrier_ops,
     mma,
     move,
+    output,
     tensor,
     tma,
     warp,
@@ -41,6 +43,7 @@ from fkjit.interp import (  # noqa: F401  (their decoders register themselves)
     wgmma_registers,
     wmma,
 )
+from fkjit.interp import callgraph
 from fkjit.interp.arena import Allocation, GlobalMemory
 from fkjit.interp.banks import BankLine
 from fkjit.interp.checks import Checks
@@ -231,6 +234,7 @@ class _Launch:
         self.arena = GlobalMemory(self.reporter, checks.mem)
         self.symbols: dict[str, int] = {}
         self.places: list[_Placed] = []
+        self.symbols.update(callgraph.addresses(module))
         self._variables(module)
         parameters = self._parameters(title)
         self.arena.build()

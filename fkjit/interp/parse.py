@@ -28,9 +28,12 @@ _NUMBER = re.compile(r"-?(0[xX][0-9a-fA-F]+U?|0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-
 _ADDRESS = re.compile(r"(%?[\w$.%]+)\s*(?:\+\s*(-?\w+))?$")
 _SYMBOL = re.compile(r"([A-Za-z_$][\w$]*)(?:\+(-?\d+))?$")
 _IDENTIFIER = re.compile(r"(?<![\w.$%])%?[A-Za-z_$][\w$]*")
-_LABEL = re.compile(r"([\w$]+):(?!:)\s*")
+_LABEL = re.compile(r"([\w$]+)\s*:(?!:)\s*")
 _GUARD = re.compile(r"@(!?)(%?[\w$]+)\s+(.*)$", re.S)
-_SKIPPED = (".version", ".address_size", ".pragma", ".alias", ".minnctapersm", ".maxnreg")
+_SKIPPED = (
+    ".version", ".address_size", ".pragma", ".alias", ".minnctapersm", ".maxnreg",
+    ".callprototype", ".calltargets",
+)  # fmt: skip
 
 
 def split_commas(text: str) -> list[str]:

@@ -130,6 +130,36 @@ class Variable:
 
 
 @dataclass(slots=True, eq=False)
+class Frame:
+    """Where a function that is not inlined has its variables: offsets in its frame on the stack."""
+
+    name: str
+    offsets: dict[str, int] = field(default_factory=dict)
+    size: int = 0
+    variables: list[Variable] = field(default_factory=list)
+    parameters: list[tuple[int, int]] = field(default_factory=list)  # offset, size
+    registers: list[str] = field(default_factory=list)  # what the body uses, saved by its calls
+
+    @property
+    def entry(self) -> str:
+        """The label of the body."""
+        return f"{self.name}.entry"
+
+    def add(self, variable: Variable) -> int:
+        """Give a variable a place; returns its offset."""
+        at = -(-self.size // variable.align) * variable.align
+        self.offsets[variable.name] = at
+        self.variables.append(variable)
+        self.size = at + variable.size
+        return at
+
+    @property
+    def bytes(self) -> int:
+        """What the frame takes of the stack."""
+        return -(-self.size // 16) * 16
+
+
+@dataclass(slots=True, eq=False)
 class Function:
     """A kernel (`.entry`) or a device function (`.func`)."""
 
@@ -142,6 +172,7 @@ class Function:
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)  # .branchtargets
+    frames: dict[str, Frame] = field(default_factory=dict)  # of functions that are not inlined
     max_threads: int | None = None
 
 
@@ -163,7 +194,8 @@ def words(text: str) -> frozenset[str]:
 # Opcodes whose first operand is no destination.
 NO_DESTINATION = words(
     "st red bra brx bar barrier ret exit trap call cp membar fence prefetch prefetchu "
-    "stmatrix nanosleep brkpt pmevent discard applypriority griddepcontrol setmaxnreg"
+    "stmatrix nanosleep brkpt pmevent discard applypriority griddepcontrol setmaxnreg "
+    "%call %resume %return %printf %assertfail"
 )
 
 
