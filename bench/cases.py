@@ -36,10 +36,7 @@ def select(
     must have, all of a text's. ParameterError for an unknown set or field, and where no case is
     left.
     """
-    known = dict.fromkeys(name for op in ops for name in op.sets)
-    for name in sets:
-        if name not in {*known, "quick", "all"}:
-            raise ParameterError(f"bench: --set {name!r} is not one of all, {', '.join(known)}")
+    _check_sets(ops, sets)
     wanted = [_condition(text, ops) for text in where]
     made: dict[tuple[str, str], Case] = {}
     for op in ops:
@@ -59,6 +56,13 @@ def select(
             f"passes the filters {' '.join([*where, *only]) or '(none)'}; --list shows the sets"
         )
     return left
+
+
+def _check_sets(ops: Sequence[Op], sets: Sequence[str]) -> None:
+    known = dict.fromkeys(name for op in ops for name in op.sets)
+    for name in sets:
+        if name not in {*known, "quick", "all"}:
+            raise ParameterError(f"bench: --set {name!r} is not one of all, {', '.join(known)}")
 
 
 def _names(op: Op, sets: Sequence[str]) -> list[str]:

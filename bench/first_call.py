@@ -83,11 +83,14 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=5, help="processes of each kind")
     parser.add_argument("--out", type=Path, help="a new result file")
     chosen = parser.parse_args()
-    writer = None if chosen.out is None else Writer(chosen.out)
+    writer = chosen.out and Writer(chosen.out)
     cells = measure(chosen.samples)
-    header = {"record": "run", "schema": SCHEMA, **environment(), "command": "bench.first_call"}
-    for record in [header, *cells] if writer else []:
-        writer.write(record)
+    if writer:
+        writer.write(
+            {"record": "run", "schema": SCHEMA, **environment(), "command": "bench.first_call"}
+        )
+        for cell in cells:
+            writer.write(cell)
     for cell in cells:
         print(
             f"{cell['case']:26} first call {cell['first_call']['p50']:7.1f} ms   (importing CuPy "

@@ -135,8 +135,9 @@ def time_in_turns(
             for turn in range(effort.turns):
                 for index in range(len(runners)):
                     runner = runners[(index + turn) % len(runners)]
-                    if runner.error is None and batches.get(runner.name):
-                        _turn(device, runner, mode, batches[runner.name], turn, effort.turns)
+                    batch = batches.get(runner.name)
+                    if batch is not None and runner.error is None:
+                        _turn(device, runner, mode, batch, turn, effort.turns)
         yield mode
 
 

@@ -43,34 +43,27 @@ def execute(
     `say` gets a line a case, with what is left.
     """
     begin = device.now()
-    writer.write(
-        {"record": "run", "schema": SCHEMA, **header, "ceilings": limits, "peers": _peers(plan)}
-    )
-    status, reason, done = 0, "complete", 0
+    peers = _peers(plan)
+    writer.write({"record": "run", "schema": SCHEMA, **header, "ceilings": limits, "peers": peers})
+    status, reason, total = 0, "complete", len(plan.cases)
+    done = 0
     try:
-        for done, case in enumerate(plan.cases):
+        for case in plan.cases:
             records = _case(plan, device, case, limits, done, begin)
             for record in records:
                 writer.write(record)
+            done += 1
             if any("error" in r and r["kind"] == "ours" for r in records):
                 status = 1
-            say(_line(records, done + 1, len(plan.cases), device.now() - begin, plan.budget))
-        done = len(plan.cases)
+            say(_line(records, done, total, device.now() - begin, plan.budget))
     except KeyboardInterrupt:
         status, reason = INTERRUPTED, "interrupted"
-        say(f"interrupted: {done} of {len(plan.cases)} cases are done and kept in {writer.path}")
+        say(f"interrupted: {done} of {total} cases are done and kept in {writer.path}")
     except DeviceError as error:
         status, reason = 1, str(error)
-        say(str(error))
-    writer.write(
-        {
-            "record": "end",
-            "reason": reason,
-            "cases": done,
-            "of": len(plan.cases),
-            "seconds": device.now() - begin,
-        }
-    )
+        say(reason)
+    end = {"record": "end", "reason": reason, "cases": done, "of": total}
+    writer.write({**end, "seconds": device.now() - begin})
     return status
 
 

@@ -129,7 +129,7 @@ def test_what_pytorch_cannot_do_is_refused_not_wrong():
         judged(sdpa, offset)
     assert judged(by_name(torch_attention.PEERS, "eager"), offset).why_wrong() is None
     for name in ("eager", "compile", "sdpa-math"):
-        with pytest.raises(Refused, match="would take 96 GiB"):
+        with pytest.raises(Refused, match=r"would take (96|192) GiB"):
             by_name(torch_attention.PEERS, name).prepare(problem(1, 16, 32_768, 128, False), {})
 
 
