@@ -67,7 +67,7 @@ class Issue:
         product = Product(self.ins, form, which, lanes, a, b, self._addend(which, before, keep))
         self._start(product)
         for carrier in self.inputs:
-            carrier.inputs.append(product)
+            carrier.inputs = [*(one for one in carrier.inputs if not one.finished), product]
         for slot, carrier in enumerate(self.results):
             self._replace(carrier, Entry(product, slot, lanes))
         return product
