@@ -6,6 +6,7 @@ missing wait shows as a read of bytes that a cp.async is still to write.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -180,16 +181,16 @@ def cp(d: Decoder, ins: Instruction) -> Step:
 
 
 def _copy(d: Decoder, ins: Instruction, queue: _Queue) -> Step:
-    """cp.async.ca/cg.shared.global [dst], [src], cp-size{, src-size}."""
-    allowed = ("L2::64B", "L2::128B", "L2::256B", "shared", "shared::cta", "global")
+    """cp.async.ca/cg.shared.global [dst], [src], cp-size{, src-size | ignore-src}{, policy}."""
+    allowed = (
+        "L2::64B", "L2::128B", "L2::256B", "L2::cache_hint", "shared", "shared::cta", "global",
+    )  # fmt: skip
     if any(part not in allowed for part in ins.op[3:]):
         raise ValueError("modifier")
     width = d.immediate(ins.args[2])
     if width not in (4, 8, 16) or (ins.op[2] == "cg" and width != 16):
         raise ValueError(f"cp-size {width}")
-    sizes = d.src(ins.args[3], "u32") if len(ins.args) > 3 else None
-    if sizes is not None and sizes.size == 1 and int(sizes[0]) == width:
-        sizes = None
+    limit = _limit(d, ins, width)
     from_op, to_op = _Half(ins, "global"), _Half(ins, "shared")
     source = Locator(d, from_op, ins.args[1], width, False)  # type: ignore[arg-type]
     target = Locator(d, to_op, ins.args[0], width, True)  # type: ignore[arg-type]
@@ -197,10 +198,10 @@ def _copy(d: Decoder, ins: Instruction, queue: _Queue) -> Step:
 
     def run(group: Group) -> None:
         to = target.locate(group).position
-        if sizes is None:
+        if limit is None:
             offsets, count = source.locate(group).position, None
         else:
-            count = group.pick(sizes).astype(np.int64)
+            count = limit(group)
             offsets, count = _source_offsets(d, source, group, count, width)
         if race is not None:
             race.copy_begins(to, width, group.lanes, ins)
@@ -209,6 +210,21 @@ def _copy(d: Decoder, ins: Instruction, queue: _Queue) -> Step:
         queue.open.append(_Copy(group.lanes, to, offsets, count, width, ins))
 
     return run
+
+
+def _limit(d: Decoder, ins: Instruction, width: int) -> Callable[[Group], np.ndarray] | None:
+    """src-size, or the predicate ignore-src: how many bytes every lane reads; None: all."""
+    given = ins.args[3 : len(ins.args) - ins.has("L2::cache_hint")]
+    if not given:
+        return None
+    (operand,) = given
+    if d.registers.is_predicate(operand):
+        predicate, negated = d.registers.predicate(operand)
+        return lambda group: np.where(group.pick(predicate) != negated, 0, width)
+    sizes = d.src(operand, "u32")
+    if sizes.size == 1 and int(sizes[0]) == width:
+        return None
+    return lambda group: group.pick(sizes).astype(np.int64)
 
 
 def _source_offsets(

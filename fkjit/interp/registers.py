@@ -86,6 +86,11 @@ class Registers:
         """Bytes of a register operand (8 for what is no register)."""
         return self.raw(operand.name).dtype.itemsize if isinstance(operand, Reg) else 8
 
+    def is_predicate(self, operand: Operand) -> bool:
+        """Whether an operand is a predicate register, negated or not."""
+        register = operand.reg if isinstance(operand, Not) else operand
+        return isinstance(register, Reg) and self.types.get(register.name) == "pred"
+
     def read(
         self, operand: Operand, kind: str, address: Callable[[str], int] | None = None
     ) -> np.ndarray:

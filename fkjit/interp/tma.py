@@ -16,7 +16,7 @@ from fkjit.interp.tile import ALIGNMENT, CHUNK, Tile, fill_of, rounded_to_tf32, 
 from fkjit.interp.transfers import Pieces, Transfer, Transfers
 
 _TYPES = {
-    "add": ("u32", "s32", "u64", "f16", "bf16", "f32"),
+    "add": ("u32", "s32", "u64", "f16", "bf16", "f32", "f64"),
     "min": ("u32", "s32", "u64", "s64", "f16", "bf16"),
     "max": ("u32", "s32", "u64", "s64", "f16", "bf16"),
     "inc": ("u32",),

@@ -42,7 +42,7 @@ class Update:
     combine: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
-@dataclass
+@dataclass(eq=False)
 class Transfer:
     """One copy on behalf of lanes of one block."""
 

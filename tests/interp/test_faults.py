@@ -335,7 +335,7 @@ def test_unknown_instructions_are_refused_before_anything_runs() -> None:
 @pytest.mark.parametrize(
     "instruction",
     ["mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {fd,fd}, {fd}, {fd}, {fd,fd};",
-     "cp.async.bulk.commit_group;",
+     "cp.async.bulk.commit_group.read;",
      "ldmatrix.sync.aligned.m8n8.x3.shared.b16 {r,r,r}, [r];", "shfl.down.b32 r, r, 1, 31;"],
 )  # fmt: skip
 def test_unknown_modifiers_are_refused(instruction: str) -> None:
