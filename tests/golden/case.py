@@ -19,7 +19,6 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 struct alignas(64) TensorMap { u8 bytes[128]; };
-extern __shared__ __align__(1024) u8 dynamic[];
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));

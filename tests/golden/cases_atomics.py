@@ -120,13 +120,13 @@ def _scalar() -> Iterator[Case]:
 
 
 def _loops() -> Iterator[Case]:
-    """Products and sums by compare-and-swap, as kernels write them."""
+    """Products by compare-and-swap, as kernels write them."""
     for space in ("global", "shared"):
         asm = (
-            "{ .reg .pred p; .reg .u32 now, next; ld.volatile.%s.u32 now, [%%1]; "
-            "again: mad.lo.u32 next, now, %%2, 0; add.u32 %%0, now, 0; "
-            "atom.%s.cas.b32 now, [%%1], %%0, next; setp.ne.u32 p, now, %%0; @p bra again; }"
-        ) % (space, space)
+            f"{{ .reg .pred p; .reg .u32 now, next; ld.volatile.{space}.u32 now, [%1]; "
+            "again: mul.lo.u32 next, now, %2; mov.u32 %0, now; "
+            f"atom.{space}.cas.b32 now, [%1], %0, next; setp.ne.u32 p, now, %0; @p bra again; }}"
+        )
         yield _together(f"cas.loop.{space}", asm, "u32", space, "compute_80")
 
 

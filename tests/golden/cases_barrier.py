@@ -41,16 +41,16 @@ def _transactions() -> Iterator[Case]:
     result[0] = test_wait(bar, 0);
     arrive(bar);
     result[1] = test_wait(bar, 0);          // all have arrived, bytes have not
-    asm volatile("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], 60;" :: "r"(bar) : "memory");
+    complete(bar, 60);
     result[2] = test_wait(bar, 0);
-    asm volatile("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], 40;" :: "r"(bar) : "memory");
+    complete(bar, 40);
     result[3] = test_wait(bar, 0);
     result[4] = test_wait(bar, 1);
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], 8;" :: "r"(bar) : "memory");
     arrive(bar);
     arrive(bar);
     result[5] = test_wait(bar, 1);
-    asm volatile("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], 8;" :: "r"(bar) : "memory");
+    complete(bar, 8);
     result[6] = test_wait(bar, 1);
     result[7] = test_wait(bar, 0);
   }"""  # fmt: skip
@@ -59,7 +59,7 @@ def _transactions() -> Iterator[Case]:
         start
         + """
   if (i == 0) {
-    asm volatile("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], 24;" :: "r"(bar) : "memory");
+    complete(bar, 24);
     expect(bar, 24);                        // what came early counts
     result[0] = test_wait(bar, 0);
     arrive(bar);
@@ -83,13 +83,15 @@ def _counts() -> Iterator[Case]:
       result[n] = pending;
     }
     result[0] = test_wait(bar, 0);
-    asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1], 4;" : "=l"(token) : "r"(bar) : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1], 4;"
+                 : "=l"(token) : "r"(bar) : "memory");
     result[4] = test_wait(bar, 0);
     u32 done;
     asm volatile("{ .reg .pred p; mbarrier.test_wait.shared::cta.b64 p, [%1], %2;"
                  " selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(bar), "l"(token) : "memory");
     result[5] = done;
-    asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1];" : "=l"(token) : "r"(bar) : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1];"
+                 : "=l"(token) : "r"(bar) : "memory");
     asm volatile("{ .reg .pred p; mbarrier.test_wait.shared::cta.b64 p, [%1], %2;"
                  " selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(bar), "l"(token) : "memory");
     result[6] = done;
@@ -101,7 +103,8 @@ def _counts() -> Iterator[Case]:
         + """
   if (i == 0) {
     u64 token;
-    asm volatile("mbarrier.arrive_drop.shared::cta.b64 %0, [%1];" : "=l"(token) : "r"(bar) : "memory");
+    asm volatile("mbarrier.arrive_drop.shared::cta.b64 %0, [%1];"
+                 : "=l"(token) : "r"(bar) : "memory");
     arrive(bar); arrive(bar);
     result[0] = test_wait(bar, 0);
     arrive(bar);

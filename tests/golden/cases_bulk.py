@@ -23,8 +23,10 @@ def _load(name: str, bytes_: int, of: int, to: int) -> Case:
   __syncthreads();
   if (i == 0) {{
     expect(bar, {bytes_});
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(shared_address(tile) + {to}), "l"(x + {of // 4}), "r"({bytes_}), "r"(bar) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1], %2, [%3];"
+                 :: "r"(shared_address(tile) + {to}), "l"(x + {of // 4}), "r"({bytes_}), "r"(bar)
+                 : "memory");
   }}
   wait(bar, 0);
   for (u32 j = i; j < {WORDS}; j += 32) result[j] = tile[j];"""
@@ -79,7 +81,8 @@ def _reduce(op: str, type_: str) -> Case:
   fence_async();
   __syncthreads();
   if (i == 0) {{
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.{op}{noftz}.{form} [%0], [%1], 960;"
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.{op}{noftz}.{form}"
+                 " [%0], [%1], 960;"
                  :: "l"(x + 8), "r"(shared_address(tile) + 16) : "memory");
     commit_and_wait();
   }}"""
@@ -95,8 +98,8 @@ def _to_neighbour(reduced: str = "") -> Case:
     tail = ""
     if reduced:
         form, tail = "cp.reduce.async.bulk", f".{reduced}"
-    body = f"""  __shared__ __align__(128) u32 tile[{WORDS}];
-  __shared__ __align__(128) u32 inbox[{WORDS}];
+    body = f"""  extern __shared__ __align__(128) u32 dynamic[];
+  u32 *tile = dynamic, *inbox = dynamic + {WORDS};
   __shared__ u64 barrier;
   const u32 bar = shared_address(&barrier), rank = cluster_rank();
   for (u32 j = i; j < {WORDS}; j += 32) {{ tile[j] = x[rank * {WORDS} + j]; inbox[j] = 7 * j; }}
@@ -105,15 +108,17 @@ def _to_neighbour(reduced: str = "") -> Case:
   __syncthreads();
   cluster_sync();
   if (i == 0) {{
-    asm volatile("{form}.shared::cluster.shared::cta.mbarrier::complete_tx::bytes{tail} [%0], [%1], 512, [%2];"
-                 :: "r"(mapa(shared_address(inbox) + 128, rank ^ 1)), "r"(shared_address(tile) + 64),
-                    "r"(mapa(bar, rank ^ 1)) : "memory");
+    const u32 there = mapa(shared_address(inbox) + 128, rank ^ 1);
+    asm volatile("{form}.shared::cluster.shared::cta.mbarrier::complete_tx::bytes{tail}"
+                 " [%0], [%1], 512, [%2];"
+                 :: "r"(there), "r"(shared_address(tile) + 64), "r"(mapa(bar, rank ^ 1))
+                 : "memory");
   }}
   wait(bar, 0);
   for (u32 j = i; j < {WORDS}; j += 32) result[rank * {WORDS} + j] = inbox[j];
   cluster_sync();"""
     name = "cp.async.bulk.cluster" if not reduced else f"cp.reduce.async.bulk.cluster.{reduced}"
-    return block_case(name, body, 2 * WORDS, 2 * WORDS, grid=2, cluster=2)
+    return block_case(name, body, 2 * WORDS, 2 * WORDS, grid=2, cluster=2, shared=8 * WORDS)
 
 
 def _multicast() -> Case:
@@ -127,9 +132,10 @@ def _multicast() -> Case:
   __syncthreads();
   cluster_sync();
   if (i == 0 && rank == 1) {{
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-                 " [%0], [%1], 512, [%2], %3;"
-                 :: "r"(shared_address(tile) + 256), "l"(x + 4), "r"(bar), "h"((u16)0xB) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1], 512, [%2], %3;"
+                 :: "r"(shared_address(tile) + 256), "l"(x + 4), "r"(bar), "h"((u16)0xB)
+                 : "memory");
   }}
   wait(bar, 0);
   for (u32 j = i; j < {WORDS}; j += 32) result[rank * {WORDS} + j] = tile[j];

@@ -98,24 +98,25 @@ def _asynchronous() -> Iterator[Case]:
         (".u64", '"l"((u64)x[i] << 32 | rank)', 24, 8),
         (".v2.s64", '"l"((u64)x[i] << 32 | rank), "l"((u64)i)', 8, 16),
     ):
-        count = values.count("(x[") if "v4" not in form else 4
         count = {".u32": 1, ".u64": 1, ".v4.u32": 4}.get(form, 2)
         names = ", ".join(f"%{n + 2}" for n in range(count))
         operand = f"{{{names}}}" if count > 1 else names
         body = f"""
   if (i < {threads})
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{form} [%0], {operand}, [%1];"
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{form}"
+                 " [%0], {operand}, [%1];"
                  :: "r"(mapa(shared_address(slots) + {size} * i, next)), "r"(mapa(bar, next)),
                     {values} : "memory");"""
         yield block_case(f"st.async{form}", start % (threads * size) + body + finish, 256, 256,
                          grid=4, cluster=4)  # fmt: skip
-    for op in ("add.u32", "add.s32", "min.u32", "max.s32", "inc.u32", "dec.u32", "and.b32", "or.b32",
-               "xor.b32", "add.u64"):  # fmt: skip
+    operations = "add.u32 add.s32 min.u32 max.s32 inc.u32 dec.u32 and.b32 or.b32 xor.b32 add.u64"
+    for op in operations.split():
         wide = op.endswith("64")
         size, letter = (8, "l") if wide else (4, "r")
         value = "(u64)x[i] * 3" if wide else "x[i] + rank"
         body = f"""
-  asm volatile("red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.{op} [%0], %2, [%1];"
+  asm volatile("red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.{op}"
+               " [%0], %2, [%1];"
                :: "r"(mapa(shared_address(slots) + {size} * i, next)), "r"(mapa(bar, next)),
                   "{letter}"({value}) : "memory");"""
         yield block_case(f"red.async.{op}", start % (32 * size) + body + finish, 256, 256, grid=4,
@@ -130,16 +131,18 @@ def _barriers() -> Iterator[Case]:
   __syncthreads();
   cluster_sync();
   for (u32 phase = 0; phase < 3; ++phase) {
-    asm volatile("st.shared::cluster.u32 [%0], %1;"
-                 :: "r"(mapa(shared_address(inbox) + 4 * (8 * rank + i % 8), (rank + phase) & 3)),
-                    "r"(x[32 * rank + i % 8] + phase) : "memory");
+    if (i < 8)
+      asm volatile("st.shared::cluster.u32 [%0], %1;"
+                   :: "r"(mapa(shared_address(inbox) + 4 * (8 * rank + i), (rank + phase) & 3)),
+                      "r"(x[32 * rank + i] + phase) : "memory");
     __syncthreads();
     if (i < 4)
       asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
                    :: "r"(mapa(bar, i)) : "memory");
     u32 done = 0;
     while (!done)
-      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;"
+      asm volatile("{ .reg .pred p;"
+                   " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;"
                    " selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(bar), "r"(phase & 1) : "memory");
     result[96 * rank + 32 * phase + i] = i / 8 == ((rank - phase) & 3) ? inbox[i] : 0;
     cluster_sync();

@@ -53,8 +53,9 @@ def _sizes() -> Iterator[Case]:
             yield _case(f"cp.async{level}.{size}", "\n".join([_copy(form, to, of), _END]))
             yield _case(f"cp.async{level}.{size}.fill",
                         "\n".join([_copy(form, to, of, f"y[i] % {size + 1}"), _END]))  # fmt: skip
-            ignore = (f'  asm volatile("{{ .reg .pred p; setp.lt.u32 p, %2, 8; cp.async.{form}, p; }}"'
-                      f' :: "r"(shared_address({to})), "l"({of}), "r"(y[i]) : "memory");')  # fmt: skip
+            ignore = ('  asm volatile("{ .reg .pred p; setp.lt.u32 p, %2, 8; '
+                      f'cp.async.{form}, p; }}" :: "r"(shared_address({to})), "l"({of}), '
+                      '"r"(y[i]) : "memory");')  # fmt: skip
             yield _case(f"cp.async{level}.{size}.ignore", "\n".join([ignore, _END]))
     hint = "cg.shared.global.L2::128B [%0], [%1], 16"
     yield _case("cp.async.cg.L2", "\n".join([_copy(hint, "&tile[4 * i]", "&x[4 * i]"), _END]))

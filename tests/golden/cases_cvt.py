@@ -44,7 +44,8 @@ def _floats() -> Iterator[Case]:
     modes = tuple((m,) for m in FLOAT)
     for to, of, arch in [("f16", "f32", "compute_75"), ("f32", "f64", "compute_75"),
                          ("f16", "f64", "compute_75"), ("bf16", "f32", hopper),
-                         ("bf16", "f64", hopper), ("f16", "bf16", hopper), ("bf16", "f16", hopper)]:  # fmt: skip
+                         ("bf16", "f64", hopper), ("f16", "bf16", hopper),
+                         ("bf16", "f16", hopper)]:  # fmt: skip
         yield _case(to, of, *modes, arch=arch)
         if "bf16" not in (to, of):
             yield _case(to, of, *((m, "sat") for m in FLOAT), arch=arch, label=".sat")
@@ -65,7 +66,8 @@ def _floats() -> Iterator[Case]:
         yield _case(kind, kind, *((m,) for m in INTEGRAL), arch=arch)
         if kind != "bf16":
             yield _case(kind, kind, *((m, "sat") for m in INTEGRAL), arch=arch, label=".sat")
-    yield _case("f32", "f32", ("ftz",), ("ftz", "sat"), *((m, "ftz") for m in INTEGRAL), label=".ftz")  # fmt: skip
+    flushed = ((m, "ftz") for m in INTEGRAL)
+    yield _case("f32", "f32", ("ftz",), ("ftz", "sat"), *flushed, label=".ftz")
 
 
 def _packed() -> Iterator[Case]:

@@ -30,7 +30,8 @@ def _single() -> Iterator[Case]:
             yield _op(f"div.{mode}{ftz}.f32", "f32", 2, "compute_75")
             yield _op(f"rcp.{mode}{ftz}.f32", "f32", 1, "compute_75")
             yield _op(f"sqrt.{mode}{ftz}.f32", "f32", 1, "compute_75")
-        for op, count in (("add", 2), ("sub", 2), ("mul", 2), ("fma", 3), ("div", 2), ("rcp", 1), ("sqrt", 1)):  # fmt: skip
+        double = {"add": 2, "sub": 2, "mul": 2, "fma": 3, "div": 2, "rcp": 1, "sqrt": 1}
+        for op, count in double.items():
             yield _op(f"{op}.{mode}.f64", "f64", count, "compute_75")
     for op in ("min", "max"):
         for more in ("", ".ftz", ".NaN", ".xorsign.abs", ".ftz.NaN", ".ftz.NaN.xorsign.abs"):

@@ -65,8 +65,10 @@ def _carries() -> Iterator[Case]:
                 kind, word, word, word, arch="compute_75",
             )  # fmt: skip
         for part, other in (("lo", "hi"), ("hi", "lo")):
-            text = (f"{start} mad.{part}.cc.{kind} t, %1, %2, %3; "
-                    f"madc.{other}.cc.{kind} t, %2, %3, t; madc.{other}.{kind} %0, %1, %3, t;")  # fmt: skip
+            text = (
+                f"{start} mad.{part}.cc.{kind} t, %1, %2, %3; madc.{other}.cc.{kind} t, %2, %3, t; "
+                f"madc.{other}.{kind} %0, %1, %3, t;"
+            )
             yield each(f"madc.{part}.cc.{kind}", text, kind, word, word, word, arch="compute_75")
 
 

@@ -54,8 +54,8 @@ def _load(name: str, m: Map, start: Numbers) -> Case:
   __syncthreads();
   if (i == 0) {{
     expect(bar, {bytes_});
-    asm volatile("cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-                 " [%0], [%1, {_corner(start)}], [%2];"
+    asm volatile("cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile"
+                 ".mbarrier::complete_tx::bytes [%0], [%1, {_corner(start)}], [%2];"
                  :: "r"(shared_address(tile)), "l"(&map0), "r"(bar) : "memory");
   }}
   wait(bar, 0);

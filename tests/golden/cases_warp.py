@@ -42,17 +42,21 @@ def _members(mask: int, text: str, row: int) -> str:
     return f"  if ({mask:#x}u >> lane & 1) {{ {text} d[{64 * row}] = r; }}"
 
 
+def _for_masks(text: str) -> list[str]:
+    """The statement for each mask, which stands in it as MASK, and each a row of results."""
+    return [_members(m, text.replace("MASK", f"{m}u"), row) for row, m in enumerate(MASKS)]
+
+
 def _shuffles() -> Iterator[Case]:
     for mode in ("idx", "up", "down", "bfly"):
         for clamp in (0x1F, 0x00, 0x181F, 0x1C1F, 0x1807, 0x1E1F):
             text = (
-                'u32 r, s; asm volatile("{ .reg .pred p; shfl.sync.%s.b32 %%0|p, %%2, %%3, %d, %%4;'
-                ' selp.u32 %%1, 1, 0, p; }" : "=r"(r), "=r"(s) : "r"(a), "r"(b), "r"(%du));'
+                'u32 r, s; asm volatile("{ .reg .pred p; '
+                f'shfl.sync.{mode}.b32 %0|p, %2, %3, {clamp}, 0xffffffff; selp.u32 %1, 1, 0, p; }}"'
+                ' : "=r"(r), "=r"(s) : "r"(a), "r"(b));'
                 " r = s ? r : r ^ a ^ 0x55u;"  # a source out of range gives the lane's own value
             )
-            rows = [_members(mask, text % (mode, clamp, mask), row)
-                    for row, mask in enumerate(MASKS[:1])]  # fmt: skip
-            yield _case(f"shfl.{mode}.{clamp:04x}", "\n".join(rows), len(rows))
+            yield _case(f"shfl.{mode}.{clamp:04x}", _members(MASKS[0], text, 0))
     inner = [("idx", "lane & 15", 0x0000FFFF), ("bfly", "1", 0x0000FFFF), ("up", "2", 0x00FFFFFF),
              ("down", "1", 0xFFFF0000), ("idx", "0", 0x80000001)]  # fmt: skip
     for mode, index, mask in inner:  # the source is always a member: else it is undefined
@@ -66,18 +70,17 @@ def _shuffles() -> Iterator[Case]:
 def _votes() -> Iterator[Case]:
     for mode in ("all", "any", "uni"):
         text = (
-            'u32 r; asm volatile("{ .reg .pred p; setp.lt.u32 p, %%1, 30; '
-            'vote.sync.%s.pred p, p, %%2; selp.u32 %%0, 1, 0, p; }" '
-            ': "=r"(r) : "r"(b), "r"(%du));'
+            'u32 r; asm volatile("{ .reg .pred p; setp.lt.u32 p, %1, 30; '
+            f'vote.sync.{mode}.pred p, p, %2; selp.u32 %0, 1, 0, p; }}" '
+            ': "=r"(r) : "r"(b), "r"(MASK));'
         )
-        rows = [_members(mask, text % (mode, mask), row) for row, mask in enumerate(MASKS)]
+        rows = _for_masks(text)
         yield _case(f"vote.{mode}", "\n".join(rows), len(rows))
     text = (
-        'u32 r; asm volatile("{ .reg .pred p; setp.lt.u32 p, %%1, 20; '
-        'vote.sync.ballot.b32 %%0, p, %du; }" : "=r"(r) : "r"(b));'
+        'u32 r; asm volatile("{ .reg .pred p; setp.lt.u32 p, %1, 20; '
+        'vote.sync.ballot.b32 %0, p, %2; }" : "=r"(r) : "r"(b), "r"(MASK));'
     )
-    text = text.replace("%du", "%d")
-    rows = [_members(mask, text % mask, row) for row, mask in enumerate(MASKS)]
+    rows = _for_masks(text)
     yield _case("vote.ballot", "\n".join(rows), len(rows))
     yield _case("activemask.uniform", "  d[0] = __activemask();")
 
@@ -88,24 +91,26 @@ def _matches() -> Iterator[Case]:
         letter = "r" if bits == 32 else "l"
         some = (
             f'{wide} u32 r; asm volatile("match.any.sync.b{bits} %0, %1, %2;" '
-            f': "=r"(r) : "{letter}"(v), "r"(%du));'
+            f': "=r"(r) : "{letter}"(v), "r"(MASK));'
         )
-        rows = [_members(mask, some.replace("%du", f"{mask}u"), row) for row, mask in enumerate(MASKS)]  # fmt: skip
+        rows = _for_masks(some)
         yield _case(f"match.any.b{bits}", "\n".join(rows), len(rows), few=True)
         every = (
             f'{wide} u32 r, s; v = lane & 16 ? v : 5; asm volatile("{{ .reg .pred p; '
             f'match.all.sync.b{bits} %0|p, %2, %3; selp.u32 %1, 256, 0, p; }}" '
-            f': "=r"(r), "=r"(s) : "{letter}"(v), "r"(%du)); r += s;'
+            f': "=r"(r), "=r"(s) : "{letter}"(v), "r"(MASK)); r += s;'
         )
-        rows = [_members(mask, every.replace("%du", f"{mask}u"), row) for row, mask in enumerate(MASKS)]  # fmt: skip
+        rows = _for_masks(every)
         yield _case(f"match.all.b{bits}", "\n".join(rows), len(rows), few=True)
 
 
 def _reductions() -> Iterator[Case]:
     forms = [f"{op}.{sign}32" for op in ("add", "min", "max") for sign in "su"]
     for form in forms + ["and.b32", "or.b32", "xor.b32"]:
-        text = f'u32 r; asm volatile("redux.sync.{form} %0, %1, %2;" : "=r"(r) : "r"(a), "r"(%du));'
-        rows = [_members(mask, text.replace("%du", f"{mask}u"), row) for row, mask in enumerate(MASKS)]  # fmt: skip
+        text = (
+            f'u32 r; asm volatile("redux.sync.{form} %0, %1, %2;" : "=r"(r) : "r"(a), "r"(MASK));'
+        )
+        rows = _for_masks(text)
         yield _case(f"redux.{form}", "\n".join(rows), len(rows), "compute_80")
 
 
@@ -123,8 +128,8 @@ def _blocks() -> Iterator[Case]:
         yield _case(f"bar.red.{form}", "\n".join(lines), len(lines))
     for row, mask in enumerate(MASKS):
         text = (
-            'u32 r, s; asm volatile("{ .reg .pred p; elect.sync %0|p, %2; selp.u32 %1, 256, 0, p; }"'
-            f' : "=r"(r), "=r"(s) : "r"({mask}u)); r += s;'
+            'u32 r, s; asm volatile("{ .reg .pred p; elect.sync %0|p, %2; '
+            f'selp.u32 %1, 256, 0, p; }}" : "=r"(r), "=r"(s) : "r"({mask}u)); r += s;'
         )
         yield _case(f"elect.{row}", _members(mask, text, 0), arch="compute_90a")
 

@@ -83,12 +83,11 @@ def _instruction(form: Form) -> str:
     a = "{" + ", ".join(at[count : count + 4]) + "}" if form.registers_a else at[count]
     b, scale = at[count + a_count], at[count + a_count + 1]
     tail = ""
-    if form.d not in ("s32",):
+    if form.d != "s32":
         tail = f", {form.signs[0]}, {form.signs[1]}"
         if form.a in ("f16", "bf16"):
-            tail += (
-                f", {form.trans[1]}" if form.registers_a else f", {form.trans[0]}, {form.trans[1]}"
-            )
+            trans = form.trans[1:] if form.registers_a else form.trans
+            tail += "".join(f", {t}" for t in trans)
     k = _DEPTH[_SIZES[form.a]]
     name = f"wgmma.mma_async.sync.aligned.m64n{form.n}k{k}.{form.d}.{form.a}.{form.b}{form.more}"
     accumulators = "{" + ", ".join(at[:count]) + "}"
@@ -171,7 +170,8 @@ def _layouts() -> Iterator[Case]:
                         Form("f32", a, a, 32, layout_a=mn, layout_b=k, trans=(1, 0)))  # fmt: skip
             yield _case(f"nt.{swizzle}.{a}",
                         Form("f32", a, a, 128, layout_a=k, layout_b=mn, trans=(0, 1)))  # fmt: skip
-        yield _case(f"tt.{swizzle}", Form("f32", "f16", "f16", 8, layout_a=mn, layout_b=mn, trans=(1, 1)))  # fmt: skip
+        both = Form("f32", "f16", "f16", 8, layout_a=mn, layout_b=mn, trans=(1, 1))
+        yield _case(f"tt.{swizzle}", both)
         yield _case(f"rs.nt.{swizzle}",
                     Form("f32", "f16", "f16", 64, True, layout_b=mn, trans=(0, 1)))  # fmt: skip
 

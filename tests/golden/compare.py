@@ -1,4 +1,4 @@
-"""Comparing results with goldens: bit for bit, but any NaN equals any NaN; or within a tolerance."""
+"""Comparing results with goldens: bit for bit (any NaN equals any NaN) or within a tolerance."""
 
 from __future__ import annotations
 

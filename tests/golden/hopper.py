@@ -27,6 +27,10 @@ __device__ __forceinline__ void expect(u32 bar, u32 bytes) {
 __device__ __forceinline__ void arrive(u32 bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
+__device__ __forceinline__ void complete(u32 bar, u32 bytes) {  // as a copy does
+  asm volatile("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
+               ::"r"(bar), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ u32 try_wait(u32 bar, u32 parity) {
   u32 done;
   asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;"

@@ -1,7 +1,12 @@
-"""A process of its own that runs cases one after the other: a CUDA error ends it, and only it."""
+"""A process of its own that runs cases one after the other: a CUDA error ends it, and only it.
+
+A case that takes longer than SECONDS is ended, with the process, by its alarm.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -9,6 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from tests.golden.groups import cases_of
+
+SECONDS = 30  # compiling and running a case takes one; the first one imports CuPy too
 
 
 def main(engine: str, group: str, folder: str, names: list[str]) -> int:
@@ -20,6 +27,7 @@ def main(engine: str, group: str, folder: str, names: list[str]) -> int:
         from tests.golden.replay import replay as run_case
     for number, name in enumerate(names):
         place = Path(folder) / str(number)
+        signal.alarm(SECONDS)
         try:
             outputs = run_case(cases[name])
         except Exception as error:
@@ -35,4 +43,6 @@ def main(engine: str, group: str, folder: str, names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3], sys.stdin.read().split()))
+    status = main(sys.argv[1], sys.argv[2], sys.argv[3], sys.stdin.read().split())
+    sys.stderr.flush()
+    os._exit(status)  # a spoilt context would complain, or hang, on the way out

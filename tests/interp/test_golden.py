@@ -14,7 +14,7 @@ from tests.golden.case import Case, Tolerance
 from tests.golden.compare import differing, report
 from tests.golden.compile import GPU, compile_kernel
 from tests.golden.groups import GROUPS, cases_of
-from tests.golden.produce import produce
+from tests.golden.produce import MOST_WORKERS, produce
 from tests.golden.replay import replay
 from tests.golden.store import DATA, Golden, load, save
 
@@ -106,13 +106,13 @@ def test_goldens_come_back_as_they_were_saved(tmp_path) -> None:
 
 
 def test_workers_hand_back_results_and_reasons() -> None:
-    results = produce("interpreter", "warp", ["vote.all", "no such case", "vote.any"])
-    assert list(results) == ["vote.all", "no such case", "vote.any"]
+    results = produce("interpreter", "warp", ["vote.all", "vote.none", "vote.any"])
+    assert list(results) == ["vote.all", "vote.none", "vote.any"]
     for name in ("vote.all", "vote.any"):
         result = results[name]
         assert isinstance(result, dict)
         assert_same(cases_of("warp")[name], result, replay(cases_of("warp")[name]))
-    assert str(results["no such case"]).startswith("KeyError")
+    assert str(results["vote.none"]).startswith("KeyError")
 
 
 FLOAT_BITS = {
@@ -152,3 +152,49 @@ def test_comparison_of_bytes_and_infinities() -> None:
     assert wrong.tolist() == [True, True]
     text = report(infinite, infinite[::-1].copy(), "f32", wrong)
     assert text.startswith("2 of 2 f32 elements differ") and "7f7fffff" in text
+
+
+def test_a_worker_that_dies_costs_the_one_case_it_died_at(monkeypatch) -> None:
+    fine = {"d": np.zeros(1, np.uint8)}
+    turns = [
+        ([fine], "the process ended with status -11"),  # a crash at the second case
+        (
+            ["CUDARuntimeError: illegal address"],
+            "the process ended with status 1",
+        ),  # tells of it, then ends
+        ([], "the process ended with status -14"),
+        ([fine], ""),
+    ]
+    asked: list[list[str]] = []
+
+    def one_worker(engine: str, group: str, names: list[str]):
+        asked.append(list(names))
+        return turns[len(asked) - 1]
+
+    monkeypatch.setattr("tests.golden.produce._one_worker", one_worker)
+    results = produce("gpu", "warp", ["a", "b", "c", "d", "e"])
+    assert asked == [["a", "b", "c", "d", "e"], ["c", "d", "e"], ["d", "e"], ["e"]]
+    assert results == {
+        "a": fine,
+        "b": "the process ended with status -11",
+        "c": "CUDARuntimeError: illegal address",
+        "d": "the process ended with status -14",
+        "e": fine,
+    }
+
+
+def test_a_group_is_given_up_when_every_worker_dies(monkeypatch) -> None:
+    monkeypatch.setattr("tests.golden.produce._one_worker", lambda *_: ([], "no GPU"))
+    results = produce("gpu", "warp", [str(number) for number in range(40)])
+    assert len(results) == 40
+    assert [str(r) for r in results.values()].count("no GPU") == MOST_WORKERS
+    assert results["39"] == f"not run: {MOST_WORKERS} processes have died"
+
+
+def test_a_changed_bit_is_found() -> None:
+    case = cases_of("integer")["prmt.b32"]
+    expected = replay(case)
+    assert_same(case, replay(case), expected)
+    expected["result"][0, 17] ^= 1 << 9
+    with pytest.raises(AssertionError, match=r"1 of 320 u32 elements differ\n  \[17\] interp"):
+        assert_same(case, replay(case), expected)
