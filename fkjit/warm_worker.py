@@ -15,6 +15,7 @@ from typing import Any
 
 from fkjit.arch import target
 from fkjit.build import build, quiet
+from fkjit.interpret import GUARD
 from fkjit.spec import KernelSpec, Param
 
 
@@ -28,12 +29,17 @@ class Job:
     entry: str
     root: Path | None
     params: dict[str, Any]
-    derived: dict[str, Any]
+    derived: dict[str, Any]  # all template values
     target: str
 
     @property
     def spec(self) -> KernelSpec:
         """A spec with this one variant; its cache key is the full spec's."""
+        return self.with_values({})
+
+    def with_values(self, values: dict[str, Any]) -> KernelSpec:
+        """The same with some template values replaced."""
+        derived = {**self.derived, **values}
         return KernelSpec(
             op=self.op,
             name=self.name,
@@ -41,7 +47,7 @@ class Job:
             entry=self.entry,
             root=self.root,
             params=tuple(Param(name, (value,), "") for name, value in self.params.items()),
-            derive=lambda params: self.derived,
+            derive=lambda params: derived,
             block=lambda params: (1, 1, 1),
             grid=lambda params, problem: (1, 1, 1),
         )
@@ -67,8 +73,11 @@ class Outcome:
 def do(job: Job) -> Outcome:
     """Build one job. Every exception becomes an outcome."""
     try:
+        to = target(job.target)
         with quiet():
-            entry = build(job.spec, job.params, target(job.target))
+            entry = build(job.spec, job.params, to)
+            if to.kind == "ptx" and "guard" in job.derived:  # what the interpreter runs
+                build(job.with_values({"guard": GUARD}), job.params, to)
     except Exception as error:  # whatever it was, the other variants go on
         return Outcome(job, "failed", error=str(error) or repr(error))
     problems = tuple(entry.meta["problems"])

@@ -87,7 +87,7 @@ def plan(ops: Iterable[str] = (), arch: str | Iterable[str] | None = None) -> li
             entry=spec.entry,
             root=spec.root,
             params=params,
-            derived=dict(spec.derive(params)),
+            derived=spec.template_values(params),
             target=to.name,
         )
         for to in targets

@@ -80,7 +80,10 @@ def test_the_wheel_holds_package_and_cuda_sources_and_nothing_else(wheel):
     assert {name.split("/")[0] for name in names} == {"fkjit", "fkjit-0.1.0.dist-info"}
     assert not [name for name in names if name.startswith("fkjit/_cuda") and name.endswith(".py")]
     assert "fkjit-0.1.0.dist-info/licenses/LICENSE" in names
-    assert not [name for name in names if "__pycache__" in name or "test" in name.lower()]
+    tests = [name for name in names if "__pycache__" in name or "test" in name.lower()]
+    assert tests == ["fkjit/pytest_plugin.py"]
+    entry_points = zipfile.ZipFile(wheel).read("fkjit-0.1.0.dist-info/entry_points.txt").decode()
+    assert "[pytest11]\nfkjit = fkjit.pytest_plugin\n" in entry_points
     assert {"fkjit/_bench/command.py", "fkjit/_bench/ops/attention.py"} <= names
     assert not [name for name in names if "_bench" in name and not name.endswith(".py")]
 

@@ -8,16 +8,18 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 import fkjit
 from fkjit import cache, warming
 from fkjit.arch import DEFAULT_ARCHS, arch, target
 from fkjit.build import build, quiet
-from fkjit.errors import ParameterError
+from fkjit.errors import NotCachedError, ParameterError
 from fkjit.gpus import Gpu
+from fkjit.render import load
 from fkjit.settings import settings
-from fkjit.spec import registered
+from fkjit.spec import find, registered
 from fkjit.warm_worker import Job, do
 from tests.user_kernel import ROOT, VARIANTS, registered_kernel, write_kernel
 
@@ -188,6 +190,29 @@ def test_the_plan_is_what_the_registry_has():
         ]
         assert [(f"{j.op}.{j.name}", j.spec.label(j.params)) for j in found] == expected
     assert {job.op for job in warming.plan(["attention"], "sm_80")} == {"attention"}
+
+
+def test_a_job_has_the_sources_of_its_kernel():
+    for job in warming.plan(arch="sm_75,sm_90a")[::9]:
+        spec = find(f"{job.op}.{job.name}")
+        assert load(job.spec, job.params).identity() == load(spec, job.params).identity()
+
+
+def test_ptx_is_compiled_as_the_interpreter_wants_it_too(empty_cache, monkeypatch):
+    (job,) = [
+        job
+        for job in warming.plan(["attention.tiled"], "compute_80")
+        if job.params == {"dtype": "fp16", "head_dim": 64, "head_dim_v": 64, "block": 16}
+    ]
+    assert do(job).origin == "compiled" and entries(empty_cache) == 2
+    assert do(job).origin == "memory" and entries(empty_cache) == 2
+    monkeypatch.setattr(cache.default_cache(), "require_cached", True)
+    q = np.random.default_rng(8).standard_normal((1, 1, 16, 64)).astype("f2")
+    fkjit.attention(q, q, q, impl="tiled", block=16)
+    with fkjit.sanitize(mem=False, race=False):
+        fkjit.attention(q, q, q, impl="tiled", block=16)
+    with pytest.raises(NotCachedError):
+        fkjit.attention(q, q, q, impl="tiled", block=32)
 
 
 def test_ctrl_c_keeps_what_is_done(scale, empty_cache, tmp_path):
