@@ -103,6 +103,56 @@ def test_numbers_in_the_interpreter(spec, name, head_dim, monkeypatch):
                 check_numbers(spec, params, problem, np.copy, np.asarray)
 
 
+RACE_TARGETS = ("compute_75", "compute_80", "compute_90a")
+RACE_STEP = 5  # every so many variants: neighbours differ in little
+
+
+@pytest.mark.parametrize("name", RACE_TARGETS)
+@pytest.mark.parametrize("spec", SPECS, ids=[s.id for s in SPECS])
+def test_no_races_in_the_interpreter(spec, name, monkeypatch):
+    monkeypatch.setattr("fkjit.build.settings", lambda: replace(settings(), target=name))
+    variants = list(spec.variants(arch(name)))
+    if name == "compute_90a":  # few, where compute_80's PTX is much the same
+        variants = variants[::4]
+    for params in variants[::RACE_STEP]:
+        for problem in spec.problems(params, "small"):
+            with quiet(), fkjit.sanitize(race=True):
+                check_numbers(spec, params, problem, np.copy, np.asarray)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", SPECS, ids=[s.id for s in SPECS])
+def test_the_interpreter_agrees_with_the_gpu(spec, monkeypatch):
+    """Every variant, on one problem: what CI computes is what a GPU computes."""
+    cupy = pytest.importorskip("cupy", reason="needs CuPy")
+    from fkjit.device import device_target
+
+    here = device_target(0).arch
+    same = target("compute_" + here.name.rpartition("_")[2])
+    monkeypatch.setattr("fkjit.interpret.interpreter_target", lambda: same)
+    variants = list(spec.variants(here))
+    if not variants:
+        pytest.skip("superseded on this GPU")
+    for params in variants:
+        compare_with_gpu(spec, params, next(iter(spec.problems(params, "small"))), cupy)
+
+
+def compare_with_gpu(spec, params, problem, cupy):
+    inputs = spec.inputs(params, problem, np.random.default_rng(11))
+    ours = {**inputs, **spec.outputs(params, problem)}
+    theirs = {name: cupy.asarray(array) for name, array in ours.items()}
+    with quiet():
+        fkjit.launch(spec, params, problem, ours)
+        fkjit.launch(spec, params, problem, theirs)
+    for name in spec.outputs(params, problem):
+        one = np.asarray(ours[name], np.float64)
+        two = np.asarray(cupy.asnumpy(theirs[name]), np.float64)
+        finite = np.isfinite(one)
+        assert np.array_equal(finite, np.isfinite(two)), (params, name)
+        bound = spec.tolerance(params) * max(1.0, np.abs(one[finite]).max(initial=0.0))
+        assert np.abs(one[finite] - two[finite]).max(initial=0.0) <= bound, (params, name)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", SPECS, ids=[s.id for s in SPECS])
 def test_numbers_on_the_gpu(spec):
