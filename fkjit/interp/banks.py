@@ -15,6 +15,7 @@ lane need none. Atomics count every lane, since lanes that meet at one word take
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from fkjit.interp.race import ATOMIC
 from fkjit.interp.report import where
 
 BANKS, WORD, WARP = 32, 4, 32
+MAX_KNOWN = 20_000  # patterns of addresses kept with their counts
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Banks:
 
     def __init__(self) -> None:
         self.counts: dict[int, tuple[Instruction, list[int]]] = {}  # by program counter
+        self._known: dict[object, tuple[int, int, int]] = {}  # loops repeat patterns, shifted
 
     def see(
         self, kind: str, shared: bool, positions: np.ndarray, width: int, lanes: np.ndarray,
@@ -80,8 +83,16 @@ class Banks:
         if not shared or lanes.size == 0:
             return
         _, total = self.counts.setdefault(ins.pc, (ins, [0, 0, 0]))
-        for at, count in enumerate(wavefronts(positions, width, lanes, kind == ATOMIC)):
-            total[at] += count
+        first, atomic = int(positions[0]), kind == ATOMIC
+        pattern = blake2b((positions - first).tobytes(), digest_size=16)
+        pattern.update(lanes.tobytes())
+        key = (pattern.digest(), first % (BANKS * WORD), width, atomic)
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) > MAX_KNOWN:
+                self._known.clear()
+            found = self._known[key] = wavefronts(positions, width, lanes, atomic)
+        total[:] = [a + b for a, b in zip(total, found, strict=True)]
 
     def lines(self, title: str) -> tuple[BankLine, ...]:
         """The figures by line and instruction, the worst ratio first."""
