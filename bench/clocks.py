@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
+from fkjit.toolchain import prepare_cupy
+
 # Bits of nvmlDeviceGetCurrentClocksEventReasons; idle (1) says nothing of a measurement.
 _REASONS = {
     0x2: "application clocks",
@@ -27,6 +29,7 @@ class Clocks:
         try:
             self._nvml = nvml = import_module("pynvml")
             nvml.nvmlInit()
+            prepare_cupy()
             bus = import_module("cupy.cuda").runtime.deviceGetPCIBusId(index)
             self._gpu = nvml.nvmlDeviceGetHandleByPciBusId(bus.encode())
         except Exception as error:  # no package, no library, a driver that refuses: all the same

@@ -229,7 +229,6 @@ def first_line(error: BaseException) -> str:
 def _no_collection() -> Iterator[None]:
     """Python's garbage collector stays off: it would stop the host in the middle of a batch."""
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import types
 
 import pytest
 
-from bench.clocks import Clocks
+from bench import clocks
 from bench.method import LEAST, Effort, Runner, iterations, pace, time_in_turns, warm_up
 from bench.op import Candidate, Prepared, Refused
 from bench.run import INTERRUPTED, Plan, execute
@@ -313,9 +314,30 @@ def test_how_our_variant_was_built_is_noted_and_cannot_cost_the_time(device):
     assert found["variant"] == {"error": "OSError: no cache"} and found["warm"]["count"] == 40
 
 
-def test_without_a_gpu_there_are_no_clocks_but_a_reason():
-    clocks = Clocks(0)
-    if clocks.missing is None:
-        assert clocks.read()["sm_mhz"] > 0
-    else:
-        assert clocks.read() == {} and ":" in clocks.missing
+def test_clocks_are_read_where_the_driver_answers(monkeypatch):
+    def refuse(gpu):
+        raise RuntimeError("Not Supported")
+
+    nvml = types.SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByPciBusId=lambda bus: bus.decode(),
+        NVML_CLOCK_SM=1,
+        NVML_CLOCK_MEM=2,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlDeviceGetClockInfo=lambda gpu, which: {1: 1755, 2: 3201}[which],
+        nvmlDeviceGetPowerUsage=lambda gpu: 691_500,
+        nvmlDeviceGetTemperature=refuse,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: 0x4 | 0x1,
+    )
+    runtime = types.SimpleNamespace(deviceGetPCIBusId=lambda index: f"0000:0{index}:00.0")
+    found = {"pynvml": nvml, "cupy.cuda": types.SimpleNamespace(runtime=runtime)}
+    monkeypatch.setattr(clocks, "import_module", found.__getitem__)
+    assert clocks.Clocks(7).read() == {
+        "sm_mhz": 1755,
+        "memory_mhz": 3201,
+        "watts": 691.5,
+        "throttle": ["power cap"],
+    }
+    del found["pynvml"]
+    none = clocks.Clocks(0)
+    assert none.read() == {} and none.missing == "KeyError: 'pynvml'"
