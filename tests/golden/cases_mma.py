@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.golden.case import PREAMBLE, Case
 from tests.golden.forms import random_result
-from tests.golden.values import Random, random_bits, small
+from tests.golden.values import Random, random_bits, small, special
 
 _BITS = {"f16": 16, "bf16": 16, "tf32": 32, "f64": 64, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8,
          "s4": 4, "u4": 4, "b1": 1, "f32": 32, "s32": 32}  # fmt: skip
@@ -24,8 +24,8 @@ def _registers(elements: int, type_: str) -> int:
     return elements // 32 if type_ == "f64" else max(1, elements * _BITS[type_] // 32 // 32)
 
 
-def _words(rng: Random, type_: str, count: int) -> np.ndarray:
-    """`count` registers of each of 32 lanes."""
+def _words(rng: Random, type_: str, count: int, odd: bool = False) -> np.ndarray:
+    """`count` registers of each of 32 lanes; `odd` with infinities and NaN."""
     wide = "u8" if type_ == "f64" else "u4"
     size = 32 * count * np.dtype(wide).itemsize
     if type_ in ("s8", "u8", "s4", "u4", "b1"):
@@ -38,12 +38,14 @@ def _words(rng: Random, type_: str, count: int) -> np.ndarray:
             rng.randint(0, 2, elements) > 0, limits[rng.randint(0, 4, elements)], values
         )
         return chosen.reshape(count, 32)
+    if odd:
+        return special(rng, type_, elements).view(wide).reshape(count, 32)
     return small(rng, type_, elements, _MOST.get(type_, 16)).view(wide).reshape(count, 32)
 
 
 def _case(
     shape: tuple[int, int, int], d: str, a: str, b: str, arch: str, more: str = "", tail: str = "",
-    columns: str = "row.col",
+    odd: bool = False,
 ) -> Case:  # fmt: skip
     m, n, k = shape
     counts = [_registers(m * n, d), _registers(m * k, a), _registers(k * n, b)]
@@ -56,7 +58,7 @@ def _case(
     for count in (counts[0], counts[1], counts[2]):
         groups.append("{" + ", ".join(f"%{at + i}" for i in range(count)) + "}")
         at += count
-    full = f"mma.sync.aligned.m{m}n{n}k{k}.{columns}{more}.{d}.{a}.{b}.{d}{tail}"
+    full = f"mma.sync.aligned.m{m}n{n}k{k}.row.col{more}.{d}.{a}.{b}.{d}{tail}"
     outs = ", ".join(f'"+{letter}"(d[{i}])' for i in range(counts[0]))
     ins = [f'"{letter}"(a[{32 * i} + lane])' for i in range(counts[1])]
     ins += [f'"{letter}"(b[{32 * i} + lane])' for i in range(counts[2])]
@@ -72,11 +74,12 @@ K k(const {ctype}* a, const {ctype}* b, const {ctype}* c, {ctype}* result) {{
 """
 
     def arrays(rng: Random) -> dict[str, np.ndarray]:
-        made = {"a": _words(rng, a, counts[1]), "b": _words(rng, b, counts[2]),
-                "c": _words(rng, d, counts[0])}  # fmt: skip
+        parts = {"a": (a, counts[1]), "b": (b, counts[2]), "c": (d, counts[0])}
+        made = {name: _words(rng, *part, odd) for name, part in parts.items()}
         return {**made, "result": random_result(rng, (counts[0], 32), "u8" if wide else "u4")}
 
-    return Case(full.replace("mma.sync.aligned.", "mma."), source, arrays,
+    name = full.replace("mma.sync.aligned.", "mma.") + (".special" if odd else "")
+    return Case(name, source, arrays,
                 {"result": {"s32": "u32"}.get(d, d)}, arch)  # fmt: skip
 
 
@@ -98,6 +101,14 @@ def _floats() -> Iterator[Case]:
                     yield _case((16, 8, k), d, a, b, "compute_89")
 
 
+def _special() -> Iterator[Case]:
+    for d in ("f16", "f32"):
+        yield _case((16, 8, 16), d, "f16", "f16", "compute_80", odd=True)
+        yield _case((16, 8, 32), d, "e4m3", "e5m2", "compute_89", odd=True)
+    yield _case((16, 8, 16), "f32", "bf16", "bf16", "compute_80", odd=True)
+    yield _case((16, 8, 8), "f32", "tf32", "tf32", "compute_80", odd=True)
+
+
 def _integers() -> Iterator[Case]:
     for bits, small_k in (("8", 16), ("4", 32)):
         for a in (f"s{bits}", f"u{bits}"):
@@ -113,4 +124,4 @@ def _integers() -> Iterator[Case]:
         yield _case((16, 8, 256), "s32", "b1", "b1", "compute_80", tail=f".{op}.popc")
 
 
-CASES = [*_floats(), *_integers()]
+CASES = [*_floats(), *_special(), *_integers()]

@@ -7,8 +7,8 @@ from importlib import import_module
 
 from tests.golden.case import Case
 
-GROUPS = ("cvt", "float", "integer", "warp", "atomics", "copy", "matrix", "mma", "barrier", "bulk",
-          "tma", "cluster", "wgmma")  # fmt: skip
+GROUPS = ("cvt", "float", "integer", "warp", "atomics", "copy", "matrix", "mma", "wmma", "barrier",
+          "bulk", "tma", "cluster", "wgmma")  # fmt: skip
 
 
 @cache

@@ -133,6 +133,24 @@ def small(rng: Random, kind: str, shape: tuple[int, ...] | int, most: int = 4) -
     return made.view(f"u{made.itemsize}")
 
 
+_SPECIAL = {  # one, minus one, infinity (or NaN where there is none), NaN
+    "f16": (0x3C00, 0xBC00, 0x7C00, 0x7E00), "bf16": (0x3F80, 0xBF80, 0x7F80, 0x7FC0),
+    "f32": (0x3F800000, 0xBF800000, 0x7F800000, 0x7FC00000),
+    "tf32": (0x3F800000, 0xBF800000, 0x7F800000, 0x7FC00000),
+    "e4m3": (0x38, 0xB8, 0x7F, 0x7F), "e5m2": (0x3C, 0xBC, 0x7C, 0x7E),
+}  # fmt: skip
+
+
+def special(rng: Random, kind: str, count: int) -> np.ndarray:
+    """Bits of small integers, among which few infinities of both signs and fewer NaN stand."""
+    made = small(rng, kind, count)
+    one, minus, infinity, nan = (made.dtype.type(bits) for bits in _SPECIAL[kind])
+    rare = rng.randint(0, 200, count)
+    for number, bits in enumerate((one, minus, infinity, infinity | (one ^ minus), nan)):
+        made[rare == number] = bits
+    return made
+
+
 def _small_float(value: int, negative: bool, mantissa: int, bias: int) -> int:
     """The bits of a small integer that the format holds exactly."""
     sign = 0x80 if negative else 0
