@@ -193,13 +193,13 @@ def _half(d: Decoder, ins: Instruction, count: int) -> Step:
     kind, base = ins.type, halves.base_type(ins.type)
     gets = [floats(d, arg, kind, ins.has("ftz")) for arg in ins.args[1 : 1 + count]]
     direct = ins.op[0] in ("add", "sub") or (ins.op[0] == "mul" and base == "f16")
-    function = _FUNCTIONS.get(ins.op[0])
+    name = ins.op[0]
 
     def compute(out: np.ndarray) -> None:
         if direct:  # one rounding in effect: 24 bits are at least twice 11 plus 2
-            bits = halves.from_float(base, clamp(ins, function(*_all(gets))))
+            bits = halves.from_float(base, clamp(ins, _FUNCTIONS[name](*_all(gets))))
         else:
-            bits = halves.from_double(base, clamp(ins, _wide(ins.op[0], "rn", gets)))
+            bits = halves.from_double(base, clamp(ins, _wide(name, "rn", gets)))
         if ins.has("ftz"):
             bits = halves.flush(base, bits)
         out[...] = bits.view(out.dtype)

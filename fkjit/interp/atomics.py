@@ -57,7 +57,7 @@ def _same(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     if one.dtype.itemsize < 16:
         return one == other
     words_of = (np.ascontiguousarray(v).view(np.uint64).reshape(-1, 2) for v in (one, other))
-    return np.equal(*words_of).all(1)
+    return np.asarray(np.equal(*words_of).all(1))
 
 
 def _rank(position: np.ndarray) -> np.ndarray:

@@ -24,6 +24,7 @@ from fkjit.interp.race import Race
 from fkjit.interp.registers import Registers
 from fkjit.interp.report import Reporter, Waiting
 from fkjit.interp.shared import LocalMemory, SharedMemory
+from fkjit.interp.undefined import Undefined
 
 SPIN_LIMIT = 2000  # backward branches in a row before another group gets its turn
 STEP_LIMIT = 20_000_000  # straight-line runs of one batch: more is an endless loop
@@ -85,6 +86,7 @@ class Machine:
     def _decode(self) -> None:
         """Turn the function into runs of steps and control steps, by program counter."""
         code: list[Step | None] = []
+        undefined = Undefined(self.decoder)
         self.control: dict[int, Step] = {}
         for ins in self.function.instructions:
             if is_control(ins):
@@ -93,9 +95,10 @@ class Machine:
                     self.control[ins.pc] = self.decoder.intercepted(ins, step)
                 except (IndexError, KeyError, ValueError, AttributeError, TypeError) as error:
                     raise unsupported(ins, f"{type(error).__name__}: {error}") from error
+                self.control[ins.pc] = undefined.watch(ins, step)
                 code.append(None)
             else:
-                code.append(self.decoder.decode(ins))
+                code.append(undefined.watch(ins, self.decoder.decode(ins)))
         self.runs: dict[int, tuple[tuple[Step, ...], int]] = {}
         ends = sorted(segment_starts(self.function) | {len(code)})
         for start, end in itertools.pairwise(ends):

@@ -304,7 +304,7 @@ def elect(d: Decoder, ins: Instruction) -> Step:
 @control("setmaxnreg")
 def setmaxnreg(d: Decoder, ins: Instruction) -> Step:
     """setmaxnreg.inc/.dec.sync.aligned.u32 n: whole warps change their number of registers."""
-    if ins.op not in ((*ins.op[:1], way, "sync", "aligned", "u32") for way in ("inc", "dec")):
+    if ins.op[1] not in ("inc", "dec") or ins.op[2:] != ("sync", "aligned", "u32"):
         raise ValueError("only setmaxnreg.inc, .dec")
     count = d.immediate(ins.args[0])
     if count % 8 or not 24 <= count <= 256:
