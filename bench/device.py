@@ -35,7 +35,7 @@ class Device(Protocol):
     def free_bytes(self) -> int: ...  # of device memory, as the driver sees it
     def peak_bytes(self, call: Callable[[], Any]) -> int: ...  # allocated during a call
     def release(self) -> None: ...  # give unused memory back to the driver
-    def spoil(self, output: Any) -> None: ...  # overwrite with NaN
+    def spoil(self, output: Any) -> None: ...  # overwrite with NaN, integers with -1
     def array(self, values: np.ndarray) -> Any: ...  # a copy on the device
     def state(self) -> dict[str, Any]: ...  # clocks, power, temperature, throttling
     def span(self, name: str) -> contextlib.AbstractContextManager[Any]: ...  # for profilers
@@ -130,7 +130,7 @@ class TorchDevice:
             self.torch.cuda.empty_cache()
 
     def spoil(self, output: Any) -> None:
-        output.fill_(float("nan"))
+        output.fill_(float("nan") if output.is_floating_point() else -1)
 
     def array(self, values: np.ndarray) -> Any:
         torch = self.torch

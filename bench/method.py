@@ -24,6 +24,7 @@ _EVENTS = 15e-6  # host seconds of an iteration beside the call itself
 _GRAPH_SECONDS = 2e-3  # of work in a graph: its launch is then less than a hundredth
 _MOST_COPIES = 50
 _REPLAY_DELAY = 20e-6
+_LONG = 20e-3  # a call of so many seconds hardly feels what ran before it
 _HOST_CALLS = 100  # several kernels each: fewer than a stream's queue holds
 _READ_EVERY = 3  # turns: reading clocks takes milliseconds on some machines
 
@@ -103,7 +104,7 @@ def warm_up(device: Device, runner: Runner, effort: Effort) -> int:
 def host_microseconds(device: Device, runner: Runner, seconds: float, rounds: int = 5) -> float:
     """Median host time of a call. The GPU is idle at first and never waited for."""
     each = max(runner.gpu_seconds, runner.host_seconds)
-    calls = max(5, min(_HOST_CALLS, math.ceil(seconds / rounds / each)))
+    calls = min(_HOST_CALLS, math.ceil(seconds / rounds / each))
     found = []
     with _no_collection():
         for _ in range(rounds):
@@ -158,7 +159,9 @@ def _plan(
     each = max(runner.gpu_seconds + flush + delay, runner.host_seconds + _EVENTS)
     return (
         iterations(effort.iterations, each, seconds),
-        lambda count: _batch(device, runner.prepared.call, count, mode == "cold", delay),
+        lambda count: _batch(
+            device, runner.prepared.call, count, mode == "cold", delay, each < _LONG
+        ),
     )
 
 
@@ -180,7 +183,9 @@ def _plan_graph(device: Device, runner: Runner, effort: Effort, seconds: float) 
     runner.copies = copies
     replays = iterations(effort.iterations // copies, runner.gpu_seconds * copies, seconds)
 
-    return max(replays, LEAST), lambda count: _batch(device, replay, count, False, _REPLAY_DELAY)
+    return max(replays, LEAST), lambda count: _batch(
+        device, replay, count, False, _REPLAY_DELAY, copies * runner.gpu_seconds < _LONG
+    )
 
 
 def _turn(device: Device, runner: Runner, mode: str, batch: Batch, turn: int, turns: int) -> None:
@@ -203,12 +208,13 @@ def _turn(device: Device, runner: Runner, mode: str, batch: Batch, turn: int, tu
 
 
 def _batch(
-    device: Device, call: Callable[[], Any], count: int, cold: bool, delay: float
+    device: Device, call: Callable[[], Any], count: int, cold: bool, delay: float, lead_in: bool
 ) -> Pending:
-    """Launch `count` calls between events, after one without: what the last candidate left in
-    caches and clocks is not for the first of them."""
+    """Launch `count` calls between events, after one without if there is to be a `lead_in`: what
+    the last candidate left in caches and clocks is not for the first of them."""
     marks = [(device.mark(), device.mark()) for _ in range(count)]
-    call()
+    if lead_in:
+        call()
     for begin, end in marks:
         if cold:
             device.flush()

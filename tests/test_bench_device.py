@@ -177,6 +177,13 @@ def test_arrays_travel_with_their_values(cuda):
     assert floats[0] == 0.0  # a copy
 
 
+def test_an_output_is_spoiled_whatever_its_type(cuda):
+    torch = pytest.importorskip("torch")
+    for made in (torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int32)):
+        TorchDevice().spoil(made)
+        assert (made.isnan() | (made == -1)).all()
+
+
 def test_what_building_cost_is_measured_from_the_disk(tmp_path, monkeypatch):
     with registered_kernel(write_kernel(tmp_path / "kernels")):
         spec, to = find("scale.plain"), target("sm_90a")
