@@ -33,8 +33,10 @@ def argument(call: str, declared: Argument, size: int, value: Any) -> Arg:
 
     ArgumentTypeError and ParameterError name the parameter; DeviceError for an array on a GPU.
     """
-    from fkjit.interp import Arg
+    from fkjit.interp import Arg, TensorMap
 
+    if isinstance(value, TensorMap):
+        return Arg(declared.name, value, writable=value.array.flags.writeable)
     array = isinstance(value, np.ndarray) or hasattr(value, "__dlpack__")
     if declared.pointer or (array and not declared.code and size == 8):
         return _pointer(call, declared, value)

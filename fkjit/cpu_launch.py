@@ -48,10 +48,12 @@ def launch_cpu(
     Args:
         source: CUDA C++ as text, or the path of a file; may be a template with `${x}` and
             `//% if x`. `#include "…"` finds fkjit's templates/ and files beside the source.
-        grid, block, cluster: blocks, threads of one, blocks of a cluster: up to three extents.
+        grid, block, cluster: blocks, threads of one, blocks of a cluster (else what the kernel's
+            __cluster_dims__ say): up to three extents.
         args: the kernel's arguments in order. CPU arrays for pointers (NumPy, torch, …; written in
             place, unless the pointer is to const), None for a null pointer, numbers, and for
-            structs bytes or a tuple of NumPy scalars in the struct's layout.
+            structs bytes or a tuple of NumPy scalars in the struct's layout; for a tensor map by
+            value an `fkjit.interp.TensorMap`.
         entry: the `__global__` function; not needed where there is only one.
         smem: bytes of dynamic shared memory; or (name, bytes) of the arrays in it, one after the
             other: reports name them, and where the source leaves `${guard}` bytes between them,
@@ -85,8 +87,7 @@ def launch_cpu(
     name, kernel = _entry(rendered.name, functions, entry)
     given = _arguments(name, kernel, loose_signature(rendered, name), args)
     parts, total = carve_outs(layout, guard)
-    dynamic = total if layout else smem
-    assert isinstance(dynamic, int)
+    dynamic = total if isinstance(smem, Sequence) else int(smem)
     stats = interp.run(
         ptx, kernel.name, shape["grid"], shape["block"], given, dynamic, chosen.checks, name,
         cluster=shape["cluster"], carve_outs=parts,
@@ -123,7 +124,7 @@ def _extents(name: str, value: int | Sequence[int]) -> Dim3:
 
 def _layout(smem: int | SharedLayout) -> SharedLayout:
     """The arrays of dynamic shared memory, if they were named."""
-    if isinstance(smem, int) and smem >= 0:
+    if isinstance(smem, int | np.integer) and smem >= 0:
         return ()
     pairs = smem if isinstance(smem, Sequence) and not isinstance(smem, str) else None
     if not pairs or not all(_is_carve_out(pair) for pair in pairs):

@@ -16,6 +16,7 @@ from fkjit.errors import (
     RenderError,
     SanitizerError,
 )
+from fkjit.interp import TensorMap
 
 RNG = np.random.default_rng(12)
 AXPY = """
@@ -103,6 +104,23 @@ def but(position: int, value: object) -> list[object]:
     return [value if i == position else old for i, old in enumerate(GOOD["args"])]
 
 
+BOUND = "__global__ void __launch_bounds__(32) bound(float* y) { y[threadIdx.x] = 1; }"
+PAIRS = """
+__global__ void __cluster_dims__(2, 1, 1) pairs(int* y) {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  y[blockIdx.x] = rank;
+}"""
+IN_PAIRS = {"source": PAIRS, "grid": 4, "block": 1, "args": [np.zeros(4, "i4")], "arch": "sm_90a"}
+
+
+def test_clusters_that_the_kernel_declares():
+    for given in ({}, {"cluster": 2}):
+        y = np.full(4, -1, "i4")
+        fkjit.launch_cpu(**{**IN_PAIRS, "args": [y], **given})
+        assert y.tolist() == [0, 1, 0, 1]
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
@@ -143,6 +161,12 @@ def but(position: int, value: object) -> list[object]:
         ({"grid": (1, 1, 1, 1)}, ParameterError, "grid=(1, 1, 1, 1) is not one to three"),
         ({"block": 2.0}, ParameterError, "block=2.0 is not one to three"),
         ({"block": (64, 32)}, ParameterError, "block=(64, 32) has 2048 threads; 1024 is the most"),
+        ({**IN_PAIRS, "cluster": 4}, ParameterError,
+         "cluster=(4, 1, 1); the kernel's __cluster_dims__ are (2, 1, 1)"),
+        ({**IN_PAIRS, "grid": 3}, ParameterError,
+         "grid=(3, 1, 1) is no multiple of cluster=(2, 1, 1)"),
+        ({"source": BOUND, "block": 64, "args": [floats(64)]}, ParameterError,
+         "bound: block=(64, 1, 1) has 64 threads; the kernel's __launch_bounds__ allow 32"),
         ({"cluster": "2"}, ParameterError, "cluster='2' is not one to three"),
         ({"smem": -1}, ParameterError, "smem=-1 is not a number of bytes"),
         ({"smem": [("a", 0)]}, ParameterError, "smem=[('a', 0)] is not a number of bytes"),
@@ -207,6 +231,30 @@ def test_a_kernel_that_a_macro_declares():
         fkjit.launch_cpu(source, 1, 8, [y, np.int64(3)])
 
 
+TMA = """
+struct alignas(64) Map { char bytes[128]; };
+__global__ void store(const __grid_constant__ Map to) {
+  __shared__ __align__(128) float tile[32];
+  tile[threadIdx.x] = threadIdx.x;
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  asm volatile("cp.async.bulk.tensor.1d.global.shared::cta.tile.bulk_group [%0, {%1}], [%2];"
+               ::"l"(&to), "r"(0), "r"((unsigned)__cvta_generic_to_shared(tile)) : "memory");
+  asm volatile("cp.async.bulk.commit_group;");
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}"""
+
+
+def test_tensor_maps():
+    y = np.full(40, -1, "f4")
+    fkjit.launch_cpu(TMA, 1, 32, [TensorMap(y, [40], [], [32])], arch="sm_90a")
+    np.testing.assert_array_equal(y, [*range(32), *[-1] * 8])
+    with pytest.raises(SanitizerError, match=r"(?s)store: missing fence:.*<source>:\d+"):
+        unfenced = TMA.replace("fence.proxy.async.shared::cta;", "")
+        fkjit.launch_cpu(unfenced, 1, 32, [TensorMap(y, [40], [], [32])], arch="sm_90a")
+
+
 BUG = """
 __global__ void shift(const float* x, float* y) {
   extern __shared__ float part[];
@@ -250,7 +298,7 @@ def test_carve_outs_of_shared_memory():
         fkjit.launch_cpu(CARVED, 1, 32, [y, 1], smem=layout)
     fkjit.launch_cpu(CARVED, 1, 32, [y, 1], smem=layout, mem=False)  # there is no gap
     assert y[31] == 1 + 1
-    fkjit.launch_cpu(CARVED, 1, 32, [y, 1], smem=144)  # one array of 144 bytes
+    fkjit.launch_cpu(CARVED, 1, 32, [y, 1], smem=np.int64(144))  # one array of 144 bytes
     assert y[31] == 1 + 1
     plain = CARVED.replace(" + ${guard} / 4", "")
     fkjit.launch_cpu(plain, 1, 32, [y, 0], smem=layout)

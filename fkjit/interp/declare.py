@@ -80,10 +80,13 @@ def function(head: str) -> Function:
         count = 1
         for part in threads[1].split(","):
             count *= int(part or 1)
+    dims = re.search(r"\.reqnctapercluster\s+([\d\s,]+)", head)
+    x, y, z = (*map(int, dims[1].split(",")), 1, 1)[:3] if dims else (1, 1, 1)
     return Function(
         name=name,
         entry=kind == "entry",
         params=_parameters((params or "()")[1:-1]),
         results=_parameters((results or "()")[1:-1]),
         max_threads=count,
+        cluster=(x, y, z) if dims else None,
     )

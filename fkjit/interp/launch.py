@@ -105,9 +105,10 @@ def run(
 ) -> Stats:
     """Run one kernel of a PTX text on the CPU.
 
-    grid, block, cluster (blocks of one): up to three extents. `dynamic_shared`: bytes. `progress`
-    is called with the fraction of blocks done. `resident`: all blocks run together, as in a
-    cooperative launch (else batch after batch, so that no block may wait for a later one).
+    grid, block, cluster (blocks of one; else what __cluster_dims__ say): up to three extents.
+    `dynamic_shared`: bytes. `progress` is called with the fraction of blocks done. `resident`: all
+    blocks run together, as in a cooperative launch (else batch after batch, so that no block may
+    wait for a later one).
     `carve_outs`: the arrays within dynamic shared memory; what is in none is out of bounds.
 
     Raises SanitizerError at a fault (no array is changed then), InterpreterError for PTX that is
@@ -117,8 +118,13 @@ def run(
     module = parse(ptx)
     kernel = _kernel(module, entry)
     layout = _layout(
-        _dim3("grid", grid), _dim3("block", block), _dim3("cluster", cluster), resident
+        _dim3("grid", grid), _dim3("block", block), _cluster(kernel, cluster), resident
     )
+    if layout.threads > (kernel.max_threads or layout.threads):
+        raise ParameterError(
+            f"{title or entry}: block={block} has {layout.threads} threads; the kernel's "
+            f"__launch_bounds__ allow {kernel.max_threads}"
+        )
     launch = _Launch(
         module, kernel, layout, arguments, dynamic_shared, checks, title or entry, carve_outs
     )
@@ -195,6 +201,16 @@ def _dim3(name: str, value: int | Sequence[int]) -> Dim3:
         raise ParameterError(f"interp.run: {name}={value!r} is not one to three extents above 0")
     x, y, z = (*(int(part) for part in parts), 1, 1)[:3]
     return x, y, z
+
+
+def _cluster(kernel: Function, cluster: int | Sequence[int]) -> Dim3:
+    """The blocks of a cluster: what the kernel itself says, if it does."""
+    given = _dim3("cluster", cluster)
+    if kernel.cluster is not None and given not in ((1, 1, 1), kernel.cluster):
+        raise ParameterError(
+            f"interp.run: cluster={cluster}; the kernel's __cluster_dims__ are {kernel.cluster}"
+        )
+    return kernel.cluster or given
 
 
 def _layout(grid: Dim3, block: Dim3, cluster: Dim3, resident: bool) -> Layout:

@@ -174,6 +174,7 @@ class Function:
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)  # .branchtargets
     frames: dict[str, Frame] = field(default_factory=dict)  # of functions that are not inlined
     max_threads: int | None = None
+    cluster: tuple[int, int, int] | None = None  # of __cluster_dims__
 
 
 @dataclass(slots=True, eq=False)

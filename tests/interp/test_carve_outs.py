@@ -76,3 +76,18 @@ def test_uninitialised_local_memory() -> None:
     assert "4-byte read at byte 20 of 128 bytes of local memory" in str(error)
     assert error.location == f"{NAME}:{line_of(source, 'BUG')}"
     run(compile_ptx(source, name=NAME), "k", 3, 32, arguments, checks=Checks(mem=False))
+
+
+def test_members_that_nobody_uses_may_be_unwritten() -> None:
+    source = """
+    extern "C" __global__ void k(const int* at, float* y) {
+      float4 a[8];
+      for (int i = 0; i < 8; ++i) a[at[i]].x = i, a[at[i]].w = 2 * i;
+      float4 both = a[at[threadIdx.x]];
+      y[threadIdx.x] = both.x + both.w;
+    }"""
+    at, y = np.arange(8, dtype="i4"), np.zeros(8, "f4")
+    ptx = compile_ptx(source)
+    assert "ld.local.v4" in ptx
+    run(ptx, "k", 1, 8, [Arg("at", at), Arg("y", y, True)])
+    np.testing.assert_array_equal(y, 3 * at)
