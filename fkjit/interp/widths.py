@@ -21,6 +21,8 @@ def _width(ins: Instruction) -> int:
         return min(SIZE.get(ins.type, 1) * vector, _WIDEST)
     if name == "cp" and op[1:2] == ("async",) and op[2] in ("ca", "cg"):
         return 4
+    if name == "wmma":  # by columns, elements go one by one
+        return SIZE.get(op[-1], 1)
     if name == "mbarrier":
         return 8
     return _WIDEST

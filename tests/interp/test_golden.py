@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from fkjit.interp import Checks
 from tests.golden.case import Case, Tolerance
 from tests.golden.compare import differing, report
 from tests.golden.compile import GPU, compile_kernel
@@ -54,6 +55,13 @@ def test_interpreter_gives_what_the_gpu_gave(group: str, name: str) -> None:
     case = cases_of(group)[name]
     expected = golden_of(group, case)
     assert_same(case, replay(case), expected)
+
+
+@pytest.mark.parametrize("group", ["warp", "copy", "matrix", "wmma", "barrier", "bulk", "cluster"])
+def test_no_race_is_seen_where_there_is_none(group: str) -> None:
+    for case in cases_of(group).values():
+        plain, checked = replay(case), replay(case, Checks(race=True))
+        assert_same(case, checked, plain)
 
 
 @pytest.mark.gpu
