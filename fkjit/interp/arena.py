@@ -187,7 +187,7 @@ class GlobalMemory:
             "misaligned global access",
             f"{detail}: not a multiple of {width}",
             ins,
-            group.lanes[bad],
+            group.lanes[bad] if bad.size == group.lanes.size else group.lanes[:1],
         )
 
 

@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from fkjit.interp.cluster_end import Endings
 from fkjit.interp.decode import Decoder
 from fkjit.interp.lanes import Group
 from fkjit.interp.ptx import Instruction
@@ -24,6 +25,8 @@ class Cluster:
         self.layout = d.machine.layout
         self.shared = d.machine.memory.shared
         self.size = math.prod(self.layout.cluster)
+        if self.size > 1 and d.machine.race is not None:
+            Endings(d.machine, d.machine.race)
 
     def ranks(self, address: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         """The rank in its cluster of the block each lane's address belongs to (int64)."""

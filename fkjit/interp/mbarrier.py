@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,6 +55,7 @@ class Mbarriers:
         self.shared, self.cluster = d.machine.memory.shared, d.part(Cluster)
         self.table: dict[int, Mbarrier] = {}
         self.events = 0  # grows with every change of any mbarrier
+        self.incoming: list[Callable[[int], int]] = []  # bytes in flight that an mbarrier hears of
         self._retried: object = None
         d.machine.listeners.append(self._clear)
         d.machine.waiting.append(self._who)
@@ -110,14 +112,13 @@ class Mbarriers:
     ) -> np.ndarray:  # fmt: skip
         """Arrivals of one block's lanes, one after the other; returns the state before each."""
         barrier = self.get(position, lanes, ins)
-        if not ins.has("relaxed") and self.race is not None:
-            barrier.clock = self.race.join(barrier.clock, self.race.release(lanes))
         total = int(counts.sum())
         if counts.min() < 1 or total > barrier.pending or ins.has("noComplete"):
             each = zip(counts.tolist(), lanes, strict=True)
             states = [self._arrive(position, barrier, n, lane, ins, drop) for n, lane in each]
             return np.array(states, np.uint64)
         before = barrier.state - (np.cumsum(counts) - counts)
+        self._release(barrier, lanes[:-1], ins)
         self._arrive(position, barrier, total, lanes[-1], ins, drop)
         return before.astype(np.uint64)
 
@@ -132,11 +133,19 @@ class Mbarriers:
         if ins.has("noComplete") and count == barrier.pending:
             detail = f"a .noComplete arrival would be the last where {self._status(barrier)}"
             raise self.fault(kind, detail, position, ins, who)
+        self._release(barrier, who, ins)
         barrier.pending -= count
         if drop:
             barrier.count -= count
         self._advance(position, barrier, who, ins)
         return state
+
+    def _release(self, barrier: Mbarrier, lanes: np.ndarray, ins: Instruction) -> None:
+        """What arriving lanes know goes to those who wait; relaxed, of those after a fence."""
+        if self.race is not None and ins.has("relaxed"):
+            lanes = lanes[self.race.flags.fenced[lanes] >= 0]
+        if self.race is not None and lanes.size:
+            barrier.clock = self.race.join(barrier.clock, self.race.release(lanes))
 
     def expect(self, position: int, size: int, lane: np.ndarray, ins: Instruction) -> None:
         """expect_tx: `size` more bytes belong to the phase."""
@@ -176,12 +185,25 @@ class Mbarriers:
             )
             raise self.fault("mbarrier transaction underflow", detail, position, ins, lane)
         if barrier.tx == 0:
+            self._check_complete(position, barrier, lane, ins)
             barrier.phase, barrier.pending, barrier.expected = barrier.phase + 1, barrier.count, 0
             barrier.complete = barrier.clock
             self._store(position)
             parked, barrier.waiting = barrier.waiting, []
             for one in parked:
                 self._free(one, barrier, True)
+
+    def _check_complete(
+        self, position: int, barrier: Mbarrier, lane: np.ndarray, ins: Instruction
+    ) -> None:
+        """No copy that will tell this mbarrier may outlast the phase it was issued in."""
+        late = sum(incoming(position) for incoming in self.incoming)
+        if late:
+            detail = (
+                f"phase {barrier.phase} completes with the {barrier.expected:,} bytes that were "
+                f"expected; copies of {late:,} more bytes to it are in flight"
+            )
+            raise self.fault("mbarrier transaction underflow", detail, position, ins, lane)
 
     # -- waiting -------------------------------------------------------------------------------
 

@@ -80,6 +80,7 @@ class Transfers:
         self.commits = np.zeros(d.machine.layout.lanes, np.int64)
         d.machine.listeners.append(self._clear)
         d.machine.engines.append(self._act)
+        self.barriers.incoming.append(self._incoming)
         d.machine.on_exit.append(self._check_ended)
 
     def _clear(self) -> None:
@@ -182,6 +183,11 @@ class Transfers:
                 clock = self.race.finish(operation)
                 transfer.clock = self.race.join(transfer.clock, clock)
         operations.clear()
+
+    def _incoming(self, position: int) -> int:
+        """Bytes in flight that an mbarrier will hear of."""
+        signals = (signal for transfer in self.flying for signal in transfer.signals)
+        return sum(size for place, size in signals if place == position)
 
     # -- commit groups -------------------------------------------------------------------------
 

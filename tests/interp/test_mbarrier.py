@@ -239,9 +239,9 @@ extern "C" __global__ void k(long long* y) {
 }"""
 
 
-def bug(code: str, count: int = 128, **options: object) -> str:
+def bug(code: str, count: int = 128, checks: Checks = Checks(race=True)) -> str:
     return fault(PLAIN.replace("CODE", code).replace("COUNT", str(count)),
-                 Arg("y", output(), True), **options)  # fmt: skip
+                 Arg("y", output(), True), checks=checks)  # fmt: skip
 
 
 @pytest.mark.parametrize("race", [False, True])

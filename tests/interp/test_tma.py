@@ -292,7 +292,8 @@ def test_im2col_and_gather_are_refused() -> None:
 
 
 BUGS = r"""
-extern "C" __global__ void k(const __grid_constant__ Map m, const __grid_constant__ Map w, float* y) {
+extern "C" __global__ void k(const __grid_constant__ Map m, const __grid_constant__ Map w,
+                             float* y) {
   __shared__ alignas(1024) float tile[8][32];
   __shared__ alignas(1024) float other[8][32];
   __shared__ u64 bar;
