@@ -150,7 +150,9 @@ def _barriers() -> Iterator[Case]:
     yield block_case("mbarrier.arrive.remote", remote, 128, 384, grid=4, cluster=4)
     split = """  __shared__ u32 slot[32];
   const u32 rank = cluster_rank();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   slot[i] = x[32 * rank + i];
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   u32 own = 0;
   for (u32 j = 0; j < 32; ++j) own += slot[i] * j;
@@ -159,8 +161,7 @@ def _barriers() -> Iterator[Case]:
   asm volatile("ld.shared::cluster.u32 %0, [%1];"
                : "=r"(seen) : "r"(mapa(shared_address(slot) + 4 * i, rank ^ 1)) : "memory");
   result[32 * rank + i] = seen + own;
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");"""
+  cluster_sync();"""
     yield block_case("barrier.cluster.split", split, 64, 64, grid=2, cluster=2)
     names = ("cluster_ctaid.x", "cluster_nctaid.x", "clusterid.x", "nclusterid.x",
              "cluster_ctarank", "cluster_nctarank", "ctaid.x", "nctaid.x")  # fmt: skip
