@@ -88,6 +88,8 @@ def _check(ins: Instruction) -> None:
     if allowed is None:
         raise ValueError(f"type .{ins.type}")
     only(ins, (*allowed, ins.type))
+    if ins.op[0] == "rcp" and ins.type == "f64" and ins.has("approx") != ins.has("ftz"):
+        raise ValueError("rcp.approx.f64 is .ftz")
 
 
 def arithmetic(d: Decoder, ins: Instruction, count: int = 2) -> Step:
@@ -155,7 +157,7 @@ def _general(ins: Instruction, gets: list[Callable[[], np.ndarray]]) -> Compute:
         if mode:
             plain = (lambda a, b, c: a * b + c) if name == "fma" else function
             return lambda out: np.copyto(out, directed64(name, plain, mode, _all(gets)))
-        if ins.has("approx"):
+        if ins.has("ftz"):
             return lambda out: np.copyto(out, _upper_word(function, *_all(gets)))
         return lambda out: np.copyto(out, function(*_all(gets)))
     if not mode and name in _UFUNC:

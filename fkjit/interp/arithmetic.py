@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -169,6 +170,8 @@ def _division(a: np.ndarray, b: np.ndarray, *, remainder: bool) -> Compute:
 def extremum(d: Decoder, ins: Instruction) -> Step:
     """min/max of integers, of pairs of 16 bits (.relu for signed ones) and of floats."""
     largest = ins.op[0] == "max"
+    if ins.type == "relu":  # NVRTC writes the type before it
+        ins = replace(ins, op=(ins.op[0], "relu", *ins.op[1:-1]))
     if is_float(ins.type):
         return arith_float.extremum(d, ins, largest)
     function = np.maximum if largest else np.minimum
@@ -178,7 +181,7 @@ def extremum(d: Decoder, ins: Instruction) -> Step:
         return _integers(d, ins, function)
     a, b = d.src(ins.args[1], "s32"), d.src(ins.args[2], "s32")
     zero = np.int32(0)
-    return d.step(ins, ins.args[0], "s32", lambda out: np.maximum(function(a, b), zero, out))
+    return d.step(ins, ins.args[0], "s32", lambda out: np.maximum(function(a, b), zero, out=out))
 
 
 @opcode("neg")

@@ -20,14 +20,17 @@ def flag_register(d: Decoder) -> np.ndarray:
 
 @opcode("addc", "subc")
 def carry(d: Decoder, ins: Instruction) -> Step:
-    """add.cc, sub.cc write the carry; addc, subc read it and, with .cc, write it too."""
+    """add.cc, sub.cc write the carry; addc, subc read it and, with .cc, write it too.
+
+    A difference is a + ~b + 1: its carry is 1 where nothing was borrowed, which addc may read.
+    """
     only(ins, ("cc", ins.type))
     kind = _UNSIGNED[ins.type]
     a, b = d.src(ins.args[1], kind), d.src(ins.args[2], kind)
     subtract = ins.op[0].startswith("sub")
 
     def compute(extra: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return _difference(a, b, extra) if subtract else _sum(a, b, extra)
+        return _sum(a, ~b, extra) if subtract else _sum(a, b, extra)
 
     return _step(d, ins, kind, compute)
 
@@ -68,16 +71,13 @@ def _sum(a: np.ndarray, b: np.ndarray, extra: Any) -> tuple[np.ndarray, np.ndarr
     return result, (result < a) | ((result == a) & (extra != 0) & (b != 0))
 
 
-def _difference(a: np.ndarray, b: np.ndarray, extra: Any) -> tuple[np.ndarray, np.ndarray]:
-    return a - b - extra, (a < b) | ((a == b) & (extra != 0))
-
-
 def _step(d: Decoder, ins: Instruction, kind: str, compute: Any) -> Step:
     flag, target, dtype = flag_register(d), d.dst(ins.args[0], kind), DTYPE[kind]
     reads, writes = ins.op[0] in ("addc", "subc", "madc"), ins.has("cc")
+    first = dtype.type(ins.op[0] == "sub")
 
     def run(group: Group) -> None:
-        result, out = compute(flag.astype(dtype) if reads else dtype.type(0))
+        result, out = compute(flag.astype(dtype) if reads else first)
         np.copyto(target, result, where=group.mask)
         if writes:
             np.copyto(flag, out, where=group.mask)

@@ -37,6 +37,7 @@ from fkjit.interp import (  # noqa: F401  (their decoders register themselves)
     move,
     output,
     tensor,
+    video,
     tma,
     warp,
     wgmma,

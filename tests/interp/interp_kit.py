@@ -82,7 +82,8 @@ def compile_ptx(source: str, arch: str = "compute_80", name: str = "kernels_cu/t
 
     text = f'#line 1 "{name}"\n{source}'
     program = nvrtc.createProgram(text, name, [], [])
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "-default-device", "-lineinfo"]
+    options = [f"--gpu-architecture={arch}", "--std=c++17", "-default-device", "-lineinfo",
+               "--device-int128"]  # fmt: skip
     try:
         nvrtc.compileProgram(program, options + [f"-I{path}" for path in header_dirs()])
     except Exception as error:

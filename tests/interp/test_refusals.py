@@ -16,7 +16,7 @@ mad.lo.sat.s32 r, r, r, r; mad.s32 r, r, r, r; fma.sat.bf16 h, h, h, h; fma.rn.o
 fma.rn.s32 r, r, r, r; fma.ftz.f64 fd, fd, fd, fd; mul24.wide.s32 rd, r, r; mad24.lo.s64 rd, rd, rd, rd
 div.full.f64 fd, fd, fd; div.sat.f32 f, f, f; div.b32 r, r, r; rem.f32 f, f, f; div.rn.f16 h, h, h
 sqrt.rn.f16 h, h; sqrt.approx.f64 fd, fd; rsqrt.rn.f32 f, f; sin.f64 fd, fd; tanh.approx.ftz.f32 f, f
-ex2.approx.f64 fd, fd; lg2.approx.f16 h, h; rcp.sat.f32 f, f
+ex2.approx.f64 fd, fd; lg2.approx.f16 h, h; rcp.sat.f32 f, f; rcp.approx.f64 fd, fd
 min.relu.u32 r, r, r; min.relu.u16x2 r, r, r; max.xorsign.f32 f, f, f; min.ftz.f64 fd, fd, fd
 min.NaN.f64 fd, fd, fd; max.f16 h, h, h, h; max.u8 h, h, h; neg.u32 r, r; abs.u32 r, r
 abs.ftz.f64 fd, fd; neg.ftz.bf16 h, h; sad.f32 f, f, f, f; copysign.f16 h, h, h; copysign.rn.f32 f, f, f
