@@ -5,6 +5,7 @@
 `parse` reads the text; `machine` runs batches of blocks as lanes of NumPy arrays; the opcodes are
 in files of their own (arithmetic, logic, compare, convert, move, loadstore, atomics, warp, barrier,
 tensor, async_copy, control), each registering its decoders with `decode.opcode` or `.control`.
+What Hopper does asynchronously is in mbarrier, transfers (copies in flight), bulk, tma, and cluster.
 """
 
 from fkjit.interp.checks import Checks

@@ -57,9 +57,9 @@ def test_spans_come_and_go(space: str) -> None:
     }""".replace("LOAD", load("tile[t]", "from", "size", "&bar", space)).replace(
         "STORE", store("y + blockIdx.x * 2048 + t * 64", "tile[t]", "size")
     )
-    x = RNG.integers(-999, 999, (3, 32, 64)).astype("i4")
+    x = RNG.integers(-999, 999, (40, 32, 64)).astype("i4")
     y = np.full_like(x, 7)
-    launch(source, Arg("x", x), Arg("y", y, True), Arg("n", np.int32(0)), grid=3)
+    launch(source, Arg("x", x), Arg("y", y, True), Arg("n", np.int32(0)), grid=40)
     inside = np.arange(64) < 4 * (np.arange(32) % 16 + 1)[:, None]
     np.testing.assert_array_equal(y, np.where(inside, x + np.arange(32)[:, None], 7))
 

@@ -14,7 +14,7 @@ CHECKS = pytest.mark.parametrize("checks", [Checks(), Checks(race=True)], ids=["
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_a_ring_of_blocks_reads_its_neighbours(size: int) -> None:
-    """Through shared::cluster and through generic addresses."""
+    """Through shared::cluster and through generic addresses; in two batches of blocks."""
     source = r"""
     extern "C" __global__ void k(const int* x, int* y) {
       __shared__ int mine[64];
@@ -37,14 +37,14 @@ def test_a_ring_of_blocks_reads_its_neighbours(size: int) -> None:
       }
       cluster_sync();
     }"""
-    x = RNG.integers(-999, 999, (16, 64)).astype("i4")
-    y = np.zeros((16, 3, 64), "i4")
-    launch(source, Arg("x", x), Arg("y", y, True), grid=16, cluster=size)
-    blocks = np.arange(16)
+    x = RNG.integers(-999, 999, (48, 64)).astype("i4")
+    y = np.zeros((48, 3, 64), "i4")
+    launch(source, Arg("x", x), Arg("y", y, True), grid=48, cluster=size)
+    blocks = np.arange(48)
     following = blocks // size * size + (blocks + 1) % size
     np.testing.assert_array_equal(y[:, 0], x[following, ::-1])
     np.testing.assert_array_equal(y[:, 1], x[following])
-    ranks = np.broadcast_to((following % size)[:, None], (16, 64))
+    ranks = np.broadcast_to((following % size)[:, None], (48, 64))
     np.testing.assert_array_equal(y[:, 2] // 10, ranks * 11)
 
 

@@ -211,6 +211,29 @@ def test_cp_async_arrives_when_its_copies_have_landed() -> None:
     assert "uninitialised shared read" in report and "cp.async to it is in flight" in report
 
 
+def test_guards_choose_who_arrives_and_who_waits() -> None:
+    source = r"""
+    extern "C" __global__ void k(long long* y) {
+      __shared__ u64 bar;
+      __shared__ int value;
+      const int t = threadIdx.x;
+      if (t == 0) { init(&bar, 5); value = -1; }
+      __syncthreads();
+      int seen;
+      ASM("{.reg .pred P, Q, R;\n"
+          "setp.lt.u32 P, %2, 5;\nsetp.eq.u32 Q, %2, 4;\nsetp.gt.u32 R, %2, 9;\n"
+          "@Q st.shared.u32 [%3], 33;\n"
+          "@P mbarrier.arrive.shared::cta.b64 _, [%1];\n"
+          "AGAIN: mov.pred Q, 1;\n@R mbarrier.try_wait.parity.shared::cta.b64 Q, [%1], 0;\n"
+          "@!Q bra AGAIN;\nmov.u32 %0, 0;\n@R ld.shared.u32 %0, [%3];\n}"
+          : "=&r"(seen) : "r"(at(&bar)), "r"(t), "r"(at(&value)) : "memory");
+      y[t] = seen;
+    }"""
+    y = output()
+    launch(source, Arg("y", y, True))
+    np.testing.assert_array_equal(y, np.where(np.arange(128) > 9, 33, 0))
+
+
 def test_an_invalidated_mbarrier_gives_its_bytes_back() -> None:
     source = r"""
     extern "C" __global__ void k(long long* y) {

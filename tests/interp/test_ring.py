@@ -82,8 +82,10 @@ def test_products_of_ragged_matrices(m: int, n: int, k: int, checks: Checks) -> 
     [
         ("    wait(&full[s], i / STAGES & 1);\n    for (int j = 0; j < 8; ++j) {\n",
          "    for (int j = 0; j < 8; ++j) {\n", ["memory"], False),
-        ("wait(&full[s], i / STAGES & 1);", "wait(&full[s], ~(i / STAGES) & 1);", ["memory"], False),
-        ("i / STAGES - 1 & 1);", "i / STAGES & 1); // BUG", ["over-arrival: the mbarrier at byte 0 of full",
+        ("wait(&full[s], i / STAGES & 1);", "wait(&full[s], ~(i / STAGES) & 1);", ["memory"],
+         False),
+        ("i / STAGES - 1 & 1);", "i / STAGES & 1);",
+         ["over-arrival: the mbarrier at byte 0 of full",
           "1 arrivals where phase 0 has 1 of 1 arrivals and 8,192 bytes outstanding"], False),
         ("if (i >= STAGES) wait(&empty[s], i / STAGES - 1 & 1);", "", [], True),
         ("init(&empty[s], 4); }", "init(&empty[s], 5); }", ["deadlock", "has 4 of 5 arrivals"],
