@@ -78,7 +78,7 @@ def warp_meeting(
             act(group)
             return following
         lanes = guard_mask(d, ins, group)
-        if d.machine.checked and mask.size > 1:
+        if d.machine.checked:
             _check_member(d, ins, lanes, mask)
         ready = meeting.come(lanes, mask)
         unguarded = group.mask & ~lanes
@@ -104,7 +104,8 @@ def _check_member(d: Decoder, ins: Instruction, lanes: np.ndarray, mask: np.ndar
     own = (mask >> (np.arange(lanes.size) % WARP).astype(np.uint32)) & np.uint32(1)
     bad = np.flatnonzero(lanes & (own == 0))
     if bad.size:
-        detail = f"the member mask {int(mask[bad[0]]):#010x} does not name the executing lane"
+        named = int(np.broadcast_to(mask, lanes.shape)[bad[0]])
+        detail = f"the member mask {named:#010x} does not name the executing lane"
         raise d.machine.reporter.fault("bad member mask", detail, ins, bad)
 
 
