@@ -156,6 +156,18 @@ def bench(ctx: typer.Context) -> None:
     raise typer.Exit(import_module("fkjit.cli_bench").main(ctx.args))
 
 
+@app.command("report", context_settings=_VARIANT, add_help_option=False)
+def report_(ctx: typer.Context) -> None:
+    """Stored results as one HTML page, PNG and SVG: `fkjit report --out report`; --help."""
+    raise typer.Exit(import_module("fkjit.cli_report").main(ctx.args))
+
+
+@app.command(context_settings=_VARIANT, add_help_option=False)
+def profile(ctx: typer.Context) -> None:
+    """Hardware counters of each kernel (Nsight Compute): `fkjit profile attention`; --help."""
+    raise typer.Exit(import_module("fkjit.cli_profile").main(ctx.args))
+
+
 @app.command()
 def demo() -> None:
     """Attention on real input, each implementation checked against float64."""

@@ -1,0 +1,1 @@
+"""`fkjit profile`: one launch of each implementation under Nsight Compute (docs/PROFILING.md)."""
