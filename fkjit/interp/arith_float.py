@@ -28,6 +28,7 @@ _MIXED = ("f16", "bf16")  # narrow operands of an f32 add, sub or fma
 # Modifiers by opcode and type; a (opcode, type) that is not here does not exist.
 _ALLOWED = {
     **{(name, "f32"): words(f"{_ROUND} ftz sat") for name in ("add", "sub", "mul", "fma", "mad")},
+    **{(name, "f32x2"): words(f"{_ROUND} ftz") for name in ("add", "sub", "mul", "fma")},
     **{(name, "f64"): words(_ROUND) for name in ("add", "sub", "mul", "fma", "mad", "div")},
     **{(name, kind): words("rn ftz sat") for name in ("add", "sub", "mul")
        for kind in ("f16", "f16x2")},
@@ -51,7 +52,7 @@ _FUNCTIONS: dict[str, Any] = {
 
 def is_float(kind: str) -> bool:
     """Whether a PTX type is a floating one."""
-    return kind in HALF or kind in ("f32", "f64")
+    return kind in HALF or kind in ("f32", "f64", "f32x2")
 
 
 def flush(values: np.ndarray, tiny: np.float32 = _TINY) -> np.ndarray:
@@ -100,6 +101,8 @@ def arithmetic(d: Decoder, ins: Instruction, count: int = 2) -> Step:
     kind, name, target = ins.type, ins.op[0], ins.args[0]
     if kind in HALF:
         return _half(d, ins, count)
+    if kind == "f32x2":
+        return _two(d, ins, count)
     plain = not (ins.has("ftz") or ins.has("sat") or _mode(ins) or name not in _UFUNC)
     if plain:
         function = _FUNCTIONS[name]
@@ -209,6 +212,28 @@ def _half(d: Decoder, ins: Instruction, count: int) -> Step:
     return d.step(ins, ins.args[0], kind, compute)
 
 
+def _two(d: Decoder, ins: Instruction, count: int) -> Step:
+    """Two f32 in each register."""
+    lanes, mode = d.machine.layout.lanes, _mode(ins) or "rn"
+
+    def both(operand: Operand) -> Callable[[], np.ndarray]:
+        raw = d.src(operand, "f32x2")
+
+        def get() -> np.ndarray:
+            wide = np.ascontiguousarray(np.broadcast_to(raw, (lanes,))).view(np.float32)
+            return flush(wide) if ins.has("ftz") else wide
+
+        return get
+
+    gets = [both(arg) for arg in ins.args[1 : 1 + count]]
+
+    def compute(out: np.ndarray) -> None:
+        result = quantise(_wide(ins.op[0], mode, gets), "f32", mode).astype(np.float32)
+        out[...] = (flush(result) if ins.has("ftz") else result).view(np.uint64)
+
+    return d.step(ins, ins.args[0], "f32x2", compute)
+
+
 def _mixed(d: Decoder, ins: Instruction, count: int) -> Step:
     """add, sub, fma.f32.f16: the last operand and the result are f32, the others halves."""
     if ins.op[0] not in ("add", "sub", "fma"):
@@ -231,6 +256,8 @@ def extremum(d: Decoder, ins: Instruction, largest: bool) -> Step:
     """
     kind, count, f64 = ins.type, len(ins.args) - 1, ins.type == "f64"
     only(ins, (kind,) if f64 else (*words("ftz NaN xorsign abs"), kind))
+    if kind == "f32x2":
+        raise ValueError(f"type .{kind}")
     if ins.has("xorsign") and not ins.has("abs"):
         raise ValueError(".xorsign without .abs")
     if count > 2 + (kind == "f32") or (ins.has("xorsign") and count == 3):

@@ -206,6 +206,8 @@ def _sign_bits(d: Decoder, ins: Instruction, function: Any, mask: int) -> Step:
     """neg and abs of floats: `mask` for four halves; f32 and f64 have one sign bit on top."""
     kind = ins.type
     only(ins, (kind, "ftz"))
+    if kind == "f32x2":
+        raise ValueError(f"type .{kind}")
     if ins.has("ftz"):
         return _flushed_sign(d, ins, function)
     if kind in ("f32", "f64"):

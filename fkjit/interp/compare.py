@@ -27,7 +27,7 @@ _CHOSEN = _INTEGERS | {"f32", "f64"}
 
 def comparison(name: str, kind: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """The test: ordered ones are false with NaN, unordered ones (equ, …) are true."""
-    if not is_float(kind):
+    if not is_float(kind) or kind == "f32x2":
         if kind not in _INTEGERS or name not in _BY_SIGN[kind[0]]:
             raise ValueError(f"comparison .{name} of .{kind}")
         return _COMPARE[name]

@@ -38,6 +38,11 @@ T = TypeVar("T")
 Step = Callable[[Group], Any]
 Compute = Callable[[np.ndarray], Any]  # fills its argument, writing it last: inputs may alias it
 
+# What a decoder raises at operands or modifiers that it does not know.
+REFUSALS = (
+    IndexError, KeyError, ValueError, AttributeError, TypeError, AssertionError, StopIteration,
+)  # fmt: skip
+
 OPCODES: dict[str, Callable[[Decoder, Instruction], Step]] = {}
 CONTROL: dict[str, Callable[[Decoder, Instruction], Step]] = {}
 INTERCEPTORS: list[Callable[[Decoder, Instruction, Step], Step]] = []
@@ -106,7 +111,7 @@ class Decoder:
             if "\n" in str(error):
                 raise
             raise unsupported(ins, str(error).removeprefix("interpreter: ")) from error
-        except (IndexError, KeyError, ValueError, AttributeError, TypeError) as error:
+        except REFUSALS as error:
             raise unsupported(ins, f"{type(error).__name__}: {error}") from error
         step = self.notify(ins, self._guarded(ins, step) if ins.guard else step)
         return self.intercepted(ins, step)

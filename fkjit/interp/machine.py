@@ -17,7 +17,15 @@ from fkjit.errors import InterpreterError
 from fkjit.interp.arena import GlobalMemory
 from fkjit.interp.banks import Banks
 from fkjit.interp.checks import Checks
-from fkjit.interp.decode import CONTROL, Decoder, Step, is_control, segment_starts, unsupported
+from fkjit.interp.decode import (
+    CONTROL,
+    REFUSALS,
+    Decoder,
+    Step,
+    is_control,
+    segment_starts,
+    unsupported,
+)
 from fkjit.interp.lanes import Group, Layout
 from fkjit.interp.ptx import Function, Instruction
 from fkjit.interp.race import Race
@@ -93,7 +101,7 @@ class Machine:
                 try:
                     step = CONTROL[ins.op[0]](self.decoder, ins)
                     self.control[ins.pc] = self.decoder.intercepted(ins, step)
-                except (IndexError, KeyError, ValueError, AttributeError, TypeError) as error:
+                except REFUSALS as error:
                     raise unsupported(ins, f"{type(error).__name__}: {error}") from error
                 self.control[ins.pc] = undefined.watch(ins, step)
                 code.append(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -24,7 +25,10 @@ from fkjit.interp.ptx import (
     Vec,
 )
 
-_NUMBER = re.compile(r"-?(0[xX][0-9a-fA-F]+U?|0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|\d+U?)$")
+_NUMBER = re.compile(
+    r"-?(0[xX][0-9a-fA-F]+U?|0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[bB][01]+U?|\d+U?"
+    r"|\d+\.\d*([eE][-+]?\d+)?|\d+[eE][-+]?\d+)$"
+)
 _ADDRESS = re.compile(r"(%?[\w$.%]+)\s*(?:\+\s*(-?\w+))?$")
 _SYMBOL = re.compile(r"([A-Za-z_$][\w$]*)(?:\+(-?\d+))?$")
 _IDENTIFIER = re.compile(r"(?<![\w.$%])%?[A-Za-z_$][\w$]*")
@@ -54,9 +58,11 @@ def split_commas(text: str) -> list[str]:
 def _number(text: str) -> Operand:
     body = text.lstrip("-").rstrip("U")
     if body[:2] in ("0f", "0F"):
-        return Float(int(body[2:], 16), 4)
+        return Float(int(body[2:], 16) ^ (1 << 31 if text[0] == "-" else 0), 4)
     if body[:2] in ("0d", "0D"):
-        return Float(int(body[2:], 16), 8)
+        return Float(int(body[2:], 16) ^ (1 << 63 if text[0] == "-" else 0), 8)
+    if re.search(r"[.eE]", body) and body[:2].lower() != "0x":
+        return Float(int.from_bytes(struct.pack("<d", float(text)), "little"), 8)
     octal = len(body) > 1 and body[0] == "0" and body.isdigit()
     value = int(body, 8 if octal else 0)
     return Imm(-value if text[0] == "-" else value)
@@ -165,9 +171,11 @@ def _instruction(text: str, location: str, names: dict[str, str]) -> Instruction
         rest = _IDENTIFIER.sub(lambda match: names.get(match[0], match[0]), rest)
     parts = tuple(re.split(r"(?<!:)\.(?!:)", opcode))
     condition = (names.get(guard[2], guard[2]), guard[1] == "!") if guard else None
-    return Instruction(
-        parts, tuple(operand(arg) for arg in split_commas(rest)), condition, location, shown
-    )
+    try:
+        args = tuple(operand(arg) for arg in split_commas(rest))
+    except (InterpreterError, ValueError, IndexError) as error:
+        raise InterpreterError(f"{error}: {shown}\n    at {location or 'no line'}") from error
+    return Instruction(parts, args, condition, location, shown)
 
 
 def _location(line: str, files: dict[str, str]) -> str:

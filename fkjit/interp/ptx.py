@@ -10,7 +10,7 @@ import numpy as np
 SIZE = {
     "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2,
     "b32": 4, "u32": 4, "s32": 4, "f32": 4, "f16x2": 4, "bf16x2": 4,
-    "b64": 8, "u64": 8, "s64": 8, "f64": 8, "b128": 16, "pred": 1,
+    "b64": 8, "u64": 8, "s64": 8, "f64": 8, "f32x2": 8, "b128": 16, "pred": 1,
 }  # fmt: skip
 
 # 16 bytes are complex numbers to NumPy: it only ever copies them.
@@ -23,7 +23,7 @@ DTYPE = {
     "f16": np.dtype("u2"), "bf16": np.dtype("u2"),
     "f16x2": np.dtype("u4"), "bf16x2": np.dtype("u4"),
     "f32": np.dtype("f4"), "f64": np.dtype("f8"), "pred": np.dtype(bool),
-    "b128": UNSIGNED[16],
+    "f32x2": np.dtype("u8"), "b128": UNSIGNED[16],
 }  # fmt: skip
 
 

@@ -205,3 +205,40 @@ def test_half_signs_relu_and_functions(kind: str) -> None:
     ftz = ".ftz" if kind == "bf16" else ""
     got = apply(f"ex2.approx{ftz}.{kind} %d, %a;", small.view("u2"), out="u2")
     compare_halves(got, np.exp2(small.astype("f8")).astype(a.dtype))
+
+
+def test_pairs_of_floats() -> None:
+    a, b, c = (RNG.standard_normal(200).astype("f4") for _ in range(3))
+    packed = [v.view(np.uint64) for v in (a, b, c)]
+    for name, want in (("add", a + b), ("sub", a - b), ("mul", a * b)):
+        got = apply(f"{name}.rn.f32x2 %d, %a, %b;", *packed[:2], out="u8", target="sm_100")
+        same_floats(got.view("f4"), want)
+    for mode in ("rn", "rz", "rm", "rp"):
+        got = apply(f"fma.{mode}.f32x2 %d, %a, %b, %c;", *packed, out="u8", target="sm_100")
+        alone = apply(f"fma.{mode}.f32 %d, %a, %b, %c;", a, b, c, out=np.float32)
+        same_floats(got.view("f4"), alone)
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_sums_of_narrow_and_wide_floats(kind: str) -> None:
+    narrow = halves(kind)
+    wide = RNG.standard_normal(narrow.size).astype("f4")
+    got = apply(f"add.f32.{kind} %d, %a, %b;", narrow, wide, out=np.float32, target="sm_100")
+    same_floats(got, narrow.astype("f4") + wide)
+    got = apply(f"sub.rn.f32.{kind} %d, %a, %b;", narrow, wide, out=np.float32, target="sm_100")
+    same_floats(got, narrow.astype("f4") - wide)
+    text = f"fma.rn.f32.{kind} %d, %a, %b, %c;"
+    got = apply(text, narrow, narrow[::-1].copy(), wide, out=np.float32, target="sm_100")
+    exact = narrow.astype("f8") * narrow[::-1].astype("f8") + wide
+    same_floats(got, exact.astype("f4"))
+
+
+def test_three_operands_of_min_and_max() -> None:
+    a, b = pairs(EDGES)
+    c = RNG.permutation(a)
+    got = apply("max.f32 %d, %a, %b, %c;", a, b, c, out=np.float32, target="sm_100")
+    np.testing.assert_array_equal(got, np.fmax(np.fmax(a, b), c))
+    got = apply("min.NaN.f32 %d, %a, %b, %c;", a, b, c, out=np.float32, target="sm_100")
+    np.testing.assert_array_equal(got, np.minimum(np.minimum(a, b), c))
+    got = apply("max.abs.f32 %d, %a, %b, %c;", a, b, c, out=np.float32, target="sm_100")
+    np.testing.assert_array_equal(got, np.fmax(np.fmax(abs(a), abs(b)), abs(c)))

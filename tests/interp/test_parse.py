@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
-from interp_kit import compile_ptx
+from interp_kit import apply, compile_ptx
 
 from fkjit.errors import InterpreterError
 from fkjit.interp.declare import variable
@@ -93,3 +94,28 @@ def test_lines_of_the_source_and_of_headers() -> None:
 def test_texts_that_cannot_be_read(text: str, message: str) -> None:
     with pytest.raises(InterpreterError, match=message):
         parse(text)
+
+
+def test_decimal_binary_and_negative_literals() -> None:
+    a = np.zeros(3, "u4")
+    for text, want in (("1.5", 1.5), ("-2.25", -2.25), ("1e3", 1000.0), ("2.5e-1", 0.25)):
+        got = apply(f"mov.f32 %d, {text};", a, out=np.float32)
+        np.testing.assert_array_equal(got, np.float32(want))
+    got = apply("mov.f32 %d, -0f3F800000;", a, out=np.float32)
+    np.testing.assert_array_equal(got, -1)
+    np.testing.assert_array_equal(apply("mov.u32 %d, 0b1011;", a), 11)
+
+
+def test_an_operand_that_cannot_be_read_is_shown_with_its_line() -> None:
+    text = """.version 8.0
+    .target sm_80
+    .address_size 64
+    .file 1 "x.cu"
+    .visible .entry k() {
+    .reg .b32 %r;
+    .loc 1 33 0
+    mov.u32 %r, ?what;
+    ret; }"""
+    with pytest.raises(InterpreterError, match=r"operand '\?what' cannot be read: mov.u32 %r") as e:
+        parse(text)
+    assert "x.cu:33" in str(e.value)

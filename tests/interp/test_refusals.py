@@ -42,6 +42,7 @@ atom.global.add.s64 rd, [rd], rd; atom.global.add.b32 r, [rd], r; atom.global.an
 atom.global.cas.f32 f, [rd], f, f; atom.global.inc.u64 rd, [rd], rd; atom.global.sub.u32 r, [rd], r
 red.global.max.f32 [rd], f; red.global.v2.u32.add [rd], {r, r}; red.global.add.v8.f32 [rd], {f,f}
 red.global.min.v2.f32 [rd], {f, f}; atom.near.global.add.u32 r, [rd], r
+min.f32x2 rd, rd, rd; setp.lt.f32x2 p, rd, rd; neg.f32x2 rd, rd; div.rn.f32x2 rd, rd, rd
 fence.relaxed.gpu; membar.warp; fence.proxy.texture; prefetch.shared.L1 [rd]; nanosleep.u64 rd
 shfl.down.b32 r, r, 1, 31; vote.ballot.b32 r, p; redux.sync.mul.u32 r, r, -1; match.sync.any.b32 r, r, -1
 bra.div L; exit.uni; trap.now; activemask.b64 rd; vmad.u32.u32.u32 r, r, r, r; tex.1d.v4.f32.f32 {f,f,f,f}, [rd, {f}]
