@@ -14,14 +14,14 @@ from threading import Lock
 import numpy as np
 
 from fkjit.errors import InterpreterError, ParameterError, SanitizerError
-from fkjit.interp import arena as arena_
 from fkjit.interp import (  # noqa: F401  (their decoders register themselves)
     arithmetic,
     async_copy,
     atomics,
     barrier,
-    calls,
     bulk,
+    callgraph,
+    calls,
     carry,
     cluster_barrier,
     compare,
@@ -37,15 +37,15 @@ from fkjit.interp import (  # noqa: F401  (their decoders register themselves)
     move,
     output,
     tensor,
-    video,
     tma,
+    video,
     warp,
     wgmma,
     wgmma_registers,
     wmma,
 )
-from fkjit.interp import callgraph
 from fkjit.interp.arena import Allocation, GlobalMemory
+from fkjit.interp.arguments import Arg, Placing
 from fkjit.interp.banks import BankLine
 from fkjit.interp.checks import Checks
 from fkjit.interp.inline import inline_calls
@@ -56,26 +56,11 @@ from fkjit.interp.parse import parse
 from fkjit.interp.ptx import Function, Module, Variable
 from fkjit.interp.report import Reporter
 from fkjit.interp.shared import CarveOut, LocalMemory, SharedMemory
-from fkjit.interp.tensor_map import BoundMap, TensorMap, handle, misaligned
+from fkjit.interp.tensor_map import TensorMap
 
 MAX_LANES = 4096  # threads that run together: more amortise NumPy's overhead, but leave its caches
 Dim3 = tuple[int, int, int]
 MAX_MACHINES = 4  # decoded kernels kept for their next launch
-
-
-@dataclass(frozen=True)
-class Arg:
-    """One kernel argument.
-
-    `value`: an array (passed as a pointer to its first element; any strides, only its own bytes
-    are valid memory), a typed NumPy scalar, raw bytes in the parameter's layout (a struct), or a
-    TensorMap (for a `const __grid_constant__ CUtensorMap`).
-    `writable`: whether the kernel may write the array; if so the caller's array is changed.
-    """
-
-    name: str
-    value: np.ndarray | np.generic | bytes | TensorMap
-    writable: bool = False
 
 
 @dataclass(frozen=True)
@@ -250,13 +235,13 @@ class _Launch:
         self.reporter = Reporter(title, layout)
         self.arena = GlobalMemory(self.reporter, checks.mem)
         self.symbols: dict[str, int] = {}
-        self.places: list[_Placed] = []
+        self.placing = Placing(self.arena)
         self.symbols.update(callgraph.addresses(module))
         self._variables(module)
         parameters = self._parameters(title)
         self.arena.build()
         self.arena.contents(parameters.place)[:] = np.frombuffer(parameters.data, np.uint8)
-        self._holes()
+        self.placing.find_holes()
         self._relocate(module)
 
     def idle_machine(self) -> Machine | None:
@@ -329,8 +314,8 @@ class _Launch:
         data = bytearray(max(top, 1))  # placed first: its address is decoded into instructions
         place = self.arena.add("kernel parameters", np.zeros(len(data), np.uint8), writable=False)
         each = zip(self.arguments, self.kernel.params, offsets, strict=True)
-        for argument, variable, at in sorted(each, key=_is_map):  # arrays before maps over them
-            value = self._value(argument)
+        for argument, variable, at in sorted(each, key=_order):
+            value = self.placing.value(argument)
             if len(value) != variable.size:
                 raise ParameterError(
                     f"{title}: argument {argument.name!r} has {len(value)} bytes; the kernel's "
@@ -341,92 +326,21 @@ class _Launch:
             self.symbols[variable.name] = place.address + at
         return _Parameters(bytes(data), place)
 
-    def _value(self, argument: Arg) -> bytes:
-        """The bytes a parameter holds; arrays are placed and give their address."""
-        value = argument.value
-        if isinstance(value, bytes):
-            return value
-        if isinstance(value, TensorMap):
-            return self._bind(argument, value)
-        if not isinstance(value, np.ndarray):
-            return value.tobytes()
-        place = self._place(argument, value)
-        return np.uint64(place.address - arena_.extent(value)[0]).tobytes()
-
-    def _place(self, argument: Arg, array: np.ndarray) -> Allocation:
-        low, size = arena_.extent(array)
-        raw = _bytes_of(array, low, size)
-        place = self.arena.add(argument.name, raw, argument.writable, misaligned(array, low))
-        place.shape = f", shape {array.shape} {array.dtype}"
-        if array.flags.c_contiguous and array.size:
-            place.strides = np.empty(array.shape, array.dtype).strides  # of extents 1 too
-        self.places.append(_Placed(array, argument.writable, place))
-        return place
-
-    def _bind(self, argument: Arg, over: TensorMap) -> bytes:
-        """A tensor map's handle; its array may have a place already, as another argument."""
-        same = [p for p in self.places if _extent_of(p.array) == _extent_of(over.array)]
-        if same:
-            place = same[0].place
-            place.writable |= argument.writable
-            self.places.append(_Placed(over.array, argument.writable, place))
-        else:
-            place = self._place(argument, over.array)
-        start = place.start - arena_.extent(over.array)[0]
-        self.arena.tensor_maps.append(BoundMap(over, place, start))
-        return handle(len(self.arena.tensor_maps) - 1)
-
-    def _holes(self) -> None:
-        for one in self.places:
-            array = one.array
-            if array.size and not array.flags.c_contiguous:
-                one.place.holes = arena_.own_bytes(array.shape, array.strides, array.itemsize)
-
     def copy_back(self) -> None:
         """Write the results into the caller's arrays."""
-        for one in self.places:
-            if one.writable and one.place.size:
-                array, (low, _) = one.array, arena_.extent(one.array)
-                raw = self.arena.contents(one.place)
-                array[...] = np.ndarray(array.shape, array.dtype, raw, -low, array.strides)
+        self.placing.copy_back()
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """A caller's array and where it stands in the arena."""
-
-    array: np.ndarray
-    writable: bool
-    place: Allocation
-
-
-def _is_map(row: tuple[Arg, Variable, int]) -> bool:
-    return isinstance(row[0].value, TensorMap)
-
-
-def _extent_of(array: np.ndarray) -> tuple[int, int]:
-    """The memory that a view spans: first address, bytes."""
-    low, size = arena_.extent(array)
-    return array.__array_interface__["data"][0] + low, size
+def _order(row: tuple[Arg, Variable, int]) -> int:
+    """Arrays first, then tensor maps, those over large arrays before those over parts of them."""
+    value = row[0].value
+    return -1 - value.array.size if isinstance(value, TensorMap) else -(1 << 62)
 
 
 @dataclass(frozen=True)
 class _Parameters:
     data: bytes
     place: Allocation
-
-
-def _bytes_of(array: np.ndarray, low: int, size: int) -> np.ndarray:
-    """All bytes that a view spans, those between its elements too."""
-    if size == 0:
-        return np.zeros(0, np.uint8)
-    start = array.__array_interface__["data"][0] + low
-    if array.flags.c_contiguous:
-        return array.reshape(-1).view(np.uint8)
-    out = np.zeros(size, np.uint8)
-    np.ndarray(array.shape, array.dtype, out, -low, array.strides)[...] = array
-    assert start
-    return out
 
 
 __all__ = ["Arg", "SanitizerError", "Stats", "run"]

@@ -84,6 +84,18 @@ def test_a_map_and_a_pointer_to_one_array_share_its_memory() -> None:
     np.testing.assert_array_equal(x, expected)
 
 
+def test_a_map_of_a_part_of_another_argument_shares_its_memory() -> None:
+    x = np.random.default_rng(4).standard_normal((20, 64)).astype("f4")
+    before = x.copy()
+    part = x[4:, 16:48]
+    tensor = TensorMap(part, (32, 16), (256,), (32, 8))
+    launch(SHIFT, Arg("from", tensor), Arg("x", x, True), Arg("to", tensor, True))
+    expected = before.copy()
+    expected.reshape(-1)[:128] += np.tile(before[4, 16:48], 4)
+    expected[12:, 16:48] = before[4:12, 16:48]
+    np.testing.assert_array_equal(x, expected)
+
+
 def test_a_map_needs_a_parameter_of_128_bytes() -> None:
     x = np.zeros((16, 32), "f4")
     tensor = TensorMap(x, (32, 16), (128,), (32, 8))
