@@ -8,8 +8,8 @@ import numpy as np
 
 from fkjit.interp.decode import Decoder, Step, only, opcode
 from fkjit.interp.ptx import SIZE, UNSIGNED, Instruction, Reg, Vec
-from fkjit.interp.timers import CLOCKS, read_clock
 from fkjit.interp.shared import LOCAL_WINDOW, SHARED_WINDOW
+from fkjit.interp.timers import CLOCKS, read_clock
 
 
 @opcode("mov")

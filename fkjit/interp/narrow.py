@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -92,7 +93,7 @@ def cvt(d: Decoder, ins: Instruction) -> Step:
     return d.step(ins, ins.args[0], None, compute)
 
 
-def _pairs(d: Decoder, ins: Instruction, of: str):  # noqa: ANN202
+def _pairs(d: Decoder, ins: Instruction, of: str) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
     """A getter of the lower and the upper number of every lane."""
     if of == "f32":
         high, low = (floats(d, arg, "f32", False) for arg in ins.args[1:3])
@@ -129,7 +130,7 @@ def _widen(d: Decoder, ins: Instruction, to: str, of: str) -> Step:
 
 def _scales(d: Decoder, ins: Instruction) -> Step:
     """cvt.rz/.rp{.satfinite}.ue8m0x2.f32/.bf16x2 and cvt.rn.bf16x2.ue8m0x2: powers of two."""
-    to, of = ins.op[-2], ins.op[-1]
+    of = ins.type
     if of == _SCALE:
         only(ins, ("rn", "bf16x2", _SCALE))
         raw = d.src(ins.args[1], "b16")

@@ -230,7 +230,8 @@ def match(d: Decoder, ins: Instruction) -> Step:
 
 
 _REDUX: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("u32", "s32"), {"add": np.add, "min": np.minimum, "max": np.maximum}),
+    "u32": {"add": np.add, "min": np.minimum, "max": np.maximum},
+    "s32": {"add": np.add, "min": np.minimum, "max": np.maximum},
     "b32": {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor},
     "f32": {"min": np.fmin, "max": np.fmax},
 }

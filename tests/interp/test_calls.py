@@ -180,8 +180,7 @@ def test_printf_writes_as_c_does(capsys: pytest.CaptureFixture[str]) -> None:
     want += "".join(first)
     want += "".join(f"{-5000000000 - i} {2**64 - 1} 44 -1 8 {4096 + i:#x}\n" for i in range(3))
     want += "".join(
-        "%f %.2f %e %g %10.4f %*d\n" % (1.5 * i, 2 / 3, 12345.678, 1e-10, -1.25, 6, i)
-        for i in range(3)
+        f"{1.5 * i:f} {2 / 3:.2f} 1.234568e+04 1e-10    -1.2500 {i:6d}\n" for i in range(3)
     )
     want += "no values\n" * 3
     assert capsys.readouterr().out == want
@@ -190,7 +189,8 @@ def test_printf_writes_as_c_does(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_failed_assert_names_text_file_line_and_thread() -> None:
     source = """
-    extern "C" __device__ void __assertfail(const char*, const char*, unsigned, const char*, size_t);
+    extern "C" __device__ void __assertfail(
+        const char*, const char*, unsigned, const char*, size_t);
     #define assert(x) ((x) ? (void)0 : __assertfail(#x, "sample.cu", 42, __func__, 1))
     extern "C" __global__ void k(int* y) { assert(threadIdx.x != 7); y[threadIdx.x] = 1; }"""
     with pytest.raises(

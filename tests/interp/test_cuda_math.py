@@ -52,7 +52,8 @@ DOUBLE: dict[str, Callable[[float], float]] = {
     lambda x: 1 / math.sqrt(abs(x)), "cbrt(x)": lambda x: math.copysign(abs(x) ** (1 / 3), x),
     "pow(fabs(x), 1.7)": lambda x: abs(x) ** 1.7, "pow(x, 3.0)": lambda x: x**3, "erf(x)": math.erf,
     "erfc(x)": math.erfc, "tgamma(fabs(x))": lambda x: math.gamma(abs(x)),
-    "lgamma(fabs(x) + 3)": lambda x: math.lgamma(abs(x) + 3), "atan2(x, 2.0)": lambda x: math.atan2(x, 2.0),
+    "lgamma(fabs(x) + 3)": lambda x: math.lgamma(abs(x) + 3),
+    "atan2(x, 2.0)": lambda x: math.atan2(x, 2.0),
     "fmod(x, 0.7)": lambda x: math.fmod(x, 0.7), "floor(x)": math.floor, "1.0 / x": lambda x: 1 / x,
     "hypot(x, 3.0)": lambda x: math.hypot(x, 3.0), "rint(x)": round, "trunc(x)": math.trunc,
 }  # fmt: skip

@@ -173,6 +173,7 @@ def test_neighbours_that_are_no_run(form: str) -> None:
     a, b, c = matrices(form)
     count = COUNTS[form][0]
     body = f""".reg .b32 %x<{count}>; .reg .b32 %y<{count}>; .reg .b32 %z<{count}>;
+    {" ".join(f"mov.b32 %{n}{i}, 0;" for n in "xyz" for i in range(count))}
     setp.eq.u32 %p, %warp, 1; setp.eq.u32 %q, %warp, 2; @%q bra SKIP;
     {mma(form, d="x")} {mma(form, d="y", a="{%a1, %a0, %a3, %a2}")} {mma(form, d="z")}
     @%p {mma(form)}
