@@ -118,6 +118,8 @@ def _used(ins: Instruction) -> list[str]:
         return [name for arg in ins.args[2:] for name in registers_in(arg)]
     if ins.op[0] == "mma":  # rows and columns that nobody stores may hold anything
         return []
+    if ins.op[:2] == ("wgmma", "mma_async"):  # nor is D read where the product is not added to it
+        return [name for arg in ins.args[2:] for name in registers_in(arg)]
     if ins.op[0] == "st" and {"local", "param"} & set(ins.op):
         return registers_in(ins.args[0])
     if is_control(ins) or ins.op[0] in NO_DESTINATION or isinstance(ins.args[0], Mem):
