@@ -69,8 +69,8 @@ $(VENV)/.demo: $(VENV)/.python $(INPUTS)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.python $(INPUTS)
-	@echo "installing fkjit, CuPy, NVRTC, pytest and torch (once; torch is most of the download)"
-	$(INSTALL) '.[$(EXTRA),sass,test]' | $(SHOW)
+	@echo "installing fkjit, CuPy, NVRTC, pytest, torch and triton (once; the last two are most of it)"
+	$(INSTALL) '.[$(EXTRA),sass,test,twins]' | $(SHOW)
 	touch $(VENV)/.demo $@
 
 $(VENV)/.check: $(VENV)/.test

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -108,10 +108,10 @@ class Op:
 
 
 def operations() -> dict[str, Op]:
-    """Every operation: those with a file, and those that only have kernels."""
+    """Every operation: those with a file, and those that only have kernels; with their twins."""
     from fkjit import ops as kernels
 
-    from . import ops
+    from . import ops, twins
     from .ops import generic
 
     kernels.load()
@@ -123,6 +123,9 @@ def operations() -> dict[str, Op]:
     for spec in registered():
         if spec.op not in found:
             found[spec.op] = generic.operation(spec.op)
+    for name, op in found.items():
+        made = twins.twin(name)
+        found[name] = replace(op, peers=(made, *op.peers)) if made else op
     return found
 
 

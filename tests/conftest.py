@@ -23,7 +23,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """An empty kernel cache, which the workers inherit and share: each kernel is compiled once.
 
     It is in a folder that takes whatever tests leave among the temporary files, and goes with it.
+    Without the tests for GPUs Triton interprets, which it decides when it is imported.
     """
+    if config.option.markexpr == "not gpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     if not _IS_WORKER:
         for name in [name for name in os.environ if name.startswith("FKJIT_")]:
             del os.environ[name]
