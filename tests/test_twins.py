@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import twins
-from bench.op import operations
+from bench.op import Refused, operations
 from bench.ops.attention import OP, problem
 from fkjit import ops
 from fkjit.spec import registered
@@ -122,3 +122,35 @@ def test_the_suite_finds_the_twin_right_and_a_wrong_mask_wrong(attention):
     assert expected.judge(right.output(right.call())).why_wrong() is None
     unmasked = twin.prepare({**given, "causal": False}, arrays)
     assert "wrong result" in str(expected.judge(unmasked.call()).why_wrong())
+
+
+# ------------------------------------------------------------------ vector_add
+
+
+@pytest.fixture
+def vector_add(interpreter):  # noqa: F811
+    from bench.twins.vector_add import vector_add
+
+    return vector_add
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("shape", [(1,), (3, 256), (5, 7, 11), (0, 4)], ids=str)
+def test_vector_add_rounds_once(vector_add, shape, dtype):
+    a, b = (normal(*shape, dtype=dtype, seed=i) for i in range(2))
+    out = vector_add(a, b)
+    assert out.dtype == a.dtype and torch.equal(out, (a.float() + b.float()).to(a.dtype))
+
+
+def test_vector_add_refuses_gaps(vector_add):
+    twin = twins.twin("vector_add")
+    assert twin is not None
+    a, given = normal(600, dtype="fp32"), {"rows": 2, "columns": 300}
+    assert torch.equal(twin.prepare(given, {"a": a, "b": a}).call(), 2 * a)
+    for x, y, sizes in (
+        (a, a, {"rows": 2, "columns": 200}),
+        (a[::2], a[::2], given),
+        (a, a[1:], given),
+    ):
+        with pytest.raises(Refused, match="without gaps"):
+            twin.prepare(sizes, {"a": x, "b": y})

@@ -54,3 +54,12 @@ def test_attention_without_keys():
     q = normal(2, 2, 20, 64, device="cuda")
     o, lse = attention(q, q[:, :, :0], q[:, :, :0], return_lse=True)
     assert not o.any() and torch.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("count", [1, 1000, (1 << 20) + 3])
+def test_vector_add_rounds_once(count, dtype):
+    from bench.twins.vector_add import vector_add
+
+    a, b = (normal(count, dtype=dtype, device="cuda", seed=i) for i in range(2))
+    assert torch.equal(vector_add(a, b), (a.float() + b.float()).to(a.dtype))
