@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import fkjit
 from fkjit import interop, ops
 from fkjit.arch import arch as arch_of
 from fkjit.device import launch_on_device
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
 from fkjit.interop import CPU
 from fkjit.interpret import interpret
-from fkjit.spec import KernelSpec, Params, Problem, find, registered
+from fkjit.spec import KernelSpec, Params, Problem, find
 
 
 def prepare(op: str, *args: Any, **options: Any) -> None:
@@ -20,11 +21,10 @@ def prepare(op: str, *args: Any, **options: Any) -> None:
     Nothing is launched. Use it before a CUDA graph capture, or to pay the first call early.
     ParameterError for an op without such a call.
     """
-    ops.load()
-    modules = {name: getattr(ops, name, None) for name in {spec.op for spec in registered()}}
-    ready = getattr(getattr(modules.get(op), op, None), "prepare", None)
+    calls = {name: getattr(fkjit, name) for name in fkjit.__all__}
+    able = sorted(name for name, call in calls.items() if hasattr(call, "prepare"))
+    ready = getattr(calls[op], "prepare", None) if op in able else None
     if ready is None:
-        able = sorted(n for n, m in modules.items() if hasattr(getattr(m, n, None), "prepare"))
         raise ParameterError(f"prepare: op={op!r} is not one of {', '.join(able)}")
     ready(*args, **options)
 
@@ -63,23 +63,11 @@ def launch(
     if device == CPU:
         numpy_arrays = {n: interop.as_numpy(views[n]) if n in views else None for n in arrays}
         return interpret(spec, params, problem, numpy_arrays)
-    named = spec.arguments(params, problem, {n: _Pointer(views.get(n)) for n in arrays})
-    named = {n: v.pointer if isinstance(v, _Pointer) else v for n, v in named.items()}
+    named = spec.arguments(params, problem, {n: interop.Pointer(views.get(n)) for n in arrays})
+    named = interop.resolved(named)
     stream = interop.current_stream(next(iter(views.values())))
     launch_on_device(spec, params, problem, named, device, stream)
     return None
-
-
-class _Pointer:
-    """What a spec's `arguments` may ask of an array: shape, strides in bytes, itemsize."""
-
-    def __init__(self, seen: interop.View | None) -> None:
-        self.pointer = 0 if seen is None else seen.pointer
-        self.shape = () if seen is None else seen.shape
-        self.itemsize = (
-            0 if seen is None else interop.ITEMSIZE.get(seen.dtype, 0) or seen.array.itemsize
-        )
-        self.strides = () if seen is None else tuple(s * self.itemsize for s in seen.strides)
 
 
 def _one_device(spec: KernelSpec, views: Mapping[str, interop.View]) -> int:

@@ -7,12 +7,15 @@ already in `sys.modules`. Nothing is copied between devices: an array is used wh
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from fkjit.errors import ArgumentTypeError, DeviceError
+from fkjit.tensor_map import TensorMap
 
 CPU = -1  # the device number of host memory
 
@@ -33,6 +36,51 @@ class View:
     dtype: str  # "fp16", or the framework's own name for what no kernel takes
     device: int
     source: Any = None  # dlpack: the caller's array, to give back the same kind
+
+
+class Pointer:
+    """What a spec's `arguments` may ask of an array: shape, strides in bytes, itemsize.
+
+    None stands for a null pointer; with a shape and a dtype for a contiguous array still to come.
+    """
+
+    def __init__(
+        self, seen: View | None, shape: tuple[int, ...] = (), dtype: str | None = None
+    ) -> None:
+        self.pointer = 0 if seen is None else seen.pointer
+        self.shape = tuple(shape) if seen is None else seen.shape
+        strides = _contiguous(self.shape) if seen is None else seen.strides
+        label = dtype if seen is None else seen.dtype
+        self.itemsize = ITEMSIZE.get(label or "", 0) or (0 if seen is None else _itemsize(seen))
+        self.strides = tuple(step * self.itemsize for step in strides)
+
+    def transposed(self, order: tuple[int, ...]) -> Pointer:
+        """The same array with its dimensions in another order."""
+        other = copy(self)
+        other.shape = tuple(self.shape[i] for i in order)
+        other.strides = tuple(self.strides[i] for i in order)
+        return other
+
+
+def resolved(named: Mapping[str, Any]) -> dict[str, Any]:
+    """What `spec.arguments` made of `Pointer`s, as a launch wants it: addresses and tensor maps."""
+    values: dict[str, Any] = {}
+    for name, value in named.items():
+        if isinstance(value, TensorMap):
+            value = value.encode(value.array.pointer)
+        values[name] = value.pointer if isinstance(value, Pointer) else value
+    return values
+
+
+def _itemsize(seen: View) -> int:
+    return int(seen.array.dtype.itemsize)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
+    return tuple(strides)
 
 
 def view(array: Any, call: str, name: str) -> View:
@@ -162,12 +210,17 @@ def numpy_dtype(dtype: str) -> np.dtype:
     return np.dtype({"fp16": "f2", "fp32": "f4", "fp64": "f8"}[dtype])
 
 
+def torch_dtype(dtype: str) -> Any:
+    """torch's own name for "fp16", "bf16", "fp32" or "fp64"."""
+    names = {short: long for long, short in _NAMES.items()}
+    return getattr(sys.modules["torch"], names[dtype])
+
+
 def empty(like: View, shape: tuple[int, ...], dtype: str) -> Any:
     """An uninitialised contiguous array of the same framework, on the same device."""
     if like.kind == "torch":
         torch = sys.modules["torch"]
-        names = {short: long for long, short in _NAMES.items()}
-        return torch.empty(shape, dtype=getattr(torch, names[dtype]), device=like.array.device)
+        return torch.empty(shape, dtype=torch_dtype(dtype), device=like.array.device)
     if like.device == CPU:
         return np.empty(shape, numpy_dtype(dtype))
     import cupy

@@ -18,6 +18,7 @@ from fkjit.errors import InterpreterError, ParameterError
 from fkjit.sanitizer import in_force
 from fkjit.settings import Settings, settings
 from fkjit.spec import KernelSpec, Params, Problem, SharedLayout
+from fkjit.tensor_map import TensorMap
 
 if TYPE_CHECKING:
     from fkjit.interp.shared import CarveOut
@@ -108,6 +109,8 @@ def _argument(named: Mapping[str, Any], name: str, code: str, const: bool) -> An
     if name not in named:
         raise ParameterError(f"launch: the kernel has an argument {name!r} and got none")
     value = named[name]
+    if isinstance(value, TensorMap):
+        return Arg(name.removesuffix("_map"), _numpy_map(value))
     if code != "P":
         values = value if isinstance(value, tuple) else (value,)
         try:
@@ -119,6 +122,14 @@ def _argument(named: Mapping[str, Any], name: str, code: str, const: bool) -> An
     if not const and not value.flags.writeable:
         raise ParameterError(f"launch: {name} is read-only, but the kernel writes it")
     return Arg(name, value, writable=not const)
+
+
+def _numpy_map(value: TensorMap) -> Any:
+    """What the interpreter's TMA reads."""
+    from fkjit.interp.tensor_map import TensorMap as Map
+
+    strides = value.legal_strides()
+    return Map(value.array, value.dims, strides, value.box, swizzle=value.swizzle)
 
 
 def _progress(name: str, seconds: float) -> Callable[[float], None] | None:

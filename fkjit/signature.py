@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from fkjit import tensor_map
 from fkjit.errors import RenderError
 from fkjit.render import Rendered
 
-# C type (spelled without const) -> struct letters with native alignment. `Strides` is the prelude's
-# struct of three 64-bit counts of elements: batch, head, row.
+# C type (spelled without const) -> struct letters with native alignment. `TensorMap` has to stand
+# at a multiple of 64 bytes: before all others. `Strides` is the prelude's struct of three 64-bit
+# counts of elements: batch, head, row.
 _CODES = {
     **dict.fromkeys(("int", "signed", "signed int", "int32_t", "i32"), "i"),
     **dict.fromkeys(("unsigned", "unsigned int", "uint32_t", "u32"), "I"),
@@ -19,6 +21,7 @@ _CODES = {
     "double": "d",
     "bool": "?",
     "Strides": "qqq",
+    "TensorMap": f"{tensor_map.BYTES}s",
 }
 _NOISE = re.compile(
     r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL
@@ -55,7 +58,15 @@ def signature(rendered: Rendered, entry: str) -> tuple[Argument, ...]:
         if piece.strip():
             arguments.append(_argument(rendered.name, plain, where, entry, piece))
         position += len(piece) + 1
+    _check_maps(rendered.name, entry, arguments)
     return tuple(arguments)
+
+
+def _check_maps(file: str, entry: str, arguments: list[Argument]) -> None:
+    """Tensor maps are 64-byte aligned, which `struct` cannot express: they come first."""
+    maps = [argument.ctype.endswith("TensorMap") for argument in arguments]
+    if maps != sorted(maps, reverse=True):
+        raise RenderError(f"{file}: {entry}: TensorMap arguments must stand before all others")
 
 
 def loose_signature(rendered: Rendered, entry: str) -> tuple[Argument, ...]:

@@ -88,7 +88,7 @@ def is_new(params, spec, name):
     return name == "compute_80" or spec.why_not(params, arch("compute_80")) is not None
 
 
-CPU_GROUPS = [group for name in ("compute_80", "compute_75") for group in groups(name)]
+CPU_GROUPS = [g for name in ("compute_80", "compute_75", "compute_90a") for g in groups(name)]
 CPU_GROUPS = [g for g in CPU_GROUPS if any(is_new(p, g[0], g[1]) for p in of_group(*g))]
 
 

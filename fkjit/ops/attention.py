@@ -10,7 +10,6 @@ from fkjit.interop import CPU
 from fkjit.interpret import interpret
 from fkjit.ops.attention_checks import LAYOUTS, Request, check
 from fkjit.ops.attention_plan import geometries, plans, remember
-from fkjit.ops.attention_problem import scalars
 from fkjit.sanitizer import refuse_gpu
 
 
@@ -118,14 +117,12 @@ def _on_cpu(request: Request, o: Any, lse: Any) -> None:
 
 
 def _on_gpu(request: Request, o: Any, lse: Any, options: tuple[Any, ...]) -> None:
-    output = interop.view(o, "attention", "o")
-    named = {
-        **{n: getattr(request, n).pointer for n in ("q", "k", "v")},
-        "o": output.pointer,
-        "lse": 0 if lse is None else interop.view(lse, "attention", "lse").pointer,
-        **request.strides(output.strides),
-        **scalars(request.problem),
-    }
+    arrays = request.pointers(
+        interop.Pointer(interop.view(o, "attention", "o")),
+        interop.Pointer(None if lse is None else interop.view(lse, "attention", "lse")),
+    )
+    named = request.spec.arguments(request.params, request.problem, arrays)
+    named = interop.resolved(named)
     stream = interop.current_stream(request.q)
     kernel = launch_on_device(
         request.spec, request.params, request.problem, named, request.device, stream

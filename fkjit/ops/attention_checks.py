@@ -13,8 +13,9 @@ from fkjit import interop
 from fkjit.build import interpreter_target
 from fkjit.device import device_target
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
-from fkjit.interop import CPU, View
+from fkjit.interop import CPU, Pointer, View
 from fkjit.ops import attention_choice as choice
+from fkjit.ops import attention_hopper
 from fkjit.ops.attention_problem import MAX_HEAD_DIM
 from fkjit.spec import KernelSpec, Problem
 
@@ -49,11 +50,11 @@ class Request:
     def lse_shape(self) -> tuple[int, ...]:
         return tuple(self.problem[n] for n in ("batch", "heads_q", "seqlen_q"))
 
-    def strides(self, output: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """The Strides arguments: batch, head, row of q, k, v and o."""
-        order = LAYOUTS[self.layout][:3]
-        seen = {n: getattr(self, n).strides for n in ("q", "k", "v")} | {"o": output}
-        return {f"{n}_strides": tuple(strides[i] for i in order) for n, strides in seen.items()}
+    def pointers(self, o: Pointer, lse: Pointer) -> dict[str, Pointer]:
+        """All arrays as the spec's `arguments` wants them: batch, head, row, column."""
+        order = LAYOUTS[self.layout]
+        seen = {n: Pointer(getattr(self, n)) for n in ("q", "k", "v")} | {"o": o}
+        return {**{n: pointer.transposed(order) for n, pointer in seen.items()}, "lse": lse}
 
 
 def check(
@@ -74,8 +75,10 @@ def check(
     }  # fmt: skip
     device = views["q"].device
     arch = interpreter_target().arch if device == CPU else device_target(device).arch
-    spec = choice.implementation(impl, problem["dtype"], arch)
-    params = choice.parameters(spec, problem, _check_block(block), _aligned(views, sizes), arch)
+    aligned, block = _aligned(views, sizes), _check_block(block)
+    suits = aligned and attention_hopper.takes(problem, views, LAYOUTS[layout], block)
+    spec = choice.implementation(impl, problem["dtype"], arch, suits)
+    params = choice.parameters(spec, problem, block, aligned, arch)
     output = sizes["batch"] * sizes["heads_q"] * sizes["seqlen_q"] == 0
     return Request(
         **views, spec=spec, params=params, problem=problem, device=device, layout=layout,

@@ -6,6 +6,7 @@ from typing import Any
 
 from fkjit.arch import Arch
 from fkjit.errors import ParameterError
+from fkjit.ops import attention_hopper as hopper
 from fkjit.ops.attention_kernels import (
     FLASH,
     FLASH_FP32,
@@ -36,13 +37,19 @@ _PREFERENCE: dict[str, dict[int, tuple[Any, ...]]] = {
     },
     "flash_fp32": dict.fromkeys(SIMT_DIMS, (64, (64, 32), 32, 16)),
     "tiled": dict.fromkeys(SIMT_DIMS, (64, 32, 16)),
+    "flash_sm90": hopper.TILES,
 }
 
 
-def implementation(impl: str, dtype: str, arch: Arch) -> KernelSpec:
-    """The kernel of an implementation for a dtype on an architecture; "auto" is flash."""
+def implementation(impl: str, dtype: str, arch: Arch, hopper_takes: bool = False) -> KernelSpec:
+    """The kernel of an implementation for a dtype on an architecture; "auto" is flash.
+
+    `hopper_takes`: whether these arrays and this problem suit TMA (`attention_hopper.takes`).
+    """
     if impl in ("naive", "tiled"):
         return NAIVE if impl == "naive" else TILED
+    if dtype != "fp32" and hopper_takes and arch.features >= hopper.FLASH_SM90.features({}):
+        return hopper.FLASH_SM90
     if dtype != "fp32" and arch.features >= FLASH.features({}):
         return FLASH
     return FLASH_SM75 if dtype == "fp16" else FLASH_FP32
@@ -76,6 +83,8 @@ def parameters(
 def padded_dims(spec: KernelSpec, head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The cheapest compiled pair that holds these head dimensions."""
     compiled = next(param.values for param in spec.params if param.name == "head_dim")
+    if spec is hopper.FLASH_SM90:
+        return hopper.padded_dims(head_dim, head_dim_v)
     fitting = [
         pair
         for pair in PAIRS
@@ -91,6 +100,8 @@ def choose_block(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) 
     if not legal:  # say why
         spec.check({**fixed, "block": 16}, arch)
     order = [b for b in _PREFERENCE[spec.name][fixed["head_dim"]] if b in legal] or legal
+    if spec is hopper.FLASH_SM90:  # one block an SM, of warpgroups that hide each other's waiting
+        return order[0]
     rows = max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
     order = [b for b in order if split_block(b)[0] <= rows] or order
 

@@ -9,10 +9,12 @@ from importlib import import_module
 from typing import Any
 
 from fkjit.device import LoadedKernel, flatten
+from fkjit.interop import Pointer
 from fkjit.ops.attention_checks import Request
-from fkjit.ops.attention_problem import scalars
+from fkjit.tensor_map import TensorMap
 
 MAX_PLANS = 4096
+MAX_MAPS = 64  # address triples of one geometry whose tensor maps are kept
 _GRAD = 13  # where a geometry says that an input requires grad
 
 plans: dict[Any, TorchPlan | CupyPlan] = {}
@@ -69,7 +71,10 @@ def remember(request: Request, kernel: LoadedKernel, options: tuple[Any, ...]) -
 
 
 class _Plan:
-    __slots__ = ("device", "dtype", "grid", "index", "kernel", "lse_shape", "shape", "tail")
+    __slots__ = (
+        "device", "dtype", "encoded", "grid", "index", "kernel", "lse_shape", "maps", "shape",
+        "tail",
+    )  # fmt: skip
 
     def __init__(self, request: Request, kernel: LoadedKernel) -> None:
         self.kernel = kernel
@@ -79,14 +84,29 @@ class _Plan:
         self.grid = request.spec.grid(request.params, request.problem)
         self.shape = request.output_shape
         self.lse_shape = request.lse_shape if request.return_lse else None
-        named = {
-            **dict.fromkeys(("q", "k", "v", "o", "lse"), 0),
-            **request.strides(_contiguous(self.shape)),
-            **scalars(request.problem),
-        }
-        if kernel.names[:5] != ("q", "k", "v", "o", "lse"):
+        o = Pointer(None, self.shape, request.problem["dtype"])
+        named = request.spec.arguments(
+            request.params, request.problem, request.pointers(o, Pointer(None))
+        )
+        names = tuple(name.removesuffix("_map") for name in kernel.names[:5])
+        if names != ("q", "k", "v", "o", "lse"):
             raise AssertionError(f"{kernel.spec.id}: arguments begin {kernel.names[:5]}")
         self.tail = flatten(kernel.names, named)[5:]
+        maps = [named[name] for name in kernel.names[:3]]
+        self.maps = maps if isinstance(maps[0], TensorMap) else None
+        self.encoded: dict[tuple[int, ...], tuple[bytes, ...]] = {}
+
+    def inputs(self, *pointers: int) -> tuple[int | bytes, ...]:
+        """The first three arguments: addresses, or tensor maps, kept for when they come again."""
+        if self.maps is None:
+            return pointers
+        found = self.encoded.get(pointers)
+        if found is None:
+            if len(self.encoded) >= MAX_MAPS:
+                self.encoded.clear()
+            pairs = zip(self.maps, pointers, strict=True)
+            found = self.encoded[pointers] = tuple(one.encode(at) for one, at in pairs)
+        return found
 
 
 class TorchPlan(_Plan):
@@ -110,7 +130,8 @@ class TorchPlan(_Plan):
         if self.lse_shape is not None:
             lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
             lse_pointer = lse.data_ptr()
-        values = (q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse_pointer, *self.tail)
+        inputs = self.inputs(q.data_ptr(), k.data_ptr(), v.data_ptr())
+        values = (*inputs, o.data_ptr(), lse_pointer, *self.tail)
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         if torch._C._cuda_getDevice() == self.index:
             self.kernel.launch(self.grid, values, stream)
@@ -140,13 +161,7 @@ class CupyPlan(_Plan):
         if self.lse_shape is not None:
             lse = cupy.empty(self.lse_shape, "f4")
             lse_pointer = lse.data.ptr
-        values = (q.data.ptr, k.data.ptr, v.data.ptr, o.data.ptr, lse_pointer, *self.tail)
+        inputs = self.inputs(q.data.ptr, k.data.ptr, v.data.ptr)
+        values = (*inputs, o.data.ptr, lse_pointer, *self.tail)
         self.kernel.launch(self.grid, values, cupy.cuda.get_current_stream().ptr)
         return o if lse is None else (o, lse)
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in shape[:0:-1]:
-        strides.insert(0, strides[0] * max(size, 1))
-    return tuple(strides)

@@ -1,0 +1,159 @@
+"""flash for Hopper (sm_90a): TMA and wgmma, whose arguments are tensor maps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fkjit.interop import ITEMSIZE
+from fkjit.ops.attention_problem import SHARED, scalars, split_block
+from fkjit.spec import KernelSpec, Param, Params, Problem, SharedLayout, register
+from fkjit.tensor_map import TensorMap
+
+HEAD_DIMS = (64, 128, 192, 256)  # what tiles are padded to: panels of 64 columns
+PAIRS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+# Tiles of each padded head_dim, fastest first: registers hold O, S and P, shared memory Q and two
+# stages of K and V.
+TILES: dict[int, tuple[Any, ...]] = {
+    64: ((192, 128), 128),
+    128: (128, (128, 176), (128, 64)),
+    192: ((128, 96), (128, 64)),
+    256: ((128, 80), (128, 64)),
+}
+_PANEL = 64  # columns
+_STAGES = 2
+
+
+def _consumers(params: Params) -> int:
+    return split_block(params["block"])[0] // 64
+
+
+def _product(name: str, count: int, inputs: Mapping[str, int]) -> dict[str, str]:
+    """What a wgmma's asm names: `count` accumulators d[0][…][…], then its inputs, in order."""
+    numbers = iter(range(count, 256 + 16))
+    listed = {
+        "registers": ", ".join(f"%{i}" for i in range(count)),
+        "operands": ", ".join(f'"+f"(d[0][{i // 4}][{i % 4}])' for i in range(count)),
+        **{k: ", ".join(f"%{next(numbers)}" for _ in range(n)) for k, n in inputs.items()},
+    }
+    return {f"{name}_{key}": value for key, value in listed.items()}
+
+
+def _derive(params: Params) -> dict[str, Any]:
+    consumers, block_k = _consumers(params), split_block(params["block"])[1]
+    return {
+        "block_k": block_k,
+        "consumers": consumers,
+        "stages": _STAGES,
+        "take_turns": consumers == 2,
+        "producer_registers": 24 if consumers == 2 else 32,
+        "consumer_registers": 240 if consumers == 2 else 160,
+        "ptx_type": {"fp16": "f16", "bf16": "bf16"}[params["dtype"]],
+        **_product("qk", block_k // 2, {"q": 1, "k": 1, "add": 1}),
+        **_product("pv", params["head_dim_v"] // 2, {"p": 4, "v": 1}),
+    }
+
+
+def _illegal(params: Params) -> str | None:
+    dims = (params["head_dim"], params["head_dim_v"])
+    if dims not in PAIRS:
+        return f"head_dim_v={dims[1]} is not compiled for head_dim={dims[0]}"
+    if params["block"] not in TILES[dims[0]]:
+        return f"is not a tile for head_dim={dims[0]}"
+    return None
+
+
+def _shared(params: Params) -> SharedLayout:
+    """Q, a ring each of K and V, and the mbarriers."""
+    (block_q, block_k), d, dv = (
+        split_block(params["block"]),
+        params["head_dim"],
+        params["head_dim_v"],
+    )
+    rings = [
+        (f"{name} stage {stage}", 2 * block_k * dim)
+        for name, dim in (("K", d), ("V", dv))
+        for stage in range(_STAGES)
+    ]
+    return [("Q", 2 * block_q * d), *rings, ("mbarriers", 16 + 32 * _STAGES)]
+
+
+def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Kernel arguments by name; q, k and v as tensor maps, o with its strides."""
+    block_q, block_k = split_block(params["block"])
+    o = arrays["o"]
+    return {
+        **{
+            f"{name}_map": _map(arrays[name], params["dtype"], rows)
+            for name, rows in (("q", block_q), ("k", block_k), ("v", block_k))
+        },
+        "o": o,
+        "lse": arrays["lse"],
+        "o_strides": tuple(stride // o.itemsize for stride in o.strides[:3]),
+        "batch": problem["batch"],
+        **scalars(problem),
+    }
+
+
+def padded_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The cheapest compiled pair that holds these head dimensions."""
+    return min((d for d in PAIRS if d[0] >= head_dim and d[1] >= head_dim_v), key=sum)
+
+
+def _map(array: Any, dtype: str, rows: int) -> TensorMap:
+    """[batch, head, row, column] in boxes of `rows` rows and one panel of columns."""
+    return TensorMap(
+        array, dtype, tuple(array.shape[::-1]), tuple(array.strides[2::-1]), (_PANEL, rows, 1, 1)
+    )
+
+
+def takes(problem: Problem, views: Mapping[str, Any], order: tuple[int, ...], block: Any) -> bool:
+    """Whether TMA can read these arrays and the kernel wants the problem.
+
+    Every row of q, k, v, o starts on a 16-byte boundary (the caller has looked); no dimension is
+    repeated by a stride of 0 nor empty; the scale is positive (signs could not go into Q); there
+    are queries enough for a tile; and if a tile was asked for, it is one of this kernel's.
+    """
+    dims = padded_dims(problem["head_dim"], problem["head_dim_v"])
+    size = ITEMSIZE[problem["dtype"]]
+    for view in views.values():
+        steps = [(view.strides[i] * size, view.shape[i]) for i in order[:3]]
+        if any(extent > 1 and not 0 < stride < 2**40 for stride, extent in steps):
+            return False
+    return (
+        (block is None or block in TILES[dims[0]])
+        and min(problem["seqlen_q"], problem["seqlen_k"], problem["batch"]) > 0
+        and problem["softmax_scale"] > 0
+        and problem["seqlen_q"] > 32
+    )
+
+
+FLASH_SM90 = register(
+    KernelSpec(
+        **{
+            **SHARED,
+            "name": "flash_sm90",
+            "source": "attention/flash_sm90.cu",
+            "entry": "attention_flash_sm90",
+            "doc": "flash for Hopper: TMA, wgmma, warpgroups that take turns",
+            "params": (
+                Param("dtype", ("fp16", "bf16"), "element type of q, k, v and o"),
+                Param("head_dim", HEAD_DIMS, "of q and k, padded to this in shared memory"),
+                Param("head_dim_v", HEAD_DIMS, "of v and o, padded to this in shared memory"),
+                Param(
+                    "block",
+                    tuple(dict.fromkeys(tile for tiles in TILES.values() for tile in tiles)),
+                    "query rows and keys of a tile; one number means both",
+                    tunable=True,
+                ),
+            ),
+            "derive": _derive,
+            "illegal": _illegal,
+            "features": lambda params: frozenset({"wgmma"}),
+            "shared_layout": _shared,
+            "block": lambda params: (128 * (1 + _consumers(params)), 1, 1),
+            "interpreter_flops": 1.5e9,
+            "arguments": arguments,
+        }
+    )
+)

@@ -1,0 +1,338 @@
+/* Attention forward on Hopper (sm_90a): TMA brings the tiles, wgmma multiplies them, and warpgroups
+   take turns so that one's exponentials run under the other's products.
+
+   o = softmax(softmax_scale * q k^T + causal mask) v         lse = log(sum(exp(scores)))
+
+   A block works through one tile of 64 * CONSUMERS query rows after another. Its first warpgroup is
+   the producer: one thread of it asks TMA for Q and for tiles of K and V, into a ring of STAGES
+   each. The others are consumers of 64 rows each. mbarriers say which stages are full and which
+   are free again.
+
+     consumer, for each tile j, from the last to the first (those that need a mask come first):
+        S'  = Q K_j^T              issued   } both run on the tensor cores
+        O  += P V_(j+1)            issued   } while the other consumer is at its exponentials
+        wait for S';  mask;  m' = max(m, rowmax S');  S' = exp2(S' * c - m' * c)
+        wait for O;   O *= exp2((m - m') * c), which almost never runs;  P = S' in 16 bits
+     at the end:  O += P V_0;  o = O / rowsum P,  lse = (m * c + log2(rowsum P)) * ln(2)
+
+   with c = softmax_scale * log2(e). P never leaves registers: a wgmma accumulator in 16 bits is the
+   A operand of the next product.
+
+   Source: Shah et al., "FlashAttention-3" (2024), for the overlap of softmax and products. */
+#include "prelude.cuh"
+#include "device/attention_mma.cuh"
+#include "device/mbarrier.cuh"
+#include "device/query_block.cuh"
+#include "device/tma.cuh"
+#include "device/wgmma.cuh"
+
+using elem_t = ${dtype};
+constexpr int BLOCK_K = ${block_k};        // keys of a tile
+constexpr int CONSUMERS = ${consumers};    // warpgroups of 64 query rows
+constexpr int HEAD_DIM = ${head_dim};      // of q and k, padded with zeros
+constexpr int HEAD_DIM_V = ${head_dim_v};  // of v and o, padded
+constexpr int STAGES = ${stages};          // tiles of K, and of V, in shared memory
+constexpr bool TAKE_TURNS = ${take_turns};
+constexpr int PRODUCER_REGISTERS = ${producer_registers};
+constexpr int CONSUMER_REGISTERS = ${consumer_registers};
+constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
+
+constexpr int BLOCK_Q = 64 * CONSUMERS;
+constexpr int WARPGROUP = 128;
+constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
+constexpr int QK_STEPS = HEAD_DIM / 16, PV_STEPS = BLOCK_K / 16;
+
+using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;
+using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;
+using VTile = SwizzledTile<BLOCK_K, HEAD_DIM_V>;
+using OTile = SwizzledTile<BLOCK_Q, HEAD_DIM_V>;
+static_assert(QTile::PANEL_COLUMNS == 64 && VTile::PANEL_COLUMNS == 64, "TMA's 128-byte swizzle");
+static_assert(HEAD_DIM_V <= HEAD_DIM, "the output is staged where Q was");
+static_assert(BLOCK_K % 16 == 0, "the PV product takes keys 16 at a time");
+
+// Shared memory: Q, the rings of K and V, the barriers.
+constexpr int K_OFFSET = QTile::BYTES + GUARD, K_STAGE = KTile::BYTES + GUARD;
+constexpr int V_OFFSET = K_OFFSET + STAGES * K_STAGE, V_STAGE = VTile::BYTES + GUARD;
+constexpr int BARRIERS_OFFSET = V_OFFSET + STAGES * V_STAGE;
+
+struct Barriers {  // addresses
+  u32 base;
+  __device__ __forceinline__ u32 q_full() const { return base; }
+  __device__ __forceinline__ u32 q_empty() const { return base + 8; }
+  __device__ __forceinline__ u32 k_full(int stage) const { return base + 16 + stage * 32; }
+  __device__ __forceinline__ u32 k_empty(int stage) const { return base + 24 + stage * 32; }
+  __device__ __forceinline__ u32 v_full(int stage) const { return base + 32 + stage * 32; }
+  __device__ __forceinline__ u32 v_empty(int stage) const { return base + 40 + stage * 32; }
+};
+
+// A ring's position: which stage, and the parity of its round.
+struct RingPlace {
+  int stage = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+// The keys that a tile of queries sees, in tiles.
+struct KeyRange {
+  int first_hidden;  // query row i of the block sees keys 0 .. min(seqlen_k, first_hidden + i) - 1
+  int tiles, unmasked;
+
+  __device__ __forceinline__ KeyRange(int q0, int seqlen_q, int seqlen_k, bool causal) {
+    first_hidden = causal ? q0 + seqlen_k - seqlen_q + 1 : seqlen_k;
+    const int last_row = min(BLOCK_Q, seqlen_q - q0) - 1;
+    const int keys = min(seqlen_k, causal ? first_hidden + last_row : seqlen_k);
+    tiles = ceil_div(max(keys, 0), BLOCK_K);
+    unmasked = max(min(seqlen_k, first_hidden), 0) / BLOCK_K;
+  }
+};
+
+// S[64 x BLOCK_K] (+)= Q[64 x 16] K[BLOCK_K x 16]^T.                 PTX ISA: wgmma.mma_async
+__device__ __forceinline__ void product_qk(float (&d)[1][BLOCK_K / 8][4], u64 q, u64 k, int add) {
+  asm volatile(
+      "{\n"
+      ".reg .pred add;\n"
+      "setp.ne.b32 add, ${qk_add}, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n${block_k}k16.f32.${ptx_type}.${ptx_type} "
+      "{${qk_registers}}, ${qk_q}, ${qk_k}, add, 1, 1, 0, 0;\n"
+      "}"
+      : ${qk_operands}
+      : "l"(q), "l"(k), "r"(add));
+}
+
+// O[64 x HEAD_DIM_V] += P[64 x 16] V[16 x HEAD_DIM_V], P from registers.
+__device__ __forceinline__ void product_pv(float (&d)[1][HEAD_DIM_V / 8][4], const u32 (&p)[4],
+                                           u64 v) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n${head_dim_v}k16.f32.${ptx_type}.${ptx_type} "
+      "{${pv_registers}}, {${pv_p}}, ${pv_v}, 1, 1, 1, 1;"
+      : ${pv_operands}
+      : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v));
+}
+
+__device__ __forceinline__ void issue_qk(float (&s)[1][BLOCK_K / 8][4], u64 q, u64 k) {
+#pragma unroll
+  for (int step = 0; step < QK_STEPS; ++step) {
+    const int panel = step / 4, within = step % 4 * 2;  // 32 bytes a step, in units of 16
+    product_qk(s, q + (panel * QTile::PANEL_BYTES >> 4) + within,
+               k + (panel * KTile::PANEL_BYTES >> 4) + within, step > 0);
+  }
+  wgmma_commit();
+}
+
+__device__ __forceinline__ void issue_pv(float (&acc)[1][HEAD_DIM_V / 8][4],
+                                         const u32 (&p)[PV_STEPS][4], u64 v) {
+#pragma unroll
+  for (int step = 0; step < PV_STEPS; ++step) product_pv(acc, p[step], v + step * (2048 >> 4));
+  wgmma_commit();
+}
+
+// Scores -> probabilities in place; adds up this lane's part of the row sums.
+__device__ __forceinline__ void exponentials(float (&s)[1][BLOCK_K / 8][4],
+                                             OnlineSoftmax<1>& softmax, float scale_log2) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float offset = softmax.offset(0, half, scale_log2);
+    float even = 0.f, odd = 0.f;
+#pragma unroll
+    for (int n = 0; n < BLOCK_K / 8; ++n) {
+      float* pair = &s[0][n][2 * half];
+      pair[0] = exp2_fast(fmaf(pair[0], scale_log2, -offset));
+      pair[1] = exp2_fast(fmaf(pair[1], scale_log2, -offset));
+      even += pair[0], odd += pair[1];
+    }
+    softmax.row_sum[0][half] += even + odd;
+  }
+}
+
+__device__ __forceinline__ void round_to(u32 (&p)[PV_STEPS][4],
+                                         const float (&s)[1][BLOCK_K / 8][4]) {
+#pragma unroll
+  for (int step = 0; step < PV_STEPS; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = &s[0][2 * step + i / 2][2 * (i % 2)];
+      p[step][i] = pack2<elem_t>(pair[0], pair[1]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
+    const __grid_constant__ TensorMap q_map,  // q [batch, heads_q, seqlen_q, head_dim], boxes of
+    const __grid_constant__ TensorMap k_map,  // BLOCK_Q rows; k [batch, heads_kv, seqlen_k,
+    const __grid_constant__ TensorMap v_map,  // head_dim] and v of BLOCK_K; each 64 columns wide
+    elem_t* __restrict__ o,                   // [batch, heads_q, seqlen_q, head_dim_v]
+    float* __restrict__ lse,                  // [batch, heads_q, seqlen_q] contiguous, or null
+    const Strides o_strides, const int batch, const int heads_q, const int group_size,
+    const int seqlen_q, const int seqlen_k, const int head_dim_v,
+    const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
+    const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 q_tile = shared_address(shared_memory);
+  const Barriers barriers{q_tile + BARRIERS_OFFSET};
+  const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
+  const int works = ceil_div(seqlen_q, BLOCK_Q) * heads_q * batch;
+
+  if (threadIdx.x == 0) {
+    mbarrier_init(barriers.q_full(), 1);
+    mbarrier_init(barriers.q_empty(), CONSUMERS * 4);
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) {
+      mbarrier_init(barriers.k_full(stage), 1);
+      mbarrier_init(barriers.v_full(stage), 1);
+      mbarrier_init(barriers.k_empty(stage), CONSUMERS * 4);
+      mbarrier_init(barriers.v_empty(stage), CONSUMERS * 4);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    // ---- producer
+    fewer_registers<PRODUCER_REGISTERS>();
+    if (threadIdx.x == 0) {
+      tma_prefetch(q_map), tma_prefetch(k_map), tma_prefetch(v_map);
+      RingPlace k_place, v_place;
+      int q_parity = 1;
+      for (int work = blockIdx.x; work < works; work += gridDim.x) {
+        const QueryBlock<BLOCK_Q> place(work, seqlen_q, heads_q);
+        const KeyRange range(place.q0, seqlen_q, seqlen_k, causal);
+        const int kv_head = place.head / group_size;
+        const auto load_k = [&](int tile) {
+          mbarrier_wait(barriers.k_empty(k_place.stage), k_place.parity ^ 1);
+          mbarrier_expect(barriers.k_full(k_place.stage), KTile::BYTES);
+#pragma unroll
+          for (int panel = 0; panel < KTile::PANELS; ++panel)
+            tma_load(q_tile + K_OFFSET + k_place.stage * K_STAGE + panel * KTile::PANEL_BYTES,
+                     k_map, barriers.k_full(k_place.stage), panel * 64, tile * BLOCK_K, kv_head,
+                     place.batch);
+          k_place.advance();
+        };
+        const auto load_v = [&](int tile) {
+          mbarrier_wait(barriers.v_empty(v_place.stage), v_place.parity ^ 1);
+          mbarrier_expect(barriers.v_full(v_place.stage), VTile::BYTES);
+#pragma unroll
+          for (int panel = 0; panel < VTile::PANELS; ++panel)
+            tma_load(q_tile + V_OFFSET + v_place.stage * V_STAGE + panel * VTile::PANEL_BYTES,
+                     v_map, barriers.v_full(v_place.stage), panel * 64, tile * BLOCK_K, kv_head,
+                     place.batch);
+          v_place.advance();
+        };
+        if (range.tiles > 0) load_k(range.tiles - 1);
+        mbarrier_wait(barriers.q_empty(), q_parity);
+        q_parity ^= 1;
+        mbarrier_expect(barriers.q_full(), QTile::BYTES);
+#pragma unroll
+        for (int panel = 0; panel < QTile::PANELS; ++panel)
+          tma_load(q_tile + panel * QTile::PANEL_BYTES, q_map, barriers.q_full(), panel * 64,
+                   place.q0, place.head, place.batch);
+        for (int tile = range.tiles - 2; tile >= 0; --tile) {
+          load_k(tile);
+          load_v(tile + 1);
+        }
+        if (range.tiles > 0) load_v(0);
+      }
+    }
+  } else {
+    // ---- consumers
+    more_registers<CONSUMER_REGISTERS>();
+    const int consumer = warpgroup - 1, lane = threadIdx.x % WARP_SIZE;
+    const int warp_row = consumer * 64 + threadIdx.x % WARPGROUP / WARP_SIZE * 16;
+    const u64 q_operand = wgmma_tile(q_tile + consumer * 64 * QTile::ROW_BYTES, 0);
+    const u64 k_operand = wgmma_tile(q_tile + K_OFFSET, 0);
+    const u64 v_operand = wgmma_tile(q_tile + V_OFFSET, VTile::PANEL_BYTES);
+    const bool signals = lane == 0;
+    RingPlace k_place, v_place;
+    int q_parity = 0;
+    // Turns: a consumer's products are issued between its sync and the arrival for the next one.
+    const auto my_turn = [&] {
+      if (TAKE_TURNS) named_barrier_sync(1 + consumer, 2 * WARPGROUP);
+    };
+    const auto your_turn = [&] {
+      if (TAKE_TURNS) named_barrier_arrive(1 + (consumer ^ 1), 2 * WARPGROUP);
+    };
+    if (TAKE_TURNS && consumer == 1) your_turn();
+
+    for (int work = blockIdx.x; work < works; work += gridDim.x) {
+      const QueryBlock<BLOCK_Q> place(work, seqlen_q, heads_q);
+      const KeyRange range(place.q0, seqlen_q, seqlen_k, causal);
+      float acc[1][HEAD_DIM_V / 8][4] = {};
+      OnlineSoftmax<1> softmax;
+      mbarrier_wait(barriers.q_full(), q_parity);
+      q_parity ^= 1;
+
+      int tile = range.tiles - 1;
+      const auto mask = [&](float (&s)[1][BLOCK_K / 8][4]) {
+        if (tile >= range.unmasked)
+          mask_scores(s, lane, [&](int row) {
+            return min(seqlen_k, causal ? range.first_hidden + warp_row + row : seqlen_k) -
+                   tile * BLOCK_K;
+          });
+      };
+      if (tile >= 0) {
+        float s[1][BLOCK_K / 8][4];
+        u32 p[PV_STEPS][4];
+        float correction[1][2];
+        // The first tile's scores have no product beside them.
+        mbarrier_wait(barriers.k_full(k_place.stage), k_place.parity);
+        my_turn();
+        wgmma_fence();
+        issue_qk(s, q_operand, k_operand + k_place.stage * (K_STAGE >> 4));
+        your_turn();
+        wgmma_wait<0>();
+        if (signals) mbarrier_arrive(barriers.k_empty(k_place.stage));
+        k_place.advance();
+        mask(s);
+        softmax.raise_max(s, softmax_scale_log2, correction);
+        exponentials(s, softmax, softmax_scale_log2);
+        round_to(p, s);
+
+        for (--tile; tile >= 0; --tile) {
+          mbarrier_wait(barriers.k_full(k_place.stage), k_place.parity);
+          my_turn();
+          settle(p);
+          settle(acc[0]);
+          wgmma_fence();
+          issue_qk(s, q_operand, k_operand + k_place.stage * (K_STAGE >> 4));
+          mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
+          wgmma_fence();
+          issue_pv(acc, p, v_operand + v_place.stage * (V_STAGE >> 4));
+          your_turn();
+          wgmma_wait<1>();
+          if (signals) mbarrier_arrive(barriers.k_empty(k_place.stage));
+          k_place.advance();
+          mask(s);
+          const bool rescale = softmax.raise_max(s, softmax_scale_log2, correction);
+          exponentials(s, softmax, softmax_scale_log2);
+          wgmma_wait<0>();
+          if (signals) mbarrier_arrive(barriers.v_empty(v_place.stage));
+          v_place.advance();
+          if (rescale) scale_rows(acc, correction);
+          round_to(p, s);
+        }
+        mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
+        settle(p);
+        settle(acc[0]);
+        wgmma_fence();
+        issue_pv(acc, p, v_operand + v_place.stage * (V_STAGE >> 4));
+        wgmma_wait<0>();
+        if (signals) mbarrier_arrive(barriers.v_empty(v_place.stage));
+        v_place.advance();
+      }
+
+      // Normalise; the output is staged over this warp's own rows of Q, then stored in whole chunks.
+      const i64 head_index = static_cast<i64>(place.batch) * heads_q + place.head;
+      const int row0 = place.q0 + warp_row, rows_left = min(16, seqlen_q - row0);
+      const u32 warp_o_tile = q_tile + warp_row * OTile::ROW_BYTES;
+      finish_rows<elem_t, OTile>(acc, softmax, softmax_scale_log2, lane, warp_o_tile,
+                                 lse == nullptr ? nullptr : lse + head_index * seqlen_q + row0,
+                                 rows_left);
+      __syncwarp();
+      store_tile<OTile, 16, true>(
+          o + place.batch * o_strides.batch + place.head * o_strides.head + row0 * o_strides.row,
+          o_strides.row, warp_o_tile, lane, rows_left, head_dim_v);
+      proxy_fence();
+      __syncwarp();
+      if (signals) mbarrier_arrive(barriers.q_empty());
+    }
+  }
+}
