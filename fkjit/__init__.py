@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 # public name -> the module that has it
 _PUBLIC = {
     "attention": "fkjit.ops.attention",
+    "vector_add": "fkjit.ops.vector_add",
     "prepare": "fkjit.api",
     "launch": "fkjit.api",
     "launch_cpu": "fkjit.cpu_launch",
@@ -41,6 +42,7 @@ __all__ = [
     "register",
     "sanitize",
     "variants",
+    "vector_add",
     "warm",
 ]
 
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from fkjit.cpu_launch import launch_cpu
     from fkjit.errors import SanitizerError
     from fkjit.ops.attention import attention
+    from fkjit.ops.vector_add import vector_add
     from fkjit.sanitizer import sanitize
     from fkjit.spec import KernelSpec, Param, register
     from fkjit.warming import warm

@@ -1,0 +1,71 @@
+"""Arrays of any strides as few dimensions as possible, for kernels that loop over rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fkjit.errors import ParameterError
+from fkjit.interop import View
+
+MAX_GRID = 2**31 - 1  # blocks of a launch, in x
+
+
+def coalesce(
+    shape: Sequence[int], strides: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """The same elements of several arrays of one shape, in as few dimensions as possible.
+
+    Dimensions are ordered by the last array's strides, the smallest one at the end; neighbours that
+    are one dimension in every array are joined. At least one dimension is left. No size is 0.
+    """
+    steps = zip(*strides, strict=True) if strides else iter(())
+    dims = [(n, step) for n, step in zip(shape, steps, strict=True) if n > 1]
+    dims.sort(key=lambda dim: [-abs(step) for step in reversed(dim[1])])
+    joined: list[tuple[int, tuple[int, ...]]] = []
+    for n, step in dims:
+        if joined and all(o == i * n for o, i in zip(joined[-1][1], step, strict=True)):
+            joined[-1] = (joined[-1][0] * n, step)
+        else:
+            joined.append((n, step))
+    joined = joined or [(1, (1,) * len(strides))]
+    sizes = tuple(n for n, _ in joined)
+    return sizes, [tuple(step[i] for _, step in joined) for i in range(len(strides))]
+
+
+def rows_of(call: str, name: str, view: View) -> tuple[int, int, int]:
+    """(rows, columns, elements from one row to the next) of an array [..., columns].
+
+    Its last dimension must be contiguous, and the others one dimension: ParameterError otherwise.
+    A single number is a row of one column.
+    """
+    shape = tuple(view.shape) or (1,)
+    strides = tuple(view.strides) or (1,)
+    columns = shape[-1]
+    if 0 in shape:
+        rows = 1
+        for n in shape[:-1]:
+            rows *= n
+        return rows, columns, columns
+    if columns > 1 and strides[-1] != 1:
+        raise ParameterError(
+            f"{call}: {name} has stride {strides[-1]} in its last dimension; it must be "
+            f"contiguous: pass a contiguous copy of {name}"
+        )
+    rows, step = 1, columns
+    for n, stride in reversed(list(zip(shape[:-1], strides[:-1], strict=True))):
+        if n == 1:
+            continue
+        if rows == 1:
+            step = stride
+        elif stride != rows * step:
+            raise ParameterError(
+                f"{call}: {name} (shape {shape}, strides {strides}) has rows at no one distance; "
+                f"pass a contiguous copy of {name}"
+            )
+        rows *= n
+    return rows, columns, step
+
+
+def log2_ceil(number: int) -> int:
+    """The least e with 2^e >= number; number > 0."""
+    return (number - 1).bit_length()
