@@ -1,7 +1,9 @@
 """Loaded kernels and their launch. With `interop` the only module that touches a device.
 
-A kernel is loaded once a device (`cupy.RawModule(path=…)`) and launched through the driver with one
-packed buffer of arguments on the caller's own stream, so it is right under CUDA graph capture.
+A kernel is loaded once a device (`cupy.RawModule(path=…)`) and launched through the driver with its
+arguments packed into one buffer, on the caller's own stream, so it is right under CUDA graph
+capture. (The driver gets a pointer to each argument rather than the buffer as a whole, which it
+lays out otherwise where an argument is a tensor map.)
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -40,6 +42,7 @@ class LoadedKernel:
     threads: Dim3
     shared_bytes: int
     packing: struct.Struct  # the argument list in native alignment
+    offsets: tuple[int, ...]  # of each argument
     names: tuple[str, ...]
     keep: Any  # the module: unloading it would invalidate `function`
 
@@ -49,15 +52,14 @@ class LoadedKernel:
         The device must be current. LaunchError if the driver refuses.
         """
         frame = _frame
-        size = self.packing.size
         try:
             self.packing.pack_into(frame.buffer, 0, *values)
         except struct.error as error:
             raise ParameterError(f"{self.spec.id}: {error} (arguments {self.names})") from error
-        frame.size.value = size
+        pointers = frame.pointers.get(self.function) or frame.point(self.function, self.offsets)
         try:
             frame.launch(
-                self.function, *grid, *self.threads, self.shared_bytes, stream, 0, frame.extra
+                self.function, *grid, *self.threads, self.shared_bytes, stream, pointers, 0
             )
         except Exception as error:
             raise LaunchError(self._explain(error, grid)) from error
@@ -71,19 +73,23 @@ class LoadedKernel:
 
 
 class _Frame(threading.local):
-    """This thread's argument buffer, as cuLaunchKernel's `extra` wants it."""
+    """This thread's argument buffer, and by kernel the addresses of its arguments in there."""
 
     def __init__(self) -> None:
         cuda = import_module("cupy.cuda")
         self.launch = cuda.driver.launchKernel
         cuda.runtime.setDevice(cuda.runtime.getDevice())  # makes a context current in this thread
         self.buffer = ctypes.create_string_buffer(_BUFFER_BYTES)
-        self.size = ctypes.c_size_t()
-        end, pointer, size = 0, 1, 2  # CU_LAUNCH_PARAM_*
-        self.array = (ctypes.c_void_p * 5)(
-            pointer, ctypes.addressof(self.buffer), size, ctypes.addressof(self.size), end
-        )
-        self.extra = ctypes.addressof(self.array)
+        self.pointers: dict[int, int] = {}  # CUfunction -> kernelParams
+        self.arrays: list[Any] = []  # what they point to
+
+    def point(self, function: int, offsets: tuple[int, ...]) -> int:
+        """kernelParams for a kernel whose arguments stand at these offsets of the buffer."""
+        base = ctypes.addressof(self.buffer)
+        array = (ctypes.c_void_p * max(len(offsets), 1))(*(base + at for at in offsets))
+        self.arrays.append(array)
+        self.pointers[function] = ctypes.addressof(array)
+        return self.pointers[function]
 
 
 _frame: Any = None  # made by the first load, so that importing needs no CuPy
@@ -103,17 +109,20 @@ def device_target(device: int) -> Target:
     return gpu_target((major, minor))
 
 
-def loaded(spec: KernelSpec, params: Params, device: int, stream: int = 0) -> LoadedKernel:
-    """The kernel on `device`, compiled and loaded if it was not yet.
+def loaded(
+    spec: KernelSpec, params: Params, device: int, stream: int = 0, call: str | None = None
+) -> LoadedKernel:
+    """The kernel on `device`, compiled and loaded if it was not yet, for a public call.
 
-    CaptureError when that would be needed while `stream` is being captured into a CUDA graph.
+    `call`: its name, where it is not the spec's op. CaptureError when compiling or loading would be
+    needed while `stream` is being captured into a CUDA graph.
     """
     params = spec.canonical(params)
     key = (spec.id, tuple(params.values()), device)
     found = _loaded.get(key)
     if found is not None and found.spec is spec:
         return found
-    _refuse_while_capturing(spec, params, stream)
+    _refuse_while_capturing(spec, params, stream, call or spec.op)
     with _loading:
         found = _loaded.get(key)
         if found is None or found.spec is not spec:
@@ -137,12 +146,12 @@ def is_capturing(stream: int) -> bool:
         raise DeviceError(f"the CUDA device is in an error state: {error}") from error
 
 
-def _refuse_while_capturing(spec: KernelSpec, params: Params, stream: int) -> None:
+def _refuse_while_capturing(spec: KernelSpec, params: Params, stream: int, call: str) -> None:
     if is_capturing(stream):
         raise CaptureError(
-            f"{spec.op}: {spec.name} [{spec.label(params)}] is not loaded yet and the stream is "
+            f"{call}: {spec.name} [{spec.label(params)}] is not loaded yet and the stream is "
             "being captured into a CUDA graph, where nothing can be compiled or loaded: call "
-            f"fkjit.prepare({spec.op!r}, ...) with the same arguments before the capture"
+            f"fkjit.prepare({call!r}, ...) with the same arguments before the capture"
         )
 
 
@@ -173,6 +182,7 @@ def _load(spec: KernelSpec, params: dict[str, Any], device: int) -> LoadedKernel
         threads=spec.block(params),
         shared_bytes=shared,
         packing=struct.Struct("@" + "".join(codes)),
+        offsets=offsets(codes),
         names=tuple(name for name, _, _ in entry.meta["arguments"]),
         keep=(module, function),
     )
@@ -183,6 +193,12 @@ def _load_failure(error: Exception, entry: Entry, to: Target) -> ToolchainError:
     return explained or ToolchainError(
         f"{entry.meta['describe']}: the driver could not load it: {error}"
     )
+
+
+def offsets(codes: Sequence[str]) -> tuple[int, ...]:
+    """Where each argument stands among arguments of these struct letters."""
+    ends = [struct.calcsize("@" + "".join(codes[: at + 1])) for at in range(len(codes))]
+    return tuple(end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True))
 
 
 def flatten(names: tuple[str, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -203,11 +219,13 @@ def launch_on_device(
     named: Mapping[str, Any],
     device: int,
     stream: int,
+    call: str | None = None,
 ) -> LoadedKernel:
-    """Launch one problem. `named` has every kernel argument; pointers are integers."""
-    refuse_gpu(spec.op)
+    """Launch one problem. `named` has every kernel argument; pointers are integers. `call`: see
+    `loaded`."""
+    refuse_gpu(call or spec.op)
     runtime = import_module("cupy.cuda").runtime
-    kernel = loaded(spec, params, device, stream)
+    kernel = loaded(spec, params, device, stream, call)
     before = runtime.getDevice()
     if before != device:
         runtime.setDevice(device)
