@@ -18,6 +18,9 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "attention": "fkjit.ops.attention",
     "vector_add": "fkjit.ops.vector_add",
+    "reduce_sum": "fkjit.ops.reduce",
+    "reduce_max": "fkjit.ops.reduce",
+    "reduce_mean": "fkjit.ops.reduce",
     "prepare": "fkjit.api",
     "launch": "fkjit.api",
     "launch_cpu": "fkjit.cpu_launch",
@@ -39,6 +42,9 @@ __all__ = [
     "launch",
     "launch_cpu",
     "prepare",
+    "reduce_max",
+    "reduce_mean",
+    "reduce_sum",
     "register",
     "sanitize",
     "variants",
@@ -70,6 +76,7 @@ if TYPE_CHECKING:
     from fkjit.cpu_launch import launch_cpu
     from fkjit.errors import SanitizerError
     from fkjit.ops.attention import attention
+    from fkjit.ops.reduce import reduce_max, reduce_mean, reduce_sum
     from fkjit.ops.vector_add import vector_add
     from fkjit.sanitizer import sanitize
     from fkjit.spec import KernelSpec, Param, register

@@ -165,7 +165,7 @@ class Op:
             return
         stream = interop.current_stream(request.like)
         kernels = [
-            loaded(launch.spec, launch.params, request.like.device, stream)
+            loaded(launch.spec, launch.params, request.like.device, stream, self.name)
             for launch in request.launches
         ]
         workspace.reserve(request.like.device)
@@ -200,6 +200,7 @@ class Op:
     def _on_cpu(self, request: Request, made: Mapping[str, Any]) -> None:
         views = self._written_views(request, made)
         arrays = {n: None if v is None else interop.as_numpy(v) for n, v in views.items()}
+        arrays |= dict.fromkeys(workspace.ARGUMENTS)
         if request.workspace:
             arrays["workspace"] = np.full(-(-request.workspace // 4), np.nan, np.float32)
         if request.counters:
@@ -223,7 +224,9 @@ class Op:
             }
             named = {n: getattr(value, "pointer", value) for n, value in named.items()}
             kernels.append(
-                launch_on_device(launch.spec, launch.params, launch.problem, named, device, stream)
+                launch_on_device(
+                    launch.spec, launch.params, launch.problem, named, device, stream, self.name
+                )
             )
         del owner  # what was enqueued comes first on this stream
         if request.like.kind == "dlpack":  # its owner may reuse the memory once we return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from fkjit.errors import ParameterError
 from fkjit.interop import View
@@ -38,20 +39,21 @@ def rows_of(call: str, name: str, view: View) -> tuple[int, int, int]:
     Its last dimension must be contiguous, and the others one dimension: ParameterError otherwise.
     A single number is a row of one column.
     """
-    shape = tuple(view.shape) or (1,)
-    strides = tuple(view.strides) or (1,)
-    columns = shape[-1]
-    if 0 in shape:
-        rows = 1
-        for n in shape[:-1]:
-            rows *= n
-        return rows, columns, columns
-    if columns > 1 and strides[-1] != 1:
+    if view.shape and view.shape[-1] > 1 and view.strides[-1] != 1 and 0 not in view.shape:
         raise ParameterError(
-            f"{call}: {name} has stride {strides[-1]} in its last dimension; it must be "
+            f"{call}: {name} has stride {view.strides[-1]} in its last dimension; it must be "
             f"contiguous: pass a contiguous copy of {name}"
         )
-    rows, step = 1, columns
+    rows, step = leading_rows(call, name, view)
+    return rows, view.shape[-1] if view.shape else 1, step
+
+
+def leading_rows(call: str, name: str, view: View) -> tuple[int, int]:
+    """(rows, elements from one row to the next) of an array [..., columns] of any column stride."""
+    shape, strides = tuple(view.shape), tuple(view.strides)
+    if 0 in shape:
+        return prod(shape[:-1]), shape[-1]
+    rows, step = 1, shape[-1] if shape else 1
     for n, stride in reversed(list(zip(shape[:-1], strides[:-1], strict=True))):
         if n == 1:
             continue
@@ -63,7 +65,7 @@ def rows_of(call: str, name: str, view: View) -> tuple[int, int, int]:
                 f"pass a contiguous copy of {name}"
             )
         rows *= n
-    return rows, columns, step
+    return rows, step
 
 
 def log2_ceil(number: int) -> int:
