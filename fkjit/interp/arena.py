@@ -143,7 +143,7 @@ class GlobalMemory:
             if write and not place.writable:
                 wrong[:] = True
             elif place.holes is not None:
-                wrong |= _in_hole(place.holes, at, width)
+                wrong |= in_hole(place.holes, at, width)
             offsets[mine] = np.where(wrong, 0, at + place.start)
             bad[mine] = wrong
         if self.checked and bad.any():
@@ -191,7 +191,7 @@ class GlobalMemory:
         )
 
 
-def _in_hole(valid: np.ndarray, at: np.ndarray, width: int) -> np.ndarray:
+def in_hole(valid: np.ndarray, at: np.ndarray, width: int) -> np.ndarray:
     """Whether any byte of each access is not one of the view's own."""
     safe = np.clip(at, 0, valid.size - width)
     bad = ~valid[safe]

@@ -1,7 +1,8 @@
 """Where the bytes of a tensor copy's box lie: in the tensor, and swizzled in shared memory.
 
-A box is packed row after row, dimension 0 innermost. Swizzles exchange the 16-byte chunks of a row
-by address bits, so that a column of chunks meets all banks:
+A box is packed row after row, dimension 0 innermost; with a swizzle, rows shorter than its span lie
+a span apart. Swizzles exchange the 16-byte chunks of a row by address bits, so that a column of
+chunks meets all banks:
 
     32B:  bit 4    ^= bit 7          64B:  bits 4-5 ^= bits 7-8          128B: bits 4-6 ^= bits 7-9
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fkjit.interp.arena import WIDE
-from fkjit.interp.tensor_map import TensorMap
+from fkjit.interp.tensor_map import SWIZZLES, TensorMap
 
 CHUNK = 16
 _SWIZZLE_MASK = {"none": 0, "32B": 1, "64B": 3, "128B": 7}
@@ -32,10 +33,11 @@ def swizzled(address: np.ndarray, mode: str) -> np.ndarray:
 class Tile:
     """One box at one place: its bytes, and the pieces of `width` bytes inside the tensor."""
 
-    size: int  # bytes of the whole box
+    size: int  # bytes of the whole box, without what lies between its rows
     width: int
     box: np.ndarray  # byte in the (unswizzled) box of every piece
     tensor: np.ndarray  # byte from the tensor's first element of every piece
+    chunks: np.ndarray  # byte in the box of every chunk, also of those outside the tensor
 
     @property
     def whole(self) -> bool:
@@ -43,13 +45,19 @@ class Tile:
         return self.box.size * self.width == self.size
 
 
-def tile(tensor: TensorMap, coordinates: Sequence[int], width: int | None = None) -> Tile:
-    """The box at these coordinates; `width` 1 to 16 (default: as wide as alignment allows)."""
+def tile(
+    tensor: TensorMap, coordinates: Sequence[int], width: int | None = None, stores: bool = False
+) -> Tile:
+    """The box at these coordinates; `width` 1 to 16 (default: as wide as alignment allows).
+
+    Stores and reductions write whole chunks of a row: the one in which a row of the tensor ends
+    goes on behind it (seen on an H200; the manuals do not say so).
+    """
     assert tensor.element_strides is not None
     counts, itemsize = tensor.counts, tensor.itemsize
     row = counts[0] * itemsize
     inside, box, place = np.ones(1, bool), np.zeros(1, np.int64), np.zeros(1, np.int64)
-    pitch = row
+    pitch = max(row, SWIZZLES[tensor.swizzle])
     for axis in range(1, len(counts)):
         at = coordinates[axis] + np.arange(counts[axis]) * tensor.element_strides[axis]
         here = (at >= 0) & (at < tensor.dims[axis])
@@ -60,14 +68,18 @@ def tile(tensor: TensorMap, coordinates: Sequence[int], width: int | None = None
         pitch *= counts[axis]
     first = max(coordinates[0], 0)
     length = max(0, min(coordinates[0] + counts[0], tensor.dims[0]) - first) * itemsize
+    if stores:
+        length = -(-length // CHUNK) * CHUNK
     skipped, first = (first - coordinates[0]) * itemsize, first * itemsize
     if width is None:
         mixed = CHUNK | skipped | first | length
         width = mixed & -mixed
     steps = np.arange(0, length, width)
+    chunks = (box[:, None] + np.arange(0, row, CHUNK)).reshape(-1)
+    size = row * box.size
     box = (box[inside, None] + (skipped + steps)).reshape(-1)
     place = (place[inside, None] + (first + steps)).reshape(-1)
-    return Tile(pitch, width, box, place)
+    return Tile(size, width, box, place, chunks)
 
 
 def fill_of(tensor: TensorMap) -> np.ndarray:

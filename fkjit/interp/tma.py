@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fkjit.interp.arena import GLOBAL_WINDOW
+from fkjit.interp.arena import GLOBAL_WINDOW, in_hole
 from fkjit.interp.bulk import SIGNAL, Side, Signal, spread, update_of
 from fkjit.interp.decode import Decoder, Step, opcode
 from fkjit.interp.lanes import Group
@@ -75,7 +75,23 @@ class _Tensor:
         rows = [list(row) for row in zip(*columns, strict=True)]
         lanes = group.lanes
         maps = [self._map(a, lanes[i : i + 1]) for i, a in enumerate(addresses)]
+        for i, (found, row) in enumerate(zip(maps, rows, strict=True)):
+            self._check_start(found, row, lanes[i : i + 1])
         return list(zip(maps, rows, strict=True))
+
+    def _check_start(self, found: BoundMap, at: list[int], lane: np.ndarray) -> None:
+        """An H200 stops at these with "illegal instruction"; the PTX ISA does not speak of them."""
+        fault, name = self.d.machine.reporter.fault, found.place.name
+        byte = at[0] * found.map.itemsize
+        if byte % CHUNK:
+            detail = f"coordinate {at[0]} of dimension 0 is byte {byte:,} of a row of {name}; it "
+            detail += f"must be a multiple of {CHUNK} bytes"
+            raise fault("misaligned tensor coordinate", detail, self.ins, lane)
+        if self.form.kind in ("store", "reduce") and min(at) < 0:
+            axis = next(axis for axis, where in enumerate(at) if where < 0)
+            detail = f"coordinate {at[axis]} of dimension {axis} of {name}: only loads may begin "
+            detail += "before the tensor"
+            raise fault("negative tensor coordinate", detail, self.ins, lane)
 
     def _map(self, address: int, lane: np.ndarray) -> BoundMap:
         fault, memory = self.d.machine.reporter.fault, self.d.machine.memory.globals
@@ -117,6 +133,19 @@ def _check_alignment(d: Decoder, ins: Instruction, address: int, mode: str, lane
         raise d.machine.reporter.fault("misaligned tensor copy", detail, ins, np.array([lane]))
 
 
+def _check_ends(d: Decoder, ins: Instruction, bound: BoundMap, part: Tile, lane: int) -> None:
+    """The whole chunks that a store writes must be the array's own bytes."""
+    place, globals_ = bound.place, d.machine.memory.globals
+    at = bound.start - place.start + part.tensor
+    wrong = at > place.size - part.width
+    if place.holes is not None and at.size:
+        wrong |= in_hole(place.holes, at, part.width)
+    if globals_.checked and wrong.any():
+        detail = f"{part.width}-byte write at {place.describe(int(at[wrong][0]))}: tensor copies "
+        detail += f"write the last {CHUNK} bytes of a row as a whole"
+        raise d.machine.reporter.fault("out-of-bounds global write", detail, ins, np.array([lane]))
+
+
 def _load(d: Decoder, ins: Instruction, form: _Form) -> Step:
     transfers, operand = d.part(Transfers), _Tensor(d, ins, ins.args[1], form)
     target = Side(d, ins, ins.args[0], form.space, True)
@@ -130,7 +159,7 @@ def _load(d: Decoder, ins: Instruction, form: _Form) -> Step:
         _check_alignment(d, ins, address, mode, lane)
         part = tile(bound.map, at)
         copies = len(ranks) if ranks else 1
-        whole = swizzled(address + np.arange(0, part.size, CHUNK), mode)
+        whole = swizzled(address + part.chunks, mode)
         box = target.pieces(lane, spread(whole, ranks), CHUNK)
         fill = None if part.whole else (box, fill_of(bound.map))
         there = Pieces(True, np.zeros(0, np.int64), part.width)
@@ -175,8 +204,9 @@ def _store(d: Decoder, ins: Instruction, form: _Form) -> Step:
             detail = f".{form.operation} of elements of type {tensor.dtype}"
             raise fault("bad tensor reduction", detail, ins, who)
         _check_alignment(d, ins, address, tensor.swizzle, lane)
-        part: Tile = tile(tensor, at, tensor.itemsize if form.operation else None)
-        whole = swizzled(address + np.arange(0, part.size, CHUNK), tensor.swizzle)
+        part = tile(tensor, at, tensor.itemsize if form.operation else None, stores=True)
+        _check_ends(d, ins, bound, part, lane)
+        whole = swizzled(address + part.chunks, tensor.swizzle)
         source.pieces(lane, whole, CHUNK)
         if not part.box.size:
             return

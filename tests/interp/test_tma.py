@@ -17,7 +17,7 @@ SPANS = {"none": 0, "32B": 32, "64B": 64, "128B": 128}
 
 COPY = r"""
 extern "C" __global__ void k(const __grid_constant__ Map from, const __grid_constant__ Map to,
-                             int4* y, int size, COORDINATES) {
+                             int4* y, int size, int row, int pitch, COORDINATES) {
   extern __shared__ __align__(1024) unsigned char tile[];
   __shared__ u64 bar;
   if (threadIdx.x == 0) {
@@ -32,17 +32,21 @@ extern "C" __global__ void k(const __grid_constant__ Map from, const __grid_cons
   }
   __syncthreads();
   wait(&bar, 0);
-  for (int i = threadIdx.x; i < size / 16; i += blockDim.x) y[i] = ((int4*)tile)[i];
+  for (int i = 16 * threadIdx.x; i < size; i += 16 * blockDim.x) {
+    int at = i / row * pitch + i % row;  // of the chunk in the box, then where the swizzle puts it
+    at ^= (at >> 7 & SWIZZLE) << 4;
+    y[i / 16] = *(int4*)(tile + at);
+  }
   if (threadIdx.x == 0) {
     ASM("cp.async.bulk.tensor.RANKd.global.shared::cta.tile.bulk_group [%0, {STORELIST}], [%1];"
-        ::"l"(&to), "r"(at(tile)), ASMARGS : "memory");
+        ::"l"(&to), "r"(at(tile)), STOREARGS : "memory");
     commit();
     waited<0>();
   }
 }"""
 
 
-def copy_kernel(rank: int) -> str:
+def copy_kernel(rank: int, swizzle: str = "none") -> str:
     names = [f"c{axis}" for axis in range(rank)]
     lists = {
         "LOADLIST": (3, names), "STORELIST": (2, names), "LIST": (1, names),
@@ -50,14 +54,16 @@ def copy_kernel(rank: int) -> str:
     source = COPY
     for key, (first, _) in lists.items():
         source = source.replace(key, ", ".join(f"%{first + axis}" for axis in range(rank)))
+    source = source.replace("STOREARGS", ", ".join(f'"r"(max({name}, 0))' for name in names))
     source = source.replace("ASMARGS", ", ".join(f'"r"({name})' for name in names))
     source = source.replace("COORDINATES", ", ".join(f"int {name}" for name in names))
+    source = source.replace("SWIZZLE", str(max(SPANS[swizzle] // 16 - 1, 0)))
     return source.replace("RANK", str(rank))
 
 
 def padded_strides(dims: Sequence[int], itemsize: int) -> tuple[list[int], int]:
     """Strides of dimensions 1 … with some bytes between rows, and all bytes."""
-    strides, step = [], dims[0] * itemsize
+    strides, step = [], -(-dims[0] * itemsize // 16) * 16
     for count in dims[1:]:
         step = -(-step // 16) * 16 + 16
         strides.append(step)
@@ -85,20 +91,11 @@ def box_of(view: np.ndarray, at: Sequence[int], counts: Sequence[int], steps: Se
     return out
 
 
-def unswizzled(raw: np.ndarray, span: int) -> np.ndarray:
-    """Bytes as they lie in shared memory, which begins at a multiple of 1024, put back in order."""
-    out = np.empty_like(raw)
-    for chunk in range(raw.size // 16):
-        moved = chunk ^ {0: 0, 32: chunk >> 3 & 1, 64: chunk >> 3 & 3, 128: chunk >> 3 & 7}[span]
-        out[16 * chunk : 16 * chunk + 16] = raw[16 * moved : 16 * moved + 16]
-    return out
-
-
 def check_copy(
     dtype: object, dims: Sequence[int], box: Sequence[int], at: Sequence[int],
     steps: Sequence[int] | None = None, swizzle: str = "none", seed: int = 0,
 ) -> None:  # fmt: skip
-    """Load a box, compare it; store it elsewhere, compare that."""
+    """Load a box, compare it; store it elsewhere (within the tensor), compare that."""
     rng = np.random.default_rng(seed)
     itemsize, rank = np.dtype(dtype).itemsize, len(dims)  # type: ignore[call-overload]
     strides, size = padded_strides(dims, itemsize)
@@ -109,19 +106,23 @@ def check_copy(
             for raw in (source, target)]  # fmt: skip
     counts, steps = maps[0].counts, (1, *(steps or ())[1:]) if steps else (1,) * rank
     inside = int(np.prod(counts)) * itemsize
+    row = counts[0] * itemsize
+    pitch = max(row, SPANS[swizzle])
     y = np.zeros(inside, np.uint8)
     wanted = target.copy()
     launch(
-        copy_kernel(rank), Arg("source", maps[0]), Arg("target", maps[1], True), Arg("y", y, True),
-        Arg("size", np.int32(inside)), *(Arg(f"c{i}", np.int32(c)) for i, c in enumerate(at)),
-        shared=-(-inside // 1024) * 1024,
+        copy_kernel(rank, swizzle),
+        Arg("source", maps[0]), Arg("target", maps[1], True), Arg("y", y, True),
+        Arg("size", np.int32(inside)), Arg("row", np.int32(row)), Arg("pitch", np.int32(pitch)),
+        *(Arg(f"c{i}", np.int32(c)) for i, c in enumerate(at)),
+        shared=-(-inside // row * pitch // 1024) * 1024,
     )  # fmt: skip
     expected = box_of(tensor_view(source, dims, strides, dtype), at, counts, steps, 0)
-    got = unswizzled(y, SPANS[swizzle])
-    np.testing.assert_array_equal(got, expected.view(np.uint8).reshape(-1))
-    view = tensor_view(wanted, dims, strides, dtype)
+    np.testing.assert_array_equal(y, expected.view(np.uint8).reshape(-1))
+    whole = -(-dims[0] * itemsize // 16) * 16 // itemsize  # chunks of 16 bytes are stored whole
+    view = tensor_view(wanted, (whole, *dims[1:]), strides, dtype)
     for index in np.ndindex(expected.shape):
-        place = [a + i * s for a, i, s in zip(at[::-1], index, steps[::-1], strict=True)]
+        place = [max(a, 0) + i * s for a, i, s in zip(at[::-1], index, steps[::-1], strict=True)]
         if all(0 <= p < n for p, n in zip(place, view.shape, strict=True)):
             view[tuple(place)] = expected[index]
     np.testing.assert_array_equal(target, wanted)
@@ -131,24 +132,24 @@ def check_copy(
 @pytest.mark.parametrize("swizzle", list(SPANS))
 def test_boxes_of_every_type_and_swizzle(dtype: object, swizzle: str) -> None:
     itemsize = np.dtype(dtype).itemsize  # type: ignore[call-overload]
-    rows = (SPANS[swizzle] or 48) // itemsize
-    for seed, at in enumerate(((0, 0), (3, 5), (-rows // 2, 18), (rows + 5, -3))):
+    rows, chunk = (SPANS[swizzle] or 48) // itemsize, 16 // itemsize
+    for seed, at in enumerate(((0, 0), (chunk, 5), (-chunk, 18), (rows + chunk, -3))):
         check_copy(dtype, (2 * rows + 3, 23), (rows, 11), at, swizzle=swizzle, seed=seed)
 
 
 @pytest.mark.parametrize("swizzle", ["64B", "128B"])
 def test_rows_shorter_than_the_swizzle_span(swizzle: str) -> None:
-    check_copy("f4", (9, 40), (4, 32), (2, 3), swizzle=swizzle)
+    check_copy("f4", (9, 40), (4, 32), (4, 3), swizzle=swizzle)
 
 
 @pytest.mark.parametrize(
     ("dims", "box", "at"),
     [
-        ((70,), (32,), (50,)),
-        ((70,), (256,), (-100,)),
+        ((72,), (32,), (48,)),
+        ((72,), (256,), (-104,)),
         ((20, 9, 7), (16, 4, 3), (8, -1, 5)),
-        ((12, 5, 4, 6), (8, 3, 2, 5), (4, 3, -1, 2)),
-        ((8, 3, 4, 3, 5), (8, 2, 3, 2, 2), (1, 2, 2, -1, 4)),
+        ((12, 5, 4, 6), (8, 3, 2, 5), (8, 3, -1, 2)),
+        ((8, 3, 4, 3, 5), (8, 2, 3, 2, 2), (0, 2, 2, -1, 4)),
         ((8, 3, 4, 3, 5), (8, 2, 3, 2, 2), (8, 0, 0, 0, 0)),
     ],
 )
@@ -160,8 +161,8 @@ def test_boxes_of_every_rank(
 
 
 def test_element_strides_thin_a_box_out() -> None:
-    check_copy("f2", (40, 30, 9), (16, 9, 4), (5, 20, 1), steps=(1, 4, 3))
-    check_copy("u4", (40, 30), (8, 8), (-2, -3), steps=(8, 2), swizzle="32B")
+    check_copy("f2", (40, 30, 9), (16, 9, 4), (8, 20, 1), steps=(1, 4, 3))
+    check_copy("u4", (40, 30), (8, 8), (-4, -3), steps=(8, 2), swizzle="32B")
 
 
 def test_a_view_keeps_its_other_elements() -> None:
@@ -173,7 +174,8 @@ def test_a_view_keeps_its_other_elements() -> None:
     y = np.zeros((20, 32), "f4")
     launch(
         copy_kernel(2), Arg("a", maps[0]), Arg("b", maps[1], True), Arg("y", y, True),
-        Arg("size", np.int32(y.nbytes)), Arg("c0", np.int32(4)), Arg("c1", np.int32(2)),
+        Arg("size", np.int32(y.nbytes)), Arg("row", np.int32(128)), Arg("pitch", np.int32(128)),
+        Arg("c0", np.int32(4)), Arg("c1", np.int32(2)),
         shared=4096,
     )  # fmt: skip
     np.testing.assert_array_equal(whole, before)
@@ -205,9 +207,9 @@ def test_a_copy_of_the_map_in_global_memory_works_too(which: str) -> None:
     x = np.random.default_rng(6).standard_normal((30, 40)).astype("f4")
     y, copy = np.zeros((8, 32), "f4"), np.zeros(256, np.uint8)
     launch(LOAD.replace("WHICH", which), Arg("m", TensorMap(x, (40, 30), (160,), (32, 8))),
-           Arg("y", y, True), Arg("copy", copy, True), Arg("x0", np.int32(7)),
+           Arg("y", y, True), Arg("copy", copy, True), Arg("x0", np.int32(8)),
            Arg("y0", np.int32(9)))  # fmt: skip
-    np.testing.assert_array_equal(y, x[9:17, 7:39])
+    np.testing.assert_array_equal(y, x[9:17, 8:40])
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("f4", "f32"), ("f4", "tf32")])
@@ -280,15 +282,20 @@ def test_reductions_of_ragged_boxes_by_two_blocks(operation: str, dtype: object)
 def test_im2col_and_gather_are_refused() -> None:
     for form in (".im2col", ".tile::gather4"):
         source = COPY.replace(".tile", form)
-        for old, new in (("RANK", "3"), ("COORDINATES", "int c")):
+        for old, new in (
+            ("RANK", "3"),
+            ("COORDINATES", "int c"),
+            ("SWIZZLE", "0"),
+            ("STOREARGS", '"r"(c)'),
+        ):
             source = source.replace(old, new)
         source = source.replace("STORELIST", "%2,%2,%2").replace("LOADLIST", "%3,%3,%3")
         source = source.replace("LIST", "%1,%1,%1").replace("ASMARGS", '"r"(c)')
         x = np.zeros((4, 4, 4), "f4")
         tensor = TensorMap(x, (4, 4, 4), (16, 64), (4, 4, 4))
         with pytest.raises(InterpreterError, match="not supported"):
-            launch(source, Arg("a", tensor), Arg("b", tensor), Arg("y", x), Arg("n", np.int32(0)),
-                   Arg("c", np.int32(0)))  # fmt: skip
+            launch(source, Arg("a", tensor), Arg("b", tensor), Arg("y", x),
+                   *(Arg(name, np.int32(0)) for name in ("size", "row", "pitch", "c")))  # fmt: skip
 
 
 BUGS = r"""
@@ -316,6 +323,37 @@ def bug(code: str, checks: Checks = Checks(), swizzle: str = "none") -> str:
     return report
 
 
+ENDS = r"""
+extern "C" __global__ void k(const __grid_constant__ Map to, int x0) {
+  __shared__ alignas(128) float tile[4][8];
+  if (threadIdx.x < 32) tile[threadIdx.x / 8][threadIdx.x % 8] = threadIdx.x + 1;
+  proxy();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    store2(&to, x0, 0, tile); // BUG
+    commit();
+    waited<0>();
+  }
+}"""
+
+
+def test_stores_write_the_last_chunk_of_a_row_as_a_whole() -> None:
+    x = np.random.default_rng(12).standard_normal((4, 16)).astype("f4")
+    before, wanted = x.copy(), x.copy()
+    wanted[:, 8:12] = np.arange(1, 33, dtype="f4").reshape(4, 8)[:, :4]
+    rows = TensorMap(x, (9, 4), (64,), (8, 4))  # the other elements of a row are the array's too
+    launch(ENDS, Arg("to", rows, True), Arg("x0", np.int32(8)))
+    np.testing.assert_array_equal(x, wanted)
+    x[...] = before
+    launch(ENDS, Arg("to", rows, True), Arg("x0", np.int32(12)))
+    np.testing.assert_array_equal(x, before)
+    for view in (x[:, :9], x.reshape(-1)[:57]):
+        tensor = TensorMap(view, (9, 4), (64,), (8, 4))
+        report = fault(ENDS, Arg("to", tensor, True), Arg("x0", np.int32(8)))
+        assert "out-of-bounds global write" in report and "16 bytes of a row" in report, report
+    np.testing.assert_array_equal(x, before)
+
+
 BOTH = pytest.mark.parametrize("checks", [Checks(), Checks(race=True)], ids=["mem", "race"])
 ISSUE = "if (t == 0) { expect(&bar, sizeof tile); load2(tile, &m, 0, 0, &bar); }\n"
 
@@ -340,6 +378,16 @@ ISSUE = "if (t == 0) { expect(&bar, sizeof tile); load2(tile, &m, 0, 0, &bar); }
          ["out-of-bounds shared write", "byte 1,024 of other"]),
         ("if (t == 0) load2(tile, (const Map*)((const char*)&m + 16), 0, 0, &bar); // BUG",
          ["misaligned tensor map"]),
+        ("if (t == 0) load2(tile, &m, 6, 0, &bar); // BUG",
+         ["misaligned tensor coordinate: coordinate 6 of dimension 0 is byte 24 of a row of x",
+          "a multiple of 16 bytes"]),
+        ("if (t == 0) load2(tile, &m, -2, 0, &bar); // BUG", ["coordinate -2 of dimension 0"]),
+        ("if (t == 0) store2(&w, 2, 0, tile); // BUG", ["misaligned tensor coordinate"]),
+        ("if (t == 0) store2(&w, -4, 0, tile); // BUG",
+         ["negative tensor coordinate: coordinate -4 of dimension 0 of z", "only loads"]),
+        ("if (t == 0) store2(&w, 4, -1, tile); // BUG", ["coordinate -1 of dimension 1 of z"]),
+        ("if (t == 0) ASM(\"cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];\""
+         "::\"l\"(&m), \"r\"(1), \"r\"(0)); // BUG", ["misaligned tensor coordinate"]),
         ("if (t == 0) load2(tile, (const Map*)y, 0, 0, &bar); // BUG",
          ["bad tensor map: byte 0 of y holds no tensor map"]),
         ("if (t == 0) load2(tile, &m, 0, 0, (u64*)other); // BUG",
