@@ -20,6 +20,25 @@ class ArgumentTypeError(FkjitError, TypeError):
     """An argument of the wrong kind: an integer tensor, a list, arrays of two frameworks."""
 
 
+class UnknownSequenceError(ParameterError):
+    """A sequence that a paged KV cache does not hold: never allocated, or freed already."""
+
+
+class SequenceTooLongError(ParameterError):
+    """More tokens than a sequence of a paged KV cache may have, or than were reserved for it."""
+
+
+class PoolExhaustedError(FkjitError, RuntimeError):
+    """Too few free pages, or no room for another sequence; the cache is as it was before.
+
+    `needed` and `free` are counts of pages (or of sequences).
+    """
+
+    def __init__(self, message: str, needed: int, free: int) -> None:
+        super().__init__(message)
+        self.needed, self.free = needed, free
+
+
 class RenderError(FkjitError, RuntimeError):
     """A template could not be rendered; the message names the template's own file and line."""
 
