@@ -17,7 +17,9 @@ from tests.cli_tools import run
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "docs" / "attention_h200.jsonl"
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/DESIGN.md", "docs/BENCHMARKS.md")
+DOCUMENTS = (
+    "README.md", "CONTRIBUTING.md", "docs/DESIGN.md", "docs/BENCHMARKS.md", "docs/PROFILING.md",
+)  # fmt: skip
 
 
 def test_the_example_runs_and_is_right():
@@ -40,7 +42,9 @@ def test_every_setting_is_in_the_readme():
 
 def test_every_command_it_names_exists():
     named = set(re.findall(r"`fkjit (\w+)", README))
-    assert named == {"doctor", "list", "check", "show", "compile", "warm", "bench", "cache"}
+    assert named == {
+        "doctor", "list", "check", "show", "compile", "warm", "bench", "report", "profile", "cache",
+    }  # fmt: skip
     for name in named:
         assert run(name, "--help").status == 0
 

@@ -25,8 +25,8 @@ _GET = {
     "nsys": "Nsight Systems comes with the CUDA toolkit, or as the package nsight-systems-cli of "
     "NVIDIA's repositories, or from https://developer.nvidia.com/nsight-systems",
 }
-_TARGET = f"{__package__}.target"
-_ROOT = Path(__file__).resolve().parents[len(__package__.split("."))]  # what holds the package
+_TARGET = f"{__name__.rpartition('.')[0]}.target"
+_ROOT = Path(__file__).resolve().parents[len(__name__.split(".")[:-1])]  # what holds the package
 
 
 def find(tool: str) -> str:

@@ -1,0 +1,1 @@
+"""`fkjit report`: stored results as one HTML page that works offline, and as pictures."""

@@ -1,0 +1,163 @@
+"""The command line of `fkjit report`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fkjit import ops
+from fkjit.errors import FkjitError, ParameterError
+
+from ..profile import store as profiles
+from ..store import Run
+from . import cells, machine, png, speed, summary, svg, work
+from .chart import Chart, styles
+from .page import page
+from .section import Section
+
+_PICTURES = 6  # of a section: the rest is in the page
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every option, with its default."""
+    made = argparse.ArgumentParser(
+        prog="fkjit report",
+        description="Stored results as one HTML page that works offline, and as pictures.",
+        epilog="docs/BENCHMARKS.md says what a result file holds.",
+    )
+    add = made.add_argument
+    add("results", nargs="*", type=Path, metavar="RESULTS", help="files or folders; default: the "
+        "newest of bench/results/ and docs/")  # fmt: skip
+    add("--out", type=Path, default=Path("report"), metavar="DIR", help="default: report/")
+    add(
+        "--target", metavar="ARCH", help="of the table of variants; default: the results' GPU; none"
+    )
+    add("--profile", type=Path, metavar="FILE", help="default: docs/profiles/GPU.json")
+    add("--no-pictures", action="store_true", help="the page alone")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the page and the pictures; the exit status.
+
+    ParameterError for a file that holds no results or a folder that cannot be written.
+    """
+    chosen = parser().parse_args(arguments)
+    ops.load()
+    paths = chosen.results or cells.default_files()
+    runs = cells.load(paths)
+    if not runs:
+        print("fkjit: no results are stored (`fkjit bench`): the page says so", file=sys.stderr)
+    parts = build(runs, chosen.target, chosen.profile)
+    text = page(_title(runs), parts, runs)
+    try:
+        chosen.out.mkdir(parents=True, exist_ok=True)
+        (chosen.out / "index.html").write_text(text, encoding="utf-8")
+        (chosen.out / "summary.txt").write_text(_summary(parts), encoding="utf-8")
+        if not chosen.no_pictures:
+            _pictures(parts, chosen.out / "pictures")
+    except OSError as error:
+        raise ParameterError(f"report: --out {chosen.out} cannot be written: {error}") from error
+    print(_summary(parts), end="")
+    print(chosen.out / "index.html")
+    return 0
+
+
+def build(
+    runs: Sequence[Run], to: str | None, profile: Path | None
+) -> list[tuple[str, list[Section]]]:
+    """A part for each operation and GPU: its name and its sections, those without data too."""
+    parts = []
+    for study in cells.studies(runs):
+        names = [study.own] if study.own else []
+        look = styles(study.candidates, names)
+        stored = _profile(study.gpu, profile)
+        for entry in work.profile_entries(study, stored):
+            for one in entry["candidates"]:
+                look.setdefault(one["candidate"], len(look))
+        parts.append((f"{study.op} on {study.gpu}", [
+            Section("summary", "Summary", summary.words(study)),
+            speed.latency(study, look),
+            speed.throughput(study, look),
+            speed.speedup(study, look),
+            speed.scaling(study, look),
+            speed.bandwidth(study, look),
+            speed.memory(study, look),
+            work.roofline(study, look, stored),
+            work.decode(study, look),
+            work.twins(study, look),
+            machine.resources(study.op, None if to == "none" else to or _target(study)),
+            machine.counters(study, stored),
+        ]))  # fmt: skip
+    return parts
+
+
+def _profile(gpu: str, path: Path | None) -> dict[str, Any] | None:
+    """The stored profile of a GPU; None where there is none."""
+    if path is not None:
+        return profiles.read(path)
+    found = profiles.folder() / profiles.file_name(gpu)
+    return profiles.read(found) if found.exists() else None
+
+
+def _target(study: cells.Study) -> str | None:
+    """What the GPU of the results is compiled for; None where they do not say which it is."""
+    from fkjit.build import gpu_target
+
+    for run in reversed(study.runs):
+        capability = run.header.get("capability")
+        if capability:
+            try:
+                return gpu_target((int(capability[0]), int(capability[1]))).name
+            except FkjitError:
+                return None  # another NVRTC than the results'
+    return None
+
+
+def _title(runs: Sequence[Run]) -> str:
+    gpus = dict.fromkeys(str(run.header.get("gpu") or "no GPU") for run in runs)
+    return f"fkjit on {', '.join(gpus)}" if gpus else "fkjit: no results"
+
+
+def _summary(parts: Sequence[tuple[str, Sequence[Section]]]) -> str:
+    """The page's words alone, and what it could not show."""
+    lines = []
+    for name, sections in parts:
+        lines += [name, *(f"  {text}" for text in sections[0].text)]
+        lines += [f"  {s.title}: not here: {s.missing}." for s in sections if s.missing]
+    return "".join(f"{line}\n" for line in lines or ["no results"])
+
+
+def _pictures(parts: Sequence[tuple[str, Sequence[Section]]], folder: Path) -> None:
+    """An SVG and a PNG of the first charts of each section."""
+    folder.mkdir(parents=True, exist_ok=True)
+    why = png.available()
+    left = 0
+    for number, (_, sections) in enumerate(parts):
+        for section in sections:
+            some = [c for c in section.charts if c.choice.get("mode") == _mode(section)]
+            left += max(0, len(some) - _PICTURES)
+            for chart in some[:_PICTURES]:
+                stem = folder / f"{_slug(chart, section)}{f'-{number}' if number else ''}"
+                stem.with_suffix(".svg").write_text(svg.draw(chart), encoding="utf-8")
+                if why is None:
+                    png.write(chart, stem.with_suffix(".png"))
+    if why:
+        print(f"fkjit: no PNG pictures: {why}", file=sys.stderr)
+    if left:
+        print(f"fkjit: {left} more charts are in the page alone", file=sys.stderr)
+
+
+def _mode(section: Section) -> str | None:
+    """The first mode of its charts: pictures show one."""
+    return next((chart.choice.get("mode") for chart in section.charts), None)
+
+
+def _slug(chart: Chart, section: Section) -> str:
+    """ "latency-bf16-d128-b4-h16-full-warm": no dot, so that a suffix stays one."""
+    words = [section.name, *chart.choice.values()]
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
