@@ -16,11 +16,12 @@ import numpy as np
 from fkjit.interp import halves
 from fkjit.interp.decode import Compute, Decoder, Step, only
 from fkjit.interp.ptx import Instruction, Operand, words
-from fkjit.interp.rounding import directed64, fma64, quantise, sum_to_odd
+from fkjit.interp.rounding import FORMATS, directed64, fma64, quantise, sum_to_odd
 
 HALF = frozenset(("f16", "bf16", "f16x2", "bf16x2"))
 DIRECTED = ("rz", "rm", "rp")
 _ROUND = "rn rz rm rp"
+OUTSIDE = np.uint16(0x7FF7)
 _TINY = np.float32(2.0**-126)
 _TINY_HALF = {"f16": np.float32(2.0**-14), "bf16": _TINY}
 _MIXED = ("f16", "bf16")  # narrow operands of an f32 add, sub or fma
@@ -33,8 +34,8 @@ _ALLOWED = {
     **{(name, kind): words("rn ftz sat") for name in ("add", "sub", "mul")
        for kind in ("f16", "f16x2")},
     **{(name, kind): words("rn") for name in ("add", "sub", "mul") for kind in ("bf16", "bf16x2")},
-    **{("fma", kind): words("rn ftz sat relu") for kind in ("f16", "f16x2")},
-    **{("fma", kind): words("rn relu") for kind in ("bf16", "bf16x2")},
+    **{("fma", kind): words("rn ftz sat relu oob") for kind in ("f16", "f16x2")},
+    **{("fma", kind): words("rn relu oob") for kind in ("bf16", "bf16x2")},
     ("div", "f32"): words(f"{_ROUND} approx full ftz"),
     **{(name, "f32"): words(f"{_ROUND} approx ftz") for name in ("sqrt", "rcp")},
     ("sqrt", "f64"): words(_ROUND), ("rcp", "f64"): words(f"{_ROUND} approx ftz"),
@@ -58,6 +59,25 @@ def is_float(kind: str) -> bool:
 def flush(values: np.ndarray, tiny: np.float32 = _TINY) -> np.ndarray:
     """Subnormal float32 values -> zero of the same sign (.ftz)."""
     return np.where(np.abs(values) < tiny, np.copysign(np.float32(0), values), values)
+
+
+def flush_rounded(
+    result: np.ndarray, exact: Callable[[], np.ndarray], mode: str = "rn", kind: str = "f32"
+) -> np.ndarray:
+    """.ftz of rounded results, as values; `exact` gives them in float64 before rounding.
+
+    As an H200 does, also what only rounding made the smallest normal number becomes zero, if
+    rounding it to as many bits without a lowest exponent would not.
+    """
+    tiny = FORMATS[kind].lowest
+    smallest = result.dtype.type(2.0**tiny)
+    flushed = flush(result, smallest)
+    edge = np.abs(result) == smallest
+    if edge.any():
+        with_room = quantise(np.ldexp(exact(), -tiny), kind, mode)  # to about 1
+        below = edge & (np.abs(with_room) < 1.0)
+        flushed = np.where(below, np.copysign(result.dtype.type(0), result), flushed)
+    return flushed
 
 
 def clamp(ins: Instruction, values: np.ndarray) -> np.ndarray:
@@ -91,6 +111,8 @@ def _check(ins: Instruction) -> None:
     only(ins, (*allowed, ins.type))
     if ins.op[0] == "rcp" and ins.type == "f64" and ins.has("approx") != ins.has("ftz"):
         raise ValueError("rcp.approx.f64 is .ftz")
+    if ins.has("oob") and (ins.has("ftz") or ins.has("sat")):
+        raise ValueError("modifier .oob with .ftz or .sat")
 
 
 def arithmetic(d: Decoder, ins: Instruction, count: int = 2) -> Step:
@@ -103,7 +125,13 @@ def arithmetic(d: Decoder, ins: Instruction, count: int = 2) -> Step:
         return _half(d, ins, count)
     if kind == "f32x2":
         return _two(d, ins, count)
-    plain = not (ins.has("ftz") or ins.has("sat") or _mode(ins) or name not in _UFUNC)
+    plain = not (
+        ins.has("ftz")
+        or (name == "div" and ins.has("approx"))
+        or ins.has("sat")
+        or _mode(ins)
+        or name not in _UFUNC
+    )
     if plain:
         function = _FUNCTIONS[name]
         a, *rest = (d.src(arg, kind) for arg in ins.args[1 : 1 + count])
@@ -112,9 +140,10 @@ def arithmetic(d: Decoder, ins: Instruction, count: int = 2) -> Step:
             return d.step(ins, target, kind, lambda out: function(a, b, out))
         return d.step(ins, target, kind, lambda out: function(a, out))
     gets = [floats(d, arg, kind, ins.has("ftz")) for arg in ins.args[1 : 1 + count]]
+    exact = lambda: _wide("fma" if name == "mad" else name, _mode(ins) or "rn", gets)  # noqa: E731
     if count == 3 and kind == "f32" and not _mode(ins):
-        return d.step(ins, target, kind, finish(ins, _fma32(d, gets)))
-    return d.step(ins, target, kind, finish(ins, _general(ins, gets)))
+        return d.step(ins, target, kind, finish(ins, _fma32(d, gets), exact))
+    return d.step(ins, target, kind, finish(ins, _general(ins, gets), exact))
 
 
 _UFUNC = ("add", "sub", "mul", "div", "sqrt")
@@ -125,15 +154,15 @@ def _mode(ins: Instruction) -> str:
     return next((part for part in ins.op if part in DIRECTED), "")
 
 
-def finish(ins: Instruction, compute: Compute) -> Compute:
-    """Apply .ftz, .sat and .relu to a float32 result."""
+def finish(ins: Instruction, compute: Compute, exact: Callable[[], np.ndarray]) -> Compute:
+    """Apply .ftz, .sat and .relu to a float32 result; `exact` gives it in float64."""
     if not ({"ftz", "sat", "relu"} & set(ins.op)):
         return compute
 
     def finished(out: np.ndarray) -> None:
         compute(out)
         if ins.has("ftz") and out.dtype == np.float32:
-            out[...] = flush(out)
+            out[...] = flush_rounded(out, exact, _mode(ins) or "rn")
         if ins.has("sat") or ins.has("relu"):
             out[...] = clamp(ins, out)
 
@@ -159,27 +188,38 @@ def _general(ins: Instruction, gets: list[Callable[[], np.ndarray]]) -> Compute:
         function = fma64 if name == "fma" else _FUNCTIONS[name]
         if mode:
             plain = (lambda a, b, c: a * b + c) if name == "fma" else function
-            return lambda out: np.copyto(out, directed64(name, plain, mode, _all(gets)))
+            return lambda out: np.copyto(out, directed64(name, plain, mode, all_of(gets)))
         if ins.has("ftz"):
-            return lambda out: np.copyto(out, _upper_word(function, *_all(gets)))
-        return lambda out: np.copyto(out, function(*_all(gets)))
+            return lambda out: np.copyto(out, _upper_word(function, *all_of(gets)))
+        return lambda out: np.copyto(out, function(*all_of(gets)))
+    if name == "div" and ins.has("approx"):
+        return lambda out: np.copyto(out, _quotient(*all_of(gets)))
     if not mode and name in _UFUNC:
-        return lambda out: np.copyto(out, _FUNCTIONS[name](*_all(gets)))
+        return lambda out: np.copyto(out, _FUNCTIONS[name](*all_of(gets)))
     if not mode:
         return lambda out: np.copyto(out, _wide(name, "rn", gets), "unsafe")
     return lambda out: np.copyto(out, quantise(_wide(name, mode, gets), "f32", mode), "unsafe")
 
 
-def _all(gets: list[Callable[[], np.ndarray]]) -> tuple[np.ndarray, ...]:
+def all_of(gets: list[Callable[[], np.ndarray]]) -> tuple[np.ndarray, ...]:
     return tuple(get() for get in gets)
 
 
 def _upper_word(function: Callable[..., np.ndarray], value: np.ndarray) -> np.ndarray:
-    """rcp and rsqrt.approx.ftz.f64: subnormals are zeros, the lower 32 bits of the result too."""
+    """rcp and rsqrt.approx.ftz.f64: subnormals are zeros, lower words neither read nor made."""
+    upper = np.uint64(0xFFFFFFFF00000000)
+    value = (np.ascontiguousarray(value).view(np.uint64) & upper).view(np.float64)
     tiny = np.abs(value) < 2.0**-1022
     exact = function(np.where(tiny, np.copysign(0.0, value), value))
     exact = np.where(np.abs(exact) < 2.0**-1022, np.copysign(0.0, exact), exact)
-    return (exact.view(np.uint64) & np.uint64(0xFFFFFFFF00000000)).view(np.float64)
+    return (exact.view(np.uint64) & upper).view(np.float64)
+
+
+def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """div.approx.f32: beyond 2^126 the reciprocal of the divisor is zero."""
+    result = np.asarray(a / b)
+    large = (np.abs(b) > np.float32(2.0**126)) & np.isfinite(b)
+    return np.where(large, a * np.copysign(np.float32(0), b), result) if large.any() else result
 
 
 def _wide(name: str, mode: str, gets: list[Callable[[], np.ndarray]]) -> np.ndarray:
@@ -197,19 +237,34 @@ def _wide(name: str, mode: str, gets: list[Callable[[], np.ndarray]]) -> np.ndar
 def _half(d: Decoder, ins: Instruction, count: int) -> Step:
     kind, base = ins.type, halves.base_type(ins.type)
     gets = [floats(d, arg, kind, ins.has("ftz")) for arg in ins.args[1 : 1 + count]]
+    outside = _outside(d, ins) if ins.has("oob") else None
     direct = ins.op[0] in ("add", "sub") or (ins.op[0] == "mul" and base == "f16")
     name = ins.op[0]
 
     def compute(out: np.ndarray) -> None:
-        if direct:  # one rounding in effect: 24 bits are at least twice 11 plus 2
-            bits = halves.from_float(base, clamp(ins, _FUNCTIONS[name](*_all(gets))))
-        else:
-            bits = halves.from_double(base, clamp(ins, _wide(name, "rn", gets)))
+        # directly there is one rounding in effect: 24 bits are at least twice 11 plus 2
+        value = _FUNCTIONS[name](*all_of(gets)) if direct else _wide(name, "rn", gets)
+        value = clamp(ins, value)
+        bits = (halves.from_float if direct else halves.from_double)(base, value)
         if ins.has("ftz"):
-            bits = halves.flush(base, bits)
+            near = flush_rounded(halves.to_float(base, bits), lambda: value.astype("f8"), kind=base)
+            bits = np.where(near == 0, bits & np.uint16(0x8000), bits)
+        if outside is not None:
+            bits = np.where(outside(), np.uint16(0), bits)
         out[...] = bits.view(out.dtype)
 
     return d.step(ins, ins.args[0], kind, compute)
+
+
+def _outside(d: Decoder, ins: Instruction) -> Callable[[], np.ndarray]:
+    """Which halves of a and b are the NaN that tensor copies fill in (fma.oob makes them +0)."""
+    raws, lanes = [d.src(arg, ins.type) for arg in ins.args[1:3]], d.machine.layout.lanes
+
+    def found() -> np.ndarray:
+        wide = [np.ascontiguousarray(np.broadcast_to(raw, (lanes,))) for raw in raws]
+        return np.logical_or(*(raw.view(np.uint16) == OUTSIDE for raw in wide))
+
+    return found
 
 
 def _two(d: Decoder, ins: Instruction, count: int) -> Step:
@@ -247,52 +302,3 @@ def _mixed(d: Decoder, ins: Instruction, count: int) -> Step:
         out[...] = clamp(ins, quantise(_wide(ins.op[0], mode, gets), "f32", mode))
 
     return d.step(ins, ins.args[0], "f32", compute)
-
-
-def extremum(d: Decoder, ins: Instruction, largest: bool) -> Step:
-    """min/max{.ftz}{.NaN}{.xorsign}{.abs}.type d, a, b{, c}.
-
-    Without .NaN a number wins over NaN, two NaN give the canonical one; -0 is below +0.
-    """
-    kind, count, f64 = ins.type, len(ins.args) - 1, ins.type == "f64"
-    only(ins, (kind,) if f64 else (*words("ftz NaN xorsign abs"), kind))
-    if kind == "f32x2":
-        raise ValueError(f"type .{kind}")
-    if ins.has("xorsign") and not ins.has("abs"):
-        raise ValueError(".xorsign without .abs")
-    if count > 2 + (kind == "f32") or (ins.has("xorsign") and count == 3):
-        raise ValueError(f"{count} operands")
-    simple = ins.op[1:] == (kind,) and count == 2 and kind not in HALF
-    if simple:
-        function = np.fmax if largest else np.fmin
-        a, b = (d.src(arg, kind) for arg in ins.args[1:])
-        return d.step(ins, ins.args[0], kind, lambda out: function(a, b, out))
-    gets = [floats(d, arg, kind, ins.has("ftz")) for arg in ins.args[1:]]
-
-    def compute(out: np.ndarray) -> None:
-        first, *rest = _all(gets)
-        for value in rest:
-            first = ordered(first, value, largest, ins)
-        if kind in HALF:
-            first = halves.from_float(halves.base_type(kind), first).view(out.dtype)
-        out[...] = first
-
-    return d.step(ins, ins.args[0], kind, compute)
-
-
-def ordered(a: np.ndarray, b: np.ndarray, largest: bool, ins: Instruction) -> np.ndarray:
-    """The greater or lesser of two floats under the PTX rules of NaN and signs."""
-    sign = np.signbit(a) ^ np.signbit(b)
-    if ins.has("abs"):
-        a, b = np.abs(a), np.abs(b)
-    if ins.has("NaN"):
-        result = np.maximum(a, b) if largest else np.minimum(a, b)
-    else:
-        result = np.fmax(a, b) if largest else np.fmin(a, b)
-    if ins.has("xorsign"):
-        return np.where(sign, -result, result)
-    zeros = (a == 0) & (b == 0) & (np.signbit(a) ^ np.signbit(b))
-    if zeros.any():
-        zero = result.dtype.type(0.0 if largest else -0.0)
-        result = np.where(zeros, zero, result)
-    return result

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.interp import arith_float, carry, halves
+from fkjit.interp import arith_float, carry, extrema, halves
 from fkjit.interp.arith_float import is_float
 from fkjit.interp.decode import Compute, Decoder, Step, only, opcode
 from fkjit.interp.ptx import DTYPE, Instruction, words
@@ -120,7 +120,8 @@ def mad(d: Decoder, ins: Instruction) -> Step:
 def product24(d: Decoder, ins: Instruction) -> Step:
     """mul24.lo/.hi, mad24.lo/.hi of 32-bit integers: bits 31-0 or 47-16 of a product of 24 bits."""
     kind, mode = _integer(ins, "u32", "s32"), ins.op[1]
-    only(ins, (mode, kind))
+    clamps = ins.op == ("mad24", "hi", "sat", "s32")
+    only(ins, (mode, kind, *(("sat",) if clamps else ())))
     a, b, *c = (d.src(arg, kind) for arg in ins.args[1:])
     wide, eight, shift = np.dtype(f"{DTYPE[kind].kind}8"), DTYPE[kind].type(8), {"lo": 0, "hi": 16}
     by = wide.type(shift[mode])
@@ -128,7 +129,10 @@ def product24(d: Decoder, ins: Instruction) -> Step:
     def compute(out: np.ndarray) -> None:
         x, y = ((v << eight >> eight).astype(wide) for v in (a, b))
         product = (x * y >> by).astype(out.dtype)
-        out[...] = product + c[0] if c else product
+        if clamps:
+            total = product.astype(np.int64) + c[0]
+            product = np.clip(total, -(1 << 31), (1 << 31) - 1).astype(out.dtype)
+        out[...] = product + c[0] if c and not clamps else product
 
     return d.step(ins, ins.args[0], kind, compute)
 
@@ -173,7 +177,7 @@ def extremum(d: Decoder, ins: Instruction) -> Step:
     if ins.type == "relu":  # NVRTC writes the type before it
         ins = replace(ins, op=(ins.op[0], "relu", *ins.op[1:-1]))
     if is_float(ins.type):
-        return arith_float.extremum(d, ins, largest)
+        return extrema.extremum(d, ins, largest)
     function = np.maximum if largest else np.minimum
     if ins.type in _PAIRS:
         return _pairs(d, ins, function)
@@ -262,7 +266,7 @@ def testp(d: Decoder, ins: Instruction) -> Step:
         "infinite": np.isinf,
         "number": lambda x: ~np.isnan(x),
         "notanumber": np.isnan,
-        "normal": lambda x: np.isfinite(x) & (np.abs(x) >= tiny),
+        "normal": lambda x: np.isfinite(x) & ((np.abs(x) >= tiny) | (x == 0)),
         "subnormal": lambda x: (np.abs(x) < tiny) & (x != 0),
     }
     test = tests[ins.op[1]]

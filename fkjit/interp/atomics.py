@@ -23,6 +23,7 @@ _UFUNCS: dict[str, Any] = {
     "add": np.add, "min": np.minimum, "max": np.maximum,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
 }  # fmt: skip
+_OF_HALVES = {"min": np.fmin, "max": np.fmax}  # a number wins over NaN
 _HALF = ("f16", "bf16", "f16x2", "bf16x2")
 _TYPES = {
     "add": words("u32 s32 u64 f32 f64") | set(_HALF),
@@ -39,6 +40,7 @@ def combine(operation: str, kind: str) -> Callable[[Any, Any, Any], Any]:
     if operation in _UFUNCS:
         function = _UFUNCS[operation]
         if kind in _HALF:
+            function = _OF_HALVES.get(operation, function)
             return lambda old, a, b: halves.through_float(kind, function, old, a)
         return lambda old, a, b: function(old, a)
     rules: dict[str, Callable[[Any, Any, Any], Any]] = {
@@ -100,19 +102,23 @@ def _operands(ins: Instruction) -> tuple[Operand | None, Operand, tuple[Operand,
     return target, args[1], args[2:]
 
 
-def _form(ins: Instruction) -> tuple[str, int]:
-    """The operation and the number of elements; refuses what does not exist."""
+def _form(ins: Instruction) -> tuple[str, int, str]:
+    """The operation, the number of elements and their type; refuses what does not exist.
+
+    The type is the last part of the name, or follows the vector: atom.global.v2.f32.add.
+    """
+    kind = next((part for part in reversed(ins.op) if part in SIZE), "")
     operation = next((part for part in ins.op[1:] if part in _TYPES), ins.op[-2])
     count = next((_VECTORS[part] for part in ins.op if part in _VECTORS), 1)
-    only(ins, (*_KNOWN, operation, ins.type, *_VECTORS))
-    if ins.type not in _TYPES.get(operation, ()):
-        raise ValueError(f".{operation} of .{ins.type}")
-    vectors = operation == "add" if ins.type == "f32" else ins.type in _HALF
-    if count * SIZE[ins.type] > 16 or (count > 1 and not vectors):
-        raise ValueError(f"{count} elements of .{ins.type}")
-    if operation in ("min", "max") and ins.type in _HALF and count == 1:
-        raise ValueError(f".{operation} of one .{ins.type}")
-    return operation, count
+    only(ins, (*_KNOWN, operation, kind, *_VECTORS))
+    if kind not in _TYPES.get(operation, ()):
+        raise ValueError(f".{operation} of .{kind}")
+    vectors = operation == "add" if kind == "f32" else kind in _HALF
+    if count * SIZE[kind] > 16 or (count > 1 and not vectors):
+        raise ValueError(f"{count} elements of .{kind}")
+    if operation in ("min", "max") and kind in _HALF and count == 1:
+        raise ValueError(f".{operation} of one .{kind}")
+    return operation, count, kind
 
 
 @opcode("atom", "red")
@@ -120,8 +126,8 @@ def atom(d: Decoder, ins: Instruction) -> Step:
     """atom{.sem}{.scope}{.space}.op{.vec}.type d, [a], b{, c}; red is the same without d."""
     if ins.has("async"):
         return OPCODES["red.async"](d, ins)
-    operation, count = _form(ins)
-    kind, size = ins.type, SIZE[ins.type]
+    operation, count, kind = _form(ins)
+    size = SIZE[kind]
     target, address, values = _operands(ins)
     if len(values) != (2 if operation == "cas" else 1):
         raise ValueError(f"{len(values)} values")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fkjit.interp import halves, narrow
-from fkjit.interp.arith_float import clamp, floats, flush
+from fkjit.interp.arith_float import clamp, floats, flush_rounded
 from fkjit.interp.decode import Decoder, Step, only, opcode
 from fkjit.interp.ptx import DTYPE, SIZE, Instruction, words
 from fkjit.interp.rounding import FORMATS, directed64, quantise, sum_to_odd
@@ -18,6 +18,7 @@ _TO_INTEGRAL: dict[str, Any] = {
     "rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil,
 }  # fmt: skip
 _MODES = ("rn", "rz", "rm", "rp", "rna")
+_TF32_BITS, _TF32_NAN = np.uint32(0xFFFFE000), np.uint32(0x7FFFE000)
 _INTEGERS = words("u8 s8 u16 s16 u32 s32 u64 s64")
 _FLOATS = ("f16", "bf16", "f32", "f64")
 
@@ -40,7 +41,8 @@ def cvt(d: Decoder, ins: Instruction) -> Step:
             raise ValueError(f"type .{kind}")
     if "rna" in ins.op or (ins.has("ftz") and "f32" not in (to, of)):
         raise ValueError("modifier")
-    get: Any = floats(d, ins.args[1], of, ins.has("ftz")) if of in _FLOATS else None
+    flushed = of == "f32" and to != "f16" and ins.has("ftz")  # as an H200 does; f16 keeps all
+    get: Any = floats(d, ins.args[1], of, flushed) if of in _FLOATS else None
     if get is None:
         values = d.src(ins.args[1], of)
         get = lambda: values  # noqa: E731
@@ -83,9 +85,7 @@ def _to_float(ins: Instruction, to: str, of: str) -> Convert:
     mode = next((part for part in ("rz", "rm", "rp") if ins.has(part)), "rn")
     if (ins.has("satfinite") or ins.has("relu")) and (of != "f32" or to not in ("f16", "bf16")):
         raise ValueError("modifier")
-    if ins.has("sat") and of in _INTEGERS:
-        raise ValueError("modifier .sat")
-    rounded = _rounder(ins, to, mode)
+    rounded, flushes = _rounder(ins, to, mode), ins.has("ftz") and to == "f32"
 
     def convert(values: np.ndarray) -> np.ndarray:
         if integral is not None:
@@ -93,7 +93,9 @@ def _to_float(ins: Instruction, to: str, of: str) -> Convert:
         if of in _FLOATS:
             values = clamp(ins, values)
         result = rounded(values)
-        return flush(result) if ins.has("ftz") and to == "f32" else result
+        if flushes:
+            result = flush_rounded(result, lambda: values.astype(np.float64), mode)
+        return clamp(ins, result) if of in _INTEGERS and ins.has("sat") else result
 
     return convert
 
@@ -145,13 +147,19 @@ def _to_integer(ins: Instruction, to: str, of: str) -> Convert:
     if rounding is None:
         raise ValueError("a float to an integer needs .rni, .rzi, .rmi or .rpi")
 
+    nan = dtype.type(0)
+    if of == "f64" or SIZE[to] == 8:  # 0x80…0, also as an unsigned number
+        nan = np.array([1 << 8 * SIZE[to] - 1], f"u{SIZE[to]}").view(dtype)[0]
+
     def convert(values: np.ndarray) -> np.ndarray:
         whole = rounding(values.astype(np.float64))
-        whole = np.where(np.isnan(whole), 0.0, whole)
+        missing = np.isnan(whole)
+        whole = np.where(missing, 0.0, whole)
         high, low = whole >= float(limits.max), whole <= float(limits.min)
         result = np.where(high | low, 0.0, whole).astype(dtype)
         result = np.where(high, dtype.type(limits.max), result)
-        return np.where(low, dtype.type(limits.min), result)
+        result = np.where(low, dtype.type(limits.min), result)
+        return np.where(missing, nan, result)
 
     return convert
 
@@ -181,7 +189,10 @@ def _pack(d: Decoder, ins: Instruction, to: str) -> Step:
 
 
 def _tf32(d: Decoder, ins: Instruction) -> Step:
-    """cvt.rna.tf32.f32 (ties away from zero), .rn, .rz: a float32 with ten fraction bits."""
+    """cvt.rna.tf32.f32 (ties away from zero), .rn, .rz: a float32 with ten fraction bits.
+
+    On an H200 .rna cuts NaN to its upper bits (which may leave an infinity), the others give one.
+    """
     only(ins, ("rna", "rn", "rz", "relu", "satfinite", "tf32", "f32"))
     a = d.src(ins.args[1], "f32")
     mode = next(part for part in ins.op if part in _MODES)
@@ -189,7 +200,8 @@ def _tf32(d: Decoder, ins: Instruction) -> Step:
     def compute(out: np.ndarray) -> None:
         value = quantise(clamp(ins, a).astype(np.float64), "tf32", mode)
         out[...] = _limited(ins, value, "tf32").astype(np.float32).view(np.uint32)
-        out[np.isnan(value)] = np.uint32(0x7FFFFFFF)
+        cut = a.view(np.uint32) & _TF32_BITS
+        np.copyto(out, cut if mode == "rna" else _TF32_NAN, where=np.isnan(value))
 
     return d.step(ins, ins.args[0], "b32", compute)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 BITS = {
     "f64": 64, "tf32": 32, "f16": 16, "bf16": 16,
-    "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4,
+    "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1, "b1.xor": 1,
 }  # fmt: skip
 
 _SCALE = np.array([2.0**112], np.float32)  # from the exponent bias of f16 to that of float32
@@ -17,7 +17,7 @@ _TF32_BITS = np.uint32(0xFFFFE000)  # the hardware drops the other bits
 
 
 def raw_type(kind: str) -> np.dtype:
-    """The type in which registers are seen for `unpack`: a byte holds two 4-bit integers."""
+    """The type in which registers are seen for `spread`: a byte holds 2 integers or 8 bits."""
     return np.dtype("f8" if kind == "f64" else f"u{max(BITS[kind] // 8, 1)}")
 
 
@@ -27,7 +27,9 @@ def matrix_type(kind: str) -> np.dtype:
 
 
 def spread(kind: str, bits: np.ndarray) -> np.ndarray:
-    """Bits [..., n] with one element each: bytes of 4-bit integers become [..., 2 n] of 8 bits."""
+    """Bits [..., n] with one element each: bytes become [..., 2 n] 4-bit integers, or 8 n bits."""
+    if BITS[kind] == 1:
+        return np.unpackbits(bits, axis=-1, bitorder="little")
     if BITS[kind] != 4:
         return bits
     pairs = np.empty((*bits.shape, 2), np.uint8)
@@ -49,6 +51,8 @@ def unpack(kind: str, bits: np.ndarray, out: np.ndarray) -> None:
         np.bitwise_and(bits, _TF32_BITS, out=out.view(np.uint32))
     elif kind in ("e4m3", "e5m2"):
         out[...] = _eight_bit_floats(kind)[bits]
+    elif kind == "b1.xor":  # 1 and -1: their products tell equal bits from others
+        np.subtract(1, np.multiply(2, bits, out=out), out=out)
     else:
         np.copyto(out, bits.view(np.int8) if kind in ("s8", "s4") else bits)
 

@@ -17,17 +17,22 @@ def _typed(ins: Instruction, types: str, modifiers: str = "") -> None:
 
 @opcode("bfe")
 def bfe(d: Decoder, ins: Instruction) -> Step:
-    """bfe d, a, position, length: a bit field, sign-extended for .s types."""
+    """bfe d, a, position, length: a bit field, sign-extended for .s types.
+
+    The manual allows positions and lengths up to 255; of greater ones an H200 takes the low byte
+    for 32-bit types and the whole number for 64-bit ones.
+    """
     _typed(ins, "u32 s32 u64 s64")
     kind, bits = ins.type, 8 * SIZE[ins.type]
     a = d.src(ins.args[1], kind)
     position, length = d.src(ins.args[2], "u32"), d.src(ins.args[3], "u32")
     dtype = DTYPE[kind]
     wide = np.dtype("i8") if dtype.kind == "i" else np.dtype("u8")
+    known = np.uint32(255 if bits == 32 else 0xFFFFFFFF)
 
     def compute(out: np.ndarray) -> None:
-        at = np.minimum(position & np.uint32(255), 64).astype(np.int64)
-        count = np.minimum(length & np.uint32(255), 64).astype(np.int64)
+        at = np.minimum(position & known, 64).astype(np.int64)
+        count = np.minimum(length & known, 64).astype(np.int64)
         end = np.minimum(at + count, bits)  # the sign is that of the highest bit there is
         taken = np.clip(end - at, 0, bits)
         value = a.astype(wide).view(np.uint64)

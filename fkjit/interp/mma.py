@@ -24,12 +24,12 @@ from fkjit.interp.decode import Decoder, Step, control, is_control
 from fkjit.interp.elements import matrix_type
 from fkjit.interp.fragments import Fragment
 from fkjit.interp.lanes import WARP, Group
-from fkjit.interp.mma_forms import COLUMNS, form_of, forms_of, names
+from fkjit.interp.mma_forms import COLUMNS, Form, form_of, forms_of, names
 from fkjit.interp.ptx import Function, Instruction, reads_and_writes, words
 from fkjit.interp.tensor import aligned_meeting, whole_warps
 
 MAX_RUN = 8  # instructions in one product
-_ROOM = 512  # bytes a lane: 8 operands b of m16n8k64, unpacked to float32
+_ROOM = 512  # bytes a lane: 8 operands b of m16n8k64, or 2 of m16n8k256, unpacked to float32
 Key = tuple[Any, ...]  # of a fragment: operand, type, and shape; then its registers
 _NOTIFYING = words("mma ldmatrix movmatrix shfl vote match redux elect wmma")
 
@@ -107,7 +107,8 @@ def _fits(run: list[Instruction], ins: Instruction) -> bool:
     reads, writes = reads_and_writes(ins)
     guarded = ins.guard is not None or run[0].guard is not None
     same = run[0].op == ins.op and names(run[0], 1) == names(ins, 1) and not guarded
-    return same and len(run) < MAX_RUN and not written & (set(reads) | set(writes))
+    most = MAX_RUN // 4 if "b1" in ins.op else MAX_RUN
+    return same and len(run) < most and not written & (set(reads) | set(writes))
 
 
 @lru_cache(maxsize=64)
@@ -119,6 +120,13 @@ def _silently_written(function: Function) -> set[str]:
         if is_control(ins) and ins.op[0] not in _NOTIFYING
         for name in reads_and_writes(ins)[1]
     }
+
+
+def _count_unequal(form: Form, product: np.ndarray) -> None:
+    """Sums of k numbers 1 (equal bits) and -1 -> how many of them are -1, in place."""
+    if form.a == "b1.xor":
+        np.subtract(form.k, product, out=product)
+        product *= 0.5
 
 
 @control("mma")
@@ -140,10 +148,12 @@ def mma(d: Decoder, ins: Instruction) -> Step:
         left, right = a.matrix(), b.matrix()
         if warps is None:
             np.matmul(right, left, out=product)
+            _count_unequal(form, product)
             for member, (one, parts) in zip(members, own, strict=True):
                 member.store(one, parts, None)
             return
         result = np.matmul(right[warps], left[warps])
+        _count_unequal(form, result)
         for member, place in zip(members, places, strict=True):
             member.store(result[:, place], elements_of(result[:, place]), warps)
 

@@ -20,13 +20,14 @@ _FAMILIES = (
     (("e4m3", "e5m2"), ("f32", "f16"), words("m16n8k16 m16n8k32")),
     (("s8", "u8"), ("s32",), words("m8n8k16 m16n8k16 m16n8k32")),
     (("s4", "u4"), ("s32",), words("m8n8k32 m16n8k32 m16n8k64")),
+    (("b1",), ("s32",), words("m8n8k128 m16n8k128 m16n8k256")),
     (("f64",), ("f64",), words("m8n8k4 m16n8k4 m16n8k8 m16n8k16")),
 )
 
 
 @dataclass(frozen=True)
 class Form:
-    """d[m, 8] = a[m, k] b[k, 8] + c[m, 8]."""
+    """d[m, 8] = a[m, k] b[k, 8] + c[m, 8]; b1 and b1.xor count the bits set in a & b and a ^ b."""
 
     m: int
     k: int
@@ -53,17 +54,21 @@ def form_of(ins: Instruction) -> Form:
     shape, layouts, types = ins.op[3], ins.op[4:6], ins.op[6:]
     saturate = types[:1] == ("satfinite",)
     to, a, b, of, *more = types[saturate:]
+    counted = a == b == "b1" and more in (["and", "popc"], ["xor", "popc"])
     families = [one for one in _FAMILIES if a in one[0] and b in one[0] and shape in one[2]]
     legal = (
         families
-        and not more
+        and counted == (a == "b1")
+        and counted == bool(more)
         and to == of
         and to in families[0][1]
-        and not (saturate and to != "s32")
+        and not (saturate and (to != "s32" or counted))
     )
     if ins.op[2] != "aligned" or layouts != ("row", "col") or not legal:
         raise ValueError("this combination of shape and types of mma")
     m, _, k = (int(extent) for extent in re.findall(r"\d+", shape))
+    if counted and more[0] == "xor":
+        a = b = "b1.xor"
     form = Form(m, k, a, b, to, saturate)
     if tuple(len(names(ins, operand)) for operand in range(3)) != form.counts:
         raise ValueError("number of registers")

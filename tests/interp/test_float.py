@@ -118,10 +118,40 @@ def test_neg_abs_copysign_testp() -> None:
     want = (a.view("u4") & np.uint32(1 << 31)) | (b.view("u4") & np.uint32(0x7FFFFFFF))
     np.testing.assert_array_equal(got, want)
     tests = {"finite": np.isfinite(F32), "infinite": np.isinf(F32), "notanumber": np.isnan(F32),
+             "normal": np.isfinite(F32) & ((np.abs(F32) >= 2.0**-126) | (F32 == 0)),
              "subnormal": (np.abs(F32) < 2.0**-126) & (F32 != 0)}  # fmt: skip
     for name, want in tests.items():
         got = apply(f"testp.{name}.f32 %p, %a; selp.u32 %d, 1, 0, %p;", F32)
         np.testing.assert_array_equal(got, want.astype("u4"), name)
+
+
+def test_what_rounding_makes_normal_is_flushed_too() -> None:
+    a = np.array([0x3F7FFFFF, 0x3F800000, 0xBF7FFFFF], "u4").view("f4")
+    b = np.full(3, 2.0**-126, "f4")
+    for mode, flushed in (("rn", [1, 0, 1]), ("rp", [1, 0, 1]), ("rz", [1, 0, 1])):
+        got = apply(f"mul.{mode}.ftz.f32 %d, %a, %b;", a, b, out="f4")
+        np.testing.assert_array_equal(got == 0, np.array(flushed, bool))
+        np.testing.assert_array_equal(np.signbit(got), a < 0)
+    plain = apply("mul.rn.f32 %d, %a, %b;", a, b, out="f4")
+    np.testing.assert_array_equal(np.abs(plain), b)
+    half, tiny = np.full(2, 0x3BFF, "u2"), np.array([0x0400, 0x0402], "u2")
+    got = apply("mul.ftz.f16 %d, %a, %b;", half, tiny, out="u2")
+    np.testing.assert_array_equal(got, [0, 0x0401])
+
+
+def test_products_with_what_copies_fill_in_are_zero() -> None:
+    a = np.array([0x7FF7, 0x3C00, 0x3C00, 0x7E00], "u2")
+    b = np.array([0x3C00, 0x7FF7, 0x4000, 0x3C00], "u2")
+    c = np.array([0x3C00, 0x3C00, 0xFC00, 0x3C00], "u2")
+    got = apply("fma.rn.oob.f16 %d, %a, %b, %c;", a, b, c, out="u2", target="sm_90")
+    np.testing.assert_array_equal(got, [0, 0, 0xFC00, 0x7FFF])
+
+
+def test_division_by_what_has_no_reciprocal() -> None:
+    a = np.array([1e30, -1e30, np.inf, 4.0], "f4")
+    b = np.array([2.0**127, 2.0**127, 2.0**127, 2.0**126], "f4")
+    got = apply("div.approx.f32 %d, %a, %b;", a, b, out="f4")
+    same_floats(got, np.array([0.0, -0.0, np.nan, 2.0**-124], "f4"))
 
 
 @pytest.mark.parametrize(

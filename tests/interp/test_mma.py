@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from mma_kit import FORMS, TYPES, parts, place_a, place_b, run_kernel, run_mma
+from mma_kit import FORMS, TYPES, matrix_of, parts, place_a, place_b, run_kernel, run_mma, vector
 
 from fkjit.errors import InterpreterError
 
@@ -42,6 +42,28 @@ def test_random_values(form: str) -> None:
     tolerance = {"f16": 2e-3, "f32": 3e-6, "f64": 1e-14}[acc]
     got = run_mma(form, a, b, c).astype("f8")
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("operation", ["xor", "and"])
+@pytest.mark.parametrize(("m", "k"), [(8, 128), (16, 128), (16, 256)])
+def test_bits_are_counted(operation: str, m: int, k: int) -> None:
+    def bits(rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Bits [3, rows, k]; the 32-bit words of every 8 rows, first along a row of 128 bits."""
+        made = RNG.integers(0, 2, (3, rows, k), np.uint8)
+        whole = np.packbits(made, axis=2, bitorder="little").view("u4")
+        parts = whole.reshape(3, rows // 8, 8, k // 128, 4).transpose(0, 2, 4, 3, 1)
+        return made, np.ascontiguousarray(parts).reshape(3, 32, -1)
+
+    (x, a), (y, b) = bits(m), bits(8)
+    c = RNG.integers(-1000, 1000, (3, 32, m // 4), np.int32).view("u4")
+    counts = [vector(name, part.shape[2]) for name, part in zip("dabc", (c, a, b, c), strict=True)]
+    shape = f"m{m}n8k{k}.row.col.s32.b1.b1.s32.{operation}.popc"
+    body = f"mma.sync.aligned.{shape} {', '.join(counts)};"
+    got = run_kernel({"a": a, "b": b, "c": c, "d": np.zeros_like(c)}, body)
+    function = np.bitwise_xor if operation == "xor" else np.bitwise_and
+    expected = function(x[:, :, None], y[:, None]).sum(3, dtype=np.int32)
+    form = f"m{m}n8k{k}.s32.b1.b1.s32"
+    np.testing.assert_array_equal(matrix_of(form, got - c), expected)
 
 
 # (form, element, its row and column in lanes 0, 5 and 31), read off the manual's figures.
@@ -145,7 +167,11 @@ def test_infinities_subnormals_and_nan() -> None:
         ("sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.f32.e4m3.e4m3.f32.ue8m0",
          "block scales"),
         ("sync.aligned.m8n8k4.row.col.f32.f16.f16.f32", "this combination"),
-        ("sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.xor.popc", "this combination"),
+        ("sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.or.popc", "this combination"),
+        ("sync.aligned.m16n8k256.row.col.s32.b1.b1.s32", "this combination"),
+        ("sync.aligned.m16n8k64.row.col.s32.u4.u4.s32.xor.popc", "this combination"),
+        ("sync.aligned.m16n8k128.row.col.satfinite.s32.b1.b1.s32.xor.popc", "this combination"),
+        ("sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.xor.popc", "number of registers"),
         ("sync.aligned.m16n8k16.col.row.f32.f16.f16.f32", "this combination"),
         ("sync.aligned.m16n8k16.row.col.f32.f16.bf16.f32", "this combination"),
         ("sync.aligned.m16n8k16.row.col.f32.f16.f16.f16", "this combination"),

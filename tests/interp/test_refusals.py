@@ -13,7 +13,7 @@ add.rna.f32 f, f, f; add.ftz.f64 fd, fd, fd; add.relu.f16 h, h, h; add.ftz.bf16 
 add.sat.u32 r, r, r; add.sat.s64 rd, rd, rd; add.b32 r, r, r; sub.u16x2 r, r, r
 add.hi.s32 r, r, r; mul.s32 r, r, r; mul.lo.sat.s32 r, r, r; mul.wide.s64 rd, rd, rd
 mul.sat.f64 fd, fd, fd; mad.lo.sat.s32 r, r, r, r; mad.s32 r, r, r, r; fma.sat.bf16 h, h, h, h
-fma.rn.oob.f16 h, h, h, h; fma.rn.s32 r, r, r, r; fma.ftz.f64 fd, fd, fd, fd
+fma.rn.oob.sat.f16 h, h, h, h; fma.rn.s32 r, r, r, r; fma.ftz.f64 fd, fd, fd, fd
 mul24.wide.s32 rd, r, r; mad24.lo.s64 rd, rd, rd, rd; div.full.f64 fd, fd, fd; div.sat.f32 f, f, f
 div.b32 r, r, r; rem.f32 f, f, f; div.rn.f16 h, h, h; sqrt.rn.f16 h, h; sqrt.approx.f64 fd, fd
 rsqrt.rn.f32 f, f; sin.f64 fd, fd; tanh.approx.ftz.f32 f, f; ex2.approx.f64 fd, fd
@@ -33,7 +33,7 @@ setp.lt.nand.s32 p, r, r, p; setp.eq.f16x2 p, r, r; setp.hi.f32 p, f, f; setp.lt
 set.lt.f64.f32 fd, f, f; set.eq.f16x2.f32 r, f, f; set.lt.sat.u32.f32 r, f, f; selp.f16 h, h, h, p
 selp.sat.u32 r, r, r, p; slct.u32.u32 r, r, r, r; slct.ftz.u32.s32 r, r, r, r; cvt.s32.f32 r, f
 cvt.rn.s32.s64 r, rd; cvt.rzi.relu.s32.f32 r, f; cvt.rn.ftz.f64.s32 fd, r; cvt.rna.f32.f64 f, fd
-cvt.rn.sat.f32.s32 f, r; cvt.rn.e4m3x2.f32 h, f, f; cvt.rn.relu.f16.f64 h, fd
+cvt.rn.relu.f32.s32 f, r; cvt.rn.e4m3x2.f32 h, f, f; cvt.rn.relu.f16.f64 h, fd
 cvt.rz.satfinite.e4m3x2.f32 h, f, f; cvt.rs.f16x2.f32 r, f, f, r; cvt.rn.sat.f16x2.f32 r, f, f
 cvt.rm.bf16x2.f32 r, f, f; cvt.rn.f32.e4m3 f, h; cvt.pack.u16.s32 r, r, r
 cvt.pack.sat.u16.f32 r, f, f; mov.sat.u32 r, r; cvta.tex.u64 rd, rd; mov.u64 rd, %clock
