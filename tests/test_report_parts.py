@@ -145,3 +145,24 @@ def test_tables_escape_what_they_hold():
 
     made = table(Table(("a", ">b"), [("<x>", 3)], "c & d"))
     assert "&lt;x&gt;" in made and "c &amp; d" in made and '<td class="number">3</td>' in made
+
+
+def test_a_ceiling_far_above_everything_does_not_flatten_it(tmp_path):
+    import json
+
+    from bench.report import cells, speed
+    from tests.report_tools import HEADER
+
+    lines = [HEADER]
+    for rows in (1024, 2048):
+        cell = {"record": "cell", "op": "o", "case": f"rows={rows}", "candidate": "fkjit"}
+        rates = {"p50": 1.0, "tflops": 2.0, "gbs": 1000.0}
+        problem = {"rows": rows, "dtype": "bf16"}
+        lines.append({**cell, "kind": "ours", "problem": problem, "warm": rates})
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (one,) = cells.studies(cells.load([path]))
+    (fast,), (wide,) = (f(one, {"fkjit": 0}).charts for f in (speed.throughput, speed.bandwidth))
+    assert [s.guide for s in fast.series] == [False]
+    assert [s.name for s in wide.series] == ["fkjit", "device copy, 4100 GB/s"]
+    assert work.decode(one, {"fkjit": 0}).missing == "o has no queries and keys"

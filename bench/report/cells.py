@@ -92,6 +92,10 @@ class Study:
         """Sizes of a case."""
         return next(iter(self.cells(case).values()))["problem"]
 
+    def dtype(self, case: str) -> str:
+        """Of a case; empty where it has none."""
+        return str(self.problem(case).get("dtype") or "")
+
     def speedup(self, case: str, name: str, mode: str, over: str | None = None) -> float | None:
         """How many times the time of ours (or of `over`) this candidate takes, in its last run."""
         base = over or self.own

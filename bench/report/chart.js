@@ -70,7 +70,7 @@ function ticks(axis, [low, high], most) {
     found = found.filter((value) => value >= low && value <= high);
     if (found.length <= most) break;
   }
-  return found.length < 2 ? linearTicks(low, high, most) : every(found, most);
+  return found.length < 3 ? linearTicks(low, high, most) : every(found, most);
 }
 
 function linearTicks(low, high, most) {
@@ -129,6 +129,7 @@ class Picture {
       for (const value of values) make(select, "option", { value }, value);
       select.onchange = () => this.choose(key, select.value);
     }
+    if (!this.controls.firstChild) make(this.controls, "b", {}, this.charts[0].title);
     for (const axis of ["x", "y"]) {
       const label = make(this.controls, "label", { "data-axis": axis });
       const box = make(label, "input", { type: "checkbox" });

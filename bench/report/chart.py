@@ -122,7 +122,7 @@ def ticks(axis: Axis, low: float, high: float, most: int = 8) -> list[float]:
         found = [s * 10.0**d for d in decades for s in steps if low <= s * 10.0**d <= high]
         if len(found) <= most:
             break
-    if len(found) < 2:
+    if len(found) < 3:
         return _linear_ticks(low, high, most)
     return found[:: max(1, -(-len(found) // most))]
 

@@ -20,10 +20,12 @@ def page(title: str, parts: Sequence[tuple[str, Sequence[Section]]], runs: Seque
     body, links = [], []
     for number, (name, sections) in enumerate(parts):
         body.append(f'<h2 id="part{number}">{escape(name)}</h2>')
+        links.append(f'<nav><a href="#part{number}"><b>{escape(name)}</b></a>')
         for section in sections:
             address = f"{section.name}{number or ''}"
             body.append(_section(section, address, charts))
             links.append(f'<a href="#{address}">{escape(section.title)}</a>')
+        links.append("</nav>")
     data = json.dumps(_shared(charts), separators=(",", ":")).replace("<", "\\u003c")
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -37,7 +39,7 @@ def page(title: str, parts: Sequence[tuple[str, Sequence[Section]]], runs: Seque
 <body>
 <header><h1>{escape(title)}</h1><button id="theme" type="button">light / dark</button></header>
 {_runs(runs)}
-<nav>{" ".join(links)}</nav>
+{" ".join(links)}
 {"".join(body)}
 <noscript><p>The charts need JavaScript; the pictures beside this page do not.</p></noscript>
 <script type="application/json" id="data">{data}</script>

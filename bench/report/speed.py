@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 
 from .cells import Cell, Family, Study, families, median, note, work
 from .chart import Axis, Chart, Point, Series
 from .section import Section, Table
 
+_FAR = 8  # times the highest point: a guide above that would flatten everything below it
 Value = Callable[[str, str, Cell, str], float | None]  # case, candidate, cell, mode
 
 
@@ -32,7 +34,7 @@ def throughput(study: Study, styles: dict[str, int]) -> Section:
     limits = (study.ceilings() or {}).get("gemm_tflops", {})
 
     def guide(family: Family) -> tuple[str, float] | None:
-        dtypes = {study.problem(case).get("dtype") for _, case in family.places}
+        dtypes = {study.dtype(case) for _, case in family.places}
         rate = limits.get(dtypes.pop()) if len(dtypes) == 1 else None
         return (f"cuBLAS GEMM, {rate:.0f} TFLOP/s", rate) if rate else None
 
@@ -117,20 +119,20 @@ def scaling(study: Study, styles: dict[str, int]) -> Section:
             exponents += [(s.name, mode, f"{_exponent(s.points):.2f}") for s in lines]
     if made.charts:
         made.text = [
-            f"Time of {own} over the length, a line for each batch. Where attention's work counts, "
-            "twice the length takes 4 times as long (exponent 2), where its bytes do, twice as "
-            "long (1), and where short cases do not fill the GPU, less."
+            f"Time of {own} over the size, a line for each batch. Exponent 1: time grows with the "
+            "size, as bytes do; 2: with its square, as attention's work does; less where small "
+            "cases do not fill the GPU."
         ]
         head = ("cases", "mode", ">exponent")
-        made.tables = [Table(head, exponents, "Exponent of time over length", fold=True)]
-    return _or_missing(made, "no two cases differ in their length alone")
+        made.tables = [Table(head, exponents, "Exponent of time over size", fold=True)]
+    return _or_missing(made, "no two cases differ in one size alone")
 
 
 def _by_batch(rows: Sequence[Family]) -> dict[str, list[Family]]:
     """Families that differ in batch and heads alone, under what they share."""
     made: dict[str, list[Family]] = {}
     for family in rows:
-        words = [word for word in family.label.split() if word[:1] != "B" or not word[1:].isdigit()]
+        words = [word for word in family.label.split() if not re.fullmatch(r"B\d+|batch=\d+", word)]
         made.setdefault(" ".join(words), []).append(family)
     return made
 
@@ -170,7 +172,7 @@ def charts(
             if not found:
                 continue
             line = guide(family)
-            if line:
+            if line and (axis.log or line[1] < _FAR * max(p.y for s in found for p in s.points)):
                 ends = (family.places[0][0], family.places[-1][0])
                 found.append(Series(line[0], [Point(x, line[1]) for x in ends], guide=True))
             x = Axis(family.along or "", log=family.along is not None, base=2)

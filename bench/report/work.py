@@ -17,7 +17,7 @@ def roofline(study: Study, styles: dict[str, int], profile: dict[str, Any] | Non
     """Speed over intensity, below what the same run measured of memory and arithmetic."""
     made = Section("roofline", "Roofline")
     limits = study.ceilings()
-    dtypes = dict.fromkeys(str(study.problem(case).get("dtype")) for case in study.cases)
+    dtypes = dict.fromkeys(study.dtype(case) for case in study.cases)
     for dtype in dtypes:
         for mode in study.modes:
             chart = _roofline(study, styles, dtype, mode, limits, profile)
@@ -50,7 +50,7 @@ def _roofline(
     series = {name: Series(name, [], styles[name]) for name in study.candidates}
     for case, name, cell in each(study, mode):
         flops, moved = work(cell, mode)
-        if str(cell["problem"].get("dtype")) == dtype and flops and moved and name in series:
+        if study.dtype(case) == dtype and flops and moved and name in series:
             speed = flops / (median(cell, mode) or 1.0) / 1e9
             text = f"{note(name, case, cell, mode)}\n{flops / moved:.4g} flop a byte, counted"
             series[name].points.append(Point(flops / moved, speed, text))
@@ -58,7 +58,11 @@ def _roofline(
     found += _measured(study, styles, dtype, profile)
     x = Axis("operations for each byte [flop/B]", log=True)
     chart = Chart(
-        f"{study.op}: roofline, {dtype}", "scatter", x, Axis("speed [TFLOP/s]", log=True), found
+        f"{study.op}: roofline{dtype and f', {dtype}'}",
+        "scatter",
+        x,
+        Axis("speed [TFLOP/s]", log=True),
+        found,
     )
     chart.choice = {"dtype": dtype, "mode": mode}
     chart.series += _ceilings(limits, dtype, [p.x for one in found for p in one.points])
@@ -87,7 +91,7 @@ def _measured(
     made: dict[str, Series] = {}
     for entry in profile_entries(study, profile):
         for one in entry["candidates"]:
-            if str(entry["problem"].get("dtype")) != dtype or not one.get("kernels"):
+            if (entry["problem"].get("dtype") or "") != dtype or not one.get("kernels"):
                 continue
             moved = total(one, "dram_read_bytes", "dram_write_bytes")
             time = total(one, "duration")
@@ -121,6 +125,9 @@ def decode(study: Study, styles: dict[str, int]) -> Section:
     """One query against many keys is bound by memory, many queries by arithmetic."""
     made = Section("decode", "Decode against prefill")
     some = [case for case in study.cases if study.problem(case).get("seqlen_q") == 1]
+    if not any("seqlen_q" in study.problem(case) for case in study.cases):
+        made.missing = f"{study.op} has no queries and keys"
+        return made
     if not some:
         made.missing = "no case has a single query (`fkjit bench attention --set decode`)"
         return made
@@ -133,7 +140,7 @@ def decode(study: Study, styles: dict[str, int]) -> Section:
         axis = Axis("counted bytes [GB/s]")
         made.charts.append(_dots(study, styles, "decode", some, mode, axis, 1, guide))
         if rest:
-            rate = limits.get("gemm_tflops", {}).get(study.problem(rest[0]).get("dtype"))
+            rate = limits.get("gemm_tflops", {}).get(study.dtype(rest[0]))
             guide = (f"cuBLAS GEMM, {rate:.0f} TFLOP/s", rate) if rate else None
             axis = Axis("speed [TFLOP/s]")
             made.charts.append(_dots(study, styles, "prefill", rest, mode, axis, 0, guide))
