@@ -1,4 +1,3 @@
-"use strict";
 // Draws the page's charts: choices, a legend that hides series, log scales, values under the pointer.
 
 const SVG = "http://www.w3.org/2000/svg";
