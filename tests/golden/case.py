@@ -68,6 +68,8 @@ class Case:
     `arrays` makes every array's contents before the launch from a seeded generator; `outputs` names
     those that the kernel writes, with the format of their elements (see `compare.FORMATS`).
     `arch` is what the PTX for the interpreter is compiled for; the GPU's kernel is for sm_90a.
+    `fault` is what the GPU's error says where the launch must fail; the interpreter's is a
+    SanitizerError.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Case:
     shared: int = 0
     maps: tuple[Map, ...] = field(default=())
     tolerance: Tolerance = EXACT
+    fault: str = ""
 
     def make_arrays(self) -> dict[str, np.ndarray]:
         """Fresh arrays, the same at every call: RandomState's streams are frozen by NumPy."""

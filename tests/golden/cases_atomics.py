@@ -123,9 +123,10 @@ def _loops() -> Iterator[Case]:
     """Products by compare-and-swap, as kernels write them."""
     for space in ("global", "shared"):
         asm = (
-            f"{{ .reg .pred p; .reg .u32 now, next; ld.volatile.{space}.u32 now, [%1]; "
-            "again: mul.lo.u32 next, now, %2; mov.u32 %0, now; "
-            f"atom.{space}.cas.b32 now, [%1], %0, next; setp.ne.u32 p, now, %0; @p bra again; }}"
+            f"{{ .reg .pred p; .reg .u32 now, seen, next; ld.volatile.{space}.u32 now, [%1]; "
+            "again: mul.lo.u32 next, now, %2; mov.u32 seen, now; "  # %0 may be %2's register
+            f"atom.{space}.cas.b32 now, [%1], seen, next; setp.ne.u32 p, now, seen; "
+            "@p bra again; mov.u32 %0, now; }"
         )
         yield _together(f"cas.loop.{space}", asm, "u32", space, "compute_80")
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from tests.golden.case import EXACT, Case, Tolerance
 from tests.golden.forms import each
-from tests.golden.values import mixed, uniform
+from tests.golden.values import STORED, Make, Random, mixed, uniform
 
 MODES = ("rn", "rz", "rm", "rp")
 HOPPER = "compute_90a"
@@ -74,8 +76,65 @@ def _packed() -> Iterator[Case]:
         yield _op(f"neg.{kind}", kind, 1)
         yield _op(f"abs.{kind}", kind, 1)
     for kind in ("f16", "f16x2", "bf16", "bf16x2"):
-        yield _op(f"fma.rn.oob.{kind}", kind, 3, HOPPER)
-        yield _op(f"fma.rn.oob.relu.{kind}", kind, 3, HOPPER)
+        for more in ("", ".relu"):
+            text = f"fma.rn.oob{more}.{kind} %0, %1, %2, %3;"
+            inputs = [(kind, _filled(kind))] * 3
+            yield each(f"fma.rn.oob{more}.{kind}", text, kind, *inputs, arch=HOPPER)
+
+
+def _filled(kind: str) -> Make:
+    """Among the values is the NaN that tensor copies fill with."""
+
+    def make(rng: Random) -> np.ndarray:
+        values = mixed(kind)(rng)
+        halves = values.view(np.uint16)
+        halves[rng.randint(0, 4, halves.size) == 0] = 0x7FF7
+        return values
+
+    return make
+
+
+def _around(kind: str, bits: int, steps: int = 1) -> Make:
+    """Floats within 16 steps of the one with these bits, of either sign."""
+
+    def make(rng: Random) -> np.ndarray:
+        dtype = np.dtype(STORED[kind])
+        sign = rng.randint(0, 2, 320).astype(dtype) << dtype.type(8 * dtype.itemsize - 1)
+        near = bits + rng.randint(-16, 17, 320) * steps
+        return near.astype(dtype) | sign
+
+    return make
+
+
+def _flushed() -> Iterator[Case]:
+    """Results about the smallest normal number, which .ftz may or may not make zeros."""
+    one, tiny = ("f32", _around("f32", 0x3F800000)), ("f32", _around("f32", 0x00800010))
+    both = (one, tiny, ("f32", _around("f32", 0x00800010)))
+    texts = [f"mul.{m}.ftz.f32 %0, %1, %2;" for m in MODES]
+    texts += [f"div.{m}.ftz.f32 %0, %2, %1;" for m in MODES]
+    texts += [f".reg .f32 t; add.f32 t, %2, %2; fma.{m}.ftz.f32 %0, %1, t, %3;" for m in MODES]
+    texts += [f"fma.{m}.ftz.sat.f32 %0, %1, %2, 0f00000000;" for m in MODES]
+    yield each("ftz.tiny.f32", texts, "f32", *both)
+    large = ("f32", _around("f32", 0x7E800000))
+    yield each("ftz.tiny.rcp.f32", [f"rcp.{m}.ftz.f32 %0, %1;" for m in MODES], "f32", large)
+    for kind in ("f16", "f16x2"):
+        pair = ((kind, _pairs(kind, 0x3C00)), (kind, _pairs(kind, 0x0410)))
+        both = (*pair, (kind, _pairs(kind, 0x0410)))
+        texts = [f"{op}.ftz{sat}.{kind} %0, %1, %2;" for op in ("mul", "add", "sub")
+                 for sat in ("", ".sat")]  # fmt: skip
+        texts += [f"fma.rn.ftz{more}.{kind} %0, %1, %2, %3;" for more in ("", ".sat", ".relu")]
+        yield each(f"ftz.tiny.{kind}", texts, kind, *both)
+    double = ("f64", _around("f64", 0x3810 << 48, 1 << 26))
+    texts = [f"cvt.{m}.ftz.f32.f64 %0, %1;" for m in MODES]
+    yield each("ftz.tiny.cvt.f32.f64", texts, "f32", double)
+
+
+def _pairs(kind: str, bits: int) -> Make:
+    """As _around, for f16 or two of them."""
+    scalar = _around("f16", bits)
+    if kind == "f16":
+        return scalar
+    return lambda rng: scalar(rng) | scalar(rng).astype(np.uint32) << np.uint32(16)
 
 
 # Largest errors as the PTX ISA gives them for each instruction, plus the half unit by which a
@@ -158,4 +217,4 @@ def _compare() -> Iterator[Case]:
         yield each(f"slct{ftz}.f32.f32", text, "u32", *triple)
 
 
-CASES = [*_single(), *_packed(), *_approximate(), *_compare()]
+CASES = [*_single(), *_packed(), *_flushed(), *_approximate(), *_compare()]

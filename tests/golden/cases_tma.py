@@ -1,8 +1,13 @@
-"""cp.async.bulk.tensor: tiles of 1 to 5 dimensions in every swizzle, in, out and reduced."""
+"""cp.async.bulk.tensor: tiles of 1 to 5 dimensions in every swizzle, in, out and reduced.
+
+A GPU stops with "illegal instruction" at a tile that does not begin at a multiple of 16 bytes along
+the innermost dimension, and at a store or reduction that begins before the tensor in any of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from operator import mul
@@ -32,6 +37,12 @@ def _box_bytes(m: Map) -> int:
     return prod(-(-b // s) for b, s in zip(m.box, steps, strict=True)) * _BYTES[m.dtype]
 
 
+def _tile_words(m: Map) -> int:
+    """Words of the box in shared memory: rows shorter than the swizzle's span lie a span apart."""
+    row = m.box[0] * _BYTES[m.dtype]
+    return _box_bytes(m) // row * max(row, m.swizzle) // 4
+
+
 def _map_words(m: Map) -> int:
     """Words of an array that the map lies in."""
     return (m.strides[-1] * m.dims[-1] if m.strides else m.dims[0] * _BYTES[m.dtype]) // 4 + 16
@@ -44,7 +55,7 @@ def _corner(start: Numbers) -> str:
 def _load(name: str, m: Map, start: Numbers) -> Case:
     """Brings a box whose first element is at `start` and writes the shared memory out."""
     bytes_, rank = _box_bytes(m), len(m.dims)
-    words = -(-bytes_ // 4) + 32
+    words = _tile_words(m) + 32
     body = f"""  __shared__ __align__(1024) u32 tile[{words}];
   __shared__ u64 barrier;
   const u32 bar = shared_address(&barrier);
@@ -65,8 +76,8 @@ def _load(name: str, m: Map, start: Numbers) -> Case:
 
 def _store(name: str, m: Map, start: Numbers, reduce: str = "", x: Make | None = None) -> Case:
     """Sends a box to `start` of the map over x; the box is what stands in x behind the map."""
-    bytes_, rank, words = _box_bytes(m), len(m.dims), _map_words(m)
-    box = -(-bytes_ // 4)
+    rank, words = len(m.dims), _map_words(m)
+    box = _tile_words(m)
     form = f"cp.async.bulk.tensor.{rank}d.global.shared::cta.tile.bulk_group"
     if reduce:
         form = f"cp.reduce.async.bulk.tensor.{rank}d.global.shared::cta.{reduce}.tile.bulk_group"
@@ -86,11 +97,11 @@ def _store(name: str, m: Map, start: Numbers, reduce: str = "", x: Make | None =
 
 
 _SHAPES: tuple[tuple[str, Numbers, Numbers, tuple[Numbers, ...]], ...] = (
-    ("1d", (100,), (64,), ((0,), (-20,), (70,))),
-    ("2d", (40, 20), (16, 8), ((0, 0), (8, 5), (-8, -3), (30, 17))),
+    ("1d", (100,), (64,), ((0,), (-20,), (68,))),
+    ("2d", (40, 20), (16, 8), ((0, 0), (8, 5), (-8, -3), (28, 17))),
     ("3d", (24, 7, 5), (8, 4, 3), ((0, 0, 0), (12, 2, 1), (-4, -2, -1), (20, 5, 3))),
     ("4d", (16, 5, 4, 3), (8, 3, 2, 2), ((4, 1, 1, 0), (-4, 3, -1, 2))),
-    ("5d", (12, 4, 3, 4, 3), (8, 2, 2, 3, 2), ((0, 1, 1, 0, 1), (6, 3, -1, 2, -1))),
+    ("5d", (12, 4, 3, 4, 3), (8, 2, 2, 3, 2), ((0, 1, 1, 0, 1), (4, 3, -1, 2, -1))),
 )
 
 
@@ -100,11 +111,11 @@ def _loads() -> Iterator[Case]:
             yield _load(f"{rank}.{n}", _map("x", "f32", dims, box), start)
     for dtype, size in _BYTES.items():
         m = _map("x", dtype, (64, 12), (max(32 // size, 16), 4))
-        yield _load(f"{dtype}.zero", m, (40, 10))
+        yield _load(f"{dtype}.zero", m, (48, 10))
     for dtype in ("f16", "bf16", "f32", "f64"):
         m = _map("x", dtype, (64, 12), (16, 4), fill="nan")
         yield _load(f"{dtype}.nan", m, (56, 10))
-        yield _load(f"{dtype}.nan.before", m, (-6, -1))
+        yield _load(f"{dtype}.nan.before", m, (-8, -1))
     for swizzle in (32, 64, 128):
         for dtype in ("u8", "f16", "f32"):
             inner = swizzle // _BYTES[dtype]
@@ -118,6 +129,9 @@ def _loads() -> Iterator[Case]:
         m = _map("x", "f16", (48, 30), (16, 12), 0, "zero", steps)
         yield _load(f"steps.{name}", m, (8, 2))
         yield _load(f"steps.{name}.outside", m, (40, 23))
+    m = _map("x", "f32", (64, 8), (16, 4))
+    for n, start in enumerate(((4, 1), (-8, -9), (64, 8))):
+        yield _prefetch(f"{n}", m, start)
     m = _map("x", "u16", (48, 10, 9), (16, 6, 5), 32, "zero", (1, 2, 2))
     yield _load("steps.3d.swizzle", m, (16, 1, 3))
 
@@ -125,14 +139,18 @@ def _loads() -> Iterator[Case]:
 def _stores() -> Iterator[Case]:
     for rank, dims, box, starts in _SHAPES:
         for n, start in enumerate(starts):
+            if min(start) < 0:
+                continue  # a fault: see _faults
             yield _store(f"store.{rank}.{n}", _map("x", "f32", dims, box), start)
     for swizzle in (32, 64, 128):
+        half = _map("x", "bf16", (swizzle, 40), (swizzle // 4, 16), swizzle)
+        yield _store(f"store.swizzle.{swizzle}.half", half, (8, 28))
         m = _map("x", "f16", (2 * swizzle, 24), (swizzle // 2, 16), swizzle)
         yield _store(f"store.swizzle.{swizzle}", m, (swizzle // 4, 5))
-        yield _store(f"store.swizzle.{swizzle}.outside", m, (-8, 15))
+        yield _store(f"store.swizzle.{swizzle}.outside", m, (swizzle // 4 * 6, 15))
     for dtype in ("u8", "f64", "bf16"):
-        m = _map("x", dtype, (48, 20), (16, 6))
-        yield _store(f"store.{dtype}", m, (21, 16))
+        m = _map("x", dtype, (40, 20), (16, 6))
+        yield _store(f"store.{dtype}", m, (32, 16))
     m = _map("x", "f16", (48, 30), (16, 12), 0, "zero", (1, 3))
     yield _store("store.steps", m, (8, 2))
 
@@ -146,7 +164,7 @@ _REDUCED = {
 
 def _numbers(m: Map) -> Make:
     def make(rng: Random) -> np.ndarray:
-        words = _map_words(m) + -(-_box_bytes(m) // 4)
+        words = _map_words(m) + _tile_words(m)
         if "f" not in m.dtype:
             return random_bits(rng, "u32", words)
         return small(rng, m.dtype, words * 4 // _BYTES[m.dtype], 100).view(np.uint32)
@@ -158,11 +176,11 @@ def _reductions() -> Iterator[Case]:
     for op, dtypes in _REDUCED.items():
         for dtype in dtypes:
             m = _map("x", dtype, (32, 12), (16, 8))
-            yield _store(f"reduce.{op}.{dtype}", m, (20, 6), op, _numbers(m))
+            yield _store(f"reduce.{op}.{dtype}", m, (24, 6), op, _numbers(m))
     m = _map("x", "f16", (64, 12), (64, 8), 128)
     yield _store("reduce.add.swizzle", m, (0, 7), "add", _numbers(m))
     m = _map("x", "f32", (12, 4, 3), (8, 3, 2))
-    yield _store("reduce.add.3d", m, (6, 2, -1), "add", _numbers(m))
+    yield _store("reduce.add.3d", m, (8, 2, 1), "add", _numbers(m))
 
 
 def _cluster() -> Case:
@@ -186,4 +204,45 @@ def _cluster() -> Case:
     return block_case("tma.multicast", body, _map_words(m), 1024, grid=2, cluster=2, maps=(m,))
 
 
-CASES = [*_loads(), *_stores(), *_reductions(), _cluster()]
+def _ragged() -> Iterator[Case]:
+    """Rows whose length is no multiple of 16 bytes."""
+    for dtype in ("u8", "u16", "f16", "f32", "f64"):
+        for length in (33, 40, 45) if dtype == "u8" else (33,):
+            m = _map("x", dtype, (length, 9), (16, 6), fill="nan" if dtype[0] == "f" else "zero")
+            yield _load(f"ragged.{dtype}.{length}", m, (32, 5))
+            yield _store(f"store.ragged.{dtype}.{length}", m, (32, 5))
+    for op, dtype in (("add", "u32"), ("add", "f16"), ("max", "f16"), ("xor", "u32")):
+        m = _map("x", dtype, (33, 9), (16, 6))
+        yield _store(f"reduce.ragged.{op}.{dtype}", m, (32, 5), op, _numbers(m))
+    m = _map("x", "f16", (37, 24), (32, 16), 64)
+    yield _load("ragged.swizzle", m, (8, 12))
+    yield _store("store.ragged.swizzle", m, (8, 12))
+
+
+def _prefetch(name: str, m: Map, start: Numbers) -> Case:
+    form = f"cp.async.bulk.prefetch.tensor.{len(m.dims)}d.L2.global.tile"
+    body = f"""  if (i == 0) {{
+    asm volatile("{form} [%0, {_corner(start)}];" :: "l"(&map0) : "memory");
+    result[0] = 1;
+  }}"""
+    return block_case(f"tma.prefetch.{name}", body, _map_words(m), 1, maps=(m,))
+
+
+def _faults() -> Iterator[Case]:
+    """Tiles that begin 8 bytes after a multiple of 16, and stores that begin before the tensor."""
+    single, byte = _map("x", "f32", (64, 8), (16, 4)), _map("x", "u8", (64, 8), (16, 4))
+    half = _map("x", "f16", (64, 8), (16, 4))
+    for case in (
+        _load("misaligned.f32", single, (2, 1)),
+        _load("misaligned.u8", byte, (8, 0)),
+        _store("store.misaligned.f32", single, (6, 0)),
+        _store("reduce.misaligned.f16", half, (4, 1), "add", _numbers(half)),
+        _prefetch("misaligned.f32", single, (2, 1)),
+        _store("store.before.inner", single, (-4, 1)),
+        _store("store.before.outer", single, (4, -1)),
+        _store("reduce.before.f16", half, (8, -1), "add", _numbers(half)),
+    ):
+        yield replace(case, fault="illegal instruction")
+
+
+CASES = [*_loads(), *_stores(), *_reductions(), _cluster(), *_ragged(), *_faults()]

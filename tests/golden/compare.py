@@ -27,6 +27,8 @@ FORMATS = {
     "f64": Format("u8", 52), "e5m2": Format("u1", 2), "e4m3": Format("u1", 3, infinity=False),
 }  # fmt: skip
 
+LOWEST = {"f16": -14, "bf16": -126, "f32": -126, "f64": -1022}  # exponents of normal numbers
+
 
 def is_nan(bits: np.ndarray, kind: str) -> np.ndarray:
     """Which of the elements (their bits) are NaN."""
@@ -58,7 +60,8 @@ def differing(
         return wrong
     with np.errstate(all="ignore"):
         x, y = decode(a, kind), decode(b, kind)
-        ulp = np.exp2(np.floor(np.log2(np.abs(y))) - FORMATS[kind].mantissa)
+        exponent = np.fmax(np.floor(np.log2(np.abs(y))), LOWEST[kind])
+        ulp = np.exp2(exponent - FORMATS[kind].mantissa)
         allowed = np.fmax(tolerance.absolute, tolerance.relative * np.abs(y))
         near = np.abs(x - y) <= np.fmax(allowed, tolerance.ulps * ulp)
     return wrong & ~(near & np.isfinite(y))

@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.golden.case import Case
 from tests.golden.compile import GPU, compile_kernel, nvrtc_version
 from tests.golden.groups import GROUPS, cases_of
-from tests.golden.produce import produce
+from tests.golden.produce import failure, produce
 from tests.golden.store import DATA, Golden, load, save
 
 
@@ -66,14 +66,16 @@ def generate(chosen: dict[str, dict[str, Case]], engine: str, folder: Path) -> i
         golden = _kept(folder, group, about)
         results = produce(engine, group, list(cases))
         for name, result in results.items():
-            if isinstance(result, str):
+            reason = failure(cases[name], result)
+            if reason:
                 failed += 1
-                print(f"{group}/{name}: {result}", file=sys.stderr)
+                print(f"{group}/{name}: {reason}", file=sys.stderr)
             else:
-                golden.add(name, cases[name].digest(), result)
+                outputs = {} if isinstance(result, str) else result
+                golden.add(name, cases[name].digest(), outputs)
         path = save(folder, group, golden)
         seconds, size = time.perf_counter() - begin, path.stat().st_size / 1000
-        done = sum(not isinstance(result, str) for result in results.values())
+        done = sum(not failure(cases[name], result) for name, result in results.items())
         print(f"{group}: {done} of {len(cases)} cases, {size:.0f} kB, {seconds:.1f} s", flush=True)
     return failed
 

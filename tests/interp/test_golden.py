@@ -5,17 +5,19 @@ The goldens are made by `python -m tests.golden.generate` on a GPU of compute ca
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 
+from fkjit.errors import SanitizerError
 from fkjit.interp import Checks
 from tests.golden.case import Case, Tolerance
 from tests.golden.compare import differing, report
 from tests.golden.compile import GPU, compile_kernel
 from tests.golden.groups import GROUPS, cases_of
-from tests.golden.produce import MOST_WORKERS, produce
+from tests.golden.produce import MOST_WORKERS, failure, produce
 from tests.golden.replay import replay
 from tests.golden.store import DATA, Golden, load, save
 
@@ -54,6 +56,10 @@ EVERY = [(group, name) for group in GROUPS for name in cases_of(group)]
 def test_interpreter_gives_what_the_gpu_gave(group: str, name: str) -> None:
     case = cases_of(group)[name]
     expected = golden_of(group, case)
+    if case.fault:
+        with pytest.raises(SanitizerError):
+            replay(case)
+        return
     assert_same(case, replay(case), expected)
 
 
@@ -75,10 +81,12 @@ def test_goldens_still_match_the_gpu(group: str) -> None:
     if golden is None:
         pytest.skip(f"no goldens of {group}")
     results = produce("gpu", group, list(golden.outputs))
-    failed = [f"{name}: {result}" for name, result in results.items() if isinstance(result, str)]
+    cases = cases_of(group)
+    reasons = {name: failure(cases[name], result) for name, result in results.items()}
+    failed = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
     for name, result in results.items():
         if isinstance(result, dict):
-            assert_same(cases_of(group)[name], result, golden.outputs[name])
+            assert_same(cases[name], result, golden.outputs[name])
     assert not failed, "\n".join(failed)
 
 
@@ -197,6 +205,23 @@ def test_a_group_is_given_up_when_every_worker_dies(monkeypatch) -> None:
     assert len(results) == 40
     assert [str(r) for r in results.values()].count("no GPU") == MOST_WORKERS
     assert results["39"] == f"not run: {MOST_WORKERS} processes have died"
+
+
+def test_a_fault_is_a_result_where_one_must_come() -> None:
+    case = cases_of("tma")["tma.load.misaligned.f32"]
+    assert case.fault == "illegal instruction"
+    assert failure(case, "CUDARuntimeError: an illegal instruction was encountered") == ""
+    assert failure(case, "SanitizerError: misaligned tensor coordinate") == ""
+    assert "it gave a result" in failure(case, {"result": np.zeros(1)})
+    assert "illegal address" in failure(case, "CUDARuntimeError: illegal address")
+    plain = replace(case, fault="")
+    assert failure(plain, {"result": np.zeros(1)}) == ""
+    assert failure(plain, "no GPU") == "no GPU"
+
+
+def test_ulps_of_subnormals_are_those_of_the_smallest_normal_number() -> None:
+    got, expected = np.array([3, 3], np.uint32), np.array([4, 5], np.uint32)
+    assert differing(got, expected, "f32", Tolerance(ulps=1)).tolist() == [False, True]
 
 
 def test_a_changed_bit_is_found() -> None:
