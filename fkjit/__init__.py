@@ -21,6 +21,10 @@ _PUBLIC = {
     "reduce_sum": "fkjit.ops.reduce",
     "reduce_max": "fkjit.ops.reduce",
     "reduce_mean": "fkjit.ops.reduce",
+    "rope": "fkjit.ops.rope",
+    "rope_table": "fkjit.ops.rope_frequencies",
+    "Llama3Scaling": "fkjit.ops.rope_frequencies",
+    "YarnScaling": "fkjit.ops.rope_frequencies",
     "prepare": "fkjit.api",
     "launch": "fkjit.api",
     "launch_cpu": "fkjit.cpu_launch",
@@ -36,8 +40,10 @@ _PUBLIC = {
 
 __all__ = [
     "KernelSpec",
+    "Llama3Scaling",
     "Param",
     "SanitizerError",
+    "YarnScaling",
     "attention",
     "launch",
     "launch_cpu",
@@ -46,6 +52,8 @@ __all__ = [
     "reduce_mean",
     "reduce_sum",
     "register",
+    "rope",
+    "rope_table",
     "sanitize",
     "variants",
     "vector_add",
@@ -77,6 +85,8 @@ if TYPE_CHECKING:
     from fkjit.errors import SanitizerError
     from fkjit.ops.attention import attention
     from fkjit.ops.reduce import reduce_max, reduce_mean, reduce_sum
+    from fkjit.ops.rope import rope
+    from fkjit.ops.rope_frequencies import Llama3Scaling, YarnScaling, rope_table
     from fkjit.ops.vector_add import vector_add
     from fkjit.sanitizer import sanitize
     from fkjit.spec import KernelSpec, Param, register

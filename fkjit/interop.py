@@ -63,12 +63,15 @@ class Pointer:
 
 
 def resolved(named: Mapping[str, Any]) -> dict[str, Any]:
-    """What `spec.arguments` made of `Pointer`s, as a launch wants it: addresses and tensor maps."""
+    """What `spec.arguments` made of `Pointer`s, as a launch wants it: addresses (of None: null) and
+    tensor maps."""
     values: dict[str, Any] = {}
     for name, value in named.items():
         if isinstance(value, TensorMap):
             value = value.encode(value.array.pointer)
-        values[name] = value.pointer if isinstance(value, Pointer) else value
+        values[name] = (
+            value.pointer if isinstance(value, Pointer) else 0 if value is None else value
+        )
     return values
 
 
@@ -202,18 +205,18 @@ def as_numpy(seen: View) -> np.ndarray:
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
-    """The NumPy dtype of "fp16", "bf16" (ml_dtypes), "fp32" or "fp64"."""
+    """The NumPy dtype of "fp16", "bf16" (ml_dtypes), "fp32", "fp64", or one of NumPy's names."""
     if dtype == "bf16":
         import ml_dtypes
 
         return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype({"fp16": "f2", "fp32": "f4", "fp64": "f8"}[dtype])
+    return np.dtype({"fp16": "f2", "fp32": "f4", "fp64": "f8"}.get(dtype, dtype))
 
 
 def torch_dtype(dtype: str) -> Any:
-    """torch's own name for "fp16", "bf16", "fp32" or "fp64"."""
+    """torch's own name for "fp16", "bf16", "fp32", "fp64"; others are torch's already."""
     names = {short: long for long, short in _NAMES.items()}
-    return getattr(sys.modules["torch"], names[dtype])
+    return getattr(sys.modules["torch"], names.get(dtype, dtype))
 
 
 def empty(like: View, shape: tuple[int, ...], dtype: str) -> Any:

@@ -1,0 +1,70 @@
+/* Rotary position embedding of q and k in one pass, cosines and sines out of a table.
+
+   As fused.cu, which computes them; a table may hold any frequencies (YaRN's) and an amplitude. A
+   thread reads them for its pairs of one token, and turns the same pairs of several heads:
+   device/rope_rows.cuh has the tiling. Pairs are either halves of the rotated columns (GPT-NeoX,
+   Llama) or neighbours (GPT-J); columns behind `rotary_dim` are copied.
+
+   Memory-bound: each element is read and written once, in fp32 between, rounded once. Outputs may
+   be the inputs. Every architecture. RoFormer: Su et al. 2021. */
+#include "prelude.cuh"
+#include "device/rope.cuh"
+#include "device/rope_rows.cuh"
+
+using elem_t = ${dtype};
+constexpr bool VECTOR = ${vector};            // 16-byte accesses
+constexpr bool INTERLEAVED = ${interleaved};  // pairs are neighbours
+constexpr int THREADS = ${threads};
+constexpr int UNROLL = ${unroll};             // heads under way in a thread
+
+using Pairs = RopePairs<elem_t, ${access}<elem_t>, INTERLEAVED>;
+static_assert(THREADS % WARP_SIZE == 0, "whole warps");
+
+extern "C" __global__ void __launch_bounds__(THREADS) rope_table(
+    const elem_t* q,       // [batch, length, heads_q, head_dim]  strides in elements
+    const elem_t* k,       // [batch, length, heads_k, head_dim]
+    elem_t* out_q,         // as q, may be q
+    elem_t* out_k,         // as k, may be k
+    const u32* positions,  // [batch, length] int32 or int64, strides in words; null: none
+    const float* table,    // [table_rows, rotary_dim] by position: cosines of all pairs, then sines
+    const i64 table_rows, const i64 table_stride,
+    const Strides q_strides, const Strides k_strides,
+    const Strides out_q_strides, const Strides out_k_strides, const Strides position_strides,
+    const int position_words,         // 1 of int32, 2 of int64
+    const i64 start, const int step,  // position = start + step * row + positions[batch, row]
+    const int tokens,                 // batch * length
+    const int length, const int heads_q,
+    const int heads,  // heads_q + heads_k
+    const int head_dim, const int rotary_dim,
+    const int lanes, const int head_slots, const int token_slots, const int per_place,
+    const bool heads_first,
+    const float direction) {  // -1 turns back
+  const RopePlace place = rope_place(lanes, head_slots, token_slots, per_place, heads_first);
+  if (!place.used || place.token >= tokens) return;
+  const int batch = place.token / length, row = place.token - batch * length;
+  const RopeHeads<elem_t> token = {{q, out_q, q_strides, out_q_strides, batch, row},
+                                   {k, out_k, k_strides, out_k_strides, batch, row},
+                                   heads_q, rotary_dim, head_dim};
+  auto angles = [&](float(&cosine)[Pairs::WIDTH], float(&sine)[Pairs::WIDTH]) {
+    const i64 position = start + step * row +
+                         rope_position(positions, position_words, position_strides, batch, row);
+    const bool inside = position >= 0 && position < table_rows;
+    const float* entry = table + (inside ? position : 0) * table_stride;
+#pragma unroll
+    for (int group = 0; group < Pairs::GROUPS; ++group) {
+      const int first = Pairs::first(group, place.lane, rotary_dim);
+      load_floats<Pairs::GROUP>(entry + first, cosine + group * Pairs::GROUP);
+      load_floats<Pairs::GROUP>(entry + rotary_dim / 2 + first, sine + group * Pairs::GROUP);
+    }
+#pragma unroll
+    for (int i = 0; i < Pairs::WIDTH; ++i) {
+      sine[i] *= direction;
+      if (!inside) sine[i] = cosine[i] = rope_nowhere();
+    }
+  };
+  const int end = min_of(heads, place.head + head_slots * per_place);
+  turn_heads<Pairs, UNROLL>(token, place.lane, place.head, head_slots, end, angles);
+  if (rotary_dim < head_dim) {
+    copy_rest<Pairs>(token, place.lane, lanes, place.head, head_slots, end);
+  }
+}
