@@ -51,11 +51,16 @@ class LoadedKernel:
 
         The device must be current. LaunchError if the driver refuses.
         """
-        frame = _frame
         try:
-            self.packing.pack_into(frame.buffer, 0, *values)
+            packed = self.packing.pack(*values)
         except struct.error as error:
             raise ParameterError(f"{self.spec.id}: {error} (arguments {self.names})") from error
+        self.launch_packed(grid, packed, stream)
+
+    def launch_packed(self, grid: Dim3, packed: bytes, stream: int) -> None:
+        """The same with arguments that `packing` has packed."""
+        frame = _frame
+        frame.memory[: len(packed)] = packed
         pointers = frame.pointers.get(self.function) or frame.point(self.function, self.offsets)
         try:
             frame.launch(
@@ -80,6 +85,7 @@ class _Frame(threading.local):
         self.launch = cuda.driver.launchKernel
         cuda.runtime.setDevice(cuda.runtime.getDevice())  # makes a context current in this thread
         self.buffer = ctypes.create_string_buffer(_BUFFER_BYTES)
+        self.memory = memoryview(self.buffer).cast("B")
         self.pointers: dict[int, int] = {}  # CUfunction -> kernelParams
         self.arrays: list[Any] = []  # what they point to
 
@@ -107,6 +113,12 @@ def device_target(device: int) -> Target:
     except Exception as error:
         raise DeviceError(f"CUDA device {device} cannot be used: {error}") from error
     return gpu_target((major, minor))
+
+
+@lru_cache(maxsize=64)
+def multiprocessors(device: int) -> int:
+    """SMs of this CUDA device."""
+    return import_module("cupy.cuda").runtime.deviceGetAttribute(16, device)
 
 
 def loaded(

@@ -149,8 +149,8 @@ def _describe(call: str, x: View, whole: bool) -> dict[str, Any]:
                 f"{call}: strides {tuple(x.strides)} of shape {tuple(x.shape)} leave {len(sizes)} "
                 "dimensions; allowed: 2; pass a contiguous copy of x"
             )
-        columns, stride = sizes[-1], steps[-1]
-        segments, step = (sizes[0], steps[0]) if len(sizes) == 2 else (1, 1)
+        segments, columns = (1, *sizes)[-2:]
+        step, stride = (1, *steps)[-2:]
     else:
         rows, step = leading_rows(call, "x", x)
         if x.shape:

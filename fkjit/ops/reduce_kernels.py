@@ -18,9 +18,13 @@ from fkjit.ops.simple_shapes import log2_ceil
 from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, register
 
 VECTOR_BYTES = 16
-MAX_BLOCKS = 2048  # that share a row or several; the same on every GPU, so that results are
-_LANE_ACCESSES = 8  # of a lane, at most, where a row has a few lanes
-_LANE_ROWS = 64  # with fewer rows a block each is faster
+# How a row is cut; the same on every GPU, so that results are the same on every GPU.
+_ALONE = 8192  # accesses that one block does alone; longer rows are cut
+_BLOCKS = (64, 4096)  # of a grid where rows are cut, at least and at most
+_PIECE = 8192  # accesses of a block, in between
+_SMALL_BLOCKS = (2048, 1 << 18)  # rows not longer, and longer ones up to this, have small blocks
+_LANE_ACCESSES = (256, 1024)  # of rows that a few lanes reduce: of some rows, of many
+_LANE_ROWS = (64, 4096)  # what some and many means
 _OPERATIONS = {"sum": "Sum", "max": "MaxOrNaN"}
 
 
@@ -33,11 +37,14 @@ def accesses(problem: Problem) -> int:
 def choose(problem: Problem) -> tuple[KernelSpec, dict[str, Any], int, int]:
     """The kernel, its parameters, partial results and counters that it needs."""
     params = {name: problem[name] for name in ("dtype", "out_dtype", "operation", "vector")}
-    each = accesses(problem)
-    few = each <= 32 * _LANE_ACCESSES and problem["segments"] == 1
-    if few and problem["rows"] >= _LANE_ROWS:
+    each, rows = accesses(problem), problem["rows"]
+    limits = zip(_LANE_ACCESSES, _LANE_ROWS, strict=True)
+    if problem["segments"] == 1 and any(each <= most and rows >= few for most, few in limits):
         return LANES, {**params, **LANES_TUNED}, 0, 0
-    params = {**params, "gaps": problem["segments"] > 1, **BLOCKS_TUNED}
+    gaps = problem["segments"] > 1
+    small = each <= _SMALL_BLOCKS[0] or _ALONE < each <= _SMALL_BLOCKS[1]
+    threads = 256 if small and problem["vector"] and not gaps else 512
+    params = {**params, "gaps": gaps, "threads": threads, "unroll": 8}
     _, split = cut(params, problem)
     meeting = problem["rows"] if split > 1 else 0
     return BLOCKS, params, split * meeting, meeting
@@ -45,11 +52,14 @@ def choose(problem: Problem) -> tuple[KernelSpec, dict[str, Any], int, int]:
 
 def cut(params: Params, problem: Problem) -> tuple[int, int]:
     """(accesses of a block, blocks of a row)."""
-    total = accesses(problem) * problem["segments"]
-    step = params["threads"] * params["unroll"]
-    wanted = max(1, min(-(-total // step), MAX_BLOCKS // problem["rows"]))
+    total, threads = accesses(problem) * problem["segments"], params["threads"]
+    low, high = _BLOCKS
+    blocks = min(max(total * problem["rows"] // _PIECE, low), high)
+    wanted = 1
+    if total > _ALONE:
+        wanted = max(1, min(blocks // problem["rows"], -(-total // threads)))
     piece = max(1, -(-total // wanted))
-    piece = -(-piece // params["threads"]) * params["threads"]
+    piece = -(-piece // threads) * threads
     return piece, max(1, -(-total // piece))
 
 
@@ -98,6 +108,9 @@ def _illegal(params: Params) -> str | None:
         return f"out_dtype={params['out_dtype']} is neither {params['dtype']} nor fp32"
     if params["operation"] == "max" and params["out_dtype"] != params["dtype"]:
         return "a maximum has the dtype of what it is of"
+    small = params["threads"] == 256 and "gaps" in params
+    if small and (params["gaps"] or not params["vector"]):
+        return "small blocks are for 16-byte accesses without gaps"
     return None
 
 
@@ -141,7 +154,7 @@ def _problem(params: Params, rows: int, segments: int, columns: int) -> dict[str
 
 
 def _blocks_problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    shapes = [(2, 9003), (3, 50)] if scale == "small" else [(1, 2**22 + 5), (37, 50_001)]
+    shapes = [(2, 66_003), (3, 50)] if scale == "small" else [(1, 2**22 + 5), (37, 50_001)]
     if params["gaps"]:
         return [_problem(params, 1, rows * 3, columns // 3) for rows, columns in shapes]
     return [_problem(params, rows, 1, columns) for rows, columns in shapes]
@@ -168,7 +181,6 @@ def _outputs(params: Params, problem: Problem) -> Arrays:
 
 
 LANES_TUNED: dict[str, Any] = {"threads": 256, "unroll": 4}
-BLOCKS_TUNED: dict[str, Any] = {"threads": 256, "unroll": 4}
 
 _PARAMS = (
     Param("dtype", FLOATS, "element type of x"),
@@ -198,8 +210,8 @@ BLOCKS = register(
         params=(
             *_PARAMS,
             Param("gaps", (False, True), "a row is segments of memory at one distance"),
-            Param("threads", (256,), "threads of a block", tunable=True),
-            Param("unroll", (4,), "accesses of a thread under way", tunable=True),
+            Param("threads", (256, 512), "threads of a block", tunable=True),
+            Param("unroll", (8,), "accesses of a thread under way", tunable=True),
         ),
         grid=_blocks_grid,
         arguments=_blocks_arguments,

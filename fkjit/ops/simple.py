@@ -152,14 +152,14 @@ class Op:
             bound = signature.bind(*args, **options)
             bound.apply_defaults()
             given = bound.arguments
-            self._prepare(
+            self.prepare(
                 [given.get(name) for name in self.names],
                 tuple(value for name, value in given.items() if name not in self.names),
             )
 
         return prepare
 
-    def _prepare(self, arrays: list[Any], options: tuple[Any, ...]) -> None:
+    def prepare(self, arrays: list[Any], options: tuple[Any, ...]) -> None:
         request = self._request(self._views(arrays), options)
         if request.like.device == CPU or not request.launches:
             return

@@ -4,6 +4,7 @@ allocate outputs, pack the arguments and launch."""
 from __future__ import annotations
 
 import operator
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -24,45 +25,35 @@ Key = tuple[Any, ...]
 Geometry = tuple[Key, list[int]]  # all that a plan depends on, and the pointers
 
 
-def torch_geometry(arrays: Sequence[Any]) -> Geometry | None:
-    """Of plain tensors and parameters; None where autograd would want to know of the call."""
-    key: list[Any] = []
-    pointers: list[int] = []
-    wanted = False
-    for x in arrays:
-        if x is None:
-            key.append(None)
-            pointers.append(0)
-            continue
-        if type(x) not in _torch_types:  # a subclass may mean something else
-            return None
-        pointer = x.data_ptr()
-        pointers.append(pointer)
-        key += (x.shape, x.stride(), x.dtype, x.get_device(), pointer & _ALIGNMENT, x.is_neg())
-        wanted = wanted or x.requires_grad
-    if wanted and _torch.is_grad_enabled():
-        return None
-    return tuple(key), pointers
+def torch_geometry(arrays: Sequence[Any]) -> Geometry:
+    """Of tensors. A subclass has a type of its own in its key, and no plan."""
+    pointers = [0 if x is None else x.data_ptr() for x in arrays]
+    key = [
+        None if x is None else
+        (type(x), x.shape, x.stride(), x.dtype, x.get_device(), x.is_neg(), x.requires_grad)
+        for x in arrays
+    ]  # fmt: skip
+    return (*key, *[p & _ALIGNMENT for p in pointers]), pointers
 
 
-def cupy_geometry(arrays: Sequence[Any]) -> Geometry | None:
+def cupy_geometry(arrays: Sequence[Any]) -> Geometry:
     """The same of CuPy arrays."""
-    key: list[Any] = []
-    pointers: list[int] = []
-    for x in arrays:
-        if x is None:
-            key.append(None)
-            pointers.append(0)
-            continue
-        if type(x) is not _cupy_type:
-            return None
-        memory = x.data
-        pointers.append(memory.ptr)
-        key += (x.shape, x.strides, x.dtype, memory.device_id, memory.ptr & _ALIGNMENT)
-    return tuple(key), pointers
+    memory = [None if x is None else x.data for x in arrays]
+    pointers = [0 if m is None else m.ptr for m in memory]
+    key = [
+        None if x is None else (type(x), x.shape, x.strides, x.dtype, x.data.device_id)
+        for x in arrays
+    ]
+    return (*key, *[p & _ALIGNMENT for p in pointers]), pointers
 
 
-_geometries: dict[type, Callable[[Sequence[Any]], Geometry | None]] = {}  # of array types seen
+def _is_planned(kind: str, arrays: Sequence[Any]) -> bool:
+    """Whether these are plain arrays and parameters; what a subclass means, nobody knows."""
+    plain = _torch_types if kind == "torch" else (_cupy_type,)
+    return all(x is None or type(x) in plain for x in arrays)
+
+
+_geometries: dict[type, Callable[[Sequence[Any]], Geometry]] = {}  # of array types seen
 _torch: Any = None
 _torch_types: tuple[type, ...] = ()
 _cupy_type: type | None = None
@@ -102,15 +93,17 @@ class Plans:
         if geometry is None:
             return None
         try:
-            seen = geometry(arrays)
-            if seen is None:
-                return None
-            plan = self.known.get((seen[0], options))
+            key, pointers = geometry(arrays)
+            plan = self.known.get((key, options))
         except (AttributeError, TypeError, RuntimeError):  # whatever it is, the check explains it
             return None
-        if plan is None or (plan.guards and plan.overlaps(seen[1])):
+        if (
+            plan is None
+            or (plan.guards and plan.overlaps(pointers))
+            or (plan.wants_grad and _torch.is_grad_enabled())
+        ):
             return None
-        return plan, seen[1]
+        return plan, pointers
 
     def remember(
         self,
@@ -124,17 +117,16 @@ class Plans:
         if request.like.kind not in ("torch", "cupy") or not all(map(_is_plain, options)):
             return
         _learn(request.like.kind)
-        geometry = _geometries.get(type(arrays[0]))
-        seen = None if geometry is None else geometry(arrays)
-        if seen is None:
+        if not _is_planned(request.like.kind, arrays):
             return
+        key = (_geometries[type(arrays[0])](arrays)[0], options)
         if len(self.known) >= MAX_PLANS:
             self.known.clear()
-        key = (seen[0], options)
         plan = self.known.get(key)
         if plan is None:
             make = TorchPlan if request.like.kind == "torch" else CupyPlan
             plan = self.known[key] = make(self.names, request, kernels)
+            plan.wants_grad = any(getattr(x, "requires_grad", False) for x in arrays)
         plan.allow(self.names, pairs)
 
 
@@ -145,6 +137,7 @@ class Plan:
         self, names: tuple[str, ...], request: Request, kernels: Sequence[LoadedKernel]
     ) -> None:
         self.device = request.like.device
+        self.wants_grad = False  # an input requires grad: only where autograd is off
         self.workspace, self.counters = request.workspace, request.counters
         outputs = {name: output for name, output in request.outputs.items() if output is not None}
         self.allocations = [
@@ -170,20 +163,17 @@ class Plan:
     def _arguments(
         self, kernel: LoadedKernel, launch: Any, views: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """What picks a launch's flat values out of (pointers and constants), and the constants."""
+        """What packs a kernel's pointers, where it finds them, and its other arguments packed."""
         named = dict(launch.spec.arguments(launch.params, launch.problem, views))
-        place: list[int] = []
-        constants: list[Any] = []
-        for name in kernel.names:
-            if name in self.pointers:
-                place.append(self.pointers.index(name))
-                continue
-            flat = flatten((name,), named)
-            place += range(
-                len(self.pointers) + len(constants), len(self.pointers) + len(constants) + len(flat)
-            )
-            constants += flat
-        return operator.itemgetter(*place), tuple(constants)
+        own = [name for name in kernel.names if name in self.pointers]
+        if list(kernel.names[: len(own)]) != own:
+            raise AssertionError(f"{kernel.spec.id}: pointers are not its first arguments")
+        packed = kernel.packing.pack(*flatten(kernel.names, named | dict.fromkeys(own, 0)))
+        pack = struct.Struct(f"={len(own)}Q")
+        places = [self.pointers.index(name) for name in own]
+        neighbours = places == list(range(places[0], places[0] + len(own)))
+        pick = [slice(places[0], places[0] + len(own))] if neighbours else places
+        return pack.pack, operator.itemgetter(*pick), packed[pack.size :]
 
     def allow(self, names: tuple[str, ...], pairs: Sequence[Pair]) -> None:
         """Arrays as far apart as these do not overlap in a harmful way: that was checked."""
@@ -208,14 +198,13 @@ class Plan:
 
     def launch(self, pointers: list[int], stream: int, like: Any) -> None:
         """Launch every kernel on `stream`; the device is current."""
-        scratch: tuple[int, int] = (0, 0)
-        owner = None
+        scratch: tuple[int, int, Any] = (0, 0, None)
         if self.workspace or self.counters:
-            *found, owner = workspace.find(like, self.device, stream, self.workspace, self.counters)
-            scratch = (found[0], found[1])
-        for kernel, grid, pick, constants in self.launches:
-            kernel.launch(grid, pick((*pointers, *scratch, *constants)), stream)
-        del owner  # what was enqueued comes first on this stream
+            scratch = workspace.find(like, self.device, stream, self.workspace, self.counters)
+        pointers += scratch[:2]
+        for kernel, grid, pack, pick, constants in self.launches:
+            kernel.launch_packed(grid, pack(*pick(pointers)) + constants, stream)
+        del scratch  # whoever gets that memory next on this stream comes after us
 
     def run(self, arrays: list[Any], pointers: list[int]) -> Any:
         """Launch on these arrays, None for what is to be allocated; what the call returns."""

@@ -17,6 +17,7 @@ from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, registe
 
 _ARRAYS = ("a", "b", "out")
 _VECTOR_BYTES = 16
+_LARGE = 1 << 22  # elements, from which on large blocks are faster
 _OUTER = 3  # dimensions of rows, at most
 
 
@@ -57,7 +58,8 @@ def _check(views: Mapping[str, View | None]) -> Request:
     strides = [a.strides, b.strides, _contiguous(shape) if out is None else out.strides]
     pointers = [a.pointer, b.pointer, 0 if out is None else out.pointer]  # new ones are aligned
     problem, vector = describe(dtype, shape, strides, pointers)
-    params = {"dtype": dtype, "vector": vector, "outer": problem["outer"], **_TUNED}
+    params = {"dtype": dtype, "vector": vector, "outer": problem["outer"]}
+    params["threads"] = 1024 if problem["rows"] * problem["columns"] >= _LARGE else 256
     if grid(params, problem)[0] > MAX_GRID:
         raise ParameterError(
             f"vector_add: a has {problem['rows']} rows that do not lie behind each other, more "
@@ -105,10 +107,9 @@ def _layout(params: Params, problem: Problem) -> tuple[int, int, int]:
     """(log2 of lanes in a row, blocks of a row, blocks)."""
     width = _VECTOR_BYTES // ITEMSIZE[params["dtype"]] if params["vector"] else 1
     accesses = -(-(problem["columns"] + problem["shift"]) // width)
-    threads, unroll = params["threads"], params["unroll"]
-    lanes_log2 = min(log2_ceil(threads), log2_ceil(-(-accesses // unroll)))
-    pieces = -(-accesses // (unroll << lanes_log2))
-    return lanes_log2, pieces, pieces * -(-problem["rows"] // (threads >> lanes_log2))
+    lanes_log2 = min(log2_ceil(params["threads"]), log2_ceil(accesses))
+    pieces = -(-accesses // (1 << lanes_log2))
+    return lanes_log2, pieces, pieces * -(-problem["rows"] // (params["threads"] >> lanes_log2))
 
 
 def grid(params: Params, problem: Problem) -> Dim3:
@@ -191,8 +192,6 @@ def outputs(params: Params, problem: Problem) -> Arrays:
     return {"out": np.full(_length(problem, "out"), np.nan, numpy_dtype(problem["dtype"]))}
 
 
-_TUNED: dict[str, Any] = {"threads": 256, "unroll": 4}
-
 ADD = register(
     KernelSpec(
         op="vector_add",
@@ -204,8 +203,7 @@ ADD = register(
             Param("dtype", FLOATS, "element type of a, b and out"),
             Param("vector", (True, False), "16-byte accesses: rows alike to 16-byte boundaries"),
             Param("outer", (False, True), "rows lie in three dimensions, not in one"),
-            Param("threads", (256,), "threads of a block", tunable=True),
-            Param("unroll", (4,), "accesses of a thread to each array", tunable=True),
+            Param("threads", (256, 1024), "threads of a block", tunable=True),
         ),
         block=lambda params: (params["threads"], 1, 1),
         grid=grid,

@@ -2,7 +2,8 @@
 
    Arrays are rows of `columns` elements; one without gaps is a single row. A block is a grid of
    lanes x (THREADS / lanes) threads over columns and rows, so that many short rows fill it as well
-   as a piece of a long one does; each thread has UNROLL accesses of WIDTH elements under way.
+   as a piece of a long one does. A thread makes one access of WIDTH elements to each array: with
+   several the blocks under way write to more places at once, and device memory is slower for it.
 
      VECTOR   16-byte accesses. The row starts `shift` elements after a 16-byte boundary, the same
               in a, b and out: access i holds columns i * WIDTH - shift and on, and the first and
@@ -18,7 +19,6 @@ using elem_t = ${dtype};
 constexpr bool VECTOR = ${vector};
 constexpr bool OUTER = ${outer};    // rows lie in three dimensions, not in one
 constexpr int THREADS = ${threads};
-constexpr int UNROLL = ${unroll};   // accesses of a thread to each array
 
 constexpr int WIDTH = VECTOR ? 16 / sizeof(elem_t) : 1;
 static_assert(THREADS % WARP_SIZE == 0, "whole warps");
@@ -48,32 +48,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) vector_add(
     a += row * a_strides.row, b += row * b_strides.row, out += row * out_strides.row;
   }
 
-  const i64 piece = static_cast<i64>(blockIdx.x % pieces) * lanes * UNROLL;
-  const i64 first = (piece + lane) * WIDTH - shift, step = static_cast<i64>(lanes) * WIDTH;
-  if (VECTOR && first >= 0 && first + (UNROLL - 1) * step + WIDTH <= columns) {
-    Vector<elem_t> x[UNROLL], y[UNROLL];
+  const i64 access = static_cast<i64>(blockIdx.x % pieces) * lanes + lane;
+  const i64 first = access * WIDTH - shift;
+  if (VECTOR && first >= 0 && first + WIDTH <= columns) {
+    Vector<elem_t> x = load_vector(a + first);
+    const Vector<elem_t> y = load_vector(b + first);
 #pragma unroll
-    for (int i = 0; i < UNROLL; ++i) {
-      x[i] = load_vector(a + first + i * step);
-      y[i] = load_vector(b + first + i * step);
-    }
-#pragma unroll
-    for (int i = 0; i < UNROLL; ++i) {
-#pragma unroll
-      for (int k = 0; k < WIDTH; ++k) x[i].set(k, x[i].get(k) + y[i].get(k));
-      store_vector(out + first + i * step, x[i]);
-    }
+    for (int k = 0; k < WIDTH; ++k) x.set(k, x.get(k) + y.get(k));
+    store_vector(out + first, x);
     return;
   }
-#pragma unroll
-  for (int i = 0; i < UNROLL; ++i) {
-    const i64 begin = first + i * step;
-    for (int k = 0; k < WIDTH; ++k) {
-      const i64 column = begin + k;
-      if (column < 0 || column >= columns) continue;
-      const float sum = static_cast<float>(a[column * a_column]) +
-                        static_cast<float>(b[column * b_column]);
-      out[column * out_column] = static_cast<elem_t>(sum);
-    }
+  for (i64 column = max(first, 0ll); column < min(first + WIDTH, columns); ++column) {
+    const float sum =
+        static_cast<float>(a[column * a_column]) + static_cast<float>(b[column * b_column]);
+    out[column * out_column] = static_cast<elem_t>(sum);
   }
 }

@@ -10,13 +10,17 @@
 #include "prelude.cuh"
 
 // Called by every thread of a block. What thread 0 wrote before is published; in the last block all
-// threads see what the thread 0 of every block of the group wrote.
+// threads see what the thread 0 of every block of the group wrote. One atomic does both, which two
+// fences beside it would do as well, more slowly.                       PTX ISA: atom.acq_rel.inc
 __device__ __forceinline__ bool last_block(u32* counter, u32 blocks) {
   __shared__ bool is_last;
   if (threadIdx.x == 0) {
-    __threadfence();
-    is_last = atomicInc(counter, blocks - 1) == blocks - 1;  // it wraps to 0
-    __threadfence();
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(__cvta_generic_to_global(counter)), "r"(blocks - 1)
+                 : "memory");
+    is_last = before == blocks - 1;  // and the counter has wrapped to 0
   }
   __syncthreads();
   return is_last;
