@@ -25,6 +25,10 @@ _PUBLIC = {
     "rope_table": "fkjit.ops.rope_frequencies",
     "Llama3Scaling": "fkjit.ops.rope_frequencies",
     "YarnScaling": "fkjit.ops.rope_frequencies",
+    "PagedKVCache": "fkjit.ops.kv_cache",
+    "kv_append": "fkjit.ops.kv_append",
+    "kv_read": "fkjit.ops.kv_read",
+    "kv_slots": "fkjit.ops.kv_slots",
     "prepare": "fkjit.api",
     "launch": "fkjit.api",
     "launch_cpu": "fkjit.cpu_launch",
@@ -41,10 +45,14 @@ _PUBLIC = {
 __all__ = [
     "KernelSpec",
     "Llama3Scaling",
+    "PagedKVCache",
     "Param",
     "SanitizerError",
     "YarnScaling",
     "attention",
+    "kv_append",
+    "kv_read",
+    "kv_slots",
     "launch",
     "launch_cpu",
     "prepare",
@@ -84,6 +92,10 @@ if TYPE_CHECKING:
     from fkjit.cpu_launch import launch_cpu
     from fkjit.errors import SanitizerError
     from fkjit.ops.attention import attention
+    from fkjit.ops.kv_append import kv_append
+    from fkjit.ops.kv_cache import PagedKVCache
+    from fkjit.ops.kv_read import kv_read
+    from fkjit.ops.kv_slots import kv_slots
     from fkjit.ops.reduce import reduce_max, reduce_mean, reduce_sum
     from fkjit.ops.rope import rope
     from fkjit.ops.rope_frequencies import Llama3Scaling, YarnScaling, rope_table
