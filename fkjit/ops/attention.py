@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from fkjit import interop
 from fkjit.device import launch_on_device, loaded
 from fkjit.interop import CPU
 from fkjit.interpret import interpret
+from fkjit.ops import workspace
 from fkjit.ops.attention_checks import LAYOUTS, Request, check
+from fkjit.ops.attention_hopper import COUNTERS
 from fkjit.ops.attention_plan import geometries, plans, remember
 from fkjit.sanitizer import refuse_gpu
 
@@ -102,6 +106,7 @@ def prepare(
     if request.device != CPU and not request.empty:
         stream = interop.current_stream(request.q)
         kernel = loaded(request.spec, request.params, request.device, stream)
+        workspace.reserve(request.device)
         remember(request, kernel, options)
 
 
@@ -113,6 +118,7 @@ def _on_cpu(request: Request, o: Any, lse: Any) -> None:
     arrays = {n: interop.as_numpy(getattr(request, n)).transpose(order) for n in ("q", "k", "v")}
     arrays["o"] = interop.as_numpy(interop.view(o, "attention", "o")).transpose(order)
     arrays["lse"] = None if lse is None else interop.as_numpy(interop.view(lse, "attention", "lse"))
+    arrays["counters"] = np.zeros(COUNTERS, np.uint32)
     interpret(request.spec, request.params, request.problem, arrays)
 
 
@@ -121,9 +127,12 @@ def _on_gpu(request: Request, o: Any, lse: Any, options: tuple[Any, ...]) -> Non
         interop.Pointer(interop.view(o, "attention", "o")),
         interop.Pointer(None if lse is None else interop.view(lse, "attention", "lse")),
     )
-    named = request.spec.arguments(request.params, request.problem, arrays)
-    named = interop.resolved(named)
     stream = interop.current_stream(request.q)
+    counters = workspace.find(request.q.array, request.device, stream, 0, COUNTERS)[1]
+    named = request.spec.arguments(
+        request.params, request.problem, {**arrays, "counters": counters}
+    )
+    named = interop.resolved(named)
     kernel = launch_on_device(
         request.spec, request.params, request.problem, named, request.device, stream
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from fkjit import interop
 from fkjit.build import interpreter_target
-from fkjit.device import device_target
+from fkjit.device import device_target, multiprocessors
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
 from fkjit.interop import CPU, Pointer, View
 from fkjit.ops import attention_choice as choice
@@ -75,6 +75,8 @@ def check(
     }  # fmt: skip
     device = views["q"].device
     arch = interpreter_target().arch if device == CPU else device_target(device).arch
+    if device != CPU:
+        problem["multiprocessors"] = multiprocessors(device)
     aligned, block = _aligned(views, sizes), _check_block(block)
     suits = aligned and attention_hopper.takes(problem, views, LAYOUTS[layout], block)
     spec = choice.implementation(impl, problem["dtype"], arch, suits)

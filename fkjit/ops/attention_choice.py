@@ -101,7 +101,7 @@ def choose_block(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) 
         spec.check({**fixed, "block": 16}, arch)
     order = [b for b in _PREFERENCE[spec.name][fixed["head_dim"]] if b in legal] or legal
     if spec is hopper.FLASH_SM90:  # one block an SM, of warpgroups that hide each other's waiting
-        return order[0]
+        return hopper.tile(problem, fixed["head_dim"])
     rows = max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
     order = [b for b in order if split_block(b)[0] <= rows] or order
 

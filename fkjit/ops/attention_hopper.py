@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from fkjit.interop import ITEMSIZE
-from fkjit.ops.attention_problem import SHARED, scalars, split_block
-from fkjit.spec import KernelSpec, Param, Params, Problem, SharedLayout, register
+from fkjit.ops.attention_problem import SHARED, grid, inputs, problems, scalars, split_block
+from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, SharedLayout, register
 from fkjit.tensor_map import TensorMap
 
 HEAD_DIMS = (64, 128, 192, 256)  # what tiles are padded to: panels of 64 columns
@@ -22,6 +24,10 @@ TILES: dict[int, tuple[Any, ...]] = {
 }
 _PANEL = 64  # columns
 _STAGES = 2
+COUNTERS = 1
+_MAX_SHARED = 232_448  # bytes a block may have on sm_90
+_L2_BYTES = 32 << 20  # of 50 MiB
+_SMS = 132  # of an H100 or H200, where a problem does not say
 
 
 def _consumers(params: Params) -> int:
@@ -45,13 +51,20 @@ def _derive(params: Params) -> dict[str, Any]:
         "block_k": block_k,
         "consumers": consumers,
         "stages": _STAGES,
-        "take_turns": consumers == 2,
-        "producer_registers": 24 if consumers == 2 else 32,
-        "consumer_registers": 240 if consumers == 2 else 160,
+        "take_turns": False,  # the consumers find their own rhythm, a little faster
+        "o_has_room": _o_has_room(params),
+        "producer_registers": 40 if consumers == 2 else 32,
+        "consumer_registers": 232 if consumers == 2 else 160,
         "ptx_type": {"fp16": "f16", "bf16": "bf16"}[params["dtype"]],
         **_product("qk", block_k // 2, {"q": 1, "k": 1, "add": 1}),
         **_product("pv", params["head_dim_v"] // 2, {"p": 4, "v": 1}),
     }
+
+
+def _o_has_room(params: Params) -> bool:
+    """Whether O need not be staged where Q was, so that the next Q may come early."""
+    o = 2 * split_block(params["block"])[0] * params["head_dim_v"]
+    return sum(size for _, size in _without_o(params)) + o <= _MAX_SHARED
 
 
 def _illegal(params: Params) -> str | None:
@@ -63,7 +76,7 @@ def _illegal(params: Params) -> str | None:
     return None
 
 
-def _shared(params: Params) -> SharedLayout:
+def _without_o(params: Params) -> list[tuple[str, int]]:
     """Q, a ring each of K and V, and the mbarriers."""
     (block_q, block_k), d, dv = (
         split_block(params["block"]),
@@ -75,7 +88,14 @@ def _shared(params: Params) -> SharedLayout:
         for name, dim in (("K", d), ("V", dv))
         for stage in range(_STAGES)
     ]
-    return [("Q", 2 * block_q * d), *rings, ("mbarriers", 16 + 32 * _STAGES)]
+    return [("Q", 2 * block_q * d), *rings, ("mbarriers", 64 + 32 * _STAGES)]
+
+
+def _shared(params: Params) -> SharedLayout:
+    """The same, and O before the mbarriers if there is room."""
+    parts = _without_o(params)
+    o = [("O", 2 * split_block(params["block"])[0] * params["head_dim_v"])]
+    return [*parts[:-1], *(o if _o_has_room(params) else []), parts[-1]]
 
 
 def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,10 +109,32 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
         },
         "o": o,
         "lse": arrays["lse"],
+        "counters": arrays["counters"],
         "o_strides": tuple(stride // o.itemsize for stride in o.strides[:3]),
         "batch": problem["batch"],
+        "section_heads": _section_heads(problem),
         **scalars(problem),
     }
+
+
+def tile(problem: Problem, head_dim: int) -> Any:
+    """The tile of a problem: the fastest, or less of it where causal rows are short."""
+    tall, *others = TILES[head_dim]
+    short = problem["causal"] and problem["seqlen_q"] <= 1024
+    return others[0] if head_dim == 64 and short else tall
+
+
+def _section_heads(problem: Problem) -> int:
+    """Query heads whose K and V fit into L2 together, beside what passes through."""
+    dims = problem["head_dim"] + problem["head_dim_v"]
+    pair = max(problem["seqlen_k"] * dims * ITEMSIZE[problem["dtype"]], 1)
+    group = problem["heads_q"] // problem["heads_kv"]
+    return max(_L2_BYTES // pair, 1) * group
+
+
+def _grid(params: Params, problem: Problem) -> Dim3:
+    """One block an SM, or fewer where there is less to do."""
+    return (min(grid(params, problem)[0], problem.get("multiprocessors", _SMS)), 1, 1)
 
 
 def padded_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -128,6 +170,17 @@ def takes(problem: Problem, views: Mapping[str, Any], order: tuple[int, ...], bl
     )
 
 
+def _problems(params: Params, scale: str) -> Sequence[Problem]:
+    """Those of every attention kernel; the small ones on a GPU of two SMs, so that blocks go on."""
+    few = {"multiprocessors": 2} if scale == "small" else {}
+    return [{**problem, **few} for problem in problems(params, scale)]
+
+
+def _inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
+    """q, k, v and the counter that blocks draw their work from."""
+    return {**inputs(params, problem, rng), "counters": np.zeros(COUNTERS, np.uint32)}
+
+
 FLASH_SM90 = register(
     KernelSpec(
         **{
@@ -149,6 +202,9 @@ FLASH_SM90 = register(
             ),
             "derive": _derive,
             "illegal": _illegal,
+            "grid": _grid,
+            "problems": _problems,
+            "inputs": _inputs,
             "features": lambda params: frozenset({"wgmma"}),
             "shared_layout": _shared,
             "block": lambda params: (128 * (1 + _consumers(params)), 1, 1),

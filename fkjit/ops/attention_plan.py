@@ -10,7 +10,9 @@ from typing import Any
 
 from fkjit.device import LoadedKernel, flatten
 from fkjit.interop import Pointer
+from fkjit.ops import workspace
 from fkjit.ops.attention_checks import Request
+from fkjit.ops.attention_hopper import COUNTERS
 from fkjit.tensor_map import TensorMap
 
 MAX_PLANS = 4096
@@ -72,8 +74,8 @@ def remember(request: Request, kernel: LoadedKernel, options: tuple[Any, ...]) -
 
 class _Plan:
     __slots__ = (
-        "device", "dtype", "encoded", "grid", "index", "kernel", "lse_shape", "maps", "shape",
-        "tail",
+        "counters", "device", "dtype", "encoded", "grid", "index", "kernel", "lse_shape", "maps",
+        "shape", "tail",
     )  # fmt: skip
 
     def __init__(self, request: Request, kernel: LoadedKernel) -> None:
@@ -86,15 +88,24 @@ class _Plan:
         self.lse_shape = request.lse_shape if request.return_lse else None
         o = Pointer(None, self.shape, request.problem["dtype"])
         named = request.spec.arguments(
-            request.params, request.problem, request.pointers(o, Pointer(None))
+            request.params,
+            request.problem,
+            {**request.pointers(o, Pointer(None)), "counters": 0},
         )
         names = tuple(name.removesuffix("_map") for name in kernel.names[:5])
         if names != ("q", "k", "v", "o", "lse"):
             raise AssertionError(f"{kernel.spec.id}: arguments begin {kernel.names[:5]}")
-        self.tail = flatten(kernel.names, named)[5:]
+        self.counters = COUNTERS if "counters" in kernel.names else 0
+        self.tail = flatten(kernel.names, named)[5 + bool(self.counters) :]
         maps = [named[name] for name in kernel.names[:3]]
         self.maps = maps if isinstance(maps[0], TensorMap) else None
         self.encoded: dict[tuple[int, ...], tuple[bytes, ...]] = {}
+
+    def counter(self, like: Any, stream: int) -> tuple[int, ...]:
+        """The address of counters for one launch, if the kernel has such an argument."""
+        if not self.counters:
+            return ()
+        return (workspace.find(like, self.index, stream, 0, self.counters)[1],)
 
     def inputs(self, *pointers: int) -> tuple[int | bytes, ...]:
         """The first three arguments: addresses, or tensor maps, kept for when they come again."""
@@ -131,12 +142,14 @@ class TorchPlan(_Plan):
             lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
             lse_pointer = lse.data_ptr()
         inputs = self.inputs(q.data_ptr(), k.data_ptr(), v.data_ptr())
-        values = (*inputs, o.data_ptr(), lse_pointer, *self.tail)
+        head = (*inputs, o.data_ptr(), lse_pointer)
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         if torch._C._cuda_getDevice() == self.index:
+            values = (*head, *self.counter(q, stream), *self.tail)
             self.kernel.launch(self.grid, values, stream)
         else:
             with torch.cuda.device(self.index):
+                values = (*head, *self.counter(q, stream), *self.tail)
                 self.kernel.launch(self.grid, values, stream)
         return o if lse is None else (o, lse)
 
@@ -162,6 +175,7 @@ class CupyPlan(_Plan):
             lse = cupy.empty(self.lse_shape, "f4")
             lse_pointer = lse.data.ptr
         inputs = self.inputs(q.data.ptr, k.data.ptr, v.data.ptr)
-        values = (*inputs, o.data.ptr, lse_pointer, *self.tail)
-        self.kernel.launch(self.grid, values, cupy.cuda.get_current_stream().ptr)
+        stream = cupy.cuda.get_current_stream().ptr
+        values = (*inputs, o.data.ptr, lse_pointer, *self.counter(q, stream), *self.tail)
+        self.kernel.launch(self.grid, values, stream)
         return o if lse is None else (o, lse)

@@ -3,10 +3,11 @@
 
    o = softmax(softmax_scale * q k^T + causal mask) v         lse = log(sum(exp(scores)))
 
-   A block works through one tile of 64 * CONSUMERS query rows after another. Its first warpgroup is
-   the producer: one thread of it asks TMA for Q and for tiles of K and V, into a ring of STAGES
-   each. The others are consumers of 64 rows each. mbarriers say which stages are full and which
-   are free again.
+   One block an SM works through one tile of 64 * CONSUMERS query rows after another. Its first
+   warpgroup is the producer: a thread of it asks TMA for Q and tiles of K, another for tiles of V,
+   into a ring of STAGES each. The others are consumers of 64 rows each. mbarriers say which stages are full and
+   which are free again. So the next tile's Q, K and V arrive while this one's output is stored.
+   Which tile that is, is drawn from a counter: blocks whose tiles are short work more of them off.
 
      consumer, for each tile j, from the last to the first (those that need a mask come first):
         S'  = Q K_j^T              issued   } both run on the tensor cores
@@ -22,17 +23,17 @@
 #include "prelude.cuh"
 #include "device/attention_mma.cuh"
 #include "device/mbarrier.cuh"
-#include "device/query_block.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 
 using elem_t = ${dtype};
-constexpr int BLOCK_K = ${block_k};        // keys of a tile
-constexpr int CONSUMERS = ${consumers};    // warpgroups of 64 query rows
-constexpr int HEAD_DIM = ${head_dim};      // of q and k, padded with zeros
-constexpr int HEAD_DIM_V = ${head_dim_v};  // of v and o, padded
-constexpr int STAGES = ${stages};          // tiles of K, and of V, in shared memory
-constexpr bool TAKE_TURNS = ${take_turns};
+constexpr int BLOCK_K = ${block_k};         // keys of a tile
+constexpr int CONSUMERS = ${consumers};     // warpgroups of 64 query rows
+constexpr int HEAD_DIM = ${head_dim};       // of q and k, padded with zeros
+constexpr int HEAD_DIM_V = ${head_dim_v};   // of v and o, padded
+constexpr int STAGES = ${stages};           // tiles of K, and of V, in shared memory
+constexpr bool TAKE_TURNS = ${take_turns};  // consumers issue their products one after the other
+constexpr bool O_HAS_ROOM = ${o_has_room};  // of its own in shared memory, else where Q was
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
 constexpr int CONSUMER_REGISTERS = ${consumer_registers};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
@@ -40,6 +41,12 @@ constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory i
 constexpr int BLOCK_Q = 64 * CONSUMERS;
 constexpr int WARPGROUP = 128;
 constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
+// What setmaxnreg gives to consumers it has taken from the producer: more than a block started with
+// would be waited for forever.
+constexpr int REGISTERS_AT_START = 65536 / THREADS / 8 * 8;
+static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
+                  (1 + CONSUMERS) * REGISTERS_AT_START,
+              "the warpgroups share the registers that the block was launched with");
 constexpr int QK_STEPS = HEAD_DIM / 16, PV_STEPS = BLOCK_K / 16;
 
 using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;
@@ -47,31 +54,74 @@ using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;
 using VTile = SwizzledTile<BLOCK_K, HEAD_DIM_V>;
 using OTile = SwizzledTile<BLOCK_Q, HEAD_DIM_V>;
 static_assert(QTile::PANEL_COLUMNS == 64 && VTile::PANEL_COLUMNS == 64, "TMA's 128-byte swizzle");
-static_assert(HEAD_DIM_V <= HEAD_DIM, "the output is staged where Q was");
+static_assert(O_HAS_ROOM || HEAD_DIM_V <= HEAD_DIM, "the output is staged where Q was");
 static_assert(BLOCK_K % 16 == 0, "the PV product takes keys 16 at a time");
 
-// Shared memory: Q, the rings of K and V, the barriers.
+// Shared memory: Q, the rings of K and V, perhaps O, the barriers.
 constexpr int K_OFFSET = QTile::BYTES + GUARD, K_STAGE = KTile::BYTES + GUARD;
 constexpr int V_OFFSET = K_OFFSET + STAGES * K_STAGE, V_STAGE = VTile::BYTES + GUARD;
-constexpr int BARRIERS_OFFSET = V_OFFSET + STAGES * V_STAGE;
+constexpr int O_OFFSET = O_HAS_ROOM ? V_OFFSET + STAGES * V_STAGE : 0;
+constexpr int BARRIERS_OFFSET =
+    V_OFFSET + STAGES * V_STAGE + (O_HAS_ROOM ? OTile::BYTES + GUARD : 0);
 
 struct Barriers {  // addresses
   u32 base;
   __device__ __forceinline__ u32 q_full() const { return base; }
   __device__ __forceinline__ u32 q_empty() const { return base + 8; }
-  __device__ __forceinline__ u32 k_full(int stage) const { return base + 16 + stage * 32; }
-  __device__ __forceinline__ u32 k_empty(int stage) const { return base + 24 + stage * 32; }
-  __device__ __forceinline__ u32 v_full(int stage) const { return base + 32 + stage * 32; }
-  __device__ __forceinline__ u32 v_empty(int stage) const { return base + 40 + stage * 32; }
+  __device__ __forceinline__ u32 work_full(int slot) const { return base + 16 + slot * 16; }
+  __device__ __forceinline__ u32 work_empty(int slot) const { return base + 24 + slot * 16; }
+  __device__ __forceinline__ u32 work(int slot) const {
+    return base + 48 + slot * 4;
+  }  // its number
+  __device__ __forceinline__ u32 k_full(int stage) const { return base + 64 + stage * 32; }
+  __device__ __forceinline__ u32 k_empty(int stage) const { return base + 72 + stage * 32; }
+  __device__ __forceinline__ u32 v_full(int stage) const { return base + 80 + stage * 32; }
+  __device__ __forceinline__ u32 v_empty(int stage) const { return base + 88 + stage * 32; }
 };
 
-// A ring's position: which stage, and the parity of its round.
+// A ring's position: which of SIZE stages, and the parity of its round.
+template <int SIZE>
 struct RingPlace {
   int stage = 0, parity = 0;
   __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
+    if (++stage == SIZE) stage = 0, parity ^= 1;
   }
 };
+constexpr int SLOTS = 2;  // pieces of work that have been announced
+
+// Which tile of queries a piece of work is. Heads are taken in sections whose K and V fit into L2;
+// within a section come the last tiles of all heads (the longest causal ones), then those before.
+struct Work {
+  int q0, head, batch;
+
+  __device__ __forceinline__ Work(int number, int blocks_q, int heads_q, int all_heads,
+                                  int section_heads) {
+    const int section = number / (blocks_q * section_heads), first = section * section_heads;
+    const int width = min(section_heads, all_heads - first);
+    const int within = number - section * blocks_q * section_heads;
+    q0 = (blocks_q - 1 - within / width) * BLOCK_Q;
+    head = (first + within % width) % heads_q;
+    batch = (first + within % width) / heads_q;
+  }
+};
+
+// The number of a block's next piece of work, or one at or past `works`. The first is its own index.
+// Each block draws until it gets too high a number, so that `works` are drawn in all, and the
+// counter is 0 again when the last one has been.
+__device__ __forceinline__ int draw_work(u32* counter, int works) {
+  return gridDim.x + atomicInc(counter, works - 1);
+}
+
+// The number that has been announced, for the V producer or for a whole warp of a consumer.
+template <bool WHOLE_WARP>
+__device__ __forceinline__ int next_work(const Barriers& barriers, RingPlace<SLOTS>& slot) {
+  mbarrier_wait(barriers.work_full(slot.stage), slot.parity);
+  const int number = load_shared_word(barriers.work(slot.stage));
+  if (WHOLE_WARP) __syncwarp();  // every lane has read it
+  if (!WHOLE_WARP || threadIdx.x % WARP_SIZE == 0) mbarrier_arrive(barriers.work_empty(slot.stage));
+  slot.advance();
+  return number;
+}
 
 // The keys that a tile of queries sees, in tiles.
 struct KeyRange {
@@ -162,19 +212,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const __grid_constant__ TensorMap v_map,  // head_dim] and v of BLOCK_K; each 64 columns wide
     elem_t* __restrict__ o,                   // [batch, heads_q, seqlen_q, head_dim_v]
     float* __restrict__ lse,                  // [batch, heads_q, seqlen_q] contiguous, or null
+    u32* __restrict__ counters,               // [1], 0 before and after
     const Strides o_strides, const int batch, const int heads_q, const int group_size,
     const int seqlen_q, const int seqlen_k, const int head_dim_v,
+    const int section_heads,         // heads whose K and V fit into L2 together
     const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 q_tile = shared_address(shared_memory);
   const Barriers barriers{q_tile + BARRIERS_OFFSET};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
-  const int works = ceil_div(seqlen_q, BLOCK_Q) * heads_q * batch;
+  const int blocks_q = ceil_div(seqlen_q, BLOCK_Q), works = blocks_q * heads_q * batch;
 
   if (threadIdx.x == 0) {
     mbarrier_init(barriers.q_full(), 1);
     mbarrier_init(barriers.q_empty(), CONSUMERS * 4);
+#pragma unroll
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      mbarrier_init(barriers.work_full(slot), 1);
+      mbarrier_init(barriers.work_empty(slot), CONSUMERS * 4 + 1);
+    }
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
       mbarrier_init(barriers.k_full(stage), 1);
@@ -190,46 +247,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
     if (threadIdx.x == 0) {
-      tma_prefetch(q_map), tma_prefetch(k_map), tma_prefetch(v_map);
-      RingPlace k_place, v_place;
+      // One thread says what comes next and asks for its Q and K, ...
+      tma_prefetch(q_map), tma_prefetch(k_map);
+      RingPlace<STAGES> k_place;
+      RingPlace<SLOTS> slot;
       int q_parity = 1;
-      for (int work = blockIdx.x; work < works; work += gridDim.x) {
-        const QueryBlock<BLOCK_Q> place(work, seqlen_q, heads_q);
+      for (int number = blockIdx.x;; number = draw_work(counters, works)) {
+        mbarrier_wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
+        store_shared_word(barriers.work(slot.stage), number);
+        mbarrier_arrive(barriers.work_full(slot.stage));
+        slot.advance();
+        if (number >= works) break;
+        const Work place(number, blocks_q, heads_q, heads_q * batch, section_heads);
         const KeyRange range(place.q0, seqlen_q, seqlen_k, causal);
-        const int kv_head = place.head / group_size;
         const auto load_k = [&](int tile) {
           mbarrier_wait(barriers.k_empty(k_place.stage), k_place.parity ^ 1);
-          mbarrier_expect(barriers.k_full(k_place.stage), KTile::BYTES);
-#pragma unroll
-          for (int panel = 0; panel < KTile::PANELS; ++panel)
-            tma_load(q_tile + K_OFFSET + k_place.stage * K_STAGE + panel * KTile::PANEL_BYTES,
-                     k_map, barriers.k_full(k_place.stage), panel * 64, tile * BLOCK_K, kv_head,
-                     place.batch);
+          tma_load_tile<KTile>(q_tile + K_OFFSET + k_place.stage * K_STAGE, k_map,
+                               barriers.k_full(k_place.stage), tile * BLOCK_K,
+                               place.head / group_size, place.batch);
           k_place.advance();
-        };
-        const auto load_v = [&](int tile) {
-          mbarrier_wait(barriers.v_empty(v_place.stage), v_place.parity ^ 1);
-          mbarrier_expect(barriers.v_full(v_place.stage), VTile::BYTES);
-#pragma unroll
-          for (int panel = 0; panel < VTile::PANELS; ++panel)
-            tma_load(q_tile + V_OFFSET + v_place.stage * V_STAGE + panel * VTile::PANEL_BYTES,
-                     v_map, barriers.v_full(v_place.stage), panel * 64, tile * BLOCK_K, kv_head,
-                     place.batch);
-          v_place.advance();
         };
         if (range.tiles > 0) load_k(range.tiles - 1);
         mbarrier_wait(barriers.q_empty(), q_parity);
         q_parity ^= 1;
-        mbarrier_expect(barriers.q_full(), QTile::BYTES);
-#pragma unroll
-        for (int panel = 0; panel < QTile::PANELS; ++panel)
-          tma_load(q_tile + panel * QTile::PANEL_BYTES, q_map, barriers.q_full(), panel * 64,
-                   place.q0, place.head, place.batch);
-        for (int tile = range.tiles - 2; tile >= 0; --tile) {
-          load_k(tile);
-          load_v(tile + 1);
+        tma_load_tile<QTile>(q_tile, q_map, barriers.q_full(), place.q0, place.head, place.batch);
+        for (int tile = range.tiles - 2; tile >= 0; --tile) load_k(tile);
+      }
+    } else if (threadIdx.x == WARP_SIZE) {
+      // ... another one, in a warp of its own, for its V.
+      tma_prefetch(v_map);
+      RingPlace<STAGES> v_place;
+      RingPlace<SLOTS> slot;
+      while (true) {
+        const int number = next_work<false>(barriers, slot);
+        if (number >= works) break;
+        const Work place(number, blocks_q, heads_q, heads_q * batch, section_heads);
+        const KeyRange range(place.q0, seqlen_q, seqlen_k, causal);
+        for (int tile = range.tiles - 1; tile >= 0; --tile) {
+          mbarrier_wait(barriers.v_empty(v_place.stage), v_place.parity ^ 1);
+          tma_load_tile<VTile>(q_tile + V_OFFSET + v_place.stage * V_STAGE, v_map,
+                               barriers.v_full(v_place.stage), tile * BLOCK_K,
+                               place.head / group_size, place.batch);
+          v_place.advance();
         }
-        if (range.tiles > 0) load_v(0);
       }
     }
   } else {
@@ -241,7 +301,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const u64 k_operand = wgmma_tile(q_tile + K_OFFSET, 0);
     const u64 v_operand = wgmma_tile(q_tile + V_OFFSET, VTile::PANEL_BYTES);
     const bool signals = lane == 0;
-    RingPlace k_place, v_place;
+    RingPlace<STAGES> k_place, v_place;
+    RingPlace<SLOTS> slot;
     int q_parity = 0;
     // Turns: a consumer's products are issued between its sync and the arrival for the next one.
     const auto my_turn = [&] {
@@ -252,8 +313,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     };
     if (TAKE_TURNS && consumer == 1) your_turn();
 
-    for (int work = blockIdx.x; work < works; work += gridDim.x) {
-      const QueryBlock<BLOCK_Q> place(work, seqlen_q, heads_q);
+    while (true) {
+      const int number = next_work<true>(barriers, slot);
+      if (number >= works) break;
+      const Work place(number, blocks_q, heads_q, heads_q * batch, section_heads);
       const KeyRange range(place.q0, seqlen_q, seqlen_k, causal);
       float acc[1][HEAD_DIM_V / 8][4] = {};
       OnlineSoftmax<1> softmax;
@@ -309,6 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
           if (rescale) scale_rows(acc, correction);
           round_to(p, s);
         }
+        if (O_HAS_ROOM && signals) mbarrier_arrive(barriers.q_empty());
         mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
         settle(p);
         settle(acc[0]);
@@ -317,12 +381,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         wgmma_wait<0>();
         if (signals) mbarrier_arrive(barriers.v_empty(v_place.stage));
         v_place.advance();
+      } else if (O_HAS_ROOM && signals) {
+        mbarrier_arrive(barriers.q_empty());
       }
 
-      // Normalise; the output is staged over this warp's own rows of Q, then stored in whole chunks.
+      // Normalise; the output is staged in this warp's own rows, then stored in whole chunks.
       const i64 head_index = static_cast<i64>(place.batch) * heads_q + place.head;
       const int row0 = place.q0 + warp_row, rows_left = min(16, seqlen_q - row0);
-      const u32 warp_o_tile = q_tile + warp_row * OTile::ROW_BYTES;
+      const u32 warp_o_tile = q_tile + O_OFFSET + warp_row * OTile::ROW_BYTES;
       finish_rows<elem_t, OTile>(acc, softmax, softmax_scale_log2, lane, warp_o_tile,
                                  lse == nullptr ? nullptr : lse + head_index * seqlen_q + row0,
                                  rows_left);
@@ -330,9 +396,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       store_tile<OTile, 16, true>(
           o + place.batch * o_strides.batch + place.head * o_strides.head + row0 * o_strides.row,
           o_strides.row, warp_o_tile, lane, rows_left, head_dim_v);
-      proxy_fence();
+      if (!O_HAS_ROOM) proxy_fence();
       __syncwarp();
-      if (signals) mbarrier_arrive(barriers.q_empty());
+      if (!O_HAS_ROOM && signals) mbarrier_arrive(barriers.q_empty());
     }
   }
 }

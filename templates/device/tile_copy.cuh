@@ -39,6 +39,13 @@ __device__ __forceinline__ void store_shared_word(u32 address, u32 value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+// PTX ISA: ld.shared.b32
+__device__ __forceinline__ u32 load_shared_word(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
 // PTX ISA: st.shared.v4.b32
 __device__ __forceinline__ void store_shared_chunk(u32 address, uint4 value) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(value.x), "r"(value.y),

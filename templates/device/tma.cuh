@@ -6,7 +6,7 @@
 // and 16-byte chunk c of row r lies at chunk position c ^ (r % 8): the layout of SwizzledTile
 // (swizzle.cuh) and the one wgmma reads. Tiles start at multiples of 1024 bytes.
 #pragma once
-#include "prelude.cuh"
+#include "device/mbarrier.cuh"
 
 struct alignas(64) TensorMap {
   u64 words[16];
@@ -26,6 +26,17 @@ __device__ __forceinline__ void tma_load(u32 shared, const TensorMap& map, u32 b
       "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared),
       "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
+}
+
+// A whole tile of SwizzledTile's layout with 64-wide panels: its rows from `row` on, of one head.
+template <typename Tile>
+__device__ __forceinline__ void tma_load_tile(u32 shared, const TensorMap& map, u32 barrier,
+                                              int row, int head, int batch) {
+  mbarrier_expect(barrier, Tile::BYTES);
+#pragma unroll
+  for (int panel = 0; panel < Tile::PANELS; ++panel)
+    tma_load(shared + panel * Tile::PANEL_BYTES, map, barrier, panel * Tile::PANEL_COLUMNS, row,
+             head, batch);
 }
 
 // What threads have read and written in shared memory comes before what engines do there next.
