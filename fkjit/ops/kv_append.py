@@ -12,7 +12,7 @@ from fkjit.ops import kv_problem as kv
 from fkjit.ops.kv_planes import planes
 from fkjit.ops.simple import Launch, Op, Request
 from fkjit.ops.simple_checks import FLOATS, check_dtype, check_same_dtype, check_writable
-from fkjit.spec import Arrays, KernelSpec, Params, Problem, register
+from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
 
 _CALL = "kv_append"
 _POISON = 7  # in pages, where tests append nothing
@@ -77,9 +77,17 @@ def _check(views: Mapping[str, View | None], storage: str, layout: str) -> Reque
     if not tokens:
         return Request(inputs, {}, ())
     vector = kv.is_vector(dtype, problem, seen, ())
-    params = {"dtype": dtype, "storage": storage, "vector": vector, **kv.TUNED}
+    params = {
+        **{"dtype": dtype, "storage": storage, "vector": vector},
+        **{"threads": kv.THREADS, "unroll": _unroll(storage)},
+    }
     kv.check_size(_CALL, params, problem)
     return Request(inputs, {}, (Launch(APPEND, params, problem),))
+
+
+def _unroll(storage: str) -> int:
+    """Tokens of a thread: several where one is less than a 16-byte write."""
+    return 1 if storage == "same" else 4
 
 
 def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +136,10 @@ APPEND = register(
         source="kv/append.cu",
         entry="kv_append",
         doc="tokens to slots of a paged KV cache, as they are or as fp8 or int8",
-        params=kv.PARAMS,
+        params=(*kv.PARAMS, Param("unroll", (1, 4), "tokens of a thread", tunable=True)),
+        illegal=lambda params: (
+            None if params["unroll"] == _unroll(params["storage"]) else "is for other storage"
+        ),
         derive=kv.derive,
         block=lambda params: (params["threads"], 1, 1),
         grid=kv.grid,

@@ -10,7 +10,6 @@ import numpy as np
 from fkjit.errors import ParameterError
 from fkjit.interop import CPU, ITEMSIZE, View, as_numpy, numpy_dtype
 from fkjit.ops.simple_checks import FLOATS, check_dtype, check_shape
-from fkjit.ops.simple_shapes import MAX_GRID
 from fkjit.spec import Arrays, Dim3, Param, Params, Problem
 
 STORAGES = ("same", "fp8", "int8")  # as the tokens are; e4m3 or int8 with a scale for each head
@@ -19,16 +18,16 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 CODES = {"fp8": "uint8", "int8": "int8"}  # what kernels see of them
 GREATEST = {"fp8": 448.0, "int8": 127.0}
 _VECTOR_BYTES = 16
+_WIDEST = 2**22  # elements of a token, see Lanes in kv_place.cuh
 _SIDES = ("k", "v")
 
 PARAMS = (
     Param("dtype", FLOATS, "element type of k and v"),
     Param("storage", STORAGES, "what the cache keeps: the same, e4m3 or int8"),
     Param("vector", (True, False), "16-byte accesses: every head begins on a multiple of them"),
-    Param("threads", (256,), "threads of a block", tunable=True),
-    Param("unroll", (4,), "tokens of a thread, k and v of each", tunable=True),
+    Param("threads", (128,), "threads of a block", tunable=True),
 )
-TUNED: dict[str, Any] = {"threads": 256, "unroll": 4}
+THREADS = 128
 
 
 def width(params: Params) -> int:
@@ -51,14 +50,14 @@ def lanes(params: Params, problem: Problem) -> tuple[int, int, int]:
 
 
 def grid(params: Params, problem: Problem) -> Dim3:
-    """Pieces of a token, for as many tokens as a block has."""
+    """Pieces of a token, for as many tokens as a block has; keys and values."""
     _, pieces, group = lanes(params, problem)
-    return (pieces * -(-problem["tokens"] // (group * params["unroll"])), 1, 1)
+    return (-(-problem["tokens"] // (group * params["unroll"])), 2 * pieces, 1)
 
 
 def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Kernel arguments by name."""
-    threads, pieces, group = lanes(params, problem)
+    threads, _, group = lanes(params, problem)
     size = width(params)
     steps = {f"{side}_{what}": problem[side][i] for side in _SIDES
              for i, what in enumerate(("token", "head"))}  # fmt: skip
@@ -67,12 +66,17 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
         **{name: arrays.get(name) for name in ("k_scale", "v_scale")},
         **{"slot_mapping": arrays["slot_mapping"], "slot_step": problem["slot_step"]},
         **{"tokens": problem["tokens"], **steps},
-        **{f"{side}_strides": problem[f"{side}_pages"] for side in _SIDES},
+        **{
+            f"{side}_{what}_step": problem[f"{side}_pages"][i]
+            for side in _SIDES
+            for i, what in enumerate(("page", "head", "token"))
+        },
         "num_slots": problem["num_pages"] * problem["page_size"],
         "page_log2": problem["page_size"].bit_length() - 1,
         "columns": problem["heads"] * problem["head_dim"] // size,
         "head_columns": problem["head_dim"] // size,
-        **{"lanes": threads, "pieces": pieces, "group": group},
+        **{"lanes": threads, "group": group, "lanes_inverse": 1 / threads},
+        "head_inverse": size / problem["head_dim"],
     }
 
 
@@ -207,10 +211,15 @@ def is_vector(dtype: str, problem: Problem, views: Mapping[str, View], new: Sequ
 
 
 def check_size(call: str, params: Params, problem: Problem) -> None:
-    """Slots are 32-bit numbers, and a launch has so many blocks at most."""
+    """What kernels count in 32 bits or fewer."""
     if problem["num_pages"] * problem["page_size"] >= 2**31:
         raise ParameterError(f"{call}: the cache has 2^31 slots or more; split it")
-    if grid(params, problem)[0] > MAX_GRID:
+    if problem["heads"] * problem["head_dim"] >= _WIDEST:
+        raise ParameterError(f"{call}: a token has {_WIDEST} elements or more; split its heads")
+    steps = [step for side in _SIDES for step in (*problem[side], *problem[f"{side}_pages"])]
+    if max(map(abs, steps)) >= 2**31 or problem["slot_step"] >= 2**31:
+        raise ParameterError(f"{call}: strides reach 2^31 elements; pass contiguous arrays")
+    if problem["tokens"] >= 2**30:
         raise ParameterError(f"{call}: {problem['tokens']} tokens are more than a launch can take")
 
 

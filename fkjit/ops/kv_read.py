@@ -13,9 +13,10 @@ from fkjit.ops import kv_problem as kv
 from fkjit.ops.kv_planes import planes
 from fkjit.ops.simple import Launch, Op, Output, Request
 from fkjit.ops.simple_checks import FLOATS, check_dtype, check_writable
-from fkjit.spec import Arrays, KernelSpec, Params, Problem, register
+from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
 
 _CALL = "kv_read"
+_UNROLL = 2  # tokens of a thread: one alone would wait for its slot, and then for its elements
 
 
 def kv_read(
@@ -95,7 +96,7 @@ def _check(
     new = [side for side in ("k", "v") if views[side] is None]
     params = {
         "dtype": dtype, "storage": storage, "vector": kv.is_vector(dtype, problem, seen, new),
-        **kv.TUNED,
+        "threads": kv.THREADS, "unroll": _UNROLL,
     }  # fmt: skip
     kv.check_size(_CALL, params, problem)
     return Request(inputs, made, (Launch(READ, params, problem),))
@@ -162,7 +163,7 @@ READ = register(
         source="kv/read.cu",
         entry="kv_read",
         doc="tokens out of slots of a paged KV cache, from fp8 or int8 as well",
-        params=kv.PARAMS,
+        params=(*kv.PARAMS, Param("unroll", (_UNROLL,), "tokens of a thread", tunable=True)),
         derive=kv.derive,
         block=lambda params: (params["threads"], 1, 1),
         grid=kv.grid,

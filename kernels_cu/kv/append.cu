@@ -2,9 +2,10 @@
    nowhere where that is below 0. With other storage than the tokens' own they are divided by the
    scale of their head and rounded to e4m3 or int8.
 
-   A thread has the same SIZE elements of up to UNROLL tokens, of k and of v: it asks for all of
-   them before it knows the slots, so that the two do not wait for each other. Two tokens of the
-   same slot are written in no order, mixed: the caller sees to it that there are none.
+   Blocks of even y have the keys, those of odd y the values: one stream in, one out, as in a copy. A
+   thread has the same SIZE elements of up to UNROLL tokens, and asks for all of them before it knows
+   the slots, so that the two do not wait for each other. Two tokens of the same slot are written in
+   no order, mixed: the caller sees to it that there are none.
 
    Any strides of tokens, heads and pages; a head's elements lie beside each other. SIZE elements
    are 16 bytes where every head begins on a multiple of them, else one. Every architecture. */
@@ -33,39 +34,38 @@ extern "C" __global__ void __launch_bounds__(THREADS) kv_append(
     const float* __restrict__ v_scale,     // [heads]
     const int* __restrict__ slot_mapping,  // [tokens], or [tokens, 2]: low and high half of an i64
     const int slot_step,                   // 1 or 2
-    const i64 tokens, const i64 k_token, const i64 k_head, const i64 v_token, const i64 v_head,
-    const Strides k_strides, const Strides v_strides,  // of the pages
-    const u32 num_slots, const int page_log2, const int columns,
+    const int tokens, const int k_token, const int k_head, const int v_token, const int v_head,
+    const int k_page_step, const int k_head_step, const int k_token_step,  // within k_pages
+    const int v_page_step, const int v_head_step, const int v_token_step, const u32 num_slots,
+    const int page_log2, const int columns,
     const int head_columns,  // accesses of a token, of a head
-    const int lanes, const int pieces, const int group) {
-  const Lanes here(lanes, pieces, group, UNROLL);
+    const int lanes, const int group, const float lanes_inverse, const float head_inverse) {
+  const Lanes here(lanes, lanes_inverse, head_inverse, group, UNROLL);
   if (here.member >= group || here.column >= columns) return;
-  const int head = here.column / head_columns;
+  const int head = here.head;
   const int dim = (here.column - head * head_columns) * SIZE;
-  k += head * k_head + dim, v += head * v_head + dim;
+  const bool values = here.values();
+  const int token_step = values ? v_token : k_token;
+  const elem_t* const source = (values ? v + wide(head, v_head) : k + wide(head, k_head)) + dim;
+  kept_t* const pages = (values ? v_pages : k_pages) + dim;
 
-  Elements<elem_t, SIZE> x[UNROLL], y[UNROLL];
+  Elements<elem_t, SIZE> x[UNROLL];
   int slot[UNROLL];
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
-    const i64 token = here.first + static_cast<i64>(i) * group;
+    const int token = here.first + i * group;
     slot[i] = -1;
     if (token >= tokens) continue;
-    slot[i] = slot_mapping[token * slot_step];
-    x[i] = load_elements<SIZE>(k + token * k_token);
-    y[i] = load_elements<SIZE>(v + token * v_token);
+    slot[i] = slot_mapping[wide(token, slot_step)];
+    x[i] = load_elements<SIZE>(source + wide(token, token_step));
   }
 
-  const float k_inverse = SCALED ? 1.f / k_scale[head] : 1.f;
-  const float v_inverse = SCALED ? 1.f / v_scale[head] : 1.f;
-  const PagedPool k_pool{k_strides, num_slots, page_log2};
-  const PagedPool v_pool{v_strides, num_slots, page_log2};
+  const float inverse = SCALED ? 1.f / (values ? v_scale : k_scale)[head] : 1.f;
+  const PagedPool pool{values ? v_page_step : k_page_step, values ? v_head_step : k_head_step,
+                       values ? v_token_step : k_token_step, num_slots, page_log2};
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
-    if (!k_pool.has(slot[i])) continue;
-    store_elements(k_pages + k_pool.offset(slot[i], head) + dim,
-                   Kept<kept_t>::encode(x[i], k_inverse));
-    store_elements(v_pages + v_pool.offset(slot[i], head) + dim,
-                   Kept<kept_t>::encode(y[i], v_inverse));
+    if (!pool.has(slot[i])) continue;
+    store_elements(pages + pool.offset(slot[i], head), Kept<kept_t>::encode(x[i], inverse));
   }
 }

@@ -2,8 +2,9 @@
    from slot_mapping[t]; where that is below 0 it is 0. What was kept as e4m3 or int8 is multiplied by the
    scale of its head.
 
-   A thread has the same SIZE elements of up to UNROLL tokens, of k and of v, all under way at once.
-   Strides and SIZE are as in append.cu. Every architecture. */
+   Blocks of even y have the keys, those of odd y the values. A thread has the same SIZE elements of up
+   to UNROLL tokens, all under way at once. Strides and SIZE are as in append.cu. Every architecture.
+ */
 #include "prelude.cuh"
 #include "device/kv_place.cuh"
 #include "device/kv_storage.cuh"
@@ -29,40 +30,42 @@ extern "C" __global__ void __launch_bounds__(THREADS) kv_read(
     elem_t* __restrict__ k,                // [tokens, heads, head_dim]    strides in elements
     elem_t* __restrict__ v,                // [tokens, heads, head_dim]
     const int slot_step,                   // 1 or 2
-    const i64 tokens, const i64 k_token, const i64 k_head, const i64 v_token, const i64 v_head,
-    const Strides k_strides, const Strides v_strides,  // of the pages
-    const u32 num_slots, const int page_log2, const int columns,
+    const int tokens, const int k_token, const int k_head, const int v_token, const int v_head,
+    const int k_page_step, const int k_head_step, const int k_token_step,  // within k_pages
+    const int v_page_step, const int v_head_step, const int v_token_step, const u32 num_slots,
+    const int page_log2, const int columns,
     const int head_columns,  // accesses of a token, of a head
-    const int lanes, const int pieces, const int group) {
-  const Lanes here(lanes, pieces, group, UNROLL);
+    const int lanes, const int group, const float lanes_inverse, const float head_inverse) {
+  const Lanes here(lanes, lanes_inverse, head_inverse, group, UNROLL);
   if (here.member >= group || here.column >= columns) return;
-  const int head = here.column / head_columns;
+  const int head = here.head;
   const int dim = (here.column - head * head_columns) * SIZE;
-  const PagedPool k_pool{k_strides, num_slots, page_log2};
-  const PagedPool v_pool{v_strides, num_slots, page_log2};
+  const bool values = here.values();
+  const kept_t* const pages = (values ? v_pages : k_pages) + dim;
+  const PagedPool pool{values ? v_page_step : k_page_step, values ? v_head_step : k_head_step,
+                       values ? v_token_step : k_token_step, num_slots, page_log2};
 
   int slot[UNROLL];
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
-    const i64 token = here.first + static_cast<i64>(i) * group;
-    slot[i] = token < tokens ? slot_mapping[token * slot_step] : -1;
+    const int token = here.first + i * group;
+    slot[i] = token < tokens ? slot_mapping[wide(token, slot_step)] : -1;
   }
-  Elements<kept_t, SIZE> x[UNROLL], y[UNROLL];
+  Elements<kept_t, SIZE> x[UNROLL];
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
-    x[i] = {}, y[i] = {};
-    if (!k_pool.has(slot[i])) continue;
-    x[i] = load_elements<SIZE>(k_pages + k_pool.offset(slot[i], head) + dim);
-    y[i] = load_elements<SIZE>(v_pages + v_pool.offset(slot[i], head) + dim);
+    x[i] = {};
+    if (pool.has(slot[i])) x[i] = load_elements<SIZE>(pages + pool.offset(slot[i], head));
   }
 
-  const float k_factor = SCALED ? k_scale[head] : 1.f, v_factor = SCALED ? v_scale[head] : 1.f;
-  k += head * k_head + dim, v += head * v_head + dim;
+  const float scale = SCALED ? (values ? v_scale : k_scale)[head] : 1.f;
+  const int token_step = values ? v_token : k_token;
+  elem_t* const target = (values ? v + wide(head, v_head) : k + wide(head, k_head)) + dim;
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
-    const i64 token = here.first + static_cast<i64>(i) * group;
+    const int token = here.first + i * group;
     if (token >= tokens) continue;
-    store_elements(k + token * k_token, Kept<kept_t>::template decode<elem_t>(x[i], k_factor));
-    store_elements(v + token * v_token, Kept<kept_t>::template decode<elem_t>(y[i], v_factor));
+    store_elements(target + wide(token, token_step),
+                   Kept<kept_t>::template decode<elem_t>(x[i], scale));
   }
 }

@@ -65,6 +65,11 @@ struct Kept {
   }
 };
 
+// 1.5 * 2^23: a small number added to it is rounded to a whole one, which the low bits then are. At
+// full rate, where the conversions between int and float have a quarter of it.
+constexpr float ROUNDER = 12582912.f;
+constexpr int ROUNDER_BITS = 0x4b400000;
+
 // Rounded to the nearest, ties to even; -127 to 127, whatever is beyond; NaN becomes -127.
 template <>
 struct Kept<i8> {
@@ -74,8 +79,8 @@ struct Kept<i8> {
     Elements<i8, SIZE> codes;
 #pragma unroll
     for (int i = 0; i < SIZE; ++i) {
-      const float scaled = static_cast<float>(x[i]) * inverse;
-      codes[i] = static_cast<i8>(__float2int_rn(fminf(fmaxf(scaled, -127.f), 127.f)));
+      const float scaled = fminf(fmaxf(static_cast<float>(x[i]) * inverse, -127.f), 127.f);
+      codes[i] = static_cast<i8>(__float_as_int(scaled + ROUNDER));
     }
     return codes;
   }
@@ -84,7 +89,10 @@ struct Kept<i8> {
                                                              float scale) {
     Elements<T, SIZE> x;
 #pragma unroll
-    for (int i = 0; i < SIZE; ++i) x[i] = static_cast<T>(static_cast<float>(codes[i]) * scale);
+    for (int i = 0; i < SIZE; ++i) {
+      const int raised = ROUNDER_BITS + codes[i];  // the bits of ROUNDER + code
+      x[i] = static_cast<T>((__int_as_float(raised) - ROUNDER) * scale);
+    }
     return x;
   }
 };
