@@ -21,6 +21,8 @@ _PUBLIC = {
     "reduce_sum": "fkjit.ops.reduce",
     "reduce_max": "fkjit.ops.reduce",
     "reduce_mean": "fkjit.ops.reduce",
+    "layer_norm": "fkjit.ops.norm",
+    "rms_norm": "fkjit.ops.norm",
     "rope": "fkjit.ops.rope",
     "rope_table": "fkjit.ops.rope_frequencies",
     "Llama3Scaling": "fkjit.ops.rope_frequencies",
@@ -55,11 +57,13 @@ __all__ = [
     "kv_slots",
     "launch",
     "launch_cpu",
+    "layer_norm",
     "prepare",
     "reduce_max",
     "reduce_mean",
     "reduce_sum",
     "register",
+    "rms_norm",
     "rope",
     "rope_table",
     "sanitize",
@@ -96,6 +100,7 @@ if TYPE_CHECKING:
     from fkjit.ops.kv_cache import PagedKVCache
     from fkjit.ops.kv_read import kv_read
     from fkjit.ops.kv_slots import kv_slots
+    from fkjit.ops.norm import layer_norm, rms_norm
     from fkjit.ops.reduce import reduce_max, reduce_mean, reduce_sum
     from fkjit.ops.rope import rope
     from fkjit.ops.rope_frequencies import Llama3Scaling, YarnScaling, rope_table

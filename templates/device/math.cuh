@@ -23,3 +23,16 @@ __device__ __forceinline__ u32 pack2<bf16>(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const u32*>(&pair);
 }
+
+// The other way: bits 0..15 as x, bits 16..31 as y.
+template <typename T>
+__device__ __forceinline__ float2 unpack2(u32 pair);
+
+template <>
+__device__ __forceinline__ float2 unpack2<fp16>(u32 pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+template <>
+__device__ __forceinline__ float2 unpack2<bf16>(u32 pair) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+}
