@@ -34,7 +34,8 @@ def rope(
         theta: base of the frequencies, theta^(-2i / rotary_dim) radians a token for pair i; 10,000.
         scaling: a `fkjit.Llama3Scaling`, or None. `fkjit.YarnScaling` goes into a table.
         table: of `fkjit.rope_table`, [positions, rotary_dim] fp32, in place of theta and scaling.
-            Without one, sines and cosines are computed in the kernel, to 1e-7 at any position.
+            Without one, sines and cosines are computed in the kernel, at any position to 1e-7
+            (fp16 and bf16: to 1e-6).
         rotary_dim: the first columns that turn, even, up to 512; default: all, or the table's.
             The others are copied.
         interleaved: pairs are columns 2i and 2i + 1 (GPT-J), not i and i + rotary_dim / 2

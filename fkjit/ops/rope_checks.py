@@ -14,7 +14,7 @@ from fkjit.ops.rope_frequencies import (
     YarnScaling,
     check_frequencies,
 )
-from fkjit.ops.rope_kernels import FUSED, TABLE, TUNED, VECTOR_BYTES, dimensions
+from fkjit.ops.rope_kernels import FUSED, TABLE, VECTOR_BYTES, dimensions, tuned
 from fkjit.ops.simple import Launch, Output, Request
 from fkjit.ops.simple_checks import (
     check_dtype,
@@ -95,13 +95,13 @@ def _launches(problem: Problem, views: Views) -> tuple[Launch, ...]:
             f"rope: {rows:,} rows of {heads:,} heads are more than a launch can have ({_LAST:,} of "
             f"{_MAX_HEADS:,}); split the call"
         )
-    params = {
+    fixed = {
         "dtype": problem["dtype"],
         "vector": _vectors(problem, views),
         "interleaved": problem["interleaved"],
-        **TUNED,
     }
-    return (Launch(FUSED if views["table"] is None else TABLE, params, problem),)
+    spec = FUSED if views["table"] is None else TABLE
+    return (Launch(spec, tuned(fixed, problem), problem),)
 
 
 def _check_layout(layout: Any, q: View) -> str:

@@ -16,11 +16,11 @@ from fkjit.ops.rope_frequencies import (
     frequencies,
     rope_table,
 )
+from fkjit.ops.simple_shapes import log2_ceil
 from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, register
 
 VECTOR_BYTES = 16
-TUNED: dict[str, Any] = {"threads": 256, "unroll": 2}
-_HEADS = 8  # of a place, where there is enough work
+_HEADS = 4  # of a place, where there is enough work
 _ENOUGH = 1 << 18  # threads that fill a large GPU
 # [batch, head, row] of an array, by the layout; None is a dimension that it has not.
 _ORDER: dict[str, tuple[int | None, int, int]] = {
@@ -42,41 +42,49 @@ def width(params: Params) -> int:
 
 
 def _tiling(params: Params, problem: Problem) -> dict[str, Any]:
-    """Arguments that say which thread does what: device/rope_rows.cuh."""
+    """Arguments that say which thread does what: device/rope_rows.cuh. And the grid."""
     heads = problem["heads_q"] + problem["heads_k"]
     tokens = problem["batch"] * problem["length"]
     lanes = problem["rotary_dim"] // 2 // width(params)
-    places = params["threads"] // lanes
+    lanes_log2 = log2_ceil(lanes)
+    slots = params["threads"] >> lanes_log2
     several = min(max(tokens * heads * lanes // _ENOUGH, 1), _HEADS)
     heads_first = problem["layout"] != "bhsd" or problem["length"] == 1
     if heads_first:
-        head_slots = min(_floor_power(heads // several), places)
-        token_slots = places // head_slots
+        inner_log2 = min(max(heads // several, 1).bit_length(), slots.bit_length()) - 1
+        head_slots, token_slots = 1 << inner_log2, slots >> inner_log2
     else:
-        token_slots = min(places, tokens)
-        head_slots = min(_floor_power(heads // several), places // token_slots)
-    pieces = -(-heads // (head_slots * several * 2))  # at most twice as many heads a place
+        inner_log2 = min(log2_ceil(tokens), slots.bit_length() - 1)
+        head_slots, token_slots = slots >> inner_log2, 1 << inner_log2
+    pieces = -(-heads // (head_slots * (2 * several - 1)))
+    per_place = -(-heads // (head_slots * pieces))
     return {
-        "lanes": lanes,
-        "head_slots": head_slots,
-        "token_slots": token_slots,
-        "per_place": -(-heads // (head_slots * pieces)),
+        "lanes_log2": lanes_log2,
+        "inner_log2": inner_log2,
+        "per_place": per_place,
         "heads_first": heads_first,
+        "grid": (-(-tokens // token_slots), -(-heads // (head_slots * per_place)), 1),
     }
 
 
-def _floor_power(number: int) -> int:
-    """The greatest power of two that is not above; 1 for 0."""
-    return 1 << max(number.bit_length() - 1, 0)
+def tuned(fixed: Params, problem: Problem) -> dict[str, Any]:
+    """A vector kernel's second head under way costs the first one 0.1 us, where it is alone."""
+    params = {**fixed, "threads": 128 if fixed["vector"] else 256, "unroll": 1}
+    several = fixed["vector"] and _tiling(params, problem)["per_place"] > 1
+    return {**params, "unroll": 2 if several else 1}
+
+
+def _illegal(params: Params) -> str | None:
+    if (params["threads"] == 256) == params["vector"]:
+        return "is for single elements" if params["vector"] else "is for 16-byte accesses"
+    if params["unroll"] > 1 and not params["vector"]:
+        return "is for 16-byte accesses"
+    return None
 
 
 def grid(params: Params, problem: Problem) -> Dim3:
     """Tiles of tokens by pieces of the heads."""
-    tiling = _tiling(params, problem)
-    heads = problem["heads_q"] + problem["heads_k"]
-    tokens = problem["batch"] * problem["length"]
-    pieces = -(-heads // (tiling["head_slots"] * tiling["per_place"]))
-    return -(-tokens // tiling["token_slots"]), pieces, 1
+    return _tiling(params, problem)["grid"]
 
 
 def _strides(problem: Problem, array: Any) -> tuple[int, ...]:
@@ -288,10 +296,10 @@ def _spec(name: str, doc: str, **rest: Any) -> KernelSpec:
                 Param("dtype", ("fp16", "bf16", "fp32"), "element type of q and k"),
                 Param("vector", (True, False), "16-byte accesses"),
                 Param("interleaved", (False, True), "pairs are neighbours, not in two halves"),
-                Param("threads", (256,), "threads of a block", tunable=True),
-                Param("unroll", (1, 2, 4), "heads under way in a thread", tunable=True),
+                Param("threads", (128, 256), "threads of a block: 256 for single elements"),
+                Param("unroll", (1, 2), "heads under way in a thread", tunable=True),
             ),
-            derive=lambda params: {"access": "Vector" if params["vector"] else "Element"},
+            illegal=_illegal,
             block=lambda params: (params["threads"], 1, 1),
             grid=grid,
             flops=work,

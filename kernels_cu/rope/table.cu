@@ -15,39 +15,41 @@ using elem_t = ${dtype};
 constexpr bool VECTOR = ${vector};            // 16-byte accesses
 constexpr bool INTERLEAVED = ${interleaved};  // pairs are neighbours
 constexpr int THREADS = ${threads};
-constexpr int UNROLL = ${unroll};             // heads under way in a thread
+constexpr int UNROLL = ${unroll};  // heads under way in a thread
 
-using Pairs = RopePairs<elem_t, ${access}<elem_t>, INTERLEAVED>;
+constexpr int BLOCKS = 640 / THREADS;  // of an SM; ptxas, left to itself, spills for more
+using Pairs = RopePairs<elem_t, VECTOR, INTERLEAVED>;
 static_assert(THREADS % WARP_SIZE == 0, "whole warps");
 
-extern "C" __global__ void __launch_bounds__(THREADS) rope_table(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rope_table(
     const elem_t* q,       // [batch, length, heads_q, head_dim]  strides in elements
     const elem_t* k,       // [batch, length, heads_k, head_dim]
     elem_t* out_q,         // as q, may be q
     elem_t* out_k,         // as k, may be k
     const u32* positions,  // [batch, length] int32 or int64, strides in words; null: none
     const float* table,    // [table_rows, rotary_dim] by position: cosines of all pairs, then sines
-    const i64 table_rows, const i64 table_stride,
-    const Strides q_strides, const Strides k_strides,
+    const i64 table_rows, const i64 table_stride, const Strides q_strides, const Strides k_strides,
     const Strides out_q_strides, const Strides out_k_strides, const Strides position_strides,
     const int position_words,         // 1 of int32, 2 of int64
     const i64 start, const int step,  // position = start + step * row + positions[batch, row]
     const int tokens,                 // batch * length
     const int length, const int heads_q,
     const int heads,  // heads_q + heads_k
-    const int head_dim, const int rotary_dim,
-    const int lanes, const int head_slots, const int token_slots, const int per_place,
-    const bool heads_first,
+    const int head_dim, const int rotary_dim, const int lanes_log2, const int inner_log2,
+    const int per_place, const bool heads_first,
     const float direction) {  // -1 turns back
-  const RopePlace place = rope_place(lanes, head_slots, token_slots, per_place, heads_first);
-  if (!place.used || place.token >= tokens) return;
-  const int batch = place.token / length, row = place.token - batch * length;
+  const RopePlace place = rope_place<THREADS>(lanes_log2, inner_log2, per_place, heads_first);
+  if (place.token >= tokens || place.lane * Pairs::WIDTH >= rotary_dim / 2) return;
+  const u32 batch = place.token < length ? 0 : place.token / length;
+  const u32 row = place.token - batch * length;
   const RopeHeads<elem_t> token = {{q, out_q, q_strides, out_q_strides, batch, row},
                                    {k, out_k, k_strides, out_k_strides, batch, row},
-                                   heads_q, rotary_dim, head_dim};
-  auto angles = [&](float(&cosine)[Pairs::WIDTH], float(&sine)[Pairs::WIDTH]) {
-    const i64 position = start + step * row +
-                         rope_position(positions, position_words, position_strides, batch, row);
+                                   static_cast<u32>(heads_q),
+                                   rotary_dim,
+                                   head_dim};
+  auto angles = [&](float (&cosine)[Pairs::WIDTH], float (&sine)[Pairs::WIDTH]) {
+    const i64 position =
+        start + step * row + rope_position(positions, position_words, position_strides, batch, row);
     const bool inside = position >= 0 && position < table_rows;
     const float* entry = table + (inside ? position : 0) * table_stride;
 #pragma unroll
@@ -62,9 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rope_table(
       if (!inside) sine[i] = cosine[i] = rope_nowhere();
     }
   };
-  const int end = min_of(heads, place.head + head_slots * per_place);
-  turn_heads<Pairs, UNROLL>(token, place.lane, place.head, head_slots, end, angles);
-  if (rotary_dim < head_dim) {
-    copy_rest<Pairs>(token, place.lane, lanes, place.head, head_slots, end);
-  }
+  const int stride = place.head_slots, end = min_of(heads, place.head + stride * per_place);
+  turn_heads<Pairs, UNROLL>(token, place.lane, place.head, stride, end, angles);
+  if (rotary_dim < head_dim) copy_rest<Pairs>(token, place.lane, place.head, stride, end);
 }

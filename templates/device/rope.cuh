@@ -26,15 +26,17 @@ __device__ __forceinline__ u64 rope_scaled(const RopeFrequencies& table, u64 fre
   return frequency < table.high ? __umul64hi(frequency, factor) : frequency;
 }
 
-// Frequencies of N neighbouring pairs from a multiple of N on, as few products deep as possible.
+// Frequencies of N neighbouring pairs from a multiple of N on, of `pairs` in all; as few products
+// deep as possible.
 template <int N>
-__device__ __forceinline__ void rope_frequencies(const RopeFrequencies& table, int first,
+__device__ __forceinline__ void rope_frequencies(const RopeFrequencies& table, int first, int pairs,
                                                  u64 (&frequency)[N]) {
   frequency[0] = table.first;
 #pragma unroll
   for (int bit = 0; bit < ROPE_INDEX_BITS; ++bit) {
-    const u64 more = __umul64hi(frequency[0], table.power[bit]);
-    if ((1 << bit) >= N && (first >> bit & 1)) frequency[0] = more;
+    if ((1 << bit) < N || (1 << bit) >= pairs) continue;
+    const u64 next = __umul64hi(frequency[0], table.power[bit]);
+    frequency[0] = first >> bit & 1 ? next : frequency[0];
   }
 #pragma unroll
   for (int bit = 0; (1 << bit) < N; ++bit) {
@@ -51,7 +53,7 @@ __device__ __forceinline__ void rope_frequencies(const RopeFrequencies& table, i
 // Of a row: the id that stands there, int32 or int64 (1 or 2 words, as the strides count); 0 where
 // there are none.
 __device__ __forceinline__ i64 rope_position(const u32* positions, int words,
-                                             const Strides& strides, int batch, int row) {
+                                             const Strides& strides, u32 batch, u32 row) {
   if (positions == nullptr) return 0;
   const u32* id = positions + batch * strides.batch + row * strides.row;
   if (words == 1) return static_cast<i32>(id[0]);
@@ -67,11 +69,20 @@ __device__ __forceinline__ u32 rope_turns(u64 frequency, u32 position) {
   return position * high + __umulhi(position, low);
 }
 
-// Both within 1e-7: polynomials on an eighth of a turn to either side of a multiple of a quarter.
+// Sine and cosine of fractions of 2^32 of a turn. Within 1e-7 for fp32, by polynomials on an eighth
+// of a turn to either side of a multiple of a quarter; within 1e-6, which 16 bits do not show, by the
+// special-function unit otherwise.
+template <typename T>
 __device__ __forceinline__ void sincos_turns(u32 turns, float& sine, float& cosine) {
+  constexpr float RADIANS = 1.4629180792671596e-9f;  // 2 pi / 2^32
+  if constexpr (sizeof(T) == 2) {
+    const float angle = static_cast<float>(static_cast<i32>(turns)) * RADIANS;
+    sine = __sinf(angle);
+    cosine = __cosf(angle);
+    return;
+  }
   const u32 quarter = (turns + (1u << 29)) >> 30;
-  const float x = static_cast<float>(static_cast<i32>(turns - (quarter << 30))) *
-                  1.4629180792671596e-9f;  // 2 pi / 2^32
+  const float x = static_cast<float>(static_cast<i32>(turns - (quarter << 30))) * RADIANS;
   const float z = x * x;
   float s = fmaf(z, -1.9495627e-4f, 8.3319787e-3f), c = fmaf(z, 2.4438443e-5f, -1.3887368e-3f);
   s = fmaf(x * z, fmaf(z, s, -1.6666651e-1f), x);

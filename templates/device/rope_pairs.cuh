@@ -15,15 +15,32 @@ struct Element {
 };
 
 template <typename T>
-__device__ __forceinline__ void read(Vector<T>& x, const T* source) { x = load_vector(source); }
+__device__ __forceinline__ void read(Vector<T>& x, const T* source) {
+  x = load_vector(source);
+}
 template <typename T>
-__device__ __forceinline__ void read(Element<T>& x, const T* source) { x.value = *source; }
+__device__ __forceinline__ void read(Element<T>& x, const T* source) {
+  x.value = *source;
+}
 template <typename T>
-__device__ __forceinline__ void write(T* target, const Vector<T>& x) { store_vector(target, x); }
+__device__ __forceinline__ void write(T* target, const Vector<T>& x) {
+  store_vector(target, x);
+}
 template <typename T>
-__device__ __forceinline__ void write(T* target, const Element<T>& x) { *target = x.value; }
+__device__ __forceinline__ void write(T* target, const Element<T>& x) {
+  *target = x.value;
+}
 
-// A thread's pairs of one head: WIDTH of them, in two accesses x and y (Vector<T> or Element<T>).
+template <typename T, bool VECTOR>
+struct AccessOf {
+  using type = Vector<T>;
+};
+template <typename T>
+struct AccessOf<T, false> {
+  using type = Element<T>;
+};
+
+// A thread's pairs of one head: WIDTH of them, in two accesses x and y.
 //
 //   halves (NeoX)   columns i and i + rotary_dim / 2 are a pair: x[i] and y[i].
 //   INTERLEAVED     columns 2i and 2i + 1 are a pair: x and y hold WIDTH / 2 whole ones each. A
@@ -33,9 +50,9 @@ __device__ __forceinline__ void write(T* target, const Element<T>& x) { *target 
 //              |----[x x x x]-------|-----------------[y y y y]------------------------|
 //
 // Either way a warp's accesses are neighbours.
-template <typename T, typename AccessType, bool INTERLEAVED>
+template <typename T, bool VECTOR, bool INTERLEAVED>
 struct RopePairs {
-  using Access = AccessType;
+  using Access = typename AccessOf<T, VECTOR>::type;
   static constexpr int WIDTH = Access::SIZE;
   static constexpr bool INSIDE = INTERLEAVED && WIDTH > 1;  // a pair lies in one access
   static constexpr int GROUP = INSIDE ? WIDTH / 2 : WIDTH;  // pairs with neighbouring numbers
