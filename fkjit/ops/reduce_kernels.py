@@ -23,8 +23,9 @@ _ALONE = 8192  # accesses that one block does alone; longer rows are cut
 _BLOCKS = (64, 4096)  # of a grid where rows are cut, at least and at most
 _PIECE = 8192  # accesses of a block, in between
 _SMALL_BLOCKS = (2048, 1 << 18)  # rows not longer, and longer ones up to this, have small blocks
-_LANE_ACCESSES = (256, 1024)  # of rows that a few lanes reduce: of some rows, of many
-_LANE_ROWS = (64, 4096)  # what some and many means
+_LANE_ACCESSES = (256, 512)  # of rows that a few lanes reduce: of some rows, of many
+_LANE_ROWS = (64, 1024)  # what some and many means
+_SHORT = 64  # accesses of rows that are reduced by as many lanes as there are
 _OPERATIONS = {"sum": "Sum", "max": "MaxOrNaN"}
 
 
@@ -40,11 +41,12 @@ def choose(problem: Problem) -> tuple[KernelSpec, dict[str, Any], int, int]:
     each, rows = accesses(problem), problem["rows"]
     limits = zip(_LANE_ACCESSES, _LANE_ROWS, strict=True)
     if problem["segments"] == 1 and any(each <= most and rows >= few for most, few in limits):
-        return LANES, {**params, **LANES_TUNED}, 0, 0
+        unroll = 2 if each <= _SHORT else 8 if problem["dtype"] == "fp32" else 4
+        return LANES, {**params, "threads": 256, "unroll": unroll}, 0, 0
     gaps = problem["segments"] > 1
     small = each <= _SMALL_BLOCKS[0] or _ALONE < each <= _SMALL_BLOCKS[1]
     threads = 256 if small and problem["vector"] and not gaps else 512
-    params = {**params, "gaps": gaps, "threads": threads, "unroll": 8}
+    params = {**params, "gaps": gaps, "threads": threads, "unroll": 4}
     _, split = cut(params, problem)
     meeting = problem["rows"] if split > 1 else 0
     return BLOCKS, params, split * meeting, meeting
@@ -111,6 +113,8 @@ def _illegal(params: Params) -> str | None:
     small = params["threads"] == 256 and "gaps" in params
     if small and (params["gaps"] or not params["vector"]):
         return "small blocks are for 16-byte accesses without gaps"
+    if "gaps" not in params and params["unroll"] == (4 if params["dtype"] == "fp32" else 8):
+        return "is never the fastest (8 is for fp32, 4 for 16 bits)"
     return None
 
 
@@ -180,8 +184,6 @@ def _outputs(params: Params, problem: Problem) -> Arrays:
     return {"out": np.full(problem["rows"], np.nan, numpy_dtype(problem["out_dtype"]))}
 
 
-LANES_TUNED: dict[str, Any] = {"threads": 256, "unroll": 4}
-
 _PARAMS = (
     Param("dtype", FLOATS, "element type of x"),
     Param("out_dtype", FLOATS, "element type of the result: x's or fp32"),
@@ -211,7 +213,7 @@ BLOCKS = register(
             *_PARAMS,
             Param("gaps", (False, True), "a row is segments of memory at one distance"),
             Param("threads", (256, 512), "threads of a block", tunable=True),
-            Param("unroll", (8,), "accesses of a thread under way", tunable=True),
+            Param("unroll", (4,), "accesses of a thread under way", tunable=True),
         ),
         grid=_blocks_grid,
         arguments=_blocks_arguments,
@@ -229,7 +231,7 @@ LANES = register(
         params=(
             *_PARAMS,
             Param("threads", (256,), "threads of a block", tunable=True),
-            Param("unroll", (4,), "accesses of a lane under way", tunable=True),
+            Param("unroll", (2, 4, 8), "accesses of a lane under way", tunable=True),
         ),
         grid=_lanes_grid,
         arguments=_lanes_arguments,

@@ -58,14 +58,24 @@ def _check(views: Mapping[str, View | None]) -> Request:
     strides = [a.strides, b.strides, _contiguous(shape) if out is None else out.strides]
     pointers = [a.pointer, b.pointer, 0 if out is None else out.pointer]  # new ones are aligned
     problem, vector = describe(dtype, shape, strides, pointers)
-    params = {"dtype": dtype, "vector": vector, "outer": problem["outer"]}
-    params["threads"] = 1024 if problem["rows"] * problem["columns"] >= _LARGE else 256
+    params = parameters(problem, vector)
     if grid(params, problem)[0] > MAX_GRID:
         raise ParameterError(
             f"vector_add: a has {problem['rows']} rows that do not lie behind each other, more "
             "than a launch can have; pass contiguous arrays"
         )
     return Request(inputs, outputs, (Launch(ADD, params, problem),))
+
+
+def parameters(problem: Problem, vector: bool) -> dict[str, Any]:
+    """Of the variant that takes a problem."""
+    large = problem["rows"] * problem["columns"] >= _LARGE
+    return {
+        "dtype": problem["dtype"],
+        "vector": vector,
+        "dimensions": problem["dimensions"],
+        "threads": 1024 if large else 256,
+    }
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -97,7 +107,7 @@ def describe(
         "columns": columns,
         "rows": prod(outer),
         "sizes": outer,
-        "outer": outer[:-1] != (1,) * (_OUTER - 1),
+        "dimensions": 0 if prod(outer) == 1 else 1 if prod(outer[:-1]) == 1 else _OUTER,
         "strides": dict(zip(_ARRAYS, padded, strict=True)),
         "shift": phases.pop() // itemsize if vector else 0,
     }, vector
@@ -107,7 +117,9 @@ def _layout(params: Params, problem: Problem) -> tuple[int, int, int]:
     """(log2 of lanes in a row, blocks of a row, blocks)."""
     width = _VECTOR_BYTES // ITEMSIZE[params["dtype"]] if params["vector"] else 1
     accesses = -(-(problem["columns"] + problem["shift"]) // width)
-    lanes_log2 = min(log2_ceil(params["threads"]), log2_ceil(accesses))
+    lanes_log2 = log2_ceil(params["threads"])
+    if params["dimensions"]:
+        lanes_log2 = min(lanes_log2, log2_ceil(accesses))
     pieces = -(-accesses // (1 << lanes_log2))
     return lanes_log2, pieces, pieces * -(-problem["rows"] // (params["threads"] >> lanes_log2))
 
@@ -163,7 +175,7 @@ def problems(params: Params, scale: str) -> list[dict[str, Any]]:
     found = []
     for rows, columns in ((7, 5), (2, 1001)) if scale == "small" else ((3, 2**20 + 3), (5000, 77)):
         step = -(-columns * column // aligned) * aligned + aligned
-        sizes = (2, 3, rows) if params["outer"] else (1, 1, rows)
+        sizes = {0: (1, 1, 1), 1: (1, 1, rows), 3: (2, 3, rows)}[params["dimensions"]]
         strides = (step * rows * 4, step * rows, step, column)
         other = (step * rows, step * rows * 2, step, column)
         found.append(
@@ -172,7 +184,7 @@ def problems(params: Params, scale: str) -> list[dict[str, Any]]:
                 "columns": columns,
                 "rows": prod(sizes),
                 "sizes": sizes,
-                "outer": params["outer"],
+                "dimensions": params["dimensions"],
                 "strides": {"a": strides, "b": other, "out": strides},
                 "shift": 0,
             }
@@ -202,7 +214,7 @@ ADD = register(
         params=(
             Param("dtype", FLOATS, "element type of a, b and out"),
             Param("vector", (True, False), "16-byte accesses: rows alike to 16-byte boundaries"),
-            Param("outer", (False, True), "rows lie in three dimensions, not in one"),
+            Param("dimensions", (0, 1, _OUTER), "of the rows; 0: a single one"),
             Param("threads", (256, 1024), "threads of a block", tunable=True),
         ),
         block=lambda params: (params["threads"], 1, 1),

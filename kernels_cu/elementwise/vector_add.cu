@@ -17,7 +17,7 @@
 
 using elem_t = ${dtype};
 constexpr bool VECTOR = ${vector};
-constexpr bool OUTER = ${outer};    // rows lie in three dimensions, not in one
+constexpr int DIMENSIONS = ${dimensions};  // of the rows: 0 (a single one), 1 or 3
 constexpr int THREADS = ${threads};
 
 constexpr int WIDTH = VECTOR ? 16 / sizeof(elem_t) : 1;
@@ -33,22 +33,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) vector_add(
     const i64 columns, const int shift,
     const int lanes_log2,  // threads of a block beside each other in one row
     const int pieces) {    // blocks of a row
-  const int lanes = 1 << lanes_log2;
-  const int lane = threadIdx.x & (lanes - 1);
-  const i64 row = static_cast<i64>(blockIdx.x / pieces) * (THREADS >> lanes_log2) +
-                  (threadIdx.x >> lanes_log2);
-  if (row >= rows) return;
-  if (OUTER) {
-    const int outer = row / rows_2, i2 = row - static_cast<i64>(outer) * rows_2;
-    const int i0 = outer / rows_1, i1 = outer - i0 * rows_1;
-    a += i0 * a_strides.batch + i1 * a_strides.head + i2 * a_strides.row;
-    b += i0 * b_strides.batch + i1 * b_strides.head + i2 * b_strides.row;
-    out += i0 * out_strides.batch + i1 * out_strides.head + i2 * out_strides.row;
-  } else {
-    a += row * a_strides.row, b += row * b_strides.row, out += row * out_strides.row;
+  i64 access = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;  // of this row
+  if (DIMENSIONS > 0) {
+    const int lanes = 1 << lanes_log2;
+    const i64 row = static_cast<i64>(blockIdx.x / pieces) * (THREADS >> lanes_log2) +
+                    (threadIdx.x >> lanes_log2);
+    if (row >= rows) return;
+    access = static_cast<i64>(blockIdx.x % pieces) * lanes + (threadIdx.x & (lanes - 1));
+    if (DIMENSIONS == 1) {
+      a += row * a_strides.row, b += row * b_strides.row, out += row * out_strides.row;
+    } else {
+      const int outer = row / rows_2, i2 = row - static_cast<i64>(outer) * rows_2;
+      const int i0 = outer / rows_1, i1 = outer - i0 * rows_1;
+      a += i0 * a_strides.batch + i1 * a_strides.head + i2 * a_strides.row;
+      b += i0 * b_strides.batch + i1 * b_strides.head + i2 * b_strides.row;
+      out += i0 * out_strides.batch + i1 * out_strides.head + i2 * out_strides.row;
+    }
   }
 
-  const i64 access = static_cast<i64>(blockIdx.x % pieces) * lanes + lane;
   const i64 first = access * WIDTH - shift;
   if (VECTOR && first >= 0 && first + WIDTH <= columns) {
     Vector<elem_t> x = load_vector(a + first);

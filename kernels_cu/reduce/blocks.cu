@@ -48,7 +48,7 @@ __device__ __forceinline__ void join_access(float (&acc)[WIDTH], const elem_t* s
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) reduce_blocks(
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) reduce_blocks(
     const elem_t* __restrict__ x,    // [rows, columns], or [rows, segments, columns]
     out_t* __restrict__ out,         // [rows]
     float* __restrict__ workspace,   // [rows, split], not read where split = 1
