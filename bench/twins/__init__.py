@@ -15,7 +15,10 @@ from fkjit.spec import Problem
 from ..op import Arrays, Candidate, Prepared
 
 # Operations of ours that have no twin yet, and why.
-MISSING: dict[str, str] = {}
+MISSING: dict[str, str] = {
+    "kv_copy": "whole pages: a copy in Triton is that of vector_add, less a sum",
+    "kv_slots": "a few integers, which no language makes faster or shorter",
+}
 
 
 def names() -> list[str]:
