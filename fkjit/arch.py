@@ -54,6 +54,7 @@ class Arch:
     registers_per_sm: int
     max_threads_per_sm: int
     features: frozenset[str]
+    gpu: str | None = None  # the device's own name, "NVIDIA H200", where there is one to run on
 
 
 @dataclass(frozen=True)

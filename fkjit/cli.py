@@ -168,6 +168,12 @@ def profile(ctx: typer.Context) -> None:
     raise typer.Exit(import_module("fkjit.cli_profile").main(ctx.args))
 
 
+@app.command(context_settings=_VARIANT, add_help_option=False)
+def tune(ctx: typer.Context) -> None:
+    """Find this GPU's fastest tiles and keep them: `fkjit tune attention`; --help, --show."""
+    raise typer.Exit(import_module("fkjit.cli_tune").main(ctx.args))
+
+
 @app.command()
 def demo() -> None:
     """Attention on real input, each implementation checked against float64."""

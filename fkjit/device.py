@@ -12,7 +12,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -105,14 +105,17 @@ _loading = threading.RLock()
 
 @lru_cache(maxsize=64)
 def device_target(device: int) -> Target:
-    """What to compile for this CUDA device."""
+    """What to compile for this CUDA device; its `arch.gpu` is the device's name."""
     runtime = import_module("cupy.cuda").runtime
     try:
         major = runtime.deviceGetAttribute(75, device)  # cudaDevAttrComputeCapabilityMajor
         minor = runtime.deviceGetAttribute(76, device)
+        name = runtime.getDeviceProperties(device)["name"]
     except Exception as error:
         raise DeviceError(f"CUDA device {device} cannot be used: {error}") from error
-    return gpu_target((major, minor))
+    found = gpu_target((major, minor))
+    gpu = name.decode() if isinstance(name, bytes) else str(name)
+    return replace(found, arch=replace(found.arch, gpu=gpu))
 
 
 @lru_cache(maxsize=64)

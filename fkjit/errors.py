@@ -67,6 +67,10 @@ class CaptureError(FkjitError, RuntimeError):
     """A compile or a module load was needed while the stream was being captured into a graph."""
 
 
+class TuningError(FkjitError, RuntimeError):
+    """A file of tuned values that cannot be read or written."""
+
+
 class DeviceError(FkjitError, RuntimeError):
     """No usable GPU, or arrays on different devices."""
 

@@ -29,6 +29,15 @@ def _no_shared(params: Params) -> int:
     return 0
 
 
+def powers_of_two(problem: Problem) -> dict[str, Any]:
+    """The whole numbers of a problem, each up to the next power of two, and its flags."""
+    return {
+        name: value if isinstance(value, bool) else 1 << (max(value, 1) - 1).bit_length()
+        for name, value in problem.items()
+        if isinstance(value, int)
+    }
+
+
 @dataclass(frozen=True)
 class Param:
     """One declared parameter of a kernel.
@@ -81,6 +90,8 @@ class KernelSpec:
 
     # One fresh random problem of each kind worth testing: scale "small" (interpreter) or "full".
     problems: Callable[[Params, str], Sequence[Problem]] = lambda params, scale: ()
+    # Problems that share their tuned values (fkjit/tuning.py) are those for which this is the same.
+    shape_class: Callable[[Problem], Mapping[str, Any]] = powers_of_two
     # Problems worth timing on a GPU, for `fkjit bench`. None given: the "full" ones above.
     bench: Callable[[Params], Sequence[Problem]] = lambda params: ()
     inputs: Callable[[Params, Problem, np.random.Generator], Arrays] = lambda p, q, rng: {}

@@ -24,7 +24,7 @@ LAYERS = (
     {"signature", "compile"},
     {"cache_file"},
     {"cache_entry", "cache_disk", "bundle"},
-    {"cache"},
+    {"cache", "tuning"},
     {"build"},
     {"interp"},
     {"sanitizer"},
@@ -33,7 +33,7 @@ LAYERS = (
     {"api", "cpu_launch", "warm_worker", "disassemble", "pytest_plugin"},
     {"warming", "doctor", "report"},
     {"demo", "cli_select", "cli_cache", "cli_warm", "cli_bench"},
-    {"cli_show", "cli_check", "cli_profile", "cli_report"},
+    {"cli_show", "cli_check", "cli_profile", "cli_report", "cli_tune"},
     {"cli"},
 )
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}

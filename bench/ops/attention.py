@@ -9,6 +9,7 @@ from typing import Any
 import fkjit
 from fkjit.arch import Arch
 from fkjit.ops import attention_choice as choice
+from fkjit.ops.attention_hopper import COUNTERS
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..accuracy import LIMITS, Expected
@@ -102,18 +103,21 @@ SETS: dict[str, list[dict[str, Any]]] = {
 
 
 def inputs(problem: Problem, device: Any) -> Arrays:
-    """Fresh N(0, 1) q [B, Hq, Sq, D], k and v [B, Hkv, Sk, D] on the GPU."""
+    """Fresh N(0, 1) q [B, Hq, Sq, D], k and v [B, Hkv, Sk, D] on the GPU; the counters, at 0, that
+    blocks of a kernel draw their work from when it is launched by name."""
     torch = device.torch
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[problem["dtype"]]
+    place = getattr(device, "place", "cuda")
 
     def normal(heads: str, rows: str, dim: str) -> Any:
         shape = (problem["batch"], problem[heads], problem[rows], problem[dim])
-        return torch.randn(shape, dtype=dtype, device=getattr(device, "place", "cuda"))
+        return torch.randn(shape, dtype=dtype, device=place)
 
     return {
         "q": normal("heads_q", "seqlen_q", "head_dim"),
         "k": normal("heads_kv", "seqlen_k", "head_dim"),
         "v": normal("heads_kv", "seqlen_k", "head_dim_v"),
+        "counters": torch.zeros(COUNTERS, dtype=torch.int32, device=place),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,15 @@ def _problems(spec: KernelSpec) -> Iterator[Problem]:
             seen.add(key)
             for problem in spec.bench(params) or spec.problems(params, "full"):
                 yield {**problem, **fixed, _PARAMS: fixed, "kernel": spec.name}
+
+
+def with_values(problem: Problem, values: Mapping[str, Any]) -> Problem:
+    """The same problem with other values, also where a kernel's parameters are kept in it."""
+    made = {**problem, **values}
+    if _PARAMS in problem:
+        kept = problem[_PARAMS]
+        made[_PARAMS] = {**kept, **{n: v for n, v in values.items() if n in kept}}
+    return made
 
 
 def _label(problem: Problem) -> str:

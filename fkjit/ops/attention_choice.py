@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fkjit import tuning
 from fkjit.arch import Arch
 from fkjit.errors import ParameterError
 from fkjit.ops import attention_hopper as hopper
@@ -95,10 +96,14 @@ def padded_dims(spec: KernelSpec, head_dim: int, head_dim_v: int) -> tuple[int, 
 
 
 def choose_block(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
-    """The tile for this problem on this architecture: no taller than the queries need."""
+    """The tile for this problem on this architecture: the one found by `fkjit tune`, else by the
+    preferences above, no taller than the queries need."""
     legal = spec.legal_values("block", {**fixed, "block": None}, arch)
     if not legal:  # say why
         spec.check({**fixed, "block": 16}, arch)
+    tuned = tuning.lookup(spec, fixed, problem, arch)
+    if tuned is not None:
+        return tuned["block"]
     order = [b for b in _PREFERENCE[spec.name][fixed["head_dim"]] if b in legal] or legal
     if spec is hopper.FLASH_SM90:  # one block an SM, of warpgroups that hide each other's waiting
         return hopper.tile(problem, fixed["head_dim"])

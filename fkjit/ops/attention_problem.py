@@ -58,6 +58,20 @@ def traffic(problem: Problem) -> float:
     return float(ITEMSIZE[problem["dtype"]] * (rows_q + rows_k) * (d + dv) + 4 * rows_q)
 
 
+def shape_class(problem: Problem) -> dict[str, Any]:
+    """What decides which tile is best, coarsely: a few thousand rows are like many thousand."""
+
+    def up_to(most: int, size: int) -> int:
+        return min(1 << (max(size, 1) - 1).bit_length(), most)
+
+    return {
+        "seqlen_q": up_to(16_384, problem["seqlen_q"]),
+        "seqlen_k": up_to(16_384, problem["seqlen_k"]),
+        "heads": up_to(512, problem["batch"] * problem["heads_q"]),
+        "causal": problem["causal"],
+    }
+
+
 def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Kernel arguments by name. Strides are taken from the arrays (NumPy or CuPy)."""
 
@@ -156,6 +170,7 @@ SHARED: dict[str, Any] = dict(
     flops=flops,
     interpreter_work=padded_flops,
     bytes=traffic,
+    shape_class=shape_class,
     arguments=arguments,
     reference=reference,
     tolerance=tolerance,
