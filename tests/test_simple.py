@@ -1,0 +1,139 @@
+"""The warm path of simple ops, on CPU tensors and with a kernel that only notes its arguments."""
+
+from __future__ import annotations
+
+import struct
+import sys
+
+import pytest
+
+import fkjit
+from fkjit.device import flatten
+from fkjit.interop import Pointer, view
+from fkjit.ops import simple_plan, workspace
+
+torch = pytest.importorskip("torch", reason="needs torch")
+fkjit.vector_add, fkjit.reduce_sum  # noqa: B018  imports the modules
+ADD = sys.modules["fkjit.ops.vector_add"]._OP
+SUM = sys.modules["fkjit.ops.reduce"]._SUM
+
+
+class Kernel:
+    """Stands for a loaded kernel: what it was launched with."""
+
+    def __init__(self, spec, params):
+        from fkjit.build import build, interpreter_target, quiet
+
+        with quiet():
+            arguments = build(spec, params, interpreter_target()).meta["arguments"]
+        self.spec = spec
+        self.names = tuple(name for name, _, _ in arguments)
+        self.packing = struct.Struct("@" + "".join(code for _, code, _ in arguments))
+        self.launches = []
+
+    def launch_packed(self, grid, packed, stream):
+        self.launches.append((grid, self.packing.unpack(packed), stream))
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """Make a call's plan as the first call on a GPU does; returns the kernel and the request."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(workspace, "find", lambda *_: (1 << 40, 1 << 41, None))
+
+    def make(op, arrays, options=()):
+        request = op._request(op._views(arrays), options)
+        (launch,) = request.launches
+        kernel = Kernel(launch.spec, launch.params)
+        op.plans.remember(arrays, options, request, [kernel], op._pairs(request))
+        return kernel, request
+
+    yield make
+    for op in (ADD, SUM):
+        op.plans.known.clear()
+    simple_plan._geometries.clear()
+
+
+def expected(request, kernel, **arrays):
+    """Flat values as the cold path would pass them."""
+    (launch,) = request.launches
+    stand_ins = {n: Pointer(view(x, "test", n)) for n, x in arrays.items()}
+    named = launch.spec.arguments(launch.params, launch.problem, stand_ins)
+    named = {n: getattr(value, "pointer", value) for n, value in named.items()}
+    return flatten(kernel.names, {"workspace": 1 << 40, "counters": 1 << 41, **named})
+
+
+def test_a_second_call_launches_with_the_arguments_of_the_first(plan):
+    a, b = torch.randn(6, 40)[:, :32], torch.randn(6, 32)
+    kernel, request = plan(ADD, [a, b, None])
+    other = torch.randn(6, 40)[:, :32]
+    out = fkjit.vector_add(other, b)
+    (launched,) = kernel.launches
+    (one,) = request.launches
+    assert launched == (
+        one.spec.grid(one.params, one.problem), expected(request, kernel, a=other, b=b, out=out), 77
+    )  # fmt: skip
+    assert out.shape == (6, 32) and out.is_contiguous()
+
+
+def test_a_given_output_is_written_and_returned(plan):
+    a, b, out = (torch.randn(100) for _ in range(3))
+    kernel, request = plan(ADD, [a, b, out])
+    assert fkjit.vector_add(a, b, out=out) is out
+    assert kernel.launches[0][1] == expected(request, kernel, a=a, b=b, out=out)
+
+
+def test_kernels_get_the_memory_that_their_blocks_meet_in(plan):
+    x = torch.randn(1 << 20)
+    kernel, request = plan(SUM, [x, None], (None, None, False))
+    assert request.counters == 1 and request.workspace >= 4 * 64
+    out = fkjit.reduce_sum(x)
+    assert out.shape == () and kernel.launches[0][1] == expected(request, kernel, x=x, out=out)
+
+
+CHANGED = {
+    "shape": lambda a: a[:64],
+    "strides": lambda a: a[::2][:100],
+    "dtype": lambda a: a.half(),
+    "alignment": lambda a: torch.cat([a, a])[1:101],
+    "subclass": lambda a: a.as_subclass(type("Mine", (torch.Tensor,), {})),
+    "negated": lambda a: torch.randn(100, dtype=torch.complex64).conj().imag,
+    "array": lambda a: a.numpy(),
+}
+
+
+@pytest.mark.parametrize("change", list(CHANGED))
+def test_whatever_else_it_is_has_no_plan(plan, change):
+    a, b = torch.randn(100), torch.randn(100)
+    plan(ADD, [a, b, None])
+    assert ADD.plans.find([a, b, None], ()) is not None
+    assert ADD.plans.find([CHANGED[change](a), b, None], ()) is None
+    assert ADD.plans.find([a, b, a], ()) is None
+    assert ADD.plans.find([a, b, None], (1,)) is None
+
+
+def test_overlaps_that_were_not_checked_go_the_long_way(plan):
+    x = torch.randn(4096)
+    plan(ADD, [x[1024:2048], x[2048:3072], x[:1024]])
+    assert ADD.plans.find([x[1024:2048], x[3072:], x[2048:3072]], ()) is not None
+    assert ADD.plans.find([x[1024:2048], x[3072:], x[512:1536]], ()) is None
+    assert ADD.plans.find([x[1024:2048], x[3072:], x[1024:2048]], ()) is None
+    plan(ADD, [x[1024:2048], x[2048:3072], x[1024:2048]])  # in place: was looked at now
+    assert ADD.plans.find([x[:1024], x[3072:], x[:1024]], ()) is not None
+
+
+def test_what_requires_grad_has_a_plan_only_without_autograd(plan):
+    w, x = torch.nn.Parameter(torch.randn(50)), torch.randn(50)
+    with torch.no_grad():
+        plan(ADD, [x, w, None])
+        assert ADD.plans.find([x, w, None], ()) is not None
+    assert ADD.plans.find([x, w, None], ()) is None
+    assert ADD.plans.find([x, x.clone(), None], ()) is None
+
+
+def test_there_are_only_so_many_plans(plan, monkeypatch):
+    monkeypatch.setattr(simple_plan, "MAX_PLANS", 3)
+    for n in range(10, 15):
+        plan(ADD, [torch.randn(n), torch.randn(n), None])
+        assert 1 <= len(ADD.plans.known) <= 3
