@@ -42,8 +42,8 @@ def check(
     batch, heads_q, length = dimensions(layout, q.shape)
     heads_k = _check_keys(views["k"], q, layout)
     dtype, outputs = _check_outputs(views)
-    columns = _check_rotary_dim(rotary_dim, table, q.shape[-1])
-    scaling = _check_source(table, theta, named, columns)
+    columns = check_rotary_dim(rotary_dim, table, q.shape[-1])
+    scaling = check_source(table, theta, named, columns)
     _check_start(start, length, table)
     problem = {
         "dtype": dtype,
@@ -130,52 +130,56 @@ def _check_keys(k: View | None, q: View, layout: str) -> int:
     return heads
 
 
-def _check_columns(name: str, view: View) -> None:
+def _check_columns(name: str, view: View, call: str = "rope") -> None:
     if 0 not in view.shape and view.shape[-1] > 1 and view.strides[-1] != 1:
         raise ParameterError(
-            f"rope: {name} has stride {view.strides[-1]} in its last dimension; it must be "
+            f"{call}: {name} has stride {view.strides[-1]} in its last dimension; it must be "
             f"contiguous: pass a contiguous copy of {name}"
         )
 
 
-def _check_rotary_dim(rotary_dim: Any, table: View | None, head_dim: int) -> int:
+def check_rotary_dim(rotary_dim: Any, table: View | None, head_dim: int, call: str = "rope") -> int:
+    """The first columns that turn: by default all, or the table's."""
     if table is not None:
-        check_dtype("rope", "table", table, ("fp32",))
+        check_dtype(call, "table", table, ("fp32",))
         if len(table.shape) != 2:
             raise ParameterError(
-                f"rope: table has shape {tuple(table.shape)}; allowed: [positions, rotary_dim], of "
-                "fkjit.rope_table"
+                f"{call}: table has shape {tuple(table.shape)}; allowed: [positions, rotary_dim], "
+                "of fkjit.rope_table"
             )
-        _check_columns("table", table)
+        _check_columns("table", table, call)
         rotary_dim = table.shape[1] if rotary_dim is None else rotary_dim
     try:
         columns = head_dim if rotary_dim is None else operator.index(rotary_dim)
     except TypeError as error:
-        raise ArgumentTypeError(f"rope: rotary_dim={rotary_dim!r} is no integer") from error
-    check_frequencies("rope", columns, THETA, None)
+        raise ArgumentTypeError(f"{call}: rotary_dim={rotary_dim!r} is no integer") from error
+    check_frequencies(call, columns, THETA, None)
     if columns > head_dim:
-        raise ParameterError(f"rope: rotary_dim={columns} is above q's head_dim, {head_dim}")
+        raise ParameterError(f"{call}: rotary_dim={columns} is above q's head_dim, {head_dim}")
     if table is not None and table.shape[1] != columns:
         raise ParameterError(
-            f"rope: table has {table.shape[1]} columns, but rotary_dim={columns}; they are the same"
+            f"{call}: table has {table.shape[1]} columns, but rotary_dim={columns}; they are the "
+            "same"
         )
     return columns
 
 
-def _check_source(table: View | None, theta: Any, named: Any, columns: int) -> Llama3Scaling | None:
+def check_source(
+    table: View | None, theta: Any, named: Any, columns: int, call: str = "rope"
+) -> Llama3Scaling | None:
     """The scaling, where there is no table that has it."""
     scaling = named
     if isinstance(named, tuple) and named[0] in _SCALINGS:
         scaling = _SCALINGS[named[0]](*named[1:])
     if table is not None and not (theta is None and scaling is None):
         raise ParameterError(
-            "rope: theta and scaling beside a table, which has frequencies of its own; give them "
-            "to fkjit.rope_table"
+            f"{call}: theta and scaling beside a table, which has frequencies of its own; give "
+            "them to fkjit.rope_table"
         )
-    check_frequencies("rope", columns, THETA if theta is None else theta, scaling)
+    check_frequencies(call, columns, THETA if theta is None else theta, scaling)
     if isinstance(scaling, YarnScaling):
         raise ParameterError(
-            f"rope: scaling={scaling} is for tables: pass table=fkjit.rope_table(length, "
+            f"{call}: scaling={scaling} is for tables: pass table=fkjit.rope_table(length, "
             f"{columns}, scaling=...) in its place"
         )
     return scaling
