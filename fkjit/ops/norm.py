@@ -148,8 +148,8 @@ def _function(op: str) -> Any:
             x, weight, bias, mean, rstd = ctx.saved_tensors
             of_x, of_weight, of_bias, of_residual, _ = ctx.needs_input_grad
             if x.numel() == 0:  # no rows, and sums of nothing
-                zeros = [None if a is None else torch.zeros_like(a) for a in (x, weight, bias, x)]
-                return (*zeros, None)
+                like = zip((x, weight, bias, x), ctx.needs_input_grad, strict=False)
+                return (*(torch.zeros_like(a) if wanted else None for a, wanted in like), None)
             dy = torch.zeros_like(x) if dy is None else dy.contiguous()
             dsum = None if dsum is None else dsum.contiguous()
             like = bias if weight is None else weight

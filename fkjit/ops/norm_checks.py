@@ -15,11 +15,12 @@ from fkjit.ops import norm_kernels as forward
 from fkjit.ops.norm_problem import size
 from fkjit.ops.simple import Launch, Output, Request, arch_of
 from fkjit.ops.simple_checks import check_dtype, check_output, check_same_dtype, check_shape
-from fkjit.ops.simple_shapes import MAX_GRID, rows_of
+from fkjit.ops.simple_shapes import rows_of
 from fkjit.spec import Problem
 
 Views = Mapping[str, View | None]
 MAX_COLUMNS = 1 << 24  # counts are fp32
+MAX_ROWS = 1 << 30
 _CPU_BLOCKS = 4  # of a "multiprocessor" of the interpreter, so that blocks take several rows
 
 
@@ -94,7 +95,7 @@ def gradient_request(op: str, views: Views, weight: bool, bias: bool) -> Request
         "dx": Output(shape, dtype),
         "dweight": Output((columns,), kind) if weight else None,
         "dbias": Output((columns,), kind) if bias else None,
-        "dweight_parts": parts if weight or bias else None,
+        "dweight_parts": parts if weight else None,
         "dbias_parts": parts if bias else None,
     }
     return Request(dict(views), outputs, launches)
@@ -124,10 +125,10 @@ def _gradient_launches(
 
 
 def _check_width(op: str, shape: tuple[int, ...]) -> None:
-    if not shape or shape[-1] > MAX_COLUMNS or prod(shape[:-1]) > MAX_GRID:
+    if not shape or shape[-1] > MAX_COLUMNS or prod(shape[:-1]) > MAX_ROWS:
         raise ParameterError(
             f"{op}: x has shape {shape}; allowed: [..., columns] with up to {MAX_COLUMNS:,} "
-            f"columns and {MAX_GRID:,} rows"
+            f"columns and {MAX_ROWS:,} rows"
         )
 
 

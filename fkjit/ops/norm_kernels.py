@@ -16,7 +16,7 @@ TILES: tuple[Tile, ...] = (
     (32, 1, 1), (32, 4, 1), (128, 2, 1), (128, 4, 1), (256, 2, 1), (512, 2, 1), (512, 4, 1),
     (512, 1, 4), (512, 4, 2), (512, 4, 4),
 )  # fmt: skip
-SCALAR_TILES: tuple[Tile, ...] = ((32, 4, 1), (512, 4, 1))
+SCALAR_TILES: tuple[Tile, ...] = ((32, 4, 1), (512, 2, 1))
 # Tiles whose blocks take several rows, each with the next one's loads under way, and how many such
 # blocks a multiprocessor has.
 PIPELINED: dict[Tile, int] = {(32, 1, 1): 8, (256, 2, 1): 3, (512, 2, 1): 1}

@@ -42,8 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                   const i64 dx_stride, const i64 rows, const int columns) {
   __shared__ WarpSums<LANES / WARP_SIZE, 2> meeting;
   const int thread = threadIdx.x % LANES;
-  const i64 step = static_cast<i64>(gridDim.x) * ROWS;
-  const i64 first = static_cast<i64>(blockIdx.x) * ROWS + threadIdx.x / LANES;
+  const int step = gridDim.x * ROWS, first = blockIdx.x * ROWS + threadIdx.x / LANES;
   const float inverse = 1.f / columns;
 
   Elements given, seen, next_given, next_seen, stream;
@@ -58,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   dweight.fill(0.f), dbias.fill(0.f), stream.fill(0.f);
 
   int turn = 0;
-  for (i64 row = first; row < rows; row += step, turn ^= 1) {
+  for (int row = first; row < rows; row += step, turn ^= 1) {
     const float center = CENTERED ? mean[row] : 0.f, factor = rstd[row];
     if (dsum != nullptr) stream.load(dsum + row * dsum_stride, thread, columns);
     if (row + step < rows) {
@@ -96,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     given.store(dx + row * dx_stride, thread, columns);
     given = next_given, seen = next_seen;
   }
-  if (dweight_parts != nullptr) dweight.store(dweight_parts + first * columns, thread, columns);
-  if (CENTERED && dbias_parts != nullptr)
-    dbias.store(dbias_parts + first * columns, thread, columns);
+  const i64 part = static_cast<i64>(first) * columns;
+  if (dweight_parts != nullptr) dweight.store(dweight_parts + part, thread, columns);
+  if (CENTERED && dbias_parts != nullptr) dbias.store(dbias_parts + part, thread, columns);
 }

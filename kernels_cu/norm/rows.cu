@@ -21,7 +21,8 @@ constexpr int LANES = ${lanes};      // threads of a block on one row
 constexpr int VECTORS = ${vectors};  // 16-byte vectors of a thread
 constexpr int CLUSTER = ${cluster};  // blocks of a row
 constexpr bool PIPELINED = ${pipelined};
-constexpr int RESIDENT = ${resident};  // blocks that share a multiprocessor, at least
+// Blocks that share a multiprocessor, at least; Blackwell's code does not fit into as few registers.
+constexpr int RESIDENT = __CUDA_ARCH__ < 1000 ? ${resident} : 1;
 
 constexpr int THREADS = LANES < 128 ? 128 : LANES;
 constexpr int ROWS = THREADS / LANES;  // of a block at a time
@@ -46,13 +47,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) norm_rows(
     float* __restrict__ mean,             // [rows] or null
     float* __restrict__ rstd,             // [rows] or null
     const i64 x_stride, const i64 residual_stride, const i64 out_stride, const i64 sum_stride,
-    const i64 rows, const int columns, const float eps) {
+    const int rows, const int columns, const float eps) {
   __shared__ Meeting<LANES / WARP_SIZE, CLUSTER, CENTERED> meeting;
   const int thread = threadIdx.x % LANES;
   const int rank = CLUSTER == 1 ? 0 : cluster_rank(), skip = rank * Elements::CAPACITY;
   const int here = max(columns - skip, 0);  // columns from this block's first one on
-  const i64 step = static_cast<i64>(gridDim.x / CLUSTER) * ROWS;
-  const i64 first = static_cast<i64>(blockIdx.x / CLUSTER) * ROWS + threadIdx.x / LANES;
+  const int step = gridDim.x / CLUSTER * ROWS;
+  const int first = blockIdx.x / CLUSTER * ROWS + threadIdx.x / LANES;
 
   Elements s, added;
   if (PIPELINED && first < rows) {
@@ -69,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) norm_rows(
 
   Elements next;
   int turn = 0;
-  for (i64 row = first; row < rows; row += step, turn ^= 1) {
+  for (int row = first; row < rows; row += step, turn ^= 1) {
     if (!PIPELINED) {
       s.load(x + row * x_stride + skip, thread, here);
       if (residual != nullptr) added.load(residual + row * residual_stride + skip, thread, here);

@@ -21,14 +21,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                       const elem_t* __restrict__ x,       // [rows, columns]
                       const float* __restrict__ mean,     // [rows] where CENTERED
                       const float* __restrict__ rstd,     // [rows]
-                      float* __restrict__ dweight_parts,  // [gridDim.y, columns]
+                      float* __restrict__ dweight_parts,  // [gridDim.y, columns] or null
                       float* __restrict__ dbias_parts,    // [gridDim.y, columns] or null
-                      const i64 dy_stride, const i64 x_stride, const i64 rows, const int columns) {
+                      const i64 dy_stride, const i64 x_stride, const int rows, const int columns) {
   const int thread = threadIdx.x, skip = blockIdx.x * Elements::CAPACITY, here = columns - skip;
   Sums dweight, dbias;
   dweight.fill(0.f), dbias.fill(0.f);
 #pragma unroll 2
-  for (i64 row = blockIdx.y; row < rows; row += gridDim.y) {
+  for (int row = blockIdx.y; row < rows; row += gridDim.y) {
     const float center = CENTERED ? mean[row] : 0.f, factor = rstd[row];
     Elements given, seen;
     given.load(dy + row * dy_stride + skip, thread, here);
@@ -43,6 +43,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
   }
   const i64 part = static_cast<i64>(blockIdx.y) * columns + skip;
-  dweight.store(dweight_parts + part, thread, here);
+  if (dweight_parts != nullptr) dweight.store(dweight_parts + part, thread, here);
   if (dbias_parts != nullptr) dbias.store(dbias_parts + part, thread, here);
 }

@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               float* __restrict__ mean,             // [rows] or null
               float* __restrict__ rstd,             // [rows] or null
               const i64 x_stride, const i64 residual_stride, const i64 out_stride,
-              const i64 sum_stride, const i64 rows, const int columns, const float eps) {
+              const i64 sum_stride, const int rows, const int columns, const float eps) {
   __shared__ Meeting<THREADS / WARP_SIZE, 1, CENTERED> meeting;
   const int thread = threadIdx.x;
   const i64 row = blockIdx.x;

@@ -31,6 +31,9 @@ __device__ __forceinline__ float elements_of_warp(int thread, int columns) {
   return static_cast<float>(count);
 }
 
+// NaN stays NaN, which fmaxf would drop.
+__device__ __forceinline__ float not_below_zero(float x) { return x < 0.f ? 0.f : x; }
+
 // What a thread sums of its elements of a row, in one piece or in several.
 template <bool CENTERED>
 struct MomentSums {
@@ -64,7 +67,7 @@ struct MomentSums {
     const float all_squares = lanes_sum<WARP_SIZE>(squares);
     if (!CENTERED) return {0.f, all_squares};
     const float all = lanes_sum<WARP_SIZE>(sum), shift = n > 0.f ? all / n : 0.f;
-    return {pilot + shift, fmaxf(all_squares - all * shift, 0.f)};
+    return {pilot + shift, not_below_zero(all_squares - all * shift)};
   }
 };
 
@@ -117,7 +120,7 @@ struct Meeting {
     if (!CENTERED) return {0.f, square};
     sum = lanes_sum<LANES>(sum);
     const float shift = sum / columns;
-    return {pilot + shift, fmaxf(square - sum * shift, 0.f)};
+    return {pilot + shift, not_below_zero(square - sum * shift)};
   }
 };
 
