@@ -49,7 +49,7 @@ def implementation(impl: str, dtype: str, arch: Arch, hopper_takes: bool = False
     """
     if impl in ("naive", "tiled"):
         return NAIVE if impl == "naive" else TILED
-    if dtype != "fp32" and hopper_takes and arch.features >= hopper.FLASH_SM90.features({}):
+    if dtype != "fp32" and hopper_takes and hopper.suits(arch):
         return hopper.FLASH_SM90
     if dtype != "fp32" and arch.features >= FLASH.features({}):
         return FLASH

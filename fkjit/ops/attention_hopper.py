@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from fkjit.arch import Arch
 from fkjit.interop import ITEMSIZE
-from fkjit.ops.attention_problem import SHARED, grid, inputs, problems, scalars, split_block
+from fkjit.ops.attention_problem import SHARED, grid, outputs, problems, scalars, split_block
 from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, SharedLayout, register
 from fkjit.tensor_map import TensorMap
 
@@ -117,6 +118,12 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
     }
 
 
+def suits(arch: Arch) -> bool:
+    """Whether a GPU runs every tile."""
+    needs = FLASH_SM90.features({})
+    return arch.features >= needs and arch.shared_per_block >= _MAX_SHARED
+
+
 def tile(problem: Problem, head_dim: int) -> Any:
     """The tile of a problem: the fastest, or less of it where causal rows are short."""
     tall, *others = TILES[head_dim]
@@ -176,9 +183,9 @@ def _problems(params: Params, scale: str) -> Sequence[Problem]:
     return [{**problem, **few} for problem in problems(params, scale)]
 
 
-def _inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
-    """q, k, v and the counter that blocks draw their work from."""
-    return {**inputs(params, problem, rng), "counters": np.zeros(COUNTERS, np.uint32)}
+def _outputs(params: Params, problem: Problem) -> Arrays:
+    """o, lse and the counter that blocks draw their work from."""
+    return {**outputs(params, problem), "counters": np.zeros(COUNTERS, np.uint32)}
 
 
 FLASH_SM90 = register(
@@ -204,7 +211,7 @@ FLASH_SM90 = register(
             "illegal": _illegal,
             "grid": _grid,
             "problems": _problems,
-            "inputs": _inputs,
+            "outputs": _outputs,
             "features": lambda params: frozenset({"wgmma"}),
             "shared_layout": _shared,
             "block": lambda params: (128 * (1 + _consumers(params)), 1, 1),

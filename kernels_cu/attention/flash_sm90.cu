@@ -112,13 +112,11 @@ __device__ __forceinline__ int draw_work(u32* counter, int works) {
   return gridDim.x + atomicInc(counter, works - 1);
 }
 
-// The number that has been announced, for the V producer or for a whole warp of a consumer.
-template <bool WHOLE_WARP>
+// The number that has been announced, to one thread.
 __device__ __forceinline__ int next_work(const Barriers& barriers, RingPlace<SLOTS>& slot) {
   mbarrier_wait(barriers.work_full(slot.stage), slot.parity);
   const int number = load_shared_word(barriers.work(slot.stage));
-  if (WHOLE_WARP) __syncwarp();  // every lane has read it
-  if (!WHOLE_WARP || threadIdx.x % WARP_SIZE == 0) mbarrier_arrive(barriers.work_empty(slot.stage));
+  mbarrier_arrive(barriers.work_empty(slot.stage));
   slot.advance();
   return number;
 }
@@ -279,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       RingPlace<STAGES> v_place;
       RingPlace<SLOTS> slot;
       while (true) {
-        const int number = next_work<false>(barriers, slot);
+        const int number = next_work(barriers, slot);
         if (number >= works) break;
         const Work place(number, blocks_q, heads_q, heads_q * batch, section_heads);
         const KeyRange range(place.q0, seqlen_q, seqlen_k, causal);
@@ -314,7 +312,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     if (TAKE_TURNS && consumer == 1) your_turn();
 
     while (true) {
-      const int number = next_work<true>(barriers, slot);
+      int number = 0;
+      if (signals) number = next_work(barriers, slot);
+      number = __shfl_sync(FULL_MASK, number, 0);
       if (number >= works) break;
       const Work place(number, blocks_q, heads_q, heads_q * batch, section_heads);
       const KeyRange range(place.q0, seqlen_q, seqlen_k, causal);
