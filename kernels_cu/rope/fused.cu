@@ -50,6 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rope_fused(
   auto angles = [&](float (&cosine)[Pairs::WIDTH], float (&sine)[Pairs::WIDTH]) {
     const i64 position =
         start + step * row + rope_position(positions, position_words, position_strides, batch, row);
+    const float unit = rope_unit(position >= 0 && position <= ROPE_LAST_POSITION);
 #pragma unroll
     for (int group = 0; group < Pairs::GROUPS; ++group) {
       u64 frequency[Pairs::GROUP];
@@ -59,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rope_fused(
       for (int i = 0; i < Pairs::GROUP; ++i) {
         const int at = group * Pairs::GROUP + i;
         sincos_turns<elem_t>(rope_turns(frequency[i], position), sine[at], cosine[at]);
-        sine[at] *= direction;
-        if (position < 0 || position > ROPE_LAST_POSITION) sine[at] = cosine[at] = rope_nowhere();
+        cosine[at] *= unit;
+        sine[at] *= direction * unit;
       }
     }
   };

@@ -17,7 +17,7 @@ constexpr bool INTERLEAVED = ${interleaved};  // pairs are neighbours
 constexpr int THREADS = ${threads};
 constexpr int UNROLL = ${unroll};  // heads under way in a thread
 
-constexpr int BLOCKS = 640 / THREADS;  // of an SM; ptxas, left to itself, spills for more
+constexpr int BLOCKS = 768 / THREADS;  // of an SM; ptxas, left to itself, spills for more
 using Pairs = RopePairs<elem_t, VECTOR, INTERLEAVED>;
 static_assert(THREADS % WARP_SIZE == 0, "whole warps");
 
@@ -51,6 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rope_table(
     const i64 position =
         start + step * row + rope_position(positions, position_words, position_strides, batch, row);
     const bool inside = position >= 0 && position < table_rows;
+    const float unit = rope_unit(inside);
     const float* entry = table + (inside ? position : 0) * table_stride;
 #pragma unroll
     for (int group = 0; group < Pairs::GROUPS; ++group) {
@@ -60,8 +61,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rope_table(
     }
 #pragma unroll
     for (int i = 0; i < Pairs::WIDTH; ++i) {
-      sine[i] *= direction;
-      if (!inside) sine[i] = cosine[i] = rope_nowhere();
+      cosine[i] *= unit;
+      sine[i] *= direction * unit;
     }
   };
   const int stride = place.head_slots, end = min_of(heads, place.head + stride * per_place);

@@ -60,8 +60,10 @@ __device__ __forceinline__ i64 rope_position(const u32* positions, int words,
   return static_cast<i64>(static_cast<u64>(id[1]) << 32 | id[0]);
 }
 
-// What a row turns by when its position is none.
-__device__ __forceinline__ float rope_nowhere() { return __int_as_float(0x7fc00000); }  // NaN
+// The length of a row's sines and cosines: a row at a position that is none becomes NaN.
+__device__ __forceinline__ float rope_unit(bool somewhere) {
+  return somewhere ? 1.f : __int_as_float(0x7fc00000);
+}
 
 // Angle at a position, in fractions of 2^32 of a turn.
 __device__ __forceinline__ u32 rope_turns(u64 frequency, u32 position) {
