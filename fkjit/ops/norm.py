@@ -46,7 +46,7 @@ def layer_norm(
 
     Rows that start on 16-byte boundaries, of a multiple of 16 bytes, are fastest.
     """
-    return _LAYER((x, weight, bias, residual), (out, None), (eps,))
+    return _LAYER((x, weight, bias, residual), (out, None, None, None), (eps,))
 
 
 def rms_norm(
@@ -56,16 +56,12 @@ def rms_norm(
 
     The arguments and what is returned are those of `layer_norm`, which also subtracts the mean.
     """
-    return _RMS((x, weight, residual), (out, None), (eps,))
+    return _RMS((x, weight, None, residual), (out, None, None, None), (eps,))
 
 
-_IN_PLACE = (("out", "x"), ("out", "residual"))
-
-
-def _inputs(op: str) -> tuple[str, ...]:
-    return (
-        ("x", "weight", "bias", "residual") if op == "layer_norm" else ("x", "weight", "residual")
-    )
+# Of both calls, as the kernels name them: RMSNorm has no bias and no mean.
+_INPUTS = ("x", "weight", "bias", "residual")
+_OUTPUTS = ("out", "sum", "mean", "rstd")
 
 
 def _with_gradients(op: str) -> Any:
@@ -77,9 +73,7 @@ def _with_gradients(op: str) -> Any:
                 f"{op}: out is given and an input requires grad; call it under torch.no_grad(), or "
                 "without out"
             )
-        named = dict(zip(_inputs(op), inputs, strict=True))
-        arrays = (named["x"], named["weight"], named.get("bias"), named["residual"])
-        return _function(op).apply(*arrays, *options)
+        return _function(op).apply(*inputs, *options)
 
     return differentiable
 
@@ -88,11 +82,11 @@ def _op(op: str) -> Op:
     """The public call, which leaves the statistics away."""
     return Op(
         op,
-        inputs=_inputs(op),
-        outputs=("out", "sum"),
+        inputs=_INPUTS,
+        outputs=_OUTPUTS,
         check=check(op, False),
-        optional=_inputs(op)[1:],
-        in_place=_IN_PLACE,
+        optional=_INPUTS[1:],
+        in_place=(("out", "x"), ("out", "residual")),
         autograd=_with_gradients(op),
     )
 
@@ -100,13 +94,7 @@ def _op(op: str) -> Op:
 @lru_cache(maxsize=2)
 def _with_statistics(op: str) -> Op:
     """The forward of a training step: mean (of LayerNorm) and rstd come behind the results."""
-    return Op(
-        op,
-        inputs=_inputs(op),
-        outputs=("out", "sum", *(("mean",) if op == "layer_norm" else ()), "rstd"),
-        check=check(op, True),
-        optional=_inputs(op)[1:],
-    )
+    return Op(op, inputs=_INPUTS, outputs=_OUTPUTS, check=check(op, True), optional=_INPUTS[1:])
 
 
 @lru_cache(maxsize=2)
@@ -133,8 +121,8 @@ def _function(op: str) -> Any:
     class Norm(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any, weight: Any, bias: Any, residual: Any, eps: float) -> Any:
-            inputs = (x, weight, bias, residual) if centered else (x, weight, residual)
-            made = _with_statistics(op)(inputs, (None,) * (4 if centered else 3), (eps,))
+            inputs = (x, weight, bias, residual)
+            made = _with_statistics(op)(inputs, (None,) * len(_OUTPUTS), (eps,))
             rstd, mean = made[-1], made[-2] if centered else None
             results = made[: 1 if residual is None else 2]
             seen = x if residual is None else results[1]

@@ -38,11 +38,10 @@ def request(op: str, views: Views, eps: Any, statistics: bool) -> Request:
     eps = _check_eps(op, eps)
     given = [views[name] for name in ("weight", "bias") if views.get(name) is not None]
     stats = Output(shape[:-1], "fp32") if statistics else None
-    centered = op == "layer_norm"
     outputs = {
         "out": Output(shape, dtype, out),
         "sum": None if residual is None else Output(shape, dtype),
-        **({"mean": stats} if centered else {}),
+        "mean": stats if op == "layer_norm" else None,
         "rstd": stats,
     }
     inputs = {name: views[name] for name in views if name not in outputs}
