@@ -31,6 +31,7 @@ _PUBLIC = {
     "kv_append": "fkjit.ops.kv_append",
     "kv_read": "fkjit.ops.kv_read",
     "kv_slots": "fkjit.ops.kv_slots",
+    "rope_kv_append": "fkjit.ops.rope_kv_append",
     "prepare": "fkjit.api",
     "launch": "fkjit.api",
     "launch_cpu": "fkjit.cpu_launch",
@@ -65,6 +66,7 @@ __all__ = [
     "register",
     "rms_norm",
     "rope",
+    "rope_kv_append",
     "rope_table",
     "sanitize",
     "variants",
@@ -104,6 +106,7 @@ if TYPE_CHECKING:
     from fkjit.ops.reduce import reduce_max, reduce_mean, reduce_sum
     from fkjit.ops.rope import rope
     from fkjit.ops.rope_frequencies import Llama3Scaling, YarnScaling, rope_table
+    from fkjit.ops.rope_kv_append import rope_kv_append
     from fkjit.ops.vector_add import vector_add
     from fkjit.sanitizer import sanitize
     from fkjit.spec import KernelSpec, Param, register

@@ -424,3 +424,47 @@ def test_what_fails_changes_nothing():
     cache.free(a)
     with pytest.raises(UnknownSequenceError, match="was freed already"):
         cache.free(a)
+
+
+# ------------------------------------------------------------------ with the rotary embedding
+
+
+@pytest.mark.parametrize("kept", ["bf16", "fp8", "int8"])
+@pytest.mark.parametrize("options", [{}, {"interleaved": True, "rotary_dim": 4}], ids=str)
+@pytest.mark.parametrize("dim", [32, 6])
+def test_rope_and_append_are_one_to_the_bit(dim, options, kept):
+    """Whole 16-byte accesses, and single elements; with a table, too."""
+    scales = {} if kept == "bf16" else {"k_scale": 0.02, "v_scale": 0.03}
+    q, k, v = (tokens(21, i, "bf16", heads, dim) for i, heads in enumerate((5, 2, 2)))
+    positions = np.arange(21, dtype=np.int32) * 40_000
+    table = fkjit.rope_table(50, options.get("rotary_dim", dim))
+    for given, at in (({"theta": 5e5}, positions), ({"table": table}, positions // 40_000)):
+        one, two = (small(dtype=kept, head_dim=dim, **scales) for _ in range(2))
+        slots = one.extend([one.allocate()], 21)
+        slots[4] = -1
+        turned = fkjit.rope_kv_append(q, k, v, one, slots, at, **given, **options)
+        expected, k_turned = fkjit.rope(q, k, at, **given, **options)
+        fkjit.kv_append(k_turned, v, two, slots)
+        assert np.array_equal(turned, expected)
+        for x, y in zip(one.pages(), two.pages(), strict=True):
+            assert np.array_equal(x.view(np.uint8), y.view(np.uint8))
+    again = q.copy()
+    found = fkjit.rope_kv_append(again, k, v, one, slots, at, **given, **options, inplace=True)
+    assert found is again and np.array_equal(again, expected)
+
+
+def test_rope_kv_append_refuses():
+    q, at = tokens(3, 5, heads=4), np.arange(3, dtype=np.int32)
+    for error, arguments, options, message in (
+        (TYPE, (q, K, K, SLOTS, at.astype("f4")), {}, "positions is fp32; allowed: int32, int64"),
+        (VALUE, (q, K, K, SLOTS, at[:2]), {}, r"positions has shape \(2,\); allowed: \[tokens"),
+        (VALUE, (q[..., :4], K, K, SLOTS, at), {}, r"q has shape \(3, 4, 4\); allowed: \[tokens"),
+        (VALUE, (q, K, K, SLOTS, at), {"rotary_dim": 3}, "rotary_dim=3 is not an even number"),
+        (VALUE, (q, K, K, SLOTS, at), {"rotary_dim": 16}, "rotary_dim=16 is above q's head_dim, 8"),
+        (VALUE, (q, K, K, SLOTS, at), {"inplace": True, "out_q": q}, "inplace=True and out_q"),
+        (VALUE, (q, K, K, SLOTS // 2, at), {}, "slot_mapping has slot 0 more than once"),
+    ):
+        q_, k, v, slots, positions = arguments
+        with pytest.raises(error, match=message) as caught:
+            fkjit.rope_kv_append(q_, k, v, small(), slots, positions, **options)
+        assert str(caught.value).startswith("rope_kv_append: ")

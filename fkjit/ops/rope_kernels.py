@@ -41,7 +41,7 @@ def width(params: Params) -> int:
     return VECTOR_BYTES // ITEMSIZE[params["dtype"]] if params["vector"] else 1
 
 
-def _tiling(params: Params, problem: Problem) -> dict[str, Any]:
+def tiling(params: Params, problem: Problem) -> dict[str, Any]:
     """Arguments that say which thread does what: device/rope_rows.cuh. And the grid."""
     heads = problem["heads_q"] + problem["heads_k"]
     tokens = problem["batch"] * problem["length"]
@@ -70,11 +70,12 @@ def _tiling(params: Params, problem: Problem) -> dict[str, Any]:
 def tuned(fixed: Params, problem: Problem) -> dict[str, Any]:
     """A vector kernel's second head under way costs the first one 0.1 us, where it is alone."""
     params = {**fixed, "threads": 128 if fixed["vector"] else 256, "unroll": 1}
-    several = fixed["vector"] and _tiling(params, problem)["per_place"] > 1
+    several = fixed["vector"] and tiling(params, problem)["per_place"] > 1
     return {**params, "unroll": 2 if several else 1}
 
 
-def _illegal(params: Params) -> str | None:
+def illegal(params: Params) -> str | None:
+    """Why these parameters are no variant, or None."""
     if (params["threads"] == 256) == params["vector"]:
         return "is for single elements" if params["vector"] else "is for 16-byte accesses"
     if params["unroll"] > 1 and not params["vector"]:
@@ -84,7 +85,7 @@ def _illegal(params: Params) -> str | None:
 
 def grid(params: Params, problem: Problem) -> Dim3:
     """Tiles of tokens by pieces of the heads."""
-    return _tiling(params, problem)["grid"]
+    return tiling(params, problem)["grid"]
 
 
 def _strides(problem: Problem, array: Any) -> tuple[int, ...]:
@@ -125,7 +126,7 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
         "head_dim": problem["head_dim"],
         "rotary_dim": problem["rotary_dim"],
         "direction": -1.0 if problem["inverse"] else 1.0,
-        **_tiling(params, problem),
+        **tiling(params, problem),
     }
 
 
@@ -299,7 +300,7 @@ def _spec(name: str, doc: str, **rest: Any) -> KernelSpec:
                 Param("threads", (128, 256), "threads of a block: 256 for single elements"),
                 Param("unroll", (1, 2), "heads under way in a thread", tunable=True),
             ),
-            illegal=_illegal,
+            illegal=illegal,
             block=lambda params: (params["threads"], 1, 1),
             grid=grid,
             flops=work,
