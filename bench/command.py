@@ -190,7 +190,9 @@ def _arch() -> Arch:
     from fkjit.gpus import gpus
 
     found, _ = gpus()
-    return (gpu_target(found[0].capability) if found else interpreter_target()).arch
+    if not found:
+        return interpreter_target().arch
+    return replace(gpu_target(found[0].capability).arch, gpu=found[0].name)
 
 
 def command() -> int:

@@ -110,7 +110,7 @@ def test_dry_run_and_list_need_no_gpu(scale):
     for name in ("fkjit naive", "fkjit tiled", "fkjit flash", "eager", "sdpa-cudnn", "fa4"):
         assert f" {name} " in planned.out
     assert "left out: torch.compile" in planned.out
-    listed = run("bench", "--list").out
+    listed = " ".join(run("bench", "--list").out.split())  # however it is broken into lines
     assert "scaling (12)" in listed and "flashinfer-batch" in listed and "scale" in listed
 
 

@@ -19,6 +19,7 @@ README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "docs" / "attention_h200.jsonl"
 DOCUMENTS = (
     "README.md", "CONTRIBUTING.md", "docs/DESIGN.md", "docs/BENCHMARKS.md", "docs/PROFILING.md",
+    "docs/TUNING.md",
 )  # fmt: skip
 
 
@@ -43,7 +44,8 @@ def test_every_setting_is_in_the_readme():
 def test_every_command_it_names_exists():
     named = set(re.findall(r"`fkjit (\w+)", README))
     assert named == {
-        "doctor", "list", "check", "show", "compile", "warm", "bench", "report", "profile", "cache",
+        "doctor", "list", "check", "show", "compile", "warm", "bench", "report", "tune", "profile",
+        "cache",
     }  # fmt: skip
     for name in named:
         assert run(name, "--help").status == 0

@@ -13,6 +13,7 @@ from fkjit import tuning
 from fkjit.arch import Arch
 from fkjit.arch import arch as arch_of
 from fkjit.errors import DeviceError, ParameterError
+from fkjit.spec import KernelSpec
 
 from ..cases import Case, select
 from ..device import Device, TorchDevice
@@ -75,11 +76,15 @@ def main(
     looking = chosen.show or chosen.dry_run
     if not looking and (chosen.gpu or chosen.arch):
         raise ParameterError("tune: --gpu and --arch are for --show and --dry-run")
+    asked = _asked(chosen)
     if not looking:
         strategies.check(chosen.strategy)
         device = device or TorchDevice()
     arch = arch or (_asked_arch(chosen) if looking else _device_arch(device))
-    todo = _tasks(chosen, arch)
+    todo = [task for specs, cases in asked for task in tasks(specs, cases, arch)]
+    if not todo:
+        what = " ".join(chosen.kernels)
+        raise ParameterError(f"tune: {what} has nothing to choose for these cases on {arch.name}")
     if chosen.show:
         for task in todo:
             print("\n".join(show.explain(task, arch)))
@@ -92,19 +97,15 @@ def main(
     return _tune(chosen, todo, device, arch)
 
 
-def _tasks(chosen: argparse.Namespace, arch: Arch) -> list[Task]:
-    """What there is to tune. ParameterError where that is nothing."""
-    made: list[Task] = []
+def _asked(chosen: argparse.Namespace) -> list[tuple[list[KernelSpec], list[Case]]]:
+    """The kernels of each name that was given, and the cases to tune them for."""
+    made = []
     for name in dict.fromkeys(chosen.kernels):
         (op,) = selected([name.partition(".")[0]])
-        cases: list[Case] = [shaped(op, text) for text in chosen.shape]
+        cases = [shaped(op, text) for text in chosen.shape]
         if chosen.set or not chosen.shape:
             cases += select([op], chosen.set or ["default"], chosen.where, [])
-        made += tasks(kernels(name, op), cases, arch)
-    if not made:
-        raise ParameterError(
-            f"tune: {' '.join(chosen.kernels)} has nothing to choose for these cases on {arch.name}"
-        )
+        made.append((kernels(name, op), cases))
     return made
 
 

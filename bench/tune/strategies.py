@@ -7,15 +7,15 @@ a runner does, so the runner here is a `Session`. Needs `pip install 'fkjit[tune
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
-from fkjit.errors import ParameterError, ToolchainError
+from fkjit.errors import FkjitError, ParameterError, ToolchainError
 from fkjit.spec import Params
 
-from .session import Record, Session, cost
+from .session import OutOfTime, Record, Session, cost
 from .task import Task
 
 ALL = "all"  # our own: every variant, those of a trial in turns
@@ -69,11 +69,13 @@ def _runner(
     tried: list[Params] = []
 
     class SessionRunner(base):
+        dev = SimpleNamespace(name=session.device.name, max_threads=1024)
+
         def get_device_info(self) -> Any:
-            return session.device
+            return self.dev
 
         def get_environment(self, tuning_options: Any) -> dict[str, Any]:
-            return {"device_name": session.device.name}
+            return {"device_name": self.dev.name}
 
         def run(self, parameter_space: Any, tuning_options: Any) -> list[dict[str, Any] | None]:
             made = []
@@ -106,22 +108,42 @@ def _run(
 ) -> None:
     """Let the strategy ask until it is through, or has had so many variants."""
     interface, util = import_module("kernel_tuner.interface"), import_module("kernel_tuner.util")
+    legal = {str(place): dict(zip(places, place, strict=True)) for place in by_place}
     space = import_module("kernel_tuner.searchspace").Searchspace(
-        places, [lambda p: tuple(p[name] for name in places) in by_place], max_threads=1 << 30
+        None, None, None, from_cache={"tune_params": places, "cache": legal}
     )
     most = min(evaluations or space.size, space.size)
-    options = interface.Options(
+    options = _options(strategy, places, most)
+    try:
+        interface.strategy_map[strategy].tune(space, runner, options)
+    except util.StopCriterionReached:
+        pass
+    except (FkjitError, OutOfTime):
+        raise
+    except Exception as error:  # some need more packages, some fail on spaces as small as ours
+        raise ToolchainError(
+            f"tune: kernel_tuner's --strategy {strategy} failed ({type(error).__name__}: {error}); "
+            "what it measured is kept: choose another, or leave it out to time every variant"
+        ) from error
+
+
+def _options(strategy: str, places: dict[str, list[int]], most: int) -> Any:
+    """What a strategy reads of kernel_tuner's own options."""
+    interface, util = import_module("kernel_tuner.interface"), import_module("kernel_tuner.util")
+    return interface.Options(
         tune_params=places,
-        restrictions=space.restrictions,
+        restrictions=[],
+        strategy=strategy,
+        seed=None,
         objective=["time"],
         objective_higher_is_better=[False],
         metrics=None,
-        strategy_options=interface.Options(max_fevals=most) if strategy != "brute_force" else {},
+        strategy_options=interface.Options(
+            {} if strategy == "brute_force" else {"max_fevals": most}
+        ),
         max_fevals=most,
         budget=util.TuningBudget(None, most),
         cache={},
         cachefile=None,
         verbose=False,
     )
-    with contextlib.suppress(util.StopCriterionReached):
-        interface.strategy_map[strategy].tune(space, runner, options)
