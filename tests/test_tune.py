@@ -221,6 +221,15 @@ def test_another_mode_is_another_result(lab):
     assert set(lab.launched) == set(SPEED) and stored()[0]["mode"] == "cold"
 
 
+def test_another_gpu_is_another_result(lab, tmp_path, monkeypatch):
+    results = ["--results", str(tmp_path / "all.jsonl")]
+    lab.tune(*CASE, *results)
+    monkeypatch.setattr(FakeDevice, "name", "Fake 9001")
+    assert lab.tune(*CASE, *results) == 0
+    assert set(lab.launched) == set(SPEED)
+    assert tuning.read(tuning.user_file("Fake 9001")).gpu == "Fake 9001"
+
+
 def test_a_default_is_what_stands_without_tuning(lab):
     lab.tune(*CASE)
     assert lab.tune(*CASE, "--again") == 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from bench.ops.attention import problem
-from fkjit import tuning
+from fkjit import device, tuning
 from fkjit.arch import arch
 from fkjit.errors import FkjitError, ParameterError, TuningError
 from fkjit.ops.attention_choice import parameters
@@ -220,6 +221,21 @@ def test_arrays_on_the_cpu_ask_nothing(folder, monkeypatch):
     monkeypatch.setattr(tuning, "find", lambda *given: pytest.fail("looked up"))
     x = np.random.default_rng().standard_normal((1, 1, 16, 32)).astype(np.float16)
     assert np.isfinite(fkjit.attention(x, x, x)).all()
+
+
+def test_what_a_device_is_compiled_for_knows_its_name(monkeypatch):
+    attributes = {75: 9, 76: 0}
+    runtime = SimpleNamespace(
+        deviceGetAttribute=lambda attribute, index: attributes[attribute],
+        getDeviceProperties=lambda index: {"name": b"NVIDIA H200"},
+    )
+    monkeypatch.setattr(device, "import_module", lambda name: SimpleNamespace(runtime=runtime))
+    device.device_target.cache_clear()
+    try:
+        found = device.device_target(0).arch
+    finally:
+        device.device_target.cache_clear()
+    assert found == replace(arch("sm_90a"), gpu="NVIDIA H200")
 
 
 def test_every_shipped_file_is_sound():

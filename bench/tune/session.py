@@ -83,6 +83,7 @@ class Session:
     def _about(self, task: Task, params: Params) -> Record:
         return {
             "record": "variant",
+            "gpu": self.device.name,
             **task.key,
             "case": task.case.label,
             "mode": self.effort.modes[0],
@@ -93,7 +94,7 @@ class Session:
 
 def _identity(record: Record) -> str:
     """What a result is of. A changed source or another mode is something else."""
-    names = (*tuning.KEY, "mode", "choice", "source")
+    names = (*tuning.KEY, "gpu", "mode", "choice", "source")
     return json.dumps([record.get(name) for name in names], sort_keys=True)
 
 
