@@ -28,6 +28,7 @@ def request(op: str, views: Views, eps: Any, statistics: bool) -> Request:
     """Of a forward call. `statistics`: mean and rstd are wanted too, for the backward."""
     x, residual, out = views["x"], views["residual"], views["out"]
     assert x is not None
+    rows = {"x": x, "residual": residual, "out": out}
     dtype = check_same_dtype(op, {"x": x, "residual": residual})
     shape = tuple(x.shape)
     _check_width(op, shape)
@@ -35,8 +36,9 @@ def request(op: str, views: Views, eps: Any, statistics: bool) -> Request:
         check_shape(op, "residual", residual, shape, "x's")
     weight_dtype = _check_weights(op, views, dtype, shape[-1])
     check_output(op, out, shape, dtype)
-    eps = _check_eps(op, eps)
-    given = [views[name] for name in ("weight", "bias") if views.get(name) is not None]
+    problem = {**_problem(op, rows, dtype, weight_dtype, shape), "eps": _check_eps(op, eps)}
+    problem["residual"] = residual is not None
+    problem["affine"] = "both" if views["bias"] else "weight" if views["weight"] else "none"
     stats = Output(shape[:-1], "fp32") if statistics else None
     outputs = {
         "out": Output(shape, dtype, out),
@@ -44,66 +46,65 @@ def request(op: str, views: Views, eps: Any, statistics: bool) -> Request:
         "mean": stats if op == "layer_norm" else None,
         "rstd": stats,
     }
-    inputs = {name: views[name] for name in views if name not in outputs}
-    rows = _rows(op, {"x": x, "residual": residual, "out": out}, shape)
-    if 0 in shape:
-        return Request(inputs, outputs, ())
-    strides = {**dict.fromkeys(forward.STRIDED, shape[-1]), **rows}
-    problem = {
-        "dtype": dtype,
-        "weight_dtype": weight_dtype,
-        "rows": prod(shape[:-1]),
-        "columns": shape[-1],
-        "stride": shape[-1],
-        "strides": strides,
-        "affine": ("none", "weight", "both")[len(given)],
-        "residual": residual is not None,
-        "eps": eps,
-    }
-    vector = _vector(dtype, problem, [v for v in views.values() if v is not None])
-    clusters = "cluster" in arch_of(x).features
-    spec, tuned = forward.choose(op, dtype, shape[-1], problem["rows"], vector, clusters)
+    inputs = {name: view for name, view in views.items() if name not in outputs}
+    return Request(inputs, outputs, () if 0 in shape else (_launch(op, problem, views),))
+
+
+def _launch(op: str, problem: dict[str, Any], views: Views) -> Launch:
+    x = views["x"]
+    assert x is not None
+    vector, clusters = _vector(problem, views), "cluster" in arch_of(x).features
+    sizes = problem["columns"], problem["rows"]
+    spec, tuned = forward.choose(op, problem["dtype"], *sizes, vector, clusters)
     problem["most"] = _most(x, tuned.get("tile"))
-    params = {"dtype": dtype, "weight_dtype": weight_dtype, "vector": vector, **tuned}
-    return Request(inputs, outputs, (Launch(spec, params, problem),))
+    return Launch(spec, {**_kinds(problem), "vector": vector, **tuned}, problem)
 
 
 def gradient_request(op: str, views: Views, weight: bool, bias: bool) -> Request:
     """Of the backward: dx, and dweight and dbias where they are wanted. Arrays are our own."""
-    x = views["x"]
+    x, like = views["x"], views["like"]
     assert x is not None
     shape, dtype = tuple(x.shape), x.dtype
-    columns = shape[-1]
-    scale = views["weight"]
-    kind = views["like"].dtype if views["like"] is not None else dtype
-    strides = _rows(op, {name: views[name] for name in ("dy", "dsum", "x")}, shape)
-    problem = {
-        "dtype": dtype,
-        "weight_dtype": kind,
-        "rows": prod(shape[:-1]),
-        "columns": columns,
-        "stride": columns,
-        "strides": {**dict.fromkeys(backward.STRIDED, columns), **strides},
-        "affine": "none" if scale is None else "weight",
-        "residual": views["dsum"] is not None,
-    }
-    vector = _vector(dtype, problem, [v for v in views.values() if v is not None])
-    launches = _gradient_launches(op, problem, vector, _processors(x), weight or bias)
-    parts = Output((problem["parts"], columns), "fp32", returned=False)
+    kind = dtype if like is None else like.dtype
+    rows = {name: views[name] for name in ("dy", "dsum", "x")}
+    problem = _problem(op, rows, dtype, kind, shape)
+    problem["residual"] = views["dsum"] is not None
+    launches = _gradient_launches(
+        op, problem, _vector(problem, views), _processors(x), weight or bias
+    )
+    parts = Output((problem["parts"], shape[-1]), "fp32", returned=False)
     outputs = {
         "dx": Output(shape, dtype),
-        "dweight": Output((columns,), kind) if weight else None,
-        "dbias": Output((columns,), kind) if bias else None,
+        "dweight": Output(shape[-1:], kind) if weight else None,
+        "dbias": Output(shape[-1:], kind) if bias else None,
         "dweight_parts": parts if weight else None,
         "dbias_parts": parts if bias else None,
     }
     return Request(dict(views), outputs, launches)
 
 
+def _problem(
+    op: str, rows: Views, dtype: str, weight_dtype: str, shape: tuple[int, ...]
+) -> dict[str, Any]:
+    """Sizes, and strides of the `rows` that are there; other arrays of rows have no gaps."""
+    return {
+        "dtype": dtype,
+        "weight_dtype": weight_dtype,
+        "rows": prod(shape[:-1]),
+        "columns": shape[-1],
+        "stride": shape[-1],
+        "strides": _rows(op, rows, shape),
+    }
+
+
+def _kinds(problem: Problem) -> dict[str, str]:
+    return {name: problem[name] for name in ("dtype", "weight_dtype")}
+
+
 def _gradient_launches(
     op: str, problem: dict[str, Any], vector: bool, processors: int, weights: bool
 ) -> tuple[Launch, ...]:
-    kinds = {"dtype": problem["dtype"], "weight_dtype": problem["weight_dtype"], "vector": vector}
+    kinds = {**_kinds(problem), "vector": vector}
     tile = backward.choose(problem["dtype"], problem["columns"], vector)
     if tile is not None:
         problem["parts"] = backward.parts_of(tile, problem["rows"], processors)
@@ -133,7 +134,7 @@ def _check_width(op: str, shape: tuple[int, ...]) -> None:
 
 def _check_weights(op: str, views: Views, dtype: str, columns: int) -> str:
     """The dtype of weight and bias."""
-    given = {n: views[n] for n in ("weight", "bias") if views.get(n) is not None}
+    given = {n: views[n] for n in ("weight", "bias") if views[n] is not None}
     kinds = (dtype,) if dtype == "fp32" else (dtype, "fp32")
     for name, view in given.items():
         assert view is not None
@@ -161,11 +162,11 @@ def _rows(op: str, views: Views, shape: tuple[int, ...]) -> dict[str, int]:
     return found if prod(shape[:-1]) > 1 else dict.fromkeys(found, shape[-1])
 
 
-def _vector(dtype: str, problem: Problem, views: list[View]) -> bool:
+def _vector(problem: Problem, views: Views) -> bool:
     """Whether all rows start on 16-byte boundaries and are whole vectors long."""
     lengths = (problem["columns"], *problem["strides"].values())
-    aligned = all(view.pointer % 16 == 0 for view in views)
-    return aligned and all(length % size(dtype) == 0 for length in lengths)
+    aligned = all(view.pointer % 16 == 0 for view in views.values() if view is not None)
+    return aligned and all(length % size(problem["dtype"]) == 0 for length in lengths)
 
 
 def _processors(x: View) -> int:
