@@ -320,6 +320,17 @@ def test_torch_tensors(dtype):
     assert cache.pages()[0].dtype == dtype and cache.page_table.dtype == torch.int32
 
 
+def test_integers_are_divided_exactly_by_a_product():
+    """As Lanes in kv_place.cuh does, around multiples of every kind of divisor."""
+    rng = np.random.default_rng(1)
+    divisors = np.concatenate([np.arange(1, 2049), rng.integers(2049, 2**22, 2000)])
+    for divisor in divisors:
+        multiples = rng.integers(0, 2**22 // divisor + 1, 50) * divisor
+        x = np.clip(multiples[:, None] + np.arange(-1, 2), 0, 2**22 - 1)
+        quotient = ((x + 0.5).astype(np.float32) * np.float32(1 / divisor)).astype(int)
+        assert np.array_equal(quotient, x // divisor), divisor
+
+
 # ------------------------------------------------------------------ refusals
 
 K = tokens(3, 1)

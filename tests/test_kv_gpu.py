@@ -175,7 +175,7 @@ def test_cupy_arrays():
         assert ours.defragment() and ours.pages()[0].dtype == kept
         for x, y in zip(ours.read([b], dtype="fp16"), (k, v), strict=True):
             want = cupy.concatenate([y[:33], y[:5]])
-            assert float(abs(x - want).max()) <= (0 if dtype == "fp16" else 0.14)
+            assert float(abs(x - want).max()) <= (0 if dtype == "fp16" else 0.26)
 
 
 def test_sixteen_thousand_tokens_and_a_stream_of_ones_own():

@@ -72,3 +72,17 @@ def test_scaled_storage_is_ours_alone(op, storage):
     assert op.expected(given, arrays).judge(found).why_wrong() is None
     with pytest.raises(Refused, match="as they are"):
         candidates(op, "torch", given, arrays)
+
+
+@pytest.mark.parametrize("name", ["ours", "rope, kv_append"])
+def test_with_the_rotary_embedding(name):
+    from bench.ops import rope_kv_append as bench
+
+    given = bench.problem(20, dtype="fp32", heads=2, head_dim=16)
+    arrays = bench.inputs(given, DEVICE)
+    with quiet():
+        prepared = candidates(bench.OP, name, given, arrays)
+        found = prepared.output(prepared.call())
+    assert bench.expected(given, arrays).judge(found).why_wrong() is None
+    arrays["positions"] += 1
+    assert bench.expected(given, arrays).judge(found).why_wrong() is not None
