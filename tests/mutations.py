@@ -28,6 +28,12 @@ FLASH: dict[str, Any] = {"kernel": "attention.flash", "params": {"head_dim": 64,
 SM75: dict[str, Any] = {"kernel": "attention.flash_sm75", "params": {"head_dim": 64, "block": 32}}
 FP32: dict[str, Any] = {"kernel": "attention.flash_fp32", "params": {"block": 32, "aligned": True}}
 TILED: dict[str, Any] = {"kernel": "attention.tiled", "params": {"block": 32}}
+SM90: dict[str, Any] = {
+    "kernel": "attention.flash_sm90", "params": {"head_dim": 128, "block": (128, 64)},
+}  # fmt: skip
+SM90_256: dict[str, Any] = {  # O is staged where Q was
+    "kernel": "attention.flash_sm90", "params": {"head_dim": 256, "block": (128, 80)},
+}  # fmt: skip
 NAIVE: dict[str, Any] = {"kernel": "attention.naive"}
 NEGATIVE = {"softmax_scale": -0.125}
 RAGGED = {"head_dim": 61, "head_dim_v": 59, "batch": 1, "heads_q": 1, "heads_kv": 1}
@@ -150,6 +156,53 @@ BUGS = (
         "a row of P too far", K + "tiled.cu", "p_tile[(row0 + i) * BLOCK_K",
         "p_tile[(row0 + i + 1) * BLOCK_K", by="memory", **TILED,
     ),
+    # -- Hopper
+    Bug("K is read without a wait", K + "flash_sm90.cu",
+        "mbarrier_wait(barriers.k_full(k_place.stage), k_place.parity);", "", by="race", nth=1,
+        **SM90),
+    Bug("V is read without a wait", K + "flash_sm90.cu",
+        "mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);", "", by="race", **SM90),
+    Bug("Q is read without a wait", K + "flash_sm90.cu",
+        "mbarrier_wait(barriers.q_full(), q_parity);", "", by="race", **SM90),
+    Bug("K is overwritten without a wait", K + "flash_sm90.cu",
+        "mbarrier_wait(barriers.k_empty(k_place.stage), k_place.parity ^ 1);", "", by="barrier",
+        **SM90),
+    Bug("the wrong phase of an empty stage", K + "flash_sm90.cu", "v_place.parity ^ 1",
+        "v_place.parity", by="hang", **SM90),
+    Bug("a stage that is never given back", K + "flash_sm90.cu",
+        "if (signals) mbarrier_arrive(barriers.v_empty(v_place.stage));", "", by="hang", **SM90),
+    Bug("one consumer's arrivals suffice", K + "flash_sm90.cu",
+        "mbarrier_init(barriers.k_empty(stage), CONSUMERS * 4);",
+        "mbarrier_init(barriers.k_empty(stage), 4);", by="race", **SM90),
+    Bug("too many arrivals expected", K + "flash_sm90.cu",
+        "mbarrier_init(barriers.v_empty(stage), CONSUMERS * 4);",
+        "mbarrier_init(barriers.v_empty(stage), CONSUMERS * 4 + 1);", by="hang", **SM90),
+    Bug("a barrier that nobody makes", K + "flash_sm90.cu",
+        "mbarrier_init(barriers.q_full(), 1);", "", by="barrier", **SM90),
+    Bug("too few bytes expected", D + "tma.cuh", "mbarrier_expect(barrier, Tile::BYTES);",
+        "mbarrier_expect(barrier, Tile::BYTES / 2);", by="barrier", **SM90),
+    Bug("too many bytes expected", D + "tma.cuh", "mbarrier_expect(barrier, Tile::BYTES);",
+        "mbarrier_expect(barrier, Tile::BYTES + 16);", by="hang", **SM90),
+    Bug("S is read without a wait", K + "flash_sm90.cu", "wgmma_wait<1>();", "", by="wgmma",
+        **SM90),
+    Bug("a wait too lax for O", K + "flash_sm90.cu",
+        "wgmma_wait<0>();\n          if (signals) mbarrier_arrive(barriers.v_empty",
+        "wgmma_wait<1>();\n          if (signals) mbarrier_arrive(barriers.v_empty", by="wgmma",
+        **SM90),
+    Bug("no fence before the last product", K + "flash_sm90.cu", "wgmma_fence();", "",
+        by="wgmma", nth=3, **SM90),
+    Bug("no proxy fence before the next Q", K + "flash_sm90.cu",
+        "if (!O_HAS_ROOM) proxy_fence();", "", by="race", problem={"batch": 3}, **SM90_256),
+    Bug("Q is given back too early", K + "flash_sm90.cu", "if (O_HAS_ROOM && signals) mbarrier",
+        "if (signals) mbarrier", by="race", **SM90_256),
+    Bug("V's panels too close", K + "flash_sm90.cu",
+        "wgmma_tile(q_tile + V_OFFSET, VTile::PANEL_BYTES)",
+        "wgmma_tile(q_tile + V_OFFSET, VTile::PANEL_BYTES / 2)", by="numbers", **SM90),
+    Bug("O overlaps V", K + "flash_sm90.cu",
+        "O_OFFSET = O_HAS_ROOM ? V_OFFSET + STAGES * V_STAGE : 0",
+        "O_OFFSET = O_HAS_ROOM ? V_OFFSET + STAGES * V_STAGE - 2048 : 0", by="race", **SM90),
+    Bug("no __syncwarp() before O is stored (Hopper)", K + "flash_sm90.cu", "__syncwarp();", "",
+        by="race", **SM90),
     # -- naive, and the reductions
     Bug("one query too many", K + "naive.cu", "if (row >= seqlen_q) return;",
         "if (row > seqlen_q) return;", by="memory", problem=ONE_HEAD, **NAIVE),

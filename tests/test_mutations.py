@@ -37,7 +37,7 @@ def outcome(bug: Bug, monkeypatch: pytest.MonkeyPatch, plant: bool) -> str:
             lambda path, who: planted(bug, read(path, who))
             if str(path).endswith(bug.file) else read(path, who),
         )  # fmt: skip
-    target = "compute_75" if "sm75" in bug.kernel else "compute_80"
+    target = {"sm75": "compute_75", "sm90": "compute_90a"}.get(bug.kernel[-4:], "compute_80")
     monkeypatch.setattr("fkjit.build.settings", lambda: replace(settings(), target=target))
     spec = find(bug.kernel)
     params = next(p for p in spec.variants(arch(target)) if bug.params.items() <= p.items())
@@ -68,9 +68,12 @@ def right(spec, params, problem) -> bool:
 
 
 KINDS = {
-    "race": ("race", "missing wait", "uninitialised"),
+    "race": ("race", "missing wait", "missing fence", "uninitialised", "mbarrier over-arrival"),
     "memory": ("out-of-bounds", "misaligned", "uninitialised", "write to a read-only"),
     "banks": ("bank conflict",),
+    "hang": ("deadlock",),
+    "barrier": ("mbarrier", "uninitialised mbarrier", "deadlock"),
+    "wgmma": ("register", "missing wgmma.fence", "operand", "race", "missing wait"),
     "numbers": ("numbers",),
 }
 

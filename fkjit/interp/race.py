@@ -325,13 +325,13 @@ class Race:
                 found, kind, shared, int(units[found.at]) << shadow.shift, int(lanes[0]), ins,
                 self.machine.reporter,
             )  # fmt: skip
-        if not write:
+        if ins.op[0] in ("cp", "wgmma"):  # st.async is of the threads' own proxy
             self._check_proxy(shadow, units, lanes, ins)
 
     def _check_proxy(
         self, shadow: Shadow, units: np.ndarray, lanes: np.ndarray, ins: Instruction
     ) -> None:
-        """What threads have stored an engine sees only after a fence.proxy.async."""
+        """An engine comes after what threads have stored only behind a fence.proxy.async."""
         record = shadow.records.get(WRITE)
         if record is None:
             return
