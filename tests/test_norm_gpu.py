@@ -72,7 +72,7 @@ def test_the_second_call_takes_the_warm_path():
     plans = sys.modules["fkjit.ops.norm"]._LAYER.plans
     x, weight = normal(100, 256), normal(256)
     first = norm("layer_norm", x, weight)
-    assert plans.find([x, weight, None, None, None, None], (EPS,)) is not None
+    assert plans.find([x, weight, *[None] * 6], (EPS,)) is not None
     assert torch.equal(norm("layer_norm", x, weight), first)
     buffer = normal(3, 256)
     norm("layer_norm", buffer[:1], weight, out=buffer[1:2])
