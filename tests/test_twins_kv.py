@@ -86,3 +86,19 @@ def test_with_the_rotary_embedding(name):
     assert bench.expected(given, arrays).judge(found).why_wrong() is None
     arrays["positions"] += 1
     assert bench.expected(given, arrays).judge(found).why_wrong() is not None
+
+
+@pytest.mark.parametrize("name", ["ours", "torch"])
+def test_copies_of_pages(name):
+    op = operations()["kv_copy"]
+    given = {"planes": 2, "num_pages": 6, "page_bytes": 64, "copies": 3}
+    arrays = op.inputs(given, DEVICE)
+    right, before = op.expected(given, arrays), arrays["storage"].clone()
+    prepared = candidates(op, name, given, arrays)
+    assert right.judge(prepared.output(None)).why_wrong() is not None
+    with quiet():
+        found = prepared.output(prepared.call())
+    assert right.judge(found).why_wrong() is None
+    sources, targets = arrays["pairs"].long().T
+    before[:, targets] = before[:, sources]
+    assert torch.equal(arrays["storage"], before)

@@ -19,6 +19,7 @@ from fkjit.spec import KernelSpec, Params, Problem
 from ..accuracy import Expected
 from ..op import Arrays, Op, Prepared
 from ..peers.kv_cache import APPEND as PEERS
+from ..peers.kv_cache import emptied
 
 _SLACK = 2  # pages of the pool for each one that is used
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -117,6 +118,7 @@ def held(problem: Problem, arrays: Arrays) -> Any:
 
 def ours(problem: Problem, arrays: Arrays) -> Prepared:
     """The public call."""
+    arrays = emptied(arrays)
     torch, cache = import_module("torch"), held(problem, arrays)
     k, v, slots = arrays["k"], arrays["v"], arrays["slot_mapping"]
     variant = None

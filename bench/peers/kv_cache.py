@@ -11,6 +11,12 @@ from fkjit.spec import Problem
 from ..op import Arrays, Candidate, Prepared, Refused
 
 
+def emptied(arrays: Arrays) -> dict[str, Any]:
+    """With pages of its own, full of zeros: no candidate inherits what another one wrote."""
+    names = ("k_pages", "v_pages")
+    return {**arrays, **{name: arrays[name].new_zeros(arrays[name].shape) for name in names}}
+
+
 def _flat(problem: Problem, arrays: Arrays) -> Any:
     """(k_pages, v_pages) as [slots, heads, head_dim]."""
     if problem["storage"] != "same":
@@ -36,6 +42,7 @@ def _pages(arrays: Arrays) -> Callable[[Any], Any]:
 
 def _torch_append(compiled: bool) -> Callable[[Problem, Arrays], Prepared]:
     def prepare(problem: Problem, arrays: Arrays) -> Prepared:
+        arrays = emptied(arrays)
         torch, flat = import_module("torch"), _flat(problem, arrays)
         slots = arrays["slot_mapping"].long()
         call = torch.compile(_append) if compiled else _append
@@ -58,7 +65,7 @@ def _torch_read(compiled: bool) -> Callable[[Problem, Arrays], Prepared]:
 def _flashinfer(problem: Problem, arrays: Arrays) -> Prepared:
     """One sequence of all tokens, whose pages are those that the slots name."""
     torch, flashinfer = import_module("torch"), import_module("flashinfer")
-    _flat(problem, arrays)
+    _flat(problem, arrays := emptied(arrays))
     tokens, size = problem["tokens"], problem["page_size"]
     slots = arrays["slot_mapping"]
     device = slots.device

@@ -15,6 +15,7 @@ import triton.language as tl
 from fkjit.spec import Problem
 
 from ..op import Arrays, Prepared, Refused
+from ..peers.kv_cache import emptied
 
 WIDEST = 8192  # elements of a token
 
@@ -97,7 +98,7 @@ def pages_of(problem: Problem, arrays: Arrays) -> Any:
 
 def prepare(problem: Problem, arrays: Arrays) -> Prepared:
     """The twin on a problem of the benchmark."""
-    pages = pages_of(problem, arrays)
+    pages = pages_of(problem, emptied(arrays))
     k, v = arrays["k"], arrays["v"]
     if k.ndim != 3 or not (k.is_contiguous() and v.is_contiguous()):
         raise Refused("takes contiguous tokens")

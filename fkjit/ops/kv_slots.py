@@ -200,6 +200,7 @@ SLOTS = register(
         interpreter_work=lambda params, problem: 8.0 * problem["tokens"],
         arguments=arguments,
         problems=problems,
+        bench=lambda params: [p for p in problems(params, "full") if not p["append"]],
         inputs=inputs,
         outputs=outputs,
         reference=reference,
