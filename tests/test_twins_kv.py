@@ -54,6 +54,7 @@ def test_the_twins_skip_slots_below_0(interpreter):  # noqa: F811
     arrays["slot_mapping"][2] = -1
     pools = append.peers[0].prepare(given, arrays)
     pools = pools.output(pools.call())
+    arrays |= {"k_pages": pools[0], "v_pages": pools[1]}
     k, v = read.peers[0].prepare(given, arrays).call()
     for x, new in ((k, arrays["k"]), (v, arrays["v"])):
         new[2] = 0
