@@ -27,7 +27,9 @@ def ls(
     made = report.table("key", "kernel", ">regs", ">size", ">used")
     report.console().print(report.add_rows(made, map(_row, rows)))
     total = report.size(sum(entry.image_bytes for entry in rows))
-    report.console().print(f"{len(rows)} entries, {total} of images in {cache.directory}")
+    report.console().print(
+        f"{len(rows)} entries, {total} of images in {cache.directory}", soft_wrap=True
+    )
 
 
 def _row(entry: EntryInfo) -> tuple[str, ...]:

@@ -106,7 +106,7 @@ def _write(entries: Sequence[Entry], folder: Path) -> None:
             (folder / (name + suffix)).write_bytes(entry.image)
     except OSError as error:
         raise CacheError(f"compile: --output {folder} cannot be written: {error}") from error
-    report.console().print(f"{len(entries)} images in {folder}")
+    report.console().print(f"{len(entries)} images in {folder}", soft_wrap=True)
 
 
 def print_doctor(found: dict[str, Any]) -> None:

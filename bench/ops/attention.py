@@ -7,8 +7,10 @@ from importlib import import_module
 from typing import Any
 
 import fkjit
+from fkjit import interop
 from fkjit.arch import Arch
 from fkjit.ops import attention_choice as choice
+from fkjit.ops import attention_hopper
 from fkjit.ops.attention_hopper import COUNTERS
 from fkjit.spec import KernelSpec, Params, Problem
 
@@ -152,7 +154,9 @@ def ours(problem: Problem, arrays: Arrays) -> Prepared:
         from fkjit.device import device_target
 
         arch = device_target(q.get_device()).arch
-        spec = choice.implementation("auto", problem["dtype"], arch)
+        views = {n: interop.view(arrays[n], "attention", n) for n in ("q", "k", "v")}
+        suits = attention_hopper.takes(problem, views, (0, 1, 2, 3), None)
+        spec = choice.implementation("auto", problem["dtype"], arch, suits)
         variant = (spec, choose(spec, problem, arch))
     return Prepared(lambda: fkjit.attention(q, k, v, causal=causal), variant=variant)
 

@@ -24,12 +24,13 @@ geometries: dict[type, Callable[[Any, Any, Any], tuple[Any, ...]]] = {}  # of ar
 
 
 def torch_geometry(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
-    """All that a plan depends on, of three tensors; the last item is why there may be none."""
+    """All that a plan depends on, of three tensors: also why there may be none."""
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.get_device(), k.get_device(), v.get_device(),
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
         q.requires_grad or k.requires_grad or v.requires_grad,
+        q.is_neg() or k.is_neg() or v.is_neg(),
     )  # fmt: skip
 
 
