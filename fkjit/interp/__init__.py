@@ -5,7 +5,8 @@
 `parse` reads the text; `machine` runs batches of blocks as lanes of NumPy arrays; the opcodes are
 in files of their own (arithmetic, logic, compare, convert, move, loadstore, atomics, warp, barrier,
 tensor, async_copy, control), each registering its decoders with `decode.opcode` or `.control`.
-What Hopper does asynchronously is in mbarrier, transfers (copies in flight), bulk, tma, and cluster.
+What Hopper does asynchronously is in mbarrier, transfers (copies in flight), bulk, tma, cluster and
+wgmma; race, clocks and shadow find what nothing orders.
 """
 
 from fkjit.interp.checks import Checks
