@@ -12,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 import fkjit
 from fkjit.errors import PoolExhaustedError
 from fkjit.ops.kv_problem import decode, encode
+from fkjit.spec import registered
 from tests.kv_tools import DIM, HEADS, append, silent, small, tokens  # noqa: F401
 
 # ------------------------------------------------------------------ any calls in turn
@@ -258,6 +259,41 @@ def test_pairs_of_arrays_of_any_strides():
     assert found[0] is ours[0]
     for x, y in zip(ours, (k, v), strict=True):
         assert np.array_equal(x, np.where((slots >= 0)[:, None, None], y, 0))
+
+
+@pytest.mark.parametrize("name", ["kv_append", "kv_read"])
+def test_the_kernels_themselves_leave_slots_alone_that_there_are_not(name):
+    """Which the calls refuse on the CPU, where slots can be looked at."""
+    spec = next(spec for spec in registered(name))
+    params = next(spec.variants())
+    problem = spec.problems(params, "small")[1]
+    given = spec.inputs(params, problem, np.random.default_rng(5))
+    there = problem["num_pages"] * problem["page_size"]
+    given["slot_mapping"][:4] = there, there + 7, -5, 2**31 - 1
+    arrays = {**given, **spec.outputs(params, problem)}
+    fkjit.launch(spec, params, problem, arrays)
+    slots = given["slot_mapping"]
+    none = {**given, "slot_mapping": np.where(slots < there, slots, -1)}
+    for output, expected in spec.reference(problem, none).items():
+        seen = np.isfinite(expected)
+        assert np.array_equal(arrays[output][seen], expected[seen])
+
+
+def test_keys_and_values_of_other_strides():
+    """k in a pool of both, v in one of its own whose heads lie before its tokens."""
+    both = np.full((4, 2, 16, HEADS, DIM), 9, np.float16)
+    other = np.full((4, HEADS, 16, DIM), 9, np.float16).transpose(0, 2, 1, 3)
+    k, v, slots = tokens(9, 1), tokens(9, 2), np.array([40, 3, 63, 0, 17, 16, 62, 5, 33], np.int64)
+    q, at = tokens(9, 3), np.arange(9)
+    fkjit.kv_append(k, v, (both[:, 0], other), slots)
+    places = slots // 16, slots % 16
+    assert np.array_equal(both[:, 0][places], k) and np.array_equal(other[places], v)
+    assert (both == 9).sum() == both.size - k.size and (other == 9).sum() == other.size - v.size
+    for x, y in zip(fkjit.kv_read((both[:, 0], other), slots), (k, v), strict=True):
+        assert np.array_equal(x, y)
+    fkjit.rope_kv_append(q, k, -v, (both[:, 0], other), slots, at)
+    turned = fkjit.rope(k, None, at)
+    assert np.array_equal(both[:, 0][places], turned) and np.array_equal(other[places], -v)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])

@@ -280,14 +280,13 @@ def problem_of(
     params: Params, tokens: int, heads: int, dim: int, page_size: int, num_pages: int,
     layout: str = "nhd", *, gap: int = 0, slot_step: int = 1, skipped: float = 0.2,
 ) -> dict[str, Any]:  # fmt: skip
-    """One problem; k and v have `gap` elements behind each head and token."""
-    row = heads * (dim + gap) + gap
+    """One problem; k has `gap` elements behind each head, v twice as many."""
     token, head = (heads * dim, dim) if layout == "nhd" else (dim, page_size * dim)
     return {
         **{"dtype": params["dtype"], "storage": params["storage"], "layout": layout},
         **{"tokens": tokens, "heads": heads, "head_dim": dim},
         **{"page_size": page_size, "num_pages": num_pages},
-        **{side: (row, dim + gap) for side in _SIDES},
+        **{side: (heads * (dim + i * gap), dim + i * gap) for i, side in enumerate(_SIDES, 1)},
         **{f"{side}_pages": (page_size * heads * dim, head, token) for side in _SIDES},
         **{"slot_step": slot_step, "skipped": skipped},
     }
