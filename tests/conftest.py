@@ -19,6 +19,18 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-variant", action="store_true", help="compile every variant for every target"
+    )
+
+
+@pytest.fixture
+def every_variant(request: pytest.FixtureRequest) -> bool:
+    """Whether sweeps that are sampled otherwise are to leave nothing out."""
+    return bool(request.config.getoption("--every-variant"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """An empty kernel cache, which the workers inherit and share: each kernel is compiled once.
 
