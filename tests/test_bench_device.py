@@ -214,7 +214,7 @@ def test_a_kernel_that_does_not_fit_is_refused_with_the_reason(tmp_path):
 
     op = operations()["attention"]
     made = kernels.ours(op, "all", False, FakeDevice(), target("sm_90a").arch)
-    assert [c.name for c in made][:2] == ["fkjit", "fkjit flash"]
+    assert made[0].name == "fkjit" and {"fkjit flash", "fkjit naive"} <= {c.name for c in made}
     old = next(c for c in made if c.name == "fkjit flash_sm75")
     problem = op.sets["default"][0]
     with pytest.raises(Refused, match="is for GPUs without cp_async"):

@@ -23,16 +23,18 @@ constexpr int THREADS = ${threads};
 constexpr int WIDTH = VECTOR ? 16 / sizeof(elem_t) : 1;
 static_assert(THREADS % WARP_SIZE == 0, "whole warps");
 
-extern "C" __global__ void __launch_bounds__(THREADS) vector_add(
-    const elem_t* a,  // [rows, columns]    strides in elements
-    const elem_t* b,  // [rows, columns]
-    elem_t* out,      // [rows, columns], may be a or b
-    const Strides a_strides, const Strides b_strides, const Strides out_strides,  // of the rows
-    const i64 a_column, const i64 b_column, const i64 out_column,  // 1 where VECTOR
-    const i64 rows, const int rows_1, const int rows_2,  // of which the inner two dimensions have
-    const i64 columns, const int shift,
-    const int lanes_log2,  // threads of a block beside each other in one row
-    const int pieces) {    // blocks of a row
+extern "C" __global__ void __launch_bounds__(THREADS)
+    vector_add(const elem_t* a,  // [rows, columns]    strides in elements
+               const elem_t* b,  // [rows, columns]
+               elem_t* out,      // [rows, columns], may be a or b
+               const Strides a_strides, const Strides b_strides,
+               const Strides out_strides,                                     // of the rows
+               const i64 a_column, const i64 b_column, const i64 out_column,  // 1 where VECTOR
+               const i64 rows, const int rows_1,
+               const int rows_2,  // of which the inner two dimensions have
+               const i64 columns, const int shift,
+               const int lanes_log2,  // threads of a block beside each other in one row
+               const int pieces) {    // blocks of a row
   i64 access = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;  // of this row
   if (DIMENSIONS > 0) {
     const int lanes = 1 << lanes_log2;

@@ -20,7 +20,7 @@
 
 using elem_t = ${dtype};
 using out_t = ${out_dtype};
-using Op = ${operation};           // Sum or MaxOrNaN
+using Op = ${operation};  // Sum or MaxOrNaN
 constexpr bool VECTOR = ${vector};
 constexpr bool GAPS = ${gaps};
 constexpr int THREADS = ${threads};
@@ -48,18 +48,18 @@ __device__ __forceinline__ void join_access(float (&acc)[WIDTH], const elem_t* s
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) reduce_blocks(
-    const elem_t* __restrict__ x,    // [rows, columns], or [rows, segments, columns]
-    out_t* __restrict__ out,         // [rows]
-    float* __restrict__ workspace,   // [rows, split], not read where split = 1
-    u32* __restrict__ counters,      // [rows], 0 before and after
-    const i64 row_stride,            // elements from a row, or from a segment, to the next
-    const i64 column_stride,         // 1 where VECTOR
-    const i64 columns, const int shift, const i64 segments,
-    const i64 accesses,              // of a row in all
-    const i64 piece,                 // of a block
-    const int split,                 // blocks of a row
-    const float divisor) {           // of the sum
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
+    reduce_blocks(const elem_t* __restrict__ x,   // [rows, columns], or [rows, segments, columns]
+                  out_t* __restrict__ out,        // [rows]
+                  float* __restrict__ workspace,  // [rows, split], not read where split = 1
+                  u32* __restrict__ counters,     // [rows], 0 before and after
+                  const i64 row_stride,     // elements from a row, or from a segment, to the next
+                  const i64 column_stride,  // 1 where VECTOR
+                  const i64 columns, const int shift, const i64 segments,
+                  const i64 accesses,     // of a row in all
+                  const i64 piece,        // of a block
+                  const int split,        // blocks of a row
+                  const float divisor) {  // of the sum
   __shared__ float warps[THREADS / WARP_SIZE];
   const i64 row = blockIdx.x / split;
   const i64 begin = static_cast<i64>(blockIdx.x % split) * piece;

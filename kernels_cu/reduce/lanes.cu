@@ -14,7 +14,7 @@
 
 using elem_t = ${dtype};
 using out_t = ${out_dtype};
-using Op = ${operation};           // Sum or MaxOrNaN
+using Op = ${operation};  // Sum or MaxOrNaN
 constexpr bool VECTOR = ${vector};
 constexpr int THREADS = ${threads};
 constexpr int UNROLL = ${unroll};  // accesses of a lane that are under way
@@ -22,14 +22,14 @@ constexpr int UNROLL = ${unroll};  // accesses of a lane that are under way
 constexpr int WIDTH = VECTOR ? 16 / sizeof(elem_t) : 1;
 static_assert(THREADS % WARP_SIZE == 0, "whole warps");
 
-extern "C" __global__ void __launch_bounds__(THREADS) reduce_lanes(
-    const elem_t* __restrict__ x,  // [rows, columns]
-    out_t* __restrict__ out,       // [rows]
-    const i64 row_stride,          // elements from a row to the next
-    const i64 column_stride,       // 1 where VECTOR
-    const i64 rows, const int columns, const int shift,
-    const int lanes,               // of a row
-    const float divisor) {         // of the sum
+extern "C" __global__ void __launch_bounds__(THREADS)
+    reduce_lanes(const elem_t* __restrict__ x,  // [rows, columns]
+                 out_t* __restrict__ out,       // [rows]
+                 const i64 row_stride,          // elements from a row to the next
+                 const i64 column_stride,       // 1 where VECTOR
+                 const i64 rows, const int columns, const int shift,
+                 const int lanes,        // of a row
+                 const float divisor) {  // of the sum
   const int lane = threadIdx.x & (lanes - 1);
   const i64 row = (static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x) / static_cast<u32>(lanes);
   const bool exists = row < rows;  // every lane takes part in the shuffles
