@@ -12,7 +12,7 @@ from fkjit.interop import CPU
 from fkjit.interpret import interpret
 from fkjit.ops import workspace
 from fkjit.ops.attention_checks import LAYOUTS, Request, check
-from fkjit.ops.attention_hopper import COUNTERS
+from fkjit.ops.attention_hopper import COUNTERS, FLASH_SM90
 from fkjit.ops.attention_plan import geometries, plans, remember
 from fkjit.sanitizer import refuse_gpu
 
@@ -106,7 +106,8 @@ def prepare(
     if request.device != CPU and not request.empty:
         stream = interop.current_stream(request.q)
         kernel = loaded(request.spec, request.params, request.device, stream)
-        workspace.reserve(request.device)
+        if request.spec is FLASH_SM90:
+            workspace.reserve(request.device)
         remember(request, kernel, options)
 
 
@@ -128,7 +129,9 @@ def _on_gpu(request: Request, o: Any, lse: Any, options: tuple[Any, ...]) -> Non
         interop.Pointer(None if lse is None else interop.view(lse, "attention", "lse")),
     )
     stream = interop.current_stream(request.q)
-    counters = workspace.find(request.q.array, request.device, stream, 0, COUNTERS)[1]
+    counters = 0
+    if request.spec is FLASH_SM90:
+        counters = workspace.find(request.q.array, request.device, stream, 0, COUNTERS)[1]
     named = request.spec.arguments(
         request.params, request.problem, {**arrays, "counters": counters}
     )

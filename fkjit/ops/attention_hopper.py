@@ -52,7 +52,6 @@ def _derive(params: Params) -> dict[str, Any]:
         "block_k": block_k,
         "consumers": consumers,
         "stages": _STAGES,
-        "take_turns": False,  # the consumers find their own rhythm, a little faster
         "o_has_room": _o_has_room(params),
         "producer_registers": 40 if consumers == 2 else 32,
         "consumer_registers": 232 if consumers == 2 else 160,
@@ -195,7 +194,7 @@ FLASH_SM90 = register(
             "name": "flash_sm90",
             "source": "attention/flash_sm90.cu",
             "entry": "attention_flash_sm90",
-            "doc": "flash for Hopper: TMA, wgmma, warpgroups that take turns",
+            "doc": "flash for Hopper: TMA, wgmma, a producer and consumers",
             "params": (
                 Param("dtype", ("fp16", "bf16"), "element type of q, k, v and o"),
                 Param("head_dim", HEAD_DIMS, "of q and k, padded to this in shared memory"),

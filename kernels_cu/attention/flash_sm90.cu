@@ -1,5 +1,5 @@
-/* Attention forward on Hopper (sm_90a): TMA brings the tiles, wgmma multiplies them, and warpgroups
-   take turns so that one's exponentials run under the other's products.
+/* Attention forward on Hopper (sm_90a): TMA brings the tiles, wgmma multiplies them, and one
+   warpgroup's exponentials run under the other's products.
 
    o = softmax(softmax_scale * q k^T + causal mask) v         lse = log(sum(exp(scores)))
 
@@ -32,7 +32,6 @@ constexpr int CONSUMERS = ${consumers};     // warpgroups of 64 query rows
 constexpr int HEAD_DIM = ${head_dim};       // of q and k, padded with zeros
 constexpr int HEAD_DIM_V = ${head_dim_v};   // of v and o, padded
 constexpr int STAGES = ${stages};           // tiles of K, and of V, in shared memory
-constexpr bool TAKE_TURNS = ${take_turns};  // consumers issue their products one after the other
 constexpr bool O_HAS_ROOM = ${o_has_room};  // of its own in shared memory, else where Q was
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
 constexpr int CONSUMER_REGISTERS = ${consumer_registers};
@@ -302,15 +301,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     RingPlace<STAGES> k_place, v_place;
     RingPlace<SLOTS> slot;
     int q_parity = 0;
-    // Turns: a consumer's products are issued between its sync and the arrival for the next one.
-    const auto my_turn = [&] {
-      if (TAKE_TURNS) named_barrier_sync(1 + consumer, 2 * WARPGROUP);
-    };
-    const auto your_turn = [&] {
-      if (TAKE_TURNS) named_barrier_arrive(1 + (consumer ^ 1), 2 * WARPGROUP);
-    };
-    if (TAKE_TURNS && consumer == 1) your_turn();
-
     while (true) {
       int number = 0;
       if (signals) number = next_work(barriers, slot);
@@ -337,10 +327,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         float correction[1][2];
         // The first tile's scores have no product beside them.
         mbarrier_wait(barriers.k_full(k_place.stage), k_place.parity);
-        my_turn();
         wgmma_fence();
         issue_qk(s, q_operand, k_operand + k_place.stage * (K_STAGE >> 4));
-        your_turn();
         wgmma_wait<0>();
         if (signals) mbarrier_arrive(barriers.k_empty(k_place.stage));
         k_place.advance();
@@ -351,7 +339,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
 
         for (--tile; tile >= 0; --tile) {
           mbarrier_wait(barriers.k_full(k_place.stage), k_place.parity);
-          my_turn();
           settle(p);
           settle(acc[0]);
           wgmma_fence();
@@ -359,7 +346,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
           mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
           wgmma_fence();
           issue_pv(acc, p, v_operand + v_place.stage * (V_STAGE >> 4));
-          your_turn();
           wgmma_wait<1>();
           if (signals) mbarrier_arrive(barriers.k_empty(k_place.stage));
           k_place.advance();
