@@ -17,7 +17,7 @@ from typing import Any
 from fkjit import __version__
 from fkjit.arch import Arch
 from fkjit.errors import ParameterError
-from fkjit.spec import KernelSpec, Params, Problem, registered
+from fkjit.spec import KernelSpec, Params, Problem, find, registered
 
 from .accuracy import Expected
 
@@ -97,14 +97,18 @@ class Op:
     # Parameters of a kernel for a problem; ParameterError where none fit.
     choose: Callable[[KernelSpec, Problem, Arch], Params]
     peers: Sequence[Candidate] = field(default=())
+    kernel: str | None = None  # whose spec counts work and traffic; None: the operation's first
 
     def flops(self, problem: Problem) -> float:
         """Counted work of a problem."""
-        return registered(self.name)[0].flops(problem)
+        return self._spec().flops(problem)
 
     def bytes(self, problem: Problem) -> float:
         """Compulsory device-memory traffic of a problem."""
-        return registered(self.name)[0].bytes(problem)
+        return self._spec().bytes(problem)
+
+    def _spec(self) -> KernelSpec:
+        return find(self.kernel) if self.kernel else registered(self.name)[0]
 
 
 def operations() -> dict[str, Op]:

@@ -75,7 +75,7 @@ def test_scaled_storage_is_ours_alone(op, storage):
         candidates(op, "torch", given, arrays)
 
 
-@pytest.mark.parametrize("name", ["ours", "rope, kv_append"])
+@pytest.mark.parametrize("name", ["ours", "rope + kv_append"])
 def test_with_the_rotary_embedding(name):
     from bench.ops import rope_kv_append as bench
 

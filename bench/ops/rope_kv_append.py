@@ -107,5 +107,5 @@ OP = Op(
     expected=expected,
     ours=ours,
     choose=choose,
-    peers=(Candidate(name="rope, kv_append", prepare=_two),),
+    peers=(Candidate(name="rope + kv_append", prepare=_two),),
 )

@@ -98,7 +98,7 @@ def _with_statistics(op: str) -> Op:
 
 
 @lru_cache(maxsize=2)
-def _gradient(op: str) -> Op:
+def gradient(op: str) -> Op:
     """dx, dweight and dbias out of dy, the residual stream's gradient and what was saved.
 
     `like`: weight or bias, for their dtype.
@@ -141,7 +141,7 @@ def _function(op: str) -> Any:
             dy = torch.zeros_like(x) if dy is None else dy.contiguous()
             dsum = None if dsum is None else dsum.contiguous()
             like = bias if weight is None else weight
-            found = _gradient(op)(
+            found = gradient(op)(
                 (dy, dsum, x, weight, mean, rstd, like), (None,) * 5, (of_weight, of_bias)
             )
             found = iter(found if isinstance(found, tuple) else (found,))

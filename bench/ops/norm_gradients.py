@@ -1,0 +1,93 @@
+"""What the cases of the norms' gradients share: dx, dweight and dbias of rows that were saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fkjit.arch import Arch
+from fkjit.errors import ParameterError
+from fkjit.ops import norm_backward_kernels as kernels
+from fkjit.ops.norm import gradient
+from fkjit.spec import KernelSpec, Params, Problem
+
+from ..accuracy import LIMITS, Expected
+from ..op import Arrays, Candidate, Op, Prepared
+from ..peers.norms import first
+from . import norms
+
+_ROWS = 256  # checked at either end
+
+
+def problem(
+    op: str, rows: int, columns: int, residual: bool = True, dtype: str = "bf16"
+) -> dict[str, Any]:
+    """Of a forward: with a residual there is a gradient of the stream it returned as well."""
+    return norms.problem(op, rows, columns, residual, dtype)
+
+
+def _sets(op: str) -> dict[str, list[dict[str, Any]]]:
+    shapes = [(16_384, 1024), (16_384, 4096), (8192, 8192), (4096, 16_384)]
+    made = [problem(op, *shape) for shape in shapes] + [problem(op, 16_384, 4096, False)]
+    return {"default": made, "quick": [problem(op, 16_384, 4096)]}
+
+
+def _inputs(op: str) -> Callable[[Problem, Any], Arrays]:
+    def inputs(problem: Problem, device: Any) -> Arrays:
+        """Fresh N(0, 1) rows and gradients, and the statistics that a forward would save."""
+        given = norms.inputs({**problem, "residual": False}, device)
+        x, torch = given["x"], device.torch
+        wide = x.float()
+        mean = wide.mean(-1) if op == "layer_norm" else None
+        spread = wide.square() if mean is None else (wide - mean[:, None]).square()
+        made = {**given, "dy": torch.randn_like(x)}
+        made |= {} if mean is None else {"mean": mean}
+        made |= {"dsum": torch.randn_like(x)} if problem["residual"] else {}
+        return {**made, "rstd": (spread.mean(-1) + problem["eps"]).rsqrt()}
+
+    return inputs
+
+
+def expected(problem: Problem, arrays: Arrays) -> Expected:
+    """Both ends of dx."""
+    parts = []
+    for end in (slice(None, _ROWS), slice(-_ROWS, None)):
+        x, dy = (arrays[name][end].double() for name in ("x", "dy"))
+        rstd = arrays["rstd"][end, None].double()
+        g = dy * arrays["weight"].double()
+        centered = x - arrays["mean"][end, None].double() if "mean" in arrays else x
+        h = centered * rstd
+        dx = g - h * (g * h).mean(-1, keepdim=True)
+        dx = (dx - g.mean(-1, keepdim=True) if "mean" in arrays else dx) * rstd
+        parts.append((end, dx + arrays["dsum"][end].double() if "dsum" in arrays else dx))
+    return Expected(parts, LIMITS[problem["dtype"]])
+
+
+def _ours(op: str) -> Callable[[Problem, Arrays], Prepared]:
+    def ours(problem: Problem, arrays: Arrays) -> Prepared:
+        """What autograd calls; all gradients are wanted."""
+        names = ("dy", "dsum", "x", "weight", "mean", "rstd", "weight")
+        given, call = tuple(arrays.get(name) for name in names), gradient(op)
+        wanted = (True, op == "layer_norm")
+        return Prepared(lambda: call(given, (None,) * 5, wanted), first)
+
+    return ours
+
+
+def _choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
+    raise ParameterError("the gradients are measured as autograd calls them, all launches together")
+
+
+def operation(op: str, peers: Sequence[Candidate]) -> Op:
+    """Of "layer_norm" or "rms_norm"."""
+    return Op(
+        name=f"{op}_backward",
+        sets=_sets(op),
+        label=norms.label,
+        inputs=_inputs(op),
+        expected=expected,
+        ours=_ours(op),
+        choose=_choose,
+        peers=peers,
+        kernel=kernels.BACKWARD[op].id,
+    )

@@ -1,0 +1,61 @@
+"""The suite's cases of the norms' gradients: ours right, wrong ones found, peers right."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.op import operations
+from bench.ops.norm_gradients import problem
+from bench.peers.norm_gradients import textbook
+from fkjit.build import quiet
+from fkjit.errors import ParameterError
+from fkjit.ops.norm_backward_kernels import BACKWARD
+
+torch = pytest.importorskip("torch", reason="needs torch")
+NORMS = ("layer_norm", "rms_norm")
+
+
+class CpuDevice:
+    torch, place = torch, "cpu"
+
+
+def made(norm, residual, dtype="fp32"):
+    op, given = operations()[f"{norm}_backward"], problem(norm, 5, 64, residual, dtype)
+    return op, given, op.inputs(given, CpuDevice)
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("norm", NORMS)
+def test_ours_is_right_and_other_numbers_are_not(norm, residual):
+    op, given, arrays = made(norm, residual, "bf16")
+    with quiet():
+        prepared = op.ours(given, arrays)
+        found = prepared.output(prepared.call())
+    assert op.expected(given, arrays).judge(found).why_wrong() is None
+    other = {**arrays, "dy": arrays["dy"] * 1.5}
+    assert "wrong result" in str(op.expected(given, other).judge(found).why_wrong())
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("norm", NORMS)
+def test_pytorch_is_right(norm, residual):
+    op, given, arrays = made(norm, residual)
+    names = ("dy", "dsum", "x", "weight", "mean", "rstd")
+    by_hand = textbook(*(arrays.get(name) for name in names))
+    right = op.expected(given, arrays)
+    assert right.judge(by_hand[0]).why_wrong() is None
+    if norm == "rms_norm":  # PyTorch has that kernel on GPUs only
+        return
+    eager = next(peer for peer in op.peers if peer.name == "eager").prepare(given, arrays)
+    found = eager.call()
+    assert right.judge(eager.output(found)).why_wrong() is None
+    for one, two in zip(found[1:], by_hand[1:], strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_traffic_is_counted_and_kernels_are_measured_together():
+    op = operations()["layer_norm_backward"]
+    assert op.bytes(problem("layer_norm", 5, 64)) == 4 * 2 * 5 * 64
+    assert op.flops(problem("layer_norm", 5, 64)) == 16 * 5 * 64
+    with pytest.raises(ParameterError, match="all launches together"):
+        op.choose(BACKWARD["layer_norm"], problem("layer_norm", 5, 64), None)
