@@ -63,3 +63,20 @@ def test_vector_add_rounds_once(count, dtype):
 
     a, b = (normal(count, dtype=dtype, device="cuda", seed=i) for i in range(2))
     assert torch.equal(vector_add(a, b), (a.float() + b.float()).to(a.dtype))
+
+
+@pytest.mark.parametrize(
+    "name", ["kv_append", "kv_read", "kv_copy", "kv_slots", "rope", "rope_kv_append", "reduce"]
+)
+def test_twins_are_right_on_the_quick_cases_of_the_suite(name):
+    from types import SimpleNamespace
+
+    from bench.op import operations
+
+    op = operations()[name]
+    (twin,) = [peer for peer in op.peers if peer.kind == "twin"]
+    for given in op.sets["quick"]:
+        arrays = op.inputs(given, SimpleNamespace(torch=torch, place="cuda"))
+        right, prepared = op.expected(given, arrays), twin.prepare(given, arrays)
+        for _ in range(2):  # while tiles are tried, and afterwards
+            assert right.judge(prepared.output(prepared.call())).why_wrong() is None

@@ -75,22 +75,22 @@ def test_scaled_storage_is_ours_alone(op, storage):
         candidates(op, "torch", given, arrays)
 
 
-@pytest.mark.parametrize("name", ["ours", "rope + kv_append"])
-def test_with_the_rotary_embedding(name):
+@pytest.mark.parametrize("name", ["ours", "triton", "rope + kv_append"])
+def test_with_the_rotary_embedding(name, interpreter):  # noqa: F811
     from bench.ops import rope_kv_append as bench
 
     given = bench.problem(20, dtype="fp32", heads=2, head_dim=16)
     arrays = bench.inputs(given, DEVICE)
     with quiet():
-        prepared = candidates(bench.OP, name, given, arrays)
+        prepared = candidates(operations()["rope_kv_append"], name, given, arrays)
         found = prepared.output(prepared.call())
     assert bench.expected(given, arrays).judge(found).why_wrong() is None
     arrays["positions"] += 1
     assert bench.expected(given, arrays).judge(found).why_wrong() is not None
 
 
-@pytest.mark.parametrize("name", ["ours", "torch"])
-def test_copies_of_pages(name):
+@pytest.mark.parametrize("name", ["ours", "triton", "torch"])
+def test_copies_of_pages(name, interpreter):  # noqa: F811
     op = operations()["kv_copy"]
     given = {"planes": 2, "num_pages": 6, "page_bytes": 64, "copies": 3}
     arrays = op.inputs(given, DEVICE)

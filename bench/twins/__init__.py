@@ -15,11 +15,7 @@ from fkjit.spec import Problem
 from ..op import Arrays, Candidate, Prepared
 
 # Operations of ours that have no twin yet, and why.
-MISSING: dict[str, str] = {
-    "kv_copy": "whole pages: a copy in Triton is that of vector_add, less a sum",
-    "rope_kv_append": "its halves have theirs: rope and kv_append",
-    "kv_slots": "a few integers, which no language makes faster or shorter",
-}
+MISSING: dict[str, str] = {}
 
 
 def names() -> list[str]:

@@ -28,6 +28,21 @@ _ALL = [_config(*sizes) for sizes in ((1, 8, 4), (2, 8, 4), (4, 8, 4), (4, 8, 8)
 _INTERPRETED = [_config(2, 4, 4)]  # Triton's interpreter times nothing
 
 
+@triton.jit
+def angles(at, turning, head_dim: tl.constexpr, tabled: tl.constexpr):
+    """(cosine, sine) [TOKENS, pairs] at these positions; `turning` as `_rope` takes it."""
+    pair = tl.arange(0, head_dim // 2)
+    if tabled:
+        entry = turning + at.to(tl.int64)[:, None] * head_dim + pair[None, :]
+        cosine = tl.load(entry)
+        sine = tl.load(entry + head_dim // 2)
+    else:
+        turns = at.to(tl.float64)[:, None] * tl.load(turning + pair)[None, :]
+        angle = ((turns - tl.floor(turns)) * 6.283185307179586).to(tl.float32)
+        cosine, sine = tl.cos(angle), tl.sin(angle)
+    return cosine, sine
+
+
 @triton.autotune(
     configs=_INTERPRETED if triton.knobs.runtime.interpret else _ALL,
     key=["tokens", "heads", "head_dim"],
@@ -59,14 +74,7 @@ def _rope(
     batch, row = token // length, token % length
     pair = tl.arange(0, head_dim // 2)
     at = tl.load(positions + batch * position_batch + row * position_row, mask=inside, other=0)
-    if tabled:
-        entry = turning + at.to(tl.int64)[:, None] * head_dim + pair[None, :]
-        cosine = tl.load(entry)
-        sine = tl.load(entry + head_dim // 2)
-    else:
-        turns = at.to(tl.float64)[:, None] * tl.load(turning + pair)[None, :]
-        angle = ((turns - tl.floor(turns)) * 6.283185307179586).to(tl.float32)
-        cosine, sine = tl.cos(angle), tl.sin(angle)
+    cosine, sine = angles(at, turning, head_dim, tabled)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     mask = inside[:, None, None] & (head < heads)[None, :, None]
     cosine, sine = cosine[:, None, :], sine[:, None, :]
@@ -120,6 +128,12 @@ def _positions(problem: Problem, arrays: Arrays) -> torch.Tensor:
     return ids[None] if ids.dim() == 1 else ids.expand(problem["batch"], -1)
 
 
+def turns(problem: Problem, device: torch.device) -> torch.Tensor:
+    """[pairs] fp64 turns a token."""
+    found = frequencies(problem["head_dim"], problem["theta"], problem["scaling"])
+    return torch.from_numpy((found / 6.283185307179586).astype("f8")).to(device)
+
+
 def prepare(problem: Problem, arrays: Arrays) -> Prepared:
     """The twin on a problem of the benchmark."""
     dim = problem["head_dim"]
@@ -131,9 +145,7 @@ def prepare(problem: Problem, arrays: Arrays) -> Prepared:
     ):
         raise Refused("turns whole heads of a power of two, in halves, forwards")
     turning = arrays.get("table")
-    if turning is None:
-        turns = frequencies(dim, problem["theta"], problem["scaling"]) / 6.283185307179586
-        turning = torch.from_numpy(turns.astype("f8")).to(arrays["q"].device)
+    turning = turns(problem, arrays["q"].device) if turning is None else turning
     positions, layout = _positions(problem, arrays), problem["layout"]
     given = [x for x in (arrays["q"], arrays.get("k")) if x is not None]
     pairs = [(x, torch.empty_like(x)) for x in given]
