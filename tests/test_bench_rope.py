@@ -83,6 +83,22 @@ def test_work_and_traffic_come_from_the_kernels_specs():
     assert OP.flops(given) == 3 * 4 * 4096 * 64 * 128
 
 
+@pytest.mark.parametrize("source", ["fused", "table"])
+def test_in_place_what_is_judged_is_turned_once(source, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer())
+    given = small("thd", source=source, inplace=True)
+    assert label(given).endswith("in place")
+    for candidate in (OURS, PEERS[2]):
+        arrays = OP.inputs(given, CpuDevice())
+        right, prepared = OP.expected(given, arrays), candidate.prepare(given, arrays)
+        for _ in range(2):
+            found = prepared.output(prepared.call())
+            assert right.judge(found).why_wrong() is None
+    for peer in (PEERS[0], twins.twin("rope")):
+        with pytest.raises(Refused, match="new arrays"):
+            peer.prepare(given, OP.inputs(given, CpuDevice()))
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pytorch_is_right(layout, dtype):
@@ -115,6 +131,17 @@ def flashinfer():
         heads = [x.view(len(x), -1, head_size) for x in (query, key)]
         return tuple(turned(x, c, s, not is_neox).to(x).flatten(1) for x in heads)
 
+    def into(call, places):
+        def made(*given, **options):
+            for at, turned in zip(places, call(*given, **options), strict=True):
+                given[at].copy_(turned)
+
+        return made
+
+    fake.apply_rope_pos_ids_inplace = into(apply_rope_pos_ids, (0, 1))  # type: ignore[attr-defined]
+    fake.apply_rope_with_cos_sin_cache_inplace = into(  # type: ignore[attr-defined]
+        apply_rope_with_cos_sin_cache, (1, 2)
+    )
     fake.apply_rope_pos_ids = apply_rope_pos_ids  # type: ignore[attr-defined]
     fake.apply_rope_with_cos_sin_cache = apply_rope_with_cos_sin_cache  # type: ignore[attr-defined]
     return fake

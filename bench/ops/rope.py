@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +17,7 @@ from fkjit.spec import KernelSpec, Params, Problem
 
 from ..accuracy import Expected
 from ..op import Arrays, Op, Prepared
-from ..peers.rope import PEERS
+from ..peers.rope import PEERS, in_place
 
 _LIMITS = {"fp32": 3e-6, "fp16": 1e-3, "bf16": 8e-3}  # peers' angles are fp32's
 _ROWS = 128  # checked, of the first and the last batch
@@ -25,6 +26,7 @@ _ROWS = 128  # checked, of the first and the last batch
 def problem(
     layout: str, batch: int, length: int, heads_q: int, heads_k: int, dtype: str = "bf16",
     *, source: str = "fused", interleaved: bool = False, head_dim: int = 128,
+    inplace: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Flat q ("thd") has an array of positions, others begin at 0."""
     return {
@@ -38,6 +40,7 @@ def problem(
         "head_dim": head_dim,
         "rotary_dim": head_dim,
         "interleaved": interleaved,
+        "inplace": inplace,
         "inverse": False,
         "positions": "ids" if layout == "thd" else "none",
         "start": 0,
@@ -51,13 +54,15 @@ def label(p: Problem) -> str:
     batch = [] if p["layout"] == "thd" else [f"B{p['batch']}"]
     words = [p["dtype"], p["layout"], *batch, f"S{p['length']}", f"H{p['heads_q']}/{p['heads_k']}"]
     words += [f"D{p['head_dim']}", *["interleaved"] * p["interleaved"]]
-    return " ".join([*words, *["table"] * (p["source"] == "table")])
+    words += ["table"] * (p["source"] == "table")
+    return " ".join([*words, *["in", "place"] * p["inplace"]])
 
 
 _LARGE = (("bshd", 4, 4096, 32, 32), ("bhsd", 4, 4096, 32, 32), ("thd", 1, 16_384, 32, 8))
 SETS: dict[str, list[dict[str, Any]]] = {
     "default": [
         *(problem(*shape, source=source) for source in ("fused", "table") for shape in _LARGE),
+        *(problem(*_LARGE[2], source=source, inplace=True) for source in ("fused", "table")),
         problem(*_LARGE[2], interleaved=True),
         problem("thd", 1, 16_384, 32, 8, "fp32"),
         problem("thd", 1, 16_384, 32, 8, head_dim=64),
@@ -126,6 +131,9 @@ def ours(problem: Problem, arrays: Arrays) -> Prepared:
     at = 0 if ids is None else ids
     spec = kernels.FUSED if table is None else kernels.TABLE
     variant = (spec, _parameters(problem)) if q.is_cuda else None
+    if problem["inplace"]:
+        made = in_place(q, k, lambda q, k: fkjit.rope(q, k, at, inplace=True, **options))
+        return replace(made, variant=variant)
     return Prepared(lambda: fkjit.rope(q, k, at, **options), lambda made: made[0], variant=variant)
 
 

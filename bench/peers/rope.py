@@ -12,13 +12,25 @@ from fkjit.spec import Problem
 from ..op import Arrays, Candidate, Prepared, Refused
 
 
+def in_place(q: Any, k: Any, turn: Callable[[Any, Any], Any]) -> Prepared:
+    """What is timed turns the same rows on and on; what is judged begins anew."""
+    target = q.clone(), k.clone()
+
+    def once(_: Any) -> Any:
+        fresh = q.clone(), k.clone()
+        turn(*fresh)
+        return fresh[0]
+
+    return Prepared(lambda: turn(*target), once)
+
+
 def _textbook(problem: Problem, arrays: Arrays) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The rotation of halves as models spell it in PyTorch, and what it is called with.
 
     Cosines and sines are made beforehand and lie beside the rows, in the dtype of q.
     """
-    if problem["interleaved"]:
-        raise Refused("turns halves")
+    if problem["interleaved"] or problem["inplace"]:
+        raise Refused("turns halves, into new arrays")
     torch, q = import_module("torch"), arrays["q"]
     turning = torch.from_numpy(frequencies(q.shape[-1], problem["theta"], None).astype("f8"))
     angle = torch.arange(problem["length"])[:, None] * torch.cat([turning, turning])
@@ -55,11 +67,22 @@ def _flashinfer(problem: Problem, arrays: Arrays) -> Prepared:
     q, k, ids = arrays["q"], arrays["k"], arrays["positions"].int()
     if problem["source"] == "fused":
         options = {"interleave": problem["interleaved"], "rope_theta": problem["theta"]}
+        if problem["inplace"]:
+            turn = library.apply_rope_pos_ids_inplace
+            return in_place(q, k, lambda q, k: turn(q, k, ids, **options))
         return Prepared(
             lambda: library.apply_rope_pos_ids(q, k, ids, **options), lambda made: made[0]
         )
     flat, table, dim = (q.flatten(1), k.flatten(1)), arrays["table"], problem["head_dim"]
-    cached, neox = library.apply_rope_with_cos_sin_cache, not problem["interleaved"]
+    neox = not problem["interleaved"]
+    if problem["inplace"]:
+        into = library.apply_rope_with_cos_sin_cache_inplace
+
+        def turn(q: Any, k: Any) -> None:
+            into(ids, q.flatten(1), k.flatten(1), dim, table, is_neox=neox)
+
+        return in_place(q, k, turn)
+    cached = library.apply_rope_with_cos_sin_cache
     return Prepared(
         lambda: cached(ids, *flat, dim, table, is_neox=neox), lambda made: made[0].view_as(q)
     )

@@ -148,6 +148,8 @@ def prepare(problem: Problem, arrays: Arrays) -> Prepared:
     turning = turns(problem, arrays["q"].device) if turning is None else turning
     positions, layout = _positions(problem, arrays), problem["layout"]
     given = [x for x in (arrays["q"], arrays.get("k")) if x is not None]
+    if problem["inplace"]:
+        raise Refused("turns into new arrays: tiles are tried on the same ones")
     pairs = [(x, torch.empty_like(x)) for x in given]
 
     def call() -> Any:
