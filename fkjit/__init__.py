@@ -32,6 +32,7 @@ _PUBLIC = {
     "kv_read": "fkjit.ops.kv_read",
     "kv_slots": "fkjit.ops.kv_slots",
     "rope_kv_append": "fkjit.ops.rope_kv_append",
+    "moe_route": "fkjit.ops.moe_route",
     "prepare": "fkjit.api",
     "launch": "fkjit.api",
     "launch_cpu": "fkjit.cpu_launch",
@@ -59,6 +60,7 @@ __all__ = [
     "launch",
     "launch_cpu",
     "layer_norm",
+    "moe_route",
     "prepare",
     "reduce_max",
     "reduce_mean",
@@ -102,6 +104,7 @@ if TYPE_CHECKING:
     from fkjit.ops.kv_cache import PagedKVCache
     from fkjit.ops.kv_read import kv_read
     from fkjit.ops.kv_slots import kv_slots
+    from fkjit.ops.moe_route import moe_route
     from fkjit.ops.norm import layer_norm, rms_norm
     from fkjit.ops.reduce import reduce_max, reduce_mean, reduce_sum
     from fkjit.ops.rope import rope

@@ -63,9 +63,14 @@ class LoadedKernel:
         frame.memory[: len(packed)] = packed
         pointers = frame.pointers.get(self.function) or frame.point(self.function, self.offsets)
         try:
-            frame.launch(
-                self.function, *grid, *self.threads, self.shared_bytes, stream, pointers, 0
-            )
+            if self.spec.cooperative:
+                frame.launch_together(
+                    self.function, *grid, *self.threads, self.shared_bytes, stream, pointers
+                )
+            else:
+                frame.launch(
+                    self.function, *grid, *self.threads, self.shared_bytes, stream, pointers, 0
+                )
         except Exception as error:
             raise LaunchError(self._explain(error, grid)) from error
 
@@ -83,6 +88,7 @@ class _Frame(threading.local):
     def __init__(self) -> None:
         cuda = import_module("cupy.cuda")
         self.launch = cuda.driver.launchKernel
+        self.launch_together = cuda.driver.launchCooperativeKernel
         cuda.runtime.setDevice(cuda.runtime.getDevice())  # makes a context current in this thread
         self.buffer = ctypes.create_string_buffer(_BUFFER_BYTES)
         self.memory = memoryview(self.buffer).cast("B")

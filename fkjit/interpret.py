@@ -77,6 +77,7 @@ def interpret(
         title=f"{spec.id} {spec.label(params)}",
         progress=_progress(spec.id, seconds),
         carve_outs=parts,
+        resident=spec.cooperative,
     )
     chosen.note(stats.banks)
 

@@ -81,6 +81,8 @@ class KernelSpec:
     shared_layout: Callable[[Params], SharedLayout] | None = None
     block: Callable[[Params], Dim3]  # threads
     grid: Callable[[Params, Problem], Dim3]  # blocks
+    # Blocks wait for one another: all of a grid run at the same time, or the launch is refused.
+    cooperative: bool = False
 
     flops: Callable[[Problem], float] = lambda problem: 0.0
     bytes: Callable[[Problem], float] = lambda problem: 0.0  # compulsory device-memory traffic
