@@ -9,6 +9,7 @@ from typing import Any
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.interop import View
 from fkjit.ops import moe_problem as moe
+from fkjit.ops.moe_checks import whole
 from fkjit.ops.simple import Launch, Op, Output, Request
 from fkjit.ops.simple_checks import FLOATS, check_dtype, check_flag, check_shape
 from fkjit.ops.simple_shapes import rows_of
@@ -118,16 +119,6 @@ def _choice(call: str, experts: int, top_k: Any, groups: Any, best: Any) -> dict
     if best == groups:
         groups = best = 1
     return {"top_k": top_k, "num_groups": groups, "topk_groups": best}
-
-
-def whole(call: str, name: str, value: Any, low: int, high: int, where: str = "") -> int:
-    """A whole number in a range."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ArgumentTypeError(f"{call}: {name}={value!r} is not a whole number")
-    value = value.__index__()
-    if not low <= value <= high:
-        raise ParameterError(f"{call}: {name}={value}; allowed: {low} to {high}{where}")
-    return value
 
 
 def _scale(call: str, value: Any) -> float:

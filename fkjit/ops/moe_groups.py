@@ -1,0 +1,201 @@
+"""What the kernels that sort choices by expert share: sizes, arguments, inputs and references.
+
+A grouping problem: `tokens` times `top_k` items, each with an expert's id; ids below `experts` go
+through a map, if there is one, to one of `groups` groups; a group's places are a multiple of
+`block_size`, and at most `capacity` of its items have one. `blocks` is the size of the grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fkjit.device import multiprocessors
+from fkjit.errors import ParameterError
+from fkjit.interop import CPU, View
+from fkjit.ops.moe_checks import whole
+from fkjit.ops.moe_problem import MAX_EXPERTS
+from fkjit.ops.simple import Output
+from fkjit.ops.simple_checks import check_dtype, check_shape
+from fkjit.ops.simple_shapes import rows_of
+from fkjit.spec import Arrays, Params, Problem
+
+NO_CAPACITY = 2**31 - 1
+MAX_ITEMS = 2**31 - 2**20  # and places: they are counted in 32 bits
+COUNTERS = 2  # of the barrier
+INPUTS = ("expert_map", "num_tokens")
+_SHARED = 32 * 1024  # bytes of counts of a block's warps
+_CPU_BLOCKS = 3
+
+
+class MoeGroups(NamedTuple):
+    """Choices sorted by expert; int32, all on the device. See `fkjit.moe_regroup`."""
+
+    sorted_token_ids: Any
+    expert_ids: Any
+    num_tokens_post_padded: Any
+    inverse: Any
+    offsets: Any
+    counts: Any
+
+
+def counts_fit(threads: int, most: int) -> bool:
+    """Whether the warps of a block have room for the counts of so many groups."""
+    return threads // 32 * most * 4 <= _SHARED
+
+
+def processors(view: View) -> int:
+    """Blocks that run at the same time, whatever they need."""
+    return _CPU_BLOCKS if view.device == CPU else multiprocessors(view.device)
+
+
+def describe(
+    call: str, views: Mapping[str, View | None], tokens: int, top_k: int, *options: Any
+) -> dict[str, Any]:
+    """The grouping problem of checked ids and moe_regroup's options, without `blocks`."""
+    experts, block_size, local, capacity = options
+    experts = whole(call, "num_experts", experts, 1, MAX_EXPERTS)
+    block_size = whole(call, "block_size", block_size, 1, 1 << 16)
+    groups = experts if local is None else whole(call, "num_local_experts", local, 1, experts)
+    if capacity is not None:
+        capacity = whole(call, "capacity", capacity, 0, NO_CAPACITY)
+    _check_lists(call, views, experts)
+    items = tokens * top_k
+    places = places_of(items, groups, block_size)
+    if max(items, places) > MAX_ITEMS:
+        raise ParameterError(f"{call}: {tokens} tokens of {top_k} choices are too many")
+    return {
+        **{"tokens": tokens, "top_k": top_k, "experts": experts, "groups": groups},
+        **{"block_size": block_size, "places": places},
+        "capacity": NO_CAPACITY if capacity is None else capacity,
+    }
+
+
+def _check_lists(call: str, views: Mapping[str, View | None], experts: int) -> None:
+    shapes = {"expert_map": (experts,), "num_tokens": (1,)}
+    for name, shape in shapes.items():
+        view = views[name]
+        if view is not None:
+            check_dtype(call, name, view, ("int32",))
+            check_shape(call, name, view, shape, "[num_experts], here" if shape[0] > 1 else "")
+            rows_of(call, name, view)
+
+
+def places_of(items: int, groups: int, block_size: int) -> int:
+    """Places for the worst that items can be spread, in whole tiles."""
+    most = min(items * block_size, items + groups * (block_size - 1))
+    return -(-most // block_size) * block_size
+
+
+def made(p: Problem) -> dict[str, Output]:
+    """The outputs, in the order of `MoeGroups`."""
+    tiles = p["places"] // p["block_size"]
+    shapes = (
+        ("sorted_token_ids", (p["places"],)), ("expert_ids", (tiles,)),
+        ("num_tokens_post_padded", (1,)), ("inverse", (p["tokens"], p["top_k"])),
+        ("offsets", (p["groups"] + 1,)), ("counts", (p["groups"],)),
+    )  # fmt: skip
+    return {name: Output(shape, "int32") for name, shape in shapes}
+
+
+def table_bytes(p: Problem) -> int:
+    """Of the blocks' counts, which the grid meets over."""
+    return 4 * p["blocks"] * p["groups"] if p["blocks"] > 1 else 0
+
+
+def grouping(p: Problem) -> tuple[int, ...]:
+    """The kernels' argument `Grouping`."""
+    names = ("experts", "groups", "block_size", "capacity", "places")
+    return (*(p[name] for name in names), p["tokens"] * p["top_k"])
+
+
+def arguments(p: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Kernel arguments that both kernels have."""
+    pointers = (*INPUTS, *MoeGroups._fields, "workspace", "counters")
+    return {**{name: arrays.get(name) for name in pointers}, "tokens": p["tokens"]}
+
+
+# -- tests ---------------------------------------------------------------------------------------
+
+
+def random_lists(p: Problem, rng: np.random.Generator) -> Arrays:
+    """A map to some of the experts, a number of tokens, and what blocks meet in."""
+    found: Arrays = {
+        "workspace": np.full(max(1, p["blocks"] * p["groups"]), np.nan, np.float32),
+        "counters": np.zeros(COUNTERS, np.uint32),
+    }
+    if p.get("mapped"):
+        local = np.full(p["experts"], -1, np.int32)
+        here = np.sort(rng.permutation(p["experts"])[: p["groups"]])
+        local[here] = np.arange(here.size)
+        found["expert_map"] = local
+    if p.get("real") is not None:
+        found["num_tokens"] = np.array([p["real"]], np.int32)
+    return found
+
+
+def outputs(p: Problem) -> Arrays:
+    """Poisoned."""
+    return {name: np.full(output.shape, -9, np.int32) for name, output in made(p).items()}
+
+
+def grouped(p: Problem, ids: np.ndarray, arrays: Mapping[str, Any]) -> Arrays:
+    """What becomes of ids [tokens, top_k]; in float64."""
+    real = np.asarray(arrays.get("num_tokens", [p["tokens"]])).clip(0, p["tokens"])[0]
+    flat = np.asarray(ids).astype(np.int64)[:real].reshape(-1)
+    known = (flat >= 0) & (flat < p["experts"])
+    group = np.where(known, flat, -1)
+    if arrays.get("expert_map") is not None:
+        group = np.where(known, np.asarray(arrays["expert_map"])[group], -1)
+    group[(group < 0) | (group >= p["groups"])] = -1
+    size, sentinel = p["block_size"], p["tokens"] * p["top_k"]
+    places = np.full(p["places"], sentinel)
+    tiles, inverse = np.full(p["places"] // size, -1), np.full(sentinel, -1)
+    offsets, counts = [0], []
+    for e in range(p["groups"]):
+        mine = np.flatnonzero(group == e)[: p["capacity"]]
+        begin = offsets[-1]
+        places[begin : begin + mine.size] = mine
+        inverse[mine] = begin + np.arange(mine.size)
+        end = begin + -(-mine.size // size) * size
+        tiles[begin // size : end // size] = e
+        offsets.append(end)
+        counts.append(mine.size)
+    found = (places, tiles, [offsets[-1]], inverse.reshape(-1, p["top_k"]), offsets, counts)
+    return {
+        name: np.asarray(x, np.float64) for name, x in zip(MoeGroups._fields, found, strict=True)
+    }
+
+
+def group_problem(
+    tokens: int, top_k: int, experts: int, block_size: int, blocks: int, **other: Any
+) -> dict[str, Any]:
+    """A problem as tests and benchmarks want it: every expert is here, nothing is dropped."""
+    made = {
+        **{"tokens": tokens, "top_k": top_k, "experts": experts, "groups": experts},
+        **{"block_size": block_size, "capacity": NO_CAPACITY, "blocks": blocks},
+        **{"mapped": False, "real": None},
+        **other,
+    }
+    made["places"] = places_of(tokens * top_k, made["groups"], block_size)
+    return made
+
+
+def traffic(p: Problem) -> float:
+    """Bytes of the sorted list and of its inverse written."""
+    return 4.0 * (p["places"] + p["tokens"] * p["top_k"])
+
+
+def variations(params: Params, most: int, scale: str) -> list[dict[str, Any]]:
+    """Sizes of grids, maps, capacities, and tokens that are not there; for up to `most` groups."""
+    blocks, tokens = (3, 97) if scale == "small" else (60, 20_011)
+    return [
+        {"tokens": tokens, "experts": most, "block_size": 4, "blocks": blocks},
+        {
+            **{"tokens": tokens, "experts": most - 7, "block_size": 16, "blocks": blocks},
+            **{"mapped": True, "groups": (most - 7) // 2, "real": tokens - 14, "capacity": 5},
+        },
+        {"tokens": tokens // 4, "experts": most // 2, "block_size": 1, "blocks": 1},
+    ]

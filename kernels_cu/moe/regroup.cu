@@ -1,0 +1,38 @@
+/* Chosen experts in, the same choices sorted by expert out: stable, padded to tiles of block_size, in
+   one launch over the whole grid (device/moe_groups.cuh). Blocks wait for one another: launched
+   cooperatively. Every architecture. */
+#include "prelude.cuh"
+#include "device/moe_groups.cuh"
+
+using id_t = ${id_type};
+constexpr int THREADS = ${threads};
+constexpr int MOST = ${most};  // groups
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    moe_regroup(const id_t* __restrict__ topk_ids,         // [tokens, top_k]
+                const int* __restrict__ expert_map,        // [experts] or null: as they are
+                const int* __restrict__ num_tokens,        // [1] or null: all of them
+                int* __restrict__ sorted_token_ids,        // [places]
+                int* __restrict__ expert_ids,              // [places / block_size]
+                int* __restrict__ num_tokens_post_padded,  // [1]
+                int* __restrict__ inverse,                 // [tokens, top_k]
+                int* __restrict__ offsets,                 // [groups + 1]
+                int* __restrict__ counts,                  // [groups]
+                int* workspace,                            // [blocks, groups]
+                u32* counters,                             // [2]
+                const int tokens, const int top_k, const Grouping how) {
+  __shared__ Regroup<THREADS, MOST> block;
+  const Groups to = {expert_map, sorted_token_ids, expert_ids, num_tokens_post_padded,
+                     inverse,    offsets,          counts,     workspace,
+                     counters};
+  const int items = real_tokens(num_tokens, tokens) * top_k;
+  const Share mine = share_of_warp(items, WARP_SIZE, THREADS / WARP_SIZE);
+  const auto group = [&](int item) { return group_of(topk_ids[item], expert_map, how); };
+  const int first = mine.begin + threadIdx.x % WARP_SIZE;
+  const int held = first < mine.end ? group(first) : -1;
+  block.clear(how.groups);
+  block.sort(mine.begin, mine.end, held, group, to, how);
+  for (int i = items + blockIdx.x * THREADS + threadIdx.x; i < tokens * top_k;
+       i += gridDim.x * THREADS)
+    inverse[i] = -1;
+}

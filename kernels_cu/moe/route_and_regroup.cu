@@ -1,0 +1,69 @@
+/* The router of a mixture of experts and the sorting of its choices by expert, in one launch: route.cu
+   and regroup.cu with nothing but registers and shared memory between them.
+
+   Every warp has a piece of the tokens, chooses for them as route.cu does, 32 / LANES tokens at a
+   time, and sorts its choices with all the other warps of the grid (device/moe_groups.cuh). The first
+   32 of them stay in shared memory; more are read again. Blocks wait for one another: launched
+   cooperatively. Every architecture. */
+#include "prelude.cuh"
+#include "device/moe_groups.cuh"
+#include "device/moe_route.cuh"
+
+using logit_t = ${dtype};
+constexpr int LANES = ${lanes};    // of a warp on one token
+constexpr int VALUES = ${values};  // logits of a lane
+constexpr int THREADS = ${threads};
+
+constexpr int WARPS = THREADS / WARP_SIZE;
+constexpr int TOKENS = WARP_SIZE / LANES;  // of a warp at a time
+constexpr int MOST = LANES * VALUES;       // groups
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    moe_route_and_regroup(const logit_t* __restrict__ logits,  // [tokens, experts]
+                          const float* __restrict__ bias,      // [experts] or null: 0
+                          const int* __restrict__ expert_map,  // [experts] or null: as they are
+                          const int* __restrict__ num_tokens,  // [1] or null: all of them
+                          float* __restrict__ topk_weights,    // [tokens, top_k]
+                          int* topk_ids,                       // [tokens, top_k], read again
+                          int* __restrict__ sorted_token_ids,  // [places]
+                          int* __restrict__ expert_ids,        // [places / block_size]
+                          int* __restrict__ num_tokens_post_padded,  // [1]
+                          int* __restrict__ inverse,                 // [tokens, top_k]
+                          int* __restrict__ offsets,                 // [groups + 1]
+                          int* __restrict__ counts,                  // [groups]
+                          int* workspace,                            // [blocks, groups]
+                          u32* counters,                             // [2]
+                          const i64 row_stride, const int tokens, const Routing how,
+                          const Grouping grouping) {
+  __shared__ Regroup<THREADS, MOST> block;
+  __shared__ int first_ids[WARPS][WARP_SIZE];
+  const Groups to = {expert_map, sorted_token_ids, expert_ids, num_tokens_post_padded,
+                     inverse,    offsets,          counts,     workspace,
+                     counters};
+  const int lane = threadIdx.x % LANES, warp = threadIdx.x / WARP_SIZE, top_k = how.top_k;
+  const int slot = threadIdx.x % WARP_SIZE / LANES;  // which of the warp's tokens
+  const int all = real_tokens(num_tokens, tokens);
+  const Share mine = share_of_warp(all, TOKENS, WARPS);
+  block.clear(grouping.groups);
+
+  for (int at = mine.begin; at < mine.end; at += TOKENS) {
+    const int token = at + slot, row = min(token, mine.end - 1);  // shuffles need every lane
+    const Choice choice = route<logit_t, LANES, VALUES>(logits + row * row_stride, bias, lane, how);
+    if (token >= mine.end || lane >= top_k) continue;
+    const int item = token * top_k + lane, early = item - mine.begin * top_k;
+    topk_weights[item] = choice.weight;
+    topk_ids[item] = choice.id;
+    if (early < WARP_SIZE) first_ids[warp][early] = choice.id;
+  }
+  __syncwarp();
+
+  const int begin = mine.begin * top_k, end = mine.end * top_k;
+  const auto group = [&](int item) { return group_of(topk_ids[item], expert_map, grouping); };
+  const int place = threadIdx.x % WARP_SIZE;
+  const int first = begin + place < end ? first_ids[warp][place] : -1;
+  block.sort(begin, end, group_of(first, expert_map, grouping), group, to, grouping);
+
+  for (int i = all * top_k + blockIdx.x * THREADS + threadIdx.x; i < tokens * top_k;
+       i += gridDim.x * THREADS)
+    topk_weights[i] = 0.f, topk_ids[i] = -1, inverse[i] = -1;
+}
