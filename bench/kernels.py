@@ -10,12 +10,14 @@ from typing import Any
 import fkjit
 from fkjit.arch import Arch
 from fkjit.errors import FkjitError, ParameterError
-from fkjit.spec import KernelSpec, Params, Problem, registered
+from fkjit.spec import KernelSpec, Params, Problem
 
 from .op import Arrays, Candidate, Op, Prepared, Refused
 
 
-def launcher(spec: KernelSpec, params: Params, problem: Problem, arrays: Arrays, device: Any):
+def launcher(
+    spec: KernelSpec, params: Params, problem: Problem, arrays: Arrays, device: Any
+) -> Prepared:
     """`fkjit.launch` of one variant into outputs of its own; returns the first of these."""
     outputs = {name: device.array(made) for name, made in spec.outputs(params, problem).items()}
     named = {**arrays, **outputs}
@@ -28,12 +30,26 @@ def launcher(spec: KernelSpec, params: Params, problem: Problem, arrays: Arrays,
     return Prepared(call, variant=(spec, params))
 
 
+def arch_of(array: Any) -> Arch:
+    """What kernels on this CUDA tensor are compiled for; it knows the GPU's name."""
+    from fkjit.device import device_target
+
+    return device_target(array.get_device()).arch
+
+
+def launched(
+    op: Op, spec: KernelSpec, params: Params, problem: Problem, arrays: Arrays, device: Any
+) -> Prepared:
+    """A variant, launched as the operation says."""
+    return (op.launch or launcher)(spec, params, problem, arrays, device)
+
+
 def ours(op: Op, impl: str, variants: bool, device: Any, arch: Arch) -> list[Candidate]:
     """Our candidates: "auto" the public call; "all" and names the registered kernels too.
 
     With `variants` every legal tile of each kernel. ParameterError for an unknown name.
     """
-    specs = registered(op.name)
+    specs = op.specs
     names = [name.strip() for name in impl.split(",") if name.strip()]
     known = {spec.name for spec in specs}
     for name in names:
@@ -54,7 +70,8 @@ def ours(op: Op, impl: str, variants: bool, device: Any, arch: Arch) -> list[Can
 
 def _kernel(op: Op, spec: KernelSpec, device: Any, arch: Arch) -> Candidate:
     def prepare(problem: Problem, arrays: Arrays) -> Prepared:
-        return launcher(spec, _choose(op, spec, problem, arch), problem, arrays, device)
+        params = _choose(op, spec, problem, arch)
+        return launched(op, spec, params, problem, arrays, device)
 
     return Candidate(name=f"fkjit {spec.name}", kind="ours", prepare=prepare)
 
@@ -72,7 +89,7 @@ def _tiles(op: Op, spec: KernelSpec, device: Any, arch: Arch) -> Sequence[Candid
             reason = spec.why_not(params, arch)
             if reason:
                 raise Refused(reason)
-            return launcher(spec, params, problem, arrays, device)
+            return launched(op, spec, params, problem, arrays, device)
 
         shown = " ".join(f"{name}={_value(value)}" for name, value in given.items())
         return Candidate(name=f"fkjit {spec.name} {shown}".strip(), kind="ours", prepare=prepare)

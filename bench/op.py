@@ -97,18 +97,22 @@ class Op:
     # Parameters of a kernel for a problem; ParameterError where none fit.
     choose: Callable[[KernelSpec, Problem, Arch], Params]
     peers: Sequence[Candidate] = field(default=())
-    kernel: str | None = None  # whose spec counts work and traffic; None: the operation's first
+    kernel: str | None = None  # the one that is measured, "op.name"; None: those of this name
+    # Launches a variant of a kernel; None: `fkjit.launch` into the outputs of its spec.
+    launch: Callable[[KernelSpec, Params, Problem, Arrays, Any], Prepared] | None = None
 
     def flops(self, problem: Problem) -> float:
         """Counted work of a problem."""
-        return self._spec().flops(problem)
+        return self.specs[0].flops(problem)
 
     def bytes(self, problem: Problem) -> float:
         """Compulsory device-memory traffic of a problem."""
-        return self._spec().bytes(problem)
+        return self.specs[0].bytes(problem)
 
-    def _spec(self) -> KernelSpec:
-        return find(self.kernel) if self.kernel else registered(self.name)[0]
+    @property
+    def specs(self) -> list[KernelSpec]:
+        """Its kernels; the first one counts work and traffic."""
+        return [find(self.kernel)] if self.kernel else registered(self.name)
 
 
 def operations() -> dict[str, Op]:

@@ -38,6 +38,11 @@ def powers_of_two(problem: Problem) -> dict[str, Any]:
     }
 
 
+def size_class(value: int, most: int) -> int:
+    """The next power of two, at most `most`: sizes that share what is tuned for them."""
+    return min(most, 1 << (max(value, 1) - 1).bit_length())
+
+
 @dataclass(frozen=True)
 class Param:
     """One declared parameter of a kernel.

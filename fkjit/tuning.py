@@ -61,6 +61,11 @@ def lookup(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> dic
     return find(spec, fixed, problem, arch).values
 
 
+def tuned(spec: KernelSpec, params: Params, problem: Problem, arch: Arch) -> dict[str, Any]:
+    """These parameters, the free ones as `lookup` has them; as they are where it has none."""
+    return {**params, **(lookup(spec, params, problem, arch) or {})}
+
+
 def find(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Found:
     """The same, with where it comes from."""
     if arch.gpu is None:

@@ -7,6 +7,7 @@ import pytest
 from bench.op import operations
 from bench.ops.norm_gradients import problem
 from bench.peers.norm_gradients import textbook
+from fkjit.arch import arch
 from fkjit.build import quiet
 from fkjit.errors import ParameterError
 from fkjit.ops.norm_backward_kernels import BACKWARD
@@ -53,9 +54,22 @@ def test_pytorch_is_right(norm, residual):
         torch.testing.assert_close(one, two)
 
 
-def test_traffic_is_counted_and_kernels_are_measured_together():
+@pytest.mark.parametrize("norm", NORMS)
+def test_another_tile_is_as_right(norm):
+    op, given, arrays = made(norm, True, "bf16")
+    spec, here = BACKWARD[norm], arch("sm_90a")
+    default = op.choose(spec, given, here)
+    assert default["tile"] == (32, 1, 1) and op.specs == [spec]
+    other = {**default, "tile": (128, 1, 1)}
+    with quiet():
+        prepared = op.launch(spec, other, given, arrays, None)
+        found = prepared.output(prepared.call())
+    assert op.expected(given, arrays).judge(found).why_wrong() is None
+    with pytest.raises(ParameterError, match="is not for"):
+        op.choose(spec, problem(norm, 5, 20_000), here)
+
+
+def test_traffic_is_counted():
     op = operations()["layer_norm_backward"]
     assert op.bytes(problem("layer_norm", 5, 64)) == 4 * 2 * 5 * 64
     assert op.flops(problem("layer_norm", 5, 64)) == 16 * 5 * 64
-    with pytest.raises(ParameterError, match="all launches together"):
-        op.choose(BACKWARD["layer_norm"], problem("layer_norm", 5, 64), None)

@@ -55,11 +55,11 @@ class Lab:
     def __init__(self, monkeypatch):
         self.speed, self.launched, self.wrong = dict(SPEED), {}, set()
         self.interrupt_after = None
-        self.launcher = session.launcher
-        monkeypatch.setattr(session, "launcher", self.launch)
+        self.launched_by = session.launched
+        monkeypatch.setattr(session, "launched", self.launch)
 
-    def launch(self, spec, params, problem, arrays, device):
-        prepared = self.launcher(spec, params, problem, arrays, device)
+    def launch(self, op, spec, params, problem, arrays, device):
+        prepared = self.launched_by(op, spec, params, problem, arrays, device)
         threads = params["threads"]
 
         def call():
@@ -256,14 +256,14 @@ def test_a_file_that_cannot_be_used_is_found_before_anything_is_measured(lab):
 def test_a_device_that_broke_ends_the_run_with_what_is_done(lab, monkeypatch, capsys):
     device, count = FakeDevice(), []
 
-    def break_later(spec, params, problem, arrays, on):
+    def break_later(op, spec, params, problem, arrays, on):
         count.append(params)
         if len(count) > 5:
             device.broken = "an illegal memory access"
             raise RuntimeError("launch failed")
-        return lab.launch(spec, params, problem, arrays, on)
+        return lab.launch(op, spec, params, problem, arrays, on)
 
-    monkeypatch.setattr(session, "launcher", break_later)
+    monkeypatch.setattr(session, "launched", break_later)
     assert main(["scale", *TWO, *FAST], device) == 1
     assert len(stored()) == 1 and "error state" in capsys.readouterr().err
 

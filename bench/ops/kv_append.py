@@ -10,19 +10,20 @@ import numpy as np
 
 import fkjit
 from fkjit.arch import Arch
-from fkjit.errors import ParameterError
 from fkjit.ops import kv_problem as kv
-from fkjit.ops.kv_append import APPEND
+from fkjit.ops.kv_append import APPEND, default
 from fkjit.ops.kv_planes import Planes
 from fkjit.spec import KernelSpec, Params, Problem
+from fkjit.tuning import tuned
 
 from ..accuracy import Expected
+from ..kernels import arch_of
 from ..op import Arrays, Op, Prepared
 from ..peers.kv_cache import APPEND as PEERS
 from ..peers.kv_cache import emptied
 
 _SLACK = 2  # pages of the pool for each one that is used
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def problem(
@@ -73,8 +74,8 @@ def pool(problem: Problem, device: Any, fill: Any) -> Arrays:
 def inputs(problem: Problem, device: Any) -> Arrays:
     """Fresh N(0, 1) k and v, and zeros in the pages."""
     torch, place = device.torch, getattr(device, "place", "cuda")
-    dtype = getattr(torch, _DTYPES[problem["dtype"]])
-    kept = getattr(torch, kv.CODES.get(problem["storage"], _DTYPES[problem["dtype"]]))
+    dtype = getattr(torch, DTYPES[problem["dtype"]])
+    kept = getattr(torch, kv.CODES.get(problem["storage"], DTYPES[problem["dtype"]]))
     shape = (problem["tokens"], problem["heads"], problem["head_dim"])
     made = pool(problem, device, lambda s: torch.zeros(s, dtype=kept, device=place))
     return made | {side: torch.randn(shape, device=place).to(dtype) for side in "kv"}
@@ -101,11 +102,20 @@ def fixed(problem: Problem) -> dict[str, Any]:
 
 
 def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
-    """What the public call would take."""
-    for params in spec.variants(arch):
-        if {**params, **fixed(problem)} == params:
-            return params
-    raise ParameterError(f"{spec.id} has no variant for {fixed(problem)}")
+    """What the public call takes."""
+    return tuned(spec, default(fixed(problem)), problem, arch)
+
+
+def launch(
+    spec: KernelSpec, params: Params, problem: Problem, arrays: Arrays, device: Any
+) -> Prepared:
+    """Into pages of its own."""
+    arrays, torch = emptied(arrays), import_module("torch")
+    return Prepared(
+        lambda: fkjit.launch(spec, params, problem, arrays),
+        lambda _: torch.stack([arrays["k_pages"], arrays["v_pages"]]),
+        variant=(spec, params),
+    )
 
 
 def held(problem: Problem, arrays: Arrays) -> Any:
@@ -121,11 +131,7 @@ def ours(problem: Problem, arrays: Arrays) -> Prepared:
     arrays = emptied(arrays)
     torch, cache = import_module("torch"), held(problem, arrays)
     k, v, slots = arrays["k"], arrays["v"], arrays["slot_mapping"]
-    variant = None
-    if k.is_cuda:
-        from fkjit.device import device_target
-
-        variant = (APPEND, choose(APPEND, problem, device_target(k.get_device()).arch))
+    variant = (APPEND, choose(APPEND, problem, arch_of(k))) if k.is_cuda else None
     return Prepared(
         lambda: fkjit.kv_append(k, v, cache, slots),
         lambda _: torch.stack([arrays["k_pages"], arrays["v_pages"]]),
@@ -141,5 +147,6 @@ OP = Op(
     expected=expected,
     ours=ours,
     choose=choose,
+    launch=launch,
     peers=PEERS,
 )

@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 
 import fkjit
+from fkjit.arch import Arch
 from fkjit.ops import kv_problem as kv
-from fkjit.ops.kv_read import READ
-from fkjit.spec import Problem
+from fkjit.ops.kv_read import READ, default
+from fkjit.spec import KernelSpec, Params, Problem
+from fkjit.tuning import tuned
 
 from ..accuracy import LIMITS, Expected
+from ..kernels import arch_of
 from ..op import Arrays, Op, Prepared
 from ..peers.kv_cache import READ as PEERS
-from .kv_append import SETS, choose, held, label, pool
+from .kv_append import DTYPES, SETS, fixed, held, label, pool
 
 
 def inputs(problem: Problem, device: Any) -> Arrays:
@@ -52,15 +55,30 @@ def ours(problem: Problem, arrays: Arrays) -> Prepared:
     """The public call."""
     cache, slots = held(problem, arrays), arrays["slot_mapping"]
     dtype = None if problem["storage"] == "same" else problem["dtype"]
-    variant = None
-    if slots.is_cuda:
-        from fkjit.device import device_target
-
-        variant = (READ, choose(READ, problem, device_target(slots.get_device()).arch))
+    variant = (READ, choose(READ, problem, arch_of(slots))) if slots.is_cuda else None
     return Prepared(
         lambda: fkjit.kv_read(cache, slots, dtype=dtype),
         import_module("torch").stack,
         variant=variant,
+    )
+
+
+def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
+    """What the public call takes."""
+    return tuned(spec, default(fixed(problem)), problem, arch)
+
+
+def launch(
+    spec: KernelSpec, params: Params, problem: Problem, arrays: Arrays, device: Any
+) -> Prepared:
+    """Into new arrays."""
+    torch = import_module("torch")
+    shape = [problem[name] for name in ("tokens", "heads", "head_dim")]
+    kind = getattr(torch, DTYPES[problem["dtype"]])
+    both = arrays["k_pages"].new_empty([2, *shape], dtype=kind)
+    named = {**arrays, "k": both[0], "v": both[1]}
+    return Prepared(
+        lambda: fkjit.launch(spec, params, problem, named), lambda _: both, variant=(spec, params)
     )
 
 
@@ -72,5 +90,6 @@ OP = Op(
     expected=expected,
     ours=ours,
     choose=choose,
+    launch=launch,
     peers=PEERS,
 )

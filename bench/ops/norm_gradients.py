@@ -9,10 +9,12 @@ from fkjit.arch import Arch
 from fkjit.errors import ParameterError
 from fkjit.ops import norm_backward_kernels as kernels
 from fkjit.ops.norm import gradient
+from fkjit.ops.norm_kernels import capacity
+from fkjit.ops.norm_problem import size
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..accuracy import LIMITS, Expected
-from ..op import Arrays, Candidate, Op, Prepared
+from ..op import Arrays, Candidate, Op, Prepared, Refused
 from ..peers.norms import first
 from . import norms
 
@@ -66,16 +68,43 @@ def expected(problem: Problem, arrays: Arrays) -> Expected:
 def _ours(op: str) -> Callable[[Problem, Arrays], Prepared]:
     def ours(problem: Problem, arrays: Arrays) -> Prepared:
         """What autograd calls; all gradients are wanted."""
-        names = ("dy", "dsum", "x", "weight", "mean", "rstd", "weight")
-        given, call = tuple(arrays.get(name) for name in names), gradient(op)
+        given, call = _given(arrays), gradient(op)
         wanted = (True, op == "layer_norm")
         return Prepared(lambda: call(given, (None,) * 5, wanted), first)
 
     return ours
 
 
-def _choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
-    raise ParameterError("the gradients are measured as autograd calls them, all launches together")
+def _given(arrays: Arrays) -> tuple[Any, ...]:
+    names = ("dy", "dsum", "x", "weight", "mean", "rstd", "weight")
+    return tuple(arrays.get(name) for name in names)
+
+
+def _choose(op: str) -> Callable[[KernelSpec, Problem, Arch], Params]:
+    def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
+        """What the gradients take."""
+        kinds: dict[str, Any] = {name: problem[name] for name in ("dtype", "weight_dtype")}
+        kinds["vector"] = problem["columns"] % size(problem["dtype"]) == 0
+        tile = kernels.tile(op, kinds, problem, arch)
+        if tile is None:
+            raise ParameterError(f"{spec.id} is not for {norms.label(problem)}")
+        return {**kinds, "tile": tile}
+
+    return choose
+
+
+def _launch(op: str) -> Callable[..., Prepared]:
+    def launch(
+        spec: KernelSpec, params: Params, problem: Problem, arrays: Arrays, device: Any
+    ) -> Prepared:
+        """All launches with this tile: the more blocks it has, the more parts are added."""
+        if capacity(params["dtype"], params["tile"]) < problem["columns"]:
+            raise Refused("holds no row as wide as these")
+        given, call = _given(arrays), gradient(op, params["tile"])
+        wanted = (True, op == "layer_norm")
+        return Prepared(lambda: call(given, (None,) * 5, wanted), first, variant=(spec, params))
+
+    return launch
 
 
 def operation(op: str, peers: Sequence[Candidate]) -> Op:
@@ -87,7 +116,8 @@ def operation(op: str, peers: Sequence[Candidate]) -> Op:
         inputs=_inputs(op),
         expected=expected,
         ours=_ours(op),
-        choose=_choose,
+        choose=_choose(op),
+        launch=_launch(op),
         peers=peers,
         kernel=kernels.BACKWARD[op].id,
     )

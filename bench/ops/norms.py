@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import fkjit
 from fkjit.arch import Arch
+from fkjit.device import multiprocessors
 from fkjit.errors import ParameterError
 from fkjit.ops import norm_kernels as kernels
 from fkjit.ops import norm_problem
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..accuracy import LIMITS, Expected
-from ..op import Arrays, Candidate, Op, Prepared
+from ..kernels import launcher
+from ..op import Arrays, Candidate, Op, Prepared, Refused
 from ..peers.norms import first
 
 _ROWS = 512  # checked at either end
@@ -88,17 +91,31 @@ def _choose(op: str) -> Callable[[KernelSpec, Problem, Arch], Params]:
         """What the public call takes."""
         kinds = {name: problem[name] for name in ("dtype", "weight_dtype")}
         vector = problem["columns"] % norm_problem.size(problem["dtype"]) == 0
-        found, tuned = kernels.choose(
+        found, free = kernels.choose(
             op, problem["dtype"], problem["columns"], problem["rows"], vector,
             "cluster" in arch.features,
         )  # fmt: skip
         if found is kernels.ROWS[op] and spec is kernels.WIDE[op]:
-            tuned = {"threads": kernels.WIDE_THREADS}
+            free = {"threads": kernels.WIDE_THREADS}
         elif found is not spec:
             raise ParameterError(f"{op}: {spec.name} is not for {label(problem)}")
-        return {**kinds, "vector": vector, **tuned}
+        return kernels.parameters(spec, {**kinds, "vector": vector, **free}, problem, arch)
 
     return choose
+
+
+def launch(
+    spec: KernelSpec, params: Params, problem: Problem, arrays: Arrays, device: Any
+) -> Prepared:
+    """With as many blocks as run at once, where a block takes several rows."""
+    tile = params.get("tile")
+    if tile is not None and kernels.capacity(params["dtype"], tile) < problem["columns"]:
+        raise Refused("holds no row as wide as these")
+    if tile in kernels.PIPELINED and arrays["x"].is_cuda:
+        most = multiprocessors(arrays["x"].get_device()) * kernels.PIPELINED[tile]
+        problem = {**problem, "most": most}
+    made = launcher(spec, params, problem, arrays, device)
+    return replace(made, output=lambda out: out.view_as(arrays["x"]))
 
 
 def _ours(op: str) -> Callable[[Problem, Arrays], Prepared]:
@@ -120,5 +137,6 @@ def operation(op: str, peers: Sequence[Candidate]) -> Op:
         expected=_expected(op == "layer_norm"),
         ours=_ours(op),
         choose=_choose(op),
+        launch=launch,
         peers=peers,
     )

@@ -11,6 +11,7 @@ from fkjit.ops import reduce_kernels as kernels
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..accuracy import LIMITS, Expected
+from ..kernels import arch_of
 from ..op import Arrays, Op, Prepared
 from ..peers.reductions import PEERS
 
@@ -97,18 +98,40 @@ def expected(problem: Problem, arrays: Arrays) -> Expected:
 def ours(problem: Problem, arrays: Arrays) -> Prepared:
     """The public call."""
     x, axis, call = arrays["x"], problem["axis"], _CALLS[problem["kind"]]
-    spec, params, _, _ = kernels.choose(dict(problem))
-    return Prepared(lambda: call(x, axis), variant=(spec, params) if x.is_cuda else None)
+    variant = kernels.choose(problem, arch_of(x))[:2] if x.is_cuda else None
+    return Prepared(lambda: call(x, axis), variant=variant)
 
 
 def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
     """What the public call would take, or this kernel as it is tuned."""
-    found, params, _, _ = kernels.choose(dict(problem))
+    found, params, _, _ = kernels.choose(problem, arch)
     if found is spec:
         return params
     fixed = {name: problem[name] for name in ("dtype", "out_dtype", "operation", "vector")}
     gaps = {} if spec is kernels.LANES else {"gaps": False}
     return next(p for p in spec.variants(arch) if {**p, **fixed, **gaps} == p)
+
+
+def launch(
+    spec: KernelSpec, params: Params, problem: Problem, arrays: Arrays, device: Any
+) -> Prepared:
+    """With what the blocks of a row meet in."""
+    torch, x = import_module("torch"), arrays["x"]
+    partial, counters = kernels.meeting(params, problem) if spec is kernels.BLOCKS else (0, 0)
+    named = {
+        "x": x,
+        "out": x.new_empty(problem["rows"]),
+        "workspace": x.new_empty(max(partial, 1), dtype=torch.float32),
+        "counters": x.new_zeros(max(counters, 1), dtype=torch.int32),
+    }
+    if spec is kernels.LANES:
+        named = {name: named[name] for name in ("x", "out")}
+    shape = x.shape[:-1] if problem["axis"] == -1 else ()
+    return Prepared(
+        lambda: fkjit.launch(spec, params, problem, named),
+        lambda _: named["out"].reshape(shape),
+        variant=(spec, params),
+    )
 
 
 OP = Op(
@@ -119,5 +142,6 @@ OP = Op(
     expected=expected,
     ours=ours,
     choose=choose,
+    launch=launch,
     peers=PEERS,
 )

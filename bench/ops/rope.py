@@ -14,8 +14,10 @@ from fkjit.arch import Arch
 from fkjit.errors import ParameterError
 from fkjit.ops import rope_kernels as kernels
 from fkjit.spec import KernelSpec, Params, Problem
+from fkjit.tuning import tuned
 
 from ..accuracy import Expected
+from ..kernels import arch_of
 from ..op import Arrays, Op, Prepared
 from ..peers.rope import PEERS, in_place
 
@@ -130,23 +132,23 @@ def ours(problem: Problem, arrays: Arrays) -> Prepared:
     options |= {"layout": problem["layout"]} if problem["layout"] != "thd" else {}
     at = 0 if ids is None else ids
     spec = kernels.FUSED if table is None else kernels.TABLE
-    variant = (spec, _parameters(problem)) if q.is_cuda else None
+    variant = (spec, _parameters(spec, problem, arch_of(q))) if q.is_cuda else None
     if problem["inplace"]:
         made = in_place(q, k, lambda q, k: fkjit.rope(q, k, at, inplace=True, **options))
         return replace(made, variant=variant)
     return Prepared(lambda: fkjit.rope(q, k, at, **options), lambda made: made[0], variant=variant)
 
 
-def _parameters(problem: Problem) -> Params:
+def _parameters(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
     fixed = {name: problem[name] for name in ("dtype", "interleaved")}
-    return kernels.tuned({**fixed, "vector": True}, problem)
+    return tuned(spec, kernels.default({**fixed, "vector": True}, problem), problem, arch)
 
 
 def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
     """What the public call takes."""
     if spec.name != problem["source"]:
         raise ParameterError(f"{spec.id} is not for cases of rope.{problem['source']}")
-    return _parameters(problem)
+    return _parameters(spec, problem, arch)
 
 
 OP = Op(

@@ -63,7 +63,7 @@ def expected(problem: Problem, arrays: Arrays) -> Expected:
 def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
     """What the public call would take of this kernel."""
     fixed = {**kv_append.fixed(problem), "interleaved": problem["interleaved"]}
-    params = kernels.tuned(fixed, problem)
+    params = kernels.parameters(fixed, problem)
     if spec.why_not(params, arch):
         raise ParameterError(f"{spec.id} has no variant for {params}")
     return params

@@ -10,6 +10,7 @@ from fkjit.ops import vector_add as kernels
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..accuracy import Expected
+from ..kernels import arch_of
 from ..op import Arrays, Op, Prepared
 from ..peers.vector_add import PEERS
 
@@ -53,13 +54,13 @@ def expected(problem: Problem, arrays: Arrays) -> Expected:
 def ours(problem: Problem, arrays: Arrays) -> Prepared:
     """The public call."""
     a, b = arrays["a"], arrays["b"]
-    variant = (kernels.ADD, kernels.parameters(problem, True)) if a.is_cuda else None
+    variant = (kernels.ADD, choose(kernels.ADD, problem, arch_of(a))) if a.is_cuda else None
     return Prepared(lambda: fkjit.vector_add(a, b), variant=variant)
 
 
 def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
     """What the public call takes."""
-    return kernels.parameters(problem, True)
+    return kernels.parameters(problem, True, arch)
 
 
 OP = Op(

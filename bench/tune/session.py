@@ -14,7 +14,7 @@ from fkjit.render import load
 from fkjit.spec import KernelSpec, Params
 
 from ..device import Device
-from ..kernels import launcher
+from ..kernels import launched
 from ..method import Effort
 from ..op import Arrays, Candidate, Prepared
 from ..store import Writer
@@ -106,7 +106,7 @@ def source(spec: KernelSpec, params: Params) -> str:
 
 def _candidate(task: Task, params: Params, device: Device) -> Candidate:
     def prepare(problem: Any, arrays: Arrays) -> Prepared:
-        return launcher(task.spec, params, problem, arrays, device)
+        return launched(task.case.op, task.spec, params, problem, arrays, device)
 
     return Candidate(name=task.shown(params), kind="ours", prepare=prepare)
 

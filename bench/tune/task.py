@@ -9,7 +9,7 @@ from typing import Any
 from fkjit import tuning
 from fkjit.arch import Arch
 from fkjit.errors import FkjitError, ParameterError
-from fkjit.spec import KernelSpec, Params, Problem, registered
+from fkjit.spec import KernelSpec, Params, Problem
 
 from ..cases import Case
 from ..op import Op
@@ -52,10 +52,10 @@ def kernels(name: str, op: Op) -> list[KernelSpec]:
 
     ParameterError when there are none.
     """
-    found = [spec for spec in registered(op.name) if name in (spec.op, spec.id)]
+    found = [spec for spec in op.specs if name in (op.name, spec.id)]
     free = [spec for spec in found if any(param.tunable for param in spec.params)]
     if not found:
-        known = ", ".join(spec.id for spec in registered(op.name))
+        known = ", ".join(spec.id for spec in op.specs)
         raise ParameterError(f"tune: kernel {name!r} is not registered (of {op.name}: {known})")
     if not free:
         raise ParameterError(f"tune: {name} has no parameter that is free to choose (`fkjit list`)")
@@ -80,7 +80,7 @@ def tasks(specs: Sequence[KernelSpec], cases: Sequence[Case], arch: Arch) -> Ite
 
 def _default(case: Case, spec: KernelSpec, arch: Arch) -> Params | None:
     """What the kernel runs this case with, or None if it does not take it."""
-    if case.op.name != spec.op or case.problem.get("kernel", spec.name) != spec.name:
+    if spec not in case.op.specs or case.problem.get("kernel", spec.name) != spec.name:
         return None
     try:
         params = spec.canonical(case.op.choose(spec, case.problem, arch))

@@ -10,9 +10,10 @@ import numpy as np
 from fkjit.interop import View
 from fkjit.ops import kv_problem as kv
 from fkjit.ops.kv_planes import planes
-from fkjit.ops.simple import Launch, Op, Request
+from fkjit.ops.simple import Launch, Op, Request, arch_of
 from fkjit.ops.simple_checks import FLOATS, check_dtype, check_same_dtype, check_writable
 from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
+from fkjit.tuning import tuned
 
 _CALL = "kv_append"
 _POISON = 7  # in pages, where tests append nothing
@@ -77,12 +78,15 @@ def _check(views: Mapping[str, View | None], storage: str, layout: str) -> Reque
     if not tokens:
         return Request(inputs, {}, ())
     vector = kv.is_vector(dtype, problem, seen, ())
-    params = {
-        **{"dtype": dtype, "storage": storage, "vector": vector},
-        **{"threads": kv.THREADS, "unroll": _unroll(storage)},
-    }
+    params = default({"dtype": dtype, "storage": storage, "vector": vector})
+    params = tuned(APPEND, params, problem, arch_of(seen["k"]))
     kv.check_size(_CALL, params, problem)
     return Request(inputs, {}, (Launch(APPEND, params, problem),))
+
+
+def default(fixed: Params) -> dict[str, Any]:
+    """The parameters, where none were found by `fkjit tune`."""
+    return {**fixed, "threads": kv.THREADS, "unroll": _unroll(fixed["storage"])}
 
 
 def _unroll(storage: str) -> int:
@@ -136,10 +140,9 @@ APPEND = register(
         source="kv/append.cu",
         entry="kv_append",
         doc="tokens to slots of a paged KV cache, as they are or as fp8 or int8",
-        params=(*kv.PARAMS, Param("unroll", (1, 4), "tokens of a thread", tunable=True)),
-        illegal=lambda params: (
-            None if params["unroll"] == _unroll(params["storage"]) else "is for other storage"
-        ),
+        params=(*kv.PARAMS, Param("unroll", (1, 2, 4), "tokens of a thread", tunable=True)),
+        illegal=lambda params: kv.illegal(params, _unroll(params["storage"])),
+        shape_class=kv.shape_class,
         derive=kv.derive,
         block=lambda params: (params["threads"], 1, 1),
         grid=kv.grid,

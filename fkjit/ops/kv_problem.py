@@ -10,7 +10,7 @@ import numpy as np
 from fkjit.errors import ParameterError
 from fkjit.interop import CPU, ITEMSIZE, View, as_numpy, numpy_dtype
 from fkjit.ops.simple_checks import FLOATS, check_dtype, check_shape
-from fkjit.spec import Arrays, Dim3, Param, Params, Problem
+from fkjit.spec import Arrays, Dim3, Param, Params, Problem, size_class
 
 STORAGES = ("same", "fp8", "int8")  # as the tokens are; e4m3 or int8 with a scale for each head
 LAYOUTS = ("nhd", "hnd")  # pages [page_size, heads, head_dim] or [heads, page_size, head_dim]
@@ -25,14 +25,36 @@ PARAMS = (
     Param("dtype", FLOATS, "element type of k and v"),
     Param("storage", STORAGES, "what the cache keeps: the same, e4m3 or int8"),
     Param("vector", (True, False), "16-byte accesses: every head begins on a multiple of them"),
-    Param("threads", (128,), "threads of a block", tunable=True),
+    Param("threads", (64, 128, 256), "threads of a block", tunable=True),
 )
 THREADS = 128
+_MOST_TOKENS = 1 << 14  # beyond these it makes no difference
 
 
 def width(params: Params) -> int:
     """Elements of an access."""
     return _VECTOR_BYTES // ITEMSIZE[params["dtype"]] if params["vector"] else 1
+
+
+def illegal(params: Params, unroll: int) -> str | None:
+    """Why threads, or tokens of a thread, are not to be tried, or None; `unroll`: its default."""
+    if (params["threads"], params["unroll"]) == (THREADS, unroll):
+        return None
+    if not params["vector"]:
+        return "is for 16-byte accesses"
+    same = params["storage"] == "same"
+    if params["unroll"] not in ((unroll, 2 * unroll) if same else (2, 4)):
+        return "is never the fastest"
+    return None if same or params["threads"] == THREADS else "is for tokens kept as they are"
+
+
+def shape_class(problem: Problem) -> dict[str, Any]:
+    """Problems that share their tuned values."""
+    return {
+        "tokens": size_class(problem["tokens"], _MOST_TOKENS),
+        "columns": size_class(problem["heads"] * problem["head_dim"], 1 << 14),
+        "layout": problem["layout"],
+    }
 
 
 def derive(params: Params) -> dict[str, Any]:

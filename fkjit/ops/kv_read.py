@@ -11,9 +11,10 @@ from fkjit.errors import ArgumentTypeError
 from fkjit.interop import View
 from fkjit.ops import kv_problem as kv
 from fkjit.ops.kv_planes import planes
-from fkjit.ops.simple import Launch, Op, Output, Request
+from fkjit.ops.simple import Launch, Op, Output, Request, arch_of
 from fkjit.ops.simple_checks import FLOATS, check_dtype, check_writable
 from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
+from fkjit.tuning import tuned
 
 _CALL = "kv_read"
 _UNROLL = 2  # tokens of a thread: one alone would wait for its slot, and then for its elements
@@ -94,12 +95,16 @@ def _check(
     if not tokens:
         return Request(inputs, made, ())
     new = [side for side in ("k", "v") if views[side] is None]
-    params = {
-        "dtype": dtype, "storage": storage, "vector": kv.is_vector(dtype, problem, seen, new),
-        "threads": kv.THREADS, "unroll": _UNROLL,
-    }  # fmt: skip
+    vector = kv.is_vector(dtype, problem, seen, new)
+    params = default({"dtype": dtype, "storage": storage, "vector": vector})
+    params = tuned(READ, params, problem, arch_of(seen["slot_mapping"]))
     kv.check_size(_CALL, params, problem)
     return Request(inputs, made, (Launch(READ, params, problem),))
+
+
+def default(fixed: Params) -> dict[str, Any]:
+    """The parameters, where none were found by `fkjit tune`."""
+    return {**fixed, "threads": kv.THREADS, "unroll": _UNROLL}
 
 
 def _dtype(pages: Mapping[str, View], storage: str, wanted: str | None) -> str:
@@ -163,7 +168,9 @@ READ = register(
         source="kv/read.cu",
         entry="kv_read",
         doc="tokens out of slots of a paged KV cache, from fp8 or int8 as well",
-        params=(*kv.PARAMS, Param("unroll", (_UNROLL,), "tokens of a thread", tunable=True)),
+        params=(*kv.PARAMS, Param("unroll", (1, 2, 4), "tokens of a thread", tunable=True)),
+        illegal=lambda params: kv.illegal(params, _UNROLL),
+        shape_class=kv.shape_class,
         derive=kv.derive,
         block=lambda params: (params["threads"], 1, 1),
         grid=kv.grid,

@@ -8,6 +8,7 @@ from typing import Any
 
 from fkjit.errors import ParameterError
 from fkjit.ops.norm_checks import check, check_gradient
+from fkjit.ops.norm_kernels import Tile
 from fkjit.ops.simple import Op
 
 
@@ -97,17 +98,17 @@ def _with_statistics(op: str) -> Op:
     return Op(op, inputs=_INPUTS, outputs=_OUTPUTS, check=check(op, True), optional=_INPUTS[1:])
 
 
-@lru_cache(maxsize=2)
-def gradient(op: str) -> Op:
+@lru_cache(maxsize=16)
+def gradient(op: str, tile: Tile | None = None) -> Op:
     """dx, dweight and dbias out of dy, the residual stream's gradient and what was saved.
 
-    `like`: weight or bias, for their dtype.
+    `like`: weight or bias, for their dtype. `tile`: of the backward's, in place of the chosen one.
     """
     return Op(
         f"{op} (backward)",
         inputs=("dy", "dsum", "x", "weight", "mean", "rstd", "like"),
         outputs=("dx", "dweight", "dbias", "dweight_parts", "dbias_parts"),
-        check=check_gradient(op),
+        check=check_gradient(op, tile),
         optional=("dsum", "weight", "mean", "like"),
     )
 

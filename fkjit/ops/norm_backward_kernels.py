@@ -7,9 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from fkjit.arch import Arch
 from fkjit.interop import ITEMSIZE, numpy_dtype
 from fkjit.ops import norm_problem
-from fkjit.ops.norm_kernels import DTYPES, Tile, capacity, threads, wrong_weight
+from fkjit.ops.norm_kernels import (
+    DTYPES,
+    Tile,
+    capacity,
+    parameters,
+    shape_class,
+    threads,
+    wrong_weight,
+)
 from fkjit.ops.simple_checks import FLOATS
 from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
 
@@ -117,6 +126,7 @@ def _shared(centered: bool, wanted: tuple[str, ...]) -> dict[str, Any]:
     return {
         "flops": lambda p: 16.0 * p["rows"] * p["columns"],
         "bytes": traffic,
+        "shape_class": shape_class,
         "inputs": lambda params, p, rng: _inputs({**params, "centered": centered}, p, rng),
         "outputs": lambda params, p: _outputs(centered, wanted, p),
         "reference": reference,
@@ -280,6 +290,14 @@ def choose(dtype: str, columns: int, vector: bool) -> Tile | None:
     """The tile of `backward` for rows of this width; None: they are for the wide kernels."""
     fitting = [t for t in (TILES if vector else SCALAR_TILES) if capacity(dtype, t) >= columns]
     return fitting[0] if fitting else None
+
+
+def tile(op: str, kinds: Params, problem: Problem, arch: Arch) -> Tile | None:
+    """The same, or the one that was found by `fkjit tune`, if it holds the row."""
+    default = choose(problem["dtype"], problem["columns"], kinds["vector"])
+    if default is None:
+        return None
+    return parameters(BACKWARD[op], {**kinds, "tile": default}, problem, arch)["tile"]
 
 
 def parts_of_wide(problem: Problem, multiprocessors: int) -> int:

@@ -53,15 +53,22 @@ def request(op: str, views: Views, eps: Any, statistics: bool) -> Request:
 def _launch(op: str, problem: dict[str, Any], views: Views) -> Launch:
     x = views["x"]
     assert x is not None
-    vector, clusters = _vector(problem, views), "cluster" in arch_of(x).features
+    vector, arch = _vector(problem, views), arch_of(x)
     sizes = problem["columns"], problem["rows"]
-    spec, tuned = forward.choose(op, problem["dtype"], *sizes, vector, clusters)
-    problem["most"] = _most(x, tuned.get("tile"))
-    return Launch(spec, {**_kinds(problem), "vector": vector, **tuned}, problem)
+    spec, free = forward.choose(op, problem["dtype"], *sizes, vector, "cluster" in arch.features)
+    params = {**_kinds(problem), "vector": vector, **free}
+    params = forward.parameters(spec, params, problem, arch)
+    problem["most"] = _most(x, params.get("tile"))
+    return Launch(spec, params, problem)
 
 
-def gradient_request(op: str, views: Views, weight: bool, bias: bool) -> Request:
-    """Of the backward: dx, and dweight and dbias where they are wanted. Arrays are our own."""
+def gradient_request(
+    op: str, views: Views, weight: bool, bias: bool, tile: forward.Tile | None
+) -> Request:
+    """Of the backward: dx, and dweight and dbias where they are wanted. Arrays are our own.
+
+    `tile`: of the rows that fit into registers; None: the one chosen for them.
+    """
     x, like = views["x"], views["like"]
     assert x is not None
     shape, dtype = tuple(x.shape), x.dtype
@@ -69,9 +76,7 @@ def gradient_request(op: str, views: Views, weight: bool, bias: bool) -> Request
     rows = {name: views[name] for name in ("dy", "dsum", "x")}
     problem = _problem(op, rows, dtype, kind, shape)
     problem["residual"] = views["dsum"] is not None
-    launches = _gradient_launches(
-        op, problem, _vector(problem, views), _processors(x), weight or bias
-    )
+    launches = _gradient_launches(op, problem, views, tile, weight or bias)
     parts = Output((problem["parts"], shape[-1]), "fp32", returned=False)
     outputs = {
         "dx": Output(shape, dtype),
@@ -102,10 +107,12 @@ def _kinds(problem: Problem) -> dict[str, str]:
 
 
 def _gradient_launches(
-    op: str, problem: dict[str, Any], vector: bool, processors: int, weights: bool
+    op: str, problem: dict[str, Any], views: Views, tile: forward.Tile | None, weights: bool
 ) -> tuple[Launch, ...]:
-    kinds = {**_kinds(problem), "vector": vector}
-    tile = backward.choose(problem["dtype"], problem["columns"], vector)
+    x, vector = views["x"], _vector(problem, views)
+    assert x is not None
+    kinds, processors = {**_kinds(problem), "vector": vector}, _processors(x)
+    tile = tile or backward.tile(op, kinds, problem, arch_of(x))
     if tile is not None:
         problem["parts"] = backward.parts_of(tile, problem["rows"], processors)
         rows = [Launch(backward.BACKWARD[op], {**kinds, "tile": tile}, problem)]
@@ -189,10 +196,10 @@ def check(op: str, statistics: bool) -> Any:
     return checked
 
 
-def check_gradient(op: str) -> Any:
+def check_gradient(op: str, tile: forward.Tile | None) -> Any:
     """The `check` of a backward `Op`."""
 
     def checked(views: Views, weight: bool, bias: bool) -> Request:
-        return gradient_request(op, views, weight, bias)
+        return gradient_request(op, views, weight, bias, tile)
 
     return checked

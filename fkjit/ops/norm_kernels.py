@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fkjit.arch import Arch
 from fkjit.ops import norm_problem
 from fkjit.ops.simple_checks import FLOATS
-from fkjit.spec import KernelSpec, Param, Params, Problem, register
+from fkjit.spec import KernelSpec, Param, Params, Problem, register, size_class
+from fkjit.tuning import tuned
 
 # Threads of a block on one row, 16-byte vectors of each, blocks of a row.
 Tile = tuple[int, int, int]
@@ -21,6 +23,7 @@ SCALAR_TILES: tuple[Tile, ...] = ((32, 4, 1), (512, 2, 1))
 # blocks a multiprocessor has.
 PIPELINED: dict[Tile, int] = {(32, 1, 1): 8, (256, 2, 1): 3, (512, 2, 1): 1}
 WIDE_THREADS = 512
+_MOST_ROWS = 1 << 14  # more make no difference to what is the fastest
 _WARP_BLOCK = 128  # threads of a block whose warps have a row each
 NAMES = ("x", "residual", "weight", "bias", "out", "sum", "mean", "rstd")
 STRIDED = ("x", "residual", "out", "sum")
@@ -88,11 +91,19 @@ def _problems(params: Params, scale: str, affine: str, full: int) -> list[dict[s
     ]
 
 
+def shape_class(problem: Problem) -> dict[str, Any]:
+    """Problems that share their tuned values, those of the backward too."""
+    sizes = {"rows": _MOST_ROWS, "columns": 1 << 16}
+    found = {name: size_class(problem[name], most) for name, most in sizes.items()}
+    return {**found, "residual": problem["residual"]}
+
+
 def _shared(centered: bool) -> dict[str, Any]:
     """What both forward kernels say of themselves."""
     return {
         "flops": lambda p: 8.0 * p["rows"] * p["columns"],
         "bytes": norm_problem.traffic,
+        "shape_class": shape_class,
         "inputs": norm_problem.inputs,
         "outputs": norm_problem.outputs(centered),
         "arguments": arguments,
@@ -175,6 +186,13 @@ def choose(
     least = min(capacity(dtype, t) for t in fitting)
     alike = [t for t in fitting if capacity(dtype, t) == least]
     return ROWS[op], {"tile": alike[0 if rows > _FEW_ROWS else -1]}
+
+
+def parameters(spec: KernelSpec, params: Params, problem: Problem, arch: Arch) -> dict[str, Any]:
+    """What `choose` found, or the tile that was found by `fkjit tune`, if it holds the row."""
+    found = tuned(spec, params, problem, arch)
+    holds = "tile" in found and capacity(params["dtype"], found["tile"]) >= problem["columns"]
+    return found if holds else dict(params)
 
 
 _FOR_SINGLE_ROWS: Tile = (512, 1, 4)  # more SMs on one row

@@ -10,7 +10,7 @@ from typing import Any
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.interop import ITEMSIZE, View
 from fkjit.ops.reduce_kernels import VECTOR_BYTES, choose
-from fkjit.ops.simple import Launch, Op, Output, Request
+from fkjit.ops.simple import Launch, Op, Output, Request, arch_of
 from fkjit.ops.simple_checks import check_dtype, check_flag, check_output
 from fkjit.ops.simple_shapes import MAX_GRID, coalesce, leading_rows
 
@@ -90,7 +90,7 @@ def _check(
     outputs = {"out": Output(shape, out_dtype, out)}
     if 0 in shape:
         return Request({"x": x}, outputs, ())
-    spec, params, blocks, meeting = choose(problem)
+    spec, params, blocks, meeting = choose(problem, arch_of(x))
     if spec.grid(params, problem)[0] > MAX_GRID:
         raise ParameterError(f"{call}: x has {problem['rows']} rows, more than a launch can have")
     launch = Launch(spec, params, problem)

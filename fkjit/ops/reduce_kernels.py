@@ -12,10 +12,21 @@ from typing import Any
 
 import numpy as np
 
+from fkjit.arch import Arch
 from fkjit.interop import ITEMSIZE, numpy_dtype
 from fkjit.ops.simple_checks import FLOATS
 from fkjit.ops.simple_shapes import log2_ceil
-from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, register
+from fkjit.spec import (
+    Arrays,
+    Dim3,
+    KernelSpec,
+    Param,
+    Params,
+    Problem,
+    register,
+    size_class,
+)
+from fkjit.tuning import tuned
 
 VECTOR_BYTES = 16
 # How a row is cut; the same on every GPU, so that results are the same on every GPU.
@@ -35,21 +46,28 @@ def accesses(problem: Problem) -> int:
     return -(-(problem["columns"] + problem["shift"]) // width)
 
 
-def choose(problem: Problem) -> tuple[KernelSpec, dict[str, Any], int, int]:
+def choose(problem: Problem, arch: Arch) -> tuple[KernelSpec, dict[str, Any], int, int]:
     """The kernel, its parameters, partial results and counters that it needs."""
     params = {name: problem[name] for name in ("dtype", "out_dtype", "operation", "vector")}
     each, rows = accesses(problem), problem["rows"]
     limits = zip(_LANE_ACCESSES, _LANE_ROWS, strict=True)
     if problem["segments"] == 1 and any(each <= most and rows >= few for most, few in limits):
         unroll = 2 if each <= _SHORT else 8 if problem["dtype"] == "fp32" else 4
-        return LANES, {**params, "threads": 256, "unroll": unroll}, 0, 0
+        params |= {"threads": 256, "unroll": unroll}
+        return LANES, tuned(LANES, params, problem, arch), 0, 0
     gaps = problem["segments"] > 1
     small = each <= _SMALL_BLOCKS[0] or _ALONE < each <= _SMALL_BLOCKS[1]
     threads = 256 if small and problem["vector"] and not gaps else 512
-    params = {**params, "gaps": gaps, "threads": threads, "unroll": 4}
+    params |= {"gaps": gaps, "threads": threads, "unroll": 4}
+    params = tuned(BLOCKS, params, problem, arch)
+    return BLOCKS, params, *meeting(params, problem)
+
+
+def meeting(params: Params, problem: Problem) -> tuple[int, int]:
+    """(partial results, counters) of rows that several blocks reduce."""
     _, split = cut(params, problem)
-    meeting = problem["rows"] if split > 1 else 0
-    return BLOCKS, params, split * meeting, meeting
+    rows = problem["rows"] if split > 1 else 0
+    return split * rows, rows
 
 
 def cut(params: Params, problem: Problem) -> tuple[int, int]:
@@ -116,6 +134,18 @@ def _illegal(params: Params) -> str | None:
     if "gaps" not in params and params["unroll"] == (4 if params["dtype"] == "fp32" else 8):
         return "is never the fastest (8 is for fp32, 4 for 16 bits)"
     return None
+
+
+def shape_class(problem: Problem) -> dict[str, Any]:
+    """Problems that share their tuned values."""
+    each = problem["segments"] * problem["columns"]
+    return {
+        "rows": size_class(problem["rows"], _MOST_ROWS),
+        "each": size_class(each, _LONGEST_ROW),
+    }
+
+
+_MOST_ROWS, _LONGEST_ROW = 1 << 20, 1 << 28  # beyond these it makes no difference
 
 
 def traffic(problem: Problem) -> float:
@@ -194,6 +224,7 @@ _SHARED: dict[str, Any] = dict(
     op="reduce",
     derive=_template,
     illegal=_illegal,
+    shape_class=shape_class,
     block=lambda params: (params["threads"], 1, 1),
     flops=lambda problem: float(problem["rows"] * problem["segments"] * problem["columns"]),
     bytes=traffic,

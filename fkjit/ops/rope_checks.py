@@ -14,8 +14,8 @@ from fkjit.ops.rope_frequencies import (
     YarnScaling,
     check_frequencies,
 )
-from fkjit.ops.rope_kernels import FUSED, TABLE, VECTOR_BYTES, dimensions, tuned
-from fkjit.ops.simple import Launch, Output, Request
+from fkjit.ops.rope_kernels import FUSED, TABLE, VECTOR_BYTES, default, dimensions
+from fkjit.ops.simple import Launch, Output, Request, arch_of
 from fkjit.ops.simple_checks import (
     check_dtype,
     check_flag,
@@ -24,6 +24,7 @@ from fkjit.ops.simple_checks import (
     check_shape,
 )
 from fkjit.spec import Problem
+from fkjit.tuning import tuned
 
 _LAST = (1 << 31) - 1  # position, and number of rows
 _MAX_HEADS = 65_535
@@ -101,7 +102,9 @@ def _launches(problem: Problem, views: Views) -> tuple[Launch, ...]:
         "interleaved": problem["interleaved"],
     }
     spec = FUSED if views["table"] is None else TABLE
-    return (Launch(spec, tuned(fixed, problem), problem),)
+    q = views["q"]
+    assert q is not None
+    return (Launch(spec, tuned(spec, default(fixed, problem), problem, arch_of(q)), problem),)
 
 
 def _check_layout(layout: Any, q: View) -> str:

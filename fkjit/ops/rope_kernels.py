@@ -17,7 +17,16 @@ from fkjit.ops.rope_frequencies import (
     rope_table,
 )
 from fkjit.ops.simple_shapes import log2_ceil
-from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, register
+from fkjit.spec import (
+    Arrays,
+    Dim3,
+    KernelSpec,
+    Param,
+    Params,
+    Problem,
+    register,
+    size_class,
+)
 
 VECTOR_BYTES = 16
 _HEADS = 4  # of a place, where there is enough work
@@ -67,11 +76,24 @@ def tiling(params: Params, problem: Problem) -> dict[str, Any]:
     }
 
 
-def tuned(fixed: Params, problem: Problem) -> dict[str, Any]:
+def default(fixed: Params, problem: Problem) -> dict[str, Any]:
     """A vector kernel's second head under way costs the first one 0.1 us, where it is alone."""
     params = {**fixed, "threads": 128 if fixed["vector"] else 256, "unroll": 1}
     several = fixed["vector"] and tiling(params, problem)["per_place"] > 1
     return {**params, "unroll": 2 if several else 1}
+
+
+def shape_class(problem: Problem) -> dict[str, Any]:
+    """Problems that share their tuned values."""
+    return {
+        "tokens": size_class(problem["batch"] * problem["length"], _MOST_TOKENS),
+        "heads": size_class(problem["heads_q"] + problem["heads_k"], _MOST_HEADS),
+        "rotary_dim": problem["rotary_dim"],
+        "heads_first": problem["layout"] != "bhsd" or problem["length"] == 1,
+    }
+
+
+_MOST_TOKENS, _MOST_HEADS = 1 << 14, 256  # beyond these it makes no difference
 
 
 def illegal(params: Params) -> str | None:
@@ -303,6 +325,7 @@ def _spec(name: str, doc: str, **rest: Any) -> KernelSpec:
             illegal=illegal,
             block=lambda params: (params["threads"], 1, 1),
             grid=grid,
+            shape_class=shape_class,
             flops=work,
             bytes=traffic,
             problems=problems,

@@ -20,7 +20,7 @@ from fkjit.ops.kv_problem import (
 from fkjit.ops.rope_checks import check_rotary_dim, check_source
 from fkjit.ops.rope_frequencies import THETA, Scaling
 from fkjit.ops.rope_kernels import VECTOR_BYTES
-from fkjit.ops.rope_kv_kernels import COMPUTED, TABLED, tuned
+from fkjit.ops.rope_kv_kernels import COMPUTED, TABLED, parameters
 from fkjit.ops.simple import Launch, Op, Output, Request
 from fkjit.ops.simple_checks import (
     check_dtype,
@@ -123,7 +123,7 @@ def _check(
         "dtype": dtype, "storage": storage, "interleaved": problem["interleaved"],
         "vector": is_vector(dtype, problem, seen, ()) and _vectors(views, columns),
     }  # fmt: skip
-    params = tuned(fixed, problem)
+    params = parameters(fixed, problem)
     _check_sizes(params, problem, views)
     spec = COMPUTED if views["table"] is None else TABLED
     return Request(inputs, outputs, (Launch(spec, params, problem),))

@@ -25,10 +25,10 @@ def _as_rope(problem: Problem) -> dict[str, Any]:
     }
 
 
-def tuned(fixed: Params, problem: Problem) -> dict[str, Any]:
-    """The parameters of a problem."""
+def parameters(fixed: Params, problem: Problem) -> dict[str, Any]:
+    """Of a problem; nothing is left free."""
     fixed_of_rope = {name: fixed[name] for name in ("dtype", "vector", "interleaved")}
-    threads = rope_kernels.tuned(fixed_of_rope, _as_rope(problem))["threads"]
+    threads = rope_kernels.default(fixed_of_rope, _as_rope(problem))["threads"]
     return {**fixed, "threads": threads}
 
 

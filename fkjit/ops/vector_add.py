@@ -8,16 +8,28 @@ from typing import Any
 
 import numpy as np
 
+from fkjit.arch import Arch
 from fkjit.errors import ParameterError
 from fkjit.interop import ITEMSIZE, View, numpy_dtype
-from fkjit.ops.simple import Launch, Op, Output, Request
+from fkjit.ops.simple import Launch, Op, Output, Request, arch_of
 from fkjit.ops.simple_checks import FLOATS, check_output, check_same_dtype, check_shape
 from fkjit.ops.simple_shapes import MAX_GRID, coalesce, log2_ceil
-from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, register
+from fkjit.spec import (
+    Arrays,
+    Dim3,
+    KernelSpec,
+    Param,
+    Params,
+    Problem,
+    register,
+    size_class,
+)
+from fkjit.tuning import tuned
 
 _ARRAYS = ("a", "b", "out")
 _VECTOR_BYTES = 16
 _LARGE = 1 << 22  # elements, from which on large blocks are faster
+_LARGEST_CLASS = 1 << 28  # beyond these it makes no difference
 _OUTER = 3  # dimensions of rows, at most
 
 
@@ -58,7 +70,7 @@ def _check(views: Mapping[str, View | None]) -> Request:
     strides = [a.strides, b.strides, _contiguous(shape) if out is None else out.strides]
     pointers = [a.pointer, b.pointer, 0 if out is None else out.pointer]  # new ones are aligned
     problem, vector = describe(dtype, shape, strides, pointers)
-    params = parameters(problem, vector)
+    params = parameters(problem, vector, arch_of(a))
     if grid(params, problem)[0] > MAX_GRID:
         raise ParameterError(
             f"vector_add: a has {problem['rows']} rows that do not lie behind each other, more "
@@ -67,15 +79,21 @@ def _check(views: Mapping[str, View | None]) -> Request:
     return Request(inputs, outputs, (Launch(ADD, params, problem),))
 
 
-def parameters(problem: Problem, vector: bool) -> dict[str, Any]:
+def parameters(problem: Problem, vector: bool, arch: Arch) -> dict[str, Any]:
     """Of the variant that takes a problem."""
     large = problem["rows"] * problem["columns"] >= _LARGE
-    return {
+    params = {
         "dtype": problem["dtype"],
         "vector": vector,
         "dimensions": problem["dimensions"],
         "threads": 1024 if large else 256,
     }
+    return tuned(ADD, params, problem, arch)
+
+
+def shape_class(problem: Problem) -> dict[str, Any]:
+    """Problems that share their tuned values."""
+    return {"elements": size_class(problem["rows"] * problem["columns"], _LARGEST_CLASS)}
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -219,6 +237,7 @@ ADD = register(
         ),
         block=lambda params: (params["threads"], 1, 1),
         grid=grid,
+        shape_class=shape_class,
         flops=lambda problem: float(problem["rows"] * problem["columns"]),
         bytes=traffic,
         arguments=arguments,
