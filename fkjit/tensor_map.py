@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 from fkjit.errors import DeviceError, LaunchError
@@ -14,7 +15,7 @@ BYTES, ALIGN = 128, 64
 _TYPES = {"fp16": 6, "bf16": 9, "fp32": 7}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLES = {"none": 0, "32B": 1, "64B": 2, "128B": 3}
 _L2_PROMOTION = 3  # 256 bytes: neighbouring boxes are wanted next
-_SUCCESS = 0
+_SUCCESS, _NO_CONTEXT = 0, 201
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class TensorMap:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: str = "128B"
+    writable: bool = False  # whether the kernel stores through it
 
     def legal_strides(self) -> tuple[int, ...]:
         """The strides, with some legal one where a dimension has one element."""
@@ -42,13 +44,18 @@ class TensorMap:
         buffer = (ctypes.c_char * (BYTES + ALIGN))()
         at = -ctypes.addressof(buffer) % ALIGN
         rank = len(self.dims)
-        status = _encoder()(
+        values = (
             ctypes.addressof(buffer) + at, _TYPES[self.dtype], rank, pointer,
             (ctypes.c_uint64 * rank)(*self.dims),
             (ctypes.c_uint64 * (rank - 1))(*self.legal_strides()),
             (ctypes.c_uint32 * rank)(*self.box), (ctypes.c_uint32 * rank)(*(1,) * rank),
             0, _SWIZZLES[self.swizzle], _L2_PROMOTION, 0,
         )  # fmt: skip
+        status = _encoder()(*values)
+        if status == _NO_CONTEXT:  # nothing has used CUDA in this thread yet
+            runtime = import_module("cupy.cuda").runtime
+            runtime.setDevice(runtime.getDevice())
+            status = _encoder()(*values)
         if status != _SUCCESS:
             raise LaunchError(
                 f"tensor map: the driver refused it (error {status}): dims={self.dims}, "

@@ -17,7 +17,7 @@ class Bug:
     old: str
     new: str
     kernel: str
-    by: str  # race, memory, banks: what the sanitizer must say; numbers: a wrong result
+    by: str  # race, memory, banks, end: what the sanitizer must say; numbers: a wrong result
     nth: int = 0
     params: dict[str, Any] = field(default_factory=dict)
     problem: dict[str, Any] = field(default_factory=dict)
@@ -31,7 +31,7 @@ TILED: dict[str, Any] = {"kernel": "attention.tiled", "params": {"block": 32}}
 SM90: dict[str, Any] = {
     "kernel": "attention.flash_sm90", "params": {"head_dim": 128, "block": (128, 64)},
 }  # fmt: skip
-SM90_256: dict[str, Any] = {  # O is staged where Q was
+SM90_256: dict[str, Any] = {  # one tile of Q
     "kernel": "attention.flash_sm90", "params": {"head_dim": 256, "block": (128, 80)},
 }  # fmt: skip
 NAIVE: dict[str, Any] = {"kernel": "attention.naive"}
@@ -158,12 +158,12 @@ BUGS = (
     ),
     # -- Hopper
     Bug("K is read without a wait", K + "flash_sm90.cu",
-        "mbarrier_wait(barriers.k_full(k_place.stage), k_place.parity);", "", by="race", nth=1,
+        "mbarrier_wait(barriers.k_full(k_place.stage), k_place.parity);", "", by="race",
         **SM90),
     Bug("V is read without a wait", K + "flash_sm90.cu",
         "mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);", "", by="race", **SM90),
     Bug("Q is read without a wait", K + "flash_sm90.cu",
-        "mbarrier_wait(barriers.q_full(), q_parity);", "", by="race", **SM90),
+        "mbarrier_wait(barriers.q_full(q_place.stage), q_place.parity);", "", by="race", **SM90),
     Bug("K is overwritten without a wait", K + "flash_sm90.cu",
         "mbarrier_wait(barriers.k_empty(k_place.stage), k_place.parity ^ 1);", "", by="barrier",
         **SM90),
@@ -178,7 +178,7 @@ BUGS = (
         "mbarrier_init(barriers.v_empty(stage), CONSUMERS * 4);",
         "mbarrier_init(barriers.v_empty(stage), CONSUMERS * 4 + 1);", by="hang", **SM90),
     Bug("a barrier that nobody makes", K + "flash_sm90.cu",
-        "mbarrier_init(barriers.q_full(), 1);", "", by="barrier", **SM90),
+        "mbarrier_init(barriers.q_full(stage), 1);", "", by="barrier", **SM90),
     Bug("too few bytes expected", D + "tma.cuh", "mbarrier_expect(barrier, Tile::BYTES);",
         "mbarrier_expect(barrier, Tile::BYTES / 2);", by="barrier", **SM90),
     Bug("too many bytes expected", D + "tma.cuh", "mbarrier_expect(barrier, Tile::BYTES);",
@@ -186,21 +186,25 @@ BUGS = (
     Bug("S is read without a wait", K + "flash_sm90.cu", "wgmma_wait<1>();", "", by="wgmma",
         **SM90),
     Bug("a wait too lax for O", K + "flash_sm90.cu",
-        "wgmma_wait<0>();\n          if (signals) mbarrier_arrive(barriers.v_empty",
-        "wgmma_wait<1>();\n          if (signals) mbarrier_arrive(barriers.v_empty", by="wgmma",
-        **SM90),
+        "wgmma_wait<0>();\n        release_v();", "wgmma_wait<1>();\n        release_v();",
+        by="wgmma", **SM90),
     Bug("no fence before the last product", K + "flash_sm90.cu", "wgmma_fence();", "",
-        by="wgmma", nth=3, **SM90),
-    Bug("no proxy fence before the next Q", K + "flash_sm90.cu",
-        "if (!O_HAS_ROOM) proxy_fence();", "", by="race", problem={"batch": 3}, **SM90_256),
-    Bug("Q is given back too early", K + "flash_sm90.cu", "if (O_HAS_ROOM && signals) mbarrier",
-        "if (signals) mbarrier", by="race", **SM90_256),
+        by="wgmma", nth=2, **SM90),
+    Bug("a wait too lax for the last product", K + "flash_sm90.cu",
+        "wgmma_wait<AHEAD ? 1 : 0>();", "wgmma_wait<2>();", by="wgmma", **SM90),
+    Bug("no proxy fence before O is stored", K + "flash_sm90.cu", "proxy_fence();", "", by="race",
+        **SM90),
+    Bug("the next Q over an O that is being stored", K + "flash_sm90.cu", "tma_store_wait();", "",
+        by="race", problem={"batch": 4}, **SM90),
+    Bug("the same with one tile of Q", K + "flash_sm90.cu", "tma_store_wait();", "", by="race",
+        problem={"batch": 3}, **SM90_256),
+    Bug("a block that ends before its O is stored", K + "flash_sm90.cu",
+        "if (signals) tma_store_wait();", "", by="end", **SM90),
     Bug("V's panels too close", K + "flash_sm90.cu",
         "wgmma_tile(q_tile + V_OFFSET, VTile::PANEL_BYTES)",
         "wgmma_tile(q_tile + V_OFFSET, VTile::PANEL_BYTES / 2)", by="numbers", **SM90),
-    Bug("O overlaps V", K + "flash_sm90.cu",
-        "O_OFFSET = O_HAS_ROOM ? V_OFFSET + STAGES * V_STAGE : 0",
-        "O_OFFSET = O_HAS_ROOM ? V_OFFSET + STAGES * V_STAGE - 2048 : 0", by="race", **SM90),
+    Bug("O where the next Q is", K + "flash_sm90.cu", "q_tile + q_stage * Q_STAGE + warp_row",
+        "q_tile + (q_stage ^ 1) * Q_STAGE + warp_row", by="race", **SM90),
     Bug("no __syncwarp() before O is stored (Hopper)", K + "flash_sm90.cu", "__syncwarp();", "",
         by="race", **SM90),
     # -- naive, and the reductions

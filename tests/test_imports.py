@@ -38,7 +38,7 @@ LAYERS = (
 )
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 HEAVY = ("cupy", "torch", "jinja2", "typer", "rich", "ml_dtypes", "filelock", "platformdirs")
-USES_CUPY = {"toolchain", "device", "interop", "gpus", "ops", "demo"}
+USES_CUPY = {"toolchain", "device", "interop", "gpus", "ops", "demo", "tensor_map"}
 # typer or rich
 USES_TERMINAL = {"report", "demo", "cli", "cli_cache", "cli_warm", "cli_show", "cli_check"}
 

@@ -72,6 +72,7 @@ KINDS = {
     "memory": ("out-of-bounds", "misaligned", "uninitialised", "write to a read-only"),
     "banks": ("bank conflict",),
     "hang": ("deadlock",),
+    "end": ("block ended",),
     "barrier": ("mbarrier", "uninitialised mbarrier", "deadlock"),
     "wgmma": ("register", "missing wgmma.fence", "operand", "race", "missing wait"),
     "numbers": ("numbers",),

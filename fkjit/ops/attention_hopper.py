@@ -13,17 +13,19 @@ from fkjit.ops.attention_problem import SHARED, grid, outputs, problems, scalars
 from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, SharedLayout, register
 from fkjit.tensor_map import TensorMap
 
-HEAD_DIMS = (64, 128, 192, 256)  # what tiles are padded to: panels of 64 columns
-PAIRS = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+HEAD_DIMS = (64, 96, 128, 192, 256)  # what products are padded to; tiles have panels of 64 columns
+PAIRS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Tiles of each padded head_dim, fastest first: registers hold O, S and P, shared memory Q and two
 # stages of K and V.
 TILES: dict[int, tuple[Any, ...]] = {
     64: ((192, 128), 128),
+    96: (128, (128, 160)),
     128: (128, (128, 176), (128, 64)),
     192: ((128, 96), (128, 64)),
     256: ((128, 80), (128, 64)),
 }
 _PANEL = 64  # columns
+_WARP_ROWS = 16  # of a tile of queries: a warp stores its own
 _STAGES = 2
 COUNTERS = 1
 _MAX_SHARED = 232_448  # bytes a block may have on sm_90
@@ -52,7 +54,7 @@ def _derive(params: Params) -> dict[str, Any]:
         "block_k": block_k,
         "consumers": consumers,
         "stages": _STAGES,
-        "o_has_room": _o_has_room(params),
+        "q_stages": _q_stages(params),
         "producer_registers": 40 if consumers == 2 else 32,
         "consumer_registers": 232 if consumers == 2 else 160,
         "ptx_type": {"fp16": "f16", "bf16": "bf16"}[params["dtype"]],
@@ -61,10 +63,10 @@ def _derive(params: Params) -> dict[str, Any]:
     }
 
 
-def _o_has_room(params: Params) -> bool:
-    """Whether O need not be staged where Q was, so that the next Q may come early."""
-    o = 2 * split_block(params["block"])[0] * params["head_dim_v"]
-    return sum(size for _, size in _without_o(params)) + o <= _MAX_SHARED
+def _q_stages(params: Params) -> int:
+    """Two tiles of Q where they fit: then a tile's first scores are under way before the last one's
+    output is stored."""
+    return 2 if sum(size for _, size in _parts(params, 2)) <= _MAX_SHARED else 1
 
 
 def _illegal(params: Params) -> str | None:
@@ -76,41 +78,37 @@ def _illegal(params: Params) -> str | None:
     return None
 
 
-def _without_o(params: Params) -> list[tuple[str, int]]:
-    """Q, a ring each of K and V, and the mbarriers."""
+def _parts(params: Params, q_stages: int) -> list[tuple[str, int]]:
+    """Rings of Q, K and V, and the mbarriers."""
     (block_q, block_k), d, dv = (
         split_block(params["block"]),
         params["head_dim"],
         params["head_dim_v"],
     )
     rings = [
-        (f"{name} stage {stage}", 2 * block_k * dim)
-        for name, dim in (("K", d), ("V", dv))
-        for stage in range(_STAGES)
-    ]
-    return [("Q", 2 * block_q * d), *rings, ("mbarriers", 64 + 32 * _STAGES)]
+        (f"{name} stage {stage}", 2 * rows * -(-dim // _PANEL) * _PANEL)
+        for name, rows, dim, stages in (
+            ("Q", block_q, d, q_stages), ("K", block_k, d, _STAGES), ("V", block_k, dv, _STAGES)
+        )
+        for stage in range(stages)
+    ]  # fmt: skip
+    return [*rings, ("mbarriers", 80 + 32 * _STAGES)]
 
 
 def _shared(params: Params) -> SharedLayout:
-    """The same, and O before the mbarriers if there is room."""
-    parts = _without_o(params)
-    o = [("O", 2 * split_block(params["block"])[0] * params["head_dim_v"])]
-    return [*parts[:-1], *(o if _o_has_room(params) else []), parts[-1]]
+    return _parts(params, _q_stages(params))
 
 
 def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Kernel arguments by name; q, k and v as tensor maps, o with its strides."""
+    """Kernel arguments by name; q, k, v and o as tensor maps."""
     block_q, block_k = split_block(params["block"])
-    o = arrays["o"]
     return {
         **{
-            f"{name}_map": _map(arrays[name], params["dtype"], rows)
-            for name, rows in (("q", block_q), ("k", block_k), ("v", block_k))
+            f"{name}_map": _map(arrays[name], params["dtype"], rows, writable=name == "o")
+            for name, rows in (("q", block_q), ("k", block_k), ("v", block_k), ("o", _WARP_ROWS))
         },
-        "o": o,
         "lse": arrays["lse"],
         "counters": arrays["counters"],
-        "o_strides": tuple(stride // o.itemsize for stride in o.strides[:3]),
         "batch": problem["batch"],
         "section_heads": _section_heads(problem),
         **scalars(problem),
@@ -148,11 +146,10 @@ def padded_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return min((d for d in PAIRS if d[0] >= head_dim and d[1] >= head_dim_v), key=sum)
 
 
-def _map(array: Any, dtype: str, rows: int) -> TensorMap:
+def _map(array: Any, dtype: str, rows: int, writable: bool) -> TensorMap:
     """[batch, head, row, column] in boxes of `rows` rows and one panel of columns."""
-    return TensorMap(
-        array, dtype, tuple(array.shape[::-1]), tuple(array.strides[2::-1]), (_PANEL, rows, 1, 1)
-    )
+    shape, strides, box = array.shape[::-1], array.strides[2::-1], (_PANEL, rows, 1, 1)
+    return TensorMap(array, dtype, tuple(shape), tuple(strides), box, writable=writable)
 
 
 def takes(problem: Problem, views: Mapping[str, Any], order: tuple[int, ...], block: Any) -> bool:

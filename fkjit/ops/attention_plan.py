@@ -4,7 +4,7 @@ to allocate the output, pack the arguments and launch."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +16,7 @@ from fkjit.ops.attention_hopper import COUNTERS
 from fkjit.tensor_map import TensorMap
 
 MAX_PLANS = 4096
-MAX_MAPS = 64  # address triples of one geometry whose tensor maps are kept
+MAX_MAPS = 64  # addresses of one array of a geometry whose tensor maps are kept
 _GRAD = 13  # where a geometry says that an input requires grad
 
 plans: dict[Any, TorchPlan | CupyPlan] = {}
@@ -75,7 +75,7 @@ def remember(request: Request, kernel: LoadedKernel, options: tuple[Any, ...]) -
 
 class _Plan:
     __slots__ = (
-        "counters", "device", "dtype", "encoded", "grid", "index", "kernel", "lse_shape", "maps",
+        "counters", "device", "dtype", "grid", "index", "kernel", "lse_shape", "maps",
         "shape", "tail",
     )  # fmt: skip
 
@@ -98,9 +98,8 @@ class _Plan:
             raise AssertionError(f"{kernel.spec.id}: arguments begin {kernel.names[:5]}")
         self.counters = COUNTERS if "counters" in kernel.names else 0
         self.tail = flatten(kernel.names, named)[5 + bool(self.counters) :]
-        maps = [named[name] for name in kernel.names[:3]]
-        self.maps = maps if isinstance(maps[0], TensorMap) else None
-        self.encoded: dict[tuple[int, ...], tuple[bytes, ...]] = {}
+        maps = [named[name] for name in kernel.names[:4]]
+        self.maps = [(one, {}) for one in maps] if isinstance(maps[0], TensorMap) else None
 
     def counter(self, like: Any, stream: int) -> tuple[int, ...]:
         """The address of counters for one launch, if the kernel has such an argument."""
@@ -108,17 +107,22 @@ class _Plan:
             return ()
         return (workspace.find(like, self.index, stream, 0, self.counters)[1],)
 
-    def inputs(self, *pointers: int) -> tuple[int | bytes, ...]:
-        """The first three arguments: addresses, or tensor maps, kept for when they come again."""
+    def tensors(self, *pointers: int) -> Sequence[int | bytes]:
+        """The first four arguments: addresses, or tensor maps, kept for when they come again."""
         if self.maps is None:
             return pointers
-        found = self.encoded.get(pointers)
-        if found is None:
-            if len(self.encoded) >= MAX_MAPS:
-                self.encoded.clear()
-            pairs = zip(self.maps, pointers, strict=True)
-            found = self.encoded[pointers] = tuple(one.encode(at) for one, at in pairs)
-        return found
+        return [
+            encoded.get(at) or _encode(one, encoded, at)
+            for (one, encoded), at in zip(self.maps, pointers, strict=True)
+        ]
+
+
+def _encode(one: TensorMap, encoded: dict[int, bytes], pointer: int) -> bytes:
+    """A tensor map at an address, kept for when it comes again."""
+    if len(encoded) >= MAX_MAPS:
+        encoded.clear()
+    made = encoded[pointer] = one.encode(pointer)
+    return made
 
 
 class TorchPlan(_Plan):
@@ -142,8 +146,8 @@ class TorchPlan(_Plan):
         if self.lse_shape is not None:
             lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
             lse_pointer = lse.data_ptr()
-        inputs = self.inputs(q.data_ptr(), k.data_ptr(), v.data_ptr())
-        head = (*inputs, o.data_ptr(), lse_pointer)
+        tensors = self.tensors(q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr())
+        head = (*tensors, lse_pointer)
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         if torch._C._cuda_getDevice() == self.index:
             values = (*head, *self.counter(q, stream), *self.tail)
@@ -175,8 +179,8 @@ class CupyPlan(_Plan):
         if self.lse_shape is not None:
             lse = cupy.empty(self.lse_shape, "f4")
             lse_pointer = lse.data.ptr
-        inputs = self.inputs(q.data.ptr, k.data.ptr, v.data.ptr)
+        tensors = self.tensors(q.data.ptr, k.data.ptr, v.data.ptr, o.data.ptr)
         stream = cupy.cuda.get_current_stream().ptr
-        values = (*inputs, o.data.ptr, lse_pointer, *self.counter(q, stream), *self.tail)
+        values = (*tensors, lse_pointer, *self.counter(q, stream), *self.tail)
         self.kernel.launch(self.grid, values, stream)
         return o if lse is None else (o, lse)

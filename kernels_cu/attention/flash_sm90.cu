@@ -5,16 +5,19 @@
 
    One block an SM works through one tile of 64 * CONSUMERS query rows after another. Its first
    warpgroup is the producer: a thread of it asks TMA for Q and tiles of K, another for tiles of V,
-   into a ring of STAGES each. The others are consumers of 64 rows each. mbarriers say which stages are full and
-   which are free again. So the next tile's Q, K and V arrive while this one's output is stored.
-   Which tile that is, is drawn from a counter: blocks whose tiles are short work more of them off.
+   into rings. The others are consumers of 64 rows each. mbarriers say which stages are full and
+   which are free again. Which tile comes next is drawn from a counter: blocks whose tiles are short
+   work more of them off.
 
      consumer, for each tile j, from the last to the first (those that need a mask come first):
         S'  = Q K_j^T              issued   } both run on the tensor cores
         O  += P V_(j+1)            issued   } while the other consumer is at its exponentials
         wait for S';  mask;  m' = max(m, rowmax S');  S' = exp2(S' * c - m' * c)
         wait for O;   O *= exp2((m - m') * c), which almost never runs;  P = S' in 16 bits
-     at the end:  O += P V_0;  o = O / rowsum P,  lse = (m * c + log2(rowsum P)) * ln(2)
+     at the end:
+        O  += P V_0                issued   } and so is S' of the next queries, which the tensor
+        S'  = Q' K'^T              issued   } cores work on while this output is stored
+        wait for O;   o = O / rowsum P,  lse = (m * c + log2(rowsum P)) * ln(2)
 
    with c = softmax_scale * log2(e). P never leaves registers: a wgmma accumulator in 16 bits is the
    A operand of the next product.
@@ -27,17 +30,19 @@
 #include "device/wgmma.cuh"
 
 using elem_t = ${dtype};
-constexpr int BLOCK_K = ${block_k};         // keys of a tile
-constexpr int CONSUMERS = ${consumers};     // warpgroups of 64 query rows
-constexpr int HEAD_DIM = ${head_dim};       // of q and k, padded with zeros
-constexpr int HEAD_DIM_V = ${head_dim_v};   // of v and o, padded
-constexpr int STAGES = ${stages};           // tiles of K, and of V, in shared memory
-constexpr bool O_HAS_ROOM = ${o_has_room};  // of its own in shared memory, else where Q was
+constexpr int BLOCK_K = ${block_k};        // keys of a tile
+constexpr int CONSUMERS = ${consumers};    // warpgroups of 64 query rows
+constexpr int HEAD_DIM = ${head_dim};      // of q and k, padded with zeros
+constexpr int HEAD_DIM_V = ${head_dim_v};  // of v and o, padded
+constexpr int STAGES = ${stages};          // tiles of K, and of V, in shared memory
+constexpr int Q_STAGES = ${q_stages};      // tiles of Q
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
 constexpr int CONSUMER_REGISTERS = ${consumer_registers};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 
 constexpr int BLOCK_Q = 64 * CONSUMERS;
+// With two tiles of Q, the next one's first scores are under way while this one's output is stored.
+constexpr bool AHEAD = Q_STAGES > 1;
 constexpr int WARPGROUP = 128;
 constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
 // What setmaxnreg gives to consumers it has taken from the producer: more than a block started with
@@ -48,45 +53,36 @@ static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
               "the warpgroups share the registers that the block was launched with");
 constexpr int QK_STEPS = HEAD_DIM / 16, PV_STEPS = BLOCK_K / 16;
 
-using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;
-using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;
-using VTile = SwizzledTile<BLOCK_K, HEAD_DIM_V>;
-using OTile = SwizzledTile<BLOCK_Q, HEAD_DIM_V>;
+constexpr int WIDTH = ceil_div(HEAD_DIM, 64) * 64, WIDTH_V = ceil_div(HEAD_DIM_V, 64) * 64;
+using QTile = SwizzledTile<BLOCK_Q, WIDTH>;  // in whole panels, of which products may leave columns
+using KTile = SwizzledTile<BLOCK_K, WIDTH>;
+using VTile = SwizzledTile<BLOCK_K, WIDTH_V>;
+using OTile = SwizzledTile<BLOCK_Q, WIDTH_V>;
 static_assert(QTile::PANEL_COLUMNS == 64 && VTile::PANEL_COLUMNS == 64, "TMA's 128-byte swizzle");
-static_assert(O_HAS_ROOM || HEAD_DIM_V <= HEAD_DIM, "the output is staged where Q was");
+static_assert(WIDTH_V <= WIDTH, "the output is staged where its Q was");
 static_assert(BLOCK_K % 16 == 0, "the PV product takes keys 16 at a time");
 
-// Shared memory: Q, the rings of K and V, perhaps O, the barriers.
-constexpr int K_OFFSET = QTile::BYTES + GUARD, K_STAGE = KTile::BYTES + GUARD;
+// Shared memory: the rings of Q, K and V, the barriers. O is staged where its Q was.
+constexpr int Q_STAGE = QTile::BYTES + GUARD;
+constexpr int K_OFFSET = Q_STAGES * Q_STAGE, K_STAGE = KTile::BYTES + GUARD;
 constexpr int V_OFFSET = K_OFFSET + STAGES * K_STAGE, V_STAGE = VTile::BYTES + GUARD;
-constexpr int O_OFFSET = O_HAS_ROOM ? V_OFFSET + STAGES * V_STAGE : 0;
-constexpr int BARRIERS_OFFSET =
-    V_OFFSET + STAGES * V_STAGE + (O_HAS_ROOM ? OTile::BYTES + GUARD : 0);
+constexpr int BARRIERS_OFFSET = V_OFFSET + STAGES * V_STAGE;
+constexpr int SLOTS = 2;  // pieces of work that have been announced
 
 struct Barriers {  // addresses
   u32 base;
-  __device__ __forceinline__ u32 q_full() const { return base; }
-  __device__ __forceinline__ u32 q_empty() const { return base + 8; }
-  __device__ __forceinline__ u32 work_full(int slot) const { return base + 16 + slot * 16; }
-  __device__ __forceinline__ u32 work_empty(int slot) const { return base + 24 + slot * 16; }
+  __device__ __forceinline__ u32 q_full(int stage) const { return base + stage * 16; }
+  __device__ __forceinline__ u32 q_empty(int stage) const { return base + 8 + stage * 16; }
+  __device__ __forceinline__ u32 work_full(int slot) const { return base + 32 + slot * 16; }
+  __device__ __forceinline__ u32 work_empty(int slot) const { return base + 40 + slot * 16; }
   __device__ __forceinline__ u32 work(int slot) const {
-    return base + 48 + slot * 4;
+    return base + 64 + slot * 4;
   }  // its number
-  __device__ __forceinline__ u32 k_full(int stage) const { return base + 64 + stage * 32; }
-  __device__ __forceinline__ u32 k_empty(int stage) const { return base + 72 + stage * 32; }
-  __device__ __forceinline__ u32 v_full(int stage) const { return base + 80 + stage * 32; }
-  __device__ __forceinline__ u32 v_empty(int stage) const { return base + 88 + stage * 32; }
+  __device__ __forceinline__ u32 k_full(int stage) const { return base + 80 + stage * 32; }
+  __device__ __forceinline__ u32 k_empty(int stage) const { return base + 88 + stage * 32; }
+  __device__ __forceinline__ u32 v_full(int stage) const { return base + 96 + stage * 32; }
+  __device__ __forceinline__ u32 v_empty(int stage) const { return base + 104 + stage * 32; }
 };
-
-// A ring's position: which of SIZE stages, and the parity of its round.
-template <int SIZE>
-struct RingPlace {
-  int stage = 0, parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == SIZE) stage = 0, parity ^= 1;
-  }
-};
-constexpr int SLOTS = 2;  // pieces of work that have been announced
 
 // Which tile of queries a piece of work is. Heads are taken in sections whose K and V fit into L2;
 // within a section come the last tiles of all heads (the longest causal ones), then those before.
@@ -120,7 +116,7 @@ __device__ __forceinline__ int next_work(const Barriers& barriers, RingPlace<SLO
   return number;
 }
 
-// The keys that a tile of queries sees, in tiles.
+// The keys that a tile of queries sees, in tiles; one tile at least, though it be masked whole.
 struct KeyRange {
   int first_hidden;  // query row i of the block sees keys 0 .. min(seqlen_k, first_hidden + i) - 1
   int tiles, unmasked;
@@ -129,7 +125,7 @@ struct KeyRange {
     first_hidden = causal ? q0 + seqlen_k - seqlen_q + 1 : seqlen_k;
     const int last_row = min(BLOCK_Q, seqlen_q - q0) - 1;
     const int keys = min(seqlen_k, causal ? first_hidden + last_row : seqlen_k);
-    tiles = ceil_div(max(keys, 0), BLOCK_K);
+    tiles = ceil_div(max(keys, 1), BLOCK_K);
     unmasked = max(min(seqlen_k, first_hidden), 0) / BLOCK_K;
   }
 };
@@ -174,44 +170,15 @@ __device__ __forceinline__ void issue_pv(float (&acc)[1][HEAD_DIM_V / 8][4],
   wgmma_commit();
 }
 
-// Scores -> probabilities in place; adds up this lane's part of the row sums.
-__device__ __forceinline__ void exponentials(float (&s)[1][BLOCK_K / 8][4],
-                                             OnlineSoftmax<1>& softmax, float scale_log2) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float offset = softmax.offset(0, half, scale_log2);
-    float even = 0.f, odd = 0.f;
-#pragma unroll
-    for (int n = 0; n < BLOCK_K / 8; ++n) {
-      float* pair = &s[0][n][2 * half];
-      pair[0] = exp2_fast(fmaf(pair[0], scale_log2, -offset));
-      pair[1] = exp2_fast(fmaf(pair[1], scale_log2, -offset));
-      even += pair[0], odd += pair[1];
-    }
-    softmax.row_sum[0][half] += even + odd;
-  }
-}
-
-__device__ __forceinline__ void round_to(u32 (&p)[PV_STEPS][4],
-                                         const float (&s)[1][BLOCK_K / 8][4]) {
-#pragma unroll
-  for (int step = 0; step < PV_STEPS; ++step)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* pair = &s[0][2 * step + i / 2][2 * (i % 2)];
-      p[step][i] = pack2<elem_t>(pair[0], pair[1]);
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const __grid_constant__ TensorMap q_map,  // q [batch, heads_q, seqlen_q, head_dim], boxes of
     const __grid_constant__ TensorMap k_map,  // BLOCK_Q rows; k [batch, heads_kv, seqlen_k,
     const __grid_constant__ TensorMap v_map,  // head_dim] and v of BLOCK_K; each 64 columns wide
-    elem_t* __restrict__ o,                   // [batch, heads_q, seqlen_q, head_dim_v]
+    const __grid_constant__ TensorMap o_map,  // o [batch, heads_q, seqlen_q, head_dim_v], 16 rows
     float* __restrict__ lse,                  // [batch, heads_q, seqlen_q] contiguous, or null
     u32* __restrict__ counters,               // [1], 0 before and after
-    const Strides o_strides, const int batch, const int heads_q, const int group_size,
-    const int seqlen_q, const int seqlen_k, const int head_dim_v,
+    const int batch, const int heads_q, const int group_size, const int seqlen_q,
+    const int seqlen_k,
     const int section_heads,         // heads whose K and V fit into L2 together
     const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
@@ -222,8 +189,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   const int blocks_q = ceil_div(seqlen_q, BLOCK_Q), works = blocks_q * heads_q * batch;
 
   if (threadIdx.x == 0) {
-    mbarrier_init(barriers.q_full(), 1);
-    mbarrier_init(barriers.q_empty(), CONSUMERS * 4);
+#pragma unroll
+    for (int stage = 0; stage < Q_STAGES; ++stage) {
+      mbarrier_init(barriers.q_full(stage), 1);
+      mbarrier_init(barriers.q_empty(stage), CONSUMERS * 4);
+    }
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
       mbarrier_init(barriers.work_full(slot), 1);
@@ -248,14 +218,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       tma_prefetch(q_map), tma_prefetch(k_map);
       RingPlace<STAGES> k_place;
       RingPlace<SLOTS> slot;
-      int q_parity = 1;
+      RingPlace<Q_STAGES> q_place;
       for (int number = blockIdx.x;; number = draw_work(counters, works)) {
         mbarrier_wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
         store_shared_word(barriers.work(slot.stage), number);
         mbarrier_arrive(barriers.work_full(slot.stage));
         slot.advance();
-        if (number >= works) break;
-        const Work place(number, blocks_q, heads_q, heads_q * batch, section_heads);
+        // Consumers begin with the next tile before they know whether there is one: so the last is
+        // followed by one outside the tensors, which comes as zeros.
+        const bool last = number >= works;
+        Work place(last ? 0 : number, blocks_q, heads_q, heads_q * batch, section_heads);
+        if (last) place.batch = batch;
         const KeyRange range(place.q0, seqlen_q, seqlen_k, causal);
         const auto load_k = [&](int tile) {
           mbarrier_wait(barriers.k_empty(k_place.stage), k_place.parity ^ 1);
@@ -264,10 +237,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
                                place.head / group_size, place.batch);
           k_place.advance();
         };
-        if (range.tiles > 0) load_k(range.tiles - 1);
-        mbarrier_wait(barriers.q_empty(), q_parity);
-        q_parity ^= 1;
-        tma_load_tile<QTile>(q_tile, q_map, barriers.q_full(), place.q0, place.head, place.batch);
+        const auto load_q = [&] {
+          mbarrier_wait(barriers.q_empty(q_place.stage), q_place.parity ^ 1);
+          tma_load_tile<QTile>(q_tile + q_place.stage * Q_STAGE, q_map,
+                               barriers.q_full(q_place.stage), place.q0, place.head, place.batch);
+          q_place.advance();
+        };
+        load_k(range.tiles - 1);
+        load_q();
+        if (last) break;
         for (int tile = range.tiles - 2; tile >= 0; --tile) load_k(tile);
       }
     } else if (threadIdx.x == WARP_SIZE) {
@@ -299,92 +277,113 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const u64 v_operand = wgmma_tile(q_tile + V_OFFSET, VTile::PANEL_BYTES);
     const bool signals = lane == 0;
     RingPlace<STAGES> k_place, v_place;
+    RingPlace<Q_STAGES> q_place;
     RingPlace<SLOTS> slot;
-    int q_parity = 0;
-    while (true) {
+    float s[1][BLOCK_K / 8][4];
+    const auto take_work = [&] {
       int number = 0;
       if (signals) number = next_work(barriers, slot);
-      number = __shfl_sync(FULL_MASK, number, 0);
+      return __shfl_sync(FULL_MASK, number, 0);
+    };
+    // Scores of the next tile of keys, of the queries in a stage.
+    const auto issue_scores = [&](int q_stage) {
+      mbarrier_wait(barriers.k_full(k_place.stage), k_place.parity);
+      wgmma_fence();
+      issue_qk(s, q_operand + q_stage * (Q_STAGE >> 4), k_operand + k_place.stage * (K_STAGE >> 4));
+    };
+    const auto release_k = [&] {
+      if (signals) mbarrier_arrive(barriers.k_empty(k_place.stage));
+      k_place.advance();
+    };
+    const auto release_v = [&] {
+      if (signals) mbarrier_arrive(barriers.v_empty(v_place.stage));
+      v_place.advance();
+    };
+    const auto first_scores = [&] {
+      mbarrier_wait(barriers.q_full(q_place.stage), q_place.parity);
+      issue_scores(q_place.stage);
+    };
+
+    // The tile of Q, where the output has been staged, may be written again.
+    const auto release_q = [&](int stage) {
+      if (!signals) return;
+      tma_store_wait();
+      mbarrier_arrive(barriers.q_empty(stage));
+    };
+
+    bool stored = false;
+    int number = take_work();
+    first_scores();
+    while (true) {
+      wgmma_wait<0>();
       if (number >= works) break;
       const Work place(number, blocks_q, heads_q, heads_q * batch, section_heads);
       const KeyRange range(place.q0, seqlen_q, seqlen_k, causal);
+      const int q_stage = q_place.stage;
+      q_place.advance();
       float acc[1][HEAD_DIM_V / 8][4] = {};
+      u32 p[PV_STEPS][4];
+      float correction[1][2];
       OnlineSoftmax<1> softmax;
-      mbarrier_wait(barriers.q_full(), q_parity);
-      q_parity ^= 1;
-
       int tile = range.tiles - 1;
-      const auto mask = [&](float (&s)[1][BLOCK_K / 8][4]) {
+      const auto mask = [&] {
         if (tile >= range.unmasked)
           mask_scores(s, lane, [&](int row) {
             return min(seqlen_k, causal ? range.first_hidden + warp_row + row : seqlen_k) -
                    tile * BLOCK_K;
           });
       };
-      if (tile >= 0) {
-        float s[1][BLOCK_K / 8][4];
-        u32 p[PV_STEPS][4];
-        float correction[1][2];
-        // The first tile's scores have no product beside them.
-        mbarrier_wait(barriers.k_full(k_place.stage), k_place.parity);
-        wgmma_fence();
-        issue_qk(s, q_operand, k_operand + k_place.stage * (K_STAGE >> 4));
-        wgmma_wait<0>();
-        if (signals) mbarrier_arrive(barriers.k_empty(k_place.stage));
-        k_place.advance();
-        mask(s);
-        softmax.raise_max(s, softmax_scale_log2, correction);
-        exponentials(s, softmax, softmax_scale_log2);
-        round_to(p, s);
+      release_k();
+      mask();
+      softmax.raise_max(s, softmax_scale_log2, correction);
+      exponentials(s, softmax, softmax_scale_log2);
+      round_to<elem_t>(p, s);
+      if (AHEAD && stored) release_q(q_stage ^ 1);
+      stored = true;
 
-        for (--tile; tile >= 0; --tile) {
-          mbarrier_wait(barriers.k_full(k_place.stage), k_place.parity);
-          settle(p);
-          settle(acc[0]);
-          wgmma_fence();
-          issue_qk(s, q_operand, k_operand + k_place.stage * (K_STAGE >> 4));
-          mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
-          wgmma_fence();
-          issue_pv(acc, p, v_operand + v_place.stage * (V_STAGE >> 4));
-          wgmma_wait<1>();
-          if (signals) mbarrier_arrive(barriers.k_empty(k_place.stage));
-          k_place.advance();
-          mask(s);
-          const bool rescale = softmax.raise_max(s, softmax_scale_log2, correction);
-          exponentials(s, softmax, softmax_scale_log2);
-          wgmma_wait<0>();
-          if (signals) mbarrier_arrive(barriers.v_empty(v_place.stage));
-          v_place.advance();
-          if (rescale) scale_rows(acc, correction);
-          round_to(p, s);
-        }
-        if (O_HAS_ROOM && signals) mbarrier_arrive(barriers.q_empty());
-        mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
+      for (--tile; tile >= 0; --tile) {
         settle(p);
         settle(acc[0]);
+        issue_scores(q_stage);
+        mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
         wgmma_fence();
         issue_pv(acc, p, v_operand + v_place.stage * (V_STAGE >> 4));
+        wgmma_wait<1>();
+        release_k();
+        mask();
+        const bool rescale = softmax.raise_max(s, softmax_scale_log2, correction);
+        exponentials(s, softmax, softmax_scale_log2);
         wgmma_wait<0>();
-        if (signals) mbarrier_arrive(barriers.v_empty(v_place.stage));
-        v_place.advance();
-      } else if (O_HAS_ROOM && signals) {
-        mbarrier_arrive(barriers.q_empty());
+        release_v();
+        if (rescale) scale_rows(acc, correction);
+        round_to<elem_t>(p, s);
       }
+      // The last product, and behind it the first scores of what comes next.
+      mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
+      settle(p);
+      settle(acc[0]);
+      wgmma_fence();
+      issue_pv(acc, p, v_operand + v_place.stage * (V_STAGE >> 4));
+      if (AHEAD) first_scores();
+      number = take_work();
+      wgmma_wait<AHEAD ? 1 : 0>();
+      release_v();
 
-      // Normalise; the output is staged in this warp's own rows, then stored in whole chunks.
-      const i64 head_index = static_cast<i64>(place.batch) * heads_q + place.head;
+      // Normalise; the output is staged in this warp's own rows, then TMA stores what is inside o.
       const int row0 = place.q0 + warp_row, rows_left = min(16, seqlen_q - row0);
-      const u32 warp_o_tile = q_tile + O_OFFSET + warp_row * OTile::ROW_BYTES;
+      const i64 head_index = static_cast<i64>(place.batch) * heads_q + place.head;
+      const u32 warp_o_tile = q_tile + q_stage * Q_STAGE + warp_row * OTile::ROW_BYTES;
       finish_rows<elem_t, OTile>(acc, softmax, softmax_scale_log2, lane, warp_o_tile,
                                  lse == nullptr ? nullptr : lse + head_index * seqlen_q + row0,
                                  rows_left);
+      proxy_fence();
       __syncwarp();
-      store_tile<OTile, 16, true>(
-          o + place.batch * o_strides.batch + place.head * o_strides.head + row0 * o_strides.row,
-          o_strides.row, warp_o_tile, lane, rows_left, head_dim_v);
-      if (!O_HAS_ROOM) proxy_fence();
-      __syncwarp();
-      if (!O_HAS_ROOM && signals) mbarrier_arrive(barriers.q_empty());
+      if (signals) tma_store_tile<OTile>(o_map, warp_o_tile, row0, place.head, place.batch);
+      if (!AHEAD) {
+        release_q(q_stage);
+        first_scores();
+      }
     }
+    if (signals) tma_store_wait();
   }
 }

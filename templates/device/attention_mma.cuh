@@ -62,6 +62,37 @@ __device__ __forceinline__ void multiply_pv(float (&acc)[M][COLUMNS][4], const f
   }
 }
 
+// Scores -> probabilities in place; adds up this lane's part of the row sums.
+template <int N>
+__device__ __forceinline__ void exponentials(float (&s)[1][N][4], OnlineSoftmax<1>& softmax,
+                                             float scale_log2) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float offset = softmax.offset(0, half, scale_log2);
+    float even = 0.f, odd = 0.f;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      float* pair = &s[0][n][2 * half];
+      pair[0] = exp2_fast(fmaf(pair[0], scale_log2, -offset));
+      pair[1] = exp2_fast(fmaf(pair[1], scale_log2, -offset));
+      even += pair[0], odd += pair[1];
+    }
+    softmax.row_sum[0][half] += even + odd;
+  }
+}
+
+// An accumulator in 16 bits, as A fragments of the next product: 16 columns each.
+template <typename T, int STEPS>
+__device__ __forceinline__ void round_to(u32 (&p)[STEPS][4], const float (&s)[1][2 * STEPS][4]) {
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = &s[0][2 * step + i / 2][2 * (i % 2)];
+      p[step][i] = pack2<T>(pair[0], pair[1]);
+    }
+}
+
 // Scores of keys a row may not see become -inf. visible_keys(row) counts the keys of this tile that
 // row `row` of the warp sees; below 0 and beyond the tile are fine.
 template <int M, int N, typename VisibleKeys>

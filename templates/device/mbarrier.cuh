@@ -47,3 +47,12 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, int parity) {
       "r"(parity)
       : "memory");
 }
+
+// A ring's position: which of SIZE stages, and the parity of its round.
+template <int SIZE>
+struct RingPlace {
+  int stage = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == SIZE) stage = 0, parity ^= 1;
+  }
+};

@@ -39,6 +39,34 @@ __device__ __forceinline__ void tma_load_tile(u32 shared, const TensorMap& map, 
              head, batch);
 }
 
+// The box at (x, y, z, w) from `shared`; what lies outside the tensor is left out.
+// PTX ISA: cp.async.bulk.tensor
+__device__ __forceinline__ void tma_store(const TensorMap& map, u32 shared, int x, int y, int z,
+                                          int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::
+          "l"(&map),
+      "r"(shared), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+// Rows of a tile, as many as the map's boxes have, to `row` on of one head: a group of its own.
+// PTX ISA: cp.async.bulk.commit_group
+template <typename Tile>
+__device__ __forceinline__ void tma_store_tile(const TensorMap& map, u32 shared, int row, int head,
+                                               int batch) {
+#pragma unroll
+  for (int panel = 0; panel < Tile::PANELS; ++panel)
+    tma_store(map, shared + panel * Tile::PANEL_BYTES, panel * Tile::PANEL_COLUMNS, row, head,
+              batch);
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Shared memory that this thread's stores read may be written again. PTX ISA: cp.async.bulk.wait_group
+__device__ __forceinline__ void tma_store_wait() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 // What threads have read and written in shared memory comes before what engines do there next.
 // PTX ISA: fence.proxy.async
 __device__ __forceinline__ void proxy_fence() {
