@@ -20,7 +20,7 @@ from fkjit.ops.moe_problem import MAX_EXPERTS
 from fkjit.ops.simple import Output
 from fkjit.ops.simple_checks import check_dtype, check_shape
 from fkjit.ops.simple_shapes import rows_of
-from fkjit.spec import Arrays, Params, Problem
+from fkjit.spec import Arrays, Problem
 
 NO_CAPACITY = 2**31 - 1
 MAX_ITEMS = 2**31 - 2**20  # and places: they are counted in 32 bits
@@ -188,14 +188,18 @@ def traffic(p: Problem) -> float:
     return 4.0 * (p["places"] + p["tokens"] * p["top_k"])
 
 
-def variations(params: Params, most: int, scale: str) -> list[dict[str, Any]]:
-    """Sizes of grids, maps, capacities, and tokens that are not there; for up to `most` groups."""
-    blocks, tokens = (3, 97) if scale == "small" else (60, 20_011)
+def variations(most: int, round_: int, scale: str) -> list[dict[str, Any]]:
+    """Sizes of grids, maps, capacities, and tokens that are not there; for up to `most` groups.
+
+    `round_`: tokens that the warps of a block have at a time.
+    """
+    blocks = 3 if scale == "small" else 60
+    tokens = round_ * blocks * 5 // 4
     return [
         {"tokens": tokens, "experts": most, "block_size": 4, "blocks": blocks},
         {
             **{"tokens": tokens, "experts": most - 7, "block_size": 16, "blocks": blocks},
             **{"mapped": True, "groups": (most - 7) // 2, "real": tokens - 14, "capacity": 5},
         },
-        {"tokens": tokens // 4, "experts": most // 2, "block_size": 1, "blocks": 1},
+        {"tokens": round_ * 3 // 2, "experts": most // 2, "block_size": 1, "blocks": 1},
     ]

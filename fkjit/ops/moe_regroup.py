@@ -133,7 +133,7 @@ def arguments(params: Params, p: Problem, arrays: Mapping[str, Any]) -> dict[str
 def problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """Maps, capacities, grids; with ids that are none."""
     found = []
-    kinds = groups.variations(params, params["tile"][1], scale)
+    kinds = groups.variations(params["tile"][1], params["tile"][0] // 3, scale)
     for top_k, kind in zip((3, 2, 8), kinds, strict=True):
         found.append(groups.group_problem(**{"top_k": top_k, **kind}))
     return found

@@ -130,7 +130,8 @@ def problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """As the two kernels have them."""
     lanes, values = params["tile"]
     found, dtype = [], params["dtype"]
-    for number, kind in enumerate(groups.variations(params, lanes * values, scale)):
+    kinds = groups.variations(lanes * values, params["threads"] // lanes, scale)
+    for number, kind in enumerate(kinds):
         top_k, biased = min(lanes, 3 + number), number == 1
         group = groups.group_problem(**{"top_k": top_k, **kind})
         scored = {"scoring": moe.SCORINGS[biased], "biased": biased, "renormalize": number > 0}

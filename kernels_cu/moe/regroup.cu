@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                      inverse,    offsets,          counts,     workspace,
                      counters};
   const int items = real_tokens(num_tokens, tokens) * top_k;
-  const Share mine = share_of_warp(items, WARP_SIZE, THREADS / WARP_SIZE);
+  const Share mine = share_of_warp(items, 1, THREADS / WARP_SIZE);
   const auto group = [&](int item) { return group_of(topk_ids[item], expert_map, how); };
   const int first = mine.begin + threadIdx.x % WARP_SIZE;
   const int held = first < mine.end ? group(first) : -1;

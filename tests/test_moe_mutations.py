@@ -1,0 +1,66 @@
+"""Bugs planted in the kernels that route to experts show: races, memory faults, wrong numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutations import Bug
+from tests.test_mutations import KINDS, outcome
+
+K, D = "kernels_cu/moe/", "templates/device/"
+SYNC = "__syncthreads();"
+ROUTE = {"kernel": "moe_route.lanes", "params": {"dtype": "fp32", "tile": (8, 8)}}
+BOTH = {"kernel": "moe_route_and_regroup.grid", "params": {"dtype": "fp32", "tile": (8, 8)}}
+SORT = {"kernel": "moe_regroup.grid", "params": {"ids": "int32", "tile": (1024, 64)}}
+WIDE = {"kernel": "moe_regroup.grid", "params": {"ids": "int32", "tile": (512, 512)}}
+BACK = {"kernel": "moe_combine.backward", "params": {"dtype": "fp32", "vector": True}}
+COMBINE = {"kernel": "moe_combine.rows", "params": {"dtype": "fp32", "vector": False}}
+PERMUTE = {"kernel": "moe_permute.rows", "params": {"dtype": "fp32", "vector": True}}
+
+BUGS = (
+    Bug("a block's counts are not published", D + "grid_barrier.cuh", "red.release.gpu",
+        "red.relaxed.gpu", nth=1, by="race", **SORT),
+    Bug("other blocks' counts are not acquired", D + "grid_barrier.cuh", "ld.acquire.gpu",
+        "ld.relaxed.gpu", nth=1, by="race", **BOTH),
+    Bug("the block does not wait for its first thread", D + "grid_barrier.cuh", SYNC, "", nth=1,
+        by="race", **SORT),
+    Bug("no barrier before the scan of warps", D + "moe_groups.cuh", SYNC, "", by="race", **SORT),
+    Bug("no barrier before offsets", D + "moe_groups.cuh", SYNC, "", nth=1, by="race", **SORT),
+    Bug("no barrier of chunks", D + "moe_groups.cuh", SYNC, "", nth=2, by="race", **WIDE),
+    Bug("no barrier behind offsets", D + "moe_groups.cuh", SYNC, "", nth=3, by="race", **BOTH),
+    Bug("a warp's lanes count at once", D + "moe_groups.cuh", "__syncwarp();", "", nth=1, by="race",
+        **SORT),
+    Bug("a warp counts before it has read", D + "moe_groups.cuh", "__syncwarp();", "", nth=2,
+        by="race", **SORT),
+    Bug("ids are read before they are written", K + "route_and_regroup.cu", "__syncwarp();", "",
+        by="race", **BOTH),
+    Bug("ranks backwards", D + "moe_groups.cuh", "alike & ((1u << lane) - 1)",
+        "alike & ~((2u << lane) - 1)", by="numbers", **SORT),
+    Bug("no blocks before", D + "moe_groups.cuh", "before[group] + taken", "taken", by="race",
+        **SORT),
+    Bug("one more than fits", D + "moe_groups.cuh", "rank < how.capacity", "rank <= how.capacity",
+        by="race", **SORT),
+    Bug("ties to the higher expert", D + "moe_route.cuh", "x[i] == best) at = ahead(i)",
+        "x[i] == best) at = max(at == 1 << 30 ? 0 : at, ahead(i))", by="numbers", **ROUTE),
+    Bug("NaN is chosen", D + "moe_route.cuh", "return fmaxf(x, LEAST)", "return x", by="numbers",
+        **ROUTE),
+    Bug("no barrier of places", D + "moe_rows.cuh", SYNC, "", by="race", **PERMUTE),
+    Bug("sums in one place", K + "combine_backward.cu", "warps[k % 2]", "warps[0]", by="race",
+        **BACK),
+    Bug("dropped choices count", K + "combine.cu", "if (place >= 0)", "if (true)", by="memory",
+        **COMBINE),
+    Bug("nobody's rows are left", K + "permute.cu", "clear_rows<elem_t, VECTOR>", "(void)sizeof",
+        by="numbers", **PERMUTE),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    said = outcome(bug, monkeypatch, plant=True)
+    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+
+
+@pytest.mark.parametrize("kernel", sorted({bug.kernel for bug in BUGS}))
+def test_without_it_nothing_is_said(kernel, monkeypatch):
+    bug = next(bug for bug in BUGS if bug.kernel == kernel)
+    assert outcome(bug, monkeypatch, plant=False) == ""
