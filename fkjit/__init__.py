@@ -17,6 +17,8 @@ __version__ = "0.1.0"
 # public name -> the module that has it
 _PUBLIC = {
     "attention": "fkjit.ops.attention",
+    "attention_decode": "fkjit.ops.decode",
+    "paged_attention": "fkjit.ops.decode",
     "vector_add": "fkjit.ops.vector_add",
     "reduce_sum": "fkjit.ops.reduce",
     "reduce_max": "fkjit.ops.reduce",
@@ -33,6 +35,11 @@ _PUBLIC = {
     "kv_slots": "fkjit.ops.kv_slots",
     "rope_kv_append": "fkjit.ops.rope_kv_append",
     "moe_route": "fkjit.ops.moe_route",
+    "moe_regroup": "fkjit.ops.moe_regroup",
+    "moe_route_and_regroup": "fkjit.ops.moe_route_and_regroup",
+    "moe_permute": "fkjit.ops.moe_permute",
+    "moe_combine": "fkjit.ops.moe_combine",
+    "MoeGroups": "fkjit.ops.moe_groups",
     "prepare": "fkjit.api",
     "launch": "fkjit.api",
     "launch_cpu": "fkjit.cpu_launch",
@@ -49,18 +56,25 @@ _PUBLIC = {
 __all__ = [
     "KernelSpec",
     "Llama3Scaling",
+    "MoeGroups",
     "PagedKVCache",
     "Param",
     "SanitizerError",
     "YarnScaling",
     "attention",
+    "attention_decode",
     "kv_append",
     "kv_read",
     "kv_slots",
     "launch",
     "launch_cpu",
     "layer_norm",
+    "moe_combine",
+    "moe_permute",
+    "moe_regroup",
     "moe_route",
+    "moe_route_and_regroup",
+    "paged_attention",
     "prepare",
     "reduce_max",
     "reduce_mean",
@@ -100,11 +114,17 @@ if TYPE_CHECKING:
     from fkjit.cpu_launch import launch_cpu
     from fkjit.errors import SanitizerError
     from fkjit.ops.attention import attention
+    from fkjit.ops.decode import attention_decode, paged_attention
     from fkjit.ops.kv_append import kv_append
     from fkjit.ops.kv_cache import PagedKVCache
     from fkjit.ops.kv_read import kv_read
     from fkjit.ops.kv_slots import kv_slots
+    from fkjit.ops.moe_combine import moe_combine
+    from fkjit.ops.moe_groups import MoeGroups
+    from fkjit.ops.moe_permute import moe_permute
+    from fkjit.ops.moe_regroup import moe_regroup
     from fkjit.ops.moe_route import moe_route
+    from fkjit.ops.moe_route_and_regroup import moe_route_and_regroup
     from fkjit.ops.norm import layer_norm, rms_norm
     from fkjit.ops.reduce import reduce_max, reduce_mean, reduce_sum
     from fkjit.ops.rope import rope

@@ -1,0 +1,240 @@
+/* Attention of a few new tokens of each sequence to all of its keys, in pages or in one piece, on
+   tensor cores (mma.sync; sm_80 and newer).
+
+   o = softmax(softmax_scale * q k^T + mask) v         lse = log(sum(exp(scores)))
+
+   Every key and value is read once and multiplied little: all is about bytes on their way. The rows
+   of a tile are the query heads that share a KV head, times the new tokens, so that one product
+   serves them all. The keys of all sequences and heads are shared out evenly over a grid that fills
+   the GPU once (decode_schedule.cuh): no block waits for another, however long the sequences are,
+   and the lengths are read here, so that a captured graph follows them.
+
+     for each segment of a block's share (one sequence and KV head):
+       each group of warps takes every GROUPS-th step of KEYS keys through a ring of STAGES steps of
+       its own, which cp.async fills: no barrier of the block in the loop
+         S = Q K^T,  P = exp2(S * c - max),  O += P V        as in flash.cu, in registers
+       the groups' outputs are merged by way of shared memory                    (decode_merge.cuh)
+       the whole head: stored.  A part of it: left in the workspace, and the last block of the head
+       to do so adds up the parts, in their order                                  (last_block.cuh)
+
+   A row tile of 16 has a warp a group; one of 64 has four, which share their keys.
+
+   Keys and values may be kept as e4m3 or int8; then a head has a k_scale and a v_scale.
+
+   Sources: Dao et al., "Flash-Decoding for long-context inference" (2023), for splitting keys;
+   Osama et al., "Stream-K" (2023), for sharing out evenly what does not divide. */
+#include "prelude.cuh"
+#include "device/decode_copy.cuh"
+#include "device/decode_rows.cuh"
+#include "device/decode_schedule.cuh"
+#include "device/last_block.cuh"
+//% if storage == "fp8"
+#include "device/decode_e4m3.cuh"
+//% endif
+
+using elem_t = ${dtype};
+using kept_t = ${kept};                // of keys and values
+constexpr int HEAD_DIM = ${head_dim};  // padded with zeros
+constexpr int ROWS = ${rows};          // of a tile: heads times new tokens
+constexpr int NUM_WARPS = ${num_warps};
+constexpr int KEYS = ${keys};              // of a step
+constexpr int STAGES = ${stages};          // steps in a group's ring
+constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the registers
+constexpr bool Q_IN_REGISTERS = ${q_in_registers};
+constexpr int GUARD = ${guard};  // bytes between rings: 0 except where memory is checked
+
+constexpr int THREADS = NUM_WARPS * WARP_SIZE;
+constexpr int GROUP_WARPS = ROWS / WARP_ROWS, GROUPS = NUM_WARPS / GROUP_WARPS;
+constexpr int GROUP_THREADS = GROUP_WARPS * WARP_SIZE;
+constexpr bool SCALED = sizeof(kept_t) == 1;
+constexpr int QUADS = HEAD_DIM / 4;  // of columns, in a row
+
+static_assert(GROUP_WARPS == 1 || GROUPS == 1, "a group is a warp, or the block");
+static_assert(HEAD_DIM % 64 == 0, "tiles are made of 64-wide panels, or 32-wide ones of codes");
+static_assert(KEYS == 16 || KEYS == 32, "a lane knows the page of one key");
+
+using QTile = SwizzledTile<ROWS, HEAD_DIM>;
+using KvTile = SwizzledTile<KEYS, HEAD_DIM * sizeof(kept_t) / 2>;  // of 16 bits, or pairs of codes
+constexpr int STAGE_BYTES = 2 * KvTile::BYTES, RING_BYTES = STAGES * STAGE_BYTES;
+constexpr int RING_STEP = RING_BYTES + GUARD;
+static_assert(RING_BYTES >= GROUP_WARPS * WarpRows<HEAD_DIM>::BYTES,
+              "outputs are left in the ring");
+
+using QReader = FragmentReader<QTile, BlockOrder::ROW_MAJOR>;
+using KReader = FragmentReader<KvTile, BlockOrder::COL_MAJOR>;
+using VReader = FragmentReader<KvTile, BlockOrder::ROW_MAJOR>;
+
+__device__ __forceinline__ void group_sync() {
+  if (GROUP_WARPS == 1) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_decode(
+    const elem_t* __restrict__ q,        // [batch, heads_q, seqlen_q, head_dim]
+    const kept_t* __restrict__ k,        // [pages, heads_kv, page_size, head_dim]
+    const kept_t* __restrict__ v,        // [pages, heads_kv, page_size, head_dim_v]
+    const int* __restrict__ page_table,  // [table_rows, table_width], or null: row i has page i
+    const int* __restrict__ seq_lens,    // [table_rows], or null: `longest`
+    const int* __restrict__ rows,        // [batch], rows of the table, or null: its own
+    const float* __restrict__ k_scale,   // [heads_kv], where SCALED
+    const float* __restrict__ v_scale,   // [heads_kv]
+    elem_t* __restrict__ o,              // [batch, heads_q, seqlen_q, head_dim_v]
+    float* __restrict__ lse,             // [batch, heads_q, seqlen_q] contiguous, or null
+    float* __restrict__ workspace,       // `slots` slots of parts, see Parts
+    u32* __restrict__ counters,          // see HeadParts
+    const Strides q_strides, const Strides k_strides,  // in elements; of k and v: from page to
+    const Strides v_strides, const Strides o_strides,  // page, head to head, token to token
+    const int batch, const int heads_kv, const int group_size,  // query heads a KV head
+    const int seqlen_q, const int head_dim, const int head_dim_v, const int longest,
+    const int table_rows, const int table_width, const int page_log2, const u32 num_pages,
+    const int unit_keys,             // a multiple of KEYS * GROUPS
+    const int split,                 // whether every unit is a part of its own
+    const int slots,                 // of parts in the workspace
+    const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
+    const int causal) {              // new token i sees keys up to i + length - seqlen_q
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  __shared__ RowState states[NUM_WARPS * WARP_ROWS];
+  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+  const int group = warp / GROUP_WARPS, row_block = warp % GROUP_WARPS;
+  unsigned char* const rings = shared_memory + QTile::BYTES + GUARD;
+  const u32 q_tile = shared_address(shared_memory);
+  const u32 ring = shared_address(rings) + group * RING_STEP;
+  const u32 warp_q_tile = q_tile + row_block * WARP_ROWS * QTile::ROW_BYTES;
+  const QReader q_reader(lane);
+  const KReader k_reader(lane);
+  const VReader v_reader(lane);
+
+  // 1. The share of this block.
+  const Sequences sequences{seq_lens, rows, longest, table_rows};
+  const QueryRows query_rows{group_size, seqlen_q, heads_kv};
+  const int all_rows = query_rows.count(), row_tiles = ceil_div(all_rows, ROWS);
+  const int heads = heads_kv * row_tiles;  // of a sequence: one for each of its tiles of rows
+  const Shares shares(count_units(sequences, batch, unit_keys) * heads, gridDim.x);
+  const int share_end = shares.begin(blockIdx.x + 1);
+  int unit = shares.begin(blockIdx.x);
+  if (unit >= share_end) return;
+  Place place = find_place(sequences, unit_keys, batch, heads, unit);
+  const Parts<HEAD_DIM> parts(workspace, slots, min(all_rows, ROWS));
+
+  for (;;) {
+    const Segment segment(place, unit, share_end, split);
+    const int kv_head = segment.head / row_tiles, row0 = segment.head % row_tiles * ROWS;
+    const RowTile tile{query_rows, place.sequence, kv_head, row0, min(ROWS, all_rows - row0)};
+    const int length = sequences.length(place.sequence);
+    const int first_key = (unit - segment.head_begin) * unit_keys;
+    const int end_key = min(length, (segment.end - segment.head_begin) * unit_keys);
+    const PageList pages(page_table, max(sequences.row(place.sequence), 0), table_width, page_log2);
+    const HeadPages k_pages(k + kv_head * k_strides.head, k_strides, head_dim);
+    const HeadPages v_pages(v + kv_head * v_strides.head, v_strides, head_dim_v);
+    const int steps = ceil_div(max(end_key - first_key, 0), KEYS);
+    const int own_steps = group < steps ? (steps - 1 - group) / GROUPS + 1 : 0;
+    const auto key_of = [&](int step) { return first_key + (step * GROUPS + group) * KEYS; };
+    const auto page_of = [&](int step) {  // of this lane's key
+      const int key = key_of(step) + lane % KEYS;
+      return key < end_key ? pages.page(key) : -1;
+    };
+    const auto fetch = [&](int step, int page) {
+      const u32 stage = ring + step % STAGES * STAGE_BYTES;
+      copy_step<KvTile, GROUP_THREADS>(stage, stage + KvTile::BYTES, k_pages, v_pages,
+                                       threadIdx.x % GROUP_THREADS, page, page_log2, num_pages,
+                                       key_of(step), end_key);
+    };
+
+    // 2. The first steps are on their way, and Q is copied, with the sign of the scale: a negative
+    //    one would turn maxima into minima.
+    int page[STAGES];
+#pragma unroll
+    for (int step = 0; step < STAGES; ++step) page[step] = page_of(step);
+#pragma unroll
+    for (int step = 0; step < STAGES - 1; ++step) {
+      if (step < own_steps) fetch(step, page[step]);
+      cp_async_commit();
+    }
+    int next_page = page[STAGES - 1];
+    tile.load<QTile, THREADS, SCALED>(q_tile, q, q_strides, head_dim,
+                                      softmax_scale_log2 < 0.f ? 0x80008000u : 0u);
+    const float scale_log2 = fabsf(softmax_scale_log2) * (SCALED ? k_scale[kv_head] : 1.f);
+    __syncthreads();
+    u32 q_fragments[HEAD_DIM / 16][1][4];
+    if (Q_IN_REGISTERS) {
+#pragma unroll
+      for (int step = 0; step < HEAD_DIM / 16; ++step)
+        ldmatrix_x4(q_fragments[step][0], q_reader.address(warp_q_tile, 0, step));
+    }
+
+    // 3. The keys of this group. Row r of the warp sees keys 0 .. visible[r / 8] - 1.
+    const int hidden = causal ? seqlen_q - 1 : 0;  // keys that the first token does not see
+    int visible[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int token = query_rows.token(row0 + row_block * WARP_ROWS + lane / 4 + half * 8);
+      visible[half] = min(length, length - hidden + (causal ? token : 0));
+    }
+    OnlineSoftmax<1> softmax;
+    float acc[1][HEAD_DIM / 8][4] = {};
+    for (int step = 0; step < own_steps; ++step) {
+      cp_async_wait<STAGES -
+                    2>();  // this step has arrived, and the group is done with the last one
+      group_sync();
+      if (step + STAGES - 1 < own_steps) fetch(step + STAGES - 1, next_page);
+      cp_async_commit();
+      next_page = page_of(step + STAGES);
+      const u32 stage = ring + step % STAGES * STAGE_BYTES, v_stage = stage + KvTile::BYTES;
+      const int key = key_of(step);
+      float s[1][KEYS / 8][4] = {};
+      multiply_keys<elem_t, kept_t, Q_IN_REGISTERS>(s, q_fragments, warp_q_tile, q_reader, stage,
+                                                    k_reader);
+      if (key + KEYS > length - hidden)
+        mask_scores(s, lane, [&](int row) { return visible[row / 8] - key; });
+      float correction[1][2];
+      if (softmax.raise_max(s, scale_log2, correction)) scale_rows(acc, correction);
+      multiply_values<elem_t, kept_t>(acc, s, softmax, scale_log2, v_stage, v_reader);
+    }
+
+    // 4. The groups' outputs become one.
+    cp_async_wait<0>();
+    group_sync();
+    leave_rows<HEAD_DIM, SCALED>(rings + group * RING_STEP + row_block * WarpRows<HEAD_DIM>::BYTES,
+                                 states + warp * WARP_ROWS, acc, softmax, scale_log2, lane);
+    __syncthreads();
+    const HeadParts cut(segment, shares, split, place.sequence * heads + segment.head);
+    const float v_factor = SCALED ? v_scale[kv_head] : 1.f;
+    for (int i = threadIdx.x; i < tile.count * QUADS; i += THREADS) {
+      const int row = i / QUADS, column = i % QUADS * 4;
+      const Quad quad =
+          merge_warps<HEAD_DIM, GROUPS>(rings, RING_STEP, states, ROWS, row, column, v_factor);
+      if (cut.count == 1) {
+        tile.store(o, o_strides, lse, head_dim_v, row, column, quad);
+      } else {
+        parts.leave(cut.own_slot, row, column, quad);
+      }
+    }
+
+    // 5. The last block that has a part of the head adds them up. Before thread 0 says that this
+    //    part is there, all threads have written theirs of it; nobody reads the rings any more.
+    __syncthreads();
+    if (cut.count > 1 && last_block(counters + cut.counter, cut.count)) {
+      const auto slot = [&](int part) { return cut.slot(part); };
+      for (int row = warp; row < tile.count; row += NUM_WARPS) {
+        const float total = parts.total(cut.count, row, lane, slot);
+        if (lane == 0) states[row].top = total;
+      }
+      __syncthreads();
+      for (int i = threadIdx.x; i < tile.count * QUADS; i += THREADS) {
+        const int row = i / QUADS, column = i % QUADS * 4;
+        const float total = states[row].top;
+        const Quad quad{parts.sum(cut.count, row, column, total, slot), total};
+        tile.store(o, o_strides, lse, head_dim_v, row, column, quad);
+      }
+      __syncthreads();
+    }
+
+    unit = segment.end;
+    if (unit >= share_end) return;
+    if (unit == place.first + heads * place.units)
+      place = {place.sequence + 1, unit, sequences.units(place.sequence + 1, unit_keys)};
+  }
+}

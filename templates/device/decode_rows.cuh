@@ -1,0 +1,60 @@
+// Query rows of decoding: new token i of a KV head's g-th query head is row i * group_size + g.
+#pragma once
+#include "device/decode_kept.cuh"
+#include "device/decode_merge.cuh"
+
+struct QueryRows {
+  int group_size, tokens, kv_heads;
+
+  __device__ __forceinline__ int count() const { return group_size * tokens; }
+  __device__ __forceinline__ int token(int row) const { return row / group_size; }
+  __device__ __forceinline__ int head(int kv_head, int row) const {
+    return kv_head * group_size + row % group_size;
+  }
+  __device__ __forceinline__ i64 offset(const Strides& strides, int sequence, int kv_head,
+                                        int row) const {
+    return sequence * strides.batch + head(kv_head, row) * strides.head + token(row) * strides.row;
+  }
+};
+
+// The rows from `row0` on of one sequence and KV head.
+struct RowTile {
+  QueryRows rows;
+  int sequence, kv_head, row0, count;
+
+  // Queries -> a tile; rows and columns that there are not become zero. `flip` is XORed into every
+  // word. PERMUTED: in the order of columns that keys of one byte have.
+  template <typename Tile, int THREADS, bool PERMUTED, typename T>
+  __device__ __forceinline__ void load(u32 tile, const T* __restrict__ q, const Strides& strides,
+                                       int columns, u32 flip) const {
+    constexpr int CHUNKS = Tile::PANELS * Tile::CHUNKS;
+    for (int i = threadIdx.x; i < Tile::ROWS * CHUNKS; i += THREADS) {
+      const int row = i / CHUNKS, chunk = i % CHUNKS;
+      uint4 x = make_uint4(0, 0, 0, 0);
+      if (row < count && chunk * 8 < columns)
+        x = *reinterpret_cast<const uint4*>(
+            q + rows.offset(strides, sequence, kv_head, row0 + row) + chunk * 8);
+      const u32 words[4] = {x.x ^ flip, x.y ^ flip, x.z ^ flip, x.w ^ flip};
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const int2 to = PERMUTED ? permuted_word(chunk, word) : make_int2(chunk, word);
+        store_shared_word(tile + to.x / Tile::CHUNKS * Tile::PANEL_BYTES +
+                              Tile::offset(row, to.x % Tile::CHUNKS) + to.y * 4,
+                          words[word]);
+      }
+    }
+  }
+
+  // Four columns of a row; with the first ones its lse, unless that is null.
+  template <typename T>
+  __device__ __forceinline__ void store(T* __restrict__ o, const Strides& strides, float* lse,
+                                        int columns, int row, int column, const Quad& quad) const {
+    if (column >= columns) return;
+    *reinterpret_cast<uint2*>(o + rows.offset(strides, sequence, kv_head, row0 + row) + column) =
+        make_uint2(pack2<T>(quad.value.x, quad.value.y), pack2<T>(quad.value.z, quad.value.w));
+    if (column != 0 || lse == nullptr) return;
+    const i64 head = static_cast<i64>(sequence) * rows.kv_heads * rows.group_size +
+                     rows.head(kv_head, row0 + row);
+    lse[head * rows.tokens + rows.token(row0 + row)] = quad.lse2 * LN2;
+  }
+};
