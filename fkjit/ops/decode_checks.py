@@ -282,8 +282,8 @@ def _aligned(call: str, seen: Mapping[str, View], problem: Sizes) -> None:
                 f"rows that do not fill whole {need} bytes from such a boundary on; pad head_dim, "
                 "or pass a contiguous copy (fkjit.attention takes any)"
             )
-        if name in ("k", "v") and abs(view.strides[problem["page_axes"][2]]) * size >= _LIMIT:
-            raise ParameterError(f"{call}: {name} has strides of 2^31 bytes or more")
+        if name in ("k", "v") and max(map(abs, steps), default=0) >= _LIMIT:
+            raise ParameterError(f"{call}: {name} has strides of 2^31 elements or more")
 
 
 INPUTS = ("q", "k", "v", "page_table", "seq_lens", "rows", "k_scale", "v_scale")

@@ -127,8 +127,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     const int first_key = (unit - segment.head_begin) * unit_keys;
     const int end_key = min(length, (segment.end - segment.head_begin) * unit_keys);
     const PageList pages(page_table, max(sequences.row(place.sequence), 0), table_width, page_log2);
-    const HeadPages k_pages(k + kv_head * k_strides.head, k_strides, head_dim);
-    const HeadPages v_pages(v + kv_head * v_strides.head, v_strides, head_dim_v);
+    const HeadPages<kept_t> k_pages(k, kv_head, k_strides, head_dim);
+    const HeadPages<kept_t> v_pages(v, kv_head, v_strides, head_dim_v);
     const int steps = ceil_div(max(end_key - first_key, 0), KEYS);
     const int own_steps = group < steps ? (steps - 1 - group) / GROUPS + 1 : 0;
     const auto key_of = [&](int step) { return first_key + (step * GROUPS + group) * KEYS; };

@@ -20,51 +20,80 @@ struct PageList {
   }
 };
 
-// Keys or values of one head, in bytes.
+// Keys or values of one head; steps in elements.
+template <typename T>
 struct HeadPages {
-  const char* base;  // of page 0, token 0
-  i64 page_step;
-  int token_step, columns;
+  const T* base;  // of page 0, token 0
+  int page_step, token_step, columns;
 
-  template <typename T>
-  __device__ __forceinline__ HeadPages(const T* head, const Strides& strides, int columns)
-      : base(reinterpret_cast<const char*>(head)),
-        page_step(strides.batch * static_cast<int>(sizeof(T))),
-        token_step(static_cast<int>(strides.row) * static_cast<int>(sizeof(T))),
-        columns(columns * static_cast<int>(sizeof(T))) {}
-  __device__ __forceinline__ const char* token(int page, int place) const {
-    return base + page * page_step + wide(place, token_step);
+  __device__ __forceinline__ HeadPages(const T* pages, int head, const Strides& strides,
+                                       int columns)
+      : base(pages + head * strides.head),
+        page_step(static_cast<int>(strides.batch)),
+        token_step(static_cast<int>(strides.row)),
+        columns(columns) {}
+  __device__ __forceinline__ const T* token(int page, int place) const {
+    return base + (wide(page, page_step) + wide(place, token_step));
   }
 };
 
-// ROWS keys, and as many values, from key `first` on, those before `end`; all others become zero,
-// and their memory is not touched. `page_here` is the page of key first + lane % ROWS: a warp knows
-// the pages of all its rows, and asked for them one step earlier. The copies are asynchronous.
-//
-// Thread t of the group copies 16-byte chunk t % CHUNKS of row t / CHUNKS, and of every
-// ROWS_A_PASS-th row after it.
-template <typename Tile, int THREADS>
-__device__ __forceinline__ void copy_step(u32 k_tile, u32 v_tile, const HeadPages& k,
-                                          const HeadPages& v, int thread, int page_here,
-                                          int page_log2, u32 num_pages, int first, int end) {
-  constexpr int CHUNKS = Tile::PANELS * Tile::CHUNKS, ROWS_A_PASS = THREADS / CHUNKS;
+// Who copies what of a tile of keys or values: thread t of a group has 16-byte chunk t % CHUNKS of
+// row t / CHUNKS, and of every ROWS_A_PASS-th row after it.
+template <typename Tile, int THREADS, typename T>
+struct StepCopy {
+  static constexpr int CHUNKS = Tile::PANELS * Tile::CHUNKS, ROWS_A_PASS = THREADS / CHUNKS;
+  static constexpr int PASSES = Tile::ROWS / ROWS_A_PASS, CHUNK_COLUMNS = 16 / sizeof(T);
   static_assert(THREADS % CHUNKS == 0 && Tile::ROWS % ROWS_A_PASS == 0 && Tile::ROWS <= WARP_SIZE,
                 "whole passes, and a lane for each row's page");
-  const int row0 = thread / CHUNKS, chunk = thread % CHUNKS;
-  const int panel = chunk / Tile::CHUNKS * Tile::PANEL_BYTES;
-  const int in_page = (1u << page_log2) - 1;
-  const bool has_k = chunk * 16 < k.columns, has_v = chunk * 16 < v.columns;
+  int row0, chunk;
+
+  __device__ __forceinline__ explicit StepCopy(int thread)
+      : row0(thread / CHUNKS), chunk(thread % CHUNKS) {}
+  __device__ __forceinline__ int row(int pass) const { return row0 + pass * ROWS_A_PASS; }
+  __device__ __forceinline__ int target(int pass) const {
+    return chunk / Tile::CHUNKS * Tile::PANEL_BYTES + Tile::offset(row(pass), chunk % Tile::CHUNKS);
+  }
+
+  // All rows, which follow one another from `source` on.
+  __device__ __forceinline__ void rows(u32 tile, const HeadPages<T>& pages, const T* source) const {
+    const int bytes = chunk * CHUNK_COLUMNS < pages.columns ? 16 : 0;
+    source += bytes == 0 ? 0 : wide(row0, pages.token_step) + chunk * CHUNK_COLUMNS;
+    const i64 step = bytes == 0 ? 0 : wide(ROWS_A_PASS, pages.token_step);
 #pragma unroll
-  for (int pass = 0; pass < Tile::ROWS / ROWS_A_PASS; ++pass) {
-    const int row = row0 + pass * ROWS_A_PASS;
-    const int page = __shfl_sync(FULL_MASK, page_here, row);
+    for (int pass = 0; pass < PASSES; ++pass, source += step)
+      cp_async_16(tile + target(pass), source, bytes);
+  }
+
+  // One row, or zeros for it.
+  __device__ __forceinline__ void row(u32 tile, const HeadPages<T>& pages, int pass, bool exists,
+                                      int page, int place) const {
+    exists = exists && chunk * CHUNK_COLUMNS < pages.columns;
+    const T* const source = exists ? pages.token(page, place) + chunk * CHUNK_COLUMNS : pages.base;
+    cp_async_16(tile + target(pass), source, exists ? 16 : 0);
+  }
+};
+
+// Keys and values from key `first` on, those before `end`, to two tiles; all others become zero, and
+// their memory is not touched. `page_here` is the page of key first + lane % ROWS: a warp knows the
+// pages of all its rows, and asked for them one step earlier. The copies are asynchronous. `first`
+// is a multiple of ROWS, so that a step is in one page unless pages are smaller.
+template <typename Tile, int THREADS, typename T>
+__device__ __forceinline__ void copy_step(u32 k_tile, u32 v_tile, const HeadPages<T>& k,
+                                          const HeadPages<T>& v, int thread, int page_here,
+                                          int page_log2, u32 num_pages, int first, int end) {
+  const StepCopy<Tile, THREADS, T> copy(thread);
+  const int in_page = (1u << page_log2) - 1, place = first & in_page;
+  if (first + Tile::ROWS <= end && in_page >= Tile::ROWS - 1 &&
+      static_cast<u32>(page_here) < num_pages) {
+    copy.rows(k_tile, k, k.token(page_here, place));
+    copy.rows(v_tile, v, v.token(page_here, place));
+    return;
+  }
+#pragma unroll 1
+  for (int pass = 0; pass < copy.PASSES; ++pass) {
+    const int row = copy.row(pass), page = __shfl_sync(FULL_MASK, page_here, row);
     const bool exists = first + row < end && static_cast<u32>(page) < num_pages;
-    const int place = (first + row) & in_page;
-    const int target = panel + Tile::offset(row, chunk % Tile::CHUNKS);
-    const bool k_exists = exists && has_k, v_exists = exists && has_v;
-    cp_async_16(k_tile + target, k_exists ? k.token(page, place) + chunk * 16 : k.base,
-                k_exists ? 16 : 0);
-    cp_async_16(v_tile + target, v_exists ? v.token(page, place) + chunk * 16 : v.base,
-                v_exists ? 16 : 0);
+    copy.row(k_tile, k, pass, exists, page, (first + row) & in_page);
+    copy.row(v_tile, v, pass, exists, page, (first + row) & in_page);
   }
 }
