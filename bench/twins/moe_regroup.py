@@ -2,7 +2,7 @@
 
 The first kernel counts in one program, and clears the list in others; the second one lets every
 choice claim the next place of its expert by an atomic addition, so that the order within an expert
-is another one at each run. kernels_cu/moe/regroup.cu does it in one launch, always in the same order.
+is another one at each run. kernels_cu/moe/regroup.cu takes one launch and one order.
 """
 
 from __future__ import annotations
