@@ -176,8 +176,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     OnlineSoftmax<1> softmax;
     float acc[1][HEAD_DIM / 8][4] = {};
     for (int step = 0; step < own_steps; ++step) {
-      cp_async_wait<STAGES -
-                    2>();  // this step has arrived, and the group is done with the last one
+      // This step has arrived, and the group is done with the last one.
+      cp_async_wait<STAGES - 2>();
       group_sync();
       if (step + STAGES - 1 < own_steps) fetch(step + STAGES - 1, next_page);
       cp_async_commit();

@@ -1,0 +1,61 @@
+"""Bugs planted in the kernel of decoding show: as races, memory faults or wrong numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutations import Bug
+from tests.test_mutations import KINDS, outcome
+
+K, D = "kernels_cu/attention/decode.cu", "templates/device/decode_"
+SYNC = "__syncthreads();"
+ONE = {"kernel": "attention_decode.split",
+       "params": {"dtype": "fp16", "storage": "same", "head_dim": 64, "rows": 16}}  # fmt: skip
+FOUR = {"kernel": ONE["kernel"], "params": {**ONE["params"], "rows": 64}}
+CODES = {"kernel": ONE["kernel"], "params": {**ONE["params"], "storage": "int8"}}
+
+BUGS = (
+    Bug("no barrier before Q is read", K, SYNC, "", nth=1, by="race", **ONE),
+    Bug("no barrier before the groups are merged", K, SYNC, "", nth=2, by="race", **ONE),
+    Bug("no barrier before the parts are said to be there", K, SYNC, "", nth=3, by="race", **ONE),
+    Bug("no barrier before the totals are read", K, SYNC, "", nth=4, by="race", **ONE),
+    Bug("no wait for the step", K, "cp_async_wait<STAGES - 2>();", "", by="race", **ONE),
+    Bug("a wait too lax by one", K, "cp_async_wait<STAGES - 2>();", "cp_async_wait<STAGES - 1>();",
+        by="race", **ONE),
+    Bug("the group does not wait for its warps", K, "group_sync();\n      if", "if", by="race",
+        **FOUR),
+    Bug("the ring is one step short", K, "step % STAGES * STAGE_BYTES;\n      copy_step",
+        "step % (STAGES - 1) * STAGE_BYTES;\n      copy_step", by="race", **FOUR),
+    Bug("outputs over the ring of slow warps", K, "group_sync();\n    leave_rows", "leave_rows",
+        by="race", **FOUR),
+    Bug("parts are counted without order", "templates/device/last_block.cuh", "atom.acq_rel",
+        "atom.relaxed", nth=1, by="race", **ONE),
+    Bug("a page too far in the table", K, "key < end_key ? pages.page(key)",
+        "key < end_key + 64 ? pages.page(key)", by="memory", **ONE),
+    Bug("one head too many in a list", D + "schedule.cuh", "i < batch; i +=", "i <= batch; i +=",
+        by="memory", **ONE),
+    Bug("a step past the end", D + "copy.cuh", "first + Tile::ROWS <= end", "true", by="memory",
+        **ONE),
+    Bug("the first part left out", D + "merge.cuh", "for (int i = 0; i < count; ++i)",
+        "for (int i = 1; i < count; ++i)", by="numbers", **ONE),
+    Bug("one warp's output left out", D + "merge.cuh", "for (int i = 0; i < GROUPS; ++i) {",
+        "for (int i = 1; i < GROUPS; ++i) {", by="numbers", **ONE),
+    Bug("new tokens see the newest", K, "causal ? seqlen_q - 1 : 0", "0", by="numbers", **FOUR),
+    Bug("queries in another order than codes", D + "rows.cuh",
+        "PERMUTED ? permuted_word(chunk, word) : make_int2(chunk, word)", "make_int2(chunk, word)",
+        by="numbers", **CODES),
+    Bug("codes without their scale", K, "(SCALED ? k_scale[kv_head] : 1.f)", "1.f", by="numbers",
+        **CODES),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    said = outcome(bug, monkeypatch, plant=True)
+    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+
+
+def test_without_it_nothing_is_said(monkeypatch):
+    for kernel in (ONE, FOUR, CODES):
+        bug = next(bug for bug in BUGS if bug.params == kernel["params"] and not bug.problem)
+        assert outcome(bug, monkeypatch, plant=False) == ""
