@@ -76,6 +76,8 @@ def elsewhere(tmp_path) -> Path:
 def test_the_wheel_holds_package_and_cuda_sources_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"fkjit/_cuda/{path.as_posix()}" for path in SOURCES} <= names and len(SOURCES) > 5
+    tuned = {f"fkjit/tuned/{path.name}" for path in (ROOT / "fkjit" / "tuned").iterdir()}
+    assert tuned <= names and len(tuned) > 0
     assert {"fkjit/py.typed", "fkjit/cli.py", "fkjit/interp/__init__.py"} <= names
     assert {name.split("/")[0] for name in names} == {"fkjit", "fkjit-0.1.0.dist-info"}
     assert not [name for name in names if name.startswith("fkjit/_cuda") and name.endswith(".py")]

@@ -9,14 +9,15 @@ from types import SimpleNamespace
 import pytest
 
 from bench.ops.attention import problem
-from fkjit import device, tuning
+from fkjit import device, ops, tuning
 from fkjit.arch import arch
+from fkjit.build import gpu_target
 from fkjit.errors import FkjitError, ParameterError, TuningError
 from fkjit.ops.attention_choice import parameters
 from fkjit.ops.attention_hopper import FLASH_SM90
 from fkjit.ops.attention_kernels import FLASH
 from fkjit.settings import settings
-from fkjit.spec import powers_of_two
+from fkjit.spec import find, powers_of_two
 
 GPU = "NVIDIA H200 (test)"
 H200 = replace(arch("sm_90a"), gpu=GPU)
@@ -239,6 +240,13 @@ def test_what_a_device_is_compiled_for_knows_its_name(monkeypatch):
 
 
 def test_every_shipped_file_is_sound():
+    ops.load()
     for path in tuning.SHIPPED.glob("*.json"):
         table = tuning.read(path)
         assert path.name == tuning.file_name(table.gpu)
+        for entry in table.entries.values():
+            spec = find(entry["kernel"])
+            here = gpu_target(tuple(map(int, entry["capability"].split(".")))).arch
+            values = tuning._declared(spec, entry["choice"])
+            assert tuning._why_stale(spec, values, entry["fixed"], here) is None, entry
+            assert set(entry["fixed"]) == {p.name for p in spec.params if not p.tunable}
