@@ -24,7 +24,7 @@ _CODES = {
     "Strides": "qqq",
     "RopeFrequencies": "Q" * 14,
     "Routing": "i" * 8 + "f",
-    "Grouping": "i" * 6,
+    "Grouping": "i" * 7,
     "TensorMap": f"{tensor_map.BYTES}s",
 }
 _NOISE = re.compile(

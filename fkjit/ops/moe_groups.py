@@ -24,9 +24,10 @@ from fkjit.spec import Arrays, Problem
 
 NO_CAPACITY = 2**31 - 1
 MAX_ITEMS = 2**31 - 2**20  # and places: they are counted in 32 bits
-COUNTERS = 2  # of the barrier
+COUNTERS = 4  # of two barriers
 INPUTS = ("expert_map", "num_tokens")
 _SHARED = 32 * 1024  # bytes of counts of a block's warps
+_TABLE = 32_768  # numbers of a table that every block reads whole
 _CPU_BLOCKS = 3
 
 
@@ -102,13 +103,14 @@ def made(p: Problem) -> dict[str, Output]:
 
 def table_bytes(p: Problem) -> int:
     """Of the blocks' counts, which the grid meets over."""
-    return 4 * p["blocks"] * p["groups"] if p["blocks"] > 1 else 0
+    return 4 * (p["blocks"] + 1) * p["groups"] if p["blocks"] > 1 else 0
 
 
 def grouping(p: Problem) -> tuple[int, ...]:
     """The kernels' argument `Grouping`."""
     names = ("experts", "groups", "block_size", "capacity", "places")
-    return (*(p[name] for name in names), p["tokens"] * p["top_k"])
+    twice = p.get("twice", p["blocks"] * p["groups"] > _TABLE)
+    return (*(p[name] for name in names), p["tokens"] * p["top_k"], twice)
 
 
 def arguments(p: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +125,7 @@ def arguments(p: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
 def random_lists(p: Problem, rng: np.random.Generator) -> Arrays:
     """A map to some of the experts, a number of tokens, and what blocks meet in."""
     found: Arrays = {
-        "workspace": np.full(max(1, p["blocks"] * p["groups"]), np.nan, np.float32),
+        "workspace": np.full((p["blocks"] + 1) * p["groups"], np.nan, np.float32),
         "counters": np.zeros(COUNTERS, np.uint32),
     }
     if p.get("mapped"):
@@ -200,6 +202,7 @@ def variations(most: int, round_: int, scale: str) -> list[dict[str, Any]]:
         {
             **{"tokens": tokens, "experts": most - 7, "block_size": 16, "blocks": blocks},
             **{"mapped": True, "groups": (most - 7) // 2, "real": tokens - 14, "capacity": 5},
+            "twice": True,
         },
         {"tokens": round_ * 3 // 2, "experts": most // 2, "block_size": 1, "blocks": 1},
     ]

@@ -14,10 +14,10 @@ constexpr int UNDERWAY = ${underway};
 using Part = Piece<elem_t, VECTOR>;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    moe_combine(const elem_t* __restrict__ y,        // [places, columns]
-                const int* __restrict__ inverse,     // [tokens, top_k], -1: nowhere
-                const float* __restrict__ weights,   // [tokens, top_k] or null: 1
-                elem_t* __restrict__ out,            // [tokens, columns]
+    moe_combine(const elem_t* __restrict__ y,       // [places, columns]
+                const int* __restrict__ inverse,    // [tokens, top_k], -1: nowhere
+                const float* __restrict__ weights,  // [tokens, top_k] or null: 1
+                elem_t* __restrict__ out,           // [tokens, columns]
                 const i64 y_stride, const int top_k, const int columns) {
   __shared__ Choices choices;
   const i64 token = blockIdx.x;

@@ -8,7 +8,7 @@ using id_t = ${id_type};
 constexpr int THREADS = ${threads};
 constexpr int MOST = ${most};  // groups
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     moe_regroup(const id_t* __restrict__ topk_ids,         // [tokens, top_k]
                 const int* __restrict__ expert_map,        // [experts] or null: as they are
                 const int* __restrict__ num_tokens,        // [1] or null: all of them
@@ -18,8 +18,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 int* __restrict__ inverse,                 // [tokens, top_k]
                 int* __restrict__ offsets,                 // [groups + 1]
                 int* __restrict__ counts,                  // [groups]
-                int* workspace,                            // [blocks, groups]
-                u32* counters,                             // [2]
+                int* workspace,                            // [blocks + 1, groups]
+                u32* counters,                             // [4]
                 const int tokens, const int top_k, const Grouping how) {
   __shared__ Regroup<THREADS, MOST> block;
   const Groups to = {expert_map, sorted_token_ids, expert_ids, num_tokens_post_padded,

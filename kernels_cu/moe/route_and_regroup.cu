@@ -18,7 +18,7 @@ constexpr int WARPS = THREADS / WARP_SIZE;
 constexpr int TOKENS = WARP_SIZE / LANES;  // of a warp at a time
 constexpr int MOST = LANES * VALUES;       // groups
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     moe_route_and_regroup(const logit_t* __restrict__ logits,  // [tokens, experts]
                           const float* __restrict__ bias,      // [experts] or null: 0
                           const int* __restrict__ expert_map,  // [experts] or null: as they are
@@ -31,8 +31,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                           int* __restrict__ inverse,                 // [tokens, top_k]
                           int* __restrict__ offsets,                 // [groups + 1]
                           int* __restrict__ counts,                  // [groups]
-                          int* workspace,                            // [blocks, groups]
-                          u32* counters,                             // [2]
+                          int* workspace,                            // [blocks + 1, groups]
+                          u32* counters,                             // [4]
                           const i64 row_stride, const int tokens, const Routing how,
                           const Grouping grouping) {
   __shared__ Regroup<THREADS, MOST> block;

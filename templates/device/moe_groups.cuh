@@ -5,7 +5,9 @@
 //   1. count    warp      counts[warp][expert], lanes of one expert found by match.any
 //   2. scan     block     counts of the warps before, for each expert; the block's sums into `table`
 //   3. barrier  grid      not where there is one block
-//   4. join     block     sums over the table's rows: those before this block, and all
+//   4. join     block     sums over the table's rows: those before this block, and all. A large table
+//                         is summed up by columns, each by one warp of the grid, with a second
+//                         barrier behind it: all blocks would read all of it.
 //   5. offsets  block     sum of the experts before, each rounded up to whole tiles of block_size
 //   6. place    warp      offset + blocks before + warps before + lanes before
 //
@@ -20,6 +22,7 @@ struct Grouping {
   int capacity;    // items of a group, at most; later ones are dropped
   int places;      // of sorted_token_ids
   int sentinel;    // what stands in places of nobody
+  int twice;       // whether the grid sums up the table together
 };
 
 // Of a launch, all on the device.
@@ -31,8 +34,8 @@ struct Groups {
   int* inverse;           // [items], -1: dropped
   int* offsets;           // [groups + 1]
   int* counts;            // [groups]
-  int* table;             // [blocks, groups]
-  u32* counters;          // [2] of the barrier
+  int* table;             // [blocks + 1, groups]
+  u32* counters;          // [4] of the barriers
 };
 
 // The group of an expert's id, or -1.
@@ -57,6 +60,7 @@ __device__ __forceinline__ int warp_scan(int x) {
 template <int THREADS, int MOST>
 struct Regroup {
   static constexpr int WARPS = THREADS / WARP_SIZE, CHUNKS = MOST / WARP_SIZE;
+  static constexpr int ROWS = 8;  // of the table that a lane has under way
   static_assert(CHUNKS <= WARP_SIZE, "one warp scans the chunks' sums");
   int counts[WARPS][MOST];  // items of a warp; from phase 2 on its next item's rank in the block
   int before[MOST];         // items in blocks before this one
@@ -115,6 +119,54 @@ struct Regroup {
       if (all > 0) atomicAdd(total + e, all);
       if (early > 0) atomicAdd(before + e, early);
     }
+  }
+
+  // The other way: a column's sums of the rows before take the place of its rows, and the sum of all
+  // stands behind them.
+  __device__ __forceinline__ void sum_columns(int groups, int* table) {
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    for (int e = blockIdx.x * WARPS + warp; e < groups; e += gridDim.x * WARPS) {
+      int sum = 0;
+      for (int first = 0; first < gridDim.x; first += ROWS * WARP_SIZE) {
+        int own[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+          const int row = first + i * WARP_SIZE + lane;
+          own[i] = row < gridDim.x ? __ldcg(table + row * groups + e) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+          const int row = first + i * WARP_SIZE + lane, upto = warp_scan(own[i]);
+          if (row < gridDim.x) table[row * groups + e] = sum + upto - own[i];
+          sum += __shfl_sync(FULL_MASK, upto, WARP_SIZE - 1);
+        }
+      }
+      if (lane == 0) table[gridDim.x * groups + e] = sum;
+    }
+  }
+  __device__ __forceinline__ void read_sums(int groups, const int* table) {
+    for (int e = threadIdx.x; e < groups; e += THREADS) {
+      before[e] = __ldcg(table + blockIdx.x * groups + e);
+      total[e] = __ldcg(table + gridDim.x * groups + e);
+    }
+  }
+
+  // Phases 3 and 4; what grid_leave is to be told.
+  __device__ __forceinline__ uint2 meet(const Groups& to, const Grouping& how) {
+    uint2 left = {};
+    left.x = grid_barrier(to.counters, gridDim.x);
+    if (how.twice) {
+      sum_columns(how.groups, to.table);
+      left.y = grid_barrier(to.counters + 2, gridDim.x);
+      read_sums(how.groups, to.table);
+    } else {
+      join(how.groups, to.table);
+    }
+    return left;
+  }
+  __device__ __forceinline__ void leave(uint2 left, const Groups& to, const Grouping& how) {
+    grid_leave(to.counters, gridDim.x, left.x);
+    if (how.twice) grid_leave(to.counters + 2, gridDim.x, left.y);
   }
 
   // Places of group e that are taken, and those that it has.
@@ -177,11 +229,7 @@ struct Regroup {
     for (int item = begin + WARP_SIZE; item < end; item += WARP_SIZE)
       take(item + lane < end ? group(item + lane) : -1);
     scan(how.groups, to.table);
-    u32 left = 0;
-    if (gridDim.x > 1) {
-      left = grid_barrier(to.counters, gridDim.x);
-      join(how.groups, to.table);
-    }
+    const uint2 left = gridDim.x > 1 ? meet(to, how) : uint2{};
     set_offsets(how);
     for (int i = begin; i < end; i += WARP_SIZE) {
       const int item = i + lane;
@@ -191,7 +239,7 @@ struct Regroup {
       to.inverse[item] = place;
     }
     finish(to, how);
-    if (gridDim.x > 1) grid_leave(to.counters, gridDim.x, left);
+    if (gridDim.x > 1) leave(left, to, how);
   }
 };
 
