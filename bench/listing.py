@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fkjit import report
-from fkjit.spec import registered
 
 from .cases import Case
 from .op import Candidate, Op
@@ -16,7 +15,7 @@ def print_operations(ops: Sequence[Op]) -> None:
     out = report.console()
     made = report.table("operation", "", "")
     for op in ops:
-        kernels = " ".join(spec.name for spec in registered(op.name))
+        kernels = " ".join(spec.name for spec in op.specs)
         sets = ", ".join(f"{name} ({len(problems)})" for name, problems in op.sets.items())
         rows = [(op.name, "kernels", kernels), ("", "sets", sets)]
         for peer in op.peers:

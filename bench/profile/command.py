@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from fkjit.errors import ParameterError
-from fkjit.spec import registered
 
 from ..op import selected
 from . import collect, show, store
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 def request(chosen: argparse.Namespace) -> dict[str, Any]:
     """What the target is asked for. ParameterError for an unknown operation or kernel."""
     (op,) = selected([chosen.op])
-    known = [spec.name for spec in registered(op.name)]
+    known = [spec.name for spec in op.specs]
     for name in chosen.kernels:
         if name not in {*known, "auto"}:
             allowed = ", ".join([*known, "auto"])
