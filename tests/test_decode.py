@@ -203,3 +203,34 @@ def test_nothing_to_do():
     q, k = np.ones((2, 4, 64), np.float16), np.zeros((2, 2, 0, 64), np.float16)
     o, lse = fkjit.attention_decode(q, k, k, return_lse=True)
     assert not o.any() and np.isneginf(lse).all()
+
+
+def test_few_queries_of_attention():
+    """On a GPU: many keys, rows on 16-byte boundaries, nothing asked for by name."""
+    from fkjit import interop
+    from fkjit.arch import arch
+    from fkjit.ops import attention_few
+
+    rng = np.random.default_rng(1)
+    q, k, v = (
+        rng.standard_normal((1, h, n, 64)).astype(np.float16)
+        for h, n in ((4, 2), (2, 300), (2, 300))
+    )
+    views = {
+        name: interop.view(x, "attention", name) for name, x in zip("qkv", (q, k, v), strict=True)
+    }
+    problem = {
+        "dtype": "fp16", "seqlen_q": 2, "seqlen_k": 300, "head_dim": 64, "head_dim_v": 64,
+        "multiprocessors": 132,
+    }  # fmt: skip
+    usual = {"impl": "auto", "block": None, "aligned": True, "arch": arch("sm_90a")}
+    assert attention_few.takes(problem, views, **usual)
+    for other in ({"impl": "flash"}, {"block": 64}, {"aligned": False}, {"arch": arch("sm_75")}):
+        assert not attention_few.takes(problem, views, **{**usual, **other})
+    for other in ({"seqlen_q": 17}, {"seqlen_k": 50}, {"dtype": "fp32"}, {"head_dim": 60}):
+        assert not attention_few.takes({**problem, **other}, views, **usual)
+    plan = attention_few.FewPlan(True, None, None, "auto", True, "bhsd")
+    for x, y in zip(
+        plan.run(q, k, v), fkjit.attention(q, k, v, causal=True, return_lse=True), strict=True
+    ):
+        assert np.abs(x - y).max() <= 2e-3

@@ -153,6 +153,25 @@ def test_capture_needs_a_kernel_that_is_loaded():
         fkjit.attention_decode(q, k, k)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_of_few_queries_is_decoding(causal):
+    from fkjit.ops import attention_plan
+    from fkjit.ops.attention_few import FewPlan
+
+    q, k, v = (
+        torch.randn(2, h, n, 128, device="cuda").half() for h, n in ((8, 3), (2, 700), (2, 700))
+    )
+    attention_plan.plans.clear()
+    for _ in range(2):
+        o, lse = fkjit.attention(q, k, v, causal=causal, return_lse=True)
+        assert [type(plan) for plan in attention_plan.plans.values()] == [FewPlan]
+    flash, flash_lse = fkjit.attention(q, k, v, causal=causal, return_lse=True, impl="flash")
+    assert (o - flash).abs().max().item() <= 4e-3 and (lse - flash_lse).abs().max().item() <= 3e-5
+    back = [x.transpose(1, 2) for x in (q, k, v)]
+    other = fkjit.attention(*back, causal=causal, layout="bshd")
+    assert torch.equal(other.transpose(1, 2), o)
+
+
 def test_cupy_arrays_and_another_stream():
     cupy = pytest.importorskip("cupy", reason="needs CuPy")
     batch = Batch([100, 30])

@@ -12,6 +12,7 @@ from fkjit.interop import CPU
 from fkjit.interpret import interpret
 from fkjit.ops import workspace
 from fkjit.ops.attention_checks import LAYOUTS, Request, check
+from fkjit.ops.attention_few import FewPlan
 from fkjit.ops.attention_hopper import COUNTERS, FLASH_SM90
 from fkjit.ops.attention_plan import geometries, plans, remember
 from fkjit.sanitizer import refuse_gpu
@@ -44,7 +45,8 @@ def attention(
             that do not start on 16-byte boundaries (odd D, sliced views) are fetched element by
             element, with one tile only and slower.
         impl: "flash" (online softmax on tensor cores; fp32 exact on FMA units), "tiled" (shared
-            memory, two passes), "naive" (a warp a row, for reading), "auto": flash.
+            memory, two passes), "naive" (a warp a row, for reading), "auto": flash; on a GPU, for
+            up to 16 queries of many keys, the kernel of `attention_decode`.
         return_lse: also return the log-sum-exp of each row's scaled scores, fp32 [B, Hq, Sq].
 
     Returns:
@@ -74,6 +76,10 @@ def attention(
             refuse_gpu("attention")
             return plan.run(q, k, v)
     request = check(q, k, v, *options)
+    if request.few:
+        few = FewPlan(*options)
+        remember(request, None, options, few)
+        return few.run(q, k, v)
     o = interop.empty(request.q, request.output_shape, request.problem["dtype"])
     lse = interop.empty(request.q, request.lse_shape, "fp32") if return_lse else None
     if request.device == CPU and not request.empty:
@@ -103,7 +109,11 @@ def prepare(
     """
     options = (causal, softmax_scale, block, impl, return_lse, layout)
     request = check(q, k, v, *options)
-    if request.device != CPU and not request.empty:
+    if request.few:
+        few = FewPlan(*options)
+        few.prepare(q, k, v)
+        remember(request, None, options, few)
+    elif request.device != CPU and not request.empty:
         stream = interop.current_stream(request.q)
         kernel = loaded(request.spec, request.params, request.device, stream)
         if request.spec is FLASH_SM90:

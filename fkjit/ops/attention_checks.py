@@ -15,7 +15,7 @@ from fkjit.device import device_target, multiprocessors
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
 from fkjit.interop import CPU, Pointer, View
 from fkjit.ops import attention_choice as choice
-from fkjit.ops import attention_hopper
+from fkjit.ops import attention_few, attention_hopper
 from fkjit.ops.attention_problem import MAX_HEAD_DIM
 from fkjit.spec import KernelSpec, Problem
 
@@ -40,6 +40,7 @@ class Request:
     layout: str
     return_lse: bool
     empty: bool  # no output element
+    few: bool = False  # queries, so that decoding's kernel takes them
 
     @property
     def output_shape(self) -> tuple[int, ...]:
@@ -85,6 +86,7 @@ def check(
     return Request(
         **views, spec=spec, params=params, problem=problem, device=device, layout=layout,
         return_lse=_check_flag("return_lse", return_lse), empty=output,
+        few=not output and attention_few.takes(problem, views, impl, block, aligned, arch),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ MAX_PLANS = 4096
 MAX_MAPS = 64  # addresses of one array of a geometry whose tensor maps are kept
 _GRAD = 13  # where a geometry says that an input requires grad
 
-plans: dict[Any, TorchPlan | CupyPlan] = {}
+plans: dict[Any, Any] = {}
 geometries: dict[type, Callable[[Any, Any, Any], tuple[Any, ...]]] = {}  # of array types seen
 
 
@@ -50,8 +50,11 @@ def _is_plain(option: Any) -> bool:
     return type(option) in (bool, int, float, str, type(None))
 
 
-def remember(request: Request, kernel: LoadedKernel, options: tuple[Any, ...]) -> None:
-    """The next call with arrays of this geometry takes the warm path."""
+def remember(
+    request: Request, kernel: LoadedKernel | None, options: tuple[Any, ...], made: Any = None
+) -> None:
+    """The next call with arrays of this geometry takes the warm path: a plan with this kernel, or
+    the one that is `made`."""
     q, k, v = request.q.array, request.k.array, request.v.array
     make = {"torch": (torch_geometry, TorchPlan), "cupy": (cupy_geometry, CupyPlan)}.get(
         request.q.kind
@@ -69,7 +72,7 @@ def remember(request: Request, kernel: LoadedKernel, options: tuple[Any, ...]) -
         return
     if len(plans) >= MAX_PLANS:
         plans.clear()
-    plans[key] = plan(request, kernel)
+    plans[key] = made or plan(request, kernel)
     geometries[type(q)] = geometry
 
 

@@ -1,0 +1,56 @@
+"""Few queries in `fkjit.attention`: decoding's kernel takes them, which shares out the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fkjit.arch import Arch
+from fkjit.interop import View
+from fkjit.ops.decode import attention_decode
+from fkjit.ops.decode_kernels import MAX_TOKENS, SPLIT
+from fkjit.spec import Problem
+
+_LEAST_KEYS = 256  # with fewer, blocks that share out nothing are as fast
+_COLUMNS = 8  # of a 16-byte copy
+_MAX_STRIDE = 2**31
+
+
+def takes(
+    problem: Problem, views: Mapping[str, View], impl: str, block: Any, aligned: bool, arch: Arch
+) -> bool:
+    """Whether decoding's kernel takes this call of `attention`, and is the faster one."""
+    return (
+        impl == "auto"
+        and block is None
+        and aligned
+        and "multiprocessors" in problem  # on a GPU
+        and problem["dtype"] != "fp32"
+        and arch.features >= SPLIT.features({})
+        and problem["seqlen_q"] <= MAX_TOKENS
+        and problem["seqlen_k"] >= _LEAST_KEYS
+        and problem["head_dim"] % _COLUMNS == problem["head_dim_v"] % _COLUMNS == 0
+        and all(abs(s) < _MAX_STRIDE for n in ("k", "v") for s in views[n].strides)
+    )
+
+
+class FewPlan:
+    """What is left of a call for one geometry."""
+
+    __slots__ = ("options",)
+
+    def __init__(
+        self, causal: Any, softmax_scale: Any, block: Any, impl: str, return_lse: Any, layout: str
+    ) -> None:
+        self.options = {
+            **{"causal": causal, "softmax_scale": softmax_scale},
+            **{"return_lse": return_lse, "layout": layout},
+        }
+
+    def run(self, q: Any, k: Any, v: Any) -> Any:
+        """o, or (o, lse)."""
+        return attention_decode(q, k, v, **self.options)
+
+    def prepare(self, q: Any, k: Any, v: Any) -> None:
+        """Compile and load what `run` needs."""
+        attention_decode.prepare(q, k, v, **self.options)  # type: ignore[attr-defined]
