@@ -13,6 +13,8 @@ from fkjit.errors import ParameterError
 from fkjit.ops.norm_backward_kernels import BACKWARD
 
 torch = pytest.importorskip("torch", reason="needs torch")
+from tests.twins_kit import interpreter  # noqa: E402, F401
+
 NORMS = ("layer_norm", "rms_norm")
 
 
@@ -52,6 +54,26 @@ def test_pytorch_is_right(norm, residual):
     assert right.judge(eager.output(found)).why_wrong() is None
     for one, two in zip(found[1:], by_hand[1:], strict=True):
         torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("columns", [64, 100])
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_twin_is_right(interpreter, norm, columns):  # noqa: F811
+    from bench.twins.layer_norm_backward import gradients
+
+    op = operations()[f"{norm}_backward"]
+    for residual, dtype in ((True, "fp32"), (False, "bf16")):
+        given = problem(norm, 300, columns, residual, dtype)
+        arrays = op.inputs(given, CpuDevice)
+        names = ("dy", "dsum", "x", "weight", "mean", "rstd")
+        found = gradients(*(arrays.get(name) for name in names))
+        assert op.expected(given, arrays).judge(found[0]).why_wrong() is None
+        wide = {n: x.float() for n, x in arrays.items()}
+        want = textbook(*(wide.get(name) for name in names))
+        assert len(found) == len(want)
+        limits = {"rtol": 0.01, "atol": 0.15} if dtype == "bf16" else {"rtol": 1e-4, "atol": 1e-4}
+        for one, two in zip(found[1:], want[1:], strict=True):
+            torch.testing.assert_close(one.float(), two, **limits)
 
 
 @pytest.mark.parametrize("norm", NORMS)
