@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -50,11 +51,12 @@ def test_each_candidate_is_right_and_other_numbers_are_found_wrong(interpreter, 
     assert op.expected(given, others).judge(found).why_wrong() is not None
 
 
-def test_one_launch_and_two_are_alike():
+@pytest.mark.parametrize("name", ["route + regroup", "route + torch"])
+def test_one_launch_and_two_are_alike(name):
     op, given = operations()["moe_route_and_regroup"], ROUTING[0]
     arrays = op.inputs(given, DEVICE)
     with quiet():
-        prepared = candidates(op, "route + regroup", given, arrays)
+        prepared = candidates(op, name, given, arrays)
         found = prepared.output(prepared.call())
     assert op.expected(given, arrays).judge(found).why_wrong() is None
 
@@ -62,3 +64,20 @@ def test_one_launch_and_two_are_alike():
 def test_labels():
     assert moe.label(ROUTING[1]) == "bf16 T9 E64 K8"
     assert moe_rows.label(ROWS[0]) == "fp32 T11 K3 H72"
+
+
+def test_the_picture_of_the_steps(tmp_path):
+    from bench import moe_steps
+
+    cells = [
+        {"op": moe_steps.OP, "case": moe_steps.CASE, "candidate": name, mode: {"p50": 0.001 * n}}
+        for n, (name, mode, *_) in enumerate(moe_steps.STEPS, 1)
+    ]
+    header = {"record": "run", "schema": 1, "gpu": "a GPU", "date": "2026-11-22"}
+    lines = [header, *({"record": "cell", **cell} for cell in cells)]
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    times, found = moe_steps.read(path)
+    assert times == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0] and found["gpu"] == "a GPU"
+    drawn = moe_steps.picture([None, *times[1:]], found)
+    assert "one launch: 6.0" in drawn and "call by call" not in drawn

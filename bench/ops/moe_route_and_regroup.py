@@ -38,6 +38,15 @@ def _two_launches(p: Problem, arrays: Arrays) -> Prepared:
     return Prepared(call, lambda made: made.sorted_token_ids)
 
 
+def _torch_sorts(p: Problem, arrays: Arrays) -> Prepared:
+    """Our router, and PyTorch's sort."""
+    logits, top_k, experts = arrays["logits"], p["top_k"], p["experts"]
+    return Prepared(
+        lambda: moe.sort(fkjit.moe_route(logits, top_k)[1], experts),
+        lambda made: moe.padded(*made, p),
+    )
+
+
 def launch(
     spec: KernelSpec, params: Params, problem: Problem, arrays: Arrays, device: Any
 ) -> Prepared:
@@ -55,5 +64,9 @@ OP = Op(
     ours=ours,
     choose=moe.tile,
     launch=launch,
-    peers=(*PEERS, Candidate(name="route + regroup", kind="ours", prepare=_two_launches)),
+    peers=(
+        *PEERS,
+        Candidate(name="route + torch", prepare=_torch_sorts),
+        Candidate(name="route + regroup", prepare=_two_launches),
+    ),
 )
