@@ -72,14 +72,13 @@ def test_the_layout_of_an_example():
     assert few.inverse.tolist() == [[2, 0], [-1, 1], [-1, -1]]
 
 
-@pytest.mark.parametrize("race", [False, True], ids=["memory", "race"])
-@pytest.mark.parametrize("tokens", [0, 1, 5, 200])
-@pytest.mark.parametrize("experts", [1, 8, 60, 300])
-def test_together_is_one_after_the_other(experts, tokens, race, blocks):
+@pytest.mark.parametrize("tokens", [0, 1, 200])
+@pytest.mark.parametrize("experts", [1, 60, 300])
+def test_together_is_one_after_the_other(experts, tokens, blocks):
     rng, top_k = np.random.default_rng(tokens), min(experts, 3)
     logits = np.round(rng.standard_normal((tokens, experts)) * 2).astype(np.float32)
     number = np.array([max(tokens - 4, 0)], np.int32)
-    with quiet(), fkjit.sanitize(race=race):
+    with quiet(), fkjit.sanitize(race=True):
         weights, ids = fkjit.moe_route(logits, top_k)
         found = fkjit.moe_route_and_regroup(logits, top_k, 4)
         after = fkjit.moe_regroup(ids, experts, 4)
