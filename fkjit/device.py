@@ -13,7 +13,7 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -72,9 +72,9 @@ class LoadedKernel:
                     self.function, *grid, *self.threads, self.shared_bytes, stream, pointers, 0
                 )
         except Exception as error:
-            raise LaunchError(self._explain(error, grid)) from error
+            raise LaunchError(self.explain(error, grid)) from error
 
-    def _explain(self, error: Exception, grid: Dim3) -> str:
+    def explain(self, error: Exception, grid: Dim3) -> str:
         return (
             f"{self.spec.id} [{self.spec.label(self.params)}] grid={grid} block={self.threads} "
             f"shared={self.shared_bytes} on device {self.device}: the driver refused the launch: "
@@ -102,6 +102,36 @@ class _Frame(threading.local):
         self.arrays.append(array)
         self.pointers[function] = ctypes.addressof(array)
         return self.pointers[function]
+
+
+class ReadyLaunch(threading.local):
+    """A kernel with its grid and its arguments, the first of which are pointers that change.
+
+    Each thread has one of its own: the driver reads a call's arguments while other threads run.
+    """
+
+    def __init__(self, kernel: LoadedKernel, grid: Dim3, packed: bytes, pointers: int) -> None:
+        """`packed`: all arguments, of which the first `pointers` are to be written over."""
+        buffer = ctypes.create_string_buffer(packed, len(packed))
+        base = ctypes.addressof(buffer)
+        array = (ctypes.c_void_p * max(len(kernel.offsets), 1))(*(base + n for n in kernel.offsets))
+        start = _frame.launch_together if kernel.spec.cooperative else _frame.launch
+        extra = () if kernel.spec.cooperative else (0,)
+        self.kernel, self.grid, self.keep = kernel, grid, (buffer, array)
+        self.parts = (
+            partial(struct.Struct(f"={pointers}Q").pack_into, buffer, 0),
+            partial(start, kernel.function, *grid, *kernel.threads, kernel.shared_bytes),
+            (ctypes.addressof(array), *extra),
+        )
+
+    def __call__(self, pointers: Sequence[int], stream: int) -> None:
+        """Enqueue on `stream`; the device must be current. LaunchError if the driver refuses."""
+        write, start, rest = self.parts
+        write(*pointers)
+        try:
+            start(stream, *rest)
+        except Exception as error:
+            raise LaunchError(self.kernel.explain(error, self.grid)) from error
 
 
 _frame: Any = None  # made by the first load, so that importing needs no CuPy

@@ -11,14 +11,12 @@ from fkjit.device import flatten  # noqa: E402
 from fkjit.interop import Pointer, view  # noqa: E402
 from fkjit.ops import norm, simple_plan, workspace  # noqa: E402
 from tests.norm_kit import normal  # noqa: E402
-from tests.test_simple import Kernel  # noqa: E402
+from tests.plan_kit import STREAM, Kernel, driver  # noqa: E402, F401
 
 
 @pytest.fixture
-def plan(monkeypatch):
+def plan(monkeypatch, driver):  # noqa: F811
     """Make a call's plan as the first call on a GPU does; returns the kernels and the request."""
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(workspace, "find", lambda *_: (0, 0, None))
     made = []
 
@@ -31,8 +29,7 @@ def plan(monkeypatch):
 
     yield make
     for op in made:
-        op.plans.known.clear()
-    simple_plan._geometries.clear()
+        op.plans.forget()
 
 
 def assert_launched(kernels, request, arrays):
@@ -43,7 +40,9 @@ def assert_launched(kernels, request, arrays):
         named = {n: getattr(value, "pointer", value) for n, value in named.items()}
         packing = kernel.packing
         values = packing.unpack(packing.pack(*flatten(kernel.names, named)))
-        assert kernel.launches == [(launch.spec.grid(launch.params, launch.problem), values, 77)]
+        assert kernel.launches == [
+            (launch.spec.grid(launch.params, launch.problem), values, STREAM)
+        ]
 
 
 NOTHING = dict.fromkeys(("bias", "residual", "sum", "mean", "rstd"))
@@ -94,7 +93,7 @@ def test_a_backward(plan, op, columns, monkeypatch):
         return parts[-1]
 
     monkeypatch.setattr(simple_plan._torch, "empty", empty)
-    call.plans.known.clear()
+    call.plans.forget()
     kernels, request = plan(call, [*inputs, *[None] * 5], wanted)
     dx, dweight, *dbias = call(inputs, (None,) * 5, wanted)
     fp32 = iter(

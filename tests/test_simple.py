@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import struct
 import sys
+import threading
 
 import pytest
 
@@ -13,33 +13,16 @@ from fkjit.interop import Pointer, view
 from fkjit.ops import simple_plan, workspace
 
 torch = pytest.importorskip("torch", reason="needs torch")
+from tests.plan_kit import STREAM, Kernel, driver  # noqa: E402, F401
+
 fkjit.vector_add, fkjit.reduce_sum  # noqa: B018  imports the modules
 ADD = sys.modules["fkjit.ops.vector_add"]._OP
 SUM = sys.modules["fkjit.ops.reduce"]._SUM
 
 
-class Kernel:
-    """Stands for a loaded kernel: what it was launched with."""
-
-    def __init__(self, spec, params):
-        from fkjit.build import build, interpreter_target, quiet
-
-        with quiet():
-            arguments = build(spec, params, interpreter_target()).meta["arguments"]
-        self.spec = spec
-        self.names = tuple(name for name, _, _ in arguments)
-        self.packing = struct.Struct("@" + "".join(code for _, code, _ in arguments))
-        self.launches = []
-
-    def launch_packed(self, grid, packed, stream):
-        self.launches.append((grid, self.packing.unpack(packed), stream))
-
-
 @pytest.fixture
-def plan(monkeypatch):
+def plan(monkeypatch, driver):  # noqa: F811
     """Make a call's plan as the first call on a GPU does; returns the kernel and the request."""
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(workspace, "find", lambda *_: (1 << 40, 1 << 41, None))
 
     def make(op, arrays, options=()):
@@ -51,8 +34,7 @@ def plan(monkeypatch):
 
     yield make
     for op in (ADD, SUM):
-        op.plans.known.clear()
-    simple_plan._geometries.clear()
+        op.plans.forget()
 
 
 def expected(request, kernel, **arrays):
@@ -71,9 +53,8 @@ def test_a_second_call_launches_with_the_arguments_of_the_first(plan):
     out = fkjit.vector_add(other, b)
     (launched,) = kernel.launches
     (one,) = request.launches
-    assert launched == (
-        one.spec.grid(one.params, one.problem), expected(request, kernel, a=other, b=b, out=out), 77
-    )  # fmt: skip
+    values = expected(request, kernel, a=other, b=b, out=out)
+    assert launched == (one.spec.grid(one.params, one.problem), values, STREAM)
     assert out.shape == (6, 32) and out.is_contiguous()
 
 
@@ -90,6 +71,43 @@ def test_kernels_get_the_memory_that_their_blocks_meet_in(plan):
     assert request.counters == 1 and request.workspace >= 4 * 64
     out = fkjit.reduce_sum(x)
     assert out.shape == () and kernel.launches[0][1] == expected(request, kernel, x=x, out=out)
+
+
+def test_threads_have_their_arguments_to_themselves(plan):
+    """Each thread's launch reads what that thread wrote, however they take turns."""
+    given = [[torch.randn(100) for _ in "ab"] for _ in range(8)]
+    kernel, request = plan(ADD, [*given[0], None])
+    together, outputs = threading.Barrier(len(given)), [None] * len(given)
+
+    def run(i):
+        together.wait()
+        for _ in range(200):
+            outputs[i] = fkjit.vector_add(*given[i])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(given))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    launched = {values[:2] for _, values, _ in kernel.launches}
+    assert launched == {(a.data_ptr(), b.data_ptr()) for a, b in given}
+    assert len(kernel.launches) == 200 * len(given)
+    for (a, b), out in zip(given, outputs, strict=True):
+        assert any(x[1] == expected(request, kernel, a=a, b=b, out=out) for x in kernel.launches)
+
+
+def test_what_the_driver_refuses_is_explained(plan, monkeypatch):
+    from fkjit import device
+    from fkjit.errors import LaunchError
+
+    def refuse(*arguments):
+        raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(device._frame, "launch", refuse)
+    a, b = torch.randn(100), torch.randn(100)
+    plan(ADD, [a, b, None])
+    with pytest.raises(LaunchError, match=r"vector_add\.rows grid=\(1, 1, 1\): out of resources"):
+        fkjit.vector_add(a, b)
 
 
 CHANGED = {

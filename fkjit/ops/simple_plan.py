@@ -4,14 +4,14 @@ allocate outputs, pack the arguments and launch."""
 from __future__ import annotations
 
 import operator
-import struct
 import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fkjit import interop
-from fkjit.device import LoadedKernel, flatten
+from fkjit.device import LoadedKernel, ReadyLaunch, flatten
 from fkjit.ops import workspace
 from fkjit.ops.simple_checks import Pair, extent
 
@@ -22,53 +22,45 @@ MAX_PLANS = 4096
 _ALIGNMENT = 31  # bits of an address that a plan depends on
 
 Key = tuple[Any, ...]
-Geometry = tuple[Key, list[int]]  # all that a plan depends on, and the pointers
+Geometry = tuple[list[int], Key]  # the pointers, and all else that a plan depends on
 
 
-def torch_geometry(arrays: Sequence[Any]) -> Geometry:
-    """Of tensors. A subclass has a type of its own in its key, and no plan."""
-    pointers = [0 if x is None else x.data_ptr() for x in arrays]
-    key = [
-        None if x is None else
-        (type(x), x.shape, x.stride(), x.dtype, x.get_device(), x.is_neg(), x.requires_grad)
-        for x in arrays
-    ]  # fmt: skip
-    return (*key, *[p & _ALIGNMENT for p in pointers]), pointers
+# Of an array: where it is, and what a plan depends on. A subclass of torch's or CuPy's class has a
+# type of its own, and no plan.
+_ADDRESS = {"torch": "{x}.data_ptr()", "cupy": "{x}.data.ptr"}
+_TRAITS = {
+    "torch": "type({x}), {x}.shape, {x}.stride(), {x}.dtype, {x}.get_device(), {x}.is_neg(), "
+    "{x}.requires_grad",
+    "cupy": "type({x}), {x}.shape, {x}.strides, {x}.dtype, {x}.data.device_id",
+}
 
 
-def cupy_geometry(arrays: Sequence[Any]) -> Geometry:
-    """The same of CuPy arrays."""
-    memory = [None if x is None else x.data for x in arrays]
-    pointers = [0 if m is None else m.ptr for m in memory]
-    key = [
-        None if x is None else (type(x), x.shape, x.strides, x.dtype, x.data.device_id)
-        for x in arrays
-    ]
-    return (*key, *[p & _ALIGNMENT for p in pointers]), pointers
+@lru_cache(maxsize=64)
+def geometry(kind: str, count: int) -> Callable[..., Geometry]:
+    """What makes a geometry of `count` arrays, some of them None.
+
+    Each call goes through it, so it is written out array by array: a loop takes half as long again.
+    """
+    names, pointers, keys = [f"x{i}" for i in range(count)], [], []
+    for i, x in enumerate(names):
+        pointers.append(f"p{i} := 0 if {x} is None else {_ADDRESS[kind].format(x=x)}")
+        traits = _TRAITS[kind].format(x=x)
+        keys.append(f"None if {x} is None else ({traits}, p{i} & {_ALIGNMENT})")
+    made = f"[{', '.join(pointers)}], ({', '.join(keys)},)"
+    return eval(f"lambda {', '.join(names)}: ({made})")
 
 
-def _is_planned(kind: str, arrays: Sequence[Any]) -> bool:
-    """Whether these are plain arrays and parameters; what a subclass means, nobody knows."""
-    plain = _torch_types if kind == "torch" else (_cupy_type,)
-    return all(x is None or type(x) in plain for x in arrays)
-
-
-_geometries: dict[type, Callable[[Sequence[Any]], Geometry]] = {}  # of array types seen
 _torch: Any = None
-_torch_types: tuple[type, ...] = ()
-_cupy_type: type | None = None
 
 
-def _learn(kind: str) -> None:
-    """Take arrays of this framework from now on; it is imported, since one was seen."""
-    global _torch, _torch_types, _cupy_type
+def _types(kind: str) -> tuple[type, ...]:
+    """The types that have plans; what a subclass means, nobody knows. One of them was seen, so the
+    framework is imported."""
+    global _torch
     if kind == "torch":
         _torch = sys.modules["torch"]
-        _torch_types = (_torch.Tensor, _torch.nn.Parameter)
-        _geometries.update(dict.fromkeys(_torch_types, torch_geometry))
-    else:
-        _cupy_type = sys.modules["cupy"].ndarray
-        _geometries[_cupy_type] = cupy_geometry  # type: ignore[index]
+        return _torch.Tensor, _torch.nn.Parameter
+    return (sys.modules["cupy"].ndarray,)
 
 
 def _is_plain(option: Any) -> bool:
@@ -84,26 +76,28 @@ class Plans:
     def __init__(self, call: str, names: tuple[str, ...]) -> None:
         self.call, self.names = call, names
         self.known: dict[Key, Plan] = {}
+        self.geometries: dict[type, Callable[..., Geometry]] = {}  # by the type of the first array
 
     def find(
         self, arrays: Sequence[Any], options: tuple[Any, ...]
     ) -> tuple[Plan, list[int]] | None:
         """The plan for these arrays and where they are, or None: then the call is checked."""
-        geometry = _geometries.get(type(arrays[0]))
+        geometry = self.geometries.get(type(arrays[0]))
         if geometry is None:
             return None
         try:
-            key, pointers = geometry(arrays)
+            pointers, key = geometry(*arrays)
             plan = self.known.get((key, options))
         except (AttributeError, TypeError, RuntimeError):  # whatever it is, the check explains it
             return None
-        if (
-            plan is None
-            or (plan.guards and plan.overlaps(pointers))
-            or (plan.wants_grad and _torch.is_grad_enabled())
-        ):
+        if plan is None or (plan.guarded and plan.refuses(pointers)):
             return None
         return plan, pointers
+
+    def forget(self) -> None:
+        """Drop every plan (for tests): the next call is checked."""
+        self.known.clear()
+        self.geometries.clear()
 
     def remember(
         self,
@@ -116,10 +110,12 @@ class Plans:
         """The next call with arrays of this geometry takes the warm path."""
         if request.like.kind not in ("torch", "cupy") or not all(map(_is_plain, options)):
             return
-        _learn(request.like.kind)
-        if not _is_planned(request.like.kind, arrays):
+        types = _types(request.like.kind)
+        if not all(x is None or type(x) in types for x in arrays):
             return
-        key = (_geometries[type(arrays[0])](arrays)[0], options)
+        apart = geometry(request.like.kind, len(arrays))
+        self.geometries.update(dict.fromkeys(types, apart))
+        key = (apart(*arrays)[1], options)
         if len(self.known) >= MAX_PLANS:
             self.known.clear()
         plan = self.known.get(key)
@@ -128,6 +124,7 @@ class Plans:
             plan = self.known[key] = make(self.names, request, kernels)
             plan.wants_grad = any(getattr(x, "requires_grad", False) for x in arrays)
         plan.allow(self.names, pairs)
+        plan.guarded = bool(plan.guards) or plan.wants_grad
 
 
 class Plan:
@@ -138,7 +135,9 @@ class Plan:
     ) -> None:
         self.device = request.like.device
         self.wants_grad = False  # an input requires grad: only where autograd is off
+        self.guarded = False  # whether it may refuse anything
         self.workspace, self.counters = request.workspace, request.counters
+        self.meets = bool(self.workspace or self.counters)
         outputs = {name: output for name, output in request.outputs.items() if output is not None}
         self.allocations = [
             (names.index(name), self.allocation(names, request, output))
@@ -151,29 +150,23 @@ class Plan:
         views = {name: _stand_in(request, name) for name in names if name in known}
         views |= dict.fromkeys((name for name in names if name not in known), interop.Pointer(None))
         self.launches = [
-            (
-                kernel,
-                launch.spec.grid(launch.params, launch.problem),
-                *self._arguments(kernel, launch, views),
-            )
+            self._ready(kernel, launch, views)
             for kernel, launch in zip(kernels, request.launches, strict=True)
         ]
         self.guards: dict[tuple[int, int], tuple[int, int, set[int]]] = {}
 
-    def _arguments(
-        self, kernel: LoadedKernel, launch: Any, views: dict[str, Any]
-    ) -> tuple[Any, ...]:
-        """What packs a kernel's pointers, where it finds them, and its other arguments packed."""
+    def _ready(self, kernel: LoadedKernel, launch: Any, views: dict[str, Any]) -> tuple[Any, Any]:
+        """A kernel that waits for its pointers, and what picks them out of all pointers."""
         named = dict(launch.spec.arguments(launch.params, launch.problem, views))
         own = [name for name in kernel.names if name in self.pointers]
         if list(kernel.names[: len(own)]) != own:
             raise AssertionError(f"{kernel.spec.id}: pointers are not its first arguments")
         packed = kernel.packing.pack(*flatten(kernel.names, named | dict.fromkeys(own, 0)))
-        pack = struct.Struct(f"={len(own)}Q")
+        grid = launch.spec.grid(launch.params, launch.problem)
         places = [self.pointers.index(name) for name in own]
         neighbours = places == list(range(places[0], places[0] + len(own)))
         pick = [slice(places[0], places[0] + len(own))] if neighbours else places
-        return pack.pack, operator.itemgetter(*pick), packed[pack.size :]
+        return ReadyLaunch(kernel, grid, packed, len(own)), operator.itemgetter(*pick)
 
     def allow(self, names: tuple[str, ...], pairs: Sequence[Pair]) -> None:
         """Arrays as far apart as these do not overlap in a harmful way: that was checked."""
@@ -184,8 +177,11 @@ class Plan:
             if len(guard[2]) < MAX_PLANS:
                 guard[2].add(view.pointer - beside.pointer)
 
-    def overlaps(self, pointers: Sequence[int]) -> bool:
-        """Whether arrays that the caller gave may overlap in a way that was not checked yet."""
+    def refuses(self, pointers: Sequence[int]) -> bool:
+        """Whether autograd has to see the call, or arrays that the caller gave may overlap in a way
+        that was not checked yet."""
+        if self.wants_grad and _torch.is_grad_enabled():
+            return True
         for (one, two), (low, high, harmless) in self.guards.items():
             apart = pointers[one] - pointers[two]
             if low < apart < high and apart not in harmless:
@@ -199,11 +195,11 @@ class Plan:
     def launch(self, pointers: list[int], stream: int, like: Any) -> None:
         """Launch every kernel on `stream`; the device is current."""
         scratch: tuple[int, int, Any] = (0, 0, None)
-        if self.workspace or self.counters:
+        if self.meets:
             scratch = workspace.find(like, self.device, stream, self.workspace, self.counters)
         pointers += scratch[:2]
-        for kernel, grid, pack, pick, constants in self.launches:
-            kernel.launch_packed(grid, pack(*pick(pointers)) + constants, stream)
+        for start, pick in self.launches:
+            start(pick(pointers), stream)
         del scratch  # whoever gets that memory next on this stream comes after us
 
     def run(self, arrays: list[Any], pointers: list[int]) -> Any:
