@@ -25,7 +25,7 @@ PARAMS = (
     Param("dtype", FLOATS, "element type of k and v"),
     Param("storage", STORAGES, "what the cache keeps: the same, e4m3 or int8"),
     Param("vector", (True, False), "16-byte accesses: every head begins on a multiple of them"),
-    Param("threads", (64, 128, 256), "threads of a block", tunable=True),
+    Param("threads", (128, 64, 256), "threads of a block", tunable=True),
 )
 THREADS = 128
 _MOST_TOKENS = 1 << 14  # beyond these it makes no difference

@@ -184,7 +184,7 @@ def _most(x: View, tile: forward.Tile | None) -> int | None:
     """Blocks (or clusters) that run at once, where they take several rows each."""
     if tile not in forward.PIPELINED:
         return None
-    return _CPU_BLOCKS if x.device == CPU else multiprocessors(x.device) * forward.PIPELINED[tile]
+    return _CPU_BLOCKS if x.device == CPU else multiprocessors(x.device) * forward.RESIDENT[tile]
 
 
 def check(op: str, statistics: bool) -> Any:

@@ -19,9 +19,13 @@ TILES: tuple[Tile, ...] = (
     (512, 1, 4), (512, 4, 2), (512, 4, 4),
 )  # fmt: skip
 SCALAR_TILES: tuple[Tile, ...] = ((32, 4, 1), (512, 2, 1))
-# Tiles whose blocks take several rows, each with the next one's loads under way, and how many such
-# blocks a multiprocessor has.
-PIPELINED: dict[Tile, int] = {(32, 1, 1): 8, (256, 2, 1): 3, (512, 2, 1): 1}
+# Tiles whose blocks take several rows, each with the next one's loads under way.
+PIPELINED: tuple[Tile, ...] = ((32, 1, 1), (256, 2, 1), (512, 2, 1))
+# Blocks on a multiprocessor that registers have to suffice for; of pipelined ones these are all.
+RESIDENT: dict[Tile, int] = {
+    **{(32, 1, 1): 8, (32, 4, 1): 8, (128, 2, 1): 8, (128, 4, 1): 8, (256, 2, 1): 3},
+    **{(512, 2, 1): 1, (512, 4, 1): 2, (512, 1, 4): 1, (512, 4, 2): 2, (512, 4, 4): 2},
+}
 WIDE_THREADS = 512
 _MOST_ROWS = 1 << 14  # more make no difference to what is the fastest
 _WARP_BLOCK = 128  # threads of a block whose warps have a row each
@@ -50,6 +54,15 @@ def blocks(tile: Tile, problem: Problem) -> int:
     """Blocks for all rows at once, or the `most` that the problem allows; whole clusters."""
     groups = -(-problem["rows"] // (threads(tile) // tile[0]))
     return min(groups, problem["most"] or groups) * tile[2]
+
+
+def _resident(params: Params) -> int:
+    """What ptxas is asked for; single elements and wider weights would spill."""
+    if params["tile"] in PIPELINED or (
+        params["vector"] and params["weight_dtype"] == params["dtype"]
+    ):
+        return RESIDENT[params["tile"]]
+    return 1
 
 
 def wrong_weight(params: Params) -> str | None:
@@ -127,7 +140,7 @@ def _rows(op: str, centered: bool, affine: str) -> KernelSpec:
             derive=lambda params: {
                 "centered": centered,
                 "pipelined": params["tile"] in PIPELINED,
-                "resident": PIPELINED.get(params["tile"], 1),
+                "resident": _resident(params),
                 **dict(zip(("lanes", "vectors", "cluster"), params["tile"], strict=True)),
             },
             illegal=_illegal,
