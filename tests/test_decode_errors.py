@@ -42,7 +42,7 @@ CONTIGUOUS = [  # id, arguments, options, error, message
     ("layout", (Q, K, K), {"layout": "nhd"}, VALUE, "layout='nhd' is not one of bhsd, bshd"),
     ("odd rows", (Q[..., :60], K[..., :60], K), {}, VALUE, "q .* do not fill whole 16 bytes"),
     ("stride", (Q, K[..., ::2], K), {}, VALUE, "k has stride 2 in its last dimension"),
-    ("split", (Q, K, K), {"split_size": 100}, VALUE, "split_size=100; allowed: multiples of 128"),
+    ("split", (Q, K, K), {"split_size": 100}, VALUE, "split_size=100; allowed: 128, 256 …"),
     ("split type", (Q, K, K), {"split_size": 1.5}, TYPE, "split_size=1.5 is not a whole number"),
     ("causal", (Q, K, K), {"causal": "yes"}, TYPE, "causal='yes' is not True or False"),
     ("scale", (Q, K, K), {"softmax_scale": float("nan")}, VALUE, "softmax_scale=nan"),

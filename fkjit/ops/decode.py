@@ -39,7 +39,7 @@ def attention_decode(
         k_scale, v_scale: [Hkv] fp32, above 0: what codes of fp8 and int8 are multiplied by.
         causal: new token i sees keys up to i + length - S, so that the last one sees all.
         softmax_scale: default 1 / sqrt(D).
-        split_size: keys of a part, a multiple of 128: then a sequence's result is the same to the
+        split_size: keys of a part, 128, 256 …: then a sequence's result is the same to the
             bit whatever else is in the batch. None: parts as even as the batch allows, fastest; the
             same to the bit whenever lengths and GPU are the same.
         return_lse: also return the log-sum-exp of each row's scaled scores, fp32 [B, Hq, S]

@@ -25,6 +25,7 @@ _CPU_SMS = 2  # where blocks are interpreted
 _CHUNK = 16  # bytes of a copy
 _MAX_SCALE = 2e38  # times log2(e) it is still an fp32
 _LIMIT = 2**31
+_MAX_KEYS = 2**30
 _STORAGES = {"uint8": "fp8", "int8": "int8"}
 
 Sizes = dict[str, Any]
@@ -122,7 +123,7 @@ def _request(
     device = seen["q"].device
     sms = _CPU_SMS if device == CPU else multiprocessors(device)
     problem = kernels.on_grid(params, problem, sms, arch)
-    if kernels.units(params, problem) >= _LIMIT:
+    if kernels.units(params, problem) >= _LIMIT or problem["longest"] > _MAX_KEYS:
         raise ParameterError(f"{call}: {problem['longest']} keys a sequence are too many; split q")
     size, counters = kernels.workspace(params, problem)
     return Request(inputs, made, (Launch(kernels.SPLIT, params, problem),), size, counters)
@@ -257,13 +258,15 @@ def _scale(call: str, scale: Any, head_dim: int) -> float:
 
 def _split(call: str, split: Any) -> int:
     """Keys of a part; 0: as they come."""
-    step = kernels.SPLIT_STEP
+    least = kernels.LEAST_SPLIT
     if split is None:
         return 0
     if isinstance(split, bool) or not isinstance(split, int):
         raise ArgumentTypeError(f"{call}: split_size={split!r} is not a whole number or None")
-    if split < step or split % step or split >= _LIMIT:
-        raise ParameterError(f"{call}: split_size={split}; allowed: multiples of {step}, or None")
+    if split < least or split & (split - 1) or split >= _LIMIT:
+        raise ParameterError(
+            f"{call}: split_size={split}; allowed: {least}, {2 * least} …, or None"
+        )
     return split
 
 

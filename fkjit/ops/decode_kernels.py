@@ -15,12 +15,13 @@ from typing import Any
 from fkjit.arch import Arch
 from fkjit.interop import ITEMSIZE
 from fkjit.ops.kv_problem import STORAGES
+from fkjit.ops.workspace import ARGUMENTS
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, register
 
 HEAD_DIMS = (64, 128, 256)  # what rows are padded to
 ROWS = (16, 64)  # of a tile: query heads of a KV head times new tokens
 MAX_TOKENS = 16  # new ones of a sequence
-SPLIT_STEP = 128  # keys: parts of a fixed size are multiples
+LEAST_SPLIT = 128  # keys of a part of a fixed size
 _RESERVED = 1024  # bytes of shared memory that the system takes of each block
 _NO_PAGES = 31  # log2 of a page that no sequence fills
 
@@ -29,12 +30,12 @@ _TILES: dict[
     tuple[int, int, int], tuple[Tile, ...]
 ] = {  # by bytes of a key's element, head_dim, rows
     (2, 64, 16): ((4, 32, 2, 3),),
-    (2, 128, 16): ((4, 16, 2, 3),),
+    (2, 128, 16): ((4, 16, 2, 2),),
     (2, 256, 16): ((4, 16, 2, 1),),
     (2, 64, 64): ((4, 32, 3, 2),),
     (2, 128, 64): ((4, 32, 3, 2),),
     (1, 64, 16): ((4, 32, 3, 3),),
-    (1, 128, 16): ((4, 32, 2, 3),),
+    (1, 128, 16): ((4, 32, 2, 2),),
     (1, 256, 16): ((4, 32, 2, 1),),
     (1, 64, 64): ((4, 32, 5, 2),),
     (1, 128, 64): ((4, 32, 5, 2),),
@@ -128,18 +129,18 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
         array = arrays[name]
         return tuple(0 if at is None else array.strides[at] // array.itemsize for at in axes)
 
-    table = problem["page_size"] > 0
+    table, group = problem["page_size"] > 0, problem["heads_q"] // problem["heads_kv"]
     # A scale of 0 would turn a masked -inf into NaN; 1e-30 leaves exp2(score * scale) = 1.
     scale = problem["softmax_scale"] * math.log2(math.e)
     return {
-        **{name: arrays.get(name) for name in POINTERS},
+        **{n: arrays.get(n) for n in POINTERS if n in arrays or n not in ARGUMENTS},
         **{f"{name}_strides": strides(name, problem["axes"]) for name in ("q", "o")},
         **{f"{name}_strides": strides(name, problem["page_axes"]) for name in ("k", "v")},
         **{n: problem[n] for n in ("batch", "heads_kv", "seqlen_q", "head_dim", "head_dim_v")},
-        "group_size": problem["heads_q"] // problem["heads_kv"],
+        **{"group_size": group, "group_inverse": 1 / group},
         **{n: problem[n] for n in ("longest", "table_rows", "table_width", "num_pages")},
         "page_log2": problem["page_size"].bit_length() - 1 if table else _NO_PAGES,
-        "unit_keys": unit_keys(params, problem),
+        "unit_log2": unit_keys(params, problem).bit_length() - 1,
         "split": int(problem["split"] > 0),
         "slots": slots(params, problem),
         "softmax_scale_log2": scale if abs(scale) > 1e-30 else 1e-30,

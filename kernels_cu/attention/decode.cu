@@ -52,6 +52,7 @@ constexpr int QUADS = HEAD_DIM / 4;  // of columns, in a row
 static_assert(GROUP_WARPS == 1 || GROUPS == 1, "a group is a warp, or the block");
 static_assert(HEAD_DIM % 64 == 0, "tiles are made of 64-wide panels, or 32-wide ones of codes");
 static_assert(KEYS == 16 || KEYS == 32, "a lane knows the page of one key");
+static_assert((GROUPS & (GROUPS - 1)) == 0, "a unit is a power of two");
 
 using QTile = SwizzledTile<ROWS, HEAD_DIM>;
 using KvTile = SwizzledTile<KEYS, HEAD_DIM * sizeof(kept_t) / 2>;  // of 16 bits, or pairs of codes
@@ -88,9 +89,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     const Strides q_strides, const Strides k_strides,  // in elements; of k and v: from page to
     const Strides v_strides, const Strides o_strides,  // page, head to head, token to token
     const int batch, const int heads_kv, const int group_size,  // query heads a KV head
+    const float group_inverse,                                  // 1 / group_size
     const int seqlen_q, const int head_dim, const int head_dim_v, const int longest,
     const int table_rows, const int table_width, const int page_log2, const u32 num_pages,
-    const int unit_keys,             // a multiple of KEYS * GROUPS
+    const int unit_log2,             // of keys of a unit: a step of every group, or more
     const int split,                 // whether every unit is a part of its own
     const int slots,                 // of parts in the workspace
     const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
@@ -109,23 +111,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
 
   // 1. The share of this block.
   const Sequences sequences{seq_lens, rows, longest, table_rows};
-  const QueryRows query_rows{group_size, seqlen_q, heads_kv};
+  const QueryRows query_rows{group_size, seqlen_q, heads_kv, group_inverse};
   const int all_rows = query_rows.count(), row_tiles = ceil_div(all_rows, ROWS);
   const int heads = heads_kv * row_tiles;  // of a sequence: one for each of its tiles of rows
-  const Shares shares(count_units(sequences, batch, unit_keys) * heads, gridDim.x);
+  const Shares shares(count_units(sequences, batch, unit_log2) * heads, gridDim.x);
   const int share_end = shares.begin(blockIdx.x + 1);
   int unit = shares.begin(blockIdx.x);
   if (unit >= share_end) return;
-  Place place = find_place(sequences, unit_keys, batch, heads, unit);
+  Place place = find_place(sequences, unit_log2, batch, heads, unit);
   const Parts<HEAD_DIM> parts(workspace, slots, min(all_rows, ROWS));
 
   for (;;) {
     const Segment segment(place, unit, share_end, split);
-    const int kv_head = segment.head / row_tiles, row0 = segment.head % row_tiles * ROWS;
+    const int kv_head = row_tiles == 1 ? segment.head : segment.head / row_tiles;
+    const int row0 = (segment.head - kv_head * row_tiles) * ROWS;
     const RowTile tile{query_rows, place.sequence, kv_head, row0, min(ROWS, all_rows - row0)};
     const int length = sequences.length(place.sequence);
-    const int first_key = (unit - segment.head_begin) * unit_keys;
-    const int end_key = min(length, (segment.end - segment.head_begin) * unit_keys);
+    const int first_key = (unit - segment.head_begin) << unit_log2;
+    const int end_key = min(length, (segment.end - segment.head_begin) << unit_log2);
     const PageList pages(page_table, max(sequences.row(place.sequence), 0), table_width, page_log2);
     const HeadPages<kept_t> k_pages(k, kv_head, k_strides, head_dim);
     const HeadPages<kept_t> v_pages(v, kv_head, v_strides, head_dim_v);
@@ -217,24 +220,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     //    part is there, all threads have written theirs of it; nobody reads the rings any more.
     __syncthreads();
     if (cut.count > 1 && last_block(counters + cut.counter, cut.count)) {
-      const auto slot = [&](int part) { return cut.slot(part); };
-      for (int row = warp; row < tile.count; row += NUM_WARPS) {
-        const float total = parts.total(cut.count, row, lane, slot);
-        if (lane == 0) states[row].top = total;
-      }
-      __syncthreads();
       for (int i = threadIdx.x; i < tile.count * QUADS; i += THREADS) {
         const int row = i / QUADS, column = i % QUADS * 4;
-        const float total = states[row].top;
-        const Quad quad{parts.sum(cut.count, row, column, total, slot), total};
-        tile.store(o, o_strides, lse, head_dim_v, row, column, quad);
+        const auto slot = [&](int part) { return cut.slot(part); };
+        tile.store(o, o_strides, lse, head_dim_v, row, column,
+                   parts.merge(cut.count, row, column, slot));
       }
-      __syncthreads();
     }
 
     unit = segment.end;
     if (unit >= share_end) return;
     if (unit == place.first + heads * place.units)
-      place = {place.sequence + 1, unit, sequences.units(place.sequence + 1, unit_keys)};
+      place = {place.sequence + 1, unit, sequences.units(place.sequence + 1, unit_log2)};
   }
 }

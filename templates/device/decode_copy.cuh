@@ -54,14 +54,21 @@ struct StepCopy {
     return chunk / Tile::CHUNKS * Tile::PANEL_BYTES + Tile::offset(row(pass), chunk % Tile::CHUNKS);
   }
 
-  // All rows, which follow one another from `source` on.
-  __device__ __forceinline__ void rows(u32 tile, const HeadPages<T>& pages, const T* source) const {
+  // All rows; those of each RUN are in one page, and follow one another from `source(run)` on.
+  template <int RUN, typename Source>
+  __device__ __forceinline__ void runs(u32 tile, const HeadPages<T>& pages,
+                                       const Source& source) const {
+    static_assert(RUN % ROWS_A_PASS == 0, "a pass is in one run");
     const int bytes = chunk * CHUNK_COLUMNS < pages.columns ? 16 : 0;
-    source += bytes == 0 ? 0 : wide(row0, pages.token_step) + chunk * CHUNK_COLUMNS;
+    const i64 first = bytes == 0 ? 0 : wide(row0, pages.token_step) + chunk * CHUNK_COLUMNS;
     const i64 step = bytes == 0 ? 0 : wide(ROWS_A_PASS, pages.token_step);
 #pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass, source += step)
-      cp_async_16(tile + target(pass), source, bytes);
+    for (int run = 0; run < Tile::ROWS / RUN; ++run) {
+      const T* from = source(run) + first;
+#pragma unroll
+      for (int pass = 0; pass < RUN / ROWS_A_PASS; ++pass, from += step)
+        cp_async_16(tile + target(run * (RUN / ROWS_A_PASS) + pass), from, bytes);
+    }
   }
 
   // One row, or zeros for it.
@@ -76,17 +83,25 @@ struct StepCopy {
 // Keys and values from key `first` on, those before `end`, to two tiles; all others become zero, and
 // their memory is not touched. `page_here` is the page of key first + lane % ROWS: a warp knows the
 // pages of all its rows, and asked for them one step earlier. The copies are asynchronous. `first`
-// is a multiple of ROWS, so that a step is in one page unless pages are smaller.
+// is a multiple of ROWS.
 template <typename Tile, int THREADS, typename T>
 __device__ __forceinline__ void copy_step(u32 k_tile, u32 v_tile, const HeadPages<T>& k,
                                           const HeadPages<T>& v, int thread, int page_here,
                                           int page_log2, u32 num_pages, int first, int end) {
-  const StepCopy<Tile, THREADS, T> copy(thread);
-  const int in_page = (1u << page_log2) - 1, place = first & in_page;
-  if (first + Tile::ROWS <= end && in_page >= Tile::ROWS - 1 &&
-      static_cast<u32>(page_here) < num_pages) {
-    copy.rows(k_tile, k, k.token(page_here, place));
-    copy.rows(v_tile, v, v.token(page_here, place));
+  using Copy = StepCopy<Tile, THREADS, T>;
+  constexpr int RUN = Copy::ROWS_A_PASS > 16 ? Copy::ROWS_A_PASS : 16;  // rows, in one page
+  const Copy copy(thread);
+  const int in_page = (1u << page_log2) - 1;
+  if (first + Tile::ROWS <= end && in_page >= RUN - 1 &&
+      __all_sync(FULL_MASK, static_cast<u32>(page_here) < num_pages)) {
+    int page[Tile::ROWS / RUN], place[Tile::ROWS / RUN];
+#pragma unroll
+    for (int run = 0; run < Tile::ROWS / RUN; ++run) {
+      page[run] = __shfl_sync(FULL_MASK, page_here, run * RUN);
+      place[run] = (first + run * RUN) & in_page;
+    }
+    copy.template runs<RUN>(k_tile, k, [&](int i) { return k.token(page[i], place[i]); });
+    copy.template runs<RUN>(v_tile, v, [&](int i) { return v.token(page[i], place[i]); });
     return;
   }
 #pragma unroll 1

@@ -56,6 +56,13 @@ __device__ __forceinline__ void add_scaled(float4& to, float by, const float4& x
   to.z = fmaf(by, x.z, to.z), to.w = fmaf(by, x.w, to.w);
 }
 
+// Divided by the sum of exponentials relative to 2^top.
+__device__ __forceinline__ Quad scaled(const float4& value, float sum, float top, float scale) {
+  const float by = sum == 0.f ? 0.f : scale / sum;
+  return {make_float4(value.x * by, value.y * by, value.z * by, value.w * by),
+          sum == 0.f ? NEG_INFINITY : top + log2f(sum)};
+}
+
 // 2^(x - top); 0 where x is -inf, even if nothing else was seen.
 __device__ __forceinline__ float weight(float x, float top) {
   return x == NEG_INFINITY ? 0.f : exp2_fast(x - top);
@@ -79,9 +86,7 @@ __device__ __forceinline__ Quad merge_warps(const unsigned char* area, int area_
     add_scaled(value, by,
                *reinterpret_cast<const float4*>(x + row * WarpRows<HEAD_DIM>::STRIDE + column));
   }
-  const float by = sum == 0.f ? 0.f : scale / sum;
-  return {make_float4(value.x * by, value.y * by, value.z * by, value.w * by),
-          sum == 0.f ? NEG_INFINITY : top + log2f(sum)};
+  return scaled(value, sum, top, scale);
 }
 
 // Parts of heads that several blocks share. Slot s has `rows` rows of HEAD_DIM floats.
@@ -100,38 +105,38 @@ struct Parts {
     if (column == 0) lse2[at] = quad.lse2;
   }
 
-  // Of all parts of a row, by a whole warp; slot(i) is where part i lies.
+  // Four columns of all parts of a row; slot(i) is where part i lies. BATCH loads are under way at a
+  // time, as many as most heads have parts.
   template <typename Slot>
-  __device__ __forceinline__ float total(int count, int row, int lane, const Slot& slot) const {
-    float top = NEG_INFINITY, sum = 0.f;
-    for (int i = lane; i < count; i += WARP_SIZE) {
-      const float x = __ldcg(lse2 + wide(slot(i), rows) + row);
-      const float higher = fmaxf(top, x);
-      sum = sum * weight(top, higher) + weight(x, higher);
-      top = higher;
-    }
-    float highest = top;
-#pragma unroll
-    for (int step = 1; step < WARP_SIZE; step *= 2)
-      highest = fmaxf(highest, __shfl_xor_sync(FULL_MASK, highest, step));
-    sum *= weight(top, highest);
-#pragma unroll
-    for (int step = 1; step < WARP_SIZE; step *= 2) sum += __shfl_xor_sync(FULL_MASK, sum, step);
-    return highest == NEG_INFINITY ? NEG_INFINITY : highest + log2f(sum);
-  }
-
-  // Four columns of all parts, where the row's total is known.
-  template <typename Slot>
-  __device__ __forceinline__ float4 sum(int count, int row, int column, float total,
-                                        const Slot& slot) const {
+  __device__ __forceinline__ Quad merge(int count, int row, int column, const Slot& slot) const {
+    constexpr int BATCH = 16;
     float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-    for (int i = 0; i < count; ++i) {
-      const i64 at = wide(slot(i), rows) + row;
-      const float by = weight(__ldcg(lse2 + at), total);
-      add_scaled(value, by,
-                 __ldcg(reinterpret_cast<const float4*>(values + at * HEAD_DIM + column)));
+    float top = NEG_INFINITY, sum = 0.f;
+#pragma unroll 1
+    for (int first = 0; first < count; first += BATCH) {
+      Quad part[BATCH];
+      float higher = top;
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        const i64 at = wide(slot(min(first + i, count - 1)), rows) + row;
+        part[i].lse2 = __ldcg(lse2 + at);
+        part[i].value = __ldcg(reinterpret_cast<const float4*>(values + at * HEAD_DIM + column));
+      }
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        if (first + i >= count) part[i].lse2 = NEG_INFINITY;
+        higher = fmaxf(higher, part[i].lse2);
+      }
+      const float shrink = weight(top, higher);
+      value = make_float4(value.x * shrink, value.y * shrink, value.z * shrink, value.w * shrink);
+      sum *= shrink, top = higher;
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        const float by = weight(part[i].lse2, top);
+        sum += by;
+        add_scaled(value, by, part[i].value);
+      }
     }
-    return value;
+    return scaled(value, sum, top, 1.f);
   }
 };

@@ -5,11 +5,14 @@
 
 struct QueryRows {
   int group_size, tokens, kv_heads;
+  float group_inverse;  // 1 / group_size: a quotient of row + 1/2 is far enough from whole numbers
 
   __device__ __forceinline__ int count() const { return group_size * tokens; }
-  __device__ __forceinline__ int token(int row) const { return row / group_size; }
+  __device__ __forceinline__ int token(int row) const {
+    return static_cast<int>((static_cast<float>(row) + 0.5f) * group_inverse);
+  }
   __device__ __forceinline__ int head(int kv_head, int row) const {
-    return kv_head * group_size + row % group_size;
+    return (kv_head - token(row)) * group_size + row;
   }
   __device__ __forceinline__ i64 offset(const Strides& strides, int sequence, int kv_head,
                                         int row) const {

@@ -1,7 +1,7 @@
 // Who does what in decoding: the keys of all sequences, KV heads and tiles of rows make one list of
-// units, which is shared out evenly over the blocks of a grid, whatever the lengths are. A block's
-// share is cut into segments where a head or a sequence ends; a head that is cut is put together by
-// the last block that has a part of it.
+// units, 2^unit_log2 keys each, which is shared out evenly over the blocks of a grid, whatever the
+// lengths are. A block's share is cut into segments where a head or a sequence ends; a head that is
+// cut is put together by the last block that has a part of it.
 //
 //   sequences   0                     1             2
 //   units       a a a a a | b b b b b | c c | d d d | e e ...      a, b: the heads of sequence 0
@@ -26,8 +26,8 @@ struct Sequences {
     return seq_lens == nullptr ? longest : min(max(seq_lens[at], 0), longest);
   }
   // Of a head; an empty sequence has one, in which its output is written.
-  __device__ __forceinline__ int units(int sequence, int unit_keys) const {
-    return max(ceil_div(length(sequence), unit_keys), 1);
+  __device__ __forceinline__ int units(int sequence, int unit_log2) const {
+    return max(((length(sequence) - 1) >> unit_log2) + 1, 1);
   }
 };
 
@@ -36,11 +36,11 @@ struct Shares {
   int each, rest;
 
   __device__ __forceinline__ Shares(int total, int blocks)
-      : each(total / blocks), rest(total - total / blocks * blocks) {}
+      : each(static_cast<u32>(total) / static_cast<u32>(blocks)), rest(total - each * blocks) {}
   __device__ __forceinline__ int begin(int block) const { return block * each + min(block, rest); }
   __device__ __forceinline__ int owner(int unit) const {
-    const int longer = rest * (each + 1);
-    return unit < longer ? unit / (each + 1) : rest + (unit - longer) / each;
+    const u32 longer = rest * (each + 1), at = unit;
+    return at < longer ? at / (each + 1u) : rest + (at - longer) / each;
   }
 };
 
@@ -50,10 +50,10 @@ struct Place {
 };
 
 // Units of all sequences, for one head. Called by whole warps.
-__device__ __forceinline__ int count_units(const Sequences& sequences, int batch, int unit_keys) {
+__device__ __forceinline__ int count_units(const Sequences& sequences, int batch, int unit_log2) {
   int count = 0;
   for (int i = threadIdx.x % WARP_SIZE; i < batch; i += WARP_SIZE)
-    count += sequences.units(i, unit_keys);
+    count += sequences.units(i, unit_log2);
 #pragma unroll
   for (int step = 1; step < WARP_SIZE; step *= 2) count += __shfl_xor_sync(FULL_MASK, count, step);
   return count;
@@ -61,12 +61,12 @@ __device__ __forceinline__ int count_units(const Sequences& sequences, int batch
 
 // The sequence that `unit` belongs to, which there is; each has `heads` times its units. Called by
 // whole warps.
-__device__ __forceinline__ Place find_place(const Sequences& sequences, int unit_keys, int batch,
+__device__ __forceinline__ Place find_place(const Sequences& sequences, int unit_log2, int batch,
                                             int heads, int unit) {
   const int lane = threadIdx.x % WARP_SIZE;
   int first = 0;
   for (int base = 0;; base += WARP_SIZE) {
-    const int mine = base + lane < batch ? sequences.units(base + lane, unit_keys) : 0;
+    const int mine = base + lane < batch ? sequences.units(base + lane, unit_log2) : 0;
     int up_to = mine;
 #pragma unroll
     for (int step = 1; step < WARP_SIZE; step *= 2) {
@@ -91,9 +91,12 @@ struct Segment {
   // From `unit` to the end of the head, or of the block's share; one unit where heads are `split`.
   __device__ __forceinline__ Segment(const Place& place, int unit, int share_end, int split)
       : unit(unit), head_units(place.units) {
-    head = (unit - place.first) / place.units;
+    head = static_cast<u32>(unit - place.first) / static_cast<u32>(place.units);
     head_begin = place.first + head * place.units;
     end = split ? unit + 1 : min(share_end, head_begin + head_units);
+  }
+  __device__ __forceinline__ bool is_whole() const {
+    return unit == head_begin && end == head_begin + head_units;
   }
 };
 
@@ -101,11 +104,13 @@ struct Segment {
 // heads that others have as well: slot 2i is for one that began before block i, 2i + 1 for one that
 // begins in it. Where heads are split at every unit, each has a slot.
 struct HeadParts {
-  int count, first_slot, step;  // slots: first_slot, then step after step from there
-  int second_slot, own_slot, counter;
+  int count = 1;  // 1: no other block has any
+  int own_slot = 0, counter = 0;
+  int first_slot = 0, second_slot = 0, step = 0;  // and so on, step after step
 
   __device__ __forceinline__ HeadParts(const Segment& segment, const Shares& shares, int split,
                                        int head_number) {
+    if (segment.is_whole()) return;
     const int first = shares.owner(segment.head_begin);
     const int last = shares.owner(segment.head_begin + segment.head_units - 1);
     count = split ? segment.head_units : last - first + 1;
@@ -113,8 +118,7 @@ struct HeadParts {
     first_slot = split ? segment.head_begin : 2 * first + 1;
     second_slot = split ? segment.head_begin + 1 : 2 * first + 2;
     step = split ? 1 : 2;
-    const int before = split ? segment.unit - segment.head_begin : blockIdx.x - first;
-    own_slot = slot(before);
+    own_slot = slot(split ? segment.unit - segment.head_begin : blockIdx.x - first);
   }
   __device__ __forceinline__ int slot(int part) const {
     return part == 0 ? first_slot : second_slot + (part - 1) * step;
