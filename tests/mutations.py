@@ -186,7 +186,7 @@ BUGS = (
     Bug("S is read without a wait", K + "flash_sm90.cu", "wgmma_wait<1>();", "", by="wgmma",
         **SM90),
     Bug("a wait too lax for O", K + "flash_sm90.cu",
-        "wgmma_wait<0>();\n        release_v();", "wgmma_wait<1>();\n        release_v();",
+        "wgmma_wait<0>();\n        if (!first)", "wgmma_wait<1>();\n        if (!first)",
         by="wgmma", **SM90),
     Bug("no fence before the last product", K + "flash_sm90.cu", "wgmma_fence();", "",
         by="wgmma", nth=2, **SM90),

@@ -18,11 +18,11 @@ PAIRS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Tiles of each padded head_dim, fastest first: registers hold O, S and P, shared memory Q and two
 # stages of K and V.
 TILES: dict[int, tuple[Any, ...]] = {
-    64: ((192, 128), 128),
-    96: (128, (128, 160)),
-    128: (128, (128, 176), (128, 64)),
-    192: ((128, 96), (128, 64)),
-    256: ((128, 80), (128, 64)),
+    64: ((192, 128), 128, (64, 128)),
+    96: (128, (128, 160), (64, 128)),
+    128: (128, (128, 176), (128, 64), (64, 128)),
+    192: ((128, 96), (128, 64), (64, 96)),
+    256: ((128, 80), (128, 64), (64, 80)),
 }
 _PANEL = 64  # columns
 _WARP_ROWS = 16  # of a tile of queries: a warp stores its own
@@ -55,8 +55,8 @@ def _derive(params: Params) -> dict[str, Any]:
         "consumers": consumers,
         "stages": _STAGES,
         "q_stages": _q_stages(params),
-        "producer_registers": 40 if consumers == 2 else 32,
-        "consumer_registers": 232 if consumers == 2 else 160,
+        "producer_registers": {1: 40, 2: 40, 3: 32}[consumers],
+        "consumer_registers": {1: 240, 2: 232, 3: 160}[consumers],
         "ptx_type": {"fp16": "f16", "bf16": "bf16"}[params["dtype"]],
         **_product("qk", block_k // 2, {"q": 1, "k": 1, "add": 1}),
         **_product("pv", params["head_dim_v"] // 2, {"p": 4, "v": 1}),

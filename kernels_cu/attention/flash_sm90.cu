@@ -335,13 +335,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       };
       release_k();
       mask();
-      softmax.raise_max(s, softmax_scale_log2, correction);
+      bool rescale = softmax.raise_max(s, softmax_scale_log2, correction);
       exponentials(s, softmax, softmax_scale_log2);
-      round_to<elem_t>(p, s);
       if (AHEAD && stored) release_q(q_stage ^ 1);
       stored = true;
 
-      for (--tile; tile >= 0; --tile) {
+      // The loop begins where exponentials end: were the wait for O in one block with them, ptxas
+      // would put it before them, and nothing would be left to do under P V.
+      for (bool first = true;; first = false) {
+        wgmma_wait<0>();
+        if (!first) release_v();
+        if (rescale) scale_rows(acc, correction);
+        round_to<elem_t>(p, s);
+        if (--tile < 0) break;
         settle(p);
         settle(acc[0]);
         issue_scores(q_stage);
@@ -351,12 +357,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         wgmma_wait<1>();
         release_k();
         mask();
-        const bool rescale = softmax.raise_max(s, softmax_scale_log2, correction);
+        rescale = softmax.raise_max(s, softmax_scale_log2, correction);
         exponentials(s, softmax, softmax_scale_log2);
-        wgmma_wait<0>();
-        release_v();
-        if (rescale) scale_rows(acc, correction);
-        round_to<elem_t>(p, s);
       }
       // The last product, and behind it the first scores of what comes next.
       mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
