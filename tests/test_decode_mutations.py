@@ -33,8 +33,6 @@ BUGS = (
         "key < end_key + 64 ? pages.page(key)", by="memory", **ONE),
     Bug("one head too many in a list", D + "schedule.cuh", "i < batch; i +=", "i <= batch; i +=",
         by="memory", **ONE),
-    Bug("a step past the end", D + "copy.cuh", "first + Tile::ROWS <= end", "true", by="memory",
-        **ONE),
     Bug("the first part left out", D + "merge.cuh", "first = 0; first < count",
         "first = 1; first < count", by="numbers", **ONE),
     Bug("one warp's output left out", D + "merge.cuh", "for (int i = 0; i < GROUPS; ++i) {",

@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
       const u32 stage = ring + step % STAGES * STAGE_BYTES;
       copy_step<KvTile, GROUP_THREADS>(stage, stage + KvTile::BYTES, k_pages, v_pages,
                                        threadIdx.x % GROUP_THREADS, page, page_log2, num_pages,
-                                       key_of(step), end_key);
+                                       key_of(step));
     };
 
     // 2. The first steps are on their way, and Q is copied, with the sign of the scale: a negative

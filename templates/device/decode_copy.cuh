@@ -80,20 +80,19 @@ struct StepCopy {
   }
 };
 
-// Keys and values from key `first` on, those before `end`, to two tiles; all others become zero, and
-// their memory is not touched. `page_here` is the page of key first + lane % ROWS: a warp knows the
-// pages of all its rows, and asked for them one step earlier. The copies are asynchronous. `first`
-// is a multiple of ROWS.
+// Keys and values from key `first` on, a multiple of ROWS, to two tiles. `page_here` is the page of
+// key first + lane % ROWS: a warp knows the pages of all its rows, and asked for them one step
+// earlier. Where there is no such page, as -1 says beyond the end, a row becomes zero, and nothing is
+// read for it. The copies are asynchronous.
 template <typename Tile, int THREADS, typename T>
 __device__ __forceinline__ void copy_step(u32 k_tile, u32 v_tile, const HeadPages<T>& k,
                                           const HeadPages<T>& v, int thread, int page_here,
-                                          int page_log2, u32 num_pages, int first, int end) {
+                                          int page_log2, u32 num_pages, int first) {
   using Copy = StepCopy<Tile, THREADS, T>;
   constexpr int RUN = Copy::ROWS_A_PASS > 16 ? Copy::ROWS_A_PASS : 16;  // rows, in one page
   const Copy copy(thread);
   const int in_page = (1u << page_log2) - 1;
-  if (first + Tile::ROWS <= end && in_page >= RUN - 1 &&
-      __all_sync(FULL_MASK, static_cast<u32>(page_here) < num_pages)) {
+  if (in_page >= RUN - 1 && __all_sync(FULL_MASK, static_cast<u32>(page_here) < num_pages)) {
     int page[Tile::ROWS / RUN], place[Tile::ROWS / RUN];
 #pragma unroll
     for (int run = 0; run < Tile::ROWS / RUN; ++run) {
@@ -107,7 +106,7 @@ __device__ __forceinline__ void copy_step(u32 k_tile, u32 v_tile, const HeadPage
 #pragma unroll 1
   for (int pass = 0; pass < copy.PASSES; ++pass) {
     const int row = copy.row(pass), page = __shfl_sync(FULL_MASK, page_here, row);
-    const bool exists = first + row < end && static_cast<u32>(page) < num_pages;
+    const bool exists = static_cast<u32>(page) < num_pages;
     copy.row(k_tile, k, pass, exists, page, (first + row) & in_page);
     copy.row(v_tile, v, pass, exists, page, (first + row) & in_page);
   }
