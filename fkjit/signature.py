@@ -24,7 +24,7 @@ _CODES = {
     "Strides": "qqq",
     "RopeFrequencies": "Q" * 14,
     "Routing": "i" * 8 + "f",
-    "Grouping": "i" * 7,
+    "Grouping": "i" * 8,
     "TensorMap": f"{tensor_map.BYTES}s",
 }
 _NOISE = re.compile(

@@ -11,8 +11,8 @@ K, D = "kernels_cu/moe/", "templates/device/"
 SYNC = "__syncthreads();"
 ROUTE = {"kernel": "moe_route.lanes", "params": {"dtype": "fp32", "tile": (8, 8)}}
 BOTH = {"kernel": "moe_route_and_regroup.grid", "params": {"dtype": "fp32", "tile": (8, 8)}}
-SORT = {"kernel": "moe_regroup.grid", "params": {"ids": "int32", "tile": (1024, 64)}}
-WIDE = {"kernel": "moe_regroup.grid", "params": {"ids": "int32", "tile": (512, 512)}}
+SORT = {"kernel": "moe_regroup.grid", "params": {"ids": "int32", "tile": (512, 512)}}
+WIDE = {"kernel": "moe_regroup.grid", "params": {"ids": "int32", "tile": (256, 1024)}}
 BACK = {"kernel": "moe_combine.backward", "params": {"dtype": "fp32", "vector": True}}
 COMBINE = {"kernel": "moe_combine.rows", "params": {"dtype": "fp32", "vector": False}}
 PERMUTE = {"kernel": "moe_permute.rows", "params": {"dtype": "fp32", "vector": True}}
@@ -36,14 +36,14 @@ BUGS = (
         by="race", **BOTH),
     Bug("ranks backwards", D + "moe_groups.cuh", "alike & ((1u << lane) - 1)",
         "alike & ~((2u << lane) - 1)", by="numbers", **SORT),
-    Bug("no blocks before", D + "moe_groups.cuh", "before[group] + taken", "taken", by="race",
+    Bug("no blocks before", D + "moe_groups.cuh", "rank += before[group];", "", by="race",
         **SORT),
-    Bug("one more than fits", D + "moe_groups.cuh", "rank < how.capacity", "rank <= how.capacity",
+    Bug("one more than fits", D + "moe_groups.cuh", "rank >= how.capacity", "rank > how.capacity",
         by="race", **SORT),
-    Bug("ties to the higher expert", D + "moe_route.cuh", "x[i] == best) at = ahead(i)",
-        "x[i] == best) at = max(at == 1 << 30 ? 0 : at, ahead(i))", by="numbers", **ROUTE),
-    Bug("NaN is chosen", D + "moe_route.cuh", "return fmaxf(x, LEAST)", "return x", by="numbers",
-        **ROUTE),
+    Bug("ties to the higher expert", D + "moe_route.cuh", "1 << (PART - 1 - i)", "1 << i",
+        by="numbers", **ROUTE),
+    Bug("NaN is chosen", D + "moe_route.cuh", "fmaxf(chunk[j].get(i), least)", "chunk[j].get(i)",
+        by="numbers", **ROUTE),
     Bug("no barrier of places", D + "moe_rows.cuh", SYNC, "", by="race", **PERMUTE),
     Bug("sums in one place", K + "combine_backward.cu", "warps[k % 2]", "warps[0]", by="race",
         **BACK),

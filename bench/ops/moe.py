@@ -143,9 +143,7 @@ def launch(
     torch, like = import_module("torch"), arrays["logits"]
     made = {n: device.array(array) for n, array in spec.outputs(params, p).items()}
     meeting = {
-        "workspace": torch.empty(
-            (p["blocks"] + 1) * p["groups"], dtype=torch.int32, device=like.device
-        ),
+        "workspace": torch.empty(groups.table_size(p), dtype=torch.int32, device=like.device),
         "counters": torch.zeros(groups.COUNTERS, dtype=torch.int32, device=like.device),
     }
     named = {**arrays, **made, **meeting}

@@ -15,11 +15,12 @@ import numpy as np
 from fkjit.device import multiprocessors
 from fkjit.errors import ParameterError
 from fkjit.interop import CPU, View
+from fkjit.ops import workspace
 from fkjit.ops.moe_checks import whole
 from fkjit.ops.moe_problem import MAX_EXPERTS
 from fkjit.ops.simple import Output
 from fkjit.ops.simple_checks import check_dtype, check_shape
-from fkjit.ops.simple_shapes import rows_of
+from fkjit.ops.simple_shapes import log2_ceil, rows_of
 from fkjit.spec import Arrays, Problem
 
 NO_CAPACITY = 2**31 - 1
@@ -103,20 +104,29 @@ def made(p: Problem) -> dict[str, Output]:
 
 def table_bytes(p: Problem) -> int:
     """Of the blocks' counts, which the grid meets over."""
-    return 4 * (p["blocks"] + 1) * p["groups"] if p["blocks"] > 1 else 0
+    return 4 * table_size(p) if p["blocks"] > 1 else 0
+
+
+def table_size(p: Problem) -> int:
+    """Numbers in it."""
+    return (p["blocks"] + 1) * (-(-p["groups"] // 4) * 4)
 
 
 def grouping(p: Problem) -> tuple[int, ...]:
     """The kernels' argument `Grouping`."""
-    names = ("experts", "groups", "block_size", "capacity", "places")
     twice = p.get("twice", p["blocks"] * p["groups"] > _TABLE)
-    return (*(p[name] for name in names), p["tokens"] * p["top_k"], twice)
+    size = p["block_size"]
+    return (
+        p["experts"], p["groups"], size, log2_ceil(size) if size & (size - 1) == 0 else -1,
+        p["capacity"], p["places"], p["tokens"] * p["top_k"], twice,
+    )  # fmt: skip
 
 
 def arguments(p: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Kernel arguments that both kernels have."""
-    pointers = (*INPUTS, *MoeGroups._fields, "workspace", "counters")
-    return {**{name: arrays.get(name) for name in pointers}, "tokens": p["tokens"]}
+    meeting = {name: arrays[name] for name in workspace.ARGUMENTS if name in arrays}
+    pointers = {name: arrays.get(name) for name in (*INPUTS, *MoeGroups._fields)}
+    return {**pointers, **meeting, "tokens": p["tokens"]}
 
 
 # -- tests ---------------------------------------------------------------------------------------
@@ -125,7 +135,7 @@ def arguments(p: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
 def random_lists(p: Problem, rng: np.random.Generator) -> Arrays:
     """A map to some of the experts, a number of tokens, and what blocks meet in."""
     found: Arrays = {
-        "workspace": np.full((p["blocks"] + 1) * p["groups"], np.nan, np.float32),
+        "workspace": np.full(table_size(p), np.nan, np.float32),
         "counters": np.zeros(COUNTERS, np.uint32),
     }
     if p.get("mapped"):
@@ -200,7 +210,7 @@ def variations(most: int, round_: int, scale: str) -> list[dict[str, Any]]:
     return [
         {"tokens": tokens, "experts": most, "block_size": 4, "blocks": blocks},
         {
-            **{"tokens": tokens, "experts": most - 7, "block_size": 16, "blocks": blocks},
+            **{"tokens": tokens, "experts": most - 7, "block_size": 12, "blocks": blocks},
             **{"mapped": True, "groups": (most - 7) // 2, "real": tokens - 14, "capacity": 5},
             "twice": True,
         },

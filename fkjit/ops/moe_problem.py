@@ -48,7 +48,7 @@ def routing(params: Params, p: Problem) -> tuple[Any, ...]:
     groups = p["num_groups"]
     return (
         p["top_k"], p["scoring"] == "sigmoid", p["renormalize"], p["experts"] // groups, groups,
-        p["topk_groups"], group_lanes(params["tile"], groups), p["vector"], p["scale"],
+        p["topk_groups"], log2_ceil(params["tile"][0]) - log2_ceil(groups), p["vector"], p["scale"],
     )  # fmt: skip
 
 

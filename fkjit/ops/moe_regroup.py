@@ -19,7 +19,7 @@ from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
 _CALL = "moe_regroup"
 _IDS = ("int32", "int64")
 # Threads of a block, and groups that it has room for; the first that has enough is taken.
-TILES = ((1024, 64), (1024, 256), (512, 512), (256, 1024))
+TILES = ((512, 512), (256, 1024))
 _ALONE = 4096  # items that one block sorts alone
 _PER_BLOCK = 1024  # items of a block, at least, where there are several
 

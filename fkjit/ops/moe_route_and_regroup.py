@@ -88,7 +88,7 @@ def _prepare(
 
 def threads_of(tile: moe.Tile) -> int:
     """Of a block: as many as have room for their warps' counts."""
-    return next(t for t in (1024, 512, 256) if groups.counts_fit(t, tile[0] * tile[1]))
+    return next(t for t in (512, 256) if groups.counts_fit(t, tile[0] * tile[1]))
 
 
 def blocks_of(tile: moe.Tile, threads: int, tokens: int, processors: int) -> int:
@@ -164,7 +164,7 @@ KERNEL = register(
         params=(
             Param("dtype", FLOATS, "element type of logits"),
             Param("tile", moe.TILES, "(lanes of a warp on a token, logits of each)"),
-            Param("threads", (256, 512, 1024), "threads of a block", tunable=True),
+            Param("threads", (256, 512), "threads of a block", tunable=True),
         ),
         cooperative=True,
         derive=lambda params: dict(zip(("lanes", "values"), params["tile"], strict=True)),

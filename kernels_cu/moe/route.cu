@@ -14,7 +14,7 @@ constexpr int THREADS = ${threads};
 constexpr int TOKENS = THREADS / LANES;  // of a block
 static_assert(WARP_SIZE % LANES == 0 && THREADS % WARP_SIZE == 0, "whole tokens in whole warps");
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     moe_route(const logit_t* __restrict__ logits,  // [tokens, experts]
               const float* __restrict__ bias,      // [experts] or null: 0
               float* __restrict__ topk_weights,    // [tokens, top_k]

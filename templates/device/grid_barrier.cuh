@@ -4,8 +4,7 @@
 //
 //   table[blockIdx.x] = ...;              // by any thread
 //   const u32 left = grid_barrier(counters, gridDim.x);
-//   ... = table[...];                     // by any thread: what every block wrote before is visible;
-//                                         // read it with __ldcg, past this multiprocessor's L1
+//   ... = table[...];                     // by any thread: what every block wrote before is visible
 //   grid_leave(counters, gridDim.x, left) // at the end
 //
 // counters[0] counts who has come, counters[1] who has left; both are 0 before the launch and again

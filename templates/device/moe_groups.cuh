@@ -19,6 +19,7 @@ struct Grouping {
   int experts;     // ids from 0 to here are looked up in the map
   int groups;      // experts here: ids after the map
   int block_size;  // a group's places are a multiple of it
+  int size_log2;   // of block_size, -1: it is no power of two
   int capacity;    // items of a group, at most; later ones are dropped
   int places;      // of sorted_token_ids
   int sentinel;    // what stands in places of nobody
@@ -34,7 +35,7 @@ struct Groups {
   int* inverse;           // [items], -1: dropped
   int* offsets;           // [groups + 1]
   int* counts;            // [groups]
-  int* table;             // [blocks + 1, groups]
+  int* table;             // [blocks + 1, groups], rows of whole 16 bytes
   u32* counters;          // [4] of the barriers
 };
 
@@ -43,6 +44,11 @@ __device__ __forceinline__ int group_of(i64 id, const int* map, const Grouping& 
   if (id < 0 || id >= how.experts) return -1;
   const int group = map == nullptr ? static_cast<int>(id) : map[id];
   return group >= 0 && group < how.groups ? group : -1;
+}
+
+// The tile that a place is in.
+__device__ __forceinline__ int tile_of(int place, const Grouping& how) {
+  return how.size_log2 >= 0 ? place >> how.size_log2 : place / how.block_size;
 }
 
 // Sums over the lanes up to this one.                                     PTX ISA: shfl.sync.up.b32
@@ -56,23 +62,40 @@ __device__ __forceinline__ int warp_scan(int x) {
   return x;
 }
 
+// Sums over the warp, in every lane.                            PTX ISA: redux.sync.add, shfl.sync.bfly
+__device__ __forceinline__ int warp_sum(int x) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(FULL_MASK, x);
+#else
+#pragma unroll
+  for (int distance = WARP_SIZE / 2; distance > 0; distance /= 2)
+    x += __shfl_xor_sync(FULL_MASK, x, distance);
+  return x;
+#endif
+}
+__device__ __forceinline__ int4 warp_sum(int4 x) {
+  return {warp_sum(x.x), warp_sum(x.y), warp_sum(x.z), warp_sum(x.w)};
+}
+__device__ __forceinline__ void add(int4& sum, const int4& x, bool counts) {
+  if (counts) sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+}
+
 // Shared memory of a block, and what it does with it. MOST: groups, a multiple of 32.
 template <int THREADS, int MOST>
-struct Regroup {
+struct alignas(16) Regroup {
   static constexpr int WARPS = THREADS / WARP_SIZE, CHUNKS = MOST / WARP_SIZE;
-  static constexpr int ROWS = 8;  // of the table that a lane has under way
+  static constexpr int ROWS = 5;  // of the table that a lane has under way
   static_assert(CHUNKS <= WARP_SIZE, "one warp scans the chunks' sums");
   int counts[WARPS][MOST];  // items of a warp; from phase 2 on its next item's rank in the block
   int before[MOST];         // items in blocks before this one
   int total[MOST];          // items
-  int offset[MOST];         // place of the first item
+  int offset[MOST + 1];     // place of the first item; behind the groups: the end of all
   int chunk[CHUNKS];
 
-  // Before any counting, by every thread; a warp's counts are its own until phase 2.
+  // Before any counting; a warp's counts are its own until phase 2.
   __device__ __forceinline__ void clear(int groups) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     for (int e = lane; e < groups; e += WARP_SIZE) counts[warp][e] = 0;
-    for (int e = threadIdx.x; e < groups; e += THREADS) before[e] = 0, total[e] = 0;
     __syncwarp();
   }
 
@@ -99,25 +122,35 @@ struct Regroup {
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) counts[w][e] = sum, sum += found[w];
       if (gridDim.x == 1)
-        total[e] = sum;
+        total[e] = sum, before[e] = 0;
       else
-        table[blockIdx.x * groups + e] = sum;
+        table[blockIdx.x * round_up(groups, 4) + e] = sum;
     }
   }
 
-  // Phase 4. Sums of integers, in whatever order warps add them.
+  // Phase 4: a warp has four columns at a time, its lanes the rows.
   __device__ __forceinline__ void join(int groups, const int* table) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    for (int e = lane; e < groups; e += WARP_SIZE) {
-      int all = 0, early = 0;
-#pragma unroll 8
-      for (int block = warp; block < gridDim.x; block += WARPS) {
-        const int count = __ldcg(table + block * groups + e);
-        all += count;
-        if (block < blockIdx.x) early += count;
+    const int quads = ceil_div(groups, 4);
+    for (int quad = warp; quad < quads; quad += WARPS) {
+      int4 all = {}, early = {};
+      for (int first = lane; first < gridDim.x; first += ROWS * WARP_SIZE) {
+        int4 four[ROWS] = {};
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+          if (first + i * WARP_SIZE < gridDim.x)
+            four[i] = reinterpret_cast<const int4*>(table)[(first + i * WARP_SIZE) * quads + quad];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+          add(all, four[i], true);
+          add(early, four[i], first + i * WARP_SIZE < blockIdx.x);
+        }
       }
-      if (all > 0) atomicAdd(total + e, all);
-      if (early > 0) atomicAdd(before + e, early);
+      all = warp_sum(all), early = warp_sum(early);
+      if (lane == 0) {
+        reinterpret_cast<int4*>(total)[quad] = all;
+        reinterpret_cast<int4*>(before)[quad] = early;
+      }
     }
   }
 
@@ -125,29 +158,31 @@ struct Regroup {
   // stands behind them.
   __device__ __forceinline__ void sum_columns(int groups, int* table) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    for (int e = blockIdx.x * WARPS + warp; e < groups; e += gridDim.x * WARPS) {
+    const int width = round_up(groups, 4);
+    for (int e = blockIdx.x + warp * gridDim.x; e < groups; e += gridDim.x * WARPS) {
       int sum = 0;
-      for (int first = 0; first < gridDim.x; first += ROWS * WARP_SIZE) {
+      for (int first = lane; first - lane < gridDim.x; first += ROWS * WARP_SIZE) {
         int own[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-          const int row = first + i * WARP_SIZE + lane;
-          own[i] = row < gridDim.x ? __ldcg(table + row * groups + e) : 0;
+          const int row = first + i * WARP_SIZE;
+          own[i] = row < gridDim.x ? table[row * width + e] : 0;
         }
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-          const int row = first + i * WARP_SIZE + lane, upto = warp_scan(own[i]);
-          if (row < gridDim.x) table[row * groups + e] = sum + upto - own[i];
+          const int row = first + i * WARP_SIZE, upto = warp_scan(own[i]);
+          if (row < gridDim.x) table[row * width + e] = sum + upto - own[i];
           sum += __shfl_sync(FULL_MASK, upto, WARP_SIZE - 1);
         }
       }
-      if (lane == 0) table[gridDim.x * groups + e] = sum;
+      if (lane == 0) table[gridDim.x * width + e] = sum;
     }
   }
   __device__ __forceinline__ void read_sums(int groups, const int* table) {
+    const int width = round_up(groups, 4);
     for (int e = threadIdx.x; e < groups; e += THREADS) {
-      before[e] = __ldcg(table + blockIdx.x * groups + e);
-      total[e] = __ldcg(table + gridDim.x * groups + e);
+      before[e] = __ldcg(table + blockIdx.x * width + e);
+      total[e] = __ldcg(table + gridDim.x * width + e);
     }
   }
 
@@ -169,12 +204,9 @@ struct Regroup {
     if (how.twice) grid_leave(to.counters + 2, gridDim.x, left.y);
   }
 
-  // Places of group e that are taken, and those that it has.
+  // Places of group e that are taken.
   __device__ __forceinline__ int kept(int e, const Grouping& how) const {
     return min(total[e], how.capacity);
-  }
-  __device__ __forceinline__ int padded(int e, const Grouping& how) const {
-    return round_up(kept(e, how), how.block_size);
   }
 
   // Phase 5.
@@ -182,39 +214,45 @@ struct Regroup {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     __syncthreads();
     for (int c = warp; c < CHUNKS; c += WARPS) {
-      const int e = c * WARP_SIZE + lane, own = e < how.groups ? padded(e, how) : 0;
+      const int e = c * WARP_SIZE + lane;
+      const int used = e < how.groups ? kept(e, how) : 0;
+      const int own = tile_of(used + how.block_size - 1, how) * how.block_size;
       const int sum = warp_scan(own);
       offset[e] = sum - own;
       if (lane == WARP_SIZE - 1) chunk[c] = sum;
     }
     __syncthreads();
-    const int own = lane < CHUNKS ? chunk[lane] : 0, earlier = warp_scan(own) - own;
+    const int own = lane < CHUNKS ? chunk[lane] : 0, upto = warp_scan(own);
     for (int c = warp; c < CHUNKS; c += WARPS)
-      offset[c * WARP_SIZE + lane] += __shfl_sync(FULL_MASK, earlier, c);
+      offset[c * WARP_SIZE + lane] += __shfl_sync(FULL_MASK, upto - own, c);
+    if (threadIdx.x == WARP_SIZE - 1) offset[MOST] = upto;
     __syncthreads();
   }
 
-  // Phase 6, of one item; -1: it has no group.
-  __device__ __forceinline__ int place(int group, const Grouping& how) {
-    const int taken = take(group);
-    if (group < 0) return -1;
-    const int rank = before[group] + taken;
-    return rank < how.capacity ? offset[group] + rank : -1;
+  // Phase 6, of one item of a group; `rank`: among the block's.
+  __device__ __forceinline__ int place(int item, int group, int rank, const Groups& to,
+                                       const Grouping& how) {
+    rank += before[group];
+    if (rank >= how.capacity) return -1;
+    const int place = offset[group] + rank, tile = tile_of(place, how);
+    to.sorted_token_ids[place] = item;
+    if (tile * how.block_size == place) to.expert_ids[tile] = group;
+    return place;
   }
 
-  // What stands beside the items: sentinels, the experts of tiles, offsets and counts.
+  // What stands beside the items: sentinels, offsets and counts.
   __device__ __forceinline__ void finish(const Groups& to, const Grouping& how) {
-    for (int e = blockIdx.x; e < how.groups; e += gridDim.x) {
-      const int begin = offset[e], used = begin + kept(e, how), end = begin + padded(e, how);
-      for (int i = used + threadIdx.x; i < end; i += THREADS) to.sorted_token_ids[i] = how.sentinel;
-      for (int i = begin / how.block_size + threadIdx.x; i < end / how.block_size; i += THREADS)
-        to.expert_ids[i] = e;
-      if (threadIdx.x == 0) to.offsets[e] = begin, to.counts[e] = used - begin;
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    for (int e = blockIdx.x + warp * gridDim.x; e < how.groups; e += gridDim.x * WARPS) {
+      const int begin = offset[e], used = kept(e, how), end = offset[e + 1];
+      for (int i = begin + used + lane; i < end; i += WARP_SIZE)
+        to.sorted_token_ids[i] = how.sentinel;
+      if (lane == 0) to.offsets[e] = begin, to.counts[e] = used;
     }
-    const int end = offset[how.groups - 1] + padded(how.groups - 1, how);
+    const int end = offset[how.groups];
     const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
     for (int i = end + thread; i < how.places; i += threads) to.sorted_token_ids[i] = how.sentinel;
-    for (int i = end / how.block_size + thread; i < how.places / how.block_size; i += threads)
+    for (int i = tile_of(end, how) + thread; i < tile_of(how.places, how); i += threads)
       to.expert_ids[i] = -1;
     if (thread == 0) to.offsets[how.groups] = end, *to.num_post_padded = end;
   }
@@ -224,19 +262,18 @@ struct Regroup {
   template <typename Source>
   __device__ __forceinline__ void sort(int begin, int end, int first, Source group,
                                        const Groups& to, const Grouping& how) {
-    const int lane = threadIdx.x % WARP_SIZE;
-    take(first);
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const int rank = take(first);
     for (int item = begin + WARP_SIZE; item < end; item += WARP_SIZE)
       take(item + lane < end ? group(item + lane) : -1);
     scan(how.groups, to.table);
     const uint2 left = gridDim.x > 1 ? meet(to, how) : uint2{};
     set_offsets(how);
     for (int i = begin; i < end; i += WARP_SIZE) {
-      const int item = i + lane;
-      const int place = this->place(i == begin ? first : item < end ? group(item) : -1, how);
-      if (item >= end) continue;
-      if (place >= 0) to.sorted_token_ids[place] = item;
-      to.inverse[item] = place;
+      const int item = i + lane, mine = i == begin ? first : item < end ? group(item) : -1;
+      int earlier = rank + (mine < 0 ? 0 : counts[warp][mine]);
+      if (end - begin > WARP_SIZE) earlier = take(mine);
+      if (item < end) to.inverse[item] = mine < 0 ? -1 : place(item, mine, earlier, to, how);
     }
     finish(to, how);
     if (gridDim.x > 1) leave(left, to, how);

@@ -16,6 +16,7 @@
 #include "device/vector.cuh"
 
 constexpr float LEAST = -3.402823466e38f;  // finite
+constexpr float INFINITE = -NEG_INFINITY;
 
 // fmaxf(NaN, y) is y.
 __device__ __forceinline__ float at_least(float x) { return fmaxf(x, LEAST); }
@@ -26,10 +27,32 @@ struct Routing {
   int sigmoid;      // else softmax
   int renormalize;  // weights of a token are divided by their sum
   int group_size, num_groups, topk_groups;
-  int group_lanes;  // a power of two; num_groups * group_lanes <= LANES
-  int vector;       // rows and groups start on 16-byte boundaries and are whole chunks
-  float scale;      // what weights are multiplied with at last
+  int lanes_log2;  // of a group's lanes; num_groups << lanes_log2 is at most LANES
+  int vector;      // rows and groups start on 16-byte boundaries and are whole chunks
+  float scale;     // what weights are multiplied with at last
 };
+
+// Sixteen bytes of logits, or NaN of any type. A load under a predicate: the compiler would branch.
+// PTX ISA: ld.global.nc.v4
+template <typename T>
+__device__ __forceinline__ Vector<T> load_or_nan(const T* source, bool there) {
+  uint4 bits = {~0u, ~0u, ~0u, ~0u};
+  asm volatile(
+      "{ .reg .pred there; setp.ne.s32 there, %5, 0;"
+      " @there ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
+      : "l"(__cvta_generic_to_global(source)), "r"(static_cast<int>(there)));
+  return {bits};
+}
+
+// By a tree, so that maxima need not wait for one another.
+template <int N>
+__device__ __forceinline__ float greatest_of(const float* x) {
+  if constexpr (N == 1)
+    return x[0];
+  else
+    return fmaxf(greatest_of<N / 2>(x), greatest_of<N / 2>(x + N / 2));
+}
 
 template <int LANES>
 __device__ __forceinline__ int lanes_min(int x) {
@@ -58,9 +81,9 @@ struct Experts {
   int inside;       // experts of the group from `first` on; may be negative
 
   __device__ __forceinline__ Experts(int lane, const Routing& how) {
-    const int group = lane / how.group_lanes, skip = lane % how.group_lanes * SIZE;
+    const int group = lane >> how.lanes_log2, skip = (lane - (group << how.lanes_log2)) * SIZE;
     first = group * how.group_size + skip;
-    step = how.group_lanes * SIZE;
+    step = SIZE << how.lanes_log2;
     inside = group < how.num_groups ? how.group_size - skip : 0;
   }
   // How far the expert of x[i] is from the first one.
@@ -68,13 +91,16 @@ struct Experts {
 
   __device__ __forceinline__ void load(const T* row, bool vector) {
     if (vector) {
-      Vector<T> chunk[CHUNKS] = {};
+      Vector<T> chunk[CHUNKS];
 #pragma unroll
       for (int j = 0; j < CHUNKS; ++j)
-        if (j * step < inside) chunk[j] = load_vector(row + first + j * step);
+        chunk[j] = load_or_nan(row + first + j * step, j * step < inside);
 #pragma unroll
-      for (int i = 0; i < VALUES; ++i)
-        x[i] = i / SIZE * step < inside ? at_least(chunk[i / SIZE].get(i % SIZE)) : NEG_INFINITY;
+      for (int j = 0; j < CHUNKS; ++j) {
+        const float least = j * step < inside ? LEAST : NEG_INFINITY;
+#pragma unroll
+        for (int i = 0; i < SIZE; ++i) x[j * SIZE + i] = fmaxf(chunk[j].get(i), least);
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < VALUES; ++i)
@@ -85,16 +111,18 @@ struct Experts {
 
   // Over the token: the greatest value, and the sum of exp(value - peak).
   __device__ __forceinline__ float greatest() const {
-    float most = x[0];
-#pragma unroll
-    for (int i = 1; i < VALUES; ++i) most = fmaxf(most, x[i]);
-    return lanes_max<LANES>(most);
+    return lanes_max<LANES>(greatest_of<VALUES>(x));
   }
   __device__ __forceinline__ float exp_sum(float peak) const {
-    float sum = 0.f;
+    float sum[4] = {};
+    if (peak < INFINITE) {
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) sum += x[i] == peak ? 1.f : exp2_fast((x[i] - peak) * LOG2E);
-    return lanes_sum<LANES>(sum);
+      for (int i = 0; i < VALUES; ++i) sum[i % 4] += exp2_fast((x[i] - peak) * LOG2E);
+    } else {  // shared by those that are infinite
+#pragma unroll
+      for (int i = 0; i < VALUES; ++i) sum[i % 4] += x[i] == peak ? 1.f : 0.f;
+    }
+    return lanes_sum<LANES>(sum[0] + sum[1] + (sum[2] + sum[3]));
   }
 
   // Logits become scores plus the experts' bias. Division is approximate here, 2 ulp: the exact one
@@ -115,16 +143,16 @@ struct Experts {
     float a = NEG_INFINITY, b = NEG_INFINITY;  // the greatest and the second
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) b = fmaxf(b, fminf(a, x[i])), a = fmaxf(a, x[i]);
-    for (int distance = how.group_lanes / 2; distance > 0; distance /= 2) {
+    for (int distance = (1 << how.lanes_log2) / 2; distance > 0; distance /= 2) {
       const float c = __shfl_xor_sync(FULL_MASK, a, distance);
       const float d = __shfl_xor_sync(FULL_MASK, b, distance);
       b = fmaxf(fminf(a, c), fmaxf(b, d)), a = fmaxf(a, c);
     }
     const float score = two && b > NEG_INFINITY ? at_least(a + b) : a;
-    const int mine = lane / how.group_lanes;
+    const int mine = lane >> how.lanes_log2;
     int better = 0;
     for (int group = 0; group < how.num_groups; ++group) {
-      const float other = __shfl_sync(FULL_MASK, score, group * how.group_lanes, LANES);
+      const float other = __shfl_sync(FULL_MASK, score, group << how.lanes_log2, LANES);
       better += other > score || (other == score && group < mine);
     }
     if (better < how.topk_groups) return;
@@ -132,20 +160,38 @@ struct Experts {
     for (int i = 0; i < VALUES; ++i) x[i] = NEG_INFINITY;
   }
 
+  // Which of x[0] to x[VALUES - 1] is the first to equal `best`; VALUES: none. A comparison is worth
+  // 1 or 0, and numbers are added up on a pipe of their own, unlike selections: of powers of two that
+  // go down the first one is the sum's exponent.
+  __device__ __forceinline__ int find(float best) const {
+    constexpr int PART = VALUES < 16 ? VALUES : 16;  // the sum of so many is exact
+    int at = VALUES;
+#pragma unroll
+    for (int begin = VALUES - PART; begin >= 0; begin -= PART) {
+      float marks[4] = {};
+#pragma unroll
+      for (int i = 0; i < PART; ++i)
+        marks[i % 4] = fmaf(x[begin + i] == best ? 1.f : 0.f,
+                            static_cast<float>(1 << (PART - 1 - i)), marks[i % 4]);
+      const float all = marks[0] + marks[1] + (marks[2] + marks[3]);
+      const int exponent = static_cast<int>(__float_as_uint(all) >> 23) - 127;
+      if (all > 0.f) at = begin + PART - 1 - exponent;
+    }
+    return at;
+  }
+
   // Lane k of the token gets its k-th best expert and that one's value. `best`: the greatest value.
   // There are at least `top_k` values to choose from, and top_k <= LANES.
   __device__ __forceinline__ void choose(int lane, int top_k, float best, int& id, float& value) {
     for (int k = 0;; ++k) {
-      int at = 1 << 30;
-#pragma unroll
-      for (int i = VALUES - 1; i >= 0; --i)
-        if (x[i] == best) at = ahead(i);
-      const int winner = lanes_min<LANES>(first + at);
+      const int at = find(best), mine = at < VALUES ? first + ahead(at) : 1 << 30;
+      const int winner = lanes_min<LANES>(mine);
       if (lane == k) id = winner, value = best;
       if (k + 1 == top_k) return;
+      const u32 gone = mine == winner ? 1u << at : 0;
 #pragma unroll
       for (int i = 0; i < VALUES; ++i)
-        if (ahead(i) == winner - first) x[i] = NEG_INFINITY;
+        if (gone >> i & 1) x[i] = NEG_INFINITY;
       best = greatest();
     }
   }
