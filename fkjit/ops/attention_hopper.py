@@ -18,12 +18,13 @@ PAIRS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Tiles of each padded head_dim, fastest first: registers hold O, S and P, shared memory Q and two
 # stages of K and V.
 TILES: dict[int, tuple[Any, ...]] = {
-    64: ((192, 128), 128, (64, 128)),
-    96: (128, (128, 160), (64, 128)),
+    64: ((192, 128), 128),
+    96: (128, (128, 160)),
     128: (128, (128, 176), (128, 64), (64, 128)),
-    192: ((128, 96), (128, 64), (64, 96)),
-    256: ((128, 80), (128, 64), (64, 80)),
+    192: ((128, 96), (128, 64)),
+    256: ((128, 80), (128, 64)),
 }
+_FEW_QUERIES = (64, 128)  # for small problems: twice as many blocks, each half as busy
 _PANEL = 64  # columns
 _WARP_ROWS = 16  # of a tile of queries: a warp stores its own
 _STAGES = 2
@@ -122,10 +123,17 @@ def suits(arch: Arch) -> bool:
 
 
 def tile(problem: Problem, head_dim: int) -> Any:
-    """The tile of a problem: the fastest, or less of it where causal rows are short."""
+    """The tile of a problem: the fastest, or fewer queries where causal rows are short or where
+    the fastest would leave SMs idle."""
     tall, *others = TILES[head_dim]
-    short = problem["causal"] and problem["seqlen_q"] <= 1024
-    return others[0] if head_dim == 64 and short else tall
+    causal, seqlen_q = problem["causal"], problem["seqlen_q"]
+    if head_dim == 64 and causal and seqlen_q <= 1024:
+        return others[0]
+    if head_dim == 128:
+        works = -(-seqlen_q // split_block(tall)[0]) * problem["heads_q"] * problem["batch"]
+        if works <= (_SMS if causal else _SMS // 2):
+            return _FEW_QUERIES
+    return tall
 
 
 def _section_heads(problem: Problem) -> int:

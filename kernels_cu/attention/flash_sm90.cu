@@ -12,8 +12,9 @@
      consumer, for each tile j, from the last to the first (those that need a mask come first):
         S'  = Q K_j^T              issued   } both run on the tensor cores
         O  += P V_(j+1)            issued   } while the other consumer is at its exponentials
-        wait for S';  mask;  m' = max(m, rowmax S');  S' = exp2(S' * c - m' * c)
-        wait for O;   O *= exp2((m - m') * c), which almost never runs;  P = S' in 16 bits
+        wait for S';  mask;  m' = max(m, rowmax S')
+        wait for O;   S' = exp2(S' * c - m' * c);  P = S' in 16 bits
+        O *= exp2((m - m') * c), which almost never runs
      at the end:
         O  += P V_0                issued   } and so is S' of the next queries, which the tensor
         S'  = Q' K'^T              issued   } cores work on while this output is stored
@@ -335,19 +336,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       };
       release_k();
       mask();
-      bool rescale = softmax.raise_max(s, softmax_scale_log2, correction);
+      softmax.raise_max(s, softmax_scale_log2, correction);
       exponentials(s, softmax, softmax_scale_log2);
+      round_to<elem_t>(p, s);
       if (AHEAD && stored) release_q(q_stage ^ 1);
       stored = true;
 
-      // The loop begins where exponentials end: were the wait for O in one block with them, ptxas
-      // would put it before them, and nothing would be left to do under P V.
-      for (bool first = true;; first = false) {
-        wgmma_wait<0>();
-        if (!first) release_v();
-        if (rescale) scale_rows(acc, correction);
-        round_to<elem_t>(p, s);
-        if (--tile < 0) break;
+      for (--tile; tile >= 0; --tile) {
         settle(p);
         settle(acc[0]);
         issue_scores(q_stage);
@@ -357,8 +352,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         wgmma_wait<1>();
         release_k();
         mask();
-        rescale = softmax.raise_max(s, softmax_scale_log2, correction);
+        const bool rescale = softmax.raise_max(s, softmax_scale_log2, correction);
+        wgmma_wait<0>();  // so that the other consumer's products run under the exponentials
+        release_v();
         exponentials(s, softmax, softmax_scale_log2);
+        if (rescale) scale_rows(acc, correction);
+        round_to<elem_t>(p, s);
       }
       // The last product, and behind it the first scores of what comes next.
       mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
