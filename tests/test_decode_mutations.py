@@ -31,7 +31,7 @@ BUGS = (
         "atom.relaxed", nth=1, by="race", **ONE),
     Bug("a page too far in the table", K, "key < end_key ? pages.page(key)",
         "key < end_key + 64 ? pages.page(key)", by="memory", **ONE),
-    Bug("one head too many in a list", D + "schedule.cuh", "i < batch; i +=", "i <= batch; i +=",
+    Bug("a sequence too many", D + "schedule.cuh", "number < all.batch", "number <= all.batch",
         by="memory", **ONE),
     Bug("the first part left out", D + "merge.cuh", "first = 0; first < count",
         "first = 1; first < count", by="numbers", **ONE),

@@ -30,12 +30,12 @@ _TILES: dict[
     tuple[int, int, int], tuple[Tile, ...]
 ] = {  # by bytes of a key's element, head_dim, rows
     (2, 64, 16): ((4, 32, 2, 3),),
-    (2, 128, 16): ((4, 16, 2, 2),),
+    (2, 128, 16): ((8, 16, 2, 1), (4, 16, 2, 2)),
     (2, 256, 16): ((4, 16, 2, 1),),
     (2, 64, 64): ((4, 32, 3, 2),),
     (2, 128, 64): ((4, 32, 3, 2),),
     (1, 64, 16): ((4, 32, 3, 3),),
-    (1, 128, 16): ((4, 32, 2, 2),),
+    (1, 128, 16): ((8, 32, 2, 1), (4, 32, 2, 2)),
     (1, 256, 16): ((4, 32, 2, 1),),
     (1, 64, 64): ((4, 32, 5, 2),),
     (1, 128, 64): ((4, 32, 5, 2),),
@@ -117,9 +117,8 @@ def workspace(params: Params, problem: Problem) -> tuple[int, int]:
     """(bytes, counters) in which blocks meet."""
     rows = problem["heads_q"] // problem["heads_kv"] * problem["seqlen_q"]
     size = 4 * slots(params, problem) * min(rows, params["rows"]) * (params["head_dim"] + 1)
-    if problem["split"]:
-        return size, problem["batch"] * heads(params, problem)
-    return size, problem["blocks"]
+    of_heads = problem["batch"] * heads(params, problem)
+    return size, of_heads if problem["split"] else min(of_heads, problem["blocks"])
 
 
 def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,6 +61,12 @@ constexpr int RING_STEP = RING_BYTES + GUARD;
 static_assert(RING_BYTES >= GROUP_WARPS * WarpRows<HEAD_DIM>::BYTES,
               "outputs are left in the ring");
 
+// Parts that a head is put together of at a time: a queue of 16 bytes each is a thread's own.
+constexpr int PART_LANES = min_of(WARP_SIZE, QUADS);
+constexpr int QUEUE_PARTS = RING_BYTES / (GROUP_THREADS * 16);
+constexpr int PARTS_AT_ONCE = QUEUE_PARTS >= PART_LANES ? PART_LANES : PART_LANES / 2;
+static_assert(QUEUE_PARTS >= PARTS_AT_ONCE, "the queue is in the ring");
+
 using QReader = FragmentReader<QTile, BlockOrder::ROW_MAJOR>;
 using KReader = FragmentReader<KvTile, BlockOrder::COL_MAJOR>;
 using VReader = FragmentReader<KvTile, BlockOrder::ROW_MAJOR>;
@@ -110,15 +116,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
   const VReader v_reader(lane);
 
   // 1. The share of this block.
-  const Sequences sequences{seq_lens, rows, longest, table_rows};
+  const Sequences sequences{seq_lens, rows, batch, longest, table_rows};
   const QueryRows query_rows{group_size, seqlen_q, heads_kv, group_inverse};
   const int all_rows = query_rows.count(), row_tiles = ceil_div(all_rows, ROWS);
   const int heads = heads_kv * row_tiles;  // of a sequence: one for each of its tiles of rows
-  const Shares shares(count_units(sequences, batch, unit_log2) * heads, gridDim.x);
+  const LaneSequence lanes(sequences, 0, unit_log2);
+  const Shares shares(count_units(sequences, lanes, unit_log2) * heads, gridDim.x);
   const int share_end = shares.begin(blockIdx.x + 1);
   int unit = shares.begin(blockIdx.x);
   if (unit >= share_end) return;
-  Place place = find_place(sequences, unit_log2, batch, heads, unit);
+  Place place = find_place(sequences, lanes, unit_log2, heads, unit);
   const Parts<HEAD_DIM> parts(workspace, slots, min(all_rows, ROWS));
 
   for (;;) {
@@ -126,10 +133,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     const int kv_head = row_tiles == 1 ? segment.head : segment.head / row_tiles;
     const int row0 = (segment.head - kv_head * row_tiles) * ROWS;
     const RowTile tile{query_rows, place.sequence, kv_head, row0, min(ROWS, all_rows - row0)};
-    const int length = sequences.length(place.sequence);
+    const int length = place.length;
     const int first_key = (unit - segment.head_begin) << unit_log2;
     const int end_key = min(length, (segment.end - segment.head_begin) << unit_log2);
-    const PageList pages(page_table, max(sequences.row(place.sequence), 0), table_width, page_log2);
+    const QueryCopy<QTile, THREADS> queries(tile, q, q_strides, head_dim);
+    const PageList pages(page_table, place.row, table_width, page_log2);
     const HeadPages<kept_t> k_pages(k, kv_head, k_strides, head_dim);
     const HeadPages<kept_t> v_pages(v, kv_head, v_strides, head_dim_v);
     const int steps = ceil_div(max(end_key - first_key, 0), KEYS);
@@ -146,8 +154,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
                                        key_of(step));
     };
 
-    // 2. The first steps are on their way, and Q is copied, with the sign of the scale: a negative
-    //    one would turn maxima into minima.
+    // 2. Q and the first steps are on their way. Q gets the sign of the scale: a negative one would
+    //    turn maxima into minima.
     int page[STAGES];
 #pragma unroll
     for (int step = 0; step < STAGES; ++step) page[step] = page_of(step);
@@ -157,9 +165,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
       cp_async_commit();
     }
     int next_page = page[STAGES - 1];
-    tile.load<QTile, THREADS, SCALED>(q_tile, q, q_strides, head_dim,
-                                      softmax_scale_log2 < 0.f ? 0x80008000u : 0u);
+    queries.store<SCALED>(q_tile, softmax_scale_log2 < 0.f ? 0x80008000u : 0u);
     const float scale_log2 = fabsf(softmax_scale_log2) * (SCALED ? k_scale[kv_head] : 1.f);
+    const float v_factor = SCALED ? v_scale[kv_head] : 1.f;
+    const HeadParts cut(segment, shares, split);
     __syncthreads();
     u32 q_fragments[HEAD_DIM / 16][1][4];
     if (Q_IN_REGISTERS) {
@@ -201,10 +210,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     cp_async_wait<0>();
     group_sync();
     leave_rows<HEAD_DIM, SCALED>(rings + group * RING_STEP + row_block * WarpRows<HEAD_DIM>::BYTES,
-                                 states + warp * WARP_ROWS, acc, softmax, scale_log2, lane);
+                                 states + warp * WARP_ROWS, acc, softmax, scale_log2, lane,
+                                 tile.count - row_block * WARP_ROWS);
     __syncthreads();
-    const HeadParts cut(segment, shares, split, place.sequence * heads + segment.head);
-    const float v_factor = SCALED ? v_scale[kv_head] : 1.f;
     for (int i = threadIdx.x; i < tile.count * QUADS; i += THREADS) {
       const int row = i / QUADS, column = i % QUADS * 4;
       const Quad quad =
@@ -212,25 +220,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
       if (cut.count == 1) {
         tile.store(o, o_strides, lse, head_dim_v, row, column, quad);
       } else {
-        parts.leave(cut.own_slot, row, column, quad);
+        parts.leave(cut.own_slot(segment, split), row, column, quad);
       }
     }
 
     // 5. The last block that has a part of the head adds them up. Before thread 0 says that this
     //    part is there, all threads have written theirs of it; nobody reads the rings any more.
     __syncthreads();
-    if (cut.count > 1 && last_block(counters + cut.counter, cut.count)) {
-      for (int i = threadIdx.x; i < tile.count * QUADS; i += THREADS) {
-        const int row = i / QUADS, column = i % QUADS * 4;
-        const auto slot = [&](int part) { return cut.slot(part); };
-        tile.store(o, o_strides, lse, head_dim_v, row, column,
-                   parts.merge(cut.count, row, column, slot));
+    const int counter = cut.counter(place.sequence * heads + segment.head, batch * heads, split);
+    if (cut.count > 1 && last_block(counters + counter, cut.count)) {
+      const u32 queue = ring + threadIdx.x % GROUP_THREADS * 16;
+      for (int i = threadIdx.x; i - lane < tile.count * QUADS; i += THREADS) {
+        const int row = min(i / QUADS, tile.count - 1), column = i % QUADS * 4;
+        const Quad quad = parts.merge<PART_LANES, PARTS_AT_ONCE>(
+            queue, GROUP_THREADS * 16, cut.count, row, column,
+            [&](int part) { return cut.slot(part, split); });
+        if (i < tile.count * QUADS) tile.store(o, o_strides, lse, head_dim_v, row, column, quad);
       }
+      __syncthreads();
     }
 
     unit = segment.end;
     if (unit >= share_end) return;
-    if (unit == place.first + heads * place.units)
-      place = {place.sequence + 1, unit, sequences.units(place.sequence + 1, unit_log2)};
+    if (unit == place.first + heads * place.units) {
+      const Sequence next(sequences, place.sequence + 1);
+      place = {place.sequence + 1, next.row, next.length, unit, next.units(unit_log2)};
+    }
   }
 }

@@ -4,6 +4,7 @@
 #pragma once
 #include "device/attention_mma.cuh"
 #include "device/kv_place.cuh"
+#include "device/reduce.cuh"
 
 constexpr int WARP_ROWS = 16;
 
@@ -19,14 +20,15 @@ struct RowState {
   float top, sum;
 };
 
-// This warp's rows, not yet divided by their sums. KEPT: columns as decode_kept.cuh leaves them.
+// The first `count` of this warp's rows, not yet divided by their sums. KEPT: columns as decode_kept.cuh leaves them.
 template <int HEAD_DIM, bool KEPT, int COLUMNS>
 __device__ __forceinline__ void leave_rows(unsigned char* area, RowState* states,
                                            const float (&acc)[1][COLUMNS][4],
                                            const OnlineSoftmax<1>& softmax, float scale_log2,
-                                           int lane) {
+                                           int lane, int count) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
+    if (half * 8 >= count) return;
     const int row = lane / 4 + half * 8, t = lane % 4;
     float* const target = reinterpret_cast<float*>(area) + row * WarpRows<HEAD_DIM>::STRIDE;
     const float sum = softmax.total(0, half);
@@ -105,36 +107,37 @@ struct Parts {
     if (column == 0) lse2[at] = quad.lse2;
   }
 
-  // Four columns of all parts of a row; slot(i) is where part i lies. BATCH loads are under way at a
-  // time, as many as most heads have parts.
-  template <typename Slot>
-  __device__ __forceinline__ Quad merge(int count, int row, int column, const Slot& slot) const {
-    constexpr int BATCH = 16;
+  // Four columns of all parts of a row; slot(i) is where part i lies. By whole warps, LANES lanes of
+  // which have the same row: each weighs a part, and all parts come together, by way of a queue in
+  // shared memory that is this thread's own, with places for CHUNK parts `queue_step` bytes apart.
+  template <int LANES, int CHUNK, typename Slot>
+  __device__ __forceinline__ Quad merge(u32 queue, int queue_step, int count, int row, int column,
+                                        const Slot& slot) const {
+    static_assert(CHUNK <= LANES && LANES <= WARP_SIZE, "a lane for each part");
+    const int lane = threadIdx.x % LANES;
     float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
     float top = NEG_INFINITY, sum = 0.f;
 #pragma unroll 1
-    for (int first = 0; first < count; first += BATCH) {
-      Quad part[BATCH];
-      float higher = top;
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        const i64 at = wide(slot(min(first + i, count - 1)), rows) + row;
-        part[i].lse2 = __ldcg(lse2 + at);
-        part[i].value = __ldcg(reinterpret_cast<const float4*>(values + at * HEAD_DIM + column));
-      }
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        if (first + i >= count) part[i].lse2 = NEG_INFINITY;
-        higher = fmaxf(higher, part[i].lse2);
-      }
-      const float shrink = weight(top, higher);
+    for (int first = 0; first < count; first += CHUNK) {
+      const int here = min(CHUNK, count - first);
+#pragma unroll 4
+      for (int i = 0; i < here; ++i)
+        cp_async_16(queue + i * queue_step,
+                    values + (wide(slot(first + i), rows) + row) * HEAD_DIM + column);
+      cp_async_commit();
+      const float mine =
+          lane < here ? __ldcg(lse2 + wide(slot(first + lane), rows) + row) : NEG_INFINITY;
+      const float higher = fmaxf(top, lanes_max<LANES>(mine)), shrink = weight(top, higher);
+      const float by = weight(mine, higher);
+      sum = sum * shrink + lanes_sum<LANES>(by), top = higher;
       value = make_float4(value.x * shrink, value.y * shrink, value.z * shrink, value.w * shrink);
-      sum *= shrink, top = higher;
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        const float by = weight(part[i].lse2, top);
-        sum += by;
-        add_scaled(value, by, part[i].value);
+      cp_async_wait<0>();
+#pragma unroll 4
+      for (int i = 0; i < here; ++i) {
+        const uint4 x = load_shared_chunk(queue + i * queue_step);
+        add_scaled(value, __shfl_sync(FULL_MASK, by, i, LANES),
+                   make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z),
+                               __uint_as_float(x.w)));
       }
     }
     return scaled(value, sum, top, 1.f);

@@ -25,18 +25,51 @@ struct RowTile {
   QueryRows rows;
   int sequence, kv_head, row0, count;
 
-  // Queries -> a tile; rows and columns that there are not become zero. `flip` is XORed into every
-  // word. PERMUTED: in the order of columns that keys of one byte have.
-  template <typename Tile, int THREADS, bool PERMUTED, typename T>
-  __device__ __forceinline__ void load(u32 tile, const T* __restrict__ q, const Strides& strides,
-                                       int columns, u32 flip) const {
-    constexpr int CHUNKS = Tile::PANELS * Tile::CHUNKS;
-    for (int i = threadIdx.x; i < Tile::ROWS * CHUNKS; i += THREADS) {
-      const int row = i / CHUNKS, chunk = i % CHUNKS;
-      uint4 x = make_uint4(0, 0, 0, 0);
-      if (row < count && chunk * 8 < columns)
-        x = *reinterpret_cast<const uint4*>(
-            q + rows.offset(strides, sequence, kv_head, row0 + row) + chunk * 8);
+  __device__ __forceinline__ i64 offset(const Strides& strides, int row) const {
+    return rows.offset(strides, sequence, kv_head, row0 + row);
+  }
+
+  // Four columns of a row; with the first ones its lse, unless that is null.
+  template <typename T>
+  __device__ __forceinline__ void store(T* __restrict__ o, const Strides& strides, float* lse,
+                                        int columns, int row, int column, const Quad& quad) const {
+    if (column >= columns) return;
+    *reinterpret_cast<uint2*>(o + offset(strides, row) + column) =
+        make_uint2(pack2<T>(quad.value.x, quad.value.y), pack2<T>(quad.value.z, quad.value.w));
+    if (column != 0 || lse == nullptr) return;
+    const i64 head = static_cast<i64>(sequence) * rows.kv_heads * rows.group_size +
+                     rows.head(kv_head, row0 + row);
+    lse[head * rows.tokens + rows.token(row0 + row)] = quad.lse2 * LN2;
+  }
+};
+
+// The way of queries to a tile: loads first, which travel while other things are done, then stores.
+template <typename Tile, int THREADS>
+struct QueryCopy {
+  static constexpr int CHUNKS = Tile::PANELS * Tile::CHUNKS, COUNT = Tile::ROWS * CHUNKS / THREADS;
+  static_assert(COUNT * THREADS == Tile::ROWS * CHUNKS, "every thread has as many chunks");
+  uint4 chunks[COUNT];
+
+  // Rows and columns that there are not are zeros.
+  template <typename T>
+  __device__ __forceinline__ QueryCopy(const RowTile& tile, const T* __restrict__ q,
+                                       const Strides& strides, int columns) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const int at = threadIdx.x + i * THREADS, row = at / CHUNKS, column = at % CHUNKS * 8;
+      chunks[i] = make_uint4(0, 0, 0, 0);
+      if (row < tile.count && column < columns)
+        chunks[i] = *reinterpret_cast<const uint4*>(q + tile.offset(strides, row) + column);
+    }
+  }
+
+  // `flip` is XORed into every word. PERMUTED: in the order of columns that codes have.
+  template <bool PERMUTED>
+  __device__ __forceinline__ void store(u32 tile, u32 flip) const {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const int at = threadIdx.x + i * THREADS, row = at / CHUNKS, chunk = at % CHUNKS;
+      const uint4& x = chunks[i];
       const u32 words[4] = {x.x ^ flip, x.y ^ flip, x.z ^ flip, x.w ^ flip};
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
@@ -46,18 +79,5 @@ struct RowTile {
                           words[word]);
       }
     }
-  }
-
-  // Four columns of a row; with the first ones its lse, unless that is null.
-  template <typename T>
-  __device__ __forceinline__ void store(T* __restrict__ o, const Strides& strides, float* lse,
-                                        int columns, int row, int column, const Quad& quad) const {
-    if (column >= columns) return;
-    *reinterpret_cast<uint2*>(o + rows.offset(strides, sequence, kv_head, row0 + row) + column) =
-        make_uint2(pack2<T>(quad.value.x, quad.value.y), pack2<T>(quad.value.z, quad.value.w));
-    if (column != 0 || lse == nullptr) return;
-    const i64 head = static_cast<i64>(sequence) * rows.kv_heads * rows.group_size +
-                     rows.head(kv_head, row0 + row);
-    lse[head * rows.tokens + rows.token(row0 + row)] = quad.lse2 * LN2;
   }
 };

@@ -13,21 +13,22 @@
 struct Sequences {
   const int* seq_lens;  // [rows of the table], or null: all have `longest` keys
   const int* rows;      // [batch] rows of the table, or null: sequence b has row b
-  int longest, table_rows;
+  int batch, longest, table_rows;
+};
 
-  // Below 0: there is none.
-  __device__ __forceinline__ int row(int sequence) const {
-    const int row = rows == nullptr ? sequence : rows[sequence];
-    return static_cast<u32>(row) < static_cast<u32>(table_rows) ? row : -1;
-  }
-  __device__ __forceinline__ int length(int sequence) const {
-    const int at = row(sequence);
-    if (at < 0) return 0;
-    return seq_lens == nullptr ? longest : min(max(seq_lens[at], 0), longest);
+// One of them: its row in the table, and its keys.
+struct Sequence {
+  int row, length;
+
+  __device__ __forceinline__ Sequence(const Sequences& all, int number) : row(0), length(0) {
+    const int at = all.rows == nullptr ? number : all.rows[number];
+    if (static_cast<u32>(at) >= static_cast<u32>(all.table_rows)) return;  // there is none
+    row = at;
+    length = all.seq_lens == nullptr ? all.longest : min(max(all.seq_lens[at], 0), all.longest);
   }
   // Of a head; an empty sequence has one, in which its output is written.
-  __device__ __forceinline__ int units(int sequence, int unit_log2) const {
-    return max(((length(sequence) - 1) >> unit_log2) + 1, 1);
+  __device__ __forceinline__ int units(int unit_log2) const {
+    return max(((length - 1) >> unit_log2) + 1, 1);
   }
 };
 
@@ -46,39 +47,63 @@ struct Shares {
 
 // A sequence in the list: where its units begin, and how many each of its heads has.
 struct Place {
-  int sequence, first, units;
+  int sequence, row, length;
+  int first, units;
 };
 
-// Units of all sequences, for one head. Called by whole warps.
-__device__ __forceinline__ int count_units(const Sequences& sequences, int batch, int unit_log2) {
-  int count = 0;
-  for (int i = threadIdx.x % WARP_SIZE; i < batch; i += WARP_SIZE)
-    count += sequences.units(i, unit_log2);
+// Added up over the lanes before this one, and this one.
+__device__ __forceinline__ int inclusive_sum(int x) {
+  const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
-  for (int step = 1; step < WARP_SIZE; step *= 2) count += __shfl_xor_sync(FULL_MASK, count, step);
+  for (int step = 1; step < WARP_SIZE; step *= 2) {
+    const int before = __shfl_up_sync(FULL_MASK, x, step);
+    if (lane >= step) x += before;
+  }
+  return x;
+}
+
+// The sequences of a batch, 32 at a time, one for each lane of a warp.
+struct LaneSequence {
+  int row, length, units, up_to;  // units of a head, and those of the lanes up to this one
+
+  __device__ __forceinline__ LaneSequence(const Sequences& all, int first, int unit_log2)
+      : row(0), length(0), units(0) {
+    const int number = first + threadIdx.x % WARP_SIZE;
+    if (number < all.batch) {
+      const Sequence mine(all, number);
+      row = mine.row, length = mine.length, units = mine.units(unit_log2);
+    }
+    up_to = inclusive_sum(units);
+  }
+  __device__ __forceinline__ int sum() const {
+    return __shfl_sync(FULL_MASK, up_to, WARP_SIZE - 1);
+  }
+  __device__ __forceinline__ Place place(int lane, int base, int first, int heads) const {
+    const int each = __shfl_sync(FULL_MASK, units, lane);
+    return {base + lane, __shfl_sync(FULL_MASK, row, lane), __shfl_sync(FULL_MASK, length, lane),
+            first + (__shfl_sync(FULL_MASK, up_to, lane) - each) * heads, each};
+  }
+};
+
+// Units of one head of all sequences from `first` on, `lanes` being those from there. By whole warps.
+__device__ __forceinline__ int count_units(const Sequences& all, const LaneSequence& lanes,
+                                           int unit_log2) {
+  int count = lanes.sum();
+  for (int first = WARP_SIZE; first < all.batch; first += WARP_SIZE)
+    count += LaneSequence(all, first, unit_log2).sum();
   return count;
 }
 
-// The sequence that `unit` belongs to, which there is; each has `heads` times its units. Called by
-// whole warps.
-__device__ __forceinline__ Place find_place(const Sequences& sequences, int unit_log2, int batch,
+// The sequence that `unit` belongs to, which there is; each has `heads` times its units; `lanes` are
+// the first 32. By whole warps.
+__device__ __forceinline__ Place find_place(const Sequences& all, LaneSequence lanes, int unit_log2,
                                             int heads, int unit) {
-  const int lane = threadIdx.x % WARP_SIZE;
   int first = 0;
-  for (int base = 0;; base += WARP_SIZE) {
-    const int mine = base + lane < batch ? sequences.units(base + lane, unit_log2) : 0;
-    int up_to = mine;
-#pragma unroll
-    for (int step = 1; step < WARP_SIZE; step *= 2) {
-      const int before = __shfl_up_sync(FULL_MASK, up_to, step);
-      if (lane >= step) up_to += before;
-    }
-    const u32 beyond = __ballot_sync(FULL_MASK, first + up_to * heads > unit);
-    if (beyond != 0 || base + WARP_SIZE >= batch) {
-      const int at = __ffs(beyond) - 1, units = __shfl_sync(FULL_MASK, mine, at);
-      return {base + at, first + (__shfl_sync(FULL_MASK, up_to, at) - units) * heads, units};
-    }
-    first += __shfl_sync(FULL_MASK, up_to, WARP_SIZE - 1) * heads;
+  for (int base = 0;;) {
+    const u32 beyond = __ballot_sync(FULL_MASK, first + lanes.up_to * heads > unit);
+    if (beyond != 0) return lanes.place(__ffs(beyond) - 1, base, first, heads);
+    first += lanes.sum() * heads, base += WARP_SIZE;
+    lanes = LaneSequence(all, base, unit_log2);
   }
 }
 
@@ -102,25 +127,26 @@ struct Segment {
 
 // Which blocks have parts of a head, and where those lie in the workspace. A block has at most two
 // heads that others have as well: slot 2i is for one that began before block i, 2i + 1 for one that
-// begins in it. Where heads are split at every unit, each has a slot.
+// begins in it. Where heads are split at every unit, each unit has a slot.
 struct HeadParts {
   int count = 1;  // 1: no other block has any
-  int own_slot = 0, counter = 0;
-  int first_slot = 0, second_slot = 0, step = 0;  // and so on, step after step
+  int first = 0;  // block, or unit
 
-  __device__ __forceinline__ HeadParts(const Segment& segment, const Shares& shares, int split,
-                                       int head_number) {
+  __device__ __forceinline__ HeadParts(const Segment& segment, const Shares& shares, int split) {
     if (segment.is_whole()) return;
-    const int first = shares.owner(segment.head_begin);
-    const int last = shares.owner(segment.head_begin + segment.head_units - 1);
-    count = split ? segment.head_units : last - first + 1;
-    counter = split ? head_number : first;
-    first_slot = split ? segment.head_begin : 2 * first + 1;
-    second_slot = split ? segment.head_begin + 1 : 2 * first + 2;
-    step = split ? 1 : 2;
-    own_slot = slot(split ? segment.unit - segment.head_begin : blockIdx.x - first);
+    first = split ? segment.head_begin : shares.owner(segment.head_begin);
+    count = segment.head_units;
+    if (!split) count = shares.owner(segment.head_begin + segment.head_units - 1) - first + 1;
   }
-  __device__ __forceinline__ int slot(int part) const {
-    return part == 0 ? first_slot : second_slot + (part - 1) * step;
+  __device__ __forceinline__ int slot(int part, int split) const {
+    return split ? first + part : 2 * (first + part) + (part == 0);
+  }
+  __device__ __forceinline__ int own_slot(const Segment& segment, int split) const {
+    return slot((split ? segment.unit : blockIdx.x) - first, split);
+  }
+  // One for each head that may be cut: heads are numbered, or where that takes more, the blocks that
+  // they begin in, each of which has one such head.
+  __device__ __forceinline__ int counter(int head, int heads, int split) const {
+    return split || heads <= gridDim.x ? head : first;
   }
 };
