@@ -9,9 +9,11 @@ from typing import Any
 import fkjit
 from fkjit import interop
 from fkjit.arch import Arch
+from fkjit.device import multiprocessors
 from fkjit.ops import attention_choice as choice
-from fkjit.ops import attention_hopper
+from fkjit.ops import attention_few, attention_hopper
 from fkjit.ops.attention_hopper import COUNTERS
+from fkjit.ops.decode_kernels import SPLIT
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..accuracy import LIMITS, Expected
@@ -158,6 +160,9 @@ def ours(problem: Problem, arrays: Arrays) -> Prepared:
         suits = attention_hopper.takes(problem, views, (0, 1, 2, 3), None)
         spec = choice.implementation("auto", problem["dtype"], arch, suits)
         variant = (spec, choose(spec, problem, arch))
+        here = {**problem, "multiprocessors": multiprocessors(q.get_device())}
+        if attention_few.takes(here, views, "auto", None, True, arch):
+            variant = (SPLIT, attention_few.parameters(here, arch))
     return Prepared(lambda: fkjit.attention(q, k, v, causal=causal), variant=variant)
 
 

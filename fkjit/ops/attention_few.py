@@ -7,9 +7,10 @@ from typing import Any
 
 from fkjit.arch import Arch
 from fkjit.interop import View
+from fkjit.ops import decode_checks
 from fkjit.ops.decode import attention_decode
 from fkjit.ops.decode_kernels import MAX_TOKENS, SPLIT
-from fkjit.spec import Problem
+from fkjit.spec import Params, Problem
 
 _LEAST_KEYS = 256  # with fewer, blocks that share out nothing are as fast
 _COLUMNS = 8  # of a 16-byte copy
@@ -32,6 +33,12 @@ def takes(
         and problem["head_dim"] % _COLUMNS == problem["head_dim_v"] % _COLUMNS == 0
         and all(abs(s) < _MAX_STRIDE for n in ("k", "v") for s in views[n].strides)
     )
+
+
+def parameters(problem: Problem, arch: Arch) -> Params:
+    """Of decoding's kernel, for a problem of `attention`."""
+    more = {"storage": "same", "longest": problem["seqlen_k"], "page_size": 0}
+    return decode_checks.parameters({**problem, **more}, arch)
 
 
 class FewPlan:
