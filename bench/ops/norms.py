@@ -112,7 +112,7 @@ def launch(
     if tile is not None and kernels.capacity(params["dtype"], tile) < problem["columns"]:
         raise Refused("holds no row as wide as these")
     if tile in kernels.PIPELINED and arrays["x"].is_cuda:
-        most = multiprocessors(arrays["x"].get_device()) * kernels.RESIDENT[tile]
+        most = multiprocessors(arrays["x"].get_device()) * kernels.resident(spec.op, tile)
         problem = {**problem, "most": most}
     made = launcher(spec, params, problem, arrays, device)
     return replace(made, output=lambda out: out.view_as(arrays["x"]))

@@ -58,7 +58,7 @@ def _launch(op: str, problem: dict[str, Any], views: Views) -> Launch:
     spec, free = forward.choose(op, problem["dtype"], *sizes, vector, "cluster" in arch.features)
     params = {**_kinds(problem), "vector": vector, **free}
     params = forward.parameters(spec, params, problem, arch)
-    problem["most"] = _most(x, params.get("tile"))
+    problem["most"] = _most(op, x, params.get("tile"))
     return Launch(spec, params, problem)
 
 
@@ -180,11 +180,14 @@ def _processors(x: View) -> int:
     return 1 if x.device == CPU else multiprocessors(x.device)
 
 
-def _most(x: View, tile: forward.Tile | None) -> int | None:
+def _most(op: str, x: View, tile: forward.Tile | None) -> int | None:
     """Blocks (or clusters) that run at once, where they take several rows each."""
     if tile not in forward.PIPELINED:
         return None
-    return _CPU_BLOCKS if x.device == CPU else multiprocessors(x.device) * forward.RESIDENT[tile]
+    assert tile is not None
+    return (
+        _CPU_BLOCKS if x.device == CPU else multiprocessors(x.device) * forward.resident(op, tile)
+    )
 
 
 def check(op: str, statistics: bool) -> Any:

@@ -15,16 +15,17 @@ from fkjit.tuning import tuned
 Tile = tuple[int, int, int]
 
 TILES: tuple[Tile, ...] = (
-    (32, 1, 1), (32, 4, 1), (128, 2, 1), (128, 4, 1), (256, 2, 1), (512, 2, 1), (512, 4, 1),
-    (512, 1, 4), (512, 4, 2), (512, 4, 4),
+    (32, 1, 1), (32, 4, 1), (128, 2, 1), (128, 4, 1), (256, 2, 1), (256, 4, 1), (512, 2, 1),
+    (512, 4, 1), (512, 1, 4), (512, 4, 2), (512, 4, 4),
 )  # fmt: skip
 SCALAR_TILES: tuple[Tile, ...] = ((32, 4, 1), (512, 2, 1))
 # Tiles whose blocks take several rows, each with the next one's loads under way.
 PIPELINED: tuple[Tile, ...] = ((32, 1, 1), (256, 2, 1), (512, 2, 1))
 # Blocks on a multiprocessor that registers have to suffice for; of pipelined ones these are all.
-RESIDENT: dict[Tile, int] = {
-    **{(32, 1, 1): 8, (32, 4, 1): 8, (128, 2, 1): 8, (128, 4, 1): 8, (256, 2, 1): 3},
-    **{(512, 2, 1): 1, (512, 4, 1): 2, (512, 1, 4): 1, (512, 4, 2): 2, (512, 4, 4): 2},
+# LayerNorm's and RMSNorm's; 1 where it is not said.
+_RESIDENT: dict[Tile, tuple[int, int]] = {
+    **{(32, 1, 1): (8, 8), (128, 4, 1): (7, 7), (256, 2, 1): (3, 4), (256, 4, 1): (4, 4)},
+    **{(512, 2, 1): (1, 2), (512, 4, 1): (2, 2), (512, 4, 2): (2, 2), (512, 4, 4): (2, 2)},
 }
 WIDE_THREADS = 512
 _MOST_ROWS = 1 << 14  # more make no difference to what is the fastest
@@ -56,13 +57,17 @@ def blocks(tile: Tile, problem: Problem) -> int:
     return min(groups, problem["most"] or groups) * tile[2]
 
 
-def _resident(params: Params) -> int:
-    """What ptxas is asked for; single elements and wider weights would spill."""
-    if params["tile"] in PIPELINED or (
-        params["vector"] and params["weight_dtype"] == params["dtype"]
-    ):
-        return RESIDENT[params["tile"]]
-    return 1
+def resident(op: str, tile: Tile) -> int:
+    """Blocks of this tile that a multiprocessor has at once, at least."""
+    return _RESIDENT.get(tile, (1, 1))[op == "rms_norm"]
+
+
+def _asked(params: Params, op: str) -> int:
+    """What ptxas is asked for; single elements and wider weights would spill for more."""
+    tile = params["tile"]
+    if params["vector"] and params["weight_dtype"] == params["dtype"]:
+        return resident(op, tile)
+    return resident("layer_norm", tile) if tile in PIPELINED else 1
 
 
 def wrong_weight(params: Params) -> str | None:
@@ -140,7 +145,7 @@ def _rows(op: str, centered: bool, affine: str) -> KernelSpec:
             derive=lambda params: {
                 "centered": centered,
                 "pipelined": params["tile"] in PIPELINED,
-                "resident": _resident(params),
+                "resident": _asked(params, op),
                 **dict(zip(("lanes", "vectors", "cluster"), params["tile"], strict=True)),
             },
             illegal=_illegal,
