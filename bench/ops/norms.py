@@ -15,7 +15,7 @@ from fkjit.ops import norm_problem
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..accuracy import LIMITS, Expected
-from ..kernels import launcher
+from ..kernels import arch_of, launcher
 from ..op import Arrays, Candidate, Op, Prepared, Refused
 from ..peers.norms import first
 
@@ -90,18 +90,25 @@ def _choose(op: str) -> Callable[[KernelSpec, Problem, Arch], Params]:
     def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
         """What the public call takes."""
         kinds = {name: problem[name] for name in ("dtype", "weight_dtype")}
-        vector = problem["columns"] % norm_problem.size(problem["dtype"]) == 0
-        found, free = kernels.choose(
-            op, problem["dtype"], problem["columns"], problem["rows"], vector,
-            "cluster" in arch.features,
-        )  # fmt: skip
+        found, free = _chosen(op, problem, arch)
         if found is kernels.ROWS[op] and spec is kernels.WIDE[op]:
             free = {"threads": kernels.WIDE_THREADS}
         elif found is not spec:
             raise ParameterError(f"{op}: {spec.name} is not for {label(problem)}")
-        return kernels.parameters(spec, {**kinds, "vector": vector, **free}, problem, arch)
+        params = {**kinds, "vector": _vector(problem), **free}
+        return kernels.parameters(spec, params, problem, arch)
 
     return choose
+
+
+def _chosen(op: str, problem: Problem, arch: Arch) -> tuple[KernelSpec, dict[str, Any]]:
+    """The kernel and its tile, where nothing was tuned."""
+    sizes = problem["dtype"], problem["columns"], problem["rows"]
+    return kernels.choose(op, *sizes, _vector(problem), "cluster" in arch.features)
+
+
+def _vector(problem: Problem) -> bool:
+    return problem["columns"] % norm_problem.size(problem["dtype"]) == 0
 
 
 def launch(
@@ -121,8 +128,12 @@ def launch(
 def _ours(op: str) -> Callable[[Problem, Arrays], Prepared]:
     def ours(problem: Problem, arrays: Arrays) -> Prepared:
         """The public call."""
-        call, given = _CALLS[op], dict(arrays)
-        return Prepared(lambda: call(**given, eps=problem["eps"]), first)
+        call, given, variant = _CALLS[op], dict(arrays), None
+        if arrays["x"].is_cuda:
+            here = arch_of(arrays["x"])
+            spec, _ = _chosen(op, problem, here)
+            variant = (spec, _choose(op)(spec, problem, here))
+        return Prepared(lambda: call(**given, eps=problem["eps"]), first, variant=variant)
 
     return ours
 
