@@ -17,7 +17,7 @@ from fkjit.spec import Arrays, Params, Problem
 
 # Lanes of a warp on one token, logits of each; the first one that holds a token is taken.
 Tile = tuple[int, int]
-TILES: tuple[Tile, ...] = ((4, 8), (4, 16), (8, 8), (8, 16), (16, 16), (32, 16), (32, 32))
+TILES: tuple[Tile, ...] = ((4, 16), (8, 8), (8, 16), (16, 16), (32, 16), (32, 32))
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
 SCORINGS = ("softmax", "sigmoid")
