@@ -220,15 +220,19 @@ def test_few_queries_of_attention():
         name: interop.view(x, "attention", name) for name, x in zip("qkv", (q, k, v), strict=True)
     }
     problem = {
-        "dtype": "fp16", "seqlen_q": 2, "seqlen_k": 300, "head_dim": 64, "head_dim_v": 64,
-        "multiprocessors": 132,
-    }  # fmt: skip
+        **{"dtype": "fp16", "batch": 1, "heads_q": 4, "heads_kv": 2, "seqlen_q": 2},
+        **{"seqlen_k": 300, "head_dim": 64, "head_dim_v": 64, "multiprocessors": 132},
+    }
     usual = {"impl": "auto", "block": None, "aligned": True, "arch": arch("sm_90a")}
     assert attention_few.takes(problem, views, **usual)
     for other in ({"impl": "flash"}, {"block": 64}, {"aligned": False}, {"arch": arch("sm_75")}):
         assert not attention_few.takes(problem, views, **{**usual, **other})
     for other in ({"seqlen_q": 17}, {"seqlen_k": 50}, {"dtype": "fp32"}, {"head_dim": 60}):
         assert not attention_few.takes({**problem, **other}, views, **usual)
+    many = {"seqlen_q": 16, "seqlen_k": 5000}  # rows of more than one small tile
+    assert attention_few.takes({**problem, **many}, views, **usual)
+    for other in ({"seqlen_k": 300}, {"batch": 33}):
+        assert not attention_few.takes({**problem, **many, **other}, views, **usual)
     plan = attention_few.FewPlan(True, None, None, "auto", True, "bhsd")
     for x, y in zip(
         plan.run(q, k, v), fkjit.attention(q, k, v, causal=True, return_lse=True), strict=True

@@ -46,7 +46,7 @@ def attention(
             element, with one tile only and slower.
         impl: "flash" (online softmax on tensor cores; fp32 exact on FMA units), "tiled" (shared
             memory, two passes), "naive" (a warp a row, for reading), "auto": flash; on a GPU, for
-            up to 16 queries of many keys, the kernel of `attention_decode`.
+            up to 16 queries of many keys, mostly the kernel of `attention_decode`.
         return_lse: also return the log-sum-exp of each row's scaled scores, fp32 [B, Hq, Sq].
 
     Returns:

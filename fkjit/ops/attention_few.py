@@ -13,6 +13,8 @@ from fkjit.ops.decode_kernels import MAX_TOKENS, SPLIT
 from fkjit.spec import Params, Problem
 
 _LEAST_KEYS = 256  # with fewer, blocks that share out nothing are as fast
+_MANY_KEYS = 4096  # and then few heads, where rows are more than a small tile (bench/NOTES.md)
+_FEW_ROWS = 16  # query heads of a KV head times queries
 _COLUMNS = 8  # of a 16-byte copy
 _MAX_STRIDE = 2**31
 
@@ -29,10 +31,19 @@ def takes(
         and problem["dtype"] != "fp32"
         and arch.features >= SPLIT.features({})
         and problem["seqlen_q"] <= MAX_TOKENS
-        and problem["seqlen_k"] >= _LEAST_KEYS
+        and _is_faster(problem)
         and problem["head_dim"] % _COLUMNS == problem["head_dim_v"] % _COLUMNS == 0
         and all(abs(s) < _MAX_STRIDE for n in ("k", "v") for s in views[n].strides)
     )
+
+
+def _is_faster(problem: Problem) -> bool:
+    """Rows fill a small tile at most; or flash's tiles would leave SMs idle for long."""
+    rows = problem["heads_q"] // problem["heads_kv"] * problem["seqlen_q"]
+    if rows <= _FEW_ROWS:
+        return problem["seqlen_k"] >= _LEAST_KEYS
+    tiles = problem["batch"] * problem["heads_q"]
+    return problem["seqlen_k"] >= _MANY_KEYS and tiles < problem["multiprocessors"]
 
 
 def parameters(problem: Problem, arch: Arch) -> Params:
