@@ -15,8 +15,8 @@ from fkjit.tuning import tuned
 Tile = tuple[int, int, int]
 
 TILES: tuple[Tile, ...] = (
-    (32, 1, 1), (32, 4, 1), (128, 2, 1), (128, 4, 1), (256, 2, 1), (256, 4, 1), (512, 2, 1),
-    (512, 4, 1), (512, 1, 4), (512, 4, 2), (512, 4, 4),
+    (32, 1, 1), (32, 4, 1), (128, 2, 1), (128, 4, 1), (256, 2, 1), (512, 2, 1), (512, 4, 1),
+    (512, 1, 4), (512, 4, 2), (512, 4, 4),
 )  # fmt: skip
 SCALAR_TILES: tuple[Tile, ...] = ((32, 4, 1), (512, 2, 1))
 # Tiles whose blocks take several rows, each with the next one's loads under way.
@@ -24,8 +24,9 @@ PIPELINED: tuple[Tile, ...] = ((32, 1, 1), (256, 2, 1), (512, 2, 1))
 # Blocks on a multiprocessor that registers have to suffice for; of pipelined ones these are all.
 # LayerNorm's and RMSNorm's; 1 where it is not said.
 _RESIDENT: dict[Tile, tuple[int, int]] = {
-    **{(32, 1, 1): (8, 8), (128, 4, 1): (7, 7), (256, 2, 1): (3, 4), (256, 4, 1): (4, 4)},
-    **{(512, 2, 1): (1, 2), (512, 4, 1): (2, 2), (512, 4, 2): (2, 2), (512, 4, 4): (2, 2)},
+    **{(32, 1, 1): (8, 8), (32, 4, 1): (8, 8), (128, 2, 1): (8, 8), (128, 4, 1): (8, 8)},
+    **{(256, 2, 1): (3, 4), (512, 2, 1): (1, 2), (512, 4, 1): (2, 2), (512, 4, 2): (2, 2)},
+    (512, 4, 4): (2, 2),
 }
 WIDE_THREADS = 512
 _MOST_ROWS = 1 << 14  # more make no difference to what is the fastest
