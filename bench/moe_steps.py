@@ -1,77 +1,78 @@
-"""The picture of docs/MOE.md, step by step from PyTorch's calls to one launch, out of a run:
+"""The picture of docs/MOE.md, step by step from PyTorch's calls to one launch, out of what the
+suite printed (medians of warm calls):
 
-    fkjit bench moe_route_and_regroup --set quick --only "T32768 E64 K2" --modes warm,graph \\
-        --out docs/moe_h200.jsonl
-    python -m bench.moe_steps docs/moe_h200.jsonl
+    fkjit bench moe_route moe_regroup moe_route_and_regroup --modes warm 2> run.log
+    python -m bench.moe_steps run.log docs/moe_steps.svg
 
-Writes the `.svg` beside the file, drawn as `fkjit report` draws.
+Drawn as `fkjit report` draws. A step of two launches is the sum of their times.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from .report import svg
 from .report.chart import Axis, Chart, Point, Series
-from .store import read as read_runs
 
-OP = "moe_route_and_regroup"
 CASE = "fp32 T32768 E64 K2"
-# Candidate, mode, what it is called, which of the proposals it adds.
+ROUTE, SORT, BOTH = "moe_route", "moe_regroup", "moe_route_and_regroup"
+# What it is called, which proposal it takes up, and whose times it is the sum of.
 STEPS = (
-    ("torch", "warm", "PyTorch, call by call", ""),
-    ("torch", "graph", "PyTorch in a CUDA graph", "graph"),
-    ("route + torch", "graph", "one kernel routes, PyTorch sorts", "fusion"),
-    ("triton", "graph", "Triton: histogram, then atomics", "counting sort"),
-    ("route + regroup", "graph", "two launches, stable", "counting sort"),
-    ("fkjit", "graph", "one launch", "fusion"),
+    ("PyTorch", "", ((BOTH, "torch"),)),
+    ("one kernel routes, PyTorch sorts", "fusion", ((ROUTE, "fkjit"), (SORT, "torch"))),
+    ("Triton: histogram, then atomics", "counting sort", ((BOTH, "triton"),)),
+    ("two launches", "counting sort, stable", ((ROUTE, "fkjit"), (SORT, "fkjit"))),
+    ("one launch", "fusion of both", ((BOTH, "fkjit"),)),
 )
-
-
-def read(path: Path) -> tuple[list[float | None], dict[str, Any]]:
-    """Microseconds of each step, None where it was not measured; the header of the last run."""
-    runs, found = read_runs(path), {}
-    for run in runs:
-        for cell in run.cells:
-            if cell["op"] == OP and cell["case"] == CASE:
-                for mode in ("warm", "graph"):
-                    if mode in cell:
-                        found[cell["candidate"], mode] = 1e3 * cell[mode]["p50"]
-    return [found.get(step[:2]) for step in STEPS], runs[-1].header
-
-
-def picture(times: list[float | None], environment: dict[str, Any]) -> str:
-    """A row for each step, time to the right."""
-    steps = [(step, time) for step, time in zip(STEPS, times, strict=True) if time is not None]
-    points = [
-        [Point(n, time) for n, (step, time) in enumerate(steps) if ours(step[0]) is mine]
-        for mine in (True, False)
-    ]
-    series = [Series(name, p, i) for i, (name, p) in enumerate(zip(NAMES, points, strict=True))]
-    chart = Chart(
-        "Route 32,768 tokens to 2 of 64 experts and sort them", "dots", Axis(""),
-        Axis("time [µs]", log=True), series,
-    )  # fmt: skip
-    chart.categories = [(f"{step[2]}: {time:.1f} µs", step[3]) for step, time in steps]
-    return svg.draw(chart, f"{environment['gpu']}, {environment['date'][:10]}; medians, warm")
-
-
 NAMES = ("with fkjit", "without")
+_LINE = re.compile(r"^\[\d+/\d+\] (\w+) (.*?): (.*)$")
+_TIME = re.compile(r"(\S+) ([\d.]+) (us|ms|s) ")
+_UNITS = {"us": 1.0, "ms": 1e3, "s": 1e6}
 
 
-def ours(candidate: str) -> bool:
-    """Whether a kernel of ours takes part."""
-    return candidate == "fkjit" or candidate.startswith("route")
+def read(text: str) -> dict[tuple[str, str], float]:
+    """Microseconds of each operation and candidate on the case."""
+    found = {}
+    for line in filter(None, map(_LINE.match, text.splitlines())):
+        op, case, times = line.groups()
+        if case == CASE:
+            for name, time, unit in _TIME.findall(times):
+                found[op, name] = float(time) * _UNITS[unit]
+    return found
+
+
+def steps(found: dict[tuple[str, str], float]) -> list[float]:
+    """Microseconds of each step."""
+    return [sum(found[part] for part in parts) for _, _, parts in STEPS]
+
+
+def picture(times: Sequence[float], caption: str) -> str:
+    """A row for each step, time to the right."""
+    series = []
+    for style, name in enumerate(NAMES):
+        ours = [any(who == "fkjit" for _, who in parts) is (style == 0) for _, _, parts in STEPS]
+        points = [Point(n, t) for n, t in enumerate(times) if ours[n]]
+        series.append(Series(name, points, style))
+    title = "Route 32,768 tokens to 2 of 64 experts, and sort the choices"
+    chart = Chart(title, "dots", Axis(""), Axis("time [µs]", log=True), series)
+    chart.categories = [
+        (f"{name}: {time:.1f} µs{' (sum of two)' if len(parts) > 1 else ''}", proposal)
+        for (name, proposal, parts), time in zip(STEPS, times, strict=True)
+    ]
+    return svg.draw(chart, caption)
 
 
 def main() -> None:
     """Draw the run given on the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("results", type=Path, help="a result file of `fkjit bench`")
-    results = parser.parse_args().results
-    results.with_suffix(".svg").write_text(picture(*read(results)))
+    parser.add_argument("log", type=Path, help="what `fkjit bench` printed")
+    parser.add_argument("svg", type=Path, help="the picture to write")
+    given = parser.parse_args()
+    caption = f"Medians of warm calls, fp32; {given.log.name}"
+    given.svg.write_text(picture(steps(read(given.log.read_text())), caption))
 
 
 if __name__ == "__main__":

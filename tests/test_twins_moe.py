@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -66,18 +65,17 @@ def test_labels():
     assert moe_rows.label(ROWS[0]) == "fp32 T11 K3 H72"
 
 
-def test_the_picture_of_the_steps(tmp_path):
+def test_the_picture_of_the_steps():
     from bench import moe_steps
 
-    cells = [
-        {"op": moe_steps.OP, "case": moe_steps.CASE, "candidate": name, mode: {"p50": 0.001 * n}}
-        for n, (name, mode, *_) in enumerate(moe_steps.STEPS, 1)
-    ]
-    header = {"record": "run", "schema": 1, "gpu": "a GPU", "date": "2026-11-22"}
-    lines = [header, *({"record": "cell", **cell} for cell in cells)]
-    path = tmp_path / "run.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    times, found = moe_steps.read(path)
-    assert times == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0] and found["gpu"] == "a GPU"
-    drawn = moe_steps.picture([None, *times[1:]], found)
-    assert "one launch: 6.0" in drawn and "call by call" not in drawn
+    text = (
+        "NVIDIA H200: copy 4272 GB/s\n"
+        f"[1/4] moe_route {moe_steps.CASE}:  fkjit 6.0 us 1421 GB/s  torch 118.5 us 75 GB/s\n"
+        "[2/4] moe_route bf16 T32768 E64 K2:  fkjit 9.0 us 1 GB/s\n"
+        f"[3/4] moe_regroup {moe_steps.CASE}:  fkjit 9.5 us 81 GB/s  torch 112.8 us 7 GB/s\n"
+        f"[4/4] moe_route_and_regroup {moe_steps.CASE}:  fkjit 13.2 us 715 GB/s  "
+        "triton 58.7 us 161 GB/s  torch 1.5 ms 42 GB/s  (0:16 left)\n"
+    )
+    times = moe_steps.steps(moe_steps.read(text))
+    assert times == pytest.approx([1500, 118.8, 58.7, 15.5, 13.2])
+    assert "two launches: 15.5" in moe_steps.picture(times, "made up")
