@@ -119,6 +119,19 @@ def test_parts_of_a_fixed_size_do_not_depend_on_the_batch(tokens, monkeypatch):
         assert np.array_equal(alone[0], o[b])
 
 
+def test_parts_of_a_fixed_size_are_not_tuned(monkeypatch):
+    from fkjit import tuning
+
+    def tuned(spec, params, problem, arch):
+        raise AssertionError(problem["batch"])
+
+    monkeypatch.setattr(tuning, "tuned", tuned)
+    batch = Batch([40, 7])
+    check(batch, batch.call(split_size=128))
+    with pytest.raises(AssertionError, match="2"):
+        batch.call()
+
+
 def test_the_same_call_gives_the_same_bits(monkeypatch):
     batch = Batch([500, 1, 77], dtype="bf16")
     monkeypatch.setattr(decode_checks, "_CPU_SMS", 7)  # each head in several blocks

@@ -141,7 +141,9 @@ def parameters(problem: Sizes, arch: Arch) -> Params:
     spec = kernels.SPLIT
     tiles = kernels.tiles(fixed)
     fitting = [t for t in tiles if spec.why_not({**fixed, "tile": t}, arch) is None]
-    params = tuning.tuned(spec, {**fixed, "tile": (fitting or tiles)[0]}, problem, arch)
+    params = {**fixed, "tile": (fitting or tiles)[0]}
+    if not problem.get("split"):  # else results would depend on the batch: its size is in the class
+        params = tuning.tuned(spec, params, problem, arch)
     spec.check(params, arch)
     return params
 
