@@ -1,0 +1,120 @@
+"""The table of docs/BANDWIDTH.md out of a stored run of the operations that memory bounds.
+
+python -m bench.bandwidth bench/results/FILE.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .store import read
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "BANDWIDTH.md"
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+COLUMNS = {
+    "Triton": ("triton",),
+    "PyTorch": ("eager", "torch"),
+    "compiled": ("compile", "compiled", "torch.compile"),
+}
+OTHERS = {
+    "flashinfer": "FlashInfer", "quack": "quack", "cub": "CUB", "cupy": "CuPy",
+    "rope + kv_append": "our two calls",
+}  # fmt: skip
+_NORMS = [f"bf16 {rows}x{columns}{stream}" for rows, columns in
+          ((16_384, 4096), (2048, 4096), (2048, 8192), (2048, 16_384), (1, 4096), (1, 16_384))
+          for stream in ("", " residual")]  # fmt: skip
+_KV = [
+    f"bf16 T{tokens} H8 D128 {rest}"
+    for tokens, rest in (
+        (16_384, "p16 nhd"), (16_384, "p256 hnd"), (16_384, "p16 nhd fp8"), (64, "p16 nhd"),
+    )
+]  # fmt: skip
+_ROPE = ["bf16 bshd B4 S4096 H32/32 D128", "bf16 bhsd B4 S4096 H32/32 D128"] + [
+    f"bf16 thd S{length} H32/8 D128{kind}"
+    for length, kinds in ((16_384, ("", " table", " in place", " table in place")), (32, ("",)))
+    for kind in kinds
+]
+HEADLINES = {
+    "vector_add": ["fp32 2^16", "fp32 2^28", "bf16 2^28"],
+    "reduce": ["fp32 sum 2^16", "fp32 sum 2^20", "fp32 sum 2^28", "bf16 sum 2^28",
+               "fp32 sum 1048576x128", "fp32 sum 16384x4096"],
+    "layer_norm": _NORMS,
+    "rms_norm": _NORMS,
+    "layer_norm_backward": ["bf16 16384x1024 residual", "bf16 16384x4096 residual"],
+    "rms_norm_backward": ["bf16 16384x1024 residual", "bf16 16384x4096 residual"],
+    "rope": _ROPE,
+    "kv_append": _KV,
+    "kv_read": _KV,
+    "rope_kv_append": ["bf16 T1 H8 D128 p16 nhd"],
+    "kv_slots": ["64 sequences of 1 p16", "1 sequences of 16384 p16"],
+    "kv_copy": ["64 pages of 512 KiB in 2 planes"],
+}  # fmt: skip
+
+Cells = dict[str, dict[str, Any]]  # by candidate
+
+
+def trials(path: Path) -> dict[tuple[str, str], Cells]:
+    """Of each case the trial in which most candidates took turns; the last one of several."""
+    found: dict[tuple[str, str], Cells] = {}
+    for run in read(path):
+        here: dict[tuple[str, str], Cells] = {}
+        for cell in run.cells:
+            if "p50" in cell.get("graph", {}):
+                here.setdefault((cell["op"], cell["case"]), {})[cell["candidate"]] = cell
+        for key, cells in here.items():
+            if len(cells) >= len(found.get(key, ())):
+                found[key] = cells
+    return found
+
+
+def table(path: Path) -> str:
+    """Markdown: microseconds a call in a CUDA graph, and what ours moves."""
+    head = ["", "", "fkjit", "TB/s", *COLUMNS, "others"]
+    lines = [_line(head), _line(["---", "---", *["---:"] * (len(head) - 3), "---"])]
+    known = trials(path)
+    for op, cases in HEADLINES.items():
+        for number, case in enumerate(cases):
+            cells = known.get((op, case))
+            if cells:
+                lines.append(_line([op if number == 0 else "", case, *_figures(cells)]))
+    return "\n".join(lines) + "\n"
+
+
+def _figures(cells: Cells) -> Iterator[str]:
+    ours = next(cell for cell in cells.values() if cell["kind"] == "ours")
+    yield _time(ours)
+    speed = ours["graph"].get("gbs", 0.0) / 1e3
+    yield f"{speed:.2f}" if speed >= 1 else ""
+    for names in COLUMNS.values():
+        yield next((_time(cells[name]) for name in names if name in cells), "")
+    yield ", ".join(f"{text} {_time(cells[n])}" for n, text in OTHERS.items() if n in cells)
+
+
+def _time(cell: dict[str, Any]) -> str:
+    microseconds = cell["graph"]["p50"] * 1e3
+    return f"{microseconds:.{2 if microseconds < 10 else 1 if microseconds < 1000 else 0}f}"
+
+
+def _line(columns: list[str]) -> str:
+    return f"| {' | '.join(columns)} |"
+
+
+def with_table(page: str, made: str) -> str:
+    """The page's text with the table between the markers replaced."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{made}{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    """Write the table of the run given on the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("results", type=Path, help="a result file of `fkjit bench`")
+    PAGE.write_text(with_table(PAGE.read_text(), table(parser.parse_args().results)))
+
+
+if __name__ == "__main__":
+    main()
