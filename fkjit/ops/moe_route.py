@@ -66,12 +66,7 @@ def describe(call: str, views: Mapping[str, View | None], *options: Any) -> dict
     """The routing problem of `logits`, `bias` and moe_route's options, checked; with its tile."""
     logits, bias = views["logits"], views["bias"]
     assert logits is not None
-    check_dtype(call, "logits", logits)
-    if len(logits.shape) != 2 or not 1 <= logits.shape[1] <= moe.MAX_EXPERTS:
-        raise ParameterError(
-            f"{call}: logits has shape {tuple(logits.shape)}; allowed: [tokens, experts] with 1 to "
-            f"{moe.MAX_EXPERTS} experts"
-        )
+    _check_logits(call, logits)
     tokens, experts, step = rows_of(call, "logits", logits)
     top_k, scoring, renormalize, num_groups, topk_groups, scale = options
     if scoring not in moe.SCORINGS:
@@ -95,6 +90,15 @@ def describe(call: str, views: Mapping[str, View | None], *options: Any) -> dict
             "up to 1024 experts where num_groups, rounded up to a power of two, is counted"
         )
     return problem
+
+
+def _check_logits(call: str, logits: View) -> None:
+    check_dtype(call, "logits", logits)
+    if len(logits.shape) != 2 or not 1 <= logits.shape[1] <= moe.MAX_EXPERTS:
+        raise ParameterError(
+            f"{call}: logits has shape {tuple(logits.shape)}; allowed: [tokens, experts] with 1 to "
+            f"{moe.MAX_EXPERTS} experts"
+        )
 
 
 def _choice(call: str, experts: int, top_k: Any, groups: Any, best: Any) -> dict[str, int]:

@@ -106,22 +106,7 @@ def inputs(names: Sequence[str]) -> Any:
     """The spec's `inputs`: places in any order with some choices dropped, and rows of `names`."""
 
     def made(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
-        items, groups = p["tokens"] * p["top_k"], p["groups"]
-        kept = np.sort(rng.permutation(items)[: items - items // 7])
-        room = p["places"] // groups
-        counts = np.bincount(np.arange(kept.size) % groups, minlength=groups).clip(0, room)
-        offsets = np.append(np.arange(groups) * room, p["places"] - p["places"] % 2)
-        offsets[-1] = max(offsets[-1], offsets[-2] + counts[-1])
-        places = np.concatenate(
-            [np.arange(o, o + c) for o, c in zip(offsets, counts, strict=False)]
-        )
-        inverse = np.full(items, -1, np.int32)
-        inverse[kept[: places.size]] = rng.permutation(places)
-        found: Arrays = {
-            "inverse": inverse.reshape(p["tokens"], -1),
-            "offsets": offsets.astype(np.int32),
-            "counts": counts.astype(np.int32),
-        }
+        found = _random_places(p, rng)
         dtype = numpy_dtype(p["dtype"])
         for name, rows in (("x", p["tokens"]), ("y", p["places"]), ("dout", p["tokens"])):
             if name in names:
@@ -134,6 +119,23 @@ def inputs(names: Sequence[str]) -> Any:
         return found
 
     return made
+
+
+def _random_places(p: Problem, rng: np.random.Generator) -> Arrays:
+    items, groups = p["tokens"] * p["top_k"], p["groups"]
+    kept = np.sort(rng.permutation(items)[: items - items // 7])
+    room = p["places"] // groups
+    counts = np.bincount(np.arange(kept.size) % groups, minlength=groups).clip(0, room)
+    offsets = np.append(np.arange(groups) * room, p["places"] - p["places"] % 2)
+    offsets[-1] = max(offsets[-1], offsets[-2] + counts[-1])
+    places = np.concatenate([np.arange(o, o + c) for o, c in zip(offsets, counts, strict=False)])
+    inverse = np.full(items, -1, np.int32)
+    inverse[kept[: places.size]] = rng.permutation(places)
+    return {
+        "inverse": inverse.reshape(p["tokens"], -1),
+        "offsets": offsets.astype(np.int32),
+        "counts": counts.astype(np.int32),
+    }
 
 
 def seen(p: Problem, arrays: Mapping[str, Any], name: str) -> np.ndarray:
