@@ -10,7 +10,7 @@ from fkjit import interop
 from fkjit.device import launch_on_device, loaded
 from fkjit.interop import CPU
 from fkjit.interpret import interpret
-from fkjit.ops import workspace
+from fkjit.ops import attention_operator, operators, workspace
 from fkjit.ops.attention_checks import LAYOUTS, Request, check
 from fkjit.ops.attention_few import FewPlan
 from fkjit.ops.attention_hopper import COUNTERS, FLASH_SM90
@@ -60,12 +60,15 @@ def attention(
         CaptureError: first call of a variant under CUDA graph capture; see `prepare`.
 
     CUDA arrays run on their GPU, on the caller's current stream. CPU arrays run the same kernel in
-    the interpreter, up to FKJIT_INTERPRETER_LIMIT seconds of estimated work. No gradients, and not
-    an operator that torch.compile knows: wrap the call in torch.compiler.disable there.
+    the interpreter, up to FKJIT_INTERPRETER_LIMIT seconds of estimated work. No gradients yet. To
+    torch.compile (fullgraph=True too), torch.export and torch.func.vmap the call is one operator,
+    torch.ops.fkjit.attention (or attention_lse).
 
     Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning".
     """
     options = (causal, softmax_scale, block, impl, return_lse, layout)
+    if operators.compiling():
+        return attention_operator.traced(q, k, v, *options)
     geometry = geometries.get(type(q))
     if geometry is not None and type(q) is type(k) is type(v):
         try:
@@ -75,7 +78,11 @@ def attention(
         if plan is not None:
             refuse_gpu("attention")
             return plan.run(q, k, v)
+    if operators.wrapped(q, k, v):
+        return attention_operator.traced(q, k, v, *options)
     request = check(q, k, v, *options)
+    if request.q.kind == "torch":
+        operators.arrived()
     if request.few:
         few = FewPlan(*options)
         remember(request, None, options, few)
@@ -122,6 +129,7 @@ def prepare(
 
 
 attention.prepare = prepare  # type: ignore[attr-defined]
+attention_operator.define(attention)
 
 
 def _on_cpu(request: Request, o: Any, lse: Any) -> None:
