@@ -251,3 +251,18 @@ def test_few_queries_of_attention():
         plan.run(q, k, v), fkjit.attention(q, k, v, causal=True, return_lse=True), strict=True
     ):
         assert np.abs(x - y).max() <= 2e-3
+
+
+@pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_90a", "sm_100a", "sm_120a"])
+@pytest.mark.parametrize("storage", ["same", "fp8"])
+def test_every_problem_has_a_variant_from_sm_80_on(name, storage):
+    from fkjit.arch import arch
+
+    for dim in (16, 64, 128, 256):
+        for tokens in (1, 16):
+            problem = {
+                **{"dtype": "bf16", "storage": storage, "heads_q": 16, "heads_kv": 4},
+                **{"seqlen_q": tokens, "head_dim": dim, "head_dim_v": dim},
+            }
+            params = decode_checks.parameters(problem, arch(name))
+            assert params["head_dim"] == max(dim, 64)

@@ -9,9 +9,10 @@ from typing import Any
 import fkjit
 from fkjit.arch import Arch
 from fkjit.device import multiprocessors
-from fkjit.ops import decode_kernels as kernels
 from fkjit.ops import kv_problem as kv
 from fkjit.ops.decode_checks import parameters
+from fkjit.ops.decode_grid import on_grid
+from fkjit.ops.decode_kernels import SPLIT
 from fkjit.ops.decode_problem import problem_of
 from fkjit.spec import KernelSpec, Params, Problem
 
@@ -137,7 +138,7 @@ def launch(
     q = arrays["q"]
     if q.is_cuda:
         sms = multiprocessors(q.get_device())
-        problem = kernels.on_grid(params, problem, sms, arch_of(q))
+        problem = on_grid(params, problem, sms, arch_of(q))
     return launcher(spec, params, problem, arrays, device)
 
 
@@ -146,7 +147,7 @@ def ours(problem: Problem, arrays: Arrays) -> Prepared:
     q, k, v, lengths = (arrays[n] for n in ("q", "k", "v", "seq_lens"))
     options = {n: arrays[n] for n in ("k_scale", "v_scale") if n in arrays}
     options |= {"causal": problem["causal"], "softmax_scale": problem["softmax_scale"]}
-    variant = (kernels.SPLIT, choose(kernels.SPLIT, problem, arch_of(q))) if q.is_cuda else None
+    variant = (SPLIT, choose(SPLIT, problem, arch_of(q))) if q.is_cuda else None
     if problem["page_size"]:
         q, options["layout"] = q.transpose(1, 2).contiguous(), problem["layout"]
         table = arrays["page_table"]

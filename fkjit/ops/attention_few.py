@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from fkjit.arch import Arch
+from fkjit.errors import ParameterError
 from fkjit.interop import View
 from fkjit.ops import decode_checks
 from fkjit.ops.decode import attention_decode
-from fkjit.ops.decode_kernels import MAX_TOKENS, SPLIT
+from fkjit.ops.decode_grid import MAX_TOKENS
+from fkjit.ops.decode_kernels import SPLIT
 from fkjit.spec import Params, Problem
 
 _LEAST_KEYS = 256  # with fewer, blocks that share out nothing are as fast
@@ -34,6 +36,7 @@ def takes(
         and _is_faster(problem)
         and problem["head_dim"] % _COLUMNS == problem["head_dim_v"] % _COLUMNS == 0
         and all(abs(s) < _MAX_STRIDE for n in ("k", "v") for s in views[n].strides)
+        and _is_compiled(problem, arch)
     )
 
 
@@ -44,6 +47,14 @@ def _is_faster(problem: Problem) -> bool:
         return problem["seqlen_k"] >= _LEAST_KEYS
     tiles = problem["batch"] * problem["heads_q"]
     return problem["seqlen_k"] >= _MANY_KEYS and tiles < problem["multiprocessors"]
+
+
+def _is_compiled(problem: Problem, arch: Arch) -> bool:
+    try:
+        parameters(problem, arch)
+    except ParameterError:
+        return False
+    return True
 
 
 def parameters(problem: Problem, arch: Arch) -> Params:

@@ -11,7 +11,8 @@ from fkjit.arch import Arch
 from fkjit.device import multiprocessors
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.interop import CPU, View
-from fkjit.ops import decode_kernels as kernels
+from fkjit.ops import decode_grid as grid
+from fkjit.ops.decode_kernels import SPLIT
 from fkjit.ops.kv_problem import CODES, LAYOUTS
 from fkjit.ops.simple import Launch, Output, Request, arch_of
 from fkjit.ops.simple_checks import check_dtype, check_flag, check_output, check_shape, itemsize
@@ -122,11 +123,11 @@ def _request(
     params = parameters(problem, arch)
     device = seen["q"].device
     sms = _CPU_SMS if device == CPU else multiprocessors(device)
-    problem = kernels.on_grid(params, problem, sms, arch)
-    if kernels.units(params, problem) >= _LIMIT or problem["longest"] > _MAX_KEYS:
+    problem = grid.on_grid(params, problem, sms, arch)
+    if grid.units(params, problem) >= _LIMIT or problem["longest"] > _MAX_KEYS:
         raise ParameterError(f"{call}: {problem['longest']} keys a sequence are too many; split q")
-    size, counters = kernels.workspace(params, problem)
-    return Request(inputs, made, (Launch(kernels.SPLIT, params, problem),), size, counters)
+    size, counters = grid.workspace(params, problem)
+    return Request(inputs, made, (Launch(SPLIT, params, problem),), size, counters)
 
 
 def parameters(problem: Sizes, arch: Arch) -> Params:
@@ -135,11 +136,11 @@ def parameters(problem: Sizes, arch: Arch) -> Params:
     dim = max(problem["head_dim"], problem["head_dim_v"])
     fixed = {
         **{"dtype": problem["dtype"], "storage": problem["storage"]},
-        "head_dim": next(padded for padded in kernels.HEAD_DIMS if dim <= padded),
+        "head_dim": next(padded for padded in grid.HEAD_DIMS if dim <= padded),
     }
     fixed["rows"] = 16 if rows <= 16 or fixed["head_dim"] == 256 else 64
-    spec = kernels.SPLIT
-    tiles = kernels.tiles(fixed)
+    spec = SPLIT
+    tiles = grid.tiles(fixed)
     fitting = [t for t in tiles if spec.why_not({**fixed, "tile": t}, arch) is None]
     params = {**fixed, "tile": (fitting or tiles)[0]}
     if not problem.get("split"):  # else results would depend on the batch: its size is in the class
@@ -167,9 +168,9 @@ def _queries(call: str, q: View, layout: str) -> Sizes:
         )
     axes = ROW_LAYOUTS[layout] if len(q.shape) == 4 else _ONE_TOKEN
     batch, heads, tokens = (1 if at is None else q.shape[at] for at in axes)
-    if tokens > kernels.MAX_TOKENS:
+    if tokens > grid.MAX_TOKENS:
         raise ParameterError(
-            f"{call}: q has {tokens} tokens a sequence; allowed: up to {kernels.MAX_TOKENS} "
+            f"{call}: q has {tokens} tokens a sequence; allowed: up to {grid.MAX_TOKENS} "
             "(fkjit.attention takes more)"
         )
     _columns(call, "q", q)
@@ -220,7 +221,7 @@ def _heads(call: str, problem: Sizes) -> None:
         raise ParameterError(
             f"{call}: q has head_dim {problem['head_dim']}, k {problem['head_dim_k']}"
         )
-    most = kernels.HEAD_DIMS[-1]
+    most = grid.HEAD_DIMS[-1]
     for name in ("head_dim", "head_dim_v"):
         if not 1 <= problem[name] <= most:
             raise ParameterError(f"{call}: {name}={problem[name]} is not in 1 .. {most}")
@@ -260,7 +261,7 @@ def _scale(call: str, scale: Any, head_dim: int) -> float:
 
 def _split(call: str, split: Any) -> int:
     """Keys of a part; 0: as they come."""
-    least = kernels.LEAST_SPLIT
+    least = grid.LEAST_SPLIT
     if split is None:
         return 0
     if isinstance(split, bool) or not isinstance(split, int):

@@ -9,6 +9,7 @@ import numpy as np
 
 from fkjit.interop import numpy_dtype
 from fkjit.ops import kv_problem as kv
+from fkjit.ops.decode_grid import workspace
 from fkjit.spec import Arrays, Params, Problem
 
 NEW = (0, 1, 2)  # axes of batch, head, token in q [B, H, S, D]
@@ -86,8 +87,6 @@ def _poison(problem: Problem, shape: tuple[int, ...]) -> np.ndarray:
 
 def outputs(params: Params, problem: Problem) -> Arrays:
     """o and lse, poisoned with NaN; the workspace as well; counters of 0."""
-    from fkjit.ops.decode_kernels import workspace
-
     shape = tuple(problem[n] for n in ("batch", "heads_q", "seqlen_q", "head_dim_v"))
     size, counters = workspace(params, problem)
     return {
