@@ -51,6 +51,7 @@ _PUBLIC = {
     "KernelSpec": "fkjit.spec",
     "Param": "fkjit.spec",
     "errors": "fkjit.errors",
+    "compat": "fkjit.compat",
 }
 
 __all__ = [
@@ -97,9 +98,7 @@ def __getattr__(name: str) -> Any:
             f"module 'fkjit' has no attribute {name!r} (has: {', '.join(_PUBLIC)})"
         )
     module = import_module(_PUBLIC[name])
-    value = (
-        module if _PUBLIC[name].endswith(f".{name}") and name == "errors" else getattr(module, name)
-    )
+    value = module if name in ("compat", "errors") else getattr(module, name)
     globals()[name] = value
     return value
 
@@ -109,6 +108,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from fkjit import compat as compat
     from fkjit import errors as errors
     from fkjit.api import launch, prepare, variants
     from fkjit.cpu_launch import launch_cpu

@@ -30,7 +30,7 @@ LAYERS = (
     {"sanitizer"},
     {"interop", "interpret", "device", "gpus"},
     {"ops", "cpu_arguments"},
-    {"api", "cpu_launch", "warm_worker", "disassemble", "pytest_plugin"},
+    {"api", "compat", "cpu_launch", "warm_worker", "disassemble", "pytest_plugin"},
     {"warming", "doctor", "report"},
     {"demo", "cli_select", "cli_cache", "cli_warm", "cli_bench"},
     {"cli_show", "cli_check", "cli_profile", "cli_report", "cli_tune"},

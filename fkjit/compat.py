@@ -1,0 +1,216 @@
+"""Attention under the names and argument orders of others, so that swapping an import is enough.
+
+    from fkjit.compat import scaled_dot_product_attention, flash_attn_func, flash_attn_with_kvcache
+
+For torch tensors. What fkjit has no kernel for yet (dropout, masks, windows, soft caps, ALiBi,
+gradients) is refused with a ParameterError that names the argument, never left out silently.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.ops.attention import attention
+from fkjit.ops.decode import attention_decode, paged_attention
+from fkjit.ops.kv_append import kv_append
+
+_SDPA, _FLASH = "scaled_dot_product_attention", "flash_attn_func"
+_CACHED = "flash_attn_with_kvcache"
+_WINDOW = (-1, -1)
+
+
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """torch.nn.functional.scaled_dot_product_attention.
+
+    Args:
+        query: [B, Hq, Sq, D] or [Hq, Sq, D]; key and value the same with Sk rows, Dv columns of
+            value. fp16, bf16 or fp32.
+        attn_mask: None. dropout_p: 0.
+        is_causal: query i sees keys up to i: aligned to the top left, as in PyTorch.
+        scale: default 1 / sqrt(D).
+        enable_gqa: whether key and value may have fewer heads.
+
+    Returns: o, as query with Dv columns. Raises as `fkjit.attention`.
+    """
+    _check_tensors(_SDPA, query=query, key=key, value=value)
+    _refuse(_SDPA, attn_mask=(attn_mask, None), dropout_p=(dropout_p, 0.0))
+    if query.dim() not in (3, 4):
+        raise ParameterError(f"{_SDPA}: query has {query.dim()} dimensions; allowed: 3 or 4")
+    if query.shape[-3] != key.shape[-3] and not enable_gqa:
+        raise ParameterError(
+            f"{_SDPA}: query has {query.shape[-3]} heads, key {key.shape[-3]}; allowed with "
+            "enable_gqa=True"
+        )
+    q, k, v = (x if x.dim() == 4 else x.unsqueeze(0) for x in (query, key, value))
+    made = _causal(q, k, v, scale) if is_causal else attention(q, k, v, softmax_scale=scale)
+    return made if query.dim() == 4 else made.squeeze(0)
+
+
+def _causal(q: Any, k: Any, v: Any, scale: float | None) -> Any:
+    """Aligned to the top left: keys past the queries are seen by none, queries past the keys see
+    them all."""
+    rows = min(q.shape[2], k.shape[2])
+    k, v = k[:, :, :rows], v[:, :, :rows]
+    made = attention(q[:, :, :rows], k, v, causal=True, softmax_scale=scale)
+    if rows == q.shape[2]:
+        return made
+    rest = attention(q[:, :, rows:], k, v, softmax_scale=scale)
+    return sys.modules["torch"].cat((made, rest), 2)
+
+
+def flash_attn_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """flash_attn.flash_attn_func.
+
+    Args:
+        q: [B, Sq, Hq, D]; k, v: [B, Sk, Hkv, D]; fp16 or bf16 (and fp32).
+        dropout_p: 0. window_size: (-1, -1). softcap: 0. alibi_slopes: None.
+        softmax_scale: default 1 / sqrt(D).
+        causal: aligned to the bottom right.
+        deterministic: either; results are always the same to the bit.
+        return_attn_probs: also return the log-sum-exp and None, for the probabilities that the
+            original gives for tests.
+
+    Returns: o [B, Sq, Hq, D], or (o, lse fp32 [B, Hq, Sq], None). Raises as `fkjit.attention`.
+    """
+    _check_tensors(_FLASH, q=q, k=k, v=v)
+    _refuse(
+        _FLASH,
+        dropout_p=(dropout_p, 0.0), window_size=(tuple(window_size), _WINDOW),
+        softcap=(softcap, 0.0), alibi_slopes=(alibi_slopes, None),
+    )  # fmt: skip
+    made = attention(
+        q, k, v, causal=causal, softmax_scale=softmax_scale, layout="bshd",
+        return_lse=return_attn_probs,
+    )  # fmt: skip
+    return (*made, None) if return_attn_probs else made
+
+
+def flash_attn_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = None,
+    v: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    cache_seqlens: Any = None,
+    cache_batch_idx: Any = None,
+    cache_leftpad: Any = None,
+    block_table: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _WINDOW,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Any = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """flash_attn.flash_attn_with_kvcache, for up to 16 new tokens of each sequence.
+
+    Args:
+        q: [B, Sq, Hq, D], fp16 or bf16, Sq from 1 to 16.
+        k_cache, v_cache: [B, Sk, Hkv, D]; or with a block_table [blocks, page, Hkv, D], pages of
+            1, 2, 4 … 256 tokens. Written where there are k and v.
+        k, v: [B, Snew, Hkv, D], put behind what the caches hold, before attention; or None.
+        cache_seqlens: keys in the caches, [B] int32 on the device or one number; default: all Sk.
+        block_table: [B, pages] int32 on the device: the pages of each sequence.
+        softmax_scale: default 1 / sqrt(D). causal: aligned to the bottom right.
+        rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, alibi_slopes: None. window_size:
+            (-1, -1). softcap: 0. rotary_interleaved, num_splits: either; there is nothing to turn
+            here (see `fkjit.rope_kv_append`), and keys are shared out evenly.
+        return_softmax_lse: also return the log-sum-exp, fp32 [B, Hq, Sq].
+
+    Returns: o [B, Sq, Hq, D], or (o, lse). Raises as `fkjit.paged_attention`.
+    """
+    _check_tensors(_CACHED, q=q, k_cache=k_cache, v_cache=v_cache)
+    _refuse(
+        _CACHED,
+        rotary_cos=(rotary_cos, None), rotary_sin=(rotary_sin, None),
+        cache_batch_idx=(cache_batch_idx, None), cache_leftpad=(cache_leftpad, None),
+        alibi_slopes=(alibi_slopes, None), window_size=(tuple(window_size), _WINDOW),
+        softcap=(softcap, 0.0),
+    )  # fmt: skip
+    lengths = _lengths(q, k_cache, cache_seqlens, block_table)
+    if (k is None) != (v is None):
+        raise ParameterError(f"{_CACHED}: k and v are given together or not at all")
+    if k is not None:
+        _append(k, v, k_cache, v_cache, lengths, block_table)
+        lengths = lengths + k.shape[1]
+    options = {
+        "causal": causal, "softmax_scale": softmax_scale, "return_lse": return_softmax_lse,
+    }  # fmt: skip
+    if block_table is None:
+        return attention_decode(q, k_cache, v_cache, lengths, layout="bshd", **options)
+    return paged_attention(q, (k_cache, v_cache), block_table, lengths, **options)
+
+
+def _lengths(q: Any, k_cache: Any, cache_seqlens: Any, block_table: Any) -> Any:
+    """[B] int32 where q is."""
+    torch = sys.modules["torch"]
+    if isinstance(cache_seqlens, torch.Tensor):
+        return cache_seqlens
+    if cache_seqlens is None:
+        if block_table is not None:
+            raise ParameterError(f"{_CACHED}: a block_table needs cache_seqlens")
+        cache_seqlens = k_cache.shape[1]
+    return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+
+
+def _append(k: Any, v: Any, k_cache: Any, v_cache: Any, lengths: Any, block_table: Any) -> None:
+    """New tokens to their places; nothing waits for the device."""
+    torch = sys.modules["torch"]
+    batch, count = k.shape[:2]
+    places = lengths.long()[:, None] + torch.arange(count, device=k.device)
+    if block_table is None:
+        rows = torch.arange(batch, device=k.device)[:, None].expand_as(places)
+        k_cache.index_put_((rows, places), k)
+        v_cache.index_put_((rows, places), v)
+        return
+    page = k_cache.shape[1]
+    pages = block_table.long().gather(1, (places // page).clamp(max=block_table.shape[1] - 1))
+    room = places < block_table.shape[1] * page
+    slots = torch.where(room, pages * page + places % page, -1).flatten()
+    kv_append(k.flatten(0, 1), v.flatten(0, 1), (k_cache, v_cache), slots)
+
+
+def _check_tensors(call: str, **arrays: Any) -> None:
+    torch = sys.modules.get("torch")
+    for name, array in arrays.items():
+        if torch is None or not isinstance(array, torch.Tensor):
+            raise ArgumentTypeError(
+                f"{call}: {name} is a {type(array).__name__}; allowed: torch tensors "
+                "(fkjit.attention takes other arrays)"
+            )
+
+
+def _refuse(call: str, **values: tuple[Any, Any]) -> None:
+    """ParameterError for the first argument that is not the one value allowed."""
+    for name, (value, allowed) in values.items():
+        same = value is allowed if allowed is None else value == allowed
+        if not same:
+            shown = "a tensor" if hasattr(value, "shape") else repr(value)
+            raise ParameterError(f"{call}: {name}={shown}: not supported; allowed: {allowed!r}")

@@ -1,0 +1,139 @@
+"""Attention under others' names, beside theirs."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as theirs
+
+from fkjit import compat
+from fkjit.errors import ArgumentTypeError, ParameterError
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(made, expected, tolerance=2e-5):
+    assert made.shape == expected.shape and made.dtype == expected.dtype
+    error = (made.double() - expected.double()).norm() / expected.double().norm()
+    assert error < tolerance, error
+
+
+@pytest.mark.parametrize("lengths", [(9, 9), (5, 12), (12, 5)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+def test_sdpa(lengths, is_causal, batched):
+    sq, sk = lengths
+    q, k, v = (draw(2, 4, n, 24, seed=n) for n in (sq, sk, sk))
+    if not batched:
+        q, k, v = q[0], k[0], v[0]
+    made = compat.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=0.2)
+    close(made, theirs(q, k, v, is_causal=is_causal, scale=0.2))
+
+
+def test_sdpa_with_grouped_heads():
+    q, k, v = draw(1, 6, 7, 16), draw(1, 2, 8, 16, seed=1), draw(1, 2, 8, 16, seed=2)
+    close(
+        compat.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        theirs(q, k, v, enable_gqa=True),
+    )
+    with pytest.raises(ParameterError, match="enable_gqa=True"):
+        compat.scaled_dot_product_attention(q, k, v)
+
+
+def test_flash_attn_func():
+    q, k, v = draw(2, 6, 4, 32), draw(2, 9, 2, 32, seed=1), draw(2, 9, 2, 32, seed=2)
+    o, lse, nothing = compat.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    hidden = torch.ones(6, 9, dtype=torch.bool).triu(9 - 6 + 1)
+    scores = q.transpose(1, 2) @ k.transpose(1, 2).repeat_interleave(2, 1).mT / 32**0.5
+    scores = scores.masked_fill(hidden, float("-inf"))
+    expected = scores.softmax(-1) @ v.transpose(1, 2).repeat_interleave(2, 1)
+    close(o, expected.transpose(1, 2))
+    close(lse, scores.logsumexp(-1))
+    assert nothing is None
+    assert torch.equal(compat.flash_attn_func(q, k, v, 0.0, None, True), o)
+
+
+def cached(paged, lengths, new, page=16, heads=2, dim=32):
+    """Caches poisoned beyond their lengths, the same keys and values in one piece, new tokens."""
+    most = 48
+    k, v = (draw(len(lengths), most, heads, dim, seed=s, dtype=torch.float16) for s in (1, 2))
+    fresh = [
+        draw(len(lengths), new, heads, dim, seed=s, dtype=torch.float16) if new else None
+        for s in (3, 4)
+    ]
+    whole = []
+    for x, f in zip((k, v), fresh, strict=True):
+        rows = [
+            torch.cat([x[b, :n], *([] if f is None else [f[b]])]) for b, n in enumerate(lengths)
+        ]
+        whole.append(rows)
+        for b, n in enumerate(lengths):
+            x[b, n:] = float("nan")
+    if not paged:
+        return k, v, fresh, whole, None
+    pages = len(lengths) * most // page
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(5))
+    table = torch.argsort(order).int().view(len(lengths), -1)
+    k, v = (x.view(pages, page, heads, dim)[order].contiguous() for x in (k, v))
+    return k, v, fresh, whole, table
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("new", [0, 1, 3])
+def test_flash_attn_with_kvcache(paged, new):
+    lengths = [17, 33, 1]
+    k, v, (fresh_k, fresh_v), whole, table = cached(paged, lengths, new)
+    tokens = max(new, 1)
+    q = draw(3, tokens, 4, 32, dtype=torch.float16)
+    o, lse = compat.flash_attn_with_kvcache(
+        q, k, v, fresh_k, fresh_v, cache_seqlens=torch.tensor(lengths, dtype=torch.int32),
+        block_table=table, causal=True, return_softmax_lse=True,
+    )  # fmt: skip
+    for b in range(3):
+        one = [x[b].double().transpose(0, 1).repeat_interleave(2, 0) for x in whole]
+        hidden = torch.ones(tokens, one[0].shape[1], dtype=torch.bool).triu(
+            one[0].shape[1] - tokens + 1
+        )
+        scores = q[b].double().transpose(0, 1) @ one[0].mT / 32**0.5
+        scores = scores.masked_fill(hidden, float("-inf"))
+        expected = (scores.softmax(-1) @ one[1]).transpose(0, 1)
+        close(o[b], expected.to(o.dtype), 2e-3)
+        close(lse[b].double(), scores.logsumexp(-1), 1e-4)
+
+
+def test_one_length_for_all_and_the_whole_cache():
+    k, v, _, _, _ = cached(False, [48, 48], 0)
+    q = draw(2, 1, 2, 32, dtype=torch.float16)
+    whole = compat.flash_attn_with_kvcache(q, k, v)
+    assert torch.equal(compat.flash_attn_with_kvcache(q, k, v, cache_seqlens=48), whole)
+    part = compat.flash_attn_with_kvcache(q, k[:, :20], v[:, :20])
+    assert torch.equal(compat.flash_attn_with_kvcache(q, k, v, cache_seqlens=20), part)
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "words"),
+    [
+        ("scaled_dot_product_attention", {"dropout_p": 0.1}, "dropout_p=0.1"),
+        ("scaled_dot_product_attention", {"attn_mask": torch.ones(1)}, "attn_mask=a tensor"),
+        ("flash_attn_func", {"window_size": (4, 0)}, r"window_size=\(4, 0\)"),
+        ("flash_attn_func", {"softcap": 30.0}, "softcap=30.0"),
+        ("flash_attn_func", {"alibi_slopes": torch.ones(2)}, "alibi_slopes=a tensor"),
+        ("flash_attn_with_kvcache", {"rotary_cos": torch.ones(2)}, "rotary_cos=a tensor"),
+        ("flash_attn_with_kvcache", {"k": torch.ones(2)}, "together"),
+        ("flash_attn_with_kvcache", {"block_table": torch.ones(1, 1)}, "cache_seqlens"),
+    ],
+    ids=str,
+)
+def test_what_there_is_no_kernel_for_is_refused(call, options, words):
+    x = draw(1, 2, 2, 32, dtype=torch.float16)
+    with pytest.raises(ParameterError, match=words):
+        getattr(compat, call)(x, x, x, **options)
+
+
+@pytest.mark.parametrize(
+    "call", ["scaled_dot_product_attention", "flash_attn_func", "flash_attn_with_kvcache"]
+)
+def test_other_arrays_are_refused(call):
+    x = draw(1, 2, 2, 32, dtype=torch.float16)
+    with pytest.raises(ArgumentTypeError, match="ndarray; allowed: torch tensors"):
+        getattr(compat, call)(x.numpy(), x, x)
