@@ -160,3 +160,55 @@ def test_vmap_is_a_larger_batch():
     )(many.transpose(0, 1), torch.stack([v, v, v + 1]))
     assert o.shape == (1, 3, 2, 9, 32) and lse.shape == (1, 3, 2, 9)
     assert torch.equal(o[:, 2], fkjit.attention(q * 2, k, v + 1))
+
+
+def decoding(tokens=2, pages=6, page=16):
+    q = tensors(heads=4, rows=tokens)[0].expand(3, -1, -1, -1).contiguous() * 1.5
+    k, v = (
+        torch.randn(pages, page, 2, 32, generator=torch.Generator().manual_seed(s)).half()
+        for s in (1, 2)
+    )
+    table = torch.tensor([[0, 3], [1, 4], [2, 5]], dtype=torch.int32)
+    return q, k, v, table, torch.tensor([17, 3, 32], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_decoding_is_one_node(backend):
+    q, k, v, table, lengths = decoding()
+
+    def model(q, k, v, table, lengths):
+        turned = q.transpose(1, 2).contiguous()
+        paged, lse = fkjit.paged_attention(turned, (k, v), table, lengths, return_lse=True)
+        whole = [x[table].flatten(1, 2) for x in (k, v)]
+        piece = fkjit.attention_decode(turned, *whole, lengths, layout="bshd")
+        return paged + 0, lse, piece
+
+    inputs = (q, k, v, table, lengths)
+    made = torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+    for one, expected in zip(made, model(*inputs), strict=True):
+        assert torch.equal(one, expected)
+
+
+@pytest.mark.parametrize("suffix", ["", "_lse"])
+def test_decoding_operators_are_what_their_schemas_say(suffix):
+    q, k, v, table, lengths = decoding()
+    turned = q.transpose(1, 2).contiguous()
+    check = torch.library.opcheck
+    paged = getattr(torch.ops.fkjit, "paged_attention" + suffix).default
+    check(paged, (turned, k, v, table, lengths), {"softmax_scale": 0.2})
+    check(paged, (turned[:, 0].contiguous(), k, v, table, lengths))
+    contiguous = getattr(torch.ops.fkjit, "attention_decode" + suffix).default
+    whole = [x[table].flatten(1, 2) for x in (k, v)]
+    check(contiguous, (turned, *whole, lengths), {"layout": "bshd", "causal": False})
+    check(contiguous, (q, *(x.transpose(1, 2).contiguous() for x in whole)))
+
+
+def test_what_a_graph_cannot_hold_is_refused():
+    q, k, v, table, lengths = decoding(tokens=1)
+    q = q[:, :, 0].contiguous()
+
+    def with_out(q):
+        return fkjit.paged_attention(q, (k, v), table, lengths, out=torch.empty_like(q))
+
+    with pytest.raises(Exception, match="out is given"):
+        torch.compile(with_out, backend="eager", fullgraph=True)(q)

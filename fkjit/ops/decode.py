@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.ops import decode_operator, operators
 from fkjit.ops.decode_checks import INPUTS, check_contiguous, check_paged
 from fkjit.ops.kv_planes import planes
 from fkjit.ops.simple import Op
@@ -55,10 +56,18 @@ def attention_decode(
         under CUDA graph capture; see `fkjit.prepare`.
 
     Lengths are read when the kernel runs: a captured graph follows sequences that grow. The work is
-    shared out over the GPU by what they are then.
+    shared out over the GPU by what they are then. To torch.compile the call is one operator (without
+    `out`).
 
     Sources: Dao et al., "Flash-Decoding for long-context inference"; Osama et al., "Stream-K".
     """
+    if operators.compiling():
+        options = {
+            "k_scale": k_scale, "v_scale": v_scale, "causal": causal,
+            "softmax_scale": softmax_scale, "layout": layout, "split_size": split_size,
+            "return_lse": return_lse, "out": out,
+        }  # fmt: skip
+        return decode_operator.traced("attention_decode", (q, k, v, seq_lens), options)
     return _CONTIGUOUS(
         *_contiguous_call(
             q, k, v, seq_lens, k_scale=k_scale, v_scale=v_scale, causal=causal,
@@ -104,8 +113,22 @@ def paged_attention(
             [B, Hq, S], or [B, Hq] for one token.
 
     Returns and raises as `attention_decode`. Tables and lengths are read when the kernel runs: a
-    captured graph of `kv_append` and this call follows sequences that grow.
+    captured graph of `kv_append` and this call follows sequences that grow. To torch.compile the
+    call is one operator, if `cache` is a pair and there is no `out`.
     """
+    if operators.compiling():
+        if not isinstance(cache, tuple):
+            raise ParameterError(
+                "paged_attention: cache is no pair of arrays; under torch.compile pass "
+                "(k_pages, v_pages), page_table and seq_lens"
+            )
+        options = {
+            "k_scale": k_scale, "v_scale": v_scale, "causal": causal,
+            "softmax_scale": softmax_scale, "layout": layout, "split_size": split_size,
+            "return_lse": return_lse, "out": out,
+        }  # fmt: skip
+        arrays = (q, *cache, page_table, seq_lens, rows)
+        return decode_operator.traced("paged_attention", arrays, options)
     return _PAGED(
         *_paged_call(
             q, cache, page_table, seq_lens, rows=rows, layer=layer, layout=layout, k_scale=k_scale,
@@ -177,3 +200,4 @@ _PAGED = Op(
 )  # fmt: skip
 attention_decode.prepare = _preparing(_CONTIGUOUS, _contiguous_call)  # type: ignore[attr-defined]
 paged_attention.prepare = _preparing(_PAGED, _paged_call)  # type: ignore[attr-defined]
+decode_operator.define(attention_decode, paged_attention)

@@ -28,7 +28,7 @@ class Operator:
     schema: str
     run: Callable[..., Any]
     fake: Callable[..., Any]
-    vmap: Callable[..., Any]
+    vmap: Callable[..., Any] | None = None
 
 
 def _not_compiling() -> bool:
@@ -89,4 +89,5 @@ def _register(torch: Any, operator: Operator) -> None:
     _library.impl(operator.name, without_gradients, "Autograd")
     name = f"{NAMESPACE}::{operator.name}"
     torch.library.register_fake(name, operator.fake, lib=_library)
-    torch.library.register_vmap(name, operator.vmap, lib=_library)
+    if operator.vmap is not None:
+        torch.library.register_vmap(name, operator.vmap, lib=_library)
