@@ -222,7 +222,9 @@ def test_few_queries_of_attention():
     """On a GPU: many keys, rows on 16-byte boundaries, nothing asked for by name."""
     from fkjit import interop
     from fkjit.arch import arch
-    from fkjit.ops import attention_few
+    from fkjit.ops import attention_few, decode_grid
+
+    assert attention_few.MAX_TOKENS == decode_grid.MAX_TOKENS
 
     rng = np.random.default_rng(1)
     q, k, v = (

@@ -160,3 +160,11 @@ def test_an_unknown_name_lists_the_public_ones():
 
     with pytest.raises(AttributeError, match=r"no attribute 'atention' \(has: attention, "):
         _ = fkjit.atention
+
+
+def test_attention_leaves_the_modules_of_other_ops_alone():
+    code = "import sys, fkjit.ops.attention; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = [name.split(".")[-1] for name in done.stdout.split() if ".ops." in name]
+    assert "attention" in loaded
+    assert not [name for name in loaded if name.startswith(("decode", "kv_", "moe", "norm"))]

@@ -8,12 +8,11 @@ from typing import Any
 from fkjit.arch import Arch
 from fkjit.errors import ParameterError
 from fkjit.interop import View
-from fkjit.ops import decode_checks
-from fkjit.ops.decode import attention_decode
-from fkjit.ops.decode_grid import MAX_TOKENS
-from fkjit.ops.decode_kernels import SPLIT
 from fkjit.spec import Params, Problem
 
+# As decoding has it. Its modules are imported for calls that may be its own: a first call of
+# attention is quicker without them.
+MAX_TOKENS = 16
 _LEAST_KEYS = 256  # with fewer, blocks that share out nothing are as fast
 _MANY_KEYS = 4096  # and then few heads, where rows are more than a small tile (bench/NOTES.md)
 _FEW_ROWS = 16  # query heads of a KV head times queries
@@ -31,7 +30,6 @@ def takes(
         and aligned
         and "multiprocessors" in problem  # on a GPU
         and problem["dtype"] != "fp32"
-        and arch.features >= SPLIT.features({})
         and problem["seqlen_q"] <= MAX_TOKENS
         and _is_faster(problem)
         and problem["head_dim"] % _COLUMNS == problem["head_dim_v"] % _COLUMNS == 0
@@ -50,6 +48,10 @@ def _is_faster(problem: Problem) -> bool:
 
 
 def _is_compiled(problem: Problem, arch: Arch) -> bool:
+    from fkjit.ops.decode_kernels import SPLIT
+
+    if not arch.features >= SPLIT.features({}):
+        return False
     try:
         parameters(problem, arch)
     except ParameterError:
@@ -59,6 +61,8 @@ def _is_compiled(problem: Problem, arch: Arch) -> bool:
 
 def parameters(problem: Problem, arch: Arch) -> Params:
     """Of decoding's kernel, for a problem of `attention`."""
+    from fkjit.ops import decode_checks
+
     more = {"storage": "same", "longest": problem["seqlen_k"], "page_size": 0}
     return decode_checks.parameters({**problem, **more}, arch)
 
@@ -66,11 +70,14 @@ def parameters(problem: Problem, arch: Arch) -> Params:
 class FewPlan:
     """What is left of a call for one geometry."""
 
-    __slots__ = ("options",)
+    __slots__ = ("call", "options")
 
     def __init__(
         self, causal: Any, softmax_scale: Any, block: Any, impl: str, return_lse: Any, layout: str
     ) -> None:
+        from fkjit.ops.decode import attention_decode
+
+        self.call: Any = attention_decode
         self.options = {
             **{"causal": causal, "softmax_scale": softmax_scale},
             **{"return_lse": return_lse, "layout": layout},
@@ -78,8 +85,8 @@ class FewPlan:
 
     def run(self, q: Any, k: Any, v: Any) -> Any:
         """o, or (o, lse)."""
-        return attention_decode(q, k, v, **self.options)
+        return self.call(q, k, v, **self.options)
 
     def prepare(self, q: Any, k: Any, v: Any) -> None:
         """Compile and load what `run` needs."""
-        attention_decode.prepare(q, k, v, **self.options)  # type: ignore[attr-defined]
+        self.call.prepare(q, k, v, **self.options)

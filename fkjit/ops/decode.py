@@ -56,8 +56,8 @@ def attention_decode(
         under CUDA graph capture; see `fkjit.prepare`.
 
     Lengths are read when the kernel runs: a captured graph follows sequences that grow. The work is
-    shared out over the GPU by what they are then. To torch.compile the call is one operator (without
-    `out`).
+    shared out over the GPU by what they are then. To torch.compile the call is one operator, if
+    there is no `out`.
 
     Sources: Dao et al., "Flash-Decoding for long-context inference"; Osama et al., "Stream-K".
     """
