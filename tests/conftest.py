@@ -21,7 +21,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--every-variant", action="store_true", help="compile every variant for every target"
+        "--every-variant",
+        action="store_true",
+        help="compile every variant for every target, run every one",
     )
 
 
