@@ -131,7 +131,8 @@ def tile(problem: Problem, head_dim: int) -> Any:
         return others[0]
     if head_dim == 128:
         works = -(-seqlen_q // split_block(tall)[0]) * problem["heads_q"] * problem["batch"]
-        if works <= (_SMS if causal else _SMS // 2):
+        multiprocessors = problem.get("multiprocessors", _SMS)
+        if works <= (multiprocessors if causal else multiprocessors // 2):
             return _FEW_QUERIES
     return tall
 
