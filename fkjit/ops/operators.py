@@ -35,10 +35,20 @@ def _not_compiling() -> bool:
     return False
 
 
-compiling: Callable[[], bool] = _not_compiling  # torch's, once torch is there
+compiling: Callable[[], bool]  # torch's, once torch is there; until then see __getattr__
 known: Any = None  # torch.ops.fkjit
 _waiting: list[Operator] = []  # for torch to be imported
 _library: Any = None
+
+
+def __getattr__(name: str) -> Any:
+    """`compiling` until torch was seen: it may have come since, even while it traces the call."""
+    if name != "compiling":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if "torch" not in sys.modules:
+        return _not_compiling
+    arrived()
+    return globals().get(name, _not_compiling)
 
 
 def define(operator: Operator) -> None:
