@@ -67,11 +67,11 @@ def _grid(
                         yield problem(batch, WIDTH // dim, seqlen, dim, causal, dtype)
 
 
-def _tokens(seqlens: Sequence[int], dim: int) -> Iterator[dict[str, Any]]:
+def _tokens(seqlens: Sequence[int], dim: int, dtype: str = "bf16") -> Iterator[dict[str, Any]]:
     """16k tokens in a batch."""
     for causal in (False, True):
         for seqlen in seqlens:
-            yield problem(TOKENS // seqlen, WIDTH // dim, seqlen, dim, causal)
+            yield problem(TOKENS // seqlen, WIDTH // dim, seqlen, dim, causal, dtype)
 
 
 def _decode() -> Iterator[dict[str, Any]]:
@@ -93,6 +93,11 @@ SETS: dict[str, list[dict[str, Any]]] = {
         *_tokens((1024, 4096, 16_384), 64),
         *_tokens((512, 1024, 2048, 4096, 8192, 16_384), 128),
         *_tokens((4096, 16_384), 256),
+    ],
+    "peers-fp16": [
+        *_tokens((1024, 4096, 16_384), 64, "fp16"),
+        *_tokens((512, 1024, 4096, 16_384), 128, "fp16"),
+        *_tokens((4096, 16_384), 256, "fp16"),
     ],
     "readme": [
         *_tokens((2048, 4096, 8192, 16_384), 64),
