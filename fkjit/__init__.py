@@ -19,6 +19,7 @@ _PUBLIC = {
     "attention": "fkjit.ops.attention",
     "attention_decode": "fkjit.ops.decode",
     "paged_attention": "fkjit.ops.decode",
+    "merge_states": "fkjit.ops.merge_states",
     "vector_add": "fkjit.ops.vector_add",
     "reduce_sum": "fkjit.ops.reduce",
     "reduce_max": "fkjit.ops.reduce",
@@ -70,6 +71,7 @@ __all__ = [
     "launch",
     "launch_cpu",
     "layer_norm",
+    "merge_states",
     "moe_combine",
     "moe_permute",
     "moe_regroup",
@@ -119,6 +121,7 @@ if TYPE_CHECKING:
     from fkjit.ops.kv_cache import PagedKVCache
     from fkjit.ops.kv_read import kv_read
     from fkjit.ops.kv_slots import kv_slots
+    from fkjit.ops.merge_states import merge_states
     from fkjit.ops.moe_combine import moe_combine
     from fkjit.ops.moe_groups import MoeGroups
     from fkjit.ops.moe_permute import moe_permute
