@@ -1,0 +1,282 @@
+// What happens to a score between q . k and the softmax: rules, one after the other, in fp32.
+//
+//   x = softmax_scale * (q . k)                                   the kernel's own
+//   1. SoftCap    x = cap * tanh(x / cap)                         derivative 1 - tanh^2
+//   2. PerScore   x = expression(x, q_idx, k_idx)                 the user's: no derivative
+//   3. Alibi      x = x - slope * |q_idx + seqlen_k - seqlen_q - k_idx|                      1
+//   4. Bias       x = x + bias[q_idx][k_idx]                                                 1
+//   5. Where      x = mask[q_idx][k_idx] ? x : -inf                                          1
+//   6. KeyBand    x = first(q_idx) <= k_idx < end(q_idx) ? x : -inf     causal and window    1
+//
+// q_idx and k_idx count rows of one head (with varlen: of one sequence); rows and keys past the end
+// may be asked for, as padded tiles do, and are never read. x after the last rule is the final
+// score, in natural units: p = exp(x - lse). An attention sink is no rule but a logit of its own,
+// without a value: a row's sum gains exp(sink).
+//
+// A template lists the rules that it was rendered with, in this order; other kernels pay nothing:
+//
+//   const auto rules = score_rules(
+//   //% if softcap
+//       SoftCap<EXACT>(softcap),
+//   //% endif
+//   //% if alibi
+//       Alibi(alibi_slopes, alibi_batch_stride, batch, head, seqlen_q, seqlen_k),
+//   //% endif
+//       Unchanged{});
+//
+//   float x[N];             // N neighbouring keys k_idx, k_idx + 1, ... of one row: 1, 2, ...
+//   rules.apply(x, q_idx, k_idx);                // scaled -> final
+//   float slope[N];
+//   rules.apply(x, slope, q_idx, k_idx);         // and d(final) / d(scaled): softmax_scale is not
+//                                                // in it. It is finite wherever x is -inf.
+//   rules_on_fragments(s, lane, rules, softmax_scale, q_idx, k_idx);    // D fragments of a warp
+//
+// Pointers are those of a kernel's arguments: Bias and Where take the strides of
+// [batch, heads_q, seqlen_q, seqlen_k], 0 where a dimension is broadcast; columns are contiguous.
+// PAIRED: rows start at multiples of two elements and seqlen_k is even, so two keys are one load.
+#pragma once
+#include "device/math.cuh"
+
+// tanh(x) within 3e-7 of absolute error; saturates, and NaN stays NaN.
+__device__ __forceinline__ float tanh_fast(float x) {
+  return 1.f - __fdividef(2.f, exp2_fast(x * (2.f * LOG2E)) + 1.f);
+}
+
+// EXACT: to fp32's last places, at several times the cost.
+template <bool EXACT>
+struct SoftCap {
+  static constexpr bool CURVED = true;
+  float cap, inverse;
+
+  __device__ __forceinline__ explicit SoftCap(float softcap)
+      : cap(softcap), inverse(1.f / softcap) {}
+
+  template <int N>
+  __device__ __forceinline__ void apply(float (&x)[N], int, int) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      x[i] = cap * (EXACT ? tanhf(x[i] * inverse) : tanh_fast(x[i] * inverse));
+  }
+
+  // x after the rule.
+  template <int N>
+  __device__ __forceinline__ void differentiate(const float (&x)[N], float (&slope)[N]) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float t = x[i] * inverse;
+      slope[i] *= fmaf(-t, t, 1.f);
+    }
+  }
+};
+
+// A function object of one score, (score, q_idx, k_idx) -> score, that may read arrays at q_idx and
+// k_idx: it is asked for rows and keys that exist only.
+template <typename Function>
+struct PerScore {
+  Function function;
+  int last_q, last_k;
+
+  __device__ __forceinline__ PerScore(const Function& f, int seqlen_q, int seqlen_k)
+      : function(f), last_q(seqlen_q - 1), last_k(seqlen_k - 1) {}
+
+  template <int N>
+  __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = function(x[i], min(q_idx, last_q), min(k_idx + i, last_k));
+  }
+};
+
+// Aligned to the bottom right, as the causal mask is: the last query is at the last key.
+struct Alibi {
+  static constexpr bool CURVED = false;
+  float slope;
+  int shift;
+
+  // alibi_slopes: [batch or 1, heads_q]; a stride of 0 where all batches share theirs.
+  __device__ __forceinline__ Alibi(const float* alibi_slopes, int batch_stride, int batch, int head,
+                                   int seqlen_q, int seqlen_k)
+      : slope(alibi_slopes[batch * batch_stride + head]), shift(seqlen_k - seqlen_q) {}
+
+  template <int N>
+  __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      x[i] = fmaf(-slope, fabsf(static_cast<float>(q_idx + shift - k_idx - i)), x[i]);
+  }
+};
+
+// The [seqlen_q, seqlen_k] of one batch and head in an array that is broadcast to four dimensions.
+template <typename T, bool PAIRED>
+struct ScoreArray {
+  struct alignas(2 * sizeof(T)) Pair {
+    T x[2];
+  };
+  const T* rows;
+  i64 row_stride;
+  int last_q, seqlen_k;
+
+  __device__ __forceinline__ ScoreArray(const T* array, const Strides& strides, int batch, int head,
+                                        int seqlen_q, int keys)
+      : rows(array + batch * strides.batch + head * strides.head),
+        row_stride(strides.row),
+        last_q(seqlen_q - 1),
+        seqlen_k(keys) {}
+
+  // Elements of N neighbouring keys; `missing` past the end.
+  template <int N>
+  __device__ __forceinline__ void load(T (&x)[N], int q_idx, int k_idx, T missing) const {
+    const T* row = rows + min(q_idx, last_q) * row_stride + k_idx;
+    if constexpr (PAIRED && N % 2 == 0) {
+#pragma unroll
+      for (int i = 0; i < N; i += 2) {
+        Pair pair = {missing, missing};
+        if (k_idx + i < seqlen_k) pair = *reinterpret_cast<const Pair*>(row + i);
+        x[i] = pair.x[0], x[i + 1] = pair.x[1];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) x[i] = k_idx + i < seqlen_k ? row[i] : missing;
+    }
+  }
+};
+
+template <typename T, bool PAIRED>
+struct Bias : ScoreArray<T, PAIRED> {
+  static constexpr bool CURVED = false;
+  using ScoreArray<T, PAIRED>::ScoreArray;
+
+  template <int N>
+  __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx) const {
+    T added[N];
+    this->load(added, q_idx, k_idx, static_cast<T>(0.f));
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] += static_cast<float>(added[i]);
+  }
+};
+
+// A mask of bytes: 0 hides the key.
+template <bool PAIRED>
+struct Where : ScoreArray<u8, PAIRED> {
+  static constexpr bool CURVED = false;
+  using ScoreArray<u8, PAIRED>::ScoreArray;
+
+  template <int N>
+  __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx) const {
+    u8 visible[N];
+    this->load(visible, q_idx, k_idx, u8(0));
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = visible[i] ? x[i] : NEG_INFINITY;
+  }
+};
+
+// The keys that a row sees: a band about the diagonal that ends in the bottom right corner, and no
+// key past the end. Causal is right = 0; a side without a bound is as wide as the scores are.
+//
+//      k_idx  0 1 2 3 4 5 6 7            seqlen_q 5, seqlen_k 8, left 2, right 1
+//   q_idx 0     x x x x                    first(0) = 1, end(0) = 5
+//         1       x x x x
+//         2         x x x x              kernels skip tiles wholly outside: keys before
+//         3           x x x x            first(their first row) or from end(their last row) on
+//         4             x x x
+struct KeyBand {
+  static constexpr bool CURVED = false;
+  int seqlen_k, shift, left, right;
+
+  // left, right: at least 0. max(seqlen_q, seqlen_k) is without a bound.
+  __device__ __forceinline__ KeyBand(int seqlen_q, int keys, int left_, int right_)
+      : seqlen_k(keys), shift(keys - seqlen_q), left(left_), right(right_) {}
+
+  __device__ __forceinline__ int first(int q_idx) const { return max(q_idx + shift - left, 0); }
+  __device__ __forceinline__ int end(int q_idx) const {
+    return min(q_idx + shift + right + 1, seqlen_k);
+  }
+  // The same by columns: rows first_row(k) .. end_row(k) - 1 see a key, none where it is empty.
+  __device__ __forceinline__ int first_row(int k_idx) const {
+    return max(k_idx - shift - right, 0);
+  }
+  __device__ __forceinline__ int end_row(int k_idx) const {
+    return min(k_idx - shift + left + 1, seqlen_k - shift);  // seqlen_q
+  }
+
+  template <int N>
+  __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (k_idx + i < first(q_idx) || k_idx + i >= end(q_idx)) x[i] = NEG_INFINITY;
+  }
+};
+
+// Closes a list of rules, so that each of the others may end in a comma.
+struct Unchanged {
+  static constexpr bool CURVED = false;
+  template <int N>
+  __device__ __forceinline__ void apply(float (&)[N], int, int) const {}
+};
+
+template <typename... Rules>
+struct ScoreRules;
+
+template <>
+struct ScoreRules<> {
+  template <int N>
+  __device__ __forceinline__ void apply(float (&)[N], int, int) const {}
+  template <int N>
+  __device__ __forceinline__ void differentiate(float (&)[N], float (&)[N], int, int) const {}
+};
+
+template <typename First, typename... Rest>
+struct ScoreRules<First, Rest...> {
+  First rule;
+  ScoreRules<Rest...> rest;
+
+  __device__ __forceinline__ explicit ScoreRules(const First& first, const Rest&... others)
+      : rule(first), rest(others...) {}
+
+  // Scaled scores -> final scores.
+  template <int N>
+  __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx) const {
+    rule.apply(x, q_idx, k_idx);
+    rest.apply(x, q_idx, k_idx);
+  }
+
+  // The same, and d(final) / d(scaled).
+  template <int N>
+  __device__ __forceinline__ void apply(float (&x)[N], float (&slope)[N], int q_idx,
+                                        int k_idx) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) slope[i] = 1.f;
+    differentiate(x, slope, q_idx, k_idx);
+  }
+
+  template <int N>
+  __device__ __forceinline__ void differentiate(float (&x)[N], float (&slope)[N], int q_idx,
+                                                int k_idx) const {
+    rule.apply(x, q_idx, k_idx);
+    if constexpr (First::CURVED) rule.differentiate(x, slope);
+    rest.differentiate(x, slope, q_idx, k_idx);
+  }
+};
+
+template <typename... Rules>
+__device__ __forceinline__ ScoreRules<Rules...> score_rules(const Rules&... rules) {
+  return ScoreRules<Rules...>(rules...);
+}
+
+// Raw products of a warp -> final scores. s[m][n][4] are D fragments (see mma.cuh): lane (g, t) has
+// rows g and g + 8 of 16-row block m, keys 2t and 2t + 1 of every eight. q_idx, k_idx: those of the
+// fragments' first row and column.
+template <int M, int N, typename Rules>
+__device__ __forceinline__ void rules_on_fragments(float (&s)[M][N][4], int lane,
+                                                   const Rules& rules, float softmax_scale,
+                                                   int q_idx, int k_idx) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        float pair[2] = {s[m][n][2 * half] * softmax_scale, s[m][n][2 * half + 1] * softmax_scale};
+        rules.apply(pair, q_idx + m * 16 + lane / 4 + half * 8, k_idx + n * 8 + lane % 4 * 2);
+        s[m][n][2 * half] = pair[0], s[m][n][2 * half + 1] = pair[1];
+      }
+}
