@@ -38,6 +38,7 @@ NAIVE: dict[str, Any] = {"kernel": "attention.naive"}
 NEGATIVE = {"softmax_scale": -0.125}
 RAGGED = {"head_dim": 61, "head_dim_v": 59, "batch": 1, "heads_q": 1, "heads_kv": 1}
 ONE_HEAD = {"batch": 1, "heads_q": 1, "heads_kv": 1}
+ONE_TILE = {**ONE_HEAD, "seqlen_q": 7}
 
 BUGS = (
     # -- flash: barriers, waits, the ring
@@ -199,6 +200,9 @@ BUGS = (
         problem={"batch": 3}, **SM90_256),
     Bug("a block that ends before its O is stored", K + "flash_sm90.cu",
         "if (signals) tma_store_wait();", "", by="end", **SM90),
+    Bug("a turn that is never given", K + "flash_sm90.cu",
+        "        next_turn();\n        wgmma_wait<1>();", "        wgmma_wait<1>();", by="hang",
+        problem=ONE_TILE, **SM90),
     Bug("V's panels too close", K + "flash_sm90.cu",
         "wgmma_tile(q_tile + V_OFFSET, VTile::PANEL_BYTES)",
         "wgmma_tile(q_tile + V_OFFSET, VTile::PANEL_BYTES / 2)", by="numbers", **SM90),

@@ -183,9 +183,13 @@ def takes(problem: Problem, views: Mapping[str, Any], order: tuple[int, ...], bl
 
 
 def _problems(params: Params, scale: str) -> Sequence[Problem]:
-    """Those of every attention kernel; the small ones on a GPU of two SMs, so that blocks go on."""
-    few = {"multiprocessors": 2} if scale == "small" else {}
-    return [{**problem, **few} for problem in problems(params, scale)]
+    """Those of every attention kernel; the small ones on a GPU of two SMs, so that blocks go on,
+    and the last, one tile of queries, with keys for its consumers to take turns."""
+    usual = problems(params, scale)
+    if scale != "small":
+        return usual
+    *most, last = ({**problem, "multiprocessors": 2} for problem in usual)
+    return [*most, {**last, "seqlen_k": 2 * last["seqlen_k"] + 3}]
 
 
 def _outputs(params: Params, problem: Problem) -> Arrays:

@@ -27,6 +27,7 @@
 #include "prelude.cuh"
 #include "device/attention_mma.cuh"
 #include "device/mbarrier.cuh"
+#include "device/named_barrier.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 
@@ -103,9 +104,9 @@ struct Work {
 
 // The number of a block's next piece of work, or one at or past `works`. The first is its own index.
 // Each block draws until it gets too high a number, so that `works` are drawn in all, and the
-// counter is 0 again when the last one has been.
+// counter is 0 again when the last one has been. Nothing is drawn where each has one piece only.
 __device__ __forceinline__ int draw_work(u32* counter, int works) {
-  return gridDim.x + atomicInc(counter, works - 1);
+  return works <= gridDim.x ? works : gridDim.x + atomicInc(counter, works - 1);
 }
 
 // The number that has been announced, to one thread.
@@ -305,6 +306,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       issue_scores(q_place.stage);
     };
 
+    // Consumers fall into step by themselves in the long run, and draw less power than if they were
+    // made to. Where each has one tile only, it is done sooner if they take turns at the tensor cores.
+    const bool in_turns = CONSUMERS > 1 && works <= gridDim.x;
+    const auto my_turn = [&] {
+      if (in_turns) named_barrier_wait<2 * WARPGROUP>(1 + consumer);
+    };
+    const auto next_turn = [&] {
+      if (in_turns) named_barrier_arrive<2 * WARPGROUP>(1 + (consumer + 1) % CONSUMERS);
+    };
+    if (consumer == CONSUMERS - 1) next_turn();
+
     // The tile of Q, where the output has been staged, may be written again.
     const auto release_q = [&](int stage) {
       if (!signals) return;
@@ -345,10 +357,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       for (--tile; tile >= 0; --tile) {
         settle(p);
         settle(acc[0]);
+        my_turn();
         issue_scores(q_stage);
         mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
         wgmma_fence();
         issue_pv(acc, p, v_operand + v_place.stage * (V_STAGE >> 4));
+        next_turn();
         wgmma_wait<1>();
         release_k();
         mask();
@@ -385,6 +399,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         first_scores();
       }
     }
+    if (consumer == 0) my_turn();  // what the last one has arrived at is not left over
     if (signals) tma_store_wait();
   }
 }
