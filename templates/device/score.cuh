@@ -29,6 +29,8 @@
 //   float slope[N];
 //   rules.apply(x, slope, q_idx, k_idx);         // and d(final) / d(scaled): softmax_scale is not
 //                                                // in it. It is finite wherever x is -inf.
+//   rules.apply(x, q_idx, k_idx, offset);        // of keys k_idx + offset, ...: with a constant, all
+//                                                // that depends on the row is worked out once
 //   rules_on_fragments(s, lane, rules, softmax_scale, q_idx, k_idx);    // D fragments of a warp
 //
 // Pointers are those of a kernel's arguments: Bias and Where take the strides of
@@ -52,7 +54,7 @@ struct SoftCap {
       : cap(softcap), inverse(1.f / softcap) {}
 
   template <int N>
-  __device__ __forceinline__ void apply(float (&x)[N], int, int) const {
+  __device__ __forceinline__ void apply(float (&x)[N], int, int, int = 0) const {
 #pragma unroll
     for (int i = 0; i < N; ++i)
       x[i] = cap * (EXACT ? tanhf(x[i] * inverse) : tanh_fast(x[i] * inverse));
@@ -80,9 +82,10 @@ struct PerScore {
       : function(f), last_q(seqlen_q - 1), last_k(seqlen_k - 1) {}
 
   template <int N>
-  __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx) const {
+  __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx, int offset = 0) const {
 #pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = function(x[i], min(q_idx, last_q), min(k_idx + i, last_k));
+    for (int i = 0; i < N; ++i)
+      x[i] = function(x[i], min(q_idx, last_q), min(k_idx + offset + i, last_k));
   }
 };
 
@@ -98,10 +101,11 @@ struct Alibi {
       : slope(alibi_slopes[batch * batch_stride + head]), shift(seqlen_k - seqlen_q) {}
 
   template <int N>
-  __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx) const {
+  __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx, int offset = 0) const {
+    const float distance = static_cast<float>(q_idx + shift - k_idx);
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      x[i] = fmaf(-slope, fabsf(static_cast<float>(q_idx + shift - k_idx - i)), x[i]);
+      x[i] = fmaf(-slope, fabsf(distance - static_cast<float>(offset + i)), x[i]);
   }
 };
 
@@ -116,26 +120,28 @@ struct ScoreArray {
   int last_q, seqlen_k;
 
   __device__ __forceinline__ ScoreArray(const T* array, const Strides& strides, int batch, int head,
-                                        int seqlen_q, int keys)
+                                        int seqlen_q, int seqlen_k_)
       : rows(array + batch * strides.batch + head * strides.head),
         row_stride(strides.row),
         last_q(seqlen_q - 1),
-        seqlen_k(keys) {}
+        seqlen_k(seqlen_k_) {}
 
   // Elements of N neighbouring keys; `missing` past the end.
   template <int N>
-  __device__ __forceinline__ void load(T (&x)[N], int q_idx, int k_idx, T missing) const {
+  __device__ __forceinline__ void load(T (&x)[N], int q_idx, int k_idx, int offset,
+                                       T missing) const {
     const T* row = rows + min(q_idx, last_q) * row_stride + k_idx;
+    const int keys = seqlen_k - k_idx;
     if constexpr (PAIRED && N % 2 == 0) {
 #pragma unroll
       for (int i = 0; i < N; i += 2) {
         Pair pair = {missing, missing};
-        if (k_idx + i < seqlen_k) pair = *reinterpret_cast<const Pair*>(row + i);
+        if (offset + i < keys) pair = *reinterpret_cast<const Pair*>(row + offset + i);
         x[i] = pair.x[0], x[i + 1] = pair.x[1];
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < N; ++i) x[i] = k_idx + i < seqlen_k ? row[i] : missing;
+      for (int i = 0; i < N; ++i) x[i] = offset + i < keys ? row[offset + i] : missing;
     }
   }
 };
@@ -146,9 +152,9 @@ struct Bias : ScoreArray<T, PAIRED> {
   using ScoreArray<T, PAIRED>::ScoreArray;
 
   template <int N>
-  __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx) const {
+  __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx, int offset = 0) const {
     T added[N];
-    this->load(added, q_idx, k_idx, static_cast<T>(0.f));
+    this->load(added, q_idx, k_idx, offset, static_cast<T>(0.f));
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] += static_cast<float>(added[i]);
   }
@@ -161,9 +167,9 @@ struct Where : ScoreArray<u8, PAIRED> {
   using ScoreArray<u8, PAIRED>::ScoreArray;
 
   template <int N>
-  __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx) const {
+  __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx, int offset = 0) const {
     u8 visible[N];
-    this->load(visible, q_idx, k_idx, u8(0));
+    this->load(visible, q_idx, k_idx, offset, u8(0));
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] = visible[i] ? x[i] : NEG_INFINITY;
   }
@@ -199,10 +205,11 @@ struct KeyBand {
   }
 
   template <int N>
-  __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx) const {
+  __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx, int offset = 0) const {
+    const int from = first(q_idx) - k_idx, to = end(q_idx) - k_idx;
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      if (k_idx + i < first(q_idx) || k_idx + i >= end(q_idx)) x[i] = NEG_INFINITY;
+      if (offset + i < from || offset + i >= to) x[i] = NEG_INFINITY;
   }
 };
 
@@ -210,7 +217,7 @@ struct KeyBand {
 struct Unchanged {
   static constexpr bool CURVED = false;
   template <int N>
-  __device__ __forceinline__ void apply(float (&)[N], int, int) const {}
+  __device__ __forceinline__ void apply(float (&)[N], int, int, int = 0) const {}
 };
 
 template <typename... Rules>
@@ -219,7 +226,7 @@ struct ScoreRules;
 template <>
 struct ScoreRules<> {
   template <int N>
-  __device__ __forceinline__ void apply(float (&)[N], int, int) const {}
+  __device__ __forceinline__ void apply(float (&)[N], int, int, int = 0) const {}
   template <int N>
   __device__ __forceinline__ void differentiate(float (&)[N], float (&)[N], int, int) const {}
 };
@@ -234,9 +241,9 @@ struct ScoreRules<First, Rest...> {
 
   // Scaled scores -> final scores.
   template <int N>
-  __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx) const {
-    rule.apply(x, q_idx, k_idx);
-    rest.apply(x, q_idx, k_idx);
+  __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx, int offset = 0) const {
+    rule.apply(x, q_idx, k_idx, offset);
+    rest.apply(x, q_idx, k_idx, offset);
   }
 
   // The same, and d(final) / d(scaled).
@@ -276,7 +283,7 @@ __device__ __forceinline__ void rules_on_fragments(float (&s)[M][N][4], int lane
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         float pair[2] = {s[m][n][2 * half] * softmax_scale, s[m][n][2 * half + 1] * softmax_scale};
-        rules.apply(pair, q_idx + m * 16 + lane / 4 + half * 8, k_idx + n * 8 + lane % 4 * 2);
+        rules.apply(pair, q_idx + m * 16 + lane / 4 + half * 8, k_idx + lane % 4 * 2, n * 8);
         s[m][n][2 * half] = pair[0], s[m][n][2 * half + 1] = pair[1];
       }
 }
