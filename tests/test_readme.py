@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "docs" / "attention_h200.jsonl"
 DOCUMENTS = (
     "README.md", "CONTRIBUTING.md", "docs/DESIGN.md", "docs/BENCHMARKS.md", "docs/PROFILING.md",
-    "docs/TUNING.md", "docs/BANDWIDTH.md",
+    "docs/TUNING.md", "docs/BANDWIDTH.md", "docs/PYTORCH.md",
 )  # fmt: skip
 
 
