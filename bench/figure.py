@@ -1,15 +1,17 @@
-"""The README's table and picture of attention, out of a run of the suite.
+"""The README's tables and picture of attention, out of runs of the suite.
 
-    fkjit bench attention --set readme --peers sdpa-flash,sdpa-cudnn --out docs/attention_h200.jsonl
-    python -m bench.figure docs/attention_h200.jsonl
+    fkjit bench attention --set peers --set readme --peers sdpa-flash,sdpa-cudnn,fa4,triton
+    python -m bench.figure bench/results/THAT.jsonl
+    python -m bench.figure docs/attention_portable_h200.jsonl --table portable
 
-Writes the `.svg` beside the file, drawn as `fkjit report` draws, and the table between the README's
-two markers.
+Writes a table between two of the README's markers and, of the first, docs/attention_h200.svg, drawn
+as `fkjit report` draws.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,18 @@ from .report.chart import Axis, Chart, Point, Series
 from .store import read as read_runs
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+PICTURE = ROOT / "docs" / "attention_h200.svg"
+TABLES = ("figures", "portable")
 NAMES = {
     "fkjit": "fkjit",
-    "sdpa-flash": "FlashAttention-2",
     "sdpa-cudnn": "cuDNN",
     "fa4": "FlashAttention-4",
+    "sdpa-flash": "FlashAttention-2",
+    "triton": "Triton twin",
 }
-FA2 = "sdpa-flash"
+TWIN = "triton"
+_DRAWN = (64, 128)  # head dimensions, and lengths from 2k on
+_TOKENS, _WIDTH = 16_384, 2048
 
 Cell = tuple[int, bool, int]  # head_dim, causal, seqlen
 
@@ -34,8 +40,8 @@ Cell = tuple[int, bool, int]  # head_dim, causal, seqlen
 def read(path: Path) -> tuple[dict[Cell, dict[str, float]], dict[str, Any]]:
     """{cell: {candidate: TFLOP/s}} in the order head_dim, full before causal, length; the header.
 
-    TFLOP/s are those of warm calls. Of a candidate that was measured more than once in a cell the
-    last line counts.
+    TFLOP/s are those of warm calls in bf16, of 16k tokens. Of a candidate that was measured more
+    than once in a cell the first line counts.
     """
     cells: dict[Cell, dict[str, float]] = {}
     runs = read_runs(path)
@@ -43,9 +49,25 @@ def read(path: Path) -> tuple[dict[Cell, dict[str, float]], dict[str, Any]]:
         for found in run.cells:
             if found["op"] == "attention" and found["candidate"] in NAMES and "warm" in found:
                 problem = found["problem"]
-                cell = (problem["head_dim"], problem["causal"], problem["seqlen_k"])
-                cells.setdefault(cell, {})[found["candidate"]] = found["warm"]["tflops"]
+                if _is_usual(problem):
+                    cell = (problem["head_dim"], problem["causal"], problem["seqlen_k"])
+                    speeds = cells.setdefault(cell, {})
+                    speeds.setdefault(found["candidate"], found["warm"]["tflops"])
     return dict(sorted(cells.items())), runs[-1].header
+
+
+def _is_usual(problem: dict[str, Any]) -> bool:
+    return (
+        problem["dtype"] == "bf16"
+        and problem["batch"] * problem["seqlen_k"] == _TOKENS
+        and problem["heads_q"] * problem["head_dim"] == _WIDTH
+        and problem["seqlen_q"] == problem["seqlen_k"]
+    )
+
+
+def ratio(found: dict[str, float]) -> float:
+    """Ours to the best of the peers."""
+    return found["fkjit"] / max(v for name, v in found.items() if name not in ("fkjit", TWIN))
 
 
 def candidates(cells: dict[Cell, dict[str, float]]) -> list[str]:
@@ -53,26 +75,36 @@ def candidates(cells: dict[Cell, dict[str, float]]) -> list[str]:
     return [name for name in NAMES if any(name in found for found in cells.values())]
 
 
-def table(cells: dict[Cell, dict[str, float]], environment: dict[str, Any]) -> str:
+def table(cells: dict[Cell, dict[str, float]], environment: dict[str, Any], source: Path) -> str:
     """The Markdown table, with its caption below."""
     names = candidates(cells)
-    head = ["head_dim", "mask", "length", *(NAMES[name] for name in names), "fkjit / FA2"]
+    head = ["head_dim", "mask", "length", *(NAMES[name] for name in names), "fkjit / best peer"]
     lines = [_line(head), _line(["---:", "---", *["---:"] * (len(head) - 2)])]
     for (dim, causal, length), found in cells.items():
         speeds = [f"{found[name]:.0f}" if name in found else "" for name in names]
-        ratio = f"{found['fkjit'] / found[FA2]:.2f}" if FA2 in found else ""
         mask = "causal" if causal else "full"
-        lines.append(_line([str(dim), mask, _thousands(length), *speeds, ratio]))
-    return "\n".join(lines) + f"\n\n{caption(environment)}\n"
+        lines.append(_line([str(dim), mask, _thousands(length), *speeds, f"{ratio(found):.2f}"]))
+    where = source.relative_to(ROOT)
+    return "\n".join(lines) + f"\n\n{caption(environment)}\n{means(cells)} From `{where}`.\n"
+
+
+def means(cells: dict[Cell, dict[str, float]]) -> str:
+    """Geometric means of the last column."""
+    parts = []
+    for causal in (False, True):
+        logs = [math.log(ratio(found)) for cell, found in cells.items() if cell[1] is causal]
+        parts.append(f"{math.exp(sum(logs) / len(logs)):.2f} {'causal' if causal else 'full'}")
+    return f"Geometric means of the last column: {', '.join(parts)}."
 
 
 def caption(environment: dict[str, Any]) -> str:
     """What was measured, where and when."""
     torch = environment["versions"]["torch"].split("+")[0]
+    where = f"{environment['gpu']}, {environment['date'][:10]}, NVRTC {environment['nvrtc']}"
     return (
-        f"Attention forward, TFLOP/s, bf16, 16k tokens in a batch, heads x head_dim = 2048; "
-        f"{environment['gpu']}, {environment['date'][:10]}, NVRTC {environment['nvrtc']}; "
-        f"FlashAttention-2 is PyTorch {torch}'s, measured in turns with fkjit."
+        f"Attention forward, TFLOP/s, bf16, 16k tokens in a batch, heads x head_dim = 2048; {where}; "
+        f"medians of warm calls, all in turns in one process; cuDNN and FlashAttention-2 are "
+        f"PyTorch {torch}'s."
     )
 
 
@@ -85,39 +117,47 @@ def _thousands(length: int) -> str:
 
 
 def picture(cells: dict[Cell, dict[str, float]], environment: dict[str, Any]) -> str:
-    """The bars as an SVG with a transparent background."""
+    """The bars of the longer ones as an SVG with a transparent background."""
+    drawn = {
+        cell: found for cell, found in cells.items() if cell[0] in _DRAWN and cell[2] >= _WIDTH
+    }
     series = [
         Series(
             NAMES[name],
-            [Point(n, found[name]) for n, found in enumerate(cells.values()) if name in found],
+            [Point(n, found[name]) for n, found in enumerate(drawn.values()) if name in found],
             style,
         )
-        for style, name in enumerate(candidates(cells))
+        for style, name in enumerate(candidates(drawn))
+        if name != TWIN
     ]
     title = f"Attention forward by length on {environment['gpu']}, bf16"
     chart = Chart(title, "bar", Axis(""), Axis("speed [TFLOP/s]"), series)
     chart.categories = [
         (_thousands(length), f"head_dim {dim}{', causal' if causal else ''}")
-        for dim, causal, length in cells
+        for dim, causal, length in drawn
     ]
     return svg.draw(chart, caption(environment))
 
 
-def with_table(readme: str, made: str) -> str:
-    """The README's text with the table between the markers replaced."""
-    before, rest = readme.split(BEGIN)
-    return f"{before}{BEGIN}\n{made}{END}{rest.split(END)[1]}"
+def with_table(readme: str, name: str, made: str) -> str:
+    """The README's text with what is between the two markers of this name replaced."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, rest = readme.split(begin)
+    return f"{before}{begin}\n{made}{end}{rest.split(end)[1]}"
 
 
 def main() -> None:
-    """Write the picture and the table of the run given on the command line."""
+    """Write what the run given on the command line says."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("results", type=Path, help="a result file of `fkjit bench`")
-    results = parser.parse_args().results
-    cells, environment = read(results)
-    results.with_suffix(".svg").write_text(picture(cells, environment))
+    parser.add_argument("--table", choices=TABLES, default=TABLES[0])
+    given = parser.parse_args()
+    cells, environment = read(given.results)
+    if given.table == TABLES[0]:
+        PICTURE.write_text(picture(cells, environment))
     readme = ROOT / "README.md"
-    readme.write_text(with_table(readme.read_text(), table(cells, environment)))
+    made = table(cells, environment, given.results.resolve())
+    readme.write_text(with_table(readme.read_text(), given.table, made))
 
 
 if __name__ == "__main__":

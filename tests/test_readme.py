@@ -16,7 +16,6 @@ from tests.cli_tools import run
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-RESULTS = ROOT / "docs" / "attention_h200.jsonl"
 DOCUMENTS = (
     "README.md", "CONTRIBUTING.md", "docs/DESIGN.md", "docs/BENCHMARKS.md", "docs/PROFILING.md",
     "docs/TUNING.md", "docs/BANDWIDTH.md", "docs/PYTORCH.md",
@@ -51,13 +50,25 @@ def test_every_command_it_names_exists():
         assert run(name, "--help").status == 0
 
 
-def test_table_and_picture_are_those_of_the_committed_run():
-    cells, environment = figure.read(RESULTS)
-    assert figure.with_table(README, figure.table(cells, environment)) == README
-    picture = RESULTS.with_suffix(".svg").read_text()
-    assert picture == figure.picture(cells, environment)
+@pytest.mark.parametrize("name", figure.TABLES)
+def test_tables_are_those_of_committed_runs(name):
+    results = _source(name)
+    cells, environment = figure.read(results)
+    made = figure.table(cells, environment, results)
+    assert figure.with_table(README, name, made) == README
     assert environment["date"][:10] in README and environment["gpu"] in README
-    assert f"]({RESULTS.with_suffix('.svg').relative_to(ROOT)})" in README
+
+
+def test_picture_is_that_of_the_committed_run():
+    made = figure.picture(*figure.read(_source("figures")))
+    assert figure.PICTURE.read_text() == made
+    assert f"]({figure.PICTURE.relative_to(ROOT)})" in README
+
+
+def _source(name: str) -> Path:
+    """The result file that a table of the README says it is from."""
+    text = README.split(f"<!-- {name}: begin -->")[1].split("<!-- ")[0]
+    return ROOT / text.rsplit("From `", 1)[1].split("`")[0]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -78,24 +89,28 @@ def test_the_design_names_every_module():
             assert any(stem == n or (s == "*" and stem.startswith(n)) for n, s in named), stem
 
 
-def test_figures_are_read_by_cell_and_the_last_line_counts(tmp_path):
+def test_figures_are_read_by_cell_of_16k_tokens_and_the_first_line_counts(tmp_path):
     def row(op, candidate, head_dim, seqlen, tflops):
-        problem = {"head_dim": head_dim, "causal": False, "seqlen_k": seqlen}
+        problem = {
+            "head_dim": head_dim, "causal": False, "seqlen_k": seqlen, "seqlen_q": seqlen,
+            "dtype": "bf16", "batch": 16_384 // seqlen, "heads_q": 2048 // head_dim,
+        }  # fmt: skip
         cell = {"record": "cell", "op": op, "case": "c", "candidate": candidate}
         return {**cell, "problem": problem, "warm": {"p50": 1.0, "tflops": tflops}}
 
     lines = [
         {"record": "run", "schema": 1, "gpu": "G"},
         row("attention", "sdpa-flash", 128, 1024, 1),
-        row("attention", "fkjit", 64, 1000, 2),
+        row("attention", "fkjit", 64, 512, 2),
+        row("attention", "fkjit", 64, 1000, 7),
         row("attention", "sdpa-flash", 128, 1024, 3),
         {**row("attention", "fkjit", 128, 1024, 9), "warm": None, "error": "wrong"},
         row("scale", "fkjit", 128, 1024, 8),
     ]
-    del lines[4]["warm"]
+    del lines[5]["warm"]
     path = tmp_path / "run.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     cells, header = figure.read(path)
-    assert cells == {(64, False, 1000): {"fkjit": 2}, (128, False, 1024): {"sdpa-flash": 3}}
+    assert cells == {(64, False, 512): {"fkjit": 2}, (128, False, 1024): {"sdpa-flash": 1}}
     assert list(cells) == sorted(cells) and header["gpu"] == "G"
     assert figure.candidates(cells) == ["fkjit", "sdpa-flash"]

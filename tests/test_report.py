@@ -178,9 +178,9 @@ def test_the_newest_run_is_the_default(tmp_path, monkeypatch):
     [
         (["nothing.jsonl"], "nothing.jsonl cannot be read"),
         (["docs/BENCHMARKS.md"], "is not a result line"),
-        (["docs/attention_h200.jsonl", "--target", "sm_1"], "is not an architecture"),
-        (["docs/attention_h200.jsonl", "--profile", "README.md"], "is not a profile"),
-        (["docs/attention_h200.jsonl", "--out", "README.md/x"], "cannot be written"),
+        (["docs/attention_portable_h200.jsonl", "--target", "sm_1"], "is not an architecture"),
+        (["docs/attention_portable_h200.jsonl", "--profile", "README.md"], "is not a profile"),
+        (["docs/attention_portable_h200.jsonl", "--out", "README.md/x"], "cannot be written"),
     ],
 )
 def test_what_cannot_be_reported_is_refused(words, message, monkeypatch):
