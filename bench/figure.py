@@ -102,9 +102,9 @@ def caption(environment: dict[str, Any]) -> str:
     torch = environment["versions"]["torch"].split("+")[0]
     where = f"{environment['gpu']}, {environment['date'][:10]}, NVRTC {environment['nvrtc']}"
     return (
-        f"Attention forward, TFLOP/s, bf16, 16k tokens in a batch, heads x head_dim = 2048; {where}; "
-        f"medians of warm calls, all in turns in one process; cuDNN and FlashAttention-2 are "
-        f"PyTorch {torch}'s."
+        f"Attention forward, TFLOP/s, bf16, 16k tokens in a batch, heads x head_dim = 2048; "
+        f"{where}; medians of warm calls, all in turns in one process; cuDNN and FlashAttention-2 "
+        f"are PyTorch {torch}'s."
     )
 
 
