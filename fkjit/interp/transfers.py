@@ -68,6 +68,16 @@ class Transfer:
         return set(np.unique(np.concatenate(found)).tolist()) if found else set()
 
 
+@dataclass(frozen=True)
+class _Landed:
+    """A copy of a commit group: what is known once it has read, and once it is done."""
+
+    lane: int
+    number: int
+    has_read: Clock | None
+    done: Clock | None
+
+
 class Transfers:
     """All copies of the batch that are in flight, and each thread's commit groups."""
 
@@ -78,6 +88,7 @@ class Transfers:
         self.random = random.Random(SEED)
         self.flying: list[Transfer] = []
         self.commits = np.zeros(d.machine.layout.lanes, np.int64)
+        self.landed: list[_Landed] = []  # before their threads waited for them
         d.machine.listeners.append(self._clear)
         d.machine.engines.append(self._act)
         self.barriers.incoming.append(self._incoming)
@@ -85,6 +96,7 @@ class Transfers:
 
     def _clear(self) -> None:
         self.flying.clear()
+        self.landed.clear()
         self.commits[:] = 0
         self.random = random.Random(SEED)
 
@@ -140,6 +152,7 @@ class Transfers:
     def land(self, transfer: Transfer) -> None:
         """The copy is done: the data are there and its mbarriers have been told."""
         self.read(transfer)
+        has_read = transfer.clock
         self.flying.remove(transfer)
         assert transfer.values is not None
         values = transfer.convert(transfer.values) if transfer.convert else transfer.values
@@ -149,6 +162,9 @@ class Transfers:
         self._finish(transfer, transfer.writing)
         for position, size in transfer.signals:
             self.barriers.transfer(position, size, transfer.clock, transfer.lanes, transfer.ins)
+        if self.race is not None and transfer.number is not None:
+            lane = int(transfer.lanes[0])
+            self.landed.append(_Landed(lane, transfer.number, has_read, transfer.clock))
 
     def _write(self, transfer: Transfer, target: Pieces, values: np.ndarray) -> None:
         if not target.positions.size:
@@ -217,6 +233,18 @@ class Transfers:
                 self.land(transfer)
             if self.race is not None:
                 self.race.acquire(transfer.lanes, transfer.clock)
+        self._learn(group, pending, reading)
+
+    def _learn(self, group: Group, pending: int, reading: bool) -> None:
+        """Threads that wait learn of their copies that were done before."""
+        kept = []
+        for one in self.landed:
+            due = group.mask[one.lane] and one.number < self.commits[one.lane] - pending
+            if due and self.race is not None:
+                self.race.acquire(np.array([one.lane]), one.has_read if reading else one.done)
+            if reading or not due:
+                kept.append(one)
+        self.landed = kept
 
     # -- the machine's hooks -------------------------------------------------------------------
 

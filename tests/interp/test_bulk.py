@@ -91,6 +91,32 @@ def test_groups_are_counted_by_thread_and_reading_is_not_writing() -> None:
     assert "missing wait" in report and "tile" in report
 
 
+def test_a_copy_that_is_over_before_its_thread_waits_is_learnt_of_by_the_wait() -> None:
+    """To see the sum is not to know that its source has been read: only the wait says so."""
+    source = r"""
+    extern "C" __global__ void k(int* y) {
+      __shared__ alignas(16) int tile[4];
+      const int t = threadIdx.x;
+      if (t < 4) tile[t] = t + 1;
+      proxy();
+      __syncthreads();
+      if (t == 0) {
+        ASM("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32 [%0], [%1], 16;"
+            ::"l"(y), "r"(at(tile)) : "memory");
+        commit();
+        while (atomicAdd(y, 0) == 0) {}
+        WAIT
+        *(volatile int*)tile = 5; // BUG
+      }
+    }"""
+    for wait in ("was_read<0>();", "waited<0>();"):
+        y = np.zeros(4, "i4")
+        launch(source.replace("WAIT", wait), Arg("y", y, True))
+        assert y.tolist() == [1, 2, 3, 4]
+    report = fault(source.replace("WAIT", ""), Arg("y", np.zeros(4, "i4"), True))
+    assert "tile" in report
+
+
 REDUCE = r"""
 extern "C" __global__ void k(const ELEMENT* x, ELEMENT* y) {
   __shared__ alignas(128) ELEMENT tile[64];
