@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 # public name -> the module that has it
 _PUBLIC = {
     "attention": "fkjit.ops.attention",
+    "attention_backward": "fkjit.ops.attention_backward",
     "attention_decode": "fkjit.ops.decode",
     "paged_attention": "fkjit.ops.decode",
     "merge_states": "fkjit.ops.merge_states",
@@ -64,6 +65,7 @@ __all__ = [
     "SanitizerError",
     "YarnScaling",
     "attention",
+    "attention_backward",
     "attention_decode",
     "kv_append",
     "kv_read",
@@ -116,6 +118,7 @@ if TYPE_CHECKING:
     from fkjit.cpu_launch import launch_cpu
     from fkjit.errors import SanitizerError
     from fkjit.ops.attention import attention
+    from fkjit.ops.attention_backward import attention_backward
     from fkjit.ops.decode import attention_decode, paged_attention
     from fkjit.ops.kv_append import kv_append
     from fkjit.ops.kv_cache import PagedKVCache

@@ -1,0 +1,225 @@
+/* Attention backward, dK and dV, on tensor cores (mma.sync; sm_80 and newer).
+
+   A block owns BLOCK_K keys of one KV head and walks over the query rows that see them, of all
+   query heads that read this KV head, in tiles of BLOCK_Q. Probabilities are made again from lse:
+
+     for each tile:   S'  = K Q^T                    keys are rows: S' is S transposed
+                      P'  = 2^(S' * c - lse)         c = softmax_scale * log2(e)
+                      dP' = V dO^T
+                      dS' = P' (dP' - delta)
+                      dV += P' dO,  dK += dS' Q      P' and dS' rounded to 16 bits
+     at the end:      dK *= softmax_scale
+
+   With keys as rows, P' and dS' are already A operands of the products that follow: nothing is
+   transposed but Q and dO, by ldmatrix. WARPS_K warps share the keys. If WARPS_C is 1, P' and dS'
+   stay in the registers of their warp. Else WARPS_C warps share the same keys: each makes the
+   scores of its share of the queries, all pass P' and dS' on through shared memory, and each has
+   its share of the columns of dK and dV. That is how two 16-row blocks a warp (each fragment of
+   shared memory is used twice) fit into registers where dK and dV are 128 or more columns wide.
+
+   Q, dO and their rows' lse and delta travel through a ring of STAGES tiles filled by cp.async.
+
+   Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
+#include "prelude.cuh"
+#include "device/attention_backward.cuh"
+#include "device/named_barrier.cuh"
+
+using elem_t = ${dtype};
+constexpr int BLOCK_K = ${block_k};  // keys of a block
+constexpr int BLOCK_Q = ${block_q};  // query rows of a tile
+constexpr int WARPS_K = ${warps_k};
+constexpr int WARPS_C = ${warps_c};
+constexpr int HEAD_DIM = ${head_dim};      // of q and k, padded with zeros
+constexpr int HEAD_DIM_V = ${head_dim_v};  // of v and dout, padded
+constexpr int STAGES = ${stages};          // tiles of Q and dO in shared memory
+constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the registers
+constexpr bool ALIGNED = ${aligned};       // rows of all arrays start on 16-byte boundaries
+constexpr int GUARD = ${guard};            // bytes between tiles: 0 except where memory is checked
+
+constexpr int NUM_WARPS = WARPS_K * WARPS_C;
+constexpr int THREADS = NUM_WARPS * WARP_SIZE;
+constexpr int ROWS_A_WARP = BLOCK_K / WARPS_K;
+constexpr int M_BLOCKS = ROWS_A_WARP / 16;  // 16-row mma blocks of a warp
+constexpr bool EXCHANGE = WARPS_C > 1;      // of P' and dS', through shared memory
+constexpr int QUERIES = EXCHANGE ? BLOCK_Q / WARPS_C : min_of(BLOCK_Q, ${step_q});  // at a time
+constexpr int PENDING = STAGES > 1 ? STAGES - 2 : 0;  // groups of copies that may be under way
+constexpr int QK_STEPS = HEAD_DIM / 16, DOV_STEPS = HEAD_DIM_V / 16;
+constexpr int K_COLUMNS = HEAD_DIM / 8 / WARPS_C, V_COLUMNS = HEAD_DIM_V / 8 / WARPS_C;
+
+static_assert(ROWS_A_WARP == 16 || ROWS_A_WARP == 32, "a warp owns one or two mma row blocks");
+static_assert(QUERIES % 16 == 0 && BLOCK_Q % QUERIES == 0, "queries go into products 16 at a time");
+static_assert(ROW_STEP % BLOCK_Q == 0, "lse and delta are padded to whole tiles");
+static_assert(HEAD_DIM % (32 * WARPS_C) == 0 && HEAD_DIM_V % (32 * WARPS_C) == 0,
+              "warps share the columns evenly, 16 at a time");
+
+using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;
+using VTile = SwizzledTile<BLOCK_K, HEAD_DIM_V>;
+using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;
+using DoTile = SwizzledTile<BLOCK_Q, HEAD_DIM_V>;
+using PTile = SwizzledTile<BLOCK_K, EXCHANGE ? BLOCK_Q : 64>;
+constexpr int DO_OFFSET = QTile::BYTES + GUARD;  // in a stage
+constexpr int LSE_OFFSET = DO_OFFSET + DoTile::BYTES + GUARD;
+constexpr int DELTA_OFFSET = LSE_OFFSET + BLOCK_Q * 4 + GUARD;
+constexpr int STAGE_BYTES = DELTA_OFFSET + BLOCK_Q * 4 + GUARD;
+
+template <typename Tile>
+using AReader = FragmentReader<Tile, BlockOrder::ROW_MAJOR>;
+template <typename Tile>
+using BReader = FragmentReader<Tile, BlockOrder::COL_MAJOR>;
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_keys(
+    const elem_t* __restrict__ dout,     // [batch, heads_q, seqlen_q, head_dim_v] strides in
+    const elem_t* __restrict__ q,        // [batch, heads_q, seqlen_q, head_dim]   elements,
+    const elem_t* __restrict__ k,        // [batch, heads_kv, seqlen_k, head_dim]  last dimension
+    const elem_t* __restrict__ v,        // [batch, heads_kv, seqlen_k, head_dim_v] contiguous
+    const float* __restrict__ lse_log2,  // [batch, heads_q, rows_padded] contiguous
+    const float* __restrict__ delta,     // the same
+    elem_t* __restrict__ dk,             // as k
+    elem_t* __restrict__ dv,             // as v
+    const Strides dout_strides, const Strides q_strides, const Strides k_strides,
+    const Strides v_strides, const Strides dk_strides, const Strides dv_strides, const int heads_q,
+    const int group_size,  // query heads a KV head
+    const int seqlen_q, const int seqlen_k, const int head_dim, const int head_dim_v,
+    const int rows_padded, const float softmax_scale,
+    const float softmax_scale_log2,  // softmax_scale * log2(e)
+    const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 k_tile = shared_address(shared_memory), v_tile = k_tile + KTile::BYTES + GUARD;
+  constexpr int P_OFFSET = KTile::BYTES + VTile::BYTES + 2 * GUARD;
+  constexpr int RING_OFFSET = P_OFFSET + (EXCHANGE ? 2 * (PTile::BYTES + GUARD) : 0);
+  const u32 p_tile = k_tile + P_OFFSET, ds_tile = p_tile + PTile::BYTES + GUARD;
+  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+  const int warp_row = warp % WARPS_K * ROWS_A_WARP, turn = warp / WARPS_K;
+
+  const int heads_kv = heads_q / group_size, blocks_k = ceil_div(seqlen_k, BLOCK_K);
+  const int k0 = blockIdx.x % blocks_k * BLOCK_K, kv_head = blockIdx.x / blocks_k % heads_kv;
+  const i64 batch = blockIdx.x / blocks_k / heads_kv;
+  const int head0 = kv_head * group_size;
+
+  // Query i sees key row r of the block if i >= first_seeing + r.
+  const int first_seeing = causal ? k0 - (seqlen_k - seqlen_q) : -BLOCK_K;
+  const int first_tile = max(first_seeing, 0) / BLOCK_Q, tiles = ceil_div(seqlen_q, BLOCK_Q);
+  const int unmasked = first_seeing + BLOCK_K - 1;  // from this query on, all keys are seen
+
+  // What is fetched next: a tile of rows of a query head.
+  int next_head = head0, next_tile = first_tile;
+  int left = max(tiles - first_tile, 0) * group_size, to_fetch = left;
+  const auto fetch = [&](int stage_index) {
+    const u32 stage = k_tile + RING_OFFSET + stage_index * STAGE_BYTES;
+    const i64 row = static_cast<i64>(next_tile) * BLOCK_Q;
+    const int rows_left = seqlen_q - next_tile * BLOCK_Q;
+    copy_tile<QTile, THREADS, ALIGNED>(
+        stage, q + batch * q_strides.batch + next_head * q_strides.head + row * q_strides.row,
+        q_strides.row, rows_left, head_dim);
+    copy_tile<DoTile, THREADS, ALIGNED>(
+        stage + DO_OFFSET,
+        dout + batch * dout_strides.batch + next_head * dout_strides.head + row * dout_strides.row,
+        dout_strides.row, rows_left, head_dim_v);
+    const i64 first = (batch * heads_q + next_head) * rows_padded + row;
+    if (threadIdx.x < BLOCK_Q / 4) {
+      cp_async_16(stage + LSE_OFFSET + threadIdx.x * 16, lse_log2 + first + threadIdx.x * 4);
+      cp_async_16(stage + DELTA_OFFSET + threadIdx.x * 16, delta + first + threadIdx.x * 4);
+    }
+    if (++next_tile == tiles) next_tile = first_tile, ++next_head;
+    --to_fetch;
+  };
+
+  // 1. K, V and the first tiles are on their way.
+  copy_tile<KTile, THREADS, ALIGNED>(
+      k_tile, k + batch * k_strides.batch + kv_head * k_strides.head + k0 * k_strides.row,
+      k_strides.row, seqlen_k - k0, head_dim);
+  copy_tile<VTile, THREADS, ALIGNED>(
+      v_tile, v + batch * v_strides.batch + kv_head * v_strides.head + k0 * v_strides.row,
+      v_strides.row, seqlen_k - k0, head_dim_v);
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; ++stage) {
+    if (to_fetch > 0) fetch(stage);
+    cp_async_commit();
+  }
+
+  const AReader<KTile> k_reader(lane);
+  const AReader<VTile> v_reader(lane);
+  const BReader<QTile> q_reader(lane);
+  const BReader<DoTile> do_reader(lane);
+  const auto q_rows = my_turn<AReader<QTile>>(lane, turn);
+  const auto do_rows = my_turn<AReader<DoTile>>(lane, turn);
+  const u32 warp_k_tile = k_tile + warp_row * KTile::ROW_BYTES;
+  const u32 warp_v_tile = v_tile + warp_row * VTile::ROW_BYTES;
+  const AReader<PTile> p_reader(lane);
+  const u32 warp_p_tile = p_tile + warp_row * PTile::ROW_BYTES;
+  const u32 warp_ds_tile = ds_tile + warp_row * PTile::ROW_BYTES;
+  float dk_acc[M_BLOCKS][K_COLUMNS][4] = {}, dv_acc[M_BLOCKS][V_COLUMNS][4] = {};
+
+  int tile = first_tile;
+  for (int stage_index = 0; left > 0; --left) {
+    // 2. This tile has arrived, and every warp is done with the one before: its stage is free.
+    cp_async_wait<PENDING>();
+    __syncthreads();
+    if (to_fetch > 0) fetch(stage_index == 0 ? STAGES - 1 : stage_index - 1);
+    cp_async_commit();
+    if (STAGES == 1) {  // nothing travels while it is multiplied: for GPUs with little memory
+      cp_async_wait<0>();
+      __syncthreads();
+    }
+    const int offset = RING_OFFSET + stage_index * STAGE_BYTES;
+    const u32 stage = k_tile + offset;
+    const float* lse_row = reinterpret_cast<const float*>(shared_memory + offset + LSE_OFFSET);
+    const float* delta_row = reinterpret_cast<const float*>(shared_memory + offset + DELTA_OFFSET);
+    const int q0 = tile * BLOCK_Q;
+
+#pragma unroll
+    for (int step = 0; step < (EXCHANGE ? 1 : BLOCK_Q / QUERIES); ++step) {
+      const int query = EXCHANGE ? turn * QUERIES : step * QUERIES;  // in the tile
+      const u32 q_queries = stage + query * QTile::ROW_BYTES;
+      const u32 do_queries = stage + DO_OFFSET + query * DoTile::ROW_BYTES;
+      float p[M_BLOCKS][QUERIES / 8][4] = {}, ds[M_BLOCKS][QUERIES / 8][4] = {};
+      u32 k_fragments[QK_STEPS][M_BLOCKS][4], v_fragments[DOV_STEPS][M_BLOCKS][4];
+      multiply_qk<elem_t, 16, false>(p, k_fragments, warp_k_tile, k_reader, q_queries, q_reader);
+      if (q0 < unmasked)
+        mask_queries(p, lane, hidden_score(softmax_scale_log2),
+                     [&](int row) { return first_seeing + warp_row + row - q0 - query; });
+      probabilities(p, softmax_scale_log2, lse_row + query, lane);
+      multiply_qk<elem_t, 16, false>(ds, v_fragments, warp_v_tile, v_reader, do_queries, do_reader);
+      score_gradients(ds, p, delta_row + query, lane);
+      if constexpr (EXCHANGE) {
+        exchange_rows<elem_t, PTile>(p, lane, query, warp_p_tile);
+        exchange_rows<elem_t, PTile>(ds, lane, query, warp_ds_tile);
+      } else {
+        accumulate<elem_t, QUERIES / 16, 1>(
+            dv_acc, do_queries, do_rows,
+            [&](int i, int m, u32(&a)[4]) { pack_fragment<elem_t>(a, p[m] + 2 * i); });
+        accumulate<elem_t, QUERIES / 16, 1>(
+            dk_acc, q_queries, q_rows,
+            [&](int i, int m, u32(&a)[4]) { pack_fragment<elem_t>(a, ds[m] + 2 * i); });
+      }
+    }
+
+    if constexpr (EXCHANGE) {
+      // 3. P' and dS' of these keys are there for all queries of the tile.
+      named_barrier_wait<WARPS_C * WARP_SIZE>(1 + warp % WARPS_K);
+      accumulate<elem_t, BLOCK_Q / 16, WARPS_C>(
+          dv_acc, stage + DO_OFFSET, do_rows,
+          [&](int i, int m, u32(&a)[4]) { ldmatrix_x4(a, p_reader.address(warp_p_tile, m, i)); });
+      accumulate<elem_t, BLOCK_Q / 16, WARPS_C>(
+          dk_acc, stage, q_rows,
+          [&](int i, int m, u32(&a)[4]) { ldmatrix_x4(a, p_reader.address(warp_ds_tile, m, i)); });
+    }
+    if (++tile == tiles) tile = first_tile;
+    if (++stage_index == STAGES) stage_index = 0;
+  }
+
+  // 4. dK and dV are staged where K and V were, then stored in whole chunks.
+  cp_async_wait<0>();
+  __syncthreads();
+  stage_rows<elem_t, KTile, WARPS_C>(dk_acc, softmax_scale, lane, turn, warp_k_tile);
+  stage_rows<elem_t, VTile, WARPS_C>(dv_acc, 1.f, lane, turn, warp_v_tile);
+  __syncthreads();
+  constexpr int STORED = ROWS_A_WARP / WARPS_C;  // rows of a warp
+  const int row = warp_row + turn * STORED, rows_left = seqlen_k - k0 - row;
+  dk += batch * dk_strides.batch + kv_head * dk_strides.head + (k0 + row) * dk_strides.row;
+  dv += batch * dv_strides.batch + kv_head * dv_strides.head + (k0 + row) * dv_strides.row;
+  store_tile<KTile, STORED, ALIGNED>(dk, dk_strides.row, k_tile + row * KTile::ROW_BYTES, lane,
+                                     rows_left, head_dim);
+  store_tile<VTile, STORED, ALIGNED>(dv, dv_strides.row, v_tile + row * VTile::ROW_BYTES, lane,
+                                     rows_left, head_dim_v);
+}

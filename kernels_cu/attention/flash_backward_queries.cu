@@ -1,0 +1,169 @@
+/* Attention backward, dQ, on tensor cores (mma.sync; sm_80 and newer).
+
+   A block owns BLOCK_Q query rows of one head and walks over the keys that they see, in tiles of
+   BLOCK_K from the last to the first: the tiles that need a mask come first. Probabilities are made
+   again from lse:
+
+     for each tile:   S  = Q K^T
+                      P  = 2^(S * c - lse)           c = softmax_scale * log2(e)
+                      dP = dO V^T
+                      dS = P (dP - delta)            rounded to 16 bits: an A operand
+                      dQ += dS K
+     at the end:      dQ *= softmax_scale
+
+   Nobody else adds to these rows of dQ, so the result is the same at every call. That costs two of
+   the backward's seven products: S and dP are made here and in flash_backward_keys.cu.
+
+   Source: Dao, "FlashAttention-2" (2023), for the formulas. */
+#include "prelude.cuh"
+#include "device/attention_backward.cuh"
+#include "device/query_block.cuh"
+#include "device/reread.cuh"
+
+using elem_t = ${dtype};
+constexpr int BLOCK_Q = ${block_q};  // query rows of a block
+constexpr int BLOCK_K = ${block_k};  // keys of a tile
+constexpr int NUM_WARPS = ${num_warps};
+constexpr int HEAD_DIM = ${head_dim};           // of q and k, padded with zeros
+constexpr int HEAD_DIM_V = ${head_dim_v};       // of v and dout, padded
+constexpr int STAGES = ${stages};               // tiles of K and V in shared memory
+constexpr int MIN_BLOCKS = ${min_blocks};       // blocks an SM should hold: caps the registers
+constexpr bool ALIGNED = ${aligned};            // rows of all arrays start on 16-byte boundaries
+constexpr bool IN_REGISTERS = ${in_registers};  // Q and dO, from the first tile to the last
+constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
+
+constexpr int THREADS = NUM_WARPS * WARP_SIZE;
+constexpr int ROWS_A_WARP = BLOCK_Q / NUM_WARPS;
+constexpr int M_BLOCKS = ROWS_A_WARP / 16;        // 16-row mma blocks of a warp
+constexpr int KEYS = min_of(BLOCK_K, ${step_k});  // of a tile at a time
+constexpr int QK_STEPS = HEAD_DIM / 16, DOV_STEPS = HEAD_DIM_V / 16;
+
+static_assert(ROWS_A_WARP == 16 || ROWS_A_WARP == 32, "a warp owns one or two mma row blocks");
+static_assert(KEYS % 16 == 0 && BLOCK_K % KEYS == 0, "keys go into products 16 at a time");
+static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0,
+              "tiles are made of 32- or 64-wide panels");
+
+using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;
+using DoTile = SwizzledTile<BLOCK_Q, HEAD_DIM_V>;
+using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;
+using VTile = SwizzledTile<BLOCK_K, HEAD_DIM_V>;
+constexpr int RING_OFFSET = QTile::BYTES + DoTile::BYTES + 2 * GUARD;
+constexpr int V_OFFSET = KTile::BYTES + GUARD;  // in a stage
+constexpr int STAGE_BYTES = V_OFFSET + VTile::BYTES + GUARD;
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_queries(
+    const elem_t* __restrict__ dout,     // [batch, heads_q, seqlen_q, head_dim_v] strides in
+    const elem_t* __restrict__ q,        // [batch, heads_q, seqlen_q, head_dim]   elements,
+    const elem_t* __restrict__ k,        // [batch, heads_kv, seqlen_k, head_dim]  last dimension
+    const elem_t* __restrict__ v,        // [batch, heads_kv, seqlen_k, head_dim_v] contiguous
+    const float* __restrict__ lse_log2,  // [batch, heads_q, rows_padded] contiguous
+    const float* __restrict__ delta,     // the same
+    elem_t* __restrict__ dq,             // as q
+    const Strides dout_strides, const Strides q_strides, const Strides k_strides,
+    const Strides v_strides, const Strides dq_strides, const int heads_q,
+    const int group_size,  // query heads a KV head
+    const int seqlen_q, const int seqlen_k, const int head_dim, const int head_dim_v,
+    const int rows_padded, const float softmax_scale,
+    const float softmax_scale_log2,  // softmax_scale * log2(e)
+    const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 q_tile = shared_address(shared_memory), do_tile = q_tile + QTile::BYTES + GUARD;
+  const u32 ring = q_tile + RING_OFFSET;
+  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+
+  const QueryBlock<BLOCK_Q> place(blockIdx.x, seqlen_q, heads_q);
+  const int q0 = place.q0, kv_head = place.head / group_size;
+  q += place.batch * q_strides.batch + place.head * q_strides.head + q0 * q_strides.row;
+  dout += place.batch * dout_strides.batch + place.head * dout_strides.head;
+  dout += q0 * dout_strides.row;
+  k += place.batch * k_strides.batch + kv_head * k_strides.head;
+  v += place.batch * v_strides.batch + kv_head * v_strides.head;
+
+  // Query row i of the block sees keys 0 .. min(seqlen_k, first_hidden + i) - 1.
+  const int first_hidden = causal ? q0 + seqlen_k - seqlen_q + 1 : seqlen_k;
+  const int last_row = min(BLOCK_Q, seqlen_q - q0) - 1;
+  const int keys = min(seqlen_k, causal ? first_hidden + last_row : seqlen_k);
+  const int unmasked_tiles = max(min(seqlen_k, first_hidden), 0) / BLOCK_K;
+  int tile = ceil_div(max(keys, 0), BLOCK_K) - 1;
+
+  const auto fetch = [&](int t) {
+    const u32 stage = ring + (t % STAGES) * STAGE_BYTES;
+    const i64 row = static_cast<i64>(t) * BLOCK_K;
+    const int rows_left = seqlen_k - t * BLOCK_K;
+    copy_tile<KTile, THREADS, ALIGNED>(stage, k + row * k_strides.row, k_strides.row, rows_left,
+                                       head_dim);
+    copy_tile<VTile, THREADS, ALIGNED>(stage + V_OFFSET, v + row * v_strides.row, v_strides.row,
+                                       rows_left, head_dim_v);
+  };
+
+  // 1. Q, dO and the first tiles are on their way; each lane has lse and delta of its rows.
+  copy_tile<QTile, THREADS, ALIGNED>(q_tile, q, q_strides.row, seqlen_q - q0, head_dim);
+  copy_tile<DoTile, THREADS, ALIGNED>(do_tile, dout, dout_strides.row, seqlen_q - q0, head_dim_v);
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; ++stage) {
+    if (tile - stage >= 0) fetch(tile - stage);
+    cp_async_commit();
+  }
+  const i64 head_row = (static_cast<i64>(place.batch) * heads_q + place.head) * rows_padded;
+  const RowStatistics<M_BLOCKS> rows(lse_log2, delta, head_row + q0 + warp * ROWS_A_WARP, lane);
+
+  const FragmentReader<QTile, BlockOrder::ROW_MAJOR> q_reader(lane);
+  const FragmentReader<DoTile, BlockOrder::ROW_MAJOR> do_reader(lane);
+  const FragmentReader<KTile, BlockOrder::COL_MAJOR> k_reader(lane);
+  const FragmentReader<VTile, BlockOrder::COL_MAJOR> v_reader(lane);
+  const FragmentReader<KTile, BlockOrder::ROW_MAJOR> k_rows(lane);
+  const u32 warp_q_tile = q_tile + warp * ROWS_A_WARP * QTile::ROW_BYTES;
+  const u32 warp_do_tile = do_tile + warp * ROWS_A_WARP * DoTile::ROW_BYTES;
+  u32 q_fragments[QK_STEPS][M_BLOCKS][4], do_fragments[DOV_STEPS][M_BLOCKS][4];
+  float acc[M_BLOCKS][HEAD_DIM / 8][4] = {};
+
+  if (IN_REGISTERS) {
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();
+    load_fragments(q_fragments, warp_q_tile, q_reader);
+    load_fragments(do_fragments, warp_do_tile, do_reader);
+  }
+
+  for (; tile >= 0; --tile) {
+    // 2. This tile has arrived, and every warp is done with the one before: its stage is free.
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();
+    if (tile - (STAGES - 1) >= 0) fetch(tile - (STAGES - 1));
+    cp_async_commit();
+    const u32 stage = ring + (tile % STAGES) * STAGE_BYTES;
+
+#pragma unroll
+    for (int step = 0; step < BLOCK_K / KEYS; ++step) {
+      const u32 k_keys = stage + step * KEYS * KTile::ROW_BYTES;
+      const u32 v_keys = stage + V_OFFSET + step * KEYS * VTile::ROW_BYTES;
+      float p[M_BLOCKS][KEYS / 8][4] = {}, ds[M_BLOCKS][KEYS / 8][4] = {};
+      multiply_qk<elem_t, 16, IN_REGISTERS>(p, q_fragments, warp_q_tile, q_reader, k_keys,
+                                            k_reader);
+      if (tile >= unmasked_tiles)
+        mask_keys(p, lane, hidden_score(softmax_scale_log2), [&](int row) {
+          const int seen = causal ? first_hidden + warp * ROWS_A_WARP + row : seqlen_k;
+          return min(seqlen_k, seen) - tile * BLOCK_K - step * KEYS;
+        });
+      multiply_qk<elem_t, 16, IN_REGISTERS>(ds, do_fragments, warp_do_tile, do_reader, v_keys,
+                                            v_reader);
+      rows.score_gradients(ds, p, softmax_scale_log2);
+      accumulate<elem_t, KEYS / 16, 1>(acc, k_keys, k_rows, [&](int i, int m, u32(&a)[4]) {
+        pack_fragment<elem_t>(a, ds[m] + 2 * i);
+      });
+    }
+  }
+
+  // 3. dQ is staged over this warp's own rows of Q, then stored in whole chunks. The block's place
+  //    is computed again rather than kept in registers through the loop.
+  cp_async_wait<0>();
+  __syncthreads();
+  const QueryBlock<BLOCK_Q> again(block_index_again(), seqlen_q, heads_q);
+  const int end_lane = thread_index_again() % WARP_SIZE;
+  const int warp_row = thread_index_again() / WARP_SIZE * ROWS_A_WARP, row0 = again.q0 + warp_row;
+  const u32 warp_tile = shared_address(shared_memory) + warp_row * QTile::ROW_BYTES;
+  stage_rows<elem_t, QTile, 1>(acc, softmax_scale, end_lane, 0, warp_tile);
+  __syncwarp();
+  dq += again.batch * dq_strides.batch + again.head * dq_strides.head + row0 * dq_strides.row;
+  store_tile<QTile, ROWS_A_WARP, ALIGNED>(dq, dq_strides.row, warp_tile, end_lane,
+                                          min(ROWS_A_WARP, seqlen_q - row0), head_dim);
+}
