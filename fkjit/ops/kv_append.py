@@ -12,6 +12,7 @@ from fkjit.ops import kv_problem as kv
 from fkjit.ops.kv_planes import planes
 from fkjit.ops.simple import Launch, Op, Request, arch_of
 from fkjit.ops.simple_checks import FLOATS, check_dtype, check_same_dtype, check_writable
+from fkjit.ops.simple_operator import Node
 from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
 from fkjit.tuning import tuned
 
@@ -163,5 +164,6 @@ _OP = Op(
     check=_check,
     optional=("k_scale", "v_scale"),
     written=("k_pages", "v_pages"),
+    node=Node(lambda *given: [], "str storage, str layout", 0),
 )
 kv_append.prepare = _prepare  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from fkjit.ops import kv_problem as kv
 from fkjit.ops.kv_planes import planes
 from fkjit.ops.simple import Launch, Op, Output, Request, arch_of
 from fkjit.ops.simple_checks import FLOATS, check_dtype, check_writable
+from fkjit.ops.simple_operator import Node, of_dtype
 from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
 from fkjit.tuning import tuned
 
@@ -185,7 +186,21 @@ READ = register(
 )
 
 _INPUTS = ("k_pages", "v_pages", "slot_mapping", "k_scale", "v_scale")
+
+
+def _fake(
+    k_pages: Any, v_pages: Any, slots: Any, k_scale: Any, v_scale: Any,
+    storage: str, layout: str, dtype: str | None,
+) -> list[Any]:  # fmt: skip
+    heads, dim = k_pages.shape[2 if layout == "nhd" else 1], k_pages.shape[3]
+    shape = (slots.shape[0], heads, dim)
+    if dtype is None and storage == "same":
+        return [k_pages.new_empty(shape), v_pages.new_empty(shape)]
+    return [of_dtype(x, shape, dtype or "bf16") for x in (k_pages, v_pages)]
+
+
 _OP = Op(
-    _CALL, inputs=_INPUTS, outputs=("k", "v"), check=_check, optional=("k_scale", "v_scale")
+    _CALL, inputs=_INPUTS, outputs=("k", "v"), check=_check, optional=("k_scale", "v_scale"),
+    node=Node(_fake, "str storage, str layout, str? dtype", 2),
 )  # fmt: skip
 kv_read.prepare = _prepare  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.interop import CPU, View, as_numpy
 from fkjit.ops.simple import Launch, Op, Output, Request
 from fkjit.ops.simple_checks import check_dtype, check_shape
+from fkjit.ops.simple_operator import Node
 from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
 
 _CALL = "kv_slots"
@@ -215,5 +216,11 @@ _OP = Op(
     check=_check,
     optional=("cu_seqlens",),
     written=("lengths",),
+    node=Node(
+        lambda rows, ends, table, lengths, capacities, tokens, *rest: [
+            rows.new_empty(rows.shape[0] if tokens is None else tokens)
+        ],
+        "SymInt? num_tokens, int page_size, bool append",
+    ),
 )
 kv_slots.prepare = _prepare  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from fkjit.interop import View
 from fkjit.ops.merge_kernels import MERGE, ROWS, describe, is_vector, parameters
 from fkjit.ops.simple import Launch, Op, Output, Request
 from fkjit.ops.simple_checks import check_dtype, check_output, check_same_dtype, check_shape
+from fkjit.ops.simple_operator import Node, like
 
 _CALL = "merge_states"
 _LIMIT = 2**31
@@ -190,6 +191,10 @@ def _function() -> Any:
     return Merge
 
 
+def _fake(o: Any, lse: Any, other: Any, other_lse: Any, layout: str) -> list[Any]:
+    return [like(o if other is not None else o[0]), like(lse if other is not None else lse[0])]
+
+
 _OP = Op(
     _CALL,
     inputs=("o", "lse", "other", "other_lse"),
@@ -198,5 +203,6 @@ _OP = Op(
     optional=("other", "other_lse"),
     in_place=(("out", "o"), ("out", "other")),
     autograd=_with_gradients,
+    node=Node(_fake, "str layout", 2),
 )
 merge_states.prepare = _prepare  # type: ignore[attr-defined]

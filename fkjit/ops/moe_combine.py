@@ -14,6 +14,7 @@ from fkjit.ops.moe_groups import MoeGroups
 from fkjit.ops.moe_permute import check_groups
 from fkjit.ops.simple import Launch, Op, Output, Request
 from fkjit.ops.simple_checks import check_dtype, check_output, check_shape
+from fkjit.ops.simple_operator import Node
 from fkjit.ops.simple_shapes import rows_of
 
 _CALL = "moe_combine"
@@ -131,11 +132,9 @@ def _function() -> Any:
         def backward(ctx: Any, dout: Any) -> Any:
             y, inverse, weights, *lists = ctx.saved_tensors
             of_y, _, of_weights, *_ = ctx.needs_input_grad
-            cleared = of_y and (lists[0] is None or not inverse.numel())
-            dy = torch.zeros(y.shape, dtype=y.dtype, device=y.device) if cleared else None
-            found = _GRADIENT(
-                (y, dout.contiguous(), inverse, weights, *lists), (dy, None), (of_y, of_weights)
-            )
+            inputs = (y, dout.contiguous(), inverse, weights, *lists)
+            outputs = _cleared(inputs, (of_y, of_weights))
+            found = _GRADIENT(inputs, outputs, (of_y, of_weights))
             found = iter(found if isinstance(found, tuple) else (found,))
             dy, dweights = (next(found) if wanted else None for wanted in (of_y, of_weights))
             return dy, None, dweights, None, None
@@ -143,16 +142,37 @@ def _function() -> Any:
     return Combine
 
 
+def _cleared(inputs: tuple[Any, ...], options: tuple[bool, bool]) -> tuple[Any, None]:
+    """What is written to: dy of zeros, where the kernel cannot tell which rows nobody has."""
+    y, _, inverse, _, offsets, _ = inputs
+    cleared = options[0] and (offsets is None or not inverse.numel())
+    return (y.new_zeros(y.shape) if cleared else None), None
+
+
 _INPUTS = ("y", "inverse", "weights", "offsets", "counts")
 _OP = Op(
     _CALL, inputs=_INPUTS, outputs=("out",), check=_check, optional=_INPUTS[2:],
     autograd=_with_gradients,
+    node=Node(lambda y, inverse, *rest: [y.new_empty(inverse.shape[0], y.shape[1])]),
 )  # fmt: skip
+
+
+def _fake_gradient(
+    y: Any, dout: Any, inverse: Any, weights: Any, offsets: Any, counts: Any,
+    of_y: bool, of_weights: bool,
+) -> list[Any]:  # fmt: skip
+    dy = [y.new_empty(y.shape)] if of_y else []
+    return [*dy, weights.new_empty(inverse.shape)] if of_weights else dy
+
+
 _GRADIENT = Op(
     f"{_CALL} (backward)",
     inputs=("y", "dout", "inverse", "weights", "offsets", "counts"),
     outputs=("dy", "dweights"),
     check=_check_gradient,
     optional=("weights", "offsets", "counts"),
+    node=Node(
+        _fake_gradient, "bool of_y, bool of_weights", None, f"{_CALL}_backward", outputs=_cleared
+    ),
 )
 moe_combine.prepare = _prepare  # type: ignore[attr-defined]

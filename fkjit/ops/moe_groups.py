@@ -20,6 +20,7 @@ from fkjit.ops.moe_checks import whole
 from fkjit.ops.moe_problem import MAX_EXPERTS
 from fkjit.ops.simple import Output
 from fkjit.ops.simple_checks import check_dtype, check_shape
+from fkjit.ops.simple_operator import of_dtype
 from fkjit.ops.simple_shapes import log2_ceil, rows_of
 from fkjit.spec import Arrays, Problem
 
@@ -100,6 +101,16 @@ def made(p: Problem) -> dict[str, Output]:
         ("offsets", (p["groups"] + 1,)), ("counts", (p["groups"],)),
     )  # fmt: skip
     return {name: Output(shape, "int32") for name, shape in shapes}
+
+
+def fake(
+    ids: Any, tokens: Any, top_k: int, experts: int, block_size: int, local: int | None
+) -> list[Any]:
+    """The outputs without data, beside `ids`."""
+    groups = experts if local is None else local
+    sizes = {"tokens": tokens, "top_k": top_k, "groups": groups, "block_size": block_size}
+    places = places_of(tokens * top_k, groups, block_size)
+    return [of_dtype(ids, o.shape, "int32") for o in made({**sizes, "places": places}).values()]
 
 
 def table_bytes(p: Problem) -> int:

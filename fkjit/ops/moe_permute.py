@@ -13,6 +13,7 @@ from fkjit.ops import moe_rows as rows
 from fkjit.ops.moe_groups import MoeGroups
 from fkjit.ops.simple import Launch, Op, Output, Request
 from fkjit.ops.simple_checks import check_dtype, check_output
+from fkjit.ops.simple_operator import Node
 from fkjit.ops.simple_shapes import rows_of
 
 _CALL = "moe_permute"
@@ -122,5 +123,11 @@ def _function() -> Any:
 
 
 _INPUTS = ("x", "inverse", "offsets", "counts")
-_OP = Op(_CALL, inputs=_INPUTS, outputs=("out",), check=_check, autograd=_with_gradients)
+_OP = Op(
+    _CALL, inputs=_INPUTS, outputs=("out",), check=_check, autograd=_with_gradients,
+    node=Node(
+        lambda x, inverse, offsets, counts, places: [x.new_empty(places, x.shape[1])],
+        "SymInt places",
+    ),
+)  # fmt: skip
 moe_permute.prepare = _prepare  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from fkjit.ops import moe_groups as groups
 from fkjit.ops.moe_groups import MoeGroups
 from fkjit.ops.simple import Launch, Op, Request
 from fkjit.ops.simple_checks import check_dtype
+from fkjit.ops.simple_operator import Node
 from fkjit.ops.simple_shapes import rows_of
 from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
 
@@ -178,7 +179,20 @@ REGROUP = register(
 )
 
 _INPUTS = ("topk_ids", *groups.INPUTS)
+
+
+def _fake(
+    ids: Any, expert_map: Any, num_tokens: Any,
+    experts: int, block_size: int, local: int | None, capacity: int | None,
+) -> list[Any]:  # fmt: skip
+    return groups.fake(ids, ids.shape[0], ids.shape[1], experts, block_size, local)
+
+
 _OP = Op(
-    _CALL, inputs=_INPUTS, outputs=MoeGroups._fields, check=_check, optional=groups.INPUTS
+    _CALL, inputs=_INPUTS, outputs=MoeGroups._fields, check=_check, optional=groups.INPUTS,
+    node=Node(
+        _fake, "int num_experts, int block_size, int? num_local_experts, int? capacity",
+        len(MoeGroups._fields),
+    ),
 )  # fmt: skip
 moe_regroup.prepare = _prepare  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from fkjit.ops import moe_problem as moe
 from fkjit.ops.moe_checks import whole
 from fkjit.ops.simple import Launch, Op, Output, Request
 from fkjit.ops.simple_checks import FLOATS, check_dtype, check_flag, check_shape
+from fkjit.ops.simple_operator import Node, of_dtype
 from fkjit.ops.simple_shapes import rows_of
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, register
 
@@ -182,11 +183,21 @@ ROUTE = register(
     )
 )
 
+OPTIONS = "int top_k, str scoring, bool renormalize, int? num_groups, int? topk_groups, float scale"
+
+
+def fake(logits: Any, bias: Any, top_k: int, *options: Any) -> list[Any]:
+    """Weights and ids without data."""
+    shape = (logits.shape[0], top_k)
+    return [of_dtype(logits, shape, "fp32"), of_dtype(logits, shape, "int32")]
+
+
 _OP = Op(
     _CALL,
     inputs=("logits", "bias"),
     outputs=("topk_weights", "topk_ids"),
     check=_check,
     optional=("bias",),
+    node=Node(fake, OPTIONS, 2),
 )
 moe_route.prepare = _OP.preparing(moe_route)  # type: ignore[attr-defined]

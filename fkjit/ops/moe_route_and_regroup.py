@@ -9,9 +9,10 @@ from fkjit.interop import View
 from fkjit.ops import moe_groups as groups
 from fkjit.ops import moe_problem as moe
 from fkjit.ops.moe_groups import MoeGroups
-from fkjit.ops.moe_route import chosen, describe
+from fkjit.ops.moe_route import OPTIONS, chosen, describe, fake
 from fkjit.ops.simple import Launch, Op, Request
 from fkjit.ops.simple_checks import FLOATS
+from fkjit.ops.simple_operator import Node
 from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
 
 _CALL = "moe_route_and_regroup"
@@ -187,5 +188,21 @@ KERNEL = register(
 
 _INPUTS = ("logits", "bias", *groups.INPUTS)
 _OUTPUTS = ("topk_weights", "topk_ids", *MoeGroups._fields)
-_OP = Op(_CALL, inputs=_INPUTS, outputs=_OUTPUTS, check=_check, optional=_INPUTS[1:])
+
+
+def _fake(
+    logits: Any, bias: Any, expert_map: Any, num_tokens: Any, top_k: int, *options: Any
+) -> list[Any]:
+    block_size, local, _ = options[-3:]
+    tokens, experts = logits.shape
+    grouped = groups.fake(logits, tokens, top_k, experts, block_size, local)
+    return [*fake(logits, bias, top_k), *grouped]
+
+
+_OP = Op(
+    _CALL, inputs=_INPUTS, outputs=_OUTPUTS, check=_check, optional=_INPUTS[1:],
+    node=Node(
+        _fake, f"{OPTIONS}, int block_size, int? num_local_experts, int? capacity", len(_OUTPUTS)
+    ),
+)  # fmt: skip
 moe_route_and_regroup.prepare = _prepare  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from fkjit.errors import ParameterError
 from fkjit.ops.norm_checks import check, check_gradient
 from fkjit.ops.norm_kernels import Tile
 from fkjit.ops.simple import Op
+from fkjit.ops.simple_operator import Node, like, of_dtype
 
 
 def layer_norm(
@@ -89,13 +90,26 @@ def _op(op: str) -> Op:
         optional=_INPUTS[1:],
         in_place=(("out", "x"), ("out", "residual")),
         autograd=_with_gradients(op),
+        node=Node(_fake, "float eps", None),
     )
+
+
+def _fake(x: Any, weight: Any, bias: Any, residual: Any, eps: float) -> list[Any]:
+    return [like(x)] if residual is None else [like(x), like(x)]
 
 
 @lru_cache(maxsize=2)
 def _with_statistics(op: str) -> Op:
     """The forward of a training step: mean (of LayerNorm) and rstd come behind the results."""
-    return Op(op, inputs=_INPUTS, outputs=_OUTPUTS, check=check(op, True), optional=_INPUTS[1:])
+    count = 2 if op == "layer_norm" else 1
+
+    def fake(x: Any, *rest: Any) -> list[Any]:
+        return [*_fake(x, *rest), *(of_dtype(x, x.shape[:-1], "fp32") for _ in range(count))]
+
+    return Op(
+        op, inputs=_INPUTS, outputs=_OUTPUTS, check=check(op, True), optional=_INPUTS[1:],
+        node=Node(fake, "float eps", None, f"{op}_with_statistics"),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=16)
@@ -110,7 +124,17 @@ def gradient(op: str, tile: Tile | None = None) -> Op:
         outputs=("dx", "dweight", "dbias", "dweight_parts", "dbias_parts"),
         check=check_gradient(op, tile),
         optional=("dsum", "weight", "mean", "like"),
-    )
+        node=None if tile else Node(
+            _fake_gradient, "bool of_weight, bool of_bias", None, f"{op}_backward"
+        ),
+    )  # fmt: skip
+
+
+def _fake_gradient(
+    dy: Any, dsum: Any, x: Any, weight: Any, mean: Any, rstd: Any, alike: Any,
+    of_weight: bool, of_bias: bool,
+) -> list[Any]:  # fmt: skip
+    return [like(x), *(like(alike) for _ in range(of_weight + of_bias))]
 
 
 @lru_cache(maxsize=2)

@@ -22,6 +22,8 @@ class Operator:
 
     schema: arguments and results in PyTorch's notation. run: on tensors with data. fake: results
     without data, of the same shapes and strides. vmap: as torch.library.register_vmap wants it.
+    gradients: the call where an input requires grad, with a graph behind its results; None:
+    refused. autocast: how many of the first inputs torch.autocast casts, as PyTorch's attention's.
     """
 
     name: str
@@ -29,21 +31,26 @@ class Operator:
     run: Callable[..., Any]
     fake: Callable[..., Any]
     vmap: Callable[..., Any] | None = None
+    gradients: Callable[..., Any] | None = None
+    autocast: int = 0
 
 
 def _not_compiling() -> bool:
     return False
 
 
-compiling: Callable[[], bool]  # torch's, once torch is there; until then see __getattr__
+# torch's, once torch is there; until then see __getattr__
+compiling: Callable[[], bool]
+autocasting: Callable[[], bool]  # whether torch.autocast is on, for whatever device
 known: Any = None  # torch.ops.fkjit
 _waiting: list[Operator] = []  # for torch to be imported
 _library: Any = None
+_AUTOCASTS = ("CUDA", "CPU")
 
 
 def __getattr__(name: str) -> Any:
-    """`compiling` until torch was seen: it may have come since, even while it traces the call."""
-    if name != "compiling":
+    """What asks torch until it was seen: it may have come since, even while it traces the call."""
+    if name not in ("compiling", "autocasting"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if "torch" not in sys.modules:
         return _not_compiling
@@ -60,7 +67,7 @@ def define(operator: Operator) -> None:
 
 def arrived() -> None:
     """PyTorch is there: tell it of the operators that wait."""
-    global compiling, known, _library
+    global autocasting, compiling, known, _library
     if not _waiting:
         return
     torch = sys.modules["torch"]
@@ -69,7 +76,35 @@ def arrived() -> None:
         known = getattr(torch.ops, NAMESPACE)
     while _waiting:
         _register(torch, _waiting.pop())
-    compiling = torch.compiler.is_compiling
+    compiling, autocasting = torch.compiler.is_compiling, torch._C._is_any_autocast_enabled
+
+
+def autocast(*arrays: Any) -> tuple[Any, ...]:
+    """Arrays as torch.autocast has them for PyTorch's attention: tensors of 16 or 32 bits in the
+    dtype of autocast, where it is on for their device."""
+    torch = sys.modules["torch"]
+    casts: list[Any] = []
+    for array in arrays:
+        if isinstance(array, torch.Tensor) and array.dtype in (
+            torch.float32, torch.float16, torch.bfloat16,
+        ):  # fmt: skip
+            kind = array.device.type
+            if torch.is_autocast_enabled(kind):
+                array = array.to(torch.get_autocast_dtype(kind))
+        casts.append(array)
+    return tuple(casts)
+
+
+def abstract(*arrays: Any) -> bool:
+    """Whether one is a tensor that only stands for another: in a graph that is being traced."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    plain = torch.Tensor.__torch_dispatch__
+    return any(
+        isinstance(array, torch.Tensor) and type(array).__torch_dispatch__ is not plain
+        for array in arrays
+    )
 
 
 def wrapped(*arrays: Any) -> bool:
@@ -86,9 +121,11 @@ def _register(torch: Any, operator: Operator) -> None:
     _library.impl(operator.name, operator.run, "CompositeExplicitAutograd")
     packet = getattr(known, operator.name)
 
-    def without_gradients(*args: Any, **kwargs: Any) -> Any:
+    def with_gradients(*args: Any, **kwargs: Any) -> Any:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         if torch.is_grad_enabled() and any(a.requires_grad for a in tensors):
+            if operator.gradients is not None:
+                return operator.gradients(*args, **kwargs)
             raise ParameterError(
                 f"{operator.name}: an input requires grad, but there is no backward yet; call it "
                 "under torch.no_grad() or pass detached tensors"
@@ -96,8 +133,22 @@ def _register(torch: Any, operator: Operator) -> None:
         with torch._C._AutoDispatchBelowAutograd():
             return packet.default(*args, **kwargs)
 
-    _library.impl(operator.name, without_gradients, "Autograd")
+    _library.impl(operator.name, with_gradients, "Autograd")
+    for device in _AUTOCASTS if operator.autocast else ():
+        cast = _casting(torch, packet, device, operator.autocast)
+        _library.impl(operator.name, cast, f"Autocast{device}")
     _library.impl(operator.name, operator.fake, "Meta")  # register_fake takes milliseconds
     if operator.vmap is not None:
         name = f"{NAMESPACE}::{operator.name}"
         torch.library.register_vmap(name, operator.vmap, lib=_library)
+
+
+def _casting(torch: Any, packet: Any, device: str, inputs: int) -> Callable[..., Any]:
+    """The operator under torch.autocast, which casts the first so many inputs."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
+
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return packet.default(*autocast(*args[:inputs]), *args[inputs:], **kwargs)
+
+    return cast

@@ -12,6 +12,7 @@ from fkjit.interop import ITEMSIZE, View
 from fkjit.ops.reduce_kernels import VECTOR_BYTES, choose
 from fkjit.ops.simple import Launch, Op, Output, Request, arch_of
 from fkjit.ops.simple_checks import check_dtype, check_flag, check_output
+from fkjit.ops.simple_operator import Node, of_dtype
 from fkjit.ops.simple_shapes import MAX_GRID, coalesce, leading_rows
 
 
@@ -173,7 +174,13 @@ def _describe(call: str, x: View, whole: bool) -> dict[str, Any]:
 
 def _op(kind: str) -> Op:
     call = f"reduce_{kind}"
-    return Op(call, inputs=("x",), outputs=("out",), check=partial(_check, call, kind))
+    node = Node(partial(_fake, call), "int? axis, str? dtype, bool keepdim")
+    return Op(call, inputs=("x",), outputs=("out",), check=partial(_check, call, kind), node=node)
+
+
+def _fake(call: str, x: Any, axis: Any, dtype: str | None, keepdim: bool) -> list[Any]:
+    shape = _result_shape(tuple(x.shape), _is_whole(call, axis, x.dim()), keepdim)
+    return [x.new_empty(shape) if dtype is None else of_dtype(x, shape, dtype)]
 
 
 _SUM, _MEAN, _MAX = (_op(kind) for kind in ("sum", "mean", "max"))

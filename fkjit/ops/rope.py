@@ -12,6 +12,7 @@ from fkjit.errors import ParameterError
 from fkjit.ops.rope_checks import check
 from fkjit.ops.rope_frequencies import Scaling
 from fkjit.ops.simple import Op
+from fkjit.ops.simple_operator import Node, like
 
 
 def rope(
@@ -131,6 +132,28 @@ def _function() -> Any:
     return Rope
 
 
+def pack_scaling(named: Any) -> str | None:
+    """A scaling as the schema of an operator has it: "Llama3Scaling 8.0 1.0 4.0 8192"."""
+    return None if named is None else " ".join([str(part) for part in named])
+
+
+def unpack_scaling(text: str | None) -> Any:
+    """What `pack_scaling` was given."""
+    if text is None:
+        return None
+    name, *numbers = text.split()
+    return (name, *(float(n) if set(n) & set(".en") else int(n) for n in numbers))
+
+
+def _pack(start: int, theta: Any, named: Any, *rest: Any) -> tuple[Any, ...]:
+    return (start, theta, pack_scaling(named), *rest)
+
+
+def _unpack(start: int, theta: Any, text: Any, *rest: Any) -> tuple[Any, ...]:
+    return (start, theta, unpack_scaling(text), *rest)
+
+
+OPTIONS = "float? theta, str? scaling, int? rotary_dim, bool interleaved"
 _OP = Op(
     "rope",
     inputs=("q", "k", "positions", "table"),
@@ -139,5 +162,9 @@ _OP = Op(
     optional=("k", "positions", "table"),
     in_place=(("out_q", "q"), ("out_k", "k")),
     autograd=_with_gradients,
-)
+    node=Node(
+        lambda q, k, *rest: [like(q)] if k is None else [like(q), like(k)],
+        f"int start, {OPTIONS}, str layout, bool inverse", None, pack=_pack, unpack=_unpack,
+    ),
+)  # fmt: skip
 rope.prepare = _prepare  # type: ignore[attr-defined]

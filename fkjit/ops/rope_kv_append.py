@@ -17,6 +17,7 @@ from fkjit.ops.kv_problem import (
     check_tokens,
     is_vector,
 )
+from fkjit.ops.rope import OPTIONS, pack_scaling, unpack_scaling
 from fkjit.ops.rope_checks import check_rotary_dim, check_source
 from fkjit.ops.rope_frequencies import THETA, Scaling
 from fkjit.ops.rope_kernels import VECTOR_BYTES
@@ -31,6 +32,7 @@ from fkjit.ops.simple_checks import (
     check_writable,
     itemsize,
 )
+from fkjit.ops.simple_operator import Node, like
 from fkjit.spec import Params
 
 _CALL = "rope_kv_append"
@@ -173,6 +175,14 @@ def _vectors(views: Mapping[str, View | None], columns: int) -> bool:
     return True
 
 
+def _pack(storage: str, layout: str, theta: Any, named: Any, *rest: Any) -> tuple[Any, ...]:
+    return (storage, layout, theta, pack_scaling(named), *rest)
+
+
+def _unpack(storage: str, layout: str, theta: Any, text: Any, *rest: Any) -> tuple[Any, ...]:
+    return (storage, layout, theta, unpack_scaling(text), *rest)
+
+
 _INPUTS = ("q", "k", "v", "slot_mapping", "positions", "table",
            "k_pages", "v_pages", "k_scale", "v_scale")  # fmt: skip
 _OP = Op(
@@ -183,5 +193,9 @@ _OP = Op(
     optional=("table", "k_scale", "v_scale"),
     written=("k_pages", "v_pages"),
     in_place=(("out_q", "q"),),
-)
+    node=Node(
+        lambda q, *rest: [like(q)], f"str storage, str layout, {OPTIONS}",
+        pack=_pack, unpack=_unpack,
+    ),
+)  # fmt: skip
 rope_kv_append.prepare = _prepare  # type: ignore[attr-defined]

@@ -20,8 +20,9 @@ from fkjit.build import interpreter_target
 from fkjit.device import LoadedKernel, device_target, launch_on_device, loaded
 from fkjit.interop import CPU, View
 from fkjit.interpret import interpret
-from fkjit.ops import workspace
+from fkjit.ops import operators, simple_operator, workspace
 from fkjit.ops.simple_checks import check_alike, check_overlaps, refuse_grad, requires_grad
+from fkjit.ops.simple_operator import Node
 from fkjit.ops.simple_plan import Plans
 from fkjit.sanitizer import refuse_gpu
 from fkjit.spec import KernelSpec, Params, Problem
@@ -90,6 +91,7 @@ class Op:
             is written is refused.
         autograd: (inputs, outputs, options) -> the result, with gradients, for torch tensors that
             require them. None: refused.
+        node: what the call is where torch.compile traces it. None: it cannot be traced.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Op:
         written: Sequence[str] = (),
         in_place: Sequence[tuple[str, str]] = (),
         autograd: Callable[..., Any] | None = None,
+        node: Node | None = None,
     ) -> None:
         self.name, self.check, self.autograd = name, check, autograd
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
@@ -111,16 +114,37 @@ class Op:
         self.written = frozenset(written) | frozenset(outputs)
         self.in_place = frozenset(in_place)
         self.plans = Plans(self.name, self.names)
+        self.node, self.operator = (
+            node,
+            None if node is None else simple_operator.define(self, node),
+        )
 
     def __call__(
         self, inputs: tuple[Any, ...], outputs: tuple[Any, ...] = (), options: tuple[Any, ...] = ()
     ) -> Any:
         """Run on `inputs` and `outputs`, in the declared order; None for what is not given."""
+        if self.node is not None and operators.compiling():
+            return self.traced(inputs, outputs, options)
+        return self.run(inputs, outputs, options)
+
+    def traced(
+        self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> Any:
+        """A node of the graph that is being traced."""
+        assert self.node is not None and self.operator is not None
+        return simple_operator.traced(self, self.node, self.operator, inputs, outputs, options)
+
+    def run(
+        self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> Any:
+        """The call itself, on arrays with data."""
         arrays = [*inputs, *outputs]
         found = self.plans.find(arrays, options)
         if found is not None:
             refuse_gpu(self.name)
             return found[0].run(arrays, found[1])
+        if self.node is not None and operators.abstract(*inputs):
+            return self.traced(inputs, outputs, options)
         views = self._views(arrays)
         if requires_grad(views.values()):
             if self.autograd is None:

@@ -13,6 +13,7 @@ from fkjit.errors import ParameterError
 from fkjit.interop import ITEMSIZE, View, numpy_dtype
 from fkjit.ops.simple import Launch, Op, Output, Request, arch_of
 from fkjit.ops.simple_checks import FLOATS, check_output, check_same_dtype, check_shape
+from fkjit.ops.simple_operator import Node, like
 from fkjit.ops.simple_shapes import MAX_GRID, coalesce, log2_ceil
 from fkjit.spec import (
     Arrays,
@@ -255,5 +256,6 @@ _OP = Op(
     outputs=("out",),
     check=_check,
     in_place=(("out", "a"), ("out", "b")),
+    node=Node(lambda a, b: [like(a)]),
 )
 vector_add.prepare = _OP.preparing(vector_add)  # type: ignore[attr-defined]

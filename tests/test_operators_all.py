@@ -1,0 +1,118 @@
+"""Every public op as PyTorch's operator: whole graphs, fake tensors, gradients, autocast."""
+
+from __future__ import annotations
+
+import pytest
+
+from fkjit.build import quiet
+
+torch = pytest.importorskip("torch", reason="needs torch")
+import fkjit  # noqa: E402
+from fkjit.ops import operators  # noqa: E402
+from tests.operator_cases import CASES, EVERY, OTHERS  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    with quiet():
+        yield
+
+
+def outputs(made):
+    return [] if made is None else [made] if isinstance(made, torch.Tensor) else list(made)
+
+
+def assert_alike(made, expected):
+    made, expected = outputs(made), outputs(expected)
+    assert len(made) == len(expected)
+    for one, two in zip(made, expected, strict=True):
+        assert one.dtype == two.dtype and one.stride() == two.stride()
+        assert torch.equal(one, two)
+
+
+def test_each_op_has_a_case():
+    assert EVERY - {case.op for case in CASES} <= OTHERS
+
+
+def differentiated(case, call, inputs):
+    """What a call returns, and gradients of the sum of its squares."""
+    leaves = [x.clone().requires_grad_(i in case.grads) for i, x in enumerate(inputs)]
+    made = outputs(call(*leaves))
+    if case.grads:
+        sum(x.float().square().sum() for x in made if x.requires_grad).backward()
+    return [*(x.detach() for x in made), *(leaves[i].detach() for i in case.written)], [
+        leaves[i].grad for i in case.grads
+    ]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_call_is_traced_without_a_break(case):
+    """By AOTAutograd, backward included, with what it writes made functional."""
+    inputs = case.inputs("cpu")
+    compiled = torch.compile(case.call, backend="aot_eager", fullgraph=True)
+    (made, ours), (expected, theirs) = (
+        differentiated(case, call, inputs) for call in (compiled, case.call)
+    )
+    assert_alike(made, expected)
+    for one, two in zip(ours, theirs, strict=True):
+        assert torch.allclose(one, two, rtol=1e-5, atol=1e-6)
+
+
+class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+    """The operators of fkjit that run, with their arguments as they are before."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "fkjit":
+            copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
+            self.seen.append((function, copies))
+        return function(*args, **(kwargs or {}))
+
+
+SIMPLE = [case for case in CASES if case.op not in ("attention", "attention_decode")]
+SIMPLE = [case for case in SIMPLE if case.op != "paged_attention"]  # see test_operators.py
+
+
+@pytest.mark.parametrize("case", SIMPLE, ids=lambda case: case.name)
+def test_operators_are_what_their_schemas_say(case, monkeypatch):
+    """Those that a call goes through, backward included, each on what it is given there."""
+    monkeypatch.setattr(operators, "compiling", lambda: True)
+    with Calls() as calls:
+        differentiated(case, case.call, case.inputs("cpu"))
+    assert len(calls.seen) >= 1 + bool(case.grads and case.op != "merge_states")
+    for function, args in calls.seen:
+        torch.library.opcheck(function, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "vector_add", "sum", "kv_append"])
+def test_sizes_may_be_dynamic(name):
+    (case,) = [case for case in CASES if case.name == name]
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(case.call, backend=backend, fullgraph=True, dynamic=True)
+    for rows in (5, 4, 3):
+        inputs = case.inputs("cpu")
+        inputs = [x[:rows].clone() if x.shape[0] > 4 and x.shape != (40,) else x for x in inputs]
+        assert_alike(compiled(*inputs), case.call(*inputs))
+    assert len(graphs) == 1
+
+
+def test_given_outputs_are_refused_in_a_graph():
+    def model(a, b):
+        return fkjit.vector_add(a, b, out=torch.empty_like(a))
+
+    with pytest.raises(Exception, match="vector_add: out is given; not supported"):
+        torch.compile(model, backend="eager", fullgraph=True)(torch.ones(3), torch.ones(3))
+
+
+def test_vmap_is_refused_but_for_attention():
+    with pytest.raises(fkjit.errors.ArgumentTypeError, match="without memory of its own"):
+        torch.func.vmap(lambda x: fkjit.rms_norm(x))(torch.randn(3, 4, 8))
