@@ -1,19 +1,19 @@
-"""The table of docs/BANDWIDTH.md out of a stored run of the operations that memory bounds.
+"""The tables of docs/BANDWIDTH.md and docs/DECODE.md out of stored runs of what memory bounds.
 
-python -m bench.bandwidth bench/results/FILE.jsonl
+python -m bench.bandwidth bench/results/FILE.jsonl …    oldest first: of each case the last counts
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .store import read
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "BANDWIDTH.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 COLUMNS = {
     "Triton": ("triton",),
@@ -22,11 +22,12 @@ COLUMNS = {
 }
 OTHERS = {
     "flashinfer": "FlashInfer", "quack": "quack", "cub": "CUB", "cupy": "CuPy",
-    "rope + kv_append": "our two calls",
+    "rope + kv_append": "our two calls", "sdpa-cudnn": "cuDNN",
 }  # fmt: skip
 _NORMS = [f"bf16 {rows}x{columns}{stream}" for rows, columns in
           ((16_384, 4096), (2048, 4096), (2048, 8192), (2048, 16_384), (1, 4096), (1, 16_384))
           for stream in ("", " residual")]  # fmt: skip
+_GRADIENTS = [f"bf16 {shape} residual" for shape in ("16384x1024", "16384x4096", "4096x16384")]
 _KV = [
     f"bf16 T{tokens} H8 D128 {rest}"
     for tokens, rest in (
@@ -44,8 +45,8 @@ HEADLINES = {
                "fp32 sum 1048576x128", "fp32 sum 16384x4096"],
     "layer_norm": _NORMS,
     "rms_norm": _NORMS,
-    "layer_norm_backward": ["bf16 16384x1024 residual", "bf16 16384x4096 residual"],
-    "rms_norm_backward": ["bf16 16384x1024 residual", "bf16 16384x4096 residual"],
+    "layer_norm_backward": _GRADIENTS,
+    "rms_norm_backward": _GRADIENTS,
     "rope": _ROPE,
     "kv_append": _KV,
     "kv_read": _KV,
@@ -54,7 +55,17 @@ HEADLINES = {
     "kv_copy": ["64 pages of 512 KiB in 2 planes"],
 }  # fmt: skip
 
+DECODE = {
+    "attention_decode": [
+        f"bf16 {size} H32/8 D128 {pages}"
+        for size in ("B1 S4096", "B1 S32768", "B1 S131072", "B16 S4096", "B64 S4096", "B64 S8192")
+        for pages in ("one piece", "p16 nhd", "p256 nhd")
+    ],
+}
+PAGES = {ROOT / "docs" / "BANDWIDTH.md": HEADLINES, ROOT / "docs" / "DECODE.md": DECODE}
+
 Cells = dict[str, dict[str, Any]]  # by candidate
+Headlines = Mapping[str, Sequence[str]]  # cases by operation
 
 
 def trials(path: Path) -> dict[tuple[str, str], Cells]:
@@ -71,17 +82,29 @@ def trials(path: Path) -> dict[tuple[str, str], Cells]:
     return found
 
 
-def table(path: Path) -> str:
-    """Markdown: microseconds a call in a CUDA graph, and what ours moves."""
-    head = ["", "", "fkjit", "TB/s", *COLUMNS, "others"]
-    lines = [_line(head), _line(["---", "---", *["---:"] * (len(head) - 3), "---"])]
-    known = trials(path)
-    for op, cases in HEADLINES.items():
-        for number, case in enumerate(cases):
-            cells = known.get((op, case))
-            if cells:
-                lines.append(_line([op if number == 0 else "", case, *_figures(cells)]))
+def table(paths: Sequence[Path], headlines: Headlines = HEADLINES) -> str:
+    """Markdown: microseconds a call in a CUDA graph, and what ours moves; which run a row is of."""
+    runs = [(chr(ord("a") + number), trials(path)) for number, path in enumerate(paths)]
+    head = ["", "", "fkjit", "TB/s", *COLUMNS, "others", "run"]
+    lines = [_line(head), _line(["---", "---", *["---:"] * (len(head) - 4), "---", "---"])]
+    for op, cases in headlines.items():
+        named = op
+        for case in cases:
+            of_case = [(run, found[op, case]) for run, found in runs if (op, case) in found]
+            if of_case:
+                run, cells = of_case[-1]
+                lines.append(_line([named, case, *_figures(cells), run]))
+                named = ""
+    lines += ["", *(_source(run, path) for (run, _), path in zip(runs, paths, strict=True))]
     return "\n".join(lines) + "\n"
+
+
+def _source(run: str, path: Path) -> str:
+    headers = [part.header for part in read(path)]
+    copies = [header["ceilings"]["copy_gbs"] / 1e3 for header in headers if "ceilings" in header]
+    copy = f"; copy {min(copies):.2f} to {max(copies):.2f} TB/s" if copies else ""
+    date = f", {headers[0]['date'][:10]}" if "date" in headers[0] else ""
+    return f"- {run}: `bench/results/{path.name}`{date}{copy}"
 
 
 def _figures(cells: Cells) -> Iterator[str]:
@@ -109,11 +132,20 @@ def with_table(page: str, made: str) -> str:
     return f"{before}{BEGIN}\n{made}{END}{rest.split(END)[1]}"
 
 
+def sources(page: str) -> list[Path]:
+    """The runs that a page names, in its order."""
+    return [ROOT / name for name in re.findall(r"^- [a-z]: `(bench/results/\S+)`", page, re.M)]
+
+
 def main() -> None:
-    """Write the table of the run given on the command line."""
+    """Write the tables of the runs given on the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("results", type=Path, help="a result file of `fkjit bench`")
-    PAGE.write_text(with_table(PAGE.read_text(), table(parser.parse_args().results)))
+    parser.add_argument("results", type=Path, nargs="+", help="result files of `fkjit bench`")
+    results = parser.parse_args().results
+    for page, headlines in PAGES.items():
+        ops = set(headlines)
+        paths = [path for path in results if ops & {op for op, _ in trials(path)}]
+        page.write_text(with_table(page.read_text(), table(paths, headlines)))
 
 
 if __name__ == "__main__":

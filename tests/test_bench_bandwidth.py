@@ -1,22 +1,19 @@
-"""The table of docs/BANDWIDTH.md: out of the stored run, of the trial with most candidates."""
+"""The tables of docs/BANDWIDTH.md and docs/DECODE.md: out of stored runs, of the fullest trials."""
 
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 
 from bench import bandwidth
 
-ROOT = Path(__file__).resolve().parent.parent
 
-
-def test_the_page_has_the_table_of_the_run_that_it_names():
-    page = bandwidth.PAGE.read_text()
-    (name,) = set(re.findall(r"`(bench/results/\S+\.jsonl)`", page))
-    assert bandwidth.with_table(page, bandwidth.table(ROOT / name)) == page
+@pytest.mark.parametrize("path", bandwidth.PAGES, ids=lambda path: path.stem)
+def test_a_page_has_the_table_of_the_runs_that_it_names(path):
+    page = path.read_text()
+    made = bandwidth.table(bandwidth.sources(page), bandwidth.PAGES[path])
+    assert bandwidth.with_table(page, made) == page
 
 
 def cell(candidate, ms, kind="peer", case="fp32 2^28"):
@@ -28,7 +25,8 @@ def cell(candidate, ms, kind="peer", case="fp32 2^28"):
 
 @pytest.fixture
 def run(tmp_path):
-    header = {"record": "run", "schema": 1}
+    header = {"record": "run", "schema": 1, "date": "2026-11-22T01:00:00"}
+    header["ceilings"] = {"copy_gbs": 4250.0}
     records = [
         header,
         cell("fkjit", 0.7, "ours"),
@@ -46,7 +44,17 @@ def run(tmp_path):
 
 
 def test_of_several_trials_the_fullest_counts_and_of_those_the_last(run):
-    lines = bandwidth.table(run).splitlines()
-    assert lines[2] == "| vector_add | fp32 2^16 | 2.50 | 4.41 |  |  |  |  |"
-    assert lines[3] == "|  | fp32 2^28 | 700.0 | 4.41 | 750.0 | 750.0 |  | CuPy 750.0 |"
-    assert len(lines) == 4
+    lines = bandwidth.table([run]).splitlines()
+    assert lines[2] == "| vector_add | fp32 2^16 | 2.50 | 4.41 |  |  |  |  | a |"
+    assert lines[3] == "|  | fp32 2^28 | 700.0 | 4.41 | 750.0 | 750.0 |  | CuPy 750.0 | a |"
+    assert lines[4:] == ["", "- a: `bench/results/run.jsonl`, 2026-11-22; copy 4.25 to 4.25 TB/s"]
+
+
+def test_of_several_runs_the_last_one_that_has_a_case_counts(run, tmp_path):
+    other = tmp_path / "other.jsonl"
+    records = [{"record": "run", "schema": 1}, cell("fkjit", 0.6, "ours")]
+    other.write_text("".join(json.dumps(record) + "\n" for record in records))
+    lines = bandwidth.table([run, other]).splitlines()
+    assert lines[2] == "| vector_add | fp32 2^16 | 2.50 | 4.41 |  |  |  |  | a |"
+    assert lines[3] == "|  | fp32 2^28 | 600.0 | 4.41 |  |  |  |  | b |"
+    assert lines[-1] == "- b: `bench/results/other.jsonl`"
