@@ -48,7 +48,7 @@ def gradients(q, k, v, dout, causal, scale, dlse=None):
 
 
 def check(q, k, v, dout, *, causal=False, scale=None, dlse=None, layout="bhsd", **options):
-    """Gradients err at most twice as much as PyTorch's own in this dtype, which sees every score."""
+    """Gradients err at most twice as much as PyTorch's own in this dtype."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     o, lse, *exact = gradients(*(x.double() for x in (q, k, v, dout)), causal, factor, dlse)
     peer = gradients(q, k, v, dout, causal, factor, dlse)[2:]
