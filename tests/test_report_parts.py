@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import machine, svg, work
+from bench.report import cells, machine, svg, work
 from bench.report.chart import Axis, Chart, Point, Series, short, span, styles, ticks
 from bench.report.section import Table
+from bench.store import Run
 from fkjit.arch import target
 from tests.report_tools import CEILINGS
 
@@ -166,3 +167,41 @@ def test_a_ceiling_far_above_everything_does_not_flatten_it(tmp_path):
     assert [s.guide for s in fast.series] == [False]
     assert [s.name for s in wide.series] == ["fkjit", "device copy, 4100 GB/s"]
     assert work.decode(one, {"fkjit": 0}).missing == "o has no queries and keys"
+
+
+def _cell(case, problem, **modes):
+    found = {mode: {"p50": time} for mode, time in modes.items()}
+    whole = {"record": "cell", "op": "moe_route", "case": case, "candidate": "fkjit"}
+    return {**whole, "kind": "ours", "problem": problem, **found}
+
+
+def test_cases_that_differ_in_their_size_by_name_are_a_row_whatever_follows_from_it():
+    run = Run({"gpu": "G"})
+    for tokens in (64, 1024, 8192):
+        problem = {"tokens": tokens, "experts": 8, "places": 3 * tokens + 7}
+        run.cells.append(_cell(f"fp32 T{tokens} E8 K1", problem, graph=1.0))
+    run.cells.append(_cell("other", {"tokens": 5, "experts": 9, "places": 1}, graph=1.0))
+    (study,) = cells.studies([run])
+    row, rest = cells.families(study)
+    assert (row.label, row.along) == ("fp32 E8 K1", "tokens")
+    assert [place[0] for place in row.places] == [64, 1024, 8192]
+    assert rest.along is None and rest.places == ((0.0, "other"),)
+
+
+def test_a_later_run_of_other_modes_adds_to_the_one_before_and_an_error_replaces_it():
+    runs = [Run({"gpu": "G", "date": str(n)}) for n in range(3)]
+    runs[0].cells.append(_cell("a", {"n": 1}, warm=1.0, cold=2.0))
+    runs[1].cells.append(_cell("a", {"n": 1}, warm=3.0, graph=4.0))
+    (study,) = cells.studies(runs[:2])
+    found = study.cells("a")["fkjit"]
+    assert [cells.median(found, mode) for mode in ("cold", "warm", "graph")] == [2.0, 3.0, 4.0]
+    runs[2].cells.append({**_cell("a", {"n": 1}), "error": "wrong"})
+    (study,) = cells.studies(runs)
+    assert not study.modes
+
+
+def test_the_mode_with_most_times_comes_first():
+    run = Run({"gpu": "G"})
+    run.cells += [_cell(str(n), {"n": n}, graph=1.0) for n in range(3)]
+    run.cells.append(_cell("3", {"n": 3}, graph=1.0, warm=1.0))
+    assert cells.studies([run])[0].modes == ["graph", "warm"]

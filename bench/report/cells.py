@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ _DOCS = Path(__file__).resolve().parents[2] / "docs"
 # What a curve runs over: the first of these that a problem has; else whatever varies most.
 _LENGTHS = {
     "seqlen_k": "sequence length", "seqlen": "sequence length", "tokens": "tokens", "rows": "rows",
-    "n": "elements",
+    "n": "elements", "longest": "sequence length",
 }  # fmt: skip
 
 
@@ -70,10 +71,11 @@ class Study:
 
     @property
     def modes(self) -> list[str]:
-        """Those that anything was timed in; warm first."""
-        order = sorted(MODES, key=lambda mode: mode != "warm")
+        """Those that anything was timed in: what most was timed in first, warm before others."""
         cells = [cell for case in self.turns for cell in self.cells(case).values()]
-        return [mode for mode in order if any(median(cell, mode) for cell in cells)]
+        timed = {mode: sum(bool(median(cell, mode)) for cell in cells) for mode in MODES}
+        order = sorted(MODES, key=lambda mode: (-timed[mode], mode != "warm"))
+        return [mode for mode in order if timed[mode]]
 
     @property
     def own(self) -> str | None:
@@ -85,8 +87,13 @@ class Study:
         return self.cells(case).get(name, {}).get("kind") == "ours"
 
     def cells(self, case: str) -> dict[str, Cell]:
-        """The last of each candidate."""
-        return {name: cell for turn in self.turns[case] for name, cell in turn.items()}
+        """The last of each candidate; modes that its last run left out are of the one before."""
+        made: dict[str, Cell] = {}
+        for turn in self.turns[case]:
+            for name, cell in turn.items():
+                before = {} if "error" in cell else made.get(name, {})
+                made[name] = {**{m: before[m] for m in MODES if median(before, m)}, **cell}
+        return made
 
     def problem(self, case: str) -> dict[str, Any]:
         """Sizes of a case."""
@@ -158,7 +165,8 @@ class Family:
 
 
 def families(study: Study) -> list[Family]:
-    """Rows of cases with the same batch or, where that is no row, with the same tokens in all."""
+    """Rows of cases with the same batch or, where that is no row, with the same tokens in all, or
+    with the same name but for the size: other fields may follow from it."""
     along = _along(study)
     if along is None:
         return [_rest(study.cases)] if study.cases else []
@@ -184,8 +192,29 @@ def families(study: Study) -> list[Family]:
             label = f"{_common(row)}, {short(tokens, 2)} tokens"
             made.append(Family(label, name, tuple(row), tokens))
     covered |= {case for family in made for _, case in family.places}
+    named: dict[str, list[tuple[float, str]]] = {}
+    for case in study.cases:
+        size = study.problem(case)[along]
+        if case not in covered and (rest := _without(case, size)) is not None:
+            named.setdefault(rest, []).append((size, case))
+    made += [
+        Family(rest, name, tuple(row)) for rest, group in named.items() if (row := _row(group))
+    ]
+    covered |= {case for family in made for _, case in family.places}
     left = [case for case in study.cases if case not in covered]
     return sorted(made, key=lambda f: -len(f.places)) + ([_rest(left)] if left else [])
+
+
+def _without(case: str, size: Any) -> str | None:
+    """The name of a case less the word of its size, or the size in it; None where it has none."""
+    if not isinstance(size, int) or size < 1:
+        return None
+    marks = [str(size)] + [f"2^{size.bit_length() - 1}"] * (size & (size - 1) == 0)
+    for mark in marks:
+        rest, found = re.subn(rf"(?<!\d){re.escape(mark)}(?!\d)", "*", case, count=1)
+        if found:
+            return " ".join(word for word in rest.split() if not re.fullmatch(r"[A-Z]?\*", word))
+    return None
 
 
 def _row(group: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
