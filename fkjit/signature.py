@@ -12,7 +12,8 @@ from fkjit.render import Rendered
 # C type (spelled without const) -> struct letters with native alignment. `TensorMap` has to stand
 # at a multiple of 64 bytes: before all others. `Strides` is the prelude's struct of three 64-bit
 # counts of elements: batch, head, row; `RopeFrequencies` is that of device/rope.cuh, `Routing` that
-# of device/moe_route.cuh, `Grouping` that of device/moe_groups.cuh.
+# of device/moe_route.cuh, `Grouping` that of device/moe_groups.cuh, `AttentionForm` that of
+# device/attention_form.cuh.
 _CODES = {
     **dict.fromkeys(("int", "signed", "signed int", "int32_t", "i32"), "i"),
     **dict.fromkeys(("unsigned", "unsigned int", "uint32_t", "u32"), "I"),
@@ -25,6 +26,7 @@ _CODES = {
     "RopeFrequencies": "Q" * 14,
     "Routing": "i" * 8 + "f",
     "Grouping": "i" * 8,
+    "AttentionForm": "q" * 6 + "i" * 4 + "f" * 2,
     "TensorMap": f"{tensor_map.BYTES}s",
 }
 _NOISE = re.compile(

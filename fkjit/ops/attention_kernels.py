@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fkjit.interop import ITEMSIZE
+from fkjit.ops.attention_form import PLAIN
 from fkjit.ops.attention_problem import MAX_HEAD_DIM, NAIVE_ROWS, SHARED, split_block
 from fkjit.spec import KernelSpec, Param, Params, SharedLayout, register
 
@@ -39,6 +40,7 @@ def _flash_derive(params: Params) -> dict[str, Any]:
         "stages": 2,
         "min_blocks": 1,
         "q_in_registers": small and params["head_dim"] <= 128,
+        **PLAIN,
     }
 
 
@@ -159,7 +161,8 @@ SIMT_DIMS = (64, 128, 256)  # fewer: these kernels are for exactness and for rea
 def _fp32_warps(params: Params) -> dict[str, Any]:
     block_q, block_k = split_block(params["block"])
     warps = {16: 2, 32: 2, 64: 4}[block_q]
-    return {"block_q": block_q, "block_k": block_k, "num_warps": warps, "min_blocks": 1}
+    tile = {"block_q": block_q, "block_k": block_k, "num_warps": warps}
+    return {**tile, "min_blocks": 1, **PLAIN}
 
 
 def _simt_pair(params: Params) -> str | None:

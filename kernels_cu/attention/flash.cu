@@ -22,11 +22,18 @@
    16 together, for two products that keep a quadrant's tensor core busy for 8 cycles at Hopper's
    peak, 16 on A100: Hopper would be bound by shared memory, A100 just balanced.
 
+   Forms of attention (device/attention_form.cuh) are rendered in: a band of keys in place of the
+   causal mask, rules for the scores (device/score.cuh), which are final scores in natural units then,
+   sinks, packed sequences. A kernel without is what it would be if there were none.
+
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
 #include "device/attention_mma.cuh"
 #include "device/query_block.cuh"
 #include "device/reread.cuh"
+//% if form
+#include "device/attention_form.cuh"
+//% endif
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${block_q};  // query rows of a block
@@ -39,6 +46,23 @@ constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the
 constexpr bool ALIGNED = ${aligned};       // rows of q, k, v, o start on 16-byte boundaries
 constexpr bool Q_IN_REGISTERS = ${q_in_registers};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
+//% if form
+using bias_t = ${bias_dtype};
+constexpr bool VARLEN = ${varlen};  // packed sequences
+constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks}, SCORE_MOD = ${has_mod};
+constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see device/score.cuh
+constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
+constexpr bool RULES = SOFTCAP || ALIBI || SINKS || SCORE_MOD || BIAS || MASK;
+
+// The caller's expression of one score, and what he gave for it to read.
+struct ScoreMod {
+  int b, h, seqlen_q, seqlen_k${score_fields};
+
+  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
+    return ${score_mod};
+  }
+};
+//% endif
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int ROWS_A_WARP = BLOCK_Q / NUM_WARPS;
@@ -64,6 +88,16 @@ using KReader = FragmentReader<KTile, BlockOrder::COL_MAJOR>;
 using VReader = FragmentReader<VTile, BlockOrder::ROW_MAJOR>;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flash(
+    //% if form
+    // Null where the form has no such thing. Packed: q and o are [total_q, heads_q, dim], k and v
+    // [total_k, heads_kv, dim], lse [heads_q, total_q].
+    const int* __restrict__ cu_seqlens_q,    // [batch + 1]
+    const int* __restrict__ cu_seqlens_k,    // [batch + 1]
+    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
+    const bias_t* __restrict__ bias,         // [batch, heads_q, seqlen_q, seqlen_k], broadcast
+    const u8* __restrict__ mask,             // the same; 0 hides the key
+    const float* __restrict__ sinks /* [heads_q] */ ${score_arrays},
+    //% endif
     const elem_t* __restrict__ q,  // [batch, heads_q, seqlen_q, head_dim]    strides in elements,
     const elem_t* __restrict__ k,  // [batch, heads_kv, seqlen_k, head_dim]   last dimension
     const elem_t* __restrict__ v,  // [batch, heads_kv, seqlen_k, head_dim_v] contiguous
@@ -71,25 +105,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
     float* __restrict__ lse,       // [batch, heads_q, seqlen_q] contiguous, or null
     const Strides q_strides, const Strides k_strides, const Strides v_strides,
     const Strides o_strides, const int heads_q, const int group_size,  // query heads a KV head
-    const int seqlen_q, const int seqlen_k, const int head_dim, const int head_dim_v,
+    const int ${seqlen_q}, const int ${seqlen_k}, const int head_dim, const int head_dim_v,
+    //% if form
+    const AttentionForm form${score_scalars},
+    //% endif
     const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 q_tile = shared_address(shared_memory), ring = q_tile + QTile::BYTES + GUARD;
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
 
+  //% if form
+  const QueryBlock<BLOCK_Q> place(blockIdx.x, max_seqlen_q, heads_q);
+  const SequenceRows<VARLEN> queries(cu_seqlens_q, place.batch, max_seqlen_q);
+  const SequenceRows<VARLEN> held(cu_seqlens_k, place.batch, max_seqlen_k);
+  const int seqlen_q = queries.length, seqlen_k = held.length;
+  if (VARLEN && place.q0 >= seqlen_q) return;
+  q += queries.start * q_strides.row;
+  k += held.start * k_strides.row;
+  v += held.start * v_strides.row;
+  //% else
   const QueryBlock<BLOCK_Q> place(blockIdx.x, seqlen_q, heads_q);
+  //% endif
   const int q0 = place.q0, kv_head = place.head / group_size;
   q += place.batch * q_strides.batch + place.head * q_strides.head + q0 * q_strides.row;
   k += place.batch * k_strides.batch + kv_head * k_strides.head;
   v += place.batch * v_strides.batch + kv_head * v_strides.head;
 
+  //% if form
+  const KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
+  const BandTiles<BLOCK_K> tiles(band, q0, min(q0 + BLOCK_Q, seqlen_q) - 1);
+  const int first_tile = tiles.first;
+  int tile = tiles.end - 1;
+  //% else
   // Query row i of the block sees keys 0 .. min(seqlen_k, first_hidden + i) - 1.
   const int first_hidden = causal ? q0 + seqlen_k - seqlen_q + 1 : seqlen_k;
   const int last_row = min(BLOCK_Q, seqlen_q - q0) - 1;
   const int keys = min(seqlen_k, causal ? first_hidden + last_row : seqlen_k);
   const int unmasked_tiles = max(min(seqlen_k, first_hidden), 0) / BLOCK_K;
+  const int first_tile = 0;
   int tile = ceil_div(max(keys, 0), BLOCK_K) - 1;
+  //% endif
 
   const auto fetch = [&](int t) {
     const u32 stage = ring + (t % STAGES) * STAGE_BYTES;
@@ -105,12 +161,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   copy_tile<QTile, THREADS, ALIGNED>(q_tile, q, q_strides.row, seqlen_q - q0, head_dim);
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
-    if (tile - stage >= 0) fetch(tile - stage);
+    if (tile - stage >= first_tile) fetch(tile - stage);
     cp_async_commit();
   }
+  //% if form
+  const auto rules =
+      score_rules(RuleIf<SOFTCAP, SoftCap<false>>(form.softcap),
+                  PerScore<ScoreMod>({place.batch, place.head, seqlen_q, seqlen_k${score_values}},
+                                     seqlen_q, seqlen_k),
+                  RuleIf<ALIBI, Alibi>(alibi_slopes, form.alibi_batch_stride, place.batch,
+                                       place.head, seqlen_q, seqlen_k),
+                  RuleIf<BIAS, Bias<bias_t, BIAS_PAIRED>>(bias, form.bias, place.batch, place.head,
+                                                          seqlen_q, seqlen_k),
+                  RuleIf<MASK, Where<MASK_PAIRED>>(mask, form.mask, place.batch, place.head,
+                                                   seqlen_q, seqlen_k));
+  //% else
+  constexpr bool RULES = false;
+  //% endif
   // A negative scale would turn maxima into minima: its sign goes into Q.
-  const float scale_log2 = fabsf(softmax_scale_log2);
-  if (softmax_scale_log2 < 0.f) {
+  const float scale_log2 = RULES ? LOG2E : fabsf(softmax_scale_log2);
+  if (!RULES && softmax_scale_log2 < 0.f) {
     cp_async_wait<0>();
     __syncthreads();
     for (int i = threadIdx.x * 16; i < QTile::BYTES; i += THREADS * 16) {
@@ -127,6 +197,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   u32 q_fragments[QK_STEPS][M_BLOCKS][4];
   OnlineSoftmax<M_BLOCKS> softmax;
   float acc[M_BLOCKS][HEAD_DIM_V / 8][4] = {};
+  //% if form
+  if (SINKS) softmax.begin_with(sinks[place.head], lane);
+  //% endif
 
   if (Q_IN_REGISTERS) {
     cp_async_wait<STAGES - 2>();
@@ -138,11 +211,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
         ldmatrix_x4(q_fragments[step][m], q_reader.address(warp_q_tile, m, step));
   }
 
-  for (; tile >= 0; --tile) {
+  for (; tile >= first_tile; --tile) {
     // 2. This tile has arrived, and every warp is done with the one before: its stage is free.
     cp_async_wait<STAGES - 2>();
     __syncthreads();
-    if (tile - (STAGES - 1) >= 0) fetch(tile - (STAGES - 1));
+    if (tile - (STAGES - 1) >= first_tile) fetch(tile - (STAGES - 1));
     cp_async_commit();
     const u32 stage = ring + (tile % STAGES) * STAGE_BYTES;
 
@@ -150,11 +223,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
     multiply_qk<elem_t, MMA_K, Q_IN_REGISTERS>(s, q_fragments, warp_q_tile, q_reader, stage,
                                                k_reader);
 
+    //% if form
+    const int warp_q0 = q0 + warp * ROWS_A_WARP;
+    if (RULES) rules_on_fragments(s, lane, rules, form.softmax_scale, warp_q0, tile * BLOCK_K);
+    if (!tiles.is_whole(tile)) rules_on_fragments(s, lane, band, 1.f, warp_q0, tile * BLOCK_K);
+    //% else
     if (tile >= unmasked_tiles)
       mask_scores(s, lane, [&](int row) {
         const int row_in_block = warp * ROWS_A_WARP + row;
         return min(seqlen_k, causal ? first_hidden + row_in_block : seqlen_k) - tile * BLOCK_K;
       });
+    //% endif
 
     float correction[M_BLOCKS][2];
     if (softmax.raise_max(s, scale_log2, correction)) scale_rows(acc, correction);
@@ -165,14 +244,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   //    The block's place is computed again rather than kept in registers through the loop.
   cp_async_wait<0>();
   __syncthreads();
+  //% if form
+  const QueryBlock<BLOCK_Q> again(block_index_again(), max_seqlen_q, heads_q);
+  const SequenceRows<VARLEN> mine(cu_seqlens_q, again.batch, max_seqlen_q);
+  const int length = mine.length, lse_length = VARLEN ? form.total_q : length;
+  const i64 head_index = VARLEN ? again.head : static_cast<i64>(again.batch) * heads_q + again.head;
+  o += mine.start * o_strides.row;
+  if (VARLEN && lse != nullptr) lse += mine.start;
+  //% else
   const QueryBlock<BLOCK_Q> again(block_index_again(), seqlen_q, heads_q);
+  const int length = seqlen_q, lse_length = seqlen_q;
   const i64 head_index = static_cast<i64>(again.batch) * heads_q + again.head;
+  //% endif
   const int end_lane = thread_index_again() % WARP_SIZE;
   const int warp_row = thread_index_again() / WARP_SIZE * ROWS_A_WARP, row0 = again.q0 + warp_row;
-  const int rows_left = min(ROWS_A_WARP, seqlen_q - row0);
+  const int rows_left = min(ROWS_A_WARP, length - row0);
   const u32 warp_o_tile = shared_address(shared_memory) + warp_row * OTile::ROW_BYTES;
   finish_rows<elem_t, OTile>(acc, softmax, scale_log2, end_lane, warp_o_tile,
-                             lse == nullptr ? nullptr : lse + head_index * seqlen_q + row0,
+                             lse == nullptr ? nullptr : lse + head_index * lse_length + row0,
                              rows_left);
   __syncwarp();
   o += again.batch * o_strides.batch + again.head * o_strides.head + row0 * o_strides.row;

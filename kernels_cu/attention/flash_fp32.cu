@@ -21,11 +21,16 @@
    K and V have a tile each, and two barriers a tile keep them: while one of the two is multiplied,
    the other is fetched for the next product.
 
+   Forms of attention are rendered in as they are in flash.cu.
+
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
 #include "device/math.cuh"
 #include "device/reduce.cuh"
 #include "device/tile_fp32.cuh"
+//% if form
+#include "device/attention_form.cuh"
+//% endif
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${block_q};  // query rows of a block
@@ -36,6 +41,22 @@ constexpr int HEAD_DIM_V = round_up(${head_dim_v}, 64);  // of v and o, padded: 
 constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the registers
 constexpr bool ALIGNED = ${aligned};       // rows of q, k, v, o start on 16-byte boundaries
 constexpr int GUARD = ${guard} / 4;        // floats between tiles: 0 except where memory is checked
+//% if form
+using bias_t = ${bias_dtype};
+constexpr bool VARLEN = ${varlen};  // packed sequences
+constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks};
+constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see device/score.cuh
+constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
+
+// The caller's expression of one score, and what he gave for it to read.
+struct ScoreMod {
+  int b, h, seqlen_q, seqlen_k${score_fields};
+
+  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
+    return ${score_mod};
+  }
+};
+//% endif
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int LANES = 16;                          // threads that share rows
@@ -124,6 +145,16 @@ __device__ __forceinline__ float online_softmax(float (&s)[KEYS], float& row_max
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flash_fp32(
+    //% if form
+    // Null where the form has no such thing. Packed: q and o are [total_q, heads_q, dim], k and v
+    // [total_k, heads_kv, dim], lse [heads_q, total_q].
+    const int* __restrict__ cu_seqlens_q,    // [batch + 1]
+    const int* __restrict__ cu_seqlens_k,    // [batch + 1]
+    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
+    const bias_t* __restrict__ bias,         // [batch, heads_q, seqlen_q, seqlen_k], broadcast
+    const u8* __restrict__ mask,             // the same; 0 hides the key
+    const float* __restrict__ sinks /* [heads_q] */ ${score_arrays},
+    //% endif
     const elem_t* __restrict__ q,  // [batch, heads_q, seqlen_q, head_dim]    strides in elements,
     const elem_t* __restrict__ k,  // [batch, heads_kv, seqlen_k, head_dim]   last dimension
     const elem_t* __restrict__ v,  // [batch, heads_kv, seqlen_k, head_dim_v] contiguous
@@ -131,7 +162,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
     float* __restrict__ lse,       // [batch, heads_q, seqlen_q] contiguous, or null
     const Strides q_strides, const Strides k_strides, const Strides v_strides,
     const Strides o_strides, const int heads_q, const int group_size,  // query heads a KV head
-    const int seqlen_q, const int seqlen_k, const int head_dim, const int head_dim_v,
+    const int ${seqlen_q}, const int ${seqlen_k}, const int head_dim, const int head_dim_v,
+    //% if form
+    const AttentionForm form${score_scalars},
+    //% endif
     const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
   extern __shared__ __align__(16) float shared_memory[];
@@ -143,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   const int row0 = threadIdx.x / WARP_SIZE * ROWS_A_WARP + threadIdx.x % WARP_SIZE / LANES;
 
   // Blocks of one head are neighbours (they share K and V in L2), longest causal rows first.
-  const int blocks_q = ceil_div(seqlen_q, BLOCK_Q);
+  const int blocks_q = ceil_div(${seqlen_q}, BLOCK_Q);
   const int q0 = (blocks_q - 1 - static_cast<int>(blockIdx.x % blocks_q)) * BLOCK_Q;
   const int head = blockIdx.x / blocks_q % heads_q, batch = blockIdx.x / blocks_q / heads_q;
   q += batch * q_strides.batch + head * q_strides.head + q0 * q_strides.row;
@@ -151,11 +185,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   v += batch * v_strides.batch + (head / group_size) * v_strides.head;
   o += batch * o_strides.batch + head * o_strides.head + q0 * o_strides.row;
 
+  //% if form
+  const SequenceRows<VARLEN> queries(cu_seqlens_q, batch, max_seqlen_q);
+  const SequenceRows<VARLEN> held(cu_seqlens_k, batch, max_seqlen_k);
+  const int seqlen_q = queries.length, seqlen_k = held.length;
+  if (VARLEN && q0 >= seqlen_q) return;
+  q += queries.start * q_strides.row;
+  k += held.start * k_strides.row;
+  v += held.start * v_strides.row;
+  o += queries.start * o_strides.row;
+  const int last_row = min(BLOCK_Q, seqlen_q - q0) - 1;
+  const KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
+  const BandTiles<BLOCK_K> seen(band, q0, q0 + last_row);
+  const int first_tile = seen.first, tiles = seen.end;
+  const auto rules = score_rules(
+      RuleIf<SOFTCAP, SoftCap<true>>(form.softcap),
+      PerScore<ScoreMod>({batch, head, seqlen_q, seqlen_k${score_values}}, seqlen_q, seqlen_k),
+      RuleIf<ALIBI, Alibi>(alibi_slopes, form.alibi_batch_stride, batch, head, seqlen_q, seqlen_k),
+      RuleIf<BIAS, Bias<bias_t, BIAS_PAIRED>>(bias, form.bias, batch, head, seqlen_q, seqlen_k),
+      RuleIf<MASK, Where<MASK_PAIRED>>(mask, form.mask, batch, head, seqlen_q, seqlen_k), band);
+  //% else
   // Query row i of the block sees keys 0 .. min(seqlen_k, first_hidden + i) - 1.
   const int first_hidden = causal ? q0 + seqlen_k - seqlen_q + 1 : seqlen_k;
   const int last_row = min(BLOCK_Q, seqlen_q - q0) - 1;
   const int keys = min(seqlen_k, causal ? first_hidden + last_row : seqlen_k);
   const int tiles = ceil_div(max(keys, 0), BLOCK_K);
+  const int first_tile = 0;
+  //% endif
 
   const auto fetch_k = [&](int t) {
     copy_tile_fp32<BLOCK_K, HEAD_DIM, QK_PITCH, THREADS, ALIGNED>(
@@ -171,26 +227,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   // 1. Q and the first tile of K.
   copy_tile_fp32<BLOCK_Q, HEAD_DIM, QK_PITCH, THREADS, ALIGNED>(q_tile, q, q_strides.row,
                                                                 seqlen_q - q0, head_dim);
-  if (tiles > 0) fetch_k(0);
+  if (tiles > first_tile) fetch_k(first_tile);
   __syncthreads();
 
   float acc[ROWS][VECTORS][4] = {};
   float row_max[ROWS], row_sum[ROWS];
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) row_max[i] = NEG_INFINITY, row_sum[i] = 0.f;
+//% if form
+#pragma unroll
+  for (int i = 0; SINKS && i < ROWS; ++i) {  // a key without a value, of lane 0
+    row_max[i] = sinks[head] * LOG2E;
+    row_sum[i] = x == 0 && row_max[i] > NEG_INFINITY ? 1.f : 0.f;
+  }
+  //% endif
 
-  for (int tile = 0; tile < tiles; ++tile) {
+  for (int tile = first_tile; tile < tiles; ++tile) {
     // 2. V of this tile is fetched while K is multiplied.
     fetch_v(tile);
     float s[ROWS][KEYS] = {};
     multiply_qk(s, q_tile + row0 * QK_PITCH, k_tile + x * QK_PITCH);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
+//% if form
+#pragma unroll
+      for (int j = 0; j < KEYS; ++j) {
+        float score[1] = {s[i][j] * form.softmax_scale};
+        rules.apply(score, q0 + row0 + 2 * i, tile * BLOCK_K + x, j * LANES);
+        s[i][j] = score[0] * LOG2E;
+      }
+      //% else
       const int visible =
           min(seqlen_k, causal ? first_hidden + row0 + 2 * i : seqlen_k) - tile * BLOCK_K - x;
 #pragma unroll
       for (int j = 0; j < KEYS; ++j)
         s[i][j] = j * LANES < visible ? s[i][j] * softmax_scale_log2 : NEG_INFINITY;
+      //% endif
       const float correction = online_softmax(s[i], row_max[i], row_sum[i]);
 #pragma unroll
       for (int j = 0; j < KEYS; ++j) p_tile[(row0 + 2 * i) * P_PITCH + x + j * LANES] = s[i][j];
@@ -222,8 +294,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
       for (int e = 0; e < 4; ++e) acc[i][c][e] *= inverse;
       store_global4<ALIGNED>(o + row * o_strides.row + column, acc[i][c], head_dim_v - column);
     }
+    //% if form
+    const i64 lse_head = VARLEN ? static_cast<i64>(head) * form.total_q + queries.start
+                                : (static_cast<i64>(batch) * heads_q + head) * seqlen_q;
+    //% else
+    const i64 lse_head = (static_cast<i64>(batch) * heads_q + head) * seqlen_q;
+    //% endif
     if (lse != nullptr && x == 0)
-      lse[(static_cast<i64>(batch) * heads_q + head) * seqlen_q + q0 + row] =
-          sum == 0.f ? NEG_INFINITY : (row_max[i] + log2f(sum)) * LN2;
+      lse[lse_head + q0 + row] = sum == 0.f ? NEG_INFINITY : (row_max[i] + log2f(sum)) * LN2;
   }
 }

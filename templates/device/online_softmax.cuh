@@ -40,6 +40,17 @@ struct OnlineSoftmax {
       }
   }
 
+  // Every row begins with a logit that has no value: an attention sink. In the scores' units.
+  __device__ __forceinline__ void begin_with(float logit, int lane) {
+#pragma unroll
+    for (int m = 0; m < M_BLOCKS; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        row_max[m][half] = logit;
+        row_sum[m][half] = lane % 4 == 0 && logit > NEG_INFINITY ? 1.f : 0.f;
+      }
+  }
+
   // Takes in a score tile. Returns true (for the whole warp) when accumulators must be multiplied
   // by `correction`; row sums have been already.
   template <int N_BLOCKS>

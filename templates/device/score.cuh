@@ -13,16 +13,11 @@
 // score, in natural units: p = exp(x - lse). An attention sink is no rule but a logit of its own,
 // without a value: a row's sum gains exp(sink).
 //
-// A template lists the rules that it was rendered with, in this order; other kernels pay nothing:
+// A kernel lists its rules in this order (RuleIf of device/attention_form.cuh leaves some out):
 //
 //   const auto rules = score_rules(
-//   //% if softcap
 //       SoftCap<EXACT>(softcap),
-//   //% endif
-//   //% if alibi
-//       Alibi(alibi_slopes, alibi_batch_stride, batch, head, seqlen_q, seqlen_k),
-//   //% endif
-//       Unchanged{});
+//       Alibi(alibi_slopes, alibi_batch_stride, batch, head, seqlen_q, seqlen_k));
 //
 //   float x[N];             // N neighbouring keys k_idx, k_idx + 1, ... of one row: 1, 2, ...
 //   rules.apply(x, q_idx, k_idx);                // scaled -> final
@@ -213,7 +208,7 @@ struct KeyBand {
   }
 };
 
-// Closes a list of rules, so that each of the others may end in a comma.
+// No rule.
 struct Unchanged {
   static constexpr bool CURVED = false;
   template <int N>
@@ -279,11 +274,13 @@ __device__ __forceinline__ void rules_on_fragments(float (&s)[M][N][4], int lane
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         float pair[2] = {s[m][n][2 * half] * softmax_scale, s[m][n][2 * half + 1] * softmax_scale};
         rules.apply(pair, q_idx + m * 16 + lane / 4 + half * 8, k_idx + lane % 4 * 2, n * 8);
         s[m][n][2 * half] = pair[0], s[m][n][2 * half + 1] = pair[1];
+        if (n % 4 == 3 || n == N - 1) asm volatile("" ::: "memory");  // so many loads at a time
       }
+    }
 }

@@ -1,0 +1,118 @@
+"""A form of attention: what a kernel is compiled for beside shapes, and how it is written down.
+
+A form is a parameter's value, so it is text: "window", "softcap alibi bias=bf16:paired mask sinks
+varlen", with a score_mod last: "alibi score_mod=score * slope; float slope". Every form has a band
+of keys (causal, window); the text "window" is the one with nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+FLAGS = ("softcap", "alibi", "bias", "mask", "sinks", "varlen")
+BIAS_DTYPES = ("fp16", "bf16", "fp32")
+SCALARS = {"float": "float", "int": "int"}
+ARRAYS = {  # dtype of an array that a score_mod reads -> what its expression sees
+    "fp32": "const float*", "int32": "const int*", "fp16": "const fp16*", "bf16": "const bf16*",
+}  # fmt: skip
+MAX_ARRAYS = 8  # that a score_mod reads
+SLOTS = tuple(f"score_{i}" for i in range(MAX_ARRAYS))  # kernel arguments
+_MOD = "score_mod="
+_PAIRED = ":paired"
+
+
+@dataclass(frozen=True)
+class Form:
+    """See `Form.text` and `parse`; `score_args` are (name, key of SCALARS or ARRAYS)."""
+
+    softcap: bool = False
+    alibi: bool = False
+    bias: str = ""  # its dtype, if there is one
+    bias_paired: bool = False
+    mask: bool = False
+    mask_paired: bool = False
+    sinks: bool = False
+    varlen: bool = False
+    score_mod: str = ""
+    score_args: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def text(self) -> str:
+        words = [name for name in FLAGS if getattr(self, name)]
+        shown = {
+            "bias": f"bias={self.bias}" + _PAIRED * self.bias_paired,
+            "mask": "mask" + _PAIRED * self.mask_paired,
+        }
+        text = " ".join(shown.get(word, word) for word in words)
+        if not self.score_mod:
+            return text or "window"
+        args = "".join(f"; {kind} {name}" for name, kind in self.score_args)
+        return f"{text} {_MOD}{self.score_mod}{args}".strip()
+
+    @property
+    def arrays(self) -> list[tuple[str, str]]:
+        """Of score_args, those that are arrays: slot k of the kernel is the k-th of them."""
+        return [(name, kind) for name, kind in self.score_args if kind in ARRAYS]
+
+    @property
+    def scalars(self) -> list[tuple[str, str]]:
+        return [(name, kind) for name, kind in self.score_args if kind in SCALARS]
+
+    def values(self) -> dict[str, Any]:
+        """What the templates name."""
+        arrays = [(ARRAYS[kind], name, SLOTS[i]) for i, (name, kind) in enumerate(self.arrays)]
+        scalars = [(SCALARS[kind], name, f"score_{name}") for name, kind in self.scalars]
+        return {
+            **{name: bool(getattr(self, name)) for name in FLAGS},
+            **{"form": True, "seqlen_q": "max_seqlen_q", "seqlen_k": "max_seqlen_k"},
+            **{"bias_dtype": self.bias or "float", "bias_paired": self.bias_paired},
+            **{"mask_paired": self.mask_paired, "has_mod": bool(self.score_mod)},
+            "score_mod": self.score_mod or "score",
+            "score_fields": "".join(f"; {kind} {name}" for kind, name, _ in arrays + scalars),
+            "score_arrays": "".join(f", {kind} __restrict__ {slot}" for kind, _, slot in arrays),
+            "score_scalars": "".join(f", const {kind} {name}" for kind, _, name in scalars),
+            "score_values": "".join(f", {argument}" for _, _, argument in arrays + scalars),
+        }
+
+
+# What templates name where there is no form.
+PLAIN: Mapping[str, Any] = {"form": False, "seqlen_q": "seqlen_q", "seqlen_k": "seqlen_k"}
+
+
+@lru_cache(maxsize=1024)
+def parse(text: str) -> Form:
+    """The form of a text made by `Form.text`."""
+    words, _, mod = text.partition(_MOD)
+    expression, *declared = mod.split(";")
+    args = tuple(tuple(item.split()[::-1]) for item in declared)
+    found: dict[str, Any] = {"score_mod": expression, "score_args": args}
+    for word in words.split():
+        name, _, dtype = word.removesuffix(_PAIRED).partition("=")
+        if name == "window":
+            continue
+        found[name] = dtype or True
+        if word.endswith(_PAIRED):
+            found[f"{name}_paired"] = True
+    return Form(**found)
+
+
+# What is compiled ahead, swept and shown; every other form is compiled when it is first called.
+EXAMPLE_MOD = "score + slope * (k_idx - q_idx) + table[k_idx]"
+EXAMPLE_ARGS = (("slope", "float"), ("table", "fp32"))
+SHIPPED = tuple(
+    form.text
+    for form in (
+        Form(),
+        Form(softcap=True),
+        Form(alibi=True),
+        Form(bias="fp16", bias_paired=True),
+        Form(mask=True),
+        Form(sinks=True),
+        Form(varlen=True),
+        Form(score_mod=EXAMPLE_MOD, score_args=EXAMPLE_ARGS),
+        Form(True, True, "fp32", False, True, True, True, True, EXAMPLE_MOD, EXAMPLE_ARGS),
+    )
+)

@@ -1,0 +1,118 @@
+"""The kernels of attention's forms: templates of attention_kernels.py with a form rendered in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from fkjit.ops import attention_form_problem as problem
+from fkjit.ops.attention_form import SHIPPED, parse
+from fkjit.ops.attention_kernels import FLASH, FLASH_FP32, PAIRS
+from fkjit.ops.attention_problem import split_block
+from fkjit.spec import KernelSpec, Param, Params, register
+
+_FORM = "what the kernel does beside causal attention; any other form is compiled when called"
+_TILES = (16, 32, 64, (64, 16), (64, 32), (128, 32), (128, 64))
+# What is compiled ahead of each kernel: one tile, where the sweep meets every line of the code.
+_SHOWN = {"head_dim": 64, "head_dim_v": 64, "block": 32, "aligned": True}
+_SHOWN_DTYPES = {"flash_forms": "bf16", "flash_fp32_forms": "fp32"}
+_PREFERENCE: dict[bool, dict[int, tuple[Any, ...]]] = {  # of loads beside the scores, by head_dim
+    False: {
+        **dict.fromkeys((32, 64, 96, 128), ((128, 64), 64, (64, 32), 32, 16)),
+        **{192: (64, (64, 32), 32, 16), 256: ((64, 32), 32, 16)},
+    },
+    True: {
+        **dict.fromkeys((32, 64, 96), ((128, 64), 64, (64, 32), 32, 16)),
+        **{128: ((128, 32), (64, 32), 32, 16), 192: ((64, 16), 16), 256: ((64, 16), 16)},
+    },
+}
+
+
+def _loads(params: Params) -> bool:
+    """Whether scores meet numbers from memory, whose addresses and values take registers."""
+    form = parse(params["form"])
+    return bool(form.bias or form.mask or form.score_mod)
+
+
+def _derive_flash(params: Params) -> dict[str, Any]:
+    """Warps of 16 rows: the band of keys and the rules take the registers of another 16; but not
+    where a tile has few keys and nothing is loaded."""
+    block_q, block_k = split_block(params["block"])
+    wide = (block_q, block_k) == (128, 32) and not _loads(params)
+    warps = block_q // (32 if wide else 16)
+    return {
+        **FLASH.derive(params),
+        "num_warps": warps,
+        "q_in_registers": not wide and params["head_dim"] <= 128 and not _loads(params),
+        **parse(params["form"]).values(),
+    }
+
+
+def _illegal_flash(params: Params) -> str | None:
+    dims, block, loads = (params["head_dim"], params["head_dim_v"]), params["block"], _loads(params)
+    if dims not in PAIRS:
+        return f"head_dim_v={dims[1]} is not compiled for head_dim={dims[0]}"
+    if not params["aligned"] and block not in (16, 32):
+        return "copies whole 16-byte chunks, and these rows do not start on 16-byte boundaries"
+    if block not in _PREFERENCE[loads][dims[0]] and not (block == (128, 32) and dims[0] <= 128):
+        return (
+            f"needs more registers than a thread has, or is never the fastest (head_dim={dims[0]})"
+        )
+    return None
+
+
+def _only_shown(spec: KernelSpec) -> KernelSpec:
+    """The same, with few of its variants."""
+    shown = {**_SHOWN, "dtype": _SHOWN_DTYPES[spec.name]}
+    fewer = [
+        replace(param, values=(shown[param.name],)) if param.name in shown else param
+        for param in spec.params
+    ]
+    return replace(spec, params=tuple(fewer))
+
+
+def _with_forms(base: KernelSpec, **more: Any) -> KernelSpec:
+    own: dict[str, Any] = {
+        "derive": lambda params: {**base.derive(params), **parse(params["form"]).values()},
+        "params": (*base.params, Param("form", SHIPPED, _FORM)),
+        **more,
+    }
+    return replace(
+        base,
+        name=f"{base.name}_forms",
+        doc=f"{base.name} with windows, biases, packed sequences …: what its form says",
+        arguments=problem.arguments,
+        flops=problem.flops,
+        interpreter_work=problem.padded_flops,
+        bytes=problem.traffic,
+        shape_class=problem.shape_class,
+        reference=problem.reference,
+        problems=problem.problems,
+        inputs=problem.inputs,
+        outputs=problem.outputs,
+        **own,
+    )
+
+
+def _flash_params() -> tuple[Param, ...]:
+    tiles = {"block": replace(next(p for p in FLASH.params if p.name == "block"), values=_TILES)}
+    return (*(tiles.get(p.name, p) for p in FLASH.params), Param("form", SHIPPED, _FORM))
+
+
+_FORMS = {
+    "flash": _with_forms(
+        FLASH, derive=_derive_flash, illegal=_illegal_flash, params=_flash_params(),
+        block=lambda params: (32 * _derive_flash(params)["num_warps"], 1, 1),
+    ),
+    "flash_fp32": _with_forms(FLASH_FP32),
+}  # fmt: skip
+FLASH_FORMS, FLASH_FP32_FORMS = (register(_only_shown(spec)) for spec in _FORMS.values())
+
+
+@lru_cache(maxsize=1024)
+def kernel(base: str, form: str) -> KernelSpec:
+    """The kernel "flash" or "flash_fp32" with a form; every variant of it is legal that `base`
+    has registers for."""
+    spec = _FORMS[base]
+    return replace(spec, params=(*spec.params[:-1], Param("form", (form,), _FORM)))
