@@ -105,6 +105,33 @@ def test_sizes_may_be_dynamic(name):
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("given", [torch.float32, torch.float16], ids=str)
+def test_autocast_casts_attention_as_it_does_pytorchs(backend, given):
+    """Warm as well: the same call without autocast is another one."""
+    q, k, v = (torch.randn(1, 2, 20, 16).to(given) for _ in "qkv")
+
+    def call(q, k, v):
+        return fkjit.attention(q, k, v, causal=True)
+
+    model = call if backend is None else torch.compile(call, backend=backend, fullgraph=True)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            made = model(q, k, v)
+            theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        assert made.dtype == theirs.dtype == torch.bfloat16
+        assert torch.equal(made, call(*(x.bfloat16() for x in (q, k, v))))
+        assert model(q, k, v).dtype == given
+
+
+def test_autocast_leaves_keys_that_are_kept_as_they_are():
+    q, k, v = torch.randn(1, 2, 1, 16), *(torch.randn(1, 2, 9, 16).bfloat16() for _ in "kv")
+    with torch.autocast("cpu", torch.bfloat16):
+        made = fkjit.attention_decode(q, k, v)
+        assert fkjit.rms_norm(q).dtype == torch.float32  # norms take what they are given
+    assert torch.equal(made, fkjit.attention_decode(q.bfloat16(), k, v))
+
+
 def test_given_outputs_are_refused_in_a_graph():
     def model(a, b):
         return fkjit.vector_add(a, b, out=torch.empty_like(a))

@@ -62,13 +62,16 @@ def attention(
     CUDA arrays run on their GPU, on the caller's current stream. CPU arrays run the same kernel in
     the interpreter, up to FKJIT_INTERPRETER_LIMIT seconds of estimated work. No gradients yet. To
     torch.compile (fullgraph=True too), torch.export and torch.func.vmap the call is one operator,
-    torch.ops.fkjit.attention (or attention_lse).
+    torch.ops.fkjit.attention (or attention_lse). torch.autocast casts q, k and v, as it does for
+    PyTorch's own attention.
 
     Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning".
     """
     options = (causal, softmax_scale, block, impl, return_lse, layout)
     if operators.compiling():
         return attention_operator.traced(q, k, v, *options)
+    if operators.autocasting():
+        q, k, v = operators.autocast(q, k, v)
     geometry = geometries.get(type(q))
     if geometry is not None and type(q) is type(k) is type(v):
         try:

@@ -33,7 +33,7 @@ def define(attention: Callable[..., Any]) -> None:
     for lse, results, fake in ((False, "Tensor", _fake), (True, "(Tensor, Tensor)", _fake_lse)):
         name = "attention_lse" if lse else "attention"
         operators.define(
-            operators.Operator(name, _ARGUMENTS + results, run(lse), fake, _vmap(name))
+            operators.Operator(name, _ARGUMENTS + results, run(lse), fake, _vmap(name), autocast=3)
         )
 
 

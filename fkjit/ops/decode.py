@@ -57,7 +57,7 @@ def attention_decode(
 
     Lengths are read when the kernel runs: a captured graph follows sequences that grow. The work is
     shared out over the GPU by what they are then. To torch.compile the call is one operator, if
-    there is no `out`.
+    there is no `out`. torch.autocast casts q alone: keys are kept as they are.
 
     Sources: Dao et al., "Flash-Decoding for long-context inference"; Osama et al., "Stream-K".
     """
@@ -68,6 +68,8 @@ def attention_decode(
             "return_lse": return_lse, "out": out,
         }  # fmt: skip
         return decode_operator.traced("attention_decode", (q, k, v, seq_lens), options)
+    if operators.autocasting():
+        (q,) = operators.autocast(q)
     return _CONTIGUOUS(
         *_contiguous_call(
             q, k, v, seq_lens, k_scale=k_scale, v_scale=v_scale, causal=causal,
@@ -129,6 +131,8 @@ def paged_attention(
         }  # fmt: skip
         arrays = (q, *cache, page_table, seq_lens, rows)
         return decode_operator.traced("paged_attention", arrays, options)
+    if operators.autocasting():
+        (q,) = operators.autocast(q)
     return _PAGED(
         *_paged_call(
             q, cache, page_table, seq_lens, rows=rows, layer=layer, layout=layout, k_scale=k_scale,

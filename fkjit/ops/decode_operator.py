@@ -53,7 +53,9 @@ def define(attention_decode: Callable[..., Any], paged_attention: Callable[..., 
         for lse, results in ((False, "Tensor"), (True, "(Tensor, Tensor)")):
             full = f"{name}_lse" if lse else name
             operators.define(
-                operators.Operator(full, schema + results, run(lse), _fake(name, lse, at))
+                operators.Operator(
+                    full, schema + results, run(lse), _fake(name, lse, at), autocast=1
+                )
             )
 
 

@@ -148,7 +148,8 @@ def _casting(torch: Any, packet: Any, device: str, inputs: int) -> Callable[...,
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
 
     def cast(*args: Any, **kwargs: Any) -> Any:
+        casts = autocast(*args[:inputs])  # before the guard, which turns autocast off
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return packet.default(*autocast(*args[:inputs]), *args[inputs:], **kwargs)
+            return packet.default(*casts, *args[inputs:], **kwargs)
 
     return cast
