@@ -294,13 +294,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
       for (int e = 0; e < 4; ++e) acc[i][c][e] *= inverse;
       store_global4<ALIGNED>(o + row * o_strides.row + column, acc[i][c], head_dim_v - column);
     }
-    //% if form
-    const i64 lse_head = VARLEN ? static_cast<i64>(head) * form.total_q + queries.start
-                                : (static_cast<i64>(batch) * heads_q + head) * seqlen_q;
-    //% else
-    const i64 lse_head = (static_cast<i64>(batch) * heads_q + head) * seqlen_q;
-    //% endif
-    if (lse != nullptr && x == 0)
+    if (lse != nullptr && x == 0) {
+      //% if form
+      const i64 lse_head = VARLEN ? static_cast<i64>(head) * form.total_q + queries.start
+                                  : (static_cast<i64>(batch) * heads_q + head) * seqlen_q;
+      //% else
+      const i64 lse_head = (static_cast<i64>(batch) * heads_q + head) * seqlen_q;
+      //% endif
       lse[lse_head + q0 + row] = sum == 0.f ? NEG_INFINITY : (row_max[i] + log2f(sum)) * LN2;
+    }
   }
 }
