@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
+from bench import moe_steps, moe_tables
+from bench.bandwidth import trials
+from bench.moe_tables import BOTH, REGROUP, ROUTE
 from bench.op import operations
 from bench.ops import moe, moe_rows
+from bench.store import SCHEMA
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from fkjit.build import quiet  # noqa: E402
 from tests.twins_kit import interpreter  # noqa: E402, F401
 
 DEVICE = SimpleNamespace(torch=torch, place="cpu")
+ROW_OPS = ("moe_permute", "moe_combine")
 ROUTING = [moe.problem(37, 24, 3, block_size=4), moe.problem(9, 64, 8, "bf16", block_size=16)]
 ROWS = [moe_rows.problem(11, 3, 72, dtype, 5) for dtype in ("fp32", "bf16")]
 CASES = [
@@ -65,17 +71,33 @@ def test_labels():
     assert moe_rows.label(ROWS[0]) == "fp32 T11 K3 H72"
 
 
-def test_the_picture_of_the_steps():
-    from bench import moe_steps
+def stored(tmp_path):
+    """A run of ours, the twin and PyTorch, with times that say whose they are."""
+    problems = [*moe.SETS["default"], *moe.SETS["table"]]
+    cases = [(op, moe.label(p)) for p in problems for op in (ROUTE, REGROUP, BOTH)]
+    cases += [(op, moe_rows.label(p)) for p in moe_rows.SETS["default"] for op in ROW_OPS]
+    lines = [{"record": "run", "schema": SCHEMA}]
+    for op, case in dict.fromkeys(cases):
+        for us, name in ((4.5, "fkjit"), (12.25, "triton"), (250.0, "torch")):
+            graph = {"p50": us * 1e-3 * (2 if op == BOTH else 1), "gbs": 3600.0, "share_copy": 0.9}
+            cell = {"record": "cell", "op": op, "case": case, "candidate": name, "graph": graph}
+            kind = "ours" if name == "fkjit" else "peer"
+            lines.append({**cell, "kind": kind, "warm": {"p50": us * 1e-3}})
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
 
-    text = (
-        "NVIDIA H200: copy 4272 GB/s\n"
-        f"[1/4] moe_route {moe_steps.CASE}:  fkjit 6.0 us 1421 GB/s  torch 118.5 us 75 GB/s\n"
-        "[2/4] moe_route bf16 T32768 E64 K2:  fkjit 9.0 us 1 GB/s\n"
-        f"[3/4] moe_regroup {moe_steps.CASE}:  fkjit 9.5 us 81 GB/s  torch 112.8 us 7 GB/s\n"
-        f"[4/4] moe_route_and_regroup {moe_steps.CASE}:  fkjit 13.2 us 715 GB/s  "
-        "triton 58.7 us 161 GB/s  torch 1.5 ms 42 GB/s  (0:16 left)\n"
+
+def test_tables_and_picture_of_a_stored_run(tmp_path):
+    path = stored(tmp_path)
+    made = moe_tables.tables(path)
+    assert (
+        "| both in one launch, fp32 T32768 E64 K2 | 9.00 | 24.5 | 500 | 55.6 |" in made["headlines"]
     )
-    times = moe_steps.steps(moe_steps.read(text))
-    assert times == pytest.approx([1500, 118.8, 58.7, 15.5, 13.2])
-    assert "two launches: 15.5" in moe_steps.picture(times, "made up")
+    assert "| permute, bf16 T64 K8 H7168 | 4.50 | 12.2 | 250 | 3600 (0.900) |" in made["rows"]
+    assert made["sizes of route"].count("4.50 / 12.2 / 250") == len(moe.SETS["table"])
+    page = moe_tables.PAGE.read_text()
+    assert moe_tables.with_tables(page, made).count(made["sizes of both"]) == 1
+    times = moe_steps.steps(trials(path))
+    assert times == pytest.approx([250, 500, 254.5, 24.5, 9, 9, 4.5])
+    assert "two launches: 9.0" in moe_steps.picture(times, "made up")

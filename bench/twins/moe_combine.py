@@ -12,6 +12,7 @@ import triton.language as tl
 from fkjit.spec import Problem
 
 from ..op import Arrays, Prepared
+from ..triton_tuning import quickly
 
 
 def _config(columns: int, warps: int) -> triton.Config:
@@ -23,7 +24,7 @@ _INTERPRETED = [_config(64, 4)]  # Triton's interpreter times nothing
 CONFIGS = _INTERPRETED if triton.knobs.runtime.interpret else _ALL
 
 
-@triton.autotune(configs=CONFIGS, key=["tokens", "columns", "top_k"])
+@triton.autotune(configs=CONFIGS, key=["tokens", "columns", "top_k"], do_bench=quickly)
 @triton.jit
 def _combine(
     y,  # [places, columns]

@@ -13,6 +13,7 @@ import triton.language as tl
 from fkjit.spec import Problem
 
 from ..op import Arrays, Prepared
+from ..triton_tuning import quickly
 
 
 def _config(columns: int, warps: int) -> triton.Config:
@@ -24,7 +25,7 @@ _INTERPRETED = [_config(64, 4)]  # Triton's interpreter times nothing
 CONFIGS = _INTERPRETED if triton.knobs.runtime.interpret else _ALL
 
 
-@triton.autotune(configs=CONFIGS, key=["tokens", "columns", "top_k"])
+@triton.autotune(configs=CONFIGS, key=["tokens", "columns", "top_k"], do_bench=quickly)
 @triton.jit
 def _permute(
     x,  # [tokens, columns]

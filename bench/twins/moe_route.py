@@ -15,6 +15,7 @@ import triton.language as tl
 from fkjit.spec import Problem
 
 from ..op import Arrays, Prepared
+from ..triton_tuning import quickly
 
 
 def _config(tokens: int, warps: int) -> triton.Config:
@@ -26,7 +27,7 @@ _INTERPRETED = [_config(8, 2)]  # Triton's interpreter times nothing
 CONFIGS = _INTERPRETED if triton.knobs.runtime.interpret else _ALL
 
 
-@triton.autotune(configs=CONFIGS, key=["tokens", "experts", "top_k"])
+@triton.autotune(configs=CONFIGS, key=["tokens", "experts", "top_k"], do_bench=quickly)
 @triton.jit
 def _route(
     logits,  # [tokens, experts]
