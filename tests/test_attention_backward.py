@@ -70,7 +70,7 @@ def check(q, k, v, dout, *, causal=False, scale=None, dlse=None, layout="bhsd", 
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize(
     "dims", [(64, 64), (40, 24), (128, 128), (96, 111), (192, 128), (256, 200)]
 )

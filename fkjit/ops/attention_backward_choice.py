@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from fkjit.arch import Arch
+from fkjit.ops import attention_backward_fp32 as fp32
 from fkjit.ops import attention_backward_problem as shared
 from fkjit.ops.attention_backward_kernels import KEY_TILES, KEYS, PAIRS, QUERIES, QUERY_TILES, ROWS
 from fkjit.ops.simple import Launch
@@ -42,31 +43,34 @@ def choose(
 
 def portable(problem: Problem, aligned: bool, arch: Arch) -> list[Launch]:
     """dk and dv, and dq in a kernel of its own: the same bits at every call."""
+    half = problem["dtype"] != "fp32"
+    if half and arch.features >= KEYS.features({}):
+        pairs, kernels = PAIRS, ((KEYS, KEY_TILES), (QUERIES, QUERY_TILES))
+    else:
+        aligned &= not half  # on sm_75, which has one variant for both
+        pairs, kernels = fp32.PAIRS, ((fp32.KEYS_FP32, fp32.TILES), (fp32.QUERIES_FP32, fp32.TILES))
+    if not aligned:
+        pairs = tuple(pair for pair in pairs if pair[0] == pair[1])
+    dims = padded_dims(problem, pairs)
     return [
-        Launch(spec, parameters(spec, tiles, problem, aligned, arch), problem)
-        for spec, tiles in ((KEYS, KEY_TILES), (QUERIES, QUERY_TILES))
+        Launch(spec, parameters(spec, tiles[dims[0]], dims, problem, aligned, arch), problem)
+        for spec, tiles in kernels
     ]
 
 
-def padded_dims(problem: Problem) -> tuple[int, int]:
+def padded_dims(problem: Problem, pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
     """The cheapest compiled pair that holds these head dimensions."""
     d, dv = problem["head_dim"], problem["head_dim_v"]
-    return min((pair for pair in PAIRS if pair[0] >= d and pair[1] >= dv), key=sum)
+    return min((pair for pair in pairs if pair[0] >= d and pair[1] >= dv), key=sum)
 
 
 def parameters(
-    spec: KernelSpec,
-    tiles: Mapping[int, tuple[Any, ...]],
-    problem: Problem,
-    aligned: bool,
-    arch: Arch,
-) -> dict[str, Any]:
+    spec: KernelSpec, tiles: Iterable[Any], dims: tuple[int, int],
+    problem: Problem, aligned: bool, arch: Arch,
+) -> dict[str, Any]:  # fmt: skip
     """The variant of a kernel: the tile found by `fkjit tune`, else the first that is legal."""
-    dims = padded_dims(problem)
-    if not aligned and dims == (192, 128):
-        dims = (256, 256)
-    fixed = {"dtype": problem["dtype"], "head_dim": dims[0], "head_dim_v": dims[1]}
-    made = [{**fixed, "tile": tile, "aligned": aligned} for tile in tiles[dims[0]]]
+    fixed = {"head_dim": dims[0], "head_dim_v": dims[1], "aligned": aligned}
+    made = [{"dtype": problem["dtype"], **fixed, "tile": tile} for tile in tiles]
     made = [{param.name: one[param.name] for param in spec.params} for one in made]
     legal = [params for params in made if spec.why_not(params, arch) is None]
     if not legal:  # say why

@@ -22,7 +22,7 @@ _DIMS = (
     Param("head_dim_v", (64, 128, 256), "of v and dout, padded to this in shared memory"),
 )
 _HALF = Param("dtype", ("fp16", "bf16"), "element type of all arrays but lse and delta")
-_ALIGNED = Param("aligned", (True, False), "rows of all arrays start on 16-byte boundaries")
+ALIGNED = Param("aligned", (True, False), "rows of all arrays start on 16-byte boundaries")
 _NEEDS = frozenset({"cp_async", "ldmatrix", "bf16_mma"})
 
 # ------------------------------------------------------------------ delta and lse of each row
@@ -100,7 +100,7 @@ ROWS = register(
         source="attention/backward_rows.cu",
         entry="attention_backward_rows",
         doc="delta = rowsum(dout * o) - dlse, and lse in powers of two",
-        params=(Param("dtype", ("fp16", "bf16", "fp32"), "element type of dout and o"), _ALIGNED),
+        params=(Param("dtype", ("fp16", "bf16", "fp32"), "element type of dout and o"), ALIGNED),
         derive=lambda params: {"threads": _ROW_THREADS},
         block=lambda params: (_ROW_THREADS, 1, 1),
         grid=lambda params, problem: (
@@ -190,7 +190,9 @@ def _key_shared(params: Params) -> SharedLayout:
     return [("K", 2 * block_k * d), ("V", 2 * block_k * dv), *exchanged, *stages]
 
 
-def _arguments(names: tuple[str, ...], wanted: tuple[str, ...]) -> Callable[..., Mapping[str, Any]]:
+def kernel_arguments(
+    names: tuple[str, ...], wanted: tuple[str, ...]
+) -> Callable[..., Mapping[str, Any]]:
     """`names`: arrays with strides; those `wanted` are the results."""
 
     def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,7 +206,7 @@ def _arguments(names: tuple[str, ...], wanted: tuple[str, ...]) -> Callable[...,
     return arguments
 
 
-def _reference(wanted: tuple[str, ...]) -> Callable[[Problem, Mapping[str, Any]], Arrays]:
+def kernel_reference(wanted: tuple[str, ...]) -> Callable[[Problem, Mapping[str, Any]], Arrays]:
     def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
         found = shared.reference(problem, arrays)
         return {name: found[name] for name in wanted}
@@ -212,7 +214,7 @@ def _reference(wanted: tuple[str, ...]) -> Callable[[Problem, Mapping[str, Any]]
     return reference
 
 
-def _blocks(heads: str, rows: str, step: Callable[[Params], int]) -> Callable[..., Any]:
+def rows_in_blocks(heads: str, rows: str, step: Callable[[Params], int]) -> Callable[..., Any]:
     def grid(params: Params, problem: Problem) -> tuple[int, int, int]:
         blocks = -(-problem[rows] // step(params))
         return (blocks * problem[heads] * problem["batch"], 1, 1)
@@ -232,14 +234,14 @@ KEYS = register(
             *_DIMS,
             Param("tile", _tiles(KEY_TILES), "keys, queries, warps of keys, warps alike, stages",
                   tunable=True),
-            _ALIGNED,
+            ALIGNED,
         ),
         derive=_key_derive,
         illegal=_illegal(KEY_TILES),
         features=lambda params: _NEEDS,
         shared_layout=_key_shared,
         block=lambda params: (32 * params["tile"][2] * params["tile"][3], 1, 1),
-        grid=_blocks("heads_kv", "seqlen_k", lambda params: params["tile"][0]),
+        grid=rows_in_blocks("heads_kv", "seqlen_k", lambda params: params["tile"][0]),
         flops=lambda problem: shared.products(problem, 2, 2),
         bytes=shared.traffic,
         shape_class=forward.shape_class,
@@ -249,8 +251,8 @@ KEYS = register(
         ),
         inputs=shared.inputs,
         outputs=shared.outputs(("dk", "dv")),
-        arguments=_arguments(shared.GIVEN, ("dk", "dv")),
-        reference=_reference(("dk", "dv")),
+        arguments=kernel_arguments(shared.GIVEN, ("dk", "dv")),
+        reference=kernel_reference(("dk", "dv")),
         tolerance=shared.tolerance,
     )
 )  # fmt: skip
@@ -293,14 +295,14 @@ QUERIES = register(
             _HALF,
             *_DIMS,
             Param("tile", _tiles(QUERY_TILES), "queries, keys, warps, stages", tunable=True),
-            _ALIGNED,
+            ALIGNED,
         ),
         derive=_query_derive,
         illegal=_illegal(QUERY_TILES),
         features=lambda params: _NEEDS,
         shared_layout=_query_shared,
         block=lambda params: (32 * params["tile"][2], 1, 1),
-        grid=_blocks("heads_q", "seqlen_q", lambda params: params["tile"][0]),
+        grid=rows_in_blocks("heads_q", "seqlen_q", lambda params: params["tile"][0]),
         flops=lambda problem: shared.products(problem, 2, 1),
         bytes=shared.traffic,
         shape_class=forward.shape_class,
@@ -310,8 +312,8 @@ QUERIES = register(
         ),
         inputs=shared.inputs,
         outputs=shared.outputs(("dq",)),
-        arguments=_arguments(shared.GIVEN, ("dq",)),
-        reference=_reference(("dq",)),
+        arguments=kernel_arguments(shared.GIVEN, ("dq",)),
+        reference=kernel_reference(("dq",)),
         tolerance=shared.tolerance,
     )
 )
