@@ -20,8 +20,9 @@ from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, registe
 
 ARRAYS = ("o", "lse", "other", "other_lse", "out_lse", "out")  # rows lie in the order of the last
 ROWS = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1)}  # where batch, head, row of o stand
-THREADS = 256
+THREADS = 128
 _DIMENSIONS = 3
+_PIECES = 2  # accesses of a lane to each part
 
 Strides = tuple[int, ...]
 
@@ -60,7 +61,8 @@ def parameters(problem: Problem, vector: bool) -> dict[str, Any]:
 
 def _lanes_log2(params: Params, problem: Problem) -> int:
     width = 16 // ITEMSIZE[params["dtype"]] if params["vector"] else 1
-    return min(log2_ceil(problem["columns"] // width), log2_ceil(params["threads"]))
+    lanes = -(-problem["columns"] // (width * _PIECES))
+    return min(log2_ceil(lanes), log2_ceil(params["threads"]))
 
 
 def grid(params: Params, problem: Problem) -> Dim3:
@@ -71,13 +73,14 @@ def grid(params: Params, problem: Problem) -> Dim3:
 
 def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Kernel arguments by name."""
-    _, rows_1, rows_2 = problem["sizes"]
+    batches, rows_1, rows_2 = problem["sizes"]
     scalars = ("part_stride", "lse_part_stride", "parts", "rows", "columns")
     return {
         **{name: arrays.get(name) for name in ARRAYS},
         **{f"{name}_strides": problem["strides"][name] for name in ARRAYS},
         **{name: problem[name] for name in scalars},
-        **{"rows_1": rows_1, "rows_2": rows_2, "lanes_log2": _lanes_log2(params, problem)},
+        **{"batches": batches, "rows_1": rows_1, "rows_2": rows_2},
+        "lanes_log2": _lanes_log2(params, problem),
     }
 
 

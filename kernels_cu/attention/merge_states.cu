@@ -6,10 +6,10 @@
    Parts are added in their order. An infinite lse_i is a part that saw no key: what its o_i holds is
    not looked at. Where no part saw any, o = 0 and lse = -inf.
 
-   A row lies in neighbouring lanes, 16 bytes of each part in a lane. UNDERWAY parts are under way at a
-   time, their o_i fetched beside the lse_i that they are weighed by; the sum is rescaled when a greater
-   one comes. out may be o, or other: a thread reads before it writes, and nobody else touches its
-   elements. Every architecture. */
+   A row lies in a few neighbouring lanes, PIECES accesses of each part in a lane, so that what is
+   worked out once a row (its place in each array, what its parts weigh) does not cost more than the
+   memory it moves. UNDERWAY parts are under way at a time. out may be o, or other: a thread reads
+   before it writes, and nobody else touches its elements. Every architecture. */
 #include "prelude.cuh"
 #include "device/math.cuh"
 #include "device/piece.cuh"
@@ -20,40 +20,32 @@ constexpr bool PAIR = ${pair};      // two parts, in o and in other; else all of
 constexpr int THREADS = ${threads};
 
 constexpr int UNDERWAY = PAIR ? 2 : 4;
+constexpr int PIECES = 2;                                // accesses of a lane to each part
+constexpr int BLOCKS = (PAIR ? 10 : 4) * 128 / THREADS;  // of an SM, at least
 static_assert(THREADS % WARP_SIZE == 0, "whole warps");
 
 using Part = Piece<elem_t, VECTOR>;
 
-// What some parts make: `value` is relative to 2^(top * LOG2E), and `sum` is, too.
-struct Merged {
-  float value[Part::SIZE];
-  float top, sum;
+// Sums of exponentials of some parts: exp(lse) of all of them is sum * exp(top).
+struct Sums {
+  float top = NEG_INFINITY, sum = 0.f;
 
   // exp(lse - top); 0 where nothing was seen.
   static __device__ __forceinline__ float weight(float lse, float top) {
     return lse == NEG_INFINITY ? 0.f : exp2_fast((lse - top) * LOG2E);
   }
-  __device__ __forceinline__ void raise(float higher) {
-    const float by = weight(top, higher);
-    top = higher, sum *= by;
-#pragma unroll
-    for (int j = 0; j < Part::SIZE; ++j) value[j] *= by;
-  }
-  __device__ __forceinline__ void add(const Part& part, float lse) {
-    if (lse == NEG_INFINITY) return;
-    const float by = weight(lse, top);
-    sum += by;
-#pragma unroll
-    for (int j = 0; j < Part::SIZE; ++j) value[j] = fmaf(by, part.get(j), value[j]);
+  __device__ __forceinline__ void add(float lse) {
+    const float higher = fmaxf(top, lse);
+    sum = sum * weight(top, higher) + weight(lse, higher), top = higher;
   }
 };
 
 // Where a row is in an array: `at` has its index in each of three dimensions.
-__device__ __forceinline__ i64 place(const int3& at, const Strides& strides) {
+__device__ __forceinline__ i64 place(const uint3& at, const Strides& strides) {
   return at.x * strides.batch + at.y * strides.head + at.z * strides.row;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     merge_states(const elem_t* o,              // [parts, rows, columns]  strides in elements
                  const float* lse,             // [parts, rows]
                  const elem_t* other,          // [rows, columns]  where PAIR
@@ -63,47 +55,61 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                  const Strides o_strides, const Strides lse_strides,  // of rows
                  const Strides other_strides, const Strides other_lse_strides,
                  const Strides out_strides, const Strides out_lse_strides, const i64 part_stride,
-                 const i64 lse_part_stride, const int parts, const int rows, const int rows_1,
-                 const int rows_2,  // of which the inner two dimensions have
+                 const i64 lse_part_stride, const int parts, const u32 rows, const u32 batches,
+                 const u32 rows_1, const u32 rows_2,         // batches * rows_1 * rows_2
                  const int columns, const int lanes_log2) {  // lanes of a row
   const int lanes = 1 << lanes_log2;
-  const i64 row =
-      static_cast<i64>(blockIdx.x) * (THREADS >> lanes_log2) + (threadIdx.x >> lanes_log2);
+  const u32 row = blockIdx.x * (THREADS >> lanes_log2) + (threadIdx.x >> lanes_log2);
   if (row >= rows) return;
-  const int outer = static_cast<int>(row) / rows_2;
-  const int3 at = {outer / rows_1, outer % rows_1, static_cast<int>(row) % rows_2};
+  const u32 outer = rows_2 < rows ? row / rows_2 : 0, batch = batches > 1 ? outer / rows_1 : 0;
+  const uint3 at = {batch, outer - batch * rows_1, row - outer * rows_2};
   o += place(at, o_strides), lse += place(at, lse_strides);
   if (PAIR) other += place(at, other_strides), other_lse += place(at, other_lse_strides);
   out += place(at, out_strides), out_lse += place(at, out_lse_strides);
 
-  for (int i = threadIdx.x & (lanes - 1); i < columns / Part::SIZE; i += lanes) {
-    Merged merged = {{}, NEG_INFINITY, 0.f};
-    for (int first = 0; first < (PAIR ? 2 : parts); first += UNDERWAY) {
-      Part part[UNDERWAY] = {};
-      float seen[UNDERWAY], top = merged.top;
+  const auto seen = [&](int part) {
+    const float x = *(PAIR && part == 1 ? other_lse : lse + part * lse_part_stride);
+    return isinf(x) ? NEG_INFINITY : x;
+  };
+  const int count = PAIR ? 2 : parts;
+  Sums sums;
+  for (int part = 0; part < count; ++part) sums.add(seen(part));
+  const float scale = sums.sum == 0.f ? 0.f : 1.f / sums.sum;
+
+  const int pieces = columns / Part::SIZE, lane = threadIdx.x & (lanes - 1);
+  for (int first = lane; first < pieces; first += PIECES * lanes) {
+    float value[PIECES][Part::SIZE] = {};
+    for (int part = 0; part < count; part += UNDERWAY) {
+      Part read[UNDERWAY][PIECES] = {};
 #pragma unroll
       for (int k = 0; k < UNDERWAY; ++k) {
-        const int number = first + k;
-        seen[k] = NEG_INFINITY;
-        if (!PAIR && number >= parts) continue;
-        const bool second = PAIR && k == 1;
-        part[k] = Part::load(second ? other : o + number * part_stride, i);
-        seen[k] = *(second ? other_lse : lse + number * lse_part_stride);
+        if (part + k >= count) continue;
+        const elem_t* const from = PAIR && k == 1 ? other : o + (part + k) * part_stride;
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p)
+          if (first + p * lanes < pieces) read[k][p] = Part::load(from, first + p * lanes);
       }
 #pragma unroll
       for (int k = 0; k < UNDERWAY; ++k) {
-        if (isinf(seen[k])) seen[k] = NEG_INFINITY;
-        top = fmaxf(top, seen[k]);
-      }
-      merged.raise(top);
+        const float x = part + k < count ? seen(part + k) : NEG_INFINITY;
+        const float by = Sums::weight(x, sums.top) * scale;
 #pragma unroll
-      for (int k = 0; k < UNDERWAY; ++k) merged.add(part[k], seen[k]);
+        for (int p = 0; p < PIECES; ++p) {
+          if (x == NEG_INFINITY) read[k][p] = {};  // whatever it holds: NaN times 0 is no 0
+#pragma unroll
+          for (int j = 0; j < Part::SIZE; ++j)
+            value[p][j] = fmaf(by, read[k][p].get(j), value[p][j]);
+        }
+      }
     }
-    const float by = merged.sum == 0.f ? 0.f : 1.f / merged.sum;
-    Part made = {};
 #pragma unroll
-    for (int j = 0; j < Part::SIZE; ++j) made.set(j, by * merged.value[j]);
-    made.store(out, i);
-    if (i == 0) *out_lse = merged.sum == 0.f ? NEG_INFINITY : merged.top + logf(merged.sum);
+    for (int p = 0; p < PIECES; ++p) {
+      if (first + p * lanes >= pieces) continue;
+      Part made = {};
+#pragma unroll
+      for (int j = 0; j < Part::SIZE; ++j) made.set(j, value[p][j]);
+      made.store(out, first + p * lanes);
+    }
   }
+  if (lane == 0) *out_lse = sums.sum == 0.f ? NEG_INFINITY : sums.top + logf(sums.sum);
 }
