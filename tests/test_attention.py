@@ -209,13 +209,6 @@ class TestTorch:
         with pytest.raises(ArgumentTypeError, match="v is a lazily negated"):
             run(q, q, torch._neg_view(q))
 
-    def test_requires_grad_is_refused_until_there_is_a_backward(self, torch):
-        q = torch.randn(1, 1, 4, 32, dtype=torch.float16)
-        with pytest.raises(ParameterError, match="k requires grad, but attention has no backward"):
-            run(q, q.clone().requires_grad_(), q)
-        with torch.no_grad():
-            run(q, q.clone().requires_grad_(), q)
-
     def test_frameworks_are_not_mixed(self, torch):
         q = torch.randn(1, 1, 4, 32, dtype=torch.float16)
         with pytest.raises(ArgumentTypeError, match="k is a numpy array but q is a torch array"):

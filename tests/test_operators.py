@@ -107,24 +107,6 @@ def test_a_model_is_exported():
     assert torch.equal(program.module()(*inputs), fkjit.attention(*inputs, causal=True))
 
 
-def test_gradients_are_refused_when_compiled_as_they_are_otherwise():
-    q, k, v = tensors()
-    q.requires_grad_()
-
-    def model(q, k, v):
-        return fkjit.attention(q, k, v)
-
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match="requires grad"):
-        compiled(q, k, v)
-    with pytest.raises(ParameterError, match="requires grad"):
-        torch.ops.fkjit.attention(q, k, v)
-    with pytest.raises(ParameterError, match="requires grad"):
-        model(q, k, v)
-    with torch.no_grad():
-        assert torch.equal(compiled(q, k, v), model(q, k, v))
-
-
 def test_bad_arguments_are_explained_when_the_graph_runs():
     def model(q, k, v):
         return fkjit.attention(q, k, v, impl="best")

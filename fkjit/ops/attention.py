@@ -10,7 +10,7 @@ from fkjit import interop
 from fkjit.device import launch_on_device, loaded
 from fkjit.interop import CPU
 from fkjit.interpret import interpret
-from fkjit.ops import attention_operator, operators, workspace
+from fkjit.ops import attention_gradients, attention_operator, operators, workspace
 from fkjit.ops.attention_checks import LAYOUTS, Request, check
 from fkjit.ops.attention_few import FewPlan
 from fkjit.ops.attention_hopper import COUNTERS, FLASH_SM90
@@ -60,7 +60,8 @@ def attention(
         CaptureError: first call of a variant under CUDA graph capture; see `prepare`.
 
     CUDA arrays run on their GPU, on the caller's current stream. CPU arrays run the same kernel in
-    the interpreter, up to FKJIT_INTERPRETER_LIMIT seconds of estimated work. No gradients yet. To
+    the interpreter, up to FKJIT_INTERPRETER_LIMIT seconds of estimated work. With torch
+    it has gradients of q, k and v, the same bits at every call (`fkjit.attention_backward`). To
     torch.compile (fullgraph=True too), torch.export and torch.func.vmap the call is one operator,
     torch.ops.fkjit.attention (or attention_lse). torch.autocast casts q, k and v, as it does for
     PyTorch's own attention.
@@ -81,6 +82,8 @@ def attention(
         if plan is not None:
             refuse_gpu("attention")
             return plan.run(q, k, v)
+    if attention_gradients.wanted(q, k, v):
+        return attention_gradients.attention(q, k, v, *options)
     if operators.wrapped(q, k, v):
         return attention_operator.traced(q, k, v, *options)
     request = check(q, k, v, *options)

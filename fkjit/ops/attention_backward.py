@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from fkjit.ops import operators
 from fkjit.ops.attention_backward_checks import CALL, check
 from fkjit.ops.simple import Op
+from fkjit.ops.simple_operator import Node, like
 
 _INPUTS = ("dout", "q", "k", "v", "o", "lse", "dlse")
 _OUTPUTS = ("dq", "dk", "dv", "lse_log2", "delta", "dq_sum")
@@ -56,7 +58,8 @@ def attention_backward(
     Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning".
     """
     options = (causal, softmax_scale, deterministic or _demanded(), impl, layout)
-    return _OP((dout, q, k, v, o, lse, dlse), (None,) * len(_OUTPUTS), options)
+    call = _OP.traced if operators.wrapped(dout, q, k, v) else _OP
+    return call((dout, q, k, v, o, lse, dlse), (None,) * len(_OUTPUTS), options)
 
 
 def _demanded() -> bool:
@@ -65,5 +68,16 @@ def _demanded() -> bool:
     return torch is not None and torch.are_deterministic_algorithms_enabled()
 
 
-_OP = Op(CALL, inputs=_INPUTS, outputs=_OUTPUTS, check=check, optional=("dlse",))
+_OP = Op(
+    CALL,
+    inputs=_INPUTS,
+    outputs=_OUTPUTS,
+    check=check,
+    optional=("dlse",),
+    node=Node(
+        lambda dout, q, k, v, *rest: [like(q), like(k), like(v)],
+        "bool causal, float? softmax_scale, bool deterministic, str impl, str layout",
+        3,
+    ),
+)
 attention_backward.prepare = _OP.preparing(attention_backward)  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fkjit.ops import operators
+from fkjit.ops import attention_gradients, operators
 from fkjit.ops.attention_checks import LAYOUTS
 
 _ARGUMENTS = (
@@ -33,7 +33,9 @@ def define(attention: Callable[..., Any]) -> None:
     for lse, results, fake in ((False, "Tensor", _fake), (True, "(Tensor, Tensor)", _fake_lse)):
         name = "attention_lse" if lse else "attention"
         operators.define(
-            operators.Operator(name, _ARGUMENTS + results, run(lse), fake, _vmap(name), autocast=3)
+            operators.Operator(
+                name, _ARGUMENTS + results, run(lse), fake, _vmap(name), _gradients(lse), autocast=3
+            )
         )
 
 
@@ -45,6 +47,19 @@ def traced(
     tile = block if block is None else [block] if isinstance(block, int) else list(block)
     operator = operators.known.attention_lse if return_lse else operators.known.attention
     return operator(q, k, v, causal, softmax_scale, tile, impl, layout)
+
+
+def _gradients(lse: bool) -> Callable[..., Any]:
+    """The operator where an input requires grad."""
+
+    def made(
+        q: Any, k: Any, v: Any, causal: bool = False, softmax_scale: float | None = None,
+        block: Sequence[int] | None = None, impl: str = "auto", layout: str = "bhsd",
+    ) -> Any:  # fmt: skip
+        options = (causal, softmax_scale, _tile(block), impl, lse, layout)
+        return attention_gradients.attention(q, k, v, *options)
+
+    return made
 
 
 def _vmap(name: str) -> Callable[..., Any]:
