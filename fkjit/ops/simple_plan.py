@@ -121,10 +121,11 @@ class Plans:
         plan = self.known.get(key)
         if plan is None:
             make = TorchPlan if request.like.kind == "torch" else CupyPlan
-            plan = self.known[key] = make(self.names, request, kernels)
+            plan = make(self.names, request, kernels)
             plan.wants_grad = any(getattr(x, "requires_grad", False) for x in arrays)
         plan.allow(self.names, pairs)
         plan.guarded = bool(plan.guards) or plan.wants_grad
+        self.known[key] = plan  # last: other threads take it from here
 
 
 class Plan:
