@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "attention": "fkjit.ops.attention",
     "attention_backward": "fkjit.ops.attention_backward",
+    "attention_varlen": "fkjit.ops.attention_forms",
     "attention_decode": "fkjit.ops.decode",
     "paged_attention": "fkjit.ops.decode",
     "merge_states": "fkjit.ops.merge_states",
@@ -67,6 +68,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_decode",
+    "attention_varlen",
     "kv_append",
     "kv_read",
     "kv_slots",
@@ -119,6 +121,7 @@ if TYPE_CHECKING:
     from fkjit.errors import SanitizerError
     from fkjit.ops.attention import attention
     from fkjit.ops.attention_backward import attention_backward
+    from fkjit.ops.attention_forms import attention_varlen
     from fkjit.ops.decode import attention_decode, paged_attention
     from fkjit.ops.kv_append import kv_append
     from fkjit.ops.kv_cache import PagedKVCache

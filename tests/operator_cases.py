@@ -57,6 +57,12 @@ def _decoding(device: Any) -> list[torch.Tensor]:
     return [torch.randn(2, 4, 16, device=device).half(), k, v, table, lengths]
 
 
+def _packed(device: Any) -> list[torch.Tensor]:
+    """q, k, v of three sequences, and where they end."""
+    rows = normal((15, 4, 32), (15, 2, 32), (15, 2, 32), dtype=HALF)(device)
+    return [*rows, torch.tensor([0, 9, 9, 15], device=device, dtype=torch.int32)]
+
+
 def _there_and_back(x: Any, weights: Any, ids: Any) -> Any:
     groups = fkjit.moe_regroup(ids, 16)
     return fkjit.moe_combine(fkjit.moe_permute(x, groups), groups, weights)
@@ -110,6 +116,13 @@ CASES = (
     Case("attention", "attention",
          lambda q, k, v: fkjit.attention(q, k, v, causal=True, return_lse=True),
          normal(*QKV, dtype=HALF)),
+    Case("attention with a form", "attention",
+         lambda q, k, v, bias, slopes: fkjit.attention(
+             q, k, v, causal=True, window=(9, None), bias=bias, alibi_slopes=slopes),
+         lambda device: [*normal(*QKV, dtype=HALF)(device), *normal((1, 4, 20, 24), (4,))(device)]),
+    Case("attention_varlen", "attention_varlen",
+         lambda q, k, v, ends: fkjit.attention_varlen(
+             q, k, v, ends, ends, 9, 9, window=(3, 0), softcap=20.0, return_lse=True), _packed),
     Case("attention_decode", "attention_decode", lambda q, k, v: fkjit.attention_decode(q, k, v),
          normal((1, 4, 2, 32), *QKV[1:], dtype=HALF)),
     Case("paged_attention", "paged_attention",

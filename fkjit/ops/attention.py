@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,14 @@ def attention(
     impl: str = "auto",
     return_lse: bool = False,
     layout: str = "bhsd",
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    score_mod: str | None = None,
+    score_args: Mapping[str, Any] | None = None,
 ) -> Any:
     """softmax(softmax_scale * q kᵀ + mask) v, in one kernel, fp32 accumulation.
 
@@ -47,12 +56,28 @@ def attention(
         impl: "flash" (online softmax on tensor cores; fp32 exact on FMA units), "tiled" (shared
             memory, two passes), "naive" (a warp a row, for reading), "auto": flash; on a GPU, for
             up to 16 queries of many keys, mostly the kernel of `attention_decode`.
-        return_lse: also return the log-sum-exp of each row's scaled scores, fp32 [B, Hq, Sq].
+        return_lse: also return the log-sum-exp of each row's final scores, fp32 [B, Hq, Sq].
+        window: (left, right): query i sees keys from i + Sk - Sq - left to i + Sk - Sq + right, as
+            in FlashAttention; None or -1 for a side without a bound.
+        softcap: scores become softcap * tanh(score / softcap).
+        alibi_slopes: fp32 [Hq] or [B, Hq]: slope * |i + Sk - Sq - j| is taken from a score.
+        bias: added to scores; fp16, bf16 or fp32 [B | 1, Hq | 1, Sq | 1, Sk].
+        mask: bool of the same shapes; a key is seen where it is True.
+        sinks: fp32 [Hq]: a logit that each row of a head has besides, without a value.
+        score_mod: an expression of CUDA, compiled into the kernel, that a score becomes: of score,
+            b, h, q_idx, k_idx, seqlen_q, seqlen_k and what score_args names, as in
+            score_mod="score + slope * (k_idx - q_idx)", score_args={"slope": 0.1}.
+        score_args: numbers (int, float; a new value is no new kernel), and arrays of one dimension,
+            fp32, fp16, bf16 or int32, that the expression subscripts.
+
+    A score meets softmax_scale, softcap, score_mod, alibi_slopes, bias, then masks. Each of these
+    goes with each other. A call with one of them takes the portable kernel, on Hopper too, however
+    few its queries; what it does not use is not in the kernel. docs/ATTENTION.md has more.
 
     Returns:
         o [B, Hq, Sq, Dv] (layout as q) in q's dtype and framework, or (o, lse). A row that sees no
-        key (Sk = 0, or causal with Sq > Sk) gives o = 0 and lse = -inf. NaN in a visible key makes
-        NaN rows; scores are right up to about 1e8 in magnitude.
+        key (Sk = 0, or causal with Sq > Sk) gives o = 0 and lse = -inf, or the sink where there is
+        one. NaN in a visible key makes NaN rows; scores are right up to about 1e8 in magnitude.
 
     Raises:
         ParameterError: shapes, tile, scale or flags that no kernel accepts.
@@ -69,6 +94,9 @@ def attention(
     Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning".
     """
     options = (causal, softmax_scale, block, impl, return_lse, layout)
+    if not (window is softcap is alibi_slopes is bias is mask is sinks is score_mod is None):
+        forms = (window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args)
+        return _forms().dense(q, k, v, options, forms)
     if operators.compiling():
         return attention_operator.traced(q, k, v, *options)
     if operators.autocasting():
@@ -114,6 +142,14 @@ def prepare(
     impl: str = "auto",
     return_lse: bool = False,
     layout: str = "bhsd",
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    score_mod: str | None = None,
+    score_args: Mapping[str, Any] | None = None,
 ) -> None:
     """Compile and load what `attention` with the same arguments needs, without running it.
 
@@ -121,6 +157,9 @@ def prepare(
     `attention` does; nothing to do for CPU arrays.
     """
     options = (causal, softmax_scale, block, impl, return_lse, layout)
+    if not (window is softcap is alibi_slopes is bias is mask is sinks is score_mod is None):
+        forms = (window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args)
+        return _forms().prepare_dense(q, k, v, options, forms)
     request = check(q, k, v, *options)
     if request.few:
         few = FewPlan(*options)
@@ -132,6 +171,13 @@ def prepare(
         if request.spec is FLASH_SM90:
             workspace.reserve(request.device)
         remember(request, kernel, options)
+
+
+def _forms() -> Any:
+    """Imported by the first call that has one."""
+    from fkjit.ops import attention_forms
+
+    return attention_forms
 
 
 attention.prepare = prepare  # type: ignore[attr-defined]

@@ -64,12 +64,12 @@ def check(
 ) -> Request:  # fmt: skip
     """Everything that can be wrong with a call, found before anything is allocated."""
     views = {n: interop.view(x, "attention", n) for n, x in (("q", q), ("k", k), ("v", v))}
-    _one_of("impl", impl, IMPLEMENTATIONS)
-    _one_of("layout", layout, tuple(LAYOUTS))
+    one_of("impl", impl, IMPLEMENTATIONS)
+    one_of("layout", layout, tuple(LAYOUTS))
     _check_alike(views)
     _check_grad(views)
-    sizes = _check_shapes(views, layout)
-    scale = _check_scale(softmax_scale, sizes["head_dim"])
+    sizes = check_shapes(views, layout)
+    scale = check_scale(softmax_scale, sizes["head_dim"])
     problem = {
         **sizes, "dtype": views["q"].dtype, "causal": _check_flag("causal", causal),
         "softmax_scale": scale,
@@ -78,7 +78,7 @@ def check(
     arch = interpreter_target().arch if device == CPU else device_target(device).arch
     if device != CPU:
         problem["multiprocessors"] = multiprocessors(device)
-    aligned, block = _aligned(views, sizes), _check_block(block)
+    aligned, block = aligned_rows(views, sizes), check_block(block)
     suits = aligned and attention_hopper.takes(problem, views, LAYOUTS[layout], block)
     spec = choice.implementation(impl, problem["dtype"], arch, suits)
     params = choice.parameters(spec, problem, block, aligned, arch)
@@ -90,7 +90,8 @@ def check(
     )  # fmt: skip
 
 
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """ParameterError for any other."""
     if not isinstance(value, str) or value not in allowed:
         raise ParameterError(f"attention: {name}={value!r} is not one of {', '.join(allowed)}")
 
@@ -133,7 +134,8 @@ def _check_grad(views: dict[str, View]) -> None:
             )
 
 
-def _check_shapes(views: dict[str, View], layout: str) -> dict[str, int]:
+def check_shapes(views: dict[str, View], layout: str) -> dict[str, int]:
+    """The sizes of a problem, of q, k and v that fit."""
     shapes = {}
     for name, view in views.items():
         if len(view.shape) != 4:
@@ -150,7 +152,7 @@ def _check_shapes(views: dict[str, View], layout: str) -> dict[str, int]:
     (b, hq, sq, d), (_, hkv, sk, _), dv = shapes["q"], shapes["k"], shapes["v"][3]
     _expect(views, layout, "k", "v's batch, heads or length", shapes["k"][:3] == shapes["v"][:3])
     _expect(views, layout, "q", "k's batch or head_dim", (b, d) == (shapes["k"][0], shapes["k"][3]))
-    _check_dims(d, dv)
+    check_dims(d, dv)
     for name, size in (("q", sq), ("k", sk)):
         if size > _MAX_SIZE:
             raise ParameterError(f"attention: {name} has {size} rows; allowed: up to {_MAX_SIZE}")
@@ -179,13 +181,15 @@ def _expect(views: dict[str, View], layout: str, name: str, what: str, right: bo
         )
 
 
-def _check_dims(head_dim: int, head_dim_v: int) -> None:
+def check_dims(head_dim: int, head_dim_v: int, call: str = "attention") -> None:
+    """ParameterError for head dimensions that no kernel has."""
     for name, size in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
         if not 1 <= size <= MAX_HEAD_DIM:
-            raise ParameterError(f"attention: {name}={size} is not in 1 .. {MAX_HEAD_DIM}")
+            raise ParameterError(f"{call}: {name}={size} is not in 1 .. {MAX_HEAD_DIM}")
 
 
-def _check_scale(scale: Any, head_dim: int) -> float:
+def check_scale(scale: Any, head_dim: int, call: str = "attention") -> float:
+    """softmax_scale as a float that fp32 can hold."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     try:
@@ -194,16 +198,16 @@ def _check_scale(scale: Any, head_dim: int) -> float:
         value = float(scale)
     except (TypeError, ValueError, OverflowError):
         raise ArgumentTypeError(
-            f"attention: softmax_scale={scale!r} is not a plain number; None means 1/sqrt(head_dim)"
+            f"{call}: softmax_scale={scale!r} is not a plain number; None means 1/sqrt(head_dim)"
         ) from None
     if not abs(value) <= _MAX_SCALE:
         raise ParameterError(
-            f"attention: softmax_scale={value} is not a finite number up to {_MAX_SCALE:g}"
+            f"{call}: softmax_scale={value} is not a finite number up to {_MAX_SCALE:g}"
         )
     return value
 
 
-def _check_block(block: Any) -> Any:
+def check_block(block: Any, call: str = "attention") -> Any:
     """An int or a pair of ints, a square pair as one int; None stays."""
     if block is None:
         return None
@@ -212,7 +216,7 @@ def _check_block(block: Any) -> Any:
         block_q, block_k = (operator.index(x) for x in pair)
     except (TypeError, ValueError):
         raise ArgumentTypeError(
-            f"attention: block={block!r} is not a number, a pair (block_q, block_k) or None"
+            f"{call}: block={block!r} is not a number, a pair (block_q, block_k) or None"
         ) from None
     return block_q if block_q == block_k else (block_q, block_k)
 
@@ -227,13 +231,13 @@ def _check_flag(name: str, value: Any) -> bool:
     raise ArgumentTypeError(f"attention: {name}={value!r} is not True or False")
 
 
-def _aligned(views: dict[str, View], sizes: Mapping[str, int]) -> bool:
+def aligned_rows(views: dict[str, View], sizes: Mapping[str, int]) -> bool:
     """Whether every row of q, k, v and o starts on a 16-byte boundary."""
     itemsize = interop.ITEMSIZE[views["q"].dtype]
     numbers = [sizes["head_dim_v"] * itemsize]
     for view in views.values():
         steps = (
-            s * itemsize for s, n in zip(view.strides[:3], view.shape[:3], strict=True) if n > 1
+            s * itemsize for s, n in zip(view.strides[:-1], view.shape[:-1], strict=True) if n > 1
         )
         numbers += [view.pointer, *steps]
     return all(number % 16 == 0 for number in numbers)

@@ -6,11 +6,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from fkjit.arch import Arch
 from fkjit.ops import attention_form_problem as problem
 from fkjit.ops.attention_form import SHIPPED, parse
 from fkjit.ops.attention_kernels import FLASH, FLASH_FP32, PAIRS
 from fkjit.ops.attention_problem import split_block
-from fkjit.spec import KernelSpec, Param, Params, register
+from fkjit.spec import KernelSpec, Param, Params, Problem, register
 
 _FORM = "what the kernel does beside causal attention; any other form is compiled when called"
 _TILES = (16, 32, 64, (64, 16), (64, 32), (128, 32), (128, 64))
@@ -116,3 +117,20 @@ def kernel(base: str, form: str) -> KernelSpec:
     has registers for."""
     spec = _FORMS[base]
     return replace(spec, params=(*spec.params[:-1], Param("form", (form,), _FORM)))
+
+
+def tile(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
+    """The tile of a problem: the first that is legal and no taller than the queries need."""
+    rows = max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
+    order = _order(spec, fixed)
+    legal = [b for b in order if spec.why_not({**fixed, "block": b}, arch) is None]
+    if not legal:  # say why
+        spec.check({**fixed, "block": order[-1]}, arch)
+    low = [b for b in legal if split_block(b)[0] <= rows]
+    return (low or legal[-1:])[0]
+
+
+def _order(spec: KernelSpec, fixed: Params) -> tuple[Any, ...]:
+    if spec.name == "flash_forms":
+        return _PREFERENCE[_loads(fixed)][fixed["head_dim"]]
+    return (64, (64, 32), 32, 16)

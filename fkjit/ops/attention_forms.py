@@ -1,0 +1,177 @@
+"""Attention in all its forms: what `fkjit.attention` does with a window, a bias and the like, and
+`fkjit.attention_varlen`, for packed sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fkjit.errors import CompileError, ParameterError
+from fkjit.ops import attention_form_operator as operator
+from fkjit.ops import attention_score_mod as score_mods
+from fkjit.ops import operators
+from fkjit.ops.attention_form import SLOTS
+from fkjit.ops.attention_form_checks import check_dense, check_varlen
+from fkjit.ops.attention_form_problem import POINTERS
+from fkjit.ops.simple import Op
+
+FORM = ("alibi_slopes", "bias", "mask", "sinks")  # arrays of a form
+_INPUTS = ("q", "k", "v", *POINTERS)
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    block: int | tuple[int, int] | None = None,
+    return_lse: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    score_mod: str | None = None,
+    score_args: Mapping[str, Any] | None = None,
+) -> Any:
+    """Attention over sequences of several lengths, packed one behind the other.
+
+    Args:
+        q: [total_q, Hq, D]; k: [total_k, Hkv, D]; v: [total_k, Hkv, Dv]; as `attention` takes them.
+        cu_seqlens_q, cu_seqlens_k: [B + 1] int32 on the same device: 0 and the running sums of the
+            lengths. Sequence i is rows cu_seqlens[i] up to cu_seqlens[i + 1]; empty ones are fine.
+        max_seqlen_q, max_seqlen_k: at least the longest lengths. Rows and keys beyond are left out:
+            nothing waits for the device to find out, so a CUDA graph may replay with other lengths.
+        causal, window: aligned to the bottom right of each sequence.
+        bias, mask: [B | 1, Hq | 1, max_seqlen_q | 1, max_seqlen_k]: a sequence's own [Sq, Sk] stand
+            at the beginning of its rows and columns.
+        score_mod: b is the sequence, q_idx and k_idx count its own rows.
+        The others: as in `attention`.
+
+    Returns:
+        o [total_q, Hq, Dv], or (o, lse) with lse fp32 [Hq, total_q]. Rows of no sequence are not
+        written. A row that sees no key gives o = 0 and lse = -inf (with a sink: the sink).
+
+    Raises:
+        ParameterError, ArgumentTypeError, DeviceError, CaptureError: as `attention`.
+
+    Every feature goes with every other, on every GPU (the portable kernels). No gradients yet. To
+    torch.compile the call is one operator, torch.ops.fkjit.attention_varlen (or …_lse).
+    """
+    packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    forms = (window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args)
+    shared = (causal, softmax_scale, block, return_lse)
+    if operators.compiling():
+        return operator.traced_varlen((q, k, v), packed, shared, forms)
+    if operators.autocasting():
+        q, k, v = operators.autocast(q, k, v)
+    return _packed((q, k, v), packed, shared, forms)
+
+
+def dense(q: Any, k: Any, v: Any, options: tuple[Any, ...], forms: tuple[Any, ...]) -> Any:
+    """`fkjit.attention` with a form. options: causal, softmax_scale, block, impl, return_lse,
+    layout; forms: window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args."""
+    causal, scale, block, impl, return_lse, layout = options
+    shared = (causal, scale, block, return_lse)
+    if operators.compiling():
+        return operator.traced_dense((q, k, v), (impl, layout), shared, forms)
+    if operators.autocasting():
+        q, k, v = operators.autocast(q, k, v)
+    return _dense((q, k, v), (impl, layout), shared, forms)
+
+
+def _packed(
+    rows: tuple[Any, ...], packed: tuple[Any, ...], shared: tuple[Any, ...], forms: tuple[Any, ...]
+) -> Any:
+    arrays, options = _call("attention_varlen", rows, packed[:2], shared, forms)
+    return _run(_VARLEN, arrays, (*packed[2:], *options))
+
+
+def _dense(
+    rows: tuple[Any, ...], where: tuple[Any, ...], shared: tuple[Any, ...], forms: tuple[Any, ...]
+) -> Any:
+    arrays, options = _call("attention", rows, (None, None), shared, forms)
+    return _run(_DENSE, arrays, (*where, *options))
+
+
+def prepare_dense(q: Any, k: Any, v: Any, options: tuple[Any, ...], forms: tuple[Any, ...]) -> None:
+    """Compile and load what `dense` needs."""
+    causal, scale, block, impl, return_lse, layout = options
+    arrays, rest = _call(
+        "attention", (q, k, v), (None, None), (causal, scale, block, return_lse), forms
+    )
+    _explained(_DENSE, rest, lambda: _DENSE.prepare([*arrays, None, None], (impl, layout, *rest)))
+
+
+def _call(
+    call: str, rows: tuple[Any, ...], cu_seqlens: tuple[Any, ...], shared: tuple[Any, ...],
+    forms: tuple[Any, ...],
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
+    """Arrays in the order of the op's inputs, and options."""
+    window, softcap, *arrays, score_mod, score_args = forms
+    window = tuple(window) if isinstance(window, list) else window
+    slots: list[Any] = []
+    names: tuple[str, ...] = ()
+    scalars: tuple[Any, ...] = ()
+    if score_mod is not None:
+        score_mod = score_mods.expression(call, score_mod)
+        given, scalars = score_mods.arguments(call, score_args)
+        names, slots = tuple(given), list(given.values())
+    elif score_args:
+        raise ParameterError(f"{call}: score_args are given, but no score_mod to read them")
+    slots += [None] * (len(SLOTS) - len(slots))
+    options = (*shared, window, softcap, score_mod or "", names, scalars)
+    return (*rows, *cu_seqlens, *arrays, *slots), options
+
+
+def _run(op: Op, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+    return _explained(op, options, lambda: op(arrays, (None, None), options))
+
+
+def _explained(op: Op, options: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+    """What a call returns; what NVRTC has against a score_mod as a ParameterError."""
+    try:
+        return call()
+    except CompileError as error:
+        score_mod = options[-3]
+        if not score_mod:
+            raise
+        raise ParameterError(
+            f"{op.name}: score_mod={score_mod!r} does not compile: {error}"
+        ) from error
+
+
+_OUTPUTS = ("o", "lse")
+_DENSE = Op(
+    "attention", inputs=_INPUTS, outputs=_OUTPUTS, check=check_dense, optional=POINTERS
+)  # fmt: skip
+_VARLEN = Op(
+    "attention_varlen", inputs=_INPUTS, outputs=_OUTPUTS, check=check_varlen,
+    optional=[name for name in POINTERS if not name.startswith("cu_seqlens")],
+)  # fmt: skip
+
+
+def _prepare_varlen(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int,
+    max_seqlen_k: int, *, causal: bool = False, softmax_scale: float | None = None,
+    block: Any = None, return_lse: bool = False, window: Any = None, softcap: Any = None,
+    alibi_slopes: Any = None, bias: Any = None, mask: Any = None, sinks: Any = None,
+    score_mod: Any = None, score_args: Any = None,
+) -> None:  # fmt: skip
+    """Compile and load what the call with the same arguments needs, without running it."""
+    forms = (window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args)
+    shared = (causal, softmax_scale, block, return_lse)
+    arrays, rest = _call("attention_varlen", (q, k, v), (cu_seqlens_q, cu_seqlens_k), shared, forms)
+    options = (max_seqlen_q, max_seqlen_k, *rest)
+    _explained(_VARLEN, rest, lambda: _VARLEN.prepare([*arrays, None, None], options))
+
+
+attention_varlen.prepare = _prepare_varlen  # type: ignore[attr-defined]
+operator.define(_dense, _packed)
