@@ -114,18 +114,30 @@ class Op:
         self.written = frozenset(written) | frozenset(outputs)
         self.in_place = frozenset(in_place)
         self.plans = Plans(self.name, self.names)
-        self.node, self.operator = (
-            node,
-            None if node is None else simple_operator.define(self, node),
-        )
+        self.node = node
+        self.operator = None if node is None else simple_operator.define(self, node)
 
     def __call__(
-        self, inputs: tuple[Any, ...], outputs: tuple[Any, ...] = (), options: tuple[Any, ...] = ()
+        self,
+        inputs: tuple[Any, ...],
+        outputs: tuple[Any, ...] = (),
+        options: tuple[Any, ...] = (),
+        running: bool = False,
     ) -> Any:
-        """Run on `inputs` and `outputs`, in the declared order; None for what is not given."""
-        if self.node is not None and operators.compiling():
+        """Run on `inputs` and `outputs`, in the declared order; None for what is not given.
+
+        running: this is the node of a graph, whatever is being traced meanwhile.
+        """
+        if self.node is not None and not running and operators.compiling():
             return self.traced(inputs, outputs, options)
-        return self.run(inputs, outputs, options)
+        arrays = [*inputs, *outputs]
+        found = self.plans.find(arrays, options)
+        if found is not None:
+            refuse_gpu(self.name)
+            return found[0].run(arrays, found[1])
+        if self.node is not None and operators.abstract(*inputs):
+            return self.traced(inputs, outputs, options)
+        return self._checked(arrays, inputs, outputs, options)
 
     def traced(
         self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], options: tuple[Any, ...]
@@ -134,17 +146,10 @@ class Op:
         assert self.node is not None and self.operator is not None
         return simple_operator.traced(self, self.node, self.operator, inputs, outputs, options)
 
-    def run(
-        self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], options: tuple[Any, ...]
+    def _checked(
+        self, arrays: list[Any], inputs: tuple[Any, ...], outputs: Any, options: tuple[Any, ...]
     ) -> Any:
-        """The call itself, on arrays with data."""
-        arrays = [*inputs, *outputs]
-        found = self.plans.find(arrays, options)
-        if found is not None:
-            refuse_gpu(self.name)
-            return found[0].run(arrays, found[1])
-        if self.node is not None and operators.abstract(*inputs):
-            return self.traced(inputs, outputs, options)
+        """A call that has no plan."""
         views = self._views(arrays)
         if requires_grad(views.values()):
             if self.autograd is None:

@@ -62,7 +62,7 @@ def define(op: Op, node: Node) -> str:
     def run(*given: Any) -> Any:
         arrays, options = given[:inputs], options_of(given[inputs:])
         outputs = node.outputs(arrays, options) if node.outputs else (None,) * len(op.outputs)
-        return listed(op.run(arrays, outputs, options))
+        return listed(op(arrays, outputs, options, running=True))
 
     def gradients(*given: Any) -> Any:
         assert op.autograd is not None
