@@ -16,6 +16,7 @@ WIDE = {"kernel": "moe_regroup.grid", "params": {"ids": "int32", "tile": (256, 1
 BACK = {"kernel": "moe_combine.backward", "params": {"dtype": "fp32", "vector": True}}
 COMBINE = {"kernel": "moe_combine.rows", "params": {"dtype": "fp32", "vector": False}}
 PERMUTE = {"kernel": "moe_permute.rows", "params": {"dtype": "fp32", "vector": True}}
+BULK = {"kernel": "moe_permute.rows_sm90", "params": {"dtype": "fp32"}}
 
 BUGS = (
     Bug("a block's counts are not published", D + "grid_barrier.cuh", "red.release.gpu",
@@ -44,10 +45,11 @@ BUGS = (
         by="numbers", **ROUTE),
     Bug("NaN is chosen", D + "moe_route.cuh", "fmaxf(chunk[j].get(i), least)", "chunk[j].get(i)",
         by="numbers", **ROUTE),
-    Bug("no barrier of places", D + "moe_rows.cuh", SYNC, "", by="race", **PERMUTE),
+    Bug("a row is written before it is there", K + "permute_sm90.cu", "mbarrier_wait(barrier, 0);",
+        "", by="race", **BULK),
     Bug("sums in one place", K + "combine_backward.cu", "warps[k % 2]", "warps[0]", by="race",
         **BACK),
-    Bug("dropped choices count", K + "combine.cu", "if (place >= 0)", "if (true)", by="memory",
+    Bug("dropped choices count", K + "combine.cu", "place >= 0 && ", "", by="memory",
         **COMBINE),
     Bug("nobody's rows are left", K + "permute.cu", "clear_rows<elem_t, VECTOR>", "(void)sizeof",
         by="numbers", **PERMUTE),

@@ -65,11 +65,8 @@ def _check(views: Mapping[str, View | None]) -> Request:
     check_output(_CALL, out, shape, y.dtype)
     if out is not None and rows_of(_CALL, "out", out)[2] != shape[1] and shape[0] > 1:
         raise ParameterError(f"{_CALL}: out has gaps between its rows; it must be contiguous")
-    params = {
-        **{"dtype": y.dtype, "vector": _is_vector(problem, (y, out))},
-        **{"threads": rows.THREADS["combine"], "underway": rows.UNDERWAY},
-    }
-    launches = (Launch(rows.COMBINE, params, problem),) if shape[0] else ()
+    problem["vector"] = _is_vector(problem, (y, out))
+    launches = (Launch(rows.COMBINE, rows.combine_variant(problem), problem),) if shape[0] else ()
     inputs = {name: views[name] for name in _INPUTS}
     return Request(inputs, {"out": Output(shape, y.dtype, out)}, launches)
 

@@ -11,7 +11,7 @@ from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.interop import View
 from fkjit.ops import moe_rows as rows
 from fkjit.ops.moe_groups import MoeGroups
-from fkjit.ops.simple import Launch, Op, Output, Request
+from fkjit.ops.simple import Launch, Op, Output, Request, arch_of
 from fkjit.ops.simple_checks import check_dtype, check_output
 from fkjit.ops.simple_operator import Node
 from fkjit.ops.simple_shapes import rows_of
@@ -84,9 +84,8 @@ def _check(views: Mapping[str, View | None], places: int) -> Request:
     problem = rows.problem_of(
         x.dtype, tokens, top_k, columns, check_groups(_CALL, views), places, stride=stride
     )
-    vector = rows.is_vector(x.dtype, columns, stride, (x, out))
-    params = {"dtype": x.dtype, "vector": vector, "threads": rows.THREADS["permute"]}
-    launches = (Launch(rows.PERMUTE, params, problem),) if places else ()
+    problem["vector"] = rows.is_vector(x.dtype, columns, stride, (x, out))
+    launches = (Launch(*rows.permute_variant(problem, arch_of(x)), problem),) if places else ()
     inputs = {name: views[name] for name in _INPUTS}
     return Request(inputs, {"out": Output((places, columns), x.dtype, out)}, launches)
 

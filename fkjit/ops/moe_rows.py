@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fkjit.arch import Arch
 from fkjit.errors import ParameterError
 from fkjit.interop import ITEMSIZE, View, numpy_dtype
 from fkjit.ops.moe_problem import MAX_TOP_K
@@ -22,8 +23,11 @@ PARAMS = (
     Param("dtype", FLOATS, "element type of the rows"),
     Param("vector", (True, False), "16-byte accesses: rows that allow them"),
 )
-THREADS = {"permute": 256, "combine": 128, "combine_backward": 256}
-UNDERWAY = 8
+THREADS = {"permute": 128, "combine": 128, "combine_backward": 256}
+UNDERWAY = (2, 4, 8)
+PART_BYTES = 16_384  # of a row, in shared memory
+_BULK = {"tokens": 512, "top_k": 4, "bytes": 4096}  # from here on the copy engine is faster
+_MANY_BLOCKS = 2048
 _BACKWARD = ("dout", "y", "inverse", "weights", "offsets", "counts", "dy", "dweights")
 _NAMES = ("tokens", "top_k", "groups", "places", "columns")
 
@@ -66,6 +70,37 @@ def _values(p: Problem, names: Sequence[str]) -> dict[str, int]:
     return {name: p[name] for name in names}
 
 
+def _blocks(params: Params, p: Problem) -> int:
+    """Blocks of all rows, where a thread has some pieces of one."""
+    size = 16 // ITEMSIZE[p["dtype"]] if params["vector"] else 1
+    return p["tokens"] * -(-p["columns"] // (params["threads"] * params.get("pieces", 1) * size))
+
+
+def _parts(p: Problem) -> int:
+    """Blocks of all rows, where a block has a row or a part of it."""
+    return p["tokens"] * -(-p["columns"] * ITEMSIZE[p["dtype"]] // PART_BYTES)
+
+
+def permute_variant(p: Problem, arch: Arch) -> tuple[KernelSpec, dict[str, Any]]:
+    """The kernel that carries rows to their places, and its parameters."""
+    long = p["columns"] * ITEMSIZE[p["dtype"]] >= _BULK["bytes"]
+    often = p["top_k"] >= _BULK["top_k"] and p["tokens"] >= _BULK["tokens"]
+    if p["vector"] and long and often and "tma" in arch.features:
+        return PERMUTE_SM90, {"dtype": p["dtype"], "part_bytes": PART_BYTES}
+    return PERMUTE, {"dtype": p["dtype"], "vector": p["vector"], "threads": THREADS["permute"]}
+
+
+def combine_variant(p: Problem) -> dict[str, Any]:
+    """Parameters of the kernel that adds rows up: no more under way than there are choices."""
+    params = {"dtype": p["dtype"], "vector": p["vector"], "threads": THREADS["combine"]}
+    if not p["vector"]:
+        return {**params, "underway": 4, "pieces": 1}
+    params["underway"] = next((u for u in UNDERWAY if u >= p["top_k"]), UNDERWAY[-1])
+    params["pieces"] = 1
+    twice = params["underway"] == 2 and _blocks(params, p) >= _MANY_BLOCKS
+    return {**params, "pieces": 2 if twice else 1}
+
+
 def _tokens_and_groups(params: Params, p: Problem) -> Dim3:
     return (p["tokens"] + p["groups"], 1, 1)
 
@@ -91,15 +126,18 @@ def problem_of(
 
 
 def problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    """Rows with gaps; choices that have no place and places that nobody has; one token."""
-    size = 16 // ITEMSIZE[params["dtype"]] if params["vector"] else 1
+    """Rows with gaps; choices that have no place and places that nobody has; one token; rows of
+    several parts."""
+    size = 16 // ITEMSIZE[params["dtype"]] if params.get("vector", True) else 1
     tokens, pieces = (11, 35) if scale == "small" else (1001, 517)
     columns, dtype = size * pieces, params["dtype"]
-    return [
+    found = [
         problem_of(dtype, tokens, 3, columns, 4, tokens * 3 + 9, stride=columns + 3 * size),
         problem_of(dtype, tokens, 9, columns, 2, tokens * 9, weighted=False),
         problem_of(dtype, 1, 1, size),
     ]
+    long = size * (params.get("part_bytes", 0) // 16 + 5)
+    return [*found, problem_of(dtype, 3, 2, long, 2, 7)] if long > 5 * size else found
 
 
 def inputs(names: Sequence[str]) -> Any:
@@ -190,10 +228,31 @@ def _tolerance(params: Params) -> float:
     return {"fp16": 5e-4, "bf16": 4e-3, "fp32": 2e-6}[params["dtype"]]
 
 
+def _threads(params: Params) -> Dim3:
+    return (params["threads"], 1, 1)
+
+
+def _never_taken(params: Params) -> str | None:
+    if params["pieces"] == 2 and params["underway"] > 2:
+        return "has too much under way"
+    return None if params["vector"] or params["underway"] == 4 else "is never the fastest"
+
+
 _SHARED: dict[str, Any] = dict(
-    block=lambda params: (params["threads"], 1, 1),
     problems=problems,
     tolerance=_tolerance,
+)
+
+_PERMUTED: dict[str, Any] = dict(
+    bytes=lambda p: (p["tokens"] + p["places"]) * _rows(p),
+    arguments=lambda params, p, arrays: {
+        **{name: arrays.get(name) for name in ("x", "inverse", "offsets", "counts", "out")},
+        **{"x_stride": p["stride"], **_values(p, _NAMES)},
+    },
+    inputs=inputs(("x",)),
+    outputs=lambda params, p: {"out": _poisoned(p, p["places"])},
+    reference=permuted,
+    **_SHARED,
 )
 
 PERMUTE = register(
@@ -203,17 +262,28 @@ PERMUTE = register(
         source="moe/permute.cu",
         entry="moe_permute",
         doc="rows of tokens to the places of their choices",
-        params=(*PARAMS, Param("threads", (256,), "threads of a block", tunable=True)),
-        grid=_tokens_and_groups,
-        bytes=lambda p: (p["tokens"] + p["places"]) * _rows(p),
-        arguments=lambda params, p, arrays: {
-            **{name: arrays.get(name) for name in ("x", "inverse", "offsets", "counts", "out")},
-            **{"x_stride": p["stride"], **_values(p, _NAMES)},
-        },
-        inputs=inputs(("x",)),
-        outputs=lambda params, p: {"out": _poisoned(p, p["places"])},
-        reference=permuted,
-        **_SHARED,
+        params=(*PARAMS, Param("threads", (128,), "threads of a block", tunable=True)),
+        block=_threads,
+        grid=lambda params, p: (_blocks(params, p) + p["groups"], 1, 1),
+        **_PERMUTED,
+    )
+)
+
+PERMUTE_SM90 = register(
+    KernelSpec(
+        op="moe_permute",
+        name="rows_sm90",
+        source="moe/permute_sm90.cu",
+        entry="moe_permute_sm90",
+        doc="the same by the copy engine: whole rows through shared memory",
+        params=(
+            PARAMS[0],
+            Param("part_bytes", (PART_BYTES,), "of a row, at most, in shared memory"),
+        ),
+        features=lambda params: frozenset({"tma"}),
+        block=lambda params: (32, 1, 1),
+        grid=lambda params, p: (_parts(p) + p["groups"], 1, 1),
+        **_PERMUTED,
     )
 )
 
@@ -227,9 +297,12 @@ COMBINE = register(
         params=(
             *PARAMS,
             Param("threads", (128,), "threads of a block", tunable=True),
-            Param("underway", (UNDERWAY,), "rows that a thread has under way", tunable=True),
+            Param("underway", UNDERWAY, "rows that a thread has under way", tunable=True),
+            Param("pieces", (1, 2), "of a row that a thread has", tunable=True),
         ),
-        grid=lambda params, p: (p["tokens"], 1, 1),
+        illegal=_never_taken,
+        block=_threads,
+        grid=lambda params, p: (_blocks(params, p), 1, 1),
         flops=lambda p: 2.0 * p["tokens"] * p["top_k"] * p["columns"],
         bytes=lambda p: p["tokens"] * (p["top_k"] + 1) * _rows(p),
         arguments=lambda params, p, arrays: {
@@ -251,6 +324,7 @@ COMBINE_BACKWARD = register(
         entry="moe_combine_backward",
         doc="gradients of the weighted sums: of rows and of weights",
         params=(*PARAMS, Param("threads", (256,), "threads of a block", tunable=True)),
+        block=_threads,
         grid=_tokens_and_groups,
         flops=lambda p: 3.0 * p["tokens"] * p["top_k"] * p["columns"],
         bytes=lambda p: (p["tokens"] * (p["top_k"] + 1) + p["places"]) * _rows(p),

@@ -24,7 +24,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                          float* __restrict__ dweights,       // [tokens, top_k] or null
                          const i64 y_stride, const int tokens, const int top_k, const int groups,
                          const int places, const int columns) {
-  __shared__ Choices choices;
   __shared__ float warps[2][THREADS / WARP_SIZE];
   const int pieces = columns / Part::SIZE;
   if (blockIdx.x >= tokens) {
@@ -34,10 +33,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     return;
   }
   const i64 token = blockIdx.x;
-  choices.load(inverse, weights, token, top_k);
+  const Choices choices(inverse, weights, token, top_k);
   for (int k = 0; k < top_k; ++k) {
-    const i64 place = choices.place[k];
-    const float weight = choices.weight[k];
+    const i64 place = choices.place_of(k);
+    const float weight = choices.weight_of(k);
     float sum = 0.f;
     for (int i = threadIdx.x; place >= 0 && i < pieces; i += THREADS) {
       const Part given = Part::load(dout + token * columns, i);

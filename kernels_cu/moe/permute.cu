@@ -1,8 +1,9 @@
 /* Rows of tokens to the places of their choices: out[inverse[t, k]] = x[t], and zeros where nobody is.
 
-   A block has a token, whose row is read once and written top_k times; the blocks behind the tokens
-   have a group of experts each, and clear what stands between its last row and the next group's first.
-   Every architecture. */
+   A thread has a piece of a token's row, which is read once and written top_k times; a block has
+   THREADS neighbouring pieces, and the blocks of a row follow one another. The blocks behind all of
+   them have a group of experts each, and clear what stands between its last row and the next group's
+   first. Every architecture. */
 #include "prelude.cuh"
 #include "device/moe_rows.cuh"
 
@@ -20,20 +21,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 elem_t* __restrict__ out,         // [places, columns]
                 const i64 x_stride, const int tokens, const int top_k, const int groups,
                 const int places, const int columns) {
-  __shared__ Choices choices;
-  const int pieces = columns / Part::SIZE;
-  if (blockIdx.x >= tokens) {
-    clear_rows<elem_t, VECTOR>(out, columns, pieces, offsets, counts, blockIdx.x - tokens, groups,
-                               places);
+  const int pieces = columns / Part::SIZE, blocks = ceil_div(pieces, THREADS);  // of a row
+  const int token = blockIdx.x / blocks;
+  if (token >= tokens) {
+    clear_rows<elem_t, VECTOR>(out, columns, pieces, offsets, counts, blockIdx.x - tokens * blocks,
+                               groups, places);
     return;
   }
-  choices.load(inverse, nullptr, blockIdx.x, top_k);
-  const elem_t* row = x + blockIdx.x * x_stride;
-  for (int i = threadIdx.x; i < pieces; i += THREADS) {
-    const Part part = Part::load(row, i);
-    for (int k = 0; k < top_k; ++k) {
-      const int place = choices.place[k];
-      if (place >= 0) part.store(out + static_cast<i64>(place) * columns, i);
-    }
+  const Choices choices(inverse, nullptr, token, top_k);
+  const int i = (blockIdx.x - token * blocks) * THREADS + threadIdx.x;
+  const bool there = i < pieces;
+  const Part part = load_or_zero<Part>(x + token * x_stride, i, there);
+#pragma unroll 8
+  for (int k = 0; k < top_k; ++k) {
+    const int place = choices.place_of(k);
+    if (there && place >= 0) part.store(out + static_cast<i64>(place) * columns, i);
   }
 }
