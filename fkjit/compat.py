@@ -12,9 +12,9 @@ import sys
 from typing import Any
 
 from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.ops import flash_kvcache
 from fkjit.ops.attention import attention
 from fkjit.ops.decode import attention_decode, paged_attention
-from fkjit.ops.kv_append import kv_append
 
 _SDPA, _FLASH = "scaled_dot_product_attention", "flash_attn_func"
 _CACHED = "flash_attn_with_kvcache"
@@ -134,14 +134,18 @@ def flash_attn_with_kvcache(
     Args:
         q: [B, Sq, Hq, D], fp16 or bf16, Sq from 1 to 16.
         k_cache, v_cache: [B, Sk, Hkv, D]; or with a block_table [blocks, page, Hkv, D], pages of
-            1, 2, 4 … 256 tokens. Written where there are k and v.
+            any number of tokens, 1, 2, 4 … 256 without more work. Written where there are k and v.
         k, v: [B, Snew, Hkv, D], put behind what the caches hold, before attention; or None.
+        rotary_cos, rotary_sin: [positions, rotary_dim / 2], where there are k and v: k is turned
+            from each sequence's length on, q as well if causal, else all of it by that length.
+            rotary_interleaved: pairs are neighbouring columns, not one from each half.
+            (`fkjit.rope_kv_append` does it in one launch, and needs no table.)
         cache_seqlens: keys in the caches, [B] int32 on the device or one number; default: all Sk.
+        cache_batch_idx: [B] int32, the row of each sequence in caches without a block_table.
         block_table: [B, pages] int32 on the device: the pages of each sequence.
         softmax_scale: default 1 / sqrt(D). causal: aligned to the bottom right.
-        rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, alibi_slopes: None. window_size:
-            (-1, -1). softcap: 0. rotary_interleaved, num_splits: either; there is nothing to turn
-            here (see `fkjit.rope_kv_append`), and keys are shared out evenly.
+        cache_leftpad, alibi_slopes: None. window_size: (-1, -1). softcap: 0.
+        num_splits: any; keys are shared out evenly.
         return_softmax_lse: also return the log-sum-exp, fp32 [B, Hq, Sq].
 
     Returns: o [B, Sq, Hq, D], or (o, lse). Raises as `fkjit.paged_attention`.
@@ -149,23 +153,28 @@ def flash_attn_with_kvcache(
     _check_tensors(_CACHED, q=q, k_cache=k_cache, v_cache=v_cache)
     _refuse(
         _CACHED,
-        rotary_cos=(rotary_cos, None), rotary_sin=(rotary_sin, None),
-        cache_batch_idx=(cache_batch_idx, None), cache_leftpad=(cache_leftpad, None),
-        alibi_slopes=(alibi_slopes, None), window_size=(tuple(window_size), _WINDOW),
-        softcap=(softcap, 0.0),
+        cache_leftpad=(cache_leftpad, None), alibi_slopes=(alibi_slopes, None),
+        window_size=(tuple(window_size), _WINDOW), softcap=(softcap, 0.0),
     )  # fmt: skip
     lengths = _lengths(q, k_cache, cache_seqlens, block_table)
     if (k is None) != (v is None):
         raise ParameterError(f"{_CACHED}: k and v are given together or not at all")
+    if cache_batch_idx is not None and block_table is not None:
+        raise ParameterError(f"{_CACHED}: cache_batch_idx is for caches without a block_table")
+    if rotary_cos is not None or rotary_sin is not None:
+        turned = (rotary_cos, rotary_sin, rotary_interleaved, causal)
+        q, k = flash_kvcache.rotate(q, k, lengths, *turned)
     if k is not None:
-        _append(k, v, k_cache, v_cache, lengths, block_table)
+        flash_kvcache.append(k, v, k_cache, v_cache, lengths, cache_batch_idx, block_table)
         lengths = lengths + k.shape[1]
     options = {
         "causal": causal, "softmax_scale": softmax_scale, "return_lse": return_softmax_lse,
     }  # fmt: skip
-    if block_table is None:
+    if block_table is None and cache_batch_idx is None:
         return attention_decode(q, k_cache, v_cache, lengths, layout="bshd", **options)
-    return paged_attention(q, (k_cache, v_cache), block_table, lengths, **options)
+    table = block_table if cache_batch_idx is None else cache_batch_idx[:, None]
+    cache, table = flash_kvcache.paged(k_cache, v_cache, table)
+    return paged_attention(q, cache, table, lengths, **options)
 
 
 def _lengths(q: Any, k_cache: Any, cache_seqlens: Any, block_table: Any) -> Any:
@@ -178,23 +187,6 @@ def _lengths(q: Any, k_cache: Any, cache_seqlens: Any, block_table: Any) -> Any:
             raise ParameterError(f"{_CACHED}: a block_table needs cache_seqlens")
         cache_seqlens = k_cache.shape[1]
     return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
-
-
-def _append(k: Any, v: Any, k_cache: Any, v_cache: Any, lengths: Any, block_table: Any) -> None:
-    """New tokens to their places; nothing waits for the device."""
-    torch = sys.modules["torch"]
-    batch, count = k.shape[:2]
-    places = lengths.long()[:, None] + torch.arange(count, device=k.device)
-    if block_table is None:
-        rows = torch.arange(batch, device=k.device)[:, None].expand_as(places)
-        k_cache.index_put_((rows, places), k)
-        v_cache.index_put_((rows, places), v)
-        return
-    page = k_cache.shape[1]
-    pages = block_table.long().gather(1, (places // page).clamp(max=block_table.shape[1] - 1))
-    room = places < block_table.shape[1] * page
-    slots = torch.where(room, pages * page + places % page, -1).flatten()
-    kv_append(k.flatten(0, 1), v.flatten(0, 1), (k_cache, v_cache), slots)
 
 
 def _check_tensors(call: str, **arrays: Any) -> None:
