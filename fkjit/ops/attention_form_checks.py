@@ -113,8 +113,11 @@ def _variant(
         "form": form.text,
     }  # fmt: skip
     block = usual.check_block(block, call)
-    params = {**fixed, "block": tile(spec, fixed, problem, arch) if block is None else block}
-    spec.check(params, arch)
+    try:
+        params = {**fixed, "block": tile(spec, fixed, problem, arch) if block is None else block}
+        spec.check(params, arch)
+    except ParameterError as error:
+        raise ParameterError(str(error).replace(f"{spec.op}:", f"{call}:", 1)) from None
     return spec, params
 
 

@@ -14,53 +14,54 @@ from fkjit.ops.attention_problem import split_block
 from fkjit.spec import KernelSpec, Param, Params, Problem, register
 
 _FORM = "what the kernel does beside causal attention; any other form is compiled when called"
-_TILES = (16, 32, 64, (64, 16), (64, 32), (128, 32), (128, 64))
+_TILES = (16, 32, 64, (64, 16), (64, 32))
 # What is compiled ahead of each kernel: one tile, where the sweep meets every line of the code.
 _SHOWN = {"head_dim": 64, "head_dim_v": 64, "block": 32, "aligned": True}
-_SHOWN_DTYPES = {"flash_forms": "bf16", "flash_fp32_forms": "fp32"}
-_PREFERENCE: dict[bool, dict[int, tuple[Any, ...]]] = {  # of loads beside the scores, by head_dim
+_SHOWN_DTYPES = {"flash": "bf16", "flash_fp32": "fp32"}
+# Tiles by padded head_dim, fastest first (bench/NOTES.md), where scores meet numbers of memory or
+# not. A warp has 16 rows: the band of keys and the rules take the registers of another 16.
+_PREFERENCE: dict[bool, dict[int, tuple[Any, ...]]] = {
     False: {
-        **dict.fromkeys((32, 64, 96, 128), ((128, 64), 64, (64, 32), 32, 16)),
-        **{192: (64, (64, 32), 32, 16), 256: ((64, 32), 32, 16)},
+        **dict.fromkeys((32, 64, 96, 128, 192), (64, (64, 32), 32, 16)),
+        **{256: ((64, 32), 32, 16)},
     },
     True: {
-        **dict.fromkeys((32, 64, 96), ((128, 64), 64, (64, 32), 32, 16)),
-        **{128: ((128, 32), (64, 32), 32, 16), 192: ((64, 16), 16), 256: ((64, 16), 16)},
+        **dict.fromkeys((32, 64, 96, 128), ((64, 32), 32, 16)),
+        **dict.fromkeys((192, 256), ((64, 16), 16)),
     },
 }
+
+
+_FP32_TILES = (64, (64, 32), 32, 16)  # not the first where numbers come from memory
 
 
 def _loads(params: Params) -> bool:
     """Whether scores meet numbers from memory, whose addresses and values take registers."""
     form = parse(params["form"])
-    return bool(form.bias or form.mask or form.score_mod)
+    return bool(form.bias or form.mask or form.arrays)
 
 
 def _derive_flash(params: Params) -> dict[str, Any]:
-    """Warps of 16 rows: the band of keys and the rules take the registers of another 16; but not
-    where a tile has few keys and nothing is loaded."""
-    block_q, block_k = split_block(params["block"])
-    wide = (block_q, block_k) == (128, 32) and not _loads(params)
-    warps = block_q // (32 if wide else 16)
-    return {
-        **FLASH.derive(params),
-        "num_warps": warps,
-        "q_in_registers": not wide and params["head_dim"] <= 128 and not _loads(params),
-        **parse(params["form"]).values(),
-    }
+    usual = FLASH.derive(params)
+    kept = usual["q_in_registers"] and not _loads(params)
+    return {**usual, "q_in_registers": kept, **parse(params["form"]).values()}
 
 
 def _illegal_flash(params: Params) -> str | None:
-    dims, block, loads = (params["head_dim"], params["head_dim_v"]), params["block"], _loads(params)
+    dims, block = (params["head_dim"], params["head_dim_v"]), params["block"]
     if dims not in PAIRS:
         return f"head_dim_v={dims[1]} is not compiled for head_dim={dims[0]}"
     if not params["aligned"] and block not in (16, 32):
         return "copies whole 16-byte chunks, and these rows do not start on 16-byte boundaries"
-    if block not in _PREFERENCE[loads][dims[0]] and not (block == (128, 32) and dims[0] <= 128):
-        return (
-            f"needs more registers than a thread has, or is never the fastest (head_dim={dims[0]})"
-        )
+    if block not in _PREFERENCE[_loads(params)][dims[0]]:
+        return f"needs more registers than there are, or is never the fastest (head_dim={dims[0]})"
     return None
+
+
+def _illegal_fp32(params: Params) -> str | None:
+    if params["block"] == 64 and _loads(params):
+        return "needs more registers than a thread has"
+    return FLASH_FP32.illegal(params)
 
 
 def _only_shown(spec: KernelSpec) -> KernelSpec:
@@ -81,7 +82,7 @@ def _with_forms(base: KernelSpec, **more: Any) -> KernelSpec:
     }
     return replace(
         base,
-        name=f"{base.name}_forms",
+        op="attention_form",
         doc=f"{base.name} with windows, biases, packed sequences …: what its form says",
         arguments=problem.arguments,
         flops=problem.flops,
@@ -104,9 +105,8 @@ def _flash_params() -> tuple[Param, ...]:
 _FORMS = {
     "flash": _with_forms(
         FLASH, derive=_derive_flash, illegal=_illegal_flash, params=_flash_params(),
-        block=lambda params: (32 * _derive_flash(params)["num_warps"], 1, 1),
     ),
-    "flash_fp32": _with_forms(FLASH_FP32),
+    "flash_fp32": _with_forms(FLASH_FP32, illegal=_illegal_fp32),
 }  # fmt: skip
 FLASH_FORMS, FLASH_FP32_FORMS = (register(_only_shown(spec)) for spec in _FORMS.values())
 
@@ -131,6 +131,6 @@ def tile(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
 
 
 def _order(spec: KernelSpec, fixed: Params) -> tuple[Any, ...]:
-    if spec.name == "flash_forms":
-        return _PREFERENCE[_loads(fixed)][fixed["head_dim"]]
-    return (64, (64, 32), 32, 16)
+    if spec.name == "flash_fp32":
+        return _FP32_TILES[_loads(fixed) :]
+    return _PREFERENCE[_loads(fixed)][fixed["head_dim"]]
