@@ -10,7 +10,17 @@ from typing import Any
 from fkjit.arch import Arch
 from fkjit.ops import attention_backward_fp32 as fp32
 from fkjit.ops import attention_backward_problem as shared
-from fkjit.ops.attention_backward_kernels import KEY_TILES, KEYS, PAIRS, QUERIES, QUERY_TILES, ROWS
+from fkjit.ops.attention_backward_kernels import (
+    DQ,
+    KEY_TILES,
+    KEYS,
+    PAIRS,
+    QUERIES,
+    QUERY_TILES,
+    ROWS,
+    SUM_TILES,
+    SUMS,
+)
 from fkjit.ops.simple import Launch
 from fkjit.spec import KernelSpec, Problem
 from fkjit.tuning import tuned
@@ -37,17 +47,33 @@ def choose(
     rows = shared.rows_shape(problem)
     scratch: dict[str, tuple[int, ...]] = {"lse_log2": rows, "delta": rows}
     launches = [Launch(ROWS, {"dtype": problem["dtype"], "aligned": aligned}, problem)]
-    launches += portable(problem, aligned, arch)
+    if not deterministic and aligned and _half(problem, arch):
+        launches += _by_sums(problem, arch)
+        scratch["dq_sum"] = (*rows, problem["sum_columns"])
+    else:
+        launches += portable(problem, aligned, arch)
     return Chosen(tuple(launch for launch in launches if _blocks(launch)), scratch)
+
+
+def _half(problem: Problem, arch: Arch) -> bool:
+    """Whether tensor cores take it."""
+    return problem["dtype"] != "fp32" and arch.features >= KEYS.features({})
+
+
+def _by_sums(problem: dict[str, Any], arch: Arch) -> list[Launch]:
+    """dk, dv and sums of dq in one kernel, which blocks add to in any order."""
+    dims = padded_dims(problem, PAIRS)
+    problem["sum_columns"] = dims[0]
+    params = parameters(SUMS, SUM_TILES[dims[0]], dims, problem, True, arch)
+    return [Launch(SUMS, params, problem), Launch(DQ, {"dtype": problem["dtype"]}, problem)]
 
 
 def portable(problem: Problem, aligned: bool, arch: Arch) -> list[Launch]:
     """dk and dv, and dq in a kernel of its own: the same bits at every call."""
-    half = problem["dtype"] != "fp32"
-    if half and arch.features >= KEYS.features({}):
+    if _half(problem, arch):
         pairs, kernels = PAIRS, ((KEYS, KEY_TILES), (QUERIES, QUERY_TILES))
     else:
-        aligned &= not half  # on sm_75, which has one variant for both
+        aligned &= problem["dtype"] == "fp32"  # of 16 bits there is one variant for both
         pairs, kernels = fp32.PAIRS, ((fp32.KEYS_FP32, fp32.TILES), (fp32.QUERIES_FP32, fp32.TILES))
     if not aligned:
         pairs = tuple(pair for pair in pairs if pair[0] == pair[1])

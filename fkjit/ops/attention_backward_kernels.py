@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.interop import numpy_dtype
+from fkjit.interop import ITEMSIZE, numpy_dtype
 from fkjit.ops import attention_backward_problem as shared
 from fkjit.ops import attention_problem as forward
 from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, SharedLayout, register
@@ -28,9 +28,10 @@ _NEEDS = frozenset({"cp_async", "ldmatrix", "bf16_mma"})
 # ------------------------------------------------------------------ delta and lse of each row
 
 
-def _row_lanes(head_dim_v: int) -> int:
-    """Lanes that share a row: four columns each, or several times four."""
-    return min(32, 1 << (max(head_dim_v, 4) // 4 - 1).bit_length())
+def _row_lanes(problem: Problem) -> int:
+    """Lanes that share a row: 16 bytes each, or several times 16."""
+    vectors = -(-problem["head_dim_v"] * ITEMSIZE[problem["dtype"]] // 16)
+    return min(32, 1 << (vectors - 1).bit_length())
 
 
 def _row_arguments(
@@ -44,7 +45,7 @@ def _row_arguments(
         "rows_padded": shared.rows_padded(problem),
         "rows": math.prod(shared.rows_shape(problem)),
         "sum_columns": problem.get("sum_columns", 0),
-        "lanes": _row_lanes(problem["head_dim_v"]),
+        "lanes": _row_lanes(problem),
     }
 
 
@@ -104,11 +105,7 @@ ROWS = register(
         derive=lambda params: {"threads": _ROW_THREADS},
         block=lambda params: (_ROW_THREADS, 1, 1),
         grid=lambda params, problem: (
-            -(
-                -math.prod(shared.rows_shape(problem))
-                * _row_lanes(problem["head_dim_v"])
-                // _ROW_THREADS
-            ),
+            -(-math.prod(shared.rows_shape(problem)) * _row_lanes(problem) // _ROW_THREADS),
             1,
             1,
         ),
@@ -127,16 +124,23 @@ ROWS = register(
 # (keys of a block, queries of a tile, warps along the keys, warps that share the same keys, stages)
 KEY_TILES: dict[int, tuple[Any, ...]] = {
     64: ((128, 64, 4, 1, 2), (64, 64, 4, 1, 2)),
-    128: ((128, 64, 4, 2, 2), (64, 32, 2, 2, 2)),
+    128: ((64, 64, 2, 2, 2), (64, 32, 2, 2, 2)),
     192: ((64, 32, 2, 2, 2),),
-    256: ((64, 32, 4, 2, 2), (32, 32, 2, 2, 1)),
+    256: ((32, 32, 2, 2, 2), (32, 32, 2, 2, 1)),
+}
+# The same where dq is added up as well
+SUM_TILES: dict[int, tuple[Any, ...]] = {
+    64: ((128, 64, 4, 1, 2),),
+    128: ((64, 64, 2, 2, 2), (64, 32, 2, 2, 2)),
+    192: ((64, 32, 2, 2, 2),),
+    256: ((32, 32, 2, 2, 2), (32, 32, 2, 2, 1)),
 }
 # (queries of a block, keys of a tile, warps, stages)
 QUERY_TILES: dict[int, tuple[Any, ...]] = {
     64: ((128, 64, 4, 2),),
     128: ((128, 32, 4, 2),),
     192: ((64, 32, 4, 2),),
-    256: ((64, 32, 4, 2), (32, 32, 2, 2)),
+    256: ((32, 32, 2, 2),),
 }
 
 
@@ -151,54 +155,56 @@ def _illegal(of: Mapping[int, tuple[Any, ...]]) -> Callable[[Params], str | None
             return f"head_dim_v={dims[1]} is not compiled for head_dim={dims[0]}"
         if params["tile"] not in of[dims[0]]:
             return f"is not a tile for head_dim={dims[0]}"
-        if not params["aligned"] and (dims[0] == 192 or params["tile"] != of[dims[0]][-1]):
+        if not params.get("aligned", True) and (
+            dims[0] == 192 or params["tile"] != of[dims[0]][-1]
+        ):
             return "copies whole 16-byte chunks, and these rows do not start on 16-byte boundaries"
         return None
 
     return illegal
 
 
-def _key_derive(params: Params) -> dict[str, Any]:
-    block_k, block_q, warps_k, warps_c, stages = params["tile"]
-    return {
-        "block_k": block_k,
-        "block_q": block_q,
-        "warps_k": warps_k,
-        "warps_c": warps_c,
-        "step_q": 32 if params["head_dim"] > 64 else 16,
-        "stages": stages,
-        "min_blocks": 1,
-    }
+def _key_derive(sums: bool) -> Callable[[Params], dict[str, Any]]:
+    def derive(params: Params) -> dict[str, Any]:
+        names = ("block_k", "block_q", "warps_k", "warps_c", "stages")
+        tile = dict(zip(names, params["tile"], strict=True))
+        return {"aligned": True, **tile, "step_q": 32, "min_blocks": 1, "sums": sums}
+
+    return derive
 
 
-def _key_shared(params: Params) -> SharedLayout:
-    """K, V, P and dS where warps exchange them, and stages of Q, dO, lse and delta."""
-    (block_k, block_q, _, warps_c, count), d, dv = (
-        params["tile"],
-        params["head_dim"],
-        params["head_dim_v"],
-    )
-    exchanged = [(name, 2 * block_k * block_q) for name in ("P", "dS") if warps_c > 1]
-    stages = [
-        (f"{name} stage {i}", size)
-        for i in range(count)
-        for name, size in (
-            ("Q", 2 * block_q * d), ("dO", 2 * block_q * dv), ("lse", 4 * block_q),
-            ("delta", 4 * block_q),
-        )
-    ]  # fmt: skip
-    return [("K", 2 * block_k * d), ("V", 2 * block_k * dv), *exchanged, *stages]
+def _key_shared(sums: bool) -> Callable[[Params], SharedLayout]:
+    def layout(params: Params) -> SharedLayout:
+        """K, V, P and dS where other warps read them, and stages of Q, dO, lse and delta."""
+        block_k, block_q, _, warps_c, count = params["tile"]
+        d, dv = params["head_dim"], params["head_dim_v"]
+        scores = ("P", "dS") if warps_c > 1 else ("dS",) if sums else ()
+        stages = [
+            (f"{name} stage {i}", size)
+            for i in range(count)
+            for name, size in (
+                ("Q", 2 * block_q * d), ("dO", 2 * block_q * dv), ("lse", 4 * block_q),
+                ("delta", 4 * block_q),
+            )
+        ]  # fmt: skip
+        exchanged = [(name, 2 * block_k * block_q) for name in scores]
+        return [("K", 2 * block_k * d), ("V", 2 * block_k * dv), *exchanged, *stages]
+
+    return layout
 
 
 def kernel_arguments(
-    names: tuple[str, ...], wanted: tuple[str, ...]
+    names: tuple[str, ...],
+    wanted: tuple[str, ...],
+    more: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda arrays: {},
 ) -> Callable[..., Mapping[str, Any]]:
-    """`names`: arrays with strides; those `wanted` are the results."""
+    """`names`: arrays with strides; those `wanted` are the results; `more` of them without."""
 
     def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
         strided = (*names, *wanted)
         return {
             **{name: arrays[name] for name in (*strided, "lse_log2", "delta")},
+            **more(arrays),
             **{f"{name}_strides": shared.strides(problem, name, arrays) for name in strided},
             **shared.scalars(problem),
         }
@@ -222,40 +228,158 @@ def rows_in_blocks(heads: str, rows: str, step: Callable[[Params], int]) -> Call
     return grid
 
 
-KEYS = register(
+def _key_problems(params: Params, scale: str) -> list[dict[str, Any]]:
+    block_k, block_q, *_ = params["tile"]
+    return shared.problems(block_q, block_k, {"aligned": True, **params}, scale)
+
+
+def _keys(name: str, doc: str, tiles: Mapping[int, tuple[Any, ...]], **more: Any) -> KernelSpec:
+    """`keys`, or `sums`, which adds up dq as well."""
+    sums = name == "sums"
+    tile = Param("tile", _tiles(tiles), "keys, queries, warps of keys, warps alike, stages", True)
+    return register(
+        KernelSpec(
+            **{
+                "op": OP,
+                "name": name,
+                "source": "attention/flash_backward_keys.cu",
+                "entry": "attention_backward_keys",
+                "doc": doc,
+                "params": (_HALF, *_DIMS, tile, *(() if sums else (ALIGNED,))),
+                "derive": _key_derive(sums),
+                "illegal": _illegal(tiles),
+                "features": lambda params: _NEEDS,
+                "shared_layout": _key_shared(sums),
+                "block": lambda params: (32 * params["tile"][2] * params["tile"][3], 1, 1),
+                "grid": rows_in_blocks("heads_kv", "seqlen_k", lambda params: params["tile"][0]),
+                "flops": lambda problem: shared.products(problem, 2 + sums, 2),
+                "bytes": shared.traffic,
+                "shape_class": forward.shape_class,
+                "interpreter_flops": 3.6e9,
+                "problems": _key_problems,
+                "inputs": shared.inputs,
+                "outputs": shared.outputs(("dk", "dv")),
+                "arguments": kernel_arguments(
+                    shared.GIVEN, ("dk", "dv"), lambda arrays: {"dq_sum": arrays.get("dq_sum")}
+                ),
+                "reference": kernel_reference(("dk", "dv")),
+                "tolerance": shared.tolerance,
+                **more,
+            }
+        )
+    )
+
+
+KEYS = _keys(
+    "keys",
+    "dk and dv on tensor cores (mma.sync): a block owns keys and walks over queries",
+    KEY_TILES,
+)
+
+# ------------------------------------------------------------------ dq as sums by atomics
+
+
+def fragments(x: np.ndarray) -> np.ndarray:
+    """[..., rows, columns] in the order of templates/device/sum_fragments.cuh."""
+    *more, rows, columns = x.shape
+    cut = x.reshape(*more, rows // 16, 2, 8, columns // 8, 4, 2)
+    last = len(more)
+    order = (0, 3, 2, 4, 1, 5)  # row block, column block, g, t, half, pair
+    turned = cut.transpose(*range(last), *(last + i for i in order))
+    return np.ascontiguousarray(turned).reshape(x.shape)
+
+
+def _padded_dq(problem: Problem, dq: np.ndarray) -> np.ndarray:
+    """As sums have it: whole tiles of rows and padded columns, not yet scaled."""
+    rows = shared.rows_padded(problem) - problem["seqlen_q"]
+    columns = problem["sum_columns"] - problem["head_dim"]
+    return np.pad(dq / problem["softmax_scale"], ((0, 0), (0, 0), (0, rows), (0, columns)))
+
+
+def _sum_outputs(params: Params, problem: Problem) -> Arrays:
+    size = (*shared.rows_shape(problem), problem["sum_columns"])
+    made = shared.outputs(("dk", "dv"))(params, problem)
+    return {**made, "dq_sum": np.zeros(size, np.float32)}
+
+
+def _sum_reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
+    found = shared.reference(problem, arrays)
+    sums = fragments(_padded_dq(problem, found["dq"]))
+    return {"dk": found["dk"], "dv": found["dv"], "dq_sum": sums}
+
+
+SUMS = _keys(
+    "sums",
+    "keys, with dq added up by atomics: five products, but not the same bits at every call",
+    SUM_TILES,
+    problems=lambda params, scale: [
+        {**problem, "sum_columns": params["head_dim"]} for problem in _key_problems(params, scale)
+    ],
+    outputs=_sum_outputs,
+    reference=_sum_reference,
+)
+
+
+def _dq_problems(params: Params, scale: str) -> list[dict[str, Any]]:
+    sizes = [(1, 2, 37, 64, 64), (2, 1, 130, 72, 128)]
+    names = ("batch", "heads_q", "seqlen_q", "head_dim", "sum_columns")
+    return [
+        {"dtype": params["dtype"], "softmax_scale": 0.3, **dict(zip(names, one, strict=True))}
+        for one in sizes
+    ]
+
+
+def _dq_shape(problem: Problem) -> tuple[int, ...]:
+    return tuple(problem[name] for name in ("batch", "heads_q", "seqlen_q", "head_dim"))
+
+
+def _dq_inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
+    dq = rng.standard_normal(_dq_shape(problem), np.float32)
+    return {"dq_sum": fragments(_padded_dq(problem, dq)).astype(np.float32), "exact": dq}
+
+
+def _dq_arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **{name: arrays[name] for name in ("dq_sum", "dq")},
+        "dq_strides": shared.strides(problem, "dq", arrays),
+        **{name: problem[name] for name in ("batch", "heads_q", "seqlen_q", "head_dim")},
+        **{"rows_padded": shared.rows_padded(problem), "sum_columns": problem["sum_columns"]},
+        "softmax_scale": float(np.float32(problem["softmax_scale"])),
+    }
+
+
+DQ = register(
     KernelSpec(
         op=OP,
-        name="keys",
-        source="attention/flash_backward_keys.cu",
-        entry="attention_backward_keys",
-        doc="dk and dv on tensor cores (mma.sync): a block owns keys and walks over queries",
-        params=(
-            _HALF,
-            *_DIMS,
-            Param("tile", _tiles(KEY_TILES), "keys, queries, warps of keys, warps alike, stages",
-                  tunable=True),
-            ALIGNED,
-        ),
-        derive=_key_derive,
-        illegal=_illegal(KEY_TILES),
+        name="dq",
+        source="attention/backward_dq.cu",
+        entry="attention_backward_dq",
+        doc="dq out of its sums",
+        params=(_HALF,),
+        derive=lambda params: {"threads": _ROW_THREADS},
         features=lambda params: _NEEDS,
-        shared_layout=_key_shared,
-        block=lambda params: (32 * params["tile"][2] * params["tile"][3], 1, 1),
-        grid=rows_in_blocks("heads_kv", "seqlen_k", lambda params: params["tile"][0]),
-        flops=lambda problem: shared.products(problem, 2, 2),
-        bytes=shared.traffic,
-        shape_class=forward.shape_class,
-        interpreter_flops=3.6e9,
-        problems=lambda params, scale: shared.problems(
-            params["tile"][1], params["tile"][0], params, scale
+        block=lambda params: (_ROW_THREADS, 1, 1),
+        grid=lambda params, problem: (
+            -(
+                -math.prod(shared.rows_shape(problem))
+                * problem["sum_columns"]
+                // 32
+                // _ROW_THREADS
+            ),
+            1,
+            1,
         ),
-        inputs=shared.inputs,
-        outputs=shared.outputs(("dk", "dv")),
-        arguments=kernel_arguments(shared.GIVEN, ("dk", "dv")),
-        reference=kernel_reference(("dk", "dv")),
-        tolerance=shared.tolerance,
+        bytes=lambda problem: 6.0 * math.prod(_dq_shape(problem)),
+        problems=_dq_problems,
+        inputs=_dq_inputs,
+        outputs=lambda params, problem: {
+            "dq": np.full(_dq_shape(problem), np.nan, numpy_dtype(problem["dtype"]))
+        },
+        arguments=_dq_arguments,
+        reference=lambda problem, arrays: {"dq": np.asarray(arrays["exact"], np.float64)},
+        tolerance=lambda params: {"fp16": 1e-3, "bf16": 8e-3}[params["dtype"]],
     )
-)  # fmt: skip
+)
 
 # ------------------------------------------------------------------ dq: a block owns queries
 
@@ -267,7 +391,7 @@ def _query_derive(params: Params) -> dict[str, Any]:
         "block_k": block_k,
         "num_warps": warps,
         "step_k": 32,
-        "in_registers": False,
+        "in_registers": params["head_dim"] <= 64,
         "stages": stages,
         "min_blocks": 1,
     }

@@ -12,6 +12,7 @@
    For fp32 inputs, and for 16-bit ones on sm_75. Every architecture. */
 #include "prelude.cuh"
 #include "device/backward_fp32.cuh"
+#include "device/key_block.cuh"
 
 using elem_t = ${dtype};
 constexpr int BLOCK_K = ${own};    // keys of a block
@@ -57,9 +58,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_keys
   const int x = threadIdx.x % LANES;
   const int row0 = threadIdx.x / WARP_SIZE * 2 * ROWS + threadIdx.x % WARP_SIZE / LANES;
 
-  const int heads_kv = heads_q / group_size, blocks_k = ceil_div(seqlen_k, BLOCK_K);
-  const int k0 = blockIdx.x % blocks_k * BLOCK_K, kv_head = blockIdx.x / blocks_k % heads_kv;
-  const i64 batch = blockIdx.x / blocks_k / heads_kv;
+  const KeyBlock<BLOCK_K> place(blockIdx.x, seqlen_k, heads_q / group_size);
+  const int k0 = place.k0, kv_head = place.head;
+  const i64 batch = place.batch;
 
   // Query i sees key row r of the block if i >= first_seeing + r.
   const int first_seeing = causal ? k0 - (seqlen_k - seqlen_q) : -BLOCK_K;

@@ -10,11 +10,12 @@
    Source: Dao, "FlashAttention-2" (2023): dS = P (dP - delta). */
 #include "prelude.cuh"
 #include "device/reduce.cuh"
-#include "device/tile_fp32.cuh"
+#include "device/vector.cuh"
 
 using elem_t = ${dtype};
 constexpr int THREADS = ${threads};
-constexpr bool ALIGNED = ${aligned};  // rows of dout and o start on 16-byte boundaries
+constexpr bool ALIGNED = ${aligned};        // rows of dout and o start on 16-byte boundaries
+constexpr int SIZE = Vector<elem_t>::SIZE;  // neighbouring columns of a lane
 constexpr float POSITIVE_INFINITY = -NEG_INFINITY;
 
 static_assert(THREADS % WARP_SIZE == 0, "whole warps: rows are shared by neighbours");
@@ -40,10 +41,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_rows(
   if (exists) {
     dout += batch * dout_strides.batch + head * dout_strides.head + query * dout_strides.row;
     o += batch * o_strides.batch + head * o_strides.head + query * o_strides.row;
-    for (int column = 4 * lane; column < head_dim_v; column += 4 * lanes) {
-      const float4 x = load_global4<ALIGNED>(dout + column, head_dim_v - column);
-      const float4 y = load_global4<ALIGNED>(o + column, head_dim_v - column);
-      sum = fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, sum))));
+    for (int column = SIZE * lane; column < head_dim_v; column += SIZE * lanes) {
+      if (ALIGNED && column + SIZE <= head_dim_v) {
+        const Vector<elem_t> x = load_vector_once(dout + column), y = load_vector_once(o + column);
+#pragma unroll
+        for (int i = 0; i < SIZE; ++i) sum = fmaf(x.get(i), y.get(i), sum);
+      } else {
+        for (int i = column; i < min(column + SIZE, head_dim_v); ++i)
+          sum = fmaf(static_cast<float>(dout[i]), static_cast<float>(o[i]), sum);
+      }
     }
   }
   sum = lanes_reduce(sum, lanes, Sum());

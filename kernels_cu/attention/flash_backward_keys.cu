@@ -17,12 +17,19 @@
    its share of the columns of dK and dV. That is how two 16-row blocks a warp (each fragment of
    shared memory is used twice) fit into registers where dK and dV are 128 or more columns wide.
 
+   With SUMS every tile's dQ = dS K is made here as well and added to fp32 sums in device memory: five
+   products instead of the seven that take flash_backward_queries.cu beside this kernel, but blocks
+   add in whatever order they come. backward_dq.cu rounds the sums.
+
    Q, dO and their rows' lse and delta travel through a ring of STAGES tiles filled by cp.async.
 
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
 #include "device/attention_backward.cuh"
+#include "device/key_block.cuh"
 #include "device/named_barrier.cuh"
+#include "device/reread.cuh"
+#include "device/sum_fragments.cuh"
 
 using elem_t = ${dtype};
 constexpr int BLOCK_K = ${block_k};  // keys of a block
@@ -33,6 +40,7 @@ constexpr int HEAD_DIM = ${head_dim};      // of q and k, padded with zeros
 constexpr int HEAD_DIM_V = ${head_dim_v};  // of v and dout, padded
 constexpr int STAGES = ${stages};          // tiles of Q and dO in shared memory
 constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the registers
+constexpr bool SUMS = ${sums};             // whether dQ is added up, too
 constexpr bool ALIGNED = ${aligned};       // rows of all arrays start on 16-byte boundaries
 constexpr int GUARD = ${guard};            // bytes between tiles: 0 except where memory is checked
 
@@ -41,6 +49,7 @@ constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int ROWS_A_WARP = BLOCK_K / WARPS_K;
 constexpr int M_BLOCKS = ROWS_A_WARP / 16;  // 16-row mma blocks of a warp
 constexpr bool EXCHANGE = WARPS_C > 1;      // of P' and dS', through shared memory
+constexpr bool SHARES_DS = EXCHANGE || SUMS;
 constexpr int QUERIES = EXCHANGE ? BLOCK_Q / WARPS_C : min_of(BLOCK_Q, ${step_q});  // at a time
 constexpr int PENDING = STAGES > 1 ? STAGES - 2 : 0;  // groups of copies that may be under way
 constexpr int QK_STEPS = HEAD_DIM / 16, DOV_STEPS = HEAD_DIM_V / 16;
@@ -52,11 +61,14 @@ static_assert(ROW_STEP % BLOCK_Q == 0, "lse and delta are padded to whole tiles"
 static_assert(HEAD_DIM % (32 * WARPS_C) == 0 && HEAD_DIM_V % (32 * WARPS_C) == 0,
               "warps share the columns evenly, 16 at a time");
 
+// dQ of a tile: DQ_WARPS_Q warps share its rows, the others its columns, in turns.
+constexpr int DQ_WARPS_Q = BLOCK_Q / 32, DQ_TURNS = NUM_WARPS / DQ_WARPS_Q;
+
 using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;
 using VTile = SwizzledTile<BLOCK_K, HEAD_DIM_V>;
 using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;
 using DoTile = SwizzledTile<BLOCK_Q, HEAD_DIM_V>;
-using PTile = SwizzledTile<BLOCK_K, EXCHANGE ? BLOCK_Q : 64>;
+using PTile = SwizzledTile<BLOCK_K, SHARES_DS ? BLOCK_Q : 64>;
 constexpr int DO_OFFSET = QTile::BYTES + GUARD;  // in a stage
 constexpr int LSE_OFFSET = DO_OFFSET + DoTile::BYTES + GUARD;
 constexpr int DELTA_OFFSET = LSE_OFFSET + BLOCK_Q * 4 + GUARD;
@@ -76,6 +88,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const float* __restrict__ delta,     // the same
     elem_t* __restrict__ dk,             // as k
     elem_t* __restrict__ dv,             // as v
+    float* __restrict__ dq_sum,          // fragments (device/sum_fragments.cuh) of [batch, heads_q,
+                                         // rows_padded, HEAD_DIM]; null without SUMS
     const Strides dout_strides, const Strides q_strides, const Strides k_strides,
     const Strides v_strides, const Strides dk_strides, const Strides dv_strides, const int heads_q,
     const int group_size,  // query heads a KV head
@@ -86,14 +100,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 k_tile = shared_address(shared_memory), v_tile = k_tile + KTile::BYTES + GUARD;
   constexpr int P_OFFSET = KTile::BYTES + VTile::BYTES + 2 * GUARD;
-  constexpr int RING_OFFSET = P_OFFSET + (EXCHANGE ? 2 * (PTile::BYTES + GUARD) : 0);
-  const u32 p_tile = k_tile + P_OFFSET, ds_tile = p_tile + PTile::BYTES + GUARD;
+  constexpr int DS_OFFSET = P_OFFSET + (EXCHANGE ? PTile::BYTES + GUARD : 0);
+  constexpr int RING_OFFSET = DS_OFFSET + (SHARES_DS ? PTile::BYTES + GUARD : 0);
+  const u32 p_tile = k_tile + P_OFFSET, ds_tile = k_tile + DS_OFFSET;
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int warp_row = warp % WARPS_K * ROWS_A_WARP, turn = warp / WARPS_K;
 
-  const int heads_kv = heads_q / group_size, blocks_k = ceil_div(seqlen_k, BLOCK_K);
-  const int k0 = blockIdx.x % blocks_k * BLOCK_K, kv_head = blockIdx.x / blocks_k % heads_kv;
-  const i64 batch = blockIdx.x / blocks_k / heads_kv;
+  const KeyBlock<BLOCK_K> place(blockIdx.x, seqlen_k, heads_q / group_size);
+  const int k0 = place.k0, kv_head = place.head, batch = place.batch;
   const int head0 = kv_head * group_size;
 
   // Query i sees key row r of the block if i >= first_seeing + r.
@@ -103,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 
   // What is fetched next: a tile of rows of a query head.
   int next_head = head0, next_tile = first_tile;
-  int left = max(tiles - first_tile, 0) * group_size, to_fetch = left;
+  int left = max(tiles - first_tile, 0) * group_size;
   const auto fetch = [&](int stage_index) {
     const u32 stage = k_tile + RING_OFFSET + stage_index * STAGE_BYTES;
     const i64 row = static_cast<i64>(next_tile) * BLOCK_Q;
@@ -115,13 +129,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         stage + DO_OFFSET,
         dout + batch * dout_strides.batch + next_head * dout_strides.head + row * dout_strides.row,
         dout_strides.row, rows_left, head_dim_v);
-    const i64 first = (batch * heads_q + next_head) * rows_padded + row;
+    const i64 first = (static_cast<i64>(batch) * heads_q + next_head) * rows_padded + row;
     if (threadIdx.x < BLOCK_Q / 4) {
       cp_async_16(stage + LSE_OFFSET + threadIdx.x * 16, lse_log2 + first + threadIdx.x * 4);
       cp_async_16(stage + DELTA_OFFSET + threadIdx.x * 16, delta + first + threadIdx.x * 4);
     }
     if (++next_tile == tiles) next_tile = first_tile, ++next_head;
-    --to_fetch;
   };
 
   // 1. K, V and the first tiles are on their way.
@@ -133,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       v_strides.row, seqlen_k - k0, head_dim_v);
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
-    if (to_fetch > 0) fetch(stage);
+    if (left > stage) fetch(stage);
     cp_async_commit();
   }
 
@@ -150,12 +163,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const u32 warp_ds_tile = ds_tile + warp_row * PTile::ROW_BYTES;
   float dk_acc[M_BLOCKS][K_COLUMNS][4] = {}, dv_acc[M_BLOCKS][V_COLUMNS][4] = {};
 
-  int tile = first_tile;
+  int tile = first_tile, head = head0;
   for (int stage_index = 0; left > 0; --left) {
     // 2. This tile has arrived, and every warp is done with the one before: its stage is free.
     cp_async_wait<PENDING>();
     __syncthreads();
-    if (to_fetch > 0) fetch(stage_index == 0 ? STAGES - 1 : stage_index - 1);
+    if (left >= STAGES) fetch(stage_index == 0 ? STAGES - 1 : stage_index - 1);
     cp_async_commit();
     if (STAGES == 1) {  // nothing travels while it is multiplied: for GPUs with little memory
       cp_async_wait<0>();
@@ -167,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const float* delta_row = reinterpret_cast<const float*>(shared_memory + offset + DELTA_OFFSET);
     const int q0 = tile * BLOCK_Q;
 
-#pragma unroll
+#pragma unroll 1
     for (int step = 0; step < (EXCHANGE ? 1 : BLOCK_Q / QUERIES); ++step) {
       const int query = EXCHANGE ? turn * QUERIES : step * QUERIES;  // in the tile
       const u32 q_queries = stage + query * QTile::ROW_BYTES;
@@ -175,15 +188,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       float p[M_BLOCKS][QUERIES / 8][4] = {}, ds[M_BLOCKS][QUERIES / 8][4] = {};
       u32 k_fragments[QK_STEPS][M_BLOCKS][4], v_fragments[DOV_STEPS][M_BLOCKS][4];
       multiply_qk<elem_t, 16, false>(p, k_fragments, warp_k_tile, k_reader, q_queries, q_reader);
-      if (q0 < unmasked)
-        mask_queries(p, lane, hidden_score(softmax_scale_log2),
-                     [&](int row) { return first_seeing + warp_row + row - q0 - query; });
+      if (q0 < unmasked || (SUMS && k0 + BLOCK_K > seqlen_k)) {
+        const int row0 = thread_index_again() / WARP_SIZE % WARPS_K * ROWS_A_WARP;
+        mask_queries(p, thread_index_again() % WARP_SIZE, hidden_score(softmax_scale_log2),
+                     [&](int row) {
+                       if (SUMS && k0 + row0 + row >= seqlen_k) return QUERIES;
+                       return first_seeing + row0 + row - q0 - query;
+                     });
+      }
       probabilities(p, softmax_scale_log2, lse_row + query, lane);
       multiply_qk<elem_t, 16, false>(ds, v_fragments, warp_v_tile, v_reader, do_queries, do_reader);
       score_gradients(ds, p, delta_row + query, lane);
+      if constexpr (SHARES_DS) exchange_rows<elem_t, PTile>(ds, lane, query, warp_ds_tile);
       if constexpr (EXCHANGE) {
         exchange_rows<elem_t, PTile>(p, lane, query, warp_p_tile);
-        exchange_rows<elem_t, PTile>(ds, lane, query, warp_ds_tile);
       } else {
         accumulate<elem_t, QUERIES / 16, 1>(
             dv_acc, do_queries, do_rows,
@@ -194,9 +212,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       }
     }
 
-    if constexpr (EXCHANGE) {
-      // 3. P' and dS' of these keys are there for all queries of the tile.
+    // 3. P' and dS' of these keys are there for all queries of the tile; with SUMS those of all keys.
+    if constexpr (SUMS) {
+      __syncthreads();
+    } else if constexpr (EXCHANGE) {
       named_barrier_wait<WARPS_C * WARP_SIZE>(1 + warp % WARPS_K);
+    }
+    if constexpr (EXCHANGE) {
       accumulate<elem_t, BLOCK_Q / 16, WARPS_C>(
           dv_acc, stage + DO_OFFSET, do_rows,
           [&](int i, int m, u32(&a)[4]) { ldmatrix_x4(a, p_reader.address(warp_p_tile, m, i)); });
@@ -204,22 +226,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
           dk_acc, stage, q_rows,
           [&](int i, int m, u32(&a)[4]) { ldmatrix_x4(a, p_reader.address(warp_ds_tile, m, i)); });
     }
-    if (++tile == tiles) tile = first_tile;
+    if constexpr (SUMS)
+      add_dq<elem_t, KTile, PTile, DQ_WARPS_Q, DQ_TURNS>(
+          dq_sum + ((static_cast<i64>(batch) * heads_q + head) * rows_padded + q0) * HEAD_DIM,
+          ds_tile, k_tile);
+    if (++tile == tiles) tile = first_tile, ++head;
     if (++stage_index == STAGES) stage_index = 0;
   }
 
-  // 4. dK and dV are staged where K and V were, then stored in whole chunks.
+  // 4. dK and dV are staged where K and V were, then stored in whole chunks. Places are computed
+  //    again rather than kept in registers through the loop.
   cp_async_wait<0>();
   __syncthreads();
-  stage_rows<elem_t, KTile, WARPS_C>(dk_acc, softmax_scale, lane, turn, warp_k_tile);
-  stage_rows<elem_t, VTile, WARPS_C>(dv_acc, 1.f, lane, turn, warp_v_tile);
+  const KeyBlock<BLOCK_K> again(block_index_again(), seqlen_k, heads_q / group_size);
+  const int end_lane = thread_index_again() % WARP_SIZE;
+  const int end_warp = thread_index_again() / WARP_SIZE, end_turn = end_warp / WARPS_K;
+  const int row0 = end_warp % WARPS_K * ROWS_A_WARP;
+  const u32 dk_tile = shared_address(shared_memory), dv_tile = dk_tile + KTile::BYTES + GUARD;
+  stage_rows<elem_t, KTile, WARPS_C>(dk_acc, softmax_scale, end_lane, end_turn,
+                                     dk_tile + row0 * KTile::ROW_BYTES);
+  stage_rows<elem_t, VTile, WARPS_C>(dv_acc, 1.f, end_lane, end_turn,
+                                     dv_tile + row0 * VTile::ROW_BYTES);
   __syncthreads();
   constexpr int STORED = ROWS_A_WARP / WARPS_C;  // rows of a warp
-  const int row = warp_row + turn * STORED, rows_left = seqlen_k - k0 - row;
-  dk += batch * dk_strides.batch + kv_head * dk_strides.head + (k0 + row) * dk_strides.row;
-  dv += batch * dv_strides.batch + kv_head * dv_strides.head + (k0 + row) * dv_strides.row;
-  store_tile<KTile, STORED, ALIGNED>(dk, dk_strides.row, k_tile + row * KTile::ROW_BYTES, lane,
-                                     rows_left, head_dim);
-  store_tile<VTile, STORED, ALIGNED>(dv, dv_strides.row, v_tile + row * VTile::ROW_BYTES, lane,
-                                     rows_left, head_dim_v);
+  const int row = row0 + end_turn * STORED, first = again.k0 + row;
+  dk += again.batch * dk_strides.batch + again.head * dk_strides.head + first * dk_strides.row;
+  dv += again.batch * dv_strides.batch + again.head * dv_strides.head + first * dv_strides.row;
+  store_tile<KTile, STORED, ALIGNED>(dk, dk_strides.row, dk_tile + row * KTile::ROW_BYTES, end_lane,
+                                     seqlen_k - first, head_dim);
+  store_tile<VTile, STORED, ALIGNED>(dv, dv_strides.row, dv_tile + row * VTile::ROW_BYTES, end_lane,
+                                     seqlen_k - first, head_dim_v);
 }

@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     cp_async_commit();
     const u32 stage = ring + (tile % STAGES) * STAGE_BYTES;
 
-#pragma unroll
+#pragma unroll 1
     for (int step = 0; step < BLOCK_K / KEYS; ++step) {
       const u32 k_keys = stage + step * KEYS * KTile::ROW_BYTES;
       const u32 v_keys = stage + V_OFFSET + step * KEYS * VTile::ROW_BYTES;
