@@ -168,7 +168,8 @@ def _key_derive(sums: bool) -> Callable[[Params], dict[str, Any]]:
     def derive(params: Params) -> dict[str, Any]:
         names = ("block_k", "block_q", "warps_k", "warps_c", "stages")
         tile = dict(zip(names, params["tile"], strict=True))
-        return {"aligned": True, **tile, "step_q": 32, "min_blocks": 1, "sums": sums}
+        fixed = {"aligned": True} if sums else {}
+        return {**fixed, **tile, "step_q": 32, "min_blocks": 1, "sums": sums}
 
     return derive
 
