@@ -2,8 +2,8 @@
 
     from fkjit.compat import scaled_dot_product_attention, flash_attn_func, flash_attn_with_kvcache
 
-For torch tensors. What fkjit has no kernel for yet (dropout, masks, windows, soft caps, ALiBi,
-gradients) is refused with a ParameterError that names the argument, never left out silently.
+For torch tensors. What fkjit has no kernel for yet (dropout; with a cache also windows, soft caps
+and ALiBi) is refused with a ParameterError that names the argument, never left out silently.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops import flash_kvcache
 from fkjit.ops.attention import attention
+from fkjit.ops.attention_forms import attention_varlen
 from fkjit.ops.decode import attention_decode, paged_attention
 
 _SDPA, _FLASH = "scaled_dot_product_attention", "flash_attn_func"
-_CACHED = "flash_attn_with_kvcache"
+_VARLEN, _CACHED = "flash_attn_varlen_func", "flash_attn_with_kvcache"
 _WINDOW = (-1, -1)
 
 
@@ -36,7 +37,9 @@ def scaled_dot_product_attention(
     Args:
         query: [B, Hq, Sq, D] or [Hq, Sq, D]; key and value the same with Sk rows, Dv columns of
             value. fp16, bf16 or fp32.
-        attn_mask: None. dropout_p: 0.
+        attn_mask: bool (a key is seen where it is True) or floating (added to scores), of any shape
+            that broadcasts to [B, Hq, Sq, Sk]; not beside is_causal. A row that sees no key is 0.
+        dropout_p: 0.
         is_causal: query i sees keys up to i: aligned to the top left, as in PyTorch.
         scale: default 1 / sqrt(D).
         enable_gqa: whether key and value may have fewer heads.
@@ -44,7 +47,9 @@ def scaled_dot_product_attention(
     Returns: o, as query with Dv columns. Raises as `fkjit.attention`.
     """
     _check_tensors(_SDPA, query=query, key=key, value=value)
-    _refuse(_SDPA, attn_mask=(attn_mask, None), dropout_p=(dropout_p, 0.0))
+    _refuse(_SDPA, dropout_p=(dropout_p, 0.0))
+    if attn_mask is not None and is_causal:
+        raise ParameterError(f"{_SDPA}: attn_mask and is_causal=True; allowed: one of them")
     if query.dim() not in (3, 4):
         raise ParameterError(f"{_SDPA}: query has {query.dim()} dimensions; allowed: 3 or 4")
     if query.shape[-3] != key.shape[-3] and not enable_gqa:
@@ -53,8 +58,20 @@ def scaled_dot_product_attention(
             "enable_gqa=True"
         )
     q, k, v = (x if x.dim() == 4 else x.unsqueeze(0) for x in (query, key, value))
-    made = _causal(q, k, v, scale) if is_causal else attention(q, k, v, softmax_scale=scale)
+    if attn_mask is not None:
+        made = attention(q, k, v, softmax_scale=scale, **_mask(attn_mask, k.shape[2]))
+    else:
+        made = _causal(q, k, v, scale) if is_causal else attention(q, k, v, softmax_scale=scale)
     return made if query.dim() == 4 else made.squeeze(0)
+
+
+def _mask(attn_mask: Any, keys: int) -> dict[str, Any]:
+    """As `attention` takes it: four dimensions, the last in full and contiguous."""
+    _check_tensors(_SDPA, attn_mask=attn_mask)
+    whole = attn_mask[(None,) * (4 - attn_mask.dim())] if attn_mask.dim() < 4 else attn_mask
+    if whole.shape[-1] != keys or whole.stride(-1) != 1:
+        whole = whole.expand(*whole.shape[:-1], keys).contiguous()
+    return {"mask" if whole.dtype is sys.modules["torch"].bool else "bias": whole}
 
 
 def _causal(q: Any, k: Any, v: Any, scale: float | None) -> Any:
@@ -86,9 +103,9 @@ def flash_attn_func(
 
     Args:
         q: [B, Sq, Hq, D]; k, v: [B, Sk, Hkv, D]; fp16 or bf16 (and fp32).
-        dropout_p: 0. window_size: (-1, -1). softcap: 0. alibi_slopes: None.
-        softmax_scale: default 1 / sqrt(D).
-        causal: aligned to the bottom right.
+        dropout_p: 0. softmax_scale: default 1 / sqrt(D).
+        causal, window_size (left, right; -1: without a bound): aligned to the bottom right.
+        softcap: 0 is without. alibi_slopes: fp32 [Hq] or [B, Hq].
         deterministic: either; results are always the same to the bit.
         return_attn_probs: also return the log-sum-exp and None, for the probabilities that the
             original gives for tests.
@@ -96,16 +113,57 @@ def flash_attn_func(
     Returns: o [B, Sq, Hq, D], or (o, lse fp32 [B, Hq, Sq], None). Raises as `fkjit.attention`.
     """
     _check_tensors(_FLASH, q=q, k=k, v=v)
-    _refuse(
-        _FLASH,
-        dropout_p=(dropout_p, 0.0), window_size=(tuple(window_size), _WINDOW),
-        softcap=(softcap, 0.0), alibi_slopes=(alibi_slopes, None),
-    )  # fmt: skip
+    _refuse(_FLASH, dropout_p=(dropout_p, 0.0))
     made = attention(
         q, k, v, causal=causal, softmax_scale=softmax_scale, layout="bshd",
-        return_lse=return_attn_probs,
+        return_lse=return_attn_probs, window=_window(window_size), softcap=softcap or None,
+        alibi_slopes=alibi_slopes,
     )  # fmt: skip
     return (*made, None) if return_attn_probs else made
+
+
+def flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = _WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+) -> Any:
+    """flash_attn.flash_attn_varlen_func.
+
+    Args:
+        q: [total_q, Hq, D]; k, v: [total_k, Hkv, D]; fp16 or bf16 (and fp32).
+        cu_seqlens_q, cu_seqlens_k: [B + 1] int32 on the device: where sequences begin and end.
+        max_seqlen_q, max_seqlen_k: at least the longest lengths.
+        block_table: None (`flash_attn_with_kvcache` reads pages). The others: as flash_attn_func.
+
+    Returns: o [total_q, Hq, D], or (o, lse fp32 [Hq, total_q], None). Raises as
+        `fkjit.attention_varlen`.
+    """
+    _check_tensors(_VARLEN, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    _refuse(_VARLEN, dropout_p=(dropout_p, 0.0), block_table=(block_table, None))
+    made = attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal,
+        softmax_scale=softmax_scale, return_lse=return_attn_probs, window=_window(window_size),
+        softcap=softcap or None, alibi_slopes=alibi_slopes,
+    )  # fmt: skip
+    return (*made, None) if return_attn_probs else made
+
+
+def _window(window_size: Any) -> Any:
+    """None where neither side has a bound: such a call has no form."""
+    return None if tuple(window_size) == _WINDOW else tuple(window_size)
 
 
 def flash_attn_with_kvcache(

@@ -40,6 +40,60 @@ def test_sdpa_with_grouped_heads():
         compat.scaled_dot_product_attention(q, k, v)
 
 
+MASKS = {
+    "rows": (6, 9), "keys": (1, 9), "heads": (4, 6, 9), "a batch": (2, 1, 1, 9), "all": (2, 4, 6, 9),
+    "one key": (6, 1), "one": (1, 1, 1, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("shape", MASKS.values(), ids=list(MASKS))
+def test_sdpa_with_masks_of_any_shape(shape, kind):
+    q, k, v = (draw(2, 4, n, 24, seed=n) for n in (6, 9, 9))
+    mask = draw(*shape, seed=4)
+    mask = mask > (-0.5 if len(mask) > 1 else -9) if kind == "bool" else mask
+    made = compat.scaled_dot_product_attention(q, k, v, mask)
+    close(made, theirs(q, k, v, mask).nan_to_num())
+    if len(shape) < 4:
+        close(
+            compat.scaled_dot_product_attention(q[0], k[0], v[0], mask),
+            theirs(q[0], k[0], v[0], mask).nan_to_num(),
+        )
+
+
+def textbook(q, k, v, window, softcap, slopes):
+    """[S, H, D] of one sequence, as flash-attn's documentation has it."""
+    sq, sk = len(q), len(k)
+    k, v = (x.transpose(0, 1).repeat_interleave(q.shape[1] // x.shape[1], 0) for x in (k, v))
+    scores = softcap * torch.tanh(q.transpose(0, 1) @ k.mT / q.shape[2] ** 0.5 / softcap)
+    apart = torch.arange(sk) - torch.arange(sq)[:, None] - (sk - sq)
+    scores = scores - slopes[:, None, None] * apart.abs()
+    hidden = (apart < -window[0]) | (apart > window[1])
+    scores = scores.masked_fill(hidden, float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1)
+
+
+def test_flash_attn_with_a_window_a_soft_cap_and_alibi():
+    lengths, slopes = [(6, 9), (3, 3), (9, 12)], torch.tensor([0.1, 0.2, 0.0, 0.4])
+    q, k, v = draw(18, 4, 32), draw(24, 2, 32, seed=1), draw(24, 2, 32, seed=2)
+    ends = [torch.tensor([0, *[sum(p[i] for p in lengths[: n + 1]) for n in range(3)]]).int()
+            for i in (0, 1)]  # fmt: skip
+    o, lse, nothing = compat.flash_attn_varlen_func(
+        q, k, v, *ends, 9, 12, window_size=(4, 1), softcap=3.0, alibi_slopes=slopes,
+        return_attn_probs=True,
+    )  # fmt: skip
+    assert nothing is None
+    for b in range(3):
+        rows, keys = slice(*ends[0][b : b + 2]), slice(*ends[1][b : b + 2])
+        expected, sums = textbook(q[rows], k[keys], v[keys], (4, 1), 3.0, slopes)
+        close(o[rows], expected)
+        close(lse[:, rows], sums)
+        alone = compat.flash_attn_func(
+            *(x[None] for x in (q[rows], k[keys], v[keys])), 0.0, None, False, (4, 1), 3.0, slopes
+        )
+        close(alone[0], expected)
+
+
 def test_flash_attn_func():
     q, k, v = draw(2, 6, 4, 32), draw(2, 9, 2, 32, seed=1), draw(2, 9, 2, 32, seed=2)
     o, lse, nothing = compat.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
@@ -114,10 +168,13 @@ def test_one_length_for_all_and_the_whole_cache():
     ("call", "options", "words"),
     [
         ("scaled_dot_product_attention", {"dropout_p": 0.1}, "dropout_p=0.1"),
-        ("scaled_dot_product_attention", {"attn_mask": torch.ones(1)}, "attn_mask=a tensor"),
-        ("flash_attn_func", {"window_size": (4, 0)}, r"window_size=\(4, 0\)"),
-        ("flash_attn_func", {"softcap": 30.0}, "softcap=30.0"),
-        ("flash_attn_func", {"alibi_slopes": torch.ones(2)}, "alibi_slopes=a tensor"),
+        (
+            "scaled_dot_product_attention",
+            {"attn_mask": torch.ones(1), "is_causal": True},
+            "attn_mask and is_causal",
+        ),
+        ("flash_attn_func", {"dropout_p": 0.1}, "dropout_p=0.1"),
+        ("flash_attn_func", {"window_size": (4, -2)}, r"window=\(4, -2\)"),
         ("flash_attn_with_kvcache", {"rotary_cos": torch.ones(2, 8)}, "rotary_sin has shape None"),
         ("flash_attn_with_kvcache", {"rotary_sin": torch.ones(2, 8)}, "rotary_cos has shape None"),
         ("flash_attn_with_kvcache", {"cache_leftpad": torch.ones(1)}, "cache_leftpad=a tensor"),
