@@ -40,7 +40,7 @@ BUGS = (
     Bug("no blocks before", D + "moe_groups.cuh", "rank += before[group];", "", by="race",
         **SORT),
     Bug("one more than fits", D + "moe_groups.cuh", "rank >= how.capacity", "rank > how.capacity",
-        by="race", **SORT),
+        by="numbers", **SORT),
     Bug("ties to the higher expert", D + "moe_route.cuh", "1 << (PART - 1 - i)", "1 << i",
         by="numbers", **ROUTE),
     Bug("NaN is chosen", D + "moe_route.cuh", "fmaxf(chunk[j].get(i), least)", "chunk[j].get(i)",

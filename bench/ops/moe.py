@@ -129,8 +129,7 @@ def choose(fixed: Mapping[str, Any], spec: KernelSpec, arch: Arch) -> Params:
 
 def tile(spec: KernelSpec, p: Problem, arch: Arch) -> Params:
     """What the public calls would take."""
-    found = moe.choose_tile(p["dtype"], p["experts"], p["top_k"], 1)
-    return choose({"dtype": p["dtype"], "tile": found}, spec, arch)
+    return choose(moe.variant({**p, "tile": moe.choose_tile(p)}), spec, arch)
 
 
 def launch(

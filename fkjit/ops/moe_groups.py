@@ -119,17 +119,22 @@ def table_bytes(p: Problem) -> int:
 
 
 def table_size(p: Problem) -> int:
-    """Numbers in it."""
-    return (p["blocks"] + 1) * (-(-p["groups"] // 4) * 4)
+    """Numbers in it, and where it is large of the sums behind it."""
+    sums = (p["blocks"] + 1) * p["groups"] if _twice(p) else 0
+    return p["groups"] * (-(-p["blocks"] // 4) * 4) + sums
+
+
+def _twice(p: Problem) -> bool:
+    """Whether the grid meets twice."""
+    return p.get("twice", p["blocks"] * p["groups"] > _TABLE)
 
 
 def grouping(p: Problem) -> tuple[int, ...]:
     """The kernels' argument `Grouping`."""
-    twice = p.get("twice", p["blocks"] * p["groups"] > _TABLE)
     size = p["block_size"]
     return (
         p["experts"], p["groups"], size, log2_ceil(size) if size & (size - 1) == 0 else -1,
-        p["capacity"], p["places"], p["tokens"] * p["top_k"], twice,
+        p["capacity"], p["places"], p["tokens"] * p["top_k"], _twice(p),
     )  # fmt: skip
 
 

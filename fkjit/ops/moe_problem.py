@@ -17,7 +17,9 @@ from fkjit.spec import Arrays, Params, Problem
 
 # Lanes of a warp on one token, logits of each; the first one that holds a token is taken.
 Tile = tuple[int, int]
-TILES: tuple[Tile, ...] = ((4, 16), (8, 8), (8, 16), (16, 16), (32, 16), (32, 32))
+# Those for few experts are for plain problems, and for chunks of 16 bytes that fit.
+_SMALL: tuple[Tile, ...] = ((2, 4), (2, 8), (8, 4))
+TILES: tuple[Tile, ...] = (*_SMALL, (4, 16), (8, 8), (8, 16), (16, 16), (32, 16), (32, 32))
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
 SCORINGS = ("softmax", "sigmoid")
@@ -29,6 +31,20 @@ def group_lanes(tile: Tile, num_groups: int) -> int:
     return tile[0] >> log2_ceil(num_groups)
 
 
+def illegal(params: Params) -> str | None:
+    """Why no kernel has this tile."""
+    if params["tile"][1] % (16 // ITEMSIZE[params["dtype"]]):
+        return "has lanes with a part of 16 bytes"
+    small = params["tile"] in _SMALL and not params["plain"]
+    return "is for plain problems" if small else None
+
+
+def is_plain(p: Problem) -> bool:
+    """Softmax of one group of experts, in whole chunks."""
+    groups = p["num_groups"] == 1 and not p["biased"]
+    return p["scoring"] == "softmax" and groups and p["vector"]
+
+
 def holds(tile: Tile, dtype: str, experts: int, top_k: int, num_groups: int) -> bool:
     """Whether a tile has room for a token's experts and choices."""
     lanes, size = group_lanes(tile, num_groups), 16 // ITEMSIZE[dtype]
@@ -38,9 +54,16 @@ def holds(tile: Tile, dtype: str, experts: int, top_k: int, num_groups: int) -> 
     return -(-chunks // lanes) * size <= tile[1]
 
 
-def choose_tile(dtype: str, experts: int, top_k: int, num_groups: int) -> Tile | None:
+def choose_tile(p: Problem) -> Tile | None:
     """The tile that a routing problem takes; None where no tile holds it."""
-    return next((t for t in TILES if holds(t, dtype, experts, top_k, num_groups)), None)
+    sizes = (p["dtype"], p["experts"], p["top_k"], p["num_groups"])
+    tiles = TILES if is_plain(p) else TILES[len(_SMALL) :]
+    return next((tile for tile in tiles if holds(tile, *sizes)), None)
+
+
+def variant(p: Problem) -> dict[str, Any]:
+    """The parameters that a routing problem with a `tile` fixes."""
+    return {"dtype": p["dtype"], "tile": p["tile"], "plain": is_plain(p)}
 
 
 def routing(params: Params, p: Problem) -> tuple[Any, ...]:
@@ -156,16 +179,20 @@ def route_problem(
 def route_problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """A full tile; a ragged one with gaps; groups with a bias, where lanes are left for them."""
     (lanes, values), dtype = params["tile"], params["dtype"]
-    size, full = 16 // ITEMSIZE[dtype], lanes * values
+    size, full = 16 // ITEMSIZE[params["dtype"]], lanes * values
     tokens = 37 if scale == "small" else 3001
-    top_k = min(lanes, 8)
-    found = [
-        route_problem(dtype, tokens, full, top_k if scale == "full" else min(top_k, 3)),
+    top_k = min(lanes, 8 if scale == "full" else 3)
+    found = [route_problem(dtype, tokens, full, top_k)]
+    if params["plain"]:
+        odd = {"renormalize": True, "scale": 2.5, "row_stride": full}
+        return [*found, route_problem(dtype, tokens, full - size, 2, **odd)]
+    found = [] if scale == "small" else found
+    found.append(
         route_problem(
             dtype, tokens, full - size - 3, 2, scoring="sigmoid", renormalize=True, biased=True,
             scale=2.5, row_stride=full,
-        ),
-    ]  # fmt: skip
+        )
+    )  # fmt: skip
     groups = {"num_groups": 4, "topk_groups": 2, "biased": True, "renormalize": True}
     found.append(route_problem(dtype, tokens, full, 3, scoring="sigmoid", **groups))
     if scale == "full":

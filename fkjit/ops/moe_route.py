@@ -17,7 +17,7 @@ from fkjit.ops.simple_shapes import rows_of
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, register
 
 _CALL = "moe_route"
-_THREADS = 256
+_THREADS = 128
 
 
 def moe_route(
@@ -84,7 +84,7 @@ def describe(call: str, views: Mapping[str, View | None], *options: Any) -> dict
     }
     groups = problem["num_groups"]
     problem["vector"] = moe.is_vector(logits.dtype, experts, groups, step, logits.pointer)
-    problem["tile"] = moe.choose_tile(logits.dtype, experts, problem["top_k"], groups)
+    problem["tile"] = moe.choose_tile(problem)
     if problem["tile"] is None:
         raise ParameterError(
             f"{call}: {groups} groups of {experts // groups} experts do not fit a kernel; allowed: "
@@ -142,7 +142,7 @@ def chosen(p: Mapping[str, Any]) -> dict[str, Output]:
 
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     problem = describe(_CALL, views, *options)
-    params = {"dtype": problem["dtype"], "tile": problem.pop("tile"), "threads": _THREADS}
+    params = {**moe.variant(problem), "threads": _THREADS}
     launches = (Launch(ROUTE, params, problem),) if problem["tokens"] else ()
     inputs = {name: views[name] for name in ("logits", "bias")}
     return Request(inputs, chosen(problem), launches)
@@ -163,9 +163,11 @@ ROUTE = register(
         params=(
             Param("dtype", FLOATS, "element type of logits"),
             Param("tile", moe.TILES, "(lanes of a warp on a token, logits of each)"),
+            Param("plain", (True, False), "softmax of one group of experts, in whole chunks"),
             Param("threads", (_THREADS,), "threads of a block", tunable=True),
         ),
         derive=lambda params: dict(zip(("lanes", "values"), params["tile"], strict=True)),
+        illegal=moe.illegal,
         block=lambda params: (params["threads"], 1, 1),
         grid=_grid,
         flops=lambda p: float(p["tokens"] * p["experts"] * (4 + p["top_k"])),

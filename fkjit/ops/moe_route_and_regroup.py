@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fkjit.interop import View
+from fkjit.interop import ITEMSIZE, View
 from fkjit.ops import moe_groups as groups
 from fkjit.ops import moe_problem as moe
 from fkjit.ops.moe_groups import MoeGroups
@@ -101,7 +101,7 @@ def blocks_of(tile: moe.Tile, threads: int, tokens: int, processors: int) -> int
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     *routing, block_size, local, capacity = options
     problem = describe(_CALL, views, *routing)
-    logits, tile = views["logits"], problem.pop("tile")
+    logits, tile = views["logits"], problem["tile"]
     assert logits is not None
     sizes = problem["tokens"], problem["top_k"]
     problem |= groups.describe(
@@ -109,7 +109,7 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     )
     threads = threads_of(tile)
     problem["blocks"] = blocks_of(tile, threads, problem["tokens"], groups.processors(logits))
-    params = {"dtype": problem["dtype"], "tile": tile, "threads": threads}
+    params = {**moe.variant(problem), "threads": threads}
     return Request(
         {name: views[name] for name in _INPUTS}, {**chosen(problem), **groups.made(problem)},
         (Launch(KERNEL, params, problem),),
@@ -130,15 +130,24 @@ def arguments(params: Params, p: Problem, arrays: Mapping[str, Any]) -> dict[str
 def problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """As the two kernels have them."""
     lanes, values = params["tile"]
-    found, dtype = [], params["dtype"]
+    found, dtype, plain = [], params["dtype"], params["plain"]
     kinds = groups.variations(lanes * values, params["threads"] // lanes, scale)
     for number, kind in enumerate(kinds):
-        top_k, biased = min(lanes, 3 + number), number == 1
-        group = groups.group_problem(**{"top_k": top_k, **kind})
+        top_k, biased = min(lanes, 3 + number), number == 1 and not plain
+        if plain:
+            kind = _in_chunks(kind, 16 // ITEMSIZE[dtype])
+        group = groups.group_problem(**{"top_k": min(top_k, kind["experts"]), **kind})
         scored = {"scoring": moe.SCORINGS[biased], "biased": biased, "renormalize": number > 0}
-        route = moe.route_problem(dtype, group["tokens"], group["experts"], top_k, **scored)
-        found.append({**route, **group})
+        sizes = (group["tokens"], group["experts"], group["top_k"])
+        found.append({**moe.route_problem(dtype, *sizes, **scored), **group})
     return found
+
+
+def _in_chunks(kind: dict[str, Any], size: int) -> dict[str, Any]:
+    """With a multiple of so many experts."""
+    experts = max(kind["experts"] // size, 1) * size
+    some = {"groups": max(experts // 2, 1)} if "groups" in kind else {}
+    return {**kind, "experts": experts, **some}
 
 
 def reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
@@ -150,6 +159,8 @@ def reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
 
 def _illegal(params: Params) -> str | None:
     lanes, values = params["tile"]
+    if reason := moe.illegal(params):
+        return reason
     if not groups.counts_fit(params["threads"], lanes * values):
         return "has too many warps for the counts of its experts"
     return None if params["threads"] == threads_of(params["tile"]) else "is never the fastest"
@@ -165,6 +176,7 @@ KERNEL = register(
         params=(
             Param("dtype", FLOATS, "element type of logits"),
             Param("tile", moe.TILES, "(lanes of a warp on a token, logits of each)"),
+            Param("plain", (True, False), "softmax of one group of experts, in whole chunks"),
             Param("threads", (256, 512), "threads of a block", tunable=True),
         ),
         cooperative=True,

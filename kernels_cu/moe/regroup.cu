@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const auto group = [&](int item) { return group_of(topk_ids[item], expert_map, how); };
   const int first = mine.begin + threadIdx.x % WARP_SIZE;
   const int held = first < mine.end ? group(first) : -1;
-  block.clear(how.groups);
+  block.clear(to, how);
   block.sort(mine.begin, mine.end, held, group, to, how);
   for (int i = items + blockIdx.x * THREADS + threadIdx.x; i < tokens * top_k;
        i += gridDim.x * THREADS)

@@ -2,12 +2,13 @@
 // sort over the whole grid. Each warp has 32 items at a time of a piece of the list; warps and blocks
 // have the pieces in order.
 //
+//   0. clear    grid      sentinels everywhere: items go over them behind the barrier
 //   1. count    warp      counts[warp][expert], lanes of one expert found by match.any
 //   2. scan     block     counts of the warps before, for each expert; the block's sums into `table`
 //   3. barrier  grid      not where there is one block
-//   4. join     block     sums over the table's rows: those before this block, and all. A large table
-//                         is summed up by columns, each by one warp of the grid, with a second
-//                         barrier behind it: all blocks would read all of it.
+//   4. join     block     sums over the table's row of each expert: of the blocks before this one, and
+//                         of all. Of a large table each row is summed up by one warp of the grid, with
+//                         a second barrier behind it: all blocks would read all of it.
 //   5. offsets  block     sum of the experts before, each rounded up to whole tiles of block_size
 //   6. place    warp      offset + blocks before + warps before + lanes before
 //
@@ -35,7 +36,8 @@ struct Groups {
   int* inverse;           // [items], -1: dropped
   int* offsets;           // [groups + 1]
   int* counts;            // [groups]
-  int* table;             // [blocks + 1, groups], rows of whole 16 bytes
+  int* table;             // [groups, blocks], rows of whole 16 bytes; behind it, where it is large,
+                          // [blocks + 1, groups]: the sums of the blocks before
   u32* counters;          // [4] of the barriers
 };
 
@@ -73,18 +75,17 @@ __device__ __forceinline__ int warp_sum(int x) {
   return x;
 #endif
 }
-__device__ __forceinline__ int4 warp_sum(int4 x) {
-  return {warp_sum(x.x), warp_sum(x.y), warp_sum(x.z), warp_sum(x.w)};
-}
-__device__ __forceinline__ void add(int4& sum, const int4& x, bool counts) {
-  if (counts) sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+// Of the first `number` of four.
+__device__ __forceinline__ int sum_before(const int4& x, int number) {
+  return (number > 0 ? x.x : 0) + (number > 1 ? x.y : 0) + (number > 2 ? x.z : 0) +
+         (number > 3 ? x.w : 0);
 }
 
 // Shared memory of a block, and what it does with it. MOST: groups, a multiple of 32.
 template <int THREADS, int MOST>
 struct alignas(16) Regroup {
   static constexpr int WARPS = THREADS / WARP_SIZE, CHUNKS = MOST / WARP_SIZE;
-  static constexpr int ROWS = 5;  // of the table that a lane has under way
+  static constexpr int ROWS = 4, QUADS = 2, LOADS = 5;  // of the table, that a lane has under way
   static_assert(CHUNKS <= WARP_SIZE, "one warp scans the chunks' sums");
   int counts[WARPS][MOST];  // items of a warp; from phase 2 on its next item's rank in the block
   int before[MOST];         // items in blocks before this one
@@ -92,10 +93,13 @@ struct alignas(16) Regroup {
   int offset[MOST + 1];     // place of the first item; behind the groups: the end of all
   int chunk[CHUNKS];
 
-  // Before any counting; a warp's counts are its own until phase 2.
-  __device__ __forceinline__ void clear(int groups) {
+  // Phase 0. A warp's counts are its own until phase 2.
+  __device__ __forceinline__ void clear(const Groups& to, const Grouping& how) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    for (int e = lane; e < groups; e += WARP_SIZE) counts[warp][e] = 0;
+    const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
+    for (int e = lane; e < how.groups; e += WARP_SIZE) counts[warp][e] = 0;
+    for (int i = thread; i < how.places; i += threads) to.sorted_token_ids[i] = how.sentinel;
+    for (int i = thread; i < tile_of(how.places, how); i += threads) to.expert_ids[i] = -1;
     __syncwarp();
   }
 
@@ -124,65 +128,74 @@ struct alignas(16) Regroup {
       if (gridDim.x == 1)
         total[e] = sum, before[e] = 0;
       else
-        table[blockIdx.x * round_up(groups, 4) + e] = sum;
+        table[e * row_size() + blockIdx.x] = sum;
     }
   }
 
-  // Phase 4: a warp has four columns at a time, its lanes the rows.
+  // Of the table.
+  static __device__ __forceinline__ int row_size() {
+    return round_up(static_cast<int>(gridDim.x), 4);
+  }
+
+  // Phase 4: a warp has ROWS rows at a time, a lane QUADS times four blocks of each. The numbers
+  // behind the last block are anybody's.
   __device__ __forceinline__ void join(int groups, const int* table) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    const int quads = ceil_div(groups, 4);
-    for (int quad = warp; quad < quads; quad += WARPS) {
-      int4 all = {}, early = {};
-      for (int first = lane; first < gridDim.x; first += ROWS * WARP_SIZE) {
-        int4 four[ROWS] = {};
+    const int quads = row_size() / 4;
+    for (int e = warp * ROWS; e < groups; e += WARPS * ROWS) {
+      int all[ROWS] = {}, early[ROWS] = {};
+      for (int first = lane; first - lane < quads; first += QUADS * WARP_SIZE) {
+        int4 four[ROWS][QUADS] = {};
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i)
-          if (first + i * WARP_SIZE < gridDim.x)
-            four[i] = reinterpret_cast<const int4*>(table)[(first + i * WARP_SIZE) * quads + quad];
+        for (int i = 0; i < ROWS * QUADS; ++i) {
+          const int row = e + i / QUADS, quad = first + i % QUADS * WARP_SIZE;
+          if (row < groups && quad < quads)
+            four[i / QUADS][i % QUADS] = reinterpret_cast<const int4*>(table)[row * quads + quad];
+        }
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-          add(all, four[i], true);
-          add(early, four[i], first + i * WARP_SIZE < blockIdx.x);
+        for (int i = 0; i < ROWS * QUADS; ++i) {
+          const int4 x = four[i / QUADS][i % QUADS];
+          const int block = (first + i % QUADS * WARP_SIZE) * 4;
+          all[i / QUADS] += sum_before(x, gridDim.x - block);
+          early[i / QUADS] += sum_before(x, blockIdx.x - block);
         }
       }
-      all = warp_sum(all), early = warp_sum(early);
-      if (lane == 0) {
-        reinterpret_cast<int4*>(total)[quad] = all;
-        reinterpret_cast<int4*>(before)[quad] = early;
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) {
+        all[i] = warp_sum(all[i]), early[i] = warp_sum(early[i]);
+        if (lane == i && e + i < groups) total[e + i] = all[i], before[e + i] = early[i];
       }
     }
   }
 
-  // The other way: a column's sums of the rows before take the place of its rows, and the sum of all
-  // stands behind them.
-  __device__ __forceinline__ void sum_columns(int groups, int* table) {
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    const int width = round_up(groups, 4);
+  // The other way: sums of the blocks before go behind the table, and the sum of all behind them.
+  __device__ __forceinline__ void sum_rows(int groups, int* table) {
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, size = row_size();
+    int* sums = table + groups * size;
     for (int e = blockIdx.x + warp * gridDim.x; e < groups; e += gridDim.x * WARPS) {
       int sum = 0;
-      for (int first = lane; first - lane < gridDim.x; first += ROWS * WARP_SIZE) {
-        int own[ROWS];
+      for (int first = lane; first - lane < gridDim.x; first += LOADS * WARP_SIZE) {
+        int own[LOADS];
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-          const int row = first + i * WARP_SIZE;
-          own[i] = row < gridDim.x ? table[row * width + e] : 0;
+        for (int i = 0; i < LOADS; ++i) {
+          const int block = first + i * WARP_SIZE;
+          own[i] = block < gridDim.x ? table[e * size + block] : 0;
         }
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-          const int row = first + i * WARP_SIZE, upto = warp_scan(own[i]);
-          if (row < gridDim.x) table[row * width + e] = sum + upto - own[i];
+        for (int i = 0; i < LOADS; ++i) {
+          const int block = first + i * WARP_SIZE, upto = warp_scan(own[i]);
+          if (block < gridDim.x) sums[block * groups + e] = sum + upto - own[i];
           sum += __shfl_sync(FULL_MASK, upto, WARP_SIZE - 1);
         }
       }
-      if (lane == 0) table[gridDim.x * width + e] = sum;
+      if (lane == 0) sums[gridDim.x * groups + e] = sum;
     }
   }
   __device__ __forceinline__ void read_sums(int groups, const int* table) {
-    const int width = round_up(groups, 4);
+    const int* sums = table + groups * row_size();
     for (int e = threadIdx.x; e < groups; e += THREADS) {
-      before[e] = __ldcg(table + blockIdx.x * width + e);
-      total[e] = __ldcg(table + gridDim.x * width + e);
+      before[e] = __ldcg(sums + blockIdx.x * groups + e);
+      total[e] = __ldcg(sums + gridDim.x * groups + e);
     }
   }
 
@@ -191,7 +204,7 @@ struct alignas(16) Regroup {
     uint2 left = {};
     left.x = grid_barrier(to.counters, gridDim.x);
     if (how.twice) {
-      sum_columns(how.groups, to.table);
+      sum_rows(how.groups, to.table);
       left.y = grid_barrier(to.counters + 2, gridDim.x);
       read_sums(how.groups, to.table);
     } else {
@@ -240,21 +253,13 @@ struct alignas(16) Regroup {
     return place;
   }
 
-  // What stands beside the items: sentinels, offsets and counts.
+  // What stands beside the items.
   __device__ __forceinline__ void finish(const Groups& to, const Grouping& how) {
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    for (int e = blockIdx.x + warp * gridDim.x; e < how.groups; e += gridDim.x * WARPS) {
-      const int begin = offset[e], used = kept(e, how), end = offset[e + 1];
-      for (int i = begin + used + lane; i < end; i += WARP_SIZE)
-        to.sorted_token_ids[i] = how.sentinel;
-      if (lane == 0) to.offsets[e] = begin, to.counts[e] = used;
-    }
+    for (int e = blockIdx.x + threadIdx.x * gridDim.x; e < how.groups; e += gridDim.x * THREADS)
+      to.offsets[e] = offset[e], to.counts[e] = kept(e, how);
     const int end = offset[how.groups];
-    const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
-    for (int i = end + thread; i < how.places; i += threads) to.sorted_token_ids[i] = how.sentinel;
-    for (int i = tile_of(end, how) + thread; i < tile_of(how.places, how); i += threads)
-      to.expert_ids[i] = -1;
-    if (thread == 0) to.offsets[how.groups] = end, *to.num_post_padded = end;
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+      to.offsets[how.groups] = end, *to.num_post_padded = end;
   }
 
   // All of it, for a warp's items from `begin` to `end`; clear() has been called. `group(item)` is an
