@@ -9,9 +9,7 @@ lays out otherwise where an argument is a tensor map.)
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +28,6 @@ from fkjit.toolchain import explain_load_failure
 _STATIC_SHARED = 48 * 1024  # a block may have this much without opting in
 _CAPTURE_ERRORS = (900, 907)  # cudaErrorStreamCapture*
 _BUFFER_BYTES = 4096  # the driver's limit on a kernel's arguments
-_EARLIER = " (perhaps an earlier kernel's fault: rerun with CUDA_LAUNCH_BLOCKING=1)"
-_forked = ""  # what to say where this process was forked from one that had used CUDA
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ class LoadedKernel:
         return (
             f"{self.spec.id} [{self.spec.label(self.params)}] grid={grid} block={self.threads} "
             f"shared={self.shared_bytes} on device {self.device}: the driver refused the launch: "
-            f"{error}{_forked or _EARLIER}"
+            f"{error} (perhaps an earlier kernel's fault: rerun with CUDA_LAUNCH_BLOCKING=1)"
         )
 
 
@@ -152,7 +148,7 @@ def device_target(device: int) -> Target:
         minor = runtime.deviceGetAttribute(76, device)
         name = runtime.getDeviceProperties(device)["name"]
     except Exception as error:
-        raise DeviceError(f"CUDA device {device} cannot be used: {error}{_forked}") from error
+        raise DeviceError(f"CUDA device {device} cannot be used: {error}") from error
     found = gpu_target((major, minor))
     gpu = name.decode() if isinstance(name, bytes) else str(name)
     return replace(found, arch=replace(found.arch, gpu=gpu))
@@ -198,22 +194,7 @@ def is_capturing(stream: int) -> bool:
     except runtime.CUDARuntimeError as error:
         if _CAPTURE_ERRORS[0] <= error.status <= _CAPTURE_ERRORS[1]:
             return True  # the legacy stream, while another one captures
-        raise DeviceError(f"the CUDA device is in an error state: {error}{_forked}") from error
-
-
-def _after_fork() -> None:
-    """In the child: CUDA cannot be used where the parent used it, and says no more than so."""
-    global _forked
-    torch = sys.modules.get("torch")
-    if _frame is not None or (torch is not None and torch.cuda.is_initialized()):
-        _forked = (
-            " (this process was forked from one that had used CUDA, which works in only one of "
-            'them: start processes with multiprocessing\'s "spawn")'
-        )
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+        raise DeviceError(f"the CUDA device is in an error state: {error}") from error
 
 
 def _refuse_while_capturing(spec: KernelSpec, params: Params, stream: int, call: str) -> None:

@@ -6,6 +6,7 @@ already in `sys.modules`. Nothing is copied between devices: an array is used wh
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from copy import copy
@@ -22,6 +23,31 @@ CPU = -1  # the device number of host memory
 _DL_CPU, _DL_CUDA = 1, 2  # DLPack's device types
 _NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+
+
+_used_before_fork = False
+_forked = False  # from a process that had used CUDA, which works in only one of the two
+
+
+def _before_fork() -> None:
+    global _used_before_fork
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    _used_before_fork = torch is not None and torch.cuda.is_initialized()
+    if cupy is not None and not _used_before_fork:
+        try:
+            _used_before_fork = bool(cupy.cuda.driver.ctxGetCurrent())
+        except Exception:  # no driver
+            _used_before_fork = False
+
+
+def _after_fork() -> None:
+    """In the child."""
+    global _forked
+    _forked = _forked or _used_before_fork
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 @dataclass(frozen=True)
@@ -87,7 +113,21 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def view(array: Any, call: str, name: str) -> View:
-    """Look at one argument. ArgumentTypeError names the call and parameter for anything else."""
+    """Look at one argument. ArgumentTypeError names the call and parameter for anything else.
+
+    DeviceError where it is on a GPU that this process cannot use.
+    """
+    seen = _view(array, call, name)
+    if _forked and seen.device != CPU:
+        raise DeviceError(
+            f"{call}: {name} is on cuda:{seen.device}, but this process was forked from one that "
+            "had used CUDA, which works in only one of them: start it with multiprocessing's "
+            '"spawn"'
+        )
+    return seen
+
+
+def _view(array: Any, call: str, name: str) -> View:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return _torch_view(array, call, name)

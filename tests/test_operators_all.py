@@ -121,6 +121,8 @@ def test_autocast_casts_attention_as_it_does_pytorchs(backend, given):
             theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v)
         assert made.dtype == theirs.dtype == torch.bfloat16
         assert torch.equal(made, call(*(x.bfloat16() for x in (q, k, v))))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert fkjit.attention(q, k, v, window=(5, 5)).dtype == torch.bfloat16
         assert model(q, k, v).dtype == given
 
 

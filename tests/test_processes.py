@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 
 import fkjit
-from fkjit import device
+from fkjit import interop
 from fkjit.build import quiet
 from fkjit.errors import DeviceError
+from fkjit.ops import attention_plan
 from fkjit.ops.simple_plan import Plan, Plans
 
 FORKED = """
@@ -33,26 +35,31 @@ def test_a_forked_process_interprets_as_its_parent_does():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_forked_process_is_told_why_it_cannot_use_the_gpu(monkeypatch):
-    monkeypatch.setattr(device, "_forked", "")
-    device._after_fork()  # nothing had used CUDA
-    assert device._forked == ""
-    monkeypatch.setattr(device, "_frame", object())
-    device._after_fork()
+@pytest.mark.parametrize("used", [False, True])
+def test_a_forked_process_is_told_why_it_cannot_use_the_gpu(monkeypatch, used):
+    torch = pytest.importorskip("torch", reason="needs torch")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+    monkeypatch.setattr(interop, "_forked", False)
+    interop._before_fork()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # as torch says in the child
+    interop._after_fork()
+    there = SimpleNamespace(device=3)
+    monkeypatch.setattr(interop, "_view", lambda *_: there)
+    if not used:
+        assert interop.view(None, "test", "x") is there
+        return
+    with pytest.raises(DeviceError, match="test: x is on cuda:3, but this process was forked"):
+        interop.view(None, "test", "x")
 
-    class Broken(Exception):
-        status = 3
 
-    def refuse(*_):
-        raise Broken("initialization error")
-
-    runtime = SimpleNamespace(
-        streamIsCapturing=refuse, deviceGetAttribute=refuse, CUDARuntimeError=Broken
-    )
-    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
-    for call in (lambda: device.is_capturing(7), lambda: device.device_target.__wrapped__(7)):
-        with pytest.raises(DeviceError, match=r"initialization error \(this process was forked"):
-            call()
+def test_a_forked_process_has_no_plans():
+    """In the child each call is checked again."""
+    plans = Plans("test", ("a",))
+    plans.known["key"] = None  # type: ignore[assignment]
+    child = os.fork()
+    if child == 0:
+        os._exit(len(plans.known) + len(attention_plan.plans))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and len(plans.known) == 1
 
 
 def test_threads_make_their_first_calls_at_once():

@@ -93,14 +93,14 @@ def attention(
 
     Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning".
     """
+    if operators.autocasting():
+        q, k, v = operators.autocast(q, k, v)
     options = (causal, softmax_scale, block, impl, return_lse, layout)
     if not (window is softcap is alibi_slopes is bias is mask is sinks is score_mod is None):
         forms = (window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args)
         return _forms().dense(q, k, v, options, forms)
     if operators.compiling():
         return attention_operator.traced(q, k, v, *options)
-    if operators.autocasting():
-        q, k, v = operators.autocast(q, k, v)
     geometry = geometries.get(type(q))
     if geometry is not None and type(q) is type(k) is type(v):
         try:

@@ -3,6 +3,7 @@ to allocate the output, pack the arguments and launch."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -21,6 +22,8 @@ _GRAD = 13  # where a geometry says that an input requires grad
 
 plans: dict[Any, Any] = {}
 geometries: dict[type, Callable[[Any, Any, Any], tuple[Any, ...]]] = {}  # of array types seen
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=plans.clear)  # GPUs may not work there: check calls again
 
 
 def torch_geometry(q: Any, k: Any, v: Any) -> tuple[Any, ...]:

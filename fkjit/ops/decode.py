@@ -61,6 +61,8 @@ def attention_decode(
 
     Sources: Dao et al., "Flash-Decoding for long-context inference"; Osama et al., "Stream-K".
     """
+    if operators.autocasting():
+        (q,) = operators.autocast(q)
     if operators.compiling():
         options = {
             "k_scale": k_scale, "v_scale": v_scale, "causal": causal,
@@ -68,8 +70,6 @@ def attention_decode(
             "return_lse": return_lse, "out": out,
         }  # fmt: skip
         return decode_operator.traced("attention_decode", (q, k, v, seq_lens), options)
-    if operators.autocasting():
-        (q,) = operators.autocast(q)
     return _CONTIGUOUS(
         *_contiguous_call(
             q, k, v, seq_lens, k_scale=k_scale, v_scale=v_scale, causal=causal,
@@ -116,23 +116,21 @@ def paged_attention(
 
     Returns and raises as `attention_decode`. Tables and lengths are read when the kernel runs: a
     captured graph of `kv_append` and this call follows sequences that grow. To torch.compile the
-    call is one operator, if `cache` is a pair and there is no `out`.
+    call is one operator, if there is no `out`.
     """
-    if operators.compiling():
-        if not isinstance(cache, tuple):
-            raise ParameterError(
-                "paged_attention: cache is no pair of arrays; under torch.compile pass "
-                "(k_pages, v_pages), page_table and seq_lens"
-            )
-        options = {
-            "k_scale": k_scale, "v_scale": v_scale, "causal": causal,
-            "softmax_scale": softmax_scale, "layout": layout, "split_size": split_size,
-            "return_lse": return_lse, "out": out,
-        }  # fmt: skip
-        arrays = (q, *cache, page_table, seq_lens, rows)
-        return decode_operator.traced("paged_attention", arrays, options)
     if operators.autocasting():
         (q,) = operators.autocast(q)
+    if operators.compiling():
+        arrays, _, (held_layout, *_) = _paged_call(
+            q, cache, page_table, seq_lens, rows=rows, layer=layer, layout=layout, k_scale=k_scale,
+            v_scale=v_scale,
+        )  # fmt: skip
+        options = {
+            "k_scale": arrays[6], "v_scale": arrays[7], "causal": causal,
+            "softmax_scale": softmax_scale, "layout": held_layout, "split_size": split_size,
+            "return_lse": return_lse, "out": out,
+        }  # fmt: skip
+        return decode_operator.traced("paged_attention", arrays[:6], options)
     return _PAGED(
         *_paged_call(
             q, cache, page_table, seq_lens, rows=rows, layer=layer, layout=layout, k_scale=k_scale,

@@ -22,7 +22,7 @@ ARRAYS = ("o", "lse", "other", "other_lse", "out_lse", "out")  # rows lie in the
 ROWS = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1)}  # where batch, head, row of o stand
 THREADS = 128
 _DIMENSIONS = 3
-_PIECES = 2  # accesses of a lane to each part
+_PIECES = 4  # accesses of a lane to each part
 
 Strides = tuple[int, ...]
 

@@ -81,7 +81,7 @@ def arrived() -> None:
 
 def autocast(*arrays: Any) -> tuple[Any, ...]:
     """Arrays as torch.autocast has them for PyTorch's attention: tensors of 16 or 32 bits in the
-    dtype of autocast, where it is on for their device."""
+    dtype of autocast, where it is on for their device. Can be traced."""
     torch = sys.modules["torch"]
     casts: list[Any] = []
     for array in arrays:

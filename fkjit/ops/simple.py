@@ -122,6 +122,7 @@ class Op:
         inputs: tuple[Any, ...],
         outputs: tuple[Any, ...] = (),
         options: tuple[Any, ...] = (),
+        *,
         running: bool = False,
     ) -> Any:
         """Run on `inputs` and `outputs`, in the declared order; None for what is not given.

@@ -4,7 +4,9 @@ allocate outputs, pack the arguments and launch."""
 from __future__ import annotations
 
 import operator
+import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
@@ -70,6 +72,19 @@ def _is_plain(option: Any) -> bool:
     return type(option) in (bool, int, float, str, type(None))
 
 
+_all: weakref.WeakSet[Plans] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In a child process GPUs may not work: calls are to be checked again."""
+    for plans in _all:
+        plans.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 class Plans:
     """The plans of one op, by geometry and options."""
 
@@ -77,6 +92,7 @@ class Plans:
         self.call, self.names = call, names
         self.known: dict[Key, Plan] = {}
         self.geometries: dict[type, Callable[..., Geometry]] = {}  # by the type of the first array
+        _all.add(self)
 
     def find(
         self, arrays: Sequence[Any], options: tuple[Any, ...]

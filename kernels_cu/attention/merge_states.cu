@@ -19,9 +19,9 @@ constexpr bool VECTOR = ${vector};  // 16-byte accesses
 constexpr bool PAIR = ${pair};      // two parts, in o and in other; else all of them in o
 constexpr int THREADS = ${threads};
 
-constexpr int UNDERWAY = PAIR ? 2 : 4;
-constexpr int PIECES = 2;                                // accesses of a lane to each part
-constexpr int BLOCKS = (PAIR ? 10 : 4) * 128 / THREADS;  // of an SM, at least
+constexpr int UNDERWAY = 2;
+constexpr int PIECES = 4;                               // accesses of a lane to each part
+constexpr int BLOCKS = (PAIR ? 6 : 4) * 128 / THREADS;  // of an SM, at least
 static_assert(THREADS % WARP_SIZE == 0, "whole warps");
 
 using Part = Piece<elem_t, VECTOR>;
