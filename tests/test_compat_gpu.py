@@ -120,3 +120,32 @@ def test_calls_are_compiled_whole():
 
     made = torch.compile(model, fullgraph=True)(q, k, v)
     assert torch.allclose(made, model(q, k, v), atol=2e-2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_cache_in_another_order_with_rotary(causal):
+    """Rows of the cache by index, queries and keys turned: as by hand."""
+    import fkjit
+
+    q, new_k, new_v = normal(3, 2, 8, 64), normal(3, 2, 2, 64), normal(3, 2, 2, 64)
+    k, v = (normal(5, 1000, 2, 64) for _ in "kv")
+    lengths = torch.tensor([900, 3, 77], dtype=torch.int32, device="cuda")
+    order = torch.tensor([4, 0, 2], dtype=torch.int32, device="cuda")
+    table = fkjit.rope_table(1000, 64, like=q)
+    cosine, sine = table.chunk(2, -1)
+    turned_k = fkjit.rope(new_k, None, lengths, layout="bshd")
+    at = lengths if causal else lengths[:, None].expand(3, 2).contiguous()
+    turned_q = fkjit.rope(q, None, at, layout="bshd")
+    kept = [x.clone() for x in (k, v)]
+    for row, (index, n) in enumerate(zip(order.tolist(), lengths.tolist(), strict=True)):
+        kept[0][index, n : n + 2], kept[1][index, n : n + 2] = turned_k[row], new_v[row]
+    expected = fkjit.attention_decode(
+        turned_q, *(x[order.long()] for x in kept), lengths + 2, layout="bshd", causal=causal
+    )
+    made = compat.flash_attn_with_kvcache(
+        q, k, v, new_k, new_v, cosine.contiguous(), sine.contiguous(), cache_seqlens=lengths,
+        cache_batch_idx=order, causal=causal, rotary_interleaved=False,
+    )  # fmt: skip
+    close(made, expected.double())
+    close(k, kept[0].double())
+    assert torch.equal(v, kept[1])
