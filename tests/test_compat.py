@@ -41,8 +41,8 @@ def test_sdpa_with_grouped_heads():
 
 
 MASKS = {
-    "rows": (6, 9), "keys": (1, 9), "heads": (4, 6, 9), "a batch": (2, 1, 1, 9), "all": (2, 4, 6, 9),
-    "one key": (6, 1), "one": (1, 1, 1, 1),
+    "rows": (6, 9), "keys": (1, 9), "heads": (4, 6, 9), "a batch": (2, 1, 1, 9),
+    "all": (2, 4, 6, 9), "one key": (6, 1), "one": (1, 1, 1, 1),
 }  # fmt: skip
 
 
