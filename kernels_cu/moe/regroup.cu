@@ -32,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int held = first < mine.end ? group(first) : -1;
   block.clear(to, how);
   block.sort(mine.begin, mine.end, held, group, to, how);
+#pragma unroll 1
   for (int i = items + blockIdx.x * THREADS + threadIdx.x; i < tokens * top_k;
        i += gridDim.x * THREADS)
     inverse[i] = -1;

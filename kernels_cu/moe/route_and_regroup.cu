@@ -49,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Share mine = share_of_warp(all, TOKENS, WARPS);
   block.clear(to, grouping);
 
+#pragma unroll 1
   for (int at = mine.begin; at < mine.end; at += TOKENS * PAIR) {
     const logit_t* row[PAIR];
     Choice choice[PAIR];
@@ -74,6 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int first = begin + place < end ? first_ids[warp][place] : -1;
   block.sort(begin, end, group_of(first, expert_map, grouping), group, to, grouping);
 
+#pragma unroll 1
   for (int i = all * top_k + blockIdx.x * THREADS + threadIdx.x; i < tokens * top_k;
        i += gridDim.x * THREADS)
     topk_weights[i] = 0.f, topk_ids[i] = -1, inverse[i] = -1;

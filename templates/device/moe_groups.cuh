@@ -85,7 +85,7 @@ __device__ __forceinline__ int sum_before(const int4& x, int number) {
 template <int THREADS, int MOST>
 struct alignas(16) Regroup {
   static constexpr int WARPS = THREADS / WARP_SIZE, CHUNKS = MOST / WARP_SIZE;
-  static constexpr int ROWS = 4, QUADS = 2, LOADS = 5;  // of the table, that a lane has under way
+  static constexpr int ROWS = 4, QUADS = 2;  // of the table, that a lane has under way
   static_assert(CHUNKS <= WARP_SIZE, "one warp scans the chunks' sums");
   int counts[WARPS][MOST];  // items of a warp; from phase 2 on its next item's rank in the block
   int before[MOST];         // items in blocks before this one
@@ -97,8 +97,11 @@ struct alignas(16) Regroup {
   __device__ __forceinline__ void clear(const Groups& to, const Grouping& how) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
+#pragma unroll 1
     for (int e = lane; e < how.groups; e += WARP_SIZE) counts[warp][e] = 0;
+#pragma unroll 1
     for (int i = thread; i < how.places; i += threads) to.sorted_token_ids[i] = how.sentinel;
+#pragma unroll 1
     for (int i = thread; i < tile_of(how.places, how); i += threads) to.expert_ids[i] = -1;
     __syncwarp();
   }
@@ -119,6 +122,7 @@ struct alignas(16) Regroup {
   // Phase 2.
   __device__ __forceinline__ void scan(int groups, int* table) {
     __syncthreads();
+#pragma unroll 1
     for (int e = threadIdx.x; e < groups; e += THREADS) {
       int found[WARPS], sum = 0;
 #pragma unroll
@@ -142,8 +146,10 @@ struct alignas(16) Regroup {
   __device__ __forceinline__ void join(int groups, const int* table) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int quads = row_size() / 4;
+#pragma unroll 1
     for (int e = warp * ROWS; e < groups; e += WARPS * ROWS) {
       int all[ROWS] = {}, early[ROWS] = {};
+#pragma unroll 1
       for (int first = lane; first - lane < quads; first += QUADS * WARP_SIZE) {
         int4 four[ROWS][QUADS] = {};
 #pragma unroll
@@ -172,27 +178,25 @@ struct alignas(16) Regroup {
   __device__ __forceinline__ void sum_rows(int groups, int* table) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, size = row_size();
     int* sums = table + groups * size;
+#pragma unroll 1
     for (int e = blockIdx.x + warp * gridDim.x; e < groups; e += gridDim.x * WARPS) {
       int sum = 0;
-      for (int first = lane; first - lane < gridDim.x; first += LOADS * WARP_SIZE) {
-        int own[LOADS];
+#pragma unroll 1
+      for (int first = 0; first < gridDim.x; first += 4 * WARP_SIZE) {
+        const int block = first + lane * 4, here = gridDim.x - block;
+        const int4 x = here > 0 ? *reinterpret_cast<const int4*>(table + e * size + block) : int4{};
+        const int own = sum_before(x, here), upto = warp_scan(own), begin = sum + upto - own;
 #pragma unroll
-        for (int i = 0; i < LOADS; ++i) {
-          const int block = first + i * WARP_SIZE;
-          own[i] = block < gridDim.x ? table[e * size + block] : 0;
-        }
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i) {
-          const int block = first + i * WARP_SIZE, upto = warp_scan(own[i]);
-          if (block < gridDim.x) sums[block * groups + e] = sum + upto - own[i];
-          sum += __shfl_sync(FULL_MASK, upto, WARP_SIZE - 1);
-        }
+        for (int i = 0; i < 4; ++i)
+          if (i < here) sums[(block + i) * groups + e] = begin + sum_before(x, i);
+        sum += __shfl_sync(FULL_MASK, upto, WARP_SIZE - 1);
       }
       if (lane == 0) sums[gridDim.x * groups + e] = sum;
     }
   }
   __device__ __forceinline__ void read_sums(int groups, const int* table) {
     const int* sums = table + groups * row_size();
+#pragma unroll 1
     for (int e = threadIdx.x; e < groups; e += THREADS) {
       before[e] = __ldcg(sums + blockIdx.x * groups + e);
       total[e] = __ldcg(sums + gridDim.x * groups + e);
@@ -226,6 +230,7 @@ struct alignas(16) Regroup {
   __device__ __forceinline__ void set_offsets(const Grouping& how) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     __syncthreads();
+#pragma unroll 1
     for (int c = warp; c < CHUNKS; c += WARPS) {
       const int e = c * WARP_SIZE + lane;
       const int used = e < how.groups ? kept(e, how) : 0;
@@ -236,6 +241,7 @@ struct alignas(16) Regroup {
     }
     __syncthreads();
     const int own = lane < CHUNKS ? chunk[lane] : 0, upto = warp_scan(own);
+#pragma unroll 1
     for (int c = warp; c < CHUNKS; c += WARPS)
       offset[c * WARP_SIZE + lane] += __shfl_sync(FULL_MASK, upto - own, c);
     if (threadIdx.x == WARP_SIZE - 1) offset[MOST] = upto;
@@ -255,6 +261,7 @@ struct alignas(16) Regroup {
 
   // What stands beside the items.
   __device__ __forceinline__ void finish(const Groups& to, const Grouping& how) {
+#pragma unroll 1
     for (int e = blockIdx.x + threadIdx.x * gridDim.x; e < how.groups; e += gridDim.x * THREADS)
       to.offsets[e] = offset[e], to.counts[e] = kept(e, how);
     const int end = offset[how.groups];
@@ -269,11 +276,13 @@ struct alignas(16) Regroup {
                                        const Groups& to, const Grouping& how) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int rank = take(first);
+#pragma unroll 1
     for (int item = begin + WARP_SIZE; item < end; item += WARP_SIZE)
       take(item + lane < end ? group(item + lane) : -1);
     scan(how.groups, to.table);
     const uint2 left = gridDim.x > 1 ? meet(to, how) : uint2{};
     set_offsets(how);
+#pragma unroll 1
     for (int i = begin; i < end; i += WARP_SIZE) {
       const int item = i + lane, mine = i == begin ? first : item < end ? group(item) : -1;
       int earlier = rank + (mine < 0 ? 0 : counts[warp][mine]);
