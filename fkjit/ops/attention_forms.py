@@ -68,10 +68,10 @@ def attention_varlen(
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     forms = (window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args)
     shared = (causal, softmax_scale, block, return_lse)
-    if operators.compiling():
-        return operator.traced_varlen((q, k, v), packed, shared, forms)
     if operators.autocasting():
         q, k, v = operators.autocast(q, k, v)
+    if operators.compiling():
+        return operator.traced_varlen((q, k, v), packed, shared, forms)
     return _packed((q, k, v), packed, shared, forms)
 
 
