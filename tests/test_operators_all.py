@@ -88,6 +88,40 @@ def test_operators_are_what_their_schemas_say(case, monkeypatch):
         torch.library.opcheck(function, args, test_utils=("test_schema", "test_faketensor"))
 
 
+def test_slots_of_a_cache_are_an_operator(monkeypatch):
+    """It writes lengths, which lie beside the table that it reads."""
+    cache = fkjit.PagedKVCache(
+        4, page_size=16, num_kv_heads=2, head_dim=16, dtype="fp16", device="cpu",
+        framework="torch", max_sequences=3,
+    )  # fmt: skip
+    sequences = [cache.allocate() for _ in range(2)]
+    cache.reserve(sequences, 3)
+    rows = cache.rows(sequences)
+    compiled = torch.compile(
+        lambda rows: fkjit.kv_slots(cache, rows) + 1, backend="aot_eager", fullgraph=True
+    )
+    pages = [cache.pool.page_table[cache.pool.row(one)][0] for one in sequences]
+    for step in range(3):
+        assert compiled(rows).tolist() == [16 * page + step + 1 for page in pages]
+    assert cache.lengths[rows.long()].tolist() == [3, 3]
+    monkeypatch.setattr(operators, "compiling", lambda: True)
+    with Calls() as calls:
+        fkjit.kv_slots(cache, rows)
+    ((function, args),) = calls.seen
+    torch.library.opcheck(function, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_ops_are_exported():
+    class Model(torch.nn.Module):
+        def forward(self, x, w, q):
+            return fkjit.vector_add(fkjit.rms_norm(x, w), x), fkjit.rope(q, None, 3)
+
+    inputs = torch.randn(5, 16), torch.randn(16), torch.randn(1, 2, 4, 16)
+    program = torch.export.export(Model(), inputs)
+    assert all(f"fkjit.{name}" in str(program.graph) for name in ("rms_norm", "vector_add", "rope"))
+    assert_alike(program.module()(*inputs), Model()(*inputs))
+
+
 @pytest.mark.parametrize("name", ["rms_norm", "vector_add", "sum", "kv_append"])
 def test_sizes_may_be_dynamic(name):
     (case,) = [case for case in CASES if case.name == name]
