@@ -129,7 +129,8 @@ def choose(fixed: Mapping[str, Any], spec: KernelSpec, arch: Arch) -> Params:
 
 def tile(spec: KernelSpec, p: Problem, arch: Arch) -> Params:
     """What the public calls would take."""
-    return choose(moe.variant({**p, "tile": moe.choose_tile(p)}), spec, arch)
+    found = moe.choose_tile(p, quick=spec.op == "moe_route")
+    return choose(moe.variant({**p, "tile": found}), spec, arch)
 
 
 def launch(

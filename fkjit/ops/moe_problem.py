@@ -17,9 +17,13 @@ from fkjit.spec import Arrays, Params, Problem
 
 # Lanes of a warp on one token, logits of each; the first one that holds a token is taken.
 Tile = tuple[int, int]
-# Those for few experts are for plain problems, and for chunks of 16 bytes that fit.
+# Those for few experts, and QUICK ones for few tokens (a whole warp has a token), are for plain
+# problems.
 _SMALL: tuple[Tile, ...] = ((2, 4), (2, 8), (8, 4))
-TILES: tuple[Tile, ...] = (*_SMALL, (4, 16), (8, 8), (8, 16), (16, 16), (32, 16), (32, 32))
+_MORE: tuple[Tile, ...] = ((4, 16), (8, 8), (8, 16), (16, 16), (32, 16), (32, 32))
+QUICK: tuple[Tile, ...] = ((32, 4), (32, 8))
+TILES = (*QUICK, *_SMALL, *_MORE)
+FEW_TOKENS = 2048
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
 SCORINGS = ("softmax", "sigmoid")
@@ -35,8 +39,8 @@ def illegal(params: Params) -> str | None:
     """Why no kernel has this tile."""
     if params["tile"][1] % (16 // ITEMSIZE[params["dtype"]]):
         return "has lanes with a part of 16 bytes"
-    small = params["tile"] in _SMALL and not params["plain"]
-    return "is for plain problems" if small else None
+    special = params["tile"] not in _MORE and not params["plain"]
+    return "is for plain problems" if special else None
 
 
 def is_plain(p: Problem) -> bool:
@@ -54,10 +58,15 @@ def holds(tile: Tile, dtype: str, experts: int, top_k: int, num_groups: int) -> 
     return -(-chunks // lanes) * size <= tile[1]
 
 
-def choose_tile(p: Problem) -> Tile | None:
-    """The tile that a routing problem takes; None where no tile holds it."""
+def choose_tile(p: Problem, quick: bool = False) -> Tile | None:
+    """The tile that a routing problem takes; None where no tile holds it.
+
+    `quick`: if there are few tokens, one of whole warps.
+    """
     sizes = (p["dtype"], p["experts"], p["top_k"], p["num_groups"])
-    tiles = TILES if is_plain(p) else TILES[len(_SMALL) :]
+    tiles = (*_SMALL, *_MORE) if is_plain(p) else _MORE
+    if quick and is_plain(p) and p["tokens"] <= FEW_TOKENS and p["experts"] > 16:
+        tiles = (*QUICK, *_MORE[-2:])
     return next((tile for tile in tiles if holds(tile, *sizes)), None)
 
 

@@ -63,7 +63,9 @@ def moe_route(
     return _OP((logits, bias), (None, None), options)
 
 
-def describe(call: str, views: Mapping[str, View | None], *options: Any) -> dict[str, Any]:
+def describe(
+    call: str, views: Mapping[str, View | None], *options: Any, quick: bool = False
+) -> dict[str, Any]:
     """The routing problem of `logits`, `bias` and moe_route's options, checked; with its tile."""
     logits, bias = views["logits"], views["bias"]
     assert logits is not None
@@ -84,7 +86,7 @@ def describe(call: str, views: Mapping[str, View | None], *options: Any) -> dict
     }
     groups = problem["num_groups"]
     problem["vector"] = moe.is_vector(logits.dtype, experts, groups, step, logits.pointer)
-    problem["tile"] = moe.choose_tile(problem)
+    problem["tile"] = moe.choose_tile(problem, quick)
     if problem["tile"] is None:
         raise ParameterError(
             f"{call}: {groups} groups of {experts // groups} experts do not fit a kernel; allowed: "
@@ -141,7 +143,7 @@ def chosen(p: Mapping[str, Any]) -> dict[str, Output]:
 
 
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:
-    problem = describe(_CALL, views, *options)
+    problem = describe(_CALL, views, *options, quick=True)
     params = {**moe.variant(problem), "threads": _THREADS}
     launches = (Launch(ROUTE, params, problem),) if problem["tokens"] else ()
     inputs = {name: views[name] for name in ("logits", "bias")}

@@ -16,6 +16,7 @@ from fkjit.ops.simple_operator import Node
 from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
 
 _CALL = "moe_route_and_regroup"
+_TILES = moe.TILES[len(moe.QUICK) :]
 _ALONE = 2  # rounds of a block's warps that one block does alone
 
 
@@ -175,7 +176,9 @@ KERNEL = register(
         doc="top-k and a counting sort of the choices, whose blocks meet once",
         params=(
             Param("dtype", FLOATS, "element type of logits"),
-            Param("tile", moe.TILES, "(lanes of a warp on a token, logits of each)"),
+            Param(
+                "tile", moe.TILES[len(moe.QUICK) :], "(lanes of a warp on a token, logits of each)"
+            ),
             Param("plain", (True, False), "softmax of one group of experts, in whole chunks"),
             Param("threads", (256, 512), "threads of a block", tunable=True),
         ),

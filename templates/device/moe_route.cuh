@@ -73,6 +73,19 @@ __device__ __forceinline__ int lanes_min(int x) {
   return x;
 }
 
+// Bits as numbers in the order of the floats they are, and back.
+__device__ __forceinline__ int in_order(int bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
+
+// No x is NaN. A whole warp needs no shuffles, but integers.          PTX ISA: redux.sync.max.s32
+template <int LANES>
+__device__ __forceinline__ float lanes_greatest(float x) {
+#if __CUDA_ARCH__ >= 800
+  if (LANES == WARP_SIZE)
+    return __int_as_float(in_order(__reduce_max_sync(FULL_MASK, in_order(__float_as_int(x)))));
+#endif
+  return lanes_max<LANES>(x);
+}
+
 // 1 for the greatest, even where that is +inf.
 __device__ __forceinline__ float softmax_term(float x, float peak) {
   return x == peak ? 1.f : expf(x - peak);
@@ -121,7 +134,7 @@ struct Experts {
 
   // Over the token: the greatest value, and the sum of exp(value - peak).
   __device__ __forceinline__ float greatest() const {
-    return lanes_max<LANES>(greatest_of<VALUES>(x));
+    return lanes_greatest<LANES>(greatest_of<VALUES>(x));
   }
   // An exponent is one product and sum: what rounding peak * log2(e) leaves out is a factor of all.
   __device__ __forceinline__ float exp_sum(float peak) const {
