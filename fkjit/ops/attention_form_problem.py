@@ -203,7 +203,7 @@ def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays
         return rng.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(dtype))
 
     more: dict[str, Any] = {
-        "alibi_slopes": normal(b, h) if form.alibi else None,
+        "alibi_slopes": np.abs(normal(b, h)) if form.alibi else None,
         "bias": normal(1, h, sq, sk, dtype=form.bias) if form.bias else None,
         "mask": (rng.random((b, 1, sq, sk)) < 0.8).astype(np.uint8) if form.mask else None,
         "sinks": normal(h) if form.sinks else None,

@@ -52,6 +52,7 @@ constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks}, SCORE_MOD = ${has_mod};
 constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see device/score.cuh
 constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
+constexpr bool HELD = HEAD_DIM <= 128 && (BIAS_PAIRED || MASK_PAIRED);  // read a tile ahead
 constexpr bool RULES = SOFTCAP || ALIBI || SINKS || SCORE_MOD || BIAS || MASK;
 
 // The caller's expression of one score, and what he gave for it to read.
@@ -133,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   v += place.batch * v_strides.batch + kv_head * v_strides.head;
 
   //% if form
-  const KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
+  KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
   const BandTiles<BLOCK_K> tiles(band, q0, min(q0 + BLOCK_Q, seqlen_q) - 1);
   const int first_tile = tiles.first;
   int tile = tiles.end - 1;
@@ -165,16 +166,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
     cp_async_commit();
   }
   //% if form
-  const auto rules =
-      score_rules(RuleIf<SOFTCAP, SoftCap<false>>(form.softcap),
-                  PerScore<ScoreMod>({place.batch, place.head, seqlen_q, seqlen_k${score_values}},
-                                     seqlen_q, seqlen_k),
-                  RuleIf<ALIBI, Alibi>(alibi_slopes, form.alibi_batch_stride, place.batch,
-                                       place.head, seqlen_q, seqlen_k),
-                  RuleIf<BIAS, Bias<bias_t, BIAS_PAIRED>>(bias, form.bias, place.batch, place.head,
-                                                          seqlen_q, seqlen_k),
-                  RuleIf<MASK, Where<MASK_PAIRED>>(mask, form.mask, place.batch, place.head,
-                                                   seqlen_q, seqlen_k));
+  const int warp_q0 = q0 + warp * ROWS_A_WARP;
+  auto rules = score_rules(
+      RuleIf<SOFTCAP, SoftCap<false>>(form.softcap),
+      PerScore<ScoreMod>({place.batch, place.head, seqlen_q, seqlen_k${score_values}}, seqlen_q,
+                         seqlen_k),
+      RuleIf<ALIBI, Alibi>(alibi_slopes, form.alibi_batch_stride, place.batch, place.head, seqlen_q,
+                           seqlen_k),
+      RuleIf<BIAS, HeldIf<HELD && BIAS_PAIRED, Bias<bias_t, BIAS_PAIRED>, M_BLOCKS, BLOCK_K / 8>>(
+          bias, form.bias, place.batch, place.head, seqlen_q, seqlen_k),
+      RuleIf<MASK, HeldIf<HELD && MASK_PAIRED, Where<u8, MASK_PAIRED>, M_BLOCKS, BLOCK_K / 8>>(
+          mask, form.mask, place.batch, place.head, seqlen_q, seqlen_k));
+  if (HELD && tile >= first_tile) rules.fetch(lane, warp_q0, tile * BLOCK_K);
   //% else
   constexpr bool RULES = false;
   //% endif
@@ -224,8 +227,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
                                                k_reader);
 
     //% if form
-    const int warp_q0 = q0 + warp * ROWS_A_WARP;
     if (RULES) rules_on_fragments(s, lane, rules, form.softmax_scale, warp_q0, tile * BLOCK_K);
+    if (HELD && tile > first_tile) rules.fetch(lane, warp_q0, (tile - 1) * BLOCK_K);
     if (!tiles.is_whole(tile)) rules_on_fragments(s, lane, band, 1.f, warp_q0, tile * BLOCK_K);
     //% else
     if (tile >= unmasked_tiles)

@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
       PerScore<ScoreMod>({batch, head, seqlen_q, seqlen_k${score_values}}, seqlen_q, seqlen_k),
       RuleIf<ALIBI, Alibi>(alibi_slopes, form.alibi_batch_stride, batch, head, seqlen_q, seqlen_k),
       RuleIf<BIAS, Bias<bias_t, BIAS_PAIRED>>(bias, form.bias, batch, head, seqlen_q, seqlen_k),
-      RuleIf<MASK, Where<MASK_PAIRED>>(mask, form.mask, batch, head, seqlen_q, seqlen_k), band);
+      RuleIf<MASK, Where<u8, MASK_PAIRED>>(mask, form.mask, batch, head, seqlen_q, seqlen_k), band);
   //% else
   // Query row i of the block sees keys 0 .. min(seqlen_k, first_hidden + i) - 1.
   const int first_hidden = causal ? q0 + seqlen_k - seqlen_q + 1 : seqlen_k;

@@ -26,6 +26,16 @@ struct RuleIf<false, Rule> : Unchanged {
   __device__ __forceinline__ explicit RuleIf(const Arguments&...) {}
 };
 
+// An array of scores as it is, or Held.
+template <bool HELD, typename Array, int M, int N>
+struct HeldIf : Held<Array, M, N> {
+  using Held<Array, M, N>::Held;
+};
+template <typename Array, int M, int N>
+struct HeldIf<false, Array, M, N> : Array {
+  using Array::Array;
+};
+
 // Tiles of BLOCK_K keys that rows q_first .. q_last of a band see something of, first .. end - 1;
 // and of those the ones that each of these rows sees whole, first_whole .. end_whole - 1.
 template <int BLOCK_K>

@@ -31,8 +31,17 @@
 // Pointers are those of a kernel's arguments: Bias and Where take the strides of
 // [batch, heads_q, seqlen_q, seqlen_k], 0 where a dimension is broadcast; columns are contiguous.
 // PAIRED: rows start at multiples of two elements and seqlen_k is even, so two keys are one load.
+//
+// What a rule reads arrives late. A Held rule has the numbers of a whole tile of fragments in
+// registers: rules.fetch(lane, q_idx, k_idx) asks for those of the next tile, which travel while
+// this one is multiplied.
 #pragma once
 #include "device/math.cuh"
+
+struct ScoreRule {
+  static constexpr bool CURVED = false;  // its derivative is not 1
+  static constexpr bool HELD = false;    // it reads its numbers a tile ahead
+};
 
 // tanh(x) within 3e-7 of absolute error; saturates, and NaN stays NaN.
 __device__ __forceinline__ float tanh_fast(float x) {
@@ -41,7 +50,7 @@ __device__ __forceinline__ float tanh_fast(float x) {
 
 // EXACT: to fp32's last places, at several times the cost.
 template <bool EXACT>
-struct SoftCap {
+struct SoftCap : ScoreRule {
   static constexpr bool CURVED = true;
   float cap, inverse;
 
@@ -69,7 +78,7 @@ struct SoftCap {
 // A function object of one score, (score, q_idx, k_idx) -> score, that may read arrays at q_idx and
 // k_idx: it is asked for rows and keys that exist only.
 template <typename Function>
-struct PerScore {
+struct PerScore : ScoreRule {
   Function function;
   int last_q, last_k;
 
@@ -85,8 +94,7 @@ struct PerScore {
 };
 
 // Aligned to the bottom right, as the causal mask is: the last query is at the last key.
-struct Alibi {
-  static constexpr bool CURVED = false;
+struct Alibi : ScoreRule {
   float slope;
   int shift;
 
@@ -104,12 +112,27 @@ struct Alibi {
   }
 };
 
+// As many bytes in one register or two.
+template <int BYTES>
+struct WordOf;
+template <>
+struct WordOf<2> {
+  using Type = u16;
+};
+template <>
+struct WordOf<4> {
+  using Type = u32;
+};
+template <>
+struct WordOf<8> {
+  using Type = u64;
+};
+
 // The [seqlen_q, seqlen_k] of one batch and head in an array that is broadcast to four dimensions.
 template <typename T, bool PAIRED>
-struct ScoreArray {
-  struct alignas(2 * sizeof(T)) Pair {
-    T x[2];
-  };
+struct ScoreArray : ScoreRule {
+  using Word = typename WordOf<2 * sizeof(T)>::Type;  // two neighbouring keys
+  using Element = T;
   const T* rows;
   i64 row_stride;
   int last_q, seqlen_k;
@@ -121,52 +144,84 @@ struct ScoreArray {
         last_q(seqlen_q - 1),
         seqlen_k(seqlen_k_) {}
 
-  // Elements of N neighbouring keys; `missing` past the end.
-  template <int N>
-  __device__ __forceinline__ void load(T (&x)[N], int q_idx, int k_idx, int offset,
-                                       T missing) const {
+  // Keys k_idx + offset and the one behind it; where PAIRED. Zeros past the end.
+  __device__ __forceinline__ Word two(int q_idx, int k_idx, int offset) const {
     const T* row = rows + min(q_idx, last_q) * row_stride + k_idx;
-    const int keys = seqlen_k - k_idx;
-    if constexpr (PAIRED && N % 2 == 0) {
-#pragma unroll
-      for (int i = 0; i < N; i += 2) {
-        Pair pair = {missing, missing};
-        if (offset + i < keys) pair = *reinterpret_cast<const Pair*>(row + offset + i);
-        x[i] = pair.x[0], x[i + 1] = pair.x[1];
-      }
+    return offset < seqlen_k - k_idx ? *reinterpret_cast<const Word*>(row + offset) : Word(0);
+  }
+
+  // The same of N neighbours, one by one where they are not PAIRED.
+  template <int N>
+  __device__ __forceinline__ void load(T (&x)[N], int q_idx, int k_idx, int offset) const {
+    if constexpr (PAIRED && N == 2) {
+      const Word word = two(q_idx, k_idx, offset);
+      x[0] = reinterpret_cast<const T*>(&word)[0], x[1] = reinterpret_cast<const T*>(&word)[1];
     } else {
+      const T* row = rows + min(q_idx, last_q) * row_stride + k_idx;
+      const int keys = seqlen_k - k_idx;
 #pragma unroll
-      for (int i = 0; i < N; ++i) x[i] = offset + i < keys ? row[offset + i] : missing;
+      for (int i = 0; i < N; ++i) x[i] = offset + i < keys ? row[offset + i] : T(0);
     }
   }
 };
 
 template <typename T, bool PAIRED>
 struct Bias : ScoreArray<T, PAIRED> {
-  static constexpr bool CURVED = false;
   using ScoreArray<T, PAIRED>::ScoreArray;
+
+  __device__ __forceinline__ static float changed(float x, T added) {
+    return x + static_cast<float>(added);
+  }
 
   template <int N>
   __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx, int offset = 0) const {
     T added[N];
-    this->load(added, q_idx, k_idx, offset, static_cast<T>(0.f));
+    this->load(added, q_idx, k_idx, offset);
 #pragma unroll
-    for (int i = 0; i < N; ++i) x[i] += static_cast<float>(added[i]);
+    for (int i = 0; i < N; ++i) x[i] = changed(x[i], added[i]);
   }
 };
 
 // A mask of bytes: 0 hides the key.
-template <bool PAIRED>
-struct Where : ScoreArray<u8, PAIRED> {
-  static constexpr bool CURVED = false;
-  using ScoreArray<u8, PAIRED>::ScoreArray;
+template <typename T, bool PAIRED>
+struct Where : ScoreArray<T, PAIRED> {
+  using ScoreArray<T, PAIRED>::ScoreArray;
+
+  __device__ __forceinline__ static float changed(float x, T visible) {
+    return visible ? x : NEG_INFINITY;
+  }
 
   template <int N>
   __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx, int offset = 0) const {
-    u8 visible[N];
-    this->load(visible, q_idx, k_idx, offset, u8(0));
+    T visible[N];
+    this->load(visible, q_idx, k_idx, offset);
 #pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = visible[i] ? x[i] : NEG_INFINITY;
+    for (int i = 0; i < N; ++i) x[i] = changed(x[i], visible[i]);
+  }
+};
+
+// Bias or Where with the numbers of a warp's fragments s[M][N][4] in registers, PAIRED only.
+template <typename Array, int M, int N>
+struct Held : Array {
+  static constexpr bool HELD = true;
+  using T = typename Array::Element;
+  typename Array::Word words[2 * M][N];
+  int row;  // of a lane's: 2 * m + half
+
+  using Array::Array;
+
+  __device__ __forceinline__ void fetch(int lane, int q_idx, int k_idx) {
+#pragma unroll
+    for (int r = 0; r < 2 * M; ++r)
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+        words[r][n] = this->two(q_idx + r * 8 + lane / 4, k_idx + lane % 4 * 2, n * 8);
+  }
+
+  __device__ __forceinline__ void apply(float (&x)[2], int, int, int offset = 0) const {
+    const typename Array::Word word = words[row][offset / 8];
+    x[0] = Array::changed(x[0], reinterpret_cast<const T*>(&word)[0]);
+    x[1] = Array::changed(x[1], reinterpret_cast<const T*>(&word)[1]);
   }
 };
 
@@ -179,8 +234,7 @@ struct Where : ScoreArray<u8, PAIRED> {
 //         2         x x x x              kernels skip tiles wholly outside: keys before
 //         3           x x x x            first(their first row) or from end(their last row) on
 //         4             x x x
-struct KeyBand {
-  static constexpr bool CURVED = false;
+struct KeyBand : ScoreRule {
   int seqlen_k, shift, left, right;
 
   // left, right: at least 0. max(seqlen_q, seqlen_k) is without a bound.
@@ -199,6 +253,8 @@ struct KeyBand {
     return min(k_idx - shift + left + 1, seqlen_k - shift);  // seqlen_q
   }
 
+  __device__ __forceinline__ void begin_row(int) {}
+
   template <int N>
   __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx, int offset = 0) const {
     const int from = first(q_idx) - k_idx, to = end(q_idx) - k_idx;
@@ -209,8 +265,7 @@ struct KeyBand {
 };
 
 // No rule.
-struct Unchanged {
-  static constexpr bool CURVED = false;
+struct Unchanged : ScoreRule {
   template <int N>
   __device__ __forceinline__ void apply(float (&)[N], int, int, int = 0) const {}
 };
@@ -224,6 +279,8 @@ struct ScoreRules<> {
   __device__ __forceinline__ void apply(float (&)[N], int, int, int = 0) const {}
   template <int N>
   __device__ __forceinline__ void differentiate(float (&)[N], float (&)[N], int, int) const {}
+  __device__ __forceinline__ void fetch(int, int, int) {}
+  __device__ __forceinline__ void begin_row(int) {}
 };
 
 template <typename First, typename... Rest>
@@ -257,6 +314,17 @@ struct ScoreRules<First, Rest...> {
     if constexpr (First::CURVED) rule.differentiate(x, slope);
     rest.differentiate(x, slope, q_idx, k_idx);
   }
+
+  // For Held rules: what the fragments whose first row and column are q_idx, k_idx will read; and
+  // which of a lane's rows comes next.
+  __device__ __forceinline__ void fetch(int lane, int q_idx, int k_idx) {
+    if constexpr (First::HELD) rule.fetch(lane, q_idx, k_idx);
+    rest.fetch(lane, q_idx, k_idx);
+  }
+  __device__ __forceinline__ void begin_row(int row) {
+    if constexpr (First::HELD) rule.row = row;
+    rest.begin_row(row);
+  }
 };
 
 template <typename... Rules>
@@ -268,19 +336,18 @@ __device__ __forceinline__ ScoreRules<Rules...> score_rules(const Rules&... rule
 // rows g and g + 8 of 16-row block m, keys 2t and 2t + 1 of every eight. q_idx, k_idx: those of the
 // fragments' first row and column.
 template <int M, int N, typename Rules>
-__device__ __forceinline__ void rules_on_fragments(float (&s)[M][N][4], int lane,
-                                                   const Rules& rules, float softmax_scale,
-                                                   int q_idx, int k_idx) {
+__device__ __forceinline__ void rules_on_fragments(float (&s)[M][N][4], int lane, Rules& rules,
+                                                   float softmax_scale, int q_idx, int k_idx) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      rules.begin_row(2 * m + half);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         float pair[2] = {s[m][n][2 * half] * softmax_scale, s[m][n][2 * half + 1] * softmax_scale};
         rules.apply(pair, q_idx + m * 16 + lane / 4 + half * 8, k_idx + lane % 4 * 2, n * 8);
         s[m][n][2 * half] = pair[0], s[m][n][2 * half + 1] = pair[1];
-        if (n % 4 == 3 || n == N - 1) asm volatile("" ::: "memory");  // so many loads at a time
       }
     }
 }
