@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from fkjit.build import quiet
 from fkjit.compile import compile_source
 from fkjit.ops.attention_form import SHIPPED, Form, parse
 from fkjit.render import render
+from fkjit.settings import settings
 from fkjit.spec import find
 from tests.attention_tools import assert_close, normal
 from tests.form_kit import FEATURES, draw, exact
@@ -65,6 +67,15 @@ def test_all_together_in_the_other_layout():
     swapped = case._replace(**{n: getattr(case, n).swapaxes(1, 2) for n in "qkv"})
     other, other_lse = run(swapped, layout="bshd")
     assert np.array_equal(other.swapaxes(1, 2), o) and np.array_equal(other_lse, lse)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_gpus_without_the_tensor_cores_of_a_form_use_their_fp32_units(dtype, monkeypatch):
+    turing = replace(settings(), target="sm_75")
+    monkeypatch.setattr("fkjit.build.settings", lambda: turing)
+    case = draw(21, 1, (2, 1), (35, 50), (40, 32), dtype, FEATURES)
+    o, lse = run(case)
+    assert_close(o, lse, *exact(case), dtype)
 
 
 # ------------------------------------------------------------------ packed sequences

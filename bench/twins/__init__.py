@@ -15,7 +15,9 @@ from fkjit.spec import Problem
 from ..op import Arrays, Candidate, Prepared
 
 # Operations of ours that have no twin yet, and why.
-MISSING: dict[str, str] = {}
+MISSING: dict[str, str] = {
+    "attention_form": "the twin of attention, with a line or two more for each form",
+}
 
 
 def names() -> list[str]:

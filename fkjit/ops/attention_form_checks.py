@@ -16,6 +16,7 @@ from fkjit.ops.attention_checks import LAYOUTS
 from fkjit.ops.attention_form import ARRAYS, BIAS_DTYPES, SLOTS, Form
 from fkjit.ops.attention_form_kernels import kernel, tile
 from fkjit.ops.attention_form_problem import PACKED_AXES, POINTERS, form_bytes
+from fkjit.ops.attention_kernels import FLASH, FLASH_FP32
 from fkjit.ops.simple import Launch, Output, Request, arch_of
 from fkjit.ops.simple_checks import check_dtype, check_flag, check_same_dtype, check_shape
 
@@ -105,6 +106,7 @@ def _variant(
     """The kernel and its parameters."""
     arch = arch_of(seen["q"])
     base = choice.implementation("flash", problem["dtype"], arch)
+    base = FLASH if base is FLASH else FLASH_FP32  # also where flash_sm75 would do: it has no forms
     spec = kernel(base.name, form.text)
     dims = choice.padded_dims(base, problem["head_dim"], problem["head_dim_v"])
     fixed = {

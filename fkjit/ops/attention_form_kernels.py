@@ -61,7 +61,8 @@ def _illegal_flash(params: Params) -> str | None:
 def _illegal_fp32(params: Params) -> str | None:
     if params["block"] == 64 and _loads(params):
         return "needs more registers than a thread has"
-    return FLASH_FP32.illegal(params)
+    alike = {"fp16": "bf16"}  # in what GPUs without its tensor cores have room for
+    return FLASH_FP32.illegal({**params, "dtype": alike.get(params["dtype"], params["dtype"])})
 
 
 def _only_shown(spec: KernelSpec) -> KernelSpec:
@@ -77,7 +78,6 @@ def _only_shown(spec: KernelSpec) -> KernelSpec:
 def _with_forms(base: KernelSpec, **more: Any) -> KernelSpec:
     own: dict[str, Any] = {
         "derive": lambda params: {**base.derive(params), **parse(params["form"]).values()},
-        "params": (*base.params, Param("form", SHIPPED, _FORM)),
         **more,
     }
     return replace(
@@ -97,16 +97,21 @@ def _with_forms(base: KernelSpec, **more: Any) -> KernelSpec:
     )
 
 
-def _flash_params() -> tuple[Param, ...]:
-    tiles = {"block": replace(next(p for p in FLASH.params if p.name == "block"), values=_TILES)}
-    return (*(tiles.get(p.name, p) for p in FLASH.params), Param("form", SHIPPED, _FORM))
+def _params(base: KernelSpec, name: str, values: tuple[Any, ...]) -> tuple[Param, ...]:
+    """Those of a kernel without forms, with other values for one of them, and the form."""
+    own = [replace(p, values=values) if p.name == name else p for p in base.params]
+    return (*own, Param("form", SHIPPED, _FORM))
 
 
 _FORMS = {
     "flash": _with_forms(
-        FLASH, derive=_derive_flash, illegal=_illegal_flash, params=_flash_params(),
+        FLASH, derive=_derive_flash, illegal=_illegal_flash, params=_params(FLASH, "block", _TILES),
     ),
-    "flash_fp32": _with_forms(FLASH_FP32, illegal=_illegal_fp32),
+    "flash_fp32": _with_forms(
+        FLASH_FP32, illegal=_illegal_fp32,
+        params=_params(FLASH_FP32, "dtype", ("fp32", "bf16", "fp16")),
+        superseded=lambda params: frozenset(() if params["dtype"] == "fp32" else {"bf16_mma"}),
+    ),
 }  # fmt: skip
 FLASH_FORMS, FLASH_FP32_FORMS = (register(_only_shown(spec)) for spec in _FORMS.values())
 
