@@ -8,7 +8,7 @@ from tests.mutations import Bug
 from tests.test_mutations import KINDS, outcome
 
 K, D = "kernels_cu/attention/", "templates/device/"
-OP, SYNC, PENDING = "attention_backward.", "__syncthreads();", "cp_async_wait<PENDING>();"
+OP, SYNC, PENDING = "attention_backward.", "__syncthreads();", "if (STAGES > 1) cp_async_wait<0>();"
 KEYS, QUERIES = K + "flash_backward_keys.cu", K + "flash_backward_queries.cu"
 ALONE = {"kernel": OP + "keys", "params": {"tile": (64, 64, 4, 1, 2), "aligned": True}}
 SHARED = {"kernel": OP + "keys", "params": {"tile": (64, 32, 2, 2, 2), "aligned": True}}
@@ -22,7 +22,8 @@ ONE_HEAD = {"batch": 1, "heads_q": 1, "heads_kv": 1}
 BUGS = (
     Bug("no barrier before Q and dO are read", KEYS, SYNC, "", by="race", **ALONE),
     Bug("no wait for Q and dO", KEYS, PENDING, "", by="race", **ALONE),
-    Bug("no wait for the only stage", KEYS, "cp_async_wait<0>();", "", by="race", **ONE_STAGE),
+    Bug("no wait for the only stage", KEYS, "cp_async_wait<0>();", "", nth=1, by="race",
+        **ONE_STAGE),
     Bug("P and dS are read before they are there", KEYS,
         "named_barrier_wait<WARPS_C * WARP_SIZE>(1 + warp % WARPS_K);", "", by="race", **SHARED),
     Bug("warps of other keys meet", KEYS, "(1 + warp % WARPS_K)", "(1 + warp / WARPS_C)",
@@ -33,7 +34,7 @@ BUGS = (
         "RING_OFFSET = DS_OFFSET + (SHARES_DS ? PTile::BYTES - 512", by="memory", **SHARED),
     Bug("one key too many is stored", D + "tile_copy.cuh", "row >= rows_left || elements",
         "row > rows_left || elements", by="memory", problem=ONE_HEAD, **SHARED),
-    Bug("one query head of a group only", KEYS, "++next_head", "next_head += 0", by="numbers",
+    Bug("one query head of a group only", KEYS, "head + turns", "head", by="numbers",
         **ALONE),
     Bug("hidden scores of a negative scale", D + "attention_backward.cuh",
         "scale_log2 < 0.f ? -NEG_INFINITY : NEG_INFINITY", "NEG_INFINITY", by="numbers",

@@ -47,7 +47,7 @@ def choose(
     rows = shared.rows_shape(problem)
     scratch: dict[str, tuple[int, ...]] = {"lse_log2": rows, "delta": rows}
     launches = [Launch(ROWS, {"dtype": problem["dtype"], "aligned": aligned}, problem)]
-    if not deterministic and aligned and _half(problem, arch):
+    if not deterministic and aligned and _half(problem, arch) and _square(problem):
         launches += _by_sums(problem, arch)
         scratch["dq_sum"] = (*rows, problem["sum_columns"])
     else:
@@ -58,6 +58,12 @@ def choose(
 def _half(problem: Problem, arch: Arch) -> bool:
     """Whether tensor cores take it."""
     return problem["dtype"] != "fp32" and arch.features >= KEYS.features({})
+
+
+def _square(problem: Problem) -> bool:
+    """Whether it is padded to one head dimension: others have no registers left for sums of dq."""
+    dims = padded_dims(problem, PAIRS)
+    return dims[0] == dims[1]
 
 
 def _by_sums(problem: dict[str, Any], arch: Arch) -> list[Launch]:

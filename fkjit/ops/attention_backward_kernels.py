@@ -123,7 +123,7 @@ ROWS = register(
 
 # (keys of a block, queries of a tile, warps along the keys, warps that share the same keys, stages)
 KEY_TILES: dict[int, tuple[Any, ...]] = {
-    64: ((128, 64, 4, 1, 2), (64, 64, 4, 1, 2)),
+    64: ((128, 128, 4, 1, 2), (64, 64, 4, 1, 2)),
     128: ((64, 64, 2, 2, 2), (64, 32, 2, 2, 2)),
     192: ((64, 32, 2, 2, 2),),
     256: ((32, 32, 2, 2, 2), (32, 32, 2, 2, 1)),
@@ -131,13 +131,12 @@ KEY_TILES: dict[int, tuple[Any, ...]] = {
 # The same where dq is added up as well
 SUM_TILES: dict[int, tuple[Any, ...]] = {
     64: ((128, 64, 4, 1, 2),),
-    128: ((64, 64, 2, 2, 2), (64, 32, 2, 2, 2)),
-    192: ((64, 32, 2, 2, 2),),
+    128: ((128, 64, 4, 2, 2), (64, 32, 2, 2, 2)),
     256: ((32, 32, 2, 2, 2), (32, 32, 2, 2, 1)),
 }
 # (queries of a block, keys of a tile, warps, stages)
 QUERY_TILES: dict[int, tuple[Any, ...]] = {
-    64: ((128, 64, 4, 2),),
+    64: ((128, 128, 4, 2),),
     128: ((128, 32, 4, 2),),
     192: ((64, 32, 4, 2),),
     256: ((32, 32, 2, 2),),
@@ -153,7 +152,7 @@ def _illegal(of: Mapping[int, tuple[Any, ...]]) -> Callable[[Params], str | None
         dims = (params["head_dim"], params["head_dim_v"])
         if dims not in PAIRS:
             return f"head_dim_v={dims[1]} is not compiled for head_dim={dims[0]}"
-        if params["tile"] not in of[dims[0]]:
+        if params["tile"] not in of.get(dims[0], ()):
             return f"is not a tile for head_dim={dims[0]}"
         if not params.get("aligned", True) and (
             dims[0] == 192 or params["tile"] != of[dims[0]][-1]

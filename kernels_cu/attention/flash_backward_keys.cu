@@ -51,12 +51,12 @@ constexpr int M_BLOCKS = ROWS_A_WARP / 16;  // 16-row mma blocks of a warp
 constexpr bool EXCHANGE = WARPS_C > 1;      // of P' and dS', through shared memory
 constexpr bool SHARES_DS = EXCHANGE || SUMS;
 constexpr int QUERIES = EXCHANGE ? BLOCK_Q / WARPS_C : min_of(BLOCK_Q, ${step_q});  // at a time
-constexpr int PENDING = STAGES > 1 ? STAGES - 2 : 0;  // groups of copies that may be under way
 constexpr int QK_STEPS = HEAD_DIM / 16, DOV_STEPS = HEAD_DIM_V / 16;
 constexpr int K_COLUMNS = HEAD_DIM / 8 / WARPS_C, V_COLUMNS = HEAD_DIM_V / 8 / WARPS_C;
 
 static_assert(ROWS_A_WARP == 16 || ROWS_A_WARP == 32, "a warp owns one or two mma row blocks");
 static_assert(QUERIES % 16 == 0 && BLOCK_Q % QUERIES == 0, "queries go into products 16 at a time");
+static_assert(STAGES == 1 || STAGES == 2, "the next tile is the only one under way");
 static_assert(ROW_STEP % BLOCK_Q == 0, "lse and delta are padded to whole tiles");
 static_assert(HEAD_DIM % (32 * WARPS_C) == 0 && HEAD_DIM_V % (32 * WARPS_C) == 0,
               "warps share the columns evenly, 16 at a time");
@@ -108,18 +108,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 
   const KeyBlock<BLOCK_K> place(blockIdx.x, seqlen_k, heads_q / group_size);
   const int k0 = place.k0, kv_head = place.head, batch = place.batch;
-  const int head0 = kv_head * group_size;
 
   // Query i sees key row r of the block if i >= first_seeing + r.
   const int first_seeing = causal ? k0 - (seqlen_k - seqlen_q) : -BLOCK_K;
   const int first_tile = max(first_seeing, 0) / BLOCK_Q, tiles = ceil_div(seqlen_q, BLOCK_Q);
   const int unmasked = first_seeing + BLOCK_K - 1;  // from this query on, all keys are seen
 
-  // What is fetched next: a tile of rows of a query head.
-  int next_head = head0, next_tile = first_tile;
+  // Tiles of rows of all query heads, the last of which goes into stage 1 % STAGES.
   int left = max(tiles - first_tile, 0) * group_size;
-  const auto fetch = [&](int stage_index) {
-    const u32 stage = k_tile + RING_OFFSET + stage_index * STAGE_BYTES;
+  const auto fetch = [&](int number, int next_head, int next_tile) {
+    const u32 stage = k_tile + RING_OFFSET + number % STAGES * STAGE_BYTES;
     const i64 row = static_cast<i64>(next_tile) * BLOCK_Q;
     const int rows_left = seqlen_q - next_tile * BLOCK_Q;
     copy_tile<QTile, THREADS, ALIGNED>(
@@ -134,21 +132,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       cp_async_16(stage + LSE_OFFSET + threadIdx.x * 16, lse_log2 + first + threadIdx.x * 4);
       cp_async_16(stage + DELTA_OFFSET + threadIdx.x * 16, delta + first + threadIdx.x * 4);
     }
-    if (++next_tile == tiles) next_tile = first_tile, ++next_head;
   };
 
-  // 1. K, V and the first tiles are on their way.
+  // 1. K, V and the first tile are on their way.
   copy_tile<KTile, THREADS, ALIGNED>(
       k_tile, k + batch * k_strides.batch + kv_head * k_strides.head + k0 * k_strides.row,
       k_strides.row, seqlen_k - k0, head_dim);
   copy_tile<VTile, THREADS, ALIGNED>(
       v_tile, v + batch * v_strides.batch + kv_head * v_strides.head + k0 * v_strides.row,
       v_strides.row, seqlen_k - k0, head_dim_v);
-#pragma unroll
-  for (int stage = 0; stage < STAGES - 1; ++stage) {
-    if (left > stage) fetch(stage);
-    cp_async_commit();
-  }
+  int tile = first_tile, head = kv_head * group_size;
+  if (STAGES > 1 && left > 0) fetch(left, head, tile);
+  cp_async_commit();
 
   const AReader<KTile> k_reader(lane);
   const AReader<VTile> v_reader(lane);
@@ -163,18 +158,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const u32 warp_ds_tile = ds_tile + warp_row * PTile::ROW_BYTES;
   float dk_acc[M_BLOCKS][K_COLUMNS][4] = {}, dv_acc[M_BLOCKS][V_COLUMNS][4] = {};
 
-  int tile = first_tile, head = head0;
-  for (int stage_index = 0; left > 0; --left) {
+  for (; left > 0; --left) {
     // 2. This tile has arrived, and every warp is done with the one before: its stage is free.
-    cp_async_wait<PENDING>();
+    if (STAGES > 1) cp_async_wait<0>();
     __syncthreads();
-    if (left >= STAGES) fetch(stage_index == 0 ? STAGES - 1 : stage_index - 1);
-    cp_async_commit();
-    if (STAGES == 1) {  // nothing travels while it is multiplied: for GPUs with little memory
+    if (STAGES == 1) {  // nothing travels while a tile is multiplied
+      fetch(left, head, tile);
+      cp_async_commit();
       cp_async_wait<0>();
       __syncthreads();
+    } else if (left > 1) {
+      const bool turns = tile + 1 == tiles;  // to the next query head
+      fetch(left - 1, head + turns, turns ? first_tile : tile + 1);
+      cp_async_commit();
     }
-    const int offset = RING_OFFSET + stage_index * STAGE_BYTES;
+    const int offset = RING_OFFSET + left % STAGES * STAGE_BYTES;
     const u32 stage = k_tile + offset;
     const float* lse_row = reinterpret_cast<const float*>(shared_memory + offset + LSE_OFFSET);
     const float* delta_row = reinterpret_cast<const float*>(shared_memory + offset + DELTA_OFFSET);
@@ -231,7 +229,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
           dq_sum + ((static_cast<i64>(batch) * heads_q + head) * rows_padded + q0) * HEAD_DIM,
           ds_tile, k_tile);
     if (++tile == tiles) tile = first_tile, ++head;
-    if (++stage_index == STAGES) stage_index = 0;
   }
 
   // 4. dK and dV are staged where K and V were, then stored in whole chunks. Places are computed
