@@ -17,6 +17,7 @@ from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
+from fkjit import dependent
 from fkjit.arch import Target
 from fkjit.build import build, gpu_target
 from fkjit.cache import Entry, materialise
@@ -44,6 +45,7 @@ class LoadedKernel:
     packing: struct.Struct  # the argument list in native alignment
     offsets: tuple[int, ...]  # of each argument
     names: tuple[str, ...]
+    dependent: bool  # whether it waits for the kernel before it by itself
     keep: Any  # the module: unloading it would invalidate `function`
 
     def launch(self, grid: Dim3, values: tuple[Any, ...], stream: int) -> None:
@@ -63,14 +65,13 @@ class LoadedKernel:
         frame.memory[: len(packed)] = packed
         pointers = frame.pointers.get(self.function) or frame.point(self.function, self.offsets)
         try:
+            given = (self.function, *grid, *self.threads, self.shared_bytes, stream, pointers)
             if self.spec.cooperative:
-                frame.launch_together(
-                    self.function, *grid, *self.threads, self.shared_bytes, stream, pointers
-                )
+                frame.launch_together(*given)
+            elif self.dependent:
+                frame.launch_dependent(*given, 0)
             else:
-                frame.launch(
-                    self.function, *grid, *self.threads, self.shared_bytes, stream, pointers, 0
-                )
+                frame.launch(*given, 0)
         except Exception as error:
             raise LaunchError(self.explain(error, grid)) from error
 
@@ -89,11 +90,19 @@ class _Frame(threading.local):
         cuda = import_module("cupy.cuda")
         self.launch = cuda.driver.launchKernel
         self.launch_together = cuda.driver.launchCooperativeKernel
+        self.is_capturing = cuda.runtime.streamIsCapturing
         cuda.runtime.setDevice(cuda.runtime.getDevice())  # makes a context current in this thread
         self.buffer = ctypes.create_string_buffer(_BUFFER_BYTES)
         self.memory = memoryview(self.buffer).cast("B")
         self.pointers: dict[int, int] = {}  # CUfunction -> kernelParams
         self.arrays: list[Any] = []  # what they point to
+
+    def launch_dependent(self, *arguments: int) -> None:
+        """As `launch`; in a CUDA graph the kernel's blocks need not wait to come in."""
+        if self.is_capturing(arguments[-3]):
+            dependent.launch(*arguments[:-1])
+        else:
+            self.launch(*arguments)
 
     def point(self, function: int, offsets: tuple[int, ...]) -> int:
         """kernelParams for a kernel whose arguments stand at these offsets of the buffer."""
@@ -115,8 +124,11 @@ class ReadyLaunch(threading.local):
         buffer = ctypes.create_string_buffer(packed, len(packed))
         base = ctypes.addressof(buffer)
         array = (ctypes.c_void_p * max(len(kernel.offsets), 1))(*(base + n for n in kernel.offsets))
-        start = _frame.launch_together if kernel.spec.cooperative else _frame.launch
-        extra = () if kernel.spec.cooperative else (0,)
+        start, extra = _frame.launch, (0,)
+        if kernel.spec.cooperative:
+            start, extra = _frame.launch_together, ()
+        elif kernel.dependent:
+            start = _frame.launch_dependent
         self.kernel, self.grid, self.keep = kernel, grid, (buffer, array)
         self.parts = (
             partial(struct.Struct(f"={pointers}Q").pack_into, buffer, 0),
@@ -235,6 +247,7 @@ def _load(spec: KernelSpec, params: dict[str, Any], device: int) -> LoadedKernel
         packing=struct.Struct("@" + "".join(codes)),
         offsets=offsets(codes),
         names=tuple(name for name, _, _ in entry.meta["arguments"]),
+        dependent=spec.dependent and to.arch.capability >= (9, 0),
         keep=(module, function),
     )
 

@@ -20,7 +20,7 @@ _kernels: dict[int, Kernel] = {}
 class Kernel:
     """Stands for a loaded kernel. `launches`: (grid, values of all arguments, stream) of each."""
 
-    threads, shared_bytes = (128, 1, 1), 0
+    threads, shared_bytes, dependent = (128, 1, 1), 0, False
 
     def __init__(self, spec, params):
         with quiet():

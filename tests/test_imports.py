@@ -18,7 +18,7 @@ LAYERS = (
     {"__init__"},
     {"errors"},
     {"paths", "settings", "arch"},
-    {"spec", "toolchain", "tensor_map"},
+    {"spec", "toolchain", "tensor_map", "dependent"},
     {"render"},
     {"keys"},
     {"signature", "compile"},

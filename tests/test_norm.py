@@ -214,6 +214,7 @@ def test_single_rows_get_more_threads_than_many():
         return kernels.choose("rms_norm", "bf16", columns, rows, True, True)[1]["tile"]
 
     assert tile(4096, 1) == (256, 2, 1) and tile(4096, 16_384) == (128, 4, 1)
+    assert tile(8192, 1) == (512, 2, 1) and tile(8192, 2048) == (256, 4, 1)
     assert tile(16_384, 1) == (512, 1, 4) and tile(16_384, 64) == (512, 4, 1)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
+from fkjit import ops
 from fkjit.arch import arch
 from fkjit.errors import ParameterError
+from fkjit.paths import kernels_dir
 from fkjit.spec import KernelSpec, Param, find, register, registered
 
 SPEC = KernelSpec(
@@ -89,3 +93,14 @@ def test_the_registry_refuses_a_second_kernel_of_the_same_name(monkeypatch):
     assert registered("toy") == [SPEC] and find("toy") is SPEC and find("toy.kernel") is SPEC
     with pytest.raises(ParameterError, match=r"'toys' is not registered \(registered: toy\.kernel"):
         find("toys")
+
+
+def test_dependent_kernels_and_no_others_wait_for_the_one_before():
+    ops.load()
+    for spec in registered():
+        if spec.root is None:
+            text = (kernels_dir() / spec.source).read_text()
+            first = re.search(r'extern "C" __global__[^{]*\{[^\n]*\n([^\n]*)', text)
+            assert first is not None and spec.dependent == (
+                first[1].strip().startswith("after_previous_kernel(")
+            ), spec.id

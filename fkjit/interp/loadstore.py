@@ -319,6 +319,12 @@ def hint(d: Decoder, ins: Instruction) -> Step:
     return lambda group: None
 
 
+@opcode("createpolicy")
+def createpolicy(d: Decoder, ins: Instruction) -> Step:
+    """createpolicy.….b64 d, …: what leaves L2 first changes no value."""
+    return d.step(ins, ins.args[0], "u64", lambda out: out.fill(0))
+
+
 @opcode("isspacep")
 def isspacep(d: Decoder, ins: Instruction) -> Step:
     """isspacep.space p, a: whether a generic address lies in a window.

@@ -22,6 +22,7 @@ ROWS = (16, 64)  # of a tile: query heads of a KV head times new tokens
 MAX_TOKENS = 16  # new ones of a sequence
 LEAST_SPLIT = 128  # keys of a part of a fixed size
 _RESERVED = 1024  # bytes of shared memory that the system takes of each block
+_BUSY = 0.95  # of the SMs, at least, where heads go abreast
 _NO_PAGES = 31  # log2 of a page that no sequence fills
 
 Tile = tuple[int, int, int, int]  # warps, keys of a step, steps in a ring, blocks of an SM
@@ -102,9 +103,20 @@ def units(params: Params, problem: Problem) -> int:
 
 
 def on_grid(params: Params, problem: Problem, sms: int, arch: Arch) -> dict[str, Any]:
-    """The problem with a grid that fills so many SMs once, or has a block for each unit."""
-    most = sms * blocks_of_an_sm(params, arch)
-    return {**problem, "blocks": min(most, units(params, problem))}
+    """The problem with a grid that fills so many SMs once, or has a block for each unit.
+
+    Heads go abreast where that leaves few SMs without work.
+    """
+    most, of_sequence = sms * blocks_of_an_sm(params, arch), heads(params, problem)
+    whole = most // of_sequence * of_sequence
+    blocks = min(whole if whole >= _BUSY * most else most, units(params, problem))
+    return {**problem, "blocks": blocks}
+
+
+def abreast(params: Params, problem: Problem) -> int:
+    """Heads that neighbouring blocks take: all of a sequence where that divides the grid, or 1."""
+    of_sequence = heads(params, problem)
+    return 1 if problem["blocks"] % of_sequence or params["head_dim"] > 128 else of_sequence
 
 
 def slots(params: Params, problem: Problem) -> int:
@@ -148,6 +160,7 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
         "unit_log2": unit_keys(params, problem).bit_length() - 1,
         "split": int(problem["split"] > 0),
         "slots": slots(params, problem),
+        "abreast": abreast(params, problem),
         "softmax_scale_log2": scale if abs(scale) > 1e-30 else 1e-30,
         "causal": int(problem["causal"]),
     }

@@ -42,7 +42,7 @@ def problems(params: Params, scale: str) -> list[dict[str, Any]]:
     short = params["head_dim"] - (16 if params["storage"] != "same" else 8)
     if scale == "small":
         return [
-            problem_of(params, [70, 0, 33], tokens=tokens, page_size=16, layout="nhd"),
+            problem_of(params, [70, 0, 33], tokens=tokens, page_size=16, layout="nhd", blocks=4),
             problem_of(params, [150], heads_q=4, heads_kv=1, tokens=more, dim=short, split=128),
         ]
     lengths = [1024, 1, 5000, 0, 1023, 16, 33]

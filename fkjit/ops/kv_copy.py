@@ -94,6 +94,7 @@ COPY = register(
         name="pages",
         source="kv/copy.cu",
         entry="kv_copy",
+        dependent=True,
         doc="pages of a KV cache to other pages, in every layer",
         params=(
             Param("threads", (256,), "threads of a block", tunable=True),

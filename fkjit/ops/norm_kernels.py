@@ -15,8 +15,8 @@ from fkjit.tuning import tuned
 Tile = tuple[int, int, int]
 
 TILES: tuple[Tile, ...] = (
-    (32, 1, 1), (32, 4, 1), (128, 2, 1), (128, 4, 1), (256, 2, 1), (512, 2, 1), (512, 4, 1),
-    (512, 1, 4), (512, 4, 2), (512, 4, 4),
+    (32, 1, 1), (32, 4, 1), (128, 2, 1), (128, 4, 1), (256, 2, 1), (256, 4, 1), (512, 2, 1),
+    (512, 4, 1), (512, 1, 4), (512, 4, 2), (512, 4, 4),
 )  # fmt: skip
 SCALAR_TILES: tuple[Tile, ...] = ((32, 4, 1), (512, 2, 1))
 # Tiles whose blocks take several rows, each with the next one's loads under way.
@@ -26,7 +26,7 @@ PIPELINED: tuple[Tile, ...] = ((32, 1, 1), (256, 2, 1), (512, 2, 1))
 _RESIDENT: dict[Tile, tuple[int, int]] = {
     **{(32, 1, 1): (8, 8), (32, 4, 1): (8, 8), (128, 2, 1): (8, 8), (128, 4, 1): (8, 8)},
     **{(256, 2, 1): (3, 4), (512, 2, 1): (1, 2), (512, 4, 1): (2, 2), (512, 4, 2): (2, 2)},
-    (512, 4, 4): (2, 2),
+    **{(256, 4, 1): (4, 4), (512, 4, 4): (2, 2)},
 }
 WIDE_THREADS = 512
 _MOST_ROWS = 1 << 14  # more make no difference to what is the fastest
@@ -138,6 +138,7 @@ def _rows(op: str, centered: bool, affine: str) -> KernelSpec:
             name="rows",
             source="norm/rows.cu",
             entry="norm_rows",
+            dependent=True,
             doc="rows that fit into registers: one pass",
             params=(
                 *DTYPES,
@@ -168,6 +169,7 @@ def _wide(op: str, centered: bool, affine: str) -> KernelSpec:
             name="wide",
             source="norm/wide.cu",
             entry="norm_wide",
+            dependent=True,
             doc="rows of any width: a block looks at a row twice",
             params=(*DTYPES, Param("threads", (WIDE_THREADS,), "threads of a block", tunable=True)),
             derive=lambda params: {"centered": centered},
@@ -204,7 +206,8 @@ def choose(
         return WIDE[op], {"threads": WIDE_THREADS}
     least = min(capacity(dtype, t) for t in fitting)
     alike = [t for t in fitting if capacity(dtype, t) == least]
-    return ROWS[op], {"tile": alike[0 if rows > _FEW_ROWS else -1]}
+    few = rows <= _FEW_ROWS.get(alike[-1], _MOST_FEW_ROWS)
+    return ROWS[op], {"tile": alike[-1 if few else 0]}
 
 
 def parameters(spec: KernelSpec, params: Params, problem: Problem, arch: Arch) -> dict[str, Any]:
@@ -216,4 +219,5 @@ def parameters(spec: KernelSpec, params: Params, problem: Problem, arch: Arch) -
 
 _FOR_SINGLE_ROWS: Tile = (512, 1, 4)  # more SMs on one row
 _ROWS_OF_CLUSTERS = 32  # up to here they are there for it
-_FEW_ROWS = 4096  # up to here a row is better off with more threads
+_FEW_ROWS: dict[Tile, int] = {(512, 2, 1): 32}  # up to here a row is better off with more threads
+_MOST_FEW_ROWS = 4096

@@ -7,7 +7,8 @@
    of a tile are the query heads that share a KV head, times the new tokens, so that one product
    serves them all. The keys of all sequences and heads are shared out evenly over a grid that fills
    the GPU once (decode_schedule.cuh): no block waits for another, however long the sequences are,
-   and the lengths are read here, so that a captured graph follows them.
+   and the lengths are read here, so that a captured graph follows them. Neighbouring blocks have the
+   same keys of different heads, which lie beside each other in pages.
 
      for each segment of a block's share (one sequence and KV head):
        each group of warps takes every GROUPS-th step of KEYS keys through a ring of STAGES steps of
@@ -27,6 +28,7 @@
 #include "device/decode_copy.cuh"
 #include "device/decode_rows.cuh"
 #include "device/decode_schedule.cuh"
+#include "device/dependent.cuh"
 #include "device/last_block.cuh"
 //% if storage == "fp8"
 #include "device/decode_e4m3.cuh"
@@ -41,7 +43,8 @@ constexpr int KEYS = ${keys};              // of a step
 constexpr int STAGES = ${stages};          // steps in a group's ring
 constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the registers
 constexpr bool Q_IN_REGISTERS = ${q_in_registers};
-constexpr int GUARD = ${guard};  // bytes between rings: 0 except where memory is checked
+constexpr bool ABREAST = HEAD_DIM <= 128;  // registers do not suffice for more
+constexpr int GUARD = ${guard};            // bytes between rings: 0 except where memory is checked
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int GROUP_WARPS = ROWS / WARP_ROWS, GROUPS = NUM_WARPS / GROUP_WARPS;
@@ -101,8 +104,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     const int unit_log2,             // of keys of a unit: a step of every group, or more
     const int split,                 // whether every unit is a part of its own
     const int slots,                 // of parts in the workspace
+    const int abreast,               // heads of a sequence that neighbouring blocks have: all, or 1
     const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
     const int causal) {              // new token i sees keys up to i + length - seqlen_q
+  after_previous_kernel();
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ RowState states[NUM_WARPS * WARP_ROWS];
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
@@ -121,15 +126,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
   const int all_rows = query_rows.count(), row_tiles = ceil_div(all_rows, ROWS);
   const int heads = heads_kv * row_tiles;  // of a sequence: one for each of its tiles of rows
   const LaneSequence lanes(sequences, 0, unit_log2);
-  const Shares shares(count_units(sequences, lanes, unit_log2) * heads, gridDim.x);
-  const int share_end = shares.begin(blockIdx.x + 1);
-  int unit = shares.begin(blockIdx.x);
+  const Crew crew(ABREAST ? abreast : 1);
+  const int listed = crew.size > 1 ? 1 : heads;  // heads of a sequence in this block's list
+  const Shares shares(count_units(sequences, lanes, unit_log2) * listed, crew.count());
+  const int share_end = shares.begin(crew.number + 1);
+  int unit = shares.begin(crew.number);
   if (unit >= share_end) return;
-  Place place = find_place(sequences, lanes, unit_log2, heads, unit);
+  Place place = find_place(sequences, lanes, unit_log2, listed, unit);
   const Parts<HEAD_DIM> parts(workspace, slots, min(all_rows, ROWS));
 
   for (;;) {
-    const Segment segment(place, unit, share_end, split);
+    const Segment segment(place, unit, share_end, split, crew.member());
     const int kv_head = row_tiles == 1 ? segment.head : segment.head / row_tiles;
     const int row0 = (segment.head - kv_head * row_tiles) * ROWS;
     const RowTile tile{query_rows, place.sequence, kv_head, row0, min(ROWS, all_rows - row0)};
@@ -168,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     queries.store<SCALED>(q_tile, softmax_scale_log2 < 0.f ? 0x80008000u : 0u);
     const float scale_log2 = fabsf(softmax_scale_log2) * (SCALED ? k_scale[kv_head] : 1.f);
     const float v_factor = SCALED ? v_scale[kv_head] : 1.f;
-    const HeadParts cut(segment, shares, split);
+    const HeadParts cut(segment, shares, crew, split);
     __syncthreads();
     u32 q_fragments[HEAD_DIM / 16][1][4];
     if (Q_IN_REGISTERS) {
@@ -242,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
 
     unit = segment.end;
     if (unit >= share_end) return;
-    if (unit == place.first + heads * place.units) {
+    if (unit == place.first + listed * place.units) {
       const Sequence next(sequences, place.sequence + 1);
       place = {place.sequence + 1, next.row, next.length, unit, next.units(unit_log2)};
     }

@@ -13,6 +13,7 @@
    Rows lie in up to three dimensions of any strides. out may be a or b: a thread reads before it
    writes, and nobody else touches its elements. Every architecture. */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 #include "device/vector.cuh"
 
 using elem_t = ${dtype};
@@ -35,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                const i64 columns, const int shift,
                const int lanes_log2,  // threads of a block beside each other in one row
                const int pieces) {    // blocks of a row
+  after_previous_kernel();
   i64 access = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;  // of this row
   if (DIMENSIONS > 0) {
     const int lanes = 1 << lanes_log2;

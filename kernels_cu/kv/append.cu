@@ -10,6 +10,7 @@
    Any strides of tokens, heads and pages; a head's elements lie beside each other. SIZE elements
    are 16 bytes where every head begins on a multiple of them, else one. Every architecture. */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 #include "device/kv_place.cuh"
 #include "device/kv_storage.cuh"
 //% if storage == "fp8"
@@ -22,6 +23,7 @@ constexpr bool SCALED = ${scaled};
 constexpr int SIZE = ${size};  // elements of an access
 constexpr int THREADS = ${threads};
 constexpr int UNROLL = ${unroll};  // tokens of a thread
+constexpr int FEW_TOKENS = 256;    // with more the next kernel's blocks would be in the way
 
 static_assert(THREADS % WARP_SIZE == 0, "whole warps");
 
@@ -40,6 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) kv_append(
     const int page_log2, const int columns,
     const int head_columns,  // accesses of a token, of a head
     const int lanes, const int group, const float lanes_inverse, const float head_inverse) {
+  after_previous_kernel(tokens <= FEW_TOKENS);
   const Lanes here(lanes, lanes_inverse, head_inverse, group, UNROLL);
   if (here.member >= group || here.column >= columns) return;
   const int head = here.head;

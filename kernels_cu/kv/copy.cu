@@ -2,6 +2,7 @@
    sequences that stop sharing a page, and for defragmentation. No target may be a source, nor stand
    twice. Every architecture. */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 
 constexpr int THREADS = ${threads};
 constexpr int UNROLL = ${unroll};  // accesses of a thread
@@ -11,6 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const int* __restrict__ pairs,  // [copies, 2]: source and target page
             const i64 num_pages, const int page_words, const int copies,
             const int pieces) {  // blocks of a page
+  after_previous_kernel();
   const int piece = blockIdx.x % pieces, page = blockIdx.x / pieces;
   const int plane = page / copies, copy = page - plane * copies;
   uint4* const base = storage + plane * num_pages * page_words;

@@ -6,6 +6,7 @@
    to UNROLL tokens, all under way at once. Strides and SIZE are as in append.cu. Every architecture.
  */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 #include "device/kv_place.cuh"
 #include "device/kv_storage.cuh"
 //% if storage == "fp8"
@@ -36,6 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) kv_read(
     const int page_log2, const int columns,
     const int head_columns,  // accesses of a token, of a head
     const int lanes, const int group, const float lanes_inverse, const float head_inverse) {
+  after_previous_kernel();
   const Lanes here(lanes, lanes_inverse, head_inverse, group, UNROLL);
   if (here.member >= group || here.column >= columns) return;
   const int head = here.head;

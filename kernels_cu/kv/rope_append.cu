@@ -8,6 +8,7 @@
 
    Memory-bound: each element is read and written once. out_q may be q. Every architecture. */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 #include "device/kv_place.cuh"
 #include "device/kv_rope.cuh"
 #include "device/rope.cuh"
@@ -53,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rope_kv_append(
     const int v_page_step, const int v_head_step, const int v_token_step, const u32 num_slots,
     const int page_log2, const int tokens, const int heads_q, const int heads_k, const int head_dim,
     const int rotary_dim, const int lanes_log2, const int inner_log2, const int per_place) {
+  after_previous_kernel();
   const RopePlace place = rope_place<THREADS>(lanes_log2, inner_log2, per_place, true);
   const int token = place.token, lane = place.lane;
   if (token >= tokens || lane * Pairs::WIDTH >= rotary_dim / 2) return;

@@ -6,6 +6,7 @@
    sequence's first tokens, as far as there are any. A row below 0 is no sequence, and has no slots.
    Every architecture. */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 
 constexpr int THREADS = ${threads};
 
@@ -18,6 +19,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) kv_slots(
     int* __restrict__ slot_mapping,      // [tokens]
     const int tokens, const int max_sequences, const int max_pages, const int page_log2,
     const bool append) {
+  after_previous_kernel();
   const int i = blockIdx.x, row = rows[i];
   const int first = cu_seqlens == nullptr ? i : cu_seqlens[i];
   const int count = min(cu_seqlens == nullptr ? 1 : cu_seqlens[i + 1] - first, tokens - first);

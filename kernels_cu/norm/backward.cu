@@ -9,6 +9,7 @@
    after row, so that the same grid always gives the same bits; norm/sum_parts.cu adds the parts.
    dx may be dy or dsum. Every architecture. */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 #include "device/row.cuh"
 #include "device/warp_sums.cuh"
 
@@ -40,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                   float* __restrict__ dbias_parts,      // the same
                   const i64 dy_stride, const i64 dsum_stride, const i64 x_stride,
                   const i64 dx_stride, const i64 rows, const int columns) {
+  after_previous_kernel();
   __shared__ WarpSums<LANES / WARP_SIZE, 2> meeting;
   const int thread = threadIdx.x % LANES;
   const int step = gridDim.x * ROWS, first = blockIdx.x * ROWS + threadIdx.x / LANES;

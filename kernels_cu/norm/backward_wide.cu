@@ -2,6 +2,7 @@
    is): a block looks at a row twice. norm/weight_parts.cu has the gradients of weight and bias.
    dx may be dy or dsum: each element is one thread's alone. Every architecture. */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 #include "device/row.cuh"
 #include "device/warp_sums.cuh"
 
@@ -25,6 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                        elem_t* dx,                           // [rows, columns]
                        const i64 dy_stride, const i64 dsum_stride, const i64 x_stride,
                        const i64 dx_stride, const int columns) {
+  after_previous_kernel();
   __shared__ WarpSums<THREADS / WARP_SIZE, 2> meeting;
   const int thread = threadIdx.x;
   const i64 row = blockIdx.x;

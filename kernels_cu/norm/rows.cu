@@ -11,6 +11,7 @@
    may be x or residual, and sum may be residual or x: a thread reads its elements of a row before it
    writes them. Every architecture. */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 #include "device/moments.cuh"
 
 using elem_t = ${dtype};
@@ -48,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) norm_rows(
     float* __restrict__ rstd,             // [rows] or null
     const i64 x_stride, const i64 residual_stride, const i64 out_stride, const i64 sum_stride,
     const int rows, const int columns, const float eps) {
+  after_previous_kernel();
   __shared__ Meeting<LANES / WARP_SIZE, CLUSTER, CENTERED> meeting;
   const int thread = threadIdx.x % LANES;
   const int rank = CLUSTER == 1 ? 0 : cluster_rank(), skip = rank * Elements::CAPACITY;

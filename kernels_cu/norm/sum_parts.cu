@@ -2,6 +2,7 @@
    columns, always in the same order. A block has 32 columns; its warps take the parts in turns, and
    the first warp adds what they found. blockIdx.y: 0 dweight, 1 dbias. Every architecture. */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 
 using weight_t = ${weight_dtype};
 constexpr int WARPS = ${warps};
@@ -13,6 +14,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP_SIZE)
                    weight_t* __restrict__ dweight,           // [columns], null where its parts are
                    weight_t* __restrict__ dbias,             // the same
                    const int parts, const int columns) {
+  after_previous_kernel();
   __shared__ float found[WARPS][WARP_SIZE];
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int column = blockIdx.x * WARP_SIZE + lane;

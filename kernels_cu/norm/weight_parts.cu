@@ -5,6 +5,7 @@
 
    Every architecture. */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 #include "device/row.cuh"
 
 using elem_t = ${dtype};
@@ -24,6 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                       float* __restrict__ dweight_parts,  // [gridDim.y, columns] or null
                       float* __restrict__ dbias_parts,    // [gridDim.y, columns] or null
                       const i64 dy_stride, const i64 x_stride, const int rows, const int columns) {
+  after_previous_kernel();
   const int thread = threadIdx.x, skip = blockIdx.x * Elements::CAPACITY, here = columns - skip;
   Sums dweight, dbias;
   dweight.fill(0.f), dbias.fill(0.f);

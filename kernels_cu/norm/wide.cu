@@ -3,6 +3,7 @@
    writes sum, which the second one reads. out may be x or residual, and sum may be residual or x:
    each element is one thread's alone. Every architecture. */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 #include "device/moments.cuh"
 
 using elem_t = ${dtype};
@@ -27,6 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               float* __restrict__ rstd,             // [rows] or null
               const i64 x_stride, const i64 residual_stride, const i64 out_stride,
               const i64 sum_stride, const int rows, const int columns, const float eps) {
+  after_previous_kernel();
   __shared__ Meeting<THREADS / WARP_SIZE, 1, CENTERED> meeting;
   const int thread = threadIdx.x;
   const i64 row = blockIdx.x;

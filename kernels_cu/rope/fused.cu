@@ -9,6 +9,7 @@
    Memory-bound: each element is read and written once, in fp32 between, rounded once. Outputs may
    be the inputs. Every architecture. RoFormer: Su et al. 2021. */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 #include "device/rope.cuh"
 #include "device/rope_rows.cuh"
 
@@ -38,6 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rope_fused(
     const int head_dim, const int rotary_dim, const int lanes_log2, const int inner_log2,
     const int per_place, const bool heads_first,
     const float direction) {  // -1 turns back
+  after_previous_kernel();
   const RopePlace place = rope_place<THREADS>(lanes_log2, inner_log2, per_place, heads_first);
   if (place.token >= tokens || place.lane * Pairs::WIDTH >= rotary_dim / 2) return;
   const u32 batch = place.token < length ? 0 : place.token / length;

@@ -46,9 +46,10 @@ struct StepCopy {
   static_assert(THREADS % CHUNKS == 0 && Tile::ROWS % ROWS_A_PASS == 0 && Tile::ROWS <= WARP_SIZE,
                 "whole passes, and a lane for each row's page");
   int row0, chunk;
+  u64 policy;  // keys and values are read once
 
   __device__ __forceinline__ explicit StepCopy(int thread)
-      : row0(thread / CHUNKS), chunk(thread % CHUNKS) {}
+      : row0(thread / CHUNKS), chunk(thread % CHUNKS), policy(first_to_leave()) {}
   __device__ __forceinline__ int row(int pass) const { return row0 + pass * ROWS_A_PASS; }
   __device__ __forceinline__ int target(int pass) const {
     return chunk / Tile::CHUNKS * Tile::PANEL_BYTES + Tile::offset(row(pass), chunk % Tile::CHUNKS);
@@ -67,7 +68,7 @@ struct StepCopy {
       const T* from = source(run) + first;
 #pragma unroll
       for (int pass = 0; pass < RUN / ROWS_A_PASS; ++pass, from += step)
-        cp_async_16(tile + target(run * (RUN / ROWS_A_PASS) + pass), from, bytes);
+        cp_async_16(tile + target(run * (RUN / ROWS_A_PASS) + pass), from, bytes, policy);
     }
   }
 
@@ -76,7 +77,7 @@ struct StepCopy {
                                       int page, int place) const {
     exists = exists && chunk * CHUNK_COLUMNS < pages.columns;
     const T* const source = exists ? pages.token(page, place) + chunk * CHUNK_COLUMNS : pages.base;
-    cp_async_16(tile + target(pass), source, exists ? 16 : 0);
+    cp_async_16(tile + target(pass), source, exists ? 16 : 0, policy);
   }
 };
 

@@ -6,6 +6,14 @@
 //   sequences   0                     1             2
 //   units       a a a a a | b b b b b | c c | d d d | e e ...      a, b: the heads of sequence 0
 //   blocks      0 0 0 0   1 1 1 1   2 2 2 2   3 3 3 3 ...          a has parts in blocks 0 and 1
+//
+// Or the heads go abreast: a crew is as many blocks as a sequence has heads, a head each, and what is
+// shared out over the crews is a list without heads. Then keys that lie side by side in memory are
+// read at the same time.
+//
+//   units       a a a a a | c c | e e e ...       by one block of each crew
+//               b b b b b | d d | f f f ...       by the next one
+//   crews       0 0 0   1 1 1   2 2 2   3 3 3 ...
 #pragma once
 #include "prelude.cuh"
 
@@ -43,6 +51,16 @@ struct Shares {
     const u32 longer = rest * (each + 1), at = unit;
     return at < longer ? at / (each + 1u) : rest + (at - longer) / each;
   }
+};
+
+// The blocks that take heads abreast; or a block alone, which takes one head after the other.
+struct Crew {
+  int size, number;  // of its blocks; which crew this block is of
+
+  __device__ __forceinline__ explicit Crew(int abreast)
+      : size(abreast), number(blockIdx.x / static_cast<u32>(abreast)) {}
+  __device__ __forceinline__ int count() const { return gridDim.x / static_cast<u32>(size); }
+  __device__ __forceinline__ int member() const { return blockIdx.x - number * size; }
 };
 
 // A sequence in the list: where its units begin, and how many each of its heads has.
@@ -114,10 +132,13 @@ struct Segment {
   int head;                    // of the sequence
 
   // From `unit` to the end of the head, or of the block's share; one unit where heads are `split`.
-  __device__ __forceinline__ Segment(const Place& place, int unit, int share_end, int split)
+  // `first_head`: of the sequence in this list.
+  __device__ __forceinline__ Segment(const Place& place, int unit, int share_end, int split,
+                                     int first_head)
       : unit(unit), head_units(place.units) {
-    head = static_cast<u32>(unit - place.first) / static_cast<u32>(place.units);
-    head_begin = place.first + head * place.units;
+    const int number = static_cast<u32>(unit - place.first) / static_cast<u32>(place.units);
+    head = first_head + number;
+    head_begin = place.first + number * place.units;
     end = split ? unit + 1 : min(share_end, head_begin + head_units);
   }
   __device__ __forceinline__ bool is_whole() const {
@@ -127,26 +148,31 @@ struct Segment {
 
 // Which blocks have parts of a head, and where those lie in the workspace. A block has at most two
 // heads that others have as well: slot 2i is for one that began before block i, 2i + 1 for one that
-// begins in it. Where heads are split at every unit, each unit has a slot.
+// begins in it. Where heads are split at every unit, each unit has a slot. With heads abreast i is a
+// crew, and each of its blocks has slots of its own.
 struct HeadParts {
   int count = 1;  // 1: no other block has any
   int first = 0;  // block, or unit
+  Crew crew;
 
-  __device__ __forceinline__ HeadParts(const Segment& segment, const Shares& shares, int split) {
+  __device__ __forceinline__ HeadParts(const Segment& segment, const Shares& shares,
+                                       const Crew& crew, int split)
+      : crew(crew) {
     if (segment.is_whole()) return;
     first = split ? segment.head_begin : shares.owner(segment.head_begin);
     count = segment.head_units;
     if (!split) count = shares.owner(segment.head_begin + segment.head_units - 1) - first + 1;
   }
   __device__ __forceinline__ int slot(int part, int split) const {
-    return split ? first + part : 2 * (first + part) + (part == 0);
+    const int number = split ? first + part : 2 * (first + part) + (part == 0);
+    return number * crew.size + crew.member();
   }
   __device__ __forceinline__ int own_slot(const Segment& segment, int split) const {
-    return slot((split ? segment.unit : blockIdx.x) - first, split);
+    return slot((split ? segment.unit : crew.number) - first, split);
   }
   // One for each head that may be cut: heads are numbered, or where that takes more, the blocks that
   // they begin in, each of which has one such head.
   __device__ __forceinline__ int counter(int head, int heads, int split) const {
-    return split || heads <= gridDim.x ? head : first;
+    return split || heads <= gridDim.x ? head : first * crew.size + crew.member();
   }
 };

@@ -51,6 +51,7 @@ def test_fences_and_hints_change_nothing(race: bool) -> None:
     membar.cta; membar.gl; membar.sys; fence.sc.gpu; fence.acq_rel.cluster; fence.acquire.sys;
     fence.proxy.alias; fence.proxy.async; fence.proxy.async.shared::cta;
     fence.mbarrier_init.release.cluster; griddepcontrol.wait; griddepcontrol.launch_dependents;
+    createpolicy.fractional.L2::evict_first.b64 %o, 1.0;
     prefetch.global.L2 [%a]; prefetchu.L1 [%a]; applypriority.global.L2::evict_normal [%a], 128;
     pmevent 3; setmaxnreg.inc.sync.aligned.u32 232; setmaxnreg.dec.sync.aligned.u32 24;
     st.relaxed.gpu.global.u32 [%a], %r; st.release.sys.global.u32 [%a], %r;
