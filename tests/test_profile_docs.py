@@ -15,8 +15,10 @@ def test_the_committed_profile_has_every_kernel_that_runs_there():
     assert COMMITTED.name == store.file_name(found["gpu"]) and COMMITTED.stat().st_size < 100_000
     names = {one["candidate"] for entry in found["entries"] for one in entry["candidates"]}
     assert {"fkjit flash", "fkjit tiled", "fkjit naive", "fkjit flash_fp32"} <= names
+    ran = {k["kernel"] for e in found["entries"] for c in e["candidates"] for k in c["kernels"]}
+    assert {"attention_flash_sm90", "attention_decode", "norm_rows", "kv_append"} <= ran
     for entry in found["entries"]:
-        assert entry["flops"] > 0 and entry["bytes"] > 0
+        assert entry["flops"] >= 0 and entry["bytes"] > 0
         for one in entry["candidates"]:
             kernel = show.main_kernel(one)
             assert {"tensor", "dram", "l2_hit", "occupancy", "registers", "stalls"} <= set(kernel)
@@ -41,7 +43,9 @@ def shown(row: str, kernel: dict) -> str | None:
 
 
 def test_the_worked_example_has_the_numbers_of_the_committed_profile():
-    guide = (ROOT / "docs" / "PROFILING.md").read_text().split("## Worked example")[1]
+    guide = (
+        (ROOT / "docs" / "PROFILING.md").read_text().split("## Worked example")[1].split("\n## ")[0]
+    )
     entries = {entry["case"]: entry for entry in store.read(COMMITTED)["entries"]}
     names = {"FlashAttention-2": "sdpa-flash", "cuDNN": "sdpa-cudnn"}
     cases = (
@@ -61,3 +65,23 @@ def test_the_worked_example_has_the_numbers_of_the_committed_profile():
                 compared += wanted is not None
                 assert wanted in (None, cell), (case, row[0], head)
     assert compared >= 30
+
+
+def test_the_table_of_the_other_kernels_is_the_committed_profile():
+    guide = (ROOT / "docs" / "PROFILING.md").read_text()
+    part = guide.split("## The profile of every other kernel")[1].split("\n## ")[0]
+    rows = [line for line in part.splitlines() if line.startswith("| `")]
+    wanted = []
+    for entry in store.read(COMMITTED)["entries"]:
+        for one in entry["candidates"]:
+            if entry["op"] != "attention":
+                wanted += [_row(entry["case"], kernel) for kernel in one["kernels"]]
+    assert rows == wanted and len(rows) >= 25
+
+
+def _row(case: str, kernel: dict) -> str:
+    time = kernel["duration"] / 1e3
+    shares = f"{kernel['dram']:.0f} % | {kernel['issue']:.0f} %"
+    stalls = ", ".join(f"{name} {value:.1f}" for name, value in list(kernel["stalls"].items())[:2])
+    length = f"{time:.1f}" if time < 100 else f"{time:.0f}"
+    return f"| `{kernel['kernel']}` | {case} | {length} us | {shares} | {stalls} |"
