@@ -22,7 +22,7 @@ from fkjit.render import render
 from fkjit.settings import settings
 from fkjit.spec import find
 from tests.attention_tools import assert_close, normal
-from tests.form_kit import FEATURES, draw, exact
+from tests.form_kit import FEATURES, Case, draw, exact
 
 DATA = Path(__file__).parent / "data" / "attention_without_forms.json"
 # batch, heads, lengths, dims, dtype
@@ -207,6 +207,20 @@ def test_a_number_of_a_score_mod_is_no_new_kernel_and_results_follow_it():
 @pytest.mark.parametrize("text", SHIPPED)
 def test_a_form_is_its_text(text):
     assert parse(text).text == text
+
+
+def test_the_example_of_the_docs_is_right():
+    text = (DATA.parents[2] / "docs" / "ATTENTION.md").read_text()
+    (code,) = re.findall(r"(?s)```python\n(.*?)```", text)
+    names: dict = {}
+    with quiet():
+        exec(compile(code, "ATTENTION.md", "exec"), names)
+    kind = names["document"]
+    mod = lambda s, b, h, q, k, sq, sk: np.where(  # noqa: E731
+        kind[q] == kind[k], s + 0.05 * (k - q), -np.inf
+    )
+    case = Case(*(names[n] for n in "qkv"), {"causal": True}, mod)
+    assert_close(names["o"], None, *exact(case), "fp16")
 
 
 def test_different_forms_have_different_texts():

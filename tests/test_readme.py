@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = (
     "README.md", "CONTRIBUTING.md", "docs/DESIGN.md", "docs/BENCHMARKS.md", "docs/PROFILING.md",
-    "docs/TUNING.md", "docs/BANDWIDTH.md", "docs/PYTORCH.md",
+    "docs/TUNING.md", "docs/ATTENTION.md", "docs/BANDWIDTH.md", "docs/PYTORCH.md",
 )  # fmt: skip
 
 

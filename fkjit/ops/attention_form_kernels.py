@@ -18,32 +18,32 @@ _TILES = (16, 32, 64, (64, 16), (64, 32))
 # What is compiled ahead of each kernel: one tile, where the sweep meets every line of the code.
 _SHOWN = {"head_dim": 64, "head_dim_v": 64, "block": 32, "aligned": True}
 _SHOWN_DTYPES = {"flash": "bf16", "flash_fp32": "fp32"}
-# Tiles by padded head_dim, fastest first (bench/NOTES.md), where scores meet numbers of memory or
-# not. A warp has 16 rows: the band of keys and the rules take the registers of another 16.
-_PREFERENCE: dict[bool, dict[int, tuple[Any, ...]]] = {
-    False: {
-        **dict.fromkeys((32, 64, 96, 128, 192), (64, (64, 32), 32, 16)),
-        **{256: ((64, 32), 32, 16)},
-    },
-    True: {
+# Tiles by padded head_dim, fastest first (bench/NOTES.md), where scores meet numbers of none, one
+# or several arrays, whose addresses and values take registers; the band of keys and the rules take
+# those of a warp's second 16 rows.
+_WIDE = dict.fromkeys((32, 64, 96, 128), (64, (64, 32), 32, 16))
+_PREFERENCE: tuple[dict[int, tuple[Any, ...]], ...] = (
+    {**_WIDE, 192: (64, (64, 32), 32, 16), 256: ((64, 32), 32, 16)},
+    {**_WIDE, **dict.fromkeys((192, 256), ((64, 32), 32, 16))},
+    {
         **dict.fromkeys((32, 64, 96, 128), ((64, 32), 32, 16)),
         **dict.fromkeys((192, 256), ((64, 16), 16)),
     },
-}
+)
+_FP32_TILES = (64, (64, 32), 32, 16)  # not the first where scores meet arrays
+_ONE, _SEVERAL = 1, 2
 
 
-_FP32_TILES = (64, (64, 32), 32, 16)  # not the first where numbers come from memory
-
-
-def _loads(params: Params) -> bool:
-    """Whether scores meet numbers from memory, whose addresses and values take registers."""
+def _arrays(params: Params) -> int:
+    """Arrays that scores meet: none, one, or several; bytes one by one are as bad as two."""
     form = parse(params["form"])
-    return bool(form.bias or form.mask or form.arrays)
+    bytewise = form.mask and not form.mask_paired and params["head_dim"] > 128
+    return min(bool(form.bias) + form.mask + bytewise + len(form.arrays), _SEVERAL)
 
 
 def _derive_flash(params: Params) -> dict[str, Any]:
     usual = FLASH.derive(params)
-    kept = usual["q_in_registers"] and not _loads(params)
+    kept = usual["q_in_registers"] and _arrays(params) <= _ONE
     return {**usual, "q_in_registers": kept, **parse(params["form"]).values()}
 
 
@@ -53,13 +53,13 @@ def _illegal_flash(params: Params) -> str | None:
         return f"head_dim_v={dims[1]} is not compiled for head_dim={dims[0]}"
     if not params["aligned"] and block not in (16, 32):
         return "copies whole 16-byte chunks, and these rows do not start on 16-byte boundaries"
-    if block not in _PREFERENCE[_loads(params)][dims[0]]:
+    if block not in _PREFERENCE[_arrays(params)][dims[0]]:
         return f"needs more registers than there are, or is never the fastest (head_dim={dims[0]})"
     return None
 
 
 def _illegal_fp32(params: Params) -> str | None:
-    if params["block"] == 64 and _loads(params):
+    if params["block"] == 64 and _arrays(params):
         return "needs more registers than a thread has"
     alike = {"fp16": "bf16"}  # in what GPUs without its tensor cores have room for
     return FLASH_FP32.illegal({**params, "dtype": alike.get(params["dtype"], params["dtype"])})
@@ -137,5 +137,5 @@ def tile(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
 
 def _order(spec: KernelSpec, fixed: Params) -> tuple[Any, ...]:
     if spec.name == "flash_fp32":
-        return _FP32_TILES[_loads(fixed) :]
-    return _PREFERENCE[_loads(fixed)][fixed["head_dim"]]
+        return _FP32_TILES[bool(_arrays(fixed)) :]
+    return _PREFERENCE[_arrays(fixed)][fixed["head_dim"]]

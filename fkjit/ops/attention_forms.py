@@ -70,7 +70,7 @@ def attention_varlen(
     shared = (causal, softmax_scale, block, return_lse)
     if operators.autocasting():
         q, k, v = operators.autocast(q, k, v)
-    if operators.compiling():
+    if operators.compiling() or operators.abstract(q, k, v):
         return operator.traced_varlen((q, k, v), packed, shared, forms)
     return _packed((q, k, v), packed, shared, forms)
 
@@ -80,7 +80,7 @@ def dense(q: Any, k: Any, v: Any, options: tuple[Any, ...], forms: tuple[Any, ..
     layout; forms: window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args."""
     causal, scale, block, impl, return_lse, layout = options
     shared = (causal, scale, block, return_lse)
-    if operators.compiling():
+    if operators.compiling() or operators.abstract(q, k, v):
         return operator.traced_dense((q, k, v), (impl, layout), shared, forms)
     if operators.autocasting():
         q, k, v = operators.autocast(q, k, v)
