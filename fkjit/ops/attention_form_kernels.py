@@ -30,7 +30,7 @@ _PREFERENCE: tuple[dict[int, tuple[Any, ...]], ...] = (
         **dict.fromkeys((192, 256), ((64, 16), 16)),
     },
 )
-_FP32_TILES = (64, (64, 32), 32, 16)  # not the first where scores meet arrays
+_FP32_TILES = (64, (64, 32), 32, 16)  # one fewer for each array
 _ONE, _SEVERAL = 1, 2
 
 
@@ -59,7 +59,7 @@ def _illegal_flash(params: Params) -> str | None:
 
 
 def _illegal_fp32(params: Params) -> str | None:
-    if params["block"] == 64 and _arrays(params):
+    if params["block"] not in _FP32_TILES[_arrays(params) :]:
         return "needs more registers than a thread has"
     alike = {"fp16": "bf16"}  # in what GPUs without its tensor cores have room for
     return FLASH_FP32.illegal({**params, "dtype": alike.get(params["dtype"], params["dtype"])})
@@ -137,5 +137,5 @@ def tile(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
 
 def _order(spec: KernelSpec, fixed: Params) -> tuple[Any, ...]:
     if spec.name == "flash_fp32":
-        return _FP32_TILES[bool(_arrays(fixed)) :]
+        return _FP32_TILES[_arrays(fixed) :]
     return _PREFERENCE[_arrays(fixed)][fixed["head_dim"]]
