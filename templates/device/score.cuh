@@ -15,7 +15,7 @@
 //
 // A kernel lists its rules in this order (RuleIf of device/attention_form.cuh leaves some out):
 //
-//   const auto rules = score_rules(
+//   auto rules = score_rules(
 //       SoftCap<EXACT>(softcap),
 //       Alibi(alibi_slopes, alibi_batch_stride, batch, head, seqlen_q, seqlen_k));
 //
@@ -79,6 +79,7 @@ struct SoftCap : ScoreRule {
 // k_idx: it is asked for rows and keys that exist only.
 template <typename Function>
 struct PerScore : ScoreRule {
+  static constexpr bool CURVED = true;  // nobody knows how: what asks for it does not compile
   Function function;
   int last_q, last_k;
 
