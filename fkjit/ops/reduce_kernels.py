@@ -239,7 +239,6 @@ BLOCKS = register(
         name="blocks",
         source="reduce/blocks.cu",
         entry="reduce_blocks",
-        dependent=True,
         doc="a row by one block or by several, the last of which joins their results",
         params=(
             *_PARAMS,
@@ -259,7 +258,6 @@ LANES = register(
         name="lanes",
         source="reduce/lanes.cu",
         entry="reduce_lanes",
-        dependent=True,
         doc="short rows by a few lanes of a warp each",
         params=(
             *_PARAMS,

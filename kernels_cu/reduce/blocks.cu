@@ -14,7 +14,6 @@
 
    Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
 #include "device/last_block.cuh"
 #include "device/reduce.cuh"
 #include "device/vector.cuh"
@@ -61,7 +60,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
                   const i64 piece,        // of a block
                   const int split,        // blocks of a row
                   const float divisor) {  // of the sum
-  after_previous_kernel();
   __shared__ float warps[THREADS / WARP_SIZE];
   const i64 row = blockIdx.x / split;
   const i64 begin = static_cast<i64>(blockIdx.x % split) * piece;

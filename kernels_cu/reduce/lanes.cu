@@ -9,7 +9,6 @@
 
    Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
 #include "device/reduce.cuh"
 #include "device/vector.cuh"
 
@@ -31,7 +30,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                  const i64 rows, const int columns, const int shift,
                  const int lanes,        // of a row
                  const float divisor) {  // of the sum
-  after_previous_kernel();
   const int lane = threadIdx.x & (lanes - 1);
   const i64 row = (static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x) / static_cast<u32>(lanes);
   const bool exists = row < rows;  // every lane takes part in the shuffles
