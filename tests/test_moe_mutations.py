@@ -16,7 +16,6 @@ WIDE = {"kernel": "moe_regroup.grid", "params": {"ids": "int32", "tile": (256, 1
 BACK = {"kernel": "moe_combine.backward", "params": {"dtype": "fp32", "vector": True}}
 COMBINE = {"kernel": "moe_combine.rows", "params": {"dtype": "fp32", "vector": False}}
 PERMUTE = {"kernel": "moe_permute.rows", "params": {"dtype": "fp32", "vector": True}}
-BULK = {"kernel": "moe_permute.rows_sm90", "params": {"dtype": "fp32"}}
 
 BUGS = (
     Bug("a block's counts are not published", D + "grid_barrier.cuh", "red.release.gpu",
@@ -40,13 +39,11 @@ BUGS = (
     Bug("no blocks before", D + "moe_groups.cuh", "rank += before[group];", "", by="race",
         **SORT),
     Bug("one more than fits", D + "moe_groups.cuh", "rank >= how.capacity", "rank > how.capacity",
-        by="numbers", **SORT),
+        by="race", **SORT),
     Bug("ties to the higher expert", D + "moe_route.cuh", "1 << (PART - 1 - i)", "1 << i",
         by="numbers", **ROUTE),
     Bug("NaN is chosen", D + "moe_route.cuh", "fmaxf(chunk[j].get(i), least)", "chunk[j].get(i)",
         by="numbers", **ROUTE),
-    Bug("a row is written before it is there", K + "permute_sm90.cu", "mbarrier_wait(barrier, 0);",
-        "", by="race", **BULK),
     Bug("sums in one place", K + "combine_backward.cu", "warps[k % 2]", "warps[0]", by="race",
         **BACK),
     Bug("dropped choices count", K + "combine.cu", "place >= 0 && ", "", by="memory",

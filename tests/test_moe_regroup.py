@@ -73,7 +73,7 @@ def test_the_layout_of_an_example():
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 200])
-@pytest.mark.parametrize("experts", [1, 60, 300])
+@pytest.mark.parametrize("experts", [1, 60, 200, 300])
 def test_together_is_one_after_the_other(experts, tokens, blocks):
     rng, top_k = np.random.default_rng(tokens), min(experts, 3)
     logits = np.round(rng.standard_normal((tokens, experts)) * 2).astype(np.float32)

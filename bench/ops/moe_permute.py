@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fkjit
-from fkjit.ops.moe_rows import permute_variant
+from fkjit.ops.moe_rows import PERMUTE
 from fkjit.spec import Problem
 
 from ..kernels import arch_of
@@ -15,7 +15,7 @@ from . import moe_rows as rows
 def ours(p: Problem, arrays: Arrays) -> Prepared:
     """The public call."""
     x, groups = arrays["x"], rows.groups(arrays)
-    variant = permute_variant(p, arch_of(x)) if x.is_cuda else None
+    variant = (PERMUTE, rows.choose(PERMUTE, p, arch_of(x))) if x.is_cuda else None
     return Prepared(lambda: fkjit.moe_permute(x, groups), variant=variant)
 
 

@@ -76,5 +76,4 @@ def choose(spec: KernelSpec, p: Problem, arch: Arch) -> Params:
     """What the public calls would take of this kernel."""
     if spec is rows.COMBINE:
         return rows.combine_variant(p)
-    known = {param.name for param in spec.params}
-    return variant({name: p[name] for name in ("dtype", "vector") if name in known}, spec, arch)
+    return variant({"dtype": p["dtype"], "vector": p["vector"]}, spec, arch)

@@ -11,7 +11,7 @@ from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.interop import View
 from fkjit.ops import moe_rows as rows
 from fkjit.ops.moe_groups import MoeGroups
-from fkjit.ops.simple import Launch, Op, Output, Request, arch_of
+from fkjit.ops.simple import Launch, Op, Output, Request
 from fkjit.ops.simple_checks import check_dtype, check_output
 from fkjit.ops.simple_operator import Node
 from fkjit.ops.simple_shapes import rows_of
@@ -85,7 +85,7 @@ def _check(views: Mapping[str, View | None], places: int) -> Request:
         x.dtype, tokens, top_k, columns, check_groups(_CALL, views), places, stride=stride
     )
     problem["vector"] = rows.is_vector(x.dtype, columns, stride, (x, out))
-    launches = (Launch(*rows.permute_variant(problem, arch_of(x)), problem),) if places else ()
+    launches = (Launch(rows.PERMUTE, rows.permute_variant(problem), problem),) if places else ()
     inputs = {name: views[name] for name in _INPUTS}
     return Request(inputs, {"out": Output((places, columns), x.dtype, out)}, launches)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.arch import Arch
 from fkjit.errors import ParameterError
 from fkjit.interop import ITEMSIZE, View, numpy_dtype
 from fkjit.ops.moe_problem import MAX_TOP_K
@@ -25,8 +24,6 @@ PARAMS = (
 )
 THREADS = {"permute": 128, "combine": 128, "combine_backward": 256}
 UNDERWAY = (2, 4, 8)
-PART_BYTES = 16_384  # of a row, in shared memory
-_BULK = {"tokens": 512, "top_k": 4, "bytes": 4096}  # from here on the copy engine is faster
 _MANY_BLOCKS = 2048
 _BACKWARD = ("dout", "y", "inverse", "weights", "offsets", "counts", "dy", "dweights")
 _NAMES = ("tokens", "top_k", "groups", "places", "columns")
@@ -76,18 +73,9 @@ def _blocks(params: Params, p: Problem) -> int:
     return p["tokens"] * -(-p["columns"] // (params["threads"] * params.get("pieces", 1) * size))
 
 
-def _parts(p: Problem) -> int:
-    """Blocks of all rows, where a block has a row or a part of it."""
-    return p["tokens"] * -(-p["columns"] * ITEMSIZE[p["dtype"]] // PART_BYTES)
-
-
-def permute_variant(p: Problem, arch: Arch) -> tuple[KernelSpec, dict[str, Any]]:
-    """The kernel that carries rows to their places, and its parameters."""
-    long = p["columns"] * ITEMSIZE[p["dtype"]] >= _BULK["bytes"]
-    often = p["top_k"] >= _BULK["top_k"] and p["tokens"] >= _BULK["tokens"]
-    if p["vector"] and long and often and "tma" in arch.features:
-        return PERMUTE_SM90, {"dtype": p["dtype"], "part_bytes": PART_BYTES}
-    return PERMUTE, {"dtype": p["dtype"], "vector": p["vector"], "threads": THREADS["permute"]}
+def permute_variant(p: Problem) -> dict[str, Any]:
+    """Parameters of the kernel that carries rows to their places."""
+    return {"dtype": p["dtype"], "vector": p["vector"], "threads": THREADS["permute"]}
 
 
 def combine_variant(p: Problem) -> dict[str, Any]:
@@ -126,18 +114,15 @@ def problem_of(
 
 
 def problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    """Rows with gaps; choices that have no place and places that nobody has; one token; rows of
-    several parts."""
-    size = 16 // ITEMSIZE[params["dtype"]] if params.get("vector", True) else 1
+    """Rows with gaps; choices that have no place and places that nobody has; one token."""
+    size = 16 // ITEMSIZE[params["dtype"]] if params["vector"] else 1
     tokens, pieces = (11, 35) if scale == "small" else (1001, 517)
     columns, dtype = size * pieces, params["dtype"]
-    found = [
+    return [
         problem_of(dtype, tokens, 3, columns, 4, tokens * 3 + 9, stride=columns + 3 * size),
         problem_of(dtype, tokens, 9, columns, 2, tokens * 9, weighted=False),
         problem_of(dtype, 1, 1, size),
     ]
-    long = size * (params.get("part_bytes", 0) // 16 + 5)
-    return [*found, problem_of(dtype, 3, 2, long, 2, 7)] if long > 5 * size else found
 
 
 def inputs(names: Sequence[str]) -> Any:
@@ -243,18 +228,6 @@ _SHARED: dict[str, Any] = dict(
     tolerance=_tolerance,
 )
 
-_PERMUTED: dict[str, Any] = dict(
-    bytes=lambda p: (p["tokens"] + p["places"]) * _rows(p),
-    arguments=lambda params, p, arrays: {
-        **{name: arrays.get(name) for name in ("x", "inverse", "offsets", "counts", "out")},
-        **{"x_stride": p["stride"], **_values(p, _NAMES)},
-    },
-    inputs=inputs(("x",)),
-    outputs=lambda params, p: {"out": _poisoned(p, p["places"])},
-    reference=permuted,
-    **_SHARED,
-)
-
 PERMUTE = register(
     KernelSpec(
         op="moe_permute",
@@ -265,25 +238,15 @@ PERMUTE = register(
         params=(*PARAMS, Param("threads", (128,), "threads of a block", tunable=True)),
         block=_threads,
         grid=lambda params, p: (_blocks(params, p) + p["groups"], 1, 1),
-        **_PERMUTED,
-    )
-)
-
-PERMUTE_SM90 = register(
-    KernelSpec(
-        op="moe_permute",
-        name="rows_sm90",
-        source="moe/permute_sm90.cu",
-        entry="moe_permute_sm90",
-        doc="the same by the copy engine: whole rows through shared memory",
-        params=(
-            PARAMS[0],
-            Param("part_bytes", (PART_BYTES,), "of a row, at most, in shared memory"),
-        ),
-        features=lambda params: frozenset({"tma"}),
-        block=lambda params: (32, 1, 1),
-        grid=lambda params, p: (_parts(p) + p["groups"], 1, 1),
-        **_PERMUTED,
+        bytes=lambda p: (p["tokens"] + p["places"]) * _rows(p),
+        arguments=lambda params, p, arrays: {
+            **{name: arrays.get(name) for name in ("x", "inverse", "offsets", "counts", "out")},
+            **{"x_stride": p["stride"], **_values(p, _NAMES)},
+        },
+        inputs=inputs(("x",)),
+        outputs=lambda params, p: {"out": _poisoned(p, p["places"])},
+        reference=permuted,
+        **_SHARED,
     )
 )
 

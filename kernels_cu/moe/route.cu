@@ -23,11 +23,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               const i64 row_stride, const int tokens, const Routing how) {
   const int lane = threadIdx.x % LANES;
   const i64 token = static_cast<i64>(blockIdx.x) * TOKENS + threadIdx.x / LANES;
-  const logit_t* const row[1] = {logits +
-                                 min(token, tokens - 1ll) * row_stride};  // shuffles need all lanes
-  Choice mine[1];
-  route<1, LANES, VALUES>(row, PLAIN ? nullptr : bias, lane, PLAIN ? plain<LANES>(how) : how, mine);
+  const i64 row = token < tokens ? token : tokens - 1;  // shuffles need every lane
+  const Choice mine = route<logit_t, LANES, VALUES>(
+      logits + row * row_stride, PLAIN ? nullptr : bias, lane, PLAIN ? plain<LANES>(how) : how);
   if (token >= tokens || lane >= how.top_k) return;
-  topk_weights[token * how.top_k + lane] = mine[0].weight;
-  topk_ids[token * how.top_k + lane] = mine[0].id;
+  topk_weights[token * how.top_k + lane] = mine.weight;
+  topk_ids[token * how.top_k + lane] = mine.id;
 }

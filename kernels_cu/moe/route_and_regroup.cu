@@ -18,7 +18,6 @@ constexpr int THREADS = ${threads};
 constexpr int WARPS = THREADS / WARP_SIZE;
 constexpr int TOKENS = WARP_SIZE / LANES;  // of a warp at a time
 constexpr int MOST = LANES * VALUES < WARP_SIZE ? WARP_SIZE : LANES * VALUES;  // groups
-constexpr int PAIR = 2;  // so many times TOKENS are under way, their instructions mixed
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     moe_route_and_regroup(const logit_t* __restrict__ logits,  // [tokens, experts]
@@ -50,22 +49,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   block.clear(to, grouping);
 
 #pragma unroll 1
-  for (int at = mine.begin; at < mine.end; at += TOKENS * PAIR) {
-    const logit_t* row[PAIR];
-    Choice choice[PAIR];
-#pragma unroll
-    for (int n = 0; n < PAIR; ++n)  // shuffles need every lane
-      row[n] = logits + min(at + n * TOKENS + slot, mine.end - 1) * row_stride;
-    route<PAIR, LANES, VALUES>(row, PLAIN ? nullptr : bias, lane, routing, choice);
-#pragma unroll
-    for (int n = 0; n < PAIR; ++n) {
-      const int token = at + n * TOKENS + slot;
-      if (token >= mine.end || lane >= top_k) continue;
-      const int item = token * top_k + lane, early = item - mine.begin * top_k;
-      topk_weights[item] = choice[n].weight;
-      topk_ids[item] = choice[n].id;
-      if (early < WARP_SIZE) first_ids[warp][early] = choice[n].id;
-    }
+  for (int at = mine.begin; at < mine.end; at += TOKENS) {
+    const int token = at + slot, row = min(token, mine.end - 1);  // shuffles need every lane
+    const Choice choice = route<logit_t, LANES, VALUES>(logits + row * row_stride,
+                                                        PLAIN ? nullptr : bias, lane, routing);
+    if (token >= mine.end || lane >= top_k) continue;
+    const int item = token * top_k + lane, early = item - mine.begin * top_k;
+    topk_weights[item] = choice.weight;
+    topk_ids[item] = choice.id;
+    if (early < WARP_SIZE) first_ids[warp][early] = choice.id;
   }
   __syncwarp();
 

@@ -2,7 +2,7 @@
 // sort over the whole grid. Each warp has 32 items at a time of a piece of the list; warps and blocks
 // have the pieces in order.
 //
-//   0. clear    grid      sentinels everywhere: items go over them behind the barrier
+//   0. clear    block     where there is one: sentinels everywhere, and items go over them
 //   1. count    warp      counts[warp][expert], lanes of one expert found by match.any
 //   2. scan     block     counts of the warps before, for each expert; the block's sums into `table`
 //   3. barrier  grid      not where there is one block
@@ -96,14 +96,21 @@ struct alignas(16) Regroup {
   // Phase 0. A warp's counts are its own until phase 2.
   __device__ __forceinline__ void clear(const Groups& to, const Grouping& how) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
 #pragma unroll 1
     for (int e = lane; e < how.groups; e += WARP_SIZE) counts[warp][e] = 0;
-#pragma unroll 1
-    for (int i = thread; i < how.places; i += threads) to.sorted_token_ids[i] = how.sentinel;
-#pragma unroll 1
-    for (int i = thread; i < tile_of(how.places, how); i += threads) to.expert_ids[i] = -1;
+    if (gridDim.x == 1) nobody_from(0, to, how);
     __syncwarp();
+  }
+
+  // Sentinels into the places from `begin` on, a whole tile's first, and no group to their tiles.
+  __device__ __forceinline__ void nobody_from(int begin, const Groups& to, const Grouping& how) {
+    const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
+#pragma unroll 1
+    for (int i = begin + thread; i < how.places; i += threads)
+      to.sorted_token_ids[i] = how.sentinel;
+#pragma unroll 1
+    for (int i = tile_of(begin, how) + thread; i < tile_of(how.places, how); i += threads)
+      to.expert_ids[i] = -1;
   }
 
   // A lane's rank among the warp's items of its group so far; they count from now on. -1: no item.
@@ -259,14 +266,26 @@ struct alignas(16) Regroup {
     return place;
   }
 
-  // What stands beside the items.
+  // What stands beside the items: offsets and counts, and where there are several blocks sentinels.
   __device__ __forceinline__ void finish(const Groups& to, const Grouping& how) {
-#pragma unroll 1
-    for (int e = blockIdx.x + threadIdx.x * gridDim.x; e < how.groups; e += gridDim.x * THREADS)
-      to.offsets[e] = offset[e], to.counts[e] = kept(e, how);
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int end = offset[how.groups];
     if (blockIdx.x == 0 && threadIdx.x == 0)
       to.offsets[how.groups] = end, *to.num_post_padded = end;
+    if (gridDim.x == 1) {
+#pragma unroll 1
+      for (int e = threadIdx.x; e < how.groups; e += THREADS)
+        to.offsets[e] = offset[e], to.counts[e] = kept(e, how);
+      return;
+    }
+#pragma unroll 1
+    for (int e = blockIdx.x + warp * gridDim.x; e < how.groups; e += gridDim.x * WARPS) {
+      const int begin = offset[e], used = kept(e, how);
+      if (lane == 0) to.offsets[e] = begin, to.counts[e] = used;
+      for (int i = begin + used + lane; i < offset[e + 1]; i += WARP_SIZE)
+        to.sorted_token_ids[i] = how.sentinel;
+    }
+    nobody_from(end, to, how);
   }
 
   // All of it, for a warp's items from `begin` to `end`; clear() has been called. `group(item)` is an

@@ -16,7 +16,7 @@
 #include "device/vector.cuh"
 
 constexpr float LEAST = -3.402823466e38f;  // finite
-constexpr float HUGE_PEAK = 1e38f;         // times log2(e) it is still finite
+constexpr float INFINITE = -NEG_INFINITY;
 
 // fmaxf(NaN, y) is y.
 __device__ __forceinline__ float at_least(float x) { return fmaxf(x, LEAST); }
@@ -62,6 +62,16 @@ __device__ __forceinline__ float greatest_of(const float* x) {
     return fmaxf(greatest_of<N / 2>(x), greatest_of<N / 2>(x + N / 2));
 }
 
+// By a tree like that of lanes_sum: those that are farthest apart first. A token's sum is then the same
+// to the bit, however many lanes it has.
+template <int N, int STEP = 1>
+__device__ __forceinline__ float sum_of(const float* x) {
+  if constexpr (N == 1)
+    return x[0];
+  else
+    return sum_of<N / 2, STEP * 2>(x) + sum_of<N / 2, STEP * 2>(x + STEP);
+}
+
 template <int LANES>
 __device__ __forceinline__ int lanes_min(int x) {
 #if __CUDA_ARCH__ >= 800
@@ -101,19 +111,17 @@ struct Experts {
   int step;         // from a chunk's first expert to the next one's
   int inside;       // experts of the group from `first` on; may be negative
 
-  // How far the expert of x[i] is from the first one.
-  __device__ __forceinline__ int ahead(int i) const { return i / SIZE * step + i % SIZE; }
-  // The expert of x[i]; of x[VALUES], which is not there, one after all others.
-  __device__ __forceinline__ int expert(int i) const {
-    return i < VALUES ? first + ahead(i) : 1 << 30;
-  }
-
-  __device__ __forceinline__ void load(const T* row, int lane, const Routing& how) {
+  __device__ __forceinline__ Experts(int lane, const Routing& how) {
     const int group = lane >> how.lanes_log2, skip = (lane - (group << how.lanes_log2)) * SIZE;
     first = group * how.group_size + skip;
     step = SIZE << how.lanes_log2;
     inside = group < how.num_groups ? how.group_size - skip : 0;
-    if (how.vector) {
+  }
+  // How far the expert of x[i] is from the first one.
+  __device__ __forceinline__ int ahead(int i) const { return i / SIZE * step + i % SIZE; }
+
+  __device__ __forceinline__ void load(const T* row, bool vector) {
+    if (vector) {
       Vector<T> chunk[CHUNKS];
 #pragma unroll
       for (int j = 0; j < CHUNKS; ++j)
@@ -136,20 +144,18 @@ struct Experts {
   __device__ __forceinline__ float greatest() const {
     return lanes_greatest<LANES>(greatest_of<VALUES>(x));
   }
-  // An exponent is one product and sum: what rounding peak * log2(e) leaves out is a factor of all.
   __device__ __forceinline__ float exp_sum(float peak) const {
-    float sum[4] = {}, factor = 1.f;
-    if (__builtin_expect(fabsf(peak) < HUGE_PEAK, 1)) {
-      const float up = peak * LOG2E;
+    float term[VALUES], chunk[CHUNKS];
+    if (peak < INFINITE) {
 #pragma unroll
-      for (int i = 0; i < VALUES; ++i) sum[i % 4] += exp2_fast(fmaf(x[i], LOG2E, -up));
-      factor = exp2_fast(fmaf(-peak, LOG2E, up));
-    } else {  // infinities share
+      for (int i = 0; i < VALUES; ++i) term[i] = exp2_fast((x[i] - peak) * LOG2E);
+    } else {  // shared by those that are infinite
 #pragma unroll
-      for (int i = 0; i < VALUES; ++i)
-        sum[i % 4] += x[i] == peak ? 1.f : exp2_fast((x[i] - peak) * LOG2E);
+      for (int i = 0; i < VALUES; ++i) term[i] = x[i] == peak ? 1.f : 0.f;
     }
-    return lanes_sum<LANES>(sum[0] + sum[1] + (sum[2] + sum[3])) * factor;
+#pragma unroll
+    for (int j = 0; j < CHUNKS; ++j) chunk[j] = sum_of<SIZE>(term + j * SIZE);
+    return lanes_sum<LANES>(sum_of<CHUNKS>(chunk));
   }
 
   // Logits become scores plus the experts' bias. Division is approximate here, 2 ulp: the exact one
@@ -207,12 +213,20 @@ struct Experts {
     return at;
   }
 
-  // Where it is `here`, nobody may choose x[at] any more.
-  __device__ __forceinline__ void remove(int at, bool here) {
-    const u32 gone = here ? 1u << at : 0;  // bits become predicates at once
+  // Lane k of the token gets its k-th best expert and that one's value. `best`: the greatest value.
+  // There are at least `top_k` values to choose from, and top_k <= LANES.
+  __device__ __forceinline__ void choose(int lane, int top_k, float best, int& id, float& value) {
+    for (int k = 0;; ++k) {
+      const int at = find(best), mine = at < VALUES ? first + ahead(at) : 1 << 30;
+      const int winner = lanes_min<LANES>(mine);
+      if (lane == k) id = winner, value = best;
+      if (k + 1 == top_k) return;
+      const u32 gone = mine == winner ? 1u << at : 0;
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i)
-      if (gone >> i & 1) x[i] = NEG_INFINITY;
+      for (int i = 0; i < VALUES; ++i)
+        if (gone >> i & 1) x[i] = NEG_INFINITY;
+      best = greatest();
+    }
   }
 };
 
@@ -221,70 +235,31 @@ struct Choice {
   float weight;
 };
 
-// Of N tokens whose work the compiler may mix. Lane k of a token gets its k-th best expert and that
-// one's value. `best`: the greatest value. There are at least `top_k` values to choose from, and
-// top_k <= LANES.
-template <int N, int LANES, typename All>
-__device__ __forceinline__ void choose(All (&all)[N], int lane, int top_k, float (&best)[N],
-                                       int (&id)[N], float (&value)[N]) {
-  for (int k = 0;; ++k) {
-    int at[N], mine[N], winner[N];
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      at[n] = all[n].find(best[n]);
-      mine[n] = all[n].expert(at[n]);
-      winner[n] = lanes_min<LANES>(mine[n]);
-      if (lane == k) id[n] = winner[n], value[n] = best[n];
-    }
-    if (k + 1 == top_k) return;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      all[n].remove(at[n], mine[n] == winner[n]);
-      best[n] = all[n].greatest();
-    }
-  }
-}
-
-// a / b, where 1 / b is neither subnormal nor infinite. Correct but for rare last bits.
-__device__ __forceinline__ float divided(float a, float b) {
-  const float inverse = __fdividef(1.f, b), found = a * inverse;
-  return fmaf(fmaf(-b, found, a), inverse, found);
-}
-
-// What lane k < top_k of the LANES lanes on each of N tokens has chosen for it. All lanes of the warp
-// call it.
-template <int N, int LANES, int VALUES, typename T>
-__device__ __forceinline__ void route(const T* const (&row)[N], const float* bias, int lane,
-                                      const Routing& how, Choice (&found)[N]) {
-  using All = Experts<T, LANES, VALUES>;
-  All all[N];
-  float peak[N], sum[N], best[N], logit[N] = {};
-  int id[N] = {};
+// What lane k < top_k of the LANES lanes on a token has chosen for it. All lanes of the warp call it.
+template <typename T, int LANES, int VALUES>
+__device__ __forceinline__ Choice route(const T* row, const float* bias, int lane,
+                                        const Routing& how) {
+  Experts<T, LANES, VALUES> all(lane, how);
+  all.load(row, how.vector);
+  const float peak = all.greatest();
   // The sum cancels where weights are renormalised.
   const bool needed = !how.sigmoid && (!how.renormalize || bias != nullptr);
-#pragma unroll
-  for (int n = 0; n < N; ++n) all[n].load(row[n], lane, how);
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    best[n] = peak[n] = all[n].greatest();
-    sum[n] = needed ? all[n].exp_sum(peak[n]) : 1.f;
-    if (bias != nullptr) all[n].add_bias(bias, how.sigmoid, peak[n], sum[n]);
-    if (how.num_groups > 1) all[n].limit_groups(lane, how, bias != nullptr);
-    if (bias != nullptr || how.num_groups > 1) best[n] = all[n].greatest();
+  const float sum = needed ? all.exp_sum(peak) : 1.f;
+  if (bias != nullptr) all.add_bias(bias, how.sigmoid, peak, sum);
+  if (how.num_groups > 1) all.limit_groups(lane, how, bias != nullptr);
+
+  Choice found = {0, 0.f};
+  float logit = 0.f;
+  const bool as_loaded = bias == nullptr && how.num_groups == 1;
+  all.choose(lane, how.top_k, as_loaded ? peak : all.greatest(), found.id, logit);
+  if (lane < how.top_k) {
+    if (bias != nullptr) logit = at_least(static_cast<float>(row[found.id]));
+    found.weight = how.sigmoid ? sigmoid_of(logit) : softmax_term(logit, peak) / sum;
   }
-  choose<N, LANES>(all, lane, how.top_k, best, id, logit);
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    float weight = 0.f;
-    if (lane < how.top_k) {
-      if (bias != nullptr) logit[n] = at_least(static_cast<float>(row[n][id[n]]));
-      weight =
-          how.sigmoid ? sigmoid_of(logit[n]) : divided(softmax_term(logit[n], peak[n]), sum[n]);
-    }
-    if (how.renormalize) {
-      const float total = lanes_sum<LANES>(weight);
-      if (total > 0.f) weight /= total;
-    }
-    found[n] = {id[n], weight * how.scale};
+  if (how.renormalize) {
+    const float total = lanes_sum<LANES>(found.weight);
+    if (total > 0.f) found.weight /= total;
   }
+  found.weight *= how.scale;
+  return found;
 }
