@@ -17,7 +17,10 @@ _FORM = "what the kernel does beside causal attention; any other form is compile
 _TILES = (16, 32, 64, (64, 16), (64, 32))
 # What is compiled ahead of each kernel: one tile, where the sweep meets every line of the code.
 _SHOWN = {"head_dim": 64, "head_dim_v": 64, "block": 32, "aligned": True}
-_SHOWN_DTYPES = {"flash": "bf16", "flash_fp32": "fp32"}
+_SHOWN_MORE: dict[str, dict[str, tuple[Any, ...]]] = {
+    "flash": {"dtype": ("bf16",), "form": SHIPPED},
+    "flash_fp32": {"dtype": ("fp32",), "form": (SHIPPED[0], SHIPPED[-1])},
+}
 # Tiles by padded head_dim, fastest first (bench/NOTES.md), where scores meet numbers of none, one
 # or several arrays, whose addresses and values take registers; the band of keys and the rules take
 # those of a warp's second 16 rows.
@@ -67,11 +70,8 @@ def _illegal_fp32(params: Params) -> str | None:
 
 def _only_shown(spec: KernelSpec) -> KernelSpec:
     """The same, with few of its variants."""
-    shown = {**_SHOWN, "dtype": _SHOWN_DTYPES[spec.name]}
-    fewer = [
-        replace(param, values=(shown[param.name],)) if param.name in shown else param
-        for param in spec.params
-    ]
+    shown = {name: (value,) for name, value in _SHOWN.items()} | _SHOWN_MORE[spec.name]
+    fewer = [replace(param, values=shown[param.name]) for param in spec.params]
     return replace(spec, params=tuple(fewer))
 
 
