@@ -1,11 +1,10 @@
 """A whole decoding step, eager and in a CUDA graph: what launching it costs.
 
-    python -m bench.decode_step [--steps 64] [--compile] [--out FILE]
+    python -m bench.decode_step [--steps 64] [--out FILE]
 
 The model is bench/decode_model.py's. Of each case: microseconds of host time a step (issuing it,
 the GPU never waited for), and of elapsed time a step (CUDA events around eight of them). Logits of
-the captured step are compared with eager ones before anything is timed. With --compile also of the
-step as torch.compile makes it, whole, captured.
+the captured step are compared with eager ones before anything is timed.
 """
 
 from __future__ import annotations
@@ -31,23 +30,19 @@ _TURN = 8  # steps between two waits for the GPU: fewer launches than the driver
 class Captured:
     """A decoder's step as a CUDA graph. `logits` are the step's, overwritten by the next one."""
 
-    def __init__(self, decoder: Decoder, step: Callable[[], Any] | None = None) -> None:
-        """`step`: the decoder's, or what torch.compile made of it.
-
-        A first step without sequences compiles and loads every kernel, and writes nothing; it also
-        makes what cuBLAS keeps for a stream. Then the step is captured, which runs nothing.
-        """
+    def __init__(self, decoder: Decoder) -> None:
+        """A first step without sequences compiles and loads every kernel, and writes nothing; it
+        also makes what cuBLAS keeps for a stream. Then the step is captured, which runs nothing."""
         rows = decoder.rows.clone()
         decoder.rows.fill_(-1)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        step = step or decoder.step
         with torch.cuda.stream(stream):
-            step()
+            decoder.step()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.logits = step()
+            self.logits = decoder.step()
         decoder.rows.copy_(rows)
 
     def __call__(self) -> torch.Tensor:
@@ -92,16 +87,14 @@ def timed(decoder: Decoder, batch: list[int], step: Callable[[], Any], turns: in
     return {name: summary(times[1:]) for name, times in found.items()}
 
 
-def measure(
-    sequences: int, length: int, steps: int, kept: Any, kinds: Sequence[str]
-) -> list[dict[str, Any]]:
-    """A cell of each kind, "eager" first; `apart` is how far its logits are from eager ones."""
+def measure(sequences: int, length: int, steps: int, kept: Any) -> list[dict[str, Any]]:
+    """A cell of each kind; `apart` is how far its logits are from eager ones, at most."""
+    kinds = ("eager", "graph")
     turns = max(steps // _TURN, 1)
     made = {kind: started(sequences, length, (turns + 2) * _TURN, kept) for kind in kinds}
     step: dict[str, Callable[[], Any]] = {}
     for kind, (decoder, _) in made.items():
-        whole = torch.compile(decoder.step, fullgraph=True) if kind == "compiled" else None
-        step[kind] = decoder.step if kind == "eager" else Captured(decoder, whole)
+        step[kind] = decoder.step if kind == "eager" else Captured(decoder)
     apart = dict.fromkeys(kinds, 0.0)
     for _ in range(3):
         logits = {kind: advance(*made[kind], step[kind]).float() for kind in kinds}
@@ -117,18 +110,17 @@ def measure(
     ]  # fmt: skip
 
 
-def line(eager: dict[str, Any], *graphs: dict[str, Any]) -> str:
+def line(eager: dict[str, Any], graph: dict[str, Any]) -> str:
     """For people."""
 
     def shown(cell: dict[str, Any]) -> str:
         elapsed, host = (cell[name]["p50"] * 1e3 for name in ("elapsed", "host"))
         return f"{cell['candidate']} {elapsed:.0f} us a step (host {host:.0f})"
 
-    times = [eager["elapsed"]["p50"] / graph["elapsed"]["p50"] for graph in graphs]
-    apart = max(graph["apart"] for graph in graphs)
+    faster = eager["elapsed"]["p50"] / graph["elapsed"]["p50"]
     return (
-        f"{eager['case']}: {', '.join(map(shown, (eager, *graphs)))}: "
-        f"{', '.join(f'{x:.2f}' for x in times)} times as fast; logits apart by {apart:.2g}"
+        f"{eager['case']}: {shown(eager)}, {shown(graph)}: {faster:.2f} times as fast; logits "
+        f"apart by {graph['apart']:.2g}"
     )
 
 
@@ -136,7 +128,6 @@ def main() -> None:
     """Measure the cases and print them; with --out also as result lines."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--steps", type=int, default=64, help="timed steps of each kind")
-    parser.add_argument("--compile", action="store_true", help="what torch.compile makes, as well")
     parser.add_argument("--out", type=Path, help="a file of result lines")
     chosen = parser.parse_args()
     writer = chosen.out and Writer(chosen.out)
@@ -144,9 +135,8 @@ def main() -> None:
         header = {"record": "run", "schema": SCHEMA, **environment()}
         writer.write({**header, "command": "bench.decode_step"})
     kept = weights(SIZE, torch.bfloat16, "cuda")
-    kinds = ("eager", "graph", *(("compiled",) if chosen.compile else ()))
     for case in CASES:
-        cells = measure(*case, chosen.steps, kept, kinds)
+        cells = measure(*case, chosen.steps, kept)
         print(line(*cells), flush=True)
         for cell in cells if writer else ():
             writer.write(cell)

@@ -63,6 +63,19 @@ def _packed(device: Any) -> list[torch.Tensor]:
     return [*rows, torch.tensor([0, 9, 9, 15], device=device, dtype=torch.int32)]
 
 
+def _step(device: Any) -> list[torch.Tensor]:
+    """q, k, v of a token of two sequences, pages, table, lengths before it."""
+    made = [torch.randn(2, heads, 16, device=device).half() for heads in (4, 2, 2)]
+    return [*made, *_decoding(device)[1:]]
+
+
+def _appended(q: Any, k: Any, v: Any, k_pages: Any, v_pages: Any, table: Any, lengths: Any) -> Any:
+    """What is written by one call is read by the next one."""
+    pages = table.gather(1, (lengths // 16).long()[:, None])[:, 0]
+    q = fkjit.rope_kv_append(q, k, v, (k_pages, v_pages), pages * 16 + lengths % 16, lengths)
+    return fkjit.paged_attention(q, (k_pages, v_pages), table, lengths + 1)
+
+
 def _there_and_back(x: Any, weights: Any, ids: Any) -> Any:
     groups = fkjit.moe_regroup(ids, 16)
     return fkjit.moe_combine(fkjit.moe_permute(x, groups), groups, weights)
@@ -102,6 +115,7 @@ CASES = (
     Case("rope_kv_append", "rope_kv_append",
          lambda k, v, kp, vp, slots, at, q: fkjit.rope_kv_append(
              q, k, v, (kp, vp), slots, at, scaling=LLAMA), _pages, written=(2, 3)),
+    Case("append and attend", "paged_attention", _appended, _step, written=(3, 4)),
     Case("moe_route", "moe_route", lambda x: fkjit.moe_route(x, 3, scoring="sigmoid"), _logits),
     Case("moe_regroup", "moe_regroup",
          lambda x, w, ids: tuple(fkjit.moe_regroup(ids, 16, 4)), _choices),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from fkjit.build import quiet
@@ -48,28 +46,6 @@ def test_steps_are_those_of_the_textbook():
         decoder.tokens[1] = sequences[3][-1]
         logits = advance(decoder, batch, decoder.step)
     assert_like_the_textbook(logits[1:2], kept, sequences[3])
-
-
-def test_a_step_is_compiled_whole():
-    """One graph, the cache's tables and pages in it, for steps that fill pages."""
-    size, made = replace(TINY, layers=1), []
-    kept = weights(size, torch.float16, "cpu")
-    with quiet():
-        for _ in range(2):
-            decoder = Decoder(size, kept, 2, 6)
-            batch = decoder.prefill(texts([14, 2]))
-            decoder.rows.copy_(decoder.cache.rows(batch))
-            made.append((decoder, batch))
-        (eager, batch), (other, others) = made
-        torch._dynamo.reset()
-        compiled = torch.compile(other.step, backend="aot_eager", fullgraph=True)
-        for token in range(3):
-            for decoder, _ in made:
-                decoder.tokens.fill_(token)
-            found = advance(other, others, compiled)
-            assert torch.equal(found, advance(eager, batch, eager.step))
-    assert torch.equal(eager.cache.lengths, other.cache.lengths)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_step_without_sequences_writes_nothing():

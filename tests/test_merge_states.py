@@ -200,17 +200,17 @@ FILE = "kernels_cu/attention/merge_states.cu"
 STACK = {"kernel": "merge_states.rows", "params": {"dtype": "fp32", "vector": True, "pair": False}}
 TWO = {"kernel": "merge_states.rows", "params": {"dtype": "fp32", "vector": False, "pair": True}}
 BUGS = (
-    Bug("parts without keys are looked at", FILE, "if (seen[k] == NEG_INFINITY)", "if (false)",
+    Bug("parts without keys are looked at", FILE, "if (x == NEG_INFINITY)", "if (false)",
         by="numbers", **STACK),
-    Bug("plus infinity is a sum", FILE, "if (isinf(seen[k]))", "if (false)", by="numbers", **TWO),
-    Bug("what came before is not rescaled", FILE, "scale(by), sum *= by;", "sum *= by;",
+    Bug("plus infinity is a sum", FILE, "isinf(x) ? NEG_INFINITY : x", "x", by="numbers", **TWO),
+    Bug("what came before is not rescaled", FILE, "sum * weight(top, higher)", "sum",
         by="numbers", **STACK),
     Bug("one row too many", FILE, "if (row >= rows)", "if (row > rows)", by="memory", **STACK),
     Bug("one part too many", FILE, "part + k >= count", "part + k > count", by="memory", **STACK),
     Bug("sums at the place of o", FILE, "place(at, lse_strides)", "place(at, out_strides)",
         by="memory", **STACK),
-    Bug("the second part's sum is the first's", FILE, "second ? other_lse", "!second ? other_lse",
-        by="memory", **TWO),
+    Bug("the second part's sum is the first's", FILE, "part == 1 ? other_lse",
+        "part == 2 ? other_lse", by="memory", **TWO),
 )  # fmt: skip
 
 

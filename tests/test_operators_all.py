@@ -88,27 +88,21 @@ def test_operators_are_what_their_schemas_say(case, monkeypatch):
         torch.library.opcheck(function, args, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_slots_of_a_cache_are_an_operator(monkeypatch):
-    """It writes lengths, which lie beside the table that it reads."""
+@pytest.mark.parametrize("call", ["kv_slots", "kv_append", "paged_attention"])
+def test_a_cache_is_refused_in_a_graph(call):
+    """Pairs of its pages' arrays are not."""
     cache = fkjit.PagedKVCache(
         4, page_size=16, num_kv_heads=2, head_dim=16, dtype="fp16", device="cpu",
         framework="torch", max_sequences=3,
     )  # fmt: skip
-    sequences = [cache.allocate() for _ in range(2)]
-    cache.reserve(sequences, 3)
-    rows = cache.rows(sequences)
-    compiled = torch.compile(
-        lambda rows: fkjit.kv_slots(cache, rows) + 1, backend="aot_eager", fullgraph=True
-    )
-    pages = [cache.pool.page_table[cache.pool.row(one)][0] for one in sequences]
-    for step in range(3):
-        assert compiled(rows).tolist() == [16 * page + step + 1 for page in pages]
-    assert cache.lengths[rows.long()].tolist() == [3, 3]
-    monkeypatch.setattr(operators, "compiling", lambda: True)
-    with Calls() as calls:
-        fkjit.kv_slots(cache, rows)
-    ((function, args),) = calls.seen
-    torch.library.opcheck(function, args, test_utils=("test_schema", "test_faketensor"))
+    x, rows = torch.zeros(1, 2, 16).half(), torch.zeros(1, dtype=torch.int32)
+    model = {
+        "kv_slots": lambda x, rows: fkjit.kv_slots(cache, rows),
+        "kv_append": lambda x, rows: fkjit.kv_append(x, x, cache, rows),
+        "paged_attention": lambda x, rows: fkjit.paged_attention(x, cache, rows=rows),
+    }[call]
+    with pytest.raises(Exception, match=f"{call}: cache is .*; under torch.compile pass"):
+        torch.compile(model, backend="eager", fullgraph=True)(x, rows)
 
 
 def test_ops_are_exported():

@@ -116,21 +116,23 @@ def paged_attention(
 
     Returns and raises as `attention_decode`. Tables and lengths are read when the kernel runs: a
     captured graph of `kv_append` and this call follows sequences that grow. To torch.compile the
-    call is one operator, if there is no `out`.
+    call is one operator, if `cache` is a pair and there is no `out`.
     """
     if operators.autocasting():
         (q,) = operators.autocast(q)
     if operators.compiling():
-        arrays, _, (held_layout, *_) = _paged_call(
-            q, cache, page_table, seq_lens, rows=rows, layer=layer, layout=layout, k_scale=k_scale,
-            v_scale=v_scale,
-        )  # fmt: skip
+        if not isinstance(cache, tuple):
+            raise ParameterError(
+                "paged_attention: cache is no pair of arrays; under torch.compile pass "
+                "(k_pages, v_pages), page_table and seq_lens"
+            )
         options = {
-            "k_scale": arrays[6], "v_scale": arrays[7], "causal": causal,
-            "softmax_scale": softmax_scale, "layout": held_layout, "split_size": split_size,
+            "k_scale": k_scale, "v_scale": v_scale, "causal": causal,
+            "softmax_scale": softmax_scale, "layout": layout, "split_size": split_size,
             "return_lse": return_lse, "out": out,
         }  # fmt: skip
-        return decode_operator.traced("paged_attention", arrays[:6], options)
+        arrays = (q, *cache, page_table, seq_lens, rows)
+        return decode_operator.traced("paged_attention", arrays, options)
     return _PAGED(
         *_paged_call(
             q, cache, page_table, seq_lens, rows=rows, layer=layer, layout=layout, k_scale=k_scale,

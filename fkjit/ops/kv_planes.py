@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.ops import operators
 from fkjit.ops.kv_problem import LAYOUTS
 
 
@@ -23,6 +24,7 @@ def planes(call: str, cache: Any, layer: int, layout: str | None) -> Planes:
     """Of a `PagedKVCache` or of a pair of arrays."""
     known = getattr(cache, "planes", None)
     if known is not None:
+        refuse_traced(call)
         if layout is not None:
             raise ParameterError(
                 f"{call}: layout={layout!r}, but the cache knows its own: leave it"
@@ -38,6 +40,16 @@ def planes(call: str, cache: Any, layer: int, layout: str | None) -> Planes:
         raise ParameterError(f"{call}: layout={layout!r} is not one of {', '.join(LAYOUTS)}")
     check_layer(call, layer, 1)
     return Planes((cache[0], cache[1], None, None), "same", layout)
+
+
+def refuse_traced(call: str) -> None:
+    """ParameterError for a `PagedKVCache` in what torch.compile traces: all its arrays are of one
+    piece of memory, and what of it is written and then read was seen to go wrong there."""
+    if operators.compiling():
+        raise ParameterError(
+            f"{call}: cache is a PagedKVCache; under torch.compile pass a pair (k_pages, v_pages), "
+            "or leave the call out of what is compiled"
+        )
 
 
 def check_layer(call: str, layer: Any, count: int) -> int:

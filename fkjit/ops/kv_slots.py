@@ -9,9 +9,9 @@ import numpy as np
 
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.interop import CPU, View, as_numpy
+from fkjit.ops.kv_planes import refuse_traced
 from fkjit.ops.simple import Launch, Op, Output, Request
 from fkjit.ops.simple_checks import check_dtype, check_shape
-from fkjit.ops.simple_operator import Node
 from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
 
 _CALL = "kv_slots"
@@ -67,6 +67,7 @@ def _call(cache: Any, rows: Any, cu_seqlens: Any, num_tokens: Any, append: bool)
         raise ArgumentTypeError(
             f"{_CALL}: cache is a {type(cache).__qualname__}; allowed: a PagedKVCache"
         )
+    refuse_traced(_CALL)
     if (cu_seqlens is None) != (num_tokens is None):
         raise ParameterError(f"{_CALL}: cu_seqlens and num_tokens go together: pass both or none")
     cache.flush()
@@ -217,11 +218,5 @@ _OP = Op(
     check=_check,
     optional=("cu_seqlens",),
     written=("lengths",),
-    node=Node(
-        lambda rows, ends, table, lengths, capacities, tokens, *rest: [
-            rows.new_empty(rows.shape[0] if tokens is None else tokens)
-        ],
-        "SymInt? num_tokens, int page_size, bool append",
-    ),
 )
 kv_slots.prepare = _prepare  # type: ignore[attr-defined]

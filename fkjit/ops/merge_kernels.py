@@ -22,7 +22,7 @@ ARRAYS = ("o", "lse", "other", "other_lse", "out_lse", "out")  # rows lie in the
 ROWS = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1)}  # where batch, head, row of o stand
 THREADS = 128
 _DIMENSIONS = 3
-_PIECES = {True: 4, False: 2}  # accesses of a lane to each part, of a pair and of a stack
+_PIECES = 4  # accesses of a lane to each part
 
 Strides = tuple[int, ...]
 
@@ -61,7 +61,7 @@ def parameters(problem: Problem, vector: bool) -> dict[str, Any]:
 
 def _lanes_log2(params: Params, problem: Problem) -> int:
     width = 16 // ITEMSIZE[params["dtype"]] if params["vector"] else 1
-    lanes = -(-problem["columns"] // (width * _PIECES[params["pair"]]))
+    lanes = -(-problem["columns"] // (width * _PIECES))
     return min(log2_ceil(lanes), log2_ceil(params["threads"]))
 
 

@@ -8,8 +8,7 @@
 
    A row lies in a few neighbouring lanes, PIECES accesses of each part in a lane, so that what is
    worked out once a row (its place in each array, what its parts weigh) does not cost more than the
-   memory it moves. UNDERWAY parts are under way at a time, their o_i beside the lse_i that they are
-   weighed by; the sum is rescaled when a greater one comes. out may be o, or other: a thread reads
+   memory it moves. UNDERWAY parts are under way at a time. out may be o, or other: a thread reads
    before it writes, and nobody else touches its elements. Every architecture. */
 #include "prelude.cuh"
 #include "device/math.cuh"
@@ -20,39 +19,24 @@ constexpr bool VECTOR = ${vector};  // 16-byte accesses
 constexpr bool PAIR = ${pair};      // two parts, in o and in other; else all of them in o
 constexpr int THREADS = ${threads};
 
-constexpr int UNDERWAY = PAIR ? 2 : 4;
-constexpr int PIECES = PAIR ? 4 : 2;                    // accesses of a lane to each part
+constexpr int UNDERWAY = 2;
+constexpr int PIECES = 4;                               // accesses of a lane to each part
 constexpr int BLOCKS = (PAIR ? 6 : 4) * 128 / THREADS;  // of an SM, at least
 static_assert(THREADS % WARP_SIZE == 0, "whole warps");
 
 using Part = Piece<elem_t, VECTOR>;
 
-// What some parts make, relative to exp(top): the sum of their weights, and with these of their rows.
-struct Merged {
-  float value[PIECES][Part::SIZE] = {};
+// Sums of exponentials of some parts: exp(lse) of all of them is sum * exp(top).
+struct Sums {
   float top = NEG_INFINITY, sum = 0.f;
 
   // exp(lse - top); 0 where nothing was seen.
   static __device__ __forceinline__ float weight(float lse, float top) {
     return lse == NEG_INFINITY ? 0.f : exp2_fast((lse - top) * LOG2E);
   }
-  __device__ __forceinline__ void scale(float by) {
-#pragma unroll
-    for (int p = 0; p < PIECES; ++p)
-#pragma unroll
-      for (int j = 0; j < Part::SIZE; ++j) value[p][j] *= by;
-  }
-  __device__ __forceinline__ void raise(float higher) {
-    const float by = weight(top, higher);
-    scale(by), sum *= by;
-  }
-  __device__ __forceinline__ void add(const Part (&part)[PIECES], float lse) {
-    const float by = weight(lse, top);
-    sum += by;
-#pragma unroll
-    for (int p = 0; p < PIECES; ++p)
-#pragma unroll
-      for (int j = 0; j < Part::SIZE; ++j) value[p][j] = fmaf(by, part[p].get(j), value[p][j]);
+  __device__ __forceinline__ void add(float lse) {
+    const float higher = fmaxf(top, lse);
+    sum = sum * weight(top, higher) + weight(lse, higher), top = higher;
   }
 };
 
@@ -83,46 +67,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   if (PAIR) other += place(at, other_strides), other_lse += place(at, other_lse_strides);
   out += place(at, out_strides), out_lse += place(at, out_lse_strides);
 
-  const int count = PAIR ? 2 : parts, pieces = columns / Part::SIZE;
-  const int lane = threadIdx.x & (lanes - 1);
+  const auto seen = [&](int part) {
+    const float x = *(PAIR && part == 1 ? other_lse : lse + part * lse_part_stride);
+    return isinf(x) ? NEG_INFINITY : x;
+  };
+  const int count = PAIR ? 2 : parts;
+  Sums sums;
+  for (int part = 0; part < count; ++part) sums.add(seen(part));
+  const float scale = sums.sum == 0.f ? 0.f : 1.f / sums.sum;
+
+  const int pieces = columns / Part::SIZE, lane = threadIdx.x & (lanes - 1);
   for (int first = lane; first < pieces; first += PIECES * lanes) {
-    Merged merged;
+    float value[PIECES][Part::SIZE] = {};
     for (int part = 0; part < count; part += UNDERWAY) {
       Part read[UNDERWAY][PIECES] = {};
-      float seen[UNDERWAY], top = merged.top;
 #pragma unroll
       for (int k = 0; k < UNDERWAY; ++k) {
-        seen[k] = NEG_INFINITY;
         if (part + k >= count) continue;
-        const bool second = PAIR && k == 1;
-        seen[k] = *(second ? other_lse : lse + (part + k) * lse_part_stride);
-        const elem_t* const from = second ? other : o + (part + k) * part_stride;
+        const elem_t* const from = PAIR && k == 1 ? other : o + (part + k) * part_stride;
 #pragma unroll
         for (int p = 0; p < PIECES; ++p)
           if (first + p * lanes < pieces) read[k][p] = Part::load(from, first + p * lanes);
       }
 #pragma unroll
       for (int k = 0; k < UNDERWAY; ++k) {
-        if (isinf(seen[k])) seen[k] = NEG_INFINITY;
+        const float x = part + k < count ? seen(part + k) : NEG_INFINITY;
+        const float by = Sums::weight(x, sums.top) * scale;
 #pragma unroll
-        for (int p = 0; p < PIECES; ++p)
-          if (seen[k] == NEG_INFINITY) read[k][p] = {};  // whatever it holds: NaN times 0 is no 0
-        top = fmaxf(top, seen[k]);
+        for (int p = 0; p < PIECES; ++p) {
+          if (x == NEG_INFINITY) read[k][p] = {};  // whatever it holds: NaN times 0 is no 0
+#pragma unroll
+          for (int j = 0; j < Part::SIZE; ++j)
+            value[p][j] = fmaf(by, read[k][p].get(j), value[p][j]);
+        }
       }
-      if (part > 0) merged.raise(top);
-      merged.top = top;
-#pragma unroll
-      for (int k = 0; k < UNDERWAY; ++k) merged.add(read[k], seen[k]);
     }
-    merged.scale(merged.sum == 0.f ? 0.f : 1.f / merged.sum);
 #pragma unroll
     for (int p = 0; p < PIECES; ++p) {
       if (first + p * lanes >= pieces) continue;
       Part made = {};
 #pragma unroll
-      for (int j = 0; j < Part::SIZE; ++j) made.set(j, merged.value[p][j]);
+      for (int j = 0; j < Part::SIZE; ++j) made.set(j, value[p][j]);
       made.store(out, first + p * lanes);
     }
-    if (first == 0) *out_lse = merged.sum == 0.f ? NEG_INFINITY : merged.top + logf(merged.sum);
   }
+  if (lane == 0) *out_lse = sums.sum == 0.f ? NEG_INFINITY : sums.top + logf(sums.sum);
 }
