@@ -1,6 +1,8 @@
 """The tables of docs/BANDWIDTH.md and docs/DECODE.md out of stored runs of what memory bounds.
 
-python -m bench.bandwidth bench/results/FILE.jsonl …    oldest first: of each case the last counts
+python -m bench.bandwidth bench/results/FILE.jsonl …    oldest first
+
+Of each case the last run has a row, and below it earlier ones with peers that the last one has not.
 """
 
 from __future__ import annotations
@@ -90,11 +92,12 @@ def table(paths: Sequence[Path], headlines: Headlines = HEADLINES) -> str:
     for op, cases in headlines.items():
         named = op
         for case in cases:
-            of_case = [(run, found[op, case]) for run, found in runs if (op, case) in found]
-            if of_case:
-                run, cells = of_case[-1]
-                lines.append(_line([named, case, *_figures(cells), run]))
-                named = ""
+            named_case, seen = case, set[str]()
+            for run, found in reversed(runs):
+                cells = found.get((op, case), {})
+                if cells.keys() - seen:
+                    lines.append(_line([named, named_case, *_figures(cells), run]))
+                    named, named_case, seen = "", "", seen | cells.keys()
     lines += ["", *(_source(run, path) for (run, _), path in zip(runs, paths, strict=True))]
     return "\n".join(lines) + "\n"
 

@@ -50,11 +50,13 @@ def test_of_several_trials_the_fullest_counts_and_of_those_the_last(run):
     assert lines[4:] == ["", "- a: `bench/results/run.jsonl`, 2026-11-22; copy 4.25 to 4.25 TB/s"]
 
 
-def test_of_several_runs_the_last_one_that_has_a_case_counts(run, tmp_path):
+def test_of_several_runs_the_last_counts_and_before_it_those_with_other_peers(run, tmp_path):
     other = tmp_path / "other.jsonl"
-    records = [{"record": "run", "schema": 1}, cell("fkjit", 0.6, "ours")]
+    records = [{"record": "run", "schema": 1}, cell("fkjit", 0.6, "ours"), cell("triton", 0.8)]
     other.write_text("".join(json.dumps(record) + "\n" for record in records))
     lines = bandwidth.table([run, other]).splitlines()
     assert lines[2] == "| vector_add | fp32 2^16 | 2.50 | 4.41 |  |  |  |  | a |"
-    assert lines[3] == "|  | fp32 2^28 | 600.0 | 4.41 |  |  |  |  | b |"
+    assert lines[3] == "|  | fp32 2^28 | 600.0 | 4.41 | 800.0 |  |  |  | b |"
+    assert lines[4] == "|  |  | 700.0 | 4.41 | 750.0 | 750.0 |  | CuPy 750.0 | a |"
     assert lines[-1] == "- b: `bench/results/other.jsonl`"
+    assert len(bandwidth.table([other, run]).splitlines()) == 7  # the other one adds no peer
