@@ -4,6 +4,7 @@
    A thread has PIECES pieces of a token's row, and UNDERWAY of its choices under way at a time; the
    blocks of a row follow one another. Every architecture. */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 #include "device/moe_rows.cuh"
 
 using elem_t = ${dtype};
@@ -21,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 const float* __restrict__ weights,  // [tokens, top_k] or null: 1
                 elem_t* __restrict__ out,           // [tokens, columns]
                 const i64 y_stride, const int top_k, const int columns) {
+  after_previous_kernel();
   const int pieces = columns / Part::SIZE, blocks = ceil_div(pieces, THREADS * PIECES);
   const i64 token = blockIdx.x / blocks;
   const Choices choices(inverse, weights, token, top_k);

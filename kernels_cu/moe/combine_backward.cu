@@ -5,6 +5,7 @@
    A block has a token, and its choices one after the other; the token's row stays in the caches. The
    blocks behind the tokens clear as those of permute.cu do. Every architecture. */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 #include "device/moe_rows.cuh"
 
 using elem_t = ${dtype};
@@ -24,6 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                          float* __restrict__ dweights,       // [tokens, top_k] or null
                          const i64 y_stride, const int tokens, const int top_k, const int groups,
                          const int places, const int columns) {
+  after_previous_kernel(false);
   __shared__ float warps[2][THREADS / WARP_SIZE];
   const int pieces = columns / Part::SIZE;
   if (blockIdx.x >= tokens) {

@@ -4,6 +4,7 @@
    (device/moe_route.cuh): one read of the logits, softmax and choice by shuffles, no shared memory.
    Lane k keeps the k-th choice, so a token's choices are written side by side. Every architecture. */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 #include "device/moe_route.cuh"
 
 using logit_t = ${dtype};
@@ -21,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               float* __restrict__ topk_weights,    // [tokens, top_k]
               int* __restrict__ topk_ids,          // [tokens, top_k]
               const i64 row_stride, const int tokens, const Routing how) {
+  after_previous_kernel();
   const int lane = threadIdx.x % LANES;
   const i64 token = static_cast<i64>(blockIdx.x) * TOKENS + threadIdx.x / LANES;
   const i64 row = token < tokens ? token : tokens - 1;  // shuffles need every lane
