@@ -13,6 +13,7 @@ ONE = {"kernel": "attention_decode.split",
        "params": {"dtype": "fp16", "storage": "same", "head_dim": 64, "rows": 16}}  # fmt: skip
 FOUR = {"kernel": ONE["kernel"], "params": {**ONE["params"], "rows": 64}}
 CODES = {"kernel": ONE["kernel"], "params": {**ONE["params"], "storage": "int8"}}
+CUT = {"lengths": [33, 0, 300], "longest": 300, "table_width": 19, "num_pages": 59, "blocks": 4}
 
 BUGS = (
     Bug("no barrier before Q is read", K, SYNC, "", nth=1, by="race", **ONE),
@@ -41,6 +42,11 @@ BUGS = (
     Bug("queries in another order than codes", D + "rows.cuh",
         "PERMUTED ? permuted_word(chunk, word) : make_int2(chunk, word)", "make_int2(chunk, word)",
         by="numbers", **CODES),
+    Bug("all of a crew have the first head", K, "split, crew.member());", "split, 0);",
+        by="race", **ONE),
+    Bug("a crew's heads share their slots", D + "schedule.cuh",
+        "return number * crew.size + crew.member();", "return number * crew.size;", by="race",
+        problem=CUT, **ONE),
     Bug("codes without their scale", K, "(SCALED ? k_scale[kv_head] : 1.f)", "1.f", by="numbers",
         **CODES),
 )  # fmt: skip

@@ -1,0 +1,62 @@
+"""Dependent launches, as far as they go without a GPU: what the driver is told, and when."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+
+from fkjit import dependent
+from fkjit.device import _Frame
+
+GIVEN = (0x1234, 5, 6, 7, 128, 2, 1, 4096, 0x77, 0x9000)  # function, grid, block, shared, stream, …
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Stands for cuLaunchKernelEx: notes what it was told, and says `status`."""
+
+    class Driver:
+        status = 0
+        told = ()
+
+        def __call__(self, configuration, function, arguments, extra):
+            c = dependent._Configuration.from_address(configuration)
+            attribute = c.attributes.contents
+            sizes = (c.grid_x, c.grid_y, c.grid_z, c.block_x, c.block_y, c.block_z, c.shared_bytes)
+            self.told = (function, *sizes, c.stream, arguments)
+            assert (c.count, attribute.id, attribute.value[0], extra) == (1, 6, 1, None)
+            return self.status
+
+    made = Driver()
+    monkeypatch.setattr(dependent, "_driver", lambda: made)
+    return made
+
+
+def test_the_structs_are_as_long_as_the_drivers():
+    assert ctypes.sizeof(dependent._Attribute) == 72
+    assert ctypes.sizeof(dependent._Configuration) == 56
+
+
+def test_the_driver_is_told_what_a_launch_was_given(driver):
+    dependent.launch(*GIVEN)
+    assert driver.told == GIVEN
+
+
+def test_a_refusal_is_an_error(driver):
+    driver.status = 801
+    with pytest.raises(RuntimeError, match="801"):
+        dependent.launch(*GIVEN)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_only_what_is_captured_is_launched_so(driver, capturing):
+    plain = []
+    frame = SimpleNamespace(
+        is_capturing=lambda stream: capturing and stream == 0x77,
+        launch=lambda *arguments: plain.append(arguments),
+    )
+    _Frame.launch_dependent(frame, *GIVEN, 0)  # type: ignore[arg-type]
+    assert driver.told == (GIVEN if capturing else ())
+    assert plain == ([] if capturing else [(*GIVEN, 0)])
