@@ -112,8 +112,9 @@ def run(
             f"__launch_bounds__ allow {kernel.max_threads}"
         )
     launch = _Launch(
-        module, kernel, layout, arguments, dynamic_shared, checks, title or entry, carve_outs
-    )
+        module, kernel, layout, arguments, dynamic_shared, checks, title or entry, carve_outs,
+        resident,
+    )  # fmt: skip
     stats = _execute(launch, progress)
     if stats is None:
         return run(
@@ -219,12 +220,14 @@ class _Launch:
     def __init__(
         self, module: Module, kernel: Function, layout: Layout, arguments: Sequence[Arg],
         dynamic_shared: int, checks: Checks, title: str, carve_outs: Sequence[CarveOut] = (),
+        resident: bool = False,
     ) -> None:  # fmt: skip
         if len(arguments) != len(kernel.params):
             raise ParameterError(
                 f"{title}: {len(arguments)} arguments given; {kernel.name} has {len(kernel.params)}"
             )
         self.layout, self.arguments, self.checks = layout, arguments, checks
+        self.least = layout.blocks if resident else 1  # blocks that have to run together
         self.kernel = inline_calls(module, kernel)
         self.carve_outs = tuple(carve_outs)
         self.key = (
@@ -249,6 +252,8 @@ class _Launch:
         with _machines_lock:
             machine = _machines.pop(self.key, None)
         if machine is None or not machine.layout.fits(self.layout.ctas):
+            return None
+        if machine.layout.ctas < self.least:
             return None
         if not self.symbols.items() <= machine.memory.symbols.items():
             return None

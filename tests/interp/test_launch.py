@@ -295,3 +295,19 @@ def test_blocks_of_a_cluster_know_their_place() -> None:
             inside = (column % 4, row % 2)
             expected = [inside[0] + 4 * inside[1], *inside, column // 4, row // 2, 8]
             assert y[row, column].tolist() == expected
+
+
+def test_blocks_that_wait_for_one_another_run_together_however_many_ran_before() -> None:
+    """A machine that is kept from a launch of two blocks is none for three that meet."""
+    source = r"""
+    extern "C" __global__ void k(unsigned* counter) {
+      if (threadIdx.x == 0) {
+        atomicAdd(counter, 1);
+        while (atomicAdd(counter, 0) < gridDim.x) {}
+      }
+    }"""
+    ptx = compile_ptx(source)
+    for blocks in (2, 3, 2):
+        counter = np.zeros(1, np.uint32)
+        run(ptx, "k", blocks, 32, [Arg("counter", counter, True)], resident=True)
+        assert counter[0] == blocks
