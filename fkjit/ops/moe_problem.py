@@ -65,7 +65,8 @@ def choose_tile(p: Problem, quick: bool = False) -> Tile | None:
     """
     sizes = (p["dtype"], p["experts"], p["top_k"], p["num_groups"])
     tiles = (*_SMALL, *_MORE) if is_plain(p) else _MORE
-    if quick and is_plain(p) and p["tokens"] <= FEW_TOKENS and p["experts"] > 16:
+    worth = p["experts"] > 16 or p["top_k"] > 2
+    if quick and worth and is_plain(p) and p["tokens"] <= FEW_TOKENS:
         tiles = (*QUICK, *_MORE[-2:])
     return next((tile for tile in tiles if holds(tile, *sizes)), None)
 
