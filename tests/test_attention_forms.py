@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 import fkjit
-from fkjit.arch import target
-from fkjit.build import quiet
+from fkjit.arch import arch, target
+from fkjit.build import build, quiet
 from fkjit.compile import compile_source
 from fkjit.ops.attention_form import SHIPPED, Form, parse
+from fkjit.ops.attention_form_kernels import kernel
 from fkjit.render import render
 from fkjit.settings import settings
 from fkjit.spec import find
@@ -232,6 +233,27 @@ def test_different_forms_have_different_texts():
     ]  # fmt: skip
     assert len({form.text for form in forms}) == len(forms)
     assert all(parse(form.text) == form for form in forms)
+
+
+EACH = "softcap alibi {} sinks varlen"
+HEAVY = (  # kernel, target, head_dim, tile, form: what holds most in registers
+    ("flash", "sm_90a", 128, 64, EACH.format("bias=fp32:paired")),
+    ("flash", "sm_80", 128, (64, 32), EACH.format("bias=fp16:paired mask:paired")),
+    ("flash", "sm_120a", 256, (64, 16), "bias=fp32 mask"),
+    ("flash", "sm_100a", 192, 64, EACH.format("").replace("  ", " ")),
+    ("flash_fp32", "sm_100a", 128, 32, SHIPPED[-1]),
+)
+
+
+@pytest.mark.parametrize(("name", "to", "dim", "block", "form"), HEAVY)
+def test_what_is_compiled_when_called_does_not_spill(name, to, dim, block, form):
+    dtype = "fp32" if name == "flash_fp32" else "bf16"
+    dims = {"head_dim": dim, "head_dim_v": dim}
+    params = {"dtype": dtype, **dims, "block": block, "aligned": True, "form": form}
+    spec = kernel(name, form)
+    spec.check(params, arch(to))
+    with quiet():
+        assert build(spec, params, target(to)).meta["problems"] == []
 
 
 def instructions(name, params, to):

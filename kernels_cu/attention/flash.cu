@@ -23,7 +23,7 @@
    peak, 16 on A100: Hopper would be bound by shared memory, A100 just balanced.
 
    Forms of attention (device/attention_form.cuh) are rendered in: a band of keys in place of the
-   causal mask, rules for the scores (device/score.cuh), which are final scores in natural units then,
+   causal mask, rules for the scores (device/score.cuh), which are final ones in natural units then,
    sinks, packed sequences. A kernel without is what it would be if there were none.
 
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */

@@ -24,8 +24,8 @@
 //   float slope[N];
 //   rules.apply(x, slope, q_idx, k_idx);         // and d(final) / d(scaled): softmax_scale is not
 //                                                // in it. It is finite wherever x is -inf.
-//   rules.apply(x, q_idx, k_idx, offset);        // of keys k_idx + offset, ...: with a constant, all
-//                                                // that depends on the row is worked out once
+//   rules.apply(x, q_idx, k_idx, offset);        // of keys k_idx + offset, ...: with a constant,
+//                                                // what depends on the row is worked out once
 //   rules_on_fragments(s, lane, rules, softmax_scale, q_idx, k_idx);    // D fragments of a warp
 //
 // Pointers are those of a kernel's arguments: Bias and Where take the strides of
