@@ -107,8 +107,9 @@ class TestTorch:
 
     def test_gradients_are_refused(self, torch):
         x = torch.randn(1, 2, 4, 32, requires_grad=True)
-        with pytest.raises(ParameterError, match="q requires grad, but attention has no backward"):
-            fkjit.attention(x, x, x, softcap=2.0)
+        ends = torch.tensor([0, 2], dtype=torch.int32)
+        with pytest.raises(ParameterError, match="attention_varlen: q requires grad"):
+            fkjit.attention_varlen(*(x[0],) * 3, ends, ends, 2, 2)
         slopes = torch.ones(2, requires_grad=True)
         with pytest.raises(ParameterError, match="alibi_slopes requires grad"):
             fkjit.attention(*(x.detach(),) * 3, alibi_slopes=slopes)

@@ -98,10 +98,10 @@ def padded_dims(problem: Problem, pairs: Iterable[tuple[int, int]]) -> tuple[int
 
 def parameters(
     spec: KernelSpec, tiles: Iterable[Any], dims: tuple[int, int],
-    problem: Problem, aligned: bool, arch: Arch,
+    problem: Problem, aligned: bool, arch: Arch, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """The variant of a kernel: the tile found by `fkjit tune`, else the first that is legal."""
-    fixed = {"head_dim": dims[0], "head_dim_v": dims[1], "aligned": aligned}
+    fixed = {"head_dim": dims[0], "head_dim_v": dims[1], "aligned": aligned, **more}
     made = [{"dtype": problem["dtype"], **fixed, "tile": tile} for tile in tiles]
     made = [{param.name: one[param.name] for param in spec.params} for one in made]
     legal = [params for params in made if spec.why_not(params, arch) is None]

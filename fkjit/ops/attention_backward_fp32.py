@@ -46,7 +46,8 @@ def _illegal(params: Params) -> str | None:
 
 
 def _derive(params: Params) -> dict[str, Any]:
-    return dict(zip(("own", "other", "num_warps"), params["tile"], strict=True))
+    names = ("own", "other", "num_warps")
+    return {"form": False, **dict(zip(names, params["tile"], strict=True))}
 
 
 def _layout(own: tuple[str, str], other: tuple[str, str], exchanged: tuple[str, ...]) -> Any:

@@ -167,7 +167,7 @@ def _key_derive(sums: bool) -> Callable[[Params], dict[str, Any]]:
     def derive(params: Params) -> dict[str, Any]:
         names = ("block_k", "block_q", "warps_k", "warps_c", "stages")
         tile = dict(zip(names, params["tile"], strict=True))
-        fixed = {"aligned": True} if sums else {}
+        fixed = {"form": False, **({"aligned": True} if sums else {})}
         return {**fixed, **tile, "step_q": 32, "min_blocks": 1, "sums": sums}
 
     return derive
@@ -392,6 +392,7 @@ def _query_derive(params: Params) -> dict[str, Any]:
         "num_warps": warps,
         "step_k": 32,
         "in_registers": params["head_dim"] <= 64,
+        "form": False,
         "stages": stages,
         "min_blocks": 1,
     }

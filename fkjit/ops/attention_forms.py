@@ -12,6 +12,7 @@ from fkjit.ops import attention_score_mod as score_mods
 from fkjit.ops import operators
 from fkjit.ops.attention_form import SLOTS
 from fkjit.ops.attention_form_checks import check_dense, check_varlen
+from fkjit.ops.attention_form_gradients import differentiable
 from fkjit.ops.attention_form_problem import POINTERS
 from fkjit.ops.simple import Op
 
@@ -149,8 +150,9 @@ def _explained(op: Op, options: tuple[Any, ...], call: Callable[[], Any]) -> Any
 
 
 _OUTPUTS = ("o", "lse")
-_DENSE = Op(
-    "attention", inputs=_INPUTS, outputs=_OUTPUTS, check=check_dense, optional=POINTERS
+_DENSE: Op = Op(
+    "attention", inputs=_INPUTS, outputs=_OUTPUTS, check=check_dense, optional=POINTERS,
+    autograd=lambda inputs, _, options: differentiable(_DENSE, inputs, options),
 )  # fmt: skip
 _VARLEN = Op(
     "attention_varlen", inputs=_INPUTS, outputs=_OUTPUTS, check=check_varlen,

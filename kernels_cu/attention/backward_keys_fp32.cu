@@ -11,6 +11,9 @@
 
    For fp32 inputs, and for 16-bit ones on sm_75. Every architecture. */
 #include "prelude.cuh"
+//% if form
+#include "device/form_backward.cuh"
+//% endif
 #include "device/backward_fp32.cuh"
 #include "device/key_block.cuh"
 
@@ -22,6 +25,10 @@ constexpr int HEAD_DIM = ${head_dim};      // of q and k, padded with zeros
 constexpr int HEAD_DIM_V = ${head_dim_v};  // of v and dout, padded
 constexpr bool ALIGNED = ${aligned};       // rows of all arrays start on 16-byte boundaries
 constexpr int GUARD = ${guard} / 4;        // floats between tiles: 0 except where memory is checked
+//% if form
+using bias_t = ${bias_dtype};
+constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, BIAS = ${bias}, MASK = ${mask};
+//% endif
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int ROWS = BLOCK_K / (THREADS / LANES);  // of a thread
@@ -33,6 +40,11 @@ static_assert(BLOCK_Q % LANES == 0, "lanes share the queries evenly");
 static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM_V % 64 == 0, "16 lanes, float4s");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_keys_fp32(
+    //% if form
+    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]; null where there is none
+    const bias_t* __restrict__ bias,         // [batch, heads_q, seqlen_q, seqlen_k], broadcast
+    const u8* __restrict__ mask,             // the same; 0 hides the key
+    //% endif
     const elem_t* __restrict__ dout,     // [batch, heads_q, seqlen_q, head_dim_v] strides in
     const elem_t* __restrict__ q,        // [batch, heads_q, seqlen_q, head_dim]   elements,
     const elem_t* __restrict__ k,        // [batch, heads_kv, seqlen_k, head_dim]  last dimension
@@ -45,6 +57,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_keys
     const Strides v_strides, const Strides dk_strides, const Strides dv_strides, const int heads_q,
     const int group_size,  // query heads a KV head
     const int seqlen_q, const int seqlen_k, const int head_dim, const int head_dim_v,
+    //% if form
+    const AttentionForm form,
+    //% endif
     const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e)
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
@@ -62,9 +77,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_keys
   const int k0 = place.k0, kv_head = place.head;
   const i64 batch = place.batch;
 
+  //% if form
+  const KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
+  const int first_tile = band.first_row(k0) / BLOCK_Q;
+  const int end_row = min(band.end_row(min(k0 + BLOCK_K, seqlen_k) - 1), seqlen_q);
+  const int tiles = ceil_div(max(end_row, 0), BLOCK_Q);
+  //% else
   // Query i sees key row r of the block if i >= first_seeing + r.
   const int first_seeing = causal ? k0 - (seqlen_k - seqlen_q) : -BLOCK_K;
   const int first_tile = max(first_seeing, 0) / BLOCK_Q, tiles = ceil_div(seqlen_q, BLOCK_Q);
+  //% endif
 
   // 1. K and V.
   copy_tile_fp32<BLOCK_K, HEAD_DIM, K_PITCH, THREADS, ALIGNED>(
@@ -93,6 +115,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_keys
     float s[ROWS][QUERIES], dp[ROWS][QUERIES];
     dot_rows<HEAD_DIM, K_PITCH>(s, k_tile + row0 * K_PITCH, q_tile + x * K_PITCH);
     dot_rows<HEAD_DIM_V, V_PITCH>(dp, v_tile + row0 * V_PITCH, do_tile + x * V_PITCH);
+    //% if form
+    const auto rules = backward_rules<SOFTCAP, true, ALIBI, BIAS, MASK>(
+        form, alibi_slopes, bias, mask, batch, head, seqlen_q, seqlen_k);
+    //% endif
     const i64 row = (batch * heads_q + head) * rows_padded + q0 + x;
 #pragma unroll
     for (int j = 0; j < QUERIES; ++j) {
@@ -100,8 +126,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_keys
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const int key = row0 + 2 * r, place = key * P_PITCH + x + j * LANES;
+        //% if form
+        const float slope =
+            final_score<SOFTCAP>(s[r][j], rules, band, softmax_scale, q0 + x + j * LANES, k0 + key);
+        const float p = exp2_fast(fmaf(s[r][j], LOG2E, -lse));
+        dp[r][j] = slope * (dp[r][j] - less) + less;
+        //% else
         const bool seen = q0 + x + j * LANES >= first_seeing + key;
         const float p = seen ? exp2_fast(fmaf(s[r][j], softmax_scale_log2, -lse)) : 0.f;
+        //% endif
         p_tile[place] = p;
         ds_tile[place] = p * (dp[r][j] - less);
       }

@@ -10,6 +10,9 @@
 
    For fp32 inputs, and for 16-bit ones on sm_75. Every architecture. */
 #include "prelude.cuh"
+//% if form
+#include "device/form_backward.cuh"
+//% endif
 #include "device/backward_fp32.cuh"
 #include "device/query_block.cuh"
 
@@ -21,6 +24,10 @@ constexpr int HEAD_DIM = ${head_dim};      // of q and k, padded with zeros
 constexpr int HEAD_DIM_V = ${head_dim_v};  // of v and dout, padded
 constexpr bool ALIGNED = ${aligned};       // rows of all arrays start on 16-byte boundaries
 constexpr int GUARD = ${guard} / 4;        // floats between tiles: 0 except where memory is checked
+//% if form
+using bias_t = ${bias_dtype};
+constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, BIAS = ${bias}, MASK = ${mask};
+//% endif
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int ROWS = BLOCK_Q / (THREADS / LANES);  // of a thread
@@ -32,6 +39,11 @@ static_assert(BLOCK_K % LANES == 0, "lanes share the keys evenly");
 static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM_V % 64 == 0, "16 lanes, float4s");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_queries_fp32(
+    //% if form
+    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]; null where there is none
+    const bias_t* __restrict__ bias,         // [batch, heads_q, seqlen_q, seqlen_k], broadcast
+    const u8* __restrict__ mask,             // the same; 0 hides the key
+    //% endif
     const elem_t* __restrict__ dout,     // [batch, heads_q, seqlen_q, head_dim_v] strides in
     const elem_t* __restrict__ q,        // [batch, heads_q, seqlen_q, head_dim]   elements,
     const elem_t* __restrict__ k,        // [batch, heads_kv, seqlen_k, head_dim]  last dimension
@@ -43,6 +55,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_quer
     const Strides v_strides, const Strides dq_strides, const int heads_q,
     const int group_size,  // query heads a KV head
     const int seqlen_q, const int seqlen_k, const int head_dim, const int head_dim_v,
+    //% if form
+    const AttentionForm form,
+    //% endif
     const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e)
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
@@ -64,10 +79,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_quer
   k += place.batch * k_strides.batch + kv_head * k_strides.head;
   v += place.batch * v_strides.batch + kv_head * v_strides.head;
 
+  //% if form
+  const KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
+  const BandTiles<BLOCK_K> tiles(band, q0, min(q0 + BLOCK_Q, seqlen_q) - 1);
+  const auto rules = backward_rules<SOFTCAP, true, ALIBI, BIAS, MASK>(
+      form, alibi_slopes, bias, mask, place.batch, place.head, seqlen_q, seqlen_k);
+  const int first_key = tiles.first * BLOCK_K, keys = min(tiles.end * BLOCK_K, seqlen_k);
+  //% else
   // Query row i of the block sees keys 0 .. min(seqlen_k, first_hidden + i) - 1.
   const int first_hidden = causal ? q0 + seqlen_k - seqlen_q + 1 : seqlen_k;
   const int last_row = min(BLOCK_Q, seqlen_q - q0) - 1;
   const int keys = min(seqlen_k, causal ? first_hidden + last_row : seqlen_k);
+  const int first_key = 0;
+  //% endif
 
   // 1. Q, dO, and what each row brings along.
   copy_tile_fp32<BLOCK_Q, HEAD_DIM, Q_PITCH, THREADS, ALIGNED>(q_tile, q, q_strides.row,
@@ -83,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_quer
   }
 
   float acc[ROWS][HEAD_DIM / 64][4] = {};
-  for (int k0 = 0; k0 < keys; k0 += BLOCK_K) {
+  for (int k0 = first_key; k0 < keys; k0 += BLOCK_K) {
     // 2. The tile before is used up, this one is fetched.
     __syncthreads();
     copy_tile_fp32<BLOCK_K, HEAD_DIM, Q_PITCH, THREADS, ALIGNED>(
@@ -99,12 +123,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_quer
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const int row = row0 + 2 * r;
+      //% if not form
       const int visible = min(seqlen_k, causal ? first_hidden + row : seqlen_k) - k0 - x;
+      //% endif
 #pragma unroll
       for (int j = 0; j < KEYS; ++j) {
+        //% if form
+        const float slope =
+            final_score<SOFTCAP>(s[r][j], rules, band, softmax_scale, q0 + row, k0 + x + j * LANES);
+        const float p = exp2_fast(fmaf(s[r][j], LOG2E, -lse[r]));
+        ds_tile[row * DS_PITCH + x + j * LANES] = p * slope * (dp[r][j] - less[r]);
+        //% else
         const float p = exp2_fast(fmaf(s[r][j], softmax_scale_log2, -lse[r]));
         ds_tile[row * DS_PITCH + x + j * LANES] =
             j * LANES < visible ? p * (dp[r][j] - less[r]) : 0.f;
+        //% endif
       }
     }
     __syncwarp();

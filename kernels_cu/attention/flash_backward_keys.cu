@@ -25,6 +25,9 @@
 
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
+//% if form
+#include "device/form_backward.cuh"
+//% endif
 #include "device/attention_backward.cuh"
 #include "device/key_block.cuh"
 #include "device/named_barrier.cuh"
@@ -43,6 +46,10 @@ constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the
 constexpr bool SUMS = ${sums};             // whether dQ is added up, too
 constexpr bool ALIGNED = ${aligned};       // rows of all arrays start on 16-byte boundaries
 constexpr int GUARD = ${guard};            // bytes between tiles: 0 except where memory is checked
+//% if form
+using bias_t = ${bias_dtype};
+constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, BIAS = ${bias}, MASK = ${mask};
+//% endif
 
 constexpr int NUM_WARPS = WARPS_K * WARPS_C;
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
@@ -80,6 +87,11 @@ template <typename Tile>
 using BReader = FragmentReader<Tile, BlockOrder::COL_MAJOR>;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_keys(
+    //% if form
+    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]; null where there is none
+    const bias_t* __restrict__ bias,         // [batch, heads_q, seqlen_q, seqlen_k], broadcast
+    const u8* __restrict__ mask,             // the same; 0 hides the key
+    //% endif
     const elem_t* __restrict__ dout,     // [batch, heads_q, seqlen_q, head_dim_v] strides in
     const elem_t* __restrict__ q,        // [batch, heads_q, seqlen_q, head_dim]   elements,
     const elem_t* __restrict__ k,        // [batch, heads_kv, seqlen_k, head_dim]  last dimension
@@ -94,6 +106,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const Strides v_strides, const Strides dk_strides, const Strides dv_strides, const int heads_q,
     const int group_size,  // query heads a KV head
     const int seqlen_q, const int seqlen_k, const int head_dim, const int head_dim_v,
+    //% if form
+    const AttentionForm form,
+    //% endif
     const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e)
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
@@ -109,10 +124,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const KeyBlock<BLOCK_K> place(blockIdx.x, seqlen_k, heads_q / group_size);
   const int k0 = place.k0, kv_head = place.head, batch = place.batch;
 
+  //% if form
+  const KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
+  const int first_tile = band.first_row(k0) / BLOCK_Q;
+  const int end_row = min(band.end_row(min(k0 + BLOCK_K, seqlen_k) - 1), seqlen_q);
+  const int tiles = ceil_div(max(end_row, 0), BLOCK_Q);
+  //% else
   // Query i sees key row r of the block if i >= first_seeing + r.
   const int first_seeing = causal ? k0 - (seqlen_k - seqlen_q) : -BLOCK_K;
   const int first_tile = max(first_seeing, 0) / BLOCK_Q, tiles = ceil_div(seqlen_q, BLOCK_Q);
   const int unmasked = first_seeing + BLOCK_K - 1;  // from this query on, all keys are seen
+  //% endif
 
   // Tiles of rows of all query heads, the last of which goes into stage 1 % STAGES.
   int left = max(tiles - first_tile, 0) * group_size;
@@ -186,6 +208,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       float p[M_BLOCKS][QUERIES / 8][4] = {}, ds[M_BLOCKS][QUERIES / 8][4] = {};
       u32 k_fragments[QK_STEPS][M_BLOCKS][4], v_fragments[DOV_STEPS][M_BLOCKS][4];
       multiply_qk<elem_t, 16, false>(p, k_fragments, warp_k_tile, k_reader, q_queries, q_reader);
+      //% if form
+      const auto rules = backward_rules<SOFTCAP, false, ALIBI, BIAS, MASK>(
+          form, alibi_slopes, bias, mask, batch, head, seqlen_q, seqlen_k);
+      float slopes[M_BLOCKS][QUERIES / 8][4];
+      final_scores<true, SOFTCAP>(p, slopes, lane, rules, band, softmax_scale, k0 + warp_row,
+                                  q0 + query);
+      probabilities(p, LOG2E, lse_row + query, lane);
+      //% else
       if (q0 < unmasked || (SUMS && k0 + BLOCK_K > seqlen_k)) {
         const int row0 = thread_index_again() / WARP_SIZE % WARPS_K * ROWS_A_WARP;
         mask_queries(p, thread_index_again() % WARP_SIZE, hidden_score(softmax_scale_log2),
@@ -195,8 +225,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                      });
       }
       probabilities(p, softmax_scale_log2, lse_row + query, lane);
+      //% endif
       multiply_qk<elem_t, 16, false>(ds, v_fragments, warp_v_tile, v_reader, do_queries, do_reader);
       score_gradients(ds, p, delta_row + query, lane);
+      //% if form
+      if constexpr (SOFTCAP) scale_by(ds, slopes);
+      //% endif
       if constexpr (SHARES_DS) exchange_rows<elem_t, PTile>(ds, lane, query, warp_ds_tile);
       if constexpr (EXCHANGE) {
         exchange_rows<elem_t, PTile>(p, lane, query, warp_p_tile);

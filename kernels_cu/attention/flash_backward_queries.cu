@@ -16,6 +16,9 @@
 
    Source: Dao, "FlashAttention-2" (2023), for the formulas. */
 #include "prelude.cuh"
+//% if form
+#include "device/form_backward.cuh"
+//% endif
 #include "device/attention_backward.cuh"
 #include "device/query_block.cuh"
 #include "device/reread.cuh"
@@ -31,6 +34,10 @@ constexpr int MIN_BLOCKS = ${min_blocks};       // blocks an SM should hold: cap
 constexpr bool ALIGNED = ${aligned};            // rows of all arrays start on 16-byte boundaries
 constexpr bool IN_REGISTERS = ${in_registers};  // Q and dO, from the first tile to the last
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
+//% if form
+using bias_t = ${bias_dtype};
+constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, BIAS = ${bias}, MASK = ${mask};
+//% endif
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int ROWS_A_WARP = BLOCK_Q / NUM_WARPS;
@@ -52,6 +59,11 @@ constexpr int V_OFFSET = KTile::BYTES + GUARD;  // in a stage
 constexpr int STAGE_BYTES = V_OFFSET + VTile::BYTES + GUARD;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_queries(
+    //% if form
+    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]; null where there is none
+    const bias_t* __restrict__ bias,         // [batch, heads_q, seqlen_q, seqlen_k], broadcast
+    const u8* __restrict__ mask,             // the same; 0 hides the key
+    //% endif
     const elem_t* __restrict__ dout,     // [batch, heads_q, seqlen_q, head_dim_v] strides in
     const elem_t* __restrict__ q,        // [batch, heads_q, seqlen_q, head_dim]   elements,
     const elem_t* __restrict__ k,        // [batch, heads_kv, seqlen_k, head_dim]  last dimension
@@ -63,6 +75,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const Strides v_strides, const Strides dq_strides, const int heads_q,
     const int group_size,  // query heads a KV head
     const int seqlen_q, const int seqlen_k, const int head_dim, const int head_dim_v,
+    //% if form
+    const AttentionForm form,
+    //% endif
     const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e)
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
@@ -79,12 +94,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   k += place.batch * k_strides.batch + kv_head * k_strides.head;
   v += place.batch * v_strides.batch + kv_head * v_strides.head;
 
+  //% if form
+  const KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
+  const BandTiles<BLOCK_K> tiles(band, q0, min(q0 + BLOCK_Q, seqlen_q) - 1);
+  const auto rules = backward_rules<SOFTCAP, false, ALIBI, BIAS, MASK>(
+      form, alibi_slopes, bias, mask, place.batch, place.head, seqlen_q, seqlen_k);
+  const int first_tile = tiles.first;
+  int tile = tiles.end - 1;
+  //% else
   // Query row i of the block sees keys 0 .. min(seqlen_k, first_hidden + i) - 1.
   const int first_hidden = causal ? q0 + seqlen_k - seqlen_q + 1 : seqlen_k;
   const int last_row = min(BLOCK_Q, seqlen_q - q0) - 1;
   const int keys = min(seqlen_k, causal ? first_hidden + last_row : seqlen_k);
   const int unmasked_tiles = max(min(seqlen_k, first_hidden), 0) / BLOCK_K;
   int tile = ceil_div(max(keys, 0), BLOCK_K) - 1;
+  const int first_tile = 0;
+  //% endif
 
   const auto fetch = [&](int t) {
     const u32 stage = ring + (t % STAGES) * STAGE_BYTES;
@@ -101,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   copy_tile<DoTile, THREADS, ALIGNED>(do_tile, dout, dout_strides.row, seqlen_q - q0, head_dim_v);
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
-    if (tile - stage >= 0) fetch(tile - stage);
+    if (tile - stage >= first_tile) fetch(tile - stage);
     cp_async_commit();
   }
   const i64 head_row = (static_cast<i64>(place.batch) * heads_q + place.head) * rows_padded;
@@ -124,11 +149,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     load_fragments(do_fragments, warp_do_tile, do_reader);
   }
 
-  for (; tile >= 0; --tile) {
+  for (; tile >= first_tile; --tile) {
     // 2. This tile has arrived, and every warp is done with the one before: its stage is free.
     cp_async_wait<STAGES - 2>();
     __syncthreads();
-    if (tile - (STAGES - 1) >= 0) fetch(tile - (STAGES - 1));
+    if (tile - (STAGES - 1) >= first_tile) fetch(tile - (STAGES - 1));
     cp_async_commit();
     const u32 stage = ring + (tile % STAGES) * STAGE_BYTES;
 
@@ -139,14 +164,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       float p[M_BLOCKS][KEYS / 8][4] = {}, ds[M_BLOCKS][KEYS / 8][4] = {};
       multiply_qk<elem_t, 16, IN_REGISTERS>(p, q_fragments, warp_q_tile, q_reader, k_keys,
                                             k_reader);
+      //% if form
+      float slopes[M_BLOCKS][KEYS / 8][4];
+      final_scores<false, SOFTCAP>(p, slopes, lane, rules, band, softmax_scale,
+                                   q0 + warp * ROWS_A_WARP, tile * BLOCK_K + step * KEYS);
+      //% else
       if (tile >= unmasked_tiles)
         mask_keys(p, lane, hidden_score(softmax_scale_log2), [&](int row) {
           const int seen = causal ? first_hidden + warp * ROWS_A_WARP + row : seqlen_k;
           return min(seqlen_k, seen) - tile * BLOCK_K - step * KEYS;
         });
+      //% endif
       multiply_qk<elem_t, 16, IN_REGISTERS>(ds, do_fragments, warp_do_tile, do_reader, v_keys,
                                             v_reader);
+      //% if form
+      rows.score_gradients(ds, p, LOG2E);
+      if constexpr (SOFTCAP) scale_by(ds, slopes);
+      //% else
       rows.score_gradients(ds, p, softmax_scale_log2);
+      //% endif
       accumulate<elem_t, KEYS / 16, 1>(acc, k_keys, k_rows, [&](int i, int m, u32(&a)[4]) {
         pack_fragment<elem_t>(a, ds[m] + 2 * i);
       });
