@@ -45,6 +45,7 @@ autocasting: Callable[[], bool]  # whether torch.autocast is on, for whatever de
 known: Any = None  # torch.ops.fkjit
 _waiting: list[Operator] = []  # for torch to be imported
 _library: Any = None
+_torch: Any = None  # once it is there
 _AUTOCASTS = ("CUDA", "CPU")
 
 
@@ -67,10 +68,10 @@ def define(operator: Operator) -> None:
 
 def arrived() -> None:
     """PyTorch is there: tell it of the operators that wait."""
-    global autocasting, compiling, known, _library
+    global autocasting, compiling, known, _library, _torch
     if not _waiting:
         return
-    torch = sys.modules["torch"]
+    torch = _torch = sys.modules["torch"]
     if _library is None:
         _library = torch.library.Library(NAMESPACE, "DEF")
         known = getattr(torch.ops, NAMESPACE)
@@ -82,7 +83,7 @@ def arrived() -> None:
 def autocast(*arrays: Any) -> tuple[Any, ...]:
     """Arrays as torch.autocast has them for PyTorch's attention: tensors of 16 or 32 bits in the
     dtype of autocast, where it is on for their device. Can be traced."""
-    torch = sys.modules["torch"]
+    torch = _torch  # torch.compile does not always trace a look into sys.modules
     casts: list[Any] = []
     for array in arrays:
         if isinstance(array, torch.Tensor) and array.dtype in (
