@@ -199,3 +199,16 @@ def test_other_arrays_are_refused(call):
     x = draw(1, 2, 2, 32, dtype=torch.float16)
     with pytest.raises(ArgumentTypeError, match="ndarray; allowed: torch tensors"):
         getattr(compat, call)(x.numpy(), x, x)
+
+
+def test_calls_are_compiled_whole():
+    """Whatever else was imported before."""
+    q, k, v = (draw(1, 2, 9, 16, seed=s) for s in range(3))
+
+    def model(q, k, v):
+        o = compat.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return o + compat.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+    torch._dynamo.reset()
+    made = torch.compile(model, backend="aot_eager", fullgraph=True)(q, k, v)
+    close(made, model(q, k, v))

@@ -6,10 +6,10 @@ kernels have no page as long. All of it is on the device, and nothing waits for 
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from fkjit.errors import ParameterError
+from fkjit.ops import operators
 from fkjit.ops.kv_append import kv_append
 from fkjit.ops.rope import rope
 
@@ -23,7 +23,7 @@ def rotate(
 ) -> tuple[Any, Any]:
     """q [B, Sq, Hq, D] and k [B, Snew, H, D] turned: k's first token stands at the length before
     it, q's rows from there on if causal, else all of them there."""
-    torch = sys.modules["torch"]
+    torch = operators.torch_seen()
     for name, array in (("rotary_cos", cosine), ("rotary_sin", sine)):
         if array is None or array.dim() != 2 or array.shape != cosine.shape:
             shown = None if array is None else tuple(array.shape)
@@ -44,7 +44,7 @@ def rotate(
 
 def append(k: Any, v: Any, k_cache: Any, v_cache: Any, lengths: Any, rows: Any, table: Any) -> None:
     """New tokens [B, Snew, H, D] behind what the caches hold. Without room they are not written."""
-    torch = sys.modules["torch"]
+    torch = operators.torch_seen()
     batch, count = k.shape[:2]
     page = k_cache.shape[1]
     places = lengths.long()[:, None] + torch.arange(count, device=k.device)
@@ -66,7 +66,7 @@ def append(k: Any, v: Any, k_cache: Any, v_cache: Any, lengths: Any, rows: Any, 
 def paged(k_cache: Any, v_cache: Any, table: Any) -> tuple[tuple[Any, Any], Any]:
     """The caches in pages that paged_attention takes, and the table of these pages, for a table
     [B, pages] of those that they have."""
-    torch = sys.modules["torch"]
+    torch = operators.torch_seen()
     page = k_cache.shape[1]
     size = min(page & -page, _MOST)
     if size == page:

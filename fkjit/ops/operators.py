@@ -80,10 +80,16 @@ def arrived() -> None:
     compiling, autocasting = torch.compiler.is_compiling, torch._C._is_any_autocast_enabled
 
 
+def torch_seen() -> Any:
+    """The module torch, None where it was not imported. torch.compile traces this where it does not
+    always trace a look into sys.modules."""
+    return sys.modules.get("torch") if _torch is None else _torch
+
+
 def autocast(*arrays: Any) -> tuple[Any, ...]:
     """Arrays as torch.autocast has them for PyTorch's attention: tensors of 16 or 32 bits in the
     dtype of autocast, where it is on for their device. Can be traced."""
-    torch = _torch  # torch.compile does not always trace a look into sys.modules
+    torch = torch_seen()
     casts: list[Any] = []
     for array in arrays:
         if isinstance(array, torch.Tensor) and array.dtype in (
