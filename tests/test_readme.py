@@ -54,7 +54,7 @@ def test_every_command_it_names_exists():
 def test_tables_are_those_of_committed_runs(name):
     results = _source(name)
     cells, environment = figure.read(results)
-    made = figure.table(cells, environment, results)
+    made = figure.table(cells, environment, results, name)
     assert figure.with_table(README, name, made) == README
     assert environment["date"][:10] in README and environment["gpu"] in README
 
