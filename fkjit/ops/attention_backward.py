@@ -11,7 +11,7 @@ from fkjit.ops.simple import Op
 from fkjit.ops.simple_operator import Node, like
 
 _INPUTS = ("dout", "q", "k", "v", "o", "lse", "dlse")
-_OUTPUTS = ("dq", "dk", "dv", "lse_log2", "delta", "dq_sum")
+_OUTPUTS = ("dq", "dk", "dv", "lse_log2", "delta", "dq_sum", "turns")
 
 
 def attention_backward(

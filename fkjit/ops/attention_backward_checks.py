@@ -47,7 +47,7 @@ def check(
     chosen = choice.choose(problem, _aligned(given, problem), arch_of(q), impl, exact)
     outputs = {name: _result(problem, name, layout) for name in ("dq", "dk", "dv")}
     scratch = {name: Output(size, "fp32", returned=False) for name, size in chosen.scratch.items()}
-    return Request(dict(views), outputs | scratch, chosen.launches)
+    return Request(dict(views), outputs | scratch, chosen.launches, counters=chosen.counters)
 
 
 def _tensor(views: Views, name: str, layout: str) -> View:

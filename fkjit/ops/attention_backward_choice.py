@@ -9,6 +9,7 @@ from typing import Any
 
 from fkjit.arch import Arch
 from fkjit.ops import attention_backward_fp32 as fp32
+from fkjit.ops import attention_backward_hopper as hopper
 from fkjit.ops import attention_backward_problem as shared
 from fkjit.ops.attention_backward_kernels import (
     DQ,
@@ -34,6 +35,7 @@ class Chosen:
 
     launches: tuple[Launch, ...]
     scratch: Mapping[str, tuple[int, ...]]
+    counters: int = 0
 
 
 def choose(
@@ -46,6 +48,9 @@ def choose(
     """
     rows = shared.rows_shape(problem)
     scratch: dict[str, tuple[int, ...]] = {"lse_log2": rows, "delta": rows}
+    if impl == "auto" and hopper.takes(problem, aligned, arch):
+        made, more = hopper.launches(problem, deterministic)
+        return Chosen(made, scratch | more, hopper.COUNTERS)
     launches = [Launch(ROWS, {"dtype": problem["dtype"], "aligned": aligned}, problem)]
     if not deterministic and aligned and _half(problem, arch) and _square(problem):
         launches += _by_sums(problem, arch)

@@ -16,6 +16,7 @@ from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, SharedLayout,
 
 OP = "attention_backward"
 PAIRS = ((64, 64), (128, 128), (192, 128), (256, 256))  # (head_dim, head_dim_v) that are compiled
+TURN_ROWS = 16  # of dq that blocks add to in turn, where they do
 _ROW_THREADS = 256
 _DIMS = (
     Param("head_dim", (64, 128, 192, 256), "of q and k, padded to this in shared memory"),
@@ -37,7 +38,7 @@ def _row_lanes(problem: Problem) -> int:
 def _row_arguments(
     params: Params, problem: Problem, arrays: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    names = ("dout", "o", "lse", "dlse", "lse_log2", "delta", "dq_sum")
+    names = ("dout", "o", "lse", "dlse", "lse_log2", "delta", "dq_sum", "turns")
     return {
         **{name: arrays.get(name) for name in names},
         **{f"{name}_strides": shared.strides(problem, name, arrays) for name in ("dout", "o")},
@@ -77,6 +78,7 @@ def _row_outputs(params: Params, problem: Problem) -> Arrays:
     sizes: dict[str, tuple[int, ...]] = {"lse_log2": rows, "delta": rows}
     if problem["sum_columns"]:
         sizes["dq_sum"] = (*rows, problem["sum_columns"])
+        sizes["turns"] = (*rows[:2], rows[2] // TURN_ROWS)
     return {name: np.full(size, np.nan, np.float32) for name, size in sizes.items()}
 
 
@@ -91,6 +93,8 @@ def _row_reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     }
     if problem["sum_columns"]:
         made["dq_sum"] = np.zeros((*shared.rows_shape(problem), problem["sum_columns"]))
+        *more, rows = shared.rows_shape(problem)
+        made["turns"] = np.zeros((*more, rows // TURN_ROWS))
     return made
 
 

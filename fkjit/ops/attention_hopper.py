@@ -38,7 +38,7 @@ def _consumers(params: Params) -> int:
     return split_block(params["block"])[0] // 64
 
 
-def _product(name: str, count: int, inputs: Mapping[str, int]) -> dict[str, str]:
+def product(name: str, count: int, inputs: Mapping[str, int]) -> dict[str, str]:
     """What a wgmma's asm names: `count` accumulators d[0][…][…], then its inputs, in order."""
     numbers = iter(range(count, 256 + 16))
     listed = {
@@ -59,8 +59,8 @@ def _derive(params: Params) -> dict[str, Any]:
         "producer_registers": {1: 40, 2: 40, 3: 32}[consumers],
         "consumer_registers": {1: 240, 2: 232, 3: 160}[consumers],
         "ptx_type": {"fp16": "f16", "bf16": "bf16"}[params["dtype"]],
-        **_product("qk", block_k // 2, {"q": 1, "k": 1, "add": 1}),
-        **_product("pv", params["head_dim_v"] // 2, {"p": 4, "v": 1}),
+        **product("qk", block_k // 2, {"q": 1, "k": 1, "add": 1}),
+        **product("pv", params["head_dim_v"] // 2, {"p": 4, "v": 1}),
     }
 
 

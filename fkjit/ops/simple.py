@@ -252,10 +252,15 @@ class Op:
                 **dict(zip(workspace.ARGUMENTS, scratch, strict=True)),
                 **launch.spec.arguments(launch.params, launch.problem, stand_ins),
             }
-            named = {n: getattr(value, "pointer", value) for n, value in named.items()}
             kernels.append(
                 launch_on_device(
-                    launch.spec, launch.params, launch.problem, named, device, stream, self.name
+                    launch.spec,
+                    launch.params,
+                    launch.problem,
+                    interop.resolved(named),
+                    device,
+                    stream,
+                    self.name,
                 )
             )
         del owner  # what was enqueued comes first on this stream

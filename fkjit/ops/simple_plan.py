@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fkjit import interop
 from fkjit.device import LoadedKernel, ReadyLaunch, flatten
 from fkjit.ops import workspace
+from fkjit.ops.mapped_launch import MappedLaunch, has_maps
 from fkjit.ops.simple_checks import Pair, extent
 
 if TYPE_CHECKING:
@@ -175,11 +176,13 @@ class Plan:
     def _ready(self, kernel: LoadedKernel, launch: Any, views: dict[str, Any]) -> tuple[Any, Any]:
         """A kernel that waits for its pointers, and what picks them out of all pointers."""
         named = dict(launch.spec.arguments(launch.params, launch.problem, views))
+        grid = launch.spec.grid(launch.params, launch.problem)
+        if has_maps(named):
+            return MappedLaunch(kernel, grid, named, self.pointers), tuple
         own = [name for name in kernel.names if name in self.pointers]
         if list(kernel.names[: len(own)]) != own:
             raise AssertionError(f"{kernel.spec.id}: pointers are not its first arguments")
         packed = kernel.packing.pack(*flatten(kernel.names, named | dict.fromkeys(own, 0)))
-        grid = launch.spec.grid(launch.params, launch.problem)
         places = [self.pointers.index(name) for name in own]
         neighbours = places == list(range(places[0], places[0] + len(own)))
         pick = [slice(places[0], places[0] + len(own))] if neighbours else places

@@ -28,6 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_rows(
     float* __restrict__ lse_log2,     // [batch, heads_q, rows_padded] contiguous
     float* __restrict__ delta,        // the same
     float* __restrict__ dq_sum,       // [batch, heads_q, rows_padded, sum_columns], or null
+    u32* __restrict__ turns,          // [batch, heads_q, rows_padded / 16], or null
     const Strides dout_strides, const Strides o_strides, const int heads_q, const int seqlen_q,
     const int head_dim_v, const int rows_padded, const i64 rows,  // batch * heads_q * rows_padded
     const int sum_columns, const int lanes) {
@@ -59,6 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_rows(
       *reinterpret_cast<float4*>(dq_sum + row * sum_columns + column) =
           make_float4(0.f, 0.f, 0.f, 0.f);
   if (lane > 0) return;
+  if (turns != nullptr && query % 16 == 0) turns[row / 16] = 0;
   const i64 place = (batch * heads_q + head) * seqlen_q + query;
   const float natural = exists ? lse[place] : NEG_INFINITY;
   lse_log2[row] = natural == NEG_INFINITY ? POSITIVE_INFINITY : natural * LOG2E;

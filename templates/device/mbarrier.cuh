@@ -48,6 +48,21 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, int parity) {
       : "memory");
 }
 
+// Whether that phase is over. PTX ISA: mbarrier.test_wait.parity
+__device__ __forceinline__ bool mbarrier_test(u32 barrier, int parity) {
+  int over;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return over;
+}
+
 // A ring's position: which of SIZE stages, and the parity of its round.
 template <int SIZE>
 struct RingPlace {
@@ -56,3 +71,11 @@ struct RingPlace {
     if (++stage == SIZE) stage = 0, parity ^= 1;
   }
 };
+
+// Where a ring stands after `count` steps.
+template <int SIZE>
+__device__ __forceinline__ RingPlace<SIZE> ring_place(int count) {
+  RingPlace<SIZE> place;
+  place.stage = count % SIZE, place.parity = count / SIZE % 2;
+  return place;
+}

@@ -46,6 +46,23 @@ __device__ __forceinline__ u32 load_shared_word(u32 address) {
   return value;
 }
 
+// PTX ISA: ld.shared.v2.f32
+__device__ __forceinline__ float2 load_shared_pair(u32 address) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(pair.x), "=f"(pair.y)
+               : "r"(address)
+               : "memory");
+  return pair;
+}
+
+// PTX ISA: st.shared.v4.f32
+__device__ __forceinline__ void store_shared_floats(u32 address, const float (&x)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(x[0]), "f"(x[1]),
+               "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+
 // PTX ISA: st.shared.v4.b32
 __device__ __forceinline__ void store_shared_chunk(u32 address, uint4 value) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(value.x), "r"(value.y),

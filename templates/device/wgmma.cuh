@@ -52,6 +52,12 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// The threads of a warpgroup wait for one another; each warpgroup has a barrier of its own (not 0).
+// PTX ISA: bar.sync
+__device__ __forceinline__ void warpgroup_sync(int barrier) {
+  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+}
+
 // PTX ISA: setmaxnreg
 template <int REGISTERS>
 __device__ __forceinline__ void fewer_registers() {

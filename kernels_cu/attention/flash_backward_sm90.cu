@@ -1,0 +1,400 @@
+/* Attention backward on Hopper (sm_90a): TMA brings the tiles, wgmma multiplies them.
+
+     P = exp(softmax_scale * q k^T - lse)         dV = P^T dO
+     dS = P * (dO v^T - delta)                    dK = softmax_scale * dS^T q
+
+   A thread block has 128 keys in shared memory, adds up their dK and dV in registers and goes
+   through the tiles of queries that see them (device/backward_schedule.cuh). Two warpgroups own 64
+   keys each; P^T and dS^T, accumulators in 16 bits, are the A operands of the next products:
+
+     for each tile:  dP^T = V dO^T;  dV += P^T dO    issued; others' arithmetic runs meanwhile
+                     dS^T = P^T * (dP^T - delta)     and to shared memory, for the third warpgroup
+                     S^T = K Q^T of the next tile;  dK += dS^T Q    issued
+                     P^T = exp2(S^T * c - lse_log2)  while dK is multiplied
+
+   The third warpgroup multiplies dS K of all 128 keys, a tile behind the others, and adds it to
+   `dq_sum` in L2, from its accumulators (DIRECT) or by the copy engine; backward_dq.cu makes dQ of
+   the sums. One of its threads asks TMA for what comes next. DETERMINISTIC: blocks add to a tile in
+   a fixed order, and the first one overwrites it.
+
+   Registers decide the schedule: dK and dV take 128 of 208, S^T or dP^T 32, P^T or dS^T 16. With
+   dV under way while dS^T is made both of the latter were needed: ptxas serialises wgmma (C7512).
+
+   Source: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024). */
+#include "prelude.cuh"
+#include "device/backward_barriers.cuh"
+#include "device/backward_schedule.cuh"
+#include "device/backward_tile.cuh"
+#include "device/bulk.cuh"
+#include "device/mbarrier.cuh"
+#include "device/stmatrix.cuh"
+#include "device/sum_fragments.cuh"
+#include "device/tma.cuh"
+#include "device/turns.cuh"
+#include "device/wgmma.cuh"
+
+using elem_t = ${dtype};
+constexpr int BLOCK_Q = ${block_q};    // queries of a tile
+constexpr int HEAD_DIM = ${head_dim};  // of q, k, v and o, padded with zeros
+constexpr bool DETERMINISTIC = ${deterministic};
+constexpr bool DIRECT = ${direct};  // dQ is added up from registers, else from shared memory
+constexpr int STAGES = ${stages};   // tiles of Q and of dO in shared memory
+constexpr int MAIN_REGISTERS = ${main_registers};
+constexpr int DQ_REGISTERS = ${dq_registers};
+constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
+
+constexpr int BLOCK_K = 128, WARPGROUP = 128, THREADS = 3 * WARPGROUP;
+// What setmaxnreg gives to some it has taken from others of those that a block was launched with.
+constexpr int REGISTERS_AT_START = 65536 / THREADS / 8 * 8;
+static_assert(!(DIRECT && DETERMINISTIC), "turns are taken by the thread that starts a copy");
+static_assert(2 * MAIN_REGISTERS + DQ_REGISTERS <= 3 * REGISTERS_AT_START,
+              "more would be waited for forever");
+constexpr int DIM_STEPS = HEAD_DIM / 16, Q_STEPS = BLOCK_Q / 16, K_STEPS = BLOCK_K / 16;
+constexpr int DQ_COLUMNS = 64;  // of dQ multiplied at a time, of 64 queries
+constexpr int CHUNKS = DQ_COLUMNS / 8;
+constexpr int DQ_ACROSS = HEAD_DIM / DQ_COLUMNS, DQ_PARTS = BLOCK_Q / 64 * DQ_ACROSS;
+
+using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;  // of Q and dO
+using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;  // of K and V, at the end of dK and dV
+using DSTile = SwizzledTile<BLOCK_K, BLOCK_Q>;
+static_assert(QTile::PANEL_COLUMNS == 64 && DSTile::PANEL_COLUMNS == 64, "TMA's 128-byte swizzle");
+
+// Shared memory: K, V, rings of Q and dO, of dS, of what rows bring along; the barriers.
+constexpr int ROWS_BYTES = 2 * BLOCK_Q * 4, DS_STAGES = 2;  // lse_log2 of a tile, then delta
+constexpr int V_OFFSET = KTile::BYTES + GUARD, Q_OFFSET = 2 * V_OFFSET;
+constexpr int Q_STAGE = QTile::BYTES + GUARD, DO_OFFSET = Q_OFFSET + STAGES * Q_STAGE;
+constexpr int DS_OFFSET = DO_OFFSET + STAGES * Q_STAGE, DS_STAGE = DSTile::BYTES + GUARD;
+constexpr int ROWS_OFFSET = DS_OFFSET + DS_STAGES * DS_STAGE, ROWS_STAGE = ROWS_BYTES + GUARD;
+constexpr int DQ_OFFSET = ROWS_OFFSET + STAGES * ROWS_STAGE, DQ_WARP_BYTES = 16 * DQ_COLUMNS * 4;
+constexpr int BARRIERS_OFFSET = DQ_OFFSET + (DIRECT ? 0 : 4 * DQ_WARP_BYTES + GUARD);
+
+using Barriers = BackwardBarriers<STAGES, DS_STAGES>;
+using Sizes = BackwardSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC>;
+using Tile = BackwardTile<BLOCK_Q, BLOCK_K>;
+
+// D[64 x BLOCK_Q] (+)= A[64 x 16] B[BLOCK_Q x 16]^T.                PTX ISA: wgmma.mma_async
+__device__ __forceinline__ void product_keys(float (&d)[1][BLOCK_Q / 8][4], u64 a, u64 b, int add) {
+  asm volatile(
+      "{\n"
+      ".reg .pred add;\n"
+      "setp.ne.b32 add, ${keys_add}, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n${block_q}k16.f32.${ptx_type}.${ptx_type} "
+      "{${keys_registers}}, ${keys_a}, ${keys_b}, add, 1, 1, 0, 0;\n"
+      "}"
+      : ${keys_operands}
+      : "l"(a), "l"(b), "r"(add));
+}
+
+// D[64 x HEAD_DIM] += A[64 x 16] B[16 x HEAD_DIM], A from registers.
+__device__ __forceinline__ void product_sum(float (&d)[1][HEAD_DIM / 8][4], const u32 (&a)[4],
+                                            u64 b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n${head_dim}k16.f32.${ptx_type}.${ptx_type} "
+      "{${sum_registers}}, {${sum_a}}, ${sum_b}, 1, 1, 1, 1;"
+      : ${sum_operands}
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// D[64 x DQ_COLUMNS] (+)= A[16 x 64]^T B[16 x DQ_COLUMNS].
+__device__ __forceinline__ void product_dq(float (&d)[1][CHUNKS][4], u64 a, u64 b, int add) {
+  asm volatile(
+      "{\n"
+      ".reg .pred add;\n"
+      "setp.ne.b32 add, ${dq_add}, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.${ptx_type}.${ptx_type} "
+      "{${dq_list}}, ${dq_a}, ${dq_b}, add, 1, 1, 1, 1;\n"
+      "}"
+      : ${dq_operands}
+      : "l"(a), "l"(b), "r"(add));
+}
+
+// S^T or dP^T: both operands have HEAD_DIM columns.
+__device__ __forceinline__ void issue_keys(float (&d)[1][BLOCK_Q / 8][4], u64 keys, u64 queries) {
+#pragma unroll
+  for (int step = 0; step < DIM_STEPS; ++step) {
+    const int panel = step / 4, within = step % 4 * 2;  // 32 bytes a step, in units of 16
+    product_keys(d, keys + (panel * KTile::PANEL_BYTES >> 4) + within,
+                 queries + (panel * QTile::PANEL_BYTES >> 4) + within, step > 0);
+  }
+  wgmma_commit();
+}
+
+// dV or dK.
+__device__ __forceinline__ void issue_sum(float (&d)[1][HEAD_DIM / 8][4],
+                                          const u32 (&a)[Q_STEPS][4], u64 b) {
+#pragma unroll
+  for (int step = 0; step < Q_STEPS; ++step) product_sum(d, a[step], b + step * (2048 >> 4));
+  wgmma_commit();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backward_sm90(
+    const __grid_constant__ TensorMap q_map,     // q, dout [batch, heads_q, seqlen_q, head_dim],
+    const __grid_constant__ TensorMap dout_map,  // BLOCK_Q rows; all boxes are 64 columns wide
+    const __grid_constant__ TensorMap k_map,     // k, v [batch, heads_kv, seqlen_k, head_dim],
+    const __grid_constant__ TensorMap v_map,     // BLOCK_K rows
+    const __grid_constant__ TensorMap dk_map,    // like k and v, 16 rows
+    const __grid_constant__ TensorMap dv_map,
+    const float* __restrict__ lse_log2,  // [batch, heads_q, rows_padded] contiguous, log2(e) * lse
+    const float* __restrict__ delta,     // like lse_log2: rowsum(dout * o)
+    float* __restrict__ dq_sum,  // [batch, heads_q, rows_padded, HEAD_DIM] as fragments (see
+                                 // device/sum_fragments.cuh), 0 where blocks add to it
+    u32* __restrict__ turns,     // [batch, heads_q, rows_padded / 16], 0 before and after
+    u32* __restrict__ counters,  // [1], 0 before and after
+    const int batch, const int heads_q, const int group_size, const int seqlen_q,
+    const int seqlen_k, const int rows_padded, const float softmax_scale,
+    const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
+    const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 shared = shared_address(shared_memory);
+  const Barriers barriers{shared + BARRIERS_OFFSET};
+  const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
+  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x % WARPGROUP / WARP_SIZE;
+  const bool signals = lane == 0;
+  const Sizes sizes{batch, heads_q, group_size, seqlen_q, seqlen_k, rows_padded, causal};
+
+  if (threadIdx.x == 0) barriers.init();
+  __syncthreads();
+
+  int works_taken = 0, step_number = 0;  // step_number: tiles of queries so far
+  const auto take_work = [&] {
+    const RingPlace<Barriers::SLOTS> slot = ring_place<Barriers::SLOTS>(works_taken++);
+    int number = 0;
+    if (signals) {
+      mbarrier_wait(barriers.work_full(slot.stage), slot.parity);
+      number = load_shared_word(barriers.work(slot.stage));
+      mbarrier_arrive(barriers.work_empty(slot.stage));
+    }
+    return __shfl_sync(FULL_MASK, number, 0);
+  };
+
+  if (warpgroup < 2) {
+    // ---- dK and dV of 64 keys
+    more_registers<MAIN_REGISTERS>();
+    const int warp_row = warpgroup * 64 + warp * 16;
+    const u64 k_operand = wgmma_tile(shared + warpgroup * 64 * KTile::ROW_BYTES, 0);
+    const u64 v_operand = k_operand + (V_OFFSET >> 4);
+    const u64 q_operand = wgmma_tile(shared + Q_OFFSET, QTile::PANEL_BYTES);
+    const u64 do_operand = wgmma_tile(shared + DO_OFFSET, QTile::PANEL_BYTES);
+    const FragmentReader<DSTile, BlockOrder::ROW_MAJOR> ds_place(lane);
+    const u32 lane_rows = shared + ROWS_OFFSET + lane % 4 * 8;
+    RingPlace<STAGES> place;
+
+    for (int number = take_work(); number < sizes.works(); number = take_work()) {
+      float dk[1][HEAD_DIM / 8][4] = {}, dv[1][HEAD_DIM / 8][4] = {};
+      u32 p[Q_STEPS][4];
+      const auto take_probabilities = [&](float (&s)[1][BLOCK_Q / 8][4], int stage, int step) {
+        const Tile tile(barriers.tile(step));
+        if (tile.masked())
+          mask_columns(s, lane, [&](int row) { return tile.first_visible(warp_row + row); });
+        probabilities<elem_t>(p, s, softmax_scale_log2, lane_rows + stage * ROWS_STAGE);
+      };
+
+      mbarrier_wait(barriers.kv_full(), works_taken - 1 & 1);
+      mbarrier_wait(barriers.q_full(place.stage), place.parity);
+      wgmma_fence();
+      {
+        float s[1][BLOCK_Q / 8][4];
+        issue_keys(s, k_operand, q_operand + place.stage * (Q_STAGE >> 4));
+        wgmma_wait<0>();
+        take_probabilities(s, place.stage, step_number);
+      }
+      for (bool last = false; !last;) {
+        // 1. dP^T and dV, then dS^T.
+        const int stage = place.stage;
+        const u64 do_tile = do_operand + stage * (Q_STAGE >> 4);
+        mbarrier_wait(barriers.do_full(stage), place.parity);
+        settle(p);
+        settle(dv[0]);
+        settle(dk[0]);
+        wgmma_fence();
+        float dp[1][BLOCK_Q / 8][4];  // in here, so that its registers are free elsewhere
+        issue_keys(dp, v_operand, do_tile);
+        issue_sum(dv, p, do_tile);
+        wgmma_wait<0>();
+        u32 ds[Q_STEPS][4];
+        differentials<elem_t>(ds, p, dp, lane_rows + stage * ROWS_STAGE + BLOCK_Q * 4);
+
+        // 2. dS for the third warpgroup.
+        const RingPlace<DS_STAGES> ds_ring = ring_place<DS_STAGES>(step_number);
+        const u32 ds_tile = shared + DS_OFFSET + ds_ring.stage * DS_STAGE;
+        mbarrier_wait(barriers.ds_empty(ds_ring.stage), ds_ring.parity ^ 1);
+#pragma unroll
+        for (int step = 0; step < Q_STEPS; ++step)
+          stmatrix_x4(ds_place.address(ds_tile, warp_row / 16, step), ds[step]);
+        proxy_fence();
+        __syncwarp();
+        if (signals) mbarrier_arrive(barriers.ds_full(ds_ring.stage));
+
+        // 3. S^T of the next tile, then dK; P^T meanwhile. (After the last tile its own scores once
+        // more: products must not stand under a condition.)
+        last = Tile(barriers.tile(step_number)).last;
+        place.advance();
+        if (!last) mbarrier_wait(barriers.q_full(place.stage), place.parity);
+        const int next_stage = last ? stage : place.stage, next_step = step_number + !last;
+        ++step_number;
+        settle(ds);
+        wgmma_fence();
+        float s[1][BLOCK_Q / 8][4];
+        issue_keys(s, k_operand, q_operand + next_stage * (Q_STAGE >> 4));
+        issue_sum(dk, ds, q_operand + stage * (Q_STAGE >> 4));
+        wgmma_wait<1>();
+        take_probabilities(s, next_stage, next_step);
+        wgmma_wait<0>();
+        if (signals) mbarrier_arrive(barriers.empty(stage));
+      }
+      // 4. The results are staged where V and K were: V is read by this warpgroup alone, K by the
+      // third one, too.
+      warpgroup_sync(1 + warpgroup);
+      const u32 warp_k_tile = shared + warp_row * KTile::ROW_BYTES;
+      const RingPlace<DS_STAGES> ds_ring = ring_place<DS_STAGES>(step_number - 1);
+      stage_rows<elem_t, KTile>(dv, 1.f, lane, warp_k_tile + V_OFFSET);
+      mbarrier_wait(barriers.ds_empty(ds_ring.stage), ds_ring.parity);
+      stage_rows<elem_t, KTile>(dk, softmax_scale, lane, warp_k_tile);
+      proxy_fence();
+      __syncwarp();
+      if (signals) {
+        const BackwardWork work(number, sizes);
+        const int row = work.block * BLOCK_K + warp_row;
+        tma_store_tile<KTile>(dv_map, warp_k_tile + V_OFFSET, row, work.head, work.batch);
+        tma_store_tile<KTile>(dk_map, warp_k_tile, row, work.head, work.batch);
+        tma_store_wait();
+        mbarrier_arrive(barriers.kv_empty());
+      }
+    }
+  } else {
+    // ---- dQ, and what comes next
+    fewer_registers<DQ_REGISTERS>();
+    const u64 ds_operand = wgmma_tile(shared + DS_OFFSET, DSTile::PANEL_BYTES);
+    const u64 k_operand = wgmma_tile(shared, KTile::PANEL_BYTES);
+    const u32 warp_dq = shared + DQ_OFFSET + warp * DQ_WARP_BYTES;
+
+    // One thread asks for tiles of Q and dO, two steps ahead, with notes in shared memory.
+    RingPlace<STAGES> place;
+    BackwardWalk next;
+    int works_begun = 0, next_number = blockIdx.x;
+    bool more = true;
+    const auto begin_next = [&] {
+      const RingPlace<Barriers::SLOTS> slot = ring_place<Barriers::SLOTS>(works_begun++);
+      mbarrier_wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
+      store_shared_word(barriers.work(slot.stage), next_number);
+      mbarrier_arrive(barriers.work_full(slot.stage));
+      if (next_number >= sizes.works()) return false;
+      const BackwardWork work(next_number, sizes);
+      store_shared_chunk(barriers.note(), work.words());
+      next = BackwardWalk(work, sizes);
+      next_number = sizes.next(next_number, counters);
+      return true;
+    };
+    const auto load_next = [&](int step) {
+      if (next.left == 0) more = more && begin_next();
+      if (!more) return;
+      const BackwardWork work(load_shared_chunk(barriers.note()));
+      const int q0 = next.tile * BLOCK_Q, first_key = work.block * BLOCK_K;
+      const int index = next.index(work, sizes), stage = place.stage;
+      const u32 q_full = barriers.q_full(stage), rows = shared + ROWS_OFFSET + stage * ROWS_STAGE;
+      mbarrier_wait(barriers.empty(stage), place.parity ^ 1);
+      store_shared_chunk(barriers.tile(step),
+                         make_uint4(causal ? first_key - sizes.diagonal() - q0 : -BLOCK_K,
+                                    seqlen_k - first_key, next.left == 1, index));
+      if (DETERMINISTIC) {
+        store_shared_word(barriers.tile(step) + 16, work.rank(next.tile, sizes));
+        store_shared_word(barriers.tile(step) + 20, sizes.turns(next.tile));
+      }
+      tma_load_tile<QTile>(shared + Q_OFFSET + stage * Q_STAGE, q_map, q_full, q0, next.head,
+                           work.batch);
+      mbarrier_expect(q_full, ROWS_BYTES);
+      const i64 row = static_cast<i64>(index) * BLOCK_Q;
+      bulk_load(rows, lse_log2 + row, ROWS_BYTES / 2, q_full);
+      bulk_load(rows + ROWS_BYTES / 2, delta + row, ROWS_BYTES / 2, q_full);
+      tma_load_tile<QTile>(shared + DO_OFFSET + stage * Q_STAGE, dout_map, barriers.do_full(stage),
+                           q0, next.head, work.batch);
+      place.advance();
+      next.advance(work, sizes);
+    };
+    const bool loads = threadIdx.x == 2 * WARPGROUP;
+    if (loads) load_next(0), load_next(1);
+    __syncwarp();
+
+    // The turn at the tile before ends when its additions are in place.
+    u32 about_turn = 0;
+    const auto finish_turn = [&] {
+      if (about_turn == 0) return;
+      bulk_wait();
+      const i64 row_block = static_cast<i64>(Tile(about_turn).index) * (BLOCK_Q / 16) + warp;
+      turn_done(turns + row_block, load_shared_word(about_turn + 20));
+      about_turn = 0;
+    };
+
+    for (int number = take_work(); number < sizes.works(); number = take_work()) {
+      const int kv_parity = works_taken - 1 & 1;
+      if (threadIdx.x == 2 * WARPGROUP + WARP_SIZE) {
+        const BackwardWork work(number, sizes);
+        const int row = work.block * BLOCK_K;
+        mbarrier_wait(barriers.kv_empty(), kv_parity ^ 1);
+        tma_load_tile<KTile>(shared, k_map, barriers.kv_full(), row, work.head, work.batch);
+        tma_load_tile<KTile>(shared + V_OFFSET, v_map, barriers.kv_full(), row, work.head,
+                             work.batch);
+      }
+      __syncwarp();
+      mbarrier_wait(barriers.kv_full(), kv_parity);
+      for (bool last = false; !last; ++step_number) {
+        if (loads) load_next(step_number + 2);
+        __syncwarp();
+        const RingPlace<DS_STAGES> ds_ring = ring_place<DS_STAGES>(step_number);
+        mbarrier_wait(barriers.ds_full(ds_ring.stage), ds_ring.parity);
+        const u32 about = barriers.tile(step_number);
+        const Tile tile(about);
+        const u64 ds_tile = ds_operand + (ds_ring.stage * DS_STAGE >> 4);
+        const i64 first_row_block = static_cast<i64>(tile.index) * (BLOCK_Q / 16) + warp;
+        int rank = 0;  // 0: the first to write this tile
+        if (DETERMINISTIC) rank = load_shared_word(about + 16);
+        last = tile.last;
+#pragma unroll
+        for (int part = 0; part < DQ_PARTS; ++part) {
+          const int panel = part % DQ_ACROSS, block = part / DQ_ACROSS;
+          float dq[1][CHUNKS][4];
+          wgmma_fence();
+#pragma unroll
+          for (int step = 0; step < K_STEPS; ++step)
+            product_dq(dq, ds_tile + (block * DSTile::PANEL_BYTES + step * 2048 >> 4),
+                       k_operand + (panel * KTile::PANEL_BYTES + step * 2048 >> 4), step > 0);
+          wgmma_commit();
+          if (DETERMINISTIC && part == 0 && signals) {
+            finish_turn();
+            turn_wait(turns + first_row_block, rank);
+          }
+          wgmma_wait<0>();
+          if (signals && part == DQ_PARTS - 1) mbarrier_arrive(barriers.ds_empty(ds_ring.stage));
+          if (!DIRECT && signals) bulk_wait_read();
+          __syncwarp();
+          float* const target =
+              dq_sum + fragment_place(first_row_block + block * 4, panel * CHUNKS, HEAD_DIM / 8, 0);
+#pragma unroll
+          for (int n = 0; n < CHUNKS; ++n) {
+            const int at = (n * WARP_SIZE + lane) * 4;
+            if (DIRECT)
+              add_fragment(target + at, dq[0][n]);
+            else
+              store_shared_floats(warp_dq + at * 4, dq[0][n]);
+          }
+          if (DIRECT) continue;
+          proxy_fence();
+          __syncwarp();
+          const bool overwrites = DETERMINISTIC && rank == 0;
+          if (signals && overwrites) bulk_store(target, warp_dq, DQ_WARP_BYTES);
+          if (signals && !overwrites) bulk_add(target, warp_dq, DQ_WARP_BYTES);
+          __syncwarp();
+        }
+        if (DETERMINISTIC && signals) {
+          // Others wait for the end of this turn, and it for the additions: now, where there is
+          // nothing else to do, else beside the next products.
+          const RingPlace<DS_STAGES> next_ring = ring_place<DS_STAGES>(step_number + 1);
+          about_turn = about;
+          if (!mbarrier_test(barriers.ds_full(next_ring.stage), next_ring.parity)) finish_turn();
+        }
+      }
+    }
+    if (DETERMINISTIC && signals) finish_turn();
+    if (!DIRECT && signals) bulk_wait();
+  }
+}
