@@ -79,7 +79,7 @@ def test_a_problem_that_is_too_long_is_a_failure_too(scale, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nothing"], "check: kernel 'nothing' is not registered (registered: attention.flash"),
+        (["nothing"], "check: kernel 'nothing' is not registered (registered: attention"),
         (["attention", "nothing"], "check: kernel 'nothing' is not registered"),
         (["attention", "--variants", "0"], "check: --variants 0 is not a number above 0"),
         (["attention", "--arch", "sm_1"], "sm_1"),
