@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 from fkjit.arch import arch  # noqa: E402
 from fkjit.build import quiet  # noqa: E402
+from fkjit.errors import ParameterError  # noqa: E402
 from fkjit.ops import attention_backward_choice as choice  # noqa: E402
 from fkjit.ops.mapped_launch import MappedLaunch  # noqa: E402
 from fkjit.settings import settings  # noqa: E402
@@ -30,8 +31,8 @@ SM90 = {
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ((2, 1, 70, 140, 64, 64), {"causal": True, "layout": "bshd"}),
-        ((1, 1, 140, 50, 40, 64), {"causal": True}),  # rows that see no key
+        ((2, 1, 70, 140, 64, 64), {"causal": True, "layout": "bshd", "impl": "flash_sm90"}),
+        ((1, 1, 140, 50, 40, 64), {"causal": True, "impl": "flash_sm90"}),  # rows without keys
         ((1, 1, 100, 70, 128, 72), {"deterministic": False}),
     ],
 )
@@ -65,6 +66,16 @@ def test_hopper_takes_what_tma_can_read_and_suits_it(changes, taken):
     for other in (("sm_80", "auto", True), ("sm_90a", "portable", True), ("sm_90a", "auto", False)):
         chosen = choice.choose(problem, other[2], arch(other[0]), other[1], True)
         assert "flash_sm90" not in [launch.spec.name for launch in chosen.launches]
+    if not taken:
+        with pytest.raises(ParameterError, match="does not take"):
+            choice.choose(problem, True, arch("sm_90a"), "flash_sm90", True)
+
+
+@pytest.mark.parametrize(("deterministic", "taken"), [(True, False), (False, True)])
+def test_causal_sums_in_turns_are_left_to_the_portable_kernels(deterministic, taken):
+    problem = {**PROBLEM, "causal": True}
+    chosen = choice.choose(problem, True, arch("sm_90a"), "auto", deterministic)
+    assert ("flash_sm90" in [launch.spec.name for launch in chosen.launches]) is taken
 
 
 def test_maps_are_encoded_once_an_address(monkeypatch):

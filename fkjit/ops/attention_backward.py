@@ -43,7 +43,8 @@ def attention_backward(
         causal, softmax_scale: as attention was given them.
         deterministic: the same bits at every call. False allows sums by atomics where that is
             faster; where torch.use_deterministic_algorithms(True) was called it is ignored.
-        impl: "auto", or "portable" for the kernels that run on every GPU.
+        impl: "auto", "portable" for the kernels that run on every GPU, or "flash_sm90" for those
+            of Hopper.
 
     Returns:
         (dq, dk, dv), contiguous, with the shapes of q, k, v, in their dtype and framework. KV heads

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from fkjit.arch import Arch
+from fkjit.errors import ParameterError
 from fkjit.ops import attention_backward_fp32 as fp32
 from fkjit.ops import attention_backward_hopper as hopper
 from fkjit.ops import attention_backward_problem as shared
@@ -26,7 +27,7 @@ from fkjit.ops.simple import Launch
 from fkjit.spec import KernelSpec, Problem
 from fkjit.tuning import tuned
 
-IMPLEMENTATIONS = ("auto", "portable")
+IMPLEMENTATIONS = ("auto", "portable", "flash_sm90")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,14 @@ def choose(
     """
     rows = shared.rows_shape(problem)
     scratch: dict[str, tuple[int, ...]] = {"lse_log2": rows, "delta": rows}
-    if impl == "auto" and hopper.takes(problem, aligned, arch):
+    takes = impl != "portable" and hopper.takes(problem, aligned, arch)
+    if impl == "flash_sm90" and not takes:
+        raise ParameterError(
+            f"attention_backward: impl='flash_sm90' does not take this call on {arch.name}; pass "
+            "impl='auto' (it is for sm_90a, fp16 and bf16, head dimensions up to 128, more than 32 "
+            "queries, rows on 16-byte boundaries, a positive softmax_scale)"
+        )
+    if takes and (impl == "flash_sm90" or hopper.pays(problem, deterministic)):
         made, more = hopper.launches(problem, deterministic)
         return Chosen(made, scratch | more, hopper.COUNTERS)
     launches = [Launch(ROWS, {"dtype": problem["dtype"], "aligned": aligned}, problem)]

@@ -121,6 +121,11 @@ def takes(problem: Problem, aligned: bool, arch: Arch) -> bool:
     return legal and problem["softmax_scale"] > 0
 
 
+def pays(problem: Problem, deterministic: bool) -> bool:
+    """Whether it was faster than the portable kernels: not where blocks take turns at causal dq."""
+    return not (deterministic and problem["causal"])
+
+
 def padded_dim(head_dim: int) -> int | None:
     """The compiled head dimension that holds this one, or None."""
     return next((padded for padded in HEAD_DIMS if head_dim <= padded), None)

@@ -14,11 +14,10 @@ __device__ __forceinline__ void bulk_load(u32 shared, const void* global, int by
 
 // global[i] += shared[i], in L2: a group of its own.             PTX ISA: cp.reduce.async.bulk
 __device__ __forceinline__ void bulk_add(float* global, u32 shared, int bytes) {
-  asm volatile(
-      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-          __cvta_generic_to_global(global)),
-      "r"(shared), "r"(bytes)
-      : "memory");
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                   __cvta_generic_to_global(global)),
+               "r"(shared), "r"(bytes)
+               : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 

@@ -1,0 +1,42 @@
+"""Attention's backward for Hopper on a GPU: what blocks that wait for one another could get wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+import fkjit  # noqa: E402
+from fkjit.build import quiet  # noqa: E402
+from tests.test_attention_backward_gpu import tensors, textbook  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+]
+# Blocks of keys that all run at once; fewer tiles of queries than those; more blocks than SMs.
+SIZES = ((1000, 1100), (2048, 2048), (100, 8000), (300, 17_000), (1100, 300))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_250_repeats_in_turns_have_the_same_bits_and_are_right(size, dim, causal):
+    q, k, v, dout = tensors(*size, dim, "bf16", heads=6, heads_kv=3)
+    with quiet():
+        o, lse = fkjit.attention(q, k, v, causal=causal, return_lse=True)
+
+        def call():
+            return fkjit.attention_backward(dout, q, k, v, o, lse, causal=causal, impl="flash_sm90")
+
+        first = call()
+        for _ in range(250):
+            assert all(torch.equal(x, y) for x, y in zip(first, call(), strict=True))
+    exact = textbook(*(x.float() for x in (q, k, v, dout)), causal)
+    peers = textbook(q, k, v, dout, causal)
+    for one, other, expected in zip(first, peers, exact, strict=True):
+        error, peer = ((x.float() - expected).norm() for x in (one, other))
+        assert error <= 2 * peer + 1e-6 * expected.norm()
