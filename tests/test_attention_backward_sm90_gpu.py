@@ -1,4 +1,4 @@
-"""Attention's backward for Hopper on a GPU: what blocks that wait for one another could get wrong."""
+"""Attention's backward for Hopper on a GPU: blocks that wait for one another, and the same bits."""
 
 from __future__ import annotations
 
