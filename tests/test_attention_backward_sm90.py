@@ -61,19 +61,20 @@ PROBLEM = {
 )
 def test_hopper_takes_what_tma_can_read_and_suits_it(changes, taken):
     problem = {**PROBLEM, **changes}
-    chosen = choice.choose(problem, True, arch("sm_90a"), "auto", True)
+    chosen = choice.choose(problem, True, arch("sm_90a"), "auto", False)
     assert ("flash_sm90" in [launch.spec.name for launch in chosen.launches]) is taken
     for other in (("sm_80", "auto", True), ("sm_90a", "portable", True), ("sm_90a", "auto", False)):
-        chosen = choice.choose(problem, other[2], arch(other[0]), other[1], True)
+        chosen = choice.choose(problem, other[2], arch(other[0]), other[1], False)
         assert "flash_sm90" not in [launch.spec.name for launch in chosen.launches]
     if not taken:
         with pytest.raises(ParameterError, match="does not take"):
             choice.choose(problem, True, arch("sm_90a"), "flash_sm90", True)
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("deterministic", "taken"), [(True, False), (False, True)])
-def test_causal_sums_in_turns_are_left_to_the_portable_kernels(deterministic, taken):
-    problem = {**PROBLEM, "causal": True}
+def test_sums_in_turns_are_left_to_the_portable_kernels(deterministic, taken, causal):
+    problem = {**PROBLEM, "causal": causal}
     chosen = choice.choose(problem, True, arch("sm_90a"), "auto", deterministic)
     assert ("flash_sm90" in [launch.spec.name for launch in chosen.launches]) is taken
 

@@ -43,8 +43,8 @@ def attention_backward(
         causal, softmax_scale: as attention was given them.
         deterministic: the same bits at every call. False allows sums by atomics where that is
             faster; where torch.use_deterministic_algorithms(True) was called it is ignored.
-        impl: "auto", "portable" for the kernels that run on every GPU, or "flash_sm90" for those
-            of Hopper.
+        impl: "portable" for the kernels that run on every GPU, "flash_sm90" for Hopper's, "auto":
+            portable where deterministic, Hopper's on Hopper where not.
 
     Returns:
         (dq, dk, dv), contiguous, with the shapes of q, k, v, in their dtype and framework. KV heads
