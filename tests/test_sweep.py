@@ -45,9 +45,9 @@ def of_group(spec, name, head_dim):
 # Where every variant is compiled: what has most variants.
 THOROUGH = ("sm_90a",)
 SAMPLE = 6  # one variant in so many on the others
-# Half of attention's variants: 8.6 and 8.9 have the same instructions and limits, and 10.0 has
-# nothing that these kernels use and 9.0 or 12.0 has not.
-HALF = {"sm_86": 0, "sm_89": 1, "sm_100a": 0}
+# Half of attention's variants each: 8.6 and 8.9 have the same instructions and limits, 10.0 and 12.0
+# the same instructions as far as these kernels go.
+HALF = {"sm_86": 0, "sm_89": 1, "sm_100a": 0, "sm_120a": 1}
 
 
 def to_compile(spec, name, head_dim, every_variant):
