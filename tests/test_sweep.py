@@ -45,8 +45,8 @@ def of_group(spec, name, head_dim):
 # Where every variant is compiled: what has most variants.
 THOROUGH = ("sm_90a",)
 SAMPLE = 6  # one variant in so many on the others
-# Half of attention's variants each: 8.6 and 8.9 have the same instructions and limits, 10.0 and 12.0
-# the same instructions as far as these kernels go.
+# Half of attention's variants each: 8.6 and 8.9 have the same instructions and limits, 10.0 and
+# 12.0 the same instructions as far as these kernels go.
 HALF = {"sm_86": 0, "sm_89": 1, "sm_100a": 0, "sm_120a": 1}
 
 
