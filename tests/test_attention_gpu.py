@@ -139,7 +139,7 @@ def test_every_output_is_written_and_repeats_are_identical():
     first = fkjit.attention(q, k, v, causal=True)
     poison = torch.full_like(first, float("nan"))  # the allocator may hand this memory out next
     del poison
-    for _ in range(50):
+    for _ in range(250):
         assert torch.equal(fkjit.attention(q, k, v, causal=True), first)
 
 
