@@ -83,11 +83,11 @@ def _request(
     problem |= {
         "dtype": seen["q"].dtype,
         "softmax_scale": usual.check_scale(options.softmax_scale, problem["head_dim"], call),
-        "window": _window(call, options, problem),
-        "softcap": _softcap(call, options.softcap),
+        "window": window_of(call, options, problem),
+        "softcap": softcap_of(call, options.softcap),
         "score_scalars": {name: value for name, _, value in options.score_scalars},
     }
-    form = _form(call, seen, problem, options)
+    form = form_of(call, seen, problem, options)
     problem["form_bytes"] = form_bytes(form, seen)
     lse = check_flag(call, "return_lse", options.return_lse)
     made = {"o": Output(outputs[0], problem["dtype"]), "lse": None}
@@ -200,7 +200,7 @@ def _length(call: str, name: str, value: Any) -> int:
 # ------------------------------------------------------------------ the form
 
 
-def _window(call: str, options: Options, problem: Sizes) -> tuple[int, int]:
+def window_of(call: str, options: Options, problem: Sizes) -> tuple[int, int]:
     """(left, right) as the kernel wants them: causal folded in, at most as wide as the scores."""
     window, causal = options.window, check_flag(call, "causal", options.causal)
     wide = max(problem["seqlen_q"], problem["seqlen_k"])
@@ -218,7 +218,7 @@ def _window(call: str, options: Options, problem: Sizes) -> tuple[int, int]:
     return min(sides[0], wide), 0 if causal else min(sides[1], wide)
 
 
-def _softcap(call: str, softcap: Any) -> float:
+def softcap_of(call: str, softcap: Any) -> float:
     """0.0 where there is none."""
     if softcap is None:
         return 0.0
@@ -235,7 +235,7 @@ def _softcap(call: str, softcap: Any) -> float:
     return value
 
 
-def _form(call: str, seen: Mapping[str, View], problem: Sizes, options: Options) -> Form:
+def form_of(call: str, seen: Mapping[str, View], problem: Sizes, options: Options) -> Form:
     """What is to be compiled; every array of it is looked at on the way."""
     lengths = (problem["batch"], problem["heads_q"], problem["seqlen_q"], problem["seqlen_k"])
     heads, paired = problem["heads_q"], {}

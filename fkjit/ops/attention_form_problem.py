@@ -26,6 +26,17 @@ _NO_STRIDES = (0, 0, 0)
 def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Kernel arguments by name."""
     values = plain.scalars({**problem, "causal": False})
+    return {
+        **{name: arrays.get(name) for name in ("q", "k", "v", "o", "lse")},
+        **{f"{name}_strides": _strides(problem, arrays[name]) for name in ("q", "k", "v", "o")},
+        **values,
+        **{f"max_{name}": values[name] for name in ("seqlen_q", "seqlen_k")},
+        **form_arguments(problem, arrays),
+    }
+
+
+def form_arguments(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a form."""
     left, right = problem["window"]
     alibi = arrays.get("alibi_slopes")
     form = (
@@ -38,10 +49,7 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
         problem["softmax_scale"],
     )
     return {
-        **{name: arrays.get(name) for name in (*POINTERS, "q", "k", "v", "o", "lse")},
-        **{f"{name}_strides": _strides(problem, arrays[name]) for name in ("q", "k", "v", "o")},
-        **values,
-        **{f"max_{name}": values[name] for name in ("seqlen_q", "seqlen_k")},
+        **{name: arrays.get(name) for name in POINTERS},
         "form": form,
         **{f"score_{name}": value for name, value in problem["score_scalars"].items()},
     }
@@ -100,7 +108,7 @@ def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
         if array is not None
     }
     if problem.get("total_q") is None:
-        found = [_attend(problem, exact, b, *(exact[n][b] for n in "qkv")) for b in _batch(problem)]
+        found = [attend(problem, exact, b, *(exact[n][b] for n in "qkv")) for b in _batch(problem)]
         o, lse = (np.stack(parts) for parts in zip(*found, strict=True))
         return {"o": o, "lse": lse}
     shape = (problem["total_q"], problem["heads_q"])
@@ -109,7 +117,7 @@ def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     for b in _batch(problem):
         q_rows, k_rows = slice(*q_ends[b : b + 2]), slice(*k_ends[b : b + 2])
         rows = (exact["q"][q_rows], exact["k"][k_rows], exact["v"][k_rows])
-        made, sums = _attend(problem, exact, b, *(x.swapaxes(0, 1) for x in rows))
+        made, sums = attend(problem, exact, b, *(x.swapaxes(0, 1) for x in rows))
         o[q_rows], lse[:, q_rows] = made.swapaxes(0, 1), sums
     return {"o": o, "lse": lse}
 
@@ -118,7 +126,7 @@ def _batch(problem: Problem) -> range:
     return range(problem["batch"])
 
 
-def _attend(
+def attend(
     problem: Problem, arrays: Mapping[str, Any], b: int, q: Any, k: Any, v: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """One sequence: q [Hq, Sq, D], k and v [Hkv, Sk, ...]."""
@@ -196,7 +204,15 @@ def _packed(problem: Problem) -> Problem:
 def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
     """Fresh q, k, v; and whatever the form reads, broadcast one way or the other."""
     form = parse(params["form"])
-    found = _rows(problem, rng)
+    found = _rows(problem, rng) | form_inputs(form, problem, rng)
+    if form.varlen:
+        for name, lengths in zip("qk", problem["lengths"], strict=True):
+            found[f"cu_seqlens_{name}"] = np.cumsum((0, *lengths)).astype(np.int32)
+    return found
+
+
+def form_inputs(form: Form, problem: Problem, rng: np.random.Generator) -> Arrays:
+    """What scores meet."""
     b, h, sq, sk = (problem[n] for n in ("batch", "heads_q", "seqlen_q", "seqlen_k"))
 
     def normal(*shape: int, dtype: str = "fp32") -> np.ndarray:
@@ -210,10 +226,7 @@ def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays
     }  # fmt: skip
     for slot, (_, kind) in zip(SLOTS, form.arrays, strict=False):
         more[slot] = normal(max(sq, sk), dtype=kind)
-    if form.varlen:
-        for name, lengths in zip("qk", problem["lengths"], strict=True):
-            more[f"cu_seqlens_{name}"] = np.cumsum((0, *lengths)).astype(np.int32)
-    return found | {name: array for name, array in more.items() if array is not None}
+    return {name: array for name, array in more.items() if array is not None}
 
 
 def _rows(problem: Problem, rng: np.random.Generator) -> Arrays:

@@ -108,7 +108,7 @@ def prepare_dense(q: Any, k: Any, v: Any, options: tuple[Any, ...], forms: tuple
     arrays, rest = _call(
         "attention", (q, k, v), (None, None), (causal, scale, block, return_lse), forms
     )
-    _explained(_DENSE, rest, lambda: _DENSE.prepare([*arrays, None, None], (impl, layout, *rest)))
+    explained(_DENSE, rest, lambda: _DENSE.prepare([*arrays, None, None], (impl, layout, *rest)))
 
 
 def _call(
@@ -116,6 +116,12 @@ def _call(
     forms: tuple[Any, ...],
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
     """Arrays in the order of the op's inputs, and options."""
+    arrays, options = taken_apart(call, forms)
+    return (*rows, *cu_seqlens, *arrays), (*shared, *options)
+
+
+def taken_apart(call: str, forms: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arrays of a form, slots for those of a score_mod among them, and its options."""
     window, softcap, *arrays, score_mod, score_args = forms
     window = tuple(window) if isinstance(window, list) else window
     slots: list[Any] = []
@@ -128,15 +134,14 @@ def _call(
     elif score_args:
         raise ParameterError(f"{call}: score_args are given, but no score_mod to read them")
     slots += [None] * (len(SLOTS) - len(slots))
-    options = (*shared, window, softcap, score_mod or "", names, scalars)
-    return (*rows, *cu_seqlens, *arrays, *slots), options
+    return (*arrays, *slots), (window, softcap, score_mod or "", names, scalars)
 
 
 def _run(op: Op, arrays: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
-    return _explained(op, options, lambda: op(arrays, (None, None), options))
+    return explained(op, options, lambda: op(arrays, (None, None), options))
 
 
-def _explained(op: Op, options: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+def explained(op: Op, options: tuple[Any, ...], call: Callable[[], Any]) -> Any:
     """What a call returns; what NVRTC has against a score_mod as a ParameterError."""
     try:
         return call()
@@ -172,7 +177,7 @@ def _prepare_varlen(
     shared = (causal, softmax_scale, block, return_lse)
     arrays, rest = _call("attention_varlen", (q, k, v), (cu_seqlens_q, cu_seqlens_k), shared, forms)
     options = (max_seqlen_q, max_seqlen_k, *rest)
-    _explained(_VARLEN, rest, lambda: _VARLEN.prepare([*arrays, None, None], options))
+    explained(_VARLEN, rest, lambda: _VARLEN.prepare([*arrays, None, None], options))
 
 
 attention_varlen.prepare = _prepare_varlen  # type: ignore[attr-defined]
