@@ -71,8 +71,7 @@ def attention(
             fp32, fp16, bf16 or int32, that the expression subscripts.
 
     A score meets softmax_scale, softcap, score_mod, alibi_slopes, bias, then masks. Each of these
-    goes with each other. A call with one of them takes the portable kernel, on Hopper too, however
-    few its queries; what it does not use is not in the kernel. docs/ATTENTION.md has more.
+    goes with each other. What a call does not use is not in its kernel. docs/ATTENTION.md has more.
 
     Returns:
         o [B, Hq, Sq, Dv] (layout as q) in q's dtype and framework, or (o, lse). A row that sees no

@@ -21,6 +21,7 @@ ARRAYS = {  # dtype of an array that a score_mod reads -> what its expression se
 MAX_ARRAYS = 8  # that a score_mod reads
 SLOTS = tuple(f"score_{i}" for i in range(MAX_ARRAYS))  # kernel arguments
 _MOD = "score_mod="
+_GRAD = "derivative="
 _PAIRED = ":paired"
 
 
@@ -38,10 +39,12 @@ class Form:
     varlen: bool = False
     score_mod: str = ""
     score_args: tuple[tuple[str, str], ...] = ()
+    score_mod_grad: str = ""  # in the backward alone, as is the next one
+    dalibi: bool = False  # slopes have a gradient
 
     @property
     def text(self) -> str:
-        words = [name for name in FLAGS if getattr(self, name)]
+        words = [name for name in (*FLAGS, "dalibi") if getattr(self, name)]
         shown = {
             "bias": f"bias={self.bias}" + _PAIRED * self.bias_paired,
             "mask": "mask" + _PAIRED * self.mask_paired,
@@ -50,7 +53,8 @@ class Form:
         if not self.score_mod:
             return text or "window"
         args = "".join(f"; {kind} {name}" for name, kind in self.score_args)
-        return f"{text} {_MOD}{self.score_mod}{args}".strip()
+        grad = f"; {_GRAD}{self.score_mod_grad}" if self.score_mod_grad else ""
+        return f"{text} {_MOD}{self.score_mod}{args}{grad}".strip()
 
     @property
     def arrays(self) -> list[tuple[str, str]]:
@@ -71,6 +75,7 @@ class Form:
             **{"bias_dtype": self.bias or "float", "bias_paired": self.bias_paired},
             **{"mask_paired": self.mask_paired, "has_mod": bool(self.score_mod)},
             "score_mod": self.score_mod or "score",
+            **{"score_mod_grad": self.score_mod_grad or "1.f", "dalibi": self.dalibi},
             "score_fields": "".join(f"; {kind} {name}" for kind, name, _ in arrays + scalars),
             "score_arrays": "".join(f", {kind} __restrict__ {slot}" for kind, _, slot in arrays),
             "score_scalars": "".join(f", const {kind} {name}" for kind, _, name in scalars),
@@ -86,9 +91,10 @@ PLAIN: Mapping[str, Any] = {"form": False, "seqlen_q": "seqlen_q", "seqlen_k": "
 def parse(text: str) -> Form:
     """The form of a text made by `Form.text`."""
     words, _, mod = text.partition(_MOD)
+    mod, _, grad = mod.partition(f"; {_GRAD}")
     expression, *declared = mod.split(";")
     args = tuple(tuple(item.split()[::-1]) for item in declared)
-    found: dict[str, Any] = {"score_mod": expression, "score_args": args}
+    found: dict[str, Any] = {"score_mod": expression, "score_args": args, "score_mod_grad": grad}
     for word in words.split():
         name, _, dtype = word.removesuffix(_PAIRED).partition("=")
         if name == "window":
@@ -116,3 +122,12 @@ SHIPPED = tuple(
         Form(True, True, "fp32", False, True, True, True, True, EXAMPLE_MOD, EXAMPLE_ARGS),
     )
 )
+# Of the kernel for Hopper, which reads no bias and no mask.
+SHIPPED_SM90 = tuple(
+    form.text
+    for form in (
+        Form(sinks=True),
+        Form(softcap=True, alibi=True, sinks=True, varlen=True,
+             score_mod=EXAMPLE_MOD, score_args=EXAMPLE_ARGS),
+    )
+)  # fmt: skip

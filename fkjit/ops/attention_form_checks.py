@@ -8,14 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fkjit.device import multiprocessors
 from fkjit.errors import ArgumentTypeError, ParameterError
-from fkjit.interop import ITEMSIZE, View
+from fkjit.interop import CPU, ITEMSIZE, View
 from fkjit.ops import attention_checks as usual
 from fkjit.ops import attention_choice as choice
+from fkjit.ops import attention_hopper_form as hopper_form
 from fkjit.ops.attention_checks import LAYOUTS
 from fkjit.ops.attention_form import ARRAYS, BIAS_DTYPES, SLOTS, Form
 from fkjit.ops.attention_form_kernels import kernel, tile
 from fkjit.ops.attention_form_problem import PACKED_AXES, POINTERS, form_bytes
+from fkjit.ops.attention_hopper import COUNTERS, FLASH_SM90
 from fkjit.ops.attention_kernels import FLASH, FLASH_FP32
 from fkjit.ops.simple import Launch, Output, Request, arch_of
 from fkjit.ops.simple_checks import check_dtype, check_flag, check_same_dtype, check_shape
@@ -96,25 +99,30 @@ def _request(
     inputs = {name: views.get(name) for name in ("q", "k", "v", *POINTERS)}
     if 0 in (*outputs[0][:-1], problem["batch"], problem["seqlen_q"]):
         return Request(inputs, made, ())
+    if seen["q"].device != CPU:
+        problem["multiprocessors"] = multiprocessors(seen["q"].device)
     spec, params = _variant(call, seen, problem, form, options.block)
-    return Request(inputs, made, (Launch(spec, params, problem),))
+    counters = COUNTERS if spec.name == FLASH_SM90.name else 0
+    return Request(inputs, made, (Launch(spec, params, problem),), counters=counters)
 
 
 def _variant(
     call: str, seen: Mapping[str, View], problem: Sizes, form: Form, block: Any
 ) -> tuple[Any, dict[str, Any]]:
     """The kernel and its parameters."""
-    arch = arch_of(seen["q"])
-    base = choice.implementation("flash", problem["dtype"], arch)
-    base = FLASH if base is FLASH else FLASH_FP32  # also where flash_sm75 would do: it has no forms
+    arch, rows = arch_of(seen["q"]), {n: seen[n] for n in ("q", "k", "v")}
+    block, aligned = usual.check_block(block, call), usual.aligned_rows(rows, problem)
+    takes = aligned and hopper_form.takes(problem, rows, form, block)
+    base = choice.implementation("flash", problem["dtype"], arch, takes)
+    if base not in (FLASH, FLASH_SM90):  # also where flash_sm75 would do: it has no forms
+        base = FLASH_FP32
     spec = kernel(base.name, form.text)
     dims = choice.padded_dims(base, problem["head_dim"], problem["head_dim_v"])
     fixed = {
         "dtype": problem["dtype"], **dict(zip(("head_dim", "head_dim_v"), dims, strict=True)),
-        "aligned": usual.aligned_rows({n: seen[n] for n in ("q", "k", "v")}, problem),
-        "form": form.text,
+        "aligned": aligned, "form": form.text,
     }  # fmt: skip
-    block = usual.check_block(block, call)
+    fixed = {name: fixed[name] for name in (p.name for p in spec.params) if name in fixed}
     try:
         params = {**fixed, "block": tile(spec, fixed, problem, arch) if block is None else block}
         spec.check(params, arch)

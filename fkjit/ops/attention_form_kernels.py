@@ -8,7 +8,9 @@ from typing import Any
 
 from fkjit.arch import Arch
 from fkjit.ops import attention_form_problem as problem
-from fkjit.ops.attention_form import SHIPPED, parse
+from fkjit.ops import attention_hopper_form as hopper_form
+from fkjit.ops.attention_form import SHIPPED, SHIPPED_SM90, parse
+from fkjit.ops.attention_hopper import FLASH_SM90
 from fkjit.ops.attention_kernels import FLASH, FLASH_FP32, PAIRS
 from fkjit.ops.attention_problem import split_block
 from fkjit.spec import KernelSpec, Param, Params, Problem, register
@@ -20,6 +22,7 @@ _SHOWN = {"head_dim": 64, "head_dim_v": 64, "block": 32, "aligned": True}
 _SHOWN_MORE: dict[str, dict[str, tuple[Any, ...]]] = {
     "flash": {"dtype": ("bf16",), "form": SHIPPED},
     "flash_fp32": {"dtype": ("fp32",), "form": (SHIPPED[0], SHIPPED[-1])},
+    "flash_sm90": {"dtype": ("bf16",), "block": ((64, 128),), "form": SHIPPED_SM90},
 }
 # Tiles by padded head_dim, fastest first (bench/NOTES.md), where scores meet numbers of none, one
 # or several arrays, whose addresses and values take registers; the band of keys and the rules take
@@ -112,20 +115,33 @@ _FORMS = {
         params=_params(FLASH_FP32, "dtype", ("fp32", "bf16", "fp16")),
         superseded=lambda params: frozenset(() if params["dtype"] == "fp32" else {"bf16_mma"}),
     ),
+    "flash_sm90": replace(
+        _with_forms(
+            FLASH_SM90, derive=hopper_form.derive, illegal=hopper_form.illegal,
+            params=_params(FLASH_SM90, "block", hopper_form.ALL_TILES),
+            shared_layout=hopper_form.shared, shared_bytes=hopper_form.shared_bytes,
+        ),
+        arguments=hopper_form.arguments, problems=hopper_form.problems,
+        outputs=hopper_form.outputs,
+    ),
 }  # fmt: skip
-FLASH_FORMS, FLASH_FP32_FORMS = (register(_only_shown(spec)) for spec in _FORMS.values())
+FLASH_FORMS, FLASH_FP32_FORMS, FLASH_SM90_FORMS = (
+    register(_only_shown(spec)) for spec in _FORMS.values()
+)
 
 
 @lru_cache(maxsize=1024)
 def kernel(base: str, form: str) -> KernelSpec:
-    """The kernel "flash" or "flash_fp32" with a form; every variant of it is legal that `base`
-    has registers for."""
+    """The kernel "flash", "flash_fp32" or "flash_sm90" with a form; every variant of it is legal
+    that `base` has registers for."""
     spec = _FORMS[base]
     return replace(spec, params=(*spec.params[:-1], Param("form", (form,), _FORM)))
 
 
 def tile(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
     """The tile of a problem: the first that is legal and no taller than the queries need."""
+    if spec.name == "flash_sm90":
+        return hopper_form.tile(problem, fixed["head_dim"])
     rows = max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
     order = _order(spec, fixed)
     legal = [b for b in order if spec.why_not({**fixed, "block": b}, arch) is None]

@@ -63,7 +63,7 @@ def attention_varlen(
     Raises:
         ParameterError, ArgumentTypeError, DeviceError, CaptureError: as `attention`.
 
-    Every feature goes with every other, on every GPU (the portable kernels). No gradients yet. To
+    Every feature goes with every other, on every GPU. No gradients yet. To
     torch.compile the call is one operator, torch.ops.fkjit.attention_varlen (or …_lse).
     """
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

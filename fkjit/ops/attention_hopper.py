@@ -9,6 +9,7 @@ import numpy as np
 
 from fkjit.arch import Arch
 from fkjit.interop import ITEMSIZE
+from fkjit.ops.attention_form import PLAIN
 from fkjit.ops.attention_problem import SHARED, grid, outputs, problems, scalars, split_block
 from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, SharedLayout, register
 from fkjit.tensor_map import TensorMap
@@ -61,6 +62,7 @@ def _derive(params: Params) -> dict[str, Any]:
         "ptx_type": {"fp16": "f16", "bf16": "bf16"}[params["dtype"]],
         **product("qk", block_k // 2, {"q": 1, "k": 1, "add": 1}),
         **product("pv", params["head_dim_v"] // 2, {"p": 4, "v": 1}),
+        **PLAIN,
     }
 
 
@@ -111,7 +113,7 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
         "lse": arrays["lse"],
         "counters": arrays["counters"],
         "batch": problem["batch"],
-        "section_heads": _section_heads(problem),
+        "section_heads": section_heads(problem),
         **scalars(problem),
     }
 
@@ -137,7 +139,7 @@ def tile(problem: Problem, head_dim: int) -> Any:
     return tall
 
 
-def _section_heads(problem: Problem) -> int:
+def section_heads(problem: Problem) -> int:
     """Query heads whose K and V fit into L2 together, beside what passes through."""
     dims = problem["head_dim"] + problem["head_dim_v"]
     pair = max(problem["seqlen_k"] * dims * ITEMSIZE[problem["dtype"]], 1)

@@ -23,13 +23,20 @@
    with c = softmax_scale * log2(e). P never leaves registers: a wgmma accumulator in 16 bits is the
    A operand of the next product.
 
+   Forms of attention (device/attention_form.cuh) are rendered in, as into flash.cu: tiles of a band
+   of keys, rules for the scores, sinks, packed sequences, whose tiles of queries past a sequence's
+   end are nobody's work.
+
    Source: Shah et al., "FlashAttention-3" (2024), for the overlap of softmax and products. */
 #include "prelude.cuh"
 #include "device/attention_mma.cuh"
-#include "device/mbarrier.cuh"
+#include "device/attention_work.cuh"
 #include "device/named_barrier.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
+//% if form
+#include "device/attention_span.cuh"
+//% endif
 
 using elem_t = ${dtype};
 constexpr int BLOCK_K = ${block_k};        // keys of a tile
@@ -41,6 +48,22 @@ constexpr int Q_STAGES = ${q_stages};      // tiles of Q
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
 constexpr int CONSUMER_REGISTERS = ${consumer_registers};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
+//% if form
+constexpr bool VARLEN = ${varlen};  // packed sequences
+constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks}, SCORE_MOD = ${has_mod};
+constexpr bool RULES = SOFTCAP || ALIBI || SCORE_MOD;
+
+// The caller's expression of one score, and what he gave for it to read.
+struct ScoreMod {
+  int b, h, seqlen_q, seqlen_k${score_fields};
+
+  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
+    return ${score_mod};
+  }
+};
+//% else
+constexpr bool VARLEN = false, RULES = false;
+//% endif
 
 constexpr int BLOCK_Q = 64 * CONSUMERS;
 // With two tiles of Q, the next one's first scores are under way while this one's output is stored.
@@ -69,68 +92,13 @@ constexpr int Q_STAGE = QTile::BYTES + GUARD;
 constexpr int K_OFFSET = Q_STAGES * Q_STAGE, K_STAGE = KTile::BYTES + GUARD;
 constexpr int V_OFFSET = K_OFFSET + STAGES * K_STAGE, V_STAGE = VTile::BYTES + GUARD;
 constexpr int BARRIERS_OFFSET = V_OFFSET + STAGES * V_STAGE;
-constexpr int SLOTS = 2;  // pieces of work that have been announced
 
-struct Barriers {  // addresses
-  u32 base;
-  __device__ __forceinline__ u32 q_full(int stage) const { return base + stage * 16; }
-  __device__ __forceinline__ u32 q_empty(int stage) const { return base + 8 + stage * 16; }
-  __device__ __forceinline__ u32 work_full(int slot) const { return base + 32 + slot * 16; }
-  __device__ __forceinline__ u32 work_empty(int slot) const { return base + 40 + slot * 16; }
-  __device__ __forceinline__ u32 work(int slot) const {
-    return base + 64 + slot * 4;
-  }  // its number
-  __device__ __forceinline__ u32 k_full(int stage) const { return base + 80 + stage * 32; }
-  __device__ __forceinline__ u32 k_empty(int stage) const { return base + 88 + stage * 32; }
-  __device__ __forceinline__ u32 v_full(int stage) const { return base + 96 + stage * 32; }
-  __device__ __forceinline__ u32 v_empty(int stage) const { return base + 104 + stage * 32; }
-};
-
-// Which tile of queries a piece of work is. Heads are taken in sections whose K and V fit into L2;
-// within a section come the last tiles of all heads (the longest causal ones), then those before.
-struct Work {
-  int q0, head, batch;
-
-  __device__ __forceinline__ Work(int number, int blocks_q, int heads_q, int all_heads,
-                                  int section_heads) {
-    const int section = number / (blocks_q * section_heads), first = section * section_heads;
-    const int width = min(section_heads, all_heads - first);
-    const int within = number - section * blocks_q * section_heads;
-    q0 = (blocks_q - 1 - within / width) * BLOCK_Q;
-    head = (first + within % width) % heads_q;
-    batch = (first + within % width) / heads_q;
-  }
-};
-
-// The number of a block's next piece of work, or one at or past `works`. The first is its own index.
-// Each block draws until it gets too high a number, so that `works` are drawn in all, and the
-// counter is 0 again when the last one has been. Nothing is drawn where each has one piece only.
-__device__ __forceinline__ int draw_work(u32* counter, int works) {
-  return works <= gridDim.x ? works : gridDim.x + atomicInc(counter, works - 1);
-}
-
-// The number that has been announced, to one thread.
-__device__ __forceinline__ int next_work(const Barriers& barriers, RingPlace<SLOTS>& slot) {
-  mbarrier_wait(barriers.work_full(slot.stage), slot.parity);
-  const int number = load_shared_word(barriers.work(slot.stage));
-  mbarrier_arrive(barriers.work_empty(slot.stage));
-  slot.advance();
-  return number;
-}
-
-// The keys that a tile of queries sees, in tiles; one tile at least, though it be masked whole.
-struct KeyRange {
-  int first_hidden;  // query row i of the block sees keys 0 .. min(seqlen_k, first_hidden + i) - 1
-  int tiles, unmasked;
-
-  __device__ __forceinline__ KeyRange(int q0, int seqlen_q, int seqlen_k, bool causal) {
-    first_hidden = causal ? q0 + seqlen_k - seqlen_q + 1 : seqlen_k;
-    const int last_row = min(BLOCK_Q, seqlen_q - q0) - 1;
-    const int keys = min(seqlen_k, causal ? first_hidden + last_row : seqlen_k);
-    tiles = ceil_div(max(keys, 1), BLOCK_K);
-    unmasked = max(min(seqlen_k, first_hidden), 0) / BLOCK_K;
-  }
-};
+using Piece = Work<BLOCK_Q>;
+//% if form
+using Span = FormSpan<BLOCK_Q, BLOCK_K, VARLEN>;
+//% else
+using Span = CausalSpan<BLOCK_Q, BLOCK_K>;  // of keys, in tiles
+//% endif
 
 // S[64 x BLOCK_K] (+)= Q[64 x 16] K[BLOCK_K x 16]^T.                 PTX ISA: wgmma.mma_async
 __device__ __forceinline__ void product_qk(float (&d)[1][BLOCK_K / 8][4], u64 q, u64 k, int add) {
@@ -177,37 +145,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const __grid_constant__ TensorMap k_map,  // BLOCK_Q rows; k [batch, heads_kv, seqlen_k,
     const __grid_constant__ TensorMap v_map,  // head_dim] and v of BLOCK_K; each 64 columns wide
     const __grid_constant__ TensorMap o_map,  // o [batch, heads_q, seqlen_q, head_dim_v], 16 rows
-    float* __restrict__ lse,                  // [batch, heads_q, seqlen_q] contiguous, or null
-    u32* __restrict__ counters,               // [1], 0 before and after
-    const int batch, const int heads_q, const int group_size, const int seqlen_q,
-    const int seqlen_k,
-    const int section_heads,         // heads whose K and V fit into L2 together
+    //% if form
+    // Null where the form has no such thing. Packed: q and o are [1, heads_q, total_q, dim], k and v
+    // [1, heads_kv, total_k, dim], lse [heads_q, total_q].
+    const int* __restrict__ cu_seqlens_q,                             // [batch + 1]
+    const int* __restrict__ cu_seqlens_k,                             // [batch + 1]
+    const float* __restrict__ alibi_slopes,                           // [batch or 1, heads_q]
+    const float* __restrict__ sinks /* [heads_q] */ ${score_arrays},  //
+    elem_t* __restrict__ o,  // as o_map has it, rows on 16-byte boundaries
+    //% endif
+    float* __restrict__ lse,     // [batch, heads_q, seqlen_q] contiguous, or null
+    u32* __restrict__ counters,  // [1], 0 before and after
+    const int batch, const int heads_q, const int group_size, const int ${seqlen_q},
+    const int ${seqlen_k},
+    const int section_heads,  // heads whose K and V fit into L2 together
+    //% if form
+    const Strides o_strides, const int head_dim_v, const AttentionForm form${score_scalars},
+    //% endif
     const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 q_tile = shared_address(shared_memory);
   const Barriers barriers{q_tile + BARRIERS_OFFSET};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
-  const int blocks_q = ceil_div(seqlen_q, BLOCK_Q), works = blocks_q * heads_q * batch;
+  const int blocks_q = ceil_div(${seqlen_q}, BLOCK_Q), works = blocks_q * heads_q * batch;
+  // Packed tiles may have to be cut, which takes a warp where else a thread asks for them.
+  const bool asks = !VARLEN || threadIdx.x % WARP_SIZE == 0;
+  const int asker = VARLEN ? threadIdx.x / WARP_SIZE * WARP_SIZE : threadIdx.x;
+  const u32 q_tail = barriers.k_full(STAGES), v_tail = q_tail + 8;
+  int tail_parity = 0;
+  const auto span_of = [&](const Piece& place) {
+    //% if form
+    return Span(place.q0, SequenceRows<VARLEN>(cu_seqlens_q, place.batch, max_seqlen_q),
+                SequenceRows<VARLEN>(cu_seqlens_k, place.batch, max_seqlen_k), form.window_left,
+                form.window_right);
+    //% else
+    return Span(place.q0, seqlen_q, seqlen_k, causal);
+    //% endif
+  };
+  const auto of_warp = [&](int number) {
+    return VARLEN ? __shfl_sync(FULL_MASK, number, 0) : number;
+  };
 
   if (threadIdx.x == 0) {
-#pragma unroll
-    for (int stage = 0; stage < Q_STAGES; ++stage) {
-      mbarrier_init(barriers.q_full(stage), 1);
-      mbarrier_init(barriers.q_empty(stage), CONSUMERS * 4);
-    }
-#pragma unroll
-    for (int slot = 0; slot < SLOTS; ++slot) {
-      mbarrier_init(barriers.work_full(slot), 1);
-      mbarrier_init(barriers.work_empty(slot), CONSUMERS * 4 + 1);
-    }
-#pragma unroll
-    for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(barriers.k_full(stage), 1);
-      mbarrier_init(barriers.v_full(stage), 1);
-      mbarrier_init(barriers.k_empty(stage), CONSUMERS * 4);
-      mbarrier_init(barriers.v_empty(stage), CONSUMERS * 4);
-    }
+    barriers.begin<Q_STAGES, STAGES, CONSUMERS>();
+    if (VARLEN) mbarrier_init(q_tail, 1), mbarrier_init(v_tail, 1);
     mbarrier_init_fence();
   }
   __syncthreads();
@@ -215,56 +197,68 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   if (warpgroup == 0) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0) {
+    if (asker == 0) {
       // One thread says what comes next and asks for its Q and K, ...
       tma_prefetch(q_map), tma_prefetch(k_map);
       RingPlace<STAGES> k_place;
       RingPlace<SLOTS> slot;
       RingPlace<Q_STAGES> q_place;
-      for (int number = blockIdx.x;; number = draw_work(counters, works)) {
+      for (int number = blockIdx.x;; number = of_warp(asks ? draw_work(counters, works) : 0)) {
+        //% if form
+        // Tiles past the end of their sequence are nobody's.
+        const Piece drawn(number < works ? number : 0, blocks_q, heads_q, heads_q * batch,
+                          section_heads);
+        if (VARLEN && number < works && drawn.q0 >= span_of(drawn).seqlen_q) continue;
+        //% endif
         mbarrier_wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
-        store_shared_word(barriers.work(slot.stage), number);
-        mbarrier_arrive(barriers.work_full(slot.stage));
+        if (asks) {
+          store_shared_word(barriers.work(slot.stage), number);
+          mbarrier_arrive(barriers.work_full(slot.stage));
+        }
         slot.advance();
         // Consumers begin with the next tile before they know whether there is one: so the last is
         // followed by one outside the tensors, which comes as zeros.
         const bool last = number >= works;
-        Work place(last ? 0 : number, blocks_q, heads_q, heads_q * batch, section_heads);
+        Piece place(last ? 0 : number, blocks_q, heads_q, heads_q * batch, section_heads);
+        const Span range = span_of(place);
         if (last) place.batch = batch;
-        const KeyRange range(place.q0, seqlen_q, seqlen_k, causal);
+        const int tensor = VARLEN ? last : place.batch;  // the outermost index
         const auto load_k = [&](int tile) {
           mbarrier_wait(barriers.k_empty(k_place.stage), k_place.parity ^ 1);
-          tma_load_tile<KTile>(q_tile + K_OFFSET + k_place.stage * K_STAGE, k_map,
-                               barriers.k_full(k_place.stage), tile * BLOCK_K,
-                               place.head / group_size, place.batch);
+          if (asks)
+            tma_load_tile<KTile>(q_tile + K_OFFSET + k_place.stage * K_STAGE, k_map,
+                                 barriers.k_full(k_place.stage), range.k_start + tile * BLOCK_K,
+                                 place.head / group_size, tensor);
           k_place.advance();
         };
         const auto load_q = [&] {
           mbarrier_wait(barriers.q_empty(q_place.stage), q_place.parity ^ 1);
-          tma_load_tile<QTile>(q_tile + q_place.stage * Q_STAGE, q_map,
-                               barriers.q_full(q_place.stage), place.q0, place.head, place.batch);
+          tma_load_rows<QTile, VARLEN>(
+              q_tile + q_place.stage * Q_STAGE, q_map, barriers.q_full(q_place.stage), q_tail,
+              tail_parity, range.q_start + place.q0, place.head, tensor, range.seqlen_q - place.q0);
           q_place.advance();
         };
-        load_k(range.tiles - 1);
+        load_k(range.end - 1);
         load_q();
         if (last) break;
-        for (int tile = range.tiles - 2; tile >= 0; --tile) load_k(tile);
+        for (int tile = range.end - 2; tile >= range.first; --tile) load_k(tile);
       }
-    } else if (threadIdx.x == WARP_SIZE) {
+    } else if (asker == WARP_SIZE) {
       // ... another one, in a warp of its own, for its V.
       tma_prefetch(v_map);
       RingPlace<STAGES> v_place;
       RingPlace<SLOTS> slot;
       while (true) {
-        const int number = next_work(barriers, slot);
+        const int number = of_warp(asks ? next_work(barriers, slot) : 0);
         if (number >= works) break;
-        const Work place(number, blocks_q, heads_q, heads_q * batch, section_heads);
-        const KeyRange range(place.q0, seqlen_q, seqlen_k, causal);
-        for (int tile = range.tiles - 1; tile >= 0; --tile) {
+        const Piece place(number, blocks_q, heads_q, heads_q * batch, section_heads);
+        const Span range = span_of(place);
+        for (int tile = range.end - 1; tile >= range.first; --tile) {
           mbarrier_wait(barriers.v_empty(v_place.stage), v_place.parity ^ 1);
-          tma_load_tile<VTile>(q_tile + V_OFFSET + v_place.stage * V_STAGE, v_map,
-                               barriers.v_full(v_place.stage), tile * BLOCK_K,
-                               place.head / group_size, place.batch);
+          tma_load_rows<VTile, VARLEN>(q_tile + V_OFFSET + v_place.stage * V_STAGE, v_map,
+                                       barriers.v_full(v_place.stage), v_tail, tail_parity,
+                                       range.k_start + tile * BLOCK_K, place.head / group_size,
+                                       VARLEN ? 0 : place.batch, range.seqlen_k - tile * BLOCK_K);
           v_place.advance();
         }
       }
@@ -282,6 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     RingPlace<Q_STAGES> q_place;
     RingPlace<SLOTS> slot;
     float s[1][BLOCK_K / 8][4];
+    const float scale_log2 = RULES ? LOG2E : softmax_scale_log2;
     const auto take_work = [&] {
       int number = 0;
       if (signals) number = next_work(barriers, slot);
@@ -330,31 +325,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     while (true) {
       wgmma_wait<0>();
       if (number >= works) break;
-      const Work place(number, blocks_q, heads_q, heads_q * batch, section_heads);
-      const KeyRange range(place.q0, seqlen_q, seqlen_k, causal);
+      const Piece place(number, blocks_q, heads_q, heads_q * batch, section_heads);
+      const Span range = span_of(place);
       const int q_stage = q_place.stage;
       q_place.advance();
       float acc[1][HEAD_DIM_V / 8][4] = {};
       u32 p[PV_STEPS][4];
       float correction[1][2];
       OnlineSoftmax<1> softmax;
-      int tile = range.tiles - 1;
+      int tile = range.end - 1;
+      //% if form
+      KeyBand band(range.seqlen_q, range.seqlen_k, form.window_left, form.window_right);
+      auto rules =
+          score_rules(RuleIf<SOFTCAP, SoftCap<false>>(form.softcap),
+                      PerScore<ScoreMod>(
+                          {place.batch, place.head, range.seqlen_q, range.seqlen_k${score_values}},
+                          range.seqlen_q, range.seqlen_k),
+                      RuleIf<ALIBI, Alibi>(alibi_slopes, form.alibi_batch_stride, place.batch,
+                                           place.head, range.seqlen_q, range.seqlen_k));
+      if (SINKS)  // in the scores' units
+        softmax.begin_with(sinks[place.head] * (RULES ? 1.f : 1.f / form.softmax_scale), lane);
+      //% endif
       const auto mask = [&] {
-        if (tile >= range.unmasked)
+        //% if form
+        const int row = place.q0 + warp_row, key = tile * BLOCK_K;
+        if (RULES) rules_on_fragments(s, lane, rules, form.softmax_scale, row, key);
+        if (!range.is_whole(tile)) rules_on_fragments(s, lane, band, 1.f, row, key);
+        //% else
+        if (!range.is_whole(tile))
           mask_scores(s, lane, [&](int row) {
             return min(seqlen_k, causal ? range.first_hidden + warp_row + row : seqlen_k) -
                    tile * BLOCK_K;
           });
+        //% endif
       };
       release_k();
       mask();
-      softmax.raise_max(s, softmax_scale_log2, correction);
-      exponentials(s, softmax, softmax_scale_log2);
+      softmax.raise_max(s, scale_log2, correction);
+      exponentials(s, softmax, scale_log2);
       round_to<elem_t>(p, s);
       if (AHEAD && stored) release_q(q_stage ^ 1);
       stored = true;
 
-      for (--tile; tile >= 0; --tile) {
+      for (--tile; tile >= range.first; --tile) {
         settle(p);
         settle(acc[0]);
         my_turn();
@@ -366,10 +379,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         wgmma_wait<1>();
         release_k();
         mask();
-        const bool rescale = softmax.raise_max(s, softmax_scale_log2, correction);
+        const bool rescale = softmax.raise_max(s, scale_log2, correction);
         wgmma_wait<0>();  // so that the other consumer's products run under the exponentials
         release_v();
-        exponentials(s, softmax, softmax_scale_log2);
+        exponentials(s, softmax, scale_log2);
         if (rescale) scale_rows(acc, correction);
         round_to<elem_t>(p, s);
       }
@@ -385,15 +398,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       release_v();
 
       // Normalise; the output is staged in this warp's own rows, then TMA stores what is inside o.
-      const int row0 = place.q0 + warp_row, rows_left = min(16, seqlen_q - row0);
-      const i64 head_index = static_cast<i64>(place.batch) * heads_q + place.head;
+      //% if form
+      const int tensor = VARLEN ? 0 : place.batch,
+                lse_length = VARLEN ? form.total_q : max_seqlen_q;
+      //% else
+      const int tensor = place.batch, lse_length = seqlen_q;
+      //% endif
+      const int row0 = place.q0 + warp_row, rows_left = min(16, range.seqlen_q - row0);
+      const i64 head_index = static_cast<i64>(tensor) * heads_q + place.head;
       const u32 warp_o_tile = q_tile + q_stage * Q_STAGE + warp_row * OTile::ROW_BYTES;
-      finish_rows<elem_t, OTile>(acc, softmax, softmax_scale_log2, lane, warp_o_tile,
-                                 lse == nullptr ? nullptr : lse + head_index * seqlen_q + row0,
-                                 rows_left);
+      finish_rows<elem_t, OTile>(
+          acc, softmax, scale_log2, lane, warp_o_tile,
+          lse == nullptr ? nullptr : lse + head_index * lse_length + range.q_start + row0,
+          rows_left);
       proxy_fence();
       __syncwarp();
-      if (signals) tma_store_tile<OTile>(o_map, warp_o_tile, row0, place.head, place.batch);
+      //% if form
+      if (VARLEN && rows_left < 16) {  // what follows is the next sequence's
+        const i64 row = range.q_start + row0;
+        store_tile<OTile, 16, true>(o + place.head * o_strides.head + row * o_strides.row,
+                                    o_strides.row, warp_o_tile, lane, rows_left, head_dim_v);
+        __syncwarp();
+      } else
+        //% endif
+        if (signals)
+          tma_store_tile<OTile>(o_map, warp_o_tile, range.q_start + row0, place.head, tensor);
       if (!AHEAD) {
         release_q(q_stage);
         first_scores();
