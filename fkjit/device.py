@@ -198,9 +198,14 @@ def forget() -> None:
     _loaded.clear()
 
 
+@lru_cache(maxsize=1)
+def _runtime() -> Any:
+    return import_module("cupy.cuda").runtime
+
+
 def is_capturing(stream: int) -> bool:
     """Whether work on `stream` would land in a CUDA graph under construction."""
-    runtime = import_module("cupy.cuda").runtime
+    runtime = _runtime()
     try:
         return bool(runtime.streamIsCapturing(stream))
     except runtime.CUDARuntimeError as error:

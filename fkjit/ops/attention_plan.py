@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -14,10 +14,11 @@ from fkjit.interop import Pointer
 from fkjit.ops import workspace
 from fkjit.ops.attention_checks import Request
 from fkjit.ops.attention_hopper import COUNTERS
+from fkjit.ops.attention_problem import grid
 from fkjit.tensor_map import TensorMap
 
 MAX_PLANS = 4096
-MAX_MAPS = 64  # addresses of one array of a geometry whose tensor maps are kept
+MAX_PACKED = 64  # calls of a geometry, by their addresses, whose arguments are kept
 _GRAD = 13  # where a geometry says that an input requires grad
 
 plans: dict[Any, Any] = {}
@@ -81,7 +82,7 @@ def remember(
 
 class _Plan:
     __slots__ = (
-        "counters", "device", "dtype", "grid", "index", "kernel", "lse_shape", "maps",
+        "counters", "device", "dtype", "grid", "index", "kernel", "lse_shape", "maps", "packed",
         "shape", "tail",
     )  # fmt: skip
 
@@ -102,33 +103,36 @@ class _Plan:
         names = tuple(name.removesuffix("_map") for name in kernel.names[:5])
         if names != ("q", "k", "v", "o", "lse"):
             raise AssertionError(f"{kernel.spec.id}: arguments begin {kernel.names[:5]}")
-        self.counters = COUNTERS if "counters" in kernel.names else 0
-        self.tail = flatten(kernel.names, named)[5 + bool(self.counters) :]
+        self.tail = flatten(kernel.names, named)[5 + ("counters" in kernel.names) :]
+        self.counters = None  # how many a launch needs; None: the kernel has no such argument
+        if "counters" in kernel.names:  # what has a block of its own is not drawn
+            tiles = grid(request.params, request.problem)[0]
+            self.counters = COUNTERS if tiles > self.grid[0] else 0
         maps = [named[name] for name in kernel.names[:4]]
-        self.maps = [(one, {}) for one in maps] if isinstance(maps[0], TensorMap) else None
+        self.maps: list[TensorMap] | None = maps if isinstance(maps[0], TensorMap) else None
+        self.packed: dict[tuple[int, ...], bytes] = {}
 
-    def counter(self, like: Any, stream: int) -> tuple[int, ...]:
-        """The address of counters for one launch, if the kernel has such an argument."""
-        if not self.counters:
-            return ()
-        return (workspace.find(like, self.index, stream, 0, self.counters)[1],)
+    def launch(self, like: Any, stream: int, *pointers: int) -> None:
+        """Of q, k, v, o and lse at these addresses. Arguments are kept for when they come again:
+        to encode tensor maps and to pack everything takes longer than the launch."""
+        if self.counters:
+            pointers = (*pointers, workspace.find(like, self.index, stream, 0, self.counters)[1])
+        elif self.counters is not None:
+            pointers = (*pointers, 0)
+        packed = self.packed.get(pointers)
+        if packed is None:
+            packed = self._pack(*pointers)
+        self.kernel.launch_packed(self.grid, packed, stream)
 
-    def tensors(self, *pointers: int) -> Sequence[int | bytes]:
-        """The first four arguments: addresses, or tensor maps, kept for when they come again."""
-        if self.maps is None:
-            return pointers
-        return [
-            encoded.get(at) or _encode(one, encoded, at)
-            for (one, encoded), at in zip(self.maps, pointers, strict=True)
-        ]
-
-
-def _encode(one: TensorMap, encoded: dict[int, bytes], pointer: int) -> bytes:
-    """A tensor map at an address, kept for when it comes again."""
-    if len(encoded) >= MAX_MAPS:
-        encoded.clear()
-    made = encoded[pointer] = one.encode(pointer)
-    return made
+    def _pack(self, *pointers: int) -> bytes:
+        tensors: Any = pointers[:4]
+        if self.maps is not None:
+            tensors = [one.encode(at) for one, at in zip(self.maps, pointers[:4], strict=True)]
+        if len(self.packed) >= MAX_PACKED:
+            self.packed.clear()
+        made = self.kernel.packing.pack(*tensors, *pointers[4:], *self.tail)
+        self.packed[pointers] = made
+        return made
 
 
 class TorchPlan(_Plan):
@@ -152,16 +156,13 @@ class TorchPlan(_Plan):
         if self.lse_shape is not None:
             lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
             lse_pointer = lse.data_ptr()
-        tensors = self.tensors(q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr())
-        head = (*tensors, lse_pointer)
+        pointers = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse_pointer
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         if torch._C._cuda_getDevice() == self.index:
-            values = (*head, *self.counter(q, stream), *self.tail)
-            self.kernel.launch(self.grid, values, stream)
+            self.launch(q, stream, *pointers)
         else:
             with torch.cuda.device(self.index):
-                values = (*head, *self.counter(q, stream), *self.tail)
-                self.kernel.launch(self.grid, values, stream)
+                self.launch(q, stream, *pointers)
         return o if lse is None else (o, lse)
 
 
@@ -185,8 +186,6 @@ class CupyPlan(_Plan):
         if self.lse_shape is not None:
             lse = cupy.empty(self.lse_shape, "f4")
             lse_pointer = lse.data.ptr
-        tensors = self.tensors(q.data.ptr, k.data.ptr, v.data.ptr, o.data.ptr)
         stream = cupy.cuda.get_current_stream().ptr
-        values = (*tensors, lse_pointer, *self.counter(q, stream), *self.tail)
-        self.kernel.launch(self.grid, values, stream)
+        self.launch(q, stream, q.data.ptr, k.data.ptr, v.data.ptr, o.data.ptr, lse_pointer)
         return o if lse is None else (o, lse)
