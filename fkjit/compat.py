@@ -2,8 +2,8 @@
 
     from fkjit.compat import scaled_dot_product_attention, flash_attn_func, flash_attn_with_kvcache
 
-For torch tensors. What fkjit has no kernel for yet (dropout; with a cache also windows, soft caps
-and ALiBi) is refused with a ParameterError that names the argument, never left out silently.
+For torch tensors. What fkjit has no kernel for yet (dropout, padding on the left of a
+cache) is refused with a ParameterError that names the argument, never left out silently.
 """
 
 from __future__ import annotations
@@ -201,18 +201,16 @@ def flash_attn_with_kvcache(
         cache_batch_idx: [B] int32, the row of each sequence in caches without a block_table.
         block_table: [B, pages] int32 on the device: the pages of each sequence.
         softmax_scale: default 1 / sqrt(D). causal: aligned to the bottom right.
-        cache_leftpad, alibi_slopes: None. window_size: (-1, -1). softcap: 0.
+        window_size (left, right; -1: without a bound), softcap (0 is without), alibi_slopes (fp32
+            [Hq] or [B, Hq]): as flash_attn_func, by each sequence's length.
+        cache_leftpad: None.
         num_splits: any; keys are shared out evenly.
         return_softmax_lse: also return the log-sum-exp, fp32 [B, Hq, Sq].
 
     Returns: o [B, Sq, Hq, D], or (o, lse). Raises as `fkjit.paged_attention`.
     """
     _check_tensors(_CACHED, q=q, k_cache=k_cache, v_cache=v_cache)
-    _refuse(
-        _CACHED,
-        cache_leftpad=(cache_leftpad, None), alibi_slopes=(alibi_slopes, None),
-        window_size=(tuple(window_size), _WINDOW), softcap=(softcap, 0.0),
-    )  # fmt: skip
+    _refuse(_CACHED, cache_leftpad=(cache_leftpad, None))
     lengths = _lengths(q, k_cache, cache_seqlens, block_table)
     if (k is None) != (v is None):
         raise ParameterError(f"{_CACHED}: k and v are given together or not at all")
@@ -226,6 +224,7 @@ def flash_attn_with_kvcache(
         lengths = lengths + k.shape[1]
     options = {
         "causal": causal, "softmax_scale": softmax_scale, "return_lse": return_softmax_lse,
+        "window": _window(window_size), "softcap": softcap or None, "alibi_slopes": alibi_slopes,
     }  # fmt: skip
     if block_table is None and cache_batch_idx is None:
         return attention_decode(q, k_cache, v_cache, lengths, layout="bshd", **options)

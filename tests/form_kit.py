@@ -109,3 +109,22 @@ def final(case: Case, score: np.ndarray) -> np.ndarray:
     hidden = hidden | (apart < -left if left not in (None, -1) else False)
     hidden = hidden | (apart > right if right not in (None, -1) else False)
     return np.where(hidden, -np.inf, score)
+
+
+def own_case(case: Case, b: int, length: int) -> Case:
+    """One sequence of decoding as a case of its own: its first `length` keys, which a bias or a
+    mask has at the beginning of its rows."""
+    options, mod = dict(case.options), case.mod
+    for name in ("bias", "mask"):
+        if name in options:
+            array = options[name]
+            options[name] = (
+                array[b : b + 1, ..., :length] if len(array) > 1 else array[..., :length]
+            )
+    if options.get("alibi_slopes", np.zeros(1)).ndim > 1:
+        options["alibi_slopes"] = options["alibi_slopes"][b : b + 1]
+    if mod is not None:
+        whole = mod
+        mod = lambda score, _, *rest: whole(score, b, *rest)  # noqa: E731
+    rows = (x[b : b + 1, :, :length] for x in (case.k, case.v))
+    return Case(case.q[b : b + 1], *rows, options, mod)

@@ -30,11 +30,17 @@ def close(made, expected, tolerance=3e-3):
     assert (made.double() - expected).norm() <= tolerance * expected.norm()
 
 
-def textbook(q, k, v, causal):
+def textbook(q, k, v, causal, window=(-1, -1), softcap=0.0, slopes=None):
     """[Sq, Hq, D] of one sequence, in float64, aligned to the bottom right."""
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(HEADS // HEADS_KV, 0) for x in (k, v))
     scores = q @ k.mT * DIM**-0.5
+    scores = softcap * (scores / softcap).tanh() if softcap else scores
+    apart = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - k.shape[1] + q.shape[1]
+    if slopes is not None:
+        scores = scores - slopes.double()[:, None, None] * apart.abs()
+    for hidden, side in ((-apart, window[0]), (apart, window[1])):
+        scores = scores if side < 0 else scores.masked_fill(hidden > side, float("-inf"))
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(k.shape[1] - q.shape[1] + 1)
         scores = scores.masked_fill(hidden, float("-inf"))
@@ -126,6 +132,28 @@ def test_pages_of_any_size(page):
     for b, n in enumerate(lengths):
         kept = [torch.cat([x[b, :n], f[b]]) for x, f in zip(whole, new, strict=True)]
         close(made[b], textbook(q[b], *kept, causal=False))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_window_a_soft_cap_and_alibi(paged):
+    """By each sequence's length, new tokens included."""
+    k, v = draw(4, 24, HEADS_KV, DIM, seed=1), draw(4, 24, HEADS_KV, DIM, seed=2)
+    q, new = draw(2, 3, HEADS, DIM), [draw(2, 3, HEADS_KV, DIM, seed=s) for s in (3, 4)]
+    slopes, lengths = torch.rand(2, HEADS, generator=torch.Generator().manual_seed(7)), [41, 9]
+    form = {"window_size": (12, 1), "softcap": 3.0, "alibi_slopes": slopes}
+    if paged:
+        table = torch.arange(4).int().view(2, 2)
+        whole = [x.reshape(2, 48, HEADS_KV, DIM).clone() for x in (k, v)]
+        given = (k, v)
+    else:
+        table, whole, lengths = None, [x[:2].clone() for x in (k, v)], [20, 9]
+        given = (k[:2], v[:2])
+    made = call(
+        q, *given, *new, cache_seqlens=torch.tensor(lengths).int(), block_table=table, **form
+    )
+    for b, n in enumerate(lengths):
+        kept = [torch.cat([x[b, :n], f[b]]) for x, f in zip(whole, new, strict=True)]
+        close(made[b], textbook(q[b], *kept, False, (12, 1), 3.0, slopes[b]))
 
 
 def test_without_room_nothing_is_written():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fkjit.errors import ArgumentTypeError, ParameterError
@@ -27,6 +27,14 @@ def attention_decode(
     split_size: int | None = None,
     return_lse: bool = False,
     out: Any = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    score_mod: str | None = None,
+    score_args: Mapping[str, Any] | None = None,
 ) -> Any:
     """softmax(softmax_scale * q kᵀ + mask) v for a few new tokens of each sequence, in one launch.
 
@@ -46,9 +54,18 @@ def attention_decode(
         return_lse: also return the log-sum-exp of each row's scaled scores, fp32 [B, Hq, S]
             ([B, Hq] for one token).
         out: what to write o to; default: a new array.
+        window: (left, right), as in `attention`: new token i sees keys from i + length - S - left
+            to i + length - S + right. Keys before the first token's are not touched, nor shared
+            out: a call costs what one with so many keys does. Pages of theirs may be gone.
+        softcap, alibi_slopes, sinks, score_mod, score_args: as in `attention`, with the sequence's
+            length for Sk. b is the sequence, h the query head, seqlen_k the length.
+        bias, mask: as in `attention`, [B | 1, Hq | 1, S | 1, Sk]; a sequence's own stand at the
+            beginning of the rows. D up to 128: else there are not the registers. Read where scores
+            meet them: slower than the other forms.
 
     Returns:
-        o, as q with Dv columns, or (o, lse). A token that sees no key has o = 0, lse = -inf.
+        o, as q with Dv columns, or (o, lse). A token that sees no key has o = 0 and lse = -inf, or
+        the sink.
 
     Raises:
         ParameterError: shapes, strides or options that no kernel accepts, and GPUs before sm_80.
@@ -57,26 +74,30 @@ def attention_decode(
 
     Lengths are read when the kernel runs: a captured graph follows sequences that grow. The work is
     shared out over the GPU by what they are then. To torch.compile the call is one operator, if
-    there is no `out`. torch.autocast casts q alone: keys are kept as they are.
+    there is no `out` and no `score_mod`. torch.autocast casts q alone: keys are kept as they are.
+    Each form goes with each other and with everything else here; what a call does not use is not in
+    its kernel.
 
     Sources: Dao et al., "Flash-Decoding for long-context inference"; Osama et al., "Stream-K".
     """
     if operators.autocasting():
         (q,) = operators.autocast(q)
+    forms = (window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args)
     if operators.compiling():
         options = {
             "k_scale": k_scale, "v_scale": v_scale, "causal": causal,
             "softmax_scale": softmax_scale, "layout": layout, "split_size": split_size,
             "return_lse": return_lse, "out": out,
         }  # fmt: skip
-        return decode_operator.traced("attention_decode", (q, k, v, seq_lens), options)
-    return _CONTIGUOUS(
-        *_contiguous_call(
-            q, k, v, seq_lens, k_scale=k_scale, v_scale=v_scale, causal=causal,
-            softmax_scale=softmax_scale, layout=layout, split_size=split_size,
-            return_lse=return_lse, out=out,
-        )
+        return decode_operator.traced("attention_decode", (q, k, v, seq_lens), options, forms)
+    given = _contiguous_call(
+        q, k, v, seq_lens, k_scale=k_scale, v_scale=v_scale, causal=causal,
+        softmax_scale=softmax_scale, layout=layout, split_size=split_size,
+        return_lse=return_lse, out=out,
     )  # fmt: skip
+    if not (window is softcap is alibi_slopes is bias is mask is sinks is score_mod is None):
+        return _forms().run("attention_decode", given, forms)
+    return _CONTIGUOUS(*given)
 
 
 def paged_attention(
@@ -95,6 +116,14 @@ def paged_attention(
     split_size: int | None = None,
     return_lse: bool = False,
     out: Any = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    bias: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    score_mod: str | None = None,
+    score_args: Mapping[str, Any] | None = None,
 ) -> Any:
     """softmax(softmax_scale * q kᵀ + mask) v for new tokens against keys in pages, in one launch.
 
@@ -113,13 +142,16 @@ def paged_attention(
         k_scale, v_scale: as for `attention_decode`, only where `cache` is a pair.
         causal, softmax_scale, split_size, return_lse, out: as for `attention_decode`. The lse is
             [B, Hq, S], or [B, Hq] for one token.
+        window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args: as for
+            `attention_decode`. Sk of a bias and a mask is what fills the pages of a table's row.
 
     Returns and raises as `attention_decode`. Tables and lengths are read when the kernel runs: a
     captured graph of `kv_append` and this call follows sequences that grow. To torch.compile the
-    call is one operator, if `cache` is a pair and there is no `out`.
+    call is one operator, if `cache` is a pair and there is no `out` and no `score_mod`.
     """
     if operators.autocasting():
         (q,) = operators.autocast(q)
+    forms = (window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args)
     if operators.compiling():
         if not isinstance(cache, tuple):
             raise ParameterError(
@@ -132,14 +164,22 @@ def paged_attention(
             "return_lse": return_lse, "out": out,
         }  # fmt: skip
         arrays = (q, *cache, page_table, seq_lens, rows)
-        return decode_operator.traced("paged_attention", arrays, options)
-    return _PAGED(
-        *_paged_call(
-            q, cache, page_table, seq_lens, rows=rows, layer=layer, layout=layout, k_scale=k_scale,
-            v_scale=v_scale, causal=causal, softmax_scale=softmax_scale, split_size=split_size,
-            return_lse=return_lse, out=out,
-        )
+        return decode_operator.traced("paged_attention", arrays, options, forms)
+    given = _paged_call(
+        q, cache, page_table, seq_lens, rows=rows, layer=layer, layout=layout, k_scale=k_scale,
+        v_scale=v_scale, causal=causal, softmax_scale=softmax_scale, split_size=split_size,
+        return_lse=return_lse, out=out,
     )  # fmt: skip
+    if not (window is softcap is alibi_slopes is bias is mask is sinks is score_mod is None):
+        return _forms().run("paged_attention", given, forms)
+    return _PAGED(*given)
+
+
+def _forms() -> Any:
+    """Imported by the first call that has one."""
+    from fkjit.ops import decode_forms
+
+    return decode_forms
 
 
 def _contiguous_call(
@@ -187,8 +227,12 @@ def _codes(array: Any) -> Any:
 def _preparing(op: Op, call: Callable[..., Any]) -> Callable[..., None]:
     def prepare(*args: Any, **options: Any) -> None:
         """Compile and load what the call with the same arguments needs, without running it."""
-        arrays, outputs, rest = call(*args, **options)
-        op.prepare([*arrays, *outputs], rest)
+        forms = tuple(options.pop(name, None) for name in decode_operator.FORMS)
+        arrays, outputs, rest = given = call(*args, **options)
+        if any(form is not None for form in forms[:-1]):
+            _forms().prepare(op.name, given, forms)
+        else:
+            op.prepare([*arrays, *outputs], rest)
 
     return prepare
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fkjit import tuning
@@ -16,7 +16,7 @@ from fkjit.ops.decode_kernels import SPLIT
 from fkjit.ops.kv_problem import CODES, LAYOUTS
 from fkjit.ops.simple import Launch, Output, Request, arch_of
 from fkjit.ops.simple_checks import check_dtype, check_flag, check_output, check_shape, itemsize
-from fkjit.spec import Params
+from fkjit.spec import KernelSpec, Params
 
 FLOATS = ("bf16", "fp16")
 ROW_LAYOUTS = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1)}  # where batch, head, token stand
@@ -30,9 +30,13 @@ _MAX_KEYS = 2**30
 _STORAGES = {"uint8": "fp8", "int8": "int8"}
 
 Sizes = dict[str, Any]
+# What a call with a form adds to its problem, and says of its kernel: the spec, and parameters.
+Form = Callable[[str, Mapping[str, View], Sizes], tuple[KernelSpec, Params]]
 
 
-def check_contiguous(views: Mapping[str, View | None], layout: str, *options: Any) -> Request:
+def check_contiguous(
+    views: Mapping[str, View | None], layout: str, *options: Any, form: Form | None = None
+) -> Request:
     """A call of attention_decode."""
     call = "attention_decode"
     _one_of(call, "layout", layout, tuple(ROW_LAYOUTS))
@@ -53,10 +57,12 @@ def check_contiguous(views: Mapping[str, View | None], layout: str, *options: An
     }
     if "seq_lens" in seen:
         _list(call, "seq_lens", seen["seq_lens"], problem["batch"])
-    return _request(call, views, problem, *options)
+    return _request(call, views, problem, form, *options)
 
 
-def check_paged(views: Mapping[str, View | None], layout: str, *options: Any) -> Request:
+def check_paged(
+    views: Mapping[str, View | None], layout: str, *options: Any, form: Form | None = None
+) -> Request:
     """A call of paged_attention."""
     call = "paged_attention"
     _one_of(call, "layout", layout, LAYOUTS)
@@ -92,11 +98,11 @@ def check_paged(views: Mapping[str, View | None], layout: str, *options: Any) ->
             f"{call}: q has {problem['batch']} sequences, page_table {problem['table_rows']} rows; "
             "pass rows: which row each sequence has"
         )
-    return _request(call, views, problem, *options)
+    return _request(call, views, problem, form, *options)
 
 
 def _request(
-    call: str, views: Mapping[str, View | None], problem: Sizes,
+    call: str, views: Mapping[str, View | None], problem: Sizes, form: Form | None,
     causal: Any, softmax_scale: Any, split: Any, return_lse: Any,
 ) -> Request:  # fmt: skip
     """What both have in common."""
@@ -112,26 +118,33 @@ def _request(
     shape = (*seen["q"].shape[:-1], problem["head_dim_v"])
     check_output(call, views["o"], shape, problem["dtype"], "out")
     _aligned(call, seen, problem)
+    spec, more = (SPLIT, {}) if form is None else form(call, seen, problem)
     made = {"o": Output(shape, problem["dtype"], views["o"]), "lse": None}
     if check_flag(call, "return_lse", return_lse):
         lse = tuple(problem[n] for n in ("batch", "heads_q", "seqlen_q"))
         made["lse"] = Output(lse[: len(shape) - 1], "fp32")
-    inputs = {name: views[name] for name in INPUTS}
+    inputs = {name: view for name, view in views.items() if name not in made}
     if 0 in shape:
         return Request(inputs, made, ())
     arch = arch_of(seen["q"])
-    params = parameters(problem, arch)
+    try:
+        params = parameters(problem, arch, spec, more)
+    except ParameterError as error:
+        raise ParameterError(str(error).replace(f"{spec.op}:", f"{call}:", 1)) from None
     device = seen["q"].device
     sms = _CPU_SMS if device == CPU else multiprocessors(device)
     problem = grid.on_grid(params, problem, sms, arch)
     if grid.units(params, problem) >= _LIMIT or problem["longest"] > _MAX_KEYS:
         raise ParameterError(f"{call}: {problem['longest']} keys a sequence are too many; split q")
     size, counters = grid.workspace(params, problem)
-    return Request(inputs, made, (Launch(SPLIT, params, problem),), size, counters)
+    return Request(inputs, made, (Launch(spec, params, problem),), size, counters)
 
 
-def parameters(problem: Sizes, arch: Arch) -> Params:
-    """The variant for a problem. ParameterError where there is none on `arch`."""
+def parameters(
+    problem: Sizes, arch: Arch, spec: KernelSpec = SPLIT, more: Params | None = None
+) -> Params:
+    """The variant for a problem, with what is fixed besides. ParameterError where there is none on
+    `arch`."""
     rows = problem["heads_q"] // problem["heads_kv"] * problem["seqlen_q"]
     dim = max(problem["head_dim"], problem["head_dim_v"])
     fixed = {
@@ -139,7 +152,7 @@ def parameters(problem: Sizes, arch: Arch) -> Params:
         "head_dim": next(padded for padded in grid.HEAD_DIMS if dim <= padded),
     }
     fixed["rows"] = 16 if rows <= 16 or fixed["head_dim"] == 256 else 64
-    spec = SPLIT
+    fixed |= more or {}
     tiles = grid.tiles(fixed)
     fitting = [t for t in tiles if spec.why_not({**fixed, "tile": t}, arch) is None]
     params = {**fixed, "tile": (fitting or tiles)[0]}

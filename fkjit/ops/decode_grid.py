@@ -3,7 +3,7 @@
 A problem: new tokens `seqlen_q` of `batch` sequences, `longest` keys at most, in pages of
 `page_size` tokens, or 0: a page a sequence, without a table. `axes` and `page_axes` say where batch
 (page), head and token stand in q and o, and in k and v. `split` is the number of keys of a part, or
-0: parts as even as they come. `blocks` is the grid.
+0: parts as even as they come. `blocks` is the grid. A problem with a form has window=(left, right).
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ HEAD_DIMS = (64, 128, 256)  # what rows are padded to
 ROWS = (16, 64)  # of a tile: query heads of a KV head times new tokens
 MAX_TOKENS = 16  # new ones of a sequence
 LEAST_SPLIT = 128  # keys of a part of a fixed size
+ROUND = (
+    32  # keys: a window's first unit begins at a multiple (templates/device/decode_schedule.cuh)
+)
 _RESERVED = 1024  # bytes of shared memory that the system takes of each block
 _BUSY = 0.95  # of the SMs, at least, where heads go abreast
 _NO_PAGES = 31  # log2 of a page that no sequence fills
@@ -59,6 +62,7 @@ def derive(params: Params) -> dict[str, Any]:
     return {
         **{"kept": kept, "num_warps": warps, "keys": keys, "stages": stages},
         **{"min_blocks": min_blocks, "q_in_registers": params["head_dim"] <= 128},
+        "form": False,
     }
 
 
@@ -96,9 +100,15 @@ def heads(params: Params, problem: Problem) -> int:
     return problem["heads_kv"] * -(-rows // params["rows"])
 
 
+def keys_read(problem: Problem, length: int) -> int:
+    """Of a sequence, at most: a window's, from ROUND on."""
+    window = problem.get("window")
+    return length if window is None else min(length, window[0] + problem["seqlen_q"] + ROUND - 1)
+
+
 def units(params: Params, problem: Problem) -> int:
     """Of all sequences, each as long as it may become."""
-    each = max(1, -(-problem["longest"] // unit_keys(params, problem)))
+    each = max(1, -(-keys_read(problem, problem["longest"]) // unit_keys(params, problem)))
     return problem["batch"] * heads(params, problem) * each
 
 
@@ -167,10 +177,10 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
 
 
 def keys_seen(problem: Problem) -> float:
-    """Of all sequences: those that `lengths` of a problem say, or all there may be."""
+    """Of all sequences: those that `lengths` of a problem say, or all there may be; in a window."""
     given = problem.get("lengths")
     lengths = [problem["longest"]] * problem["batch"] if given is None else given
-    return float(sum(lengths))
+    return float(sum(keys_read(problem, length) for length in lengths))
 
 
 def flops(problem: Problem) -> float:
@@ -200,5 +210,6 @@ def shape_class(problem: Problem) -> dict[str, Any]:
     def up_to(most: int, size: int) -> int:
         return min(1 << (max(size, 1) - 1).bit_length(), most)
 
-    return {"keys": up_to(1 << 22, problem["batch"] * problem["heads_kv"] * problem["longest"]),
+    keys = keys_read(problem, problem["longest"])
+    return {"keys": up_to(1 << 22, problem["batch"] * problem["heads_kv"] * keys),
             "page_size": problem["page_size"]}  # fmt: skip

@@ -12,15 +12,21 @@ from fkjit.ops import operators
 _OPTIONS = (
     "Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, float? softmax_scale=None, "
 )
+_FORM = (
+    ", Tensor? alibi_slopes=None, Tensor? bias=None, Tensor? mask=None, Tensor? sinks=None, "
+    "int[]? window=None, float? softcap=None"
+)
 _CONTIGUOUS = (
     "(Tensor q, Tensor k, Tensor v, Tensor? seq_lens=None, " + _OPTIONS + "str layout='bhsd', "
-    "int? split_size=None) -> "
+    f"int? split_size=None{_FORM}) -> "
 )
 _PAGED = (
     "(Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor seq_lens, "
-    "Tensor? rows=None, " + _OPTIONS + "str? layout=None, int? split_size=None) -> "
+    "Tensor? rows=None, " + _OPTIONS + f"str? layout=None, int? split_size=None{_FORM}) -> "
 )
-_NAMES = ("k_scale", "v_scale", "causal", "softmax_scale", "layout", "split_size")
+FORMS = ("window", "softcap", "alibi_slopes", "bias", "mask", "sinks", "score_mod", "score_args")
+_OF_FORM = ("alibi_slopes", "bias", "mask", "sinks", "window", "softcap")  # in a schema
+_NAMES = ("k_scale", "v_scale", "causal", "softmax_scale", "layout", "split_size", *_OF_FORM)
 
 
 def define(attention_decode: Callable[..., Any], paged_attention: Callable[..., Any]) -> None:
@@ -59,10 +65,16 @@ def define(attention_decode: Callable[..., Any], paged_attention: Callable[..., 
             )
 
 
-def traced(name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def traced(
+    name: str, arrays: tuple[Any, ...], options: dict[str, Any], forms: tuple[Any, ...]
+) -> Any:
     """What a call is while torch.compile traces it."""
-    if options.pop("out") is not None:
-        raise ParameterError(f"{name}: out is given; not supported under torch.compile")
+    options |= dict(zip(FORMS, forms, strict=True))
+    for refused in ("out", "score_mod"):
+        if options.pop(refused) is not None:
+            raise ParameterError(f"{name}: {refused} is given; not supported under torch.compile")
+    if options["window"] is not None:
+        options["window"] = [-1 if side is None else side for side in options["window"]]
     full = f"{name}_lse" if options.pop("return_lse") else name
     return getattr(operators.known, full)(*arrays, *(options[key] for key in _NAMES))
 

@@ -102,13 +102,13 @@ def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     shape = tuple(problem[n] for n in ("batch", "heads_q", "seqlen_q", "head_dim_v"))
     o, lse = np.zeros(shape), np.full(shape[:3], -np.inf)
     for b, length in enumerate(np.asarray(arrays["seq_lens"])):
-        k, v = (_keys(problem, arrays, side, b, int(length)) for side in ("k", "v"))
+        k, v = (keys_of(problem, arrays, side, b, int(length)) for side in ("k", "v"))
         q = np.asarray(arrays["q"])[b].astype(np.float64)
         o[b], lse[b] = attend(q, k, v, problem["softmax_scale"], problem["causal"])
     return {"o": o, "lse": lse}
 
 
-def _keys(problem: Problem, arrays: Mapping[str, Any], side: str, b: int, length: int) -> Any:
+def keys_of(problem: Problem, arrays: Mapping[str, Any], side: str, b: int, length: int) -> Any:
     """[heads_kv, length, dim] of one sequence, in float64."""
     kept = np.asarray(arrays[side])
     kept = kept if problem["layout"] == "nhd" else kept.transpose(0, 2, 1, 3)

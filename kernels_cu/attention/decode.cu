@@ -22,6 +22,11 @@
 
    Keys and values may be kept as e4m3 or int8; then a head has a k_scale and a v_scale.
 
+   Forms of attention are rendered in (device/decode_form.cuh), as in flash.cu: a band of keys in
+   place of the causal mask, and units from a window's first key on; rules for the scores, two sets
+   of them, since a lane's two rows are of two heads or tokens; sinks, which the first part of a head
+   has. A kernel without is what it would be if there were none.
+
    Sources: Dao et al., "Flash-Decoding for long-context inference" (2023), for splitting keys;
    Osama et al., "Stream-K" (2023), for sharing out evenly what does not divide. */
 #include "prelude.cuh"
@@ -32,6 +37,10 @@
 #include "device/last_block.cuh"
 //% if storage == "fp8"
 #include "device/decode_e4m3.cuh"
+//% endif
+//% if form
+#include "device/decode_form.cuh"
+#include "device/reread.cuh"
 //% endif
 
 using elem_t = ${dtype};
@@ -45,6 +54,25 @@ constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the
 constexpr bool Q_IN_REGISTERS = ${q_in_registers};
 constexpr bool ABREAST = HEAD_DIM <= 128;  // registers do not suffice for more
 constexpr int GUARD = ${guard};            // bytes between rings: 0 except where memory is checked
+//% if form
+using bias_t = ${bias_dtype};
+constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks}, SCORE_MOD = ${has_mod};
+constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see device/score.cuh
+constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
+constexpr bool RULES = SOFTCAP || ALIBI || SINKS || SCORE_MOD || BIAS || MASK;
+constexpr bool ANEW = BIAS || MASK || SCORE_MOD;  // rows' addresses are worked out at each step
+
+// The caller's expression of one score, and what he gave for it to read.
+struct ScoreMod {
+  int b, h, seqlen_q, seqlen_k${score_fields};
+
+  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
+    return ${score_mod};
+  }
+};
+//% else
+constexpr bool RULES = false;  // for the scores
+//% endif
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int GROUP_WARPS = ROWS / WARP_ROWS, GROUPS = NUM_WARPS / GROUP_WARPS;
@@ -83,6 +111,13 @@ __device__ __forceinline__ void group_sync() {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_decode(
+    //% if form
+    // Null where the form has no such thing. seqlen_k: `longest`.
+    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
+    const bias_t* __restrict__ bias,         // [batch, heads_q, seqlen_q, seqlen_k], broadcast
+    const u8* __restrict__ mask,             // the same; 0 hides the key
+    const float* __restrict__ sinks /* [heads_q] */ ${score_arrays},
+    //% endif
     const elem_t* __restrict__ q,        // [batch, heads_q, seqlen_q, head_dim]
     const kept_t* __restrict__ k,        // [pages, heads_kv, page_size, head_dim]
     const kept_t* __restrict__ v,        // [pages, heads_kv, page_size, head_dim_v]
@@ -101,10 +136,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     const float group_inverse,                                  // 1 / group_size
     const int seqlen_q, const int head_dim, const int head_dim_v, const int longest,
     const int table_rows, const int table_width, const int page_log2, const u32 num_pages,
-    const int unit_log2,             // of keys of a unit: a step of every group, or more
-    const int split,                 // whether every unit is a part of its own
-    const int slots,                 // of parts in the workspace
-    const int abreast,               // heads of a sequence that neighbouring blocks have: all, or 1
+    const int unit_log2,  // of keys of a unit: a step of every group, or more
+    const int split,      // whether every unit is a part of its own
+    const int slots,      // of parts in the workspace
+    const int abreast,    // heads of a sequence that neighbouring blocks have: all, or 1
+    //% if form
+    const AttentionForm form${score_scalars},
+    //% endif
     const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
     const int causal) {              // new token i sees keys up to i + length - seqlen_q
   after_previous_kernel();
@@ -121,7 +159,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
   const VReader v_reader(lane);
 
   // 1. The share of this block.
+  //% if form
+  const Sequences sequences{seq_lens, rows,       batch,
+                            longest,  table_rows, seqlen_q + form.window_left};
+  //% else
   const Sequences sequences{seq_lens, rows, batch, longest, table_rows};
+  //% endif
   const QueryRows query_rows{group_size, seqlen_q, heads_kv, group_inverse};
   const int all_rows = query_rows.count(), row_tiles = ceil_div(all_rows, ROWS);
   const int heads = heads_kv * row_tiles;  // of a sequence: one for each of its tiles of rows
@@ -141,8 +184,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     const int row0 = (segment.head - kv_head * row_tiles) * ROWS;
     const RowTile tile{query_rows, place.sequence, kv_head, row0, min(ROWS, all_rows - row0)};
     const int length = place.length;
-    const int first_key = (unit - segment.head_begin) << unit_log2;
-    const int end_key = min(length, (segment.end - segment.head_begin) << unit_log2);
+    const int base_key = sequences.first_key(length);
+    const int first_key = base_key + ((unit - segment.head_begin) << unit_log2);
+    const int end_key = min(length, base_key + ((segment.end - segment.head_begin) << unit_log2));
+    //% if form
+    const KeyBand band(seqlen_q, length, form.window_left, form.window_right);
+    //% endif
     const QueryCopy<QTile, THREADS> queries(tile, q, q_strides, head_dim);
     const PageList pages(page_table, place.row, table_width, page_log2);
     const HeadPages<kept_t> k_pages(k, kv_head, k_strides, head_dim);
@@ -152,6 +199,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     const auto key_of = [&](int step) { return first_key + (step * GROUPS + group) * KEYS; };
     const auto page_of = [&](int step) {  // of this lane's key
       const int key = key_of(step) + lane % KEYS;
+      //% if form
+      if (key < band.first(0)) return -1;  // seen by none: its page may be somebody else's now
+      //% endif
       return key < end_key ? pages.page(key) : -1;
     };
     const auto fetch = [&](int step, int page) {
@@ -172,8 +222,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
       cp_async_commit();
     }
     int next_page = page[STAGES - 1];
-    queries.store<SCALED>(q_tile, softmax_scale_log2 < 0.f ? 0x80008000u : 0u);
+    queries.store<SCALED>(q_tile, !RULES && softmax_scale_log2 < 0.f ? 0x80008000u : 0u);
+    //% if form
+    const float key_scale = SCALED ? k_scale[kv_head] : 1.f;
+    const float scale_log2 = RULES ? LOG2E : fabsf(softmax_scale_log2) * key_scale;
+    //% else
     const float scale_log2 = fabsf(softmax_scale_log2) * (SCALED ? k_scale[kv_head] : 1.f);
+    //% endif
     const float v_factor = SCALED ? v_scale[kv_head] : 1.f;
     const HeadParts cut(segment, shares, crew, split);
     __syncthreads();
@@ -184,6 +239,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
         ldmatrix_x4(q_fragments[step][0], q_reader.address(warp_q_tile, 0, step));
     }
 
+    //% if form
+    // 3. The keys of this group, some of which each row sees (`band`), by rules of its own.
+    const auto rows_of = [&](int thread) {
+      const int row = thread % GROUP_THREADS / WARP_SIZE * WARP_ROWS + thread % WARP_SIZE / 4;
+      return LaneRows(query_rows, kv_head, row0 + row);
+    };
+    const auto rules_of = [&](int head) {
+      const int b = place.sequence;
+      return score_rules(
+          RuleIf<SOFTCAP, SoftCap<false>>(form.softcap),
+          PerScore<ScoreMod>({b, head, seqlen_q, length${score_values}}, seqlen_q, length),
+          RuleIf<ALIBI, Alibi>(alibi_slopes, form.alibi_batch_stride, b, head, seqlen_q, length),
+          RuleIf<BIAS, Bias<bias_t, BIAS_PAIRED>>(bias, form.bias, b, head, seqlen_q, length),
+          RuleIf<MASK, Where<u8, MASK_PAIRED>>(mask, form.mask, b, head, seqlen_q, length));
+    };
+    const KeyBand bands[2] = {band, band};
+    const int first_whole = band.first(seqlen_q - 1), end_whole = band.end(0);  // all rows see
+    //% else
     // 3. The keys of this group. Row r of the warp sees keys 0 .. visible[r / 8] - 1.
     const int hidden = causal ? seqlen_q - 1 : 0;  // keys that the first token does not see
     int visible[2];
@@ -192,8 +265,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
       const int token = query_rows.token(row0 + row_block * WARP_ROWS + lane / 4 + half * 8);
       visible[half] = min(length, length - hidden + (causal ? token : 0));
     }
+    //% endif
     OnlineSoftmax<1> softmax;
     float acc[1][HEAD_DIM / 8][4] = {};
+    //% if form
+    if (SINKS && unit == segment.head_begin && group == 0) {
+      const LaneRows mine = rows_of(threadIdx.x);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        softmax.begin_row_with(0, half, sinks[mine.head[half]], lane);
+    }
+    //% endif
     for (int step = 0; step < own_steps; ++step) {
       // This step has arrived, and the group is done with the last one.
       cp_async_wait<STAGES - 2>();
@@ -206,8 +288,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
       float s[1][KEYS / 8][4] = {};
       multiply_keys<elem_t, kept_t, Q_IN_REGISTERS>(s, q_fragments, warp_q_tile, q_reader, stage,
                                                     k_reader);
+      //% if form
+      const LaneRows mine = rows_of(ANEW ? thread_index_again() : threadIdx.x);
+      if (RULES) {
+        const decltype(rules_of(0)) rules[2] = {rules_of(mine.head[0]), rules_of(mine.head[1])};
+        rules_on_rows(s, lane, rules, form.softmax_scale * key_scale, mine.token, key);
+      }
+      if (key < first_whole || key + KEYS > end_whole)
+        rules_on_rows(s, lane, bands, 1.f, mine.token, key);
+      //% else
       if (key + KEYS > length - hidden)
         mask_scores(s, lane, [&](int row) { return visible[row / 8] - key; });
+      //% endif
       float correction[1][2];
       if (softmax.raise_max(s, scale_log2, correction)) scale_rows(acc, correction);
       multiply_values<elem_t, kept_t>(acc, s, softmax, scale_log2, v_stage, v_reader);
@@ -251,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     if (unit >= share_end) return;
     if (unit == place.first + listed * place.units) {
       const Sequence next(sequences, place.sequence + 1);
-      place = {place.sequence + 1, next.row, next.length, unit, next.units(unit_log2)};
+      place = {place.sequence + 1, next.row, next.length, unit, next.units(sequences, unit_log2)};
     }
   }
 }

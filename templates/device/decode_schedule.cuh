@@ -19,9 +19,16 @@
 
 // How long the sequences of a batch are; lengths are read on the device.
 struct Sequences {
-  const int* seq_lens;  // [rows of the table], or null: all have `longest` keys
-  const int* rows;      // [batch] rows of the table, or null: sequence b has row b
+  static constexpr int ROUND = 32;  // a window's first key is rounded down to so many: whole steps
+  const int* seq_lens;              // [rows of the table], or null: all have `longest` keys
+  const int* rows;                  // [batch] rows of the table, or null: sequence b has row b
   int batch, longest, table_rows;
+  int window = -1;  // keys from the end on that a query sees; -1: all
+
+  // Where the units of a sequence begin: keys before are seen by no query.
+  __device__ __forceinline__ int first_key(int length) const {
+    return window < 0 ? 0 : max(length - window, 0) / ROUND * ROUND;
+  }
 };
 
 // One of them: its row in the table, and its keys.
@@ -35,8 +42,8 @@ struct Sequence {
     length = all.seq_lens == nullptr ? all.longest : min(max(all.seq_lens[at], 0), all.longest);
   }
   // Of a head; an empty sequence has one, in which its output is written.
-  __device__ __forceinline__ int units(int unit_log2) const {
-    return max(((length - 1) >> unit_log2) + 1, 1);
+  __device__ __forceinline__ int units(const Sequences& all, int unit_log2) const {
+    return max(((length - all.first_key(length) - 1) >> unit_log2) + 1, 1);
   }
 };
 
@@ -89,7 +96,7 @@ struct LaneSequence {
     const int number = first + threadIdx.x % WARP_SIZE;
     if (number < all.batch) {
       const Sequence mine(all, number);
-      row = mine.row, length = mine.length, units = mine.units(unit_log2);
+      row = mine.row, length = mine.length, units = mine.units(all, unit_log2);
     }
     up_to = inclusive_sum(units);
   }

@@ -8,31 +8,31 @@
 #include "prelude.cuh"
 
 template <int BYTES>
-struct WordOf;
+struct KeptWord;
 template <>
-struct WordOf<1> {
+struct KeptWord<1> {
   using type = u8;
 };
 template <>
-struct WordOf<2> {
+struct KeptWord<2> {
   using type = u16;
 };
 template <>
-struct WordOf<4> {
+struct KeptWord<4> {
   using type = u32;
 };
 template <>
-struct WordOf<8> {
+struct KeptWord<8> {
   using type = uint2;
 };
 template <>
-struct WordOf<16> {
+struct KeptWord<16> {
   using type = uint4;
 };
 
 template <typename T, int SIZE>
 struct Elements {
-  using Word = typename WordOf<SIZE * sizeof(T)>::type;
+  using Word = typename KeptWord<SIZE * sizeof(T)>::type;
   Word word;
 
   // By constant index: registers cannot be indexed by a variable.

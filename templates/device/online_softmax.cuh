@@ -45,10 +45,12 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int m = 0; m < M_BLOCKS; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        row_max[m][half] = logit;
-        row_sum[m][half] = lane % 4 == 0 && logit > NEG_INFINITY ? 1.f : 0.f;
-      }
+      for (int half = 0; half < 2; ++half) begin_row_with(m, half, logit, lane);
+  }
+  // One row of this lane's does.
+  __device__ __forceinline__ void begin_row_with(int m, int half, float logit, int lane) {
+    row_max[m][half] = logit;
+    row_sum[m][half] = lane % 4 == 0 && logit > NEG_INFINITY ? 1.f : 0.f;
   }
 
   // Takes in a score tile. Returns true (for the whole warp) when accumulators must be multiplied
