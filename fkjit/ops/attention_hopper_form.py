@@ -14,9 +14,11 @@ from fkjit.ops.attention_problem import split_block
 from fkjit.spec import Arrays, Params, Problem, SharedLayout
 from fkjit.tensor_map import TensorMap
 
-# Tiles of each padded head_dim, fastest first: those of attention that leave registers for rules.
+# Tiles of each padded head_dim, fastest first: those of attention that leave registers for rules,
+# the tallest one only for those that keep the scores' units.
+_TALL = (192, 128)
 TILES: dict[int, tuple[Any, ...]] = {
-    64: (128, (64, 128)),
+    64: (_TALL, 128, (64, 128)),
     96: (128,),
     128: (128, (64, 128), (128, 64)),
     192: ((128, 96), (128, 64)),
@@ -40,9 +42,15 @@ def illegal(params: Params) -> str | None:
         return f"head_dim_v={dims[1]} is not compiled for head_dim={dims[0]}"
     if form.bias or form.mask:
         return "reads no bias and no mask"
-    if params["block"] not in TILES[dims[0]]:
+    if params["block"] not in tiles(form, dims[0]):
         return f"is not a tile for head_dim={dims[0]}"
     return None
+
+
+def tiles(form: Form, head_dim: int) -> tuple[Any, ...]:
+    """The tiles of a form, fastest first."""
+    tall = not (form.softcap or form.score_mod)
+    return tuple(tile for tile in TILES[head_dim] if tall or tile != _TALL)
 
 
 def shared(params: Params) -> SharedLayout:
@@ -92,7 +100,7 @@ def takes(problem: Problem, views: Mapping[str, Any], form: Form, block: Any) ->
         and problem["softmax_scale"] > _LEAST_SCALE
         and all(0 not in view.shape for view in views.values())
         and hopper.takes(problem, views, axes, None)
-        and (block is None or block in TILES[dims(problem)[0]])
+        and (block is None or block in tiles(form, dims(problem)[0]))
     )
 
 
@@ -101,10 +109,11 @@ def dims(problem: Problem) -> tuple[int, int]:
     return hopper.padded_dims(problem["head_dim"], problem["head_dim_v"])
 
 
-def tile(problem: Problem, head_dim: int) -> Any:
+def tile(problem: Problem, form: Form, head_dim: int) -> Any:
     """The tile of a problem: the fastest, or fewer queries where it would leave SMs idle."""
     usual = hopper.tile({**problem, "causal": problem["window"][1] == 0}, head_dim)
-    return usual if usual in TILES[head_dim] else TILES[head_dim][0]
+    legal = tiles(form, head_dim)
+    return usual if usual in legal else legal[0]
 
 
 def problems(params: Params, scale: str) -> Sequence[Problem]:

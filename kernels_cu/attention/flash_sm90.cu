@@ -51,7 +51,8 @@ constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory i
 //% if form
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks}, SCORE_MOD = ${has_mod};
-constexpr bool RULES = SOFTCAP || ALIBI || SCORE_MOD;
+// Scores keep their own units, which softmax_scale_log2 takes care of, unless a rule is not linear.
+constexpr bool NATURAL = SOFTCAP || SCORE_MOD, RULES = NATURAL || ALIBI;
 
 // The caller's expression of one score, and what he gave for it to read.
 struct ScoreMod {
@@ -62,7 +63,7 @@ struct ScoreMod {
   }
 };
 //% else
-constexpr bool VARLEN = false, RULES = false;
+constexpr bool VARLEN = false, NATURAL = false;
 //% endif
 
 constexpr int BLOCK_Q = 64 * CONSUMERS;
@@ -276,7 +277,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     RingPlace<Q_STAGES> q_place;
     RingPlace<SLOTS> slot;
     float s[1][BLOCK_K / 8][4];
-    const float scale_log2 = RULES ? LOG2E : softmax_scale_log2;
+    const float scale_log2 = NATURAL ? LOG2E : softmax_scale_log2;
+    //% if form
+    const float scale = NATURAL && !SOFTCAP ? form.softmax_scale : 1.f;
+    const float unit = NATURAL ? 1.f : 1.f / form.softmax_scale;
+    //% endif
     const auto take_work = [&] {
       int number = 0;
       if (signals) number = next_work(barriers, slot);
@@ -337,19 +342,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       //% if form
       KeyBand band(range.seqlen_q, range.seqlen_k, form.window_left, form.window_right);
       auto rules =
-          score_rules(RuleIf<SOFTCAP, SoftCap<false>>(form.softcap),
+          score_rules(RuleIf<SOFTCAP, SoftCap<false>>(form.softcap, form.softmax_scale),
                       PerScore<ScoreMod>(
                           {place.batch, place.head, range.seqlen_q, range.seqlen_k${score_values}},
                           range.seqlen_q, range.seqlen_k),
                       RuleIf<ALIBI, Alibi>(alibi_slopes, form.alibi_batch_stride, place.batch,
-                                           place.head, range.seqlen_q, range.seqlen_k));
-      if (SINKS)  // in the scores' units
-        softmax.begin_with(sinks[place.head] * (RULES ? 1.f : 1.f / form.softmax_scale), lane);
+                                           place.head, range.seqlen_q, range.seqlen_k, unit));
+      if (SINKS) softmax.begin_with(sinks[place.head] * unit, lane);
       //% endif
       const auto mask = [&] {
         //% if form
         const int row = place.q0 + warp_row, key = tile * BLOCK_K;
-        if (RULES) rules_on_fragments(s, lane, rules, form.softmax_scale, row, key);
+        if (RULES) rules_on_fragments(s, lane, rules, scale, row, key);
         if (!range.is_whole(tile)) rules_on_fragments(s, lane, band, 1.f, row, key);
         //% else
         if (!range.is_whole(tile))

@@ -9,6 +9,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+// 1 / x, about 1 ulp; 1 / inf = +0.                               PTX ISA: rcp.approx.ftz.f32
+__device__ __forceinline__ float inverse_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Two floats rounded to nearest-even into one register; `low` takes bits 0..15.
 template <typename T>
 __device__ __forceinline__ u32 pack2(float low, float high);

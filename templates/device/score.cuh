@@ -43,25 +43,24 @@ struct ScoreRule {
   static constexpr bool HELD = false;    // it reads its numbers a tile ahead
 };
 
-// tanh(x) within 3e-7 of absolute error; saturates, and NaN stays NaN.
-__device__ __forceinline__ float tanh_fast(float x) {
-  return 1.f - __fdividef(2.f, exp2_fast(x * (2.f * LOG2E)) + 1.f);
-}
-
-// EXACT: to fp32's last places, at several times the cost.
+// EXACT: to fp32's last places, at several times the cost. Else within 3e-7 of the cap, by
+// tanh(x) = 1 - 2 / (e^2x + 1), which saturates; NaN stays NaN.
 template <bool EXACT>
 struct SoftCap : ScoreRule {
   static constexpr bool CURVED = true;
   float cap, inverse;
 
-  __device__ __forceinline__ explicit SoftCap(float softcap)
-      : cap(softcap), inverse(1.f / softcap) {}
+  // Of scores that `scale` is still to multiply.
+  __device__ __forceinline__ explicit SoftCap(float softcap, float scale = 1.f)
+      : cap(softcap), inverse(scale / softcap) {}
 
   template <int N>
   __device__ __forceinline__ void apply(float (&x)[N], int, int, int = 0) const {
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      x[i] = cap * (EXACT ? tanhf(x[i] * inverse) : tanh_fast(x[i] * inverse));
+      x[i] = EXACT ? cap * tanhf(x[i] * inverse)
+                   : fmaf(-2.f * cap, inverse_fast(exp2_fast(x[i] * (2.f * LOG2E * inverse)) + 1.f),
+                          cap);
   }
 
   // x after the rule.
@@ -99,10 +98,11 @@ struct Alibi : ScoreRule {
   float slope;
   int shift;
 
-  // alibi_slopes: [batch or 1, heads_q]; a stride of 0 where all batches share theirs.
+  // alibi_slopes: [batch or 1, heads_q]; a stride of 0 where all batches share theirs. `unit`: of
+  // the scores, 1 / softmax_scale where that is still to multiply them.
   __device__ __forceinline__ Alibi(const float* alibi_slopes, int batch_stride, int batch, int head,
-                                   int seqlen_q, int seqlen_k)
-      : slope(alibi_slopes[batch * batch_stride + head]), shift(seqlen_k - seqlen_q) {}
+                                   int seqlen_q, int seqlen_k, float unit = 1.f)
+      : slope(alibi_slopes[batch * batch_stride + head] * unit), shift(seqlen_k - seqlen_q) {}
 
   template <int N>
   __device__ __forceinline__ void apply(float (&x)[N], int q_idx, int k_idx, int offset = 0) const {
