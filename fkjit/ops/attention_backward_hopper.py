@@ -24,7 +24,7 @@ _BLOCK_K, _PANEL, _WARP_ROWS = 128, 64, 16
 _BLOCK_Q = {64: 128, 128: 64}  # S^T and dK of a warpgroup in registers together
 _STAGES, _DS_STAGES = 3, 2
 _SMS = 132  # of an H100 or H200, where a problem does not say
-_BARRIER_BYTES = 160 + 8 * 32 + 16
+_BARRIER_BYTES = 160 + 8 * 48 + 48
 
 
 def _derive(params: Params) -> dict[str, Any]:
@@ -40,6 +40,7 @@ def _derive(params: Params) -> dict[str, Any]:
         **product("sum", head_dim // 2, {"a": 4, "b": 1}),
         **{name if name != "dq_registers" else "dq_list": value for name, value in dq.items()},
         "direct": _direct(params),
+        "stagings": _stagings(params),
     }
 
 
@@ -49,25 +50,66 @@ def _direct(params: Params) -> bool:
     return params["head_dim"] > 64 and not params["deterministic"]
 
 
+def _stagings(params: Params) -> int:
+    """Buffers for 64 queries and 64 columns of dq on their way to L2."""
+    if params["deterministic"]:
+        return 2 if params["head_dim"] > 64 else 1  # what there is room for
+    return int(not _direct(params))
+
+
 def _shared(params: Params) -> SharedLayout:
-    """K, V, rings of Q and dO, of dS, of lse_log2 and delta; the mbarriers."""
+    """K, V, rings of Q and dO, of dS, of dq, of lse_log2 and delta; the mbarriers."""
     d, block_q = params["head_dim"], _BLOCK_Q[params["head_dim"]]
     rings = (
         ("Q", 2 * block_q * d, _STAGES), ("dO", 2 * block_q * d, _STAGES),
-        ("dS", 2 * _BLOCK_K * block_q, _DS_STAGES), ("rows", 8 * block_q, _STAGES),
+        ("dS", 2 * _BLOCK_K * block_q, _DS_STAGES), ("dQ", 64 * 64 * 4, _stagings(params)),
+        ("rows", 8 * block_q, _STAGES),
     )  # fmt: skip
     return [
         ("K", 2 * _BLOCK_K * d),
         ("V", 2 * _BLOCK_K * d),
         *((f"{name} stage {i}", size) for name, size, count in rings for i in range(count)),
-        *(() if _direct(params) else (("dQ", 64 * 64 * 4),)),
         ("mbarriers", _BARRIER_BYTES),
     ]
 
 
+def _heads(problem: Problem) -> int:
+    return problem["heads_kv"] * problem["batch"]
+
+
+def _blocks(problem: Problem) -> int:
+    return -(-problem["seqlen_k"] // _BLOCK_K)
+
+
+def _teams(problem: Problem, rounds: int) -> int:
+    """How many heads are under way at once where each takes its blocks in so many rounds."""
+    members = -(-_blocks(problem) // rounds)
+    return min(problem.get("multiprocessors", _SMS) // members, _heads(problem))
+
+
+def _rounds(params: Params, problem: Problem) -> int:
+    """In how many rounds a team of thread blocks goes through a head, where dq has an order (see
+    device/backward_schedule.cuh): the fastest by count of blocks, nearly; then few rounds, as heads
+    under way at once share L2, but four tiles between two that come to one."""
+    blocks, heads = _blocks(problem), _heads(problem)
+    enough = 4 * _BLOCK_Q[params["head_dim"]] // _BLOCK_K
+
+    def time(rounds: int) -> int:
+        each = -(-heads // _teams(problem, rounds))
+        return -(-each // 2) * rounds * (blocks + 1) if problem["causal"] else each * rounds
+
+    legal = [rounds for rounds in range(1, blocks + 1) if _teams(problem, rounds) > 0]
+    best = min(map(time, legal))
+    near = [rounds for rounds in legal if 20 * time(rounds) <= 21 * best]
+    return next((rounds for rounds in near if rounds >= enough), near[-1])
+
+
 def _grid(params: Params, problem: Problem) -> Dim3:
-    """One block an SM, or fewer where there is less to do."""
-    works = -(-problem["seqlen_k"] // _BLOCK_K) * problem["heads_kv"] * problem["batch"]
+    """One block an SM, or fewer where there is less to do, or no room for another team."""
+    if params["deterministic"]:
+        rounds = _rounds(params, problem)
+        return (_teams(problem, rounds) * -(-_blocks(problem) // rounds), 1, 1)
+    works = _blocks(problem) * _heads(problem)
     return (min(works, problem.get("multiprocessors", _SMS)), 1, 1)
 
 
@@ -90,12 +132,16 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
     block_q = _BLOCK_Q[params["head_dim"]]
     boxes = {"q": block_q, "dout": block_q, "k": _BLOCK_K, "v": _BLOCK_K, "dk": _WARP_ROWS}
     boxes["dv"] = _WARP_ROWS
+    rounds = {}
+    if params["deterministic"]:
+        boxes["dq"], rounds["rounds"] = _WARP_ROWS, _rounds(params, problem)
     return {
         **{f"{name}_map": _map(problem, arrays, name, rows) for name, rows in boxes.items()},
         **{name: arrays.get(name) for name in ("lse_log2", "delta", "dq_sum", "turns")},
         **{name: arrays[name] for name in ("counters",) if name in arrays},
         "batch": problem["batch"],
         **shared.scalars(problem),
+        **rounds,
     }
 
 
@@ -136,33 +182,22 @@ def padded_dim(head_dim: int) -> int | None:
     return next((padded for padded in HEAD_DIMS if head_dim <= padded), None)
 
 
-def needs_zeros(problem: Problem, deterministic: bool) -> bool:
-    """Whether sums of dq have to be set to 0 before: where blocks add to what nobody has written,
-    or where there may be rows that see no key."""
-    unseen = problem["causal"] and problem["seqlen_q"] > problem["seqlen_k"]
-    return not deterministic or unseen
-
-
 def launches(
     problem: Problem, deterministic: bool
 ) -> tuple[tuple[Launch, ...], dict[str, tuple[int, ...]]]:
     """The kernels of a call, and the shapes of what they hand on beside lse_log2 and delta."""
     dtype, dim = problem["dtype"], padded_dim(problem["head_dim"]) or 0
-    zeros = needs_zeros(problem, deterministic)
     scratch: dict[str, tuple[int, ...]] = {"dq_sum": (*shared.rows_shape(problem), dim)}
     if deterministic:
         scratch["turns"] = _turns_shape(problem)
     params = {"dtype": dtype, "head_dim": dim, "deterministic": deterministic}
+    zeros = {**problem, "sum_columns": 0 if deterministic else dim}
     made = (
-        Launch(
-            portable.ROWS,
-            {"dtype": dtype, "aligned": True},
-            {**problem, "sum_columns": dim if zeros else 0},
-        ),
+        Launch(portable.ROWS, {"dtype": dtype, "aligned": True}, zeros),
         Launch(FLASH_SM90, params, problem),
         Launch(portable.DQ, {"dtype": dtype}, {**problem, "sum_columns": dim}),
     )
-    return made, scratch
+    return made[:2] if deterministic else made, scratch
 
 
 def _turns_shape(problem: Problem) -> tuple[int, ...]:
@@ -175,7 +210,7 @@ def _problems(params: Params, scale: str) -> Sequence[Problem]:
     block_q = _BLOCK_Q[params["head_dim"]]
     made = {**params, "head_dim_v": params["head_dim"], "aligned": True}
     found = shared.problems(block_q, _BLOCK_K, made, scale)
-    more = {"sum_columns": params["head_dim"]}
+    more = {"sum_columns": params["head_dim"], "deterministic": params["deterministic"]}
     if scale == "small":
         found[1] |= {"seqlen_q": 2 * block_q - 3, "seqlen_k": 2 * _BLOCK_K + 1}
         return [{**found[0], **more, "multiprocessors": 2}, {**found[1], **more}]
@@ -184,22 +219,27 @@ def _problems(params: Params, scale: str) -> Sequence[Problem]:
 
 def _outputs(params: Params, problem: Problem) -> Arrays:
     sums = (*shared.rows_shape(problem), params["head_dim"])
+    if params["deterministic"]:
+        return {
+            **shared.outputs(("dq", "dk", "dv"))(params, problem),
+            "dq_sum": np.full(sums, np.nan, np.float32),
+            "turns": np.zeros(_turns_shape(problem), np.uint32),
+        }
     return {
         **shared.outputs(("dk", "dv"))(params, problem),
         "dq_sum": np.zeros(sums, np.float32),
-        "turns": np.zeros(_turns_shape(problem), np.uint32),
         "counters": np.zeros(COUNTERS, np.uint32),
     }
 
 
 def _reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     found = shared.reference(problem, arrays)
+    if problem["deterministic"]:
+        return {**found, "turns": np.zeros(_turns_shape(problem))}
     rows = shared.rows_padded(problem) - problem["seqlen_q"]
     columns = problem["sum_columns"] - problem["head_dim"]
     dq = np.pad(found["dq"] / problem["softmax_scale"], ((0, 0), (0, 0), (0, rows), (0, columns)))
-    turns = np.zeros(_turns_shape(problem))
-    sums = portable.fragments(dq)
-    return {"dk": found["dk"], "dv": found["dv"], "dq_sum": sums, "turns": turns}
+    return {"dk": found["dk"], "dv": found["dv"], "dq_sum": portable.fragments(dq)}
 
 
 FLASH_SM90 = register(

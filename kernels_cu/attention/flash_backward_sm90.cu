@@ -13,9 +13,10 @@
                      P^T = exp2(S^T * c - lse_log2)  while dK is multiplied
 
    The third warpgroup multiplies dS K of all 128 keys, a tile behind the others, and adds it to
-   `dq_sum` in L2, from its accumulators (DIRECT) or by the copy engine; backward_dq.cu makes dQ of
-   the sums. One of its threads asks TMA for what comes next. DETERMINISTIC: blocks add to a tile in
-   a fixed order, and the first one overwrites it.
+   `dq_sum` in L2, from its accumulators (DIRECT) or by the copy engine. One of its threads asks TMA
+   for what comes next. In any order: dq_sum is 0 before, and backward_dq.cu makes dQ of it.
+   DETERMINISTIC: blocks add to a tile in a fixed order; the first one overwrites it, the last one
+   makes dQ of it.
 
    Registers decide the schedule: dK and dV take 128 of 208, S^T or dP^T 32, P^T or dS^T 16. With
    dV under way while dS^T is made both of the latter were needed: ptxas serialises wgmma (C7512).
@@ -24,11 +25,11 @@
 #include "prelude.cuh"
 #include "device/backward_barriers.cuh"
 #include "device/backward_schedule.cuh"
+#include "device/backward_sums.cuh"
 #include "device/backward_tile.cuh"
-#include "device/bulk.cuh"
 #include "device/mbarrier.cuh"
+#include "device/reread.cuh"
 #include "device/stmatrix.cuh"
-#include "device/sum_fragments.cuh"
 #include "device/tma.cuh"
 #include "device/turns.cuh"
 #include "device/wgmma.cuh"
@@ -41,12 +42,12 @@ constexpr bool DIRECT = ${direct};  // dQ is added up from registers, else from 
 constexpr int STAGES = ${stages};   // tiles of Q and of dO in shared memory
 constexpr int MAIN_REGISTERS = ${main_registers};
 constexpr int DQ_REGISTERS = ${dq_registers};
-constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
+constexpr int STAGINGS = ${stagings};  // of dQ on its way from registers, 16 rows a warp
+constexpr int GUARD = ${guard};        // bytes between tiles: 0 except where memory is checked
 
 constexpr int BLOCK_K = 128, WARPGROUP = 128, THREADS = 3 * WARPGROUP;
 // What setmaxnreg gives to some it has taken from others of those that a block was launched with.
 constexpr int REGISTERS_AT_START = 65536 / THREADS / 8 * 8;
-static_assert(!(DIRECT && DETERMINISTIC), "turns are taken by the thread that starts a copy");
 static_assert(2 * MAIN_REGISTERS + DQ_REGISTERS <= 3 * REGISTERS_AT_START,
               "more would be waited for forever");
 constexpr int DIM_STEPS = HEAD_DIM / 16, Q_STEPS = BLOCK_Q / 16, K_STEPS = BLOCK_K / 16;
@@ -57,16 +58,18 @@ constexpr int DQ_ACROSS = HEAD_DIM / DQ_COLUMNS, DQ_PARTS = BLOCK_Q / 64 * DQ_AC
 using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;  // of Q and dO
 using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;  // of K and V, at the end of dK and dV
 using DSTile = SwizzledTile<BLOCK_K, BLOCK_Q>;
+using DQTile = SwizzledTile<16, DQ_COLUMNS>;  // of a warp, at the end of dQ
 static_assert(QTile::PANEL_COLUMNS == 64 && DSTile::PANEL_COLUMNS == 64, "TMA's 128-byte swizzle");
 
-// Shared memory: K, V, rings of Q and dO, of dS, of what rows bring along; the barriers.
+// Shared memory: K, V, rings of Q and dO, of dS, dQ, what rows bring along; the barriers.
 constexpr int ROWS_BYTES = 2 * BLOCK_Q * 4, DS_STAGES = 2;  // lse_log2 of a tile, then delta
 constexpr int V_OFFSET = KTile::BYTES + GUARD, Q_OFFSET = 2 * V_OFFSET;
 constexpr int Q_STAGE = QTile::BYTES + GUARD, DO_OFFSET = Q_OFFSET + STAGES * Q_STAGE;
 constexpr int DS_OFFSET = DO_OFFSET + STAGES * Q_STAGE, DS_STAGE = DSTile::BYTES + GUARD;
-constexpr int ROWS_OFFSET = DS_OFFSET + DS_STAGES * DS_STAGE, ROWS_STAGE = ROWS_BYTES + GUARD;
-constexpr int DQ_OFFSET = ROWS_OFFSET + STAGES * ROWS_STAGE, DQ_WARP_BYTES = 16 * DQ_COLUMNS * 4;
-constexpr int BARRIERS_OFFSET = DQ_OFFSET + (DIRECT ? 0 : 4 * DQ_WARP_BYTES + GUARD);
+constexpr int DQ_OFFSET = DS_OFFSET + DS_STAGES * DS_STAGE, DQ_WARP_BYTES = 16 * DQ_COLUMNS * 4;
+constexpr int DQ_STAGE = 4 * DQ_WARP_BYTES + GUARD, ROWS_STAGE = ROWS_BYTES + GUARD;
+constexpr int ROWS_OFFSET = DQ_OFFSET + STAGINGS * DQ_STAGE;
+constexpr int BARRIERS_OFFSET = ROWS_OFFSET + STAGES * ROWS_STAGE;
 
 using Barriers = BackwardBarriers<STAGES, DS_STAGES>;
 using Sizes = BackwardSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC>;
@@ -134,23 +137,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const __grid_constant__ TensorMap v_map,     // BLOCK_K rows
     const __grid_constant__ TensorMap dk_map,    // like k and v, 16 rows
     const __grid_constant__ TensorMap dv_map,
+    //% if deterministic
+    const __grid_constant__ TensorMap dq_map,  // like q, 16 rows
+    //% endif
     const float* __restrict__ lse_log2,  // [batch, heads_q, rows_padded] contiguous, log2(e) * lse
     const float* __restrict__ delta,     // like lse_log2: rowsum(dout * o)
     float* __restrict__ dq_sum,  // [batch, heads_q, rows_padded, HEAD_DIM] as fragments (see
-                                 // device/sum_fragments.cuh), 0 where blocks add to it
-    u32* __restrict__ turns,     // [batch, heads_q, rows_padded / 16], 0 before and after
+                                 // device/sum_fragments.cuh), 0 unless DETERMINISTIC
+    //% if deterministic
+    u32* __restrict__ turns,  // [batch, heads_q, rows_padded / 16], 0 before and after
+    //% else
     u32* __restrict__ counters,  // [1], 0 before and after
+    //% endif
     const int batch, const int heads_q, const int group_size, const int seqlen_q,
     const int seqlen_k, const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
-    const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
+    //% if deterministic
+    const int rounds,  // of thread blocks over the keys of a head, see backward_schedule.cuh
+    //% endif
+    const int causal) {  // query i sees keys up to i + seqlen_k - seqlen_q
+  //% if not deterministic
+  constexpr u32* turns = nullptr;
+  constexpr int rounds = 1;
+  //% else
+  constexpr u32* counters = nullptr;
+  //% endif
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const Barriers barriers{shared + BARRIERS_OFFSET};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x % WARPGROUP / WARP_SIZE;
   const bool signals = lane == 0;
-  const Sizes sizes{batch, heads_q, group_size, seqlen_q, seqlen_k, rows_padded, causal};
+  const Sizes sizes{batch, heads_q, group_size, seqlen_q, seqlen_k, rows_padded, causal, rounds};
 
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
@@ -269,50 +287,60 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const u32 warp_dq = shared + DQ_OFFSET + warp * DQ_WARP_BYTES;
 
     // One thread asks for tiles of Q and dO, two steps ahead, with notes in shared memory.
-    RingPlace<STAGES> place;
-    BackwardWalk next;
-    int works_begun = 0, next_number = blockIdx.x;
-    bool more = true;
     const auto begin_next = [&] {
-      const RingPlace<Barriers::SLOTS> slot = ring_place<Barriers::SLOTS>(works_begun++);
+      int number = load_shared_word(barriers.note_number());
+      const int begun = load_shared_word(barriers.note_number() + 4);
+      const RingPlace<Barriers::SLOTS> slot = ring_place<Barriers::SLOTS>(begun);
       mbarrier_wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
-      store_shared_word(barriers.work(slot.stage), next_number);
+      store_shared_word(barriers.work(slot.stage), number);
       mbarrier_arrive(barriers.work_full(slot.stage));
-      if (next_number >= sizes.works()) return false;
-      const BackwardWork work(next_number, sizes);
-      store_shared_chunk(barriers.note(), work.words());
-      next = BackwardWalk(work, sizes);
-      next_number = sizes.next(next_number, counters);
-      return true;
+      BackwardWalk walk;
+      walk.left = -1;  // no more
+      if (number < sizes.works()) {
+        const BackwardWork work(number, sizes);
+        store_shared_chunk(barriers.note_work(), work.words());
+        walk = BackwardWalk(work, sizes);
+        number = BackwardWork::next(number, counters, sizes);
+        store_shared_pair(barriers.note_number(), number, begun + 1);
+      }
+      return walk;
     };
     const auto load_next = [&](int step) {
-      if (next.left == 0) more = more && begin_next();
-      if (!more) return;
-      const BackwardWork work(load_shared_chunk(barriers.note()));
-      const int q0 = next.tile * BLOCK_Q, first_key = work.block * BLOCK_K;
-      const int index = next.index(work, sizes), stage = place.stage;
+      BackwardWalk walk(load_shared_chunk(barriers.note_walk()));
+      if (walk.left == 0) walk = begin_next();
+      if (walk.left < 0) return store_shared_chunk(barriers.note_walk(), walk.words());
+      const BackwardWork work(load_shared_chunk(barriers.note_work()));
+      const int q0 = walk.tile * BLOCK_Q, first_key = work.block * BLOCK_K;
+      const RingPlace<STAGES> place = ring_place<STAGES>(step);
+      const int index = walk.index(work, sizes), stage = place.stage;
       const u32 q_full = barriers.q_full(stage), rows = shared + ROWS_OFFSET + stage * ROWS_STAGE;
       mbarrier_wait(barriers.empty(stage), place.parity ^ 1);
       store_shared_chunk(barriers.tile(step),
                          make_uint4(causal ? first_key - sizes.diagonal() - q0 : -BLOCK_K,
-                                    seqlen_k - first_key, next.left == 1, index));
+                                    seqlen_k - first_key, walk.left == 1, index));
       if (DETERMINISTIC) {
-        store_shared_word(barriers.tile(step) + 16, work.rank(next.tile, sizes));
-        store_shared_word(barriers.tile(step) + 20, sizes.turns(next.tile));
+        const int rank = work.rank(walk.tile, sizes), others = sizes.turns(walk.tile);
+        store_shared_chunk(barriers.tile(step) + 16, make_uint4(rank, others, q0, walk.head));
+        store_shared_word(barriers.tile(step) + 32, work.batch);
       }
-      tma_load_tile<QTile>(shared + Q_OFFSET + stage * Q_STAGE, q_map, q_full, q0, next.head,
+      tma_load_tile<QTile>(shared + Q_OFFSET + stage * Q_STAGE, q_map, q_full, q0, walk.head,
                            work.batch);
       mbarrier_expect(q_full, ROWS_BYTES);
       const i64 row = static_cast<i64>(index) * BLOCK_Q;
       bulk_load(rows, lse_log2 + row, ROWS_BYTES / 2, q_full);
       bulk_load(rows + ROWS_BYTES / 2, delta + row, ROWS_BYTES / 2, q_full);
       tma_load_tile<QTile>(shared + DO_OFFSET + stage * Q_STAGE, dout_map, barriers.do_full(stage),
-                           q0, next.head, work.batch);
-      place.advance();
-      next.advance(work, sizes);
+                           q0, walk.head, work.batch);
+      walk.advance(work, sizes);
+      store_shared_chunk(barriers.note_walk(), walk.words());
     };
     const bool loads = threadIdx.x == 2 * WARPGROUP;
-    if (loads) load_next(0), load_next(1);
+    if (loads) {
+      store_shared_pair(barriers.note_number(), BackwardWork::next(-1, counters, sizes), 0);
+      store_shared_chunk(barriers.note_walk(), BackwardWalk().words());
+      load_next(0);
+      load_next(1);
+    }
     __syncwarp();
 
     // The turn at the tile before ends when its additions are in place.
@@ -321,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       if (about_turn == 0) return;
       bulk_wait();
       const i64 row_block = static_cast<i64>(Tile(about_turn).index) * (BLOCK_Q / 16) + warp;
-      turn_done(turns + row_block, load_shared_word(about_turn + 20));
+      turn_done(turns + row_block, BackwardTurn{about_turn + 16}.others());
       about_turn = 0;
     };
 
@@ -346,8 +374,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         const Tile tile(about);
         const u64 ds_tile = ds_operand + (ds_ring.stage * DS_STAGE >> 4);
         const i64 first_row_block = static_cast<i64>(tile.index) * (BLOCK_Q / 16) + warp;
-        int rank = 0;  // 0: the first to write this tile
-        if (DETERMINISTIC) rank = load_shared_word(about + 16);
+        const BackwardTurn turn{about + 16};
         last = tile.last;
 #pragma unroll
         for (int part = 0; part < DQ_PARTS; ++part) {
@@ -361,30 +388,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
           wgmma_commit();
           if (DETERMINISTIC && part == 0 && signals) {
             finish_turn();
-            turn_wait(turns + first_row_block, rank);
+            turn_wait(turns + first_row_block, turn.rank());
           }
           wgmma_wait<0>();
           if (signals && part == DQ_PARTS - 1) mbarrier_arrive(barriers.ds_empty(ds_ring.stage));
-          if (!DIRECT && signals) bulk_wait_read();
+          if (STAGINGS > 0 && signals) bulk_wait_read<STAGINGS - 1>();
           __syncwarp();
-          float* const target =
+          const u32 staging = warp_dq + part % max(STAGINGS, 1) * DQ_STAGE;
+          float* const sums =
               dq_sum + fragment_place(first_row_block + block * 4, panel * CHUNKS, HEAD_DIM / 8, 0);
-#pragma unroll
-          for (int n = 0; n < CHUNKS; ++n) {
-            const int at = (n * WARP_SIZE + lane) * 4;
-            if (DIRECT)
-              add_fragment(target + at, dq[0][n]);
-            else
-              store_shared_floats(warp_dq + at * 4, dq[0][n]);
+          //% if deterministic
+          if (turn.last()) {
+            if (turn.rank() > 0) take_sums(dq, sums, lane);
+            stage_rows<elem_t, DQTile>(dq, softmax_scale, thread_index_again() % WARP_SIZE,
+                                       staging);
+            proxy_fence();
+            __syncwarp();
+            if (signals) {
+              const int row = turn.row() + block * 64 + warp * 16;
+              tma_store(dq_map, staging, panel * DQ_COLUMNS, row, turn.head(), turn.batch());
+              tma_commit();
+            }
+            continue;
           }
-          if (DIRECT) continue;
-          proxy_fence();
-          __syncwarp();
-          const bool overwrites = DETERMINISTIC && rank == 0;
-          if (signals && overwrites) bulk_store(target, warp_dq, DQ_WARP_BYTES);
-          if (signals && !overwrites) bulk_add(target, warp_dq, DQ_WARP_BYTES);
-          __syncwarp();
+          //% endif
+          const bool first = DETERMINISTIC && turn.rank() == 0;
+          if (DIRECT)
+            give_sums(sums, dq, first, lane);
+          else
+            give_sums_staged(sums, dq, first, lane, staging);
         }
+        __syncwarp();
         if (DETERMINISTIC && signals) {
           // Others wait for the end of this turn, and it for the additions: now, where there is
           // nothing else to do, else beside the next products.

@@ -11,7 +11,9 @@
 template <int STAGES, int DS_STAGES>
 struct BackwardBarriers {
   static constexpr int SLOTS = 2;  // pieces of work that have been announced
-  static constexpr int TILES = 8;  // descriptions of tiles: more than are under way
+  static constexpr int TILES =
+      8;  // descriptions of tiles: from two steps ahead to where the slowest warp is
+  static constexpr int TILE_BYTES = 48;
   static_assert(STAGES == 3 && DS_STAGES == 2, "the offsets below");
   u32 base;
 
@@ -26,8 +28,12 @@ struct BackwardBarriers {
   __device__ __forceinline__ u32 do_full(int stage) const { return base + 96 + stage * 24; }
   __device__ __forceinline__ u32 empty(int stage) const { return base + 104 + stage * 24; }
   // What the thread that loads tells the others of a tile, and what it notes for itself.
-  __device__ __forceinline__ u32 tile(int number) const { return base + 160 + number % TILES * 32; }
-  __device__ __forceinline__ u32 note() const { return base + 160 + TILES * 32; }
+  __device__ __forceinline__ u32 tile(int number) const {
+    return base + 160 + number % TILES * TILE_BYTES;
+  }
+  __device__ __forceinline__ u32 note_work() const { return base + 160 + TILES * TILE_BYTES; }
+  __device__ __forceinline__ u32 note_walk() const { return note_work() + 16; }
+  __device__ __forceinline__ u32 note_number() const { return note_work() + 32; }
 
   // By one thread, before all meet.
   __device__ __forceinline__ void init() const {

@@ -30,9 +30,11 @@ __device__ __forceinline__ void bulk_store(float* global, u32 shared, int bytes)
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// What this thread's groups read from shared memory has been read. PTX ISA: cp.async.bulk.wait_group
+// What all but the newest PENDING groups of this thread read from shared memory has been read.
+// PTX ISA: cp.async.bulk.wait_group
+template <int PENDING = 0>
 __device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
 // What this thread's groups write is in place.

@@ -56,6 +56,11 @@ __device__ __forceinline__ float2 load_shared_pair(u32 address) {
   return pair;
 }
 
+// PTX ISA: st.shared.v2.b32
+__device__ __forceinline__ void store_shared_pair(u32 address, u32 x, u32 y) {
+  asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(address), "r"(x), "r"(y) : "memory");
+}
+
 // PTX ISA: st.shared.v4.f32
 __device__ __forceinline__ void store_shared_floats(u32 address, const float (&x)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(x[0]), "f"(x[1]),

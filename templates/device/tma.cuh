@@ -50,8 +50,12 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, u32 shared, int 
       : "memory");
 }
 
+// What this thread has stored since is a group of its own. PTX ISA: cp.async.bulk.commit_group
+__device__ __forceinline__ void tma_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
 // Rows of a tile, as many as the map's boxes have, to `row` on of one head: a group of its own.
-// PTX ISA: cp.async.bulk.commit_group
 template <typename Tile>
 __device__ __forceinline__ void tma_store_tile(const TensorMap& map, u32 shared, int row, int head,
                                                int batch) {
@@ -59,7 +63,7 @@ __device__ __forceinline__ void tma_store_tile(const TensorMap& map, u32 shared,
   for (int panel = 0; panel < Tile::PANELS; ++panel)
     tma_store(map, shared + panel * Tile::PANEL_BYTES, panel * Tile::PANEL_COLUMNS, row, head,
               batch);
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  tma_commit();
 }
 
 // Shared memory that this thread's stores read may be written again. PTX ISA: cp.async.bulk.wait_group
