@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fkjit.ops.decode_form_kernels import SHIPPED
 from tests.mutations import Bug
 from tests.test_mutations import KINDS, outcome
 
@@ -13,6 +14,9 @@ ONE = {"kernel": "attention_decode.split",
        "params": {"dtype": "fp16", "storage": "same", "head_dim": 64, "rows": 16}}  # fmt: skip
 FOUR = {"kernel": ONE["kernel"], "params": {**ONE["params"], "rows": 64}}
 CODES = {"kernel": ONE["kernel"], "params": {**ONE["params"], "storage": "int8"}}
+FORM = {"kernel": "decode_form.split",
+        "params": {**ONE["params"], "dtype": "bf16", "form": SHIPPED[1]}}  # fmt: skip
+CUT_FORM = {"window": (500, 0), "blocks": 4}
 CUT = {"lengths": [33, 0, 300], "longest": 300, "table_width": 19, "num_pages": 59, "blocks": 4}
 
 BUGS = (
@@ -47,6 +51,12 @@ BUGS = (
     Bug("a crew's heads share their slots", D + "schedule.cuh",
         "return number * crew.size + crew.member();", "return number * crew.size;", by="race",
         problem=CUT, **ONE),
+    Bug("every part has the sink", K, "SINKS && unit == segment.head_begin && group == 0",
+        "SINKS && group == 0", by="numbers", problem=CUT_FORM, **FORM),
+    Bug("every group has the sink", K, "SINKS && unit == segment.head_begin && group == 0",
+        "SINKS && unit == segment.head_begin", by="numbers", **FORM),
+    Bug("a window that begins a step late", D + "schedule.cuh", "/ ROUND * ROUND;",
+        "/ ROUND * ROUND + ROUND;", by="numbers", **FORM),
     Bug("codes without their scale", K, "(SCALED ? k_scale[kv_head] : 1.f)", "1.f", by="numbers",
         **CODES),
 )  # fmt: skip

@@ -101,29 +101,30 @@ def expected(problem: Problem, arrays: Arrays) -> Expected:
 
 def _rows(problem: Problem, arrays: Arrays, b: int, head: int) -> Any:
     """[tokens, D] of one head, the textbook way."""
-    torch = import_module("torch")
-    kv_head = head // (problem["heads_q"] // problem["heads_kv"])
-    pages = arrays["page_table"][b].long() if problem["page_size"] else slice(b, b + 1)
-    keys = problem["lengths"][b]
-
-    def one(side: str) -> Any:
-        at = (
-            (slice(None), kv_head)
-            if problem["layout"] == "hnd"
-            else (slice(None), slice(None), kv_head)
-        )
-        x = arrays[side][pages][at].flatten(0, 1)[:keys]
-        if problem["storage"] == "fp8":
-            x = x.view(torch.float8_e4m3fn).float()
-        scale = arrays[f"{side}_scale"][kv_head].double() if problem["storage"] != "same" else 1.0
-        return x.double() * scale
-
-    tokens = problem["seqlen_q"]
-    scores = arrays["q"][b, head].double() @ one("k").T * problem["softmax_scale"]
+    torch, keys, tokens = import_module("torch"), problem["lengths"][b], problem["seqlen_q"]
+    k, v = (keys_of(problem, arrays, side, b, head) for side in "kv")
+    scores = arrays["q"][b, head].double() @ k.T * problem["softmax_scale"]
     if problem["causal"]:
         last = torch.arange(keys - tokens, keys, device=scores.device)
         scores.masked_fill_(torch.arange(keys, device=scores.device) > last[:, None], float("-inf"))
-    return scores.softmax(-1) @ one("v")
+    return scores.softmax(-1) @ v
+
+
+def keys_of(problem: Problem, arrays: Arrays, side: str, b: int, head: int) -> Any:
+    """[keys, D] that one query head of one sequence sees of k or v, in float64."""
+    torch = import_module("torch")
+    kv_head = head // (problem["heads_q"] // problem["heads_kv"])
+    pages = arrays["page_table"][b].long() if problem["page_size"] else slice(b, b + 1)
+    at = (
+        (slice(None), kv_head)
+        if problem["layout"] == "hnd"
+        else (slice(None), slice(None), kv_head)
+    )
+    x = arrays[side][pages][at].flatten(0, 1)[: problem["lengths"][b]]
+    if problem["storage"] == "fp8":
+        x = x.view(torch.float8_e4m3fn).float()
+    scale = arrays[f"{side}_scale"][kv_head].double() if problem["storage"] != "same" else 1.0
+    return x.double() * scale
 
 
 def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
