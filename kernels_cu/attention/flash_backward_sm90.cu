@@ -24,11 +24,11 @@
    Source: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
 #include "device/backward_barriers.cuh"
+#include "device/backward_queue.cuh"
 #include "device/backward_schedule.cuh"
 #include "device/backward_sums.cuh"
 #include "device/backward_tile.cuh"
 #include "device/mbarrier.cuh"
-#include "device/reread.cuh"
 #include "device/stmatrix.cuh"
 #include "device/tma.cuh"
 #include "device/turns.cuh"
@@ -58,7 +58,6 @@ constexpr int DQ_ACROSS = HEAD_DIM / DQ_COLUMNS, DQ_PARTS = BLOCK_Q / 64 * DQ_AC
 using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;  // of Q and dO
 using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;  // of K and V, at the end of dK and dV
 using DSTile = SwizzledTile<BLOCK_K, BLOCK_Q>;
-using DQTile = SwizzledTile<16, DQ_COLUMNS>;  // of a warp, at the end of dQ
 static_assert(QTile::PANEL_COLUMNS == 64 && DSTile::PANEL_COLUMNS == 64, "TMA's 128-byte swizzle");
 
 // Shared memory: K, V, rings of Q and dO, of dS, dQ, what rows bring along; the barriers.
@@ -174,16 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
   __syncthreads();
 
   int works_taken = 0, step_number = 0;  // step_number: tiles of queries so far
-  const auto take_work = [&] {
-    const RingPlace<Barriers::SLOTS> slot = ring_place<Barriers::SLOTS>(works_taken++);
-    int number = 0;
-    if (signals) {
-      mbarrier_wait(barriers.work_full(slot.stage), slot.parity);
-      number = load_shared_word(barriers.work(slot.stage));
-      mbarrier_arrive(barriers.work_empty(slot.stage));
-    }
-    return __shfl_sync(FULL_MASK, number, 0);
-  };
+  const auto next_work = [&] { return take_work(barriers, works_taken++, signals); };
 
   if (warpgroup < 2) {
     // ---- dK and dV of 64 keys
@@ -197,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const u32 lane_rows = shared + ROWS_OFFSET + lane % 4 * 8;
     RingPlace<STAGES> place;
 
-    for (int number = take_work(); number < sizes.works(); number = take_work()) {
+    for (int number = next_work(); number < sizes.works(); number = next_work()) {
       float dk[1][HEAD_DIM / 8][4] = {}, dv[1][HEAD_DIM / 8][4] = {};
       u32 p[Q_STEPS][4];
       const auto take_probabilities = [&](float (&s)[1][BLOCK_Q / 8][4], int stage, int step) {
@@ -287,27 +277,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const u32 warp_dq = shared + DQ_OFFSET + warp * DQ_WARP_BYTES;
 
     // One thread asks for tiles of Q and dO, two steps ahead, with notes in shared memory.
-    const auto begin_next = [&] {
-      int number = load_shared_word(barriers.note_number());
-      const int begun = load_shared_word(barriers.note_number() + 4);
-      const RingPlace<Barriers::SLOTS> slot = ring_place<Barriers::SLOTS>(begun);
-      mbarrier_wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
-      store_shared_word(barriers.work(slot.stage), number);
-      mbarrier_arrive(barriers.work_full(slot.stage));
-      BackwardWalk walk;
-      walk.left = -1;  // no more
-      if (number < sizes.works()) {
-        const BackwardWork work(number, sizes);
-        store_shared_chunk(barriers.note_work(), work.words());
-        walk = BackwardWalk(work, sizes);
-        number = BackwardWork::next(number, counters, sizes);
-        store_shared_pair(barriers.note_number(), number, begun + 1);
-      }
-      return walk;
-    };
     const auto load_next = [&](int step) {
       BackwardWalk walk(load_shared_chunk(barriers.note_walk()));
-      if (walk.left == 0) walk = begin_next();
+      if (walk.left == 0) walk = begin_work(barriers, counters, sizes);
       if (walk.left < 0) return store_shared_chunk(barriers.note_walk(), walk.words());
       const BackwardWork work(load_shared_chunk(barriers.note_work()));
       const int q0 = walk.tile * BLOCK_Q, first_key = work.block * BLOCK_K;
@@ -336,8 +308,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     };
     const bool loads = threadIdx.x == 2 * WARPGROUP;
     if (loads) {
-      store_shared_pair(barriers.note_number(), BackwardWork::next(-1, counters, sizes), 0);
-      store_shared_chunk(barriers.note_walk(), BackwardWalk().words());
+      first_work(barriers, counters, sizes);
       load_next(0);
       load_next(1);
     }
@@ -353,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       about_turn = 0;
     };
 
-    for (int number = take_work(); number < sizes.works(); number = take_work()) {
+    for (int number = next_work(); number < sizes.works(); number = next_work()) {
       const int kv_parity = works_taken - 1 & 1;
       if (threadIdx.x == 2 * WARPGROUP + WARP_SIZE) {
         const BackwardWork work(number, sizes);
@@ -400,15 +371,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
           //% if deterministic
           if (turn.last()) {
             if (turn.rank() > 0) take_sums(dq, sums, lane);
-            stage_rows<elem_t, DQTile>(dq, softmax_scale, thread_index_again() % WARP_SIZE,
-                                       staging);
-            proxy_fence();
-            __syncwarp();
-            if (signals) {
-              const int row = turn.row() + block * 64 + warp * 16;
-              tma_store(dq_map, staging, panel * DQ_COLUMNS, row, turn.head(), turn.batch());
-              tma_commit();
-            }
+            store_sums<elem_t>(dq_map, dq, softmax_scale, panel * DQ_COLUMNS,
+                               block * 64 + warp * 16, turn, staging);
             continue;
           }
           //% endif

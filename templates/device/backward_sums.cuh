@@ -5,7 +5,9 @@
 //   last      where turns are taken, the last one adds the sums to its own registers and has dQ
 //   between   from registers (DIRECT), 16 bytes a lane, or from shared memory by the copy engine
 #pragma once
+#include "device/backward_tile.cuh"
 #include "device/bulk.cuh"
+#include "device/reread.cuh"
 #include "device/sum_fragments.cuh"
 #include "device/tile_copy.cuh"
 #include "device/tma.cuh"
@@ -38,6 +40,21 @@ __device__ __forceinline__ void take_sums(float (&d)[1][N][4], const float* sums
                  : "memory");
     d[0][n][0] += sum.x, d[0][n][1] += sum.y, d[0][n][2] += sum.z, d[0][n][3] += sum.w;
   }
+}
+
+// A warp's dQ times `scale`, rounded, to rows from `row` of the tile on and columns from `column` on,
+// by way of shared memory.
+template <typename T, int N>
+__device__ __forceinline__ void store_sums(const TensorMap& map, const float (&d)[1][N][4],
+                                           float scale, int column, int row, BackwardTurn turn,
+                                           u32 staging) {
+  const int lane = thread_index_again() % WARP_SIZE;  // or else addresses stay in registers
+  stage_rows<T, SwizzledTile<16, 8 * N>>(d, scale, lane, staging);
+  proxy_fence();
+  __syncwarp();
+  if (lane > 0) return;
+  tma_store(map, staging, column, turn.row() + row, turn.head(), turn.batch());
+  tma_commit();
 }
 
 // From registers.
