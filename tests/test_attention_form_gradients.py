@@ -1,4 +1,5 @@
-"""Gradients of fkjit.attention with a form, against float64 autograd, in the interpreter."""
+"""Gradients of fkjit.attention with a form and of packed sequences, against float64 autograd, in
+the interpreter."""
 
 from __future__ import annotations
 
@@ -8,10 +9,17 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 import fkjit  # noqa: E402
 from fkjit.build import quiet  # noqa: E402
-from fkjit.errors import ParameterError  # noqa: E402
-from tests.test_attention_backward import tensors  # noqa: E402
+from fkjit.errors import ArgumentTypeError, ParameterError  # noqa: E402
+from tests.test_attention_backward import DTYPES, tensors  # noqa: E402
 
 HEADS, SQ, SK = 4, 37, 53
+LEARNED = ("alibi_slopes", "bias", "sinks")
+
+
+@pytest.fixture(autouse=True)
+def silent():
+    with quiet():
+        yield
 
 
 def arrays(seed=3):
@@ -24,72 +32,286 @@ def arrays(seed=3):
 
 
 def textbook(q, k, v, *, causal=False, window=None, softcap=None, alibi_slopes=None, bias=None,
-             mask=None, sinks=None):  # fmt: skip
+             mask=None, sinks=None, mod=None):  # fmt: skip
+    sq, sk = q.shape[2], k.shape[2]
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     s = q @ k.mT * q.shape[-1] ** -0.5
     s = s if softcap is None else softcap * torch.tanh(s / softcap)
-    apart = torch.arange(SK) - (torch.arange(SQ)[:, None] + SK - SQ)
+    s = s if mod is None else mod(s)
+    apart = torch.arange(sk) - (torch.arange(sq)[:, None] + sk - sq)
     if alibi_slopes is not None:
-        s = s - alibi_slopes.to(s)[:, None, None] * apart.abs()
+        s = s - alibi_slopes.to(s)[..., None, None] * apart.abs()
     s = s if bias is None else s + bias.to(s)
-    left, right = (SK + SQ if x is None else x for x in window or (None, None))
+    left, right = (sk + sq if x is None else x for x in window or (None, None))
     seen = (apart >= -left) & (apart <= (0 if causal else right))
     seen = seen if mask is None else seen & mask
     s = s.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         s = torch.cat([s, sinks.to(s)[:, None, None].expand(*s.shape[:3], 1)], -1)
-    p = s.softmax(-1).nan_to_num()[..., :SK]
+    p = s.softmax(-1).nan_to_num()[..., :sk]
     return p @ v
 
 
-def grads(call, given, dout):
-    leaves = [x.detach().clone().requires_grad_() for x in given]
-    call(*leaves).backward(dout.to(leaves[0].dtype))
-    return [x.grad for x in leaves]
+def leaf(x, dtype):
+    return x.detach().clone().to(dtype).requires_grad_()
+
+
+def grads(call, given, dout, options, dtype=None):
+    """Of q, k, v and what is learned; all in `dtype` if there is one."""
+    rows = [leaf(x, dtype or x.dtype) for x in given]
+    learned = {n: leaf(x, dtype or x.dtype) for n, x in options.items() if n in LEARNED}
+    call(*rows, **options | learned).backward(dout.to(dtype or dout.dtype))
+    return [x.grad for x in (*rows, *learned.values())]
+
+
+def assert_no_worse(found, peer, exact):
+    """At most twice PyTorch's own error in this dtype."""
+    for one, other, expected in zip(found, peer, exact, strict=True):
+        assert one.shape == expected.shape
+        error, theirs = ((x.double() - expected).norm() for x in (one, other))
+        assert error <= 2 * theirs + 2e-6 * expected.norm(), (error, theirs)
+
+
+def check(given, dout, options, call=None, mine=None):
+    """`mine`: further options of fkjit's."""
+    call = call or textbook
+    found = grads(lambda *x, **o: fkjit.attention(*x, **o, **(mine or {})), given, dout, options)
+    exact, peer = (grads(call, given, dout, options, dtype) for dtype in (torch.float64, None))
+    assert_no_worse(found, peer, exact)
 
 
 CASES = (
     (("window",), {"window": (9, 4)}), (("window causal",), {"window": (20, None), "causal": True}),
-    (("softcap",), {"softcap": 1.5}), (("alibi_slopes",), {"causal": True}), (("bias",), {}),
-    (("mask",), {}), (("sinks",), {"causal": True}),
+    (("softcap",), {"softcap": 1.5}), (("mask",), {}), (("sinks",), {"causal": True}),
     (("alibi_slopes", "bias", "mask", "sinks"), {"softcap": 2.0, "window": (25, 3)}),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [*((case, "bf16") for case in CASES), *((case, "fp32") for case in CASES[::7])],
+    [*((case, "bf16") for case in CASES), *((case, "fp32") for case in CASES[::5])],
     ids=str,
 )
 def test_gradients_err_at_most_twice_as_much_as_pytorch(case, dtype):
     names, options = case
-    options = options | {name: x for name, x in arrays().items() if name in names}
     *given, dout = tensors(HEADS, 2, SQ, SK, 40, 24, dtype, batch=2)
-    with quiet():
-        found = grads(lambda *x: fkjit.attention(*x, **options), given, dout)
-    exact = grads(lambda *x: textbook(*x, **options), [x.double() for x in given], dout)
-    peer = grads(lambda *x: textbook(*x, **options), given, dout)
-    for one, other, expected in zip(found, peer, exact, strict=True):
-        error, theirs = ((x.double() - expected).norm() for x in (one, other))
-        assert error <= 2 * theirs + 2e-6 * expected.norm(), (error, theirs)
+    with fkjit.sanitize(race=len(names) > 1):
+        check(given, dout, options | {n: x for n, x in arrays().items() if n in names})
 
 
-@pytest.mark.parametrize("dims", [(192, 128), (256, 256)], ids=str)
-def test_wide_heads_have_tiles_of_their_own(dims):
-    options = {"softcap": 2.0, **{n: x for n, x in arrays().items() if n != "sinks"}}
-    *given, dout = tensors(HEADS, 2, SQ, SK, *dims, "fp16", batch=2)
-    with quiet():
-        found = grads(lambda *x: fkjit.attention(*x, **options), given, dout)
-    exact = grads(lambda *x: textbook(*x, **options), [x.double() for x in given], dout)
+BIASES = (
+    ((1, 1, 1, SK), "bf16", (64, 64)), ((2, 1, SQ, SK), "fp16", (128, 128)),
+    ((2, HEADS, 1, SK), "fp32", (35, 61)), ((2, HEADS, SQ, SK), "bf16", (192, 128)),
+    ((1, HEADS, SQ, SK), "bf16", (250, 64)), ((1, 1, SQ, SK), "fp32", (256, 256)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "dtype", "dims"), BIASES, ids=str)
+def test_a_bias_of_any_shape_has_a_gradient(shape, dtype, dims):
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])
+    *given, dout = tensors(HEADS, 2, SQ, SK, *dims, dtype, batch=2)
+    with fkjit.sanitize(race=shape[2] == 1):
+        check(given, dout, {"bias": bias, "causal": len(set(shape)) > 2})
+
+
+def test_only_what_is_wanted_is_made():
+    options = arrays() | {"bias": torch.zeros(1, 1, SQ, SK), "causal": True}
+    *given, dout = tensors(HEADS, 2, SQ, SK, 16, 16, "fp32", batch=2)
+    whole = dict(zip((*"qkv", *LEARNED), grads(fkjit.attention, given, dout, options), strict=True))
+    for wanted in ("bias", "alibi_slopes", "sinks", "k"):
+        rows = dict(zip("qkv", given, strict=True))
+        asked = {n: leaf(x, x.dtype) for n, x in (rows | options).items() if n == wanted}
+        call = rows | {n: x for n, x in asked.items() if n in rows}
+        form = options | {n: x for n, x in asked.items() if n in options}
+        fkjit.attention(*call.values(), **form).backward(dout)
+        assert torch.equal(asked[wanted].grad, whole[wanted])
+
+
+def test_slopes_of_each_batch_and_a_gradient_of_lse():
+    slopes, sinks = torch.rand(2, HEADS), torch.rand(HEADS)
+    *given, dout = tensors(HEADS, 2, SQ, SK, 16, 16, "fp32", batch=2)
+    options = {"alibi_slopes": slopes, "sinks": sinks, "window": (20, 5)}
+    check(given, dout, options)
+
+    def lse_of(q, k, v, *, alibi_slopes, sinks, window):
+        ones = torch.ones_like(v[..., :1])  # sum of p: 1 less the sink's share
+        share = textbook(q, k, ones, alibi_slopes=alibi_slopes, sinks=sinks, window=window)
+        return sinks.to(q)[:, None] - torch.log1p(-share[..., 0]) + 0 * v.sum()
+
+    def ours(*rows, **options):
+        return fkjit.attention(*rows, **options, return_lse=True)[1]
+
+    of_lse = torch.randn(2, HEADS, SQ)
+    found = grads(ours, given, of_lse, options)
+    exact = grads(lse_of, given, of_lse, options, torch.float64)
     for one, expected in zip(found, exact, strict=True):
-        assert (one.double() - expected).norm() <= 3e-3 * expected.norm()
+        assert (one.double() - expected).abs().max() <= 1e-5 * expected.abs().max() + 1e-12
+
+
+# ------------------------------------------------------------------ a score of the user's
+
+
+def test_a_score_of_the_users_has_the_derivative_that_he_gives():
+    table = torch.rand(SQ)
+    *given, dout = tensors(HEADS, 2, SQ, SK, 24, 24, "fp32", batch=2)
+
+    def call(*rows, softcap):
+        return textbook(*rows, softcap=softcap, causal=True,
+                        mod=lambda s: 0.5 * s * s + s * table.to(s)[:, None])  # fmt: skip
+
+    mine = {
+        "score_mod": "half * score * score + score * table[q_idx]", "causal": True,
+        "score_args": {"half": 0.5, "table": table}, "score_mod_grad": "score + table[q_idx]",
+    }  # fmt: skip
+    check(given, dout, {"softcap": 3.0}, call, mine)
+    given[0] = leaf(given[0], given[0].dtype)
+    anything = "k_idx > q_idx + 16 ? 1.f / 0.f : score"  # where keys are hidden
+    (mine.pop("score_args"), mine.update(score_mod="score", score_mod_grad=anything))
+    fkjit.attention(*given, **mine).sum().backward()
+    assert torch.isfinite(given[0].grad).all()
 
 
 def test_what_has_no_gradient_is_refused():
     q, k, v, _ = tensors(HEADS, 2, SQ, SK, 16, 16, "fp32")
-    bias = arrays()["bias"].requires_grad_()
-    with pytest.raises(ParameterError, match="bias requires grad, but has no gradient yet"):
-        fkjit.attention(q, k, v, bias=bias)
-    with pytest.raises(ParameterError, match="score_mod has no derivative"):
-        fkjit.attention(q.requires_grad_(), k, v, score_mod="score * 2")
+    q.requires_grad_()
+    for words, error, options in (
+        ("has no derivative; pass score_mod_grad", ParameterError, {"score_mod": "score * 2"}),
+        ("score_mod_grad is given, but no score_mod", ParameterError,
+         {"softcap": 3.0, "score_mod_grad": "1.f"}),
+        ("score_mod_grad=2 is not a str", ArgumentTypeError,
+         {"score_mod": "score * 2", "score_mod_grad": 2}),
+        ("score_mod_grad='1;' is not one expression", ParameterError,
+         {"score_mod": "score * 2", "score_mod_grad": "1;"}),
+        ("score_args: t requires grad, but has no gradient", ParameterError,
+         {"score_mod": "score * t[0]", "score_mod_grad": "t[0]",
+          "score_args": {"t": torch.ones(1, requires_grad=True)}}),
+    ):  # fmt: skip
+        with pytest.raises(error, match="attention: .*" + words.replace("?", ".")):
+            fkjit.attention(q, k, v, **options)
+    o = fkjit.attention(q, k, v, score_mod="score * 2", score_mod_grad="scores")
+    with pytest.raises(ParameterError, match="score_mod_grad='scores' does not compile"):
+        o.sum().backward()
+
+
+# ------------------------------------------------------------------ packed sequences
+
+LENGTHS = ((37, 0, 5, 70, 3), (20, 7, 0, 70, 9))
+
+
+def packed(dims, dtype):
+    """q, k, v, dout and where sequences end."""
+    made = torch.Generator().manual_seed(5)
+    (total_q, total_k), (d, dv) = (sum(lengths) for lengths in LENGTHS), dims
+    shapes = (total_q, HEADS, d), (total_k, 2, d), (total_k, 2, dv), (total_q, HEADS, dv)
+    rows = [torch.randn(shape, generator=made).to(DTYPES[dtype]) for shape in shapes]
+    ends = [torch.tensor((0, *lengths)).cumsum(0).int() for lengths in LENGTHS]
+    return *rows, ends
+
+
+def by_sequence(q, k, v, *, bias=None, **options):
+    """`textbook` of one after the other."""
+    made, firsts = [], [0, 0]
+    for number, (sq, sk) in enumerate(zip(*LENGTHS, strict=True)):
+        queries, keys = (slice(at, at + n) for at, n in zip(firsts, (sq, sk), strict=True))
+        firsts = [queries.stop, keys.stop]
+        own = [x.transpose(0, 1)[None] for x in (q[queries], k[keys], v[keys])]
+        if bias is not None:
+            options["bias"] = bias[number % len(bias)][None, :, :sq, :sk]
+        o = textbook(*own, **options) if sq and sk else own[0].new_zeros(1, HEADS, sq, v.shape[2])
+        made.append(o[0].transpose(0, 1))
+    return torch.cat(made)
+
+
+PACKED = (
+    ("bf16", (40, 24), {"causal": True}, ()),
+    ("fp32", (40, 24), {"window": (9, 3), "softcap": 2.0}, LEARNED),
+    ("fp16", (128, 128), {"causal": True}, LEARNED),
+)
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_packed_sequences_err_at_most_twice_as_much_as_pytorch(case):
+    dtype, dims, options, learned = case
+    *given, dout, ends = packed(dims, dtype)
+    longest = [max(lengths) for lengths in LENGTHS]
+    made = torch.Generator().manual_seed(2)
+    more = {"alibi_slopes": torch.rand(HEADS), "sinks": torch.rand(HEADS)}
+    more["bias"] = torch.randn((1, HEADS, *longest), generator=made)
+    options = options | {name: more[name] for name in learned}
+
+    def ours(*rows, **options):
+        return fkjit.attention_varlen(*rows, *ends, *longest, **options)
+
+    with fkjit.sanitize(race=dtype == "fp16"):
+        found = grads(ours, given, dout, options)
+    exact, peer = (grads(by_sequence, given, dout, options, to) for to in (torch.float64, None))
+    assert_no_worse(found, peer, exact)
+
+
+def test_rows_of_no_sequence_and_beyond_the_longest_have_no_gradient():
+    *given, dout, ends = packed((16, 16), "fp32")
+    rows = [leaf(x, x.dtype) for x in given]
+    shorter = [end[:-1] for end in ends]
+    fkjit.attention_varlen(*rows, *shorter, 50, 60).backward(dout)
+    for x, end, longest in zip(rows, (ends[0], ends[1], ends[1]), (50, 60, 60), strict=True):
+        assert (x.grad[end[3] + longest :] == 0).all() and torch.isfinite(x.grad).all()
+    assert (rows[0].grad[: ends[0][1]] != 0).any()
+
+
+# ------------------------------------------------------------------ compiled, as operators
+
+
+def test_compiled_whole_they_have_the_same_gradients():
+    torch._dynamo.reset()
+    *given, dout, ends = packed((32, 32), "fp16")
+    learned = [torch.randn(1, HEADS, 70, 70), torch.rand(HEADS), torch.rand(HEADS)]
+
+    def packed_model(q, k, v, bias, slopes, sinks):
+        return fkjit.attention_varlen(q * 2, k, v, *ends, 70, 70, causal=True, bias=bias,
+                                      sinks=sinks, alibi_slopes=slopes)  # fmt: skip
+
+    def model(q, k, v, bias, slopes, sinks):
+        q, k, v = (x[None, :30].transpose(1, 2) for x in (q * 2, k, v))
+        made = fkjit.attention(q, k, v, window=(9, None), bias=bias[:, :1, :30, :30].contiguous(),
+                               sinks=sinks, alibi_slopes=slopes, return_lse=True)  # fmt: skip
+        return (made[0] + made[1].mean().half()).expand(1, HEADS, 30, 32).flatten()
+
+    for one, shape in ((packed_model, dout.shape), (model, (HEADS * 30 * 32,))):
+        found = []
+        for call in (one, torch.compile(one, backend="aot_eager", fullgraph=True)):
+            rows = [leaf(x, x.dtype) for x in (*given, *learned)]
+            call(*rows).backward(dout.flatten()[: torch.Size(shape).numel()].reshape(shape))
+            found.append([x.grad for x in rows])
+        for eager, compiled in zip(*found, strict=True):
+            assert torch.equal(eager, compiled)
+
+
+@pytest.mark.parametrize("name", ["attention_form", "attention_varlen_lse"])
+def test_operators_are_what_their_schemas_say(name):
+    *given, _, ends = packed((32, 32), "fp16")
+    form = [torch.rand(HEADS), torch.randn(1, 1, 1, 70), None, torch.rand(HEADS)]
+    more = [*ends, 70, 70] if "varlen" in name else []
+    if not more:
+        given = [x[None, :70].transpose(1, 2) for x in given]
+    form = [x if x is None else leaf(x, x.dtype) for x in form]
+    operator = getattr(torch.ops.fkjit, name).default
+    inputs = (*(leaf(x, x.dtype) for x in given), *more, *form, [5, -1])
+    torch.library.opcheck(operator, inputs, {"causal": True})
+
+
+def test_gradcheck_in_fp32():
+    """Differences in fp32 err by rounding over eps: that is what the tolerances are for."""
+    rows = [leaf(x, x.dtype) for x in tensors(2, 1, 3, 4, 4, 4, "fp32")[:3]]
+    learned = [leaf(torch.rand(s), torch.float32) for s in ((2,), (1, 2, 1, 4), (2,))]
+
+    def call(q, k, v, slopes, bias, sinks):
+        return fkjit.attention(
+            q, k, v, window=(2, 1), softcap=2.0, alibi_slopes=slopes, bias=bias, sinks=sinks,
+            score_mod="score + 0.1f * score * score", score_mod_grad="1.f + 0.2f * score",
+            return_lse=True,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(
+        call, (*rows, *learned), eps=1e-2, atol=5e-3, rtol=2e-2, nondet_tol=0.0, fast_mode=True
+    )

@@ -14,6 +14,10 @@ SOURCE = """
 struct Twice {
   __device__ float operator()(float x, int q_idx, int k_idx) const { return 2.f * x + q_idx - k_idx; }
 };
+struct Squared {
+  __device__ float operator()(float x, int q_idx, int k_idx) const { return x * x + k_idx; }
+  __device__ float derivative(float x, int q_idx, int k_idx) const { return 2.f * x; }
+};
 extern "C" __global__ void rules(const float* scores, const float* slopes, const float* bias,
                                  const unsigned char* mask, float* final, float* slope, float softcap,
                                  int seqlen_q, int seqlen_k) {
@@ -31,12 +35,18 @@ SQ, SK, CAP = 5, 9, 2.5
 SHIFT = SK - SQ
 Q_IDX, K_IDX = np.ogrid[:SQ, :SK]
 APART = K_IDX - Q_IDX - SHIFT
-RULES = {  # in CUDA; in NumPy, of scores x, slopes, bias, mask; its derivative, of the final score
+RULES = {  # in CUDA; in NumPy, of scores x, slopes, bias, mask; its derivative, of capped ones and x
     "no rule": ("Unchanged{}", lambda x, s, b, m: x, None),
     "a soft cap": ("SoftCap<false>(softcap)", lambda x, s, b, m: CAP * np.tanh(x / CAP),
-                   lambda y: 1 - (y / CAP) ** 2),
+                   lambda y, x: 1 - (y / CAP) ** 2),
     "an exact one": ("SoftCap<true>(softcap)", lambda x, s, b, m: CAP * np.tanh(x / CAP),
-                     lambda y: 1 - (y / CAP) ** 2),
+                     lambda y, x: 1 - (y / CAP) ** 2),
+    "a function": ("PerScore<Squared>(Squared{}, seqlen_q, seqlen_k)",
+                   lambda x, s, b, m: x * x + K_IDX, lambda y, x: 2 * x),
+    "a function of a capped score": (
+        "SoftCap<true>(softcap), PerScore<Squared>(Squared{}, seqlen_q, seqlen_k)",
+        lambda x, s, b, m: (CAP * np.tanh(x / CAP)) ** 2 + K_IDX,
+        lambda y, x: (1 - (y / CAP) ** 2) * 2 * y),
     "ALiBi": ("Alibi(slopes, 2, 1, 1, seqlen_q, seqlen_k)",
               lambda x, s, b, m: x - s[3] * abs(APART), None),
     "a bias": ("Bias<float, false>(bias, rows, 0, 0, seqlen_q, seqlen_k)",
@@ -79,7 +89,7 @@ def test_a_rule_and_its_derivative(name):
         assert np.allclose(final[seen], want[seen], rtol=1e-6, atol=3e-6)
     exact = np.ones_like(want)
     if derivative is not None:
-        exact = (1 - (capped / CAP) ** 2) if derivative == "first" else derivative(capped)
+        exact = (1 - (capped / CAP) ** 2) if derivative == "first" else derivative(capped, x)
     assert np.isfinite(slope).all() and np.allclose(slope, exact, atol=2e-6)
 
 
@@ -89,9 +99,9 @@ def test_a_function_is_asked_for_what_exists_only():
     assert np.array_equal(final, Q_IDX - K_IDX)
 
 
-def test_a_function_has_no_derivative():
+def test_a_function_without_a_derivative_has_none():
     x = np.zeros((SQ, SK), "f4")
-    with pytest.raises(CompileError, match="differentiate"):
+    with pytest.raises(CompileError, match="derivative"):
         run("PerScore<Twice>(Twice{}, seqlen_q, seqlen_k)", True, x, x, x, x.astype("u1"))
 
 

@@ -38,6 +38,8 @@ def attention(
     sinks: Any = None,
     score_mod: str | None = None,
     score_args: Mapping[str, Any] | None = None,
+    score_mod_grad: str | None = None,
+    deterministic: bool | None = True,
 ) -> Any:
     """softmax(softmax_scale * q kᵀ + mask) v, in one kernel, fp32 accumulation.
 
@@ -69,6 +71,11 @@ def attention(
             score_mod="score + slope * (k_idx - q_idx)", score_args={"slope": 0.1}.
         score_args: numbers (int, float; a new value is no new kernel), and arrays of one dimension,
             fp32, fp16, bf16 or int32, that the expression subscripts.
+        score_mod_grad: d(score_mod) / d(score), an expression of the same names; without it a call
+            with a score_mod has no gradients.
+        deterministic: gradients have the same bits at every call. False or None allows sums in any
+            order where that is faster, unless torch.use_deterministic_algorithms(True) was called.
+            The result itself always has the same bits.
 
     A score meets softmax_scale, softcap, score_mod, alibi_slopes, bias, then masks. Each of these
     goes with each other. What a call does not use is not in its kernel. docs/ATTENTION.md has more.
@@ -85,7 +92,7 @@ def attention(
 
     CUDA arrays run on their GPU, on the caller's current stream. CPU arrays run the same kernel in
     the interpreter, up to FKJIT_INTERPRETER_LIMIT seconds of estimated work. With torch
-    it has gradients of q, k and v, the same bits at every call (`fkjit.attention_backward`). To
+    it has gradients of q, k and v (`fkjit.attention_backward`), of bias, alibi_slopes and sinks. To
     torch.compile (fullgraph=True too), torch.export and torch.func.vmap the call is one operator,
     torch.ops.fkjit.attention (or attention_lse). torch.autocast casts q, k and v, as it does for
     PyTorch's own attention.
@@ -97,9 +104,9 @@ def attention(
     options = (causal, softmax_scale, block, impl, return_lse, layout)
     if not (window is softcap is alibi_slopes is bias is mask is sinks is score_mod is None):
         forms = (window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args)
-        return _forms().dense(q, k, v, options, forms)
+        return _forms().dense(q, k, v, options, forms, score_mod_grad)
     if operators.compiling():
-        return attention_operator.traced(q, k, v, *options)
+        return attention_operator.traced(q, k, v, *options, deterministic)
     geometry = geometries.get(type(q))
     if geometry is not None and type(q) is type(k) is type(v):
         try:
@@ -110,9 +117,9 @@ def attention(
             refuse_gpu("attention")
             return plan.run(q, k, v)
     if attention_gradients.wanted(q, k, v):
-        return attention_gradients.attention(q, k, v, *options)
+        return attention_gradients.attention(q, k, v, *options, deterministic)
     if operators.wrapped(q, k, v):
-        return attention_operator.traced(q, k, v, *options)
+        return attention_operator.traced(q, k, v, *options, deterministic)
     request = check(q, k, v, *options)
     if request.q.kind == "torch":
         operators.arrived()
@@ -149,6 +156,8 @@ def prepare(
     sinks: Any = None,
     score_mod: str | None = None,
     score_args: Mapping[str, Any] | None = None,
+    score_mod_grad: str | None = None,
+    deterministic: bool | None = True,
 ) -> None:
     """Compile and load what `attention` with the same arguments needs, without running it.
 

@@ -12,6 +12,7 @@ from fkjit.ops.attention_backward_kernels import (
     kernel_reference,
     rows_in_blocks,
 )
+from fkjit.ops.attention_form import PLAIN
 from fkjit.ops.attention_problem import shape_class
 from fkjit.spec import KernelSpec, Param, Params, SharedLayout, register
 
@@ -47,7 +48,7 @@ def _illegal(params: Params) -> str | None:
 
 def _derive(params: Params) -> dict[str, Any]:
     names = ("own", "other", "num_warps")
-    return {"form": False, **dict(zip(names, params["tile"], strict=True))}
+    return {**PLAIN, **dict(zip(names, params["tile"], strict=True))}
 
 
 def _layout(own: tuple[str, str], other: tuple[str, str], exchanged: tuple[str, ...]) -> Any:

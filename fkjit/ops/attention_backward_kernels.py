@@ -12,12 +12,13 @@ import numpy as np
 from fkjit.interop import ITEMSIZE, numpy_dtype
 from fkjit.ops import attention_backward_problem as shared
 from fkjit.ops import attention_problem as forward
+from fkjit.ops.attention_form import PLAIN
 from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, SharedLayout, register
 
 OP = "attention_backward"
 PAIRS = ((64, 64), (128, 128), (192, 128), (256, 256))  # (head_dim, head_dim_v) that are compiled
 TURN_ROWS = 16  # of dq that blocks add to in turn, where they do
-_ROW_THREADS = 256
+ROW_THREADS = 256
 _DIMS = (
     Param("head_dim", (64, 128, 192, 256), "of q and k, padded to this in shared memory"),
     Param("head_dim_v", (64, 128, 256), "of v and dout, padded to this in shared memory"),
@@ -29,7 +30,7 @@ _NEEDS = frozenset({"cp_async", "ldmatrix", "bf16_mma"})
 # ------------------------------------------------------------------ delta and lse of each row
 
 
-def _row_lanes(problem: Problem) -> int:
+def row_lanes(problem: Problem) -> int:
     """Lanes that share a row: 16 bytes each, or several times 16."""
     vectors = -(-problem["head_dim_v"] * ITEMSIZE[problem["dtype"]] // 16)
     return min(32, 1 << (vectors - 1).bit_length())
@@ -46,7 +47,7 @@ def _row_arguments(
         "rows_padded": shared.rows_padded(problem),
         "rows": math.prod(shared.rows_shape(problem)),
         "sum_columns": problem.get("sum_columns", 0),
-        "lanes": _row_lanes(problem),
+        "lanes": row_lanes(problem),
     }
 
 
@@ -106,10 +107,10 @@ ROWS = register(
         entry="attention_backward_rows",
         doc="delta = rowsum(dout * o) - dlse, and lse in powers of two",
         params=(Param("dtype", ("fp16", "bf16", "fp32"), "element type of dout and o"), ALIGNED),
-        derive=lambda params: {"threads": _ROW_THREADS},
-        block=lambda params: (_ROW_THREADS, 1, 1),
+        derive=lambda params: {"threads": ROW_THREADS, "varlen": False, **PLAIN},
+        block=lambda params: (ROW_THREADS, 1, 1),
         grid=lambda params, problem: (
-            -(-math.prod(shared.rows_shape(problem)) * _row_lanes(problem) // _ROW_THREADS),
+            -(-math.prod(shared.rows_shape(problem)) * row_lanes(problem) // ROW_THREADS),
             1,
             1,
         ),
@@ -171,7 +172,7 @@ def _key_derive(sums: bool) -> Callable[[Params], dict[str, Any]]:
     def derive(params: Params) -> dict[str, Any]:
         names = ("block_k", "block_q", "warps_k", "warps_c", "stages")
         tile = dict(zip(names, params["tile"], strict=True))
-        fixed = {"form": False, **({"aligned": True} if sums else {})}
+        fixed = {**PLAIN, **({"aligned": True} if sums else {})}
         return {**fixed, **tile, "step_q": 32, "min_blocks": 1, "sums": sums}
 
     return derive
@@ -360,16 +361,11 @@ DQ = register(
         entry="attention_backward_dq",
         doc="dq out of its sums",
         params=(_HALF,),
-        derive=lambda params: {"threads": _ROW_THREADS},
+        derive=lambda params: {"threads": ROW_THREADS},
         features=lambda params: _NEEDS,
-        block=lambda params: (_ROW_THREADS, 1, 1),
+        block=lambda params: (ROW_THREADS, 1, 1),
         grid=lambda params, problem: (
-            -(
-                -math.prod(shared.rows_shape(problem))
-                * problem["sum_columns"]
-                // 32
-                // _ROW_THREADS
-            ),
+            -(-math.prod(shared.rows_shape(problem)) * problem["sum_columns"] // 32 // ROW_THREADS),
             1,
             1,
         ),
@@ -396,7 +392,7 @@ def _query_derive(params: Params) -> dict[str, Any]:
         "num_warps": warps,
         "step_k": 32,
         "in_registers": params["head_dim"] <= 64,
-        "form": False,
+        **PLAIN,
         "stages": stages,
         "min_blocks": 1,
     }

@@ -18,13 +18,17 @@ SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "he
 
 
 def rows_padded(problem: Problem) -> int:
-    """Rows of lse_log2 and delta: whole tiles of queries."""
-    return -(-problem["seqlen_q"] // ROW_STEP) * ROW_STEP
+    """Rows of lse_log2 and delta: whole tiles of queries, of packed sequences one tile more each
+    (templates/device/padded_rows.cuh)."""
+    packed = "total_q" in problem
+    rows = problem["total_q" if packed else "seqlen_q"]
+    return -(-rows // ROW_STEP) * ROW_STEP + ROW_STEP * problem["batch"] * packed
 
 
 def rows_shape(problem: Problem) -> tuple[int, int, int]:
     """Of lse_log2 and delta."""
-    return problem["batch"], problem["heads_q"], rows_padded(problem)
+    batch = 1 if "total_q" in problem else problem["batch"]
+    return batch, problem["heads_q"], rows_padded(problem)
 
 
 def shape(problem: Problem, name: str) -> tuple[int, int, int, int]:

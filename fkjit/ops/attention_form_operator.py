@@ -53,7 +53,9 @@ def define(dense: Callable[..., Any], varlen: Callable[..., Any]) -> None:
             ("attention_varlen", _VARLEN, run_varlen(lse), _fake_varlen(lse)),
         ):
             operators.define(
-                operators.Operator(name + tail, schema + results, run, fake, autocast=3)
+                operators.Operator(
+                    name + tail, schema + results, run, fake, gradients=run, autocast=3
+                )
             )
 
 

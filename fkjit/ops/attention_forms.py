@@ -11,9 +11,11 @@ from fkjit.ops import attention_form_operator as operator
 from fkjit.ops import attention_score_mod as score_mods
 from fkjit.ops import operators
 from fkjit.ops.attention_form import SLOTS
+from fkjit.ops.attention_form_backward import PACKED
 from fkjit.ops.attention_form_checks import check_dense, check_varlen
-from fkjit.ops.attention_form_gradients import differentiable
+from fkjit.ops.attention_form_gradients import Call, differentiable
 from fkjit.ops.attention_form_problem import POINTERS
+from fkjit.ops.attention_gradients import wanted
 from fkjit.ops.simple import Op
 
 FORM = ("alibi_slopes", "bias", "mask", "sinks")  # arrays of a form
@@ -41,6 +43,8 @@ def attention_varlen(
     sinks: Any = None,
     score_mod: str | None = None,
     score_args: Mapping[str, Any] | None = None,
+    score_mod_grad: str | None = None,
+    deterministic: bool | None = True,
 ) -> Any:
     """Attention over sequences of several lengths, packed one behind the other.
 
@@ -63,8 +67,9 @@ def attention_varlen(
     Raises:
         ParameterError, ArgumentTypeError, DeviceError, CaptureError: as `attention`.
 
-    Every feature goes with every other, on every GPU. No gradients yet. To
-    torch.compile the call is one operator, torch.ops.fkjit.attention_varlen (or …_lse).
+    Every feature goes with every other, on every GPU. With torch it has the gradients that
+    `attention` has, 0 in rows of no sequence. To torch.compile the call is one operator,
+    torch.ops.fkjit.attention_varlen (or …_lse).
     """
     packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     forms = (window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args)
@@ -73,10 +78,13 @@ def attention_varlen(
         q, k, v = operators.autocast(q, k, v)
     if operators.compiling() or operators.abstract(q, k, v):
         return operator.traced_varlen((q, k, v), packed, shared, forms)
-    return _packed((q, k, v), packed, shared, forms)
+    return _packed((q, k, v), packed, shared, forms, score_mod_grad)
 
 
-def dense(q: Any, k: Any, v: Any, options: tuple[Any, ...], forms: tuple[Any, ...]) -> Any:
+def dense(
+    q: Any, k: Any, v: Any, options: tuple[Any, ...], forms: tuple[Any, ...],
+    score_mod_grad: str | None = None,
+) -> Any:  # fmt: skip
     """`fkjit.attention` with a form. options: causal, softmax_scale, block, impl, return_lse,
     layout; forms: window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args."""
     causal, scale, block, impl, return_lse, layout = options
@@ -85,21 +93,74 @@ def dense(q: Any, k: Any, v: Any, options: tuple[Any, ...], forms: tuple[Any, ..
         return operator.traced_dense((q, k, v), (impl, layout), shared, forms)
     if operators.autocasting():
         q, k, v = operators.autocast(q, k, v)
-    return _dense((q, k, v), (impl, layout), shared, forms)
+    return _dense((q, k, v), (impl, layout), shared, forms, score_mod_grad)
 
 
 def _packed(
-    rows: tuple[Any, ...], packed: tuple[Any, ...], shared: tuple[Any, ...], forms: tuple[Any, ...]
-) -> Any:
+    rows: tuple[Any, ...], packed: tuple[Any, ...], shared: tuple[Any, ...],
+    forms: tuple[Any, ...], score_mod_grad: str | None = None,
+) -> Any:  # fmt: skip
     arrays, options = _call("attention_varlen", rows, packed[:2], shared, forms)
-    return _run(_VARLEN, arrays, (*packed[2:], *options))
+    derivative = _derivative("attention_varlen", forms, score_mod_grad)
+    if not wanted(*arrays):
+        return _run(_VARLEN, arrays, (*packed[2:], *options))
+
+    def traced(inputs: tuple[Any, ...]) -> Any:
+        again = _with_lse(shared), (*forms[:2], *inputs[5:9], *forms[6:])
+        return operator.traced_varlen(inputs[:3], (*inputs[3:5], *packed[2:]), *again)
+
+    made = differentiable(
+        Call(
+            "attention_varlen",
+            lambda inputs: _run(_VARLEN, inputs, (*packed[2:], *_with_lse(options))),
+            traced, PACKED, *_settings(options, derivative), *packed[2:],
+        ),
+        arrays,
+    )  # fmt: skip
+    return made if shared[3] else made[0]
 
 
 def _dense(
-    rows: tuple[Any, ...], where: tuple[Any, ...], shared: tuple[Any, ...], forms: tuple[Any, ...]
-) -> Any:
+    rows: tuple[Any, ...], where: tuple[Any, ...], shared: tuple[Any, ...],
+    forms: tuple[Any, ...], score_mod_grad: str | None = None,
+) -> Any:  # fmt: skip
     arrays, options = _call("attention", rows, (None, None), shared, forms)
-    return _run(_DENSE, arrays, (*where, *options))
+    derivative = _derivative("attention", forms, score_mod_grad)
+    if not wanted(*arrays):
+        return _run(_DENSE, arrays, (*where, *options))
+
+    def traced(inputs: tuple[Any, ...]) -> Any:
+        again = _with_lse(shared), (*forms[:2], *inputs[5:9], *forms[6:])
+        return operator.traced_dense(inputs[:3], where, *again)
+
+    made = differentiable(
+        Call(
+            "attention", lambda inputs: _run(_DENSE, inputs, (*where, *_with_lse(options))),
+            traced, where[1], *_settings(options, derivative),
+        ),
+        arrays,
+    )  # fmt: skip
+    return made if shared[3] else made[0]
+
+
+def _with_lse(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Options of a call, the fourth of which is return_lse."""
+    return (*options[:3], True, *options[4:])
+
+
+def _settings(options: tuple[Any, ...], derivative: str) -> tuple[Any, ...]:
+    """Of a `Call`, of those that an op has."""
+    causal, softmax_scale, _, _, *form, names, scalars = options
+    return (causal, softmax_scale, *form, derivative, names, scalars)
+
+
+def _derivative(call: str, forms: tuple[Any, ...], score_mod_grad: str | None) -> str:
+    """score_mod_grad as a Form has it."""
+    if score_mod_grad is None:
+        return ""
+    if forms[6] is None:
+        raise ParameterError(f"{call}: score_mod_grad is given, but no score_mod that it is of")
+    return score_mods.expression(call, score_mod_grad, "score_mod_grad")
 
 
 def prepare_dense(q: Any, k: Any, v: Any, options: tuple[Any, ...], forms: tuple[Any, ...]) -> None:
@@ -155,10 +216,7 @@ def explained(op: Op, options: tuple[Any, ...], call: Callable[[], Any]) -> Any:
 
 
 _OUTPUTS = ("o", "lse")
-_DENSE: Op = Op(
-    "attention", inputs=_INPUTS, outputs=_OUTPUTS, check=check_dense, optional=POINTERS,
-    autograd=lambda inputs, _, options: differentiable(_DENSE, inputs, options),
-)  # fmt: skip
+_DENSE = Op("attention", inputs=_INPUTS, outputs=_OUTPUTS, check=check_dense, optional=POINTERS)
 _VARLEN = Op(
     "attention_varlen", inputs=_INPUTS, outputs=_OUTPUTS, check=check_varlen,
     optional=[name for name in POINTERS if not name.startswith("cu_seqlens")],
@@ -170,7 +228,8 @@ def _prepare_varlen(
     max_seqlen_k: int, *, causal: bool = False, softmax_scale: float | None = None,
     block: Any = None, return_lse: bool = False, window: Any = None, softcap: Any = None,
     alibi_slopes: Any = None, bias: Any = None, mask: Any = None, sinks: Any = None,
-    score_mod: Any = None, score_args: Any = None,
+    score_mod: Any = None, score_args: Any = None, score_mod_grad: Any = None,
+    deterministic: Any = True,
 ) -> None:  # fmt: skip
     """Compile and load what the call with the same arguments needs, without running it."""
     forms = (window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args)

@@ -8,6 +8,7 @@ from typing import Any
 
 from fkjit.ops import operators
 from fkjit.ops.attention_backward import attention_backward
+from fkjit.ops.simple_checks import check_flag
 
 
 def wanted(*arrays: Any) -> bool:
@@ -23,11 +24,18 @@ def wanted(*arrays: Any) -> bool:
 
 def attention(
     q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, block: Any, impl: Any,
-    return_lse: Any, layout: Any,
+    return_lse: Any, layout: Any, deterministic: Any = True,
 ) -> Any:  # fmt: skip
     """`fkjit.attention` with a graph behind its results."""
-    o, lse = _function().apply(q, k, v, causal, softmax_scale, block, impl, layout)
+    exact = check_deterministic("attention", deterministic)
+    o, lse = _function().apply(q, k, v, causal, softmax_scale, block, impl, layout, exact)
     return (o, lse) if return_lse else o
+
+
+def check_deterministic(call: str, value: Any) -> bool:
+    """None is left to torch.use_deterministic_algorithms, which `attention_backward` asks; so is
+    False."""
+    return value is not None and check_flag(call, "deterministic", value)
 
 
 @lru_cache(maxsize=1)
@@ -38,13 +46,14 @@ def _function() -> Any:
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, block: Any, impl: Any,
-                    layout: Any) -> Any:  # fmt: skip
+                    layout: Any, deterministic: bool) -> Any:  # fmt: skip
             from fkjit.ops.attention import attention
 
             if operators.abstract(q, k, v):  # traced by AOTAutograd
                 from fkjit.ops.attention_operator import traced
 
-                return traced(q, k, v, causal, softmax_scale, block, impl, True, layout)
+                options = (causal, softmax_scale, block, impl, True, layout, deterministic)
+                return traced(q, k, v, *options)
             # Detached, a geometry has a plan: whether it requires grad belongs to the tensor.
             return attention(
                 q.detach(), k.detach(), v.detach(), causal=causal, softmax_scale=softmax_scale,
@@ -53,10 +62,13 @@ def _function() -> Any:
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            q, k, v, causal, softmax_scale, _, _, layout = inputs
+            q, k, v, causal, softmax_scale, _, _, layout, deterministic = inputs
             ctx.save_for_backward(q, k, v, *output)
             ctx.set_materialize_grads(False)
-            ctx.options = {"causal": causal, "softmax_scale": softmax_scale, "layout": layout}
+            ctx.options = {
+                "causal": causal, "softmax_scale": softmax_scale, "layout": layout,
+                "deterministic": deterministic,
+            }  # fmt: skip
 
         @staticmethod
         @torch.autograd.function.once_differentiable
@@ -69,7 +81,7 @@ def _function() -> Any:
                 dx if needed else None
                 for dx, needed in zip(made, ctx.needs_input_grad[:3], strict=True)
             )
-            return (*found, *(None,) * 5)
+            return (*found, *(None,) * 6)
 
     return Attention
 

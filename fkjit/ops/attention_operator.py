@@ -11,7 +11,7 @@ from fkjit.ops.attention_checks import LAYOUTS
 
 _ARGUMENTS = (
     "(Tensor q, Tensor k, Tensor v, bool causal=False, float? softmax_scale=None, "
-    "int[]? block=None, str impl='auto', str layout='bhsd') -> "
+    "int[]? block=None, str impl='auto', str layout='bhsd', bool? deterministic=True) -> "
 )
 
 
@@ -22,10 +22,11 @@ def define(attention: Callable[..., Any]) -> None:
         def made(
             q: Any, k: Any, v: Any, causal: bool = False, softmax_scale: float | None = None,
             block: Sequence[int] | None = None, impl: str = "auto", layout: str = "bhsd",
+            deterministic: bool | None = True,
         ) -> Any:  # fmt: skip
             return attention(
                 q, k, v, causal=causal, softmax_scale=softmax_scale, block=_tile(block), impl=impl,
-                return_lse=lse, layout=layout,
+                return_lse=lse, layout=layout, deterministic=deterministic,
             )  # fmt: skip
 
         return made
@@ -41,12 +42,12 @@ def define(attention: Callable[..., Any]) -> None:
 
 def traced(
     q: Any, k: Any, v: Any, causal: bool, softmax_scale: float | None, block: Any, impl: str,
-    return_lse: bool, layout: str,
+    return_lse: bool, layout: str, deterministic: bool | None = True,
 ) -> Any:  # fmt: skip
     """What `attention` is while torch.compile traces it, or under torch.func.vmap."""
     tile = block if block is None else [block] if isinstance(block, int) else list(block)
     operator = operators.known.attention_lse if return_lse else operators.known.attention
-    return operator(q, k, v, causal, softmax_scale, tile, impl, layout)
+    return operator(q, k, v, causal, softmax_scale, tile, impl, layout, deterministic)
 
 
 def _gradients(lse: bool) -> Callable[..., Any]:
@@ -55,8 +56,9 @@ def _gradients(lse: bool) -> Callable[..., Any]:
     def made(
         q: Any, k: Any, v: Any, causal: bool = False, softmax_scale: float | None = None,
         block: Sequence[int] | None = None, impl: str = "auto", layout: str = "bhsd",
+        deterministic: bool | None = True,
     ) -> Any:  # fmt: skip
-        options = (causal, softmax_scale, _tile(block), impl, lse, layout)
+        options = (causal, softmax_scale, _tile(block), impl, lse, layout, deterministic)
         return attention_gradients.attention(q, k, v, *options)
 
     return made
@@ -87,14 +89,14 @@ def _tile(block: Sequence[int] | None) -> Any:
 
 def _fake(
     q: Any, k: Any, v: Any, causal: bool = False, softmax_scale: float | None = None,
-    block: Any = None, impl: str = "auto", layout: str = "bhsd",
+    block: Any = None, impl: str = "auto", layout: str = "bhsd", deterministic: Any = True,
 ) -> Any:  # fmt: skip
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
 def _fake_lse(
     q: Any, k: Any, v: Any, causal: bool = False, softmax_scale: float | None = None,
-    block: Any = None, impl: str = "auto", layout: str = "bhsd",
+    block: Any = None, impl: str = "auto", layout: str = "bhsd", deterministic: Any = True,
 ) -> Any:  # fmt: skip
     rows = [q.shape[axis] for axis in LAYOUTS[layout]][:3]
     return _fake(q, k, v), q.new_empty(rows, dtype=sys.modules["torch"].float32)

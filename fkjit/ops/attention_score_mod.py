@@ -22,18 +22,18 @@ _INT = 2**31
 _PAIRS = {")": "(", "]": "["}
 
 
-def expression(call: str, text: Any) -> str:
+def expression(call: str, text: Any, argument: str = "score_mod") -> str:
     """The text on one line. ParameterError for anything that could be more than an expression."""
     if not isinstance(text, str):
         raise ArgumentTypeError(
-            f"{call}: score_mod={text!r} is not a str: an expression of CUDA of "
+            f"{call}: {argument}={text!r} is not a str: an expression of CUDA of "
             f"{', '.join(NAMES)} and the names in score_args"
         )
     line = " ".join(text.split())
     found = _LEGAL.fullmatch(line) and not _COMMENT.search(line) and not _STATEMENT.search(line)
     if not line or not found or not _is_balanced(line):
         raise ParameterError(
-            f"{call}: score_mod={text!r} is not one expression; allowed: names, numbers, "
+            f"{call}: {argument}={text!r} is not one expression; allowed: names, numbers, "
             "operators, calls and subscripts, each ( and [ closed; no ; { } # or quotes, no "
             'comments, no statements (example: "score + slope * (k_idx - q_idx)")'
         )

@@ -27,7 +27,21 @@ constexpr bool ALIGNED = ${aligned};       // rows of all arrays start on 16-byt
 constexpr int GUARD = ${guard} / 4;        // floats between tiles: 0 except where memory is checked
 //% if form
 using bias_t = ${bias_dtype};
+constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, BIAS = ${bias}, MASK = ${mask};
+constexpr bool SCORE_MOD = ${has_mod}, CURVED = SOFTCAP || SCORE_MOD;
+
+// The caller's expression of one score, its derivative, and what he gave for them to read.
+struct ScoreMod {
+  int b, h, seqlen_q, seqlen_k${score_fields};
+
+  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
+    return ${score_mod};
+  }
+  __device__ __forceinline__ float derivative(float score, int q_idx, int k_idx) const {
+    return ${score_mod_grad};
+  }
+};
 //% endif
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
@@ -41,9 +55,14 @@ static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM_V % 64 == 0, "16 lanes, float4s");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_keys_fp32(
     //% if form
-    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]; null where there is none
+    // Null where the form has no such thing. Packed: dout, q and dq are [total_q, heads_q, dim], k, v
+    // and their gradients [total_k, heads_kv, dim], the rows of lse_log2 and delta as
+    // device/padded_rows.cuh says.
+    const int* __restrict__ cu_seqlens_q,    // [batch + 1]
+    const int* __restrict__ cu_seqlens_k,    // [batch + 1]
+    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
     const bias_t* __restrict__ bias,         // [batch, heads_q, seqlen_q, seqlen_k], broadcast
-    const u8* __restrict__ mask,             // the same; 0 hides the key
+    const u8* __restrict__ mask /* the same; 0 hides the key */ ${score_arrays},
     //% endif
     const elem_t* __restrict__ dout,     // [batch, heads_q, seqlen_q, head_dim_v] strides in
     const elem_t* __restrict__ q,        // [batch, heads_q, seqlen_q, head_dim]   elements,
@@ -56,9 +75,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_keys
     const Strides dout_strides, const Strides q_strides, const Strides k_strides,
     const Strides v_strides, const Strides dk_strides, const Strides dv_strides, const int heads_q,
     const int group_size,  // query heads a KV head
-    const int seqlen_q, const int seqlen_k, const int head_dim, const int head_dim_v,
+    const int ${seqlen_q}, const int ${seqlen_k}, const int head_dim, const int head_dim_v,
     //% if form
-    const AttentionForm form,
+    const AttentionForm form${score_scalars},
     //% endif
     const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e)
@@ -73,7 +92,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_keys
   const int x = threadIdx.x % LANES;
   const int row0 = threadIdx.x / WARP_SIZE * 2 * ROWS + threadIdx.x % WARP_SIZE / LANES;
 
+  //% if form
+  const KeyBlock<BLOCK_K> place(blockIdx.x, max_seqlen_k, heads_q / group_size);
+  const SequenceRows<VARLEN> queries(cu_seqlens_q, place.batch, max_seqlen_q);
+  const SequenceRows<VARLEN> held(cu_seqlens_k, place.batch, max_seqlen_k);
+  const int seqlen_q = queries.length, seqlen_k = held.length;
+  if (VARLEN && place.k0 >= seqlen_k) return;
+  q += queries.start * q_strides.row;
+  dout += queries.start * dout_strides.row;
+  k += held.start * k_strides.row;
+  v += held.start * v_strides.row;
+  //% else
   const KeyBlock<BLOCK_K> place(blockIdx.x, seqlen_k, heads_q / group_size);
+  //% endif
   const int k0 = place.k0, kv_head = place.head;
   const i64 batch = place.batch;
 
@@ -116,10 +147,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_keys
     dot_rows<HEAD_DIM, K_PITCH>(s, k_tile + row0 * K_PITCH, q_tile + x * K_PITCH);
     dot_rows<HEAD_DIM_V, V_PITCH>(dp, v_tile + row0 * V_PITCH, do_tile + x * V_PITCH);
     //% if form
-    const auto rules = backward_rules<SOFTCAP, true, ALIBI, BIAS, MASK>(
-        form, alibi_slopes, bias, mask, batch, head, seqlen_q, seqlen_k);
+    const auto rules = backward_rules<SOFTCAP, true, SCORE_MOD, ALIBI, BIAS, MASK>(
+        form, ScoreMod{place.batch, head, seqlen_q, seqlen_k${score_values}}, alibi_slopes, bias,
+        mask, batch, head, seqlen_q, seqlen_k);
     //% endif
+    //% if form
+    const i64 row =
+        first_padded_row<VARLEN>(batch, head, heads_q, rows_padded, queries.start) + q0 + x;
+    //% else
     const i64 row = (batch * heads_q + head) * rows_padded + q0 + x;
+    //% endif
 #pragma unroll
     for (int j = 0; j < QUERIES; ++j) {
       const float lse = lse_log2[row + j * LANES], less = delta[row + j * LANES];
@@ -128,15 +165,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_keys
         const int key = row0 + 2 * r, place = key * P_PITCH + x + j * LANES;
         //% if form
         const float slope =
-            final_score<SOFTCAP>(s[r][j], rules, band, softmax_scale, q0 + x + j * LANES, k0 + key);
+            final_score<CURVED>(s[r][j], rules, band, softmax_scale, q0 + x + j * LANES, k0 + key);
         const float p = exp2_fast(fmaf(s[r][j], LOG2E, -lse));
-        dp[r][j] = slope * (dp[r][j] - less) + less;
+        ds_tile[place] = p * slope * (dp[r][j] - less);
         //% else
         const bool seen = q0 + x + j * LANES >= first_seeing + key;
         const float p = seen ? exp2_fast(fmaf(s[r][j], softmax_scale_log2, -lse)) : 0.f;
+        ds_tile[place] = p * (dp[r][j] - less);
         //% endif
         p_tile[place] = p;
-        ds_tile[place] = p * (dp[r][j] - less);
       }
     }
     __syncwarp();
@@ -144,6 +181,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_keys
     add_rows<BLOCK_Q, P_PITCH, K_PITCH>(dk_acc, ds_tile + row0 * P_PITCH, q_tile + 4 * x);
   }
 
+  //% if form
+  dk += held.start * dk_strides.row;
+  dv += held.start * dv_strides.row;
+  //% endif
   dk += batch * dk_strides.batch + kv_head * dk_strides.head + k0 * dk_strides.row;
   dv += batch * dv_strides.batch + kv_head * dv_strides.head + k0 * dv_strides.row;
   store_rows<ALIGNED>(dk, dk_strides.row, dk_acc, softmax_scale, x, row0, seqlen_k - k0, head_dim);

@@ -26,7 +26,22 @@ constexpr bool ALIGNED = ${aligned};       // rows of all arrays start on 16-byt
 constexpr int GUARD = ${guard} / 4;        // floats between tiles: 0 except where memory is checked
 //% if form
 using bias_t = ${bias_dtype};
+constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, BIAS = ${bias}, MASK = ${mask};
+constexpr bool SCORE_MOD = ${has_mod}, CURVED = SOFTCAP || SCORE_MOD;
+constexpr bool DALIBI = ${dalibi};  // whether slopes of ALiBi have a gradient
+
+// The caller's expression of one score, its derivative, and what he gave for them to read.
+struct ScoreMod {
+  int b, h, seqlen_q, seqlen_k${score_fields};
+
+  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
+    return ${score_mod};
+  }
+  __device__ __forceinline__ float derivative(float score, int q_idx, int k_idx) const {
+    return ${score_mod_grad};
+  }
+};
 //% endif
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
@@ -40,9 +55,16 @@ static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM_V % 64 == 0, "16 lanes, float4s");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_queries_fp32(
     //% if form
-    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]; null where there is none
+    // Null where the form has no such thing. Packed: dout, q and dq are [total_q, heads_q, dim], k, v
+    // and their gradients [total_k, heads_kv, dim], the rows of lse_log2 and delta as
+    // device/padded_rows.cuh says.
+    const int* __restrict__ cu_seqlens_q,    // [batch + 1]
+    const int* __restrict__ cu_seqlens_k,    // [batch + 1]
+    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
     const bias_t* __restrict__ bias,         // [batch, heads_q, seqlen_q, seqlen_k], broadcast
-    const u8* __restrict__ mask,             // the same; 0 hides the key
+    const u8* __restrict__ mask /* the same; 0 hides the key */ ${score_arrays},
+    const float* __restrict__ dlse,  // as lse of the forward; or null
+    float* __restrict__ dalibi_rows,  // as delta: what rows add to the gradient of their slope; or null
     //% endif
     const elem_t* __restrict__ dout,     // [batch, heads_q, seqlen_q, head_dim_v] strides in
     const elem_t* __restrict__ q,        // [batch, heads_q, seqlen_q, head_dim]   elements,
@@ -54,9 +76,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_quer
     const Strides dout_strides, const Strides q_strides, const Strides k_strides,
     const Strides v_strides, const Strides dq_strides, const int heads_q,
     const int group_size,  // query heads a KV head
-    const int seqlen_q, const int seqlen_k, const int head_dim, const int head_dim_v,
+    const int ${seqlen_q}, const int ${seqlen_k}, const int head_dim, const int head_dim_v,
     //% if form
-    const AttentionForm form,
+    const AttentionForm form${score_scalars},
     //% endif
     const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e)
@@ -70,7 +92,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_quer
   const int x = threadIdx.x % LANES;
   const int row0 = threadIdx.x / WARP_SIZE * 2 * ROWS + threadIdx.x % WARP_SIZE / LANES;
 
+  //% if form
+  const QueryBlock<BLOCK_Q> place(blockIdx.x, max_seqlen_q, heads_q);
+  const SequenceRows<VARLEN> queries(cu_seqlens_q, place.batch, max_seqlen_q);
+  const SequenceRows<VARLEN> held(cu_seqlens_k, place.batch, max_seqlen_k);
+  const int seqlen_q = queries.length, seqlen_k = held.length;
+  if (VARLEN && place.q0 >= seqlen_q) return;
+  q += queries.start * q_strides.row;
+  dout += queries.start * dout_strides.row;
+  dq += queries.start * dq_strides.row;
+  k += held.start * k_strides.row;
+  v += held.start * v_strides.row;
+  //% else
   const QueryBlock<BLOCK_Q> place(blockIdx.x, seqlen_q, heads_q);
+  //% endif
   const int q0 = place.q0, kv_head = place.head / group_size;
   q += place.batch * q_strides.batch + place.head * q_strides.head + q0 * q_strides.row;
   dq += place.batch * dq_strides.batch + place.head * dq_strides.head + q0 * dq_strides.row;
@@ -82,8 +117,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_quer
   //% if form
   const KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
   const BandTiles<BLOCK_K> tiles(band, q0, min(q0 + BLOCK_Q, seqlen_q) - 1);
-  const auto rules = backward_rules<SOFTCAP, true, ALIBI, BIAS, MASK>(
-      form, alibi_slopes, bias, mask, place.batch, place.head, seqlen_q, seqlen_k);
+  const auto rules = backward_rules<SOFTCAP, true, SCORE_MOD, ALIBI, BIAS, MASK>(
+      form, ScoreMod{place.batch, place.head, seqlen_q, seqlen_k${score_values}}, alibi_slopes,
+      bias, mask, place.batch, place.head, seqlen_q, seqlen_k);
   const int first_key = tiles.first * BLOCK_K, keys = min(tiles.end * BLOCK_K, seqlen_k);
   //% else
   // Query row i of the block sees keys 0 .. min(seqlen_k, first_hidden + i) - 1.
@@ -99,7 +135,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_quer
   copy_tile_fp32<BLOCK_Q, HEAD_DIM_V, DO_PITCH, THREADS, ALIGNED>(do_tile, dout, dout_strides.row,
                                                                   seqlen_q - q0, head_dim_v);
   float lse[ROWS], less[ROWS];
+  //% if form
+  const i64 head_row =
+      first_padded_row<VARLEN>(place.batch, place.head, heads_q, rows_padded, queries.start);
+  //% else
   const i64 head_row = (static_cast<i64>(place.batch) * heads_q + place.head) * rows_padded;
+  //% endif
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     lse[r] = lse_log2[head_row + q0 + row0 + 2 * r];
@@ -107,6 +148,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_quer
   }
 
   float acc[ROWS][HEAD_DIM / 64][4] = {};
+  //% if form
+  DistanceSum distances[ROWS];  // with DALIBI
+  //% endif
   for (int k0 = first_key; k0 < keys; k0 += BLOCK_K) {
     // 2. The tile before is used up, this one is fetched.
     __syncthreads();
@@ -130,9 +174,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_quer
       for (int j = 0; j < KEYS; ++j) {
         //% if form
         const float slope =
-            final_score<SOFTCAP>(s[r][j], rules, band, softmax_scale, q0 + row, k0 + x + j * LANES);
+            final_score<CURVED>(s[r][j], rules, band, softmax_scale, q0 + row, k0 + x + j * LANES);
         const float p = exp2_fast(fmaf(s[r][j], LOG2E, -lse[r]));
-        ds_tile[row * DS_PITCH + x + j * LANES] = p * slope * (dp[r][j] - less[r]);
+        const float ds = p * (dp[r][j] - less[r]);
+        if constexpr (DALIBI)
+          distances[r].add(ds, p, q0 + row + seqlen_k - seqlen_q - k0 - x - j * LANES);
+        ds_tile[row * DS_PITCH + x + j * LANES] = ds * slope;
         //% else
         const float p = exp2_fast(fmaf(s[r][j], softmax_scale_log2, -lse[r]));
         ds_tile[row * DS_PITCH + x + j * LANES] =
@@ -143,5 +190,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_quer
     __syncwarp();
     add_rows<BLOCK_K, DS_PITCH, Q_PITCH>(acc, ds_tile + row0 * DS_PITCH, k_tile + 4 * x);
   }
+  //% if form
+  if constexpr (DALIBI) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const int row = q0 + row0 + 2 * r;
+      distances[r].template join<LANES>();
+      if (x > 0 || row >= seqlen_q) continue;
+      const float* row_dlse = dlse;
+      if (dlse != nullptr)
+        row_dlse += VARLEN
+                        ? static_cast<i64>(place.head) * form.total_q + queries.start + row
+                        : (static_cast<i64>(place.batch) * heads_q + place.head) * seqlen_q + row;
+      dalibi_rows[head_row + row] = distances[r].value(less[r], row_dlse);
+    }
+  }
+  //% endif
   store_rows<ALIGNED>(dq, dq_strides.row, acc, softmax_scale, x, row0, seqlen_q - q0, head_dim);
 }

@@ -5,12 +5,17 @@
 
    `lanes` neighbours, a power of two, share a row; a block takes THREADS / lanes rows. Both arrays
    are [batch, heads_q, rows_padded], so that a tile of rows is always whole. Where dq is added up
-   by atomics, its sums are set to 0 here. Every architecture.
+   by atomics, its sums are set to 0 here. Packed sequences have their rows as
+   device/padded_rows.cuh says. Every architecture.
 
    Source: Dao, "FlashAttention-2" (2023): dS = P (dP - delta). */
 #include "prelude.cuh"
 #include "device/reduce.cuh"
 #include "device/vector.cuh"
+//% if varlen
+#include "device/padded_rows.cuh"
+#include "device/sequence_rows.cuh"
+//% endif
 
 using elem_t = ${dtype};
 constexpr int THREADS = ${threads};
@@ -21,6 +26,10 @@ constexpr float POSITIVE_INFINITY = -NEG_INFINITY;
 static_assert(THREADS % WARP_SIZE == 0, "whole warps: rows are shared by neighbours");
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_rows(
+    //% if varlen
+    // dout and o are [total_q, heads_q, head_dim_v], lse and dlse [heads_q, total_q].
+    const int* __restrict__ cu_seqlens_q,  // [batch + 1]
+    //% endif
     const elem_t* __restrict__ dout,  // [batch, heads_q, seqlen_q, head_dim_v] strides in
     const elem_t* __restrict__ o,     // elements, last dimension contiguous
     const float* __restrict__ lse,    // [batch, heads_q, seqlen_q] contiguous
@@ -29,13 +38,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_rows(
     float* __restrict__ delta,        // the same
     float* __restrict__ dq_sum,       // [batch, heads_q, rows_padded, sum_columns], or null
     u32* __restrict__ turns,          // [batch, heads_q, rows_padded / 16], or null
-    const Strides dout_strides, const Strides o_strides, const int heads_q, const int seqlen_q,
-    const int head_dim_v, const int rows_padded, const i64 rows,  // batch * heads_q * rows_padded
+    const Strides dout_strides, const Strides o_strides, const int heads_q, const int ${seqlen_q},
+    //% if varlen
+    const int total_q,
+    //% endif
+    const int head_dim_v, const int rows_padded,
+    const i64 rows,  // batch * heads_q * rows_padded, where packed of the longest sequence's rows
     const int sum_columns, const int lanes) {
   const i64 row = (static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x) / lanes;
   const int lane = threadIdx.x % lanes;
+  //% if varlen
+  const int longest = round_up(max_seqlen_q, ROW_STEP);
+  const int query = row % longest, head = row / longest % heads_q;
+  const i64 batch = row < rows ? row / longest / heads_q : 0;
+  const SequenceRows<true> own(cu_seqlens_q, batch, max_seqlen_q);
+  const int seqlen_q = own.length;
+  const bool stored = row < rows && query < round_up(seqlen_q, ROW_STEP);
+  const i64 target = first_padded_row<true>(batch, head, heads_q, rows_padded, own.start) + query;
+  dout += own.start * dout_strides.row;
+  o += own.start * o_strides.row;
+  //% else
   const int query = row % rows_padded, head = row / rows_padded % heads_q;
   const i64 batch = row / rows_padded / heads_q;
+  const bool stored = row < rows;
+  const i64 target = row;
+  //% endif
   const bool exists = row < rows && query < seqlen_q;
 
   float sum = 0.f;
@@ -54,15 +81,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_rows(
     }
   }
   sum = lanes_reduce(sum, lanes, Sum());
-  if (row >= rows) return;
+  if (!stored) return;
   if (dq_sum != nullptr)
     for (int column = 4 * lane; column < sum_columns; column += 4 * lanes)
-      *reinterpret_cast<float4*>(dq_sum + row * sum_columns + column) =
+      *reinterpret_cast<float4*>(dq_sum + target * sum_columns + column) =
           make_float4(0.f, 0.f, 0.f, 0.f);
   if (lane > 0) return;
-  if (turns != nullptr && query % 16 == 0) turns[row / 16] = 0;
+  if (turns != nullptr && query % 16 == 0) turns[target / 16] = 0;
+  //% if varlen
+  const i64 place = static_cast<i64>(head) * total_q + own.start + query;
+  //% else
   const i64 place = (batch * heads_q + head) * seqlen_q + query;
+  //% endif
   const float natural = exists ? lse[place] : NEG_INFINITY;
-  lse_log2[row] = natural == NEG_INFINITY ? POSITIVE_INFINITY : natural * LOG2E;
-  delta[row] = exists && dlse != nullptr ? sum - dlse[place] : sum;
+  lse_log2[target] = natural == NEG_INFINITY ? POSITIVE_INFINITY : natural * LOG2E;
+  delta[target] = exists && dlse != nullptr ? sum - dlse[place] : sum;
 }

@@ -48,7 +48,21 @@ constexpr bool ALIGNED = ${aligned};       // rows of all arrays start on 16-byt
 constexpr int GUARD = ${guard};            // bytes between tiles: 0 except where memory is checked
 //% if form
 using bias_t = ${bias_dtype};
+constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, BIAS = ${bias}, MASK = ${mask};
+constexpr bool SCORE_MOD = ${has_mod}, CURVED = SOFTCAP || SCORE_MOD;
+
+// The caller's expression of one score, its derivative, and what he gave for them to read.
+struct ScoreMod {
+  int b, h, seqlen_q, seqlen_k${score_fields};
+
+  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
+    return ${score_mod};
+  }
+  __device__ __forceinline__ float derivative(float score, int q_idx, int k_idx) const {
+    return ${score_mod_grad};
+  }
+};
 //% endif
 
 constexpr int NUM_WARPS = WARPS_K * WARPS_C;
@@ -88,9 +102,14 @@ using BReader = FragmentReader<Tile, BlockOrder::COL_MAJOR>;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_keys(
     //% if form
-    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]; null where there is none
+    // Null where the form has no such thing. Packed: dout, q and dq are [total_q, heads_q, dim], k, v
+    // and their gradients [total_k, heads_kv, dim], the rows of lse_log2 and delta as
+    // device/padded_rows.cuh says.
+    const int* __restrict__ cu_seqlens_q,    // [batch + 1]
+    const int* __restrict__ cu_seqlens_k,    // [batch + 1]
+    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
     const bias_t* __restrict__ bias,         // [batch, heads_q, seqlen_q, seqlen_k], broadcast
-    const u8* __restrict__ mask,             // the same; 0 hides the key
+    const u8* __restrict__ mask /* the same; 0 hides the key */ ${score_arrays},
     //% endif
     const elem_t* __restrict__ dout,     // [batch, heads_q, seqlen_q, head_dim_v] strides in
     const elem_t* __restrict__ q,        // [batch, heads_q, seqlen_q, head_dim]   elements,
@@ -105,9 +124,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const Strides dout_strides, const Strides q_strides, const Strides k_strides,
     const Strides v_strides, const Strides dk_strides, const Strides dv_strides, const int heads_q,
     const int group_size,  // query heads a KV head
-    const int seqlen_q, const int seqlen_k, const int head_dim, const int head_dim_v,
+    const int ${seqlen_q}, const int ${seqlen_k}, const int head_dim, const int head_dim_v,
     //% if form
-    const AttentionForm form,
+    const AttentionForm form${score_scalars},
     //% endif
     const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e)
@@ -121,7 +140,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int warp_row = warp % WARPS_K * ROWS_A_WARP, turn = warp / WARPS_K;
 
+  //% if form
+  const KeyBlock<BLOCK_K> place(blockIdx.x, max_seqlen_k, heads_q / group_size);
+  const SequenceRows<VARLEN> queries(cu_seqlens_q, place.batch, max_seqlen_q);
+  const SequenceRows<VARLEN> held(cu_seqlens_k, place.batch, max_seqlen_k);
+  const int seqlen_q = queries.length, seqlen_k = held.length;
+  if (VARLEN && place.k0 >= seqlen_k) return;
+  q += queries.start * q_strides.row;
+  dout += queries.start * dout_strides.row;
+  k += held.start * k_strides.row;
+  v += held.start * v_strides.row;
+  //% else
   const KeyBlock<BLOCK_K> place(blockIdx.x, seqlen_k, heads_q / group_size);
+  //% endif
   const int k0 = place.k0, kv_head = place.head, batch = place.batch;
 
   //% if form
@@ -129,6 +160,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const int first_tile = band.first_row(k0) / BLOCK_Q;
   const int end_row = min(band.end_row(min(k0 + BLOCK_K, seqlen_k) - 1), seqlen_q);
   const int tiles = ceil_div(max(end_row, 0), BLOCK_Q);
+  const auto head_rows = [&](int of_head) {
+    return first_padded_row<VARLEN>(batch, of_head, heads_q, rows_padded, queries.start);
+  };
   //% else
   // Query i sees key row r of the block if i >= first_seeing + r.
   const int first_seeing = causal ? k0 - (seqlen_k - seqlen_q) : -BLOCK_K;
@@ -149,7 +183,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         stage + DO_OFFSET,
         dout + batch * dout_strides.batch + next_head * dout_strides.head + row * dout_strides.row,
         dout_strides.row, rows_left, head_dim_v);
+    //% if form
+    const i64 first = head_rows(next_head) + row;
+    //% else
     const i64 first = (static_cast<i64>(batch) * heads_q + next_head) * rows_padded + row;
+    //% endif
     if (threadIdx.x < BLOCK_Q / 4) {
       cp_async_16(stage + LSE_OFFSET + threadIdx.x * 16, lse_log2 + first + threadIdx.x * 4);
       cp_async_16(stage + DELTA_OFFSET + threadIdx.x * 16, delta + first + threadIdx.x * 4);
@@ -209,11 +247,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       u32 k_fragments[QK_STEPS][M_BLOCKS][4], v_fragments[DOV_STEPS][M_BLOCKS][4];
       multiply_qk<elem_t, 16, false>(p, k_fragments, warp_k_tile, k_reader, q_queries, q_reader);
       //% if form
-      const auto rules = backward_rules<SOFTCAP, false, ALIBI, BIAS, MASK>(
-          form, alibi_slopes, bias, mask, batch, head, seqlen_q, seqlen_k);
+      const auto rules = backward_rules<SOFTCAP, false, SCORE_MOD, ALIBI, BIAS, MASK>(
+          form, ScoreMod{place.batch, head, seqlen_q, seqlen_k${score_values}}, alibi_slopes, bias,
+          mask, batch, head, seqlen_q, seqlen_k);
       float slopes[M_BLOCKS][QUERIES / 8][4];
-      final_scores<true, SOFTCAP>(p, slopes, lane, rules, band, softmax_scale, k0 + warp_row,
-                                  q0 + query);
+      final_scores<true, CURVED>(p, slopes, lane, rules, band, softmax_scale, k0 + warp_row,
+                                 q0 + query);
       probabilities(p, LOG2E, lse_row + query, lane);
       //% else
       if (q0 < unmasked || (SUMS && k0 + BLOCK_K > seqlen_k)) {
@@ -229,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       multiply_qk<elem_t, 16, false>(ds, v_fragments, warp_v_tile, v_reader, do_queries, do_reader);
       score_gradients(ds, p, delta_row + query, lane);
       //% if form
-      if constexpr (SOFTCAP) scale_by(ds, slopes);
+      if constexpr (CURVED) scale_by(ds, slopes);
       //% endif
       if constexpr (SHARES_DS) exchange_rows<elem_t, PTile>(ds, lane, query, warp_ds_tile);
       if constexpr (EXCHANGE) {
@@ -260,7 +299,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     }
     if constexpr (SUMS)
       add_dq<elem_t, KTile, PTile, DQ_WARPS_Q, DQ_TURNS>(
+          //% if form
+          dq_sum + (head_rows(head) + q0) * HEAD_DIM,
+          //% else
           dq_sum + ((static_cast<i64>(batch) * heads_q + head) * rows_padded + q0) * HEAD_DIM,
+          //% endif
           ds_tile, k_tile);
     if (++tile == tiles) tile = first_tile, ++head;
   }
@@ -269,7 +312,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   //    again rather than kept in registers through the loop.
   cp_async_wait<0>();
   __syncthreads();
+  //% if form
+  const KeyBlock<BLOCK_K> again(block_index_again(), max_seqlen_k, heads_q / group_size);
+  dk += held.start * dk_strides.row;
+  dv += held.start * dv_strides.row;
+  //% else
   const KeyBlock<BLOCK_K> again(block_index_again(), seqlen_k, heads_q / group_size);
+  //% endif
   const int end_lane = thread_index_again() % WARP_SIZE;
   const int end_warp = thread_index_again() / WARP_SIZE, end_turn = end_warp / WARPS_K;
   const int row0 = end_warp % WARPS_K * ROWS_A_WARP;

@@ -36,7 +36,22 @@ constexpr bool IN_REGISTERS = ${in_registers};  // Q and dO, from the first tile
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 //% if form
 using bias_t = ${bias_dtype};
+constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, BIAS = ${bias}, MASK = ${mask};
+constexpr bool SCORE_MOD = ${has_mod}, CURVED = SOFTCAP || SCORE_MOD;
+constexpr bool DALIBI = ${dalibi};  // whether slopes of ALiBi have a gradient
+
+// The caller's expression of one score, its derivative, and what he gave for them to read.
+struct ScoreMod {
+  int b, h, seqlen_q, seqlen_k${score_fields};
+
+  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
+    return ${score_mod};
+  }
+  __device__ __forceinline__ float derivative(float score, int q_idx, int k_idx) const {
+    return ${score_mod_grad};
+  }
+};
 //% endif
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
@@ -60,9 +75,16 @@ constexpr int STAGE_BYTES = V_OFFSET + VTile::BYTES + GUARD;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_queries(
     //% if form
-    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]; null where there is none
+    // Null where the form has no such thing. Packed: dout, q and dq are [total_q, heads_q, dim], k, v
+    // and their gradients [total_k, heads_kv, dim], the rows of lse_log2 and delta as
+    // device/padded_rows.cuh says.
+    const int* __restrict__ cu_seqlens_q,    // [batch + 1]
+    const int* __restrict__ cu_seqlens_k,    // [batch + 1]
+    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
     const bias_t* __restrict__ bias,         // [batch, heads_q, seqlen_q, seqlen_k], broadcast
-    const u8* __restrict__ mask,             // the same; 0 hides the key
+    const u8* __restrict__ mask /* the same; 0 hides the key */ ${score_arrays},
+    const float* __restrict__ dlse,  // as lse of the forward; or null
+    float* __restrict__ dalibi_rows,  // as delta: what rows add to the gradient of their slope; or null
     //% endif
     const elem_t* __restrict__ dout,     // [batch, heads_q, seqlen_q, head_dim_v] strides in
     const elem_t* __restrict__ q,        // [batch, heads_q, seqlen_q, head_dim]   elements,
@@ -74,9 +96,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const Strides dout_strides, const Strides q_strides, const Strides k_strides,
     const Strides v_strides, const Strides dq_strides, const int heads_q,
     const int group_size,  // query heads a KV head
-    const int seqlen_q, const int seqlen_k, const int head_dim, const int head_dim_v,
+    const int ${seqlen_q}, const int ${seqlen_k}, const int head_dim, const int head_dim_v,
     //% if form
-    const AttentionForm form,
+    const AttentionForm form${score_scalars},
     //% endif
     const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e)
@@ -86,7 +108,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const u32 ring = q_tile + RING_OFFSET;
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
 
+  //% if form
+  const QueryBlock<BLOCK_Q> place(blockIdx.x, max_seqlen_q, heads_q);
+  const SequenceRows<VARLEN> queries(cu_seqlens_q, place.batch, max_seqlen_q);
+  const SequenceRows<VARLEN> held(cu_seqlens_k, place.batch, max_seqlen_k);
+  const int seqlen_q = queries.length, seqlen_k = held.length;
+  if (VARLEN && place.q0 >= seqlen_q) return;
+  q += queries.start * q_strides.row;
+  dout += queries.start * dout_strides.row;
+  k += held.start * k_strides.row;
+  v += held.start * v_strides.row;
+  //% else
   const QueryBlock<BLOCK_Q> place(blockIdx.x, seqlen_q, heads_q);
+  //% endif
   const int q0 = place.q0, kv_head = place.head / group_size;
   q += place.batch * q_strides.batch + place.head * q_strides.head + q0 * q_strides.row;
   dout += place.batch * dout_strides.batch + place.head * dout_strides.head;
@@ -97,8 +131,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   //% if form
   const KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
   const BandTiles<BLOCK_K> tiles(band, q0, min(q0 + BLOCK_Q, seqlen_q) - 1);
-  const auto rules = backward_rules<SOFTCAP, false, ALIBI, BIAS, MASK>(
-      form, alibi_slopes, bias, mask, place.batch, place.head, seqlen_q, seqlen_k);
+  const auto rules = backward_rules<SOFTCAP, false, SCORE_MOD, ALIBI, BIAS, MASK>(
+      form, ScoreMod{place.batch, place.head, seqlen_q, seqlen_k${score_values}}, alibi_slopes,
+      bias, mask, place.batch, place.head, seqlen_q, seqlen_k);
   const int first_tile = tiles.first;
   int tile = tiles.end - 1;
   //% else
@@ -129,7 +164,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     if (tile - stage >= first_tile) fetch(tile - stage);
     cp_async_commit();
   }
+  //% if form
+  const i64 head_row =
+      first_padded_row<VARLEN>(place.batch, place.head, heads_q, rows_padded, queries.start);
+  //% else
   const i64 head_row = (static_cast<i64>(place.batch) * heads_q + place.head) * rows_padded;
+  //% endif
   const RowStatistics<M_BLOCKS> rows(lse_log2, delta, head_row + q0 + warp * ROWS_A_WARP, lane);
 
   const FragmentReader<QTile, BlockOrder::ROW_MAJOR> q_reader(lane);
@@ -141,6 +181,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const u32 warp_do_tile = do_tile + warp * ROWS_A_WARP * DoTile::ROW_BYTES;
   u32 q_fragments[QK_STEPS][M_BLOCKS][4], do_fragments[DOV_STEPS][M_BLOCKS][4];
   float acc[M_BLOCKS][HEAD_DIM / 8][4] = {};
+  //% if form
+  DistanceSum distances[M_BLOCKS][2];  // with DALIBI: of rows g, g + 8 of each 16-row block
+  //% endif
 
   if (IN_REGISTERS) {
     cp_async_wait<STAGES - 2>();
@@ -166,8 +209,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                                             k_reader);
       //% if form
       float slopes[M_BLOCKS][KEYS / 8][4];
-      final_scores<false, SOFTCAP>(p, slopes, lane, rules, band, softmax_scale,
-                                   q0 + warp * ROWS_A_WARP, tile * BLOCK_K + step * KEYS);
+      final_scores<false, CURVED>(p, slopes, lane, rules, band, softmax_scale,
+                                  q0 + warp * ROWS_A_WARP, tile * BLOCK_K + step * KEYS);
       //% else
       if (tile >= unmasked_tiles)
         mask_keys(p, lane, hidden_score(softmax_scale_log2), [&](int row) {
@@ -179,7 +222,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                                             v_reader);
       //% if form
       rows.score_gradients(ds, p, LOG2E);
-      if constexpr (SOFTCAP) scale_by(ds, slopes);
+      if constexpr (DALIBI)
+        add_distances(distances, ds, p, rows, lane, q0 + warp * ROWS_A_WARP + seqlen_k - seqlen_q,
+                      tile * BLOCK_K + step * KEYS);
+      if constexpr (CURVED) scale_by(ds, slopes);
       //% else
       rows.score_gradients(ds, p, softmax_scale_log2);
       //% endif
@@ -193,7 +239,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   //    is computed again rather than kept in registers through the loop.
   cp_async_wait<0>();
   __syncthreads();
+  //% if form
+  if constexpr (DALIBI) {
+    const int row = q0 + warp * ROWS_A_WARP;
+    const float* row_dlse = dlse;
+    if (dlse != nullptr)
+      row_dlse += VARLEN ? static_cast<i64>(place.head) * form.total_q + queries.start + row
+                         : (static_cast<i64>(place.batch) * heads_q + place.head) * seqlen_q + row;
+    store_distances(dalibi_rows + head_row + row, distances, rows, row_dlse, seqlen_q - row);
+  }
+  const QueryBlock<BLOCK_Q> again(block_index_again(), max_seqlen_q, heads_q);
+  dq += queries.start * dq_strides.row;
+  //% else
   const QueryBlock<BLOCK_Q> again(block_index_again(), seqlen_q, heads_q);
+  //% endif
   const int end_lane = thread_index_again() % WARP_SIZE;
   const int warp_row = thread_index_again() / WARP_SIZE * ROWS_A_WARP, row0 = again.q0 + warp_row;
   const u32 warp_tile = shared_address(shared_memory) + warp_row * QTile::ROW_BYTES;

@@ -9,8 +9,7 @@
 //   delta      sum over the row of dout * o, less the gradient of lse; 0 past the end
 #pragma once
 #include "device/attention_mma.cuh"
-
-constexpr int ROW_STEP = 128;
+#include "device/padded_rows.cuh"
 
 // Two neighbouring D fragments in 16 bits: an A fragment of the next product.
 template <typename T>

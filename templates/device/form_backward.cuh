@@ -1,21 +1,28 @@
 // Forms of attention (device/attention_form.cuh) in its backward: final scores in natural units, and
 // their slopes d(final) / d(scaled) where a rule is curved.
 #pragma once
+#include "device/attention_backward.cuh"
 #include "device/attention_form.cuh"
+#include "device/padded_rows.cuh"
+#include "device/reduce.cuh"
 
-// The rules of one head. A user's score has no derivative; sinks are in lse alone.
-template <bool SOFTCAP, bool EXACT, bool ALIBI, bool BIAS, bool MASK, typename T>
-__device__ __forceinline__ auto backward_rules(const AttentionForm& form, const float* alibi_slopes,
-                                               const T* bias, const u8* mask, int batch, int head,
-                                               int seqlen_q, int seqlen_k) {
+// The rules of one head; Mod is the user's score with its derivative. Sinks are in lse alone.
+template <bool SOFTCAP, bool EXACT, bool SCORE_MOD, bool ALIBI, bool BIAS, bool MASK, typename Mod,
+          typename T>
+__device__ __forceinline__ auto backward_rules(const AttentionForm& form, const Mod& mod,
+                                               const float* alibi_slopes, const T* bias,
+                                               const u8* mask, int batch, int head, int seqlen_q,
+                                               int seqlen_k) {
   return score_rules(
       RuleIf<SOFTCAP, SoftCap<EXACT>>(form.softcap),
+      RuleIf<SCORE_MOD, PerScore<Mod>>(mod, seqlen_q, seqlen_k),
       RuleIf<ALIBI, Alibi>(alibi_slopes, form.alibi_batch_stride, batch, head, seqlen_q, seqlen_k),
       RuleIf<BIAS, Bias<T, false>>(bias, form.bias, batch, head, seqlen_q, seqlen_k),
       RuleIf<MASK, Where<u8, false>>(mask, form.mask, batch, head, seqlen_q, seqlen_k));
 }
 
-// A raw product q . k -> the final score; returns its slope.
+// A raw product q . k -> the final score; returns its slope, 0 where the key is hidden: a user's
+// derivative may be anything there.
 template <bool CURVED, typename Rules>
 __device__ __forceinline__ float final_score(float& score, const Rules& rules, const KeyBand& band,
                                              float softmax_scale, int q_idx, int k_idx) {
@@ -27,7 +34,7 @@ __device__ __forceinline__ float final_score(float& score, const Rules& rules, c
   }
   band.apply(x, q_idx, k_idx);
   score = x[0];
-  return slope[0];
+  return x[0] == NEG_INFINITY ? 0.f : slope[0];
 }
 
 // The same of D fragments (see mma.cuh) whose first row and column are `row` and `column`: keys and
@@ -60,4 +67,70 @@ __device__ __forceinline__ void scale_by(float (&ds)[M][N][4], const float (&slo
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) ds[m][n][i] *= slopes[m][n][i];
+}
+
+// What a row of queries adds to the gradient of its head's ALiBi slope: minus the sum of dS times the
+// distances of its keys. delta comes from an o that was rounded, so a row's dS are P e off, e alike for
+// all of its keys; distances are large and of one sign, and would make much of that. But what dS must
+// add up to is known, `expected` below, and so e is found out and taken off.
+struct DistanceSum {
+  float weighted = 0.f, plain = 0.f;  // sums of dS distance, dS
+  float mean = 0.f, total = 0.f;      // sums of P distance, P
+
+  __device__ __forceinline__ void add(float ds, float p, int apart) {
+    const float distance = fabsf(static_cast<float>(apart));
+    weighted = fmaf(ds, distance, weighted), plain += ds;
+    mean = fmaf(p, distance, mean), total += p;
+  }
+
+  // LANES neighbours have parts of a row: all of it, in the order of a butterfly.
+  template <int LANES>
+  __device__ __forceinline__ void join() {
+    weighted = lanes_sum<LANES>(weighted), plain = lanes_sum<LANES>(plain);
+    mean = lanes_sum<LANES>(mean), total = lanes_sum<LANES>(total);
+  }
+
+  // dlse: of the row, or null. A sink has what P lacks to 1.
+  __device__ __forceinline__ float value(float delta, const float* dlse) const {
+    if (total == 0.f) return 0.f;
+    const float expected = delta * (1.f - total) + (dlse == nullptr ? 0.f : *dlse);
+    return (plain - expected) * (mean / total) - weighted;
+  }
+};
+
+// dS and final scores of fragments where queries are rows. `row`, `column`: query and key of the first
+// row and column, the query in keys' counting.
+template <int M, int N>
+__device__ __forceinline__ void add_distances(DistanceSum (&sums)[M][2], const float (&ds)[M][N][4],
+                                              const float (&s)[M][N][4],
+                                              const RowStatistics<M>& rows, int lane, int row,
+                                              int column) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int apart =
+            row - column + m * 16 + lane / 4 + i / 2 * 8 - n * 8 - lane % 4 * 2 - i % 2;
+        const float p = exp2_fast(fmaf(s[m][n][i], LOG2E, -rows.lse[m][i / 2]));
+        sums[m][i / 2].add(ds[m][n][i], p, apart);
+      }
+}
+
+// A warp's to rows of its own, `count` of which exist; dlse is of the first one, or null.
+template <int M>
+__device__ __forceinline__ void store_distances(float* to, DistanceSum (&sums)[M][2],
+                                                const RowStatistics<M>& rows, const float* dlse,
+                                                int count) {
+  const int lane = threadIdx.x % WARP_SIZE;
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = m * 16 + half * 8 + lane / 4;
+      sums[m][half].template join<4>();
+      if (lane % 4 == 0 && row < count)
+        to[row] = sums[m][half].value(rows.delta[m][half], dlse == nullptr ? dlse : dlse + row);
+    }
 }

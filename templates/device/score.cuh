@@ -2,7 +2,7 @@
 //
 //   x = softmax_scale * (q . k)                                   the kernel's own
 //   1. SoftCap    x = cap * tanh(x / cap)                         derivative 1 - tanh^2
-//   2. PerScore   x = expression(x, q_idx, k_idx)                 the user's: no derivative
+//   2. PerScore   x = expression(x, q_idx, k_idx)                 the user's, if he gives one
 //   3. Alibi      x = x - slope * |q_idx + seqlen_k - seqlen_q - k_idx|                      1
 //   4. Bias       x = x + bias[q_idx][k_idx]                                                 1
 //   5. Where      x = mask[q_idx][k_idx] ? x : -inf                                          1
@@ -39,8 +39,9 @@
 #include "device/math.cuh"
 
 struct ScoreRule {
-  static constexpr bool CURVED = false;  // its derivative is not 1
-  static constexpr bool HELD = false;    // it reads its numbers a tile ahead
+  // Its derivative is not 1: differentiate(x, slope, q_idx, k_idx) applies it, slopes on the way.
+  static constexpr bool CURVED = false;
+  static constexpr bool HELD = false;  // it reads its numbers a tile ahead
 };
 
 // EXACT: to fp32's last places, at several times the cost. Else within 3e-7 of the cap, by
@@ -63,9 +64,10 @@ struct SoftCap : ScoreRule {
                           cap);
   }
 
-  // x after the rule.
   template <int N>
-  __device__ __forceinline__ void differentiate(const float (&x)[N], float (&slope)[N]) const {
+  __device__ __forceinline__ void differentiate(float (&x)[N], float (&slope)[N], int q_idx,
+                                                int k_idx) const {
+    apply(x, q_idx, k_idx);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float t = x[i] * inverse;
@@ -75,10 +77,11 @@ struct SoftCap : ScoreRule {
 };
 
 // A function object of one score, (score, q_idx, k_idx) -> score, that may read arrays at q_idx and
-// k_idx: it is asked for rows and keys that exist only.
+// k_idx: it is asked for rows and keys that exist only. Where slopes are asked for it has the same
+// arguments' `derivative`.
 template <typename Function>
 struct PerScore : ScoreRule {
-  static constexpr bool CURVED = true;  // nobody knows how: what asks for it does not compile
+  static constexpr bool CURVED = true;
   Function function;
   int last_q, last_k;
 
@@ -90,6 +93,15 @@ struct PerScore : ScoreRule {
 #pragma unroll
     for (int i = 0; i < N; ++i)
       x[i] = function(x[i], min(q_idx, last_q), min(k_idx + offset + i, last_k));
+  }
+
+  template <int N>
+  __device__ __forceinline__ void differentiate(float (&x)[N], float (&slope)[N], int q_idx,
+                                                int k_idx) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      slope[i] *= function.derivative(x[i], min(q_idx, last_q), min(k_idx + i, last_k));
+    apply(x, q_idx, k_idx);
   }
 };
 
@@ -311,8 +323,11 @@ struct ScoreRules<First, Rest...> {
   template <int N>
   __device__ __forceinline__ void differentiate(float (&x)[N], float (&slope)[N], int q_idx,
                                                 int k_idx) const {
-    rule.apply(x, q_idx, k_idx);
-    if constexpr (First::CURVED) rule.differentiate(x, slope);
+    if constexpr (First::CURVED) {
+      rule.differentiate(x, slope, q_idx, k_idx);
+    } else {
+      rule.apply(x, q_idx, k_idx);
+    }
     rest.differentiate(x, slope, q_idx, k_idx);
   }
 

@@ -1,0 +1,227 @@
+"""The backward of attention with a form, dense and packed: which kernels a call takes, its results.
+
+There is no public call: torch's autograd comes here (attention_form_gradients.py). What the forward
+has looked at is not looked at again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from fkjit.arch import Arch
+from fkjit.device import multiprocessors
+from fkjit.interop import CPU, ITEMSIZE, View
+from fkjit.ops import attention_backward_choice as choice
+from fkjit.ops import attention_backward_kernels as plain
+from fkjit.ops import attention_backward_problem as shared
+from fkjit.ops import attention_form_backward_kernels as kernels
+from fkjit.ops.attention_backward_checks import check as check_plain
+from fkjit.ops.attention_backward_checks import check_scale
+from fkjit.ops.attention_checks import LAYOUTS
+from fkjit.ops.attention_form import SLOTS
+from fkjit.ops.attention_form_backward_problem import bias_size
+from fkjit.ops.attention_form_problem import PACKED_AXES
+from fkjit.ops.simple import Launch, Op, Output, Request, arch_of
+from fkjit.ops.simple_operator import Node, like
+
+PACKED = "packed"  # a layout: [total, heads, head_dim]
+ROWS = ("q", "k", "v")
+OF_FORM = ("alibi_slopes", "bias", "sinks")  # what may have a gradient besides
+INPUTS = (
+    *("dout", *ROWS, "o", "lse", "dlse", "cu_seqlens_q", "cu_seqlens_k"),
+    *("alibi_slopes", "bias", "mask", "sinks", *SLOTS),
+)
+_GRADIENTS = tuple(f"d{name}" for name in (*ROWS, *OF_FORM))
+_OUTPUTS = (*_GRADIENTS, "lse_log2", "delta", "dalibi_rows", "dbias_parts")
+_CPU_MULTIPROCESSORS = 8  # what the interpreter shares work out for
+_MAKES = {"keys": ("k", "v"), "queries": ("q", "alibi_slopes")}
+_SCHEMA = (
+    "str form, str layout, bool causal, float? softmax_scale, int[] window, float softcap, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, str[] wanted"
+)
+
+Views = Mapping[str, View | None]
+# A problem, launches that come first, and the kernels without a form that multiply
+_Made = tuple[dict[str, Any], list[Launch], list[Launch]]
+
+
+def check(
+    views: Views, form: str, layout: str, causal: bool, softmax_scale: Any,
+    window: tuple[int, int], softcap: float, max_seqlen_q: int, max_seqlen_k: int,
+    wanted: tuple[str, ...], scalars: tuple[tuple[str, str, Any], ...] = (),
+) -> Request:  # fmt: skip
+    """Launches and results of a call.
+
+    form: the text of a `Form`. window: -1 for a side without a bound. wanted: names of inputs whose
+    gradients are made, in the order of _GRADIENTS. max_seqlen_*: of packed sequences.
+    """
+    make = _packed if layout == PACKED else _dense
+    problem, launches, products = make(views, layout, softmax_scale, (max_seqlen_q, max_seqlen_k))
+    wide = max(problem["seqlen_q"], problem["seqlen_k"])
+    left, right = (wide if side < 0 else min(side, wide) for side in window)
+    problem |= {"window": (left, 0 if causal else right), "softcap": softcap}
+    problem["score_scalars"] = {name: value for name, _, value in scalars}
+    slopes, q = views["alibi_slopes"], views["q"]
+    assert q is not None
+    if slopes is not None:
+        problem["alibi_batches"] = slopes.shape[0] if len(slopes.shape) == 2 else 1
+    for launch in products:
+        if set(_MAKES[launch.spec.name.removesuffix("_fp32")]) & set(wanted):
+            launches.append(_launch(launch.spec.name, launch, form, problem, arch_of(q)))
+    bias = views["bias"]
+    if "bias" in wanted and bias is not None and products:
+        launches += _of_bias(bias, form, problem, products[0], arch_of(q))
+    if "sinks" in wanted or "alibi_slopes" in wanted:
+        launches.append(Launch(kernels.HEADS, {"varlen": layout == PACKED}, problem))
+    made = [one for one in launches if prod(one.spec.grid(one.params, one.problem))]
+    return Request(dict(views), _outputs(views, problem, wanted), tuple(made))
+
+
+def _dense(views: Views, layout: str, softmax_scale: Any, _: tuple[int, int]) -> _Made:
+    plain_views = {name: views[name] for name in INPUTS[:7]}
+    request = check_plain(plain_views, False, softmax_scale, True, "portable", layout)
+    rows = [launch for launch in request.launches if launch.spec is plain.ROWS]
+    problem = {**request.launches[0].problem, "axes": LAYOUTS[layout]}
+    return problem, rows, [launch for launch in request.launches if launch.spec is not plain.ROWS]
+
+
+def _packed(views: Views, layout: str, softmax_scale: Any, longest: tuple[int, int]) -> _Made:
+    q, k, v, ends = (views[name] for name in (*ROWS, "cu_seqlens_q"))
+    assert q is not None and k is not None and v is not None and ends is not None
+    problem = {
+        "batch": ends.shape[0] - 1, "heads_q": q.shape[1], "heads_kv": k.shape[1],
+        "seqlen_q": longest[0], "seqlen_k": longest[1], "head_dim": q.shape[2],
+        "head_dim_v": v.shape[2], "total_q": q.shape[0], "axes": PACKED_AXES, "dtype": q.dtype,
+        "softmax_scale": check_scale(softmax_scale, q.shape[2]), "causal": False,
+    }  # fmt: skip
+    if q.device != CPU:
+        problem["multiprocessors"] = multiprocessors(q.device)
+    aligned = _aligned([view for n in INPUTS[:5] if (view := views[n]) is not None])
+    rows = Launch(kernels.PACKED_ROWS, {"dtype": q.dtype, "aligned": aligned}, problem)
+    return problem, [rows], choice.portable(problem, aligned, arch_of(q))
+
+
+def _aligned(views: list[View]) -> bool:
+    """Whether every row, also of the results, starts on a 16-byte boundary."""
+    numbers = []
+    for view in views:
+        size = ITEMSIZE[view.dtype]
+        pairs = zip(view.strides[:-1], view.shape[:-1], strict=True)
+        numbers += [view.shape[-1] * size, view.pointer, *(s * size for s, n in pairs if n > 1)]
+    return all(number % 16 == 0 for number in numbers)
+
+
+def _launch(name: str, like_it: Launch, form: str, problem: dict[str, Any], arch: Arch) -> Launch:
+    """The kernel `name`, with a form, for the same head dimensions and rows as another one."""
+    spec, old = kernels.kernel(name, form), like_it.params
+    dims = old["head_dim"], old["head_dim_v"]
+    tiles = kernels.TILES[name][dims[0]]
+    more = {"aligned": old["aligned"], "arch": arch, "form": form}
+    return Launch(spec, choice.parameters(spec, tiles, dims, problem, **more), problem)
+
+
+def _of_bias(
+    bias: View, form: str, problem: dict[str, Any], like_it: Launch, arch: Arch
+) -> list[Launch]:
+    """Its gradient: in parts where that keeps a GPU busy."""
+    problem["bias_shape"] = tuple(bias.shape[:3])
+    problem["bias_parts"] = 1
+    name = "bias_fp32" if like_it.spec.name.endswith("_fp32") else "bias"
+    made = _launch(name, like_it, form, problem, arch)
+    tiles = prod(made.spec.grid(made.params, problem))
+    if not tiles:
+        return []
+    batch, heads, rows = problem["bias_shape"]
+    steps = problem["batch"] // batch * (problem["heads_q"] // heads)
+    if rows == 1:
+        steps *= -(-problem["seqlen_q"] // made.params["tile"][0])
+    wished = -(-2 * problem.get("multiprocessors", _CPU_MULTIPROCESSORS) // tiles)
+    problem["bias_parts"] = max(1, min(wished, steps // 2))
+    if problem["bias_parts"] == 1:
+        return [made]
+    summed = {"size": bias_size(problem), "parts": problem["bias_parts"]}
+    return [made, Launch(kernels.BIAS_SUM, {"bias_dtype": bias.dtype}, summed)]
+
+
+def _outputs(
+    views: Views, problem: Mapping[str, Any], wanted: tuple[str, ...]
+) -> dict[str, Output | None]:
+    """Results, with zeros to write them to where the caller has some; and what kernels hand on."""
+    made: dict[str, Output | None] = {}
+    for name in wanted:
+        view = views[name]
+        assert view is not None
+        made[f"d{name}"] = Output(tuple(view.shape), view.dtype, views[f"d{name}"])
+    keys = {name for name in ("k", "v") if name not in wanted}
+    if len(keys) == 1:  # one kernel makes both
+        name = keys.pop()
+        view = views[name]
+        assert view is not None
+        made[f"d{name}"] = Output(tuple(view.shape), view.dtype, None, False)
+    if "alibi_slopes" in wanted and "q" not in wanted:
+        view = views["q"]
+        assert view is not None
+        made["dq"] = Output(tuple(view.shape), view.dtype, None, False)
+    scratch: dict[str, tuple[int, ...]] = dict.fromkeys(
+        ("lse_log2", "delta"), shared.rows_shape(problem)
+    )
+    if "alibi_slopes" in wanted:
+        scratch["dalibi_rows"] = shared.rows_shape(problem)
+    if problem.get("bias_parts", 1) > 1:
+        scratch["dbias_parts"] = (problem["bias_parts"], bias_size(problem))
+    return made | {n: Output(size, "fp32", returned=False) for n, size in scratch.items()}
+
+
+# ------------------------------------------------------------------ the op
+
+
+def _written_to(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Packed rows of no sequence, and those beyond the longest, have gradient 0."""
+    given = dict(zip(INPUTS, inputs, strict=True))
+    wanted, packed = options[8], options[1] == PACKED
+    zeros = sys.modules["torch"].zeros_like
+    made = (
+        zeros(given[name], memory_format=sys.modules["torch"].contiguous_format)
+        if packed and name in wanted
+        else None
+        for name in ROWS
+    )
+    return (*made, *(None,) * (len(_OUTPUTS) - len(ROWS)))
+
+
+def _fake(*given: Any) -> list[Any]:
+    arrays = dict(zip(INPUTS, given, strict=False))
+    return [like(arrays[name]) for name in given[-1]]
+
+
+def _pack(*options: Any) -> tuple[Any, ...]:
+    """As the schema has them: without the numbers of a score_mod, which is no node."""
+    *others, window, softcap, longest_q, longest_k, wanted, _ = options
+    return (*others, list(window), softcap, longest_q, longest_k, list(wanted))
+
+
+def _unpack(*options: Any) -> tuple[Any, ...]:
+    *others, window, softcap, longest_q, longest_k, wanted = options
+    return (*others, tuple(window), softcap, longest_q, longest_k, tuple(wanted), ())
+
+
+_OP = Op(
+    "attention (backward)",
+    inputs=INPUTS,
+    outputs=_OUTPUTS,
+    check=check,
+    optional=tuple(name for name in INPUTS if name not in ("dout", *ROWS, "o", "lse")),
+    node=Node(
+        _fake, _SCHEMA, None, name="attention_form_backward", pack=_pack, unpack=_unpack,
+        outputs=_written_to,
+    ),
+)  # fmt: skip
+
+
+def gradients(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gradients of the inputs that options name, for torch tensors; see `check` for both."""
+    found = _OP(inputs, _written_to(inputs, options), options)
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)

@@ -1,0 +1,285 @@
+"""The backward's kernels with a form: those without, with it rendered in, and those for gradients
+that only forms have, of a bias, of sinks and of ALiBi slopes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from fkjit.interop import numpy_dtype
+from fkjit.ops import attention_backward_fp32 as fp32
+from fkjit.ops import attention_backward_kernels as plain
+from fkjit.ops import attention_form_backward_problem as problem
+from fkjit.ops.attention_form import BIAS_DTYPES, EXAMPLE_ARGS, EXAMPLE_MOD, Form, parse
+from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, SharedLayout, register
+
+OP = "attention_backward_form"
+# A warp has 16 rows: rules and band take the registers of another 16.
+TILES: dict[str, dict[int, tuple[Any, ...]]] = {
+    "keys": {
+        64: ((64, 64, 4, 1, 2),),
+        **dict.fromkeys((128, 192), ((64, 32, 4, 2, 2), (32, 32, 2, 2, 2))),
+        256: ((32, 32, 2, 2, 2), (32, 32, 2, 2, 1)),
+    },
+    "queries": {
+        64: ((64, 64, 4, 2),),
+        **dict.fromkeys((128, 192), ((64, 32, 4, 2),)),
+        256: ((32, 32, 2, 2),),
+    },
+    # rows and keys of a block, warps, stages
+    "bias": {
+        64: ((64, 64, 4, 2),),
+        128: ((64, 64, 4, 2), (64, 64, 4, 1)),
+        192: ((64, 64, 4, 1),),
+        256: ((64, 32, 4, 1),),
+    },
+    # of a heavy form a thread has half as many rows
+    **{
+        name: {
+            dim: (*tiles, *((own, other, 2 * warps) for own, other, warps in tiles))
+            for dim, tiles in fp32.TILES.items()
+        }
+        for name in ("keys_fp32", "queries_fp32")
+    },
+    "bias_fp32": fp32.TILES,
+}
+# What is compiled ahead; every other form is compiled when it is first called.
+SHOWN = Form(
+    True, True, "fp32", False, True, False, True, True, EXAMPLE_MOD, EXAMPLE_ARGS,
+    score_mod_grad="1 + 0 * score", dalibi=True,
+).text  # fmt: skip
+_FORM = "what it does beside causal attention"
+
+
+def _is_heavy(params: Params) -> bool:
+    """Whether its rules and their numbers take many registers."""
+    form = parse(params["form"])
+    rules = (form.softcap, form.score_mod, form.alibi, form.bias, form.mask, form.varlen)
+    return form.dalibi or sum(map(bool, rules)) > 2
+
+
+def _derive(base: KernelSpec) -> Callable[[Params], dict[str, Any]]:
+    def derive(params: Params) -> dict[str, Any]:
+        usual = {**base.derive(params), **parse(params["form"]).values(), "in_registers": False}
+        if params["head_dim"] > 128 and "step_k" in usual and _is_heavy(params):
+            usual["step_k"] = 16
+        return usual
+
+    return derive
+
+
+def _illegal(name: str, of: KernelSpec) -> Callable[[Params], str | None]:
+    pairs = fp32.PAIRS if name.endswith("_fp32") else plain.PAIRS
+
+    def illegal(params: Params) -> str | None:
+        dims = (params["head_dim"], params["head_dim_v"])
+        if dims not in pairs:
+            return f"head_dim_v={dims[1]} is not compiled for head_dim={dims[0]}"
+        if params["tile"] not in TILES[name][dims[0]]:
+            return f"is not a tile for head_dim={dims[0]}"
+        if name.endswith("_fp32") and params["aligned"] and params["dtype"] != "fp32":
+            return "is not compiled for 16 bits: aligned or not, they are fetched one by one"
+        few_rows = params["tile"] not in fp32.TILES.get(dims[0], ())
+        if name in ("keys_fp32", "queries_fp32") and _is_heavy(params) != few_rows:
+            return "has more rows a thread, or fewer, than this form has registers for"
+        return None
+
+    return illegal
+
+
+def _only(*names: str) -> Callable[[Problem, Mapping[str, Any]], Any]:
+    """The reference of some results."""
+
+    def reference(one: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        found = problem.reference(one, arrays)
+        return {name: found[name] for name in names}
+
+    return reference
+
+
+def _with_form(base: KernelSpec, name: str, wanted: tuple[str, ...], **more: Any) -> KernelSpec:
+    """A kernel of any form; `params` of those that are compiled ahead."""
+    tiles = tuple(dict.fromkeys(t for some in TILES[name].values() for t in some))
+    params = [replace(p, values=tiles) if p.name == "tile" else p for p in base.params]
+    own: dict[str, Any] = {
+        "op": OP,
+        "name": name,
+        "params": (*params, Param("form", (SHOWN,), _FORM)),
+        "derive": _derive(base),
+        "illegal": _illegal(name, base),
+        "arguments": problem.arguments,
+        "shape_class": problem.shape_class,
+        "problems": problem.problems,
+        "inputs": problem.inputs,
+        "outputs": lambda params, one: {
+            n: x for n, x in problem.outputs(params, one).items() if n in wanted
+        },
+        "reference": _only(*wanted),
+        "tolerance": problem.tolerance,
+    }  # fmt: skip
+    return replace(base, **own | more)
+
+
+# ------------------------------------------------------------------ the gradient of a bias
+
+
+def _bias_derive(params: Params) -> dict[str, Any]:
+    names = ("block_q", "block_k", "num_warps", "stages")
+    return {
+        **dict(zip(names, params["tile"], strict=True)),
+        **parse(params["form"]).values(),
+    }
+
+
+def _bias_shared(params: Params) -> SharedLayout:
+    (block_q, block_k, _, count), d, dv = params["tile"], params["head_dim"], params["head_dim_v"]
+    sizes = (("Q", block_q * d), ("dO", block_q * dv), ("K", block_k * d), ("V", block_k * dv))
+    return [(f"{name} stage {i}", 2 * size) for i in range(count) for name, size in sizes]
+
+
+def _bias_shared_fp32(params: Params) -> SharedLayout:
+    (own, other, _), d, dv = params["tile"], params["head_dim"], params["head_dim_v"]
+    sizes = (("Q", own, d), ("dO", own, dv), ("K", other, d), ("V", other, dv))
+    return [(name, 4 * rows * (dim + 4)) for name, rows, dim in sizes]
+
+
+def _bias_grid(params: Params, one: Problem) -> tuple[int, int, int]:
+    block_q, block_k, *_ = params["tile"]
+    batch, heads, rows = one["bias_shape"]
+    tiles = -(-rows // block_q) * -(-one["seqlen_k"] // block_k)
+    return tiles * batch * heads * one["bias_parts"], 1, 1
+
+
+def _bias_kernel(base: KernelSpec, name: str, layout: Any, derive: Any) -> KernelSpec:
+    return _with_form(
+        base, name, ("dbias",), source=f"attention/backward_{name}.cu",
+        entry=f"attention_backward_{name}", grid=_bias_grid, derive=derive, shared_layout=layout,
+        shared_bytes=lambda params: sum(size for _, size in layout(params)),
+        doc="gradient of a bias: a block owns a tile of it and walks over what shares it",
+    )  # fmt: skip
+
+
+_FP32_DERIVE = _derive(fp32.QUERIES_FP32)
+_SPECS = {
+    "keys": _with_form(plain.KEYS, "keys", ("dk", "dv")),
+    "queries": _with_form(plain.QUERIES, "queries", ("dq", "dalibi_rows")),
+    "keys_fp32": _with_form(fp32.KEYS_FP32, "keys_fp32", ("dk", "dv")),
+    "queries_fp32": _with_form(fp32.QUERIES_FP32, "queries_fp32", ("dq", "dalibi_rows")),
+    "bias": _bias_kernel(plain.QUERIES, "bias", _bias_shared, _bias_derive),
+    "bias_fp32": _bias_kernel(fp32.QUERIES_FP32, "bias_fp32", _bias_shared_fp32, _FP32_DERIVE),
+}
+_AHEAD = {"head_dim": 64, "head_dim_v": 64, "aligned": True}
+
+
+def _only_shown(spec: KernelSpec) -> KernelSpec:
+    """The same, with one of its variants."""
+    exact = spec.name.endswith("_fp32")
+    heavy = spec.name in ("keys_fp32", "queries_fp32")
+    tile = (64, 32, 8) if heavy else TILES[spec.name][64][0]
+    shown = {**_AHEAD, "dtype": "fp32" if exact else "bf16", "tile": tile}
+    params = [replace(p, values=(shown.get(p.name, p.values[0]),)) for p in spec.params]
+    return register(replace(spec, params=tuple(params)))
+
+
+for _spec in _SPECS.values():
+    _only_shown(_spec)
+
+
+@lru_cache(maxsize=1024)
+def kernel(name: str, form: str) -> KernelSpec:
+    """A kernel by its name without form, for any variant."""
+    spec = _SPECS[name]
+    return replace(spec, params=(*spec.params[:-1], Param("form", (form,), _FORM)))
+
+
+# ------------------------------------------------------------------ rows, heads, sums of a bias
+
+_THREADS = 256
+_HEAD_THREADS = 512
+_DENSE = replace(parse(SHOWN), varlen=False).text
+
+PACKED_ROWS = replace(
+    plain.ROWS,
+    op=OP,
+    derive=lambda params: {**plain.ROWS.derive(params), "varlen": True, "seqlen_q": "max_seqlen_q"},
+    arguments=lambda params, one, arrays: {
+        **problem.arguments(params, one, arrays), "lanes": plain.row_lanes(one),
+    },
+    grid=lambda params, one: (
+        -(-one["batch"] * one["heads_q"] * problem.longest_padded(one) * plain.row_lanes(one)
+          // plain.ROW_THREADS), 1, 1,
+    ),
+)  # fmt: skip
+
+
+def _as_form(params: Params) -> dict[str, Any]:
+    """Parameters of a kernel whose inputs and outputs are those of `heads`."""
+    form = SHOWN if params["varlen"] else _DENSE
+    return {**_AHEAD, "dtype": "fp32", "form": form}
+
+
+def _head_inputs(params: Params, one: Problem, rng: np.random.Generator) -> Arrays:
+    made = problem.inputs(_as_form(params), one, rng)
+    rows = problem.reference(one, made)["dalibi_rows"]
+    return made | {"dalibi_rows": rows.astype(np.float32)}
+
+
+def _head_outputs(params: Params, one: Problem) -> Arrays:
+    made = problem.outputs(_as_form(params), one)
+    return {name: made[name] for name in ("dsinks", "dalibi_slopes")}
+
+
+HEADS = register(
+    KernelSpec(
+        op=OP,
+        name="heads",
+        source="attention/backward_heads.cu",
+        entry="attention_backward_heads",
+        doc="gradients of sinks and ALiBi slopes: a block adds up the rows of a head",
+        params=(Param("varlen", (True, False), "packed sequences"),),
+        derive=lambda params: {"threads": _HEAD_THREADS},
+        block=lambda params: (_HEAD_THREADS, 1, 1),
+        grid=lambda params, one: (one["heads_q"], 1, 1),
+        problems=lambda params, scale: problem.problems(_as_form(params), scale),
+        inputs=_head_inputs,
+        outputs=_head_outputs,
+        arguments=problem.arguments,
+        reference=_only("dsinks", "dalibi_slopes"),
+        tolerance=lambda params: 4e-6,
+    )
+)
+
+
+def _sum_inputs(params: Params, one: Problem, rng: np.random.Generator) -> Arrays:
+    return {"dbias_parts": rng.standard_normal((one["parts"], one["size"]), np.float32)}
+
+
+BIAS_SUM = register(
+    KernelSpec(
+        op=OP,
+        name="bias_sum",
+        source="attention/backward_bias_sum.cu",
+        entry="attention_backward_bias_sum",
+        doc="gradient of a bias out of the sums of its parts",
+        params=(Param("bias_dtype", BIAS_DTYPES, "element type of the bias"),),
+        derive=lambda params: {"threads": _THREADS},
+        block=lambda params: (_THREADS, 1, 1),
+        grid=lambda params, one: (-(-one["size"] // _THREADS), 1, 1),
+        bytes=lambda one: 4.0 * one["size"] * (one["parts"] + 1),
+        problems=lambda params, scale: [{"parts": 5, "size": 1001}],
+        inputs=_sum_inputs,
+        outputs=lambda params, one: {
+            "dbias": np.full(one["size"], np.nan, numpy_dtype(params["bias_dtype"]))
+        },
+        arguments=lambda params, one, arrays: {
+            **{name: arrays[name] for name in ("dbias_parts", "dbias")},
+            **{name: one[name] for name in ("size", "parts")},
+        },
+        reference=lambda one, arrays: {"dbias": arrays["dbias_parts"].astype(np.float64).sum(0)},
+        tolerance=lambda params: {"fp16": 1e-3, "bf16": 8e-3, "fp32": 1e-6}[params["bias_dtype"]],
+    )
+)
