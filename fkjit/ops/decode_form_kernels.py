@@ -16,6 +16,7 @@ _FORM = "what the kernel does beside causal attention; any other form is compile
 _ALL = Form(True, True, "fp16", True, True, False, True, False, EXAMPLE_MOD, EXAMPLE_ARGS)
 SHIPPED = (Form().text, _ALL.text)  # what is compiled ahead, where the sweep meets all of the code
 _SHOWN = {"dtype": ("bf16",), "storage": ("same", "int8"), "head_dim": (64,), "form": SHIPPED}
+_SHOWN_ROWS = {"same": 16, "int8": 64}
 
 
 def _derive(params: Params) -> dict[str, Any]:
@@ -30,6 +31,12 @@ def _illegal(params: Params) -> str | None:
     if params["head_dim"] > 128 and (form.bias or form.mask):
         return "bias and mask need registers that head_dim above 128 does not leave"
     return grid.illegal(params)
+
+
+def _illegal_shown(params: Params) -> str | None:
+    if params["rows"] != _SHOWN_ROWS[params["storage"]]:
+        return "is compiled when it is first called"
+    return _illegal(params)
 
 
 _SPEC = replace(
@@ -49,6 +56,7 @@ _SPEC = replace(
 SPLIT_FORMS = register(
     replace(
         _SPEC,
+        illegal=_illegal_shown,
         params=tuple(replace(p, values=_SHOWN.get(p.name, p.values)) for p in _SPEC.params),
     )
 )
