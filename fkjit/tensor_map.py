@@ -12,7 +12,7 @@ from typing import Any
 from fkjit.errors import DeviceError, LaunchError
 
 BYTES, ALIGN = 128, 64
-_TYPES = {"fp16": 6, "bf16": 9, "fp32": 7}  # CU_TENSOR_MAP_DATA_TYPE_*
+_TYPES = {"u8": 0, "fp16": 6, "bf16": 9, "fp32": 7}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLES = {"none": 0, "32B": 1, "64B": 2, "128B": 3}
 _L2_PROMOTION = 3  # 256 bytes: neighbouring boxes are wanted next
 _SUCCESS, _NO_CONTEXT = 0, 201
@@ -27,7 +27,7 @@ class TensorMap:
     """
 
     array: Any
-    dtype: str  # fp16, bf16, fp32
+    dtype: str  # u8, fp16, bf16, fp32
     dims: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]

@@ -29,6 +29,7 @@ SHAPES = (
     (1, (2, 2), (300, 257), (40, 40), "bf16", {"window", "softcap", "alibi_slopes"}),
     (1, (2, 1), (40, 300), (128, 128), "bf16", TAKEN),
     (1, (1, 1), (66, 90), (192, 128), "fp16", {"alibi_slopes"}),
+    (2, (2, 1), (70, 160), (64, 64), "bf16", {"bias", "mask", "window"}),
 )
 
 
@@ -84,8 +85,9 @@ PROBLEM: dict[str, Any] = {
         ({}, Form(), None, True),
         ({}, Form(True, True, sinks=True, score_mod="score"), 128, True),
         ({}, Form(), 32, False),
-        ({}, Form(bias="bf16"), None, False),
-        ({}, Form(mask=True), None, False),
+        ({}, Form(bias="bf16"), None, True),
+        ({}, Form(bias="fp32", mask=True), 128, False),
+        ({"head_dim": 192}, Form(mask=True), None, False),
         ({"softmax_scale": -0.1}, Form(), None, False),
         ({"softmax_scale": 0.0}, Form(), None, False),
         ({"seqlen_q": 32}, Form(), None, False),
@@ -95,8 +97,10 @@ PROBLEM: dict[str, Any] = {
     ],
 )
 def test_which_problems_it_takes(changes, form, block, taken):
-    view = SimpleNamespace(shape=(2, 4, 4096, 128), strides=(2**21, 2**19, 128, 1))
-    views = dict.fromkeys("qkv", view)
+    view = SimpleNamespace(
+        shape=(2, 4, 4096, 128), strides=(2**21, 2**19, 128, 1), pointer=0, dtype="bf16"
+    )
+    views = dict.fromkeys(("q", "k", "v", "bias"), view)
     assert hopper.takes({**PROBLEM, **changes}, views, form, block) == taken
 
 
@@ -107,10 +111,20 @@ def test_which_arrays_it_leaves_to_the_portable_kernel(shape, step):
     assert not hopper.takes(PROBLEM, dict.fromkeys("qkv", view), Form(), None)
 
 
+@pytest.mark.parametrize("row, pointer", [(4100, 0), (4096, 8)])
+def test_biases_off_16_byte_boundaries_go_to_the_portable_kernel(row, pointer):
+    view = SimpleNamespace(shape=(2, 4, 4096, 128), strides=(2**21, 2**19, 128, 1))
+    shape, strides = (1, 1, 4096, row), (0, 0, row, 1)
+    bias = SimpleNamespace(shape=shape, strides=strides, pointer=pointer, dtype="bf16")
+    views = {**dict.fromkeys("qkv", view), "bias": bias}
+    assert not hopper.takes(PROBLEM, views, Form(bias="bf16"), None)
+
+
 @pytest.mark.parametrize(("dim", "form"), [(64, "alibi sinks varlen"), (128, SHIPPED_SM90[-1])])
 def test_what_is_compiled_when_called_does_not_spill(dim, form):
-    spec, block = kernel("flash_sm90", form), hopper.TILES[dim][0]
-    params = {"dtype": "bf16", "head_dim": dim, "head_dim_v": dim, "block": block, "form": form}
+    spec = kernel("flash_sm90", form)
+    params = {"dtype": "bf16", "head_dim": dim, "head_dim_v": dim, "form": form}
+    params["block"] = next(b for b in hopper.ALL_TILES if not spec.why_not({**params, "block": b}))
     spec.check(params, arch("sm_90a"))
     with quiet():
         assert build(spec, params, target("sm_90a")).meta["problems"] == []
@@ -118,9 +132,18 @@ def test_what_is_compiled_when_called_does_not_spill(dim, form):
 
 SM90 = {"kernel": "attention_form.flash_sm90", "params": {"form": SHIPPED_SM90[-1]}}
 WINDOW = {"kernel": "attention_form.flash_sm90", "params": {"form": SHIPPED_SM90[0]}}
+BIAS = {"kernel": "attention_form.flash_sm90", "params": {"form": SHIPPED_SM90[1]}}
 BUGS = (
     Bug("rows cut that nobody waits for", D + "attention_work.cuh", "  proxy_fence();\n", "",
         by="race", **SM90),
+    Bug("a tile of bias that nobody gives back", K + "flash_sm90.cu",
+        "if (signals) mbarrier_arrive(barriers.scores_empty(score_place.stage));", "", by="hang",
+        **SM90),
+    Bug("a bias read without a wait", K + "flash_sm90.cu",
+        "mbarrier_wait(barriers.scores_full(score_place.stage), score_place.parity);", "",
+        by="race", **SM90),
+    Bug("the other panel", D + "score_tile.cuh", "byte / Tile::ROW_BYTES * Tile::PANEL_BYTES", "0",
+        by="numbers", **BIAS),
     Bug("O of the next sequence", K + "flash_sm90.cu", "VARLEN && rows_left < 16", "false",
         by="race", **SM90),
     Bug("a tile of keys too few", D + "attention_form.cuh", "first = band.first(q_first) / BLOCK_K",

@@ -122,12 +122,13 @@ SHIPPED = tuple(
         Form(True, True, "fp32", False, True, True, True, True, EXAMPLE_MOD, EXAMPLE_ARGS),
     )
 )
-# Of the kernel for Hopper, which reads no bias and no mask.
+# Of the kernel for Hopper.
 SHIPPED_SM90 = tuple(
     form.text
     for form in (
         Form(sinks=True),
-        Form(softcap=True, alibi=True, sinks=True, varlen=True,
-             score_mod=EXAMPLE_MOD, score_args=EXAMPLE_ARGS),
+        Form(bias="bf16"),
+        Form(score_mod=EXAMPLE_MOD, score_args=EXAMPLE_ARGS),
+        Form(True, True, "fp32", False, True, False, True, True),
     )
-)  # fmt: skip
+)

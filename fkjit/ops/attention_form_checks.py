@@ -112,15 +112,16 @@ def _variant(
     """The kernel and its parameters."""
     arch, rows = arch_of(seen["q"]), {n: seen[n] for n in ("q", "k", "v")}
     block, aligned = usual.check_block(block, call), usual.aligned_rows(rows, problem)
-    takes = aligned and hopper_form.takes(problem, rows, form, block)
+    takes = aligned and hopper_form.takes(problem, seen, form, block)
     base = choice.implementation("flash", problem["dtype"], arch, takes)
     if base not in (FLASH, FLASH_SM90):  # also where flash_sm75 would do: it has no forms
         base = FLASH_FP32
-    spec = kernel(base.name, form.text)
+    text = hopper_form.text(form) if base is FLASH_SM90 else form.text
+    spec = kernel(base.name, text)
     dims = choice.padded_dims(base, problem["head_dim"], problem["head_dim_v"])
     fixed = {
         "dtype": problem["dtype"], **dict(zip(("head_dim", "head_dim_v"), dims, strict=True)),
-        "aligned": aligned, "form": form.text,
+        "aligned": aligned, "form": text,
     }  # fmt: skip
     fixed = {name: fixed[name] for name in (p.name for p in spec.params) if name in fixed}
     try:

@@ -141,7 +141,7 @@ def kernel(base: str, form: str) -> KernelSpec:
 def tile(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
     """The tile of a problem: the first that is legal and no taller than the queries need."""
     if spec.name == "flash_sm90":
-        return hopper_form.tile(problem, parse(fixed["form"]), fixed["head_dim"])
+        return hopper_form.tile(problem, fixed)
     rows = max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
     order = _order(spec, fixed)
     legal = [b for b in order if spec.why_not({**fixed, "block": b}, arch) is None]

@@ -30,7 +30,7 @@ _PANEL = 64  # columns
 _WARP_ROWS = 16  # of a tile of queries: a warp stores its own
 _STAGES = 2
 COUNTERS = 1
-_MAX_SHARED = 232_448  # bytes a block may have on sm_90
+MAX_SHARED = 232_448  # bytes a block may have on sm_90
 _L2_BYTES = 32 << 20  # of 50 MiB
 _SMS = 132  # of an H100 or H200, where a problem does not say
 
@@ -62,14 +62,14 @@ def _derive(params: Params) -> dict[str, Any]:
         "ptx_type": {"fp16": "f16", "bf16": "bf16"}[params["dtype"]],
         **product("qk", block_k // 2, {"q": 1, "k": 1, "add": 1}),
         **product("pv", params["head_dim_v"] // 2, {"p": 4, "v": 1}),
-        **PLAIN,
+        **{**PLAIN, "bias": False, "mask": False},
     }
 
 
 def _q_stages(params: Params) -> int:
     """Two tiles of Q where they fit: then a tile's first scores are under way before the last one's
     output is stored."""
-    return 2 if sum(size for _, size in _parts(params, 2)) <= _MAX_SHARED else 1
+    return 2 if sum(size for _, size in parts(params, 2)) <= MAX_SHARED else 1
 
 
 def _illegal(params: Params) -> str | None:
@@ -81,7 +81,7 @@ def _illegal(params: Params) -> str | None:
     return None
 
 
-def _parts(params: Params, q_stages: int) -> list[tuple[str, int]]:
+def parts(params: Params, q_stages: int) -> list[tuple[str, int]]:
     """Rings of Q, K and V, and the mbarriers."""
     (block_q, block_k), d, dv = (
         split_block(params["block"]),
@@ -99,7 +99,7 @@ def _parts(params: Params, q_stages: int) -> list[tuple[str, int]]:
 
 
 def _shared(params: Params) -> SharedLayout:
-    return _parts(params, _q_stages(params))
+    return parts(params, _q_stages(params))
 
 
 def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
 def suits(arch: Arch) -> bool:
     """Whether a GPU runs every tile."""
     needs = FLASH_SM90.features({})
-    return arch.features >= needs and arch.shared_per_block >= _MAX_SHARED
+    return arch.features >= needs and arch.shared_per_block >= MAX_SHARED
 
 
 def tile(problem: Problem, head_dim: int) -> Any:

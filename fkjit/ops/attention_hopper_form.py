@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from fkjit.interop import ITEMSIZE
 from fkjit.ops import attention_form_problem as forms
 from fkjit.ops import attention_hopper as hopper
 from fkjit.ops.attention_form import Form, parse
@@ -25,14 +27,23 @@ TILES: dict[int, tuple[Any, ...]] = {
     256: ((128, 80), (128, 64)),
 }
 ALL_TILES = tuple(dict.fromkeys(tile for tiles in TILES.values() for tile in tiles))
-_PANEL, _WARP_ROWS = 64, 16
-_TAILS = 16  # bytes of the barriers of tiles that are cut
+_PANEL, _WARP_ROWS, _ROW_BYTES = 64, 16, 128
+# Tiles beside which those of a bias or a mask have room, in whole panels.
+_ARRAY_TILES: dict[int, tuple[Any, ...]] = dict.fromkeys((64, 96, 128), (128, (64, 128)))
+_STAGES = ((2, 2), (1, 2), (1, 1))  # of Q, and of bias and mask
+_MORE_BARRIERS = 16 + 16 * 2  # bytes: of tiles that are cut, of bias and mask
 _LEAST_SCALE = 1e-9  # sinks are divided by it, and a sign could not go into q
 
 
 def derive(params: Params) -> dict[str, Any]:
     """What the template names."""
-    return {**hopper.FLASH_SM90.derive(params), **parse(params["form"]).values()}
+    q_stages, score_stages = _stages(params) or (1, 1)
+    return {
+        **hopper.FLASH_SM90.derive(params),
+        **parse(params["form"]).values(),
+        "q_stages": q_stages,
+        "score_stages": score_stages,
+    }
 
 
 def illegal(params: Params) -> str | None:
@@ -40,24 +51,40 @@ def illegal(params: Params) -> str | None:
     dims, form = (params["head_dim"], params["head_dim_v"]), parse(params["form"])
     if dims not in hopper.PAIRS:
         return f"head_dim_v={dims[1]} is not compiled for head_dim={dims[0]}"
-    if form.bias or form.mask:
-        return "reads no bias and no mask"
     if params["block"] not in tiles(form, dims[0]):
         return f"is not a tile for head_dim={dims[0]}"
+    if _stages(params) is None:
+        return "has no shared memory left for a bias or a mask"
     return None
 
 
 def tiles(form: Form, head_dim: int) -> tuple[Any, ...]:
     """The tiles of a form, fastest first."""
+    if form.bias or form.mask:
+        crowded = form.varlen and form.arrays  # addresses of all these have no registers
+        return () if crowded else _ARRAY_TILES.get(head_dim, ())
     tall = not (form.softcap or form.score_mod)
     return tuple(tile for tile in TILES[head_dim] if tall or tile != _TALL)
 
 
+def _stages(params: Params) -> tuple[int, int] | None:
+    """How many tiles of Q, and of bias and mask, have room; None where not even one has."""
+    fitting = (s for s in _STAGES if sum(n for _, n in _parts(params, *s)) <= hopper.MAX_SHARED)
+    return next(fitting, None)
+
+
+def _parts(params: Params, q_stages: int, score_stages: int) -> list[tuple[str, int]]:
+    """As without a form; then tiles of bias and mask; and more barriers."""
+    *rings, (name, size) = hopper.parts(params, q_stages)
+    form, (block_q, block_k) = parse(params["form"]), split_block(params["block"])
+    score = block_q * block_k * (ITEMSIZE.get(form.bias, 0) + form.mask)
+    scores = [(f"scores stage {stage}", score) for stage in range(score_stages) if score]
+    return [*rings, *scores, (name, size + _MORE_BARRIERS)]
+
+
 def shared(params: Params) -> SharedLayout:
-    """As without a form; packed tiles have barriers of their own for their ends."""
-    assert hopper.FLASH_SM90.shared_layout is not None
-    *rings, (name, size) = hopper.FLASH_SM90.shared_layout(params)
-    return [*rings, (name, size + _TAILS * parse(params["form"]).varlen)]
+    """Rings of Q, K, V, bias and mask, and the mbarriers."""
+    return _parts(params, *(_stages(params) or (1, 1)))
 
 
 def shared_bytes(params: Params) -> int:
@@ -68,10 +95,16 @@ def shared_bytes(params: Params) -> int:
 def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Kernel arguments by name; q, k, v and o as tensor maps, and o as it is for ragged ends."""
     block_q, block_k = split_block(params["block"])
+    form = parse(params["form"])
     boxes = {"q": block_q, "k": block_k, "v": block_k, "o": _WARP_ROWS}
     return {
         **forms.arguments(params, problem, arrays),
         **{f"{name}_map": _map(problem, arrays[name], rows) for name, rows in boxes.items()},
+        **{
+            f"{name}_map": _score_map(problem, arrays[name], dtype, block_q)
+            for name, dtype in (("bias", form.bias), ("mask", "u8" if form.mask else ""))
+            if dtype
+        },
         **{name: arrays[name] for name in ("counters",) if name in arrays},
         "batch": problem["batch"],
         "section_heads": hopper.section_heads(problem),
@@ -90,18 +123,51 @@ def _map(problem: Problem, array: Any, rows: int) -> TensorMap:
     )  # fmt: skip
 
 
+def _score_map(problem: Problem, array: Any, dtype: str, rows: int) -> TensorMap:
+    """[batch, head, row, key] of a bias or a mask, in boxes of `rows` rows and 128 bytes of keys;
+    a dimension that is broadcast has a stride of 0."""
+    if dtype == "u8" and isinstance(array, np.ndarray):
+        array = array.view(np.uint8)  # of bools
+    size = ITEMSIZE.get(dtype, 1)
+    sizes = [problem[name] for name in ("batch", "heads_q", "seqlen_q", "seqlen_k")]
+    steps = [step if n > 1 else 0 for step, n in zip(array.strides, array.shape[:3], strict=False)]
+    return TensorMap(
+        array, dtype, tuple(sizes[::-1]), tuple(steps[::-1]), (_ROW_BYTES // size, rows, 1, 1)
+    )
+
+
 def takes(problem: Problem, views: Mapping[str, Any], form: Form, block: Any) -> bool:
-    """Whether TMA can read q, k and v and the kernel wants the problem: as without a form
-    (`attention_hopper.takes`), no bias or mask, and a scale well above 0."""
+    """Whether TMA can read the arrays and the kernel wants the problem: as without a form
+    (`attention_hopper.takes`), and a scale well above 0."""
     axes = tuple(axis for axis in problem["axes"][:3] if axis is not None)
     return (
-        not (form.bias or form.mask)
-        and problem["dtype"] != "fp32"
+        problem["dtype"] != "fp32"
+        and all(_mappable(views[name]) for name in ("bias", "mask") if name in views)
         and problem["softmax_scale"] > _LEAST_SCALE
         and all(0 not in view.shape for view in views.values())
-        and hopper.takes(problem, views, axes, None)
-        and (block is None or block in tiles(form, dims(problem)[0]))
+        and hopper.takes(problem, {name: views[name] for name in ("q", "k", "v")}, axes, None)
+        and _has_tile(problem, form, block)
     )
+
+
+def _mappable(view: Any) -> bool:
+    """Whether TMA can read a bias or a mask: rows on 16-byte boundaries."""
+    size = ITEMSIZE.get(view.dtype, 1)
+    apart = [step * size for step, n in zip(view.strides[:3], view.shape[:3], strict=True) if n > 1]
+    return not view.pointer % 16 and all(0 <= step < 2**40 and step % 16 == 0 for step in apart)
+
+
+def _has_tile(problem: Problem, form: Form, block: Any) -> bool:
+    """Whether this one is compiled for the form, or any."""
+    fixed = {"dtype": problem["dtype"], "form": form.text}
+    fixed |= dict(zip(("head_dim", "head_dim_v"), dims(problem), strict=True))
+    return bool(_legal(fixed)) if block is None else block in _legal(fixed)
+
+
+def _legal(fixed: Params) -> list[Any]:
+    """The tiles that are compiled, fastest first."""
+    order = tiles(parse(fixed["form"]), fixed["head_dim"])
+    return [tile for tile in order if illegal({**fixed, "block": tile}) is None]
 
 
 def dims(problem: Problem) -> tuple[int, int]:
@@ -109,17 +175,28 @@ def dims(problem: Problem) -> tuple[int, int]:
     return hopper.padded_dims(problem["head_dim"], problem["head_dim_v"])
 
 
-def tile(problem: Problem, form: Form, head_dim: int) -> Any:
+def tile(problem: Problem, fixed: Params) -> Any:
     """The tile of a problem: the fastest, or fewer queries where it would leave SMs idle."""
-    usual = hopper.tile({**problem, "causal": problem["window"][1] == 0}, head_dim)
-    legal = tiles(form, head_dim)
+    causal = problem["window"][1] == 0
+    usual, legal = hopper.tile({**problem, "causal": causal}, fixed["head_dim"]), _legal(fixed)
     return usual if usual in legal else legal[0]
 
 
+def text(form: Form) -> str:
+    """The form as this kernel compiles it: TMA does not care for pairs."""
+    return replace(form, bias_paired=False, mask_paired=False).text
+
+
 def problems(params: Params, scale: str) -> Sequence[Problem]:
-    """Those of every form; the small ones on a GPU of two SMs, so that blocks go on."""
-    more = {"multiprocessors": 2} if scale == "small" else {}
-    return [{**problem, **more} for problem in forms.problems(params, scale)]
+    """Those of every form, rows of a bias or a mask in whole 16 bytes; the small ones on a GPU of
+    two SMs, so that blocks go on."""
+    form, found = parse(params["form"]), []
+    for problem in forms.problems(params, scale):
+        keys = problem["seqlen_k"]
+        wide = -(-keys // 16) * 16 if form.bias or form.mask else keys
+        more = {"multiprocessors": 2} if scale == "small" else {}
+        found.append({**problem, "seqlen_k": wide, **more})
+    return found
 
 
 def outputs(params: Params, problem: Problem) -> Arrays:

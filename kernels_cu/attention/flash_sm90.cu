@@ -36,6 +36,7 @@
 #include "device/wgmma.cuh"
 //% if form
 #include "device/attention_span.cuh"
+#include "device/score_tile.cuh"
 //% endif
 
 using elem_t = ${dtype};
@@ -51,8 +52,13 @@ constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory i
 //% if form
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks}, SCORE_MOD = ${has_mod};
-// Scores keep their own units, which softmax_scale_log2 takes care of, unless a rule is not linear.
-constexpr bool NATURAL = SOFTCAP || SCORE_MOD, RULES = NATURAL || ALIBI;
+constexpr bool BIAS = ${bias}, MASK = ${mask};
+constexpr int ARRAYS = BIAS + MASK;
+constexpr int SCORE_STAGES = ${score_stages};  // tiles of bias and mask in shared memory
+using bias_t = ${bias_dtype};
+// Scores keep their own units, which softmax_scale_log2 takes care of, unless a rule wants natural
+// ones.
+constexpr bool NATURAL = SOFTCAP || SCORE_MOD || BIAS, RULES = NATURAL || ALIBI || MASK;
 
 // The caller's expression of one score, and what he gave for it to read.
 struct ScoreMod {
@@ -64,6 +70,7 @@ struct ScoreMod {
 };
 //% else
 constexpr bool VARLEN = false, NATURAL = false;
+constexpr int ARRAYS = 0;
 //% endif
 
 constexpr int BLOCK_Q = 64 * CONSUMERS;
@@ -92,7 +99,16 @@ static_assert(BLOCK_K % 16 == 0, "the PV product takes keys 16 at a time");
 constexpr int Q_STAGE = QTile::BYTES + GUARD;
 constexpr int K_OFFSET = Q_STAGES * Q_STAGE, K_STAGE = KTile::BYTES + GUARD;
 constexpr int V_OFFSET = K_OFFSET + STAGES * K_STAGE, V_STAGE = VTile::BYTES + GUARD;
+//% if form
+using BiasTile = ScoreTile<bias_t, BLOCK_Q, ARRAYS == 0 ? 128 : BLOCK_K>;
+using MaskTile = ScoreTile<u8, BLOCK_Q, ARRAYS == 0 ? 128 : BLOCK_K>;
+constexpr int BIAS_BYTES = BIAS ? BiasTile::BYTES : 0;
+constexpr int SCORE_STAGE = ARRAYS > 0 ? BIAS_BYTES + (MASK ? MaskTile::BYTES : 0) + GUARD : 0;
+constexpr int SCORE_OFFSET = V_OFFSET + STAGES * V_STAGE;
+constexpr int BARRIERS_OFFSET = SCORE_OFFSET + SCORE_STAGES * SCORE_STAGE;
+//% else
 constexpr int BARRIERS_OFFSET = V_OFFSET + STAGES * V_STAGE;
+//% endif
 
 using Piece = Work<BLOCK_Q>;
 //% if form
@@ -146,6 +162,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const __grid_constant__ TensorMap k_map,  // BLOCK_Q rows; k [batch, heads_kv, seqlen_k,
     const __grid_constant__ TensorMap v_map,  // head_dim] and v of BLOCK_K; each 64 columns wide
     const __grid_constant__ TensorMap o_map,  // o [batch, heads_q, seqlen_q, head_dim_v], 16 rows
+    //% if bias
+    const __grid_constant__ TensorMap bias_map,  // [batch, heads_q, seqlen_q, seqlen_k], broadcast
+    //% endif
+    //% if mask
+    const __grid_constant__ TensorMap mask_map,  // the same; 0 hides the key
+    //% endif
     //% if form
     // Null where the form has no such thing. Packed: q and o are [1, heads_q, total_q, dim], k and v
     // [1, heads_kv, total_k, dim], lse [heads_q, total_q].
@@ -167,13 +189,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 q_tile = shared_address(shared_memory);
-  const Barriers barriers{q_tile + BARRIERS_OFFSET};
+  const Barriers<STAGES> barriers{q_tile + BARRIERS_OFFSET};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
   const int blocks_q = ceil_div(${seqlen_q}, BLOCK_Q), works = blocks_q * heads_q * batch;
   // Packed tiles may have to be cut, which takes a warp where else a thread asks for them.
   const bool asks = !VARLEN || threadIdx.x % WARP_SIZE == 0;
   const int asker = VARLEN ? threadIdx.x / WARP_SIZE * WARP_SIZE : threadIdx.x;
-  const u32 q_tail = barriers.k_full(STAGES), v_tail = q_tail + 8;
   int tail_parity = 0;
   const auto span_of = [&](const Piece& place) {
     //% if form
@@ -189,8 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   };
 
   if (threadIdx.x == 0) {
-    barriers.begin<Q_STAGES, STAGES, CONSUMERS>();
-    if (VARLEN) mbarrier_init(q_tail, 1), mbarrier_init(v_tail, 1);
+    barriers.begin<Q_STAGES, CONSUMERS>(VARLEN, ARRAYS);
     mbarrier_init_fence();
   }
   __syncthreads();
@@ -198,6 +218,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   if (warpgroup == 0) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
+    // Tile by tile of keys, what has been announced.
+    const auto follow = [&](const auto& load) {
+      RingPlace<SLOTS> slot;
+      while (true) {
+        const int number = of_warp(asks ? next_work(barriers, slot) : 0);
+        if (number >= works) break;
+        const Piece place(number, blocks_q, heads_q, heads_q * batch, section_heads);
+        const Span range = span_of(place);
+        for (int tile = range.end - 1; tile >= range.first; --tile) load(place, range, tile);
+      }
+    };
     if (asker == 0) {
       // One thread says what comes next and asks for its Q and K, ...
       tma_prefetch(q_map), tma_prefetch(k_map);
@@ -234,9 +265,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         };
         const auto load_q = [&] {
           mbarrier_wait(barriers.q_empty(q_place.stage), q_place.parity ^ 1);
-          tma_load_rows<QTile, VARLEN>(
-              q_tile + q_place.stage * Q_STAGE, q_map, barriers.q_full(q_place.stage), q_tail,
-              tail_parity, range.q_start + place.q0, place.head, tensor, range.seqlen_q - place.q0);
+          tma_load_rows<QTile, VARLEN>(q_tile + q_place.stage * Q_STAGE, q_map,
+                                       barriers.q_full(q_place.stage), barriers.q_tail(),
+                                       tail_parity, range.q_start + place.q0, place.head, tensor,
+                                       range.seqlen_q - place.q0);
           q_place.advance();
         };
         load_k(range.end - 1);
@@ -248,21 +280,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       // ... another one, in a warp of its own, for its V.
       tma_prefetch(v_map);
       RingPlace<STAGES> v_place;
-      RingPlace<SLOTS> slot;
-      while (true) {
-        const int number = of_warp(asks ? next_work(barriers, slot) : 0);
-        if (number >= works) break;
-        const Piece place(number, blocks_q, heads_q, heads_q * batch, section_heads);
-        const Span range = span_of(place);
-        for (int tile = range.end - 1; tile >= range.first; --tile) {
-          mbarrier_wait(barriers.v_empty(v_place.stage), v_place.parity ^ 1);
-          tma_load_rows<VTile, VARLEN>(q_tile + V_OFFSET + v_place.stage * V_STAGE, v_map,
-                                       barriers.v_full(v_place.stage), v_tail, tail_parity,
-                                       range.k_start + tile * BLOCK_K, place.head / group_size,
-                                       VARLEN ? 0 : place.batch, range.seqlen_k - tile * BLOCK_K);
-          v_place.advance();
-        }
-      }
+      follow([&](const Piece& place, const Span& range, int tile) {
+        mbarrier_wait(barriers.v_empty(v_place.stage), v_place.parity ^ 1);
+        tma_load_rows<VTile, VARLEN>(q_tile + V_OFFSET + v_place.stage * V_STAGE, v_map,
+                                     barriers.v_full(v_place.stage), barriers.v_tail(), tail_parity,
+                                     range.k_start + tile * BLOCK_K, place.head / group_size,
+                                     VARLEN ? 0 : place.batch, range.seqlen_k - tile * BLOCK_K);
+        v_place.advance();
+      });
+      //% if form
+    } else if (ARRAYS > 0 && asker == 2 * WARP_SIZE) {
+      // ... and a third one for bias and mask.
+      RingPlace<SCORE_STAGES> score_place;
+      follow([&](const Piece& place, const Span& range, int tile) {
+        const u32 to = q_tile + SCORE_OFFSET + score_place.stage * SCORE_STAGE;
+        const u32 full = barriers.scores_full(score_place.stage);
+        mbarrier_wait(barriers.scores_empty(score_place.stage), score_place.parity ^ 1);
+        score_place.advance();
+        if (!asks) return;
+        //% if bias
+        tma_load_scores<BiasTile>(to, bias_map, full, tile * BLOCK_K, place.q0, place.head,
+                                  place.batch);
+        //% endif
+        //% if mask
+        tma_load_scores<MaskTile>(to + BIAS_BYTES, mask_map, full, tile * BLOCK_K, place.q0,
+                                  place.head, place.batch);
+        //% endif
+      });
+      //% endif
     }
   } else {
     // ---- consumers
@@ -279,6 +324,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     float s[1][BLOCK_K / 8][4];
     const float scale_log2 = NATURAL ? LOG2E : softmax_scale_log2;
     //% if form
+    RingPlace<SCORE_STAGES> score_place;
     const float scale = NATURAL && !SOFTCAP ? form.softmax_scale : 1.f;
     const float unit = NATURAL ? 1.f : 1.f / form.softmax_scale;
     //% endif
@@ -341,19 +387,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       int tile = range.end - 1;
       //% if form
       KeyBand band(range.seqlen_q, range.seqlen_k, form.window_left, form.window_right);
+      ScorePlace scores_at{0, place.q0, 0};
       auto rules =
           score_rules(RuleIf<SOFTCAP, SoftCap<false>>(form.softcap, form.softmax_scale),
                       PerScore<ScoreMod>(
                           {place.batch, place.head, range.seqlen_q, range.seqlen_k${score_values}},
                           range.seqlen_q, range.seqlen_k),
                       RuleIf<ALIBI, Alibi>(alibi_slopes, form.alibi_batch_stride, place.batch,
-                                           place.head, range.seqlen_q, range.seqlen_k, unit));
+                                           place.head, range.seqlen_q, range.seqlen_k, unit),
+                      RuleIf<BIAS, Staged<Bias<bias_t, true>, BiasTile, 0>>(scores_at),
+                      RuleIf<MASK, Staged<Where<u8, true>, MaskTile, BIAS_BYTES>>(scores_at));
       if (SINKS) softmax.begin_with(sinks[place.head] * unit, lane);
       //% endif
       const auto mask = [&] {
         //% if form
         const int row = place.q0 + warp_row, key = tile * BLOCK_K;
+        if (ARRAYS > 0) {
+          mbarrier_wait(barriers.scores_full(score_place.stage), score_place.parity);
+          scores_at.address = q_tile + SCORE_OFFSET + score_place.stage * SCORE_STAGE;
+          scores_at.k0 = key;
+        }
         if (RULES) rules_on_fragments(s, lane, rules, scale, row, key);
+        if (ARRAYS > 0) {
+          __syncwarp();
+          if (signals) mbarrier_arrive(barriers.scores_empty(score_place.stage));
+          score_place.advance();
+        }
         if (!range.is_whole(tile)) rules_on_fragments(s, lane, band, 1.f, row, key);
         //% else
         if (!range.is_whole(tile))

@@ -6,6 +6,7 @@
 
 constexpr int SLOTS = 2;  // pieces of work that have been announced
 
+template <int STAGES>
 struct Barriers {  // addresses
   u32 base;
   __device__ __forceinline__ u32 q_full(int stage) const { return base + stage * 16; }
@@ -20,9 +21,19 @@ struct Barriers {  // addresses
   __device__ __forceinline__ u32 v_full(int stage) const { return base + 96 + stage * 32; }
   __device__ __forceinline__ u32 v_empty(int stage) const { return base + 104 + stage * 32; }
 
-  // By one thread; the others wait for it.
-  template <int Q_STAGES, int STAGES, int CONSUMERS>
-  __device__ __forceinline__ void begin() const {
+  // For forms of attention: tiles that are cut, bias and mask.
+  __device__ __forceinline__ u32 q_tail() const { return k_full(STAGES); }
+  __device__ __forceinline__ u32 v_tail() const { return k_full(STAGES) + 8; }
+  __device__ __forceinline__ u32 scores_full(int stage) const {
+    return k_full(STAGES) + 16 + stage * 16;
+  }
+  __device__ __forceinline__ u32 scores_empty(int stage) const {
+    return k_full(STAGES) + 24 + stage * 16;
+  }
+
+  // By one thread; the others wait for it. `arrays`: 0, or how many come with each tile of scores.
+  template <int Q_STAGES, int CONSUMERS>
+  __device__ __forceinline__ void begin(bool tails, int arrays) const {
 #pragma unroll
     for (int stage = 0; stage < Q_STAGES; ++stage) {
       mbarrier_init(q_full(stage), 1);
@@ -31,7 +42,7 @@ struct Barriers {  // addresses
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
       mbarrier_init(work_full(slot), 1);
-      mbarrier_init(work_empty(slot), CONSUMERS * 4 + 1);
+      mbarrier_init(work_empty(slot), CONSUMERS * 4 + 1 + (arrays > 0));
     }
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
@@ -39,6 +50,12 @@ struct Barriers {  // addresses
       mbarrier_init(v_full(stage), 1);
       mbarrier_init(k_empty(stage), CONSUMERS * 4);
       mbarrier_init(v_empty(stage), CONSUMERS * 4);
+    }
+    if (tails) mbarrier_init(q_tail(), 1), mbarrier_init(v_tail(), 1);
+#pragma unroll
+    for (int stage = 0; stage < 2 && arrays > 0; ++stage) {
+      mbarrier_init(scores_full(stage), arrays);
+      mbarrier_init(scores_empty(stage), CONSUMERS * 4);
     }
   }
 };
@@ -68,7 +85,8 @@ __device__ __forceinline__ int draw_work(u32* counter, int works) {
 }
 
 // The number that has been announced, to one thread.
-__device__ __forceinline__ int next_work(const Barriers& barriers, RingPlace<SLOTS>& slot) {
+template <int STAGES>
+__device__ __forceinline__ int next_work(const Barriers<STAGES>& barriers, RingPlace<SLOTS>& slot) {
   mbarrier_wait(barriers.work_full(slot.stage), slot.parity);
   const int number = load_shared_word(barriers.work(slot.stage));
   mbarrier_arrive(barriers.work_empty(slot.stage));
