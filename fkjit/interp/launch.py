@@ -101,7 +101,8 @@ def run(
     not supported, ParameterError for arguments that do not fit the kernel.
     """
     started = time.perf_counter()
-    module = parse(ptx)
+    with _no_collection():
+        module = parse(ptx)
     kernel = _kernel(module, entry)
     layout = _layout(
         _dim3("grid", grid), _dim3("block", block), _cluster(kernel, cluster), resident
@@ -164,7 +165,8 @@ def _run_batches(machine: Machine, progress: Callable[[float], None] | None) -> 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Decoding makes many objects that stay: going through them for garbage would cost a third."""
+    """Parsing and decoding make many objects that stay: going through them for garbage would cost a
+    third."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -33,7 +33,13 @@ _ADDRESS = re.compile(r"(%?[\w$.%]+)\s*(?:\+\s*(-?\w+))?$")
 _SYMBOL = re.compile(r"([A-Za-z_$][\w$]*)(?:\+(-?\d+))?$")
 _IDENTIFIER = re.compile(r"(?<![\w.$%])%?[A-Za-z_$][\w$]*")
 _LABEL = re.compile(r"([\w$]+)\s*:(?!:)\s*")
+_BRACKET = re.compile(r"[{\[(]")
+_DELIMITER = re.compile(r"[{\[(}\]),]")
+_DOT = re.compile(r"(?<!:)\.(?!:)")
+_LOC = re.compile(r"\.loc\s")
+_INLINED = re.compile(r"inlined_at\s+(\d+)\s+(\d+)")
 _GUARD = re.compile(r"@(!?)(%?[\w$]+)\s+(.*)$", re.S)
+_STATEMENT = re.compile(r"[@a-z][^;{}:]*;$")  # one whole instruction and nothing else
 _SKIPPED = (
     ".version", ".address_size", ".pragma", ".alias", ".minnctapersm", ".maxnreg",
     ".callprototype", ".calltargets",
@@ -42,15 +48,18 @@ _SKIPPED = (
 
 def split_commas(text: str) -> list[str]:
     """Split at the commas that stand in no bracket."""
+    if not _BRACKET.search(text):
+        return [part for part in map(str.strip, text.split(",")) if part]
     parts, depth, start = [], 0, 0
-    for at, char in enumerate(text):
+    for match in _DELIMITER.finditer(text):
+        char = match[0]
         if char in "{[(":
             depth += 1
         elif char in "}])":
             depth -= 1
-        elif char == "," and depth == 0:
-            parts.append(text[start:at].strip())
-            start = at + 1
+        elif depth == 0:
+            parts.append(text[start : match.start()].strip())
+            start = match.end()
     parts.append(text[start:].strip())
     return [part for part in parts if part]
 
@@ -133,7 +142,7 @@ class _Body:
             if not text.startswith(_SKIPPED):
                 self._variable(text)
         else:
-            self.pending.append((text, location, tuple(reversed(self.scopes))))
+            self.pending.append((text, location, tuple(self.scopes)))
 
     def _registers(self, text: str) -> None:
         declared = re.match(r"\.reg\s*\.(\w+)\s+(.*)$", text, re.S)
@@ -141,8 +150,9 @@ class _Body:
         for name in split_commas(names):
             many = re.match(r"(%?[\w$]+)<(\d+)>$", name)
             each = [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [name]
-            for one in each:
-                self.function.registers[self._local_name(one)] = kind
+            if len(self.scopes) > 1 or name[0] != "%":
+                each = [self._local_name(one) for one in each]
+            self.function.registers.update(dict.fromkeys(each, kind))
 
     def _variable(self, text: str) -> None:
         variable = declare.variable(text)
@@ -155,34 +165,38 @@ class _Body:
     def finish(self) -> Function:
         """Resolve names (labels may be used before they stand) and parse all instructions."""
         for text, location, scopes in self.pending:
-            names = {k: v for scope in reversed(scopes) for k, v in scope.items()}
+            names = {k: v for scope in scopes for k, v in scope.items()}
             self.function.instructions.append(_instruction(text, location, names))
         for pc, ins in enumerate(self.function.instructions):
             ins.pc = pc
         return self.function
 
 
+@lru_cache(maxsize=1 << 12)
+def _parts(opcode: str) -> tuple[str, ...]:
+    return tuple(_DOT.split(opcode))
+
+
 def _instruction(text: str, location: str, names: dict[str, str]) -> Instruction:
     shown = " ".join(text.split())
-    guard = _GUARD.match(shown)
+    guard = _GUARD.match(shown) if shown[0] == "@" else None
     body = guard[3] if guard else shown
     opcode, _, rest = body.partition(" ")
     if names:
         rest = _IDENTIFIER.sub(lambda match: names.get(match[0], match[0]), rest)
-    parts = tuple(re.split(r"(?<!:)\.(?!:)", opcode))
     condition = (names.get(guard[2], guard[2]), guard[1] == "!") if guard else None
     try:
         args = tuple(operand(arg) for arg in split_commas(rest))
     except (InterpreterError, ValueError, IndexError) as error:
         raise InterpreterError(f"{error}: {shown}\n    at {location or 'no line'}") from error
-    return Instruction(parts, args, condition, location, shown)
+    return Instruction(_parts(opcode), args, condition, location, shown)
 
 
 def _location(line: str, files: dict[str, str]) -> str:
     """`.loc 1 12 5, function_name …, inlined_at 1 32 3` -> "a.cu:12 (inlined at a.cu:32)"."""
     part = line.split()
     shown = f"{files.get(part[1], part[1])}:{part[2]}"
-    at = re.search(r"inlined_at\s+(\d+)\s+(\d+)", line)
+    at = _INLINED.search(line)
     return f"{shown} (inlined at {files.get(at[1], at[1])}:{at[2]})" if at else shown
 
 
@@ -194,10 +208,16 @@ class _Reader:
         self.body: _Body | None = None
         self.buffer = ""
         self.location = ""
+        self.locations: dict[str, str] = {}  # of .loc lines: most come again and again
 
     def line(self, line: str) -> None:
-        if re.match(r"\.loc\s", line):
-            self.location = _location(line, self.module.files)
+        if self.body is not None and not self.buffer and _STATEMENT.match(line):
+            self.body.statement(line[:-1], self.location)
+        elif _LOC.match(line):
+            known = self.locations.get(line)
+            if known is None:
+                known = self.locations[line] = _location(line, self.module.files)
+            self.location = known
         elif line.startswith(".target"):
             self.module.target = line.split()[1].rstrip(",")
         elif not line.startswith((".version", ".address_size", ".file")):
@@ -256,7 +276,7 @@ def _lines(text: str) -> Iterator[str]:
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
     text = re.sub(r"^\s*\.section\s+\.debug.*?^\s*\}", "", text, flags=re.S | re.M)
     for raw in text.rstrip("\0").split("\n"):
-        line = re.sub(r"//.*", "", raw).strip()
+        line = (raw.partition("//")[0] if "//" in raw else raw).strip()
         if line:
             yield line
 
