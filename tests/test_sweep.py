@@ -1,10 +1,11 @@
-"""The parameter sweep: every legal variant of every kernel compiles without spills for every
-architecture, and computes the right thing, in the interpreter and on the GPU."""
+"""The parameter sweep: every legal variant of every kernel compiles without spills, and computes
+the right thing, in the interpreter and on the GPU.
+
+Each compiles for some architectures (see `sweep_kit`); with --every-variant for all."""
 
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +15,11 @@ import pytest
 import fkjit
 from fkjit import ops
 from fkjit.arch import DEFAULT_ARCHS, arch, target
-from fkjit.build import build, quiet
+from fkjit.build import quiet
+from fkjit.interpret import GUARD
 from fkjit.settings import settings
 from fkjit.spec import registered
+from tests.sweep_kit import SOURCES, build_both, everywhere, heavy, plan, sources, virtual
 
 ops.load()
 SPECS = registered()
@@ -30,62 +33,61 @@ def variant_id(spec, params):
 def groups(name, specs=None):
     """(spec, arch name, head_dim or None): one test a group keeps the count of tests readable."""
     for spec in SPECS if specs is None else specs:
-        dims = sorted({p.get("head_dim", 0) for p in spec.variants(arch(name))})
-        for head_dim in dims:
+        variants = list(spec.variants(arch(name)))
+        dims = {p.get("head_dim") if heavy(spec) else None for p in variants}
+        for head_dim in sorted(dims, key=str):
             yield spec, name, head_dim
+
+
+def group_id(spec, name, head_dim):
+    return f"{spec.id}-{name}" if head_dim is None else f"{spec.id}-{name}-{head_dim}"
 
 
 ALL_GROUPS = [group for name in DEFAULT_ARCHS for group in groups(name)]
 
 
-def of_group(spec, name, head_dim):
-    return [p for p in spec.variants(arch(name)) if p.get("head_dim", 0) == head_dim]
-
-
-# Where every variant is compiled: what has most variants.
-THOROUGH = ("sm_90a",)
-SAMPLE = 6  # one variant in so many on the others
-# Half of attention's variants each: 8.6 and 8.9 have the same instructions and limits, 10.0 and
-# 12.0 the same instructions as far as these kernels go.
-HALF = {"sm_86": 0, "sm_89": 1, "sm_100a": 0, "sm_120a": 1}
+def of_group(variants, spec, head_dim):
+    return [p for p in variants if not heavy(spec) or p.get("head_dim") == head_dim]
 
 
 def to_compile(spec, name, head_dim, every_variant):
-    """Attention's variants, everywhere; of the others a sample on some targets."""
-    variants = of_group(spec, name, head_dim)
-    if every_variant or name in THOROUGH:
-        return variants
-    if spec.op == "attention":
-        return variants[HALF[name] :: 2] if name in HALF else variants
-    return variants[DEFAULT_ARCHS.index(name) % SAMPLE :: SAMPLE]
+    """A sample, see `sweep_kit`, in which each variant is for some targets."""
+    variants = spec.variants(arch(name)) if every_variant else plan(spec)[name]
+    return of_group(variants, spec, head_dim)
 
 
 def to_compute(spec, name, head_dim, every_variant):
-    """What the interpreter runs: attention's variants, and half of the others' (a GPU runs all),
-    drawn so that each value of each parameter is among them."""
-    variants = of_group(spec, name, head_dim)
-    if every_variant or spec.op == "attention":
-        return variants
-    seen, first, rest = set(), [], []
-    for params in random.Random(f"{spec.id} {head_dim}").sample(variants, len(variants)):
-        (rest if seen.issuperset(params.items()) else first).append(params)
-        seen.update(params.items())
-    return (first + rest)[: max(len(first), len(variants) // 2)]
+    """What the interpreter runs: attention's variants, and half of the others' (a GPU runs all)."""
+    variants = spec.variants(arch(name))
+    if not every_variant and not heavy(spec):
+        variants = plan(spec)["sm_90a"]
+    return [p for p in of_group(variants, spec, head_dim) if is_for(p, spec, name)]
 
 
 @pytest.mark.parametrize(
-    ("spec", "name", "head_dim"), ALL_GROUPS, ids=[f"{s.id}-{n}-{d}" for s, n, d in ALL_GROUPS]
+    ("spec", "name", "head_dim"), ALL_GROUPS, ids=[group_id(*g) for g in ALL_GROUPS]
 )
 def test_compiles_without_spills(spec, name, head_dim, every_variant):
     for params in to_compile(spec, name, head_dim, every_variant):
         with quiet():
-            meta = build(spec, params, target(name)).meta
+            meta = build_both(spec, params, name).meta
         resources = meta["resources"]
         assert resources["registers"] <= 255
         excused = BASELINE.get(f"{variant_id(spec, params)} {name}", {"spill_stores": 0})
         assert resources["spill_stores"] == excused["spill_stores"], (params, meta["problems"])
         if not excused["spill_stores"]:
             assert meta["problems"] == [], params
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=[s.id for s in SPECS])
+def test_the_sample_leaves_no_variant_and_no_target_out(spec):
+    taken = {spec.label(params) for variants in plan(spec).values() for params in variants}
+    assert taken == {spec.label(params) for params in everywhere(spec)}
+    for name, variants in plan(spec).items():
+        legal = {spec.label(params) for params in spec.variants(arch(name))}
+        found = [spec.label(params) for params in variants]
+        assert set(found) <= legal and len(found) == len(set(found)), name
+        assert found or not legal, name
 
 
 def test_the_baseline_holds_nothing_stale_and_gives_reasons():
@@ -120,35 +122,65 @@ def is_new(params, spec, name):
     return name == "compute_80" or spec.why_not(params, arch("compute_80")) is not None
 
 
-CPU_GROUPS = [g for name in ("compute_80", "compute_75", "compute_90a") for g in groups(name)]
-CPU_GROUPS = [g for g in CPU_GROUPS if any(is_new(p, g[0], g[1]) for p in of_group(*g))]
+def is_for(params, spec, name):
+    """Whether `name` is what this variant is interpreted for."""
+    if not heavy(spec):
+        return name == "compute_90a"
+    return is_new(params, spec, name)
+
+
+CPU_GROUPS = [g for name in SOURCES for g in groups(name)]
+CPU_GROUPS = [g for g in CPU_GROUPS if to_compute(*g, True)]
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Which PTX the interpreter runs from now on, and whether with guards between arrays."""
+
+    def choose(name, guarded=True):
+        monkeypatch.setattr("fkjit.build.settings", lambda: replace(settings(), target=name))
+        monkeypatch.setattr("fkjit.interpret.GUARD", GUARD if guarded else 0)
+
+    return choose
 
 
 @pytest.mark.parametrize(
-    ("spec", "name", "head_dim"), CPU_GROUPS, ids=[f"{s.id}-{n}-{d}" for s, n, d in CPU_GROUPS]
+    ("spec", "name", "head_dim"), CPU_GROUPS, ids=[group_id(*g) for g in CPU_GROUPS]
 )
-def test_numbers_in_the_interpreter(spec, name, head_dim, every_variant, monkeypatch):
-    monkeypatch.setattr("fkjit.build.settings", lambda: replace(settings(), target=name))
+def test_numbers_in_the_interpreter(spec, name, head_dim, every_variant, interpreted):
     for params in to_compute(spec, name, head_dim, every_variant):
-        for problem in spec.problems(params, "small") if is_new(params, spec, name) else ():
-            with quiet():
+        real = None if every_variant else sources(spec, name).get(spec.label(params))
+        with quiet():
+            if real:
+                build_both(spec, params, real)
+            interpreted(virtual(real) if real else name, guarded=not real)
+            for problem in spec.problems(params, "small"):
                 check_numbers(spec, params, problem, np.copy, np.asarray)
 
 
-RACE_TARGETS = ("compute_75", "compute_80", "compute_90a")
-RACE_STEP = 5  # every so many variants: neighbours differ in little
+RACE_STEP = 3  # every so many variants: neighbours differ in little
+RACE_STEP_LATER = 12  # for targets whose PTX is much the same as one's before
 
 
-@pytest.mark.parametrize("name", RACE_TARGETS)
+def to_race(spec, name):
+    """Some variants, mostly such as are compiled for `name` in any case."""
+    if not heavy(spec):
+        variants = plan(spec)[name.replace("compute", "sm")]
+        return variants[:: 4 if name == "compute_90a" else 1]
+    variants = [p for p in spec.variants(arch(name)) if spec.label(p) not in sources(spec, name)]
+    first = [p for p in variants if is_for(p, spec, name)]
+    return first[::RACE_STEP] or variants[::RACE_STEP_LATER]
+
+
+@pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("spec", SPECS, ids=[s.id for s in SPECS])
-def test_no_races_in_the_interpreter(spec, name, monkeypatch):
-    monkeypatch.setattr("fkjit.build.settings", lambda: replace(settings(), target=name))
-    variants = list(spec.variants(arch(name)))
-    if name == "compute_90a":  # few, where compute_80's PTX is much the same
-        variants = variants[::4]
-    for params in variants[::RACE_STEP]:
-        for problem in spec.problems(params, "small"):
-            with quiet(), fkjit.sanitize(race=True):
+def test_no_races_in_the_interpreter(spec, name, interpreted):
+    for params in to_race(spec, name):
+        interpreted(name)
+        with quiet(), fkjit.sanitize(race=True):
+            if not heavy(spec):
+                build_both(spec, params, name.replace("compute", "sm"))
+            for problem in spec.problems(params, "small"):
                 check_numbers(spec, params, problem, np.copy, np.asarray)
 
 
