@@ -126,18 +126,23 @@ def _request(
     inputs = {name: view for name, view in views.items() if name not in made}
     if 0 in shape:
         return Request(inputs, made, ())
-    arch = arch_of(seen["q"])
+    launch = _launch(call, seen["q"], problem, spec, more)
+    size, counters = grid.workspace(launch.params, launch.problem)
+    return Request(inputs, made, (launch,), size, counters)
+
+
+def _launch(call: str, q: View, problem: Sizes, spec: KernelSpec, more: Params) -> Launch:
+    """On a grid that fills q's GPU."""
+    arch = arch_of(q)
     try:
         params = parameters(problem, arch, spec, more)
     except ParameterError as error:
         raise ParameterError(str(error).replace(f"{spec.op}:", f"{call}:", 1)) from None
-    device = seen["q"].device
-    sms = _CPU_SMS if device == CPU else multiprocessors(device)
+    sms = _CPU_SMS if q.device == CPU else multiprocessors(q.device)
     problem = grid.on_grid(params, problem, sms, arch)
     if grid.units(params, problem) >= _LIMIT or problem["longest"] > _MAX_KEYS:
         raise ParameterError(f"{call}: {problem['longest']} keys a sequence are too many; split q")
-    size, counters = grid.workspace(params, problem)
-    return Request(inputs, made, (Launch(spec, params, problem),), size, counters)
+    return Launch(spec, params, problem)
 
 
 def parameters(
