@@ -231,14 +231,14 @@ def test_half_conversions(kind: str, arch: str) -> None:
             np.testing.assert_array_equal(value[fine], want, f"{text} {arch}")
         numbers = RNG.integers(limits.min, limits.max, 500, np_type, endpoint=True)
         numbers = numbers >> RNG.integers(0, 8 * limits.dtype.itemsize, 500).astype(np_type)
-        for mode in rounding:
-            (value,) = evaluate(
-                ctype, kind, [f"__{short}2{name}_{mode}(a)"], [numbers], arch, dtype
-            )
+        texts = [f"__{short}2{name}_{mode}(a)" for mode in rounding]
+        values = evaluate(ctype, kind, texts, [numbers], arch, dtype)
+        for mode, value in zip(rounding, values, strict=True):
             check_rounding(value, numbers.tolist(), mode, f"{short} {mode} {arch}")
     singles = np.concatenate([EDGES, RNG.standard_normal(400)]).astype(np.float32)
-    for mode in rounding:
-        (value,) = evaluate("float", kind, [f"__float2{name}_{mode}(a)"], [singles], arch, dtype)
+    texts = [f"__float2{name}_{mode}(a)" for mode in rounding]
+    values = evaluate("float", kind, texts, [singles], arch, dtype)
+    for mode, value in zip(rounding, values, strict=True):
         check_rounding(value, singles.astype(float).tolist(), mode, f"float {mode} {arch}")
     doubles = RNG.standard_normal(400) * (1 + 2.0**-40)
     (value,) = evaluate("double", kind, [f"__double2{name}(a)"], [doubles], arch, dtype)
