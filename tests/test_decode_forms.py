@@ -164,6 +164,17 @@ def test_windows_without_bounds_and_without_keys():
     assert not o[1, 0].any() and np.isneginf(lse[1, :, 0]).all()
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("features", [{"window"}, {"window", "softcap"}], ids=str)
+def test_any_scale_has_forms(scale, features):
+    lengths = [150, 40]
+    case = draw(5, 2, (4, 2), (2, 150), (64, 64), "fp16", features)
+    given = (case.q, case.k, case.v, np.array(lengths, np.int32))
+    o, lse = fkjit.attention_decode(*given, **case.options, softmax_scale=scale, return_lse=True)
+    scaled = case._replace(q=case.q.astype(np.float64) * (scale * 8))
+    check(scaled, lengths, o, lse, "fp16")
+
+
 def test_torch_and_its_operator():
     torch = pytest.importorskip("torch", reason="needs torch")
     torch.manual_seed(2)
