@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import shutil
 import tempfile
 from functools import lru_cache
@@ -52,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TMPDIR"] = tempfile.tempdir = own
         os.environ[_CACHE] = os.path.join(own, "cache")
         os.environ["FKJIT_LOG"] = "quiet"
+        # Workers have to collect the same names in the same order, those of sets too.
+        os.environ.setdefault("PYTHONHASHSEED", str(random.randrange(1 << 32)))
 
 
 def pytest_collection_finish() -> None:
