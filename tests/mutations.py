@@ -208,8 +208,8 @@ BUGS = (
         "wgmma_tile(q_tile + V_OFFSET, VTile::PANEL_BYTES / 2)", by="numbers", **SM90),
     Bug("O where the next Q is", K + "flash_sm90.cu", "q_tile + q_stage * Q_STAGE + warp_row",
         "q_tile + (q_stage ^ 1) * Q_STAGE + warp_row", by="race", **SM90),
-    Bug("no __syncwarp() before O is stored (Hopper)", K + "flash_sm90.cu", "__syncwarp();", "",
-        by="race", **SM90),
+    Bug("no __syncwarp() before O is stored (Hopper)", K + "flash_sm90.cu",
+        "proxy_fence();\n      __syncwarp();", "proxy_fence();", by="race", **SM90),
     # -- naive, and the reductions
     Bug("one query too many", K + "naive.cu", "if (row >= seqlen_q) return;",
         "if (row > seqlen_q) return;", by="memory", problem=ONE_HEAD, **NAIVE),

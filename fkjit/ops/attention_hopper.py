@@ -19,13 +19,23 @@ PAIRS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Tiles of each padded head_dim, fastest first: registers hold O, S and P, shared memory Q and two
 # stages of K and V.
 TILES: dict[int, tuple[Any, ...]] = {
-    64: ((192, 128), 128),
-    96: (128, (128, 160)),
-    128: (128, (128, 176), (128, 64), (64, 128)),
+    64: ((256, 64), (192, 128), 128),
+    96: (128, (192, 112), (128, 160)),
+    128: (128, (192, 80), (128, 176), (128, 64), (64, 128)),
     192: ((128, 96), (128, 64)),
     256: ((128, 80), (128, 64)),
 }
 _FEW_QUERIES = (64, 128)  # for small problems: twice as many blocks, each half as busy
+# How fast others are than the first tile of a head_dim, per row and where every SM is busy alike
+# (bench/NOTES.md): from so many keys on, of full rows and of causal ones.
+_PACE: dict[tuple[int, Any], tuple[tuple[int, float, float], ...]] = {
+    (64, (192, 128)): ((0, 0.97, 0.98), (8192, 1.01, 1.01)),
+    (64, 128): ((0, 0.86, 1.02), (2048, 0.84, 0.93)),
+    (96, (192, 112)): ((4096, 1.0, 0.9), (16384, 1.045, 0.94)),
+    (128, (192, 80)): (
+        (2048, 1.01, 0.93), (4096, 1.03, 0.98), (8192, 1.08, 1.01), (16384, 1.09, 1.06),
+    ),
+}  # fmt: skip
 _PANEL = 64  # columns
 _WARP_ROWS = 16  # of a tile of queries: a warp stores its own
 _STAGES = 2
@@ -57,8 +67,8 @@ def _derive(params: Params) -> dict[str, Any]:
         "consumers": consumers,
         "stages": _STAGES,
         "q_stages": _q_stages(params),
-        "producer_registers": {1: 40, 2: 40, 3: 32}[consumers],
-        "consumer_registers": {1: 240, 2: 232, 3: 160}[consumers],
+        "producer_registers": {1: 40, 2: 40, 3: 32, 4: 32}[consumers],
+        "consumer_registers": {1: 240, 2: 232, 3: 160, 4: 112}[consumers],
         "ptx_type": {"fp16": "f16", "bf16": "bf16"}[params["dtype"]],
         **product("qk", block_k // 2, {"q": 1, "k": 1, "add": 1}),
         **product("pv", params["head_dim_v"] // 2, {"p": 4, "v": 1}),
@@ -95,7 +105,7 @@ def parts(params: Params, q_stages: int) -> list[tuple[str, int]]:
         )
         for stage in range(stages)
     ]  # fmt: skip
-    return [*rings, ("mbarriers", 80 + 32 * _STAGES)]
+    return [*rings, ("mbarriers", 96 + 32 * _STAGES)]
 
 
 def _shared(params: Params) -> SharedLayout:
@@ -125,18 +135,31 @@ def suits(arch: Arch) -> bool:
 
 
 def tile(problem: Problem, head_dim: int) -> Any:
-    """The tile of a problem: the fastest, or fewer queries where causal rows are short or where
-    the fastest would leave SMs idle."""
-    tall, *others = TILES[head_dim]
+    """The tile of a problem: the fastest by how many rows the busiest SM would have of it, or fewer
+    queries where all would leave SMs idle."""
+    first, *others = TILES[head_dim]
     causal, seqlen_q = problem["causal"], problem["seqlen_q"]
-    if head_dim == 64 and causal and seqlen_q <= 1024:
-        return others[0]
+    multiprocessors = problem.get("multiprocessors", _SMS)
+    heads = problem["heads_q"] * problem["batch"]
     if head_dim == 128:
-        works = -(-seqlen_q // split_block(tall)[0]) * problem["heads_q"] * problem["batch"]
-        multiprocessors = problem.get("multiprocessors", _SMS)
+        works = -(-seqlen_q // split_block(first)[0]) * heads
         if works <= (multiprocessors if causal else multiprocessors // 2):
             return _FEW_QUERIES
-    return tall
+
+    def time(block: Any) -> float:
+        rows = split_block(block)[0]
+        busiest = -(-(-(-seqlen_q // rows) * heads) // multiprocessors) * rows
+        return busiest / _pace(head_dim, block, problem["seqlen_k"], causal)
+
+    measured = [block for block in others if (head_dim, block) in _PACE]
+    return min((first, *measured), key=time)
+
+
+def _pace(head_dim: int, block: Any, keys: int, causal: bool) -> float:
+    """1 for the first tile of a head_dim."""
+    steps = _PACE.get((head_dim, block), ((0, 1.0, 1.0),))
+    known = [step for step in steps if step[0] <= keys]
+    return known[-1][1 + causal] if known else 0.8
 
 
 def section_heads(problem: Problem) -> int:

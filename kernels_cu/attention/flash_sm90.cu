@@ -31,6 +31,7 @@
 #include "prelude.cuh"
 #include "device/attention_mma.cuh"
 #include "device/attention_work.cuh"
+#include "device/finish_rows.cuh"
 #include "device/named_barrier.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
@@ -222,9 +223,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const auto follow = [&](const auto& load) {
       RingPlace<SLOTS> slot;
       while (true) {
-        const int number = of_warp(asks ? next_work(barriers, slot) : 0);
-        if (number >= works) break;
-        const Piece place(number, blocks_q, heads_q, heads_q * batch, section_heads);
+        const Piece place = next_work<BLOCK_Q, VARLEN>(barriers, slot);
+        if (place.batch >= batch) break;
         const Span range = span_of(place);
         for (int tile = range.end - 1; tile >= range.first; --tile) load(place, range, tile);
       }
@@ -236,24 +236,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       RingPlace<SLOTS> slot;
       RingPlace<Q_STAGES> q_place;
       for (int number = blockIdx.x;; number = of_warp(asks ? draw_work(counters, works) : 0)) {
-        //% if form
-        // Tiles past the end of their sequence are nobody's.
-        const Piece drawn(number < works ? number : 0, blocks_q, heads_q, heads_q * batch,
-                          section_heads);
-        if (VARLEN && number < works && drawn.q0 >= span_of(drawn).seqlen_q) continue;
-        //% endif
-        mbarrier_wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
-        if (asks) {
-          store_shared_word(barriers.work(slot.stage), number);
-          mbarrier_arrive(barriers.work_full(slot.stage));
-        }
-        slot.advance();
         // Consumers begin with the next tile before they know whether there is one: so the last is
         // followed by one outside the tensors, which comes as zeros.
         const bool last = number >= works;
         Piece place(last ? 0 : number, blocks_q, heads_q, heads_q * batch, section_heads);
         const Span range = span_of(place);
+        //% if form
+        // Tiles past the end of their sequence are nobody's.
+        if (VARLEN && !last && place.q0 >= range.seqlen_q) continue;
+        //% endif
         if (last) place.batch = batch;
+        mbarrier_wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
+        if (asks) announce(barriers, slot.stage, place);
+        slot.advance();
         const int tensor = VARLEN ? last : place.batch;  // the outermost index
         const auto load_k = [&](int tile) {
           mbarrier_wait(barriers.k_empty(k_place.stage), k_place.parity ^ 1);
@@ -328,11 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const float scale = NATURAL && !SOFTCAP ? form.softmax_scale : 1.f;
     const float unit = NATURAL ? 1.f : 1.f / form.softmax_scale;
     //% endif
-    const auto take_work = [&] {
-      int number = 0;
-      if (signals) number = next_work(barriers, slot);
-      return __shfl_sync(FULL_MASK, number, 0);
-    };
+    const auto take_work = [&] { return next_work<BLOCK_Q, true>(barriers, slot); };
     // Scores of the next tile of keys, of the queries in a stage.
     const auto issue_scores = [&](int q_stage) {
       mbarrier_wait(barriers.k_full(k_place.stage), k_place.parity);
@@ -371,12 +362,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     };
 
     bool stored = false;
-    int number = take_work();
+    Piece next = take_work();
     first_scores();
     while (true) {
       wgmma_wait<0>();
-      if (number >= works) break;
-      const Piece place(number, blocks_q, heads_q, heads_q * batch, section_heads);
+      const Piece place = next;
+      if (place.batch >= batch) break;
       const Span range = span_of(place);
       const int q_stage = q_place.stage;
       q_place.advance();
@@ -446,8 +437,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         wgmma_wait<0>();  // so that the other consumer's products run under the exponentials
         release_v();
         exponentials(s, softmax, scale_log2);
-        if (rescale) scale_rows(acc, correction);
         round_to<elem_t>(p, s);
+        if (rescale) scale_rows(acc, correction);
       }
       // The last product, and behind it the first scores of what comes next.
       mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
@@ -456,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       wgmma_fence();
       issue_pv(acc, p, v_operand + v_place.stage * (V_STAGE >> 4));
       if (AHEAD) first_scores();
-      number = take_work();
+      next = take_work();
       wgmma_wait<AHEAD ? 1 : 0>();
       release_v();
 
@@ -470,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       const int row0 = place.q0 + warp_row, rows_left = min(16, range.seqlen_q - row0);
       const i64 head_index = static_cast<i64>(tensor) * heads_q + place.head;
       const u32 warp_o_tile = q_tile + q_stage * Q_STAGE + warp_row * OTile::ROW_BYTES;
-      finish_rows<elem_t, OTile>(
+      finish_rows_matrix<elem_t, OTile>(
           acc, softmax, scale_log2, lane, warp_o_tile,
           lse == nullptr ? nullptr : lse + head_index * lse_length + range.q_start + row0,
           rows_left);

@@ -13,13 +13,11 @@ struct Barriers {  // addresses
   __device__ __forceinline__ u32 q_empty(int stage) const { return base + 8 + stage * 16; }
   __device__ __forceinline__ u32 work_full(int slot) const { return base + 32 + slot * 16; }
   __device__ __forceinline__ u32 work_empty(int slot) const { return base + 40 + slot * 16; }
-  __device__ __forceinline__ u32 work(int slot) const {
-    return base + 64 + slot * 4;
-  }  // its number
-  __device__ __forceinline__ u32 k_full(int stage) const { return base + 80 + stage * 32; }
-  __device__ __forceinline__ u32 k_empty(int stage) const { return base + 88 + stage * 32; }
-  __device__ __forceinline__ u32 v_full(int stage) const { return base + 96 + stage * 32; }
-  __device__ __forceinline__ u32 v_empty(int stage) const { return base + 104 + stage * 32; }
+  __device__ __forceinline__ u32 work(int slot) const { return base + 64 + slot * 16; }
+  __device__ __forceinline__ u32 k_full(int stage) const { return base + 96 + stage * 32; }
+  __device__ __forceinline__ u32 k_empty(int stage) const { return base + 104 + stage * 32; }
+  __device__ __forceinline__ u32 v_full(int stage) const { return base + 112 + stage * 32; }
+  __device__ __forceinline__ u32 v_empty(int stage) const { return base + 120 + stage * 32; }
 
   // For forms of attention: tiles that are cut, bias and mask.
   __device__ __forceinline__ u32 q_tail() const { return k_full(STAGES); }
@@ -66,6 +64,11 @@ template <int BLOCK_Q>
 struct Work {
   int q0, head, batch;
 
+  __device__ __forceinline__ explicit Work(uint4 said)
+      : q0(static_cast<int>(said.x)),
+        head(static_cast<int>(said.y)),
+        batch(static_cast<int>(said.z)) {}
+
   __device__ __forceinline__ Work(int number, int blocks_q, int heads_q, int all_heads,
                                   int section_heads) {
     const int section = number / (blocks_q * section_heads), first = section * section_heads;
@@ -84,14 +87,24 @@ __device__ __forceinline__ int draw_work(u32* counter, int works) {
   return works <= gridDim.x ? works : gridDim.x + atomicInc(counter, works - 1);
 }
 
-// The number that has been announced, to one thread.
-template <int STAGES>
-__device__ __forceinline__ int next_work(const Barriers<STAGES>& barriers, RingPlace<SLOTS>& slot) {
+// What comes next is announced whole: divisions are left to the thread that has time for them.
+template <int STAGES, int BLOCK_Q>
+__device__ __forceinline__ void announce(const Barriers<STAGES>& barriers, int slot,
+                                         const Work<BLOCK_Q>& place) {
+  store_shared_chunk(barriers.work(slot), make_uint4(place.q0, place.head, place.batch, 0));
+  mbarrier_arrive(barriers.work_full(slot));
+}
+
+// What has been announced, to one thread or (WHOLE_WARP) to all lanes of a warp.
+template <int BLOCK_Q, bool WHOLE_WARP, int STAGES>
+__device__ __forceinline__ Work<BLOCK_Q> next_work(const Barriers<STAGES>& barriers,
+                                                   RingPlace<SLOTS>& slot) {
   mbarrier_wait(barriers.work_full(slot.stage), slot.parity);
-  const int number = load_shared_word(barriers.work(slot.stage));
-  mbarrier_arrive(barriers.work_empty(slot.stage));
+  const Work<BLOCK_Q> place(load_shared_chunk(barriers.work(slot.stage)));
+  if (WHOLE_WARP) __syncwarp();
+  if (!WHOLE_WARP || threadIdx.x % WARP_SIZE == 0) mbarrier_arrive(barriers.work_empty(slot.stage));
   slot.advance();
-  return number;
+  return place;
 }
 
 // The keys that a tile of queries sees, in tiles first .. end - 1, without a form of attention; one

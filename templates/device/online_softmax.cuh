@@ -70,15 +70,16 @@ struct OnlineSoftmax {
           x = fmaxf(x, s[m][n][2 * half]);
           y = fmaxf(y, s[m][n][2 * half + 1]);
         }
-        top[m][half] = quad_max(fmaxf(x, y));
+        top[m][half] = fmaxf(x, y);
         grew |= (top[m][half] - row_max[m][half]) * scale_log2 > MAX_GROWTH;
       }
+    // Lanes of a quad learn of each other's maxima only now: most tiles end here.
     if (!__any_sync(FULL_MASK, grew)) return false;
 #pragma unroll
     for (int m = 0; m < M_BLOCKS; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float new_max = fmaxf(row_max[m][half], top[m][half]);
+        const float new_max = fmaxf(row_max[m][half], quad_max(top[m][half]));
         const bool empty = new_max == NEG_INFINITY;  // every key so far is masked
         correction[m][half] = empty ? 1.f : exp2_fast((row_max[m][half] - new_max) * scale_log2);
         row_max[m][half] = new_max;
