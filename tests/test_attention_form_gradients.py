@@ -67,8 +67,8 @@ def grads(call, given, dout, options, dtype=None):
 
 
 def assert_no_worse(found, peer, exact):
-    """At most twice PyTorch's own error in this dtype; a few numbers a head, where that may be small
-    by chance, at most half of what rounding o once may make."""
+    """At most twice PyTorch's own error in this dtype; a few numbers a head, where that may be
+    small by chance, at most half of what rounding o once may make."""
     unit = torch.finfo(found[0].dtype).eps
     for one, other, expected in zip(found, peer, exact, strict=True):
         assert one.shape == expected.shape

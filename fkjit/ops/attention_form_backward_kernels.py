@@ -172,21 +172,19 @@ _SPECS = {
     "bias": _bias_kernel(plain.QUERIES, "bias", _bias_shared, _bias_derive),
     "bias_fp32": _bias_kernel(fp32.QUERIES_FP32, "bias_fp32", _bias_shared_fp32, _FP32_DERIVE),
 }
-_AHEAD = {"head_dim": 64, "head_dim_v": 64, "aligned": True}
+# Compiled ahead and swept is a variant of each kernel that multiplies on tensor cores, where all
+# features are; those of fp32 are made of the same rules, and of products that the sweep has seen.
+_AHEAD = {"dtype": "bf16", "head_dim": 64, "head_dim_v": 64, "aligned": True}
 
 
 def _only_shown(spec: KernelSpec) -> KernelSpec:
     """The same, with one of its variants."""
-    exact = spec.name.endswith("_fp32")
-    heavy = spec.name in ("keys_fp32", "queries_fp32")
-    tile = (64, 32, 8) if heavy else TILES[spec.name][64][0]
-    shown = {**_AHEAD, "dtype": "fp32" if exact else "bf16", "tile": tile}
-    params = [replace(p, values=(shown.get(p.name, p.values[0]),)) for p in spec.params]
-    return register(replace(spec, params=tuple(params)))
+    shown = {**_AHEAD, "tile": TILES[spec.name][64][0], "form": SHOWN}
+    return replace(spec, params=tuple(replace(p, values=(shown[p.name],)) for p in spec.params))
 
 
-for _spec in _SPECS.values():
-    _only_shown(_spec)
+for _name in ("keys", "queries", "bias"):
+    register(_only_shown(_SPECS[_name]))
 
 
 @lru_cache(maxsize=1024)
