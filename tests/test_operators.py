@@ -161,7 +161,7 @@ def test_decoding_is_one_node(backend):
         turned = q.transpose(1, 2).contiguous()
         paged, lse = fkjit.paged_attention(turned, (k, v), table, lengths, return_lse=True)
         whole = [x[table].flatten(1, 2) for x in (k, v)]
-        piece = fkjit.attention_decode(turned, *whole, lengths, layout="bshd")
+        piece = fkjit.attention_decode(turned, *whole, lengths, layout="bshd", window=(9, None))
         return paged + 0, lse, piece
 
     inputs = (q, k, v, table, lengths)
@@ -181,7 +181,8 @@ def test_decoding_operators_are_what_their_schemas_say(suffix):
     contiguous = getattr(torch.ops.fkjit, "attention_decode" + suffix).default
     whole = [x[table].flatten(1, 2) for x in (k, v)]
     check(contiguous, (turned, *whole, lengths), {"layout": "bshd", "causal": False})
-    check(contiguous, (q, *(x.transpose(1, 2).contiguous() for x in whole)))
+    form = {"window": [4, -1], "softcap": 3.0, "sinks": torch.ones(q.shape[1])}
+    check(contiguous, (q, *(x.transpose(1, 2).contiguous() for x in whole)), form)
 
 
 def test_what_a_graph_cannot_hold_is_refused():
@@ -191,5 +192,9 @@ def test_what_a_graph_cannot_hold_is_refused():
     def with_out(q):
         return fkjit.paged_attention(q, (k, v), table, lengths, out=torch.empty_like(q))
 
-    with pytest.raises(Exception, match="out is given"):
-        torch.compile(with_out, backend="eager", fullgraph=True)(q)
+    def with_score_mod(q):
+        return fkjit.paged_attention(q, (k, v), table, lengths, score_mod="2 * score")
+
+    for call, words in ((with_out, "out is given"), (with_score_mod, "score_mod is given")):
+        with pytest.raises(Exception, match=words):
+            torch.compile(call, backend="eager", fullgraph=True)(q)
