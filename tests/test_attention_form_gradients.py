@@ -92,14 +92,10 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [*((case, "bf16") for case in CASES), *((case, "fp32") for case in CASES[::5])],
-    ids=str,
-)
-def test_gradients_err_at_most_twice_as_much_as_pytorch(case, dtype):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_err_at_most_twice_as_much_as_pytorch(case):
     names, options = case
-    *given, dout = tensors(HEADS, 2, SQ, SK, 40, 24, dtype, batch=2)
+    *given, dout = tensors(HEADS, 2, SQ, SK, 40, 24, "bf16", batch=2)
     with fkjit.sanitize(race=len(names) > 1):
         check(given, dout, options | {n: x for n, x in arrays().items() if n in names})
 
@@ -107,7 +103,7 @@ def test_gradients_err_at_most_twice_as_much_as_pytorch(case, dtype):
 BIASES = (
     ((1, 1, 1, SK), "bf16", (64, 64)), ((2, 1, SQ, SK), "fp16", (128, 128)),
     ((2, HEADS, 1, SK), "fp32", (35, 61)), ((2, HEADS, SQ, SK), "bf16", (192, 128)),
-    ((1, HEADS, SQ, SK), "bf16", (250, 64)), ((1, 1, SQ, SK), "fp32", (256, 256)),
+    ((1, HEADS, SQ, SK), "bf16", (250, 64)),
 )  # fmt: skip
 
 
@@ -123,7 +119,7 @@ def test_only_what_is_wanted_is_made():
     options = arrays() | {"bias": torch.zeros(1, 1, SQ, SK), "causal": True}
     *given, dout = tensors(HEADS, 2, SQ, SK, 16, 16, "fp32", batch=2)
     whole = dict(zip((*"qkv", *LEARNED), grads(fkjit.attention, given, dout, options), strict=True))
-    for wanted in ("bias", "alibi_slopes", "sinks", "k"):
+    for wanted in ("bias", "k"):
         rows = dict(zip("qkv", given, strict=True))
         asked = {n: leaf(x, x.dtype) for n, x in (rows | options).items() if n == wanted}
         call = rows | {n: x for n, x in asked.items() if n in rows}
@@ -164,16 +160,12 @@ def test_a_score_of_the_users_has_the_derivative_that_he_gives():
         return textbook(*rows, softcap=softcap, causal=True,
                         mod=lambda s: 0.5 * s * s + s * table.to(s)[:, None])  # fmt: skip
 
+    derivative = "k_idx > q_idx + 16 ? 1.f / 0.f : score + table[q_idx]"  # infinite where hidden
     mine = {
         "score_mod": "half * score * score + score * table[q_idx]", "causal": True,
-        "score_args": {"half": 0.5, "table": table}, "score_mod_grad": "score + table[q_idx]",
+        "score_args": {"half": 0.5, "table": table}, "score_mod_grad": derivative,
     }  # fmt: skip
     check(given, dout, {"softcap": 3.0}, call, mine)
-    given[0] = leaf(given[0], given[0].dtype)
-    anything = "k_idx > q_idx + 16 ? 1.f / 0.f : score"  # where keys are hidden
-    (mine.pop("score_args"), mine.update(score_mod="score", score_mod_grad=anything))
-    fkjit.attention(*given, **mine).sum().backward()
-    assert torch.isfinite(given[0].grad).all()
 
 
 def test_what_has_no_gradient_is_refused():
@@ -254,7 +246,7 @@ def test_packed_sequences_err_at_most_twice_as_much_as_pytorch(case):
 
 
 def test_rows_of_no_sequence_and_beyond_the_longest_have_no_gradient():
-    *given, dout, ends = packed((16, 16), "fp32")
+    *given, dout, ends = packed((40, 24), "bf16")
     rows = [leaf(x, x.dtype) for x in given]
     shorter = [end[:-1] for end in ends]
     fkjit.attention_varlen(*rows, *shorter, 50, 60).backward(dout)
@@ -268,32 +260,27 @@ def test_rows_of_no_sequence_and_beyond_the_longest_have_no_gradient():
 
 def test_compiled_whole_they_have_the_same_gradients():
     torch._dynamo.reset()
-    *given, dout, ends = packed((32, 32), "fp16")
-    learned = [torch.randn(1, HEADS, 70, 70), torch.rand(HEADS), torch.rand(HEADS)]
+    *given, dout, ends = packed((128, 128), "fp16")
+    learned = [torch.rand(HEADS), torch.randn(1, HEADS, 70, 70), torch.rand(HEADS)]
 
-    def packed_model(q, k, v, bias, slopes, sinks):
-        return fkjit.attention_varlen(q * 2, k, v, *ends, 70, 70, causal=True, bias=bias,
-                                      sinks=sinks, alibi_slopes=slopes)  # fmt: skip
+    def model(q, k, v, *learned):
+        form = dict(zip(LEARNED, learned, strict=True))
+        o, lse = fkjit.attention_varlen(q * 2, k, v, *ends, 70, 70, causal=True, return_lse=True,
+                                        **form)  # fmt: skip
+        return o + lse.T[..., None].half()
 
-    def model(q, k, v, bias, slopes, sinks):
-        q, k, v = (x[None, :30].transpose(1, 2) for x in (q * 2, k, v))
-        made = fkjit.attention(q, k, v, window=(9, None), bias=bias[:, :1, :30, :30].contiguous(),
-                               sinks=sinks, alibi_slopes=slopes, return_lse=True)  # fmt: skip
-        return (made[0] + made[1].mean().half()).expand(1, HEADS, 30, 32).flatten()
-
-    for one, shape in ((packed_model, dout.shape), (model, (HEADS * 30 * 32,))):
-        found = []
-        for call in (one, torch.compile(one, backend="aot_eager", fullgraph=True)):
-            rows = [leaf(x, x.dtype) for x in (*given, *learned)]
-            call(*rows).backward(dout.flatten()[: torch.Size(shape).numel()].reshape(shape))
-            found.append([x.grad for x in rows])
-        for eager, compiled in zip(*found, strict=True):
-            assert torch.equal(eager, compiled)
+    found = []
+    for call in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        rows = [leaf(x, x.dtype) for x in (*given, *learned)]
+        call(*rows).backward(dout)
+        found.append([x.grad for x in rows])
+    for eager, compiled in zip(*found, strict=True):
+        assert torch.equal(eager, compiled)
 
 
 @pytest.mark.parametrize("name", ["attention_form", "attention_varlen_lse"])
 def test_operators_are_what_their_schemas_say(name):
-    *given, _, ends = packed((32, 32), "fp16")
+    *given, _, ends = packed((128, 128), "fp16")
     form = [torch.rand(HEADS), torch.randn(1, 1, 1, 70), None, torch.rand(HEADS)]
     more = [*ends, 70, 70] if "varlen" in name else []
     if not more:
