@@ -95,16 +95,23 @@ __device__ __forceinline__ void announce(const Barriers<STAGES>& barriers, int s
   mbarrier_arrive(barriers.work_full(slot));
 }
 
-// What has been announced, to one thread or (WHOLE_WARP) to all lanes of a warp.
+// What has been announced, to one thread or (WHOLE_WARP) by its first lane to all of a warp.
 template <int BLOCK_Q, bool WHOLE_WARP, int STAGES>
 __device__ __forceinline__ Work<BLOCK_Q> next_work(const Barriers<STAGES>& barriers,
                                                    RingPlace<SLOTS>& slot) {
-  mbarrier_wait(barriers.work_full(slot.stage), slot.parity);
-  const Work<BLOCK_Q> place(load_shared_chunk(barriers.work(slot.stage)));
-  if (WHOLE_WARP) __syncwarp();
-  if (!WHOLE_WARP || threadIdx.x % WARP_SIZE == 0) mbarrier_arrive(barriers.work_empty(slot.stage));
+  uint4 said = {};
+  if (!WHOLE_WARP || threadIdx.x % WARP_SIZE == 0) {
+    mbarrier_wait(barriers.work_full(slot.stage), slot.parity);
+    said = load_shared_chunk(barriers.work(slot.stage));
+    mbarrier_arrive(barriers.work_empty(slot.stage));
+  }
   slot.advance();
-  return place;
+  if (WHOLE_WARP) {
+    said.x = __shfl_sync(FULL_MASK, said.x, 0);
+    said.y = __shfl_sync(FULL_MASK, said.y, 0);
+    said.z = __shfl_sync(FULL_MASK, said.z, 0);
+  }
+  return Work<BLOCK_Q>(said);
 }
 
 // The keys that a tile of queries sees, in tiles first .. end - 1, without a form of attention; one
