@@ -10,6 +10,10 @@ torch = pytest.importorskip("torch", reason="needs torch")
 import fkjit  # noqa: E402
 from fkjit.build import quiet  # noqa: E402
 from fkjit.errors import ArgumentTypeError, ParameterError  # noqa: E402
+from fkjit.ops import attention_form_backward as backward  # noqa: E402
+from fkjit.ops import workspace  # noqa: E402
+from fkjit.ops.attention_form import Form  # noqa: E402
+from tests.plan_kit import Kernel, driver  # noqa: E402, F401
 from tests.test_attention_backward import DTYPES, tensors  # noqa: E402
 
 HEADS, SQ, SK = 4, 37, 53
@@ -306,3 +310,39 @@ def test_gradcheck_in_fp32():
     assert torch.autograd.gradcheck(
         call, (*rows, *learned), eps=1e-2, atol=5e-3, rtol=2e-2, nondet_tol=0.0, fast_mode=True
     )
+
+
+# ------------------------------------------------------------------ the warm path of a GPU
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "packed"])
+def test_a_warm_call_launches_what_a_cold_one_does(layout, driver, monkeypatch):  # noqa: F811
+    """On CPU tensors, with kernels that only note their arguments."""
+    monkeypatch.setattr(workspace, "find", lambda *_: (0, 0, None))
+    q, k, v, dout, ends = packed((64, 64), "bf16")
+    bias, lse = torch.randn(1, 1, 1, 70), torch.randn(HEADS, q.shape[0])
+    rows = {"dout": dout, "q": q, "k": k, "v": v, "o": dout.clone(), "lse": lse}
+    if layout == "bhsd":
+        rows = {n: (x if n == "lse" else x[:70].transpose(0, 1))[None] for n, x in rows.items()}
+        rows["lse"] = rows["lse"][..., :70].contiguous()
+        given = rows
+    else:
+        given = rows | {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
+    given |= {"alibi_slopes": torch.rand(HEADS), "bias": bias, "sinks": torch.rand(HEADS)}
+    form = Form(alibi=True, bias="fp32", varlen=layout == "packed", dalibi=True)
+    wanted = ("q", "k", "v", *LEARNED)
+    options = (form.text, layout, True, None, (-1, -1), 0.0, 70, 70, wanted, ())
+    inputs = tuple(given.get(name) for name in backward.INPUTS)
+    op = backward._OP
+    outputs = backward._written_to(inputs, options)
+    request = op._request(op._views([*inputs, *outputs]), options)
+    kernels = [Kernel(launch.spec, launch.params) for launch in request.launches]
+    assert len(kernels) == 6
+    op.plans.remember([*inputs, *outputs], options, request, kernels, op._pairs(request))
+    made = op(inputs, outputs, options)
+    op.plans.forget()
+    assert [x.shape for x in made] == [given[name].shape for name in wanted]
+    assert all(len(kernel.launches) == 1 for kernel in kernels)
+    for kernel in kernels:  # what is not there is null, what is there is not
+        values = dict(zip(kernel.names, kernel.launches[0][1], strict=False))
+        assert not (values.get("mask") or values.get("dq_sum")) and values.get("q", 1)

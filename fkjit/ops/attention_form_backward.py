@@ -35,7 +35,9 @@ INPUTS = (
     *("alibi_slopes", "bias", "mask", "sinks", *SLOTS),
 )
 _GRADIENTS = tuple(f"d{name}" for name in (*ROWS, *OF_FORM))
-_OUTPUTS = (*_GRADIENTS, "lse_log2", "delta", "dalibi_rows", "dbias_parts")
+_SCRATCH = ("lse_log2", "delta", "dalibi_rows", "dbias_parts")
+_NEVER = ("dq_sum", "turns")  # that kernels know, but not here
+_OUTPUTS = (*_GRADIENTS, *_SCRATCH, *_NEVER)
 _CPU_MULTIPROCESSORS = 8  # what the interpreter shares work out for
 _MAKES = {"keys": ("k", "v"), "queries": ("q", "alibi_slopes")}
 _SCHEMA = (
