@@ -1,15 +1,19 @@
 """Attention over the sizes and features that users know, forward and backward, on a GPU.
 
 A sample with a fixed seed; everything against float64, with at most twice the error that PyTorch's
-own operators make in the same dtype. Cases of a group share kernels; the groups' kernels are
-compiled side by side before the first test.
+own operators make in the same dtype. Cases of a group share kernels, which processes compile side by
+side before the first test.
 """
 
 from __future__ import annotations
 
+import os
 import random
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+import sys
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -155,17 +159,13 @@ def run(case: Case, call: Any = ours, dtype: Any = None) -> list[Any]:
 
 @cache
 def compiled() -> None:
-    """Every kernel, by threads: NVRTC works while Python waits. What fails is for its own test."""
-
-    def first(group: list[Case]) -> None:
-        with quiet():
-            for case in group:
-                run(case)
-
-    with ThreadPoolExecutor(16) as pool:
-        for future in [pool.submit(first, group) for group in GROUPS]:
-            future.exception()
-    torch.cuda.synchronize()
+    """Every kernel into the run's cache, by processes: NVRTC compiles one at a time in each."""
+    workers = min(os.cpu_count() or 1, 16, len(GROUPS))
+    command = [sys.executable, "-m", "tests.test_attention_grid_gpu", str(workers)]
+    root = Path(__file__).parents[1]
+    running = [subprocess.Popen([*command, str(number)], cwd=root) for number in range(workers)]
+    for process in running:
+        process.wait()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -177,14 +177,15 @@ def test_error_is_at_most_twice_pytorchs(case):
     hidden = torch.isneginf(exact[1])
     assert torch.equal(torch.isneginf(found[1]), hidden)
     assert torch.allclose(found[1][~hidden].double(), exact[1][~hidden], rtol=1e-5, atol=2e-5)
+    floor = 2e-6 * max(x.norm() for x in exact[2:])  # of one key q has no gradient
     for name, one, other, expected in zip(
         ("o", "dq", "dk", "dv"), (found[0], *found[2:]), (peer[0], *peer[2:]),
         (exact[0], *exact[2:]), strict=True,
     ):  # fmt: skip
         error, theirs = (x.double() - expected for x in (one, other))
-        assert error.norm() <= 2 * theirs.norm() + 2e-6 * expected.norm(), name
-        floor = 2e-6 * expected.abs().max()
-        assert name != "o" or error.abs().max() <= 2 * theirs.abs().max() + floor, name
+        assert error.norm() <= 2 * theirs.norm() + floor, name
+        most = 2 * theirs.abs().max() + 2e-6 * expected.abs().max()
+        assert name != "o" or error.abs().max() <= most, name
 
 
 REPEATED = [group[0] for group in GROUPS if len(group[0].features) > 1][:3]
@@ -199,3 +200,11 @@ def test_250_repeats_of_a_form_have_the_same_bits(case):
         for _ in range(250):
             again = with_gradients(ours, rows, dout, options)
             assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+
+
+if __name__ == "__main__":
+    of, own = (int(word) for word in sys.argv[1:])
+    for mine in GROUPS[own::of]:
+        for one in mine:
+            with quiet(), suppress(Exception):  # the test will say what
+                run(one)
