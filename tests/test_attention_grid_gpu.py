@@ -1,8 +1,8 @@
 """Attention over the sizes and features that users know, forward and backward, on a GPU.
 
 A sample with a fixed seed; everything against float64, with at most twice the error that PyTorch's
-own operators make in the same dtype. Cases of a group share kernels, which processes compile side by
-side before the first test.
+own operators make in the same dtype. Cases of a group share kernels, which processes compile side
+by side before the first test.
 """
 
 from __future__ import annotations
