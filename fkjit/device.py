@@ -214,6 +214,18 @@ def is_capturing(stream: int) -> bool:
         raise DeviceError(f"the CUDA device is in an error state: {error}") from error
 
 
+def capture_number(stream: int) -> int:
+    """What tells the capture that `stream` is in from every other one of this process."""
+    state, number = ctypes.c_int(), ctypes.c_uint64()
+    driver = ctypes.CDLL("libcuda.so.1")
+    status = driver.cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(state), ctypes.byref(number), None, None, None
+    )
+    if status:
+        raise DeviceError(f"cuStreamGetCaptureInfo: error {status}")
+    return number.value
+
+
 def _refuse_while_capturing(spec: KernelSpec, params: Params, stream: int, call: str) -> None:
     if is_capturing(stream):
         raise CaptureError(

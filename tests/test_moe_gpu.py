@@ -152,6 +152,27 @@ def test_in_a_cuda_graph_with_the_number_of_tokens_on_the_device():
             assert (found.inverse[real:] == -1).all()
 
 
+def test_many_captured_calls_have_counters():
+    """Those of one capture on one stream share them; on another stream they have their own."""
+    x = logits(32_768, 64)
+    side = torch.cuda.Stream()
+    with quiet():
+        expected = fkjit.moe_route_and_regroup(x, 2, 64).groups.inverse
+    graph, found = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        for _ in range(100):
+            found.append(fkjit.moe_route_and_regroup(x, 2, 64).groups.inverse)
+            with torch.cuda.stream(side):
+                found.append(fkjit.moe_route_and_regroup(x, 2, 64).groups.inverse)
+        torch.cuda.current_stream().wait_stream(side)
+    for _ in range(3):
+        for one in found:
+            one.fill_(-5)
+        graph.replay()
+        assert all(torch.equal(one, expected) for one in found)
+
+
 def test_on_several_streams_at_once():
     """Grids that do not fit beside each other: none may hold up another for ever."""
     x = logits(32_768, 64)

@@ -18,16 +18,13 @@ COMBINE = {"kernel": "moe_combine.rows", "params": {"dtype": "fp32", "vector": F
 PERMUTE = {"kernel": "moe_permute.rows", "params": {"dtype": "fp32", "vector": True}}
 
 BUGS = (
-    Bug("a block's counts are not published", D + "grid_barrier.cuh", "red.release.gpu",
-        "red.relaxed.gpu", nth=1, by="race", **SORT),
-    Bug("other blocks' counts are not acquired", D + "grid_barrier.cuh", "ld.acquire.gpu",
-        "ld.relaxed.gpu", nth=1, by="race", **BOTH),
-    Bug("the block does not wait for its first thread", D + "grid_barrier.cuh", SYNC, "", nth=1,
-        by="race", **SORT),
+    Bug("sums of the earlier groups are left out", D + "grid_sums.cuh", "first + i < group()",
+        "false", by="race", **SORT),
+    Bug("later blocks of the group are told nothing", D + "grid_sums.cuh",
+        "sizeof(u32), 1u << BITS | number", "sizeof(u32), 1u << BITS", by="race", **SORT),
     Bug("no barrier before the scan of warps", D + "moe_groups.cuh", SYNC, "", by="race", **SORT),
-    Bug("no barrier before offsets", D + "moe_groups.cuh", SYNC, "", nth=1, by="race", **SORT),
-    Bug("no barrier of chunks", D + "moe_groups.cuh", SYNC, "", nth=2, by="race", **WIDE),
-    Bug("no barrier behind offsets", D + "moe_groups.cuh", SYNC, "", nth=3, by="race", **BOTH),
+    Bug("no barrier behind offsets", D + "moe_groups.cuh", SYNC, "", nth=1, by="race", **BOTH),
+    Bug("no barrier of chunks", D + "moe_groups.cuh", SYNC, "", nth=1, by="race", **WIDE),
     Bug("a warp's lanes count at once", D + "moe_groups.cuh", "__syncwarp();", "", nth=1, by="race",
         **SORT),
     Bug("a warp counts before it has read", D + "moe_groups.cuh", "__syncwarp();", "", nth=2,

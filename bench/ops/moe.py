@@ -133,6 +133,13 @@ def tile(spec: KernelSpec, p: Problem, arch: Arch) -> Params:
     return choose(moe.variant({**p, "tile": found}), spec, arch)
 
 
+def _words(spec: KernelSpec, params: Params, p: Problem) -> int:
+    """Words that the blocks of a variant's grid add up in."""
+    first, second = params["tile"]
+    room = second if spec.op == "moe_regroup" else max(first * second, 32)
+    return max(groups.counters(p, room), 1)
+
+
 def launch(
     spec: KernelSpec,
     params: Params,
@@ -144,11 +151,8 @@ def launch(
     """`fkjit.launch` of one variant, with what its blocks meet in; the outputs of these names."""
     torch, like = import_module("torch"), arrays["logits"]
     made = {n: device.array(array) for n, array in spec.outputs(params, p).items()}
-    meeting = {
-        "workspace": torch.empty(groups.table_size(p), dtype=torch.int32, device=like.device),
-        "counters": torch.zeros(groups.COUNTERS, dtype=torch.int32, device=like.device),
-    }
-    named = {**arrays, **made, **meeting}
+    counters = torch.zeros(_words(spec, params, p), dtype=torch.int32, device=like.device)
+    named = {**arrays, **made, "counters": counters}
     results = tuple(made[name] for name in names)
 
     def call() -> Any:

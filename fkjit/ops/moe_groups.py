@@ -15,7 +15,6 @@ import numpy as np
 from fkjit.device import multiprocessors
 from fkjit.errors import ParameterError
 from fkjit.interop import CPU, View
-from fkjit.ops import workspace
 from fkjit.ops.moe_checks import whole
 from fkjit.ops.moe_problem import MAX_EXPERTS
 from fkjit.ops.simple import Output
@@ -25,11 +24,12 @@ from fkjit.ops.simple_shapes import log2_ceil, rows_of
 from fkjit.spec import Arrays, Problem
 
 NO_CAPACITY = 2**31 - 1
-MAX_ITEMS = 2**31 - 2**20  # and places: they are counted in 32 bits
-COUNTERS = 4  # of two barriers
+MAX_ITEMS = 2**28 - 1  # GridSums counts them in 28 bits
+_MAX_PLACES = 2**31 - 2**20
 INPUTS = ("expert_map", "num_tokens")
 _SHARED = 32 * 1024  # bytes of counts of a block's warps
-_TABLE = 32_768  # numbers of a table that every block reads whole
+_GROUP = 8  # blocks of a group, and words before the sums, of GridSums
+_HEAD = 32
 _CPU_BLOCKS = 3
 
 
@@ -67,7 +67,7 @@ def describe(
     _check_lists(call, views, experts)
     items = tokens * top_k
     places = places_of(items, groups, block_size)
-    if max(items, places) > MAX_ITEMS:
+    if items > MAX_ITEMS or places > _MAX_PLACES:
         raise ParameterError(f"{call}: {tokens} tokens of {top_k} choices are too many")
     return {
         **{"tokens": tokens, "top_k": top_k, "experts": experts, "groups": groups},
@@ -113,20 +113,10 @@ def fake(
     return [of_dtype(ids, o.shape, "int32") for o in made({**sizes, "places": places}).values()]
 
 
-def table_bytes(p: Problem) -> int:
-    """Of the blocks' counts, which the grid meets over."""
-    return 4 * table_size(p) if p["blocks"] > 1 else 0
-
-
-def table_size(p: Problem) -> int:
-    """Numbers in it, and where it is large of the sums behind it."""
-    sums = (p["blocks"] + 1) * p["groups"] if _twice(p) else 0
-    return p["groups"] * (-(-p["blocks"] // 4) * 4) + sums
-
-
-def _twice(p: Problem) -> bool:
-    """Whether the grid meets twice."""
-    return p.get("twice", p["blocks"] * p["groups"] > _TABLE)
+def counters(p: Problem, most: int) -> int:
+    """Words that the blocks add their counts up in; `most`: groups that the kernel has room for."""
+    blocks = p["blocks"]
+    return _HEAD + (-(-blocks // _GROUP) + blocks) * most if blocks > 1 else 0
 
 
 def grouping(p: Problem) -> tuple[int, ...]:
@@ -134,26 +124,23 @@ def grouping(p: Problem) -> tuple[int, ...]:
     size = p["block_size"]
     return (
         p["experts"], p["groups"], size, log2_ceil(size) if size & (size - 1) == 0 else -1,
-        p["capacity"], p["places"], p["tokens"] * p["top_k"], _twice(p),
+        p["capacity"], p["places"], p["tokens"] * p["top_k"],
     )  # fmt: skip
 
 
 def arguments(p: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Kernel arguments that both kernels have."""
-    meeting = {name: arrays[name] for name in workspace.ARGUMENTS if name in arrays}
     pointers = {name: arrays.get(name) for name in (*INPUTS, *MoeGroups._fields)}
+    meeting = {"counters": arrays["counters"]} if "counters" in arrays else {}
     return {**pointers, **meeting, "tokens": p["tokens"]}
 
 
 # -- tests ---------------------------------------------------------------------------------------
 
 
-def random_lists(p: Problem, rng: np.random.Generator) -> Arrays:
+def random_lists(p: Problem, rng: np.random.Generator, most: int = MAX_EXPERTS) -> Arrays:
     """A map to some of the experts, a number of tokens, and what blocks meet in."""
-    found: Arrays = {
-        "workspace": np.full(table_size(p), np.nan, np.float32),
-        "counters": np.zeros(COUNTERS, np.uint32),
-    }
+    found: Arrays = {"counters": np.zeros(max(counters(p, most), 1), np.uint32)}
     if p.get("mapped"):
         local = np.full(p["experts"], -1, np.int32)
         here = np.sort(rng.permutation(p["experts"])[: p["groups"]])
@@ -224,11 +211,10 @@ def variations(most: int, round_: int, scale: str) -> list[dict[str, Any]]:
     blocks = 3 if scale == "small" else 60
     tokens = round_ * blocks * 5 // 4
     return [
-        {"tokens": tokens, "experts": most, "block_size": 4, "blocks": blocks},
+        {"tokens": tokens, "experts": most, "block_size": 4, "blocks": blocks + _GROUP},
         {
             **{"tokens": tokens, "experts": most - 7, "block_size": 12, "blocks": blocks},
             **{"mapped": True, "groups": (most - 7) // 2, "real": tokens - 14, "capacity": 5},
-            "twice": True,
         },
         {"tokens": round_ * 3 // 2, "experts": most // 2, "block_size": 1, "blocks": 1},
     ]

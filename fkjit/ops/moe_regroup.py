@@ -121,7 +121,7 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     launch = Launch(REGROUP, {"ids": ids.dtype, "tile": tile}, problem)
     return Request(
         {name: views[name] for name in _INPUTS}, groups.made(problem), (launch,),
-        workspace=groups.table_bytes(problem), counters=groups.COUNTERS,
+        counters=groups.counters(problem, tile[1]),
     )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
     ids = rng.integers(-2, p["experts"] + 2, (p["tokens"], p["top_k"]))
     ids[rng.random(ids.shape) < 0.4] = p["experts"] // 3
     ids[ids % 5 == 1] = 0
-    return {"topk_ids": ids.astype(params["ids"]), **groups.random_lists(p, rng)}
+    return {"topk_ids": ids.astype(params["ids"]), **groups.random_lists(p, rng, params["tile"][1])}
 
 
 REGROUP = register(

@@ -93,10 +93,15 @@ def threads_of(tile: moe.Tile) -> int:
     return next(t for t in (512, 256) if groups.counts_fit(t, tile[0] * tile[1]))
 
 
+def room_of(tile: moe.Tile) -> int:
+    """Groups that the kernel has room for: whole warps of them."""
+    return max(tile[0] * tile[1], 32)
+
+
 def blocks_of(tile: moe.Tile, threads: int, tokens: int, processors: int) -> int:
-    """One where its warps need few rounds; else all, but none without work."""
+    """One where its warps need few rounds; else as few as make no more rounds than all would."""
     rounds = -(-tokens // (threads // tile[0]))
-    return 1 if rounds <= _ALONE else min(processors, rounds)
+    return 1 if rounds <= _ALONE else -(-rounds // -(-rounds // processors))
 
 
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:
@@ -114,7 +119,7 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     return Request(
         {name: views[name] for name in _INPUTS}, {**chosen(problem), **groups.made(problem)},
         (Launch(KERNEL, params, problem),),
-        workspace=groups.table_bytes(problem), counters=groups.COUNTERS,
+        counters=groups.counters(problem, room_of(tile)),
     )  # fmt: skip
 
 
@@ -193,7 +198,7 @@ KERNEL = register(
         problems=problems,
         inputs=lambda params, p, rng: {
             **moe.random_routing(p, rng),
-            **groups.random_lists(p, rng),
+            **groups.random_lists(p, rng, room_of(params["tile"])),
         },
         outputs=lambda params, p: {**moe.route_outputs(params, p), **groups.outputs(p)},
         reference=reference,

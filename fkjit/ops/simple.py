@@ -198,7 +198,7 @@ class Op:
             loaded(launch.spec, launch.params, request.like.device, stream, self.name)
             for launch in request.launches
         ]
-        workspace.reserve(request.like.device)
+        workspace.reserve(request.like.device, request.counters)
         self.plans.remember(arrays, options, request, kernels, self._pairs(request))
 
     def _views(self, arrays: Sequence[Any]) -> dict[str, View | None]:

@@ -4,7 +4,8 @@ and after each launch, so that the last block of a grid can tell that it is the 
 Two launches may run at the same time on two streams, or one of them from a CUDA graph, whenever
 that is replayed. So each stream has memory of its own, and each captured call gets counters that
 nothing else will ever use, and its bytes from the framework's allocator, which keeps what a graph
-uses.
+uses. Many counters are shared by the calls of one capture on one stream, which come one after the
+other at each replay.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from fkjit.device import is_capturing
+from fkjit.device import capture_number, is_capturing
 from fkjit.errors import CaptureError
 
 ARGUMENTS = ("workspace", "counters")  # of a kernel
 _KEPT_BYTES = 1 << 16  # of a stream, always there; for more the framework is asked at each call
 _COUNTERS = 1 << 15  # allocated at a time
 _RESERVE = 1 << 13  # so many are there when a capture begins, wherever a call was made before
+_MANY = 256  # so many are shared by the calls of a capture
+_CAPTURES = 8  # there is room for so many captures of what was called last
 _PER_THREAD = 2  # the handle that means another stream in each thread
 
 
@@ -35,6 +38,8 @@ class _Device:
     keep: list[Any] = field(default_factory=list)
     # bytes, counters, number of counters
     streams: dict[Any, tuple[int, int, int]] = field(default_factory=dict)
+    capture: int = 0  # the last one, and what its streams have: counters, number of counters
+    captured: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 _devices: dict[int, _Device] = {}
@@ -51,21 +56,25 @@ def find(like: Any, device: int, stream: int, size: int, counters: int) -> tuple
         return 0, 0, None
     if is_capturing(stream):
         pointer, owner = _fresh(like, size)
-        return pointer, _take(device, counters), owner
+        return pointer, _captured(device, stream, counters), owner
     name = stream if stream != _PER_THREAD else (stream, threading.get_ident())
     mine = _device(device).streams.get(name)
     if mine is None or mine[2] < counters:
         mine = _enrol(device, name, counters)
+    if counters >= _MANY:
+        reserve(device, counters)
     if size <= _KEPT_BYTES:
         return mine[0], mine[1], None
     pointer, owner = _fresh(like, size)
     return pointer, mine[1], owner
 
 
-def reserve(device: int) -> None:
-    """Have counters for calls that will be captured."""
-    with _lock:
-        _stock(_device(device), device, _RESERVE)
+def reserve(device: int, counters: int = 0) -> None:
+    """Have counters for calls that will be captured, with so many each."""
+    here, needed = _device(device), max(_RESERVE, _CAPTURES * counters)
+    if here.left < needed:
+        with _lock:
+            _stock(here, device, needed)
 
 
 def _device(device: int) -> _Device:
@@ -83,6 +92,19 @@ def _enrol(device: int, name: Any, counters: int) -> tuple[int, int, int]:
         mine = here.streams[name] = (memory.ptr, here.base, count)
         here.base, here.left = here.base + 4 * count, here.left - count
     return mine
+
+
+def _captured(device: int, stream: int, counters: int) -> int:
+    """Counters for a call in a graph."""
+    if counters < _MANY:
+        return _take(device, counters)
+    here, number = _device(device), capture_number(stream)
+    if here.capture != number:
+        here.capture, here.captured = number, {}
+    mine = here.captured.get(stream)
+    if mine is None or mine[1] < counters:
+        mine = here.captured[stream] = (_take(device, counters), counters)
+    return mine[0]
 
 
 def _take(device: int, counters: int) -> int:

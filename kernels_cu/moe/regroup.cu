@@ -18,20 +18,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 int* __restrict__ inverse,                 // [tokens, top_k]
                 int* __restrict__ offsets,                 // [groups + 1]
                 int* __restrict__ counts,                  // [groups]
-                int* workspace,                            // [blocks + 1, groups]
-                u32* counters,                             // [4]
+                u32* counters,                             // see GridSums
                 const int tokens, const int top_k, const Grouping how) {
   __shared__ Regroup<THREADS, MOST> block;
   const Groups to = {expert_map, sorted_token_ids, expert_ids, num_tokens_post_padded,
-                     inverse,    offsets,          counts,     workspace,
-                     counters};
+                     inverse,    offsets,          counts,     counters};
   const int items = real_tokens(num_tokens, tokens) * top_k;
   const Share mine = share_of_warp(items, 1, THREADS / WARP_SIZE);
   const auto group = [&](int item) { return group_of(topk_ids[item], expert_map, how); };
-  const int first = mine.begin + threadIdx.x % WARP_SIZE;
-  const int held = first < mine.end ? group(first) : -1;
   block.clear(to, how);
-  block.sort(mine.begin, mine.end, held, group, to, how);
+  block.sort(mine.begin, mine.end, group, to, how);
 #pragma unroll 1
   for (int i = items + blockIdx.x * THREADS + threadIdx.x; i < tokens * top_k;
        i += gridDim.x * THREADS)

@@ -26,8 +26,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int lane = threadIdx.x % LANES;
   const i64 token = static_cast<i64>(blockIdx.x) * TOKENS + threadIdx.x / LANES;
   const i64 row = token < tokens ? token : tokens - 1;  // shuffles need every lane
-  const Choice mine = route<logit_t, LANES, VALUES>(
-      logits + row * row_stride, PLAIN ? nullptr : bias, lane, PLAIN ? plain<LANES>(how) : how);
+  const Choice mine =
+      route_token<PLAIN, logit_t, LANES, VALUES>(logits + row * row_stride, bias, lane, how);
   if (token >= tokens || lane >= how.top_k) return;
   topk_weights[token * how.top_k + lane] = mine.weight;
   topk_ids[token * how.top_k + lane] = mine.id;

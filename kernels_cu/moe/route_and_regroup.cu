@@ -3,7 +3,7 @@
 
    Every warp has a piece of the tokens, chooses for them as route.cu does, 32 / LANES tokens at a
    time, and sorts its choices with all the other warps of the grid (device/moe_groups.cuh). The first
-   32 of them stay in shared memory; more are read again. Blocks wait for one another: launched
+   ones of a warp stay in shared memory; more are read again. Blocks wait for one another: launched
    cooperatively. Every architecture. */
 #include "prelude.cuh"
 #include "device/moe_groups.cuh"
@@ -32,18 +32,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                           int* __restrict__ inverse,                 // [tokens, top_k]
                           int* __restrict__ offsets,                 // [groups + 1]
                           int* __restrict__ counts,                  // [groups]
-                          int* workspace,                            // [blocks + 1, groups]
-                          u32* counters,                             // [4]
+                          u32* counters,                             // see GridSums
                           const i64 row_stride, const int tokens, const Routing how,
                           const Grouping grouping) {
   __shared__ Regroup<THREADS, MOST> block;
-  __shared__ int first_ids[WARPS][WARP_SIZE];
   const Groups to = {expert_map, sorted_token_ids, expert_ids, num_tokens_post_padded,
-                     inverse,    offsets,          counts,     workspace,
-                     counters};
+                     inverse,    offsets,          counts,     counters};
   const int lane = threadIdx.x % LANES, warp = threadIdx.x / WARP_SIZE, top_k = how.top_k;
   const int slot = threadIdx.x % WARP_SIZE / LANES;  // which of the warp's tokens
-  const Routing routing = PLAIN ? plain<LANES>(how) : how;
   const int all = real_tokens(num_tokens, tokens);
   const Share mine = share_of_warp(all, TOKENS, WARPS);
   block.clear(to, grouping);
@@ -51,21 +47,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
   for (int at = mine.begin; at < mine.end; at += TOKENS) {
     const int token = at + slot, row = min(token, mine.end - 1);  // shuffles need every lane
-    const Choice choice = route<logit_t, LANES, VALUES>(logits + row * row_stride,
-                                                        PLAIN ? nullptr : bias, lane, routing);
+    const Choice choice =
+        route_token<PLAIN, logit_t, LANES, VALUES>(logits + row * row_stride, bias, lane, how);
     if (token >= mine.end || lane >= top_k) continue;
     const int item = token * top_k + lane, early = item - mine.begin * top_k;
     topk_weights[item] = choice.weight;
     topk_ids[item] = choice.id;
-    if (early < WARP_SIZE) first_ids[warp][early] = choice.id;
+    if (early < block.HELD) block.held[warp][early] = choice.id;
   }
   __syncwarp();
 
-  const int begin = mine.begin * top_k, end = mine.end * top_k;
-  const auto group = [&](int item) { return group_of(topk_ids[item], expert_map, grouping); };
-  const int place = threadIdx.x % WARP_SIZE;
-  const int first = begin + place < end ? first_ids[warp][place] : -1;
-  block.sort(begin, end, group_of(first, expert_map, grouping), group, to, grouping);
+  const int begin = mine.begin * top_k;
+  const auto group = [&](int item) {
+    const int early = item - begin,
+              id = early < block.HELD ? block.held[warp][early] : topk_ids[item];
+    return group_of(id, expert_map, grouping);
+  };
+  block.sort(begin, mine.end * top_k, group, to, grouping);
 
 #pragma unroll 1
   for (int i = all * top_k + blockIdx.x * THREADS + threadIdx.x; i < tokens * top_k;

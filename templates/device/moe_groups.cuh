@@ -4,17 +4,15 @@
 //
 //   0. clear    block     where there is one: sentinels everywhere, and items go over them
 //   1. count    warp      counts[warp][expert], lanes of one expert found by match.any
-//   2. scan     block     counts of the warps before, for each expert; the block's sums into `table`
-//   3. barrier  grid      not where there is one block
-//   4. join     block     sums over the table's row of each expert: of the blocks before this one, and
-//                         of all. Of a large table each row is summed up by one warp of the grid, with
-//                         a second barrier behind it: all blocks would read all of it.
-//   5. offsets  block     sum of the experts before, each rounded up to whole tiles of block_size
-//   6. place    warp      offset + blocks before + warps before + lanes before
+//   2. scan     32 experts a warp: counts of the warps before, and the block's sums
+//   3. join     the same  over the grid, not where there is one block: counts of the blocks before,
+//                         and of all (device/grid_sums.cuh)
+//   4. offsets  the same  sum of the experts before, each rounded up to whole tiles of block_size
+//   5. place    warp      offset + blocks before + warps before + lanes before
 //
 // An item's place follows from what comes before it in the list, so it is the same in every run.
 #pragma once
-#include "device/grid_barrier.cuh"
+#include "device/grid_sums.cuh"
 
 struct Grouping {
   int experts;     // ids from 0 to here are looked up in the map
@@ -24,7 +22,6 @@ struct Grouping {
   int capacity;    // items of a group, at most; later ones are dropped
   int places;      // of sorted_token_ids
   int sentinel;    // what stands in places of nobody
-  int twice;       // whether the grid sums up the table together
 };
 
 // Of a launch, all on the device.
@@ -36,9 +33,7 @@ struct Groups {
   int* inverse;           // [items], -1: dropped
   int* offsets;           // [groups + 1]
   int* counts;            // [groups]
-  int* table;             // [groups, blocks], rows of whole 16 bytes; behind it, where it is large,
-                          // [blocks + 1, groups]: the sums of the blocks before
-  u32* counters;          // [4] of the barriers
+  u32* counters;          // of GridSums
 };
 
 // The group of an expert's id, or -1.
@@ -53,45 +48,32 @@ __device__ __forceinline__ int tile_of(int place, const Grouping& how) {
   return how.size_log2 >= 0 ? place >> how.size_log2 : place / how.block_size;
 }
 
-// Sums over the lanes up to this one.                                     PTX ISA: shfl.sync.up.b32
+// Sums over the lanes up to this one, of which LANES count.               PTX ISA: shfl.sync.up.b32
+template <int LANES = WARP_SIZE>
 __device__ __forceinline__ int warp_scan(int x) {
   const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
-  for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
+  for (int distance = 1; distance < LANES; distance *= 2) {
     const int other = __shfl_up_sync(FULL_MASK, x, distance);
     if (lane >= distance) x += other;
   }
   return x;
 }
 
-// Sums over the warp, in every lane.                            PTX ISA: redux.sync.add, shfl.sync.bfly
-__device__ __forceinline__ int warp_sum(int x) {
-#if __CUDA_ARCH__ >= 800
-  return __reduce_add_sync(FULL_MASK, x);
-#else
-#pragma unroll
-  for (int distance = WARP_SIZE / 2; distance > 0; distance /= 2)
-    x += __shfl_xor_sync(FULL_MASK, x, distance);
-  return x;
-#endif
-}
-// Of the first `number` of four.
-__device__ __forceinline__ int sum_before(const int4& x, int number) {
-  return (number > 0 ? x.x : 0) + (number > 1 ? x.y : 0) + (number > 2 ? x.z : 0) +
-         (number > 3 ? x.w : 0);
-}
-
 // Shared memory of a block, and what it does with it. MOST: groups, a multiple of 32.
 template <int THREADS, int MOST>
 struct alignas(16) Regroup {
   static constexpr int WARPS = THREADS / WARP_SIZE, CHUNKS = MOST / WARP_SIZE;
-  static constexpr int ROWS = 4, QUADS = 2;  // of the table, that a lane has under way
+  static constexpr int OWN = ceil_div(CHUNKS, WARPS);  // chunks of a warp, every WARPS-th
+  static constexpr int HELD = MOST > 512 ? 64 : 128;   // items of a warp that stay here
+  static constexpr u32 NOBODY = ~0u;
   static_assert(CHUNKS <= WARP_SIZE, "one warp scans the chunks' sums");
   int counts[WARPS][MOST];  // items of a warp; from phase 2 on its next item's rank in the block
   int before[MOST];         // items in blocks before this one
   int total[MOST];          // items
-  int offset[MOST + 1];     // place of the first item; behind the groups: the end of all
-  int chunk[CHUNKS];
+  int offset[MOST];         // from the chunk's first place to the group's
+  int chunk[CHUNKS];        // places
+  u32 held[WARPS][HELD];    // ids; then, if these are all, group << 16 | rank among the warp's
 
   // Phase 0. A warp's counts are its own until phase 2.
   __device__ __forceinline__ void clear(const Groups& to, const Grouping& how) {
@@ -126,190 +108,129 @@ struct alignas(16) Regroup {
     return rank;
   }
 
-  // Phase 2.
-  __device__ __forceinline__ void scan(int groups, int* table) {
-    __syncthreads();
-#pragma unroll 1
-    for (int e = threadIdx.x; e < groups; e += THREADS) {
-      int found[WARPS], sum = 0;
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) found[w] = counts[w][e];
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) counts[w][e] = sum, sum += found[w];
-      if (gridDim.x == 1)
-        total[e] = sum, before[e] = 0;
-      else
-        table[e * row_size() + blockIdx.x] = sum;
-    }
-  }
-
-  // Of the table.
-  static __device__ __forceinline__ int row_size() {
-    return round_up(static_cast<int>(gridDim.x), 4);
-  }
-
-  // Phase 4: a warp has ROWS rows at a time, a lane QUADS times four blocks of each. The numbers
-  // behind the last block are anybody's.
-  __device__ __forceinline__ void join(int groups, const int* table) {
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    const int quads = row_size() / 4;
-#pragma unroll 1
-    for (int e = warp * ROWS; e < groups; e += WARPS * ROWS) {
-      int all[ROWS] = {}, early[ROWS] = {};
-#pragma unroll 1
-      for (int first = lane; first - lane < quads; first += QUADS * WARP_SIZE) {
-        int4 four[ROWS][QUADS] = {};
-#pragma unroll
-        for (int i = 0; i < ROWS * QUADS; ++i) {
-          const int row = e + i / QUADS, quad = first + i % QUADS * WARP_SIZE;
-          if (row < groups && quad < quads)
-            four[i / QUADS][i % QUADS] = reinterpret_cast<const int4*>(table)[row * quads + quad];
-        }
-#pragma unroll
-        for (int i = 0; i < ROWS * QUADS; ++i) {
-          const int4 x = four[i / QUADS][i % QUADS];
-          const int block = (first + i % QUADS * WARP_SIZE) * 4;
-          all[i / QUADS] += sum_before(x, gridDim.x - block);
-          early[i / QUADS] += sum_before(x, blockIdx.x - block);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < ROWS; ++i) {
-        all[i] = warp_sum(all[i]), early[i] = warp_sum(early[i]);
-        if (lane == i && e + i < groups) total[e + i] = all[i], before[e + i] = early[i];
-      }
-    }
-  }
-
-  // The other way: sums of the blocks before go behind the table, and the sum of all behind them.
-  __device__ __forceinline__ void sum_rows(int groups, int* table) {
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, size = row_size();
-    int* sums = table + groups * size;
-#pragma unroll 1
-    for (int e = blockIdx.x + warp * gridDim.x; e < groups; e += gridDim.x * WARPS) {
-      int sum = 0;
-#pragma unroll 1
-      for (int first = 0; first < gridDim.x; first += 4 * WARP_SIZE) {
-        const int block = first + lane * 4, here = gridDim.x - block;
-        const int4 x = here > 0 ? *reinterpret_cast<const int4*>(table + e * size + block) : int4{};
-        const int own = sum_before(x, here), upto = warp_scan(own), begin = sum + upto - own;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (i < here) sums[(block + i) * groups + e] = begin + sum_before(x, i);
-        sum += __shfl_sync(FULL_MASK, upto, WARP_SIZE - 1);
-      }
-      if (lane == 0) sums[gridDim.x * groups + e] = sum;
-    }
-  }
-  __device__ __forceinline__ void read_sums(int groups, const int* table) {
-    const int* sums = table + groups * row_size();
-#pragma unroll 1
-    for (int e = threadIdx.x; e < groups; e += THREADS) {
-      before[e] = __ldcg(sums + blockIdx.x * groups + e);
-      total[e] = __ldcg(sums + gridDim.x * groups + e);
-    }
-  }
-
-  // Phases 3 and 4; what grid_leave is to be told.
-  __device__ __forceinline__ uint2 meet(const Groups& to, const Grouping& how) {
-    uint2 left = {};
-    left.x = grid_barrier(to.counters, gridDim.x);
-    if (how.twice) {
-      sum_rows(how.groups, to.table);
-      left.y = grid_barrier(to.counters + 2, gridDim.x);
-      read_sums(how.groups, to.table);
-    } else {
-      join(how.groups, to.table);
-    }
-    return left;
-  }
-  __device__ __forceinline__ void leave(uint2 left, const Groups& to, const Grouping& how) {
-    grid_leave(to.counters, gridDim.x, left.x);
-    if (how.twice) grid_leave(to.counters + 2, gridDim.x, left.y);
-  }
-
   // Places of group e that are taken.
   __device__ __forceinline__ int kept(int e, const Grouping& how) const {
     return min(total[e], how.capacity);
   }
 
-  // Phase 5.
-  __device__ __forceinline__ void set_offsets(const Grouping& how) {
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    __syncthreads();
-#pragma unroll 1
-    for (int c = warp; c < CHUNKS; c += WARPS) {
-      const int e = c * WARP_SIZE + lane;
-      const int used = e < how.groups ? kept(e, how) : 0;
-      const int own = tile_of(used + how.block_size - 1, how) * how.block_size;
-      const int sum = warp_scan(own);
-      offset[e] = sum - own;
-      if (lane == WARP_SIZE - 1) chunk[c] = sum;
-    }
-    __syncthreads();
-    const int own = lane < CHUNKS ? chunk[lane] : 0, upto = warp_scan(own);
-#pragma unroll 1
-    for (int c = warp; c < CHUNKS; c += WARPS)
-      offset[c * WARP_SIZE + lane] += __shfl_sync(FULL_MASK, upto - own, c);
-    if (threadIdx.x == WARP_SIZE - 1) offset[MOST] = upto;
-    __syncthreads();
+  // Phase 2, of one group; -1: of none. The sum.
+  __device__ __forceinline__ int scan(int e) {
+    int found[WARPS], sum = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) found[w] = e < 0 ? 0 : counts[w][e], sum += found[w];
+    for (int w = 0, next = 0; w < WARPS && e >= 0; ++w) counts[w][e] = next, next += found[w];
+    return sum;
   }
 
-  // Phase 6, of one item of a group; `rank`: among the block's.
-  __device__ __forceinline__ int place(int item, int group, int rank, const Groups& to,
+  // Phases 2 to 4. A lane has the first place of one chunk, the last one has the end of all in y.
+  __device__ __forceinline__ int2 join(const GridSums<MOST>& sums, u32 (&left)[OWN],
+                                       const Grouping& how) {
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const bool alone = gridDim.x == 1;
+    int sum[OWN];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      const int e = (warp + i * WARPS) * WARP_SIZE + lane;
+      sum[i] = scan(e < how.groups ? e : -1);
+      if (!alone && e < how.groups) sums.add(e, sum[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      const int c = warp + i * WARPS, e = c * WARP_SIZE + lane;
+      if (c >= CHUNKS) break;
+      uint2 found = {0, static_cast<u32>(sum[i])};
+      if (!alone && e < how.groups) found = sums.get(e);
+      __syncwarp();
+      if (!alone && lane == 0) left[i] = sums.leave(c);
+      total[e] = found.y, before[e] = found.x;
+      const int used = kept(e, how);
+      const int own = tile_of(used + how.block_size - 1, how) * how.block_size;
+      const int upto = warp_scan(own);
+      offset[e] = upto - own;
+      if (lane == WARP_SIZE - 1) chunk[c] = upto;
+    }
+    __syncthreads();
+    const int own = lane < CHUNKS ? chunk[lane] : 0, upto = warp_scan<CHUNKS>(own);
+    return {upto - own, __shfl_sync(FULL_MASK, upto, CHUNKS - 1)};
+  }
+
+  // Phase 5, of one item of a group whose chunk begins at `start`; `rank`: among the block's.
+  __device__ __forceinline__ int place(int item, int group, int rank, int start, const Groups& to,
                                        const Grouping& how) {
     rank += before[group];
     if (rank >= how.capacity) return -1;
-    const int place = offset[group] + rank, tile = tile_of(place, how);
+    const int place = start + offset[group] + rank, tile = tile_of(place, how);
     to.sorted_token_ids[place] = item;
     if (tile * how.block_size == place) to.expert_ids[tile] = group;
     return place;
   }
 
   // What stands beside the items: offsets and counts, and where there are several blocks sentinels.
-  __device__ __forceinline__ void finish(const Groups& to, const Grouping& how) {
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    const int end = offset[how.groups];
+  __device__ __forceinline__ void finish(int2 chunks, const Groups& to, const Grouping& how) {
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, end = chunks.y;
     if (blockIdx.x == 0 && threadIdx.x == 0)
       to.offsets[how.groups] = end, *to.num_post_padded = end;
     if (gridDim.x == 1) {
 #pragma unroll 1
-      for (int e = threadIdx.x; e < how.groups; e += THREADS)
-        to.offsets[e] = offset[e], to.counts[e] = kept(e, how);
+      for (int c = warp; c * WARP_SIZE < how.groups; c += WARPS) {
+        const int start = __shfl_sync(FULL_MASK, chunks.x, c), e = c * WARP_SIZE + lane;
+        if (e < how.groups) to.offsets[e] = start + offset[e], to.counts[e] = kept(e, how);
+      }
       return;
     }
 #pragma unroll 1
     for (int e = blockIdx.x + warp * gridDim.x; e < how.groups; e += gridDim.x * WARPS) {
-      const int begin = offset[e], used = kept(e, how);
+      const int begin = __shfl_sync(FULL_MASK, chunks.x, e / WARP_SIZE) + offset[e];
+      const int used = kept(e, how), tiles = tile_of(used + how.block_size - 1, how);
       if (lane == 0) to.offsets[e] = begin, to.counts[e] = used;
-      for (int i = begin + used + lane; i < offset[e + 1]; i += WARP_SIZE)
-        to.sorted_token_ids[i] = how.sentinel;
+      for (int i = used + lane; i < tiles * how.block_size; i += WARP_SIZE)
+        to.sorted_token_ids[begin + i] = how.sentinel;
     }
     nobody_from(end, to, how);
   }
 
-  // All of it, for a warp's items from `begin` to `end`; clear() has been called. `group(item)` is an
-  // item's group or -1, and `first` that of item begin + lane (-1 from `end` on).
-  template <typename Source>
-  __device__ __forceinline__ void sort(int begin, int end, int first, Source group,
-                                       const Groups& to, const Grouping& how) {
+  // Behind all of it: whoever was the last to read a chunk's sums clears them.
+  __device__ __forceinline__ void leave(const GridSums<MOST>& sums, const u32 (&left)[OWN],
+                                        const Grouping& how) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    const int rank = take(first);
-#pragma unroll 1
-    for (int item = begin + WARP_SIZE; item < end; item += WARP_SIZE)
-      take(item + lane < end ? group(item + lane) : -1);
-    scan(how.groups, to.table);
-    const uint2 left = gridDim.x > 1 ? meet(to, how) : uint2{};
-    set_offsets(how);
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      const int c = warp + i * WARPS, e = c * WARP_SIZE + lane;
+      if (c < CHUNKS && sums.is_last(__shfl_sync(FULL_MASK, left[i], 0)) && e < how.groups)
+        sums.clear(e);
+    }
+  }
+
+  // All of it, for a warp's items from `begin` to `end`; clear() has been called. `group(item)` is an
+  // item's group or -1.
+  template <typename Source>
+  __device__ __forceinline__ void sort(int begin, int end, Source group, const Groups& to,
+                                       const Grouping& how) {
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const GridSums<MOST> sums = {to.counters};
+    const bool all = end - begin <= HELD;
+    u32 left[OWN] = {};
 #pragma unroll 1
     for (int i = begin; i < end; i += WARP_SIZE) {
-      const int item = i + lane, mine = i == begin ? first : item < end ? group(item) : -1;
-      int earlier = rank + (mine < 0 ? 0 : counts[warp][mine]);
-      if (end - begin > WARP_SIZE) earlier = take(mine);
-      if (item < end) to.inverse[item] = mine < 0 ? -1 : place(item, mine, earlier, to, how);
+      const int item = i + lane, mine = item < end ? group(item) : -1, rank = take(mine);
+      if (all) held[warp][item - begin] = mine < 0 ? NOBODY : mine << 16 | rank;
     }
-    finish(to, how);
-    if (gridDim.x > 1) leave(left, to, how);
+    const int2 chunks = join(sums, left, how);
+#pragma unroll 1
+    for (int i = begin; i < end; i += WARP_SIZE) {
+      const int item = i + lane;
+      const u32 word = all ? held[warp][item - begin] : NOBODY;
+      int mine = word == NOBODY ? -1 : word >> 16, rank = word & 0xffff;
+      if (all)
+        rank += mine < 0 ? 0 : counts[warp][mine];
+      else
+        mine = item < end ? group(item) : -1, rank = take(mine);
+      const int start = __shfl_sync(FULL_MASK, chunks.x, max(mine, 0) / WARP_SIZE);
+      if (item < end) to.inverse[item] = mine < 0 ? -1 : place(item, mine, rank, start, to, how);
+    }
+    finish(chunks, to, how);
+    if (gridDim.x > 1) leave(sums, left, how);
   }
 };
 

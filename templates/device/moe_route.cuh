@@ -40,11 +40,20 @@ __device__ __forceinline__ Routing plain(const Routing& how) {
   return {how.top_k, 0, how.renormalize, how.group_size, 1, 1, LOG2, 1, how.scale};
 }
 
-// Sixteen bytes of logits, or NaN of any type. A load under a predicate: the compiler would branch.
+// Two of them, or one.
+template <typename T>
+constexpr u32 MINUS_INFINITY = 0xff80ff80u;
+template <>
+constexpr u32 MINUS_INFINITY<fp16> = 0xfc00fc00u;
+template <>
+constexpr u32 MINUS_INFINITY<fp32> = 0xff800000u;
+
+// Sixteen bytes of logits, or -inf. A load under a predicate: the compiler would branch.
 // PTX ISA: ld.global.nc.v4
 template <typename T>
-__device__ __forceinline__ Vector<T> load_or_nan(const T* source, bool there) {
-  uint4 bits = {~0u, ~0u, ~0u, ~0u};
+__device__ __forceinline__ Vector<T> load_or_least(const T* source, bool there) {
+  constexpr u32 LEAST_BITS = MINUS_INFINITY<T>;
+  uint4 bits = {LEAST_BITS, LEAST_BITS, LEAST_BITS, LEAST_BITS};
   asm volatile(
       "{ .reg .pred there; setp.ne.s32 there, %5, 0;"
       " @there ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
@@ -125,7 +134,7 @@ struct Experts {
       Vector<T> chunk[CHUNKS];
 #pragma unroll
       for (int j = 0; j < CHUNKS; ++j)
-        chunk[j] = load_or_nan(row + first + j * step, j * step < inside);
+        chunk[j] = load_or_least(row + first + j * step, j * step < inside);
 #pragma unroll
       for (int j = 0; j < CHUNKS; ++j) {
         const float least = j * step < inside ? LEAST : NEG_INFINITY;
@@ -138,6 +147,21 @@ struct Experts {
         x[i] =
             ahead(i) < inside ? at_least(static_cast<float>(row[first + ahead(i)])) : NEG_INFINITY;
     }
+  }
+
+  // As they are, of rows in whole chunks; `all`: every lane has all of its chunks.
+  __device__ __forceinline__ void load_raw(const T* row, bool all) {
+    Vector<T> chunk[CHUNKS];
+    if (all) {
+#pragma unroll
+      for (int j = 0; j < CHUNKS; ++j) chunk[j] = load_or_least(row + first + j * step, true);
+    } else {
+#pragma unroll
+      for (int j = 0; j < CHUNKS; ++j)
+        chunk[j] = load_or_least(row + first + j * step, j * step < inside);
+    }
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) x[i] = chunk[i / SIZE].get(i % SIZE);
   }
 
   // Over the token: the greatest value, and the sum of exp(value - peak).
@@ -155,6 +179,20 @@ struct Experts {
     }
 #pragma unroll
     for (int j = 0; j < CHUNKS; ++j) chunk[j] = sum_of<SIZE>(term + j * SIZE);
+    return lanes_sum<LANES>(sum_of<CHUNKS>(chunk));
+  }
+
+  // The same of finite numbers, `peak` times log2(e) being `base`. What rounding leaves out of that is
+  // a factor of each term.
+  __device__ __forceinline__ float exp2_sum(float base) const {
+    float chunk[CHUNKS];
+#pragma unroll
+    for (int j = 0; j < CHUNKS; ++j) {
+      float term[SIZE];
+#pragma unroll
+      for (int i = 0; i < SIZE; ++i) term[i] = exp2_fast(fmaf(x[j * SIZE + i], LOG2E, -base));
+      chunk[j] = sum_of<SIZE>(term);
+    }
     return lanes_sum<LANES>(sum_of<CHUNKS>(chunk));
   }
 
@@ -214,18 +252,50 @@ struct Experts {
   }
 
   // Lane k of the token gets its k-th best expert and that one's value. `best`: the greatest value.
-  // There are at least `top_k` values to choose from, and top_k <= LANES.
-  __device__ __forceinline__ void choose(int lane, int top_k, float best, int& id, float& value) {
+  // There are at least `top_k` values to choose from, and top_k <= LANES. The last one's value.
+  __device__ __forceinline__ float choose(int lane, int top_k, float best, int& id, float& value) {
     for (int k = 0;; ++k) {
       const int at = find(best), mine = at < VALUES ? first + ahead(at) : 1 << 30;
       const int winner = lanes_min<LANES>(mine);
       if (lane == k) id = winner, value = best;
-      if (k + 1 == top_k) return;
+      if (k + 1 == top_k) return best;
       const u32 gone = mine == winner ? 1u << at : 0;
 #pragma unroll
       for (int i = 0; i < VALUES; ++i)
         if (gone >> i & 1) x[i] = NEG_INFINITY;
       best = greatest();
+    }
+  }
+
+  // The same of logits that are as they were loaded, by the greatest of each four of a lane, `head`.
+  // Which of four it is, and what is left of them, is asked of memory, where they have just been:
+  // four lanes look at one each. Logits are taken in order, so that those of `best` or more are gone
+  // that come before the last one taken.
+  __device__ __forceinline__ float choose_by_fours(const T* row, int lane, int top_k, int experts,
+                                                   float best, float (&head)[VALUES / 4], int& id,
+                                                   float& value) const {
+    const int self = threadIdx.x % WARP_SIZE;
+    float above = best;
+    int taken = -1;
+    for (int k = 0;; ++k) {
+      int at = VALUES / 4;
+#pragma unroll
+      for (int i = VALUES / 4 - 1; i >= 0; --i)
+        if (head[i] == best) at = i;
+      const int mine = at < VALUES / 4 ? first + ahead(at * 4) : 1 << 28;
+      const int four = lanes_min<LANES>(mine), expert = min(four + self % 4, experts - 1);
+      const float x = static_cast<float>(row[expert]);
+      const bool equal = x == best && (expert > taken || best != above);
+      taken = four + __ffs(__ballot_sync(FULL_MASK, equal) >> (self & ~3) & 15) - 1;
+      if (lane == k) id = taken, value = best;
+      if (k + 1 == top_k) return best;
+      const bool left = x < best || (x == best && expert > taken);
+      const float rest = lanes_max<4>(left ? x : NEG_INFINITY);
+#pragma unroll
+      for (int i = 0; i < VALUES / 4; ++i)
+        if (mine == four && at == i) head[i] = rest;
+      above = best;
+      best = lanes_greatest<LANES>(greatest_of<VALUES / 4>(head));
     }
   }
 };
@@ -262,4 +332,45 @@ __device__ __forceinline__ Choice route(const T* row, const float* bias, int lan
   }
   found.weight *= how.scale;
   return found;
+}
+
+// The same where it is softmax of one group, in whole chunks: as if all logits were finite numbers, and
+// once more, with care, for tokens of which that is not so.
+template <typename T, int LANES, int VALUES>
+__device__ __forceinline__ Choice route_finite(const T* row, int lane, const Routing& routing) {
+  constexpr bool FOURS = LANES >= 4 && LANES < WARP_SIZE && VALUES >= 8;
+  const Routing how = plain<LANES>(routing);
+  Experts<T, LANES, VALUES> all(lane, how);
+  all.load_raw(row, how.group_size == LANES * VALUES);
+  float head[VALUES / 4];
+#pragma unroll
+  for (int i = 0; i < VALUES / 4; ++i) head[i] = greatest_of<4>(all.x + i * 4);
+  const float peak = lanes_greatest<LANES>(greatest_of<VALUES / 4>(head)), base = peak * LOG2E;
+  const float sum = how.renormalize ? 1.f : all.exp2_sum(base);
+
+  Choice found = {0, 0.f};
+  float logit = 0.f, last;
+  if constexpr (FOURS)
+    last = all.choose_by_fours(row, lane, how.top_k, how.group_size, peak, head, found.id, logit);
+  else
+    last = all.choose(lane, how.top_k, peak, found.id, logit);
+  if (lane < how.top_k) found.weight = exp2_fast(fmaf(logit, LOG2E, -base)) / sum;
+  if (how.renormalize) found.weight /= lanes_sum<LANES>(found.weight);
+  found.weight *= how.scale;
+  const bool odd = !(sum < INFINITE && fabsf(base) < INFINITE && last > LEAST);
+  if (__any_sync(FULL_MASK, odd)) {
+    const Choice careful = route<T, LANES, VALUES>(row, nullptr, lane, how);
+    if (odd) found = careful;
+  }
+  return found;
+}
+
+// `PLAIN`: softmax of one group, in whole chunks.
+template <bool PLAIN, typename T, int LANES, int VALUES>
+__device__ __forceinline__ Choice route_token(const T* row, const float* bias, int lane,
+                                              const Routing& how) {
+  if constexpr (PLAIN)
+    return route_finite<T, LANES, VALUES>(row, lane, how);
+  else
+    return route<T, LANES, VALUES>(row, bias, lane, how);
 }
