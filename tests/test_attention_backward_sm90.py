@@ -100,7 +100,10 @@ def test_maps_are_encoded_once_an_address(monkeypatch):
 BUGS = (
     Bug("dS is not fenced for wgmma", KERNEL, "proxy_fence();", "", by="race", **SM90),
     Bug("tiles are free before both warpgroups are done", D + "backward_barriers.cuh",
-        "mbarrier_init(empty(stage), 8);", "mbarrier_init(empty(stage), 4);", by="race", **SM90),
+        "mbarrier_init(q_empty(stage), 8)", "mbarrier_init(q_empty(stage), 4)", by="hang", **SM90),
+    Bug("dQ is staged over a copy that is under way", D + "backward_sums.cuh",
+        "mbarrier_expect(barrier, 4 * WARP_BYTES);", "mbarrier_arrive(barrier);", by="race",
+        **SM90),
     Bug("K is overwritten while dQ is multiplied", KERNEL,
         "mbarrier_wait(barriers.ds_empty(ds_ring.stage), ds_ring.parity);", "", by="race", **SM90),
     Bug("one score too many is hidden", D + "backward_tile.cuh", "key + shift", "key + shift + 1",

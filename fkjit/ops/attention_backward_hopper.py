@@ -22,9 +22,9 @@ HEAD_DIMS = (64, 128)  # what products are padded to
 COUNTERS = 1
 _BLOCK_K, _PANEL, _WARP_ROWS = 128, 64, 16
 _BLOCK_Q = {64: 128, 128: 64}  # S^T and dK of a warpgroup in registers together
-_STAGES, _DS_STAGES = 3, 2
+_Q_STAGES, _DO_STAGES, _DS_STAGES = 3, 2, 2
 _SMS = 132  # of an H100 or H200, where a problem does not say
-_BARRIER_BYTES = 160 + 8 * 48 + 48
+_BARRIER_BYTES = 256 + 8 * 48 + 16
 
 
 def _derive(params: Params) -> dict[str, Any]:
@@ -32,15 +32,16 @@ def _derive(params: Params) -> dict[str, Any]:
     dq = product("dq", 32, {"a": 1, "b": 1, "add": 1})
     return {
         "block_q": block_q,
-        "stages": _STAGES,
+        "q_stages": _Q_STAGES,
+        "do_stages": _DO_STAGES,
         "main_registers": 208,
-        "dq_registers": 88,
+        "dq_registers": 64,
+        "copy_registers": 32,
         "ptx_type": {"fp16": "f16", "bf16": "bf16"}[params["dtype"]],
         **product("keys", block_q // 2, {"a": 1, "b": 1, "add": 1}),
         **product("sum", head_dim // 2, {"a": 4, "b": 1}),
         **{name if name != "dq_registers" else "dq_list": value for name, value in dq.items()},
         "direct": _direct(params),
-        "stagings": _stagings(params),
     }
 
 
@@ -50,20 +51,14 @@ def _direct(params: Params) -> bool:
     return params["head_dim"] > 64 and not params["deterministic"]
 
 
-def _stagings(params: Params) -> int:
-    """Buffers for 64 queries and 64 columns of dq on their way to L2."""
-    if params["deterministic"]:
-        return 2 if params["head_dim"] > 64 else 1  # what there is room for
-    return int(not _direct(params))
-
-
 def _shared(params: Params) -> SharedLayout:
     """K, V, rings of Q and dO, of dS, of dq, of lse_log2 and delta; the mbarriers."""
     d, block_q = params["head_dim"], _BLOCK_Q[params["head_dim"]]
     rings = (
-        ("Q", 2 * block_q * d, _STAGES), ("dO", 2 * block_q * d, _STAGES),
-        ("dS", 2 * _BLOCK_K * block_q, _DS_STAGES), ("dQ", 64 * 64 * 4, _stagings(params)),
-        ("rows", 8 * block_q, _STAGES),
+        ("Q", 2 * block_q * d, _Q_STAGES), ("dO", 2 * block_q * d, _DO_STAGES),
+        ("dS", 2 * _BLOCK_K * block_q, _DS_STAGES),
+        ("dQ", 64 * 64 * 4, 0 if _direct(params) else block_q * d // 64**2),
+        ("rows", 8 * block_q, _Q_STAGES),
     )  # fmt: skip
     return [
         ("K", 2 * _BLOCK_K * d),
@@ -257,7 +252,7 @@ FLASH_SM90 = register(
         derive=_derive,
         features=lambda params: frozenset({"wgmma"}),
         shared_layout=_shared,
-        block=lambda params: (384, 1, 1),
+        block=lambda params: (512, 1, 1),
         grid=_grid,
         cooperative=True,  # blocks wait for one another where they add to dq in turn
         flops=shared.flops,

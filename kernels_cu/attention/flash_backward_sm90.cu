@@ -13,10 +13,10 @@
                      P^T = exp2(S^T * c - lse_log2)  while dK is multiplied
 
    The third warpgroup multiplies dS K of all 128 keys, a tile behind the others, and adds it to
-   `dq_sum` in L2, from its accumulators (DIRECT) or by the copy engine. One of its threads asks TMA
-   for what comes next. In any order: dq_sum is 0 before, and backward_dq.cu makes dQ of it.
-   DETERMINISTIC: blocks add to a tile in a fixed order; the first one overwrites it, the last one
-   makes dQ of it.
+   `dq_sum` in L2, from its accumulators (DIRECT) or by the copy engine. In any order: dq_sum is 0
+   before, and backward_dq.cu makes dQ of it. DETERMINISTIC: blocks add to a tile in a fixed order;
+   the first one overwrites it, the last one makes dQ of it. In the fourth, a thread each loads
+   tiles, loads K and V, and starts the copies of dQ and waits for turns.
 
    Registers decide the schedule: dK and dV take 128 of 208, S^T or dP^T 32, P^T or dS^T 16. With
    dV under way while dS^T is made both of the latter were needed: ptxas serialises wgmma (C7512).
@@ -25,7 +25,6 @@
 #include "prelude.cuh"
 #include "device/backward_barriers.cuh"
 #include "device/backward_queue.cuh"
-#include "device/backward_schedule.cuh"
 #include "device/backward_sums.cuh"
 #include "device/backward_tile.cuh"
 #include "device/mbarrier.cuh"
@@ -39,17 +38,17 @@ constexpr int BLOCK_Q = ${block_q};    // queries of a tile
 constexpr int HEAD_DIM = ${head_dim};  // of q, k, v and o, padded with zeros
 constexpr bool DETERMINISTIC = ${deterministic};
 constexpr bool DIRECT = ${direct};  // dQ is added up from registers, else from shared memory
-constexpr int STAGES = ${stages};   // tiles of Q and of dO in shared memory
+constexpr int Q_STAGES = ${q_stages}, DO_STAGES = ${do_stages};  // tiles in shared memory
 constexpr int MAIN_REGISTERS = ${main_registers};
 constexpr int DQ_REGISTERS = ${dq_registers};
-constexpr int STAGINGS = ${stagings};  // of dQ on its way from registers, 16 rows a warp
-constexpr int GUARD = ${guard};        // bytes between tiles: 0 except where memory is checked
+constexpr int COPY_REGISTERS = ${copy_registers};
+constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 
-constexpr int BLOCK_K = 128, WARPGROUP = 128, THREADS = 3 * WARPGROUP;
+constexpr int BLOCK_K = 128, WARPGROUP = 128, THREADS = 4 * WARPGROUP;
 // What setmaxnreg gives to some it has taken from others of those that a block was launched with.
-constexpr int REGISTERS_AT_START = 65536 / THREADS / 8 * 8;
-static_assert(2 * MAIN_REGISTERS + DQ_REGISTERS <= 3 * REGISTERS_AT_START,
+static_assert(2 * MAIN_REGISTERS + DQ_REGISTERS + COPY_REGISTERS <= 65536 / WARPGROUP,
               "more would be waited for forever");
+static_assert(!(DIRECT && DETERMINISTIC), "turns are taken by the thread that starts copies");
 constexpr int DIM_STEPS = HEAD_DIM / 16, Q_STEPS = BLOCK_Q / 16, K_STEPS = BLOCK_K / 16;
 constexpr int DQ_COLUMNS = 64;  // of dQ multiplied at a time, of 64 queries
 constexpr int CHUNKS = DQ_COLUMNS / 8;
@@ -63,16 +62,17 @@ static_assert(QTile::PANEL_COLUMNS == 64 && DSTile::PANEL_COLUMNS == 64, "TMA's 
 // Shared memory: K, V, rings of Q and dO, of dS, dQ, what rows bring along; the barriers.
 constexpr int ROWS_BYTES = 2 * BLOCK_Q * 4, DS_STAGES = 2;  // lse_log2 of a tile, then delta
 constexpr int V_OFFSET = KTile::BYTES + GUARD, Q_OFFSET = 2 * V_OFFSET;
-constexpr int Q_STAGE = QTile::BYTES + GUARD, DO_OFFSET = Q_OFFSET + STAGES * Q_STAGE;
-constexpr int DS_OFFSET = DO_OFFSET + STAGES * Q_STAGE, DS_STAGE = DSTile::BYTES + GUARD;
+constexpr int Q_STAGE = QTile::BYTES + GUARD, DO_OFFSET = Q_OFFSET + Q_STAGES * Q_STAGE;
+constexpr int DS_OFFSET = DO_OFFSET + DO_STAGES * Q_STAGE, DS_STAGE = DSTile::BYTES + GUARD;
 constexpr int DQ_OFFSET = DS_OFFSET + DS_STAGES * DS_STAGE, DQ_WARP_BYTES = 16 * DQ_COLUMNS * 4;
 constexpr int DQ_STAGE = 4 * DQ_WARP_BYTES + GUARD, ROWS_STAGE = ROWS_BYTES + GUARD;
-constexpr int ROWS_OFFSET = DQ_OFFSET + STAGINGS * DQ_STAGE;
-constexpr int BARRIERS_OFFSET = ROWS_OFFSET + STAGES * ROWS_STAGE;
+constexpr int ROWS_OFFSET = DQ_OFFSET + (DIRECT ? 0 : DQ_PARTS * DQ_STAGE);
+constexpr int BARRIERS_OFFSET = ROWS_OFFSET + Q_STAGES * ROWS_STAGE;
 
-using Barriers = BackwardBarriers<STAGES, DS_STAGES>;
+using Barriers = BackwardBarriers<Q_STAGES, DO_STAGES, DS_STAGES, DQ_PARTS>;
 using Sizes = BackwardSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC>;
 using Tile = BackwardTile<BLOCK_Q, BLOCK_K>;
+using Copies = DQCopies<HEAD_DIM, DQ_COLUMNS>;
 
 // D[64 x BLOCK_Q] (+)= A[64 x 16] B[BLOCK_Q x 16]^T.                PTX ISA: wgmma.mma_async
 __device__ __forceinline__ void product_keys(float (&d)[1][BLOCK_Q / 8][4], u64 a, u64 b, int add) {
@@ -175,6 +175,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
   int works_taken = 0, step_number = 0;  // step_number: tiles of queries so far
   const auto next_work = [&] { return take_work(barriers, works_taken++, signals); };
 
+  const auto copies = [&](const Tile& tile, int part) {
+    const i64 row_block = static_cast<i64>(tile.index) * (BLOCK_Q / 16) + part / DQ_ACROSS * 4;
+    const int columns = part % DQ_ACROSS * CHUNKS;
+    return Copies{dq_sum + fragment_place(row_block, columns, HEAD_DIM / 8, 0),
+                  shared + DQ_OFFSET + part * DQ_STAGE};
+  };
+
   if (warpgroup < 2) {
     // ---- dK and dV of 64 keys
     more_registers<MAIN_REGISTERS>();
@@ -185,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const u64 do_operand = wgmma_tile(shared + DO_OFFSET, QTile::PANEL_BYTES);
     const FragmentReader<DSTile, BlockOrder::ROW_MAJOR> ds_place(lane);
     const u32 lane_rows = shared + ROWS_OFFSET + lane % 4 * 8;
-    RingPlace<STAGES> place;
+    RingPlace<Q_STAGES> place;
 
     for (int number = next_work(); number < sizes.works(); number = next_work()) {
       float dk[1][HEAD_DIM / 8][4] = {}, dv[1][HEAD_DIM / 8][4] = {};
@@ -209,8 +216,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       for (bool last = false; !last;) {
         // 1. dP^T and dV, then dS^T.
         const int stage = place.stage;
-        const u64 do_tile = do_operand + stage * (Q_STAGE >> 4);
-        mbarrier_wait(barriers.do_full(stage), place.parity);
+        const RingPlace<DO_STAGES> do_ring = ring_place<DO_STAGES>(step_number);
+        const u64 do_tile = do_operand + do_ring.stage * (Q_STAGE >> 4);
+        mbarrier_wait(barriers.do_full(do_ring.stage), do_ring.parity);
         settle(p);
         settle(dv[0]);
         settle(dk[0]);
@@ -219,6 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         issue_keys(dp, v_operand, do_tile);
         issue_sum(dv, p, do_tile);
         wgmma_wait<0>();
+        if (signals) mbarrier_arrive(barriers.do_empty(do_ring.stage));
         u32 ds[Q_STEPS][4];
         differentials<elem_t>(ds, p, dp, lane_rows + stage * ROWS_STAGE + BLOCK_Q * 4);
 
@@ -248,7 +257,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         wgmma_wait<1>();
         take_probabilities(s, next_stage, next_step);
         wgmma_wait<0>();
-        if (signals) mbarrier_arrive(barriers.empty(stage));
+        __syncwarp();  // after the last tile, lanes have read of this stage once more
+        if (signals) mbarrier_arrive(barriers.q_empty(stage));
       }
       // 4. The results are staged where V and K were: V is read by this warpgroup alone, K by the
       // third one, too.
@@ -269,83 +279,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         mbarrier_arrive(barriers.kv_empty());
       }
     }
-  } else {
-    // ---- dQ, and what comes next
+  } else if (warpgroup == 2) {
+    // ---- dQ
     fewer_registers<DQ_REGISTERS>();
     const u64 ds_operand = wgmma_tile(shared + DS_OFFSET, DSTile::PANEL_BYTES);
     const u64 k_operand = wgmma_tile(shared, KTile::PANEL_BYTES);
-    const u32 warp_dq = shared + DQ_OFFSET + warp * DQ_WARP_BYTES;
-
-    // One thread asks for tiles of Q and dO, two steps ahead, with notes in shared memory.
-    const auto load_next = [&](int step) {
-      BackwardWalk walk(load_shared_chunk(barriers.note_walk()));
-      if (walk.left == 0) walk = begin_work(barriers, counters, sizes);
-      if (walk.left < 0) return store_shared_chunk(barriers.note_walk(), walk.words());
-      const BackwardWork work(load_shared_chunk(barriers.note_work()));
-      const int q0 = walk.tile * BLOCK_Q, first_key = work.block * BLOCK_K;
-      const RingPlace<STAGES> place = ring_place<STAGES>(step);
-      const int index = walk.index(work, sizes), stage = place.stage;
-      const u32 q_full = barriers.q_full(stage), rows = shared + ROWS_OFFSET + stage * ROWS_STAGE;
-      mbarrier_wait(barriers.empty(stage), place.parity ^ 1);
-      store_shared_chunk(barriers.tile(step),
-                         make_uint4(causal ? first_key - sizes.diagonal() - q0 : -BLOCK_K,
-                                    seqlen_k - first_key, walk.left == 1, index));
-      if (DETERMINISTIC) {
-        const int rank = work.rank(walk.tile, sizes), others = sizes.turns(walk.tile);
-        store_shared_chunk(barriers.tile(step) + 16, make_uint4(rank, others, q0, walk.head));
-        store_shared_word(barriers.tile(step) + 32, work.batch);
-      }
-      tma_load_tile<QTile>(shared + Q_OFFSET + stage * Q_STAGE, q_map, q_full, q0, walk.head,
-                           work.batch);
-      mbarrier_expect(q_full, ROWS_BYTES);
-      const i64 row = static_cast<i64>(index) * BLOCK_Q;
-      bulk_load(rows, lse_log2 + row, ROWS_BYTES / 2, q_full);
-      bulk_load(rows + ROWS_BYTES / 2, delta + row, ROWS_BYTES / 2, q_full);
-      tma_load_tile<QTile>(shared + DO_OFFSET + stage * Q_STAGE, dout_map, barriers.do_full(stage),
-                           q0, walk.head, work.batch);
-      walk.advance(work, sizes);
-      store_shared_chunk(barriers.note_walk(), walk.words());
-    };
-    const bool loads = threadIdx.x == 2 * WARPGROUP;
-    if (loads) {
-      first_work(barriers, counters, sizes);
-      load_next(0);
-      load_next(1);
-    }
-    __syncwarp();
-
-    // The turn at the tile before ends when its additions are in place.
-    u32 about_turn = 0;
-    const auto finish_turn = [&] {
-      if (about_turn == 0) return;
-      bulk_wait();
-      const i64 row_block = static_cast<i64>(Tile(about_turn).index) * (BLOCK_Q / 16) + warp;
-      turn_done(turns + row_block, BackwardTurn{about_turn + 16}.others());
-      about_turn = 0;
-    };
-
     for (int number = next_work(); number < sizes.works(); number = next_work()) {
-      const int kv_parity = works_taken - 1 & 1;
-      if (threadIdx.x == 2 * WARPGROUP + WARP_SIZE) {
-        const BackwardWork work(number, sizes);
-        const int row = work.block * BLOCK_K;
-        mbarrier_wait(barriers.kv_empty(), kv_parity ^ 1);
-        tma_load_tile<KTile>(shared, k_map, barriers.kv_full(), row, work.head, work.batch);
-        tma_load_tile<KTile>(shared + V_OFFSET, v_map, barriers.kv_full(), row, work.head,
-                             work.batch);
-      }
-      __syncwarp();
-      mbarrier_wait(barriers.kv_full(), kv_parity);
+      mbarrier_wait(barriers.kv_full(), works_taken - 1 & 1);
       for (bool last = false; !last; ++step_number) {
-        if (loads) load_next(step_number + 2);
-        __syncwarp();
         const RingPlace<DS_STAGES> ds_ring = ring_place<DS_STAGES>(step_number);
         mbarrier_wait(barriers.ds_full(ds_ring.stage), ds_ring.parity);
-        const u32 about = barriers.tile(step_number);
-        const Tile tile(about);
+        if (!DIRECT && threadIdx.x == 2 * WARPGROUP) mbarrier_arrive(barriers.begun());
         const u64 ds_tile = ds_operand + (ds_ring.stage * DS_STAGE >> 4);
-        const i64 first_row_block = static_cast<i64>(tile.index) * (BLOCK_Q / 16) + warp;
-        const BackwardTurn turn{about + 16};
+        const Tile tile(barriers.tile(step_number));
+        const BackwardTurn turn{barriers.tile(step_number) + 16};
         last = tile.last;
 #pragma unroll
         for (int part = 0; part < DQ_PARTS; ++part) {
@@ -357,42 +304,134 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
             product_dq(dq, ds_tile + (block * DSTile::PANEL_BYTES + step * 2048 >> 4),
                        k_operand + (panel * KTile::PANEL_BYTES + step * 2048 >> 4), step > 0);
           wgmma_commit();
-          if (DETERMINISTIC && part == 0 && signals) {
-            finish_turn();
-            turn_wait(turns + first_row_block, turn.rank());
-          }
           wgmma_wait<0>();
           if (signals && part == DQ_PARTS - 1) mbarrier_arrive(barriers.ds_empty(ds_ring.stage));
-          if (STAGINGS > 0 && signals) bulk_wait_read<STAGINGS - 1>();
-          __syncwarp();
-          const u32 staging = warp_dq + part % max(STAGINGS, 1) * DQ_STAGE;
-          float* const sums =
-              dq_sum + fragment_place(first_row_block + block * 4, panel * CHUNKS, HEAD_DIM / 8, 0);
-          //% if deterministic
-          if (turn.last()) {
-            if (turn.rank() > 0) take_sums(dq, sums, lane);
-            store_sums<elem_t>(dq_map, dq, softmax_scale, panel * DQ_COLUMNS,
-                               block * 64 + warp * 16, turn, staging);
+          if (DIRECT) {
+            const i64 row_block = static_cast<i64>(tile.index) * (BLOCK_Q / 16) + block * 4 + warp;
+            give_sums(dq_sum + fragment_place(row_block, panel * CHUNKS, HEAD_DIM / 8, 0), dq,
+                      lane);
             continue;
           }
-          //% endif
-          const bool first = DETERMINISTIC && turn.rank() == 0;
-          if (DIRECT)
-            give_sums(sums, dq, first, lane);
-          else
-            give_sums_staged(sums, dq, first, lane, staging);
-        }
-        __syncwarp();
-        if (DETERMINISTIC && signals) {
-          // Others wait for the end of this turn, and it for the additions: now, where there is
-          // nothing else to do, else beside the next products.
-          const RingPlace<DS_STAGES> next_ring = ring_place<DS_STAGES>(step_number + 1);
-          about_turn = about;
-          if (!mbarrier_test(barriers.ds_full(next_ring.stage), next_ring.parity)) finish_turn();
+          const u32 staging = shared + DQ_OFFSET + part * DQ_STAGE + warp * DQ_WARP_BYTES;
+          mbarrier_wait(barriers.dq_ready(part), step_number & 1);
+          if (DETERMINISTIC && turn.last()) {
+            if (turn.rank() > 0) add_staged(dq, staging, lane);
+            __syncwarp();
+            stage_rows<elem_t, SwizzledTile<16, DQ_COLUMNS>>(dq, softmax_scale, lane, staging);
+          } else {
+            stage_fragments(staging, dq, lane);
+          }
+          proxy_fence();
+          __syncwarp();
+          if (signals) mbarrier_arrive(barriers.dq_full(part));
         }
       }
     }
-    if (DETERMINISTIC && signals) finish_turn();
-    if (!DIRECT && signals) bulk_wait();
+  } else {
+    fewer_registers<COPY_REGISTERS>();
+    if (warp == 0 && signals) {
+      // ---- tiles of Q and dO, and notes of what they are
+      int begun = 0, number = -1;
+      while (true) {
+        number = BackwardWork::next(number, counters, sizes.again());
+        announce_work(barriers, begun++, number);
+        if (number >= sizes.works()) break;
+        const Sizes sizes_again = sizes.again();
+        BackwardWalk at = note_work(barriers, BackwardWork(number, sizes_again), sizes_again);
+        for (; at.left > 0; ++step_number) {
+          const BackwardWork work = noted_work(barriers);
+          const Sizes now = sizes.again();
+          const RingPlace<Q_STAGES> q_ring = ring_place<Q_STAGES>(step_number);
+          const RingPlace<DO_STAGES> do_ring = ring_place<DO_STAGES>(step_number);
+          const int q0 = at.tile * BLOCK_Q, first_key = work.block * BLOCK_K;
+          const int index = at.index(work, now);
+          const u32 q_full = barriers.q_full(q_ring.stage), about = barriers.tile(step_number);
+          const u32 rows = shared + ROWS_OFFSET + q_ring.stage * ROWS_STAGE;
+          mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+          store_shared_chunk(about, make_uint4(causal ? first_key - now.diagonal() - q0 : -BLOCK_K,
+                                               seqlen_k - first_key, at.left == 1, index));
+          if (DETERMINISTIC) {
+            const int rank = work.rank(at.tile, now), others = now.turns(at.tile);
+            store_shared_chunk(about + 16, make_uint4(rank, others, q0, at.head));
+            store_shared_word(about + 32, work.batch);
+          }
+          tma_load_tile<QTile>(shared + Q_OFFSET + q_ring.stage * Q_STAGE, q_map, q_full, q0,
+                               at.head, work.batch);
+          mbarrier_expect(q_full, ROWS_BYTES);
+          const i64 row = static_cast<i64>(index) * BLOCK_Q;
+          bulk_load(rows, lse_log2 + row, ROWS_BYTES / 2, q_full);
+          bulk_load(rows + ROWS_BYTES / 2, delta + row, ROWS_BYTES / 2, q_full);
+          mbarrier_wait(barriers.do_empty(do_ring.stage), do_ring.parity ^ 1);
+          tma_load_tile<QTile>(shared + DO_OFFSET + do_ring.stage * Q_STAGE, dout_map,
+                               barriers.do_full(do_ring.stage), q0, at.head, work.batch);
+          at.advance(work, now);
+        }
+      }
+    } else if (warp == 1 && signals) {
+      // ---- K and V
+      for (int taken = 0;; ++taken) {
+        const int number = take_work_alone(barriers, taken);
+        if (number >= sizes.works()) break;
+        const BackwardWork work(number, sizes);
+        const int row = work.block * BLOCK_K;
+        mbarrier_wait(barriers.kv_empty(), taken & 1 ^ 1);
+        tma_load_tile<KTile>(shared, k_map, barriers.kv_full(), row, work.head, work.batch);
+        tma_load_tile<KTile>(shared + V_OFFSET, v_map, barriers.kv_full(), row, work.head,
+                             work.batch);
+      }
+    } else if (warp == 2 && signals) {
+      // ---- copies of dQ, in turns
+      u32 about_turn = 0;  // the tile before: its turn ends when its additions are in place
+      const auto finish_turn = [&] {
+        if (about_turn == 0) return;
+        bulk_wait();
+        turn_done(turns + Tile(about_turn).index, BackwardTurn{about_turn + 16}.others());
+        about_turn = 0;
+      };
+      while (take_work_alone(barriers, works_taken++) < sizes.works()) {
+        for (bool last = DIRECT; !last; ++step_number) {
+          // Others wait for the end of a turn: now, where there is nothing else to do, else when
+          // the third warpgroup may go on.
+          if (DETERMINISTIC && !mbarrier_test(barriers.begun(), step_number & 1)) finish_turn();
+          mbarrier_wait(barriers.begun(), step_number & 1);
+          const u32 about = barriers.tile(step_number);
+          const BackwardTurn turn{about + 16};
+          const Tile tile(about);
+          const bool takes = DETERMINISTIC && turn.last() && turn.rank() > 0;
+          last = tile.last;
+#pragma unroll
+          for (int part = 0; part < DQ_PARTS; ++part)
+            if (!takes) mbarrier_arrive(barriers.dq_ready(part));
+          if (DETERMINISTIC) {
+            finish_turn();
+            turn_wait(turns + tile.index, turn.rank());
+          }
+#pragma unroll
+          for (int part = 0; part < DQ_PARTS; ++part)
+            if (takes) copies(tile, part).load(barriers.dq_ready(part));
+#pragma unroll
+          for (int part = 0; part < DQ_PARTS; ++part) {
+            const Copies copy = copies(tile, part);
+            mbarrier_wait(barriers.dq_full(part), step_number & 1);
+            //% if deterministic
+            if (turn.last()) {
+              const int panel = part % DQ_ACROSS, block = part / DQ_ACROSS;
+              copy.finish(dq_map, turn, block * 64, panel * DQ_COLUMNS);
+            } else if (turn.rank() == 0) {
+              copy.store();
+            } else {
+              copy.add();
+            }
+            //% else
+            copy.add();
+            //% endif
+          }
+          bulk_wait_read();
+          if (DETERMINISTIC) about_turn = about;
+        }
+      }
+      if (DETERMINISTIC) finish_turn();
+      bulk_wait();
+    }
   }
 }

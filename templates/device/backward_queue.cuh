@@ -1,45 +1,43 @@
-// How the pieces of work of a thread block go from the thread that loads to all others: their
-// numbers, two at a time, with notes in shared memory (see backward_barriers.cuh).
+// How the pieces of work of a thread block go from the thread that loads tiles to all others: their
+// numbers, two at a time (see backward_barriers.cuh).
 #pragma once
 #include "device/backward_schedule.cuh"
 #include "device/tile_copy.cuh"
 
-// By the thread that loads, before anything else.
-template <typename Barriers, typename Sizes>
-__device__ __forceinline__ void first_work(const Barriers& barriers, u32* counter,
-                                           const Sizes& sizes) {
-  store_shared_pair(barriers.note_number(), BackwardWork::next(-1, counter, sizes), 0);
-  store_shared_chunk(barriers.note_walk(), BackwardWalk().words());
-}
-
-// By the same: announces the next piece. Its tiles; left is -1 where there is none.
-template <typename Barriers, typename Sizes>
-__device__ __forceinline__ BackwardWalk begin_work(const Barriers& barriers, u32* counter,
-                                                   const Sizes& sizes) {
-  const int number = load_shared_word(barriers.note_number());
-  const int begun = load_shared_word(barriers.note_number() + 4);
+// By the thread that loads: piece `begun` of this thread block has this number.
+template <typename Barriers>
+__device__ __forceinline__ void announce_work(const Barriers& barriers, int begun, int number) {
   const RingPlace<Barriers::SLOTS> slot = ring_place<Barriers::SLOTS>(begun);
   mbarrier_wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
   store_shared_word(barriers.work(slot.stage), number);
   mbarrier_arrive(barriers.work_full(slot.stage));
-  BackwardWalk walk;
-  walk.left = -1;
-  if (number >= sizes.works()) return walk;
-  const BackwardWork work(number, sizes);
-  store_shared_chunk(barriers.note_work(), work.words());
-  store_shared_pair(barriers.note_number(), BackwardWork::next(number, counter, sizes), begun + 1);
-  return BackwardWalk(work, sizes);
 }
 
-// The number of the next piece, by whole warps; `taken`: how many before.
+// The number of piece `taken`, for one thread of a warp that is counted (work_empty).
+template <typename Barriers>
+__device__ __forceinline__ int take_work_alone(const Barriers& barriers, int taken) {
+  const RingPlace<Barriers::SLOTS> slot = ring_place<Barriers::SLOTS>(taken);
+  mbarrier_wait(barriers.work_full(slot.stage), slot.parity);
+  const int number = load_shared_word(barriers.work(slot.stage));
+  mbarrier_arrive(barriers.work_empty(slot.stage));
+  return number;
+}
+
+// The same for a whole warp.
 template <typename Barriers>
 __device__ __forceinline__ int take_work(const Barriers& barriers, int taken, bool signals) {
-  const RingPlace<Barriers::SLOTS> slot = ring_place<Barriers::SLOTS>(taken);
-  int number = 0;
-  if (signals) {
-    mbarrier_wait(barriers.work_full(slot.stage), slot.parity);
-    number = load_shared_word(barriers.work(slot.stage));
-    mbarrier_arrive(barriers.work_empty(slot.stage));
-  }
+  const int number = signals ? take_work_alone(barriers, taken) : 0;
   return __shfl_sync(FULL_MASK, number, 0);
+}
+
+// What the thread that loads notes for itself, for want of registers.
+template <typename Barriers, typename Sizes>
+__device__ __forceinline__ BackwardWalk note_work(const Barriers& barriers, BackwardWork work,
+                                                  const Sizes& sizes) {
+  store_shared_chunk(barriers.note(), work.words());
+  return BackwardWalk(work, sizes);
+}
+template <typename Barriers>
+__device__ __forceinline__ BackwardWork noted_work(const Barriers& barriers) {
+  return BackwardWork(load_shared_chunk(barriers.note()));
 }

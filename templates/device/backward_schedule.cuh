@@ -32,6 +32,13 @@ struct BackwardSizes {
   int batch, heads_q, group_size, seqlen_q, seqlen_k, rows_padded, causal;
   int rounds;  // of a team over a head, where ORDERED
 
+  // The same, but what follows from it is computed again, and not kept in registers until then.
+  __device__ __forceinline__ BackwardSizes again() const {
+    BackwardSizes made = *this;
+    asm volatile("" : "+r"(made.seqlen_q), "+r"(made.seqlen_k), "+r"(made.rounds));
+    return made;
+  }
+
   __device__ __forceinline__ int heads_kv() const { return heads_q / group_size; }
   __device__ __forceinline__ int all_heads() const { return heads_kv() * batch; }
   __device__ __forceinline__ int blocks() const { return ceil_div(seqlen_k, BLOCK_K); }
@@ -130,7 +137,7 @@ struct BackwardWork {
   __device__ static __forceinline__ int next(int number, u32*,
                                              const BackwardSizes<BLOCK_Q, BLOCK_K, true>& sizes) {
     do ++number;
-    while (number < sizes.works() && !BackwardWork(number, sizes).exists);
+    while (number < sizes.works() && !BackwardWork(number, sizes.again()).exists);
     return number;
   }
 

@@ -1,19 +1,18 @@
-// A warp's 16 rows of dQ, N blocks of 8 columns as wgmma leaves them, and their sums in device
-// memory (sum_fragments.cuh): `sums` is the place of lane 0's four floats of the first block.
+// dQ of 16 rows a warp, N blocks of 8 columns as wgmma leaves them, on its way to the sums of all
+// blocks of keys in device memory (sum_fragments.cuh): from registers, or by way of shared memory,
+// where one thread hands a part of dQ, of four warps, to the copy engine.
 //
 //   first     the first one to come stores instead of adding: nobody has to set sums to 0
-//   last      where turns are taken, the last one adds the sums to its own registers and has dQ
-//   between   from registers (DIRECT), 16 bytes a lane, or from shared memory by the copy engine
+//   last      where there is an order, the copy engine brings the sums to shared memory before; the
+//             warps add them to their registers and leave dQ in their place, in 16 bits
 #pragma once
 #include "device/backward_tile.cuh"
 #include "device/bulk.cuh"
-#include "device/reread.cuh"
 #include "device/sum_fragments.cuh"
 #include "device/tile_copy.cuh"
 #include "device/tma.cuh"
 
-// What a tile of queries is to the block of keys that is at it: words in shared memory, loaded when
-// they are needed, for want of registers.
+// What a tile of queries is to the block of keys that is at it: words in shared memory.
 struct BackwardTurn {
   u32 address;
   // So many come before, so many in all.
@@ -26,60 +25,61 @@ struct BackwardTurn {
   __device__ __forceinline__ int batch() const { return load_shared_word(address + 16); }
 };
 
-// What others have added, from L2.
-// PTX ISA: ld.relaxed.gpu
+// A warp's fragments to its part of `staging`.
 template <int N>
-__device__ __forceinline__ void take_sums(float (&d)[1][N][4], const float* sums, int lane) {
-  const u64 mine = __cvta_generic_to_global(sums + lane * 4);
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    float4 sum;
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(sum.x), "=f"(sum.y), "=f"(sum.z), "=f"(sum.w)
-                 : "l"(mine + n * WARP_SIZE * 16)
-                 : "memory");
-    d[0][n][0] += sum.x, d[0][n][1] += sum.y, d[0][n][2] += sum.z, d[0][n][3] += sum.w;
-  }
-}
-
-// A warp's dQ times `scale`, rounded, to rows from `row` of the tile on and columns from `column` on,
-// by way of shared memory.
-template <typename T, int N>
-__device__ __forceinline__ void store_sums(const TensorMap& map, const float (&d)[1][N][4],
-                                           float scale, int column, int row, BackwardTurn turn,
-                                           u32 staging) {
-  const int lane = thread_index_again() % WARP_SIZE;  // or else addresses stay in registers
-  stage_rows<T, SwizzledTile<16, 8 * N>>(d, scale, lane, staging);
-  proxy_fence();
-  __syncwarp();
-  if (lane > 0) return;
-  tma_store(map, staging, column, turn.row() + row, turn.head(), turn.batch());
-  tma_commit();
-}
-
-// From registers.
-template <int N>
-__device__ __forceinline__ void give_sums(float* sums, const float (&d)[1][N][4], bool first,
-                                          int lane) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    float* const target = sums + (n * WARP_SIZE + lane) * 4;
-    if (first)
-      *reinterpret_cast<float4*>(target) =
-          make_float4(d[0][n][0], d[0][n][1], d[0][n][2], d[0][n][3]);
-    else
-      add_fragment(target, d[0][n]);
-  }
-}
-
-// By way of shared memory, by one thread of the warp; it is to be read before it is written again.
-template <int N>
-__device__ __forceinline__ void give_sums_staged(float* sums, const float (&d)[1][N][4], bool first,
-                                                 int lane, u32 staging) {
+__device__ __forceinline__ void stage_fragments(u32 staging, const float (&d)[1][N][4], int lane) {
 #pragma unroll
   for (int n = 0; n < N; ++n) store_shared_floats(staging + (n * WARP_SIZE + lane) * 16, d[0][n]);
-  proxy_fence();
-  __syncwarp();
-  if (lane == 0 && first) bulk_store(sums, staging, N * WARP_SIZE * 16);
-  if (lane == 0 && !first) bulk_add(sums, staging, N * WARP_SIZE * 16);
 }
+
+// Adds the fragments that lie there.
+template <int N>
+__device__ __forceinline__ void add_staged(float (&d)[1][N][4], u32 staging, int lane) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const uint4 x = load_shared_chunk(staging + (n * WARP_SIZE + lane) * 16);
+    d[0][n][0] += __uint_as_float(x.x), d[0][n][1] += __uint_as_float(x.y);
+    d[0][n][2] += __uint_as_float(x.z), d[0][n][3] += __uint_as_float(x.w);
+  }
+}
+
+// A warp's fragments to `sums` from registers, which are 0 before.
+template <int N>
+__device__ __forceinline__ void give_sums(float* sums, const float (&d)[1][N][4], int lane) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) add_fragment(sums + (n * WARP_SIZE + lane) * 4, d[0][n]);
+}
+
+// One thread's copies of a part of dQ: 64 rows of which each warp has 16, `columns` of HEAD_DIM.
+template <int HEAD_DIM, int COLUMNS>
+struct DQCopies {
+  static constexpr int WARP_BYTES = 16 * COLUMNS * 4, ROW_BLOCK = 16 * HEAD_DIM;
+  float* sums;  // of the part
+  u32 staging;
+
+  __device__ __forceinline__ void load(u32 barrier) const {
+    mbarrier_expect(barrier, 4 * WARP_BYTES);
+#pragma unroll
+    for (int warp = 0; warp < 4; ++warp)
+      bulk_load(staging + warp * WARP_BYTES, sums + warp * ROW_BLOCK, WARP_BYTES, barrier);
+  }
+  __device__ __forceinline__ void store() const {
+#pragma unroll
+    for (int warp = 0; warp < 4; ++warp)
+      bulk_store(sums + warp * ROW_BLOCK, staging + warp * WARP_BYTES, WARP_BYTES);
+  }
+  __device__ __forceinline__ void add() const {
+#pragma unroll
+    for (int warp = 0; warp < 4; ++warp)
+      bulk_add(sums + warp * ROW_BLOCK, staging + warp * WARP_BYTES, WARP_BYTES);
+  }
+  // dQ in 16 bits, to rows from `row` of the tile on and columns from `column` on.
+  __device__ __forceinline__ void finish(const TensorMap& map, BackwardTurn turn, int row,
+                                         int column) const {
+#pragma unroll
+    for (int warp = 0; warp < 4; ++warp)
+      tma_store(map, staging + warp * WARP_BYTES, column, turn.row() + row + warp * 16, turn.head(),
+                turn.batch());
+    tma_commit();
+  }
+};
