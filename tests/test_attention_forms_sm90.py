@@ -47,6 +47,16 @@ def test_compositions(shape):
     assert_close(o, lse, *exact(case), sizes[-1])
 
 
+def test_a_soft_cap_far_above_the_scores_and_among_them():
+    """A polynomial where all of a warp's scores are small, else not: a large one in one warp."""
+    case = draw(4, 1, (1, 1), (90, 140), (64, 64), "fp16", ("softcap",))
+    case.q[0, 0, 70] *= 40
+    case.options["softcap"] = 9.0
+    with quiet(), fkjit.sanitize(race=True):
+        o, lse = fkjit.attention(*case[:3], **case.options, return_lse=True)
+    assert_close(o, lse, *exact(case), "fp16")
+
+
 LENGTHS = ((130, 50), (0, 7), (5, 0), (64, 128), (1, 90), (70, 3))
 
 

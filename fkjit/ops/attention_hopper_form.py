@@ -17,7 +17,7 @@ from fkjit.spec import Arrays, Params, Problem, SharedLayout
 from fkjit.tensor_map import TensorMap
 
 # Tiles of each padded head_dim, fastest first: those of attention that leave registers for rules,
-# the tallest one only for those that keep the scores' units.
+# the tallest one without a score_mod.
 _TALL = (192, 128)
 TILES: dict[int, tuple[Any, ...]] = {
     64: (_TALL, 128, (64, 128)),
@@ -63,8 +63,7 @@ def tiles(form: Form, head_dim: int) -> tuple[Any, ...]:
     if form.bias or form.mask:
         crowded = form.varlen and form.arrays  # addresses of all these have no registers
         return () if crowded else _ARRAY_TILES.get(head_dim, ())
-    tall = not (form.softcap or form.score_mod)
-    return tuple(tile for tile in TILES[head_dim] if tall or tile != _TALL)
+    return tuple(tile for tile in TILES[head_dim] if tile != _TALL or not form.score_mod)
 
 
 def _stages(params: Params) -> tuple[int, int] | None:

@@ -38,6 +38,7 @@
 //% if form
 #include "device/attention_span.cuh"
 #include "device/score_tile.cuh"
+#include "device/soft_cap.cuh"
 //% endif
 
 using elem_t = ${dtype};
@@ -59,7 +60,11 @@ constexpr int SCORE_STAGES = ${score_stages};  // tiles of bias and mask in shar
 using bias_t = ${bias_dtype};
 // Scores keep their own units, which softmax_scale_log2 takes care of, unless a rule wants natural
 // ones.
-constexpr bool NATURAL = SOFTCAP || SCORE_MOD || BIAS, RULES = NATURAL || ALIBI || MASK;
+constexpr bool NATURAL = SOFTCAP || SCORE_MOD || BIAS;
+// All of a warp's scores are capped at once where registers allow it, else one by one.
+constexpr bool CAP_WARP = SOFTCAP && HEAD_DIM_V <= 128 && ARRAYS < 2;
+constexpr bool CAP_EACH = SOFTCAP && !CAP_WARP;
+constexpr bool RULES = CAP_EACH || SCORE_MOD || ALIBI || ARRAYS > 0;
 
 // The caller's expression of one score, and what he gave for it to read.
 struct ScoreMod {
@@ -379,8 +384,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       //% if form
       KeyBand band(range.seqlen_q, range.seqlen_k, form.window_left, form.window_right);
       ScorePlace scores_at{0, place.q0, 0};
+      const SoftCapOfWarp softcap(form.softcap, form.softmax_scale);
       auto rules =
-          score_rules(RuleIf<SOFTCAP, SoftCap<false>>(form.softcap, form.softmax_scale),
+          score_rules(RuleIf<CAP_EACH, SoftCap<false>>(form.softcap, form.softmax_scale),
                       PerScore<ScoreMod>(
                           {place.batch, place.head, range.seqlen_q, range.seqlen_k${score_values}},
                           range.seqlen_q, range.seqlen_k),
@@ -398,6 +404,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
           scores_at.address = q_tile + SCORE_OFFSET + score_place.stage * SCORE_STAGE;
           scores_at.k0 = key;
         }
+        if (CAP_WARP) softcap.on_fragments(s);
         if (RULES) rules_on_fragments(s, lane, rules, scale, row, key);
         if (ARRAYS > 0) {
           __syncwarp();
