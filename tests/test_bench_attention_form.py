@@ -23,7 +23,7 @@ def test_ours_and_the_peers_agree_with_the_reference(form):
     arrays = OP.inputs(given, CpuDevice())
     expected = OP.expected(given, arrays)
     assert OP.ours is not None
-    peers = [peer for peer in OP.peers if peer.name != "compile"]  # which is eager's
+    peers = [peer for peer in OP.peers if peer.name in ("eager", "sdpa")]  # not what is compiled
     prepares = [OP.ours, *(peer.prepare for peer in peers)]
     for prepare in prepares:
         try:
@@ -31,6 +31,6 @@ def test_ours_and_the_peers_agree_with_the_reference(form):
                 prepared = prepare(given, arrays)
                 made = prepared.call()
         except Refused:
-            assert form == "softcap"
+            assert form in ("softcap", "sinks")
             continue
         assert expected.judge(made).why_wrong() is None, prepare

@@ -7,9 +7,14 @@ from importlib import import_module
 from typing import Any
 
 import fkjit
+from fkjit import interop
 from fkjit.arch import Arch
+from fkjit.ops import attention_hopper_form as hopper_form
 from fkjit.ops.attention_form import Form
+from fkjit.ops.attention_form_checks import check_dense
 from fkjit.ops.attention_form_kernels import kernel, tile
+from fkjit.ops.attention_form_problem import POINTERS
+from fkjit.ops.attention_hopper import FLASH_SM90
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..accuracy import LIMITS, Expected
@@ -23,9 +28,11 @@ FORMS: dict[str, Form] = {
     "window": Form(),
     "softcap": Form(softcap=True),
     "alibi": Form(alibi=True),
+    "sinks": Form(sinks=True),
     "bias": Form(bias="bf16", bias_paired=True),
     "mask": Form(mask=True, mask_paired=True),
 }
+ARRAYS = ("alibi_slopes", "bias", "mask")  # that change scores
 _FULL = ("bias", "mask")  # the others are causal
 _SCORES = 24 << 30  # bytes of scores that are not worth the wait
 
@@ -65,6 +72,8 @@ def inputs(problem: Problem, device: Any) -> Arrays:
     heads, length = problem["heads_q"], problem["seqlen_k"]
     if problem["form"] == "alibi":
         arrays["alibi_slopes"] = torch.rand(heads, device=place)
+    if problem["form"] == "sinks":
+        arrays["sinks"] = torch.randn(heads, device=place)
     if problem["form"] == "bias":
         arrays["bias"] = torch.randn((1, heads, length, length), device=place, dtype=torch.bfloat16)
     if problem["form"] == "mask":
@@ -88,8 +97,11 @@ def _rows(problem: Problem, arrays: Arrays, batch: int, head: int, rows: list[in
     scores = q.double() @ k.double().T * problem["softmax_scale"]
     if problem["softcap"]:
         scores = SOFTCAP * (scores / SOFTCAP).tanh()
-    added = _added(problem, arrays, rows, head)
-    return (scores if added is None else scores + added.double()).softmax(-1) @ v.double()
+    scores = scores + _added(problem, arrays, rows, head).double()
+    if "sinks" in arrays:
+        sink = arrays["sinks"][head].double().expand(len(rows), 1)
+        scores = import_module("torch").cat((scores, sink), -1)
+    return scores.softmax(-1)[:, : len(k)] @ v.double()
 
 
 def _added(problem: Problem, arrays: Arrays, rows: Any = slice(None), head: Any = None) -> Any:
@@ -114,7 +126,7 @@ def _added(problem: Problem, arrays: Arrays, rows: Any = slice(None), head: Any 
 def ours(problem: Problem, arrays: Arrays) -> Prepared:
     """`fkjit.attention` as anybody calls it."""
     q, k, v = arrays["q"], arrays["k"], arrays["v"]
-    options = {n: arrays[n] for n in ("alibi_slopes", "bias", "mask") if n in arrays}
+    options = {n: arrays[n] for n in (*ARRAYS, "sinks") if n in arrays}
     left, right = problem["window"]
     window = (left, None) if problem["form"] in ("window", "causal") else None
     causal, softcap = right == 0, problem["softcap"] or None
@@ -124,22 +136,26 @@ def ours(problem: Problem, arrays: Arrays) -> Prepared:
 
     variant = None
     if q.is_cuda:
-        from fkjit.device import device_target
-
-        spec = kernel("flash", FORMS[problem["form"]].text)
-        variant = (spec, _parameters(spec, problem, device_target(q.get_device()).arch))
+        views = {n: interop.view(arrays[n], "attention", n) for n in ("q", "k", "v", *options)}
+        given = (causal, None, None, False, window, softcap, "", (), ())
+        (launch,) = check_dense(dict.fromkeys(POINTERS) | views, "auto", "bhsd", *given).launches
+        variant = (launch.spec, launch.params)
     return Prepared(call, variant=variant)
 
 
 def _parameters(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
     fixed = {name: problem[name] for name in ("dtype", "head_dim", "head_dim_v")}
-    fixed |= {"aligned": True, "form": FORMS[problem["form"]].text}
+    form = FORMS[problem["form"]]
+    text = hopper_form.text(form) if spec.name == FLASH_SM90.name else form.text
+    fixed |= {"form": text} if spec.name == FLASH_SM90.name else {"aligned": True, "form": text}
     return {**fixed, "block": tile(spec, fixed, problem, arch)}
 
 
 def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
     """What `attention` would take of this kernel; ParameterError where only a call compiles it."""
-    params = _parameters(kernel(spec.name, FORMS[problem["form"]].text), problem, arch)
+    form = FORMS[problem["form"]]
+    text = hopper_form.text(form) if spec.name == FLASH_SM90.name else form.text
+    params = _parameters(kernel(spec.name, text), problem, arch)
     spec.check(params, arch)
     return params
 
@@ -152,6 +168,8 @@ def _textbook(problem: Problem, arrays: Arrays) -> Callable[..., Any]:
     pairs = problem["batch"] * problem["heads_q"] * problem["seqlen_q"] * problem["seqlen_k"]
     if 8 * pairs > _SCORES:
         raise Refused(f"its score matrices would take {8 * pairs / 2**30:.0f} GiB")
+    if "sinks" in arrays:
+        raise Refused("sinks are no part of a score matrix")
     added = _added(problem, arrays).to(arrays["q"].dtype)
     scale, cap = problem["softmax_scale"], problem["softcap"]
 
@@ -176,9 +194,9 @@ def _compiled(problem: Problem, arrays: Arrays) -> Prepared:
 
 
 def _sdpa(problem: Problem, arrays: Arrays) -> Prepared:
-    """PyTorch's own, which takes all but a soft cap as a mask."""
-    if problem["softcap"]:
-        raise Refused("it has no soft cap")
+    """PyTorch's own, which takes all but a soft cap and sinks as a mask."""
+    if problem["softcap"] or "sinks" in arrays:
+        raise Refused("it has no soft cap and no sinks")
     call = import_module("torch").nn.functional.scaled_dot_product_attention
     rows = [arrays[n] for n in "qkv"]
     if problem["form"] == "causal":
@@ -189,9 +207,43 @@ def _sdpa(problem: Problem, arrays: Arrays) -> Prepared:
     return Prepared(lambda: call(*rows, attn_mask=mask))
 
 
+def _flex(problem: Problem, arrays: Arrays) -> Prepared:
+    """FlexAttention, compiled: rules for scores, and the blocks of keys that queries see."""
+    if "sinks" in arrays:
+        raise Refused("it has no sinks")
+    torch = import_module("torch")
+    flex = import_module("torch.nn.attention.flex_attention")
+    (left, right), cap = problem["window"], problem["softcap"]
+    slopes, bias, mask = (arrays.get(name) for name in ARRAYS)
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        if cap:
+            score = cap * torch.tanh(score / cap)
+        if slopes is not None:
+            score = score - slopes[h] * (q_idx - k_idx).abs()
+        return score if bias is None else score + bias[0, h, q_idx, k_idx]
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        seen = (q_idx - k_idx <= left) & (k_idx - q_idx <= right)
+        return seen if mask is None else seen & mask[0, 0, q_idx, k_idx]
+
+    import_module("torch._dynamo").reset()
+    call = torch.compile(flex.flex_attention, dynamic=False)
+    sizes = (None, None, problem["seqlen_q"], problem["seqlen_k"])
+    blocks = flex.create_block_mask(mask_mod, *sizes, device=arrays["q"].device)
+    rules = score_mod if cap or slopes is not None or bias is not None else None
+    rows = [arrays[n] for n in "qkv"]
+    return Prepared(lambda: call(*rows, score_mod=rules, block_mask=blocks))
+
+
 PEERS = tuple(
     Candidate(name=name, package="torch", module="torch", prepare=prepare)
-    for name, prepare in (("eager", _eager), ("compile", _compiled), ("sdpa", _sdpa))
+    for name, prepare in (
+        ("eager", _eager),
+        ("compile", _compiled),
+        ("sdpa", _sdpa),
+        ("flex", _flex),
+    )
 )
 OP = Op(
     name="attention_form",
