@@ -60,8 +60,7 @@ def attention_decode(
         softcap, alibi_slopes, sinks, score_mod, score_args: as in `attention`, with the sequence's
             length for Sk. b is the sequence, h the query head, seqlen_k the length.
         bias, mask: as in `attention`, [B | 1, Hq | 1, S | 1, Sk]; a sequence's own stand at the
-            beginning of the rows. D up to 128: else there are not the registers. Read where scores
-            meet them: slower than the other forms.
+            beginning of the rows. D up to 128: else there are not the registers.
 
     Returns:
         o, as q with Dv columns, or (o, lse). A token that sees no key has o = 0 and lse = -inf, or
