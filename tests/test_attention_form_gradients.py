@@ -104,6 +104,13 @@ def test_gradients_err_at_most_twice_as_much_as_pytorch(case):
         check(given, dout, options | {n: x for n, x in arrays().items() if n in names})
 
 
+@pytest.mark.parametrize("case", [(150, 290, 64, (200, 70)), (300, 300, 128, (90, 0))], ids=str)
+def test_tiles_inside_a_window_are_not_masked(case):
+    sq, sk, dim, window = case
+    *given, dout = tensors(2, 1, sq, sk, dim, dim, "bf16")
+    check(given, dout, {"window": window})
+
+
 BIASES = (
     ((1, 1, 1, SK), "bf16", (64, 64)), ((2, 1, SQ, SK), "fp16", (128, 128)),
     ((2, HEADS, 1, SK), "fp32", (35, 61)), ((2, HEADS, SQ, SK), "bf16", (192, 128)),

@@ -120,7 +120,7 @@ def _launch(name: str, like_it: Launch, form: str, problem: dict[str, Any], arch
     """The kernel `name`, with a form, for the same head dimensions and rows as another one."""
     spec, old = kernels.kernel(name, form), like_it.params
     dims = old["head_dim"], old["head_dim_v"]
-    tiles = kernels.TILES[name][dims[0]]
+    tiles = kernels.tiles(name, dims[0], form)
     more = {"aligned": old["aligned"], "arch": arch, "form": form}
     return Launch(spec, choice.parameters(spec, tiles, dims, problem, **more), problem)
 

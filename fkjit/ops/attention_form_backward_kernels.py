@@ -55,6 +55,21 @@ SHOWN = Form(
 _FORM = "what it does beside causal attention"
 
 
+# With a band of keys alone a kernel is hardly more than without a form.
+_PLAIN_TILES = {"keys": plain.KEY_TILES, "queries": plain.QUERY_TILES}
+
+
+# Of those, the ones whose warps have two blocks of rows and no registers to spare.
+_TALL = ((128, 128, 4, 1, 2), (128, 32, 4, 2))
+
+
+def tiles(name: str, head_dim: int, text: str) -> tuple[Any, ...]:
+    """Of a kernel with a form, the first is the fastest."""
+    form = parse(text)
+    band = not (form.softcap or form.score_mod or form.alibi or form.bias or form.mask)
+    return (_PLAIN_TILES[name] if band and name in _PLAIN_TILES else TILES[name])[head_dim]
+
+
 def _is_heavy(params: Params) -> bool:
     """Whether its rules and their numbers take many registers."""
     form = parse(params["form"])
@@ -64,9 +79,13 @@ def _is_heavy(params: Params) -> bool:
 
 def _derive(base: KernelSpec) -> Callable[[Params], dict[str, Any]]:
     def derive(params: Params) -> dict[str, Any]:
-        usual = {**base.derive(params), **parse(params["form"]).values(), "in_registers": False}
-        if params["head_dim"] > 128 and "step_k" in usual and _is_heavy(params):
+        usual = {**base.derive(params), **parse(params["form"]).values()}
+        if params["tile"] not in plain.QUERY_TILES[params["head_dim"]]:
+            usual["in_registers"] = False
+        if "step_k" in usual and params["head_dim"] > 128 and _is_heavy(params):
             usual["step_k"] = 16
+        if params["tile"] in _TALL:
+            usual |= {"step_k": 16, "step_q": 16}
         return usual
 
     return derive
@@ -79,7 +98,7 @@ def _illegal(name: str, of: KernelSpec) -> Callable[[Params], str | None]:
         dims = (params["head_dim"], params["head_dim_v"])
         if dims not in pairs:
             return f"head_dim_v={dims[1]} is not compiled for head_dim={dims[0]}"
-        if params["tile"] not in TILES[name][dims[0]]:
+        if params["tile"] not in tiles(name, dims[0], params["form"]):
             return f"is not a tile for head_dim={dims[0]}"
         if name.endswith("_fp32") and params["aligned"] and params["dtype"] != "fp32":
             return "is not compiled for 16 bits: aligned or not, they are fetched one by one"
@@ -103,8 +122,9 @@ def _only(*names: str) -> Callable[[Problem, Mapping[str, Any]], Any]:
 
 def _with_form(base: KernelSpec, name: str, wanted: tuple[str, ...], **more: Any) -> KernelSpec:
     """A kernel of any form; `params` of those that are compiled ahead."""
-    tiles = tuple(dict.fromkeys(t for some in TILES[name].values() for t in some))
-    params = [replace(p, values=tiles) if p.name == "tile" else p for p in base.params]
+    every = [*TILES[name].values(), *_PLAIN_TILES.get(name, {}).values()]
+    values = tuple(dict.fromkeys(tile for some in every for tile in some))
+    params = [replace(p, values=values) if p.name == "tile" else p for p in base.params]
     own: dict[str, Any] = {
         "op": OP,
         "name": name,

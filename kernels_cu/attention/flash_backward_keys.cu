@@ -51,6 +51,7 @@ using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, BIAS = ${bias}, MASK = ${mask};
 constexpr bool SCORE_MOD = ${has_mod}, CURVED = SOFTCAP || SCORE_MOD;
+constexpr bool RULES = CURVED || ALIBI || BIAS || MASK;  // beside the band of keys
 
 // The caller's expression of one score, its derivative, and what he gave for them to read.
 struct ScoreMod {
@@ -160,6 +161,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const int first_tile = band.first_row(k0) / BLOCK_Q;
   const int end_row = min(band.end_row(min(k0 + BLOCK_K, seqlen_k) - 1), seqlen_q);
   const int tiles = ceil_div(max(end_row, 0), BLOCK_Q);
+  // Queries first_whole .. end_whole - 1 see all keys of the block.
+  const int first_whole =
+      SUMS && k0 + BLOCK_K > seqlen_k ? seqlen_q : band.first_row(k0 + BLOCK_K - 1);
+  const int end_whole = band.end_row(k0);
   const auto head_rows = [&](int of_head) {
     return first_padded_row<VARLEN>(batch, of_head, heads_q, rows_padded, queries.start);
   };
@@ -247,13 +252,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       u32 k_fragments[QK_STEPS][M_BLOCKS][4], v_fragments[DOV_STEPS][M_BLOCKS][4];
       multiply_qk<elem_t, 16, false>(p, k_fragments, warp_k_tile, k_reader, q_queries, q_reader);
       //% if form
-      const auto rules = backward_rules<SOFTCAP, false, SCORE_MOD, ALIBI, BIAS, MASK>(
-          form, ScoreMod{place.batch, head, seqlen_q, seqlen_k${score_values}}, alibi_slopes, bias,
-          mask, batch, head, seqlen_q, seqlen_k);
       float slopes[M_BLOCKS][QUERIES / 8][4];
-      final_scores<true, CURVED>(p, slopes, lane, rules, band, softmax_scale, k0 + warp_row,
-                                 q0 + query);
-      probabilities(p, LOG2E, lse_row + query, lane);
+      if constexpr (RULES) {
+        const auto rules = backward_rules<SOFTCAP, false, SCORE_MOD, ALIBI, BIAS, MASK>(
+            form, ScoreMod{place.batch, head, seqlen_q, seqlen_k${score_values}}, alibi_slopes,
+            bias, mask, batch, head, seqlen_q, seqlen_k);
+        final_scores<true, CURVED>(p, slopes, lane, rules, band, softmax_scale, k0 + warp_row,
+                                   q0 + query);
+      } else if (q0 < first_whole || q0 + BLOCK_Q > end_whole) {
+        const int row0 = thread_index_again() / WARP_SIZE % WARPS_K * ROWS_A_WARP;
+        hide_outside<true>(p, thread_index_again() % WARP_SIZE, band,
+                           hidden_score(softmax_scale_log2), k0 + row0, q0 + query);
+      }
+      probabilities(p, RULES ? LOG2E : softmax_scale_log2, lse_row + query, lane);
       //% else
       if (q0 < unmasked || (SUMS && k0 + BLOCK_K > seqlen_k)) {
         const int row0 = thread_index_again() / WARP_SIZE % WARPS_K * ROWS_A_WARP;

@@ -39,7 +39,8 @@ using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, BIAS = ${bias}, MASK = ${mask};
 constexpr bool SCORE_MOD = ${has_mod}, CURVED = SOFTCAP || SCORE_MOD;
-constexpr bool DALIBI = ${dalibi};  // whether slopes of ALiBi have a gradient
+constexpr bool RULES = CURVED || ALIBI || BIAS || MASK;  // beside the band of keys
+constexpr bool DALIBI = ${dalibi};                       // whether slopes of ALiBi have a gradient
 
 // The caller's expression of one score, its derivative, and what he gave for them to read.
 struct ScoreMod {
@@ -209,8 +210,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                                             k_reader);
       //% if form
       float slopes[M_BLOCKS][KEYS / 8][4];
-      final_scores<false, CURVED>(p, slopes, lane, rules, band, softmax_scale,
-                                  q0 + warp * ROWS_A_WARP, tile * BLOCK_K + step * KEYS);
+      if constexpr (RULES) {
+        final_scores<false, CURVED>(p, slopes, lane, rules, band, softmax_scale,
+                                    q0 + warp * ROWS_A_WARP, tile * BLOCK_K + step * KEYS);
+      } else if (!tiles.is_whole(tile)) {
+        const int row0 = thread_index_again() / WARP_SIZE * ROWS_A_WARP;
+        hide_outside<false>(p, thread_index_again() % WARP_SIZE, band,
+                            hidden_score(softmax_scale_log2), q0 + row0,
+                            tile * BLOCK_K + step * KEYS);
+      }
       //% else
       if (tile >= unmasked_tiles)
         mask_keys(p, lane, hidden_score(softmax_scale_log2), [&](int row) {
@@ -221,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       multiply_qk<elem_t, 16, IN_REGISTERS>(ds, do_fragments, warp_do_tile, do_reader, v_keys,
                                             v_reader);
       //% if form
-      rows.score_gradients(ds, p, LOG2E);
+      rows.score_gradients(ds, p, RULES ? LOG2E : softmax_scale_log2);
       if constexpr (DALIBI)
         add_distances(distances, ds, p, rows, lane, q0 + warp * ROWS_A_WARP + seqlen_k - seqlen_q,
                       tile * BLOCK_K + step * KEYS);
