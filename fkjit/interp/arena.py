@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fkjit.interp.lanes import Group
+from fkjit.interp.lanes import Group, distinct
 from fkjit.interp.ptx import Instruction
 from fkjit.interp.report import Reporter
 
@@ -132,7 +132,7 @@ class GlobalMemory:
         )
         offsets = np.zeros(address.size, np.int64)
         bad = np.zeros(address.size, bool)
-        for number in np.unique(numbers).tolist():
+        for number in distinct(numbers).tolist():
             mine = numbers == number
             if not 0 <= number < len(self.allocations):
                 bad |= mine

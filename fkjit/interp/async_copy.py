@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fkjit.interp.decode import OPCODES, Decoder, Step, only, opcode
-from fkjit.interp.lanes import Group
+from fkjit.interp.lanes import Group, distinct
 from fkjit.interp.loadstore import Locator
 from fkjit.interp.mbarrier import Mbarriers
 from fkjit.interp.ptx import Instruction
@@ -238,7 +238,7 @@ def _source_offsets(
     if (count == width).all():
         return source.locate(group).position, None
     offsets = np.zeros(count.size, np.int64)
-    for size in np.unique(count[count > 0]).tolist():
+    for size in distinct(count[count > 0]).tolist():
         mine = count == size
         mask = np.zeros(group.mask.size, bool)
         mask[group.lanes[mine]] = True

@@ -20,6 +20,7 @@ from hashlib import blake2b
 import numpy as np
 
 from fkjit.errors import SanitizerError
+from fkjit.interp.lanes import distinct
 from fkjit.interp.ptx import Instruction
 from fkjit.interp.race import ATOMIC
 from fkjit.interp.report import where
@@ -61,11 +62,11 @@ def wavefronts(
     else:
         keys = phase
     if not atomic:
-        both = np.unique((keys << 40) | words)
+        both = distinct((keys << 40) | words)
         keys, words = both >> 40, both & ((1 << 40) - 1)
     counts = np.bincount(keys * BANKS + words % BANKS)
     counts = np.pad(counts, (0, -counts.size % BANKS)).reshape(-1, BANKS).max(1)
-    return np.unique(lanes // WARP).size, int(counts.sum()), int(np.count_nonzero(counts))
+    return distinct(lanes // WARP).size, int(counts.sum()), int(np.count_nonzero(counts))
 
 
 class Banks:

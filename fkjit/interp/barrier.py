@@ -10,7 +10,7 @@ import numpy as np
 from fkjit.interp.clocks import Clock
 from fkjit.interp.control import guard_mask
 from fkjit.interp.decode import CONTROL, Decoder, Step, control
-from fkjit.interp.lanes import WARP, Group
+from fkjit.interp.lanes import WARP, Group, distinct
 from fkjit.interp.ptx import Instruction
 from fkjit.interp.race import Race
 from fkjit.interp.warp import warp_meeting
@@ -76,7 +76,7 @@ class Barriers:
             self._release(barrier, self.race, np.flatnonzero(lanes))
 
     def _release(self, barrier: _Barrier, race: Race, lanes: np.ndarray) -> None:
-        for block in np.unique(self.layout.cta[lanes]).tolist():
+        for block in distinct(self.layout.cta[lanes]).tolist():
             clock = race.release(lanes[self.layout.cta[lanes] == block])
             barrier.early[block] = clock.joined(barrier.early.get(block))
 
@@ -201,7 +201,7 @@ def _arrive_all(
         if lanes.any():
             barriers.arrive(int(number[0]), lanes, count, place)
         return
-    for value in np.unique(number[lanes]).tolist():
+    for value in distinct(number[lanes]).tolist():
         own = None if place is None else _Place(place.ins, place.waiting)
         barriers.arrive(value, lanes & (number == value), count, own)
 

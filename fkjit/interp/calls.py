@@ -13,7 +13,7 @@ from fkjit.interp.callgraph import addresses_of
 from fkjit.interp.control import guard_mask
 from fkjit.interp.decode import Decoder, Step, control
 from fkjit.interp.inline import FRAME, STACK, STACK_BYTES
-from fkjit.interp.lanes import Group
+from fkjit.interp.lanes import Group, distinct
 from fkjit.interp.loadstore import Locator
 from fkjit.interp.ptx import Frame, Imm, Instruction, Mem, Operand, Vec
 
@@ -43,7 +43,7 @@ class Frames:
             detail = f"{STACK_BYTES:,} bytes of stack do not hold {deep:,} calls"
             raise self.machine.reporter.fault("stack overflow", detail, ins, lanes)
         self.pointer[lanes] = top
-        for level in np.unique(self.depth[lanes]).tolist():
+        for level in distinct(self.depth[lanes]).tolist():
             if level == len(self.returns):
                 self.returns.append(np.zeros(self.depth.size, np.int64))
             self.returns[level][lanes[self.depth[lanes] == level]] = back
@@ -53,7 +53,7 @@ class Frames:
         """The program counters at which lanes go on."""
         self.depth[lanes] -= 1
         back = np.zeros(lanes.size, np.int64)
-        for level in np.unique(self.depth[lanes]).tolist():
+        for level in distinct(self.depth[lanes]).tolist():
             here = self.depth[lanes] == level
             back[here] = self.returns[level][lanes[here]]
         return back
@@ -76,7 +76,7 @@ class _Saved:
         self.levels: list[list[np.ndarray]] = []
 
     def save(self, lanes: np.ndarray, depth: np.ndarray) -> None:
-        for level in np.unique(depth[lanes]).tolist():
+        for level in distinct(depth[lanes]).tolist():
             while len(self.levels) <= level:
                 self.levels.append([np.zeros_like(register) for register in self.registers])
             here = lanes[depth[lanes] == level]
@@ -84,7 +84,7 @@ class _Saved:
                 kept[here] = register[here]
 
     def restore(self, lanes: np.ndarray, depth: np.ndarray) -> None:
-        for level in np.unique(depth[lanes]).tolist():
+        for level in distinct(depth[lanes]).tolist():
             here = lanes[depth[lanes] == level]
             for kept, register in zip(self.levels[level], self.registers, strict=True):
                 register[here] = kept[here]
@@ -140,7 +140,7 @@ def call(d: Decoder, ins: Instruction) -> Step:
 
     def run(group: Group) -> None:
         lanes, chosen = group.lanes, group.pick(target)
-        for address in np.unique(chosen).tolist():
+        for address in distinct(chosen).tolist():
             enter(lanes[chosen == address], address)
 
     return run
@@ -196,7 +196,7 @@ def return_(d: Decoder, ins: Instruction) -> Step:
             machine.push(ins.pc + 1, rest)
         lanes = np.flatnonzero(ending)
         back = frames.leave(lanes)
-        for pc in np.unique(back).tolist():
+        for pc in distinct(back).tolist():
             mask = np.zeros_like(ending)
             mask[lanes[back == pc]] = True
             machine.push(pc, mask)

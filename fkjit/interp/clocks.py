@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fkjit.interp.lanes import Layout
+from fkjit.interp.lanes import Layout, distinct
 
 ENGINES = 48  # columns of a block for engines; more engines than that share them
 NEVER = np.iinfo(np.int32).max  # what a thread knows of itself: everything
@@ -114,9 +114,11 @@ class Clocks:
 
     def known_by(self, clock: Clock, who: np.ndarray, when: np.ndarray) -> np.ndarray:
         """`known` to whoever has the clock."""
-        block, index = who // self.width, who % self.width
+        block, index = np.divmod(who, self.width)
+        if block.size and (block == block[0]).all():
+            return clock.knows(int(block[0]), index, when)
         ok = np.zeros(who.size, bool)
-        for number in np.unique(block).tolist():
+        for number in distinct(block).tolist():
             mine = block == number
             ok[mine] = clock.knows(number, index[mine], when[mine])
         return ok
@@ -146,8 +148,10 @@ class Clocks:
         if clock is None or not lanes.size:
             return
         layout = self.layout
-        for cta in np.unique(layout.cta[lanes]).tolist():
-            mine = lanes[layout.cta[lanes] == cta]
+        ctas = layout.cta[lanes]
+        alone = bool((ctas == ctas[0]).all())
+        for cta in [int(ctas[0])] if alone else distinct(ctas).tolist():
+            mine = lanes if alone else lanes[ctas == cta]
             block = layout.first_cta + cta
             if block in clock.rows:
                 table, threads = self._table(), layout.thread[mine]
@@ -170,7 +174,7 @@ class Clocks:
         whole = sizes == living[cta]
         if whole.any():
             self._whole_blocks(cta[whole])
-        for size in np.unique(sizes[~whole]).tolist():
+        for size in distinct(sizes[~whole]).tolist():
             some = starts[~whole & (sizes == size)]
             self._partly(lanes[some[:, None] + np.arange(size)])
         if self.foreign:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fkjit.interp.cluster_end import Endings
 from fkjit.interp.decode import Decoder
-from fkjit.interp.lanes import Group
+from fkjit.interp.lanes import Group, distinct
 from fkjit.interp.ptx import Instruction
 from fkjit.interp.shared import OWN_BLOCK, OWN_BLOCK_BITS
 
@@ -38,7 +38,7 @@ class Cluster:
         self.within(ranks, lanes, ins)
         cta = self.layout.cta[lanes]
         found = cta - cta % self.size + ranks
-        for block in np.unique(found[found != cta]).tolist():
+        for block in distinct(found[found != cta]).tolist():
             if not self.living(block):
                 bad = found == block
                 detail = f"all threads of the cluster's block {block % self.size} have ended"

@@ -8,7 +8,7 @@ from fkjit.interp.clocks import Clock
 from fkjit.interp.cluster import Cluster
 from fkjit.interp.control import guard_mask
 from fkjit.interp.decode import Decoder, Step, control, only
-from fkjit.interp.lanes import Group
+from fkjit.interp.lanes import Group, distinct
 from fkjit.interp.ptx import Instruction
 from fkjit.interp.race import Race
 
@@ -54,7 +54,7 @@ class ClusterBarriers:
 
     def _tell(self, race: Race, lanes: np.ndarray) -> None:
         cta = self.machine.layout.cta
-        for block in np.unique(cta[lanes]).tolist():
+        for block in distinct(cta[lanes]).tolist():
             mine = np.flatnonzero(lanes & (cta == block))
             cluster = int(self.cluster[mine[0]])
             self.clocks[cluster] = race.join(self.clocks.get(cluster), race.release(mine))
@@ -99,7 +99,7 @@ class ClusterBarriers:
         self.passed &= ~lanes
         race = self.machine.race
         if race is not None and lanes.any():
-            for cluster in np.unique(self.cluster[lanes]).tolist():
+            for cluster in distinct(self.cluster[lanes]).tolist():
                 mine = np.flatnonzero(lanes & (self.cluster == cluster))
                 race.acquire(mine, self.complete.get(cluster))
 

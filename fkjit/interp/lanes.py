@@ -10,6 +10,14 @@ import numpy as np
 WARP = 32
 
 
+def distinct(values: np.ndarray) -> np.ndarray:
+    """np.unique, several times as fast for arrays of a few thousand."""
+    ordered = np.sort(values, axis=None)
+    new = np.ones(ordered.size, bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=new[1:])
+    return ordered[new]
+
+
 @dataclass
 class Layout:
     """Which lane is which thread. Lane = cta * padded threads of a block + thread number."""

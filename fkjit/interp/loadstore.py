@@ -10,7 +10,7 @@ import numpy as np
 from fkjit.interp.arena import GLOBAL_WINDOW
 from fkjit.interp.cluster import Cluster
 from fkjit.interp.decode import OPCODES, Decoder, Step, only, opcode
-from fkjit.interp.lanes import Group
+from fkjit.interp.lanes import Group, distinct
 from fkjit.interp.ptx import DTYPE, SIZE, UNSIGNED, Instruction, Mem, Operand, Reg, Sym, words
 from fkjit.interp.race import READ, WRITE
 from fkjit.interp.shared import LOCAL_WINDOW, OWN_BLOCK, SHARED_WINDOW, SharedMemory
@@ -201,7 +201,7 @@ def by_space(step: Step, locator: Locator, base: np.ndarray) -> Step:
         if (window == window[0]).all():
             step(group)
             return
-        for one in np.unique(window).tolist():
+        for one in distinct(window).tolist():
             mask = np.zeros(group.mask.size, bool)
             mask[group.lanes[window == one]] = True
             step(Group(mask, -1))

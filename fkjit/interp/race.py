@@ -15,6 +15,7 @@ import numpy as np
 
 from fkjit.interp.clocks import Clock, Clocks
 from fkjit.interp.flags import Flags
+from fkjit.interp.lanes import distinct
 from fkjit.interp.pending import Pending
 from fkjit.interp.ptx import Function, Instruction
 from fkjit.interp.race_report import RaceReport
@@ -243,7 +244,7 @@ class Race:
         self._tick(ins)
         actor = self.clocks.engine(int(self.machine.layout.cta[lanes[0]]), engine)
         units, _ = shadow.spread(positions, width)
-        units = np.unique(units)
+        units = distinct(units)
         clock = self.clocks.release(lanes)
         self._check_engine(shadow, units, actor, clock, lanes, ins, write)
         self._pending(shadow).begin(units, ins, write)

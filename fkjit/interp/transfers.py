@@ -16,7 +16,7 @@ from fkjit.interp.atomics import one_by_one
 from fkjit.interp.clocks import Clock
 from fkjit.interp.cluster import Cluster
 from fkjit.interp.decode import Decoder
-from fkjit.interp.lanes import Group
+from fkjit.interp.lanes import Group, distinct
 from fkjit.interp.mbarrier import Mbarriers
 from fkjit.interp.ptx import Instruction
 from fkjit.interp.race import ATOMIC, Operation
@@ -65,7 +65,7 @@ class Transfer:
         """The blocks whose shared memory (of `size` bytes) it is still to access."""
         sides = [self.target] if self.values is not None else [self.target, self.source]
         found = [s.positions // size for s in sides if s is not None and s.shared]
-        return set(np.unique(np.concatenate(found)).tolist()) if found else set()
+        return set(distinct(np.concatenate(found)).tolist()) if found else set()
 
 
 @dataclass(frozen=True)
