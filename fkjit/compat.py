@@ -59,8 +59,10 @@ def scaled_dot_product_attention(
     q, k, v = (x if x.dim() == 4 else x.unsqueeze(0) for x in (query, key, value))
     if attn_mask is not None:
         made = attention(q, k, v, softmax_scale=scale, **_mask(attn_mask, k.shape[2]))
+    elif is_causal:
+        made = _causal(q, k, v, scale)
     else:
-        made = _causal(q, k, v, scale) if is_causal else attention(q, k, v, softmax_scale=scale)
+        made = attention(q, k, v, softmax_scale=scale, deterministic=None)
     return made if query.dim() == 4 else made.squeeze(0)
 
 
@@ -78,10 +80,10 @@ def _causal(q: Any, k: Any, v: Any, scale: float | None) -> Any:
     them all."""
     rows = min(q.shape[2], k.shape[2])
     k, v = k[:, :, :rows], v[:, :, :rows]
-    made = attention(q[:, :, :rows], k, v, causal=True, softmax_scale=scale)
+    made = attention(q[:, :, :rows], k, v, causal=True, softmax_scale=scale, deterministic=None)
     if rows == q.shape[2]:
         return made
-    rest = attention(q[:, :, rows:], k, v, softmax_scale=scale)
+    rest = attention(q[:, :, rows:], k, v, softmax_scale=scale, deterministic=None)
     return operators.torch_seen().cat((made, rest), 2)
 
 
@@ -105,7 +107,8 @@ def flash_attn_func(
         dropout_p: 0. softmax_scale: default 1 / sqrt(D).
         causal, window_size (left, right; -1: without a bound): aligned to the bottom right.
         softcap: 0 is without. alibi_slopes: fp32 [Hq] or [B, Hq].
-        deterministic: either; results are always the same to the bit.
+        deterministic: of gradients. The result is always the same to the bit, and so are gradients
+            where torch.use_deterministic_algorithms(True) was called.
         return_attn_probs: also return the log-sum-exp and None, for the probabilities that the
             original gives for tests.
 
@@ -116,7 +119,7 @@ def flash_attn_func(
     made = attention(
         q, k, v, causal=causal, softmax_scale=softmax_scale, layout="bshd",
         return_lse=return_attn_probs, window=_window(window_size), softcap=softcap or None,
-        alibi_slopes=alibi_slopes,
+        alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
     return (*made, None) if return_attn_probs else made
 
@@ -155,7 +158,7 @@ def flash_attn_varlen_func(
     made = attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal,
         softmax_scale=softmax_scale, return_lse=return_attn_probs, window=_window(window_size),
-        softcap=softcap or None, alibi_slopes=alibi_slopes,
+        softcap=softcap or None, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
     return (*made, None) if return_attn_probs else made
 

@@ -108,7 +108,9 @@ def test_gradients_err_at_most_twice_as_much_as_pytorch(case):
 def test_tiles_inside_a_window_are_not_masked(case):
     sq, sk, dim, window = case
     *given, dout = tensors(2, 1, sq, sk, dim, dim, "bf16")
-    check(given, dout, {"window": window})
+    check(given, dout, {"window": window}, mine={"deterministic": dim == 64})
+    with pytest.raises(ArgumentTypeError, match="attention: deterministic='no' is not True or"):
+        check(given, dout, {"window": window}, mine={"deterministic": "no"})
 
 
 BIASES = (
@@ -240,6 +242,7 @@ PACKED = (
 @pytest.mark.parametrize("case", PACKED, ids=str)
 def test_packed_sequences_err_at_most_twice_as_much_as_pytorch(case):
     dtype, dims, options, learned = case
+    mine = {"deterministic": dtype != "bf16"}
     *given, dout, ends = packed(dims, dtype)
     longest = [max(lengths) for lengths in LENGTHS]
     made = torch.Generator().manual_seed(2)
@@ -248,7 +251,7 @@ def test_packed_sequences_err_at_most_twice_as_much_as_pytorch(case):
     options = options | {name: more[name] for name in learned}
 
     def ours(*rows, **options):
-        return fkjit.attention_varlen(*rows, *ends, *longest, **options)
+        return fkjit.attention_varlen(*rows, *ends, *longest, **options, **mine)
 
     with fkjit.sanitize(race=dtype == "fp16"):
         found = grads(ours, given, dout, options)
@@ -322,8 +325,8 @@ def test_gradcheck_in_fp32():
 # ------------------------------------------------------------------ the warm path of a GPU
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "packed"])
-def test_a_warm_call_launches_what_a_cold_one_does(layout, driver, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize(("layout", "deterministic"), [("bhsd", True), ("packed", False)])
+def test_a_warm_call_launches_what_a_cold_one_does(layout, deterministic, driver, monkeypatch):  # noqa: F811
     """On CPU tensors, with kernels that only note their arguments."""
     monkeypatch.setattr(workspace, "find", lambda *_: (0, 0, None))
     q, k, v, dout, ends = packed((64, 64), "bf16")
@@ -336,9 +339,9 @@ def test_a_warm_call_launches_what_a_cold_one_does(layout, driver, monkeypatch):
     else:
         given = rows | {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
     given |= {"alibi_slopes": torch.rand(HEADS), "bias": bias, "sinks": torch.rand(HEADS)}
-    form = Form(alibi=True, bias="fp32", varlen=layout == "packed", dalibi=True)
-    wanted = ("q", "k", "v", *LEARNED)
-    options = (form.text, layout, True, None, (-1, -1), 0.0, 70, 70, wanted, ())
+    form = Form(alibi=True, bias="fp32", varlen=layout == "packed", dalibi=deterministic)
+    wanted = ("q", "k", "v", *LEARNED[not deterministic :])
+    options = (form.text, layout, True, None, (-1, -1), 0.0, 70, 70, wanted, deterministic, ())
     inputs = tuple(given.get(name) for name in backward.INPUTS)
     op = backward._OP
     outputs = backward._written_to(inputs, options)
@@ -352,4 +355,5 @@ def test_a_warm_call_launches_what_a_cold_one_does(layout, driver, monkeypatch):
     assert all(len(kernel.launches) == 1 for kernel in kernels)
     for kernel in kernels:  # what is not there is null, what is there is not
         values = dict(zip(kernel.names, kernel.launches[0][1], strict=False))
-        assert not (values.get("mask") or values.get("dq_sum")) and values.get("q", 1)
+        assert not values.get("mask") and values.get("q", 1)
+        assert bool(values.get("dq_sum")) in (not deterministic, "dq_sum" in values)

@@ -8,6 +8,8 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 import fkjit  # noqa: E402
 from fkjit.build import quiet  # noqa: E402
+from fkjit.errors import ArgumentTypeError  # noqa: E402
+from fkjit.ops import attention_gradients  # noqa: E402
 from tests.test_attention_backward import gradients, tensors  # noqa: E402
 
 
@@ -112,6 +114,22 @@ def test_the_backward_operator_is_what_its_schema_says():
     options = (False, None, True, "auto", "bhsd")
     operator = torch.ops.fkjit.attention_backward.default
     torch.library.opcheck(operator, (dout, q, k, v, o, lse, None, *options))
+
+
+@pytest.mark.parametrize("deterministic", [True, False, None])
+def test_whether_the_same_bits_are_asked_for(deterministic, monkeypatch):
+    """The flag of PyTorch's overrules what is not."""
+    asked = []
+    real = attention_gradients.attention_backward
+    monkeypatch.setattr(
+        attention_gradients, "attention_backward",
+        lambda *given, **options: asked.append(options["deterministic"]) or real(*given, **options),
+    )  # fmt: skip
+    given = leaves(*tensors(2, 1, 9, 11, 16, 16)[:3])
+    fkjit.attention(*given, deterministic=deterministic).sum().backward()
+    assert asked == [deterministic is True]
+    with pytest.raises(ArgumentTypeError, match="attention: deterministic=2 is not True or False"):
+        fkjit.attention(*given, deterministic=2)
 
 
 def test_torch_func_grad():

@@ -104,7 +104,7 @@ def attention(
     options = (causal, softmax_scale, block, impl, return_lse, layout)
     if not (window is softcap is alibi_slopes is bias is mask is sinks is score_mod is None):
         forms = (window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args)
-        return _forms().dense(q, k, v, options, forms, score_mod_grad)
+        return _forms().dense(q, k, v, options, forms, score_mod_grad, deterministic)
     if operators.compiling():
         return attention_operator.traced(q, k, v, *options, deterministic)
     geometry = geometries.get(type(q))

@@ -58,12 +58,12 @@ def attention_backward(
 
     Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning".
     """
-    options = (causal, softmax_scale, deterministic or _demanded(), impl, layout)
+    options = (causal, softmax_scale, deterministic or demanded(), impl, layout)
     call = _OP.traced if operators.wrapped(dout, q, k, v) else _OP
     return call((dout, q, k, v, o, lse, dlse), (None,) * len(_OUTPUTS), options)
 
 
-def _demanded() -> bool:
+def demanded() -> bool:
     """Whether torch.use_deterministic_algorithms(True) was called."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.are_deterministic_algorithms_enabled()

@@ -35,14 +35,13 @@ INPUTS = (
     *("alibi_slopes", "bias", "mask", "sinks", *SLOTS),
 )
 _GRADIENTS = tuple(f"d{name}" for name in (*ROWS, *OF_FORM))
-_SCRATCH = ("lse_log2", "delta", "dalibi_rows", "dbias_parts")
-_NEVER = ("dq_sum", "turns")  # that kernels know, but not here
-_OUTPUTS = (*_GRADIENTS, *_SCRATCH, *_NEVER)
+_SCRATCH = ("lse_log2", "delta", "dq_sum", "dalibi_rows", "dbias_parts")
+_OUTPUTS = (*_GRADIENTS, *_SCRATCH, "turns")  # kernels know the last one, but not here
 _CPU_MULTIPROCESSORS = 8  # what the interpreter shares work out for
 _MAKES = {"keys": ("k", "v"), "queries": ("q", "alibi_slopes")}
 _SCHEMA = (
     "str form, str layout, bool causal, float? softmax_scale, int[] window, float softcap, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, str[] wanted"
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, str[] wanted, bool deterministic"
 )
 
 Views = Mapping[str, View | None]
@@ -53,12 +52,14 @@ _Made = tuple[dict[str, Any], list[Launch], list[Launch]]
 def check(
     views: Views, form: str, layout: str, causal: bool, softmax_scale: Any,
     window: tuple[int, int], softcap: float, max_seqlen_q: int, max_seqlen_k: int,
-    wanted: tuple[str, ...], scalars: tuple[tuple[str, str, Any], ...] = (),
+    wanted: tuple[str, ...], deterministic: bool,
+    scalars: tuple[tuple[str, str, Any], ...] = (),
 ) -> Request:  # fmt: skip
     """Launches and results of a call.
 
     form: the text of a `Form`. window: -1 for a side without a bound. wanted: names of inputs whose
     gradients are made, in the order of _GRADIENTS. max_seqlen_*: of packed sequences.
+    deterministic: False lets blocks add up dq in any order.
     """
     make = _packed if layout == PACKED else _dense
     problem, launches, products = make(views, layout, softmax_scale, (max_seqlen_q, max_seqlen_k))
@@ -70,9 +71,13 @@ def check(
     assert q is not None
     if slopes is not None:
         problem["alibi_batches"] = slopes.shape[0] if len(slopes.shape) == 2 else 1
-    for launch in products:
-        if set(_MAKES[launch.spec.name.removesuffix("_fp32")]) & set(wanted):
-            launches.append(_launch(launch.spec.name, launch, form, problem, arch_of(q)))
+    summed = {"q", "k"} <= set(wanted) and not {"alibi_slopes"} & set(wanted)
+    if not deterministic and summed and _may_sum(products, form):
+        launches = _by_sums(launches[0], products[0], form, problem, arch_of(q))
+    else:
+        for launch in products:
+            if set(_MAKES[launch.spec.name.removesuffix("_fp32")]) & set(wanted):
+                launches.append(_launch(launch.spec.name, launch, form, problem, arch_of(q)))
     bias = views["bias"]
     if "bias" in wanted and bias is not None and products:
         launches += _of_bias(bias, form, problem, products[0], arch_of(q))
@@ -125,6 +130,27 @@ def _launch(name: str, like_it: Launch, form: str, problem: dict[str, Any], arch
     return Launch(spec, choice.parameters(spec, tiles, dims, problem, **more), problem)
 
 
+def _may_sum(products: list[Launch], form: str) -> bool:
+    """Whether there is a kernel that adds up dq beside dk and dv."""
+    if not products or products[0].spec is not plain.KEYS or not products[0].params["aligned"]:
+        return False
+    dims = (products[0].params["head_dim"], products[0].params["head_dim_v"])
+    return dims[0] == dims[1] and bool(kernels.tiles("sums", dims[0], form))
+
+
+def _by_sums(
+    rows: Launch, keys: Launch, form: str, problem: dict[str, Any], arch: Arch
+) -> list[Launch]:
+    """dk, dv and sums of dq in one kernel: first they are set to 0, at last rounded."""
+    problem["sum_columns"] = keys.params["head_dim"]
+    dq = kernels.PACKED_DQ if "total_q" in problem else plain.DQ
+    return [
+        Launch(rows.spec, rows.params, problem),
+        _launch("sums", keys, form, problem, arch),
+        Launch(dq, {"dtype": problem["dtype"]}, problem),
+    ]
+
+
 def _of_bias(
     bias: View, form: str, problem: dict[str, Any], like_it: Launch, arch: Arch
 ) -> list[Launch]:
@@ -170,6 +196,8 @@ def _outputs(
     scratch: dict[str, tuple[int, ...]] = dict.fromkeys(
         ("lse_log2", "delta"), shared.rows_shape(problem)
     )
+    if "sum_columns" in problem:
+        scratch["dq_sum"] = (*shared.rows_shape(problem), problem["sum_columns"])
     if "alibi_slopes" in wanted:
         scratch["dalibi_rows"] = shared.rows_shape(problem)
     if problem.get("bias_parts", 1) > 1:
@@ -196,18 +224,19 @@ def _written_to(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any,
 
 def _fake(*given: Any) -> list[Any]:
     arrays = dict(zip(INPUTS, given, strict=False))
-    return [like(arrays[name]) for name in given[-1]]
+    return [like(arrays[name]) for name in given[-2]]
 
 
 def _pack(*options: Any) -> tuple[Any, ...]:
     """As the schema has them: without the numbers of a score_mod, which is no node."""
-    *others, window, softcap, longest_q, longest_k, wanted, _ = options
-    return (*others, list(window), softcap, longest_q, longest_k, list(wanted))
+    *others, window, softcap, longest_q, longest_k, wanted, deterministic, _ = options
+    return (*others, list(window), softcap, longest_q, longest_k, list(wanted), deterministic)
 
 
 def _unpack(*options: Any) -> tuple[Any, ...]:
-    *others, window, softcap, longest_q, longest_k, wanted = options
-    return (*others, tuple(window), softcap, longest_q, longest_k, tuple(wanted), ())
+    *others, window, softcap, longest_q, longest_k, wanted, deterministic = options
+    sides = tuple(window)
+    return (*others, sides, softcap, longest_q, longest_k, tuple(wanted), deterministic, ())
 
 
 _OP = Op(

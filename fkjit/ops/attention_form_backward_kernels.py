@@ -25,6 +25,10 @@ TILES: dict[str, dict[int, tuple[Any, ...]]] = {
         **dict.fromkeys((128, 192), ((64, 32, 4, 2, 2), (32, 32, 2, 2, 2))),
         256: ((32, 32, 2, 2, 2), (32, 32, 2, 2, 1)),
     },
+    "sums": {
+        64: ((64, 64, 4, 1, 2),),
+        128: ((64, 64, 4, 2, 2), (32, 64, 2, 2, 1)),
+    },
     "queries": {
         64: ((64, 64, 4, 2),),
         **dict.fromkeys((128, 192), ((64, 32, 4, 2),)),
@@ -56,18 +60,21 @@ _FORM = "what it does beside causal attention"
 
 
 # With a band of keys alone a kernel is hardly more than without a form.
-_PLAIN_TILES = {"keys": plain.KEY_TILES, "queries": plain.QUERY_TILES}
+_PLAIN_TILES = {
+    "keys": plain.KEY_TILES, "queries": plain.QUERY_TILES, "sums": plain.SUM_TILES,
+}  # fmt: skip
 
 
 # Of those, the ones whose warps have two blocks of rows and no registers to spare.
-_TALL = ((128, 128, 4, 1, 2), (128, 32, 4, 2))
+_TALL = ((128, 128, 4, 1, 2), (128, 64, 4, 1, 2), (128, 32, 4, 2))
 
 
 def tiles(name: str, head_dim: int, text: str) -> tuple[Any, ...]:
     """Of a kernel with a form, the first is the fastest."""
     form = parse(text)
     band = not (form.softcap or form.score_mod or form.alibi or form.bias or form.mask)
-    return (_PLAIN_TILES[name] if band and name in _PLAIN_TILES else TILES[name])[head_dim]
+    of = _PLAIN_TILES[name] if band and name in _PLAIN_TILES else TILES[name]
+    return of.get(head_dim, ())
 
 
 def _is_heavy(params: Params) -> bool:
@@ -186,6 +193,7 @@ def _bias_kernel(base: KernelSpec, name: str, layout: Any, derive: Any) -> Kerne
 _FP32_DERIVE = _derive(fp32.QUERIES_FP32)
 _SPECS = {
     "keys": _with_form(plain.KEYS, "keys", ("dk", "dv")),
+    "sums": _with_form(plain.SUMS, "sums", ("dk", "dv")),
     "queries": _with_form(plain.QUERIES, "queries", ("dq", "dalibi_rows")),
     "keys_fp32": _with_form(fp32.KEYS_FP32, "keys_fp32", ("dk", "dv")),
     "queries_fp32": _with_form(fp32.QUERIES_FP32, "queries_fp32", ("dq", "dalibi_rows")),
@@ -220,15 +228,27 @@ _THREADS = 256
 _HEAD_THREADS = 512
 _DENSE = replace(parse(SHOWN), varlen=False).text
 
+_PACKED = {"varlen": True, "seqlen_q": "max_seqlen_q"}
 PACKED_ROWS = replace(
     plain.ROWS,
     op=OP,
-    derive=lambda params: {**plain.ROWS.derive(params), "varlen": True, "seqlen_q": "max_seqlen_q"},
+    derive=lambda params: {**plain.ROWS.derive(params), **_PACKED},
     arguments=lambda params, one, arrays: {
         **problem.arguments(params, one, arrays), "lanes": plain.row_lanes(one),
     },
     grid=lambda params, one: (
         -(-one["batch"] * one["heads_q"] * problem.longest_padded(one) * plain.row_lanes(one)
+          // plain.ROW_THREADS), 1, 1,
+    ),
+)  # fmt: skip
+
+PACKED_DQ = replace(
+    plain.DQ,
+    op=OP,
+    derive=lambda params: {**plain.DQ.derive(params), **_PACKED},
+    arguments=problem.arguments,
+    grid=lambda params, one: (
+        -(-one["batch"] * one["heads_q"] * -(-one["seqlen_q"] // 16) * one["sum_columns"] // 2
           // plain.ROW_THREADS), 1, 1,
     ),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 from fkjit.errors import CompileError, ParameterError
 from fkjit.ops import attention_form_backward as backward
 from fkjit.ops import operators
+from fkjit.ops.attention_backward import demanded
 from fkjit.ops.attention_form import Form
 
 # Of a call with a form, in the order of its op
@@ -40,6 +41,7 @@ class Call:
     score_mod_grad: str
     score_names: tuple[str, ...]
     score_scalars: tuple[tuple[str, str, Any], ...]
+    deterministic: bool = True
     max_seqlen_q: Any = 0
     max_seqlen_k: Any = 0
 
@@ -49,7 +51,7 @@ class Call:
         return (
             self._form(given, wanted).text, self.layout, bool(self.causal), self.softmax_scale,
             tuple(sides), float(self.softcap or 0.0), self.max_seqlen_q, self.max_seqlen_k, wanted,
-            self.score_scalars,
+            self.deterministic or demanded(), self.score_scalars,
         )  # fmt: skip
 
     def _form(self, given: dict[str, Any], wanted: tuple[str, ...]) -> Form:

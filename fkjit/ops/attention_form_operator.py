@@ -14,7 +14,7 @@ from fkjit.ops.attention_checks import LAYOUTS
 _FORM = (
     "Tensor? alibi_slopes=None, Tensor? bias=None, Tensor? mask=None, Tensor? sinks=None, "
     "int[]? window=None, float? softcap=None, bool causal=False, float? softmax_scale=None, "
-    "int[]? block=None"
+    "int[]? block=None, bool? deterministic=True"
 )
 _DENSE = f"(Tensor q, Tensor k, Tensor v, {_FORM}, str impl='auto', str layout='bhsd') -> "
 _VARLEN = (
@@ -23,7 +23,7 @@ _VARLEN = (
 )
 _FORM_NAMES = (
     *("alibi_slopes", "bias", "mask", "sinks", "window", "softcap", "causal", "softmax_scale"),
-    "block",
+    *("block", "deterministic"),
 )
 _DENSE_NAMES = (*_FORM_NAMES, "impl", "layout")
 
@@ -35,14 +35,14 @@ def define(dense: Callable[..., Any], varlen: Callable[..., Any]) -> None:
         def run(q: Any, k: Any, v: Any, *options: Any, **named: Any) -> Any:
             given = dict(zip(_DENSE_NAMES, options, strict=False)) | named
             where = (given.get("impl", "auto"), given.get("layout", "bhsd"))
-            return dense((q, k, v), where, *_taken(given, lse))
+            return dense((q, k, v), where, *_taken(given, lse), None, _exact(given))
 
         return run
 
     def run_varlen(lse: bool) -> Callable[..., Any]:
         def run(*arrays: Any, **named: Any) -> Any:
             given = dict(zip(_FORM_NAMES, arrays[7:], strict=False)) | named
-            return varlen(arrays[:3], arrays[3:7], *_taken(given, lse))
+            return varlen(arrays[:3], arrays[3:7], *_taken(given, lse), None, _exact(given))
 
         return run
 
@@ -60,20 +60,23 @@ def define(dense: Callable[..., Any], varlen: Callable[..., Any]) -> None:
 
 
 def traced_dense(
-    rows: tuple[Any, ...], where: tuple[Any, ...], shared: tuple[Any, ...], forms: tuple[Any, ...]
-) -> Any:
+    rows: tuple[Any, ...], where: tuple[Any, ...], shared: tuple[Any, ...],
+    forms: tuple[Any, ...], deterministic: bool | None = True,
+) -> Any:  # fmt: skip
     """What `attention` with a form is while torch.compile traces it."""
     name = "attention_form_lse" if shared[3] else "attention_form"
-    return getattr(operators.known, name)(*rows, *_given("attention", shared, forms), *where)
+    given = _given("attention", shared, forms)
+    return getattr(operators.known, name)(*rows, *given, deterministic, *where)
 
 
 def traced_varlen(
-    rows: tuple[Any, ...], packed: tuple[Any, ...], shared: tuple[Any, ...], forms: tuple[Any, ...]
-) -> Any:
+    rows: tuple[Any, ...], packed: tuple[Any, ...], shared: tuple[Any, ...],
+    forms: tuple[Any, ...], deterministic: bool | None = True,
+) -> Any:  # fmt: skip
     """What `attention_varlen` is while torch.compile traces it."""
     name = "attention_varlen_lse" if shared[3] else "attention_varlen"
     given = _given("attention_varlen", shared, forms)
-    return getattr(operators.known, name)(*rows, *packed, *given)
+    return getattr(operators.known, name)(*rows, *packed, *given, deterministic)
 
 
 def _given(call: str, shared: tuple[Any, ...], forms: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -99,6 +102,10 @@ def _taken(given: dict[str, Any], lse: bool) -> tuple[tuple[Any, ...], tuple[Any
     shared = (given.get("causal", False), given.get("softmax_scale"), block, lse)
     arrays = (given.get(name) for name in ("alibi_slopes", "bias", "mask", "sinks"))
     return shared, (window, given.get("softcap"), *arrays, None, None)
+
+
+def _exact(given: dict[str, Any]) -> bool | None:
+    return given.get("deterministic", True)
 
 
 def _fake_dense(lse: bool) -> Callable[..., Any]:

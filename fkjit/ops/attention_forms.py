@@ -15,7 +15,7 @@ from fkjit.ops.attention_form_backward import PACKED
 from fkjit.ops.attention_form_checks import check_dense, check_varlen
 from fkjit.ops.attention_form_gradients import Call, differentiable
 from fkjit.ops.attention_form_problem import POINTERS
-from fkjit.ops.attention_gradients import wanted
+from fkjit.ops.attention_gradients import check_deterministic, wanted
 from fkjit.ops.simple import Op
 
 FORM = ("alibi_slopes", "bias", "mask", "sinks")  # arrays of a form
@@ -77,33 +77,34 @@ def attention_varlen(
     if operators.autocasting():
         q, k, v = operators.autocast(q, k, v)
     if operators.compiling() or operators.abstract(q, k, v):
-        return operator.traced_varlen((q, k, v), packed, shared, forms)
-    return _packed((q, k, v), packed, shared, forms, score_mod_grad)
+        return operator.traced_varlen((q, k, v), packed, shared, forms, deterministic)
+    return _packed((q, k, v), packed, shared, forms, score_mod_grad, deterministic)
 
 
 def dense(
     q: Any, k: Any, v: Any, options: tuple[Any, ...], forms: tuple[Any, ...],
-    score_mod_grad: str | None = None,
+    score_mod_grad: str | None = None, deterministic: bool | None = True,
 ) -> Any:  # fmt: skip
     """`fkjit.attention` with a form. options: causal, softmax_scale, block, impl, return_lse,
     layout; forms: window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args."""
     causal, scale, block, impl, return_lse, layout = options
     shared = (causal, scale, block, return_lse)
     if operators.compiling() or operators.abstract(q, k, v):
-        return operator.traced_dense((q, k, v), (impl, layout), shared, forms)
+        return operator.traced_dense((q, k, v), (impl, layout), shared, forms, deterministic)
     if operators.autocasting():
         q, k, v = operators.autocast(q, k, v)
-    return _dense((q, k, v), (impl, layout), shared, forms, score_mod_grad)
+    return _dense((q, k, v), (impl, layout), shared, forms, score_mod_grad, deterministic)
 
 
 def _packed(
     rows: tuple[Any, ...], packed: tuple[Any, ...], shared: tuple[Any, ...],
-    forms: tuple[Any, ...], score_mod_grad: str | None = None,
+    forms: tuple[Any, ...], score_mod_grad: str | None = None, deterministic: Any = True,
 ) -> Any:  # fmt: skip
     arrays, options = _call("attention_varlen", rows, packed[:2], shared, forms)
     derivative = _derivative("attention_varlen", forms, score_mod_grad)
     if not wanted(*arrays):
         return _run(_VARLEN, arrays, (*packed[2:], *options))
+    settings = _settings("attention_varlen", options, derivative, deterministic)
 
     def traced(inputs: tuple[Any, ...]) -> Any:
         again = _with_lse(shared), (*forms[:2], *inputs[5:9], *forms[6:])
@@ -113,7 +114,7 @@ def _packed(
         Call(
             "attention_varlen",
             lambda inputs: _run(_VARLEN, inputs, (*packed[2:], *_with_lse(options))),
-            traced, PACKED, *_settings(options, derivative), *packed[2:],
+            traced, PACKED, *settings, *packed[2:],
         ),
         arrays,
     )  # fmt: skip
@@ -122,12 +123,13 @@ def _packed(
 
 def _dense(
     rows: tuple[Any, ...], where: tuple[Any, ...], shared: tuple[Any, ...],
-    forms: tuple[Any, ...], score_mod_grad: str | None = None,
+    forms: tuple[Any, ...], score_mod_grad: str | None = None, deterministic: Any = True,
 ) -> Any:  # fmt: skip
     arrays, options = _call("attention", rows, (None, None), shared, forms)
     derivative = _derivative("attention", forms, score_mod_grad)
     if not wanted(*arrays):
         return _run(_DENSE, arrays, (*where, *options))
+    settings = _settings("attention", options, derivative, deterministic)
 
     def traced(inputs: tuple[Any, ...]) -> Any:
         again = _with_lse(shared), (*forms[:2], *inputs[5:9], *forms[6:])
@@ -136,7 +138,7 @@ def _dense(
     made = differentiable(
         Call(
             "attention", lambda inputs: _run(_DENSE, inputs, (*where, *_with_lse(options))),
-            traced, where[1], *_settings(options, derivative),
+            traced, where[1], *settings,
         ),
         arrays,
     )  # fmt: skip
@@ -148,10 +150,13 @@ def _with_lse(options: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*options[:3], True, *options[4:])
 
 
-def _settings(options: tuple[Any, ...], derivative: str) -> tuple[Any, ...]:
+def _settings(
+    call: str, options: tuple[Any, ...], derivative: str, deterministic: Any
+) -> tuple[Any, ...]:
     """Of a `Call`, of those that an op has."""
     causal, softmax_scale, _, _, *form, names, scalars = options
-    return (causal, softmax_scale, *form, derivative, names, scalars)
+    exact = check_deterministic(call, deterministic)
+    return (causal, softmax_scale, *form, derivative, names, scalars, exact)
 
 
 def _derivative(call: str, forms: tuple[Any, ...], score_mod_grad: str | None) -> str:
