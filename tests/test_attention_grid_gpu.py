@@ -177,7 +177,10 @@ def test_error_is_at_most_twice_pytorchs(case):
     hidden = torch.isneginf(exact[1])
     assert torch.equal(torch.isneginf(found[1]), hidden)
     assert torch.allclose(found[1][~hidden].double(), exact[1][~hidden], rtol=1e-5, atol=2e-5)
-    floor = 2e-6 * max(x.norm() for x in exact[2:])  # of one key q has no gradient
+    # Of one key, q's gradient is nothing, or with a sink the rest of two numbers that cancel, one of
+    # them a sum over o as it was rounded: half an ulp of what the others have.
+    half_ulp = torch.finfo(DTYPES[case.dtype]).eps / 2 if case.pair == (1, 1) else 0
+    floor = max(2e-6, half_ulp) * max(x.norm() for x in exact[2:])
     for name, one, other, expected in zip(
         ("o", "dq", "dk", "dv"), (found[0], *found[2:]), (peer[0], *peer[2:]),
         (exact[0], *exact[2:]), strict=True,
