@@ -177,8 +177,8 @@ def test_error_is_at_most_twice_pytorchs(case):
     hidden = torch.isneginf(exact[1])
     assert torch.equal(torch.isneginf(found[1]), hidden)
     assert torch.allclose(found[1][~hidden].double(), exact[1][~hidden], rtol=1e-5, atol=2e-5)
-    # Of one key, q's gradient is nothing, or with a sink the rest of two numbers that cancel, one of
-    # them a sum over o as it was rounded: half an ulp of what the others have.
+    # Of one key, q's gradient is nothing, or with a sink the rest of two numbers that cancel, one
+    # of them a sum over o as it was rounded: half an ulp of what the others have.
     half_ulp = torch.finfo(DTYPES[case.dtype]).eps / 2 if case.pair == (1, 1) else 0
     floor = max(2e-6, half_ulp) * max(x.norm() for x in exact[2:])
     for name, one, other, expected in zip(
