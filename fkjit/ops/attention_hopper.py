@@ -72,7 +72,7 @@ def _derive(params: Params) -> dict[str, Any]:
         "ptx_type": {"fp16": "f16", "bf16": "bf16"}[params["dtype"]],
         **product("qk", block_k // 2, {"q": 1, "k": 1, "add": 1}),
         **product("pv", params["head_dim_v"] // 2, {"p": 4, "v": 1}),
-        **{**PLAIN, "bias": False, "mask": False},
+        **{**PLAIN, "bias": False, "mask": False, "alibi": False},
     }
 
 

@@ -36,6 +36,7 @@
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 //% if form
+#include "device/alibi_tile.cuh"
 #include "device/attention_span.cuh"
 #include "device/score_tile.cuh"
 #include "device/soft_cap.cuh"
@@ -64,7 +65,7 @@ constexpr bool NATURAL = SOFTCAP || SCORE_MOD || BIAS;
 // All of a warp's scores are capped at once where registers allow it, else one by one.
 constexpr bool CAP_WARP = SOFTCAP && HEAD_DIM_V <= 128 && ARRAYS < 2;
 constexpr bool CAP_EACH = SOFTCAP && !CAP_WARP;
-constexpr bool RULES = CAP_EACH || SCORE_MOD || ALIBI || ARRAYS > 0;
+constexpr bool RULES = CAP_EACH || SCORE_MOD || ARRAYS > 0;  // one by one
 
 // The caller's expression of one score, and what he gave for it to read.
 struct ScoreMod {
@@ -75,7 +76,7 @@ struct ScoreMod {
   }
 };
 //% else
-constexpr bool VARLEN = false, NATURAL = false;
+constexpr bool VARLEN = false, NATURAL = false, ALIBI = false;
 constexpr int ARRAYS = 0;
 //% endif
 
@@ -379,19 +380,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       float acc[1][HEAD_DIM_V / 8][4] = {};
       u32 p[PV_STEPS][4];
       float correction[1][2];
-      OnlineSoftmax<1> softmax;
+      OnlineSoftmax<1, ALIBI> softmax;
       int tile = range.end - 1;
       //% if form
       KeyBand band(range.seqlen_q, range.seqlen_k, form.window_left, form.window_right);
       ScorePlace scores_at{0, place.q0, 0};
       const SoftCapOfWarp softcap(form.softcap, form.softmax_scale);
+      const RuleIf<ALIBI, AlibiOfWarp> alibi(alibi_slopes, form.alibi_batch_stride, place.batch,
+                                             place.head, range.seqlen_q, range.seqlen_k, unit);
       auto rules =
           score_rules(RuleIf<CAP_EACH, SoftCap<false>>(form.softcap, form.softmax_scale),
                       PerScore<ScoreMod>(
                           {place.batch, place.head, range.seqlen_q, range.seqlen_k${score_values}},
                           range.seqlen_q, range.seqlen_k),
-                      RuleIf<ALIBI, Alibi>(alibi_slopes, form.alibi_batch_stride, place.batch,
-                                           place.head, range.seqlen_q, range.seqlen_k, unit),
                       RuleIf<BIAS, Staged<Bias<bias_t, true>, BiasTile, 0>>(scores_at),
                       RuleIf<MASK, Staged<Where<u8, true>, MaskTile, BIAS_BYTES>>(scores_at));
       if (SINKS) softmax.begin_with(sinks[place.head] * unit, lane);
@@ -411,6 +412,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
           if (signals) mbarrier_arrive(barriers.scores_empty(score_place.stage));
           score_place.advance();
         }
+        //% endif
+        //% if alibi
+        alibi.on_fragments(s, softmax.frame[0], lane, row, key);
+        //% endif
+        //% if form
         if (!range.is_whole(tile)) rules_on_fragments(s, lane, band, 1.f, row, key);
         //% else
         if (!range.is_whole(tile))

@@ -63,8 +63,8 @@ __device__ __forceinline__ void multiply_pv(float (&acc)[M][COLUMNS][4], const f
 }
 
 // Scores -> probabilities in place; adds up this lane's part of the row sums.
-template <int N>
-__device__ __forceinline__ void exponentials(float (&s)[1][N][4], OnlineSoftmax<1>& softmax,
+template <int N, bool FRAMED>
+__device__ __forceinline__ void exponentials(float (&s)[1][N][4], OnlineSoftmax<1, FRAMED>& softmax,
                                              float scale_log2) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

@@ -6,9 +6,9 @@
 
 // finish_rows (attention_mma.cuh) of a warp's 16 rows by stmatrix: an instruction for every sixteen
 // columns instead of four.
-template <typename T, typename OTile, int COLUMNS>
+template <typename T, typename OTile, int COLUMNS, bool FRAMED>
 __device__ __forceinline__ void finish_rows_matrix(const float (&acc)[1][COLUMNS][4],
-                                                   const OnlineSoftmax<1>& softmax,
+                                                   const OnlineSoftmax<1, FRAMED>& softmax,
                                                    float scale_log2, int lane, u32 warp_o_tile,
                                                    float* lse, int rows_left) {
   float inverse[2];

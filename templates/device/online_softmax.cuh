@@ -24,11 +24,14 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(FULL_MASK, x, 2);
 }
 
-template <int M_BLOCKS>
+// FRAMED: each lane's scores are short of the true ones by a number of its own for each row, which
+// may be another one in each tile.
+template <int M_BLOCKS, bool FRAMED = false>
 struct OnlineSoftmax {
   static constexpr float MAX_GROWTH = 8.f;  // in powers of two
   float row_max[M_BLOCKS][2];               // of the raw scores; may lag behind the true maximum
   float row_sum[M_BLOCKS][2];               // this lane's part of the row
+  float frame[M_BLOCKS][2];                 // to be added to the scores, where FRAMED
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
@@ -71,6 +74,7 @@ struct OnlineSoftmax {
           y = fmaxf(y, s[m][n][2 * half + 1]);
         }
         top[m][half] = fmaxf(x, y);
+        if (FRAMED) top[m][half] += frame[m][half];
         grew |= (top[m][half] - row_max[m][half]) * scale_log2 > MAX_GROWTH;
       }
     // Lanes of a quad learn of each other's maxima only now: most tiles end here.
@@ -90,7 +94,8 @@ struct OnlineSoftmax {
 
   // What to subtract from score * scale_log2.
   __device__ __forceinline__ float offset(int m, int half, float scale_log2) const {
-    return row_max[m][half] == NEG_INFINITY ? 0.f : row_max[m][half] * scale_log2;
+    const float most = FRAMED ? row_max[m][half] - frame[m][half] : row_max[m][half];
+    return row_max[m][half] == NEG_INFINITY ? 0.f : most * scale_log2;
   }
 
   // After the last tile: adds up the quad's parts of the row sum.
