@@ -144,8 +144,7 @@ def takes(problem: Problem, aligned: bool, arch: Arch) -> bool:
     """Whether TMA can read the arrays and the kernel suits the problem: rows on 16-byte boundaries,
     no dimension repeated by a stride of 0, a positive scale (signs could not go into q), and enough
     queries for it to pay."""
-    dims = padded_dim(problem["head_dim"]), padded_dim(problem["head_dim_v"])
-    if dims[0] != dims[1] or dims[0] is None or problem["dtype"] == "fp32" or not aligned:
+    if padded_dim(problem) is None or problem["dtype"] == "fp32" or not aligned:
         return False
     if not arch.features >= FLASH_SM90.features({}):
         return False
@@ -172,16 +171,17 @@ def pays(problem: Problem, deterministic: bool) -> bool:
     return not deterministic
 
 
-def padded_dim(head_dim: int) -> int | None:
-    """The compiled head dimension that holds this one, or None."""
-    return next((padded for padded in HEAD_DIMS if head_dim <= padded), None)
+def padded_dim(problem: Problem) -> int | None:
+    """The compiled head dimension that holds those of a problem, or None."""
+    larger = max(problem["head_dim"], problem["head_dim_v"])
+    return next((padded for padded in HEAD_DIMS if larger <= padded), None)
 
 
 def launches(
     problem: Problem, deterministic: bool
 ) -> tuple[tuple[Launch, ...], dict[str, tuple[int, ...]]]:
     """The kernels of a call, and the shapes of what they hand on beside lse_log2 and delta."""
-    dtype, dim = problem["dtype"], padded_dim(problem["head_dim"]) or 0
+    dtype, dim = problem["dtype"], padded_dim(problem) or 0
     scratch: dict[str, tuple[int, ...]] = {"dq_sum": (*shared.rows_shape(problem), dim)}
     if deterministic:
         scratch["turns"] = _turns_shape(problem)

@@ -24,13 +24,13 @@
    Source: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
 #include "device/backward_barriers.cuh"
+#include "device/backward_copies.cuh"
 #include "device/backward_queue.cuh"
 #include "device/backward_sums.cuh"
 #include "device/backward_tile.cuh"
 #include "device/mbarrier.cuh"
 #include "device/stmatrix.cuh"
 #include "device/tma.cuh"
-#include "device/turns.cuh"
 #include "device/wgmma.cuh"
 
 using elem_t = ${dtype};
@@ -39,8 +39,7 @@ constexpr int HEAD_DIM = ${head_dim};  // of q, k, v and o, padded with zeros
 constexpr bool DETERMINISTIC = ${deterministic};
 constexpr bool DIRECT = ${direct};  // dQ is added up from registers, else from shared memory
 constexpr int Q_STAGES = ${q_stages}, DO_STAGES = ${do_stages};  // tiles in shared memory
-constexpr int MAIN_REGISTERS = ${main_registers};
-constexpr int DQ_REGISTERS = ${dq_registers};
+constexpr int MAIN_REGISTERS = ${main_registers}, DQ_REGISTERS = ${dq_registers};
 constexpr int COPY_REGISTERS = ${copy_registers};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 
@@ -171,17 +170,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
 
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
-
   int works_taken = 0, step_number = 0;  // step_number: tiles of queries so far
   const auto next_work = [&] { return take_work(barriers, works_taken++, signals); };
-
-  const auto copies = [&](const Tile& tile, int part) {
-    const i64 row_block = static_cast<i64>(tile.index) * (BLOCK_Q / 16) + part / DQ_ACROSS * 4;
-    const int columns = part % DQ_ACROSS * CHUNKS;
-    return Copies{dq_sum + fragment_place(row_block, columns, HEAD_DIM / 8, 0),
-                  shared + DQ_OFFSET + part * DQ_STAGE};
-  };
-
   if (warpgroup < 2) {
     // ---- dK and dV of 64 keys
     more_registers<MAIN_REGISTERS>();
@@ -194,6 +184,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const u32 lane_rows = shared + ROWS_OFFSET + lane % 4 * 8;
     RingPlace<Q_STAGES> place;
 
+    const auto store_rows = [&](const TensorMap& map, const float (&sum)[1][HEAD_DIM / 8][4],
+                                float scale, int number, int offset) {
+      const u32 warp_tile = shared + warp_row * KTile::ROW_BYTES + offset;
+      stage_rows<elem_t, KTile>(sum, scale, lane, warp_tile);
+      proxy_fence();
+      __syncwarp();
+      if (!signals) return;
+      const BackwardWork work(number, sizes);
+      tma_store_tile<KTile>(map, warp_tile, work.block * BLOCK_K + warp_row, work.head, work.batch);
+    };
+
     for (int number = next_work(); number < sizes.works(); number = next_work()) {
       float dk[1][HEAD_DIM / 8][4] = {}, dv[1][HEAD_DIM / 8][4] = {};
       u32 p[Q_STEPS][4];
@@ -204,7 +205,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         probabilities<elem_t>(p, s, softmax_scale_log2, lane_rows + stage * ROWS_STAGE);
       };
 
-      mbarrier_wait(barriers.kv_full(), works_taken - 1 & 1);
+      const int kv_parity = works_taken - 1 & 1;
+      mbarrier_wait(barriers.k_full(), kv_parity);
       mbarrier_wait(barriers.q_full(place.stage), place.parity);
       wgmma_fence();
       {
@@ -213,6 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         wgmma_wait<0>();
         take_probabilities(s, place.stage, step_number);
       }
+      mbarrier_wait(barriers.v_full(), kv_parity);
       for (bool last = false; !last;) {
         // 1. dP^T and dV, then dS^T.
         const int stage = place.stage;
@@ -242,9 +245,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         __syncwarp();
         if (signals) mbarrier_arrive(barriers.ds_full(ds_ring.stage));
 
-        // 3. S^T of the next tile, then dK; P^T meanwhile. (After the last tile its own scores once
-        // more: products must not stand under a condition.)
+        // 3. dV, when it is complete, is staged where V was, which this warpgroup alone reads.
         last = Tile(barriers.tile(step_number)).last;
+        if (last) {
+          warpgroup_sync(1 + warpgroup);
+          store_rows(dv_map, dv, 1.f, number, V_OFFSET);
+        }
+
+        // 4. S^T of the next tile, then dK; P^T meanwhile. (After the last tile its own scores once
+        // more: products must not stand under a condition.)
         place.advance();
         if (!last) mbarrier_wait(barriers.q_full(place.stage), place.parity);
         const int next_stage = last ? stage : place.stage, next_step = step_number + !last;
@@ -260,24 +269,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         __syncwarp();  // after the last tile, lanes have read of this stage once more
         if (signals) mbarrier_arrive(barriers.q_empty(stage));
       }
-      // 4. The results are staged where V and K were: V is read by this warpgroup alone, K by the
-      // third one, too.
+      // 5. dK is staged where K was, which the third warpgroup reads, too.
+      if (signals) tma_store_wait(), mbarrier_arrive(barriers.v_empty());
       warpgroup_sync(1 + warpgroup);
-      const u32 warp_k_tile = shared + warp_row * KTile::ROW_BYTES;
       const RingPlace<DS_STAGES> ds_ring = ring_place<DS_STAGES>(step_number - 1);
-      stage_rows<elem_t, KTile>(dv, 1.f, lane, warp_k_tile + V_OFFSET);
       mbarrier_wait(barriers.ds_empty(ds_ring.stage), ds_ring.parity);
-      stage_rows<elem_t, KTile>(dk, softmax_scale, lane, warp_k_tile);
-      proxy_fence();
-      __syncwarp();
-      if (signals) {
-        const BackwardWork work(number, sizes);
-        const int row = work.block * BLOCK_K + warp_row;
-        tma_store_tile<KTile>(dv_map, warp_k_tile + V_OFFSET, row, work.head, work.batch);
-        tma_store_tile<KTile>(dk_map, warp_k_tile, row, work.head, work.batch);
-        tma_store_wait();
-        mbarrier_arrive(barriers.kv_empty());
-      }
+      store_rows(dk_map, dk, softmax_scale, number, 0);
+      if (signals) tma_store_wait(), mbarrier_arrive(barriers.k_empty());
     }
   } else if (warpgroup == 2) {
     // ---- dQ
@@ -285,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const u64 ds_operand = wgmma_tile(shared + DS_OFFSET, DSTile::PANEL_BYTES);
     const u64 k_operand = wgmma_tile(shared, KTile::PANEL_BYTES);
     for (int number = next_work(); number < sizes.works(); number = next_work()) {
-      mbarrier_wait(barriers.kv_full(), works_taken - 1 & 1);
+      mbarrier_wait(barriers.k_full(), works_taken - 1 & 1);
       for (bool last = false; !last; ++step_number) {
         const RingPlace<DS_STAGES> ds_ring = ring_place<DS_STAGES>(step_number);
         mbarrier_wait(barriers.ds_full(ds_ring.stage), ds_ring.parity);
@@ -336,8 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         number = BackwardWork::next(number, counters, sizes.again());
         announce_work(barriers, begun++, number);
         if (number >= sizes.works()) break;
-        const Sizes sizes_again = sizes.again();
-        BackwardWalk at = note_work(barriers, BackwardWork(number, sizes_again), sizes_again);
+        BackwardWalk at = note_work(barriers, number, sizes.again());
         for (; at.left > 0; ++step_number) {
           const BackwardWork work = noted_work(barriers);
           const Sizes now = sizes.again();
@@ -374,63 +371,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         if (number >= sizes.works()) break;
         const BackwardWork work(number, sizes);
         const int row = work.block * BLOCK_K;
-        mbarrier_wait(barriers.kv_empty(), taken & 1 ^ 1);
-        tma_load_tile<KTile>(shared, k_map, barriers.kv_full(), row, work.head, work.batch);
-        tma_load_tile<KTile>(shared + V_OFFSET, v_map, barriers.kv_full(), row, work.head,
+        mbarrier_wait(barriers.v_empty(), taken & 1 ^ 1);
+        tma_load_tile<KTile>(shared + V_OFFSET, v_map, barriers.v_full(), row, work.head,
                              work.batch);
+        mbarrier_wait(barriers.k_empty(), taken & 1 ^ 1);
+        tma_load_tile<KTile>(shared, k_map, barriers.k_full(), row, work.head, work.batch);
       }
     } else if (warp == 2 && signals) {
       // ---- copies of dQ, in turns
-      u32 about_turn = 0;  // the tile before: its turn ends when its additions are in place
-      const auto finish_turn = [&] {
-        if (about_turn == 0) return;
-        bulk_wait();
-        turn_done(turns + Tile(about_turn).index, BackwardTurn{about_turn + 16}.others());
-        about_turn = 0;
+      const auto copies = [&](int index, int part) {
+        const i64 row_block = static_cast<i64>(index) * (BLOCK_Q / 16) + part / DQ_ACROSS * 4;
+        const i64 place = fragment_place(row_block, part % DQ_ACROSS * CHUNKS, HEAD_DIM / 8, 0);
+        return Copies{dq_sum + place, shared + DQ_OFFSET + part * DQ_STAGE};
       };
-      while (take_work_alone(barriers, works_taken++) < sizes.works()) {
-        for (bool last = DIRECT; !last; ++step_number) {
-          // Others wait for the end of a turn: now, where there is nothing else to do, else when
-          // the third warpgroup may go on.
-          if (DETERMINISTIC && !mbarrier_test(barriers.begun(), step_number & 1)) finish_turn();
-          mbarrier_wait(barriers.begun(), step_number & 1);
-          const u32 about = barriers.tile(step_number);
-          const BackwardTurn turn{about + 16};
-          const Tile tile(about);
-          const bool takes = DETERMINISTIC && turn.last() && turn.rank() > 0;
-          last = tile.last;
-#pragma unroll
-          for (int part = 0; part < DQ_PARTS; ++part)
-            if (!takes) mbarrier_arrive(barriers.dq_ready(part));
-          if (DETERMINISTIC) {
-            finish_turn();
-            turn_wait(turns + tile.index, turn.rank());
-          }
-#pragma unroll
-          for (int part = 0; part < DQ_PARTS; ++part)
-            if (takes) copies(tile, part).load(barriers.dq_ready(part));
-#pragma unroll
-          for (int part = 0; part < DQ_PARTS; ++part) {
-            const Copies copy = copies(tile, part);
-            mbarrier_wait(barriers.dq_full(part), step_number & 1);
-            //% if deterministic
-            if (turn.last()) {
-              const int panel = part % DQ_ACROSS, block = part / DQ_ACROSS;
-              copy.finish(dq_map, turn, block * 64, panel * DQ_COLUMNS);
-            } else if (turn.rank() == 0) {
-              copy.store();
-            } else {
-              copy.add();
-            }
-            //% else
-            copy.add();
-            //% endif
-          }
-          bulk_wait_read();
-          if (DETERMINISTIC) about_turn = about;
-        }
-      }
-      if (DETERMINISTIC) finish_turn();
+      DQThread<DETERMINISTIC, DQ_PARTS, Barriers> thread{barriers, turns};
+      const auto finish = [&](const Copies& copies, BackwardTurn turn, int part) {
+        //% if deterministic
+        copies.finish(dq_map, turn, part / DQ_ACROSS * 64, part % DQ_ACROSS * DQ_COLUMNS);
+        //% endif
+      };
+      while (take_work_alone(barriers, works_taken++) < sizes.works())
+        for (bool last = DIRECT; !last; ++step_number)
+          last = thread.tile(step_number, copies, finish);
+      thread.finish_turn();
       bulk_wait();
     }
   }

@@ -2,7 +2,7 @@
 // memory.
 //
 //   work      which piece comes next, announced by the thread that loads tiles
-//   kv        K and V of a piece of work; empty when dK and dV, staged there, have been stored
+//   k, v      K and V of a piece of work; empty when dK and dV, staged there, have been stored
 //   q, do     tiles of Q (with lse and delta) and dO; empty when dK, or dV, has been multiplied
 //   ds        dS of a tile, from two warpgroups for the third
 //   begun     the third is at the next tile
@@ -16,17 +16,19 @@ struct BackwardBarriers {
   static constexpr int SLOTS = 2;  // pieces of work that have been announced
   static constexpr int TILES = 8;  // descriptions of tiles: more than are under way
   static constexpr int TILE_BYTES = 48;
-  static constexpr int Q = 64, DO = Q + Q_STAGES * 16, DS = DO + DO_STAGES * 16;
+  static constexpr int Q = 80, DO = Q + Q_STAGES * 16, DS = DO + DO_STAGES * 16;
   static constexpr int DQ = DS + DS_STAGES * 16, NOTES = 256;
   static_assert(DQ + DQ_PARTS * 16 <= NOTES, "barriers before notes");
   u32 base;
 
-  __device__ __forceinline__ u32 kv_full() const { return base; }
-  __device__ __forceinline__ u32 kv_empty() const { return base + 8; }
-  __device__ __forceinline__ u32 begun() const { return base + 16; }
-  __device__ __forceinline__ u32 work(int slot) const { return base + 24 + slot * 4; }
-  __device__ __forceinline__ u32 work_full(int slot) const { return base + 32 + slot * 16; }
-  __device__ __forceinline__ u32 work_empty(int slot) const { return base + 40 + slot * 16; }
+  __device__ __forceinline__ u32 k_full() const { return base; }
+  __device__ __forceinline__ u32 k_empty() const { return base + 8; }
+  __device__ __forceinline__ u32 v_full() const { return base + 16; }
+  __device__ __forceinline__ u32 v_empty() const { return base + 24; }
+  __device__ __forceinline__ u32 begun() const { return base + 32; }
+  __device__ __forceinline__ u32 work(int slot) const { return base + 40 + slot * 4; }
+  __device__ __forceinline__ u32 work_full(int slot) const { return base + 48 + slot * 16; }
+  __device__ __forceinline__ u32 work_empty(int slot) const { return base + 56 + slot * 16; }
   __device__ __forceinline__ u32 q_full(int stage) const { return base + Q + stage * 16; }
   __device__ __forceinline__ u32 q_empty(int stage) const { return base + Q + 8 + stage * 16; }
   __device__ __forceinline__ u32 do_full(int stage) const { return base + DO + stage * 16; }
@@ -43,8 +45,8 @@ struct BackwardBarriers {
 
   // By one thread, before all meet.
   __device__ __forceinline__ void init() const {
-    mbarrier_init(kv_full(), 2);
-    mbarrier_init(kv_empty(), 8);
+    mbarrier_init(k_full(), 1), mbarrier_init(k_empty(), 8);
+    mbarrier_init(v_full(), 1), mbarrier_init(v_empty(), 8);
     mbarrier_init(begun(), 1);
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {

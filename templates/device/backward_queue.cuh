@@ -32,8 +32,9 @@ __device__ __forceinline__ int take_work(const Barriers& barriers, int taken, bo
 
 // What the thread that loads notes for itself, for want of registers.
 template <typename Barriers, typename Sizes>
-__device__ __forceinline__ BackwardWalk note_work(const Barriers& barriers, BackwardWork work,
+__device__ __forceinline__ BackwardWalk note_work(const Barriers& barriers, int number,
                                                   const Sizes& sizes) {
+  const BackwardWork work(number, sizes);
   store_shared_chunk(barriers.note(), work.words());
   return BackwardWalk(work, sizes);
 }
