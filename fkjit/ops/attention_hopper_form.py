@@ -16,16 +16,15 @@ from fkjit.ops.attention_problem import split_block
 from fkjit.spec import Arrays, Params, Problem, SharedLayout
 from fkjit.tensor_map import TensorMap
 
-# Tiles of each padded head_dim, fastest first: those of attention that leave registers for rules,
-# the tallest one without a score_mod.
-_TALL = (192, 128)
+# Tiles of each padded head_dim: those of attention that leave registers for rules.
 TILES: dict[int, tuple[Any, ...]] = {
-    64: (_TALL, 128, (64, 128)),
+    64: ((256, 64), (192, 128), 128, (64, 128)),
     96: (128,),
-    128: (128, (64, 128), (128, 64)),
+    128: (128, (192, 80), (64, 128), (128, 64)),
     192: ((128, 96), (128, 64)),
     256: ((128, 80), (128, 64)),
 }
+_MOD_ROWS = 128  # at most, beside what a score_mod may hold in registers
 ALL_TILES = tuple(dict.fromkeys(tile for tiles in TILES.values() for tile in tiles))
 _PANEL, _WARP_ROWS, _ROW_BYTES = 64, 16, 128
 # Tiles beside which those of a bias or a mask have room, in whole panels.
@@ -63,7 +62,8 @@ def tiles(form: Form, head_dim: int) -> tuple[Any, ...]:
     if form.bias or form.mask:
         crowded = form.varlen and form.arrays  # addresses of all these have no registers
         return () if crowded else _ARRAY_TILES.get(head_dim, ())
-    return tuple(tile for tile in TILES[head_dim] if tile != _TALL or not form.score_mod)
+    most = _MOD_ROWS if form.score_mod else 256
+    return tuple(tile for tile in TILES[head_dim] if split_block(tile)[0] <= most)
 
 
 def _stages(params: Params) -> tuple[int, int] | None:
@@ -175,9 +175,11 @@ def dims(problem: Problem) -> tuple[int, int]:
 
 
 def tile(problem: Problem, fixed: Params) -> Any:
-    """The tile of a problem: the fastest, or fewer queries where it would leave SMs idle."""
-    causal = problem["window"][1] == 0
-    usual, legal = hopper.tile({**problem, "causal": causal}, fixed["head_dim"]), _legal(fixed)
+    """The tile of a problem: attention's, of rows as long as the window lets them be."""
+    left, right = problem["window"]
+    keys = min(problem["seqlen_k"], left + right + 1)
+    usual = hopper.tile({**problem, "seqlen_k": keys, "causal": right == 0}, fixed["head_dim"])
+    legal = _legal(fixed)
     return usual if usual in legal else legal[0]
 
 
