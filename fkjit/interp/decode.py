@@ -7,7 +7,7 @@ called with the group of lanes that execute it. Control and warp-wide instructio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -125,10 +125,9 @@ class Decoder:
     def notify(self, ins: Instruction, step: Step) -> Step:
         """A step that afterwards calls the watchers of the registers that it writes."""
         _, writes = reads_and_writes(ins)
-        watched = self.watched.intersection(writes)
-        if not watched:
+        if self.watched.isdisjoint(writes):
             return step
-        calls = [self.watchers.setdefault(name, []) for name in watched]
+        calls = [self.watchers.setdefault(name, []) for name in self.watched.intersection(writes)]
 
         def run(group: Group) -> Any:
             result = step(group)
@@ -159,11 +158,11 @@ class Decoder:
 
     def src(self, operand: Operand, kind: str) -> np.ndarray:
         """An operand's values: one a lane, or a single element for a constant."""
-        if isinstance(operand, Reg):
-            bits = self.constants.get(operand.name)
-            if bits is not None:
-                return constant(bits, DTYPE[kind])
-        return self.registers.read(operand, kind, self.machine.address)
+        if not isinstance(operand, Reg):
+            return self.registers.read(operand, kind, self.machine.address)
+        if operand.name in self.constants:
+            return constant(self.constants[operand.name], DTYPE[kind])
+        return self.registers.typed(operand.name, kind)
 
     def dst(self, operand: Operand, kind: str | None) -> np.ndarray:
         """The lanes of a destination register; kind None: in the register's own width."""
@@ -226,11 +225,11 @@ class Decoder:
         return self.step(ins, ins.args[0], kind, lambda out: function(a, b, out=out))
 
 
-def only(ins: Instruction, allowed: Iterable[str]) -> None:
+def only(ins: Instruction, allowed: Collection[str]) -> None:
     """Refuse an instruction with a modifier that its decoder does not know."""
-    extra = [part for part in ins.op[1:] if part not in set(allowed)]
-    if extra:
-        raise ValueError(f"modifier .{extra[0]}")
+    for part in ins.op[1:]:
+        if part not in allowed:
+            raise ValueError(f"modifier .{part}")
 
 
 @lru_cache(maxsize=64)

@@ -52,15 +52,16 @@ class Registers:
 
     def raw(self, name: str) -> np.ndarray:
         """The register in its own width, unsigned; predicates are bool."""
-        if name in self.special:
-            return self.special[name]
-        if name not in self._raw:
+        found = self._raw.get(name)
+        if found is None:
+            if name in self.special:
+                return self.special[name]
             kind = self.types.get(name)
             if kind is None:
                 raise InterpreterError(f"interpreter: the PTX register {name} is not declared")
             dtype = DTYPE["pred"] if kind == "pred" else UNSIGNED[SIZE[kind]]
-            self._raw[name] = self._next(dtype)
-        return self._raw[name]
+            found = self._raw[name] = self._next(dtype)
+        return found
 
     def view(self, name: str, dtype: np.dtype) -> np.ndarray:
         """The register as a type of its own width, or the low bytes of a wider one."""
@@ -71,7 +72,8 @@ class Registers:
             if dtype.itemsize > raw.dtype.itemsize:
                 raise InterpreterError(f"interpreter: {name} is narrower than the type used")
             step = raw.dtype.itemsize // dtype.itemsize
-            found = self._views[key] = raw.view(dtype)[::step]
+            found = raw if dtype == raw.dtype else raw.view(dtype)
+            found = self._views[key] = found[::step] if step > 1 else found
         return found
 
     def typed(self, name: str, kind: str) -> np.ndarray:

@@ -158,10 +158,11 @@ class Undefined:
     def watch(self, ins: Instruction, step: Step) -> Step:
         """The step, with a look at the flags before and new flags after."""
         reads, writes = reads_and_writes(ins)
+        flagged = self.flags.keys()
+        if flagged.isdisjoint(reads) and flagged.isdisjoint(writes):
+            return step
         targets = [self.flags[name] for name in writes if name in self.flags]
         involved = [self.flags[name] for name in {*reads, *writes} if name in self.flags]
-        if not involved:
-            return step
         used = sorted({name for name in _used(ins) if name in self.flags})
         defined, guard, machine = self._defined(ins), ins.guard, self.d.machine
 
