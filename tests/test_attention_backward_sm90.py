@@ -80,18 +80,19 @@ def test_sums_in_turns_are_left_to_the_portable_kernels(deterministic, taken, ca
 
 
 def test_maps_are_encoded_once_an_address(monkeypatch):
-    made, launched = [], []
+    made, packed, launched = [], [], []
     monkeypatch.setattr(TensorMap, "encode", lambda self, at: made.append(at) or bytes([at]))
     kernel = SimpleNamespace(
         names=("k_map", "y", "n"),
         spec=SimpleNamespace(id="x"),
-        launch=lambda grid, values, stream: launched.append((grid, values, stream)),
+        packing=SimpleNamespace(pack=lambda *values: packed.append(values) or values),
+        launch_packed=lambda grid, values, stream: launched.append((grid, values, stream)),
     )
     one = TensorMap(None, "bf16", (64,), (), (64,))
     launch = MappedLaunch(kernel, (3, 1, 1), {"k_map": one, "n": 7}, ("y", "k"))  # type: ignore[arg-type]
     for pointers in ([1, 2], [3, 2], [3, 4], [1, 2]):
         launch(pointers, 5)
-    assert made == [2, 4]
+    assert made == [2, 4] and len(packed) == 3
     assert launched[1] == ((3, 1, 1), (b"\x02", 3, 7), 5)
     with pytest.raises(AssertionError, match="first arguments"):
         MappedLaunch(kernel, (1, 1, 1), {"k_map": one, "n": 7}, ("n", "k"))  # type: ignore[arg-type]

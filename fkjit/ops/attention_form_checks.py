@@ -18,7 +18,7 @@ from fkjit.ops.attention_checks import LAYOUTS
 from fkjit.ops.attention_form import ARRAYS, BIAS_DTYPES, SLOTS, Form
 from fkjit.ops.attention_form_kernels import kernel, tile
 from fkjit.ops.attention_form_problem import PACKED_AXES, POINTERS, form_bytes
-from fkjit.ops.attention_hopper import COUNTERS, FLASH_SM90
+from fkjit.ops.attention_hopper import FLASH_SM90
 from fkjit.ops.attention_kernels import FLASH, FLASH_FP32
 from fkjit.ops.simple import Launch, Output, Request, arch_of
 from fkjit.ops.simple_checks import check_dtype, check_flag, check_same_dtype, check_shape
@@ -102,7 +102,7 @@ def _request(
     if seen["q"].device != CPU:
         problem["multiprocessors"] = multiprocessors(seen["q"].device)
     spec, params = _variant(call, seen, problem, form, options.block)
-    counters = COUNTERS if spec.name == FLASH_SM90.name else 0
+    counters = hopper_form.counters(params, problem) if spec.name == FLASH_SM90.name else 0
     return Request(inputs, made, (Launch(spec, params, problem),), counters=counters)
 
 

@@ -12,7 +12,7 @@ from fkjit.interop import ITEMSIZE
 from fkjit.ops import attention_form_problem as forms
 from fkjit.ops import attention_hopper as hopper
 from fkjit.ops.attention_form import Form, parse
-from fkjit.ops.attention_problem import split_block
+from fkjit.ops.attention_problem import grid, split_block
 from fkjit.spec import Arrays, Params, Problem, SharedLayout
 from fkjit.tensor_map import TensorMap
 
@@ -181,6 +181,12 @@ def tile(problem: Problem, fixed: Params) -> Any:
     usual = hopper.tile({**problem, "seqlen_k": keys, "causal": right == 0}, fixed["head_dim"])
     legal = _legal(fixed)
     return usual if usual in legal else legal[0]
+
+
+def counters(params: Params, problem: Problem) -> int:
+    """How many a launch needs: none where each tile has a block of its own."""
+    drawn = grid(params, problem)[0] > hopper.FLASH_SM90.grid(params, problem)[0]
+    return hopper.COUNTERS if drawn else 0
 
 
 def text(form: Form) -> str:

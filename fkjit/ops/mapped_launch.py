@@ -10,6 +10,7 @@ from fkjit.spec import Dim3
 from fkjit.tensor_map import TensorMap
 
 MAX_MAPS = 1024  # of an argument, by address
+MAX_PACKED = 64  # whole argument lists, by all addresses
 
 
 def has_maps(named: Mapping[str, Any]) -> bool:
@@ -21,7 +22,8 @@ class MappedLaunch:
     """A kernel with its grid and arguments: maps of arrays (argument `q_map` of array `q`), then
     pointers, then what stays the same.
 
-    A map is kept by the address it was encoded for: memory of arrays comes again.
+    A map is kept by the address it was encoded for, and a packed list by all of them: memory of
+    arrays comes again.
     """
 
     def __init__(
@@ -39,15 +41,26 @@ class MappedLaunch:
         ]
         self.places = [pointers.index(name) for name in own]
         self.tail = flatten(kernel.names[len(head) :], named)
+        self.packed: dict[tuple[int, ...], bytes] = {}
 
     def __call__(self, pointers: Sequence[int], stream: int) -> None:
         """Enqueue on `stream`; the device must be current."""
+        key = tuple(pointers)
+        packed = self.packed.get(key)
+        if packed is None:
+            packed = self._pack(key)
+        self.kernel.launch_packed(self.grid, packed, stream)
+
+    def _pack(self, pointers: tuple[int, ...]) -> bytes:
         maps = [
             encoded.get(pointers[at]) or _encode(one, encoded, pointers[at])
             for one, at, encoded in self.maps
         ]
-        values = (*maps, *[pointers[at] for at in self.places], *self.tail)
-        self.kernel.launch(self.grid, values, stream)
+        if len(self.packed) >= MAX_PACKED:
+            self.packed.clear()
+        made = self.kernel.packing.pack(*maps, *[pointers[at] for at in self.places], *self.tail)
+        self.packed[pointers] = made
+        return made
 
 
 def _encode(one: TensorMap, encoded: dict[int, bytes], pointer: int) -> bytes:
