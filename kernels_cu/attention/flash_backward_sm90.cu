@@ -278,8 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       if (signals) tma_store_wait(), mbarrier_arrive(barriers.k_empty());
     }
   } else if (warpgroup == 2) {
-    // ---- dQ
-    fewer_registers<DQ_REGISTERS>();
+    fewer_registers<DQ_REGISTERS>();  // ---- dQ
     const u64 ds_operand = wgmma_tile(shared + DS_OFFSET, DSTile::PANEL_BYTES);
     const u64 k_operand = wgmma_tile(shared, KTile::PANEL_BYTES);
     for (int number = next_work(); number < sizes.works(); number = next_work()) {
@@ -303,6 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
                        k_operand + (panel * KTile::PANEL_BYTES + step * 2048 >> 4), step > 0);
           wgmma_commit();
           wgmma_wait<0>();
+          __syncwarp();  // lanes have read what the tile is
           if (signals && part == DQ_PARTS - 1) mbarrier_arrive(barriers.ds_empty(ds_ring.stage));
           if (DIRECT) {
             const i64 row_block = static_cast<i64>(tile.index) * (BLOCK_Q / 16) + block * 4 + warp;
