@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -21,7 +22,7 @@ from fkjit.ops import attention_form_backward_kernels as kernels
 from fkjit.ops.attention_backward_checks import check as check_plain
 from fkjit.ops.attention_backward_checks import check_scale
 from fkjit.ops.attention_checks import LAYOUTS
-from fkjit.ops.attention_form import SLOTS
+from fkjit.ops.attention_form import SLOTS, parse
 from fkjit.ops.attention_form_backward_problem import bias_size
 from fkjit.ops.attention_form_problem import PACKED_AXES
 from fkjit.ops.simple import Launch, Op, Output, Request, arch_of
@@ -67,6 +68,7 @@ def check(
     left, right = (wide if side < 0 else min(side, wide) for side in window)
     problem |= {"window": (left, 0 if causal else right), "softcap": softcap}
     problem["score_scalars"] = {name: value for name, _, value in scalars}
+    form, paired = _texts(form, views)
     slopes, q = views["alibi_slopes"], views["q"]
     assert q is not None
     if slopes is not None:
@@ -77,10 +79,11 @@ def check(
     else:
         for launch in products:
             if set(_MAKES[launch.spec.name.removesuffix("_fp32")]) & set(wanted):
-                launches.append(_launch(launch.spec.name, launch, form, problem, arch_of(q)))
+                text = paired if launch.spec is plain.QUERIES else form
+                launches.append(_launch(launch.spec.name, launch, text, problem, arch_of(q)))
     bias = views["bias"]
     if "bias" in wanted and bias is not None and products:
-        launches += _of_bias(bias, form, problem, products[0], arch_of(q))
+        launches += _of_bias(bias, (form, paired), problem, products[0], arch_of(q))
     if "sinks" in wanted or "alibi_slopes" in wanted:
         launches.append(Launch(kernels.HEADS, {"varlen": layout == PACKED}, problem))
     made = [one for one in launches if prod(one.spec.grid(one.params, one.problem))]
@@ -130,6 +133,22 @@ def _launch(name: str, like_it: Launch, form: str, problem: dict[str, Any], arch
     return Launch(spec, choice.parameters(spec, tiles, dims, problem, **more), problem)
 
 
+def _texts(text: str, views: Views) -> tuple[str, str]:
+    """The form, and the one for kernels that read two neighbouring keys of a bias or mask in one
+    load, where that can be."""
+    form = parse(text)
+    pairs = {}
+    for name in ("bias", "mask"):
+        view = views[name]
+        if view is None:
+            continue
+        apart = [step for step, n in zip(view.strides[:3], view.shape[:3], strict=True) if n > 1]
+        size = 2 * ITEMSIZE.get(view.dtype, 1)
+        odd = view.shape[3] % 2 or any(step % 2 for step in apart)
+        pairs[f"{name}_paired"] = not (odd or view.pointer % size)
+    return text, replace(form, **pairs).text
+
+
 def _may_sum(products: list[Launch], form: str) -> bool:
     """Whether there is a kernel that adds up dq beside dk and dv."""
     if not products or products[0].spec is not plain.KEYS or not products[0].params["aligned"]:
@@ -152,13 +171,14 @@ def _by_sums(
 
 
 def _of_bias(
-    bias: View, form: str, problem: dict[str, Any], like_it: Launch, arch: Arch
+    bias: View, forms: tuple[str, str], problem: dict[str, Any], like_it: Launch, arch: Arch
 ) -> list[Launch]:
     """Its gradient: in parts where that keeps a GPU busy."""
     problem["bias_shape"] = tuple(bias.shape[:3])
     problem["bias_parts"] = 1
-    name = "bias_fp32" if like_it.spec.name.endswith("_fp32") else "bias"
-    made = _launch(name, like_it, form, problem, arch)
+    exact = like_it.spec.name.endswith("_fp32")
+    name = "bias_fp32" if exact else "bias"
+    made = _launch(name, like_it, forms[not exact], problem, arch)
     tiles = prod(made.spec.grid(made.params, problem))
     if not tiles:
         return []

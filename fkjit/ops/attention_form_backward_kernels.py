@@ -155,10 +155,13 @@ def _with_form(base: KernelSpec, name: str, wanted: tuple[str, ...], **more: Any
 
 
 def _bias_derive(params: Params) -> dict[str, Any]:
+    form = parse(params["form"])
+    others = form.softcap or form.score_mod or form.alibi or form.mask
     names = ("block_q", "block_k", "num_warps", "stages")
     return {
         **dict(zip(names, params["tile"], strict=True)),
-        **parse(params["form"]).values(),
+        **form.values(),
+        "ahead": form.bias_paired and not others and params["head_dim"] == 64,
     }
 
 

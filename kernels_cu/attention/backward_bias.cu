@@ -29,10 +29,12 @@ constexpr int HEAD_DIM_V = ${head_dim_v};  // of v and dout, padded
 constexpr int STAGES = ${stages};          // of Q, dO, K and V in shared memory
 constexpr bool ALIGNED = ${aligned};       // rows of all arrays start on 16-byte boundaries
 constexpr int GUARD = ${guard};            // bytes between tiles: 0 except where memory is checked
+constexpr bool AHEAD = ${ahead};  // a step's bias is asked for before its tiles have arrived
 using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
-constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, BIAS = ${bias}, MASK = ${mask};
-constexpr bool SCORE_MOD = ${has_mod};
+constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SCORE_MOD = ${has_mod};
+constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see device/score.cuh
+constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
 
 // The caller's expression of one score, and what he gave for it to read.
 struct ScoreMod {
@@ -106,7 +108,7 @@ __device__ __forceinline__ void store(T* __restrict__ tile, const BiasShape& sha
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_bias(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias(
     // Null where the form has no such thing; packed arrays as in flash_backward_keys.cu.
     const int* __restrict__ cu_seqlens_q,    // [batch + 1]
     const int* __restrict__ cu_seqlens_k,    // [batch + 1]
@@ -178,9 +180,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_bias(
         first_padded_row<VARLEN>(now.batch, now.head, heads_q, rows_padded, now.q_start);
     const RowStatistics<1> rows(lse_log2, delta, head_row + now.q0 + warp_row, lane);
     const KeyBand band(now.seqlen_q, now.seqlen_k, form.window_left, form.window_right);
-    const auto rules = backward_rules<SOFTCAP, false, SCORE_MOD, ALIBI, BIAS, MASK>(
+    const auto rules = backward_rules<SOFTCAP, false, SCORE_MOD, ALIBI>(
         form, ScoreMod{now.batch, now.head, now.seqlen_q, now.seqlen_k${score_values}},
-        alibi_slopes, bias, mask, now.batch, now.head, now.seqlen_q, now.seqlen_k);
+        alibi_slopes, now.batch, now.head, now.seqlen_q, now.seqlen_k);
+    const auto arrays = backward_arrays<BIAS, BIAS_PAIRED, MASK, MASK_PAIRED>(
+        form, bias, mask, now.batch, now.head, now.seqlen_q, now.seqlen_k);
+    float added[BLOCK_K / KEYS][1][KEYS / 8][4];
+#pragma unroll
+    for (int part = 0; part < (AHEAD ? BLOCK_K / KEYS : 0); ++part)
+      load_added<false>(added[part], lane, arrays, now.q0 + warp_row, tile.k0 + part * KEYS);
 
     // 2. They have arrived, and every warp is done with the step before: its stage is free.
     cp_async_wait<0>();
@@ -194,11 +202,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_bias(
 #pragma unroll
     for (int first = 0; first < BLOCK_K; first += KEYS) {
       u32 q_fragments[QK_STEPS][1][4], do_fragments[DOV_STEPS][1][4];
+      if (!AHEAD)
+        load_added<false>(added[first / KEYS], lane, arrays, now.q0 + warp_row, tile.k0 + first);
       float s[1][KEYS / 8][4] = {}, ds[1][KEYS / 8][4] = {}, slopes[1][KEYS / 8][4];
       multiply_qk<elem_t, 16, false>(s, q_fragments, warp_q_tile, q_reader,
                                      stage + K_OFFSET + first * KTile::ROW_BYTES, k_reader);
-      final_scores<false, false>(s, slopes, lane, rules, band, form.softmax_scale,
-                                 now.q0 + warp_row, tile.k0 + first);
+      final_scores<false, false, true>(s, slopes, added[first / KEYS], lane, rules, band,
+                                       form.softmax_scale, now.q0 + warp_row, tile.k0 + first);
       multiply_qk<elem_t, 16, false>(ds, do_fragments, warp_do_tile, do_reader,
                                      stage + V_OFFSET + first * VTile::ROW_BYTES, v_reader);
       rows.score_gradients(ds, s, LOG2E);

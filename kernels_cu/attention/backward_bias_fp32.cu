@@ -143,9 +143,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias
     dot_rows<HEAD_DIM, Q_PITCH>(s, q_tile + row0 * Q_PITCH, k_tile + x * Q_PITCH);
     dot_rows<HEAD_DIM_V, DO_PITCH>(dp, do_tile + row0 * DO_PITCH, v_tile + x * DO_PITCH);
     const KeyBand band(at.seqlen_q, at.seqlen_k, form.window_left, form.window_right);
-    const auto rules = backward_rules<SOFTCAP, true, SCORE_MOD, ALIBI, BIAS, MASK>(
+    const auto rules = backward_rules<SOFTCAP, true, SCORE_MOD, ALIBI>(
         form, ScoreMod{at.batch, at.head, at.seqlen_q, at.seqlen_k${score_values}}, alibi_slopes,
-        bias, mask, at.batch, at.head, at.seqlen_q, at.seqlen_k);
+        at.batch, at.head, at.seqlen_q, at.seqlen_k);
+    const auto arrays = backward_arrays<BIAS, false, MASK, false>(
+        form, bias, mask, at.batch, at.head, at.seqlen_q, at.seqlen_k);
     const i64 rows =
         first_padded_row<VARLEN>(at.batch, at.head, heads_q, rows_padded, at.q_start) + at.q0;
 #pragma unroll
@@ -154,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias
       const float lse = lse_log2[rows + row], less = delta[rows + row];
 #pragma unroll
       for (int j = 0; j < KEYS; ++j) {
-        final_score<false>(s[r][j], rules, band, form.softmax_scale, at.q0 + row,
+        final_score<false>(s[r][j], rules, arrays, band, form.softmax_scale, at.q0 + row,
                            tile.k0 + x + j * LANES);
         acc[r][j] = fmaf(exp2_fast(fmaf(s[r][j], LOG2E, -lse)), dp[r][j] - less, acc[r][j]);
       }

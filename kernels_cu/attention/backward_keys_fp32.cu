@@ -147,9 +147,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_keys
     dot_rows<HEAD_DIM, K_PITCH>(s, k_tile + row0 * K_PITCH, q_tile + x * K_PITCH);
     dot_rows<HEAD_DIM_V, V_PITCH>(dp, v_tile + row0 * V_PITCH, do_tile + x * V_PITCH);
     //% if form
-    const auto rules = backward_rules<SOFTCAP, true, SCORE_MOD, ALIBI, BIAS, MASK>(
-        form, ScoreMod{place.batch, head, seqlen_q, seqlen_k${score_values}}, alibi_slopes, bias,
-        mask, batch, head, seqlen_q, seqlen_k);
+    const auto rules = backward_rules<SOFTCAP, true, SCORE_MOD, ALIBI>(
+        form, ScoreMod{place.batch, head, seqlen_q, seqlen_k${score_values}}, alibi_slopes, batch,
+        head, seqlen_q, seqlen_k);
+    const auto arrays = backward_arrays<BIAS, false, MASK, false>(form, bias, mask, batch, head,
+                                                                  seqlen_q, seqlen_k);
     //% endif
     //% if form
     const i64 row =
@@ -164,8 +166,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_keys
       for (int r = 0; r < ROWS; ++r) {
         const int key = row0 + 2 * r, place = key * P_PITCH + x + j * LANES;
         //% if form
-        const float slope =
-            final_score<CURVED>(s[r][j], rules, band, softmax_scale, q0 + x + j * LANES, k0 + key);
+        const float slope = final_score<CURVED>(s[r][j], rules, arrays, band, softmax_scale,
+                                                q0 + x + j * LANES, k0 + key);
         const float p = exp2_fast(fmaf(s[r][j], LOG2E, -lse));
         ds_tile[place] = p * slope * (dp[r][j] - less);
         //% else

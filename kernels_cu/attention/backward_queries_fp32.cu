@@ -117,9 +117,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_quer
   //% if form
   const KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
   const BandTiles<BLOCK_K> tiles(band, q0, min(q0 + BLOCK_Q, seqlen_q) - 1);
-  const auto rules = backward_rules<SOFTCAP, true, SCORE_MOD, ALIBI, BIAS, MASK>(
+  const auto rules = backward_rules<SOFTCAP, true, SCORE_MOD, ALIBI>(
       form, ScoreMod{place.batch, place.head, seqlen_q, seqlen_k${score_values}}, alibi_slopes,
-      bias, mask, place.batch, place.head, seqlen_q, seqlen_k);
+      place.batch, place.head, seqlen_q, seqlen_k);
+  const auto arrays = backward_arrays<BIAS, false, MASK, false>(form, bias, mask, place.batch,
+                                                                place.head, seqlen_q, seqlen_k);
   const int first_key = tiles.first * BLOCK_K, keys = min(tiles.end * BLOCK_K, seqlen_k);
   //% else
   // Query row i of the block sees keys 0 .. min(seqlen_k, first_hidden + i) - 1.
@@ -173,8 +175,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_quer
 #pragma unroll
       for (int j = 0; j < KEYS; ++j) {
         //% if form
-        const float slope =
-            final_score<CURVED>(s[r][j], rules, band, softmax_scale, q0 + row, k0 + x + j * LANES);
+        const float slope = final_score<CURVED>(s[r][j], rules, arrays, band, softmax_scale,
+                                                q0 + row, k0 + x + j * LANES);
         const float p = exp2_fast(fmaf(s[r][j], LOG2E, -lse[r]));
         const float ds = p * (dp[r][j] - less[r]);
         if constexpr (DALIBI)

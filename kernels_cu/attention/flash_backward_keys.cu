@@ -248,17 +248,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       const int query = EXCHANGE ? turn * QUERIES : step * QUERIES;  // in the tile
       const u32 q_queries = stage + query * QTile::ROW_BYTES;
       const u32 do_queries = stage + DO_OFFSET + query * DoTile::ROW_BYTES;
+      //% if form
+      float slopes[M_BLOCKS][QUERIES / 8][4], added[M_BLOCKS][QUERIES / 8][4];
+      if constexpr (BIAS || MASK)
+        load_added<true>(added, lane,
+                         backward_arrays<BIAS, false, MASK, false>(form, bias, mask, batch, head,
+                                                                   seqlen_q, seqlen_k),
+                         k0 + warp_row, q0 + query);
+      //% endif
       float p[M_BLOCKS][QUERIES / 8][4] = {}, ds[M_BLOCKS][QUERIES / 8][4] = {};
       u32 k_fragments[QK_STEPS][M_BLOCKS][4], v_fragments[DOV_STEPS][M_BLOCKS][4];
       multiply_qk<elem_t, 16, false>(p, k_fragments, warp_k_tile, k_reader, q_queries, q_reader);
       //% if form
-      float slopes[M_BLOCKS][QUERIES / 8][4];
       if constexpr (RULES) {
-        const auto rules = backward_rules<SOFTCAP, false, SCORE_MOD, ALIBI, BIAS, MASK>(
+        const auto rules = backward_rules<SOFTCAP, false, SCORE_MOD, ALIBI>(
             form, ScoreMod{place.batch, head, seqlen_q, seqlen_k${score_values}}, alibi_slopes,
-            bias, mask, batch, head, seqlen_q, seqlen_k);
-        final_scores<true, CURVED>(p, slopes, lane, rules, band, softmax_scale, k0 + warp_row,
-                                   q0 + query);
+            batch, head, seqlen_q, seqlen_k);
+        final_scores<true, CURVED, BIAS || MASK>(p, slopes, added, lane, rules, band, softmax_scale,
+                                                 k0 + warp_row, q0 + query);
       } else if (q0 < first_whole || q0 + BLOCK_Q > end_whole) {
         const int row0 = thread_index_again() / WARP_SIZE % WARPS_K * ROWS_A_WARP;
         hide_outside<true>(p, thread_index_again() % WARP_SIZE, band,

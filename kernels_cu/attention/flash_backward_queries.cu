@@ -37,7 +37,9 @@ constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory i
 //% if form
 using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
-constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, BIAS = ${bias}, MASK = ${mask};
+constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi};
+constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see device/score.cuh
+constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
 constexpr bool SCORE_MOD = ${has_mod}, CURVED = SOFTCAP || SCORE_MOD;
 constexpr bool RULES = CURVED || ALIBI || BIAS || MASK;  // beside the band of keys
 constexpr bool DALIBI = ${dalibi};                       // whether slopes of ALiBi have a gradient
@@ -132,9 +134,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   //% if form
   const KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
   const BandTiles<BLOCK_K> tiles(band, q0, min(q0 + BLOCK_Q, seqlen_q) - 1);
-  const auto rules = backward_rules<SOFTCAP, false, SCORE_MOD, ALIBI, BIAS, MASK>(
+  const auto rules = backward_rules<SOFTCAP, false, SCORE_MOD, ALIBI>(
       form, ScoreMod{place.batch, place.head, seqlen_q, seqlen_k${score_values}}, alibi_slopes,
-      bias, mask, place.batch, place.head, seqlen_q, seqlen_k);
+      place.batch, place.head, seqlen_q, seqlen_k);
+  const auto arrays = backward_arrays<BIAS, BIAS_PAIRED, MASK, MASK_PAIRED>(
+      form, bias, mask, place.batch, place.head, seqlen_q, seqlen_k);
   const int first_tile = tiles.first;
   int tile = tiles.end - 1;
   //% else
@@ -205,14 +209,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     for (int step = 0; step < BLOCK_K / KEYS; ++step) {
       const u32 k_keys = stage + step * KEYS * KTile::ROW_BYTES;
       const u32 v_keys = stage + V_OFFSET + step * KEYS * VTile::ROW_BYTES;
+      //% if form
+      float slopes[M_BLOCKS][KEYS / 8][4], added[M_BLOCKS][KEYS / 8][4];
+      if constexpr (BIAS || MASK)
+        load_added<false>(added, lane, arrays, q0 + warp * ROWS_A_WARP,
+                          tile * BLOCK_K + step * KEYS);
+      //% endif
       float p[M_BLOCKS][KEYS / 8][4] = {}, ds[M_BLOCKS][KEYS / 8][4] = {};
       multiply_qk<elem_t, 16, IN_REGISTERS>(p, q_fragments, warp_q_tile, q_reader, k_keys,
                                             k_reader);
       //% if form
-      float slopes[M_BLOCKS][KEYS / 8][4];
       if constexpr (RULES) {
-        final_scores<false, CURVED>(p, slopes, lane, rules, band, softmax_scale,
-                                    q0 + warp * ROWS_A_WARP, tile * BLOCK_K + step * KEYS);
+        final_scores<false, CURVED, BIAS || MASK>(p, slopes, added, lane, rules, band,
+                                                  softmax_scale, q0 + warp * ROWS_A_WARP,
+                                                  tile * BLOCK_K + step * KEYS);
       } else if (!tiles.is_whole(tile)) {
         const int row0 = thread_index_again() / WARP_SIZE * ROWS_A_WARP;
         hide_outside<false>(p, thread_index_again() % WARP_SIZE, band,

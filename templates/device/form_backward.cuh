@@ -7,18 +7,24 @@
 #include "device/reduce.cuh"
 
 // The rules of one head; Mod is the user's score with its derivative. Sinks are in lse alone.
-template <bool SOFTCAP, bool EXACT, bool SCORE_MOD, bool ALIBI, bool BIAS, bool MASK, typename Mod,
-          typename T>
+template <bool SOFTCAP, bool EXACT, bool SCORE_MOD, bool ALIBI, typename Mod>
 __device__ __forceinline__ auto backward_rules(const AttentionForm& form, const Mod& mod,
-                                               const float* alibi_slopes, const T* bias,
-                                               const u8* mask, int batch, int head, int seqlen_q,
-                                               int seqlen_k) {
+                                               const float* alibi_slopes, int batch, int head,
+                                               int seqlen_q, int seqlen_k) {
   return score_rules(
       RuleIf<SOFTCAP, SoftCap<EXACT>>(form.softcap),
       RuleIf<SCORE_MOD, PerScore<Mod>>(mod, seqlen_q, seqlen_k),
-      RuleIf<ALIBI, Alibi>(alibi_slopes, form.alibi_batch_stride, batch, head, seqlen_q, seqlen_k),
-      RuleIf<BIAS, Bias<T, false>>(bias, form.bias, batch, head, seqlen_q, seqlen_k),
-      RuleIf<MASK, Where<u8, false>>(mask, form.mask, batch, head, seqlen_q, seqlen_k));
+      RuleIf<ALIBI, Alibi>(alibi_slopes, form.alibi_batch_stride, batch, head, seqlen_q, seqlen_k));
+}
+
+// The bias and mask of one head, which come after these.
+template <bool BIAS, bool BIAS_PAIRED, bool MASK, bool MASK_PAIRED, typename T>
+__device__ __forceinline__ auto backward_arrays(const AttentionForm& form, const T* bias,
+                                                const u8* mask, int batch, int head, int seqlen_q,
+                                                int seqlen_k) {
+  return score_rules(
+      RuleIf<BIAS, Bias<T, BIAS_PAIRED>>(bias, form.bias, batch, head, seqlen_q, seqlen_k),
+      RuleIf<MASK, Where<u8, MASK_PAIRED>>(mask, form.mask, batch, head, seqlen_q, seqlen_k));
 }
 
 // A raw product q . k -> the final score; returns its slope, 0 where the key is hidden: a user's
@@ -37,11 +43,52 @@ __device__ __forceinline__ float final_score(float& score, const Rules& rules, c
   return x[0] == NEG_INFINITY ? 0.f : slope[0];
 }
 
-// The same of D fragments (see mma.cuh) whose first row and column are `row` and `column`: keys and
-// queries if KEYS_ARE_ROWS, else queries and keys. Slopes are written where a rule is curved.
-template <bool KEYS_ARE_ROWS, bool CURVED, int M, int N, typename Rules>
+// The same with a bias and a mask.
+template <bool CURVED, typename Rules, typename Arrays>
+__device__ __forceinline__ float final_score(float& score, const Rules& rules, const Arrays& arrays,
+                                             const KeyBand& band, float softmax_scale, int q_idx,
+                                             int k_idx) {
+  const float slope = final_score<CURVED>(score, rules, band, softmax_scale, q_idx, k_idx);
+  float x[1] = {score};
+  arrays.apply(x, q_idx, k_idx);
+  score = x[0];
+  return x[0] == NEG_INFINITY ? 0.f : slope;
+}
+
+// What a bias and a mask add to the scores of fragments, -inf where a key is hidden. They are asked for
+// before the scores are multiplied, and arrive meanwhile. D fragments (see mma.cuh) whose first row and
+// column are `row` and `column`: keys and queries if KEYS_ARE_ROWS, else queries and keys.
+template <bool KEYS_ARE_ROWS, int M, int N, typename Arrays>
+__device__ __forceinline__ void load_added(float (&added)[M][N][4], int lane, const Arrays& arrays,
+                                           int row, int column) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row + m * 16 + lane / 4 + half * 8, c = column + n * 8 + lane % 4 * 2;
+        float (&pair)[4] = added[m][n];
+        if constexpr (KEYS_ARE_ROWS) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float x[1] = {0.f};
+            arrays.apply(x, c + i, r);
+            pair[2 * half + i] = x[0];
+          }
+        } else {
+          float x[2] = {0.f, 0.f};
+          arrays.apply(x, r, c);
+          pair[2 * half] = x[0], pair[2 * half + 1] = x[1];
+        }
+      }
+}
+
+// `final_score` of the fragments, with what was added if ADDED. Slopes are written if CURVED.
+template <bool KEYS_ARE_ROWS, bool CURVED, bool ADDED, int M, int N, typename Rules>
 __device__ __forceinline__ void final_scores(float (&s)[M][N][4], float (&slopes)[M][N][4],
-                                             int lane, const Rules& rules, const KeyBand& band,
+                                             const float (&added)[M][N][4], int lane,
+                                             const Rules& rules, const KeyBand& band,
                                              float softmax_scale, int row, int column) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
@@ -51,9 +98,13 @@ __device__ __forceinline__ void final_scores(float (&s)[M][N][4], float (&slopes
       for (int i = 0; i < 4; ++i) {
         const int r = row + m * 16 + lane / 4 + i / 2 * 8;
         const int c = column + n * 8 + lane % 4 * 2 + i % 2;
-        const float slope = final_score<CURVED>(s[m][n][i], rules, band, softmax_scale,
+        float& x = s[m][n][i];
+        const float slope = final_score<CURVED>(x, rules, band, softmax_scale,
                                                 KEYS_ARE_ROWS ? c : r, KEYS_ARE_ROWS ? r : c);
-        if constexpr (CURVED) slopes[m][n][i] = slope;
+        // Whatever a hidden score is, and its slope, they stay hidden.
+        const bool hidden = ADDED && added[m][n][i] == NEG_INFINITY;
+        if constexpr (ADDED) x = hidden ? NEG_INFINITY : x + added[m][n][i];
+        if constexpr (CURVED) slopes[m][n][i] = hidden ? 0.f : slope;
       }
       asm volatile("" ::: "memory");  // so many loads at a time
     }
