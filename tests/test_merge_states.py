@@ -200,13 +200,18 @@ FILE = "kernels_cu/attention/merge_states.cu"
 STACK = {"kernel": "merge_states.rows", "params": {"dtype": "fp32", "vector": True, "pair": False}}
 TWO = {"kernel": "merge_states.rows", "params": {"dtype": "fp32", "vector": False, "pair": True}}
 BUGS = (
-    Bug("parts without keys are looked at", FILE, "if (x == NEG_INFINITY)", "if (false)",
+    Bug("parts without keys are looked at", FILE, "if (by < 0.f)", "if (false)",
         by="numbers", **STACK),
     Bug("plus infinity is a sum", FILE, "isinf(x) ? NEG_INFINITY : x", "x", by="numbers", **TWO),
     Bug("what came before is not rescaled", FILE, "sum * weight(top, higher)", "sum",
         by="numbers", **STACK),
-    Bug("one row too many", FILE, "if (row >= rows)", "if (row > rows)", by="memory", **STACK),
-    Bug("one part too many", FILE, "part + k >= count", "part + k > count", by="memory", **STACK),
+    Bug("one row too many", FILE, "min(own, rows - 1)", "own", by="memory", **TWO),
+    Bug("one part too many", FILE, "if (k < count) fetch", "if (k <= count) fetch", by="memory",
+        **STACK),
+    Bug("weights are read before all are there", FILE, "__syncwarp();", "", nth=1, by="race",
+        **STACK),
+    Bug("the row of another lane", FILE, "from[p] = number << lanes_log2", "from[p] = 0",
+        by="race", **STACK),
     Bug("sums at the place of o", FILE, "place(at, lse_strides)", "place(at, out_strides)",
         by="memory", **STACK),
     Bug("the second part's sum is the first's", FILE, "part == 1 ? other_lse",

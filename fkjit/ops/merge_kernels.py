@@ -22,7 +22,7 @@ ARRAYS = ("o", "lse", "other", "other_lse", "out_lse", "out")  # rows lie in the
 ROWS = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1)}  # where batch, head, row of o stand
 THREADS = 128
 _DIMENSIONS = 3
-_PIECES = 4  # accesses of a lane to each part
+_PIECES = 2  # accesses of a lane to each part
 
 Strides = tuple[int, ...]
 
@@ -59,16 +59,21 @@ def parameters(problem: Problem, vector: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _width(params: Params) -> int:
+    """Elements of an access."""
+    return 16 // ITEMSIZE[params["dtype"]] if params["vector"] else 1
+
+
 def _lanes_log2(params: Params, problem: Problem) -> int:
-    width = 16 // ITEMSIZE[params["dtype"]] if params["vector"] else 1
-    lanes = -(-problem["columns"] // (width * _PIECES))
+    lanes = -(-problem["columns"] // (_width(params) * _PIECES))
     return min(log2_ceil(lanes), log2_ceil(params["threads"]))
 
 
 def grid(params: Params, problem: Problem) -> Dim3:
-    """Blocks of as many rows as have their lanes in one."""
-    rows = params["threads"] >> _lanes_log2(params, problem)
-    return (-(-problem["rows"] // rows), 1, 1)
+    """Blocks of as many rows as have their lanes in one; and of as much of a row."""
+    lanes = 1 << _lanes_log2(params, problem)
+    rows, columns = params["threads"] // lanes, _PIECES * lanes * _width(params)
+    return (-(-problem["rows"] // rows), -(-problem["columns"] // columns), 1)
 
 
 def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,6 +188,7 @@ MERGE = register(
         name="rows",
         source="attention/merge_states.cu",
         entry="merge_states",
+        dependent=True,
         doc="partial attention over different keys, put together",
         params=(
             Param("dtype", FLOATS, "element type of o and out"),

@@ -6,11 +6,20 @@
    Parts are added in their order. An infinite lse_i is a part that saw no key: what its o_i holds is
    not looked at. Where no part saw any, o = 0 and lse = -inf.
 
-   A row lies in a few neighbouring lanes, PIECES accesses of each part in a lane, so that what is
-   worked out once a row (its place in each array, what its parts weigh) does not cost more than the
-   memory it moves. UNDERWAY parts are under way at a time. out may be o, or other: a thread reads
-   before it writes, and nobody else touches its elements. Every architecture. */
+   A row belongs to a few neighbouring lanes, which work out where it lies in each array and what its
+   parts weigh: the more pieces a lane has, the less that costs. But a warp moves its rows side by
+   side, 32 pieces of them at an access, and lanes are told what they need of other lanes' rows:
+
+     rows of 16 pieces    belong to lanes     are moved by lanes 0-15, 16-31
+       0, 1                 0-7, 8-15           in access 0: row 0, row 1
+       2, 3                 16-23, 24-31        in access 1: row 2, row 3
+
+   Rows of the first UNDERWAY parts are asked for before their weights are known; each makes room for
+   one of a later part. Sums are read once: between two readings rows would have driven them out of
+   the cache. out may be o, or other: a thread reads before it writes, and nobody else touches its
+   elements. Every architecture. */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 #include "device/math.cuh"
 #include "device/piece.cuh"
 
@@ -19,10 +28,12 @@ constexpr bool VECTOR = ${vector};  // 16-byte accesses
 constexpr bool PAIR = ${pair};      // two parts, in o and in other; else all of them in o
 constexpr int THREADS = ${threads};
 
-constexpr int UNDERWAY = 2;
-constexpr int PIECES = 4;                               // accesses of a lane to each part
-constexpr int BLOCKS = (PAIR ? 6 : 4) * 128 / THREADS;  // of an SM, at least
+constexpr int PIECES_LOG2 = 1, PIECES = 1 << PIECES_LOG2;  // accesses of a lane to each part
+constexpr int UNDERWAY = 2;                                // parts
+constexpr int BLOCKS = 7 * 128 / THREADS;                  // of an SM, at least
+constexpr int TABLE = 256;                                 // weights that a warp has at hand
 static_assert(THREADS % WARP_SIZE == 0, "whole warps");
+static_assert(TABLE / WARP_SIZE % UNDERWAY == 0, "parts at hand are whole rounds");
 
 using Part = Piece<elem_t, VECTOR>;
 
@@ -34,9 +45,17 @@ struct Sums {
   static __device__ __forceinline__ float weight(float lse, float top) {
     return lse == NEG_INFINITY ? 0.f : exp2_fast((lse - top) * LOG2E);
   }
-  __device__ __forceinline__ void add(float lse) {
+  // `times` exp(lse).
+  __device__ __forceinline__ void add(float lse, float times = 1.f) {
     const float higher = fmaxf(top, lse);
-    sum = sum * weight(top, higher) + weight(lse, higher), top = higher;
+    sum = sum * weight(top, higher) + times * weight(lse, higher), top = higher;
+  }
+  // Those of `lanes` neighbouring lanes, a power of two of them.
+  __device__ __forceinline__ void add_lanes(int lanes) {
+    for (int step = lanes / 2; step > 0; step /= 2) {
+      const float lse = __shfl_xor_sync(FULL_MASK, top, step);
+      add(lse, __shfl_xor_sync(FULL_MASK, sum, step));
+    }
   }
 };
 
@@ -58,58 +77,117 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                  const i64 lse_part_stride, const int parts, const u32 rows, const u32 batches,
                  const u32 rows_1, const u32 rows_2,         // batches * rows_1 * rows_2
                  const int columns, const int lanes_log2) {  // lanes of a row
-  const int lanes = 1 << lanes_log2;
-  const u32 row = blockIdx.x * (THREADS >> lanes_log2) + (threadIdx.x >> lanes_log2);
-  if (row >= rows) return;
+  after_previous_kernel();
+
+  // 1. The row of this lane, and what its first part says of it; the row's lanes share out the parts.
+  const int lane = threadIdx.x % WARP_SIZE, lanes = 1 << lanes_log2;
+  const u32 row0 = blockIdx.x * (THREADS >> lanes_log2);
+  const u32 own = row0 + (threadIdx.x >> lanes_log2), row = min(own, rows - 1);
   const u32 outer = rows_2 < rows ? row / rows_2 : 0, batch = batches > 1 ? outer / rows_1 : 0;
   const uint3 at = {batch, outer - batch * rows_1, row - outer * rows_2};
-  o += place(at, o_strides), lse += place(at, lse_strides);
-  if (PAIR) other += place(at, other_strides), other_lse += place(at, other_lse_strides);
-  out += place(at, out_strides), out_lse += place(at, out_lse_strides);
-
+  lse += place(at, lse_strides);
+  if (PAIR) other_lse += place(at, other_lse_strides);
   const auto seen = [&](int part) {
     const float x = *(PAIR && part == 1 ? other_lse : lse + part * lse_part_stride);
     return isinf(x) ? NEG_INFINITY : x;
   };
   const int count = PAIR ? 2 : parts;
-  Sums sums;
-  for (int part = 0; part < count; ++part) sums.add(seen(part));
-  const float scale = sums.sum == 0.f ? 0.f : 1.f / sums.sum;
+  const int sharing = min(lanes, WARP_SIZE), mine = lane & (sharing - 1);
+  const float pair[2] = {PAIR ? seen(0) : 0.f, PAIR ? seen(1) : 0.f};
+  const float held = !PAIR && mine < count ? seen(mine) : NEG_INFINITY;
 
-  const int pieces = columns / Part::SIZE, lane = threadIdx.x & (lanes - 1);
-  for (int first = lane; first < pieces; first += PIECES * lanes) {
-    float value[PIECES][Part::SIZE] = {};
-    for (int part = 0; part < count; part += UNDERWAY) {
-      Part read[UNDERWAY][PIECES] = {};
+  // 2. The pieces that it moves: access p is to piece index[p] of the row of lane from[p]. Rows too
+  //    wide for a block are cut.
+  const int pieces = columns / Part::SIZE, first = blockIdx.y << (lanes_log2 + PIECES_LOG2);
+  int index[PIECES], from[PIECES];
 #pragma unroll
-      for (int k = 0; k < UNDERWAY; ++k) {
-        if (part + k >= count) continue;
-        const elem_t* const from = PAIR && k == 1 ? other : o + (part + k) * part_stride;
-#pragma unroll
-        for (int p = 0; p < PIECES; ++p)
-          if (first + p * lanes < pieces) read[k][p] = Part::load(from, first + p * lanes);
-      }
-#pragma unroll
-      for (int k = 0; k < UNDERWAY; ++k) {
-        const float x = part + k < count ? seen(part + k) : NEG_INFINITY;
-        const float by = Sums::weight(x, sums.top) * scale;
-#pragma unroll
-        for (int p = 0; p < PIECES; ++p) {
-          if (x == NEG_INFINITY) read[k][p] = {};  // whatever it holds: NaN times 0 is no 0
-#pragma unroll
-          for (int j = 0; j < Part::SIZE; ++j)
-            value[p][j] = fmaf(by, read[k][p].get(j), value[p][j]);
-        }
-      }
-    }
+  for (int p = 0; p < PIECES; ++p) {
+    const int warp0 = threadIdx.x - lane, i = p * WARP_SIZE + lane;
+    const int number = i >> (lanes_log2 + PIECES_LOG2);  // of the warp's rows
+    from[p] = number << lanes_log2;
+    index[p] = first + (warp0 & (lanes - 1)) * PIECES + (i & (PIECES * lanes - 1));
+    if (row0 + (warp0 >> lanes_log2) + number >= rows) index[p] = pieces;
+  }
+  const auto told = [&](auto x, int p) { return __shfl_sync(FULL_MASK, x, from[p]); };
+  const i64 o_place = place(at, o_strides), other_place = PAIR ? place(at, other_strides) : 0;
+  Part read[UNDERWAY][PIECES] = {};
+  const auto fetch = [&](int k, int part) {
+    const bool second = PAIR && part == 1;
+    const elem_t* const source = second ? other : o + part * part_stride;
 #pragma unroll
     for (int p = 0; p < PIECES; ++p) {
-      if (first + p * lanes >= pieces) continue;
-      Part made = {};
+      const i64 of_row = told(second ? other_place : o_place, p);
+      if (index[p] < pieces) read[k][p] = Part::load(source + of_row, index[p]);
+    }
+  };
 #pragma unroll
-      for (int j = 0; j < Part::SIZE; ++j) made.set(j, value[p][j]);
-      made.store(out, first + p * lanes);
+  for (int k = 0; k < UNDERWAY; ++k)
+    if (k < count) fetch(k, k);
+
+  // 3. The sums of exponentials of this lane's row. The table is of some parts and the warp's rows:
+  //    what they saw first, then what they weigh.
+  __shared__ float tables[THREADS / WARP_SIZE][TABLE];
+  const int rows_log2 = max(5 - lanes_log2, 0), at_hand = PAIR ? 2 : TABLE >> rows_log2;
+  float* const table = tables[threadIdx.x / WARP_SIZE];
+  const auto entry = [&](int part, int of_lane) -> float& {
+    return table[(part << rows_log2) + (of_lane >> lanes_log2)];
+  };
+  Sums sums;
+  if (PAIR) {
+    sums.add(pair[0]), sums.add(pair[1]);
+  } else {
+    sums.add(held);
+    entry(mine, lane) = held;
+#pragma unroll 4
+    for (int part = mine + sharing; part < count; part += sharing) {
+      const float x = seen(part);
+      sums.add(x);
+      if (part < at_hand) entry(part, lane) = x;
+    }
+    sums.add_lanes(sharing);
+  }
+  const float scale = sums.sum == 0.f ? 0.f : 1.f / sums.sum;
+  const auto weight = [&](float x) {  // -1: nothing was seen
+    return x == NEG_INFINITY ? -1.f : Sums::weight(x, sums.top) * scale;
+  };
+
+  // 4. Part after part, as many as there are weights at hand.
+  float value[PIECES][Part::SIZE] = {};
+  for (int part0 = 0; part0 < count; part0 += at_hand) {
+    const int end = min(count, part0 + at_hand);
+    if (!PAIR) {
+      __syncwarp();
+      for (int part = part0 + mine; part < end; part += sharing)
+        entry(part - part0, lane) = weight(part0 == 0 ? entry(part, lane) : seen(part));
+      __syncwarp();
+    }
+    for (int part = part0; part < end; part += UNDERWAY) {
+#pragma unroll
+      for (int k = 0; k < UNDERWAY; ++k) {
+        if (part + k >= end) continue;
+        const float of_pair = PAIR ? weight(pair[k]) : 0.f;
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p) {
+          const float by = PAIR ? told(of_pair, p) : entry(part + k - part0, from[p]);
+          Part& x = read[k][p];
+          if (by < 0.f) x = {};  // whatever it holds: NaN times 0 is no 0
+#pragma unroll
+          for (int j = 0; j < Part::SIZE; ++j) value[p][j] = fmaf(by, x.get(j), value[p][j]);
+        }
+        if (part + k + UNDERWAY < count) fetch(k, part + k + UNDERWAY);
+      }
     }
   }
-  if (lane == 0) *out_lse = sums.sum == 0.f ? NEG_INFINITY : sums.top + logf(sums.sum);
+  const i64 out_place = place(at, out_strides);
+#pragma unroll
+  for (int p = 0; p < PIECES; ++p) {
+    const i64 of_row = told(out_place, p);
+    Part made = {};
+#pragma unroll
+    for (int j = 0; j < Part::SIZE; ++j) made.set(j, value[p][j]);
+    if (index[p] < pieces) made.store(out + of_row, index[p]);
+  }
+  if ((threadIdx.x & (lanes - 1)) == 0 && own < rows && first == 0)
+    out_lse[place(at, out_lse_strides)] =
+        sums.sum == 0.f ? NEG_INFINITY : sums.top + logf(sums.sum);
 }
