@@ -25,7 +25,7 @@ def of(form: str, kernel: str = "flash") -> dict[str, Any]:
 
 BUGS = (
     # -- the rules
-    Bug("a soft cap too low", D + "score.cuh", "x[i] = cap * (EXACT", "x[i] = (EXACT",
+    Bug("a soft cap too low", D + "score.cuh", "fmaf(-2.f * cap,", "fmaf(-2.1f * cap,",
         by="numbers", **of("softcap")),
     Bug("ALiBi aligned to the top left", D + "score.cuh", "shift(seqlen_k - seqlen_q) {}",
         "shift(0) {}", by="numbers", **of("alibi")),

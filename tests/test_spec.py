@@ -100,7 +100,8 @@ def test_dependent_kernels_and_no_others_wait_for_the_one_before():
     for spec in registered():
         if spec.root is None:
             text = (kernels_dir() / spec.source).read_text()
-            first = re.search(r'extern "C" __global__[^{]*\{[^\n]*\n([^\n]*)', text)
+            head = r'extern "C" __global__.*?\) \{[^\n]*\n([^\n]*)'  # it may have ${values}
+            first = re.search(head, text, re.DOTALL)
             assert first is not None and spec.dependent == (
                 first[1].strip().startswith("after_previous_kernel(")
             ), spec.id
