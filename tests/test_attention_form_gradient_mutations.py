@@ -30,7 +30,7 @@ BUGS = (
         "head = tile.head + step / tiles_q % heads;", "head = tile.head;", by="numbers",
         problem=SHARED, **BIAS),
     Bug("a key too many is stored", D + "bias_walk.cuh", "if (column + 1 < columns)",
-        "if (column + 1 <= columns)", by="race", **BIAS),
+        "if (column + 1 <= columns)", by="memory", **BIAS),
     Bug("hidden keys have a slope", FORM, "slopes[m][n][i] = hidden ? 0.f : slope",
         "slopes[m][n][i] = 2.f * slope", by="numbers", **KEYS),
     Bug("a hidden key is seen", FORM, "x = hidden ? NEG_INFINITY : x +", "x = hidden ? x : x +",
