@@ -19,10 +19,11 @@ _PARAMS = "params"  # where a case keeps the parameters that its problem was mad
 
 def operation(op: str) -> Op:
     """Every kernel of `op` on the problems its specs name: `bench`, else `problems`."""
+    specs = registered(op)
     return Op(
         name=op,
-        sets={"default": [problem for spec in registered(op) for problem in _problems(spec)]},
-        label=_label,
+        sets={"default": [problem for spec in specs for problem in _problems(spec)]},
+        label=_label if len(specs) == 1 else _label_of_kernel,
         inputs=_inputs,
         expected=_expected,
         choose=_choose,
@@ -54,6 +55,11 @@ def _label(problem: Problem) -> str:
     shown = {k: v for k, v in problem.items() if k not in (_PARAMS, "kernel", "dtype")}
     words = [f"{name}={value}" for name, value in shown.items()]
     return " ".join([*([problem["dtype"]] if "dtype" in problem else []), *words])
+
+
+def _label_of_kernel(problem: Problem) -> str:
+    """Where several kernels have the same problems."""
+    return f"{problem['kernel']} {_label(problem)}"
 
 
 def _choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
