@@ -13,8 +13,7 @@ constexpr bool VECTOR = ${vector};  // 16-byte accesses
 constexpr int THREADS = ${threads};
 
 using Part = Piece<elem_t, VECTOR>;
-constexpr int FEW_TOKENS =
-    256;  // so few let the next kernel in: blocks that scatter rows lose by it
+constexpr int FEW_BLOCKS = 160;  // so few let the next kernel in: more that scatter rows lose by it
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     moe_permute(const elem_t* __restrict__ x,     // [tokens, columns]
@@ -24,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 elem_t* __restrict__ out,         // [places, columns]
                 const i64 x_stride, const int tokens, const int top_k, const int groups,
                 const int places, const int columns) {
-  after_previous_kernel(tokens <= FEW_TOKENS);
+  after_previous_kernel(gridDim.x <= FEW_BLOCKS);
   const int pieces = columns / Part::SIZE, blocks = ceil_div(pieces, THREADS);  // of a row
   const int token = blockIdx.x / blocks;
   if (token >= tokens) {
