@@ -292,6 +292,20 @@ def test_compiled_whole_they_have_the_same_gradients():
         assert torch.equal(eager, compiled)
 
 
+def test_torch_func_grad():
+    q, k, v, dout = tensors(2, 1, 9, 11, 16, 16, "fp32")
+    bias = torch.randn(1, 1, 9, 11)
+
+    def loss(call):
+        return lambda q, k, v, bias: (call(q, k, v, bias=bias) * dout).sum()
+
+    found, exact = (
+        torch.func.grad(loss(call), argnums=(0, 1, 2, 3))(q, k, v, bias)
+        for call in (fkjit.attention, textbook)
+    )
+    assert all(torch.allclose(one, two, atol=1e-5) for one, two in zip(found, exact, strict=True))
+
+
 @pytest.mark.parametrize("name", ["attention_form", "attention_varlen_lse"])
 def test_operators_are_what_their_schemas_say(name):
     *given, _, ends = packed((128, 128), "fp16")

@@ -19,6 +19,7 @@ from fkjit.ops import attention_backward_choice as choice
 from fkjit.ops import attention_backward_kernels as plain
 from fkjit.ops import attention_backward_problem as shared
 from fkjit.ops import attention_form_backward_kernels as kernels
+from fkjit.ops import operators
 from fkjit.ops.attention_backward_checks import check as check_plain
 from fkjit.ops.attention_backward_checks import check_scale
 from fkjit.ops.attention_checks import LAYOUTS
@@ -274,5 +275,8 @@ _OP = Op(
 
 def gradients(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
     """Gradients of the inputs that options name, for torch tensors; see `check` for both."""
-    found = _OP(inputs, _written_to(inputs, options), options)
+    if operators.wrapped(*inputs):  # torch.func
+        found = _OP.traced(inputs, (None,) * len(_OUTPUTS), options)
+    else:
+        found = _OP(inputs, _written_to(inputs, options), options)
     return tuple(found) if isinstance(found, (tuple, list)) else (found,)
