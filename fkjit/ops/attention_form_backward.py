@@ -64,31 +64,40 @@ def check(
     deterministic: False lets blocks add up dq in any order.
     """
     make = _packed if layout == PACKED else _dense
-    problem, launches, products = make(views, layout, softmax_scale, (max_seqlen_q, max_seqlen_k))
+    problem, rows, products = make(views, layout, softmax_scale, (max_seqlen_q, max_seqlen_k))
     wide = max(problem["seqlen_q"], problem["seqlen_k"])
     left, right = (wide if side < 0 else min(side, wide) for side in window)
     problem |= {"window": (left, 0 if causal else right), "softcap": softcap}
     problem["score_scalars"] = {name: value for name, _, value in scalars}
-    form, paired = _texts(form, views)
-    slopes, q = views["alibi_slopes"], views["q"]
-    assert q is not None
+    slopes, bias = views["alibi_slopes"], views["bias"]
     if slopes is not None:
         problem["alibi_batches"] = slopes.shape[0] if len(slopes.shape) == 2 else 1
-    summed = {"q", "k"} <= set(wanted) and not {"alibi_slopes"} & set(wanted)
-    if not deterministic and summed and _may_sum(products, form):
-        launches = _by_sums(launches[0], products[0], form, problem, arch_of(q))
-    else:
-        for launch in products:
-            if set(_MAKES[launch.spec.name.removesuffix("_fp32")]) & set(wanted):
-                text = paired if launch.spec is plain.QUERIES else form
-                launches.append(_launch(launch.spec.name, launch, text, problem, arch_of(q)))
-    bias = views["bias"]
+    forms = _texts(form, views)
+    launches = _of_rows(views, rows, products, forms, problem, wanted, deterministic)
     if "bias" in wanted and bias is not None and products:
-        launches += _of_bias(bias, (form, paired), problem, products[0], arch_of(q))
+        launches += _of_bias(bias, forms, problem, products[0], arch_of(bias))
     if "sinks" in wanted or "alibi_slopes" in wanted:
         launches.append(Launch(kernels.HEADS, {"varlen": layout == PACKED}, problem))
     made = [one for one in launches if prod(one.spec.grid(one.params, one.problem))]
     return Request(dict(views), _outputs(views, problem, wanted), tuple(made))
+
+
+def _of_rows(
+    views: Views, rows: list[Launch], products: list[Launch], forms: tuple[str, str],
+    problem: dict[str, Any], wanted: tuple[str, ...], deterministic: bool,
+) -> list[Launch]:  # fmt: skip
+    """What rows bring along, and what of dq, dk and dv is wanted."""
+    q = views["q"]
+    assert q is not None
+    summed = {"q", "k"} <= set(wanted) and "alibi_slopes" not in wanted
+    if not deterministic and summed and _may_sum(products, forms[0]):
+        return _by_sums(rows[0], products[0], forms[0], problem, arch_of(q))
+    made = list(rows)
+    for launch in products:
+        if set(_MAKES[launch.spec.name.removesuffix("_fp32")]) & set(wanted):
+            text = forms[launch.spec is plain.QUERIES]
+            made.append(_launch(launch.spec.name, launch, text, problem, arch_of(q)))
+    return made
 
 
 def _dense(views: Views, layout: str, softmax_scale: Any, _: tuple[int, int]) -> _Made:
