@@ -153,9 +153,9 @@ def test_deterministic_algorithms_are_honoured(monkeypatch):
     ):  # fmt: skip
         chosen = choice.choose(dict(problem), True, arch("sm_80"), "auto", deterministic)
         assert [launch.spec.name for launch in chosen.launches] == names
-    assert not attention_backward._demanded()
+    assert not attention_backward.demanded()
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert attention_backward._demanded()
+    assert attention_backward.demanded()
 
 
 @pytest.mark.parametrize("aligned", [True, False])
