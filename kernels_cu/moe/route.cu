@@ -14,7 +14,8 @@ constexpr bool PLAIN = ${plain};   // softmax of one group of experts, in whole 
 constexpr int THREADS = ${threads};
 
 constexpr int TOKENS = THREADS / LANES;  // of a block
-// Grids between these, a few blocks an SM, are slower where the next kernel's blocks come in early.
+// Grids between these, a few blocks an SM, are slower where the next kernel's blocks come in early, if
+// there is much to choose.
 constexpr int FEW_BLOCKS = 160, MANY_BLOCKS = 1024;
 static_assert(WARP_SIZE % LANES == 0 && THREADS % WARP_SIZE == 0, "whole tokens in whole warps");
 
@@ -24,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               float* __restrict__ topk_weights,    // [tokens, top_k]
               int* __restrict__ topk_ids,          // [tokens, top_k]
               const i64 row_stride, const int tokens, const Routing how) {
-  after_previous_kernel(gridDim.x <= FEW_BLOCKS || gridDim.x >= MANY_BLOCKS);
+  after_previous_kernel(how.top_k <= 2 || gridDim.x <= FEW_BLOCKS || gridDim.x >= MANY_BLOCKS);
   const int lane = threadIdx.x % LANES;
   const i64 token = static_cast<i64>(blockIdx.x) * TOKENS + threadIdx.x / LANES;
   const i64 row = token < tokens ? token : tokens - 1;  // shuffles need every lane
