@@ -1,6 +1,7 @@
 """Small launches of every kernel and tile, for compute-sanitizer; see test_sanitizer_gpu.py.
 
-compute-sanitizer --tool memcheck python -m tests.sanitizer_cases [OP…] [--seconds N]
+compute-sanitizer --tool memcheck python -m tests.sanitizer_cases [OP…] [--without KERNEL]
+                                                                   [--seconds N]
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ def variants(spec: KernelSpec) -> list[dict[str, Any]]:
     return [p for p in every if p.get("dtype") != "bf16" or {**p, "dtype": "fp16"} not in every]
 
 
-def cases(names: list[str]) -> Iterator[tuple[KernelSpec, dict[str, Any]]]:
+def cases(names: list[str], without: list[str]) -> Iterator[tuple[KernelSpec, dict[str, Any]]]:
     """Kernel after kernel takes its turn, so that a run cut short has seen all of them."""
     specs = [spec for spec in registered() if not names or spec.op in names]
+    specs = [spec for spec in specs if spec.id not in without]
     for row in zip_longest(*([(spec, p) for p in variants(spec)] for spec in specs)):
         yield from filter(None, row)
 
@@ -46,11 +48,12 @@ def main() -> None:
     """One launch a variant and small problem."""
     parser = argparse.ArgumentParser()
     parser.add_argument("ops", nargs="*", help="default: all")
+    parser.add_argument("--without", action="append", default=[], help="a kernel, by its id")
     parser.add_argument("--seconds", type=float, help="stop after so long")
     given = parser.parse_args()
     ops.load()
     begin, launches, seen, left = time.monotonic(), 0, set(), 0
-    for spec, params in cases(given.ops):
+    for spec, params in cases(given.ops, given.without):
         if given.seconds and time.monotonic() - begin > given.seconds:
             left += 1
             continue
