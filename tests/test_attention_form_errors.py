@@ -108,7 +108,7 @@ class TestTorch:
     def test_gradients_that_are_not_there_are_refused(self, torch):
         x = torch.randn(1, 2, 4, 32, requires_grad=True)
         ends = torch.tensor([0, 2], dtype=torch.int32)
-        with pytest.raises(ParameterError, match="attention_varlen: .* has no derivative"):
+        with pytest.raises(ParameterError, match=r"attention_varlen: .* has no derivative"):
             fkjit.attention_varlen(*(x[0],) * 3, ends, ends, 2, 2, score_mod="score * 2")
 
     def test_a_score_mod_is_refused_while_compiling(self, torch):

@@ -35,7 +35,7 @@ SQ, SK, CAP = 5, 9, 2.5
 SHIFT = SK - SQ
 Q_IDX, K_IDX = np.ogrid[:SQ, :SK]
 APART = K_IDX - Q_IDX - SHIFT
-RULES = {  # in CUDA; in NumPy, of scores x, slopes, bias, mask; its derivative, of capped ones and x
+RULES = {  # in CUDA; in NumPy, of scores x, slopes, bias, mask; its derivative, of capped ones
     "no rule": ("Unchanged{}", lambda x, s, b, m: x, None),
     "a soft cap": ("SoftCap<false>(softcap)", lambda x, s, b, m: CAP * np.tanh(x / CAP),
                    lambda y, x: 1 - (y / CAP) ** 2),
