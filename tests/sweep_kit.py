@@ -3,8 +3,7 @@
 NVRTC is most of what CI does, so a variant is compiled for targets that show something new: 8.0,
 8.6 and 8.9 have the same instructions, and a kernel of fp16 is that of bf16 with other names of
 instructions (all spills in data/spill_baseline.json are those of each twin, all but one of 8.x).
-For Hopper test_sweep compiles all, beyond what this plan has; `pytest --every-variant` leaves nothing
-out.
+test_sweep compiles all for Hopper, beyond this plan; `pytest --every-variant` leaves nothing out.
 """
 
 from __future__ import annotations
