@@ -25,7 +25,7 @@
 #include "prelude.cuh"
 #include "device/backward_barriers.cuh"
 #include "device/backward_copies.cuh"
-#include "device/backward_queue.cuh"
+#include "device/backward_loads.cuh"
 #include "device/backward_sums.cuh"
 #include "device/backward_tile.cuh"
 #include "device/mbarrier.cuh"
@@ -72,6 +72,8 @@ using Barriers = BackwardBarriers<Q_STAGES, DO_STAGES, DS_STAGES, DQ_PARTS>;
 using Sizes = BackwardSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC>;
 using Tile = BackwardTile<BLOCK_Q, BLOCK_K>;
 using Copies = DQCopies<HEAD_DIM, DQ_COLUMNS>;
+using Rings = BackwardRings<QTile, BLOCK_Q, Q_STAGES, Q_OFFSET, DO_STAGES, DO_OFFSET, Q_STAGE,
+                            ROWS_OFFSET, ROWS_STAGE>;
 
 // D[64 x BLOCK_Q] (+)= A[64 x 16] B[BLOCK_Q x 16]^T.                PTX ISA: wgmma.mma_async
 __device__ __forceinline__ void product_keys(float (&d)[1][BLOCK_Q / 8][4], u64 a, u64 b, int add) {
@@ -329,41 +331,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     fewer_registers<COPY_REGISTERS>();
     if (warp == 0 && signals) {
       // ---- tiles of Q and dO, and notes of what they are
-      int begun = 0, number = -1;
-      while (true) {
-        number = BackwardWork::next(number, counters, sizes.again());
-        announce_work(barriers, begun++, number);
-        if (number >= sizes.works()) break;
-        BackwardWalk at = note_work(barriers, number, sizes.again());
-        for (; at.left > 0; ++step_number) {
-          const BackwardWork work = noted_work(barriers);
-          const Sizes now = sizes.again();
-          const RingPlace<Q_STAGES> q_ring = ring_place<Q_STAGES>(step_number);
-          const RingPlace<DO_STAGES> do_ring = ring_place<DO_STAGES>(step_number);
-          const int q0 = at.tile * BLOCK_Q, first_key = work.block * BLOCK_K;
-          const int index = at.index(work, now);
-          const u32 q_full = barriers.q_full(q_ring.stage), about = barriers.tile(step_number);
-          const u32 rows = shared + ROWS_OFFSET + q_ring.stage * ROWS_STAGE;
-          mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
-          store_shared_chunk(about, make_uint4(causal ? first_key - now.diagonal() - q0 : -BLOCK_K,
-                                               seqlen_k - first_key, at.left == 1, index));
-          if (DETERMINISTIC) {
-            const int rank = work.rank(at.tile, now), others = now.turns(at.tile);
-            store_shared_chunk(about + 16, make_uint4(rank, others, q0, at.head));
-            store_shared_word(about + 32, work.batch);
-          }
-          tma_load_tile<QTile>(shared + Q_OFFSET + q_ring.stage * Q_STAGE, q_map, q_full, q0,
-                               at.head, work.batch);
-          mbarrier_expect(q_full, ROWS_BYTES);
-          const i64 row = static_cast<i64>(index) * BLOCK_Q;
-          bulk_load(rows, lse_log2 + row, ROWS_BYTES / 2, q_full);
-          bulk_load(rows + ROWS_BYTES / 2, delta + row, ROWS_BYTES / 2, q_full);
-          mbarrier_wait(barriers.do_empty(do_ring.stage), do_ring.parity ^ 1);
-          tma_load_tile<QTile>(shared + DO_OFFSET + do_ring.stage * Q_STAGE, dout_map,
-                               barriers.do_full(do_ring.stage), q0, at.head, work.batch);
-          at.advance(work, now);
-        }
-      }
+      const Rings rings{shared};
+      load_tiles(BackwardLoads<Rings, Barriers>{barriers, rings, q_map, dout_map, lse_log2, delta},
+                 sizes, counters);
     } else if (warp == 1 && signals) {
       // ---- K and V
       for (int taken = 0;; ++taken) {

@@ -1,0 +1,104 @@
+// The thread of attention's backward that loads tiles of Q and dO, with what their rows bring along,
+// and notes for all others what each tile is.
+#pragma once
+#include "device/backward_queue.cuh"
+#include "device/bulk.cuh"
+#include "device/tma.cuh"
+
+// Where rings of tiles lie in shared memory.
+template <typename Tile, int BLOCK_Q_, int Q_STAGES_, int Q_OFFSET, int DO_STAGES_, int DO_OFFSET,
+          int STAGE_BYTES, int ROWS_OFFSET, int ROWS_STAGE_BYTES>
+struct BackwardRings {
+  using QTile = Tile;
+  static constexpr int BLOCK_Q = BLOCK_Q_, ROWS_BYTES = 2 * BLOCK_Q * 4;
+  static constexpr int Q_STAGES = Q_STAGES_, DO_STAGES = DO_STAGES_;
+  u32 shared;
+
+  __device__ __forceinline__ u32 q(int stage) const {
+    return shared + Q_OFFSET + stage * STAGE_BYTES;
+  }
+  __device__ __forceinline__ u32 dout(int stage) const {
+    return shared + DO_OFFSET + stage * STAGE_BYTES;
+  }
+  __device__ __forceinline__ u32 rows(int stage) const {
+    return shared + ROWS_OFFSET + stage * ROWS_STAGE_BYTES;
+  }
+};
+
+// What it takes to load tiles.
+template <typename Rings, typename Barriers>
+struct BackwardLoads {
+  const Barriers& barriers;
+  Rings rings;
+  const TensorMap &q_map, &dout_map;
+  const float *lse_log2, *delta;
+};
+
+// The load of a thread block's tile `step_number`.
+template <typename Rings, typename Barriers>
+struct TileLoad {
+  using Loads = BackwardLoads<Rings, Barriers>;
+  const Loads& loads;
+  RingPlace<Rings::Q_STAGES> q_ring;
+  RingPlace<Rings::DO_STAGES> do_ring;
+  u32 q_full = 0, about = 0, rows = 0;  // where it goes, and notes of it
+
+  __device__ __forceinline__ TileLoad(const Loads& of, int step_number)
+      : loads(of),
+        q_ring(ring_place<Rings::Q_STAGES>(step_number)),
+        do_ring(ring_place<Rings::DO_STAGES>(step_number)) {}
+
+  // Until there is room, also for notes.
+  __device__ __forceinline__ void begin(int step_number) {
+    const Barriers& barriers = loads.barriers;
+    q_full = barriers.q_full(q_ring.stage), about = barriers.tile(step_number);
+    rows = loads.rings.rows(q_ring.stage);
+    mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
+  }
+  // The tile from `row` on, whose rows bring along what lies at `index` tiles.
+  __device__ __forceinline__ void load(int row, int head, int batch, int index) const {
+    using QTile = typename Rings::QTile;
+    const Barriers& barriers = loads.barriers;
+    tma_load_tile<QTile>(loads.rings.q(q_ring.stage), loads.q_map, q_full, row, head, batch);
+    mbarrier_expect(q_full, Rings::ROWS_BYTES);
+    const i64 first = static_cast<i64>(index) * Rings::BLOCK_Q;
+    bulk_load(rows, loads.lse_log2 + first, Rings::ROWS_BYTES / 2, q_full);
+    bulk_load(rows + Rings::ROWS_BYTES / 2, loads.delta + first, Rings::ROWS_BYTES / 2, q_full);
+    mbarrier_wait(barriers.do_empty(do_ring.stage), do_ring.parity ^ 1);
+    tma_load_tile<QTile>(loads.rings.dout(do_ring.stage), loads.dout_map,
+                         barriers.do_full(do_ring.stage), row, head, batch);
+  }
+};
+
+// One piece of work after the other.
+template <int BLOCK_Q, int BLOCK_K, bool ORDERED, typename Rings, typename Barriers>
+__device__ __forceinline__ void load_tiles(const BackwardLoads<Rings, Barriers>& loads,
+                                           const BackwardSizes<BLOCK_Q, BLOCK_K, ORDERED>& sizes,
+                                           u32* counters) {
+  const Barriers& barriers = loads.barriers;
+  int step_number = 0, begun = 0, number = -1;
+  while (true) {
+    number = BackwardWork::next(number, counters, sizes.again());
+    announce_work(barriers, begun++, number);
+    if (number >= sizes.works()) break;
+    BackwardWalk at = note_work(barriers, number, sizes.again());
+    for (; at.left > 0; ++step_number) {
+      const BackwardWork work = noted_work(barriers);
+      const auto now = sizes.again();
+      TileLoad<Rings, Barriers> load(loads, step_number);
+      const int q0 = at.tile * BLOCK_Q, first_key = work.block * BLOCK_K;
+      const int index = at.index(work, now);
+      load.begin(step_number);
+      store_shared_chunk(load.about,
+                         make_uint4(sizes.causal ? first_key - now.diagonal() - q0 : -BLOCK_K,
+                                    sizes.seqlen_k - first_key, at.left == 1, index));
+      if (ORDERED) {
+        const int rank = work.rank(at.tile, now), others = now.turns(at.tile);
+        store_shared_chunk(load.about + 16, make_uint4(rank, others, q0, at.head));
+        store_shared_word(load.about + 32, work.batch);
+      }
+      load.load(q0, at.head, work.batch, index);
+      at.advance(work, now);
+    }
+  }
+}
