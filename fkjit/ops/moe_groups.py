@@ -24,11 +24,11 @@ from fkjit.ops.simple_shapes import log2_ceil, rows_of
 from fkjit.spec import Arrays, Problem
 
 NO_CAPACITY = 2**31 - 1
-MAX_ITEMS = 2**28 - 1  # GridSums counts them in 28 bits
+MAX_ITEMS = 2**27 - 1  # GridSums counts them in 27 bits
 _MAX_PLACES = 2**31 - 2**20
 INPUTS = ("expert_map", "num_tokens")
 _SHARED = 32 * 1024  # bytes of counts of a block's warps
-_GROUP = 8  # blocks of a group, and words before the sums, of GridSums
+_GROUP = 16  # blocks of a group, and words before the sums, of GridSums
 _HEAD = 32
 _CPU_BLOCKS = 3
 
@@ -122,8 +122,9 @@ def counters(p: Problem, most: int) -> int:
 def grouping(p: Problem) -> tuple[int, ...]:
     """The kernels' argument `Grouping`."""
     size = p["block_size"]
+    shift = log2_ceil(size)
     return (
-        p["experts"], p["groups"], size, log2_ceil(size) if size & (size - 1) == 0 else -1,
+        p["experts"], p["groups"], size, -(-(1 << 31 + shift) // size), shift,
         p["capacity"], p["places"], p["tokens"] * p["top_k"],
     )  # fmt: skip
 

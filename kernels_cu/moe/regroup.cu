@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Share mine = share_of_warp(items, 1, THREADS / WARP_SIZE);
   const auto group = [&](int item) { return group_of(topk_ids[item], expert_map, how); };
   block.clear(to, how);
-  block.sort(mine.begin, mine.end, group, to, how);
+  block.sort(mine, group, to, how);
 #pragma unroll 1
   for (int i = items + blockIdx.x * THREADS + threadIdx.x; i < tokens * top_k;
        i += gridDim.x * THREADS)

@@ -57,13 +57,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncwarp();
 
-  const int begin = mine.begin * top_k;
+  const Share items = {mine.begin * top_k, mine.end * top_k, mine.each * top_k};
   const auto group = [&](int item) {
-    const int early = item - begin,
-              id = early < block.HELD ? block.held[warp][early] : topk_ids[item];
-    return group_of(id, expert_map, grouping);
+    const int early = item - items.begin;
+    return group_of(early < block.HELD ? block.held[warp][early] : topk_ids[item], expert_map,
+                    grouping);
   };
-  block.sort(begin, mine.end * top_k, group, to, grouping);
+  block.sort(items, group, to, grouping);
 
 #pragma unroll 1
   for (int i = all * top_k + blockIdx.x * THREADS + threadIdx.x; i < tokens * top_k;

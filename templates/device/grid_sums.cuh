@@ -22,10 +22,10 @@
 
 template <int COLUMNS>
 struct GridSums {
-  static constexpr int GROUP = 8, BITS = 28;  // blocks; bits of a sum, of all blocks as well
-  static constexpr int HEAD = 32;             // words: warps that have read, by 32 columns
-  static constexpr int AHEAD = 20;            // groups that a thread asks for at a time
-  static constexpr u32 FULL = 1u << 31;       // so many blocks' count, and nothing else
+  static constexpr int GROUP = 16, BITS = 27;  // blocks; bits of a sum, of all blocks as well
+  static constexpr int HEAD = 32;              // words: warps that have read, by 32 columns
+  static constexpr int AHEAD = 12;             // groups that a thread asks for at a time
+  static constexpr u32 FULL = 1u << 31;        // so many blocks' count, and nothing else
   static_assert(static_cast<u32>(GROUP) << BITS == FULL, "the highest bit says full");
   u32* words;  // [HEAD + (groups + blocks) * COLUMNS]
 
@@ -41,13 +41,13 @@ struct GridSums {
 
   // The last block counts for those that are missing in its group.
   __device__ __forceinline__ void add(int column, int number) const {
-    const int later = static_cast<int>(gridDim.x) - 1 - static_cast<int>(blockIdx.x);
-    const int count = later > 0 ? 1 : GROUP - rank();
-    red(word(group(), column), static_cast<u32>(count) << BITS | number, true);
+    const int behind = static_cast<int>(gridDim.x - blockIdx.x) - 1;
+    const int later = min(behind, GROUP - 1 - rank()), count = behind > 0 ? 1 : GROUP - rank();
+    red(word(group(), column), static_cast<u32>(count) << BITS | number, 0, 0);
     const size_t own = word(groups() + blockIdx.x, column);
 #pragma unroll
     for (int i = 1; i < GROUP; ++i)
-      red(own + i * COLUMNS * sizeof(u32), 1u << BITS | number, i <= later && rank() + i < GROUP);
+      red(own + i * COLUMNS * sizeof(u32), 1u << BITS | number, i, later);
   }
 
   // x: over the blocks before, y: over all.
@@ -63,10 +63,9 @@ struct GridSums {
 #pragma unroll
       for (int i = 0; i < AHEAD; ++i) seen[i] = first + i < rows ? 0 : FULL;
       do {
-        load(mine, own, mine + missing < FULL);
+        load(mine, own, mine + missing);
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i)
-          load(seen[i], source + i * COLUMNS * sizeof(u32), seen[i] < FULL);
+        for (int i = 0; i < AHEAD; ++i) load(seen[i], source + i * COLUMNS * sizeof(u32), seen[i]);
         full = mine + missing;
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) full &= seen[i];
@@ -94,24 +93,25 @@ struct GridSums {
   }
 
  private:
-  // PTX ISA: red.relaxed.gpu.global.add.u32
-  static __device__ __forceinline__ void red(size_t word, u32 number, bool needed) {
+  // Where `least` is at most `most`.                        PTX ISA: red.relaxed.gpu.global.add.u32
+  static __device__ __forceinline__ void red(size_t word, u32 number, int least, int most) {
     asm volatile(
-        "{ .reg .pred needed; setp.ne.s32 needed, %2, 0;"
+        "{ .reg .pred needed; setp.le.s32 needed, %2, %3;"
         " @needed red.relaxed.gpu.global.add.u32 [%0], %1; }" ::"l"(word),
-        "r"(number), "r"(static_cast<int>(needed))
+        "r"(number), "r"(least), "r"(most)
         : "memory");
   }
   // PTX ISA: st.relaxed.gpu
   static __device__ __forceinline__ void store(size_t word, u32 number) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(number) : "memory");
   }
-  // Under a predicate, so that loads need not wait for one another.           PTX ISA: ld.relaxed.gpu
-  static __device__ __forceinline__ void load(u32& seen, size_t word, bool needed) {
+  // Where `now` is not FULL. Under a predicate, so that loads need not wait for one another.
+  // PTX ISA: ld.relaxed.gpu
+  static __device__ __forceinline__ void load(u32& seen, size_t word, u32 now) {
     asm volatile(
-        "{ .reg .pred needed; setp.ne.s32 needed, %2, 0;"
+        "{ .reg .pred needed; setp.ge.s32 needed, %2, 0;"
         " @needed ld.relaxed.gpu.global.u32 %0, [%1]; }"
         : "+r"(seen)
-        : "l"(word), "r"(static_cast<int>(needed)));
+        : "l"(word), "r"(now));
   }
 };
