@@ -1,14 +1,18 @@
-"""Few queries in `fkjit.attention`: decoding's kernel takes them, which shares out the keys."""
+"""Few queries in `fkjit.attention`: decoding's kernel takes them, which shares out the keys; with a
+form as well."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fkjit.arch import Arch
 from fkjit.errors import ParameterError
 from fkjit.interop import View
 from fkjit.spec import Params, Problem
+
+if TYPE_CHECKING:
+    from fkjit.ops.simple import Request
 
 # As decoding has it. Its modules are imported for calls that may be its own: a first call of
 # attention is quicker without them.
@@ -18,6 +22,9 @@ _MANY_KEYS = 4096  # and then few heads, where rows are more than a small tile (
 _FEW_ROWS = 16  # query heads of a KV head times queries
 _COLUMNS = 8  # of a 16-byte copy
 _MAX_STRIDE = 2**31
+
+# What decoding's kernel reads besides, which `attention` has not.
+ABSENT = ("page_table", "seq_lens", "rows", "k_scale", "v_scale")
 
 
 def takes(
@@ -31,20 +38,20 @@ def takes(
         and "multiprocessors" in problem  # on a GPU
         and problem["dtype"] != "fp32"
         and problem["seqlen_q"] <= MAX_TOKENS
-        and _is_faster(problem)
+        and _is_faster(problem, problem["seqlen_k"])
         and problem["head_dim"] % _COLUMNS == problem["head_dim_v"] % _COLUMNS == 0
         and all(abs(s) < _MAX_STRIDE for n in ("k", "v") for s in views[n].strides)
         and _is_compiled(problem, arch)
     )
 
 
-def _is_faster(problem: Problem) -> bool:
+def _is_faster(problem: Problem, keys: int) -> bool:
     """Rows fill a small tile at most; or flash's tiles would leave SMs idle for long."""
     rows = problem["heads_q"] // problem["heads_kv"] * problem["seqlen_q"]
     if rows <= _FEW_ROWS:
-        return problem["seqlen_k"] >= _LEAST_KEYS
+        return keys >= _LEAST_KEYS
     tiles = problem["batch"] * problem["heads_q"]
-    return problem["seqlen_k"] >= _MANY_KEYS and tiles < problem["multiprocessors"]
+    return keys >= _MANY_KEYS and tiles < problem["multiprocessors"]
 
 
 def _is_compiled(problem: Problem, arch: Arch) -> bool:
@@ -65,6 +72,35 @@ def parameters(problem: Problem, arch: Arch) -> Params:
 
     more = {"storage": "same", "longest": problem["seqlen_k"], "page_size": 0}
     return decode_checks.parameters({**problem, **more}, arch)
+
+
+def takes_form(problem: Problem, impl: str, block: Any) -> bool:
+    """Whether decoding's kernel is the faster one for a call with a form."""
+    left, right = problem["window"]
+    keys = min(problem["seqlen_k"], left + right + problem["seqlen_q"])
+    return (
+        impl == "auto"
+        and block is None
+        and "multiprocessors" in problem  # on a GPU
+        and problem["dtype"] != "fp32"
+        and 0 < problem["seqlen_q"] <= MAX_TOKENS
+        and _is_faster(problem, keys)
+    )
+
+
+def form_request(
+    views: Mapping[str, View | None], layout: str, options: tuple[Any, ...]
+) -> Request | None:
+    """A call of `attention` with a form as decoding's kernel has it; None where it has not."""
+    from fkjit.ops.decode_form_checks import check_contiguous
+
+    own = {name: view for name, view in views.items() if not name.startswith("cu_seqlens")}
+    causal, softmax_scale, _, return_lse, *form = options
+    given = (causal, softmax_scale, None, return_lse, *form)
+    try:
+        return check_contiguous(own | dict.fromkeys(ABSENT), layout, *given)
+    except ParameterError:  # strides, a GPU before sm_80, a form that has no registers
+        return None
 
 
 class FewPlan:

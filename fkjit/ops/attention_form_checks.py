@@ -13,6 +13,7 @@ from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.interop import CPU, ITEMSIZE, View
 from fkjit.ops import attention_checks as usual
 from fkjit.ops import attention_choice as choice
+from fkjit.ops import attention_few
 from fkjit.ops import attention_hopper_form as hopper_form
 from fkjit.ops.attention_checks import LAYOUTS
 from fkjit.ops.attention_form import ARRAYS, BIAS_DTYPES, SLOTS, Form
@@ -58,7 +59,10 @@ def check_dense(views: Views, impl: Any, layout: Any, *options: Any) -> Request:
     by_rows = [problem[n] for n in ("batch", "heads_q", "seqlen_q", "head_dim_v")]
     shape = tuple(by_rows[axis] for axis in LAYOUTS[layout])
     outputs = (shape, tuple(by_rows[:3]))
-    return _request(call, views, problem, outputs, Options(*options))
+    request = _request(call, views, problem, outputs, Options(*options))
+    if request.launches and attention_few.takes_form(problem, impl, options[2]):
+        return attention_few.form_request(views, layout, options) or request
+    return request
 
 
 def check_varlen(views: Views, max_seqlen_q: Any, max_seqlen_k: Any, *options: Any) -> Request:

@@ -10,6 +10,7 @@ from fkjit.errors import CompileError, ParameterError
 from fkjit.ops import attention_form_operator as operator
 from fkjit.ops import attention_score_mod as score_mods
 from fkjit.ops import operators
+from fkjit.ops.attention_few import ABSENT
 from fkjit.ops.attention_form import SLOTS
 from fkjit.ops.attention_form_backward import PACKED
 from fkjit.ops.attention_form_checks import check_dense, check_varlen
@@ -20,6 +21,7 @@ from fkjit.ops.simple import Op
 
 FORM = ("alibi_slopes", "bias", "mask", "sinks")  # arrays of a form
 _INPUTS = ("q", "k", "v", *POINTERS)
+_ABSENT = (None,) * len(ABSENT)
 
 
 def attention_varlen(
@@ -128,7 +130,7 @@ def _dense(
     arrays, options = _call("attention", rows, (None, None), shared, forms)
     derivative = _derivative("attention", forms, score_mod_grad)
     if not wanted(*arrays):
-        return _run(_DENSE, arrays, (*where, *options))
+        return _run(_DENSE, (*arrays, *_ABSENT), (*where, *options))
     settings = _settings("attention", options, derivative, deterministic)
 
     def traced(inputs: tuple[Any, ...]) -> Any:
@@ -137,7 +139,8 @@ def _dense(
 
     made = differentiable(
         Call(
-            "attention", lambda inputs: _run(_DENSE, inputs, (*where, *_with_lse(options))),
+            "attention",
+            lambda inputs: _run(_DENSE, (*inputs, *_ABSENT), (*where, *_with_lse(options))),
             traced, where[1], *settings,
         ),
         arrays,
@@ -174,7 +177,9 @@ def prepare_dense(q: Any, k: Any, v: Any, options: tuple[Any, ...], forms: tuple
     arrays, rest = _call(
         "attention", (q, k, v), (None, None), (causal, scale, block, return_lse), forms
     )
-    explained(_DENSE, rest, lambda: _DENSE.prepare([*arrays, None, None], (impl, layout, *rest)))
+    explained(
+        _DENSE, rest, lambda: _DENSE.prepare([*arrays, *_ABSENT, None, None], (impl, layout, *rest))
+    )
 
 
 def _call(
@@ -221,7 +226,10 @@ def explained(op: Op, options: tuple[Any, ...], call: Callable[[], Any]) -> Any:
 
 
 _OUTPUTS = ("o", "lse")
-_DENSE = Op("attention", inputs=_INPUTS, outputs=_OUTPUTS, check=check_dense, optional=POINTERS)
+_DENSE = Op(
+    "attention", inputs=(*_INPUTS, *ABSENT), outputs=_OUTPUTS, check=check_dense,
+    optional=(*POINTERS, *ABSENT),
+)  # fmt: skip
 _VARLEN = Op(
     "attention_varlen", inputs=_INPUTS, outputs=_OUTPUTS, check=check_varlen,
     optional=[name for name in POINTERS if not name.startswith("cu_seqlens")],
