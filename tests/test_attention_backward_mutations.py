@@ -51,7 +51,7 @@ BUGS = (
     Bug("no __syncwarp() before P is read", K + "backward_keys_fp32.cu", "__syncwarp();", "",
         by="race", **KEYS_FP32),
     Bug("rows past the end have an lse", K + "backward_rows.cu", "exists ? lse[place]",
-        "row < rows ? lse[place]", by="memory", problem={"batch": 1, "heads_q": 1}, **ROWS),
+        "stored ? lse[place]", by="memory", problem={"batch": 1, "heads_q": 1}, **ROWS),
     Bug("half a dot product", K + "backward_rows.cu", "column += SIZE * lanes",
         "column += 2 * SIZE * lanes", by="numbers", problem={"head_dim_v": 512}, **ROWS),
 )  # fmt: skip

@@ -36,6 +36,11 @@ def row_lanes(problem: Problem) -> int:
     return min(32, 1 << (vectors - 1).bit_length())
 
 
+def row_blocks(problem: Problem, length: int) -> int:
+    """Thread blocks for `length` rows of each head; none has rows of two."""
+    return problem["batch"] * problem["heads_q"] * -(-length * row_lanes(problem) // ROW_THREADS)
+
+
 def _row_arguments(
     params: Params, problem: Problem, arrays: Mapping[str, Any]
 ) -> Mapping[str, Any]:
@@ -45,7 +50,6 @@ def _row_arguments(
         **{f"{name}_strides": shared.strides(problem, name, arrays) for name in ("dout", "o")},
         **{name: problem[name] for name in ("heads_q", "seqlen_q", "head_dim_v")},
         "rows_padded": shared.rows_padded(problem),
-        "rows": math.prod(shared.rows_shape(problem)),
         "sum_columns": problem.get("sum_columns", 0),
         "lanes": row_lanes(problem),
     }
@@ -109,11 +113,7 @@ ROWS = register(
         params=(Param("dtype", ("fp16", "bf16", "fp32"), "element type of dout and o"), ALIGNED),
         derive=lambda params: {"threads": ROW_THREADS, "varlen": False, **PLAIN},
         block=lambda params: (ROW_THREADS, 1, 1),
-        grid=lambda params, problem: (
-            -(-math.prod(shared.rows_shape(problem)) * row_lanes(problem) // ROW_THREADS),
-            1,
-            1,
-        ),
+        grid=lambda params, problem: (row_blocks(problem, shared.rows_padded(problem)), 1, 1),
         bytes=lambda problem: 8.0 * math.prod(shared.rows_shape(problem)),
         problems=_row_problems,
         inputs=_row_inputs,

@@ -239,10 +239,7 @@ PACKED_ROWS = replace(
     arguments=lambda params, one, arrays: {
         **problem.arguments(params, one, arrays), "lanes": plain.row_lanes(one),
     },
-    grid=lambda params, one: (
-        -(-one["batch"] * one["heads_q"] * problem.longest_padded(one) * plain.row_lanes(one)
-          // plain.ROW_THREADS), 1, 1,
-    ),
+    grid=lambda params, one: (plain.row_blocks(one, problem.longest_padded(one)), 1, 1),
 )  # fmt: skip
 
 PACKED_DQ = replace(

@@ -51,7 +51,6 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
         **dict(zip(("bias_batch", "bias_heads", "bias_rows"), shape, strict=True)),
         **{"parts": problem.get("bias_parts", 1), "size": math.prod(shape) * problem["seqlen_k"]},
         "alibi_batch_stride": problem["heads_q"] if problem.get("alibi_batches", 1) > 1 else 0,
-        "rows": problem["batch"] * problem["heads_q"] * longest_padded(problem),
         "sum_columns": problem.get("sum_columns", 0),
         **forward.form_arguments(problem, arrays),
     }

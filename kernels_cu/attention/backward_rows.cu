@@ -3,7 +3,7 @@
      lse_log2 = log2(e) * lse                 +inf where lse is -inf (no key) and past the end
      delta    = rowsum(dout * o) - dlse       0 past the end
 
-   `lanes` neighbours, a power of two, share a row; a block takes THREADS / lanes rows. Both arrays
+   `lanes` neighbours, a power of two, share a row; a block takes THREADS / lanes rows of a head. Both arrays
    are [batch, heads_q, rows_padded], so that a tile of rows is always whole. Where dq is added up
    by atomics, its sums are set to 0 here. Packed sequences have their rows as
    device/padded_rows.cuh says. Every architecture.
@@ -42,28 +42,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_rows(
     //% if varlen
     const int total_q,
     //% endif
-    const int head_dim_v, const int rows_padded,
-    const i64 rows,  // batch * heads_q * rows_padded, where packed of the longest sequence's rows
-    const int sum_columns, const int lanes) {
-  const i64 row = (static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x) / lanes;
-  const int lane = threadIdx.x % lanes;
+    const int head_dim_v, const int rows_padded, const int sum_columns, const int lanes) {
+  // No block has rows of two heads, so what must be divided is the same for all of it.
+  const int lane_bits = 31 - __clz(lanes), lane = threadIdx.x & (lanes - 1);
+  const int rows_a_block = THREADS >> lane_bits;
   //% if varlen
-  const int longest = round_up(max_seqlen_q, ROW_STEP);
-  const int query = row % longest, head = row / longest % heads_q;
-  const i64 batch = row < rows ? row / longest / heads_q : 0;
+  const int length = round_up(max_seqlen_q, ROW_STEP);
+  //% else
+  const int length = rows_padded;
+  //% endif
+  const int blocks = ceil_div(length, rows_a_block), sequence = blockIdx.x / blocks;
+  const int query = blockIdx.x % blocks * rows_a_block + (threadIdx.x >> lane_bits);
+  const int batch = sequence / heads_q, head = sequence % heads_q;
+  //% if varlen
   const SequenceRows<true> own(cu_seqlens_q, batch, max_seqlen_q);
   const int seqlen_q = own.length;
-  const bool stored = row < rows && query < round_up(seqlen_q, ROW_STEP);
+  const bool stored = query < round_up(seqlen_q, ROW_STEP);
   const i64 target = first_padded_row<true>(batch, head, heads_q, rows_padded, own.start) + query;
   dout += own.start * dout_strides.row;
   o += own.start * o_strides.row;
   //% else
-  const int query = row % rows_padded, head = row / rows_padded % heads_q;
-  const i64 batch = row / rows_padded / heads_q;
-  const bool stored = row < rows;
-  const i64 target = row;
+  const bool stored = query < rows_padded;
+  const i64 target = static_cast<i64>(sequence) * rows_padded + query;
   //% endif
-  const bool exists = row < rows && query < seqlen_q;
+  const bool exists = query < seqlen_q;
 
   float sum = 0.f;
   if (exists) {
@@ -91,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_rows(
   //% if varlen
   const i64 place = static_cast<i64>(head) * total_q + own.start + query;
   //% else
-  const i64 place = (batch * heads_q + head) * seqlen_q + query;
+  const i64 place = static_cast<i64>(sequence) * seqlen_q + query;
   //% endif
   const float natural = exists ? lse[place] : NEG_INFINITY;
   lse_log2[target] = natural == NEG_INFINITY ? POSITIVE_INFINITY : natural * LOG2E;
