@@ -16,7 +16,6 @@ from ..op import Arrays, Candidate, Prepared
 
 # Operations of ours that have no twin yet, and why.
 MISSING: dict[str, str] = {
-    "attention_form": "the twin of attention, with a line or two more for each form",
     "attention_backward_form": "the twin of attention_backward, with a line or two more for each",
     "decode_form": "the twin of attention_decode, with a line or two more for each form",
 }
