@@ -4,10 +4,10 @@
    o = softmax(softmax_scale * q k^T + causal mask) v         lse = log(sum(exp(scores)))
 
    One block an SM works through one tile of 64 * CONSUMERS query rows after another. Its first
-   warpgroup is the producer: a thread of it asks TMA for Q and tiles of K, another for tiles of V,
-   into rings. The others are consumers of 64 rows each. mbarriers say which stages are full and
-   which are free again. Which tile comes next is drawn from a counter: blocks whose tiles are short
-   work more of them off.
+   warpgroup is the producer (device/attention_producer.cuh): a thread of it asks TMA for Q and tiles
+   of K, another for tiles of V, into rings (device/attention_rings.cuh). The others are consumers of
+   64 rows each. mbarriers say which stages are full and which are free again. Which tile comes next
+   is drawn from a counter (device/attention_work.cuh): blocks with short tiles work more of them off.
 
      consumer, for each tile j, from the last to the first (those that need a mask come first):
         S'  = Q K_j^T              issued   } both run on the tensor cores
@@ -24,15 +24,16 @@
    A operand of the next product.
 
    Forms of attention (device/attention_form.cuh) are rendered in, as into flash.cu: tiles of a band
-   of keys, rules for the scores, sinks, packed sequences, whose tiles of queries past a sequence's
-   end are nobody's work.
+   of keys, rules for the scores, sinks, packed sequences.
 
    Source: Shah et al., "FlashAttention-3" (2024), for the overlap of softmax and products. */
 #include "prelude.cuh"
 #include "device/attention_mma.cuh"
+#include "device/attention_producer.cuh"
+#include "device/attention_rings.cuh"
+#include "device/attention_turns.cuh"
 #include "device/attention_work.cuh"
 #include "device/finish_rows.cuh"
-#include "device/named_barrier.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 //% if form
@@ -59,13 +60,8 @@ constexpr bool BIAS = ${bias}, MASK = ${mask};
 constexpr int ARRAYS = BIAS + MASK;
 constexpr int SCORE_STAGES = ${score_stages};  // tiles of bias and mask in shared memory
 using bias_t = ${bias_dtype};
-// Scores keep their own units, which softmax_scale_log2 takes care of, unless a rule wants natural
-// ones.
-constexpr bool NATURAL = SOFTCAP || SCORE_MOD || BIAS;
-// All of a warp's scores are capped at once where registers allow it, else one by one.
-constexpr bool CAP_WARP = SOFTCAP && HEAD_DIM_V <= 128 && ARRAYS < 2;
-constexpr bool CAP_EACH = SOFTCAP && !CAP_WARP;
-constexpr bool RULES = CAP_EACH || SCORE_MOD || ARRAYS > 0;  // one by one
+using Way = ScoreWay<SOFTCAP, SCORE_MOD, BIAS, MASK, HEAD_DIM_V>;
+constexpr bool NATURAL = Way::NATURAL;
 
 // The caller's expression of one score, and what he gave for it to read.
 struct ScoreMod {
@@ -77,52 +73,29 @@ struct ScoreMod {
 };
 //% else
 constexpr bool VARLEN = false, NATURAL = false, ALIBI = false;
-constexpr int ARRAYS = 0;
 //% endif
 
 constexpr int BLOCK_Q = 64 * CONSUMERS;
 // With two tiles of Q, the next one's first scores are under way while this one's output is stored.
 constexpr bool AHEAD = Q_STAGES > 1;
-constexpr int WARPGROUP = 128;
-constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
-// What setmaxnreg gives to consumers it has taken from the producer: more than a block started with
-// would be waited for forever.
-constexpr int REGISTERS_AT_START = 65536 / THREADS / 8 * 8;
+constexpr int WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUMERS);
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
-                  (1 + CONSUMERS) * REGISTERS_AT_START,
-              "the warpgroups share the registers that the block was launched with");
+                  (1 + CONSUMERS) * registers_at_start(THREADS),
+              "more would be waited for forever");
 constexpr int QK_STEPS = HEAD_DIM / 16, PV_STEPS = BLOCK_K / 16;
-
-constexpr int WIDTH = ceil_div(HEAD_DIM, 64) * 64, WIDTH_V = ceil_div(HEAD_DIM_V, 64) * 64;
-using QTile = SwizzledTile<BLOCK_Q, WIDTH>;  // in whole panels, of which products may leave columns
-using KTile = SwizzledTile<BLOCK_K, WIDTH>;
-using VTile = SwizzledTile<BLOCK_K, WIDTH_V>;
-using OTile = SwizzledTile<BLOCK_Q, WIDTH_V>;
-static_assert(QTile::PANEL_COLUMNS == 64 && VTile::PANEL_COLUMNS == 64, "TMA's 128-byte swizzle");
-static_assert(WIDTH_V <= WIDTH, "the output is staged where its Q was");
-static_assert(BLOCK_K % 16 == 0, "the PV product takes keys 16 at a time");
-
-// Shared memory: the rings of Q, K and V, the barriers. O is staged where its Q was.
-constexpr int Q_STAGE = QTile::BYTES + GUARD;
-constexpr int K_OFFSET = Q_STAGES * Q_STAGE, K_STAGE = KTile::BYTES + GUARD;
-constexpr int V_OFFSET = K_OFFSET + STAGES * K_STAGE, V_STAGE = VTile::BYTES + GUARD;
-//% if form
-using BiasTile = ScoreTile<bias_t, BLOCK_Q, ARRAYS == 0 ? 128 : BLOCK_K>;
-using MaskTile = ScoreTile<u8, BLOCK_Q, ARRAYS == 0 ? 128 : BLOCK_K>;
-constexpr int BIAS_BYTES = BIAS ? BiasTile::BYTES : 0;
-constexpr int SCORE_STAGE = ARRAYS > 0 ? BIAS_BYTES + (MASK ? MaskTile::BYTES : 0) + GUARD : 0;
-constexpr int SCORE_OFFSET = V_OFFSET + STAGES * V_STAGE;
-constexpr int BARRIERS_OFFSET = SCORE_OFFSET + SCORE_STAGES * SCORE_STAGE;
-//% else
-constexpr int BARRIERS_OFFSET = V_OFFSET + STAGES * V_STAGE;
-//% endif
 
 using Piece = Work<BLOCK_Q>;
 //% if form
-using Span = FormSpan<BLOCK_Q, BLOCK_K, VARLEN>;
+using Span = FormSpan<BLOCK_Q, BLOCK_K, VARLEN>;  // of keys, in tiles
+using Scores = ScoreTiles<bias_t, BIAS, MASK, BLOCK_Q, BLOCK_K>;
+constexpr int SCORE_BYTES = Scores::BYTES;
 //% else
-using Span = CausalSpan<BLOCK_Q, BLOCK_K>;  // of keys, in tiles
+using Span = CausalSpan<BLOCK_Q, BLOCK_K>;
+constexpr int ARRAYS = 0, SCORE_STAGES = 0, SCORE_BYTES = 0;
 //% endif
+using Rings = AttentionRings<BLOCK_Q, BLOCK_K, HEAD_DIM, HEAD_DIM_V, Q_STAGES, STAGES, GUARD,
+                             SCORE_STAGES, SCORE_BYTES>;
+using OTile = Rings::OTile;
 
 // S[64 x BLOCK_K] (+)= Q[64 x 16] K[BLOCK_K x 16]^T.                 PTX ISA: wgmma.mma_async
 __device__ __forceinline__ void product_qk(float (&d)[1][BLOCK_K / 8][4], u64 q, u64 k, int add) {
@@ -151,8 +124,8 @@ __device__ __forceinline__ void issue_qk(float (&s)[1][BLOCK_K / 8][4], u64 q, u
 #pragma unroll
   for (int step = 0; step < QK_STEPS; ++step) {
     const int panel = step / 4, within = step % 4 * 2;  // 32 bytes a step, in units of 16
-    product_qk(s, q + (panel * QTile::PANEL_BYTES >> 4) + within,
-               k + (panel * KTile::PANEL_BYTES >> 4) + within, step > 0);
+    product_qk(s, q + (panel * Rings::QTile::PANEL_BYTES >> 4) + within,
+               k + (panel * Rings::KTile::PANEL_BYTES >> 4) + within, step > 0);
   }
   wgmma_commit();
 }
@@ -195,14 +168,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const u32 q_tile = shared_address(shared_memory);
-  const Barriers<STAGES> barriers{q_tile + BARRIERS_OFFSET};
+  const u32 shared = shared_address(shared_memory);
+  const Barriers<STAGES> barriers{shared + Rings::BARRIERS};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
-  const int blocks_q = ceil_div(${seqlen_q}, BLOCK_Q), works = blocks_q * heads_q * batch;
-  // Packed tiles may have to be cut, which takes a warp where else a thread asks for them.
+  const AttentionWorks works(ceil_div(${seqlen_q}, BLOCK_Q), heads_q, group_size, batch,
+                             section_heads, counters);
+  // Of the producer: one thread asks, or with VARLEN a whole warp, whose first lane TMA hears from.
   const bool asks = !VARLEN || threadIdx.x % WARP_SIZE == 0;
-  const int asker = VARLEN ? threadIdx.x / WARP_SIZE * WARP_SIZE : threadIdx.x;
   int tail_parity = 0;
+  const int asker = VARLEN ? threadIdx.x / WARP_SIZE * WARP_SIZE : threadIdx.x;
   const auto span_of = [&](const Piece& place) {
     //% if form
     return Span(place.q0, SequenceRows<VARLEN>(cu_seqlens_q, place.batch, max_seqlen_q),
@@ -212,100 +186,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     return Span(place.q0, seqlen_q, seqlen_k, causal);
     //% endif
   };
-  const auto of_warp = [&](int number) {
-    return VARLEN ? __shfl_sync(FULL_MASK, number, 0) : number;
-  };
-
-  if (threadIdx.x == 0) {
-    barriers.begin<Q_STAGES, CONSUMERS>(VARLEN, ARRAYS);
-    mbarrier_init_fence();
-  }
+  if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS>(VARLEN, ARRAYS);
   __syncthreads();
 
   if (warpgroup == 0) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
-    // Tile by tile of keys, what has been announced.
-    const auto follow = [&](const auto& load) {
-      RingPlace<SLOTS> slot;
-      while (true) {
-        const Piece place = next_work<BLOCK_Q, VARLEN>(barriers, slot);
-        if (place.batch >= batch) break;
-        const Span range = span_of(place);
-        for (int tile = range.end - 1; tile >= range.first; --tile) load(place, range, tile);
-      }
-    };
+    using Producer = AttentionProducer<Rings, VARLEN, decltype(span_of)>;
+    Producer producer(barriers, shared, group_size, span_of, asks);
     if (asker == 0) {
       // One thread says what comes next and asks for its Q and K, ...
-      tma_prefetch(q_map), tma_prefetch(k_map);
-      RingPlace<STAGES> k_place;
-      RingPlace<SLOTS> slot;
-      RingPlace<Q_STAGES> q_place;
-      for (int number = blockIdx.x;; number = of_warp(asks ? draw_work(counters, works) : 0)) {
-        // Consumers begin with the next tile before they know whether there is one: so the last is
-        // followed by one outside the tensors, which comes as zeros.
-        const bool last = number >= works;
-        Piece place(last ? 0 : number, blocks_q, heads_q, heads_q * batch, section_heads);
-        const Span range = span_of(place);
-        //% if form
-        // Tiles past the end of their sequence are nobody's.
-        if (VARLEN && !last && place.q0 >= range.seqlen_q) continue;
-        //% endif
-        if (last) place.batch = batch;
-        mbarrier_wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
-        if (asks) announce(barriers, slot.stage, place);
-        slot.advance();
-        const int tensor = VARLEN ? last : place.batch;  // the outermost index
-        const auto load_k = [&](int tile) {
-          mbarrier_wait(barriers.k_empty(k_place.stage), k_place.parity ^ 1);
-          if (asks)
-            tma_load_tile<KTile>(q_tile + K_OFFSET + k_place.stage * K_STAGE, k_map,
-                                 barriers.k_full(k_place.stage), range.k_start + tile * BLOCK_K,
-                                 place.head / group_size, tensor);
-          k_place.advance();
-        };
-        const auto load_q = [&] {
-          mbarrier_wait(barriers.q_empty(q_place.stage), q_place.parity ^ 1);
-          tma_load_rows<QTile, VARLEN>(q_tile + q_place.stage * Q_STAGE, q_map,
-                                       barriers.q_full(q_place.stage), barriers.q_tail(),
-                                       tail_parity, range.q_start + place.q0, place.head, tensor,
-                                       range.seqlen_q - place.q0);
-          q_place.advance();
-        };
-        load_k(range.end - 1);
-        load_q();
-        if (last) break;
-        for (int tile = range.end - 2; tile >= range.first; --tile) load_k(tile);
-      }
+      producer.lead(works, q_map, k_map, tail_parity);
     } else if (asker == WARP_SIZE) {
       // ... another one, in a warp of its own, for its V.
       tma_prefetch(v_map);
       RingPlace<STAGES> v_place;
-      follow([&](const Piece& place, const Span& range, int tile) {
-        mbarrier_wait(barriers.v_empty(v_place.stage), v_place.parity ^ 1);
-        tma_load_rows<VTile, VARLEN>(q_tile + V_OFFSET + v_place.stage * V_STAGE, v_map,
-                                     barriers.v_full(v_place.stage), barriers.v_tail(), tail_parity,
-                                     range.k_start + tile * BLOCK_K, place.head / group_size,
-                                     VARLEN ? 0 : place.batch, range.seqlen_k - tile * BLOCK_K);
-        v_place.advance();
+      producer.follow(batch, [&](const Piece& place, const Span& range, int tile) {
+        producer.load_v(v_map, v_place, tail_parity, place, range, tile);
       });
       //% if form
     } else if (ARRAYS > 0 && asker == 2 * WARP_SIZE) {
       // ... and a third one for bias and mask.
       RingPlace<SCORE_STAGES> score_place;
-      follow([&](const Piece& place, const Span& range, int tile) {
-        const u32 to = q_tile + SCORE_OFFSET + score_place.stage * SCORE_STAGE;
+      producer.follow(batch, [&](const Piece& place, const Span& range, int tile) {
+        const u32 to = shared + Rings::SCORES + score_place.stage * Rings::SCORE_STAGE;
         const u32 full = barriers.scores_full(score_place.stage);
         mbarrier_wait(barriers.scores_empty(score_place.stage), score_place.parity ^ 1);
         score_place.advance();
         if (!asks) return;
         //% if bias
-        tma_load_scores<BiasTile>(to, bias_map, full, tile * BLOCK_K, place.q0, place.head,
-                                  place.batch);
+        tma_load_scores<Scores::BiasTile>(to, bias_map, full, tile * BLOCK_K, place.q0, place.head,
+                                          place.batch);
         //% endif
         //% if mask
-        tma_load_scores<MaskTile>(to + BIAS_BYTES, mask_map, full, tile * BLOCK_K, place.q0,
-                                  place.head, place.batch);
+        tma_load_scores<Scores::MaskTile>(to + Scores::BIAS_BYTES, mask_map, full, tile * BLOCK_K,
+                                          place.q0, place.head, place.batch);
         //% endif
       });
       //% endif
@@ -315,16 +230,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     more_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1, lane = threadIdx.x % WARP_SIZE;
     const int warp_row = consumer * 64 + threadIdx.x % WARPGROUP / WARP_SIZE * 16;
-    const u64 q_operand = wgmma_tile(q_tile + consumer * 64 * QTile::ROW_BYTES, 0);
-    const u64 k_operand = wgmma_tile(q_tile + K_OFFSET, 0);
-    const u64 v_operand = wgmma_tile(q_tile + V_OFFSET, VTile::PANEL_BYTES);
+    const u64 q_operand = wgmma_tile(shared + consumer * 64 * Rings::QTile::ROW_BYTES, 0);
+    const u64 k_operand = wgmma_tile(shared + Rings::K, 0);
+    const u64 v_operand = wgmma_tile(shared + Rings::V, Rings::VTile::PANEL_BYTES);
     const bool signals = lane == 0;
     RingPlace<STAGES> k_place, v_place;
     RingPlace<Q_STAGES> q_place;
     RingPlace<SLOTS> slot;
     float s[1][BLOCK_K / 8][4];
     const float scale_log2 = NATURAL ? LOG2E : softmax_scale_log2;
+    int lse_length = ${seqlen_q};
     //% if form
+    if (VARLEN) lse_length = form.total_q;
     RingPlace<SCORE_STAGES> score_place;
     const float scale = NATURAL && !SOFTCAP ? form.softmax_scale : 1.f;
     const float unit = NATURAL ? 1.f : 1.f / form.softmax_scale;
@@ -334,7 +251,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const auto issue_scores = [&](int q_stage) {
       mbarrier_wait(barriers.k_full(k_place.stage), k_place.parity);
       wgmma_fence();
-      issue_qk(s, q_operand + q_stage * (Q_STAGE >> 4), k_operand + k_place.stage * (K_STAGE >> 4));
+      issue_qk(s, q_operand + q_stage * (Rings::Q_STAGE >> 4),
+               k_operand + k_place.stage * (Rings::K_STAGE >> 4));
     };
     const auto release_k = [&] {
       if (signals) mbarrier_arrive(barriers.k_empty(k_place.stage));
@@ -349,16 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       issue_scores(q_place.stage);
     };
 
-    // Consumers fall into step by themselves in the long run, and draw less power than if they were
-    // made to. Where each has one tile only, it is done sooner if they take turns at the tensor cores.
-    const bool in_turns = CONSUMERS > 1 && works <= gridDim.x;
-    const auto my_turn = [&] {
-      if (in_turns) named_barrier_wait<2 * WARPGROUP>(1 + consumer);
-    };
-    const auto next_turn = [&] {
-      if (in_turns) named_barrier_arrive<2 * WARPGROUP>(1 + (consumer + 1) % CONSUMERS);
-    };
-    if (consumer == CONSUMERS - 1) next_turn();
+    const ConsumerTurns<CONSUMERS> turns(consumer, works.count <= gridDim.x);
 
     // The tile of Q, where the output has been staged, may be written again.
     const auto release_q = [&](int stage) {
@@ -388,13 +297,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       const SoftCapOfWarp softcap(form.softcap, form.softmax_scale);
       const RuleIf<ALIBI, AlibiOfWarp> alibi(alibi_slopes, form.alibi_batch_stride, place.batch,
                                              place.head, range.seqlen_q, range.seqlen_k, unit);
-      auto rules =
-          score_rules(RuleIf<CAP_EACH, SoftCap<false>>(form.softcap, form.softmax_scale),
-                      PerScore<ScoreMod>(
-                          {place.batch, place.head, range.seqlen_q, range.seqlen_k${score_values}},
-                          range.seqlen_q, range.seqlen_k),
-                      RuleIf<BIAS, Staged<Bias<bias_t, true>, BiasTile, 0>>(scores_at),
-                      RuleIf<MASK, Staged<Where<u8, true>, MaskTile, BIAS_BYTES>>(scores_at));
+      auto rules = score_rules(
+          RuleIf<Way::CAP_EACH, SoftCap<false>>(form.softcap, form.softmax_scale),
+          PerScore<ScoreMod>(
+              {place.batch, place.head, range.seqlen_q, range.seqlen_k${score_values}},
+              range.seqlen_q, range.seqlen_k),
+          RuleIf<BIAS, Scores::AddBias>(scores_at), RuleIf<MASK, Scores::Hide>(scores_at));
       if (SINKS) softmax.begin_with(sinks[place.head] * unit, lane);
       //% endif
       const auto mask = [&] {
@@ -402,11 +310,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         const int row = place.q0 + warp_row, key = tile * BLOCK_K;
         if (ARRAYS > 0) {
           mbarrier_wait(barriers.scores_full(score_place.stage), score_place.parity);
-          scores_at.address = q_tile + SCORE_OFFSET + score_place.stage * SCORE_STAGE;
+          scores_at.address = shared + Rings::SCORES + score_place.stage * Rings::SCORE_STAGE;
           scores_at.k0 = key;
         }
-        if (CAP_WARP) softcap.on_fragments(s);
-        if (RULES) rules_on_fragments(s, lane, rules, scale, row, key);
+        if (Way::CAP_WARP) softcap.on_fragments(s);
+        if (Way::RULES) rules_on_fragments(s, lane, rules, scale, row, key);
         if (ARRAYS > 0) {
           __syncwarp();
           if (signals) mbarrier_arrive(barriers.scores_empty(score_place.stage));
@@ -420,10 +328,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         if (!range.is_whole(tile)) rules_on_fragments(s, lane, band, 1.f, row, key);
         //% else
         if (!range.is_whole(tile))
-          mask_scores(s, lane, [&](int row) {
-            return min(seqlen_k, causal ? range.first_hidden + warp_row + row : seqlen_k) -
-                   tile * BLOCK_K;
-          });
+          mask_scores(s, lane,
+                      [&](int row) { return range.visible(tile, warp_row + row, causal); });
         //% endif
       };
       release_k();
@@ -437,12 +343,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       for (--tile; tile >= range.first; --tile) {
         settle(p);
         settle(acc[0]);
-        my_turn();
+        turns.wait();
         issue_scores(q_stage);
         mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
         wgmma_fence();
-        issue_pv(acc, p, v_operand + v_place.stage * (V_STAGE >> 4));
-        next_turn();
+        issue_pv(acc, p, v_operand + v_place.stage * (Rings::V_STAGE >> 4));
+        turns.pass();
         wgmma_wait<1>();
         release_k();
         mask();
@@ -458,28 +364,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       settle(p);
       settle(acc[0]);
       wgmma_fence();
-      issue_pv(acc, p, v_operand + v_place.stage * (V_STAGE >> 4));
+      issue_pv(acc, p, v_operand + v_place.stage * (Rings::V_STAGE >> 4));
       if (AHEAD) first_scores();
       next = take_work();
       wgmma_wait<AHEAD ? 1 : 0>();
       release_v();
 
       // Normalise; the output is staged in this warp's own rows, then TMA stores what is inside o.
-      //% if form
-      const int tensor = VARLEN ? 0 : place.batch,
-                lse_length = VARLEN ? form.total_q : max_seqlen_q;
-      //% else
-      const int tensor = place.batch, lse_length = seqlen_q;
-      //% endif
+      const int tensor = VARLEN ? 0 : place.batch;
       const int row0 = place.q0 + warp_row, rows_left = min(16, range.seqlen_q - row0);
       const i64 head_index = static_cast<i64>(tensor) * heads_q + place.head;
-      const u32 warp_o_tile = q_tile + q_stage * Q_STAGE + warp_row * OTile::ROW_BYTES;
+      const u32 warp_o_tile = shared + q_stage * Rings::Q_STAGE + warp_row * OTile::ROW_BYTES;
       finish_rows_matrix<elem_t, OTile>(
           acc, softmax, scale_log2, lane, warp_o_tile,
           lse == nullptr ? nullptr : lse + head_index * lse_length + range.q_start + row0,
           rows_left);
-      proxy_fence();
-      __syncwarp();
       //% if form
       if (VARLEN && rows_left < 16) {  // what follows is the next sequence's
         const i64 row = range.q_start + row0;
@@ -495,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         first_scores();
       }
     }
-    if (consumer == 0) my_turn();  // what the last one has arrived at is not left over
+    turns.end();
     if (signals) tma_store_wait();
   }
 }

@@ -1,5 +1,5 @@
-// What a piece of work is about where attention on Hopper has a form: the rows of its sequence, and
-// the band of keys in tiles.
+// What a piece of work is about where attention on Hopper has a form: the rows of its sequence, the
+// band of keys in tiles, which rules its scores meet and how.
 #pragma once
 #include "device/attention_form.cuh"
 
@@ -19,4 +19,15 @@ struct FormSpan : BandTiles<BLOCK_K> {
         seqlen_k(keys.length) {
     this->end = max(this->end, this->first + 1);
   }
+};
+
+template <bool SOFTCAP, bool SCORE_MOD, bool BIAS, bool MASK, int HEAD_DIM_V>
+struct ScoreWay {
+  // Scores keep their own units, which softmax_scale_log2 takes care of, unless a rule wants natural
+  // ones.
+  static constexpr bool NATURAL = SOFTCAP || SCORE_MOD || BIAS;
+  // All of a warp's scores are capped at once where registers allow it, else one by one.
+  static constexpr bool CAP_WARP = SOFTCAP && HEAD_DIM_V <= 128 && !(BIAS && MASK);
+  static constexpr bool CAP_EACH = SOFTCAP && !CAP_WARP;
+  static constexpr bool RULES = CAP_EACH || SCORE_MOD || BIAS || MASK;  // one by one
 };

@@ -55,6 +55,7 @@ struct Barriers {  // addresses
       mbarrier_init(scores_full(stage), arrays);
       mbarrier_init(scores_empty(stage), CONSUMERS * 4);
     }
+    mbarrier_init_fence();
   }
 };
 
@@ -133,6 +134,11 @@ struct CausalSpan {
   }
 
   __device__ __forceinline__ bool is_whole(int tile) const { return tile < unmasked; }
+
+  // Keys of a tile that a row of the block sees, or fewer than none.
+  __device__ __forceinline__ int visible(int tile, int row, bool causal) const {
+    return min(seqlen_k, causal ? first_hidden + row : seqlen_k) - tile * BLOCK_K;
+  }
 };
 
 // A tile of which the first `rows` rows are wanted. What lies behind the last row of a tensor comes

@@ -3,9 +3,10 @@
 #include "device/fragment.cuh"
 #include "device/online_softmax.cuh"
 #include "device/stmatrix.cuh"
+#include "device/tma.cuh"
 
 // finish_rows (attention_mma.cuh) of a warp's 16 rows by stmatrix: an instruction for every sixteen
-// columns instead of four.
+// columns instead of four. Its first lane may have TMA store them.
 template <typename T, typename OTile, int COLUMNS, bool FRAMED>
 __device__ __forceinline__ void finish_rows_matrix(const float (&acc)[1][COLUMNS][4],
                                                    const OnlineSoftmax<1, FRAMED>& softmax,
@@ -31,4 +32,6 @@ __device__ __forceinline__ void finish_rows_matrix(const float (&acc)[1][COLUMNS
     }
     stmatrix_x4(place.address(warp_o_tile, 0, n / 2), r);
   }
+  proxy_fence();
+  __syncwarp();
 }

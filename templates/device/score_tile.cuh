@@ -64,3 +64,15 @@ struct Staged : ScoreRule {
     x[1] = Array::changed(x[1], reinterpret_cast<const T*>(&word)[1]);
   }
 };
+
+// The tiles of a bias and of a mask, where there are such: the mask's behind the bias's.
+template <typename T, bool BIAS, bool MASK, int ROWS, int KEYS>
+struct ScoreTiles {
+  static constexpr int COLUMNS = BIAS || MASK ? KEYS : 128;  // whatever else a tile has
+  using BiasTile = ScoreTile<T, ROWS, COLUMNS>;
+  using MaskTile = ScoreTile<u8, ROWS, COLUMNS>;
+  static constexpr int BIAS_BYTES = BIAS ? BiasTile::BYTES : 0;
+  static constexpr int BYTES = BIAS_BYTES + (MASK ? MaskTile::BYTES : 0);
+  using AddBias = Staged<Bias<T, true>, BiasTile, 0>;
+  using Hide = Staged<Where<u8, true>, MaskTile, BIAS_BYTES>;
+};

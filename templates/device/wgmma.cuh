@@ -58,6 +58,9 @@ __device__ __forceinline__ void warpgroup_sync(int barrier) {
   asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
 }
 
+// What each thread has when a block starts: setmaxnreg gives to some what it has taken from others.
+constexpr int registers_at_start(int threads) { return 65536 / threads / 8 * 8; }
+
 // PTX ISA: setmaxnreg
 template <int REGISTERS>
 __device__ __forceinline__ void fewer_registers() {
