@@ -130,7 +130,9 @@ def _numpy_map(value: TensorMap) -> Any:
     from fkjit.interp.tensor_map import TensorMap as Map
 
     strides = value.legal_strides()
-    return Map(value.array, value.dims, strides, value.box, swizzle=value.swizzle)
+    return Map(
+        value.array, value.dims, strides, value.box, swizzle=value.swizzle, origin=value.origin
+    )
 
 
 def _progress(name: str, seconds: float) -> Callable[[float], None] | None:

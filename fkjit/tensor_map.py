@@ -24,6 +24,8 @@ class TensorMap:
 
     array: what a spec's `arguments` was given. strides: bytes, of dimensions 1, 2, …: multiples of
     16 (a dimension of one element may have any). box: elements one copy brings, in each dimension.
+    origin: bytes from the array to where the map begins, which may be before it: then only what
+    copies come to has to be the array's.
     """
 
     array: Any
@@ -33,6 +35,7 @@ class TensorMap:
     box: tuple[int, ...]
     swizzle: str = "128B"
     writable: bool = False  # whether the kernel stores through it
+    origin: int = 0
 
     def legal_strides(self) -> tuple[int, ...]:
         """The strides, with some legal one where a dimension has one element."""
@@ -45,7 +48,7 @@ class TensorMap:
         at = -ctypes.addressof(buffer) % ALIGN
         rank = len(self.dims)
         values = (
-            ctypes.addressof(buffer) + at, _TYPES[self.dtype], rank, pointer,
+            ctypes.addressof(buffer) + at, _TYPES[self.dtype], rank, pointer + self.origin,
             (ctypes.c_uint64 * rank)(*self.dims),
             (ctypes.c_uint64 * (rank - 1))(*self.legal_strides()),
             (ctypes.c_uint32 * rank)(*self.box), (ctypes.c_uint32 * rank)(*(1,) * rank),

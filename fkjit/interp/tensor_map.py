@@ -37,10 +37,11 @@ class TensorMap:
     element_strides: of the box's elements (default: all 1; the first is ignored, as in CUDA).
     swizzle: "none", "32B", "64B", "128B". fill: "zero" or "nan", for elements outside. dtype: u8,
     u16, u32, s32, u64, s64, f16, f32, f64, bf16, tf32 (default: the array's). l2_promotion is
-    accepted and has no effect; interleave must be "none".
+    accepted and has no effect; interleave must be "none". origin: bytes, from the array's first
+    element to the map's; where it is not 0, each copy is looked at by itself.
 
     Raises ParameterError for what cuTensorMapEncodeTiled refuses, and for elements that are not in
-    the array.
+    the array, unless the map has an origin.
     """
 
     array: np.ndarray
@@ -53,6 +54,7 @@ class TensorMap:
     dtype: str = ""
     l2_promotion: Any = None
     interleave: str = "none"
+    origin: int = 0
     itemsize: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,10 +126,12 @@ class TensorMap:
 
     def _check_array(self) -> None:
         low, size = extent(self.array)
-        if (misaligned(self.array, low) - low) % 16:
+        if (misaligned(self.array, low) - low + self.origin) % 16:
             raise ParameterError(
                 "TensorMap: array does not begin at a multiple of 16 bytes of its owner's memory"
             )
+        if self.origin:
+            return
         self._check_own_elements(low)
         last = sum((n - 1) * step for n, step in zip(self.dims, self.steps, strict=True))
         if last + self.itemsize > size + low:

@@ -56,7 +56,7 @@ def tile(
     assert tensor.element_strides is not None
     counts, itemsize = tensor.counts, tensor.itemsize
     row = counts[0] * itemsize
-    inside, box, place = np.ones(1, bool), np.zeros(1, np.int64), np.zeros(1, np.int64)
+    inside, box, place = np.ones(1, bool), np.zeros(1, np.int64), np.full(1, tensor.origin)
     pitch = max(row, SWIZZLES[tensor.swizzle])
     for axis in range(1, len(counts)):
         at = coordinates[axis] + np.arange(counts[axis]) * tensor.element_strides[axis]

@@ -133,17 +133,24 @@ def _check_alignment(d: Decoder, ins: Instruction, address: int, mode: str, lane
         raise d.machine.reporter.fault("misaligned tensor copy", detail, ins, np.array([lane]))
 
 
-def _check_ends(d: Decoder, ins: Instruction, bound: BoundMap, part: Tile, lane: int) -> None:
-    """The whole chunks that a store writes must be the array's own bytes."""
+def _check_ends(
+    d: Decoder, ins: Instruction, bound: BoundMap, part: Tile, lane: int, write: bool
+) -> None:
+    """The whole chunks that a store writes must be the array's own bytes; and what is read through
+    a map with an origin."""
     place, globals_ = bound.place, d.machine.memory.globals
     at = bound.start - place.start + part.tensor
-    wrong = at > place.size - part.width
+    wrong = (at < 0) | (at > place.size - part.width)
     if place.holes is not None and at.size:
         wrong |= in_hole(place.holes, at, part.width)
     if globals_.checked and wrong.any():
-        detail = f"{part.width}-byte write at {place.describe(int(at[wrong][0]))}: tensor copies "
-        detail += f"write the last {CHUNK} bytes of a row as a whole"
-        raise d.machine.reporter.fault("out-of-bounds global write", detail, ins, np.array([lane]))
+        kind = "write" if write else "read"
+        detail = f"{part.width}-byte {kind} at {place.describe(int(at[wrong][0]))}"
+        if write:
+            detail += f": tensor copies write the last {CHUNK} bytes of a row as a whole"
+        raise d.machine.reporter.fault(
+            f"out-of-bounds global {kind}", detail, ins, np.array([lane])
+        )
 
 
 def _load(d: Decoder, ins: Instruction, form: _Form) -> Step:
@@ -158,6 +165,8 @@ def _load(d: Decoder, ins: Instruction, form: _Form) -> Step:
         mode = bound.map.swizzle
         _check_alignment(d, ins, address, mode, lane)
         part = tile(bound.map, at)
+        if bound.map.origin:
+            _check_ends(d, ins, bound, part, lane, False)
         copies = len(ranks) if ranks else 1
         whole = swizzled(address + part.chunks, mode)
         box = target.pieces(lane, spread(whole, ranks), CHUNK)
@@ -205,7 +214,7 @@ def _store(d: Decoder, ins: Instruction, form: _Form) -> Step:
             raise fault("bad tensor reduction", detail, ins, who)
         _check_alignment(d, ins, address, tensor.swizzle, lane)
         part = tile(tensor, at, tensor.itemsize if form.operation else None, stores=True)
-        _check_ends(d, ins, bound, part, lane)
+        _check_ends(d, ins, bound, part, lane, True)
         whole = swizzled(address + part.chunks, tensor.swizzle)
         source.pieces(lane, whole, CHUNK)
         if not part.box.size:

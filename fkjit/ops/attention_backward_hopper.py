@@ -21,17 +21,18 @@ from fkjit.tensor_map import TensorMap
 HEAD_DIMS = (64, 128)  # what products are padded to
 COUNTERS = 1
 _BLOCK_K, _PANEL, _WARP_ROWS = 128, 64, 16
-_BLOCK_Q = {64: 128, 128: 64}  # S^T and dK of a warpgroup in registers together
+BLOCK_Q = {64: 128, 128: 64}  # S^T and dK of a warpgroup in registers together
 _Q_STAGES, _DO_STAGES, _DS_STAGES = 3, 2, 2
-_SMS = 132  # of an H100 or H200, where a problem does not say
+SMS = 132  # of an H100 or H200, where a problem does not say
 _BARRIER_BYTES = 256 + 8 * 48 + 16
 
 
 def _derive(params: Params) -> dict[str, Any]:
-    head_dim, block_q = params["head_dim"], _BLOCK_Q[params["head_dim"]]
+    head_dim, block_q = params["head_dim"], BLOCK_Q[params["head_dim"]]
     dq = product("dq", 32, {"a": 1, "b": 1, "add": 1})
     return {
         "block_q": block_q,
+        **{"form": False, "varlen": False},
         "q_stages": _Q_STAGES,
         "do_stages": _DO_STAGES,
         "main_registers": 208,
@@ -53,7 +54,7 @@ def _direct(params: Params) -> bool:
 
 def _shared(params: Params) -> SharedLayout:
     """K, V, rings of Q and dO, of dS, of dq, of lse_log2 and delta; the mbarriers."""
-    d, block_q = params["head_dim"], _BLOCK_Q[params["head_dim"]]
+    d, block_q = params["head_dim"], BLOCK_Q[params["head_dim"]]
     rings = (
         ("Q", 2 * block_q * d, _Q_STAGES), ("dO", 2 * block_q * d, _DO_STAGES),
         ("dS", 2 * _BLOCK_K * block_q, _DS_STAGES),
@@ -79,7 +80,7 @@ def _blocks(problem: Problem) -> int:
 def _teams(problem: Problem, rounds: int) -> int:
     """How many heads are under way at once where each takes its blocks in so many rounds."""
     members = -(-_blocks(problem) // rounds)
-    return min(problem.get("multiprocessors", _SMS) // members, _heads(problem))
+    return min(problem.get("multiprocessors", SMS) // members, _heads(problem))
 
 
 def _rounds(params: Params, problem: Problem) -> int:
@@ -87,7 +88,7 @@ def _rounds(params: Params, problem: Problem) -> int:
     device/backward_schedule.cuh): the fastest by count of blocks, nearly; then few rounds, as heads
     under way at once share L2, but four tiles between two that come to one."""
     blocks, heads = _blocks(problem), _heads(problem)
-    enough = 4 * _BLOCK_Q[params["head_dim"]] // _BLOCK_K
+    enough = 4 * BLOCK_Q[params["head_dim"]] // _BLOCK_K
 
     def time(rounds: int) -> int:
         each = -(-heads // _teams(problem, rounds))
@@ -105,7 +106,7 @@ def _grid(params: Params, problem: Problem) -> Dim3:
         rounds = _rounds(params, problem)
         return (_teams(problem, rounds) * -(-_blocks(problem) // rounds), 1, 1)
     works = _blocks(problem) * _heads(problem)
-    return (min(works, problem.get("multiprocessors", _SMS)), 1, 1)
+    return (min(works, problem.get("multiprocessors", SMS)), 1, 1)
 
 
 def _map(problem: Problem, arrays: Mapping[str, Any], name: str, rows: int) -> TensorMap:
@@ -123,15 +124,20 @@ def _map(problem: Problem, arrays: Mapping[str, Any], name: str, rows: int) -> T
     )
 
 
+def boxes(params: Params) -> dict[str, int]:
+    """Rows of the boxes that an array is loaded in, or stored."""
+    block_q = BLOCK_Q[params["head_dim"]]
+    loaded = {"q": block_q, "dout": block_q, "k": _BLOCK_K, "v": _BLOCK_K}
+    stored = ("dk", "dv", "dq") if params["deterministic"] else ("dk", "dv")
+    return loaded | dict.fromkeys(stored, _WARP_ROWS)
+
+
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    block_q = _BLOCK_Q[params["head_dim"]]
-    boxes = {"q": block_q, "dout": block_q, "k": _BLOCK_K, "v": _BLOCK_K, "dk": _WARP_ROWS}
-    boxes["dv"] = _WARP_ROWS
-    rounds = {}
-    if params["deterministic"]:
-        boxes["dq"], rounds["rounds"] = _WARP_ROWS, _rounds(params, problem)
+    rounds = {"rounds": _rounds(params, problem)} if params["deterministic"] else {}
     return {
-        **{f"{name}_map": _map(problem, arrays, name, rows) for name, rows in boxes.items()},
+        **{
+            f"{name}_map": _map(problem, arrays, name, rows) for name, rows in boxes(params).items()
+        },
         **{name: arrays.get(name) for name in ("lse_log2", "delta", "dq_sum", "turns")},
         **{name: arrays[name] for name in ("counters",) if name in arrays},
         "batch": problem["batch"],
@@ -181,7 +187,7 @@ def launches(
     dtype, dim = problem["dtype"], padded_dim(problem) or 0
     scratch: dict[str, tuple[int, ...]] = {"dq_sum": (*shared.rows_shape(problem), dim)}
     if deterministic:
-        scratch["turns"] = _turns_shape(problem)
+        scratch["turns"] = turns_shape(problem)
     params = {"dtype": dtype, "head_dim": dim, "deterministic": deterministic}
     zeros = {**problem, "sum_columns": 0 if deterministic else dim}
     made = (
@@ -192,14 +198,14 @@ def launches(
     return made[:2] if deterministic else made, scratch
 
 
-def _turns_shape(problem: Problem) -> tuple[int, ...]:
+def turns_shape(problem: Problem) -> tuple[int, ...]:
     *more, rows = shared.rows_shape(problem)
     return (*more, rows // portable.TURN_ROWS)
 
 
 def _problems(params: Params, scale: str) -> Sequence[Problem]:
     """Those of the kernels that add up dq; the small ones on GPUs of two and of many SMs."""
-    block_q = _BLOCK_Q[params["head_dim"]]
+    block_q = BLOCK_Q[params["head_dim"]]
     made = {**params, "head_dim_v": params["head_dim"], "aligned": True}
     found = shared.problems(block_q, _BLOCK_K, made, scale)
     more = {"sum_columns": params["head_dim"], "deterministic": params["deterministic"]}
@@ -215,7 +221,7 @@ def _outputs(params: Params, problem: Problem) -> Arrays:
         return {
             **shared.outputs(("dq", "dk", "dv"))(params, problem),
             "dq_sum": np.full(sums, np.nan, np.float32),
-            "turns": np.zeros(_turns_shape(problem), np.uint32),
+            "turns": np.zeros(turns_shape(problem), np.uint32),
         }
     return {
         **shared.outputs(("dk", "dv"))(params, problem),
@@ -227,7 +233,7 @@ def _outputs(params: Params, problem: Problem) -> Arrays:
 def _reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     found = shared.reference(problem, arrays)
     if problem["deterministic"]:
-        return {**found, "turns": np.zeros(_turns_shape(problem))}
+        return {**found, "turns": np.zeros(turns_shape(problem))}
     rows = shared.rows_padded(problem) - problem["seqlen_q"]
     columns = problem["sum_columns"] - problem["head_dim"]
     dq = np.pad(found["dq"] / problem["softmax_scale"], ((0, 0), (0, 0), (0, rows), (0, columns)))

@@ -18,6 +18,7 @@ from fkjit.interop import CPU, ITEMSIZE, View
 from fkjit.ops import attention_backward_choice as choice
 from fkjit.ops import attention_backward_kernels as plain
 from fkjit.ops import attention_backward_problem as shared
+from fkjit.ops import attention_form_backward_hopper as hopper
 from fkjit.ops import attention_form_backward_kernels as kernels
 from fkjit.ops import operators
 from fkjit.ops.attention_backward_checks import check as check_plain
@@ -38,7 +39,7 @@ INPUTS = (
 )
 _GRADIENTS = tuple(f"d{name}" for name in (*ROWS, *OF_FORM))
 _SCRATCH = ("lse_log2", "delta", "dq_sum", "dalibi_rows", "dbias_parts")
-_OUTPUTS = (*_GRADIENTS, *_SCRATCH, "turns")  # kernels know the last one, but not here
+_OUTPUTS = (*_GRADIENTS, *_SCRATCH, "turns")
 _CPU_MULTIPROCESSORS = 8  # what the interpreter shares work out for
 _MAKES = {"keys": ("k", "v"), "queries": ("q", "alibi_slopes")}
 _SCHEMA = (
@@ -73,13 +74,16 @@ def check(
     if slopes is not None:
         problem["alibi_batches"] = slopes.shape[0] if len(slopes.shape) == 2 else 1
     forms = _texts(form, views)
-    launches = _of_rows(views, rows, products, forms, problem, wanted, deterministic)
+    launches = hopper.launches(views, form, rows[0], problem, wanted, deterministic)
+    if not launches:
+        launches = _of_rows(views, rows, products, forms, problem, wanted, deterministic)
     if "bias" in wanted and bias is not None and products:
         launches += _of_bias(bias, forms, problem, products[0], arch_of(bias))
     if "sinks" in wanted or "alibi_slopes" in wanted:
         launches.append(Launch(kernels.HEADS, {"varlen": layout == PACKED}, problem))
     made = [one for one in launches if prod(one.spec.grid(one.params, one.problem))]
-    return Request(dict(views), _outputs(views, problem, wanted), tuple(made))
+    counters = hopper.counters(made)
+    return Request(dict(views), _outputs(views, problem, wanted), tuple(made), counters=counters)
 
 
 def _of_rows(
@@ -228,6 +232,9 @@ def _outputs(
     )
     if "sum_columns" in problem:
         scratch["dq_sum"] = (*shared.rows_shape(problem), problem["sum_columns"])
+    if "turn_rows" in problem:
+        *more, count = shared.rows_shape(problem)
+        scratch["turns"] = (*more, count // problem["turn_rows"])
     if "alibi_slopes" in wanted:
         scratch["dalibi_rows"] = shared.rows_shape(problem)
     if problem.get("bias_parts", 1) > 1:

@@ -40,7 +40,7 @@ def bias_size(problem: Problem) -> int:
 def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of all of these kernels by name: each takes those that it has."""
     given = {name: arrays.get(name) for name in (*ROWS, *_OTHERS)}
-    strided = {n: _strides(problem, n, x) for n in ROWS if (x := given[n]) is not None}
+    strided = {n: strides(problem, n, x) for n in ROWS if (x := given[n]) is not None}
     shape = problem.get("bias_shape", (1, 1, 1))
     return {
         **given,
@@ -56,7 +56,8 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
     }
 
 
-def _strides(problem: Problem, name: str, array: Any) -> tuple[int, ...]:
+def strides(problem: Problem, name: str, array: Any) -> tuple[int, ...]:
+    """Elements between batches, heads and rows."""
     known = problem.get("strides", {}).get(name)
     if known is not None:
         return known
@@ -67,7 +68,7 @@ def _strides(problem: Problem, name: str, array: Any) -> tuple[int, ...]:
 # ------------------------------------------------------------------ in float64
 
 
-def _sequences(problem: Problem, arrays: Mapping[str, Any]) -> Iterator[tuple[int, Any, Any]]:
+def sequences(problem: Problem, arrays: Mapping[str, Any]) -> Iterator[tuple[int, Any, Any]]:
     """(number, where its queries are, where its keys are) of each batch or sequence."""
     for b in range(problem["batch"]):
         if "total_q" not in problem:
@@ -92,7 +93,7 @@ def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     made["dsinks"] = np.zeros(problem["heads_q"])
     made["dalibi_slopes"] = np.zeros((problem.get("alibi_batches", 1), problem["heads_q"]))
     made["dalibi_rows"] = padded(problem, np.nan)
-    for b, queries, keys in _sequences(problem, arrays):
+    for b, queries, keys in sequences(problem, arrays):
         where = {"q": queries, "dout": queries, "k": keys, "v": keys}
         rows = {n: _one(problem, arrays[n], at) for n, at in where.items()}
         found = _differentiate(problem, exact, b, rows)
@@ -122,14 +123,15 @@ def _differentiate(
     k, v = (np.repeat(rows[n], group, axis=0) for n in "kv")
     score = q @ k.swapaxes(-1, -2) * problem["softmax_scale"]
     final = forward.final_scores(problem, exact, b, score)
-    p = np.exp(final - np.where(np.isneginf(lse), np.inf, lse)[..., None])
+    lse = np.where(np.isneginf(lse), np.inf, lse)
+    p = np.exp(final - lse[..., None])
     delta = (dout * o).sum(-1)
     ds = p * (dout @ v.swapaxes(-1, -2) - delta[..., None])
     inner = ds * _slopes(problem, exact, b, score) * problem["softmax_scale"]
     sinks = exact.get("sinks", np.full(len(q), -np.inf))[:, None]
 
     def grouped(x: np.ndarray) -> np.ndarray:
-        return x.reshape(-1, group, *x.shape[1:]).sum(1)
+        return x.reshape(len(x) // group, group, *x.shape[1:]).sum(1)
 
     return {
         "ds": ds, "dq": inner @ k, "dk": grouped(inner.swapaxes(-1, -2) @ q),
@@ -165,15 +167,21 @@ def padded(problem: Problem, value: float) -> np.ndarray:
     return np.full(shape, value)
 
 
+def first_row(problem: Problem, arrays: Mapping[str, Any], b: int) -> int:
+    """Of batch or sequence b in a padded array (templates/device/padded_rows.cuh)."""
+    if "total_q" not in problem:
+        return 0
+    return (arrays["cu_seqlens_q"][b] // plain.ROW_STEP + b) * plain.ROW_STEP
+
+
 def store_rows(
     problem: Problem, arrays: Mapping[str, Any], to: np.ndarray, b: int, rows: np.ndarray,
     past: float,
 ) -> None:  # fmt: skip
     """[heads, rows] of sequence b -> its place in a padded array, `past` to the end of the tile."""
     step, length = plain.ROW_STEP, rows.shape[1]
-    packed = "total_q" in problem
-    first = (arrays["cu_seqlens_q"][b] // step + b) * step if packed else 0
-    own = to[0 if packed else b]
+    first = first_row(problem, arrays, b)
+    own = to[0 if "total_q" in problem else b]
     own[:, first : first + -(-length // step) * step] = past
     own[:, first : first + length] = rows
 
@@ -201,7 +209,7 @@ def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays
     made["dout"] = rng.standard_normal(shape, np.float32).astype(numpy_dtype(problem["dtype"]))
     exact = {n: a.astype(np.float64) for n, a in made.items()}
     lse_log2, delta = padded(problem, np.nan), padded(problem, np.nan)
-    for b, queries, keys in _sequences(problem, made):
+    for b, queries, keys in sequences(problem, made):
         q, k, v = (
             _one(problem, made[n], at) for n, at in (("q", queries), ("k", keys), ("v", keys))
         )

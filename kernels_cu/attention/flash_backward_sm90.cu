@@ -18,6 +18,8 @@
    the first one overwrites it, the last one makes dQ of it. In the fourth, a thread each loads
    tiles, loads K and V, and starts the copies of dQ and waits for turns.
 
+   Forms of attention (device/backward_form.cuh) are rendered in: a band of keys, packed sequences.
+
    Registers decide the schedule: dK and dV take 128 of 208, S^T or dP^T 32, P^T or dS^T 16. With
    dV under way while dS^T is made both of the latter were needed: ptxas serialises wgmma (C7512).
 
@@ -25,6 +27,9 @@
 #include "prelude.cuh"
 #include "device/backward_barriers.cuh"
 #include "device/backward_copies.cuh"
+//% if form
+#include "device/backward_form.cuh"
+//% endif
 #include "device/backward_loads.cuh"
 #include "device/backward_sums.cuh"
 #include "device/backward_tile.cuh"
@@ -42,6 +47,7 @@ constexpr int Q_STAGES = ${q_stages}, DO_STAGES = ${do_stages};  // tiles in sha
 constexpr int MAIN_REGISTERS = ${main_registers}, DQ_REGISTERS = ${dq_registers};
 constexpr int COPY_REGISTERS = ${copy_registers};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
+constexpr bool VARLEN = ${varlen};  // packed sequences
 
 constexpr int BLOCK_K = 128, WARPGROUP = 128, THREADS = 4 * WARPGROUP;
 // What setmaxnreg gives to some it has taken from others of those that a block was launched with.
@@ -69,7 +75,11 @@ constexpr int ROWS_OFFSET = DQ_OFFSET + (DIRECT ? 0 : DQ_PARTS * DQ_STAGE);
 constexpr int BARRIERS_OFFSET = ROWS_OFFSET + Q_STAGES * ROWS_STAGE;
 
 using Barriers = BackwardBarriers<Q_STAGES, DO_STAGES, DS_STAGES, DQ_PARTS>;
+//% if form
+using Sizes = FormSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC, VARLEN>;
+//% else
 using Sizes = BackwardSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC>;
+//% endif
 using Tile = BackwardTile<BLOCK_Q, BLOCK_K>;
 using Copies = DQCopies<HEAD_DIM, DQ_COLUMNS>;
 using Rings = BackwardRings<QTile, BLOCK_Q, Q_STAGES, Q_OFFSET, DO_STAGES, DO_OFFSET, Q_STAGE,
@@ -140,26 +150,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     //% if deterministic
     const __grid_constant__ TensorMap dq_map,  // like q, 16 rows
     //% endif
+    //% if form
+    // Packed: q and dout are [1, heads_q, total_q, head_dim], k and v [1, heads_kv, total_k,
+    // head_dim], with maps and rows as device/tensor_rows.cuh and padded_rows.cuh say; else null.
+    const int* __restrict__ cu_seqlens_q,  // [batch + 1]
+    const int* __restrict__ cu_seqlens_k,  // [batch + 1]
+    //% endif
     const float* __restrict__ lse_log2,  // [batch, heads_q, rows_padded] contiguous, log2(e) * lse
     const float* __restrict__ delta,     // like lse_log2: rowsum(dout * o)
     float* __restrict__ dq_sum,  // [batch, heads_q, rows_padded, HEAD_DIM] as fragments (see
                                  // device/sum_fragments.cuh), 0 unless DETERMINISTIC
     //% if deterministic
     u32* __restrict__ turns,  // [batch, heads_q, rows_padded / 16], 0 before and after
-    //% else
+    //% endif
+    //% if form or not deterministic
     u32* __restrict__ counters,  // [1], 0 before and after
     //% endif
     const int batch, const int heads_q, const int group_size, const int seqlen_q,
     const int seqlen_k, const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
-    //% if deterministic
+    //% if form
+    const AttentionForm form,
+    //% elif deterministic
     const int rounds,  // of thread blocks over the keys of a head, see backward_schedule.cuh
     //% endif
     const int causal) {  // query i sees keys up to i + seqlen_k - seqlen_q
   //% if not deterministic
   constexpr u32* turns = nullptr;
   constexpr int rounds = 1;
-  //% else
+  //% elif not form
   constexpr u32* counters = nullptr;
   //% endif
   extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -168,7 +187,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x % WARPGROUP / WARP_SIZE;
   const bool signals = lane == 0;
+  //% if form
+  const Sizes sizes{cu_seqlens_q, cu_seqlens_k, batch,       heads_q,          group_size,
+                    seqlen_q,     seqlen_k,     rows_padded, form.window_left, form.window_right};
+  //% else
   const Sizes sizes{batch, heads_q, group_size, seqlen_q, seqlen_k, rows_padded, causal, rounds};
+  //% endif
 
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
@@ -193,17 +217,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       proxy_fence();
       __syncwarp();
       if (!signals) return;
+      //% if form
+      const auto keys = FormKeys<VARLEN>::of_tile(barriers.tile(step_number - (offset == 0)));
+      const TensorRows<VARLEN> to = keys.from(warp_row);
+      tma_store_tile<KTile>(map, warp_tile, to.row, keys.head, to.batch);
+      //% else
       const BackwardWork work(number, sizes);
       tma_store_tile<KTile>(map, warp_tile, work.block * BLOCK_K + warp_row, work.head, work.batch);
+      //% endif
     };
 
     for (int number = next_work(); number < sizes.works(); number = next_work()) {
       float dk[1][HEAD_DIM / 8][4] = {}, dv[1][HEAD_DIM / 8][4] = {};
       u32 p[Q_STEPS][4];
       const auto take_probabilities = [&](float (&s)[1][BLOCK_Q / 8][4], int stage, int step) {
+        //% if form
+        const FormTile<BLOCK_Q, BLOCK_K> tile(barriers.tile(step),
+                                              form.window_left + form.window_right + 1);
+        if (tile.masked()) mask_band(s, lane, tile, warp_row);
+        //% else
         const Tile tile(barriers.tile(step));
         if (tile.masked())
           mask_columns(s, lane, [&](int row) { return tile.first_visible(warp_row + row); });
+        //% endif
         probabilities<elem_t>(p, s, softmax_scale_log2, lane_rows + stage * ROWS_STAGE);
       };
 
@@ -336,17 +372,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
                  sizes, counters);
     } else if (warp == 1 && signals) {
       // ---- K and V
-      for (int taken = 0;; ++taken) {
-        const int number = take_work_alone(barriers, taken);
-        if (number >= sizes.works()) break;
-        const BackwardWork work(number, sizes);
-        const int row = work.block * BLOCK_K;
-        mbarrier_wait(barriers.v_empty(), taken & 1 ^ 1);
-        tma_load_tile<KTile>(shared + V_OFFSET, v_map, barriers.v_full(), row, work.head,
-                             work.batch);
-        mbarrier_wait(barriers.k_empty(), taken & 1 ^ 1);
-        tma_load_tile<KTile>(shared, k_map, barriers.k_full(), row, work.head, work.batch);
-      }
+      const KeyLoads<KTile, Barriers> loads{barriers, shared, shared + V_OFFSET, k_map, v_map};
+      load_keys(loads, sizes);
     } else if (warp == 2 && signals) {
       // ---- copies of dQ, in turns
       const auto copies = [&](int index, int part) {
@@ -357,7 +384,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       DQThread<DETERMINISTIC, DQ_PARTS, Barriers> thread{barriers, turns};
       const auto finish = [&](const Copies& copies, BackwardTurn turn, int part) {
         //% if deterministic
-        copies.finish(dq_map, turn, part / DQ_ACROSS * 64, part % DQ_ACROSS * DQ_COLUMNS);
+        copies.finish<VARLEN>(dq_map, turn, part / DQ_ACROSS * 64, part % DQ_ACROSS * DQ_COLUMNS);
         //% endif
       };
       while (take_work_alone(barriers, works_taken++) < sizes.works())

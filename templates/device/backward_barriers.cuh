@@ -42,6 +42,8 @@ struct BackwardBarriers {
     return base + NOTES + number % TILES * TILE_BYTES;
   }
   __device__ __forceinline__ u32 note() const { return base + NOTES + TILES * TILE_BYTES; }
+  // With a form (backward_form.cuh) three chunks, and one for each piece that is announced.
+  __device__ __forceinline__ u32 keys(int slot) const { return note() + 48 + slot * 16; }
 
   // By one thread, before all meet.
   __device__ __forceinline__ void init() const {

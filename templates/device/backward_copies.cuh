@@ -2,6 +2,7 @@
 #pragma once
 #include "device/backward_tile.cuh"
 #include "device/bulk.cuh"
+#include "device/tensor_rows.cuh"
 #include "device/tma.cuh"
 #include "device/turns.cuh"
 
@@ -12,10 +13,10 @@ struct BackwardTurn {
   __device__ __forceinline__ int rank() const { return load_shared_word(address); }
   __device__ __forceinline__ int others() const { return load_shared_word(address + 4); }
   __device__ __forceinline__ bool last() const { return rank() + 1 == others(); }
-  // Of dq.
+  // Of dq, see tensor_rows.cuh.
   __device__ __forceinline__ int row() const { return load_shared_word(address + 8); }
   __device__ __forceinline__ int head() const { return load_shared_word(address + 12); }
-  __device__ __forceinline__ int batch() const { return load_shared_word(address + 16); }
+  __device__ __forceinline__ int place() const { return load_shared_word(address + 16); }
 };
 
 // One thread's copies of a part of dQ: 64 rows of which each warp has 16, `columns` of HEAD_DIM.
@@ -40,12 +41,15 @@ struct DQCopies {
     }
   }
   // dQ in 16 bits, to rows from `row` of the tile on and columns from `column` on.
+  template <bool PACKED>
   __device__ __forceinline__ void finish(const TensorMap& map, BackwardTurn turn, int row,
                                          int column) const {
 #pragma unroll
-    for (int warp = 0; warp < 4; ++warp)
-      tma_store(map, staging + warp * WARP_BYTES, column, turn.row() + row + warp * 16, turn.head(),
-                turn.batch());
+    for (int warp = 0; warp < 4; ++warp) {
+      const int from = row + warp * 16, first = turn.row() + from, head = turn.head();
+      const TensorRows<PACKED> to(first, PACKED ? turn.place() - from : turn.place());
+      tma_store(map, staging + warp * WARP_BYTES, column, to.row, head, to.batch);
+    }
     tma_commit();
   }
 };

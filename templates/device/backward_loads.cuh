@@ -1,5 +1,5 @@
-// The thread of attention's backward that loads tiles of Q and dO, with what their rows bring along,
-// and notes for all others what each tile is.
+// Threads of attention's backward: one loads tiles of Q and dO, with what their rows bring along, and
+// notes for all others what each tile is; one loads K and V.
 #pragma once
 #include "device/backward_queue.cuh"
 #include "device/bulk.cuh"
@@ -100,5 +100,32 @@ __device__ __forceinline__ void load_tiles(const BackwardLoads<Rings, Barriers>&
       load.load(q0, at.head, work.batch, index);
       at.advance(work, now);
     }
+  }
+}
+
+// What it takes to load K and V.
+template <typename Tile, typename Barriers>
+struct KeyLoads {
+  const Barriers& barriers;
+  u32 k_tile, v_tile;
+  const TensorMap &k_map, &v_map;
+
+  // Those of piece `taken` of a thread block, from `row` on.
+  __device__ __forceinline__ void load(int taken, int row, int head, int batch) const {
+    mbarrier_wait(barriers.v_empty(), taken & 1 ^ 1);
+    tma_load_tile<Tile>(v_tile, v_map, barriers.v_full(), row, head, batch);
+    mbarrier_wait(barriers.k_empty(), taken & 1 ^ 1);
+    tma_load_tile<Tile>(k_tile, k_map, barriers.k_full(), row, head, batch);
+  }
+};
+
+template <int BLOCK_Q, int BLOCK_K, bool ORDERED, typename Tile, typename Barriers>
+__device__ __forceinline__ void load_keys(const KeyLoads<Tile, Barriers>& loads,
+                                          const BackwardSizes<BLOCK_Q, BLOCK_K, ORDERED>& sizes) {
+  for (int taken = 0;; ++taken) {
+    const int number = take_work_alone(loads.barriers, taken);
+    if (number >= sizes.works()) break;
+    const BackwardWork work(number, sizes);
+    loads.load(taken, work.block * BLOCK_K, work.head, work.batch);
   }
 }

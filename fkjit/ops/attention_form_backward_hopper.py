@@ -1,0 +1,227 @@
+"""flash_sm90, attention's backward for Hopper, with a form rendered in: a band of keys, packed
+sequences. Sinks are in lse alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from fkjit.arch import Arch
+from fkjit.interop import ITEMSIZE
+from fkjit.ops import attention_backward_hopper as hopper
+from fkjit.ops import attention_backward_kernels as plain
+from fkjit.ops import attention_backward_problem as shared
+from fkjit.ops import attention_form_backward_kernels as portable
+from fkjit.ops import attention_form_backward_problem as forms
+from fkjit.ops.attention_form import Form, parse
+from fkjit.ops.simple import Launch, arch_of
+from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, SharedLayout, register
+from fkjit.tensor_map import TensorMap
+
+_BASE = hopper.FLASH_SM90
+_BLOCK_K, _PANEL, _WARP_ROWS = 128, 64, 16
+_RAGGED_ROWS = 128  # templates/device/tensor_rows.cuh
+_NOTE_BYTES = 2 * 16 + 2 * 16  # more barriers.note(), and keys of two pieces
+# What is compiled ahead; every other form is compiled when it is first called.
+SHOWN = Form(varlen=True).text
+_FORM = "what it does beside causal attention"
+
+
+def _derive(params: Params) -> dict[str, Any]:
+    values = {**parse(params["form"]).values(), "seqlen_q": "seqlen_q", "seqlen_k": "seqlen_k"}
+    return {**_BASE.derive(params), **values}
+
+
+def _shared(params: Params) -> SharedLayout:
+    assert _BASE.shared_layout is not None
+    *parts, (name, size) = _BASE.shared_layout(params)
+    return [*parts, (name, size + _NOTE_BYTES)]
+
+
+def _grid(params: Params, problem: Problem) -> Dim3:
+    """One block an SM, or fewer where there is less to do."""
+    blocks = -(-problem["seqlen_k"] // _BLOCK_K)
+    works = blocks * problem["heads_kv"] * problem["batch"]
+    return (min(works, problem.get("multiprocessors", hopper.SMS)), 1, 1)
+
+
+def _map(problem: Problem, arrays: Mapping[str, Any], name: str, rows: int) -> TensorMap:
+    """In boxes of `rows` rows and one panel of columns."""
+    size = ITEMSIZE[problem["dtype"]]
+    array, writable = arrays[name], rows == _WARP_ROWS
+    batch, heads, row = (step * size for step in forms.strides(problem, name, array))
+    count, head_count, length, columns = shared.shape(problem, name)
+    box = (_PANEL, rows, 1, 1)
+    if "total_q" not in problem:
+        return TensorMap(
+            array, problem["dtype"], (columns, length, head_count, count), (row, heads, batch), box,
+            writable=writable,
+        )  # fmt: skip
+    dims = (columns, _RAGGED_ROWS, head_count, array.shape[0] + 1)
+    return TensorMap(
+        array, problem["dtype"], dims, (row, heads, row), box, writable=writable,
+        origin=-_RAGGED_ROWS * row,
+    )  # fmt: skip
+
+
+def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    boxes = hopper.boxes(params)
+    return {
+        **forms.arguments(params, problem, arrays),
+        **{f"{name}_map": _map(problem, arrays, name, rows) for name, rows in boxes.items()},
+        **{name: arrays[name] for name in ("counters",) if name in arrays},
+        "seqlen_q": problem["seqlen_q"],
+        "seqlen_k": problem["seqlen_k"],
+    }
+
+
+def _problems(params: Params, scale: str) -> Sequence[Problem]:
+    """Windows, keys that nobody sees, rows that see none; packed with an empty sequence; the small
+    ones on GPUs of two SMs."""
+    block_q, packed = hopper.BLOCK_Q[params["head_dim"]], parse(params["form"]).varlen
+    few, many = (1, 3) if scale == "small" else (5, 17)
+    base = {
+        "dtype": params["dtype"], "head_dim": params["head_dim"], "head_dim_v": params["head_dim"],
+        "heads_q": 2, "heads_kv": 1, "causal": False, "softcap": 0.0, "score_scalars": {},
+        "bias_shape": (1, 1, 1), "softmax_scale": params["head_dim"] ** -0.5,
+        "sum_columns": params["head_dim"], "multiprocessors": 2 if scale == "small" else 132,
+        "deterministic": params["deterministic"],
+    }  # fmt: skip
+    long, short = many * block_q - 3, few * 128 + 5
+    if packed:
+        lengths = ((long, 0, 5, 9), (short, 130, 40, 0))
+        total_q, total_k = (sum(of) + 3 for of in lengths)  # rows behind the last sequence
+        more = {
+            "batch": 4, "lengths": lengths, "total_q": total_q, "total_k": total_k,
+            "axes": forms.forward.PACKED_AXES, "seqlen_q": long, "seqlen_k": short,
+        }  # fmt: skip
+        return [{**base, **more, "window": (long, 0)}]
+    more = {"batch": 1, "axes": (0, 1, 2, 3)}
+    return [
+        {**base, **more, "seqlen_q": long, "seqlen_k": short, "window": (70, 0)},
+        {**base, **more, "seqlen_q": 40, "seqlen_k": 2 * short, "window": (50, 6)},
+    ]
+
+
+def _inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
+    """NaN behind the last sequence, and in rows that nobody may look at."""
+    made = forms.inputs({**params, "head_dim_v": params["head_dim"]}, problem, rng)
+    if "total_q" in problem:
+        for side, names in zip("qk", (("q", "dout"), ("k", "v")), strict=True):
+            for name in names:
+                made[name][made[f"cu_seqlens_{side}"][-1] :] = np.nan
+    return made
+
+
+def _sums_shape(problem: Problem) -> tuple[int, ...]:
+    return (*shared.rows_shape(problem), problem["sum_columns"])
+
+
+def _outputs(params: Params, problem: Problem) -> Arrays:
+    """Of packed arrays zeros, as rows of no sequence, or of one without the other's, are left."""
+    made = forms.outputs(params, {**problem, "alibi_batches": 1})
+    names = ("dq", "dk", "dv") if params["deterministic"] else ("dk", "dv")
+    value = 0 if "total_q" in problem else np.nan
+    found = {name: np.full_like(made[name], value) for name in names}
+    found["counters"] = np.zeros(hopper.COUNTERS, np.uint32)
+    if params["deterministic"]:
+        found["turns"] = np.zeros(hopper.turns_shape(problem), np.uint32)
+    start = np.nan if params["deterministic"] else 0
+    return found | {"dq_sum": np.full(_sums_shape(problem), start, np.float32)}
+
+
+def _reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
+    found = forms.reference(problem, arrays)
+    made = {name: found[name] for name in ("dk", "dv")}
+    if problem["deterministic"]:
+        return made | {"dq": found["dq"], "turns": np.zeros(hopper.turns_shape(problem))}
+    sums = np.zeros(_sums_shape(problem))
+    for b, queries, _ in forms.sequences(problem, arrays):
+        rows = found["dq"][queries] / problem["softmax_scale"]
+        rows = rows.swapaxes(0, 1) if "total_q" in problem else rows
+        first = forms.first_row(problem, arrays, b)
+        own = sums[0 if "total_q" in problem else b]
+        own[:, first : first + rows.shape[1], : rows.shape[2]] = rows
+    return made | {"dq_sum": plain.fragments(sums)}
+
+
+FLASH_SM90 = replace(
+    _BASE,
+    op=portable.OP,
+    params=(*_BASE.params, Param("form", (SHOWN,), _FORM)),
+    derive=_derive,
+    shared_layout=_shared,
+    shared_bytes=lambda params: sum(size for _, size in _shared(params)),
+    grid=_grid,
+    shape_class=forms.shape_class,
+    problems=_problems,
+    inputs=_inputs,
+    outputs=_outputs,
+    arguments=_arguments,
+    reference=_reference,
+)
+register(
+    replace(
+        FLASH_SM90,
+        params=tuple(
+            replace(param, values=("bf16",)) if param.name == "dtype" else param
+            for param in FLASH_SM90.params
+        ),
+    )
+)
+
+
+@lru_cache(maxsize=1024)
+def kernel(form: str) -> KernelSpec:
+    """The kernel with any form."""
+    return replace(FLASH_SM90, params=(*_BASE.params, Param("form", (form,), _FORM)))
+
+
+def takes(problem: Problem, views: Mapping[str, Any], form: str, rows: Launch, arch: Arch) -> bool:
+    """Whether TMA can read the arrays and the kernel knows the form."""
+    aligned = bool(rows.params["aligned"])
+    one = parse(form)
+    if one.softcap or one.alibi or one.bias or one.mask or one.score_mod:
+        return False
+    if "strides" in problem:
+        return hopper.takes(problem, aligned, arch)
+    strides = {name: (1, *views[name].strides[1::-1]) for name in shared.GIVEN}
+    return hopper.takes({**problem, "strides": strides}, aligned, arch)
+
+
+def pays(problem: Problem, deterministic: bool) -> bool:
+    """Whether it is faster than the portable kernels: nobody has timed it."""
+    return False
+
+
+def launches(
+    views: Mapping[str, Any], form: str, rows: Launch, problem: dict[str, Any],
+    wanted: tuple[str, ...], deterministic: bool,
+) -> list[Launch]:  # fmt: skip
+    """What rows bring along, then dk, dv and dq, or sums of dq first; none where other kernels are
+    to do it."""
+    summed = {"q", "k"} <= set(wanted) and "alibi_slopes" not in wanted
+    ours = summed and pays(problem, deterministic)
+    if not ours or not takes(problem, views, form, rows, arch_of(views["q"])):
+        return []
+    dtype, dim = problem["dtype"], hopper.padded_dim(problem) or 0
+    problem["sum_columns"] = dim
+    if deterministic:
+        problem["turn_rows"] = plain.TURN_ROWS
+    params = {"dtype": dtype, "head_dim": dim, "deterministic": deterministic, "form": form}
+    dq = portable.PACKED_DQ if "total_q" in problem else plain.DQ
+    made = [
+        Launch(rows.spec, rows.params, {**problem, "sum_columns": 0 if deterministic else dim}),
+        Launch(kernel(form), params, problem),
+        Launch(dq, {"dtype": dtype}, problem),
+    ]
+    return made[:2] if deterministic else made
+
+
+def counters(launches: Sequence[Launch]) -> int:
+    """How many a call needs."""
+    return hopper.COUNTERS * any(launch.spec.name == _BASE.name for launch in launches)

@@ -1,0 +1,254 @@
+// Forms of attention (device/attention_form.cuh) in its backward on Hopper: a band of keys, packed
+// sequences. Which tiles of queries a block of keys goes through follows from the band; the thread
+// that loads tiles works it out and notes it for all others (backward_loads.cuh), so that nobody else
+// knows of bands and sequences.
+//
+// Pieces of work, blocks of keys of a KV head, are drawn from a counter. Those that a sequence does
+// not have are nobody's. A tile is added to by the block of keys that see it.
+//
+// In a fixed order (ORDERED) a head's last block of keys is drawn first and comes first to the tiles
+// that it sees, each block from its first tile onwards:
+//
+//        block 3            D B B B         its first tile has been seen by nobody that comes later
+//        block 2        D B B B .           in the order; each tile was handed on 128 queries ago
+//        block 1    D B B B .
+//                   ------------> queries
+//
+// So blocks that begin at the same time wait for nobody, but where all of them begin at the first
+// tile: there each follows the one before. A block waits only for such as were drawn before it:
+// whoever has drawn the first piece that is not done goes on.
+#pragma once
+#include "device/attention_form.cuh"
+#include "device/backward_loads.cuh"
+#include "device/backward_tile.cuh"
+#include "device/padded_rows.cuh"
+#include "device/tensor_rows.cuh"
+
+template <int BLOCK_Q_, int BLOCK_K_, bool ORDERED_, bool PACKED_>
+struct FormSizes {
+  static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_;
+  static constexpr bool ORDERED = ORDERED_, PACKED = PACKED_;
+  const int *cu_seqlens_q, *cu_seqlens_k;
+  int batch, heads_q, group_size;
+  int seqlen_q, seqlen_k;  // of the longest sequence
+  int rows_padded, left, right;
+
+  // The same, but what follows from it is computed again, and not kept in registers until then.
+  __device__ __forceinline__ FormSizes again() const {
+    FormSizes made = *this;
+    asm volatile("" : "+r"(made.group_size), "+r"(made.seqlen_k), "+r"(made.seqlen_q));
+    return made;
+  }
+
+  __device__ __forceinline__ int heads_kv() const { return heads_q / group_size; }
+  __device__ __forceinline__ int blocks() const { return ceil_div(seqlen_k, BLOCK_K); }
+  __device__ __forceinline__ int works() const { return blocks() * heads_kv() * batch; }
+};
+
+// A block of keys, by the number of its piece of work.
+template <typename Sizes>
+struct FormPiece {
+  static constexpr int BLOCK_Q = Sizes::BLOCK_Q, BLOCK_K = Sizes::BLOCK_K;
+  int head, block, batch;  // head: of keys
+  SequenceRows<Sizes::PACKED> queries, keys;
+
+  __device__ __forceinline__ FormPiece(int number, const Sizes& sizes)
+      : head(number / sizes.blocks()),
+        block(number - head * sizes.blocks()),
+        batch(head / sizes.heads_kv()),
+        queries(sizes.cu_seqlens_q, batch, sizes.seqlen_q),
+        keys(sizes.cu_seqlens_k, batch, sizes.seqlen_k) {
+    head -= batch * sizes.heads_kv();
+    if (Sizes::ORDERED) block = ceil_div(keys.length, BLOCK_K) - 1 - block;
+  }
+
+  __device__ __forceinline__ bool exists() const {
+    return !Sizes::PACKED || (block >= 0 && first_key() < keys.length && queries.length > 0);
+  }
+  __device__ __forceinline__ int first_key() const { return block * BLOCK_K; }
+  // Key 0 of the block is seen by queries from here on.
+  __device__ __forceinline__ int first_row(int right) const {
+    return first_key() - (keys.length - queries.length) - right;
+  }
+  // In order, the first block adds zeros to the tiles that see no key.
+  __device__ __forceinline__ int first_tile(int right) const {
+    return Sizes::ORDERED && block == 0 ? 0 : max(first_row(right), 0) / BLOCK_Q;
+  }
+  // A block that nobody sees has the first tile, and is hidden from it.
+  __device__ __forceinline__ int end_tile(int left) const {
+    const int last_key = min(first_key() + BLOCK_K, keys.length) - 1;
+    const int end = min(last_key - (keys.length - queries.length) + left + 1, queries.length);
+    return max(ceil_div(max(end, 0), BLOCK_Q), 1);
+  }
+};
+
+// What the others are told of a block of keys, beside what BackwardTile has: words in shared memory.
+//
+//   place    of queries: the batch, of packed sequences how many rows there are from the tile on
+//   row, head, place     of keys, see tensor_rows.cuh
+template <bool PACKED>
+struct FormKeys {
+  int row, head, place;
+
+  __device__ __forceinline__ explicit FormKeys(uint4 words)
+      : row(words.x), head(words.y), place(words.z) {}
+  // Of the notes of a tile.
+  __device__ __forceinline__ static FormKeys of_tile(u32 address) {
+    const uint4 words = load_shared_chunk(address + 32);
+    return FormKeys(make_uint4(words.y, words.z, words.w, 0));
+  }
+  // Coordinates of the rows from `skipped` on.
+  __device__ __forceinline__ TensorRows<PACKED> from(int skipped) const {
+    return {row + skipped, PACKED ? place - skipped : place};
+  }
+};
+
+// A tile of queries beside the keys of a block.
+template <int BLOCK_Q, int BLOCK_K>
+struct FormTile : BackwardTile<BLOCK_Q, BLOCK_K> {
+  int width;  // so many queries see a key
+
+  __device__ __forceinline__ FormTile(u32 address, int width_)
+      : BackwardTile<BLOCK_Q, BLOCK_K>(address), width(width_) {}
+  __device__ __forceinline__ bool masked() const {
+    return BackwardTile<BLOCK_Q, BLOCK_K>::masked() || this->shift + width < BLOCK_Q;
+  }
+};
+
+// Scores of pairs that the band hides become -inf. `key`: the first of the warp's.
+template <int N, typename Tile>
+__device__ __forceinline__ void mask_band(float (&s)[1][N][4], int lane, const Tile& tile,
+                                          int warp_key) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int key = warp_key + lane / 4 + half * 8, column = lane % 4 * 2;
+    const int first = tile.first_visible(key) - column;
+    const int end = key + tile.shift + tile.width - column;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      if (n * 8 < first || n * 8 >= end) s[0][n][2 * half] = NEG_INFINITY;
+      if (n * 8 + 1 < first || n * 8 + 1 >= end) s[0][n][2 * half + 1] = NEG_INFINITY;
+    }
+  }
+}
+
+// By the thread that loads: piece `begun` of this thread block has this number, and the keys that lie
+// at `keys` where it exists.
+template <typename Barriers>
+__device__ __forceinline__ void announce_keys(const Barriers& barriers, int begun, int number,
+                                              u32 keys, bool exists) {
+  const RingPlace<Barriers::SLOTS> slot = ring_place<Barriers::SLOTS>(begun);
+  mbarrier_wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
+  if (exists) store_shared_chunk(barriers.keys(slot.stage), load_shared_chunk(keys));
+  store_shared_word(barriers.work(slot.stage), number);
+  mbarrier_arrive(barriers.work_full(slot.stage));
+}
+
+// The keys of piece `taken`, and whether there is one; for one thread (see take_work_alone).
+template <bool PACKED, typename Barriers>
+__device__ __forceinline__ FormKeys<PACKED> take_keys(const Barriers& barriers, int taken,
+                                                      int works, bool& exists) {
+  const RingPlace<Barriers::SLOTS> slot = ring_place<Barriers::SLOTS>(taken);
+  mbarrier_wait(barriers.work_full(slot.stage), slot.parity);
+  exists = load_shared_word(barriers.work(slot.stage)) < works;
+  const FormKeys<PACKED> keys(exists ? load_shared_chunk(barriers.keys(slot.stage)) : uint4{});
+  mbarrier_arrive(barriers.work_empty(slot.stage));
+  return keys;
+}
+
+template <int BLOCK_Q, int BLOCK_K, bool ORDERED, bool PACKED, typename Tile, typename Barriers>
+__device__ __forceinline__ void load_keys(
+    const KeyLoads<Tile, Barriers>& loads,
+    const FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED>& sizes) {
+  for (int taken = 0;; ++taken) {
+    bool exists;
+    const auto keys = take_keys<PACKED>(loads.barriers, taken, sizes.works(), exists);
+    if (!exists) break;
+    const TensorRows<PACKED> from = keys.from(0);
+    loads.load(taken, from.row, keys.head, from.batch);
+  }
+}
+
+// What the thread that loads notes for itself of a piece, for want of registers.
+template <typename Sizes>
+struct PieceNotes {
+  static constexpr int BLOCK_Q = Sizes::BLOCK_Q, BLOCK_K = Sizes::BLOCK_K;
+  static constexpr int KEYS = 32;  // bytes before what the others are told
+  u32 address;
+
+  __device__ __forceinline__ void write(const FormPiece<Sizes>& piece, const Sizes& sizes) const {
+    const int keys_left = piece.keys.length - piece.first_key(), start = piece.queries.start;
+    const int row_blocks = Sizes::PACKED
+                               ? start / ROW_STEP + piece.batch
+                               : piece.batch * sizes.heads_q * (sizes.rows_padded / ROW_STEP);
+    store_shared_chunk(
+        address, make_uint4(piece.first_row(sizes.right), keys_left, start, piece.queries.length));
+    store_shared_chunk(address + 16,
+                       make_uint4(piece.first_tile(sizes.right), piece.end_tile(sizes.left),
+                                  row_blocks * (ROW_STEP / BLOCK_Q), piece.block));
+    store_shared_chunk(address + KEYS, make_uint4(piece.keys.start + piece.first_key(), piece.head,
+                                                  Sizes::PACKED ? keys_left : piece.batch,
+                                                  (piece.head + 1) * sizes.group_size));
+  }
+
+  // Those of the next piece, and its number (see BackwardWork::next).
+  __device__ __forceinline__ int next(bool first, u32* counter, const Sizes& sizes) const {
+    while (true) {
+      const int works = sizes.works();
+      const int number = first ? blockIdx.x : gridDim.x + atomicInc(counter, works - 1);
+      if (number >= works) return number;
+      const FormPiece<Sizes> piece(number, sizes);
+      if (piece.exists()) {
+        write(piece, sizes);
+        return number;
+      }
+      first = false;
+    }
+  }
+};
+
+// Forms have one piece of work after the other, too.
+template <int BLOCK_Q, int BLOCK_K, bool ORDERED, bool PACKED, typename Rings, typename Barriers>
+__device__ __forceinline__ void load_tiles(
+    const BackwardLoads<Rings, Barriers>& loads,
+    const FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED>& sizes, u32* counters) {
+  const Barriers& barriers = loads.barriers;
+  const PieceNotes<FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED>> notes{barriers.note()};
+  int step_number = 0;
+  for (int begun = 0;; ++begun) {
+    const int number = notes.next(begun == 0, counters, sizes.again());
+    const bool exists = number < sizes.works();
+    announce_keys(barriers, begun, number, notes.address + notes.KEYS, exists);
+    if (!exists) break;
+    const u32 note = notes.address;
+    int tile = load_shared_word(note + 16);
+    int head = load_shared_word(note + notes.KEYS + 4) * sizes.group_size;
+    for (bool last = false; !last; ++step_number) {
+      TileLoad<Rings, Barriers> load(loads, step_number);
+      load.begin(step_number);
+      const uint4 rows = load_shared_chunk(note);
+      const int first_row = rows.x, keys_left = rows.y, q0 = tile * BLOCK_Q;
+      const int row = PACKED ? rows.z + q0 : q0, left = static_cast<int>(rows.w) - q0;
+      const int index = load_shared_word(note + 24) + head * (sizes.rows_padded / BLOCK_Q) + tile;
+      const bool last_tile = tile + 1 == load_shared_word(note + 20);
+      last = last_tile && head + 1 == load_shared_word(note + notes.KEYS + 12);
+      store_shared_chunk(load.about, make_uint4(first_row - q0, keys_left, last, index));
+      if (ORDERED) {
+        // The blocks that see the tile: of this one's keys and those behind it, and before.
+        const int last_seen = q0 + min(BLOCK_Q, left) - 1 - first_row;
+        const int rank = max(min(last_seen, keys_left - 1), 0) / BLOCK_K;
+        const int block = load_shared_word(note + 28);
+        const int first_seen = block * BLOCK_K + q0 - first_row - sizes.left - sizes.right;
+        const int before = block - (tile == 0 ? 0 : max(first_seen, 0) / BLOCK_K);
+        store_shared_chunk(load.about + 16, make_uint4(rank, rank + 1 + before, row, head));
+      }
+      const uint4 keys = load_shared_chunk(note + notes.KEYS);
+      const int place = PACKED ? left : keys.z;
+      store_shared_chunk(load.about + 32, make_uint4(place, keys.x, keys.y, keys.z));
+      const TensorRows<PACKED> at(row, place);
+      load.load(at.row, head, at.batch, index);
+      tile = last_tile ? load_shared_word(note + 16) : tile + 1;
+      head += last_tile;
+    }
+  }
+}
