@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hopper_kit import compiled, launch
 
-from fkjit.errors import ParameterError
+from fkjit.errors import ParameterError, SanitizerError
 from fkjit.interp import Arg, TensorMap, run
 
 X = np.zeros((32, 64), np.float16)
@@ -103,3 +103,58 @@ def test_a_map_needs_a_parameter_of_128_bytes() -> None:
         run(
             compiled(SHIFT), "k", 1, 128, [Arg("from", tensor), Arg("x", tensor), Arg("to", tensor)]
         )
+
+
+RAGGED = r"""
+extern "C" __global__ void k(const __grid_constant__ Map from, const __grid_constant__ Map to,
+                             float* seen, int count, int row, int row_to) {
+  __shared__ alignas(128) float tile[8][32];
+  __shared__ u64 bar;
+  const int t = threadIdx.x;
+  if (t == 0) { init(&bar, 1); ready(); }
+  __syncthreads();
+  if (t == 0) {
+    expect(&bar, sizeof tile);
+    ASM("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(at(tile)), "l"(&from), "r"(0), "r"(8 - count),
+        "r"(row + count), "r"(at(&bar)) : "memory");
+  }
+  wait(&bar, 0);
+  for (int i = 0; i < 8; ++i) seen[i * 32 + t] = tile[i][t];
+  if (t == 0) {
+    ASM("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];"
+        ::"l"(&to), "r"(0), "r"(8 - count), "r"(row_to + count), "r"(at(tile)) : "memory");
+    commit();
+    waited<0>();
+  }
+}"""
+
+
+def ragged(x: np.ndarray) -> TensorMap:
+    """Rows twice, the first time 8 of them that begin 8 rows before the array."""
+    return TensorMap(x, (32, 8, len(x) + 1), (128, 128), (32, 8, 1), origin=-8 * 128)
+
+
+@pytest.mark.parametrize(("count", "row", "to"), [(3, 0, 9), (8, 8, 2), (1, 15, 0), (0, 4, 4)])
+def test_a_map_that_begins_before_its_array_cuts_boxes_anywhere(
+    count: int, row: int, to: int
+) -> None:
+    x = np.random.default_rng(5).standard_normal((16, 32)).astype("f4")
+    y, seen = np.zeros_like(x), np.full((8, 32), np.nan, "f4")
+    sizes = [Arg(name, np.int32(n)) for name, n in (("n", count), ("row", row), ("to", to))]
+    made = Arg("from", ragged(x)), Arg("to", ragged(y), True), Arg("seen", seen, True)
+    run(compiled(RAGGED), "k", 1, 32, [*made, *sizes])
+    expected, stored = np.zeros_like(seen), np.zeros_like(y)
+    expected[:count] = stored[to : to + count] = x[row : row + count]
+    np.testing.assert_array_equal(seen, expected)
+    np.testing.assert_array_equal(y, stored)
+
+
+@pytest.mark.parametrize(("row", "to", "kind"), [(-1, 0, "read"), (0, -1, "write")])
+def test_what_such_a_map_has_outside_its_array_is_nobodys(row: int, to: int, kind: str) -> None:
+    x = np.ones((16, 32), "f4")
+    y, seen = np.zeros_like(x), np.zeros((8, 32), "f4")
+    sizes = [Arg(name, np.int32(n)) for name, n in (("n", 8), ("row", row), ("to", to))]
+    made = Arg("from", ragged(x)), Arg("to", ragged(y), True), Arg("seen", seen, True)
+    with pytest.raises(SanitizerError, match=f"out-of-bounds global {kind}"):
+        run(compiled(RAGGED), "k", 1, 32, [*made, *sizes])
