@@ -83,8 +83,8 @@ BUGS = (
         "V_OFFSET = KTile::BYTES + GUARD - 1024", by="memory", **FLASH,
     ),
     Bug(
-        "one row too many is loaded", D + "tile_copy.cuh", "row < rows_left ? min",
-        "row <= rows_left ? min", by="memory", problem=ONE_HEAD, **FLASH,
+        "one row too many is loaded", D + "tile_copy.cuh", "Order::row(row) < rows_left ? min",
+        "Order::row(row) <= rows_left ? min", by="memory", problem=ONE_HEAD, **FLASH,
     ),
     Bug(
         "one row too many is stored", D + "tile_copy.cuh", "row >= rows_left || elements",

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 import fkjit  # noqa: E402
 from fkjit.build import quiet  # noqa: E402
 from fkjit.errors import ArgumentTypeError, ParameterError  # noqa: E402
+from fkjit.interop import view  # noqa: E402
 from fkjit.ops import attention_form_backward as backward  # noqa: E402
 from fkjit.ops import workspace  # noqa: E402
 from fkjit.ops.attention_form import Form  # noqa: E402
@@ -125,6 +126,56 @@ def test_a_bias_of_any_shape_has_a_gradient(shape, dtype, dims):
     *given, dout = tensors(HEADS, 2, SQ, SK, *dims, dtype, batch=2)
     with fkjit.sanitize(race=shape[2] == 1):
         check(given, dout, {"bias": bias, "causal": len(set(shape)) > 2})
+
+
+# The shape of a bias and of a mask, whose rows hold whole runs of keys; heads and dtypes
+IN_RUNS = (
+    ((1, 8, 20, 136), None, (8, 2, 128), ("fp16", "fp32"), {"causal": True}),  # batches in turn
+    ((2, 4, 37, 56), (2, 1, 37, 56), (4, 2, 64), ("bf16", "bf16"), {"window": (9, 4)}),
+    ((1, 1, 1, 136), None, (4, 2, 128), ("bf16", "bf16"), {"causal": True}),
+    ((2, 4, 1, 56), (1, 1, 1, 56), (4, 1, 64), ("bf16", "fp16"), {"deterministic": False}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IN_RUNS, ids=str)
+def test_scores_start_from_a_bias_and_a_mask_in_whole_runs(case):
+    shape, masked, (heads, heads_kv, dim), (dtype, of_bias), options = case
+    made = torch.Generator().manual_seed(5)
+    bias = torch.randn(shape, generator=made).to(DTYPES[of_bias])
+    bias[..., 5] = float("-inf")
+    sq = 20 if shape[3] > 100 else 37
+    *given, dout = tensors(heads, heads_kv, sq, shape[3], dim, dim, dtype, batch=2)
+    mine = {n: x for n, x in options.items() if n == "deterministic"}
+    learned = {"bias": bias, **{n: x for n, x in options.items() if n not in mine}}
+    if masked:
+        learned["mask"] = torch.rand(masked, generator=made) < 0.8
+    with fkjit.sanitize(race=dim == 64):
+        check(given, dout, learned, mine=mine)
+
+
+def test_which_kernel_makes_the_gradient_of_a_bias():
+    def makers(shape, wanted=("q", "k", "v", "bias"), scale=0.125, sk=56, **more):
+        sizes = {n: (2, 8, 512 if n in ("q", "o", "dout") else sk, 64) for n in backward.INPUTS[:5]}
+        made = {n: torch.zeros(size).bfloat16() for n, size in sizes.items()}
+        made |= {"lse": torch.zeros(2, 8, 512), "bias": torch.zeros(*shape, sk).bfloat16()}
+        views = dict.fromkeys((*backward.INPUTS, *(f"d{n}" for n in wanted)))
+        views |= {n: view(x, "attention", n) for n, x in made.items()}
+        form = Form(bias="bf16", **more).text
+        request = backward.check(
+            views, form, "bhsd", False, scale, (-1, -1), 0.0, 0, 0, wanted, True
+        )
+        return [launch.spec.name for launch in request.launches]
+
+    rows = ["rows", "keys"]
+    assert makers((2, 8, 512)) == [*rows, "queries"]
+    assert makers((1, 8, 512)) == [*rows, "queries", "queries"]
+    assert makers((1, 1, 512)) == [*rows, "queries", "bias", "bias_sum"]
+    assert makers((1, 8, 1)) == [*rows, "queries", "bias_sum"]
+    assert makers((1, 8, 1), ("q", "bias")) == ["rows", "queries", "bias", "bias_sum"]
+    assert makers((2, 8, 512), ("k", "bias")) == [*rows, "bias"]
+    assert makers((2, 8, 512), scale=0.0) == [*rows, "queries", "bias"]
+    assert makers((2, 8, 512), sk=60) == [*rows, "queries", "bias"]
+    assert makers((2, 8, 512), softcap=True) == [*rows, "queries", "bias"]
 
 
 def test_only_what_is_wanted_is_made():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -24,8 +23,9 @@ from fkjit.ops import operators
 from fkjit.ops.attention_backward_checks import check as check_plain
 from fkjit.ops.attention_backward_checks import check_scale
 from fkjit.ops.attention_checks import LAYOUTS
-from fkjit.ops.attention_form import SLOTS, parse
+from fkjit.ops.attention_form import SLOTS
 from fkjit.ops.attention_form_backward_problem import bias_size
+from fkjit.ops.attention_form_backward_texts import Forms, Views
 from fkjit.ops.attention_form_problem import PACKED_AXES
 from fkjit.ops.simple import Launch, Op, Output, Request, arch_of
 from fkjit.ops.simple_operator import Node, like
@@ -47,7 +47,6 @@ _SCHEMA = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, str[] wanted, bool deterministic"
 )
 
-Views = Mapping[str, View | None]
 # A problem, launches that come first, and the kernels without a form that multiply
 _Made = tuple[dict[str, Any], list[Launch], list[Launch]]
 
@@ -73,7 +72,7 @@ def check(
     slopes, bias = views["alibi_slopes"], views["bias"]
     if slopes is not None:
         problem["alibi_batches"] = slopes.shape[0] if len(slopes.shape) == 2 else 1
-    forms = _texts(form, views)
+    forms = Forms(form, views, problem, products, wanted)
     launches = hopper.launches(views, form, rows[0], problem, wanted, deterministic)
     if not launches:
         launches = _of_rows(views, rows, products, forms, problem, wanted, deterministic)
@@ -87,20 +86,22 @@ def check(
 
 
 def _of_rows(
-    views: Views, rows: list[Launch], products: list[Launch], forms: tuple[str, str],
+    views: Views, rows: list[Launch], products: list[Launch], forms: Forms,
     problem: dict[str, Any], wanted: tuple[str, ...], deterministic: bool,
 ) -> list[Launch]:  # fmt: skip
     """What rows bring along, and what of dq, dk and dv is wanted."""
     q = views["q"]
     assert q is not None
     summed = {"q", "k"} <= set(wanted) and "alibi_slopes" not in wanted
-    if not deterministic and summed and _may_sum(products, forms[0]):
-        return _by_sums(rows[0], products[0], forms[0], problem, arch_of(q))
+    if not deterministic and summed and forms.dbias != "queries" and _may_sum(products, forms):
+        return _by_sums(rows[0], products[0], forms, problem, arch_of(q))
     made = list(rows)
     for launch in products:
-        if set(_MAKES[launch.spec.name.removesuffix("_fp32")]) & set(wanted):
-            text = forms[launch.spec is plain.QUERIES]
-            made.append(_launch(launch.spec.name, launch, text, problem, arch_of(q)))
+        name = launch.spec.name
+        if not set(_MAKES[name.removesuffix("_fp32")]) & set(wanted):
+            continue
+        one = _launch(name, launch, forms.of(name), problem, arch_of(q))
+        made += forms.in_turn(one) if name == forms.dbias == "queries" else [one]
     return made
 
 
@@ -144,68 +145,67 @@ def _launch(name: str, like_it: Launch, form: str, problem: dict[str, Any], arch
     dims = old["head_dim"], old["head_dim_v"]
     tiles = kernels.tiles(name, dims[0], form)
     more = {"aligned": old["aligned"], "arch": arch, "form": form}
-    return Launch(spec, choice.parameters(spec, tiles, dims, problem, **more), problem)
+    params = choice.parameters(spec, tiles, dims, problem, **more)
+    if name in ("keys", "sums"):
+        problem["warps_alike"] = params["tile"][3]  # each leaves sums of its own
+    return Launch(spec, params, problem)
 
 
-def _texts(text: str, views: Views) -> tuple[str, str]:
-    """The form, and the one for kernels that read two neighbouring keys of a bias or mask in one
-    load, where that can be."""
-    form = parse(text)
-    pairs = {}
-    for name in ("bias", "mask"):
-        view = views[name]
-        if view is None:
-            continue
-        apart = [step for step, n in zip(view.strides[:3], view.shape[:3], strict=True) if n > 1]
-        size = 2 * ITEMSIZE.get(view.dtype, 1)
-        odd = view.shape[3] % 2 or any(step % 2 for step in apart)
-        pairs[f"{name}_paired"] = not (odd or view.pointer % size)
-    return text, replace(form, **pairs).text
-
-
-def _may_sum(products: list[Launch], form: str) -> bool:
+def _may_sum(products: list[Launch], forms: Forms) -> bool:
     """Whether there is a kernel that adds up dq beside dk and dv."""
     if not products or products[0].spec is not plain.KEYS or not products[0].params["aligned"]:
         return False
     dims = (products[0].params["head_dim"], products[0].params["head_dim_v"])
-    return dims[0] == dims[1] and bool(kernels.tiles("sums", dims[0], form))
+    return dims[0] == dims[1] and bool(kernels.tiles("sums", dims[0], forms.of("sums")))
 
 
 def _by_sums(
-    rows: Launch, keys: Launch, form: str, problem: dict[str, Any], arch: Arch
+    rows: Launch, keys: Launch, forms: Forms, problem: dict[str, Any], arch: Arch
 ) -> list[Launch]:
     """dk, dv and sums of dq in one kernel: first they are set to 0, at last rounded."""
     problem["sum_columns"] = keys.params["head_dim"]
     dq = kernels.PACKED_DQ if "total_q" in problem else plain.DQ
     return [
         Launch(rows.spec, rows.params, problem),
-        _launch("sums", keys, form, problem, arch),
+        _launch("sums", keys, forms.of("sums"), problem, arch),
         Launch(dq, {"dtype": problem["dtype"]}, problem),
     ]
 
 
 def _of_bias(
-    bias: View, forms: tuple[str, str], problem: dict[str, Any], like_it: Launch, arch: Arch
+    bias: View, forms: Forms, problem: dict[str, Any], like_it: Launch, arch: Arch
 ) -> list[Launch]:
-    """Its gradient: in parts where that keeps a GPU busy."""
-    problem["bias_shape"] = tuple(bias.shape[:3])
-    problem["bias_parts"] = 1
-    exact = like_it.spec.name.endswith("_fp32")
-    name = "bias_fp32" if exact else "bias"
-    made = _launch(name, like_it, forms[not exact], problem, arch)
+    """Its gradient, or what is left of it to do: in parts where that keeps a GPU busy."""
+    heads, columns = problem["heads_q"], problem["seqlen_k"]
+    if forms.dbias == "queries":
+        return []
+    if forms.dbias == "keys":
+        batch, own, _ = problem["bias_shape"]
+        parts = heads // own * problem["warps_alike"]
+        sizes = (batch, problem["batch"] // batch, own, parts, columns)
+        return [_bias_sum(bias, problem, sizes)]
+    name = "bias_fp32" if like_it.spec.name.endswith("_fp32") else "bias"
+    made = _launch(name, like_it, forms.of(name), problem, arch)
     tiles = prod(made.spec.grid(made.params, problem))
     if not tiles:
         return []
-    batch, heads, rows = problem["bias_shape"]
-    steps = problem["batch"] // batch * (problem["heads_q"] // heads)
+    batch, own, rows = problem["bias_shape"]
+    steps = problem["batch"] // batch * (heads // own)
     if rows == 1:
         steps *= -(-problem["seqlen_q"] // made.params["tile"][0])
     wished = -(-2 * problem.get("multiprocessors", _CPU_MULTIPROCESSORS) // tiles)
     problem["bias_parts"] = max(1, min(wished, steps // 2))
     if problem["bias_parts"] == 1:
         return [made]
-    summed = {"size": bias_size(problem), "parts": problem["bias_parts"]}
-    return [made, Launch(kernels.BIAS_SUM, {"bias_dtype": bias.dtype}, summed)]
+    return [made, _bias_sum(bias, problem, (1, problem["bias_parts"], 1, 1, bias_size(problem)))]
+
+
+def _bias_sum(bias: View, problem: dict[str, Any], sizes: tuple[int, ...]) -> Launch:
+    """What adds up parts of it."""
+    problem["parts_shape"] = sizes
+    names = ("bias_batch", "batches", "heads", "shared", "columns")
+    one: dict[str, Any] = dict(zip(names, sizes, strict=True))
+    return Launch(kernels.BIAS_SUM, {"bias_dtype": bias.dtype}, one)
 
 
 def _outputs(
@@ -237,8 +237,8 @@ def _outputs(
         scratch["turns"] = (*more, count // problem["turn_rows"])
     if "alibi_slopes" in wanted:
         scratch["dalibi_rows"] = shared.rows_shape(problem)
-    if problem.get("bias_parts", 1) > 1:
-        scratch["dbias_parts"] = (problem["bias_parts"], bias_size(problem))
+    if "parts_shape" in problem:
+        scratch["dbias_parts"] = problem["parts_shape"]
     return made | {n: Output(size, "fp32", returned=False) for n, size in scratch.items()}
 
 

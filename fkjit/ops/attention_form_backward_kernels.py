@@ -56,6 +56,13 @@ SHOWN = Form(
     True, True, "fp32", False, True, False, True, True, EXAMPLE_MOD, EXAMPLE_ARGS,
     score_mod_grad="1 + 0 * score", dalibi=True,
 ).text  # fmt: skip
+# The same where sums of products start from a bias and a mask, whose gradient is made on the way.
+SEEDED = Form(bias="bf16", mask=True, dbias=True, seeded=True).text
+# What these kernels make besides, by the field of a form that asks for it.
+_MORE = {
+    "keys": {"dbias": "dbias_parts"},
+    "queries": {"dbias": "dbias", "dalibi": "dalibi_rows"},
+}
 _FORM = "what it does beside causal attention"
 
 
@@ -73,7 +80,10 @@ def tiles(name: str, head_dim: int, text: str) -> tuple[Any, ...]:
     """Of a kernel with a form, the first is the fastest."""
     form = parse(text)
     band = not (form.softcap or form.score_mod or form.alibi or form.bias or form.mask)
-    of = _PLAIN_TILES[name] if band and name in _PLAIN_TILES else TILES[name]
+    # Sums that start from one array are hardly more, either, but for those of dq.
+    one = form.seeded and not form.varlen and bool(form.bias) + form.mask == 1
+    one &= name != "sums" or head_dim == 64
+    of = _PLAIN_TILES[name] if (band or one) and name in _PLAIN_TILES else TILES[name]
     return of.get(head_dim, ())
 
 
@@ -91,7 +101,7 @@ def _derive(base: KernelSpec) -> Callable[[Params], dict[str, Any]]:
             usual["in_registers"] = False
         if "step_k" in usual and params["head_dim"] > 128 and _is_heavy(params):
             usual["step_k"] = 16
-        if params["tile"] in _TALL:
+        if params["tile"] in _TALL or parse(params["form"]).seeded:
             usual |= {"step_k": 16, "step_q": 16}
         return usual
 
@@ -122,7 +132,7 @@ def _only(*names: str) -> Callable[[Problem, Mapping[str, Any]], Any]:
 
     def reference(one: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
         found = problem.reference(one, arrays)
-        return {name: found[name] for name in names}
+        return {name: found[name] for name in (*names, *one.get("more", ()))}
 
     return reference
 
@@ -132,6 +142,12 @@ def _with_form(base: KernelSpec, name: str, wanted: tuple[str, ...], **more: Any
     every = [*TILES[name].values(), *_PLAIN_TILES.get(name, {}).values()]
     values = tuple(dict.fromkeys(tile for some in every for tile in some))
     params = [replace(p, values=values) if p.name == "tile" else p for p in base.params]
+
+    def more_of(params: Params) -> tuple[str, ...]:
+        form = parse(params["form"])
+        made = _MORE.get(name.removesuffix("_fp32"), {})
+        return tuple(output for field, output in made.items() if getattr(form, field))
+
     own: dict[str, Any] = {
         "op": OP,
         "name": name,
@@ -140,10 +156,14 @@ def _with_form(base: KernelSpec, name: str, wanted: tuple[str, ...], **more: Any
         "illegal": _illegal(name, base),
         "arguments": problem.arguments,
         "shape_class": problem.shape_class,
-        "problems": problem.problems,
+        "problems": lambda params, scale: [
+            {**one, "more": more_of(params)} for one in problem.problems(params, scale)
+        ],
         "inputs": problem.inputs,
         "outputs": lambda params, one: {
-            n: x for n, x in problem.outputs(params, one).items() if n in wanted
+            n: x
+            for n, x in problem.outputs(params, one).items()
+            if n in (*wanted, *more_of(params))
         },
         "reference": _only(*wanted),
         "tolerance": problem.tolerance,
@@ -197,9 +217,9 @@ _FP32_DERIVE = _derive(fp32.QUERIES_FP32)
 _SPECS = {
     "keys": _with_form(plain.KEYS, "keys", ("dk", "dv")),
     "sums": _with_form(plain.SUMS, "sums", ("dk", "dv")),
-    "queries": _with_form(plain.QUERIES, "queries", ("dq", "dalibi_rows")),
+    "queries": _with_form(plain.QUERIES, "queries", ("dq",)),
     "keys_fp32": _with_form(fp32.KEYS_FP32, "keys_fp32", ("dk", "dv")),
-    "queries_fp32": _with_form(fp32.QUERIES_FP32, "queries_fp32", ("dq", "dalibi_rows")),
+    "queries_fp32": _with_form(fp32.QUERIES_FP32, "queries_fp32", ("dq",)),
     "bias": _bias_kernel(plain.QUERIES, "bias", _bias_shared, _bias_derive),
     "bias_fp32": _bias_kernel(fp32.QUERIES_FP32, "bias_fp32", _bias_shared_fp32, _FP32_DERIVE),
 }
@@ -209,9 +229,11 @@ _AHEAD = {"dtype": "bf16", "head_dim": 64, "head_dim_v": 64, "aligned": True}
 
 
 def _only_shown(spec: KernelSpec) -> KernelSpec:
-    """The same, with one of its variants."""
-    shown = {**_AHEAD, "tile": TILES[spec.name][64][0], "form": SHOWN}
-    return replace(spec, params=tuple(replace(p, values=(shown[p.name],)) for p in spec.params))
+    """The same, with one of its variants, or two."""
+    forms = (SHOWN, SEEDED) if spec.name in _MORE else (SHOWN,)
+    shown = {name: (value,) for name, value in _AHEAD.items()}
+    shown |= {"tile": (TILES[spec.name][64][0],), "form": forms}
+    return replace(spec, params=tuple(replace(p, values=shown[p.name]) for p in spec.params))
 
 
 for _name in ("keys", "queries", "bias"):
@@ -292,8 +314,22 @@ HEADS = register(
 )
 
 
+def _sum_size(one: Problem) -> int:
+    return one["bias_batch"] * one["heads"] * one["columns"]
+
+
 def _sum_inputs(params: Params, one: Problem, rng: np.random.Generator) -> Arrays:
-    return {"dbias_parts": rng.standard_normal((one["parts"], one["size"]), np.float32)}
+    shape = (*(one[n] for n in ("bias_batch", "batches", "heads", "shared")), one["columns"])
+    return {"dbias_parts": rng.standard_normal(shape, np.float32)}
+
+
+def _sum_arguments(params: Params, one: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **{name: arrays[name] for name in ("dbias_parts", "dbias")},
+        **{name: one[name] for name in ("columns", "heads", "batches")},
+        "size": _sum_size(one),
+        "heads_summed": one["heads"] * one["shared"],
+    }
 
 
 BIAS_SUM = register(
@@ -306,18 +342,23 @@ BIAS_SUM = register(
         params=(Param("bias_dtype", BIAS_DTYPES, "element type of the bias"),),
         derive=lambda params: {"threads": _THREADS},
         block=lambda params: (_THREADS, 1, 1),
-        grid=lambda params, one: (-(-one["size"] // _THREADS), 1, 1),
-        bytes=lambda one: 4.0 * one["size"] * (one["parts"] + 1),
-        problems=lambda params, scale: [{"parts": 5, "size": 1001}],
+        grid=lambda params, one: (-(-_sum_size(one) // _THREADS), 1, 1),
+        bytes=lambda one: 4.0 * _sum_size(one) * (one["batches"] * one["shared"] + 1),
+        problems=lambda params, scale: [
+            {"bias_batch": 2, "heads": 3, "columns": 101, "batches": 2, "shared": 5}
+        ],
         inputs=_sum_inputs,
         outputs=lambda params, one: {
-            "dbias": np.full(one["size"], np.nan, numpy_dtype(params["bias_dtype"]))
+            "dbias": np.full(
+                (one["bias_batch"], one["heads"], one["columns"]),
+                np.nan,
+                numpy_dtype(params["bias_dtype"]),
+            )
         },
-        arguments=lambda params, one, arrays: {
-            **{name: arrays[name] for name in ("dbias_parts", "dbias")},
-            **{name: one[name] for name in ("size", "parts")},
+        arguments=_sum_arguments,
+        reference=lambda one, arrays: {
+            "dbias": arrays["dbias_parts"].astype(np.float64).sum((1, 3))
         },
-        reference=lambda one, arrays: {"dbias": arrays["dbias_parts"].astype(np.float64).sum(0)},
         tolerance=lambda params: {"fp16": 1e-3, "bf16": 8e-3, "fp32": 1e-6}[params["bias_dtype"]],
     )
 )

@@ -49,6 +49,8 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
         **{"max_seqlen_q": problem["seqlen_q"], "max_seqlen_k": problem["seqlen_k"]},
         **{"batch": problem["batch"], "total_q": problem.get("total_q", 0)},
         **dict(zip(("bias_batch", "bias_heads", "bias_rows"), shape, strict=True)),
+        "first_batch": problem.get("first_batch", 0),
+        "inverse_scale": 1 / problem["softmax_scale"] if problem["softmax_scale"] else 0.0,
         **{"parts": problem.get("bias_parts", 1), "size": math.prod(shape) * problem["seqlen_k"]},
         "alibi_batch_stride": problem["heads_q"] if problem.get("alibi_batches", 1) > 1 else 0,
         "sum_columns": problem.get("sum_columns", 0),
@@ -93,6 +95,7 @@ def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     made["dsinks"] = np.zeros(problem["heads_q"])
     made["dalibi_slopes"] = np.zeros((problem.get("alibi_batches", 1), problem["heads_q"]))
     made["dalibi_rows"] = padded(problem, np.nan)
+    made["dbias_parts"] = np.zeros(_parts_shape(problem))
     for b, queries, keys in sequences(problem, arrays):
         where = {"q": queries, "dout": queries, "k": keys, "v": keys}
         rows = {n: _one(problem, arrays[n], at) for n, at in where.items()}
@@ -101,6 +104,7 @@ def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
             one = found[name]
             made[name][at] = one.swapaxes(0, 1) if "total_q" in problem else one
         sq, sk = found["ds"].shape[1:]
+        made["dbias_parts"][b, :, :sk] = found["ds"].sum(1)
         bias = made["dbias"][b % len(made["dbias"])]
         ds = found["ds"] if len(bias) > 1 else found["ds"].sum(0, keepdims=True)
         bias[:, : sq if bias.shape[1] > 1 else 1, :sk] += (
@@ -111,6 +115,11 @@ def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
         made["dalibi_slopes"][b % len(made["dalibi_slopes"])] += slopes.sum(-1)
         store_rows(problem, arrays, made["dalibi_rows"], b, slopes, np.nan)
     return made
+
+
+def _parts_shape(problem: Problem) -> tuple[int, int, int]:
+    """Sums that the kernel of keys leaves, where no warps share its keys."""
+    return problem["batch"], problem["heads_q"], problem["seqlen_k"]
 
 
 def _differentiate(
@@ -196,7 +205,8 @@ def problems(params: Params, scale: str) -> list[Problem]:
     for one in forward.problems({**params, **block}, scale)[: 1 if scale == "small" else 2]:
         found.append({
             **one, "causal": False, "score_mod_grad": form.score_mod_grad or "1",
-            "bias_shape": (1, one["heads_q"], one["seqlen_q"]), "bias_parts": 1,
+            "bias_shape": (one["batch"] if form.dbias else 1, one["heads_q"], one["seqlen_q"]),
+            "bias_parts": 1,
             "alibi_batches": one["batch"],
         })  # fmt: skip
     return found
@@ -238,6 +248,7 @@ def outputs(params: Params, problem: Problem) -> Arrays:
     return {
         **{name: rows(name) for name in ("dq", "dk", "dv")},
         "dbias": np.full((*problem["bias_shape"], problem["seqlen_k"]), np.nan, bias),
+        "dbias_parts": np.full(_parts_shape(problem), np.nan, np.float32),
         "dsinks": np.full(heads, np.nan, np.float32),
         "dalibi_slopes": np.full((problem["alibi_batches"], heads), np.nan, np.float32),
         "dalibi_rows": padded(problem, np.nan).astype(np.float32),

@@ -179,7 +179,7 @@ def problems(params: Params, scale: str) -> Sequence[Problem]:
     found = []
     for index, usual in enumerate(plain.problems({**params, "aligned": True}, scale)):
         sq, sk = usual["seqlen_q"], usual["seqlen_k"]
-        sk += (form.bias_paired or form.mask_paired) and sk % 2
+        sk += -sk % (8 if form.seeded else 2 if form.bias_paired or form.mask_paired else 1)
         wide = max(sq, sk)
         problem = {
             **usual, "seqlen_k": sk, "axes": (0, 1, 2, 3), "softcap": 2.0 * form.softcap,

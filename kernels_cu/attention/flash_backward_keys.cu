@@ -21,12 +21,18 @@
    products instead of the seven that take flash_backward_queries.cu beside this kernel, but blocks
    add in whatever order they come. backward_dq.cu rounds the sums.
 
+   A bias and a mask are what the sums of S' start from where a form has nothing but these and a band
+   (SEEDED, device/score_seeds.cuh); the next ones travel beside the products of dV and dK. A bias with
+   one row for all queries has the sums of dS' over them as its gradient (DBIAS): each head's are left
+   to backward_bias_sum.cu.
+
    Q, dO and their rows' lse and delta travel through a ring of STAGES tiles filled by cp.async.
 
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
 //% if form
 #include "device/form_backward.cuh"
+#include "device/score_seeds.cuh"
 //% endif
 #include "device/attention_backward.cuh"
 #include "device/key_block.cuh"
@@ -51,7 +57,9 @@ using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, BIAS = ${bias}, MASK = ${mask};
 constexpr bool SCORE_MOD = ${has_mod}, CURVED = SOFTCAP || SCORE_MOD;
-constexpr bool RULES = CURVED || ALIBI || BIAS || MASK;  // beside the band of keys
+constexpr bool SEEDED = ${seeded};  // sums of products start from bias and mask
+constexpr bool RULES = !SEEDED && (CURVED || ALIBI || BIAS || MASK);  // beside the band of keys
+constexpr bool DBIAS = ${dbias};  // of a bias with one row for all: sums of columns of dS
 
 // The caller's expression of one score, its derivative, and what he gave for them to read.
 struct ScoreMod {
@@ -72,16 +80,25 @@ constexpr int ROWS_A_WARP = BLOCK_K / WARPS_K;
 constexpr int M_BLOCKS = ROWS_A_WARP / 16;  // 16-row mma blocks of a warp
 constexpr bool EXCHANGE = WARPS_C > 1;      // of P' and dS', through shared memory
 constexpr bool SHARES_DS = EXCHANGE || SUMS;
-constexpr int QUERIES = EXCHANGE ? BLOCK_Q / WARPS_C : min_of(BLOCK_Q, ${step_q});  // at a time
+constexpr int SHARE = EXCHANGE ? BLOCK_Q / WARPS_C : BLOCK_Q;               // queries of a warp
+constexpr int QUERIES = min_of(SHARE, ${step_q}), STEPS = SHARE / QUERIES;  // so many at a time
 constexpr int QK_STEPS = HEAD_DIM / 16, DOV_STEPS = HEAD_DIM_V / 16;
 constexpr int K_COLUMNS = HEAD_DIM / 8 / WARPS_C, V_COLUMNS = HEAD_DIM_V / 8 / WARPS_C;
 
 static_assert(ROWS_A_WARP == 16 || ROWS_A_WARP == 32, "a warp owns one or two mma row blocks");
-static_assert(QUERIES % 16 == 0 && BLOCK_Q % QUERIES == 0, "queries go into products 16 at a time");
+static_assert(QUERIES % 16 == 0 && SHARE % QUERIES == 0, "queries go into products 16 at a time");
 static_assert(STAGES == 1 || STAGES == 2, "the next tile is the only one under way");
 static_assert(ROW_STEP % BLOCK_Q == 0, "lse and delta are padded to whole tiles");
 static_assert(HEAD_DIM % (32 * WARPS_C) == 0 && HEAD_DIM_V % (32 * WARPS_C) == 0,
               "warps share the columns evenly, 16 at a time");
+
+//% if form
+static_assert(!SEEDED || !(CURVED || ALIBI), "after these a bias is no part of a product");
+static_assert(!DBIAS || SEEDED, "keys stand in runs");
+using KeyOrder = OrderIf<SEEDED, RowRuns<M_BLOCKS>>;
+//% else
+using KeyOrder = InOrder;
+//% endif
 
 // dQ of a tile: DQ_WARPS_Q warps share its rows, the others its columns, in turns.
 constexpr int DQ_WARPS_Q = BLOCK_Q / 32, DQ_TURNS = NUM_WARPS / DQ_WARPS_Q;
@@ -122,12 +139,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     elem_t* __restrict__ dv,             // as v
     float* __restrict__ dq_sum,          // fragments (device/sum_fragments.cuh) of [batch, heads_q,
                                          // rows_padded, HEAD_DIM]; null without SUMS
+    //% if form
+    float* __restrict__ dbias_parts,  // [batch, heads_q, WARPS_C, max_seqlen_k]; null without DBIAS
+    //% endif
     const Strides dout_strides, const Strides q_strides, const Strides k_strides,
     const Strides v_strides, const Strides dk_strides, const Strides dv_strides, const int heads_q,
     const int group_size,  // query heads a KV head
     const int ${seqlen_q}, const int ${seqlen_k}, const int head_dim, const int head_dim_v,
     //% if form
     const AttentionForm form${score_scalars},
+    const float inverse_scale,  // 1 / softmax_scale, where SEEDED
     //% endif
     const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e)
@@ -146,7 +167,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const SequenceRows<VARLEN> queries(cu_seqlens_q, place.batch, max_seqlen_q);
   const SequenceRows<VARLEN> held(cu_seqlens_k, place.batch, max_seqlen_k);
   const int seqlen_q = queries.length, seqlen_k = held.length;
-  if (VARLEN && place.k0 >= seqlen_k) return;
+  if (VARLEN && place.k0 >= seqlen_k) {
+    if constexpr (DBIAS)
+      store_no_sums<BLOCK_K, WARPS_C, THREADS>(dbias_parts, place, heads_q, group_size,
+                                               max_seqlen_k);
+    return;
+  }
   q += queries.start * q_strides.row;
   dout += queries.start * dout_strides.row;
   k += held.start * k_strides.row;
@@ -200,10 +226,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   };
 
   // 1. K, V and the first tile are on their way.
-  copy_tile<KTile, THREADS, ALIGNED>(
+  copy_tile<KTile, THREADS, ALIGNED, KeyOrder>(
       k_tile, k + batch * k_strides.batch + kv_head * k_strides.head + k0 * k_strides.row,
       k_strides.row, seqlen_k - k0, head_dim);
-  copy_tile<VTile, THREADS, ALIGNED>(
+  copy_tile<VTile, THREADS, ALIGNED, KeyOrder>(
       v_tile, v + batch * v_strides.batch + kv_head * v_strides.head + k0 * v_strides.row,
       v_strides.row, seqlen_k - k0, head_dim_v);
   int tile = first_tile, head = kv_head * group_size;
@@ -222,6 +248,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const u32 warp_p_tile = p_tile + warp_row * PTile::ROW_BYTES;
   const u32 warp_ds_tile = ds_tile + warp_row * PTile::ROW_BYTES;
   float dk_acc[M_BLOCKS][K_COLUMNS][4] = {}, dv_acc[M_BLOCKS][V_COLUMNS][4] = {};
+  //% if form
+  KeySums<M_BLOCKS> key_sums;
+  ScoreSeeds<true, M_BLOCKS, QUERIES / 8, bias_t, BIAS, MASK> seeds;
+  const auto fetch_seeds = [&](int of_head, int of_tile, int of_step) {
+    const int thread = thread_index_again(), warps_key = thread / WARP_SIZE % WARPS_K * ROWS_A_WARP;
+    const int query = (EXCHANGE ? thread / WARP_SIZE / WARPS_K * SHARE : 0) + of_step * QUERIES;
+    seeds.fetch(thread % WARP_SIZE, form, bias, mask, batch, of_head, seqlen_q, seqlen_k,
+                of_tile * BLOCK_Q + query, k0 + warps_key);
+  };
+  const auto fetch_next_seeds = [&](int step) {
+    const bool last = step + 1 == STEPS, turns = last && tile + 1 == tiles;
+    if (!last || left > 1)
+      fetch_seeds(turns ? head + 1 : head, turns ? first_tile : tile + last, last ? 0 : step + 1);
+  };
+  if (SEEDED && left > 0) fetch_seeds(head, tile, 0);
+  if (DBIAS && left == 0)
+    store_no_sums<BLOCK_K, WARPS_C, THREADS>(dbias_parts, place, heads_q, group_size, max_seqlen_k);
+  //% endif
 
   for (; left > 0; --left) {
     // 2. This tile has arrived, and every warp is done with the one before: its stage is free.
@@ -244,19 +288,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const int q0 = tile * BLOCK_Q;
 
 #pragma unroll 1
-    for (int step = 0; step < (EXCHANGE ? 1 : BLOCK_Q / QUERIES); ++step) {
-      const int query = EXCHANGE ? turn * QUERIES : step * QUERIES;  // in the tile
+    for (int step = 0; step < STEPS; ++step) {
+      const int query = (EXCHANGE ? turn * SHARE : 0) + step * QUERIES;  // in the tile
       const u32 q_queries = stage + query * QTile::ROW_BYTES;
       const u32 do_queries = stage + DO_OFFSET + query * DoTile::ROW_BYTES;
       //% if form
       float slopes[M_BLOCKS][QUERIES / 8][4], added[M_BLOCKS][QUERIES / 8][4];
-      if constexpr (BIAS || MASK)
+      if constexpr (!SEEDED && (BIAS || MASK))
         load_added<true>(added, lane,
                          backward_arrays<BIAS, false, MASK, false>(form, bias, mask, batch, head,
                                                                    seqlen_q, seqlen_k),
                          k0 + warp_row, q0 + query);
       //% endif
       float p[M_BLOCKS][QUERIES / 8][4] = {}, ds[M_BLOCKS][QUERIES / 8][4] = {};
+      //% if form
+      if constexpr (SEEDED) seeds.start(p, inverse_scale);
+      if constexpr (SEEDED && EXCHANGE && STEPS > 1) fetch_next_seeds(step);
+      //% endif
       u32 k_fragments[QK_STEPS][M_BLOCKS][4], v_fragments[DOV_STEPS][M_BLOCKS][4];
       multiply_qk<elem_t, 16, false>(p, k_fragments, warp_k_tile, k_reader, q_queries, q_reader);
       //% if form
@@ -268,8 +316,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                                                  k0 + warp_row, q0 + query);
       } else if (q0 < first_whole || q0 + BLOCK_Q > end_whole) {
         const int row0 = thread_index_again() / WARP_SIZE % WARPS_K * ROWS_A_WARP;
-        hide_outside<true>(p, thread_index_again() % WARP_SIZE, band,
-                           hidden_score(softmax_scale_log2), k0 + row0, q0 + query);
+        hide_outside<true, SEEDED>(p, thread_index_again() % WARP_SIZE, band,
+                                   hidden_score(softmax_scale_log2), k0 + row0, q0 + query);
       }
       probabilities(p, RULES ? LOG2E : softmax_scale_log2, lse_row + query, lane);
       //% else
@@ -287,11 +335,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       score_gradients(ds, p, delta_row + query, lane);
       //% if form
       if constexpr (CURVED) scale_by(ds, slopes);
+      if constexpr (DBIAS) key_sums.add(ds);
       //% endif
       if constexpr (SHARES_DS) exchange_rows<elem_t, PTile>(ds, lane, query, warp_ds_tile);
       if constexpr (EXCHANGE) {
         exchange_rows<elem_t, PTile>(p, lane, query, warp_p_tile);
-      } else {
+      }
+      //% if form
+      if constexpr (SEEDED && !EXCHANGE) fetch_next_seeds(step);  // beside the products that follow
+      //% endif
+      if constexpr (!EXCHANGE) {
         accumulate<elem_t, QUERIES / 16, 1>(
             dv_acc, do_queries, do_rows,
             [&](int i, int m, u32(&a)[4]) { pack_fragment<elem_t>(a, p[m] + 2 * i); });
@@ -307,6 +360,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     } else if constexpr (EXCHANGE) {
       named_barrier_wait<WARPS_C * WARP_SIZE>(1 + warp % WARPS_K);
     }
+    //% if form
+    if constexpr (SEEDED && EXCHANGE && STEPS == 1) fetch_next_seeds(0);
+    //% endif
     if constexpr (EXCHANGE) {
       accumulate<elem_t, BLOCK_Q / 16, WARPS_C>(
           dv_acc, stage + DO_OFFSET, do_rows,
@@ -323,6 +379,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
           dq_sum + ((static_cast<i64>(batch) * heads_q + head) * rows_padded + q0) * HEAD_DIM,
           //% endif
           ds_tile, k_tile);
+    //% if form
+    if (DBIAS && tile + 1 == tiles) {
+      const i64 row = (static_cast<i64>(batch) * heads_q + head) * WARPS_C + turn;
+      key_sums.store(dbias_parts + row * max_seqlen_k, lane, k0 + warp_row, seqlen_k, max_seqlen_k);
+    }
+    //% endif
     if (++tile == tiles) tile = first_tile, ++head;
   }
 
@@ -347,11 +409,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                                      dv_tile + row0 * VTile::ROW_BYTES);
   __syncthreads();
   constexpr int STORED = ROWS_A_WARP / WARPS_C;  // rows of a warp
-  const int row = row0 + end_turn * STORED, first = again.k0 + row;
+  const int row = row0 + end_turn * STORED;
+  const int first = again.k0 + row0 + KeyOrder::row(end_turn * STORED);
   dk += again.batch * dk_strides.batch + again.head * dk_strides.head + first * dk_strides.row;
   dv += again.batch * dv_strides.batch + again.head * dv_strides.head + first * dv_strides.row;
-  store_tile<KTile, STORED, ALIGNED>(dk, dk_strides.row, dk_tile + row * KTile::ROW_BYTES, end_lane,
-                                     seqlen_k - first, head_dim);
-  store_tile<VTile, STORED, ALIGNED>(dv, dv_strides.row, dv_tile + row * VTile::ROW_BYTES, end_lane,
-                                     seqlen_k - first, head_dim_v);
+  store_tile<KTile, STORED, ALIGNED, KeyOrder>(dk, dk_strides.row, dk_tile + row * KTile::ROW_BYTES,
+                                               end_lane, seqlen_k - first, head_dim);
+  store_tile<VTile, STORED, ALIGNED, KeyOrder>(dv, dv_strides.row, dv_tile + row * VTile::ROW_BYTES,
+                                               end_lane, seqlen_k - first, head_dim_v);
 }

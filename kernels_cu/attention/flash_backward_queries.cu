@@ -11,6 +11,11 @@
                       dQ += dS K
      at the end:      dQ *= softmax_scale
 
+   A bias and a mask are what the sums of S start from where a form has nothing but these and a band
+   (SEEDED, device/score_seeds.cuh); the next ones travel beside the product of dQ. A bias with a row for
+   each query and head has dS itself as its gradient (DBIAS), stored here; where batches share it, a
+   launch for each adds to what the one before has stored.
+
    Nobody else adds to these rows of dQ, so the result is the same at every call. That costs two of
    the backward's seven products: S and dP are made here and in flash_backward_keys.cu.
 
@@ -18,6 +23,7 @@
 #include "prelude.cuh"
 //% if form
 #include "device/form_backward.cuh"
+#include "device/score_seeds.cuh"
 //% endif
 #include "device/attention_backward.cuh"
 #include "device/query_block.cuh"
@@ -41,8 +47,10 @@ constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi};
 constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see device/score.cuh
 constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
 constexpr bool SCORE_MOD = ${has_mod}, CURVED = SOFTCAP || SCORE_MOD;
-constexpr bool RULES = CURVED || ALIBI || BIAS || MASK;  // beside the band of keys
-constexpr bool DALIBI = ${dalibi};                       // whether slopes of ALiBi have a gradient
+constexpr bool SEEDED = ${seeded};  // sums of products start from bias and mask
+constexpr bool RULES = !SEEDED && (CURVED || ALIBI || BIAS || MASK);  // beside the band of keys
+constexpr bool DALIBI = ${dalibi};  // whether slopes of ALiBi have a gradient
+constexpr bool DBIAS = ${dbias};    // whether dS is stored: of a bias with a row for each query
 
 // The caller's expression of one score, its derivative, and what he gave for them to read.
 struct ScoreMod {
@@ -61,7 +69,16 @@ constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int ROWS_A_WARP = BLOCK_Q / NUM_WARPS;
 constexpr int M_BLOCKS = ROWS_A_WARP / 16;        // 16-row mma blocks of a warp
 constexpr int KEYS = min_of(BLOCK_K, ${step_k});  // of a tile at a time
+constexpr int STEPS = BLOCK_K / KEYS;
 constexpr int QK_STEPS = HEAD_DIM / 16, DOV_STEPS = HEAD_DIM_V / 16;
+
+//% if form
+static_assert(!SEEDED || !(CURVED || ALIBI), "after these a bias is no part of a product");
+static_assert(!DBIAS || SEEDED, "keys stand in runs");
+using KeyOrder = OrderIf<SEEDED, ColumnRuns<KEYS / 8>>;
+//% else
+using KeyOrder = InOrder;
+//% endif
 
 static_assert(ROWS_A_WARP == 16 || ROWS_A_WARP == 32, "a warp owns one or two mma row blocks");
 static_assert(KEYS % 16 == 0 && BLOCK_K % KEYS == 0, "keys go into products 16 at a time");
@@ -88,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const u8* __restrict__ mask /* the same; 0 hides the key */ ${score_arrays},
     const float* __restrict__ dlse,  // as lse of the forward; or null
     float* __restrict__ dalibi_rows,  // as delta: what rows add to the gradient of their slope; or null
+    bias_t* __restrict__ dbias,       // [bias_batch, heads_q, seqlen_q, seqlen_k]; or null
     //% endif
     const elem_t* __restrict__ dout,     // [batch, heads_q, seqlen_q, head_dim_v] strides in
     const elem_t* __restrict__ q,        // [batch, heads_q, seqlen_q, head_dim]   elements,
@@ -102,6 +120,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const int ${seqlen_q}, const int ${seqlen_k}, const int head_dim, const int head_dim_v,
     //% if form
     const AttentionForm form${score_scalars},
+    const float inverse_scale,  // 1 / softmax_scale, where SEEDED
+    const int bias_batch,
+    const int
+        first_batch,  // of this launch; with one dbias for all batches it adds to what is there
     //% endif
     const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e)
@@ -112,7 +134,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
 
   //% if form
-  const QueryBlock<BLOCK_Q> place(blockIdx.x, max_seqlen_q, heads_q);
+  QueryBlock<BLOCK_Q> place(blockIdx.x, max_seqlen_q, heads_q);
+  place.batch += first_batch;
   const SequenceRows<VARLEN> queries(cu_seqlens_q, place.batch, max_seqlen_q);
   const SequenceRows<VARLEN> held(cu_seqlens_k, place.batch, max_seqlen_k);
   const int seqlen_q = queries.length, seqlen_k = held.length;
@@ -155,10 +178,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const u32 stage = ring + (t % STAGES) * STAGE_BYTES;
     const i64 row = static_cast<i64>(t) * BLOCK_K;
     const int rows_left = seqlen_k - t * BLOCK_K;
-    copy_tile<KTile, THREADS, ALIGNED>(stage, k + row * k_strides.row, k_strides.row, rows_left,
-                                       head_dim);
-    copy_tile<VTile, THREADS, ALIGNED>(stage + V_OFFSET, v + row * v_strides.row, v_strides.row,
-                                       rows_left, head_dim_v);
+    copy_tile<KTile, THREADS, ALIGNED, KeyOrder>(stage, k + row * k_strides.row, k_strides.row,
+                                                 rows_left, head_dim);
+    copy_tile<VTile, THREADS, ALIGNED, KeyOrder>(stage + V_OFFSET, v + row * v_strides.row,
+                                                 v_strides.row, rows_left, head_dim_v);
   };
 
   // 1. Q, dO and the first tiles are on their way; each lane has lse and delta of its rows.
@@ -188,6 +211,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   float acc[M_BLOCKS][HEAD_DIM / 8][4] = {};
   //% if form
   DistanceSum distances[M_BLOCKS][2];  // with DALIBI: of rows g, g + 8 of each 16-row block
+  ScoreSeeds<false, M_BLOCKS, KEYS / 8, bias_t, BIAS, MASK> seeds;
+  const auto fetch_seeds = [&](int of_tile, int of_step) {
+    const int thread = thread_index_again();
+    seeds.fetch(thread % WARP_SIZE, form, bias, mask, place.batch, place.head, seqlen_q, seqlen_k,
+                q0 + thread / WARP_SIZE * ROWS_A_WARP, of_tile * BLOCK_K + of_step * KEYS);
+  };
+  if (SEEDED && tile >= first_tile) fetch_seeds(tile, 0);
+  const bool adds = first_batch > 0 && bias_batch == 1;
+  using Gradient = BiasGradient<M_BLOCKS, KEYS / 8, bias_t>;
+  const Gradient dbias_rows(dbias, (bias_batch == 1 ? 0 : place.batch) * heads_q + place.head,
+                            seqlen_q, seqlen_k);
   //% endif
 
   if (IN_REGISTERS) {
@@ -206,16 +240,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const u32 stage = ring + (tile % STAGES) * STAGE_BYTES;
 
 #pragma unroll 1
-    for (int step = 0; step < BLOCK_K / KEYS; ++step) {
+    for (int step = 0; step < STEPS; ++step) {
       const u32 k_keys = stage + step * KEYS * KTile::ROW_BYTES;
       const u32 v_keys = stage + V_OFFSET + step * KEYS * VTile::ROW_BYTES;
       //% if form
       float slopes[M_BLOCKS][KEYS / 8][4], added[M_BLOCKS][KEYS / 8][4];
-      if constexpr (BIAS || MASK)
+      if constexpr (!SEEDED && (BIAS || MASK))
         load_added<false>(added, lane, arrays, q0 + warp * ROWS_A_WARP,
                           tile * BLOCK_K + step * KEYS);
       //% endif
       float p[M_BLOCKS][KEYS / 8][4] = {}, ds[M_BLOCKS][KEYS / 8][4] = {};
+      //% if form
+      if constexpr (SEEDED) seeds.start(p, inverse_scale);
+      Gradient::Runs sums;
+      //% endif
       multiply_qk<elem_t, 16, IN_REGISTERS>(p, q_fragments, warp_q_tile, q_reader, k_keys,
                                             k_reader);
       //% if form
@@ -225,10 +263,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                                                   tile * BLOCK_K + step * KEYS);
       } else if (!tiles.is_whole(tile)) {
         const int row0 = thread_index_again() / WARP_SIZE * ROWS_A_WARP;
-        hide_outside<false>(p, thread_index_again() % WARP_SIZE, band,
-                            hidden_score(softmax_scale_log2), q0 + row0,
-                            tile * BLOCK_K + step * KEYS);
+        hide_outside<false, SEEDED>(p, thread_index_again() % WARP_SIZE, band,
+                                    hidden_score(softmax_scale_log2), q0 + row0,
+                                    tile * BLOCK_K + step * KEYS);
       }
+      if constexpr (DBIAS)
+        if (adds) dbias_rows.fetch<ROWS_A_WARP>(sums, q0, tile * BLOCK_K + step * KEYS);
       //% else
       if (tile >= unmasked_tiles)
         mask_keys(p, lane, hidden_score(softmax_scale_log2), [&](int row) {
@@ -244,6 +284,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         add_distances(distances, ds, p, rows, lane, q0 + warp * ROWS_A_WARP + seqlen_k - seqlen_q,
                       tile * BLOCK_K + step * KEYS);
       if constexpr (CURVED) scale_by(ds, slopes);
+      if constexpr (DBIAS)
+        dbias_rows.store<ROWS_A_WARP>(sums, ds, adds, q0, tile * BLOCK_K + step * KEYS);
+      if constexpr (SEEDED) {  // the next ones, which travel beside the product that follows
+        const bool last = step + 1 == STEPS;
+        if (!last || tile > first_tile) fetch_seeds(tile - last, last ? 0 : step + 1);
+      }
       //% else
       rows.score_gradients(ds, p, softmax_scale_log2);
       //% endif
@@ -266,7 +312,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                          : (static_cast<i64>(place.batch) * heads_q + place.head) * seqlen_q + row;
     store_distances(dalibi_rows + head_row + row, distances, rows, row_dlse, seqlen_q - row);
   }
-  const QueryBlock<BLOCK_Q> again(block_index_again(), max_seqlen_q, heads_q);
+  if (DBIAS && !adds)
+    dbias_rows.store_zeros<ROWS_A_WARP>(q0, tiles.first * BLOCK_K, tiles.end * BLOCK_K);
+  QueryBlock<BLOCK_Q> again(block_index_again(), max_seqlen_q, heads_q);
+  again.batch += first_batch;
   dq += queries.start * dq_strides.row;
   //% else
   const QueryBlock<BLOCK_Q> again(block_index_again(), seqlen_q, heads_q);

@@ -111,15 +111,16 @@ __device__ __forceinline__ void final_scores(float (&s)[M][N][4], float (&slopes
 }
 
 // Raw products of fragments that the band cuts: `hidden` where a key is not seen. Where a form has no
-// rules the others stay as they are.
-template <bool KEYS_ARE_ROWS, int M, int N>
+// rules the others stay as they are. KEYS_IN_RUNS: see device/score_seeds.cuh.
+template <bool KEYS_ARE_ROWS, bool KEYS_IN_RUNS = false, int M, int N>
 __device__ __forceinline__ void hide_outside(float (&s)[M][N][4], int lane, const KeyBand& band,
                                              float hidden, int row, int column) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int r = row + m * 16 + half * 8 + lane / 4;
+      const int r = row + (KEYS_IN_RUNS && KEYS_ARE_ROWS ? lane / 4 * 2 * M + m * 2 + half
+                                                         : m * 16 + half * 8 + lane / 4);
       const int from = KEYS_ARE_ROWS ? band.first_row(r) : band.first(r);
       const int past = KEYS_ARE_ROWS && r >= band.seqlen_k ? 0
                        : KEYS_ARE_ROWS                     ? band.end_row(r)
@@ -128,7 +129,8 @@ __device__ __forceinline__ void hide_outside(float (&s)[M][N][4], int lane, cons
       for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int c = column + n * 8 + lane % 4 * 2 + i;
+          const int c = column + (KEYS_IN_RUNS && !KEYS_ARE_ROWS ? lane % 4 * 2 * N + n * 2 + i
+                                                                 : n * 8 + lane % 4 * 2 + i);
           if (c < from || c >= past) s[m][n][2 * half + i] = hidden;
         }
     }

@@ -2,6 +2,7 @@
 // block.
 #pragma once
 #include "device/cp_async.cuh"
+#include "device/row_order.cuh"
 #include "device/swizzle.cuh"
 
 // Eight elements, of which the first `elements` exist, packed as they lie in memory.
@@ -91,14 +92,15 @@ __device__ __forceinline__ uint4 load_shared_chunk(u32 address) {
 //
 // Thread t copies chunk t % CHUNKS of rows t / CHUNKS, t / CHUNKS + ROWS_A_PASS, ...: consecutive
 // threads read consecutive bytes. A whole tile costs one pointer step and one copy instruction a
-// panel and pass; only ragged tiles pay for bounds.
-template <typename Tile, int THREADS, bool ALIGNED, typename T>
+// panel and pass; only ragged tiles pay for bounds. Row `Order::row(i)` comes to place i of the tile.
+template <typename Tile, int THREADS, bool ALIGNED, typename Order = InOrder, typename T>
 __device__ __forceinline__ void copy_tile(u32 shared, const T* __restrict__ global, i64 row_stride,
                                           int rows_left, int columns_left) {
   constexpr int ROWS_A_PASS = THREADS / Tile::CHUNKS;
   constexpr bool WHOLE_PASSES = Tile::ROWS % ROWS_A_PASS == 0;
   const int row0 = threadIdx.x / Tile::CHUNKS, chunk = threadIdx.x % Tile::CHUNKS;
-  const T* source = global + row0 * row_stride + chunk * 8;
+  const auto step = [](int row) { return Order::row(row + ROWS_A_PASS) - Order::row(row); };
+  const T* source = global + Order::row(row0) * row_stride + chunk * 8;
   if (ALIGNED && WHOLE_PASSES && rows_left >= Tile::ROWS && columns_left >= Tile::COLUMNS) {
 #pragma unroll
     for (int pass = 0; pass * ROWS_A_PASS < Tile::ROWS; ++pass) {
@@ -107,7 +109,7 @@ __device__ __forceinline__ void copy_tile(u32 shared, const T* __restrict__ glob
         cp_async_16(
             shared + panel * Tile::PANEL_BYTES + Tile::offset(row0 + pass * ROWS_A_PASS, chunk),
             source + panel * Tile::PANEL_COLUMNS);
-      source += ROWS_A_PASS * row_stride;
+      source += step(pass * ROWS_A_PASS) * row_stride;
     }
     return;
   }
@@ -116,7 +118,8 @@ __device__ __forceinline__ void copy_tile(u32 shared, const T* __restrict__ glob
 #pragma unroll 1
     for (int panel = 0; panel < Tile::PANELS; ++panel) {
       const int column = panel * Tile::PANEL_COLUMNS;
-      const int elements = row < rows_left ? min(max(columns_left - column - chunk * 8, 0), 8) : 0;
+      const int elements =
+          Order::row(row) < rows_left ? min(max(columns_left - column - chunk * 8, 0), 8) : 0;
       const u32 target = shared + panel * Tile::PANEL_BYTES + Tile::offset(row, chunk);
       const T* chunk_source = elements > 0 ? source + column : global;
       if constexpr (ALIGNED) {
@@ -125,23 +128,24 @@ __device__ __forceinline__ void copy_tile(u32 shared, const T* __restrict__ glob
         store_shared_chunk(target, gather_chunk(chunk_source, elements));
       }
     }
-    source += ROWS_A_PASS * row_stride;
+    source += step(row) * row_stride;
   }
 }
 
 // The way back for one warp: ROWS rows of a tile at `shared` (the address of its first row in the
 // first panel) -> a strided tensor, whole 16-byte chunks where ALIGNED, else single elements.
-template <typename Tile, int ROWS, bool ALIGNED, typename T>
+template <typename Tile, int ROWS, bool ALIGNED, typename Order = InOrder, typename T>
 __device__ __forceinline__ void store_tile(T* __restrict__ global, i64 row_stride, u32 shared,
                                            int lane, int rows_left, int columns_left) {
 #pragma unroll
   for (int i = lane; i < ROWS * Tile::PANELS * Tile::CHUNKS; i += WARP_SIZE) {
-    const int row = i / (Tile::PANELS * Tile::CHUNKS), column = i % (Tile::PANELS * Tile::CHUNKS);
+    const int place = i / (Tile::PANELS * Tile::CHUNKS), row = Order::row(place);
+    const int column = i % (Tile::PANELS * Tile::CHUNKS);
     const int panel = column / Tile::CHUNKS, chunk = column % Tile::CHUNKS;
     const int elements = min(columns_left - column * 8, 8);
     if (row >= rows_left || elements <= 0) continue;
     const uint4 value =
-        load_shared_chunk(shared + panel * Tile::PANEL_BYTES + Tile::offset(row, chunk));
+        load_shared_chunk(shared + panel * Tile::PANEL_BYTES + Tile::offset(place, chunk));
     T* target = global + row * row_stride + column * 8;
     if (ALIGNED && elements == 8) {
       store_global_chunk(target, value);
