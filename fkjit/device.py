@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib import import_module
@@ -107,7 +107,7 @@ class _Frame(threading.local):
     def point(self, function: int, offsets: tuple[int, ...]) -> int:
         """kernelParams for a kernel whose arguments stand at these offsets of the buffer."""
         base = ctypes.addressof(self.buffer)
-        array = (ctypes.c_void_p * max(len(offsets), 1))(*(base + at for at in offsets))
+        array = _pointers(base + at for at in offsets)
         self.arrays.append(array)
         self.pointers[function] = ctypes.addressof(array)
         return self.pointers[function]
@@ -123,12 +123,8 @@ class ReadyLaunch(threading.local):
         """`packed`: all arguments, of which the first `pointers` are to be written over."""
         buffer = ctypes.create_string_buffer(packed, len(packed))
         base = ctypes.addressof(buffer)
-        array = (ctypes.c_void_p * max(len(kernel.offsets), 1))(*(base + n for n in kernel.offsets))
-        start, extra = _frame.launch, (0,)
-        if kernel.spec.cooperative:
-            start, extra = _frame.launch_together, ()
-        elif kernel.dependent:
-            start = _frame.launch_dependent
+        array = _pointers(base + offset for offset in kernel.offsets)
+        start, extra = _start(kernel)
         self.kernel, self.grid, self.keep = kernel, grid, (buffer, array)
         self.parts = (
             partial(struct.Struct(f"={pointers}Q").pack_into, buffer, 0),
@@ -144,6 +140,44 @@ class ReadyLaunch(threading.local):
             start(stream, *rest)
         except Exception as error:
             raise LaunchError(self.kernel.explain(error, self.grid)) from error
+
+
+class KeptLaunch:
+    """A kernel with its grid and all its arguments, for any thread, as often as it comes up."""
+
+    __slots__ = ("array", "at", "buffer", "given", "grid", "kernel", "plain")
+
+    def __init__(self, kernel: LoadedKernel, grid: Dim3, packed: bytes) -> None:
+        self.kernel, self.grid = kernel, grid
+        self.buffer = ctypes.create_string_buffer(packed, len(packed))
+        base = ctypes.addressof(self.buffer)
+        self.array = _pointers(base + offset for offset in kernel.offsets)
+        self.at = ctypes.addressof(self.array)
+        self.given = (kernel.function, *grid, *kernel.threads, kernel.shared_bytes)
+        self.plain = not (kernel.spec.cooperative or kernel.dependent)
+
+    def __call__(self, stream: int) -> None:
+        """Enqueue on `stream`; the device must be current. LaunchError if the driver refuses."""
+        try:
+            if self.plain:
+                _frame.launch(*self.given, stream, self.at, 0)
+            else:
+                start, extra = _start(self.kernel)
+                start(*self.given, stream, self.at, *extra)
+        except Exception as error:
+            raise LaunchError(self.kernel.explain(error, self.grid)) from error
+
+
+def _pointers(addresses: Iterable[int]) -> Any:
+    found = tuple(addresses)
+    return (ctypes.c_void_p * max(len(found), 1))(*found)
+
+
+def _start(kernel: LoadedKernel) -> tuple[Callable[..., None], tuple[int, ...]]:
+    """How this thread launches a kernel, and what that takes at the end."""
+    if kernel.spec.cooperative:
+        return _frame.launch_together, ()
+    return (_frame.launch_dependent if kernel.dependent else _frame.launch), (0,)
 
 
 _frame: Any = None  # made by the first load, so that importing needs no CuPy

@@ -15,7 +15,7 @@ from fkjit.ops import attention_gradients, attention_operator, operators, worksp
 from fkjit.ops.attention_checks import LAYOUTS, Request, check
 from fkjit.ops.attention_few import FewPlan
 from fkjit.ops.attention_hopper import COUNTERS, FLASH_SM90
-from fkjit.ops.attention_plan import geometries, plans, remember
+from fkjit.ops.attention_plan import again, find, remember
 from fkjit.sanitizer import refuse_gpu
 
 
@@ -99,23 +99,23 @@ def attention(
 
     Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning".
     """
+    options = (causal, softmax_scale, block, impl, return_lse, layout)
+    dense = window is softcap is alibi_slopes is bias is mask is sinks is score_mod is None
+    if dense and not operators.compiling():
+        made = again(q, k, v, options)
+        if made is not None:
+            return made
     if operators.autocasting():
         q, k, v = operators.autocast(q, k, v)
-    options = (causal, softmax_scale, block, impl, return_lse, layout)
-    if not (window is softcap is alibi_slopes is bias is mask is sinks is score_mod is None):
+    if not dense:
         forms = (window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args)
         return _forms().dense(q, k, v, options, forms, score_mod_grad, deterministic)
     if operators.compiling():
         return attention_operator.traced(q, k, v, *options, deterministic)
-    geometry = geometries.get(type(q))
-    if geometry is not None and type(q) is type(k) is type(v):
-        try:
-            plan = plans.get((*geometry(q, k, v), *options))
-        except (AttributeError, TypeError, RuntimeError):  # whatever it is, it is explained below
-            plan = None
-        if plan is not None:
-            refuse_gpu("attention")
-            return plan.run(q, k, v)
+    plan = find(q, k, v, options)
+    if plan is not None:
+        refuse_gpu("attention")
+        return plan.run(q, k, v)
     if attention_gradients.wanted(q, k, v):
         return attention_gradients.attention(q, k, v, *options, deterministic)
     if operators.wrapped(q, k, v):

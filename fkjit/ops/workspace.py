@@ -78,7 +78,7 @@ def reserve(device: int, counters: int = 0) -> None:
 
 
 def _device(device: int) -> _Device:
-    return _devices.setdefault(device, _Device())
+    return _devices.get(device) or _devices.setdefault(device, _Device())
 
 
 def _enrol(device: int, name: Any, counters: int) -> tuple[int, int, int]:
