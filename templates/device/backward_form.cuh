@@ -82,6 +82,23 @@ struct FormPiece {
   }
 };
 
+// How many blocks of keys come to a tile of queries before a block does, and how many in all, where
+// they have an order. rows_left: of queries from the tile on. width: of the band, less one.
+template <int BLOCK_Q, int BLOCK_K>
+struct FormTurn {
+  int rank, others;
+
+  __device__ __forceinline__ FormTurn(int tile, int rows_left, int block, int keys_left,
+                                      int first_row, int width) {
+    const int q0 = tile * BLOCK_Q, last_row = q0 + min(BLOCK_Q, rows_left) - 1;
+    // Keys behind the first one of this block; of all keys.
+    const int last_key = min(last_row - first_row, keys_left - 1);
+    const int first_key = block * BLOCK_K + q0 - first_row - width;
+    rank = max(last_key, 0) / BLOCK_K;
+    others = rank + 1 + block - (tile == 0 ? 0 : max(first_key, 0) / BLOCK_K);
+  }
+};
+
 // What the others are told of a block of keys, beside what BackwardTile has: words in shared memory.
 //
 //   place    of queries: the batch, of packed sequences how many rows there are from the tile on
@@ -234,13 +251,9 @@ __device__ __forceinline__ void load_tiles(
       last = last_tile && head + 1 == load_shared_word(note + notes.KEYS + 12);
       store_shared_chunk(load.about, make_uint4(first_row - q0, keys_left, last, index));
       if (ORDERED) {
-        // The blocks that see the tile: of this one's keys and those behind it, and before.
-        const int last_seen = q0 + min(BLOCK_Q, left) - 1 - first_row;
-        const int rank = max(min(last_seen, keys_left - 1), 0) / BLOCK_K;
-        const int block = load_shared_word(note + 28);
-        const int first_seen = block * BLOCK_K + q0 - first_row - sizes.left - sizes.right;
-        const int before = block - (tile == 0 ? 0 : max(first_seen, 0) / BLOCK_K);
-        store_shared_chunk(load.about + 16, make_uint4(rank, rank + 1 + before, row, head));
+        const FormTurn<BLOCK_Q, BLOCK_K> turn(tile, left, load_shared_word(note + 28), keys_left,
+                                              first_row, sizes.left + sizes.right);
+        store_shared_chunk(load.about + 16, make_uint4(turn.rank, turn.others, row, head));
       }
       const uint4 keys = load_shared_chunk(note + notes.KEYS);
       const int place = PACKED ? left : keys.z;
