@@ -69,6 +69,7 @@ _FORM = "what it does beside causal attention"
 # With a band of keys alone a kernel is hardly more than without a form.
 _PLAIN_TILES = {
     "keys": plain.KEY_TILES, "queries": plain.QUERY_TILES, "sums": plain.SUM_TILES,
+    "bias": {**TILES["bias"], 64: ((128, 64, 4, 2),), 128: ((128, 64, 4, 1),)},
 }  # fmt: skip
 
 
@@ -182,6 +183,7 @@ def _bias_derive(params: Params) -> dict[str, Any]:
         **dict(zip(names, params["tile"], strict=True)),
         **form.values(),
         "ahead": form.bias_paired and not others and params["head_dim"] == 64,
+        "step_k": 16 if form.seeded else 32,
     }
 
 

@@ -43,7 +43,7 @@ class Forms:
 
     def of(self, name: str) -> str:
         """The text for a kernel."""
-        if self._seeded and name in ("keys", "sums", "queries"):
+        if self._seeded:
             made = self.dbias == name.replace("sums", "keys")
             return replace(self._form, seeded=True, dbias=made, dalibi=False).text
         return (self._paired if name in ("queries", "bias") else self._form).text

@@ -11,14 +11,16 @@
 
    Nobody else adds to these sums, so they are the same at every call, and nothing as large as the
    scores is stored but the gradient. That costs two products more than writing dS where dQ is made,
-   which only a bias that is broadcast over nothing could do with. Where there are few tiles, `parts`
-   blocks share a walk and leave their sums to backward_bias_sum.cu.
+   as flash_backward_queries.cu does where nothing, or few batches, share a bias. Where there are few
+   tiles, `parts` blocks share a walk and leave their sums to backward_bias_sum.cu.
 
-   The next step's Q, dO, K and V travel while one is multiplied, if STAGES is 2. */
+   The next step's Q, dO, K and V travel while one is multiplied, if STAGES is 2; else another block of
+   the SM multiplies meanwhile. SEEDED: as in flash_backward_queries.cu. */
 #include "prelude.cuh"
 #include "device/attention_backward.cuh"
 #include "device/bias_walk.cuh"
 #include "device/form_backward.cuh"
+#include "device/score_seeds.cuh"
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${block_q};  // rows of a block
@@ -33,6 +35,7 @@ constexpr bool AHEAD = ${ahead};  // a step's bias is asked for before its tiles
 using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SCORE_MOD = ${has_mod};
+constexpr bool SEEDED = ${seeded};  // sums of products start from bias and mask
 constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see device/score.cuh
 constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
 
@@ -46,15 +49,17 @@ struct ScoreMod {
 };
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
-constexpr int KEYS = min_of(BLOCK_K, 32);  // of a tile at a time
+constexpr int ROWS_A_WARP = BLOCK_Q / NUM_WARPS, M_BLOCKS = ROWS_A_WARP / 16;
+constexpr int KEYS = min_of(BLOCK_K, ${step_k});  // of a tile at a time
 constexpr int QK_STEPS = HEAD_DIM / 16, DOV_STEPS = HEAD_DIM_V / 16;
 
-static_assert(BLOCK_Q == 16 * NUM_WARPS, "a warp owns one mma row block");
+static_assert(ROWS_A_WARP == 16 || ROWS_A_WARP == 32, "a warp owns one or two mma row blocks");
 static_assert(BLOCK_K % KEYS == 0 && KEYS % 16 == 0, "keys go into products 16 at a time");
 static_assert(STAGES == 1 || STAGES == 2, "the next step is the only one under way");
 static_assert(ROW_STEP % BLOCK_Q == 0, "lse and delta are padded to whole tiles");
 static_assert(BLOCK_K <= THREADS, "a thread adds up a column of what the warps have");
 
+using KeyOrder = OrderIf<SEEDED, ColumnRuns<KEYS / 8>>;
 using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;
 using DoTile = SwizzledTile<BLOCK_Q, HEAD_DIM_V>;
 using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;
@@ -66,17 +71,20 @@ constexpr int STAGE_BYTES = V_OFFSET + VTile::BYTES + GUARD;
 static_assert(NUM_WARPS * BLOCK_K * 4 <= QTile::BYTES, "sums of columns take the place of Q");
 
 // Sums of this block's rows, where the bias has one for all: thread i gets that of key i.
-__device__ __forceinline__ float column_sum(const float (&acc)[1][BLOCK_K / 8][4], float* sums) {
+__device__ __forceinline__ float column_sum(const float (&acc)[M_BLOCKS][BLOCK_K / 8][4],
+                                            float* sums) {
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
 #pragma unroll
   for (int n = 0; n < BLOCK_K / 8; ++n)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float sum = acc[0][n][i] + acc[0][n][2 + i];
+      float sum = 0.f;
+#pragma unroll
+      for (int m = 0; m < M_BLOCKS; ++m) sum += acc[m][n][i] + acc[m][n][2 + i];
 #pragma unroll
       for (int distance = 4; distance < WARP_SIZE; distance *= 2)
         sum += __shfl_xor_sync(FULL_MASK, sum, distance);
-      if (lane < 4) sums[warp * BLOCK_K + n * 8 + lane * 2 + i] = sum;
+      if (lane < 4) sums[warp * BLOCK_K + KeyOrder::row(n * 8 + lane * 2 + i)] = sum;
     }
   __syncthreads();
   float sum = 0.f;
@@ -86,10 +94,16 @@ __device__ __forceinline__ float column_sum(const float (&acc)[1][BLOCK_K / 8][4
   return sum;
 }
 
+// Whether all of a step's queries see all keys of the tile.
+__device__ __forceinline__ bool sees_all(const KeyBand& band, int q0, int seqlen_q, int k0) {
+  return band.first(min(q0 + BLOCK_Q, seqlen_q) - 1) <= k0 && band.end(q0) >= k0 + BLOCK_K;
+}
+
 // This block's tile -> its place in the gradient, or in the sums of a part of it.
 template <typename T>
 __device__ __forceinline__ void store(T* __restrict__ tile, const BiasShape& shape, int rows,
-                                      int k0, const float (&acc)[1][BLOCK_K / 8][4], float* sums) {
+                                      int k0, const float (&acc)[M_BLOCKS][BLOCK_K / 8][4],
+                                      float* sums) {
   if (shape.rows == 1) {
     const float sum = column_sum(acc, sums);
     const int column = k0 + threadIdx.x;
@@ -98,13 +112,19 @@ __device__ __forceinline__ void store(T* __restrict__ tile, const BiasShape& sha
   }
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = warp * 16 + half * 8 + lane / 4;
+  for (int r = 0; r < 2 * M_BLOCKS; ++r) {
+    const int row = warp * ROWS_A_WARP + r * 8 + lane / 4;
     if (row >= rows) continue;
+    T* to = tile + static_cast<i64>(row) * shape.columns;
 #pragma unroll
-    for (int n = 0; n < BLOCK_K / 8; ++n)
-      store_neighbours(tile + static_cast<i64>(row) * shape.columns, k0 + n * 8 + lane % 4 * 2,
-                       shape.columns, acc[0][n][2 * half], acc[0][n][2 * half + 1]);
+    for (int first = 0; first < BLOCK_K / 8; first += SEEDED ? KEYS / 8 : 1) {
+      const float* pair = &acc[r / 2][first][r % 2 * 2];
+      if constexpr (SEEDED) {
+        store_run<T, KEYS / 8>(to, k0 + first * 8 + lane % 4 * (KEYS / 4), shape.columns, pair);
+      } else {
+        store_neighbours(to, k0 + first * 8 + lane % 4 * 2, shape.columns, pair[0], pair[1]);
+      }
+    }
   }
 }
 
@@ -127,11 +147,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias
     const Strides v_strides, const int batch, const int heads_q,
     const int group_size,  // query heads a KV head
     const int max_seqlen_q, const int max_seqlen_k, const int head_dim, const int head_dim_v,
-    const AttentionForm form${score_scalars}, const int rows_padded, const int bias_batch,
-    const int bias_heads, const int bias_rows, const int parts) {
+    const AttentionForm form${score_scalars},
+    const float inverse_scale,  // 1 / softmax_scale, where SEEDED
+    const int rows_padded, const int bias_batch, const int bias_heads, const int bias_rows,
+    const int parts) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 tiles = shared_address(shared_memory);
-  const int lane = threadIdx.x % WARP_SIZE, warp_row = threadIdx.x / WARP_SIZE * 16;
+  const int lane = threadIdx.x % WARP_SIZE, warp_row = threadIdx.x / WARP_SIZE * ROWS_A_WARP;
   const BiasShape shape{bias_batch, bias_heads, bias_rows, max_seqlen_k};
   const BiasTile<BLOCK_Q, BLOCK_K> tile(blockIdx.x, shape);
   const BiasProblem problem{batch,        heads_q,          max_seqlen_q,
@@ -151,11 +173,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias
                                         dout + at.batch * dout_strides.batch +
                                             at.head * dout_strides.head + query * dout_strides.row,
                                         dout_strides.row, queries, head_dim_v);
-    copy_tile<KTile, THREADS, ALIGNED>(
+    copy_tile<KTile, THREADS, ALIGNED, KeyOrder>(
         stage + K_OFFSET,
         k + at.batch * k_strides.batch + kv_head * k_strides.head + key * k_strides.row,
         k_strides.row, keys, head_dim);
-    copy_tile<VTile, THREADS, ALIGNED>(
+    copy_tile<VTile, THREADS, ALIGNED, KeyOrder>(
         stage + V_OFFSET,
         v + at.batch * v_strides.batch + kv_head * v_strides.head + key * v_strides.row,
         v_strides.row, keys, head_dim_v);
@@ -165,12 +187,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias
   const FragmentReader<DoTile, BlockOrder::ROW_MAJOR> do_reader(lane);
   const FragmentReader<KTile, BlockOrder::COL_MAJOR> k_reader(lane);
   const FragmentReader<VTile, BlockOrder::COL_MAJOR> v_reader(lane);
-  float acc[1][BLOCK_K / 8][4] = {};
+  float acc[M_BLOCKS][BLOCK_K / 8][4] = {};
+  ScoreSeeds<false, M_BLOCKS, KEYS / 8, bias_t, BIAS, MASK> seeds;
+  const auto fetch_seeds = [&](const Walk& at, int first) {
+    const int thread = thread_index_again();
+    seeds.fetch(thread % WARP_SIZE, form, bias, mask, at.batch, at.head, at.seqlen_q, at.seqlen_k,
+                at.q0 + thread / WARP_SIZE * ROWS_A_WARP, tile.k0 + first);
+  };
 
   // 1. The first step's tiles are on their way.
   Walk next(tile, shape, problem);
   int number = 0;  // of the stage
-  if (next.step < next.end) fetch(next, number);
+  if (next.step < next.end) {
+    fetch(next, number);
+    if constexpr (SEEDED) fetch_seeds(next, 0);
+  }
   cp_async_commit();
 
   while (next.step < next.end) {
@@ -178,14 +209,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias
     next.advance(tile, shape, problem);
     const i64 head_row =
         first_padded_row<VARLEN>(now.batch, now.head, heads_q, rows_padded, now.q_start);
-    const RowStatistics<1> rows(lse_log2, delta, head_row + now.q0 + warp_row, lane);
+    const RowStatistics<M_BLOCKS> rows(lse_log2, delta, head_row + now.q0 + warp_row, lane);
     const KeyBand band(now.seqlen_q, now.seqlen_k, form.window_left, form.window_right);
     const auto rules = backward_rules<SOFTCAP, false, SCORE_MOD, ALIBI>(
         form, ScoreMod{now.batch, now.head, now.seqlen_q, now.seqlen_k${score_values}},
         alibi_slopes, now.batch, now.head, now.seqlen_q, now.seqlen_k);
     const auto arrays = backward_arrays<BIAS, BIAS_PAIRED, MASK, MASK_PAIRED>(
         form, bias, mask, now.batch, now.head, now.seqlen_q, now.seqlen_k);
-    float added[BLOCK_K / KEYS][1][KEYS / 8][4];
+    float added[BLOCK_K / KEYS][M_BLOCKS][KEYS / 8][4];
 #pragma unroll
     for (int part = 0; part < (AHEAD ? BLOCK_K / KEYS : 0); ++part)
       load_added<false>(added[part], lane, arrays, now.q0 + warp_row, tile.k0 + part * KEYS);
@@ -201,21 +232,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias
 
 #pragma unroll
     for (int first = 0; first < BLOCK_K; first += KEYS) {
-      u32 q_fragments[QK_STEPS][1][4], do_fragments[DOV_STEPS][1][4];
-      if (!AHEAD)
+      u32 q_fragments[QK_STEPS][M_BLOCKS][4], do_fragments[DOV_STEPS][M_BLOCKS][4];
+      if (!SEEDED && !AHEAD)
         load_added<false>(added[first / KEYS], lane, arrays, now.q0 + warp_row, tile.k0 + first);
-      float s[1][KEYS / 8][4] = {}, ds[1][KEYS / 8][4] = {}, slopes[1][KEYS / 8][4];
+      float s[M_BLOCKS][KEYS / 8][4] = {}, ds[M_BLOCKS][KEYS / 8][4] = {};
+      float slopes[M_BLOCKS][KEYS / 8][4];
+      if constexpr (SEEDED) {  // the next ones travel beside this step
+        seeds.start(s, inverse_scale);
+        if (first + KEYS < BLOCK_K) {
+          fetch_seeds(now, first + KEYS);
+        } else if (next.step < next.end) {
+          fetch_seeds(next, 0);
+        }
+      }
       multiply_qk<elem_t, 16, false>(s, q_fragments, warp_q_tile, q_reader,
                                      stage + K_OFFSET + first * KTile::ROW_BYTES, k_reader);
-      final_scores<false, false, true>(s, slopes, added[first / KEYS], lane, rules, band,
-                                       form.softmax_scale, now.q0 + warp_row, tile.k0 + first);
+      if constexpr (!SEEDED) {
+        final_scores<false, false, true>(s, slopes, added[first / KEYS], lane, rules, band,
+                                         form.softmax_scale, now.q0 + warp_row, tile.k0 + first);
+      } else if (!sees_all(band, now.q0, now.seqlen_q, tile.k0)) {
+        const int thread = thread_index_again();
+        hide_outside<false, true>(s, thread % WARP_SIZE, band, hidden_score(inverse_scale),
+                                  now.q0 + thread / WARP_SIZE * ROWS_A_WARP, tile.k0 + first);
+      }
       multiply_qk<elem_t, 16, false>(ds, do_fragments, warp_do_tile, do_reader,
                                      stage + V_OFFSET + first * VTile::ROW_BYTES, v_reader);
-      rows.score_gradients(ds, s, LOG2E);
+      rows.score_gradients(ds, s, SEEDED ? form.softmax_scale * LOG2E : LOG2E);
 #pragma unroll
-      for (int n = 0; n < KEYS / 8; ++n)
+      for (int m = 0; m < M_BLOCKS; ++m)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) acc[0][first / 8 + n][i] += ds[0][n][i];
+        for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) acc[m][first / 8 + n][i] += ds[m][n][i];
     }
 
     if (STAGES == 1) {  // nothing travels while a step is multiplied
@@ -227,15 +275,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias
     }
   }
 
-  // 3. The sums, where Q was.
+  // 3. The sums, where Q was. The tile's place is computed again rather than kept in registers.
   cp_async_wait<0>();
   __syncthreads();
   float* sums = reinterpret_cast<float*>(shared_memory);
-  const i64 place = tile.offset(shape);
+  const BiasTile<BLOCK_Q, BLOCK_K> again(block_index_again(), shape);
+  const i64 place = again.offset(shape);
   if (parts == 1) {
-    store(dbias + place, shape, bias_rows - tile.row0, tile.k0, acc, sums);
+    store(dbias + place, shape, bias_rows - again.row0, again.k0, acc, sums);
   } else {
-    store(dbias_parts + tile.part * shape.size() + place, shape, bias_rows - tile.row0, tile.k0,
+    store(dbias_parts + again.part * shape.size() + place, shape, bias_rows - again.row0, again.k0,
           acc, sums);
   }
 }

@@ -82,6 +82,16 @@ struct Run {
   }
 };
 
+// A lane's run of a row of D fragments: two neighbours of each of N blocks of eight columns, the first
+// pair at `pairs`. A row has `columns`.
+template <typename T, int N>
+__device__ __forceinline__ void store_run(T* row, int column, int columns, const float* pairs) {
+  Run<T, 2 * N> run;
+#pragma unroll
+  for (int j = 0; j < 2 * N; ++j) run.set(j, pairs[j / 2 * 4 + j % 2]);
+  if (column < columns) run.store(row + column);
+}
+
 // What one array adds to a lane's scores, or nothing.
 template <bool PRESENT, typename T, typename Places>
 struct SeedRuns {
