@@ -42,24 +42,25 @@ def launched(monkeypatch):
 
 def test_windows_and_sinks(launched):
     *given, dout = tensors(4, 2, 150, 140, 64, 48, "bf16")
-    options = {"window": (40, 3), "sinks": torch.rand(4)}
+    options = {"window": (40, 3), "sinks": torch.rand(4), "softcap": 4.0}
     check(given, dout, options, mine={"deterministic": False})
     assert launched == ["rows", "flash_sm90", "dq"]
 
 
 def test_packed_sequences(launched):
+    more = {"causal": True, "window": (100, None), "alibi_slopes": torch.rand(4)}
     ends = [torch.tensor((0, *n)).cumsum(0).int() for n in ((70, 0, 5, 90), (40, 9, 0, 150))]
     made = torch.Generator().manual_seed(2)
     rows = [torch.randn(n, h, 40, generator=made).half() for n, h in ((165, 4), (199, 2), (199, 2))]
     dout = torch.randn(165, 4, 40, generator=made).half()
 
     def ours(q, k, v):
-        return fkjit.attention_varlen(q, k, v, *ends, 90, 150, causal=True, window=(100, None))
+        return fkjit.attention_varlen(q, k, v, ends[0], ends[1], 90, 150, **more)
 
     theirs = one_by_one(ends)
     found = grads(ours, rows, dout, {})
     exact, peer = (
-        grads(lambda *x: theirs(*x, causal=True, window=(100, None)), rows, dout, {}, dtype)
+        grads(lambda *x: theirs(*x, **more), rows, dout, {}, dtype)
         for dtype in (torch.float64, None)
     )
     assert_no_worse(found, peer, exact)
@@ -68,7 +69,7 @@ def test_packed_sequences(launched):
 
 PROBLEM = {
     "dtype": "bf16", "batch": 1, "heads_q": 2, "heads_kv": 1, "seqlen_q": 100, "seqlen_k": 200,
-    "head_dim": 128, "head_dim_v": 128, "softmax_scale": 0.1,
+    "head_dim": 128, "head_dim_v": 128, "softmax_scale": 0.1, "causal": False,
     "strides": dict.fromkeys(("q", "k", "v", "dout"), (51200, 25600, 128)),
 }  # fmt: skip
 
@@ -79,7 +80,10 @@ PROBLEM = {
         ({}, "window", "sm_90a", True),
         ({}, "window", "sm_80", False),
         ({"head_dim": 192}, "window", "sm_90a", False),
-        ({}, "softcap", "sm_90a", False),
+        ({"softcap": 30.0}, "softcap", "sm_90a", True),
+        ({"softcap": 0.1}, "softcap", "sm_90a", False),
+        ({}, "softcap alibi", "sm_90a", False),
+        ({}, "mask", "sm_90a", False),
     ],
 )
 def test_hopper_takes_bands_that_tma_can_read(changes, form, name, taken):
@@ -90,7 +94,7 @@ def test_hopper_takes_bands_that_tma_can_read(changes, form, name, taken):
 KERNEL, D = "kernels_cu/attention/flash_backward_sm90.cu", "templates/device/"
 PACKED = {
     "kernel": "attention_backward_form.flash_sm90",
-    "params": {"head_dim": 128, "deterministic": True},
+    "params": {"head_dim": 128, "deterministic": True, "form": "softcap varlen"},
 }
 BUGS = (
     Bug("a neighbour's rows are read", D + "tensor_rows.cuh", "row = RAGGED_ROWS - count",

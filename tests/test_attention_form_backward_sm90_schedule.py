@@ -15,9 +15,11 @@ using Sizes = FormSizes<${block_q}, 128, true, true>;
 extern "C" __global__ void walk(int4* visits, int* count, const int* cu_seqlens_q,
                                 const int* cu_seqlens_k, int batch, int heads, int seqlen_q,
                                 int seqlen_k, int left, int right) {
-  const Sizes sizes{cu_seqlens_q, cu_seqlens_k, batch, heads, 1,
-                    seqlen_q,     seqlen_k,     0,     left,  right};
-  for (int number = 0; number < sizes.works(); ++number) {
+  AttentionForm form{};
+  form.window_left = left, form.window_right = right;
+  const Sizes sizes(cu_seqlens_q, cu_seqlens_k, batch, heads, 1, seqlen_q, seqlen_k, 0, form,
+                    nullptr);
+  for (int number = 0; number < sizes.pieces(); ++number) {
     const FormPiece<Sizes> piece(number, sizes);
     if (!piece.exists()) continue;
     for (int tile = piece.first_tile(right); tile < piece.end_tile(left); ++tile) {

@@ -1,5 +1,5 @@
-"""flash_sm90, attention's backward for Hopper, with a form rendered in: a band of keys, packed
-sequences. Sinks are in lse alone."""
+"""flash_sm90, attention's backward for Hopper, with a form rendered in: a band of keys, a soft cap
+or ALiBi slopes, packed sequences. Sinks are in lse alone."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ _BASE = hopper.FLASH_SM90
 _BLOCK_K, _PANEL, _WARP_ROWS = 128, 64, 16
 _RAGGED_ROWS = 128  # templates/device/tensor_rows.cuh
 _NOTE_BYTES = 2 * 16 + 2 * 16  # more barriers.note(), and keys of two pieces
+_LEAST_CAP = 1.0  # derivatives come from probabilities of 16 bits: beside it they are off by little
 # What is compiled ahead; every other form is compiled when it is first called.
-SHOWN = Form(varlen=True).text
+SHOWN = tuple(form.text for form in (Form(softcap=True, varlen=True), Form(alibi=True)))
 _FORM = "what it does beside causal attention"
 
 
@@ -82,17 +83,18 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
 def _problems(params: Params, scale: str) -> Sequence[Problem]:
     """Windows, keys that nobody sees, rows that see none; packed with an empty sequence; the small
     ones on GPUs of two SMs."""
-    block_q, packed = hopper.BLOCK_Q[params["head_dim"]], parse(params["form"]).varlen
+    block_q, form = hopper.BLOCK_Q[params["head_dim"]], parse(params["form"])
     few, many = (1, 3) if scale == "small" else (5, 17)
     base = {
         "dtype": params["dtype"], "head_dim": params["head_dim"], "head_dim_v": params["head_dim"],
-        "heads_q": 2, "heads_kv": 1, "causal": False, "softcap": 0.0, "score_scalars": {},
+        "heads_q": 2, "heads_kv": 1, "causal": False, "score_scalars": {},
+        "softcap": 2.0 * form.softcap,
         "bias_shape": (1, 1, 1), "softmax_scale": params["head_dim"] ** -0.5,
         "sum_columns": params["head_dim"], "multiprocessors": 2 if scale == "small" else 132,
         "deterministic": params["deterministic"],
     }  # fmt: skip
     long, short = many * block_q - 3, few * 128 + 5
-    if packed:
+    if form.varlen:
         lengths = ((long, 0, 5, 9), (short, 130, 40, 0))
         total_q, total_k = (sum(of) + 3 for of in lengths)  # rows behind the last sequence
         more = {
@@ -152,7 +154,7 @@ def _reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
 FLASH_SM90 = replace(
     _BASE,
     op=portable.OP,
-    params=(*_BASE.params, Param("form", (SHOWN,), _FORM)),
+    params=(*_BASE.params, Param("form", SHOWN, _FORM)),
     derive=_derive,
     shared_layout=_shared,
     shared_bytes=lambda params: sum(size for _, size in _shared(params)),
@@ -185,7 +187,9 @@ def takes(problem: Problem, views: Mapping[str, Any], form: str, rows: Launch, a
     """Whether TMA can read the arrays and the kernel knows the form."""
     aligned = bool(rows.params["aligned"])
     one = parse(form)
-    if one.softcap or one.alibi or one.bias or one.mask or one.score_mod:
+    if (one.softcap and one.alibi) or one.bias or one.mask or one.score_mod:
+        return False
+    if one.softcap and problem["softcap"] < _LEAST_CAP:
         return False
     if "strides" in problem:
         return hopper.takes(problem, aligned, arch)

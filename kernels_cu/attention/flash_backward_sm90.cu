@@ -18,10 +18,9 @@
    the first one overwrites it, the last one makes dQ of it. In the fourth, a thread each loads
    tiles, loads K and V, and starts the copies of dQ and waits for turns.
 
-   Forms of attention (device/backward_form.cuh) are rendered in: a band of keys, packed sequences.
-
    Registers decide the schedule: dK and dV take 128 of 208, S^T or dP^T 32, P^T or dS^T 16. With
    dV under way while dS^T is made both of the latter were needed: ptxas serialises wgmma (C7512).
+   Forms of attention are rendered in as device/backward_form.cuh has them.
 
    Source: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
@@ -47,7 +46,7 @@ constexpr int Q_STAGES = ${q_stages}, DO_STAGES = ${do_stages};  // tiles in sha
 constexpr int MAIN_REGISTERS = ${main_registers}, DQ_REGISTERS = ${dq_registers};
 constexpr int COPY_REGISTERS = ${copy_registers};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
-constexpr bool VARLEN = ${varlen};  // packed sequences
+constexpr bool VARLEN = ${varlen}, SOFTCAP = ${softcap}, ALIBI = ${alibi};
 
 constexpr int BLOCK_K = 128, WARPGROUP = 128, THREADS = 4 * WARPGROUP;
 // What setmaxnreg gives to some it has taken from others of those that a block was launched with.
@@ -76,7 +75,7 @@ constexpr int BARRIERS_OFFSET = ROWS_OFFSET + Q_STAGES * ROWS_STAGE;
 
 using Barriers = BackwardBarriers<Q_STAGES, DO_STAGES, DS_STAGES, DQ_PARTS>;
 //% if form
-using Sizes = FormSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC, VARLEN>;
+using Sizes = FormSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC, VARLEN, ALIBI>;
 //% else
 using Sizes = BackwardSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC>;
 //% endif
@@ -151,10 +150,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const __grid_constant__ TensorMap dq_map,  // like q, 16 rows
     //% endif
     //% if form
-    // Packed: q and dout are [1, heads_q, total_q, head_dim], k and v [1, heads_kv, total_k,
-    // head_dim], with maps and rows as device/tensor_rows.cuh and padded_rows.cuh say; else null.
-    const int* __restrict__ cu_seqlens_q,  // [batch + 1]
-    const int* __restrict__ cu_seqlens_k,  // [batch + 1]
+    // Null where dense. Packed arrays are as device/tensor_rows.cuh and padded_rows.cuh say.
+    const int* __restrict__ cu_seqlens_q,    // [batch + 1]
+    const int* __restrict__ cu_seqlens_k,    // [batch + 1]
+    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q], or null
     //% endif
     const float* __restrict__ lse_log2,  // [batch, heads_q, rows_padded] contiguous, log2(e) * lse
     const float* __restrict__ delta,     // like lse_log2: rowsum(dout * o)
@@ -188,8 +187,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x % WARPGROUP / WARP_SIZE;
   const bool signals = lane == 0;
   //% if form
-  const Sizes sizes{cu_seqlens_q, cu_seqlens_k, batch,       heads_q,          group_size,
-                    seqlen_q,     seqlen_k,     rows_padded, form.window_left, form.window_right};
+  const Sizes sizes(cu_seqlens_q, cu_seqlens_k, batch, heads_q, group_size, seqlen_q, seqlen_k,
+                    rows_padded, form, alibi_slopes);
   //% else
   const Sizes sizes{batch, heads_q, group_size, seqlen_q, seqlen_k, rows_padded, causal, rounds};
   //% endif
@@ -232,15 +231,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       u32 p[Q_STEPS][4];
       const auto take_probabilities = [&](float (&s)[1][BLOCK_Q / 8][4], int stage, int step) {
         //% if form
-        const FormTile<BLOCK_Q, BLOCK_K> tile(barriers.tile(step),
-                                              form.window_left + form.window_right + 1);
-        if (tile.masked()) mask_band(s, lane, tile, warp_row);
+        band_scores<SOFTCAP, ALIBI, BLOCK_Q, BLOCK_K>(s, lane, barriers.tile(step), warp_row, form);
         //% else
         const Tile tile(barriers.tile(step));
         if (tile.masked())
           mask_columns(s, lane, [&](int row) { return tile.first_visible(warp_row + row); });
         //% endif
-        probabilities<elem_t>(p, s, softmax_scale_log2, lane_rows + stage * ROWS_STAGE);
+        const float scale = SOFTCAP || ALIBI ? 1.f : softmax_scale_log2;
+        probabilities<elem_t>(p, s, scale, lane_rows + stage * ROWS_STAGE);
       };
 
       const int kv_parity = works_taken - 1 & 1;
@@ -270,7 +268,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         wgmma_wait<0>();
         if (signals) mbarrier_arrive(barriers.do_empty(do_ring.stage));
         u32 ds[Q_STEPS][4];
-        differentials<elem_t>(ds, p, dp, lane_rows + stage * ROWS_STAGE + BLOCK_Q * 4);
+        const u32 rows = lane_rows + stage * ROWS_STAGE;
+        //% if softcap
+        capped_differentials<elem_t>(ds, p, dp, rows, rows + BLOCK_Q * 4, form.softcap);
+        //% else
+        differentials<elem_t>(ds, p, dp, rows + BLOCK_Q * 4);
+        //% endif
 
         // 2. dS for the third warpgroup.
         const RingPlace<DS_STAGES> ds_ring = ring_place<DS_STAGES>(step_number);

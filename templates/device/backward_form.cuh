@@ -24,14 +24,32 @@
 #include "device/padded_rows.cuh"
 #include "device/tensor_rows.cuh"
 
-template <int BLOCK_Q_, int BLOCK_K_, bool ORDERED_, bool PACKED_>
+template <int BLOCK_Q_, int BLOCK_K_, bool ORDERED_, bool PACKED_, bool ALIBI_ = false>
 struct FormSizes {
   static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_;
-  static constexpr bool ORDERED = ORDERED_, PACKED = PACKED_;
+  static constexpr bool ORDERED = ORDERED_, PACKED = PACKED_, ALIBI = ALIBI_;
   const int *cu_seqlens_q, *cu_seqlens_k;
   int batch, heads_q, group_size;
   int seqlen_q, seqlen_k;  // of the longest sequence
   int rows_padded, left, right;
+  int alibi_batch_stride;
+  const float* alibi_slopes;
+
+  __device__ __forceinline__ FormSizes(const int* q_ends, const int* k_ends, int batch_, int heads,
+                                       int group, int longest_q, int longest_k, int rows,
+                                       const AttentionForm& form, const float* slopes)
+      : cu_seqlens_q(q_ends),
+        cu_seqlens_k(k_ends),
+        batch(batch_),
+        heads_q(heads),
+        group_size(group),
+        seqlen_q(longest_q),
+        seqlen_k(longest_k),
+        rows_padded(rows),
+        left(form.window_left),
+        right(form.window_right),
+        alibi_batch_stride(form.alibi_batch_stride),
+        alibi_slopes(slopes) {}
 
   // The same, but what follows from it is computed again, and not kept in registers until then.
   __device__ __forceinline__ FormSizes again() const {
@@ -42,7 +60,9 @@ struct FormSizes {
 
   __device__ __forceinline__ int heads_kv() const { return heads_q / group_size; }
   __device__ __forceinline__ int blocks() const { return ceil_div(seqlen_k, BLOCK_K); }
-  __device__ __forceinline__ int works() const { return blocks() * heads_kv() * batch; }
+  __device__ __forceinline__ int pieces() const { return blocks() * heads_kv() * batch; }
+  // What the others are told: that the number of a piece is below this, or that it is not.
+  __device__ __forceinline__ int works() const { return 1; }
 };
 
 // A block of keys, by the number of its piece of work.
@@ -112,7 +132,8 @@ struct FormKeys {
   // Of the notes of a tile.
   __device__ __forceinline__ static FormKeys of_tile(u32 address) {
     const uint4 words = load_shared_chunk(address + 32);
-    return FormKeys(make_uint4(words.y, words.z, words.w, 0));
+    const u32 place = PACKED ? load_shared_word(address + 4) : words.x;
+    return FormKeys(make_uint4(words.y, words.z, place, 0));
   }
   // Coordinates of the rows from `skipped` on.
   __device__ __forceinline__ TensorRows<PACKED> from(int skipped) const {
@@ -132,6 +153,53 @@ struct FormTile : BackwardTile<BLOCK_Q, BLOCK_K> {
   }
 };
 
+// Raw products of a warp become final scores times log2(e). The slope of the tile's head lies among
+// its notes.
+template <bool SOFTCAP, bool ALIBI, int N, typename Tile>
+__device__ __forceinline__ void final_scores(float (&s)[1][N][4], int lane, const Tile& tile,
+                                             u32 notes, int warp_key, const AttentionForm& form) {
+  const float scale = form.softmax_scale * LOG2E, cap = form.softcap * LOG2E;
+  const float rate = 2.f * scale * inverse_fast(form.softcap);
+  const float slope = ALIBI ? __uint_as_float(load_shared_word(notes + 44)) : 0.f;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int key = warp_key + lane / 4 + half * 8;
+    const float apart = static_cast<float>(lane % 4 * 2 - key - tile.shift - form.window_right);
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& x = s[0][n][2 * half + i];
+        x = SOFTCAP ? fmaf(-2.f * cap, inverse_fast(exp2_fast(x * rate) + 1.f), cap) : x * scale;
+        if (ALIBI) x = fmaf(-slope, fabsf(apart + (n * 8 + i)), x);
+      }
+  }
+}
+
+// dS^T as without a cap, times d(final) / d(scaled) = 1 - (x / cap)^2, with x = log(P) + lse.
+template <typename T, int STEPS>
+__device__ __forceinline__ void capped_differentials(u32 (&ds)[STEPS][4], const u32 (&p)[STEPS][4],
+                                                     const float (&dp)[1][2 * STEPS][4],
+                                                     u32 lane_lse, u32 lane_delta, float softcap) {
+  const float rate = inverse_fast(softcap * LOG2E);
+  const auto slope = [&](float probability, float lse) {
+    const float x = fmaxf((log2_fast(probability) + lse) * rate, -1.f);  // -1 where P is 0
+    return probability * fmaf(-x, x, 1.f);
+  };
+#pragma unroll
+  for (int n = 0; n < 2 * STEPS; ++n) {
+    const float2 lse = load_shared_pair(lane_lse + n * 32);
+    const float2 delta = load_shared_pair(lane_delta + n * 32);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 pair = unpack2<T>(p[n / 2][n % 2 * 2 + half]);
+      ds[n / 2][n % 2 * 2 + half] =
+          pack2<T>(slope(pair.x, lse.x) * (dp[0][n][2 * half] - delta.x),
+                   slope(pair.y, lse.y) * (dp[0][n][2 * half + 1] - delta.y));
+    }
+  }
+}
+
 // Scores of pairs that the band hides become -inf. `key`: the first of the warp's.
 template <int N, typename Tile>
 __device__ __forceinline__ void mask_band(float (&s)[1][N][4], int lane, const Tile& tile,
@@ -149,37 +217,47 @@ __device__ __forceinline__ void mask_band(float (&s)[1][N][4], int lane, const T
   }
 }
 
-// By the thread that loads: piece `begun` of this thread block has this number, and the keys that lie
-// at `keys` where it exists.
+// Raw products of a warp become final scores, times log2(e) where there are rules.
+template <bool SOFTCAP, bool ALIBI, int BLOCK_Q, int BLOCK_K, int N>
+__device__ __forceinline__ void band_scores(float (&s)[1][N][4], int lane, u32 notes, int warp_key,
+                                            const AttentionForm& form) {
+  const FormTile<BLOCK_Q, BLOCK_K> tile(notes, form.window_left + form.window_right + 1);
+  if (SOFTCAP || ALIBI) final_scores<SOFTCAP, ALIBI>(s, lane, tile, notes, warp_key, form);
+  if (tile.masked()) mask_band(s, lane, tile, warp_key);
+}
+
+// By the thread that loads: whether there is a piece `begun` of this thread block, with the keys that
+// lie at `keys`.
 template <typename Barriers>
-__device__ __forceinline__ void announce_keys(const Barriers& barriers, int begun, int number,
-                                              u32 keys, bool exists) {
+__device__ __forceinline__ void announce_keys(const Barriers& barriers, int begun, u32 keys,
+                                              bool exists) {
   const RingPlace<Barriers::SLOTS> slot = ring_place<Barriers::SLOTS>(begun);
   mbarrier_wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
   if (exists) store_shared_chunk(barriers.keys(slot.stage), load_shared_chunk(keys));
-  store_shared_word(barriers.work(slot.stage), number);
+  store_shared_word(barriers.work(slot.stage), !exists);
   mbarrier_arrive(barriers.work_full(slot.stage));
 }
 
 // The keys of piece `taken`, and whether there is one; for one thread (see take_work_alone).
 template <bool PACKED, typename Barriers>
 __device__ __forceinline__ FormKeys<PACKED> take_keys(const Barriers& barriers, int taken,
-                                                      int works, bool& exists) {
+                                                      bool& exists) {
   const RingPlace<Barriers::SLOTS> slot = ring_place<Barriers::SLOTS>(taken);
   mbarrier_wait(barriers.work_full(slot.stage), slot.parity);
-  exists = load_shared_word(barriers.work(slot.stage)) < works;
+  exists = load_shared_word(barriers.work(slot.stage)) == 0;
   const FormKeys<PACKED> keys(exists ? load_shared_chunk(barriers.keys(slot.stage)) : uint4{});
   mbarrier_arrive(barriers.work_empty(slot.stage));
   return keys;
 }
 
-template <int BLOCK_Q, int BLOCK_K, bool ORDERED, bool PACKED, typename Tile, typename Barriers>
+template <int BLOCK_Q, int BLOCK_K, bool ORDERED, bool PACKED, bool ALIBI, typename Tile,
+          typename Barriers>
 __device__ __forceinline__ void load_keys(
     const KeyLoads<Tile, Barriers>& loads,
-    const FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED>& sizes) {
+    const FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED, ALIBI>& sizes) {
   for (int taken = 0;; ++taken) {
     bool exists;
-    const auto keys = take_keys<PACKED>(loads.barriers, taken, sizes.works(), exists);
+    const auto keys = take_keys<PACKED>(loads.barriers, taken, exists);
     if (!exists) break;
     const TensorRows<PACKED> from = keys.from(0);
     loads.load(taken, from.row, keys.head, from.batch);
@@ -203,21 +281,21 @@ struct PieceNotes {
     store_shared_chunk(address + 16,
                        make_uint4(piece.first_tile(sizes.right), piece.end_tile(sizes.left),
                                   row_blocks * (ROW_STEP / BLOCK_Q), piece.block));
-    store_shared_chunk(address + KEYS, make_uint4(piece.keys.start + piece.first_key(), piece.head,
-                                                  Sizes::PACKED ? keys_left : piece.batch,
-                                                  (piece.head + 1) * sizes.group_size));
+    store_shared_chunk(address + KEYS,
+                       make_uint4(piece.keys.start + piece.first_key(), piece.head,
+                                  Sizes::PACKED ? keys_left : piece.batch, piece.batch));
   }
 
-  // Those of the next piece, and its number (see BackwardWork::next).
-  __device__ __forceinline__ int next(bool first, u32* counter, const Sizes& sizes) const {
+  // Those of the next piece (see BackwardWork::next), if there is one.
+  __device__ __forceinline__ bool next(bool first, u32* counter, const Sizes& sizes) const {
     while (true) {
-      const int works = sizes.works();
-      const int number = first ? blockIdx.x : gridDim.x + atomicInc(counter, works - 1);
-      if (number >= works) return number;
+      const int pieces = sizes.pieces();
+      const int number = first ? blockIdx.x : gridDim.x + atomicInc(counter, pieces - 1);
+      if (number >= pieces) return false;
       const FormPiece<Sizes> piece(number, sizes);
       if (piece.exists()) {
         write(piece, sizes);
-        return number;
+        return true;
       }
       first = false;
     }
@@ -225,17 +303,17 @@ struct PieceNotes {
 };
 
 // Forms have one piece of work after the other, too.
-template <int BLOCK_Q, int BLOCK_K, bool ORDERED, bool PACKED, typename Rings, typename Barriers>
+template <int BLOCK_Q, int BLOCK_K, bool ORDERED, bool PACKED, bool ALIBI, typename Rings,
+          typename Barriers>
 __device__ __forceinline__ void load_tiles(
     const BackwardLoads<Rings, Barriers>& loads,
-    const FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED>& sizes, u32* counters) {
+    const FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED, ALIBI>& sizes, u32* counters) {
   const Barriers& barriers = loads.barriers;
-  const PieceNotes<FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED>> notes{barriers.note()};
+  const PieceNotes<FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED, ALIBI>> notes{barriers.note()};
   int step_number = 0;
   for (int begun = 0;; ++begun) {
-    const int number = notes.next(begun == 0, counters, sizes.again());
-    const bool exists = number < sizes.works();
-    announce_keys(barriers, begun, number, notes.address + notes.KEYS, exists);
+    const bool exists = notes.next(begun == 0, counters, sizes.again());
+    announce_keys(barriers, begun, notes.address + notes.KEYS, exists);
     if (!exists) break;
     const u32 note = notes.address;
     int tile = load_shared_word(note + 16);
@@ -248,7 +326,8 @@ __device__ __forceinline__ void load_tiles(
       const int row = PACKED ? rows.z + q0 : q0, left = static_cast<int>(rows.w) - q0;
       const int index = load_shared_word(note + 24) + head * (sizes.rows_padded / BLOCK_Q) + tile;
       const bool last_tile = tile + 1 == load_shared_word(note + 20);
-      last = last_tile && head + 1 == load_shared_word(note + notes.KEYS + 12);
+      last =
+          last_tile && head + 1 == (load_shared_word(note + notes.KEYS + 4) + 1) * sizes.group_size;
       store_shared_chunk(load.about, make_uint4(first_row - q0, keys_left, last, index));
       if (ORDERED) {
         const FormTurn<BLOCK_Q, BLOCK_K> turn(tile, left, load_shared_word(note + 28), keys_left,
@@ -257,7 +336,12 @@ __device__ __forceinline__ void load_tiles(
       }
       const uint4 keys = load_shared_chunk(note + notes.KEYS);
       const int place = PACKED ? left : keys.z;
-      store_shared_chunk(load.about + 32, make_uint4(place, keys.x, keys.y, keys.z));
+      store_shared_chunk(load.about + 32, make_uint4(place, keys.x, keys.y, 0));
+      if (ALIBI) {
+        const int batch = load_shared_word(note + notes.KEYS + 12);
+        const float slope = sizes.alibi_slopes[batch * sizes.alibi_batch_stride + head] * LOG2E;
+        store_shared_word(load.about + 44, __float_as_uint(slope));
+      }
       const TensorRows<PACKED> at(row, place);
       load.load(at.row, head, at.batch, index);
       tile = last_tile ? load_shared_word(note + 16) : tile + 1;

@@ -9,6 +9,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+// log2(x), within 2^-22 about 1; of +0 -inf.                        PTX ISA: lg2.approx.ftz.f32
+__device__ __forceinline__ float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 1 / x, about 1 ulp; 1 / inf = +0.                               PTX ISA: rcp.approx.ftz.f32
 __device__ __forceinline__ float inverse_fast(float x) {
   float y;
