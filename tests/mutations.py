@@ -207,8 +207,8 @@ BUGS = (
     Bug("V's panels too close", K + "flash_sm90.cu",
         "wgmma_tile(shared + Rings::V, Rings::VTile::PANEL_BYTES)",
         "wgmma_tile(shared + Rings::V, Rings::VTile::PANEL_BYTES / 2)", by="numbers", **SM90),
-    Bug("O where the next Q is", K + "flash_sm90.cu", "shared + q_stage * Rings::Q_STAGE",
-        "shared + (q_stage ^ 1) * Rings::Q_STAGE", by="race", **SM90),
+    Bug("O where the next Q is", K + "flash_sm90.cu", "q_stage * Rings::Q_STAGE + warp_row",
+        "(q_stage ^ 1) * Rings::Q_STAGE + warp_row", by="race", **SM90),
     Bug("no __syncwarp() before O is stored (Hopper)", D + "finish_rows.cuh",
         "proxy_fence();\n  __syncwarp();", "proxy_fence();", by="race", **SM90),
     # -- naive, and the reductions

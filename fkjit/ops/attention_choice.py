@@ -38,7 +38,6 @@ _PREFERENCE: dict[str, dict[int, tuple[Any, ...]]] = {
     },
     "flash_fp32": dict.fromkeys(SIMT_DIMS, (64, (64, 32), 32, 16)),
     "tiled": dict.fromkeys(SIMT_DIMS, (64, 32, 16)),
-    "flash_sm90": hopper.TILES,
 }
 
 
@@ -75,7 +74,7 @@ def parameters(
     if "aligned" in names:
         fixed["aligned"] = aligned
     if "block" in names:
-        fixed["block"] = choose_block(spec, fixed, problem, arch) if block is None else block
+        fixed |= choose_tile(spec, fixed, problem, arch, block)
     params = {name: fixed[name] for name in names}
     spec.check(params, arch)
     return params
@@ -95,18 +94,24 @@ def padded_dims(spec: KernelSpec, head_dim: int, head_dim_v: int) -> tuple[int, 
     return min(fitting, key=sum)
 
 
-def choose_block(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
-    """The tile for this problem on this architecture: the one found by `fkjit tune`, else by the
-    preferences above, no taller than the queries need."""
+def choose_tile(
+    spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch, block: Any
+) -> dict[str, Any]:
+    """The tile asked for, else the one for this problem on this GPU: found by `fkjit tune`,
+    else by the preferences above, no taller than the queries need."""
+    tuned = None if block is not None else tuning.lookup(spec, fixed, problem, arch)
+    if tuned is not None:
+        return tuned
+    if spec is hopper.FLASH_SM90:  # one block an SM, of warpgroups that hide each other's waiting
+        return hopper.tile(problem, fixed["head_dim"], block)
+    return {"block": _block(spec, fixed, problem, arch) if block is None else block}
+
+
+def _block(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
     legal = spec.legal_values("block", {**fixed, "block": None}, arch)
     if not legal:  # say why
         spec.check({**fixed, "block": 16}, arch)
-    tuned = tuning.lookup(spec, fixed, problem, arch)
-    if tuned is not None:
-        return tuned["block"]
     order = [b for b in _PREFERENCE[spec.name][fixed["head_dim"]] if b in legal] or legal
-    if spec is hopper.FLASH_SM90:  # one block an SM, of warpgroups that hide each other's waiting
-        return hopper.tile(problem, fixed["head_dim"])
     rows = max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
     order = [b for b in order if split_block(b)[0] <= rows] or order
 

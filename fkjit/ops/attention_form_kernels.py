@@ -102,7 +102,11 @@ def _with_forms(base: KernelSpec, **more: Any) -> KernelSpec:
 
 def _params(base: KernelSpec, name: str, values: tuple[Any, ...]) -> tuple[Param, ...]:
     """Those of a kernel without forms, with other values for one of them, and the form."""
-    own = [replace(p, values=values) if p.name == name else p for p in base.params]
+    own = [
+        replace(p, values=values) if p.name == name else p
+        for p in base.params
+        if p.name != "optimistic"  # follows from the form
+    ]
     return (*own, Param("form", SHIPPED, _FORM))
 
 

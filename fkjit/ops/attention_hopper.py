@@ -26,20 +26,31 @@ TILES: dict[int, tuple[Any, ...]] = {
     256: ((128, 80), (128, 64)),
 }
 _FEW_QUERIES = (64, 128)  # for small problems: twice as many blocks, each half as busy
+# Head dimensions whose tiles are all optimistic: exponentials limit there, not products. Of others
+# some tiles are compiled either way, and which is faster depends on how many tiles a row has.
+_OPTIMISTIC_DIMS = (64, 96)
+_EITHER_WAY = {128: (128,)}
 # How fast others are than the first tile of a head_dim, per row and where every SM is busy alike
-# (bench/NOTES.md): from so many keys on, of full rows and of causal ones.
-_PACE: dict[tuple[int, Any], tuple[tuple[int, float, float], ...]] = {
-    (64, (192, 128)): ((0, 0.97, 0.98), (8192, 1.01, 1.01)),
-    (64, 128): ((0, 0.86, 1.02), (2048, 0.84, 0.93)),
-    (96, (192, 96)): ((4096, 1.03, 0.9), (16384, 1.08, 0.94)),
-    (128, (192, 80)): (
-        (2048, 1.01, 0.93), (4096, 1.03, 0.98), (8192, 1.08, 1.01), (16384, 1.09, 1.06),
-    ),
+# (bench/NOTES.md): (tile, optimistic), from so many keys on, of full rows and of causal ones.
+_PACE: dict[int, dict[tuple[Any, bool], tuple[tuple[int, float, float], ...]]] = {
+    64: {
+        ((192, 128), True): ((0, 1.01, 1.0),),
+        (128, True): ((0, 0.86, 1.02), (2048, 0.84, 0.93)),
+    },
+    96: {((192, 96), True): ((1024, 1.05, 1.0), (4096, 1.065, 1.015), (16384, 1.09, 1.035))},
+    128: {
+        (128, True): (
+            (1024, 0.97, 1.013), (2048, 1.015, 1.02), (4096, 1.04, 1.03), (8192, 1.05, 1.04),
+        ),
+        ((192, 80), False): (
+            (2048, 1.02, 0.93), (4096, 1.05, 0.98), (8192, 1.075, 1.03), (16384, 1.085, 1.06),
+        ),
+    },
 }  # fmt: skip
 _PANEL = 64  # columns
 _WARP_ROWS = 16  # of a tile of queries: a warp stores its own
-_STAGES = 2
 COUNTERS = 1
+_OPTIMISTIC = "exponentials are taken before anyone has looked for a tile's maximum"
 MAX_SHARED = 232_448  # bytes a block may have on sm_90
 _L2_BYTES = 32 << 20  # of 50 MiB
 _SMS = 132  # of an H100 or H200, where a problem does not say
@@ -65,7 +76,9 @@ def _derive(params: Params) -> dict[str, Any]:
     return {
         "block_k": block_k,
         "consumers": consumers,
-        "stages": _STAGES,
+        "k_stages": stages(params)[0],
+        "v_stages": stages(params)[1],
+        "optimistic": params["optimistic"],
         "q_stages": _q_stages(params),
         "producer_registers": {1: 40, 2: 40, 3: 32, 4: 32}[consumers],
         "consumer_registers": {1: 240, 2: 232, 3: 160, 4: 112}[consumers],
@@ -74,6 +87,20 @@ def _derive(params: Params) -> dict[str, Any]:
         **product("pv", params["head_dim_v"] // 2, {"p": 4, "v": 1}),
         **{**PLAIN, "bias": False, "mask": False, "alibi": False},
     }
+
+
+def stages(params: Params) -> tuple[int, int]:
+    """Tiles of K and of V in shared memory. Who is optimistic keeps a K until its scores are known
+    not to be needed again, and wants another one by then."""
+    if not params["optimistic"]:
+        return 2, 2
+    (block_q, block_k), dims = (
+        split_block(params["block"]),
+        (params["head_dim"], params["head_dim_v"]),
+    )
+    d, dv = (-(-dim // _PANEL) * _PANEL for dim in dims)
+    v_stages = (MAX_SHARED - 2 * 2 * block_q * d - 2 * 3 * block_k * d - 256) // (2 * block_k * dv)
+    return 3, min(v_stages, 3)
 
 
 def _q_stages(params: Params) -> int:
@@ -88,7 +115,16 @@ def _illegal(params: Params) -> str | None:
         return f"head_dim_v={dims[1]} is not compiled for head_dim={dims[0]}"
     if params["block"] not in TILES[dims[0]]:
         return f"is not a tile for head_dim={dims[0]}"
+    if params["optimistic"] not in ways(dims[0], params["block"]):
+        return f"is not compiled with optimistic={params['optimistic']}"
     return None
+
+
+def ways(head_dim: int, block: Any) -> tuple[bool, ...]:
+    """The values of `optimistic` that a tile is compiled for."""
+    if head_dim in _OPTIMISTIC_DIMS:
+        return (True,)
+    return (False, True) if block in _EITHER_WAY.get(head_dim, ()) else (False,)
 
 
 def parts(params: Params, q_stages: int) -> list[tuple[str, int]]:
@@ -98,14 +134,15 @@ def parts(params: Params, q_stages: int) -> list[tuple[str, int]]:
         params["head_dim"],
         params["head_dim_v"],
     )
+    k_stages, v_stages = stages(params)
     rings = [
         (f"{name} stage {stage}", 2 * rows * -(-dim // _PANEL) * _PANEL)
         for name, rows, dim, stages in (
-            ("Q", block_q, d, q_stages), ("K", block_k, d, _STAGES), ("V", block_k, dv, _STAGES)
+            ("Q", block_q, d, q_stages), ("K", block_k, d, k_stages), ("V", block_k, dv, v_stages)
         )
         for stage in range(stages)
     ]  # fmt: skip
-    return [*rings, ("mbarriers", 96 + 32 * _STAGES)]
+    return [*rings, ("mbarriers", 96 + 32 * max(k_stages, v_stages))]
 
 
 def _shared(params: Params) -> SharedLayout:
@@ -134,30 +171,35 @@ def suits(arch: Arch) -> bool:
     return arch.features >= needs and arch.shared_per_block >= MAX_SHARED
 
 
-def tile(problem: Problem, head_dim: int) -> Any:
-    """The tile of a problem: the fastest by how many rows the busiest SM would have of it, or fewer
-    queries where all would leave SMs idle."""
-    first, *others = TILES[head_dim]
+def tile(problem: Problem, head_dim: int, block: Any = None) -> dict[str, Any]:
+    """The tile of a problem, and whether it is optimistic (of a given tile, only that): the fastest
+    by how many rows the busiest SM would have, or fewer queries where all would leave SMs idle."""
+    first = TILES[head_dim][0]
     causal, seqlen_q = problem["causal"], problem["seqlen_q"]
     multiprocessors = problem.get("multiprocessors", _SMS)
     heads = problem["heads_q"] * problem["batch"]
     if head_dim == 128:
         works = -(-seqlen_q // split_block(first)[0]) * heads
-        if works <= (multiprocessors if causal else multiprocessors // 2):
-            return _FEW_QUERIES
+        if block is None and works <= (multiprocessors if causal else multiprocessors // 2):
+            block = _FEW_QUERIES
 
-    def time(block: Any) -> float:
-        rows = split_block(block)[0]
+    def time(choice: tuple[Any, bool]) -> float:
+        rows = split_block(choice[0])[0]
         busiest = -(-(-(-seqlen_q // rows) * heads) // multiprocessors) * rows
-        return busiest / _pace(head_dim, block, problem["seqlen_k"], causal)
+        return busiest / _pace(head_dim, choice, problem["seqlen_k"], causal)
 
-    measured = [block for block in others if (head_dim, block) in _PACE]
-    return min((first, *measured), key=time)
+    usual = (first, ways(head_dim, first)[0])
+    if block is not None:
+        choices = [(block, way) for way in ways(head_dim, block)]
+    else:
+        choices = [usual, *_PACE.get(head_dim, {})]
+    block, optimistic = min(choices, key=time)
+    return {"block": block, "optimistic": optimistic}
 
 
-def _pace(head_dim: int, block: Any, keys: int, causal: bool) -> float:
+def _pace(head_dim: int, choice: tuple[Any, bool], keys: int, causal: bool) -> float:
     """1 for the first tile of a head_dim."""
-    steps = _PACE.get((head_dim, block), ((0, 1.0, 1.0),))
+    steps = _PACE.get(head_dim, {}).get(choice, ((0, 1.0, 1.0),))
     known = [step for step in steps if step[0] <= keys]
     return known[-1][1 + causal] if known else 0.8
 
@@ -240,6 +282,7 @@ FLASH_SM90 = register(
                     "query rows and keys of a tile; one number means both",
                     tunable=True,
                 ),
+                Param("optimistic", (False, True), _OPTIMISTIC, tunable=True),
             ),
             "derive": _derive,
             "illegal": _illegal,

@@ -38,11 +38,20 @@ def derive(params: Params) -> dict[str, Any]:
     """What the template names."""
     q_stages, score_stages = _stages(params) or (1, 1)
     return {
-        **hopper.FLASH_SM90.derive(params),
+        **hopper.FLASH_SM90.derive(_as_dense(params)),
         **parse(params["form"]).values(),
         "q_stages": q_stages,
         "score_stages": score_stages,
     }
+
+
+def _as_dense(params: Params) -> dict[str, Any]:
+    """With what attention without a form has besides. Scores to which rules were applied could not
+    be multiplied again as they were."""
+    form, head_dim = parse(params["form"]), params["head_dim"]
+    ruled = form.softcap or form.alibi or form.score_mod or form.bias or form.mask
+    optimistic = hopper.ways(head_dim, params["block"])[0] and not ruled
+    return {**params, "optimistic": optimistic}
 
 
 def illegal(params: Params) -> str | None:
@@ -74,7 +83,7 @@ def _stages(params: Params) -> tuple[int, int] | None:
 
 def _parts(params: Params, q_stages: int, score_stages: int) -> list[tuple[str, int]]:
     """As without a form; then tiles of bias and mask; and more barriers."""
-    *rings, (name, size) = hopper.parts(params, q_stages)
+    *rings, (name, size) = hopper.parts(_as_dense(params), q_stages)
     form, (block_q, block_k) = parse(params["form"]), split_block(params["block"])
     score = block_q * block_k * (ITEMSIZE.get(form.bias, 0) + form.mask)
     scores = [(f"scores stage {stage}", score) for stage in range(score_stages) if score]
@@ -178,8 +187,8 @@ def tile(problem: Problem, fixed: Params) -> Any:
     """The tile of a problem: attention's, of rows as long as the window lets them be."""
     left, right = problem["window"]
     keys = min(problem["seqlen_k"], left + right + 1)
-    usual = hopper.tile({**problem, "seqlen_k": keys, "causal": right == 0}, fixed["head_dim"])
-    legal = _legal(fixed)
+    dense = {**problem, "seqlen_k": keys, "causal": right == 0}
+    usual, legal = hopper.tile(dense, fixed["head_dim"])["block"], _legal(fixed)
     return usual if usual in legal else legal[0]
 
 

@@ -21,19 +21,20 @@
         wait for O;   o = O / rowsum P,  lse = (m * c + log2(rowsum P)) * ln(2)
 
    with c = softmax_scale * log2(e). P never leaves registers: a wgmma accumulator in 16 bits is the
-   A operand of the next product.
+   A operand of the next product. An optimistic variant takes the exponentials of a tile without a
+   mask at once, with the last maximum (device/optimistic_softmax.cuh), while O is summed up.
 
-   Forms of attention (device/attention_form.cuh) are rendered in, as into flash.cu: tiles of a band
-   of keys, rules for the scores, sinks, packed sequences.
+   Forms of attention (device/attention_form.cuh) are rendered in, as into flash.cu.
 
    Source: Shah et al., "FlashAttention-3" (2024), for the overlap of softmax and products. */
 #include "prelude.cuh"
 #include "device/attention_mma.cuh"
+#include "device/attention_products.cuh"
 #include "device/attention_producer.cuh"
 #include "device/attention_rings.cuh"
 #include "device/attention_turns.cuh"
-#include "device/attention_work.cuh"
 #include "device/finish_rows.cuh"
+#include "device/optimistic_softmax.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 //% if form
@@ -48,7 +49,8 @@ constexpr int BLOCK_K = ${block_k};        // keys of a tile
 constexpr int CONSUMERS = ${consumers};    // warpgroups of 64 query rows
 constexpr int HEAD_DIM = ${head_dim};      // of q and k, padded with zeros
 constexpr int HEAD_DIM_V = ${head_dim_v};  // of v and o, padded
-constexpr int STAGES = ${stages};          // tiles of K, and of V, in shared memory
+constexpr int K_STAGES = ${k_stages};      // tiles of K in shared memory
+constexpr int V_STAGES = ${v_stages};      // tiles of V
 constexpr int Q_STAGES = ${q_stages};      // tiles of Q
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
 constexpr int CONSUMER_REGISTERS = ${consumer_registers};
@@ -93,8 +95,8 @@ constexpr int SCORE_BYTES = Scores::BYTES;
 using Span = CausalSpan<BLOCK_Q, BLOCK_K>;
 constexpr int ARRAYS = 0, SCORE_STAGES = 0, SCORE_BYTES = 0;
 //% endif
-using Rings = AttentionRings<BLOCK_Q, BLOCK_K, HEAD_DIM, HEAD_DIM_V, Q_STAGES, STAGES, GUARD,
-                             SCORE_STAGES, SCORE_BYTES>;
+using Rings = AttentionRings<BLOCK_Q, BLOCK_K, HEAD_DIM, HEAD_DIM_V, Q_STAGES, K_STAGES, V_STAGES,
+                             GUARD, SCORE_STAGES, SCORE_BYTES>;
 using OTile = Rings::OTile;
 
 // S[64 x BLOCK_K] (+)= Q[64 x 16] K[BLOCK_K x 16]^T.                 PTX ISA: wgmma.mma_async
@@ -118,23 +120,6 @@ __device__ __forceinline__ void product_pv(float (&d)[1][HEAD_DIM_V / 8][4], con
       "{${pv_registers}}, {${pv_p}}, ${pv_v}, 1, 1, 1, 1;"
       : ${pv_operands}
       : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v));
-}
-
-__device__ __forceinline__ void issue_qk(float (&s)[1][BLOCK_K / 8][4], u64 q, u64 k) {
-#pragma unroll
-  for (int step = 0; step < QK_STEPS; ++step) {
-    const int panel = step / 4, within = step % 4 * 2;  // 32 bytes a step, in units of 16
-    product_qk(s, q + (panel * Rings::QTile::PANEL_BYTES >> 4) + within,
-               k + (panel * Rings::KTile::PANEL_BYTES >> 4) + within, step > 0);
-  }
-  wgmma_commit();
-}
-
-__device__ __forceinline__ void issue_pv(float (&acc)[1][HEAD_DIM_V / 8][4],
-                                         const u32 (&p)[PV_STEPS][4], u64 v) {
-#pragma unroll
-  for (int step = 0; step < PV_STEPS; ++step) product_pv(acc, p[step], v + step * (2048 >> 4));
-  wgmma_commit();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
@@ -169,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
-  const Barriers<STAGES> barriers{shared + Rings::BARRIERS};
+  const Barriers<Rings::STAGES> barriers{shared + Rings::BARRIERS};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
   const AttentionWorks works(ceil_div(${seqlen_q}, BLOCK_Q), heads_q, group_size, batch,
                              section_heads, counters);
@@ -200,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     } else if (asker == WARP_SIZE) {
       // ... another one, in a warp of its own, for its V.
       tma_prefetch(v_map);
-      RingPlace<STAGES> v_place;
+      RingPlace<V_STAGES> v_place;
       producer.follow(batch, [&](const Piece& place, const Span& range, int tile) {
         producer.load_v(v_map, v_place, tail_parity, place, range, tile);
       });
@@ -234,7 +219,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const u64 k_operand = wgmma_tile(shared + Rings::K, 0);
     const u64 v_operand = wgmma_tile(shared + Rings::V, Rings::VTile::PANEL_BYTES);
     const bool signals = lane == 0;
-    RingPlace<STAGES> k_place, v_place;
+    RingPlace<K_STAGES> k_place;
+    RingPlace<V_STAGES> v_place;
     RingPlace<Q_STAGES> q_place;
     RingPlace<SLOTS> slot;
     float s[1][BLOCK_K / 8][4];
@@ -251,8 +237,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const auto issue_scores = [&](int q_stage) {
       mbarrier_wait(barriers.k_full(k_place.stage), k_place.parity);
       wgmma_fence();
-      issue_qk(s, q_operand + q_stage * (Rings::Q_STAGE >> 4),
-               k_operand + k_place.stage * (Rings::K_STAGE >> 4));
+      issue_qk<Rings, QK_STEPS, product_qk>(s, q_operand + q_stage * (Rings::Q_STAGE >> 4),
+                                            k_operand + k_place.stage * (Rings::K_STAGE >> 4));
     };
     const auto release_k = [&] {
       if (signals) mbarrier_arrive(barriers.k_empty(k_place.stage));
@@ -271,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
 
     // The tile of Q, where the output has been staged, may be written again.
     const auto release_q = [&](int stage) {
-      if (!signals) return;
+      if (!VARLEN && !signals) return;  // of a packed tile every lane may have stored a part
       tma_store_wait();
       mbarrier_arrive(barriers.q_empty(stage));
     };
@@ -290,6 +276,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       u32 p[PV_STEPS][4];
       float correction[1][2];
       OnlineSoftmax<1, ALIBI> softmax;
+      //% if optimistic
+      const auto scores_again = [&] {
+        multiply_again<elem_t, Rings>(s, shared + q_stage * Rings::Q_STAGE, warp_row,
+                                      shared + Rings::K + k_place.stage * Rings::K_STAGE);
+      };
+      //% endif
       int tile = range.end - 1;
       //% if form
       KeyBand band(range.seqlen_q, range.seqlen_k, form.window_left, form.window_right);
@@ -347,15 +339,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         issue_scores(q_stage);
         mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
         wgmma_fence();
-        issue_pv(acc, p, v_operand + v_place.stage * (Rings::V_STAGE >> 4));
+        issue_pv<product_pv>(acc, p, v_operand + v_place.stage * (Rings::V_STAGE >> 4));
         turns.pass();
         wgmma_wait<1>();
+        //% if optimistic
+        const bool rescale = optimistic_exponentials(s, softmax, scale_log2, correction,
+                                                     range.is_whole(tile), mask, scores_again);
+        wgmma_wait<0>();
+        release_k();
+        release_v();
+        //% else
         release_k();
         mask();
         const bool rescale = softmax.raise_max(s, scale_log2, correction);
         wgmma_wait<0>();  // so that the other consumer's products run under the exponentials
         release_v();
         exponentials(s, softmax, scale_log2);
+        //% endif
         round_to<elem_t>(p, s);
         if (rescale) scale_rows(acc, correction);
       }
@@ -364,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       settle(p);
       settle(acc[0]);
       wgmma_fence();
-      issue_pv(acc, p, v_operand + v_place.stage * (Rings::V_STAGE >> 4));
+      issue_pv<product_pv>(acc, p, v_operand + v_place.stage * (Rings::V_STAGE >> 4));
       if (AHEAD) first_scores();
       next = take_work();
       wgmma_wait<AHEAD ? 1 : 0>();

@@ -62,23 +62,33 @@ __device__ __forceinline__ void multiply_pv(float (&acc)[M][COLUMNS][4], const f
   }
 }
 
-// Scores -> probabilities in place; adds up this lane's part of the row sums.
-template <int N, bool FRAMED>
-__device__ __forceinline__ void exponentials(float (&s)[1][N][4], OnlineSoftmax<1, FRAMED>& softmax,
-                                             float scale_log2) {
+// Scores -> 2^(score * scale_log2 - offset) in place; what a lane's parts of the rows add up to.
+template <int N>
+__device__ __forceinline__ void exponentials_below(float (&s)[1][N][4], const float (&offset)[2],
+                                                   float scale_log2, float (&sums)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float offset = softmax.offset(0, half, scale_log2);
     float even = 0.f, odd = 0.f;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       float* pair = &s[0][n][2 * half];
-      pair[0] = exp2_fast(fmaf(pair[0], scale_log2, -offset));
-      pair[1] = exp2_fast(fmaf(pair[1], scale_log2, -offset));
+      pair[0] = exp2_fast(fmaf(pair[0], scale_log2, -offset[half]));
+      pair[1] = exp2_fast(fmaf(pair[1], scale_log2, -offset[half]));
       even += pair[0], odd += pair[1];
     }
-    softmax.row_sum[0][half] += even + odd;
+    sums[half] = even + odd;
   }
+}
+
+// Scores -> probabilities in place; adds up this lane's part of the row sums.
+template <int N, bool FRAMED>
+__device__ __forceinline__ void exponentials(float (&s)[1][N][4], OnlineSoftmax<1, FRAMED>& softmax,
+                                             float scale_log2) {
+  const float offset[2] = {softmax.offset(0, 0, scale_log2), softmax.offset(0, 1, scale_log2)};
+  float sums[2];
+  exponentials_below(s, offset, scale_log2, sums);
+  softmax.row_sum[0][0] += sums[0];
+  softmax.row_sum[0][1] += sums[1];
 }
 
 // An accumulator in 16 bits, as A fragments of the next product: 16 columns each.

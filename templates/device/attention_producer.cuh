@@ -28,7 +28,8 @@ struct AttentionProducer {
   using QTile = typename Rings::QTile;
   using KTile = typename Rings::KTile;
   using VTile = typename Rings::VTile;
-  using KVPlace = RingPlace<Rings::STAGES>;
+  using KPlace = RingPlace<Rings::K_STAGES>;
+  using VPlace = RingPlace<Rings::V_STAGES>;
   const Barriers<Rings::STAGES>& barriers;
   u32 shared;  // where the rings are
   int group_size;
@@ -47,7 +48,7 @@ struct AttentionProducer {
   // Draws one tile of queries after another, says which it is, and asks for its Q and K.
   __device__ __forceinline__ void lead(const AttentionWorks& works, const TensorMap& q_map,
                                        const TensorMap& k_map, int& tail_parity) const {
-    KVPlace k_place;
+    KPlace k_place;
     RingPlace<SLOTS> slot;
     RingPlace<Rings::Q_STAGES> q_place;
     tma_prefetch(q_map), tma_prefetch(k_map);
@@ -101,7 +102,7 @@ struct AttentionProducer {
   }
 
   template <typename Span>
-  __device__ __forceinline__ void load_v(const TensorMap& map, KVPlace& place, int& tail_parity,
+  __device__ __forceinline__ void load_v(const TensorMap& map, VPlace& place, int& tail_parity,
                                          const Piece& piece, const Span& range, int tile) const {
     mbarrier_wait(barriers.v_empty(place.stage), place.parity ^ 1);
     tma_load_rows<VTile, VARLEN>(shared + Rings::V + place.stage * Rings::V_STAGE, map,

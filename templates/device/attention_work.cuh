@@ -35,7 +35,7 @@ struct Barriers {  // addresses
 #pragma unroll
     for (int stage = 0; stage < Q_STAGES; ++stage) {
       mbarrier_init(q_full(stage), 1);
-      mbarrier_init(q_empty(stage), CONSUMERS * 4);
+      mbarrier_init(q_empty(stage), CONSUMERS * 4 * (tails ? WARP_SIZE : 1));
     }
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
