@@ -83,7 +83,7 @@ def tiles(name: str, head_dim: int, text: str) -> tuple[Any, ...]:
     band = not (form.softcap or form.score_mod or form.alibi or form.bias or form.mask)
     # Sums that start from one array are hardly more, either, but for those of dq.
     one = form.seeded and not form.varlen and bool(form.bias) + form.mask == 1
-    one &= name != "sums" or head_dim == 64
+    one &= head_dim <= (64 if name == "sums" else 128)
     of = _PLAIN_TILES[name] if (band or one) and name in _PLAIN_TILES else TILES[name]
     return of.get(head_dim, ())
 

@@ -20,10 +20,11 @@ from fkjit.ops.norm_kernels import (
     wrong_weight,
 )
 from fkjit.ops.simple_checks import FLOATS
-from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
+from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, SharedLayout, register
 
 TILES: tuple[Tile, ...] = ((32, 1, 1), (128, 1, 1), (128, 2, 1), (256, 2, 1), (512, 2, 1))
 SCALAR_TILES: tuple[Tile, ...] = ((32, 1, 1), (256, 2, 1))
+STAGED_TILE: Tile = (512, 4, 1)  # its next row travels in shared memory
 WIDE_THREADS, PART_THREADS, SUM_WARPS = 512, 128, 32
 _SUM_COLUMNS = 32  # of a block
 NAMES = ("dy", "dsum", "x", "weight", "mean", "rstd", "dx", "dweight_parts", "dbias_parts")
@@ -170,6 +171,44 @@ def _rows(op: str, centered: bool) -> KernelSpec:
     )
 
 
+def _staged_layout(params: Params) -> SharedLayout:
+    lanes, vectors, _ = params["tile"]
+    names = (f"{name} stage {i}" for i in range(2) for name in ("dy", "x", "dsum"))
+    return [(name, 16 * lanes * vectors) for name in ("weight", *names)]
+
+
+def _staged(op: str, centered: bool) -> KernelSpec:
+    """Weights of the rows' own type: wider ones leave no room."""
+    return register(
+        KernelSpec(
+            op=op,
+            name="backward_staged",
+            source="norm/backward_staged.cu",
+            entry="norm_backward_staged",
+            dependent=True,
+            doc="dx, and parts of dweight and dbias, of rows that travel through shared memory",
+            params=(*DTYPES[:2], Param("tile", (STAGED_TILE,), "(threads, vectors of each, 1)")),
+            derive=lambda params: {
+                "centered": centered,
+                **dict(zip(("lanes", "vectors"), params["tile"], strict=False)),
+            },
+            illegal=lambda params: (
+                None
+                if params["weight_dtype"] == params["dtype"]
+                else "has room for weights of the rows' own type"
+            ),
+            features=lambda params: frozenset({"cp_async"}),
+            shared_layout=_staged_layout,
+            block=lambda params: (params["tile"][0], 1, 1),
+            grid=lambda params, problem: (problem["parts"], 1, 1),
+            problems=lambda params, scale: _problems(
+                {**params, "vector": True}, capacity(params["dtype"], params["tile"]), 1
+            ),
+            **_shared(centered, ("dx", "dweight_parts", "dbias_parts")),
+        )
+    )
+
+
 def _wide(op: str, centered: bool) -> KernelSpec:
     return register(
         KernelSpec(
@@ -282,6 +321,10 @@ def _sum(op: str) -> KernelSpec:
 
 
 BACKWARD = {"layer_norm": _rows("layer_norm", True), "rms_norm": _rows("rms_norm", False)}
+BACKWARD_STAGED = {
+    "layer_norm": _staged("layer_norm", True),
+    "rms_norm": _staged("rms_norm", False),
+}
 BACKWARD_WIDE = {"layer_norm": _wide("layer_norm", True), "rms_norm": _wide("rms_norm", False)}
 WEIGHT_PARTS = {
     "layer_norm": _weight_parts("layer_norm", True),
@@ -302,6 +345,14 @@ def tile(op: str, kinds: Params, problem: Problem, arch: Arch) -> Tile | None:
     if default is None:
         return None
     return parameters(BACKWARD[op], {**kinds, "tile": default}, problem, arch)["tile"]
+
+
+def takes_staged(op: str, kinds: Params, problem: Problem, arch: Arch) -> bool:
+    """Whether rows too wide for a tile go through shared memory."""
+    if not kinds["vector"] or capacity(problem["dtype"], STAGED_TILE) < problem["columns"]:
+        return False
+    params = {"tile": STAGED_TILE, **{n: kinds[n] for n in ("dtype", "weight_dtype")}}
+    return BACKWARD_STAGED[op].why_not(params, arch) is None
 
 
 def parts_of_wide(problem: Problem, multiprocessors: int) -> int:

@@ -116,6 +116,10 @@ def _gradient_launches(
     if tile is not None:
         problem["parts"] = backward.parts_of(tile, problem["rows"], processors)
         rows = [Launch(backward.BACKWARD[op], {**kinds, "tile": tile}, problem)]
+    elif backward.takes_staged(op, kinds, problem, arch_of(x)):
+        problem["parts"] = min(problem["rows"], processors)
+        params = {**_kinds(problem), "tile": backward.STAGED_TILE}
+        rows = [Launch(backward.BACKWARD_STAGED[op], params, problem)]
     else:
         problem["parts"] = backward.parts_of_wide(problem, processors)
         threads = {"threads": backward.WIDE_THREADS}
