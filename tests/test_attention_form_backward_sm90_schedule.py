@@ -17,8 +17,8 @@ extern "C" __global__ void walk(int4* visits, int* count, const int* cu_seqlens_
                                 int seqlen_k, int left, int right) {
   AttentionForm form{};
   form.window_left = left, form.window_right = right;
-  const Sizes sizes(cu_seqlens_q, cu_seqlens_k, batch, heads, 1, seqlen_q, seqlen_k, 0, form,
-                    nullptr);
+  const Sizes sizes(cu_seqlens_q, cu_seqlens_k, batch, heads, 1, seqlen_q, seqlen_k, 0, 3,
+                    form, nullptr);
   for (int number = 0; number < sizes.pieces(); ++number) {
     const FormPiece<Sizes> piece(number, sizes);
     if (!piece.exists()) continue;

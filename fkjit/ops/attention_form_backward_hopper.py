@@ -43,6 +43,14 @@ def _shared(params: Params) -> SharedLayout:
     return [*parts, (name, size + _NOTE_BYTES)]
 
 
+def _abreast(problem: Problem) -> int:
+    """Heads whose blocks of keys are taken in turns, where dq has an order: twice as many blocks as
+    run at a time, which is what L2 has room for (templates/device/backward_form.cuh)."""
+    blocks = -(-problem["seqlen_k"] // _BLOCK_K)
+    heads = problem["heads_kv"] * problem["batch"]
+    return min(-(-2 * problem.get("multiprocessors", hopper.SMS) // blocks), heads)
+
+
 def _grid(params: Params, problem: Problem) -> Dim3:
     """One block an SM, or fewer where there is less to do."""
     blocks = -(-problem["seqlen_k"] // _BLOCK_K)
@@ -75,6 +83,7 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
         **forms.arguments(params, problem, arrays),
         **{f"{name}_map": _map(problem, arrays, name, rows) for name, rows in boxes.items()},
         **{name: arrays[name] for name in ("counters",) if name in arrays},
+        "rounds": _abreast(problem),
         "seqlen_q": problem["seqlen_q"],
         "seqlen_k": problem["seqlen_k"],
     }

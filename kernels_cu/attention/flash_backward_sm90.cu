@@ -170,8 +170,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
     //% if form
     const AttentionForm form,
-    //% elif deterministic
-    const int rounds,  // of thread blocks over the keys of a head, see backward_schedule.cuh
+    //% endif
+    //% if deterministic
+    const int rounds,  // see backward_schedule.cuh, or with a form backward_form.cuh
     //% endif
     const int causal) {  // query i sees keys up to i + seqlen_k - seqlen_q
   //% if not deterministic
@@ -188,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
   const bool signals = lane == 0;
   //% if form
   const Sizes sizes(cu_seqlens_q, cu_seqlens_k, batch, heads_q, group_size, seqlen_q, seqlen_k,
-                    rows_padded, form, alibi_slopes);
+                    rows_padded, rounds, form, alibi_slopes);
   //% else
   const Sizes sizes{batch, heads_q, group_size, seqlen_q, seqlen_k, rows_padded, causal, rounds};
   //% endif
@@ -217,9 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       __syncwarp();
       if (!signals) return;
       //% if form
-      const auto keys = FormKeys<VARLEN>::of_tile(barriers.tile(step_number - (offset == 0)));
-      const TensorRows<VARLEN> to = keys.from(warp_row);
-      tma_store_tile<KTile>(map, warp_tile, to.row, keys.head, to.batch);
+      store_keys<KTile, VARLEN>(map, warp_tile, barriers.tile(step_number - !offset), warp_row);
       //% else
       const BackwardWork work(number, sizes);
       tma_store_tile<KTile>(map, warp_tile, work.block * BLOCK_K + warp_row, work.head, work.batch);

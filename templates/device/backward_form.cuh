@@ -14,9 +14,10 @@
 //        block 1    D B B B .
 //                   ------------> queries
 //
-// So blocks that begin at the same time wait for nobody, but where all of them begin at the first
-// tile: there each follows the one before. A block waits only for such as were drawn before it:
-// whoever has drawn the first piece that is not done goes on.
+// So blocks that begin at the same time wait for nobody, as long as handing on takes less than 128
+// queries do; but where all of them begin at the first tile each follows the one before. Therefore
+// several heads are drawn from in turns: few blocks of one head begin at a time. A block waits only
+// for such as were drawn before it: whoever has the first piece that is not done goes on.
 #pragma once
 #include "device/attention_form.cuh"
 #include "device/backward_loads.cuh"
@@ -31,13 +32,15 @@ struct FormSizes {
   const int *cu_seqlens_q, *cu_seqlens_k;
   int batch, heads_q, group_size;
   int seqlen_q, seqlen_k;  // of the longest sequence
-  int rows_padded, left, right;
+  int rows_padded;
+  int heads_abreast;  // if ORDERED
+  int left, right;
   int alibi_batch_stride;
   const float* alibi_slopes;
 
   __device__ __forceinline__ FormSizes(const int* q_ends, const int* k_ends, int batch_, int heads,
                                        int group, int longest_q, int longest_k, int rows,
-                                       const AttentionForm& form, const float* slopes)
+                                       int abreast, const AttentionForm& form, const float* slopes)
       : cu_seqlens_q(q_ends),
         cu_seqlens_k(k_ends),
         batch(batch_),
@@ -46,6 +49,7 @@ struct FormSizes {
         seqlen_q(longest_q),
         seqlen_k(longest_k),
         rows_padded(rows),
+        heads_abreast(abreast),
         left(form.window_left),
         right(form.window_right),
         alibi_batch_stride(form.alibi_batch_stride),
@@ -60,9 +64,29 @@ struct FormSizes {
 
   __device__ __forceinline__ int heads_kv() const { return heads_q / group_size; }
   __device__ __forceinline__ int blocks() const { return ceil_div(seqlen_k, BLOCK_K); }
-  __device__ __forceinline__ int pieces() const { return blocks() * heads_kv() * batch; }
+  __device__ __forceinline__ int all_heads() const { return heads_kv() * batch; }
+  __device__ __forceinline__ int pieces() const { return blocks() * all_heads(); }
   // What the others are told: that the number of a piece is below this, or that it is not.
   __device__ __forceinline__ int works() const { return 1; }
+};
+
+// Which block of keys of which head, batches included, a number stands for: one head after the other,
+// or several of them in turns.
+struct FormOrder {
+  int head, block;
+
+  template <typename Sizes>
+  __device__ static __forceinline__ FormOrder one(int number, const Sizes& sizes) {
+    const int blocks = sizes.blocks();
+    return {number / blocks, number % blocks};
+  }
+  template <typename Sizes>
+  __device__ static __forceinline__ FormOrder abreast(int number, const Sizes& sizes) {
+    const int step = sizes.heads_abreast * sizes.blocks(), section = number / step;
+    const int first = section * sizes.heads_abreast, within = number - section * step;
+    const int width = min(sizes.heads_abreast, sizes.all_heads() - first);
+    return {first + within % width, within / width};
+  }
 };
 
 // A block of keys, by the number of its piece of work.
@@ -73,8 +97,13 @@ struct FormPiece {
   SequenceRows<Sizes::PACKED> queries, keys;
 
   __device__ __forceinline__ FormPiece(int number, const Sizes& sizes)
-      : head(number / sizes.blocks()),
-        block(number - head * sizes.blocks()),
+      : FormPiece(
+            Sizes::ORDERED ? FormOrder::abreast(number, sizes) : FormOrder::one(number, sizes),
+            sizes) {}
+
+  __device__ __forceinline__ FormPiece(FormOrder order, const Sizes& sizes)
+      : head(order.head),
+        block(order.block),
         batch(head / sizes.heads_kv()),
         queries(sizes.cu_seqlens_q, batch, sizes.seqlen_q),
         keys(sizes.cu_seqlens_k, batch, sizes.seqlen_k) {
@@ -140,6 +169,15 @@ struct FormKeys {
     return {row + skipped, PACKED ? place - skipped : place};
   }
 };
+
+// 16 rows of dK or dV, from row `skipped` of the block on that has the notes of a tile.
+template <typename Tile, bool PACKED>
+__device__ __forceinline__ void store_keys(const TensorMap& map, u32 staged, u32 notes,
+                                           int skipped) {
+  const auto keys = FormKeys<PACKED>::of_tile(notes);
+  const TensorRows<PACKED> to = keys.from(skipped);
+  tma_store_tile<Tile>(map, staged, to.row, keys.head, to.batch);
+}
 
 // A tile of queries beside the keys of a block.
 template <int BLOCK_Q, int BLOCK_K>
