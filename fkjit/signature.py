@@ -25,7 +25,7 @@ _CODES = {
     "Strides": "qqq",
     "RopeFrequencies": "Q" * 14,
     "Routing": "i" * 8 + "f",
-    "Grouping": "iiiIiiii",
+    "Grouping": "iiiIiiiiIi",
     "AttentionForm": "q" * 6 + "i" * 4 + "f" * 2,
     "TensorMap": f"{tensor_map.BYTES}s",
 }

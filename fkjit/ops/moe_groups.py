@@ -119,14 +119,18 @@ def counters(p: Problem, most: int) -> int:
     return _HEAD + (-(-blocks // _GROUP) + blocks) * most if blocks > 1 else 0
 
 
-def grouping(p: Problem) -> tuple[int, ...]:
-    """The kernels' argument `Grouping`."""
-    size = p["block_size"]
-    shift = log2_ceil(size)
+def grouping(p: Problem, pieces: int) -> tuple[int, ...]:
+    """The kernels' argument `Grouping`; `pieces`: what share_of_warp divides by."""
     return (
-        p["experts"], p["groups"], size, -(-(1 << 31 + shift) // size), shift,
-        p["capacity"], p["places"], p["tokens"] * p["top_k"],
+        p["experts"], p["groups"], p["block_size"], *inverse(p["block_size"]),
+        p["capacity"], p["places"], p["tokens"] * p["top_k"], *inverse(pieces),
     )  # fmt: skip
+
+
+def inverse(size: int) -> tuple[int, int]:
+    """1 << (31 + shift) divided by `size`, rounded up, and shift: what divides by it."""
+    shift = log2_ceil(size)
+    return -(-(1 << 31 + shift) // size), shift
 
 
 def arguments(p: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:

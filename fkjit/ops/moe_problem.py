@@ -21,8 +21,11 @@ Tile = tuple[int, int]
 # problems.
 _SMALL: tuple[Tile, ...] = ((2, 4), (2, 8), (8, 4))
 _MORE: tuple[Tile, ...] = ((4, 16), (8, 8), (8, 16), (16, 16), (32, 16), (32, 32))
+_WIDE: tuple[Tile, ...] = ((8, 32),)
+_PLAIN = (*_SMALL, *_MORE[:3], *_WIDE, *_MORE[3:])
 QUICK: tuple[Tile, ...] = ((32, 4), (32, 8))
-TILES = (*QUICK, *_SMALL, *_MORE)
+STAGED: Tile = (2, 32)  # whose rows come through shared memory
+TILES = (*QUICK, *_PLAIN)
 FEW_TOKENS = 1024
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
@@ -58,13 +61,15 @@ def holds(tile: Tile, dtype: str, experts: int, top_k: int, num_groups: int) -> 
     return -(-chunks // lanes) * size <= tile[1]
 
 
-def choose_tile(p: Problem, quick: bool = False) -> Tile | None:
+def choose_tile(p: Problem, quick: bool = False, staged: bool = False) -> Tile | None:
     """The tile that a routing problem takes; None where no tile holds it.
 
-    `quick`: if there are few tokens, one of whole warps.
+    `quick`: if there are few tokens, one of whole warps. `staged`: also STAGED.
     """
     sizes = (p["dtype"], p["experts"], p["top_k"], p["num_groups"])
-    tiles = (*_SMALL, *_MORE) if is_plain(p) else _MORE
+    tiles = _PLAIN if is_plain(p) else _MORE
+    if staged and is_plain(p) and p["experts"] > STAGED[1] and holds(STAGED, *sizes):
+        return STAGED
     worth = p["experts"] > 16 or p["top_k"] > 2
     if quick and worth and is_plain(p) and p["tokens"] <= FEW_TOKENS:
         tiles = (*QUICK, *_MORE[-2:])

@@ -20,7 +20,7 @@ from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
 _CALL = "moe_regroup"
 _IDS = ("int32", "int64")
 # Threads of a block, and groups that it has room for; the first that has enough is taken.
-TILES = ((512, 512), (256, 1024))
+TILES = ((512, 64), (512, 256), (512, 512), (256, 1024))
 _ALONE = 4096  # items that one block sorts alone
 _PER_BLOCK = 1024  # items of a block, at least, where there are several
 
@@ -128,7 +128,8 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
 def arguments(params: Params, p: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Kernel arguments by name."""
     made = {"topk_ids": arrays.get("topk_ids"), **groups.arguments(p, arrays)}
-    return {**made, "top_k": p["top_k"], "how": groups.grouping(p)}
+    pieces = p["blocks"] * params["tile"][0] // 32
+    return {**made, "top_k": p["top_k"], "how": groups.grouping(p, pieces)}
 
 
 def problems(params: Params, scale: str) -> list[dict[str, Any]]:

@@ -64,7 +64,11 @@ def moe_route(
 
 
 def describe(
-    call: str, views: Mapping[str, View | None], *options: Any, quick: bool = False
+    call: str,
+    views: Mapping[str, View | None],
+    *options: Any,
+    quick: bool = False,
+    staged: bool = False,
 ) -> dict[str, Any]:
     """The routing problem of `logits`, `bias` and moe_route's options, checked; with its tile."""
     logits, bias = views["logits"], views["bias"]
@@ -86,7 +90,7 @@ def describe(
     }
     groups = problem["num_groups"]
     problem["vector"] = moe.is_vector(logits.dtype, experts, groups, step, logits.pointer)
-    problem["tile"] = moe.choose_tile(problem, quick)
+    problem["tile"] = moe.choose_tile(problem, quick, staged)
     if problem["tile"] is None:
         raise ParameterError(
             f"{call}: {groups} groups of {experts // groups} experts do not fit a kernel; allowed: "

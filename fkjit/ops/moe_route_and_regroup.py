@@ -10,13 +10,13 @@ from fkjit.ops import moe_groups as groups
 from fkjit.ops import moe_problem as moe
 from fkjit.ops.moe_groups import MoeGroups
 from fkjit.ops.moe_route import OPTIONS, chosen, describe, fake
-from fkjit.ops.simple import Launch, Op, Request
+from fkjit.ops.simple import Launch, Op, Request, arch_of
 from fkjit.ops.simple_checks import FLOATS
 from fkjit.ops.simple_operator import Node
 from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
 
 _CALL = "moe_route_and_regroup"
-_TILES = moe.TILES[len(moe.QUICK) :]
+_TILES = (moe.STAGED, *moe.TILES[len(moe.QUICK) :])
 _ALONE = 2  # rounds of a block's warps that one block does alone
 
 
@@ -95,7 +95,7 @@ def threads_of(tile: moe.Tile) -> int:
 
 def room_of(tile: moe.Tile) -> int:
     """Groups that the kernel has room for: whole warps of them."""
-    return max(tile[0] * tile[1], 32)
+    return max(tile[0] * tile[1], 64)
 
 
 def blocks_of(tile: moe.Tile, threads: int, tokens: int, processors: int) -> int:
@@ -106,9 +106,11 @@ def blocks_of(tile: moe.Tile, threads: int, tokens: int, processors: int) -> int
 
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     *routing, block_size, local, capacity = options
-    problem = describe(_CALL, views, *routing)
-    logits, tile = views["logits"], problem["tile"]
+    logits = views["logits"]
     assert logits is not None
+    staged = "cp_async" in arch_of(logits).features
+    problem = describe(_CALL, views, *routing, staged=staged)
+    tile = problem["tile"]
     sizes = problem["tokens"], problem["top_k"]
     problem |= groups.describe(
         _CALL, views, *sizes, problem["experts"], block_size, local, capacity
@@ -129,7 +131,7 @@ def arguments(params: Params, p: Problem, arrays: Mapping[str, Any]) -> dict[str
         **{name: arrays.get(name) for name in ("logits", "bias", "topk_weights", "topk_ids")},
         **groups.arguments(p, arrays),
         **{"row_stride": p["row_stride"], "how": moe.routing(params, p)},
-        "grouping": groups.grouping(p),
+        "grouping": groups.grouping(p, p["blocks"] * params["threads"] // params["tile"][0]),
     }
 
 
@@ -172,6 +174,13 @@ def _illegal(params: Params) -> str | None:
     return None if params["threads"] == threads_of(params["tile"]) else "is never the fastest"
 
 
+def _rows_bytes(params: Params) -> int:
+    """Of the rows that are staged: a token for every two lanes."""
+    if params["tile"] != moe.STAGED:
+        return 0
+    return params["threads"] * moe.STAGED[1] * ITEMSIZE[params["dtype"]]
+
+
 KERNEL = register(
     KernelSpec(
         op=_CALL,
@@ -181,14 +190,17 @@ KERNEL = register(
         doc="top-k and a counting sort of the choices, whose blocks meet once",
         params=(
             Param("dtype", FLOATS, "element type of logits"),
-            Param(
-                "tile", moe.TILES[len(moe.QUICK) :], "(lanes of a warp on a token, logits of each)"
-            ),
+            Param("tile", _TILES, "(lanes of a warp on a token, logits of each)"),
             Param("plain", (True, False), "softmax of one group of experts, in whole chunks"),
             Param("threads", (256, 512), "threads of a block", tunable=True),
         ),
         cooperative=True,
-        derive=lambda params: dict(zip(("lanes", "values"), params["tile"], strict=True)),
+        derive=lambda params: {
+            **dict(zip(("lanes", "values"), params["tile"], strict=True)),
+            "staged": params["tile"] == moe.STAGED,
+        },
+        features=lambda params: frozenset({"cp_async"} if params["tile"] == moe.STAGED else ()),
+        shared_bytes=_rows_bytes,
         illegal=_illegal,
         block=lambda params: (params["threads"], 1, 1),
         grid=lambda params, p: (p["blocks"], 1, 1),

@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Groups to = {expert_map, sorted_token_ids, expert_ids, num_tokens_post_padded,
                      inverse,    offsets,          counts,     counters};
   const int items = real_tokens(num_tokens, tokens) * top_k;
-  const Share mine = share_of_warp(items, 1, THREADS / WARP_SIZE);
+  const Share mine = share_of_warp(items, 1, THREADS / WARP_SIZE, how);
   const auto group = [&](int item) { return group_of(topk_ids[item], expert_map, how); };
   block.clear(to, how);
   block.sort(mine, group, to, how);

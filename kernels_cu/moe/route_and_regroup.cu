@@ -8,6 +8,9 @@
 #include "prelude.cuh"
 #include "device/moe_groups.cuh"
 #include "device/moe_route.cuh"
+//% if staged
+#include "device/moe_staged.cuh"
+//% endif
 
 using logit_t = ${dtype};
 constexpr int LANES = ${lanes};    // of a warp on one token
@@ -16,8 +19,8 @@ constexpr bool PLAIN = ${plain};   // softmax of one group of experts, in whole 
 constexpr int THREADS = ${threads};
 
 constexpr int WARPS = THREADS / WARP_SIZE;
-constexpr int TOKENS = WARP_SIZE / LANES;  // of a warp at a time
-constexpr int MOST = LANES * VALUES < WARP_SIZE ? WARP_SIZE : LANES * VALUES;  // groups
+constexpr int TOKENS = WARP_SIZE / LANES;                        // of a warp at a time
+constexpr int MOST = LANES * VALUES < 64 ? 64 : LANES * VALUES;  // groups
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     moe_route_and_regroup(const logit_t* __restrict__ logits,  // [tokens, experts]
@@ -41,14 +44,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int lane = threadIdx.x % LANES, warp = threadIdx.x / WARP_SIZE, top_k = how.top_k;
   const int slot = threadIdx.x % WARP_SIZE / LANES;  // which of the warp's tokens
   const int all = real_tokens(num_tokens, tokens);
-  const Share mine = share_of_warp(all, TOKENS, WARPS);
+  const Share mine = share_of_warp(all, TOKENS, WARPS, grouping);
+  //% if staged
+  using Staged = StagedRows<logit_t, VALUES>;
+  extern __shared__ uint4 rows[];  // [WARPS][Staged::WORDS]
+  const Staged staged = {rows + warp * Staged::WORDS};
+  if (mine.begin < mine.end)
+    staged.ask(logits, row_stride, mine.begin, mine.end - 1, how.group_size);
+  //% endif
   block.clear(to, grouping);
 
 #pragma unroll 1
   for (int at = mine.begin; at < mine.end; at += TOKENS) {
     const int token = at + slot, row = min(token, mine.end - 1);  // shuffles need every lane
-    const Choice choice =
-        route_token<PLAIN, logit_t, LANES, VALUES>(logits + row * row_stride, bias, lane, how);
+    const logit_t* source = logits + row * row_stride;
+    //% if staged
+    cp_async_wait<0>();
+    __syncwarp();
+    const Choice choice = route_staged(staged, slot, source, lane, how);
+    __syncwarp();
+    if (at + TOKENS < mine.end)
+      staged.ask(logits, row_stride, at + TOKENS, mine.end - 1, how.group_size);
+    //% else
+    const Choice choice = route_token<PLAIN, logit_t, LANES, VALUES>(source, bias, lane, how);
+    //% endif
     if (token >= mine.end || lane >= top_k) continue;
     const int item = token * top_k + lane, early = item - mine.begin * top_k;
     topk_weights[item] = choice.weight;

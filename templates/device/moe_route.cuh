@@ -334,8 +334,24 @@ __device__ __forceinline__ Choice route(const T* row, const float* bias, int lan
   return found;
 }
 
-// The same where it is softmax of one group, in whole chunks: as if all logits were finite numbers, and
-// once more, with care, for tokens of which that is not so.
+// What comes of a choice and its logit where a token's logits are taken for finite numbers, the greatest
+// of which is `base` times ln(2) and the last one chosen `last`: the same once more, with care, where
+// they are not.
+template <typename T, int LANES, int VALUES>
+__device__ __forceinline__ Choice weighted(Choice found, float base, float sum, float last,
+                                           const T* row, int lane, const Routing& how) {
+  found.weight = lane < how.top_k ? exp2_fast(fmaf(found.weight, LOG2E, -base)) / sum : 0.f;
+  if (how.renormalize) found.weight /= lanes_sum<LANES>(found.weight);
+  found.weight *= how.scale;
+  const bool odd = !(sum < INFINITE && fabsf(base) < INFINITE && last > LEAST);
+  if (__any_sync(FULL_MASK, odd)) {
+    const Choice careful = route<T, LANES, VALUES>(row, nullptr, lane, how);
+    if (odd) found = careful;
+  }
+  return found;
+}
+
+// The same where it is softmax of one group, in whole chunks.
 template <typename T, int LANES, int VALUES>
 __device__ __forceinline__ Choice route_finite(const T* row, int lane, const Routing& routing) {
   constexpr bool FOURS = LANES >= 4 && LANES < WARP_SIZE && VALUES >= 8;
@@ -348,21 +364,14 @@ __device__ __forceinline__ Choice route_finite(const T* row, int lane, const Rou
   const float peak = lanes_greatest<LANES>(greatest_of<VALUES / 4>(head)), base = peak * LOG2E;
   const float sum = how.renormalize ? 1.f : all.exp2_sum(base);
 
-  Choice found = {0, 0.f};
-  float logit = 0.f, last;
+  Choice found = {0, 0.f};  // and its logit
+  float last;
   if constexpr (FOURS)
-    last = all.choose_by_fours(row, lane, how.top_k, how.group_size, peak, head, found.id, logit);
+    last = all.choose_by_fours(row, lane, how.top_k, how.group_size, peak, head, found.id,
+                               found.weight);
   else
-    last = all.choose(lane, how.top_k, peak, found.id, logit);
-  if (lane < how.top_k) found.weight = exp2_fast(fmaf(logit, LOG2E, -base)) / sum;
-  if (how.renormalize) found.weight /= lanes_sum<LANES>(found.weight);
-  found.weight *= how.scale;
-  const bool odd = !(sum < INFINITE && fabsf(base) < INFINITE && last > LEAST);
-  if (__any_sync(FULL_MASK, odd)) {
-    const Choice careful = route<T, LANES, VALUES>(row, nullptr, lane, how);
-    if (odd) found = careful;
-  }
-  return found;
+    last = all.choose(lane, how.top_k, peak, found.id, found.weight);
+  return weighted<T, LANES, VALUES>(found, base, sum, last, row, lane, how);
 }
 
 // `PLAIN`: softmax of one group, in whole chunks.
