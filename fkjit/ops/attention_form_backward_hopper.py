@@ -132,6 +132,16 @@ def _sums_shape(problem: Problem) -> tuple[int, ...]:
     return (*shared.rows_shape(problem), problem["sum_columns"])
 
 
+def _turns(problem: Problem) -> np.ndarray:
+    """As the kernel for rows leaves them: something where there is no row of a sequence."""
+    found = forms.padded(problem, 7.0 * ("total_q" in problem))
+    ends = {"cu_seqlens_q": np.cumsum((0, *problem["lengths"][0]))} if "lengths" in problem else {}
+    for b, length in enumerate(problem["lengths"][0] if ends else ()):
+        none = np.zeros((problem["heads_q"], length))
+        forms.store_rows(problem, ends, found, b, none, 0.0)
+    return found[..., :: plain.TURN_ROWS]
+
+
 def _outputs(params: Params, problem: Problem) -> Arrays:
     """Of packed arrays zeros, as rows of no sequence, or of one without the other's, are left."""
     made = forms.outputs(params, {**problem, "alibi_batches": 1})
@@ -140,7 +150,7 @@ def _outputs(params: Params, problem: Problem) -> Arrays:
     found = {name: np.full_like(made[name], value) for name in names}
     found["counters"] = np.zeros(hopper.COUNTERS, np.uint32)
     if params["deterministic"]:
-        found["turns"] = np.zeros(hopper.turns_shape(problem), np.uint32)
+        found["turns"] = _turns(problem).astype(np.uint32)
     start = np.nan if params["deterministic"] else 0
     return found | {"dq_sum": np.full(_sums_shape(problem), start, np.float32)}
 
@@ -149,7 +159,7 @@ def _reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     found = forms.reference(problem, arrays)
     made = {name: found[name] for name in ("dk", "dv")}
     if problem["deterministic"]:
-        return made | {"dq": found["dq"], "turns": np.zeros(hopper.turns_shape(problem))}
+        return made | {"dq": found["dq"], "turns": _turns(problem)}
     sums = np.zeros(_sums_shape(problem))
     for b, queries, _ in forms.sequences(problem, arrays):
         rows = found["dq"][queries] / problem["softmax_scale"]

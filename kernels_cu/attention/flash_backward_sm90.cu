@@ -80,6 +80,7 @@ using Sizes = FormSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC, VARLEN, ALIBI>;
 using Sizes = BackwardSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC>;
 //% endif
 using Tile = BackwardTile<BLOCK_Q, BLOCK_K>;
+constexpr int INDEX_BLOCKS = Sizes::INDEX_ROWS / 16;  // of a tile's index, 16 rows each
 using Copies = DQCopies<HEAD_DIM, DQ_COLUMNS>;
 using Rings = BackwardRings<QTile, BLOCK_Q, Q_STAGES, Q_OFFSET, DO_STAGES, DO_OFFSET, Q_STAGE,
                             ROWS_OFFSET, ROWS_STAGE>;
@@ -345,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
           __syncwarp();  // lanes have read what the tile is
           if (signals && part == DQ_PARTS - 1) mbarrier_arrive(barriers.ds_empty(ds_ring.stage));
           if (DIRECT) {
-            const i64 row_block = static_cast<i64>(tile.index) * (BLOCK_Q / 16) + block * 4 + warp;
+            const i64 row_block = static_cast<i64>(tile.index) * INDEX_BLOCKS + block * 4 + warp;
             give_sums(dq_sum + fragment_place(row_block, panel * CHUNKS, HEAD_DIM / 8, 0), dq,
                       lane);
             continue;
@@ -379,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     } else if (warp == 2 && signals) {
       // ---- copies of dQ, in turns
       const auto copies = [&](int index, int part) {
-        const i64 row_block = static_cast<i64>(index) * (BLOCK_Q / 16) + part / DQ_ACROSS * 4;
+        const i64 row_block = static_cast<i64>(index) * INDEX_BLOCKS + part / DQ_ACROSS * 4;
         const i64 place = fragment_place(row_block, part % DQ_ACROSS * CHUNKS, HEAD_DIM / 8, 0);
         return Copies{dq_sum + place, shared + DQ_OFFSET + part * DQ_STAGE};
       };

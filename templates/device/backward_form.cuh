@@ -226,7 +226,8 @@ __device__ __forceinline__ void load_tiles(
       const bool last_tile = tile + 1 == load_shared_word(note + 20);
       last =
           last_tile && head + 1 == (load_shared_word(note + notes.KEYS + 4) + 1) * sizes.group_size;
-      store_shared_chunk(load.about, make_uint4(first_row - q0, keys_left, last, index));
+      store_shared_chunk(load.about,
+                         make_uint4(first_row - q0, keys_left, last, index * (BLOCK_Q / 16)));
       if (ORDERED) {
         const FormTurn<BLOCK_Q, BLOCK_K> turn(tile, left, load_shared_word(note + 28), keys_left,
                                               first_row, sizes.left + sizes.right);

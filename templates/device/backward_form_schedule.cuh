@@ -23,6 +23,7 @@
 template <int BLOCK_Q_, int BLOCK_K_, bool ORDERED_, bool PACKED_, bool ALIBI_ = false>
 struct FormSizes {
   static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_;
+  static constexpr int INDEX_ROWS = 16;  // a tile's index counts so many rows, as turns do
   static constexpr bool ORDERED = ORDERED_, PACKED = PACKED_, ALIBI = ALIBI_;
   const int *cu_seqlens_q, *cu_seqlens_k;
   int batch, heads_q, group_size;

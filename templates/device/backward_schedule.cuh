@@ -29,6 +29,7 @@
 
 template <int BLOCK_Q, int BLOCK_K, bool ORDERED>
 struct BackwardSizes {
+  static constexpr int INDEX_ROWS = BLOCK_Q;  // a tile's index counts so many rows
   int batch, heads_q, group_size, seqlen_q, seqlen_k, rows_padded, causal;
   int rounds;  // of a team over a head, where ORDERED
 
