@@ -30,6 +30,8 @@ SHAPES = (
     (1, (2, 1), (40, 300), (128, 128), "bf16", TAKEN),
     (1, (1, 1), (66, 90), (192, 128), "fp16", ("alibi_slopes",)),
     (2, (2, 1), (70, 160), (64, 64), "bf16", ("bias", "mask", "window")),
+    (1, (1, 1), (70, 144), (256, 256), "bf16", ("bias", "mask", "window")),
+    (1, (1, 1), (40, 112), (192, 128), "fp16", ("mask", "softcap", "score_mod")),
 )
 
 
@@ -99,7 +101,10 @@ PROBLEM: dict[str, Any] = {
         ({}, Form(), 32, False),
         ({}, Form(bias="bf16"), None, True),
         ({}, Form(bias="fp32", mask=True), 128, False),
-        ({"head_dim": 192}, Form(mask=True), None, False),
+        ({"head_dim": 192}, Form(mask=True), None, True),
+        ({"head_dim": 256}, Form(bias="bf16", mask=True), (128, 64), True),
+        ({"head_dim": 256}, Form(bias="fp32", mask=True), None, False),  # too wide for the rest
+        ({"head_dim": 256}, Form(mask=True, score_mod="score"), None, False),
         ({"softmax_scale": -0.1}, Form(), None, False),
         ({"softmax_scale": 0.0}, Form(), None, False),
         ({"seqlen_q": 32}, Form(), None, False),
@@ -132,7 +137,10 @@ def test_biases_off_16_byte_boundaries_go_to_the_portable_kernel(row, pointer):
     assert not hopper.takes(PROBLEM, views, Form(bias="bf16"), None)
 
 
-@pytest.mark.parametrize(("dim", "form"), [(64, "alibi sinks varlen"), (128, SHIPPED_SM90[-1])])
+@pytest.mark.parametrize(
+    ("dim", "form"),
+    [(64, "alibi sinks varlen"), (128, SHIPPED_SM90[-1]), (256, "softcap alibi bias=fp32 varlen")],
+)
 def test_what_is_compiled_when_called_does_not_spill(dim, form):
     spec = kernel("flash_sm90", form)
     params = {"dtype": "bf16", "head_dim": dim, "head_dim_v": dim, "form": form}

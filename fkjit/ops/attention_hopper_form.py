@@ -25,10 +25,13 @@ TILES: dict[int, tuple[Any, ...]] = {
     256: ((128, 80), (128, 64)),
 }
 _MOD_ROWS = 128  # at most, beside what a score_mod may hold in registers
+_MOD_HEAD_DIM = 192  # at most, beside a bias or a mask as well
 ALL_TILES = tuple(dict.fromkeys(tile for tiles in TILES.values() for tile in tiles))
 _PANEL, _WARP_ROWS, _ROW_BYTES = 64, 16, 128
 # Tiles beside which those of a bias or a mask have room, in whole panels.
-_ARRAY_TILES: dict[int, tuple[Any, ...]] = dict.fromkeys((64, 96, 128), (128, (64, 128)))
+_ARRAY_TILES: dict[int, tuple[Any, ...]] = {
+    **dict.fromkeys((64, 96, 128), (128, (64, 128))), **dict.fromkeys((192, 256), ((128, 64),)),
+}  # fmt: skip
 _STAGES = ((2, 2), (1, 2), (1, 1))  # of Q, and of bias and mask
 _MORE_BARRIERS = 16 + 16 * 2  # bytes: of tiles that are cut, of bias and mask
 _LEAST_SCALE = 1e-9  # sinks are divided by it, and a sign could not go into q
@@ -70,7 +73,8 @@ def tiles(form: Form, head_dim: int) -> tuple[Any, ...]:
     """The tiles of a form, fastest first."""
     if form.bias or form.mask:
         crowded = form.varlen and form.arrays  # addresses of all these have no registers
-        return () if crowded else _ARRAY_TILES.get(head_dim, ())
+        wide = form.score_mod and head_dim > _MOD_HEAD_DIM
+        return () if crowded or wide else _ARRAY_TILES.get(head_dim, ())
     most = _MOD_ROWS if form.score_mod else 256
     return tuple(tile for tile in TILES[head_dim] if split_block(tile)[0] <= most)
 
@@ -109,7 +113,7 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
         **forms.arguments(params, problem, arrays),
         **{f"{name}_map": _map(problem, arrays[name], rows) for name, rows in boxes.items()},
         **{
-            f"{name}_map": _score_map(problem, arrays[name], dtype, block_q)
+            f"{name}_map": _score_map(problem, arrays[name], dtype, (block_q, block_k))
             for name, dtype in (("bias", form.bias), ("mask", "u8" if form.mask else ""))
             if dtype
         },
@@ -131,17 +135,20 @@ def _map(problem: Problem, array: Any, rows: int) -> TensorMap:
     )  # fmt: skip
 
 
-def _score_map(problem: Problem, array: Any, dtype: str, rows: int) -> TensorMap:
-    """[batch, head, row, key] of a bias or a mask, in boxes of `rows` rows and 128 bytes of keys;
-    a dimension that is broadcast has a stride of 0."""
+def _score_map(problem: Problem, array: Any, dtype: str, block: tuple[int, int]) -> TensorMap:
+    """[batch, head, row, key] of a bias or a mask, in boxes of a tile's rows and up to 128 bytes of
+    keys; a dimension that is broadcast has a stride of 0."""
     if dtype == "u8" and isinstance(array, np.ndarray):
         array = array.view(np.uint8)  # of bools
+    rows, keys = block
     size = ITEMSIZE.get(dtype, 1)
+    row_bytes = min(keys * size, _ROW_BYTES)
     sizes = [problem[name] for name in ("batch", "heads_q", "seqlen_q", "seqlen_k")]
     steps = [step if n > 1 else 0 for step, n in zip(array.strides, array.shape[:3], strict=False)]
     return TensorMap(
-        array, dtype, tuple(sizes[::-1]), tuple(steps[::-1]), (_ROW_BYTES // size, rows, 1, 1)
-    )
+        array, dtype, tuple(sizes[::-1]), tuple(steps[::-1]), (row_bytes // size, rows, 1, 1),
+        swizzle=f"{row_bytes}B",
+    )  # fmt: skip
 
 
 def takes(problem: Problem, views: Mapping[str, Any], form: Form, block: Any) -> bool:

@@ -2,18 +2,24 @@
 // shared memory.
 //
 // Rows of a tile are cut into panels of 128 bytes (32, 64 or 128 keys), which hold their rows one
-// under another; 16-byte chunk c of row r lies at position c ^ (r % 8), as in swizzle.cuh. A warp
-// that reads the two keys of each of its lanes' fragments (see mma.cuh) meets each bank once.
+// under another; 16-byte chunk c of row r lies at position c ^ (r % 8), or in a tile of bytes of 64
+// keys at c ^ (r / 2 % 4), as in swizzle.cuh. A warp that reads the two keys of each of its lanes'
+// fragments (see mma.cuh) meets each bank once.
 #pragma once
 #include "device/score.cuh"
 #include "device/tma.cuh"
 
 template <typename T, int ROWS_, int KEYS>
 struct ScoreTile {
-  static constexpr int ROWS = ROWS_, ROW_BYTES = 128;
+  static constexpr int ROWS = ROWS_, ROW_BYTES = KEYS * sizeof(T) == 64 ? 64 : 128;
   static constexpr int PANEL_COLUMNS = ROW_BYTES / sizeof(T), PANELS = KEYS / PANEL_COLUMNS;
   static constexpr int PANEL_BYTES = ROWS * ROW_BYTES, BYTES = PANELS * PANEL_BYTES;
   static_assert(KEYS % PANEL_COLUMNS == 0, "whole panels");
+
+  // What is turned over in the byte within a row, which TMA swizzles as widely as the row is.
+  __device__ static __forceinline__ int turn(int row) {
+    return (ROW_BYTES == 128 ? row % 8 : row / 2 % 4) << 4;
+  }
 };
 
 // The tile from row `row`, key `key` on, of one batch and head. By one thread.
@@ -56,7 +62,7 @@ struct Staged : ScoreRule {
   __device__ __forceinline__ void apply(float (&x)[2], int q_idx, int k_idx, int offset = 0) const {
     const int row = q_idx - place.q0, from = (k_idx - place.k0) * static_cast<int>(sizeof(T));
     const int byte = offset * static_cast<int>(sizeof(T));
-    const u32 lane = row * Tile::ROW_BYTES + (from ^ (row % 8 << 4));
+    const u32 lane = row * Tile::ROW_BYTES + (from ^ Tile::turn(row));
     typename Array::Word word;
     load_shared(word, place.address + OFFSET + byte / Tile::ROW_BYTES * Tile::PANEL_BYTES +
                           (lane ^ byte % Tile::ROW_BYTES));
@@ -68,9 +74,8 @@ struct Staged : ScoreRule {
 // The tiles of a bias and of a mask, where there are such: the mask's behind the bias's.
 template <typename T, bool BIAS, bool MASK, int ROWS, int KEYS>
 struct ScoreTiles {
-  static constexpr int COLUMNS = BIAS || MASK ? KEYS : 128;  // whatever else a tile has
-  using BiasTile = ScoreTile<T, ROWS, COLUMNS>;
-  using MaskTile = ScoreTile<u8, ROWS, COLUMNS>;
+  using BiasTile = ScoreTile<T, ROWS, BIAS ? KEYS : 128>;
+  using MaskTile = ScoreTile<u8, ROWS, MASK ? KEYS : 128>;
   static constexpr int BIAS_BYTES = BIAS ? BiasTile::BYTES : 0;
   static constexpr int BYTES = BIAS_BYTES + (MASK ? MaskTile::BYTES : 0);
   using AddBias = Staged<Bias<T, true>, BiasTile, 0>;
