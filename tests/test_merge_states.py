@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 import fkjit
 from bench.op import operations
 from bench.ops import merge_states as bench
-from fkjit.build import quiet
+from fkjit import arch
+from fkjit.build import build, quiet
 from fkjit.errors import ArgumentTypeError, FkjitError, ParameterError
 from fkjit.interop import numpy_dtype
-from fkjit.ops.merge_kernels import merged
+from fkjit.ops.merge_kernels import MOST_KNOWN, kernel, merged, parameters, problem_of
 from tests.mutations import Bug
 from tests.test_mutations import KINDS, outcome
 
@@ -122,6 +123,23 @@ def test_nothing_seen_nan_and_great_sums():
     assert np.isnan(merge(o, lse)[0]).all()
 
 
+@pytest.mark.parametrize("parts", [5, MOST_KNOWN, MOST_KNOWN + 1])
+def test_counts_that_are_known_when_compiled(parts):
+    """And the first that is not: a kernel for any count."""
+    o, lse = states(parts, (2, 3, 50), 64, "bf16")
+    lse[:, 0, 1], lse[parts // 2, 1] = -INF, INF
+    assert_right(merge(o, lse), o, lse)
+    problem = problem_of("bf16", (2, 3, 50), 64, parts)
+    assert parameters(problem, True)["parts"] == (parts if parts <= MOST_KNOWN else 0)
+    assert parameters(problem, False)["parts"] == 0
+    for name in ("sm_75", "sm_90a") if parts == MOST_KNOWN else ():
+        with quiet():
+            made = build(
+                kernel(parts), {**parameters(problem, True), "dtype": "fp16"}, arch.target(name)
+            )
+        assert made.meta["resources"]["spill_stores"] == 0
+
+
 def test_no_parts_and_no_rows():
     found, sums = merge(*states(0))
     assert found.shape == (2, 3, 5, 24) and not found.any() and np.isneginf(sums).all()
@@ -197,8 +215,15 @@ def test_bad_input_gets_one_clear_typed_error(arguments, options, error, message
 # ------------------------------------------------------------------ planted bugs
 
 FILE = "kernels_cu/attention/merge_states.cu"
-STACK = {"kernel": "merge_states.rows", "params": {"dtype": "fp32", "vector": True, "pair": False}}
-TWO = {"kernel": "merge_states.rows", "params": {"dtype": "fp32", "vector": False, "pair": True}}
+STACK = {
+    "kernel": "merge_states.rows",
+    "params": {"dtype": "fp32", "vector": True, "pair": False, "parts": 0},
+}
+TWO = {
+    "kernel": "merge_states.rows",
+    "params": {"dtype": "fp32", "vector": False, "pair": True, "parts": 2},
+}
+EIGHT = {"kernel": STACK["kernel"], "params": {**STACK["params"], "parts": 8}}
 BUGS = (
     Bug("parts without keys are looked at", FILE, "if (by < 0.f)", "if (false)",
         by="numbers", **STACK),
@@ -208,7 +233,7 @@ BUGS = (
     Bug("one row too many", FILE, "min(own, rows - 1)", "own", by="memory", **TWO),
     Bug("one part too many", FILE, "if (k < count) fetch", "if (k <= count) fetch", by="memory",
         **STACK),
-    Bug("weights are read before all are there", FILE, "__syncwarp();", "", nth=1, by="race",
+    Bug("weights are read before all are there", FILE, "__syncwarp();", "", nth=2, by="race",
         **STACK),
     Bug("the row of another lane", FILE, "from[p] = number << lanes_log2", "from[p] = 0",
         by="race", **STACK),
@@ -216,6 +241,8 @@ BUGS = (
         by="memory", **STACK),
     Bug("the second part's sum is the first's", FILE, "part == 1 ? other_lse",
         "part == 2 ? other_lse", by="memory", **TWO),
+    Bug("its own row's weight for every row", FILE, "told(own_weight, p)", "own_weight",
+        by="numbers", **EIGHT),
 )  # fmt: skip
 
 

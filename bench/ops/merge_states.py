@@ -7,7 +7,7 @@ from typing import Any
 
 import fkjit
 from fkjit.arch import Arch
-from fkjit.ops.merge_kernels import MERGE, ROWS, parameters, problem_of
+from fkjit.ops.merge_kernels import ROWS, kernel, parameters, problem_of
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..accuracy import LIMITS, Expected
@@ -92,7 +92,8 @@ def choose(spec: KernelSpec, p: Problem, arch: Arch) -> Params:
 def ours(p: Problem, arrays: Arrays) -> Prepared:
     """The public call."""
     given = [arrays[name] for name in ("o", "lse", "other", "other_lse") if name in arrays]
-    variant = (MERGE, parameters(p, True)) if given[0].is_cuda else None
+    params = parameters(p, True)
+    variant = (kernel(params["parts"]), params) if given[0].is_cuda else None
     return Prepared(lambda: fkjit.merge_states(*given, layout="bshd"), rows_of, variant=variant)
 
 

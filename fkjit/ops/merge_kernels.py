@@ -8,6 +8,8 @@ from one part to the next.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -22,7 +24,10 @@ ARRAYS = ("o", "lse", "other", "other_lse", "out_lse", "out")  # rows lie in the
 ROWS = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1)}  # where batch, head, row of o stand
 THREADS = 128
 _DIMENSIONS = 3
+MOST_KNOWN = 16  # parts whose count a kernel is compiled for
 _PIECES = 2  # accesses of a lane to each part
+_SHOWN = (0, 2, 8)  # counts that are compiled ahead
+_PARTS = "how many, known when compiled; 0: any number; others are compiled when called"
 
 Strides = tuple[int, ...]
 
@@ -54,9 +59,24 @@ def is_vector(problem: Problem, pointers: Sequence[int]) -> bool:
 
 def parameters(problem: Problem, vector: bool) -> dict[str, Any]:
     """Of the variant that takes a problem."""
+    known = problem["pair"] or (vector and 2 <= problem["parts"] <= MOST_KNOWN)
     return {
-        "dtype": problem["dtype"], "vector": vector, "pair": problem["pair"], "threads": THREADS,
+        "dtype": problem["dtype"], "vector": vector, "parts": problem["parts"] if known else 0,
+        "pair": problem["pair"], "threads": THREADS,
     }  # fmt: skip
+
+
+def _illegal(params: Params) -> str | None:
+    if params["pair"]:
+        return None if params["parts"] == 2 else "a pair is two parts"
+    stack = params["parts"] and not params["vector"]
+    return "a stack of rows that are no vectors has any number of parts" if stack else None
+
+
+def _illegal_shown(params: Params) -> str | None:
+    if params["parts"] == 2 and not params["pair"]:
+        return "is compiled when it is first called"
+    return _illegal(params)
 
 
 def _width(params: Params) -> int:
@@ -120,7 +140,7 @@ def problems(params: Params, scale: str) -> list[dict[str, Any]]:
     shape = (2, 3, 5) if scale == "small" else (3, 16, 1111)
 
     def one(parts: int, layout: str, columns: int, **other: Any) -> dict[str, Any]:
-        parts = 2 if pair else parts
+        parts = params["parts"] or parts
         return problem_of(params["dtype"], shape, columns, parts, pair, layout, **other)
 
     found = [one(6, "bshd", wide), one(4, "bhsd", size * 16, empty=0.0), one(1, "bhsd", size)]
@@ -182,29 +202,38 @@ def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     return {"out": out.transpose(*axes, 3), "out_lse": whole}
 
 
-MERGE = register(
-    KernelSpec(
-        op="merge_states",
-        name="rows",
-        source="attention/merge_states.cu",
-        entry="merge_states",
-        dependent=True,
-        doc="partial attention over different keys, put together",
-        params=(
-            Param("dtype", FLOATS, "element type of o and out"),
-            Param("vector", (True, False), "16-byte accesses: rows that allow them"),
-            Param("pair", (False, True), "two parts, each an array of its own"),
-            Param("threads", (THREADS,), "threads of a block", tunable=True),
-        ),
-        block=lambda params: (params["threads"], 1, 1),
-        grid=grid,
-        flops=lambda p: 2.0 * p["parts"] * p["rows"] * p["columns"],
-        bytes=traffic,
-        arguments=arguments,
-        problems=problems,
-        inputs=inputs,
-        outputs=outputs,
-        reference=reference,
-        tolerance=lambda params: {"fp16": 1e-3, "bf16": 8e-3, "fp32": 2e-6}[params["dtype"]],
-    )
+_SPEC = KernelSpec(
+    op="merge_states",
+    name="rows",
+    source="attention/merge_states.cu",
+    entry="merge_states",
+    dependent=True,
+    doc="partial attention over different keys, put together",
+    params=(
+        Param("dtype", FLOATS, "element type of o and out"),
+        Param("vector", (True, False), "16-byte accesses: rows that allow them"),
+        Param("pair", (False, True), "two parts, each an array of its own"),
+        Param("threads", (THREADS,), "threads of a block", tunable=True),
+        Param("parts", (0,), _PARTS),
+    ),
+    block=lambda params: (params["threads"], 1, 1),
+    illegal=_illegal,
+    grid=grid,
+    flops=lambda p: 2.0 * p["parts"] * p["rows"] * p["columns"],
+    bytes=traffic,
+    arguments=arguments,
+    problems=problems,
+    inputs=inputs,
+    outputs=outputs,
+    reference=reference,
+    tolerance=lambda params: {"fp16": 1e-3, "bf16": 8e-3, "fp32": 2e-6}[params["dtype"]],
 )
+
+
+@lru_cache(maxsize=MOST_KNOWN + 1)
+def kernel(*parts: int) -> KernelSpec:
+    """The kernel for such counts of parts."""
+    return replace(_SPEC, params=(*_SPEC.params[:-1], Param("parts", parts, _PARTS)))
+
+
+MERGE = register(replace(kernel(*_SHOWN), illegal=_illegal_shown))

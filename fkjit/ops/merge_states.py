@@ -10,7 +10,7 @@ from typing import Any
 
 from fkjit.errors import ParameterError
 from fkjit.interop import View
-from fkjit.ops.merge_kernels import MERGE, ROWS, describe, is_vector, parameters
+from fkjit.ops.merge_kernels import ROWS, describe, is_vector, kernel, parameters
 from fkjit.ops.simple import Launch, Op, Output, Request
 from fkjit.ops.simple_checks import check_dtype, check_output, check_same_dtype, check_shape
 from fkjit.ops.simple_operator import Node, like
@@ -92,7 +92,7 @@ def _check(views: Mapping[str, View | None], layout: Any) -> Request:
     problem = _problem(views, dtype, layout, (parts, shape, columns), one)
     pointers = [view.pointer for view in (o, other, given) if view is not None]
     params = parameters(problem, is_vector(problem, pointers))
-    return Request(inputs, made, (Launch(MERGE, params, problem),))
+    return Request(inputs, made, (Launch(kernel(params["parts"]), params, problem),))
 
 
 def _sizes(o: View, lse: View, layout: str, pair: bool) -> tuple[int, tuple[int, ...], int]:

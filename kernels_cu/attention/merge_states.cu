@@ -14,9 +14,11 @@
        0, 1                 0-7, 8-15           in access 0: row 0, row 1
        2, 3                 16-23, 24-31        in access 1: row 2, row 3
 
-   Rows of the first UNDERWAY parts are asked for before their weights are known; each makes room for
-   one of a later part. Sums are read once: between two readings rows would have driven them out of
-   the cache. out may be o, or other: a thread reads before it writes, and nobody else touches its
+   Rows of the first UNDERWAY parts are asked for before any sum is looked at; each makes room for one
+   of a later part. Where the count of parts is known when this is compiled (PARTS), each lane reads
+   the sums of its row, and nothing branches. Else a row's lanes share them out and put them in a
+   table; they are read once: between two readings rows would have driven them out of the cache.
+   out may be o, or other: a thread reads before it writes, and nobody else touches its
    elements. Every architecture. */
 #include "prelude.cuh"
 #include "device/dependent.cuh"
@@ -25,15 +27,19 @@
 
 using elem_t = ${dtype};
 constexpr bool VECTOR = ${vector};  // 16-byte accesses
+constexpr int PARTS = ${parts};     // how many; 0: not known here
 constexpr bool PAIR = ${pair};      // two parts, in o and in other; else all of them in o
 constexpr int THREADS = ${threads};
 
+constexpr bool KNOWN = PARTS > 0;
 constexpr int PIECES_LOG2 = 1, PIECES = 1 << PIECES_LOG2;  // accesses of a lane to each part
-constexpr int UNDERWAY = 2;                                // parts
-constexpr int BLOCKS = 7 * 128 / THREADS;                  // of an SM, at least
-constexpr int TABLE = 256;                                 // weights that a warp has at hand
+constexpr int UNDERWAY = KNOWN ? min_of(PARTS, 8) : 2;     // parts
+constexpr int BLOCKS = (PARTS > 8 ? 4 : PARTS > 2 ? 5 : 7) * 128 / THREADS;  // of an SM, at least
+constexpr int TABLE = 256;               // weights that a warp has at hand
+constexpr int HELD = KNOWN ? PARTS : 1;  // sums that a lane holds
 static_assert(THREADS % WARP_SIZE == 0, "whole warps");
-static_assert(TABLE / WARP_SIZE % UNDERWAY == 0, "parts at hand are whole rounds");
+static_assert(KNOWN || TABLE / WARP_SIZE % UNDERWAY == 0, "parts at hand are whole rounds");
+static_assert(!PAIR || PARTS == 2, "a pair is two parts");
 
 using Part = Piece<elem_t, VECTOR>;
 
@@ -79,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                  const int columns, const int lanes_log2) {  // lanes of a row
   after_previous_kernel();
 
-  // 1. The row of this lane, and what its first part says of it; the row's lanes share out the parts.
+  // 1. The row of this lane, and its sums in all parts, or the first one of its share of them.
   const int lane = threadIdx.x % WARP_SIZE, lanes = 1 << lanes_log2;
   const u32 row0 = blockIdx.x * (THREADS >> lanes_log2);
   const u32 own = row0 + (threadIdx.x >> lanes_log2), row = min(own, rows - 1);
@@ -87,14 +93,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const uint3 at = {batch, outer - batch * rows_1, row - outer * rows_2};
   lse += place(at, lse_strides);
   if (PAIR) other_lse += place(at, other_lse_strides);
-  const auto seen = [&](int part) {
-    const float x = *(PAIR && part == 1 ? other_lse : lse + part * lse_part_stride);
-    return isinf(x) ? NEG_INFINITY : x;
+  const auto sum_of = [&](int part) {
+    return *(PAIR && part == 1 ? other_lse : lse + part * lse_part_stride);
   };
-  const int count = PAIR ? 2 : parts;
+  const auto seen = [&](float x) { return isinf(x) ? NEG_INFINITY : x; };
+  const int count = KNOWN ? PARTS : parts;
   const int sharing = min(lanes, WARP_SIZE), mine = lane & (sharing - 1);
-  const float pair[2] = {PAIR ? seen(0) : 0.f, PAIR ? seen(1) : 0.f};
-  const float held = !PAIR && mine < count ? seen(mine) : NEG_INFINITY;
+  float held[HELD];
+#pragma unroll
+  for (int i = 0; i < HELD; ++i)
+    held[i] = KNOWN || mine < count ? sum_of(KNOWN ? i : mine) : NEG_INFINITY;
 
   // 2. The pieces that it moves: access p is to piece index[p] of the row of lane from[p]. Rows too
   //    wide for a block are cut.
@@ -110,37 +118,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   }
   const auto told = [&](auto x, int p) { return __shfl_sync(FULL_MASK, x, from[p]); };
   const i64 o_place = place(at, o_strides), other_place = PAIR ? place(at, other_strides) : 0;
+  i64 of_row[PIECES];
+#pragma unroll
+  for (int p = 0; p < PIECES; ++p) of_row[p] = told(o_place, p);
   Part read[UNDERWAY][PIECES] = {};
   const auto fetch = [&](int k, int part) {
     const bool second = PAIR && part == 1;
     const elem_t* const source = second ? other : o + part * part_stride;
 #pragma unroll
     for (int p = 0; p < PIECES; ++p) {
-      const i64 of_row = told(second ? other_place : o_place, p);
-      if (index[p] < pieces) read[k][p] = Part::load(source + of_row, index[p]);
+      const elem_t* const at_row = source + (second ? told(other_place, p) : of_row[p]);
+      if (index[p] < pieces) read[k][p] = Part::load(at_row, index[p]);
     }
   };
 #pragma unroll
   for (int k = 0; k < UNDERWAY; ++k)
     if (k < count) fetch(k, k);
+  __syncwarp();  // the compiler must not wait for sums before it has asked for rows
 
-  // 3. The sums of exponentials of this lane's row. The table is of some parts and the warp's rows:
+  // 3. The sum of exponentials of this lane's row. The table is of some parts and the warp's rows:
   //    what they saw first, then what they weigh.
   __shared__ float tables[THREADS / WARP_SIZE][TABLE];
-  const int rows_log2 = max(5 - lanes_log2, 0), at_hand = PAIR ? 2 : TABLE >> rows_log2;
+  const int rows_log2 = max(5 - lanes_log2, 0), at_hand = TABLE >> rows_log2;
   float* const table = tables[threadIdx.x / WARP_SIZE];
   const auto entry = [&](int part, int of_lane) -> float& {
     return table[(part << rows_log2) + (of_lane >> lanes_log2)];
   };
   Sums sums;
-  if (PAIR) {
-    sums.add(pair[0]), sums.add(pair[1]);
+  if (KNOWN) {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+      held[part] = seen(held[part]), sums.top = fmaxf(sums.top, held[part]);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) sums.sum += Sums::weight(held[part], sums.top);
   } else {
-    sums.add(held);
-    entry(mine, lane) = held;
+    held[0] = seen(held[0]);
+    sums.add(held[0]);
+    entry(mine, lane) = held[0];
 #pragma unroll 4
     for (int part = mine + sharing; part < count; part += sharing) {
-      const float x = seen(part);
+      const float x = seen(sum_of(part));
       sums.add(x);
       if (part < at_hand) entry(part, lane) = x;
     }
@@ -151,29 +168,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     return x == NEG_INFINITY ? -1.f : Sums::weight(x, sums.top) * scale;
   };
 
-  // 4. Part after part, as many as there are weights at hand.
+  // 4. Part after part; of a table as many as there are weights at hand.
   float value[PIECES][Part::SIZE] = {};
-  for (int part0 = 0; part0 < count; part0 += at_hand) {
-    const int end = min(count, part0 + at_hand);
-    if (!PAIR) {
-      __syncwarp();
-      for (int part = part0 + mine; part < end; part += sharing)
-        entry(part - part0, lane) = weight(part0 == 0 ? entry(part, lane) : seen(part));
-      __syncwarp();
+  const auto add = [&](int k, const auto& weight_of) {
+#pragma unroll
+    for (int p = 0; p < PIECES; ++p) {
+      const float by = weight_of(p);
+      Part& x = read[k][p];
+      if (by < 0.f) x = {};  // whatever it holds: NaN times 0 is no 0
+#pragma unroll
+      for (int j = 0; j < Part::SIZE; ++j) value[p][j] = fmaf(by, x.get(j), value[p][j]);
     }
+  };
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) {
+    const float own_weight = weight(held[part]);
+    add(part % UNDERWAY, [&](int p) { return told(own_weight, p); });
+    if (part + UNDERWAY < PARTS) fetch(part % UNDERWAY, part + UNDERWAY);
+  }
+  for (int part0 = 0; !KNOWN && part0 < count; part0 += at_hand) {
+    const int end = min(count, part0 + at_hand);
+    __syncwarp();
+    for (int part = part0 + mine; part < end; part += sharing)
+      entry(part - part0, lane) = weight(part0 == 0 ? entry(part, lane) : seen(sum_of(part)));
+    __syncwarp();
     for (int part = part0; part < end; part += UNDERWAY) {
 #pragma unroll
       for (int k = 0; k < UNDERWAY; ++k) {
         if (part + k >= end) continue;
-        const float of_pair = PAIR ? weight(pair[k]) : 0.f;
-#pragma unroll
-        for (int p = 0; p < PIECES; ++p) {
-          const float by = PAIR ? told(of_pair, p) : entry(part + k - part0, from[p]);
-          Part& x = read[k][p];
-          if (by < 0.f) x = {};  // whatever it holds: NaN times 0 is no 0
-#pragma unroll
-          for (int j = 0; j < Part::SIZE; ++j) value[p][j] = fmaf(by, x.get(j), value[p][j]);
-        }
+        add(k, [&](int p) { return entry(part + k - part0, from[p]); });
         if (part + k + UNDERWAY < count) fetch(k, part + k + UNDERWAY);
       }
     }
