@@ -19,6 +19,7 @@ fkjit.attention  # noqa: B018  imports the module
 PROBLEM = {
     **{"dtype": "bf16", "heads_q": 32, "heads_kv": 8, "batch": 1, "seqlen_q": 4},
     **{"seqlen_k": 4096, "window": (4096, 0), "multiprocessors": 132},
+    **{"head_dim": 128, "head_dim_v": 128},
 }
 
 
@@ -76,7 +77,11 @@ def test_calls_that_are_faster_so():
     assert takes(window=(300, 0)) and not takes(window=(200, 0))
     assert not takes("flash") and not takes(block=64)
     assert not takes(dtype="fp32") and not takes(seqlen_q=17)
-    assert not takes(seqlen_q=16, window=(1000, 0))  # rows of several small tiles
-    assert not takes(seqlen_q=16, batch=5)
+    for queries, keys in ((16, 2048), (8, 1024)):  # rows of several small tiles
+        assert takes(seqlen_q=queries, window=(keys - queries, 0), batch=64)
+        assert not takes(seqlen_q=queries, window=(keys - queries - 1, 0))
+    for many in ({"heads_q": 64}, {"head_dim": 192}):  # of several great ones
+        assert takes(seqlen_q=16, **many) and not takes(seqlen_q=16, batch=5, **many)
+        assert not takes(seqlen_q=16, window=(3000, 0), **many)
     on_cpu = {name: value for name, value in PROBLEM.items() if name != "multiprocessors"}
     assert not attention_few.takes_form(on_cpu, "auto", None)

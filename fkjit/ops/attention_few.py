@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 # As decoding has it. Its modules are imported for calls that may be its own: a first call of
 # attention is quicker without them.
 MAX_TOKENS = 16
-_LEAST_KEYS = 256  # with fewer, blocks that share out nothing are as fast
-_MANY_KEYS = 4096  # and then few heads, where rows are more than a small tile (bench/NOTES.md)
-_FEW_ROWS = 16  # query heads of a KV head times queries
+# Rows are query heads of a KV head times queries; the numbers of keys are those of bench/NOTES.md.
+_LEAST_KEYS = 256  # for rows that fill a small tile at most
+_FEW_ROWS = 16
+_KEYS_A_ROW = 32  # for those of one great tile, which has no more columns than
+_TILE_ROWS, _TILE_COLUMNS = 64, 128
+_MANY_KEYS = 4096  # for all others, and then few heads
 _COLUMNS = 8  # of a 16-byte copy
 _MAX_STRIDE = 2**31
 
@@ -46,10 +49,13 @@ def takes(
 
 
 def _is_faster(problem: Problem, keys: int) -> bool:
-    """Rows fill a small tile at most; or flash's tiles would leave SMs idle for long."""
+    """Rows fill a small tile at most, or keys are many for them; or flash's tiles would leave SMs
+    idle for long."""
     rows = problem["heads_q"] // problem["heads_kv"] * problem["seqlen_q"]
     if rows <= _FEW_ROWS:
         return keys >= _LEAST_KEYS
+    if rows <= _TILE_ROWS and max(problem["head_dim"], problem["head_dim_v"]) <= _TILE_COLUMNS:
+        return keys >= _KEYS_A_ROW * rows
     tiles = problem["batch"] * problem["heads_q"]
     return keys >= _MANY_KEYS and tiles < problem["multiprocessors"]
 
