@@ -109,6 +109,20 @@ def test_what_autocast_has_made_is_not_expected(kernel):
     assert len(kernel.launches) == 2 and last(*inputs) is None
 
 
+def test_results_are_contiguous_whatever_the_queries_are(kernel):
+    options = (*CAUSAL[:4], True, "bhsd")
+    inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors()]
+    kernel = planned(*inputs, options=options)
+    with torch.inference_mode():
+        o, lse = fkjit.attention(*inputs, causal=True, return_lse=True)
+    assert not inputs[0].is_contiguous() and o.is_inference()
+    for found, like in ((o, torch.empty(1, 4, 40, 64).half()), (lse, torch.empty(1, 4, 40))):
+        assert (found.shape, found.stride(), found.dtype) == (like.shape, like.stride(), like.dtype)
+        assert found.untyped_storage().nbytes() == like.untyped_storage().nbytes()
+    assert kernel.launches[-1][1][3:5] == (o.data_ptr(), lse.data_ptr())
+    assert not fkjit.attention(*inputs, causal=True, return_lse=True)[0].is_inference()
+
+
 def test_two_geometries_of_one_call_take_turns(kernel):
     inputs, others = tensors(), [x[:, :, :33] for x in tensors()]
     kernels = kernel, planned(*others)
