@@ -34,7 +34,7 @@ struct Barriers {  // addresses
   __device__ __forceinline__ void begin(bool tails, int arrays) const {
 #pragma unroll
     for (int stage = 0; stage < Q_STAGES; ++stage) {
-      mbarrier_init(q_full(stage), 1);
+      mbarrier_init(q_full(stage), tails ? WARP_SIZE : 1);
       mbarrier_init(q_empty(stage), CONSUMERS * 4 * (tails ? WARP_SIZE : 1));
     }
 #pragma unroll
@@ -45,7 +45,7 @@ struct Barriers {  // addresses
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
       mbarrier_init(k_full(stage), 1);
-      mbarrier_init(v_full(stage), 1);
+      mbarrier_init(v_full(stage), tails ? WARP_SIZE : 1);
       mbarrier_init(k_empty(stage), CONSUMERS * 4);
       mbarrier_init(v_empty(stage), CONSUMERS * 4);
     }
@@ -143,14 +143,18 @@ struct CausalSpan {
 
 // A tile of which the first `rows` rows are wanted. What lies behind the last row of a tensor comes
 // as zeros by itself: one thread asks. Behind a packed sequence (CUT) is the next one, or anything: a
-// whole warp makes zeros of it before `full` is told; `tail` and its parity are that warp's own.
+// whole warp makes zeros of it, and all of its lanes arrive at `full`; `tail` and its parity are that
+// warp's own.
 template <typename Tile, bool CUT>
 __device__ __forceinline__ void tma_load_rows(u32 shared, const TensorMap& map, u32 full, u32 tail,
                                               int& parity, int row, int head, int batch, int rows) {
   const int lane = CUT ? threadIdx.x % WARP_SIZE : 0;
   const bool whole = !CUT || rows >= Tile::ROWS;
   if (lane == 0) tma_load_tile<Tile>(shared, map, whole ? full : tail, row, head, batch);
-  if (whole) return;
+  if (whole) {
+    if (lane > 0) mbarrier_arrive(full);
+    return;
+  }
   mbarrier_wait(tail, parity);
   parity ^= 1;
   for (int i = max(rows, 0) * Tile::CHUNKS + lane; i < Tile::ROWS * Tile::CHUNKS; i += WARP_SIZE)
@@ -158,6 +162,5 @@ __device__ __forceinline__ void tma_load_rows(u32 shared, const TensorMap& map, 
     for (int panel = 0; panel < Tile::PANELS; ++panel)
       store_shared_chunk(shared + panel * Tile::PANEL_BYTES + i * 16, make_uint4(0, 0, 0, 0));
   proxy_fence();
-  __syncwarp();
-  if (lane == 0) mbarrier_arrive(full);
+  mbarrier_arrive(full);
 }
