@@ -98,7 +98,7 @@ PACKED = {
 }
 BUGS = (
     Bug("a neighbour's rows are read", D + "tensor_rows.cuh", "row = RAGGED_ROWS - count",
-        "row = 0", by="race", **PACKED),
+        "row = 0", by="memory", **PACKED),
     Bug("keys are taken before they are announced", D + "backward_form.cuh",
         "mbarrier_wait(barriers.work_full(slot.stage), slot.parity);", "", by="race", **PACKED),
     Bug("one score too many is hidden", D + "backward_form.cuh", "tile.width - column",

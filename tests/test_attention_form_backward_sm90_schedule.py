@@ -24,7 +24,7 @@ extern "C" __global__ void walk(int4* visits, int* count, const int* cu_seqlens_
     if (!piece.exists()) continue;
     for (int tile = piece.first_tile(right); tile < piece.end_tile(left); ++tile) {
       const FormTurn<${block_q}, 128> turn(
-          tile, piece.queries.length - tile * ${block_q}, piece.block,
+          tile, piece.queries.length - tile * ${block_q}, piece.block, piece.backwards,
           piece.keys.length - piece.first_key(), piece.first_row(right), left + right);
       visits[(*count)++] = make_int4((piece.batch * heads + piece.head) * 64 + tile, piece.block,
                                      turn.rank, turn.others);

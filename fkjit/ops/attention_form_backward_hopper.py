@@ -43,12 +43,15 @@ def _shared(params: Params) -> SharedLayout:
     return [*parts, (name, size + _NOTE_BYTES)]
 
 
-def _abreast(problem: Problem) -> int:
-    """Heads whose blocks of keys are taken in turns, where dq has an order: twice as many blocks as
-    run at a time, which is what L2 has room for (templates/device/backward_form.cuh)."""
+def _abreast(params: Params, problem: Problem) -> int:
+    """Heads whose blocks of keys are drawn in turns, where dq has an order (see
+    templates/device/backward_form_schedule.cuh): several times as many blocks as run at a time, but
+    what L2 has room for; and so that there is an even number of such sections."""
     blocks = -(-problem["seqlen_k"] // _BLOCK_K)
     heads = problem["heads_kv"] * problem["batch"]
-    return min(-(-2 * problem.get("multiprocessors", hopper.SMS) // blocks), heads)
+    enough = 256 // params["head_dim"] * problem.get("multiprocessors", hopper.SMS)
+    pairs = max(1, round(heads * blocks / enough / 2))
+    return -(-heads // (2 * pairs))
 
 
 def _grid(params: Params, problem: Problem) -> Dim3:
@@ -83,7 +86,7 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
         **forms.arguments(params, problem, arrays),
         **{f"{name}_map": _map(problem, arrays, name, rows) for name, rows in boxes.items()},
         **{name: arrays[name] for name in ("counters",) if name in arrays},
-        "rounds": _abreast(problem),
+        "rounds": _abreast(params, problem),
         "seqlen_q": problem["seqlen_q"],
         "seqlen_k": problem["seqlen_k"],
     }
@@ -104,7 +107,7 @@ def _problems(params: Params, scale: str) -> Sequence[Problem]:
     }  # fmt: skip
     long, short = many * block_q - 3, few * 128 + 5
     if form.varlen:
-        lengths = ((long, 0, 5, 9), (short, 130, 40, 0))
+        lengths = ((5, 0, long, 9), (40, 130, short, 0))
         total_q, total_k = (sum(of) + 3 for of in lengths)  # rows behind the last sequence
         more = {
             "batch": 4, "lengths": lengths, "total_q": total_q, "total_k": total_k,

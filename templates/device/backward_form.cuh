@@ -176,9 +176,11 @@ struct PieceNotes {
                                : piece.batch * sizes.heads_q * (sizes.rows_padded / ROW_STEP);
     store_shared_chunk(
         address, make_uint4(piece.first_row(sizes.right), keys_left, start, piece.queries.length));
+    const bool backwards = Sizes::ORDERED && piece.backwards;
+    const int first = piece.first_tile(sizes.right), last = piece.end_tile(sizes.left) - 1;
     store_shared_chunk(address + 16,
-                       make_uint4(piece.first_tile(sizes.right), piece.end_tile(sizes.left),
-                                  row_blocks * (ROW_STEP / BLOCK_Q), piece.block));
+                       make_uint4(backwards ? last : first, backwards ? first : last,
+                                  row_blocks * (ROW_STEP / BLOCK_Q), piece.block * 2 + backwards));
     store_shared_chunk(address + KEYS,
                        make_uint4(piece.keys.start + piece.first_key(), piece.head,
                                   Sizes::PACKED ? keys_left : piece.batch, piece.batch));
@@ -223,13 +225,14 @@ __device__ __forceinline__ void load_tiles(
       const int first_row = rows.x, keys_left = rows.y, q0 = tile * BLOCK_Q;
       const int row = PACKED ? rows.z + q0 : q0, left = static_cast<int>(rows.w) - q0;
       const int index = load_shared_word(note + 24) + head * (sizes.rows_padded / BLOCK_Q) + tile;
-      const bool last_tile = tile + 1 == load_shared_word(note + 20);
+      const bool last_tile = tile == load_shared_word(note + 20);
       last =
           last_tile && head + 1 == (load_shared_word(note + notes.KEYS + 4) + 1) * sizes.group_size;
       store_shared_chunk(load.about,
                          make_uint4(first_row - q0, keys_left, last, index * (BLOCK_Q / 16)));
       if (ORDERED) {
-        const FormTurn<BLOCK_Q, BLOCK_K> turn(tile, left, load_shared_word(note + 28), keys_left,
+        const int block = load_shared_word(note + 28);
+        const FormTurn<BLOCK_Q, BLOCK_K> turn(tile, left, block / 2, block % 2, keys_left,
                                               first_row, sizes.left + sizes.right);
         store_shared_chunk(load.about + 16, make_uint4(turn.rank, turn.others, row, head));
       }
@@ -243,7 +246,8 @@ __device__ __forceinline__ void load_tiles(
       }
       const TensorRows<PACKED> at(row, place);
       load.load(at.row, head, at.batch, index);
-      tile = last_tile ? load_shared_word(note + 16) : tile + 1;
+      const int step = ORDERED && load_shared_word(note + 28) % 2 ? -1 : 1;
+      tile = last_tile ? load_shared_word(note + 16) : tile + step;
       head += last_tile;
     }
   }

@@ -2,20 +2,21 @@
 // (device/attention_form.cuh), and which block comes next.
 //
 // Pieces of work, blocks of keys of a KV head, are drawn from a counter. Those that a sequence does
-// not have are nobody's. A tile is added to by the block of keys that see it.
+// not have are nobody's. A tile is added to by the blocks of keys that see it.
 //
-// In a fixed order (ORDERED) a head's last block of keys is drawn first and comes first to the tiles
-// that it sees, each block from its first tile onwards:
+// In a fixed order (ORDERED) blocks come to a tile as they are drawn, so that a block waits only for
+// such as were drawn before it: whoever has the first piece that is not done goes on. Heads are
+// drawn from in two ways, which take turns:
 //
-//        block 3            D B B B         its first tile has been seen by nobody that comes later
-//        block 2        D B B B .           in the order; each tile was handed on 128 queries ago
-//        block 1    D B B B .
-//                   ------------> queries
+//        block 3              a a a        B B B           a: the last block of keys first, each
+//        block 2          a a a .              B B B          from its first tile onwards
+//        block 1      a a a .                      B B B   B: the first one first, backwards from
+//                 ------------> queries        <--------      its last tile
 //
-// So blocks that begin at the same time wait for nobody, as long as handing on takes less than 128
-// queries do; but where all of them begin at the first tile each follows the one before. Therefore
-// several heads are drawn from in turns: few blocks of one head begin at a time. A block waits only
-// for such as were drawn before it: whoever has the first piece that is not done goes on.
+// Of blocks that begin at the same time none waits for another while handing on a tile takes less
+// than 128 queries do; but those that begin at one tile, as where nothing is masked, follow one
+// another. So several heads are drawn from abreast, and few blocks of one begin at a time. Causal
+// blocks with little to do come first in a and last in B, which evens out when thread blocks end.
 #pragma once
 #include "device/attention_form.cuh"
 #include "device/padded_rows.cuh"
@@ -70,18 +71,19 @@ struct FormSizes {
 // or several of them in turns.
 struct FormOrder {
   int head, block;
+  bool backwards;  // blocks from the first one on, else from the last one
 
   template <typename Sizes>
   __device__ static __forceinline__ FormOrder one(int number, const Sizes& sizes) {
     const int blocks = sizes.blocks();
-    return {number / blocks, number % blocks};
+    return {number / blocks, number % blocks, true};
   }
   template <typename Sizes>
   __device__ static __forceinline__ FormOrder abreast(int number, const Sizes& sizes) {
     const int step = sizes.heads_abreast * sizes.blocks(), section = number / step;
     const int first = section * sizes.heads_abreast, within = number - section * step;
     const int width = min(sizes.heads_abreast, sizes.all_heads() - first);
-    return {first + within % width, within / width};
+    return {first + within % width, within / width, section % 2 == 1};
   }
 };
 
@@ -89,7 +91,9 @@ struct FormOrder {
 template <typename Sizes>
 struct FormPiece {
   static constexpr int BLOCK_Q = Sizes::BLOCK_Q, BLOCK_K = Sizes::BLOCK_K;
-  int head, block, batch;  // head: of keys
+  int head, block;  // head: of keys
+  bool backwards;   // it goes through its tiles
+  int batch;
   SequenceRows<Sizes::PACKED> queries, keys;
 
   __device__ __forceinline__ FormPiece(int number, const Sizes& sizes)
@@ -100,11 +104,12 @@ struct FormPiece {
   __device__ __forceinline__ FormPiece(FormOrder order, const Sizes& sizes)
       : head(order.head),
         block(order.block),
+        backwards(order.backwards),
         batch(head / sizes.heads_kv()),
         queries(sizes.cu_seqlens_q, batch, sizes.seqlen_q),
         keys(sizes.cu_seqlens_k, batch, sizes.seqlen_k) {
     head -= batch * sizes.heads_kv();
-    if (Sizes::ORDERED) block = ceil_div(keys.length, BLOCK_K) - 1 - block;
+    if (!backwards) block = ceil_div(keys.length, BLOCK_K) - 1 - block;
   }
 
   __device__ __forceinline__ bool exists() const {
@@ -133,13 +138,14 @@ template <int BLOCK_Q, int BLOCK_K>
 struct FormTurn {
   int rank, others;
 
-  __device__ __forceinline__ FormTurn(int tile, int rows_left, int block, int keys_left,
-                                      int first_row, int width) {
+  __device__ __forceinline__ FormTurn(int tile, int rows_left, int block, bool backwards,
+                                      int keys_left, int first_row, int width) {
     const int q0 = tile * BLOCK_Q, last_row = q0 + min(BLOCK_Q, rows_left) - 1;
     // Keys behind the first one of this block; of all keys.
     const int last_key = min(last_row - first_row, keys_left - 1);
     const int first_key = block * BLOCK_K + q0 - first_row - width;
     rank = max(last_key, 0) / BLOCK_K;
     others = rank + 1 + block - (tile == 0 ? 0 : max(first_key, 0) / BLOCK_K);
+    if (backwards) rank = others - 1 - rank;
   }
 };
