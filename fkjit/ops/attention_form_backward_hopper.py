@@ -224,6 +224,13 @@ def pays(problem: Problem, deterministic: bool) -> bool:
     return False
 
 
+def in_order(problem: Problem, deterministic: bool) -> bool:
+    """Whether blocks add to dq in order: also where any would do, if there is a band of keys. Then
+    nobody waits (see _abreast), and sums are neither set to 0 before nor rounded after."""
+    bounds = max(problem["seqlen_q"], problem["seqlen_k"])
+    return deterministic or min(problem["window"]) < bounds
+
+
 def launches(
     views: Mapping[str, Any], form: str, rows: Launch, problem: dict[str, Any],
     wanted: tuple[str, ...], deterministic: bool,
@@ -236,16 +243,17 @@ def launches(
         return []
     dtype, dim = problem["dtype"], hopper.padded_dim(problem) or 0
     problem["sum_columns"] = dim
-    if deterministic:
+    ordered = in_order(problem, deterministic)
+    if ordered:
         problem["turn_rows"] = plain.TURN_ROWS
-    params = {"dtype": dtype, "head_dim": dim, "deterministic": deterministic, "form": form}
+    params = {"dtype": dtype, "head_dim": dim, "deterministic": ordered, "form": form}
     dq = portable.PACKED_DQ if "total_q" in problem else plain.DQ
     made = [
-        Launch(rows.spec, rows.params, {**problem, "sum_columns": 0 if deterministic else dim}),
+        Launch(rows.spec, rows.params, {**problem, "sum_columns": 0 if ordered else dim}),
         Launch(kernel(form), params, problem),
         Launch(dq, {"dtype": dtype}, problem),
     ]
-    return made[:2] if deterministic else made
+    return made[:2] if ordered else made
 
 
 def counters(launches: Sequence[Launch]) -> int:
