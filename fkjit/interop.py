@@ -6,6 +6,7 @@ already in `sys.modules`. Nothing is copied between devices: an array is used wh
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -270,6 +271,18 @@ def empty(like: View, shape: tuple[int, ...], dtype: str) -> Any:
 
     with cupy.cuda.Device(like.device):
         return cupy.empty(shape, numpy_dtype(dtype))
+
+
+def outline(shape: tuple[int, ...], dtype: str, device: Any) -> Any:
+    """What torch.empty_like makes contiguous tensors like, in half the host time of torch.empty: a
+    tensor without memory, so that none is kept of a CUDA graph's."""
+    torch = sys.modules["torch"]
+    one = shape if math.prod(shape) < 2 else (1,) * len(shape)
+    like = torch.empty(one, dtype=torch_dtype(dtype), device=device).expand(shape)
+    like.untyped_storage().resize_(0)
+    if torch.empty_like(like).is_contiguous():
+        return like
+    return torch.empty(shape, dtype=torch_dtype(dtype), device=device)  # as PyTorch could have it
 
 
 def give_back(like: View, array: Any) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 import fkjit
+from fkjit import interop
 from fkjit.errors import DeviceError, LaunchError
 from fkjit.ops import attention_plan, workspace
 from fkjit.ops.attention_checks import check
@@ -121,6 +122,16 @@ def test_results_are_contiguous_whatever_the_queries_are(kernel):
         assert found.untyped_storage().nbytes() == like.untyped_storage().nbytes()
     assert kernel.launches[-1][1][3:5] == (o.data_ptr(), lse.data_ptr())
     assert not fkjit.attention(*inputs, causal=True, return_lse=True)[0].is_inference()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (0, 3), (1, 1), (1, 5, 1), (3, 1, 2, 4)])
+def test_outlines_have_no_memory_and_give_what_empty_gives(shape):
+    like, expected = interop.outline(shape, "bf16", "cpu"), torch.empty(shape).bfloat16()
+    assert like.untyped_storage().nbytes() == 0
+    for _ in range(2):
+        found = torch.empty_like(like)
+        assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+        assert found.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
 
 
 def test_two_geometries_of_one_call_take_turns(kernel):

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from fkjit.device import KeptLaunch, LoadedKernel, flatten
-from fkjit.interop import Pointer
+from fkjit.interop import Pointer, outline
 from fkjit.ops import operators, workspace
 from fkjit.ops.attention_checks import Request
 from fkjit.ops.attention_hopper import COUNTERS
@@ -133,14 +133,13 @@ def remember(
 
 class _Plan:
     __slots__ = (
-        "counters", "device", "dtype", "grid", "index", "kernel", "launches", "lse_shape", "maps",
+        "counters", "dtype", "grid", "index", "kernel", "launches", "lse_shape", "maps",
         "shape", "tail",
     )  # fmt: skip
 
     def __init__(self, request: Request, kernel: LoadedKernel) -> None:
         self.kernel = kernel
         self.index = request.device
-        self.device = request.q.array.device
         self.dtype = request.q.array.dtype
         self.grid = request.spec.grid(request.params, request.problem)
         self.shape = request.output_shape
@@ -193,10 +192,9 @@ class TorchPlan(_Plan):
     def __init__(self, request: Request, kernel: LoadedKernel) -> None:
         super().__init__(request, kernel)
         self.torch = torch = sys.modules["torch"]
-        self.like_o = _alike(torch, self.shape, self.dtype, self.device)
-        self.like_lse = None
-        if self.lse_shape is not None:
-            self.like_lse = _alike(torch, self.lse_shape, torch.float32, self.device)
+        device = request.q.array.device
+        self.like_o = outline(self.shape, request.problem["dtype"], device)
+        self.like_lse = self.lse_shape and outline(self.lse_shape, "fp32", device)
         self.one_gpu = torch.cuda.device_count() == 1  # then it is the current one
         q_at, k_at, v_at = (view.array.data_ptr() for view in (request.q, request.k, request.v))
         self.alignment = (q_at | k_at | v_at) & _ALIGNMENT
@@ -244,16 +242,6 @@ class TorchPlan(_Plan):
             with torch.cuda.device(self.index):
                 self.launch(q, stream, pointers)
         return o if lse is None else (o, lse)
-
-
-def _alike(torch: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
-    """What torch.empty_like makes contiguous tensors from, in half the host time of torch.empty: a
-    tensor without memory, so that none is kept of a CUDA graph's."""
-    like = torch.empty(1, dtype=dtype, device=device).expand(shape)
-    like.untyped_storage().resize_(0)
-    if torch.empty_like(like).is_contiguous():
-        return like
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 class CupyPlan(_Plan):

@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -158,7 +158,7 @@ class Plan:
         self.meets = bool(self.workspace or self.counters)
         outputs = {name: output for name, output in request.outputs.items() if output is not None}
         self.allocations = [
-            (names.index(name), self.allocation(names, request, output))
+            (names.index(name), self.allocation(request, output))
             for name, output in outputs.items()
             if output.given is None
         ]
@@ -208,8 +208,8 @@ class Plan:
                 return True
         return False
 
-    def allocation(self, names: tuple[str, ...], request: Request, output: Output) -> Any:
-        """What makes a new array for an output, given the call's arrays."""
+    def allocation(self, request: Request, output: Output) -> Callable[[], Any]:
+        """What makes a new array for an output."""
         raise NotImplementedError
 
     def launch(self, pointers: list[int], stream: int, like: Any) -> None:
@@ -237,24 +237,14 @@ class Plan:
 class TorchPlan(Plan):
     """A plan for torch tensors."""
 
-    def allocation(self, names: tuple[str, ...], request: Request, output: Output) -> Any:
-        for name, view in request.inputs.items():
-            if (
-                view is not None
-                and tuple(view.shape) == tuple(output.shape)
-                and view.dtype == output.dtype
-                and view.array.is_contiguous()
-            ):  # half the host time of torch.empty
-                at, alike = names.index(name), _torch.empty_like
-                return lambda arrays: alike(arrays[at])
-        shape, device = output.shape, request.like.array.device
-        dtype, empty = interop.torch_dtype(output.dtype), _torch.empty
-        return lambda arrays: empty(shape, dtype=dtype, device=device)
+    def allocation(self, request: Request, output: Output) -> Callable[[], Any]:
+        like = interop.outline(output.shape, output.dtype, request.like.array.device)
+        return partial(_torch.empty_like, like)
 
     def run(self, arrays: list[Any], pointers: list[int]) -> Any:
         current = _torch._C
         for at, allocate in self.allocations:
-            arrays[at] = made = allocate(arrays)
+            arrays[at] = made = allocate()
             pointers[at] = made.data_ptr()
         stream = current._cuda_getCurrentRawStream(self.device)
         if current._cuda_getDevice() == self.device:
@@ -268,10 +258,9 @@ class TorchPlan(Plan):
 class CupyPlan(Plan):
     """A plan for CuPy arrays."""
 
-    def allocation(self, names: tuple[str, ...], request: Request, output: Output) -> Any:
-        shape, dtype = output.shape, interop.numpy_dtype(output.dtype)
-        empty = import_module("cupy").empty
-        return lambda arrays: empty(shape, dtype)
+    def allocation(self, request: Request, output: Output) -> Callable[[], Any]:
+        dtype = interop.numpy_dtype(output.dtype)
+        return partial(import_module("cupy").empty, output.shape, dtype)
 
     def run(self, arrays: list[Any], pointers: list[int]) -> Any:
         cuda = import_module("cupy.cuda")
@@ -279,7 +268,7 @@ class CupyPlan(Plan):
             with cuda.Device(self.device):
                 return self.run(arrays, pointers)
         for at, allocate in self.allocations:
-            arrays[at] = made = allocate(arrays)
+            arrays[at] = made = allocate()
             pointers[at] = made.data.ptr
         self.launch(pointers, cuda.get_current_stream().ptr, arrays[0])
         return self.result(arrays)
