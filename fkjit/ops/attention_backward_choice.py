@@ -56,7 +56,7 @@ def choose(
             "impl='auto' (it is for sm_90a, fp16 and bf16, head dimensions up to 128, more than 32 "
             "queries, rows on 16-byte boundaries, a positive softmax_scale)"
         )
-    if takes and (impl == "flash_sm90" or hopper.pays(problem, deterministic)):
+    if takes:
         made, more = hopper.launches(problem, deterministic)
         return Chosen(made, scratch | more, hopper.COUNTERS)
     launches = [Launch(ROWS, {"dtype": problem["dtype"], "aligned": aligned}, problem)]

@@ -20,11 +20,11 @@ from fkjit.tensor_map import TensorMap
 
 HEAD_DIMS = (64, 128)  # what products are padded to
 COUNTERS = 1
-_BLOCK_K, _PANEL, _WARP_ROWS = 128, 64, 16
+_BLOCK_K, _PANEL = 128, 64
 BLOCK_Q = {64: 128, 128: 64}  # S^T and dK of a warpgroup in registers together
-_Q_STAGES, _DO_STAGES, _DS_STAGES = 3, 2, 2
+_K_STAGES, _Q_STAGES, _DO_STAGES, _DS_STAGES = 2, 3, 2, 2
 SMS = 132  # of an H100 or H200, where a problem does not say
-_BARRIER_BYTES = 256 + 8 * 48 + 16
+_BARRIER_BYTES = 320 + 8 * 48 + 48
 
 
 def _derive(params: Params) -> dict[str, Any]:
@@ -35,6 +35,10 @@ def _derive(params: Params) -> dict[str, Any]:
         **dict.fromkeys(("form", "varlen", "softcap", "alibi"), False),
         "q_stages": _Q_STAGES,
         "do_stages": _DO_STAGES,
+        "dq_stages": _dq_stages(params),
+        # What a lane of a warp that multiplies has registers for.
+        "lse_ahead": 8,
+        "delta_ahead": 2 if head_dim > 64 else 8,
         "main_registers": 208,
         "dq_registers": 64,
         "copy_registers": 32,
@@ -52,18 +56,24 @@ def _direct(params: Params) -> bool:
     return params["head_dim"] > 64 and not params["deterministic"]
 
 
+def _dq_stages(params: Params) -> int:
+    """Parts of dq in shared memory, as many as there is room for."""
+    if _direct(params):
+        return 0
+    return 1 if params["head_dim"] > 64 else 2
+
+
 def _shared(params: Params) -> SharedLayout:
-    """K, V, rings of Q and dO, of dS, of dq, of lse_log2 and delta; the mbarriers."""
+    """K twice, V, rings of Q and dO, of dS, of dq, of lse_log2 and delta; the mbarriers."""
     d, block_q = params["head_dim"], BLOCK_Q[params["head_dim"]]
     rings = (
+        ("K", 2 * _BLOCK_K * d, _K_STAGES), ("V", 2 * _BLOCK_K * d, 1),
         ("Q", 2 * block_q * d, _Q_STAGES), ("dO", 2 * block_q * d, _DO_STAGES),
         ("dS", 2 * _BLOCK_K * block_q, _DS_STAGES),
-        ("dQ", 64 * 64 * 4, 0 if _direct(params) else block_q * d // 64**2),
-        ("rows", 8 * block_q, _Q_STAGES),
+        ("dQ", 64 * 64 * 4, _dq_stages(params)),
+        ("rows", 8 * block_q, _DO_STAGES),
     )  # fmt: skip
     return [
-        ("K", 2 * _BLOCK_K * d),
-        ("V", 2 * _BLOCK_K * d),
         *((f"{name} stage {i}", size) for name, size, count in rings for i in range(count)),
         ("mbarriers", _BARRIER_BYTES),
     ]
@@ -85,10 +95,9 @@ def _teams(problem: Problem, rounds: int) -> int:
 
 def _rounds(params: Params, problem: Problem) -> int:
     """In how many rounds a team of thread blocks goes through a head, where dq has an order (see
-    device/backward_schedule.cuh): the fastest by count of blocks, nearly; then few rounds, as heads
-    under way at once share L2, but four tiles between two that come to one."""
+    device/backward_schedule.cuh): few, as heads under way at once share L2, of those that are
+    nearly the fastest by count of blocks."""
     blocks, heads = _blocks(problem), _heads(problem)
-    enough = 4 * BLOCK_Q[params["head_dim"]] // _BLOCK_K
 
     def time(rounds: int) -> int:
         each = -(-heads // _teams(problem, rounds))
@@ -96,8 +105,7 @@ def _rounds(params: Params, problem: Problem) -> int:
 
     legal = [rounds for rounds in range(1, blocks + 1) if _teams(problem, rounds) > 0]
     best = min(map(time, legal))
-    near = [rounds for rounds in legal if 20 * time(rounds) <= 21 * best]
-    return next((rounds for rounds in near if rounds >= enough), near[-1])
+    return next(rounds for rounds in legal if 20 * time(rounds) <= 21 * best)
 
 
 def _grid(params: Params, problem: Problem) -> Dim3:
@@ -120,16 +128,13 @@ def _map(problem: Problem, arrays: Mapping[str, Any], name: str, rows: int) -> T
         (columns, count, heads, batch),
         steps[::-1],
         (_PANEL, rows, 1, 1),
-        writable=rows == _WARP_ROWS,
     )
 
 
 def boxes(params: Params) -> dict[str, int]:
-    """Rows of the boxes that an array is loaded in, or stored."""
+    """Rows of the boxes that an array is loaded in."""
     block_q = BLOCK_Q[params["head_dim"]]
-    loaded = {"q": block_q, "dout": block_q, "k": _BLOCK_K, "v": _BLOCK_K}
-    stored = ("dk", "dv", "dq") if params["deterministic"] else ("dk", "dv")
-    return loaded | dict.fromkeys(stored, _WARP_ROWS)
+    return {"q": block_q, "dout": block_q, "k": _BLOCK_K, "v": _BLOCK_K}
 
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,6 +143,9 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
         **{
             f"{name}_map": _map(problem, arrays, name, rows) for name, rows in boxes(params).items()
         },
+        **{name: arrays[name] for name in ("dk", "dv")},
+        **{f"{name}_strides": shared.strides(problem, name, arrays) for name in ("dk", "dv")},
+        **{name: problem[name] for name in ("head_dim", "head_dim_v")},
         **{name: arrays.get(name) for name in ("lse_log2", "delta", "dq_sum", "turns")},
         **{name: arrays[name] for name in ("counters",) if name in arrays},
         "batch": problem["batch"],
@@ -167,13 +175,6 @@ def takes(problem: Problem, aligned: bool, arch: Arch) -> bool:
     return legal and problem["softmax_scale"] > 0
 
 
-def pays(problem: Problem, deterministic: bool) -> bool:
-    """Whether a call that names no kernel takes it: where sums of dq may come in any order, and in
-    turns with head dimensions above 64. Those up to 64 have not been timed in turns as they are
-    taken now (bench/NOTES.md): ask for it by name."""
-    return not deterministic or padded_dim(problem) == HEAD_DIMS[-1]
-
-
 def padded_dim(problem: Problem) -> int | None:
     """The compiled head dimension that holds those of a problem, or None."""
     larger = max(problem["head_dim"], problem["head_dim_v"])
@@ -195,7 +196,7 @@ def launches(
         Launch(FLASH_SM90, params, problem),
         Launch(portable.DQ, {"dtype": dtype}, {**problem, "sum_columns": dim}),
     )
-    return made[:2] if deterministic else made, scratch
+    return made, scratch
 
 
 def turns_shape(problem: Problem) -> tuple[int, ...]:
@@ -216,28 +217,34 @@ def _problems(params: Params, scale: str) -> Sequence[Problem]:
 
 
 def _outputs(params: Params, problem: Problem) -> Arrays:
-    sums = (*shared.rows_shape(problem), params["head_dim"])
-    if params["deterministic"]:
-        return {
-            **shared.outputs(("dq", "dk", "dv"))(params, problem),
-            "dq_sum": np.full(sums, np.nan, np.float32),
-            "turns": np.zeros(turns_shape(problem), np.uint32),
+    made = shared.outputs(("dk", "dv"))(params, problem)
+    if not params["deterministic"]:
+        return made | {
+            "dq_sum": sums(params, problem, 0),
+            "counters": np.zeros(COUNTERS, np.uint32),
         }
-    return {
-        **shared.outputs(("dk", "dv"))(params, problem),
-        "dq_sum": np.zeros(sums, np.float32),
-        "counters": np.zeros(COUNTERS, np.uint32),
-    }
+    turns = np.zeros(turns_shape(problem), np.uint32)
+    return made | {"dq_sum": sums(params, problem, np.nan), "turns": turns}
+
+
+def sums(params: Params, problem: Problem, start: float) -> np.ndarray:
+    """dq_sum before the kernel: `start`, which may be poison, but for rows of no tile."""
+    made = np.full((*shared.rows_shape(problem), problem["sum_columns"]), start, np.float32)
+    made[..., _round_up(problem["seqlen_q"], BLOCK_Q[params["head_dim"]]) :, :] = 0
+    return made
+
+
+def _round_up(length: int, step: int) -> int:
+    return -(-length // step) * step
 
 
 def _reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     found = shared.reference(problem, arrays)
-    if problem["deterministic"]:
-        return {**found, "turns": np.zeros(turns_shape(problem))}
     rows = shared.rows_padded(problem) - problem["seqlen_q"]
     columns = problem["sum_columns"] - problem["head_dim"]
     dq = np.pad(found["dq"] / problem["softmax_scale"], ((0, 0), (0, 0), (0, rows), (0, columns)))
-    return {"dk": found["dk"], "dv": found["dv"], "dq_sum": portable.fragments(dq)}
+    made = {"dk": found["dk"], "dv": found["dv"], "dq_sum": portable.fragments(dq)}
+    return made | ({"turns": np.zeros(turns_shape(problem))} if problem["deterministic"] else {})
 
 
 FLASH_SM90 = register(

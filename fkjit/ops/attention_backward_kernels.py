@@ -347,7 +347,7 @@ def _dq_arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -
     return {
         **{name: arrays[name] for name in ("dq_sum", "dq")},
         "dq_strides": shared.strides(problem, "dq", arrays),
-        **{name: problem[name] for name in ("batch", "heads_q", "seqlen_q", "head_dim")},
+        **{name: problem[name] for name in ("heads_q", "seqlen_q", "head_dim")},
         **{"rows_padded": shared.rows_padded(problem), "sum_columns": problem["sum_columns"]},
         "softmax_scale": float(np.float32(problem["softmax_scale"])),
     }

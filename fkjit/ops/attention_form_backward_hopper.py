@@ -23,9 +23,9 @@ from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, SharedL
 from fkjit.tensor_map import TensorMap
 
 _BASE = hopper.FLASH_SM90
-_BLOCK_K, _PANEL, _WARP_ROWS = 128, 64, 16
+_BLOCK_K, _PANEL = 128, 64
 _RAGGED_ROWS = 128  # templates/device/tensor_rows.cuh
-_NOTE_BYTES = 2 * 16 + 2 * 16  # more barriers.note(), and keys of two pieces
+_NOTE_BYTES = 2 * 16  # keys of two pieces
 _LEAST_CAP = 1.0  # derivatives come from probabilities of 16 bits: beside it they are off by little
 # What is compiled ahead; every other form is compiled when it is first called.
 SHOWN = tuple(form.text for form in (Form(softcap=True, varlen=True), Form(alibi=True)))
@@ -34,7 +34,9 @@ _FORM = "what it does beside causal attention"
 
 def _derive(params: Params) -> dict[str, Any]:
     values = {**parse(params["form"]).values(), "seqlen_q": "seqlen_q", "seqlen_k": "seqlen_k"}
-    return {**_BASE.derive(params), **values}
+    # Rules for scores take registers.
+    ahead = {"lse_ahead": 0, "delta_ahead": 0} if params["head_dim"] > 64 else {}
+    return {**_BASE.derive(params), **ahead, **values}
 
 
 def _shared(params: Params) -> SharedLayout:
@@ -64,20 +66,17 @@ def _grid(params: Params, problem: Problem) -> Dim3:
 def _map(problem: Problem, arrays: Mapping[str, Any], name: str, rows: int) -> TensorMap:
     """In boxes of `rows` rows and one panel of columns."""
     size = ITEMSIZE[problem["dtype"]]
-    array, writable = arrays[name], rows == _WARP_ROWS
+    array = arrays[name]
     batch, heads, row = (step * size for step in forms.strides(problem, name, array))
     count, head_count, length, columns = shared.shape(problem, name)
     box = (_PANEL, rows, 1, 1)
     if "total_q" not in problem:
-        return TensorMap(
-            array, problem["dtype"], (columns, length, head_count, count), (row, heads, batch), box,
-            writable=writable,
-        )  # fmt: skip
+        steps = (row, heads, batch)
+        return TensorMap(array, problem["dtype"], (columns, length, head_count, count), steps, box)
     dims = (columns, _RAGGED_ROWS, head_count, array.shape[0] + 1)
     return TensorMap(
-        array, problem["dtype"], dims, (row, heads, row), box, writable=writable,
-        origin=-_RAGGED_ROWS * row,
-    )  # fmt: skip
+        array, problem["dtype"], dims, (row, heads, row), box, origin=-_RAGGED_ROWS * row
+    )
 
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,7 +84,9 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
     return {
         **forms.arguments(params, problem, arrays),
         **{f"{name}_map": _map(problem, arrays, name, rows) for name, rows in boxes.items()},
-        **{name: arrays[name] for name in ("counters",) if name in arrays},
+        **{name: arrays[name] for name in ("dk", "dv", "counters") if name in arrays},
+        **{f"{name}_strides": forms.strides(problem, name, arrays[name]) for name in ("dk", "dv")},
+        **{name: problem[name] for name in ("head_dim", "head_dim_v")},
         "rounds": _abreast(params, problem),
         "seqlen_q": problem["seqlen_q"],
         "seqlen_k": problem["seqlen_k"],
@@ -131,10 +132,6 @@ def _inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Array
     return made
 
 
-def _sums_shape(problem: Problem) -> tuple[int, ...]:
-    return (*shared.rows_shape(problem), problem["sum_columns"])
-
-
 def _turns(problem: Problem) -> np.ndarray:
     """As the kernel for rows leaves them: something where there is no row of a sequence."""
     found = forms.padded(problem, 7.0 * ("total_q" in problem))
@@ -148,22 +145,21 @@ def _turns(problem: Problem) -> np.ndarray:
 def _outputs(params: Params, problem: Problem) -> Arrays:
     """Of packed arrays zeros, as rows of no sequence, or of one without the other's, are left."""
     made = forms.outputs(params, {**problem, "alibi_batches": 1})
-    names = ("dq", "dk", "dv") if params["deterministic"] else ("dk", "dv")
-    value = 0 if "total_q" in problem else np.nan
-    found = {name: np.full_like(made[name], value) for name in names}
+    packed = "total_q" in problem
+    found = {name: np.full_like(made[name], 0 if packed else np.nan) for name in ("dk", "dv")}
     found["counters"] = np.zeros(hopper.COUNTERS, np.uint32)
     if params["deterministic"]:
         found["turns"] = _turns(problem).astype(np.uint32)
-    start = np.nan if params["deterministic"] else 0
-    return found | {"dq_sum": np.full(_sums_shape(problem), start, np.float32)}
+    start = np.nan if params["deterministic"] and not packed else 0
+    return found | {"dq_sum": hopper.sums(params, problem, start)}
 
 
 def _reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     found = forms.reference(problem, arrays)
     made = {name: found[name] for name in ("dk", "dv")}
     if problem["deterministic"]:
-        return made | {"dq": found["dq"], "turns": _turns(problem)}
-    sums = np.zeros(_sums_shape(problem))
+        made["turns"] = _turns(problem)
+    sums = np.zeros((*shared.rows_shape(problem), problem["sum_columns"]))
     for b, queries, _ in forms.sequences(problem, arrays):
         rows = found["dq"][queries] / problem["softmax_scale"]
         rows = rows.swapaxes(0, 1) if "total_q" in problem else rows
@@ -226,7 +222,7 @@ def pays(problem: Problem, deterministic: bool) -> bool:
 
 def in_order(problem: Problem, deterministic: bool) -> bool:
     """Whether blocks add to dq in order: also where any would do, if there is a band of keys. Then
-    nobody waits (see _abreast), and sums are neither set to 0 before nor rounded after."""
+    nobody waits (see _abreast), and sums are not set to 0 before."""
     bounds = max(problem["seqlen_q"], problem["seqlen_k"])
     return deterministic or min(problem["window"]) < bounds
 
@@ -247,13 +243,15 @@ def launches(
     if ordered:
         problem["turn_rows"] = plain.TURN_ROWS
     params = {"dtype": dtype, "head_dim": dim, "deterministic": ordered, "form": form}
-    dq = portable.PACKED_DQ if "total_q" in problem else plain.DQ
-    made = [
-        Launch(rows.spec, rows.params, {**problem, "sum_columns": 0 if ordered else dim}),
+    packed = "total_q" in problem
+    dq = portable.PACKED_DQ if packed else plain.DQ
+    # In order the first one to come stores; nobody comes to sequences without keys.
+    zeros = 0 if ordered and not packed else dim
+    return [
+        Launch(rows.spec, rows.params, {**problem, "sum_columns": zeros}),
         Launch(kernel(form), params, problem),
         Launch(dq, {"dtype": dtype}, problem),
     ]
-    return made[:2] if ordered else made
 
 
 def counters(launches: Sequence[Launch]) -> int:

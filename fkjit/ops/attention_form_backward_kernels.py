@@ -272,8 +272,8 @@ PACKED_DQ = replace(
     derive=lambda params: {**plain.DQ.derive(params), **_PACKED},
     arguments=problem.arguments,
     grid=lambda params, one: (
-        -(-one["batch"] * one["heads_q"] * -(-one["seqlen_q"] // 16) * one["sum_columns"] // 2
-          // plain.ROW_THREADS), 1, 1,
+        one["batch"] * one["heads_q"]
+        * -(-(-(-one["seqlen_q"] // 16) * one["sum_columns"] // 2) // plain.ROW_THREADS), 1, 1,
     ),
 )  # fmt: skip
 

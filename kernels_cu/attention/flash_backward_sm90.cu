@@ -7,20 +7,23 @@
    through the tiles of queries that see them (device/backward_schedule.cuh). Two warpgroups own 64
    keys each; P^T and dS^T, accumulators in 16 bits, are the A operands of the next products:
 
-     for each tile:  dP^T = V dO^T;  dV += P^T dO    issued; others' arithmetic runs meanwhile
+     for each tile:  dP^T - delta = V dO^T - delta;  dV += P^T dO    issued
                      dS^T = P^T * (dP^T - delta)     and to shared memory, for the third warpgroup
                      S^T = K Q^T of the next tile;  dK += dS^T Q    issued
                      P^T = exp2(S^T * c - lse_log2)  while dK is multiplied
 
+   The next tile may be the first one of other keys: their K has been loaded beside this one.
+
    The third warpgroup multiplies dS K of all 128 keys, a tile behind the others, and adds it to
-   `dq_sum` in L2, from its accumulators (DIRECT) or by the copy engine. In any order: dq_sum is 0
-   before, and backward_dq.cu makes dQ of it. DETERMINISTIC: blocks add to a tile in a fixed order;
-   the first one overwrites it, the last one makes dQ of it. In the fourth, a thread each loads
-   tiles, loads K and V, and starts the copies of dQ and waits for turns.
+   `dq_sum` in L2, from its accumulators (DIRECT) or by the copy engine; backward_dq.cu makes dQ of
+   it. In any order: dq_sum is 0 before. DETERMINISTIC: blocks add to a tile in a fixed order, and
+   the first one overwrites it. In the fourth, a thread each loads tiles, and K and V, and two copy
+   dQ in turns (device/backward_copies.cuh).
+
+   Forms of attention are rendered in as device/backward_form.cuh has them.
 
    Registers decide the schedule: dK and dV take 128 of 208, S^T or dP^T 32, P^T or dS^T 16. With
    dV under way while dS^T is made both of the latter were needed: ptxas serialises wgmma (C7512).
-   Forms of attention are rendered in as device/backward_form.cuh has them.
 
    Source: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
@@ -33,6 +36,7 @@
 #include "device/backward_sums.cuh"
 #include "device/backward_tile.cuh"
 #include "device/mbarrier.cuh"
+#include "device/reread.cuh"
 #include "device/stmatrix.cuh"
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
@@ -43,8 +47,12 @@ constexpr int HEAD_DIM = ${head_dim};  // of q, k, v and o, padded with zeros
 constexpr bool DETERMINISTIC = ${deterministic};
 constexpr bool DIRECT = ${direct};  // dQ is added up from registers, else from shared memory
 constexpr int Q_STAGES = ${q_stages}, DO_STAGES = ${do_stages};  // tiles in shared memory
+constexpr int ROWS_STAGES = DO_STAGES;                           // what their rows bring along
+constexpr int DQ_STAGES = ${dq_stages};                          // parts of dQ
 constexpr int MAIN_REGISTERS = ${main_registers}, DQ_REGISTERS = ${dq_registers};
 constexpr int COPY_REGISTERS = ${copy_registers};
+constexpr int LSE_AHEAD = ${lse_ahead},
+              DELTA_AHEAD = ${delta_ahead};  // pairs of a lane that are read early
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 constexpr bool VARLEN = ${varlen}, SOFTCAP = ${softcap}, ALIBI = ${alibi};
 
@@ -52,28 +60,29 @@ constexpr int BLOCK_K = 128, WARPGROUP = 128, THREADS = 4 * WARPGROUP;
 // What setmaxnreg gives to some it has taken from others of those that a block was launched with.
 static_assert(2 * MAIN_REGISTERS + DQ_REGISTERS + COPY_REGISTERS <= 65536 / WARPGROUP,
               "more would be waited for forever");
-static_assert(!(DIRECT && DETERMINISTIC), "turns are taken by the thread that starts copies");
+static_assert(!(DIRECT && DETERMINISTIC), "turns are taken by the threads that start copies");
 constexpr int DIM_STEPS = HEAD_DIM / 16, Q_STEPS = BLOCK_Q / 16, K_STEPS = BLOCK_K / 16;
 constexpr int DQ_COLUMNS = 64;  // of dQ multiplied at a time, of 64 queries
 constexpr int CHUNKS = DQ_COLUMNS / 8;
 constexpr int DQ_ACROSS = HEAD_DIM / DQ_COLUMNS, DQ_PARTS = BLOCK_Q / 64 * DQ_ACROSS;
 
 using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;  // of Q and dO
-using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;  // of K and V, at the end of dK and dV
+using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;  // of K and V
 using DSTile = SwizzledTile<BLOCK_K, BLOCK_Q>;
 static_assert(QTile::PANEL_COLUMNS == 64 && DSTile::PANEL_COLUMNS == 64, "TMA's 128-byte swizzle");
 
-// Shared memory: K, V, rings of Q and dO, of dS, dQ, what rows bring along; the barriers.
+// Shared memory: K twice, V, rings of Q and dO, of dS, dQ, what rows bring along; the barriers.
 constexpr int ROWS_BYTES = 2 * BLOCK_Q * 4, DS_STAGES = 2;  // lse_log2 of a tile, then delta
-constexpr int V_OFFSET = KTile::BYTES + GUARD, Q_OFFSET = 2 * V_OFFSET;
+constexpr int K_STAGE = KTile::BYTES + GUARD, V_OFFSET = 2 * K_STAGE, Q_OFFSET = 3 * K_STAGE;
 constexpr int Q_STAGE = QTile::BYTES + GUARD, DO_OFFSET = Q_OFFSET + Q_STAGES * Q_STAGE;
 constexpr int DS_OFFSET = DO_OFFSET + DO_STAGES * Q_STAGE, DS_STAGE = DSTile::BYTES + GUARD;
 constexpr int DQ_OFFSET = DS_OFFSET + DS_STAGES * DS_STAGE, DQ_WARP_BYTES = 16 * DQ_COLUMNS * 4;
 constexpr int DQ_STAGE = 4 * DQ_WARP_BYTES + GUARD, ROWS_STAGE = ROWS_BYTES + GUARD;
-constexpr int ROWS_OFFSET = DQ_OFFSET + (DIRECT ? 0 : DQ_PARTS * DQ_STAGE);
-constexpr int BARRIERS_OFFSET = ROWS_OFFSET + Q_STAGES * ROWS_STAGE;
+constexpr int ROWS_OFFSET = DQ_OFFSET + DQ_STAGES * DQ_STAGE;
+constexpr int BARRIERS_OFFSET = ROWS_OFFSET + ROWS_STAGES * ROWS_STAGE;
 
-using Barriers = BackwardBarriers<Q_STAGES, DO_STAGES, DS_STAGES, DQ_PARTS>;
+// Pieces of work are taken by the warps that multiply, and by the thread that loads K and V.
+using Barriers = BackwardBarriers<Q_STAGES, DO_STAGES, DS_STAGES, DQ_PARTS, DQ_STAGES, 3 * 4 + 1>;
 //% if form
 using Sizes = FormSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC, VARLEN, ALIBI>;
 //% else
@@ -121,13 +130,14 @@ __device__ __forceinline__ void product_dq(float (&d)[1][CHUNKS][4], u64 a, u64 
       : "l"(a), "l"(b), "r"(add));
 }
 
-// S^T or dP^T: both operands have HEAD_DIM columns.
+// S^T, or dP^T added to d: both operands have HEAD_DIM columns.
+template <bool ADDED>
 __device__ __forceinline__ void issue_keys(float (&d)[1][BLOCK_Q / 8][4], u64 keys, u64 queries) {
 #pragma unroll
   for (int step = 0; step < DIM_STEPS; ++step) {
     const int panel = step / 4, within = step % 4 * 2;  // 32 bytes a step, in units of 16
     product_keys(d, keys + (panel * KTile::PANEL_BYTES >> 4) + within,
-                 queries + (panel * QTile::PANEL_BYTES >> 4) + within, step > 0);
+                 queries + (panel * QTile::PANEL_BYTES >> 4) + within, ADDED || step > 0);
   }
   wgmma_commit();
 }
@@ -145,11 +155,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const __grid_constant__ TensorMap dout_map,  // BLOCK_Q rows; all boxes are 64 columns wide
     const __grid_constant__ TensorMap k_map,     // k, v [batch, heads_kv, seqlen_k, head_dim],
     const __grid_constant__ TensorMap v_map,     // BLOCK_K rows
-    const __grid_constant__ TensorMap dk_map,    // like k and v, 16 rows
-    const __grid_constant__ TensorMap dv_map,
-    //% if deterministic
-    const __grid_constant__ TensorMap dq_map,  // like q, 16 rows
-    //% endif
+    elem_t* __restrict__ dk,  // [batch, heads_kv, seqlen_k, head_dim], rows on 16 bytes
+    elem_t* __restrict__ dv,  // the same with head_dim_v columns
     //% if form
     // Null where dense. Packed arrays are as device/tensor_rows.cuh and padded_rows.cuh say.
     const int* __restrict__ cu_seqlens_q,    // [batch + 1]
@@ -166,8 +173,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     //% if form or not deterministic
     u32* __restrict__ counters,  // [1], 0 before and after
     //% endif
-    const int batch, const int heads_q, const int group_size, const int seqlen_q,
-    const int seqlen_k, const int rows_padded, const float softmax_scale,
+    const Strides dk_strides, const Strides dv_strides, const int batch, const int heads_q,
+    const int group_size, const int seqlen_q, const int seqlen_k, const int head_dim,
+    const int head_dim_v, const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
     //% if form
     const AttentionForm form,
@@ -202,135 +210,157 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
   if (warpgroup < 2) {
     // ---- dK and dV of 64 keys
     more_registers<MAIN_REGISTERS>();
-    const int warp_row = warpgroup * 64 + warp * 16;
+    const auto warp_row = [] { return thread_index_again() / WARP_SIZE * 16; };
     const u64 k_operand = wgmma_tile(shared + warpgroup * 64 * KTile::ROW_BYTES, 0);
     const u64 v_operand = k_operand + (V_OFFSET >> 4);
     const u64 q_operand = wgmma_tile(shared + Q_OFFSET, QTile::PANEL_BYTES);
     const u64 do_operand = wgmma_tile(shared + DO_OFFSET, QTile::PANEL_BYTES);
-    const FragmentReader<DSTile, BlockOrder::ROW_MAJOR> ds_place(lane);
+    FragmentReader<DSTile, BlockOrder::ROW_MAJOR> ds_place(lane);
+    ds_place.lane_offset += warp_row() * DSTile::ROW_BYTES;
     const u32 lane_rows = shared + ROWS_OFFSET + lane % 4 * 8;
-    RingPlace<Q_STAGES> place;
-
-    const auto store_rows = [&](const TensorMap& map, const float (&sum)[1][HEAD_DIM / 8][4],
-                                float scale, int number, int offset) {
-      const u32 warp_tile = shared + warp_row * KTile::ROW_BYTES + offset;
-      stage_rows<elem_t, KTile>(sum, scale, lane, warp_tile);
-      proxy_fence();
-      __syncwarp();
-      if (!signals) return;
+    u32 p[Q_STEPS][4];
+    bool masked,
+        ends;  // the tile whose scores are next: some are hidden, it is the last of its piece
+    RowPairs<LSE_AHEAD> lse;
+    RowPairs<DELTA_AHEAD> delta;
+    bool do_ready;
+    const auto rows_at = [&](int step) { return lane_rows + step % ROWS_STAGES * ROWS_STAGE; };
+    // All that lies in shared memory comes late while products are read from there: before scores
+    // are waited for.
+    const auto look_ahead = [&](int step) {
+      const Tile tile(barriers.tile(step));
+      masked = tile.masked(), ends = tile.last;
+      lse.load(rows_at(step));
+    };
+    // P^T of the tile, and what its dP^T takes.
+    const auto take_scores = [&](float (&s)[1][BLOCK_Q / 8][4], int step) {
       //% if form
-      store_keys<KTile, VARLEN>(map, warp_tile, barriers.tile(step_number - !offset), warp_row);
+      band_scores<SOFTCAP, ALIBI, BLOCK_Q, BLOCK_K>(s, lane, barriers.tile(step), warp_row(), form);
       //% else
-      const BackwardWork work(number, sizes);
-      tma_store_tile<KTile>(map, warp_tile, work.block * BLOCK_K + warp_row, work.head, work.batch);
+      if (masked) {
+        const Tile tile(barriers.tile(step));
+        const int first = warp_row();
+        mask_columns(s, lane, [&](int row) { return tile.first_visible(first + row); });
+      }
       //% endif
+      const float scale = SOFTCAP || ALIBI ? 1.f : softmax_scale_log2;
+      probabilities<elem_t>(p, s, scale, lse, rows_at(step));
+      delta.load(rows_at(step) + BLOCK_Q * 4);
+      const RingPlace<DO_STAGES> do_ring = ring_place<DO_STAGES>(step);
+      do_ready = mbarrier_test(barriers.do_full(do_ring.stage), do_ring.parity);
     };
 
-    for (int number = next_work(); number < sizes.works(); number = next_work()) {
-      float dk[1][HEAD_DIM / 8][4] = {}, dv[1][HEAD_DIM / 8][4] = {};
-      u32 p[Q_STEPS][4];
-      const auto take_probabilities = [&](float (&s)[1][BLOCK_Q / 8][4], int stage, int step) {
-        //% if form
-        band_scores<SOFTCAP, ALIBI, BLOCK_Q, BLOCK_K>(s, lane, barriers.tile(step), warp_row, form);
-        //% else
-        const Tile tile(barriers.tile(step));
-        if (tile.masked())
-          mask_columns(s, lane, [&](int row) { return tile.first_visible(warp_row + row); });
-        //% endif
-        const float scale = SOFTCAP || ALIBI ? 1.f : softmax_scale_log2;
-        probabilities<elem_t>(p, s, scale, lane_rows + stage * ROWS_STAGE);
-      };
+    // dK or dV of a piece of work, of which this is a tile.
+    const auto store = [&](elem_t* target, const Strides& strides, int columns,
+                           const float (&sum)[1][HEAD_DIM / 8][4], float scale, int step) {
+      const u32 about = barriers.tile(step);
+      const BackwardKeys<VARLEN> keys(about);
+      target += keys.batch * strides.batch + keys.head * strides.head +
+                (keys.row + warp_row()) * strides.row;
+      const int rows_left = Tile(about).keys - warp_row();
+      store_sums(target, strides.row, sum, scale, lane, rows_left, columns);
+    };
 
-      const int kv_parity = works_taken - 1 & 1;
-      mbarrier_wait(barriers.k_full(), kv_parity);
-      mbarrier_wait(barriers.q_full(place.stage), place.parity);
-      wgmma_fence();
-      {
-        float s[1][BLOCK_Q / 8][4];
-        issue_keys(s, k_operand, q_operand + place.stage * (Q_STAGE >> 4));
-        wgmma_wait<0>();
-        take_probabilities(s, place.stage, step_number);
-      }
-      mbarrier_wait(barriers.v_full(), kv_parity);
+    bool more = next_work() < sizes.works();
+    if (!more) return;
+    mbarrier_wait(barriers.k_full(0), 0);
+    mbarrier_wait(barriers.q_full(0), 0);
+    wgmma_fence();
+    {
+      float s[1][BLOCK_Q / 8][4];
+      issue_keys<false>(s, k_operand, q_operand);
+      look_ahead(0);
+      wgmma_wait<0>();
+      take_scores(s, 0);
+    }
+    while (more) {
+      float dk_sum[1][HEAD_DIM / 8][4] = {}, dv_sum[1][HEAD_DIM / 8][4] = {};
+      int taken = works_taken - 1;  // the piece of the next scores
+      mbarrier_wait(barriers.v_full(), taken & 1);
+      settle(dv_sum[0]);
+      settle(dk_sum[0]);
       for (bool last = false; !last;) {
-        // 1. dP^T and dV, then dS^T.
-        const int stage = place.stage;
+        // 1. dP^T and dV, then dS^T; meanwhile what step 2 needs. After the last tile other keys
+        // follow.
+        const int stage = step_number % Q_STAGES, tile_number = step_number;
         const RingPlace<DO_STAGES> do_ring = ring_place<DO_STAGES>(step_number);
-        const u64 do_tile = do_operand + do_ring.stage * (Q_STAGE >> 4);
-        mbarrier_wait(barriers.do_full(do_ring.stage), do_ring.parity);
-        settle(p);
-        settle(dv[0]);
-        settle(dk[0]);
-        wgmma_fence();
-        float dp[1][BLOCK_Q / 8][4];  // in here, so that its registers are free elsewhere
-        issue_keys(dp, v_operand, do_tile);
-        issue_sum(dv, p, do_tile);
-        wgmma_wait<0>();
-        if (signals) mbarrier_arrive(barriers.do_empty(do_ring.stage));
-        u32 ds[Q_STEPS][4];
-        const u32 rows = lane_rows + stage * ROWS_STAGE;
-        //% if softcap
-        capped_differentials<elem_t>(ds, p, dp, rows, rows + BLOCK_Q * 4, form.softcap);
-        //% else
-        differentials<elem_t>(ds, p, dp, rows + BLOCK_Q * 4);
-        //% endif
-
-        // 2. dS for the third warpgroup.
         const RingPlace<DS_STAGES> ds_ring = ring_place<DS_STAGES>(step_number);
-        const u32 ds_tile = shared + DS_OFFSET + ds_ring.stage * DS_STAGE;
+        const u64 do_tile = do_operand + do_ring.stage * (Q_STAGE >> 4);
+        float dp[1][BLOCK_Q / 8][4];  // in here, so that its registers are free elsewhere
+        start_differentials(dp, delta, rows_at(step_number) + BLOCK_Q * 4);
+        if (!do_ready) mbarrier_wait(barriers.do_full(do_ring.stage), do_ring.parity);
+        settle(p);
+        settle(dp[0]);
+        wgmma_fence();
+        issue_keys<true>(dp, v_operand, do_tile);
+        issue_sum(dv_sum, p, do_tile);
+        last = ends;
+        if (last) {
+          more = next_work() < sizes.works();
+          taken += more;
+          if (more) mbarrier_wait(barriers.k_full(taken % 2), taken / 2 % 2);
+        }
+        step_number += more;
+        const RingPlace<Q_STAGES> next = ring_place<Q_STAGES>(step_number);
+        mbarrier_wait(barriers.q_full(next.stage), next.parity);
         mbarrier_wait(barriers.ds_empty(ds_ring.stage), ds_ring.parity ^ 1);
+        wgmma_wait<0>();
+        u32 ds[Q_STEPS][4];
+        //% if softcap
+        capped_differentials<elem_t>(ds, p, dp, rows_at(tile_number), form.softcap);
+        //% else
+        differentials<elem_t>(ds, p, dp);
+        //% endif
+        __syncwarp();  // lanes have read what rows bring along
+        if (signals) mbarrier_arrive(barriers.do_empty(do_ring.stage));
+        if (signals && last) mbarrier_arrive(barriers.v_empty());
 #pragma unroll
         for (int step = 0; step < Q_STEPS; ++step)
-          stmatrix_x4(ds_place.address(ds_tile, warp_row / 16, step), ds[step]);
-        proxy_fence();
-        __syncwarp();
-        if (signals) mbarrier_arrive(barriers.ds_full(ds_ring.stage));
+          stmatrix_x4(ds_place.address(shared + DS_OFFSET + ds_ring.stage * DS_STAGE, 0, step),
+                      ds[step]);
 
-        // 3. dV, when it is complete, is staged where V was, which this warpgroup alone reads.
-        last = Tile(barriers.tile(step_number)).last;
-        if (last) {
-          warpgroup_sync(1 + warpgroup);
-          store_rows(dv_map, dv, 1.f, number, V_OFFSET);
-        }
-
-        // 4. S^T of the next tile, then dK; P^T meanwhile. (After the last tile its own scores once
-        // more: products must not stand under a condition.)
-        place.advance();
-        if (!last) mbarrier_wait(barriers.q_full(place.stage), place.parity);
-        const int next_stage = last ? stage : place.stage, next_step = step_number + !last;
-        ++step_number;
+        // 2. S^T of the next tile, then dK; meanwhile dS^T is handed to the third warpgroup. (After
+        // all tiles the scores of the last one once more: products must not stand under a
+        // condition.)
         settle(ds);
         wgmma_fence();
         float s[1][BLOCK_Q / 8][4];
-        issue_keys(s, k_operand, q_operand + next_stage * (Q_STAGE >> 4));
-        issue_sum(dk, ds, q_operand + stage * (Q_STAGE >> 4));
+        issue_keys<false>(s, k_operand + taken % 2 * (K_STAGE >> 4),
+                          q_operand + next.stage * (Q_STAGE >> 4));
+        issue_sum(dk_sum, ds, q_operand + stage * (Q_STAGE >> 4));
+        proxy_fence();
+        __syncwarp();
+        if (signals) mbarrier_arrive(barriers.ds_full(ds_ring.stage));
+        if (last) store(dv, dv_strides, head_dim_v, dv_sum, 1.f, tile_number);
+        look_ahead(step_number);
+
+        // 3. P^T while dK is multiplied.
         wgmma_wait<1>();
-        take_probabilities(s, next_stage, next_step);
+        take_scores(s, step_number);
         wgmma_wait<0>();
-        __syncwarp();  // after the last tile, lanes have read of this stage once more
+        __syncwarp();  // after all tiles, lanes have read of this stage once more
         if (signals) mbarrier_arrive(barriers.q_empty(stage));
       }
-      // 5. dK is staged where K was, which the third warpgroup reads, too.
-      if (signals) tma_store_wait(), mbarrier_arrive(barriers.v_empty());
-      warpgroup_sync(1 + warpgroup);
-      const RingPlace<DS_STAGES> ds_ring = ring_place<DS_STAGES>(step_number - 1);
-      mbarrier_wait(barriers.ds_empty(ds_ring.stage), ds_ring.parity);
-      store_rows(dk_map, dk, softmax_scale, number, 0);
-      if (signals) tma_store_wait(), mbarrier_arrive(barriers.k_empty());
+      // 4. All have been multiplied with this K.
+      if (signals) mbarrier_arrive(barriers.k_empty(works_taken % 2));
+      store(dk, dk_strides, head_dim, dk_sum, softmax_scale, step_number - more);
     }
   } else if (warpgroup == 2) {
     fewer_registers<DQ_REGISTERS>();  // ---- dQ
     const u64 ds_operand = wgmma_tile(shared + DS_OFFSET, DSTile::PANEL_BYTES);
-    const u64 k_operand = wgmma_tile(shared, KTile::PANEL_BYTES);
-    for (int number = next_work(); number < sizes.works(); number = next_work()) {
-      mbarrier_wait(barriers.k_full(), works_taken - 1 & 1);
+    const u64 keys_operand = wgmma_tile(shared, KTile::PANEL_BYTES);
+    const bool leads = threadIdx.x == 2 * WARPGROUP;
+    while (next_work() < sizes.works()) {
+      const int taken = works_taken - 1;
+      const u64 k_operand = keys_operand + taken % 2 * (K_STAGE >> 4);
+      mbarrier_wait(barriers.k_full(taken % 2), taken / 2 % 2);
       for (bool last = false; !last; ++step_number) {
         const RingPlace<DS_STAGES> ds_ring = ring_place<DS_STAGES>(step_number);
+        const int copier = step_number % Barriers::COPIERS;
         mbarrier_wait(barriers.ds_full(ds_ring.stage), ds_ring.parity);
-        if (!DIRECT && threadIdx.x == 2 * WARPGROUP) mbarrier_arrive(barriers.begun());
+        if (DETERMINISTIC && leads) mbarrier_arrive(barriers.begun(copier));
         const u64 ds_tile = ds_operand + (ds_ring.stage * DS_STAGE >> 4);
         const Tile tile(barriers.tile(step_number));
-        const BackwardTurn turn{barriers.tile(step_number) + 16};
         last = tile.last;
 #pragma unroll
         for (int part = 0; part < DQ_PARTS; ++part) {
@@ -345,56 +375,66 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
           wgmma_wait<0>();
           __syncwarp();  // lanes have read what the tile is
           if (signals && part == DQ_PARTS - 1) mbarrier_arrive(barriers.ds_empty(ds_ring.stage));
-          if (DIRECT) {
+          const auto sums = [&] {
             const i64 row_block = static_cast<i64>(tile.index) * INDEX_BLOCKS + block * 4 + warp;
-            give_sums(dq_sum + fragment_place(row_block, panel * CHUNKS, HEAD_DIM / 8, 0), dq,
-                      lane);
-            continue;
-          }
-          const u32 staging = shared + DQ_OFFSET + part * DQ_STAGE + warp * DQ_WARP_BYTES;
-          mbarrier_wait(barriers.dq_ready(part), step_number & 1);
-          if (DETERMINISTIC && turn.last()) {
-            if (turn.rank() > 0) add_staged(dq, staging, lane);
-            __syncwarp();
-            stage_rows<elem_t, SwizzledTile<16, DQ_COLUMNS>>(dq, softmax_scale, lane, staging);
-          } else {
-            stage_fragments(staging, dq, lane);
-          }
+            return dq_sum + fragment_place(row_block, panel * CHUNKS, HEAD_DIM / 8, 0);
+          };
+          //% if direct
+          give_sums(sums(), dq, lane);
+          //% else
+          const RingPlace<DQ_STAGES> place = ring_place<DQ_STAGES>(step_number * DQ_PARTS + part);
+          const u32 staging = shared + DQ_OFFSET + place.stage * DQ_STAGE + warp * DQ_WARP_BYTES;
+          if (DETERMINISTIC)
+            mbarrier_wait(barriers.dq_empty(place.stage), place.parity ^ 1);
+          else if (signals)
+            bulk_wait_read<DQ_STAGES - 1>();
+          __syncwarp();
+          stage_fragments(staging, dq, lane);
           proxy_fence();
           __syncwarp();
-          if (signals) mbarrier_arrive(barriers.dq_full(part));
+          if (!signals) continue;
+          if (DETERMINISTIC)
+            mbarrier_arrive(barriers.dq_full(copier, part));
+          else
+            bulk_add(sums(), staging, DQ_WARP_BYTES);
+          //% endif
         }
       }
+      if (signals) mbarrier_arrive(barriers.k_empty(taken % 2));
     }
+    //% if deterministic
+    // There are no more tiles. (The last one has been read: nobody is two phases behind.)
+    mbarrier_wait(barriers.dq_empty(DQ_STAGES - 1), step_number * DQ_PARTS / DQ_STAGES & 1 ^ 1);
+    if (leads)
+      for (int i = 0; i < Barriers::COPIERS; ++i) {
+        store_shared_word(barriers.tile(step_number + i) + 12, -1);
+        mbarrier_arrive(barriers.begun((step_number + i) % Barriers::COPIERS));
+      }
+    //% else
+    if (signals) bulk_wait();
+    //% endif
   } else {
     fewer_registers<COPY_REGISTERS>();
     if (warp == 0 && signals) {
       // ---- tiles of Q and dO, and notes of what they are
-      const Rings rings{shared};
-      load_tiles(BackwardLoads<Rings, Barriers>{barriers, rings, q_map, dout_map, lse_log2, delta},
-                 sizes, counters);
+      load_tiles(
+          BackwardLoads<Rings, Barriers>{barriers, {shared}, q_map, dout_map, lse_log2, delta},
+          sizes, counters);
     } else if (warp == 1 && signals) {
       // ---- K and V
-      const KeyLoads<KTile, Barriers> loads{barriers, shared, shared + V_OFFSET, k_map, v_map};
+      const KeyLoads<KTile, Barriers> loads{barriers,          shared, K_STAGE,
+                                            shared + V_OFFSET, k_map,  v_map};
       load_keys(loads, sizes);
-    } else if (warp == 2 && signals) {
+    } else if (DETERMINISTIC && signals) {
       // ---- copies of dQ, in turns
-      const auto copies = [&](int index, int part) {
+      //% if deterministic
+      const auto part_of = [&](int index, int part) {
         const i64 row_block = static_cast<i64>(index) * INDEX_BLOCKS + part / DQ_ACROSS * 4;
         const i64 place = fragment_place(row_block, part % DQ_ACROSS * CHUNKS, HEAD_DIM / 8, 0);
-        return Copies{dq_sum + place, shared + DQ_OFFSET + part * DQ_STAGE};
+        return Copies{dq_sum + place, shared + DQ_OFFSET + part % DQ_STAGES * DQ_STAGE};
       };
-      DQThread<DETERMINISTIC, DQ_PARTS, Barriers> thread{barriers, turns};
-      const auto finish = [&](const Copies& copies, BackwardTurn turn, int part) {
-        //% if deterministic
-        copies.finish<VARLEN>(dq_map, turn, part / DQ_ACROSS * 64, part % DQ_ACROSS * DQ_COLUMNS);
-        //% endif
-      };
-      while (take_work_alone(barriers, works_taken++) < sizes.works())
-        for (bool last = DIRECT; !last; ++step_number)
-          last = thread.tile(step_number, copies, finish);
-      thread.finish_turn();
-      bulk_wait();
+      copy_in_turns<DQ_PARTS, DQ_STAGES>(barriers, turns, warp - 2, part_of);
+      //% endif
     }
   }
 }

@@ -10,7 +10,6 @@
 
 // What the others are told of a block of keys, beside what BackwardTile has: words in shared memory.
 //
-//   place    of queries: the batch, of packed sequences how many rows there are from the tile on
 //   row, head, place     of keys, see tensor_rows.cuh
 template <bool PACKED>
 struct FormKeys {
@@ -18,26 +17,11 @@ struct FormKeys {
 
   __device__ __forceinline__ explicit FormKeys(uint4 words)
       : row(words.x), head(words.y), place(words.z) {}
-  // Of the notes of a tile.
-  __device__ __forceinline__ static FormKeys of_tile(u32 address) {
-    const uint4 words = load_shared_chunk(address + 32);
-    const u32 place = PACKED ? load_shared_word(address + 4) : words.x;
-    return FormKeys(make_uint4(words.y, words.z, place, 0));
-  }
   // Coordinates of the rows from `skipped` on.
   __device__ __forceinline__ TensorRows<PACKED> from(int skipped) const {
     return {row + skipped, PACKED ? place - skipped : place};
   }
 };
-
-// 16 rows of dK or dV, from row `skipped` of the block on that has the notes of a tile.
-template <typename Tile, bool PACKED>
-__device__ __forceinline__ void store_keys(const TensorMap& map, u32 staged, u32 notes,
-                                           int skipped) {
-  const auto keys = FormKeys<PACKED>::of_tile(notes);
-  const TensorRows<PACKED> to = keys.from(skipped);
-  tma_store_tile<Tile>(map, staged, to.row, keys.head, to.batch);
-}
 
 // A tile of queries beside the keys of a block.
 template <int BLOCK_Q, int BLOCK_K>
@@ -78,7 +62,8 @@ __device__ __forceinline__ void final_scores(float (&s)[1][N][4], int lane, cons
 template <typename T, int STEPS>
 __device__ __forceinline__ void capped_differentials(u32 (&ds)[STEPS][4], const u32 (&p)[STEPS][4],
                                                      const float (&dp)[1][2 * STEPS][4],
-                                                     u32 lane_lse, u32 lane_delta, float softcap) {
+                                                     u32 lane_lse, float softcap) {
+  asm volatile("" : "+f"(softcap));  // computed here again, as registers have no room for it
   const float rate = inverse_fast(softcap * LOG2E);
   const auto slope = [&](float probability, float lse) {
     const float x = fmaxf((log2_fast(probability) + lse) * rate, -1.f);  // -1 where P is 0
@@ -87,13 +72,11 @@ __device__ __forceinline__ void capped_differentials(u32 (&ds)[STEPS][4], const 
 #pragma unroll
   for (int n = 0; n < 2 * STEPS; ++n) {
     const float2 lse = load_shared_pair(lane_lse + n * 32);
-    const float2 delta = load_shared_pair(lane_delta + n * 32);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float2 pair = unpack2<T>(p[n / 2][n % 2 * 2 + half]);
-      ds[n / 2][n % 2 * 2 + half] =
-          pack2<T>(slope(pair.x, lse.x) * (dp[0][n][2 * half] - delta.x),
-                   slope(pair.y, lse.y) * (dp[0][n][2 * half + 1] - delta.y));
+      ds[n / 2][n % 2 * 2 + half] = pack2<T>(slope(pair.x, lse.x) * dp[0][n][2 * half],
+                                             slope(pair.y, lse.y) * dp[0][n][2 * half + 1]);
     }
   }
 }
@@ -221,6 +204,11 @@ __device__ __forceinline__ void load_tiles(
     for (bool last = false; !last; ++step_number) {
       TileLoad<Rings, Barriers> load(loads, step_number);
       load.begin(step_number);
+      if (ALIBI) {
+        const int batch = load_shared_word(note + notes.KEYS + 12);
+        const float slope = sizes.alibi_slopes[batch * sizes.alibi_batch_stride + head] * LOG2E;
+        store_shared_word(load.about + 44, __float_as_uint(slope));
+      }
       const uint4 rows = load_shared_chunk(note);
       const int first_row = rows.x, keys_left = rows.y, q0 = tile * BLOCK_Q;
       const int row = PACKED ? rows.z + q0 : q0, left = static_cast<int>(rows.w) - q0;
@@ -238,12 +226,8 @@ __device__ __forceinline__ void load_tiles(
       }
       const uint4 keys = load_shared_chunk(note + notes.KEYS);
       const int place = PACKED ? left : keys.z;
-      store_shared_chunk(load.about + 32, make_uint4(place, keys.x, keys.y, 0));
-      if (ALIBI) {
-        const int batch = load_shared_word(note + notes.KEYS + 12);
-        const float slope = sizes.alibi_slopes[batch * sizes.alibi_batch_stride + head] * LOG2E;
-        store_shared_word(load.about + 44, __float_as_uint(slope));
-      }
+      store_shared_pair(load.about + 32, place, keys.x);
+      store_shared_word(load.about + 40, keys.y);
       const TensorRows<PACKED> at(row, place);
       load.load(at.row, head, at.batch, index);
       const int step = ORDERED && load_shared_word(note + 28) % 2 ? -1 : 1;

@@ -20,6 +20,7 @@ struct BackwardRings {
   __device__ __forceinline__ u32 dout(int stage) const {
     return shared + DO_OFFSET + stage * STAGE_BYTES;
   }
+  // lse_log2 of a tile's rows, then delta: empty when its dO is.
   __device__ __forceinline__ u32 rows(int stage) const {
     return shared + ROWS_OFFSET + stage * ROWS_STAGE_BYTES;
   }
@@ -52,7 +53,7 @@ struct TileLoad {
   __device__ __forceinline__ void begin(int step_number) {
     const Barriers& barriers = loads.barriers;
     q_full = barriers.q_full(q_ring.stage), about = barriers.tile(step_number);
-    rows = loads.rings.rows(q_ring.stage);
+    rows = loads.rings.rows(do_ring.stage);
     mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
   }
   // The tile from `row` on, whose rows bring along what lies at `index` tiles.
@@ -60,11 +61,11 @@ struct TileLoad {
     using QTile = typename Rings::QTile;
     const Barriers& barriers = loads.barriers;
     tma_load_tile<QTile>(loads.rings.q(q_ring.stage), loads.q_map, q_full, row, head, batch);
+    mbarrier_wait(barriers.do_empty(do_ring.stage), do_ring.parity ^ 1);
     mbarrier_expect(q_full, Rings::ROWS_BYTES);
     const i64 first = static_cast<i64>(index) * Rings::BLOCK_Q;
     bulk_load(rows, loads.lse_log2 + first, Rings::ROWS_BYTES / 2, q_full);
     bulk_load(rows + Rings::ROWS_BYTES / 2, loads.delta + first, Rings::ROWS_BYTES / 2, q_full);
-    mbarrier_wait(barriers.do_empty(do_ring.stage), do_ring.parity ^ 1);
     tma_load_tile<QTile>(loads.rings.dout(do_ring.stage), loads.dout_map,
                          barriers.do_full(do_ring.stage), row, head, batch);
   }
@@ -76,29 +77,30 @@ __device__ __forceinline__ void load_tiles(const BackwardLoads<Rings, Barriers>&
                                            const BackwardSizes<BLOCK_Q, BLOCK_K, ORDERED>& sizes,
                                            u32* counters) {
   const Barriers& barriers = loads.barriers;
-  int step_number = 0, begun = 0, number = -1;
-  while (true) {
-    number = BackwardWork::next(number, counters, sizes.again());
-    announce_work(barriers, begun++, number);
+  start_notes(barriers);
+  for (int step_number = 0;;) {
+    const int number = announce_next<BackwardWork>(barriers, counters, sizes);
     if (number >= sizes.works()) break;
-    BackwardWalk at = note_work(barriers, number, sizes.again());
-    for (; at.left > 0; ++step_number) {
+    note_work(barriers, number, sizes.again());
+    for (bool last = false; !last; ++step_number) {
       const BackwardWork work = noted_work(barriers);
+      BackwardWalk at = noted_walk(barriers);
       const auto now = sizes.again();
       TileLoad<Rings, Barriers> load(loads, step_number);
       const int q0 = at.tile * BLOCK_Q, first_key = work.block * BLOCK_K;
       const int index = at.index(work, now);
+      last = at.left == 1;
       load.begin(step_number);
       store_shared_chunk(load.about,
                          make_uint4(sizes.causal ? first_key - now.diagonal() - q0 : -BLOCK_K,
-                                    sizes.seqlen_k - first_key, at.left == 1, index));
-      if (ORDERED) {
-        const int rank = work.rank(at.tile, now), others = now.turns(at.tile);
-        store_shared_chunk(load.about + 16, make_uint4(rank, others, q0, at.head));
-        store_shared_word(load.about + 32, work.batch);
-      }
+                                    sizes.seqlen_k - first_key, last, index));
+      const int rank = ORDERED ? work.rank(at.tile, now) : 0;
+      const int others = ORDERED ? now.turns(at.tile) : 0;
+      store_shared_pair(load.about + 16, rank, others);
+      store_shared_chunk(load.about + 32, make_uint4(work.batch, first_key, work.head, 0));
       load.load(q0, at.head, work.batch, index);
       at.advance(work, now);
+      note_walk(barriers, at);
     }
   }
 }
@@ -107,15 +109,17 @@ __device__ __forceinline__ void load_tiles(const BackwardLoads<Rings, Barriers>&
 template <typename Tile, typename Barriers>
 struct KeyLoads {
   const Barriers& barriers;
-  u32 k_tile, v_tile;
+  u32 k_tile, k_stage_bytes, v_tile;
   const TensorMap &k_map, &v_map;
 
   // Those of piece `taken` of a thread block, from `row` on.
   __device__ __forceinline__ void load(int taken, int row, int head, int batch) const {
+    const RingPlace<Barriers::K_STAGES> place = ring_place<Barriers::K_STAGES>(taken);
+    mbarrier_wait(barriers.k_empty(place.stage), place.parity ^ 1);
+    tma_load_tile<Tile>(k_tile + place.stage * k_stage_bytes, k_map, barriers.k_full(place.stage),
+                        row, head, batch);
     mbarrier_wait(barriers.v_empty(), taken & 1 ^ 1);
     tma_load_tile<Tile>(v_tile, v_map, barriers.v_full(), row, head, batch);
-    mbarrier_wait(barriers.k_empty(), taken & 1 ^ 1);
-    tma_load_tile<Tile>(k_tile, k_map, barriers.k_full(), row, head, batch);
   }
 };
 

@@ -1,10 +1,7 @@
 // dQ of 16 rows a warp, N blocks of 8 columns as wgmma leaves them, on its way to the sums of all
-// blocks of keys in device memory (sum_fragments.cuh): from registers, or by way of shared memory,
-// where one thread hands a part of dQ, of four warps, to the copy engine.
-//
-//   first     the first one to come stores instead of adding: nobody has to set sums to 0
-//   last      where there is an order, the copy engine brings the sums to shared memory before; the
-//             warps add them to their registers and leave dQ in their place, in 16 bits
+// blocks of keys in device memory (sum_fragments.cuh): from registers, or by way of shared memory and
+// the copy engine. Where there is an order, the first one to come stores instead of adding: nobody
+// has to set sums to 0.
 #pragma once
 #include "device/sum_fragments.cuh"
 #include "device/tile_copy.cuh"
@@ -14,17 +11,6 @@ template <int N>
 __device__ __forceinline__ void stage_fragments(u32 staging, const float (&d)[1][N][4], int lane) {
 #pragma unroll
   for (int n = 0; n < N; ++n) store_shared_floats(staging + (n * WARP_SIZE + lane) * 16, d[0][n]);
-}
-
-// Adds the fragments that lie there.
-template <int N>
-__device__ __forceinline__ void add_staged(float (&d)[1][N][4], u32 staging, int lane) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const uint4 x = load_shared_chunk(staging + (n * WARP_SIZE + lane) * 16);
-    d[0][n][0] += __uint_as_float(x.x), d[0][n][1] += __uint_as_float(x.y);
-    d[0][n][2] += __uint_as_float(x.z), d[0][n][3] += __uint_as_float(x.w);
-  }
 }
 
 // A warp's fragments to `sums` from registers, which are 0 before.

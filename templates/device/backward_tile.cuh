@@ -4,6 +4,7 @@
 // shared memory, one float after the other.
 #pragma once
 #include "device/math.cuh"
+#include "device/quad_transpose.cuh"
 #include "device/swizzle.cuh"
 #include "device/tile_copy.cuh"
 
@@ -24,6 +25,17 @@ struct BackwardTile {
   }
 };
 
+// Where these keys are in K, V and their gradients: noted with the tile.
+template <bool PACKED>
+struct BackwardKeys {
+  int batch, row, head;
+
+  __device__ __forceinline__ explicit BackwardKeys(u32 address)
+      : batch(PACKED ? 0 : load_shared_word(address + 32)),
+        row(load_shared_word(address + 36)),
+        head(load_shared_word(address + 40)) {}
+};
+
 // Scores of hidden pairs become -inf: columns of row i before first_visible(i).
 template <int N, typename FirstVisible>
 __device__ __forceinline__ void mask_columns(float (&s)[1][N][4], int lane,
@@ -39,13 +51,27 @@ __device__ __forceinline__ void mask_columns(float (&s)[1][N][4], int lane,
   }
 }
 
-// S^T -> P^T in 16 bits. `lane_lse`: of this lane's columns.
-template <typename T, int STEPS>
+// The first COUNT pairs of what a lane's queries bring along.
+template <int COUNT>
+struct RowPairs {
+  float2 pairs[COUNT > 0 ? COUNT : 1];
+  __device__ __forceinline__ float2 pair(int n, u32 lane_rows) const {
+    return n < COUNT ? pairs[n] : load_shared_pair(lane_rows + n * 32);
+  }
+  __device__ __forceinline__ void load(u32 lane_rows) {
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) pairs[n] = load_shared_pair(lane_rows + n * 32);
+  }
+};
+
+// S^T -> P^T in 16 bits. `lane_lse`: of this lane's columns, the first ones are `ahead`.
+template <typename T, int STEPS, int AHEAD>
 __device__ __forceinline__ void probabilities(u32 (&p)[STEPS][4], const float (&s)[1][2 * STEPS][4],
-                                              float scale_log2, u32 lane_lse) {
+                                              float scale_log2, const RowPairs<AHEAD>& ahead,
+                                              u32 lane_lse) {
 #pragma unroll
   for (int n = 0; n < 2 * STEPS; ++n) {
-    const float2 lse = load_shared_pair(lane_lse + n * 32);
+    const float2 lse = ahead.pair(n, lane_lse);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       p[n / 2][n % 2 * 2 + half] =
@@ -54,31 +80,59 @@ __device__ __forceinline__ void probabilities(u32 (&p)[STEPS][4], const float (&
   }
 }
 
-// P^T, dP^T -> dS^T in 16 bits.
-template <typename T, int STEPS>
-__device__ __forceinline__ void differentials(u32 (&ds)[STEPS][4], const u32 (&p)[STEPS][4],
-                                              const float (&dp)[1][2 * STEPS][4], u32 lane_delta) {
+// What dP^T is added to: -delta.
+template <int N, int AHEAD>
+__device__ __forceinline__ void start_differentials(float (&dp)[1][N][4],
+                                                    const RowPairs<AHEAD>& ahead, u32 lane_delta) {
 #pragma unroll
-  for (int n = 0; n < 2 * STEPS; ++n) {
-    const float2 delta = load_shared_pair(lane_delta + n * 32);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float2 pair = unpack2<T>(p[n / 2][n % 2 * 2 + half]);
-      ds[n / 2][n % 2 * 2 + half] = pack2<T>(pair.x * (dp[0][n][2 * half] - delta.x),
-                                             pair.y * (dp[0][n][2 * half + 1] - delta.y));
-    }
+  for (int n = 0; n < N; ++n) {
+    const float2 delta = ahead.pair(n, lane_delta);
+    dp[0][n][0] = dp[0][n][2] = -delta.x;
+    dp[0][n][1] = dp[0][n][3] = -delta.y;
   }
 }
 
-// An accumulator times `scale`, in 16 bits, to the warp's 16 rows of a tile.
-template <typename T, typename Tile, int N>
-__device__ __forceinline__ void stage_rows(const float (&acc)[1][N][4], float scale, int lane,
-                                           u32 warp_tile) {
+// P^T, dP^T - delta -> dS^T in 16 bits. In bf16 the difference is rounded, too: two products at a
+// time. (In fp16 it might be too large for that where dS is not.)
+template <typename T>
+__device__ __forceinline__ u32 differential(u32 p, float x, float y) {
+  const float2 pair = unpack2<T>(p);
+  return pack2<T>(pair.x * x, pair.y * y);
+}
+template <>
+__device__ __forceinline__ u32 differential<bf16>(u32 p, float x, float y) {
+  const u32 dp = pack2<bf16>(x, y);
+  const __nv_bfloat162 product = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&p),
+                                         *reinterpret_cast<const __nv_bfloat162*>(&dp));
+  return *reinterpret_cast<const u32*>(&product);
+}
+template <typename T, int STEPS>
+__device__ __forceinline__ void differentials(u32 (&ds)[STEPS][4], const u32 (&p)[STEPS][4],
+                                              const float (&dp)[1][2 * STEPS][4]) {
 #pragma unroll
-  for (int n = 0; n < N; ++n)
+  for (int n = 0; n < 2 * STEPS; ++n)
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      store_shared_word(warp_tile + n / Tile::CHUNKS * Tile::PANEL_BYTES +
-                            Tile::offset(lane / 4 + half * 8, n % Tile::CHUNKS) + lane % 4 * 4,
-                        pack2<T>(acc[0][n][2 * half] * scale, acc[0][n][2 * half + 1] * scale));
+      ds[n / 2][n % 2 * 2 + half] =
+          differential<T>(p[n / 2][n % 2 * 2 + half], dp[0][n][2 * half], dp[0][n][2 * half + 1]);
+}
+
+// An accumulator times `scale`, in 16 bits, to the warp's 16 rows in device memory, as many as there
+// are of rows and columns.
+template <typename T, int N>
+__device__ __forceinline__ void store_sums(T* target, i64 row_stride, const float (&sum)[1][N][4],
+                                           float scale, int lane, int rows_left, int columns_left) {
+  target += lane / 4 * row_stride + lane % 4 * 8;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int n = 0; n < N; n += 4) {
+      u32 words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        words[i] = pack2<T>(sum[0][n + i][2 * half] * scale, sum[0][n + i][2 * half + 1] * scale);
+      const uint4 chunk = quad_transpose(words, lane);
+      if (lane / 4 + half * 8 < rows_left && (n + lane % 4) * 8 < columns_left)
+        store_global_chunk(target + half * 8 * row_stride + n * 8, chunk);
+    }
 }
