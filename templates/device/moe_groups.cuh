@@ -220,7 +220,7 @@ struct alignas(16) Regroup {
     return sum;
   }
 
-  // Phases 2 and 3 of items in order, each a word as in sort(); `each`: items of a warp. How many the
+  // Phases 2 and 3 of items in order, each a word as in count(); `each`: items of a warp. How many the
   // block has. A lane scans 2 * PAIRS groups side by side.
   __device__ __forceinline__ int order(const Sums& sums, u32 (&items)[ROUNDS], int each) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
@@ -258,25 +258,29 @@ struct alignas(16) Regroup {
     return __shfl_sync(FULL_MASK, upto, WARP_SIZE - 1);
   }
 
-  // All of it where a block puts its items in order while it waits for the others; at most HELD a warp.
+  // Phases 1 to 3 of items in order; `items`: this lane's, each a word as in count(). How many the block
+  // has.
   template <typename Source>
-  __device__ __forceinline__ void sort_in_order(const Share& mine, Source group, const Groups& to,
-                                                const Grouping& how) {
+  __device__ __forceinline__ int count_in_order(const Sums& sums, u32 (&items)[ROUNDS],
+                                                const Share& mine, Source group) {
     const int lane = threadIdx.x % WARP_SIZE;
-    const Sums sums = {to.counters};
-    u32 left[OWN] = {}, items[ROUNDS];
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
       items[r] = NOBODY;
-      if (r * WARP_SIZE >= mine.each) break;
+      if (r * WARP_SIZE >= mine.each) continue;
       const int item = mine.begin + r * WARP_SIZE + lane;
       const int e = item < mine.end ? group(item) : -1, rank = take<4>(e, bytes());
       if (e >= 0) items[r] = e << 16 | rank;
     }
-    const int there = order(sums, items, mine.each);
-    const u32 early = threadIdx.x < there ? held[0][threadIdx.x] : NOBODY;
-    join(sums, left, how);
-    const int2 chunks = scan_chunks(how);
+    return order(sums, items, mine.each);
+  }
+
+  // Phase 5 of the same; `early`: the first of the block's items for this thread.
+  __device__ __forceinline__ void place_in_order(const u32 (&items)[ROUNDS], u32 early, int there,
+                                                 const Share& mine, int2 chunks, const Groups& to,
+                                                 const Grouping& how) const {
+    const int lane = threadIdx.x % WARP_SIZE;
+#pragma unroll 1
     for (int i = threadIdx.x; i - lane < there; i += THREADS) {
       const u32 word = i < THREADS ? early : i < there ? held[0][i] : NOBODY;
       const int e = word == NOBODY ? -1 : word >> 2 * BITS, start = start_of(chunks, e);
@@ -286,34 +290,30 @@ struct alignas(16) Regroup {
     }
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
-      if (r * WARP_SIZE >= mine.each) break;
+      if (r * WARP_SIZE >= mine.each) continue;
       const int item = mine.begin + r * WARP_SIZE + lane;
       const int e = items[r] == NOBODY ? -1 : items[r] >> 16, start = start_of(chunks, e);
       if (item < mine.end) to.inverse[item] = e < 0 ? -1 : place(e, items[r] & 0xffff, start, how);
     }
-    finish(chunks, to, how);
-    leave(sums, left, how);
   }
 
-  // All of it, for a warp's items; clear() has been called. `group(item)` is an item's group or -1.
+  // Phase 1 of any number of items. A word is group << 16 | rank among the warp's.
   template <typename Source>
-  __device__ __forceinline__ void sort(const Share& mine, Source group, const Groups& to,
-                                       const Grouping& how) {
-    if constexpr (ORDERED) {
-      if (gridDim.x > 1 && mine.each <= HELD) return sort_in_order(mine, group, to, how);
-    }
+  __device__ __forceinline__ void count(const Share& mine, Source group) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    const Sums sums = {to.counters};
-    const bool all = mine.each <= HELD;
-    u32 left[OWN] = {};
 #pragma unroll 1
     for (int i = mine.begin; i < mine.end; i += WARP_SIZE) {
       const int e = i + lane < mine.end ? group(i + lane) : -1, rank = take<1>(e, counts[warp]);
-      if (all) held[warp][i + lane - mine.begin] = e < 0 ? NOBODY : e << 16 | rank;
+      if (mine.each <= HELD) held[warp][i + lane - mine.begin] = e < 0 ? NOBODY : e << 16 | rank;
     }
-    scan(sums, how);
-    join(sums, left, how);
-    const int2 chunks = scan_chunks(how);
+  }
+
+  // Phase 5 of the same: as in count(), unless they were held.
+  template <typename Source>
+  __device__ __forceinline__ void place_all(const Share& mine, Source group, int2 chunks,
+                                            const Groups& to, const Grouping& how) {
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const bool all = mine.each <= HELD;
 #pragma unroll 1
     for (int i = mine.begin; i < mine.end; i += WARP_SIZE) {
       const u32 word = all ? held[warp][i + lane - mine.begin] : NOBODY;
@@ -328,6 +328,29 @@ struct alignas(16) Regroup {
       to.inverse[i + lane] = at;
       if (e >= 0) put(i + lane, e, at, to, how);
     }
+  }
+
+  // All of it, for a warp's items; clear() has been called. `group(item)` is an item's group or -1.
+  template <typename Source>
+  __device__ __forceinline__ void sort(const Share& mine, Source group, const Groups& to,
+                                       const Grouping& how) {
+    const Sums sums = {to.counters};
+    const bool ordered = ORDERED && gridDim.x > 1 && mine.each <= HELD;
+    u32 left[OWN] = {}, items[ROUNDS], early = NOBODY;
+    int there = 0;
+    if (ordered) {
+      there = count_in_order(sums, items, mine, group);
+      if (threadIdx.x < there) early = held[0][threadIdx.x];
+    } else {
+      count(mine, group);
+      scan(sums, how);
+    }
+    join(sums, left, how);
+    const int2 chunks = scan_chunks(how);
+    if (ordered)
+      place_in_order(items, early, there, mine, chunks, to, how);
+    else
+      place_all(mine, group, chunks, to, how);
     finish(chunks, to, how);
     if (gridDim.x > 1) leave(sums, left, how);
   }
