@@ -156,6 +156,8 @@ def _may_sum(products: list[Launch], forms: Forms) -> bool:
     if not products or products[0].spec is not plain.KEYS or not products[0].params["aligned"]:
         return False
     dims = (products[0].params["head_dim"], products[0].params["head_dim_v"])
+    if forms.seeded and dims[0] > 64:  # two kernels of wider tiles are faster
+        return False
     return dims[0] == dims[1] and bool(kernels.tiles("sums", dims[0], forms.of("sums")))
 
 

@@ -34,16 +34,16 @@ class Forms:
         self._problem = problem
         half = bool(products) and products[0].spec is plain.KEYS
         self._paired = replace(self._form, **self._in_runs(2)) if half else self._form
-        self._seeded = half and self._may_seed()
+        self.seeded = half and self._may_seed()
         self.dbias = ""
         bias = views["bias"]
         if bias is not None and "bias" in wanted:
             problem |= {"bias_shape": tuple(bias.shape[:3]), "bias_parts": 1}
-            self.dbias = self._maker(wanted) if self._seeded else ""
+            self.dbias = self._maker(wanted) if self.seeded else ""
 
     def of(self, name: str) -> str:
         """The text for a kernel."""
-        if self._seeded:
+        if self.seeded:
             made = self.dbias == name.replace("sums", "keys")
             return replace(self._form, seeded=True, dbias=made, dalibi=False).text
         return (self._paired if name in ("queries", "bias") else self._form).text

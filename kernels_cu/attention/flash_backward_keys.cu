@@ -96,8 +96,10 @@ static_assert(HEAD_DIM % (32 * WARPS_C) == 0 && HEAD_DIM_V % (32 * WARPS_C) == 0
 static_assert(!SEEDED || !(CURVED || ALIBI), "after these a bias is no part of a product");
 static_assert(!DBIAS || SEEDED, "keys stand in runs");
 using KeyOrder = OrderIf<SEEDED, RowRuns<M_BLOCKS>>;
+constexpr bool ANEW = M_BLOCKS > 1;  // there are no registers to keep places in
 //% else
 using KeyOrder = InOrder;
+constexpr bool ANEW = false;
 //% endif
 
 // dQ of a tile: DQ_WARPS_Q warps share its rows, the others its columns, in turns.
@@ -187,12 +189,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const int first_tile = band.first_row(k0) / BLOCK_Q;
   const int end_row = min(band.end_row(min(k0 + BLOCK_K, seqlen_k) - 1), seqlen_q);
   const int tiles = ceil_div(max(end_row, 0), BLOCK_Q);
-  // Queries first_whole .. end_whole - 1 see all keys of the block.
-  const int first_whole =
-      SUMS && k0 + BLOCK_K > seqlen_k ? seqlen_q : band.first_row(k0 + BLOCK_K - 1);
-  const int end_whole = band.end_row(k0);
+  // Whether a tile's queries see all keys of the block.
+  const auto sees_all = [&](int q0) {
+    const int key = ANEW ? anew(k0) : k0;
+    if (SUMS && key + BLOCK_K > seqlen_k) return false;
+    return q0 >= band.first_row(key + BLOCK_K - 1) && q0 + BLOCK_Q <= band.end_row(key);
+  };
   const auto head_rows = [&](int of_head) {
-    return first_padded_row<VARLEN>(batch, of_head, heads_q, rows_padded, queries.start);
+    return first_padded_row<VARLEN>(ANEW ? anew(batch) : batch, of_head, heads_q, rows_padded,
+                                    queries.start);
   };
   //% else
   // Query i sees key row r of the block if i >= first_seeing + r.
@@ -206,11 +211,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const auto fetch = [&](int number, int next_head, int next_tile) {
     const u32 stage = k_tile + RING_OFFSET + number % STAGES * STAGE_BYTES;
     const i64 row = static_cast<i64>(next_tile) * BLOCK_Q;
-    const int rows_left = seqlen_q - next_tile * BLOCK_Q;
-    copy_tile<QTile, THREADS, ALIGNED>(
+    const int rows_left = seqlen_q - next_tile * BLOCK_Q,
+              batch = ANEW ? anew(place.batch) : place.batch;
+    copy_tile<QTile, THREADS, ALIGNED, InOrder, ANEW>(
         stage, q + batch * q_strides.batch + next_head * q_strides.head + row * q_strides.row,
         q_strides.row, rows_left, head_dim);
-    copy_tile<DoTile, THREADS, ALIGNED>(
+    copy_tile<DoTile, THREADS, ALIGNED, InOrder, ANEW>(
         stage + DO_OFFSET,
         dout + batch * dout_strides.batch + next_head * dout_strides.head + row * dout_strides.row,
         dout_strides.row, rows_left, head_dim_v);
@@ -219,9 +225,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     //% else
     const i64 first = (static_cast<i64>(batch) * heads_q + next_head) * rows_padded + row;
     //% endif
-    if (threadIdx.x < BLOCK_Q / 4) {
-      cp_async_16(stage + LSE_OFFSET + threadIdx.x * 16, lse_log2 + first + threadIdx.x * 4);
-      cp_async_16(stage + DELTA_OFFSET + threadIdx.x * 16, delta + first + threadIdx.x * 4);
+    const int thread = ANEW ? thread_index_again() : threadIdx.x;
+    if (thread < BLOCK_Q / 4) {
+      cp_async_16(stage + LSE_OFFSET + thread * 16, lse_log2 + first + thread * 4);
+      cp_async_16(stage + DELTA_OFFSET + thread * 16, delta + first + thread * 4);
     }
   };
 
@@ -254,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const auto fetch_seeds = [&](int of_head, int of_tile, int of_step) {
     const int thread = thread_index_again(), warps_key = thread / WARP_SIZE % WARPS_K * ROWS_A_WARP;
     const int query = (EXCHANGE ? thread / WARP_SIZE / WARPS_K * SHARE : 0) + of_step * QUERIES;
-    seeds.fetch(thread % WARP_SIZE, form, bias, mask, batch, of_head, seqlen_q, seqlen_k,
+    seeds.fetch(thread % WARP_SIZE, form, bias, mask, anew(batch), of_head, seqlen_q, seqlen_k,
                 of_tile * BLOCK_Q + query, k0 + warps_key);
   };
   const auto fetch_next_seeds = [&](int step) {
@@ -314,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
             batch, head, seqlen_q, seqlen_k);
         final_scores<true, CURVED, BIAS || MASK>(p, slopes, added, lane, rules, band, softmax_scale,
                                                  k0 + warp_row, q0 + query);
-      } else if (q0 < first_whole || q0 + BLOCK_Q > end_whole) {
+      } else if (!sees_all(q0)) {
         const int row0 = thread_index_again() / WARP_SIZE % WARPS_K * ROWS_A_WARP;
         hide_outside<true, SEEDED>(p, thread_index_again() % WARP_SIZE, band,
                                    hidden_score(softmax_scale_log2), k0 + row0, q0 + query);
@@ -341,13 +348,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       if constexpr (EXCHANGE) {
         exchange_rows<elem_t, PTile>(p, lane, query, warp_p_tile);
       }
-      //% if form
-      if constexpr (SEEDED && !EXCHANGE) fetch_next_seeds(step);  // beside the products that follow
-      //% endif
       if constexpr (!EXCHANGE) {
         accumulate<elem_t, QUERIES / 16, 1>(
             dv_acc, do_queries, do_rows,
             [&](int i, int m, u32(&a)[4]) { pack_fragment<elem_t>(a, p[m] + 2 * i); });
+        //% if form
+        if constexpr (SEEDED) fetch_next_seeds(step);  // beside the product that follows
+        //% endif
         accumulate<elem_t, QUERIES / 16, 1>(
             dk_acc, q_queries, q_rows,
             [&](int i, int m, u32(&a)[4]) { pack_fragment<elem_t>(a, ds[m] + 2 * i); });
@@ -393,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   cp_async_wait<0>();
   __syncthreads();
   //% if form
-  const KeyBlock<BLOCK_K> again(block_index_again(), max_seqlen_k, heads_q / group_size);
+  const KeyBlock<BLOCK_K> again(block_index_again(), max_seqlen_k, anew(heads_q) / group_size);
   dk += held.start * dk_strides.row;
   dv += held.start * dv_strides.row;
   //% else

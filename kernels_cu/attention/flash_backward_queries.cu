@@ -76,8 +76,10 @@ constexpr int QK_STEPS = HEAD_DIM / 16, DOV_STEPS = HEAD_DIM_V / 16;
 static_assert(!SEEDED || !(CURVED || ALIBI), "after these a bias is no part of a product");
 static_assert(!DBIAS || SEEDED, "keys stand in runs");
 using KeyOrder = OrderIf<SEEDED, ColumnRuns<KEYS / 8>>;
+constexpr bool ANEW = SEEDED && M_BLOCKS > 1;
 //% else
 using KeyOrder = InOrder;
+constexpr bool ANEW = false;
 //% endif
 
 static_assert(ROWS_A_WARP == 16 || ROWS_A_WARP == 32, "a warp owns one or two mma row blocks");
@@ -151,12 +153,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   q += place.batch * q_strides.batch + place.head * q_strides.head + q0 * q_strides.row;
   dout += place.batch * dout_strides.batch + place.head * dout_strides.head;
   dout += q0 * dout_strides.row;
-  k += place.batch * k_strides.batch + kv_head * k_strides.head;
-  v += place.batch * v_strides.batch + kv_head * v_strides.head;
 
   //% if form
   const KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
-  const BandTiles<BLOCK_K> tiles(band, q0, min(q0 + BLOCK_Q, seqlen_q) - 1);
+  const auto block_tiles = [&](int row) {
+    return BandTiles<BLOCK_K>(band, row, min(row + BLOCK_Q, seqlen_q) - 1);
+  };
+  const BandTiles<BLOCK_K> tiles = block_tiles(q0);
   const auto rules = backward_rules<SOFTCAP, false, SCORE_MOD, ALIBI>(
       form, ScoreMod{place.batch, place.head, seqlen_q, seqlen_k${score_values}}, alibi_slopes,
       place.batch, place.head, seqlen_q, seqlen_k);
@@ -178,10 +181,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const u32 stage = ring + (t % STAGES) * STAGE_BYTES;
     const i64 row = static_cast<i64>(t) * BLOCK_K;
     const int rows_left = seqlen_k - t * BLOCK_K;
-    copy_tile<KTile, THREADS, ALIGNED, KeyOrder>(stage, k + row * k_strides.row, k_strides.row,
-                                                 rows_left, head_dim);
-    copy_tile<VTile, THREADS, ALIGNED, KeyOrder>(stage + V_OFFSET, v + row * v_strides.row,
-                                                 v_strides.row, rows_left, head_dim_v);
+    const int batch = ANEW ? anew(place.batch) : place.batch, of = ANEW ? anew(kv_head) : kv_head;
+    copy_tile<KTile, THREADS, ALIGNED, KeyOrder, ANEW>(
+        stage, k + batch * k_strides.batch + of * k_strides.head + row * k_strides.row,
+        k_strides.row, rows_left, head_dim);
+    copy_tile<VTile, THREADS, ALIGNED, KeyOrder, ANEW>(
+        stage + V_OFFSET, v + batch * v_strides.batch + of * v_strides.head + row * v_strides.row,
+        v_strides.row, rows_left, head_dim_v);
   };
 
   // 1. Q, dO and the first tiles are on their way; each lane has lse and delta of its rows.
@@ -214,8 +220,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   ScoreSeeds<false, M_BLOCKS, KEYS / 8, bias_t, BIAS, MASK> seeds;
   const auto fetch_seeds = [&](int of_tile, int of_step) {
     const int thread = thread_index_again();
-    seeds.fetch(thread % WARP_SIZE, form, bias, mask, place.batch, place.head, seqlen_q, seqlen_k,
-                q0 + thread / WARP_SIZE * ROWS_A_WARP, of_tile * BLOCK_K + of_step * KEYS);
+    seeds.fetch(thread % WARP_SIZE, form, bias, mask, anew(place.batch), anew(place.head), seqlen_q,
+                seqlen_k, q0 + thread / WARP_SIZE * ROWS_A_WARP,
+                of_tile * BLOCK_K + of_step * KEYS);
+  };
+  const auto rows_again = [&] {  // there are no registers to keep them in
+    const i64 row = first_padded_row<VARLEN>(anew(place.batch), anew(place.head), heads_q,
+                                             rows_padded, queries.start);
+    return RowStatistics<M_BLOCKS>(lse_log2, delta, row + q0 + warp * ROWS_A_WARP, lane);
   };
   if (SEEDED && tile >= first_tile) fetch_seeds(tile, 0);
   const bool adds = first_batch > 0 && bias_batch == 1;
@@ -261,14 +273,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         final_scores<false, CURVED, BIAS || MASK>(p, slopes, added, lane, rules, band,
                                                   softmax_scale, q0 + warp * ROWS_A_WARP,
                                                   tile * BLOCK_K + step * KEYS);
-      } else if (!tiles.is_whole(tile)) {
+      } else if (SEEDED ? !block_tiles(anew(q0)).is_whole(tile) : !tiles.is_whole(tile)) {
         const int row0 = thread_index_again() / WARP_SIZE * ROWS_A_WARP;
         hide_outside<false, SEEDED>(p, thread_index_again() % WARP_SIZE, band,
                                     hidden_score(softmax_scale_log2), q0 + row0,
                                     tile * BLOCK_K + step * KEYS);
       }
-      if constexpr (DBIAS)
-        if (adds) dbias_rows.fetch<ROWS_A_WARP>(sums, q0, tile * BLOCK_K + step * KEYS);
       //% else
       if (tile >= unmasked_tiles)
         mask_keys(p, lane, hidden_score(softmax_scale_log2), [&](int row) {
@@ -276,16 +286,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
           return min(seqlen_k, seen) - tile * BLOCK_K - step * KEYS;
         });
       //% endif
+      //% if form
+      const RowStatistics<M_BLOCKS> now = SEEDED ? rows_again() : rows;
+      //% endif
       multiply_qk<elem_t, 16, IN_REGISTERS>(ds, do_fragments, warp_do_tile, do_reader, v_keys,
                                             v_reader);
       //% if form
-      rows.score_gradients(ds, p, RULES ? LOG2E : softmax_scale_log2);
+      now.score_gradients(ds, p, RULES ? LOG2E : softmax_scale_log2);
       if constexpr (DALIBI)
         add_distances(distances, ds, p, rows, lane, q0 + warp * ROWS_A_WARP + seqlen_k - seqlen_q,
                       tile * BLOCK_K + step * KEYS);
       if constexpr (CURVED) scale_by(ds, slopes);
       if constexpr (DBIAS)
-        dbias_rows.store<ROWS_A_WARP>(sums, ds, adds, q0, tile * BLOCK_K + step * KEYS);
+        if (adds) dbias_rows.fetch<ROWS_A_WARP>(sums, q0, tile * BLOCK_K + step * KEYS);
       if constexpr (SEEDED) {  // the next ones, which travel beside the product that follows
         const bool last = step + 1 == STEPS;
         if (!last || tile > first_tile) fetch_seeds(tile - last, last ? 0 : step + 1);
@@ -296,6 +309,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       accumulate<elem_t, KEYS / 16, 1>(acc, k_keys, k_rows, [&](int i, int m, u32(&a)[4]) {
         pack_fragment<elem_t>(a, ds[m] + 2 * i);
       });
+      //% if form
+      if constexpr (DBIAS)
+        dbias_rows.store<ROWS_A_WARP>(sums, ds, adds, q0, tile * BLOCK_K + step * KEYS);
+      //% endif
     }
   }
 

@@ -190,14 +190,16 @@ template <int M, int N, typename T>
 struct BiasGradient {
   using Places = SeedPlaces<false, M, N>;
   using Runs = Run<T, Places::RUN>[Places::QUERIES];
-  T* rows;
-  int seqlen_q, seqlen_k;
+  T* dbias;
+  int head, seqlen_q, seqlen_k;
 
   // dbias: [heads, seqlen_q, seqlen_k] contiguous
-  __device__ __forceinline__ BiasGradient(T* dbias, int head, int seqlen_q_, int seqlen_k_)
-      : rows(dbias + static_cast<i64>(head) * seqlen_q_ * seqlen_k_),
-        seqlen_q(seqlen_q_),
-        seqlen_k(seqlen_k_) {}
+  __device__ __forceinline__ BiasGradient(T* dbias_, int head_, int seqlen_q_, int seqlen_k_)
+      : dbias(dbias_), head(head_), seqlen_q(seqlen_q_), seqlen_k(seqlen_k_) {}
+
+  __device__ __forceinline__ T* row(int query) const {
+    return dbias + (static_cast<i64>(anew(head)) * seqlen_q + query) * seqlen_k;
+  }
 
   // What is there of a warp's fragments, in a block that begins at query q0 and key k0. Here and below
   // places are computed anew rather than kept in registers.
@@ -208,8 +210,7 @@ struct BiasGradient {
 #pragma unroll
     for (int r = 0; r < Places::QUERIES; ++r) {
       const int query = first + Places::query(lane, r);
-      runs[r].load(rows + static_cast<i64>(query) * seqlen_k + key,
-                   query < seqlen_q && key < seqlen_k);
+      runs[r].load(row(query) + key, query < seqlen_q && key < seqlen_k);
     }
   }
 
@@ -227,8 +228,7 @@ struct BiasGradient {
         const float before = adds ? static_cast<float>(runs[r].get(j)) : 0.f;
         runs[r].set(j, before + Places::at(ds, r, j));
       }
-      if (query < seqlen_q && key < seqlen_k)
-        runs[r].store(rows + static_cast<i64>(query) * seqlen_k + key);
+      if (query < seqlen_q && key < seqlen_k) runs[r].store(row(query) + key);
     }
   }
 
@@ -239,9 +239,9 @@ struct BiasGradient {
     const int zeros = gap + max(seqlen_k - from, 0), lane = thread_index_again() % WARP_SIZE;
     const int row0 = q0 + thread_index_again() / WARP_SIZE * ROWS_A_WARP;
     Run<T, Places::RUN> none;
-    none.load(rows, false);
-    for (int row = row0; row < min(row0 + ROWS_A_WARP, seqlen_q); ++row)
+    none.load(dbias, false);
+    for (int query = row0; query < min(row0 + ROWS_A_WARP, seqlen_q); ++query)
       for (int i = lane * Places::RUN; i < zeros; i += WARP_SIZE * Places::RUN)
-        none.store(rows + static_cast<i64>(row) * seqlen_k + (i < gap ? i : from + i - gap));
+        none.store(row(query) + (i < gap ? i : from + i - gap));
   }
 };

@@ -2,6 +2,7 @@
 // block.
 #pragma once
 #include "device/cp_async.cuh"
+#include "device/reread.cuh"
 #include "device/row_order.cuh"
 #include "device/swizzle.cuh"
 
@@ -93,12 +94,15 @@ __device__ __forceinline__ uint4 load_shared_chunk(u32 address) {
 // Thread t copies chunk t % CHUNKS of rows t / CHUNKS, t / CHUNKS + ROWS_A_PASS, ...: consecutive
 // threads read consecutive bytes. A whole tile costs one pointer step and one copy instruction a
 // panel and pass; only ragged tiles pay for bounds. Row `Order::row(i)` comes to place i of the tile.
-template <typename Tile, int THREADS, bool ALIGNED, typename Order = InOrder, typename T>
+// ANEW: places are computed at each call rather than kept in registers through a loop.
+template <typename Tile, int THREADS, bool ALIGNED, typename Order = InOrder, bool ANEW = false,
+          typename T>
 __device__ __forceinline__ void copy_tile(u32 shared, const T* __restrict__ global, i64 row_stride,
                                           int rows_left, int columns_left) {
   constexpr int ROWS_A_PASS = THREADS / Tile::CHUNKS;
   constexpr bool WHOLE_PASSES = Tile::ROWS % ROWS_A_PASS == 0;
-  const int row0 = threadIdx.x / Tile::CHUNKS, chunk = threadIdx.x % Tile::CHUNKS;
+  const int thread = ANEW ? thread_index_again() : threadIdx.x;
+  const int row0 = thread / Tile::CHUNKS, chunk = thread % Tile::CHUNKS;
   const auto step = [](int row) { return Order::row(row + ROWS_A_PASS) - Order::row(row); };
   const T* source = global + Order::row(row0) * row_stride + chunk * 8;
   if (ALIGNED && WHOLE_PASSES && rows_left >= Tile::ROWS && columns_left >= Tile::COLUMNS) {
