@@ -225,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     //% else
     const i64 first = (static_cast<i64>(batch) * heads_q + next_head) * rows_padded + row;
     //% endif
-    const int thread = ANEW ? thread_index_again() : threadIdx.x;
+    const u32 thread = ANEW ? thread_index_again() : threadIdx.x;
     if (thread < BLOCK_Q / 4) {
       cp_async_16(stage + LSE_OFFSET + thread * 16, lse_log2 + first + thread * 4);
       cp_async_16(stage + DELTA_OFFSET + thread * 16, delta + first + thread * 4);

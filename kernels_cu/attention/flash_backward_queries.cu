@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   DistanceSum distances[M_BLOCKS][2];  // with DALIBI: of rows g, g + 8 of each 16-row block
   ScoreSeeds<false, M_BLOCKS, KEYS / 8, bias_t, BIAS, MASK> seeds;
   const auto fetch_seeds = [&](int of_tile, int of_step) {
-    const int thread = thread_index_again();
+    const u32 thread = thread_index_again();
     seeds.fetch(thread % WARP_SIZE, form, bias, mask, anew(place.batch), anew(place.head), seqlen_q,
                 seqlen_k, q0 + thread / WARP_SIZE * ROWS_A_WARP,
                 of_tile * BLOCK_K + of_step * KEYS);

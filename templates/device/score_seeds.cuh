@@ -205,8 +205,9 @@ struct BiasGradient {
   // places are computed anew rather than kept in registers.
   template <int ROWS_A_WARP>
   __device__ __forceinline__ void fetch(Runs& runs, int q0, int k0) const {
-    const int lane = thread_index_again() % WARP_SIZE, key = k0 + Places::key(lane);
-    const int first = q0 + thread_index_again() / WARP_SIZE * ROWS_A_WARP;
+    const u32 thread = thread_index_again();
+    const int lane = thread % WARP_SIZE, key = k0 + Places::key(lane);
+    const int first = q0 + thread / WARP_SIZE * ROWS_A_WARP;
 #pragma unroll
     for (int r = 0; r < Places::QUERIES; ++r) {
       const int query = first + Places::query(lane, r);
@@ -218,8 +219,9 @@ struct BiasGradient {
   template <int ROWS_A_WARP>
   __device__ __forceinline__ void store(Runs& runs, float (&ds)[M][N][4], bool adds, int q0,
                                         int k0) const {
-    const int lane = thread_index_again() % WARP_SIZE, key = k0 + Places::key(lane);
-    const int first = q0 + thread_index_again() / WARP_SIZE * ROWS_A_WARP;
+    const u32 thread = thread_index_again();
+    const int lane = thread % WARP_SIZE, key = k0 + Places::key(lane);
+    const int first = q0 + thread / WARP_SIZE * ROWS_A_WARP;
 #pragma unroll
     for (int r = 0; r < Places::QUERIES; ++r) {
       const int query = first + Places::query(lane, r);

@@ -101,7 +101,7 @@ __device__ __forceinline__ void copy_tile(u32 shared, const T* __restrict__ glob
                                           int rows_left, int columns_left) {
   constexpr int ROWS_A_PASS = THREADS / Tile::CHUNKS;
   constexpr bool WHOLE_PASSES = Tile::ROWS % ROWS_A_PASS == 0;
-  const int thread = ANEW ? thread_index_again() : threadIdx.x;
+  const u32 thread = ANEW ? thread_index_again() : threadIdx.x;
   const int row0 = thread / Tile::CHUNKS, chunk = thread % Tile::CHUNKS;
   const auto step = [](int row) { return Order::row(row + ROWS_A_PASS) - Order::row(row); };
   const T* source = global + Order::row(row0) * row_stride + chunk * 8;
