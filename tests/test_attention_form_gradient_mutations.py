@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fkjit import ops
+from fkjit.ops.attention_form_backward_kernels import SEEDED
 from tests.mutations import SYNC, Bug, D, K
 from tests.test_mutations import KINDS, outcome
 
@@ -16,7 +17,9 @@ KEYS: dict[str, Any] = {"kernel": OF + "keys"}
 QUERIES: dict[str, Any] = {"kernel": OF + "queries"}
 BIAS: dict[str, Any] = {"kernel": OF + "bias"}
 HEADS: dict[str, Any] = {"kernel": OF + "heads", "params": {"varlen": True}}
-FORM = D + "form_backward.cuh"
+FORM, SEEDS = D + "form_backward.cuh", D + "score_seeds.cuh"
+SEEDED_KEYS: dict[str, Any] = {**KEYS, "params": {"form": SEEDED}}
+SEEDED_QUERIES: dict[str, Any] = {**QUERIES, "params": {"form": SEEDED}}
 SHARED = {"bias_shape": (1, 1, 1)}  # of the gradient: all heads and rows walk
 
 BUGS = (
@@ -48,6 +51,14 @@ BUGS = (
         **QUERIES),
     Bug("slopes of all batches in one", K + "backward_heads.cu", "of_slope = 0.f;\n      __sync",
         "__sync", by="numbers", **HEADS),
+    Bug("keys in another order", D + "row_order.cuh", "place % 8 * (2 * M) + place / 8 % (2 * M)",
+        "place % (16 * M)", by="numbers", **SEEDED_KEYS),
+    Bug("sums of the last head as well", SEEDS, "sums[m][half] = 0.f;", "", by="numbers",
+        **SEEDED_KEYS),
+    Bug("dS of rows past the end", SEEDS, "if (query < seqlen_q && key < seqlen_k)",
+        "if (key < seqlen_k)", by="memory", **SEEDED_QUERIES),
+    Bug("no zeros outside of the band", SEEDS, "i < zeros", "i < 0", by="numbers",
+        problem={"seqlen_k": 200, "window": (9, 4)}, **SEEDED_QUERIES),
     Bug("no barrier between batches", K + "backward_heads.cu", SYNC, "", by="race", **HEADS),
 )  # fmt: skip
 
