@@ -60,6 +60,7 @@ static_assert(ROW_STEP % BLOCK_Q == 0, "lse and delta are padded to whole tiles"
 static_assert(BLOCK_K <= THREADS, "a thread adds up a column of what the warps have");
 
 using KeyOrder = OrderIf<SEEDED, ColumnRuns<KEYS / 8>>;
+constexpr bool ANEW = M_BLOCKS > 1;  // there are no registers to keep places in
 using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;
 using DoTile = SwizzledTile<BLOCK_Q, HEAD_DIM_V>;
 using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;
@@ -166,18 +167,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias
     const i64 query = at.q_start + at.q0, key = at.k_start + tile.k0;
     const int kv_head = at.head / group_size, queries = at.seqlen_q - at.q0;
     const int keys = at.seqlen_k - tile.k0;
-    copy_tile<QTile, THREADS, ALIGNED>(
+    copy_tile<QTile, THREADS, ALIGNED, InOrder, ANEW>(
         stage, q + at.batch * q_strides.batch + at.head * q_strides.head + query * q_strides.row,
         q_strides.row, queries, head_dim);
-    copy_tile<DoTile, THREADS, ALIGNED>(stage + DO_OFFSET,
-                                        dout + at.batch * dout_strides.batch +
-                                            at.head * dout_strides.head + query * dout_strides.row,
-                                        dout_strides.row, queries, head_dim_v);
-    copy_tile<KTile, THREADS, ALIGNED, KeyOrder>(
+    copy_tile<DoTile, THREADS, ALIGNED, InOrder, ANEW>(stage + DO_OFFSET,
+                                                       dout + at.batch * dout_strides.batch +
+                                                           at.head * dout_strides.head +
+                                                           query * dout_strides.row,
+                                                       dout_strides.row, queries, head_dim_v);
+    copy_tile<KTile, THREADS, ALIGNED, KeyOrder, ANEW>(
         stage + K_OFFSET,
         k + at.batch * k_strides.batch + kv_head * k_strides.head + key * k_strides.row,
         k_strides.row, keys, head_dim);
-    copy_tile<VTile, THREADS, ALIGNED, KeyOrder>(
+    copy_tile<VTile, THREADS, ALIGNED, KeyOrder, ANEW>(
         stage + V_OFFSET,
         v + at.batch * v_strides.batch + kv_head * v_strides.head + key * v_strides.row,
         v_strides.row, keys, head_dim_v);
@@ -190,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias
   float acc[M_BLOCKS][BLOCK_K / 8][4] = {};
   ScoreSeeds<false, M_BLOCKS, KEYS / 8, bias_t, BIAS, MASK> seeds;
   const auto fetch_seeds = [&](const Walk& at, int first) {
-    const int thread = thread_index_again();
+    const u32 thread = thread_index_again();
     seeds.fetch(thread % WARP_SIZE, form, bias, mask, at.batch, at.head, at.seqlen_q, at.seqlen_k,
                 at.q0 + thread / WARP_SIZE * ROWS_A_WARP, tile.k0 + first);
   };
@@ -251,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias
         final_scores<false, false, true>(s, slopes, added[first / KEYS], lane, rules, band,
                                          form.softmax_scale, now.q0 + warp_row, tile.k0 + first);
       } else if (!sees_all(band, now.q0, now.seqlen_q, tile.k0)) {
-        const int thread = thread_index_again();
+        const u32 thread = thread_index_again();
         hide_outside<false, true>(s, thread % WARP_SIZE, band, hidden_score(inverse_scale),
                                   now.q0 + thread / WARP_SIZE * ROWS_A_WARP, tile.k0 + first);
       }
