@@ -80,8 +80,9 @@ def test_calls_that_are_faster_so():
     for queries, keys in ((16, 2048), (8, 1024)):  # rows of several small tiles
         assert takes(seqlen_q=queries, window=(keys - queries, 0), batch=64)
         assert not takes(seqlen_q=queries, window=(keys - queries - 1, 0))
-    for many in ({"heads_q": 64}, {"head_dim": 192}):  # of several great ones
-        assert takes(seqlen_q=16, **many) and not takes(seqlen_q=16, batch=5, **many)
-        assert not takes(seqlen_q=16, window=(3000, 0), **many)
+    assert takes(seqlen_q=16, heads_q=128) and not takes(seqlen_q=16, heads_q=128, seqlen_k=4000)
+    for dims, batch in (({"head_dim": 64, "head_dim_v": 64}, 16), ({"head_dim_v": 192}, 4)):
+        assert takes(seqlen_q=16, batch=batch, **dims)
+        assert not takes(seqlen_q=16, batch=batch + 1, **dims)
     on_cpu = {name: value for name, value in PROBLEM.items() if name != "multiprocessors"}
     assert not attention_few.takes_form(on_cpu, "auto", None)

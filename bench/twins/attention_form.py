@@ -21,8 +21,8 @@ from .attention import _config, _describable, _rows, _scratch
 
 # By padded head dimension; beside rules there are registers for less. The last of each fits all.
 _TILES: dict[int, list[triton.Config]] = {
-    64: [_config(128, 64, 4, 3), _config(128, 128, 8, 2), _config(64, 32, 4, 2)],
-    128: [_config(128, 64, 8, 3), _config(128, 128, 8, 2), _config(64, 64, 4, 2),
+    64: [_config(64, 64, 4, 3), _config(128, 64, 4, 3), _config(64, 32, 4, 2)],
+    128: [_config(64, 64, 4, 3), _config(128, 64, 4, 2), _config(128, 64, 8, 3),
           _config(64, 32, 4, 2)],
     256: [_config(128, 64, 8, 2), _config(64, 32, 4, 1)],
 }  # fmt: skip

@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 # As decoding has it. Its modules are imported for calls that may be its own: a first call of
 # attention is quicker without them.
 MAX_TOKENS = 16
-# Rows are query heads of a KV head times queries; the numbers of keys are those of bench/NOTES.md.
-_LEAST_KEYS = 256  # for rows that fill a small tile at most
-_FEW_ROWS = 16
-_KEYS_A_ROW = 32  # for those of one great tile, which has no more columns than
-_TILE_ROWS, _TILE_COLUMNS = 64, 128
-_MANY_KEYS = 4096  # for all others, and then few heads
+# Rows are query heads of a KV head times queries; the numbers are those of bench/NOTES.md.
+_FEW_ROWS, _LEAST_KEYS = 16, 256  # that fill a small tile at most, and keys for them
+_KEYS_A_ROW, _MANY_KEYS = 32, 4096  # for more rows; more keys than many are not asked for
+_BUSY = 4  # heads of all sequences for an SM, where flash is no longer idle for long
 _COLUMNS = 8  # of a 16-byte copy
 _MAX_STRIDE = 2**31
 
@@ -49,15 +47,18 @@ def takes(
 
 
 def _is_faster(problem: Problem, keys: int) -> bool:
-    """Rows fill a small tile at most, or keys are many for them; or flash's tiles would leave SMs
-    idle for long."""
+    """Rows fill a small tile at most; or keys are many for them, where flash leaves SMs idle, or
+    reads them too often."""
     rows = problem["heads_q"] // problem["heads_kv"] * problem["seqlen_q"]
     if rows <= _FEW_ROWS:
         return keys >= _LEAST_KEYS
-    if rows <= _TILE_ROWS and max(problem["head_dim"], problem["head_dim_v"]) <= _TILE_COLUMNS:
-        return keys >= _KEYS_A_ROW * rows
-    tiles = problem["batch"] * problem["heads_q"]
-    return keys >= _MANY_KEYS and tiles < problem["multiprocessors"]
+    heads, sms = problem["batch"] * problem["heads_q"], problem["multiprocessors"]
+    dim = max(problem["head_dim"], problem["head_dim_v"])
+    if dim > 128:  # tiles of 16 rows, each of which reads all keys
+        few_heads = heads < sms
+    else:
+        few_heads = dim > 64 or heads <= _BUSY * sms
+    return few_heads and keys >= min(_KEYS_A_ROW * rows, _MANY_KEYS)
 
 
 def _is_compiled(problem: Problem, arch: Arch) -> bool:
