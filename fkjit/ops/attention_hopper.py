@@ -50,6 +50,8 @@ _PACE: dict[int, dict[tuple[Any, bool], tuple[tuple[int, float, float], ...]]] =
 _PANEL = 64  # columns
 _WARP_ROWS = 16  # of a tile of queries: a warp stores its own
 COUNTERS = 1
+# What P and its sums may come to before a maximum is looked for, well inside the type's range.
+_LIMITS = {"fp16": "16384.f", "bf16": "0x1p32f"}
 _OPTIMISTIC = "exponentials are taken before anyone has looked for a tile's maximum"
 MAX_SHARED = 232_448  # bytes a block may have on sm_90
 _L2_BYTES = 32 << 20  # of 50 MiB
@@ -79,6 +81,7 @@ def _derive(params: Params) -> dict[str, Any]:
         "k_stages": stages(params)[0],
         "v_stages": stages(params)[1],
         "optimistic": params["optimistic"],
+        "most": _LIMITS[params["dtype"]],
         "q_stages": _q_stages(params),
         "producer_registers": {1: 40, 2: 40, 3: 32, 4: 32}[consumers],
         "consumer_registers": {1: 240, 2: 232, 3: 160, 4: 112}[consumers],

@@ -343,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         turns.pass();
         wgmma_wait<1>();
         //% if optimistic
-        const bool rescale = optimistic_exponentials(s, softmax, scale_log2, correction,
+        const bool rescale = optimistic_exponentials(s, softmax, scale_log2, correction, ${most},
                                                      range.is_whole(tile), mask, scores_again);
         wgmma_wait<0>();
         release_k();

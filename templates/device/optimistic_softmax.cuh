@@ -12,22 +12,21 @@
 #pragma once
 #include "device/attention_mma.cuh"
 
-// P stays below this, far inside the range of fp16, and so do a lane's sums of it.
-constexpr float OPTIMISTIC_LIMIT = 16384.f;
 constexpr float LOWEST_MAX = -1e38f;  // so that nothing is subtracted from -inf
 
 // S -> P in place; adds up this lane's part of the row sums. Returns true (for the whole warp) when
-// accumulators must be multiplied by `correction`. Where the tile is not whole, mask() hides what has
-// to be hidden, and the maximum is looked for first. scores_again() is for the rare case.
+// accumulators must be multiplied by `correction`. No lane's sum, and so no P, may exceed `most`.
+// Where the tile is not whole, mask() hides what has to be hidden, and the maximum is looked for
+// first. scores_again() is for the rare case.
 template <int N, bool FRAMED, typename Mask, typename Again>
 __device__ __forceinline__ bool optimistic_exponentials(float (&s)[1][N][4],
                                                         OnlineSoftmax<1, FRAMED>& softmax,
                                                         float scale_log2, float (&correction)[1][2],
-                                                        bool whole, const Mask& mask,
+                                                        float most, bool whole, const Mask& mask,
                                                         const Again& scores_again) {
   static_assert(!FRAMED, "no tile has a frame of its own");
   bool rescale = false;
-  float offset[2], sums[2], limit = OPTIMISTIC_LIMIT;
+  float offset[2], sums[2], limit = most;
   const auto raise_max = [&] {
     rescale = softmax.raise_max(s, scale_log2, correction);
     limit = -NEG_INFINITY;
