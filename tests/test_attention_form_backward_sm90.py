@@ -27,7 +27,6 @@ from tests.test_mutations import KINDS, outcome  # noqa: E402
 def launched(monkeypatch):
     """Names of the kernels that gradients of forms take from now on, where Hopper's is there."""
     monkeypatch.setattr("fkjit.build.settings", lambda: replace(settings(), target="compute_90a"))
-    monkeypatch.setattr(hopper, "pays", lambda *_: True)
     seen, usual = [], hopper.launches
 
     def launches(*given):

@@ -215,11 +215,6 @@ def takes(problem: Problem, views: Mapping[str, Any], form: str, rows: Launch, a
     return hopper.takes({**problem, "strides": strides}, aligned, arch)
 
 
-def pays(problem: Problem, deterministic: bool) -> bool:
-    """Whether it is faster than the portable kernels: nobody has timed it."""
-    return False
-
-
 def in_order(problem: Problem, deterministic: bool) -> bool:
     """Whether blocks add to dq in order: also where any would do, if there is a band of keys. Then
     nobody waits (see _abreast), and sums are not set to 0 before."""
@@ -234,8 +229,7 @@ def launches(
     """What rows bring along, then dk, dv and dq, or sums of dq first; none where other kernels are
     to do it."""
     summed = {"q", "k"} <= set(wanted) and "alibi_slopes" not in wanted
-    ours = summed and pays(problem, deterministic)
-    if not ours or not takes(problem, views, form, rows, arch_of(views["q"])):
+    if not summed or not takes(problem, views, form, rows, arch_of(views["q"])):
         return []
     dtype, dim = problem["dtype"], hopper.padded_dim(problem) or 0
     problem["sum_columns"] = dim
