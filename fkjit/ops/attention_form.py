@@ -87,7 +87,9 @@ class Form:
 
 
 # What templates name where there is no form.
-PLAIN: Mapping[str, Any] = {"form": False, "seqlen_q": "seqlen_q", "seqlen_k": "seqlen_k"}
+PLAIN: Mapping[str, Any] = {
+    **{"form": False, "seeded": False, "seqlen_q": "seqlen_q", "seqlen_k": "seqlen_k"},
+}
 
 
 @lru_cache(maxsize=1024)

@@ -21,10 +21,9 @@
    products instead of the seven that take flash_backward_queries.cu beside this kernel, but blocks
    add in whatever order they come. backward_dq.cu rounds the sums.
 
-   A bias and a mask are what the sums of S' start from where a form has nothing but these and a band
-   (SEEDED, device/score_seeds.cuh); the next ones travel beside the products of dV and dK. A bias with
-   one row for all queries has the sums of dS' over them as its gradient (DBIAS): each head's are left
-   to backward_bias_sum.cu.
+   A bias and a mask are what sums of S' start from where a form has nothing but these and a band
+   (SEEDED, device/score_seeds.cuh). Of a bias with one row for all queries the gradient is the sum of
+   dS' over them (DBIAS): each head's is left to backward_bias_sum.cu.
 
    Q, dO and their rows' lse and delta travel through a ring of STAGES tiles filled by cp.async.
 
@@ -52,14 +51,15 @@ constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the
 constexpr bool SUMS = ${sums};             // whether dQ is added up, too
 constexpr bool ALIGNED = ${aligned};       // rows of all arrays start on 16-byte boundaries
 constexpr int GUARD = ${guard};            // bytes between tiles: 0 except where memory is checked
+constexpr bool SEEDED = ${seeded};         // sums of products start from bias and mask
 //% if form
 using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, BIAS = ${bias}, MASK = ${mask};
 constexpr bool SCORE_MOD = ${has_mod}, CURVED = SOFTCAP || SCORE_MOD;
-constexpr bool SEEDED = ${seeded};  // sums of products start from bias and mask
 constexpr bool RULES = !SEEDED && (CURVED || ALIBI || BIAS || MASK);  // beside the band of keys
 constexpr bool DBIAS = ${dbias};  // of a bias with one row for all: sums of columns of dS
+static_assert(SEEDED ? !(CURVED || ALIBI) : !DBIAS, "a bias is part of a product, or comes last");
 
 // The caller's expression of one score, its derivative, and what he gave for them to read.
 struct ScoreMod {
@@ -92,15 +92,8 @@ static_assert(ROW_STEP % BLOCK_Q == 0, "lse and delta are padded to whole tiles"
 static_assert(HEAD_DIM % (32 * WARPS_C) == 0 && HEAD_DIM_V % (32 * WARPS_C) == 0,
               "warps share the columns evenly, 16 at a time");
 
-//% if form
-static_assert(!SEEDED || !(CURVED || ALIBI), "after these a bias is no part of a product");
-static_assert(!DBIAS || SEEDED, "keys stand in runs");
 using KeyOrder = OrderIf<SEEDED, RowRuns<M_BLOCKS>>;
-constexpr bool ANEW = M_BLOCKS > 1;  // there are no registers to keep places in
-//% else
-using KeyOrder = InOrder;
-constexpr bool ANEW = false;
-//% endif
+constexpr bool ANEW = ${form} && M_BLOCKS > 1;  // there are no registers to keep places in
 
 // dQ of a tile: DQ_WARPS_Q warps share its rows, the others its columns, in turns.
 constexpr int DQ_WARPS_Q = BLOCK_Q / 32, DQ_TURNS = NUM_WARPS / DQ_WARPS_Q;
@@ -122,9 +115,8 @@ using BReader = FragmentReader<Tile, BlockOrder::COL_MAJOR>;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_keys(
     //% if form
-    // Null where the form has no such thing. Packed: dout, q and dq are [total_q, heads_q, dim], k, v
-    // and their gradients [total_k, heads_kv, dim], the rows of lse_log2 and delta as
-    // device/padded_rows.cuh says.
+    // Null where the form has no such thing. Packed: rows are [total, heads, dim], those of lse_log2
+    // and delta as device/padded_rows.cuh says.
     const int* __restrict__ cu_seqlens_q,    // [batch + 1]
     const int* __restrict__ cu_seqlens_k,    // [batch + 1]
     const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
@@ -169,12 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const SequenceRows<VARLEN> queries(cu_seqlens_q, place.batch, max_seqlen_q);
   const SequenceRows<VARLEN> held(cu_seqlens_k, place.batch, max_seqlen_k);
   const int seqlen_q = queries.length, seqlen_k = held.length;
-  if (VARLEN && place.k0 >= seqlen_k) {
-    if constexpr (DBIAS)
-      store_no_sums<BLOCK_K, WARPS_C, THREADS>(dbias_parts, place, heads_q, group_size,
-                                               max_seqlen_k);
-    return;
-  }
+  if (VARLEN && !DBIAS && place.k0 >= seqlen_k) return;
   q += queries.start * q_strides.row;
   dout += queries.start * dout_strides.row;
   k += held.start * k_strides.row;
@@ -188,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
   const int first_tile = band.first_row(k0) / BLOCK_Q;
   const int end_row = min(band.end_row(min(k0 + BLOCK_K, seqlen_k) - 1), seqlen_q);
-  const int tiles = ceil_div(max(end_row, 0), BLOCK_Q);
+  const int tiles = VARLEN && k0 >= seqlen_k ? 0 : ceil_div(max(end_row, 0), BLOCK_Q);
   // Whether a tile's queries see all keys of the block.
   const auto sees_all = [&](int q0) {
     const int key = ANEW ? anew(k0) : k0;
@@ -204,6 +191,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const int first_seeing = causal ? k0 - (seqlen_k - seqlen_q) : -BLOCK_K;
   const int first_tile = max(first_seeing, 0) / BLOCK_Q, tiles = ceil_div(seqlen_q, BLOCK_Q);
   const int unmasked = first_seeing + BLOCK_K - 1;  // from this query on, all keys are seen
+  const auto head_rows = [&](int of_head) {
+    return (static_cast<i64>(batch) * heads_q + of_head) * rows_padded;
+  };
   //% endif
 
   // Tiles of rows of all query heads, the last of which goes into stage 1 % STAGES.
@@ -220,11 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         stage + DO_OFFSET,
         dout + batch * dout_strides.batch + next_head * dout_strides.head + row * dout_strides.row,
         dout_strides.row, rows_left, head_dim_v);
-    //% if form
     const i64 first = head_rows(next_head) + row;
-    //% else
-    const i64 first = (static_cast<i64>(batch) * heads_q + next_head) * rows_padded + row;
-    //% endif
     const u32 thread = ANEW ? thread_index_again() : threadIdx.x;
     if (thread < BLOCK_Q / 4) {
       cp_async_16(stage + LSE_OFFSET + thread * 16, lse_log2 + first + thread * 4);
@@ -258,11 +244,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   //% if form
   KeySums<M_BLOCKS> key_sums;
   ScoreSeeds<true, M_BLOCKS, QUERIES / 8, bias_t, BIAS, MASK> seeds;
-  const auto fetch_seeds = [&](int of_head, int of_tile, int of_step) {
-    const int thread = thread_index_again(), warps_key = thread / WARP_SIZE % WARPS_K * ROWS_A_WARP;
-    const int query = (EXCHANGE ? thread / WARP_SIZE / WARPS_K * SHARE : 0) + of_step * QUERIES;
-    seeds.fetch(thread % WARP_SIZE, form, bias, mask, anew(batch), of_head, seqlen_q, seqlen_k,
-                of_tile * BLOCK_Q + query, k0 + warps_key);
+  const auto fetch_seeds = [&](int of_head, int of_tile, int step) {
+    seeds.fetch_keys<WARPS_K, EXCHANGE ? SHARE : 0>(form, bias, mask, batch, of_head, seqlen_q,
+                                                    seqlen_k, of_tile * BLOCK_Q + step * QUERIES,
+                                                    k0);
   };
   const auto fetch_next_seeds = [&](int step) {
     const bool last = step + 1 == STEPS, turns = last && tile + 1 == tiles;
@@ -299,6 +284,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       const int query = (EXCHANGE ? turn * SHARE : 0) + step * QUERIES;  // in the tile
       const u32 q_queries = stage + query * QTile::ROW_BYTES;
       const u32 do_queries = stage + DO_OFFSET + query * DoTile::ROW_BYTES;
+      float p[M_BLOCKS][QUERIES / 8][4] = {}, ds[M_BLOCKS][QUERIES / 8][4] = {};
       //% if form
       float slopes[M_BLOCKS][QUERIES / 8][4], added[M_BLOCKS][QUERIES / 8][4];
       if constexpr (!SEEDED && (BIAS || MASK))
@@ -306,9 +292,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                          backward_arrays<BIAS, false, MASK, false>(form, bias, mask, batch, head,
                                                                    seqlen_q, seqlen_k),
                          k0 + warp_row, q0 + query);
-      //% endif
-      float p[M_BLOCKS][QUERIES / 8][4] = {}, ds[M_BLOCKS][QUERIES / 8][4] = {};
-      //% if form
       if constexpr (SEEDED) seeds.start(p, inverse_scale);
       if constexpr (SEEDED && EXCHANGE && STEPS > 1) fetch_next_seeds(step);
       //% endif
@@ -347,8 +330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       if constexpr (SHARES_DS) exchange_rows<elem_t, PTile>(ds, lane, query, warp_ds_tile);
       if constexpr (EXCHANGE) {
         exchange_rows<elem_t, PTile>(p, lane, query, warp_p_tile);
-      }
-      if constexpr (!EXCHANGE) {
+      } else {
         accumulate<elem_t, QUERIES / 16, 1>(
             dv_acc, do_queries, do_rows,
             [&](int i, int m, u32(&a)[4]) { pack_fragment<elem_t>(a, p[m] + 2 * i); });
@@ -362,11 +344,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     }
 
     // 3. P' and dS' of these keys are there for all queries of the tile; with SUMS those of all keys.
-    if constexpr (SUMS) {
-      __syncthreads();
-    } else if constexpr (EXCHANGE) {
-      named_barrier_wait<WARPS_C * WARP_SIZE>(1 + warp % WARPS_K);
-    }
+    if constexpr (SUMS) __syncthreads();
+    if constexpr (EXCHANGE && !SUMS) named_barrier_wait<WARPS_C * WARP_SIZE>(1 + warp % WARPS_K);
     //% if form
     if constexpr (SEEDED && EXCHANGE && STEPS == 1) fetch_next_seeds(0);
     //% endif
@@ -379,18 +358,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
           [&](int i, int m, u32(&a)[4]) { ldmatrix_x4(a, p_reader.address(warp_ds_tile, m, i)); });
     }
     if constexpr (SUMS)
-      add_dq<elem_t, KTile, PTile, DQ_WARPS_Q, DQ_TURNS>(
-          //% if form
-          dq_sum + (head_rows(head) + q0) * HEAD_DIM,
-          //% else
-          dq_sum + ((static_cast<i64>(batch) * heads_q + head) * rows_padded + q0) * HEAD_DIM,
-          //% endif
-          ds_tile, k_tile);
+      add_dq<elem_t, KTile, PTile, DQ_WARPS_Q, DQ_TURNS>(dq_sum + (head_rows(head) + q0) * HEAD_DIM,
+                                                         ds_tile, k_tile);
     //% if form
-    if (DBIAS && tile + 1 == tiles) {
-      const i64 row = (static_cast<i64>(batch) * heads_q + head) * WARPS_C + turn;
-      key_sums.store(dbias_parts + row * max_seqlen_k, lane, k0 + warp_row, seqlen_k, max_seqlen_k);
-    }
+    if (DBIAS && tile + 1 == tiles)
+      key_sums.store(dbias_parts, (static_cast<i64>(batch) * heads_q + head) * WARPS_C + turn, lane,
+                     k0 + warp_row, seqlen_k, max_seqlen_k);
     //% endif
     if (++tile == tiles) tile = first_tile, ++head;
   }

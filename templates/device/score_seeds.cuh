@@ -131,6 +131,17 @@ struct ScoreSeeds {
     mask.fetch(lane, masks, form.mask, batch, head, seqlen_q, seqlen_k, q0, k0);
   }
 
+  // Where keys are rows: of a block's tile of keys from k0 on and queries from q0 on. WARPS_K warps share
+  // the keys; others have as many each, and SHARE queries after those before them.
+  template <int WARPS_K, int SHARE>
+  __device__ __forceinline__ void fetch_keys(const AttentionForm& form, const T* biases,
+                                             const u8* masks, int batch, int head, int seqlen_q,
+                                             int seqlen_k, int q0, int k0) {
+    const u32 thread = thread_index_again(), warp = thread / WARP_SIZE;
+    fetch(thread % WARP_SIZE, form, biases, masks, anew(batch), head, seqlen_q, seqlen_k,
+          q0 + warp / WARPS_K * SHARE, k0 + warp % WARPS_K * 16 * M);
+  }
+
   // inverse_scale: 1 / softmax_scale.
   __device__ __forceinline__ void start(float (&s)[M][N][4], float inverse_scale) const {
 #pragma unroll
@@ -161,14 +172,15 @@ struct KeySums {
   }
 
   // To a row of `columns`; from key `end` on there is none, and the gradient 0. Then they begin anew.
-  __device__ __forceinline__ void store(float* row, int lane, int first, int end, int columns) {
+  __device__ __forceinline__ void store(float* rows, i64 row, int lane, int first, int end,
+                                        int columns) {
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int key = first + lane / 4 * 2 * M + m * 2 + half;
         const float sum = lanes_sum<4>(sums[m][half]);
-        if (lane % 4 == 0 && key < columns) row[key] = key < end ? sum : 0.f;
+        if (lane % 4 == 0 && key < columns) rows[row * columns + key] = key < end ? sum : 0.f;
         sums[m][half] = 0.f;
       }
   }
