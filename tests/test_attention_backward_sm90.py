@@ -79,7 +79,10 @@ def test_maps_are_encoded_once_an_address(monkeypatch):
         names=("k_map", "y", "n"),
         spec=SimpleNamespace(id="x"),
         packing=SimpleNamespace(pack=lambda *values: packed.append(values) or values),
-        launch_packed=lambda grid, values, stream: launched.append((grid, values, stream)),
+    )
+    monkeypatch.setattr(
+        "fkjit.ops.mapped_launch.KeptLaunch",
+        lambda kernel, grid, values: lambda stream: launched.append((grid, values, stream)),
     )
     one = TensorMap(None, "bf16", (64,), (), (64,))
     launch = MappedLaunch(kernel, (3, 1, 1), {"k_map": one, "n": 7}, ("y", "k"))  # type: ignore[arg-type]

@@ -17,9 +17,10 @@ def wanted(*arrays: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not torch.is_grad_enabled():
         return False
-    tensors = [array for array in arrays if isinstance(array, torch.Tensor)]
-    batched = torch._C._functorch.is_batchedtensor
-    return any(x.requires_grad for x in tensors) and not any(map(batched, tensors))
+    tensors = [x for x in arrays if x is not None and isinstance(x, torch.Tensor)]
+    if True not in [x.requires_grad for x in tensors]:
+        return False
+    return not any(map(torch._C._functorch.is_batchedtensor, tensors))
 
 
 def attention(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fkjit.device import LoadedKernel, flatten
+from fkjit.device import KeptLaunch, LoadedKernel, flatten
 from fkjit.spec import Dim3
 from fkjit.tensor_map import TensorMap
 
 MAX_MAPS = 1024  # of an argument, by address
-MAX_PACKED = 64  # whole argument lists, by all addresses
+MAX_LAUNCHES = 64  # whole, by all addresses
 
 
 def has_maps(named: Mapping[str, Any]) -> bool:
@@ -22,7 +22,7 @@ class MappedLaunch:
     """A kernel with its grid and arguments: maps of arrays (argument `q_map` of array `q`), then
     pointers, then what stays the same.
 
-    A map is kept by the address it was encoded for, and a packed list by all of them: memory of
+    A map is kept by the address it was encoded for, and a whole launch by all of them: memory of
     arrays comes again.
     """
 
@@ -41,25 +41,25 @@ class MappedLaunch:
         ]
         self.places = [pointers.index(name) for name in own]
         self.tail = flatten(kernel.names[len(head) :], named)
-        self.packed: dict[tuple[int, ...], bytes] = {}
+        self.launches: dict[tuple[int, ...], KeptLaunch] = {}
 
     def __call__(self, pointers: Sequence[int], stream: int) -> None:
         """Enqueue on `stream`; the device must be current."""
         key = tuple(pointers)
-        packed = self.packed.get(key)
-        if packed is None:
-            packed = self._pack(key)
-        self.kernel.launch_packed(self.grid, packed, stream)
+        start = self.launches.get(key)
+        if start is None:
+            start = self._keep(key)
+        start(stream)
 
-    def _pack(self, pointers: tuple[int, ...]) -> bytes:
+    def _keep(self, pointers: tuple[int, ...]) -> KeptLaunch:
         maps = [
             encoded.get(pointers[at]) or _encode(one, encoded, pointers[at])
             for one, at, encoded in self.maps
         ]
-        if len(self.packed) >= MAX_PACKED:
-            self.packed.clear()
-        made = self.kernel.packing.pack(*maps, *[pointers[at] for at in self.places], *self.tail)
-        self.packed[pointers] = made
+        if len(self.launches) >= MAX_LAUNCHES:
+            self.launches.clear()
+        packed = self.kernel.packing.pack(*maps, *[pointers[at] for at in self.places], *self.tail)
+        made = self.launches[pointers] = KeptLaunch(self.kernel, self.grid, packed)
         return made
 
 

@@ -107,10 +107,10 @@ def abstract(*arrays: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is None:
         return False
-    plain = torch.Tensor.__torch_dispatch__
+    tensor = torch.Tensor
+    others = [array for array in arrays if type(array) is not tensor and isinstance(array, tensor)]
     return any(
-        isinstance(array, torch.Tensor) and type(array).__torch_dispatch__ is not plain
-        for array in arrays
+        [type(array).__torch_dispatch__ is not tensor.__torch_dispatch__ for array in others]
     )
 
 
