@@ -12,6 +12,7 @@ from functools import lru_cache
 from fkjit.errors import DeviceError
 
 _SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _DIMENSIONS = ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")
 
 
@@ -32,17 +33,18 @@ class _Configuration(ctypes.Structure):
     )
 
 
-_ALLOWED = _Attribute(_SERIALIZATION, 0, (1,))
+_ATTRIBUTES = (_Attribute * 2)((_SERIALIZATION, 0, (1,)), (_COOPERATIVE, 0, (1,)))
 
 
-def launch(function: int, *rest: int) -> None:
+def launch(function: int, *rest: int, together: bool = False) -> None:
     """Enqueue a kernel that waits for the one before it by itself.
 
     `rest`: grid, block, bytes of shared memory, stream, and where the arguments' addresses are, as
-    CuPy's `launchKernel` takes them. RuntimeError if the driver refuses.
+    CuPy's `launchKernel` takes them. `together`: all blocks run at the same time, or none does.
+    RuntimeError if the driver refuses.
     """
     *dimensions, stream, arguments = rest
-    configuration = _Configuration(*dimensions, stream, ctypes.pointer(_ALLOWED), 1)
+    configuration = _Configuration(*dimensions, stream, _ATTRIBUTES, 1 + together)
     status = _driver()(ctypes.addressof(configuration), function, arguments, None)
     if status:
         raise RuntimeError(f"cuLaunchKernelEx: error {status}")

@@ -65,13 +65,9 @@ class LoadedKernel:
         frame.memory[: len(packed)] = packed
         pointers = frame.pointers.get(self.function) or frame.point(self.function, self.offsets)
         try:
+            start, extra = _start(self)
             given = (self.function, *grid, *self.threads, self.shared_bytes, stream, pointers)
-            if self.spec.cooperative:
-                frame.launch_together(*given)
-            elif self.dependent:
-                frame.launch_dependent(*given, 0)
-            else:
-                frame.launch(*given, 0)
+            start(*given, *extra)
         except Exception as error:
             raise LaunchError(self.explain(error, grid)) from error
 
@@ -103,6 +99,13 @@ class _Frame(threading.local):
             dependent.launch(*arguments[:-1])
         else:
             self.launch(*arguments)
+
+    def launch_together_dependent(self, *arguments: int) -> None:
+        """The same of a kernel whose blocks wait for one another."""
+        if self.is_capturing(arguments[-2]):
+            dependent.launch(*arguments, together=True)
+        else:
+            self.launch_together(*arguments)
 
     def point(self, function: int, offsets: tuple[int, ...]) -> int:
         """kernelParams for a kernel whose arguments stand at these offsets of the buffer."""
@@ -176,7 +179,8 @@ def _pointers(addresses: Iterable[int]) -> Any:
 def _start(kernel: LoadedKernel) -> tuple[Callable[..., None], tuple[int, ...]]:
     """How this thread launches a kernel, and what that takes at the end."""
     if kernel.spec.cooperative:
-        return _frame.launch_together, ()
+        together = _frame.launch_together
+        return (_frame.launch_together_dependent if kernel.dependent else together), ()
     return (_frame.launch_dependent if kernel.dependent else _frame.launch), (0,)
 
 

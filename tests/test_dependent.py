@@ -18,15 +18,16 @@ def driver(monkeypatch):
     """Stands for cuLaunchKernelEx: notes what it was told, and says `status`."""
 
     class Driver:
-        status = 0
+        status = together = 0
         told = ()
 
         def __call__(self, configuration, function, arguments, extra):
             c = dependent._Configuration.from_address(configuration)
-            attribute = c.attributes.contents
+            found = {a.id: a.value[0] for a in c.attributes[: c.count]}
             sizes = (c.grid_x, c.grid_y, c.grid_z, c.block_x, c.block_y, c.block_z, c.shared_bytes)
             self.told = (function, *sizes, c.stream, arguments)
-            assert (c.count, attribute.id, attribute.value[0], extra) == (1, 6, 1, None)
+            self.together = found.pop(2, 0)
+            assert (found, extra) == ({6: 1}, None)
             return self.status
 
     made = Driver()
@@ -39,9 +40,10 @@ def test_the_structs_are_as_long_as_the_drivers():
     assert ctypes.sizeof(dependent._Configuration) == 56
 
 
-def test_the_driver_is_told_what_a_launch_was_given(driver):
-    dependent.launch(*GIVEN)
-    assert driver.told == GIVEN
+@pytest.mark.parametrize("together", [False, True])
+def test_the_driver_is_told_what_a_launch_was_given(driver, together):
+    dependent.launch(*GIVEN, together=together)
+    assert driver.told == GIVEN and driver.together == together
 
 
 def test_a_refusal_is_an_error(driver):
@@ -60,3 +62,15 @@ def test_only_what_is_captured_is_launched_so(driver, capturing):
     _Frame.launch_dependent(frame, *GIVEN, 0)  # type: ignore[arg-type]
     assert driver.told == (GIVEN if capturing else ())
     assert plain == ([] if capturing else [(*GIVEN, 0)])
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_so_is_what_waits_for_one_another(driver, capturing):
+    plain = []
+    frame = SimpleNamespace(
+        is_capturing=lambda stream: capturing and stream == 0x77,
+        launch_together=lambda *arguments: plain.append(arguments),
+    )
+    _Frame.launch_together_dependent(frame, *GIVEN)  # type: ignore[arg-type]
+    assert (driver.told, driver.together) == ((GIVEN, 1) if capturing else ((), 0))
+    assert plain == ([] if capturing else [GIVEN])

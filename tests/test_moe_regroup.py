@@ -152,3 +152,18 @@ def test_wrong_kinds():
         fkjit.moe_regroup(torch.zeros(4, 2).int(), 8, num_tokens=np.zeros(1, np.int32))
     with pytest.raises(DeviceError, match="allowed: dense"):
         fkjit.moe_regroup(torch.zeros(4, 2, device="meta").int(), 8)
+
+
+@pytest.mark.parametrize(
+    ("tile", "experts"), [((512, 64), 40), ((512, 256), 130), ((512, 512), 70)]
+)
+def test_counters_are_clean_again(tile, experts):
+    params = {"ids": "int32", "tile": tile}
+    p = groups.group_problem(1700, 2, experts, 4, 3)
+    arrays = {**moe_regroup.inputs(params, p, np.random.default_rng(1)), **groups.outputs(p)}
+    with quiet():
+        for _ in range(2):
+            fkjit.launch("moe_regroup.grid", params, p, arrays)
+    assert not arrays["counters"].any()
+    for name, right in groups.grouped(p, arrays["topk_ids"], arrays).items():
+        assert np.array_equal(arrays[name].reshape(right.shape), right), name

@@ -27,6 +27,8 @@ QUICK: tuple[Tile, ...] = ((32, 4), (32, 8))
 STAGED: Tile = (2, 32)  # whose rows come through shared memory
 TILES = (*QUICK, *_PLAIN)
 FEW_TOKENS = 1024
+# Tokens of a block, up to which other tiles have shorter rounds; by the bytes of a logit.
+FEW_FOR_WIDE, FEW_FOR_STAGED = 96, {2: 192, 4: 400}
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
 SCORINGS = ("softmax", "sigmoid")
@@ -61,14 +63,20 @@ def holds(tile: Tile, dtype: str, experts: int, top_k: int, num_groups: int) -> 
     return -(-chunks // lanes) * size <= tile[1]
 
 
-def choose_tile(p: Problem, quick: bool = False, staged: bool = False) -> Tile | None:
+def choose_tile(
+    p: Problem, quick: bool = False, blocks: int = 0, staged: bool = False
+) -> Tile | None:
     """The tile that a routing problem takes; None where no tile holds it.
 
-    `quick`: if there are few tokens, one of whole warps. `staged`: also STAGED.
+    `quick`: if there are few tokens, one of whole warps. `blocks`: at most so many have all tokens
+    in rounds, 0: as many as there are tokens for. `staged`: also STAGED.
     """
     sizes = (p["dtype"], p["experts"], p["top_k"], p["num_groups"])
     tiles = _PLAIN if is_plain(p) else _MORE
-    if staged and is_plain(p) and p["experts"] > STAGED[1] and holds(STAGED, *sizes):
+    if blocks and p["tokens"] <= FEW_FOR_WIDE * blocks:
+        tiles = tuple(tile for tile in tiles if tile not in _WIDE)
+    staged &= is_plain(p) and p["tokens"] > FEW_FOR_STAGED[ITEMSIZE[p["dtype"]]] * blocks
+    if staged and p["experts"] > STAGED[1] and holds(STAGED, *sizes):
         return STAGED
     worth = p["experts"] > 16 or p["top_k"] > 2
     if quick and worth and is_plain(p) and p["tokens"] <= FEW_TOKENS:

@@ -19,8 +19,10 @@ from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
 
 _CALL = "moe_regroup"
 _IDS = ("int32", "int64")
-# Threads of a block, and groups that it has room for; the first that has enough is taken.
+# Threads of a block, and groups that it has room for; the first that has enough is taken, _MANY
+# only for so many items a warp.
 TILES = ((512, 64), (512, 256), (512, 512), (256, 1024))
+_MANY, _WORTH = TILES[1], range(65, 129)
 _ALONE = 4096  # items that one block sorts alone
 _PER_BLOCK = 1024  # items of a block, at least, where there are several
 
@@ -117,7 +119,9 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     items = tokens * top_k
     blocks = min(groups.processors(ids), max(1, -(-items // _PER_BLOCK)))
     problem["blocks"] = 1 if items <= _ALONE else blocks
-    tile = next(t for t in TILES if t[1] >= problem["groups"])
+    each = -(-items // (problem["blocks"] * _MANY[0] // 32))
+    tiles = (t for t in TILES if t != _MANY or each in _WORTH)
+    tile = next(t for t in tiles if t[1] >= problem["groups"])
     launch = Launch(REGROUP, {"ids": ids.dtype, "tile": tile}, problem)
     return Request(
         {name: views[name] for name in _INPUTS}, groups.made(problem), (launch,),
@@ -161,6 +165,7 @@ REGROUP = register(
             Param("tile", TILES, "(threads of a block, groups that it has room for)"),
         ),
         cooperative=True,
+        dependent=True,
         derive=lambda params: {
             "id_type": {"int32": "i32", "int64": "i64"}[params["ids"]],
             **dict(zip(("threads", "most"), params["tile"], strict=True)),

@@ -68,6 +68,7 @@ def describe(
     views: Mapping[str, View | None],
     *options: Any,
     quick: bool = False,
+    blocks: int = 0,
     staged: bool = False,
 ) -> dict[str, Any]:
     """The routing problem of `logits`, `bias` and moe_route's options, checked; with its tile."""
@@ -90,7 +91,7 @@ def describe(
     }
     groups = problem["num_groups"]
     problem["vector"] = moe.is_vector(logits.dtype, experts, groups, step, logits.pointer)
-    problem["tile"] = moe.choose_tile(problem, quick, staged)
+    problem["tile"] = moe.choose_tile(problem, quick, blocks, staged)
     if problem["tile"] is None:
         raise ParameterError(
             f"{call}: {groups} groups of {experts // groups} experts do not fit a kernel; allowed: "

@@ -109,14 +109,15 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     logits = views["logits"]
     assert logits is not None
     staged = "cp_async" in arch_of(logits).features
-    problem = describe(_CALL, views, *routing, staged=staged)
+    processors = groups.processors(logits)
+    problem = describe(_CALL, views, *routing, blocks=processors, staged=staged)
     tile = problem["tile"]
     sizes = problem["tokens"], problem["top_k"]
     problem |= groups.describe(
         _CALL, views, *sizes, problem["experts"], block_size, local, capacity
     )
     threads = threads_of(tile)
-    problem["blocks"] = blocks_of(tile, threads, problem["tokens"], groups.processors(logits))
+    problem["blocks"] = blocks_of(tile, threads, problem["tokens"], processors)
     params = {**moe.variant(problem), "threads": threads}
     return Request(
         {name: views[name] for name in _INPUTS}, {**chosen(problem), **groups.made(problem)},
@@ -195,6 +196,7 @@ KERNEL = register(
             Param("threads", (256, 512), "threads of a block", tunable=True),
         ),
         cooperative=True,
+        dependent=True,
         derive=lambda params: {
             **dict(zip(("lanes", "values"), params["tile"], strict=True)),
             "staged": params["tile"] == moe.STAGED,

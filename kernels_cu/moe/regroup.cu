@@ -2,6 +2,7 @@
    one launch over the whole grid (device/moe_groups.cuh). Blocks wait for one another: launched
    cooperatively. Every architecture. */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 #include "device/moe_groups.cuh"
 
 using id_t = ${id_type};
@@ -20,6 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 int* __restrict__ counts,                  // [groups]
                 u32* counters,                             // see GridSums
                 const int tokens, const int top_k, const Grouping how) {
+  after_previous_kernel(false);
   __shared__ Regroup<THREADS, MOST> block;
   const Groups to = {expert_map, sorted_token_ids, expert_ids, num_tokens_post_padded,
                      inverse,    offsets,          counts,     counters};
@@ -27,6 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Share mine = share_of_warp(items, 1, THREADS / WARP_SIZE, how);
   const auto group = [&](int item) { return group_of(topk_ids[item], expert_map, how); };
   block.clear(to, how);
+  let_next_kernel();
   block.sort(mine, group, to, how);
 #pragma unroll 1
   for (int i = items + blockIdx.x * THREADS + threadIdx.x; i < tokens * top_k;

@@ -6,6 +6,7 @@
    ones of a warp stay in shared memory; more are read again. Blocks wait for one another: launched
    cooperatively. Every architecture. */
 #include "prelude.cuh"
+#include "device/dependent.cuh"
 #include "device/moe_groups.cuh"
 #include "device/moe_route.cuh"
 //% if staged
@@ -17,6 +18,7 @@ constexpr int LANES = ${lanes};    // of a warp on one token
 constexpr int VALUES = ${values};  // logits of a lane
 constexpr bool PLAIN = ${plain};   // softmax of one group of experts, in whole chunks
 constexpr int THREADS = ${threads};
+constexpr bool STAGED = ${staged};  // rows come through shared memory
 
 constexpr int WARPS = THREADS / WARP_SIZE;
 constexpr int TOKENS = WARP_SIZE / LANES;                        // of a warp at a time
@@ -38,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                           u32* counters,                             // see GridSums
                           const i64 row_stride, const int tokens, const Routing how,
                           const Grouping grouping) {
+  after_previous_kernel(STAGED);  // an SM has room for one block of these: the next do not crowd it
   __shared__ Regroup<THREADS, MOST> block;
   const Groups to = {expert_map, sorted_token_ids, expert_ids, num_tokens_post_padded,
                      inverse,    offsets,          counts,     counters};
@@ -76,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncwarp();
 
+  let_next_kernel();
   const Share items = {mine.begin * top_k, mine.end * top_k, mine.each * top_k};
   const auto group = [&](int item) {
     const int early = item - items.begin;

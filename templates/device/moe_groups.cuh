@@ -73,14 +73,30 @@ struct alignas(16) Regroup {
   }
 
   // A lane's rank among the warp's items of its group so far; they count from now on. -1: no item.
-  // `mine`: the warp's counts, every STEP-th.                              PTX ISA: match.any.sync
-  template <int STEP, typename T>
-  static __device__ __forceinline__ int take(int group, T* mine) {
+  // PTX ISA: match.any.sync
+  __device__ __forceinline__ int take(int group) {
     const int lane = threadIdx.x % WARP_SIZE;
+    int* mine = counts[threadIdx.x / WARP_SIZE];
     const u32 alike = __match_any_sync(FULL_MASK, group), earlier = alike & ((1u << lane) - 1);
-    const int rank = group < 0 ? 0 : mine[group * STEP] + __popc(earlier);
+    const int rank = group < 0 ? 0 : mine[group] + __popc(earlier);
     __syncwarp();
-    if (group >= 0 && earlier == 0) mine[group * STEP] = rank + __popc(alike);
+    if (group >= 0 && earlier == 0) mine[group] = rank + __popc(alike);
+    __syncwarp();
+    return rank;
+  }
+
+  // The same where counts are bytes. Lanes of one group find one another by bits in a word of it, which
+  // takes less time than match where there are many groups; it is 0 before and after.
+  __device__ __forceinline__ int take_in_order(int group) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    u32* marks = reinterpret_cast<u32*>(counts[threadIdx.x / WARP_SIZE]);
+    u8* mine = bytes();
+    if (group >= 0) atomicOr(marks + group, 1u << lane);
+    __syncwarp();
+    const u32 alike = group < 0 ? 0 : marks[group], earlier = alike & ((1u << lane) - 1);
+    const int rank = group < 0 ? 0 : mine[group * 4] + __popc(earlier);
+    __syncwarp();
+    if (group >= 0 && earlier == 0) mine[group * 4] = rank + __popc(alike), marks[group] = 0;
     __syncwarp();
     return rank;
   }
@@ -222,7 +238,8 @@ struct alignas(16) Regroup {
 
   // Phases 2 and 3 of items in order, each a word as in count(); `each`: items of a warp. How many the
   // block has. A lane scans 2 * PAIRS groups side by side.
-  __device__ __forceinline__ int order(const Sums& sums, u32 (&items)[ROUNDS], int each) {
+  __device__ __forceinline__ int order(const Sums& sums, u32 (&items)[ROUNDS], int each,
+                                       const Grouping& how) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     constexpr int SIDE = 2 * PAIRS;
     int own[SIDE], sum = 0;
@@ -231,6 +248,7 @@ struct alignas(16) Regroup {
     for (int i = 0; i < SIDE; ++i) own[i] = of_warps(WARPS, lane * SIDE + i);
 #pragma unroll
     for (int i = 0; i < SIDE; i += 2) {
+      if ((lane * SIDE + i) / CHUNK * CHUNK >= how.groups) continue;  // nobody reads these
       const uint2 pair = {static_cast<u32>(own[i]), static_cast<u32>(own[i + 1])};
 #pragma unroll
       for (int turn = 0; turn < Sums::GROUP; turn += WARPS)
@@ -262,17 +280,18 @@ struct alignas(16) Regroup {
   // has.
   template <typename Source>
   __device__ __forceinline__ int count_in_order(const Sums& sums, u32 (&items)[ROUNDS],
-                                                const Share& mine, Source group) {
+                                                const Share& mine, Source group,
+                                                const Grouping& how) {
     const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
       items[r] = NOBODY;
       if (r * WARP_SIZE >= mine.each) continue;
       const int item = mine.begin + r * WARP_SIZE + lane;
-      const int e = item < mine.end ? group(item) : -1, rank = take<4>(e, bytes());
+      const int e = item < mine.end ? group(item) : -1, rank = take_in_order(e);
       if (e >= 0) items[r] = e << 16 | rank;
     }
-    return order(sums, items, mine.each);
+    return order(sums, items, mine.each, how);
   }
 
   // Phase 5 of the same; `early`: the first of the block's items for this thread.
@@ -303,7 +322,7 @@ struct alignas(16) Regroup {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
 #pragma unroll 1
     for (int i = mine.begin; i < mine.end; i += WARP_SIZE) {
-      const int e = i + lane < mine.end ? group(i + lane) : -1, rank = take<1>(e, counts[warp]);
+      const int e = i + lane < mine.end ? group(i + lane) : -1, rank = take(e);
       if (mine.each <= HELD) held[warp][i + lane - mine.begin] = e < 0 ? NOBODY : e << 16 | rank;
     }
   }
@@ -321,7 +340,7 @@ struct alignas(16) Regroup {
       if (all)
         rank += e < 0 ? 0 : counts[warp][e];
       else
-        e = i + lane < mine.end ? group(i + lane) : -1, rank = take<1>(e, counts[warp]);
+        e = i + lane < mine.end ? group(i + lane) : -1, rank = take(e);
       const int start = start_of(chunks, e);
       if (i + lane >= mine.end) continue;
       const int at = e < 0 ? -1 : place(e, rank, start, how);
@@ -335,11 +354,12 @@ struct alignas(16) Regroup {
   __device__ __forceinline__ void sort(const Share& mine, Source group, const Groups& to,
                                        const Grouping& how) {
     const Sums sums = {to.counters};
-    const bool ordered = ORDERED && gridDim.x > 1 && mine.each <= HELD;
+    const bool worth = MOST <= 128 || mine.each > 2 * WARP_SIZE;  // many groups take time to scan
+    const bool ordered = ORDERED && worth && gridDim.x > 1 && mine.each <= HELD;
     u32 left[OWN] = {}, items[ROUNDS], early = NOBODY;
     int there = 0;
     if (ordered) {
-      there = count_in_order(sums, items, mine, group);
+      there = count_in_order(sums, items, mine, group, how);
       if (threadIdx.x < there) early = held[0][threadIdx.x];
     } else {
       count(mine, group);
