@@ -27,6 +27,7 @@ from tests.test_mutations import KINDS, outcome  # noqa: E402
 def launched(monkeypatch):
     """Names of the kernels that gradients of forms take from now on, where Hopper's is there."""
     monkeypatch.setattr("fkjit.build.settings", lambda: replace(settings(), target="compute_90a"))
+    monkeypatch.setattr(hopper, "MASKS", True)
     seen, usual = [], hopper.launches
 
     def launches(*given):
@@ -41,9 +42,10 @@ def launched(monkeypatch):
 
 def test_sums_in_any_order_where_nothing_is_masked(launched):
     *given, dout = tensors(4, 2, 150, 140, 64, 48, "bf16")
-    options = {"sinks": torch.rand(4), "softcap": 4.0}
+    mask = torch.rand(1, 4, 1, 140) < 0.8
+    options = {"sinks": torch.rand(4), "softcap": 4.0, "mask": mask}
     check(given, dout, options, mine={"deterministic": False})
-    assert launched == ["rows", "flash_sm90", "dq"]
+    assert launched == ["mask", "rows", "flash_sm90", "dq"]
 
 
 def test_packed_sequences_with_a_window(launched):
@@ -84,7 +86,8 @@ PROBLEM = {
         ({"softcap": 30.0}, "softcap", "sm_90a", True),
         ({"softcap": 0.1}, "softcap", "sm_90a", False),
         ({}, "softcap alibi", "sm_90a", False),
-        ({}, "mask", "sm_90a", False),
+        ({}, "bias=bf16", "sm_90a", False),
+        ({}, "mask varlen", "sm_90a", False),
     ],
 )
 def test_hopper_takes_bands_that_tma_can_read(changes, form, name, taken):

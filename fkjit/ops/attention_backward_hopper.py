@@ -32,7 +32,7 @@ def _derive(params: Params) -> dict[str, Any]:
     dq = product("dq", 32, {"a": 1, "b": 1, "add": 1})
     return {
         "block_q": block_q,
-        **dict.fromkeys(("form", "varlen", "softcap", "alibi"), False),
+        **dict.fromkeys(("form", "varlen", "softcap", "alibi", "mask"), False),
         "q_stages": _Q_STAGES,
         "do_stages": _DO_STAGES,
         "dq_stages": _dq_stages(params),

@@ -39,7 +39,7 @@ INPUTS = (
 )
 _GRADIENTS = tuple(f"d{name}" for name in (*ROWS, *OF_FORM))
 _SCRATCH = ("lse_log2", "delta", "dq_sum", "dalibi_rows", "dbias_parts")
-_OUTPUTS = (*_GRADIENTS, *_SCRATCH, "turns")
+_OUTPUTS = (*_GRADIENTS, *_SCRATCH, "turns", "mask_bits")
 _CPU_MULTIPROCESSORS = 8  # what the interpreter shares work out for
 _MAKES = {"keys": ("k", "v"), "queries": ("q", "alibi_slopes")}
 _SCHEMA = (
@@ -234,6 +234,8 @@ def _outputs(
     )
     if "sum_columns" in problem:
         scratch["dq_sum"] = (*shared.rows_shape(problem), problem["sum_columns"])
+    if "bits_shape" in problem:
+        scratch["mask_bits"] = problem["bits_shape"]
     if "turn_rows" in problem:
         *more, count = shared.rows_shape(problem)
         scratch["turns"] = (*more, count // problem["turn_rows"])

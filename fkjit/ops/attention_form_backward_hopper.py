@@ -16,6 +16,7 @@ from fkjit.ops import attention_backward_hopper as hopper
 from fkjit.ops import attention_backward_kernels as plain
 from fkjit.ops import attention_backward_problem as shared
 from fkjit.ops import attention_form_backward_kernels as portable
+from fkjit.ops import attention_form_backward_mask as masks
 from fkjit.ops import attention_form_backward_problem as forms
 from fkjit.ops.attention_form import Form, parse
 from fkjit.ops.simple import Launch, arch_of
@@ -28,7 +29,8 @@ _RAGGED_ROWS = 128  # templates/device/tensor_rows.cuh
 _NOTE_BYTES = 2 * 16  # keys of two pieces
 _LEAST_CAP = 1.0  # derivatives come from probabilities of 16 bits: beside it they are off by little
 # What is compiled ahead; every other form is compiled when it is first called.
-SHOWN = tuple(form.text for form in (Form(softcap=True, varlen=True), Form(alibi=True)))
+MASKS = False  # whether masks are taken: nobody has timed them
+SHOWN = tuple(form.text for form in (Form(softcap=True, varlen=True), Form(alibi=True, mask=True)))
 _FORM = "what it does beside causal attention"
 
 
@@ -36,13 +38,26 @@ def _derive(params: Params) -> dict[str, Any]:
     values = {**parse(params["form"]).values(), "seqlen_q": "seqlen_q", "seqlen_k": "seqlen_k"}
     # Rules for scores take registers.
     ahead = {"lse_ahead": 0, "delta_ahead": 0} if params["head_dim"] > 64 else {}
-    return {**_BASE.derive(params), **ahead, **values}
+    usual, spared = _BASE.derive(params), _spared(params)
+    fewer = {spared: usual[spared] - 1} if spared else {}
+    return {**usual, **ahead, **values, **fewer}
+
+
+def _spared(params: Params) -> str:
+    """Stages of what are fewer by one, so that bits of a mask have room."""
+    if not parse(params["form"]).mask or (params["head_dim"] > 64 and not params["deterministic"]):
+        return ""
+    return "q_stages" if params["head_dim"] > 64 else "dq_stages"
 
 
 def _shared(params: Params) -> SharedLayout:
+    """As without a form; bits of a mask with what rows bring along, and more notes."""
     assert _BASE.shared_layout is not None
+    bits = _BLOCK_K * hopper.BLOCK_Q[params["head_dim"]] // 8 * parse(params["form"]).mask
     *parts, (name, size) = _BASE.shared_layout(params)
-    return [*parts, (name, size + _NOTE_BYTES)]
+    left_out = {"": "", "q_stages": "Q stage 2", "dq_stages": "dQ stage 1"}[_spared(params)]
+    found = [(n, of + bits * n.startswith("rows")) for n, of in parts if n != left_out]
+    return [*found, (name, size + _NOTE_BYTES)]
 
 
 def _abreast(params: Params, problem: Problem) -> int:
@@ -79,6 +94,11 @@ def _map(problem: Problem, arrays: Mapping[str, Any], name: str, rows: int) -> T
     )
 
 
+def _bits_strides(params: Params, problem: Problem) -> tuple[int, int, int]:
+    has = parse(params["form"]).mask
+    return masks.strides(hopper.BLOCK_Q[params["head_dim"]], problem) if has else (0, 0, 0)
+
+
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     boxes = hopper.boxes(params)
     return {
@@ -87,6 +107,8 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
         **{name: arrays[name] for name in ("dk", "dv", "counters") if name in arrays},
         **{f"{name}_strides": forms.strides(problem, name, arrays[name]) for name in ("dk", "dv")},
         **{name: problem[name] for name in ("head_dim", "head_dim_v")},
+        "mask_bits": arrays.get("mask_bits"),
+        "mask_bits_strides": _bits_strides(params, problem),
         "rounds": _abreast(params, problem),
         "seqlen_q": problem["seqlen_q"],
         "seqlen_k": problem["seqlen_k"],
@@ -117,14 +139,17 @@ def _problems(params: Params, scale: str) -> Sequence[Problem]:
         return [{**base, **more, "window": (long, 0)}]
     more = {"batch": 1, "axes": (0, 1, 2, 3)}
     return [
-        {**base, **more, "seqlen_q": long, "seqlen_k": short, "window": (70, 0)},
-        {**base, **more, "seqlen_q": 40, "seqlen_k": 2 * short, "window": (50, 6)},
+        {**base, **more, "seqlen_q": sq, "seqlen_k": sk, "window": band, "mask_shape": (1, 1, sq)}
+        for sq, sk, band in ((long, short, (70, 0)), (40, 2 * short, (50, 6)))
     ]
 
 
 def _inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
-    """NaN behind the last sequence, and in rows that nobody may look at."""
+    """NaN behind the last sequence, and in rows that nobody may look at; bits of a mask."""
     made = forms.inputs({**params, "head_dim_v": params["head_dim"]}, problem, rng)
+    if "mask" in made:
+        block_q = hopper.BLOCK_Q[params["head_dim"]]
+        made["mask_bits"] = masks.bits(block_q, problem, made["mask"])
     if "total_q" in problem:
         for side, names in zip("qk", (("q", "dout"), ("k", "v")), strict=True):
             for name in names:
@@ -205,7 +230,9 @@ def takes(problem: Problem, views: Mapping[str, Any], form: str, rows: Launch, a
     """Whether TMA can read the arrays and the kernel knows the form."""
     aligned = bool(rows.params["aligned"])
     one = parse(form)
-    if (one.softcap and one.alibi) or one.bias or one.mask or one.score_mod:
+    if (one.softcap and one.alibi) or one.bias or one.score_mod:
+        return False
+    if one.mask and (one.varlen or not MASKS):  # which sequence a tile is of is not noted
         return False
     if one.softcap and problem["softcap"] < _LEAST_CAP:
         return False
@@ -239,9 +266,16 @@ def launches(
     params = {"dtype": dtype, "head_dim": dim, "deterministic": ordered, "form": form}
     packed = "total_q" in problem
     dq = portable.PACKED_DQ if packed else plain.DQ
+    bits = []
+    if views["mask"] is not None:
+        tile = hopper.BLOCK_Q[dim]
+        problem["mask_shape"] = masks.own_shape(views["mask"])
+        problem["bits_shape"] = masks.shape(tile, problem)
+        bits = [Launch(masks.MASK, {"block_q": tile}, problem)]
     # In order the first one to come stores; nobody comes to sequences without keys.
     zeros = 0 if ordered and not packed else dim
     return [
+        *bits,
         Launch(rows.spec, rows.params, {**problem, "sum_columns": zeros}),
         Launch(kernel(form), params, problem),
         Launch(dq, {"dtype": dtype}, problem),

@@ -54,7 +54,7 @@ constexpr int COPY_REGISTERS = ${copy_registers};
 constexpr int LSE_AHEAD = ${lse_ahead},
               DELTA_AHEAD = ${delta_ahead};  // pairs of a lane that are read early
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
-constexpr bool VARLEN = ${varlen}, SOFTCAP = ${softcap}, ALIBI = ${alibi};
+constexpr bool VARLEN = ${varlen}, SOFTCAP = ${softcap}, ALIBI = ${alibi}, MASK = ${mask};
 
 constexpr int BLOCK_K = 128, WARPGROUP = 128, THREADS = 4 * WARPGROUP;
 // What setmaxnreg gives to some it has taken from others of those that a block was launched with.
@@ -77,14 +77,15 @@ constexpr int K_STAGE = KTile::BYTES + GUARD, V_OFFSET = 2 * K_STAGE, Q_OFFSET =
 constexpr int Q_STAGE = QTile::BYTES + GUARD, DO_OFFSET = Q_OFFSET + Q_STAGES * Q_STAGE;
 constexpr int DS_OFFSET = DO_OFFSET + DO_STAGES * Q_STAGE, DS_STAGE = DSTile::BYTES + GUARD;
 constexpr int DQ_OFFSET = DS_OFFSET + DS_STAGES * DS_STAGE, DQ_WARP_BYTES = 16 * DQ_COLUMNS * 4;
-constexpr int DQ_STAGE = 4 * DQ_WARP_BYTES + GUARD, ROWS_STAGE = ROWS_BYTES + GUARD;
+constexpr int MASK_BYTES = MASK ? BLOCK_K * BLOCK_Q / 8 : 0;  // of a tile
+constexpr int DQ_STAGE = 4 * DQ_WARP_BYTES + GUARD, ROWS_STAGE = ROWS_BYTES + MASK_BYTES + GUARD;
 constexpr int ROWS_OFFSET = DQ_OFFSET + DQ_STAGES * DQ_STAGE;
 constexpr int BARRIERS_OFFSET = ROWS_OFFSET + ROWS_STAGES * ROWS_STAGE;
 
 // Pieces of work are taken by the warps that multiply, and by the thread that loads K and V.
 using Barriers = BackwardBarriers<Q_STAGES, DO_STAGES, DS_STAGES, DQ_PARTS, DQ_STAGES, 3 * 4 + 1>;
 //% if form
-using Sizes = FormSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC, VARLEN, ALIBI>;
+using Sizes = FormSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC, VARLEN, ALIBI, MASK>;
 //% else
 using Sizes = BackwardSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC>;
 //% endif
@@ -92,7 +93,7 @@ using Tile = BackwardTile<BLOCK_Q, BLOCK_K>;
 constexpr int INDEX_BLOCKS = Sizes::INDEX_ROWS / 16;  // of a tile's index, 16 rows each
 using Copies = DQCopies<HEAD_DIM, DQ_COLUMNS>;
 using Rings = BackwardRings<QTile, BLOCK_Q, Q_STAGES, Q_OFFSET, DO_STAGES, DO_OFFSET, Q_STAGE,
-                            ROWS_OFFSET, ROWS_STAGE>;
+                            ROWS_OFFSET, ROWS_STAGE, MASK_BYTES>;
 
 // D[64 x BLOCK_Q] (+)= A[64 x 16] B[BLOCK_Q x 16]^T.                PTX ISA: wgmma.mma_async
 __device__ __forceinline__ void product_keys(float (&d)[1][BLOCK_Q / 8][4], u64 a, u64 b, int add) {
@@ -162,6 +163,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const int* __restrict__ cu_seqlens_q,    // [batch + 1]
     const int* __restrict__ cu_seqlens_k,    // [batch + 1]
     const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q], or null
+    const u32* __restrict__ mask_bits,  // of a mask [batch, heads_q, seqlen_q, seqlen_k], broadcast,
+                                        // see device/backward_mask.cuh; or null
     //% endif
     const float* __restrict__ lse_log2,  // [batch, heads_q, rows_padded] contiguous, log2(e) * lse
     const float* __restrict__ delta,     // like lse_log2: rowsum(dout * o)
@@ -179,6 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
     //% if form
     const AttentionForm form,
+    const Strides mask_bits_strides,  // between batches, heads and tiles, in words
     //% endif
     //% if deterministic
     const int rounds,  // see backward_schedule.cuh, or with a form backward_form.cuh
@@ -198,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
   const bool signals = lane == 0;
   //% if form
   const Sizes sizes(cu_seqlens_q, cu_seqlens_k, batch, heads_q, group_size, seqlen_q, seqlen_k,
-                    rows_padded, rounds, form, alibi_slopes);
+                    rows_padded, rounds, form, alibi_slopes, mask_bits, mask_bits_strides);
   //% else
   const Sizes sizes{batch, heads_q, group_size, seqlen_q, seqlen_k, rows_padded, causal, rounds};
   //% endif
@@ -235,7 +239,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     // P^T of the tile, and what its dP^T takes.
     const auto take_scores = [&](float (&s)[1][BLOCK_Q / 8][4], int step) {
       //% if form
-      band_scores<SOFTCAP, ALIBI, BLOCK_Q, BLOCK_K>(s, lane, barriers.tile(step), warp_row(), form);
+      const u32 bits =
+          MASK ? shared + ROWS_OFFSET + step % ROWS_STAGES * ROWS_STAGE + ROWS_BYTES : 0;
+      band_scores<SOFTCAP, ALIBI, BLOCK_Q, BLOCK_K>(s, lane, barriers.tile(step), bits, warp_row(),
+                                                    form);
       //% else
       if (masked) {
         const Tile tile(barriers.tile(step));

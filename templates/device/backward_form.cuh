@@ -5,6 +5,7 @@
 #pragma once
 #include "device/backward_form_schedule.cuh"
 #include "device/backward_loads.cuh"
+#include "device/backward_mask.cuh"
 #include "device/backward_tile.cuh"
 #include "device/tensor_rows.cuh"
 
@@ -99,11 +100,13 @@ __device__ __forceinline__ void mask_band(float (&s)[1][N][4], int lane, const T
 }
 
 // Raw products of a warp become final scores, times log2(e) where there are rules.
+// `bits`: of a mask, or 0.
 template <bool SOFTCAP, bool ALIBI, int BLOCK_Q, int BLOCK_K, int N>
-__device__ __forceinline__ void band_scores(float (&s)[1][N][4], int lane, u32 notes, int warp_key,
-                                            const AttentionForm& form) {
+__device__ __forceinline__ void band_scores(float (&s)[1][N][4], int lane, u32 notes, u32 bits,
+                                            int warp_key, const AttentionForm& form) {
   const FormTile<BLOCK_Q, BLOCK_K> tile(notes, form.window_left + form.window_right + 1);
   if (SOFTCAP || ALIBI) final_scores<SOFTCAP, ALIBI>(s, lane, tile, notes, warp_key, form);
+  if (bits != 0) MaskBits<BLOCK_Q, BLOCK_K>::hide(s, bits, lane, warp_key);
   if (tile.masked()) mask_band(s, lane, tile, warp_key);
 }
 
@@ -131,11 +134,11 @@ __device__ __forceinline__ FormKeys<PACKED> take_keys(const Barriers& barriers, 
   return keys;
 }
 
-template <int BLOCK_Q, int BLOCK_K, bool ORDERED, bool PACKED, bool ALIBI, typename Tile,
+template <int BLOCK_Q, int BLOCK_K, bool ORDERED, bool PACKED, bool ALIBI, bool MASK, typename Tile,
           typename Barriers>
 __device__ __forceinline__ void load_keys(
     const KeyLoads<Tile, Barriers>& loads,
-    const FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED, ALIBI>& sizes) {
+    const FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED, ALIBI, MASK>& sizes) {
   for (int taken = 0;; ++taken) {
     bool exists;
     const auto keys = take_keys<PACKED>(loads.barriers, taken, exists);
@@ -186,13 +189,14 @@ struct PieceNotes {
 };
 
 // Forms have one piece of work after the other, too.
-template <int BLOCK_Q, int BLOCK_K, bool ORDERED, bool PACKED, bool ALIBI, typename Rings,
-          typename Barriers>
+template <int BLOCK_Q, int BLOCK_K, bool ORDERED, bool PACKED, bool ALIBI, bool MASK,
+          typename Rings, typename Barriers>
 __device__ __forceinline__ void load_tiles(
     const BackwardLoads<Rings, Barriers>& loads,
-    const FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED, ALIBI>& sizes, u32* counters) {
+    const FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED, ALIBI, MASK>& sizes, u32* counters) {
   const Barriers& barriers = loads.barriers;
-  const PieceNotes<FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED, ALIBI>> notes{barriers.note()};
+  const PieceNotes<FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED, ALIBI, MASK>> notes{
+      barriers.note()};
   int step_number = 0;
   for (int begun = 0;; ++begun) {
     const bool exists = notes.next(begun == 0, counters, sizes.again());
@@ -229,7 +233,12 @@ __device__ __forceinline__ void load_tiles(
       store_shared_pair(load.about + 32, place, keys.x);
       store_shared_word(load.about + 40, keys.y);
       const TensorRows<PACKED> at(row, place);
-      load.load(at.row, head, at.batch, index);
+      const u32* bits = nullptr;
+      if (MASK)
+        bits = sizes.mask_bits + keys.w * sizes.mask_strides.batch +
+               head * sizes.mask_strides.head + tile * sizes.mask_strides.row +
+               keys.x * (BLOCK_Q / 32);
+      load.load(at.row, head, at.batch, index, bits);
       const int step = ORDERED && load_shared_word(note + 28) % 2 ? -1 : 1;
       tile = last_tile ? load_shared_word(note + 16) : tile + step;
       head += last_tile;

@@ -21,7 +21,8 @@
 #include "device/attention_form.cuh"
 #include "device/padded_rows.cuh"
 
-template <int BLOCK_Q_, int BLOCK_K_, bool ORDERED_, bool PACKED_, bool ALIBI_ = false>
+template <int BLOCK_Q_, int BLOCK_K_, bool ORDERED_, bool PACKED_, bool ALIBI_ = false,
+          bool MASK_ = false>
 struct FormSizes {
   static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_;
   static constexpr int INDEX_ROWS = 16;  // a tile's index counts so many rows, as turns do
@@ -34,10 +35,13 @@ struct FormSizes {
   int left, right;
   int alibi_batch_stride;
   const float* alibi_slopes;
+  const u32* mask_bits;
+  Strides mask_strides;
 
   __device__ __forceinline__ FormSizes(const int* q_ends, const int* k_ends, int batch_, int heads,
                                        int group, int longest_q, int longest_k, int rows,
-                                       int abreast, const AttentionForm& form, const float* slopes)
+                                       int abreast, const AttentionForm& form, const float* slopes,
+                                       const u32* bits = nullptr, const Strides& bits_strides = {})
       : cu_seqlens_q(q_ends),
         cu_seqlens_k(k_ends),
         batch(batch_),
@@ -50,7 +54,9 @@ struct FormSizes {
         left(form.window_left),
         right(form.window_right),
         alibi_batch_stride(form.alibi_batch_stride),
-        alibi_slopes(slopes) {}
+        alibi_slopes(slopes),
+        mask_bits(bits),
+        mask_strides(bits_strides) {}
 
   // The same, but what follows from it is computed again, and not kept in registers until then.
   __device__ __forceinline__ FormSizes again() const {

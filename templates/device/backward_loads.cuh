@@ -7,10 +7,10 @@
 
 // Where rings of tiles lie in shared memory.
 template <typename Tile, int BLOCK_Q_, int Q_STAGES_, int Q_OFFSET, int DO_STAGES_, int DO_OFFSET,
-          int STAGE_BYTES, int ROWS_OFFSET, int ROWS_STAGE_BYTES>
+          int STAGE_BYTES, int ROWS_OFFSET, int ROWS_STAGE_BYTES, int MASK_BYTES_>
 struct BackwardRings {
   using QTile = Tile;
-  static constexpr int BLOCK_Q = BLOCK_Q_, ROWS_BYTES = 2 * BLOCK_Q * 4;
+  static constexpr int BLOCK_Q = BLOCK_Q_, ROWS_BYTES = 2 * BLOCK_Q * 4, MASK_BYTES = MASK_BYTES_;
   static constexpr int Q_STAGES = Q_STAGES_, DO_STAGES = DO_STAGES_;
   u32 shared;
 
@@ -20,7 +20,7 @@ struct BackwardRings {
   __device__ __forceinline__ u32 dout(int stage) const {
     return shared + DO_OFFSET + stage * STAGE_BYTES;
   }
-  // lse_log2 of a tile's rows, then delta: empty when its dO is.
+  // lse_log2 of a tile's rows, then delta, then bits of a mask: empty when its dO is.
   __device__ __forceinline__ u32 rows(int stage) const {
     return shared + ROWS_OFFSET + stage * ROWS_STAGE_BYTES;
   }
@@ -57,15 +57,17 @@ struct TileLoad {
     mbarrier_wait(barriers.q_empty(q_ring.stage), q_ring.parity ^ 1);
   }
   // The tile from `row` on, whose rows bring along what lies at `index` tiles.
-  __device__ __forceinline__ void load(int row, int head, int batch, int index) const {
+  __device__ __forceinline__ void load(int row, int head, int batch, int index,
+                                       const u32* mask = nullptr) const {
     using QTile = typename Rings::QTile;
     const Barriers& barriers = loads.barriers;
     tma_load_tile<QTile>(loads.rings.q(q_ring.stage), loads.q_map, q_full, row, head, batch);
     mbarrier_wait(barriers.do_empty(do_ring.stage), do_ring.parity ^ 1);
-    mbarrier_expect(q_full, Rings::ROWS_BYTES);
+    mbarrier_expect(q_full, Rings::ROWS_BYTES + Rings::MASK_BYTES);
     const i64 first = static_cast<i64>(index) * Rings::BLOCK_Q;
     bulk_load(rows, loads.lse_log2 + first, Rings::ROWS_BYTES / 2, q_full);
     bulk_load(rows + Rings::ROWS_BYTES / 2, loads.delta + first, Rings::ROWS_BYTES / 2, q_full);
+    if (Rings::MASK_BYTES > 0) bulk_load(rows + Rings::ROWS_BYTES, mask, Rings::MASK_BYTES, q_full);
     tma_load_tile<QTile>(loads.rings.dout(do_ring.stage), loads.dout_map,
                          barriers.do_full(do_ring.stage), row, head, batch);
   }
