@@ -20,7 +20,7 @@ __device__ __forceinline__ u32 seen(const u8* keys, int keys_left, bool in_words
   return __vsetne4(bytes, 0);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_mask(
+extern "C" __global__ void __launch_bounds__(THREADS, 4) attention_backward_mask(
     const u8* __restrict__ mask,  // [batch, heads, rows, seqlen_k] strides in bytes, 0 hides a key
     u32* __restrict__ mask_bits,  // [batch, heads, tiles, blocks * BLOCK_K, WORDS] contiguous
     const Strides mask_strides, const int works,  // batch * heads * tiles * blocks
