@@ -173,6 +173,34 @@ def test_many_captured_calls_have_counters():
         assert all(torch.equal(one, expected) for one in found)
 
 
+def test_graphs_on_streams_at_once():
+    """Blocks that come in early wait for one another, while other streams' take the room."""
+    shapes, running = ((32_768, 64, 2, "fp32"), (32_768, 64, 2, "bf16"), (4096, 128, 8, "fp32")), []
+    for tokens, experts, top_k, dtype in shapes:
+        x, stream, graph = (
+            logits(tokens, experts, dtype),
+            torch.cuda.Stream(),
+            torch.cuda.CUDAGraph(),
+        )
+        with quiet():
+            expected = fkjit.moe_route_and_regroup(x, top_k, 64)
+            fkjit.moe_regroup(expected.topk_ids, experts, 64)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(30):
+                found = fkjit.moe_route_and_regroup(x, top_k, 64)
+                alone = fkjit.moe_regroup(found.topk_ids, experts, 64)
+        running.append((stream, graph, expected.groups, (found.groups, alone)))
+    for _ in range(100):
+        for stream, graph, _, _ in running:
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for _, _, expected, results in running:
+        for found in results:
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_on_several_streams_at_once():
     """Grids that do not fit beside each other: none may hold up another for ever."""
     x = logits(32_768, 64)

@@ -31,6 +31,8 @@ BUGS = (
     Bug("no barrier behind the order", D + "moe_groups.cuh", SYNC, "", nth=3, by="race", **FEW),
     Bug("one warp too many before", D + "moe_groups.cuh", "first >= 4 ? ~0u", "first >= 3 ? ~0u",
         by="race", **FEW),
+    Bug("bits are read before all are there", D + "moe_groups.cuh", "__syncwarp();", "", nth=3,
+        by="race", **BOTH),
     Bug("rows are read before they are there", K + "route_and_regroup.cu", "cp_async_wait<0>();",
         "", by="race", **STAGED),
     Bug("rows go while they are read", K + "route_and_regroup.cu", "__syncwarp();", "", nth=1,
