@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import fkjit
-from fkjit import interop
+from fkjit import device, interop
 from fkjit.errors import DeviceError, LaunchError
 from fkjit.ops import attention_plan, workspace
 from fkjit.ops.attention_checks import check
@@ -160,6 +160,20 @@ def test_a_launch_is_kept_by_its_addresses(kernel, monkeypatch):
             assert kernel.launches[-1][1][:5] == addresses and kernel.launches[-1][2] == stream
         assert len(plan.launches) <= 2
     assert len({values[5:] for _, values, _ in kernel.launches}) == 1
+
+
+@pytest.mark.parametrize("way", ["launch", "launch_together", "launch_dependent"])
+def test_a_kept_launch_goes_the_way_of_its_kernel(kernel, way, monkeypatch):
+    seen = []
+    for name in ("launch", "launch_together", "launch_dependent"):
+        note = lambda *given, name=name: seen.append((name, given))  # noqa: E731
+        monkeypatch.setattr(f"fkjit.device._frame.{name}", note, raising=False)
+    kernel.dependent = way == "launch_dependent"
+    kernel.spec = replace(kernel.spec, cooperative=way == "launch_together")
+    kept = device.KeptLaunch(kernel, (3, 2, 1), b"arguments" * 30)
+    kept(STREAM)
+    rest = () if way == "launch_together" else (0,)
+    assert seen == [(way, (kernel.function, 3, 2, 1, 128, 1, 1, 0, STREAM, kept.at, *rest))]
 
 
 def test_a_refused_launch_says_which(kernel, monkeypatch):
