@@ -267,16 +267,14 @@ def launches(
     if ordered:
         problem["turn_rows"] = plain.TURN_ROWS
     params = {"dtype": dtype, "head_dim": dim, "deterministic": ordered, "form": form}
-    packed = "total_q" in problem
-    dq = portable.PACKED_DQ if packed else plain.DQ
+    dq = portable.PACKED_DQ if "total_q" in problem else plain.DQ
     bits = []
     if views["mask"] is not None:
         tile = hopper.BLOCK_Q[dim]
         problem["mask_shape"] = masks.own_shape(views["mask"])
         problem["bits_shape"] = masks.shape(tile, problem)
         bits = [Launch(masks.MASK, {"block_q": tile}, problem)]
-    # In order the first one to come stores; nobody comes to sequences without keys.
-    zeros = 0 if ordered and not packed else dim
+    zeros = 0 if ordered else dim  # in order the first one to come stores
     return [
         *bits,
         Launch(rows.spec, rows.params, {**problem, "sum_columns": zeros}),

@@ -17,7 +17,9 @@ constexpr int COLUMNS = 64;  // of a warp
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_dq(
     //% if varlen
-    const int* __restrict__ cu_seqlens_q,  // [batch + 1]; dq is [total_q, heads_q, head_dim]
+    // dq is [total_q, heads_q, head_dim], and 0 before: that of sequences without keys is left.
+    const int* __restrict__ cu_seqlens_q,  // [batch + 1]
+    const int* __restrict__ cu_seqlens_k,  // [batch + 1]
     //% endif
     const float* __restrict__ dq_sum,  // [batch * heads_q * rows_padded / 16] fragments of
                                        // sum_columns, see device/sum_fragments.cuh
@@ -38,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_dq(
   const i64 of_batch = every_head / heads_q;
   //% if varlen
   const SequenceRows<true> own(cu_seqlens_q, of_batch, max_seqlen_q);
-  const int seqlen_q = own.length;
+  const int seqlen_q = cu_seqlens_k[of_batch] < cu_seqlens_k[of_batch + 1] ? own.length : 0;
   dq += own.start * dq_strides.row;
   const i64 sum_block =
       (first_padded_row<true>(of_batch, head, heads_q, rows_padded, own.start) + row_block * 16) /
