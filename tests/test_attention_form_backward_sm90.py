@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 
 import fkjit  # noqa: E402
-from fkjit.arch import arch  # noqa: E402
-from fkjit.build import quiet  # noqa: E402
+from fkjit.arch import arch, target  # noqa: E402
+from fkjit.build import build, quiet  # noqa: E402
 from fkjit.ops import attention_form_backward_hopper as hopper  # noqa: E402
 from fkjit.ops import attention_form_backward_kernels as portable  # noqa: E402
 from fkjit.ops.simple import Launch  # noqa: E402
@@ -95,7 +95,15 @@ def test_hopper_takes_bands_that_tma_can_read(changes, form, name, taken):
     assert hopper.takes({**PROBLEM, **changes}, {}, form, rows, arch(name)) is taken
 
 
-KERNEL, D = "kernels_cu/attention/flash_backward_sm90.cu", "templates/device/"
+@pytest.mark.parametrize("form", ["alibi varlen", "softcap mask"])
+def test_forms_that_are_not_swept_spill_no_registers(form):
+    params = {"dtype": "fp16", "head_dim": 128, "deterministic": True, "form": form}
+    with quiet():
+        made = build(hopper.kernel(form), params, target("sm_90a")).meta
+    assert made["resources"]["spill_stores"] == 0 and not made["problems"]
+
+
+D = "templates/device/"
 PACKED = {
     "kernel": "attention_backward_form.flash_sm90",
     "params": {"head_dim": 128, "deterministic": True, "form": "softcap varlen"},
