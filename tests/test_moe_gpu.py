@@ -191,13 +191,13 @@ def test_graphs_on_streams_at_once():
             for _ in range(30):
                 found = fkjit.moe_route_and_regroup(x, top_k, 64)
                 results += [found.groups, fkjit.moe_regroup(found.topk_ids, experts, 64)]
-        running.append((stream, graph, expected.groups, results))
+        running.append((stream, graph, expected.groups, results, x))
     for _ in range(100):
-        for stream, graph, _, _ in running:
+        for stream, graph, *_ in running:
             with torch.cuda.stream(stream):
                 graph.replay()
     torch.cuda.synchronize()
-    for _, _, expected, results in running:
+    for _, _, expected, results, _ in running:
         for found in results:
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 

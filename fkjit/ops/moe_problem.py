@@ -28,7 +28,7 @@ STAGED: Tile = (2, 32)  # whose rows come through shared memory
 TILES = (*QUICK, *_PLAIN)
 FEW_TOKENS = 1024
 # Tokens of a block, up to which other tiles have shorter rounds; by the bytes of a logit.
-FEW_FOR_WIDE, FEW_FOR_STAGED = 96, {2: 192, 4: 400}
+FEW_FOR_WIDE, FEW_FOR_STAGED = 96, {2: 192, 4: 600}
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
 SCORINGS = ("softmax", "sigmoid")

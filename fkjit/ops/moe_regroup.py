@@ -24,7 +24,7 @@ _IDS = ("int32", "int64")
 TILES = ((512, 64), (512, 256), (512, 512), (256, 1024))
 _MANY, _WORTH = TILES[1], range(65, 129)
 _ALONE = 4096  # items that one block sorts alone
-_PER_BLOCK = 1024  # items of a block, at least, where there are several
+_PER_BLOCK = 512  # items of a block, at least, where there are several
 
 
 def moe_regroup(

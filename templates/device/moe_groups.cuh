@@ -52,7 +52,7 @@ struct alignas(16) Regroup {
     }
 #pragma unroll 1
     for (int e = lane; e < how.groups; e += WARP_SIZE) counts[warp][e] = 0;
-    if (gridDim.x == 1) nobody_from(0, to, how);
+    if (gridDim.x == 1) nobody_from(0, threadIdx.x, THREADS, to, how);
     __syncwarp();
   }
   // This warp's bytes, of which every fourth is its own.
@@ -61,9 +61,10 @@ struct alignas(16) Regroup {
     return reinterpret_cast<u8*>(quads[ORDERED ? warp / 4 : 0]) + warp % 4;
   }
 
-  // Sentinels into the places from `begin` on, a whole tile's first, and no group to their tiles.
-  __device__ __forceinline__ void nobody_from(int begin, const Groups& to, const Grouping& how) {
-    const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
+  // Sentinels into the places from `begin` on, a whole tile's first, and no group to their tiles: what
+  // the `thread`-th of so many does of it.
+  __device__ __forceinline__ void nobody_from(int begin, int thread, int threads, const Groups& to,
+                                              const Grouping& how) {
 #pragma unroll 1
     for (int i = begin + thread; i < how.places; i += threads)
       to.sorted_token_ids[i] = how.sentinel;
@@ -196,7 +197,10 @@ struct alignas(16) Regroup {
       for (int i = used + lane; i < room(used, how); i += WARP_SIZE)
         to.sorted_token_ids[begin + i] = how.sentinel;
     }
-    nobody_from(end, to, how);
+    const bool few = how.places - end <= static_cast<int>(gridDim.x) * WARP_SIZE;
+    if (few && warp != 1) return;  // one warp of each block is enough: the others are done
+    const int width = few ? WARP_SIZE : THREADS;
+    nobody_from(end, blockIdx.x * width + threadIdx.x % width, gridDim.x * width, to, how);
   }
 
   // Behind all of it: whoever was the last to read a chunk's sums clears them.
