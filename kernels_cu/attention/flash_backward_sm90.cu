@@ -440,7 +440,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         const i64 place = fragment_place(row_block, part % DQ_ACROSS * CHUNKS, HEAD_DIM / 8, 0);
         return Copies{dq_sum + place, shared + DQ_OFFSET + part % DQ_STAGES * DQ_STAGE};
       };
-      copy_in_turns<DQ_PARTS, DQ_STAGES>(barriers, turns, warp - 2, part_of);
+      copy_in_turns<DQ_PARTS, DQ_STAGES, Copies::RUNS>(barriers, turns, warp - 2, part_of);
       //% endif
     }
   }

@@ -14,18 +14,20 @@ struct DQCopies {
   float* sums;  // of the part
   u32 staging;
 
+  static constexpr int RUNS = HEAD_DIM == COLUMNS ? 1 : 4, RUN_BYTES = 4 * WARP_BYTES / RUNS;
+
   __device__ __forceinline__ void give(bool first) const {
 #pragma unroll
-    for (int warp = 0; warp < 4; ++warp) {
-      float* const target = sums + warp * ROW_BLOCK;
-      if (first) bulk_store(target, staging + warp * WARP_BYTES, WARP_BYTES);
-      if (!first) bulk_add(target, staging + warp * WARP_BYTES, WARP_BYTES);
+    for (int run = 0; run < RUNS; ++run) {
+      float* const target = sums + run * ROW_BLOCK;
+      if (first) bulk_store(target, staging + run * RUN_BYTES, RUN_BYTES);
+      if (!first) bulk_add(target, staging + run * RUN_BYTES, RUN_BYTES);
     }
   }
 };
 
 // Thread `copier` of two: its tiles, until one has no index. `part_of(index, part)` are the copies.
-template <int PARTS, int STAGES, typename Barriers, typename PartOf>
+template <int PARTS, int STAGES, int RUNS, typename Barriers, typename PartOf>
 __device__ __forceinline__ void copy_in_turns(const Barriers& barriers, u32* turns, int copier,
                                               const PartOf& part_of) {
   static_assert(STAGES == PARTS || STAGES == 1, "places of parts");
@@ -40,11 +42,12 @@ __device__ __forceinline__ void copy_in_turns(const Barriers& barriers, u32* tur
     for (int part = 0; part < PARTS; ++part) {
       mbarrier_wait(barriers.dq_full(copier, part), parity);
       part_of(index, part).give(rank == 0);
-      if (part < PARTS - STAGES) bulk_wait_read(), mbarrier_arrive(barriers.dq_empty(0));
+      if (STAGES == 1) bulk_wait_read(), mbarrier_arrive(barriers.dq_empty(0));
     }
-    bulk_wait_read();
-#pragma unroll
-    for (int stage = 0; stage < STAGES; ++stage) mbarrier_arrive(barriers.dq_empty(stage));
+    if (STAGES > 1) {
+      bulk_wait_read<RUNS>(), mbarrier_arrive(barriers.dq_empty(0));
+      bulk_wait_read(), mbarrier_arrive(barriers.dq_empty(1));
+    }
     bulk_wait();
     turn_done(turns + index, others);
   }
