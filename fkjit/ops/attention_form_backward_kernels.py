@@ -82,10 +82,25 @@ def tiles(name: str, head_dim: int, text: str) -> tuple[Any, ...]:
     form = parse(text)
     band = not (form.softcap or form.score_mod or form.alibi or form.bias or form.mask)
     # Sums that start from one array are hardly more, either, but for those of dq.
-    one = form.seeded and not form.varlen and bool(form.bias) + form.mask == 1
-    one &= head_dim <= (64 if name == "sums" else 128)
+    one = _starts_from_one(form) and head_dim <= (64 if name == "sums" else 128)
     of = _PLAIN_TILES[name] if (band or one) and name in _PLAIN_TILES else TILES[name]
     return of.get(head_dim, ())
+
+
+def _starts_from_one(form: Form) -> bool:
+    return form.seeded and not form.varlen and bool(form.bias) + form.mask == 1
+
+
+def _is_tight(name: str, params: Params) -> bool:
+    """Whether registers hold no more than 16 columns of scores at a time."""
+    form, dim = parse(params["form"]), params["head_dim"]
+    if not form.seeded:
+        return params["tile"] in _TALL
+    if not _starts_from_one(form) or form.bias == "fp32" or dim > 128:
+        return True
+    if name == "queries":
+        return dim == 64 or not form.bias
+    return name != "bias" and (dim == 64 or form.dbias or name == "sums")
 
 
 def _is_heavy(params: Params) -> bool:
@@ -102,11 +117,19 @@ def _derive(base: KernelSpec) -> Callable[[Params], dict[str, Any]]:
             usual["in_registers"] = False
         if "step_k" in usual and params["head_dim"] > 128 and _is_heavy(params):
             usual["step_k"] = 16
-        if params["tile"] in _TALL or parse(params["form"]).seeded:
+        if _is_tight(base.name, params):
             usual |= {"step_k": 16, "step_q": 16}
         return usual
 
     return derive
+
+
+def _query_shared(params: Params) -> SharedLayout:
+    """Where sums start from a bias: what rows bring along, too."""
+    layout = list(plain.QUERIES.shared_layout(params))
+    if parse(params["form"]).seeded:
+        layout += [(name, 4 * params["tile"][0]) for name in ("lse", "delta")]
+    return layout
 
 
 def _illegal(name: str, of: KernelSpec) -> Callable[[Params], str | None]:
@@ -183,7 +206,7 @@ def _bias_derive(params: Params) -> dict[str, Any]:
         **dict(zip(names, params["tile"], strict=True)),
         **form.values(),
         "ahead": form.bias_paired and not others and params["head_dim"] == 64,
-        "step_k": 16 if form.seeded else 32,
+        "step_k": 16 if form.seeded and _is_tight("bias", params) else 32,
     }
 
 
@@ -219,7 +242,13 @@ _FP32_DERIVE = _derive(fp32.QUERIES_FP32)
 _SPECS = {
     "keys": _with_form(plain.KEYS, "keys", ("dk", "dv")),
     "sums": _with_form(plain.SUMS, "sums", ("dk", "dv")),
-    "queries": _with_form(plain.QUERIES, "queries", ("dq",)),
+    "queries": _with_form(
+        plain.QUERIES,
+        "queries",
+        ("dq",),
+        shared_layout=_query_shared,
+        shared_bytes=lambda params: sum(size for _, size in _query_shared(params)),
+    ),
     "keys_fp32": _with_form(fp32.KEYS_FP32, "keys_fp32", ("dk", "dv")),
     "queries_fp32": _with_form(fp32.QUERIES_FP32, "queries_fp32", ("dq",)),
     "bias": _bias_kernel(plain.QUERIES, "bias", _bias_shared, _bias_derive),

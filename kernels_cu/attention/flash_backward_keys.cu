@@ -93,7 +93,8 @@ static_assert(HEAD_DIM % (32 * WARPS_C) == 0 && HEAD_DIM_V % (32 * WARPS_C) == 0
               "warps share the columns evenly, 16 at a time");
 
 using KeyOrder = OrderIf<SEEDED, RowRuns<M_BLOCKS>>;
-constexpr bool ANEW = ${form} && M_BLOCKS > 1;  // there are no registers to keep places in
+constexpr bool ANEW =
+    ${form} && M_BLOCKS > 1;  // some is computed again rather than kept in registers
 
 // dQ of a tile: DQ_WARPS_Q warps share its rows, the others its columns, in turns.
 constexpr int DQ_WARPS_Q = BLOCK_Q / 32, DQ_TURNS = NUM_WARPS / DQ_WARPS_Q;
@@ -203,18 +204,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const i64 row = static_cast<i64>(next_tile) * BLOCK_Q;
     const int rows_left = seqlen_q - next_tile * BLOCK_Q,
               batch = ANEW ? anew(place.batch) : place.batch;
-    copy_tile<QTile, THREADS, ALIGNED, InOrder, ANEW>(
+    copy_tile<QTile, THREADS, ALIGNED>(
         stage, q + batch * q_strides.batch + next_head * q_strides.head + row * q_strides.row,
         q_strides.row, rows_left, head_dim);
-    copy_tile<DoTile, THREADS, ALIGNED, InOrder, ANEW>(
+    copy_tile<DoTile, THREADS, ALIGNED>(
         stage + DO_OFFSET,
         dout + batch * dout_strides.batch + next_head * dout_strides.head + row * dout_strides.row,
         dout_strides.row, rows_left, head_dim_v);
     const i64 first = head_rows(next_head) + row;
-    const u32 thread = ANEW ? thread_index_again() : threadIdx.x;
-    if (thread < BLOCK_Q / 4) {
-      cp_async_16(stage + LSE_OFFSET + thread * 16, lse_log2 + first + thread * 4);
-      cp_async_16(stage + DELTA_OFFSET + thread * 16, delta + first + thread * 4);
+    if (threadIdx.x < BLOCK_Q / 4) {
+      cp_async_16(stage + LSE_OFFSET + threadIdx.x * 16, lse_log2 + first + threadIdx.x * 4);
+      cp_async_16(stage + DELTA_OFFSET + threadIdx.x * 16, delta + first + threadIdx.x * 4);
     }
   };
 

@@ -76,10 +76,9 @@ constexpr int QK_STEPS = HEAD_DIM / 16, DOV_STEPS = HEAD_DIM_V / 16;
 static_assert(!SEEDED || !(CURVED || ALIBI), "after these a bias is no part of a product");
 static_assert(!DBIAS || SEEDED, "keys stand in runs");
 using KeyOrder = OrderIf<SEEDED, ColumnRuns<KEYS / 8>>;
-constexpr bool ANEW = SEEDED && M_BLOCKS > 1;
+constexpr bool ANEW = KEYS > 16;  // some is computed again rather than kept in registers
 //% else
 using KeyOrder = InOrder;
-constexpr bool ANEW = false;
 //% endif
 
 static_assert(ROWS_A_WARP == 16 || ROWS_A_WARP == 32, "a warp owns one or two mma row blocks");
@@ -94,6 +93,8 @@ using VTile = SwizzledTile<BLOCK_K, HEAD_DIM_V>;
 constexpr int RING_OFFSET = QTile::BYTES + DoTile::BYTES + 2 * GUARD;
 constexpr int V_OFFSET = KTile::BYTES + GUARD;  // in a stage
 constexpr int STAGE_BYTES = V_OFFSET + VTile::BYTES + GUARD;
+constexpr int LSE_OFFSET = RING_OFFSET + STAGES * STAGE_BYTES;  // where SEEDED
+constexpr int DELTA_OFFSET = LSE_OFFSET + BLOCK_Q * 4 + GUARD;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_queries(
     //% if form
@@ -153,6 +154,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   q += place.batch * q_strides.batch + place.head * q_strides.head + q0 * q_strides.row;
   dout += place.batch * dout_strides.batch + place.head * dout_strides.head;
   dout += q0 * dout_strides.row;
+  k += place.batch * k_strides.batch + kv_head * k_strides.head;
+  v += place.batch * v_strides.batch + kv_head * v_strides.head;
 
   //% if form
   const KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
@@ -181,14 +184,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const u32 stage = ring + (t % STAGES) * STAGE_BYTES;
     const i64 row = static_cast<i64>(t) * BLOCK_K;
     const int rows_left = seqlen_k - t * BLOCK_K;
-    const int batch = ANEW ? anew(place.batch) : place.batch, of = ANEW ? anew(kv_head) : kv_head;
-    copy_tile<KTile, THREADS, ALIGNED, KeyOrder, ANEW>(
-        stage, k + batch * k_strides.batch + of * k_strides.head + row * k_strides.row,
-        k_strides.row, rows_left, head_dim);
-    copy_tile<VTile, THREADS, ALIGNED, KeyOrder, ANEW>(
-        stage + V_OFFSET, v + batch * v_strides.batch + of * v_strides.head + row * v_strides.row,
-        v_strides.row, rows_left, head_dim_v);
+    copy_tile<KTile, THREADS, ALIGNED, KeyOrder>(stage, k + row * k_strides.row, k_strides.row,
+                                                 rows_left, head_dim);
+    copy_tile<VTile, THREADS, ALIGNED, KeyOrder>(stage + V_OFFSET, v + row * v_strides.row,
+                                                 v_strides.row, rows_left, head_dim_v);
   };
+
+  //% if form
+  const i64 head_row =
+      first_padded_row<VARLEN>(place.batch, place.head, heads_q, rows_padded, queries.start);
+  if (SEEDED && threadIdx.x < BLOCK_Q / 4) {  // there are no registers for them
+    const i64 row = head_row + q0 + threadIdx.x * 4;
+    cp_async_16(q_tile + LSE_OFFSET + threadIdx.x * 16, lse_log2 + row);
+    cp_async_16(q_tile + DELTA_OFFSET + threadIdx.x * 16, delta + row);
+  }
+  //% else
+  const i64 head_row = (static_cast<i64>(place.batch) * heads_q + place.head) * rows_padded;
+  //% endif
 
   // 1. Q, dO and the first tiles are on their way; each lane has lse and delta of its rows.
   copy_tile<QTile, THREADS, ALIGNED>(q_tile, q, q_strides.row, seqlen_q - q0, head_dim);
@@ -198,12 +210,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     if (tile - stage >= first_tile) fetch(tile - stage);
     cp_async_commit();
   }
-  //% if form
-  const i64 head_row =
-      first_padded_row<VARLEN>(place.batch, place.head, heads_q, rows_padded, queries.start);
-  //% else
-  const i64 head_row = (static_cast<i64>(place.batch) * heads_q + place.head) * rows_padded;
-  //% endif
   const RowStatistics<M_BLOCKS> rows(lse_log2, delta, head_row + q0 + warp * ROWS_A_WARP, lane);
 
   const FragmentReader<QTile, BlockOrder::ROW_MAJOR> q_reader(lane);
@@ -220,14 +226,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   ScoreSeeds<false, M_BLOCKS, KEYS / 8, bias_t, BIAS, MASK> seeds;
   const auto fetch_seeds = [&](int of_tile, int of_step) {
     const u32 thread = thread_index_again();
-    seeds.fetch(thread % WARP_SIZE, form, bias, mask, anew(place.batch), anew(place.head), seqlen_q,
-                seqlen_k, q0 + thread / WARP_SIZE * ROWS_A_WARP,
+    seeds.fetch(thread % WARP_SIZE, form, bias, mask, ANEW ? anew(place.batch) : place.batch,
+                place.head, seqlen_q, seqlen_k, q0 + thread / WARP_SIZE * ROWS_A_WARP,
                 of_tile * BLOCK_K + of_step * KEYS);
-  };
-  const auto rows_again = [&] {  // there are no registers to keep them in
-    const i64 row = first_padded_row<VARLEN>(anew(place.batch), anew(place.head), heads_q,
-                                             rows_padded, queries.start);
-    return RowStatistics<M_BLOCKS>(lse_log2, delta, row + q0 + warp * ROWS_A_WARP, lane);
   };
   if (SEEDED && tile >= first_tile) fetch_seeds(tile, 0);
   const bool adds = first_batch > 0 && bias_batch == 1;
@@ -273,12 +274,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         final_scores<false, CURVED, BIAS || MASK>(p, slopes, added, lane, rules, band,
                                                   softmax_scale, q0 + warp * ROWS_A_WARP,
                                                   tile * BLOCK_K + step * KEYS);
-      } else if (SEEDED ? !block_tiles(anew(q0)).is_whole(tile) : !tiles.is_whole(tile)) {
+      } else if (!block_tiles(ANEW ? anew(q0) : q0).is_whole(tile)) {
         const int row0 = thread_index_again() / WARP_SIZE * ROWS_A_WARP;
         hide_outside<false, SEEDED>(p, thread_index_again() % WARP_SIZE, band,
                                     hidden_score(softmax_scale_log2), q0 + row0,
                                     tile * BLOCK_K + step * KEYS);
       }
+      if constexpr (DBIAS)
+        if (adds) dbias_rows.fetch<ROWS_A_WARP>(sums, q0, tile * BLOCK_K + step * KEYS);
       //% else
       if (tile >= unmasked_tiles)
         mask_keys(p, lane, hidden_score(softmax_scale_log2), [&](int row) {
@@ -286,19 +289,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
           return min(seqlen_k, seen) - tile * BLOCK_K - step * KEYS;
         });
       //% endif
-      //% if form
-      const RowStatistics<M_BLOCKS> now = SEEDED ? rows_again() : rows;
-      //% endif
       multiply_qk<elem_t, 16, IN_REGISTERS>(ds, do_fragments, warp_do_tile, do_reader, v_keys,
                                             v_reader);
       //% if form
-      now.score_gradients(ds, p, RULES ? LOG2E : softmax_scale_log2);
+      if constexpr (SEEDED) {
+        const float* own = reinterpret_cast<const float*>(shared_memory + LSE_OFFSET);
+        RowStatistics<M_BLOCKS>(own, own + (DELTA_OFFSET - LSE_OFFSET) / 4, warp * ROWS_A_WARP,
+                                lane)
+            .score_gradients(ds, p, softmax_scale_log2);
+      } else {
+        rows.score_gradients(ds, p, RULES ? LOG2E : softmax_scale_log2);
+      }
       if constexpr (DALIBI)
         add_distances(distances, ds, p, rows, lane, q0 + warp * ROWS_A_WARP + seqlen_k - seqlen_q,
                       tile * BLOCK_K + step * KEYS);
       if constexpr (CURVED) scale_by(ds, slopes);
       if constexpr (DBIAS)
-        if (adds) dbias_rows.fetch<ROWS_A_WARP>(sums, q0, tile * BLOCK_K + step * KEYS);
+        dbias_rows.store<ROWS_A_WARP>(sums, ds, adds, q0, tile * BLOCK_K + step * KEYS);
       if constexpr (SEEDED) {  // the next ones, which travel beside the product that follows
         const bool last = step + 1 == STEPS;
         if (!last || tile > first_tile) fetch_seeds(tile - last, last ? 0 : step + 1);
@@ -309,10 +316,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       accumulate<elem_t, KEYS / 16, 1>(acc, k_keys, k_rows, [&](int i, int m, u32(&a)[4]) {
         pack_fragment<elem_t>(a, ds[m] + 2 * i);
       });
-      //% if form
-      if constexpr (DBIAS)
-        dbias_rows.store<ROWS_A_WARP>(sums, ds, adds, q0, tile * BLOCK_K + step * KEYS);
-      //% endif
     }
   }
 
