@@ -60,7 +60,7 @@ static_assert(ROW_STEP % BLOCK_Q == 0, "lse and delta are padded to whole tiles"
 static_assert(BLOCK_K <= THREADS, "a thread adds up a column of what the warps have");
 
 using KeyOrder = OrderIf<SEEDED, ColumnRuns<KEYS / 8>>;
-constexpr bool ANEW = M_BLOCKS > 1;  // there are no registers to keep places in
+constexpr bool ANEW = true;  // there are no registers to keep places in
 using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;
 using DoTile = SwizzledTile<BLOCK_Q, HEAD_DIM_V>;
 using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;
