@@ -188,6 +188,26 @@ def test_gradcheck_in_fp32():
         )
 
 
+@pytest.mark.parametrize("of", [(b, h, r) for b in (1, 2) for h in (1, 16) for r in (1, 520)])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(64, "bf16"), (128, "bf16"), (128, "fp16"), (256, "bf16")]
+)
+def test_a_bias_in_whole_runs_of_keys(of, dim, dtype):
+    made = torch.Generator("cuda").manual_seed(dim)
+    q, dout, k, v, bias = (
+        torch.randn(shape, device="cuda", generator=made).to(DTYPES[dtype])
+        for shape in (*((2, 16, 520, dim),) * 2, *((2, 8, 1048, dim),) * 2, (*of, 1048))
+    )
+    options = {"bias": bias, "causal": of[0] == 1}
+    if of[1] == 1:
+        options["mask"] = torch.rand(2, 1, 520, 1048, device="cuda", generator=made) < 0.8
+    with quiet():
+        found, again = (grads(fkjit.attention, (q, k, v), dout, options) for _ in range(2))
+    exact, peer = (grads(textbook, (q, k, v), dout, options, to) for to in (torch.float64, None))
+    assert_no_worse(found, peer, exact)
+    assert all(torch.equal(one, two) for one, two in zip(found, again, strict=True))
+
+
 def test_any_order_is_close_to_the_same_bits():
     made = torch.Generator("cuda").manual_seed(3)
     q, k, v, dout = (
