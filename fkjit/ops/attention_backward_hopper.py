@@ -36,17 +36,30 @@ def _derive(params: Params) -> dict[str, Any]:
         "q_stages": _Q_STAGES,
         "do_stages": _DO_STAGES,
         "dq_stages": _dq_stages(params),
-        # What a lane of a warp that multiplies has registers for.
-        "lse_ahead": 8,
-        "delta_ahead": 2 if head_dim > 64 else 8,
         "main_registers": 208,
         "dq_registers": 64,
         "copy_registers": 32,
         "ptx_type": {"fp16": "f16", "bf16": "bf16"}[params["dtype"]],
         **product("keys", block_q // 2, {"a": 1, "b": 1, "add": 1}),
         **product("sum", head_dim // 2, {"a": 4, "b": 1}),
+        **product("shared_sum", head_dim // 2, {"a": 1, "b": 1}),
         **{name if name != "dq_registers" else "dq_list": value for name, value in dq.items()},
         "direct": _direct(params),
+        **_operands(params),
+    }
+
+
+def _operands(params: Params) -> dict[str, Any]:
+    """Where dK takes dS from: with more bytes through shared memory dV is under way while dS is
+    made, which is worth it where dq goes that way in turns. And how much a lane has registers to
+    read early."""
+    if params["head_dim"] > 64:
+        ahead = (6, 8) if params["deterministic"] else (8, 2)
+    else:
+        ahead = (8, 8)
+    return {
+        "ds_shared": params["deterministic"],
+        **dict(zip(("lse_ahead", "delta_ahead"), ahead, strict=True)),
     }
 
 
@@ -95,9 +108,10 @@ def _teams(problem: Problem, rounds: int) -> int:
 
 def _rounds(params: Params, problem: Problem) -> int:
     """In how many rounds a team of thread blocks goes through a head, where dq has an order (see
-    device/backward_schedule.cuh): few, as heads under way at once share L2, of those that are
-    nearly the fastest by count of blocks."""
+    device/backward_schedule.cuh): few, as heads under way at once share L2, but two tiles between
+    two that come to one, of those that are nearly the fastest by count of blocks."""
     blocks, heads = _blocks(problem), _heads(problem)
+    enough = 2 * BLOCK_Q[params["head_dim"]] // _BLOCK_K
 
     def time(rounds: int) -> int:
         each = -(-heads // _teams(problem, rounds))
@@ -105,7 +119,8 @@ def _rounds(params: Params, problem: Problem) -> int:
 
     legal = [rounds for rounds in range(1, blocks + 1) if _teams(problem, rounds) > 0]
     best = min(map(time, legal))
-    return next(rounds for rounds in legal if 20 * time(rounds) <= 21 * best)
+    near = [rounds for rounds in legal if 20 * time(rounds) <= 21 * best]
+    return next((rounds for rounds in near if rounds >= enough), near[-1])
 
 
 def _grid(params: Params, problem: Problem) -> Dim3:

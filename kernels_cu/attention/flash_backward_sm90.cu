@@ -23,7 +23,9 @@
    Forms of attention are rendered in as device/backward_form.cuh has them.
 
    Registers decide the schedule: dK and dV take 128 of 208, S^T or dP^T 32, P^T or dS^T 16. With
-   dV under way while dS^T is made both of the latter were needed: ptxas serialises wgmma (C7512).
+   dV under way while dS^T is made both of the latter would be needed, and ptxas serialises wgmma
+   (C7512). DS_SHARED: dK takes dS^T from where the third warpgroup has it, so that dV is under way
+   then, and dK while the next dP^T is multiplied.
 
    Source: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
@@ -45,7 +47,8 @@ using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${block_q};    // queries of a tile
 constexpr int HEAD_DIM = ${head_dim};  // of q, k, v and o, padded with zeros
 constexpr bool DETERMINISTIC = ${deterministic};
-constexpr bool DIRECT = ${direct};  // dQ is added up from registers, else from shared memory
+constexpr bool DS_SHARED = ${ds_shared};  // dK takes dS^T from shared memory, else from registers
+constexpr bool DIRECT = ${direct};        // dQ is added up from registers, else from shared memory
 constexpr int Q_STAGES = ${q_stages}, DO_STAGES = ${do_stages};  // tiles in shared memory
 constexpr int ROWS_STAGES = DO_STAGES;                           // what their rows bring along
 constexpr int DQ_STAGES = ${dq_stages};                          // parts of dQ
@@ -118,6 +121,15 @@ __device__ __forceinline__ void product_sum(float (&d)[1][HEAD_DIM / 8][4], cons
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
+// The same, A[64 x 16] from shared memory.
+__device__ __forceinline__ void product_sum(float (&d)[1][HEAD_DIM / 8][4], u64 a, u64 b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n${head_dim}k16.f32.${ptx_type}.${ptx_type} "
+      "{${shared_sum_registers}}, ${shared_sum_a}, ${shared_sum_b}, 1, 1, 1, 0, 1;"
+      : ${shared_sum_operands}
+      : "l"(a), "l"(b));
+}
+
 // D[64 x DQ_COLUMNS] (+)= A[16 x 64]^T B[16 x DQ_COLUMNS].
 __device__ __forceinline__ void product_dq(float (&d)[1][CHUNKS][4], u64 a, u64 b, int add) {
   asm volatile(
@@ -148,6 +160,16 @@ __device__ __forceinline__ void issue_sum(float (&d)[1][HEAD_DIM / 8][4],
                                           const u32 (&a)[Q_STEPS][4], u64 b) {
 #pragma unroll
   for (int step = 0; step < Q_STEPS; ++step) product_sum(d, a[step], b + step * (2048 >> 4));
+  wgmma_commit();
+}
+
+// dK, with dS^T in shared memory.
+__device__ __forceinline__ void issue_sum(float (&d)[1][HEAD_DIM / 8][4], u64 a, u64 b) {
+#pragma unroll
+  for (int step = 0; step < Q_STEPS; ++step) {
+    const int panel = step / 4, within = step % 4 * 2;  // 32 bytes a step, in units of 16
+    product_sum(d, a + (panel * DSTile::PANEL_BYTES >> 4) + within, b + step * (2048 >> 4));
+  }
   wgmma_commit();
 }
 
@@ -221,6 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const u64 do_operand = wgmma_tile(shared + DO_OFFSET, QTile::PANEL_BYTES);
     FragmentReader<DSTile, BlockOrder::ROW_MAJOR> ds_place(lane);
     ds_place.lane_offset += warp_row() * DSTile::ROW_BYTES;
+    const u64 ds_operand = wgmma_tile(shared + DS_OFFSET + warpgroup * 64 * DSTile::ROW_BYTES, 0);
     const u32 lane_rows = shared + ROWS_OFFSET + lane % 4 * 8;
     u32 p[Q_STEPS][4];
     bool masked,
@@ -268,6 +291,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       store_sums(target, strides.row, sum, scale, lane, rows_left, columns);
     };
 
+    const auto leave_do = [&](int stage) {
+      __syncwarp();  // lanes have read what rows bring along
+      if (signals) mbarrier_arrive(barriers.do_empty(stage));
+    };
+
     bool more = next_work() < sizes.works();
     if (!more) return;
     mbarrier_wait(barriers.k_full(0), 0);
@@ -311,15 +339,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         const RingPlace<Q_STAGES> next = ring_place<Q_STAGES>(step_number);
         mbarrier_wait(barriers.q_full(next.stage), next.parity);
         mbarrier_wait(barriers.ds_empty(ds_ring.stage), ds_ring.parity ^ 1);
-        wgmma_wait<0>();
+        wgmma_wait<DS_SHARED ? 1 : 0>();
         u32 ds[Q_STEPS][4];
         //% if softcap
         capped_differentials<elem_t>(ds, p, dp, rows_at(tile_number), form.softcap);
         //% else
         differentials<elem_t>(ds, p, dp);
         //% endif
-        __syncwarp();  // lanes have read what rows bring along
-        if (signals) mbarrier_arrive(barriers.do_empty(do_ring.stage));
+        if (!DS_SHARED) leave_do(do_ring.stage);
+        if (DS_SHARED && signals && tile_number > 0)
+          mbarrier_arrive(barriers.q_empty((tile_number - 1) % Q_STAGES));
         if (signals && last) mbarrier_arrive(barriers.v_empty());
 #pragma unroll
         for (int step = 0; step < Q_STEPS; ++step)
@@ -329,25 +358,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         // 2. S^T of the next tile, then dK; meanwhile dS^T is handed to the third warpgroup. (After
         // all tiles the scores of the last one once more: products must not stand under a
         // condition.)
-        settle(ds);
+        if constexpr (!DS_SHARED) settle(ds);
         wgmma_fence();
         float s[1][BLOCK_Q / 8][4];
+        const u64 q_tile = q_operand + stage * (Q_STAGE >> 4);
         issue_keys<false>(s, k_operand + taken % 2 * (K_STAGE >> 4),
                           q_operand + next.stage * (Q_STAGE >> 4));
-        issue_sum(dk_sum, ds, q_operand + stage * (Q_STAGE >> 4));
+        if constexpr (!DS_SHARED) issue_sum(dk_sum, ds, q_tile);
         proxy_fence();
+        if (DS_SHARED) warpgroup_sync(1 + warpgroup);
         __syncwarp();
         if (signals) mbarrier_arrive(barriers.ds_full(ds_ring.stage));
-        if (last) store(dv, dv_strides, head_dim_v, dv_sum, 1.f, tile_number);
+        if constexpr (DS_SHARED)
+          issue_sum(dk_sum, ds_operand + (ds_ring.stage * DS_STAGE >> 4), q_tile);
+        if (!DS_SHARED && last) store(dv, dv_strides, head_dim_v, dv_sum, 1.f, tile_number);
         look_ahead(step_number);
 
         // 3. P^T while dK is multiplied.
         wgmma_wait<1>();
+        if (DS_SHARED) leave_do(do_ring.stage);
+        if (DS_SHARED && last) store(dv, dv_strides, head_dim_v, dv_sum, 1.f, tile_number);
         take_scores(s, step_number);
+        if constexpr (DS_SHARED) continue;  // dK is waited for with the next tile's dP
         wgmma_wait<0>();
         __syncwarp();  // after all tiles, lanes have read of this stage once more
         if (signals) mbarrier_arrive(barriers.q_empty(stage));
       }
+      if constexpr (DS_SHARED) wgmma_wait<0>();
       // 4. All have been multiplied with this K.
       if (signals) mbarrier_arrive(barriers.k_empty(works_taken % 2));
       store(dk, dk_strides, head_dim, dk_sum, softmax_scale, step_number - more);
