@@ -19,8 +19,8 @@ TOOL = shutil.which("compute-sanitizer") or shutil.which(
 )
 VERDICTS = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "0 hazards displayed (0 errors"}
 # racecheck follows only the lane that arrives at an mbarrier: what the other lanes have read before
-# a __syncwarp() it takes for unordered (docs/SANITIZER.md). In the Hopper backward that is what rows
-# bring along; fkjit's own finder of races checks these kernels as they are.
+# a __syncwarp() it takes for unordered (docs/SANITIZER.md). In the Hopper backward that is what
+# rows bring along; fkjit's own finder of races checks these kernels as they are.
 LEFT_OUT = {
     "memcheck": [],
     "racecheck": ["attention_backward.flash_sm90", "attention_backward_form.flash_sm90"],
