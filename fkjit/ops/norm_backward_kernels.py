@@ -203,7 +203,7 @@ def _staged(op: str, centered: bool) -> KernelSpec:
             grid=lambda params, problem: (problem["parts"], 1, 1),
             problems=lambda params, scale: _problems(
                 {**params, "vector": True}, capacity(params["dtype"], params["tile"]), 1
-            ),
+            )[1:],
             **_shared(centered, ("dx", "dweight_parts", "dbias_parts")),
         )
     )
