@@ -107,6 +107,24 @@ def test_gradients_err_at_most_twice_as_much_as_pytorch(case):
     assert_no_worse(found, peer, exact)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_masks(seed, monkeypatch):
+    monkeypatch.setattr(hopper, "MASKS", True)
+    (*given, dout), options, _ = Case(seed, False, seed % 2 == 0).draw()
+    rng, made = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
+    (batch, heads, sq, _), sk = given[0].shape, given[1].shape[2]
+    own = [rng.choice((1, n)) for n in (batch, heads, sq)]
+    mask = torch.rand(*own, sk, device="cuda", generator=made) < rng.choice((0.3, 0.9))
+    fixed = options | {"mask": mask.expand(batch, heads, sq, sk) if seed % 3 == 0 else mask}
+    mine = {**fixed, "deterministic": seed % 2 == 0}
+    exact, peer = (
+        grads(lambda *x, **o: textbook(*x, **fixed, **o), given, dout, {}, to)
+        for to in (torch.float64, None)
+    )
+    found = grads(lambda *x, **o: fkjit.attention(*x, **mine, **o), given, dout, {})
+    assert_no_worse(found, peer, exact)
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("window", [(700, 0), (300, 200), (None, None)], ids=str)
 def test_100_repeats_have_the_same_bits(dim, window):

@@ -29,7 +29,7 @@ _RAGGED_ROWS = 128  # templates/device/tensor_rows.cuh
 _NOTE_BYTES = 2 * 16  # keys of two pieces
 _LEAST_CAP = 1.0  # derivatives come from probabilities of 16 bits: beside it they are off by little
 # What is compiled ahead, of one head dimension each; every other form when it is first called.
-MASKS = False  # whether masks are taken: nobody has timed them
+MASKS = False  # whether masks are taken: their numbers have been seen in the interpreter alone
 SHOWN = {Form(alibi=True, mask=True).text: 64, Form(softcap=True, varlen=True).text: 128}
 _FORM = "what it does beside causal attention"
 
