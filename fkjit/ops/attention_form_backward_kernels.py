@@ -126,7 +126,9 @@ def _derive(base: KernelSpec) -> Callable[[Params], dict[str, Any]]:
 
 def _query_shared(params: Params) -> SharedLayout:
     """Where sums start from a bias: what rows bring along, too."""
-    layout = list(plain.QUERIES.shared_layout(params))
+    usual = plain.QUERIES.shared_layout
+    assert usual is not None
+    layout = list(usual(params))
     if parse(params["form"]).seeded:
         layout += [(name, 4 * params["tile"][0]) for name in ("lse", "delta")]
     return layout
