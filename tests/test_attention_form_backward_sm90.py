@@ -20,7 +20,7 @@ from tests.mutations import Bug  # noqa: E402
 from tests.test_attention_backward import tensors  # noqa: E402
 from tests.test_attention_form_gradients import assert_no_worse, check, grads  # noqa: E402
 from tests.test_attention_form_gradients_gpu import one_by_one  # noqa: E402
-from tests.test_mutations import KINDS, outcome  # noqa: E402
+from tests.test_mutations import KINDS, outcome, right  # noqa: E402
 
 
 @pytest.fixture
@@ -101,6 +101,12 @@ def test_forms_that_are_not_swept_spill_no_registers(form):
     with quiet():
         made = build(hopper.kernel(form), params, target("sm_90a")).meta
     assert made["resources"]["spill_stores"] == 0 and not made["problems"]
+
+
+def test_bits_of_a_mask_beside_the_largest_tiles(launched):
+    params = {"dtype": "bf16", "head_dim": 128, "deterministic": True, "form": "mask"}
+    problem = hopper.FLASH_SM90.problems(params, "small")[0]
+    assert right(hopper.kernel("mask"), params, problem)
 
 
 D = "templates/device/"

@@ -40,6 +40,8 @@ def _derive(params: Params) -> dict[str, Any]:
     ahead = {"lse_ahead": 0, "delta_ahead": 0} if params["head_dim"] > 64 else {}
     usual, spared = _BASE.derive(params), _spared(params)
     fewer = {spared: usual[spared] - 1} if spared else {}
+    if spared == "q_stages":  # a tile of Q must be free before the next one's dK is multiplied
+        fewer["ds_shared"] = False
     return {**usual, **ahead, **values, **fewer}
 
 
