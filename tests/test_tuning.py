@@ -40,7 +40,8 @@ def folder(tmp_path, monkeypatch):
 
 def entry(block, spec=FLASH_SM90, given=PROBLEM, where=H200, **more):
     default = parameters(spec, given, None, True, replace(where, gpu=None))
-    return {**tuning.key(spec, default, given, where), "choice": {"block": block}, **more}
+    choice = {"block": block, **({"optimistic": False} if spec is FLASH_SM90 else {})}
+    return {**tuning.key(spec, default, given, where), "choice": choice, **more}
 
 
 def chosen(given=PROBLEM, where=H200, spec=FLASH_SM90):
@@ -112,7 +113,10 @@ def test_the_users_file_goes_before_the_shipped_one(folder):
     tuning.user_file(GPU).unlink()
     tuning.store(tuning.user_file(GPU), GPU, [other])
     found = tuning.find(FLASH_SM90, DEFAULT, PROBLEM, H200)
-    assert found.values == {"block": (128, 64)} and found.path == tuning.SHIPPED / found.path.name
+    assert (
+        found.values == {"block": (128, 64), "optimistic": False}
+        and found.path == tuning.SHIPPED / found.path.name
+    )
     assert found.notes == (f"no entry for this in {tuning.user_file(GPU)}",)
 
 
@@ -122,7 +126,8 @@ def test_the_users_file_goes_before_the_shipped_one(folder):
         ({"block": [96, 32]}, "has no such values"),
         ({"block": True}, "has no such values"),
         ({"tile": 64}, "has no such values"),
-        ({"block": [192, 128]}, "head_dim"),
+        ({"block": [192, 128], "optimistic": True}, "head_dim"),
+        ({"block": [128, 64], "optimistic": True}, "is not compiled with optimistic=True"),
     ],
 )
 def test_a_stale_entry_is_left_out_and_said(folder, choice, why):
@@ -209,7 +214,7 @@ def test_without_a_home_only_writing_is_refused(folder, monkeypatch):
 def test_a_tuned_tile_does_not_hide_that_nothing_is_legal(folder):
     wrong = replace(H200, shared_per_block=1000)
     tuning.store(tuning.user_file(GPU), GPU, [entry((128, 64))])
-    with pytest.raises(ParameterError, match="is not one of"):
+    with pytest.raises(ParameterError, match="shared memory; sm_90a has 1,000"):
         chosen(where=wrong)
 
 

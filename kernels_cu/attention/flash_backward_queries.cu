@@ -154,8 +154,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   q += place.batch * q_strides.batch + place.head * q_strides.head + q0 * q_strides.row;
   dout += place.batch * dout_strides.batch + place.head * dout_strides.head;
   dout += q0 * dout_strides.row;
-  k += place.batch * k_strides.batch + kv_head * k_strides.head;
-  v += place.batch * v_strides.batch + kv_head * v_strides.head;
 
   //% if form
   const KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
@@ -180,14 +178,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const int first_tile = 0;
   //% endif
 
+  // Where this head begins: with a form once, else at every tile, as registers allow.
+  //% if form
+  k += place.batch * k_strides.batch + kv_head * k_strides.head;
+  v += place.batch * v_strides.batch + kv_head * v_strides.head;
+  const auto k_start = [] { return 0; }, v_start = k_start;
+  //% else
+  const auto k_start = [&] { return place.batch * k_strides.batch + kv_head * k_strides.head; };
+  const auto v_start = [&] { return place.batch * v_strides.batch + kv_head * v_strides.head; };
+  //% endif
   const auto fetch = [&](int t) {
     const u32 stage = ring + (t % STAGES) * STAGE_BYTES;
     const i64 row = static_cast<i64>(t) * BLOCK_K;
     const int rows_left = seqlen_k - t * BLOCK_K;
-    copy_tile<KTile, THREADS, ALIGNED, KeyOrder>(stage, k + row * k_strides.row, k_strides.row,
-                                                 rows_left, head_dim);
-    copy_tile<VTile, THREADS, ALIGNED, KeyOrder>(stage + V_OFFSET, v + row * v_strides.row,
-                                                 v_strides.row, rows_left, head_dim_v);
+    copy_tile<KTile, THREADS, ALIGNED, KeyOrder>(stage, k + k_start() + row * k_strides.row,
+                                                 k_strides.row, rows_left, head_dim);
+    copy_tile<VTile, THREADS, ALIGNED, KeyOrder>(stage + V_OFFSET,
+                                                 v + v_start() + row * v_strides.row, v_strides.row,
+                                                 rows_left, head_dim_v);
   };
 
   //% if form
