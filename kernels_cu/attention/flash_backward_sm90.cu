@@ -34,7 +34,9 @@
 //% if form
 #include "device/backward_form.cuh"
 //% endif
+#include "device/backward_dq_products.cuh"
 #include "device/backward_loads.cuh"
+#include "device/backward_products.cuh"
 #include "device/backward_sums.cuh"
 #include "device/backward_tile.cuh"
 #include "device/mbarrier.cuh"
@@ -54,8 +56,8 @@ constexpr int ROWS_STAGES = DO_STAGES;                           // what their r
 constexpr int DQ_STAGES = ${dq_stages};                          // parts of dQ
 constexpr int MAIN_REGISTERS = ${main_registers}, DQ_REGISTERS = ${dq_registers};
 constexpr int COPY_REGISTERS = ${copy_registers};
-constexpr int LSE_AHEAD = ${lse_ahead},
-              DELTA_AHEAD = ${delta_ahead};  // pairs of a lane that are read early
+// Pairs of a lane that are read early.
+constexpr int LSE_AHEAD = ${lse_ahead}, DELTA_AHEAD = ${delta_ahead};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 constexpr bool VARLEN = ${varlen}, SOFTCAP = ${softcap}, ALIBI = ${alibi}, MASK = ${mask};
 
@@ -65,8 +67,7 @@ static_assert(2 * MAIN_REGISTERS + DQ_REGISTERS + COPY_REGISTERS <= 65536 / WARP
               "more would be waited for forever");
 static_assert(!(DIRECT && DETERMINISTIC), "turns are taken by the threads that start copies");
 constexpr int DIM_STEPS = HEAD_DIM / 16, Q_STEPS = BLOCK_Q / 16, K_STEPS = BLOCK_K / 16;
-constexpr int DQ_COLUMNS = 64;  // of dQ multiplied at a time, of 64 queries
-constexpr int CHUNKS = DQ_COLUMNS / 8;
+constexpr int DQ_COLUMNS = 64, CHUNKS = DQ_COLUMNS / 8;  // of dQ at a time, of 64 queries
 constexpr int DQ_ACROSS = HEAD_DIM / DQ_COLUMNS, DQ_PARTS = BLOCK_Q / 64 * DQ_ACROSS;
 
 using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;  // of Q and dO
@@ -93,8 +94,17 @@ using Sizes = FormSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC, VARLEN, ALIBI, MASK>;
 using Sizes = BackwardSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC>;
 //% endif
 using Tile = BackwardTile<BLOCK_Q, BLOCK_K>;
+using Operands = BackwardOperands<KTile, QTile, DSTile>;
 constexpr int INDEX_BLOCKS = Sizes::INDEX_ROWS / 16;  // of a tile's index, 16 rows each
 using Copies = DQCopies<HEAD_DIM, DQ_COLUMNS>;
+struct DQWay : Operands {  // see backward_dq_products.cuh
+  using NumberedTile = Tile;
+  static constexpr bool DETERMINISTIC = ::DETERMINISTIC, DIRECT = ::DIRECT;
+  static constexpr int PARTS = DQ_PARTS, ACROSS = DQ_ACROSS, STAGES = DQ_STAGES;
+  static constexpr int AT = DQ_OFFSET, STAGE = DQ_STAGE, WARP_BYTES = DQ_WARP_BYTES;
+  static constexpr int DS_AT = DS_OFFSET, DS_STAGE = ::DS_STAGE, DS_STAGES = ::DS_STAGES;
+  static constexpr int K_STAGE = ::K_STAGE, INDEX_BLOCKS = ::INDEX_BLOCKS;
+};
 using Rings = BackwardRings<QTile, BLOCK_Q, Q_STAGES, Q_OFFSET, DO_STAGES, DO_OFFSET, Q_STAGE,
                             ROWS_OFFSET, ROWS_STAGE, MASK_BYTES>;
 
@@ -122,7 +132,7 @@ __device__ __forceinline__ void product_sum(float (&d)[1][HEAD_DIM / 8][4], cons
 }
 
 // The same, A[64 x 16] from shared memory.
-__device__ __forceinline__ void product_sum(float (&d)[1][HEAD_DIM / 8][4], u64 a, u64 b) {
+__device__ __forceinline__ void product_shared(float (&d)[1][HEAD_DIM / 8][4], u64 a, u64 b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n${head_dim}k16.f32.${ptx_type}.${ptx_type} "
       "{${shared_sum_registers}}, ${shared_sum_a}, ${shared_sum_b}, 1, 1, 1, 0, 1;"
@@ -141,36 +151,6 @@ __device__ __forceinline__ void product_dq(float (&d)[1][CHUNKS][4], u64 a, u64 
       "}"
       : ${dq_operands}
       : "l"(a), "l"(b), "r"(add));
-}
-
-// S^T, or dP^T added to d: both operands have HEAD_DIM columns.
-template <bool ADDED>
-__device__ __forceinline__ void issue_keys(float (&d)[1][BLOCK_Q / 8][4], u64 keys, u64 queries) {
-#pragma unroll
-  for (int step = 0; step < DIM_STEPS; ++step) {
-    const int panel = step / 4, within = step % 4 * 2;  // 32 bytes a step, in units of 16
-    product_keys(d, keys + (panel * KTile::PANEL_BYTES >> 4) + within,
-                 queries + (panel * QTile::PANEL_BYTES >> 4) + within, ADDED || step > 0);
-  }
-  wgmma_commit();
-}
-
-// dV or dK.
-__device__ __forceinline__ void issue_sum(float (&d)[1][HEAD_DIM / 8][4],
-                                          const u32 (&a)[Q_STEPS][4], u64 b) {
-#pragma unroll
-  for (int step = 0; step < Q_STEPS; ++step) product_sum(d, a[step], b + step * (2048 >> 4));
-  wgmma_commit();
-}
-
-// dK, with dS^T in shared memory.
-__device__ __forceinline__ void issue_sum(float (&d)[1][HEAD_DIM / 8][4], u64 a, u64 b) {
-#pragma unroll
-  for (int step = 0; step < Q_STEPS; ++step) {
-    const int panel = step / 4, within = step % 4 * 2;  // 32 bytes a step, in units of 16
-    product_sum(d, a + (panel * DSTile::PANEL_BYTES >> 4) + within, b + step * (2048 >> 4));
-  }
-  wgmma_commit();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backward_sm90(
@@ -246,8 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const u64 ds_operand = wgmma_tile(shared + DS_OFFSET + warpgroup * 64 * DSTile::ROW_BYTES, 0);
     const u32 lane_rows = shared + ROWS_OFFSET + lane % 4 * 8;
     u32 p[Q_STEPS][4];
-    bool masked,
-        ends;  // the tile whose scores are next: some are hidden, it is the last of its piece
+    bool masked, ends;  // the tile whose scores are next: some are hidden; it is its piece's last
     RowPairs<LSE_AHEAD> lse;
     RowPairs<DELTA_AHEAD> delta;
     bool do_ready;
@@ -303,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     wgmma_fence();
     {
       float s[1][BLOCK_Q / 8][4];
-      issue_keys<false>(s, k_operand, q_operand);
+      issue_keys<Operands, product_keys, false>(s, k_operand, q_operand);
       look_ahead(0);
       wgmma_wait<0>();
       take_scores(s, 0);
@@ -327,8 +306,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         settle(p);
         settle(dp[0]);
         wgmma_fence();
-        issue_keys<true>(dp, v_operand, do_tile);
-        issue_sum(dv_sum, p, do_tile);
+        issue_keys<Operands, product_keys, true>(dp, v_operand, do_tile);
+        issue_sum<product_sum>(dv_sum, p, do_tile);
         last = ends;
         if (last) {
           more = next_work() < sizes.works();
@@ -362,15 +341,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         wgmma_fence();
         float s[1][BLOCK_Q / 8][4];
         const u64 q_tile = q_operand + stage * (Q_STAGE >> 4);
-        issue_keys<false>(s, k_operand + taken % 2 * (K_STAGE >> 4),
-                          q_operand + next.stage * (Q_STAGE >> 4));
-        if constexpr (!DS_SHARED) issue_sum(dk_sum, ds, q_tile);
+        issue_keys<Operands, product_keys, false>(s, k_operand + taken % 2 * (K_STAGE >> 4),
+                                                  q_operand + next.stage * (Q_STAGE >> 4));
+        if constexpr (!DS_SHARED) issue_sum<product_sum>(dk_sum, ds, q_tile);
         proxy_fence();
         if (DS_SHARED) warpgroup_sync(1 + warpgroup);
         __syncwarp();
         if (signals) mbarrier_arrive(barriers.ds_full(ds_ring.stage));
         if constexpr (DS_SHARED)
-          issue_sum(dk_sum, ds_operand + (ds_ring.stage * DS_STAGE >> 4), q_tile);
+          issue_shared_sum<Operands, product_shared>(
+              dk_sum, ds_operand + (ds_ring.stage * DS_STAGE >> 4), q_tile);
         if (!DS_SHARED && last) store(dv, dv_strides, head_dim_v, dv_sum, 1.f, tile_number);
         look_ahead(step_number);
 
@@ -391,72 +371,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     }
   } else if (warpgroup == 2) {
     fewer_registers<DQ_REGISTERS>();  // ---- dQ
-    const u64 ds_operand = wgmma_tile(shared + DS_OFFSET, DSTile::PANEL_BYTES);
-    const u64 keys_operand = wgmma_tile(shared, KTile::PANEL_BYTES);
-    const bool leads = threadIdx.x == 2 * WARPGROUP;
-    while (next_work() < sizes.works()) {
-      const int taken = works_taken - 1;
-      const u64 k_operand = keys_operand + taken % 2 * (K_STAGE >> 4);
-      mbarrier_wait(barriers.k_full(taken % 2), taken / 2 % 2);
-      for (bool last = false; !last; ++step_number) {
-        const RingPlace<DS_STAGES> ds_ring = ring_place<DS_STAGES>(step_number);
-        const int copier = step_number % Barriers::COPIERS;
-        mbarrier_wait(barriers.ds_full(ds_ring.stage), ds_ring.parity);
-        if (DETERMINISTIC && leads) mbarrier_arrive(barriers.begun(copier));
-        const u64 ds_tile = ds_operand + (ds_ring.stage * DS_STAGE >> 4);
-        const Tile tile(barriers.tile(step_number));
-        last = tile.last;
-#pragma unroll
-        for (int part = 0; part < DQ_PARTS; ++part) {
-          const int panel = part % DQ_ACROSS, block = part / DQ_ACROSS;
-          float dq[1][CHUNKS][4];
-          wgmma_fence();
-#pragma unroll
-          for (int step = 0; step < K_STEPS; ++step)
-            product_dq(dq, ds_tile + (block * DSTile::PANEL_BYTES + step * 2048 >> 4),
-                       k_operand + (panel * KTile::PANEL_BYTES + step * 2048 >> 4), step > 0);
-          wgmma_commit();
-          wgmma_wait<0>();
-          __syncwarp();  // lanes have read what the tile is
-          if (signals && part == DQ_PARTS - 1) mbarrier_arrive(barriers.ds_empty(ds_ring.stage));
-          const auto sums = [&] {
-            const i64 row_block = static_cast<i64>(tile.index) * INDEX_BLOCKS + block * 4 + warp;
-            return dq_sum + fragment_place(row_block, panel * CHUNKS, HEAD_DIM / 8, 0);
-          };
-          //% if direct
-          give_sums(sums(), dq, lane);
-          //% else
-          const RingPlace<DQ_STAGES> place = ring_place<DQ_STAGES>(step_number * DQ_PARTS + part);
-          const u32 staging = shared + DQ_OFFSET + place.stage * DQ_STAGE + warp * DQ_WARP_BYTES;
-          if (DETERMINISTIC)
-            mbarrier_wait(barriers.dq_empty(place.stage), place.parity ^ 1);
-          else if (signals)
-            bulk_wait_read<DQ_STAGES - 1>();
-          __syncwarp();
-          stage_fragments(staging, dq, lane);
-          proxy_fence();
-          __syncwarp();
-          if (!signals) continue;
-          if (DETERMINISTIC)
-            mbarrier_arrive(barriers.dq_full(copier, part));
-          else
-            bulk_add(sums(), staging, DQ_WARP_BYTES);
-          //% endif
-        }
-      }
-      if (signals) mbarrier_arrive(barriers.k_empty(taken % 2));
-    }
-    //% if deterministic
-    // There are no more tiles. (The last one has been read: nobody is two phases behind.)
-    mbarrier_wait(barriers.dq_empty(DQ_STAGES - 1), step_number * DQ_PARTS / DQ_STAGES & 1 ^ 1);
-    if (leads)
-      for (int i = 0; i < Barriers::COPIERS; ++i) {
-        store_shared_word(barriers.tile(step_number + i) + 12, -1);
-        mbarrier_arrive(barriers.begun((step_number + i) % Barriers::COPIERS));
-      }
-    //% else
-    if (signals) bulk_wait();
-    //% endif
+    multiply_dq<DQWay, product_dq>(barriers, shared, sizes, next_work, works_taken, step_number,
+                                   dq_sum, lane, warp, threadIdx.x == 2 * WARPGROUP);
   } else {
     fewer_registers<COPY_REGISTERS>();
     if (warp == 0 && signals) {
