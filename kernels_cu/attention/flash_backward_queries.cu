@@ -178,8 +178,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const int first_tile = 0;
   //% endif
 
-  // Where this head begins: with a form once, else at every tile, as registers allow.
-  //% if form
+  // Where this head begins: once, or computed at every tile, as registers allow.
+  //% if form or head_dim == 64
   k += place.batch * k_strides.batch + kv_head * k_strides.head;
   v += place.batch * v_strides.batch + kv_head * v_strides.head;
   const auto k_start = [] { return 0; }, v_start = k_start;
