@@ -17,7 +17,7 @@ from fkjit.tensor_map import TensorMap
 HEAD_DIMS = (64, 96, 128, 192, 256)  # what products are padded to; tiles have panels of 64 columns
 PAIRS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Tiles of each padded head_dim, fastest first: registers hold O, S and P, shared memory Q and two
-# stages of K and V.
+# or three stages of K and V.
 TILES: dict[int, tuple[Any, ...]] = {
     64: ((256, 64), (192, 128), 128),
     96: (128, (192, 96), (128, 160)),
