@@ -14,13 +14,14 @@ from typing import Any
 from fkjit.arch import Arch
 from fkjit.errors import FkjitError, ParameterError
 
-from . import compare, kernels, listing
-from .cases import Case, select
-from .device import Device, TorchDevice
-from .method import MODES, QUICK, Effort
-from .op import Candidate, Op, selected
-from .run import INTERRUPTED, Plan, execute
-from .store import Writer, file_name, results_folder
+from .core import compare, kernels, listing
+from .core.cases import Case, select
+from .core.catalog import selected
+from .core.device import Device, TorchDevice
+from .core.method import MODES, QUICK, Effort
+from .core.op import Candidate, Op
+from .core.run import INTERRUPTED, Plan, execute
+from .core.store import Writer, file_name, results_folder
 
 _EPILOG = "docs/BENCHMARKS.md says how it measures and how a result line is read."
 
@@ -109,7 +110,7 @@ def _measure(
     device: Device,
     begin: float,
 ) -> int:
-    from .environment import environment
+    from .core.environment import environment
 
     effort = effort_of(chosen)
     where = environment()
@@ -136,7 +137,7 @@ def _ceilings(device: Device) -> dict[str, Any] | None:
     """Measured where there is a GPU; another device has none."""
     if not isinstance(device, TorchDevice):
         return None
-    from .ceilings import ceilings
+    from .core.ceilings import ceilings
 
     found = ceilings(device)
     gemm = ", ".join(f"{name} {rate:.0f}" for name, rate in found["gemm_tflops"].items())
@@ -186,8 +187,8 @@ def _candidates(
 
 def _arch() -> Arch:
     """This machine's GPU, else what the interpreter runs."""
-    from fkjit.build import gpu_target, interpreter_target
-    from fkjit.gpus import gpus
+    from fkjit.jit.build import gpu_target, interpreter_target
+    from fkjit.runtime.gpus import gpus
 
     found, _ = gpus()
     if not found:

@@ -16,36 +16,36 @@ __version__ = "0.1.0"
 
 # public name -> the module that has it
 _PUBLIC = {
-    "attention": "fkjit.ops.attention",
-    "attention_backward": "fkjit.ops.attention_backward",
-    "attention_varlen": "fkjit.ops.attention_forms",
-    "attention_decode": "fkjit.ops.decode",
-    "paged_attention": "fkjit.ops.decode",
-    "merge_states": "fkjit.ops.merge_states",
-    "vector_add": "fkjit.ops.vector_add",
-    "reduce_sum": "fkjit.ops.reduce",
-    "reduce_max": "fkjit.ops.reduce",
-    "reduce_mean": "fkjit.ops.reduce",
-    "layer_norm": "fkjit.ops.norm",
-    "rms_norm": "fkjit.ops.norm",
-    "rope": "fkjit.ops.rope",
-    "rope_table": "fkjit.ops.rope_frequencies",
-    "Llama3Scaling": "fkjit.ops.rope_frequencies",
-    "YarnScaling": "fkjit.ops.rope_frequencies",
-    "PagedKVCache": "fkjit.ops.kv_cache",
-    "kv_append": "fkjit.ops.kv_append",
-    "kv_read": "fkjit.ops.kv_read",
-    "kv_slots": "fkjit.ops.kv_slots",
-    "rope_kv_append": "fkjit.ops.rope_kv_append",
-    "moe_route": "fkjit.ops.moe_route",
-    "moe_regroup": "fkjit.ops.moe_regroup",
-    "moe_route_and_regroup": "fkjit.ops.moe_route_and_regroup",
-    "moe_permute": "fkjit.ops.moe_permute",
-    "moe_combine": "fkjit.ops.moe_combine",
-    "MoeGroups": "fkjit.ops.moe_groups",
+    "attention": "fkjit.ops.attention.forward",
+    "attention_backward": "fkjit.ops.attention.backward.call",
+    "attention_varlen": "fkjit.ops.attention.feature_forward",
+    "attention_decode": "fkjit.ops.attention.decode.call",
+    "paged_attention": "fkjit.ops.attention.decode.call",
+    "merge_states": "fkjit.ops.attention.merge.call",
+    "vector_add": "fkjit.ops.elementwise.vector_add",
+    "reduce_sum": "fkjit.ops.reduce.call",
+    "reduce_max": "fkjit.ops.reduce.call",
+    "reduce_mean": "fkjit.ops.reduce.call",
+    "layer_norm": "fkjit.ops.norm.call",
+    "rms_norm": "fkjit.ops.norm.call",
+    "rope": "fkjit.ops.rope.call",
+    "rope_table": "fkjit.ops.rope.frequencies",
+    "Llama3Scaling": "fkjit.ops.rope.frequencies",
+    "YarnScaling": "fkjit.ops.rope.frequencies",
+    "PagedKVCache": "fkjit.ops.kv.cache",
+    "kv_append": "fkjit.ops.kv.append",
+    "kv_read": "fkjit.ops.kv.read",
+    "kv_slots": "fkjit.ops.kv.slots",
+    "rope_kv_append": "fkjit.ops.kv.rope_append",
+    "moe_route": "fkjit.ops.moe.route",
+    "moe_regroup": "fkjit.ops.moe.regroup",
+    "moe_route_and_regroup": "fkjit.ops.moe.route_and_regroup",
+    "moe_permute": "fkjit.ops.moe.permute",
+    "moe_combine": "fkjit.ops.moe.combine",
+    "MoeGroups": "fkjit.ops.moe.groups",
     "prepare": "fkjit.api",
     "launch": "fkjit.api",
-    "launch_cpu": "fkjit.cpu_launch",
+    "launch_cpu": "fkjit.cpu.launch",
     "sanitize": "fkjit.sanitizer",
     "SanitizerError": "fkjit.errors",
     "variants": "fkjit.api",
@@ -117,29 +117,29 @@ if TYPE_CHECKING:
     from fkjit import compat as compat
     from fkjit import errors as errors
     from fkjit.api import launch, prepare, variants
-    from fkjit.cpu_launch import launch_cpu
+    from fkjit.cpu.launch import launch_cpu
     from fkjit.errors import SanitizerError
-    from fkjit.ops.attention import attention
-    from fkjit.ops.attention_backward import attention_backward
-    from fkjit.ops.attention_forms import attention_varlen
-    from fkjit.ops.decode import attention_decode, paged_attention
-    from fkjit.ops.kv_append import kv_append
-    from fkjit.ops.kv_cache import PagedKVCache
-    from fkjit.ops.kv_read import kv_read
-    from fkjit.ops.kv_slots import kv_slots
-    from fkjit.ops.merge_states import merge_states
-    from fkjit.ops.moe_combine import moe_combine
-    from fkjit.ops.moe_groups import MoeGroups
-    from fkjit.ops.moe_permute import moe_permute
-    from fkjit.ops.moe_regroup import moe_regroup
-    from fkjit.ops.moe_route import moe_route
-    from fkjit.ops.moe_route_and_regroup import moe_route_and_regroup
-    from fkjit.ops.norm import layer_norm, rms_norm
-    from fkjit.ops.reduce import reduce_max, reduce_mean, reduce_sum
-    from fkjit.ops.rope import rope
-    from fkjit.ops.rope_frequencies import Llama3Scaling, YarnScaling, rope_table
-    from fkjit.ops.rope_kv_append import rope_kv_append
-    from fkjit.ops.vector_add import vector_add
+    from fkjit.ops.attention.backward.call import attention_backward
+    from fkjit.ops.attention.decode.call import attention_decode, paged_attention
+    from fkjit.ops.attention.feature_forward import attention_varlen
+    from fkjit.ops.attention.forward import attention
+    from fkjit.ops.attention.merge.call import merge_states
+    from fkjit.ops.elementwise.vector_add import vector_add
+    from fkjit.ops.kv.append import kv_append
+    from fkjit.ops.kv.cache import PagedKVCache
+    from fkjit.ops.kv.read import kv_read
+    from fkjit.ops.kv.rope_append import rope_kv_append
+    from fkjit.ops.kv.slots import kv_slots
+    from fkjit.ops.moe.combine import moe_combine
+    from fkjit.ops.moe.groups import MoeGroups
+    from fkjit.ops.moe.permute import moe_permute
+    from fkjit.ops.moe.regroup import moe_regroup
+    from fkjit.ops.moe.route import moe_route
+    from fkjit.ops.moe.route_and_regroup import moe_route_and_regroup
+    from fkjit.ops.norm.call import layer_norm, rms_norm
+    from fkjit.ops.reduce.call import reduce_max, reduce_mean, reduce_sum
+    from fkjit.ops.rope.call import rope
+    from fkjit.ops.rope.frequencies import Llama3Scaling, YarnScaling, rope_table
     from fkjit.sanitizer import sanitize
     from fkjit.spec import KernelSpec, Param, register
     from fkjit.warming import warm

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import fkjit
-from fkjit import interop, ops
+from fkjit import ops
 from fkjit.arch import arch as arch_of
-from fkjit.device import launch_on_device
+from fkjit.cpu.run import interpret
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
-from fkjit.interop import CPU
-from fkjit.interpret import interpret
+from fkjit.runtime import interop
+from fkjit.runtime.device import launch_on_device
+from fkjit.runtime.interop import CPU
 from fkjit.spec import KernelSpec, Params, Problem, find
 
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from fkjit.errors import ArgumentTypeError, ParameterError
-from fkjit.ops import flash_kvcache, operators
-from fkjit.ops.attention import attention
-from fkjit.ops.attention_forms import attention_varlen
-from fkjit.ops.decode import attention_decode, paged_attention
+from fkjit.ops.attention.decode import flash_kvcache
+from fkjit.ops.attention.decode.call import attention_decode, paged_attention
+from fkjit.ops.attention.feature_forward import attention_varlen
+from fkjit.ops.attention.forward import attention
+from fkjit.ops.op import torch_ops
 
 _SDPA, _FLASH = "scaled_dot_product_attention", "flash_attn_func"
 _VARLEN, _CACHED = "flash_attn_varlen_func", "flash_attn_with_kvcache"
@@ -72,7 +73,7 @@ def _mask(attn_mask: Any, keys: int) -> dict[str, Any]:
     whole = attn_mask[(None,) * (4 - attn_mask.dim())] if attn_mask.dim() < 4 else attn_mask
     if whole.shape[-1] != keys or whole.stride(-1) != 1:
         whole = whole.expand(*whole.shape[:-1], keys).contiguous()
-    return {"mask" if whole.dtype is operators.torch_seen().bool else "bias": whole}
+    return {"mask" if whole.dtype is torch_ops.torch_seen().bool else "bias": whole}
 
 
 def _causal(q: Any, k: Any, v: Any, scale: float | None) -> Any:
@@ -84,7 +85,7 @@ def _causal(q: Any, k: Any, v: Any, scale: float | None) -> Any:
     if rows == q.shape[2]:
         return made
     rest = attention(q[:, :, rows:], k, v, softmax_scale=scale, deterministic=None)
-    return operators.torch_seen().cat((made, rest), 2)
+    return torch_ops.torch_seen().cat((made, rest), 2)
 
 
 def flash_attn_func(
@@ -238,7 +239,7 @@ def flash_attn_with_kvcache(
 
 def _lengths(q: Any, k_cache: Any, cache_seqlens: Any, block_table: Any) -> Any:
     """[B] int32 where q is."""
-    torch = operators.torch_seen()
+    torch = torch_ops.torch_seen()
     if isinstance(cache_seqlens, torch.Tensor):
         return cache_seqlens
     if cache_seqlens is None:
@@ -249,7 +250,7 @@ def _lengths(q: Any, k_cache: Any, cache_seqlens: Any, block_table: Any) -> Any:
 
 
 def _check_tensors(call: str, **arrays: Any) -> None:
-    torch = operators.torch_seen()
+    torch = torch_ops.torch_seen()
     for name, array in arrays.items():
         if torch is None or not isinstance(array, torch.Tensor):
             raise ArgumentTypeError(

@@ -8,6 +8,7 @@ A *parameter* is what a variant of the kernel is compiled for (tile, dtype, head
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -230,6 +231,7 @@ def _show(value: Any) -> str:
 
 
 _REGISTRY: dict[str, KernelSpec] = {}
+_HOME: dict[str, str] = {}  # kernel -> the module that registered it
 
 
 def register(spec: KernelSpec, *, replace: bool = False) -> KernelSpec:
@@ -240,7 +242,20 @@ def register(spec: KernelSpec, *, replace: bool = False) -> KernelSpec:
             "choose another op or name, or pass replace=True"
         )
     _REGISTRY[spec.id] = spec
+    _HOME[spec.id] = sys._getframe(1).f_globals["__name__"]
     return spec
+
+
+def arrange(modules: Sequence[str]) -> None:
+    """Order the registry by the modules that registered, whatever was imported first.
+
+    Kernels of other modules follow, in the order in which they came.
+    """
+    place = {module: number for number, module in enumerate(modules)}
+    ids = sorted(_REGISTRY, key=lambda name: place.get(_HOME[name], len(place)))
+    ordered = {name: _REGISTRY[name] for name in ids}
+    _REGISTRY.clear()
+    _REGISTRY.update(ordered)
 
 
 def registered(op: str | None = None) -> list[KernelSpec]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fkjit.arch import Arch
-from fkjit.cache_disk import say
+from fkjit.cache.disk import say
 from fkjit.errors import TuningError
 from fkjit.paths import HERE
 from fkjit.settings import Settings, settings

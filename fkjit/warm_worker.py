@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fkjit.arch import target
-from fkjit.build import build, quiet
-from fkjit.interpret import GUARD
+from fkjit.cpu.run import GUARD
+from fkjit.jit.build import build, quiet
 from fkjit.spec import KernelSpec, Param
 
 

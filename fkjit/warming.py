@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 from fkjit import ops as _ops
 from fkjit.arch import DEFAULT_ARCHS, target
-from fkjit.build import gpu_target, interpreter_target
 from fkjit.errors import ParameterError
-from fkjit.gpus import gpus
+from fkjit.jit.build import gpu_target, interpreter_target
+from fkjit.runtime.gpus import gpus
 from fkjit.spec import KernelSpec, registered
 from fkjit.warm_worker import Job, Outcome
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fkjit.errors import ParameterError
 
-from ..op import selected
+from ..core.catalog import selected
 from . import collect, show, store
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fkjit import report
+from fkjit.cli import console as report
 
 from .metrics import METRICS, STALLS, Metric
 

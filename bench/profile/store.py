@@ -9,7 +9,7 @@ from typing import Any
 
 from fkjit.errors import ParameterError
 
-from ..store import results_folder
+from ..core.store import results_folder
 
 SCHEMA = 1
 _CHECKOUT = Path(__file__).resolve().parents[2]

@@ -15,12 +15,13 @@ from typing import Any
 
 from fkjit.errors import FkjitError, ParameterError
 
-from .. import kernels
-from ..cases import Case, select
-from ..device import TorchDevice
-from ..environment import environment
-from ..method import first_line
-from ..op import Candidate, Op, Refused, selected
+from ..core import kernels
+from ..core.cases import Case, select
+from ..core.catalog import selected
+from ..core.device import TorchDevice
+from ..core.environment import environment
+from ..core.method import first_line
+from ..core.op import Candidate, Op, Refused
 from .parse import range_name
 
 
@@ -96,7 +97,7 @@ def _once(device: Any, candidate: Candidate, case: Case, arrays: Any, number: in
 
 def main() -> int:
     """Read the request, run it, write the answer; 1 with one message where it cannot be."""
-    from fkjit.device import device_target
+    from fkjit.runtime.device import device_target
 
     request_file, answer_file = map(Path, sys.argv[1:3])
     request = json.loads(request_file.read_text())

@@ -12,8 +12,8 @@ from typing import Any
 from fkjit.errors import ParameterError
 from fkjit.spec import registered
 
-from ..method import MODES
-from ..store import Run, read, results_folder
+from ..core.method import MODES
+from ..core.store import Run, read, results_folder
 from .chart import short
 
 Cell = dict[str, Any]

@@ -12,8 +12,8 @@ from typing import Any
 from fkjit import ops
 from fkjit.errors import FkjitError, ParameterError
 
+from ..core.store import Run
 from ..profile import store as profiles
-from ..store import Run
 from . import cells, machine, png, speed, summary, svg, work
 from .chart import Chart, styles
 from .page import page
@@ -106,7 +106,7 @@ def _profile(gpu: str, path: Path | None) -> dict[str, Any] | None:
 
 def _target(study: cells.Study) -> str | None:
     """What the GPU of the results is compiled for; None where they do not say which it is."""
-    from fkjit.build import gpu_target
+    from fkjit.jit.build import gpu_target
 
     for run in reversed(study.runs):
         capability = run.header.get("capability")

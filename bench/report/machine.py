@@ -8,8 +8,8 @@ from math import prod
 from typing import Any
 
 from fkjit.arch import Target, target
-from fkjit.build import build, quiet
 from fkjit.errors import FkjitError
+from fkjit.jit.build import build, quiet
 from fkjit.spec import registered
 from fkjit.warming import warm
 

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..store import Run
+from ..core.store import Run
 from .section import Section, Table
 
 _HERE = Path(__file__).resolve().parent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from fkjit.report import value
+from fkjit.cli.console import value
 
 from .cells import Study, median
 

@@ -222,7 +222,7 @@ def _lines(op: str) -> Table | None:
     """Lines of code, where this operation is known here."""
     from fkjit.spec import registered
 
-    from ..lines import costs
+    from ..core.lines import costs
 
     if not registered(op):
         return None

@@ -15,12 +15,12 @@ from fkjit.arch import arch as arch_of
 from fkjit.errors import DeviceError, ParameterError
 from fkjit.spec import KernelSpec
 
-from ..cases import Case, select
-from ..device import Device, TorchDevice
-from ..method import MODES, Effort
-from ..op import selected
-from ..run import INTERRUPTED
-from ..store import Writer, records
+from ..core.cases import Case, select
+from ..core.catalog import selected
+from ..core.device import Device, TorchDevice
+from ..core.method import MODES, Effort
+from ..core.run import INTERRUPTED
+from ..core.store import Writer, records
 from . import show, strategies
 from .session import OutOfTime, Session, entry
 from .task import Task, kernels, shaped, shown, tasks
@@ -111,8 +111,8 @@ def _asked(chosen: argparse.Namespace) -> list[tuple[list[KernelSpec], list[Case
 
 def _asked_arch(chosen: argparse.Namespace) -> Arch:
     """--gpu and --arch, else this machine's GPU, else what the interpreter runs."""
-    from fkjit.build import gpu_target, interpreter_target
-    from fkjit.gpus import gpus
+    from fkjit.jit.build import gpu_target, interpreter_target
+    from fkjit.runtime.gpus import gpus
 
     found, _ = gpus()
     if chosen.arch:
@@ -128,8 +128,8 @@ def _asked_arch(chosen: argparse.Namespace) -> Arch:
 
 
 def _device_arch(device: Device | None) -> Arch:
-    from fkjit.build import interpreter_target
-    from fkjit.device import device_target
+    from fkjit.jit.build import interpreter_target
+    from fkjit.runtime.device import device_target
 
     if isinstance(device, TorchDevice):
         return device_target(device.index).arch

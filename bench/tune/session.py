@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fkjit import __version__, tuning
-from fkjit.render import load
+from fkjit.jit.render import load
 from fkjit.spec import KernelSpec, Params
 
-from ..device import Device
-from ..kernels import launched
-from ..method import Effort
-from ..op import Arrays, Candidate, Prepared
-from ..store import Writer
-from ..trial import Trial
+from ..core.device import Device
+from ..core.kernels import launched
+from ..core.method import Effort
+from ..core.op import Arrays, Candidate, Prepared
+from ..core.store import Writer
+from ..core.trial import Trial
 from .task import Task, Values
 
 BATCH = 8  # variants that take turns with the default

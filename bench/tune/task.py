@@ -11,9 +11,9 @@ from fkjit.arch import Arch
 from fkjit.errors import FkjitError, ParameterError
 from fkjit.spec import KernelSpec, Params, Problem
 
-from ..cases import Case
-from ..op import Op
-from ..ops import generic
+from ..core import generic
+from ..core.cases import Case
+from ..core.op import Op
 
 Values = dict[str, Any]
 
@@ -40,7 +40,7 @@ class Task:
 
 def shown(values: Values) -> str:
     """ "threads=256 block=128,64" """
-    from fkjit.report import value
+    from fkjit.cli.console import value
 
     return " ".join(
         f"{n}={value(tuple(v) if isinstance(v, list) else v)}" for n, v in values.items()

@@ -1,23 +1,56 @@
-"""The operations of fkjit, one module each. `load()` registers all of them and the user's own."""
+"""The operations of fkjit, a folder a family. `load()` registers all kernels and the user's own."""
 
 from __future__ import annotations
 
 import importlib.util
-import pkgutil
 import sys
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 
+from fkjit import spec
 from fkjit.errors import ParameterError
 from fkjit.settings import Settings, settings
+
+# Every module that registers kernels, in the order in which kernels are listed: a bare op name
+# means the op's first kernel. A module that is not here is not loaded (tests/op/test_registry.py).
+KERNELS = (
+    "elementwise.vector_add",
+    "reduce.kernels",
+    "norm.kernels",
+    "norm.kernels_backward",
+    "rope.kernels",
+    "kv.append",
+    "kv.copy",
+    "kv.read",
+    "kv.slots",
+    "kv.rope_append_kernels",
+    "moe.route",
+    "moe.regroup",
+    "moe.route_and_regroup",
+    "moe.rows",
+    "attention.kernels_sm90",
+    "attention.kernels",
+    "attention.feature_kernels",
+    "attention.decode.kernels",
+    "attention.decode.feature_kernels",
+    "attention.merge.kernels",
+    "attention.backward.kernels",
+    "attention.backward.kernels_fp32",
+    "attention.backward.kernels_sm90",
+    "attention.backward.feature_kernels",
+    "attention.backward.mask_bits",
+    "attention.backward.feature_kernels_sm90",
+)
 
 
 @lru_cache(maxsize=1)
 def load() -> None:
-    """Import every op, so that the registry is complete; once a process."""
-    for module in pkgutil.iter_modules(__path__):
-        import_module(f"{__name__}.{module.name}")
+    """Import every module of kernels, so that the registry is complete; once a process."""
+    modules = [f"{__name__}.{name}" for name in KERNELS]
+    for module in modules:
+        import_module(module)
+    spec.arrange(modules)
     for folder in settings().kernel_path:
         load_folder(folder)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fkjit.compile import mend_cubin
+from fkjit.jit.compile import mend_cubin
 
 GPU = "sm_90a"
 

@@ -1,0 +1,47 @@
+"""Triton twins: `bench/<family>/triton_<op>.py`, each with `prepare(problem, arrays)`.
+
+Such a file imports triton, so it is imported only when its twin is prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+
+from fkjit.spec import Problem
+
+from .families import SUITE, modules
+from .op import Arrays, Candidate, Prepared
+
+# Operations of ours that have no twin yet, and why.
+MISSING: dict[str, str] = {
+    "attention_backward_form": "the twin of attention_backward, with a line or two more for each",
+    "decode_form": "the twin of attention_decode, with a line or two more for each form",
+}
+
+
+def names() -> list[str]:
+    """The operations that have a twin."""
+    return list(modules("triton_"))
+
+
+def unaccounted(ops: Iterable[str]) -> list[str]:
+    """Those of some operations that have neither a twin nor a reason in MISSING."""
+    return [op for op in ops if op not in names() and op not in MISSING]
+
+
+def source(op: str) -> Path:
+    """The file of a twin."""
+    return SUITE.joinpath(*modules("triton_")[op].split(".")[-2:]).with_suffix(".py")
+
+
+def twin(op: str) -> Candidate | None:
+    """The candidate "triton" of an operation; None where there is no twin."""
+    if op not in names():
+        return None
+
+    def prepare(problem: Problem, arrays: Arrays) -> Prepared:
+        return import_module(modules("triton_")[op]).prepare(problem, arrays)
+
+    return Candidate(name="triton", kind="twin", package="triton", module="triton", prepare=prepare)

@@ -1,0 +1,8 @@
+"""LayerNorm's gradients, with that of the residual stream and without."""
+
+from __future__ import annotations
+
+from .cases_norm_gradients import operation
+from .peers_norm_gradients import peers
+
+OP = operation("layer_norm", peers("layer_norm"))

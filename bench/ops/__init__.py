@@ -1,1 +1,0 @@
-"""One file an operation, each with an `OP` (../op.py); docs/BENCHMARKS.md says how to add one."""

@@ -1,1 +1,0 @@
-"""What ours is measured beside: other libraries, each optional, found when a run begins."""

@@ -1,0 +1,185 @@
+"""The command `fkjit`. Each command is a few lines over a function that Python can call as well."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from fkjit.cli import cache
+from fkjit.cli import console as report
+from fkjit.errors import FkjitError
+
+_VARIANT = {"allow_extra_args": True, "ignore_unknown_options": True}
+_KERNEL = Annotated[str, typer.Argument(help="an op (attention) or a kernel (attention.flash)")]
+_ARCH = Annotated[
+    str | None,
+    typer.Option(help="target, e.g. sm_90a; default: this machine's GPU, else sm_80"),
+]
+
+
+class _Group(TyperGroup):
+    """Errors of fkjit are one message on stderr and status 1, not a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FkjitError as error:
+            print(f"fkjit: {error}", file=sys.stderr)
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="CUDA kernels for LLM inference and training, compiled when first called.",
+)
+app.add_typer(cache.app, name="cache")
+
+
+@app.callback(invoke_without_command=True)
+def _main(
+    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
+) -> None:
+    if version:
+        print(import_module("fkjit").__version__)
+        raise typer.Exit
+
+
+@app.command("list")
+def list_() -> None:
+    """Every registered kernel: what it does, its parameters and their values."""
+    from fkjit import ops
+    from fkjit.spec import registered
+
+    ops.load()
+    made = report.table("kernel", ">variants", "parameters (* free to choose for a problem)")
+    for spec in registered():
+        head = (spec.id, sum(1 for _ in spec.variants()), spec.doc or spec.source)
+        rows = [
+            ("", "", f"  {p.name}{'*' * p.tunable}: {' '.join(map(report.value, p.values))}")
+            for p in spec.params
+        ]
+        report.add_rows(made, [head, *rows])
+    report.console().print(made)
+
+
+@app.command(context_settings=_VARIANT)
+def show(
+    ctx: typer.Context,
+    kernel: _KERNEL,
+    arch: _ARCH = None,
+    source: Annotated[bool, typer.Option("--source", help="rendered CUDA C++")] = False,
+    ptx: Annotated[bool, typer.Option("--ptx", help="PTX")] = False,
+    sass: Annotated[bool, typer.Option("--sass", help="machine code (needs nvdisasm)")] = False,
+    resources: Annotated[
+        bool, typer.Option("--resources", help="registers, spills, shared memory (default)")
+    ] = False,
+) -> None:
+    """One variant: `fkjit show attention --block 32 --head-dim 128 --arch sm_120a --sass`.
+
+    Parameters left out take the first legal value; `fkjit list` names them all.
+    """
+    show_ = import_module("fkjit.cli.show")
+    if source + ptx + sass + resources > 1:
+        raise typer.BadParameter("one of --source, --ptx, --sass, --resources")
+    what = "source" if source else "ptx" if ptx else "sass" if sass else "resources"
+    show_.show(kernel, ctx.args, arch, what)
+
+
+@app.command("compile", context_settings=_VARIANT)
+def compile_(
+    ctx: typer.Context,
+    kernel: _KERNEL,
+    arch: _ARCH = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="folder for images")] = None,
+) -> None:
+    """Every variant with these values: `fkjit compile attention --dtype bf16 --block 64`."""
+    import_module("fkjit.cli.show").compile_all(kernel, ctx.args, arch, output)
+
+
+@app.command()
+def warm(
+    ops: Annotated[list[str] | None, typer.Argument(help="ops or kernels; default: all")] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(help='targets, "sm_90a,sm_120a" or "all"; default: this machine\'s'),
+    ] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="processes")] = None,
+) -> None:
+    """Fill the cache ahead of time. Needs no GPU; start again to go on after Ctrl-C."""
+    raise typer.Exit(import_module("fkjit.cli.warm").run(ops or [], arch, jobs))
+
+
+@app.command()
+def check(
+    kernels: Annotated[list[str], typer.Argument(help="an op, and kernels of it; or op.kernel")],
+    mem: Annotated[bool, typer.Option("--mem", help="memory and barriers")] = False,
+    race: Annotated[bool, typer.Option("--race", help="races too")] = False,
+    banks: Annotated[bool, typer.Option("--banks", help="count shared-memory conflicts")] = False,
+    arch: Annotated[
+        str | None, typer.Option(help='targets, "compute_75,sm_90a"; default: compute_80')
+    ] = None,
+    variants: Annotated[
+        int | None, typer.Option(help="so many of each kernel, spread evenly; default: all")
+    ] = None,
+) -> None:
+    """Run kernels in the CPU interpreter and look for faults; default: --mem --race.
+
+    Needs no GPU: `fkjit check attention flash --variants 5`. Status 1 where there is a fault.
+    """
+    check_ = import_module("fkjit.cli.check")
+    raise typer.Exit(check_.run(kernels, mem, race, banks, arch, variants))
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """What there is to compile and run kernels with, and what does not fit."""
+    found = import_module("fkjit.cli.doctor").diagnose()
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        import_module("fkjit.cli.show").print_doctor(found)
+
+
+@app.command(context_settings=_VARIANT, add_help_option=False)
+def bench(ctx: typer.Context) -> None:
+    """Measure ours beside peers: `fkjit bench attention --quick`; --help, --list, --compare A B."""
+    raise typer.Exit(import_module("fkjit.cli.suite").main("bench", ctx.args))
+
+
+@app.command("report", context_settings=_VARIANT, add_help_option=False)
+def report_(ctx: typer.Context) -> None:
+    """Stored results as one HTML page, PNG and SVG: `fkjit report --out report`; --help."""
+    raise typer.Exit(import_module("fkjit.cli.suite").main("report", ctx.args))
+
+
+@app.command(context_settings=_VARIANT, add_help_option=False)
+def profile(ctx: typer.Context) -> None:
+    """Hardware counters of each kernel (Nsight Compute): `fkjit profile attention`; --help."""
+    raise typer.Exit(import_module("fkjit.cli.suite").main("profile", ctx.args))
+
+
+@app.command(context_settings=_VARIANT, add_help_option=False)
+def tune(ctx: typer.Context) -> None:
+    """Find this GPU's fastest tiles and keep them: `fkjit tune attention`; --help, --show."""
+    raise typer.Exit(import_module("fkjit.cli.suite").main("tune", ctx.args))
+
+
+@app.command()
+def demo() -> None:
+    """Attention on real input, each implementation checked against float64."""
+    raise typer.Exit(import_module("fkjit.cli.demo").main())
+
+
+if __name__ == "__main__":
+    app()

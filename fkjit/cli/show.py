@@ -1,0 +1,158 @@
+"""`fkjit show`, `fkjit compile` and the text of `fkjit doctor`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fkjit.arch import Target, target
+from fkjit.cache.lookup import Entry
+from fkjit.cli import console as report
+from fkjit.cli.select import select, targets
+from fkjit.errors import CacheError, ParameterError
+from fkjit.jit.build import build, quiet
+from fkjit.spec import KernelSpec, Params
+
+_COLUMNS = ("kernel", "target", ">regs", ">spills", ">shared", ">threads", ">compile", "cache")
+Row = tuple[Any, ...]
+
+
+def show(kernel: str, words: Sequence[str], arch: str | None, what: str) -> None:
+    """Print one variant's "source", "ptx", "sass" or "resources" on stdout."""
+    chosen = targets(arch)
+    if len(chosen) > 1:
+        raise ParameterError(f"show: --arch {arch} names {len(chosen)} targets; show takes one")
+    to = chosen[0]
+    spec, variants = select("show", kernel, words, to)
+    params = variants[0]
+    if what == "source":
+        from fkjit.jit.render import load
+
+        print(load(spec, params).text, end="")
+    elif what == "ptx":
+        print(_built(spec, params, _as_ptx(to)).image.decode().rstrip("\0"), end="")
+    elif what == "sass":
+        from fkjit.cli.disassemble import sass
+
+        print(sass(_built(spec, params, _as_cubin(to)).image), end="")
+    else:
+        _print_variants([(spec, params, _as_cubin(to))])
+
+
+def compile_all(kernel: str, words: Sequence[str], arch: str | None, output: Path | None) -> None:
+    """Compile the matching variants for each target and print a table; images go to `output`."""
+    work = []
+    for to in targets(arch):
+        spec, variants = select("compile", kernel, words, to)
+        work += [(spec, params, to) for params in variants]
+    entries = _print_variants(work)
+    if output is not None:
+        _write(entries, output)
+
+
+def _print_variants(work: Sequence[tuple[KernelSpec, Params, Target]]) -> list[Entry]:
+    made, entries = report.table(*_COLUMNS), []
+    try:
+        for spec, params, to in work:
+            entries.append(_built(spec, params, to))
+            report.add_rows(made, [_row(spec, params, to, entries[-1])])
+    finally:
+        if entries:
+            report.console().print(made)
+    return entries
+
+
+def _built(spec: KernelSpec, params: Params, to: Target) -> Entry:
+    with quiet():
+        return build(spec, params, to)
+
+
+def _row(spec: KernelSpec, params: Params, to: Target, entry: Entry) -> Row:
+    used = entry.meta["resources"] or {}
+    spilled = used.get("spill_stores", 0) + used.get("spill_loads", 0)
+    threads = 1
+    for extent in spec.block(params):
+        threads *= extent
+    return (
+        f"{spec.id} {spec.label(params)}",
+        to.name,
+        used.get("registers", "-"),
+        report.size(spilled) if spilled else 0,
+        report.size(used.get("shared", 0) + spec.shared_bytes(params)),
+        threads,
+        f"{entry.meta['compile_seconds'] * 1e3:.0f} ms",
+        "miss" if entry.origin == "compiled" else "hit",
+    )
+
+
+def _as_ptx(to: Target) -> Target:
+    return target(to.name.replace("sm_", "compute_"))
+
+
+def _as_cubin(to: Target) -> Target:
+    return target(to.name.replace("compute_", "sm_"))
+
+
+def _write(entries: Sequence[Entry], folder: Path) -> None:
+    """Each image under a name made of its kernel, parameters and target."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for entry in entries:
+            meta = entry.meta
+            name = re.sub(r"[^\w.=-]+", "_", f"{meta['kernel']} {meta['label']} {meta['target']}")
+            suffix = ".ptx" if meta["kind"] == "ptx" else ".cubin"
+            (folder / (name + suffix)).write_bytes(entry.image)
+    except OSError as error:
+        raise CacheError(f"compile: --output {folder} cannot be written: {error}") from error
+    report.console().print(f"{len(entries)} images in {folder}", soft_wrap=True)
+
+
+def print_doctor(found: dict[str, Any]) -> None:
+    """A finding a line, then the problems."""
+    out = report.console()
+    made = report.table("", "", "")
+    for part in found:
+        if part not in ("settings", "problems", "ok"):
+            report.add_rows(made, _finding(part, found[part]))
+    report.add_rows(made, _settings(found["settings"]))
+    out.print(made)
+    for problem in found["problems"]:
+        out.print(f"problem: {problem}", style="red")
+    out.print("no problems found" if found["ok"] else f"{len(found['problems'])} problems")
+
+
+def _finding(part: str, value: Any) -> list[Row]:
+    if not isinstance(value, dict):
+        return [(part, "", _show(value))]
+    if part == "gpu":
+        value = {**{f"GPU {d['index']}": _gpu(d) for d in value.get("devices", [])}, **value}
+        value["none"] = value.pop("none_because", None)
+        value.pop("devices", None)
+    names = [name for name in value if value[name] not in (None, [], {})] or list(value)[:1]
+    rows = [("", name.replace("_", " "), _show(value[name])) for name in names]
+    return [(part, *rows[0][1:]), *rows[1:]]
+
+
+def _settings(found: dict[str, Any]) -> list[Row]:
+    rows = [
+        ("", name, _show(setting["value"]) + ("" if setting["set"] else "  (default)"))
+        for name, setting in found.get("values", {}).items()
+    ] or [("", "error", found.get("error"))]
+    return [("settings", *rows[0][1:]), *rows[1:]]
+
+
+def _gpu(device: dict[str, Any]) -> str:
+    return (
+        f"{device['name']}, compute capability {device['capability']}, "
+        f"{report.size(device['memory'])}, kernels are compiled for {device['target']}"
+    )
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {version}" for name, version in value.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)

@@ -1,0 +1,112 @@
+"""Spec and parameters -> compiled image: render, key, cache, compile. Needs no GPU."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fkjit.arch import Capability, Target, choose_target, target
+from fkjit.cache.lookup import Cache, Entry, default_cache
+from fkjit.jit.keys import key_fields
+from fkjit.jit.render import Rendered, load
+from fkjit.jit.toolchain import nvrtc_info
+from fkjit.settings import settings
+from fkjit.spec import KernelSpec, Params
+
+INTERPRETER_TARGET = "compute_80"  # whose PTX the CPU interpreter runs unless one is forced
+
+_quiet = threading.local()
+
+
+def build(
+    spec: KernelSpec, params: Params, to: Target, cache: Cache | None = None, guard: int = 0
+) -> Entry:
+    """The compiled kernel for one target, from the cache or from NVRTC.
+
+    `Entry.meta` has: kernel, entry, label, params, target, kind, arguments (name, struct code,
+    const of each), resources (None for PTX), compile_seconds, nvrtc, problems (spills and the
+    like). `guard`: see `KernelSpec.shared_layout`. Raises CompileError, RenderError,
+    ToolchainError, or NotCachedError.
+    """
+    what = {"kernel": spec.id, "label": spec.label(params), "params": dict(params)}
+    return build_source(load(spec, params, guard), spec.entry, to, what, cache)
+
+
+def build_source(
+    rendered: Rendered, entry: str, to: Target, what: dict[str, Any], cache: Cache | None = None
+) -> Entry:
+    """The same of any source; `what` has kernel, label and params for `Entry.meta`.
+
+    entry "": a text with any entry points, whose arguments are not looked at; to PTX only.
+    """
+    describe = " ".join(part for part in (what["kernel"], what["label"], to.name) if part)
+    fields = key_fields(what["kernel"], rendered, entry, to)
+    return (cache or default_cache()).get_or_build(
+        fields, lambda: _compile(rendered, entry, to, what, describe), describe=describe
+    )
+
+
+def _compile(
+    rendered: Rendered, entry: str, to: Target, what: dict[str, Any], describe: str
+) -> tuple[bytes, dict[str, Any]]:
+    """The image and what the cache keeps beside it."""
+    from fkjit.jit.compile import compile_source  # not at the top: a warm start compiles nothing
+    from fkjit.jit.signature import signature
+
+    with _status(describe) as done:
+        compiled = compile_source(rendered, entry, to, describe=describe)
+        done.append(f"{compiled.seconds * 1e3:.0f} ms")
+    arguments = signature(rendered, entry) if entry else ()
+    return compiled.image, {
+        "kernel": what["kernel"],
+        "entry": entry,
+        "label": what["label"],
+        "params": what["params"],
+        "target": compiled.target,
+        "kind": compiled.kind,
+        "arguments": [(a.name, a.code, a.const) for a in arguments],
+        "resources": compiled.resources.to_dict() if compiled.resources else None,
+        "compile_seconds": compiled.seconds,
+        "nvrtc": compiled.nvrtc_version,
+        "problems": list(compiled.problems),
+    }
+
+
+def gpu_target(capability: Capability) -> Target:
+    """What to compile for a GPU of this compute capability (FKJIT_TARGET overrules)."""
+    info = nvrtc_info()
+    return choose_target(capability, info.supported, info.version, settings().target)
+
+
+def interpreter_target() -> Target:
+    """The PTX target that the CPU interpreter runs: FKJIT_TARGET's, else compute_80."""
+    chosen = target(settings().target or INTERPRETER_TARGET)  # any spelling
+    return target("compute_" + chosen.name.rpartition("_")[2])
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No status lines from this thread: the caller shows progress of its own."""
+    before = getattr(_quiet, "on", False)
+    _quiet.on = True
+    try:
+        yield
+    finally:
+        _quiet.on = before
+
+
+@contextmanager
+def _status(describe: str) -> Iterator[list[str]]:
+    """One line a compile on stderr: what, and when it is done how long it took."""
+    done: list[str] = []
+    if settings().log == "quiet" or getattr(_quiet, "on", False):
+        yield done
+        return
+    print(f"fkjit: compiling {describe} ... ", end="", file=sys.stderr, flush=True)
+    try:
+        yield done
+    finally:
+        print(done[0] if done else "failed", file=sys.stderr, flush=True)

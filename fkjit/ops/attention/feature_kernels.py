@@ -1,0 +1,161 @@
+"""The kernels of attention's forms: templates of attention_kernels.py with a form rendered in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from fkjit.arch import Arch
+from fkjit.ops.attention import feature_kernels_sm90 as hopper_form
+from fkjit.ops.attention import feature_problem as problem
+from fkjit.ops.attention.features import SHIPPED, SHIPPED_SM90, parse
+from fkjit.ops.attention.kernels import FLASH, FLASH_FP32, PAIRS
+from fkjit.ops.attention.kernels_sm90 import FLASH_SM90
+from fkjit.ops.attention.problem import split_block
+from fkjit.spec import KernelSpec, Param, Params, Problem, register
+
+_FORM = "what the kernel does beside causal attention; any other form is compiled when called"
+_TILES = (16, 32, 64, (64, 16), (64, 32))
+# What is compiled ahead of each kernel: one tile, where the sweep meets every line of the code.
+_SHOWN = {"head_dim": 64, "head_dim_v": 64, "block": 32, "aligned": True}
+_SHOWN_MORE: dict[str, dict[str, tuple[Any, ...]]] = {
+    "flash": {"dtype": ("bf16",), "form": SHIPPED},
+    "flash_fp32": {"dtype": ("fp32",), "form": (SHIPPED[0], SHIPPED[-1])},
+    "flash_sm90": {"dtype": ("bf16",), "block": ((64, 128),), "form": SHIPPED_SM90},
+}
+# Tiles by padded head_dim, fastest first (bench/NOTES.md), where scores meet numbers of none, one
+# or several arrays, whose addresses and values take registers; the band of keys and the rules take
+# those of a warp's second 16 rows.
+_WIDE = dict.fromkeys((32, 64, 96, 128), (64, (64, 32), 32, 16))
+_PREFERENCE: tuple[dict[int, tuple[Any, ...]], ...] = (
+    {**_WIDE, 192: (64, (64, 32), 32, 16), 256: ((64, 32), 32, 16)},
+    {**_WIDE, **dict.fromkeys((192, 256), ((64, 32), 32, 16))},
+    {
+        **dict.fromkeys((32, 64, 96, 128), ((64, 32), 32, 16)),
+        **dict.fromkeys((192, 256), ((64, 16), 16)),
+    },
+)
+_FP32_TILES = (64, (64, 32), 32, 16)  # one fewer for each array
+_ONE, _SEVERAL = 1, 2
+
+
+def _arrays(params: Params) -> int:
+    """Arrays that scores meet: none, one, or several; bytes one by one are as bad as two."""
+    form = parse(params["form"])
+    bytewise = form.mask and not form.mask_paired and params["head_dim"] > 128
+    return min(bool(form.bias) + form.mask + bytewise + len(form.arrays), _SEVERAL)
+
+
+def _derive_flash(params: Params) -> dict[str, Any]:
+    usual = FLASH.derive(params)
+    kept = usual["q_in_registers"] and _arrays(params) <= _ONE
+    return {**usual, "q_in_registers": kept, **parse(params["form"]).values()}
+
+
+def _illegal_flash(params: Params) -> str | None:
+    dims, block = (params["head_dim"], params["head_dim_v"]), params["block"]
+    if dims not in PAIRS:
+        return f"head_dim_v={dims[1]} is not compiled for head_dim={dims[0]}"
+    if not params["aligned"] and block not in (16, 32):
+        return "copies whole 16-byte chunks, and these rows do not start on 16-byte boundaries"
+    if block not in _PREFERENCE[_arrays(params)][dims[0]]:
+        return f"needs more registers than there are, or is never the fastest (head_dim={dims[0]})"
+    return None
+
+
+def _illegal_fp32(params: Params) -> str | None:
+    if params["block"] not in _FP32_TILES[_arrays(params) :]:
+        return "needs more registers than a thread has"
+    alike = {"fp16": "bf16"}  # in what GPUs without its tensor cores have room for
+    return FLASH_FP32.illegal({**params, "dtype": alike.get(params["dtype"], params["dtype"])})
+
+
+def _only_shown(spec: KernelSpec) -> KernelSpec:
+    """The same, with few of its variants."""
+    shown = {name: (value,) for name, value in _SHOWN.items()} | _SHOWN_MORE[spec.name]
+    fewer = [replace(param, values=shown[param.name]) for param in spec.params]
+    return replace(spec, params=tuple(fewer))
+
+
+def _with_forms(base: KernelSpec, **more: Any) -> KernelSpec:
+    own: dict[str, Any] = {
+        "derive": lambda params: {**base.derive(params), **parse(params["form"]).values()},
+        **more,
+    }
+    return replace(
+        base,
+        op="attention_form",
+        doc=f"{base.name} with windows, biases, packed sequences …: what its form says",
+        arguments=problem.arguments,
+        flops=problem.flops,
+        interpreter_work=problem.padded_flops,
+        bytes=problem.traffic,
+        shape_class=problem.shape_class,
+        reference=problem.reference,
+        problems=problem.problems,
+        inputs=problem.inputs,
+        outputs=problem.outputs,
+        **own,
+    )
+
+
+def _params(base: KernelSpec, name: str, values: tuple[Any, ...]) -> tuple[Param, ...]:
+    """Those of a kernel without forms, with other values for one of them, and the form."""
+    own = [
+        replace(p, values=values) if p.name == name else p
+        for p in base.params
+        if p.name != "optimistic"  # follows from the form
+    ]
+    return (*own, Param("form", SHIPPED, _FORM))
+
+
+_FORMS = {
+    "flash": _with_forms(
+        FLASH, derive=_derive_flash, illegal=_illegal_flash, params=_params(FLASH, "block", _TILES),
+    ),
+    "flash_fp32": _with_forms(
+        FLASH_FP32, illegal=_illegal_fp32,
+        params=_params(FLASH_FP32, "dtype", ("fp32", "bf16", "fp16")),
+        superseded=lambda params: frozenset(() if params["dtype"] == "fp32" else {"bf16_mma"}),
+    ),
+    "flash_sm90": replace(
+        _with_forms(
+            FLASH_SM90, derive=hopper_form.derive, illegal=hopper_form.illegal,
+            params=_params(FLASH_SM90, "block", hopper_form.ALL_TILES),
+            shared_layout=hopper_form.shared, shared_bytes=hopper_form.shared_bytes,
+        ),
+        arguments=hopper_form.arguments, problems=hopper_form.problems,
+        outputs=hopper_form.outputs,
+    ),
+}  # fmt: skip
+FLASH_FORMS, FLASH_FP32_FORMS, FLASH_SM90_FORMS = (
+    register(_only_shown(spec)) for spec in _FORMS.values()
+)
+
+
+@lru_cache(maxsize=1024)
+def kernel(base: str, form: str) -> KernelSpec:
+    """The kernel "flash", "flash_fp32" or "flash_sm90" with a form; every variant of it is legal
+    that `base` has registers for."""
+    spec = _FORMS[base]
+    return replace(spec, params=(*spec.params[:-1], Param("form", (form,), _FORM)))
+
+
+def tile(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
+    """The tile of a problem: the first that is legal and no taller than the queries need."""
+    if spec.name == "flash_sm90":
+        return hopper_form.tile(problem, fixed)
+    rows = max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
+    order = _order(spec, fixed)
+    legal = [b for b in order if spec.why_not({**fixed, "block": b}, arch) is None]
+    if not legal:  # say why
+        spec.check({**fixed, "block": order[-1]}, arch)
+    low = [b for b in legal if split_block(b)[0] <= rows]
+    return (low or legal[-1:])[0]
+
+
+def _order(spec: KernelSpec, fixed: Params) -> tuple[Any, ...]:
+    if spec.name == "flash_fp32":
+        return _FP32_TILES[_arrays(fixed) :]
+    return _PREFERENCE[_arrays(fixed)][fixed["head_dim"]]

@@ -1,0 +1,89 @@
+"""A score_mod: what a user may write as an expression of one score, and what it may read."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.ops.attention.features import MAX_ARRAYS
+
+NAMES = ("score", "b", "h", "q_idx", "k_idx", "seqlen_q", "seqlen_k")  # that an expression may use
+_LEGAL = re.compile(r"[\w\s.,()\[\]+\-*/%<>=!&|^~?:]*", re.ASCII)
+_COMMENT = re.compile(r"//|/\*|\*/")
+_STATEMENT = re.compile(r"\b(asm|__asm__|__asm|return|sizeof|operator|template|this)\b")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_TAKEN = {*NAMES, "float", "int", "const", "bool", "double", "char", "long", "short", "void"}
+_INT = 2**31
+_PAIRS = {")": "(", "]": "["}
+
+
+def expression(call: str, text: Any, argument: str = "score_mod") -> str:
+    """The text on one line. ParameterError for anything that could be more than an expression."""
+    if not isinstance(text, str):
+        raise ArgumentTypeError(
+            f"{call}: {argument}={text!r} is not a str: an expression of CUDA of "
+            f"{', '.join(NAMES)} and the names in score_args"
+        )
+    line = " ".join(text.split())
+    found = _LEGAL.fullmatch(line) and not _COMMENT.search(line) and not _STATEMENT.search(line)
+    if not line or not found or not _is_balanced(line):
+        raise ParameterError(
+            f"{call}: {argument}={text!r} is not one expression; allowed: names, numbers, "
+            "operators, calls and subscripts, each ( and [ closed; no ; { } # or quotes, no "
+            'comments, no statements (example: "score + slope * (k_idx - q_idx)")'
+        )
+    return line
+
+
+def _is_balanced(text: str) -> bool:
+    """Whether each parenthesis closes one that is open."""
+    open_ones: list[str] = []
+    for char in text:
+        if char in "([":
+            open_ones.append(char)
+        elif char in _PAIRS and (not open_ones or open_ones.pop() != _PAIRS[char]):
+            return False
+    return not open_ones
+
+
+def arguments(
+    call: str, given: Any
+) -> tuple[dict[str, Any], tuple[tuple[str, str, float | int], ...]]:
+    """score_args -> arrays by name, and (name, "float" or "int", value) of each number."""
+    if not isinstance(given or {}, Mapping):
+        raise ArgumentTypeError(f"{call}: score_args={given!r} is not a mapping of names to values")
+    arrays: dict[str, Any] = {}
+    scalars: list[tuple[str, str, float | int]] = []
+    for name, value in (given or {}).items():
+        _check_name(call, name)
+        if isinstance(value, (bool, int, np.integer, np.bool_)):
+            scalars.append((name, "int", _whole(call, name, int(value))))
+        elif isinstance(value, (float, np.floating)):
+            scalars.append((name, "float", float(value)))
+        else:
+            arrays[name] = value
+    if len(arrays) > MAX_ARRAYS:
+        raise ParameterError(
+            f"{call}: score_args has {len(arrays)} arrays; allowed: up to {MAX_ARRAYS}"
+        )
+    return arrays, tuple(scalars)
+
+
+def _check_name(call: str, name: Any) -> None:
+    fits = isinstance(name, str) and _NAME.fullmatch(name) and not keyword.iskeyword(name)
+    if not fits or name in _TAKEN:
+        raise ParameterError(
+            f"{call}: score_args: {name!r} is not a name that an expression can use; allowed: "
+            f"letters, digits and _, a letter first, none of {', '.join(NAMES)} and CUDA's words"
+        )
+
+
+def _whole(call: str, name: str, value: int) -> int:
+    if not -_INT <= value < _INT:
+        raise ParameterError(f"{call}: score_args: {name}={value} is not a 32-bit number")
+    return value

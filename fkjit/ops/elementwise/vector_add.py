@@ -1,0 +1,262 @@
+"""`fkjit.vector_add`: the sum of two arrays, which measures memory bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from fkjit.arch import Arch
+from fkjit.errors import ParameterError
+from fkjit.ops.op.checks import FLOATS, check_output, check_same_dtype, check_shape
+from fkjit.ops.op.node import Node, like
+from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
+from fkjit.ops.op.shapes import MAX_GRID, coalesce, log2_ceil
+from fkjit.runtime.interop import ITEMSIZE, View, numpy_dtype
+from fkjit.spec import (
+    Arrays,
+    Dim3,
+    KernelSpec,
+    Param,
+    Params,
+    Problem,
+    register,
+    size_class,
+)
+from fkjit.tuning import tuned
+
+_ARRAYS = ("a", "b", "out")
+_VECTOR_BYTES = 16
+_LARGE = 1 << 22  # elements, from which on large blocks are faster
+_LARGEST_CLASS = 1 << 28  # beyond these it makes no difference
+_OUTER = 3  # dimensions of rows, at most
+
+
+def vector_add(a: Any, b: Any, *, out: Any = None) -> Any:
+    """a + b, element by element, in one kernel.
+
+    Args:
+        a, b: fp16, bf16 or fp32, both alike, of one shape: nothing is broadcast (`expand` does
+            that). torch, CuPy, NumPy or any DLPack arrays on one device, of any strides that leave
+            at most four dimensions when those that lie behind each other are joined.
+        out: where the sum is written; of the same shape and dtype; default: a new contiguous array.
+            It may be a or b; any other overlap is refused.
+
+    Returns:
+        The sum, added in fp32 and rounded once, in a's dtype and framework (`out` if given).
+
+    Raises:
+        ParameterError: shapes that differ, too many strides, overlaps, tensors that require grad.
+        ArgumentTypeError: not arrays, other or mixed dtypes. DeviceError: mixed devices.
+        CaptureError: first call of a geometry under CUDA graph capture; see `fkjit.prepare`.
+
+    Arrays whose rows are equally far from 16-byte boundaries are read and written 16 bytes at a
+    time, others element by element.
+    """
+    return _OP((a, b), (out,))
+
+
+def _check(views: Mapping[str, View | None]) -> Request:
+    a, b, out = (views[name] for name in _ARRAYS)
+    assert a is not None and b is not None
+    dtype = check_same_dtype("vector_add", {"a": a, "b": b})
+    shape = tuple(a.shape)
+    check_shape("vector_add", "b", b, shape, "a's (nothing is broadcast)")
+    check_output("vector_add", out, shape, dtype)
+    inputs, outputs = {"a": a, "b": b}, {"out": Output(shape, dtype, out)}
+    if 0 in shape:
+        return Request(inputs, outputs, ())
+    strides = [a.strides, b.strides, _contiguous(shape) if out is None else out.strides]
+    pointers = [a.pointer, b.pointer, 0 if out is None else out.pointer]  # new ones are aligned
+    problem, vector = describe(dtype, shape, strides, pointers)
+    params = parameters(problem, vector, arch_of(a))
+    if grid(params, problem)[0] > MAX_GRID:
+        raise ParameterError(
+            f"vector_add: a has {problem['rows']} rows that do not lie behind each other, more "
+            "than a launch can have; pass contiguous arrays"
+        )
+    return Request(inputs, outputs, (Launch(ADD, params, problem),))
+
+
+def parameters(problem: Problem, vector: bool, arch: Arch) -> dict[str, Any]:
+    """Of the variant that takes a problem."""
+    large = problem["rows"] * problem["columns"] >= _LARGE
+    params = {
+        "dtype": problem["dtype"],
+        "vector": vector,
+        "dimensions": problem["dimensions"],
+        "threads": 1024 if large else 256,
+    }
+    return tuned(ADD, params, problem, arch)
+
+
+def shape_class(problem: Problem) -> dict[str, Any]:
+    """Problems that share their tuned values."""
+    return {"elements": size_class(problem["rows"] * problem["columns"], _LARGEST_CLASS)}
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def describe(
+    dtype: str, shape: Sequence[int], strides: Sequence[Sequence[int]], pointers: Sequence[int]
+) -> tuple[dict[str, Any], bool]:
+    """The problem of arrays a, b and out, and whether 16-byte accesses fit it."""
+    sizes, steps = coalesce(shape, strides)
+    if len(sizes) > _OUTER + 1:
+        raise ParameterError(
+            f"vector_add: strides {', '.join(str(tuple(s)) for s in strides)} of shape "
+            f"{tuple(shape)} leave {len(sizes)} dimensions; allowed: {_OUTER + 1}; pass contiguous "
+            "arrays"
+        )
+    outer, columns = (1,) * (_OUTER + 1 - len(sizes)) + sizes[:-1], sizes[-1]
+    padded = [(0,) * (_OUTER + 1 - len(step)) + step for step in steps]
+    itemsize = ITEMSIZE[dtype]
+    phases = {pointer % _VECTOR_BYTES for pointer in pointers}
+    vector = (
+        len(phases) == 1
+        and all(step[-1] == 1 for step in padded)
+        and all(s * itemsize % _VECTOR_BYTES == 0 for step in padded for s in step[:-1])
+    )
+    return {
+        "dtype": dtype,
+        "columns": columns,
+        "rows": prod(outer),
+        "sizes": outer,
+        "dimensions": 0 if prod(outer) == 1 else 1 if prod(outer[:-1]) == 1 else _OUTER,
+        "strides": dict(zip(_ARRAYS, padded, strict=True)),
+        "shift": phases.pop() // itemsize if vector else 0,
+    }, vector
+
+
+def _layout(params: Params, problem: Problem) -> tuple[int, int, int]:
+    """(log2 of lanes in a row, blocks of a row, blocks)."""
+    width = _VECTOR_BYTES // ITEMSIZE[params["dtype"]] if params["vector"] else 1
+    accesses = -(-(problem["columns"] + problem["shift"]) // width)
+    lanes_log2 = log2_ceil(params["threads"])
+    if params["dimensions"]:
+        lanes_log2 = min(lanes_log2, log2_ceil(accesses))
+    pieces = -(-accesses // (1 << lanes_log2))
+    return lanes_log2, pieces, pieces * -(-problem["rows"] // (params["threads"] >> lanes_log2))
+
+
+def grid(params: Params, problem: Problem) -> Dim3:
+    """Pieces of a row, for as many rows as a block has."""
+    return (_layout(params, problem)[2], 1, 1)
+
+
+def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Kernel arguments by name."""
+    strides, (_, rows_1, rows_2) = problem["strides"], problem["sizes"]
+    lanes_log2, pieces, _ = _layout(params, problem)
+    return {
+        **{name: arrays[name] for name in _ARRAYS},
+        **{f"{name}_strides": strides[name][:_OUTER] for name in _ARRAYS},
+        **{f"{name}_column": strides[name][_OUTER] for name in _ARRAYS},
+        **{"rows": problem["rows"], "rows_1": rows_1, "rows_2": rows_2},
+        **{"columns": problem["columns"], "shift": problem["shift"]},
+        **{"lanes_log2": lanes_log2, "pieces": pieces},
+    }
+
+
+def traffic(problem: Problem) -> float:
+    """Bytes of a, b read and out written."""
+    return 3.0 * ITEMSIZE[problem["dtype"]] * problem["rows"] * problem["columns"]
+
+
+def _seen(problem: Problem, buffer: np.ndarray, name: str) -> np.ndarray:
+    """The elements of an array in the buffer that holds it."""
+    shape = (*problem["sizes"], problem["columns"])
+    steps = tuple(step * buffer.itemsize for step in problem["strides"][name])
+    return np.lib.stride_tricks.as_strided(buffer, shape, steps)
+
+
+def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
+    """The sum in float64, NaN where `out` has no element."""
+    seen = [_seen(problem, np.asarray(arrays[n]), n).astype(np.float64) for n in ("a", "b")]
+    out = np.full(_length(problem, "out"), np.nan)
+    _seen(problem, out, "out")[...] = seen[0] + seen[1]
+    return {"out": out}
+
+
+def _length(problem: Problem, name: str) -> int:
+    shape = (*problem["sizes"], problem["columns"])
+    return 1 + sum((n - 1) * s for n, s in zip(shape, problem["strides"][name], strict=True))
+
+
+def problems(params: Params, scale: str) -> list[dict[str, Any]]:
+    """Ragged, short and long rows, with gaps or in three dimensions."""
+    aligned = 8 if params["vector"] else 1  # what strides are multiples of
+    column = 1 if params["vector"] else 3
+    found = []
+    for rows, columns in ((7, 5), (2, 1001)) if scale == "small" else ((3, 2**20 + 3), (5000, 77)):
+        step = -(-columns * column // aligned) * aligned + aligned
+        sizes = {0: (1, 1, 1), 1: (1, 1, rows), 3: (2, 3, rows)}[params["dimensions"]]
+        strides = (step * rows * 4, step * rows, step, column)
+        other = (step * rows, step * rows * 2, step, column)
+        found.append(
+            {
+                "dtype": params["dtype"],
+                "columns": columns,
+                "rows": prod(sizes),
+                "sizes": sizes,
+                "dimensions": params["dimensions"],
+                "strides": {"a": strides, "b": other, "out": strides},
+                "shift": 0,
+            }
+        )
+    return found
+
+
+def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
+    """Fresh N(0, 1) a and b, in buffers that hold all their elements."""
+    dtype = numpy_dtype(problem["dtype"])
+    sizes = {name: _length(problem, name) for name in ("a", "b")}
+    return {n: rng.standard_normal(s, dtype=np.float32).astype(dtype) for n, s in sizes.items()}
+
+
+def outputs(params: Params, problem: Problem) -> Arrays:
+    """out, poisoned with NaN."""
+    return {"out": np.full(_length(problem, "out"), np.nan, numpy_dtype(problem["dtype"]))}
+
+
+ADD = register(
+    KernelSpec(
+        op="vector_add",
+        name="rows",
+        source="elementwise/vector_add.cu",
+        entry="vector_add",
+        dependent=True,
+        doc="a + b in 16-byte accesses where rows allow it; any strides",
+        params=(
+            Param("dtype", FLOATS, "element type of a, b and out"),
+            Param("vector", (True, False), "16-byte accesses: rows alike to 16-byte boundaries"),
+            Param("dimensions", (0, 1, _OUTER), "of the rows; 0: a single one"),
+            Param("threads", (256, 1024), "threads of a block", tunable=True),
+        ),
+        block=lambda params: (params["threads"], 1, 1),
+        grid=grid,
+        shape_class=shape_class,
+        flops=lambda problem: float(problem["rows"] * problem["columns"]),
+        bytes=traffic,
+        arguments=arguments,
+        problems=problems,
+        inputs=inputs,
+        outputs=outputs,
+        reference=reference,
+        tolerance=lambda params: {"fp16": 5e-4, "bf16": 4e-3, "fp32": 6e-8}[params["dtype"]],
+    )
+)
+
+_OP = Op(
+    "vector_add",
+    inputs=("a", "b"),
+    outputs=("out",),
+    check=_check,
+    in_place=(("out", "a"), ("out", "b")),
+    node=Node(lambda a, b: [like(a)]),
+)
+vector_add.prepare = _OP.preparing(vector_add)  # type: ignore[attr-defined]

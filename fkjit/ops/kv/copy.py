@@ -1,0 +1,116 @@
+"""Copying pages of a KV cache: for sequences that stop sharing one, and for defragmentation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fkjit.ops.op.op import Launch, Op, Request
+from fkjit.ops.op.shapes import MAX_GRID
+from fkjit.runtime.interop import View
+from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, register
+
+_CALL = "kv_copy"
+_WORD = 16  # bytes of an access
+
+
+def kv_copy(storage: Any, pairs: Any) -> None:
+    """Copy pages within each plane of a cache.
+
+    Args:
+        storage: [planes, num_pages, page_bytes] uint8, contiguous, pages of whole 16 bytes.
+        pairs: [copies, 2] int32: source and target. No target is a source or stands twice.
+    """
+    _OP((storage, pairs))
+
+
+def _check(views: Mapping[str, View | None]) -> Request:
+    storage, pairs = views["storage"], views["pairs"]
+    assert storage is not None and pairs is not None
+    planes, num_pages, page_bytes = storage.shape
+    problem = {
+        "planes": planes, "num_pages": num_pages, "page_bytes": page_bytes,
+        "copies": pairs.shape[0],
+    }  # fmt: skip
+    most = max(1, MAX_GRID // max(1, planes * _pieces(_TUNED, problem)))
+    assert problem["copies"] <= most, "more pages than a cache in memory can have"
+    launches = (Launch(COPY, _TUNED, problem),) if problem["copies"] else ()
+    return Request({"storage": storage, "pairs": pairs}, {}, launches)
+
+
+def _pieces(params: Params, problem: Problem) -> int:
+    """Blocks of a page."""
+    return -(-problem["page_bytes"] // (_WORD * params["threads"] * params["unroll"]))
+
+
+def grid(params: Params, problem: Problem) -> Dim3:
+    """Pieces of every page to copy, in every plane."""
+    return (_pieces(params, problem) * problem["copies"] * problem["planes"], 1, 1)
+
+
+def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Kernel arguments by name."""
+    return {
+        **{"storage": arrays["storage"], "pairs": arrays["pairs"]},
+        **{"num_pages": problem["num_pages"], "page_words": problem["page_bytes"] // _WORD},
+        **{"copies": problem["copies"], "pieces": _pieces(params, problem)},
+    }
+
+
+def problems(params: Params, scale: str) -> list[dict[str, Any]]:
+    """The smallest pages, and such as need several blocks."""
+    sizes = [(2, 9, 16, 4), (3, 5, 17_000 // 16 * 16, 2)]
+    if scale == "full":
+        sizes.append((4, 40, 256 * 8 * 128 * 2, 20))
+    names = ("planes", "num_pages", "page_bytes", "copies")
+    return [dict(zip(names, values, strict=True)) for values in sizes]
+
+
+def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
+    """Full pages, and different ones of them in pairs."""
+    shape = (problem["planes"], problem["num_pages"], problem["page_bytes"])
+    pairs = rng.permutation(problem["num_pages"])[: 2 * problem["copies"]].reshape(-1, 2)
+    return {
+        "storage": rng.integers(0, 256, shape, dtype=np.uint8),
+        "pairs": pairs.astype(np.int32),
+    }
+
+
+def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
+    """All pages afterwards."""
+    storage, pairs = np.asarray(arrays["storage"]), np.asarray(arrays["pairs"])
+    after = storage.astype(np.float64)
+    after[:, pairs[:, 1]] = storage[:, pairs[:, 0]]
+    return {"storage": after}
+
+
+_TUNED: dict[str, Any] = {"threads": 256, "unroll": 4}
+
+COPY = register(
+    KernelSpec(
+        op=_CALL,
+        name="pages",
+        source="kv/copy.cu",
+        entry="kv_copy",
+        dependent=True,
+        doc="pages of a KV cache to other pages, in every layer",
+        params=(
+            Param("threads", (256,), "threads of a block", tunable=True),
+            Param("unroll", (4,), "16-byte accesses of a thread", tunable=True),
+        ),
+        block=lambda params: (params["threads"], 1, 1),
+        grid=grid,
+        bytes=lambda problem: 2.0 * problem["planes"] * problem["copies"] * problem["page_bytes"],
+        interpreter_work=lambda params, problem: (
+            problem["planes"] * problem["copies"] * problem["page_bytes"] / 4
+        ),
+        arguments=arguments,
+        problems=problems,
+        inputs=inputs,
+        reference=reference,
+    )
+)
+
+_OP = Op(_CALL, inputs=("storage", "pairs"), check=_check, written=("storage",))

@@ -1,0 +1,365 @@
+"""What reading and appending to the pages of a KV cache share: geometry, checks, test problems."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fkjit.errors import ParameterError
+from fkjit.ops.op.checks import FLOATS, check_dtype, check_shape
+from fkjit.runtime.interop import CPU, ITEMSIZE, View, as_numpy, numpy_dtype
+from fkjit.spec import Arrays, Dim3, Param, Params, Problem, size_class
+
+STORAGES = ("same", "fp8", "int8")  # as the tokens are; e4m3 or int8 with a scale for each head
+LAYOUTS = ("nhd", "hnd")  # pages [page_size, heads, head_dim] or [heads, page_size, head_dim]
+PAGE_SIZES = (16, 32, 64, 128, 256)
+CODES = {"fp8": "uint8", "int8": "int8"}  # what kernels see of them
+GREATEST = {"fp8": 448.0, "int8": 127.0}
+_VECTOR_BYTES = 16
+_WIDEST = 2**22  # elements of a token, see Lanes in kv_place.cuh
+_SIDES = ("k", "v")
+
+PARAMS = (
+    Param("dtype", FLOATS, "element type of k and v"),
+    Param("storage", STORAGES, "what the cache keeps: the same, e4m3 or int8"),
+    Param("vector", (True, False), "16-byte accesses: every head begins on a multiple of them"),
+    Param("threads", (128, 64, 256), "threads of a block", tunable=True),
+)
+THREADS = 128
+_MOST_TOKENS = 1 << 14  # beyond these it makes no difference
+
+
+def width(params: Params) -> int:
+    """Elements of an access."""
+    return _VECTOR_BYTES // ITEMSIZE[params["dtype"]] if params["vector"] else 1
+
+
+def illegal(params: Params, unroll: int) -> str | None:
+    """Why threads, or tokens of a thread, are not to be tried, or None; `unroll`: its default."""
+    if (params["threads"], params["unroll"]) == (THREADS, unroll):
+        return None
+    if not params["vector"]:
+        return "is for 16-byte accesses"
+    same = params["storage"] == "same"
+    if params["unroll"] not in ((unroll, 2 * unroll) if same else (2, 4)):
+        return "is never the fastest"
+    return None if same or params["threads"] == THREADS else "is for tokens kept as they are"
+
+
+def shape_class(problem: Problem) -> dict[str, Any]:
+    """Problems that share their tuned values."""
+    return {
+        "tokens": size_class(problem["tokens"], _MOST_TOKENS),
+        "columns": size_class(problem["heads"] * problem["head_dim"], 1 << 14),
+        "layout": problem["layout"],
+    }
+
+
+def derive(params: Params) -> dict[str, Any]:
+    """Further values of the templates."""
+    kept = {"same": params["dtype"], "fp8": "e4m3", "int8": "i8"}[params["storage"]]
+    return {"kept": kept, "scaled": params["storage"] != "same", "size": width(params)}
+
+
+def lanes(params: Params, problem: Problem) -> tuple[int, int, int]:
+    """(threads of a token, blocks of a token, tokens of a block at a time)."""
+    columns = problem["heads"] * problem["head_dim"] // width(params)
+    pieces = -(-columns // params["threads"])
+    threads = -(-columns // pieces)
+    return threads, pieces, params["threads"] // threads
+
+
+def grid(params: Params, problem: Problem) -> Dim3:
+    """Pieces of a token, for as many tokens as a block has; keys and values."""
+    _, pieces, group = lanes(params, problem)
+    return (-(-problem["tokens"] // (group * params["unroll"])), 2 * pieces, 1)
+
+
+def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Kernel arguments by name."""
+    threads, _, group = lanes(params, problem)
+    size = width(params)
+    steps = {f"{side}_{what}": problem[side][i] for side in _SIDES
+             for i, what in enumerate(("token", "head"))}  # fmt: skip
+    return {
+        **{name: arrays[name] for name in ("k", "v", "k_pages", "v_pages")},
+        **{name: arrays.get(name) for name in ("k_scale", "v_scale")},
+        **{"slot_mapping": arrays["slot_mapping"], "slot_step": problem["slot_step"]},
+        **{"tokens": problem["tokens"], **steps},
+        **{
+            f"{side}_{what}_step": problem[f"{side}_pages"][i]
+            for side in _SIDES
+            for i, what in enumerate(("page", "head", "token"))
+        },
+        "num_slots": problem["num_pages"] * problem["page_size"],
+        "page_log2": problem["page_size"].bit_length() - 1,
+        "columns": problem["heads"] * problem["head_dim"] // size,
+        "head_columns": problem["head_dim"] // size,
+        **{"lanes": threads, "group": group, "lanes_inverse": 1 / threads},
+        "head_inverse": size / problem["head_dim"],
+    }
+
+
+def traffic(problem: Problem) -> float:
+    """Bytes of k and v on both sides, and of the slots."""
+    elements = 2.0 * problem["tokens"] * problem["heads"] * problem["head_dim"]
+    kept = ITEMSIZE[problem["dtype"]] if problem["storage"] == "same" else 1
+    slots = 4.0 * problem["slot_step"] * problem["tokens"]
+    return elements * (ITEMSIZE[problem["dtype"]] + kept) + slots
+
+
+def work(params: Params, problem: Problem) -> float:
+    """Elements that the interpreter moves."""
+    return 2.0 * problem["tokens"] * problem["heads"] * problem["head_dim"]
+
+
+# ------------------------------------------------------------------ what a caller passes
+
+
+def page_shape(
+    layout: str, num_pages: int, page_size: int, heads: int, dim: int
+) -> tuple[int, ...]:
+    """Of all keys or all values."""
+    inner = (page_size, heads) if layout == "nhd" else (heads, page_size)
+    return (num_pages, *inner, dim)
+
+
+def check_pages(call: str, views: Mapping[str, View], layout: str) -> dict[str, Any]:
+    """What k_pages and v_pages say of the problem."""
+    shape = tuple(views["k_pages"].shape)
+    if len(shape) != 4 or 0 in shape:
+        raise ParameterError(
+            f"{call}: k_pages has shape {shape}; allowed: [num_pages, page_size, heads, head_dim] "
+            '(layout="nhd") or [num_pages, heads, page_size, head_dim] ("hnd"), none of them 0'
+        )
+    check_shape(call, "v_pages", views["v_pages"], shape, "k_pages'")
+    size_at = 1 if layout == "nhd" else 2
+    if shape[size_at] not in PAGE_SIZES:
+        raise ParameterError(
+            f"{call}: k_pages has pages of {shape[size_at]} tokens (layout={layout!r}); allowed: "
+            f"{', '.join(map(str, PAGE_SIZES))}"
+        )
+    problem = {
+        "layout": layout,
+        "num_pages": shape[0],
+        "page_size": shape[size_at],
+        "heads": shape[3 - size_at],
+        "head_dim": shape[3],
+    }
+    for side in _SIDES:
+        view = views[f"{side}_pages"]
+        _check_columns(call, f"{side}_pages", view)
+        steps = view.strides
+        problem[f"{side}_pages"] = (steps[0], steps[3 - size_at], steps[size_at])
+    return problem
+
+
+def check_tokens(
+    call: str, name: str, view: View, heads: int, dim: int, tokens: int
+) -> tuple[int, int]:
+    """Steps from token to token and head to head of [tokens, heads, head_dim]."""
+    check_shape(call, name, view, (tokens, heads, dim), "[tokens, heads, head_dim], here")
+    _check_columns(call, name, view)
+    return view.strides[0], view.strides[1]
+
+
+def _check_columns(call: str, name: str, view: View) -> None:
+    if 0 not in view.shape and view.shape[-1] > 1 and view.strides[-1] != 1:
+        raise ParameterError(
+            f"{call}: {name} has stride {view.strides[-1]} in its last dimension; a head must be "
+            f"contiguous: pass a contiguous copy of {name}"
+        )
+
+
+def check_scales(call: str, views: Mapping[str, View | None], storage: str, heads: int) -> None:
+    """One fp32 a head where numbers are scaled, None elsewhere."""
+    for side in _SIDES:
+        name = f"{side}_scale"
+        view = views[name]
+        if (view is not None) != (storage != "same"):
+            raise ParameterError(
+                f"{call}: {name} goes with fp8 and int8 storage, and with no other"
+            )
+        if view is not None:
+            check_dtype(call, name, view, ("fp32",))
+            check_shape(call, name, view, (heads,), "[heads], here")
+            if heads > 1 and view.strides[0] != 1:
+                raise ParameterError(f"{call}: {name} must be contiguous")
+
+
+def check_slots(call: str, view: View, num_slots: int, unique: bool) -> int:
+    """32-bit words from one slot to the next. On the CPU the slots are looked at, too."""
+    check_dtype(call, "slot_mapping", view, ("int32", "int64"))
+    if len(view.shape) != 1:
+        raise ParameterError(
+            f"{call}: slot_mapping has shape {tuple(view.shape)}; allowed: [tokens]"
+        )
+    if view.shape[0] > 1 and view.strides[0] < 1:
+        raise ParameterError(f"{call}: slot_mapping has stride {view.strides[0]}; allowed: above 0")
+    if view.device == CPU:
+        slots = as_numpy(view)
+        _check_values(call, slots[slots >= 0], num_slots, unique)
+    return max(view.strides[0], 1) * (2 if view.dtype == "int64" else 1)
+
+
+def _check_values(call: str, slots: np.ndarray, num_slots: int, unique: bool) -> None:
+    if slots.size and slots.max() >= num_slots:
+        raise ParameterError(
+            f"{call}: slot_mapping has slot {slots.max()}, but the pages have slots 0 to "
+            f"{num_slots - 1} (page * page_size + place in it; below 0: none)"
+        )
+    if unique and len(np.unique(slots)) < slots.size:
+        values, counts = np.unique(slots, return_counts=True)
+        raise ParameterError(
+            f"{call}: slot_mapping has slot {values[counts > 1][0]} more than once: which token "
+            "would stay there is not defined"
+        )
+
+
+def is_vector(dtype: str, problem: Problem, views: Mapping[str, View], new: Sequence[str]) -> bool:
+    """Whether every head begins on a multiple of an access, in memory too; `new` arrays do."""
+    size = _VECTOR_BYTES // ITEMSIZE[dtype]
+    steps = [problem["head_dim"]]
+    for side in _SIDES:
+        steps += [*problem[side], *problem[f"{side}_pages"]]
+    if any(step % size for step in steps):
+        return False
+    kept = ITEMSIZE[dtype] if problem["storage"] == "same" else 1
+    places = [(views[f"{side}_pages"].pointer, size * kept) for side in _SIDES]
+    places += [(views[side].pointer, _VECTOR_BYTES) for side in _SIDES if side not in new]
+    return all(pointer % alignment == 0 for pointer, alignment in places)
+
+
+def check_size(call: str, params: Params, problem: Problem) -> None:
+    """What kernels count in 32 bits or fewer."""
+    if problem["num_pages"] * problem["page_size"] >= 2**31:
+        raise ParameterError(f"{call}: the cache has 2^31 slots or more; split it")
+    if problem["heads"] * problem["head_dim"] >= _WIDEST:
+        raise ParameterError(f"{call}: a token has {_WIDEST} elements or more; split its heads")
+    steps = [step for side in _SIDES for step in (*problem[side], *problem[f"{side}_pages"])]
+    if max(map(abs, steps)) >= 2**31 or problem["slot_step"] >= 2**31:
+        raise ParameterError(f"{call}: strides reach 2^31 elements; pass contiguous arrays")
+    if problem["tokens"] >= 2**30:
+        raise ParameterError(f"{call}: {problem['tokens']} tokens are more than a launch can take")
+
+
+# ------------------------------------------------------------------ numbers
+
+
+def encode(x: np.ndarray, storage: str, scale: np.ndarray) -> np.ndarray:
+    """What the cache keeps of x [..., heads, head_dim], as the kernels round it."""
+    if storage == "same":
+        return x
+    scaled = x.astype(np.float32) * (np.float32(1) / scale.astype(np.float32))[:, None]
+    top = np.float32(GREATEST[storage])
+    if storage == "int8":
+        return np.rint(np.clip(scaled, -top, top)).astype(np.int8)
+    import ml_dtypes
+
+    return np.clip(scaled, -top, top).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+
+def decode(codes: np.ndarray, storage: str, scale: np.ndarray, dtype: str) -> np.ndarray:
+    """x [..., heads, head_dim] of what the cache keeps, in `dtype`."""
+    if storage == "same":
+        return codes
+    if storage == "fp8":
+        import ml_dtypes
+
+        codes = codes.view(ml_dtypes.float8_e4m3fn)
+    scaled = codes.astype(np.float32) * scale.astype(np.float32)[:, None]
+    return scaled.astype(numpy_dtype(dtype))
+
+
+def kept_dtype(problem: Problem) -> np.dtype:
+    """Of the pages."""
+    storage = problem["storage"]
+    return numpy_dtype(problem["dtype"]) if storage == "same" else np.dtype(CODES[storage])
+
+
+def by_slot(problem: Problem, pages: np.ndarray) -> np.ndarray:
+    """Contiguous pages as [slots, heads, head_dim]: a view for "nhd", else a copy."""
+    if problem["layout"] == "hnd":
+        pages = pages.transpose(0, 2, 1, 3)
+    return pages.reshape(-1, problem["heads"], problem["head_dim"])
+
+
+def from_slots(problem: Problem, kept: np.ndarray) -> np.ndarray:
+    """[slots, heads, head_dim] as contiguous pages."""
+    shape = page_shape(
+        "nhd", *(problem[n] for n in ("num_pages", "page_size", "heads", "head_dim"))
+    )
+    pages = kept.reshape(shape)
+    return pages if problem["layout"] == "nhd" else pages.transpose(0, 2, 1, 3).copy()
+
+
+# ------------------------------------------------------------------ test problems
+
+
+def problem_of(
+    params: Params, tokens: int, heads: int, dim: int, page_size: int, num_pages: int,
+    layout: str = "nhd", *, gap: int = 0, slot_step: int = 1, skipped: float = 0.2,
+) -> dict[str, Any]:  # fmt: skip
+    """One problem; k has `gap` elements behind each head, v twice as many."""
+    token, head = (heads * dim, dim) if layout == "nhd" else (dim, page_size * dim)
+    return {
+        **{"dtype": params["dtype"], "storage": params["storage"], "layout": layout},
+        **{"tokens": tokens, "heads": heads, "head_dim": dim},
+        **{"page_size": page_size, "num_pages": num_pages},
+        **{side: (heads * (dim + i * gap), dim + i * gap) for i, side in enumerate(_SIDES, 1)},
+        **{f"{side}_pages": (page_size * heads * dim, head, token) for side in _SIDES},
+        **{"slot_step": slot_step, "skipped": skipped},
+    }
+
+
+def problems(params: Params, scale: str) -> list[dict[str, Any]]:
+    """One token, ragged numbers of them, tokens wider than a block; both layouts."""
+    size = width(params)
+    dim, gap = (3 * size, size) if params["vector"] else (5, 1)
+    found = [
+        problem_of(params, 1, 1, dim, 16, 2, skipped=0.0),
+        problem_of(params, 37, 3, dim, 16, 6, "hnd", gap=gap, slot_step=2),
+        problem_of(params, 70, 2, dim, 32, 3, gap=gap),
+        problem_of(params, 9, 67, 4 * size, 16, 1, "hnd"),
+    ]
+    if scale == "small":
+        return found
+    wide = [(4099, 8, 128, 64, 80), (65, 8, 256, 256, 3)]
+    return found + [problem_of(params, *sizes, layout=la) for sizes in wide for la in LAYOUTS]
+
+
+def random_slots(problem: Problem, rng: np.random.Generator) -> np.ndarray:
+    """Different slots in any order, some of them -1: int32, or int64 where the step is 2."""
+    slots = rng.permutation(problem["num_pages"] * problem["page_size"])[: problem["tokens"]]
+    slots[rng.random(slots.size) < problem["skipped"]] = -1
+    return slots.astype(np.int64 if problem["slot_step"] == 2 else np.int32)
+
+
+def random_tokens(problem: Problem, rng: np.random.Generator, count: int) -> np.ndarray:
+    """N(0, 1), flat."""
+    values = rng.standard_normal(count, dtype=np.float32)
+    return values.astype(numpy_dtype(problem["dtype"]))
+
+
+def random_scales(problem: Problem, rng: np.random.Generator) -> Arrays:
+    """Some that do not fill the range, and some with which numbers beyond it are cut off."""
+    if problem["storage"] == "same":
+        return {}
+    usual = 2.5 / GREATEST[problem["storage"]]
+    scales = usual * rng.uniform(0.4, 3.0, (2, problem["heads"]))
+    return {f"{side}_scale": scales[i].astype(np.float32) for i, side in enumerate(_SIDES)}
+
+
+def seen_tokens(problem: Problem, buffer: np.ndarray, side: str) -> np.ndarray:
+    """[tokens, heads, head_dim] in the buffer that holds them."""
+    steps = tuple(step * buffer.itemsize for step in (*problem[side], 1))
+    shape = (problem["tokens"], problem["heads"], problem["head_dim"])
+    return np.lib.stride_tricks.as_strided(buffer, shape, steps)
+
+
+def buffer_length(problem: Problem, side: str) -> int:
+    """Elements of such a buffer."""
+    token, head = problem[side]
+    return (problem["tokens"] - 1) * token + (problem["heads"] - 1) * head + problem["head_dim"]

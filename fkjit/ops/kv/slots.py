@@ -1,0 +1,222 @@
+"""`fkjit.kv_slots`: where the tokens of sequences lie, from tables on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.ops.kv.planes import refuse_traced
+from fkjit.ops.op.checks import check_dtype, check_shape
+from fkjit.ops.op.op import Launch, Op, Output, Request
+from fkjit.runtime.interop import CPU, View, as_numpy
+from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
+
+_CALL = "kv_slots"
+_POISON = -9  # in slots, where tests look for what is not written
+
+
+def kv_slots(
+    cache: Any,
+    rows: Any,
+    cu_seqlens: Any = None,
+    *,
+    num_tokens: int | None = None,
+    append: bool = True,
+) -> Any:
+    """The slots of tokens of some sequences of a `PagedKVCache`.
+
+    Args:
+        cache: the cache; its tables on the device are read when the kernel runs.
+        rows: [sequences] int32, of `cache.rows(...)`, each at most once; below 0: no sequence.
+        cu_seqlens: [sequences + 1] int32 on the device: the tokens of sequence i are those from
+            cu_seqlens[i] to cu_seqlens[i + 1]; default: one token for each sequence.
+        num_tokens: cu_seqlens[-1], where there is a cu_seqlens: the host needs to know it.
+        append: True: tokens that come after those there are. The lengths on the device count them
+            from now on (`cache.advance` counts them on the host). Tokens that go beyond what
+            `cache.reserve` made room for have slot -1 and are not counted. False: the first tokens
+            of each sequence; -1 where it has fewer.
+
+    Returns:
+        [tokens] int32, for `kv_append` or `kv_read`; -1 for tokens of rows below 0.
+
+    One launch, which does not wait; it may be captured into a CUDA graph, and reads the tables at
+    each replay. ParameterError, ArgumentTypeError, DeviceError, CaptureError as for `kv_append`;
+    CaptureError also where the host has changes that the device's tables lack: `cache.flush()`.
+    """
+    return _OP(*_call(cache, rows, cu_seqlens, num_tokens, append))
+
+
+def _prepare(
+    cache: Any,
+    rows: Any,
+    cu_seqlens: Any = None,
+    *,
+    num_tokens: int | None = None,
+    append: bool = True,
+) -> None:
+    """Compile and load what the call with the same arguments needs, without running it."""
+    arrays, outputs, options = _call(cache, rows, cu_seqlens, num_tokens, append)
+    _OP.prepare([*arrays, *outputs], options)
+
+
+def _call(cache: Any, rows: Any, cu_seqlens: Any, num_tokens: Any, append: bool) -> Any:
+    if not hasattr(cache, "page_table"):
+        raise ArgumentTypeError(
+            f"{_CALL}: cache is a {type(cache).__qualname__}; allowed: a PagedKVCache"
+        )
+    refuse_traced(_CALL)
+    if (cu_seqlens is None) != (num_tokens is None):
+        raise ParameterError(f"{_CALL}: cu_seqlens and num_tokens go together: pass both or none")
+    cache.flush()
+    tables = (cache.page_table, cache.lengths, cache.capacities)
+    return (rows, cu_seqlens, *tables), (None,), (num_tokens, cache.page_size, bool(append))
+
+
+def _check(
+    views: Mapping[str, View | None], tokens: int | None, page_size: int, append: bool
+) -> Request:
+    rows, ends, table = views["rows"], views["cu_seqlens"], views["page_table"]
+    assert rows is not None and table is not None
+    _check_list("rows", rows)
+    sequences = rows.shape[0]
+    tokens = sequences if tokens is None else tokens
+    if ends is not None:
+        _check_list("cu_seqlens", ends)
+        check_shape(_CALL, "cu_seqlens", ends, (sequences + 1,), "[sequences + 1], here")
+    if rows.device == CPU:
+        _check_values(as_numpy(rows), None if ends is None else as_numpy(ends), tokens)
+    inputs = {name: views[name] for name in _INPUTS}
+    made = {"slot_mapping": Output((tokens,), "int32")}
+    problem = {
+        **{"sequences": sequences, "tokens": tokens, "append": append, "page_size": page_size},
+        **{"max_sequences": table.shape[0], "max_pages": table.shape[1]},
+    }
+    return Request(inputs, made, (Launch(SLOTS, _TUNED, problem),) if sequences else ())
+
+
+def _check_list(name: str, view: View) -> None:
+    check_dtype(_CALL, name, view, ("int32",))
+    if len(view.shape) != 1 or (view.shape[0] > 1 and view.strides[0] != 1):
+        raise ParameterError(
+            f"{_CALL}: {name} has shape {tuple(view.shape)}, strides {tuple(view.strides)}; "
+            "allowed: one dimension, contiguous"
+        )
+
+
+def _check_values(rows: np.ndarray, ends: np.ndarray | None, tokens: int) -> None:
+    """On the CPU, where they can be looked at."""
+    known = rows[rows >= 0]
+    if len(np.unique(known)) < known.size:
+        raise ParameterError(f"{_CALL}: rows={rows.tolist()} has a row more than once")
+    if ends is not None and (ends[0] != 0 or ends[-1] != tokens or (np.diff(ends) < 0).any()):
+        raise ParameterError(
+            f"{_CALL}: cu_seqlens={ends.tolist()}; allowed: 0 to num_tokens ({tokens}), rising"
+        )
+
+
+def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Kernel arguments by name."""
+    return {
+        **{name: arrays.get(name) for name in (*_INPUTS, "slot_mapping")},
+        **{name: problem[name] for name in ("tokens", "max_sequences", "max_pages", "append")},
+        "page_log2": problem["page_size"].bit_length() - 1,
+    }
+
+
+def problems(params: Params, scale: str) -> list[dict[str, Any]]:
+    """Rows of no sequence, sequences without tokens or room, more tokens than a block has threads.
+
+    `counts` is the number of tokens of each sequence, None: one each, without cu_seqlens.
+    """
+    found = []
+    for append in (True, False):
+        for size, counts in ((16, None), (16, [0, 3, 40, 1, 700]), (256, [1, 1500, 2, 9, 30])):
+            sequences = 5 if counts is None else len(counts)
+            tokens = sequences if counts is None else sum(counts)
+            found.append(
+                {
+                    **{"sequences": sequences, "tokens": tokens, "append": append},
+                    **{"page_size": size, "max_sequences": 9, "max_pages": 50, "counts": counts},
+                }
+            )
+    return found
+
+
+def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
+    """Tables of which parts are filled; the first row is no sequence."""
+    rows = rng.permutation(problem["max_sequences"])[: problem["sequences"]].astype(np.int32)
+    rows[0] = -1
+    size, most = problem["page_size"], problem["max_pages"]
+    pages = rng.integers(0, most + 1, problem["max_sequences"])
+    table = rng.permutation(most * problem["max_sequences"]).reshape(-1, most).astype(np.int32)
+    table[np.arange(most) >= pages[:, None]] = -1
+    lengths = (rng.random(len(pages)) * pages * size).astype(np.int32)
+    counts = problem["counts"]
+    ends = {} if counts is None else {"cu_seqlens": np.cumsum([0, *counts]).astype(np.int32)}
+    return {
+        **{"rows": rows, **ends, "page_table": table, "lengths": lengths},
+        "capacities": (pages * size).astype(np.int32),
+    }
+
+
+def outputs(params: Params, problem: Problem) -> Arrays:
+    """Poisoned."""
+    return {"slot_mapping": np.full(problem["tokens"], _POISON, np.int32)}
+
+
+def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
+    """The slots, and the lengths as they are afterwards, token by token."""
+    rows, table, lengths = (np.asarray(arrays[n]) for n in ("rows", "page_table", "lengths"))
+    counts = problem["counts"] or [1] * problem["sequences"]
+    after, slots = lengths.copy(), []
+    for row, count in zip(rows, counts, strict=True):
+        if row < 0:
+            slots += [-1] * count
+            continue
+        begin = lengths[row] if problem["append"] else 0
+        end = arrays["capacities"][row] if problem["append"] else lengths[row]
+        for position in range(begin, begin + count):
+            page, place = divmod(position, problem["page_size"])
+            inside = position < end
+            slots.append(table[row, page] * problem["page_size"] + place if inside else -1)
+            after[row] += problem["append"] and inside
+    return {"slot_mapping": np.array(slots, np.float64), "lengths": after.astype(np.float64)}
+
+
+_TUNED: dict[str, Any] = {"threads": 512}
+
+SLOTS = register(
+    KernelSpec(
+        op=_CALL,
+        name="rows",
+        source="kv/slots.cu",
+        entry="kv_slots",
+        dependent=True,
+        doc="slots of tokens of a paged KV cache, from its tables; counts those appended",
+        params=(Param("threads", (512,), "threads of a block", tunable=True),),
+        block=lambda params: (params["threads"], 1, 1),
+        grid=lambda params, problem: (problem["sequences"], 1, 1),
+        bytes=lambda problem: 4.0 * (problem["tokens"] + 3 * problem["sequences"]),
+        interpreter_work=lambda params, problem: 8.0 * problem["tokens"],
+        arguments=arguments,
+        problems=problems,
+        bench=lambda params: [p for p in problems(params, "full") if not p["append"]],
+        inputs=inputs,
+        outputs=outputs,
+        reference=reference,
+    )
+)
+
+_INPUTS = ("rows", "cu_seqlens", "page_table", "lengths", "capacities")
+_OP = Op(
+    _CALL,
+    inputs=_INPUTS,
+    outputs=("slot_mapping",),
+    check=_check,
+    optional=("cu_seqlens",),
+    written=("lengths",),
+)
+kv_slots.prepare = _prepare  # type: ignore[attr-defined]

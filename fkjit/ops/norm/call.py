@@ -1,0 +1,182 @@
+"""`fkjit.layer_norm` and `fkjit.rms_norm`: rows normalised, with the residual added before."""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import Any
+
+from fkjit.errors import ParameterError
+from fkjit.ops.norm.checks import check, check_gradient
+from fkjit.ops.norm.kernels import Tile
+from fkjit.ops.op.node import Node, like, of_dtype
+from fkjit.ops.op.op import Op
+
+
+def layer_norm(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    residual: Any = None,
+    *,
+    out: Any = None,
+) -> Any:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in one pass.
+
+    Args:
+        x: fp16, bf16 or fp32 [..., columns]: torch, CuPy, NumPy or any DLPack array. Rows are
+            contiguous and at one distance from each other. Up to 2^24 columns; rows of up to 65,536
+            (fp16, bf16) or 32,768 (fp32) stay in registers on GPUs with clusters, half as many on
+            others, and wider ones are read twice.
+        weight, bias: [columns], contiguous, of x's dtype or both fp32; None: 1 and 0.
+        eps: added to the variance, which is divided by `columns`.
+        residual: as x; then s = x + residual is normalised and returned, the new residual stream.
+        out: where the result is written; of x's shape and dtype, rows at one distance. It may be x
+            or residual; any other overlap is refused.
+
+    Returns:
+        The normalised rows, in x's dtype and framework (`out` if given); with a residual
+        (rows, s). What is normalised is s as returned, rounded to x's dtype, as in PyTorch when the
+        sum is made before the norm: y = layer_norm(s), whoever made s. Statistics are fp32. With
+        torch it has gradients of x, residual, weight and bias, the same bits at every call.
+
+    Raises:
+        ParameterError: shapes, strides, eps or overlaps that are not as above.
+        ArgumentTypeError: not arrays, other or mixed dtypes. DeviceError: mixed devices.
+        CaptureError: first call of a geometry under CUDA graph capture; see `fkjit.prepare`.
+
+    Rows that start on 16-byte boundaries, of a multiple of 16 bytes, are fastest.
+    """
+    return _LAYER((x, weight, bias, residual), (out, None, None, None), (eps,))
+
+
+def rms_norm(
+    x: Any, weight: Any = None, eps: float = 1e-6, residual: Any = None, *, out: Any = None
+) -> Any:
+    """x / sqrt(mean of x^2 + eps) * weight over the last dimension, in one pass.
+
+    The arguments and what is returned are those of `layer_norm`, which also subtracts the mean.
+    """
+    return _RMS((x, weight, None, residual), (out, None, None, None), (eps,))
+
+
+# Of both calls, as the kernels name them: RMSNorm has no bias and no mean.
+_INPUTS = ("x", "weight", "bias", "residual")
+_OUTPUTS = ("out", "sum", "mean", "rstd")
+
+
+def _with_gradients(op: str) -> Any:
+    def differentiable(
+        inputs: tuple[Any, ...], outputs: tuple[Any, ...], options: tuple[Any, ...]
+    ) -> Any:
+        if outputs[0] is not None:
+            raise ParameterError(
+                f"{op}: out is given and an input requires grad; call it under torch.no_grad(), or "
+                "without out"
+            )
+        return _function(op).apply(*inputs, *options)
+
+    return differentiable
+
+
+def _op(op: str) -> Op:
+    """The public call, which leaves the statistics away."""
+    return Op(
+        op,
+        inputs=_INPUTS,
+        outputs=_OUTPUTS,
+        check=check(op, False),
+        optional=_INPUTS[1:],
+        in_place=(("out", "x"), ("out", "residual")),
+        autograd=_with_gradients(op),
+        node=Node(_fake, "float eps", None),
+    )
+
+
+def _fake(x: Any, weight: Any, bias: Any, residual: Any, eps: float) -> list[Any]:
+    return [like(x)] if residual is None else [like(x), like(x)]
+
+
+@lru_cache(maxsize=2)
+def _with_statistics(op: str) -> Op:
+    """The forward of a training step: mean (of LayerNorm) and rstd come behind the results."""
+    count = 2 if op == "layer_norm" else 1
+
+    def fake(x: Any, *rest: Any) -> list[Any]:
+        return [*_fake(x, *rest), *(of_dtype(x, x.shape[:-1], "fp32") for _ in range(count))]
+
+    return Op(
+        op, inputs=_INPUTS, outputs=_OUTPUTS, check=check(op, True), optional=_INPUTS[1:],
+        node=Node(fake, "float eps", None, f"{op}_with_statistics"),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=16)
+def gradient(op: str, tile: Tile | None = None) -> Op:
+    """dx, dweight and dbias out of dy, the residual stream's gradient and what was saved.
+
+    `like`: weight or bias, for their dtype. `tile`: of the backward's, in place of the chosen one.
+    """
+    return Op(
+        f"{op} (backward)",
+        inputs=("dy", "dsum", "x", "weight", "mean", "rstd", "like"),
+        outputs=("dx", "dweight", "dbias", "dweight_parts", "dbias_parts"),
+        check=check_gradient(op, tile),
+        optional=("dsum", "weight", "mean", "like"),
+        node=None if tile else Node(
+            _fake_gradient, "bool of_weight, bool of_bias", None, f"{op}_backward"
+        ),
+    )  # fmt: skip
+
+
+def _fake_gradient(
+    dy: Any, dsum: Any, x: Any, weight: Any, mean: Any, rstd: Any, alike: Any,
+    of_weight: bool, of_bias: bool,
+) -> list[Any]:  # fmt: skip
+    return [like(x), *(like(alike) for _ in range(of_weight + of_bias))]
+
+
+@lru_cache(maxsize=2)
+def _function(op: str) -> Any:
+    """torch's Function; its module is there, since a tensor was seen."""
+    torch = sys.modules["torch"]
+    centered = op == "layer_norm"
+
+    class Norm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any, bias: Any, residual: Any, eps: float) -> Any:
+            inputs = (x, weight, bias, residual)
+            made = _with_statistics(op)(inputs, (None,) * len(_OUTPUTS), (eps,))
+            rstd, mean = made[-1], made[-2] if centered else None
+            results = made[: 1 if residual is None else 2]
+            seen = x if residual is None else results[1]
+            ctx.save_for_backward(seen, weight, bias, mean, rstd)
+            ctx.set_materialize_grads(False)
+            return results[0] if residual is None else results
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, dy: Any, dsum: Any = None) -> Any:
+            x, weight, bias, mean, rstd = ctx.saved_tensors
+            of_x, of_weight, of_bias, of_residual, _ = ctx.needs_input_grad
+            if x.numel() == 0:  # no rows, and sums of nothing
+                like = zip((x, weight, bias, x), ctx.needs_input_grad, strict=False)
+                return (*(torch.zeros_like(a) if wanted else None for a, wanted in like), None)
+            dy = torch.zeros_like(x) if dy is None else dy.contiguous()
+            dsum = None if dsum is None else dsum.contiguous()
+            like = bias if weight is None else weight
+            found = gradient(op)(
+                (dy, dsum, x, weight, mean, rstd, like), (None,) * 5, (of_weight, of_bias)
+            )
+            found = iter(found if isinstance(found, tuple) else (found,))
+            dx = next(found)
+            dweight, dbias = (next(found) if wanted else None for wanted in (of_weight, of_bias))
+            return dx if of_x else None, dweight, dbias, dx if of_residual else None, None
+
+    return Norm
+
+
+_LAYER, _RMS = _op("layer_norm"), _op("rms_norm")
+layer_norm.prepare = _LAYER.preparing(layer_norm)  # type: ignore[attr-defined]
+rms_norm.prepare = _RMS.preparing(rms_norm)  # type: ignore[attr-defined]

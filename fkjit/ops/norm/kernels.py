@@ -1,0 +1,223 @@
+"""The forward kernels of LayerNorm and RMSNorm, and which of their tiles a row takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fkjit.arch import Arch
+from fkjit.ops.norm import problem as norm_problem
+from fkjit.ops.op.checks import FLOATS
+from fkjit.spec import KernelSpec, Param, Params, Problem, register, size_class
+from fkjit.tuning import tuned
+
+# Threads of a block on one row, 16-byte vectors of each, blocks of a row.
+Tile = tuple[int, int, int]
+
+TILES: tuple[Tile, ...] = (
+    (32, 1, 1), (32, 4, 1), (128, 2, 1), (128, 4, 1), (256, 2, 1), (256, 4, 1), (512, 2, 1),
+    (512, 4, 1), (512, 1, 4), (512, 4, 2), (512, 4, 4),
+)  # fmt: skip
+SCALAR_TILES: tuple[Tile, ...] = ((32, 4, 1), (512, 2, 1))
+# Tiles whose blocks take several rows, each with the next one's loads under way.
+PIPELINED: tuple[Tile, ...] = ((32, 1, 1), (256, 2, 1), (512, 2, 1))
+# Blocks on a multiprocessor that registers have to suffice for; of pipelined ones these are all.
+# LayerNorm's and RMSNorm's; 1 where it is not said.
+_RESIDENT: dict[Tile, tuple[int, int]] = {
+    **{(32, 1, 1): (8, 8), (32, 4, 1): (8, 8), (128, 2, 1): (8, 8), (128, 4, 1): (8, 8)},
+    **{(256, 2, 1): (3, 4), (512, 2, 1): (1, 2), (512, 4, 1): (2, 2), (512, 4, 2): (2, 2)},
+    **{(256, 4, 1): (4, 4), (512, 4, 4): (2, 2)},
+}
+WIDE_THREADS = 512
+_MOST_ROWS = 1 << 14  # more make no difference to what is the fastest
+_WARP_BLOCK = 128  # threads of a block whose warps have a row each
+NAMES = ("x", "residual", "weight", "bias", "out", "sum", "mean", "rstd")
+STRIDED = ("x", "residual", "out", "sum")
+
+DTYPES = (
+    Param("dtype", FLOATS, "element type of x, residual, out and sum"),
+    Param("weight_dtype", FLOATS, "element type of weight and bias: dtype or fp32"),
+    Param("vector", (True, False), "16-byte accesses: rows that allow them"),
+)
+
+
+def capacity(dtype: str, tile: Tile) -> int:
+    """The widest row that a tile holds."""
+    lanes, vectors, cluster = tile
+    return lanes * vectors * cluster * norm_problem.size(dtype)
+
+
+def threads(tile: Tile) -> int:
+    """Threads of a block: a row's, or those of four rows of a warp each."""
+    return max(tile[0], _WARP_BLOCK)
+
+
+def blocks(tile: Tile, problem: Problem) -> int:
+    """Blocks for all rows at once, or the `most` that the problem allows; whole clusters."""
+    groups = -(-problem["rows"] // (threads(tile) // tile[0]))
+    return min(groups, problem["most"] or groups) * tile[2]
+
+
+def resident(op: str, tile: Tile) -> int:
+    """Blocks of this tile that a multiprocessor has at once, at least."""
+    return _RESIDENT.get(tile, (1, 1))[op == "rms_norm"]
+
+
+def _asked(params: Params, op: str) -> int:
+    """What ptxas is asked for; single elements and wider weights would spill for more."""
+    tile = params["tile"]
+    if params["vector"] and params["weight_dtype"] == params["dtype"]:
+        return resident(op, tile)
+    return resident("layer_norm", tile) if tile in PIPELINED else 1
+
+
+def wrong_weight(params: Params) -> str | None:
+    """Why these dtypes do not go together, or None."""
+    if params["weight_dtype"] in (params["dtype"], "fp32"):
+        return None
+    return f"weight_dtype={params['weight_dtype']} is neither dtype={params['dtype']} nor fp32"
+
+
+def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Kernel arguments by name; arrays that are not there are null pointers."""
+    strides = problem.get("strides", {})
+    return {
+        **{name: arrays.get(name) for name in NAMES},
+        **{f"{name}_stride": strides.get(name, problem["stride"]) for name in STRIDED},
+        "rows": problem["rows"],
+        "columns": problem["columns"],
+        "eps": problem["eps"],
+    }
+
+
+def _illegal(params: Params) -> str | None:
+    if not params["vector"] and params["tile"] not in SCALAR_TILES:
+        return "is for 16-byte accesses"
+    return wrong_weight(params)
+
+
+def _problems(params: Params, scale: str, affine: str, full: int) -> list[dict[str, Any]]:
+    """Rows that fill a tile, and some that do not, with gaps between them; with a residual."""
+    step = norm_problem.size(params["dtype"])
+    make = norm_problem.problem
+    few, many = (2, 5) if scale == "small" else (3, 700)
+    less = full - 3 * step if params["vector"] else full - 13
+    most = {"most": 2 if scale == "small" else 132}
+    return [
+        make(params, few, full, affine=affine),
+        {**make(params, many, less, step, "weight", residual=True), **most},
+        make(params, 1, max(step, full // 3 // step * step), affine="none"),
+    ]
+
+
+def shape_class(problem: Problem) -> dict[str, Any]:
+    """Problems that share their tuned values, those of the backward too."""
+    sizes = {"rows": _MOST_ROWS, "columns": 1 << 16}
+    found = {name: size_class(problem[name], most) for name, most in sizes.items()}
+    return {**found, "residual": problem["residual"]}
+
+
+def _shared(centered: bool) -> dict[str, Any]:
+    """What both forward kernels say of themselves."""
+    return {
+        "flops": lambda p: 8.0 * p["rows"] * p["columns"],
+        "bytes": norm_problem.traffic,
+        "shape_class": shape_class,
+        "inputs": norm_problem.inputs,
+        "outputs": norm_problem.outputs(centered),
+        "arguments": arguments,
+        "reference": norm_problem.reference(centered),
+        "tolerance": lambda params: norm_problem.TOLERANCE[params["dtype"]],
+    }
+
+
+def _rows(op: str, centered: bool, affine: str) -> KernelSpec:
+    return register(
+        KernelSpec(
+            op=op,
+            name="rows",
+            source="norm/rows.cu",
+            entry="norm_rows",
+            dependent=True,
+            doc="rows that fit into registers: one pass",
+            params=(
+                *DTYPES,
+                Param("tile", TILES, "(threads, vectors of each, blocks) of a row", tunable=True),
+            ),
+            derive=lambda params: {
+                "centered": centered,
+                "pipelined": params["tile"] in PIPELINED,
+                "resident": _asked(params, op),
+                **dict(zip(("lanes", "vectors", "cluster"), params["tile"], strict=True)),
+            },
+            illegal=_illegal,
+            features=lambda params: frozenset({"cluster"} if params["tile"][2] > 1 else ()),
+            block=lambda params: (threads(params["tile"]), 1, 1),
+            grid=lambda params, problem: (blocks(params["tile"], problem), 1, 1),
+            problems=lambda params, scale: _problems(
+                params, scale, affine, capacity(params["dtype"], params["tile"])
+            ),
+            **_shared(centered),
+        )
+    )
+
+
+def _wide(op: str, centered: bool, affine: str) -> KernelSpec:
+    return register(
+        KernelSpec(
+            op=op,
+            name="wide",
+            source="norm/wide.cu",
+            entry="norm_wide",
+            dependent=True,
+            doc="rows of any width: a block looks at a row twice",
+            params=(*DTYPES, Param("threads", (WIDE_THREADS,), "threads of a block", tunable=True)),
+            derive=lambda params: {"centered": centered},
+            illegal=wrong_weight,
+            block=lambda params: (params["threads"], 1, 1),
+            grid=lambda params, problem: (problem["rows"], 1, 1),
+            problems=lambda params, scale: _problems(
+                params, scale, affine, 2 * capacity(params["dtype"], (params["threads"], 2, 1)) + 72
+            ),
+            **_shared(centered),
+        )
+    )
+
+
+ROWS = {
+    "layer_norm": _rows("layer_norm", True, "both"),
+    "rms_norm": _rows("rms_norm", False, "weight"),
+}
+WIDE = {
+    "layer_norm": _wide("layer_norm", True, "both"),
+    "rms_norm": _wide("rms_norm", False, "weight"),
+}
+
+
+def choose(
+    op: str, dtype: str, columns: int, rows: int, vector: bool, clusters: bool
+) -> tuple[KernelSpec, dict[str, Any]]:
+    """The kernel, and its tile or threads, for `rows` rows of `columns`; measured on an H200."""
+    tiles = [t for t in (TILES if vector else SCALAR_TILES) if clusters or t[2] == 1]
+    if rows > _ROWS_OF_CLUSTERS:
+        tiles = [t for t in tiles if t != _FOR_SINGLE_ROWS]
+    fitting = [t for t in tiles if capacity(dtype, t) >= columns]
+    if not fitting:
+        return WIDE[op], {"threads": WIDE_THREADS}
+    least = min(capacity(dtype, t) for t in fitting)
+    alike = [t for t in fitting if capacity(dtype, t) == least]
+    few = rows <= _FEW_ROWS.get(alike[-1], _MOST_FEW_ROWS)
+    return ROWS[op], {"tile": alike[-1 if few else 0]}
+
+
+def parameters(spec: KernelSpec, params: Params, problem: Problem, arch: Arch) -> dict[str, Any]:
+    """What `choose` found, or the tile that was found by `fkjit tune`, if it holds the row."""
+    found = tuned(spec, params, problem, arch)
+    holds = "tile" in found and capacity(params["dtype"], found["tile"]) >= problem["columns"]
+    return found if holds else dict(params)
+
+
+_FOR_SINGLE_ROWS: Tile = (512, 1, 4)  # more SMs on one row
+_ROWS_OF_CLUSTERS = 32  # up to here they are there for it
+_FEW_ROWS: dict[Tile, int] = {(512, 2, 1): 32}  # up to here a row is better off with more threads
+_MOST_FEW_ROWS = 4096

@@ -1,0 +1,188 @@
+"""What can be wrong with the arrays of any simple op: frameworks, dtypes, overlaps, gradients."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+
+from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
+from fkjit.runtime.interop import CPU, ITEMSIZE, View
+
+FLOATS = ("fp16", "bf16", "fp32")
+Views = Mapping[str, View | None]
+Pair = tuple[str, View, str, View]  # what is written, and what stands beside it
+
+
+def check_alike(call: str, views: Views) -> None:
+    """One framework and one device."""
+    first, one = next((name, view) for name, view in views.items() if view is not None)
+    for name, view in views.items():
+        if view is None:
+            continue
+        if view.device != one.device:
+            raise DeviceError(
+                f"{call}: {name} is on {place(view)} but {first} is on {place(one)}; move them to "
+                "one device (fkjit never copies between devices)"
+            )
+        if view.kind != one.kind:
+            raise ArgumentTypeError(
+                f"{call}: {name} is a {view.kind} array but {first} is a {one.kind} array; "
+                "pass arrays of one framework"
+            )
+
+
+def place(view: View) -> str:
+    """ "the CPU" or "cuda:0"."""
+    return "the CPU" if view.device == CPU else f"cuda:{view.device}"
+
+
+def check_dtype(call: str, name: str, view: View, allowed: Collection[str] = FLOATS) -> None:
+    """ArgumentTypeError for any other."""
+    if view.dtype not in allowed:
+        raise ArgumentTypeError(f"{call}: {name} is {view.dtype}; allowed: {', '.join(allowed)}")
+
+
+def check_same_dtype(call: str, views: Views, allowed: Collection[str] = FLOATS) -> str:
+    """The dtype that all of them have."""
+    first, one = next((name, view) for name, view in views.items() if view is not None)
+    for name, view in views.items():
+        if view is None:
+            continue
+        check_dtype(call, name, view, allowed)
+        if view.dtype != one.dtype:
+            raise ArgumentTypeError(
+                f"{call}: {name} is {view.dtype} but {first} is {one.dtype}; "
+                "convert them to one dtype"
+            )
+    return one.dtype
+
+
+def check_shape(call: str, name: str, view: View, shape: tuple[int, ...], of: str) -> None:
+    """ParameterError unless `name` has this shape; `of` says whose or which: "a's"."""
+    if tuple(view.shape) != tuple(shape):
+        raise ParameterError(
+            f"{call}: {name} has shape {tuple(view.shape)}; allowed: {of} {tuple(shape)}"
+        )
+
+
+def check_output(
+    call: str, view: View | None, shape: tuple[int, ...], dtype: str, name: str = "out"
+) -> None:
+    """An output that the caller gave: shape, dtype, writable, no element twice in memory."""
+    if view is None:
+        return
+    check_dtype(call, name, view, (dtype,))
+    check_shape(call, name, view, shape, "the result's")
+    check_writable(call, name, view)
+
+
+def check_writable(call: str, name: str, view: View) -> None:
+    """ParameterError for read-only arrays, and for those with an element twice in memory."""
+    if view.kind == "numpy" and not view.array.flags.writeable:
+        raise ParameterError(f"{call}: {name} is read-only; it is written")
+    reach = 0  # elements from the first to the last one of the dimensions so far
+    steps = sorted((abs(step), n) for step, n in zip(view.strides, view.shape, strict=True))
+    for step, n in steps if 0 not in view.shape else ():
+        if n > 1 and step <= reach:
+            raise ParameterError(
+                f"{call}: {name} (shape {tuple(view.shape)}, strides {tuple(view.strides)}) has "
+                "elements that share memory; it is written: pass an array of its own"
+            )
+        reach += (n - 1) * step
+
+
+def requires_grad(views: Iterable[View | None]) -> bool:
+    """Whether torch would want a gradient of the result."""
+    torch = sys.modules.get("torch")
+    return (
+        torch is not None
+        and torch.is_grad_enabled()
+        and any(v is not None and v.kind == "torch" and v.array.requires_grad for v in views)
+    )
+
+
+def refuse_grad(call: str, views: Views) -> NoReturn:
+    """ParameterError that names the array."""
+    name = next(n for n, v in views.items() if v is not None and v.array.requires_grad)
+    raise ParameterError(
+        f"{call}: {name} requires grad, but {call} has no backward; call it under "
+        "torch.no_grad() or pass detached tensors"
+    )
+
+
+def check_flag(call: str, name: str, value: Any) -> bool:
+    """True or False, in whatever form of 0 and 1."""
+    try:
+        return (False, True)[operator.index(value)] if not isinstance(value, bool) else value
+    except (TypeError, IndexError):
+        if type(value).__name__ in ("bool", "bool_"):  # NumPy's
+            return bool(value)
+    raise ArgumentTypeError(f"{call}: {name}={value!r} is not True or False")
+
+
+def check_overlaps(call: str, pairs: Iterable[Pair], in_place: Collection[tuple[str, str]]) -> None:
+    """ParameterError where something that is written shares memory in a way not allowed."""
+    for name, view, other, beside in pairs:
+        same = (name, other) in in_place or (other, name) in in_place
+        if same and _identical(view, beside):
+            continue
+        if shares_memory(view, beside):
+            fix = "only the very same memory is allowed, or" if same else "pass"
+            raise ParameterError(f"{call}: {name} overlaps {other} in memory; {fix} a copy")
+
+
+def _identical(one: View, two: View) -> bool:
+    return (one.pointer, tuple(one.shape), tuple(one.strides), one.dtype) == (
+        two.pointer, tuple(two.shape), tuple(two.strides), two.dtype,
+    )  # fmt: skip
+
+
+def shares_memory(one: View, two: View) -> bool:
+    """Whether any byte belongs to both, exactly (or True where that is too hard to tell)."""
+    if 0 in one.shape or 0 in two.shape:
+        return False
+    try:
+        limit: Any = 100_000  # candidates, of what may be an exponential search
+        return np.shares_memory(_addresses(one), _addresses(two), max_work=limit)
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Addresses:
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__array_interface__ = interface
+
+
+def _addresses(view: View) -> np.ndarray:
+    """An array of the same addresses, in whatever memory, which nobody may look into."""
+    size = itemsize(view)
+    strides = tuple(step * size for step in view.strides)
+    return np.asarray(
+        _Addresses(
+            {
+                "shape": tuple(view.shape),
+                "strides": strides,
+                "typestr": f"|V{size}",
+                "data": (view.pointer, True),
+                "version": 3,
+            }
+        )
+    )
+
+
+def itemsize(view: View) -> int:
+    """Bytes of an element, of any dtype."""
+    return ITEMSIZE.get(view.dtype) or int(view.array.dtype.itemsize)
+
+
+def extent(view: View) -> tuple[int, int]:
+    """Bytes from the pointer to the first and past the last element in memory."""
+    if 0 in view.shape:
+        return 0, 0
+    size = itemsize(view)
+    ends = [(n - 1) * step * size for n, step in zip(view.shape, view.strides, strict=True)]
+    return sum(e for e in ends if e < 0), sum(e for e in ends if e > 0) + size

@@ -1,0 +1,272 @@
+"""The kernels of the reductions, which of them takes a problem, and how it is cut into blocks.
+
+A problem: rows of `segments` times `columns` elements; `row_stride` elements from one row (or
+segment) to the next, `column_stride` from a column to the next; each row starts `shift` elements
+after a 16-byte boundary where `vector`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fkjit.arch import Arch
+from fkjit.ops.op.checks import FLOATS
+from fkjit.ops.op.shapes import log2_ceil
+from fkjit.runtime.interop import ITEMSIZE, numpy_dtype
+from fkjit.spec import (
+    Arrays,
+    Dim3,
+    KernelSpec,
+    Param,
+    Params,
+    Problem,
+    register,
+    size_class,
+)
+from fkjit.tuning import tuned
+
+VECTOR_BYTES = 16
+# How a row is cut; the same on every GPU, so that results are the same on every GPU.
+_ALONE = 8192  # accesses that one block does alone; longer rows are cut
+_BLOCKS = (64, 4096)  # of a grid where rows are cut, at least and at most
+_PIECE = 8192  # accesses of a block, in between
+_SMALL_BLOCKS = (2048, 1 << 18)  # rows not longer, and longer ones up to this, have small blocks
+_LANE_ACCESSES = (256, 512)  # of rows that a few lanes reduce: of some rows, of many
+_LANE_ROWS = (64, 1024)  # what some and many means
+_SHORT = 64  # accesses of rows that are reduced by as many lanes as there are
+_OPERATIONS = {"sum": "Sum", "max": "MaxOrNaN"}
+
+
+def accesses(problem: Problem) -> int:
+    """Of a segment, including those that stick out of it."""
+    width = VECTOR_BYTES // ITEMSIZE[problem["dtype"]] if problem["vector"] else 1
+    return -(-(problem["columns"] + problem["shift"]) // width)
+
+
+def choose(problem: Problem, arch: Arch) -> tuple[KernelSpec, dict[str, Any], int, int]:
+    """The kernel, its parameters, partial results and counters that it needs."""
+    params = {name: problem[name] for name in ("dtype", "out_dtype", "operation", "vector")}
+    each, rows = accesses(problem), problem["rows"]
+    limits = zip(_LANE_ACCESSES, _LANE_ROWS, strict=True)
+    if problem["segments"] == 1 and any(each <= most and rows >= few for most, few in limits):
+        unroll = 2 if each <= _SHORT else 8 if problem["dtype"] == "fp32" else 4
+        params |= {"threads": 256, "unroll": unroll}
+        return LANES, tuned(LANES, params, problem, arch), 0, 0
+    gaps = problem["segments"] > 1
+    small = each <= _SMALL_BLOCKS[0] or _ALONE < each <= _SMALL_BLOCKS[1]
+    threads = 256 if small and problem["vector"] and not gaps else 512
+    params |= {"gaps": gaps, "threads": threads, "unroll": 4}
+    params = tuned(BLOCKS, params, problem, arch)
+    return BLOCKS, params, *meeting(params, problem)
+
+
+def meeting(params: Params, problem: Problem) -> tuple[int, int]:
+    """(partial results, counters) of rows that several blocks reduce."""
+    _, split = cut(params, problem)
+    rows = problem["rows"] if split > 1 else 0
+    return split * rows, rows
+
+
+def cut(params: Params, problem: Problem) -> tuple[int, int]:
+    """(accesses of a block, blocks of a row)."""
+    total, threads = accesses(problem) * problem["segments"], params["threads"]
+    low, high = _BLOCKS
+    blocks = min(max(total * problem["rows"] // _PIECE, low), high)
+    wanted = 1
+    if total > _ALONE:
+        wanted = max(1, min(blocks // problem["rows"], -(-total // threads)))
+    piece = max(1, -(-total // wanted))
+    piece = -(-piece // threads) * threads
+    return piece, max(1, -(-total // piece))
+
+
+def lanes(params: Params, problem: Problem) -> int:
+    """Of a row: enough for one round of accesses."""
+    return 1 << min(5, log2_ceil(max(1, -(-accesses(problem) // params["unroll"]))))
+
+
+def _blocks_grid(params: Params, problem: Problem) -> Dim3:
+    return (cut(params, problem)[1] * problem["rows"], 1, 1)
+
+
+def _lanes_grid(params: Params, problem: Problem) -> Dim3:
+    return (-(-problem["rows"] * lanes(params, problem) // params["threads"]), 1, 1)
+
+
+def _blocks_arguments(
+    params: Params, problem: Problem, arrays: Mapping[str, Any]
+) -> dict[str, Any]:
+    piece, split = cut(params, problem)
+    names = ("row_stride", "column_stride", "columns", "shift", "segments", "divisor")
+    return {
+        **arrays,
+        **{name: problem[name] for name in names},
+        "accesses": accesses(problem) * problem["segments"],
+        "piece": piece,
+        "split": split,
+    }
+
+
+def _lanes_arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("row_stride", "column_stride", "rows", "columns", "shift", "divisor")
+    return {
+        **arrays,
+        **{name: problem[name] for name in names},
+        "lanes": lanes(params, problem),
+    }
+
+
+def _template(params: Params) -> dict[str, Any]:
+    return {"operation": _OPERATIONS[params["operation"]]}
+
+
+def _illegal(params: Params) -> str | None:
+    if params["out_dtype"] not in (params["dtype"], "fp32"):
+        return f"out_dtype={params['out_dtype']} is neither {params['dtype']} nor fp32"
+    if params["operation"] == "max" and params["out_dtype"] != params["dtype"]:
+        return "a maximum has the dtype of what it is of"
+    small = params["threads"] == 256 and "gaps" in params
+    if small and (params["gaps"] or not params["vector"]):
+        return "small blocks are for 16-byte accesses without gaps"
+    if "gaps" not in params and params["unroll"] == (4 if params["dtype"] == "fp32" else 8):
+        return "is never the fastest (8 is for fp32, 4 for 16 bits)"
+    return None
+
+
+def shape_class(problem: Problem) -> dict[str, Any]:
+    """Problems that share their tuned values."""
+    each = problem["segments"] * problem["columns"]
+    return {
+        "rows": size_class(problem["rows"], _MOST_ROWS),
+        "each": size_class(each, _LONGEST_ROW),
+    }
+
+
+_MOST_ROWS, _LONGEST_ROW = 1 << 20, 1 << 28  # beyond these it makes no difference
+
+
+def traffic(problem: Problem) -> float:
+    """Bytes of x read and of the results written."""
+    count = problem["rows"] * problem["segments"] * problem["columns"]
+    out = problem["rows"] * ITEMSIZE[problem["out_dtype"]]
+    return float(count * ITEMSIZE[problem["dtype"]] + out)
+
+
+def _seen(problem: Problem, buffer: np.ndarray) -> np.ndarray:
+    """The elements of each row in the buffer that holds them."""
+    step, column = problem["row_stride"], problem["column_stride"]
+    outer = (problem["rows"], 0 if problem["segments"] > 1 else step)
+    dims = [outer, (problem["segments"], step), (problem["columns"], column)]
+    shape, strides = zip(*dims, strict=True)
+    size = buffer.itemsize
+    return np.lib.stride_tricks.as_strided(buffer, shape, tuple(s * size for s in strides))
+
+
+def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
+    """In float64."""
+    values = _seen(problem, np.asarray(arrays["x"])).astype(np.float64)
+    reduced = values.max if problem["operation"] == "max" else values.sum
+    return {"out": reduced((1, 2)) / problem["divisor"]}
+
+
+def _problem(params: Params, rows: int, segments: int, columns: int) -> dict[str, Any]:
+    """Rows with gaps between them; a mean where sums of 16 bits would be too large."""
+    column = 1 if params["vector"] else 2
+    step = -(-columns * column // 8) * 8 + 8
+    count = segments * columns
+    fixed = ("dtype", "out_dtype", "operation", "vector")
+    return {
+        **{name: params[name] for name in fixed},
+        **{"rows": rows, "columns": columns, "segments": segments, "shift": 0},
+        "row_stride": step if params["vector"] else step + 1,
+        "column_stride": column,
+        "divisor": 1.0 if params["operation"] == "max" else float(count),
+    }
+
+
+def _blocks_problems(params: Params, scale: str) -> list[dict[str, Any]]:
+    shapes = [(2, 66_003), (3, 50)] if scale == "small" else [(1, 2**22 + 5), (37, 50_001)]
+    if params["gaps"]:
+        return [_problem(params, 1, rows * 3, columns // 3) for rows, columns in shapes]
+    return [_problem(params, rows, 1, columns) for rows, columns in shapes]
+
+
+def _lanes_problems(params: Params, scale: str) -> list[dict[str, Any]]:
+    shapes = [(70, 13), (5, 301)] if scale == "small" else [(100_003, 77), (4097, 1000)]
+    return [_problem(params, rows, 1, columns) for rows, columns in shapes]
+
+
+def _inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
+    """Fresh N(0, 1) x, and what the blocks of a row meet in."""
+    last = max(problem["rows"], problem["segments"]) * problem["row_stride"]
+    x = rng.standard_normal(last, dtype=np.float32).astype(numpy_dtype(problem["dtype"]))
+    if "gaps" not in params:
+        return {"x": x}
+    blocks = _blocks_grid(params, problem)[0]
+    workspace = np.full(blocks, np.nan, np.float32)
+    return {"x": x, "workspace": workspace, "counters": np.zeros(problem["rows"], np.uint32)}
+
+
+def _outputs(params: Params, problem: Problem) -> Arrays:
+    return {"out": np.full(problem["rows"], np.nan, numpy_dtype(problem["out_dtype"]))}
+
+
+_PARAMS = (
+    Param("dtype", FLOATS, "element type of x"),
+    Param("out_dtype", FLOATS, "element type of the result: x's or fp32"),
+    Param("operation", tuple(_OPERATIONS), "sum (with a divisor: mean) or max"),
+    Param("vector", (True, False), "16-byte accesses: rows alike to 16-byte boundaries"),
+)
+_SHARED: dict[str, Any] = dict(
+    op="reduce",
+    derive=_template,
+    illegal=_illegal,
+    shape_class=shape_class,
+    block=lambda params: (params["threads"], 1, 1),
+    flops=lambda problem: float(problem["rows"] * problem["segments"] * problem["columns"]),
+    bytes=traffic,
+    inputs=_inputs,
+    outputs=_outputs,
+    reference=reference,
+    tolerance=lambda params: {"fp16": 5e-4, "bf16": 4e-3, "fp32": 4e-7}[params["out_dtype"]],
+)
+
+BLOCKS = register(
+    KernelSpec(
+        name="blocks",
+        source="reduce/blocks.cu",
+        entry="reduce_blocks",
+        doc="a row by one block or by several, the last of which joins their results",
+        params=(
+            *_PARAMS,
+            Param("gaps", (False, True), "a row is segments of memory at one distance"),
+            Param("threads", (256, 512), "threads of a block", tunable=True),
+            Param("unroll", (4,), "accesses of a thread under way", tunable=True),
+        ),
+        grid=_blocks_grid,
+        arguments=_blocks_arguments,
+        problems=_blocks_problems,
+        **_SHARED,
+    )
+)
+
+LANES = register(
+    KernelSpec(
+        name="lanes",
+        source="reduce/lanes.cu",
+        entry="reduce_lanes",
+        doc="short rows by a few lanes of a warp each",
+        params=(
+            *_PARAMS,
+            Param("threads", (256,), "threads of a block", tunable=True),
+            Param("unroll", (2, 4, 8), "accesses of a lane under way", tunable=True),
+        ),
+        grid=_lanes_grid,
+        arguments=_lanes_arguments,
+        problems=_lanes_problems,
+        **_SHARED,
+    )
+)

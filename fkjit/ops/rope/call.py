@@ -1,0 +1,170 @@
+"""`fkjit.rope`: rotary position embedding of queries and keys."""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from fkjit.errors import ParameterError
+from fkjit.ops.op.node import Node, like
+from fkjit.ops.op.op import Op
+from fkjit.ops.rope.checks import check
+from fkjit.ops.rope.frequencies import Scaling
+
+
+def rope(
+    q: Any, k: Any = None, positions: Any = 0, *,
+    theta: float | None = None, scaling: Scaling | None = None, table: Any = None,
+    rotary_dim: int | None = None, interleaved: bool = False, layout: str = "bhsd",
+    inplace: bool = False, out_q: Any = None, out_k: Any = None, inverse: bool = False,
+) -> Any:  # fmt: skip
+    """Turn pairs of columns of q and k by angles that grow with the position, in one kernel.
+
+    Args:
+        q: fp16, bf16 or fp32; [B, Hq, S, D], or [B, S, Hq, D] with layout="bshd", or flat
+            [T, Hq, D]. torch, CuPy, NumPy or any DLPack arrays, of any strides but 1 in the last
+            dimension.
+        k: the same with any number of heads, or None.
+        positions: of the rows. An integer from 0: row s of each batch is at positions + s. An int32
+            or int64 array [B]: at positions[b] + s. An array [B, S] or [1, S], or [T] for flat q:
+            the positions themselves. A position below 0, above 2^31 - 1 or behind the table's end
+            in such an array makes its row's turned columns NaN.
+        theta: base of the frequencies, theta^(-2i / rotary_dim) radians a token for pair i; 10,000.
+        scaling: a `fkjit.Llama3Scaling`, or None. `fkjit.YarnScaling` goes into a table.
+        table: of `fkjit.rope_table`, [positions, rotary_dim] fp32, in place of theta and scaling.
+            Without one, sines and cosines are computed in the kernel, at any position to 1e-7
+            (fp16 and bf16: to 1e-6).
+        rotary_dim: the first columns that turn, even, up to 512; default: all, or the table's.
+            The others are copied.
+        interleaved: pairs are columns 2i and 2i + 1 (GPT-J), not i and i + rotary_dim / 2
+            (GPT-NeoX, Llama).
+        inplace: write into q and k, and return them.
+        out_q, out_k: where the results are written; default: new contiguous arrays. They may be q
+            and k; any other overlap is refused.
+        inverse: turn back.
+
+    Returns:
+        q turned, or (q, k) where there is a k; computed in fp32 and rounded once. With torch it has
+        gradients with respect to q and k (not in place).
+
+    Raises:
+        ParameterError: shapes, strides, positions, options or overlaps that are not as above.
+        ArgumentTypeError: not arrays, other or mixed dtypes. DeviceError: mixed devices.
+        CaptureError: first call of a geometry under CUDA graph capture; see `fkjit.prepare`.
+
+    An integer among `positions` is part of what is prepared, so that a loop over steps, or a CUDA
+    graph that is replayed with other positions, is better served by an array.
+    """
+    return _OP(
+        *_arranged(
+            q, k, positions, theta=theta, scaling=scaling, table=table, rotary_dim=rotary_dim,
+            interleaved=interleaved, layout=layout, inplace=inplace, out_q=out_q, out_k=out_k,
+            inverse=inverse,
+        )
+    )  # fmt: skip
+
+
+def _arranged(
+    q: Any, k: Any = None, positions: Any = 0, *,
+    theta: Any = None, scaling: Any = None, table: Any = None, rotary_dim: Any = None,
+    interleaved: Any = False, layout: Any = "bhsd", inplace: Any = False, out_q: Any = None,
+    out_k: Any = None, inverse: Any = False,
+) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
+    """The call's (inputs, outputs, options)."""
+    if inplace:
+        if out_q is not None or out_k is not None:
+            raise ParameterError("rope: inplace=True and out_q or out_k; pass one of them")
+        out_q, out_k = q, k
+    whole = isinstance(positions, int | np.integer) and not isinstance(positions, bool)
+    start, ids = (int(positions), None) if whole else (0, positions)
+    named = (type(scaling).__name__, *scaling) if isinstance(scaling, tuple) else scaling
+    options = (start, theta, named, rotary_dim, interleaved, layout, inverse)
+    return (q, k, ids, table), (out_q, out_k), options
+
+
+def _prepare(*args: Any, **options: Any) -> None:
+    """Compile and load what the call with the same arguments needs, without running it."""
+    inputs, outputs, chosen = _arranged(*args, **options)
+    _OP.prepare([*inputs, *outputs], chosen)
+
+
+def _with_gradients(
+    inputs: tuple[Any, ...], outputs: tuple[Any, ...], options: tuple[Any, ...]
+) -> Any:
+    if any(given is not None for given in outputs):
+        raise ParameterError(
+            "rope: q or k requires grad, and the result is written into a given array; call it "
+            "under torch.no_grad(), or without inplace, out_q and out_k"
+        )
+    if inputs[3] is not None and inputs[3].requires_grad:
+        raise ParameterError("rope: table requires grad, but has no gradient; pass it detached")
+    return _function().apply(*inputs, options)
+
+
+@lru_cache(maxsize=1)
+def _function() -> Any:
+    """torch's Function; its module is there, since a tensor was seen."""
+    torch = sys.modules["torch"]
+
+    class Rope(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, ids: Any, table: Any, options: Any) -> Any:
+            ctx.save_for_backward(ids, table)
+            ctx.options = options
+            return _OP((q, k, ids, table), (None, None), options)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            """Turning by an angle is a rotation, and its gradient turns back."""
+            ids, table = ctx.saved_tensors
+            back = (*ctx.options[:-1], not ctx.options[-1])
+            needed = ctx.needs_input_grad[: len(gradients)]
+            rows = [g for g, wanted in zip(gradients, needed, strict=True) if wanted]
+            rows = [g if g.stride(-1) == 1 else g.contiguous() for g in rows]
+            found = _OP((*rows, *[None] * (2 - len(rows)), ids, table), (None, None), back)
+            turned = iter(found if isinstance(found, tuple) else (found,))
+            of_inputs = [next(turned) if wanted else None for wanted in needed]
+            return (*of_inputs, *[None] * (5 - len(of_inputs)))
+
+    return Rope
+
+
+def pack_scaling(named: Any) -> str | None:
+    """A scaling as the schema of an operator has it: "Llama3Scaling 8.0 1.0 4.0 8192"."""
+    return None if named is None else " ".join([str(part) for part in named])
+
+
+def unpack_scaling(text: str | None) -> Any:
+    """What `pack_scaling` was given."""
+    if text is None:
+        return None
+    name, *numbers = text.split()
+    return (name, *(float(n) if set(n) & set(".en") else int(n) for n in numbers))
+
+
+def _pack(start: int, theta: Any, named: Any, *rest: Any) -> tuple[Any, ...]:
+    return (start, theta, pack_scaling(named), *rest)
+
+
+def _unpack(start: int, theta: Any, text: Any, *rest: Any) -> tuple[Any, ...]:
+    return (start, theta, unpack_scaling(text), *rest)
+
+
+OPTIONS = "float? theta, str? scaling, int? rotary_dim, bool interleaved"
+_OP = Op(
+    "rope",
+    inputs=("q", "k", "positions", "table"),
+    outputs=("out_q", "out_k"),
+    check=check,
+    optional=("k", "positions", "table"),
+    in_place=(("out_q", "q"), ("out_k", "k")),
+    autograd=_with_gradients,
+    node=Node(
+        lambda q, k, *rest: [like(q)] if k is None else [like(q), like(k)],
+        f"int start, {OPTIONS}, str layout, bool inverse", None, pack=_pack, unpack=_unpack,
+    ),
+)  # fmt: skip
+rope.prepare = _prepare  # type: ignore[attr-defined]

@@ -1,0 +1,314 @@
+"""Arrays of any framework -> pointer, shape, strides, dtype, device; and the same kind back.
+
+torch and CuPy are never imported here until an array of theirs is seen: an array's own module is
+already in `sys.modules`. Nothing is copied between devices: an array is used where it lies.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fkjit.errors import ArgumentTypeError, DeviceError
+from fkjit.runtime.tensor_map import TensorMap
+
+CPU = -1  # the device number of host memory
+
+_DL_CPU, _DL_CUDA = 1, 2  # DLPack's device types
+_NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+
+
+_used_before_fork = False
+_forked = False  # from a process that had used CUDA, which works in only one of the two
+
+
+def _before_fork() -> None:
+    global _used_before_fork
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    _used_before_fork = torch is not None and torch.cuda.is_initialized()
+    if cupy is not None and not _used_before_fork:
+        try:
+            _used_before_fork = bool(cupy.cuda.driver.ctxGetCurrent())
+        except Exception:  # no driver
+            _used_before_fork = False
+
+
+def _after_fork() -> None:
+    """In the child."""
+    global _forked
+    _forked = _forked or _used_before_fork
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+
+
+@dataclass(frozen=True)
+class View:
+    """One array as a kernel sees it. Strides are in elements; `device` is CPU or a CUDA ordinal."""
+
+    kind: str  # numpy | torch | cupy | dlpack
+    array: Any  # what `kind` says; for dlpack a CuPy view of the caller's array
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str  # "fp16", or the framework's own name for what no kernel takes
+    device: int
+    source: Any = None  # dlpack: the caller's array, to give back the same kind
+
+
+class Pointer:
+    """What a spec's `arguments` may ask of an array: shape, strides in bytes, itemsize.
+
+    None stands for a null pointer; with a shape and a dtype for a contiguous array still to come.
+    """
+
+    def __init__(
+        self, seen: View | None, shape: tuple[int, ...] = (), dtype: str | None = None
+    ) -> None:
+        self.pointer = 0 if seen is None else seen.pointer
+        self.shape = tuple(shape) if seen is None else seen.shape
+        strides = _contiguous(self.shape) if seen is None else seen.strides
+        label = dtype if seen is None else seen.dtype
+        self.itemsize = ITEMSIZE.get(label or "", 0) or (0 if seen is None else _itemsize(seen))
+        self.strides = tuple(step * self.itemsize for step in strides)
+
+    def transposed(self, order: tuple[int, ...]) -> Pointer:
+        """The same array with its dimensions in another order."""
+        other = copy(self)
+        other.shape = tuple(self.shape[i] for i in order)
+        other.strides = tuple(self.strides[i] for i in order)
+        return other
+
+
+def resolved(named: Mapping[str, Any]) -> dict[str, Any]:
+    """What `spec.arguments` made of `Pointer`s, as a launch wants it: addresses (of None: null) and
+    tensor maps."""
+    values: dict[str, Any] = {}
+    for name, value in named.items():
+        if isinstance(value, TensorMap):
+            value = value.encode(value.array.pointer)
+        values[name] = (
+            value.pointer if isinstance(value, Pointer) else 0 if value is None else value
+        )
+    return values
+
+
+def _itemsize(seen: View) -> int:
+    return int(seen.array.dtype.itemsize)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
+    return tuple(strides)
+
+
+def view(array: Any, call: str, name: str) -> View:
+    """Look at one argument. ArgumentTypeError names the call and parameter for anything else.
+
+    DeviceError where it is on a GPU that this process cannot use.
+    """
+    seen = _view(array, call, name)
+    if _forked and seen.device != CPU:
+        raise DeviceError(
+            f"{call}: {name} is on cuda:{seen.device}, but this process was forked from one that "
+            "had used CUDA, which works in only one of them: start it with multiprocessing's "
+            '"spawn"'
+        )
+    return seen
+
+
+def _view(array: Any, call: str, name: str) -> View:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _torch_view(array, call, name)
+    if isinstance(array, np.ndarray):
+        return _strided("numpy", array, array.ctypes.data, CPU, call, name)
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        return _strided("cupy", array, array.data.ptr, array.device.id, call, name)
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        return _dlpack_view(array, call, name)
+    raise ArgumentTypeError(
+        f"{call}: {name} is a {type(array).__module__}.{type(array).__qualname__}; allowed: a "
+        "torch tensor, a CuPy or NumPy array, or any array with __dlpack__"
+    )
+
+
+def _torch_view(tensor: Any, call: str, name: str) -> View:
+    torch = sys.modules["torch"]
+    if tensor.device.type not in ("cuda", "cpu") or tensor.layout is not torch.strided:
+        raise DeviceError(
+            f"{call}: {name} is a {tensor.layout} tensor on {tensor.device}; allowed: dense "
+            "tensors on a CUDA device or the CPU"
+        )
+    if _has_no_memory(torch, tensor):
+        raise ArgumentTypeError(
+            f"{call}: {name} is a {type(tensor).__name__} without memory of its own; allowed: "
+            "plain tensors (wrap the call in torch.compiler.disable where a compiler traces it)"
+        )
+    if tensor.is_neg() or tensor.is_conj():
+        raise ArgumentTypeError(
+            f"{call}: {name} is a lazily negated or conjugated view; call .resolve_neg()"
+        )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    device = tensor.device.index if tensor.device.type == "cuda" else CPU
+    return View(
+        "torch",
+        tensor,
+        tensor.data_ptr(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        _NAMES.get(dtype, dtype),
+        device,
+    )
+
+
+def _has_no_memory(torch: Any, tensor: Any) -> bool:
+    """Fake, functional, nested and wrapped tensors: what they point to is not their data."""
+    try:
+        if (
+            type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+            or tensor.is_nested
+        ):
+            return True
+        return tensor.numel() > 0 and tensor.data_ptr() == 0
+    except RuntimeError:  # vmap and the like
+        return True
+
+
+def _strided(
+    kind: str, array: Any, pointer: int, device: int, call: str, name: str, source: Any = None
+) -> View:
+    dtype = array.dtype
+    trouble = None
+    if not dtype.isnative:
+        trouble = (
+            f"has byte order {dtype.byteorder!r}; convert it with .astype(dtype.newbyteorder('='))"
+        )
+    elif type(array).__name__ == "MaskedArray":
+        trouble = "is a masked array, whose mask no kernel reads; pass .filled() or .data"
+    elif array.size and (
+        pointer % dtype.itemsize or any(step % dtype.itemsize for step in array.strides)
+    ):
+        trouble = "has elements that are not aligned to their size; pass a contiguous copy"
+    if trouble:
+        raise ArgumentTypeError(f"{call}: {name} {trouble}")
+    strides = tuple(step // dtype.itemsize for step in array.strides)
+    label: str = _NAMES.get(dtype.name) or dtype.name
+    return View(kind, array, pointer, array.shape, strides, label, device, source)
+
+
+def _dlpack_view(array: Any, call: str, name: str) -> View:
+    """Any other framework: seen through NumPy on the CPU, through CuPy on a GPU. No copy."""
+    where = int(array.__dlpack_device__()[0])
+    if where not in (_DL_CPU, _DL_CUDA):
+        raise DeviceError(
+            f"{call}: {name} is on a device of DLPack type {where}; allowed: the CPU ({_DL_CPU}) "
+            f"and CUDA devices ({_DL_CUDA})"
+        )
+    try:
+        if where == _DL_CPU:
+            seen = np.from_dlpack(array)
+            return _strided("dlpack", seen, seen.ctypes.data, CPU, call, name, array)
+        import cupy
+
+        seen = cupy.from_dlpack(array)
+    except (RuntimeError, BufferError, TypeError, ValueError) as error:
+        if isinstance(error, ArgumentTypeError):
+            raise
+        raise ArgumentTypeError(
+            f"{call}: {name} ({type(array).__qualname__}) cannot be taken through DLPack: {error}"
+        ) from error
+    return _strided("dlpack", seen, seen.data.ptr, seen.device.id, call, name, array)
+
+
+def as_numpy(seen: View) -> np.ndarray:
+    """A CPU array as NumPy, sharing memory; bf16 as ml_dtypes.bfloat16."""
+    if seen.kind != "torch":
+        return seen.array
+    tensor = seen.array.detach()
+    if seen.dtype != "bf16":
+        return tensor.numpy()
+    import ml_dtypes
+
+    return tensor.view(sys.modules["torch"].int16).numpy().view(ml_dtypes.bfloat16)
+
+
+def numpy_dtype(dtype: str) -> np.dtype:
+    """The NumPy dtype of "fp16", "bf16" (ml_dtypes), "fp32", "fp64", or one of NumPy's names."""
+    if dtype == "bf16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype({"fp16": "f2", "fp32": "f4", "fp64": "f8"}.get(dtype, dtype))
+
+
+def torch_dtype(dtype: str) -> Any:
+    """torch's own name for "fp16", "bf16", "fp32", "fp64"; others are torch's already."""
+    names = {short: long for long, short in _NAMES.items()}
+    return getattr(sys.modules["torch"], names.get(dtype, dtype))
+
+
+def empty(like: View, shape: tuple[int, ...], dtype: str) -> Any:
+    """An uninitialised contiguous array of the same framework, on the same device."""
+    if like.kind == "torch":
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=torch_dtype(dtype), device=like.array.device)
+    if like.device == CPU:
+        return np.empty(shape, numpy_dtype(dtype))
+    import cupy
+
+    with cupy.cuda.Device(like.device):
+        return cupy.empty(shape, numpy_dtype(dtype))
+
+
+def outline(shape: tuple[int, ...], dtype: str, device: Any) -> Any:
+    """What torch.empty_like makes contiguous tensors like, in half the host time of torch.empty: a
+    tensor without memory, so that none is kept of a CUDA graph's."""
+    torch = sys.modules["torch"]
+    one = shape if math.prod(shape) < 2 else (1,) * len(shape)
+    like = torch.empty(one, dtype=torch_dtype(dtype), device=device).expand(shape)
+    like.untyped_storage().resize_(0)
+    if torch.empty_like(like).is_contiguous():
+        return like
+    return torch.empty(shape, dtype=torch_dtype(dtype), device=device)  # as PyTorch could have it
+
+
+def give_back(like: View, array: Any) -> Any:
+    """`array` as the caller's kind; only "dlpack" arrays need turning."""
+    if like.kind != "dlpack":
+        return array
+    if hasattr(like.source, "__array_namespace__"):
+        return like.source.__array_namespace__().from_dlpack(array)
+    package = sys.modules.get(type(like.source).__module__.partition(".")[0])
+    for holder in (package, getattr(package, "dlpack", None)):
+        if holder is not None and hasattr(holder, "from_dlpack"):
+            return holder.from_dlpack(array)
+    return array
+
+
+def synchronise(seen: View) -> None:
+    """Wait for what was enqueued on `current_stream(seen)` of a CuPy or DLPack array."""
+    import cupy
+
+    cupy.cuda.get_current_stream(seen.device).synchronize()
+
+
+def current_stream(seen: View) -> int:
+    """The CUDA stream handle the caller is working on: torch's for tensors, else CuPy's."""
+    if seen.kind == "torch":
+        return sys.modules["torch"]._C._cuda_getCurrentRawStream(seen.device)
+    import cupy
+
+    return cupy.cuda.get_current_stream(seen.device).ptr

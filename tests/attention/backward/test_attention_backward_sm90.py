@@ -1,0 +1,120 @@
+"""Attention's backward for Hopper without a GPU: whole calls in the interpreter, when it is chosen,
+how its tensor maps are kept, and planted bugs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+from fkjit.arch import arch  # noqa: E402
+from fkjit.errors import ParameterError  # noqa: E402
+from fkjit.jit.build import quiet  # noqa: E402
+from fkjit.ops.attention.backward import select as choice  # noqa: E402
+from fkjit.ops.op.mapped_launch import MappedLaunch  # noqa: E402
+from fkjit.runtime.tensor_map import TensorMap  # noqa: E402
+from fkjit.settings import settings  # noqa: E402
+from tests.attention.backward.test_attention_backward import check, tensors  # noqa: E402
+from tests.core.mutations import Bug  # noqa: E402
+from tests.core.test_mutations import KINDS, outcome  # noqa: E402
+
+KERNEL, D = "kernels_cu/attention/flash_backward_sm90.cu", "templates/device/"
+SM90 = {
+    "kernel": "attention_backward.flash_sm90",
+    "params": {"dtype": "bf16", "head_dim": 128, "deterministic": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((2, 1, 70, 140, 48, 96), {"causal": True, "layout": "bshd", "impl": "flash_sm90"}),
+        ((1, 1, 140, 50, 40, 64), {"causal": True, "impl": "flash_sm90"}),  # rows without keys
+        ((1, 1, 100, 70, 128, 72), {"deterministic": False}),
+    ],
+)
+def test_whole_calls(sizes, options, monkeypatch):
+    monkeypatch.setattr(
+        "fkjit.jit.build.settings", lambda: replace(settings(), target="compute_90a")
+    )
+    with quiet():
+        check(*tensors(*sizes, dtype="bf16"), **options)
+
+
+PROBLEM = {
+    "dtype": "bf16", "batch": 1, "heads_q": 2, "heads_kv": 1, "seqlen_q": 100, "seqlen_k": 200,
+    "head_dim": 128, "head_dim_v": 128, "softmax_scale": 0.1, "causal": False,
+    "strides": dict.fromkeys(("q", "k", "v", "dout"), (51200, 25600, 128)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        ({}, True),
+        ({"head_dim": 192}, False),
+        ({"softmax_scale": -0.1}, False),
+        ({"seqlen_q": 16}, False),
+        ({"strides": PROBLEM["strides"] | {"k": (51200, 0, 128)}, "heads_kv": 2}, False),
+    ],
+)
+def test_hopper_takes_what_tma_can_read_and_suits_it(changes, taken):
+    problem = {**PROBLEM, **changes}
+    for deterministic in (False, True):
+        chosen = choice.choose(problem, True, arch("sm_90a"), "auto", deterministic)
+        assert ("flash_sm90" in [launch.spec.name for launch in chosen.launches]) is taken
+    for other in (("sm_80", "auto", True), ("sm_90a", "portable", True), ("sm_90a", "auto", False)):
+        chosen = choice.choose(problem, other[2], arch(other[0]), other[1], False)
+        assert "flash_sm90" not in [launch.spec.name for launch in chosen.launches]
+    if not taken:
+        with pytest.raises(ParameterError, match="does not take"):
+            choice.choose(problem, True, arch("sm_90a"), "flash_sm90", True)
+
+
+def test_maps_are_encoded_once_an_address(monkeypatch):
+    made, packed, launched = [], [], []
+    monkeypatch.setattr(TensorMap, "encode", lambda self, at: made.append(at) or bytes([at]))
+    kernel = SimpleNamespace(
+        names=("k_map", "y", "n"),
+        spec=SimpleNamespace(id="x"),
+        packing=SimpleNamespace(pack=lambda *values: packed.append(values) or values),
+    )
+    monkeypatch.setattr(
+        "fkjit.ops.op.mapped_launch.KeptLaunch",
+        lambda kernel, grid, values: lambda stream: launched.append((grid, values, stream)),
+    )
+    one = TensorMap(None, "bf16", (64,), (), (64,))
+    launch = MappedLaunch(kernel, (3, 1, 1), {"k_map": one, "n": 7}, ("y", "k"))  # type: ignore[arg-type]
+    for pointers in ([1, 2], [3, 2], [3, 4], [1, 2]):
+        launch(pointers, 5)
+    assert made == [2, 4] and len(packed) == 3
+    assert launched[1] == ((3, 1, 1), (b"\x02", 3, 7), 5)
+    with pytest.raises(AssertionError, match="first arguments"):
+        MappedLaunch(kernel, (1, 1, 1), {"k_map": one, "n": 7}, ("n", "k"))  # type: ignore[arg-type]
+
+
+BUGS = (
+    Bug("dS is not fenced for wgmma", KERNEL, "proxy_fence();", "", by="race", **SM90),
+    Bug("tiles are free before both warpgroups are done", D + "backward_barriers.cuh",
+        "mbarrier_init(q_empty(stage), 8)", "mbarrier_init(q_empty(stage), 4)", by="race", **SM90),
+    Bug("dQ is staged over a copy that is under way", D + "backward_copies.cuh",
+        "bulk_wait_read(), mbarrier", "mbarrier", by="race", **SM90),
+    Bug("K is overwritten while dQ is multiplied", D + "backward_loads.cuh",
+        "mbarrier_wait(barriers.k_empty(place.stage), place.parity ^ 1);", "", by="race",
+        problem={"seqlen_q": 60, "seqlen_k": 700, "causal": False}, **SM90),
+    Bug("delta is overwritten before it has been read", D + "backward_loads.cuh",
+        "rows(do_ring.stage)", "rows(0)", by="race", **SM90),
+    Bug("one score too many is hidden", D + "backward_tile.cuh", "key + shift", "key + shift + 1",
+        by="numbers", **SM90),
+    Bug("dK is not scaled", KERNEL, "dk_sum, softmax_scale,",
+        "dk_sum, 1.f,", by="numbers", **SM90),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    said = outcome(bug, monkeypatch, plant=True)
+    assert said.startswith(KINDS[bug.by]), said or "nothing was found"

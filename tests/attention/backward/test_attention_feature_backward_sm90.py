@@ -1,0 +1,132 @@
+"""Gradients of attention's forms on Hopper's kernel without a GPU: whole calls in the interpreter,
+when it is chosen, and planted bugs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+import fkjit  # noqa: E402
+from fkjit.arch import arch, target  # noqa: E402
+from fkjit.jit.build import build, quiet  # noqa: E402
+from fkjit.ops.attention.backward import feature_kernels as portable  # noqa: E402
+from fkjit.ops.attention.backward import feature_kernels_sm90 as hopper  # noqa: E402
+from fkjit.ops.op.op import Launch  # noqa: E402
+from fkjit.settings import settings  # noqa: E402
+from tests.attention.backward.test_attention_backward import tensors  # noqa: E402
+from tests.attention.backward.test_attention_feature_gradients import assert_no_worse, check, grads  # noqa: E402
+from tests.attention.backward.test_attention_feature_gradients_gpu import one_by_one  # noqa: E402
+from tests.core.mutations import Bug  # noqa: E402
+from tests.core.test_mutations import KINDS, outcome, right  # noqa: E402
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that gradients of forms take from now on, where Hopper's is there."""
+    monkeypatch.setattr(
+        "fkjit.jit.build.settings", lambda: replace(settings(), target="compute_90a")
+    )
+    monkeypatch.setattr(hopper, "MASKS", True)
+    seen, usual = [], hopper.launches
+
+    def launches(*given):
+        made = usual(*given)
+        seen.extend(launch.spec.name for launch in made)
+        return made
+
+    monkeypatch.setattr(hopper, "launches", launches)
+    with quiet():
+        yield seen
+
+
+def test_sums_in_any_order_where_nothing_is_masked(launched):
+    *given, dout = tensors(4, 2, 150, 140, 64, 48, "bf16")
+    mask = torch.rand(1, 4, 1, 140) < 0.8
+    options = {"sinks": torch.rand(4), "softcap": 4.0, "mask": mask}
+    check(given, dout, options, mine={"deterministic": False})
+    assert launched == ["mask", "rows", "flash_sm90", "dq"]
+
+
+def test_packed_sequences_with_a_window(launched):
+    more = {"causal": True, "window": (100, None), "alibi_slopes": torch.rand(4)}
+    ends = [torch.tensor((0, *n)).cumsum(0).int() for n in ((70, 0, 5, 90), (40, 9, 0, 150))]
+    made = torch.Generator().manual_seed(2)
+    rows = [torch.randn(n, h, 40, generator=made).half() for n, h in ((165, 4), (199, 2), (199, 2))]
+    dout = torch.randn(165, 4, 40, generator=made).half()
+
+    def ours(q, k, v):
+        return fkjit.attention_varlen(
+            q, k, v, ends[0], ends[1], 90, 150, **more, deterministic=False
+        )
+
+    theirs = one_by_one(ends)
+    found = grads(ours, rows, dout, {})
+    exact, peer = (
+        grads(lambda *x: theirs(*x, **more), rows, dout, {}, dtype)
+        for dtype in (torch.float64, None)
+    )
+    assert_no_worse(found, peer, exact)
+    assert launched == ["rows", "flash_sm90", "dq"]
+
+
+PROBLEM = {
+    "dtype": "bf16", "batch": 1, "heads_q": 2, "heads_kv": 1, "seqlen_q": 100, "seqlen_k": 200,
+    "head_dim": 128, "head_dim_v": 128, "softmax_scale": 0.1, "causal": False,
+    "strides": dict.fromkeys(("q", "k", "v", "dout"), (51200, 25600, 128)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "form", "name", "taken"),
+    [
+        ({}, "window", "sm_90a", True),
+        ({}, "window", "sm_80", False),
+        ({"head_dim": 192}, "window", "sm_90a", False),
+        ({"softcap": 30.0}, "softcap", "sm_90a", True),
+        ({"softcap": 0.1}, "softcap", "sm_90a", False),
+        ({}, "softcap alibi", "sm_90a", False),
+        ({}, "bias=bf16", "sm_90a", False),
+        ({}, "mask varlen", "sm_90a", False),
+    ],
+)
+def test_hopper_takes_bands_that_tma_can_read(changes, form, name, taken):
+    rows = Launch(portable.PACKED_ROWS, {"aligned": True}, {})
+    assert hopper.takes({**PROBLEM, **changes}, {}, form, rows, arch(name)) is taken
+
+
+@pytest.mark.parametrize("form", ["alibi varlen", "softcap mask"])
+def test_forms_that_are_not_swept_spill_no_registers(form):
+    params = {"dtype": "fp16", "head_dim": 128, "deterministic": True, "form": form}
+    with quiet():
+        made = build(hopper.kernel(form), params, target("sm_90a")).meta
+    assert made["resources"]["spill_stores"] == 0 and not made["problems"]
+
+
+def test_bits_of_a_mask_beside_the_largest_tiles(launched):
+    params = {"dtype": "bf16", "head_dim": 128, "deterministic": True, "form": "mask"}
+    problem = hopper.FLASH_SM90.problems(params, "small")[0]
+    assert right(hopper.kernel("mask"), params, problem)
+
+
+D = "templates/device/"
+PACKED = {
+    "kernel": "attention_backward_form.flash_sm90",
+    "params": {"head_dim": 128, "deterministic": True, "form": "softcap varlen"},
+}
+BUGS = (
+    Bug("a neighbour's rows are read", D + "tensor_rows.cuh", "row = RAGGED_ROWS - count",
+        "row = 0", by="memory", **PACKED),
+    Bug("keys are taken before they are announced", D + "backward_form.cuh",
+        "mbarrier_wait(barriers.work_full(slot.stage), slot.parity);", "", by="race", **PACKED),
+    Bug("one score too many is hidden", D + "backward_form.cuh", "tile.width - column",
+        "tile.width - 1 - column", by="numbers", problem={"window": (30, 0)}, **PACKED),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    said = outcome(bug, monkeypatch, plant=True)
+    assert said.startswith(KINDS[bug.by]), said or "nothing was found"

@@ -1,0 +1,75 @@
+"""Bugs planted in the backward of attention's forms: each is found, by its report or numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fkjit import ops
+from fkjit.ops.attention.backward.feature_kernels import SEEDED
+from tests.core.mutations import SYNC, Bug, D, K
+from tests.core.test_mutations import KINDS, outcome
+
+ops.load()
+OF = "attention_backward_form."
+KEYS: dict[str, Any] = {"kernel": OF + "keys"}
+QUERIES: dict[str, Any] = {"kernel": OF + "queries"}
+BIAS: dict[str, Any] = {"kernel": OF + "bias"}
+HEADS: dict[str, Any] = {"kernel": OF + "heads", "params": {"varlen": True}}
+FORM, SEEDS = D + "form_backward.cuh", D + "score_seeds.cuh"
+SEEDED_KEYS: dict[str, Any] = {**KEYS, "params": {"form": SEEDED}}
+SEEDED_QUERIES: dict[str, Any] = {**QUERIES, "params": {"form": SEEDED}}
+SHARED = {"bias_shape": (1, 1, 1)}  # of the gradient: all heads and rows walk
+
+BUGS = (
+    Bug("no barrier before a step's tiles are read", K + "backward_bias.cu", SYNC, "", nth=1,
+        by="race", **BIAS),
+    Bug("no wait for a step's tiles", K + "backward_bias.cu", "cp_async_wait<0>();", "", by="race",
+        **BIAS),
+    Bug("a step's tiles over the ones that are read", K + "backward_bias.cu",
+        "fetch(next, number ^ 1)", "fetch(next, number)", by="race", problem=SHARED, **BIAS),
+    Bug("steps of the first head alone", D + "bias_walk.cuh",
+        "head = tile.head + step / tiles_q % heads;", "head = tile.head;", by="numbers",
+        problem=SHARED, **BIAS),
+    Bug("a key too many is stored", D + "bias_walk.cuh", "if (column + 1 < columns)",
+        "if (column + 1 <= columns)", by="memory", **BIAS),
+    Bug("hidden keys have a slope", FORM, "slopes[m][n][i] = hidden ? 0.f : slope",
+        "slopes[m][n][i] = 2.f * slope", by="numbers", **KEYS),
+    Bug("a hidden key is seen", FORM, "x = hidden ? NEG_INFINITY : x +", "x = hidden ? x : x +",
+        by="numbers", **QUERIES),
+    Bug("the derivative of another score", D + "score.cuh", "function.derivative(x[i],",
+        "2.f * function.derivative(x[i],", by="numbers", **KEYS),
+    Bug("rows of the sequence before", D + "padded_rows.cuh", "start / ROW_STEP + batch",
+        "start / ROW_STEP", by="race", **QUERIES),
+    Bug("keys of the first sequence", K + "flash_backward_keys.cu",
+        "k += held.start * k_strides.row;", "", by="numbers", **KEYS),
+    Bug("dk of the first sequence", K + "flash_backward_keys.cu",
+        "dk += held.start * dk_strides.row;", "", by="race", **KEYS),
+    Bug("distances to the wrong side", K + "flash_backward_queries.cu",
+        "q0 + warp * ROWS_A_WARP + seqlen_k - seqlen_q", "q0 + warp * ROWS_A_WARP", by="numbers",
+        **QUERIES),
+    Bug("slopes of all batches in one", K + "backward_heads.cu", "of_slope = 0.f;\n      __sync",
+        "__sync", by="numbers", **HEADS),
+    Bug("keys in another order", D + "row_order.cuh", "place % 8 * (2 * M) + place / 8 % (2 * M)",
+        "place % (16 * M)", by="numbers", **SEEDED_KEYS),
+    Bug("sums of the last head as well", SEEDS, "sums[m][half] = 0.f;", "", by="numbers",
+        **SEEDED_KEYS),
+    Bug("dS of rows past the end", SEEDS, "if (query < seqlen_q && key < seqlen_k)",
+        "if (key < seqlen_k)", by="memory", **SEEDED_QUERIES),
+    Bug("no zeros outside of the band", SEEDS, "i < zeros", "i < 0", by="numbers",
+        problem={"seqlen_k": 200, "window": (9, 4)}, **SEEDED_QUERIES),
+    Bug("no barrier between batches", K + "backward_heads.cu", SYNC, "", by="race", **HEADS),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    said = outcome(bug, monkeypatch, plant=True)
+    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+
+
+@pytest.mark.parametrize("kernel", [KEYS, QUERIES, BIAS, HEADS], ids=lambda one: one["kernel"])
+def test_without_it_nothing_is_said(kernel, monkeypatch):
+    bug = Bug("none", "", "", "", by="", **kernel)
+    assert outcome(bug, monkeypatch, plant=False) == ""

@@ -1,0 +1,191 @@
+"""The warm path of `fkjit.attention`: which calls the last plan takes, and what it launches."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+import fkjit
+from fkjit.errors import DeviceError, LaunchError
+from fkjit.ops.attention import plan as attention_plan
+from fkjit.ops.attention.checks import check
+from fkjit.runtime import device, interop, workspace
+from fkjit.spec import find
+from tests.op.plan_kit import STREAM, Kernel, driver
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+__all__ = ["driver"]
+attention = sys.modules[fkjit.attention.__module__]
+CAUSAL = (True, None, None, "auto", False, "bhsd")  # the options of `call`
+
+
+def call(q, k, v):
+    return fkjit.attention(q, k, v, causal=True)
+
+
+def tensors():
+    return [torch.randn(1, heads, 40, 64).half() for heads in (4, 2, 2)]
+
+
+def planned(q, k, v, options=CAUSAL):
+    """The kernel of a plan for these tensors."""
+    request = check(q, k, v, *options)
+    request = replace(request, spec=find("attention.flash"))
+    kernel = Kernel(request.spec, request.params)
+    attention_plan.remember(request, kernel, options)  # type: ignore[arg-type]
+    return kernel
+
+
+@pytest.fixture
+def kernel(driver):
+    attention_plan.plans.clear()
+    yield planned(*tensors())
+    attention_plan.plans.clear()
+
+
+def last(q, k, v, options=CAUSAL):
+    return attention_plan.again(q, k, v, options)
+
+
+def test_the_next_call_alike_looks_nothing_up(kernel, monkeypatch):
+    q, k, v = tensors()
+    assert last(q, k, v) is None  # until one was found by its geometry
+    o = call(q, k, v)
+    assert o.shape == q.shape and o.dtype == q.dtype
+    monkeypatch.setattr(attention, "find", lambda *a: pytest.fail("looked up"))
+    others = tensors()
+    others[2] = others[1]
+    addresses = [x.data_ptr() for x in (*others, call(*others))]
+    assert kernel.launches[-1][1][:5] == (*addresses, 0) and len(kernel.launches) == 2
+    assert {stream for *_, stream in kernel.launches} == {STREAM}
+    with fkjit.sanitize(), pytest.raises(DeviceError, match="attention: the arrays are on a GPU"):
+        call(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x[:, :, :39],
+        lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+        lambda x: x.bfloat16(),
+        lambda x: torch._neg_view(x),
+        lambda x: x.detach().requires_grad_(),
+        lambda x: torch.nn.Parameter(x, requires_grad=False),
+        lambda x: torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape),  # other alignment
+        lambda x: x.to("meta"),
+        lambda x: x.numpy(),
+        lambda x: None,
+    ],
+)
+@pytest.mark.parametrize("which", [0, 2])
+def test_other_tensors_are_left_to_the_look_up(kernel, change, which):
+    inputs = tensors()
+    call(*inputs)
+    assert last(*inputs) is not None
+    inputs[which] = change(inputs[which])
+    assert last(*inputs) is None
+
+
+def test_other_options_and_modes_are_left_to_it(kernel):
+    inputs = tensors()
+    call(*inputs)
+    assert last(*inputs, options=(False, *CAUSAL[1:])) is None
+    assert last(*inputs, options=([64], *CAUSAL[1:])) is None  # no key
+    with torch.autocast("cpu"):
+        assert last(*inputs) is None
+    with torch.no_grad():
+        assert last(*inputs) is not None
+    assert last(*inputs) is not None
+
+
+def test_what_autocast_has_made_is_not_expected(kernel):
+    inputs = tensors()
+    with torch.autocast("cpu", dtype=torch.float16):
+        for _ in range(2):
+            call(*inputs)
+        assert last(*inputs) is None
+    assert len(kernel.launches) == 2 and last(*inputs) is None
+
+
+def test_results_are_contiguous_whatever_the_queries_are(kernel):
+    options = (*CAUSAL[:4], True, "bhsd")
+    inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors()]
+    kernel = planned(*inputs, options=options)
+    with torch.inference_mode():
+        o, lse = fkjit.attention(*inputs, causal=True, return_lse=True)
+    assert not inputs[0].is_contiguous() and o.is_inference()
+    for found, like in ((o, torch.empty(1, 4, 40, 64).half()), (lse, torch.empty(1, 4, 40))):
+        assert (found.shape, found.stride(), found.dtype) == (like.shape, like.stride(), like.dtype)
+        assert found.untyped_storage().nbytes() == like.untyped_storage().nbytes()
+    assert kernel.launches[-1][1][3:5] == (o.data_ptr(), lse.data_ptr())
+    assert not fkjit.attention(*inputs, causal=True, return_lse=True)[0].is_inference()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (0, 3), (1, 1), (1, 5, 1), (3, 1, 2, 4)])
+def test_outlines_have_no_memory_and_give_what_empty_gives(shape):
+    like, expected = interop.outline(shape, "bf16", "cpu"), torch.empty(shape).bfloat16()
+    assert like.untyped_storage().nbytes() == 0
+    for _ in range(2):
+        found = torch.empty_like(like)
+        assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+        assert found.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
+
+
+def test_two_geometries_of_one_call_take_turns(kernel):
+    inputs, others = tensors(), [x[:, :, :33] for x in tensors()]
+    kernels = kernel, planned(*others)
+    for _ in range(3):
+        call(*inputs)
+        call(*others)
+    assert [len(one.launches) for one in kernels] == [3, 3]
+
+
+def test_a_torch_without_that_test_looks_up_each_call(kernel, monkeypatch):
+    monkeypatch.setattr(attention_plan, "_guards", lambda: None)
+    inputs = tensors()
+    for _ in range(3):
+        call(*inputs)
+    assert len(kernel.launches) == 3 and last(*inputs) is None
+
+
+def test_a_launch_is_kept_by_its_addresses(kernel, monkeypatch):
+    monkeypatch.setattr(attention_plan, "MAX_LAUNCHES", 2)
+    inputs, (plan,) = tensors(), attention_plan.plans.values()
+    for addresses in ((1, 2, 3, 4, 0), (5, 2, 3, 4, 0), (6, 2, 3, 4, 0), (1, 2, 3, 4, 0)):
+        for stream in (STREAM, STREAM + 1):
+            plan.launch(inputs[0], stream, addresses)
+            assert kernel.launches[-1][1][:5] == addresses and kernel.launches[-1][2] == stream
+        assert len(plan.launches) <= 2
+    assert len({values[5:] for _, values, _ in kernel.launches}) == 1
+
+
+@pytest.mark.parametrize("way", ["launch", "launch_together", "launch_dependent"])
+def test_a_kept_launch_goes_the_way_of_its_kernel(kernel, way, monkeypatch):
+    seen = []
+    for name in ("launch", "launch_together", "launch_dependent"):
+        note = lambda *given, name=name: seen.append((name, given))  # noqa: E731
+        monkeypatch.setattr(f"fkjit.runtime.device._frame.{name}", note, raising=False)
+    kernel.dependent = way == "launch_dependent"
+    kernel.spec = replace(kernel.spec, cooperative=way == "launch_together")
+    kept = device.KeptLaunch(kernel, (3, 2, 1), b"arguments" * 30)
+    kept(STREAM)
+    rest = () if way == "launch_together" else (0,)
+    assert seen == [(way, (kernel.function, 3, 2, 1, 128, 1, 1, 0, STREAM, kept.at, *rest))]
+
+
+def test_a_refused_launch_says_which(kernel, monkeypatch):
+    def refuse(*given):
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    call(*tensors())
+    monkeypatch.setattr("fkjit.runtime.device._frame.launch", refuse)
+    with pytest.raises(LaunchError, match=r"attention\.flash grid=\(4, 1, 1\): CUDA_ERROR_ILLEGAL"):
+        call(*tensors())
+
+
+def test_a_device_is_looked_up_without_making_one_anew(monkeypatch):
+    monkeypatch.setattr(workspace, "_devices", {})
+    assert workspace._device(3) is workspace._device(3) is not workspace._device(4)

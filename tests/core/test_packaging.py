@@ -1,0 +1,157 @@
+"""A wheel and an editable install, each in an empty environment, used from another directory."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARIES = Path(sysconfig.get_path("purelib"))
+SOURCES = sorted(
+    path.relative_to(ROOT)
+    for folder in ("kernels_cu", "templates")
+    for path in (ROOT / folder).rglob("*.cu*")
+)
+WHERE = "import fkjit, fkjit.paths; print(fkjit.__file__, fkjit.paths.source_root(), sep='\\n')"
+
+
+def call(*command: object, cwd: Path, **env: str) -> str:
+    """Standard output of a command that must succeed, without this checkout on the import path."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env={**environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def pip(python: Path | str, *arguments: object, cwd: Path) -> None:
+    """pip of this environment, at work on another one. Nothing is downloaded."""
+    offline = ("--no-index", "--no-deps", "--no-build-isolation", "-q")
+    command, *rest = arguments
+    call(sys.executable, "-m", "pip", "--python", python, command, *offline, *rest, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip(sys.executable, "wheel", "-w", folder, ROOT, cwd=folder)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture
+def environment(tmp_path) -> Path:
+    """An environment with links to this one's libraries, but without fkjit and its `.pth`."""
+    folder = tmp_path / "env"
+    venv.create(folder, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for path in LIBRARIES.iterdir():
+        if "fkjit" not in path.name and path.suffix != ".pth":
+            (site / path.name).symlink_to(path)
+    return folder
+
+
+@pytest.fixture
+def elsewhere(tmp_path) -> Path:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    return folder
+
+
+def test_the_wheel_holds_package_and_cuda_sources_and_nothing_else(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"fkjit/_cuda/{path.as_posix()}" for path in SOURCES} <= names and len(SOURCES) > 5
+    tuned = {f"fkjit/tuned/{path.name}" for path in (ROOT / "fkjit" / "tuned").iterdir()}
+    assert tuned <= names and len(tuned) > 0
+    assert {"fkjit/py.typed", "fkjit/cli/app.py", "fkjit/interp/__init__.py"} <= names
+    assert {name.split("/")[0] for name in names} == {"fkjit", "fkjit-0.1.0.dist-info"}
+    assert not [name for name in names if name.startswith("fkjit/_cuda") and name.endswith(".py")]
+    assert "fkjit-0.1.0.dist-info/licenses/LICENSE" in names
+    tests = [name for name in names if "__pycache__" in name or "test" in name.lower()]
+    assert tests == ["fkjit/pytest_plugin.py"]
+    entry_points = zipfile.ZipFile(wheel).read("fkjit-0.1.0.dist-info/entry_points.txt").decode()
+    assert "[pytest11]\nfkjit = fkjit.pytest_plugin\n" in entry_points
+    assert {"fkjit/_bench/command.py", "fkjit/_bench/attention/cases_attention.py"} <= names
+    beside = {name for name in names if "_bench" in name and not name.endswith(".py")}
+    assert beside == {"fkjit/_bench/report/chart.js", "fkjit/_bench/report/page.css"}
+
+
+def test_its_metadata_ask_for_little(wheel):
+    text = zipfile.ZipFile(wheel).read("fkjit-0.1.0.dist-info/METADATA").decode()
+    found = Parser().parsestr(text)
+    assert (found["Name"], found["License-Expression"]) == ("fkjit", "Apache-2.0")
+    assert found["Requires-Python"] == ">=3.10"
+    needs = found.get_all("Requires-Dist") or []
+    plain = {re.split(r"[<>=;\s]", need)[0] for need in needs if "extra" not in need}
+    assert {name.lower().replace("_", "-") for name in plain} == {
+        "filelock", "jinja2", "ml-dtypes", "numpy", "platformdirs", "rich", "typer",
+    }  # fmt: skip
+    cuda = [need for need in needs if "cuda12" in need or "cuda13" in need]
+    assert len(cuda) == 6
+    assert not [need for need in cuda if "[" in need or re.search("cublas|cufft|cusolver", need)]
+    assert [need for need in needs if need.startswith("torch") and "test" not in need] == []
+
+
+def test_the_wheel_works_from_another_directory(wheel, environment, elsewhere):
+    python = environment / "bin" / "python"
+    pip(python, "install", wheel, cwd=elsewhere)
+    package, sources = call(python, "-c", WHERE, cwd=elsewhere).split()
+    assert Path(package).is_relative_to(environment)
+    assert Path(sources) == Path(package).parent / "_cuda"
+    command = environment / "bin" / "fkjit"
+    assert call(command, "--version", cwd=elsewhere) == "0.1.0\n"
+    shown = call(command, "show", "attention.flash", "--block", "32", "--source", cwd=elsewhere)
+    assert shown.startswith('#line 1 "kernels_cu/attention/flash.cu"\n')
+    ptx = call(command, "show", "attention.flash", "--block", "32", "--ptx", cwd=elsewhere)
+    assert ".entry attention_flash" in ptx
+    planned = call(
+        command, "bench", "attention", "--only", "D128 S4096", "--dry-run", cwd=elsewhere
+    )
+    assert "bf16 D128 S4096 B4 H16 causal" in planned and "\n2 cases" in planned
+
+
+def test_an_editable_install_uses_the_checkout(environment, elsewhere):
+    python = environment / "bin" / "python"
+    pip(python, "install", "-e", ROOT, cwd=elsewhere)
+    package, sources = call(python, "-c", WHERE, cwd=elsewhere).split()
+    assert Path(package) == ROOT / "fkjit" / "__init__.py"
+    assert Path(sources) == ROOT
+    listed = call(environment / "bin" / "fkjit", "list", cwd=elsewhere)
+    assert "attention.flash" in listed
+    assert "readme (16)" in call(environment / "bin" / "fkjit", "bench", "--list", cwd=elsewhere)
+
+
+def test_make_names_its_targets_and_what_is_missing():
+    targets = call("make", "help", cwd=ROOT)
+    assert set(re.findall(r"(?m)^  make (\S+)", targets)) == {
+        "help", "demo", "test", "test-gpu", "check", "format", "clean",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["make", "demo", "PYTHON=python9.9", "VENV=/nonexistent/venv"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "no python9.9 here: PYTHON=python3.x names another one" in done.stdout
+
+
+def test_ci_runs_make_test():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert 'exec make test "$@"' in script.read_text()
