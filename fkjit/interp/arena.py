@@ -4,7 +4,6 @@ own, so that an address past one argument can never be a valid byte of another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,29 +12,15 @@ import numpy as np
 from fkjit.interp.lanes import Group, distinct
 from fkjit.interp.ptx import Instruction
 from fkjit.interp.report import Reporter
+from fkjit.interp.tensor_map import TensorMap
+from fkjit.interp.views import aligned_bytes, typed_views
 
 if TYPE_CHECKING:
-    from fkjit.interp.tensor_map import BoundMap
+    from fkjit.interp.arena import BoundMap
 
 GLOBAL_WINDOW = 1 << 48  # addresses below are no global memory
 SPACING_BITS = 36  # every allocation is the middle of 64 GiB of addresses of its own
 RED_ZONE = 256  # arena bytes between allocations
-
-WIDE = np.dtype("c16")  # moves 16 bytes as one element
-VIEWS = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: WIDE}
-
-
-def typed_views(raw: np.ndarray) -> dict[int, np.ndarray]:
-    """Bytes seen as elements of 1, 2, 4, 8 and 16 bytes."""
-    return {width: raw.view(dtype) for width, dtype in VIEWS.items()}
-
-
-def aligned_bytes(count: int, fill: int = 0) -> np.ndarray:
-    """`count` bytes (rounded up to 64) that begin at a multiple of 64."""
-    count = -(-count // 64) * 64
-    raw = np.full(count + 64, fill, np.uint8) if fill else np.zeros(count + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + count]
 
 
 @dataclass
@@ -65,6 +50,15 @@ class Allocation:
             number, at = divmod(at, stride)
             index.append(str(number))
         return f" = {self.name}[{', '.join(index)}]" if index else ""
+
+
+@dataclass(frozen=True)
+class BoundMap:
+    """A tensor map of a launch: the array's place, and its first element's byte in the arena."""
+
+    map: TensorMap
+    place: Allocation
+    start: int
 
 
 class GlobalMemory:
@@ -198,22 +192,3 @@ def in_hole(valid: np.ndarray, at: np.ndarray, width: int) -> np.ndarray:
     for byte in range(1, width):
         bad |= ~valid[safe + byte]
     return bad
-
-
-def extent(array: np.ndarray) -> tuple[int, int]:
-    """Lowest byte of a view relative to its first element, and the number of bytes it spans."""
-    low = sum(min(0, (n - 1) * s) for n, s in zip(array.shape, array.strides, strict=True))
-    high = sum(max(0, (n - 1) * s) for n, s in zip(array.shape, array.strides, strict=True))
-    return low, (high - low + array.itemsize if array.size else 0)
-
-
-def own_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> np.ndarray | None:
-    """Which bytes of its extent a view addresses: None if all of them."""
-    fake = np.lib.stride_tricks.as_strided(np.zeros(1, f"V{itemsize}"), shape, strides)
-    low, size = extent(fake)
-    valid = np.zeros(size, bool)
-    view = np.lib.stride_tricks.as_strided(
-        valid[-low:], (*shape, itemsize), (*strides, 1), writeable=True
-    )
-    view[...] = True
-    return None if valid.all() else valid

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fkjit.interp.arena import Allocation, GlobalMemory, extent, own_bytes
-from fkjit.interp.tensor_map import BoundMap, TensorMap, handle, misaligned
+from fkjit.interp.arena import Allocation, BoundMap, GlobalMemory
+from fkjit.interp.strides import extent, misaligned, own_bytes
+from fkjit.interp.tensor_map import TensorMap, handle
 
 
 @dataclass(frozen=True)

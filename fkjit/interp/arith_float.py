@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 
 from fkjit.interp import halves
-from fkjit.interp.decode import Compute, Decoder, Step, only
+from fkjit.interp.decode import Decoder
+from fkjit.interp.flush import flush, flush_rounded
+from fkjit.interp.opcodes import Compute, Step, only
 from fkjit.interp.ptx import Instruction, Operand, words
-from fkjit.interp.rounding import FORMATS, directed64, fma64, quantise, sum_to_odd
+from fkjit.interp.rounding import directed64, fma64, quantise, sum_to_odd
 
 HALF = frozenset(("f16", "bf16", "f16x2", "bf16x2"))
 DIRECTED = ("rz", "rm", "rp")
 _ROUND = "rn rz rm rp"
 OUTSIDE = np.uint16(0x7FF7)
-_TINY = np.float32(2.0**-126)
-_TINY_HALF = {"f16": np.float32(2.0**-14), "bf16": _TINY}
+_TINY_HALF = {"f16": np.float32(2.0**-14), "bf16": np.float32(2.0**-126)}
 _MIXED = ("f16", "bf16")  # narrow operands of an f32 add, sub or fma
 
 # Modifiers by opcode and type; a (opcode, type) that is not here does not exist.
@@ -54,30 +55,6 @@ _FUNCTIONS: dict[str, Any] = {
 def is_float(kind: str) -> bool:
     """Whether a PTX type is a floating one."""
     return kind in HALF or kind in ("f32", "f64", "f32x2")
-
-
-def flush(values: np.ndarray, tiny: np.float32 = _TINY) -> np.ndarray:
-    """Subnormal float32 values -> zero of the same sign (.ftz)."""
-    return np.where(np.abs(values) < tiny, np.copysign(np.float32(0), values), values)
-
-
-def flush_rounded(
-    result: np.ndarray, exact: Callable[[], np.ndarray], mode: str = "rn", kind: str = "f32"
-) -> np.ndarray:
-    """.ftz of rounded results, as values; `exact` gives them in float64 before rounding.
-
-    As an H200 does, also what only rounding made the smallest normal number becomes zero, if
-    rounding it to as many bits without a lowest exponent would not.
-    """
-    tiny = FORMATS[kind].lowest
-    smallest = result.dtype.type(2.0**tiny)
-    flushed = flush(result, smallest)
-    edge = np.abs(result) == smallest
-    if edge.any():
-        with_room = quantise(np.ldexp(exact(), -tiny), kind, mode)  # to about 1
-        below = edge & (np.abs(with_room) < 1.0)
-        flushed = np.where(below, np.copysign(result.dtype.type(0), result), flushed)
-    return flushed
 
 
 def clamp(ins: Instruction, values: np.ndarray) -> np.ndarray:

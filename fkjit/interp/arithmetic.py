@@ -9,7 +9,8 @@ import numpy as np
 
 from fkjit.interp import arith_float, carry, extrema, halves
 from fkjit.interp.arith_float import is_float
-from fkjit.interp.decode import Compute, Decoder, Step, only, opcode
+from fkjit.interp.decode import Decoder
+from fkjit.interp.opcodes import Compute, Step, only, opcode
 from fkjit.interp.ptx import DTYPE, Instruction, words
 
 WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}

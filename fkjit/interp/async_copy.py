@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fkjit.interp.decode import OPCODES, Decoder, Step, only, opcode
+from fkjit.interp.accesses import READ
+from fkjit.interp.decode import Decoder
 from fkjit.interp.lanes import Group, distinct
-from fkjit.interp.loadstore import Locator
+from fkjit.interp.locate import Locator
 from fkjit.interp.mbarrier import Mbarriers
+from fkjit.interp.opcodes import OPCODES, Step, only, opcode
 from fkjit.interp.ptx import Instruction
-from fkjit.interp.race import READ
+from fkjit.interp.race import race_of
 
 
 @dataclass
@@ -36,7 +38,7 @@ class _Queue:
     """All copies in flight. Commit groups are counted for each thread on its own."""
 
     def __init__(self, d: Decoder) -> None:
-        self.memory, self.race = d.machine.memory, d.machine.race
+        self.memory, self.race = d.machine.memory, race_of(d)
         self.commits = np.zeros(d.machine.layout.lanes, np.int64)
         self.open: list[_Copy] = []
         self.committed: list[_Copy] = []
@@ -194,7 +196,7 @@ def _copy(d: Decoder, ins: Instruction, queue: _Queue) -> Step:
     from_op, to_op = _Half(ins, "global"), _Half(ins, "shared")
     source = Locator(d, from_op, ins.args[1], width, False)  # type: ignore[arg-type]
     target = Locator(d, to_op, ins.args[0], width, True)  # type: ignore[arg-type]
-    shared, race = d.machine.memory.shared, d.machine.race
+    shared, race = d.machine.memory.shared, race_of(d)
 
     def run(group: Group) -> None:
         to = target.locate(group).position

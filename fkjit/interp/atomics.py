@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from fkjit.interp import halves
-from fkjit.interp.arith_float import flush
-from fkjit.interp.decode import OPCODES, Decoder, Step, only, opcode
+from fkjit.interp.accesses import ATOMIC
+from fkjit.interp.decode import Decoder
+from fkjit.interp.flush import flush
 from fkjit.interp.lanes import Group
-from fkjit.interp.loadstore import Locator, by_space
+from fkjit.interp.locate import Locator, by_space
+from fkjit.interp.opcodes import OPCODES, Step, only, opcode
 from fkjit.interp.ptx import DTYPE, SIZE, Instruction, Operand, Reg, words
-from fkjit.interp.race import ATOMIC
 
 _KNOWN = words(
     "relaxed acquire release acq_rel gpu cta sys cluster global shared shared::cta "

@@ -20,9 +20,9 @@ from hashlib import blake2b
 import numpy as np
 
 from fkjit.errors import SanitizerError
+from fkjit.interp.accesses import ATOMIC
 from fkjit.interp.lanes import distinct
 from fkjit.interp.ptx import Instruction
-from fkjit.interp.race import ATOMIC
 from fkjit.interp.report import where
 
 BANKS, WORD, WARP = 32, 4, 32

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from fkjit.interp.clocks import Clock
-from fkjit.interp.control import guard_mask
-from fkjit.interp.decode import CONTROL, Decoder, Step, control
+from fkjit.interp.converge import warp_meeting
+from fkjit.interp.decode import Decoder
+from fkjit.interp.guards import guard_mask
 from fkjit.interp.lanes import WARP, Group, distinct
+from fkjit.interp.opcodes import CONTROL, Step, control
 from fkjit.interp.ptx import Instruction
-from fkjit.interp.race import Race
-from fkjit.interp.warp import warp_meeting
+from fkjit.interp.race import Race, race_of
 
 _REDUCE = {
     "popc": lambda votes, all_: votes,
@@ -47,7 +48,7 @@ class Barriers:
     """All barriers of the batch."""
 
     def __init__(self, d: Decoder) -> None:
-        self.machine, self.race = d.machine, d.machine.race
+        self.machine, self.race = d.machine, race_of(d)
         self.layout = d.machine.layout
         self.table: dict[int, _Barrier] = {}
         d.machine.listeners.append(self.table.clear)
@@ -186,7 +187,7 @@ def bar(d: Decoder, ins: Instruction) -> Step:
 
 def _warp_order(d: Decoder, ins: Instruction) -> Callable[[Group], None]:
     """bar.warp.sync orders the memory accesses of the warp's threads that its mask names."""
-    race, members = d.machine.race, d.src(ins.args[0], "u32")
+    race, members = race_of(d), d.src(ins.args[0], "u32")
     if race is None:
         return lambda group: None
     warp = np.arange(d.machine.layout.lanes) // WARP << 32

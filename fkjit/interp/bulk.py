@@ -9,9 +9,10 @@ import numpy as np
 
 from fkjit.interp.atomics import combine
 from fkjit.interp.cluster import Cluster
-from fkjit.interp.decode import OPCODES, Decoder, Step, only, opcode
+from fkjit.interp.decode import Decoder
 from fkjit.interp.lanes import Group
-from fkjit.interp.loadstore import Locator
+from fkjit.interp.locate import Locator
+from fkjit.interp.opcodes import OPCODES, Step, only, opcode
 from fkjit.interp.ptx import DTYPE, SIZE, Instruction, Operand
 from fkjit.interp.shared import OWN_BLOCK, OWN_BLOCK_BITS
 from fkjit.interp.transfers import Pieces, Transfer, Transfers, Update

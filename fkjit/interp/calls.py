@@ -10,11 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from fkjit.interp.callgraph import addresses_of
-from fkjit.interp.control import guard_mask
-from fkjit.interp.decode import Decoder, Step, control
+from fkjit.interp.decode import Decoder
+from fkjit.interp.guards import guard_mask
 from fkjit.interp.inline import FRAME, STACK, STACK_BYTES
 from fkjit.interp.lanes import Group, distinct
-from fkjit.interp.loadstore import Locator
+from fkjit.interp.locate import Locator
+from fkjit.interp.opcodes import Step, control
 from fkjit.interp.ptx import Frame, Imm, Instruction, Mem, Operand, Vec
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.interp.decode import Decoder, Step, only, opcode
+from fkjit.interp.decode import Decoder
 from fkjit.interp.lanes import Group
+from fkjit.interp.opcodes import Step, only, opcode
 from fkjit.interp.ptx import DTYPE, Instruction
 
 _UNSIGNED = {"u32": "u32", "s32": "u32", "b32": "u32", "u64": "u64", "s64": "u64", "b64": "u64"}

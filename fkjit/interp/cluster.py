@@ -14,6 +14,7 @@ from fkjit.interp.cluster_end import Endings
 from fkjit.interp.decode import Decoder
 from fkjit.interp.lanes import Group, distinct
 from fkjit.interp.ptx import Instruction
+from fkjit.interp.race import race_of
 from fkjit.interp.shared import OWN_BLOCK, OWN_BLOCK_BITS
 
 
@@ -25,8 +26,9 @@ class Cluster:
         self.layout = d.machine.layout
         self.shared = d.machine.memory.shared
         self.size = math.prod(self.layout.cluster)
-        if self.size > 1 and d.machine.race is not None:
-            Endings(d.machine, d.machine.race)
+        race = race_of(d)
+        if self.size > 1 and race is not None:
+            Endings(d.machine, race)
 
     def ranks(self, address: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         """The rank in its cluster of the block each lane's address belongs to (int64)."""

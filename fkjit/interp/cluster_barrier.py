@@ -6,18 +6,19 @@ import numpy as np
 
 from fkjit.interp.clocks import Clock
 from fkjit.interp.cluster import Cluster
-from fkjit.interp.control import guard_mask
-from fkjit.interp.decode import Decoder, Step, control, only
+from fkjit.interp.decode import Decoder
+from fkjit.interp.guards import guard_mask
 from fkjit.interp.lanes import Group, distinct
+from fkjit.interp.opcodes import Step, control, only
 from fkjit.interp.ptx import Instruction
-from fkjit.interp.race import Race
+from fkjit.interp.race import Race, race_of
 
 
 class ClusterBarriers:
     """The hardware barrier of every cluster: who has arrived, who may pass, who waits where."""
 
     def __init__(self, d: Decoder) -> None:
-        self.machine, layout = d.machine, d.machine.layout
+        self.machine, self.race, layout = d.machine, race_of(d), d.machine.layout
         self.cluster = layout.cta // d.part(Cluster).size  # of every lane
         self.clusters = int(self.cluster[-1]) + 1
         self.arrived = np.zeros(layout.lanes, bool)  # in the phase under way
@@ -47,7 +48,7 @@ class ClusterBarriers:
                 "cluster barrier out of turn", detail, ins, np.flatnonzero(again)
             )
         self.arrived |= lanes
-        race = self.machine.race
+        race = self.race
         if race is not None:  # a relaxed arrival after a fence releases too
             self._tell(race, lanes if releases else lanes & (race.flags.fenced >= 0))
         self.release()
@@ -97,7 +98,7 @@ class ClusterBarriers:
 
     def _pass(self, lanes: np.ndarray) -> None:
         self.passed &= ~lanes
-        race = self.machine.race
+        race = self.race
         if race is not None and lanes.any():
             for cluster in distinct(self.cluster[lanes]).tolist():
                 mine = np.flatnonzero(lanes & (self.cluster == cluster))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from fkjit.interp.accesses import WRITE
+from fkjit.interp.machine import Machine
 from fkjit.interp.race import Race
-from fkjit.interp.shadow import WRITE, Conflict, knows_by_clock
-
-if TYPE_CHECKING:
-    from fkjit.interp.machine import Machine
+from fkjit.interp.shadow import Conflict, knows_by_clock
 
 
 class Endings:

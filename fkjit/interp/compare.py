@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from fkjit.interp.arith_float import HALF, floats, is_float
-from fkjit.interp.decode import Decoder, Step, only, opcode
+from fkjit.interp.decode import Decoder
 from fkjit.interp.lanes import Group
+from fkjit.interp.opcodes import Step, only, opcode
 from fkjit.interp.ptx import DTYPE, Instruction, Pair, words
 
 _COMPARE: dict[str, Any] = {

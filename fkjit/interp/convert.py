@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from fkjit.interp import halves, narrow
-from fkjit.interp.arith_float import clamp, floats, flush_rounded
-from fkjit.interp.decode import Decoder, Step, only, opcode
+from fkjit.interp.arith_float import clamp, floats
+from fkjit.interp.decode import Decoder
+from fkjit.interp.flush import flush_rounded
+from fkjit.interp.opcodes import Step, only, opcode
 from fkjit.interp.ptx import DTYPE, SIZE, Instruction, words
 from fkjit.interp.rounding import FORMATS, directed64, quantise, sum_to_odd
 

@@ -7,8 +7,9 @@ import numpy as np
 from fkjit.interp.atomics import combine
 from fkjit.interp.bulk import SIGNAL, Side, Signal
 from fkjit.interp.cluster import Cluster
-from fkjit.interp.decode import Decoder, Step, only, opcode
+from fkjit.interp.decode import Decoder
 from fkjit.interp.lanes import Group
+from fkjit.interp.opcodes import Step, only, opcode
 from fkjit.interp.ptx import DTYPE, SIZE, UNSIGNED, Instruction
 from fkjit.interp.shared import OWN_BLOCK, OWN_BLOCK_BITS
 from fkjit.interp.transfers import Pieces, Transfer, Transfers, Update

@@ -6,7 +6,8 @@ import numpy as np
 
 from fkjit.interp import halves
 from fkjit.interp.arith_float import HALF, all_of, floats
-from fkjit.interp.decode import Decoder, Step, only
+from fkjit.interp.decode import Decoder
+from fkjit.interp.opcodes import Step, only
 from fkjit.interp.ptx import Instruction, words
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from fkjit.interp.decode import Decoder, Step, only, opcode
+from fkjit.interp.decode import Decoder
+from fkjit.interp.opcodes import Step, only, opcode
 from fkjit.interp.ptx import Instruction, words
+from fkjit.interp.race import race_of
 
 _SCOPES = words("cta cluster gpu sys gl")
 _SEMANTICS = words("sc acq_rel acquire release")
@@ -18,7 +20,7 @@ _PROXIES = words(
 def fence(d: Decoder, ins: Instruction) -> Step:
     """membar.scope, fence{.sem}.scope, fence.mbarrier_init, fence.proxy.kind."""
     only(ins, (*_SCOPES, *_SEMANTICS, *_PROXIES, "proxy", "mbarrier_init"))
-    race = d.machine.race
+    race = race_of(d)
     if race is None:
         return lambda group: None
     if ins.has("async"):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fkjit.interp.decode import Decoder, Step, only, opcode
+from fkjit.interp.decode import Decoder
+from fkjit.interp.opcodes import Step, only, opcode
 from fkjit.interp.ptx import DTYPE, SIZE, Instruction, words
 
 

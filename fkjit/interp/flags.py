@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from fkjit.interp.accesses import STRONG_READ, STRONG_WRITE
 from fkjit.interp.clocks import Clock, Clocks
 from fkjit.interp.ptx import Function, Instruction
-from fkjit.interp.shadow import STRONG_READ, STRONG_WRITE
 
 _BLOCK = ("cta",)
 

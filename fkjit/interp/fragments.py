@@ -16,9 +16,9 @@ import math
 
 import numpy as np
 
-from fkjit.interp.arena import WIDE
 from fkjit.interp.elements import BITS, matrix_type, raw_type, spread, unpack
 from fkjit.interp.lanes import WARP
+from fkjit.interp.views import WIDE
 
 
 class Fragment:

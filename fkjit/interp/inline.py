@@ -15,7 +15,6 @@ from itertools import count
 
 from fkjit.errors import InterpreterError
 from fkjit.interp import callgraph
-from fkjit.interp.decode import unsupported
 from fkjit.interp.ptx import (
     Frame,
     Function,
@@ -31,6 +30,7 @@ from fkjit.interp.ptx import (
     Variable,
     Vec,
 )
+from fkjit.interp.report import unsupported
 
 MAX_INSTRUCTIONS = 200_000
 STACK_BYTES = 8192  # of each thread, for the frames of functions that are not inlined

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.interp.decode import Compute, Decoder, Step, only, opcode
+from fkjit.interp.decode import Decoder
 from fkjit.interp.lanes import Group
+from fkjit.interp.opcodes import Compute, Step, only, opcode
 from fkjit.interp.ptx import DTYPE, SIZE, UNSIGNED, Instruction, Not, Pair, words
 
 _BINARY: dict[str, tuple[Any, Any]] = {

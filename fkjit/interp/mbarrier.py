@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fkjit.interp.accesses import WRITE
 from fkjit.interp.clocks import Clock
 from fkjit.interp.cluster import Cluster
 from fkjit.interp.decode import Decoder
 from fkjit.interp.ptx import Instruction
-from fkjit.interp.race import WRITE
+from fkjit.interp.race import race_of
 from fkjit.interp.report import Waiting
 from fkjit.interp.shared import MBARRIER
 
@@ -51,7 +52,7 @@ class Mbarriers:
     """All mbarriers of the batch, by position in shared memory."""
 
     def __init__(self, d: Decoder) -> None:
-        self.machine, self.race = d.machine, d.machine.race
+        self.machine, self.race = d.machine, race_of(d)
         self.shared, self.cluster = d.machine.memory.shared, d.part(Cluster)
         self.table: dict[int, Mbarrier] = {}
         self.events = 0  # grows with every change of any mbarrier

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from fkjit.interp.control import guard_mask
-from fkjit.interp.decode import Decoder, Step, control, only
+from fkjit.interp.accesses import ATOMIC, WRITE
+from fkjit.interp.decode import Decoder
+from fkjit.interp.guards import guard_mask
 from fkjit.interp.lanes import Group
-from fkjit.interp.loadstore import Locator
+from fkjit.interp.locate import Locator
 from fkjit.interp.mbarrier import MAX_COUNT, PENDING_BITS, Mbarrier, Mbarriers, Parked
+from fkjit.interp.opcodes import Step, control, only
 from fkjit.interp.ptx import Instruction, Mem
-from fkjit.interp.race import ATOMIC, WRITE
 
 _COMMON = ("shared", "shared::cta", "b64")
 _REMOTE = (*_COMMON, "shared::cluster", "relaxed", "cta", "cluster")

@@ -20,13 +20,14 @@ from fkjit.interp.accumulators import (
     empty_accumulators,
     resident_accumulators,
 )
-from fkjit.interp.decode import Decoder, Step, control, is_control
+from fkjit.interp.converge import aligned_meeting, whole_warps
+from fkjit.interp.decode import Decoder
 from fkjit.interp.elements import matrix_type
 from fkjit.interp.fragments import Fragment
 from fkjit.interp.lanes import WARP, Group
 from fkjit.interp.mma_forms import COLUMNS, Form, form_of, forms_of, names
+from fkjit.interp.opcodes import Step, control, is_control
 from fkjit.interp.ptx import Function, Instruction, reads_and_writes, words
-from fkjit.interp.tensor import aligned_meeting, whole_warps
 
 MAX_RUN = 8  # instructions in one product
 _ROOM = 512  # bytes a lane: 8 operands b of m16n8k64, or 2 of m16n8k256, unpacked to float32

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.interp.decode import Decoder, Step, only, opcode
+from fkjit.interp.decode import Decoder
+from fkjit.interp.local import LOCAL_WINDOW
+from fkjit.interp.opcodes import Step, only, opcode
 from fkjit.interp.ptx import SIZE, UNSIGNED, Instruction, Reg, Vec
-from fkjit.interp.shared import LOCAL_WINDOW, SHARED_WINDOW
+from fkjit.interp.shared import SHARED_WINDOW
 from fkjit.interp.timers import CLOCKS, read_clock
 
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from fkjit.interp import halves
 from fkjit.interp.arith_float import clamp, floats
-from fkjit.interp.decode import Decoder, Step, only
+from fkjit.interp.decode import Decoder
+from fkjit.interp.opcodes import Step, only
 from fkjit.interp.ptx import Instruction
 from fkjit.interp.rounding import FORMATS, quantise
 

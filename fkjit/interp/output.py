@@ -9,11 +9,13 @@ import sys
 import numpy as np
 
 from fkjit.interp.arena import GLOBAL_WINDOW
-from fkjit.interp.decode import Decoder, Step, opcode
+from fkjit.interp.decode import Decoder
 from fkjit.interp.lanes import Group
-from fkjit.interp.loadstore import Locator
+from fkjit.interp.local import LOCAL_WINDOW
+from fkjit.interp.locate import Locator
+from fkjit.interp.opcodes import Step, opcode
 from fkjit.interp.ptx import Instruction, Mem
-from fkjit.interp.shared import LOCAL_WINDOW, SHARED_WINDOW
+from fkjit.interp.shared import SHARED_WINDOW
 
 _SPEC = re.compile(r"%([-+ #0]*)(\*|\d+)?(?:\.(\*|\d+)?)?(hh|h|ll|l|j|z|t|L)?([a-zA-Z%])|%")
 _LONG = ("l", "ll", "j", "z", "t")

@@ -1,6 +1,6 @@
 """Who knows of what: races are accesses to one byte, one of them a write, that nothing orders.
 
-`Machine.race` is a `Race` where races are looked for, else None. Threads' accesses come to
+`race_of` gives a launch's `Race` where races are looked for, else None. Threads' accesses come to
 `access`; barriers, fences and flags tell it what orders them; asynchronous engines begin and finish
 theirs. Exact for the run that was made: vector clocks a thread, accesses by the byte.
 """
@@ -9,35 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fkjit.interp.accesses import ATOMIC, READ, STRONG_READ, STRONG_WRITE, WRITE
 from fkjit.interp.clocks import Clock, Clocks
+from fkjit.interp.decode import Decoder
 from fkjit.interp.flags import Flags
 from fkjit.interp.lanes import distinct
+from fkjit.interp.machine import Machine
 from fkjit.interp.pending import Pending
 from fkjit.interp.ptx import Function, Instruction
 from fkjit.interp.race_report import RaceReport
-from fkjit.interp.shadow import (
-    CHUNK,
-    READ,
-    STRONG_READ,
-    STRONG_WRITE,
-    WRITE,
-    Known,
-    Shadow,
-    knows_by_clock,
-    knows_by_lane,
-)
+from fkjit.interp.shadow import CHUNK, Known, Shadow, knows_by_clock, knows_by_lane
 from fkjit.interp.widths import narrowest
 
-if TYPE_CHECKING:
-    from fkjit.interp.machine import Machine
-
-ATOMIC = "atomic"
 _STRONG = ("relaxed", "acquire", "release", "acq_rel", "volatile", "mmio", "sc")
-__all__ = ["ATOMIC", "READ", "WRITE", "Operation", "Race"]
 
 
 @dataclass
@@ -349,3 +336,12 @@ class Race:
                 shadow is self.shared, int(units[first]) << shadow.shift, int(lanes[0]), ins,
                 int(who[first]), int(when[first]),
             )  # fmt: skip
+
+
+def race_of(d: Decoder) -> Race | None:
+    """The race finder of a launch; None where races are not looked for."""
+    return d.part(_make)
+
+
+def _make(d: Decoder) -> Race | None:
+    return Race(d.machine, d.function) if d.machine.checks.race else None

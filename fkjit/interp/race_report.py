@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,12 +10,10 @@ from fkjit.errors import SanitizerError
 from fkjit.interp import report
 from fkjit.interp.clocks import Clocks
 from fkjit.interp.lanes import WARP
+from fkjit.interp.machine import Machine
 from fkjit.interp.ptx import Instruction
 from fkjit.interp.report import Reporter
 from fkjit.interp.shadow import Conflict
-
-if TYPE_CHECKING:
-    from fkjit.interp.machine import Machine
 
 _DONE_BY = {
     "tma": "a wait for its mbarrier",

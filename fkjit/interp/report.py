@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from fkjit.errors import SanitizerError
+from fkjit.errors import InterpreterError, SanitizerError
 from fkjit.interp.lanes import Layout
 from fkjit.interp.ptx import Instruction
 
@@ -16,6 +16,15 @@ Waiting = tuple[Instruction, np.ndarray] | tuple[Instruction, np.ndarray, str]
 def where(ins: Instruction) -> str:
     """`kernels_cu/attention/flash.cu:12`, or that the PTX says no line."""
     return ins.location or "(no source line: compile with -lineinfo)"
+
+
+def unsupported(ins: Instruction, why: str = "") -> InterpreterError:
+    """The error of an instruction or a modifier that is not implemented."""
+    reason = f" ({why})" if why else ""
+    return InterpreterError(
+        f"interpreter: this PTX instruction is not supported{reason}: {ins.text}\n"
+        f"    at {where(ins)}"
+    )
 
 
 class Reporter:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fkjit.interp.accesses import READ, STRONG_READ, STRONG_WRITE, WRITE
 from fkjit.interp.clocks import Clock, Clocks
 
 CHUNK = 16
 MAX_QUEUED = 1 << 21  # lane accesses
 Known = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]  # see `Shadow.conflict`
 
-READ, WRITE, STRONG_READ, STRONG_WRITE = "read", "write", "strong read", "strong write"
 _READS = (READ, STRONG_READ)
 # What each kind conflicts with. Strong accesses (atomics, volatile, acquire/release) go together.
 _AGAINST = {

@@ -10,50 +10,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fkjit.interp.control import guard_mask
-from fkjit.interp.decode import Decoder, Step, control
+from fkjit.interp.accesses import READ, WRITE
+from fkjit.interp.converge import aligned_meeting, whole_warps
+from fkjit.interp.decode import Decoder
 from fkjit.interp.lanes import WARP, Group
-from fkjit.interp.loadstore import Locator
+from fkjit.interp.locate import Locator
+from fkjit.interp.opcodes import Step, control
 from fkjit.interp.ptx import Instruction
-from fkjit.interp.race import READ, WRITE
-from fkjit.interp.warp import warp_meeting
 
 Wide = np.dtype("c16")
-
-
-def whole_warps(d: Decoder, ins: Instruction, group: Group) -> np.ndarray | None:
-    """Numbers of the group's warps, None for all; every one must be complete."""
-    if group.full:
-        return None
-    here = group.mask.reshape(-1, WARP)
-    some, every = here.any(1), here.all(1)
-    if (some & ~every).any():
-        lanes = np.flatnonzero(group.mask & np.repeat(~every, WARP))
-        raise d.machine.reporter.fault(
-            "incomplete warp", "a warp-wide instruction without all 32 threads", ins, lanes
-        )
-    return np.flatnonzero(some)
-
-
-def aligned_meeting(
-    d: Decoder, ins: Instruction, act: Callable[[Group], None], skip: int = 1
-) -> Step:
-    """The control step of an `.aligned` instruction: a guard has to agree within a warp."""
-    step = warp_meeting(d, ins, None, act, skip)
-    if ins.guard is None:
-        return step
-
-    def run(group: Group) -> int | None:
-        held = guard_mask(d, ins, group).reshape(-1, WARP)
-        here = group.mask.reshape(-1, WARP)
-        split = (held != here).any(1) & held.any(1)
-        if split.any():
-            detail = "the guard of an instruction for whole warps differs between threads"
-            lanes = np.flatnonzero(held & split[:, None])
-            raise d.machine.reporter.fault("incomplete warp", detail, ins, lanes)
-        return step(group)
-
-    return run
 
 
 def _pick(register: np.ndarray, warps: np.ndarray | None) -> np.ndarray:

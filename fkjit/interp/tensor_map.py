@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fkjit.errors import ParameterError
-from fkjit.interp.arena import Allocation, extent, own_bytes
+from fkjit.interp.strides import extent, misaligned, own_bytes
 
 BYTES, ALIGN = 128, 64  # of a CUtensorMap
 MAGIC = int.from_bytes(b"fkjitmap", "little")
@@ -154,15 +154,6 @@ class TensorMap:
         raise self._refuse("dims", f"with strides={self.strides} has elements outside the view")
 
 
-@dataclass(frozen=True)
-class BoundMap:
-    """A tensor map of a launch: the array's place, and its first element's byte in the arena."""
-
-    map: TensorMap
-    place: Allocation
-    start: int
-
-
 def handle(number: int) -> bytes:
     """The 128 bytes that stand for the launch's tensor map of that number."""
     words = np.zeros(BYTES // 8, np.uint64)
@@ -174,12 +165,3 @@ def number_of(raw: bytes) -> int | None:
     """The number of the map that these 128 bytes stand for; None: they are no tensor map."""
     words = np.frombuffer(raw, np.uint64)
     return int(words[1]) if int(words[0]) == MAGIC and not words[2:].any() else None
-
-
-def misaligned(array: np.ndarray, low: int) -> int:
-    """Bytes of a view's start after a multiple of 256, were its owner's first byte on one."""
-    owner = array
-    while isinstance(owner.base, np.ndarray):
-        owner = owner.base
-    start = array.__array_interface__["data"][0] + low
-    return (start - owner.__array_interface__["data"][0]) % 256

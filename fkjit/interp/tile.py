@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fkjit.interp.arena import WIDE
 from fkjit.interp.tensor_map import SWIZZLES, TensorMap
+from fkjit.interp.views import WIDE
 
 CHUNK = 16
 _SWIZZLE_MASK = {"none": 0, "32B": 1, "64B": 3, "128B": 7}

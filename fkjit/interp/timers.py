@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from fkjit.interp.decode import Decoder, Step, opcode
+from fkjit.interp.decode import Decoder
 from fkjit.interp.lanes import Group
+from fkjit.interp.opcodes import Step, opcode
 from fkjit.interp.ptx import DTYPE, SIZE, Instruction
 
 NS_PER_LOOK = 1000

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fkjit.interp.arena import GLOBAL_WINDOW, in_hole
+from fkjit.interp.arena import GLOBAL_WINDOW, BoundMap, in_hole
 from fkjit.interp.bulk import SIGNAL, Side, Signal, spread, update_of
-from fkjit.interp.decode import Decoder, Step, opcode
+from fkjit.interp.decode import Decoder
 from fkjit.interp.lanes import Group
+from fkjit.interp.opcodes import Step, opcode
 from fkjit.interp.ptx import Instruction, Mem, Operand
-from fkjit.interp.tensor_map import ALIGN, BYTES, BoundMap, number_of
+from fkjit.interp.tensor_map import ALIGN, BYTES, number_of
 from fkjit.interp.tile import ALIGNMENT, CHUNK, Tile, fill_of, rounded_to_tf32, swizzled, tile
 from fkjit.interp.transfers import Pieces, Transfer, Transfers
 

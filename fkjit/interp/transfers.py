@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fkjit.interp.accesses import ATOMIC
 from fkjit.interp.atomics import one_by_one
 from fkjit.interp.clocks import Clock
 from fkjit.interp.cluster import Cluster
@@ -19,7 +20,7 @@ from fkjit.interp.decode import Decoder
 from fkjit.interp.lanes import Group, distinct
 from fkjit.interp.mbarrier import Mbarriers
 from fkjit.interp.ptx import Instruction
-from fkjit.interp.race import ATOMIC, Operation
+from fkjit.interp.race import Operation, race_of
 from fkjit.interp.shared import MBARRIER
 
 SEED = 2024
@@ -82,7 +83,7 @@ class Transfers:
     """All copies of the batch that are in flight, and each thread's commit groups."""
 
     def __init__(self, d: Decoder) -> None:
-        self.machine, self.race = d.machine, d.machine.race
+        self.machine, self.race = d.machine, race_of(d)
         self.memory, self.shared = d.machine.memory, d.machine.memory.shared
         self.barriers, self.cluster = d.part(Mbarriers), d.part(Cluster)
         self.random = random.Random(SEED)

@@ -13,8 +13,10 @@ from functools import lru_cache, reduce
 
 import numpy as np
 
-from fkjit.interp.decode import Decoder, Step, is_control, segment_starts
+from fkjit.interp.decode import Decoder
+from fkjit.interp.flow import segment_starts
 from fkjit.interp.lanes import Group
+from fkjit.interp.opcodes import Step, is_control
 from fkjit.interp.ptx import (
     DTYPE,
     NO_DESTINATION,

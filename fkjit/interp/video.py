@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.interp.decode import Decoder, Step, opcode
+from fkjit.interp.decode import Decoder
+from fkjit.interp.opcodes import Step, opcode
 from fkjit.interp.ptx import Instruction
 
 _OPERATIONS: dict[str, Any] = {

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fkjit.interp.control import guard_mask
-from fkjit.interp.decode import Decoder, Step
+from fkjit.interp.decode import Decoder
+from fkjit.interp.guards import guard_mask
 from fkjit.interp.lanes import Group
+from fkjit.interp.opcodes import Step
 from fkjit.interp.ptx import Instruction
 
 WARPGROUP = 128

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from fkjit.interp.decode import Decoder, Step, control
+from fkjit.interp.decode import Decoder
 from fkjit.interp.lanes import Group
+from fkjit.interp.opcodes import Step, control
 from fkjit.interp.ptx import Instruction
+from fkjit.interp.race import race_of
 from fkjit.interp.report import where
 from fkjit.interp.shared import INITIALISED
 from fkjit.interp.warpgroup import Warpgroups, warpgroup_meeting
@@ -24,7 +26,8 @@ class Flight:
     """All wgmma of the batch that have not been waited for, in order of issue."""
 
     def __init__(self, d: Decoder) -> None:
-        self.machine, self.shared = d.machine, d.machine.memory.shared
+        self.machine, self.race = d.machine, race_of(d)
+        self.shared = d.machine.memory.shared
         self.warpgroups, self.carriers = d.part(Warpgroups), d.part(Carriers)
         count = self.warpgroups.count
         self.products: list[Product] = []
@@ -73,7 +76,7 @@ class Flight:
         )  # fmt: skip
         b = self._read(product, product.b[due], form.b, form.b_transposed)
         product.land(due, a, b)
-        race = self.machine.race
+        race = self.race
         if race is not None:
             for index in due.tolist():
                 lanes = self.warpgroups.lanes[product.which[index]]

@@ -7,6 +7,7 @@ import numpy as np
 from fkjit.interp.decode import Decoder
 from fkjit.interp.lanes import WARP, Group
 from fkjit.interp.ptx import Instruction, Operand, Vec, registers_in
+from fkjit.interp.race import race_of
 from fkjit.interp.warpgroup import WARPGROUP, Warpgroups
 from fkjit.interp.wgmma_flow import unfenced
 from fkjit.interp.wgmma_form import ROWS, parse_form
@@ -169,7 +170,7 @@ class Issue:
 
     def _start(self, product: Product) -> None:
         """Tell the race checker what each warp will read: all of B, its own 16 rows of A."""
-        race = self.d.machine.race
+        race = race_of(self.d)
         if race is None:
             return
         layout = self.d.machine.layout

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fkjit.interp.control import guard_mask
-from fkjit.interp.decode import Decoder, Step, intercept
+from fkjit.interp.decode import Decoder
+from fkjit.interp.guards import guard_mask
 from fkjit.interp.lanes import Group
+from fkjit.interp.opcodes import Step, intercept
 from fkjit.interp.ptx import Instruction, reads_and_writes
 from fkjit.interp.warpgroup import Warpgroups
 from fkjit.interp.wgmma_flow import carriers, copied, unfenced

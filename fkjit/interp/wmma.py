@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fkjit.interp.decode import Decoder, Step, control, only
+from fkjit.interp.accesses import READ, WRITE
+from fkjit.interp.converge import aligned_meeting, whole_warps
+from fkjit.interp.decode import Decoder
 from fkjit.interp.elements import BITS, matrix_type, raw_type, spread, unpack
 from fkjit.interp.lanes import WARP, Group
-from fkjit.interp.loadstore import Located, Locator, by_space
+from fkjit.interp.locate import Located, Locator, by_space
+from fkjit.interp.opcodes import Step, control, only
 from fkjit.interp.ptx import Imm, Instruction, Operand, Vec
-from fkjit.interp.race import READ, WRITE
-from fkjit.interp.tensor import aligned_meeting, full_lanes, whole_warps
+from fkjit.interp.tensor import full_lanes
 
 _HALVES = ("m16n16k16", "m32n8k16", "m8n32k16")
 _SHAPES = {

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from fkjit.errors import SanitizerError
+from fkjit.interp.accesses import ATOMIC, READ, WRITE
 from fkjit.interp.lanes import Layout
 from fkjit.interp.ptx import Function, Instruction
-from fkjit.interp.race import ATOMIC, READ, WRITE, Race
+from fkjit.interp.race import Race
 from fkjit.interp.report import Reporter
 
 BLOCKS, THREADS, BYTES = 2, 64, 64

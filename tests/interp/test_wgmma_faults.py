@@ -96,6 +96,19 @@ def test_a_result_read_too_early() -> None:
     assert f"the wgmma at {NAME}" in fault(source) and calling(source) in fault(source)
 
 
+def test_a_result_shuffled() -> None:
+    """Instructions for whole warps see results as any other instruction does."""
+    shuffle = "d[1] = __shfl_xor_sync(~0u, d[1], 1);"
+    report = fault(filled(AFTER=f"{shuffle}  // BUG"))
+    assert "this reads %r" in report and "shfl.sync" in report
+    plain, shuffled = arguments(), arguments()
+    shuffled[0] = plain[0]
+    for each, later in ((plain, ""), (shuffled, shuffle)):
+        run(compile_ptx(filled(LATER=later), "compute_90a", NAME), "k", 2, 128, each)
+    before, after = (each[1].value.reshape(8, 128, 4)[:2] for each in (plain, shuffled))
+    np.testing.assert_array_equal(after[:, :, 1], before[:, np.arange(128) ^ 1, 1])
+
+
 def test_a_result_overwritten_in_flight() -> None:
     text = 'asm volatile("mov.f32 %0, 0f3F800000;" : "+f"(d[3]) :: "memory");  // BUG'
     assert "this overwrites %f" in fault(filled(AFTER=text))
