@@ -14,22 +14,22 @@ from threading import Lock
 import numpy as np
 
 from fkjit.errors import InterpreterError, ParameterError, SanitizerError
-from fkjit.interp import callgraph
-from fkjit.interp.arena import Allocation, GlobalMemory
-from fkjit.interp.arguments import Arg, Placing
-from fkjit.interp.banks import BankLine
-from fkjit.interp.checks import Checks
-from fkjit.interp.inline import inline_calls
-from fkjit.interp.lanes import WARP, Layout
-from fkjit.interp.local import LocalMemory
-from fkjit.interp.machine import Machine, Memory
-from fkjit.interp.names import source_name
-from fkjit.interp.parse import parse
-from fkjit.interp.ptx import Function, Module, Variable
-from fkjit.interp.report import Reporter
+from fkjit.interp.core import callgraph
+from fkjit.interp.core.checks import Checks
+from fkjit.interp.core.inline import inline_calls
+from fkjit.interp.core.lanes import WARP, Layout
+from fkjit.interp.core.names import source_name
+from fkjit.interp.core.parse import parse
+from fkjit.interp.core.ptx import Function, Module, Variable
+from fkjit.interp.core.report import Reporter
+from fkjit.interp.machine.machine import Machine, Memory
 from fkjit.interp.schedule import Scheduler
-from fkjit.interp.shared import CarveOut, SharedMemory
-from fkjit.interp.tensor_map import TensorMap
+from fkjit.interp.spaces.arena import Allocation, GlobalMemory
+from fkjit.interp.spaces.arguments import Arg, Placing
+from fkjit.interp.spaces.banks import BankLine
+from fkjit.interp.spaces.local import LocalMemory
+from fkjit.interp.spaces.shared import CarveOut, SharedMemory
+from fkjit.interp.spaces.tensor_map import TensorMap
 
 MAX_LANES = 4096  # threads that run together: more amortise NumPy's overhead, but leave its caches
 Dim3 = tuple[int, int, int]

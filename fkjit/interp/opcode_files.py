@@ -1,32 +1,20 @@
-"""Every file whose decoders register themselves (see `opcodes`)."""
+"""Every file whose decoders register themselves (see `machine.opcodes`)."""
 
-from fkjit.interp import (  # noqa: F401
+# ruff: noqa: F401
+
+from fkjit.interp.copies import bulk, cp_async, distributed, mbarrier_ops, tma
+from fkjit.interp.memory import atomics, fences, loadstore
+from fkjit.interp.mma import ldmatrix, mma, wmma
+from fkjit.interp.ops import (
     arithmetic,
-    async_copy,
-    atomics,
-    barrier,
-    bulk,
-    calls,
     carry,
-    cluster_barrier,
     compare,
-    control,
     convert,
-    distributed,
-    fences,
     fields,
-    loadstore,
     logic,
-    mbarrier_ops,
-    mma,
     move,
-    output,
-    tensor,
     timers,
-    tma,
     video,
-    warp,
-    wgmma,
-    wgmma_registers,
-    wmma,
 )
+from fkjit.interp.threads import barrier, calls, cluster_barrier, control, output, warp
+from fkjit.interp.wgmma import registers, wgmma

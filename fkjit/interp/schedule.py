@@ -11,14 +11,14 @@ import itertools
 
 from fkjit.errors import InterpreterError
 from fkjit.interp import opcode_files  # noqa: F401  (decoders register themselves)
-from fkjit.interp.banks import Banks
-from fkjit.interp.decode import Decoder
-from fkjit.interp.flow import segment_starts
-from fkjit.interp.lanes import Group
-from fkjit.interp.machine import Machine
-from fkjit.interp.opcodes import Step, is_control
-from fkjit.interp.race import race_of
-from fkjit.interp.undefined import Undefined
+from fkjit.interp.core.lanes import Group
+from fkjit.interp.machine.decode import Decoder
+from fkjit.interp.machine.flow import segment_starts
+from fkjit.interp.machine.machine import Machine
+from fkjit.interp.machine.opcodes import Step, is_control
+from fkjit.interp.machine.undefined import Undefined
+from fkjit.interp.race.finder import race_of
+from fkjit.interp.spaces.banks import Banks
 
 SPIN_LIMIT = 2000  # backward branches in a row before another group gets its turn
 STEP_LIMIT = 20_000_000  # straight-line runs of one batch: more is an endless loop

@@ -8,7 +8,7 @@ from interp_kit import compile_ptx, line_of
 
 from fkjit.errors import SanitizerError
 from fkjit.interp import Arg, Checks, run
-from fkjit.interp.banks import wavefronts
+from fkjit.interp.spaces.banks import wavefronts
 
 NAME = "kernels_cu/test/banks.cu"
 LANES = np.arange(32)

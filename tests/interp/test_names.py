@@ -8,7 +8,7 @@ from interp_kit import compile_ptx
 
 from fkjit.errors import SanitizerError
 from fkjit.interp import Arg, run
-from fkjit.interp.names import source_name
+from fkjit.interp.core.names import source_name
 
 
 @pytest.mark.parametrize(

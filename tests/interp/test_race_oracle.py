@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from fkjit.errors import SanitizerError
-from fkjit.interp.accesses import ATOMIC, READ, WRITE
-from fkjit.interp.lanes import Layout
-from fkjit.interp.ptx import Function, Instruction
-from fkjit.interp.race import Race
-from fkjit.interp.report import Reporter
+from fkjit.interp.core.accesses import ATOMIC, READ, WRITE
+from fkjit.interp.core.lanes import Layout
+from fkjit.interp.core.ptx import Function, Instruction
+from fkjit.interp.core.report import Reporter
+from fkjit.interp.race.finder import Race
 
 BLOCKS, THREADS, BYTES = 2, 64, 64
 LANES = BLOCKS * THREADS

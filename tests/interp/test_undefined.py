@@ -8,8 +8,8 @@ from interp_kit import compile_ptx
 
 from fkjit.errors import SanitizerError
 from fkjit.interp import Arg, Checks, run
-from fkjit.interp.parse import parse
-from fkjit.interp.undefined import affected, early_reads
+from fkjit.interp.core.parse import parse
+from fkjit.interp.machine.undefined import affected, early_reads
 
 
 def kernel(body: str) -> str:

@@ -105,7 +105,7 @@ def test_a_result_shuffled() -> None:
     shuffled[0] = plain[0]
     for each, later in ((plain, ""), (shuffled, shuffle)):
         run(compile_ptx(filled(LATER=later), "compute_90a", NAME), "k", 2, 128, each)
-    before, after = (each[1].value.reshape(8, 128, 4)[:2] for each in (plain, shuffled))
+    before, after = (np.reshape(each[1].value, (8, 128, 4))[:2] for each in (plain, shuffled))
     np.testing.assert_array_equal(after[:, :, 1], before[:, np.arange(128) ^ 1, 1])
 
 
