@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fkjit.interp.copies.transfers import Pieces, Transfer, Transfers, Update
+from fkjit.interp.copies.transfers import CHUNK, Chunks, Transfer, Transfers, Update
 from fkjit.interp.core.lanes import Group
 from fkjit.interp.core.ptx import DTYPE, SIZE, Instruction, Operand
 from fkjit.interp.machine.decode import Decoder
@@ -17,7 +17,6 @@ from fkjit.interp.memory.cluster import Cluster
 from fkjit.interp.memory.locate import Locator
 from fkjit.interp.spaces.shared import OWN_BLOCK, OWN_BLOCK_BITS
 
-PIECE = 16  # bytes: copies move multiples of them
 SIGNAL = "mbarrier::complete_tx::bytes"
 _SHARED = ("shared::cta", "shared::cluster")
 _REDUCTIONS = {
@@ -49,24 +48,24 @@ class Side:
         first = group.pick(self.locator.base)
         return first + self.locator.offset
 
-    def pieces(self, lane: int, address: np.ndarray, width: int) -> Pieces:
-        """Checked pieces of `width` bytes at these addresses (int64), for one lane."""
+    def chunks(self, lane: int, address: np.ndarray, width: int) -> Chunks:
+        """Checked chunks of `width` bytes at these addresses (int64), for one lane."""
         mask = np.zeros(self.d.machine.layout.lanes, bool)
         mask[lane] = True
         group, memory = Group(mask, -1), self.d.machine.memory
         if self.space == "global":
             address = address.view(np.uint64)
             found = memory.globals.index(address, width, group, self.ins, self.write)
-            return Pieces(False, found, width)
+            return Chunks(False, found, width)
         who = np.full(address.size, lane)
         index = self.cluster.index if self.space == "shared::cluster" else self.shared.index
-        return Pieces(True, index(address, width, group, self.ins, self.write, who), width)
+        return Chunks(True, index(address, width, group, self.ins, self.write, who), width)
 
-    def span(self, lane: int, address: int, size: int) -> Pieces:
+    def span(self, lane: int, address: int, size: int) -> Chunks:
         """`size` bytes from an address on."""
         if not size:
-            return Pieces(self.space != "global", np.zeros(0, np.int64), PIECE)
-        return self.pieces(lane, address + np.arange(0, size, PIECE), PIECE)
+            return Chunks(self.space != "global", np.zeros(0, np.int64), CHUNK)
+        return self.chunks(lane, address + np.arange(0, size, CHUNK), CHUNK)
 
 
 class Signal:
@@ -176,9 +175,9 @@ def _sizes(d: Decoder, ins: Instruction, operand: Operand) -> Callable[[Group], 
 
     def sizes(group: Group) -> np.ndarray:
         found = group.pick(size).astype(np.int64)
-        bad = np.flatnonzero(found % PIECE)
+        bad = np.flatnonzero(found % CHUNK)
         if bad.size:
-            detail = f"{int(found[bad[0]]):,} bytes: not a multiple of {PIECE}"
+            detail = f"{int(found[bad[0]]):,} bytes: not a multiple of {CHUNK}"
             raise d.machine.reporter.fault("bad copy size", detail, ins, group.lanes[bad])
         return found
 
@@ -209,18 +208,18 @@ def _copy(d: Decoder, ins: Instruction, form: _Form) -> Step:
     mask = ins.args[4] if form.multicast else None
     signal = Signal(d, ins, ins.args[3], mask) if form.signals else None
     update = update_of(*form.reduction) if form.reduction else None
-    width = SIZE[form.reduction[1]] if form.reduction else PIECE
+    width = SIZE[form.reduction[1]] if form.reduction else CHUNK
 
     def one(
         lane: int, to: int, start: int, size: int, ranks: list[int] | None, barrier: int
     ) -> None:
         for side, address in ((target, to), (source, start)):
-            side.span(lane, address, size)  # aligned to PIECE, whatever the type of a reduction
+            side.span(lane, address, size)  # aligned to CHUNK, whatever the type of a reduction
         if not size:
             return
         steps = np.arange(0, size, width)
-        near = source.pieces(lane, np.tile(start + steps, len(ranks or (0,))), width)
-        far = target.pieces(lane, spread(to + steps, ranks), width)
+        near = source.chunks(lane, np.tile(start + steps, len(ranks or (0,))), width)
+        far = target.chunks(lane, spread(to + steps, ranks), width)
         heard = [] if signal is None else signal.places(lane, barrier, ranks)
         transfers.start(
             Transfer(

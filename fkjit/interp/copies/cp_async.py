@@ -42,7 +42,7 @@ class _Queue:
         self.commits = np.zeros(d.machine.layout.lanes, np.int64)
         self.open: list[_Copy] = []
         self.committed: list[_Copy] = []
-        d.machine.listeners.append(self._clear)
+        d.machine.on_start.append(self._clear)
 
     def _clear(self) -> None:
         self.commits[:] = 0
@@ -116,7 +116,7 @@ class _Arrivals:
     def __init__(self, d: Decoder) -> None:
         self.queue, self.barriers = d.part(_Queue), d.part(Mbarriers)
         self.due: list[tuple[int, int, Instruction]] = []  # lane, mbarrier, instruction
-        d.machine.listeners.append(self.due.clear)
+        d.machine.on_start.append(self.due.clear)
         d.machine.engines.append(self._act)
 
     def _act(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fkjit.interp.copies.bulk import SIGNAL, Side, Signal
-from fkjit.interp.copies.transfers import Pieces, Transfer, Transfers, Update
+from fkjit.interp.copies.transfers import Chunks, Transfer, Transfers, Update
 from fkjit.interp.core.lanes import Group
 from fkjit.interp.core.ptx import DTYPE, SIZE, UNSIGNED, Instruction
 from fkjit.interp.machine.decode import Decoder
@@ -80,7 +80,7 @@ def _send(
         rows = np.stack([group.pick(one) for one in values], 1)
         for barrier, block in sorted(set(zip(barriers.tolist(), cta[lanes].tolist(), strict=True))):
             mine = (barriers == barrier) & (cta[lanes] == block)
-            there = Pieces(True, at[mine], size)
+            there = Chunks(True, at[mine], size)
             sent = np.ascontiguousarray(rows[mine]).reshape(-1)
             bytes_ = size * int(mine.sum())
             transfers.start(

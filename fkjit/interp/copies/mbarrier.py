@@ -58,7 +58,7 @@ class Mbarriers:
         self.events = 0  # grows with every change of any mbarrier
         self.incoming: list[Callable[[int], int]] = []  # bytes in flight that an mbarrier hears of
         self._retried: object = None
-        d.machine.listeners.append(self._clear)
+        d.machine.on_start.append(self._clear)
         d.machine.waiting.append(self._who)
         d.machine.retries.append(self._time_out)
         if d.machine.checked:

@@ -23,7 +23,7 @@ _KNOWN = {
     "init": _COMMON, "inval": _COMMON, "expect_tx": _REMOTE, "complete_tx": _REMOTE,
     "arrive": _ARRIVE, "arrive_drop": _ARRIVE, "test_wait": _WAIT, "try_wait": _WAIT,
 }  # fmt: skip
-Pieces = Iterator[tuple[int, np.ndarray]]
+ByBlock = Iterator[tuple[int, np.ndarray]]
 
 
 class Operands:
@@ -63,7 +63,7 @@ class Operands:
             see(kind, True, positions, 8, group.lanes, self.ins)
 
 
-def blocks(group: Group, positions: np.ndarray, cta: np.ndarray) -> Pieces:
+def blocks(group: Group, positions: np.ndarray, cta: np.ndarray) -> ByBlock:
     """For every mbarrier and every block that uses it: its position, indices into the lanes."""
     lanes = group.lanes
     if cta[lanes[0]] == cta[lanes[-1]] and (positions == positions[0]).all():

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fkjit.interp.copies.transfers import CHUNK
 from fkjit.interp.spaces.tensor_map import SWIZZLES, TensorMap
 from fkjit.interp.spaces.views import WIDE
 
-CHUNK = 16
 _SWIZZLE_MASK = {"none": 0, "32B": 1, "64B": 3, "128B": 7}
 ALIGNMENT = {"none": 128, "32B": 256, "64B": 512, "128B": 1024}  # of a box in shared memory
 _NAN = 0x7FF7  # every half of what "nan" fills in: so on an H200 for f16 and bf16, assumed for more
@@ -31,12 +31,12 @@ def swizzled(address: np.ndarray, mode: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Tile:
-    """One box at one place: its bytes, and the pieces of `width` bytes inside the tensor."""
+    """One box at one place: its bytes, and the chunks of `width` bytes inside the tensor."""
 
     size: int  # bytes of the whole box, without what lies between its rows
     width: int
-    box: np.ndarray  # byte in the (unswizzled) box of every piece
-    tensor: np.ndarray  # byte from the tensor's first element of every piece
+    box: np.ndarray  # byte in the (unswizzled) box of every chunk
+    tensor: np.ndarray  # byte from the tensor's first element of every chunk
     chunks: np.ndarray  # byte in the box of every chunk, also of those outside the tensor
 
     @property
@@ -88,7 +88,7 @@ def fill_of(tensor: TensorMap) -> np.ndarray:
 
 
 def rounded_to_tf32(values: np.ndarray) -> np.ndarray:
-    """float32 in pieces of any width -> the nearest tf32, ties away from zero."""
+    """float32 in chunks of any width -> the nearest tf32, ties away from zero."""
     bits = values.view(np.uint32)
     finite = (bits & np.uint32(0x7F800000)) != 0x7F800000
     near = (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)

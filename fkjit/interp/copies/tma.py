@@ -9,14 +9,13 @@ import numpy as np
 from fkjit.interp.copies.bulk import SIGNAL, Side, Signal, spread, update_of
 from fkjit.interp.copies.tile import (
     ALIGNMENT,
-    CHUNK,
     Tile,
     fill_of,
     rounded_to_tf32,
     swizzled,
     tile,
 )
-from fkjit.interp.copies.transfers import Pieces, Transfer, Transfers
+from fkjit.interp.copies.transfers import CHUNK, Chunks, Transfer, Transfers
 from fkjit.interp.core.lanes import Group
 from fkjit.interp.core.ptx import Instruction, Mem, Operand
 from fkjit.interp.machine.decode import Decoder
@@ -178,14 +177,14 @@ def _load(d: Decoder, ins: Instruction, form: _Form) -> Step:
             _check_ends(d, ins, bound, part, lane, False)
         copies = len(ranks) if ranks else 1
         whole = swizzled(address + part.chunks, mode)
-        box = target.pieces(lane, spread(whole, ranks), CHUNK)
+        box = target.chunks(lane, spread(whole, ranks), CHUNK)
         fill = None if part.whole else (box, fill_of(bound.map))
-        there = Pieces(True, np.zeros(0, np.int64), part.width)
+        there = Chunks(True, np.zeros(0, np.int64), part.width)
         if part.box.size:
-            there = target.pieces(
+            there = target.chunks(
                 lane, spread(swizzled(address + part.box, mode), ranks), part.width
             )
-        source = Pieces(False, np.tile(bound.start + part.tensor, copies), part.width)
+        source = Chunks(False, np.tile(bound.start + part.tensor, copies), part.width)
         heard = signal.places(lane, barrier, ranks)
         transfers.start(
             Transfer(
@@ -225,11 +224,11 @@ def _store(d: Decoder, ins: Instruction, form: _Form) -> Step:
         part = tile(tensor, at, tensor.itemsize if form.operation else None, stores=True)
         _check_ends(d, ins, bound, part, lane, True)
         whole = swizzled(address + part.chunks, tensor.swizzle)
-        source.pieces(lane, whole, CHUNK)
+        source.chunks(lane, whole, CHUNK)
         if not part.box.size:
             return
-        box = source.pieces(lane, swizzled(address + part.box, tensor.swizzle), part.width)
-        there = Pieces(False, bound.start + part.tensor, part.width)
+        box = source.chunks(lane, swizzled(address + part.box, tensor.swizzle), part.width)
+        there = Chunks(False, bound.start + part.tensor, part.width)
         update = update_of(form.operation, tensor.dtype) if form.operation else None
         transfers.start(Transfer(ins, who, ("bulk", lane), box, there, update=update))
 

@@ -24,11 +24,12 @@ from fkjit.interp.race.finder import Operation, race_of
 from fkjit.interp.spaces.shared import MBARRIER
 
 SEED = 2024
+CHUNK = 16  # bytes: bulk and tensor copies move multiples of them
 
 
 @dataclass
-class Pieces:
-    """Pieces of 1 to 16 bytes by their positions in shared memory or in the arena."""
+class Chunks:
+    """Chunks of 1 to 16 bytes by their positions in shared memory or in the arena."""
 
     shared: bool
     positions: np.ndarray
@@ -50,10 +51,10 @@ class Transfer:
     ins: Instruction
     lanes: np.ndarray
     engine: Hashable
-    source: Pieces | None  # None: `values` are given
-    target: Pieces
+    source: Chunks | None  # None: `values` are given
+    target: Chunks
     values: np.ndarray | None = None  # once they have been read
-    fill: tuple[Pieces, np.ndarray] | None = None  # a box with bytes outside a tensor; their value
+    fill: tuple[Chunks, np.ndarray] | None = None  # a box with bytes outside a tensor; their value
     update: Update | None = None
     convert: Callable[[np.ndarray], np.ndarray] | None = None
     signals: list[tuple[int, int]] = field(default_factory=list)  # mbarrier position, bytes
@@ -90,7 +91,7 @@ class Transfers:
         self.flying: list[Transfer] = []
         self.commits = np.zeros(d.machine.layout.lanes, np.int64)
         self.landed: list[_Landed] = []  # before their threads waited for them
-        d.machine.listeners.append(self._clear)
+        d.machine.on_start.append(self._clear)
         d.machine.engines.append(self._act)
         self.barriers.incoming.append(self._incoming)
         d.machine.on_exit.append(self._check_ended)
@@ -116,7 +117,7 @@ class Transfers:
             self.shared.bulk_in_flight(target.positions, target.width)
         self.flying.append(transfer)
 
-    def _tell(self, transfer: Transfer, target: Pieces) -> None:
+    def _tell(self, transfer: Transfer, target: Chunks) -> None:
         """Begin the accesses that races are looked for in; reductions are atomics when they act."""
         assert self.race is not None
         for side, write in ((transfer.source, False), (target, True)):
@@ -127,7 +128,7 @@ class Transfers:
                 )  # fmt: skip
                 (transfer.writing if write else transfer.reading).append(operation)
 
-    def _check_no_mbarrier(self, target: Pieces, transfer: Transfer) -> None:
+    def _check_no_mbarrier(self, target: Chunks, transfer: Transfer) -> None:
         for part in range(0, target.width, 8):
             bad = np.flatnonzero(self.shared.init.take(target.positions + part) == MBARRIER)
             if bad.size:
@@ -167,7 +168,7 @@ class Transfers:
             lane = int(transfer.lanes[0])
             self.landed.append(_Landed(lane, transfer.number, has_read, transfer.clock))
 
-    def _write(self, transfer: Transfer, target: Pieces, values: np.ndarray) -> None:
+    def _write(self, transfer: Transfer, target: Chunks, values: np.ndarray) -> None:
         if not target.positions.size:
             return
         views = self.shared.views if target.shared else self.memory.globals.views
@@ -186,7 +187,7 @@ class Transfers:
         given = values.view(update.dtype)
         one_by_one(view.view(update.dtype), at, given, given, update.combine)
 
-    def _see_update(self, transfer: Transfer, target: Pieces) -> None:
+    def _see_update(self, transfer: Transfer, target: Chunks) -> None:
         """A reduction is an atomic access of its thread where it happens."""
         who = np.broadcast_to(transfer.lanes[:1], target.positions.shape)
         for see in self.machine.observers:

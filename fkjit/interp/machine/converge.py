@@ -21,7 +21,7 @@ def ballot(mask: np.ndarray) -> np.ndarray:
     return np.repeat(bits.reshape(-1), WARP)
 
 
-class _Meeting:
+class _Convergence:
     """Lanes wait here until all that their member masks name have come (or have ended)."""
 
     def __init__(
@@ -30,7 +30,7 @@ class _Meeting:
         self.d, self.ins, self.act, self.following = d, ins, act, following
         self.parked = np.zeros(d.machine.layout.lanes, bool)
         self.members = np.zeros(d.machine.layout.lanes, np.uint32)
-        d.machine.listeners.append(self._clear)
+        d.machine.on_start.append(self._clear)
         d.machine.on_exit.append(self._retry)
         d.machine.waiting.append(self._who)
 
@@ -41,7 +41,7 @@ class _Meeting:
         lanes = np.flatnonzero(self.parked)
         return [(self.ins, lanes)] if lanes.size else []
 
-    def come(self, lanes: np.ndarray, members: np.ndarray) -> np.ndarray:
+    def arrive(self, lanes: np.ndarray, members: np.ndarray) -> np.ndarray:
         """More lanes arrive; returns those that may go on, having acted."""
         self.parked |= lanes
         np.copyto(self.members, members, where=lanes)
@@ -56,19 +56,19 @@ class _Meeting:
         """Lanes have ended: they no longer have to come."""
         if self.parked.any():
             none = np.zeros_like(self.parked)
-            ready = self.come(none, self.members)
+            ready = self.arrive(none, self.members)
             if ready.any():
                 self.d.machine.push(self.following, ready)
 
 
-def warp_meeting(
+def converge_warp(
     d: Decoder, ins: Instruction, members: Operand | None, act: Callable[[Group], None],
     skip: int = 1,
 ) -> Step:  # fmt: skip
-    """A control step: the named lanes of each warp meet, `act` on them, go on `skip` further."""
+    """A control step: the named lanes of each warp converge, `act`, and go on `skip` further."""
     act = d.notify(ins, act)
     following = ins.pc + skip
-    meeting = _Meeting(d, ins, act, following)
+    convergence = _Convergence(d, ins, act, following)
     mask = np.array([ALL], np.uint32) if members is None else d.src(members, "u32")
     simple = mask.size == 1 and int(mask[0]) == ALL and ins.guard is None
 
@@ -79,7 +79,7 @@ def warp_meeting(
         lanes = guard_mask(d, ins, group)
         if d.machine.checked:
             _check_member(d, ins, lanes, mask)
-        ready = meeting.come(lanes, mask)
+        ready = convergence.arrive(lanes, mask)
         unguarded = group.mask & ~lanes
         if unguarded.any():
             d.machine.push(ins.pc + 1, unguarded)
@@ -122,11 +122,11 @@ def whole_warps(d: Decoder, ins: Instruction, group: Group) -> np.ndarray | None
     return np.flatnonzero(some)
 
 
-def aligned_meeting(
+def converge_aligned(
     d: Decoder, ins: Instruction, act: Callable[[Group], None], skip: int = 1
 ) -> Step:
     """The control step of an `.aligned` instruction: a guard has to agree within a warp."""
-    step = warp_meeting(d, ins, None, act, skip)
+    step = converge_warp(d, ins, None, act, skip)
     if ins.guard is None:
         return step
 

@@ -9,7 +9,7 @@ from fkjit.interp.core.ptx import DTYPE, Instruction
 from fkjit.interp.machine.decode import Decoder
 
 
-def taken(d: Decoder, ins: Instruction) -> tuple[np.ndarray, bool] | None:
+def guard_of(d: Decoder, ins: Instruction) -> tuple[np.ndarray, bool] | None:
     """The guard's register and whether it is negated; None without a guard."""
     if ins.guard is None:
         return None
@@ -18,7 +18,7 @@ def taken(d: Decoder, ins: Instruction) -> tuple[np.ndarray, bool] | None:
 
 def guard_mask(d: Decoder, ins: Instruction, group: Group) -> np.ndarray:
     """The lanes of the group whose guard holds."""
-    guard = taken(d, ins)
+    guard = guard_of(d, ins)
     if guard is None:
         return group.mask
     return group.mask & (~guard[0] if guard[1] else guard[0])

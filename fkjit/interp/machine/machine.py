@@ -48,7 +48,7 @@ class Machine:
         self.groups: dict[int, np.ndarray] = {}  # lanes that can run, by program counter
         self.executed = 0  # straight-line runs and control instructions
         self.observers: list[Observer] = []  # told of every access by threads; before decoding
-        self.listeners: list[Callable[[], None]] = []  # called when a batch starts
+        self.on_start: list[Callable[[], None]] = []  # called when a batch starts
         self.on_exit: list[Callable[[], None]] = []  # called when lanes have ended
         self.waiting: list[Callable[[], Sequence[Waiting]]] = []  # who waits, for reports
         # Act when no lane can run; False: there is nothing to do.
@@ -63,7 +63,7 @@ class Machine:
         self.memory.local.start_batch()
         self.alive = self.layout.live()
         self.alive_count = int(np.count_nonzero(self.alive))
-        for listener in self.listeners:
+        for listener in self.on_start:
             listener()
         self.groups = {0: self.alive.copy()}
 

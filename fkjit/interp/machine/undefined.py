@@ -150,7 +150,7 @@ class Undefined:
         wanted = affected(d.function) if d.machine.checked else frozenset()
         self.flags = {name: _Flag(d.machine.layout.lanes) for name in wanted}
         self.early = early_reads(d.function) if wanted else frozenset()
-        d.machine.listeners.append(self._start_batch)
+        d.machine.on_start.append(self._start_batch)
 
     def _start_batch(self) -> None:
         for name, flag in self.flags.items():

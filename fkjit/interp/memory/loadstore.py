@@ -74,11 +74,11 @@ def ld(d: Decoder, ins: Instruction) -> Step:
 
 
 def _rows(found: Located, width: int) -> np.ndarray:
-    """The bytes of every access; those of 32 bytes in two pieces."""
+    """The bytes of every access; those of 32 bytes in two halves."""
     if width <= 16:
         return found.views[width].take(found.position >> (width.bit_length() - 1))
-    pieces = (found.position >> 4)[:, None] + np.arange(2)
-    return found.views[16].take(pieces.reshape(-1))
+    halves = (found.position >> 4)[:, None] + np.arange(2)
+    return found.views[16].take(halves.reshape(-1))
 
 
 def _loader(d: Decoder, target: Operand, kind: str) -> Callable[[Group, np.ndarray], None]:
@@ -125,8 +125,8 @@ def st(d: Decoder, ins: Instruction) -> Step:
                 view = found.views[width]
                 view[found.position >> shift] = rows.view(view.dtype).reshape(-1)
             else:
-                pieces = (found.position >> 4)[:, None] + np.arange(2)
-                found.views[16][pieces] = rows.view(found.views[16].dtype)
+                halves = (found.position >> 4)[:, None] + np.arange(2)
+                found.views[16][halves] = rows.view(found.views[16].dtype)
         if found.shared:
             shared.written(found.position, size * count)
         elif found.local:

@@ -13,7 +13,7 @@ import numpy as np
 from fkjit.interp.core.accesses import READ, WRITE
 from fkjit.interp.core.lanes import WARP, Group
 from fkjit.interp.core.ptx import Instruction
-from fkjit.interp.machine.converge import aligned_meeting, whole_warps
+from fkjit.interp.machine.converge import converge_aligned, whole_warps
 from fkjit.interp.machine.decode import Decoder
 from fkjit.interp.machine.opcodes import Step, control
 from fkjit.interp.memory.locate import Locator
@@ -91,7 +91,7 @@ def ldmatrix(d: Decoder, ins: Instruction) -> Step:
         for number, out in enumerate(outs):
             _put(out, warps, rows[:, number].reshape(-1, WARP))
 
-    return aligned_meeting(d, ins, act)
+    return converge_aligned(d, ins, act)
 
 
 def _row_lanes(d: Decoder, count: int) -> Callable[[Group], Group]:
@@ -126,7 +126,7 @@ def stmatrix(d: Decoder, ins: Instruction) -> Step:
         shared.views[16][at.position >> 4] = np.ascontiguousarray(rows).view(Wide).reshape(-1)
         shared.written(at.position, 16)
 
-    return aligned_meeting(d, ins, act)
+    return converge_aligned(d, ins, act)
 
 
 @control("movmatrix")
@@ -139,4 +139,4 @@ def movmatrix(d: Decoder, ins: Instruction) -> Step:
         warps = whole_warps(d, ins, group)
         _put(out, warps, _transposed(_pick(source, warps).reshape(-1, 8, 4)).reshape(-1, WARP))
 
-    return aligned_meeting(d, ins, act)
+    return converge_aligned(d, ins, act)

@@ -16,7 +16,7 @@ import numpy as np
 
 from fkjit.interp.core.lanes import WARP, Group
 from fkjit.interp.core.ptx import Function, Instruction, reads_and_writes, words
-from fkjit.interp.machine.converge import aligned_meeting, whole_warps
+from fkjit.interp.machine.converge import converge_aligned, whole_warps
 from fkjit.interp.machine.decode import Decoder
 from fkjit.interp.machine.opcodes import Step, control, is_control
 from fkjit.interp.mma.accumulators import (
@@ -161,4 +161,4 @@ def mma(d: Decoder, ins: Instruction) -> Step:
     step: Step = act
     for other in run[1:]:
         step = d.notify(other, step)
-    return aligned_meeting(d, ins, step, skip=len(run))
+    return converge_aligned(d, ins, step, skip=len(run))

@@ -16,7 +16,7 @@ import numpy as np
 from fkjit.interp.core.accesses import READ, WRITE
 from fkjit.interp.core.lanes import WARP, Group
 from fkjit.interp.core.ptx import Imm, Instruction, Operand, Vec
-from fkjit.interp.machine.converge import aligned_meeting, whole_warps
+from fkjit.interp.machine.converge import converge_aligned, whole_warps
 from fkjit.interp.machine.decode import Decoder
 from fkjit.interp.machine.opcodes import Step, control, only
 from fkjit.interp.memory.locate import Located, Locator, by_space
@@ -60,8 +60,8 @@ class Tile:
         """Elements that follow each other in memory."""
         return self.rows if self.by_column else self.columns
 
-    def pieces(self) -> tuple[int, np.ndarray, np.ndarray]:
-        """How lanes reach memory: bytes of an access; its line and byte there, [lanes, pieces]."""
+    def accesses(self) -> tuple[int, np.ndarray, np.ndarray]:
+        """How lanes reach memory: bytes of an access; its line and byte, [lanes, accesses]."""
         lane = np.arange(WARP)[:, None]
         if self.operand in "cd" and self.by_column:
             width = self.bits // 8
@@ -115,13 +115,13 @@ def wmma(d: Decoder, ins: Instruction) -> Step:
 
 
 class _Memory:
-    """Where the pieces of a tile are."""
+    """Where a tile's accesses to memory go."""
 
     def __init__(
         self, d: Decoder, ins: Instruction, tile: Tile, address: Operand, stride: Operand | None
     ) -> None:
         self.d, self.ins, self.tile = d, ins, tile
-        self.width, line, byte = tile.pieces()
+        self.width, line, byte = tile.accesses()
         warps = d.machine.layout.lanes // WARP
         self.line, self.byte = (np.tile(x, (warps, 1)) for x in (line, byte))
         self.locator = Locator(d, ins, address, self.width, tile.operand == "d")
@@ -130,8 +130,8 @@ class _Memory:
         self.locator.base = d.scratch(self.start.dtype, "wmma address")
         self.locator.range = None
 
-    def pieces(self, group: Group) -> list[Located]:
-        """Each lane's pieces; raises SanitizerError."""
+    def accesses(self, group: Group) -> list[Located]:
+        """Each lane's accesses; raises SanitizerError."""
         if self.d.machine.checked:
             self._check_uniform(group)
         found = []
@@ -160,7 +160,7 @@ class _Memory:
 
     def step(self, act: Callable[[Group], None]) -> Step:
         """The control step, once for each window of generic addresses."""
-        return aligned_meeting(self.d, self.ins, by_space(act, self.locator, self.start))
+        return converge_aligned(self.d, self.ins, by_space(act, self.locator, self.start))
 
 
 def _load(d: Decoder, ins: Instruction) -> Step:
@@ -174,7 +174,7 @@ def _load(d: Decoder, ins: Instruction) -> Step:
     def act(group: Group) -> None:
         whole_warps(d, ins, group)
         columns = []
-        for at in memory.pieces(group):
+        for at in memory.accesses(group):
             for see in observers:
                 see(READ, at.shared, at.position, width, group.lanes, ins)
             if at.shared:
@@ -198,7 +198,7 @@ def _store(d: Decoder, ins: Instruction) -> Step:
     def act(group: Group) -> None:
         whole_warps(d, ins, group)
         words = np.stack([source[group.lanes] for source in sources], 1)
-        for number, at in enumerate(memory.pieces(group)):
+        for number, at in enumerate(memory.accesses(group)):
             for see in observers:
                 see(WRITE, at.shared, at.position, width, group.lanes, ins)
             view = at.views[width]
@@ -274,4 +274,4 @@ def _multiply(d: Decoder, ins: Instruction) -> Step:
         for number, out in enumerate(outs):
             out[warps] = words[..., number]
 
-    return aligned_meeting(d, ins, act)
+    return converge_aligned(d, ins, act)

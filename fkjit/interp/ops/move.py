@@ -33,17 +33,17 @@ def _unpack(d: Decoder, ins: Instruction, target: Vec) -> Step:
     whole = SIZE[ins.type]
     part = whole // len(target.items)
     value = d.src(ins.args[1], f"b{8 * whole}")
-    pieces = np.ascontiguousarray(value).view(UNSIGNED[part]).reshape(-1, len(target.items))
+    parts = np.ascontiguousarray(value).view(UNSIGNED[part]).reshape(-1, len(target.items))
     outs = [d.dst(item, f"b{8 * part}") for item in target.items]
 
     def run(group: Any) -> None:
         for number, out in enumerate(outs):
             if group.write is None:
-                out[...] = pieces[:, number]
+                out[...] = parts[:, number]
             else:
-                np.copyto(out, pieces[:, number], where=group.write)
+                np.copyto(out, parts[:, number], where=group.write)
 
-    if value.size > 1 and not np.shares_memory(pieces, value):
+    if value.size > 1 and not np.shares_memory(parts, value):
         raise ValueError("unpacking part of a wider register")
     return run
 
@@ -53,11 +53,11 @@ def _pack(d: Decoder, ins: Instruction, source: Vec) -> Step:
     part = whole // len(source.items)
     values = [d.src(item, f"b{8 * part}") for item in source.items]
     spare = d.scratch(UNSIGNED[whole], "pack")
-    pieces = spare.view(UNSIGNED[part]).reshape(-1, len(values))
+    parts = spare.view(UNSIGNED[part]).reshape(-1, len(values))
 
     def compute(out: np.ndarray) -> None:
         for number, value in enumerate(values):
-            pieces[:, number] = value
+            parts[:, number] = value
         out[...] = spare
 
     return d.step(ins, ins.args[0], f"b{8 * whole}", compute)

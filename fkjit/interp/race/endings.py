@@ -16,7 +16,7 @@ class Endings:
     def __init__(self, machine: Machine, race: Race) -> None:
         self.machine, self.race, self.layout = machine, race, machine.layout
         self.ended = np.zeros(self.layout.ctas, bool)
-        machine.listeners.append(self._clear)
+        machine.on_start.append(self._clear)
         machine.on_exit.append(self._check)
 
     def _clear(self) -> None:

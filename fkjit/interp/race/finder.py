@@ -58,7 +58,7 @@ class Race:
         self.pending: dict[int, Pending] = {}  # by id of shadow
         self.proxy = np.full(layout.lanes, -1, np.int64)  # last fence.proxy.async
         self.strength: dict[int, tuple[str, str, bool]] = {}
-        machine.listeners.append(self._start_batch)
+        machine.on_start.append(self._start_batch)
         machine.on_exit.append(self._ended)
         machine.observers.append(self.access)
 
@@ -224,7 +224,7 @@ class Race:
         self, lanes: np.ndarray, engine: Hashable, positions: np.ndarray, width: int,
         ins: Instruction, write: bool, shared: bool = True,
     ) -> Operation | None:  # fmt: skip
-        """An engine begins to access pieces of `width` bytes on behalf of lanes of one block."""
+        """An engine begins to access chunks of `width` bytes on behalf of lanes of one block."""
         shadow = self._shadow(shared, positions)
         if shadow is None:
             return None

@@ -9,7 +9,7 @@ import numpy as np
 
 from fkjit.interp.core.lanes import WARP, Group, distinct
 from fkjit.interp.core.ptx import Instruction
-from fkjit.interp.machine.converge import warp_meeting
+from fkjit.interp.machine.converge import converge_warp
 from fkjit.interp.machine.decode import Decoder
 from fkjit.interp.machine.guards import guard_mask
 from fkjit.interp.machine.opcodes import CONTROL, Step, control
@@ -51,7 +51,7 @@ class Barriers:
         self.machine, self.race = d.machine, race_of(d)
         self.layout = d.machine.layout
         self.table: dict[int, _Barrier] = {}
-        d.machine.listeners.append(self.table.clear)
+        d.machine.on_start.append(self.table.clear)
         d.machine.on_exit.append(self.release)
         d.machine.waiting.append(self.who)
 
@@ -162,7 +162,7 @@ def bar(d: Decoder, ins: Instruction) -> Step:
     if parts[0] == "cluster":
         return CONTROL["barrier.cluster"](d, ins)
     if parts[:2] == ["warp", "sync"]:
-        return warp_meeting(d, ins, ins.args[0], _warp_order(d, ins))
+        return converge_warp(d, ins, ins.args[0], _warp_order(d, ins))
     if parts[0] not in ("sync", "arrive", "red"):
         raise ValueError(f"modifier .{parts[0]}")
     if parts[0] == "red":

@@ -30,7 +30,7 @@ class Frames:
         self.first = d.machine.address(STACK)
         self.depth = np.zeros(d.machine.layout.lanes, np.int64)
         self.returns: list[np.ndarray] = []  # program counters, by depth
-        d.machine.listeners.append(self._start_batch)
+        d.machine.on_start.append(self._start_batch)
 
     def _start_batch(self) -> None:
         self.pointer[:] = self.first

@@ -26,7 +26,7 @@ class ClusterBarriers:
         self.waiting: dict[int, tuple[Instruction, np.ndarray]] = {}
         self.clocks: dict[int, Clock | None] = {}  # by cluster, of the phase under way
         self.complete: dict[int, Clock | None] = {}
-        d.machine.listeners.append(self._clear)
+        d.machine.on_start.append(self._clear)
         d.machine.on_exit.append(self.release)
         d.machine.waiting.append(self._who)
 

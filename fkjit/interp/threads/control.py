@@ -7,7 +7,7 @@ import numpy as np
 from fkjit.interp.core.lanes import Group
 from fkjit.interp.core.ptx import Instruction, Sym
 from fkjit.interp.machine.decode import Decoder
-from fkjit.interp.machine.guards import guard_mask, taken
+from fkjit.interp.machine.guards import guard_mask, guard_of
 from fkjit.interp.machine.opcodes import Step, control, only
 
 
@@ -19,7 +19,7 @@ def bra(d: Decoder, ins: Instruction) -> Step:
     (label,) = ins.args
     assert isinstance(label, Sym)
     target = machine.target(label.name)
-    guard = taken(d, ins)
+    guard = guard_of(d, ins)
     if guard is None:
         return lambda group: target
     predicate, negated = guard

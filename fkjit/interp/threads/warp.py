@@ -9,7 +9,7 @@ import numpy as np
 
 from fkjit.interp.core.lanes import WARP, Group
 from fkjit.interp.core.ptx import DTYPE, Instruction, Operand, Pair, Reg
-from fkjit.interp.machine.converge import ballot, warp_meeting
+from fkjit.interp.machine.converge import ballot, converge_warp
 from fkjit.interp.machine.decode import Decoder
 from fkjit.interp.machine.guards import guard_mask
 from fkjit.interp.machine.opcodes import Step, control, only
@@ -61,7 +61,7 @@ def shfl(d: Decoder, ins: Instruction) -> Step:
             valid(inside, group)
         store(values, group)
 
-    return warp_meeting(d, ins, ins.args[4], act)
+    return converge_warp(d, ins, ins.args[4], act)
 
 
 def _shuffle_source(
@@ -105,7 +105,7 @@ def vote(d: Decoder, ins: Instruction) -> Step:
         }
         store(results[mode](), group)
 
-    return warp_meeting(d, ins, ins.args[2], act)
+    return converge_warp(d, ins, ins.args[2], act)
 
 
 @control("match")
@@ -134,7 +134,7 @@ def match(d: Decoder, ins: Instruction) -> Step:
 
     if mode not in ("any", "all"):
         raise ValueError(f"modifier .{mode}")
-    return warp_meeting(d, ins, ins.args[2], act)
+    return converge_warp(d, ins, ins.args[2], act)
 
 
 _REDUX: dict[str, dict[str, Any]] = {
@@ -170,7 +170,7 @@ def redux(d: Decoder, ins: Instruction) -> Step:
         result[here] = np.repeat(totals, np.diff(np.append(starts, here.size)))
         store(result, group)
 
-    return warp_meeting(d, ins, ins.args[2], act)
+    return converge_warp(d, ins, ins.args[2], act)
 
 
 @control("activemask")
@@ -208,7 +208,7 @@ def elect(d: Decoder, ins: Instruction) -> Step:
             leader(lowest, group)
         chosen(lowest == lane, group)
 
-    return warp_meeting(d, ins, ins.args[1], act)
+    return converge_warp(d, ins, ins.args[1], act)
 
 
 @control("setmaxnreg")
@@ -219,4 +219,4 @@ def setmaxnreg(d: Decoder, ins: Instruction) -> Step:
     count = d.immediate(ins.args[0])
     if count % 8 or not 24 <= count <= 256:
         raise ValueError(f"{count} is not a multiple of 8 from 24 to 256")
-    return warp_meeting(d, ins, None, lambda group: None)
+    return converge_warp(d, ins, None, lambda group: None)

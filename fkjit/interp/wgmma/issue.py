@@ -10,7 +10,7 @@ from fkjit.interp.machine.decode import Decoder
 from fkjit.interp.race.finder import race_of
 from fkjit.interp.wgmma.flow import unfenced
 from fkjit.interp.wgmma.form import ROWS, parse_form
-from fkjit.interp.wgmma.operand import fragment, piece_addresses
+from fkjit.interp.wgmma.operand import chunk_addresses, fragment
 from fkjit.interp.wgmma.product import Addend, Product, from_registers
 from fkjit.interp.wgmma.registers import Carrier, Carriers, Entry
 from fkjit.interp.wgmma.warpgroup import WARPGROUP, Warpgroups
@@ -45,7 +45,7 @@ class Issue:
         mask = group.mask
         for carrier in self.inputs:
             if carrier.entries:
-                self.carriers.settle(carrier, mask, self.ins)
+                self.carriers.materialise(carrier, mask, self.ins)
         keep = self._uniform(self.scale, which, "scale-d") != self.inverted
         made = []
         for part, before in self._accumulators(which, mask):
@@ -63,8 +63,8 @@ class Issue:
             values = [self.warpgroups.pick(one.array, which) for one in self.inputs]
             a = fragment(form.a, values)
         else:
-            a = self._pieces(self.a, which, ROWS, form.a_transposed)
-        b = self._pieces(self.b, which, form.n, form.b_transposed)
+            a = self._chunks(self.a, which, ROWS, form.a_transposed)
+        b = self._chunks(self.b, which, form.n, form.b_transposed)
         product = Product(self.ins, form, which, lanes, a, b, self._addend(which, before, keep))
         self._start(product)
         for carrier in self.inputs:
@@ -117,7 +117,7 @@ class Issue:
             rest = mask if left.size == which.size else self.warpgroups.mask(left)
             for carrier in self.results:
                 if carrier.entries:
-                    self.carriers.settle(carrier, rest, self.ins)
+                    self.carriers.materialise(carrier, rest, self.ins)
             parts.append((left, None))
         return parts
 
@@ -149,12 +149,12 @@ class Issue:
             raise self.reporter.fault("bad wgmma", detail, self.ins, lanes.reshape(-1))
         return values[:, 0]
 
-    def _pieces(
+    def _chunks(
         self, register: np.ndarray, which: np.ndarray, rows: int, transposed: bool
     ) -> np.ndarray:
-        """Positions in shared memory of an operand's pieces: [which, pieces]; faults."""
+        """Positions in shared memory of an operand's chunks: [which, chunks]; faults."""
         descriptors = self._uniform(register, which, "a descriptor")
-        addresses = piece_addresses(descriptors, rows, transposed)
+        addresses = chunk_addresses(descriptors, rows, transposed)
         first = self.warpgroups.lanes[which, 0]
         positions = addresses + self.shared.start[first][:, None]
         if self.shared.checked:

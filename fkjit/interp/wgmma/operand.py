@@ -3,7 +3,7 @@
     descriptor  13-0 start address, 29-16 leading, 45-32 stride byte offset (each >> 4),
                 51-49 base offset, 63-62 swizzle (0 none, 1 128 bytes, 2 64 bytes, 3 32 bytes)
 
-A tile is read in pieces of 16 bytes. Offsets of a piece before the swizzle of span 32, 64 or 128
+A tile is read in chunks of 16 bytes. Offsets of a chunk before the swizzle of span 32, 64 or 128
 bytes (none: 16):
 
     K-major     row r, half h of 32 bytes:  r//8 * stride + r%8 * span + h * 16
@@ -12,7 +12,7 @@ bytes (none: 16):
                                             + k//8 * stride + k%8 * span
                                             (none: leading and stride change places)
 
-The swizzle then exchanges pieces: address bits 4-6 ^= bits 7-9 (64 bytes: two bits, 32: one).
+The swizzle then exchanges chunks: address bits 4-6 ^= bits 7-9 (64 bytes: two bits, 32: one).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def field(descriptor: np.ndarray, low: int, bits: int) -> np.ndarray:
     return ((descriptor >> np.uint64(low)) & np.uint64((1 << bits) - 1)).astype(np.int64)
 
 
-def piece_addresses(descriptors: np.ndarray, rows: int, transposed: bool) -> np.ndarray:
-    """Shared addresses of the pieces that descriptors [n] name: [n, pieces], int64."""
+def chunk_addresses(descriptors: np.ndarray, rows: int, transposed: bool) -> np.ndarray:
+    """Shared addresses of the chunks that descriptors [n] name: [n, chunks], int64."""
     start = field(descriptors, 0, 14) << 4
     phase = start % _REPEAT
     layout = descriptors & ~np.uint64(0x3FFF)
@@ -47,7 +47,7 @@ def piece_addresses(descriptors: np.ndarray, rows: int, transposed: bool) -> np.
 
 @lru_cache(maxsize=1024)
 def _table(layout: int, phase: int, rows: int, transposed: bool) -> np.ndarray:
-    """Addresses of all pieces, for a start address of `phase`."""
+    """Addresses of all chunks, for a start address of `phase`."""
     leading, stride = (layout >> 16 & 0x3FFF) << 4, (layout >> 32 & 0x3FFF) << 4
     base, mode = layout >> 49 & 7, layout >> 62
     span = _SPAN[mode]
@@ -69,9 +69,9 @@ def _mn_major(rows: int, leading: int, stride: int, span: int) -> np.ndarray:
     return j // across * leading + j % across * 16 + k // 8 * stride + k % 8 * span
 
 
-def tile(kind: str, pieces: np.ndarray, transposed: bool) -> np.ndarray:
-    """Pieces [n, pieces] of 16 bytes -> float32 [n, rows, k]."""
-    raw = np.ascontiguousarray(pieces).view(np.uint8)
+def tile(kind: str, chunks: np.ndarray, transposed: bool) -> np.ndarray:
+    """Chunks [n, chunks] of 16 bytes -> float32 [n, rows, k]."""
+    raw = np.ascontiguousarray(chunks).view(np.uint8)
     if not transposed:
         return decoded(kind, raw.reshape(raw.shape[0], -1, STEP))
     values = decoded(kind, raw.reshape(raw.shape[0], -1, 16, 16))  # [n, 8 rows, k, row]

@@ -44,8 +44,8 @@ class Product:
     form: Form
     which: np.ndarray  # warpgroups' numbers, ascending
     lanes: np.ndarray  # the same as a mask
-    a: np.ndarray  # positions of pieces in shared memory, or float32 [which, 64, k]
-    b: np.ndarray  # positions of pieces
+    a: np.ndarray  # positions of chunks in shared memory, or float32 [which, 64, k]
+    b: np.ndarray  # positions of chunks
     addend: Addend | None
     group: np.ndarray = field(init=False)  # commit group by warpgroup; -1: not committed
     done: np.ndarray = field(init=False)

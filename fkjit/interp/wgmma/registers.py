@@ -57,7 +57,7 @@ class Carriers:
             name: Carrier(name, d.registers.raw(name), d.watchers.setdefault(name, []))
             for name in carriers(d.function)
         }
-        d.machine.listeners.append(self._clear)
+        d.machine.on_start.append(self._clear)
 
     def _clear(self) -> None:
         for carrier in self.table.values():
@@ -81,7 +81,7 @@ class Carriers:
         def run(group: Group) -> object:
             for carrier in reads:
                 if carrier.entries:
-                    self.settle(carrier, guard_mask(self.d, ins, group), ins)
+                    self.materialise(carrier, guard_mask(self.d, ins, group), ins)
             for carrier in writes:
                 if carrier.entries or carrier.inputs:
                     self.overwrite(carrier, guard_mask(self.d, ins, group), ins)
@@ -138,7 +138,7 @@ class Carriers:
 
     # -- what happens to results -----------------------------------------------------------------
 
-    def settle(self, carrier: Carrier, mask: np.ndarray, ins: Instruction) -> None:
+    def materialise(self, carrier: Carrier, mask: np.ndarray, ins: Instruction) -> None:
         """Fill in a register that lanes of `mask` read; a fault if they have not waited."""
         kept: list[Entry] = []
         for entry in carrier.entries:

@@ -26,7 +26,7 @@ class Warpgroups:
         places = -(-layout.padded // WARPGROUP)  # with the incomplete last one of each block
         self._place = layout.cta * places + layout.thread // WARPGROUP
         self.lanes = self.all(np.arange(layout.lanes)).reshape(self.count, WARPGROUP).copy()
-        self.meetings: list[_Meeting] = []
+        self.convergences: list[_Convergence] = []
         self._group: Group | None = None  # the last one looked at, and what was found
         self._found = np.zeros(0, np.int64)
 
@@ -82,14 +82,14 @@ class Warpgroups:
         late[self._place[missing]] = True
         return lanes & ~late[self._place]
 
-    def check_together(self, meeting: _Meeting) -> None:
+    def check_together(self, convergence: _Convergence) -> None:
         """Threads of one warpgroup may not wait at different instructions."""
         theirs = np.zeros(int(self._place[-1]) + 1, bool)
-        theirs[self._place[meeting.parked]] = True
-        for other in self.meetings:
+        theirs[self._place[convergence.parked]] = True
+        for other in self.convergences:
             split = other.parked & theirs[self._place]
-            if other is not meeting and split.any():
-                who = [(one.ins, np.flatnonzero(one.parked)) for one in (meeting, other)]
+            if other is not convergence and split.any():
+                who = [(one.ins, np.flatnonzero(one.parked)) for one in (convergence, other)]
                 raise self.machine.reporter.waiting(
                     "incomplete warpgroup",
                     "threads of one warpgroup wait at different instructions",
@@ -102,15 +102,15 @@ class Warpgroups:
         return complete is group.mask or bool((complete == group.mask).all())
 
 
-class _Meeting:
+class _Convergence:
     """Lanes wait here until their warpgroup is there, or what is left of it."""
 
     def __init__(self, d: Decoder, ins: Instruction, act: Callable[[Group], None]) -> None:
         self.machine, self.ins, self.act = d.machine, ins, act
         self.warpgroups = d.part(Warpgroups)
         self.parked = np.zeros(d.machine.layout.lanes, bool)
-        self.warpgroups.meetings.append(self)
-        d.machine.listeners.append(self._clear)
+        self.warpgroups.convergences.append(self)
+        d.machine.on_start.append(self._clear)
         d.machine.on_exit.append(self._retry)
         d.machine.waiting.append(self._who)
 
@@ -121,7 +121,7 @@ class _Meeting:
         lanes = np.flatnonzero(self.parked)
         return [(self.ins, lanes)] if lanes.size else []
 
-    def come(self, lanes: np.ndarray) -> None:
+    def arrive(self, lanes: np.ndarray) -> None:
         """More lanes arrive; those of complete warpgroups act and go on."""
         self.parked |= lanes
         ready = self.warpgroups.complete(self.parked)
@@ -134,13 +134,13 @@ class _Meeting:
 
     def _retry(self) -> None:
         if self.parked.any():
-            self.come(np.zeros_like(self.parked))
+            self.arrive(np.zeros_like(self.parked))
 
 
-def warpgroup_meeting(
+def converge_warpgroup(
     d: Decoder, ins: Instruction, act: Callable[[Group, np.ndarray], None]
 ) -> Step:
-    """A control step: the threads of each warpgroup meet, then `act(group, warpgroups)`.
+    """A control step: the threads of each warpgroup converge, then `act(group, warpgroups)`.
 
     Faults where a warpgroup has fewer than 128 living threads.
     """
@@ -149,7 +149,7 @@ def warpgroup_meeting(
     def together(group: Group) -> None:
         act(group, warpgroups.whole(group, ins))
 
-    meeting = _Meeting(d, ins, together)
+    convergence = _Convergence(d, ins, together)
     last: Group | None = None  # that was seen to be complete
 
     def run(group: Group) -> int | None:
@@ -162,7 +162,7 @@ def warpgroup_meeting(
         rest = group.mask & ~lanes
         if rest.any():
             d.machine.push(ins.pc + 1, rest)
-        meeting.come(lanes)
+        convergence.arrive(lanes)
         return None
 
     return run

@@ -19,7 +19,7 @@ from fkjit.interp.wgmma.issue import Issue
 from fkjit.interp.wgmma.operand import tile
 from fkjit.interp.wgmma.product import Product
 from fkjit.interp.wgmma.registers import Carriers
-from fkjit.interp.wgmma.warpgroup import Warpgroups, warpgroup_meeting
+from fkjit.interp.wgmma.warpgroup import Warpgroups, converge_warpgroup
 
 
 class Flight:
@@ -34,7 +34,7 @@ class Flight:
         self.commits = np.zeros(count, np.int64)  # groups committed, by warpgroup
         self.fenced = np.zeros(count, np.int64)  # clock of the last fence; 0: none
         self.waited = np.zeros(count, np.int64)  # clock of the last wait
-        d.machine.listeners.append(self._clear)
+        d.machine.on_start.append(self._clear)
         d.machine.on_exit.append(self._ended)
 
     def _clear(self) -> None:
@@ -134,7 +134,7 @@ def wgmma(d: Decoder, ins: Instruction) -> Step:
         else:
             flight.wait(which, pending)
 
-    return warpgroup_meeting(d, ins, act)
+    return converge_warpgroup(d, ins, act)
 
 
 def _multiply(d: Decoder, ins: Instruction, flight: Flight) -> Step:
@@ -146,7 +146,7 @@ def _multiply(d: Decoder, ins: Instruction, flight: Flight) -> Step:
             _check_fence(d, ins, flight, issue, which)
         flight.products += issue.products(group, which)
 
-    return warpgroup_meeting(d, ins, act)
+    return converge_warpgroup(d, ins, act)
 
 
 def _check_fence(
