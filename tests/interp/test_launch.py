@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from interp_kit import apply, compile_ptx
 
 from fkjit.errors import InterpreterError, ParameterError
 from fkjit.interp import Arg, Checks, Stats, run, schedule
+from tests.interp.interp_kit import apply, compile_ptx
 
 ADD = """
 struct Strides { long long batch, head, row; };

@@ -8,7 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from interp_kit import EDGES, apply, pairs, same_floats
+
+from tests.interp.interp_kit import EDGES, apply, pairs, same_floats
 
 RNG = np.random.default_rng(3)
 F32 = np.concatenate([EDGES, RNG.standard_normal(30).astype("f4"),

@@ -6,9 +6,9 @@ import re
 
 import numpy as np
 import pytest
-from mma_kit import G, T, run_kernel
 
 from fkjit.errors import InterpreterError, SanitizerError
+from tests.interp.mma.mma_kit import G, T, run_kernel
 
 RNG = np.random.default_rng(33)
 FORMS = [(count, trans) for count in (1, 2, 4) for trans in ("", ".trans")]

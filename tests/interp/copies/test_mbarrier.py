@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hopper_kit import fault, launch
 
 from fkjit.interp import Arg, Checks
+from tests.interp.copies.hopper_kit import fault, launch
 
 RNG = np.random.default_rng(30)
 

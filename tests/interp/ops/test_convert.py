@@ -9,7 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from interp_kit import EDGES, INTEGERS, apply, pairs, same_floats
+
+from tests.interp.interp_kit import EDGES, INTEGERS, apply, pairs, same_floats
 
 RNG = np.random.default_rng(4)
 F32 = np.concatenate([EDGES, RNG.standard_normal(200).astype("f4"),

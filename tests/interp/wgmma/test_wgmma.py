@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from interp_kit import compile_ptx
-from wgmma_kit import DEPTH, TYPES, Case, Place, kernel, tight, values
 
 from fkjit.errors import InterpreterError
 from fkjit.interp import run
+from tests.interp.interp_kit import compile_ptx
+from tests.interp.wgmma.wgmma_kit import DEPTH, TYPES, Case, Place, kernel, tight, values
 
 RNG = np.random.default_rng(90)
 FORMS = [

@@ -7,9 +7,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from interp_kit import compile_ptx
 
 from fkjit.interp import Arg, run
+from tests.interp.interp_kit import compile_ptx
 
 TYPES: dict[str, Any] = {
     "f16": np.float16, "bf16": ml_dtypes.bfloat16, "tf32": np.float32, "f32": np.float32,

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interp_kit import compile_ptx
-from mma_kit import TYPES
 
 from fkjit.errors import InterpreterError, SanitizerError
 from fkjit.interp import Arg, run
+from tests.interp.interp_kit import compile_ptx
+from tests.interp.mma.mma_kit import TYPES
 
 RNG = np.random.default_rng(21)
 THREE = {"m16n16k16": (16, 16, 16), "m32n8k16": (32, 8, 16), "m8n32k16": (8, 32, 16)}

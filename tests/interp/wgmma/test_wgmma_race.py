@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from interp_kit import compile_ptx
-from test_wgmma_faults import NAME, arguments, calling, filled
 
 from fkjit.errors import SanitizerError
 from fkjit.interp import Checks, run
+from tests.interp.interp_kit import compile_ptx
+from tests.interp.wgmma.test_wgmma_faults import NAME, arguments, calling, filled
 
 
 def look(source: str) -> None:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from mma_kit import FORMS, TYPES, matrix_of, parts, place_a, place_b, run_kernel, run_mma, vector
 
 from fkjit.errors import InterpreterError
+from tests.interp.mma.mma_kit import (
+    FORMS,
+    TYPES,
+    matrix_of,
+    parts,
+    place_a,
+    place_b,
+    run_kernel,
+    run_mma,
+    vector,
+)
 
 RNG = np.random.default_rng(8)
 INTEGERS = {"s8": (-128, 127), "u8": (0, 255), "s4": (-8, 7), "u4": (0, 15)}

@@ -7,7 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from interp_kit import EDGES, INTEGERS, apply, pairs
+
+from tests.interp.interp_kit import EDGES, INTEGERS, apply, pairs
 
 RNG = np.random.default_rng(19)
 LIMITS = np.array([448, 464, 480, 57344, 61440, 6, 7, 7.75, 28], "f4")

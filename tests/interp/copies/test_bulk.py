@@ -5,9 +5,9 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from hopper_kit import fault, launch, random_bytes
 
 from fkjit.interp import Arg, Checks
+from tests.interp.copies.hopper_kit import fault, launch, random_bytes
 
 RNG = np.random.default_rng(40)
 LOAD = (

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interp_kit import apply, compile_ptx
 
 from fkjit.errors import InterpreterError, SanitizerError
 from fkjit.interp import Arg, Checks, run
+from tests.interp.interp_kit import apply, compile_ptx
 
 RNG = np.random.default_rng(23)
 

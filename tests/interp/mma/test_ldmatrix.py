@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from interp_kit import compile_ptx
 
 from fkjit.interp import Arg, run
+from tests.interp.interp_kit import compile_ptx
 
 RNG = np.random.default_rng(8)
 G, T = np.arange(32) // 4, np.arange(32) % 4  # groupID and threadID_in_group of the manual

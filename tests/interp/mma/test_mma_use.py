@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from interp_kit import compile_ptx
-from mma_kit import fragments, matrix_of, parts, run_kernel, vector
 
 from fkjit.errors import SanitizerError
 from fkjit.interp import Arg, run
+from tests.interp.interp_kit import compile_ptx
+from tests.interp.mma.mma_kit import fragments, matrix_of, parts, run_kernel, vector
 
 RNG = np.random.default_rng(12)
 F32 = "m16n8k16.row.col.f32.f16.f16.f32"

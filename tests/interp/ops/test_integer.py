@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from interp_kit import INTEGERS, apply, pairs
+
+from tests.interp.interp_kit import INTEGERS, apply, pairs
 
 M32, M64 = (1 << 32) - 1, (1 << 64) - 1
 WIDE = np.unique(

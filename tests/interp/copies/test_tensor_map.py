@@ -5,10 +5,10 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from hopper_kit import compiled, launch
 
 from fkjit.errors import ParameterError, SanitizerError
 from fkjit.interp import Arg, TensorMap, run
+from tests.interp.copies.hopper_kit import compiled, launch
 
 X = np.zeros((32, 64), np.float16)
 GOOD = {"array": X, "dims": (64, 32), "strides": (128,), "box": (32, 8)}

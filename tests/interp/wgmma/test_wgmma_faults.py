@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from interp_kit import compile_ptx, line_of
-from test_wgmma_kernels import ATTENTION
-from wgmma_kit import PRELUDE, mma_function
 
 from fkjit.errors import SanitizerError
 from fkjit.interp import Arg, run
+from tests.interp.interp_kit import compile_ptx, line_of
+from tests.interp.wgmma.test_wgmma_kernels import ATTENTION
+from tests.interp.wgmma.wgmma_kit import PRELUDE, mma_function
 
 NAME = "kernels_cu/test/bug.cu"
 RNG = np.random.default_rng(92)

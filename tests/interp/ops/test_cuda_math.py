@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interp_kit import compile_ptx
 
 from fkjit.interp import Arg, run
+from tests.interp.interp_kit import compile_ptx
 
 RNG = np.random.default_rng(13)
 ARCHS = ("compute_75", "compute_90", "compute_100")

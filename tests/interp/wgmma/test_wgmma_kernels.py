@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from interp_kit import compile_ptx, line_of
-from wgmma_kit import PRELUDE, mma_function
 
 from fkjit.errors import SanitizerError
 from fkjit.interp import Arg, Checks, run
+from tests.interp.interp_kit import compile_ptx, line_of
+from tests.interp.wgmma.wgmma_kit import PRELUDE, mma_function
 
 RNG = np.random.default_rng(91)
 HALF = "#include <cuda_fp16.h>"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 import pytest
-from hopper_kit import fault, launch, random_bytes
 
 from fkjit.errors import InterpreterError
 from fkjit.interp import Arg, Checks, TensorMap
+from tests.interp.copies.hopper_kit import fault, launch, random_bytes
 
 DTYPES = ["u1", "u2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", ml_dtypes.bfloat16]
 SPANS = {"none": 0, "32B": 32, "64B": 64, "128B": 128}
