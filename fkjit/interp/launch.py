@@ -85,16 +85,13 @@ def run(
             f"{title or entry}: block={block} has {layout.threads} threads; the kernel's "
             f"__launch_bounds__ allow {kernel.max_threads}"
         )
-    launch = _Launch(
-        module, kernel, layout, arguments, dynamic_shared, checks, title or entry, carve_outs,
-        resident,
-    )  # fmt: skip
-    stats = _execute(launch, progress)
-    if stats is None:
-        return run(
-            ptx, entry, grid, block, arguments, dynamic_shared, checks, title, progress, cluster,
-            resident, carve_outs,
+    stats = None
+    while stats is None:
+        launch = _Launch(
+            module, kernel, layout, arguments, dynamic_shared, checks, title or entry, carve_outs,
+            resident,
         )  # fmt: skip
+        stats = _execute(launch, progress)
     return replace(stats, seconds=time.perf_counter() - started)
 
 
