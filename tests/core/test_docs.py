@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = "bench/notes"  # keeps the names of files as they were on the day
+EXAMPLES = {"scale.cu", "block_sum.cu"}  # kernels that the documents themselves have
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in ("*.md", "docs/*.md", "bench/*.md", f"{RECORD}/*.md")
@@ -70,3 +71,13 @@ def test_what_documents_point_to_is_there(document):
         return
     for path in re.findall(r"`((?:tests|docs|bench|fkjit|templates|kernels_cu)/[\w./]*)`", text):
         assert (ROOT / path).exists(), path
+
+
+def test_kernels_and_headers_that_documents_name_are_there():
+    folders = (ROOT / "kernels_cu", ROOT / "templates")
+    sources = {path.name for folder in folders for path in folder.rglob("*.cu*")}
+    for document in DOCUMENTS:
+        if not document.startswith(RECORD):
+            text = re.sub(r"(?ms)^```.*?^```$", "", (ROOT / document).read_text())
+            named = set(re.findall(r"`(\w+\.cuh?)`", text))
+            assert named <= sources | EXAMPLES, (document, named - sources)
