@@ -64,6 +64,13 @@ class View(NamedTuple):
     source: Any = None  # dlpack: the caller's array, to give back the same kind
 
 
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
+    return tuple(strides)
+
+
 class Pointer:
     """What a spec's `arguments` may ask of an array: shape, strides in bytes, itemsize.
 
@@ -93,6 +100,9 @@ class Pointer:
         return other
 
 
+NULL = Pointer(None)  # no array
+
+
 def resolved(named: Mapping[str, Any]) -> dict[str, Any]:
     """What `spec.arguments` made of `Pointer`s, as a launch wants it: addresses (of None: null) and
     tensor maps."""
@@ -109,13 +119,6 @@ def resolved(named: Mapping[str, Any]) -> dict[str, Any]:
 
 def _itemsize(seen: View) -> int:
     return int(seen.array.dtype.itemsize)
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for i in range(len(shape) - 2, -1, -1):
-        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
-    return tuple(strides)
 
 
 def view(array: Any, call: str, name: str) -> View:
@@ -172,6 +175,16 @@ def _torch_view(tensor: Any, call: str, name: str) -> View:
     return View(
         "torch", tensor, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), label, device
     )
+
+
+def on_gpu(tensor: Any, pointer: int, traits: tuple[Any, ...]) -> View | None:
+    """A view of a plain CUDA tensor, of what is known of it (type, shape, strides, dtype, device,
+    …: a plan's geometry); None for any other, which `view` looks at more closely."""
+    _, shape, strides, dtype, device, negated, *_ = traits
+    if device < 0 or negated or _forked or not tensor.is_cuda or not (pointer or 0 in shape):
+        return None
+    label = _torch_names.get(dtype) or _torch_name(dtype)
+    return View("torch", tensor, pointer, shape, strides, label, device)
 
 
 def _torch_name(dtype: Any) -> str:

@@ -81,12 +81,13 @@ def _guards() -> Callable[..., Any] | None:
 
 
 def _types(kind: str) -> tuple[type, ...]:
-    """The types that have plans; what a subclass means, nobody knows. One of them was seen, so the
-    framework is imported."""
+    """The types that have plans; what a subclass means, nobody knows."""
+    framework = sys.modules.get(kind)
+    if framework is None:
+        return ()
     if kind == "torch":
-        torch = sys.modules["torch"]
-        return torch.Tensor, torch.nn.Parameter
-    return (sys.modules["cupy"].ndarray,)
+        return framework.Tensor, framework.nn.Parameter
+    return (framework.ndarray,)
 
 
 def _is_plain(option: Any) -> bool:
@@ -122,7 +123,9 @@ class Plans:
         self.young: dict[Key, Plan] = {}
         self.old: dict[Key, Plan] = {}
         self.last: dict[Any, Plan] = {}  # by options: what they had last
-        self.geometries: dict[type, Callable[..., Geometry]] = {}  # by the type of the first array
+        # By the type of the first array: what makes a geometry, and whose arrays these are.
+        self.geometries: dict[type, Callable[..., Geometry]] = {}
+        self.kinds: dict[type, str] = {}
         self._met: set[int] = set()
         _all.add(self)
 
@@ -142,18 +145,39 @@ class Plans:
         plan = self.last.get(options)
         return MISSED if plan is None else plan.try_arrays(*arrays)
 
-    def lookup(self, arrays: Sequence[Any], options: Any) -> Plan | None:
-        """The plan for these arrays, or None: then the call is checked."""
-        geometry = self.geometries.get(type(arrays[0]))
-        if geometry is None:
-            return None
+    def sight(self, arrays: Sequence[Any]) -> Geometry | None:
+        """Addresses and traits of the arrays; None where they are of no type that has plans."""
+        find = self.geometries.get(type(arrays[0]))
+        if find is None:
+            find = self._introduced(arrays)
         try:
-            pointers, traits = geometry(*arrays)
-            key = (traits, options)
-            plan = self.young.get(key) or self._rejuvenated(key)
+            return None if find is None else find(*arrays)
         except (AttributeError, TypeError, RuntimeError):  # whatever it is, the check explains it
             return None
-        if plan is None or (plan.guarded and plan.refuses(pointers)):
+
+    def _introduced(self, arrays: Sequence[Any]) -> Callable[..., Geometry] | None:
+        """What makes the geometry of a framework's arrays that are met for the first time."""
+        kind = next((kind for kind in _ADDRESS if type(arrays[0]) in _types(kind)), None)
+        if kind is None:
+            return None
+        find = geometry(kind, len(arrays))
+        self.kinds.update(dict.fromkeys(_types(kind), kind))
+        self.geometries.update(dict.fromkeys(_types(kind), find))
+        return find
+
+    def lookup(
+        self, arrays: Sequence[Any], options: Any, seen: Geometry | None = None
+    ) -> Plan | None:
+        """The plan for these arrays, or None: then the call is checked."""
+        seen = seen or self.sight(arrays)
+        if seen is None:
+            return None
+        key = (seen[1], options)
+        try:
+            plan = self.young.get(key) or self._rejuvenated(key)
+        except TypeError:  # an option that is no key
+            return None
+        if plan is None or (plan.guarded and plan.refuses(seen[0])):
             return None
         if plan.expects(arrays):
             self.last[options] = plan
@@ -170,13 +194,11 @@ class Plans:
             self.old, self.young, self.last = self.young, {}, {}
         self.young[key] = plan  # last: other threads take it from here
 
-    def meet(self, arrays: Sequence[Any], options: Any, kind: str) -> bool:
+    def meet(self, traits: Key, options: Any) -> bool:
         """Note that a geometry was met; whether it had been, so that a plan is worth making."""
-        if kind not in _ADDRESS:
-            return False
         try:
-            key = hash((geometry(kind, len(arrays))(*arrays)[1], options))
-        except (AttributeError, TypeError, RuntimeError):
+            key = hash((traits, options))
+        except TypeError:
             return False
         if key in self._met:
             self._met.discard(key)
@@ -199,11 +221,10 @@ class Plans:
         if kind not in ("torch", "cupy") or not _is_plain(options):
             return
         types = _types(kind)
-        if not all(x is None or type(x) in types for x in arrays):
+        seen = self.sight(arrays)
+        if seen is None or not all(x is None or type(x) in types for x in arrays):
             return
-        find = geometry(kind, len(arrays))
-        self.geometries.update(dict.fromkeys(types, find))
-        key = (find(*arrays)[1], options)
+        key = (seen[1], options)
         plan = self.young.get(key) or self.old.get(key)
         if plan is None:
             plan = Plan(self, arrays, options, request, kernels)
