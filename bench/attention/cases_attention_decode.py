@@ -12,7 +12,7 @@ from fkjit.ops.attention.decode.checks import parameters
 from fkjit.ops.attention.decode.grid import on_grid
 from fkjit.ops.attention.decode.kernels import SPLIT
 from fkjit.ops.attention.decode.problem import problem_of
-from fkjit.ops.kv import problem as kv
+from fkjit.ops.kv import cases as kv
 from fkjit.runtime.device import multiprocessors
 from fkjit.spec import KernelSpec, Params, Problem
 

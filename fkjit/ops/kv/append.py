@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from fkjit.ops.kv import problem as kv
 from fkjit.ops.kv.planes import planes
 from fkjit.ops.op.checks import FLOATS, check_dtype, check_same_dtype, check_writable
 from fkjit.ops.op.node import Node
 from fkjit.ops.op.op import Launch, Op, Request, arch_of
 from fkjit.runtime.interop import View
-from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
+from fkjit.spec import KernelSpec, Param, Params, register
 from fkjit.tuning import tuned
 
 _CALL = "kv_append"
-_POISON = 7  # in pages, where tests append nothing
 
 
 def kv_append(
@@ -95,45 +92,6 @@ def _unroll(storage: str) -> int:
     return 1 if storage == "same" else 4
 
 
-def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Kernel arguments by name."""
-    return kv.arguments(params, problem, arrays)
-
-
-def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
-    """Fresh tokens, slots and scales."""
-    tokens = {
-        side: kv.random_tokens(problem, rng, kv.buffer_length(problem, side)) for side in ("k", "v")
-    }
-    slots = kv.random_slots(problem, rng)
-    return {**tokens, "slot_mapping": slots, **kv.random_scales(problem, rng)}
-
-
-def outputs(params: Params, problem: Problem) -> Arrays:
-    """Pages with the same number everywhere."""
-    shape = kv.page_shape(
-        problem["layout"], problem["num_pages"], problem["page_size"], problem["heads"],
-        problem["head_dim"],
-    )  # fmt: skip
-    dtype = kv.kept_dtype(problem)
-    return {name: np.full(shape, _POISON, dtype) for name in ("k_pages", "v_pages")}
-
-
-def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
-    """The pages, in float64; of fp8 the codes."""
-    slots = np.asarray(arrays["slot_mapping"])
-    found = {}
-    for side in ("k", "v"):
-        x = kv.seen_tokens(problem, np.asarray(arrays[side]), side)
-        scale = np.asarray(arrays.get(f"{side}_scale", np.ones(problem["heads"])))
-        shape = (problem["num_pages"] * problem["page_size"], problem["heads"], problem["head_dim"])
-        kept = np.full(shape, _POISON, np.float64)
-        codes = kv.encode(x, problem["storage"], scale)
-        kept[slots[slots >= 0]] = codes[slots >= 0].astype(np.float64)
-        found[f"{side}_pages"] = kv.from_slots(problem, kept)
-    return found
-
-
 APPEND = register(
     KernelSpec(
         op=_CALL,
@@ -148,13 +106,9 @@ APPEND = register(
         derive=kv.derive,
         block=lambda params: (params["threads"], 1, 1),
         grid=kv.grid,
-        bytes=kv.traffic,
-        interpreter_work=kv.work,
-        arguments=arguments,
-        problems=kv.problems,
-        inputs=inputs,
-        outputs=outputs,
-        reference=reference,
+        arguments=kv.arguments,
+        work=kv.WORK,
+        verification="fkjit.ops.kv.cases:APPEND",
     )
 )
 

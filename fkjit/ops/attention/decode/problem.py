@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fkjit.ops.attention.decode.grid import workspace
-from fkjit.ops.kv import problem as kv
+from fkjit.ops.kv import cases as kv
 from fkjit.runtime.interop import numpy_dtype
 from fkjit.spec import Arrays, Params, Problem
 
