@@ -113,7 +113,7 @@ def test_a_disassembler_that_fails_is_named(scale, monkeypatch, tmp_path):
         (["show", "scale", "--warps", "4"], "scale.plain has no parameter --warps (has: dtype"),
         (["show", "scale", "threads", "64"], "'threads' is not a kernel parameter with its value"),
         (["show", "scale", "--threads"], "'--threads' is not a kernel parameter with its value"),
-        (["show", "skale"], "show: 'skale' is no call and no kernel (calls: attention, "),
+        (["show", "skale"], "show: 'skale' is no call and no kernel (calls: PagedKVCache, "),
         (["show", "scale", "--arch", "sm_9000x"], "'sm_9000x' is not an architecture"),
         (["show", "scale", "--arch", "sm_80,sm_90a"], "names 2 targets; show takes one"),
         (["compile", "attention.flash", "--arch", "sm_75"], "has no variant for sm_75: needs"),
