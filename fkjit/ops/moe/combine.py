@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from fkjit.errors import ParameterError
 from fkjit.ops.moe import rows as rows
-from fkjit.ops.moe.groups import MoeGroups
-from fkjit.ops.moe.permute import check_groups
+from fkjit.ops.moe.groups import MoeGroups, check_groups
+from fkjit.ops.op.autograd import Differentiable, Tensors, as_tuple, autograd_of
 from fkjit.ops.op.checks import check_dtype, check_output, check_shape
 from fkjit.ops.op.node import Node
 from fkjit.ops.op.op import Launch, Op, Output, Request
@@ -104,39 +102,17 @@ def _check_gradient(views: Mapping[str, View | None], of_y: bool, of_weights: bo
     return Request({n: v for n, v in views.items() if n not in made}, made, launches)
 
 
-def _with_gradients(inputs: tuple[Any, ...], outputs: tuple[Any, ...], options: Any) -> Any:
-    if outputs[0] is not None:
-        raise ParameterError(
-            f"{_CALL}: out is given and an input requires grad; call it under torch.no_grad(), or "
-            "without out"
-        )
-    return _function().apply(*inputs)
+def _forward(inputs: Tensors, options: Any) -> tuple[Tensors, Tensors]:
+    return (_OP(inputs, (), options),), inputs
 
 
-@lru_cache(maxsize=1)
-def _function() -> Any:
-    """torch's Function; its module is there, since a tensor was seen."""
-    torch = sys.modules["torch"]
-
-    class Combine(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, y: Any, inverse: Any, weights: Any, *lists: Any) -> Any:
-            ctx.save_for_backward(y, inverse, weights, *lists)
-            return _OP((y, inverse, weights, *lists), (None,), ())
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx: Any, dout: Any) -> Any:
-            y, inverse, weights, *lists = ctx.saved_tensors
-            of_y, _, of_weights, *_ = ctx.needs_input_grad
-            inputs = (y, dout.contiguous(), inverse, weights, *lists)
-            outputs = _cleared(inputs, (of_y, of_weights))
-            found = _GRADIENT(inputs, outputs, (of_y, of_weights))
-            found = iter(found if isinstance(found, tuple) else (found,))
-            dy, dweights = (next(found) if wanted else None for wanted in (of_y, of_weights))
-            return dy, None, dweights, None, None
-
-    return Combine
+def _backward(saved: Tensors, gradients: Tensors, needed: Tensors, options: Any) -> Tensors:
+    y, *rest = saved
+    wanted = (needed[0], needed[2])
+    inputs = (y, gradients[0].contiguous(), *rest)
+    found = iter(as_tuple(_GRADIENT(inputs, _cleared(inputs, wanted), wanted)))
+    dy, dweights = (next(found) if one else None for one in wanted)
+    return dy, None, dweights, None, None
 
 
 def _cleared(inputs: tuple[Any, ...], options: tuple[bool, bool]) -> tuple[Any, None]:
@@ -149,7 +125,7 @@ def _cleared(inputs: tuple[Any, ...], options: tuple[bool, bool]) -> tuple[Any, 
 _INPUTS = ("y", "inverse", "weights", "offsets", "counts")
 _OP = Op(
     _CALL, inputs=_INPUTS, outputs=("out",), check=_check, optional=_INPUTS[2:],
-    autograd=_with_gradients,
+    autograd=autograd_of(_CALL, Differentiable("Combine", _forward, _backward)),
     node=Node(lambda y, inverse, *rest: [y.new_empty(inverse.shape[0], y.shape[1])]),
 )  # fmt: skip
 

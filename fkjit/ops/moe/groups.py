@@ -84,6 +84,20 @@ def _check_lists(call: str, views: Mapping[str, View | None], experts: int) -> N
             rows_of(call, name, view)
 
 
+def check_groups(call: str, views: Mapping[str, View | None]) -> int:
+    """How many groups `offsets` and `counts` are of; 0 without them."""
+    offsets, counts = views["offsets"], views["counts"]
+    if offsets is None or counts is None:
+        return 0
+    for name, view in (("offsets", offsets), ("counts", counts)):
+        check_dtype(call, name, view, ("int32",))
+        if len(view.shape) != 1 or (view.shape[0] > 1 and view.strides[0] != 1):
+            raise ParameterError(f"{call}: {name} is not one dimension, contiguous")
+    if offsets.shape[0] != counts.shape[0] + 1:
+        raise ParameterError(f"{call}: offsets has not one number more than counts")
+    return counts.shape[0]
+
+
 def places_of(items: int, groups: int, block_size: int) -> int:
     """Places for the worst that items can be spread, in whole tiles."""
     most = min(items * block_size, items + groups * (block_size - 1))
