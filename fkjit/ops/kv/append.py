@@ -7,7 +7,7 @@ from typing import Any
 
 from fkjit.ops.kv import problem as kv
 from fkjit.ops.kv.planes import planes
-from fkjit.ops.op.checks import FLOATS, check_dtype, check_same_dtype, check_writable
+from fkjit.ops.op.checks import FLOATS, check_same_dtype
 from fkjit.ops.op.node import Node
 from fkjit.ops.op.op import Launch, Op, Request, arch_of
 from fkjit.runtime.interop import View
@@ -58,22 +58,9 @@ def _prepare(
 def _check(views: Mapping[str, View | None], storage: str, layout: str) -> Request:
     seen = {name: view for name, view in views.items() if view is not None}
     dtype = check_same_dtype(_CALL, {name: seen[name] for name in ("k", "v")}, FLOATS)
-    pages = {name: seen[name] for name in ("k_pages", "v_pages")}
-    problem = kv.check_pages(_CALL, pages, layout)
-    for name, view in pages.items():
-        check_dtype(_CALL, name, view, (kv.CODES.get(storage, dtype),))
-        check_writable(_CALL, name, view)
-    kv.check_scales(_CALL, views, storage, problem["heads"])
-    num_slots = problem["num_pages"] * problem["page_size"]
-    step = kv.check_slots(_CALL, seen["slot_mapping"], num_slots, unique=True)
-    tokens = seen["slot_mapping"].shape[0]
-    for side in ("k", "v"):
-        problem[side] = kv.check_tokens(
-            _CALL, side, seen[side], problem["heads"], problem["head_dim"], tokens
-        )
-    problem |= {"dtype": dtype, "storage": storage, "tokens": tokens, "slot_step": step}
+    problem = kv.check_append(_CALL, views, dtype, storage, layout)
     inputs = {name: views[name] for name in _INPUTS}
-    if not tokens:
+    if not problem["tokens"]:
         return Request(inputs, {}, ())
     vector = kv.is_vector(dtype, problem, seen, ())
     params = default({"dtype": dtype, "storage": storage, "vector": vector})

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fkjit.errors import ParameterError
-from fkjit.ops.op.checks import FLOATS, check_dtype, check_shape
+from fkjit.ops.op.checks import FLOATS, check_dtype, check_shape, check_writable
 from fkjit.runtime.interop import CPU, ITEMSIZE, View, as_numpy
 from fkjit.spec import Dim3, Param, Params, Problem, Work, size_class
 
@@ -218,6 +218,26 @@ def _check_values(call: str, slots: np.ndarray, num_slots: int, unique: bool) ->
             f"{call}: slot_mapping has slot {values[counts > 1][0]} more than once: which token "
             "would stay there is not defined"
         )
+
+
+def check_append(
+    call: str, views: Mapping[str, View | None], dtype: str, storage: str, layout: str
+) -> dict[str, Any]:
+    """The problem of tokens k and v, of `dtype`, that are written to pages."""
+    seen = {name: view for name, view in views.items() if view is not None}
+    pages = {name: seen[name] for name in ("k_pages", "v_pages")}
+    problem = check_pages(call, pages, layout)
+    for name, view in pages.items():
+        check_dtype(call, name, view, (CODES.get(storage, dtype),))
+        check_writable(call, name, view)
+    heads, dim = problem["heads"], problem["head_dim"]
+    check_scales(call, views, storage, heads)
+    num_slots = problem["num_pages"] * problem["page_size"]
+    step = check_slots(call, seen["slot_mapping"], num_slots, unique=True)
+    tokens = seen["slot_mapping"].shape[0]
+    for side in SIDES:
+        problem[side] = check_tokens(call, side, seen[side], heads, dim, tokens)
+    return {**problem, "dtype": dtype, "storage": storage, "tokens": tokens, "slot_step": step}
 
 
 def is_vector(dtype: str, problem: Problem, views: Mapping[str, View], new: Sequence[str]) -> bool:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fkjit.errors import ParameterError
 from fkjit.ops.moe import rows as rows
+from fkjit.ops.moe.checks import check_dense
 from fkjit.ops.moe.groups import MoeGroups, check_groups
 from fkjit.ops.op.autograd import Differentiable, Tensors, as_tuple, autograd_of
 from fkjit.ops.op.checks import check_dtype, check_output, check_shape
 from fkjit.ops.op.node import Node
 from fkjit.ops.op.op import Launch, Op, Output, Request
-from fkjit.ops.op.shapes import rows_of
 from fkjit.runtime.interop import View
 
 _CALL = "moe_combine"
@@ -61,8 +60,7 @@ def _check(views: Mapping[str, View | None]) -> Request:
     problem = _describe(_CALL, views)
     shape = (problem["tokens"], problem["columns"])
     check_output(_CALL, out, shape, y.dtype)
-    if out is not None and rows_of(_CALL, "out", out)[2] != shape[1] and shape[0] > 1:
-        raise ParameterError(f"{_CALL}: out has gaps between its rows; it must be contiguous")
+    check_dense(_CALL, "out", out)
     problem["vector"] = _is_vector(problem, (y, out))
     launches = (Launch(rows.COMBINE, rows.combine_variant(problem), problem),) if shape[0] else ()
     inputs = {name: views[name] for name in _INPUTS}
@@ -77,8 +75,7 @@ def _describe(call: str, views: Mapping[str, View | None]) -> dict[str, Any]:
     if weights is not None:
         check_dtype(call, "weights", weights, ("fp32",))
         check_shape(call, "weights", weights, (tokens, top_k), "inverse's")
-        if rows_of(call, "weights", weights)[2] != top_k and tokens > 1:
-            raise ParameterError(f"{call}: weights has gaps between its rows; pass a copy")
+        check_dense(call, "weights", weights)
     groups = check_groups(call, views)
     return rows.problem_of(y.dtype, tokens, top_k, columns, groups, places, stride=stride)
 

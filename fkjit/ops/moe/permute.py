@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.errors import ArgumentTypeError
 from fkjit.ops.moe import rows as rows
+from fkjit.ops.moe.checks import check_dense
 from fkjit.ops.moe.combine import moe_combine
 from fkjit.ops.moe.groups import MoeGroups, check_groups
 from fkjit.ops.op.autograd import Differentiable, Tensors, autograd_of
 from fkjit.ops.op.checks import check_output
 from fkjit.ops.op.node import Node
 from fkjit.ops.op.op import Launch, Op, Output, Request
-from fkjit.ops.op.shapes import rows_of
 from fkjit.runtime.interop import View
 
 _CALL = "moe_permute"
@@ -65,8 +65,7 @@ def _check(views: Mapping[str, View | None], places: int) -> Request:
     tokens, columns, stride = rows.check_rows(_CALL, "x", x)
     _, top_k = rows.check_inverse(_CALL, views["inverse"], tokens)
     check_output(_CALL, out, (places, columns), x.dtype)
-    if out is not None and rows_of(_CALL, "out", out)[2] != columns and places > 1:
-        raise ParameterError(f"{_CALL}: out has gaps between its rows; it must be contiguous")
+    check_dense(_CALL, "out", out)
     problem = rows.problem_of(
         x.dtype, tokens, top_k, columns, check_groups(_CALL, views), places, stride=stride
     )

@@ -7,11 +7,11 @@ from typing import Any
 
 from fkjit.errors import ParameterError
 from fkjit.ops.moe import groups as groups
+from fkjit.ops.moe.checks import check_dense
 from fkjit.ops.moe.groups import MoeGroups
 from fkjit.ops.op.checks import check_dtype
 from fkjit.ops.op.node import Node
 from fkjit.ops.op.op import Launch, Op, Request
-from fkjit.ops.op.shapes import rows_of
 from fkjit.runtime.interop import View
 from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
 
@@ -109,9 +109,8 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
         raise ParameterError(
             f"{_CALL}: topk_ids has shape {tuple(ids.shape)}; allowed: [tokens, top_k]"
         )
-    tokens, top_k, step = rows_of(_CALL, "topk_ids", ids)
-    if tokens > 1 and step != top_k:
-        raise ParameterError(f"{_CALL}: topk_ids has gaps between its rows; pass a contiguous copy")
+    check_dense(_CALL, "topk_ids", ids)
+    tokens, top_k = ids.shape
     problem = groups.describe(_CALL, views, tokens, top_k, *options)
     problem["ids"] = ids.dtype
     items = tokens * top_k

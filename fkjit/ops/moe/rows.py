@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fkjit.errors import ParameterError
+from fkjit.ops.moe.checks import check_dense
 from fkjit.ops.moe.problem import MAX_TOP_K
 from fkjit.ops.op.checks import FLOATS, check_dtype
 from fkjit.ops.op.shapes import rows_of
@@ -38,8 +39,7 @@ def check_inverse(call: str, view: View | None, tokens: int | None = None) -> tu
             f"{call}: inverse has shape {shape}; allowed: [tokens, top_k] with 1 to {MAX_TOP_K} "
             f"choices{here}"
         )
-    if rows_of(call, "inverse", view)[2] != shape[1] and shape[0] > 1:
-        raise ParameterError(f"{call}: inverse has gaps between its rows; pass a contiguous copy")
+    check_dense(call, "inverse", view)
     return shape[0], shape[1]
 
 

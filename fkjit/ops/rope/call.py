@@ -79,8 +79,7 @@ def _arranged(
         out_q, out_k = q, k
     whole = isinstance(positions, int | np.integer) and not isinstance(positions, bool)
     start, ids = (int(positions), None) if whole else (0, positions)
-    named = (type(scaling).__name__, *scaling) if isinstance(scaling, tuple) else scaling
-    options = (start, theta, named, rotary_dim, interleaved, layout, inverse)
+    options = (start, theta, as_option(scaling), rotary_dim, interleaved, layout, inverse)
     return (q, k, ids, table), (out_q, out_k), options
 
 
@@ -126,9 +125,14 @@ def _backward(
 _DIFFERENTIABLE = Differentiable("Rope", _forward, _backward, once=False)
 
 
-def pack_scaling(named: Any) -> str | None:
+def as_option(scaling: Any) -> Any:
+    """A scaling as an option: its numbers behind the name of its type."""
+    return (type(scaling).__name__, *scaling) if isinstance(scaling, tuple) else scaling
+
+
+def pack_scaling(option: Any) -> str | None:
     """A scaling as the schema of an operator has it: "Llama3Scaling 8.0 1.0 4.0 8192"."""
-    return None if named is None else " ".join([str(part) for part in named])
+    return None if option is None else " ".join([str(part) for part in option])
 
 
 def unpack_scaling(text: str | None) -> Any:
@@ -139,8 +143,8 @@ def unpack_scaling(text: str | None) -> Any:
     return (name, *(float(n) if set(n) & set(".en") else int(n) for n in numbers))
 
 
-def _pack(start: int, theta: Any, named: Any, *rest: Any) -> tuple[Any, ...]:
-    return (start, theta, pack_scaling(named), *rest)
+def _pack(start: int, theta: Any, scaling: Any, *rest: Any) -> tuple[Any, ...]:
+    return (start, theta, pack_scaling(scaling), *rest)
 
 
 def _unpack(start: int, theta: Any, text: Any, *rest: Any) -> tuple[Any, ...]:
