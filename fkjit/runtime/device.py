@@ -302,7 +302,7 @@ def _load(spec: KernelSpec, params: dict[str, Any], device: int) -> LoadedKernel
         packing=struct.Struct("@" + "".join(codes)),
         offsets=offsets(codes),
         names=tuple(name for name, _, _ in entry.meta["arguments"]),
-        dependent=spec.dependent and to.arch.capability >= (9, 0),
+        dependent=spec.pdl and to.arch.capability >= (9, 0),
         keep=(module, function),
     )
 
