@@ -21,7 +21,7 @@ from fkjit.settings import Settings, settings
 from fkjit.spec import KernelSpec, Params, Problem, SharedLayout
 
 if TYPE_CHECKING:
-    from fkjit.interp.shared import CarveOut
+    from fkjit.interp.spaces.shared import CarveOut
 
 GUARD = 1024  # bytes between carve-outs where memory is checked: alignment and banks stay
 _FEW_THREADS = 4000  # with so many the interpreter is half as fast as with very many
@@ -84,7 +84,7 @@ def interpret(
 
 def carve_outs(layout: SharedLayout, guard: int) -> tuple[list[CarveOut], int]:
     """The arrays of dynamic shared memory with `guard` bytes between them, and bytes in all."""
-    from fkjit.interp.shared import CarveOut
+    from fkjit.interp.spaces.shared import CarveOut
 
     parts, top = [], 0
     for name, size in layout:
@@ -127,7 +127,7 @@ def _argument(named: Mapping[str, Any], name: str, code: str, const: bool) -> An
 
 def _numpy_map(value: TensorMap) -> Any:
     """What the interpreter's TMA reads."""
-    from fkjit.interp.tensor_map import TensorMap as Map
+    from fkjit.interp.spaces.tensor_map import TensorMap as Map
 
     strides = value.legal_strides()
     return Map(
