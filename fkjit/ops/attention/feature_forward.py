@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from fkjit.errors import CompileError, ParameterError
 from fkjit.ops.attention import feature_nodes as operator
 from fkjit.ops.attention import score_mod as score_mods
-from fkjit.ops.attention.autograd import check_deterministic, wanted
-from fkjit.ops.attention.backward.feature_call import PACKED
-from fkjit.ops.attention.feature_autograd import Call, differentiable
+from fkjit.ops.attention.autograd import attend
 from fkjit.ops.attention.feature_checks import check_dense, check_varlen
 from fkjit.ops.attention.feature_problem import POINTERS
 from fkjit.ops.attention.features import SLOTS
@@ -104,23 +103,10 @@ def _packed(
 ) -> Any:  # fmt: skip
     arrays, options = _call("attention_varlen", rows, packed[:2], shared, forms)
     derivative = _derivative("attention_varlen", forms, score_mod_grad)
-    if not wanted(*arrays):
+    if not torch_ops.wants_grad(arrays):
         return _run(_VARLEN, arrays, (*packed[2:], *options))
-    settings = _settings("attention_varlen", options, derivative, deterministic)
-
-    def traced(inputs: tuple[Any, ...]) -> Any:
-        again = _with_lse(shared), (*forms[:2], *inputs[5:9], *forms[6:])
-        return operator.traced_varlen(inputs[:3], (*inputs[3:5], *packed[2:]), *again)
-
-    made = differentiable(
-        Call(
-            "attention_varlen",
-            lambda inputs: _run(_VARLEN, inputs, (*packed[2:], *_with_lse(options))),
-            traced, PACKED, *settings, *packed[2:],
-        ),
-        arrays,
-    )  # fmt: skip
-    return made if shared[3] else made[0]
+    said = (*packed[2:], *options[:4], deterministic, *options[4:], derivative)
+    return attend(_Varlen, arrays, said)
 
 
 def _dense(
@@ -129,37 +115,54 @@ def _dense(
 ) -> Any:  # fmt: skip
     arrays, options = _call("attention", rows, (None, None), shared, forms)
     derivative = _derivative("attention", forms, score_mod_grad)
-    if not wanted(*arrays):
+    if not torch_ops.wants_grad(arrays):
         return _run(_DENSE, (*arrays, *_ABSENT), (*where, *options))
-    settings = _settings("attention", options, derivative, deterministic)
+    said = (*where, *options[:4], deterministic, *options[4:], derivative)
+    return attend(_Dense, arrays, said)
 
-    def traced(inputs: tuple[Any, ...]) -> Any:
-        again = _with_lse(shared), (*forms[:2], *inputs[5:9], *forms[6:])
-        return operator.traced_dense(inputs[:3], where, *again)
 
-    made = differentiable(
-        Call(
-            "attention",
-            lambda inputs: _run(_DENSE, (*inputs, *_ABSENT), (*where, *_with_lse(options))),
-            traced, where[1], *settings,
-        ),
-        arrays,
+_FIELDS = (
+    *("causal", "softmax_scale", "block", "return_lse", "deterministic", "window", "softcap"),
+    *("score_mod", "score_names", "score_scalars", "score_mod_grad"),
+)
+_DenseSaid = namedtuple("_DenseSaid", ("impl", "layout", *_FIELDS))
+_VarlenSaid = namedtuple("_VarlenSaid", ("max_seqlen_q", "max_seqlen_k", *_FIELDS))
+
+
+def _as_forms(said: Any, inputs: tuple[Any, ...]) -> Any:
+    return (said.causal, said.softmax_scale, said.block, said.return_lse), (
+        said.window, said.softcap, *inputs[5:9], said.score_mod or None, None
     )  # fmt: skip
-    return made if shared[3] else made[0]
 
 
-def _with_lse(options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Options of a call, the fourth of which is return_lse."""
-    return (*options[:3], True, *options[4:])
+class _Dense:
+    """Attention with score features as autograd calls it."""
+
+    name, options = "attention", _DenseSaid
+
+    def __new__(cls, inputs: Any, outputs: Any, options: Any) -> Any:
+        said = _DenseSaid(*options)
+        if torch_ops.abstract(*inputs) or torch_ops.wrapped(*inputs):
+            return operator.traced_dense(inputs[:3], said[:2], *_as_forms(said, inputs))
+        return _run(_DENSE, (*inputs, *_ABSENT), (*said[:6], *said[7:12]))
+
+    @staticmethod
+    def prepare(inputs: Any, options: Any) -> None:
+        said = _DenseSaid(*options)
+        _DENSE.prepare([*inputs, *_ABSENT, None, None], (*said[:6], *said[7:12]))
 
 
-def _settings(
-    call: str, options: tuple[Any, ...], derivative: str, deterministic: Any
-) -> tuple[Any, ...]:
-    """Of a `Call`, of those that an op has."""
-    causal, softmax_scale, _, _, *form, names, scalars = options
-    exact = check_deterministic(call, deterministic)
-    return (causal, softmax_scale, *form, derivative, names, scalars, exact)
+class _Varlen:
+    """Attention of packed sequences as autograd calls it."""
+
+    name, options = "attention_varlen", _VarlenSaid
+
+    def __new__(cls, inputs: Any, outputs: Any, options: Any) -> Any:
+        said = _VarlenSaid(*options)
+        if torch_ops.abstract(*inputs) or torch_ops.wrapped(*inputs):
+            lengths = (*inputs[3:5], *said[:2])
+            return operator.traced_varlen(inputs[:3], lengths, *_as_forms(said, inputs))
+        return _run(_VARLEN, inputs, (*said[:6], *said[7:12]))
 
 
 def _derivative(call: str, forms: tuple[Any, ...], score_mod_grad: str | None) -> str:

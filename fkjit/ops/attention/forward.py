@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -117,8 +117,8 @@ def attention(
     if plan is not None:
         refuse_gpu("attention")
         return plan.run(q, k, v)
-    if autograd.wanted(q, k, v):
-        return autograd.attention(q, k, v, *options, deterministic)
+    if torch_ops.wants_grad((q, k, v)):
+        return autograd.attend(_Differentiated, (q, k, v), (*options, deterministic))
     if torch_ops.wrapped(q, k, v):
         return nodes.traced(q, k, v, *options, deterministic)
     request = check(q, k, v, *options)
@@ -136,6 +136,38 @@ def attention(
         _on_gpu(request, o, lse, options)
     o = interop.give_back(request.q, o)
     return (o, interop.give_back(request.q, lse)) if return_lse else o
+
+
+class _Said(NamedTuple):
+    causal: Any
+    softmax_scale: Any
+    block: Any
+    impl: Any
+    return_lse: Any
+    layout: Any
+    deterministic: Any
+    window: Any = None
+    softcap: Any = None
+    score_mod: str = ""
+    score_mod_grad: str = ""
+
+
+class _Differentiated:
+    """Plain attention as autograd calls it."""
+
+    name, options = "attention", _Said
+
+    def __new__(cls, inputs: Any, outputs: Any, options: Any) -> Any:
+        if torch_ops.abstract(*inputs) or torch_ops.wrapped(*inputs):
+            return nodes.traced(*inputs, *options)
+        names = ("causal", "softmax_scale", "block", "impl", "return_lse", "layout")
+        # Detached, a geometry has a plan.
+        return attention(*(x.detach() for x in inputs), **dict(zip(names, options, strict=False)))
+
+    @staticmethod
+    def prepare(inputs: Any, options: Any) -> None:
+        names = ("causal", "softmax_scale", "block", "impl", "return_lse", "layout")
+        prepare(*(x.detach() for x in inputs), **dict(zip(names, options, strict=False)))
 
 
 def prepare(
@@ -166,6 +198,8 @@ def prepare(
     `attention` does; nothing to do for CPU arrays.
     """
     options = (causal, softmax_scale, block, impl, return_lse, layout)
+    if torch_ops.wants_grad((q, k, v)):
+        return autograd.prepare(_Differentiated, (q, k, v), (*options, deterministic))
     if not (window is softcap is alibi_slopes is bias is mask is sinks is score_mod is None):
         forms = (window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args)
         return _forms().prepare_dense(q, k, v, options, forms)

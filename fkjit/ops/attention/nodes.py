@@ -59,8 +59,10 @@ def _gradients(lse: bool) -> Callable[..., Any]:
         block: Sequence[int] | None = None, impl: str = "auto", layout: str = "bhsd",
         deterministic: bool | None = True,
     ) -> Any:  # fmt: skip
+        from fkjit.ops.attention.forward import _Differentiated
+
         options = (causal, softmax_scale, _tile(block), impl, lse, layout, deterministic)
-        return autograd.attention(q, k, v, *options)
+        return autograd.attend(_Differentiated, (q, k, v), options)
 
     return made
 

@@ -23,6 +23,7 @@ from fkjit.ops.op.node import Node, like
 from fkjit.ops.op.op import Op
 
 _NEW, _NEW_PLAIN = (None,) * len(OUTPUTS), (None,) * len(PLAIN_OUTPUTS)
+_PLAIN_COUNT = len(PLAIN_INPUTS)
 
 
 def attention_backward(
@@ -69,14 +70,12 @@ def attention_backward(
 
     Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning".
     """
-    options = (
-        causal, softmax_scale, deterministic or torch_wants_determinism(), impl, layout
-    )  # fmt: skip
-    call = _PLAIN.traced if torch_ops.wrapped(dout, q, k, v) else _PLAIN
-    return call((dout, q, k, v, o, lse, dlse), _NEW_PLAIN, options)
+    deterministic = deterministic or torch_is_deterministic()
+    options = (causal, softmax_scale, deterministic, impl, layout)
+    return _PLAIN((dout, q, k, v, o, lse, dlse), _NEW_PLAIN, options)
 
 
-def torch_wants_determinism() -> bool:
+def torch_is_deterministic() -> bool:
     """Whether torch.use_deterministic_algorithms(True) was called."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.are_deterministic_algorithms_enabled()
@@ -88,6 +87,7 @@ _PLAIN = Op(
     outputs=PLAIN_OUTPUTS,
     check=check_plain,
     optional=("dlse",),
+    batched=True,
     node=Node(
         lambda dout, q, k, v, *rest: [like(q), like(k), like(v)],
         "bool causal, float? softmax_scale, bool deterministic, str impl, str layout",
@@ -102,36 +102,43 @@ attention_backward.prepare = _PLAIN.preparing(attention_backward)  # type: ignor
 def gradients(inputs: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
     """Gradients of the inputs that `options.wanted` names, for torch tensors.
 
-    inputs: in the order of `checks.INPUTS`, as a forward was given them and returned them.
+    inputs: in the order of `checks.INPUTS`, as a forward was given them and returned them; those
+    left out at the end are None.
     """
-    if torch_ops.wrapped(*inputs):  # torch.func
-        found = _FEATURES.traced(inputs, _NEW, options)
-    else:
-        found = _FEATURES(inputs, _written_to(inputs, options), options)
+    if not options.features:
+        return _PLAIN(inputs[:_PLAIN_COUNT], _NEW_PLAIN, _flags(options))
+    inputs = (*inputs, *(None,) * (len(INPUTS) - len(inputs)))
+    found = _FEATURES(inputs, _written_to(inputs, options), options)
     return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
 
-def prepare(inputs: tuple[Any, ...], options: Options) -> None:
-    """Compile and load what `gradients` needs, and nothing else; inputs as there."""
-    if options.features:
-        arrays = [*inputs, *_written_to(inputs, options)]
-        return _FEATURES.prepare(arrays, options)
-    flags = (options.causal, options.softmax_scale, options.deterministic, "auto", options.layout)
-    return _PLAIN.prepare([*inputs[: len(PLAIN_INPUTS)], *_NEW_PLAIN], flags)
+def prepare_gradients(inputs: tuple[Any, ...], options: Options) -> None:
+    """Compile and load what `gradients` needs, without running it."""
+    if not options.features:
+        return _PLAIN.prepare([*inputs[:_PLAIN_COUNT], *_NEW_PLAIN], _flags(options))
+    inputs = (*inputs, *(None,) * (len(INPUTS) - len(inputs)))
+    return _FEATURES.prepare([*inputs, *_written_to(inputs, options)], options)
+
+
+def _flags(options: Options) -> tuple[Any, ...]:
+    """Those of `check_plain`."""
+    one = options
+    return one.causal, one.softmax_scale, one.deterministic, one.impl, one.layout
 
 
 def _written_to(inputs: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
-    """Arrays for results. Packed rows of no sequence, and those beyond the longest, have gradient
+    """Arrays for results, None for new ones. Packed rows of no sequence, and those beyond the longest, have gradient
     0."""
-    if options.layout != PACKED:
+    if options.layout != PACKED or torch_ops.wrapped(*inputs):
         return _NEW
     torch = sys.modules["torch"]
-    made = dict.fromkeys(OUTPUTS)
-    for name in ROWS:
-        if name in options.wanted:
-            like_it = inputs[INPUTS.index(name)]
-            made[f"d{name}"] = torch.zeros_like(like_it, memory_format=torch.contiguous_format)
-    return tuple(made.values())
+    made = (
+        torch.zeros_like(x, memory_format=torch.contiguous_format)
+        if name in options.wanted
+        else None
+        for name, x in zip(ROWS, inputs[1:4], strict=True)
+    )
+    return (*made, *_NEW[len(ROWS) :])
 
 
 def _fake(*given: Any) -> list[Any]:
@@ -159,8 +166,10 @@ _FEATURES = Op(
     "attention (backward)",
     inputs=INPUTS,
     outputs=OUTPUTS,
-    check=lambda views, *options: check(views, Options(*options)),
+    check=check,
+    options=Options,
     optional=tuple(name for name in INPUTS if name not in ("dout", *ROWS, "o", "lse")),
+    batched=True,
     node=Node(
         _fake, _SCHEMA, None, name="attention_form_backward", pack=_pack, unpack=_unpack,
         outputs=_written_to,

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from fkjit.ops.attention import feature_problem as forward
-from fkjit.ops.attention.backward import cases, mask_bits
-from fkjit.ops.attention.backward import kernels_sm90 as sm90
+from fkjit.ops.attention.backward import cases
 from fkjit.ops.attention.backward import problem as backward
+from fkjit.ops.attention.backward.tiles import BLOCK_K_SM90, BLOCK_Q_SM90
 from fkjit.ops.attention.features import parse
 from fkjit.spec import Arrays, Params, Problem, Verification
 
@@ -23,18 +23,18 @@ def _problems(params: Params, scale: str) -> Sequence[Problem]:
 
 
 def _plain_problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    block_q = sm90.BLOCK_Q[params["head_dim"]]
+    block_q = BLOCK_Q_SM90[params["head_dim"]]
     square = {**params, "head_dim_v": params["head_dim"]}
-    found = cases.plain_problems(block_q, sm90.BLOCK_K, square, scale)
+    found = cases.plain_problems(block_q, BLOCK_K_SM90, square, scale)
     if scale == "small":
         found[0] |= {"multiprocessors": 2}
-        found[1] |= {"seqlen_q": 2 * block_q - 3, "seqlen_k": 2 * sm90.BLOCK_K + 1}
+        found[1] |= {"seqlen_q": 2 * block_q - 3, "seqlen_k": 2 * BLOCK_K_SM90 + 1}
     return found
 
 
 def _feature_problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """Windows, keys that nobody sees, rows that see none; packed with an empty sequence."""
-    block_q, features = sm90.BLOCK_Q[params["head_dim"]], parse(params["form"])
+    block_q, features = BLOCK_Q_SM90[params["head_dim"]], parse(params["form"])
     few, many = (1, 3) if scale == "small" else (5, 17)
     base = {
         "dtype": params["dtype"], "head_dim": params["head_dim"], "head_dim_v": params["head_dim"],
@@ -62,7 +62,7 @@ def _inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Array
     """NaN behind the last sequence, and in rows that nobody may look at; bits of a mask."""
     made = cases.inputs(params, problem, rng)
     if "mask" in made:
-        block_q = sm90.BLOCK_Q[params["head_dim"]]
+        block_q = BLOCK_Q_SM90[params["head_dim"]]
         made["mask_bits"] = bits(block_q, problem, made["mask"])
     if "total_q" in problem:
         for side, names in zip("qk", (("q", "dout"), ("k", "v")), strict=True):
@@ -89,12 +89,12 @@ def _outputs(params: Params, problem: Problem) -> Arrays:
     packed, ordered = "total_q" in problem, params["deterministic"]
     made = cases.outputs(params, problem, ("dk", "dv"))
     found = {n: np.full_like(x, 0 if packed else np.nan) for n, x in made.items()}
-    found["counters"] = np.zeros(sm90.COUNTERS, np.uint32)
+    found["counters"] = np.zeros(1, np.uint32)
     if ordered:
         found["turns"] = _order(problem).astype(np.uint32)
     start = np.nan if ordered and not packed else 0
     sums = np.full(backward.sums_shape(problem), start, np.float32)
-    block_q = sm90.BLOCK_Q[params["head_dim"]]
+    block_q = BLOCK_Q_SM90[params["head_dim"]]
     sums[..., -(-problem["seqlen_q"] // block_q) * block_q :, :] = 0
     return found | {"dq_sum": sums}
 
@@ -120,7 +120,7 @@ FLASH_SM90 = Verification(
 
 def bits(block_q: int, problem: Problem, mask: np.ndarray) -> np.ndarray:
     """Those of a mask."""
-    batch, heads, tiles, keys, words = mask_bits.shape(block_q, problem)
+    batch, heads, tiles, keys, words = backward.bits_shape(block_q, problem)
     found = np.zeros((batch, heads, tiles * block_q, keys), bool)
     rows = problem["mask_shape"][2]
     own = mask[:batch, :heads, :rows] != 0
@@ -155,9 +155,7 @@ MASK = Verification(
     problems=_mask_problems,
     inputs=_mask_inputs,
     outputs=lambda params, problem: {
-        "mask_bits": np.full(
-            mask_bits.shape(params["block_q"], problem), 0xA5A5A5A5, np.uint32
-        )
+        "mask_bits": np.full(backward.bits_shape(params["block_q"], problem), 0xA5A5A5A5, np.uint32)
     },
     reference=_mask_reference,
 )

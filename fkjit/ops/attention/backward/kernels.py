@@ -130,7 +130,9 @@ def _dkdv(name: str, doc: str) -> KernelSpec:
     )
 
 
-DKDV = _dkdv("keys", "dk and dv on tensor cores (mma.sync): a block owns keys and walks over queries")
+DKDV = _dkdv(
+    "keys", "dk and dv on tensor cores (mma.sync): a block owns keys and walks over queries"
+)
 DKDV_DQ = _dkdv(
     "sums",
     "keys, with dq added up by atomics: five products, but not the same bits at every call",

@@ -10,20 +10,20 @@ from math import prod
 from typing import Any
 
 from fkjit.arch import Arch
-from fkjit.ops.attention.backward import mask_bits, problem
+from fkjit.ops.attention.backward import problem
 from fkjit.ops.attention.backward.kernels_preprocess import CASES, OP
 from fkjit.ops.attention.backward.problem import Options
+from fkjit.ops.attention.backward.tiles import BLOCK_K_SM90 as BLOCK_K
+from fkjit.ops.attention.backward.tiles import BLOCK_Q_SM90 as BLOCK_Q
 from fkjit.ops.attention.features import ScoreFeatures, parse
 from fkjit.ops.attention.kernels_sm90 import product
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.runtime.tensor_map import TensorMap
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, Work
 
-HEAD_DIMS = (64, 128)  # what products are padded to
+HEAD_DIMS = tuple(BLOCK_Q)  # what products are padded to
 COUNTERS = 1
 MASKS = False  # whether masks are taken: their numbers have been seen in the interpreter alone
-BLOCK_K = 128
-BLOCK_Q = {64: 128, 128: 64}  # S^T and dK of a warpgroup in registers together
 SMS = 132  # of an H100 or H200, where a problem does not say
 _PANEL = 64
 _K_STAGES, _Q_STAGES, _DO_STAGES, _DS_STAGES = 2, 3, 2, 2
@@ -219,7 +219,7 @@ def _arguments(params: Params, one: Problem, arrays: Mapping[str, Any]) -> dict[
         **{f"{name}_map": _map(one, arrays, name, rows) for name, rows in boxes.items()},
         **{name: arrays[name] for name in ("counters",) if name in arrays},
         "mask_bits": arrays.get("mask_bits"),
-        "mask_bits_strides": mask_bits.strides(block_q, one) if masked else (0, 0, 0),
+        "mask_bits_strides": problem.bits_strides(block_q, one) if masked else (0, 0, 0),
         "rounds": rounds(params, one),
     }
 

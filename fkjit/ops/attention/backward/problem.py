@@ -22,7 +22,10 @@ from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import Params, Problem
 
 ROW_STEP = 128  # lse_log2 and delta have so many rows, or a multiple
-ORDER_ROWS = 16  # of dq share one count of the blocks that have added to them, where there is an order
+ORDER_ROWS = (
+    16  # of dq share one count of the blocks that have added to them, where there is an order
+)
+BITS_BLOCK_K = 128  # keys of a block of a mask as bits
 SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
 STRIDED = ("dout", "q", "k", "v", "o", "dq", "dk", "dv")
 PACKED = "packed"  # a layout: [total, heads, head_dim]
@@ -97,6 +100,19 @@ def order_shape(problem: Problem) -> tuple[int, int, int]:
     """Of the counts that blocks wait for where they add to dq in order."""
     batch, heads, rows = rows_shape(problem)
     return batch, heads, rows // ORDER_ROWS
+
+
+def bits_shape(block_q: int, problem: Problem) -> tuple[int, int, int, int, int]:
+    """Of a mask as bits, in words: batches, heads, tiles of queries, whole blocks of keys."""
+    batch, heads, rows = problem["mask_shape"]
+    keys = -(-problem["seqlen_k"] // BITS_BLOCK_K) * BITS_BLOCK_K
+    return batch, heads, -(-rows // block_q), keys, block_q // 32
+
+
+def bits_strides(block_q: int, problem: Problem) -> tuple[int, ...]:
+    """Words between their batches, heads and tiles: 0 where there is but one."""
+    sizes = bits_shape(block_q, problem)
+    return tuple(math.prod(sizes[i + 1 :]) * (sizes[i] > 1) for i in range(3))
 
 
 def bias_size(problem: Problem) -> int:

@@ -22,7 +22,7 @@ from fkjit.ops.attention.backward.kernels_preprocess import (
     PREPROCESS_PACKED,
 )
 from fkjit.ops.attention.backward.problem import Options
-from fkjit.ops.attention.backward.tiles import PAIRS, PAIRS_FP32, tiles
+from fkjit.ops.attention.backward.tiles import BLOCK_Q_SM90, PAIRS, PAIRS_FP32, tiles
 from fkjit.ops.op.op import Launch
 from fkjit.runtime.interop import View
 from fkjit.spec import KernelSpec, Problem
@@ -115,7 +115,7 @@ class _Call:
             params["form"] = text
         zeros = 0 if ordered else dim  # in order the first one to come stores
         return [
-            *self._mask_bits(sm90.BLOCK_Q[dim]),
+            *self._mask_bits(BLOCK_Q_SM90[dim]),
             self._preprocess({**problem, "sum_columns": zeros}),
             Launch(with_features(sm90.FLASH_SM90, text), params, problem),
             self._postprocess(),
@@ -126,7 +126,7 @@ class _Call:
         if mask is None:
             return []
         self.problem["mask_shape"] = mask_bits.own_shape(mask)
-        self.problem["bits_shape"] = mask_bits.shape(block_q, self.problem)
+        self.problem["bits_shape"] = shared.bits_shape(block_q, self.problem)
         return [Launch(mask_bits.MASK, {"block_q": block_q}, self.problem)]
 
     def portable(self) -> list[Launch]:
