@@ -12,7 +12,7 @@ from fkjit.ops.attention import feature_kernels_sm90 as hopper_form
 from fkjit.ops.attention.feature_checks import check_dense
 from fkjit.ops.attention.feature_kernels import kernel, tile
 from fkjit.ops.attention.feature_problem import POINTERS
-from fkjit.ops.attention.features import Form
+from fkjit.ops.attention.features import ScoreFeatures
 from fkjit.ops.attention.kernels_sm90 import FLASH_SM90
 from fkjit.runtime import interop
 from fkjit.spec import KernelSpec, Params, Problem
@@ -23,14 +23,14 @@ from . import cases_attention
 
 SOFTCAP, WINDOW = 30.0, 1024
 # What a case has, and the form that this is.
-FORMS: dict[str, Form] = {
-    "causal": Form(),
-    "window": Form(),
-    "softcap": Form(softcap=True),
-    "alibi": Form(alibi=True),
-    "sinks": Form(sinks=True),
-    "bias": Form(bias="bf16", bias_paired=True),
-    "mask": Form(mask=True, mask_paired=True),
+FORMS: dict[str, ScoreFeatures] = {
+    "causal": ScoreFeatures(),
+    "window": ScoreFeatures(),
+    "softcap": ScoreFeatures(softcap=True),
+    "alibi": ScoreFeatures(alibi=True),
+    "sinks": ScoreFeatures(sinks=True),
+    "bias": ScoreFeatures(bias="bf16", bias_paired=True),
+    "mask": ScoreFeatures(mask=True, mask_paired=True),
 }
 ARRAYS = ("alibi_slopes", "bias", "mask")  # that change scores
 _FULL = ("bias", "mask")  # the others are causal

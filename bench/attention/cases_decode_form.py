@@ -10,7 +10,7 @@ import fkjit
 from fkjit.arch import Arch
 from fkjit.ops.attention.decode.checks import parameters
 from fkjit.ops.attention.decode.feature_kernels import kernel
-from fkjit.ops.attention.features import Form
+from fkjit.ops.attention.features import ScoreFeatures
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..core.accuracy import LIMITS, Expected
@@ -20,12 +20,12 @@ from . import cases_attention_decode as usual
 
 SOFTCAP, WINDOW = 30.0, 4096
 # What a case has, and the form that this is.
-FORMS: dict[str, Form] = {
-    "window": Form(),
-    "softcap": Form(softcap=True),
-    "alibi": Form(alibi=True),
-    "sinks": Form(sinks=True),
-    "bias": Form(bias="bf16", bias_paired=True),
+FORMS: dict[str, ScoreFeatures] = {
+    "window": ScoreFeatures(),
+    "softcap": ScoreFeatures(softcap=True),
+    "alibi": ScoreFeatures(alibi=True),
+    "sinks": ScoreFeatures(sinks=True),
+    "bias": ScoreFeatures(bias="bf16", bias_paired=True),
 }
 _SIZES = ((1, 32_768), (1, 131_072), (64, 8192))
 

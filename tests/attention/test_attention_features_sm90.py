@@ -15,7 +15,7 @@ from fkjit.arch import arch, target
 from fkjit.jit.build import build, quiet
 from fkjit.ops.attention import feature_kernels_sm90 as hopper
 from fkjit.ops.attention.feature_kernels import kernel
-from fkjit.ops.attention.features import SHIPPED_SM90, Form
+from fkjit.ops.attention.features import SHIPPED_SM90, ScoreFeatures
 from fkjit.settings import settings
 from tests.attention.feature_kit import draw, exact
 from tests.attention.kit import assert_close, normal
@@ -98,21 +98,22 @@ PROBLEM: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "form", "block", "taken"),
     [
-        ({}, Form(), None, True),
-        ({}, Form(True, True, sinks=True, score_mod="score"), 128, True),
-        ({}, Form(), 32, False),
-        ({}, Form(bias="bf16"), None, True),
-        ({}, Form(bias="fp32", mask=True), 128, False),
-        ({"head_dim": 192}, Form(mask=True), None, True),
-        ({"head_dim": 256}, Form(bias="bf16", mask=True), (128, 64), True),
-        ({"head_dim": 256}, Form(bias="fp32", mask=True), None, False),  # too wide for the rest
-        ({"head_dim": 256}, Form(mask=True, score_mod="score"), None, False),
-        ({"softmax_scale": -0.1}, Form(), None, False),
-        ({"softmax_scale": 0.0}, Form(), None, False),
-        ({"seqlen_q": 32}, Form(), None, False),
-        ({"seqlen_k": 0}, Form(), None, False),
-        ({"dtype": "fp32"}, Form(), None, False),
-        ({"total_q": 90, "axes": (None, 1, 0)}, Form(varlen=True), None, True),
+        ({}, ScoreFeatures(), None, True),
+        ({}, ScoreFeatures(True, True, sinks=True, score_mod="score"), 128, True),
+        ({}, ScoreFeatures(), 32, False),
+        ({}, ScoreFeatures(bias="bf16"), None, True),
+        ({}, ScoreFeatures(bias="fp32", mask=True), 128, False),
+        ({"head_dim": 192}, ScoreFeatures(mask=True), None, True),
+        ({"head_dim": 256}, ScoreFeatures(bias="bf16", mask=True), (128, 64), True),
+        # too wide for the rest
+        ({"head_dim": 256}, ScoreFeatures(bias="fp32", mask=True), None, False),
+        ({"head_dim": 256}, ScoreFeatures(mask=True, score_mod="score"), None, False),
+        ({"softmax_scale": -0.1}, ScoreFeatures(), None, False),
+        ({"softmax_scale": 0.0}, ScoreFeatures(), None, False),
+        ({"seqlen_q": 32}, ScoreFeatures(), None, False),
+        ({"seqlen_k": 0}, ScoreFeatures(), None, False),
+        ({"dtype": "fp32"}, ScoreFeatures(), None, False),
+        ({"total_q": 90, "axes": (None, 1, 0)}, ScoreFeatures(varlen=True), None, True),
     ],
 )
 def test_which_problems_it_takes(changes, form, block, taken):
@@ -127,7 +128,7 @@ def test_which_problems_it_takes(changes, form, block, taken):
 def test_which_arrays_it_leaves_to_the_portable_kernel(shape, step):
     """Rows repeated by a stride of 0, packed keys of which there are none."""
     view = SimpleNamespace(shape=shape, strides=(2**21, step, 128, 1))
-    assert not hopper.takes(PROBLEM, dict.fromkeys("qkv", view), Form(), None)
+    assert not hopper.takes(PROBLEM, dict.fromkeys("qkv", view), ScoreFeatures(), None)
 
 
 @pytest.mark.parametrize("row, pointer", [(4100, 0), (4096, 8)])
@@ -136,7 +137,7 @@ def test_biases_off_16_byte_boundaries_go_to_the_portable_kernel(row, pointer):
     shape, strides = (1, 1, 4096, row), (0, 0, row, 1)
     bias = SimpleNamespace(shape=shape, strides=strides, pointer=pointer, dtype="bf16")
     views = {**dict.fromkeys("qkv", view), "bias": bias}
-    assert not hopper.takes(PROBLEM, views, Form(bias="bf16"), None)
+    assert not hopper.takes(PROBLEM, views, ScoreFeatures(bias="bf16"), None)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 from fkjit.errors import CompileError, ParameterError
 from fkjit.ops.attention.backward import feature_call as backward
 from fkjit.ops.attention.backward.call import demanded
-from fkjit.ops.attention.features import Form
+from fkjit.ops.attention.features import ScoreFeatures
 from fkjit.ops.op import torch_ops
 
 # Of a call with a form, in the order of its op
@@ -54,10 +54,10 @@ class Call:
             self.deterministic or demanded(), self.score_scalars,
         )  # fmt: skip
 
-    def _form(self, given: dict[str, Any], wanted: tuple[str, ...]) -> Form:
+    def _form(self, given: dict[str, Any], wanted: tuple[str, ...]) -> ScoreFeatures:
         arrays = [given[slot] for slot in backward.SLOTS[: len(self.score_names)]]
         kinds = (_DTYPES[str(array.dtype)] for array in arrays)
-        return Form(
+        return ScoreFeatures(
             softcap=bool(self.softcap),
             alibi=given["alibi_slopes"] is not None,
             bias="" if given["bias"] is None else _DTYPES[str(given["bias"].dtype)],

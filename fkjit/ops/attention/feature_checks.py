@@ -16,7 +16,7 @@ from fkjit.ops.attention import short_q
 from fkjit.ops.attention.checks import LAYOUTS
 from fkjit.ops.attention.feature_kernels import kernel, tile
 from fkjit.ops.attention.feature_problem import PACKED_AXES, POINTERS, form_bytes
-from fkjit.ops.attention.features import ARRAYS, BIAS_DTYPES, SLOTS, Form
+from fkjit.ops.attention.features import ARRAYS, BIAS_DTYPES, SLOTS, ScoreFeatures
 from fkjit.ops.attention.kernels import FLASH, FLASH_FP32
 from fkjit.ops.attention.kernels_sm90 import FLASH_SM90
 from fkjit.ops.op.checks import check_dtype, check_flag, check_same_dtype, check_shape
@@ -111,7 +111,7 @@ def _request(
 
 
 def _variant(
-    call: str, seen: Mapping[str, View], problem: Sizes, form: Form, block: Any
+    call: str, seen: Mapping[str, View], problem: Sizes, form: ScoreFeatures, block: Any
 ) -> tuple[Any, dict[str, Any]]:
     """The kernel and its parameters."""
     arch, rows = arch_of(seen["q"]), {n: seen[n] for n in ("q", "k", "v")}
@@ -248,7 +248,7 @@ def softcap_of(call: str, softcap: Any) -> float:
     return value
 
 
-def form_of(call: str, seen: Mapping[str, View], problem: Sizes, options: Options) -> Form:
+def form_of(call: str, seen: Mapping[str, View], problem: Sizes, options: Options) -> ScoreFeatures:
     """What is to be compiled; every array of it is looked at on the way."""
     lengths = (problem["batch"], problem["heads_q"], problem["seqlen_q"], problem["seqlen_k"])
     heads, paired = problem["heads_q"], {}
@@ -262,7 +262,7 @@ def form_of(call: str, seen: Mapping[str, View], problem: Sizes, options: Option
         _contiguous(call, "sinks", seen["sinks"])
     if "alibi_slopes" in seen:
         _alibi(call, seen["alibi_slopes"], problem)
-    return Form(
+    return ScoreFeatures(
         softcap=problem["softcap"] > 0, alibi="alibi_slopes" in seen, sinks="sinks" in seen,
         bias=seen["bias"].dtype if "bias" in seen else "", bias_paired=paired.get("bias", False),
         mask="mask" in seen, mask_paired=paired.get("mask", False),

@@ -163,7 +163,7 @@ def _settings(
 
 
 def _derivative(call: str, forms: tuple[Any, ...], score_mod_grad: str | None) -> str:
-    """score_mod_grad as a Form has it."""
+    """score_mod_grad as a ScoreFeatures has it."""
     if score_mod_grad is None:
         return ""
     if forms[6] is None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fkjit.ops.attention import feature_problem as forms
 from fkjit.ops.attention import kernels_sm90 as hopper
-from fkjit.ops.attention.features import Form, parse
+from fkjit.ops.attention.features import ScoreFeatures, parse
 from fkjit.ops.attention.problem import grid, split_block
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.runtime.tensor_map import TensorMap
@@ -69,7 +69,7 @@ def illegal(params: Params) -> str | None:
     return None
 
 
-def tiles(form: Form, head_dim: int) -> tuple[Any, ...]:
+def tiles(form: ScoreFeatures, head_dim: int) -> tuple[Any, ...]:
     """The tiles of a form, fastest first."""
     if form.bias or form.mask:
         crowded = form.varlen and form.arrays  # addresses of all these have no registers
@@ -151,7 +151,7 @@ def _score_map(problem: Problem, array: Any, dtype: str, block: tuple[int, int])
     )  # fmt: skip
 
 
-def takes(problem: Problem, views: Mapping[str, Any], form: Form, block: Any) -> bool:
+def takes(problem: Problem, views: Mapping[str, Any], form: ScoreFeatures, block: Any) -> bool:
     """Whether TMA can read the arrays and the kernel wants the problem: as without a form
     (`attention_hopper.takes`), and a scale well above 0."""
     axes = tuple(axis for axis in problem["axes"][:3] if axis is not None)
@@ -172,7 +172,7 @@ def _mappable(view: Any) -> bool:
     return not view.pointer % 16 and all(0 <= step < 2**40 and step % 16 == 0 for step in apart)
 
 
-def _has_tile(problem: Problem, form: Form, block: Any) -> bool:
+def _has_tile(problem: Problem, form: ScoreFeatures, block: Any) -> bool:
     """Whether this one is compiled for the form, or any."""
     fixed = {"dtype": problem["dtype"], "form": form.text}
     fixed |= dict(zip(("head_dim", "head_dim_v"), dims(problem), strict=True))
@@ -205,7 +205,7 @@ def counters(params: Params, problem: Problem) -> int:
     return hopper.COUNTERS if drawn else 0
 
 
-def text(form: Form) -> str:
+def text(form: ScoreFeatures) -> str:
     """The form as this kernel compiles it: TMA does not care for pairs."""
     return replace(form, bias_paired=False, mask_paired=False).text
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fkjit.ops.attention import problem as plain
-from fkjit.ops.attention.features import SLOTS, Form, parse
+from fkjit.ops.attention.features import SLOTS, ScoreFeatures, parse
 from fkjit.runtime.interop import ITEMSIZE, numpy_dtype
 from fkjit.spec import Arrays, Params, Problem
 
@@ -211,7 +211,7 @@ def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays
     return found
 
 
-def form_inputs(form: Form, problem: Problem, rng: np.random.Generator) -> Arrays:
+def form_inputs(form: ScoreFeatures, problem: Problem, rng: np.random.Generator) -> Arrays:
     """What scores meet."""
     b, h, sq, sk = (problem[n] for n in ("batch", "heads_q", "seqlen_q", "seqlen_k"))
 
@@ -251,7 +251,7 @@ def outputs(params: Params, problem: Problem) -> Arrays:
     return {"o": o, "lse": np.full((heads, rows), np.nan, np.float32)}
 
 
-def form_bytes(form: Form, arrays: Mapping[str, Any]) -> int:
+def form_bytes(form: ScoreFeatures, arrays: Mapping[str, Any]) -> int:
     """Bytes of a bias and a mask, as often as they are stored."""
     sizes = {"bias": ITEMSIZE.get(form.bias, 0), "mask": 1}
     found = ((arrays.get(name), size) for name, size in sizes.items())

@@ -11,7 +11,7 @@ import fkjit  # noqa: E402
 from fkjit.errors import ArgumentTypeError, ParameterError  # noqa: E402
 from fkjit.jit.build import quiet  # noqa: E402
 from fkjit.ops.attention.backward import feature_call as backward  # noqa: E402
-from fkjit.ops.attention.features import Form  # noqa: E402
+from fkjit.ops.attention.features import ScoreFeatures  # noqa: E402
 from fkjit.runtime import workspace  # noqa: E402
 from fkjit.runtime.interop import view  # noqa: E402
 from tests.attention.backward.test_attention_backward import DTYPES, tensors  # noqa: E402
@@ -160,7 +160,7 @@ def test_which_kernel_makes_the_gradient_of_a_bias():
         made |= {"lse": torch.zeros(2, 8, 512), "bias": torch.zeros(*shape, sk).bfloat16()}
         views = dict.fromkeys((*backward.INPUTS, *(f"d{n}" for n in wanted)))
         views |= {n: view(x, "attention", n) for n, x in made.items()}
-        form = Form(bias="bf16", **more).text
+        form = ScoreFeatures(bias="bf16", **more).text
         request = backward.check(
             views, form, "bhsd", False, scale, (-1, -1), 0.0, 0, 0, wanted, True
         )
@@ -403,7 +403,7 @@ def test_a_warm_call_launches_what_a_cold_one_does(layout, deterministic, driver
     else:
         given = rows | {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
     given |= {"alibi_slopes": torch.rand(HEADS), "bias": bias, "sinks": torch.rand(HEADS)}
-    form = Form(alibi=True, bias="fp32", varlen=layout == "packed", dalibi=deterministic)
+    form = ScoreFeatures(alibi=True, bias="fp32", varlen=layout == "packed", dalibi=deterministic)
     wanted = ("q", "k", "v", *LEARNED[not deterministic :])
     options = (form.text, layout, True, None, (-1, -1), 0.0, 70, 70, wanted, deterministic, ())
     inputs = tuple(given.get(name) for name in backward.INPUTS)

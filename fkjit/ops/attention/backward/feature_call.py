@@ -59,8 +59,8 @@ def check(
 ) -> Request:  # fmt: skip
     """Launches and results of a call.
 
-    form: the text of a `Form`. window: -1 for a side without a bound. wanted: names of inputs whose
-    gradients are made, in the order of _GRADIENTS. max_seqlen_*: of packed sequences.
+    form: the text of `ScoreFeatures`. window: -1 for a side without a bound. wanted: names of
+    inputs whose gradients are made, in the order of _GRADIENTS. max_seqlen_*: of packed sequences.
     deterministic: False lets blocks add up dq in any order.
     """
     make = _packed if layout == PACKED else _dense

@@ -13,7 +13,13 @@ import numpy as np
 from fkjit.ops.attention.backward import feature_problem as problem
 from fkjit.ops.attention.backward import kernels as plain
 from fkjit.ops.attention.backward import kernels_fp32 as fp32
-from fkjit.ops.attention.features import BIAS_DTYPES, EXAMPLE_ARGS, EXAMPLE_MOD, Form, parse
+from fkjit.ops.attention.features import (
+    BIAS_DTYPES,
+    EXAMPLE_ARGS,
+    EXAMPLE_MOD,
+    ScoreFeatures,
+    parse,
+)
 from fkjit.runtime.interop import numpy_dtype
 from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, SharedLayout, register
 
@@ -52,12 +58,12 @@ TILES: dict[str, dict[int, tuple[Any, ...]]] = {
     "bias_fp32": fp32.TILES,
 }
 # What is compiled ahead; every other form is compiled when it is first called.
-SHOWN = Form(
+SHOWN = ScoreFeatures(
     True, True, "fp32", False, True, False, True, True, EXAMPLE_MOD, EXAMPLE_ARGS,
     score_mod_grad="1 + 0 * score", dalibi=True,
 ).text  # fmt: skip
 # The same where sums of products start from a bias and a mask, whose gradient is made on the way.
-SEEDED = Form(bias="bf16", mask=True, dbias=True, seeded=True).text
+SEEDED = ScoreFeatures(bias="bf16", mask=True, dbias=True, seeded=True).text
 # What these kernels make besides, by the field of a form that asks for it.
 _MORE = {
     "keys": {"dbias": "dbias_parts"},
@@ -87,7 +93,7 @@ def tiles(name: str, head_dim: int, text: str) -> tuple[Any, ...]:
     return of.get(head_dim, ())
 
 
-def _starts_from_one(form: Form) -> bool:
+def _starts_from_one(form: ScoreFeatures) -> bool:
     return form.seeded and not form.varlen and bool(form.bias) + form.mask == 1
 
 

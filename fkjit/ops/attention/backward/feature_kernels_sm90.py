@@ -17,7 +17,7 @@ from fkjit.ops.attention.backward import kernels as plain
 from fkjit.ops.attention.backward import kernels_sm90 as hopper
 from fkjit.ops.attention.backward import mask_bits as masks
 from fkjit.ops.attention.backward import problem as shared
-from fkjit.ops.attention.features import Form, parse
+from fkjit.ops.attention.features import ScoreFeatures, parse
 from fkjit.ops.op.op import Launch, arch_of
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.runtime.tensor_map import TensorMap
@@ -30,7 +30,10 @@ _NOTE_BYTES = 2 * 16  # keys of two pieces
 _LEAST_CAP = 1.0  # derivatives come from probabilities of 16 bits: beside it they are off by little
 # What is compiled ahead, of one head dimension each; every other form when it is first called.
 MASKS = False  # whether masks are taken: their numbers have been seen in the interpreter alone
-SHOWN = {Form(alibi=True, mask=True).text: 64, Form(softcap=True, varlen=True).text: 128}
+SHOWN = {
+    ScoreFeatures(alibi=True, mask=True).text: 64,
+    ScoreFeatures(softcap=True, varlen=True).text: 128,
+}
 _FORM = "what it does beside causal attention"
 
 

@@ -9,12 +9,13 @@ from typing import Any
 from fkjit.ops.attention.decode import feature_problem as problem
 from fkjit.ops.attention.decode import grid as grid
 from fkjit.ops.attention.decode.kernels import SPLIT
-from fkjit.ops.attention.features import EXAMPLE_ARGS, EXAMPLE_MOD, Form, parse
+from fkjit.ops.attention.features import EXAMPLE_ARGS, EXAMPLE_MOD, ScoreFeatures, parse
 from fkjit.spec import KernelSpec, Param, Params, register
 
 _FORM = "what the kernel does beside causal attention; any other form is compiled when called"
-_ALL = Form(True, True, "fp16", True, True, False, True, False, EXAMPLE_MOD, EXAMPLE_ARGS)
-SHIPPED = (Form().text, _ALL.text)  # what is compiled ahead, where the sweep meets all of the code
+_ALL = ScoreFeatures(True, True, "fp16", True, True, False, True, False, EXAMPLE_MOD, EXAMPLE_ARGS)
+# What is compiled ahead, where the sweep meets all of the code
+SHIPPED = (ScoreFeatures().text, _ALL.text)
 _SHOWN = {"dtype": ("bf16",), "storage": ("same", "int8"), "head_dim": (64,), "form": SHIPPED}
 _SHOWN_ROWS = {"same": 16, "int8": 64}
 
