@@ -75,10 +75,10 @@ def _is_compiled(problem: Problem, arch: Arch) -> bool:
 
 def parameters(problem: Problem, arch: Arch) -> Params:
     """Of decoding's kernel, for a problem of `attention`."""
-    from fkjit.ops.attention.decode import checks
+    from fkjit.ops.attention.decode.kernels import select
 
     more = {"storage": "same", "longest": problem["seqlen_k"], "page_size": 0}
-    return checks.parameters({**problem, **more}, arch)
+    return select({**problem, **more}, arch)[1]
 
 
 def takes_form(problem: Problem, impl: str, block: Any) -> bool:
@@ -99,13 +99,13 @@ def form_request(
     views: Mapping[str, View | None], layout: str, options: tuple[Any, ...]
 ) -> Request | None:
     """A call of `attention` with a form as decoding's kernel has it; None where it has not."""
-    from fkjit.ops.attention.decode.feature_checks import check_contiguous
+    from fkjit.ops.attention.decode.checks import Options, check_contiguous
 
     own = {name: view for name, view in views.items() if not name.startswith("cu_seqlens")}
     causal, softmax_scale, _, return_lse, *form = options
-    given = (causal, softmax_scale, None, return_lse, *form)
+    given = Options(layout, causal, softmax_scale, None, return_lse, *form)
     try:
-        return check_contiguous(own | dict.fromkeys(ABSENT), layout, *given)
+        return check_contiguous(own | dict.fromkeys(ABSENT), given)
     except ParameterError:  # strides, a GPU before sm_80, a form that has no registers
         return None
 

@@ -8,7 +8,7 @@ import pytest
 import fkjit
 from fkjit.jit.build import quiet
 from fkjit.ops.attention.decode import checks
-from fkjit.ops.attention.decode.problem import attend
+from fkjit.ops.attention.decode.cases import attend
 from tests.attention.decode.kit import LIMITS, Batch, check
 
 
@@ -222,10 +222,10 @@ def test_few_queries_of_attention():
     """On a GPU: many keys, rows on 16-byte boundaries, nothing asked for by name."""
     from fkjit.arch import arch
     from fkjit.ops.attention import short_q
-    from fkjit.ops.attention.decode import grid
+    from fkjit.ops.attention.decode import problem as decoding
     from fkjit.runtime import interop
 
-    assert short_q.MAX_TOKENS == grid.MAX_TOKENS
+    assert short_q.MAX_TOKENS == decoding.MAX_TOKENS
 
     rng = np.random.default_rng(1)
     q, k, v = (
@@ -260,6 +260,7 @@ def test_few_queries_of_attention():
 @pytest.mark.parametrize("storage", ["same", "fp8"])
 def test_every_problem_has_a_variant_from_sm_80_on(name, storage):
     from fkjit.arch import arch
+    from fkjit.ops.attention.decode.kernels import select
 
     for dim in (16, 64, 128, 256):
         for tokens in (1, 16):
@@ -267,5 +268,5 @@ def test_every_problem_has_a_variant_from_sm_80_on(name, storage):
                 **{"dtype": "bf16", "storage": storage, "heads_q": 16, "heads_kv": 4},
                 **{"seqlen_q": tokens, "head_dim": dim, "head_dim_v": dim},
             }
-            params = checks.parameters(problem, arch(name))
+            _, params = select(problem, arch(name))
             assert params["head_dim"] == max(dim, 64)

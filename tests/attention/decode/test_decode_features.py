@@ -14,7 +14,8 @@ from fkjit.arch import arch
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import build, quiet
 from fkjit.ops.attention.decode import checks, grid
-from fkjit.ops.attention.decode.feature_kernels import SHIPPED, kernel
+from fkjit.ops.attention.decode import problem as decoding
+from fkjit.ops.attention.decode.kernels import SHIPPED, kernel, select
 from tests.attention.decode.kit import Batch
 from tests.attention.feature_kit import FEATURES, draw, exact
 from tests.attention.feature_kit import own_case as own
@@ -138,16 +139,16 @@ def test_a_window_is_planned_as_so_many_keys():
         one, other = (
             grid.on_grid(params, {**p, "split": split}, 132, arch("sm_90a"))
             for p in (many, few)
-            for params in [checks.parameters(p, arch("sm_90a"))]
+            for params in [select(p, arch("sm_90a"))[1]]
         )
         assert one["blocks"] <= other["blocks"] + 8 * (split > 0)
-    assert grid.keys_read(many, 131_072) <= 4096 + grid.ROUND
-    assert grid.keys_read(many, 100) == 100
+    assert decoding.keys_read(many, 131_072) <= 4096 + decoding.ROUND
+    assert decoding.keys_read(many, 100) == 100
 
 
 def test_what_the_kernel_rounds_a_window_to_is_what_is_planned():
     text = (DATA.parents[2] / "templates" / "device" / "decode_schedule.cuh").read_text()
-    assert f"ROUND = {grid.ROUND};" in text
+    assert f"ROUND = {decoding.ROUND};" in text
 
 
 def test_windows_without_bounds_and_without_keys():
