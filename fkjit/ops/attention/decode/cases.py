@@ -16,7 +16,7 @@ from fkjit.ops.attention.decode.problem import PAGE_AXES, ROW_AXES
 from fkjit.ops.attention.features import SLOTS, parse
 from fkjit.ops.kv import problem as kv
 from fkjit.runtime.interop import numpy_dtype
-from fkjit.spec import Arrays, Params, Problem
+from fkjit.spec import Arrays, Params, Problem, Verification
 
 # Of the small problems and of the full ones; None: as wide as the scores.
 _WINDOWS = {"small": ((24, 0), (140, 3)), "full": ((300, 0), (None, 0), (1000, 2), (4095, 0))}
@@ -194,3 +194,8 @@ def attend(
 def tolerance(params: Params) -> float:
     """Greatest error of o against float64 on N(0, 1) inputs."""
     return {"fp16": 2e-3, "bf16": 1.6e-2}[params["dtype"]]
+
+
+SPLIT = Verification(
+    problems=problems, inputs=inputs, outputs=outputs, reference=reference, tolerance=tolerance,
+)  # fmt: skip

@@ -10,11 +10,11 @@ from typing import Any
 
 from fkjit import tuning
 from fkjit.arch import Arch
-from fkjit.ops.attention.decode import cases, grid
+from fkjit.ops.attention.decode import grid
 from fkjit.ops.attention.decode.problem import flops, rows, shape_class, traffic
 from fkjit.ops.attention.features import EXAMPLE_ARGS, EXAMPLE_MOD, ScoreFeatures, parse
 from fkjit.ops.kv.problem import STORAGES
-from fkjit.spec import KernelSpec, Param, Params, Problem, register
+from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
 
 HEAD_DIMS = (64, 128, 256)  # what rows are padded to
 ROWS = (16, 64)  # of a tile: query heads of a KV head times new tokens
@@ -106,17 +106,12 @@ SPLIT = register(
         shared_layout=grid.shared_layout,
         block=lambda params: (32 * params["tile"][0], 1, 1),
         grid=lambda params, problem: (problem["blocks"], 1, 1),
-        flops=flops,
-        interpreter_flops=1.5e9,
-        interpreter_work=grid.padded_flops,
-        bytes=traffic,
-        shape_class=shape_class,
         arguments=grid.arguments,
-        problems=cases.problems,
-        inputs=cases.inputs,
-        outputs=cases.outputs,
-        reference=cases.reference,
-        tolerance=cases.tolerance,
+        shape_class=shape_class,
+        work=Work(
+            flops=flops, bytes=traffic, interpreter_flops=1.5e9, interpreter_work=grid.padded_flops
+        ),
+        verification="fkjit.ops.attention.decode.cases:SPLIT",
     )
 )  # fmt: skip
 _WITH_FEATURES = replace(
