@@ -93,7 +93,7 @@ def _windowed(problem: Problem, window: tuple[int | None, int], text: str) -> di
 def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
     """Fresh q; pages in any order, NaN (int8: 127) where no token is; lengths, tables, scales; and
     what scores meet."""
-    found, table = {"q": _queries(problem, rng)}, _table(problem, rng)
+    table, found = _table(problem, rng), {"q": _queries(problem, rng)}
     scales = kv.random_scales({**problem, "heads": problem["heads_kv"]}, rng)
     for side in ("k", "v"):
         ones = np.ones(problem["heads_kv"], np.float32)
