@@ -165,7 +165,7 @@ def flash_attn_varlen_func(
 
 
 def _window(window_size: Any) -> Any:
-    """None where neither side has a bound: such a call has no form."""
+    """None where neither side has a bound: such a call has no score feature."""
     return None if tuple(window_size) == _WINDOW else tuple(window_size)
 
 

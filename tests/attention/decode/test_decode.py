@@ -6,16 +6,8 @@ import numpy as np
 import pytest
 
 import fkjit
-from fkjit.jit.build import quiet
-from fkjit.ops.attention.decode import checks
 from fkjit.ops.attention.decode.cases import attend
 from tests.attention.decode.kit import LIMITS, Batch, check
-
-
-@pytest.fixture(autouse=True)
-def silent():
-    with quiet():
-        yield
 
 
 @pytest.mark.parametrize("storage", ["same", "fp8", "int8"])
@@ -104,12 +96,12 @@ def test_out_is_written_and_given_back():
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_parts_of_a_fixed_size_do_not_depend_on_the_batch(tokens, monkeypatch):
+def test_parts_of_a_fixed_size_do_not_depend_on_the_batch(tokens, on_sms):
     """Alone, among others, on a GPU of another size: the same bits."""
     many = Batch([300, 0, 129, 128, 700], tokens=tokens, heads_q=16, heads_kv=2)
     o = many.call(split_size=128)
     check(many, o)
-    monkeypatch.setattr(checks, "_CPU_SMS", 5)
+    on_sms(5)
     assert np.array_equal(many.call(split_size=128), o)
     for b in (0, 2, 4):
         rows = np.array([b], np.int32)
@@ -132,9 +124,9 @@ def test_parts_of_a_fixed_size_are_not_tuned(monkeypatch):
         batch.call()
 
 
-def test_the_same_call_gives_the_same_bits(monkeypatch):
+def test_the_same_call_gives_the_same_bits(on_sms):
     batch = Batch([500, 1, 77], dtype="bf16")
-    monkeypatch.setattr(checks, "_CPU_SMS", 7)  # each head in several blocks
+    on_sms(7)  # each head in several blocks
     with fkjit.sanitize(race=True):
         first = batch.call()
     check(batch, first)

@@ -56,9 +56,9 @@ def attention_decode(
         k_scale, v_scale: [Hkv] fp32, above 0: what codes of fp8 and int8 are multiplied by.
         causal: new token i sees keys up to i + length - S, so that the last one sees all.
         softmax_scale: default 1 / sqrt(D).
-        split_size: keys of a part, 128, 256 …: then a sequence's result is the same to the
-            bit whatever else is in the batch. None: parts as even as the batch allows, fastest; the
-            same to the bit whenever lengths and GPU are the same.
+        split_size: keys of a split, 128, 256 …: then a sequence's result is the same to the
+            bit whatever else is in the batch. None: splits as even as the batch allows, fastest;
+            the same to the bit whenever lengths and GPU are the same.
         return_lse: also return the log-sum-exp of each row's scaled scores, fp32 [B, Hq, S]
             ([B, Hq] for one token).
         out: what to write o to; default: a new array.
@@ -82,8 +82,8 @@ def attention_decode(
     Lengths are read when the kernel runs: a captured graph follows sequences that grow. The work is
     shared out over the GPU by what they are then. To torch.compile the call is one operator, if
     there is no `out` and no `score_mod`. torch.autocast casts q alone: keys are kept as they are.
-    Each form goes with each other and with everything else here; what a call does not use is not in
-    its kernel.
+    Every score feature goes with every other and with everything else here; what a call does not
+    use is not in its kernel.
 
     Sources: Dao et al., "Flash-Decoding for long-context inference"; Osama et al., "Stream-K".
     """

@@ -25,7 +25,7 @@ FEATURES = tuple(name for name in POINTERS if not name.startswith("cu_seqlens"))
 
 _FLOATS = ("bf16", "fp16")
 _ONE_TOKEN = (0, 1, None)
-_CPU_SMS = 2  # where blocks are interpreted
+CPU_SMS = 2  # where blocks are interpreted
 _ROW_BYTES, _OUT_BYTES = 16, 8  # of a copy
 _LIMIT = 2**31
 _MAX_KEYS = 2**30
@@ -137,7 +137,7 @@ def _launch(call: str, q: View, problem: Sizes, features: str) -> Launch:
     except ParameterError as error:
         own = kernel(features).op
         raise ParameterError(str(error).replace(f"{own}:", f"{call}:", 1)) from None
-    sms = _CPU_SMS if q.device == CPU else multiprocessors(q.device)
+    sms = CPU_SMS if q.device == CPU else multiprocessors(q.device)
     problem = grid.on_grid(params, problem, sms, arch)
     if grid.units(params, problem) >= _LIMIT or problem["longest"] > _MAX_KEYS:
         raise ParameterError(f"{call}: {problem['longest']} keys a sequence are too many; split q")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from fkjit.arch import Arch
@@ -31,15 +32,22 @@ def groups(params: Params) -> int:
 
 def shared_layout(params: Params) -> SharedLayout:
     """Q, and the groups' rings of keys and values."""
-    _, keys, stages, _ = params["tile"]
-    ring = stages * 2 * keys * params["head_dim"] * stored_bytes(params)
-    return [("Q", 2 * params["rows"] * params["head_dim"]),
-            *((f"ring {i}", ring) for i in range(groups(params)))]  # fmt: skip
+    size = stored_bytes(params) * params["head_dim"]
+    return _shared(params["tile"], params["rows"], params["head_dim"], size, groups(params))
+
+
+@lru_cache(maxsize=256)
+def _shared(
+    tile: tuple[int, ...], rows: int, head_dim: int, row_bytes: int, groups: int
+) -> SharedLayout:
+    _, keys, stages, _ = tile
+    rings = [(f"ring {i}", stages * 2 * keys * row_bytes) for i in range(groups)]
+    return [("Q", 2 * rows * head_dim), *rings]
 
 
 def blocks_of_an_sm(params: Params, arch: Arch) -> int:
     """That run at a time."""
-    shared = sum(size for _, size in shared_layout(params)) + _RESERVED
+    shared = sum([size for _, size in shared_layout(params)]) + _RESERVED
     return max(1, min(params["tile"][3], arch.shared_per_sm // shared))
 
 

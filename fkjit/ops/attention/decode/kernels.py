@@ -35,7 +35,7 @@ _TILES: dict[tuple[int, int, int], tuple[Tile, ...]] = {
 }
 _ALL_TILES = tuple(dict.fromkeys(tile for tiles in _TILES.values() for tile in tiles))
 
-_FORM = "what the kernel does beside causal attention; any other form is compiled when called"
+_FORM = "score features beside causal attention; others are compiled when called"
 _ALL = ScoreFeatures(True, True, "fp16", True, True, False, True, False, EXAMPLE_MOD, EXAMPLE_ARGS)
 # Of score features, what is compiled ahead: with it the sweep meets all of the code.
 SHIPPED = (ScoreFeatures().text, _ALL.text)
@@ -92,7 +92,7 @@ SPLIT = register(
         doc="new tokens against all keys, in pages or not, shared out evenly; one launch",
         params=(
             Param("dtype", ("bf16", "fp16"), "element type of q and o"),
-            Param("storage", STORAGES, "what k and v are kept as: the same, e4m3 or int8"),
+            Param("storage", STORAGES, "k and v: the same dtype, or quantized to e4m3 or int8"),
             Param("head_dim", HEAD_DIMS, "of q, k, v and o, padded to this"),
             Param("rows", ROWS, "of a tile: query heads of a KV head times new tokens"),
             Param(
@@ -117,7 +117,7 @@ SPLIT = register(
 _WITH_FEATURES = replace(
     SPLIT,
     op="decode_form",
-    doc="decoding with windows, soft caps, biases …: what its form says",
+    doc="decoding with score features: windows, soft caps, biases …",
     params=(*SPLIT.params, Param("form", SHIPPED, _FORM)),
 )
 _FEW = tuple(replace(p, values=_SHOWN.get(p.name, p.values)) for p in _WITH_FEATURES.params)

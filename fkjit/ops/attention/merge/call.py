@@ -1,4 +1,4 @@
-"""`fkjit.merge_states`: attention over parts of the keys, put together."""
+"""`fkjit.merge_states`: partial results of attention, over different keys, put together."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ def merge_states(
 ) -> Any:  # fmt: skip
     """Attention of the same queries over different keys, put together in one kernel.
 
-    With each part's log-sum-exp the result is what attention over all keys at once would give: for
+    With the log-sum-exp of each the result is what attention over all keys at once would give: for
     a prefix that many sequences share, and keys that lie on several devices.
 
         o, lse = fkjit.merge_states(*prefix, *suffix)     # each what attention(…, return_lse=True)
         o, lse = fkjit.merge_states(stacked_o, stacked_lse)                         # returned
 
     Args:
-        o: N parts, [N, B, H, S, Dv] or for one token [N, B, H, Dv]; fp16, bf16 or fp32: torch,
-            CuPy, NumPy or any DLPack array, contiguous in the last dimension. With layout="bshd" H
-            and S trade places, but not in lse. Or, where there is an `other`, one part, without N.
+        o: N partial results, [N, B, H, S, Dv] or for one token [N, B, H, Dv]; fp16, bf16 or fp32:
+            torch, CuPy, NumPy or any DLPack array, contiguous in the last dimension. With
+            layout="bshd" H and S trade places, but not in lse. Or, where there is an `other`, one
+            of them, without N.
         lse: fp32 [N, B, H, S], or [N, B, H] for one token; natural logarithms, of any strides. An
-            infinite one, of either sign, says that the part saw no key: its o is not looked at.
-        other, other_lse: the second part, as o and lse.
+            infinite one, of either sign, says that no key was seen: its o is not looked at.
+        other, other_lse: the second partial result, as o and lse.
         out: where the merged o is written; default: a new contiguous array. It may be o, or other,
-            of two parts; any other overlap is refused.
+            of two; any other overlap is refused.
 
     Returns:
-        (o, lse) of one part's shapes, o in its dtype: weighed and added in fp32, in the parts'
-        order, and rounded once. Rows that no part has seen keys for are 0, with lse -inf. With
+        (o, lse) of one partial result's shapes, o in its dtype: weighed and added in fp32, in their
+        order, and rounded once. Rows for which no key was seen are 0, with lse -inf. With
         torch it has gradients of all four, by PyTorch's own kernels.
 
     Raises:
@@ -96,7 +97,7 @@ def _check(views: Mapping[str, View | None], layout: Any) -> Request:
 
 
 def _sizes(o: View, lse: View, layout: str, pair: bool) -> tuple[int, tuple[int, ...], int]:
-    """(parts, shape of one part's lse, columns)."""
+    """(partial results, shape of one's lse, columns)."""
     rows = tuple(lse.shape) if pair else tuple(lse.shape[1:])
     parts = 2 if pair else (lse.shape[0] if lse.shape else 0)
     expected = (*(() if pair else (parts,)), *_swapped(rows, layout))
