@@ -13,8 +13,7 @@ from typing import Any
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.attention.decode import flash_kvcache
 from fkjit.ops.attention.decode.call import attention_decode, paged_attention
-from fkjit.ops.attention.feature_forward import attention_varlen
-from fkjit.ops.attention.forward import attention
+from fkjit.ops.attention.forward import attention, attention_varlen
 from fkjit.ops.op import torch_ops
 
 _SDPA, _FLASH = "scaled_dot_product_attention", "flash_attn_func"

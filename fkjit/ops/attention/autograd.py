@@ -23,14 +23,26 @@ def wanted(*arrays: Any) -> bool:
     return not any(map(torch._C._functorch.is_batchedtensor, tensors))
 
 
-def attention(
-    q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, block: Any, impl: Any,
-    return_lse: Any, layout: Any, deterministic: Any = True,
-) -> Any:  # fmt: skip
-    """`fkjit.attention` with a graph behind its results."""
-    exact = check_deterministic("attention", deterministic)
-    o, lse = _function().apply(q, k, v, causal, softmax_scale, block, impl, layout, exact)
-    return (o, lse) if return_lse else o
+def attend(op: Any, traced: Any, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+    """A call of the op of attention or attention_varlen, with a graph behind its results.
+
+    traced: (inputs, options) -> the operator's results, of tensors that only stand for others.
+    """
+    said = op.options(*options)
+    exact = check_deterministic(op.name, said.deterministic)
+    if op.name == "attention" and not _has_features(inputs, said):
+        given = (said.causal, said.softmax_scale, said.block, said.impl, said.layout)
+        o, lse = _function().apply(*inputs[:3], *given, exact, op, traced)
+    else:
+        from fkjit.ops.attention import feature_autograd
+
+        o, lse = feature_autograd.attend(op, traced, inputs, said, exact)
+    return (o, lse) if said.return_lse else o
+
+
+def _has_features(inputs: tuple[Any, ...], said: Any) -> bool:
+    given = (*inputs[3:], said.window, said.softcap)
+    return bool(said.score_mod) or any(x is not None for x in given)
 
 
 def check_deterministic(call: str, value: Any) -> bool:
@@ -47,23 +59,16 @@ def _function() -> Any:
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, block: Any, impl: Any,
-                    layout: Any, deterministic: bool) -> Any:  # fmt: skip
-            from fkjit.ops.attention.forward import attention
-
-            if torch_ops.abstract(q, k, v):  # traced by AOTAutograd
-                from fkjit.ops.attention.nodes import traced
-
-                options = (causal, softmax_scale, block, impl, True, layout, deterministic)
-                return traced(q, k, v, *options)
+                    layout: Any, deterministic: bool, op: Any, traced: Any) -> Any:  # fmt: skip
+            options = (causal, softmax_scale, block, impl, True, layout, deterministic)
+            if torch_ops.abstract(q, k, v) or torch_ops.wrapped(q, k, v):  # traced by AOTAutograd
+                return traced((q, k, v), options)
             # Detached, a geometry has a plan: whether it requires grad belongs to the tensor.
-            return attention(
-                q.detach(), k.detach(), v.detach(), causal=causal, softmax_scale=softmax_scale,
-                block=block, impl=impl, return_lse=True, layout=layout,
-            )  # fmt: skip
+            return op((q.detach(), k.detach(), v.detach()), (), options)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            q, k, v, causal, softmax_scale, _, _, layout, deterministic = inputs
+            q, k, v, causal, softmax_scale, _, _, layout, deterministic, *_ = inputs
             ctx.save_for_backward(q, k, v, *output)
             ctx.set_materialize_grads(False)
             ctx.options = {
@@ -82,7 +87,7 @@ def _function() -> Any:
                 dx if needed else None
                 for dx, needed in zip(made, ctx.needs_input_grad[:3], strict=True)
             )
-            return (*found, *(None,) * 6)
+            return (*found, *(None,) * 8)
 
     return Attention
 

@@ -9,8 +9,7 @@ from typing import Any
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.attention.backward import problem as shared
 from fkjit.ops.attention.backward import select as choice
-from fkjit.ops.attention.checks import LAYOUTS
-from fkjit.ops.attention.problem import MAX_HEAD_DIM
+from fkjit.ops.attention.shapes import LAYOUTS, MAX_HEAD_DIM
 from fkjit.ops.op.checks import check_dtype, check_flag, check_same_dtype, check_shape
 from fkjit.ops.op.op import Output, Request, arch_of
 from fkjit.runtime.device import multiprocessors

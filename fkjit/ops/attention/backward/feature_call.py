@@ -21,9 +21,8 @@ from fkjit.ops.attention.backward.checks import check as check_plain
 from fkjit.ops.attention.backward.checks import check_scale
 from fkjit.ops.attention.backward.feature_problem import bias_size
 from fkjit.ops.attention.backward.feature_texts import Forms, Views
-from fkjit.ops.attention.checks import LAYOUTS
-from fkjit.ops.attention.feature_problem import PACKED_AXES
 from fkjit.ops.attention.features import SLOTS
+from fkjit.ops.attention.shapes import LAYOUTS, PACKED_AXES
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.node import Node, like
 from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of

@@ -18,6 +18,7 @@ from fkjit.ops.attention.backward import kernels_sm90 as hopper
 from fkjit.ops.attention.backward import mask_bits as masks
 from fkjit.ops.attention.backward import problem as shared
 from fkjit.ops.attention.features import ScoreFeatures, parse
+from fkjit.ops.attention.shapes import PACKED_AXES
 from fkjit.ops.op.op import Launch, arch_of
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.runtime.tensor_map import TensorMap
@@ -139,7 +140,7 @@ def _problems(params: Params, scale: str) -> Sequence[Problem]:
         total_q, total_k = (sum(of) + 3 for of in lengths)  # rows behind the last sequence
         more = {
             "batch": 4, "lengths": lengths, "total_q": total_q, "total_k": total_k,
-            "axes": forms.forward.PACKED_AXES, "seqlen_q": long, "seqlen_k": short,
+            "axes": PACKED_AXES, "seqlen_q": long, "seqlen_k": short,
         }  # fmt: skip
         return [{**base, **more, "window": (long, 0)}]
     more = {"batch": 1, "axes": (0, 1, 2, 3)}

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.ops.attention import feature_problem as forward
+from fkjit.ops.attention import cases as forward
 from fkjit.ops.attention import problem as usual
 from fkjit.ops.attention.backward import problem as plain
 from fkjit.ops.attention.features import parse
@@ -54,7 +54,7 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
         **{"parts": problem.get("bias_parts", 1), "size": math.prod(shape) * problem["seqlen_k"]},
         "alibi_batch_stride": problem["heads_q"] if problem.get("alibi_batches", 1) > 1 else 0,
         "sum_columns": problem.get("sum_columns", 0),
-        **forward.form_arguments(problem, arrays),
+        **usual.feature_arguments(problem, arrays),
     }
 
 
@@ -202,7 +202,7 @@ def problems(params: Params, scale: str) -> list[Problem]:
     """Those of the forward; blocks that share a walk leave sums that have no reference."""
     form, found = parse(params["form"]), []
     block = {"block": (16, 16)} if scale == "small" else {}
-    for one in forward.problems({**params, **block}, scale)[: 1 if scale == "small" else 2]:
+    for one in forward.feature_problems({**params, **block}, scale)[: 1 if scale == "small" else 2]:
         found.append({
             **one, "causal": False, "score_mod_grad": form.score_mod_grad or "1",
             "bias_shape": (one["batch"] if form.dbias else 1, one["heads_q"], one["seqlen_q"]),

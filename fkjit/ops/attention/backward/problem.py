@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fkjit.ops.attention import cases
 from fkjit.ops.attention import problem as forward
 from fkjit.runtime.interop import ITEMSIZE, numpy_dtype
 from fkjit.spec import Arrays, Params, Problem
@@ -85,7 +86,7 @@ def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     double = {n: np.asarray(a).astype(np.float64) for n, a in arrays.items() if a is not None}
     q, dout = double["q"], double["dout"]
     k, v = (np.repeat(double[name], group, axis=1) for name in "kv")
-    made = forward.reference(problem, {name: double[name] for name in "qkv"})
+    made = cases.reference(problem, {name: double[name] for name in "qkv"})
     lse = made["lse"][..., None]
     scores = q @ k.swapaxes(-1, -2) * problem["softmax_scale"]
     sq, sk = scores.shape[-2:]
@@ -107,11 +108,11 @@ def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
 
 def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
     """Fresh N(0, 1) q, k, v, dout, and lse_log2 and delta of their rows."""
-    made = forward.inputs(params, problem, rng)
+    made = cases.inputs(params, problem, rng)
     dtype = numpy_dtype(problem["dtype"])
     normal = rng.standard_normal(shape(problem, "dout"), dtype=np.float32)
     made["dout"] = normal.astype(dtype)
-    found = forward.reference(problem, made)
+    found = cases.reference(problem, made)
     delta = (made["dout"].astype(np.float64) * found["o"]).sum(-1)
     past = ((0, 0), (0, 0), (0, rows_padded(problem) - problem["seqlen_q"]))
     lse = np.where(np.isneginf(found["lse"]), np.inf, found["lse"] * math.log2(math.e))

@@ -15,6 +15,7 @@ from fkjit.ops.attention.decode.checks import (
     check_contiguous,
     check_paged,
 )
+from fkjit.ops.attention.options import unpack_score_mod
 from fkjit.ops.kv.planes import planes
 from fkjit.ops.kv.problem import LAYOUTS
 from fkjit.ops.op import torch_ops
@@ -209,13 +210,8 @@ def _with_score_mod(
     op: Op, arrays: tuple[Any, ...], options: tuple[Any, ...], score_mod: Any, score_args: Any
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """All arrays and options of the op."""
-    from fkjit.ops.attention.feature_forward import taken_apart
-
-    window, softcap = options[-2:]
-    slots, (*_, text, names, scalars) = taken_apart(
-        op.name, (window, softcap, *arrays[len(ARRAYS) :], score_mod, score_args)
-    )
-    return (*arrays[: len(ARRAYS)], *slots), (*options, text, names, scalars)
+    slots, (text, names, scalars, _) = unpack_score_mod(op.name, score_mod, score_args)
+    return (*arrays, *slots), (*options, text, names, scalars)
 
 
 def _explained(op: Op, score_mod: Any, error: CompileError) -> ParameterError:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.ops.attention import feature_problem as features
+from fkjit.ops.attention import cases as forward
 from fkjit.ops.attention.decode.grid import workspace
 from fkjit.ops.attention.decode.problem import PAGE_AXES, ROW_AXES
-from fkjit.ops.attention.features import SLOTS, parse
+from fkjit.ops.attention.features import POINTERS, SLOTS, parse
 from fkjit.ops.kv import problem as kv
 from fkjit.runtime.interop import numpy_dtype
 from fkjit.spec import Arrays, Params, Problem, Verification
@@ -102,7 +102,7 @@ def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays
         found["page_table"] = table.astype(np.int32)
     found |= {"seq_lens": np.array(problem["lengths"], np.int32), **scales}
     if "form" in params:
-        found |= features.form_inputs(parse(params["form"]), problem, rng)
+        found |= forward.feature_inputs(parse(params["form"]), problem, rng)
     return found
 
 
@@ -154,13 +154,13 @@ def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     """o and lse in float64, sequence by sequence; the counters as they were."""
     shape = tuple(problem[n] for n in ("batch", "heads_q", "seqlen_q", "head_dim_v"))
     o, lse = np.zeros(shape), np.full(shape[:3], -np.inf)
-    names = ("q", *features.POINTERS)
+    names = ("q", *POINTERS)
     exact = {n: np.asarray(arrays[n]).astype(np.float64) for n in names if n in arrays}
     if "window" not in problem:
         problem = {**problem, **_unbounded(problem["causal"])}
     for b, length in enumerate(np.asarray(arrays["seq_lens"])):
         k, v = (keys_of(problem, arrays, side, b, int(length)) for side in ("k", "v"))
-        o[b], lse[b] = features.attend(problem, exact, b, exact["q"][b], k, v)
+        o[b], lse[b] = forward.attend(problem, exact, b, exact["q"][b], k, v)
     return {"o": o, "lse": lse}
 
 
@@ -188,7 +188,7 @@ def attend(
         "heads_q": q.shape[0], "heads_kv": k.shape[0], "softmax_scale": softmax_scale,
         **_unbounded(causal),
     }  # fmt: skip
-    return features.attend(problem, {}, 0, q, k, v)
+    return forward.attend(problem, {}, 0, q, k, v)
 
 
 def tolerance(params: Params) -> float:

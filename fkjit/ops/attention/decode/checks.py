@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fkjit.errors import ArgumentTypeError, ParameterError
-from fkjit.ops.attention.checks import check_scale
 from fkjit.ops.attention.decode import grid
 from fkjit.ops.attention.decode.kernels import HEAD_DIMS, kernel, select
 from fkjit.ops.attention.decode.problem import LEAST_SPLIT, MAX_TOKENS, PAGE_AXES, ROW_AXES
-from fkjit.ops.attention.feature_checks import form_of as features_of
-from fkjit.ops.attention.feature_checks import softcap_of, window_of
-from fkjit.ops.attention.feature_problem import POINTERS, form_bytes
+from fkjit.ops.attention.feature_checks import check_features
+from fkjit.ops.attention.features import FEATURE_ARRAYS, SLOTS
+from fkjit.ops.attention.shapes import check_scale
 from fkjit.ops.kv.problem import CODES
 from fkjit.ops.op.checks import check_dtype, check_flag, check_output, check_shape, itemsize
 from fkjit.ops.op.op import Launch, Output, Request, arch_of
@@ -21,7 +20,7 @@ from fkjit.runtime.interop import CPU, View, torch_dtype
 
 # What the kernel reads, and of score features what scores meet.
 ARRAYS = ("q", "k", "v", "page_table", "seq_lens", "rows", "k_scale", "v_scale")
-FEATURES = tuple(name for name in POINTERS if not name.startswith("cu_seqlens"))
+FEATURES = (*FEATURE_ARRAYS, *SLOTS)
 
 _FLOATS = ("bf16", "fp16")
 _ONE_TOKEN = (0, 1, None)
@@ -111,7 +110,7 @@ def _request(call: str, seen: Seen, problem: Sizes, options: Options) -> Request
     problem["storage"] = _storage(call, seen, problem["dtype"])
     _scales(call, seen, problem)
     problem["causal"] = check_flag(call, "causal", options.causal)
-    problem["softmax_scale"] = check_scale(options.softmax_scale, problem["head_dim"], call)
+    problem["softmax_scale"] = check_scale(call, options.softmax_scale, problem["head_dim"])
     problem["split"] = _split(call, options.split_size)
     shape = (*q.shape[:-1], problem["head_dim_v"])
     check_output(call, out, shape, problem["dtype"], "out")
@@ -150,15 +149,8 @@ def _features(call: str, seen: Seen, problem: Sizes, options: Options) -> str:
     if without and not any(name in seen for name in FEATURES):
         return ""
     problem["seqlen_k"] = problem["longest"]
-    problem |= {
-        "window": window_of(call, options, problem),
-        "softcap": softcap_of(call, options.softcap),
-        "score_scalars": {name: value for name, _, value in options.score_scalars},
-        "causal": False,  # the window has it
-    }
-    features = features_of(call, seen, problem, options)
-    problem["form_bytes"] = form_bytes(features, seen)
-    return features.text
+    problem["causal"] = False  # the window has it
+    return check_features(call, seen, problem, options).text
 
 
 # ------------------------------------------------------------------ one by one

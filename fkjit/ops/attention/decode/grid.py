@@ -9,7 +9,7 @@ from typing import Any
 
 from fkjit.arch import Arch
 from fkjit.ops.attention.decode.problem import keys_read, keys_seen, rows
-from fkjit.ops.attention.feature_problem import form_arguments
+from fkjit.ops.attention.problem import feature_arguments
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.runtime.workspace import ARGUMENTS
 from fkjit.spec import Params, Problem, SharedLayout
@@ -135,7 +135,7 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
         "softmax_scale_log2": scale if abs(scale) > _LEAST_SCALE else _LEAST_SCALE,
         "causal": int(problem["causal"]),
     }  # fmt: skip
-    return usual | form_arguments(problem, arrays) if "window" in problem else usual
+    return usual | feature_arguments(problem, arrays) if "window" in problem else usual
 
 
 def _strides(array: Any, axes: tuple[int | None, ...]) -> tuple[int, ...]:
