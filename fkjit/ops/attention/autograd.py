@@ -23,20 +23,17 @@ def wanted(*arrays: Any) -> bool:
     return not any(map(torch._C._functorch.is_batchedtensor, tensors))
 
 
-def attend(op: Any, traced: Any, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
-    """A call of the op of attention or attention_varlen, with a graph behind its results.
-
-    traced: (inputs, options) -> the operator's results, of tensors that only stand for others.
-    """
+def attend(op: Any, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+    """A call of the op of attention or attention_varlen, with a graph behind its results."""
     said = op.options(*options)
     exact = check_deterministic(op.name, said.deterministic)
     if op.name == "attention" and not _has_features(inputs, said):
         given = (said.causal, said.softmax_scale, said.block, said.impl, said.layout)
-        o, lse = _function().apply(*inputs[:3], *given, exact, op, traced)
+        o, lse = _function().apply(*inputs[:3], *given, exact, op)
     else:
         from fkjit.ops.attention import feature_autograd
 
-        o, lse = feature_autograd.attend(op, traced, inputs, said, exact)
+        o, lse = feature_autograd.attend(op, inputs, said, exact)
     return (o, lse) if said.return_lse else o
 
 
@@ -59,10 +56,10 @@ def _function() -> Any:
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any, block: Any, impl: Any,
-                    layout: Any, deterministic: bool, op: Any, traced: Any) -> Any:  # fmt: skip
+                    layout: Any, deterministic: bool, op: Any) -> Any:  # fmt: skip
             options = (causal, softmax_scale, block, impl, True, layout, deterministic)
             if torch_ops.abstract(q, k, v) or torch_ops.wrapped(q, k, v):  # traced by AOTAutograd
-                return traced((q, k, v), options)
+                return op.traced((q, k, v), (), options)
             # Detached, a geometry has a plan: whether it requires grad belongs to the tensor.
             return op((q.detach(), k.detach(), v.detach()), (), options)
 
@@ -87,7 +84,7 @@ def _function() -> Any:
                 dx if needed else None
                 for dx, needed in zip(made, ctx.needs_input_grad[:3], strict=True)
             )
-            return (*found, *(None,) * 8)
+            return (*found, *(None,) * 7)
 
     return Attention
 

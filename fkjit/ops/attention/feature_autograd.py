@@ -73,12 +73,13 @@ class Call:
         )
 
 
-def attend(op: Any, traced: Any, inputs: tuple[Any, ...], said: Any, exact: bool) -> Any:
+def attend(op: Any, inputs: tuple[Any, ...], said: Any, exact: bool) -> Any:
     """(o, lse) of a call of an op, with a graph behind them."""
     with_lse = said._replace(return_lse=True)
     inputs = (*inputs, *(None,) * (len(_INPUTS) - len(inputs)))
     call = Call(
-        op.name, lambda arrays: op(arrays, (), with_lse), lambda arrays: traced(arrays, with_lse),
+        op.name, lambda arrays: op(arrays, (), with_lse),
+        lambda arrays: op.traced(arrays, (), with_lse),
         getattr(said, "layout", backward.PACKED), said.causal, said.softmax_scale, said.window,
         said.softcap, said.score_mod, said.score_mod_grad, said.score_names, said.score_scalars,
         exact, getattr(said, "max_seqlen_q", 0), getattr(said, "max_seqlen_k", 0),

@@ -97,17 +97,11 @@ def attention(
 
     Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning".
     """
-    if torch_ops.autocasting():
-        q, k, v = torch_ops.autocast(q, k, v)
     options = (causal, softmax_scale, block, impl, return_lse, layout, deterministic)
     if window is softcap is alibi_slopes is bias is mask is sinks is score_mod is None:
-        if torch_ops.compiling():
-            return nodes.traced((q, k, v), options)
         return _ATTENTION((q, k, v), (), options)
     inputs = (q, k, v, None, None, alibi_slopes, bias, mask, sinks)
     options = (*options, tuple(window) if isinstance(window, list) else window, softcap)
-    if torch_ops.compiling():
-        return nodes.traced(inputs, (*options, score_mod or ""))
     return _run(_ATTENTION, inputs, options, score_mod, score_args, score_mod_grad)
 
 
@@ -160,15 +154,11 @@ def attention_varlen(
     `attention` has, 0 in rows of no sequence. To torch.compile the call is one operator,
     torch.ops.fkjit.attention_varlen (or …_lse).
     """
-    if torch_ops.autocasting():
-        q, k, v = torch_ops.autocast(q, k, v)
     inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias, mask, sinks)
     options = (
         max_seqlen_q, max_seqlen_k, causal, softmax_scale, block, return_lse, deterministic,
         tuple(window) if isinstance(window, list) else window, softcap,
     )  # fmt: skip
-    if torch_ops.compiling():
-        return nodes.traced_varlen(inputs, (*options, score_mod or ""))
     return _run(_VARLEN, inputs, options, score_mod, score_args, score_mod_grad)
 
 
@@ -179,6 +169,8 @@ def _run(
     """A call of an op; what NVRTC has against a score_mod as a ParameterError."""
     if score_mod is None and not score_args and score_mod_grad is None:
         return op(inputs, (), options)
+    if torch_ops.compiling():  # which refuses a score_mod before anything is looked at
+        return op(inputs, (), (*options, score_mod))
     slots, rest = unpack_score_mod(op.name, score_mod, score_args, score_mod_grad)
     try:
         return op((*inputs, *slots), (), (*options, *rest))
@@ -191,27 +183,21 @@ def _run(
 _AUTOGRAD = "fkjit.ops.attention.autograd"  # imported where a gradient is wanted: half of all code
 
 
-def _op(name: str, check: Callable[..., Any], options: Any, traced: nodes.Run) -> Op:
-    def elsewhere(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
-        """What autograd or an operator makes of a call, else NotImplemented."""
-        if any([getattr(x, "requires_grad", False) for x in inputs]):
-            autograd = import_module(_AUTOGRAD)
-            if autograd.wanted(*inputs):
-                return autograd.attend(made, traced, inputs, options)
-        if torch_ops.wrapped(*inputs) or torch_ops.abstract(*inputs):
-            return traced(inputs, options)
-        return NotImplemented
+def _op(name: str, check: Callable[..., Any], options: Any, traced: Callable[..., Any]) -> Op:
+    def autograd(inputs: tuple[Any, ...], outputs: Any, options: tuple[Any, ...]) -> Any:
+        return import_module(_AUTOGRAD).attend(op, inputs, options)
 
-    made = Op(
-        name, inputs=("q", "k", "v", *POINTERS), outputs=("o", "lse"), check=check,
+    op = Op(
+        name, inputs=("q", "k", "v", *POINTERS), outputs=("o", "lse"), check=check, options=options,
         optional=[n for n in POINTERS if name == "attention" or n not in PACKED_ENDS],
-        options=options, elsewhere=elsewhere,
+        autograd=autograd, traced=traced, autocast=3, batched=True,
     )  # fmt: skip
-    return made
+    return op
 
 
 _ATTENTION = _op("attention", check, AttentionOptions, nodes.traced)
 _VARLEN = _op("attention_varlen", check_varlen, VarlenOptions, nodes.traced_varlen)
+nodes.define(_ATTENTION, _VARLEN)
 
 
 # ------------------------------------------------------------------ prepare
@@ -260,16 +246,11 @@ def _given(op: Op, said: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Any,
 
 
 def _prepare(op: Op, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> None:
-    if any([getattr(x, "requires_grad", False) for x in inputs]):
-        autograd = import_module(_AUTOGRAD)
-        if autograd.wanted(*inputs):
-            return autograd.prepare(op, inputs, options)
-    op.prepare(inputs, options)
+    if torch_ops.wants_grad(inputs):
+        import_module(_AUTOGRAD).prepare(op, inputs, options)
+    else:
+        op.prepare(inputs, options)
 
 
 attention.prepare = _preparing(_ATTENTION, attention)  # type: ignore[attr-defined]
 attention_varlen.prepare = _preparing(_VARLEN, attention_varlen)  # type: ignore[attr-defined]
-nodes.define(
-    lambda inputs, options: _ATTENTION(inputs, (), options),
-    lambda inputs, options: _VARLEN(inputs, (), options),
-)

@@ -5,14 +5,15 @@ schema. A score_mod is no argument that PyTorch could trace: it is refused."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fkjit.errors import ParameterError
-from fkjit.ops.attention.features import FEATURE_ARRAYS
+from fkjit.ops.attention.features import FEATURE_ARRAYS, PACKED_ENDS
 from fkjit.ops.attention.options import AttentionOptions, VarlenOptions
 from fkjit.ops.attention.shapes import LAYOUTS
 from fkjit.ops.op import torch_ops
+from fkjit.ops.op.op import Op
 
 # Arguments of each operator behind its arrays; the options among them have the names that
 # AttentionOptions and VarlenOptions give them.
@@ -32,9 +33,6 @@ _SCHEMAS = {
     "attention_varlen": "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
     f"SymInt max_seqlen_q, SymInt max_seqlen_k, {_FEATURES}) -> ",
 }
-_PACKED = ("cu_seqlens_q", "cu_seqlens_k")
-
-Run = Callable[[tuple[Any, ...], tuple[Any, ...]], Any]  # of the inputs and options of an op
 
 
 def _arguments(name: str) -> tuple[str, ...]:
@@ -46,21 +44,22 @@ def _arguments(name: str) -> tuple[str, ...]:
 _NAMES = {name: _arguments(name) for name in _SCHEMAS}
 
 
-def define(attention: Run, varlen: Run) -> None:
-    """Make the operators known to PyTorch; what they run are these ops."""
+def define(attention: Op, varlen: Op) -> None:
+    """Make the operators of these ops known to PyTorch."""
     for name, schema in _SCHEMAS.items():
+        op = varlen if name == "attention_varlen" else attention
         for lse, results in ((False, "Tensor"), (True, "(Tensor, Tensor)")):
-            run = _running(name, varlen if name == "attention_varlen" else attention, lse)
             own = name + "_lse" * lse
             torch_ops.define(
                 torch_ops.Operator(
-                    own, schema + results, run, _faking(name, lse),
-                    vmap=_vmap(own) if name == "attention" else None, gradients=run, autocast=3,
+                    own, schema + results, _running(name, op, lse), _faking(name, lse),
+                    vmap=_vmap(own) if name == "attention" else None,
+                    gradients=_differentiating(name, op, lse), autocast=op.autocast,
                 )
             )  # fmt: skip
 
 
-def traced(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+def traced(inputs: tuple[Any, ...], outputs: Any, options: tuple[Any, ...]) -> Any:
     """What `attention` is while torch.compile traces it, or under torch.func.vmap. `inputs` and
     `options`: the op's."""
     said = AttentionOptions(*options)
@@ -69,7 +68,7 @@ def traced(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
     return _call(name, "attention", inputs, said)
 
 
-def traced_varlen(inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+def traced_varlen(inputs: tuple[Any, ...], outputs: Any, options: tuple[Any, ...]) -> Any:
     """What `attention_varlen` is."""
     return _call("attention_varlen", "attention_varlen", inputs, VarlenOptions(*options))
 
@@ -97,21 +96,33 @@ def _call(name: str, call: str, inputs: tuple[Any, ...], said: Any) -> Any:
     return known(q, k, v, *features, said.deterministic, said.impl, said.layout)
 
 
-def _running(name: str, op: Run, lse: bool) -> Callable[..., Any]:
-    """What the operator runs: `_call` the other way round."""
+def _running(name: str, op: Op, lse: bool) -> Callable[..., Any]:
+    """What the operator runs, of tensors with data."""
+    return lambda *given, **named: op(*_call_of(name, lse, given, named), running=True)
 
-    def run(*given: Any, **named: Any) -> Any:
-        said = dict(zip(_NAMES[name], given, strict=False)) | named
-        rows = tuple(said.pop(x) for x in ("q", "k", "v"))
-        arrays = tuple(said.pop(x, None) for x in (*_PACKED, *FEATURE_ARRAYS))
-        block, window = said.pop("block", None), said.pop("window", None)
-        said["block"] = block if block is None else block[0] if len(block) == 1 else tuple(block)
-        said["window"] = window if window is None else tuple(window)
-        options = VarlenOptions if name == "attention_varlen" else AttentionOptions
-        inputs = rows if name == "attention" else rows + arrays
-        return op(inputs, options(**said, return_lse=lse))
 
-    return run
+def _differentiating(name: str, op: Op, lse: bool) -> Callable[..., Any]:
+    """The operator where an input requires grad."""
+
+    def gradients(*given: Any, **named: Any) -> Any:
+        assert op.autograd is not None
+        return op.autograd(*_call_of(name, lse, given, named))
+
+    return gradients
+
+
+def _call_of(
+    name: str, lse: bool, given: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Inputs, outputs and options of the op: `_call` the other way round."""
+    said = dict(zip(_NAMES[name], given, strict=False)) | named
+    rows = tuple(said.pop(x) for x in ("q", "k", "v"))
+    arrays = tuple(said.pop(x, None) for x in (*PACKED_ENDS, *FEATURE_ARRAYS))
+    block, window = said.pop("block", None), said.pop("window", None)
+    said["block"] = block if block is None else block[0] if len(block) == 1 else tuple(block)
+    said["window"] = window if window is None else tuple(window)
+    options = VarlenOptions if name == "attention_varlen" else AttentionOptions
+    return rows if name == "attention" else rows + arrays, (), options(**said, return_lse=lse)
 
 
 def _vmap(name: str) -> Callable[..., Any]:

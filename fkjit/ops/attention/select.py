@@ -3,7 +3,7 @@ to decoding's kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -262,14 +262,14 @@ def _is_accepted(views: Mapping[str, View | None], options: AttentionOptions) ->
 class _Decode:
     """`attention_decode` for a call of attention's Op: what `Request.delegate` is."""
 
-    def __call__(self, inputs: tuple[Any, ...], outputs: Any, options: tuple[Any, ...]) -> Any:
+    def __call__(self, inputs: Sequence[Any], outputs: Any, options: Sequence[Any]) -> Any:
         return self._call(import_module(f"{_DECODE}.call").attention_decode, inputs, options)
 
-    def prepare(self, inputs: tuple[Any, ...], outputs: Any, options: tuple[Any, ...]) -> None:
+    def prepare(self, inputs: Sequence[Any], options: Sequence[Any]) -> None:
         self._call(import_module(f"{_DECODE}.call").attention_decode.prepare, inputs, options)
 
     @staticmethod
-    def _call(call: Any, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+    def _call(call: Any, inputs: Sequence[Any], options: Sequence[Any]) -> Any:
         said, (q, k, v, *more) = AttentionOptions(*options), inputs
         given = dict(zip(POINTERS, more, strict=False))
         named: dict[str, Any] = {
