@@ -8,8 +8,7 @@ from typing import Any
 
 import fkjit
 from fkjit.arch import Arch
-from fkjit.ops.attention.decode.checks import parameters
-from fkjit.ops.attention.decode.feature_kernels import kernel
+from fkjit.ops.attention.decode.kernels import kernel, select
 from fkjit.ops.attention.features import ScoreFeatures
 from fkjit.spec import KernelSpec, Params, Problem
 
@@ -129,7 +128,7 @@ def ours(problem: Problem, arrays: Arrays) -> Prepared:
 
 def _parameters(problem: Problem, arch: Arch) -> Params:
     text = FORMS[problem["form"]].text
-    return parameters(dict(problem), arch, kernel(text), {"form": text})
+    return select(problem, arch, text)[1]
 
 
 def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:

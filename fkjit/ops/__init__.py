@@ -33,7 +33,6 @@ KERNELS = (
     "attention.kernels",
     "attention.feature_kernels",
     "attention.decode.kernels",
-    "attention.decode.feature_kernels",
     "attention.merge.kernels",
     "attention.backward.registered",
 )

@@ -18,7 +18,7 @@ from fkjit.arch import arch, target
 from fkjit.jit.build import build, quiet
 from fkjit.jit.compile import compile_source
 from fkjit.jit.render import render
-from fkjit.ops.attention.feature_kernels import kernel
+from fkjit.ops.attention.feature_kernels import kernel_with
 from fkjit.ops.attention.features import SHIPPED, ScoreFeatures, parse
 from fkjit.settings import settings
 from fkjit.spec import find
@@ -252,7 +252,7 @@ def test_what_is_compiled_when_called_does_not_spill(name, to, dim, block, form)
     dtype = "fp32" if name == "flash_fp32" else "bf16"
     dims = {"head_dim": dim, "head_dim_v": dim}
     params = {"dtype": dtype, **dims, "block": block, "aligned": True, "form": form}
-    spec = kernel(name, form)
+    spec = kernel_with(find(f"attention.{name}"), form)
     spec.check(params, arch(to))
     with quiet():
         assert build(spec, params, target(to)).meta["problems"] == []

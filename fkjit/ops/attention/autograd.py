@@ -9,13 +9,13 @@ from typing import Any
 
 from fkjit.errors import CompileError, ParameterError
 from fkjit.ops.attention.backward.call import gradients, prepare_gradients, torch_is_deterministic
-from fkjit.ops.attention.backward.checks import DIFFERENTIABLE, OF_FEATURES, ROWS
+from fkjit.ops.attention.backward.checks import DIFFERENTIABLE, ROWS
 from fkjit.ops.attention.backward.problem import PACKED, Options
-from fkjit.ops.attention.features import SLOTS, ScoreFeatures
+from fkjit.ops.attention.features import POINTERS, SLOTS, ScoreFeatures
 from fkjit.ops.op.autograd import Differentiable
 from fkjit.ops.op.checks import check_flag
 
-INPUTS = (*ROWS, *OF_FEATURES)  # of the ops of attention, which may leave out the last ones
+INPUTS = (*ROWS, *POINTERS)  # of the ops of attention, which may leave out the last ones
 _PLACES = {name: at for at, name in enumerate(INPUTS)}
 _FIRST_SLOT = _PLACES[SLOTS[0]]
 _MAX_CALLS = 1024
@@ -118,7 +118,7 @@ class Call:
         names = tuple(name for name in DIFFERENTIABLE if wanted.get(name))
         return Options(
             **shared,
-            features=self._features(dict(zip(OF_FEATURES, features, strict=False)), names).text,
+            features=self._features(dict(zip(POINTERS, features, strict=False)), names).text,
             window=tuple(-1 if side is None else int(side) for side in said.window or (-1, -1)),
             softcap=float(said.softcap or 0.0),
             max_seqlen_q=getattr(said, "max_seqlen_q", 0),

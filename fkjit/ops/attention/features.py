@@ -20,6 +20,10 @@ ARRAYS = {  # dtype of an array that a score_mod reads -> what its expression se
 }  # fmt: skip
 MAX_ARRAYS = 8  # that a score_mod reads
 SLOTS = tuple(f"score_{i}" for i in range(MAX_ARRAYS))  # kernel arguments
+PACKED_ENDS = ("cu_seqlens_q", "cu_seqlens_k")
+FEATURE_ARRAYS = ("alibi_slopes", "bias", "mask", "sinks")
+# Arrays besides q, k and v that kernels have arguments for, null where there is none.
+POINTERS = (*PACKED_ENDS, *FEATURE_ARRAYS, *SLOTS)
 _MOD = "score_mod="
 _GRAD = "derivative="
 _PAIRED = ":paired"

@@ -7,17 +7,10 @@ import pytest
 
 import fkjit
 from fkjit.errors import CaptureError
-from fkjit.jit.build import quiet
 from tests.attention.decode.kit import Batch, check
 
 torch = pytest.importorskip("torch", reason="needs torch")
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def silent():
-    with quiet():
-        yield
 
 
 def there(array):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.ops.attention import feature_problem as forward
+from fkjit.ops.attention import cases as forward
 from fkjit.ops.attention.backward import problem as backward
 from fkjit.ops.attention.backward.problem import ROW_STEP
 from fkjit.ops.attention.features import parse
@@ -35,17 +35,8 @@ def _one(problem: Problem, array: Any, where: Any) -> np.ndarray:
     return own.swapaxes(0, 1) if "total_q" in problem else own
 
 
-def _banded(problem: Problem) -> Problem:
-    """A problem with its band of keys, whether or not it is written as causal."""
-    if "window" in problem:
-        return problem
-    wide = max(problem["seqlen_q"], problem["seqlen_k"])
-    return {**problem, "window": (wide, 0 if problem["causal"] else wide), "softcap": 0.0}
-
-
 def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     """Every gradient, and dalibi_rows where they are stored."""
-    problem = _banded(problem)
     exact = {n: np.asarray(a).astype(np.float64) for n, a in arrays.items() if a is not None}
     made: Arrays = {f"d{n}": np.zeros(arrays[n].shape) for n in "qkv"}
     made["dbias"] = np.zeros((*problem.get("bias_shape", (1, 1, 1)), problem["seqlen_k"]))
@@ -116,7 +107,7 @@ def _slopes(
 ) -> np.ndarray | float:
     """d(final) / d(scaled)."""
     slope: np.ndarray | float = 1.0
-    if problem["softcap"]:
+    if problem.get("softcap"):
         score = problem["softcap"] * np.tanh(score / problem["softcap"])
         slope = 1 - (score / problem["softcap"]) ** 2
     if problem.get("score_mod"):
@@ -202,7 +193,7 @@ def feature_problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """Those of the forward; blocks that share a walk leave sums that have no reference."""
     features, found = parse(params["form"]), []
     block = {"block": (16, 16)} if scale == "small" else {}
-    for one in forward.problems({**params, **block}, scale)[: 1 if scale == "small" else 2]:
+    for one in forward.feature_problems({**params, **block}, scale)[: 1 if scale == "small" else 2]:
         found.append({
             **one, "causal": False, "score_mod_grad": features.score_mod_grad or "1",
             "bias_shape": (one["batch"] if features.dbias else 1, one["heads_q"], one["seqlen_q"]),
@@ -214,8 +205,7 @@ def feature_problems(params: Params, scale: str) -> list[dict[str, Any]]:
 
 def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
     """What the forward reads; dout, and what its rows bring along: NaN where nobody may look."""
-    made = forward.inputs({"form": "window", **params}, problem, rng)
-    problem = _banded(problem)
+    made = forward.inputs(params, problem, rng)
     shape = (*made["q"].shape[:-1], problem["head_dim_v"])
     made["dout"] = rng.standard_normal(shape, np.float32).astype(numpy_dtype(problem["dtype"]))
     exact = {n: a.astype(np.float64) for n, a in made.items()}

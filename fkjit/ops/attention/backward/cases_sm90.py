@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.ops.attention import feature_problem as forward
 from fkjit.ops.attention.backward import cases
 from fkjit.ops.attention.backward import problem as backward
 from fkjit.ops.attention.backward.tiles import BLOCK_K_SM90, BLOCK_Q_SM90
 from fkjit.ops.attention.features import parse
+from fkjit.ops.attention.shapes import PACKED_AXES
 from fkjit.spec import Arrays, Params, Problem, Verification
 
 
@@ -48,7 +48,7 @@ def _feature_problems(params: Params, scale: str) -> list[dict[str, Any]]:
         total_q, total_k = (sum(of) + 3 for of in lengths)  # rows behind the last sequence
         more = {
             "batch": 4, "lengths": lengths, "total_q": total_q, "total_k": total_k,
-            "axes": forward.PACKED_AXES, "seqlen_q": long, "seqlen_k": short,
+            "axes": PACKED_AXES, "seqlen_q": long, "seqlen_k": short,
         }  # fmt: skip
         return [{**base, **more, "window": (long, 0)}]
     more = {"batch": 1, "axes": (0, 1, 2, 3)}

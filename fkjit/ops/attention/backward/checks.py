@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.errors import ParameterError
 from fkjit.ops.attention.backward import problem as shared
 from fkjit.ops.attention.backward.features import Views
 from fkjit.ops.attention.backward.problem import PACKED, Options
 from fkjit.ops.attention.backward.select import IMPLEMENTATIONS, select
-from fkjit.ops.attention.checks import LAYOUTS
-from fkjit.ops.attention.features import SLOTS
-from fkjit.ops.attention.problem import MAX_HEAD_DIM
+from fkjit.ops.attention.features import POINTERS
+from fkjit.ops.attention.shapes import (
+    LAYOUTS,
+    are_rows_aligned,
+    check_columns,
+    check_dims,
+    check_heads,
+    check_one_of,
+    check_scale,
+)
 from fkjit.ops.op.checks import check_dtype, check_flag, check_same_dtype, check_shape
 from fkjit.ops.op.op import Output, Request, arch_of
 from fkjit.runtime.device import multiprocessors
-from fkjit.runtime.interop import CPU, ITEMSIZE, View
+from fkjit.runtime.interop import CPU, View
 from fkjit.spec import Problem
 
 CALL = "attention_backward"
 ROWS = ("q", "k", "v")
 DIFFERENTIABLE = (*ROWS, "alibi_slopes", "bias", "sinks")
 PLAIN_INPUTS = ("dout", *ROWS, "o", "lse", "dlse")
-OF_FEATURES = ("cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "bias", "mask", "sinks", *SLOTS)
-INPUTS = (*PLAIN_INPUTS, *OF_FEATURES)
+INPUTS = (*PLAIN_INPUTS, *POINTERS)
 GRADIENTS = tuple(f"d{name}" for name in DIFFERENTIABLE)
 SCRATCH = ("lse_log2", "delta", "dq_sum", "dalibi_rows", "dbias_parts", "turns", "mask_bits")
 OUTPUTS = (*GRADIENTS, *SCRATCH)
 PLAIN_OUTPUTS = ("dq", "dk", "dv", "lse_log2", "delta", "dq_sum", "turns")
 _TENSORS = PLAIN_INPUTS[:5]  # of [batch, head, row, column]
-_MAX_SCALE = 2e38  # times log2(e) it is still an fp32
 _MAX_ROWS = 2**31 - 1 - shared.ROW_STEP
 
 
@@ -39,11 +43,8 @@ def check_plain(
     views: Views, causal: Any, softmax_scale: Any, deterministic: Any, impl: Any, layout: Any
 ) -> Request:
     """`check` for `fkjit.attention_backward`, whose options may be anything."""
-    for name, value, allowed in (
-        ("impl", impl, IMPLEMENTATIONS), ("layout", layout, tuple(LAYOUTS))
-    ):  # fmt: skip
-        if not isinstance(value, str) or value not in allowed:
-            raise ParameterError(f"{CALL}: {name}={value!r} is not one of {', '.join(allowed)}")
+    check_one_of(CALL, "impl", impl, IMPLEMENTATIONS)
+    check_one_of(CALL, "layout", layout, tuple(LAYOUTS))
     return check(views, Options(
         causal=causal, softmax_scale=softmax_scale, deterministic=deterministic, impl=impl,
         layout=layout,
@@ -60,7 +61,7 @@ def check(views: Views, options: Options) -> Request:
     if options.layout != PACKED:
         _check_rows(views, problem)
     problem["causal"] = check_flag(CALL, "causal", options.causal)
-    problem["softmax_scale"] = check_scale(options.softmax_scale, problem["head_dim"])
+    problem["softmax_scale"] = check_scale(CALL, options.softmax_scale, problem["head_dim"])
     problem["strides"] = _strides(given, options.layout)
     deterministic = check_flag(CALL, "deterministic", options.deterministic)
     q = given["q"]
@@ -69,7 +70,7 @@ def check(views: Views, options: Options) -> Request:
     if options.features:
         _add_features(problem, views, options)
     options = options._replace(deterministic=deterministic)
-    chosen = select(problem, options, views, _aligned(given), arch_of(q))
+    chosen = select(problem, options, views, are_rows_aligned(given.values()), arch_of(q))
     outputs = _outputs(views, options.wanted)
     scratch = {name: Output(size, "fp32", returned=False) for name, size in chosen.scratch.items()}
     return Request(dict(views), outputs | scratch, chosen.launches, counters=chosen.counters)
@@ -81,22 +82,14 @@ def check(views: Views, options: Options) -> Request:
 def _dense(given: Mapping[str, View], options: Options) -> dict[str, Any]:
     """Batch, heads, lengths and head dimensions, and the dtype; all shapes fit one another."""
     for name, view in given.items():
-        _check_tensor(name, view, options.layout)
+        if len(view.shape) != 4:
+            raise ParameterError(
+                f"{CALL}: {name} has {len(view.shape)} dimensions {tuple(view.shape)}; allowed: 4 "
+                f"(layout {options.layout!r})"
+            )
+        check_columns(CALL, name, view)
     problem = _sizes(given, options.layout)
     return {**problem, "dtype": check_same_dtype(CALL, given)}
-
-
-def _check_tensor(name: str, view: View, layout: str) -> None:
-    if len(view.shape) != 4:
-        raise ParameterError(
-            f"{CALL}: {name} has {len(view.shape)} dimensions {tuple(view.shape)}; allowed: 4 "
-            f"(layout {layout!r})"
-        )
-    if view.shape[3] > 1 and view.strides[3] != 1 and 0 not in view.shape:
-        raise ParameterError(
-            f"{CALL}: {name} has stride {view.strides[3]} in its last dimension; it must be "
-            "contiguous: call .contiguous()"
-        )
 
 
 def _sizes(given: Mapping[str, View], layout: str) -> dict[str, Any]:
@@ -114,14 +107,11 @@ def _sizes(given: Mapping[str, View], layout: str) -> dict[str, Any]:
                 f"{tuple(size[i] for i in order)}, beside q {tuple(given['q'].shape)}, k "
                 f"{tuple(given['k'].shape)} and v {tuple(given['v'].shape)} in layout={layout!r}"
             )
-    for name, dim in (("head_dim", d), ("head_dim_v", dv)):
-        if not 1 <= dim <= MAX_HEAD_DIM:
-            raise ParameterError(f"{CALL}: {name}={dim} is not in 1 .. {MAX_HEAD_DIM}")
+    check_dims(CALL, d, dv)
     for name, rows in (("q", sq), ("k", sk)):
         if rows > _MAX_ROWS:
             raise ParameterError(f"{CALL}: {name} has {rows} rows; allowed: up to {_MAX_ROWS}")
-    if hq and (not hkv or hq % hkv):
-        raise ParameterError(f"{CALL}: q has {hq} heads, not a multiple of k's {hkv}")
+    check_heads(CALL, given, hq, hkv)
     return dict(zip(shared.SIZES, (b, hq, hkv, sq, sk, d, dv), strict=True))
 
 
@@ -136,25 +126,6 @@ def _packed(given: Mapping[str, View], views: Views, options: Options) -> dict[s
 
 
 # ------------------------------------------------------------------ options and rows
-
-
-def check_scale(scale: Any, head_dim: int) -> float:
-    """1 / sqrt(head_dim) for None."""
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    try:
-        if isinstance(scale, (str, bytes)) or getattr(scale, "requires_grad", False):
-            raise TypeError
-        value = float(scale)
-    except (TypeError, ValueError, OverflowError):
-        raise ArgumentTypeError(
-            f"{CALL}: softmax_scale={scale!r} is not a plain number; None means 1/sqrt(head_dim)"
-        ) from None
-    if not abs(value) <= _MAX_SCALE:
-        raise ParameterError(
-            f"{CALL}: softmax_scale={value} is not a finite number up to {_MAX_SCALE:g}"
-        )
-    return value
 
 
 def _check_rows(views: Views, problem: Problem) -> None:
@@ -177,7 +148,6 @@ def _add_features(problem: dict[str, Any], views: Views, options: Options) -> No
     wide = max(problem["seqlen_q"], problem["seqlen_k"])
     left, right = (wide if side < 0 else min(side, wide) for side in options.window)
     problem["window"] = (left, 0 if problem["causal"] else right)
-    problem["causal"] = False
     problem["softcap"] = options.softcap
     problem["score_scalars"] = {name: value for name, _, value in options.score_scalars}
     slopes = views.get("alibi_slopes")
@@ -205,18 +175,6 @@ def _by_rows(steps: Any, layout: str) -> tuple[int, ...]:
     if layout == PACKED:
         return (0, steps[1], steps[0])
     return tuple(steps[axis] for axis in LAYOUTS[layout][:3])
-
-
-def _aligned(given: Mapping[str, View]) -> bool:
-    """Whether every row, also of the results, starts on a 16-byte boundary."""
-    for view in given.values():
-        size = ITEMSIZE[view.dtype]
-        if view.pointer % 16 or view.shape[-1] * size % 16:
-            return False
-        pairs = zip(view.strides[:-1], view.shape[:-1], strict=True)
-        if any(step * size % 16 for step, n in pairs if n > 1):
-            return False
-    return True
 
 
 def _outputs(views: Views, wanted: tuple[str, ...]) -> dict[str, Output]:

@@ -24,6 +24,7 @@ from fkjit.ops.attention.backward.tiles import (
     why_illegal,
 )
 from fkjit.ops.attention.features import PLAIN, parse
+from fkjit.ops.attention.problem import shape_class
 from fkjit.spec import KernelSpec, Param, Params, Problem, SharedLayout, Work
 
 _DIMS = (
@@ -74,7 +75,7 @@ def _spec(name: str, flops: Callable[[Problem], float], tile: str, **more: Any) 
         name=name,
         illegal=lambda params: why_illegal(name, params),
         features=lambda params: NEEDS,
-        shape_class=problem.shape_class,
+        shape_class=shape_class,
         arguments=problem.arguments,
         work=Work(flops=flops, bytes=problem.traffic, interpreter_flops=3.6e9),
         params=(HALF, *_DIMS, Param("tile", every_tile(name), tile, tunable=True), ALIGNED),

@@ -9,6 +9,7 @@ from fkjit.ops.attention.backward import problem
 from fkjit.ops.attention.backward.kernels import feature_values, rows_in_blocks
 from fkjit.ops.attention.backward.kernels_preprocess import ALIGNED, CASES, OP
 from fkjit.ops.attention.backward.tiles import PAIRS_FP32, every_tile, why_illegal
+from fkjit.ops.attention.problem import shape_class
 from fkjit.spec import KernelSpec, Param, Params, SharedLayout, Work
 
 _DIMS = tuple(dim for dim, _ in PAIRS_FP32)
@@ -57,7 +58,7 @@ def _spec(
         shared_layout=layout,
         block=lambda params: (32 * params["tile"][2], 1, 1),
         grid=rows_in_blocks(heads, rows, lambda params: params["tile"][0]),
-        shape_class=problem.shape_class,
+        shape_class=shape_class,
         arguments=problem.arguments,
         work=Work(
             flops=lambda one: problem.products(one, 2, len(wanted)),

@@ -17,6 +17,7 @@ from fkjit.ops.attention.backward.tiles import BLOCK_K_SM90 as BLOCK_K
 from fkjit.ops.attention.backward.tiles import BLOCK_Q_SM90 as BLOCK_Q
 from fkjit.ops.attention.features import ScoreFeatures, parse
 from fkjit.ops.attention.kernels_sm90 import product
+from fkjit.ops.attention.problem import shape_class
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.runtime.tensor_map import TensorMap
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, Work
@@ -294,7 +295,7 @@ FLASH_SM90 = KernelSpec(
     block=lambda params: (512, 1, 1),
     grid=_grid,
     cooperative=True,  # blocks wait for one another where they add to dq in order
-    shape_class=problem.shape_class,
+    shape_class=shape_class,
     arguments=_arguments,
     work=Work(flops=problem.flops, bytes=problem.traffic, interpreter_flops=2e9),
     verification=f"{CASES}_sm90:FLASH_SM90",

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fkjit.ops.attention import feature_problem as features
 from fkjit.ops.attention import problem as forward
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import Params, Problem
@@ -33,7 +32,6 @@ _POINTERS = (
     *("lse", "dlse", "lse_log2", "delta", "dq_sum", "turns", "dbias", "dbias_parts", "dsinks"),
     *("dalibi_rows", "dalibi_slopes"),
 )
-_ANY_BATCHES = (0, 1, 2, 3)
 
 
 class Options(NamedTuple):
@@ -130,14 +128,13 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
         **{name: arrays.get(name) for name in (*STRIDED, *_POINTERS)},
         **{f"{name}_strides": strides(problem, name, arrays.get(name)) for name in STRIDED},
         **_scalars(problem),
-        **{"max_seqlen_q": problem["seqlen_q"], "max_seqlen_k": problem["seqlen_k"]},
         **{"batch": problem["batch"], "total_q": problem.get("total_q", 0)},
         **dict(zip(("bias_batch", "bias_heads", "bias_rows"), bias, strict=True)),
         "first_batch": problem.get("first_batch", 0),
         **{"parts": problem.get("bias_parts", 1), "size": math.prod(bias) * problem["seqlen_k"]},
         "alibi_batch_stride": problem["heads_q"] if problem.get("alibi_batches", 1) > 1 else 0,
         "sum_columns": problem.get("sum_columns", 0),
-        **(features.form_arguments(problem, arrays) if "window" in problem else {}),
+        **(forward.feature_arguments(problem, arrays) if "window" in problem else {}),
     }
 
 
@@ -149,8 +146,7 @@ def strides(problem: Problem, name: str, array: Any) -> tuple[int, ...]:
         return known
     if array is None or not array.shape:
         return (0, 0, 0)
-    axes = problem.get("axes", _ANY_BATCHES)[:3]
-    return tuple(0 if axis is None else array.strides[axis] // array.itemsize for axis in axes)
+    return forward.row_strides(problem, array)
 
 
 def _scalars(problem: Problem) -> dict[str, Any]:
@@ -183,10 +179,3 @@ def traffic(problem: Problem) -> float:
     elements = sum(math.prod(shape(problem, name)) for name in STRIDED)
     rows = problem["batch"] * problem["heads_q"] * problem["seqlen_q"]
     return float(ITEMSIZE[problem["dtype"]] * elements + 4 * rows)
-
-
-def shape_class(problem: Problem) -> dict[str, Any]:
-    """Of problems that share their tuned tiles."""
-    if "window" in problem:
-        problem = {**problem, "causal": problem["window"][1] == 0}
-    return forward.shape_class(problem)
