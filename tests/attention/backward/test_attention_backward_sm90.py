@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from fkjit.arch import arch  # noqa: E402
 from fkjit.errors import ParameterError  # noqa: E402
 from fkjit.jit.build import quiet  # noqa: E402
-from fkjit.ops.attention.backward import select as choice  # noqa: E402
+from fkjit.ops.attention.backward.problem import Options  # noqa: E402
+from fkjit.ops.attention.backward.select import select  # noqa: E402
 from fkjit.ops.op.mapped_launch import MappedLaunch  # noqa: E402
 from fkjit.runtime.tensor_map import TensorMap  # noqa: E402
 from fkjit.settings import settings  # noqa: E402
@@ -64,14 +65,16 @@ PROBLEM = {
 def test_hopper_takes_what_tma_can_read_and_suits_it(changes, taken):
     problem = {**PROBLEM, **changes}
     for deterministic in (False, True):
-        chosen = choice.choose(problem, True, arch("sm_90a"), "auto", deterministic)
+        options = Options(deterministic=deterministic)
+        chosen = select(dict(problem), options, {}, True, arch("sm_90a"))
         assert ("flash_sm90" in [launch.spec.name for launch in chosen.launches]) is taken
     for other in (("sm_80", "auto", True), ("sm_90a", "portable", True), ("sm_90a", "auto", False)):
-        chosen = choice.choose(problem, other[2], arch(other[0]), other[1], False)
+        options = Options(deterministic=False, impl=other[1])
+        chosen = select(dict(problem), options, {}, other[2], arch(other[0]))
         assert "flash_sm90" not in [launch.spec.name for launch in chosen.launches]
     if not taken:
         with pytest.raises(ParameterError, match="does not take"):
-            choice.choose(problem, True, arch("sm_90a"), "flash_sm90", True)
+            select(dict(problem), Options(impl="flash_sm90"), {}, True, arch("sm_90a"))
 
 
 def test_maps_are_encoded_once_an_address(monkeypatch):

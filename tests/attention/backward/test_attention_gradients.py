@@ -120,10 +120,10 @@ def test_the_backward_operator_is_what_its_schema_says():
 def test_whether_the_same_bits_are_asked_for(deterministic, monkeypatch):
     """The flag of PyTorch's overrules what is not."""
     asked = []
-    real = attention_gradients.attention_backward
+    real = attention_gradients.gradients
     monkeypatch.setattr(
-        attention_gradients, "attention_backward",
-        lambda *given, **options: asked.append(options["deterministic"]) or real(*given, **options),
+        attention_gradients, "gradients",
+        lambda given, options: asked.append(options.deterministic) or real(given, options),
     )  # fmt: skip
     given = leaves(*tensors(2, 1, 9, 11, 16, 16)[:3])
     fkjit.attention(*given, deterministic=deterministic).sum().backward()

@@ -1,71 +1,19 @@
-"""What the backward's kernels with a form share: arguments, float64 reference, test problems.
-
-A problem is that of attention_form_problem.py, with `bias_shape` (batch, heads and rows of the
-bias), `bias_parts` and `alibi_batches` (1 where all batches share their slopes) where there are
-gradients of them. A call's has the `strides` of dense arrays besides.
-"""
+"""How the kernels of attention's backward are checked: problems, arrays, gradients in float64."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from fkjit.ops.attention import cases as forward
-from fkjit.ops.attention import problem as usual
-from fkjit.ops.attention.backward import problem as plain
+from fkjit.ops.attention.backward import problem as backward
+from fkjit.ops.attention.backward.problem import ROW_STEP
 from fkjit.ops.attention.features import parse
 from fkjit.runtime.interop import numpy_dtype
-from fkjit.spec import Arrays, Params, Problem
-
-ROWS = ("dout", "q", "k", "v", "o", "dq", "dk", "dv")  # arrays with strides
-_OTHERS = (
-    *("lse", "dlse", "lse_log2", "delta", "dq_sum", "turns", "dbias", "dbias_parts", "dsinks"),
-    *("dalibi_rows", "dalibi_slopes"),
-)
-
-
-def longest_padded(problem: Problem) -> int:
-    """Rows of the longest sequence's tiles."""
-    return -(-problem["seqlen_q"] // plain.ROW_STEP) * plain.ROW_STEP
-
-
-def bias_size(problem: Problem) -> int:
-    """Elements of the gradient of a bias."""
-    return math.prod(problem["bias_shape"]) * problem["seqlen_k"]
-
-
-def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of all of these kernels by name: each takes those that it has."""
-    given = {name: arrays.get(name) for name in (*ROWS, *_OTHERS)}
-    strided = {n: strides(problem, n, x) for n in ROWS if (x := given[n]) is not None}
-    shape = problem.get("bias_shape", (1, 1, 1))
-    return {
-        **given,
-        **{f"{name}_strides": steps for name, steps in strided.items()},
-        **plain.scalars({**problem, "causal": False}),
-        **{"max_seqlen_q": problem["seqlen_q"], "max_seqlen_k": problem["seqlen_k"]},
-        **{"batch": problem["batch"], "total_q": problem.get("total_q", 0)},
-        **dict(zip(("bias_batch", "bias_heads", "bias_rows"), shape, strict=True)),
-        "first_batch": problem.get("first_batch", 0),
-        "inverse_scale": 1 / problem["softmax_scale"] if problem["softmax_scale"] else 0.0,
-        **{"parts": problem.get("bias_parts", 1), "size": math.prod(shape) * problem["seqlen_k"]},
-        "alibi_batch_stride": problem["heads_q"] if problem.get("alibi_batches", 1) > 1 else 0,
-        "sum_columns": problem.get("sum_columns", 0),
-        **usual.feature_arguments(problem, arrays),
-    }
-
-
-def strides(problem: Problem, name: str, array: Any) -> tuple[int, ...]:
-    """Elements between batches, heads and rows."""
-    known = problem.get("strides", {}).get(name)
-    if known is not None:
-        return known
-    axes = problem["axes"][:3]
-    return tuple(0 if axis is None else array.strides[axis] // array.itemsize for axis in axes)
-
+from fkjit.spec import Arrays, Params, Problem, Verification
 
 # ------------------------------------------------------------------ in float64
 
@@ -91,7 +39,7 @@ def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     """Every gradient, and dalibi_rows where they are stored."""
     exact = {n: np.asarray(a).astype(np.float64) for n, a in arrays.items() if a is not None}
     made: Arrays = {f"d{n}": np.zeros(arrays[n].shape) for n in "qkv"}
-    made["dbias"] = np.zeros((*problem["bias_shape"], problem["seqlen_k"]))
+    made["dbias"] = np.zeros((*problem.get("bias_shape", (1, 1, 1)), problem["seqlen_k"]))
     made["dsinks"] = np.zeros(problem["heads_q"])
     made["dalibi_slopes"] = np.zeros((problem.get("alibi_batches", 1), problem["heads_q"]))
     made["dalibi_rows"] = padded(problem, np.nan)
@@ -105,16 +53,22 @@ def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
             made[name][at] = one.swapaxes(0, 1) if "total_q" in problem else one
         sq, sk = found["ds"].shape[1:]
         made["dbias_parts"][b, :, :sk] = found["ds"].sum(1)
-        bias = made["dbias"][b % len(made["dbias"])]
-        ds = found["ds"] if len(bias) > 1 else found["ds"].sum(0, keepdims=True)
-        bias[:, : sq if bias.shape[1] > 1 else 1, :sk] += (
-            ds if bias.shape[1] > 1 else ds.sum(1, keepdims=True)
-        )
+        _add_bias(made["dbias"], b, found["ds"])
         made["dsinks"] += found["sinks"]
         slopes = -(found["ds"] * abs(np.arange(sk) - np.arange(sq)[:, None] - (sk - sq))).sum(-1)
         made["dalibi_slopes"][b % len(made["dalibi_slopes"])] += slopes.sum(-1)
         store_rows(problem, arrays, made["dalibi_rows"], b, slopes, np.nan)
     return made
+
+
+def _add_bias(dbias: np.ndarray, b: int, ds: np.ndarray) -> None:
+    """The gradient of sequence b's final scores to that of a broadcast bias."""
+    own, (sq, sk) = dbias[b % len(dbias)], ds.shape[1:]
+    ds = ds if len(own) > 1 else ds.sum(0, keepdims=True)
+    if own.shape[1] > 1:
+        own[:, :sq, :sk] += ds
+    else:
+        own[:, :1, :sk] += ds.sum(1, keepdims=True)
 
 
 def _parts_shape(problem: Problem) -> tuple[int, int, int]:
@@ -153,7 +107,7 @@ def _slopes(
 ) -> np.ndarray | float:
     """d(final) / d(scaled)."""
     slope: np.ndarray | float = 1.0
-    if problem["softcap"]:
+    if problem.get("softcap"):
         score = problem["softcap"] * np.tanh(score / problem["softcap"])
         slope = 1 - (score / problem["softcap"]) ** 2
     if problem.get("score_mod"):
@@ -171,16 +125,14 @@ def _slopes(
 
 def padded(problem: Problem, value: float) -> np.ndarray:
     """An array that has rows_padded rows for each head."""
-    packed = "total_q" in problem
-    shape = (1 if packed else problem["batch"], problem["heads_q"], plain.rows_padded(problem))
-    return np.full(shape, value)
+    return np.full(backward.rows_shape(problem), value)
 
 
 def first_row(problem: Problem, arrays: Mapping[str, Any], b: int) -> int:
     """Of batch or sequence b in a padded array (templates/device/padded_rows.cuh)."""
     if "total_q" not in problem:
         return 0
-    return (arrays["cu_seqlens_q"][b] // plain.ROW_STEP + b) * plain.ROW_STEP
+    return (arrays["cu_seqlens_q"][b] // ROW_STEP + b) * ROW_STEP
 
 
 def store_rows(
@@ -188,24 +140,63 @@ def store_rows(
     past: float,
 ) -> None:  # fmt: skip
     """[heads, rows] of sequence b -> its place in a padded array, `past` to the end of the tile."""
-    step, length = plain.ROW_STEP, rows.shape[1]
-    first = first_row(problem, arrays, b)
+    first, length = first_row(problem, arrays, b), rows.shape[1]
     own = to[0 if "total_q" in problem else b]
-    own[:, first : first + -(-length // step) * step] = past
+    own[:, first : first + -(-length // ROW_STEP) * ROW_STEP] = past
     own[:, first : first + length] = rows
 
 
-# ------------------------------------------------------------------ problems for tests
+def fragments(x: np.ndarray) -> np.ndarray:
+    """[..., rows, columns] in the order of templates/device/sum_fragments.cuh."""
+    *more, rows, columns = x.shape
+    cut = x.reshape(*more, rows // 16, 2, 8, columns // 8, 4, 2)
+    last = len(more)
+    order = (0, 3, 2, 4, 1, 5)  # row block, column block, g, t, half, pair
+    turned = cut.transpose(*range(last), *(last + i for i in order))
+    return np.ascontiguousarray(turned).reshape(x.shape)
 
 
-def problems(params: Params, scale: str) -> list[Problem]:
+def dq_sum(problem: Problem, arrays: Mapping[str, Any], dq: np.ndarray) -> np.ndarray:
+    """dq as its sums: whole tiles of rows and padded columns, not yet scaled."""
+    sums = np.zeros(backward.sums_shape(problem))
+    for b, queries, _ in sequences(problem, arrays):
+        rows = dq[queries] / problem["softmax_scale"]
+        rows = rows.swapaxes(0, 1) if "total_q" in problem else rows
+        first = first_row(problem, arrays, b)
+        own = sums[0 if "total_q" in problem else b]
+        own[:, first : first + rows.shape[1], : rows.shape[2]] = rows
+    return fragments(sums)
+
+
+# ------------------------------------------------------------------ problems and arrays
+
+
+def plain_problems(block_q: int, block_k: int, params: Params, scale: str) -> list[dict[str, Any]]:
+    """Ragged, grouped, causal, rows without keys: sizes for the interpreter or for a GPU."""
+    d, dv = params["head_dim"], params["head_dim_v"]
+    if not params.get("aligned", True):
+        d, dv = d - 3, dv - 5
+    base = {"dtype": params["dtype"], "head_dim": d, "head_dim_v": dv, "softmax_scale": d**-0.5}
+    if scale == "small":
+        shapes = [(1, 2, 1, block_q + 7, block_k + 5, True), (1, 1, 1, 21, 11, False)]
+    else:
+        shapes = [
+            (2, 4, 2, 517, 1043, False),
+            (1, 4, 1, 1043, 517, True),
+            (2, 3, 3, 300, 1000, True),
+        ]
+    names = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "causal")
+    return [{**base, **dict(zip(names, one, strict=True))} for one in shapes]
+
+
+def feature_problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """Those of the forward; blocks that share a walk leave sums that have no reference."""
-    form, found = parse(params["form"]), []
+    features, found = parse(params["form"]), []
     block = {"block": (16, 16)} if scale == "small" else {}
     for one in forward.feature_problems({**params, **block}, scale)[: 1 if scale == "small" else 2]:
         found.append({
-            **one, "causal": False, "score_mod_grad": form.score_mod_grad or "1",
-            "bias_shape": (one["batch"] if form.dbias else 1, one["heads_q"], one["seqlen_q"]),
+            **one, "causal": False, "score_mod_grad": features.score_mod_grad or "1",
+            "bias_shape": (one["batch"] if features.dbias else 1, one["heads_q"], one["seqlen_q"]),
             "bias_parts": 1,
             "alibi_batches": one["batch"],
         })  # fmt: skip
@@ -232,32 +223,88 @@ def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays
     return made | {name: array.astype(np.float32) for name, array in rows.items()}
 
 
-def outputs(params: Params, problem: Problem) -> Arrays:
-    """Every result of these kernels, poisoned with NaN."""
-    dtype = numpy_dtype(problem["dtype"])
-    packed = "total_q" in problem
-
-    def rows(name: str) -> np.ndarray:
-        shape: tuple[int, ...] = plain.shape(problem, name)
-        if packed:
-            shape = (problem["total_q" if name == "dq" else "total_k"], shape[1], shape[3])
-        return np.full(shape, np.nan, dtype)
-
-    heads = problem["heads_q"]
-    bias = numpy_dtype(parse(params["form"]).bias or "fp32")
-    return {
-        **{name: rows(name) for name in ("dq", "dk", "dv")},
-        "dbias": np.full((*problem["bias_shape"], problem["seqlen_k"]), np.nan, bias),
-        "dbias_parts": np.full(_parts_shape(problem), np.nan, np.float32),
-        "dsinks": np.full(heads, np.nan, np.float32),
-        "dalibi_slopes": np.full((problem["alibi_batches"], heads), np.nan, np.float32),
-        "dalibi_rows": padded(problem, np.nan).astype(np.float32),
+def outputs(params: Params, problem: Problem, names: tuple[str, ...]) -> Arrays:
+    """These results, poisoned with NaN."""
+    heads, bias = problem["heads_q"], parse(params.get("form", "window")).bias or "fp32"
+    shapes: dict[str, tuple[int, ...]] = {
+        "dbias": (*problem.get("bias_shape", (1, 1, 1)), problem["seqlen_k"]),
+        "dbias_parts": _parts_shape(problem),
+        "dsinks": (heads,),
+        "dalibi_slopes": (problem.get("alibi_batches", 1), heads),
+        "dalibi_rows": backward.rows_shape(problem),
+        **{name: backward.shape(problem, name) for name in ("dq", "dk", "dv")},
     }
+    if "total_q" in problem:
+        for name in ("dq", "dk", "dv"):
+            _, of, _, dim = shapes[name]
+            shapes[name] = (problem["total_q" if name == "dq" else "total_k"], of, dim)
+    dtypes = dict.fromkeys(("dq", "dk", "dv"), problem["dtype"]) | {"dbias": bias}
+    return {n: np.full(shapes[n], np.nan, numpy_dtype(dtypes.get(n, "fp32"))) for n in names}
 
 
 def tolerance(params: Params) -> float:
-    return plain.tolerance(params)
+    """Greatest error against float64 on N(0, 1) inputs, beside the largest gradient."""
+    return {"fp16": 2e-3, "bf16": 1.6e-2, "fp32": 4e-6}[params["dtype"]]
 
 
-def shape_class(problem: Problem) -> dict[str, Any]:
-    return {**usual.shape_class({**problem, "causal": problem["window"][1] == 0})}
+# ------------------------------------------------------------------ kernels that multiply
+
+
+def _products(
+    problems: Callable[[Params, str], list[dict[str, Any]]], *names: str, **more: str
+) -> Verification:
+    """`names` are results of every variant, `more` of those whose score features have the key."""
+
+    def further(params: Params) -> tuple[str, ...]:
+        features = parse(params.get("form", "window"))
+        return tuple(name for field, name in more.items() if getattr(features, field))
+
+    def found(params: Params, scale: str) -> list[dict[str, Any]]:
+        if "form" not in params:
+            return problems(params, scale)
+        return [{**one, "more": further(params)} for one in feature_problems(params, scale)]
+
+    def only(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
+        every = reference(problem, arrays)
+        return {name: every[name] for name in (*names, *problem.get("more", ()))}
+
+    return Verification(
+        problems=found,
+        inputs=inputs,
+        outputs=lambda params, one: outputs(params, one, (*names, *further(params))),
+        reference=only,
+        tolerance=tolerance,
+    )
+
+
+def _by_keys(params: Params, scale: str) -> list[dict[str, Any]]:
+    own, other, *_ = params["tile"]
+    return plain_problems(other, own, params, scale)
+
+
+def _by_queries(params: Params, scale: str) -> list[dict[str, Any]]:
+    own, other, *_ = params["tile"]
+    return plain_problems(own, other, params, scale)
+
+
+def _sum_reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
+    found = reference(problem, arrays)
+    sums = dq_sum(problem, arrays, found["dq"])
+    return {"dk": found["dk"], "dv": found["dv"], "dq_sum": sums}
+
+
+DKDV = _products(_by_keys, "dk", "dv", dbias="dbias_parts")
+DQ = _products(_by_queries, "dq", dbias="dbias", dalibi="dalibi_rows")
+DBIAS = _products(_by_queries, "dbias")
+DKDV_DQ = Verification(
+    problems=lambda params, scale: [
+        {**one, "sum_columns": params["head_dim"]} for one in _by_keys(params, scale)
+    ],
+    inputs=inputs,
+    outputs=lambda params, one: {
+        **outputs(params, one, ("dk", "dv")),
+        "dq_sum": np.zeros(backward.sums_shape(one), np.float32),
+    },
+    reference=_sum_reference,
+    tolerance=tolerance,
+)
