@@ -380,10 +380,17 @@ def _scratch(device: int, size: int, counters: int, like: Any, stream: int) -> A
 
 
 def _allocation(request: Request, output: Output) -> Callable[[], Any]:
-    """What makes a new array for an output."""
+    """What makes a new array for an output; the device is current."""
     if request.like.kind == "torch":
+        torch = sys.modules["torch"]
+        empty = interop.fast_empty()
+        if empty is not None and request.like.device != interop.CPU:
+            shape = tuple(output.shape)
+            return partial(
+                empty, shape, interop.contiguous(shape), interop.torch_dtype(output.dtype)
+            )
         like = interop.outline(output.shape, output.dtype, request.like.array.device)
-        return partial(sys.modules["torch"].empty_like, like)
+        return partial(torch.empty_like, like)
     dtype = interop.numpy_dtype(output.dtype)
     return partial(import_module("cupy").empty, output.shape, dtype)
 
