@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from fkjit.errors import ArgumentTypeError, CompileError, ParameterError
@@ -88,14 +89,11 @@ def attention_decode(
 
     Sources: Dao et al., "Flash-Decoding for long-context inference"; Osama et al., "Stream-K".
     """
-    if torch_ops.autocasting():
-        (q,) = torch_ops.autocast(q)
+    window = tuple(window) if type(window) is list else window
     options = (layout, causal, softmax_scale, split_size, return_lse, window, softcap)
-    more = (k_scale, v_scale, alibi_slopes, bias, mask, sinks)
-    if torch_ops.compiling():
-        rows = (q, k, v, seq_lens)
-        return nodes.traced("attention_decode", rows, more, options, out=out, score_mod=score_mod)
-    arrays = (q, k, v, None, seq_lens, None, *more)
+    arrays = (
+        q, k, v, None, seq_lens, None, k_scale, v_scale, alibi_slopes, bias, mask, sinks,
+    )  # fmt: skip
     return _run(_CONTIGUOUS, arrays, out, options, score_mod, score_args)
 
 
@@ -148,21 +146,10 @@ def paged_attention(
     captured graph of `kv_append` and this call follows sequences that grow. To torch.compile the
     call is one operator, if `cache` is a pair and there is no `out` and no `score_mod`.
     """
-    if torch_ops.autocasting():
-        (q,) = torch_ops.autocast(q)
-    if torch_ops.compiling():
-        if not isinstance(cache, tuple):
-            raise ParameterError(
-                "paged_attention: cache is no pair of arrays; under torch.compile pass "
-                "(k_pages, v_pages), page_table and seq_lens"
-            )
-        options = (layout, causal, softmax_scale, split_size, return_lse, window, softcap)
-        pages = (q, *cache, page_table, seq_lens, rows)
-        more = (k_scale, v_scale, alibi_slopes, bias, mask, sinks)
-        return nodes.traced("paged_attention", pages, more, options, out=out, score_mod=score_mod)
     k, v, page_table, seq_lens, k_scale, v_scale, layout = _pages(
         cache, layer, layout, rows, (page_table, seq_lens, k_scale, v_scale)
     )
+    window = tuple(window) if type(window) is list else window
     options = (layout, causal, softmax_scale, split_size, return_lse, window, softcap)
     arrays = (
         q, k, v, page_table, seq_lens, rows, k_scale, v_scale, alibi_slopes, bias, mask, sinks,
@@ -196,12 +183,16 @@ def _run(
     op: Op, arrays: tuple[Any, ...], out: Any, options: tuple[Any, ...], score_mod: Any,
     score_args: Any,
 ) -> Any:  # fmt: skip
-    """The op's result. arrays: without those that a score_mod reads."""
+    """The op's result. arrays, options: without what a score_mod has."""
     if score_mod is None and not score_args:
-        return op(arrays + _NO_SLOTS, (out, None), options + _NO_SCORE_MOD)
+        if out is None:
+            return op(arrays, (), options + _NO_SCORE_MOD)
+        return op(arrays + _NO_SLOTS, (out,), options + _NO_SCORE_MOD)
+    if torch_ops.compiling():
+        raise nodes.refused(op.name, "score_mod")
     arrays, options = _with_score_mod(op, arrays, options, score_mod, score_args)
     try:
-        return op(arrays, (out, None), options)
+        return op(arrays, (out,), options)
     except CompileError as error:
         raise _explained(op, score_mod, error) from error
 
@@ -253,9 +244,9 @@ _NO_SLOTS = (None,) * (len(ARRAYS) + len(FEATURES) - len(_NAMED))
 
 def _op(name: str, check: Callable[..., Any], needed: tuple[str, ...]) -> Op:
     return Op(
-        name, inputs=(*ARRAYS, *FEATURES), outputs=("o", "lse"),
-        check=lambda views, *options: check(views, Options(*options)),
+        name, inputs=(*ARRAYS, *FEATURES), outputs=("o", "lse"), check=check, options=Options,
         optional=[array for array in (*ARRAYS, *FEATURES) if array not in needed],
+        traced=partial(nodes.traced, name), autocast=1,
     )  # fmt: skip
 
 
