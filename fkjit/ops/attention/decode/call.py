@@ -9,18 +9,19 @@ from typing import Any
 
 from fkjit.errors import ArgumentTypeError, CompileError, ParameterError
 from fkjit.ops.attention.decode import nodes
-from fkjit.ops.attention.decode.checks import (
-    ARRAYS,
-    FEATURES,
-    Options,
-    check_contiguous,
-    check_paged,
-)
+from fkjit.ops.attention.decode.checks import ARRAYS, Options, check_contiguous, check_paged
+from fkjit.ops.attention.features import FEATURE_ARRAYS, SLOTS
 from fkjit.ops.attention.options import unpack_score_mod
+from fkjit.ops.attention.score_mod import does_not_compile
 from fkjit.ops.kv.planes import planes
 from fkjit.ops.kv.problem import LAYOUTS
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.op import Op
+
+
+_INPUTS = (*ARRAYS, *FEATURE_ARRAYS, *SLOTS)
+_NO_SLOTS = (None,) * len(SLOTS)  # of a call without a score_mod,
+_NO_SCORE_MOD = ("", (), ())  # and the last of its options
 
 
 def attention_decode(
@@ -190,24 +191,11 @@ def _run(
         return op(arrays + _NO_SLOTS, (out,), options + _NO_SCORE_MOD)
     if torch_ops.compiling():
         raise nodes.refused(op.name, "score_mod")
-    arrays, options = _with_score_mod(op, arrays, options, score_mod, score_args)
+    slots, (*more, _) = unpack_score_mod(op.name, score_mod, score_args)
     try:
-        return op(arrays, (out,), options)
+        return op(arrays + slots, (out,), (*options, *more))
     except CompileError as error:
-        raise _explained(op, score_mod, error) from error
-
-
-def _with_score_mod(
-    op: Op, arrays: tuple[Any, ...], options: tuple[Any, ...], score_mod: Any, score_args: Any
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """All arrays and options of the op."""
-    slots, (text, names, scalars, _) = unpack_score_mod(op.name, score_mod, score_args)
-    return (*arrays, *slots), (*options, text, names, scalars)
-
-
-def _explained(op: Op, score_mod: Any, error: CompileError) -> ParameterError:
-    """What NVRTC has against a score_mod."""
-    return ParameterError(f"{op.name}: score_mod={score_mod!r} does not compile: {error}")
+        raise does_not_compile(op.name, score_mod, error) from error
 
 
 def _preparing(op: Op, call: Callable[..., Any]) -> Callable[..., None]:
@@ -223,29 +211,23 @@ def _preparing(op: Op, call: Callable[..., Any]) -> Callable[..., None]:
             own = tuple(given[name] for name in names)
             found = _pages(given["cache"], given["layer"], given["layout"], given["rows"], own)
             given |= dict(zip(("k", "v", *names, "layout"), found, strict=True))
-        arrays = tuple(given.get(name) for name in _NAMED)
-        rest = tuple(given[name] for name in Options._fields[: -len(_NO_SCORE_MOD)])
-        score_mod, score_args = given["score_mod"], given["score_args"]
-        all_arrays, all_options = _with_score_mod(op, arrays, rest, score_mod, score_args)
+        arrays = [given.get(name) for name in (*ARRAYS, *FEATURE_ARRAYS)]
+        named = [given[name] for name in Options._fields[: -len(_NO_SCORE_MOD)]]
+        slots, (*more, _) = unpack_score_mod(op.name, given["score_mod"], given["score_args"])
         try:
-            op.prepare([*all_arrays, given["out"], None], all_options)
+            op.prepare([*arrays, *slots, given["out"], None], (*named, *more))
         except CompileError as error:
-            if score_mod is None:
+            if given["score_mod"] is None:
                 raise
-            raise _explained(op, score_mod, error) from error
+            raise does_not_compile(op.name, given["score_mod"], error) from error
 
     return prepare
 
 
-_NO_SCORE_MOD = ("", (), ())
-_NAMED = (*ARRAYS, "alibi_slopes", "bias", "mask", "sinks")
-_NO_SLOTS = (None,) * (len(ARRAYS) + len(FEATURES) - len(_NAMED))
-
-
 def _op(name: str, check: Callable[..., Any], needed: tuple[str, ...]) -> Op:
     return Op(
-        name, inputs=(*ARRAYS, *FEATURES), outputs=("o", "lse"), check=check, options=Options,
-        optional=[array for array in (*ARRAYS, *FEATURES) if array not in needed],
+        name, inputs=_INPUTS, outputs=("o", "lse"), check=check, options=Options,
+        optional=[array for array in _INPUTS if array not in needed],
         traced=partial(nodes.traced, name), autocast=1,
     )  # fmt: skip
 
