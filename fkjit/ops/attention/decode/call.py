@@ -18,7 +18,6 @@ from fkjit.ops.kv.problem import LAYOUTS
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.op import Op
 
-
 _INPUTS = (*ARRAYS, *FEATURE_ARRAYS, *SLOTS)
 _NO_SLOTS = (None,) * len(SLOTS)  # of a call without a score_mod,
 _NO_SCORE_MOD = ("", (), ())  # and the last of its options
