@@ -165,7 +165,7 @@ def _pages(
     if type(cache) is tuple and len(cache) == 2 and layer == 0:
         return *cache, *given, LAYOUTS[0] if layout is None else layout
     held = planes(_PAGED.name, cache, layer, layout)
-    if not hasattr(cache, "page_table"):
+    if isinstance(cache, tuple | list):
         return *held.arrays[:2], *given, held.layout
     if any(x is not None for x in given):
         raise ParameterError(
