@@ -11,7 +11,8 @@ import fkjit  # noqa: E402
 from fkjit.errors import ArgumentTypeError, ParameterError  # noqa: E402
 from fkjit.jit.build import quiet  # noqa: E402
 from fkjit.ops.attention.backward import call  # noqa: E402
-from fkjit.ops.attention.backward.checks import INPUTS, check as check_call  # noqa: E402
+from fkjit.ops.attention.backward.checks import INPUTS  # noqa: E402
+from fkjit.ops.attention.backward.checks import check as check_call
 from fkjit.ops.attention.backward.problem import Options  # noqa: E402
 from fkjit.ops.attention.features import ScoreFeatures  # noqa: E402
 from fkjit.runtime import workspace  # noqa: E402

@@ -148,8 +148,9 @@ def test_capture_needs_a_kernel_that_is_loaded():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_of_few_queries_is_decoding(causal):
-    from fkjit.ops.attention import plan as attention_plan
     from fkjit.ops.attention.short_q import FewPlan
+
+    from fkjit.ops.attention import plan as attention_plan
 
     q, k, v = (
         torch.randn(2, h, n, 128, device="cuda").half() for h, n in ((8, 3), (2, 700), (2, 700))

@@ -1,5 +1,5 @@
-"""`fkjit.attention_backward`: the gradients of attention; and those of attention with score features
-or packed sequences, to which torch's autograd comes (fkjit/ops/attention/autograd.py)."""
+"""`fkjit.attention_backward`: the gradients of attention; and those of attention with score
+features or packed sequences, which torch's autograd calls (fkjit/ops/attention/autograd.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from fkjit.ops.attention.backward.checks import (
     CALL,
-    GRADIENTS,
     INPUTS,
     OUTPUTS,
     PLAIN_INPUTS,
