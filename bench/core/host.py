@@ -151,8 +151,8 @@ def measure(torch: Any, some: Sequence[Case], rounds: int) -> Iterator[dict[str,
             of_add, warm, pair = least(torch, (add, *calls), rounds)
             median, low = once(torch, case) if case.new else (None, None)
         yield {
-            "record": "cell", "op": "host", "case": case.name, "unit": "us",
-            "candidate": "fkjit" if case.ours else "torch", "kind": "ours" if case.ours else "peer",
+            "record": "host", "case": case.name, "unit": "us",
+            "kind": "ours" if case.ours else "peer",
             "torch_add": of_add, "warm": warm, "alternating": pair / 2, "new": median,
             "new_least": low,
         }  # fmt: skip
@@ -187,8 +187,8 @@ def soak(torch: Any, some: Sequence[Case], calls: int) -> dict[str, Any]:
             print(f"soak: {turn * len(ours)} calls, {resident():.0f} MB", file=sys.stderr)
     torch.cuda.synchronize()
     gc.collect()
-    return {"record": "cell", "op": "host", "case": f"soak of {calls} calls", "candidate": "fkjit",
-            "kind": "ours", "unit": "MB", "before": before, "after": resident()}  # fmt: skip
+    return {"record": "host", "case": f"soak of {calls} calls", "kind": "ours", "unit": "MB",
+            "before": before, "after": resident()}  # fmt: skip
 
 
 def resident() -> float:

@@ -103,7 +103,8 @@ def requested(name, problem, monkeypatch):
     found = __import__(f"fkjit.ops.{module}", fromlist=[attribute])
     op: Op = getattr(found, attribute)
     for owner in (
-        "elementwise.vector_add", "reduce.call", "rope.checks", "norm.checks", "kv.append", "kv.read",
+        "elementwise.vector_add", "reduce.call", "rope.checks", "norm.checks", "kv.append",
+        "kv.read",
     ):  # fmt: skip
         monkeypatch.setattr(f"fkjit.ops.{owner}.arch_of", lambda view: H200)
     arrays = operations()[name].inputs(problem, DEVICE)

@@ -19,7 +19,7 @@ from fkjit.ops.op import node as nodes
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.checks import Pair, check_alike, check_overlaps, refuse_grad, requires_grad
 from fkjit.ops.op.node import Node
-from fkjit.ops.op.plan import MISSED, Plans
+from fkjit.ops.op.plan import MISSED, Geometry, Plans
 from fkjit.ops.op.request import Launch, Output, Request, arch_of
 from fkjit.runtime import interop, workspace
 from fkjit.runtime.device import LoadedKernel, is_capturing, launch_on_device, loaded
@@ -118,7 +118,8 @@ class Op:
             inputs = (*torch_ops.autocast(*inputs[: self.autocast]), *inputs[self.autocast :])
         outputs = (*outputs, *(None,) * (len(self.outputs) - len(outputs)))
         arrays = [*inputs, *outputs]
-        plan = self.plans.lookup(arrays, options)
+        seen = self.plans.sight(arrays)
+        plan = None if seen is None else self.plans.lookup(arrays, options, seen)
         if plan is not None:
             return plan.run(*arrays)
         if self.traced is not None and torch_ops.abstract(*inputs):
@@ -128,38 +129,47 @@ class Op:
         if self.batched and torch_ops.wrapped(*inputs):
             assert self.traced is not None
             return self.traced(inputs, outputs, options)
-        return self._checked(arrays, inputs, outputs, options)
+        return self._checked(arrays, options, seen)
 
     def _node_of(self, inputs: Arrays, outputs: Arrays, options: tuple[Any, ...]) -> Any:
         """A node of the graph that is being traced."""
         assert self.node is not None and self.operator is not None
         return nodes.traced(self, self.node, self.operator, inputs, outputs, options)
 
-    def _checked(
-        self, arrays: list[Any], inputs: Arrays, outputs: Arrays, options: tuple[Any, ...]
-    ) -> Any:
+    def _checked(self, arrays: list[Any], options: tuple[Any, ...], seen: Geometry | None) -> Any:
         """A call that has no plan."""
-        views = self._views(arrays)
+        views = (None if seen is None else self._seen(arrays, seen)) or self._views(arrays)
         if self.autograd is None and requires_grad(views.values()):
             refuse_grad(self.name, views)
         request = self._request(views, options)
         if request.delegate is not None:
-            self._remember(arrays, options, request, [])
-            return request.delegate(inputs, outputs, options)
-        views = self._written(request)
-        if request.like.device == CPU:
-            self._on_cpu(request, views)
+            self._remember(arrays, options, request, [], seen)
+            return self._delegated(request, arrays, options)
+        like = request.like
+        written = _written(request, like)
+        if like.device == CPU:
+            self._on_cpu(request, written)
         elif request.launches:
-            kernels = self._on_gpu(request, views)
-            self._remember(arrays, options, request, kernels)
-        return _result(request, views)
+            kernels = self._on_gpu(request, like, written)
+            self._remember(arrays, options, request, kernels, seen)
+        return _result(request, like, written)
+
+    def _delegated(self, request: Request, arrays: list[Any], options: tuple[Any, ...]) -> Any:
+        assert request.delegate is not None
+        inputs = len(self.inputs)
+        return request.delegate(tuple(arrays[:inputs]), tuple(arrays[inputs:]), options)
 
     def _remember(
-        self, arrays: list[Any], options: Any, request: Request, kernels: list[LoadedKernel]
+        self,
+        arrays: list[Any],
+        options: Any,
+        request: Request,
+        kernels: list[LoadedKernel],
+        seen: Geometry | None,
     ) -> None:
         """A plan for a geometry that was met before; not while a graph is captured, whose memory
         would be the plan's."""
-        if not self.plans.meet(arrays, options, request.like.kind) or request.like.device == CPU:
+        if seen is None or request.like.device == CPU or not self.plans.meet(seen[1], options):
             return
         if not is_capturing(interop.current_stream(request.like)):
             self.plans.store(arrays, options, request, kernels, self._pairs(request))
@@ -204,6 +214,23 @@ class Op:
         workspace.reserve(request.like.device, request.counters)
         self.plans.store(arrays, options, request, kernels, self._pairs(request))
 
+    def _seen(self, arrays: list[Any], seen: Geometry) -> dict[str, View | None] | None:
+        """Views out of a geometry, of tensors on a GPU; None where one wants a closer look."""
+        if self.plans.kinds.get(type(arrays[0])) != "torch":
+            return None
+        views: dict[str, View | None] = {}
+        for name, array, pointer, traits in zip(self.names, arrays, *seen, strict=True):
+            if array is None:
+                if name not in self.optional:
+                    return None
+                views[name] = None
+                continue
+            view = interop.on_gpu(array, pointer, traits)
+            if view is None:
+                return None
+            views[name] = view
+        return views
+
     def _views(self, arrays: Sequence[Any]) -> dict[str, View | None]:
         return {
             name: None
@@ -237,17 +264,6 @@ class Op:
             if other != name
         ]
 
-    def _written(self, request: Request) -> dict[str, View | None]:
-        """All arrays of the kernels, outputs among them: allocated unless the caller gave them."""
-        views = dict(request.inputs)
-        for name, output in request.outputs.items():
-            if output is None:
-                views[name] = None
-            else:
-                shape, dtype = output.shape, output.dtype
-                views[name] = output.given or interop.new(request.like, shape, dtype)
-        return views
-
     def _on_cpu(self, request: Request, views: Mapping[str, View | None]) -> None:
         arrays = {n: None if v is None else interop.as_numpy(v) for n, v in views.items()}
         arrays |= dict.fromkeys(workspace.ARGUMENTS)
@@ -258,20 +274,26 @@ class Op:
         for launch in request.launches:
             interpret(launch.spec, launch.params, launch.problem, arrays)
 
-    def _on_gpu(self, request: Request, views: Mapping[str, View | None]) -> list[LoadedKernel]:
-        like = request.like
+    def _on_gpu(
+        self, request: Request, like: View, views: Mapping[str, View | None]
+    ) -> list[LoadedKernel]:
         stream, device, owner = interop.current_stream(like), like.device, None
-        arrays: dict[str, Any] = {name: interop.Pointer(view) for name, view in views.items()}
-        scratch = dict.fromkeys(workspace.ARGUMENTS, 0)
+        arrays: dict[str, Any] = {
+            name: interop.NULL if view is None else interop.Pointer(view)
+            for name, view in views.items()
+        }
         if request.workspace or request.counters:
             with import_module("cupy.cuda").Device(device):
                 size, counters = request.workspace, request.counters
                 *found, owner = workspace.find(like.array, device, stream, size, counters)
-            scratch = dict(zip(workspace.ARGUMENTS, found, strict=True))
+            arrays.update(zip(workspace.ARGUMENTS, found, strict=True))
+        else:
+            arrays |= _NO_SCRATCH
         kernels = []
         for spec, params, problem in request.launches:
-            named = {**scratch, **spec.arguments(params, problem, {**arrays, **scratch})}
-            named = interop.resolved(named)
+            named = spec.arguments(params, problem, arrays)
+            scratch = {name: arrays[name] for name in workspace.ARGUMENTS if name not in named}
+            named = interop.resolved({**named, **scratch})
             kernels.append(
                 launch_on_device(spec, params, problem, named, device, stream, self.name)
             )
@@ -281,7 +303,21 @@ class Op:
         return kernels
 
 
-def _result(request: Request, views: Mapping[str, View | None]) -> Any:
+_NO_SCRATCH = dict.fromkeys(workspace.ARGUMENTS, 0)
+
+
+def _written(request: Request, like: View) -> dict[str, View | None]:
+    """All arrays of the kernels, outputs among them: allocated unless the caller gave them."""
+    views = dict(request.inputs)
+    for name, output in request.outputs.items():
+        if output is None:
+            views[name] = None
+        else:
+            views[name] = output.given or interop.new(like, output.shape, output.dtype)
+    return views
+
+
+def _result(request: Request, like: View, views: Mapping[str, View | None]) -> Any:
     """One array, or a tuple of several: the caller's own where he gave one."""
     results = []
     for name, output in request.outputs.items():
@@ -289,7 +325,7 @@ def _result(request: Request, views: Mapping[str, View | None]) -> Any:
             given, view = output.given, views[name]
             assert view is not None
             if given is None:
-                results.append(interop.give_back(request.like, view.array))
+                results.append(interop.give_back(like, view.array))
             else:
                 results.append(given.array if given.source is None else given.source)
     return results[0] if len(results) == 1 else tuple(results) or None
