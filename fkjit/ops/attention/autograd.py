@@ -116,12 +116,13 @@ class Call:
         }  # fmt: skip
         if self.plain and all(x is None for x in features):
             return Options(**shared)
+        left, right = (-1 if x is None else int(x) for x in said.window or (None, None))
         wanted = dict(zip(INPUTS, needed, strict=False))
         names = tuple(name for name in DIFFERENTIABLE if wanted.get(name))
         return Options(
             **shared,
             features=self._features(dict(zip(POINTERS, features, strict=False)), names).text,
-            window=tuple(-1 if side is None else int(side) for side in said.window or (-1, -1)),
+            window=(left, right),
             softcap=float(said.softcap or 0.0),
             max_seqlen_q=getattr(said, "max_seqlen_q", 0),
             max_seqlen_k=getattr(said, "max_seqlen_k", 0),

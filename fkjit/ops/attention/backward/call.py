@@ -126,8 +126,8 @@ def _flags(options: Options) -> tuple[Any, ...]:
 
 
 def _written_to(inputs: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
-    """Arrays for results, None for new ones. Packed rows of no sequence, and those beyond the longest, have gradient
-    0."""
+    """Arrays for results, None for new ones: packed rows of no sequence, and those beyond the
+    longest, have gradient 0."""
     if options.layout != PACKED or torch_ops.wrapped(*inputs):
         return _NEW
     torch = sys.modules["torch"]
