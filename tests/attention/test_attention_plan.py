@@ -185,16 +185,17 @@ def test_a_torch_without_that_test_looks_up_each_call(kernel, monkeypatch):
 
 
 def test_each_launch_has_the_addresses_and_the_stream_of_its_call(kernel, monkeypatch):
-    inputs = tensors()
+    streams = []  # the last one is the current one
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: streams[-1])
+    OP.plans.forget()
+    inputs, kernel = tensors(), planned(*tensors())
     for stream in (STREAM, STREAM + 1, STREAM):
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda at, s=stream: s)
+        streams.append(stream)
         inputs[1] = inputs[1].clone()
-        OP.plans.last.clear()  # whose function has the first stream's lookup
-        (plan,) = OP.plans.known
-        o = plans._compiled(plan.steps.shape, False)(plan.steps, (), None)(*whole(inputs))
+        o = call(*inputs)
         values, found = kernel.launches[-1][1:]
         assert values[:5] == (*[x.data_ptr() for x in (*inputs, o)], 0) and found == stream
-    assert len({values[5:] for _, values, _ in kernel.launches}) == 1
+    assert len(kernel.launches) == 3 and len({v[5:] for _, v, _ in kernel.launches}) == 1
 
 
 @pytest.mark.parametrize("way", ["launch", "launch_together", "launch_dependent"])
