@@ -9,9 +9,12 @@ import pytest
 
 import fkjit
 from fkjit.errors import DeviceError, LaunchError
+from fkjit.ops.op import launches
 from fkjit.ops.op import plan as plans
 from fkjit.ops.op.plan import MISSED
 from fkjit.runtime import device, interop, workspace
+from fkjit.runtime.tensor_map import TensorMap
+from fkjit.settings import settings
 from tests.op.plan_kit import STREAM, Kernel, driver
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -196,6 +199,31 @@ def test_each_launch_has_the_addresses_and_the_stream_of_its_call(kernel, monkey
         values, found = kernel.launches[-1][1:]
         assert values[:5] == (*[x.data_ptr() for x in (*inputs, o)], 0) and found == stream
     assert len(kernel.launches) == 3 and len({v[5:] for _, v, _ in kernel.launches}) == 1
+
+
+def test_a_launch_with_tensor_maps_is_kept_by_its_addresses(driver, monkeypatch):
+    """Of flash_sm90: to encode four maps and to pack everything takes longer than the launch."""
+    encoded: list[int] = []
+    note = lambda self, at: encoded.append(at) or at.to_bytes(8, "little") * 16  # noqa: E731
+    monkeypatch.setattr(TensorMap, "encode", note)
+    monkeypatch.setattr(launches, "MAX_LAUNCHES", 2)
+    hopper = replace(settings(), target="compute_90a")
+    monkeypatch.setattr("fkjit.jit.build.settings", lambda: hopper)
+    OP.plans.forget()
+    kernel = planned(*tensors())
+    assert kernel.spec.name == "flash_sm90"
+    (plan,) = OP.plans.known
+    (start,) = plan.steps.starts
+    rest, counters = (0,), (0,)  # lse; each tile has a block of its own
+    for addresses in ((1, 2, 3, 4), (5, 2, 3, 4), (6, 2, 3, 4), (1, 2, 3, 4)):
+        for stream in (STREAM, STREAM + 1):
+            start((*addresses, *rest, *counters), stream)
+            values, found = kernel.launches[-1][1:]
+            maps = tuple(int.from_bytes(value[:8], "little") for value in values[:4])
+            assert (maps, found) == (addresses, stream) and values[4:6] == (0, 0)
+        assert len(start.launches) <= 2
+    assert sorted(encoded) == [1, 2, 3, 4, 5, 6]  # once an address
+    OP.plans.forget()
 
 
 @pytest.mark.parametrize("way", ["launch", "launch_together", "launch_dependent"])
