@@ -34,14 +34,8 @@ KERNELS = (
     "attention.kernels",
     "attention.feature_kernels",
     "attention.decode.kernels",
-    "attention.decode.feature_kernels",
     "attention.merge.kernels",
-    "attention.backward.kernels",
-    "attention.backward.kernels_fp32",
-    "attention.backward.kernels_sm90",
-    "attention.backward.feature_kernels",
-    "attention.backward.mask_bits",
-    "attention.backward.feature_kernels_sm90",
+    "attention.backward.registered",
 )
 
 

@@ -9,6 +9,8 @@ import pytest
 from bench.tune.command import main
 from fkjit import tuning
 from fkjit.ops.attention.checks import check
+from fkjit.ops.attention.options import AttentionOptions
+from fkjit.runtime import interop
 from fkjit.runtime.device import device_target
 from fkjit.runtime.gpus import gpus
 
@@ -28,7 +30,10 @@ def home(tmp_path, monkeypatch):
 
 def request(seqlen):
     q = torch.randn(1, 4, seqlen, 64, device="cuda", dtype=torch.float16)
-    return check(q, q, q, False, None, None, "auto", False, "bhsd")
+    (launch,) = check(
+        {n: interop.view(q, "attention", n) for n in "qkv"}, AttentionOptions()
+    ).launches
+    return launch
 
 
 def test_every_part_calls_the_gpu_by_the_same_name():
