@@ -323,7 +323,7 @@ def outline(shape: tuple[int, ...], dtype: str, device: Any) -> Any:
     one = shape if math.prod(shape) < 2 else (1,) * len(shape)
     like = torch.empty(one, dtype=torch_dtype(dtype), device=device).expand(shape)
     like.untyped_storage().resize_(0)
-    if torch.empty_like(like).iscontiguous():
+    if torch.empty_like(like).is_contiguous():
         return like
     return torch.empty(shape, dtype=torch_dtype(dtype), device=device)  # as PyTorch could have it
 

@@ -1,9 +1,10 @@
-"""Gradients of `fkjit.attention` and `fkjit.attention_varlen` in PyTorch: of q, k, v, and of a bias,
-ALiBi slopes and sinks, by the kernels of `backward/` with the call's score features rendered in."""
+"""Gradients of `fkjit.attention` and `fkjit.attention_varlen` in PyTorch: of q, k, v, a bias, ALiBi
+slopes and sinks, by the kernels of `backward/` with the call's score features rendered in."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -48,11 +49,12 @@ def prepare(op: Any, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> None:
     q, v = inputs[0].detach(), inputs[2]
     if 0 in q.shape:
         return
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]), requires_grad=True)
+    lse = q.new_empty(call.lse_shape(q), dtype=torch.float32, requires_grad=True)
+    needed = tuple(x is not None and x.requires_grad for x in inputs)
     with torch.no_grad():
-        o = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        lse = q.new_empty(call.lse_shape(q), dtype=torch.float32)
-        needed = tuple(x is not None and x.requires_grad for x in inputs)
-        prepare_gradients(*call.gradient(inputs, (o, o, lse, None), needed))
+        made = call.gradient(inputs, (o.detach(), o, lse, None), needed)
+        _explained(call, *made, prepare_gradients)
 
 
 class Call:
@@ -114,12 +116,13 @@ class Call:
         }  # fmt: skip
         if self.plain and all(x is None for x in features):
             return Options(**shared)
+        left, right = (-1 if x is None else int(x) for x in said.window or (None, None))
         wanted = dict(zip(INPUTS, needed, strict=False))
         names = tuple(name for name in DIFFERENTIABLE if wanted.get(name))
         return Options(
             **shared,
             features=self._features(dict(zip(POINTERS, features, strict=False)), names).text,
-            window=tuple(-1 if side is None else int(side) for side in said.window or (-1, -1)),
+            window=(left, right),
             softcap=float(said.softcap or 0.0),
             max_seqlen_q=getattr(said, "max_seqlen_q", 0),
             max_seqlen_k=getattr(said, "max_seqlen_k", 0),
@@ -178,17 +181,19 @@ def _backward(
         return [
             torch.zeros_like(x) if want else None for x, want in zip(inputs, needed, strict=True)
         ]
-    made = _explained(call, given, options)
+    made = _explained(call, given, options, gradients)
     if needed == (True,) * len(made):  # as it mostly is
         return made
     found = dict(zip(options.wanted, made, strict=True))
     return [found.get(name) if want else None for name, want in zip(INPUTS, needed, strict=False)]
 
 
-def _explained(call: Call, inputs: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
-    """The gradients; what NVRTC has against a score_mod_grad as a ParameterError."""
+def _explained(
+    call: Call, inputs: tuple[Any, ...], options: Options, run: Callable[..., Any]
+) -> Any:
+    """What `run` returns; what NVRTC has against a score_mod_grad as a ParameterError."""
     try:
-        return gradients(inputs, options)
+        return run(inputs, options)
     except CompileError as error:
         derivative = call.said.score_mod_grad
         if not derivative:

@@ -288,7 +288,7 @@ class Op:
                 *found, owner = workspace.find(like.array, device, stream, size, counters)
             arrays.update(zip(workspace.ARGUMENTS, found, strict=True))
         else:
-            arrays.update(_NO_SCRATCH)
+            arrays |= _NO_SCRATCH
         kernels = []
         for spec, params, problem in request.launches:
             named = spec.arguments(params, problem, arrays)

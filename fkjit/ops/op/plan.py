@@ -13,31 +13,25 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from importlib import import_module
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.checks import Pair, extent
-from fkjit.ops.op.launches import ready
-from fkjit.ops.op.request import Output, Request
-from fkjit.runtime import interop, workspace
+from fkjit.ops.op.plan_function import ADDRESS, ALIGNMENT, MISSED, compiled, steps
+from fkjit.ops.op.request import Request
 from fkjit.runtime.device import LoadedKernel
-from fkjit.sanitizer import refuse_gpu
 
 MAX_PLANS = 512  # of a generation: the last two are kept
 MAX_MET = 8192  # geometries that were met once
 MAX_APART = 4096  # distances between two arrays that were checked
-_ALIGNMENT = 31  # bits of an address that a plan depends on
-MISSED: Any = object()  # there is no plan for this call
 
 Key = tuple[Any, ...]
 Geometry = tuple[list[int], Key]  # the addresses, and all else that a plan depends on
 
 
-# Of an array: where it is, and what a plan depends on. A subclass of torch's or CuPy's class has a
-# type of its own, and no plan.
-_ADDRESS = {"torch": "{x}.data_ptr()", "cupy": "{x}.data.ptr"}
+# What a plan depends on, of an array. A subclass of torch's or CuPy's class has a type of its own,
+# and no plan.
 _TRAITS = {
     "torch": "type({x}), {x}.shape, {x}.stride(), {x}.dtype, {x}.get_device(), {x}.is_neg(), "
     "{x}.requires_grad",
@@ -53,9 +47,9 @@ def geometry(kind: str, count: int) -> Callable[..., Geometry]:
     """
     names, pointers, keys = [f"x{i}" for i in range(count)], [], []
     for i, x in enumerate(names):
-        pointers.append(f"p{i} := 0 if {x} is None else {_ADDRESS[kind].format(x=x)}")
+        pointers.append(f"p{i} := 0 if {x} is None else {ADDRESS[kind].format(x=x)}")
         traits = _TRAITS[kind].format(x=x)
-        keys.append(f"None if {x} is None else ({traits}, p{i} & {_ALIGNMENT})")
+        keys.append(f"None if {x} is None else ({traits}, p{i} & {ALIGNMENT})")
     made = f"[{', '.join(pointers)}], ({', '.join(keys)},)"
     return eval(f"lambda {', '.join(names)}: ({made})")
 
@@ -157,7 +151,7 @@ class Plans:
 
     def _introduced(self, arrays: Sequence[Any]) -> Callable[..., Geometry] | None:
         """What makes the geometry of a framework's arrays that are met for the first time."""
-        kind = next((kind for kind in _ADDRESS if type(arrays[0]) in _types(kind)), None)
+        kind = next((kind for kind in ADDRESS if type(arrays[0]) in _types(kind)), None)
         if kind is None:
             return None
         find = geometry(kind, len(arrays))
@@ -251,10 +245,12 @@ class Plan:
         self.names, self.kind = plans.names, request.like.kind
         self.wants_grad = any(getattr(x, "requires_grad", False) for x in arrays)
         self.apart: dict[tuple[int, int], tuple[int, int, set[int]]] = {}
-        self.steps = _steps(plans, arrays, options, request, kernels)
-        self.run: Callable[..., Any] = _compiled(self.steps.shape, False)(self.steps, (), None)
+        inputs = len(plans.names) - len(plans.outputs)
+        self.steps = steps(plans.call, plans.names, inputs, arrays, options, request, kernels)
+        self.run: Callable[..., Any] = compiled(self.steps.shape, False)(self.steps, (), None)
         self.try_arrays: Callable[..., Any] = _missed
-        self.alignments = tuple(p & _ALIGNMENT for p in _pointers(self.kind, arrays))
+        pointers = geometry(self.kind, len(arrays))(*arrays)[0]
+        self.alignments = tuple(p & ALIGNMENT for p in pointers)
 
     @property
     def guarded(self) -> bool:
@@ -273,7 +269,7 @@ class Plan:
             return False
         fits = tuple(None if x is None else guard(x) for x in arrays)
         shape = self.steps.shape._replace(guarded=self.guarded, aligned=not any(self.alignments))
-        self.try_arrays = _compiled(shape, True)(self.steps, fits, self)
+        self.try_arrays = compiled(shape, True)(self.steps, fits, self)
         return True
 
     def allow(self, pairs: Sequence[Pair]) -> None:
@@ -301,212 +297,3 @@ class Plan:
 
 def _missed(*arrays: Any) -> Any:
     return MISSED
-
-
-# ------------------------------------------------------------------ a plan's function
-
-
-class Shape(NamedTuple):
-    """What the text of a plan's function depends on. Numbers are places among a call's arrays."""
-
-    kind: str  # torch | cupy
-    count: int
-    given: tuple[int, ...]
-    made: tuple[int, ...]  # outputs that are allocated
-    returned: tuple[int, ...]
-    launches: tuple[
-        tuple[int, ...], ...
-    ]  # the addresses that each wants; count, count + 1: scratch
-    scratch: bool  # whether there are a workspace or counters
-    delegated: bool
-    inputs: int
-    alone: bool  # whether the device is the only one, and so the current one
-    guarded: bool = False
-    aligned: bool = True
-
-
-class Steps(NamedTuple):
-    """What a plan's function uses. It is compiled once a `Shape`."""
-
-    shape: Shape
-    call: str
-    device: int
-    starts: tuple[Any, ...]
-    allocations: tuple[Callable[[], Any], ...]
-    scratch: Callable[..., Any]  # (array, stream) -> workspace, counters, owner
-    delegate: Any
-    options: Any
-
-
-def _steps(
-    plans: Plans, arrays: Sequence[Any], options: Any, request: Request, kernels: Sequence[Any]
-) -> Steps:
-    names, device = plans.names, request.like.device
-    outputs = {name: output for name, output in request.outputs.items() if output is not None}
-    made = [name for name, output in outputs.items() if output.given is None]
-    known = set(request.inputs) | set(outputs)
-    views = {
-        name: _outline(request, name) if name in known else interop.Pointer(None) for name in names
-    }
-    pointers = (*names, *workspace.ARGUMENTS)
-    pairs = zip(kernels, request.launches, strict=True) if request.delegate is None else ()
-    launches = [ready(kernel, launch, views, pointers) for kernel, launch in pairs]
-    shape = Shape(
-        kind=request.like.kind,
-        count=len(names),
-        given=tuple(i for i, x in enumerate(arrays) if x is not None),
-        made=tuple(map(names.index, made)),
-        returned=tuple(names.index(name) for name, o in outputs.items() if o.returned),
-        launches=tuple(tuple(places) for _, places in launches),
-        scratch=bool(request.workspace or request.counters),
-        delegated=request.delegate is not None,
-        inputs=len(names) - len(plans.outputs),
-        alone=request.like.kind == "torch" and sys.modules["torch"].cuda.device_count() == 1,
-    )
-    return Steps(
-        shape,
-        plans.call,
-        device,
-        tuple(start for start, _ in launches),
-        tuple(_allocation(request, outputs[name]) for name in made),
-        partial(_scratch, device, request.workspace, request.counters),
-        request.delegate,
-        options,
-    )
-
-
-def _scratch(device: int, size: int, counters: int, like: Any, stream: int) -> Any:
-    return workspace.find(like, device, stream, size, counters)
-
-
-def _allocation(request: Request, output: Output) -> Callable[[], Any]:
-    """What makes a new array for an output; the device is current."""
-    if request.like.kind == "torch":
-        torch = sys.modules["torch"]
-        empty = interop.fast_empty()
-        if empty is not None and request.like.device != interop.CPU:
-            shape = tuple(output.shape)
-            return partial(
-                empty, shape, interop.contiguous(shape), interop.torch_dtype(output.dtype)
-            )
-        like = interop.outline(output.shape, output.dtype, request.like.array.device)
-        return partial(torch.empty_like, like)
-    dtype = interop.numpy_dtype(output.dtype)
-    return partial(import_module("cupy").empty, output.shape, dtype)
-
-
-def _outline(request: Request, name: str) -> interop.Pointer:
-    """Shape and strides of an array, for the spec's `arguments`."""
-    if name in request.inputs:
-        return interop.Pointer(request.inputs[name])
-    output = request.outputs[name]
-    return (
-        interop.Pointer(None)
-        if output is None
-        else interop.Pointer(output.given, output.shape, output.dtype)
-    )
-
-
-def _pointers(kind: str, arrays: Sequence[Any]) -> list[int]:
-    return geometry(kind, len(arrays))(*arrays)[0]
-
-
-@lru_cache(maxsize=1024)
-def _compiled(shape: Shape, guarded: bool) -> Callable[[Steps, tuple[Any, ...], Any], Any]:
-    """(steps, PyTorch's guards, plan) -> the plan's function; with its guards or without.
-
-    Every warm call of every op goes through this text, so it has no loop and no test that a plan
-    can decide when it is made.
-    """
-    lines = ["def make(steps, fits, plan):"]
-    lines += [f" {line}" for line in _bound(shape, guarded)]
-    arrays = [f"x{i}" for i in range(shape.count)]
-    head = ", ".join([arrays[0], *(f"{x}=None" for x in arrays[1:])])
-    lines += [f" def run({head}):", *(f"  {line}" for line in _body(shape, guarded)), " return run"]
-    namespace = {
-        "MISSED": MISSED, "refuse_gpu": refuse_gpu, "import_module": import_module, "sys": sys,
-        "others": _on_its_device,
-    }  # fmt: skip
-    exec("\n".join(lines), namespace)
-    return namespace["make"]
-
-
-def _bound(shape: Shape, guarded: bool) -> list[str]:
-    """Names that the function finds beside it."""
-    lines = ["call, device = steps.call, steps.device"]
-    lines += [f"make{i} = steps.allocations[{at}]" for at, i in enumerate(shape.made)]
-    lines += [f"start{at} = steps.starts[{at}]" for at in range(len(shape.launches))]
-    if guarded:
-        lines += [f"fits{i} = fits[{i}]" for i in shape.given]
-        lines += ["refuses, alignments = plan.refuses, plan.alignments"]
-    if shape.delegated:
-        return [*lines, "delegate, options = steps.delegate, steps.options"]
-    lines += ["scratch = steps.scratch"] if shape.scratch else []
-    if shape.kind == "torch":
-        return [
-            *lines,
-            "torch = sys.modules['torch']",
-            "stream_of, current = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice",
-        ]
-    return [
-        *lines,
-        "cuda = import_module('cupy.cuda')",
-        "current = cuda.runtime.getDevice",
-        "stream_of = lambda device: cuda.get_current_stream().ptr",
-    ]
-
-
-def _body(shape: Shape, guarded: bool) -> list[str]:
-    """Guards, addresses, allocations, launches, results."""
-    lines = _tests(shape) if guarded else []
-    lines.append("refuse_gpu(call)")
-    arrays = [f"x{i}" for i in range(shape.count)]
-    if shape.delegated:
-        inputs, outputs = arrays[: shape.inputs], arrays[shape.inputs :]
-        lists = (f"({', '.join(some)}{',' * bool(some)})" for some in (inputs, outputs))
-        return [*lines, f"return delegate({', '.join(lists)}, options)"]
-    if not shape.alone:
-        lines.append(f"if current() != device: return others(run, device, ({', '.join(arrays)},))")
-    address = _ADDRESS[shape.kind]
-    if not guarded:
-        lines += [f"p{i} = {address.format(x=f'x{i}')}" for i in shape.given]
-    lines += [f"x{i} = make{i}(); p{i} = {address.format(x=f'x{i}')}" for i in shape.made]
-    lines.append("stream = stream_of(device)")
-    there = {*shape.given, *shape.made}
-    if shape.scratch:
-        first = f"x{min(there)}"
-        lines.append(f"p{shape.count}, p{shape.count + 1}, owner = scratch({first}, stream)")
-        there |= {shape.count, shape.count + 1}
-    for at, places in enumerate(shape.launches):
-        pointers = ", ".join(f"p{i}" if i in there else "0" for i in places)
-        lines.append(f"start{at}(({pointers},), stream)")
-    results = [f"x{i}" for i in shape.returned]
-    made = results[0] if len(results) == 1 else f"({', '.join(results)})" if results else "None"
-    return [*lines, f"return {made}"]  # whoever gets the scratch memory next comes after us
-
-
-def _tests(shape: Shape) -> list[str]:
-    """Whether the arrays are of the plan's geometry."""
-    like = [f"fits{i}(x{i})" if i in shape.given else f"x{i} is None" for i in range(shape.count)]
-    lines = [f"if not ({' and '.join(like)}): return MISSED"]
-    lines += [f"p{i} = x{i}.data_ptr()" for i in shape.given]
-    if shape.aligned:
-        together = " | ".join(f"p{i}" for i in shape.given)
-        lines.append(f"if ({together}) & {_ALIGNMENT}: return MISSED")
-    else:
-        each = [f"p{i} & {_ALIGNMENT} == alignments[{i}]" for i in shape.given]
-        lines.append(f"if not ({' and '.join(each)}): return MISSED")
-    if shape.guarded:
-        pointers = ", ".join(f"p{i}" if i in shape.given else "0" for i in range(shape.count))
-        lines.append(f"if refuses(({pointers},)): return MISSED")
-    return lines
-
-
-def _on_its_device(run: Callable[..., Any], device: int, arrays: tuple[Any, ...]) -> Any:
-    """The plan's function with its device as the current one."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(arrays[0], torch.Tensor):
-        with torch.cuda.device(device):
-            return run(*arrays)
-    with import_module("cupy.cuda").Device(device):
-        return run(*arrays)

@@ -10,8 +10,9 @@ torch = pytest.importorskip("torch", reason="needs torch")
 import fkjit  # noqa: E402
 from fkjit.errors import ArgumentTypeError, ParameterError  # noqa: E402
 from fkjit.jit.build import quiet  # noqa: E402
-from fkjit.ops.attention.backward import call  # noqa: E402
-from fkjit.ops.attention.backward.checks import INPUTS, check as check_call  # noqa: E402
+from fkjit.ops.attention.backward import call as backward  # noqa: E402
+from fkjit.ops.attention.backward.checks import INPUTS  # noqa: E402
+from fkjit.ops.attention.backward.checks import check as check_call  # noqa: E402
 from fkjit.ops.attention.backward.problem import Options  # noqa: E402
 from fkjit.ops.attention.features import ScoreFeatures  # noqa: E402
 from fkjit.runtime import workspace  # noqa: E402
@@ -411,8 +412,8 @@ def test_a_warm_call_launches_what_a_cold_one_does(layout, deterministic, driver
         deterministic=deterministic,
     )  # fmt: skip
     inputs = tuple(given.get(name) for name in INPUTS)
-    op = call._FEATURES
-    outputs = call._written_to(inputs, options)
+    op = backward._FEATURES
+    outputs = backward._written_to(inputs, options)
     request = op._request(op._views([*inputs, *outputs]), options)
     kernels = [Kernel(launch.spec, launch.params) for launch in request.launches]
     assert len(kernels) == 6

@@ -1,5 +1,5 @@
-"""`fkjit.attention_backward`: the gradients of attention; and those of attention with score features
-or packed sequences, to which torch's autograd comes (fkjit/ops/attention/autograd.py)."""
+"""`fkjit.attention_backward`: the gradients of attention; and those of attention with score
+features or packed sequences, which torch's autograd calls (fkjit/ops/attention/autograd.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from fkjit.ops.attention.backward.checks import (
     CALL,
-    GRADIENTS,
     INPUTS,
     OUTPUTS,
     PLAIN_INPUTS,
@@ -127,8 +126,8 @@ def _flags(options: Options) -> tuple[Any, ...]:
 
 
 def _written_to(inputs: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
-    """Arrays for results, None for new ones. Packed rows of no sequence, and those beyond the longest, have gradient
-    0."""
+    """Arrays for results, None for new ones: packed rows of no sequence, and those beyond the
+    longest, have gradient 0."""
     if options.layout != PACKED or torch_ops.wrapped(*inputs):
         return _NEW
     torch = sys.modules["torch"]

@@ -238,7 +238,7 @@ def outputs(params: Params, problem: Problem, names: tuple[str, ...]) -> Arrays:
         for name in ("dq", "dk", "dv"):
             _, of, _, dim = shapes[name]
             shapes[name] = (problem["total_q" if name == "dq" else "total_k"], of, dim)
-    dtypes = dict.fromkeys(("dq", "dk", "dv"), problem["dtype"]) | {"dbias": bias}
+    dtypes: dict[str, str] = {**dict.fromkeys(("dq", "dk", "dv"), problem["dtype"]), "dbias": bias}
     return {n: np.full(shapes[n], np.nan, numpy_dtype(dtypes.get(n, "fp32"))) for n in names}
 
 

@@ -1,4 +1,4 @@
-"""How the backward's kernels that multiply no tiles are checked: delta and lse of rows, dq out of its
+"""How the backward's kernels without products are checked: delta and lse of rows, dq out of its
 sums, gradients of sinks and slopes, sums of a bias's gradient."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How Hopper's kernel of attention's backward is checked, and the one that turns a mask into bits."""
+"""How attention's backward for Hopper is checked, and the kernel that turns a mask into bits."""
 
 from __future__ import annotations
 

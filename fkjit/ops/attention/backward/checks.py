@@ -180,11 +180,8 @@ def _by_rows(steps: Any, layout: str) -> tuple[int, ...]:
 def _outputs(views: Views, wanted: tuple[str, ...]) -> dict[str, Output]:
     """What is returned, written to where the caller has an array for it; and what kernels make
     besides."""
-    besides = list(set(ROWS[1:]) - set(wanted))
-    if len(besides) == 2:  # one kernel makes dk and dv
-        besides = []
-    if "alibi_slopes" in wanted and "q" not in wanted:  # and one dq and rows of slopes
-        besides.append("q")
+    together = (("k", "v"), ("v", "k"), ("alibi_slopes", "q"))  # one kernel makes both
+    besides = [other for one, other in together if one in wanted and other not in wanted]
     made = {}
     for name in (*wanted, *besides):
         view = views[name]

@@ -17,7 +17,7 @@ from fkjit.spec import KernelSpec, Param, Params, Problem, SharedLayout, Work
 _THREADS = 256
 _HEAD_THREADS = 512
 
-# ------------------------------------------------------------------ dbias: a block owns a tile of it
+# ------------------------------------------------------------------ dbias: a block owns a tile
 
 
 def _derive(params: Params) -> dict[str, Any]:
@@ -103,7 +103,7 @@ DBIAS_SUM = KernelSpec(
     verification=f"{CASES}_rows:DBIAS_SUM",
 )
 
-# ------------------------------------------------------------------ sinks and slopes: a block a head
+# ------------------------------------------------------------------ sinks, slopes: a block a head
 
 HEADS = KernelSpec(
     op=OP_FEATURES,

@@ -24,8 +24,8 @@ _PARAMS = (
 
 def derive(params: Params) -> dict[str, Any]:
     """Template values."""
-    tile = dict(zip(("own", "other", "num_warps"), params["tile"], strict=True))
-    return feature_values("fp32", params, tile)
+    own, other, warps = params["tile"]
+    return feature_values("fp32", params, {"own": own, "other": other, "num_warps": warps})
 
 
 def _layout(own: tuple[str, str], other: tuple[str, str], exchanged: tuple[str, ...]) -> Any:

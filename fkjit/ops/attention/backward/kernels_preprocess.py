@@ -1,5 +1,5 @@
-"""What comes before the products of attention's backward, and after them: delta and lse of each row,
-and dq out of its fp32 sums."""
+"""What comes before the products of attention's backward, and after them: delta and lse of each
+row, and dq out of its fp32 sums."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """flash_sm90, attention's backward for Hopper (sm_90a): TMA and wgmma, dk, dv and sums of dq.
 
-Of score features it takes a band of keys, a soft cap or ALiBi slopes, packed sequences; sinks are in
-lse alone."""
+Of score features it takes a band of keys, a soft cap or ALiBi slopes, and packed sequences; sinks
+are in lse alone.
+"""
 
 from __future__ import annotations
 

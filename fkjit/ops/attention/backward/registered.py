@@ -1,8 +1,8 @@
 """The kernels of attention's backward that are compiled ahead, swept and listed, in this order.
 
-Those with score features are one or two variants each: of a kernel on tensor cores one where all
-features are. Any other is compiled when it is first called; the kernels in fp32 are made of the same
-rules, and of products that the sweep has seen.
+With score features a kernel on tensor cores has a variant with all of them; any other is compiled
+when it is first called. The kernels in fp32 are made of the same rules, and of products that the
+sweep has seen.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class _Call:
         return Launch(spec, {"dtype": self.problem["dtype"]}, self.problem)
 
     def _launch(self, base: KernelSpec) -> Launch:
-        """A kernel that multiplies: the tile found by `fkjit tune`, else the first that is legal."""
+        """A kernel of products: the tile found by `fkjit tune`, else the first that is legal."""
         text = self.features.of(base.name)
         spec, names = with_features(base, text), {param.name for param in base.params}
         fixed = {
