@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import fkjit
+from fkjit.runtime import workspace
 from tests.op.plan_kit import STREAM, Kernel, driver
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -35,29 +36,30 @@ PLACES = {  # where each array of a call stands among the kernel's first argumen
 }
 
 
+SCRATCH = (1 << 20, 1 << 21)  # addresses of workspace and counters
+
+
 @pytest.fixture(params=OPS)
-def name(request):
+def name(request, driver, monkeypatch):
+    monkeypatch.setattr(workspace, "find", lambda *sizes: (*SCRATCH, None))
     yield request.param
     OPS[request.param].plans.forget()
 
 
-def plan(name, given, monkeypatch, **options):
-    """The kernel of a plan for this call; made by `prepare`, which loads a stand-in."""
-    kernels = []
+def plan(name, given, **options):
+    """The kernel of a plan for this call, as `prepare` makes one: with a stand-in."""
+    op, kernels = OPS[name], []
 
-    def load(spec, params, device, stream, call):
-        kernels.append(Kernel(spec, params))
-        return kernels[-1]
+    def prepare(arrays, said):
+        request = op._request(op._views(arrays), said)
+        (launch,) = request.launches
+        kernels.append(Kernel(launch.spec, launch.params))
+        op.plans.store(arrays, said, request, kernels, op._pairs(request))
 
-    def at_home(arrays, given):
-        request = OPS[name]._request(OPS[name]._views(arrays), given)
-        made = [load(x.spec, x.params, 0, STREAM, name) for x in request.launches]
-        OPS[name].plans.store(arrays, given, request, made, OPS[name]._pairs(request))
-
-    monkeypatch.setattr(OPS[name], "prepare", at_home)
-    getattr(fkjit, name).prepare(*given, **options)
-    monkeypatch.undo()
-    return kernels[-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "prepare", prepare)
+        getattr(fkjit, name).prepare(*given, **options)
+    return kernels[0]
 
 
 def addresses(given):
@@ -68,16 +70,19 @@ def addresses(given):
 FEATURES = {"window": [20, None], "softcap": 3.0, "sinks": torch.ones(4)}
 
 
-@pytest.mark.parametrize("options", [{}, {"split_size": 128}, FEATURES], ids=str)
-def test_what_prepare_plans_the_call_takes(name, options, driver, monkeypatch):
+@pytest.mark.parametrize(
+    "options", [{}, {"split_size": 128}, FEATURES], ids=["plain", "split", "features"]
+)
+def test_what_prepare_plans_the_call_takes(name, options, monkeypatch):
     """A window as a list as well; addresses are in the places of the arrays' names."""
-    kernel = plan(name, CALLS[name](), monkeypatch, **options)
+    kernel = plan(name, CALLS[name](), **options)
     fresh = CALLS[name]()
     made = getattr(fkjit, name)(*fresh, **options)
     assert made.shape == fresh[0].shape and len(kernel.launches) == 1
     _, values, stream = kernel.launches[0]
-    found = dict(zip(kernel.names, values, strict=True))
+    found = dict(zip(kernel.names, values, strict=False))  # pointers come first, a value each
     assert stream == STREAM and found["o"] == made.data_ptr() and found["lse"] == 0
+    assert (found["workspace"], found["counters"]) == SCRATCH
     assert [found[place] for place in PLACES[name]] == addresses(fresh)
     assert ("sinks" in found) == ("sinks" in options)
     monkeypatch.setattr(OPS[name].plans, "lookup", lambda *a: pytest.fail("looked up"))
@@ -85,9 +90,9 @@ def test_what_prepare_plans_the_call_takes(name, options, driver, monkeypatch):
     assert len(kernel.launches) == 2
 
 
-def test_an_output_of_the_callers(name, driver, monkeypatch):
+def test_an_output_of_the_callers(name):
     given, out = CALLS[name](), torch.empty(CALLS[name]()[0].shape).half()
-    kernel = plan(name, given, monkeypatch, out=out)
+    kernel = plan(name, given, out=out)
     assert getattr(fkjit, name)(*given, out=out) is out
-    found = dict(zip(kernel.names, kernel.launches[0][1], strict=True))
+    found = dict(zip(kernel.names, kernel.launches[0][1], strict=False))
     assert found["o"] == out.data_ptr()
