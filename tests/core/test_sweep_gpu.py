@@ -46,7 +46,7 @@ def legal_here(spec, variants):
 @EVERYWHERE
 def test_numbers_on_the_gpu(spec, variants):
     for params in legal_here(spec, variants):
-        for problem in spec.problems(params, "full"):
+        for problem in spec.verification.problems(params, "full"):
             with quiet():
                 check_numbers(spec, params, problem, cupy.asarray, cupy.asnumpy)
 
@@ -59,22 +59,22 @@ def test_the_interpreter_agrees_with_the_gpu(spec, variants, monkeypatch):
     same = target("compute_" + device_target(0).arch.name.rpartition("_")[2])
     monkeypatch.setattr("fkjit.cpu.run.interpreter_target", lambda: same)
     for params in legal_here(spec, variants):
-        compare_with_gpu(spec, params, next(iter(spec.problems(params, "small"))))
+        compare_with_gpu(spec, params, next(iter(spec.verification.problems(params, "small"))))
 
 
 def compare_with_gpu(spec, params, problem):
-    inputs = spec.inputs(params, problem, np.random.default_rng(11))
-    ours = {**inputs, **spec.outputs(params, problem)}
+    inputs = spec.verification.inputs(params, problem, np.random.default_rng(11))
+    ours = {**inputs, **spec.verification.outputs(params, problem)}
     theirs = {name: cupy.asarray(array) for name, array in ours.items()}
     with quiet():
         fkjit.launch(spec, params, problem, ours)
         fkjit.launch(spec, params, problem, theirs)
-    for name in spec.outputs(params, problem):
+    for name in spec.verification.outputs(params, problem):
         one = np.asarray(ours[name], np.float64)
         two = np.asarray(cupy.asnumpy(theirs[name]), np.float64)
         finite = np.isfinite(one)
         assert np.array_equal(finite, np.isfinite(two)), (params, name)
-        bound = spec.tolerance(params) * max(1.0, np.abs(one[finite]).max(initial=0.0))
+        bound = spec.verification.tolerance(params) * max(1.0, np.abs(one[finite]).max(initial=0.0))
         assert np.abs(one[finite] - two[finite]).max(initial=0.0) <= bound, (params, name)
 
 
@@ -116,7 +116,7 @@ def test_numbers_from_driver_compiled_ptx_of_7_5(spec, variants, driver_compiled
 
 def check_first_two(spec, variants):
     for params in variants:
-        for problem in list(spec.problems(params, "full"))[:2]:
+        for problem in list(spec.verification.problems(params, "full"))[:2]:
             with quiet():
                 check_numbers(spec, params, problem, cupy.asarray, cupy.asnumpy)
 

@@ -1,0 +1,116 @@
+"""A call of ours as one node of PyTorch's autograd: forward and backward, written as functions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+Tensors = tuple[Any, ...]  # tensors, and None for what is not there
+
+
+class Differentiable:
+    """A call with gradients.
+
+    Args:
+        name: of the node, as PyTorch shows it in `grad_fn`.
+        forward: (inputs, options) -> (results, saved): what the caller gets, and what `backward`
+            wants to see again, any of inputs, results and other tensors.
+        backward: (saved, gradients, needed, options) -> gradients of the inputs. `gradients` has
+            one for each result, None for a result that nothing depends on; `needed` says of each
+            input whether its gradient is wanted, and None is given where it is not.
+
+    Its own gradient is refused by PyTorch. Works eagerly, under torch.func's transforms, and where
+    a graph is traced.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable[[Tensors, Any], tuple[Tensors, Tensors]],
+        backward: Callable[[Tensors, Tensors, Tensors, Any], Sequence[Any]],
+    ) -> None:
+        self.name, self.forward, self.backward = name, forward, backward
+
+    def __call__(self, inputs: Tensors, options: Any) -> Tensors:
+        """The results, with a graph behind them. An input is a torch tensor."""
+        if not sys.modules["torch"]._C._are_functorch_transforms_active():
+            return self._eager.apply(options, *inputs)
+        layout = _Layout()
+        return self._transformed.apply(options, layout, *inputs)[: layout.results]
+
+    @cached_property
+    def _eager(self) -> Any:
+        """PyTorch's Function whose forward sees `ctx`: applying it takes half as long."""
+
+        def forward(ctx: Any, options: Any, *inputs: Any) -> Tensors:
+            results, saved = self.forward(inputs, options)
+            ctx.save_for_backward(*saved)
+            ctx.set_materialize_grads(False)
+            ctx.options = options
+            return results
+
+        def backward(ctx: Any, *gradients: Any) -> Tensors:
+            needed = ctx.needs_input_grad[1:]
+            return None, *self.backward(ctx.saved_tensors, gradients, needed, ctx.options)
+
+        return _function(self.name, forward=forward, backward=backward)
+
+    @cached_property
+    def _transformed(self) -> Any:
+        """The form that torch.func asks for: what is saved has to be an input or a result."""
+
+        def forward(options: Any, layout: _Layout, *inputs: Any) -> Tensors:
+            results, saved = self.forward(inputs, options)
+            return (*results, *layout.note(inputs, results, saved))
+
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.options, layout, *arrays = inputs
+            ctx.save_for_backward(*layout.saved(arrays, output))
+            ctx.set_materialize_grads(False)
+            ctx.mark_non_differentiable(*output[layout.results :])
+            ctx.results = layout.results
+
+        def backward(ctx: Any, *gradients: Any) -> Tensors:
+            of_results, needed = gradients[: ctx.results], ctx.needs_input_grad[2:]
+            found = self.backward(ctx.saved_tensors, of_results, needed, ctx.options)
+            return None, None, *found
+
+        return _function(self.name, forward=forward, setup_context=setup_context, backward=backward)
+
+
+class _Layout:
+    """Where what is saved stands among inputs and outputs, which the two halves of a transformed
+    forward see as different objects."""
+
+    def __init__(self) -> None:
+        self.results = 0
+        self._places: list[tuple[str, int]] = []
+
+    def note(self, inputs: Tensors, results: Tensors, saved: Tensors) -> list[Any]:
+        """Remember it; those of `saved` that are neither an input nor a result."""
+        others: list[Any] = []
+        self.results = len(results)
+        of_inputs = {id(x): ("input", at) for at, x in enumerate(inputs) if x is not None}
+        of_results = {id(x): ("output", at) for at, x in enumerate(results)}
+        for x in saved:
+            place = ("none", 0) if x is None else of_inputs.get(id(x)) or of_results.get(id(x))
+            if place is None:
+                place = ("output", len(results) + len(others))
+                others.append(x)
+            self._places.append(place)
+        return others
+
+    def saved(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """What was noted, out of the other half's objects."""
+        rows = {"input": inputs, "output": outputs, "none": (None,)}
+        return [rows[kind][at] for kind, at in self._places]
+
+
+def _function(name: str, **methods: Callable[..., Any]) -> Any:
+    """One of PyTorch's Functions, of this name from the start: its node takes it then."""
+    autograd = sys.modules["torch"].autograd
+    methods["backward"] = autograd.function.once_differentiable(methods["backward"])
+    made = {method: staticmethod(function) for method, function in methods.items()}
+    return type(autograd.Function)(name, (autograd.Function,), made)
