@@ -8,9 +8,9 @@ same on each run:
   parameters (so each tile of each head dimension), where fp16 and bf16 count as one: their code is
   the same but for the names of instructions. Of the others each value (and of attention's kernels
   for 7.5): attention's on Hopper are near the limit of registers, no other has ever spilled;
-- on every target the widest variant, which spills first;
-- what values are then left on one of the neighbours, in turns: 8.0, 8.6 and 8.9 have the same
-  instructions.
+- of attention's kernels on every target the widest variant, which spills first;
+- each value on one of the neighbours as well, in turns: 8.0, 8.6 and 8.9 have the same
+  instructions; and on each neighbour a variant at the least.
 
 The interpreter runs the PTX of these very compiles. `pytest --every-variant` leaves nothing out.
 """
@@ -69,16 +69,22 @@ def plan(spec: KernelSpec) -> dict[str, Variants]:
     legal, home = whole(spec), home_of(spec)
     found: dict[str, Variants] = {name: [] for name in DEFAULT_ARCHS}
     found[home] = sample(legal[home], combinations(spec))
-    for name, variants in found.items():
-        widest = sorted(legal[name], key=size)[-1:]
-        variants += [params for params in widest if params not in variants]
+    if heavy(spec):
+        _add_widest(found, legal)
     neighbours = [name for name in legal if name != home]
     seen = set().union(*(values(params) for name in neighbours for params in found[name]))
     abroad = [p for p in everywhere(spec) if any(p in legal[name] for name in neighbours)]
     for params in sample(abroad, lambda params: values(params) - seen, found[home]):
         names = [name for name in neighbours if params in legal[name]]
         found[min(names, key=lambda name: len(found[name]))].append(params)
+    _add_widest({name: variants for name, variants in found.items() if not variants}, legal)
     return found
+
+
+def _add_widest(found: dict[str, Variants], legal: dict[str, Variants]) -> None:
+    for name, variants in found.items():
+        widest = sorted(legal[name], key=size)[-1:]
+        variants += [params for params in widest if params not in variants]
 
 
 def home_of(spec: KernelSpec) -> str:
