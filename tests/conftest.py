@@ -73,10 +73,11 @@ def _share_the_cpus(workers: int) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Neighbours stay in one worker; one that is done takes from those that are not."""
+    """Unless --dist names another: neighbours, which share kernels, stay in one worker, and one that
+    is done takes from those that are not."""
     from xdist.scheduler import WorkStealingScheduling
 
-    return WorkStealingScheduling(config, log)
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
 def pytest_collection_finish() -> None:
