@@ -73,7 +73,7 @@ def _share_the_cpus(workers: int) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Unless --dist names another: neighbours, which share kernels, stay in one worker, and one that
+    """Unless --dist names another: neighbours, which share kernels, stay in one worker, and whoever
     is done takes from those that are not."""
     from xdist.scheduler import WorkStealingScheduling
 
