@@ -2,7 +2,7 @@
 
    A bias is added to scores, so its gradient is dS, summed over whatever the bias is broadcast over.
    A block owns BLOCK_Q rows and BLOCK_K keys of it, or BLOCK_K keys where all rows share one, and
-   walks over the batches, heads and query tiles that share them (device/bias_walk.cuh):
+   walks over the batches, heads and query tiles that share them (attention/backward/bias_walk.cuh):
 
      for each:    S  = Q K^T
                   P  = 2^(final score * log2(e) - lse)
@@ -11,16 +11,16 @@
 
    Nobody else adds to these sums, so they are the same at every call, and nothing as large as the
    scores is stored but the gradient. That costs two products more than writing dS where dQ is made,
-   as flash_backward_queries.cu does where nothing, or few batches, share a bias. Where there are few
+   as backward_dq.cu does where nothing, or few batches, share a bias. Where there are few
    tiles, `parts` blocks share a walk and leave their sums to backward_bias_sum.cu.
 
    The next step's Q, dO, K and V travel while one is multiplied, if STAGES is 2; else another block of
-   the SM multiplies meanwhile. SEEDED: as in flash_backward_queries.cu. */
+   the SM multiplies meanwhile. SEEDED: as in backward_dq.cu. */
 #include "prelude.cuh"
-#include "device/attention_backward.cuh"
-#include "device/bias_walk.cuh"
-#include "device/form_backward.cuh"
-#include "device/score_seeds.cuh"
+#include "attention/backward/mma.cuh"
+#include "attention/backward/bias_walk.cuh"
+#include "attention/backward/features.cuh"
+#include "attention/backward/accumulator_init.cuh"
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${block_q};  // rows of a block
@@ -36,7 +36,7 @@ using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SCORE_MOD = ${has_mod};
 constexpr bool SEEDED = ${seeded};  // sums of products start from bias and mask
-constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see device/score.cuh
+constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see attention/score.cuh
 constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
 
 // The caller's expression of one score, and what he gave for it to read.
@@ -130,7 +130,7 @@ __device__ __forceinline__ void store(T* __restrict__ tile, const BiasShape& sha
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias(
-    // Null where the form has no such thing; packed arrays as in flash_backward_keys.cu.
+    // Null where the form has no such thing; packed arrays as in backward_dkdv.cu.
     const int* __restrict__ cu_seqlens_q,    // [batch + 1]
     const int* __restrict__ cu_seqlens_k,    // [batch + 1]
     const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]

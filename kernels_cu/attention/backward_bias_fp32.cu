@@ -1,16 +1,16 @@
 /* Attention backward, the gradient of a bias, every product in fp32 FMAs (no tensor cores).
 
    A block owns BLOCK_Q rows and BLOCK_K keys of it, or BLOCK_K keys where all rows share one, and
-   walks over the batches, heads and query tiles that share them (device/bias_walk.cuh), as
+   walks over the batches, heads and query tiles that share them (attention/backward/bias_walk.cuh), as
    backward_bias.cu does:
 
      for each:    dbias += P (dO V^T - delta)     P = 2^(final score * log2(e) - lse)
 
    For fp32 inputs, and for 16-bit ones on sm_75. Every architecture. */
 #include "prelude.cuh"
-#include "device/backward_fp32.cuh"
-#include "device/bias_walk.cuh"
-#include "device/form_backward.cuh"
+#include "attention/backward/fp32.cuh"
+#include "attention/backward/bias_walk.cuh"
+#include "attention/backward/features.cuh"
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${own};    // rows of a block
@@ -82,7 +82,7 @@ __device__ __forceinline__ void store(T* __restrict__ tile, const BiasShape& sha
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias_fp32(
-    // Null where the form has no such thing; packed arrays as in flash_backward_keys.cu.
+    // Null where the form has no such thing; packed arrays as in backward_dkdv.cu.
     const int* __restrict__ cu_seqlens_q,    // [batch + 1]
     const int* __restrict__ cu_seqlens_k,    // [batch + 1]
     const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]

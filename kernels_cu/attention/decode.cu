@@ -6,7 +6,7 @@
    Every key and value is read once and multiplied little: all is about bytes on their way. The rows
    of a tile are the query heads that share a KV head, times the new tokens, so that one product
    serves them all. The keys of all sequences and heads are shared out evenly over a grid that fills
-   the GPU once (decode_schedule.cuh): no block waits for another, however long the sequences are,
+   the GPU once (attention/decode/schedule.cuh): no block waits for another, however long the sequences are,
    and the lengths are read here, so that a captured graph follows them. Neighbouring blocks have the
    same keys of different heads, which lie beside each other in pages.
 
@@ -14,15 +14,15 @@
        each group of warps takes every GROUPS-th step of KEYS keys through a ring of STAGES steps of
        its own, which cp.async fills: no barrier of the block in the loop
          S = Q K^T,  P = exp2(S * c - max),  O += P V        as in flash.cu, in registers
-       the groups' outputs are merged by way of shared memory                    (decode_merge.cuh)
+       the groups' outputs are merged by way of shared memory                    (attention/decode/merge.cuh)
        the whole head: stored.  A part of it: left in the workspace, and the last block of the head
-       to do so adds up the parts, in their order                                  (last_block.cuh)
+       to do so adds up the parts, in their order                                  (tile/last_block.cuh)
 
    A row tile of 16 has a warp a group; one of 64 has four, which share their keys.
 
    Keys and values may be kept as e4m3 or int8; then a head has a k_scale and a v_scale.
 
-   Forms of attention are rendered in (device/decode_form.cuh), as in flash.cu: a band of keys in
+   Forms of attention are rendered in (attention/decode/features.cuh), as in flash.cu: a band of keys in
    place of the causal mask, and units from a window's first key on; rules for the scores, two sets
    of them, since a lane's two rows are of two heads or tokens; sinks, which the first part of a head
    has. A kernel without is what it would be if there were none.
@@ -30,17 +30,17 @@
    Sources: Dao et al., "Flash-Decoding for long-context inference" (2023), for splitting keys;
    Osama et al., "Stream-K" (2023), for sharing out evenly what does not divide. */
 #include "prelude.cuh"
-#include "device/decode_copy.cuh"
-#include "device/decode_rows.cuh"
-#include "device/decode_schedule.cuh"
-#include "device/dependent.cuh"
-#include "device/last_block.cuh"
+#include "attention/decode/copy.cuh"
+#include "attention/decode/rows.cuh"
+#include "attention/decode/schedule.cuh"
+#include "ptx/pdl.cuh"
+#include "tile/last_block.cuh"
 //% if storage == "fp8"
-#include "device/decode_e4m3.cuh"
+#include "attention/decode/e4m3.cuh"
 //% endif
 //% if form
-#include "device/decode_form.cuh"
-#include "device/reread.cuh"
+#include "attention/decode/features.cuh"
+#include "ptx/special_registers.cuh"
 //% endif
 
 using elem_t = ${dtype};
@@ -57,7 +57,7 @@ constexpr int GUARD = ${guard};            // bytes between rings: 0 except wher
 //% if form
 using bias_t = ${bias_dtype};
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks}, SCORE_MOD = ${has_mod};
-constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see device/score.cuh
+constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see attention/score.cuh
 constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
 constexpr bool RULES = SOFTCAP || ALIBI || SINKS || SCORE_MOD || BIAS || MASK;
 constexpr bool ANEW = BIAS || MASK || SCORE_MOD;  // rows' addresses are worked out at each step

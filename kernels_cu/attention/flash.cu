@@ -22,17 +22,17 @@
    16 together, for two products that keep a quadrant's tensor core busy for 8 cycles at Hopper's
    peak, 16 on A100: Hopper would be bound by shared memory, A100 just balanced.
 
-   Forms of attention (device/attention_form.cuh) are rendered in: a band of keys in place of the
-   causal mask, rules for the scores (device/score.cuh), which are final ones in natural units then,
+   Forms of attention (attention/features.cuh) are rendered in: a band of keys in place of the
+   causal mask, rules for the scores (attention/score.cuh), which are final ones in natural units then,
    sinks, packed sequences. A kernel without is what it would be if there were none.
 
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
-#include "device/attention_mma.cuh"
-#include "device/query_block.cuh"
-#include "device/reread.cuh"
+#include "attention/mma.cuh"
+#include "attention/query_block.cuh"
+#include "ptx/special_registers.cuh"
 //% if form
-#include "device/attention_form.cuh"
+#include "attention/features.cuh"
 //% endif
 
 using elem_t = ${dtype};
@@ -50,7 +50,7 @@ constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory i
 using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks}, SCORE_MOD = ${has_mod};
-constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see device/score.cuh
+constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see attention/score.cuh
 constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
 constexpr bool HELD = HEAD_DIM <= 128 && (BIAS_PAIRED || MASK_PAIRED);  // read a tile ahead
 constexpr bool RULES = SOFTCAP || ALIBI || SINKS || SCORE_MOD || BIAS || MASK;

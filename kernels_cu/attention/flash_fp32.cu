@@ -25,11 +25,11 @@
 
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
-#include "device/math.cuh"
-#include "device/reduce.cuh"
-#include "device/tile_fp32.cuh"
+#include "ptx/math.cuh"
+#include "tile/reduce.cuh"
+#include "tile/tile_fp32.cuh"
 //% if form
-#include "device/attention_form.cuh"
+#include "attention/features.cuh"
 //% endif
 
 using elem_t = ${dtype};
@@ -45,7 +45,7 @@ constexpr int GUARD = ${guard} / 4;        // floats between tiles: 0 except whe
 using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks};
-constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see device/score.cuh
+constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see attention/score.cuh
 constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
 
 // The caller's expression of one score, and what he gave for it to read.

@@ -4,10 +4,10 @@
    o = softmax(softmax_scale * q k^T + causal mask) v         lse = log(sum(exp(scores)))
 
    One block an SM works through one tile of 64 * CONSUMERS query rows after another. Its first
-   warpgroup is the producer (device/attention_producer.cuh): a thread of it asks TMA for Q and tiles
-   of K, another for tiles of V, into rings (device/attention_rings.cuh). The others are consumers of
+   warpgroup is the producer (attention/sm90/producer.cuh): a thread of it asks TMA for Q and tiles
+   of K, another for tiles of V, into rings (attention/sm90/rings.cuh). The others are consumers of
    64 rows each. mbarriers say which stages are full and which are free again. Which tile comes next
-   is drawn from a counter (device/attention_work.cuh): blocks with short tiles work more of them off.
+   is drawn from a counter (attention/sm90/work.cuh): blocks with short tiles work more of them off.
 
      consumer, for each tile j, from the last to the first (those that need a mask come first):
         S'  = Q K_j^T              issued   } both run on the tensor cores
@@ -22,26 +22,26 @@
 
    with c = softmax_scale * log2(e). P never leaves registers: a wgmma accumulator in 16 bits is the
    A operand of the next product. An optimistic variant takes the exponentials of a tile without a
-   mask at once, with the last maximum (device/optimistic_softmax.cuh), while O is summed up.
+   mask at once, with the last maximum (attention/sm90/speculative_softmax.cuh), while O is summed up.
 
-   Forms of attention (device/attention_form.cuh) are rendered in, as into flash.cu.
+   Forms of attention (attention/features.cuh) are rendered in, as into flash.cu.
 
    Source: Shah et al., "FlashAttention-3" (2024), for the overlap of softmax and products. */
 #include "prelude.cuh"
-#include "device/attention_mma.cuh"
-#include "device/attention_products.cuh"
-#include "device/attention_producer.cuh"
-#include "device/attention_rings.cuh"
-#include "device/attention_turns.cuh"
-#include "device/finish_rows.cuh"
-#include "device/optimistic_softmax.cuh"
-#include "device/tma.cuh"
-#include "device/wgmma.cuh"
+#include "attention/mma.cuh"
+#include "attention/sm90/products.cuh"
+#include "attention/sm90/producer.cuh"
+#include "attention/sm90/rings.cuh"
+#include "attention/sm90/pingpong.cuh"
+#include "attention/sm90/epilogue.cuh"
+#include "attention/sm90/speculative_softmax.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
 //% if form
-#include "device/alibi_tile.cuh"
-#include "device/attention_span.cuh"
-#include "device/score_tile.cuh"
-#include "device/soft_cap.cuh"
+#include "attention/sm90/alibi.cuh"
+#include "attention/sm90/span.cuh"
+#include "attention/sm90/score_tile.cuh"
+#include "attention/sm90/softcap.cuh"
 //% endif
 
 using elem_t = ${dtype};

@@ -21,9 +21,9 @@
    out may be o, or other: a thread reads before it writes, and nobody else touches its
    elements. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/math.cuh"
-#include "device/piece.cuh"
+#include "ptx/pdl.cuh"
+#include "ptx/math.cuh"
+#include "tile/chunk.cuh"
 
 using elem_t = ${dtype};
 constexpr bool VECTOR = ${vector};  // 16-byte accesses

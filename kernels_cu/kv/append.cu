@@ -10,11 +10,11 @@
    Any strides of tokens, heads and pages; a head's elements lie beside each other. SIZE elements
    are 16 bytes where every head begins on a multiple of them, else one. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/kv_place.cuh"
-#include "device/kv_storage.cuh"
+#include "ptx/pdl.cuh"
+#include "kv/place.cuh"
+#include "kv/storage.cuh"
 //% if storage == "fp8"
-#include "device/kv_e4m3.cuh"
+#include "kv/e4m3.cuh"
 //% endif
 
 using elem_t = ${dtype};

@@ -6,11 +6,11 @@
    to UNROLL tokens, all under way at once. Strides and SIZE are as in append.cu. Every architecture.
  */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/kv_place.cuh"
-#include "device/kv_storage.cuh"
+#include "ptx/pdl.cuh"
+#include "kv/place.cuh"
+#include "kv/storage.cuh"
 //% if storage == "fp8"
-#include "device/kv_e4m3.cuh"
+#include "kv/e4m3.cuh"
 //% endif
 
 using elem_t = ${dtype};

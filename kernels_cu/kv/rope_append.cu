@@ -2,19 +2,19 @@
    pass: what rope and then kv_append would leave, to the bit.
 
    Tokens have q's heads, then k's, then v's. A thread has the pairs of one token at the same place
-   of several heads (device/rope_rows.cuh) and computes their angles once, or reads cosines and sines
+   of several heads (rope/rows.cuh) and computes their angles once, or reads cosines and sines
    from a table; q is written to out_q, k and v to the token's slot, as in append.cu, and k nowhere
    else. Columns behind `rotary_dim`, and all of v, do not turn.
 
    Memory-bound: each element is read and written once. out_q may be q. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/kv_place.cuh"
-#include "device/kv_rope.cuh"
-#include "device/rope.cuh"
-#include "device/rope_rows.cuh"
+#include "ptx/pdl.cuh"
+#include "kv/place.cuh"
+#include "kv/rope.cuh"
+#include "rope/angle.cuh"
+#include "rope/rows.cuh"
 //% if storage == "fp8"
-#include "device/kv_e4m3.cuh"
+#include "kv/e4m3.cuh"
 //% endif
 
 using elem_t = ${dtype};

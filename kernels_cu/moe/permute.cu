@@ -5,8 +5,8 @@
    them have a group of experts each, and clear what stands between its last row and the next group's
    first. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/moe_rows.cuh"
+#include "ptx/pdl.cuh"
+#include "moe/rows.cuh"
 
 using elem_t = ${dtype};
 constexpr bool VECTOR = ${vector};  // 16-byte accesses

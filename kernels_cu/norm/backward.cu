@@ -6,12 +6,12 @@
 
    x is what was normalised; dsum is the gradient that reached it as the residual stream. Blocks take
    rows in turns with the next row's loads under way, and add up dweight and dbias in registers, row
-   after row, so that the same grid always gives the same bits; norm/sum_parts.cu adds the parts.
+   after row, so that the same grid always gives the same bits; norm/sum_partials.cu adds the parts.
    dx may be dy or dsum. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/row.cuh"
-#include "device/warp_sums.cuh"
+#include "ptx/pdl.cuh"
+#include "tile/row.cuh"
+#include "tile/warp_sums.cuh"
 
 using elem_t = ${dtype};
 using weight_t = ${weight_dtype};

@@ -5,12 +5,12 @@
 
    dx may be dy or dsum. sm_90 and newer with 225 KB of shared memory a block. */
 #include "prelude.cuh"
-#include "device/cp_async.cuh"
-#include "device/dependent.cuh"
-#include "device/ldmatrix.cuh"
-#include "device/row.cuh"
-#include "device/tile_copy.cuh"
-#include "device/warp_sums.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/pdl.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "tile/row.cuh"
+#include "tile/tile_copy.cuh"
+#include "tile/warp_sums.cuh"
 
 using elem_t = ${dtype};
 constexpr bool CENTERED = ${centered};

@@ -1,10 +1,10 @@
 /* dx of LayerNorm (CENTERED) or RMSNorm for rows too wide for registers (norm/backward.cu says what it
-   is): a block looks at a row twice. norm/weight_parts.cu has the gradients of weight and bias.
+   is): a block looks at a row twice. norm/weight_partials.cu has the gradients of weight and bias.
    dx may be dy or dsum: each element is one thread's alone. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/row.cuh"
-#include "device/warp_sums.cuh"
+#include "ptx/pdl.cuh"
+#include "tile/row.cuh"
+#include "tile/warp_sums.cuh"
 
 using elem_t = ${dtype};
 using weight_t = ${weight_dtype};

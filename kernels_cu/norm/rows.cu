@@ -11,8 +11,8 @@
    may be x or residual, and sum may be residual or x: a thread reads its elements of a row before it
    writes them. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/moments.cuh"
+#include "ptx/pdl.cuh"
+#include "norm/moments.cuh"
 
 using elem_t = ${dtype};
 using weight_t = ${weight_dtype};

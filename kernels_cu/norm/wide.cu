@@ -3,8 +3,8 @@
    writes sum, which the second one reads. out may be x or residual, and sum may be residual or x:
    each element is one thread's alone. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/moments.cuh"
+#include "ptx/pdl.cuh"
+#include "norm/moments.cuh"
 
 using elem_t = ${dtype};
 using weight_t = ${weight_dtype};

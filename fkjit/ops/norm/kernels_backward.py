@@ -236,7 +236,7 @@ def _weight_parts(op: str, centered: bool) -> KernelSpec:
         KernelSpec(
             op=op,
             name="weight_parts",
-            source="norm/weight_parts.cu",
+            source="norm/weight_partials.cu",
             entry="norm_weight_parts",
             dependent=True,
             doc="parts of dweight and dbias of rows of any width",
@@ -293,7 +293,7 @@ def _sum(op: str) -> KernelSpec:
         KernelSpec(
             op=op,
             name="sum_parts",
-            source="norm/sum_parts.cu",
+            source="norm/sum_partials.cu",
             entry="norm_sum_parts",
             dependent=True,
             doc="dweight and dbias out of their parts, in a fixed order",

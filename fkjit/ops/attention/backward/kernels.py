@@ -107,7 +107,7 @@ ROWS = register(
     KernelSpec(
         op=OP,
         name="rows",
-        source="attention/backward_rows.cu",
+        source="attention/backward_preprocess.cu",
         entry="attention_backward_rows",
         doc="delta = rowsum(dout * o) - dlse, and lse in powers of two",
         params=(Param("dtype", ("fp16", "bf16", "fp32"), "element type of dout and o"), ALIGNED),
@@ -247,7 +247,7 @@ def _keys(name: str, doc: str, tiles: Mapping[int, tuple[Any, ...]], **more: Any
             **{
                 "op": OP,
                 "name": name,
-                "source": "attention/flash_backward_keys.cu",
+                "source": "attention/backward_dkdv.cu",
                 "entry": "attention_backward_keys",
                 "doc": doc,
                 "params": (_HALF, *_DIMS, tile, *(() if sums else (ALIGNED,))),
@@ -357,7 +357,7 @@ DQ = register(
     KernelSpec(
         op=OP,
         name="dq",
-        source="attention/backward_dq.cu",
+        source="attention/backward_dq_convert.cu",
         entry="attention_backward_dq",
         doc="dq out of its sums",
         params=(_HALF,),
@@ -413,7 +413,7 @@ QUERIES = register(
     KernelSpec(
         op=OP,
         name="queries",
-        source="attention/flash_backward_queries.cu",
+        source="attention/backward_dq.cu",
         entry="attention_backward_queries",
         doc="dq on tensor cores (mma.sync): a block owns queries and walks over keys",
         params=(

@@ -75,7 +75,7 @@ def _spec(name: str, wanted: tuple[str, ...], heads: str, rows: str, layout: Any
         KernelSpec(
             op=OP,
             name=name,
-            source=f"attention/backward_{name}.cu",
+            source=f"attention/{'backward_dkdv' if name == 'keys_fp32' else 'backward_dq'}_fp32.cu",
             entry=f"attention_backward_{name}",
             doc=f"{' and '.join(wanted)} in fp32 FMAs: exact products; also 16 bits on sm_75",
             params=_PARAMS,

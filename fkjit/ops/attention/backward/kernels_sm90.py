@@ -266,7 +266,7 @@ FLASH_SM90 = register(
     KernelSpec(
         op=portable.OP,
         name="flash_sm90",
-        source="attention/flash_backward_sm90.cu",
+        source="attention/backward_sm90.cu",
         entry="attention_flash_backward_sm90",
         doc="dk, dv and sums of dq for Hopper: TMA, wgmma, a warpgroup for dq",
         params=(

@@ -1,0 +1,54 @@
+// Parts of dQ (attention/backward_sm90/sums.cuh) from shared to device memory, in turns.
+//
+// Two threads have every second tile each: while one waits until its additions are in place and
+// makes that known to the whole GPU, which is several round trips to L2, the other has the next tile.
+#pragma once
+#include "ptx/bulk.cuh"
+#include "tile/tile_copy.cuh"
+#include "tile/ordered.cuh"
+
+// One thread's copies of a part of dQ: 64 rows of which each warp has 16, `columns` of HEAD_DIM.
+template <int HEAD_DIM, int COLUMNS>
+struct DQCopies {
+  static constexpr int WARP_BYTES = 16 * COLUMNS * 4, ROW_BLOCK = 16 * HEAD_DIM;
+  float* sums;  // of the part
+  u32 staging;
+
+  static constexpr int RUNS = HEAD_DIM == COLUMNS ? 1 : 4, RUN_BYTES = 4 * WARP_BYTES / RUNS;
+
+  __device__ __forceinline__ void give(bool first) const {
+#pragma unroll
+    for (int run = 0; run < RUNS; ++run) {
+      float* const target = sums + run * ROW_BLOCK;
+      if (first) bulk_store(target, staging + run * RUN_BYTES, RUN_BYTES);
+      if (!first) bulk_add(target, staging + run * RUN_BYTES, RUN_BYTES);
+    }
+  }
+};
+
+// Thread `copier` of two: its tiles, until one has no index. `part_of(index, part)` are the copies.
+template <int PARTS, int STAGES, int RUNS, typename Barriers, typename PartOf>
+__device__ __forceinline__ void copy_in_turns(const Barriers& barriers, u32* turns, int copier,
+                                              const PartOf& part_of) {
+  static_assert(STAGES == PARTS || STAGES == 1, "places of parts");
+  for (int step = copier, parity = 0;; step += Barriers::COPIERS, parity ^= 1) {
+    mbarrier_wait(barriers.begun(copier), parity);
+    const u32 about = barriers.tile(step);
+    const int index = load_shared_word(about + 12);
+    if (index < 0) break;
+    const int rank = load_shared_word(about + 16), others = load_shared_word(about + 20);
+    turn_wait(turns + index, rank);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      mbarrier_wait(barriers.dq_full(copier, part), parity);
+      part_of(index, part).give(rank == 0);
+      if (STAGES == 1) bulk_wait_read(), mbarrier_arrive(barriers.dq_empty(0));
+    }
+    if (STAGES > 1) {
+      bulk_wait_read<RUNS>(), mbarrier_arrive(barriers.dq_empty(0));
+      bulk_wait_read(), mbarrier_arrive(barriers.dq_empty(1));
+    }
+    bulk_wait();
+    turn_done(turns + index, others);
+  }
+}

@@ -1,0 +1,33 @@
+// What a piece of work is about where attention on Hopper has a form: the rows of its sequence, the
+// band of keys in tiles, which rules its scores meet and how.
+#pragma once
+#include "attention/features.cuh"
+
+// Tiles first .. end - 1 of keys, one at least, though it be masked whole.
+template <int BLOCK_Q, int BLOCK_K, bool VARLEN>
+struct FormSpan : BandTiles<BLOCK_K> {
+  int q_start, k_start;  // first rows of the sequence in q and o, in k and v
+  int seqlen_q, seqlen_k;
+
+  __device__ __forceinline__ FormSpan(int q0, const SequenceRows<VARLEN>& queries,
+                                      const SequenceRows<VARLEN>& keys, int left, int right)
+      : BandTiles<BLOCK_K>(KeyBand(queries.length, keys.length, left, right), q0,
+                           min(q0 + BLOCK_Q, queries.length) - 1),
+        q_start(queries.start),
+        k_start(keys.start),
+        seqlen_q(queries.length),
+        seqlen_k(keys.length) {
+    this->end = max(this->end, this->first + 1);
+  }
+};
+
+template <bool SOFTCAP, bool SCORE_MOD, bool BIAS, bool MASK, int HEAD_DIM_V>
+struct ScoreWay {
+  // Scores keep their own units, which softmax_scale_log2 takes care of, unless a rule wants natural
+  // ones.
+  static constexpr bool NATURAL = SOFTCAP || SCORE_MOD || BIAS;
+  // All of a warp's scores are capped at once where registers allow it, else one by one.
+  static constexpr bool CAP_WARP = SOFTCAP && HEAD_DIM_V <= 128 && !(BIAS && MASK);
+  static constexpr bool CAP_EACH = SOFTCAP && !CAP_WARP;
+  static constexpr bool RULES = CAP_EACH || SCORE_MOD || BIAS || MASK;  // one by one
+};
