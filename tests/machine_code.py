@@ -46,7 +46,7 @@ _ONCE = re.compile(r"[ \t]*#[ \t]*pragma[ \t]+once\b")
 _STRING = r'"(?:\\.|[^"\\\n])*"' + r"|'(?:\\.|[^'\\\n])'"
 _COMMENT = re.compile(rf"({_STRING})|//[^\n]*|/\*.*?\*/", re.DOTALL)
 _TOKEN = re.compile(rf"{_STRING}|\w+(?:\.\w+)*|\S")
-_CODE = (".text.", ".nv.constant2", ".nv.constant3", ".nv.global")
+_CODE = (".text.", ".nv.constant2", ".nv.constant3")  # code and the constants it reads
 
 Key = tuple[str, str, str]  # kernel id, label, target
 
@@ -237,7 +237,7 @@ Job = tuple[str, Source, tuple[str, ...]]  # "ptx" or "text", what to compile, o
 def _name_of(job: Job) -> str:
     """What decides a job's result, as the name under which it is kept."""
     info = _module("jit.toolchain", "toolchain").nvrtc_info()
-    return _digest(f"1 {job[0]} {job[1].tokens} {job[2]} {info.version} {info.build}")
+    return _digest(f"2 {job[0]} {job[1].tokens} {job[2]} {info.version} {info.build}")
 
 
 def _do(job: Job) -> str:

@@ -17,10 +17,13 @@
    The next step's Q, dO, K and V travel while one is multiplied, if STAGES is 2; else another block of
    the SM multiplies meanwhile. SEEDED: as in backward_dq.cu. */
 #include "prelude.cuh"
-#include "attention/backward/mma.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "attention/backward/accumulator_init.cuh"
 #include "attention/backward/bias_walk.cuh"
 #include "attention/backward/features.cuh"
-#include "attention/backward/accumulator_init.cuh"
+#include "attention/backward/mma.cuh"
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${block_q};  // rows of a block

@@ -8,9 +8,10 @@
 
    For fp32 inputs, and for 16-bit ones on sm_75. Every architecture. */
 #include "prelude.cuh"
-#include "attention/backward/fp32.cuh"
+#include "ptx/math.cuh"
 #include "attention/backward/bias_walk.cuh"
 #include "attention/backward/features.cuh"
+#include "attention/backward/fp32.cuh"
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${own};    // rows of a block

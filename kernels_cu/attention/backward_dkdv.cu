@@ -29,15 +29,19 @@
 
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
-//% if form
-#include "attention/backward/features.cuh"
-#include "attention/backward/accumulator_init.cuh"
-//% endif
-#include "attention/backward/mma.cuh"
-#include "attention/key_block.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/named_barrier.cuh"
+#include "ptx/register_fence.cuh"
 #include "ptx/special_registers.cuh"
+#include "attention/backward/mma.cuh"
 #include "attention/backward/sum_fragments.cuh"
+#include "attention/key_block.cuh"
+//% if form
+#include "attention/backward/accumulator_init.cuh"
+#include "attention/backward/features.cuh"
+//% endif
 
 using elem_t = ${dtype};
 constexpr int BLOCK_K = ${block_k};  // keys of a block
@@ -132,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const float* __restrict__ delta,     // the same
     elem_t* __restrict__ dk,             // as k
     elem_t* __restrict__ dv,             // as v
-    float* __restrict__ dq_sum,          // fragments (attention/backward/sum_fragments.cuh) of [batch, heads_q,
-                                         // rows_padded, HEAD_DIM]; null without SUMS
+    float* __restrict__ dq_sum,  // fragments (attention/backward/sum_fragments.cuh) of [batch, heads_q,
+                                 // rows_padded, HEAD_DIM]; null without SUMS
     //% if form
     float* __restrict__ dbias_parts,  // [batch, heads_q, WARPS_C, max_seqlen_k]; null without DBIAS
     //% endif

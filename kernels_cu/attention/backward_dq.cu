@@ -21,13 +21,16 @@
 
    Source: Dao, "FlashAttention-2" (2023), for the formulas. */
 #include "prelude.cuh"
-//% if form
-#include "attention/backward/features.cuh"
-#include "attention/backward/accumulator_init.cuh"
-//% endif
+#include "ptx/cp_async.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/register_fence.cuh"
+#include "ptx/special_registers.cuh"
 #include "attention/backward/mma.cuh"
 #include "attention/query_block.cuh"
-#include "ptx/special_registers.cuh"
+//% if form
+#include "attention/backward/accumulator_init.cuh"
+#include "attention/backward/features.cuh"
+//% endif
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${block_q};  // query rows of a block

@@ -3,9 +3,10 @@
    attention/backward/padded_rows.cuh says. sm_80 and newer. */
 #include "prelude.cuh"
 #include "ptx/math.cuh"
+#include "ptx/memory.cuh"
 #include "tile/quad_transpose.cuh"
-#include "attention/backward/sum_fragments.cuh"
 #include "tile/tile_copy.cuh"
+#include "attention/backward/sum_fragments.cuh"
 //% if varlen
 #include "attention/sequence_rows.cuh"
 //% endif

@@ -10,11 +10,12 @@
 
    For fp32 inputs, and for 16-bit ones on sm_75. Every architecture. */
 #include "prelude.cuh"
+#include "ptx/math.cuh"
+#include "attention/backward/fp32.cuh"
+#include "attention/query_block.cuh"
 //% if form
 #include "attention/backward/features.cuh"
 //% endif
-#include "attention/backward/fp32.cuh"
-#include "attention/query_block.cuh"
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${own};    // query rows of a block

@@ -9,8 +9,8 @@
    A sink is a logit without a value, so that of dS = P (dP - delta) only delta is left. */
 #include "prelude.cuh"
 #include "ptx/math.cuh"
-#include "attention/backward/padded_rows.cuh"
 #include "tile/reduce.cuh"
+#include "attention/backward/padded_rows.cuh"
 #include "attention/sequence_rows.cuh"
 
 constexpr int THREADS = ${threads};

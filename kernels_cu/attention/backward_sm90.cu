@@ -29,21 +29,27 @@
 
    Source: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/proxy_fence.cuh"
+#include "ptx/register_fence.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/ring.cuh"
 #include "attention/backward_sm90/barriers.cuh"
 #include "attention/backward_sm90/copies.cuh"
-//% if form
-#include "attention/backward_sm90/features.cuh"
-//% endif
 #include "attention/backward_sm90/dq_products.cuh"
 #include "attention/backward_sm90/loads.cuh"
 #include "attention/backward_sm90/products.cuh"
 #include "attention/backward_sm90/sums.cuh"
 #include "attention/backward_sm90/tile.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/special_registers.cuh"
-#include "ptx/stmatrix.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/wgmma.cuh"
+//% if form
+#include "attention/backward_sm90/features.cuh"
+//% endif
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${block_q};    // queries of a tile
@@ -187,7 +193,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const Strides mask_bits_strides,  // between batches, heads and tiles, in words
     //% endif
     //% if deterministic
-    const int rounds,  // see attention/backward_sm90/schedule.cuh, or with a form attention/backward_sm90/features.cuh
+    const int
+        rounds,  // see attention/backward_sm90/schedule.cuh, or with a form attention/backward_sm90/features.cuh
     //% endif
     const int causal) {  // query i sees keys up to i + seqlen_k - seqlen_q
   //% if not deterministic
@@ -291,8 +298,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       float dk_sum[1][HEAD_DIM / 8][4] = {}, dv_sum[1][HEAD_DIM / 8][4] = {};
       int taken = works_taken - 1;  // the piece of the next scores
       mbarrier_wait(barriers.v_full(), taken & 1);
-      settle(dv_sum[0]);
-      settle(dk_sum[0]);
+      register_fence(dv_sum[0]);
+      register_fence(dk_sum[0]);
       for (bool last = false; !last;) {
         // 1. dP^T and dV, then dS^T; meanwhile what step 2 needs. After the last tile other keys
         // follow.
@@ -303,8 +310,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         float dp[1][BLOCK_Q / 8][4];  // in here, so that its registers are free elsewhere
         start_differentials(dp, delta, rows_at(step_number) + BLOCK_Q * 4);
         if (!do_ready) mbarrier_wait(barriers.do_full(do_ring.stage), do_ring.parity);
-        settle(p);
-        settle(dp[0]);
+        register_fence(p);
+        register_fence(dp[0]);
         wgmma_fence();
         issue_keys<Operands, product_keys, true>(dp, v_operand, do_tile);
         issue_sum<product_sum>(dv_sum, p, do_tile);
@@ -337,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         // 2. S^T of the next tile, then dK; meanwhile dS^T is handed to the third warpgroup. (After
         // all tiles the scores of the last one once more: products must not stand under a
         // condition.)
-        if constexpr (!DS_SHARED) settle(ds);
+        if constexpr (!DS_SHARED) register_fence(ds);
         wgmma_fence();
         float s[1][BLOCK_Q / 8][4];
         const u64 q_tile = q_operand + stage * (Q_STAGE >> 4);
@@ -345,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
                                                   q_operand + next.stage * (Q_STAGE >> 4));
         if constexpr (!DS_SHARED) issue_sum<product_sum>(dk_sum, ds, q_tile);
         proxy_fence();
-        if (DS_SHARED) warpgroup_sync(1 + warpgroup);
+        if (DS_SHARED) named_barrier_wait_aligned<128>(1 + warpgroup);
         __syncwarp();
         if (signals) mbarrier_arrive(barriers.ds_full(ds_ring.stage));
         if constexpr (DS_SHARED)

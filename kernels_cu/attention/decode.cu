@@ -30,17 +30,20 @@
    Sources: Dao et al., "Flash-Decoding for long-context inference" (2023), for splitting keys;
    Osama et al., "Stream-K" (2023), for sharing out evenly what does not divide. */
 #include "prelude.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/pdl.cuh"
+#include "ptx/special_registers.cuh"
+#include "tile/last_block.cuh"
 #include "attention/decode/copy.cuh"
 #include "attention/decode/rows.cuh"
 #include "attention/decode/schedule.cuh"
-#include "ptx/pdl.cuh"
-#include "tile/last_block.cuh"
 //% if storage == "fp8"
 #include "attention/decode/e4m3.cuh"
 //% endif
 //% if form
 #include "attention/decode/features.cuh"
-#include "ptx/special_registers.cuh"
 //% endif
 
 using elem_t = ${dtype};

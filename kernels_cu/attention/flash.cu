@@ -28,9 +28,12 @@
 
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
 #include "attention/mma.cuh"
 #include "attention/query_block.cuh"
-#include "ptx/special_registers.cuh"
 //% if form
 #include "attention/features.cuh"
 //% endif

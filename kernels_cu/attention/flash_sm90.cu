@@ -28,20 +28,27 @@
 
    Source: Shah et al., "FlashAttention-3" (2024), for the overlap of softmax and products. */
 #include "prelude.cuh"
-#include "attention/mma.cuh"
-#include "attention/sm90/products.cuh"
-#include "attention/sm90/producer.cuh"
-#include "attention/sm90/rings.cuh"
-#include "attention/sm90/pingpong.cuh"
-#include "attention/sm90/epilogue.cuh"
-#include "attention/sm90/speculative_softmax.cuh"
+#include "ptx/bulk.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/register_fence.cuh"
+#include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
+#include "tile/ring.cuh"
+#include "tile/tma_tile.cuh"
+#include "attention/mma.cuh"
+#include "attention/sm90/epilogue.cuh"
+#include "attention/sm90/pingpong.cuh"
+#include "attention/sm90/producer.cuh"
+#include "attention/sm90/products.cuh"
+#include "attention/sm90/rings.cuh"
+#include "attention/sm90/speculative_softmax.cuh"
 //% if form
 #include "attention/sm90/alibi.cuh"
-#include "attention/sm90/span.cuh"
 #include "attention/sm90/score_tile.cuh"
 #include "attention/sm90/softcap.cuh"
+#include "attention/sm90/span.cuh"
 //% endif
 
 using elem_t = ${dtype};
@@ -258,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     // The tile of Q, where the output has been staged, may be written again.
     const auto release_q = [&](int stage) {
       if (!VARLEN && !signals) return;  // of a packed tile every lane may have stored a part
-      tma_store_wait();
+      bulk_wait_read();
       mbarrier_arrive(barriers.q_empty(stage));
     };
 
@@ -333,8 +340,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       stored = true;
 
       for (--tile; tile >= range.first; --tile) {
-        settle(p);
-        settle(acc[0]);
+        register_fence(p);
+        register_fence(acc[0]);
         turns.wait();
         issue_scores(q_stage);
         mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
@@ -361,8 +368,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       }
       // The last product, and behind it the first scores of what comes next.
       mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
-      settle(p);
-      settle(acc[0]);
+      register_fence(p);
+      register_fence(acc[0]);
       wgmma_fence();
       issue_pv<product_pv>(acc, p, v_operand + v_place.stage * (Rings::V_STAGE >> 4));
       if (AHEAD) first_scores();
@@ -395,6 +402,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       }
     }
     turns.end();
-    if (signals) tma_store_wait();
+    if (signals) bulk_wait_read();
   }
 }

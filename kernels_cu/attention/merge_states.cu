@@ -21,8 +21,8 @@
    out may be o, or other: a thread reads before it writes, and nobody else touches its
    elements. Every architecture. */
 #include "prelude.cuh"
-#include "ptx/pdl.cuh"
 #include "ptx/math.cuh"
+#include "ptx/pdl.cuh"
 #include "tile/chunk.cuh"
 
 using elem_t = ${dtype};

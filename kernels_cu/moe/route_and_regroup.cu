@@ -6,6 +6,7 @@
    ones of a warp stay in shared memory; more are read again. Blocks wait for one another: launched
    cooperatively. Every architecture. */
 #include "prelude.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/pdl.cuh"
 #include "moe/groups.cuh"
 #include "moe/route.cuh"

@@ -6,8 +6,8 @@
    dx may be dy or dsum. sm_90 and newer with 225 KB of shared memory a block. */
 #include "prelude.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/pdl.cuh"
-#include "ptx/ldmatrix.cuh"
 #include "tile/row.cuh"
 #include "tile/tile_copy.cuh"
 #include "tile/warp_sums.cuh"

@@ -11,6 +11,7 @@
    may be x or residual, and sum may be residual or x: a thread reads its elements of a row before it
    writes them. Every architecture. */
 #include "prelude.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/pdl.cuh"
 #include "norm/moments.cuh"
 

@@ -3,10 +3,13 @@
 // fragments (see ptx/mma.cuh): lane (g, t) holds rows g, g + 8 of a block, columns 2t, 2t + 1 of every
 // eight. MMA_K is 16 (sm_80+) or 8 (sm_75).
 #pragma once
-#include "tile/fragment.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
-#include "attention/online_softmax.cuh"
+#include "tile/fragment.cuh"
 #include "tile/tile_copy.cuh"
+#include "attention/online_softmax.cuh"
 
 // S = Q K^T for this warp's rows and one tile of keys. Q's fragments are the caller's when
 // Q_IN_REGISTERS, else read again from `q_tile`.

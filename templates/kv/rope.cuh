@@ -1,6 +1,5 @@
 // The way of a rotary embedding's pairs into the pages of a KV cache.
 #pragma once
-#include "prelude.cuh"
 #include "kv/storage.cuh"
 #include "rope/pairs.cuh"
 

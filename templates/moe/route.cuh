@@ -12,6 +12,7 @@
 // free to stand for what cannot be chosen. Of equals the lower expert comes first.
 #pragma once
 #include "ptx/math.cuh"
+#include "ptx/memory.cuh"
 #include "tile/reduce.cuh"
 #include "tile/vector.cuh"
 
@@ -48,17 +49,12 @@ constexpr u32 MINUS_INFINITY<fp16> = 0xfc00fc00u;
 template <>
 constexpr u32 MINUS_INFINITY<fp32> = 0xff800000u;
 
-// Sixteen bytes of logits, or -inf. A load under a predicate: the compiler would branch.
-// PTX ISA: ld.global.nc.v4
+// Sixteen bytes of logits, or -inf.
 template <typename T>
 __device__ __forceinline__ Vector<T> load_or_least(const T* source, bool there) {
   constexpr u32 LEAST_BITS = MINUS_INFINITY<T>;
   uint4 bits = {LEAST_BITS, LEAST_BITS, LEAST_BITS, LEAST_BITS};
-  asm volatile(
-      "{ .reg .pred there; setp.ne.s32 there, %5, 0;"
-      " @there ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-      : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
-      : "l"(__cvta_generic_to_global(source)), "r"(static_cast<int>(there)));
+  load_constant_chunk_if(bits, source, there);
   return {bits};
 }
 

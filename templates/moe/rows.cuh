@@ -1,5 +1,6 @@
 // Rows of tokens and of their choices, 16 bytes or one element an access; a warp has one token.
 #pragma once
+#include "ptx/memory.cuh"
 #include "tile/chunk.cuh"
 #include "tile/reduce.cuh"
 
@@ -27,20 +28,14 @@ struct Choices {
   }
 };
 
-// Piece `i` of a row, or zeros. A load under a predicate, which never waits: behind a branch loads
-// would come one after the other.                                           PTX ISA: ld.global.v4.u32
+// Piece `i` of a row, or zeros.
 template <typename Part, typename T>
 __device__ __forceinline__ Part load_or_zero(const T* row, int i, bool there) {
   Part made = {};
   if constexpr (Part::SIZE == 1) {
     if (there) made = Part::load(row, i);
   } else {
-    uint4& bits = made.bits.bits;
-    asm volatile(
-        "{ .reg .pred there; setp.ne.s32 there, %5, 0;"
-        " @there ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-        : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
-        : "l"(__cvta_generic_to_global(row + i * Part::SIZE)), "r"(static_cast<int>(there)));
+    load_chunk_if(made.bits.bits, row + i * Part::SIZE, there);
   }
   return made;
 }

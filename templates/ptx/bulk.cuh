@@ -1,7 +1,15 @@
 // Bulk copies (sm_90): runs of bytes between global and shared memory by the copy engine, without a
 // tensor map. Addresses and sizes are multiples of 16.
+//
+// Loads count their bytes on an mbarrier. Stores, TMA's too (ptx/tma.cuh), are counted in groups of the
+// thread that starts them.
 #pragma once
-#include "ptx/mbarrier.cuh"
+#include "prelude.cuh"
+
+// What this thread has started since its last group is a group. PTX ISA: cp.async.bulk.commit_group
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 
 // `bytes` from global memory to `shared`; they count on `barrier`.      PTX ISA: cp.async.bulk
 __device__ __forceinline__ void bulk_load(u32 shared, const void* global, int bytes, u32 barrier) {
@@ -18,7 +26,7 @@ __device__ __forceinline__ void bulk_add(float* global, u32 shared, int bytes) {
                    __cvta_generic_to_global(global)),
                "r"(shared), "r"(bytes)
                : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  bulk_commit();
 }
 
 // global[i] = shared[i]: a group of its own.                            PTX ISA: cp.async.bulk
@@ -27,10 +35,11 @@ __device__ __forceinline__ void bulk_store(float* global, u32 shared, int bytes)
                    __cvta_generic_to_global(global)),
                "r"(shared), "r"(bytes)
                : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  bulk_commit();
 }
 
-// What all but the newest PENDING groups of this thread read from shared memory has been read.
+// What all but the newest PENDING groups of this thread read from shared memory has been read: it may
+// be written again.
 // PTX ISA: cp.async.bulk.wait_group
 template <int PENDING = 0>
 __device__ __forceinline__ void bulk_wait_read() {

@@ -6,10 +6,6 @@
 #pragma once
 #include "prelude.cuh"
 
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-
 // PTX ISA: ldmatrix.sync.aligned.m8n8.x4 (sm_75+)
 __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

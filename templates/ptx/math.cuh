@@ -1,4 +1,4 @@
-// Scalar helpers on the special-function unit, and 16-bit packing.
+// Scalars: the special-function unit's approximations, and 16 bits packed in pairs.
 #pragma once
 #include "prelude.cuh"
 
@@ -21,6 +21,17 @@ __device__ __forceinline__ float inverse_fast(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// The greater of two; NaN if one is.                                    PTX ISA: max.NaN.f32 (sm_80)
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float c;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+#else
+  return a > b || a != a ? a : b;
+#endif
 }
 
 // Two floats rounded to nearest-even into one register; `low` takes bits 0..15.

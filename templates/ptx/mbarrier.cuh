@@ -8,7 +8,7 @@
 //   full[stage]    1 arrival (the producer's, with the bytes it expects)     consumers wait
 //   empty[stage]   1 arrival of each consumer warp                           the producer waits
 #pragma once
-#include "prelude.cuh"
+#include "ptx/proxy_fence.cuh"
 
 // PTX ISA: mbarrier.init
 __device__ __forceinline__ void mbarrier_init(u32 barrier, int count) {
@@ -16,10 +16,10 @@ __device__ __forceinline__ void mbarrier_init(u32 barrier, int count) {
 }
 
 // After the inits, by the thread that made them: TMA engines (and other CTAs) see the barriers.
-// PTX ISA: fence.mbarrier_init, fence.proxy.async
+// PTX ISA: fence.mbarrier_init
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  proxy_fence();
 }
 
 // PTX ISA: mbarrier.arrive.expect_tx
@@ -61,21 +61,4 @@ __device__ __forceinline__ bool mbarrier_test(u32 barrier, int parity) {
       : "r"(barrier), "r"(parity)
       : "memory");
   return over;
-}
-
-// A ring's position: which of SIZE stages, and the parity of its round.
-template <int SIZE>
-struct RingPlace {
-  int stage = 0, parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == SIZE) stage = 0, parity ^= 1;
-  }
-};
-
-// Where a ring stands after `count` steps.
-template <int SIZE>
-__device__ __forceinline__ RingPlace<SIZE> ring_place(int count) {
-  RingPlace<SIZE> place;
-  place.stage = count % SIZE, place.parity = count / SIZE % 2;
-  return place;
 }

@@ -1,4 +1,4 @@
-// threadIdx.x and blockIdx.x, read from the special registers anew at each call.
+// Where a thread is, read from the special registers anew at each call.
 //
 // What is computed from the built-ins at the top of a kernel stays in registers until its last use,
 // across the whole main loop. Where registers are short it is cheaper to compute it again: the
@@ -6,22 +6,23 @@
 #pragma once
 #include "prelude.cuh"
 
-// PTX ISA: special registers, %tid
+// threadIdx.x                                                  PTX ISA: special registers, %tid
 __device__ __forceinline__ int thread_index_again() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index;
 }
 
-// PTX ISA: special registers, %ctaid
+// blockIdx.x                                                 PTX ISA: special registers, %ctaid
 __device__ __forceinline__ int block_index_again() {
   int index;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
   return index;
 }
 
-// The same number, which the compiler takes for another: what is made of it is made again, too.
-__device__ __forceinline__ int anew(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
+// The thread's place in its warp.                            PTX ISA: special registers, %laneid
+__device__ __forceinline__ int lane_index_again() {
+  int index;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(index));
+  return index;
 }

@@ -25,22 +25,6 @@ __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Computes the registers here: arithmetic may move past a fence, which clobbers memory only, and the
-// compiler then adds fences of its own (C7519).
-template <int N>
-__device__ __forceinline__ void settle(u32 (&x)[N][4]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-    asm volatile("" : "+r"(x[i][0]), "+r"(x[i][1]), "+r"(x[i][2]), "+r"(x[i][3])::"memory");
-}
-
-template <int N>
-__device__ __forceinline__ void settle(float (&x)[N][4]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-    asm volatile("" : "+f"(x[i][0]), "+f"(x[i][1]), "+f"(x[i][2]), "+f"(x[i][3])::"memory");
-}
-
 // PTX ISA: wgmma.commit_group
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -50,24 +34,4 @@ __device__ __forceinline__ void wgmma_commit() {
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
-// The threads of a warpgroup wait for one another; each warpgroup has a barrier of its own (not 0).
-// PTX ISA: bar.sync
-__device__ __forceinline__ void warpgroup_sync(int barrier) {
-  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
-}
-
-// What each thread has when a block starts: setmaxnreg gives to some what it has taken from others.
-constexpr int registers_at_start(int threads) { return 65536 / threads / 8 * 8; }
-
-// PTX ISA: setmaxnreg
-template <int REGISTERS>
-__device__ __forceinline__ void fewer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-
-template <int REGISTERS>
-__device__ __forceinline__ void more_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }

@@ -1,7 +1,6 @@
 // The pairs of columns that a rotary embedding turns: which of them a thread has, and how it reads,
 // turns and writes them.
 #pragma once
-#include "prelude.cuh"
 #include "tile/vector.cuh"
 
 // One element, with the interface of Vector.

@@ -6,7 +6,6 @@
 //   block   head_slots x token_slots places
 //   place   heads  first, first + head_slots, first + 2 * head_slots …   `per_place` of them
 #pragma once
-#include "prelude.cuh"
 #include "rope/pairs.cuh"
 
 struct RopePlace {

@@ -1,7 +1,6 @@
 // mma fragments out of swizzled tiles. A reader keeps one offset a lane; every address is
 // that register, one XOR and a constant.
 #pragma once
-#include "ptx/ldmatrix.cuh"
 #include "tile/swizzle.cuh"
 
 // Which 16x16 block of which operand the four 8x8 matrices of one ldmatrix.x4 are:

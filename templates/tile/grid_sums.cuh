@@ -20,7 +20,7 @@
 // so a block reads blocks / GROUP + 1 numbers of a column, not one of every block. The groups' rows
 // are cleared, 64 columns at a time, by the last warp to have read them.
 #pragma once
-#include "prelude.cuh"
+#include "ptx/atomic.cuh"
 
 template <int COLUMNS>
 struct GridSums {
@@ -43,15 +43,13 @@ struct GridSums {
   }
 
   // The last block counts for those that are missing in its group.
-  // PTX ISA: red.relaxed.gpu.global.add.u64
   __device__ __forceinline__ void add(int column, uint2 numbers, int turn) const {
     const int behind = static_cast<int>(gridDim.x - blockIdx.x) - 1;
     if (turn > min(behind, GROUP - 1 - rank())) return;
     const u32 count = (turn > 0 || behind > 0 ? 1u : GROUP - rank()) << BITS;
     const u64 both = static_cast<u64>(count + numbers.y) << 32 | (count + numbers.x);
     const int row = turn > 0 ? groups() + blockIdx.x + turn : group();
-    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(word(row, column)), "l"(both)
-                 : "memory");
+    red_add_relaxed(word(row, column), both);
   }
 
   // x and y: over the blocks before, z and w: over all.
@@ -71,10 +69,10 @@ struct GridSums {
         seen[i] = {now, now}, earlier[i] = first + i < group();
       }
       do {
-        load(mine, own, (mine.x + missing) & (mine.y + missing));
+        load_relaxed_unless(mine, own, (mine.x + missing) & (mine.y + missing));
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i)
-          load(seen[i], source + i * COLUMNS * sizeof(u32), seen[i].x & seen[i].y);
+          load_relaxed_unless(seen[i], source + i * COLUMNS * sizeof(u32), seen[i].x & seen[i].y);
         full = (mine.x + missing) & (mine.y + missing);
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) full &= seen[i].x & seen[i].y;
@@ -85,38 +83,17 @@ struct GridSums {
         before.x += seen[i].x * earlier[i], before.y += seen[i].y * earlier[i];
       }
     }
-    if (rank() > 0) store_zeros(own);
+    if (rank() > 0) store_zeros_relaxed(own);
     return {(before.x + mine.x + missing) & (FULL - 1), (before.y + mine.y + missing) & (FULL - 1),
             all.x & (FULL - 1), all.y & (FULL - 1)};
   }
 
-  // PTX ISA: atom.relaxed.gpu.global.inc.u32
   __device__ __forceinline__ u32 leave(int chunk) const {
-    u32 left;
-    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
-                 : "=r"(left)
-                 : "l"(__cvta_generic_to_global(words + chunk)), "r"(gridDim.x - 1)
-                 : "memory");
-    return left;
+    return atom_inc_relaxed(words + chunk, gridDim.x - 1);
   }
   static __device__ __forceinline__ bool is_last(u32 left) { return left == gridDim.x - 1; }
   __device__ __forceinline__ void clear(int column) const {
 #pragma unroll 1
-    for (int row = 0; row < groups(); ++row) store_zeros(word(row, column));
-  }
-
- private:
-  // PTX ISA: st.relaxed.gpu
-  static __device__ __forceinline__ void store_zeros(size_t word) {
-    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %1};" ::"l"(word), "r"(0) : "memory");
-  }
-  // Where `full` is not FULL. Under a predicate, so that loads need not wait for one another.
-  // PTX ISA: ld.relaxed.gpu
-  static __device__ __forceinline__ void load(uint2& seen, size_t word, u32 full) {
-    asm volatile(
-        "{ .reg .pred needed; setp.ge.s32 needed, %3, 0;"
-        " @needed ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2]; }"
-        : "+r"(seen.x), "+r"(seen.y)
-        : "l"(word), "r"(full));
+    for (int row = 0; row < groups(); ++row) store_zeros_relaxed(word(row, column));
   }
 };

@@ -7,20 +7,16 @@
 //
 // The counter is 0 before the launch, and 0 again afterwards.
 #pragma once
-#include "prelude.cuh"
+#include "ptx/atomic.cuh"
 
 // Called by every thread of a block. What thread 0 wrote before is published; in the last block all
 // threads see what the thread 0 of every block of the group wrote. One atomic does both, which two
-// fences beside it would do as well, more slowly.                       PTX ISA: atom.acq_rel.inc
+// fences beside it would do as well, more slowly.
 __device__ __forceinline__ bool last_block(u32* counter, u32 blocks) {
   __shared__ bool is_last;
   if (threadIdx.x == 0) {
-    u32 before;
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                 : "=r"(before)
-                 : "l"(__cvta_generic_to_global(counter)), "r"(blocks - 1)
-                 : "memory");
-    is_last = before == blocks - 1;  // and the counter has wrapped to 0
+    is_last =
+        atom_inc_acq_rel(counter, blocks - 1) == blocks - 1;  // and the counter has wrapped to 0
   }
   __syncthreads();
   return is_last;

@@ -10,7 +10,7 @@
 //   xor 2     a+c+e+g in 0, 2, 4 and 6, b+d+f+h in 1, 3, 5 and 7
 //   xor 1     a+b+c+d+e+f+g+h in all eight
 #pragma once
-#include "prelude.cuh"
+#include "ptx/math.cuh"
 
 // PTX ISA: shfl.sync.bfly.b32
 template <int LANES>
@@ -35,18 +35,10 @@ struct Sum {
   __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
 };
 
-// NaN wins, as in torch; fmaxf would drop it.                              PTX ISA: max.NaN.f32
+// NaN wins, as in torch; fmaxf would drop it.
 struct MaxOrNaN {
   static __device__ __forceinline__ float identity() { return NEG_INFINITY; }
-  __device__ __forceinline__ float operator()(float a, float b) const {
-#if __CUDA_ARCH__ >= 800
-    float c;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-    return c;
-#else
-    return a > b || a != a ? a : b;
-#endif
-  }
+  __device__ __forceinline__ float operator()(float a, float b) const { return max_or_nan(a, b); }
 };
 
 // Over groups of `lanes` neighbours, a power of two up to 32: the same in each of them.

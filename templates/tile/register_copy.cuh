@@ -6,6 +6,7 @@
 //     multiply(this tile);         // hides their way
 //     next.store(shared);          // every warp must be done with what was there
 #pragma once
+#include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 #include "tile/tile_copy.cuh"
 

@@ -9,6 +9,7 @@
 // What lies past the end of the row reads as zero and is not written.
 #pragma once
 #include "ptx/math.cuh"
+#include "ptx/register_fence.cuh"
 
 template <typename T, int LANES_, int VECTORS_, int SIZE_, bool WIDE_>
 struct Row {
@@ -70,7 +71,7 @@ struct Row {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
 #pragma unroll
-      for (int w = 0; w < WORDS; ++w) asm volatile("" : "+r"(word(i, w)));
+      for (int w = 0; w < WORDS; ++w) register_fence(word(i, w));
   }
 
   // Vector i of `row` into vector `slot` of these.

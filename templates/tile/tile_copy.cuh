@@ -2,6 +2,7 @@
 // block.
 #pragma once
 #include "ptx/cp_async.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 #include "tile/row_order.cuh"
 #include "tile/swizzle.cuh"
@@ -27,64 +28,6 @@ __device__ __forceinline__ void scatter_chunk(T* target, uint4 value, int elemen
     if (i < elements)
       reinterpret_cast<unsigned short*>(target)[i] =
           static_cast<unsigned short>(words[i / 2] >> (i % 2 * 16));
-}
-
-// PTX ISA: st.global.v4.b32
-__device__ __forceinline__ void store_global_chunk(void* target, uint4 value) {
-  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(target), "r"(value.x), "r"(value.y),
-               "r"(value.z), "r"(value.w)
-               : "memory");
-}
-
-// PTX ISA: st.shared.b32
-__device__ __forceinline__ void store_shared_word(u32 address, u32 value) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
-// PTX ISA: ld.shared.b32
-__device__ __forceinline__ u32 load_shared_word(u32 address) {
-  u32 value;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
-}
-
-// PTX ISA: ld.shared.v2.f32
-__device__ __forceinline__ float2 load_shared_pair(u32 address) {
-  float2 pair;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-               : "=f"(pair.x), "=f"(pair.y)
-               : "r"(address)
-               : "memory");
-  return pair;
-}
-
-// PTX ISA: st.shared.v2.b32
-__device__ __forceinline__ void store_shared_pair(u32 address, u32 x, u32 y) {
-  asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(address), "r"(x), "r"(y) : "memory");
-}
-
-// PTX ISA: st.shared.v4.f32
-__device__ __forceinline__ void store_shared_floats(u32 address, const float (&x)[4]) {
-  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(x[0]), "f"(x[1]),
-               "f"(x[2]), "f"(x[3])
-               : "memory");
-}
-
-// PTX ISA: st.shared.v4.b32
-__device__ __forceinline__ void store_shared_chunk(u32 address, uint4 value) {
-  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(value.x), "r"(value.y),
-               "r"(value.z), "r"(value.w)
-               : "memory");
-}
-
-// PTX ISA: ld.shared.v4.b32
-__device__ __forceinline__ uint4 load_shared_chunk(u32 address) {
-  uint4 value;
-  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "r"(address)
-               : "memory");
-  return value;
 }
 
 // Rows at or past `rows_left` and columns at or past `columns_left` become zero.

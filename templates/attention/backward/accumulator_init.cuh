@@ -5,12 +5,13 @@
 // Keys stand in tiles in the order of tile/row_order.cuh, so that a lane reads runs of them; they are
 // asked for a tile ahead, and wait in registers as they are.
 #pragma once
+#include "ptx/register_fence.cuh"
+#include "ptx/special_registers.cuh"
+#include "tile/reduce.cuh"
+#include "tile/row_order.cuh"
 #include "attention/backward/mma.cuh"
 #include "attention/features.cuh"
 #include "attention/key_block.cuh"
-#include "tile/reduce.cuh"
-#include "ptx/special_registers.cuh"
-#include "tile/row_order.cuh"
 
 // Which scores a lane has of D fragments whose keys stand in runs: [M][N][4] as in ptx/mma.cuh.
 template <bool KEYS_ARE_ROWS, int M, int N>

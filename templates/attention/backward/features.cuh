@@ -1,10 +1,12 @@
 // Forms of attention (attention/features.cuh) in its backward: final scores in natural units, and
 // their slopes d(final) / d(scaled) where a rule is curved.
 #pragma once
-#include "attention/backward/mma.cuh"
-#include "attention/features.cuh"
-#include "attention/backward/padded_rows.cuh"
+#include "ptx/math.cuh"
+#include "ptx/register_fence.cuh"
 #include "tile/reduce.cuh"
+#include "attention/backward/mma.cuh"
+#include "attention/backward/padded_rows.cuh"
+#include "attention/features.cuh"
 
 // The rules of one head; Mod is the user's score with its derivative. Sinks are in lse alone.
 template <bool SOFTCAP, bool EXACT, bool SCORE_MOD, bool ALIBI, typename Mod>
@@ -106,7 +108,7 @@ __device__ __forceinline__ void final_scores(float (&s)[M][N][4], float (&slopes
         if constexpr (ADDED) x = hidden ? NEG_INFINITY : x + added[m][n][i];
         if constexpr (CURVED) slopes[m][n][i] = hidden ? 0.f : slope;
       }
-      asm volatile("" ::: "memory");  // so many loads at a time
+      compiler_fence();  // so many loads at a time
     }
 }
 

@@ -4,7 +4,6 @@
 // What stands for scores goes from the first kind of product to the second through shared memory,
 // within a warp. Rows of tiles are 4 banks apart (see tile/tile_fp32.cuh).
 #pragma once
-#include "ptx/math.cuh"
 #include "tile/tile_fp32.cuh"
 
 constexpr int LANES = 16;

@@ -8,8 +8,12 @@
 //              that their probabilities are 2^-inf = 0
 //   delta      sum over the row of dout * o, less the gradient of lse; 0 past the end
 #pragma once
-#include "attention/mma.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/mma.cuh"
 #include "attention/backward/padded_rows.cuh"
+#include "attention/mma.cuh"
 
 // Two neighbouring D fragments in 16 bits: an A fragment of the next product.
 template <typename T>

@@ -5,25 +5,16 @@
 //
 // The order in which blocks come is not fixed, and so the last bits are not either.
 #pragma once
-#include "attention/backward/mma.cuh"
+#include "ptx/atomic.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
 #include "ptx/special_registers.cuh"
+#include "attention/backward/mma.cuh"
 
 // The place of this lane's four floats of the block at 16 * row_block, 8 * column_block.
 __device__ __forceinline__ i64 fragment_place(i64 row_block, int column_block, int column_blocks,
                                               int lane) {
   return ((row_block * column_blocks + column_block) * WARP_SIZE + lane) * 4;
-}
-
-// PTX ISA: red.global.add, .v4.f32 from sm_90
-__device__ __forceinline__ void add_fragment(float* sum, const float (&d)[4]) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(sum), "f"(d[0]), "f"(d[1]),
-               "f"(d[2]), "f"(d[3])
-               : "memory");
-#else
-#pragma unroll
-  for (int i = 0; i < 4; ++i) atomicAdd(sum + i, d[i]);
-#endif
 }
 
 // This warp's part of dQ += dS K of a tile of queries. `sums` are those of the tile. dS lies
@@ -58,8 +49,8 @@ __device__ __forceinline__ void add_dq(float* sums, u32 ds_tile, u32 k_tile) {
 #pragma unroll
       for (int n = 0; n < PART; ++n) {
         const int column_block = (first + n) / 2 * 2 * TURNS + 2 * turn + n % 2;
-        add_fragment(sums + fragment_place(row_block + m, column_block, KTile::COLUMNS / 8, lane),
-                     acc[m][n]);
+        red_add_floats(sums + fragment_place(row_block + m, column_block, KTile::COLUMNS / 8, lane),
+                       acc[m][n]);
       }
   }
 }

@@ -4,8 +4,10 @@
 // makes that known to the whole GPU, which is several round trips to L2, the other has the next tile.
 #pragma once
 #include "ptx/bulk.cuh"
-#include "tile/tile_copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
 #include "tile/ordered.cuh"
+#include "tile/tile_copy.cuh"
 
 // One thread's copies of a part of dQ: 64 rows of which each warp has 16, `columns` of HEAD_DIM.
 template <int HEAD_DIM, int COLUMNS>
@@ -37,7 +39,7 @@ __device__ __forceinline__ void copy_in_turns(const Barriers& barriers, u32* tur
     const int index = load_shared_word(about + 12);
     if (index < 0) break;
     const int rank = load_shared_word(about + 16), others = load_shared_word(about + 20);
-    turn_wait(turns + index, rank);
+    ordered_wait(turns + index, rank);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       mbarrier_wait(barriers.dq_full(copier, part), parity);
@@ -49,6 +51,6 @@ __device__ __forceinline__ void copy_in_turns(const Barriers& barriers, u32* tur
       bulk_wait_read(), mbarrier_arrive(barriers.dq_empty(1));
     }
     bulk_wait();
-    turn_done(turns + index, others);
+    ordered_done(turns + index, others);
   }
 }

@@ -1,11 +1,14 @@
 // dQ in attention's backward on Hopper: the warpgroup that multiplies dS K of all keys of a block, a
 // tile of queries behind those that make dS, and adds it to sums in L2.
 #pragma once
-#include "attention/backward_sm90/products.cuh"
-#include "attention/backward_sm90/sums.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/tma.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/proxy_fence.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/ring.cuh"
+#include "attention/backward_sm90/products.cuh"
+#include "attention/backward_sm90/sums.cuh"
 
 // Way: BackwardOperands, and where and how. dQ of a tile is multiplied in PARTS of 64 queries and 64
 // columns, ACROSS of them beside each other; it waits at AT in STAGES parts, of which each warp has

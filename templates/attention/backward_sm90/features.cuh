@@ -3,11 +3,16 @@
 // that loads tiles works it out and notes it for all others (attention/backward_sm90/loads.cuh), so that nobody else
 // knows of bands and sequences.
 #pragma once
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/register_fence.cuh"
+#include "tile/ring.cuh"
 #include "attention/backward_sm90/features_schedule.cuh"
 #include "attention/backward_sm90/loads.cuh"
 #include "attention/backward_sm90/mask.cuh"
-#include "attention/backward_sm90/tile.cuh"
 #include "attention/backward_sm90/tensor_rows.cuh"
+#include "attention/backward_sm90/tile.cuh"
 
 // What the others are told of a block of keys, beside what BackwardTile has: words in shared memory.
 //
@@ -64,7 +69,7 @@ template <typename T, int STEPS>
 __device__ __forceinline__ void capped_differentials(u32 (&ds)[STEPS][4], const u32 (&p)[STEPS][4],
                                                      const float (&dp)[1][2 * STEPS][4],
                                                      u32 lane_lse, float softcap) {
-  asm volatile("" : "+f"(softcap));  // computed here again, as registers have no room for it
+  register_fence(softcap);  // computed here again, as registers have no room for it
   const float rate = inverse_fast(softcap * LOG2E);
   const auto slope = [&](float probability, float lse) {
     const float x = fmaxf((log2_fast(probability) + lse) * rate, -1.f);  // -1 where P is 0

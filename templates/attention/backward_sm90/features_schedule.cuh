@@ -18,8 +18,9 @@
 // another. So several heads are drawn from abreast, and few blocks of one begin at a time. Causal
 // blocks with little to do come first in a and last in B, which evens out when thread blocks end.
 #pragma once
-#include "attention/features.cuh"
+#include "ptx/register_fence.cuh"
 #include "attention/backward/padded_rows.cuh"
+#include "attention/features.cuh"
 
 template <int BLOCK_Q_, int BLOCK_K_, bool ORDERED_, bool PACKED_, bool ALIBI_ = false,
           bool MASK_ = false>
@@ -61,7 +62,7 @@ struct FormSizes {
   // The same, but what follows from it is computed again, and not kept in registers until then.
   __device__ __forceinline__ FormSizes again() const {
     FormSizes made = *this;
-    asm volatile("" : "+r"(made.group_size), "+r"(made.seqlen_k), "+r"(made.seqlen_q));
+    register_fence(made.group_size, made.seqlen_k, made.seqlen_q);
     return made;
   }
 

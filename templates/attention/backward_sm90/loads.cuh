@@ -1,9 +1,13 @@
 // Threads of attention's backward: one loads tiles of Q and dO, with what their rows bring along, and
 // notes for all others what each tile is; one loads K and V.
 #pragma once
-#include "attention/backward_sm90/queue.cuh"
 #include "ptx/bulk.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/tma.cuh"
+#include "tile/ring.cuh"
+#include "tile/tma_tile.cuh"
+#include "attention/backward_sm90/queue.cuh"
 
 // Where rings of tiles lie in shared memory.
 template <typename Tile, int BLOCK_Q_, int Q_STAGES_, int Q_OFFSET, int DO_STAGES_, int DO_OFFSET,

@@ -6,6 +6,7 @@
 //
 // So a block of keys beside a tile is a run of bytes, which travels with what rows bring along.
 #pragma once
+#include "ptx/memory.cuh"
 #include "tile/tile_copy.cuh"
 
 template <int BLOCK_Q, int BLOCK_K>

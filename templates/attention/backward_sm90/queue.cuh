@@ -1,8 +1,11 @@
 // How the pieces of work of a thread block go from the thread that loads tiles to all others: their
 // numbers, two at a time (see attention/backward_sm90/barriers.cuh).
 #pragma once
-#include "attention/backward_sm90/schedule.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "tile/ring.cuh"
 #include "tile/tile_copy.cuh"
+#include "attention/backward_sm90/schedule.cuh"
 
 // The thread that loads notes for itself, for want of registers: its piece of work, how many pieces
 // there were and the last one's number, and where it is.

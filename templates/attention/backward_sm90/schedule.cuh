@@ -25,7 +25,7 @@
 // are visited, member), and each thread block's visits are in that order: all that is needed is that
 // thread blocks run at the same time.
 #pragma once
-#include "prelude.cuh"
+#include "ptx/register_fence.cuh"
 
 template <int BLOCK_Q, int BLOCK_K, bool ORDERED>
 struct BackwardSizes {
@@ -36,7 +36,7 @@ struct BackwardSizes {
   // The same, but what follows from it is computed again, and not kept in registers until then.
   __device__ __forceinline__ BackwardSizes again() const {
     BackwardSizes made = *this;
-    asm volatile("" : "+r"(made.seqlen_q), "+r"(made.seqlen_k), "+r"(made.rounds));
+    register_fence(made.seqlen_q, made.seqlen_k, made.rounds);
     return made;
   }
 

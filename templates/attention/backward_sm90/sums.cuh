@@ -3,8 +3,10 @@
 // the copy engine. Where there is an order, the first one to come stores instead of adding: nobody
 // has to set sums to 0.
 #pragma once
-#include "attention/backward/sum_fragments.cuh"
+#include "ptx/atomic.cuh"
+#include "ptx/memory.cuh"
 #include "tile/tile_copy.cuh"
+#include "attention/backward/sum_fragments.cuh"
 
 // A warp's fragments to its part of `staging`.
 template <int N>
@@ -17,5 +19,5 @@ __device__ __forceinline__ void stage_fragments(u32 staging, const float (&d)[1]
 template <int N>
 __device__ __forceinline__ void give_sums(float* sums, const float (&d)[1][N][4], int lane) {
 #pragma unroll
-  for (int n = 0; n < N; ++n) add_fragment(sums + (n * WARP_SIZE + lane) * 4, d[0][n]);
+  for (int n = 0; n < N; ++n) red_add_floats(sums + (n * WARP_SIZE + lane) * 4, d[0][n]);
 }

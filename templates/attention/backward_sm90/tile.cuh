@@ -4,6 +4,7 @@
 // shared memory, one float after the other.
 #pragma once
 #include "ptx/math.cuh"
+#include "ptx/memory.cuh"
 #include "tile/quad_transpose.cuh"
 #include "tile/swizzle.cuh"
 #include "tile/tile_copy.cuh"

@@ -2,8 +2,8 @@
 // tokens, or a whole sequence in one page without a table.
 #pragma once
 #include "ptx/cp_async.cuh"
-#include "kv/place.cuh"
 #include "tile/swizzle.cuh"
+#include "kv/place.cuh"
 
 // The pages of one sequence.
 struct PageList {

@@ -1,8 +1,8 @@
 // Forms of attention in decoding, where a lane's two rows of a tile are of two heads or tokens and
 // have a set of rules (attention/score.cuh) each.
 #pragma once
-#include "attention/features.cuh"
 #include "attention/decode/rows.cuh"
+#include "attention/features.cuh"
 
 // Of rows `row` and `row` + 8 the new token and the query head; beyond the last row those of the last.
 struct LaneRows {

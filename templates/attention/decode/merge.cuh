@@ -2,9 +2,12 @@
 // way of shared memory, then those of several blocks, by way of device memory. A part is a row's
 // output and the log2 of its sum of exponentials; parts are added in one order, always.
 #pragma once
+#include "ptx/cp_async.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "tile/reduce.cuh"
 #include "attention/mma.cuh"
 #include "kv/place.cuh"
-#include "tile/reduce.cuh"
 
 constexpr int WARP_ROWS = 16;
 

@@ -13,6 +13,9 @@
 //            columns 16n + 0, 2, 4 … 14 and 16n + 1, 3, 5 … 15, of which lane t has 4t, 4t+2 and
 //            4t+1, 4t+3.
 #pragma once
+#include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
+#include "ptx/mma.cuh"
 #include "attention/mma.cuh"
 #include "kv/storage.cuh"
 

@@ -1,7 +1,9 @@
 // Query rows of decoding: new token i of a KV head's g-th query head is row i * group_size + g.
 #pragma once
-#include "attention/decode/quantized.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
 #include "attention/decode/merge.cuh"
+#include "attention/decode/quantized.cuh"
 
 struct QueryRows {
   int group_size, tokens, kv_heads;

@@ -1,9 +1,10 @@
 // The way out of a tile of attention on Hopper.
 #pragma once
+#include "ptx/math.cuh"
+#include "ptx/proxy_fence.cuh"
+#include "ptx/stmatrix.cuh"
 #include "tile/fragment.cuh"
 #include "attention/online_softmax.cuh"
-#include "ptx/stmatrix.cuh"
-#include "ptx/tma.cuh"
 
 // finish_rows (attention/mma.cuh) of a warp's 16 rows by stmatrix: an instruction for every sixteen
 // columns instead of four. Its first lane may have TMA store them.

@@ -3,6 +3,10 @@
 // A thread each for Q and K, for V, for bias and mask, in warps of their own. Packed tiles (VARLEN)
 // may have to be cut, which takes the whole warp where else a thread asks for them.
 #pragma once
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "tile/ring.cuh"
+#include "tile/tma_tile.cuh"
 #include "attention/sm90/work.cuh"
 
 // All tiles of queries, and the counter they are drawn from.

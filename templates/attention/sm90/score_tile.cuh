@@ -6,8 +6,10 @@
 // keys at c ^ (r / 2 % 4), as in tile/swizzle.cuh. A warp that reads the two keys of each of its lanes'
 // fragments (see ptx/mma.cuh) meets each bank once.
 #pragma once
-#include "attention/score.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/tma.cuh"
+#include "attention/score.cuh"
 
 template <typename T, int ROWS_, int KEYS>
 struct ScoreTile {
@@ -31,17 +33,6 @@ __device__ __forceinline__ void tma_load_scores(u32 shared, const TensorMap& map
   for (int panel = 0; panel < Tile::PANELS; ++panel)
     tma_load(shared + panel * Tile::PANEL_BYTES, map, barrier, key + panel * Tile::PANEL_COLUMNS,
              row, head, batch);
-}
-
-// PTX ISA: ld.shared
-__device__ __forceinline__ void load_shared(u16& word, u32 address) {
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(word) : "r"(address) : "memory");
-}
-__device__ __forceinline__ void load_shared(u32& word, u32 address) {
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
-}
-__device__ __forceinline__ void load_shared(u64& word, u32 address) {
-  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(word) : "r"(address) : "memory");
 }
 
 // Which tile of scores is being worked on: where its arrays are, its first row and key.

@@ -6,6 +6,7 @@
 //
 //   x * (1 + u (C1 + u (C2 + u (C3 + u C4)))),  u = (x / cap)^2       the least greatest error
 #pragma once
+#include "ptx/register_fence.cuh"
 #include "attention/score.cuh"
 
 struct SoftCapOfWarp : SoftCap<false> {
@@ -25,7 +26,7 @@ struct SoftCapOfWarp : SoftCap<false> {
       for (int i = 0; i < 4; ++i) top[i] = fmaxf(top[i], fabsf(s[0][n][i]));
     const float most = fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
     float rate = inverse;
-    asm volatile("" : "+f"(rate));  // what follows from it stays in no register from tile to tile
+    register_fence(rate);  // what follows from it stays in no register from tile to tile
     if (__any_sync(FULL_MASK, most * rate > (rate < LARGEST ? SMALL : -1.f))) {
 #pragma unroll
       for (int n = 0; n < N; ++n) apply(s[0][n], 0, 0);

@@ -10,6 +10,9 @@
 // What is saved is a comparison a score, on a pipe of half the rate, and the wait for the last one
 // before the first exponential can be taken.
 #pragma once
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/special_registers.cuh"
 #include "attention/mma.cuh"
 
 constexpr float LOWEST_MAX = -1e38f;  // so that nothing is subtracted from -inf
@@ -57,8 +60,7 @@ template <typename T, typename Rings, int N>
 __device__ __forceinline__ void multiply_again(float (&s)[1][N][4], u32 q_tile, int row,
                                                u32 k_tile) {
   using QTile = typename Rings::QTile;
-  int lane;  // read anew: no register is kept for what almost never runs
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  const int lane = lane_index_again();  // no register is kept for what almost never runs
   const FragmentReader<QTile, BlockOrder::ROW_MAJOR> q_reader(lane);
   const FragmentReader<typename Rings::KTile, BlockOrder::COL_MAJOR> k_reader(lane);
 #pragma unroll

@@ -1,8 +1,13 @@
 // Which tile of queries the warpgroups of an attention kernel on Hopper work on, and the mbarriers
 // at which they meet: rings of Q, K and V, and the pieces of work that have been announced.
 #pragma once
-#include "tile/tile_copy.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/proxy_fence.cuh"
 #include "ptx/tma.cuh"
+#include "tile/ring.cuh"
+#include "tile/tile_copy.cuh"
+#include "tile/tma_tile.cuh"
 
 constexpr int SLOTS = 2;  // pieces of work that have been announced
 
