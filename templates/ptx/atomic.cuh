@@ -5,7 +5,7 @@
 //   release   what this thread wrote before is seen by whoever acquires the word
 //   acquire   what was written before a release of the word is seen by this thread afterwards
 //
-// `inc` counts up to `last` and then begins again at 0, so that a counter needs no clearing.
+// `inc` counts modulo `count`: after so many the counter is 0 again, and needs no clearing.
 // PTX ISA: memory consistency model
 #pragma once
 #include "prelude.cuh"
@@ -28,28 +28,28 @@ __device__ __forceinline__ void red_add_floats(float* sum, const float (&d)[4]) 
 }
 
 // PTX ISA: red.release.gpu.inc
-__device__ __forceinline__ void red_inc_release(u32* counter, u32 last) {
+__device__ __forceinline__ void red_inc_release(u32* counter, u32 count) {
   asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(counter)),
-               "r"(last)
+               "r"(count - 1)
                : "memory");
 }
 
 // PTX ISA: atom.relaxed.gpu.global.inc.u32
-__device__ __forceinline__ u32 atom_inc_relaxed(u32* counter, u32 last) {
+__device__ __forceinline__ u32 atom_inc_relaxed(u32* counter, u32 count) {
   u32 before;
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
                : "=r"(before)
-               : "l"(__cvta_generic_to_global(counter)), "r"(last)
+               : "l"(__cvta_generic_to_global(counter)), "r"(count - 1)
                : "memory");
   return before;
 }
 
 // PTX ISA: atom.acq_rel.gpu.global.inc.u32
-__device__ __forceinline__ u32 atom_inc_acq_rel(u32* counter, u32 last) {
+__device__ __forceinline__ u32 atom_inc_acq_rel(u32* counter, u32 count) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                : "=r"(before)
-               : "l"(__cvta_generic_to_global(counter)), "r"(last)
+               : "l"(__cvta_generic_to_global(counter)), "r"(count - 1)
                : "memory");
   return before;
 }

@@ -89,7 +89,7 @@ struct GridSums {
   }
 
   __device__ __forceinline__ u32 leave(int chunk) const {
-    return atom_inc_relaxed(words + chunk, gridDim.x - 1);
+    return atom_inc_relaxed(words + chunk, gridDim.x);
   }
   static __device__ __forceinline__ bool is_last(u32 left) { return left == gridDim.x - 1; }
   __device__ __forceinline__ void clear(int column) const {

@@ -21,5 +21,5 @@ __device__ __forceinline__ void ordered_wait(const u32* counter, u32 rank) {
 
 __device__ __forceinline__ void ordered_done(u32* counter, u32 all) {
   proxy_fence_global();
-  red_inc_release(counter, all - 1);
+  red_inc_release(counter, all);
 }
