@@ -114,51 +114,6 @@ struct DQWay : Operands {  // see attention/backward_sm90/dq_products.cuh
 using Rings = BackwardRings<QTile, BLOCK_Q, Q_STAGES, Q_OFFSET, DO_STAGES, DO_OFFSET, Q_STAGE,
                             ROWS_OFFSET, ROWS_STAGE, MASK_BYTES>;
 
-// D[64 x BLOCK_Q] (+)= A[64 x 16] B[BLOCK_Q x 16]^T.                PTX ISA: wgmma.mma_async
-__device__ __forceinline__ void product_keys(float (&d)[1][BLOCK_Q / 8][4], u64 a, u64 b, int add) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, ${keys_add}, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n${block_q}k16.f32.${ptx_type}.${ptx_type} "
-      "{${keys_registers}}, ${keys_a}, ${keys_b}, add, 1, 1, 0, 0;\n"
-      "}"
-      : ${keys_operands}
-      : "l"(a), "l"(b), "r"(add));
-}
-
-// D[64 x HEAD_DIM] += A[64 x 16] B[16 x HEAD_DIM], A from registers.
-__device__ __forceinline__ void product_sum(float (&d)[1][HEAD_DIM / 8][4], const u32 (&a)[4],
-                                            u64 b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n${head_dim}k16.f32.${ptx_type}.${ptx_type} "
-      "{${sum_registers}}, {${sum_a}}, ${sum_b}, 1, 1, 1, 1;"
-      : ${sum_operands}
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-// The same, A[64 x 16] from shared memory.
-__device__ __forceinline__ void product_shared(float (&d)[1][HEAD_DIM / 8][4], u64 a, u64 b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n${head_dim}k16.f32.${ptx_type}.${ptx_type} "
-      "{${shared_sum_registers}}, ${shared_sum_a}, ${shared_sum_b}, 1, 1, 1, 0, 1;"
-      : ${shared_sum_operands}
-      : "l"(a), "l"(b));
-}
-
-// D[64 x DQ_COLUMNS] (+)= A[16 x 64]^T B[16 x DQ_COLUMNS].
-__device__ __forceinline__ void product_dq(float (&d)[1][CHUNKS][4], u64 a, u64 b, int add) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, ${dq_add}, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.${ptx_type}.${ptx_type} "
-      "{${dq_list}}, ${dq_a}, ${dq_b}, add, 1, 1, 1, 1;\n"
-      "}"
-      : ${dq_operands}
-      : "l"(a), "l"(b), "r"(add));
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backward_sm90(
     const __grid_constant__ TensorMap q_map,     // q, dout [batch, heads_q, seqlen_q, head_dim],
     const __grid_constant__ TensorMap dout_map,  // BLOCK_Q rows; all boxes are 64 columns wide
@@ -289,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     wgmma_fence();
     {
       float s[1][BLOCK_Q / 8][4];
-      issue_keys<Operands, product_keys, false>(s, k_operand, q_operand);
+      issue_keys<elem_t, Operands, false>(s, k_operand, q_operand);
       look_ahead(0);
       wgmma_wait<0>();
       take_scores(s, 0);
@@ -313,8 +268,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         register_fence(p);
         register_fence(dp[0]);
         wgmma_fence();
-        issue_keys<Operands, product_keys, true>(dp, v_operand, do_tile);
-        issue_sum<product_sum>(dv_sum, p, do_tile);
+        issue_keys<elem_t, Operands, true>(dp, v_operand, do_tile);
+        issue_sum<elem_t>(dv_sum, p, do_tile);
         last = ends;
         if (last) {
           more = next_work() < sizes.works();
@@ -348,16 +303,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         wgmma_fence();
         float s[1][BLOCK_Q / 8][4];
         const u64 q_tile = q_operand + stage * (Q_STAGE >> 4);
-        issue_keys<Operands, product_keys, false>(s, k_operand + taken % 2 * (K_STAGE >> 4),
-                                                  q_operand + next.stage * (Q_STAGE >> 4));
-        if constexpr (!DS_SHARED) issue_sum<product_sum>(dk_sum, ds, q_tile);
+        issue_keys<elem_t, Operands, false>(s, k_operand + taken % 2 * (K_STAGE >> 4),
+                                            q_operand + next.stage * (Q_STAGE >> 4));
+        if constexpr (!DS_SHARED) issue_sum<elem_t>(dk_sum, ds, q_tile);
         proxy_fence();
         if (DS_SHARED) named_barrier_wait_aligned<128>(1 + warpgroup);
         __syncwarp();
         if (signals) mbarrier_arrive(barriers.ds_full(ds_ring.stage));
         if constexpr (DS_SHARED)
-          issue_shared_sum<Operands, product_shared>(
-              dk_sum, ds_operand + (ds_ring.stage * DS_STAGE >> 4), q_tile);
+          issue_shared_sum<elem_t, Operands>(dk_sum, ds_operand + (ds_ring.stage * DS_STAGE >> 4),
+                                             q_tile);
         if (!DS_SHARED && last) store(dv, dv_strides, head_dim_v, dv_sum, 1.f, tile_number);
         look_ahead(step_number);
 
@@ -378,8 +333,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     }
   } else if (warpgroup == 2) {
     fewer_registers<DQ_REGISTERS>();  // ---- dQ
-    multiply_dq<DQWay, product_dq>(barriers, shared, sizes, next_work, works_taken, step_number,
-                                   dq_sum, lane, warp, threadIdx.x == 2 * WARPGROUP);
+    multiply_dq<elem_t, DQWay>(barriers, shared, sizes, next_work, works_taken, step_number, dq_sum,
+                               lane, warp, threadIdx.x == 2 * WARPGROUP);
   } else {
     fewer_registers<COPY_REGISTERS>();
     if (warp == 0 && signals) {

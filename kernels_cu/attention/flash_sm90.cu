@@ -106,29 +106,6 @@ using Rings = AttentionRings<BLOCK_Q, BLOCK_K, HEAD_DIM, HEAD_DIM_V, Q_STAGES, K
                              GUARD, SCORE_STAGES, SCORE_BYTES>;
 using OTile = Rings::OTile;
 
-// S[64 x BLOCK_K] (+)= Q[64 x 16] K[BLOCK_K x 16]^T.                 PTX ISA: wgmma.mma_async
-__device__ __forceinline__ void product_qk(float (&d)[1][BLOCK_K / 8][4], u64 q, u64 k, int add) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, ${qk_add}, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n${block_k}k16.f32.${ptx_type}.${ptx_type} "
-      "{${qk_registers}}, ${qk_q}, ${qk_k}, add, 1, 1, 0, 0;\n"
-      "}"
-      : ${qk_operands}
-      : "l"(q), "l"(k), "r"(add));
-}
-
-// O[64 x HEAD_DIM_V] += P[64 x 16] V[16 x HEAD_DIM_V], P from registers.
-__device__ __forceinline__ void product_pv(float (&d)[1][HEAD_DIM_V / 8][4], const u32 (&p)[4],
-                                           u64 v) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n${head_dim_v}k16.f32.${ptx_type}.${ptx_type} "
-      "{${pv_registers}}, {${pv_p}}, ${pv_v}, 1, 1, 1, 1;"
-      : ${pv_operands}
-      : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v));
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const __grid_constant__ TensorMap q_map,  // q [batch, heads_q, seqlen_q, head_dim], boxes of
     const __grid_constant__ TensorMap k_map,  // BLOCK_Q rows; k [batch, heads_kv, seqlen_k,
@@ -244,8 +221,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const auto issue_scores = [&](int q_stage) {
       mbarrier_wait(barriers.k_full(k_place.stage), k_place.parity);
       wgmma_fence();
-      issue_qk<Rings, QK_STEPS, product_qk>(s, q_operand + q_stage * (Rings::Q_STAGE >> 4),
-                                            k_operand + k_place.stage * (Rings::K_STAGE >> 4));
+      issue_qk<elem_t, Rings, QK_STEPS>(s, q_operand + q_stage * (Rings::Q_STAGE >> 4),
+                                        k_operand + k_place.stage * (Rings::K_STAGE >> 4));
     };
     const auto release_k = [&] {
       if (signals) mbarrier_arrive(barriers.k_empty(k_place.stage));
@@ -346,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         issue_scores(q_stage);
         mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
         wgmma_fence();
-        issue_pv<product_pv>(acc, p, v_operand + v_place.stage * (Rings::V_STAGE >> 4));
+        issue_pv<elem_t>(acc, p, v_operand + v_place.stage * (Rings::V_STAGE >> 4));
         turns.pass();
         wgmma_wait<1>();
         //% if optimistic
@@ -371,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       register_fence(p);
       register_fence(acc[0]);
       wgmma_fence();
-      issue_pv<product_pv>(acc, p, v_operand + v_place.stage * (Rings::V_STAGE >> 4));
+      issue_pv<elem_t>(acc, p, v_operand + v_place.stage * (Rings::V_STAGE >> 4));
       if (AHEAD) first_scores();
       next = take_work();
       wgmma_wait<AHEAD ? 1 : 0>();

@@ -15,8 +15,7 @@
 __device__ __forceinline__ bool last_block(u32* counter, u32 blocks) {
   __shared__ bool is_last;
   if (threadIdx.x == 0) {
-    is_last =
-        atom_inc_acq_rel(counter, blocks) == blocks - 1;  // and the counter has wrapped to 0
+    is_last = atom_inc_acq_rel(counter, blocks) == blocks - 1;  // and the counter has wrapped to 0
   }
   __syncthreads();
   return is_last;

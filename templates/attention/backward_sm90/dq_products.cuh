@@ -6,6 +6,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/proxy_fence.cuh"
 #include "ptx/wgmma.cuh"
+#include "ptx/wgmma_products.cuh"
 #include "tile/ring.cuh"
 #include "attention/backward_sm90/products.cuh"
 #include "attention/backward_sm90/sums.cuh"
@@ -13,8 +14,8 @@
 // Way: BackwardOperands, and where and how. dQ of a tile is multiplied in PARTS of 64 queries and 64
 // columns, ACROSS of them beside each other; it waits at AT in STAGES parts, of which each warp has
 // its own, until the copy engine has added it, or is added from registers (DIRECT). DETERMINISTIC:
-// other threads start the copies, in a fixed order, and who leads tells them. PRODUCT: D[64 x 64] (+)= A[16 x 64]^T B[16 x 64].
-template <typename Way, auto PRODUCT, typename Barriers, typename Sizes, typename NextWork>
+// other threads start the copies, in a fixed order, and who leads tells them.
+template <typename T, typename Way, typename Barriers, typename Sizes, typename NextWork>
 __device__ __forceinline__ void multiply_dq(const Barriers& barriers, u32 shared,
                                             const Sizes& sizes, const NextWork& next_work,
                                             int& works_taken, int& step_number, float* dq_sum,
@@ -44,8 +45,9 @@ __device__ __forceinline__ void multiply_dq(const Barriers& barriers, u32 shared
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < K_STEPS; ++step)
-          PRODUCT(dq, ds_tile + (block * DSTile::PANEL_BYTES + step * 2048 >> 4),
-                  k_operand + (panel * KTile::PANEL_BYTES + step * 2048 >> 4), step > 0);
+          wgmma_shared<T, true, true>(
+              dq[0], ds_tile + (block * DSTile::PANEL_BYTES + step * 2048 >> 4),
+              k_operand + (panel * KTile::PANEL_BYTES + step * 2048 >> 4), step > 0);
         wgmma_commit();
         wgmma_wait<0>();
         __syncwarp();  // lanes have read what the tile is

@@ -1,7 +1,8 @@
 // The products of attention's backward by wgmma, over the steps of a tile; whoever calls has fenced,
-// and waits. PRODUCT is one step, 16 deep.
+// and waits. A step is 16 deep.
 #pragma once
 #include "ptx/wgmma.cuh"
+#include "ptx/wgmma_products.cuh"
 
 // Tiles in shared memory that products read, in panels of 64 columns.
 template <typename KTile_, typename QTile_, typename DSTile_>
@@ -12,32 +13,35 @@ struct BackwardOperands {
 };
 
 // S^T, or dP^T added to d: both operands have HEAD_DIM columns.
-template <typename Of, auto PRODUCT, bool ADDED, int N>
+template <typename T, typename Of, bool ADDED, int N>
 __device__ __forceinline__ void issue_keys(float (&d)[1][N][4], u64 keys, u64 queries) {
 #pragma unroll
   for (int step = 0; step < Of::KTile::COLUMNS / 16; ++step) {
     const int panel = step / 4, within = step % 4 * 2;  // 32 bytes a step, in units of 16
-    PRODUCT(d, keys + (panel * Of::KTile::PANEL_BYTES >> 4) + within,
-            queries + (panel * Of::QTile::PANEL_BYTES >> 4) + within, ADDED || step > 0);
+    wgmma_shared<T, false, false>(d[0], keys + (panel * Of::KTile::PANEL_BYTES >> 4) + within,
+                                  queries + (panel * Of::QTile::PANEL_BYTES >> 4) + within,
+                                  ADDED || step > 0);
   }
   wgmma_commit();
 }
 
 // dV or dK, A from registers.
-template <auto PRODUCT, int N, int STEPS>
+template <typename T, int N, int STEPS>
 __device__ __forceinline__ void issue_sum(float (&d)[1][N][4], const u32 (&a)[STEPS][4], u64 b) {
 #pragma unroll
-  for (int step = 0; step < STEPS; ++step) PRODUCT(d, a[step], b + step * (2048 >> 4));
+  for (int step = 0; step < STEPS; ++step)
+    wgmma_registers<T, true>(d[0], a[step], b + step * (2048 >> 4));
   wgmma_commit();
 }
 
 // dK, with dS^T in shared memory.
-template <typename Of, auto PRODUCT, int N>
+template <typename T, typename Of, int N>
 __device__ __forceinline__ void issue_shared_sum(float (&d)[1][N][4], u64 a, u64 b) {
 #pragma unroll
   for (int step = 0; step < Of::DSTile::COLUMNS / 16; ++step) {
     const int panel = step / 4, within = step % 4 * 2;  // 32 bytes a step, in units of 16
-    PRODUCT(d, a + (panel * Of::DSTile::PANEL_BYTES >> 4) + within, b + step * (2048 >> 4));
+    wgmma_shared<T, false, true>(d[0], a + (panel * Of::DSTile::PANEL_BYTES >> 4) + within,
+                                 b + step * (2048 >> 4), 1);
   }
   wgmma_commit();
 }
