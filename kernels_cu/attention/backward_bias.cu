@@ -42,14 +42,11 @@ constexpr bool SEEDED = ${seeded};  // sums of products start from bias and mask
 constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see attention/score.cuh
 constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
 
-// The caller's expression of one score, and what he gave for it to read.
-struct ScoreMod {
-  int b, h, seqlen_q, seqlen_k${score_fields};
-
-  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
-    return ${score_mod};
-  }
-};
+// The caller's expression of one score, its derivative, and what they read.
+#define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
+#define SCORE_EXPRESSION (${score_mod})
+#define SCORE_DERIVATIVE (${score_mod_grad})
+#include "attention/score_mod.cuh"
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int ROWS_A_WARP = BLOCK_Q / NUM_WARPS, M_BLOCKS = ROWS_A_WARP / 16;

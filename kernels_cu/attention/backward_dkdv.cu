@@ -65,17 +65,11 @@ constexpr bool RULES = !SEEDED && (CURVED || ALIBI || BIAS || MASK);  // beside 
 constexpr bool DBIAS = ${dbias};  // of a bias with one row for all: sums of columns of dS
 static_assert(SEEDED ? !(CURVED || ALIBI) : !DBIAS, "a bias is part of a product, or comes last");
 
-// The caller's expression of one score, its derivative, and what he gave for them to read.
-struct ScoreMod {
-  int b, h, seqlen_q, seqlen_k${score_fields};
-
-  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
-    return ${score_mod};
-  }
-  __device__ __forceinline__ float derivative(float score, int q_idx, int k_idx) const {
-    return ${score_mod_grad};
-  }
-};
+// The caller's expression of one score, its derivative, and what they read.
+#define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
+#define SCORE_EXPRESSION (${score_mod})
+#define SCORE_DERIVATIVE (${score_mod_grad})
+#include "attention/score_mod.cuh"
 //% endif
 
 constexpr int NUM_WARPS = WARPS_K * WARPS_C;

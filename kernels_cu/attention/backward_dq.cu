@@ -55,17 +55,11 @@ constexpr bool RULES = !SEEDED && (CURVED || ALIBI || BIAS || MASK);  // beside 
 constexpr bool DALIBI = ${dalibi};  // whether slopes of ALiBi have a gradient
 constexpr bool DBIAS = ${dbias};    // whether dS is stored: of a bias with a row for each query
 
-// The caller's expression of one score, its derivative, and what he gave for them to read.
-struct ScoreMod {
-  int b, h, seqlen_q, seqlen_k${score_fields};
-
-  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
-    return ${score_mod};
-  }
-  __device__ __forceinline__ float derivative(float score, int q_idx, int k_idx) const {
-    return ${score_mod_grad};
-  }
-};
+// The caller's expression of one score, its derivative, and what they read.
+#define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
+#define SCORE_EXPRESSION (${score_mod})
+#define SCORE_DERIVATIVE (${score_mod_grad})
+#include "attention/score_mod.cuh"
 //% endif
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;

@@ -32,17 +32,11 @@ constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, BIAS = ${bias}, MASK = ${
 constexpr bool SCORE_MOD = ${has_mod}, CURVED = SOFTCAP || SCORE_MOD;
 constexpr bool DALIBI = ${dalibi};  // whether slopes of ALiBi have a gradient
 
-// The caller's expression of one score, its derivative, and what he gave for them to read.
-struct ScoreMod {
-  int b, h, seqlen_q, seqlen_k${score_fields};
-
-  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
-    return ${score_mod};
-  }
-  __device__ __forceinline__ float derivative(float score, int q_idx, int k_idx) const {
-    return ${score_mod_grad};
-  }
-};
+// The caller's expression of one score, its derivative, and what they read.
+#define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
+#define SCORE_EXPRESSION (${score_mod})
+#define SCORE_DERIVATIVE (${score_mod_grad})
+#include "attention/score_mod.cuh"
 //% endif
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;

@@ -65,14 +65,11 @@ constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
 constexpr bool RULES = SOFTCAP || ALIBI || SINKS || SCORE_MOD || BIAS || MASK;
 constexpr bool ANEW = BIAS || MASK || SCORE_MOD;  // rows' addresses are worked out at each step
 
-// The caller's expression of one score, and what he gave for it to read.
-struct ScoreMod {
-  int b, h, seqlen_q, seqlen_k${score_fields};
-
-  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
-    return ${score_mod};
-  }
-};
+// The caller's expression of one score, its derivative, and what they read.
+#define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
+#define SCORE_EXPRESSION (${score_mod})
+#define SCORE_DERIVATIVE (${score_mod_grad})
+#include "attention/score_mod.cuh"
 //% else
 constexpr bool RULES = false;  // for the scores
 //% endif
