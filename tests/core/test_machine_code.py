@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from tests.machine_code import ROOT, Kept, Source, main
+from tests.core.machine_code import ROOT, Kept, Source, main
 
 KERNEL = "kernels_cu/elementwise/vector_add.cu"
 CHOICE = ["--ops=vector_add", "--targets=sm_80,sm_90a", "--sample=1", "--jobs=1"]

@@ -1,7 +1,7 @@
 """Whether two trees give the same machine code: digests of every variant for every target.
 
-    python -m tests.machine_code digest --out before.jsonl [--ops attention,rope] [--targets sm_90a]
-    python -m tests.machine_code compare before.jsonl .    # files, folders of trees, or commits
+    python -m tests.core.machine_code digest --out before.jsonl [--ops attention,rope]
+    python -m tests.core.machine_code compare before.jsonl .    # files, folders, or commits
 
 Three answers, each dearer than the one before, and the first that says "same" is enough:
 
@@ -32,11 +32,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import sha256
-from importlib import import_module
 from pathlib import Path
 from struct import unpack_from
-from types import ModuleType
 from typing import Any
+
+from tests.core.render_tree import find_module
 
 ROOT = next(p for p in Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())
 
@@ -99,13 +99,11 @@ class Choice:
     targets: tuple[str, ...] = ()
     sample: int = 0  # so many a kernel and target, spread over its variants; 0: all
 
-    def has(self, kernel: str) -> bool:
-        return not self.ops or kernel in self.ops or kernel.split(".")[0] in self.ops
-
     def of(self, keys: Iterable[Key]) -> list[Key]:
         groups: dict[tuple[str, str], list[Key]] = {}
         for key in keys:
-            if self.has(key[0]) and (not self.targets or key[2] in self.targets):
+            of_op = not self.ops or {key[0], key[0].split(".")[0]} & set(self.ops)
+            if of_op and (not self.targets or key[2] in self.targets):
                 groups.setdefault((key[0], key[2]), []).append(key)
         return [key for group in groups.values() for key in self._spread(group)]
 
@@ -156,20 +154,9 @@ def _pieces(text: str) -> tuple[str | tuple[str], ...]:
 # --- what NVRTC makes of it -------------------------------------------------------------------
 
 
-def _module(*names: str) -> ModuleType:
-    """The first of these modules of fkjit that there is: a tree may be older than a move."""
-    for name in names:
-        try:
-            return import_module(f"fkjit.{name}")
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"fkjit.{name}".startswith(error.name):
-                raise
-    raise ModuleNotFoundError(f"fkjit has none of {', '.join(names)}")
-
-
 def _nvrtc(source: Source, flags: Iterable[str], ptx: bool) -> bytes:
     """PTX or cubin. RuntimeError with the log when NVRTC refuses the source."""
-    toolchain = _module("jit.toolchain", "toolchain")
+    toolchain = find_module("jit.toolchain", "toolchain")
     nvrtc = toolchain.nvrtc_module()
     flags = [*flags, *(f"-I{folder}" for folder in toolchain.header_dirs())]
     texts = [text.encode() for text in source.headers.values()]
@@ -194,7 +181,7 @@ def ptx_digest(source: Source, options: tuple[str, ...]) -> str:
 
 def text_digest(source: Source, options: tuple[str, ...]) -> str:
     """The digest of the machine code."""
-    compiler = _module("jit.compile", "compile")
+    compiler = find_module("jit.compile", "compile")
     return code_digest(compiler.mend_cubin(_nvrtc(source, options, False)))
 
 
@@ -236,7 +223,7 @@ Job = tuple[str, Source, tuple[str, ...]]  # "ptx" or "text", what to compile, o
 
 def _name_of(job: Job) -> str:
     """What decides a job's result, as the name under which it is kept."""
-    info = _module("jit.toolchain", "toolchain").nvrtc_info()
+    info = find_module("jit.toolchain", "toolchain").nvrtc_info()
     return _digest(f"2 {job[0]} {job[1].tokens} {job[2]} {info.version} {info.build}")
 
 
@@ -269,7 +256,7 @@ def read_tree(folder: Path, ops: tuple[str, ...] = ()) -> Tree:
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     others = {name: value for name, value in os.environ.items() if not name.startswith("FKJIT_")}
     child = subprocess.run(
-        [sys.executable, str(Path(__file__).resolve()), "render", f"--ops={','.join(ops)}"],
+        [sys.executable, str(Path(__file__).with_name("render_tree.py").resolve()), *ops],
         env={**others, "PYTHONPATH": path},
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -281,23 +268,6 @@ def read_tree(folder: Path, ops: tuple[str, ...] = ()) -> Tree:
         source = Source(*rest)
         sources.update({(kernel, label, target): source for target in targets})
     return Tree(sources, options)
-
-
-def render_here(choice: Choice) -> None:
-    """The other side of `read_tree`: runs with the fkjit of that tree, and writes to stdout."""
-    arch, spec = _module("arch"), _module("spec")
-    keys, render = _module("jit.keys", "keys"), _module("jit.render", "render")
-    version = _module("jit.toolchain", "toolchain").nvrtc_info().version
-    _module("ops").load()
-    targets = [arch.target(name) for name in arch.DEFAULT_ARCHS]
-    found = []
-    for one in filter(lambda one: choice.has(one.id), spec.registered()):
-        for params in one.variants():
-            legal = [t.name for t in targets if one.why_not(params, t.arch) is None]
-            source = render.render(one, params)
-            rest = (source.name, source.text, source.headers)
-            found.append((one.id, one.label(params), legal, *rest))
-    pickle.dump((found, {t.name: keys.options(t, version) for t in targets}), sys.stdout.buffer)
 
 
 @contextmanager
@@ -385,10 +355,10 @@ def _differ(before: Side, after: Side, key: Key) -> bool:
 
 
 def _arguments(given: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.machine_code", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.core.machine_code", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("digest", "compare", "render"):  # the last is what `read_tree` starts
+    for name in ("digest", "compare"):
         command = commands.add_parser(name)
         command.add_argument("--ops", default="", help="ops or kernel ids; all if left out")
         command.add_argument("--targets", default="", help="sm_90a,…; all if left out")
@@ -397,7 +367,7 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
         if name == "digest":
             command.add_argument("--out", type=Path, required=True, help="the file to write")
             command.add_argument("tree", nargs="?", default=str(ROOT))
-        if name == "compare":
+        else:
             command.add_argument("before", help="a file of digests, a folder, or a commit")
             command.add_argument("after", nargs="?", default=str(ROOT))
     return parser.parse_args(given)
@@ -408,9 +378,6 @@ def main(given: list[str] | None = None, kept: Kept | None = None) -> int:
     arguments = _arguments(given)
     split = lambda text: tuple(part for part in text.split(",") if part)  # noqa: E731
     choice = Choice(split(arguments.ops), split(arguments.targets), arguments.sample)
-    if arguments.command == "render":
-        render_here(choice)
-        return 0
     say: Callable[[str], Any] = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     rest = (choice, arguments.jobs, kept or Kept(), say)
     if arguments.command == "digest":
