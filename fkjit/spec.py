@@ -90,7 +90,7 @@ class KernelSpec:
     # Blocks wait for one another: all of a grid run at the same time, or the launch is refused.
     cooperative: bool = False
     # The kernel waits by itself for the one before it, so that its launch in a CUDA graph need not:
-    # templates/device/dependent.cuh.
+    # templates/ptx/pdl.cuh.
     dependent: bool = False
 
     flops: Callable[[Problem], float] = lambda problem: 0.0

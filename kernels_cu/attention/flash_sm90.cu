@@ -143,23 +143,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   const bool asks = !VARLEN || threadIdx.x % WARP_SIZE == 0;
   int tail_parity = 0;
   const int asker = VARLEN ? threadIdx.x / WARP_SIZE * WARP_SIZE : threadIdx.x;
-  const auto span_of = [&](const Piece& place) {
-    //% if form
-    return Span(place.q0, SequenceRows<VARLEN>(cu_seqlens_q, place.batch, max_seqlen_q),
-                SequenceRows<VARLEN>(cu_seqlens_k, place.batch, max_seqlen_k), form.window_left,
-                form.window_right);
-    //% else
-    return Span(place.q0, seqlen_q, seqlen_k, causal);
-    //% endif
-  };
+  //% if form
+  const SpanOf<Span> span_of{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, form};
+  //% else
+  const SpanOf<Span> span_of{seqlen_q, seqlen_k, causal};
+  //% endif
   if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS>(VARLEN, ARRAYS);
   __syncthreads();
 
   if (warpgroup == 0) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
-    using Producer = AttentionProducer<Rings, VARLEN, decltype(span_of)>;
-    Producer producer(barriers, shared, group_size, span_of, asks);
+    const AttentionProducer<Rings, VARLEN, SpanOf<Span>> producer(barriers, shared, group_size,
+                                                                  span_of, asks);
     if (asker == 0) {
       // One thread says what comes next and asks for its Q and K, ...
       producer.lead(works, q_map, k_map, tail_parity);
@@ -174,20 +170,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     } else if (ARRAYS > 0 && asker == 2 * WARP_SIZE) {
       // ... and a third one for bias and mask.
       RingPlace<SCORE_STAGES> score_place;
-      producer.follow(batch, [&](const Piece& place, const Span& range, int tile) {
-        const u32 to = shared + Rings::SCORES + score_place.stage * Rings::SCORE_STAGE;
-        const u32 full = barriers.scores_full(score_place.stage);
-        mbarrier_wait(barriers.scores_empty(score_place.stage), score_place.parity ^ 1);
-        score_place.advance();
-        if (!asks) return;
-        //% if bias
-        tma_load_scores<Scores::BiasTile>(to, bias_map, full, tile * BLOCK_K, place.q0, place.head,
-                                          place.batch);
-        //% endif
-        //% if mask
-        tma_load_scores<Scores::MaskTile>(to + Scores::BIAS_BYTES, mask_map, full, tile * BLOCK_K,
-                                          place.q0, place.head, place.batch);
-        //% endif
+      producer.follow(batch, [&](const Piece& place, const Span&, int tile) {
+        producer.load_scores(score_place, [&](u32 to, u32 full) {
+          const int key = tile * BLOCK_K;
+          //% if bias
+          tma_load_scores<Scores::BiasTile>(to, bias_map, full, key, place.q0, place.head,
+                                            place.batch);
+          //% endif
+          //% if mask
+          tma_load_scores<Scores::MaskTile>(to + Scores::BIAS_BYTES, mask_map, full, key, place.q0,
+                                            place.head, place.batch);
+          //% endif
+        });
       });
       //% endif
     }
@@ -361,12 +355,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
           lse == nullptr ? nullptr : lse + head_index * lse_length + range.q_start + row0,
           rows_left);
       //% if form
-      if (VARLEN && rows_left < 16) {  // what follows is the next sequence's
-        const i64 row = range.q_start + row0;
-        store_tile<OTile, 16, true>(o + place.head * o_strides.head + row * o_strides.row,
-                                    o_strides.row, warp_o_tile, lane, rows_left, head_dim_v);
-        __syncwarp();
-      } else
+      if (VARLEN && rows_left < 16)
+        store_rows<OTile>(o, o_strides, place.head, range.q_start + row0, warp_o_tile, lane,
+                          rows_left, head_dim_v);
+      else
         //% endif
         if (signals)
           tma_store_tile<OTile>(o_map, warp_o_tile, range.q_start + row0, place.head, tensor);

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-K, D = "kernels_cu/attention/", "templates/device/"
+K, D = "kernels_cu/attention/", "templates/"
 
 
 @dataclass(frozen=True)
@@ -83,32 +83,32 @@ BUGS = (
         "V_OFFSET = KTile::BYTES + GUARD - 1024", by="memory", **FLASH,
     ),
     Bug(
-        "one row too many is loaded", D + "tile_copy.cuh", "Order::row(row) < rows_left ? min",
+        "one row too many is loaded", D + "tile/tile_copy.cuh", "Order::row(row) < rows_left ? min",
         "Order::row(row) <= rows_left ? min", by="memory", problem=ONE_HEAD, **FLASH,
     ),
     Bug(
-        "one row too many is stored", D + "tile_copy.cuh", "row >= rows_left || elements",
+        "one row too many is stored", D + "tile/tile_copy.cuh", "row >= rows_left || elements",
         "row > rows_left || elements", by="memory", problem=ONE_HEAD, **FLASH,
     ),
     Bug(
-        "padding columns are loaded", D + "tile_copy.cuh",
+        "padding columns are loaded", D + "tile/tile_copy.cuh",
         "min(max(columns_left - column - chunk * 8, 0), 8) : 0", "8 : 0", by="memory",
         problem=ONE_HEAD | {"head_dim": 56, "head_dim_v": 56}, **FLASH,
     ),
     Bug(
-        "padding columns are stored", D + "tile_copy.cuh", "min(columns_left - column * 8, 8)",
+        "padding columns are stored", D + "tile/tile_copy.cuh", "min(columns_left - column * 8, 8)",
         "8", by="memory", problem=ONE_HEAD | {"head_dim": 56, "head_dim_v": 56}, **FLASH,
     ),
     Bug(
-        "one lse too many", D + "attention_mma.cuh", "row < rows_left", "row <= rows_left",
+        "one lse too many", D + "attention/mma.cuh", "row < rows_left", "row <= rows_left",
         by="memory", problem=ONE_HEAD, **FLASH,
     ),
     Bug(
-        "the writer's swizzle only", D + "tile_copy.cuh",
+        "the writer's swizzle only", D + "tile/tile_copy.cuh",
         "Tile::offset(row0 + pass * ROWS_A_PASS, chunk)",
         "((row0 + pass * ROWS_A_PASS) * Tile::ROW_BYTES + chunk * 16)", by="numbers", **FLASH,
     ),
-    Bug("half a swizzle", D + "swizzle.cuh", "row & 7", "row & 3", by="banks", **FLASH),
+    Bug("half a swizzle", D + "tile/swizzle.cuh", "row & 7", "row & 3", by="banks", **FLASH),
     Bug(
         "one tile is not masked", K + "flash.cu", "tile >= unmasked_tiles",
         "tile > unmasked_tiles", by="numbers", **FLASH,
@@ -165,25 +165,25 @@ BUGS = (
         "mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);", "", by="race", **SM90),
     Bug("Q is read without a wait", K + "flash_sm90.cu",
         "mbarrier_wait(barriers.q_full(q_place.stage), q_place.parity);", "", by="race", **SM90),
-    Bug("K is overwritten without a wait", D + "attention_producer.cuh",
+    Bug("K is overwritten without a wait", D + "attention/sm90/producer.cuh",
         "mbarrier_wait(barriers.k_empty(k_place.stage), k_place.parity ^ 1);", "", by="barrier",
         **SM90),
-    Bug("the wrong phase of an empty stage", D + "attention_producer.cuh",
+    Bug("the wrong phase of an empty stage", D + "attention/sm90/producer.cuh",
         "v_empty(place.stage), place.parity ^ 1", "v_empty(place.stage), place.parity", by="hang",
         **SM90),
     Bug("a stage that is never given back", K + "flash_sm90.cu",
         "if (signals) mbarrier_arrive(barriers.v_empty(v_place.stage));", "", by="hang", **SM90),
-    Bug("one consumer's arrivals suffice", D + "attention_work.cuh",
+    Bug("one consumer's arrivals suffice", D + "attention/sm90/work.cuh",
         "mbarrier_init(k_empty(stage), CONSUMERS * 4);",
         "mbarrier_init(k_empty(stage), 4);", by="race", **SM90),
-    Bug("too many arrivals expected", D + "attention_work.cuh",
+    Bug("too many arrivals expected", D + "attention/sm90/work.cuh",
         "mbarrier_init(v_empty(stage), CONSUMERS * 4);",
         "mbarrier_init(v_empty(stage), CONSUMERS * 4 + 1);", by="hang", **SM90),
-    Bug("a barrier that nobody makes", D + "attention_work.cuh",
+    Bug("a barrier that nobody makes", D + "attention/sm90/work.cuh",
         "mbarrier_init(q_full(stage), tails ? WARP_SIZE : 1);", "", by="barrier", **SM90),
-    Bug("too few bytes expected", D + "tma.cuh", "mbarrier_expect(barrier, Tile::BYTES);",
+    Bug("too few bytes expected", D + "ptx/tma.cuh", "mbarrier_expect(barrier, Tile::BYTES);",
         "mbarrier_expect(barrier, Tile::BYTES / 2);", by="barrier", **SM90),
-    Bug("too many bytes expected", D + "tma.cuh", "mbarrier_expect(barrier, Tile::BYTES);",
+    Bug("too many bytes expected", D + "ptx/tma.cuh", "mbarrier_expect(barrier, Tile::BYTES);",
         "mbarrier_expect(barrier, Tile::BYTES + 16);", by="hang", **SM90),
     Bug("S is read without a wait", K + "flash_sm90.cu", "wgmma_wait<1>();", "", by="wgmma",
         **SM90),
@@ -193,7 +193,7 @@ BUGS = (
         by="wgmma", nth=2, **SM90),
     Bug("a wait too lax for the last product", K + "flash_sm90.cu",
         "wgmma_wait<AHEAD ? 1 : 0>();", "wgmma_wait<2>();", by="wgmma", **SM90),
-    Bug("no proxy fence before O is stored", D + "finish_rows.cuh", "proxy_fence();", "", by="race",
+    Bug("no proxy fence before O is stored", D + "attention/sm90/epilogue.cuh", "proxy_fence();", "", by="race",
         **SM90),
     Bug("the next Q over an O that is being stored", K + "flash_sm90.cu", "tma_store_wait();", "",
         by="race", problem={"batch": 4}, **SM90),
@@ -209,13 +209,13 @@ BUGS = (
         "wgmma_tile(shared + Rings::V, Rings::VTile::PANEL_BYTES / 2)", by="numbers", **SM90),
     Bug("O where the next Q is", K + "flash_sm90.cu", "q_stage * Rings::Q_STAGE + warp_row",
         "(q_stage ^ 1) * Rings::Q_STAGE + warp_row", by="race", **SM90),
-    Bug("no __syncwarp() before O is stored (Hopper)", D + "finish_rows.cuh",
+    Bug("no __syncwarp() before O is stored (Hopper)", D + "attention/sm90/epilogue.cuh",
         "proxy_fence();\n  __syncwarp();", "proxy_fence();", by="race", **SM90),
     # -- naive, and the reductions
     Bug("one query too many", K + "naive.cu", "if (row >= seqlen_q) return;",
         "if (row > seqlen_q) return;", by="memory", problem=ONE_HEAD, **NAIVE),
     Bug("one key too many", K + "naive.cu", "key < keys; ++key) row_max",
         "key <= keys; ++key) row_max", by="memory", problem=ONE_HEAD, **NAIVE),
-    Bug("half a reduction", D + "reduce.cuh", "distance > 0;", "distance > 1;", by="numbers",
+    Bug("half a reduction", D + "tile/reduce.cuh", "distance > 0;", "distance > 1;", by="numbers",
         **NAIVE),
 )  # fmt: skip

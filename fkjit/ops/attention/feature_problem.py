@@ -147,7 +147,7 @@ def attend(
 def final_scores(
     problem: Problem, arrays: Mapping[str, Any], b: int, score: np.ndarray
 ) -> np.ndarray:
-    """Scaled scores [Hq, Sq, Sk] of batch b -> final ones, by the rules of device/score.cuh."""
+    """Scaled scores [Hq, Sq, Sk] of batch b -> final ones, by the rules of attention/score.cuh."""
     heads, sq, sk = score.shape
     h, q_idx, k_idx = np.ogrid[:heads, :sq, :sk]
     if problem["softcap"]:

@@ -18,7 +18,7 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 CODES = {"fp8": "uint8", "int8": "int8"}  # what kernels see of them
 GREATEST = {"fp8": 448.0, "int8": 127.0}
 _VECTOR_BYTES = 16
-_WIDEST = 2**22  # elements of a token, see Lanes in kv_place.cuh
+_WIDEST = 2**22  # elements of a token, see Lanes in kv/place.cuh
 _SIDES = ("k", "v")
 
 PARAMS = (

@@ -4,6 +4,7 @@
 #include "ptx/proxy_fence.cuh"
 #include "ptx/stmatrix.cuh"
 #include "tile/fragment.cuh"
+#include "tile/tile_copy.cuh"
 #include "attention/online_softmax.cuh"
 
 // finish_rows (attention/mma.cuh) of a warp's 16 rows by stmatrix: an instruction for every sixteen
@@ -34,5 +35,14 @@ __device__ __forceinline__ void finish_rows_matrix(const float (&acc)[1][COLUMNS
     stmatrix_x4(place.address(warp_o_tile, 0, n / 2), r);
   }
   proxy_fence();
+  __syncwarp();
+}
+
+// The staged rows of a packed sequence's last tile: what follows them in o is the next sequence's.
+template <typename OTile, typename T>
+__device__ __forceinline__ void store_rows(T* o, const Strides& strides, int head, i64 row,
+                                           u32 warp_o_tile, int lane, int rows, int columns) {
+  store_tile<OTile, 16, true>(o + head * strides.head + row * strides.row, strides.row, warp_o_tile,
+                              lane, rows, columns);
   __syncwarp();
 }

@@ -105,6 +105,17 @@ struct AttentionProducer {
     }
   }
 
+  // A tile of bias and mask: load(to, full) asks for it.
+  template <typename Load>
+  __device__ __forceinline__ void load_scores(RingPlace<Rings::SCORE_STAGES>& place,
+                                              const Load& load) const {
+    const u32 to = shared + Rings::SCORES + place.stage * Rings::SCORE_STAGE;
+    const u32 full = barriers.scores_full(place.stage);
+    mbarrier_wait(barriers.scores_empty(place.stage), place.parity ^ 1);
+    place.advance();
+    if (asks) load(to, full);
+  }
+
   template <typename Span>
   __device__ __forceinline__ void load_v(const TensorMap& map, VPlace& place, int& tail_parity,
                                          const Piece& piece, const Span& range, int tile) const {

@@ -2,6 +2,7 @@
 // band of keys in tiles, which rules its scores meet and how.
 #pragma once
 #include "attention/features.cuh"
+#include "attention/sm90/work.cuh"
 
 // Tiles first .. end - 1 of keys, one at least, though it be masked whole.
 template <int BLOCK_Q, int BLOCK_K, bool VARLEN>
@@ -18,6 +19,20 @@ struct FormSpan : BandTiles<BLOCK_K> {
         seqlen_q(queries.length),
         seqlen_k(keys.length) {
     this->end = max(this->end, this->first + 1);
+  }
+};
+
+template <int BLOCK_Q, int BLOCK_K, bool VARLEN>
+struct SpanOf<FormSpan<BLOCK_Q, BLOCK_K, VARLEN>> {
+  const int *cu_seqlens_q, *cu_seqlens_k;
+  int max_seqlen_q, max_seqlen_k;
+  const AttentionForm& form;
+
+  __device__ __forceinline__ FormSpan<BLOCK_Q, BLOCK_K, VARLEN> operator()(
+      const Work<BLOCK_Q>& place) const {
+    return {place.q0, SequenceRows<VARLEN>(cu_seqlens_q, place.batch, max_seqlen_q),
+            SequenceRows<VARLEN>(cu_seqlens_k, place.batch, max_seqlen_k), form.window_left,
+            form.window_right};
   }
 };
 

@@ -146,6 +146,20 @@ struct CausalSpan {
   }
 };
 
+// Which keys a piece of work sees.
+template <typename Span>
+struct SpanOf;
+template <int BLOCK_Q, int BLOCK_K>
+struct SpanOf<CausalSpan<BLOCK_Q, BLOCK_K>> {
+  int seqlen_q, seqlen_k;
+  int causal;
+
+  __device__ __forceinline__ CausalSpan<BLOCK_Q, BLOCK_K> operator()(
+      const Work<BLOCK_Q>& place) const {
+    return {place.q0, seqlen_q, seqlen_k, causal != 0};
+  }
+};
+
 // A tile of which the first `rows` rows are wanted. What lies behind the last row of a tensor comes
 // as zeros by itself: one thread asks. Behind a packed sequence (CUT) is the next one, or anything: a
 // whole warp makes zeros of it, and all of its lanes arrive at `full`; `tail` and its parity are that

@@ -10,7 +10,7 @@ from fkjit.ops.attention.backward import kernels_sm90 as hopper
 
 # A thread for each thread block: it writes down (tile of all heads, block of keys, rank, turns).
 WALK = """
-#include "device/backward_schedule.cuh"
+#include "attention/backward_sm90/schedule.cuh"
 extern "C" __global__ void walk(int4* visits, int* counts, int most, int batch, int heads_q,
                                 int group_size, int seqlen_q, int seqlen_k, int rows_padded,
                                 int rounds, int causal) {

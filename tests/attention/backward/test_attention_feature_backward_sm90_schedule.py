@@ -10,7 +10,7 @@ import fkjit
 
 # A thread writes down (batch, head and tile, block of keys, rank, turns) of every piece of work.
 WALK = """
-#include "device/backward_form_schedule.cuh"
+#include "attention/backward_sm90/features_schedule.cuh"
 using Sizes = FormSizes<${block_q}, 128, true, true>;
 extern "C" __global__ void walk(int4* visits, int* count, const int* cu_seqlens_q,
                                 const int* cu_seqlens_k, int batch, int heads, int seqlen_q,

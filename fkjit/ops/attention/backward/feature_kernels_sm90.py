@@ -25,7 +25,7 @@ from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, SharedL
 
 _BASE = hopper.FLASH_SM90
 _BLOCK_K, _PANEL = 128, 64
-_RAGGED_ROWS = 128  # templates/device/tensor_rows.cuh
+_RAGGED_ROWS = 128  # templates/attention/backward_sm90/tensor_rows.cuh
 _NOTE_BYTES = 2 * 16  # keys of two pieces
 _LEAST_CAP = 1.0  # derivatives come from probabilities of 16 bits: beside it they are off by little
 # What is compiled ahead, of one head dimension each; every other form when it is first called.
@@ -64,7 +64,7 @@ def _shared(params: Params) -> SharedLayout:
 
 def _abreast(params: Params, problem: Problem) -> int:
     """Heads whose blocks of keys are drawn in turns, where dq has an order (see
-    templates/device/backward_form_schedule.cuh): several times as many blocks as run at a time, but
+    templates/attention/backward_sm90/features_schedule.cuh): several times as many blocks as run at a time, but
     what L2 has room for; and so that there is an even number of such sections."""
     blocks = -(-problem["seqlen_k"] // _BLOCK_K)
     heads = problem["heads_kv"] * problem["batch"]

@@ -177,7 +177,7 @@ def padded(problem: Problem, value: float) -> np.ndarray:
 
 
 def first_row(problem: Problem, arrays: Mapping[str, Any], b: int) -> int:
-    """Of batch or sequence b in a padded array (templates/device/padded_rows.cuh)."""
+    """Of batch or sequence b in a padded array (templates/attention/backward/padded_rows.cuh)."""
     if "total_q" not in problem:
         return 0
     return (arrays["cu_seqlens_q"][b] // plain.ROW_STEP + b) * plain.ROW_STEP

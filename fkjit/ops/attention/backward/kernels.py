@@ -285,7 +285,7 @@ KEYS = _keys(
 
 
 def fragments(x: np.ndarray) -> np.ndarray:
-    """[..., rows, columns] in the order of templates/device/sum_fragments.cuh."""
+    """[..., rows, columns] in the order of templates/attention/backward/sum_fragments.cuh."""
     *more, rows, columns = x.shape
     cut = x.reshape(*more, rows // 16, 2, 8, columns // 8, 4, 2)
     last = len(more)
@@ -413,7 +413,7 @@ QUERIES = register(
     KernelSpec(
         op=OP,
         name="queries",
-        source="attention/backward_dq.cu",
+        source="attention/backward_dq_convert.cu",
         entry="attention_backward_queries",
         doc="dq on tensor cores (mma.sync): a block owns queries and walks over keys",
         params=(

@@ -19,7 +19,7 @@ SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "he
 
 def rows_padded(problem: Problem) -> int:
     """Rows of lse_log2 and delta: whole tiles of queries, of packed sequences one tile more each
-    (templates/device/padded_rows.cuh)."""
+    (templates/attention/backward/padded_rows.cuh)."""
     packed = "total_q" in problem
     rows = problem["total_q" if packed else "seqlen_q"]
     return -(-rows // ROW_STEP) * ROW_STEP + ROW_STEP * problem["batch"] * packed

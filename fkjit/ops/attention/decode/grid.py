@@ -22,7 +22,7 @@ ROWS = (16, 64)  # of a tile: query heads of a KV head times new tokens
 MAX_TOKENS = 16  # new ones of a sequence
 LEAST_SPLIT = 128  # keys of a part of a fixed size
 ROUND = (
-    32  # keys: a window's first unit begins at a multiple (templates/device/decode_schedule.cuh)
+    32  # keys: a window's first unit begins at a multiple (templates/attention/decode/schedule.cuh)
 )
 _RESERVED = 1024  # bytes of shared memory that the system takes of each block
 _BUSY = 0.95  # of the SMs, at least, where heads go abreast
