@@ -62,6 +62,7 @@ constexpr int Q_STAGES = ${q_stages};      // tiles of Q
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
 constexpr int CONSUMER_REGISTERS = ${consumer_registers};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
+constexpr int BLOCK_Q = 64 * CONSUMERS;
 //% if form
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks}, SCORE_MOD = ${has_mod};
@@ -71,6 +72,9 @@ constexpr int SCORE_STAGES = ${score_stages};  // tiles of bias and mask in shar
 using bias_t = ${bias_dtype};
 using Way = ScoreWay<SOFTCAP, SCORE_MOD, BIAS, MASK, HEAD_DIM_V>;
 constexpr bool NATURAL = Way::NATURAL;
+using Span = FormSpan<BLOCK_Q, BLOCK_K, VARLEN>;  // of keys, in tiles
+using Scores = ScoreTiles<bias_t, BIAS, MASK, BLOCK_Q, BLOCK_K>;
+constexpr int SCORE_BYTES = Scores::BYTES;
 
 // The caller's expression of one score, its derivative, and what they read.
 #define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
@@ -79,9 +83,11 @@ constexpr bool NATURAL = Way::NATURAL;
 #include "attention/score_mod.cuh"
 //% else
 constexpr bool VARLEN = false, NATURAL = false, ALIBI = false;
+using Span = CausalSpan<BLOCK_Q, BLOCK_K>;
+constexpr int ARRAYS = 0, SCORE_STAGES = 0, SCORE_BYTES = 0;
 //% endif
+using Piece = Work<BLOCK_Q>;
 
-constexpr int BLOCK_Q = 64 * CONSUMERS;
 // With two tiles of Q, the next one's first scores are under way while this one's output is stored.
 constexpr bool AHEAD = Q_STAGES > 1;
 constexpr int WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUMERS);
@@ -90,15 +96,6 @@ static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
               "more would be waited for forever");
 constexpr int QK_STEPS = HEAD_DIM / 16, PV_STEPS = BLOCK_K / 16;
 
-using Piece = Work<BLOCK_Q>;
-//% if form
-using Span = FormSpan<BLOCK_Q, BLOCK_K, VARLEN>;  // of keys, in tiles
-using Scores = ScoreTiles<bias_t, BIAS, MASK, BLOCK_Q, BLOCK_K>;
-constexpr int SCORE_BYTES = Scores::BYTES;
-//% else
-using Span = CausalSpan<BLOCK_Q, BLOCK_K>;
-constexpr int ARRAYS = 0, SCORE_STAGES = 0, SCORE_BYTES = 0;
-//% endif
 using Rings = AttentionRings<BLOCK_Q, BLOCK_K, HEAD_DIM, HEAD_DIM_V, Q_STAGES, K_STAGES, V_STAGES,
                              GUARD, SCORE_STAGES, SCORE_BYTES>;
 using OTile = Rings::OTile;
@@ -215,27 +212,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       issue_qk<elem_t, Rings, QK_STEPS>(s, q_operand + q_stage * (Rings::Q_STAGE >> 4),
                                         k_operand + k_place.stage * (Rings::K_STAGE >> 4));
     };
-    const auto release_k = [&] {
-      if (signals) mbarrier_arrive(barriers.k_empty(k_place.stage));
-      k_place.advance();
-    };
-    const auto release_v = [&] {
-      if (signals) mbarrier_arrive(barriers.v_empty(v_place.stage));
-      v_place.advance();
-    };
+    const auto release_k = [&] { release(k_place, barriers.k_empty(k_place.stage), signals); };
+    const auto release_v = [&] { release(v_place, barriers.v_empty(v_place.stage), signals); };
     const auto first_scores = [&] {
       mbarrier_wait(barriers.q_full(q_place.stage), q_place.parity);
       issue_scores(q_place.stage);
     };
 
-    const ConsumerTurns<CONSUMERS> turns(consumer, works.count <= gridDim.x);
-
-    // The tile of Q, where the output has been staged, may be written again.
     const auto release_q = [&](int stage) {
       if (!VARLEN && !signals) return;  // of a packed tile every lane may have stored a part
-      bulk_wait_read();
-      mbarrier_arrive(barriers.q_empty(stage));
+      release_staged(barriers.q_empty(stage));
     };
+    const ConsumerTurns<CONSUMERS> turns(consumer, works.count <= gridDim.x);
 
     bool stored = false;
     Piece next = take_work();
@@ -264,12 +252,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       const SoftCapOfWarp softcap(form.softcap, form.softmax_scale);
       const RuleIf<ALIBI, AlibiOfWarp> alibi(alibi_slopes, form.alibi_batch_stride, place.batch,
                                              place.head, range.seqlen_q, range.seqlen_k, unit);
-      auto rules = score_rules(
-          RuleIf<Way::CAP_EACH, SoftCap<false>>(form.softcap, form.softmax_scale),
-          PerScore<ScoreMod>(
-              {place.batch, place.head, range.seqlen_q, range.seqlen_k${score_values}},
-              range.seqlen_q, range.seqlen_k),
-          RuleIf<BIAS, Scores::AddBias>(scores_at), RuleIf<MASK, Scores::Hide>(scores_at));
+      const ScoreMod mod{place.batch, place.head, range.seqlen_q, range.seqlen_k${score_values}};
+      auto rules = tile_rules<Way, BIAS, MASK, Scores>(form, mod, scores_at);
       if (SINKS) softmax.begin_with(sinks[place.head] * unit, lane);
       //% endif
       const auto mask = [&] {
@@ -277,21 +261,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         const int row = place.q0 + warp_row, key = tile * BLOCK_K;
         if (ARRAYS > 0) {
           mbarrier_wait(barriers.scores_full(score_place.stage), score_place.parity);
-          scores_at.address = shared + Rings::SCORES + score_place.stage * Rings::SCORE_STAGE;
-          scores_at.k0 = key;
+          scores_at.begin(shared + Rings::SCORES + score_place.stage * Rings::SCORE_STAGE, key);
         }
         if (Way::CAP_WARP) softcap.on_fragments(s);
         if (Way::RULES) rules_on_fragments(s, lane, rules, scale, row, key);
         if (ARRAYS > 0) {
           __syncwarp();
-          if (signals) mbarrier_arrive(barriers.scores_empty(score_place.stage));
-          score_place.advance();
+          release(score_place, barriers.scores_empty(score_place.stage), signals);
         }
-        //% endif
         //% if alibi
         alibi.on_fragments(s, softmax.frame[0], lane, row, key);
         //% endif
-        //% if form
         if (!range.is_whole(tile)) rules_on_fragments(s, lane, band, 1.f, row, key);
         //% else
         if (!range.is_whole(tile))
@@ -362,10 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         //% endif
         if (signals)
           tma_store_tile<OTile>(o_map, warp_o_tile, range.q_start + row0, place.head, tensor);
-      if (!AHEAD) {
-        release_q(q_stage);
-        first_scores();
-      }
+      if (!AHEAD) release_q(q_stage), first_scores();
     }
     turns.end();
     if (signals) bulk_wait_read();

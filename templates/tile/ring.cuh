@@ -5,7 +5,7 @@
 //   stage    0  1  2  0  1  2  0
 //   parity   0  0  0  1  1  1  0
 #pragma once
-#include "prelude.cuh"
+#include "ptx/mbarrier.cuh"
 
 template <int SIZE>
 struct RingPlace {
@@ -21,4 +21,11 @@ __device__ __forceinline__ RingPlace<SIZE> ring_place(int count) {
   RingPlace<SIZE> place;
   place.stage = count % SIZE, place.parity = count / SIZE % 2;
   return place;
+}
+
+// A warp is done with what is there: who arrives for it says so. And on to the next place.
+template <int SIZE>
+__device__ __forceinline__ void release(RingPlace<SIZE>& place, u32 empty, bool arrives) {
+  if (arrives) mbarrier_arrive(empty);
+  place.advance();
 }

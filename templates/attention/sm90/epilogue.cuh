@@ -1,6 +1,8 @@
 // The way out of a tile of attention on Hopper.
 #pragma once
+#include "ptx/bulk.cuh"
 #include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/proxy_fence.cuh"
 #include "ptx/stmatrix.cuh"
 #include "tile/fragment.cuh"
@@ -45,4 +47,10 @@ __device__ __forceinline__ void store_rows(T* o, const Strides& strides, int hea
   store_tile<OTile, 16, true>(o + head * strides.head + row * strides.row, strides.row, warp_o_tile,
                               lane, rows, columns);
   __syncwarp();
+}
+
+// What this thread's stores read from a tile has been read: the tile may be written again.
+__device__ __forceinline__ void release_staged(u32 empty) {
+  bulk_wait_read();
+  mbarrier_arrive(empty);
 }

@@ -39,6 +39,8 @@ __device__ __forceinline__ void tma_load_scores(u32 shared, const TensorMap& map
 struct ScorePlace {
   u32 address;
   int q0, k0;
+
+  __device__ __forceinline__ void begin(u32 arrays, int key) { address = arrays, k0 = key; }
 };
 
 // Bias or Where of a tile, OFFSET bytes behind the place's address.

@@ -46,3 +46,14 @@ struct ScoreWay {
   static constexpr bool CAP_EACH = SOFTCAP && !CAP_WARP;
   static constexpr bool RULES = CAP_EACH || SCORE_MOD || BIAS || MASK;  // one by one
 };
+
+// The rules of a tile of scores that are applied one by one; where its bias and mask are stands in
+// `place`, which changes from tile to tile.
+template <typename Way, bool BIAS, bool MASK, typename Scores, typename Mod, typename Place>
+__device__ __forceinline__ auto tile_rules(const AttentionForm& form, const Mod& mod,
+                                           const Place& place) {
+  return score_rules(RuleIf<Way::CAP_EACH, SoftCap<false>>(form.softcap, form.softmax_scale),
+                     PerScore<Mod>(mod, mod.seqlen_q, mod.seqlen_k),
+                     RuleIf<BIAS, typename Scores::AddBias>(place),
+                     RuleIf<MASK, typename Scores::Hide>(place));
+}
