@@ -43,6 +43,7 @@
 #include "attention/backward_sm90/barriers.cuh"
 #include "attention/backward_sm90/copies.cuh"
 #include "attention/backward_sm90/dq_products.cuh"
+#include "attention/backward_sm90/layout.cuh"
 #include "attention/backward_sm90/loads.cuh"
 #include "attention/backward_sm90/products.cuh"
 #include "attention/backward_sm90/sums.cuh"
@@ -58,7 +59,6 @@ constexpr bool DETERMINISTIC = ${deterministic};
 constexpr bool DS_SHARED = ${ds_shared};  // dK takes dS^T from shared memory, else from registers
 constexpr bool DIRECT = ${direct};        // dQ is added up from registers, else from shared memory
 constexpr int Q_STAGES = ${q_stages}, DO_STAGES = ${do_stages};  // tiles in shared memory
-constexpr int ROWS_STAGES = DO_STAGES;                           // what their rows bring along
 constexpr int DQ_STAGES = ${dq_stages};                          // parts of dQ
 constexpr int MAIN_REGISTERS = ${main_registers}, DQ_REGISTERS = ${dq_registers};
 constexpr int COPY_REGISTERS = ${copy_registers};
@@ -72,47 +72,21 @@ constexpr int BLOCK_K = 128, WARPGROUP = 128, THREADS = 4 * WARPGROUP;
 static_assert(2 * MAIN_REGISTERS + DQ_REGISTERS + COPY_REGISTERS <= 65536 / WARPGROUP,
               "more would be waited for forever");
 static_assert(!(DIRECT && DETERMINISTIC), "turns are taken by the threads that start copies");
-constexpr int DIM_STEPS = HEAD_DIM / 16, Q_STEPS = BLOCK_Q / 16, K_STEPS = BLOCK_K / 16;
-constexpr int DQ_COLUMNS = 64, CHUNKS = DQ_COLUMNS / 8;  // of dQ at a time, of 64 queries
-constexpr int DQ_ACROSS = HEAD_DIM / DQ_COLUMNS, DQ_PARTS = BLOCK_Q / 64 * DQ_ACROSS;
+constexpr int Q_STEPS = BLOCK_Q / 16;
 
-using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;  // of Q and dO
-using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;  // of K and V
-using DSTile = SwizzledTile<BLOCK_K, BLOCK_Q>;
-static_assert(QTile::PANEL_COLUMNS == 64 && DSTile::PANEL_COLUMNS == 64, "TMA's 128-byte swizzle");
-
-// Shared memory: K twice, V, rings of Q and dO, of dS, dQ, what rows bring along; the barriers.
-constexpr int ROWS_BYTES = 2 * BLOCK_Q * 4, DS_STAGES = 2;  // lse_log2 of a tile, then delta
-constexpr int K_STAGE = KTile::BYTES + GUARD, V_OFFSET = 2 * K_STAGE, Q_OFFSET = 3 * K_STAGE;
-constexpr int Q_STAGE = QTile::BYTES + GUARD, DO_OFFSET = Q_OFFSET + Q_STAGES * Q_STAGE;
-constexpr int DS_OFFSET = DO_OFFSET + DO_STAGES * Q_STAGE, DS_STAGE = DSTile::BYTES + GUARD;
-constexpr int DQ_OFFSET = DS_OFFSET + DS_STAGES * DS_STAGE, DQ_WARP_BYTES = 16 * DQ_COLUMNS * 4;
-constexpr int MASK_BYTES = MASK ? BLOCK_K * BLOCK_Q / 8 : 0;  // of a tile
-constexpr int DQ_STAGE = 4 * DQ_WARP_BYTES + GUARD, ROWS_STAGE = ROWS_BYTES + MASK_BYTES + GUARD;
-constexpr int ROWS_OFFSET = DQ_OFFSET + DQ_STAGES * DQ_STAGE;
-constexpr int BARRIERS_OFFSET = ROWS_OFFSET + ROWS_STAGES * ROWS_STAGE;
-
+using Layout = BackwardLayout<BLOCK_Q, HEAD_DIM, Q_STAGES, DO_STAGES, DQ_STAGES, MASK, GUARD>;
+using QTile = Layout::QTile;  // of Q and dO
+using KTile = Layout::KTile;  // of K and V
+using DSTile = Layout::DSTile;
+using Rings = BackwardRings<Layout>;
 // Pieces of work are taken by the warps that multiply, and by the thread that loads K and V.
-using Barriers = BackwardBarriers<Q_STAGES, DO_STAGES, DS_STAGES, DQ_PARTS, DQ_STAGES, 3 * 4 + 1>;
+using Barriers = BackwardBarriers<Layout, 3 * 4 + 1>;
 //% if form
 using Sizes = FormSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC, VARLEN, ALIBI, MASK>;
 //% else
 using Sizes = BackwardSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC>;
 //% endif
 using Tile = BackwardTile<BLOCK_Q, BLOCK_K>;
-using Operands = BackwardOperands<KTile, QTile, DSTile>;
-constexpr int INDEX_BLOCKS = Sizes::INDEX_ROWS / 16;  // of a tile's index, 16 rows each
-using Copies = DQCopies<HEAD_DIM, DQ_COLUMNS>;
-struct DQWay : Operands {  // see attention/backward_sm90/dq_products.cuh
-  using NumberedTile = Tile;
-  static constexpr bool DETERMINISTIC = ::DETERMINISTIC, DIRECT = ::DIRECT;
-  static constexpr int PARTS = DQ_PARTS, ACROSS = DQ_ACROSS, STAGES = DQ_STAGES;
-  static constexpr int AT = DQ_OFFSET, STAGE = DQ_STAGE, WARP_BYTES = DQ_WARP_BYTES;
-  static constexpr int DS_AT = DS_OFFSET, DS_STAGE = ::DS_STAGE, DS_STAGES = ::DS_STAGES;
-  static constexpr int K_STAGE = ::K_STAGE, INDEX_BLOCKS = ::INDEX_BLOCKS;
-};
-using Rings = BackwardRings<QTile, BLOCK_Q, Q_STAGES, Q_OFFSET, DO_STAGES, DO_OFFSET, Q_STAGE,
-                            ROWS_OFFSET, ROWS_STAGE, MASK_BYTES>;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backward_sm90(
     const __grid_constant__ TensorMap q_map,     // q, dout [batch, heads_q, seqlen_q, head_dim],
@@ -160,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
   //% endif
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
-  const Barriers barriers{shared + BARRIERS_OFFSET};
+  const Barriers barriers{shared + Layout::BARRIERS};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x % WARPGROUP / WARP_SIZE;
   const bool signals = lane == 0;
@@ -180,19 +154,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     more_registers<MAIN_REGISTERS>();
     const auto warp_row = [] { return thread_index_again() / WARP_SIZE * 16; };
     const u64 k_operand = wgmma_tile(shared + warpgroup * 64 * KTile::ROW_BYTES, 0);
-    const u64 v_operand = k_operand + (V_OFFSET >> 4);
-    const u64 q_operand = wgmma_tile(shared + Q_OFFSET, QTile::PANEL_BYTES);
-    const u64 do_operand = wgmma_tile(shared + DO_OFFSET, QTile::PANEL_BYTES);
+    const u64 v_operand = k_operand + (Layout::V >> 4);
+    const u64 q_operand = wgmma_tile(shared + Layout::Q, QTile::PANEL_BYTES);
+    const u64 do_operand = wgmma_tile(shared + Layout::DO, QTile::PANEL_BYTES);
     FragmentReader<DSTile, BlockOrder::ROW_MAJOR> ds_place(lane);
     ds_place.lane_offset += warp_row() * DSTile::ROW_BYTES;
-    const u64 ds_operand = wgmma_tile(shared + DS_OFFSET + warpgroup * 64 * DSTile::ROW_BYTES, 0);
-    const u32 lane_rows = shared + ROWS_OFFSET + lane % 4 * 8;
+    const u64 ds_operand = wgmma_tile(shared + Layout::DS + warpgroup * 64 * DSTile::ROW_BYTES, 0);
+    const u32 lane_rows = shared + Layout::ROWS + lane % 4 * 8;
     u32 p[Q_STEPS][4];
     bool masked, ends;  // the tile whose scores are next: some are hidden; it is its piece's last
     RowPairs<LSE_AHEAD> lse;
     RowPairs<DELTA_AHEAD> delta;
     bool do_ready;
-    const auto rows_at = [&](int step) { return lane_rows + step % ROWS_STAGES * ROWS_STAGE; };
+    const auto rows_at = [&](int step) {
+      return lane_rows + step % Layout::ROWS_STAGES * Layout::ROWS_STAGE;
+    };
     // All that lies in shared memory comes late while products are read from there: before scores
     // are waited for.
     const auto look_ahead = [&](int step) {
@@ -203,8 +179,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     // P^T of the tile, and what its dP^T takes.
     const auto take_scores = [&](float (&s)[1][BLOCK_Q / 8][4], int step) {
       //% if form
-      const u32 bits =
-          MASK ? shared + ROWS_OFFSET + step % ROWS_STAGES * ROWS_STAGE + ROWS_BYTES : 0;
+      const u32 bits = MASK ? shared + Layout::ROWS +
+                                  step % Layout::ROWS_STAGES * Layout::ROWS_STAGE +
+                                  Layout::ROWS_BYTES
+                            : 0;
       band_scores<SOFTCAP, ALIBI, BLOCK_Q, BLOCK_K>(s, lane, barriers.tile(step), bits, warp_row(),
                                                     form);
       //% else
@@ -244,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     wgmma_fence();
     {
       float s[1][BLOCK_Q / 8][4];
-      issue_keys<elem_t, Operands, false>(s, k_operand, q_operand);
+      issue_keys<elem_t, Layout, false>(s, k_operand, q_operand);
       look_ahead(0);
       wgmma_wait<0>();
       take_scores(s, 0);
@@ -260,15 +238,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         // follow.
         const int stage = step_number % Q_STAGES, tile_number = step_number;
         const RingPlace<DO_STAGES> do_ring = ring_place<DO_STAGES>(step_number);
-        const RingPlace<DS_STAGES> ds_ring = ring_place<DS_STAGES>(step_number);
-        const u64 do_tile = do_operand + do_ring.stage * (Q_STAGE >> 4);
+        const RingPlace<Layout::DS_STAGES> ds_ring = ring_place<Layout::DS_STAGES>(step_number);
+        const u64 do_tile = do_operand + do_ring.stage * (Layout::Q_STAGE >> 4);
         float dp[1][BLOCK_Q / 8][4];  // in here, so that its registers are free elsewhere
         start_differentials(dp, delta, rows_at(step_number) + BLOCK_Q * 4);
         if (!do_ready) mbarrier_wait(barriers.do_full(do_ring.stage), do_ring.parity);
         register_fence(p);
         register_fence(dp[0]);
         wgmma_fence();
-        issue_keys<elem_t, Operands, true>(dp, v_operand, do_tile);
+        issue_keys<elem_t, Layout, true>(dp, v_operand, do_tile);
         issue_sum<elem_t>(dv_sum, p, do_tile);
         last = ends;
         if (last) {
@@ -293,8 +271,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         if (signals && last) mbarrier_arrive(barriers.v_empty());
 #pragma unroll
         for (int step = 0; step < Q_STEPS; ++step)
-          stmatrix_x4(ds_place.address(shared + DS_OFFSET + ds_ring.stage * DS_STAGE, 0, step),
-                      ds[step]);
+          stmatrix_x4(
+              ds_place.address(shared + Layout::DS + ds_ring.stage * Layout::DS_STAGE, 0, step),
+              ds[step]);
 
         // 2. S^T of the next tile, then dK; meanwhile dS^T is handed to the third warpgroup. (After
         // all tiles the scores of the last one once more: products must not stand under a
@@ -302,17 +281,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         if constexpr (!DS_SHARED) register_fence(ds);
         wgmma_fence();
         float s[1][BLOCK_Q / 8][4];
-        const u64 q_tile = q_operand + stage * (Q_STAGE >> 4);
-        issue_keys<elem_t, Operands, false>(s, k_operand + taken % 2 * (K_STAGE >> 4),
-                                            q_operand + next.stage * (Q_STAGE >> 4));
+        const u64 q_tile = q_operand + stage * (Layout::Q_STAGE >> 4);
+        issue_keys<elem_t, Layout, false>(s, k_operand + taken % 2 * (Layout::K_STAGE >> 4),
+                                          q_operand + next.stage * (Layout::Q_STAGE >> 4));
         if constexpr (!DS_SHARED) issue_sum<elem_t>(dk_sum, ds, q_tile);
         proxy_fence();
         if (DS_SHARED) named_barrier_wait_aligned<128>(1 + warpgroup);
         __syncwarp();
         if (signals) mbarrier_arrive(barriers.ds_full(ds_ring.stage));
         if constexpr (DS_SHARED)
-          issue_shared_sum<elem_t, Operands>(dk_sum, ds_operand + (ds_ring.stage * DS_STAGE >> 4),
-                                             q_tile);
+          issue_shared_sum<elem_t, Layout>(
+              dk_sum, ds_operand + (ds_ring.stage * Layout::DS_STAGE >> 4), q_tile);
         if (!DS_SHARED && last) store(dv, dv_strides, head_dim_v, dv_sum, 1.f, tile_number);
         look_ahead(step_number);
 
@@ -333,29 +312,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     }
   } else if (warpgroup == 2) {
     fewer_registers<DQ_REGISTERS>();  // ---- dQ
-    multiply_dq<elem_t, DQWay>(barriers, shared, sizes, next_work, works_taken, step_number, dq_sum,
-                               lane, warp, threadIdx.x == 2 * WARPGROUP);
+    multiply_dq<elem_t, Layout, Tile, DETERMINISTIC, DIRECT>(barriers, shared, sizes, next_work,
+                                                             works_taken, step_number, dq_sum, lane,
+                                                             warp, threadIdx.x == 2 * WARPGROUP);
   } else {
     fewer_registers<COPY_REGISTERS>();
     if (warp == 0 && signals) {
       // ---- tiles of Q and dO, and notes of what they are
       load_tiles(
-          BackwardLoads<Rings, Barriers>{barriers, {shared}, q_map, dout_map, lse_log2, delta},
+          BackwardLoads<Rings, Barriers>{barriers, Rings(shared), q_map, dout_map, lse_log2, delta},
           sizes, counters);
     } else if (warp == 1 && signals) {
       // ---- K and V
-      const KeyLoads<KTile, Barriers> loads{barriers,          shared, K_STAGE,
-                                            shared + V_OFFSET, k_map,  v_map};
+      const KeyLoads<KTile, Barriers> loads{barriers,           shared, Layout::K_STAGE,
+                                            shared + Layout::V, k_map,  v_map};
       load_keys(loads, sizes);
     } else if (DETERMINISTIC && signals) {
       // ---- copies of dQ, in turns
       //% if deterministic
-      const auto part_of = [&](int index, int part) {
-        const i64 row_block = static_cast<i64>(index) * INDEX_BLOCKS + part / DQ_ACROSS * 4;
-        const i64 place = fragment_place(row_block, part % DQ_ACROSS * CHUNKS, HEAD_DIM / 8, 0);
-        return Copies{dq_sum + place, shared + DQ_OFFSET + part % DQ_STAGES * DQ_STAGE};
-      };
-      copy_in_turns<DQ_PARTS, DQ_STAGES, Copies::RUNS>(barriers, turns, warp - 2, part_of);
+      const DQParts<Layout, Sizes::INDEX_ROWS> parts{dq_sum, shared};
+      copy_in_turns<Layout>(barriers, turns, warp - 2, parts);
       //% endif
     }
   }

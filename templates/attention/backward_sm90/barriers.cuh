@@ -11,8 +11,12 @@
 #pragma once
 #include "ptx/mbarrier.cuh"
 
-template <int Q_STAGES, int DO_STAGES, int DS_STAGES, int DQ_PARTS, int DQ_STAGES, int TAKERS>
+// TAKERS: threads that take pieces of work.
+template <typename Layout, int TAKERS>
 struct BackwardBarriers {
+  static constexpr int Q_STAGES = Layout::Q_STAGES, DO_STAGES = Layout::DO_STAGES;
+  static constexpr int DS_STAGES = Layout::DS_STAGES, DQ_STAGES = Layout::DQ_STAGES;
+  static constexpr int DQ_PARTS = Layout::DQ_PARTS;
   static constexpr int SLOTS = 2;     // pieces of work that have been announced
   static constexpr int K_STAGES = 2;  // K of pieces of work
   static constexpr int COPIERS = 2;   // threads that copy dQ: of every second tile

@@ -8,6 +8,7 @@
 #include "ptx/memory.cuh"
 #include "tile/ordered.cuh"
 #include "tile/tile_copy.cuh"
+#include "attention/backward/sum_fragments.cuh"
 
 // One thread's copies of a part of dQ: 64 rows of which each warp has 16, `columns` of HEAD_DIM.
 template <int HEAD_DIM, int COLUMNS>
@@ -28,10 +29,27 @@ struct DQCopies {
   }
 };
 
+// Where the parts of a tile's dQ are; `index`: that of the tile, which counts so many rows.
+template <typename Layout, int INDEX_ROWS>
+struct DQParts {
+  using Copies = DQCopies<Layout::HEAD_DIM, Layout::DQ_COLUMNS>;
+  float* sums;
+  u32 shared;
+
+  __device__ __forceinline__ Copies operator()(int index, int part) const {
+    const i64 row_block =
+        static_cast<i64>(index) * (INDEX_ROWS / 16) + part / Layout::DQ_ACROSS * 4;
+    const int column_block = part % Layout::DQ_ACROSS * (Layout::DQ_COLUMNS / 8);
+    const i64 place = fragment_place(row_block, column_block, Layout::HEAD_DIM / 8, 0);
+    return {sums + place, shared + Layout::DQ + part % Layout::DQ_STAGES * Layout::DQ_STAGE};
+  }
+};
+
 // Thread `copier` of two: its tiles, until one has no index. `part_of(index, part)` are the copies.
-template <int PARTS, int STAGES, int RUNS, typename Barriers, typename PartOf>
+template <typename Layout, typename Barriers, typename PartOf>
 __device__ __forceinline__ void copy_in_turns(const Barriers& barriers, u32* turns, int copier,
                                               const PartOf& part_of) {
+  constexpr int PARTS = Layout::DQ_PARTS, STAGES = Layout::DQ_STAGES, RUNS = PartOf::Copies::RUNS;
   static_assert(STAGES == PARTS || STAGES == 1, "places of parts");
   for (int step = copier, parity = 0;; step += Barriers::COPIERS, parity ^= 1) {
     mbarrier_wait(barriers.begun(copier), parity);

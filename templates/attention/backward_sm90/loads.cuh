@@ -10,23 +10,21 @@
 #include "attention/backward_sm90/queue.cuh"
 
 // Where rings of tiles lie in shared memory.
-template <typename Tile, int BLOCK_Q_, int Q_STAGES_, int Q_OFFSET, int DO_STAGES_, int DO_OFFSET,
-          int STAGE_BYTES, int ROWS_OFFSET, int ROWS_STAGE_BYTES, int MASK_BYTES_>
-struct BackwardRings {
-  using QTile = Tile;
-  static constexpr int BLOCK_Q = BLOCK_Q_, ROWS_BYTES = 2 * BLOCK_Q * 4, MASK_BYTES = MASK_BYTES_;
-  static constexpr int Q_STAGES = Q_STAGES_, DO_STAGES = DO_STAGES_;
+template <typename Layout>
+struct BackwardRings : Layout {
   u32 shared;
 
+  __device__ __forceinline__ explicit BackwardRings(u32 base) : shared(base) {}
+
   __device__ __forceinline__ u32 q(int stage) const {
-    return shared + Q_OFFSET + stage * STAGE_BYTES;
+    return shared + Layout::Q + stage * Layout::Q_STAGE;
   }
   __device__ __forceinline__ u32 dout(int stage) const {
-    return shared + DO_OFFSET + stage * STAGE_BYTES;
+    return shared + Layout::DO + stage * Layout::Q_STAGE;
   }
   // lse_log2 of a tile's rows, then delta, then bits of a mask: empty when its dO is.
   __device__ __forceinline__ u32 rows(int stage) const {
-    return shared + ROWS_OFFSET + stage * ROWS_STAGE_BYTES;
+    return shared + Layout::ROWS + stage * Layout::ROWS_STAGE;
   }
 };
 

@@ -4,22 +4,14 @@
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_products.cuh"
 
-// Tiles in shared memory that products read, in panels of 64 columns.
-template <typename KTile_, typename QTile_, typename DSTile_>
-struct BackwardOperands {
-  using KTile = KTile_;  // of K and V
-  using QTile = QTile_;  // of Q and dO
-  using DSTile = DSTile_;
-};
-
 // S^T, or dP^T added to d: both operands have HEAD_DIM columns.
-template <typename T, typename Of, bool ADDED, int N>
+template <typename T, typename Layout, bool ADDED, int N>
 __device__ __forceinline__ void issue_keys(float (&d)[1][N][4], u64 keys, u64 queries) {
 #pragma unroll
-  for (int step = 0; step < Of::KTile::COLUMNS / 16; ++step) {
+  for (int step = 0; step < Layout::KTile::COLUMNS / 16; ++step) {
     const int panel = step / 4, within = step % 4 * 2;  // 32 bytes a step, in units of 16
-    wgmma_shared<T, false, false>(d[0], keys + (panel * Of::KTile::PANEL_BYTES >> 4) + within,
-                                  queries + (panel * Of::QTile::PANEL_BYTES >> 4) + within,
+    wgmma_shared<T, false, false>(d[0], keys + (panel * Layout::KTile::PANEL_BYTES >> 4) + within,
+                                  queries + (panel * Layout::QTile::PANEL_BYTES >> 4) + within,
                                   ADDED || step > 0);
   }
   wgmma_commit();
@@ -35,12 +27,12 @@ __device__ __forceinline__ void issue_sum(float (&d)[1][N][4], const u32 (&a)[ST
 }
 
 // dK, with dS^T in shared memory.
-template <typename T, typename Of, int N>
+template <typename T, typename Layout, int N>
 __device__ __forceinline__ void issue_shared_sum(float (&d)[1][N][4], u64 a, u64 b) {
 #pragma unroll
-  for (int step = 0; step < Of::DSTile::COLUMNS / 16; ++step) {
+  for (int step = 0; step < Layout::DSTile::COLUMNS / 16; ++step) {
     const int panel = step / 4, within = step % 4 * 2;  // 32 bytes a step, in units of 16
-    wgmma_shared<T, false, true>(d[0], a + (panel * Of::DSTile::PANEL_BYTES >> 4) + within,
+    wgmma_shared<T, false, true>(d[0], a + (panel * Layout::DSTile::PANEL_BYTES >> 4) + within,
                                  b + step * (2048 >> 4), 1);
   }
   wgmma_commit();
