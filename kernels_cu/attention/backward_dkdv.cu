@@ -35,6 +35,7 @@
 #include "ptx/named_barrier.cuh"
 #include "ptx/register_fence.cuh"
 #include "ptx/special_registers.cuh"
+#include "attention/backward/dkdv_layout.cuh"
 #include "attention/backward/mma.cuh"
 #include "attention/backward/sum_fragments.cuh"
 #include "attention/key_block.cuh"
@@ -97,15 +98,13 @@ constexpr bool ANEW =
 // dQ of a tile: DQ_WARPS_Q warps share its rows, the others its columns, in turns.
 constexpr int DQ_WARPS_Q = BLOCK_Q / 32, DQ_TURNS = NUM_WARPS / DQ_WARPS_Q;
 
-using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;
-using VTile = SwizzledTile<BLOCK_K, HEAD_DIM_V>;
-using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;
-using DoTile = SwizzledTile<BLOCK_Q, HEAD_DIM_V>;
-using PTile = SwizzledTile<BLOCK_K, SHARES_DS ? BLOCK_Q : 64>;
-constexpr int DO_OFFSET = QTile::BYTES + GUARD;  // in a stage
-constexpr int LSE_OFFSET = DO_OFFSET + DoTile::BYTES + GUARD;
-constexpr int DELTA_OFFSET = LSE_OFFSET + BLOCK_Q * 4 + GUARD;
-constexpr int STAGE_BYTES = DELTA_OFFSET + BLOCK_Q * 4 + GUARD;
+using Layout =
+    DkDvLayout<BLOCK_K, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, STAGES, EXCHANGE, SHARES_DS, GUARD>;
+using KTile = Layout::KTile;
+using VTile = Layout::VTile;
+using QTile = Layout::QTile;
+using DoTile = Layout::DoTile;
+using PTile = Layout::PTile;
 
 template <typename Tile>
 using AReader = FragmentReader<Tile, BlockOrder::ROW_MAJOR>;
@@ -147,11 +146,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const float softmax_scale_log2,  // softmax_scale * log2(e)
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const u32 k_tile = shared_address(shared_memory), v_tile = k_tile + KTile::BYTES + GUARD;
-  constexpr int P_OFFSET = KTile::BYTES + VTile::BYTES + 2 * GUARD;
-  constexpr int DS_OFFSET = P_OFFSET + (EXCHANGE ? PTile::BYTES + GUARD : 0);
-  constexpr int RING_OFFSET = DS_OFFSET + (SHARES_DS ? PTile::BYTES + GUARD : 0);
-  const u32 p_tile = k_tile + P_OFFSET, ds_tile = k_tile + DS_OFFSET;
+  const u32 k_tile = shared_address(shared_memory), v_tile = k_tile + Layout::V;
+  const u32 p_tile = k_tile + Layout::P, ds_tile = k_tile + Layout::DS;
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int warp_row = warp % WARPS_K * ROWS_A_WARP, turn = warp / WARPS_K;
 
@@ -198,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   // Tiles of rows of all query heads, the last of which goes into stage 1 % STAGES.
   int left = max(tiles - first_tile, 0) * group_size;
   const auto fetch = [&](int number, int next_head, int next_tile) {
-    const u32 stage = k_tile + RING_OFFSET + number % STAGES * STAGE_BYTES;
+    const u32 stage = k_tile + Layout::RING + number % STAGES * Layout::STAGE;
     const i64 row = static_cast<i64>(next_tile) * BLOCK_Q;
     const int rows_left = seqlen_q - next_tile * BLOCK_Q,
               batch = ANEW ? anew(place.batch) : place.batch;
@@ -206,13 +202,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         stage, q + batch * q_strides.batch + next_head * q_strides.head + row * q_strides.row,
         q_strides.row, rows_left, head_dim);
     copy_tile<DoTile, THREADS, ALIGNED>(
-        stage + DO_OFFSET,
+        stage + Layout::DO,
         dout + batch * dout_strides.batch + next_head * dout_strides.head + row * dout_strides.row,
         dout_strides.row, rows_left, head_dim_v);
     const i64 first = head_rows(next_head) + row;
     if (threadIdx.x < BLOCK_Q / 4) {
-      cp_async_16(stage + LSE_OFFSET + threadIdx.x * 16, lse_log2 + first + threadIdx.x * 4);
-      cp_async_16(stage + DELTA_OFFSET + threadIdx.x * 16, delta + first + threadIdx.x * 4);
+      cp_async_16(stage + Layout::LSE + threadIdx.x * 16, lse_log2 + first + threadIdx.x * 4);
+      cp_async_16(stage + Layout::DELTA + threadIdx.x * 16, delta + first + threadIdx.x * 4);
     }
   };
 
@@ -271,17 +267,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       fetch(left - 1, head + turns, turns ? first_tile : tile + 1);
       cp_async_commit();
     }
-    const int offset = RING_OFFSET + left % STAGES * STAGE_BYTES;
+    const int offset = Layout::RING + left % STAGES * Layout::STAGE;
     const u32 stage = k_tile + offset;
-    const float* lse_row = reinterpret_cast<const float*>(shared_memory + offset + LSE_OFFSET);
-    const float* delta_row = reinterpret_cast<const float*>(shared_memory + offset + DELTA_OFFSET);
+    const float* lse_row = reinterpret_cast<const float*>(shared_memory + offset + Layout::LSE);
+    const float* delta_row = reinterpret_cast<const float*>(shared_memory + offset + Layout::DELTA);
     const int q0 = tile * BLOCK_Q;
 
 #pragma unroll 1
     for (int step = 0; step < STEPS; ++step) {
       const int query = (EXCHANGE ? turn * SHARE : 0) + step * QUERIES;  // in the tile
       const u32 q_queries = stage + query * QTile::ROW_BYTES;
-      const u32 do_queries = stage + DO_OFFSET + query * DoTile::ROW_BYTES;
+      const u32 do_queries = stage + Layout::DO + query * DoTile::ROW_BYTES;
       float p[M_BLOCKS][QUERIES / 8][4] = {}, ds[M_BLOCKS][QUERIES / 8][4] = {};
       //% if form
       float slopes[M_BLOCKS][QUERIES / 8][4], added[M_BLOCKS][QUERIES / 8][4];
@@ -349,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     //% endif
     if constexpr (EXCHANGE) {
       accumulate<elem_t, BLOCK_Q / 16, WARPS_C>(
-          dv_acc, stage + DO_OFFSET, do_rows,
+          dv_acc, stage + Layout::DO, do_rows,
           [&](int i, int m, u32(&a)[4]) { ldmatrix_x4(a, p_reader.address(warp_p_tile, m, i)); });
       accumulate<elem_t, BLOCK_Q / 16, WARPS_C>(
           dk_acc, stage, q_rows,
