@@ -205,11 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
         stage + Layout::DO,
         dout + batch * dout_strides.batch + next_head * dout_strides.head + row * dout_strides.row,
         dout_strides.row, rows_left, head_dim_v);
-    const i64 first = head_rows(next_head) + row;
-    if (threadIdx.x < BLOCK_Q / 4) {
-      cp_async_16(stage + Layout::LSE + threadIdx.x * 16, lse_log2 + first + threadIdx.x * 4);
-      cp_async_16(stage + Layout::DELTA + threadIdx.x * 16, delta + first + threadIdx.x * 4);
-    }
+    fetch_statistics<Layout>(stage, lse_log2, delta, head_rows(next_head) + row);
   };
 
   // 1. K, V and the first tile are on their way.
@@ -373,22 +369,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   //% else
   const KeyBlock<BLOCK_K> again(block_index_again(), seqlen_k, heads_q / group_size);
   //% endif
-  const int end_lane = thread_index_again() % WARP_SIZE;
-  const int end_warp = thread_index_again() / WARP_SIZE, end_turn = end_warp / WARPS_K;
-  const int row0 = end_warp % WARPS_K * ROWS_A_WARP;
-  const u32 dk_tile = shared_address(shared_memory), dv_tile = dk_tile + KTile::BYTES + GUARD;
-  stage_rows<elem_t, KTile, WARPS_C>(dk_acc, softmax_scale, end_lane, end_turn,
-                                     dk_tile + row0 * KTile::ROW_BYTES);
-  stage_rows<elem_t, VTile, WARPS_C>(dv_acc, 1.f, end_lane, end_turn,
-                                     dv_tile + row0 * VTile::ROW_BYTES);
-  __syncthreads();
-  constexpr int STORED = ROWS_A_WARP / WARPS_C;  // rows of a warp
-  const int row = row0 + end_turn * STORED;
-  const int first = again.k0 + row0 + KeyOrder::row(end_turn * STORED);
-  dk += again.batch * dk_strides.batch + again.head * dk_strides.head + first * dk_strides.row;
-  dv += again.batch * dv_strides.batch + again.head * dv_strides.head + first * dv_strides.row;
-  store_tile<KTile, STORED, ALIGNED, KeyOrder>(dk, dk_strides.row, dk_tile + row * KTile::ROW_BYTES,
-                                               end_lane, seqlen_k - first, head_dim);
-  store_tile<VTile, STORED, ALIGNED, KeyOrder>(dv, dv_strides.row, dv_tile + row * VTile::ROW_BYTES,
-                                               end_lane, seqlen_k - first, head_dim_v);
+  store_dk_dv<Layout, WARPS_K, WARPS_C, ALIGNED, KeyOrder>(
+      shared_address(shared_memory), dk_acc, dv_acc, softmax_scale, again, dk, dk_strides, head_dim,
+      dv, dv_strides, head_dim_v, seqlen_k);
 }
