@@ -86,17 +86,12 @@ constexpr int K_COLUMNS = HEAD_DIM / 8 / WARPS_C, V_COLUMNS = HEAD_DIM_V / 8 / W
 
 static_assert(ROWS_A_WARP == 16 || ROWS_A_WARP == 32, "a warp owns one or two mma row blocks");
 static_assert(QUERIES % 16 == 0 && SHARE % QUERIES == 0, "queries go into products 16 at a time");
-static_assert(STAGES == 1 || STAGES == 2, "the next tile is the only one under way");
-static_assert(ROW_STEP % BLOCK_Q == 0, "lse and delta are padded to whole tiles");
 static_assert(HEAD_DIM % (32 * WARPS_C) == 0 && HEAD_DIM_V % (32 * WARPS_C) == 0,
               "warps share the columns evenly, 16 at a time");
 
 using KeyOrder = OrderIf<SEEDED, RowRuns<M_BLOCKS>>;
 constexpr bool ANEW =
     ${form} && M_BLOCKS > 1;  // some is computed again rather than kept in registers
-
-// dQ of a tile: DQ_WARPS_Q warps share its rows, the others its columns, in turns.
-constexpr int DQ_WARPS_Q = BLOCK_Q / 32, DQ_TURNS = NUM_WARPS / DQ_WARPS_Q;
 
 using Layout =
     DkDvLayout<BLOCK_K, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, STAGES, EXCHANGE, SHARES_DS, GUARD>;
@@ -105,11 +100,6 @@ using VTile = Layout::VTile;
 using QTile = Layout::QTile;
 using DoTile = Layout::DoTile;
 using PTile = Layout::PTile;
-
-template <typename Tile>
-using AReader = FragmentReader<Tile, BlockOrder::ROW_MAJOR>;
-template <typename Tile>
-using BReader = FragmentReader<Tile, BlockOrder::COL_MAJOR>;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_keys(
     //% if form
@@ -219,15 +209,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   if (STAGES > 1 && left > 0) fetch(left, head, tile);
   cp_async_commit();
 
-  const AReader<KTile> k_reader(lane);
-  const AReader<VTile> v_reader(lane);
-  const BReader<QTile> q_reader(lane);
-  const BReader<DoTile> do_reader(lane);
-  const auto q_rows = my_turn<AReader<QTile>>(lane, turn);
-  const auto do_rows = my_turn<AReader<DoTile>>(lane, turn);
+  const RowReader<KTile> k_reader(lane);
+  const RowReader<VTile> v_reader(lane);
+  const ColumnReader<QTile> q_reader(lane);
+  const ColumnReader<DoTile> do_reader(lane);
+  const auto q_rows = my_turn<RowReader<QTile>>(lane, turn);
+  const auto do_rows = my_turn<RowReader<DoTile>>(lane, turn);
   const u32 warp_k_tile = k_tile + warp_row * KTile::ROW_BYTES;
   const u32 warp_v_tile = v_tile + warp_row * VTile::ROW_BYTES;
-  const AReader<PTile> p_reader(lane);
+  const RowReader<PTile> p_reader(lane);
   const u32 warp_p_tile = p_tile + warp_row * PTile::ROW_BYTES;
   const u32 warp_ds_tile = ds_tile + warp_row * PTile::ROW_BYTES;
   float dk_acc[M_BLOCKS][K_COLUMNS][4] = {}, dv_acc[M_BLOCKS][V_COLUMNS][4] = {};
@@ -321,15 +311,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       if constexpr (EXCHANGE) {
         exchange_rows<elem_t, PTile>(p, lane, query, warp_p_tile);
       } else {
-        accumulate<elem_t, QUERIES / 16, 1>(
-            dv_acc, do_queries, do_rows,
-            [&](int i, int m, u32(&a)[4]) { pack_fragment<elem_t>(a, p[m] + 2 * i); });
+        accumulate_packed<elem_t>(dv_acc, p, do_queries, do_rows);
         //% if form
         if constexpr (SEEDED) fetch_next_seeds(step);  // beside the product that follows
         //% endif
-        accumulate<elem_t, QUERIES / 16, 1>(
-            dk_acc, q_queries, q_rows,
-            [&](int i, int m, u32(&a)[4]) { pack_fragment<elem_t>(a, ds[m] + 2 * i); });
+        accumulate_packed<elem_t>(dk_acc, ds, q_queries, q_rows);
       }
     }
 
@@ -340,16 +326,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     if constexpr (SEEDED && EXCHANGE && STEPS == 1) fetch_next_seeds(0);
     //% endif
     if constexpr (EXCHANGE) {
-      accumulate<elem_t, BLOCK_Q / 16, WARPS_C>(
-          dv_acc, stage + Layout::DO, do_rows,
-          [&](int i, int m, u32(&a)[4]) { ldmatrix_x4(a, p_reader.address(warp_p_tile, m, i)); });
-      accumulate<elem_t, BLOCK_Q / 16, WARPS_C>(
-          dk_acc, stage, q_rows,
-          [&](int i, int m, u32(&a)[4]) { ldmatrix_x4(a, p_reader.address(warp_ds_tile, m, i)); });
+      accumulate_shared<elem_t, BLOCK_Q / 16, WARPS_C>(dv_acc, warp_p_tile, p_reader,
+                                                       stage + Layout::DO, do_rows);
+      accumulate_shared<elem_t, BLOCK_Q / 16, WARPS_C>(dk_acc, warp_ds_tile, p_reader, stage,
+                                                       q_rows);
     }
     if constexpr (SUMS)
-      add_dq<elem_t, KTile, PTile, DQ_WARPS_Q, DQ_TURNS>(dq_sum + (head_rows(head) + q0) * HEAD_DIM,
-                                                         ds_tile, k_tile);
+      add_dq<elem_t, KTile, PTile, NUM_WARPS>(dq_sum + (head_rows(head) + q0) * HEAD_DIM, ds_tile,
+                                              k_tile);
     //% if form
     if (DBIAS && tile + 1 == tiles)
       key_sums.store(dbias_parts, (static_cast<i64>(batch) * heads_q + head) * WARPS_C + turn, lane,

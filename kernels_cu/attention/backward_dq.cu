@@ -217,11 +217,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   }
   const RowStatistics<M_BLOCKS> rows(lse_log2, delta, head_row + q0 + warp * ROWS_A_WARP, lane);
 
-  const FragmentReader<QTile, BlockOrder::ROW_MAJOR> q_reader(lane);
-  const FragmentReader<DoTile, BlockOrder::ROW_MAJOR> do_reader(lane);
-  const FragmentReader<KTile, BlockOrder::COL_MAJOR> k_reader(lane);
-  const FragmentReader<VTile, BlockOrder::COL_MAJOR> v_reader(lane);
-  const FragmentReader<KTile, BlockOrder::ROW_MAJOR> k_rows(lane);
+  const RowReader<QTile> q_reader(lane);
+  const RowReader<DoTile> do_reader(lane);
+  const ColumnReader<KTile> k_reader(lane);
+  const ColumnReader<VTile> v_reader(lane);
+  const RowReader<KTile> k_rows(lane);
   const u32 warp_q_tile = q_tile + warp * ROWS_A_WARP * QTile::ROW_BYTES;
   const u32 warp_do_tile = do_tile + warp * ROWS_A_WARP * DoTile::ROW_BYTES;
   u32 q_fragments[QK_STEPS][M_BLOCKS][4], do_fragments[DOV_STEPS][M_BLOCKS][4];
@@ -318,9 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       //% else
       rows.score_gradients(ds, p, softmax_scale_log2);
       //% endif
-      accumulate<elem_t, KEYS / 16, 1>(acc, k_keys, k_rows, [&](int i, int m, u32(&a)[4]) {
-        pack_fragment<elem_t>(a, ds[m] + 2 * i);
-      });
+      accumulate_packed<elem_t>(acc, ds, k_keys, k_rows);
     }
   }
 

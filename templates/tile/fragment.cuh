@@ -29,3 +29,8 @@ struct FragmentReader {
            column_block / PAIRS * Tile::PANEL_BYTES + row_block * 16 * Tile::ROW_BYTES;
   }
 };
+
+template <typename Tile>
+using RowReader = FragmentReader<Tile, BlockOrder::ROW_MAJOR>;
+template <typename Tile>
+using ColumnReader = FragmentReader<Tile, BlockOrder::COL_MAJOR>;

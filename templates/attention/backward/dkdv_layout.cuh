@@ -15,6 +15,8 @@ template <int BLOCK_K_, int BLOCK_Q_, int HEAD_DIM, int HEAD_DIM_V, int STAGES_,
           bool SHARES_DS, int GUARD>
 struct DkDvLayout {
   static constexpr int BLOCK_K = BLOCK_K_, BLOCK_Q = BLOCK_Q_, STAGES = STAGES_;
+  static_assert(STAGES == 1 || STAGES == 2, "the next tile is the only one under way");
+  static_assert(ROW_STEP % BLOCK_Q == 0, "lse and delta are padded to whole tiles");
   using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;
   using VTile = SwizzledTile<BLOCK_K, HEAD_DIM_V>;
   using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;

@@ -44,6 +44,26 @@ __device__ __forceinline__ void accumulate(float (&acc)[M][COLUMNS][4], u32 b_ti
   }
 }
 
+// acc += A B, A from D fragments, rounded.
+template <typename T, int M, int N, int COLUMNS, typename Reader>
+__device__ __forceinline__ void accumulate_packed(float (&acc)[M][COLUMNS][4],
+                                                  const float (&a)[M][N][4], u32 b_tile,
+                                                  const Reader& b_reader) {
+  accumulate<T, N / 2, 1>(acc, b_tile, b_reader, [&](int step, int m, u32(&fragment)[4]) {
+    pack_fragment<T>(fragment, a[m] + 2 * step);
+  });
+}
+
+// acc += A B, A from rows of a tile.
+template <typename T, int STEPS, int TURNS, int M, int COLUMNS, typename AReader, typename Reader>
+__device__ __forceinline__ void accumulate_shared(float (&acc)[M][COLUMNS][4], u32 a_tile,
+                                                  const AReader& a_reader, u32 b_tile,
+                                                  const Reader& b_reader) {
+  accumulate<T, STEPS, TURNS>(acc, b_tile, b_reader, [&](int step, int m, u32(&fragment)[4]) {
+    ldmatrix_x4(fragment, a_reader.address(a_tile, m, step));
+  });
+}
+
 // A reader whose blocks of 16 columns begin at number `turn`, less than those of a panel.
 template <typename Reader>
 __device__ __forceinline__ Reader my_turn(int lane, int turn) {

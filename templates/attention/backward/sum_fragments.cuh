@@ -20,8 +20,9 @@ __device__ __forceinline__ i64 fragment_place(i64 row_block, int column_block, i
 // This warp's part of dQ += dS K of a tile of queries. `sums` are those of the tile. dS lies
 // transposed, keys as rows, in ds_tile. WARPS_Q warps share the queries, 32 to each, TURNS the
 // columns, 16 in turns; they are made 32 at a time, which takes few registers.
-template <typename T, typename KTile, typename PTile, int WARPS_Q, int TURNS>
+template <typename T, typename KTile, typename PTile, int NUM_WARPS>
 __device__ __forceinline__ void add_dq(float* sums, u32 ds_tile, u32 k_tile) {
+  constexpr int WARPS_Q = PTile::COLUMNS / 32, TURNS = NUM_WARPS / WARPS_Q;
   constexpr int COLUMNS = KTile::COLUMNS / 8 / TURNS, PART = COLUMNS % 4 == 0 ? 4 : 2;
   static_assert(TURNS <= 4 && COLUMNS % 2 == 0, "16 columns of a panel at a time");
   const int lane = thread_index_again() % WARP_SIZE, warp = thread_index_again() / WARP_SIZE;

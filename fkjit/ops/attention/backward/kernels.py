@@ -413,7 +413,7 @@ QUERIES = register(
     KernelSpec(
         op=OP,
         name="queries",
-        source="attention/backward_dq_convert.cu",
+        source="attention/backward_dq.cu",
         entry="attention_backward_queries",
         doc="dq on tensor cores (mma.sync): a block owns queries and walks over keys",
         params=(
