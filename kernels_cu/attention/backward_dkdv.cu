@@ -158,14 +158,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 
   //% if form
   const KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
-  const int first_tile = band.first_row(k0) / BLOCK_Q;
-  const int end_row = min(band.end_row(min(k0 + BLOCK_K, seqlen_k) - 1), seqlen_q);
-  const int tiles = VARLEN && k0 >= seqlen_k ? 0 : ceil_div(max(end_row, 0), BLOCK_Q);
+  const BandRows<BLOCK_Q, BLOCK_K> rows(band, k0, seqlen_q, seqlen_k);
+  const int first_tile = rows.first, tiles = VARLEN && k0 >= seqlen_k ? 0 : rows.end;
   // Whether a tile's queries see all keys of the block.
   const auto sees_all = [&](int q0) {
-    const int key = ANEW ? anew(k0) : k0;
-    if (SUMS && key + BLOCK_K > seqlen_k) return false;
-    return q0 >= band.first_row(key + BLOCK_K - 1) && q0 + BLOCK_Q <= band.end_row(key);
+    return band_sees_all<BLOCK_Q, BLOCK_K, SUMS>(band, q0, ANEW ? anew(k0) : k0, seqlen_k);
   };
   const auto head_rows = [&](int of_head) {
     return first_padded_row<VARLEN>(ANEW ? anew(batch) : batch, of_head, heads_q, rows_padded,

@@ -25,6 +25,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/register_fence.cuh"
 #include "ptx/special_registers.cuh"
+#include "attention/backward/dq_layout.cuh"
 #include "attention/backward/mma.cuh"
 #include "attention/query_block.cuh"
 //% if form
@@ -83,15 +84,11 @@ static_assert(KEYS % 16 == 0 && BLOCK_K % KEYS == 0, "keys go into products 16 a
 static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM_V % 32 == 0,
               "tiles are made of 32- or 64-wide panels");
 
-using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;
-using DoTile = SwizzledTile<BLOCK_Q, HEAD_DIM_V>;
-using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;
-using VTile = SwizzledTile<BLOCK_K, HEAD_DIM_V>;
-constexpr int RING_OFFSET = QTile::BYTES + DoTile::BYTES + 2 * GUARD;
-constexpr int V_OFFSET = KTile::BYTES + GUARD;  // in a stage
-constexpr int STAGE_BYTES = V_OFFSET + VTile::BYTES + GUARD;
-constexpr int LSE_OFFSET = RING_OFFSET + STAGES * STAGE_BYTES;  // where SEEDED
-constexpr int DELTA_OFFSET = LSE_OFFSET + BLOCK_Q * 4 + GUARD;
+using Layout = DqLayout<BLOCK_Q, BLOCK_K, HEAD_DIM, HEAD_DIM_V, STAGES, GUARD>;
+using QTile = Layout::QTile;
+using DoTile = Layout::DoTile;
+using KTile = Layout::KTile;
+using VTile = Layout::VTile;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_queries(
     //% if form
@@ -129,8 +126,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const float softmax_scale_log2,  // softmax_scale * log2(e)
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const u32 q_tile = shared_address(shared_memory), do_tile = q_tile + QTile::BYTES + GUARD;
-  const u32 ring = q_tile + RING_OFFSET;
+  const u32 q_tile = shared_address(shared_memory), do_tile = q_tile + Layout::DO;
+  const u32 ring = q_tile + Layout::RING;
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
 
   //% if form
@@ -185,12 +182,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const auto v_start = [&] { return place.batch * v_strides.batch + kv_head * v_strides.head; };
   //% endif
   const auto fetch = [&](int t) {
-    const u32 stage = ring + (t % STAGES) * STAGE_BYTES;
+    const u32 stage = ring + (t % STAGES) * Layout::STAGE;
     const i64 row = static_cast<i64>(t) * BLOCK_K;
     const int rows_left = seqlen_k - t * BLOCK_K;
     copy_tile<KTile, THREADS, ALIGNED, KeyOrder>(stage, k + k_start() + row * k_strides.row,
                                                  k_strides.row, rows_left, head_dim);
-    copy_tile<VTile, THREADS, ALIGNED, KeyOrder>(stage + V_OFFSET,
+    copy_tile<VTile, THREADS, ALIGNED, KeyOrder>(stage + Layout::V,
                                                  v + v_start() + row * v_strides.row, v_strides.row,
                                                  rows_left, head_dim_v);
   };
@@ -200,8 +197,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       first_padded_row<VARLEN>(place.batch, place.head, heads_q, rows_padded, queries.start);
   if (SEEDED && threadIdx.x < BLOCK_Q / 4) {  // there are no registers for them
     const i64 row = head_row + q0 + threadIdx.x * 4;
-    cp_async_16(q_tile + LSE_OFFSET + threadIdx.x * 16, lse_log2 + row);
-    cp_async_16(q_tile + DELTA_OFFSET + threadIdx.x * 16, delta + row);
+    cp_async_16(q_tile + Layout::LSE + threadIdx.x * 16, lse_log2 + row);
+    cp_async_16(q_tile + Layout::DELTA + threadIdx.x * 16, delta + row);
   }
   //% else
   const i64 head_row = (static_cast<i64>(place.batch) * heads_q + place.head) * rows_padded;
@@ -255,12 +252,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     __syncthreads();
     if (tile - (STAGES - 1) >= first_tile) fetch(tile - (STAGES - 1));
     cp_async_commit();
-    const u32 stage = ring + (tile % STAGES) * STAGE_BYTES;
+    const u32 stage = ring + (tile % STAGES) * Layout::STAGE;
 
 #pragma unroll 1
     for (int step = 0; step < STEPS; ++step) {
       const u32 k_keys = stage + step * KEYS * KTile::ROW_BYTES;
-      const u32 v_keys = stage + V_OFFSET + step * KEYS * VTile::ROW_BYTES;
+      const u32 v_keys = stage + Layout::V + step * KEYS * VTile::ROW_BYTES;
       //% if form
       float slopes[M_BLOCKS][KEYS / 8][4], added[M_BLOCKS][KEYS / 8][4];
       if constexpr (!SEEDED && (BIAS || MASK))
@@ -298,8 +295,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                                             v_reader);
       //% if form
       if constexpr (SEEDED) {
-        const float* own = reinterpret_cast<const float*>(shared_memory + LSE_OFFSET);
-        RowStatistics<M_BLOCKS>(own, own + (DELTA_OFFSET - LSE_OFFSET) / 4, warp * ROWS_A_WARP,
+        const float* own = reinterpret_cast<const float*>(shared_memory + Layout::LSE);
+        RowStatistics<M_BLOCKS>(own, own + (Layout::DELTA - Layout::LSE) / 4, warp * ROWS_A_WARP,
                                 lane)
             .score_gradients(ds, p, softmax_scale_log2);
       } else {

@@ -112,6 +112,26 @@ __device__ __forceinline__ void final_scores(float (&s)[M][N][4], float (&slopes
     }
 }
 
+// Tiles of queries that see some key of a block from k0 on: first .. end - 1.
+template <int BLOCK_Q, int BLOCK_K>
+struct BandRows {
+  int first, end;
+
+  __device__ __forceinline__ BandRows(const KeyBand& band, int k0, int seqlen_q, int seqlen_k) {
+    first = band.first_row(k0) / BLOCK_Q;
+    const int end_row = min(band.end_row(min(k0 + BLOCK_K, seqlen_k) - 1), seqlen_q);
+    end = ceil_div(max(end_row, 0), BLOCK_Q);
+  }
+};
+
+// Whether each query of a tile from q0 on sees each key of a block from k0 on. WHOLE: of one that is
+// cut by the end of the sequence none does.
+template <int BLOCK_Q, int BLOCK_K, bool WHOLE>
+__device__ __forceinline__ bool band_sees_all(const KeyBand& band, int q0, int k0, int seqlen_k) {
+  if (WHOLE && k0 + BLOCK_K > seqlen_k) return false;
+  return q0 >= band.first_row(k0 + BLOCK_K - 1) && q0 + BLOCK_Q <= band.end_row(k0);
+}
+
 // Raw products of fragments that the band cuts: `hidden` where a key is not seen. Where a form has no
 // rules the others stay as they are. KEYS_IN_RUNS: see attention/backward/accumulator_init.cuh.
 template <bool KEYS_ARE_ROWS, bool KEYS_IN_RUNS = false, int M, int N>
