@@ -81,7 +81,6 @@ constexpr bool EXCHANGE = WARPS_C > 1;      // of P' and dS', through shared mem
 constexpr bool SHARES_DS = EXCHANGE || SUMS;
 constexpr int SHARE = EXCHANGE ? BLOCK_Q / WARPS_C : BLOCK_Q;               // queries of a warp
 constexpr int QUERIES = min_of(SHARE, ${step_q}), STEPS = SHARE / QUERIES;  // so many at a time
-constexpr int QK_STEPS = HEAD_DIM / 16, DOV_STEPS = HEAD_DIM_V / 16;
 constexpr int K_COLUMNS = HEAD_DIM / 8 / WARPS_C, V_COLUMNS = HEAD_DIM_V / 8 / WARPS_C;
 
 static_assert(ROWS_A_WARP == 16 || ROWS_A_WARP == 32, "a warp owns one or two mma row blocks");
@@ -151,12 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   dout += queries.start * dout_strides.row;
   k += held.start * k_strides.row;
   v += held.start * v_strides.row;
-  //% else
-  const KeyBlock<BLOCK_K> place(blockIdx.x, seqlen_k, heads_q / group_size);
-  //% endif
   const int k0 = place.k0, kv_head = place.head, batch = place.batch;
-
-  //% if form
   const KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
   const BandRows<BLOCK_Q, BLOCK_K> rows(band, k0, seqlen_q, seqlen_k);
   const int first_tile = rows.first, tiles = VARLEN && k0 >= seqlen_k ? 0 : rows.end;
@@ -169,6 +163,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                                     queries.start);
   };
   //% else
+  const KeyBlock<BLOCK_K> place(blockIdx.x, seqlen_k, heads_q / group_size);
+  const int k0 = place.k0, kv_head = place.head, batch = place.batch;
   // Query i sees key row r of the block if i >= first_seeing + r.
   const int first_seeing = causal ? k0 - (seqlen_k - seqlen_q) : -BLOCK_K;
   const int first_tile = max(first_seeing, 0) / BLOCK_Q, tiles = ceil_div(seqlen_q, BLOCK_Q);
@@ -196,12 +192,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   };
 
   // 1. K, V and the first tile are on their way.
-  copy_tile<KTile, THREADS, ALIGNED, KeyOrder>(
-      k_tile, k + batch * k_strides.batch + kv_head * k_strides.head + k0 * k_strides.row,
-      k_strides.row, seqlen_k - k0, head_dim);
-  copy_tile<VTile, THREADS, ALIGNED, KeyOrder>(
-      v_tile, v + batch * v_strides.batch + kv_head * v_strides.head + k0 * v_strides.row,
-      v_strides.row, seqlen_k - k0, head_dim_v);
+  copy_keys<KTile, THREADS, ALIGNED, KeyOrder>(k_tile, k, k_strides, place, seqlen_k, head_dim);
+  copy_keys<VTile, THREADS, ALIGNED, KeyOrder>(v_tile, v, v_strides, place, seqlen_k, head_dim_v);
   int tile = first_tile, head = kv_head * group_size;
   if (STAGES > 1 && left > 0) fetch(left, head, tile);
   cp_async_commit();
@@ -272,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       if constexpr (SEEDED) seeds.start(p, inverse_scale);
       if constexpr (SEEDED && EXCHANGE && STEPS > 1) fetch_next_seeds(step);
       //% endif
-      u32 k_fragments[QK_STEPS][M_BLOCKS][4], v_fragments[DOV_STEPS][M_BLOCKS][4];
+      u32 k_fragments[HEAD_DIM / 16][M_BLOCKS][4], v_fragments[HEAD_DIM_V / 16][M_BLOCKS][4];
       multiply_qk<elem_t, 16, false>(p, k_fragments, warp_k_tile, k_reader, q_queries, q_reader);
       //% if form
       if constexpr (RULES) {

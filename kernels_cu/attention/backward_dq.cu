@@ -43,7 +43,8 @@ constexpr int STAGES = ${stages};               // tiles of K and V in shared me
 constexpr int MIN_BLOCKS = ${min_blocks};       // blocks an SM should hold: caps the registers
 constexpr bool ALIGNED = ${aligned};            // rows of all arrays start on 16-byte boundaries
 constexpr bool IN_REGISTERS = ${in_registers};  // Q and dO, from the first tile to the last
-constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
+constexpr int GUARD = ${guard};     // bytes between tiles: 0 except where memory is checked
+constexpr bool SEEDED = ${seeded};  // sums of products start from bias and mask
 //% if form
 using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
@@ -51,10 +52,11 @@ constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi};
 constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see attention/score.cuh
 constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
 constexpr bool SCORE_MOD = ${has_mod}, CURVED = SOFTCAP || SCORE_MOD;
-constexpr bool SEEDED = ${seeded};  // sums of products start from bias and mask
 constexpr bool RULES = !SEEDED && (CURVED || ALIBI || BIAS || MASK);  // beside the band of keys
 constexpr bool DALIBI = ${dalibi};  // whether slopes of ALiBi have a gradient
 constexpr bool DBIAS = ${dbias};    // whether dS is stored: of a bias with a row for each query
+static_assert(!SEEDED || !(CURVED || ALIBI), "after these a bias is no part of a product");
+static_assert(!DBIAS || SEEDED, "keys stand in runs");
 
 // The caller's expression of one score, its derivative, and what they read.
 #define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
@@ -70,14 +72,8 @@ constexpr int KEYS = min_of(BLOCK_K, ${step_k});  // of a tile at a time
 constexpr int STEPS = BLOCK_K / KEYS;
 constexpr int QK_STEPS = HEAD_DIM / 16, DOV_STEPS = HEAD_DIM_V / 16;
 
-//% if form
-static_assert(!SEEDED || !(CURVED || ALIBI), "after these a bias is no part of a product");
-static_assert(!DBIAS || SEEDED, "keys stand in runs");
 using KeyOrder = OrderIf<SEEDED, ColumnRuns<KEYS / 8>>;
-constexpr bool ANEW = KEYS > 16;  // some is computed again rather than kept in registers
-//% else
-using KeyOrder = InOrder;
-//% endif
+constexpr bool ANEW = ${form} && KEYS > 16;  // some is computed again, not kept in registers
 
 static_assert(ROWS_A_WARP == 16 || ROWS_A_WARP == 32, "a warp owns one or two mma row blocks");
 static_assert(KEYS % 16 == 0 && BLOCK_K % KEYS == 0, "keys go into products 16 at a time");

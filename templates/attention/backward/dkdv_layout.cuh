@@ -32,6 +32,17 @@ struct DkDvLayout {
   static constexpr int STAGE = DELTA + BLOCK_Q * 4 + GUARD;
 };
 
+// The keys of a block, of K or V, to shared memory.
+template <typename Tile, int THREADS, bool ALIGNED, typename Order, typename T>
+__device__ __forceinline__ void copy_keys(u32 shared, const T* array, const Strides& strides,
+                                          const KeyBlock<Tile::ROWS>& place, int seqlen_k,
+                                          int columns) {
+  copy_tile<Tile, THREADS, ALIGNED, Order>(
+      shared,
+      array + place.batch * strides.batch + place.head * strides.head + place.k0 * strides.row,
+      strides.row, seqlen_k - place.k0, columns);
+}
+
 // What the rows of a tile of queries, from `row` on, bring along, to `stage`.
 template <typename Layout>
 __device__ __forceinline__ void fetch_statistics(u32 stage, const float* lse_log2,
