@@ -17,13 +17,13 @@
    its share of the columns of dK and dV. That is how two 16-row blocks a warp (each fragment of
    shared memory is used twice) fit into registers where dK and dV are 128 or more columns wide.
 
-   With SUMS every tile's dQ = dS K is made here as well and added to fp32 sums in device memory: five
-   products instead of the seven that take backward_dq.cu beside this kernel, but blocks
-   add in whatever order they come. backward_dq_convert.cu rounds the sums.
+   With SUMS every tile's dQ = dS K is made here as well and added to fp32 sums in device memory:
+   five products instead of the seven that take backward_dq.cu beside this kernel, but blocks add in
+   whatever order they come. backward_dq_convert.cu rounds the sums.
 
    A bias and a mask are what sums of S' start from where a form has nothing but these and a band
-   (SEEDED, attention/backward/accumulator_init.cuh). Of a bias with one row for all queries the gradient is the sum of
-   dS' over them (DBIAS): each head's is left to backward_bias_sum.cu.
+   (ACC_INIT, backward/accumulator_init.cuh). Of a bias with one row for all queries the gradient is
+   the sum of dS' over them (DBIAS): each head's is left to backward_bias_sum.cu.
 
    Q, dO and their rows' lse and delta travel through a ring of STAGES tiles filled by cp.async.
 
@@ -56,15 +56,15 @@ constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the
 constexpr bool SUMS = ${sums};             // whether dQ is added up, too
 constexpr bool ALIGNED = ${aligned};       // rows of all arrays start on 16-byte boundaries
 constexpr int GUARD = ${guard};            // bytes between tiles: 0 except where memory is checked
-constexpr bool SEEDED = ${seeded};         // sums of products start from bias and mask
+constexpr bool ACC_INIT = ${seeded};       // sums of products start from bias and mask
 //% if form
 using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, BIAS = ${bias}, MASK = ${mask};
 constexpr bool SCORE_MOD = ${has_mod}, CURVED = SOFTCAP || SCORE_MOD;
-constexpr bool RULES = !SEEDED && (CURVED || ALIBI || BIAS || MASK);  // beside the band of keys
+constexpr bool RULES = !ACC_INIT && (CURVED || ALIBI || BIAS || MASK);  // beside the band of keys
 constexpr bool DBIAS = ${dbias};  // of a bias with one row for all: sums of columns of dS
-static_assert(SEEDED ? !(CURVED || ALIBI) : !DBIAS, "a bias is part of a product, or comes last");
+static_assert(ACC_INIT ? !(CURVED || ALIBI) : !DBIAS, "a bias is part of a product, or comes last");
 
 // The caller's expression of one score, its derivative, and what they read.
 #define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
@@ -88,7 +88,7 @@ static_assert(QUERIES % 16 == 0 && SHARE % QUERIES == 0, "queries go into produc
 static_assert(HEAD_DIM % (32 * WARPS_C) == 0 && HEAD_DIM_V % (32 * WARPS_C) == 0,
               "warps share the columns evenly, 16 at a time");
 
-using KeyOrder = OrderIf<SEEDED, RowRuns<M_BLOCKS>>;
+using KeyOrder = OrderIf<ACC_INIT, RowRuns<M_BLOCKS>>;
 constexpr bool ANEW =
     ${form} && M_BLOCKS > 1;  // some is computed again rather than kept in registers
 
@@ -102,8 +102,8 @@ using PTile = Layout::PTile;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_keys(
     //% if form
-    // Null where the form has no such thing. Packed: rows are [total, heads, dim], those of lse_log2
-    // and delta as attention/backward/padded_rows.cuh says.
+    // Null where the form has no such thing. Packed: rows are [total, heads, dim], those of
+    // lse_log2 and delta as attention/backward/padded_rows.cuh says.
     const int* __restrict__ cu_seqlens_q,    // [batch + 1]
     const int* __restrict__ cu_seqlens_k,    // [batch + 1]
     const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const float* __restrict__ delta,     // the same
     elem_t* __restrict__ dk,             // as k
     elem_t* __restrict__ dv,             // as v
-    float* __restrict__ dq_sum,  // fragments (attention/backward/sum_fragments.cuh) of [batch, heads_q,
+    float* __restrict__ dq_sum,  // fragments (backward/sum_fragments.cuh) of [batch, heads_q,
                                  // rows_padded, HEAD_DIM]; null without SUMS
     //% if form
     float* __restrict__ dbias_parts,  // [batch, heads_q, WARPS_C, max_seqlen_k]; null without DBIAS
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const int ${seqlen_q}, const int ${seqlen_k}, const int head_dim, const int head_dim_v,
     //% if form
     const AttentionForm form${score_scalars},
-    const float inverse_scale,  // 1 / softmax_scale, where SEEDED
+    const float inverse_scale,  // 1 / softmax_scale, where ACC_INIT
     //% endif
     const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e)
@@ -212,18 +212,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   float dk_acc[M_BLOCKS][K_COLUMNS][4] = {}, dv_acc[M_BLOCKS][V_COLUMNS][4] = {};
   //% if form
   KeySums<M_BLOCKS> key_sums;
-  ScoreSeeds<true, M_BLOCKS, QUERIES / 8, bias_t, BIAS, MASK> seeds;
-  const auto fetch_seeds = [&](int of_head, int of_tile, int step) {
-    seeds.fetch_keys<WARPS_K, EXCHANGE ? SHARE : 0>(form, bias, mask, batch, of_head, seqlen_q,
-                                                    seqlen_k, of_tile * BLOCK_Q + step * QUERIES,
-                                                    k0);
+  AccumulatorInit<true, M_BLOCKS, QUERIES / 8, bias_t, BIAS, MASK> init;
+  const auto fetch_init = [&](int of_head, int of_tile, int step) {
+    init.fetch_keys<WARPS_K, EXCHANGE ? SHARE : 0>(form, bias, mask, batch, of_head, seqlen_q,
+                                                   seqlen_k, of_tile * BLOCK_Q + step * QUERIES,
+                                                   k0);
   };
-  const auto fetch_next_seeds = [&](int step) {
+  const auto fetch_next_init = [&](int step) {
     const bool last = step + 1 == STEPS, turns = last && tile + 1 == tiles;
     if (!last || left > 1)
-      fetch_seeds(turns ? head + 1 : head, turns ? first_tile : tile + last, last ? 0 : step + 1);
+      fetch_init(turns ? head + 1 : head, turns ? first_tile : tile + last, last ? 0 : step + 1);
   };
-  if (SEEDED && left > 0) fetch_seeds(head, tile, 0);
+  if (ACC_INIT && left > 0) fetch_init(head, tile, 0);
   if (DBIAS && left == 0)
     store_no_sums<BLOCK_K, WARPS_C, THREADS>(dbias_parts, place, heads_q, group_size, max_seqlen_k);
   //% endif
@@ -256,13 +256,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       float p[M_BLOCKS][QUERIES / 8][4] = {}, ds[M_BLOCKS][QUERIES / 8][4] = {};
       //% if form
       float slopes[M_BLOCKS][QUERIES / 8][4], added[M_BLOCKS][QUERIES / 8][4];
-      if constexpr (!SEEDED && (BIAS || MASK))
+      if constexpr (!ACC_INIT && (BIAS || MASK))
         load_added<true>(added, lane,
                          backward_arrays<BIAS, false, MASK, false>(form, bias, mask, batch, head,
                                                                    seqlen_q, seqlen_k),
                          k0 + warp_row, q0 + query);
-      if constexpr (SEEDED) seeds.start(p, inverse_scale);
-      if constexpr (SEEDED && EXCHANGE && STEPS > 1) fetch_next_seeds(step);
+      if constexpr (ACC_INIT) init.start(p, inverse_scale);
+      if constexpr (ACC_INIT && EXCHANGE && STEPS > 1) fetch_next_init(step);
       //% endif
       u32 k_fragments[HEAD_DIM / 16][M_BLOCKS][4], v_fragments[HEAD_DIM_V / 16][M_BLOCKS][4];
       multiply_qk<elem_t, 16, false>(p, k_fragments, warp_k_tile, k_reader, q_queries, q_reader);
@@ -275,8 +275,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                                                  k0 + warp_row, q0 + query);
       } else if (!sees_all(q0)) {
         const int row0 = thread_index_again() / WARP_SIZE % WARPS_K * ROWS_A_WARP;
-        hide_outside<true, SEEDED>(p, thread_index_again() % WARP_SIZE, band,
-                                   hidden_score(softmax_scale_log2), k0 + row0, q0 + query);
+        hide_outside<true, ACC_INIT>(p, thread_index_again() % WARP_SIZE, band,
+                                     hidden_score(softmax_scale_log2), k0 + row0, q0 + query);
       }
       probabilities(p, RULES ? LOG2E : softmax_scale_log2, lse_row + query, lane);
       //% else
@@ -302,17 +302,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       } else {
         accumulate_packed<elem_t>(dv_acc, p, do_queries, do_rows);
         //% if form
-        if constexpr (SEEDED) fetch_next_seeds(step);  // beside the product that follows
+        if constexpr (ACC_INIT) fetch_next_init(step);  // beside the product that follows
         //% endif
         accumulate_packed<elem_t>(dk_acc, ds, q_queries, q_rows);
       }
     }
 
-    // 3. P' and dS' of these keys are there for all queries of the tile; with SUMS those of all keys.
+    // 3. P' and dS' of these keys are there for all queries of the tile; with SUMS those of all
+    // keys.
     if constexpr (SUMS) __syncthreads();
     if constexpr (EXCHANGE && !SUMS) named_barrier_wait<WARPS_C * WARP_SIZE>(1 + warp % WARPS_K);
     //% if form
-    if constexpr (SEEDED && EXCHANGE && STEPS == 1) fetch_next_seeds(0);
+    if constexpr (ACC_INIT && EXCHANGE && STEPS == 1) fetch_next_init(0);
     //% endif
     if constexpr (EXCHANGE) {
       accumulate_shared<elem_t, BLOCK_Q / 16, WARPS_C>(dv_acc, warp_p_tile, p_reader,

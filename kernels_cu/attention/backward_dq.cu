@@ -12,9 +12,9 @@
      at the end:      dQ *= softmax_scale
 
    A bias and a mask are what the sums of S start from where a form has nothing but these and a band
-   (SEEDED, attention/backward/accumulator_init.cuh); the next ones travel beside the product of dQ. A bias with a row for
-   each query and head has dS itself as its gradient (DBIAS), stored here; where batches share it, a
-   launch for each adds to what the one before has stored.
+   (ACC_INIT, backward/accumulator_init.cuh); the next ones travel beside the product of dQ. A bias
+   with a row for each query and head has dS itself as its gradient (DBIAS), stored here; where
+   batches share it, a launch for each adds to what the one before has stored.
 
    Nobody else adds to these rows of dQ, so the result is the same at every call. That costs two of
    the backward's seven products: S and dP are made here and in backward_dkdv.cu.
@@ -43,8 +43,8 @@ constexpr int STAGES = ${stages};               // tiles of K and V in shared me
 constexpr int MIN_BLOCKS = ${min_blocks};       // blocks an SM should hold: caps the registers
 constexpr bool ALIGNED = ${aligned};            // rows of all arrays start on 16-byte boundaries
 constexpr bool IN_REGISTERS = ${in_registers};  // Q and dO, from the first tile to the last
-constexpr int GUARD = ${guard};     // bytes between tiles: 0 except where memory is checked
-constexpr bool SEEDED = ${seeded};  // sums of products start from bias and mask
+constexpr int GUARD = ${guard};       // bytes between tiles: 0 except where memory is checked
+constexpr bool ACC_INIT = ${seeded};  // sums of products start from bias and mask
 //% if form
 using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
@@ -52,11 +52,11 @@ constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi};
 constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see attention/score.cuh
 constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
 constexpr bool SCORE_MOD = ${has_mod}, CURVED = SOFTCAP || SCORE_MOD;
-constexpr bool RULES = !SEEDED && (CURVED || ALIBI || BIAS || MASK);  // beside the band of keys
+constexpr bool RULES = !ACC_INIT && (CURVED || ALIBI || BIAS || MASK);  // beside the band of keys
 constexpr bool DALIBI = ${dalibi};  // whether slopes of ALiBi have a gradient
 constexpr bool DBIAS = ${dbias};    // whether dS is stored: of a bias with a row for each query
-static_assert(!SEEDED || !(CURVED || ALIBI), "after these a bias is no part of a product");
-static_assert(!DBIAS || SEEDED, "keys stand in runs");
+static_assert(!ACC_INIT || !(CURVED || ALIBI), "after these a bias is no part of a product");
+static_assert(!DBIAS || ACC_INIT, "keys stand in runs");
 
 // The caller's expression of one score, its derivative, and what they read.
 #define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
@@ -72,7 +72,7 @@ constexpr int KEYS = min_of(BLOCK_K, ${step_k});  // of a tile at a time
 constexpr int STEPS = BLOCK_K / KEYS;
 constexpr int QK_STEPS = HEAD_DIM / 16, DOV_STEPS = HEAD_DIM_V / 16;
 
-using KeyOrder = OrderIf<SEEDED, ColumnRuns<KEYS / 8>>;
+using KeyOrder = OrderIf<ACC_INIT, ColumnRuns<KEYS / 8>>;
 constexpr bool ANEW = ${form} && KEYS > 16;  // some is computed again, not kept in registers
 
 static_assert(ROWS_A_WARP == 16 || ROWS_A_WARP == 32, "a warp owns one or two mma row blocks");
@@ -88,8 +88,8 @@ using VTile = Layout::VTile;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_queries(
     //% if form
-    // Null where the form has no such thing. Packed: dout, q and dq are [total_q, heads_q, dim], k, v
-    // and their gradients [total_k, heads_kv, dim], the rows of lse_log2 and delta as
+    // Null where the form has no such thing. Packed: dout, q and dq are [total_q, heads_q, dim], k,
+    // v and their gradients [total_k, heads_kv, dim], the rows of lse_log2 and delta as
     // attention/backward/padded_rows.cuh says.
     const int* __restrict__ cu_seqlens_q,    // [batch + 1]
     const int* __restrict__ cu_seqlens_k,    // [batch + 1]
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const int ${seqlen_q}, const int ${seqlen_k}, const int head_dim, const int head_dim_v,
     //% if form
     const AttentionForm form${score_scalars},
-    const float inverse_scale,  // 1 / softmax_scale, where SEEDED
+    const float inverse_scale,  // 1 / softmax_scale, where ACC_INIT
     const int bias_batch,
     const int
         first_batch,  // of this launch; with one dbias for all batches it adds to what is there
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   //% if form
   const i64 head_row =
       first_padded_row<VARLEN>(place.batch, place.head, heads_q, rows_padded, queries.start);
-  if (SEEDED && threadIdx.x < BLOCK_Q / 4) {  // there are no registers for them
+  if (ACC_INIT && threadIdx.x < BLOCK_Q / 4) {  // there are no registers for them
     const i64 row = head_row + q0 + threadIdx.x * 4;
     cp_async_16(q_tile + Layout::LSE + threadIdx.x * 16, lse_log2 + row);
     cp_async_16(q_tile + Layout::DELTA + threadIdx.x * 16, delta + row);
@@ -221,14 +221,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   float acc[M_BLOCKS][HEAD_DIM / 8][4] = {};
   //% if form
   DistanceSum distances[M_BLOCKS][2];  // with DALIBI: of rows g, g + 8 of each 16-row block
-  ScoreSeeds<false, M_BLOCKS, KEYS / 8, bias_t, BIAS, MASK> seeds;
-  const auto fetch_seeds = [&](int of_tile, int of_step) {
+  AccumulatorInit<false, M_BLOCKS, KEYS / 8, bias_t, BIAS, MASK> init;
+  const auto fetch_init = [&](int of_tile, int of_step) {
     const u32 thread = thread_index_again();
-    seeds.fetch(thread % WARP_SIZE, form, bias, mask, ANEW ? anew(place.batch) : place.batch,
-                place.head, seqlen_q, seqlen_k, q0 + thread / WARP_SIZE * ROWS_A_WARP,
-                of_tile * BLOCK_K + of_step * KEYS);
+    init.fetch(thread % WARP_SIZE, form, bias, mask, ANEW ? anew(place.batch) : place.batch,
+               place.head, seqlen_q, seqlen_k, q0 + thread / WARP_SIZE * ROWS_A_WARP,
+               of_tile * BLOCK_K + of_step * KEYS);
   };
-  if (SEEDED && tile >= first_tile) fetch_seeds(tile, 0);
+  if (ACC_INIT && tile >= first_tile) fetch_init(tile, 0);
   const bool adds = first_batch > 0 && bias_batch == 1;
   using Gradient = BiasGradient<M_BLOCKS, KEYS / 8, bias_t>;
   const Gradient dbias_rows(dbias, (bias_batch == 1 ? 0 : place.batch) * heads_q + place.head,
@@ -256,13 +256,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       const u32 v_keys = stage + Layout::V + step * KEYS * VTile::ROW_BYTES;
       //% if form
       float slopes[M_BLOCKS][KEYS / 8][4], added[M_BLOCKS][KEYS / 8][4];
-      if constexpr (!SEEDED && (BIAS || MASK))
+      if constexpr (!ACC_INIT && (BIAS || MASK))
         load_added<false>(added, lane, arrays, q0 + warp * ROWS_A_WARP,
                           tile * BLOCK_K + step * KEYS);
       //% endif
       float p[M_BLOCKS][KEYS / 8][4] = {}, ds[M_BLOCKS][KEYS / 8][4] = {};
       //% if form
-      if constexpr (SEEDED) seeds.start(p, inverse_scale);
+      if constexpr (ACC_INIT) init.start(p, inverse_scale);
       Gradient::Runs sums;
       //% endif
       multiply_qk<elem_t, 16, IN_REGISTERS>(p, q_fragments, warp_q_tile, q_reader, k_keys,
@@ -274,9 +274,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
                                                   tile * BLOCK_K + step * KEYS);
       } else if (!block_tiles(ANEW ? anew(q0) : q0).is_whole(tile)) {
         const int row0 = thread_index_again() / WARP_SIZE * ROWS_A_WARP;
-        hide_outside<false, SEEDED>(p, thread_index_again() % WARP_SIZE, band,
-                                    hidden_score(softmax_scale_log2), q0 + row0,
-                                    tile * BLOCK_K + step * KEYS);
+        hide_outside<false, ACC_INIT>(p, thread_index_again() % WARP_SIZE, band,
+                                      hidden_score(softmax_scale_log2), q0 + row0,
+                                      tile * BLOCK_K + step * KEYS);
       }
       if constexpr (DBIAS)
         if (adds) dbias_rows.fetch<ROWS_A_WARP>(sums, q0, tile * BLOCK_K + step * KEYS);
@@ -290,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       multiply_qk<elem_t, 16, IN_REGISTERS>(ds, do_fragments, warp_do_tile, do_reader, v_keys,
                                             v_reader);
       //% if form
-      if constexpr (SEEDED) {
+      if constexpr (ACC_INIT) {
         const float* own = reinterpret_cast<const float*>(shared_memory + Layout::LSE);
         RowStatistics<M_BLOCKS>(own, own + (Layout::DELTA - Layout::LSE) / 4, warp * ROWS_A_WARP,
                                 lane)
@@ -304,9 +304,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       if constexpr (CURVED) scale_by(ds, slopes);
       if constexpr (DBIAS)
         dbias_rows.store<ROWS_A_WARP>(sums, ds, adds, q0, tile * BLOCK_K + step * KEYS);
-      if constexpr (SEEDED) {  // the next ones, which travel beside the product that follows
+      if constexpr (ACC_INIT) {  // the next ones, which travel beside the product that follows
         const bool last = step + 1 == STEPS;
-        if (!last || tile > first_tile) fetch_seeds(tile - last, last ? 0 : step + 1);
+        if (!last || tile > first_tile) fetch_init(tile - last, last ? 0 : step + 1);
       }
       //% else
       rows.score_gradients(ds, p, softmax_scale_log2);

@@ -50,8 +50,8 @@ static_assert(HEAD_DIM % 64 == 0 && HEAD_DIM_V % 64 == 0, "16 lanes, float4s");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_queries_fp32(
     //% if form
-    // Null where the form has no such thing. Packed: dout, q and dq are [total_q, heads_q, dim], k, v
-    // and their gradients [total_k, heads_kv, dim], the rows of lse_log2 and delta as
+    // Null where the form has no such thing. Packed: dout, q and dq are [total_q, heads_q, dim], k,
+    // v and their gradients [total_k, heads_kv, dim], the rows of lse_log2 and delta as
     // attention/backward/padded_rows.cuh says.
     const int* __restrict__ cu_seqlens_q,    // [batch + 1]
     const int* __restrict__ cu_seqlens_k,    // [batch + 1]

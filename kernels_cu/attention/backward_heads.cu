@@ -3,8 +3,8 @@
      dsinks[h]            = sum over batches and rows of -exp(sink - lse) * delta
      dalibi_slopes[b, h]  = sum over rows (of all batches where they share it) of dalibi_rows
 
-   lse_log2 and delta are those of backward_preprocess.cu, dalibi_rows those of the kernel that makes dq. A
-   block has a head and adds up in the same order each time. Every architecture.
+   lse_log2 and delta are those of backward_preprocess.cu, dalibi_rows those of the kernel that makes
+   dq. A block has a head and adds up in the same order each time. Every architecture.
 
    A sink is a logit without a value, so that of dS = P (dP - delta) only delta is left. */
 #include "prelude.cuh"

@@ -3,8 +3,8 @@
      lse_log2 = log2(e) * lse                 +inf where lse is -inf (no key) and past the end
      delta    = rowsum(dout * o) - dlse       0 past the end
 
-   `lanes` neighbours, a power of two, share a row; a block takes THREADS / lanes rows of a head. Both arrays
-   are [batch, heads_q, rows_padded], so that a tile of rows is always whole. Where dq is added up
+   `lanes` neighbours, a power of two, share a row; a block takes THREADS / lanes rows of a head.
+   Both arrays are [batch, heads_q, rows_padded], so that a tile of rows is always whole. Where dq is added up
    by atomics, its sums are set to 0 here. Packed sequences have their rows as
    attention/backward/padded_rows.cuh says. Every architecture.
 

@@ -1,10 +1,10 @@
-/* Attention backward on Hopper (sm_90a): TMA brings the tiles, wgmma multiplies them.
+/* Attention backward on sm_90 (sm_90a): TMA brings the tiles, wgmma multiplies them.
 
      P = exp(softmax_scale * q k^T - lse)         dV = P^T dO
      dS = P * (dO v^T - delta)                    dK = softmax_scale * dS^T q
 
    A thread block has 128 keys in shared memory, adds up their dK and dV in registers and goes
-   through the tiles of queries that see them (attention/backward_sm90/schedule.cuh). Two warpgroups own 64
+   through the tiles of queries that see them (backward_sm90/schedule.cuh). Two warpgroups own 64
    keys each; P^T and dS^T, accumulators in 16 bits, are the A operands of the next products:
 
      for each tile:  dP^T - delta = V dO^T - delta;  dV += P^T dO    issued
@@ -15,9 +15,9 @@
    The next tile may be the first one of other keys: their K has been loaded beside this one.
 
    The third warpgroup multiplies dS K of all 128 keys, a tile behind the others, and adds it to
-   `dq_sum` in L2, from its accumulators (DIRECT) or by the copy engine; backward_dq_convert.cu makes dQ of
-   it. In any order: dq_sum is 0 before. DETERMINISTIC: blocks add to a tile in a fixed order, and
-   the first one overwrites it. In the fourth, a thread each loads tiles, and K and V, and two copy
+   `dq_sum` in L2, from its accumulators (DIRECT) or by the copy engine; backward_dq_convert.cu
+   makes dQ of it. In any order: dq_sum is 0 before. DETERMINISTIC: blocks add to a tile in a fixed
+   order, and the first one overwrites it. In the fourth, a thread each loads tiles, and K and V, and two copy
    dQ in turns (attention/backward_sm90/copies.cuh).
 
    Forms of attention are rendered in as attention/backward_sm90/features.cuh has them.
@@ -79,7 +79,7 @@ using QTile = Layout::QTile;  // of Q and dO
 using KTile = Layout::KTile;  // of K and V
 using DSTile = Layout::DSTile;
 using Rings = BackwardRings<Layout>;
-// Pieces of work are taken by the warps that multiply, and by the thread that loads K and V.
+// Work items are taken by the warps that multiply, and by the thread that loads K and V.
 using Barriers = BackwardBarriers<Layout, 3 * 4 + 1>;
 //% if form
 using Sizes = FormSizes<BLOCK_Q, BLOCK_K, DETERMINISTIC, VARLEN, ALIBI, MASK>;
@@ -96,7 +96,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     elem_t* __restrict__ dk,  // [batch, heads_kv, seqlen_k, head_dim], rows on 16 bytes
     elem_t* __restrict__ dv,  // the same with head_dim_v columns
     //% if form
-    // Null where dense. Packed arrays are as attention/backward_sm90/tensor_rows.cuh and attention/backward/padded_rows.cuh say.
+    // Null where dense. Packed arrays are as attention/backward_sm90/tensor_rows.cuh and
+    // attention/backward/padded_rows.cuh say.
     const int* __restrict__ cu_seqlens_q,    // [batch + 1]
     const int* __restrict__ cu_seqlens_k,    // [batch + 1]
     const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q], or null
@@ -122,8 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const Strides mask_bits_strides,  // between batches, heads and tiles, in words
     //% endif
     //% if deterministic
-    const int
-        rounds,  // see attention/backward_sm90/schedule.cuh, or with a form attention/backward_sm90/features.cuh
+    const int rounds,  // see backward_sm90/schedule.cuh, or with a form features.cuh
     //% endif
     const int causal) {  // query i sees keys up to i + seqlen_k - seqlen_q
   //% if not deterministic
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       do_ready = mbarrier_test(barriers.do_full(do_ring.stage), do_ring.parity);
     };
 
-    // dK or dV of a piece of work, of which this is a tile.
+    // dK or dV of a work item, of which this is a tile.
     const auto store = [&](elem_t* target, const Strides& strides, int columns,
                            const float (&sum)[1][HEAD_DIM / 8][4], float scale, int step) {
       const u32 about = barriers.tile(step);
@@ -331,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       // ---- copies of dQ, in turns
       //% if deterministic
       const DQParts<Layout, Sizes::INDEX_ROWS> parts{dq_sum, shared};
-      copy_in_turns<Layout>(barriers, turns, warp - 2, parts);
+      copy_ordered<Layout>(barriers, turns, warp - 2, parts);
       //% endif
     }
   }

@@ -19,8 +19,8 @@
 
    Two 16-row blocks a warp (ROWS_A_WARP = 32) use every K and V fragment twice. With one, an SM's
    four quadrants would each load a 16x16 fragment, 4 cycles of shared-memory bandwidth apiece and
-   16 together, for two products that keep a quadrant's tensor core busy for 8 cycles at Hopper's
-   peak, 16 on A100: Hopper would be bound by shared memory, A100 just balanced.
+   16 together, for two products that keep a quadrant's tensor core busy for 8 cycles at sm_90's
+   peak, 16 on A100: sm_90 would be bound by shared memory, A100 just balanced.
 
    Forms of attention (attention/features.cuh) are rendered in: a band of keys in place of the
    causal mask, rules for the scores (attention/score.cuh), which are final ones in natural units then,

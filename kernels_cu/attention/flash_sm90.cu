@@ -1,4 +1,4 @@
-/* Attention forward on Hopper (sm_90a): TMA brings the tiles, wgmma multiplies them, and one
+/* Attention forward on sm_90 (sm_90a): TMA brings the tiles, wgmma multiplies them, and one
    warpgroup's exponentials run under the other's products.
 
    o = softmax(softmax_scale * q k^T + causal mask) v         lse = log(sum(exp(scores)))
@@ -86,7 +86,7 @@ constexpr bool VARLEN = false, NATURAL = false, ALIBI = false;
 using Span = CausalSpan<BLOCK_Q, BLOCK_K>;
 constexpr int ARRAYS = 0, SCORE_STAGES = 0, SCORE_BYTES = 0;
 //% endif
-using Piece = Work<BLOCK_Q>;
+using Item = WorkItem<BLOCK_Q>;
 
 // With two tiles of Q, the next one's first scores are under way while this one's output is stored.
 constexpr bool AHEAD = Q_STAGES > 1;
@@ -112,8 +112,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const __grid_constant__ TensorMap mask_map,  // the same; 0 hides the key
     //% endif
     //% if form
-    // Null where the form has no such thing. Packed: q and o are [1, heads_q, total_q, dim], k and v
-    // [1, heads_kv, total_k, dim], lse [heads_q, total_q].
+    // Null where the form has no such thing. Packed: q and o are [1, heads_q, total_q, dim], k and
+    // v [1, heads_kv, total_k, dim], lse [heads_q, total_q].
     const int* __restrict__ cu_seqlens_q,                             // [batch + 1]
     const int* __restrict__ cu_seqlens_k,                             // [batch + 1]
     const float* __restrict__ alibi_slopes,                           // [batch or 1, heads_q]
@@ -134,8 +134,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   const u32 shared = shared_address(shared_memory);
   const Barriers<Rings::STAGES> barriers{shared + Rings::BARRIERS};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
-  const AttentionWorks works(ceil_div(${seqlen_q}, BLOCK_Q), heads_q, group_size, batch,
-                             section_heads, counters);
+  const AttentionWorkItems works(ceil_div(${seqlen_q}, BLOCK_Q), heads_q, group_size, batch,
+                                 section_heads, counters);
   // Of the producer: one thread asks, or with VARLEN a whole warp, whose first lane TMA hears from.
   const bool asks = !VARLEN || threadIdx.x % WARP_SIZE == 0;
   int tail_parity = 0;
@@ -160,14 +160,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       // ... another one, in a warp of its own, for its V.
       tma_prefetch(v_map);
       RingPlace<V_STAGES> v_place;
-      producer.follow(batch, [&](const Piece& place, const Span& range, int tile) {
+      producer.follow(batch, [&](const Item& place, const Span& range, int tile) {
         producer.load_v(v_map, v_place, tail_parity, place, range, tile);
       });
       //% if form
     } else if (ARRAYS > 0 && asker == 2 * WARP_SIZE) {
       // ... and a third one for bias and mask.
       RingPlace<SCORE_STAGES> score_place;
-      producer.follow(batch, [&](const Piece& place, const Span&, int tile) {
+      producer.follow(batch, [&](const Item& place, const Span&, int tile) {
         producer.load_scores(score_place, [&](u32 to, u32 full) {
           const int key = tile * BLOCK_K;
           //% if bias
@@ -223,14 +223,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       if (!VARLEN && !signals) return;  // of a packed tile every lane may have stored a part
       release_staged(barriers.q_empty(stage));
     };
-    const ConsumerTurns<CONSUMERS> turns(consumer, works.count <= gridDim.x);
+    const PingPong<CONSUMERS> pingpong(consumer, works.count <= gridDim.x);
 
     bool stored = false;
-    Piece next = take_work();
+    Item next = take_work();
     first_scores();
     while (true) {
       wgmma_wait<0>();
-      const Piece place = next;
+      const Item place = next;
       if (place.batch >= batch) break;
       const Span range = span_of(place);
       const int q_stage = q_place.stage;
@@ -290,16 +290,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       for (--tile; tile >= range.first; --tile) {
         register_fence(p);
         register_fence(acc[0]);
-        turns.wait();
+        pingpong.wait();
         issue_scores(q_stage);
         mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
         wgmma_fence();
         issue_pv<elem_t>(acc, p, v_operand + v_place.stage * (Rings::V_STAGE >> 4));
-        turns.pass();
+        pingpong.pass();
         wgmma_wait<1>();
         //% if optimistic
-        const bool rescale = optimistic_exponentials(s, softmax, scale_log2, correction, ${most},
-                                                     range.is_whole(tile), mask, scores_again);
+        const bool rescale = speculative_exponentials(s, softmax, scale_log2, correction, ${most},
+                                                      range.is_whole(tile), mask, scores_again);
         wgmma_wait<0>();
         release_k();
         release_v();
@@ -344,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
           tma_store_tile<OTile>(o_map, warp_o_tile, range.q_start + row0, place.head, tensor);
       if (!AHEAD) release_q(q_stage), first_scores();
     }
-    turns.end();
+    pingpong.end();
     if (signals) bulk_wait_read();
   }
 }

@@ -41,7 +41,7 @@ static_assert(THREADS % WARP_SIZE == 0, "whole warps");
 static_assert(KNOWN || TABLE / WARP_SIZE % UNDERWAY == 0, "parts at hand are whole rounds");
 static_assert(!PAIR || PARTS == 2, "a pair is two parts");
 
-using Part = Piece<elem_t, VECTOR>;
+using Part = Chunk<elem_t, VECTOR>;
 
 // Sums of exponentials of some parts: exp(lse) of all of them is sum * exp(top).
 struct Sums {

@@ -13,7 +13,7 @@ constexpr int THREADS = ${threads};
 constexpr int UNDERWAY = ${underway};
 constexpr int PIECES = ${pieces};
 
-using Part = Piece<elem_t, VECTOR>;
+using Part = Chunk<elem_t, VECTOR>;
 constexpr int BLOCKS = 1024 / THREADS;  // of a multiprocessor: 64 registers, for what is under way
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)

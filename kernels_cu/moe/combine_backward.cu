@@ -12,7 +12,7 @@ using elem_t = ${dtype};
 constexpr bool VECTOR = ${vector};  // 16-byte accesses
 constexpr int THREADS = ${threads};
 
-using Part = Piece<elem_t, VECTOR>;
+using Part = Chunk<elem_t, VECTOR>;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     moe_combine_backward(const elem_t* __restrict__ dout,    // [tokens, columns]

@@ -14,8 +14,8 @@ constexpr bool PLAIN = ${plain};   // softmax of one group of experts, in whole 
 constexpr int THREADS = ${threads};
 
 constexpr int TOKENS = THREADS / LANES;  // of a block
-// Grids between these, a few blocks an SM, are slower where the next kernel's blocks come in early, if
-// there is much to choose.
+// Grids between these, a few blocks an SM, are slower where the next kernel's blocks come in early,
+// if there is much to choose.
 constexpr int FEW_BLOCKS = 160, MANY_BLOCKS = 1024;
 static_assert(WARP_SIZE % LANES == 0 && THREADS % WARP_SIZE == 0, "whole tokens in whole warps");
 

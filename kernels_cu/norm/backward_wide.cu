@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                        const i64 dy_stride, const i64 dsum_stride, const i64 x_stride,
                        const i64 dx_stride, const int columns) {
   after_previous_kernel();
-  __shared__ WarpSums<THREADS / WARP_SIZE, 2> meeting;
+  __shared__ WarpSums<THREADS / WARP_SIZE, 2> reduction;
   const int thread = threadIdx.x;
   const i64 row = blockIdx.x;
   const float center = CENTERED ? mean[row] : 0.f, factor = rstd[row];
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
 
   // The barrier where the warps meet.
-  meeting.join(sums, 0);
+  reduction.join(sums, 0);
   const float average = CENTERED ? sums[0] / columns : 0.f, slope = sums[1] / columns;
 #pragma unroll 1
   for (int skip = 0; skip < columns; skip += Elements::CAPACITY) {

@@ -1,5 +1,6 @@
-// Which keys of which KV head a block works on, from its index in a 1-D grid. Blocks of one head are
-// neighbours (they share its queries in L2); with a causal mask those seen by most queries come first:
+// Which keys of which KV head a block works on, from its index in a 1-D grid. Blocks of one head
+// are neighbours (they share its queries in L2); with a causal mask those seen by most queries come
+// first:
 //
 //   index = k0 / BLOCK_K + blocks_k * (head + heads_kv * batch)
 #pragma once

@@ -1,7 +1,7 @@
 // The steps of attention on mma fragments, for a warp that owns M 16-row blocks of queries: scores,
 // mask, output and the way out. Scores s[M][keys / 8][4] and output acc[M][head_dim_v / 8][4] are D
-// fragments (see ptx/mma.cuh): lane (g, t) holds rows g, g + 8 of a block, columns 2t, 2t + 1 of every
-// eight. MMA_K is 16 (sm_80+) or 8 (sm_75).
+// fragments (see ptx/mma.cuh): lane (g, t) holds rows g, g + 8 of a block, columns 2t, 2t + 1 of
+// every eight. MMA_K is 16 (sm_80+) or 8 (sm_75).
 #pragma once
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"

@@ -1,11 +1,11 @@
 // Online softmax over mma accumulators: running row maxima and sums of a warp's score tile.
 //
-// The scores come in D fragments, s[m][n][4] (see ptx/mma.cuh): rows g and g + 8 of 16-row block m are
-// shared by the four lanes of a quad. Exponentials are taken as 2^(score * scale_log2 - max), one
-// FMA and one ex2 each. The maximum that is subtracted need not be the true one: any value near it
-// gives the same quotient. So accumulators are rescaled only when some row's maximum has grown by
-// more than a factor 2^8, which after the first tiles is almost never; until then probabilities may
-// reach 256, far inside the range of fp16. (The lagging maximum is FlashAttention-4's idea.)
+// The scores come in D fragments, s[m][n][4] (see ptx/mma.cuh): rows g and g + 8 of 16-row block m
+// are shared by the four lanes of a quad. Exponentials are taken as 2^(score * scale_log2 - max),
+// one FMA and one ex2 each. The maximum that is subtracted need not be the true one: any value near
+// it gives the same quotient. So accumulators are rescaled only when some row's maximum has grown
+// by more than a factor 2^8, which after the first tiles is almost never; until then probabilities
+// may reach 256, far inside the range of fp16. (The lagging maximum is FlashAttention-4's idea.)
 //
 // Bound: results are meaningful for |score * scale_log2| up to about 1e8, as in FlashAttention-2.
 // max is rounded to fp32 before the FMA subtracts it from the exact product, so even the largest

@@ -13,7 +13,7 @@
 // score, in natural units: p = exp(x - lse). An attention sink is no rule but a logit of its own,
 // without a value: a row's sum gains exp(sink).
 //
-// A kernel lists its rules in this order (RuleIf of attention/features.cuh leaves some out):
+// A kernel lists its rules in this order (RuleIf of features.cuh leaves some out):
 //
 //   auto rules = score_rules(
 //       SoftCap<EXACT>(softcap),
@@ -348,9 +348,9 @@ __device__ __forceinline__ ScoreRules<Rules...> score_rules(const Rules&... rule
   return ScoreRules<Rules...>(rules...);
 }
 
-// Raw products of a warp -> final scores. s[m][n][4] are D fragments (see ptx/mma.cuh): lane (g, t) has
-// rows g and g + 8 of 16-row block m, keys 2t and 2t + 1 of every eight. q_idx, k_idx: those of the
-// fragments' first row and column.
+// Raw products of a warp -> final scores. s[m][n][4] are D fragments (see ptx/mma.cuh): lane (g, t)
+// has rows g and g + 8 of 16-row block m, keys 2t and 2t + 1 of every eight. q_idx, k_idx: those of
+// the fragments' first row and column.
 template <int M, int N, typename Rules>
 __device__ __forceinline__ void rules_on_fragments(float (&s)[M][N][4], int lane, Rules& rules,
                                                    float softmax_scale, int q_idx, int k_idx) {

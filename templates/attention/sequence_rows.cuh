@@ -1,7 +1,7 @@
 // Which rows of q, k and v belong together: those of one batch, or of one sequence in packed arrays
-// [total, heads, head_dim], where rows cu_seqlens[i] up to cu_seqlens[i + 1] are sequence i. Lengths
-// are read on the device, so that a captured graph follows sequences of other lengths; none is
-// longer than what the grid was made for.
+// [total, heads, head_dim], where rows cu_seqlens[i] up to cu_seqlens[i + 1] are sequence i.
+// Lengths are read on the device, so that a captured graph follows sequences of other lengths; none
+// is longer than what the grid was made for.
 #pragma once
 #include "prelude.cuh"
 

@@ -10,7 +10,7 @@ struct e4m3 {
 
 // Rounded to the nearest, ties to even; -448 to 448, whatever is beyond; NaN stays NaN.
 template <>
-struct Kept<e4m3> {
+struct Quantized<e4m3> {
   template <typename T, int SIZE>
   static __device__ __forceinline__ Elements<e4m3, SIZE> encode(const Elements<T, SIZE>& x,
                                                                 float inverse) {

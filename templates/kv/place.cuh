@@ -22,10 +22,11 @@ struct PagedPool {
   }
 };
 
-// A block has `group` tokens at a time, `lanes` threads to each; where a token is wider than a block,
-// blocks of y = 2 * i and 2 * i + 1 have its keys' and its values' i-th piece. The thread's access is
-// the same one of each of its tokens. Integers are divided by a product with 1 / divisor in fp32:
-// exact below 2^22, since a quotient of x + 1/2 is at least 1 / (2 * divisor) away from a whole one.
+// A block has `group` tokens at a time, `lanes` threads to each; where a token is wider than a
+// block, blocks of y = 2 * i and 2 * i + 1 have its keys' and its values' i-th piece. The thread's
+// access is the same one of each of its tokens. Integers are divided by a product with 1 / divisor
+// in fp32: exact below 2^22, since a quotient of x + 1/2 is at least 1 / (2 * divisor) away from a
+// whole one.
 struct Lanes {
   int member;  // of the block's tokens, the thread's; >= group where it has none
   int column;  // access within a token

@@ -15,18 +15,19 @@ __device__ __forceinline__ Elements<T, 1> elements(const Element<T>& x) {
 }
 
 // One head of one token: what is read of it, and where it goes. Heads of q to a row of their own
-// kind, those of k and v to a page (`kept`), divided by their scale; nowhere where both are null.
+// kind, those of k and v to a page (`stored`), divided by their scale; nowhere where both are null.
 template <typename T, typename S>
 struct RopeHead {
   const T* source;
   T* target;
-  S* kept;
+  S* stored;
   float inverse;
   bool turns;
 
   template <typename Access>
   __device__ __forceinline__ void store(int column, const Access& x) const {
     if (target != nullptr) write(target + column, x);
-    if (kept != nullptr) store_elements(kept + column, Kept<S>::encode(elements(x), inverse));
+    if (stored != nullptr)
+      store_elements(stored + column, Quantized<S>::encode(elements(x), inverse));
   }
 };

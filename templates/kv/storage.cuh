@@ -1,38 +1,38 @@
-// How a KV cache keeps numbers: as they are, or as int8 or fp8 (kv/e4m3.cuh), divided by a
+// How a KV cache keeps numbers: as they are, or as int8 or fp8 (e4m3.cuh), divided by a
 // scale. SIZE neighbours of one token and head are one access on either side.
 //
 //   Elements<bf16, 8> x = load_elements<8>(k);        // k on a 16-byte boundary
-//   store_elements(page, Kept<i8>::encode(x, 1.f / scale));
-//   x = Kept<i8>::decode<bf16>(load_elements<8>(page), scale);
+//   store_elements(page, Quantized<i8>::encode(x, 1.f / scale));
+//   x = Quantized<i8>::decode<bf16>(load_elements<8>(page), scale);
 #pragma once
 #include "prelude.cuh"
 
 template <int BYTES>
-struct KeptWord;
+struct StorageWord;
 template <>
-struct KeptWord<1> {
+struct StorageWord<1> {
   using type = u8;
 };
 template <>
-struct KeptWord<2> {
+struct StorageWord<2> {
   using type = u16;
 };
 template <>
-struct KeptWord<4> {
+struct StorageWord<4> {
   using type = u32;
 };
 template <>
-struct KeptWord<8> {
+struct StorageWord<8> {
   using type = uint2;
 };
 template <>
-struct KeptWord<16> {
+struct StorageWord<16> {
   using type = uint4;
 };
 
 template <typename T, int SIZE>
 struct Elements {
-  using Word = typename KeptWord<SIZE * sizeof(T)>::type;
+  using Word = typename StorageWord<SIZE * sizeof(T)>::type;
   Word word;
 
   // By constant index: registers cannot be indexed by a variable.
@@ -54,7 +54,7 @@ __device__ __forceinline__ void store_elements(T* target, const Elements<T, SIZE
 
 // As they are; the scale is 1.
 template <typename S>
-struct Kept {
+struct Quantized {
   template <int SIZE>
   static __device__ __forceinline__ Elements<S, SIZE> encode(const Elements<S, SIZE>& x, float) {
     return x;
@@ -72,7 +72,7 @@ constexpr int ROUNDER_BITS = 0x4b400000;
 
 // Rounded to the nearest, ties to even; -127 to 127, whatever is beyond; NaN becomes -127.
 template <>
-struct Kept<i8> {
+struct Quantized<i8> {
   template <typename T, int SIZE>
   static __device__ __forceinline__ Elements<i8, SIZE> encode(const Elements<T, SIZE>& x,
                                                               float inverse) {

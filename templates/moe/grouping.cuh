@@ -1,4 +1,4 @@
-// What sorting items by group (moe/groups.cuh) is asked for, and which warp has what of it.
+// What sorting items by group (groups.cuh) is asked for, and which warp has what of it.
 #pragma once
 #include "prelude.cuh"
 

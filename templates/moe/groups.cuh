@@ -1,6 +1,6 @@
 // Items (a token's choices, in order of tokens) sorted by expert, stably, in one launch: a counting
-// sort over the whole grid. Each warp has 32 items at a time of a piece of the list; warps and blocks
-// have the pieces in order.
+// sort over the whole grid. Each warp has 32 items at a time of a piece of the list; warps and
+// blocks have the pieces in order.
 //
 //   0. clear    block     where there is one: sentinels everywhere, and items go over them
 //   1. count    warp      counts[warp][expert], lanes of one expert found by match.any
@@ -10,9 +10,9 @@
 //   4. offsets  the same  sum of the experts before, each rounded up to whole tiles of block_size
 //   5. place    warp      offset + blocks before + warps before + lanes before
 //
-// With few experts and no more than 128 items a warp, counts of a warp are bytes, and every warp scans
-// those of all: so all sixteen tell the other blocks at once, and while these are awaited the block
-// puts its items in order of experts, so that what a warp writes in the end is side by side.
+// With few experts and no more than 128 items a warp, counts of a warp are bytes, and every warp
+// scans those of all: so all sixteen tell the other blocks at once, and while these are awaited the
+// block puts its items in order of experts, so that what a warp writes in the end is side by side.
 //
 // An item's place follows from what comes before it in the list, so it is the same in every run.
 #pragma once
@@ -39,8 +39,8 @@ struct alignas(16) Regroup {
   // Items in blocks before this one; from the chunk's first place to the group's.
   alignas(16) int2 base[MOST];
   int places[CHUNKS];
-  // Ids; then, if these are all, group << 16 | rank among the warp's; in order, group << 22 | rank in
-  // the block << 11 | number in the block.
+  // Ids; then, if these are all, group << 16 | rank among the warp's; in order, group << 22 | rank
+  // in the block << 11 | number in the block.
   u32 held[WARPS][HELD];
 
   // Phase 0. A warp's counts are its own until phase 2.
@@ -61,8 +61,8 @@ struct alignas(16) Regroup {
     return reinterpret_cast<u8*>(quads[ORDERED ? warp / 4 : 0]) + warp % 4;
   }
 
-  // Sentinels into the places from `begin` on, a whole tile's first, and no group to their tiles: what
-  // the `thread`-th of so many does of it.
+  // Sentinels into the places from `begin` on, a whole tile's first, and no group to their tiles:
+  // what the `thread`-th of so many does of it.
   __device__ __forceinline__ void nobody_from(int begin, int thread, int threads, const Groups& to,
                                               const Grouping& how) {
 #pragma unroll 1
@@ -86,8 +86,8 @@ struct alignas(16) Regroup {
     return rank;
   }
 
-  // The same where counts are bytes. Lanes of one group find one another by bits in a word of it, which
-  // takes less time than match where there are many groups; it is 0 before and after.
+  // The same where counts are bytes. Lanes of one group find one another by bits in a word of it,
+  // which takes less time than match where there are many groups; it is 0 before and after.
   __device__ __forceinline__ int take_in_order(int group) {
     const int lane = threadIdx.x % WARP_SIZE;
     u32* marks = reinterpret_cast<u32*>(counts[threadIdx.x / WARP_SIZE]);
@@ -215,7 +215,8 @@ struct alignas(16) Regroup {
     }
   }
 
-  // Phase 6, of an item of a group whose chunk begins at `start`; `rank`: in the block. -1: dropped.
+  // Phase 6, of an item of a group whose chunk begins at `start`; `rank`: in the block. -1:
+  // dropped.
   __device__ __forceinline__ int place(int group, int rank, int start, const Grouping& how) const {
     const int2 from = base[group];
     return from.x + rank < how.capacity ? start + from.y + from.x + rank : -1;
@@ -240,8 +241,8 @@ struct alignas(16) Regroup {
     return sum;
   }
 
-  // Phases 2 and 3 of items in order, each a word as in count(); `each`: items of a warp. How many the
-  // block has. A lane scans 2 * PAIRS groups side by side.
+  // Phases 2 and 3 of items in order, each a word as in count(); `each`: items of a warp. How many
+  // the block has. A lane scans 2 * PAIRS groups side by side.
   __device__ __forceinline__ int order(const Sums& sums, u32 (&items)[ROUNDS], int each,
                                        const Grouping& how) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
@@ -280,8 +281,8 @@ struct alignas(16) Regroup {
     return __shfl_sync(FULL_MASK, upto, WARP_SIZE - 1);
   }
 
-  // Phases 1 to 3 of items in order; `items`: this lane's, each a word as in count(). How many the block
-  // has.
+  // Phases 1 to 3 of items in order; `items`: this lane's, each a word as in count(). How many the
+  // block has.
   template <typename Source>
   __device__ __forceinline__ int count_in_order(const Sums& sums, u32 (&items)[ROUNDS],
                                                 const Share& mine, Source group,

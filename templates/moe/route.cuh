@@ -67,8 +67,8 @@ __device__ __forceinline__ float greatest_of(const float* x) {
     return fmaxf(greatest_of<N / 2>(x), greatest_of<N / 2>(x + N / 2));
 }
 
-// By a tree like that of lanes_sum: those that are farthest apart first. A token's sum is then the same
-// to the bit, however many lanes it has.
+// By a tree like that of lanes_sum: those that are farthest apart first. A token's sum is then the
+// same to the bit, however many lanes it has.
 template <int N, int STEP = 1>
 __device__ __forceinline__ float sum_of(const float* x) {
   if constexpr (N == 1)
@@ -178,8 +178,8 @@ struct Experts {
     return lanes_sum<LANES>(sum_of<CHUNKS>(chunk));
   }
 
-  // The same of finite numbers, `peak` times log2(e) being `base`. What rounding leaves out of that is
-  // a factor of each term.
+  // The same of finite numbers, `peak` times log2(e) being `base`. What rounding leaves out of that
+  // is a factor of each term.
   __device__ __forceinline__ float exp2_sum(float base) const {
     float chunk[CHUNKS];
 #pragma unroll
@@ -205,7 +205,8 @@ struct Experts {
     }
   }
 
-  // Leave the best `topk_groups` groups: by their greatest value, or by the sum of their greatest two.
+  // Leave the best `topk_groups` groups: by their greatest value, or by the sum of their greatest
+  // two.
   __device__ __forceinline__ void limit_groups(int lane, const Routing& how, bool two) {
     float a = NEG_INFINITY, b = NEG_INFINITY;  // the greatest and the second
 #pragma unroll
@@ -227,9 +228,9 @@ struct Experts {
     for (int i = 0; i < VALUES; ++i) x[i] = NEG_INFINITY;
   }
 
-  // Which of x[0] to x[VALUES - 1] is the first to equal `best`; VALUES: none. A comparison is worth
-  // 1 or 0, and numbers are added up on a pipe of their own, unlike selections: of powers of two that
-  // go down the first one is the sum's exponent.
+  // Which of x[0] to x[VALUES - 1] is the first to equal `best`; VALUES: none. A comparison is
+  // worth 1 or 0, and numbers are added up on a pipe of their own, unlike selections: of powers of
+  // two that go down the first one is the sum's exponent.
   __device__ __forceinline__ int find(float best) const {
     constexpr int PART = VALUES < 16 ? VALUES : 16;  // the sum of so many is exact
     int at = VALUES;
@@ -263,10 +264,10 @@ struct Experts {
     }
   }
 
-  // The same of logits that are as they were loaded, by the greatest of each four of a lane, `head`.
-  // Which of four it is, and what is left of them, is asked of memory, where they have just been:
-  // four lanes look at one each. Logits are taken in order, so that those of `best` or more are gone
-  // that come before the last one taken.
+  // The same of logits that are as they were loaded, by the greatest of each four of a lane,
+  // `head`. Which of four it is, and what is left of them, is asked of memory, where they have just
+  // been: four lanes look at one each. Logits are taken in order, so that those of `best` or more
+  // are gone that come before the last one taken.
   __device__ __forceinline__ float choose_by_fours(const T* row, int lane, int top_k, int experts,
                                                    float best, float (&head)[VALUES / 4], int& id,
                                                    float& value) const {
@@ -301,7 +302,8 @@ struct Choice {
   float weight;
 };
 
-// What lane k < top_k of the LANES lanes on a token has chosen for it. All lanes of the warp call it.
+// What lane k < top_k of the LANES lanes on a token has chosen for it. All lanes of the warp call
+// it.
 template <typename T, int LANES, int VALUES>
 __device__ __forceinline__ Choice route(const T* row, const float* bias, int lane,
                                         const Routing& how) {
@@ -330,9 +332,9 @@ __device__ __forceinline__ Choice route(const T* row, const float* bias, int lan
   return found;
 }
 
-// What comes of a choice and its logit where a token's logits are taken for finite numbers, the greatest
-// of which is `base` times ln(2) and the last one chosen `last`: the same once more, with care, where
-// they are not.
+// What comes of a choice and its logit where a token's logits are taken for finite numbers, the
+// greatest of which is `base` times ln(2) and the last one chosen `last`: the same once more, with
+// care, where they are not.
 template <typename T, int LANES, int VALUES>
 __device__ __forceinline__ Choice weighted(Choice found, float base, float sum, float last,
                                            const T* row, int lane, const Routing& how) {

@@ -4,8 +4,8 @@
 #include "tile/chunk.cuh"
 #include "tile/reduce.cuh"
 
-// Where a token's choices are, -1: nowhere, with weight 0; and their weights, 1 where none are given:
-// lane k of a warp has choice k.
+// Where a token's choices are, -1: nowhere, with weight 0; and their weights, 1 where none are
+// given: lane k of a warp has choice k.
 struct Choices {
   int place;
   float weight;
@@ -19,7 +19,8 @@ struct Choices {
     if (lane < top_k && weights != nullptr) weight = weights[token * top_k + lane];
     if (place < 0) weight = 0.f;
   }
-  // Of choice k, from 32 on none.                                          PTX ISA: shfl.sync.idx.b32
+  // Of choice k, from 32 on none.
+  // PTX ISA: shfl.sync.idx.b32
   __device__ __forceinline__ int place_of(int k) const {
     return k < WARP_SIZE ? __shfl_sync(FULL_MASK, place, k) : -1;
   }
@@ -44,7 +45,7 @@ __device__ __forceinline__ Part load_or_zero(const T* row, int i, bool there) {
 template <typename T, bool WIDE>
 __device__ __forceinline__ void clear_rows(T* rows, i64 stride, int pieces, const int* offsets,
                                            const int* counts, int group, int groups, int places) {
-  const Piece<T, WIDE> nothing = {};
+  const Chunk<T, WIDE> nothing = {};
   const int begin = offsets[group], used = counts[group], end = offsets[group + 1];
   const int behind = offsets[groups];
   for (int row = begin + used; row < end; ++row)

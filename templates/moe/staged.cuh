@@ -1,7 +1,8 @@
 // Rows of a warp's tokens on their way through shared memory: all of them are asked for at once, in
-// whole lines, and two lanes have a token, which saves most of the shuffles of the four or more that
-// whole lines would take straight from memory. Sixteen bytes of a row are a chunk; chunk c of row r is
-// where c ^ (r % 4 * 2) would be, so that eight lanes, which read together, meet in no bank:
+// whole lines, and two lanes have a token, which saves most of the shuffles of the four or more
+// that whole lines would take straight from memory. Sixteen bytes of a row are a chunk; chunk c of
+// row r is where c ^ (r % 4 * 2) would be, so that eight lanes, which read together, meet in no
+// bank:
 //
 //   row 0   0  1  2  3  4  5  6  7 ...      lanes  0, 1 read chunks 0, 1
 //   row 1   2  3  0  1  6  7  4  5 ...             2, 3              2, 3

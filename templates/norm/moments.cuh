@@ -2,8 +2,8 @@
 // registers (Row), in fp32, with one look at the elements and one barrier.
 //
 // Sums are of distances from a pilot: an element of the row for the elements of a warp, the first
-// warp's mean for what the warps found. So a large mean costs no digits, and rows whose elements are
-// alike have exactly that mean and a variance of 0.
+// warp's mean for what the warps found. So a large mean costs no digits, and rows whose elements
+// are alike have exactly that mean and a variance of 0.
 //
 //   warp     c = its first element, s = sum of x - c, q = sum of (x - c)^2
 //            mean m = c + s / n, squares about it = q - s^2 / n
@@ -71,10 +71,10 @@ struct MomentSums {
   }
 };
 
-// Where the warps of CLUSTER blocks meet, each with a part of one row. Two rows may be under way: the
-// barrier of a row also says that everyone is done with the row before.
+// Where the warps of CLUSTER blocks meet, each with a part of one row. Two rows may be under way:
+// the barrier of a row also says that everyone is done with the row before.
 template <int WARPS, int CLUSTER, bool CENTERED>
-struct Meeting {
+struct CrossBlockReduction {
   static constexpr int PARTS = WARPS * CLUSTER, LANES = min_of(PARTS, WARP_SIZE);
   float squares[2][PARTS];
   float means[2][CENTERED ? PARTS : 1];

@@ -15,7 +15,8 @@ __device__ __forceinline__ void red_add_relaxed(size_t word, u64 value) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
-// sum[i] += d[i], on a 16-byte boundary, in any order.     PTX ISA: red.global.add, .v4.f32 from sm_90
+// sum[i] += d[i], on a 16-byte boundary, in any order.
+// PTX ISA: red.global.add, .v4.f32 from sm_90
 __device__ __forceinline__ void red_add_floats(float* sum, const float (&d)[4]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(sum), "f"(d[0]), "f"(d[1]),

@@ -1,7 +1,7 @@
 // Bulk copies (sm_90): runs of bytes between global and shared memory by the copy engine, without a
 // tensor map. Addresses and sizes are multiples of 16.
 //
-// Loads count their bytes on an mbarrier. Stores, TMA's too (ptx/tma.cuh), are counted in groups of the
+// Loads count their bytes on an mbarrier. Stores, TMA's too (tma.cuh), are counted in groups of the
 // thread that starts them.
 #pragma once
 #include "prelude.cuh"
@@ -38,9 +38,8 @@ __device__ __forceinline__ void bulk_store(float* global, u32 shared, int bytes)
   bulk_commit();
 }
 
-// What all but the newest PENDING groups of this thread read from shared memory has been read: it may
-// be written again.
-// PTX ISA: cp.async.bulk.wait_group
+// What all but the newest PENDING groups of this thread read from shared memory has been read: it
+// may be written again. PTX ISA: cp.async.bulk.wait_group
 template <int PENDING = 0>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");

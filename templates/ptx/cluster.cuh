@@ -18,7 +18,8 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// One float into the same place of block `rank`'s shared memory.    PTX ISA: mapa, st.shared::cluster
+// One float into the same place of block `rank`'s shared memory.
+// PTX ISA: mapa, st.shared::cluster
 __device__ __forceinline__ void cluster_store(float* shared, int rank, float value) {
   u32 there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"

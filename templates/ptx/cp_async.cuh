@@ -18,14 +18,16 @@ __device__ __forceinline__ void cp_async_16(u32 shared, const void* global) {
 }
 
 // How L2 keeps what is read once: it is the first to leave. Volatile: made anew where it is wanted,
-// rather than held in two registers.                                PTX ISA: createpolicy.fractional
+// rather than held in two registers.
+// PTX ISA: createpolicy.fractional
 __device__ __forceinline__ u64 first_to_leave() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
-// As above, kept in L2 as `policy` says.                             PTX ISA: cp.async, cache-policy
+// As above, kept in L2 as `policy` says.
+// PTX ISA: cp.async, cache-policy
 __device__ __forceinline__ void cp_async_16(u32 shared, const void* global, int bytes, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared),
                "l"(global), "r"(bytes), "l"(policy)

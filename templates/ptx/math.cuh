@@ -23,7 +23,8 @@ __device__ __forceinline__ float inverse_fast(float x) {
   return y;
 }
 
-// The greater of two; NaN if one is.                                    PTX ISA: max.NaN.f32 (sm_80)
+// The greater of two; NaN if one is.
+// PTX ISA: max.NaN.f32 (sm_80)
 __device__ __forceinline__ float max_or_nan(float a, float b) {
 #if __CUDA_ARCH__ >= 800
   float c;

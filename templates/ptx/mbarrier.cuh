@@ -2,8 +2,8 @@
 //
 // A phase is over when `count` arrivals have come and as many bytes as were expected. Waiting names
 // the parity of the phase waited for: 0 for the first, then 1, 0, ... A fresh barrier has its phase
-// "before the first" behind it: waiting for parity 1 returns at once, so that the producer of a ring
-// may start with all stages free.
+// "before the first" behind it: waiting for parity 1 returns at once, so that the producer of a
+// ring may start with all stages free.
 //
 //   full[stage]    1 arrival (the producer's, with the bytes it expects)     consumers wait
 //   empty[stage]   1 arrival of each consumer warp                           the producer waits

@@ -80,9 +80,9 @@ __device__ __forceinline__ void store_global_chunk(void* target, uint4 value) {
                : "memory");
 }
 
-// `chunk` becomes the 16 bytes at `source` if `there`, else it stays. A load under a predicate never
-// waits: the compiler would branch, and behind branches loads come one after the other.
-// PTX ISA: ld.global.v4.u32, predicated execution (@p)
+// `chunk` becomes the 16 bytes at `source` if `there`, else it stays. A load under a predicate
+// never waits: the compiler would branch, and behind branches loads come one after the other. PTX
+// ISA: ld.global.v4.u32, predicated execution (@p)
 __device__ __forceinline__ void load_chunk_if(uint4& chunk, const void* source, bool there) {
   asm volatile(
       "{ .reg .pred there; setp.ne.s32 there, %5, 0;"

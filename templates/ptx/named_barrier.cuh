@@ -15,7 +15,8 @@ __device__ __forceinline__ void named_barrier_arrive(int barrier) {
   asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }
 
-// Wait, where whole warps come, each with all of its lanes together.                PTX ISA: bar.sync
+// Wait, where whole warps come, each with all of its lanes together.
+// PTX ISA: bar.sync
 template <int THREADS>
 __device__ __forceinline__ void named_barrier_wait_aligned(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");

@@ -1,5 +1,5 @@
-// What threads read and write by ordinary instructions, and what engines do (TMA, bulk copies, wgmma),
-// are two ways into memory, "proxies", which have no order but by these fences (sm_90).
+// What threads read and write by ordinary instructions, and what engines do (TMA, bulk copies,
+// wgmma), are two ways into memory, "proxies", which have no order but by these fences (sm_90).
 //
 //   store_shared_word(...);  proxy_fence();  one thread: tma_store(...)
 //

@@ -1,9 +1,10 @@
-// Fences for the compiler, without an instruction: a value is made before one, and what follows from
-// it is made after it.
+// Fences for the compiler, without an instruction: a value is made before one, and what follows
+// from it is made after it.
 //
 // What is computed at the top of a kernel stays in registers until its last use, across the whole
-// main loop. Where registers are short it is cheaper to compute it again: behind a fence the compiler
-// takes the value for another, and cannot merge what is made of it with what was made before.
+// main loop. Where registers are short it is cheaper to compute it again: behind a fence the
+// compiler takes the value for another, and cannot merge what is made of it with what was made
+// before.
 //
 // PTX ISA has nothing to say here: an empty asm statement that "changes" its operands.
 #pragma once
@@ -21,8 +22,8 @@ __device__ __forceinline__ int anew(int x) {
   return x;
 }
 
-// Fragments, before wgmma reads or writes them: arithmetic may move past wgmma.fence, which clobbers
-// memory only, and the compiler then adds fences of its own (C7519).
+// Fragments, before wgmma reads or writes them: arithmetic may move past wgmma.fence, which
+// clobbers memory only, and the compiler then adds fences of its own (C7519).
 template <int N>
 __device__ __forceinline__ void register_fence(u32 (&x)[N][4]) {
 #pragma unroll

@@ -1,6 +1,6 @@
-// Registers move between the warpgroups of a block (sm_90a): those that load give up what those that
-// multiply get. Every warp of a warpgroup says the same, and a multiple of 8 from 24 to 256; who asks
-// for more waits until others have given it.
+// Registers move between the warpgroups of a block (sm_90a): those that load give up what those
+// that multiply get. Every warp of a warpgroup says the same, and a multiple of 8 from 24 to 256;
+// who asks for more waits until others have given it.
 //
 //   fewer_registers<40>();  the producer      more_registers<232>();  consumers
 #pragma once

@@ -33,9 +33,8 @@ __device__ __forceinline__ void tma_load(u32 shared, const TensorMap& map, u32 b
       : "memory");
 }
 
-// The box at (x, y, z, w) from `shared`; what lies outside the tensor is left out. It belongs to this
-// thread's next group (bulk_commit, bulk_wait_read).
-// PTX ISA: cp.async.bulk.tensor
+// The box at (x, y, z, w) from `shared`; what lies outside the tensor is left out. It belongs to
+// this thread's next group (bulk_commit, bulk_wait_read). PTX ISA: cp.async.bulk.tensor
 __device__ __forceinline__ void tma_store(const TensorMap& map, u32 shared, int x, int y, int z,
                                           int w) {
   asm volatile(

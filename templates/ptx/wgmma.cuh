@@ -7,7 +7,8 @@
 #pragma once
 #include "prelude.cuh"
 
-// A tile with the 128-byte swizzle, as a descriptor. `address` is a multiple of 16 in shared memory.
+// A tile with the 128-byte swizzle, as a descriptor. `address` is a multiple of 16 in shared
+// memory.
 //
 //   K-major   rows of 64 k, 8 rows in 1024 bytes; the next 16 k are 32 bytes further on, the next
 //   (Q, K)    panel of 64 k wherever the tile has it. `panel_bytes` is not looked at.

@@ -1,12 +1,13 @@
 // The products of wgmma (sm_90a): D[64 x N] = A[64 x 16] B[16 x N] (+ D) with fp32 sums, by the 128
 // threads of a warpgroup. B comes from shared memory, A from there or from registers; what lies in
-// shared memory is named by a descriptor (ptx/wgmma.cuh).
+// shared memory is named by a descriptor (wgmma.cuh).
 //
 //   wgmma_shared<T, TRANS_A, TRANS_B>(d, a, b, add)      add 0: D is overwritten
-//   wgmma_registers<T, TRANS_B>(d, a, b)                 A as mma's (ptx/mma.cuh), 16 rows a warp
+//   wgmma_registers<T, TRANS_B>(d, a, b)                 A as mma's (mma.cuh), 16 rows a warp
 //
-// TRANS: the operand is MN-major, else K-major. Warp w of the group holds rows 16w .. 16w + 15 of D,
-// lane (g, t) with g = lane / 4, t = lane % 4 as in mma's D fragments, d[n] for columns 8n .. 8n + 7:
+// TRANS: the operand is MN-major, else K-major. Warp w of the group holds rows 16w .. 16w + 15 of
+// D, lane (g, t) with g = lane / 4, t = lane % 4 as in mma's D fragments, d[n] for columns 8n .. 8n
+// + 7:
 //
 //   D (fp32)               n: 2t       2t+1
 //     row 16w + g             d[n][0]  d[n][1]
@@ -28,8 +29,8 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[N][4], const u32 (&a)
   Wgmma<T, 8 * N>::template registers<TRANS_B>(d, a, b);
 }
 
-// An asm statement names all N / 2 sums of a thread: %0, %1 ... in its text (NAMES_N), d[i][j] behind
-// it (SUMS_N). Each list is the one before it and some more; inputs come after them.
+// An asm statement names all N / 2 sums of a thread: %0, %1 ... in its text (NAMES_N), d[i][j]
+// behind it (SUMS_N). Each list is the one before it and some more; inputs come after them.
 #define NAMES_64                                          \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" \
   ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"

@@ -1,9 +1,9 @@
 // Rotary position embedding: frequencies and angles in turns, sines and cosines.
 //
 // Pair i of `rotary_dim` columns turns by position * theta^(-2i / rotary_dim) radians. Frequencies
-// are turns a token as fractions of 2^64, and angles fractions of 2^32 of a turn: whole turns, which
-// fp32 would keep instead of the angle, fall off at the top. At position 2^31 an angle is right to
-// 2^-29 of a turn.
+// are turns a token as fractions of 2^64, and angles fractions of 2^32 of a turn: whole turns,
+// which fp32 would keep instead of the angle, fall off at the top. At position 2^31 an angle is
+// right to 2^-29 of a turn.
 #pragma once
 #include "prelude.cuh"
 
@@ -72,8 +72,8 @@ __device__ __forceinline__ u32 rope_turns(u64 frequency, u32 position) {
 }
 
 // Sine and cosine of fractions of 2^32 of a turn. Within 1e-7 for fp32, by polynomials on an eighth
-// of a turn to either side of a multiple of a quarter; within 1e-6, which 16 bits do not show, by the
-// special-function unit otherwise.
+// of a turn to either side of a multiple of a quarter; within 1e-6, which 16 bits do not show, by
+// the special-function unit otherwise.
 template <typename T>
 __device__ __forceinline__ void sincos_turns(u32 turns, float& sine, float& cosine) {
   constexpr float RADIANS = 1.4629180792671596e-9f;  // 2 pi / 2^32

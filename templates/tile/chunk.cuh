@@ -3,16 +3,16 @@
 #include "tile/vector.cuh"
 
 template <typename T, bool WIDE>
-struct Piece {
+struct Chunk {
   static constexpr int SIZE = WIDE ? 16 / sizeof(T) : 1;
   Vector<T> bits;
 
   __device__ __forceinline__ float get(int i) const { return bits.get(i); }
   __device__ __forceinline__ void set(int i, float value) { bits.set(i, value); }
 
-  // Piece `i` of a row.
-  static __device__ __forceinline__ Piece load(const T* row, int i) {
-    Piece made = {};
+  // Chunk `i` of a row.
+  static __device__ __forceinline__ Chunk load(const T* row, int i) {
+    Chunk made = {};
     if constexpr (WIDE)
       made.bits = load_vector(row + i * SIZE);
     else

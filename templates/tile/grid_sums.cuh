@@ -9,9 +9,9 @@
 //   const u32 left = sums.leave(column / 64);   // by lane 0 of a warp that got 64 columns
 //   if (sums.is_last(left)) sums.clear(column)  // by all of it, at the end
 //
-// There is no barrier and no fence. Whoever adds to a word also counts himself in its upper bits; one
-// who sees it full has the sum in the same load, and nothing but such words is handed over. The words
-// are 0 before and after the launch. Rows of COLUMNS words:
+// There is no barrier and no fence. Whoever adds to a word also counts himself in its upper bits;
+// one who sees it full has the sum in the same load, and nothing but such words is handed over. The
+// words are 0 before and after the launch. Rows of COLUMNS words:
 //
 //   [groups]  sums over GROUP neighbouring blocks: turn 0
 //   [blocks]  sums over the earlier blocks of a block's own group, which add to it in their turns 1 to

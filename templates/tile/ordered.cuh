@@ -5,9 +5,9 @@
 //   ... += ...;
 //   ordered_done(counter, others);  // of so many in all
 //
-// The counter is 0 before the first of them and again after the last one. Blocks wait for one another:
-// launch cooperatively, so that all of them run at the same time. The fences order bulk copies
-// (ptx/bulk.cuh) that others made before and that follow here.
+// The counter is 0 before the first of them and again after the last one. Blocks wait for one
+// another: launch cooperatively, so that all of them run at the same time. The fences order bulk
+// copies (ptx/bulk.cuh) that others made before and that follow here.
 #pragma once
 #include "ptx/atomic.cuh"
 #include "ptx/proxy_fence.cuh"

@@ -1,5 +1,5 @@
-// Places of a ring of stages in shared memory, and how often it has gone round: the parity of that is
-// the phase that its mbarriers are waited for with (ptx/mbarrier.cuh).
+// Places of a ring of stages in shared memory, and how often it has gone round: the parity of that
+// is the phase that its mbarriers are waited for with (ptx/mbarrier.cuh).
 //
 //   step     0  1  2  3  4  5  6 ...      SIZE 3
 //   stage    0  1  2  0  1  2  0

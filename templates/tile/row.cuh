@@ -1,5 +1,5 @@
-// A piece of a row in the registers of LANES threads: VECTORS vectors of SIZE elements in each, which
-// are read and written as pairs of floats.
+// A piece of a row in the registers of LANES threads: VECTORS vectors of SIZE elements in each,
+// which are read and written as pairs of floats.
 //
 //   WIDE   16-byte accesses: vector i of thread t has the columns (i * LANES + t) * SIZE and on. Rows
 //          start on 16-byte boundaries and are whole vectors long.
@@ -64,8 +64,8 @@ struct Row {
       }
   }
 
-  // Keep 16-bit elements packed from here on: the compiler would keep the floats that it has made of
-  // them, in twice the registers, rather than make them again.
+  // Keep 16-bit elements packed from here on: the compiler would keep the floats that it has made
+  // of them, in twice the registers, rather than make them again.
   __device__ __forceinline__ void stay_packed() {
     if (sizeof(T) == 4) return;
 #pragma unroll

@@ -1,9 +1,9 @@
 // In which order a tile's rows stand in shared memory. An order permutes bits of a row's number, so
 // that row(a + b) = row(a) + row(b) where a and b have no bit in common.
 //
-// What a lane has of mma's D fragments (see ptx/mma.cuh) lies apart: rows g, g + 8 of every sixteen,
-// columns 2t, 2t + 1 of every eight. In these orders it is a run of neighbours, one load or store of
-// an array that has keys side by side:
+// What a lane has of mma's D fragments (see ptx/mma.cuh) lies apart: rows g, g + 8 of every
+// sixteen, columns 2t, 2t + 1 of every eight. In these orders it is a run of neighbours, one load
+// or store of an array that has keys side by side:
 //
 //   RowRuns<M>      rows of M 16-row blocks: lane g has 2M of them, from 2M * g on
 //   ColumnRuns<N>   columns of N 8-column blocks: lane t has 2N of them, from 2N * t on

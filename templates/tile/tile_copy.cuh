@@ -36,8 +36,8 @@ __device__ __forceinline__ void scatter_chunk(T* target, uint4 value, int elemen
 //
 // Thread t copies chunk t % CHUNKS of rows t / CHUNKS, t / CHUNKS + ROWS_A_PASS, ...: consecutive
 // threads read consecutive bytes. A whole tile costs one pointer step and one copy instruction a
-// panel and pass; only ragged tiles pay for bounds. Row `Order::row(i)` comes to place i of the tile.
-// ANEW: places are computed at each call rather than kept in registers through a loop.
+// panel and pass; only ragged tiles pay for bounds. Row `Order::row(i)` comes to place i of the
+// tile. ANEW: places are computed at each call rather than kept in registers through a loop.
 template <typename Tile, int THREADS, bool ALIGNED, typename Order = InOrder, bool ANEW = false,
           typename T>
 __device__ __forceinline__ void copy_tile(u32 shared, const T* __restrict__ global, i64 row_stride,

@@ -1,5 +1,6 @@
-// Whole tiles of SwizzledTile's layout (tile/swizzle.cuh) by TMA (sm_90): a box for each panel of 64
-// columns, since a box row is 128 bytes with the 128-byte swizzle. Tiles start at multiples of 1024.
+// Whole tiles of SwizzledTile's layout (swizzle.cuh) by TMA (sm_90): a box for each panel of 64
+// columns, since a box row is 128 bytes with the 128-byte swizzle. Tiles start at multiples of
+// 1024.
 //
 //   tile in shared memory        panel 0      panel 1  ...        each [rows][64], chunk c of row r
 //   tensor                       columns      columns             at chunk place c ^ (r % 8)

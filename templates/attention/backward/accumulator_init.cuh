@@ -1,9 +1,9 @@
-// A bias and a mask as what sums of products start from: mma adds Q K^T to them, and no rule is left
-// for afterwards. A score is then (seed + q . k) * softmax_scale, so a seed is the bias over
+// A bias and a mask as what sums of products start from: mma adds Q K^T to them, and no rule is
+// left for afterwards. A score is then (seed + q . k) * softmax_scale, so a seed is the bias over
 // softmax_scale, -inf where the key is hidden.
 //
-// Keys stand in tiles in the order of tile/row_order.cuh, so that a lane reads runs of them; they are
-// asked for a tile ahead, and wait in registers as they are.
+// Keys stand in tiles in the order of tile/row_order.cuh, so that a lane reads runs of them; they
+// are asked for a tile ahead, and wait in registers as they are.
 #pragma once
 #include "ptx/register_fence.cuh"
 #include "ptx/special_registers.cuh"
@@ -15,7 +15,7 @@
 
 // Which scores a lane has of D fragments whose keys stand in runs: [M][N][4] as in ptx/mma.cuh.
 template <bool KEYS_ARE_ROWS, int M, int N>
-struct SeedPlaces {
+struct InitPlaces {
   static constexpr int RUN = KEYS_ARE_ROWS ? 2 * M : 2 * N;      // keys side by side
   static constexpr int QUERIES = KEYS_ARE_ROWS ? 2 * N : 2 * M;  // of a lane
 
@@ -36,8 +36,8 @@ struct SeedPlaces {
   }
 };
 
-// COUNT neighbours of a row, in one load or several of 16 bytes: rows start on such boundaries, or on
-// those of a run if it is shorter, and hold whole runs.
+// COUNT neighbours of a row, in one load or several of 16 bytes: rows start on such boundaries, or
+// on those of a run if it is shorter, and hold whole runs.
 template <typename T, int COUNT>
 struct Run {
   static constexpr int BYTES = COUNT * static_cast<int>(sizeof(T));
@@ -83,8 +83,8 @@ struct Run {
   }
 };
 
-// A lane's run of a row of D fragments: two neighbours of each of N blocks of eight columns, the first
-// pair at `pairs`. A row has `columns`.
+// A lane's run of a row of D fragments: two neighbours of each of N blocks of eight columns, the
+// first pair at `pairs`. A row has `columns`.
 template <typename T, int N>
 __device__ __forceinline__ void store_run(T* row, int column, int columns, const float* pairs) {
   Run<T, 2 * N> run;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void store_run(T* row, int column, int columns, const
 
 // What one array adds to a lane's scores, or nothing.
 template <bool PRESENT, typename T, typename Places>
-struct SeedRuns {
+struct InitRuns {
   Run<T, Places::RUN> runs[Places::QUERIES];
 
   __device__ __forceinline__ void fetch(int lane, const T* array, const Strides& strides, int batch,
@@ -111,7 +111,7 @@ struct SeedRuns {
   __device__ __forceinline__ T get(int r, int j) const { return runs[r].get(j); }
 };
 template <typename T, typename Places>
-struct SeedRuns<false, T, Places> {
+struct InitRuns<false, T, Places> {
   template <typename... Arguments>
   __device__ __forceinline__ void fetch(const Arguments&...) {}
   __device__ __forceinline__ T get(int, int) const { return T(1); }
@@ -119,10 +119,10 @@ struct SeedRuns<false, T, Places> {
 
 // A warp's: M, N are those of its fragments.
 template <bool KEYS_ARE_ROWS, int M, int N, typename T, bool BIAS, bool MASK>
-struct ScoreSeeds {
-  using Places = SeedPlaces<KEYS_ARE_ROWS, M, N>;
-  SeedRuns<BIAS, T, Places> bias;
-  SeedRuns<MASK, u8, Places> mask;
+struct AccumulatorInit {
+  using Places = InitPlaces<KEYS_ARE_ROWS, M, N>;
+  InitRuns<BIAS, T, Places> bias;
+  InitRuns<MASK, u8, Places> mask;
 
   // Asks for those of fragments that begin at query q0 and key k0.
   __device__ __forceinline__ void fetch(int lane, const AttentionForm& form, const T* biases,
@@ -132,8 +132,8 @@ struct ScoreSeeds {
     mask.fetch(lane, masks, form.mask, batch, head, seqlen_q, seqlen_k, q0, k0);
   }
 
-  // Where keys are rows: of a block's tile of keys from k0 on and queries from q0 on. WARPS_K warps share
-  // the keys; others have as many each, and SHARE queries after those before them.
+  // Where keys are rows: of a block's tile of keys from k0 on and queries from q0 on. WARPS_K warps
+  // share the keys; others have as many each, and SHARE queries after those before them.
   template <int WARPS_K, int SHARE>
   __device__ __forceinline__ void fetch_keys(const AttentionForm& form, const T* biases,
                                              const u8* masks, int batch, int head, int seqlen_q,
@@ -172,7 +172,8 @@ struct KeySums {
         for (int i = 0; i < 4; ++i) sums[m][i / 2] += ds[m][n][i];
   }
 
-  // To a row of `columns`; from key `end` on there is none, and the gradient 0. Then they begin anew.
+  // To a row of `columns`; from key `end` on there is none, and the gradient 0. Then they begin
+  // anew.
   __device__ __forceinline__ void store(float* rows, i64 row, int lane, int first, int end,
                                         int columns) {
 #pragma unroll
@@ -201,7 +202,7 @@ __device__ __forceinline__ void store_no_sums(float* rows, const KeyBlock<BLOCK_
 // Where queries are rows: the gradient of a bias that has a row for each of them, one head of it.
 template <int M, int N, typename T>
 struct BiasGradient {
-  using Places = SeedPlaces<false, M, N>;
+  using Places = InitPlaces<false, M, N>;
   using Runs = Run<T, Places::RUN>[Places::QUERIES];
   T* dbias;
   int head, seqlen_q, seqlen_k;
@@ -214,8 +215,8 @@ struct BiasGradient {
     return dbias + (static_cast<i64>(anew(head)) * seqlen_q + query) * seqlen_k;
   }
 
-  // What is there of a warp's fragments, in a block that begins at query q0 and key k0. Here and below
-  // places are computed anew rather than kept in registers.
+  // What is there of a warp's fragments, in a block that begins at query q0 and key k0. Here and
+  // below places are computed anew rather than kept in registers.
   template <int ROWS_A_WARP>
   __device__ __forceinline__ void fetch(Runs& runs, int q0, int k0) const {
     const u32 thread = thread_index_again();

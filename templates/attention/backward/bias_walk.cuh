@@ -1,5 +1,5 @@
-// Which tiles of dS belong to a block's tile of the gradient of a bias: those of all batches, heads and,
-// where the bias has one row for all, query tiles that share it.
+// Which tiles of dS belong to a block's tile of the gradient of a bias: those of all batches, heads
+// and, where the bias has one row for all, query tiles that share it.
 //
 //   block index = (key tile, row tile, head of the bias, batch of the bias, part), the first one
 //                 fastest; `parts` blocks share a walk, each has neighbouring steps of it
@@ -7,7 +7,8 @@
 #pragma once
 #include "attention/features.cuh"
 
-// The shape of a bias: 1 where it is broadcast. `rows`, `columns` are those of the longest sequence.
+// The shape of a bias: 1 where it is broadcast. `rows`, `columns` are those of the longest
+// sequence.
 struct BiasShape {
   int batch, heads, rows, columns;
 

@@ -1,9 +1,10 @@
-// Where a block that makes dK and dV has its tiles in shared memory, each GUARD bytes from the next:
+// Where a block that makes dK and dV has its tiles in shared memory, each GUARD bytes from the
+// next:
 //
-//   K   V   P (EXCHANGE)   dS (SHARES_DS)   then STAGES of:  Q   dO   lse   delta     of a tile's rows
+//   K   V   P (EXCHANGE)   dS (SHARES_DS)   then STAGES of:  Q  dO  lse  delta  of a tile's rows
 //
-// dK and dV are staged where K and V were. P and dS have keys as rows; they lie there where warps share
-// them.
+// dK and dV are staged where K and V were. P and dS have keys as rows; they lie there where warps
+// share them.
 #pragma once
 #include "ptx/cp_async.cuh"
 #include "ptx/special_registers.cuh"
@@ -53,9 +54,9 @@ __device__ __forceinline__ void fetch_statistics(u32 stage, const float* lse_log
   }
 }
 
-// The sums of a block's warps become dK and dV: staged, then stored in whole chunks. WARPS_K warps share
-// the keys, WARPS_C the columns. Threads are asked for their place again, so that it need not stay in
-// registers until here.
+// The sums of a block's warps become dK and dV: staged, then stored in whole chunks. WARPS_K warps
+// share the keys, WARPS_C the columns. Threads are asked for their place again, so that it need not
+// stay in registers until here.
 template <typename Layout, int WARPS_K, int WARPS_C, bool ALIGNED, typename Order, typename T,
           int M, int K_COLUMNS, int V_COLUMNS>
 __device__ __forceinline__ void store_dk_dv(u32 shared, const float (&dk_acc)[M][K_COLUMNS][4],

@@ -1,6 +1,6 @@
 // Where a block that makes dQ has its tiles in shared memory, each GUARD bytes from the next:
 //
-//   Q   dO   then STAGES of:  K   V   and where rows have no registers for it (SEEDED):  lse   delta
+//   Q   dO   then STAGES of:  K  V   and where rows have no registers for them (ACC_INIT):  lse  delta
 //
 // dQ is staged where Q was.
 #pragma once

@@ -57,9 +57,10 @@ __device__ __forceinline__ float final_score(float& score, const Rules& rules, c
   return x[0] == NEG_INFINITY ? 0.f : slope;
 }
 
-// What a bias and a mask add to the scores of fragments, -inf where a key is hidden. They are asked for
-// before the scores are multiplied, and arrive meanwhile. D fragments (see ptx/mma.cuh) whose first row and
-// column are `row` and `column`: keys and queries if KEYS_ARE_ROWS, else queries and keys.
+// What a bias and a mask add to the scores of fragments, -inf where a key is hidden. They are asked
+// for before the scores are multiplied, and arrive meanwhile. D fragments (see ptx/mma.cuh) whose
+// first row and column are `row` and `column`: keys and queries if KEYS_ARE_ROWS, else queries and
+// keys.
 template <bool KEYS_ARE_ROWS, int M, int N, typename Arrays>
 __device__ __forceinline__ void load_added(float (&added)[M][N][4], int lane, const Arrays& arrays,
                                            int row, int column) {
@@ -124,16 +125,16 @@ struct BandRows {
   }
 };
 
-// Whether each query of a tile from q0 on sees each key of a block from k0 on. WHOLE: of one that is
-// cut by the end of the sequence none does.
+// Whether each query of a tile from q0 on sees each key of a block from k0 on. WHOLE: of one that
+// is cut by the end of the sequence none does.
 template <int BLOCK_Q, int BLOCK_K, bool WHOLE>
 __device__ __forceinline__ bool band_sees_all(const KeyBand& band, int q0, int k0, int seqlen_k) {
   if (WHOLE && k0 + BLOCK_K > seqlen_k) return false;
   return q0 >= band.first_row(k0 + BLOCK_K - 1) && q0 + BLOCK_Q <= band.end_row(k0);
 }
 
-// Raw products of fragments that the band cuts: `hidden` where a key is not seen. Where a form has no
-// rules the others stay as they are. KEYS_IN_RUNS: see attention/backward/accumulator_init.cuh.
+// Raw products of fragments that the band cuts: `hidden` where a key is not seen. Where a form has
+// no rules the others stay as they are. KEYS_IN_RUNS: see accumulator_init.cuh.
 template <bool KEYS_ARE_ROWS, bool KEYS_IN_RUNS = false, int M, int N>
 __device__ __forceinline__ void hide_outside(float (&s)[M][N][4], int lane, const KeyBand& band,
                                              float hidden, int row, int column) {
@@ -168,10 +169,10 @@ __device__ __forceinline__ void scale_by(float (&ds)[M][N][4], const float (&slo
       for (int i = 0; i < 4; ++i) ds[m][n][i] *= slopes[m][n][i];
 }
 
-// What a row of queries adds to the gradient of its head's ALiBi slope: minus the sum of dS times the
-// distances of its keys. delta comes from an o that was rounded, so a row's dS are P e off, e alike for
-// all of its keys; distances are large and of one sign, and would make much of that. But what dS must
-// add up to is known, `expected` below, and so e is found out and taken off.
+// What a row of queries adds to the gradient of its head's ALiBi slope: minus the sum of dS times
+// the distances of its keys. delta comes from an o that was rounded, so a row's dS are P e off, e
+// alike for all of its keys; distances are large and of one sign, and would make much of that. But
+// what dS must add up to is known, `expected` below, and so e is found out and taken off.
 struct DistanceSum {
   float weighted = 0.f, plain = 0.f;  // sums of dS distance, dS
   float mean = 0.f, total = 0.f;      // sums of P distance, P
@@ -197,8 +198,8 @@ struct DistanceSum {
   }
 };
 
-// dS and final scores of fragments where queries are rows. `row`, `column`: query and key of the first
-// row and column, the query in keys' counting.
+// dS and final scores of fragments where queries are rows. `row`, `column`: query and key of the
+// first row and column, the query in keys' counting.
 template <int M, int N>
 __device__ __forceinline__ void add_distances(DistanceSum (&sums)[M][2], const float (&ds)[M][N][4],
                                               const float (&s)[M][N][4],

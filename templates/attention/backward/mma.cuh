@@ -72,7 +72,8 @@ __device__ __forceinline__ Reader my_turn(int lane, int turn) {
   return reader;
 }
 
-// D fragments times `factor`, rounded, to rows of a tile at `warp_tile`; columns as in `accumulate`.
+// D fragments times `factor`, rounded, to rows of a tile at `warp_tile`; columns as in
+// `accumulate`.
 template <typename T, typename Tile, int TURNS, int M, int COLUMNS>
 __device__ __forceinline__ void stage_rows(const float (&acc)[M][COLUMNS][4], float factor,
                                            int lane, int turn, u32 warp_tile) {
@@ -167,8 +168,8 @@ __device__ __forceinline__ void mask_queries(float (&s)[M][N][4], int lane, floa
     }
 }
 
-// Where queries are rows: hides keys. visible_keys(row) counts the keys from the left that row `row`
-// of the warp sees; below 0 and beyond the tile are fine.
+// Where queries are rows: hides keys. visible_keys(row) counts the keys from the left that row
+// `row` of the warp sees; below 0 and beyond the tile are fine.
 template <int M, int N, typename VisibleKeys>
 __device__ __forceinline__ void mask_keys(float (&s)[M][N][4], int lane, float hidden,
                                           const VisibleKeys& visible_keys) {

@@ -1,4 +1,4 @@
-// Where attention's backward keeps what a query row brings along (attention/backward/mma.cuh), or
+// Where attention's backward keeps what a query row brings along (mma.cuh), or
 // finds out about it: arrays in which each head has rows_padded rows, whole tiles for every batch.
 //
 //   dense    [batch, heads_q, rows_padded]    row i of a batch at i

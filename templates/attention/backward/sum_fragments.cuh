@@ -1,5 +1,6 @@
-// Sums of D fragments (see ptx/mma.cuh) that many blocks add to, in device memory, in fp32. A 16x8 block
-// is 128 neighbouring floats, four to a lane, so that a warp adds 512 neighbouring bytes at once:
+// Sums of D fragments (see ptx/mma.cuh) that many blocks add to, in device memory, in fp32. A 16x8
+// block is 128 neighbouring floats, four to a lane, so that a warp adds 512 neighbouring bytes at
+// once:
 //
 //   sums   [rows / 16][columns / 8][lane][4]
 //

@@ -2,7 +2,7 @@
 // memory.
 //
 //   work      which piece comes next, announced by the thread that loads tiles
-//   k, v      K and V of a piece of work, K of two; empty when they have been multiplied
+//   k, v      K and V of a work item, K of two; empty when they have been multiplied
 //   q, do     tiles of Q (with lse and delta) and dO; empty when dK, or dV, has been multiplied
 //   ds        dS of a tile, from two warpgroups for the third
 //   begun     the third is at the next tile of the one or the other thread that copies dQ
@@ -11,14 +11,14 @@
 #pragma once
 #include "ptx/mbarrier.cuh"
 
-// TAKERS: threads that take pieces of work.
+// TAKERS: threads that take work items.
 template <typename Layout, int TAKERS>
 struct BackwardBarriers {
   static constexpr int Q_STAGES = Layout::Q_STAGES, DO_STAGES = Layout::DO_STAGES;
   static constexpr int DS_STAGES = Layout::DS_STAGES, DQ_STAGES = Layout::DQ_STAGES;
   static constexpr int DQ_PARTS = Layout::DQ_PARTS;
-  static constexpr int SLOTS = 2;     // pieces of work that have been announced
-  static constexpr int K_STAGES = 2;  // K of pieces of work
+  static constexpr int SLOTS = 2;     // work items that have been announced
+  static constexpr int K_STAGES = 2;  // K of work items
   static constexpr int COPIERS = 2;   // threads that copy dQ: of every second tile
   static constexpr int TILES = 8;     // descriptions of tiles: more than are under way
   static constexpr int TILE_BYTES = 48;
@@ -52,7 +52,7 @@ struct BackwardBarriers {
   }
   __device__ __forceinline__ u32 note() const { return base + NOTES + TILES * TILE_BYTES; }
 
-  // With a form (attention/backward_sm90/features.cuh) one more for each piece that is announced.
+  // With a form (features.cuh) one more for each piece that is announced.
   __device__ __forceinline__ u32 keys(int slot) const { return base + BYTES + slot * 16; }
 
   // By one thread, before all meet.

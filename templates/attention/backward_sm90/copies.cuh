@@ -1,7 +1,8 @@
-// Parts of dQ (attention/backward_sm90/sums.cuh) from shared to device memory, in turns.
+// Parts of dQ (sums.cuh) from shared to device memory, in turns.
 //
 // Two threads have every second tile each: while one waits until its additions are in place and
-// makes that known to the whole GPU, which is several round trips to L2, the other has the next tile.
+// makes that known to the whole GPU, which is several round trips to L2, the other has the next
+// tile.
 #pragma once
 #include "ptx/bulk.cuh"
 #include "ptx/mbarrier.cuh"
@@ -47,8 +48,8 @@ struct DQParts {
 
 // Thread `copier` of two: its tiles, until one has no index. `part_of(index, part)` are the copies.
 template <typename Layout, typename Barriers, typename PartOf>
-__device__ __forceinline__ void copy_in_turns(const Barriers& barriers, u32* turns, int copier,
-                                              const PartOf& part_of) {
+__device__ __forceinline__ void copy_ordered(const Barriers& barriers, u32* turns, int copier,
+                                             const PartOf& part_of) {
   constexpr int PARTS = Layout::DQ_PARTS, STAGES = Layout::DQ_STAGES, RUNS = PartOf::Copies::RUNS;
   static_assert(STAGES == PARTS || STAGES == 1, "places of parts");
   for (int step = copier, parity = 0;; step += Barriers::COPIERS, parity ^= 1) {

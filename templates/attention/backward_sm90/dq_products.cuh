@@ -1,4 +1,4 @@
-// dQ in attention's backward on Hopper: the warpgroup that multiplies dS K of all keys of a block, a
+// dQ in attention's backward on sm_90: the warpgroup that multiplies dS K of all keys of a block, a
 // tile of queries behind those that make dS, and adds it to sums in L2.
 #pragma once
 #include "ptx/bulk.cuh"
@@ -11,9 +11,10 @@
 #include "attention/backward_sm90/products.cuh"
 #include "attention/backward_sm90/sums.cuh"
 
-// dQ of a tile is multiplied in parts of 64 queries and 64 columns; a part waits in shared memory, of
-// which each warp has its own share, until the copy engine has added it, or is added from registers
-// (DIRECT). DETERMINISTIC: other threads start the copies, in a fixed order, and who leads tells them.
+// dQ of a tile is multiplied in parts of 64 queries and 64 columns; a part waits in shared memory,
+// of which each warp has its own share, until the copy engine has added it, or is added from
+// registers (DIRECT). DETERMINISTIC: other threads start the copies, in a fixed order, and who
+// leads tells them.
 template <typename T, typename Layout, typename Tile, bool DETERMINISTIC, bool DIRECT,
           typename Barriers, typename Sizes, typename NextWork>
 __device__ __forceinline__ void multiply_dq(const Barriers& barriers, u32 shared,

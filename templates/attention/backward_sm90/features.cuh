@@ -1,6 +1,6 @@
-// Forms of attention (attention/features.cuh) in its backward on Hopper: a band of keys, packed
+// Forms of attention (attention/features.cuh) in its backward on sm_90: a band of keys, packed
 // sequences. Which tiles of queries a block of keys goes through follows from the band; the thread
-// that loads tiles works it out and notes it for all others (attention/backward_sm90/loads.cuh), so that nobody else
+// that loads tiles works it out and notes it for all others (loads.cuh), so that nobody else
 // knows of bands and sequences.
 #pragma once
 #include "ptx/math.cuh"
@@ -14,9 +14,10 @@
 #include "attention/backward_sm90/tensor_rows.cuh"
 #include "attention/backward_sm90/tile.cuh"
 
-// What the others are told of a block of keys, beside what BackwardTile has: words in shared memory.
+// What the others are told of a block of keys, beside what BackwardTile has: words in shared
+// memory.
 //
-//   row, head, place     of keys, see attention/backward_sm90/tensor_rows.cuh
+//   row, head, place     of keys, see tensor_rows.cuh
 template <bool PACKED>
 struct FormKeys {
   int row, head, place;
@@ -115,8 +116,8 @@ __device__ __forceinline__ void band_scores(float (&s)[1][N][4], int lane, u32 n
   if (tile.masked()) mask_band(s, lane, tile, warp_key);
 }
 
-// By the thread that loads: whether there is a piece `begun` of this thread block, with the keys that
-// lie at `keys`.
+// By the thread that loads: whether there is a piece `begun` of this thread block, with the keys
+// that lie at `keys`.
 template <typename Barriers>
 __device__ __forceinline__ void announce_keys(const Barriers& barriers, int begun, u32 keys,
                                               bool exists) {
@@ -155,12 +156,13 @@ __device__ __forceinline__ void load_keys(
 
 // What the thread that loads notes for itself of a piece, for want of registers.
 template <typename Sizes>
-struct PieceNotes {
+struct WorkItemNotes {
   static constexpr int BLOCK_Q = Sizes::BLOCK_Q, BLOCK_K = Sizes::BLOCK_K;
   static constexpr int KEYS = 32;  // bytes before what the others are told
   u32 address;
 
-  __device__ __forceinline__ void write(const FormPiece<Sizes>& piece, const Sizes& sizes) const {
+  __device__ __forceinline__ void write(const FormWorkItem<Sizes>& piece,
+                                        const Sizes& sizes) const {
     const int keys_left = piece.keys.length - piece.first_key(), start = piece.queries.start;
     const int row_blocks = Sizes::PACKED
                                ? start / ROW_STEP + piece.batch
@@ -177,13 +179,13 @@ struct PieceNotes {
                                   Sizes::PACKED ? keys_left : piece.batch, piece.batch));
   }
 
-  // Those of the next piece (see BackwardWork::next), if there is one.
+  // Those of the next piece (see BackwardWorkItem::next), if there is one.
   __device__ __forceinline__ bool next(bool first, u32* counter, const Sizes& sizes) const {
     while (true) {
       const int pieces = sizes.pieces();
       const int number = first ? blockIdx.x : gridDim.x + atomicInc(counter, pieces - 1);
       if (number >= pieces) return false;
-      const FormPiece<Sizes> piece(number, sizes);
+      const FormWorkItem<Sizes> piece(number, sizes);
       if (piece.exists()) {
         write(piece, sizes);
         return true;
@@ -193,14 +195,14 @@ struct PieceNotes {
   }
 };
 
-// Forms have one piece of work after the other, too.
+// Forms have one work item after the other, too.
 template <int BLOCK_Q, int BLOCK_K, bool ORDERED, bool PACKED, bool ALIBI, bool MASK,
           typename Rings, typename Barriers>
 __device__ __forceinline__ void load_tiles(
     const BackwardLoads<Rings, Barriers>& loads,
     const FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED, ALIBI, MASK>& sizes, u32* counters) {
   const Barriers& barriers = loads.barriers;
-  const PieceNotes<FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED, ALIBI, MASK>> notes{
+  const WorkItemNotes<FormSizes<BLOCK_Q, BLOCK_K, ORDERED, PACKED, ALIBI, MASK>> notes{
       barriers.note()};
   int step_number = 0;
   for (int begun = 0;; ++begun) {
@@ -229,7 +231,7 @@ __device__ __forceinline__ void load_tiles(
                          make_uint4(first_row - q0, keys_left, last, index * (BLOCK_Q / 16)));
       if (ORDERED) {
         const int block = load_shared_word(note + 28);
-        const FormTurn<BLOCK_Q, BLOCK_K> turn(tile, left, block / 2, block % 2, keys_left,
+        const FormRank<BLOCK_Q, BLOCK_K> turn(tile, left, block / 2, block % 2, keys_left,
                                               first_row, sizes.left + sizes.right);
         store_shared_chunk(load.about + 16, make_uint4(turn.rank, turn.others, row, head));
       }

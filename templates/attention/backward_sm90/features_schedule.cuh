@@ -1,11 +1,11 @@
 // Which tiles of queries a block of keys goes through where attention has a band of keys
 // (attention/features.cuh), and which block comes next.
 //
-// Pieces of work, blocks of keys of a KV head, are drawn from a counter. Those that a sequence does
+// Work items, blocks of keys of a KV head, are drawn from a counter. Those that a sequence does
 // not have are nobody's. A tile is added to by the blocks of keys that see it.
 //
-// In a fixed order (ORDERED) blocks come to a tile as they are drawn, so that a block waits only for
-// such as were drawn before it: whoever has the first piece that is not done goes on. Heads are
+// In a fixed order (ORDERED) blocks come to a tile as they are drawn, so that a block waits only
+// for such as were drawn before it: whoever has the first piece that is not done goes on. Heads are
 // drawn from in two ways, which take turns:
 //
 //        block 3              a a a        B B B           a: the last block of keys first, each
@@ -74,8 +74,8 @@ struct FormSizes {
   __device__ __forceinline__ int works() const { return 1; }
 };
 
-// Which block of keys of which head, batches included, a number stands for: one head after the other,
-// or several of them in turns.
+// Which block of keys of which head, batches included, a number stands for: one head after the
+// other, or several of them in turns.
 struct FormOrder {
   int head, block;
   bool backwards;  // blocks from the first one on, else from the last one
@@ -94,21 +94,21 @@ struct FormOrder {
   }
 };
 
-// A block of keys, by the number of its piece of work.
+// A block of keys, by the number of its work item.
 template <typename Sizes>
-struct FormPiece {
+struct FormWorkItem {
   static constexpr int BLOCK_Q = Sizes::BLOCK_Q, BLOCK_K = Sizes::BLOCK_K;
   int head, block;  // head: of keys
   bool backwards;   // it goes through its tiles
   int batch;
   SequenceRows<Sizes::PACKED> queries, keys;
 
-  __device__ __forceinline__ FormPiece(int number, const Sizes& sizes)
-      : FormPiece(
+  __device__ __forceinline__ FormWorkItem(int number, const Sizes& sizes)
+      : FormWorkItem(
             Sizes::ORDERED ? FormOrder::abreast(number, sizes) : FormOrder::one(number, sizes),
             sizes) {}
 
-  __device__ __forceinline__ FormPiece(FormOrder order, const Sizes& sizes)
+  __device__ __forceinline__ FormWorkItem(FormOrder order, const Sizes& sizes)
       : head(order.head),
         block(order.block),
         backwards(order.backwards),
@@ -142,10 +142,10 @@ struct FormPiece {
 // How many blocks of keys come to a tile of queries before a block does, and how many in all, where
 // they have an order. rows_left: of queries from the tile on. width: of the band, less one.
 template <int BLOCK_Q, int BLOCK_K>
-struct FormTurn {
+struct FormRank {
   int rank, others;
 
-  __device__ __forceinline__ FormTurn(int tile, int rows_left, int block, bool backwards,
+  __device__ __forceinline__ FormRank(int tile, int rows_left, int block, bool backwards,
                                       int keys_left, int first_row, int width) {
     const int q0 = tile * BLOCK_Q, last_row = q0 + min(BLOCK_Q, rows_left) - 1;
     // Keys behind the first one of this block; of all keys.

@@ -1,10 +1,14 @@
-// Where the tiles of attention's backward on sm_90 lie in shared memory, each GUARD bytes from the next:
+// Where the tiles of attention's backward on sm_90 lie in shared memory, each GUARD bytes from the
+// next:
 //
-//   K      2 tiles, of this work item and the next      dS     2 tiles, from two warpgroups for the third
-//   V      1 tile                                       dQ     DQ_STAGES parts, 64 rows of 64 columns
-//   Q      Q_STAGES tiles                               rows   lse and delta of a tile's rows, then bits
-//   dO     DO_STAGES tiles                                     of a mask: as many as tiles of dO
-//                                                       the barriers
+//   K      2 tiles, of this work item and the next
+//   V      1 tile
+//   Q      Q_STAGES tiles
+//   dO     DO_STAGES tiles
+//   dS     2 tiles, from two warpgroups for the third
+//   dQ     DQ_STAGES parts, 64 rows of 64 columns
+//   rows   lse and delta of a tile's rows, then bits of a mask: as many as tiles of dO
+//   the barriers
 //
 // Names of places are those of the tiles; NAME_STAGE: bytes from one to the next.
 #pragma once

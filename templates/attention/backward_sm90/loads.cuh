@@ -1,5 +1,5 @@
-// Threads of attention's backward: one loads tiles of Q and dO, with what their rows bring along, and
-// notes for all others what each tile is; one loads K and V.
+// Threads of attention's backward: one loads tiles of Q and dO, with what their rows bring along,
+// and notes for all others what each tile is; one loads K and V.
 #pragma once
 #include "ptx/bulk.cuh"
 #include "ptx/mbarrier.cuh"
@@ -75,7 +75,7 @@ struct TileLoad {
   }
 };
 
-// One piece of work after the other.
+// One work item after the other.
 template <int BLOCK_Q, int BLOCK_K, bool ORDERED, typename Rings, typename Barriers>
 __device__ __forceinline__ void load_tiles(const BackwardLoads<Rings, Barriers>& loads,
                                            const BackwardSizes<BLOCK_Q, BLOCK_K, ORDERED>& sizes,
@@ -83,11 +83,11 @@ __device__ __forceinline__ void load_tiles(const BackwardLoads<Rings, Barriers>&
   const Barriers& barriers = loads.barriers;
   start_notes(barriers);
   for (int step_number = 0;;) {
-    const int number = announce_next<BackwardWork>(barriers, counters, sizes);
+    const int number = announce_next<BackwardWorkItem>(barriers, counters, sizes);
     if (number >= sizes.works()) break;
     note_work(barriers, number, sizes.again());
     for (bool last = false; !last; ++step_number) {
-      const BackwardWork work = noted_work(barriers);
+      const BackwardWorkItem work = noted_work(barriers);
       BackwardWalk at = noted_walk(barriers);
       const auto now = sizes.again();
       TileLoad<Rings, Barriers> load(loads, step_number);
@@ -133,7 +133,7 @@ __device__ __forceinline__ void load_keys(const KeyLoads<Tile, Barriers>& loads,
   for (int taken = 0;; ++taken) {
     const int number = take_work_alone(loads.barriers, taken);
     if (number >= sizes.works()) break;
-    const BackwardWork work(number, sizes);
+    const BackwardWorkItem work(number, sizes);
     loads.load(taken, work.block * BLOCK_K, work.head, work.batch);
   }
 }

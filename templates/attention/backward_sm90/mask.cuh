@@ -1,4 +1,4 @@
-// A mask of bytes as attention's backward on Hopper reads it, which has keys as rows: bits, made
+// A mask of bytes as attention's backward on sm_90 reads it, which has keys as rows: bits, made
 // beforehand (attention/backward_mask.cu).
 //
 //   bits [.., tiles of queries, keys in whole blocks][BLOCK_Q / 32]    bit i of word w of a key: query

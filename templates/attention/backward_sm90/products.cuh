@@ -1,5 +1,5 @@
-// The products of attention's backward by wgmma, over the steps of a tile; whoever calls has fenced,
-// and waits. A step is 16 deep.
+// The products of attention's backward by wgmma, over the steps of a tile; whoever calls has
+// fenced, and waits. A step is 16 deep.
 #pragma once
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_products.cuh"

@@ -1,5 +1,5 @@
-// How the pieces of work of a thread block go from the thread that loads tiles to all others: their
-// numbers, two at a time (see attention/backward_sm90/barriers.cuh).
+// How the work items of a thread block go from the thread that loads tiles to all others: their
+// numbers, two at a time (see barriers.cuh).
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
@@ -7,7 +7,7 @@
 #include "tile/tile_copy.cuh"
 #include "attention/backward_sm90/schedule.cuh"
 
-// The thread that loads notes for itself, for want of registers: its piece of work, how many pieces
+// The thread that loads notes for itself, for want of registers: its work item, how many pieces
 // there were and the last one's number, and where it is.
 template <typename Barriers>
 __device__ __forceinline__ void start_notes(const Barriers& barriers) {
@@ -57,11 +57,11 @@ __device__ __forceinline__ BackwardWalk noted_walk(const Barriers& barriers) {
 template <typename Barriers, typename Sizes>
 __device__ __forceinline__ void note_work(const Barriers& barriers, int number,
                                           const Sizes& sizes) {
-  const BackwardWork work(number, sizes);
+  const BackwardWorkItem work(number, sizes);
   store_shared_chunk(barriers.note(), work.words());
   note_walk(barriers, BackwardWalk(work, sizes));
 }
 template <typename Barriers>
-__device__ __forceinline__ BackwardWork noted_work(const Barriers& barriers) {
-  return BackwardWork(load_shared_chunk(barriers.note()));
+__device__ __forceinline__ BackwardWorkItem noted_work(const Barriers& barriers) {
+  return BackwardWorkItem(load_shared_chunk(barriers.note()));
 }

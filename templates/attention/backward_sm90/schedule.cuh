@@ -1,6 +1,6 @@
 // Which blocks of keys and tiles of queries attention's backward multiplies, and in which order.
 //
-// A piece of work is a block of BLOCK_K keys of one KV head: every tile of BLOCK_Q queries that
+// A work item is a block of BLOCK_K keys of one KV head: every tile of BLOCK_Q queries that
 // sees it, of all query heads that share it. Several blocks of keys add to one tile of dQ.
 //
 // In any order: thread blocks draw pieces from a counter, the longest of a head first.
@@ -22,8 +22,8 @@
 //                   ------------> time
 //
 // Nobody waits for a visit that comes later in the order (round, a or B, query head, tiles as they
-// are visited, member), and each thread block's visits are in that order: all that is needed is that
-// thread blocks run at the same time.
+// are visited, member), and each thread block's visits are in that order: all that is needed is
+// that thread blocks run at the same time.
 #pragma once
 #include "ptx/register_fence.cuh"
 
@@ -49,7 +49,7 @@ struct BackwardSizes {
   // Query i sees keys up to i + diagonal().
   __device__ __forceinline__ int diagonal() const { return seqlen_k - seqlen_q; }
 
-  // Pieces of work are numbered, where ORDERED each thread block's from 0.
+  // Work items are numbered, where ORDERED each thread block's from 0.
   __device__ __forceinline__ int works() const {
     if (!ORDERED) return blocks() * all_heads();
     return causal ? 2 * rounds * ceil_div(all_heads(), 2 * teams())
@@ -74,13 +74,13 @@ struct BackwardSizes {
   }
 };
 
-struct BackwardWork {
+struct BackwardWorkItem {
   int block, head, batch;  // head: of keys
   int start;               // the first tile to be visited
   bool backwards;          // tiles are visited from there downwards
   bool exists = true;
 
-  __device__ __forceinline__ explicit BackwardWork(uint4 words)
+  __device__ __forceinline__ explicit BackwardWorkItem(uint4 words)
       : block(words.x),
         head(words.y),
         batch(words.z),
@@ -91,8 +91,8 @@ struct BackwardWork {
   }
 
   template <int BLOCK_Q, int BLOCK_K>
-  __device__ __forceinline__ BackwardWork(int number,
-                                          const BackwardSizes<BLOCK_Q, BLOCK_K, false>& sizes) {
+  __device__ __forceinline__ BackwardWorkItem(int number,
+                                              const BackwardSizes<BLOCK_Q, BLOCK_K, false>& sizes) {
     const int blocks = sizes.blocks(), heads = sizes.heads_kv(), all_heads = number / blocks;
     block = number % blocks;
     head = all_heads % heads, batch = all_heads / heads;
@@ -101,8 +101,8 @@ struct BackwardWork {
   }
 
   template <int BLOCK_Q, int BLOCK_K>
-  __device__ __forceinline__ BackwardWork(int number,
-                                          const BackwardSizes<BLOCK_Q, BLOCK_K, true>& sizes) {
+  __device__ __forceinline__ BackwardWorkItem(int number,
+                                              const BackwardSizes<BLOCK_Q, BLOCK_K, true>& sizes) {
     const int members = sizes.members(), member = blockIdx.x % members;
     const int step = sizes.causal ? number / 2 : number;  // in turns: one of each head
     const int round = step % sizes.rounds, heads = sizes.heads_kv();
@@ -126,7 +126,7 @@ struct BackwardWork {
     return ceil_div(sizes.blocks() - round, sizes.rounds);
   }
 
-  // The number of the next piece of work of a thread block, -1 being before the first. `counter` is
+  // The number of the next work item of a thread block, -1 being before the first. `counter` is
   // 0 before the launch and after it: each thread block draws until it gets too high a number, so
   // `works` are drawn in all.
   template <int BLOCK_Q, int BLOCK_K>
@@ -138,7 +138,7 @@ struct BackwardWork {
   __device__ static __forceinline__ int next(int number, u32*,
                                              const BackwardSizes<BLOCK_Q, BLOCK_K, true>& sizes) {
     do ++number;
-    while (number < sizes.works() && !BackwardWork(number, sizes.again()).exists);
+    while (number < sizes.works() && !BackwardWorkItem(number, sizes.again()).exists);
     return number;
   }
 
@@ -163,7 +163,7 @@ struct BackwardWork {
   }
 };
 
-// The tiles of a piece of work, of one query head after the other.
+// The tiles of a work item, of one query head after the other.
 struct BackwardWalk {
   int tile = 0, head = 0;
   int left = 0;  // tiles still to come, this one included
@@ -174,13 +174,13 @@ struct BackwardWalk {
   __device__ __forceinline__ uint4 words() const { return make_uint4(tile, head, left, 0); }
 
   template <typename Sizes>
-  __device__ __forceinline__ BackwardWalk(const BackwardWork& work, const Sizes& sizes)
+  __device__ __forceinline__ BackwardWalk(const BackwardWorkItem& work, const Sizes& sizes)
       : tile(work.start),
         head(work.head * sizes.group_size),
         left((sizes.tiles() - sizes.first_tile(work.block)) * sizes.group_size) {}
 
   template <typename Sizes>
-  __device__ __forceinline__ void advance(const BackwardWork& work, const Sizes& sizes) {
+  __device__ __forceinline__ void advance(const BackwardWorkItem& work, const Sizes& sizes) {
     const int tiles = sizes.tiles(), first = sizes.first_tile(work.block);
     --left;
     tile += work.backwards ? -1 : 1;
@@ -191,7 +191,7 @@ struct BackwardWalk {
   // Among the tiles of all heads, of rows_padded rows each.
   template <int BLOCK_Q, int BLOCK_K, bool ORDERED>
   __device__ __forceinline__ int index(
-      const BackwardWork& work, const BackwardSizes<BLOCK_Q, BLOCK_K, ORDERED>& sizes) const {
+      const BackwardWorkItem& work, const BackwardSizes<BLOCK_Q, BLOCK_K, ORDERED>& sizes) const {
     return (work.batch * sizes.heads_q + head) * (sizes.rows_padded / BLOCK_Q) + tile;
   }
 };

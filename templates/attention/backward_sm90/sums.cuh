@@ -1,7 +1,7 @@
 // dQ of 16 rows a warp, N blocks of 8 columns as wgmma leaves them, on its way to the sums of all
-// blocks of keys in device memory (attention/backward/sum_fragments.cuh): from registers, or by way of shared memory and
-// the copy engine. Where there is an order, the first one to come stores instead of adding: nobody
-// has to set sums to 0.
+// blocks of keys in device memory (attention/backward/sum_fragments.cuh): from registers, or by way
+// of shared memory and the copy engine. Where there is an order, the first one to come stores
+// instead of adding: nobody has to set sums to 0.
 #pragma once
 #include "ptx/atomic.cuh"
 #include "ptx/memory.cuh"

@@ -3,9 +3,9 @@
 //   dense    [batch, head, row, column]       what is past the last row of a head is outside
 //   packed   [total, head, column]            what is past the end of a sequence is its neighbour's
 //
-// A packed array's map has the rows twice, as dimensions with the same stride of which the outer one
-// is left as it is and the inner one ends where a sequence does; it begins RAGGED_ROWS before the
-// array (`ragged_map` of fkjit/ops/attention_form_backward_hopper.py):
+// A packed array's map has the rows twice, as dimensions with the same stride of which the outer
+// one is left as it is and the inner one ends where a sequence does; it begins RAGGED_ROWS before
+// the array (`ragged_map` of fkjit/ops/attention_form_backward_hopper.py):
 //
 //   (column, i, head, j)  is  array[i + j - RAGGED_ROWS, head, column]   for i < RAGGED_ROWS
 //

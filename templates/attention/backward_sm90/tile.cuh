@@ -1,7 +1,7 @@
 // Attention's backward on a tile of scores that is transposed: a warpgroup has 64 keys, a warp 16
-// of them, s[1][queries / 8][4] as wgmma leaves it (see ptx/wgmma.cuh): lane (g, t) has keys g, g + 8
-// and queries 2t, 2t + 1 of every eight. What a query brings along, its lse and its delta, lies in
-// shared memory, one float after the other.
+// of them, s[1][queries / 8][4] as wgmma leaves it (see ptx/wgmma.cuh): lane (g, t) has keys g, g +
+// 8 and queries 2t, 2t + 1 of every eight. What a query brings along, its lse and its delta, lies
+// in shared memory, one float after the other.
 #pragma once
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
@@ -13,7 +13,7 @@
 template <int BLOCK_Q, int BLOCK_K>
 struct BackwardTile {
   int shift, keys;  // key i is seen by queries from i + shift on, if it is one of `keys`
-  bool last;        // of the piece of work
+  bool last;        // of the work item
   int index;        // among those of all heads
 
   __device__ __forceinline__ explicit BackwardTile(u32 address) {
@@ -118,8 +118,8 @@ __device__ __forceinline__ void differentials(u32 (&ds)[STEPS][4], const u32 (&p
           differential<T>(p[n / 2][n % 2 * 2 + half], dp[0][n][2 * half], dp[0][n][2 * half + 1]);
 }
 
-// An accumulator times `scale`, in 16 bits, to the warp's 16 rows in device memory, as many as there
-// are of rows and columns.
+// An accumulator times `scale`, in 16 bits, to the warp's 16 rows in device memory, as many as
+// there are of rows and columns.
 template <typename T, int N>
 __device__ __forceinline__ void store_sums(T* target, i64 row_stride, const float (&sum)[1][N][4],
                                            float scale, int lane, int rows_left, int columns_left) {

@@ -83,8 +83,8 @@ struct StepCopy {
 
 // Keys and values from key `first` on, a multiple of ROWS, to two tiles. `page_here` is the page of
 // key first + lane % ROWS: a warp knows the pages of all its rows, and asked for them one step
-// earlier. Where there is no such page, as -1 says beyond the end, a row becomes zero, and nothing is
-// read for it. The copies are asynchronous.
+// earlier. Where there is no such page, as -1 says beyond the end, a row becomes zero, and nothing
+// is read for it. The copies are asynchronous.
 template <typename Tile, int THREADS, typename T>
 __device__ __forceinline__ void copy_step(u32 k_tile, u32 v_tile, const HeadPages<T>& k,
                                           const HeadPages<T>& v, int thread, int page_here,

@@ -1,4 +1,4 @@
-// e4m3 in decoding: see attention/decode/quantized.cuh.
+// e4m3 in decoding: see quantized.cuh.
 #pragma once
 #include "attention/decode/quantized.cuh"
 #include "kv/e4m3.cuh"

@@ -4,7 +4,8 @@
 #include "attention/decode/rows.cuh"
 #include "attention/features.cuh"
 
-// Of rows `row` and `row` + 8 the new token and the query head; beyond the last row those of the last.
+// Of rows `row` and `row` + 8 the new token and the query head; beyond the last row those of the
+// last.
 struct LaneRows {
   int token[2], head[2];
 

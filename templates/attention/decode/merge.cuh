@@ -23,8 +23,9 @@ struct RowState {
   float top, sum;
 };
 
-// The first `count` of this warp's rows, not yet divided by their sums. KEPT: columns as attention/decode/quantized.cuh leaves them.
-template <int HEAD_DIM, bool KEPT, int COLUMNS>
+// The first `count` of this warp's rows, not yet divided by their sums. QUANTIZED: columns as
+// quantized.cuh leaves them.
+template <int HEAD_DIM, bool QUANTIZED, int COLUMNS>
 __device__ __forceinline__ void leave_rows(unsigned char* area, RowState* states,
                                            const float (&acc)[1][COLUMNS][4],
                                            const OnlineSoftmax<1>& softmax, float scale_log2,
@@ -40,7 +41,7 @@ __device__ __forceinline__ void leave_rows(unsigned char* area, RowState* states
     for (int n = 0; n < COLUMNS; n += 2) {
       const float* const x = &acc[0][n][2 * half];
       const float* const y = &acc[0][n + 1][2 * half];
-      if (KEPT) {
+      if (QUANTIZED) {
         *reinterpret_cast<float4*>(target + n * 8 + 4 * t) = make_float4(x[0], y[0], x[1], y[1]);
       } else {
         *reinterpret_cast<float2*>(target + n * 8 + 2 * t) = make_float2(x[0], x[1]);
@@ -110,9 +111,10 @@ struct Parts {
     if (column == 0) lse2[at] = quad.lse2;
   }
 
-  // Four columns of all parts of a row; slot(i) is where part i lies. By whole warps, LANES lanes of
-  // which have the same row: each weighs a part, and all parts come together, by way of a queue in
-  // shared memory that is this thread's own, with places for CHUNK parts `queue_step` bytes apart.
+  // Four columns of all parts of a row; slot(i) is where part i lies. By whole warps, LANES lanes
+  // of which have the same row: each weighs a part, and all parts come together, by way of a queue
+  // in shared memory that is this thread's own, with places for CHUNK parts `queue_step` bytes
+  // apart.
   template <int LANES, int CHUNK, typename Slot>
   __device__ __forceinline__ Quad merge(u32 queue, int queue_step, int count, int row, int column,
                                         const Slot& slot) const {

@@ -7,9 +7,9 @@
 //   units       a a a a a | b b b b b | c c | d d d | e e ...      a, b: the heads of sequence 0
 //   blocks      0 0 0 0   1 1 1 1   2 2 2 2   3 3 3 3 ...          a has parts in blocks 0 and 1
 //
-// Or the heads go abreast: a crew is as many blocks as a sequence has heads, a head each, and what is
-// shared out over the crews is a list without heads. Then keys that lie side by side in memory are
-// read at the same time.
+// Or the heads go abreast: a crew is as many blocks as a sequence has heads, a head each, and what
+// is shared out over the crews is a list without heads. Then keys that lie side by side in memory
+// are read at the same time.
 //
 //   units       a a a a a | c c | e e e ...       by one block of each crew
 //               b b b b b | d d | f f f ...       by the next one
@@ -110,7 +110,8 @@ struct LaneSequence {
   }
 };
 
-// Units of one head of all sequences from `first` on, `lanes` being those from there. By whole warps.
+// Units of one head of all sequences from `first` on, `lanes` being those from there. By whole
+// warps.
 __device__ __forceinline__ int count_units(const Sequences& all, const LaneSequence& lanes,
                                            int unit_log2) {
   int count = lanes.sum();
@@ -119,8 +120,8 @@ __device__ __forceinline__ int count_units(const Sequences& all, const LaneSeque
   return count;
 }
 
-// The sequence that `unit` belongs to, which there is; each has `heads` times its units; `lanes` are
-// the first 32. By whole warps.
+// The sequence that `unit` belongs to, which there is; each has `heads` times its units; `lanes`
+// are the first 32. By whole warps.
 __device__ __forceinline__ Place find_place(const Sequences& all, LaneSequence lanes, int unit_log2,
                                             int heads, int unit) {
   int first = 0;
@@ -155,8 +156,8 @@ struct Segment {
 
 // Which blocks have parts of a head, and where those lie in the workspace. A block has at most two
 // heads that others have as well: slot 2i is for one that began before block i, 2i + 1 for one that
-// begins in it. Where heads are split at every unit, each unit has a slot. With heads abreast i is a
-// crew, and each of its blocks has slots of its own.
+// begins in it. Where heads are split at every unit, each unit has a slot. With heads abreast i is
+// a crew, and each of its blocks has slots of its own.
 struct HeadParts {
   int count = 1;  // 1: no other block has any
   int first = 0;  // block, or unit
@@ -177,8 +178,8 @@ struct HeadParts {
   __device__ __forceinline__ int own_slot(const Segment& segment, int split) const {
     return slot((split ? segment.unit : crew.number) - first, split);
   }
-  // One for each head that may be cut: heads are numbered, or where that takes more, the blocks that
-  // they begin in, each of which has one such head.
+  // One for each head that may be cut: heads are numbered, or where that takes more, the blocks
+  // that they begin in, each of which has one such head.
   __device__ __forceinline__ int counter(int head, int heads, int split) const {
     return split || heads <= gridDim.x ? head : first * crew.size + crew.member();
   }

@@ -1,8 +1,9 @@
 // ALiBi on all scores of a warp's fragments at once (see attention/score.cuh).
 //
 // Where a tile lies on one side of the diagonal the distances of its keys have one sign: a row's
-// score is s + slope * (its column in the tile), up to a number that all columns share. That is left
-// to the softmax, which subtracts a number of each row anyhow: one instruction a score, not two.
+// score is s + slope * (its column in the tile), up to a number that all columns share. That is
+// left to the softmax, which subtracts a number of each row anyhow: one instruction a score, not
+// two.
 #pragma once
 #include "attention/score.cuh"
 

@@ -1,4 +1,4 @@
-// The way out of a tile of attention on Hopper.
+// The way out of a tile of attention on sm_90.
 #pragma once
 #include "ptx/bulk.cuh"
 #include "ptx/math.cuh"

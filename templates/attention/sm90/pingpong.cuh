@@ -1,4 +1,4 @@
-// Consumers of attention on Hopper that take turns at the tensor cores: one multiplies while another
+// Consumers of attention on sm_90 that take turns at the tensor cores: one multiplies while another
 // is at its exponentials.
 //
 // They fall into step by themselves in the long run, and draw less power than if they were made to.
@@ -7,12 +7,12 @@
 #include "ptx/named_barrier.cuh"
 
 template <int CONSUMERS>
-struct ConsumerTurns {
+struct PingPong {
   static constexpr int BOTH = 2 * 128;  // threads: who waits and who passes
   int consumer;
   bool taken;
 
-  __device__ __forceinline__ ConsumerTurns(int number, bool one_tile_each)
+  __device__ __forceinline__ PingPong(int number, bool one_tile_each)
       : consumer(number), taken(CONSUMERS > 1 && one_tile_each) {
     if (consumer == CONSUMERS - 1) pass();
   }

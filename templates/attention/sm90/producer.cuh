@@ -1,4 +1,4 @@
-// The producer of attention on Hopper: who draws tiles of queries and asks TMA for what they need.
+// The producer of attention on sm_90: who draws tiles of queries and asks TMA for what they need.
 //
 // A thread each for Q and K, for V, for bias and mask, in warps of their own. Packed tiles (VARLEN)
 // may have to be cut, which takes the whole warp where else a thread asks for them.
@@ -10,12 +10,12 @@
 #include "attention/sm90/work.cuh"
 
 // All tiles of queries, and the counter they are drawn from.
-struct AttentionWorks {
+struct AttentionWorkItems {
   int blocks_q, heads_q, group_size, batch, section_heads, count;
   u32* counters;
 
-  __device__ __forceinline__ AttentionWorks(int blocks, int heads, int queries_per_key, int batches,
-                                            int heads_together, u32* drawn)
+  __device__ __forceinline__ AttentionWorkItems(int blocks, int heads, int queries_per_key,
+                                                int batches, int heads_together, u32* drawn)
       : blocks_q(blocks),
         heads_q(heads),
         group_size(queries_per_key),
@@ -25,10 +25,10 @@ struct AttentionWorks {
         counters(drawn) {}
 };
 
-// SpanOf: which keys a piece of work sees.
+// SpanOf: which keys a work item sees.
 template <typename Rings, bool VARLEN, typename SpanOf>
 struct AttentionProducer {
-  using Piece = Work<Rings::BLOCK_Q>;
+  using Item = WorkItem<Rings::BLOCK_Q>;
   using QTile = typename Rings::QTile;
   using KTile = typename Rings::KTile;
   using VTile = typename Rings::VTile;
@@ -50,7 +50,7 @@ struct AttentionProducer {
         asks(first_lane) {}
 
   // Draws one tile of queries after another, says which it is, and asks for its Q and K.
-  __device__ __forceinline__ void lead(const AttentionWorks& works, const TensorMap& q_map,
+  __device__ __forceinline__ void lead(const AttentionWorkItems& works, const TensorMap& q_map,
                                        const TensorMap& k_map, int& tail_parity) const {
     KPlace k_place;
     RingPlace<SLOTS> slot;
@@ -60,8 +60,8 @@ struct AttentionProducer {
       // Consumers begin with the next tile before they know whether there is one: so the last is
       // followed by one outside the tensors, which comes as zeros.
       const bool last = number >= works.count;
-      Piece piece(last ? 0 : number, works.blocks_q, works.heads_q, works.heads_q * works.batch,
-                  works.section_heads);
+      Item piece(last ? 0 : number, works.blocks_q, works.heads_q, works.heads_q * works.batch,
+                 works.section_heads);
       const auto range = span_of(piece);
       // Tiles past the end of their sequence are nobody's.
       if (VARLEN && !last && piece.q0 >= range.seqlen_q) continue;
@@ -98,7 +98,7 @@ struct AttentionProducer {
   __device__ __forceinline__ void follow(int batch, const Load& load) const {
     RingPlace<SLOTS> slot;
     while (true) {
-      const Piece piece = next_work<Rings::BLOCK_Q, VARLEN>(barriers, slot);
+      const Item piece = next_work<Rings::BLOCK_Q, VARLEN>(barriers, slot);
       if (piece.batch >= batch) break;
       const auto range = span_of(piece);
       for (int tile = range.end - 1; tile >= range.first; --tile) load(piece, range, tile);
@@ -118,7 +118,7 @@ struct AttentionProducer {
 
   template <typename Span>
   __device__ __forceinline__ void load_v(const TensorMap& map, VPlace& place, int& tail_parity,
-                                         const Piece& piece, const Span& range, int tile) const {
+                                         const Item& piece, const Span& range, int tile) const {
     mbarrier_wait(barriers.v_empty(place.stage), place.parity ^ 1);
     tma_load_rows<VTile, VARLEN>(shared + Rings::V + place.stage * Rings::V_STAGE, map,
                                  barriers.v_full(place.stage), barriers.v_tail(), tail_parity,
@@ -127,7 +127,7 @@ struct AttentionProducer {
     place.advance();
   }
 
-  __device__ __forceinline__ int next_number(const AttentionWorks& works) const {
+  __device__ __forceinline__ int next_number(const AttentionWorkItems& works) const {
     const int number = asks ? draw_work(works.counters, works.count) : 0;
     return VARLEN ? __shfl_sync(FULL_MASK, number, 0) : number;
   }

@@ -1,4 +1,4 @@
-// Where the tiles of attention on Hopper lie in shared memory: rings of Q, K and V, of bias and mask
+// Where the tiles of attention on sm_90 lie in shared memory: rings of Q, K and V, of bias and mask
 // where a form has them, then the barriers. O is staged where its Q was.
 #pragma once
 #include "tile/swizzle.cuh"

@@ -3,8 +3,8 @@
 //
 // Rows of a tile are cut into panels of 128 bytes (32, 64 or 128 keys), which hold their rows one
 // under another; 16-byte chunk c of row r lies at position c ^ (r % 8), or in a tile of bytes of 64
-// keys at c ^ (r / 2 % 4), as in tile/swizzle.cuh. A warp that reads the two keys of each of its lanes'
-// fragments (see ptx/mma.cuh) meets each bank once.
+// keys at c ^ (r / 2 % 4), as in tile/swizzle.cuh. A warp that reads the two keys of each of its
+// lanes' fragments (see ptx/mma.cuh) meets each bank once.
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"

@@ -1,4 +1,5 @@
-// A soft cap, cap * tanh(x / cap), of all scores of a warp's fragments at once (see attention/score.cuh).
+// A soft cap, cap * tanh(x / cap), of all scores of a warp's fragments at once (see
+// attention/score.cuh).
 //
 // One by one a score takes two of the special-function unit's turns, which the exponentials need as
 // well. Scores are mostly small beside the cap: where |x| <= 0.7 cap for all of a warp's, tanh is a

@@ -1,4 +1,4 @@
-// What a piece of work is about where attention on Hopper has a form: the rows of its sequence, the
+// What a work item is about where attention on sm_90 has a form: the rows of its sequence, the
 // band of keys in tiles, which rules its scores meet and how.
 #pragma once
 #include "attention/features.cuh"
@@ -29,7 +29,7 @@ struct SpanOf<FormSpan<BLOCK_Q, BLOCK_K, VARLEN>> {
   const AttentionForm& form;
 
   __device__ __forceinline__ FormSpan<BLOCK_Q, BLOCK_K, VARLEN> operator()(
-      const Work<BLOCK_Q>& place) const {
+      const WorkItem<BLOCK_Q>& place) const {
     return {place.q0, SequenceRows<VARLEN>(cu_seqlens_q, place.batch, max_seqlen_q),
             SequenceRows<VARLEN>(cu_seqlens_k, place.batch, max_seqlen_k), form.window_left,
             form.window_right};
@@ -38,8 +38,8 @@ struct SpanOf<FormSpan<BLOCK_Q, BLOCK_K, VARLEN>> {
 
 template <bool SOFTCAP, bool SCORE_MOD, bool BIAS, bool MASK, int HEAD_DIM_V>
 struct ScoreWay {
-  // Scores keep their own units, which softmax_scale_log2 takes care of, unless a rule wants natural
-  // ones.
+  // Scores keep their own units, which softmax_scale_log2 takes care of, unless a rule wants
+  // natural ones.
   static constexpr bool NATURAL = SOFTCAP || SCORE_MOD || BIAS;
   // All of a warp's scores are capped at once where registers allow it, else one by one.
   static constexpr bool CAP_WARP = SOFTCAP && HEAD_DIM_V <= 128 && !(BIAS && MASK);

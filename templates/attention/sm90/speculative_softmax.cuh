@@ -1,11 +1,11 @@
 // Exponentials of a tile of scores whose maximum nobody has looked for.
 //
-// The maximum that is subtracted need not be the true one (attention/online_softmax.cuh), and after a row's
-// first tile it hardly ever grows. So a tile that needs no mask takes its exponentials with the
-// maximum there is, and their sums, which are needed anyway, say whether some score was too far
+// The maximum that is subtracted need not be the true one (attention/online_softmax.cuh), and after
+// a row's first tile it hardly ever grows. So a tile that needs no mask takes its exponentials with
+// the maximum there is, and their sums, which are needed anyway, say whether some score was too far
 // above it. Then, and almost never else, the scores, which are overwritten by now, are multiplied
-// once more, and the maximum is looked for. A row that has seen no key yet has a maximum so far down
-// that any score is above it.
+// once more, and the maximum is looked for. A row that has seen no key yet has a maximum so far
+// down that any score is above it.
 //
 // What is saved is a comparison a score, on a pipe of half the rate, and the wait for the last one
 // before the first exponential can be taken.
@@ -22,11 +22,12 @@ constexpr float LOWEST_MAX = -1e38f;  // so that nothing is subtracted from -inf
 // Where the tile is not whole, mask() hides what has to be hidden, and the maximum is looked for
 // first. scores_again() is for the rare case.
 template <int N, bool FRAMED, typename Mask, typename Again>
-__device__ __forceinline__ bool optimistic_exponentials(float (&s)[1][N][4],
-                                                        OnlineSoftmax<1, FRAMED>& softmax,
-                                                        float scale_log2, float (&correction)[1][2],
-                                                        float most, bool whole, const Mask& mask,
-                                                        const Again& scores_again) {
+__device__ __forceinline__ bool speculative_exponentials(float (&s)[1][N][4],
+                                                         OnlineSoftmax<1, FRAMED>& softmax,
+                                                         float scale_log2,
+                                                         float (&correction)[1][2], float most,
+                                                         bool whole, const Mask& mask,
+                                                         const Again& scores_again) {
   static_assert(!FRAMED, "no tile has a frame of its own");
   bool rescale = false;
   float offset[2], sums[2], limit = most;

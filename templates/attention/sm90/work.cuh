@@ -1,5 +1,5 @@
-// Which tile of queries the warpgroups of an attention kernel on Hopper work on, and the mbarriers
-// at which they meet: rings of Q, K and V, and the pieces of work that have been announced.
+// Which tile of queries the warpgroups of an attention kernel on sm_90 work on, and the mbarriers
+// at which they meet: rings of Q, K and V, and the work items that have been announced.
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
@@ -9,7 +9,7 @@
 #include "tile/tile_copy.cuh"
 #include "tile/tma_tile.cuh"
 
-constexpr int SLOTS = 2;  // pieces of work that have been announced
+constexpr int SLOTS = 2;  // work items that have been announced
 
 template <int STAGES>
 struct Barriers {  // addresses
@@ -64,19 +64,19 @@ struct Barriers {  // addresses
   }
 };
 
-// Which tile of queries a piece of work is. Heads are taken in sections whose K and V fit into L2;
+// Which tile of queries a work item is. Heads are taken in sections whose K and V fit into L2;
 // within a section come the last tiles of all heads (the longest causal ones), then those before.
 template <int BLOCK_Q>
-struct Work {
+struct WorkItem {
   int q0, head, batch;
 
-  __device__ __forceinline__ explicit Work(uint4 said)
+  __device__ __forceinline__ explicit WorkItem(uint4 said)
       : q0(static_cast<int>(said.x)),
         head(static_cast<int>(said.y)),
         batch(static_cast<int>(said.z)) {}
 
-  __device__ __forceinline__ Work(int number, int blocks_q, int heads_q, int all_heads,
-                                  int section_heads) {
+  __device__ __forceinline__ WorkItem(int number, int blocks_q, int heads_q, int all_heads,
+                                      int section_heads) {
     const int section = number / (blocks_q * section_heads), first = section * section_heads;
     const int width = min(section_heads, all_heads - first);
     const int within = number - section * blocks_q * section_heads;
@@ -86,7 +86,7 @@ struct Work {
   }
 };
 
-// The number of a block's next piece of work, or one at or past `works`. The first is its own index.
+// The number of a block's next work item, or one at or past `works`. The first is its own index.
 // Each block draws until it gets too high a number, so that `works` are drawn in all, and the
 // counter is 0 again when the last one has been. Nothing is drawn where each has one piece only.
 __device__ __forceinline__ int draw_work(u32* counter, int works) {
@@ -96,15 +96,15 @@ __device__ __forceinline__ int draw_work(u32* counter, int works) {
 // What comes next is announced whole: divisions are left to the thread that has time for them.
 template <int STAGES, int BLOCK_Q>
 __device__ __forceinline__ void announce(const Barriers<STAGES>& barriers, int slot,
-                                         const Work<BLOCK_Q>& place) {
+                                         const WorkItem<BLOCK_Q>& place) {
   store_shared_chunk(barriers.work(slot), make_uint4(place.q0, place.head, place.batch, 0));
   mbarrier_arrive(barriers.work_full(slot));
 }
 
 // What has been announced, to one thread or (WHOLE_WARP) by its first lane to all of a warp.
 template <int BLOCK_Q, bool WHOLE_WARP, int STAGES>
-__device__ __forceinline__ Work<BLOCK_Q> next_work(const Barriers<STAGES>& barriers,
-                                                   RingPlace<SLOTS>& slot) {
+__device__ __forceinline__ WorkItem<BLOCK_Q> next_work(const Barriers<STAGES>& barriers,
+                                                       RingPlace<SLOTS>& slot) {
   uint4 said = {};
   if (!WHOLE_WARP || threadIdx.x % WARP_SIZE == 0) {
     mbarrier_wait(barriers.work_full(slot.stage), slot.parity);
@@ -117,7 +117,7 @@ __device__ __forceinline__ Work<BLOCK_Q> next_work(const Barriers<STAGES>& barri
     said.y = __shfl_sync(FULL_MASK, said.y, 0);
     said.z = __shfl_sync(FULL_MASK, said.z, 0);
   }
-  return Work<BLOCK_Q>(said);
+  return WorkItem<BLOCK_Q>(said);
 }
 
 // The keys that a tile of queries sees, in tiles first .. end - 1, without a form of attention; one
@@ -146,7 +146,7 @@ struct CausalSpan {
   }
 };
 
-// Which keys a piece of work sees.
+// Which keys a work item sees.
 template <typename Span>
 struct SpanOf;
 template <int BLOCK_Q, int BLOCK_K>
@@ -155,15 +155,15 @@ struct SpanOf<CausalSpan<BLOCK_Q, BLOCK_K>> {
   int causal;
 
   __device__ __forceinline__ CausalSpan<BLOCK_Q, BLOCK_K> operator()(
-      const Work<BLOCK_Q>& place) const {
+      const WorkItem<BLOCK_Q>& place) const {
     return {place.q0, seqlen_q, seqlen_k, causal != 0};
   }
 };
 
 // A tile of which the first `rows` rows are wanted. What lies behind the last row of a tensor comes
-// as zeros by itself: one thread asks. Behind a packed sequence (CUT) is the next one, or anything: a
-// whole warp makes zeros of it, and all of its lanes arrive at `full`; `tail` and its parity are that
-// warp's own.
+// as zeros by itself: one thread asks. Behind a packed sequence (CUT) is the next one, or anything:
+// a whole warp makes zeros of it, and all of its lanes arrive at `full`; `tail` and its parity are
+// that warp's own.
 template <typename Tile, bool CUT>
 __device__ __forceinline__ void tma_load_rows(u32 shared, const TensorMap& map, u32 full, u32 tail,
                                               int& parity, int row, int head, int batch, int rows) {

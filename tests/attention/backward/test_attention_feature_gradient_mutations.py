@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fkjit import ops
-from fkjit.ops.attention.backward.feature_kernels import SEEDED
+from fkjit.ops.attention.backward.feature_kernels import ACC_INIT
 from tests.core.mutations import SYNC, Bug, D, K
 from tests.core.test_mutations import KINDS, outcome
 
@@ -18,8 +18,8 @@ QUERIES: dict[str, Any] = {"kernel": OF + "queries"}
 BIAS: dict[str, Any] = {"kernel": OF + "bias"}
 HEADS: dict[str, Any] = {"kernel": OF + "heads", "params": {"varlen": True}}
 FORM, SEEDS = D + "attention/backward/features.cuh", D + "attention/backward/accumulator_init.cuh"
-SEEDED_KEYS: dict[str, Any] = {**KEYS, "params": {"form": SEEDED}}
-SEEDED_QUERIES: dict[str, Any] = {**QUERIES, "params": {"form": SEEDED}}
+SEEDED_KEYS: dict[str, Any] = {**KEYS, "params": {"form": ACC_INIT}}
+SEEDED_QUERIES: dict[str, Any] = {**QUERIES, "params": {"form": ACC_INIT}}
 SHARED = {"bias_shape": (1, 1, 1)}  # of the gradient: all heads and rows walk
 
 BUGS = (
