@@ -10,6 +10,7 @@ from tests.core.test_mutations import KINDS, outcome
 K, D = "kernels_cu/attention/", "templates/"
 OP, SYNC, PENDING = "attention_backward.", "__syncthreads();", "if (STAGES > 1) cp_async_wait<0>();"
 KEYS, QUERIES = K + "backward_dkdv.cu", K + "backward_dq.cu"
+LAYOUT = D + "attention/backward/dkdv_layout.cuh"
 ALONE = {"kernel": OP + "keys", "params": {"tile": (64, 64, 4, 1, 2), "aligned": True}}
 SHARED = {"kernel": OP + "keys", "params": {"tile": (64, 32, 2, 2, 2), "aligned": True}}
 ONE_STAGE = {"kernel": OP + "keys", "params": {"tile": (32, 32, 2, 2, 1), "aligned": True}}
@@ -30,8 +31,8 @@ BUGS = (
         by="race", **SHARED),
     Bug("dS of the other warps is not waited for", KEYS, SYNC, "", nth=2, by="race", **SUMS),
     Bug("dK over K that is still read", KEYS, SYNC, "", nth=3, by="race", **SUMS),
-    Bug("the ring begins inside dS", KEYS, "RING_OFFSET = DS_OFFSET + (SHARES_DS ? PTile::BYTES",
-        "RING_OFFSET = DS_OFFSET + (SHARES_DS ? PTile::BYTES - 512", by="memory", **SHARED),
+    Bug("the ring begins inside dS", LAYOUT, "RING = DS + (SHARES_DS ? PTile::BYTES",
+        "RING = DS + (SHARES_DS ? PTile::BYTES - 512", by="memory", **SHARED),
     Bug("one key too many is stored", D + "tile/tile_copy.cuh", "row >= rows_left || elements",
         "row > rows_left || elements", by="memory", problem=ONE_HEAD, **SHARED),
     Bug("one query head of a group only", KEYS, "head + turns", "head", by="numbers",

@@ -111,17 +111,17 @@ def test_bits_of_a_mask_beside_the_largest_tiles(launched):
     assert right(hopper.kernel("mask"), params, problem)
 
 
-D = "templates/"
+D = "templates/attention/backward_sm90/"
 PACKED = {
     "kernel": "attention_backward_form.flash_sm90",
     "params": {"head_dim": 128, "deterministic": True, "form": "softcap varlen"},
 }
 BUGS = (
-    Bug("a neighbour's rows are read", D + "attention/backward_sm90/tensor_rows.cuh", "row = RAGGED_ROWS - count",
+    Bug("a neighbour's rows are read", D + "tensor_rows.cuh", "row = RAGGED_ROWS - count",
         "row = 0", by="memory", **PACKED),
-    Bug("keys are taken before they are announced", D + "attention/backward_sm90/features.cuh",
+    Bug("keys are taken before they are announced", D + "features.cuh",
         "mbarrier_wait(barriers.work_full(slot.stage), slot.parity);", "", by="race", **PACKED),
-    Bug("one score too many is hidden", D + "attention/backward_sm90/features.cuh", "tile.width - column",
+    Bug("one score too many is hidden", D + "features.cuh", "tile.width - column",
         "tile.width - 1 - column", by="numbers", problem={"window": (30, 0)}, **PACKED),
 )  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fkjit import ops
-from fkjit.ops.attention.backward.feature_kernels import ACC_INIT
+from fkjit.ops.attention.backward.feature_kernels import SEEDED
 from tests.core.mutations import SYNC, Bug, D, K
 from tests.core.test_mutations import KINDS, outcome
 
@@ -17,9 +17,10 @@ KEYS: dict[str, Any] = {"kernel": OF + "keys"}
 QUERIES: dict[str, Any] = {"kernel": OF + "queries"}
 BIAS: dict[str, Any] = {"kernel": OF + "bias"}
 HEADS: dict[str, Any] = {"kernel": OF + "heads", "params": {"varlen": True}}
-FORM, SEEDS = D + "attention/backward/features.cuh", D + "attention/backward/accumulator_init.cuh"
-SEEDED_KEYS: dict[str, Any] = {**KEYS, "params": {"form": ACC_INIT}}
-SEEDED_QUERIES: dict[str, Any] = {**QUERIES, "params": {"form": ACC_INIT}}
+B = D + "attention/backward/"
+FORM, SEEDS = B + "features.cuh", B + "accumulator_init.cuh"
+SEEDED_KEYS: dict[str, Any] = {**KEYS, "params": {"form": SEEDED}}
+SEEDED_QUERIES: dict[str, Any] = {**QUERIES, "params": {"form": SEEDED}}
 SHARED = {"bias_shape": (1, 1, 1)}  # of the gradient: all heads and rows walk
 
 BUGS = (
@@ -29,10 +30,10 @@ BUGS = (
         **BIAS),
     Bug("a step's tiles over the ones that are read", K + "backward_bias.cu",
         "fetch(next, number ^ 1)", "fetch(next, number)", by="race", problem=SHARED, **BIAS),
-    Bug("steps of the first head alone", D + "attention/backward/bias_walk.cuh",
+    Bug("steps of the first head alone", B + "bias_walk.cuh",
         "head = tile.head + step / tiles_q % heads;", "head = tile.head;", by="numbers",
         problem=SHARED, **BIAS),
-    Bug("a key too many is stored", D + "attention/backward/bias_walk.cuh", "if (column + 1 < columns)",
+    Bug("a key too many is stored", B + "bias_walk.cuh", "if (column + 1 < columns)",
         "if (column + 1 <= columns)", by="memory", **BIAS),
     Bug("hidden keys have a slope", FORM, "slopes[m][n][i] = hidden ? 0.f : slope",
         "slopes[m][n][i] = 2.f * slope", by="numbers", **KEYS),
@@ -40,7 +41,7 @@ BUGS = (
         by="numbers", **QUERIES),
     Bug("the derivative of another score", D + "attention/score.cuh", "function.derivative(x[i],",
         "2.f * function.derivative(x[i],", by="numbers", **KEYS),
-    Bug("rows of the sequence before", D + "attention/backward/padded_rows.cuh", "start / ROW_STEP + batch",
+    Bug("rows of the sequence before", B + "padded_rows.cuh", "start / ROW_STEP + batch",
         "start / ROW_STEP", by="race", **QUERIES),
     Bug("keys of the first sequence", K + "backward_dkdv.cu",
         "k += held.start * k_strides.row;", "", by="numbers", **KEYS),
@@ -51,7 +52,8 @@ BUGS = (
         **QUERIES),
     Bug("slopes of all batches in one", K + "backward_heads.cu", "of_slope = 0.f;\n      __sync",
         "__sync", by="numbers", **HEADS),
-    Bug("keys in another order", D + "tile/row_order.cuh", "place % 8 * (2 * M) + place / 8 % (2 * M)",
+    Bug("keys in another order", D + "tile/row_order.cuh",
+        "place % 8 * (2 * M) + place / 8 % (2 * M)",
         "place % (16 * M)", by="numbers", **SEEDED_KEYS),
     Bug("sums of the last head as well", SEEDS, "sums[m][half] = 0.f;", "", by="numbers",
         **SEEDED_KEYS),

@@ -64,8 +64,8 @@ def _shared(params: Params) -> SharedLayout:
 
 def _abreast(params: Params, problem: Problem) -> int:
     """Heads whose blocks of keys are drawn in turns, where dq has an order (see
-    templates/attention/backward_sm90/features_schedule.cuh): several times as many blocks as run at a time, but
-    what L2 has room for; and so that there is an even number of such sections."""
+    templates/attention/backward_sm90/features_schedule.cuh): several times as many blocks as run at
+    a time, but what L2 has room for; and so that there is an even number of such sections."""
     blocks = -(-problem["seqlen_k"] // _BLOCK_K)
     heads = problem["heads_kv"] * problem["batch"]
     enough = 256 // params["head_dim"] * problem.get("multiprocessors", hopper.SMS)

@@ -108,8 +108,8 @@ def _teams(problem: Problem, rounds: int) -> int:
 
 def _rounds(params: Params, problem: Problem) -> int:
     """In how many rounds a team of thread blocks goes through a head, where dq has an order (see
-    attention/backward_sm90/schedule.cuh): few, as heads under way at once share L2, but two tiles between
-    two that come to one, of those that are nearly the fastest by count of blocks."""
+    attention/backward_sm90/schedule.cuh): few, as heads under way at once share L2, but two tiles
+    between two that come to one, of those that are nearly the fastest by count of blocks."""
     blocks, heads = _blocks(problem), _heads(problem)
     enough = 2 * BLOCK_Q[params["head_dim"]] // _BLOCK_K
 
