@@ -91,9 +91,11 @@ OPTIMIST: dict[str, Any] = {
     "problem": {"softmax_scale": 6.0, "seqlen_k": 400, "head_dim": 64, "head_dim_v": 64},
 }  # fmt: skip
 BUGS = (
-    Bug("nobody looks at the sums", SM90_HEADERS + "speculative_softmax.cuh", "sums[0] + sums[1] > limit",
+    Bug("nobody looks at the sums", SM90_HEADERS + "speculative_softmax.cuh",
+        "sums[0] + sums[1] > limit",
         "false", by="numbers", **OPTIMIST),
-    Bug("no __syncwarp() before a tile of K is given back", SM90_HEADERS + "speculative_softmax.cuh",
+    Bug("no __syncwarp() before a tile of K is given back",
+        SM90_HEADERS + "speculative_softmax.cuh",
         "__syncwarp();", "", by="race", **OPTIMIST),
     Bug("another tile's scores", K + "flash_sm90.cu",
         "shared + Rings::K + k_place.stage * Rings::K_STAGE);", "shared + Rings::K);", by="race",
