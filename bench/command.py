@@ -14,7 +14,7 @@ from typing import Any
 from fkjit.arch import Arch
 from fkjit.errors import FkjitError, ParameterError
 
-from .core import compare, kernels, listing
+from .core import compare, host, kernels, listing
 from .core.cases import Case, select
 from .core.catalog import selected
 from .core.device import Device, TorchDevice
@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         prog="fkjit bench", description="Measure our kernels beside their peers.", epilog=_EPILOG
     )
     add = made.add_argument
-    add("ops", nargs="*", metavar="OP", help="operations; default: all")
+    add("ops", nargs="*", metavar="OP", help="operations; default: all; host: what calls cost it")
     which = made.add_argument_group("what").add_argument
     which("--set", action="append", metavar="NAME", help="cases: see --list; or all")
     which("--where", action="append", default=[], metavar="FIELD=V[,V]", help="head_dim=64,128")
@@ -81,6 +81,8 @@ def main(arguments: Sequence[str] | None = None, device: Device | None = None) -
     """
     begin = time.perf_counter()
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["host"]:
+        return host.main(given[1:])
     chosen = parser().parse_args(given)
     if chosen.compare:
         return compare.main(chosen.compare, chosen.threshold, chosen.relative)

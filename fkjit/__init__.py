@@ -53,6 +53,8 @@ _PUBLIC = {
     "register": "fkjit.spec",
     "KernelSpec": "fkjit.spec",
     "Param": "fkjit.spec",
+    "Work": "fkjit.spec",
+    "Verification": "fkjit.spec",
     "errors": "fkjit.errors",
     "compat": "fkjit.compat",
 }
@@ -64,6 +66,8 @@ __all__ = [
     "PagedKVCache",
     "Param",
     "SanitizerError",
+    "Verification",
+    "Work",
     "YarnScaling",
     "attention",
     "attention_backward",
@@ -141,5 +145,5 @@ if TYPE_CHECKING:
     from fkjit.ops.rope.call import rope
     from fkjit.ops.rope.frequencies import Llama3Scaling, YarnScaling, rope_table
     from fkjit.sanitizer import sanitize
-    from fkjit.spec import KernelSpec, Param, register
+    from fkjit.spec import KernelSpec, Param, Verification, Work, register
     from fkjit.warming import warm

@@ -12,7 +12,7 @@ from fkjit.errors import DeviceError, ParameterError
 
 if TYPE_CHECKING:
     from fkjit.interp import Checks
-    from fkjit.interp.banks import BankLine
+    from fkjit.interp.spaces.banks import BankLine
 
 
 @dataclass

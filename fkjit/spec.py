@@ -1,6 +1,9 @@
 """KernelSpec: what a kernel is, said once. Sweeps, snapshots, benchmarks, the warm list, the
 command line and the docs all read it from the registry here.
 
+A spec has three parts: the launch contract (fields of `KernelSpec`), what a problem costs (`Work`)
+and how the kernel is checked (`Verification`), which a call never needs.
+
 A *parameter* is what a variant of the kernel is compiled for (tile, dtype, head dimension). A
 *problem* is what one call works on (batch, sequence lengths, causal): a plain mapping of sizes.
 """
@@ -10,9 +13,10 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field, fields, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -58,14 +62,64 @@ class Param:
     tunable: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a problem costs, and which problems are worth timing."""
+
+    flops: Callable[[Problem], float] = lambda problem: 0.0
+    bytes: Callable[[Problem], float] = lambda problem: 0.0  # compulsory device-memory traffic
+    # Problems worth timing on a GPU, for `fkjit bench`. None given: Verification's "full" ones.
+    bench: Callable[[Params], Sequence[Problem]] = lambda params: ()
+    interpreter_flops: float = 5e7  # flops a second the CPU interpreter manages, for estimates
+    # Flops the interpreter really does: with padding. None: those of the problem.
+    interpreter_work: Callable[[Params, Problem], float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """How the kernel is checked: problems, arrays for them, and what has to come out."""
+
+    # One fresh random problem of each kind worth testing: scale "small" (interpreter) or "full".
+    problems: Callable[[Params, str], Sequence[Problem]] = lambda params, scale: ()
+    inputs: Callable[[Params, Problem, np.random.Generator], Arrays] = lambda p, q, rng: {}
+    outputs: Callable[[Params, Problem], Arrays] = lambda params, problem: {}  # empty arrays
+    reference: Callable[[Problem, Mapping[str, Any]], Arrays] | None = None  # float64, by name
+    # Greatest absolute error for N(0, 1) inputs.
+    tolerance: Callable[[Params], float] = lambda params: 0.0
+
+
+class _Named:
+    """The Verification called "module:NAME"; its module is imported when a field of it is read."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __getattr__(self, name: str) -> Any:
+        module, _, attribute = self.where.partition(":")
+        return getattr(getattr(import_module(module), attribute), name)
+
+
+class _VerificationField:
+    """A dataclass field that takes a Verification or its name, and reads as a Verification."""
+
+    def __get__(self, spec: Any, owner: type) -> Verification:
+        return Verification() if spec is None else spec.__dict__["verification"]
+
+    def __set__(self, spec: Any, given: Verification | str) -> None:
+        found = cast(Verification, _Named(given)) if isinstance(given, str) else given
+        spec.__dict__["verification"] = found
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KernelSpec:
     """One `.cu` file and everything fkjit has to know of it.
 
-    Fields marked (params) are functions of a full parameter mapping, (problem) of a problem.
+    Fields marked (params) are functions of a full parameter mapping, (problem) of a problem. The
+    fields of `Work` and `Verification` may be given here as well, each as a keyword of its own;
+    they are read as `spec.work.flops`, `spec.verification.problems`.
     """
 
-    op: str  # the public call: "attention"
+    op: str  # the family of implementations: "attention"
     name: str  # the implementation: "flash"
     source: str  # the .cu file, relative to `root`: "attention/flash.cu"
     entry: str  # its extern "C" __global__ name
@@ -89,40 +143,55 @@ class KernelSpec:
     grid: Callable[[Params, Problem], Dim3]  # blocks
     # Blocks wait for one another: all of a grid run at the same time, or the launch is refused.
     cooperative: bool = False
-    # The kernel waits by itself for the one before it, so that its launch in a CUDA graph need not:
-    # templates/ptx/pdl.cuh.
-    dependent: bool = False
-
-    flops: Callable[[Problem], float] = lambda problem: 0.0
-    bytes: Callable[[Problem], float] = lambda problem: 0.0  # compulsory device-memory traffic
-    interpreter_flops: float = 5e7  # flops a second the CPU interpreter manages, for estimates
-    # Flops the interpreter really does: with padding. None: those of the problem.
-    interpreter_work: Callable[[Params, Problem], float] | None = None
-
-    # One fresh random problem of each kind worth testing: scale "small" (interpreter) or "full".
-    problems: Callable[[Params, str], Sequence[Problem]] = lambda params, scale: ()
-    # Problems that share their tuned values (fkjit/tuning.py) are those for which this is the same.
-    shape_class: Callable[[Problem], Mapping[str, Any]] = powers_of_two
-    # Problems worth timing on a GPU, for `fkjit bench`. None given: the "full" ones above.
-    bench: Callable[[Params], Sequence[Problem]] = lambda params: ()
-    inputs: Callable[[Params, Problem, np.random.Generator], Arrays] = lambda p, q, rng: {}
-    outputs: Callable[[Params, Problem], Arrays] = lambda params, problem: {}  # empty arrays
+    # Starts before the previous kernel ends (programmatic dependent launch) and waits for it by
+    # itself: templates/ptx/pdl.cuh.
+    pdl: bool = False
     arguments: Callable[[Params, Problem, Mapping[str, Any]], Mapping[str, Any]] = (
         lambda params, problem, arrays: dict(arrays)
     )  # kernel argument name -> array (passed as pointer) or scalar
-    reference: Callable[[Problem, Mapping[str, Any]], Arrays] | None = None  # float64, by name
-    tolerance: Callable[[Params], float] = lambda params: (
-        0.0
-    )  # greatest absolute error, N(0,1) input
+    # Problems that share their tuned values (fkjit/tuning.py) are those for which this is the same.
+    shape_class: Callable[[Problem], Mapping[str, Any]] = powers_of_two
+
+    work: Work = Work()
+    verification: _VerificationField = _VerificationField()
+
+    flops: InitVar[Callable[[Problem], float] | None] = None
+    bytes: InitVar[Callable[[Problem], float] | None] = None
+    bench: InitVar[Callable[[Params], Sequence[Problem]] | None] = None
+    interpreter_flops: InitVar[float | None] = None
+    interpreter_work: InitVar[Callable[[Params, Problem], float] | None] = None
+    problems: InitVar[Callable[[Params, str], Sequence[Problem]] | None] = None
+    inputs: InitVar[Callable[[Params, Problem, np.random.Generator], Arrays] | None] = None
+    outputs: InitVar[Callable[[Params, Problem], Arrays] | None] = None
+    reference: InitVar[Callable[[Problem, Mapping[str, Any]], Arrays] | None] = None
+    tolerance: InitVar[Callable[[Params], float] | None] = None
+    dependent: InitVar[bool | None] = None  # what `pdl` was called
 
     _names: tuple[str, ...] = field(init=False, default=())
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_names", tuple(param.name for param in self.params))
+    def __post_init__(self, *flat: Any) -> None:
+        given = {k: v for k, v in zip(_FLAT, flat, strict=True) if v is not None}
+        made: dict[str, Any] = {"_names": tuple(param.name for param in self.params)}
+        if given.keys() & _WORK:
+            made["work"] = replace(self.work, **{n: given[n] for n in _WORK if n in given})
+        if given.keys() & _VERIFICATION:
+            made["verification"] = self._verification(given)
+        if "dependent" in given:
+            made["pdl"] = given["dependent"]
         layout = self.shared_layout
         if layout is not None and self.shared_bytes is _no_shared:
-            derived = lambda params: sum(size for _, size in layout(params))  # noqa: E731
-            object.__setattr__(self, "shared_bytes", derived)
+            made["shared_bytes"] = lambda params: sum(size for _, size in layout(params))
+        for name, value in made.items():
+            object.__setattr__(self, name, value)
+
+    def _verification(self, given: Mapping[str, Any]) -> Verification:
+        changed = {name: given[name] for name in _VERIFICATION if name in given}
+        if isinstance(self.verification, _Named):
+            raise ParameterError(
+                f"KernelSpec: {self.id} has verification={self.verification.where!r} and "
+                f"{', '.join(changed)} too; put these into the Verification of that name"
+            )
+        return replace(self.verification, **changed)
 
     @property
     def id(self) -> str:
@@ -229,6 +298,11 @@ class KernelSpec:
 def _show(value: Any) -> str:
     return str(value)
 
+
+# The flat keywords, in the order in which KernelSpec declares them.
+_WORK = tuple(field.name for field in fields(Work))
+_VERIFICATION = tuple(field.name for field in fields(Verification))
+_FLAT = (*_WORK, *_VERIFICATION, "dependent")
 
 _REGISTRY: dict[str, KernelSpec] = {}
 _HOME: dict[str, str] = {}  # kernel -> the module that registered it

@@ -38,7 +38,7 @@ def _problems(spec: KernelSpec) -> Iterator[Problem]:
         key = tuple(fixed.values())
         if key not in seen:
             seen.add(key)
-            for problem in spec.bench(params) or spec.problems(params, "full"):
+            for problem in spec.work.bench(params) or spec.verification.problems(params, "full"):
                 yield {**problem, **fixed, _PARAMS: fixed, "kernel": spec.name}
 
 
@@ -83,17 +83,19 @@ def _spec(problem: Problem) -> tuple[KernelSpec, Params]:
 
 def _inputs(problem: Problem, device: Any) -> Arrays:
     spec, params = _spec(problem)
-    made = spec.inputs(params, problem, np.random.default_rng())
+    made = spec.verification.inputs(params, problem, np.random.default_rng())
     return {name: device.array(values) for name, values in made.items()}
 
 
 def _expected(problem: Problem, arrays: Arrays) -> Expected:
     """The whole first output, from the reference on the CPU."""
     spec, params = _spec(problem)
-    if spec.reference is None:
+    if spec.verification.reference is None:
         raise ParameterError(f"{spec.id} has no reference, and what is not checked is not timed")
-    first = next(iter(spec.outputs(params, problem)))
-    want = spec.reference(problem, {name: _numpy(array) for name, array in arrays.items()})[first]
+    first = next(iter(spec.verification.outputs(params, problem)))
+    want = spec.verification.reference(
+        problem, {name: _numpy(array) for name, array in arrays.items()}
+    )[first]
     like = next(iter(arrays.values()))
     return Expected([(..., _like(want, like))], LIMITS.get(problem.get("dtype", ""), 1e-6))
 

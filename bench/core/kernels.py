@@ -19,7 +19,10 @@ def launcher(
     spec: KernelSpec, params: Params, problem: Problem, arrays: Arrays, device: Any
 ) -> Prepared:
     """`fkjit.launch` of one variant into outputs of its own; returns the first of these."""
-    outputs = {name: device.array(made) for name, made in spec.outputs(params, problem).items()}
+    outputs = {
+        name: device.array(made)
+        for name, made in spec.verification.outputs(params, problem).items()
+    }
     named = {**arrays, **outputs}
     first = next(iter(outputs.values()))
 

@@ -100,11 +100,11 @@ class Op:
 
     def flops(self, problem: Problem) -> float:
         """Counted work of a problem."""
-        return self.specs[0].flops(problem)
+        return self.specs[0].work.flops(problem)
 
     def bytes(self, problem: Problem) -> float:
         """Compulsory device-memory traffic of a problem."""
-        return self.specs[0].bytes(problem)
+        return self.specs[0].work.bytes(problem)
 
     @property
     def specs(self) -> list[KernelSpec]:

@@ -2,6 +2,7 @@
 
 {"record": "run", ...}      GPU, versions, commit, command, configuration, ceilings
 {"record": "cell", ...}     one candidate on one case
+{"record": "host", ...}     what a call costs the host (`fkjit bench host`)
 {"record": "end", ...}      how the run ended; missing after a crash
 """
 
@@ -28,6 +29,7 @@ class Run:
 
     header: dict[str, Any]
     cells: list[dict[str, Any]] = field(default_factory=list)
+    host: list[dict[str, Any]] = field(default_factory=list)  # what calls cost the host
     end: dict[str, Any] | None = None
 
 
@@ -106,6 +108,8 @@ def read(path: Path) -> list[Run]:
             raise ParameterError(f"bench: {path} begins without a run's header")
         elif record["record"] == "cell":
             runs[-1].cells.append(record)
+        elif record["record"] == "host":
+            runs[-1].host.append(record)
         elif record["record"] == "end":
             runs[-1].end = record
     if not runs:

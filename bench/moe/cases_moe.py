@@ -150,7 +150,7 @@ def launch(
 ) -> Prepared:
     """`fkjit.launch` of one variant, with what its blocks meet in; the outputs of these names."""
     torch, like = import_module("torch"), arrays["logits"]
-    made = {n: device.array(array) for n, array in spec.outputs(params, p).items()}
+    made = {n: device.array(array) for n, array in spec.verification.outputs(params, p).items()}
     counters = torch.zeros(_words(spec, params, p), dtype=torch.int32, device=like.device)
     named = {**arrays, **made, "counters": counters}
     results = tuple(made[name] for name in names)

@@ -1,4 +1,4 @@
-"""The picture of docs/MOE.md, step by step from PyTorch's calls to one launch (see moe_tables.py).
+"""The picture of docs/MOE.md, step by step from PyTorch's calls to one launch (see tables.py).
 
 Drawn as `fkjit report` draws. A step of two launches is the sum of their times.
 """

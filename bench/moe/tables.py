@@ -1,6 +1,9 @@
-"""The tables and the picture of docs/MOE.md out of a stored run of the routing operations.
+"""The tables and the picture of docs/MOE.md out of stored runs of the routing operations.
 
-python -m bench.moe.tables bench/results/FILE.jsonl
+python -m bench.moe.tables bench/results/FILE.jsonl …    oldest first
+
+A case is shown as the last run has it. Where that is not the last of the runs given, its time
+carries the letter of its run, and a list below the tables says which file that is.
 """
 
 from __future__ import annotations
@@ -8,9 +11,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..report.bandwidth import Cells, trials
+from ..report.bandwidth import Cells, source, trials
 from . import cases_moe, cases_moe_rows
 from . import steps as moe_steps
 
@@ -24,9 +27,34 @@ HEADLINES = (
     ("both in one launch", BOTH, cases_moe.SETS["default"]),
 )
 ROWS = (("permute", "moe_permute"), ("combine", "moe_combine"))
-_TOKENS = sorted({p["tokens"] for p in cases_moe.SETS["table"]})
 
-Known = dict[tuple[str, str], Cells]
+
+class Trial(NamedTuple):
+    """What a case's candidates took, and the letter of its run unless that is the last one."""
+
+    cells: Cells
+    letter: str = ""
+
+    @property
+    def mark(self) -> str:
+        return f" ({self.letter})" if self.letter else ""
+
+
+Known = dict[tuple[str, str], Trial]
+_NOT_MEASURED = Trial({})
+
+
+def known_of(paths: Sequence[Path]) -> Known:
+    """Of each case the trial of the last run that has it."""
+    found: Known = {}
+    for letter, path in _lettered(paths):
+        shown_letter = "" if path == paths[-1] else letter
+        found |= {case: Trial(cells, shown_letter) for case, cells in trials(path).items()}
+    return found
+
+
+def _lettered(paths: Sequence[Path]) -> list[tuple[str, Path]]:
+    return [(chr(ord("a") + number), path) for number, path in enumerate(paths)]
 
 
 def time_of(cells: Cells, name: str) -> float | None:
@@ -46,11 +74,11 @@ def headlines(known: Known) -> Iterator[list[str]]:
     yield ["microseconds in a CUDA graph", *_COLUMNS, "PyTorch / fkjit"]
     for text, op, problems in HEADLINES:
         for p in problems:
-            cells = known.get((op, cases_moe.label(p)), {})
-            times = [time_of(cells, name) for name in NAMES]
+            trial = known.get((op, cases_moe.label(p)), _NOT_MEASURED)
+            times = [time_of(trial.cells, name) for name in NAMES]
             if times[0] is not None:
                 ratio = "" if times[2] is None else f"{times[2] / times[0]:.1f}"
-                yield [f"{text}, {cases_moe.label(p)}", *map(shown, times), ratio]
+                yield [f"{text}, {cases_moe.label(p)}{trial.mark}", *map(shown, times), ratio]
 
 
 def rows(known: Known) -> Iterator[list[str]]:
@@ -58,23 +86,31 @@ def rows(known: Known) -> Iterator[list[str]]:
     yield ["rows, microseconds in a CUDA graph", *_COLUMNS, "fkjit, GB/s (share of the copy)"]
     for text, op in ROWS:
         for p in cases_moe_rows.SETS["default"]:
-            cells = known.get((op, cases_moe_rows.label(p)), {})
-            if "fkjit" in cells:
-                times = [shown(time_of(cells, name)) for name in NAMES]
-                yield [f"{text}, {cases_moe_rows.label(p)}", *times, speed_of(cells["fkjit"])]
+            trial = known.get((op, cases_moe_rows.label(p)), _NOT_MEASURED)
+            if "fkjit" in trial.cells:
+                times = [shown(time_of(trial.cells, name)) for name in NAMES]
+                first = f"{text}, {cases_moe_rows.label(p)}{trial.mark}"
+                yield [first, *times, speed_of(trial.cells["fkjit"])]
 
 
 def sizes(known: Known, op: str) -> Iterator[list[str]]:
-    """Experts and choices down, tokens across; a cell is ours, the twin, PyTorch."""
-    yield ["experts, choices", *(f"{tokens:,}" for tokens in _TOKENS)]
-    table = cases_moe.SETS["table"]
-    for experts, top_k in dict.fromkeys((p["experts"], p["top_k"]) for p in table):
-        line = [f"{experts}, {top_k}"]
-        for tokens in _TOKENS:
-            label = cases_moe.label(cases_moe.problem(tokens, experts, top_k))
-            times = [time_of(known.get((op, label), {}), name) for name in NAMES]
-            line.append(" / ".join(map(shown, times)) if times[0] is not None else "")
-        yield line
+    """Experts and choices down, tokens across, as far as measured: ours, the twin, PyTorch."""
+    found = {
+        (p["experts"], p["top_k"], p["tokens"]): trial
+        for p in cases_moe.SETS["table"]
+        if "fkjit" in (trial := known.get((op, cases_moe.label(p)), _NOT_MEASURED)).cells
+    }
+    tokens = sorted({key[2] for key in found})
+    yield ["experts, choices", *(f"{count:,}" for count in tokens)]
+    for experts, top_k in dict.fromkeys(key[:2] for key in found):
+        row = (found.get((experts, top_k, count), _NOT_MEASURED) for count in tokens)
+        yield [f"{experts}, {top_k}", *map(_times, row)]
+
+
+def _times(trial: Trial) -> str:
+    if not trial.cells:
+        return ""
+    return " / ".join(shown(time_of(trial.cells, name)) for name in NAMES) + trial.mark
 
 
 def shown(time: float | None) -> str:
@@ -85,8 +121,11 @@ def shown(time: float | None) -> str:
 
 
 def markdown(lines: Iterable[Sequence[str]]) -> str:
-    """A table whose numbers stand to the right."""
+    """A table whose numbers stand to the right; every row as wide as the heading."""
     head, *rest = lines
+    for line in rest:
+        if len(line) != len(head):
+            raise ValueError(f"{len(line)} cells under {len(head)} headings: {line}")
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, rule, *rest))
 
@@ -100,28 +139,29 @@ def with_tables(page: str, made: dict[str, str]) -> str:
     return page
 
 
-def tables(path: Path) -> dict[str, str]:
-    """Markdown by the name of its markers."""
-    known = trials(path)
+def tables(paths: Sequence[Path]) -> dict[str, str]:
+    """Markdown by the name of its markers, of runs from the oldest to the last."""
+    known = known_of(paths)
     makers: dict[str, Callable[[], Iterator[list[str]]]] = {
         "headlines": lambda: headlines(known),
         "rows": lambda: rows(known),
         "sizes of route": lambda: sizes(known, ROUTE),
         "sizes of both": lambda: sizes(known, BOTH),
     }
-    return {name: markdown(make()) for name, make in makers.items()}
+    listed = "".join(f"{source(letter, path)}\n" for letter, path in _lettered(paths))
+    return {name: markdown(make()) for name, make in makers.items()} | {"runs": listed}
 
 
 def main() -> None:
-    """Write the tables and the picture of the run given on the command line."""
+    """Write the tables and the picture of the runs given on the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("results", type=Path, help="a result file of `fkjit bench`")
-    path = parser.parse_args().results
-    PAGE.write_text(with_tables(PAGE.read_text(), tables(path)))
-    PICTURE.write_text(moe_steps.picture(moe_steps.steps(trials(path)), path.name))
+    parser.add_argument("results", type=Path, nargs="+", help="result files of `fkjit bench`")
+    paths = parser.parse_args().results
+    PAGE.write_text(with_tables(PAGE.read_text(), tables(paths)))
+    PICTURE.write_text(moe_steps.picture(moe_steps.steps(trials(paths[-1])), paths[-1].name))
 
 
-_COLUMNS = ("fkjit", "Triton twin", "PyTorch")
+_COLUMNS = ("fkjit", "Triton", "PyTorch")
 
 if __name__ == "__main__":
     main()

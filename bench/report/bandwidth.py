@@ -98,11 +98,12 @@ def table(paths: Sequence[Path], headlines: Headlines = HEADLINES) -> str:
                 if cells.keys() - seen:
                     lines.append(_line([named, named_case, *_figures(cells), run]))
                     named, named_case, seen = "", "", seen | cells.keys()
-    lines += ["", *(_source(run, path) for (run, _), path in zip(runs, paths, strict=True))]
+    lines += ["", *(source(run, path) for (run, _), path in zip(runs, paths, strict=True))]
     return "\n".join(lines) + "\n"
 
 
-def _source(run: str, path: Path) -> str:
+def source(run: str, path: Path) -> str:
+    """The line below a table that says what its run is: file, date, speed of the copy."""
     headers = [part.header for part in read(path)]
     copies = [header["ceilings"]["copy_gbs"] / 1e3 for header in headers if "ceilings" in header]
     copy = f"; copy {min(copies):.2f} to {max(copies):.2f} TB/s" if copies else ""

@@ -148,8 +148,8 @@ def work(cell: Cell, mode: str) -> tuple[float, float]:
     if specs and not (flops and moved):
         with suppress(KeyError, TypeError):  # a problem that today's spec does not know
             flops, moved = (
-                flops or specs[0].flops(cell["problem"]),
-                moved or specs[0].bytes(cell["problem"]),
+                flops or specs[0].work.flops(cell["problem"]),
+                moved or specs[0].work.bytes(cell["problem"]),
             )
     return flops, moved
 

@@ -14,7 +14,7 @@ from fkjit.errors import FkjitError, ParameterError
 
 from ..core.store import Run
 from ..profile import store as profiles
-from . import cells, machine, png, speed, summary, svg, work
+from . import cells, host, machine, png, speed, summary, svg, work
 from .chart import Chart, styles
 from .page import page
 from .section import Section
@@ -93,6 +93,9 @@ def build(
             machine.resources(study.op, None if to == "none" else to or _target(study)),
             machine.counters(study, stored),
         ]))  # fmt: skip
+    for gpu, run in host.runs_of(runs).items():
+        words = Section("summary", "Summary", ["What a call costs before the GPU has any work."])
+        parts.append((f"host time on {gpu}", [words, host.section(run)]))
     return parts
 
 

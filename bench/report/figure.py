@@ -1,11 +1,12 @@
-"""The README's tables and picture of attention, out of runs of the suite.
+"""The tables and the picture of attention's speed, out of runs of the suite.
 
     fkjit bench attention --set peers --set readme --peers sdpa-flash,sdpa-cudnn,fa4,triton
+    fkjit bench attention_backward --set peers --modes warm --append
     python -m bench.report.figure bench/results/THAT.jsonl
-    python -m bench.report.figure docs/attention_portable_h200.jsonl --table portable
+    python -m bench.report.figure docs/attention_portable_h200.jsonl --portable
 
-Writes a table between two of the README's markers and, of the first, docs/attention_h200.svg, drawn
-as `fkjit report` draws.
+docs/ATTENTION_SPEED.md has every case of a run, the README six of them. Of the first run this draws
+docs/attention_h200.svg as well, as `fkjit report` draws.
 """
 
 from __future__ import annotations
@@ -14,22 +15,21 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.store import read as read_runs
 from . import svg
 from .chart import Axis, Chart, Point, Series
 
 ROOT = Path(__file__).resolve().parents[2]
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "ATTENTION_SPEED.md"
 PICTURE = ROOT / "docs" / "attention_h200.svg"
-# Tables, and whom their last column compares with: all peers, or the one of the same instructions.
-TABLES = {"figures": None, "portable": "sdpa-flash"}
-NAMES = {
-    "fkjit": "fkjit",
+OURS = {"fkjit": "fkjit", "any order": "fkjit, any order"}
+NAMES = OURS | {
     "sdpa-cudnn": "cuDNN",
     "fa4": "FlashAttention-4",
     "sdpa-flash": "FlashAttention-2",
-    "triton": "Triton twin",
+    "triton": "Triton",
 }
 TWIN = "triton"
 _DRAWN = (64, 128)  # head dimensions, and lengths from 2k on
@@ -38,7 +38,34 @@ _TOKENS, _WIDTH = 16_384, 2048
 Cell = tuple[int, bool, int]  # head_dim, causal, seqlen
 
 
-def read(path: Path) -> tuple[dict[Cell, dict[str, float]], dict[str, Any]]:
+class Table(NamedTuple):
+    """A table between two markers of its name: where it stands and what it shows of a run."""
+
+    page: Path
+    op: str = "attention"
+    over: str | None = None  # whom the last column compares with; None: the best peer
+    rows: tuple[Cell, ...] = ()  # no rows: all that were measured
+
+
+TABLES = {
+    "summary": Table(
+        README,
+        rows=(
+            (64, False, 4096),
+            (64, True, 4096),
+            (128, False, 512),
+            (128, False, 4096),
+            (128, True, 4096),
+            (256, False, 4096),
+        ),
+    ),
+    "forward": Table(PAGE),
+    "backward": Table(PAGE, op="attention_backward"),
+    "portable": Table(PAGE, over="sdpa-flash"),  # of the same instructions
+}
+
+
+def read(path: Path, op: str = "attention") -> tuple[dict[Cell, dict[str, float]], dict[str, Any]]:
     """{cell: {candidate: TFLOP/s}} in the order head_dim, full before causal, length; the header.
 
     TFLOP/s are those of warm calls in bf16, of 16k tokens. Of a candidate that was measured more
@@ -48,7 +75,7 @@ def read(path: Path) -> tuple[dict[Cell, dict[str, float]], dict[str, Any]]:
     runs = read_runs(path)
     for run in runs:
         for found in run.cells:
-            if found["op"] == "attention" and found["candidate"] in NAMES and "warm" in found:
+            if found["op"] == op and found["candidate"] in NAMES and "warm" in found:
                 problem = found["problem"]
                 if _is_usual(problem):
                     cell = (problem["head_dim"], problem["causal"], problem["seqlen_k"])
@@ -68,7 +95,7 @@ def _is_usual(problem: dict[str, Any]) -> bool:
 
 def ratio(found: dict[str, float], over: str | None = None) -> float:
     """Ours to one of the peers, or to the best of them."""
-    peers = {name: speed for name, speed in found.items() if name not in ("fkjit", TWIN)}
+    peers = {name: speed for name, speed in found.items() if name not in (*OURS, TWIN)}
     return found["fkjit"] / (peers[over] if over else max(peers.values()))
 
 
@@ -77,22 +104,23 @@ def candidates(cells: dict[Cell, dict[str, float]]) -> list[str]:
     return [name for name in NAMES if any(name in found for found in cells.values())]
 
 
-def table(
-    cells: dict[Cell, dict[str, float]], environment: dict[str, Any], source: Path, name: str
-) -> str:
-    """The Markdown table of a name, with its caption below."""
-    names, over = candidates(cells), TABLES[name]
+def table(source: Path, name: str) -> str:
+    """The Markdown table of a name, with its caption below, of a file of results."""
+    _, op, over, rows = TABLES[name]
+    cells, environment = read(source, op)
+    names = candidates(cells)
     last = f"fkjit / {NAMES[over] if over else 'best peer'}"
     head = ["head_dim", "mask", "length", *(NAMES[name] for name in names), last]
     lines = [_line(head), _line(["---:", "---", *["---:"] * (len(head) - 2)])]
-    for (dim, causal, length), found in cells.items():
+    for cell in rows or cells:
+        (dim, causal, length), found = cell, cells[cell]
         speeds = [f"{found[name]:.0f}" if name in found else "" for name in names]
         mask = "causal" if causal else "full"
         lines.append(
             _line([str(dim), mask, _thousands(length), *speeds, f"{ratio(found, over):.2f}"])
         )
-    where = source.relative_to(ROOT)
-    return "\n".join(lines) + f"\n\n{caption(environment)}\n{means(cells, over)} From `{where}`.\n"
+    below = f"{caption(environment, op)}\n{means(cells, over)}"
+    return "\n".join(lines) + f"\n\n{below} From `{source.relative_to(ROOT)}`.\n"
 
 
 def means(cells: dict[Cell, dict[str, float]], over: str | None) -> str:
@@ -102,15 +130,16 @@ def means(cells: dict[Cell, dict[str, float]], over: str | None) -> str:
         found = [ratio(cells[cell], over) for cell in cells if cell[1] is causal]
         mean = math.exp(sum(map(math.log, found)) / len(found))
         parts.append(f"{mean:.2f} {'causal' if causal else 'full'}")
-    return f"Geometric means of the last column: {', '.join(parts)}."
+    return f"Geometric means of the last column over all {len(cells)} cases: {', '.join(parts)}."
 
 
-def caption(environment: dict[str, Any]) -> str:
+def caption(environment: dict[str, Any], op: str = "attention") -> str:
     """What was measured, where and when."""
     torch = environment["versions"]["torch"].split("+")[0]
     where = f"{environment['gpu']}, {environment['date'][:10]}, NVRTC {environment['nvrtc']}"
+    direction = "backward" if op == "attention_backward" else "forward"
     return (
-        f"Attention forward, TFLOP/s, bf16, 16k tokens in a batch, heads x head_dim = 2048; "
+        f"Attention {direction}, TFLOP/s, bf16, 16k tokens in a batch, heads x head_dim = 2048; "
         f"{where}; medians of warm calls, all in turns in one process; cuDNN and FlashAttention-2 "
         f"are PyTorch {torch}'s."
     )
@@ -147,10 +176,10 @@ def picture(cells: dict[Cell, dict[str, float]], environment: dict[str, Any]) ->
     return svg.draw(chart, caption(environment))
 
 
-def with_table(readme: str, name: str, made: str) -> str:
-    """The README's text with what is between the two markers of this name replaced."""
+def with_table(page: str, name: str, made: str) -> str:
+    """The page's text with what is between the two markers of this name replaced."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, rest = readme.split(begin)
+    before, rest = page.split(begin)
     return f"{before}{begin}\n{made}{end}{rest.split(end)[1]}"
 
 
@@ -158,14 +187,14 @@ def main() -> None:
     """Write what the run given on the command line says."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("results", type=Path, help="a result file of `fkjit bench`")
-    parser.add_argument("--table", choices=list(TABLES), default="figures")
+    parser.add_argument("--portable", action="store_true", help="a run of the portable kernel")
     given = parser.parse_args()
-    cells, environment = read(given.results)
-    if given.table == "figures":
-        PICTURE.write_text(picture(cells, environment))
-    readme = ROOT / "README.md"
-    made = table(cells, environment, given.results.resolve(), given.table)
-    readme.write_text(with_table(readme.read_text(), given.table, made))
+    source = given.results.resolve()
+    if not given.portable:
+        PICTURE.write_text(picture(*read(source)))
+    for name in ("portable",) if given.portable else ("summary", "forward", "backward"):
+        page = TABLES[name].page
+        page.write_text(with_table(page.read_text(), name, table(source, name)))
 
 
 if __name__ == "__main__":

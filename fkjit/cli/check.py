@@ -112,8 +112,11 @@ def _check(
     mem, race, banks = checks
     try:
         for params in variants:
-            for problem in spec.problems(params, "small"):
-                arrays = {**spec.inputs(params, problem, rng), **spec.outputs(params, problem)}
+            for problem in spec.verification.problems(params, "small"):
+                arrays = {
+                    **spec.verification.inputs(params, problem, rng),
+                    **spec.verification.outputs(params, problem),
+                }
                 with quiet(), sanitize(mem=mem, race=race, banks=banks) as counted:
                     interpret(spec, params, problem, arrays, checked.to)
                 checked.problems += 1

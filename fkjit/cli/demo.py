@@ -206,7 +206,7 @@ class _Case:
             hit=entry.origin != "compiled",
             seconds=seconds,
             error=float(np.abs(o.astype(np.float64) - expected).max()),
-            bound=spec.tolerance(params) * max(1.0, float(np.abs(expected).max())),
+            bound=spec.verification.tolerance(params) * max(1.0, float(np.abs(expected).max())),
         )
 
     def _resources(self, request: Request) -> dict[str, int]:
@@ -227,7 +227,7 @@ class _Case:
 
     def _expected(self, request: Request) -> np.ndarray:
         """In float64, one batch element at a time: all scores of one are in memory."""
-        reference = request.spec.reference
+        reference = request.spec.verification.reference
         assert reference is not None
         if self.expected is None:
             parts = (

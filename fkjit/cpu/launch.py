@@ -22,7 +22,7 @@ from fkjit.spec import Dim3, SharedLayout
 
 if TYPE_CHECKING:
     from fkjit.interp import Stats
-    from fkjit.interp.ptx import Function
+    from fkjit.interp.core.ptx import Function
 
 _TEXT = "<source>"  # what reports call a source that is no file
 _CALL = "launch_cpu"
@@ -81,7 +81,7 @@ def launch_cpu(
     what = {"kernel": _CALL, "label": rendered.name, "params": {}}
     ptx = build_source(rendered, "", to, what).image.decode().rstrip("\0")
     from fkjit import interp
-    from fkjit.interp.parse import parse
+    from fkjit.interp.core.parse import parse
 
     functions = parse(ptx).functions.values() if ".entry" in ptx else ()
     name, kernel = _entry(rendered.name, functions, entry)
@@ -160,7 +160,7 @@ def _rendered(source: str | Path, values: dict[str, Any]) -> Rendered:
 
 def _entry(source: str, functions: Any, wanted: str | None) -> tuple[str, Function]:
     """The kernel asked for, or the only one, and its name in the source."""
-    from fkjit.interp.names import source_name
+    from fkjit.interp.core.names import source_name
 
     kernels = {f.name: f for f in functions if f.entry}
     known = ", ".join(sorted(map(source_name, kernels))) or "none"

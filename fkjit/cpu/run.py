@@ -21,7 +21,7 @@ from fkjit.settings import Settings, settings
 from fkjit.spec import KernelSpec, Params, Problem, SharedLayout
 
 if TYPE_CHECKING:
-    from fkjit.interp.shared import CarveOut
+    from fkjit.interp.spaces.shared import CarveOut
 
 GUARD = 1024  # bytes between carve-outs where memory is checked: alignment and banks stay
 _FEW_THREADS = 4000  # with so many the interpreter is half as fast as with very many
@@ -34,10 +34,10 @@ def estimate(spec: KernelSpec, params: Params, problem: Problem) -> float:
     From the spec's flops and its rate for large launches; with few threads NumPy's own cost a step
     counts for more than the work in it.
     """
-    work = spec.interpreter_work
-    flops = spec.flops(problem) if work is None else work(params, problem)
+    padded = spec.work.interpreter_work
+    flops = spec.work.flops(problem) if padded is None else padded(params, problem)
     threads = math.prod(spec.grid(params, problem)) * math.prod(spec.block(params))
-    return _OVERHEAD + flops / spec.interpreter_flops * (1 + _FEW_THREADS / max(threads, 1))
+    return _OVERHEAD + flops / spec.work.interpreter_flops * (1 + _FEW_THREADS / max(threads, 1))
 
 
 def interpret(
@@ -84,7 +84,7 @@ def interpret(
 
 def carve_outs(layout: SharedLayout, guard: int) -> tuple[list[CarveOut], int]:
     """The arrays of dynamic shared memory with `guard` bytes between them, and bytes in all."""
-    from fkjit.interp.shared import CarveOut
+    from fkjit.interp.spaces.shared import CarveOut
 
     parts, top = [], 0
     for name, size in layout:
@@ -99,8 +99,8 @@ def _refuse_hours(spec: KernelSpec, problem: Problem, seconds: float) -> None:
     if seconds > limit:
         raise InterpreterError(
             f"{spec.op}: CPU arrays run in fkjit's interpreter, where this would take about "
-            f"{seconds:,.0f} s ({spec.flops(problem):.2g} flops; limit {limit:g} s); pass CUDA "
-            f"arrays, a smaller problem, or set {Settings.variable('interpreter_limit')}=inf"
+            f"{seconds:,.0f} s ({spec.work.flops(problem):.2g} flops; limit {limit:g} s); pass "
+            f"CUDA arrays, a smaller problem, or set {Settings.variable('interpreter_limit')}=inf"
         )
 
 
@@ -127,7 +127,7 @@ def _argument(named: Mapping[str, Any], name: str, code: str, const: bool) -> An
 
 def _numpy_map(value: TensorMap) -> Any:
     """What the interpreter's TMA reads."""
-    from fkjit.interp.tensor_map import TensorMap as Map
+    from fkjit.interp.spaces.tensor_map import TensorMap as Map
 
     strides = value.legal_strides()
     return Map(

@@ -2,15 +2,15 @@
 
     run(ptx, "add", grid=4, block=256, arguments=[Arg("x", x), Arg("y", y, writable=True), …])
 
-`parse` reads the text; `machine` runs batches of blocks as lanes of NumPy arrays; the opcodes are
-in files of their own (arithmetic, logic, compare, convert, move, loadstore, atomics, warp, barrier,
-tensor, async_copy, control), each registering its decoders with `decode.opcode` or `.control`.
-What Hopper does asynchronously is in mbarrier, transfers (copies in flight), bulk, tma, cluster and
-wgmma; race, clocks and shadow find what nothing orders.
+`core` reads the text, `spaces` hold what a launch holds, `machine` decodes: every instruction
+becomes a function of groups of lanes, which are rows of NumPy arrays. The opcodes are in `ops`,
+`memory`, `threads`, `copies`, `mma` and `wgmma`, each file registering its decoders; `race` finds
+accesses that nothing orders. `launch` and `schedule` run batches of blocks. Folders import from
+those before them only (tests/interp/test_interp_imports.py has the order).
 """
 
-from fkjit.interp.checks import Checks
+from fkjit.interp.core.checks import Checks
 from fkjit.interp.launch import Arg, Stats, run
-from fkjit.interp.tensor_map import TensorMap
+from fkjit.interp.spaces.tensor_map import TensorMap
 
 __all__ = ["Arg", "Checks", "Stats", "TensorMap", "run"]

@@ -14,53 +14,26 @@ from threading import Lock
 import numpy as np
 
 from fkjit.errors import InterpreterError, ParameterError, SanitizerError
-from fkjit.interp import (  # noqa: F401  (their decoders register themselves)
-    arithmetic,
-    async_copy,
-    atomics,
-    barrier,
-    bulk,
-    callgraph,
-    calls,
-    carry,
-    cluster_barrier,
-    compare,
-    control,
-    convert,
-    distributed,
-    fences,
-    fields,
-    loadstore,
-    logic,
-    mbarrier_ops,
-    mma,
-    move,
-    output,
-    tensor,
-    tma,
-    video,
-    warp,
-    wgmma,
-    wgmma_registers,
-    wmma,
-)
-from fkjit.interp.arena import Allocation, GlobalMemory
-from fkjit.interp.arguments import Arg, Placing
-from fkjit.interp.banks import BankLine
-from fkjit.interp.checks import Checks
-from fkjit.interp.inline import inline_calls
-from fkjit.interp.lanes import WARP, Layout
-from fkjit.interp.machine import Machine, Memory
-from fkjit.interp.names import source_name
-from fkjit.interp.parse import parse
-from fkjit.interp.ptx import Function, Module, Variable
-from fkjit.interp.report import Reporter
-from fkjit.interp.shared import CarveOut, LocalMemory, SharedMemory
-from fkjit.interp.tensor_map import TensorMap
+from fkjit.interp.core import callgraph
+from fkjit.interp.core.checks import Checks
+from fkjit.interp.core.inline import inline_calls
+from fkjit.interp.core.lanes import WARP, Layout
+from fkjit.interp.core.names import source_name
+from fkjit.interp.core.parse import parse
+from fkjit.interp.core.ptx import Function, Module, Variable
+from fkjit.interp.core.report import Reporter
+from fkjit.interp.machine.machine import Machine, Memory
+from fkjit.interp.schedule import Scheduler
+from fkjit.interp.spaces.arena import Allocation, GlobalMemory
+from fkjit.interp.spaces.arguments import Arg, Placing
+from fkjit.interp.spaces.banks import BankLine
+from fkjit.interp.spaces.local import LocalMemory
+from fkjit.interp.spaces.shared import CarveOut, SharedMemory
+from fkjit.interp.spaces.tensor_map import TensorMap
 
 MAX_LANES = 4096  # threads that run together: more amortise NumPy's overhead, but leave its caches
 Dim3 = tuple[int, int, int]
-MAX_MACHINES = 4  # decoded kernels kept for their next launch
+MAX_IDLE = 4  # decoded kernels kept for their next launch
 
 
 @dataclass(frozen=True)
@@ -112,54 +85,52 @@ def run(
             f"{title or entry}: block={block} has {layout.threads} threads; the kernel's "
             f"__launch_bounds__ allow {kernel.max_threads}"
         )
-    launch = _Launch(
-        module, kernel, layout, arguments, dynamic_shared, checks, title or entry, carve_outs,
-        resident,
-    )  # fmt: skip
-    stats = _execute(launch, progress)
-    if stats is None:
-        return run(
-            ptx, entry, grid, block, arguments, dynamic_shared, checks, title, progress, cluster,
-            resident, carve_outs,
+    stats = None
+    while stats is None:
+        launch = _Launch(
+            module, kernel, layout, arguments, dynamic_shared, checks, title or entry, carve_outs,
+            resident,
         )  # fmt: skip
+        stats = _execute(launch, progress)
     return replace(stats, seconds=time.perf_counter() - started)
 
 
 def _execute(launch: _Launch, progress: Callable[[float], None] | None) -> Stats | None:
-    """Run and copy back. None: a machine decoded for another batch size has met a fault; there
+    """Run and copy back. None: a kernel decoded for another batch size has met a fault; there
     another one may come first, so that the launch has to be repeated as if it were the only one.
     """
-    machine = launch.idle_machine()
+    idle = launch.take_idle()
     try:
         with np.errstate(all="ignore"):
-            stats = _run_batches(machine or launch.new_machine(), progress)
+            stats = _run_batches(idle or launch.decode(), progress)
     except SanitizerError:
-        if machine is None:
+        if idle is None:
             raise
         return None
     launch.copy_back()
-    launch.keep_machine()
+    launch.keep()
     return stats
 
 
-_machines: OrderedDict[tuple[object, ...], Machine] = OrderedDict()  # decoded and idle
-_machines_lock = Lock()
+_idle: OrderedDict[tuple[object, ...], Scheduler] = OrderedDict()  # decoded, for a next launch
+_idle_lock = Lock()
 
 
-def _run_batches(machine: Machine, progress: Callable[[float], None] | None) -> Stats:
+def _run_batches(scheduler: Scheduler, progress: Callable[[float], None] | None) -> Stats:
+    machine, race, counted = scheduler.machine, scheduler.race, scheduler.banks
     batches, layout, before = 0, machine.layout, machine.executed
-    if machine.race is not None:
-        machine.race.start_launch()
-    if machine.banks is not None:
-        machine.banks.counts.clear()
+    if race is not None:
+        race.start_launch()
+    if counted is not None:
+        counted.counts.clear()
     for first in range(0, layout.blocks, layout.ctas):
-        machine.run_batch(first)
+        scheduler.run_batch(first)
         batches += 1
         if progress is not None:
             progress(min(1.0, (first + layout.ctas) / layout.blocks))
-    banks = () if machine.banks is None else machine.banks.lines(machine.reporter.title)
-    if machine.banks is not None and machine.checks.bank_limit is not None:
-        machine.banks.gate(machine.reporter.title, machine.checks.bank_limit)
+    banks = () if counted is None else counted.lines(machine.reporter.title)
+    if counted is not None and machine.checks.bank_limit is not None:
+        counted.gate(machine.reporter.title, machine.checks.bank_limit)
     return Stats(0.0, layout.blocks, layout.threads, batches, machine.executed - before, banks)
 
 
@@ -235,7 +206,7 @@ class _Launch:
         self.key = (
             self.kernel, layout.block, layout.cluster, dynamic_shared, checks, self.carve_outs,
         )  # fmt: skip
-        self.running: Machine
+        self.running: Scheduler
         self.module, self.dynamic_shared = module, dynamic_shared
         self.reporter = Reporter(title, layout)
         self.arena = GlobalMemory(self.reporter, checks.mem)
@@ -249,12 +220,13 @@ class _Launch:
         self.placing.find_holes()
         self._relocate(module)
 
-    def idle_machine(self) -> Machine | None:
-        """A machine that has run this kernel before, if one is idle and of a fitting size."""
-        with _machines_lock:
-            machine = _machines.pop(self.key, None)
-        if machine is None or not machine.layout.fits(self.layout.ctas):
+    def take_idle(self) -> Scheduler | None:
+        """This kernel as an earlier launch decoded it, if it is idle and of a fitting size."""
+        with _idle_lock:
+            idle = _idle.pop(self.key, None)
+        if idle is None or not idle.machine.layout.fits(self.layout.ctas):
             return None
+        machine = idle.machine
         if machine.layout.ctas < self.least:
             return None
         if not self.symbols.items() <= machine.memory.symbols.items():
@@ -263,10 +235,10 @@ class _Launch:
         machine.reporter.title = self.reporter.title
         self.arena.reporter = machine.reporter
         machine.memory.globals = self.arena
-        self.running = machine
-        return machine
+        self.running = idle
+        return idle
 
-    def new_machine(self) -> Machine:
+    def decode(self) -> Scheduler:
         """The kernel decoded; raises InterpreterError for what is not supported."""
         shared = SharedMemory(
             self._spaced(self.module, "shared"), self.dynamic_shared, self.layout, self.reporter,
@@ -277,16 +249,18 @@ class _Launch:
         symbols = {**self.symbols, **shared.offsets, **local.offsets}
         memory = Memory(self.arena, shared, local, symbols)
         with _no_collection():
-            self.running = Machine(self.kernel, self.layout, memory, self.reporter, self.checks)
+            machine = Machine(self.kernel, self.layout, memory, self.reporter, self.checks)
+            self.running = Scheduler(machine)
         return self.running
 
-    def keep_machine(self) -> None:
-        """Keep the machine for the kernel's next launch; not to be called after a fault."""
-        self.running.memory.globals = GlobalMemory(self.running.reporter, True)
-        with _machines_lock:
-            _machines[self.key] = self.running
-            while len(_machines) > MAX_MACHINES:
-                _machines.popitem(last=False)
+    def keep(self) -> None:
+        """Keep what is decoded for the kernel's next launch; not to be called after a fault."""
+        machine = self.running.machine
+        machine.memory.globals = GlobalMemory(machine.reporter, True)
+        with _idle_lock:
+            _idle[self.key] = self.running
+            while len(_idle) > MAX_IDLE:
+                _idle.popitem(last=False)
 
     def _spaced(self, module: Module, *spaces: str) -> list[Variable]:
         every = module.variables + self.kernel.variables

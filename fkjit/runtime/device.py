@@ -218,16 +218,22 @@ def loaded(
     `call`: its name, where it is not the spec's op. CaptureError when compiling or loading would be
     needed while `stream` is being captured into a CUDA graph.
     """
-    params = spec.canonical(params)
-    key = (spec.id, tuple(params.values()), device)
-    found = _loaded.get(key)
+    asked = (spec.id, tuple(params.items()), device)
+    try:
+        found = _loaded.get(asked)
+    except TypeError:  # a value that is no key: perhaps it equals one
+        found = None
     if found is not None and found.spec is spec:
         return found
-    _refuse_while_capturing(spec, params, stream, call or spec.op)
-    with _loading:
-        found = _loaded.get(key)
-        if found is None or found.spec is not spec:
-            found = _loaded[key] = _load(spec, dict(params), device)
+    params = spec.canonical(params)
+    key = (spec.id, tuple(params.items()), device)
+    found = _loaded.get(key)
+    if found is None or found.spec is not spec:
+        _refuse_while_capturing(spec, params, stream, call or spec.op)
+        with _loading:
+            found = _loaded.get(key)
+            if found is None or found.spec is not spec:
+                found = _loaded[key] = _load(spec, dict(params), device)
     return found
 
 
@@ -302,7 +308,7 @@ def _load(spec: KernelSpec, params: dict[str, Any], device: int) -> LoadedKernel
         packing=struct.Struct("@" + "".join(codes)),
         offsets=offsets(codes),
         names=tuple(name for name, _, _ in entry.meta["arguments"]),
-        dependent=spec.dependent and to.arch.capability >= (9, 0),
+        dependent=spec.pdl and to.arch.capability >= (9, 0),
         keep=(module, function),
     )
 
@@ -343,8 +349,8 @@ def launch_on_device(
     """Launch one problem. `named` has every kernel argument; pointers are integers. `call`: see
     `loaded`."""
     refuse_gpu(call or spec.op)
-    runtime = import_module("cupy.cuda").runtime
     kernel = loaded(spec, params, device, stream, call)
+    runtime = _runtime()
     before = runtime.getDevice()
     if before != device:
         runtime.setDevice(device)

@@ -10,9 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from copy import copy
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +21,9 @@ CPU = -1  # the device number of host memory
 
 _DL_CPU, _DL_CUDA = 1, 2  # DLPack's device types
 _NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+_LONG_NAMES = {short: long for long, short in _NAMES.items()}
+_torch_names: dict[Any, str] = {}  # by torch's dtypes, as they are seen
+_torch_dtypes: dict[str, Any] = {}  # the other way
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 
 
@@ -51,8 +52,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """One array as a kernel sees it. Strides are in elements; `device` is CPU or a CUDA ordinal."""
 
     kind: str  # numpy | torch | cupy | dlpack
@@ -65,52 +65,62 @@ class View:
     source: Any = None  # dlpack: the caller's array, to give back the same kind
 
 
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous array."""
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
+    return tuple(strides)
+
+
 class Pointer:
     """What a spec's `arguments` may ask of an array: shape, strides in bytes, itemsize.
 
     None stands for a null pointer; with a shape and a dtype for a contiguous array still to come.
     """
 
+    __slots__ = ("itemsize", "pointer", "shape", "strides")
+
     def __init__(
         self, seen: View | None, shape: tuple[int, ...] = (), dtype: str | None = None
     ) -> None:
-        self.pointer = 0 if seen is None else seen.pointer
-        self.shape = tuple(shape) if seen is None else seen.shape
-        strides = _contiguous(self.shape) if seen is None else seen.strides
-        label = dtype if seen is None else seen.dtype
-        self.itemsize = ITEMSIZE.get(label or "", 0) or (0 if seen is None else _itemsize(seen))
-        self.strides = tuple(step * self.itemsize for step in strides)
+        if seen is None:
+            self.pointer, self.shape, strides = 0, tuple(shape), contiguous(shape)
+            itemsize = ITEMSIZE.get(dtype or "", 0)
+        else:
+            self.pointer, self.shape, strides = seen.pointer, seen.shape, seen.strides
+            itemsize = ITEMSIZE.get(seen.dtype) or _itemsize(seen)
+        self.itemsize = itemsize
+        self.strides = tuple([step * itemsize for step in strides])
 
     def transposed(self, order: tuple[int, ...]) -> Pointer:
         """The same array with its dimensions in another order."""
-        other = copy(self)
-        other.shape = tuple(self.shape[i] for i in order)
-        other.strides = tuple(self.strides[i] for i in order)
+        other = Pointer.__new__(Pointer)
+        other.pointer, other.itemsize = self.pointer, self.itemsize
+        other.shape = tuple([self.shape[i] for i in order])
+        other.strides = tuple([self.strides[i] for i in order])
         return other
+
+
+NULL = Pointer(None)  # no array
 
 
 def resolved(named: Mapping[str, Any]) -> dict[str, Any]:
     """What `spec.arguments` made of `Pointer`s, as a launch wants it: addresses (of None: null) and
     tensor maps."""
-    values: dict[str, Any] = {}
+    values = dict(named)
     for name, value in named.items():
-        if isinstance(value, TensorMap):
-            value = value.encode(value.array.pointer)
-        values[name] = (
-            value.pointer if isinstance(value, Pointer) else 0 if value is None else value
-        )
+        if type(value) is Pointer:
+            values[name] = value.pointer
+        elif value is None:
+            values[name] = 0
+        elif type(value) is TensorMap:
+            values[name] = value.encode(value.array.pointer)
     return values
 
 
 def _itemsize(seen: View) -> int:
     return int(seen.array.dtype.itemsize)
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for i in range(len(shape) - 2, -1, -1):
-        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
-    return tuple(strides)
 
 
 def view(array: Any, call: str, name: str) -> View:
@@ -147,7 +157,7 @@ def _view(array: Any, call: str, name: str) -> View:
 
 def _torch_view(tensor: Any, call: str, name: str) -> View:
     torch = sys.modules["torch"]
-    if tensor.device.type not in ("cuda", "cpu") or tensor.layout is not torch.strided:
+    if not (tensor.is_cuda or tensor.is_cpu) or tensor.layout is not torch.strided:
         raise DeviceError(
             f"{call}: {name} is a {tensor.layout} tensor on {tensor.device}; allowed: dense "
             "tensors on a CUDA device or the CPU"
@@ -161,17 +171,28 @@ def _torch_view(tensor: Any, call: str, name: str) -> View:
         raise ArgumentTypeError(
             f"{call}: {name} is a lazily negated or conjugated view; call .resolve_neg()"
         )
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    device = tensor.device.index if tensor.device.type == "cuda" else CPU
+    dtype = tensor.dtype
+    label = _torch_names.get(dtype) or _torch_name(dtype)
+    device = tensor.get_device() if tensor.is_cuda else CPU
     return View(
-        "torch",
-        tensor,
-        tensor.data_ptr(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        _NAMES.get(dtype, dtype),
-        device,
+        "torch", tensor, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), label, device
     )
+
+
+def on_gpu(tensor: Any, pointer: int, traits: tuple[Any, ...]) -> View | None:
+    """A view of a plain CUDA tensor, of what is known of it (type, shape, strides, dtype, device,
+    …: a plan's geometry); None for any other, which `view` looks at more closely."""
+    _, shape, strides, dtype, device, negated, *_ = traits
+    if device < 0 or negated or _forked or not tensor.is_cuda or not (pointer or 0 in shape):
+        return None
+    label = _torch_names.get(dtype) or _torch_name(dtype)
+    return View("torch", tensor, pointer, shape, strides, label, device)
+
+
+def _torch_name(dtype: Any) -> str:
+    long = str(dtype).removeprefix("torch.")
+    made = _torch_names[dtype] = _NAMES.get(long, long)
+    return made
 
 
 def _has_no_memory(torch: Any, tensor: Any) -> bool:
@@ -256,14 +277,20 @@ def numpy_dtype(dtype: str) -> np.dtype:
 
 def torch_dtype(dtype: str) -> Any:
     """torch's own name for "fp16", "bf16", "fp32", "fp64"; others are torch's already."""
-    names = {short: long for long, short in _NAMES.items()}
-    return getattr(sys.modules["torch"], names.get(dtype, dtype))
+    found = _torch_dtypes.get(dtype)
+    if found is None:
+        found = getattr(sys.modules["torch"], _LONG_NAMES.get(dtype, dtype))
+        _torch_dtypes[dtype] = found
+    return found
 
 
 def empty(like: View, shape: tuple[int, ...], dtype: str) -> Any:
     """An uninitialised contiguous array of the same framework, on the same device."""
     if like.kind == "torch":
         torch = sys.modules["torch"]
+        made = fast_empty()
+        if made is not None and like.device != CPU and torch._C._cuda_getDevice() == like.device:
+            return made(shape, contiguous(shape), torch_dtype(dtype))
         return torch.empty(shape, dtype=torch_dtype(dtype), device=like.array.device)
     if like.device == CPU:
         return np.empty(shape, numpy_dtype(dtype))
@@ -271,6 +298,22 @@ def empty(like: View, shape: tuple[int, ...], dtype: str) -> Any:
 
     with cupy.cuda.Device(like.device):
         return cupy.empty(shape, numpy_dtype(dtype))
+
+
+def fast_empty() -> Any:
+    """(shape, strides, dtype) -> a tensor on the current CUDA device, in a third of torch.empty's
+    time; None where this PyTorch has nothing like it."""
+    return getattr(sys.modules["torch"]._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+def new(like: View, shape: tuple[int, ...], dtype: str) -> View:
+    """What `empty` makes, as kernels see it."""
+    made = empty(like, shape, dtype)
+    if like.kind == "torch":
+        pointer = made.data_ptr()
+    else:
+        pointer = made.ctypes.data if like.device == CPU else made.data.ptr
+    return View(like.kind, made, pointer, tuple(shape), contiguous(shape), dtype, like.device)
 
 
 def outline(shape: tuple[int, ...], dtype: str, device: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +21,7 @@ _L2_PROMOTION = 3  # 256 bytes: neighbouring boxes are wanted next
 _SUCCESS, _NO_CONTEXT = 0, 201
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class TensorMap:
     """A tiled map over `array`, the innermost dimension first; elements outside read as zeros.
 
@@ -45,14 +47,14 @@ class TensorMap:
 
     def encode(self, pointer: int) -> bytes:
         """The 128 bytes for an array that begins at this device address (a multiple of 16)."""
-        buffer = (ctypes.c_char * (BYTES + ALIGN))()
-        at = -ctypes.addressof(buffer) % ALIGN
-        rank = len(self.dims)
+        here, rank = _room, len(self.dims)
+        strides = self.legal_strides()
+        _NUMBERS.pack_into(
+            here.memory, here.start,
+            *self.dims, *_ZEROS[rank:], *strides, *_ZEROS[rank:], *self.box, *_ZEROS[rank:], *_ONES,
+        )  # fmt: skip
         values = (
-            ctypes.addressof(buffer) + at, _TYPES[self.dtype], rank, pointer + self.origin,
-            (ctypes.c_uint64 * rank)(*self.dims),
-            (ctypes.c_uint64 * (rank - 1))(*self.legal_strides()),
-            (ctypes.c_uint32 * rank)(*self.box), (ctypes.c_uint32 * rank)(*(1,) * rank),
+            here.map, _TYPES[self.dtype], rank, pointer + self.origin, *here.numbers,
             0, _SWIZZLES[self.swizzle], _L2_PROMOTION, 0,
         )  # fmt: skip
         status = _encoder()(*values)
@@ -63,9 +65,27 @@ class TensorMap:
         if status != _SUCCESS:
             raise LaunchError(
                 f"tensor map: the driver refused it (error {status}): dims={self.dims}, "
-                f"strides={self.legal_strides()}, box={self.box}, address={pointer:#x}"
+                f"strides={strides}, box={self.box}, address={pointer:#x}"
             )
-        return buffer.raw[at : at + BYTES]
+        return bytes(here.memory[here.start - BYTES : here.start])
+
+
+class _Room(threading.local):
+    """This thread's memory for one encoding: the map, and behind it the numbers it is made of."""
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(ALIGN + BYTES + _NUMBERS.size)
+        self.memory = memoryview(self.buffer).cast("B")
+        base = ctypes.addressof(self.buffer)
+        self.start = -base % ALIGN + BYTES  # of the numbers
+        self.map = base + self.start - BYTES
+        self.numbers = [base + self.start + at for at in (0, 40, 72, 92)]
+
+
+_MAX_RANK = 5
+_ZEROS, _ONES = (0,) * _MAX_RANK, (1,) * _MAX_RANK
+_NUMBERS = struct.Struct("=5Q4Q5I5I")  # extents, strides, box, and a step of 1 in each dimension
+_room = _Room()
 
 
 @lru_cache(maxsize=1)

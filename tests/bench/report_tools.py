@@ -36,7 +36,7 @@ def cell(problem: dict[str, Any], name: str, rng: random.Random) -> dict[str, An
     """One candidate on one case, with times that its speeds and some noise make."""
     ops.load()
     spec = registered("attention")[0]
-    flops, moved = spec.flops(problem), spec.bytes(problem)
+    flops, moved = spec.work.flops(problem), spec.work.bytes(problem)
     tflops, gbs, launch, kind = CANDIDATES[name]
     tflops /= 12 if problem["dtype"] == "fp32" else 1
     fill = min(1.0, problem["batch"] * problem["heads_q"] * problem["seqlen_q"] / 60_000)

@@ -77,14 +77,14 @@ def test_the_suite_chooses_what_was_found(folder, name, problem, kernel, choice)
 
 
 CALLS = {  # the operation's call, as the public function makes it, for arrays of the suite
-    "vector_add": ("vector_add", "_OP", ("a", "b"), ()),
-    "reduce": ("reduce", "_SUM", ("x",), (None, None, False)),
-    "rope": ("rope", "_OP", ("q", "k", "positions", None),
+    "vector_add": ("elementwise.vector_add", "_OP", ("a", "b"), ()),
+    "reduce": ("reduce.call", "_SUM", ("x",), (None, None, False)),
+    "rope": ("rope.call", "_OP", ("q", "k", "positions", None),
              (0, None, None, None, False, "bhsd", False)),
-    "layer_norm": ("norm", "_LAYER", ("x", "weight", "bias", "residual"), (1e-5,)),
-    "kv_append": ("kv_append", "_OP", ("k", "v", "slot_mapping", "k_pages", "v_pages", None, None),
+    "layer_norm": ("norm.call", "_LAYER", ("x", "weight", "bias", "residual"), (1e-5,)),
+    "kv_append": ("kv.append", "_OP", ("k", "v", "slot_mapping", "k_pages", "v_pages", None, None),
                   ("same", "nhd")),
-    "kv_read": ("kv_read", "_OP", ("k_pages", "v_pages", "slot_mapping", None, None),
+    "kv_read": ("kv.read", "_OP", ("k_pages", "v_pages", "slot_mapping", None, None),
                 ("same", "nhd", None)),
 }  # fmt: skip
 CALLED = [
@@ -102,7 +102,10 @@ def requested(name, problem, monkeypatch):
     module, attribute, inputs, options = CALLS[name]
     found = __import__(f"fkjit.ops.{module}", fromlist=[attribute])
     op: Op = getattr(found, attribute)
-    for owner in ("vector_add", "reduce", "rope_checks", "norm_checks", "kv_append", "kv_read"):
+    for owner in (
+        "elementwise.vector_add", "reduce.call", "rope.checks", "norm.checks", "kv.append",
+        "kv.read",
+    ):  # fmt: skip
         monkeypatch.setattr(f"fkjit.ops.{owner}.arch_of", lambda view: H200)
     arrays = operations()[name].inputs(problem, DEVICE)
     given = [arrays[n] if n else None for n in inputs] + [None] * len(op.outputs)

@@ -37,8 +37,8 @@ def cases(names: list[str], without: list[str]) -> Iterator[tuple[KernelSpec, di
 
 
 def launch(spec: KernelSpec, params: dict[str, Any], problem: Any) -> None:
-    arrays = spec.inputs(params, problem, np.random.default_rng(0))
-    arrays |= spec.outputs(params, problem)
+    arrays = spec.verification.inputs(params, problem, np.random.default_rng(0))
+    arrays |= spec.verification.outputs(params, problem)
     with quiet():
         moved = {name: cupy.asarray(array) for name, array in arrays.items()}
         fkjit.launch(spec, params, problem, moved)
@@ -57,7 +57,7 @@ def main() -> None:
         if given.seconds and time.monotonic() - begin > given.seconds:
             left += 1
             continue
-        for problem in spec.problems(params, "small"):
+        for problem in spec.verification.problems(params, "small"):
             launch(spec, params, problem)
             launches += 1
         seen.add(spec.id)

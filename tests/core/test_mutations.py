@@ -43,7 +43,7 @@ def outcome(bug: Bug, monkeypatch: pytest.MonkeyPatch, plant: bool) -> str:
     params = next(p for p in spec.variants(arch(target)) if bug.params.items() <= p.items())
     try:
         with quiet(), fkjit.sanitize(race=True, banks=1 if bug.by == "banks" else False):
-            for problem in spec.problems(params, "small"):
+            for problem in spec.verification.problems(params, "small"):
                 if not right(spec, params, {**problem, **bug.problem}):
                     return "numbers"
     except SanitizerError as error:
@@ -53,15 +53,17 @@ def outcome(bug: Bug, monkeypatch: pytest.MonkeyPatch, plant: bool) -> str:
 
 def right(spec, params, problem) -> bool:
     rng = np.random.default_rng(5)
-    inputs = spec.inputs(params, problem, rng)
-    arrays = {**inputs, **spec.outputs(params, problem)}
+    inputs = spec.verification.inputs(params, problem, rng)
+    arrays = {**inputs, **spec.verification.outputs(params, problem)}
     fkjit.launch(spec, params, problem, arrays)
-    for name, expected in spec.reference(problem, inputs).items():
+    for name, expected in spec.verification.reference(problem, inputs).items():
         finite = np.isfinite(expected)
         found = np.asarray(arrays[name], np.float64)
         if not np.array_equal(np.isfinite(found), finite):
             return False
-        bound = spec.tolerance(params) * max(1.0, np.abs(expected[finite]).max(initial=0.0))
+        bound = spec.verification.tolerance(params) * max(
+            1.0, np.abs(expected[finite]).max(initial=0.0)
+        )
         if np.abs(found[finite] - expected[finite]).max(initial=0.0) > bound:
             return False
     return True

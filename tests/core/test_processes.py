@@ -55,10 +55,10 @@ def test_a_forked_process_is_told_why_it_cannot_use_the_gpu(monkeypatch, used):
 def test_a_forked_process_has_no_plans():
     """In the child each call is checked again."""
     plans = Plans("test", ("a",))
-    plans.known["key"] = None  # type: ignore[assignment]
+    plans.young["key"] = plans.last["options"] = None  # type: ignore[assignment]
     child = os.fork()
     if child == 0:
-        os._exit(len(plans.known) + len(plan.plans))
+        os._exit(len(plans.known) + len(plans.last) + len(plan.plans))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and len(plans.known) == 1
 
 
@@ -86,8 +86,7 @@ def test_other_threads_see_a_plan_when_it_is_whole(monkeypatch):
     torch = pytest.importorskip("torch", reason="needs torch")
     plans, seen = Plans("test", ("a", "b")), []
     monkeypatch.setattr(Plan, "__init__", lambda *_: None)
-    monkeypatch.setattr(Plan, "guards", {}, raising=False)
-    monkeypatch.setattr(Plan, "allow", lambda *_: seen.append(dict(plans.known)))
+    monkeypatch.setattr(Plan, "allow", lambda *_: seen.append(plans.known))
     request = SimpleNamespace(like=SimpleNamespace(kind="torch"))
-    plans.remember([torch.ones(3), None], (), request, (), ())  # type: ignore[arg-type]
-    assert seen == [{}] and len(plans.known) == 1
+    plans.store([torch.ones(3), None], (), request, (), ())  # type: ignore[arg-type]
+    assert seen == [[]] and len(plans.known) == 1

@@ -10,74 +10,99 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import fkjit
+from bench.core import store
 from bench.report import figure
+from fkjit.arch import DEFAULT_ARCHS
 from fkjit.settings import Settings
 from tests.cli.kit import run
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = (
-    "README.md", "CONTRIBUTING.md", "docs/DESIGN.md", "docs/BENCHMARKS.md", "docs/PROFILING.md",
-    "docs/TUNING.md", "docs/ATTENTION.md", "docs/BANDWIDTH.md", "docs/PYTORCH.md",
-)  # fmt: skip
+COMMANDS = (ROOT / "docs" / "COMMANDS.md").read_text()
+RESULTS = ROOT / "bench" / "results"
 
 
 def test_the_example_runs_and_is_right():
     (code,) = re.findall(r"(?s)```python\n(.*?)```", README)
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
-    q, k, v, o = (names[name].astype(np.float64) for name in "qkvo")
+    q, k, v, o = (names[name].double().cpu().numpy() for name in "qkvo")
     k, v = (np.repeat(x, 4, axis=1) for x in (k, v))
     scores = np.tril(np.exp(q @ k.swapaxes(2, 3) / 8))
     expected = scores / scores.sum(-1, keepdims=True) @ v
     assert np.abs(o - expected).max() < 4e-3
 
 
-def test_every_setting_is_in_the_readme():
+def test_the_excerpt_is_in_the_kernel():
+    ((path, code),) = re.findall(r"(?s)\[[^\]]*\]\((\S+\.cu)\):\n\n```cuda\n(.*?)```", README)
+    kernel = (ROOT / path).read_text()
+    parts = re.split(r"(?m)^ *// ….*\n", code)  # what is left out
+    places = [kernel.find(part) for part in parts]
+    assert len(parts) > 1 and -1 not in places and places == sorted(places)
+
+
+def test_the_table_of_gpus_has_every_target_and_what_was_measured():
+    part = README.split("## Supported GPUs\n")[1].split("\n## ")[0]
+    rows = [line for line in part.splitlines() if line.startswith("|")]
+    assert {f"`{name}`" for name in DEFAULT_ARCHS} <= set(re.findall(r"`sm_\w+`", " ".join(rows)))
+    runs = [run for path in RESULTS.glob("*.jsonl") for run in store.read(path)]
+    gpus = {run.header["gpu"].removeprefix("NVIDIA ") for run in runs}
+    timed = {row.split()[1] for row in rows if "timed" in row}
+    assert gpus == timed
+
+
+def test_every_setting_is_in_the_document():
+    text = COMMANDS.split("## Settings")[1]
     for field in fields(Settings):
-        assert f"`{Settings.variable(field.name)}" in README
-    named = set(re.findall(r"FKJIT_[A-Z_]+", README))
+        assert f"`{Settings.variable(field.name)}" in text
+    named = set(re.findall(r"FKJIT_[A-Z_]+", README + COMMANDS))
     assert named == {Settings.variable(field.name) for field in fields(Settings)}
 
 
-def test_every_command_it_names_exists():
-    named = set(re.findall(r"`fkjit (\w+)", README))
+def test_every_command_the_documents_name_exists():
+    named = set(re.findall(r"`fkjit (\w+)", COMMANDS))
     assert named == {
         "doctor", "list", "check", "show", "compile", "warm", "bench", "report", "tune", "profile",
         "cache",
     }  # fmt: skip
+    assert set(re.findall(r"`fkjit (\w+)", README)) <= named
     for name in named:
         assert run(name, "--help").status == 0
 
 
 @pytest.mark.parametrize("name", figure.TABLES)
 def test_tables_are_those_of_committed_runs(name):
-    results = _source(name)
-    cells, environment = figure.read(results)
-    made = figure.table(cells, environment, results, name)
-    assert figure.with_table(README, name, made) == README
-    assert environment["date"][:10] in README and environment["gpu"] in README
+    page, results = figure.TABLES[name].page.read_text(), _source(name)
+    assert figure.with_table(page, name, figure.table(results, name)) == page
+    _, environment = figure.read(results)
+    assert environment["date"][:10] in page and environment["gpu"] in page
+
+
+def test_the_readme_shows_six_rows_of_the_run_that_the_page_has():
+    assert len(figure.TABLES["summary"].rows) == 6
+    assert _source("summary") == _source("forward") == _source("backward")
 
 
 def test_picture_is_that_of_the_committed_run():
-    made = figure.picture(*figure.read(_source("figures")))
+    made = figure.picture(*figure.read(_source("forward")))
     assert figure.PICTURE.read_text() == made
     assert f"]({figure.PICTURE.relative_to(ROOT)})" in README
 
 
 def _source(name: str) -> Path:
-    """The result file that a table of the README says it is from."""
-    text = README.split(f"<!-- {name}: begin -->")[1].split("<!-- ")[0]
+    """The result file that a table says it is from."""
+    page = figure.TABLES[name].page.read_text()
+    text = page.split(f"<!-- {name}: begin -->")[1].split("<!-- ")[0]
     return ROOT / text.rsplit("From `", 1)[1].split("`")[0]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_what_documents_point_to_is_there(document):
-    text = (ROOT / document).read_text()
-    for link in re.findall(r"\]\(([^)#]+)\)", text):
-        assert (ROOT / document).parent.joinpath(link).exists(), link
-    for path in re.findall(r"`((?:tests|docs|bench|fkjit|templates|kernels_cu)/[\w./]*)`", text):
-        assert (ROOT / path).exists(), path
+def test_versions_of_the_changelog():
+    text = (ROOT / "docs" / "CHANGELOG.md").read_text()
+    versions = re.findall(r"(?m)^## ([\d.]+)(, unreleased)?$", text)
+    numbers = [tuple(map(int, version.split("."))) for version, _ in versions]
+    assert numbers == sorted(numbers, reverse=True)
+    assert fkjit.__version__ in {version for version, _ in versions}
 
 
 def test_the_design_names_every_module():

@@ -238,8 +238,10 @@ def test_rows_too_many_are_found_before_they_reach_the_next_array(
     (root / spec.source).write_text(text.replace(right, wrong))
     broken = replace(spec, root=root)
     params = next(spec.variants(to.arch))
-    problem = spec.problems(params, "small")[0]
-    arrays = spec.inputs(params, problem, RNG) | spec.outputs(params, problem)
+    problem = spec.verification.problems(params, "small")[0]
+    arrays = spec.verification.inputs(params, problem, RNG) | spec.verification.outputs(
+        params, problem
+    )
     with quiet():
         interpret(spec, params, problem, arrays, to)
         with pytest.raises(SanitizerError) as caught:

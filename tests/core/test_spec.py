@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from fkjit import ops
 from fkjit.arch import arch
 from fkjit.errors import ParameterError
 from fkjit.paths import kernels_dir
-from fkjit.spec import KernelSpec, Param, find, register, registered
+from fkjit.spec import KernelSpec, Param, Verification, Work, find, register, registered
 
 SPEC = KernelSpec(
     op="toy",
@@ -84,6 +86,40 @@ def test_parameters_have_one_order_and_the_declared_values():
     assert SPEC.canonical({**GOOD, "block": 48})["block"] == 48  # left for check() to refuse
 
 
+def first_cost(problem):
+    return 2.0 * problem["n"]
+
+
+CASES = Verification(tolerance=lambda params: 0.5)
+
+
+def test_flat_keywords_become_parts_and_replace_keeps_them():
+    flat = replace(SPEC, flops=first_cost, tolerance=lambda params: 0.25, dependent=True)
+    assert flat.work == Work(flops=first_cost) and flat.pdl
+    assert flat.verification.tolerance({}) == 0.25 and flat.verification.reference is None
+    again = replace(flat, bytes=first_cost, params=SPEC.params[:1])
+    assert again.work == Work(flops=first_cost, bytes=first_cost) and again.pdl
+    assert again.verification is flat.verification
+    assert SPEC.work.flops({"n": 3}) == 0.0 and not SPEC.pdl
+
+
+def test_a_named_verification_is_imported_when_it_is_read(tmp_path, monkeypatch):
+    (tmp_path / "toy_cases.py").write_text(
+        "from fkjit.spec import Verification\n"
+        "TOY = Verification(problems=lambda params, scale: [{'scale': scale}])\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = replace(replace(SPEC, verification="toy_cases:TOY"), params=SPEC.params)
+    assert "toy_cases" not in sys.modules
+    assert list(spec.verification.problems({}, "small")) == [{"scale": "small"}]
+    assert "toy_cases" in sys.modules
+    with pytest.raises(
+        ParameterError, match=r"toy\.kernel has .*'toy_cases:TOY' and tolerance too"
+    ):
+        replace(spec, tolerance=lambda params: 1.0)
+    assert replace(spec, verification=CASES).verification is CASES
+
+
 def test_the_registry_refuses_a_second_kernel_of_the_same_name(monkeypatch):
     monkeypatch.setattr("fkjit.spec._REGISTRY", {})
     register(SPEC)
@@ -102,6 +138,6 @@ def test_dependent_kernels_and_no_others_wait_for_the_one_before():
             text = (kernels_dir() / spec.source).read_text()
             head = r'extern "C" __global__.*?\) \{[^\n]*\n([^\n]*)'  # it may have ${values}
             first = re.search(head, text, re.DOTALL)
-            assert first is not None and spec.dependent == (
+            assert first is not None and spec.pdl == (
                 first[1].strip().startswith("after_previous_kernel(")
             ), spec.id

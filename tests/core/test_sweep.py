@@ -105,17 +105,19 @@ def test_the_baseline_holds_nothing_stale_and_gives_reasons():
 
 def check_numbers(spec, params, problem, to_device, to_host):
     rng = np.random.default_rng([len(spec.id), problem.get("seqlen_q", 0)])
-    inputs = spec.inputs(params, problem, rng)
-    arrays = {**inputs, **spec.outputs(params, problem)}
+    inputs = spec.verification.inputs(params, problem, rng)
+    arrays = {**inputs, **spec.verification.outputs(params, problem)}
     moved = {name: to_device(array) for name, array in arrays.items()}
     fkjit.launch(spec, params, problem, moved)
-    assert spec.reference is not None
-    for name, expected in spec.reference(problem, inputs).items():
+    assert spec.verification.reference is not None
+    for name, expected in spec.verification.reference(problem, inputs).items():
         found = to_host(moved[name]).astype(np.float64)
         finite = np.isfinite(expected)
         assert np.array_equal(np.isneginf(found), np.isneginf(expected)), (params, name)
         error = np.abs(found[finite] - expected[finite]).max(initial=0.0)
-        bound = spec.tolerance(params) * max(1.0, np.abs(expected[finite]).max(initial=0.0))
+        bound = spec.verification.tolerance(params) * max(
+            1.0, np.abs(expected[finite]).max(initial=0.0)
+        )
         assert error <= bound, (params, problem, name, error)
 
 
@@ -156,7 +158,7 @@ def test_numbers_in_the_interpreter(spec, name, head_dim, every_variant, interpr
             if real:
                 build_both(spec, params, real)
             interpreted(virtual(real) if real else name, guarded=not real)
-            for problem in spec.problems(params, "small"):
+            for problem in spec.verification.problems(params, "small"):
                 check_numbers(spec, params, problem, np.copy, np.asarray)
 
 
@@ -182,7 +184,7 @@ def test_no_races_in_the_interpreter(spec, name, interpreted):
         with quiet(), fkjit.sanitize(race=True):
             if not heavy(spec):
                 build_both(spec, params, name.replace("compute", "sm"))
-            for problem in spec.problems(params, "small"):
+            for problem in spec.verification.problems(params, "small"):
                 check_numbers(spec, params, problem, np.copy, np.asarray)
 
 
@@ -200,22 +202,24 @@ def test_the_interpreter_agrees_with_the_gpu(spec, monkeypatch):
     if not variants:
         pytest.skip("superseded on this GPU")
     for params in variants:
-        compare_with_gpu(spec, params, next(iter(spec.problems(params, "small"))), cupy)
+        compare_with_gpu(
+            spec, params, next(iter(spec.verification.problems(params, "small"))), cupy
+        )
 
 
 def compare_with_gpu(spec, params, problem, cupy):
-    inputs = spec.inputs(params, problem, np.random.default_rng(11))
-    ours = {**inputs, **spec.outputs(params, problem)}
+    inputs = spec.verification.inputs(params, problem, np.random.default_rng(11))
+    ours = {**inputs, **spec.verification.outputs(params, problem)}
     theirs = {name: cupy.asarray(array) for name, array in ours.items()}
     with quiet():
         fkjit.launch(spec, params, problem, ours)
         fkjit.launch(spec, params, problem, theirs)
-    for name in spec.outputs(params, problem):
+    for name in spec.verification.outputs(params, problem):
         one = np.asarray(ours[name], np.float64)
         two = np.asarray(cupy.asnumpy(theirs[name]), np.float64)
         finite = np.isfinite(one)
         assert np.array_equal(finite, np.isfinite(two)), (params, name)
-        bound = spec.tolerance(params) * max(1.0, np.abs(one[finite]).max(initial=0.0))
+        bound = spec.verification.tolerance(params) * max(1.0, np.abs(one[finite]).max(initial=0.0))
         assert np.abs(one[finite] - two[finite]).max(initial=0.0) <= bound, (params, name)
 
 
@@ -229,7 +233,7 @@ def test_numbers_on_the_gpu(spec):
     if not variants:
         pytest.skip("superseded on this GPU; the compute_75 sweep below runs it as PTX")
     for params in variants:
-        for problem in spec.problems(params, "full"):
+        for problem in spec.verification.problems(params, "full"):
             with quiet():
                 check_numbers(spec, params, problem, cupy.asarray, cupy.asnumpy)
 
@@ -251,7 +255,7 @@ def test_numbers_from_driver_compiled_ptx(spec, name, monkeypatch):
     variants = [p for p in spec.variants(arch(name)) if is_new(p, spec, name)]
     try:
         for params in variants[:: 7 if name == "compute_80" else 1]:
-            for problem in list(spec.problems(params, "full"))[:2]:
+            for problem in list(spec.verification.problems(params, "full"))[:2]:
                 with quiet():
                     check_numbers(spec, params, problem, cupy.asarray, cupy.asnumpy)
     finally:

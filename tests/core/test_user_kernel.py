@@ -42,14 +42,14 @@ def test_every_variant_computes_what_its_reference_says(scale):
     variants = list(fkjit.variants("scale.plain"))
     assert len(variants) == VARIANTS
     for params in variants:
-        (problem,) = scale.problems(params, "small")
-        inputs = scale.inputs(params, problem, np.random.default_rng(0))
-        outputs = scale.outputs(params, problem)
+        (problem,) = scale.verification.problems(params, "small")
+        inputs = scale.verification.inputs(params, problem, np.random.default_rng(0))
+        outputs = scale.verification.outputs(params, problem)
         fkjit.launch(scale, params, problem, {**inputs, **outputs})
-        expected = scale.reference(problem, inputs)["y"]
+        expected = scale.verification.reference(problem, inputs)["y"]
         assert np.abs(expected).max() > 1
         error = np.abs(outputs["y"].astype(np.float64) - expected).max()
-        assert error <= scale.tolerance(params)
+        assert error <= scale.verification.tolerance(params)
 
 
 def test_its_parameters_are_checked_like_ours(scale):

@@ -8,9 +8,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from interp_kit import apply
 
 from fkjit.interp import Arg, run
+from tests.interp.interp_kit import apply
 
 RNG = np.random.default_rng(17)
 HALF: dict[str, Any] = {"f16": np.float16, "bf16": ml_dtypes.bfloat16}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from interp_kit import compile_ptx, line_of
 
 from fkjit.errors import SanitizerError
 from fkjit.interp import Arg, Checks, run
-from fkjit.interp.banks import wavefronts
+from fkjit.interp.spaces.banks import wavefronts
+from tests.interp.interp_kit import compile_ptx, line_of
 
 NAME = "kernels_cu/test/banks.cu"
 LANES = np.arange(32)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from interp_kit import compile_ptx
 
 from fkjit.errors import SanitizerError
 from fkjit.interp import Arg, run
+from tests.interp.interp_kit import compile_ptx
 
 RNG = np.random.default_rng(11)
 

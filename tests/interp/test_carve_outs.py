@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from interp_kit import compile_ptx, line_of
 
 from fkjit.errors import SanitizerError
 from fkjit.interp import Arg, Checks, run
-from fkjit.interp.shared import CarveOut
+from fkjit.interp.spaces.shared import CarveOut
+from tests.interp.interp_kit import compile_ptx, line_of
 
 NAME = "kernels_cu/test/parts.cu"
 PARTS = (CarveOut("K", 0, 128), CarveOut("V", 128 + 64, 128))

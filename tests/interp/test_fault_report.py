@@ -6,10 +6,10 @@ import pickle
 
 import numpy as np
 import pytest
-from interp_kit import compile_ptx, line_of
 
 from fkjit.errors import SanitizerError
 from fkjit.interp import Arg, run
+from tests.interp.interp_kit import compile_ptx, line_of
 
 NAME = "kernels_cu/test/report.cu"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from interp_kit import compile_ptx, line_of
 
 from fkjit.errors import InterpreterError, SanitizerError
 from fkjit.interp import Arg, run
+from tests.interp.interp_kit import compile_ptx, line_of
 
 NAME = "kernels_cu/test/bug.cu"
 RNG = np.random.default_rng(9)

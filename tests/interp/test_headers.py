@@ -9,9 +9,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from interp_kit import EDGES, compile_ptx
 
 from fkjit.interp import Arg, run
+from tests.interp.interp_kit import EDGES, compile_ptx
 
 RNG = np.random.default_rng(7)
 ARCHS = ("compute_75", "compute_80", "compute_89", "compute_90", "compute_100")

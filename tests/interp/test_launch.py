@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from interp_kit import apply, compile_ptx
 
 from fkjit.errors import InterpreterError, ParameterError
-from fkjit.interp import Arg, Checks, Stats, machine, run
+from fkjit.interp import Arg, Checks, Stats, run, schedule
+from tests.interp.interp_kit import apply, compile_ptx
 
 ADD = """
 struct Strides { long long batch, head, row; };
@@ -104,7 +104,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
 
 def test_an_endless_kernel_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "STEP_LIMIT", 5000)
+    monkeypatch.setattr(schedule, "STEP_LIMIT", 5000)
     ptx = compile_ptx("""
     extern "C" __global__ void k(volatile int* y) { while (*y == 0) {} }""")
     y = np.zeros(1, "i4")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from interp_kit import apply, compile_ptx
 
 from fkjit.interp import Arg, run
+from tests.interp.interp_kit import apply, compile_ptx
 
 
 def launch(source: str, grid: int, block: int, arguments: list[Arg], shared: int = 0) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from interp_kit import compile_ptx
 
 from fkjit.errors import SanitizerError
 from fkjit.interp import Arg, run
-from fkjit.interp.names import source_name
+from fkjit.interp.core.names import source_name
+from tests.interp.interp_kit import compile_ptx
 
 
 @pytest.mark.parametrize(

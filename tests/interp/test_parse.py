@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from interp_kit import apply, compile_ptx
 
 from fkjit.errors import InterpreterError
-from fkjit.interp.declare import variable
-from fkjit.interp.parse import operand, parse, split_commas
-from fkjit.interp.ptx import Float, Imm, Mem, Not, Pair, Reg, Sym, Vec, reads_and_writes
+from fkjit.interp.core.declare import variable
+from fkjit.interp.core.parse import operand, parse, split_commas
+from fkjit.interp.core.ptx import Float, Imm, Mem, Not, Pair, Reg, Sym, Vec, reads_and_writes
+from tests.interp.interp_kit import apply, compile_ptx
 
 
 @pytest.mark.parametrize(

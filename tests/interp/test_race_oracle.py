@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from fkjit.errors import SanitizerError
-from fkjit.interp.lanes import Layout
-from fkjit.interp.ptx import Function, Instruction
-from fkjit.interp.race import ATOMIC, READ, WRITE, Race
-from fkjit.interp.report import Reporter
+from fkjit.interp.core.accesses import ATOMIC, READ, WRITE
+from fkjit.interp.core.lanes import Layout
+from fkjit.interp.core.ptx import Function, Instruction
+from fkjit.interp.core.report import Reporter
+from fkjit.interp.race.finder import Race
 
 BLOCKS, THREADS, BYTES = 2, 64, 64
 LANES = BLOCKS * THREADS
@@ -38,12 +39,12 @@ def new_race() -> Race:
     )
     function = Function("k", True, instructions=[LOAD, STORE, ATOM, ENGINE])
     machine = SimpleNamespace(
-        layout=layout, memory=memory, function=function, listeners=[], on_exit=[], observers=[],
+        layout=layout, memory=memory, function=function, on_start=[], on_exit=[], observers=[],
         alive=layout.live(), reporter=Reporter("k", layout),
     )  # fmt: skip
     race = Race(machine, function)  # type: ignore[arg-type]
     race.start_launch()
-    for listener in machine.listeners:
+    for listener in machine.on_start:
         listener()
     return race
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from interp_kit import compile_ptx
 
 from fkjit.errors import SanitizerError
 from fkjit.interp import Arg, Checks, run
-from fkjit.interp.parse import parse
-from fkjit.interp.undefined import affected, early_reads
+from fkjit.interp.core.parse import parse
+from fkjit.interp.machine.undefined import affected, early_reads
+from tests.interp.interp_kit import compile_ptx
 
 
 def kernel(body: str) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from interp_kit import apply, compile_ptx
 
 from fkjit.interp import Arg, run
+from tests.interp.interp_kit import apply, compile_ptx
 
 LANE = np.arange(96) % 32
 WARP = np.arange(96) // 32 * 32

@@ -266,15 +266,15 @@ def test_pairs_of_arrays_of_any_strides():
 def test_the_kernels_themselves_leave_slots_alone_that_there_are_not(spec):
     """Which the calls refuse on the CPU, where slots can be looked at."""
     params = next(spec.variants())
-    problem = spec.problems(params, "small")[1]
-    given = spec.inputs(params, problem, np.random.default_rng(5))
+    problem = spec.verification.problems(params, "small")[1]
+    given = spec.verification.inputs(params, problem, np.random.default_rng(5))
     there = problem["num_pages"] * problem["page_size"]
     given["slot_mapping"][:4] = there, there + 7, -5, 2**31 - 1
-    arrays = {**given, **spec.outputs(params, problem)}
+    arrays = {**given, **spec.verification.outputs(params, problem)}
     fkjit.launch(spec, params, problem, arrays)
     slots = given["slot_mapping"]
     none = {**given, "slot_mapping": np.where(slots < there, slots, -1)}
-    for output, expected in spec.reference(problem, none).items():
+    for output, expected in spec.verification.reference(problem, none).items():
         seen = np.isfinite(expected)
         assert np.array_equal(arrays[output][seen], expected[seen])
 

@@ -259,7 +259,7 @@ def test_the_second_call_takes_the_warm_path():
     with quiet():
         fkjit.moe_route_and_regroup(x, 2, 16)
     options = (2, "softmax", False, None, None, 1.0, 16, None, None)
-    assert op.plans.find([x, *[None] * 11], options) is not None
+    assert op.plans.lookup([x, *[None] * 11], options) is not None
 
 
 def test_a_graph_of_all_of_it_again_and_again():

@@ -8,7 +8,6 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 import fkjit  # noqa: E402
 from fkjit.ops.norm import call as norm  # noqa: E402
-from fkjit.ops.op import plan as simple_plan  # noqa: E402
 from fkjit.runtime import workspace  # noqa: E402
 from fkjit.runtime.device import flatten  # noqa: E402
 from fkjit.runtime.interop import Pointer, view  # noqa: E402
@@ -25,7 +24,7 @@ def plan(monkeypatch, driver):  # noqa: F811
     def make(op, arrays, options=()):
         request = op._request(op._views(arrays), options)
         kernels = [Kernel(launch.spec, launch.params) for launch in request.launches]
-        op.plans.remember(arrays, options, request, kernels, op._pairs(request))
+        op.plans.store(arrays, options, request, kernels, op._pairs(request))
         made.append(op)
         return kernels, request
 
@@ -94,7 +93,7 @@ def test_a_backward(plan, op, columns, monkeypatch):
         parts.append(torch.zeros(like.shape, dtype=like.dtype))
         return parts[-1]
 
-    monkeypatch.setattr(simple_plan._torch, "empty_like", empty_like)
+    monkeypatch.setattr(torch, "empty_like", empty_like)
     call.plans.forget()
     kernels, request = plan(call, [*inputs, *[None] * 5], wanted)
     parts.clear()

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import fkjit
-from fkjit.ops.op import plan as simple_plan
+from fkjit.ops.op import plan as plans
 from fkjit.runtime import workspace
 from fkjit.runtime.device import flatten
 from fkjit.runtime.interop import Pointer, view
@@ -30,7 +30,7 @@ def plan(monkeypatch, driver):  # noqa: F811
         request = op._request(op._views(arrays), options)
         (launch,) = request.launches
         kernel = Kernel(launch.spec, launch.params)
-        op.plans.remember(arrays, options, request, [kernel], op._pairs(request))
+        op.plans.store(arrays, options, request, [kernel], op._pairs(request))
         return kernel, request
 
     yield make
@@ -126,33 +126,103 @@ CHANGED = {
 def test_whatever_else_it_is_has_no_plan(plan, change):
     a, b = torch.randn(100), torch.randn(100)
     plan(ADD, [a, b, None])
-    assert ADD.plans.find([a, b, None], ()) is not None
-    assert ADD.plans.find([CHANGED[change](a), b, None], ()) is None
-    assert ADD.plans.find([a, b, a], ()) is None
-    assert ADD.plans.find([a, b, None], (1,)) is None
+    assert ADD.plans.lookup([a, b, None], ()) is not None
+    assert ADD.plans.lookup([CHANGED[change](a), b, None], ()) is None
+    assert ADD.plans.lookup([a, b, a], ()) is None
+    assert ADD.plans.lookup([a, b, None], (1,)) is None
 
 
 def test_overlaps_that_were_not_checked_go_the_long_way(plan):
     x = torch.randn(4096)
     plan(ADD, [x[1024:2048], x[2048:3072], x[:1024]])
-    assert ADD.plans.find([x[1024:2048], x[3072:], x[2048:3072]], ()) is not None
-    assert ADD.plans.find([x[1024:2048], x[3072:], x[512:1536]], ()) is None
-    assert ADD.plans.find([x[1024:2048], x[3072:], x[1024:2048]], ()) is None
+    assert ADD.plans.lookup([x[1024:2048], x[3072:], x[2048:3072]], ()) is not None
+    assert ADD.plans.lookup([x[1024:2048], x[3072:], x[512:1536]], ()) is None
+    assert ADD.plans.lookup([x[1024:2048], x[3072:], x[1024:2048]], ()) is None
     plan(ADD, [x[1024:2048], x[2048:3072], x[1024:2048]])  # in place: was looked at now
-    assert ADD.plans.find([x[:1024], x[3072:], x[:1024]], ()) is not None
+    assert ADD.plans.lookup([x[:1024], x[3072:], x[:1024]], ()) is not None
 
 
 def test_what_requires_grad_has_a_plan_only_without_autograd(plan):
     w, x = torch.nn.Parameter(torch.randn(50)), torch.randn(50)
     with torch.no_grad():
         plan(ADD, [x, w, None])
-        assert ADD.plans.find([x, w, None], ()) is not None
-    assert ADD.plans.find([x, w, None], ()) is None
-    assert ADD.plans.find([x, x.clone(), None], ()) is None
+        assert ADD.plans.lookup([x, w, None], ()) is not None
+    assert ADD.plans.lookup([x, w, None], ()) is None
+    assert ADD.plans.lookup([x, x.clone(), None], ()) is None
 
 
-def test_there_are_only_so_many_plans(plan, monkeypatch):
-    monkeypatch.setattr(simple_plan, "MAX_PLANS", 3)
-    for n in range(10, 15):
+def test_there_are_only_so_many_plans_and_those_in_use_stay(plan, monkeypatch):
+    monkeypatch.setattr(plans, "MAX_PLANS", 3)
+    often = [torch.randn(5), torch.randn(5), None]
+    plan(ADD, often)
+    for n in range(10, 30):
         plan(ADD, [torch.randn(n), torch.randn(n), None])
-        assert 1 <= len(ADD.plans.known) <= 3
+        assert 1 <= len(ADD.plans.known) <= 6
+        assert ADD.plans.lookup(often, ()) is not None
+    assert ADD.plans.lookup([torch.randn(10), torch.randn(10), None], ()) is None
+
+
+def test_a_plan_is_made_for_what_is_met_again(monkeypatch):
+    def meet(n):
+        return ADD.plans.meet(ADD.plans.sight([torch.zeros(n), torch.zeros(n), None])[1], ())
+
+    ADD.plans.forget()
+    assert [meet(n) for n in (10, 11, 11, 10, 11)] == [False, False, True, True, False]
+    monkeypatch.setattr(plans, "MAX_MET", 4)
+    for n in range(20):
+        meet(n)
+        assert len(ADD.plans._met) <= 4
+
+
+class TestTheLastPlan:
+    """What a call with the same options had last is asked first, by PyTorch's own guards."""
+
+    def ready(self, plan, *arrays):
+        kernel, _ = plan(ADD, list(arrays))
+        assert ADD.plans.lookup(list(arrays), ()) is not None
+        return kernel
+
+    def test_it_answers_calls_like_that_one(self, plan, monkeypatch):
+        a, b = torch.randn(100), torch.randn(100)
+        kernel = self.ready(plan, a, b, None)
+        monkeypatch.setattr(ADD.plans, "lookup", lambda *_: pytest.fail("looked up"))
+        out = fkjit.vector_add(b, a)
+        assert kernel.launches[-1][1][:3] == (b.data_ptr(), a.data_ptr(), out.data_ptr())
+
+    @pytest.mark.parametrize("change", list(CHANGED))
+    def test_anything_else_is_not_its(self, plan, change):
+        a, b = torch.randn(100), torch.randn(100)
+        self.ready(plan, a, b, None)
+        assert ADD.plans.try_last([CHANGED[change](a), b, None], ()) is plans.MISSED
+        assert ADD.plans.try_last([a, b, a], ()) is plans.MISSED
+        assert ADD.plans.try_last([a, b, None], (1,)) is plans.MISSED
+        assert ADD.plans.try_last([a, None, None], ()) is plans.MISSED
+        assert ADD.plans.try_last([a, b, None], ()) is not plans.MISSED
+
+    def test_addresses_of_another_alignment_are_not_its(self, plan):
+        x, b = torch.randn(200), torch.randn(100)
+        self.ready(plan, x[1:101], b, None)
+        assert ADD.plans.try_last([x[9:109], b, None], ()) is not plans.MISSED
+        assert ADD.plans.try_last([x[:100], b, None], ()) is plans.MISSED
+        assert ADD.plans.try_last([b, x[1:101], None], ()) is plans.MISSED
+
+    def test_overlaps_that_were_not_checked_are_not_its(self, plan):
+        x = torch.randn(4096)
+        self.ready(plan, x[1024:2048], x[2048:3072], x[:1024])
+        assert ADD.plans.try_last([x[1024:2048], x[3072:], x[:1024]], ()) is not plans.MISSED
+        assert ADD.plans.try_last([x[1024:2048], x[3072:], x[512:1536]], ()) is plans.MISSED
+
+    def test_gradients_are_not_its(self, plan):
+        w, x = torch.nn.Parameter(torch.randn(50)), torch.randn(50)
+        with torch.no_grad():
+            self.ready(plan, x, w, None)
+            assert ADD.plans.try_last([x, w, None], ()) is not plans.MISSED
+        assert ADD.plans.try_last([x, w, None], ()) is plans.MISSED
+
+    def test_two_geometries_take_turns(self, plan):
+        pairs = [(torch.randn(n), torch.randn(n)) for n in (30, 40)]
+        kernels = [self.ready(plan, a, b, None) for a, b in pairs]
+        for _ in range(3):
+            for (a, b), kernel in zip(pairs, kernels, strict=True):
+                out = fkjit.vector_add(a, b)
+                assert kernel.launches[-1][1][:3] == (a.data_ptr(), b.data_ptr(), out.data_ptr())

@@ -13,7 +13,7 @@ from bench.moe import cases_moe, cases_moe_rows
 from bench.moe import steps as moe_steps
 from bench.moe import tables as moe_tables
 from bench.moe.tables import BOTH, REGROUP, ROUTE
-from bench.report.bandwidth import trials
+from bench.report.bandwidth import sources, trials
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from fkjit.jit.build import quiet  # noqa: E402
@@ -96,7 +96,7 @@ def stored(tmp_path):
 
 def test_tables_and_picture_of_a_stored_run(tmp_path):
     path = stored(tmp_path)
-    made = moe_tables.tables(path)
+    made = moe_tables.tables([path])
     assert (
         "| both in one launch, fp32 T32768 E64 K2 | 9.00 | 24.5 | 500 | 55.6 |" in made["headlines"]
     )
@@ -107,3 +107,28 @@ def test_tables_and_picture_of_a_stored_run(tmp_path):
     times = moe_steps.steps(trials(path))
     assert times == pytest.approx([250, 500, 254.5, 24.5, 9, 9, 4.5])
     assert "two launches: 9.0" in moe_steps.picture(times, "made up")
+
+
+def test_the_page_has_the_tables_and_the_picture_of_its_runs():
+    page = moe_tables.PAGE.read_text()
+    paths = sources(page)
+    assert moe_tables.with_tables(page, moe_tables.tables(paths)) == page
+    drawn = moe_steps.picture(moe_steps.steps(trials(paths[-1])), paths[-1].name)
+    assert moe_tables.PICTURE.read_text() == drawn
+
+
+def test_a_time_of_an_older_run_says_which(tmp_path):
+    path = stored(tmp_path)
+    lines = path.read_text().splitlines(keepends=True)
+    newer = tmp_path / "newer.jsonl"
+    newer.write_text(lines[0] + "".join(line for line in lines if "moe_permute" in line))
+    made = moe_tables.tables([path, newer])
+    permute, combine = made["rows"].splitlines()[2], made["rows"].splitlines()[-1]
+    assert "(a)" not in permute and "H7168 (a) | 4.50" in combine
+    assert "4.50 / 12.2 / 250 (a)" in made["sizes of route"]
+    assert f"- b: `bench/results/{newer.name}`" in made["runs"]
+
+
+def test_a_row_with_more_cells_than_headings_is_refused():
+    with pytest.raises(ValueError, match="3 cells under 2 headings"):
+        moe_tables.markdown([["a", "b"], ["1", "2", "3"]])

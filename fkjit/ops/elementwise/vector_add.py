@@ -229,7 +229,7 @@ ADD = register(
         name="rows",
         source="elementwise/vector_add.cu",
         entry="vector_add",
-        dependent=True,
+        pdl=True,
         doc="a + b in 16-byte accesses where rows allow it; any strides",
         params=(
             Param("dtype", FLOATS, "element type of a, b and out"),

@@ -140,7 +140,7 @@ APPEND = register(
         name="tokens",
         source="kv/append.cu",
         entry="kv_append",
-        dependent=True,
+        pdl=True,
         doc="tokens to slots of a paged KV cache, as they are or as fp8 or int8",
         params=(*kv.PARAMS, Param("unroll", (1, 2, 4), "tokens of a thread", tunable=True)),
         illegal=lambda params: kv.illegal(params, _unroll(params["storage"])),

@@ -168,7 +168,7 @@ READ = register(
         name="tokens",
         source="kv/read.cu",
         entry="kv_read",
-        dependent=True,
+        pdl=True,
         doc="tokens out of slots of a paged KV cache, from fp8 or int8 as well",
         params=(*kv.PARAMS, Param("unroll", (1, 2, 4), "tokens of a thread", tunable=True)),
         illegal=lambda params: kv.illegal(params, _UNROLL),

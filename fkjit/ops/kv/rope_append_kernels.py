@@ -169,7 +169,7 @@ def _spec(name: str, doc: str, **rest: Any) -> KernelSpec:
             name=name,
             source="kv/rope_append.cu",
             entry="rope_kv_append",
-            dependent=True,
+            pdl=True,
             doc=doc,
             params=(
                 *kv.PARAMS[:3],

@@ -194,7 +194,7 @@ SLOTS = register(
         name="rows",
         source="kv/slots.cu",
         entry="kv_slots",
-        dependent=True,
+        pdl=True,
         doc="slots of tokens of a paged KV cache, from its tables; counts those appended",
         params=(Param("threads", (512,), "threads of a block", tunable=True),),
         block=lambda params: (params["threads"], 1, 1),

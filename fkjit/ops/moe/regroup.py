@@ -165,7 +165,7 @@ REGROUP = register(
             Param("tile", TILES, "(threads of a block, groups that it has room for)"),
         ),
         cooperative=True,
-        dependent=True,
+        pdl=True,
         derive=lambda params: {
             "id_type": {"int32": "i32", "int64": "i64"}[params["ids"]],
             **dict(zip(("threads", "most"), params["tile"], strict=True)),

@@ -175,7 +175,7 @@ ROUTE = register(
         ),
         derive=lambda params: dict(zip(("lanes", "values"), params["tile"], strict=True)),
         illegal=moe.illegal,
-        dependent=True,
+        pdl=True,
         block=lambda params: (params["threads"], 1, 1),
         grid=_grid,
         flops=lambda p: float(p["tokens"] * p["experts"] * (4 + p["top_k"])),

@@ -196,7 +196,7 @@ KERNEL = register(
             Param("threads", (256, 512), "threads of a block", tunable=True),
         ),
         cooperative=True,
-        dependent=True,
+        pdl=True,
         derive=lambda params: {
             **dict(zip(("lanes", "values"), params["tile"], strict=True)),
             "staged": params["tile"] == moe.STAGED,

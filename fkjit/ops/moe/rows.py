@@ -226,7 +226,7 @@ def _never_taken(params: Params) -> str | None:
 _SHARED: dict[str, Any] = dict(
     problems=problems,
     tolerance=_tolerance,
-    dependent=True,
+    pdl=True,
 )
 
 PERMUTE = register(

@@ -138,7 +138,7 @@ def _rows(op: str, centered: bool, affine: str) -> KernelSpec:
             name="rows",
             source="norm/rows.cu",
             entry="norm_rows",
-            dependent=True,
+            pdl=True,
             doc="rows that fit into registers: one pass",
             params=(
                 *DTYPES,
@@ -169,7 +169,7 @@ def _wide(op: str, centered: bool, affine: str) -> KernelSpec:
             name="wide",
             source="norm/wide.cu",
             entry="norm_wide",
-            dependent=True,
+            pdl=True,
             doc="rows of any width: a block looks at a row twice",
             params=(*DTYPES, Param("threads", (WIDE_THREADS,), "threads of a block", tunable=True)),
             derive=lambda params: {"centered": centered},

@@ -143,7 +143,7 @@ def _rows(op: str, centered: bool) -> KernelSpec:
             name="backward",
             source="norm/backward.cu",
             entry="norm_backward",
-            dependent=True,
+            pdl=True,
             doc="dx, and parts of dweight and dbias, of rows that fit into registers",
             params=(*DTYPES, Param("tile", TILES, "(threads, vectors of each, 1) of a row", True)),
             derive=lambda params: {
@@ -185,7 +185,7 @@ def _staged(op: str, centered: bool) -> KernelSpec:
             name="backward_staged",
             source="norm/backward_staged.cu",
             entry="norm_backward_staged",
-            dependent=True,
+            pdl=True,
             doc="dx, and parts of dweight and dbias, of rows that travel through shared memory",
             params=(*DTYPES[:2], Param("tile", (STAGED_TILE,), "(threads, vectors of each, 1)")),
             derive=lambda params: {
@@ -216,7 +216,7 @@ def _wide(op: str, centered: bool) -> KernelSpec:
             name="backward_wide",
             source="norm/backward_wide.cu",
             entry="norm_backward_wide",
-            dependent=True,
+            pdl=True,
             doc="dx of rows of any width: a block looks at a row twice",
             params=(*DTYPES, Param("threads", (WIDE_THREADS,), "threads of a block", True)),
             derive=lambda params: {"centered": centered},
@@ -238,7 +238,7 @@ def _weight_parts(op: str, centered: bool) -> KernelSpec:
             name="weight_parts",
             source="norm/weight_partials.cu",
             entry="norm_weight_parts",
-            dependent=True,
+            pdl=True,
             doc="parts of dweight and dbias of rows of any width",
             params=(
                 DTYPES[0],
@@ -295,7 +295,7 @@ def _sum(op: str) -> KernelSpec:
             name="sum_parts",
             source="norm/sum_partials.cu",
             entry="norm_sum_parts",
-            dependent=True,
+            pdl=True,
             doc="dweight and dbias out of their parts, in a fixed order",
             params=(
                 Param("weight_dtype", FLOATS, "element type of dweight and dbias"),

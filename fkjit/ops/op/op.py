@@ -1,79 +1,33 @@
-"""What simple ops share: a call is checked, then runs on its GPU, or interpreted on the CPU.
+"""`Op`: the way of every public call, from its arguments to a launch on the caller's stream.
 
 An op is an `Op`, a check that turns views of the arrays into a `Request`, and a public function
-that hands its arguments over (`vector_add.py` is the shortest example). Geometries seen before
-skip the check: simple_plan.py. Attention has a path of the same kind of its own, for its tiles.
+that hands its arguments over (`elementwise/vector_add.py` is the shortest example). A geometry seen
+before skips the check: plan.py. CPU arrays run the same kernels in the interpreter.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from fkjit.cpu.run import interpret
-from fkjit.jit.build import interpreter_target
-from fkjit.ops.op import node as simple_operator
+from fkjit.ops.op import node as nodes
 from fkjit.ops.op import torch_ops
-from fkjit.ops.op.checks import check_alike, check_overlaps, refuse_grad, requires_grad
+from fkjit.ops.op.checks import Pair, check_alike, check_overlaps, refuse_grad, requires_grad
 from fkjit.ops.op.node import Node
-from fkjit.ops.op.plan import Plans
+from fkjit.ops.op.plan import MISSED, Geometry, Plans
+from fkjit.ops.op.request import Launch, Output, Request, arch_of
 from fkjit.runtime import interop, workspace
-from fkjit.runtime.device import LoadedKernel, device_target, launch_on_device, loaded
+from fkjit.runtime.device import LoadedKernel, is_capturing, launch_on_device, loaded
 from fkjit.runtime.interop import CPU, View
-from fkjit.sanitizer import refuse_gpu
-from fkjit.spec import KernelSpec, Params, Problem
 
+__all__ = ["Launch", "Op", "Output", "Request", "arch_of"]
 
-@dataclass(frozen=True)
-class Output:
-    """An array that the call writes: `given` by the caller, else allocated, contiguous.
-
-    A kernel may want outputs that the caller does not: those are not `returned`.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str  # "fp32"
-    given: View | None = None
-    returned: bool = True
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel of a call."""
-
-    spec: KernelSpec
-    params: Params
-    problem: Problem
-
-
-@dataclass(frozen=True)
-class Request:
-    """A checked call. Arrays have the names of the kernels' arguments; None is a null pointer.
-
-    The kernels may also have arguments `workspace` (pointer to so many bytes to scribble on) and
-    `counters` (pointer to so many u32, which are 0 and must be 0 again when the kernels end).
-    """
-
-    inputs: Mapping[str, View | None]
-    outputs: Mapping[str, Output | None]
-    launches: Sequence[Launch]  # in this order, on one stream; none: nothing to do
-    workspace: int = 0
-    counters: int = 0
-
-    @property
-    def like(self) -> View:
-        """The array that outputs resemble: framework, device, kind."""
-        return next(view for view in self.inputs.values() if view is not None)
-
-
-def arch_of(view: View) -> Any:
-    """The architecture that kernels on this array are compiled for."""
-    return (interpreter_target() if view.device == CPU else device_target(view.device)).arch
+Arrays = tuple[Any, ...]
 
 
 class Op:
@@ -86,13 +40,19 @@ class Op:
         check: (views by name, *options) -> Request. Views of inputs and of outputs that the caller
             passed, None where he passed None; all of one framework and device. Raises whatever is
             wrong with shapes, dtypes, strides and options.
+        options: a NamedTuple: then `check` gets one, (views, options). Equal options mean equal
+            calls: bool, int, float, str, None and tuples of these.
         optional: inputs that may be None.
         written: inputs that the kernels write as well.
         in_place: (written, other) pairs that may be the very same memory; any other overlap of what
             is written is refused.
         autograd: (inputs, outputs, options) -> the result, with gradients, for torch tensors that
             require them. None: refused.
-        node: what the call is where torch.compile traces it. None: it cannot be traced.
+        node: what the call is where torch.compile traces it. None: it cannot be traced, unless
+            `traced` says how.
+        traced: (inputs, outputs, options) -> what the call is in a graph, in place of the node's.
+        autocast: how many of the first inputs torch.autocast casts, as PyTorch's attention's.
+        batched: whether tensors of torch.func.vmap go to the operator, which knows what to do.
     """
 
     def __init__(
@@ -102,70 +62,117 @@ class Op:
         inputs: Sequence[str],
         outputs: Sequence[str] = (),
         check: Callable[..., Request],
+        options: type[Any] | None = None,
         optional: Sequence[str] = (),
         written: Sequence[str] = (),
         in_place: Sequence[tuple[str, str]] = (),
         autograd: Callable[..., Any] | None = None,
         node: Node | None = None,
+        traced: Callable[..., Any] | None = None,
+        autocast: int = 0,
+        batched: bool = False,
     ) -> None:
-        self.name, self.check, self.autograd = name, check, autograd
+        self.name, self.check, self.options, self.autograd = name, check, options, autograd
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self.names = self.inputs + self.outputs
         self.optional = frozenset(optional) | frozenset(outputs)
         self.written = frozenset(written) | frozenset(outputs)
         self.in_place = frozenset(in_place)
-        self.plans = Plans(self.name, self.names)
+        self.plans = Plans(self.name, self.names, self.outputs)
+        self.autocast, self.batched = autocast, batched
         self.node = node
-        self.operator = None if node is None else simple_operator.define(self, node)
+        self.operator = None if node is None else nodes.define(self, node)
+        self.traced = traced or (None if node is None else self._node_of)
 
     def __call__(
         self,
-        inputs: tuple[Any, ...],
-        outputs: tuple[Any, ...] = (),
+        inputs: Arrays,
+        outputs: Arrays = (),
         options: tuple[Any, ...] = (),
         *,
         running: bool = False,
     ) -> Any:
-        """Run on `inputs` and `outputs`, in the declared order; None for what is not given.
+        """Run on `inputs` and `outputs`, in the declared order; None for what is not given, also
+        for what is left out at the end.
 
         running: this is the node of a graph, whatever is being traced meanwhile.
         """
-        if self.node is not None and not running and torch_ops.compiling():
-            return self.traced(inputs, outputs, options)
-        arrays = [*inputs, *outputs]
-        found = self.plans.find(arrays, options)
-        if found is not None:
-            refuse_gpu(self.name)
-            return found[0].run(arrays, found[1])
-        if self.node is not None and torch_ops.abstract(*inputs):
-            return self.traced(inputs, outputs, options)
-        return self._checked(arrays, inputs, outputs, options)
+        if self.traced is not None and not running and torch_ops.compiling():
+            return self.traced(self._whole(inputs), outputs, options)
+        try:
+            plan = self.plans.last.get(options)
+        except TypeError:  # no key at all: the check explains it
+            plan = None
+        if plan is not None and (not outputs or len(inputs) == len(self.inputs)):
+            made = plan.try_arrays(*inputs, *outputs)
+            if made is not MISSED:
+                return made
+        return self._met(self._whole(inputs), outputs, options)
 
-    def traced(
-        self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], options: tuple[Any, ...]
-    ) -> Any:
+    def _whole(self, inputs: Arrays) -> Arrays:
+        return (*inputs, *(None,) * (len(self.inputs) - len(inputs)))
+
+    def _met(self, inputs: Arrays, outputs: Arrays, options: tuple[Any, ...]) -> Any:
+        """A call unlike the last one."""
+        if self.autocast and torch_ops.autocasting():
+            inputs = (*torch_ops.autocast(*inputs[: self.autocast]), *inputs[self.autocast :])
+        outputs = (*outputs, *(None,) * (len(self.outputs) - len(outputs)))
+        arrays = [*inputs, *outputs]
+        seen = self.plans.sight(arrays)
+        plan = None if seen is None else self.plans.lookup(arrays, options, seen)
+        if plan is not None:
+            return plan.run(*arrays)
+        if self.traced is not None and torch_ops.abstract(*inputs):
+            return self.traced(inputs, outputs, options)
+        if self.autograd is not None and torch_ops.wants_grad(inputs):
+            return self.autograd(inputs, outputs, options)
+        if self.batched and torch_ops.wrapped(*inputs):
+            assert self.traced is not None
+            return self.traced(inputs, outputs, options)
+        return self._checked(arrays, options, seen)
+
+    def _node_of(self, inputs: Arrays, outputs: Arrays, options: tuple[Any, ...]) -> Any:
         """A node of the graph that is being traced."""
         assert self.node is not None and self.operator is not None
-        return simple_operator.traced(self, self.node, self.operator, inputs, outputs, options)
+        return nodes.traced(self, self.node, self.operator, inputs, outputs, options)
 
-    def _checked(
-        self, arrays: list[Any], inputs: tuple[Any, ...], outputs: Any, options: tuple[Any, ...]
-    ) -> Any:
+    def _checked(self, arrays: list[Any], options: tuple[Any, ...], seen: Geometry | None) -> Any:
         """A call that has no plan."""
-        views = self._views(arrays)
-        if requires_grad(views.values()):
-            if self.autograd is None:
-                refuse_grad(self.name, views)
-            else:
-                return self.autograd(inputs, outputs, options)
+        views = (None if seen is None else self._seen(arrays, seen)) or self._views(arrays)
+        if self.autograd is None and requires_grad(views.values()):
+            refuse_grad(self.name, views)
         request = self._request(views, options)
-        made = {n: _array(request, output) for n, output in request.outputs.items()}
-        if request.like.device == CPU:
-            self._on_cpu(request, made)
+        if request.delegate is not None:
+            self._remember(arrays, options, request, [], seen)
+            return self._delegated(request, arrays, options)
+        like = request.like
+        written = _written(request, like)
+        if like.device == CPU:
+            self._on_cpu(request, written)
         elif request.launches:
-            kernels = self._on_gpu(request, made)
-            self.plans.remember(arrays, options, request, kernels, self._pairs(request))
-        return _result(request, made)
+            kernels = self._on_gpu(request, like, written)
+            self._remember(arrays, options, request, kernels, seen)
+        return _result(request, like, written)
+
+    def _delegated(self, request: Request, arrays: list[Any], options: tuple[Any, ...]) -> Any:
+        assert request.delegate is not None
+        inputs = len(self.inputs)
+        return request.delegate(tuple(arrays[:inputs]), tuple(arrays[inputs:]), options)
+
+    def _remember(
+        self,
+        arrays: list[Any],
+        options: Any,
+        request: Request,
+        kernels: list[LoadedKernel],
+        seen: Geometry | None,
+    ) -> None:
+        """A plan for a geometry that was met before; not while a graph is captured, whose memory
+        would be the plan's."""
+        if seen is None or request.like.device == CPU or not self.plans.meet(seen[1], options):
+            return
+        if not is_capturing(interop.current_stream(request.like)):
+            self.plans.store(arrays, options, request, kernels, self._pairs(request))
 
     def preparing(self, function: Callable[..., Any]) -> Callable[..., None]:
         """The `prepare` of the op's public function: the same arguments, nothing is launched.
@@ -191,6 +198,7 @@ class Op:
         return prepare
 
     def prepare(self, arrays: list[Any], options: tuple[Any, ...]) -> None:
+        """Compile and load what a call on these arrays needs, all of them in the declared order."""
         request = self._request(self._views(arrays), options)
         if request.like.device == CPU or not request.launches:
             return
@@ -200,7 +208,24 @@ class Op:
             for launch in request.launches
         ]
         workspace.reserve(request.like.device, request.counters)
-        self.plans.remember(arrays, options, request, kernels, self._pairs(request))
+        self.plans.store(arrays, options, request, kernels, self._pairs(request))
+
+    def _seen(self, arrays: list[Any], seen: Geometry) -> dict[str, View | None] | None:
+        """Views out of a geometry, of tensors on a GPU; None where one wants a closer look."""
+        if self.plans.kinds.get(type(arrays[0])) != "torch":
+            return None
+        views: dict[str, View | None] = {}
+        for name, array, pointer, traits in zip(self.names, arrays, *seen, strict=True):
+            if array is None:
+                if name not in self.optional:
+                    return None
+                views[name] = None
+                continue
+            view = interop.on_gpu(array, pointer, traits)
+            if view is None:
+                return None
+            views[name] = view
+        return views
 
     def _views(self, arrays: Sequence[Any]) -> dict[str, View | None]:
         return {
@@ -212,24 +237,30 @@ class Op:
 
     def _request(self, views: dict[str, View | None], options: tuple[Any, ...]) -> Request:
         check_alike(self.name, views)
-        request = self.check(views, *options)
-        check_overlaps(self.name, self._pairs(request), self.in_place)
+        if self.options is None:
+            request = self.check(views, *options)
+        else:
+            request = self.check(views, self.options(*options))
+        pairs = self._pairs(request)
+        if pairs:
+            check_overlaps(self.name, pairs, self.in_place)
         return request
 
-    def _pairs(self, request: Request) -> list[tuple[str, View, str, View]]:
+    def _pairs(self, request: Request) -> list[Pair]:
         """Each array of the caller's that is written, beside each other one of his."""
-        seen = dict(request.inputs)
-        seen |= {name: output and output.given for name, output in request.outputs.items()}
+        seen = {name: view for name, view in request.inputs.items() if view is not None}
+        for name, output in request.outputs.items():
+            if output is not None and output.given is not None:
+                seen[name] = output.given
         return [
-            (name, view, other, beside)
-            for name, view in seen.items()
-            if view is not None and name in self.written
+            (name, seen[name], other, beside)
+            for name in seen
+            if name in self.written
             for other, beside in seen.items()
-            if beside is not None and other != name
+            if other != name
         ]
 
-    def _on_cpu(self, request: Request, made: Mapping[str, Any]) -> None:
-        views = self._written_views(request, made)
+    def _on_cpu(self, request: Request, views: Mapping[str, View | None]) -> None:
         arrays = {n: None if v is None else interop.as_numpy(v) for n, v in views.items()}
         arrays |= dict.fromkeys(workspace.ARGUMENTS)
         if request.workspace:
@@ -239,61 +270,58 @@ class Op:
         for launch in request.launches:
             interpret(launch.spec, launch.params, launch.problem, arrays)
 
-    def _on_gpu(self, request: Request, made: Mapping[str, Any]) -> list[LoadedKernel]:
-        views = self._written_views(request, made)
-        stand_ins = {name: interop.Pointer(view) for name, view in views.items()}
-        stream, device = interop.current_stream(request.like), request.like.device
-        with import_module("cupy.cuda").Device(device):
-            *scratch, owner = workspace.find(
-                request.like.array, device, stream, request.workspace, request.counters
-            )
+    def _on_gpu(
+        self, request: Request, like: View, views: Mapping[str, View | None]
+    ) -> list[LoadedKernel]:
+        stream, device, owner = interop.current_stream(like), like.device, None
+        arrays: dict[str, Any] = {
+            name: interop.NULL if view is None else interop.Pointer(view)
+            for name, view in views.items()
+        }
+        if request.workspace or request.counters:
+            with import_module("cupy.cuda").Device(device):
+                size, counters = request.workspace, request.counters
+                *found, owner = workspace.find(like.array, device, stream, size, counters)
+            arrays.update(zip(workspace.ARGUMENTS, found, strict=True))
+        else:
+            arrays |= _NO_SCRATCH
         kernels = []
-        for launch in request.launches:
-            named = {
-                **dict(zip(workspace.ARGUMENTS, scratch, strict=True)),
-                **launch.spec.arguments(launch.params, launch.problem, stand_ins),
-            }
+        for spec, params, problem in request.launches:
+            named = spec.arguments(params, problem, arrays)
+            scratch = {name: arrays[name] for name in workspace.ARGUMENTS if name not in named}
+            named = interop.resolved({**named, **scratch})
             kernels.append(
-                launch_on_device(
-                    launch.spec,
-                    launch.params,
-                    launch.problem,
-                    interop.resolved(named),
-                    device,
-                    stream,
-                    self.name,
-                )
+                launch_on_device(spec, params, problem, named, device, stream, self.name)
             )
         del owner  # what was enqueued comes first on this stream
-        if request.like.kind == "dlpack":  # its owner may reuse the memory once we return
-            interop.synchronise(request.like)
+        if like.kind == "dlpack":  # its owner may reuse the memory once we return
+            interop.synchronise(like)
         return kernels
 
-    def _written_views(self, request: Request, made: Mapping[str, Any]) -> dict[str, View | None]:
-        views = dict(request.inputs)
-        for name, output in request.outputs.items():
-            given = output and output.given
-            fresh = None if made[name] is None else interop.view(made[name], self.name, name)
-            views[name] = given or fresh
-        return views
+
+_NO_SCRATCH = dict.fromkeys(workspace.ARGUMENTS, 0)
 
 
-def _array(request: Request, output: Output | None) -> Any:
-    if output is None:
-        return None
-    if output.given is not None:
-        return output.given.array
-    return interop.empty(request.like, output.shape, output.dtype)
+def _written(request: Request, like: View) -> dict[str, View | None]:
+    """All arrays of the kernels, outputs among them: allocated unless the caller gave them."""
+    views = dict(request.inputs)
+    for name, output in request.outputs.items():
+        if output is None:
+            views[name] = None
+        else:
+            views[name] = output.given or interop.new(like, output.shape, output.dtype)
+    return views
 
 
-def _result(request: Request, made: Mapping[str, Any]) -> Any:
+def _result(request: Request, like: View, views: Mapping[str, View | None]) -> Any:
     """One array, or a tuple of several: the caller's own where he gave one."""
     results = []
     for name, output in request.outputs.items():
         if output is not None and output.returned:
-            given = output.given
+            given, view = output.given, views[name]
+            assert view is not None
             if given is None:
-                results.append(interop.give_back(request.like, made[name]))
+                results.append(interop.give_back(like, view.array))
             else:
                 results.append(given.array if given.source is None else given.source)
     return results[0] if len(results) == 1 else tuple(results) or None

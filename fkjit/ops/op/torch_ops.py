@@ -7,7 +7,7 @@ operator returns, which stands in the graph as one node and makes the same call 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,18 @@ def autocast(*arrays: Any) -> tuple[Any, ...]:
                 array = array.to(torch.get_autocast_dtype(kind))
         casts.append(array)
     return tuple(casts)
+
+
+def wants_grad(arrays: Sequence[Any]) -> bool:
+    """Whether torch wants a gradient of what is made of these arrays, and asks for it here:
+    torch.func.vmap asks the operator, for the whole batch."""
+    torch = sys.modules.get("torch") if _torch is None else _torch
+    if torch is None or not torch.is_grad_enabled():
+        return False
+    tensors = [x for x in arrays if x is not None and isinstance(x, torch.Tensor)]
+    if True not in [x.requires_grad for x in tensors]:
+        return False
+    return not any(map(torch._C._functorch.is_batchedtensor, tensors))
 
 
 def abstract(*arrays: Any) -> bool:

@@ -314,7 +314,7 @@ def _spec(name: str, doc: str, **rest: Any) -> KernelSpec:
             name=name,
             source=f"rope/{name}.cu",
             entry=f"rope_{name}",
-            dependent=True,
+            pdl=True,
             doc=doc,
             params=(
                 Param("dtype", ("fp16", "bf16", "fp32"), "element type of q and k"),

@@ -107,7 +107,7 @@ def test_forms_that_are_not_swept_spill_no_registers(form):
 
 def test_bits_of_a_mask_beside_the_largest_tiles(launched):
     params = {"dtype": "bf16", "head_dim": 128, "deterministic": True, "form": "mask"}
-    problem = hopper.FLASH_SM90.problems(params, "small")[0]
+    problem = hopper.FLASH_SM90.verification.problems(params, "small")[0]
     assert right(hopper.kernel("mask"), params, problem)
 
 

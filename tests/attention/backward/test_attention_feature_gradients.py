@@ -412,7 +412,7 @@ def test_a_warm_call_launches_what_a_cold_one_does(layout, deterministic, driver
     request = op._request(op._views([*inputs, *outputs]), options)
     kernels = [Kernel(launch.spec, launch.params) for launch in request.launches]
     assert len(kernels) == 6
-    op.plans.remember([*inputs, *outputs], options, request, kernels, op._pairs(request))
+    op.plans.store([*inputs, *outputs], options, request, kernels, op._pairs(request))
     made = op(inputs, outputs, options)
     op.plans.forget()
     assert [x.shape for x in made] == [given[name].shape for name in wanted]

@@ -13,7 +13,7 @@ SPLIT = register(
         name="split",
         source="attention/decode.cu",
         entry="attention_decode",
-        dependent=True,
+        pdl=True,
         doc="new tokens against all keys, in pages or not, shared out evenly; one launch",
         params=(
             Param("dtype", ("bf16", "fp16"), "element type of q and o"),

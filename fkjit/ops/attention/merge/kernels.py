@@ -207,7 +207,7 @@ _SPEC = KernelSpec(
     name="rows",
     source="attention/merge_states.cu",
     entry="merge_states",
-    dependent=True,
+    pdl=True,
     doc="partial attention over different keys, put together",
     params=(
         Param("dtype", FLOATS, "element type of o and out"),

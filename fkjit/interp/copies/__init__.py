@@ -1,0 +1,1 @@
+"""Asynchronous copies: cp.async, bulk and tensor copies, the mbarriers they arrive at."""

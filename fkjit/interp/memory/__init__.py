@@ -1,0 +1,1 @@
+"""Instructions on memory: where an address leads, loads, stores, atomics, fences."""

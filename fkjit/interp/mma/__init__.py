@@ -1,0 +1,1 @@
+"""Matrices of a warp: ldmatrix, mma.sync, wmma."""

@@ -1,0 +1,1 @@
+"""Floating types as bits: conversion, rounding, subnormals, elements of matrices."""

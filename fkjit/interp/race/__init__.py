@@ -1,0 +1,1 @@
+"""What orders accesses to memory, and the accesses that nothing orders."""

@@ -1,0 +1,1 @@
+"""Where threads go and whom they wait for: branches, calls, warps, barriers; printf."""

@@ -1,0 +1,1 @@
+"""Matrix products of warpgroups, which run until they are waited for."""

@@ -1,0 +1,229 @@
+"""The function of a plan: straight-line Python, written for the pattern of arrays that a call has.
+
+Every warm call of every op goes through such a text, so it has no loop and no test that can be
+decided when the plan is made. What a plan of this pattern uses, its guards, addresses and launches,
+is bound beside it (`Steps`), so that a text is compiled once a pattern.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from fkjit.ops.op.launches import ready
+from fkjit.ops.op.request import Output, Request
+from fkjit.runtime import interop, workspace
+from fkjit.sanitizer import refuse_gpu
+
+ALIGNMENT = 31  # bits of an address that a plan depends on
+MISSED: Any = object()  # there is no plan for this call
+
+# Where an array of a framework is.
+ADDRESS = {"torch": "{x}.data_ptr()", "cupy": "{x}.data.ptr"}
+
+
+class Shape(NamedTuple):
+    """What the text of a plan's function depends on. Numbers are places among a call's arrays."""
+
+    kind: str  # torch | cupy
+    arrays: int  # of a call, given or not
+    given: tuple[int, ...]
+    made: tuple[int, ...]  # outputs that are allocated
+    returned: tuple[int, ...]
+    # The addresses that each launch wants; `arrays` and `arrays` + 1 are workspace and counters.
+    launches: tuple[tuple[int, ...], ...]
+    scratch: bool  # whether there are any
+    delegated: bool
+    inputs: int
+    alone: bool  # whether the device is the only one, and so the current one
+    guarded: bool = False
+    aligned: bool = True
+
+
+class Steps(NamedTuple):
+    """What a plan's function uses. It is compiled once a `Shape`."""
+
+    shape: Shape
+    call: str
+    device: int
+    starts: tuple[Any, ...]
+    allocations: tuple[Callable[[], Any], ...]
+    scratch: Callable[..., Any]  # (array, stream) -> workspace, counters, owner
+    delegate: Any
+    options: Any
+
+
+def steps(
+    call: str,
+    names: tuple[str, ...],
+    inputs: int,
+    arrays: Sequence[Any],
+    options: Any,
+    request: Request,
+    kernels: Sequence[Any],
+) -> Steps:
+    """What is left to do of a checked call. `names`: of all arrays, the inputs first."""
+    device = request.like.device
+    outputs = {name: output for name, output in request.outputs.items() if output is not None}
+    made = [name for name, output in outputs.items() if output.given is None]
+    known = set(request.inputs) | set(outputs)
+    views = {
+        name: _outline(request, name) if name in known else interop.Pointer(None) for name in names
+    }
+    pointers = (*names, *workspace.ARGUMENTS)
+    pairs = zip(kernels, request.launches, strict=True) if request.delegate is None else ()
+    launches = [ready(kernel, launch, views, pointers) for kernel, launch in pairs]
+    shape = Shape(
+        kind=request.like.kind,
+        arrays=len(names),
+        given=tuple(i for i, x in enumerate(arrays) if x is not None),
+        made=tuple(map(names.index, made)),
+        returned=tuple(names.index(name) for name, o in outputs.items() if o.returned),
+        launches=tuple(tuple(places) for _, places in launches),
+        scratch=bool(request.workspace or request.counters),
+        delegated=request.delegate is not None,
+        inputs=inputs,
+        alone=request.like.kind == "torch" and sys.modules["torch"].cuda.device_count() == 1,
+    )
+    return Steps(
+        shape,
+        call,
+        device,
+        tuple(start for start, _ in launches),
+        tuple(_allocation(request, outputs[name]) for name in made),
+        partial(_scratch, device, request.workspace, request.counters),
+        request.delegate,
+        options,
+    )
+
+
+def _scratch(device: int, size: int, counters: int, like: Any, stream: int) -> Any:
+    return workspace.find(like, device, stream, size, counters)
+
+
+def _allocation(request: Request, output: Output) -> Callable[[], Any]:
+    """What makes a new array for an output; the device is current."""
+    if request.like.kind == "torch":
+        torch = sys.modules["torch"]
+        empty = interop.fast_empty()
+        if empty is not None and request.like.device != interop.CPU:
+            shape = tuple(output.shape)
+            return partial(
+                empty, shape, interop.contiguous(shape), interop.torch_dtype(output.dtype)
+            )
+        like = interop.outline(output.shape, output.dtype, request.like.array.device)
+        return partial(torch.empty_like, like)
+    dtype = interop.numpy_dtype(output.dtype)
+    return partial(import_module("cupy").empty, output.shape, dtype)
+
+
+def _outline(request: Request, name: str) -> interop.Pointer:
+    """Shape and strides of an array, for the spec's `arguments`."""
+    if name in request.inputs:
+        return interop.Pointer(request.inputs[name])
+    output = request.outputs[name]
+    return (
+        interop.Pointer(None)
+        if output is None
+        else interop.Pointer(output.given, output.shape, output.dtype)
+    )
+
+
+@lru_cache(maxsize=1024)
+def compiled(shape: Shape, guarded: bool) -> Callable[[Steps, tuple[Any, ...], Any], Any]:
+    """(steps, PyTorch's guards, plan) -> the plan's function; with its guards or without."""
+    lines = ["def make(steps, fits, plan):"]
+    lines += [f" {line}" for line in _bound(shape, guarded)]
+    arrays = [f"x{i}" for i in range(shape.arrays)]
+    head = ", ".join([arrays[0], *(f"{x}=None" for x in arrays[1:])])
+    lines += [f" def run({head}):", *(f"  {line}" for line in _body(shape, guarded)), " return run"]
+    namespace = {
+        "MISSED": MISSED, "refuse_gpu": refuse_gpu, "import_module": import_module, "sys": sys,
+        "others": _on_its_device,
+    }  # fmt: skip
+    exec("\n".join(lines), namespace)
+    return namespace["make"]
+
+
+def _bound(shape: Shape, guarded: bool) -> list[str]:
+    """Names that the function finds beside it."""
+    lines = ["call, device = steps.call, steps.device"]
+    lines += [f"make{i} = steps.allocations[{at}]" for at, i in enumerate(shape.made)]
+    lines += [f"start{at} = steps.starts[{at}]" for at in range(len(shape.launches))]
+    if guarded:
+        lines += [f"fits{i} = fits[{i}]" for i in shape.given]
+        lines += ["refuses, alignments = plan.refuses, plan.alignments"]
+    if shape.delegated:
+        return [*lines, "delegate, options = steps.delegate, steps.options"]
+    lines += ["scratch = steps.scratch"] if shape.scratch else []
+    if shape.kind == "torch":
+        return [
+            *lines,
+            "torch = sys.modules['torch']",
+            "stream_of, current = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice",
+        ]
+    return [
+        *lines,
+        "cuda = import_module('cupy.cuda')",
+        "current = cuda.runtime.getDevice",
+        "stream_of = lambda device: cuda.get_current_stream().ptr",
+    ]
+
+
+def _body(shape: Shape, guarded: bool) -> list[str]:
+    """Guards, addresses, allocations, launches, results."""
+    lines = _tests(shape) if guarded else []
+    lines.append("refuse_gpu(call)")
+    arrays = [f"x{i}" for i in range(shape.arrays)]
+    if shape.delegated:
+        inputs, outputs = arrays[: shape.inputs], arrays[shape.inputs :]
+        lists = (f"({', '.join(some)}{',' * bool(some)})" for some in (inputs, outputs))
+        return [*lines, f"return delegate({', '.join(lists)}, options)"]
+    if not shape.alone:
+        lines.append(f"if current() != device: return others(run, device, ({', '.join(arrays)},))")
+    address = ADDRESS[shape.kind]
+    if not guarded:
+        lines += [f"p{i} = {address.format(x=f'x{i}')}" for i in shape.given]
+    lines += [f"x{i} = make{i}(); p{i} = {address.format(x=f'x{i}')}" for i in shape.made]
+    lines.append("stream = stream_of(device)")
+    there = {*shape.given, *shape.made}
+    if shape.scratch:
+        first = f"x{min(there)}"
+        lines.append(f"p{shape.arrays}, p{shape.arrays + 1}, owner = scratch({first}, stream)")
+        there |= {shape.arrays, shape.arrays + 1}
+    for at, places in enumerate(shape.launches):
+        pointers = ", ".join(f"p{i}" if i in there else "0" for i in places)
+        lines.append(f"start{at}(({pointers},), stream)")
+    results = [f"x{i}" for i in shape.returned]
+    made = results[0] if len(results) == 1 else f"({', '.join(results)})" if results else "None"
+    return [*lines, f"return {made}"]  # whoever gets the scratch memory next comes after us
+
+
+def _tests(shape: Shape) -> list[str]:
+    """Whether the arrays are of the plan's geometry."""
+    like = [f"fits{i}(x{i})" if i in shape.given else f"x{i} is None" for i in range(shape.arrays)]
+    lines = [f"if not ({' and '.join(like)}): return MISSED"]
+    lines += [f"p{i} = x{i}.data_ptr()" for i in shape.given]
+    if shape.aligned:
+        together = " | ".join(f"p{i}" for i in shape.given)
+        lines.append(f"if ({together}) & {ALIGNMENT}: return MISSED")
+    else:
+        each = [f"p{i} & {ALIGNMENT} == alignments[{i}]" for i in shape.given]
+        lines.append(f"if not ({' and '.join(each)}): return MISSED")
+    if shape.guarded:
+        pointers = ", ".join(f"p{i}" if i in shape.given else "0" for i in range(shape.arrays))
+        lines.append(f"if refuses(({pointers},)): return MISSED")
+    return lines
+
+
+def _on_its_device(run: Callable[..., Any], device: int, arrays: tuple[Any, ...]) -> Any:
+    """The plan's function with its device as the current one."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(arrays[0], torch.Tensor):
+        with torch.cuda.device(device):
+            return run(*arrays)
+    with import_module("cupy.cuda").Device(device):
+        return run(*arrays)

@@ -1,0 +1,83 @@
+"""Every document: tables whose rows fit their headings, links and paths that lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = "bench/notes"  # keeps the names of files as they were on the day
+EXAMPLES = {"scale.cu", "block_sum.cu"}  # kernels that the documents themselves have
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "bench/*.md", f"{RECORD}/*.md")
+    for path in ROOT.glob(pattern)
+)
+
+
+def tables(text: str) -> list[list[str]]:
+    """The lines of each table, code blocks left out."""
+    text = re.sub(r"(?ms)^```.*?^```$", "", text)
+    return [found.splitlines() for found in re.findall(r"(?m)(?:^\|.*\n?)+", text)]
+
+
+def width(line: str) -> int:
+    """Cells of a row: a bar that is no border is written `\\|`, in code as well."""
+    return len(re.findall(r"(?<!\\)\|", line.strip())) - 1
+
+
+def faults(text: str) -> list[str]:
+    """Rows that do not have as many cells as the heading, and tables that have none."""
+    found = []
+    for head, *rest in tables(text):
+        if not rest or not re.fullmatch(r"\|(\s*:?-+:?\s*\|)+", rest[0]):
+            found.append(f"no heading: {head}")
+        found += [line for line in (head, *rest) if width(line) != width(head)]
+    return found
+
+
+def test_documents_are_found():
+    assert {"README.md", "docs/MOE.md", "bench/NOTES.md", "bench/notes/moe.md"} <= set(DOCUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("| a | b |\n|---|---:|\n| 1 | 2 |\n", 0),
+        ("| a | b |\n|---|---:|\n| 1 | 2 | 3 |\n", 1),
+        ("| a | b |\n|---|---|\n| 1 |\n", 1),
+        ("| a \\| b |\n|---|\n| `1 \\| 2` |\n", 0),
+        ("text\n\n| 1 | 2 |\n", 1),
+        ("```\n| 1 |\n```\n", 0),
+    ],
+)
+def test_a_table_that_does_not_fit_is_found(text, count):
+    assert len(faults(text)) == count
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_rows_of_tables_have_as_many_cells_as_their_heading(document):
+    assert not faults((ROOT / document).read_text())
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_what_documents_point_to_is_there(document):
+    text = (ROOT / document).read_text()
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (ROOT / document).parent.joinpath(link).exists(), link
+    if document.startswith(RECORD):
+        return
+    for path in re.findall(r"`((?:tests|docs|bench|fkjit|templates|kernels_cu)/[\w./]*)`", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_kernels_and_headers_that_documents_name_are_there():
+    folders = (ROOT / "kernels_cu", ROOT / "templates")
+    sources = {path.name for folder in folders for path in folder.rglob("*.cu*")}
+    for document in DOCUMENTS:
+        if not document.startswith(RECORD):
+            text = re.sub(r"(?ms)^```.*?^```$", "", (ROOT / document).read_text())
+            named = set(re.findall(r"`(\w+\.cuh?)`", text))
+            assert named <= sources | EXAMPLES, (document, named - sources)
