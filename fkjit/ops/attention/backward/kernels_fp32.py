@@ -65,7 +65,9 @@ def _layout(own: tuple[str, str], other: tuple[str, str], exchanged: tuple[str, 
     return layout
 
 
-def _spec(name: str, wanted: tuple[str, ...], heads: str, rows: str, layout: Any) -> KernelSpec:
+def _spec(
+    name: str, file: str, wanted: tuple[str, ...], heads: str, rows: str, layout: Any
+) -> KernelSpec:
     def problems(params: Params, scale: str) -> list[dict[str, Any]]:
         own, other, _ = params["tile"]
         pair = (other, own) if name == "keys_fp32" else (own, other)
@@ -75,7 +77,7 @@ def _spec(name: str, wanted: tuple[str, ...], heads: str, rows: str, layout: Any
         KernelSpec(
             op=OP,
             name=name,
-            source=f"attention/{'backward_dkdv' if name == 'keys_fp32' else 'backward_dq'}_fp32.cu",
+            source=f"attention/{file}.cu",
             entry=f"attention_backward_{name}",
             doc=f"{' and '.join(wanted)} in fp32 FMAs: exact products; also 16 bits on sm_75",
             params=_PARAMS,
@@ -100,9 +102,10 @@ def _spec(name: str, wanted: tuple[str, ...], heads: str, rows: str, layout: Any
 
 
 KEYS_FP32 = _spec(
-    "keys_fp32", ("dk", "dv"), "heads_kv", "seqlen_k",
+    "keys_fp32", "backward_dkdv_fp32", ("dk", "dv"), "heads_kv", "seqlen_k",
     _layout(("K", "V"), ("Q", "dO"), ("P", "dS")),
 )  # fmt: skip
 QUERIES_FP32 = _spec(
-    "queries_fp32", ("dq",), "heads_q", "seqlen_q", _layout(("Q", "dO"), ("K", "V"), ("dS",))
-)
+    "queries_fp32", "backward_dq_fp32", ("dq",), "heads_q", "seqlen_q",
+    _layout(("Q", "dO"), ("K", "V"), ("dS",)),
+)  # fmt: skip

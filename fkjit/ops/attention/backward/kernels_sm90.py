@@ -12,7 +12,6 @@ from fkjit.arch import Arch
 from fkjit.ops.attention import problem as forward
 from fkjit.ops.attention.backward import kernels as portable
 from fkjit.ops.attention.backward import problem as shared
-from fkjit.ops.attention.kernels_sm90 import product
 from fkjit.ops.op.op import Launch
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.runtime.tensor_map import TensorMap
@@ -28,10 +27,8 @@ _BARRIER_BYTES = 320 + 8 * 48 + 48
 
 
 def _derive(params: Params) -> dict[str, Any]:
-    head_dim, block_q = params["head_dim"], BLOCK_Q[params["head_dim"]]
-    dq = product("dq", 32, {"a": 1, "b": 1, "add": 1})
     return {
-        "block_q": block_q,
+        "block_q": BLOCK_Q[params["head_dim"]],
         **dict.fromkeys(("form", "varlen", "softcap", "alibi", "mask"), False),
         "q_stages": _Q_STAGES,
         "do_stages": _DO_STAGES,
@@ -39,11 +36,6 @@ def _derive(params: Params) -> dict[str, Any]:
         "main_registers": 208,
         "dq_registers": 64,
         "copy_registers": 32,
-        "ptx_type": {"fp16": "f16", "bf16": "bf16"}[params["dtype"]],
-        **product("keys", block_q // 2, {"a": 1, "b": 1, "add": 1}),
-        **product("sum", head_dim // 2, {"a": 4, "b": 1}),
-        **product("shared_sum", head_dim // 2, {"a": 1, "b": 1}),
-        **{name if name != "dq_registers" else "dq_list": value for name, value in dq.items()},
         "direct": _direct(params),
         **_operands(params),
     }
