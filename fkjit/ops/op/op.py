@@ -98,7 +98,7 @@ class Op:
         running: this is the node of a graph, whatever is being traced meanwhile.
         """
         if self.traced is not None and not running and torch_ops.compiling():
-            return self.traced(self._whole(inputs), outputs, options)
+            return self.traced(self._cast(self._whole(inputs)), outputs, options)
         try:
             plan = self.plans.last.get(options)
         except TypeError:  # no key at all: the check explains it
@@ -112,10 +112,16 @@ class Op:
     def _whole(self, inputs: Arrays) -> Arrays:
         return (*inputs, *(None,) * (len(self.inputs) - len(inputs)))
 
+    def _cast(self, inputs: Arrays) -> Arrays:
+        """As torch.autocast has them. (Also while a graph is traced: the graph then belongs to the
+        dtype that autocast had.)"""
+        if not (self.autocast and torch_ops.autocasting()):
+            return inputs
+        return (*torch_ops.autocast(*inputs[: self.autocast]), *inputs[self.autocast :])
+
     def _met(self, inputs: Arrays, outputs: Arrays, options: tuple[Any, ...]) -> Any:
         """A call unlike the last one."""
-        if self.autocast and torch_ops.autocasting():
-            inputs = (*torch_ops.autocast(*inputs[: self.autocast]), *inputs[self.autocast :])
+        inputs = self._cast(inputs)
         outputs = (*outputs, *(None,) * (len(self.outputs) - len(outputs)))
         arrays = [*inputs, *outputs]
         seen = self.plans.sight(arrays)

@@ -77,11 +77,12 @@ def _guards() -> Callable[..., Any] | None:
 def _types(kind: str) -> tuple[type, ...]:
     """The types that have plans; what a subclass means, nobody knows."""
     framework = sys.modules.get(kind)
-    if framework is None:
+    try:
+        if kind == "torch":
+            return framework.Tensor, framework.nn.Parameter  # type: ignore[union-attr]
+        return (framework.ndarray,)  # type: ignore[union-attr]
+    except AttributeError:  # not imported, or by another thread that is at it
         return ()
-    if kind == "torch":
-        return framework.Tensor, framework.nn.Parameter
-    return (framework.ndarray,)
 
 
 def _is_plain(option: Any) -> bool:
