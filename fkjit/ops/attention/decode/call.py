@@ -89,8 +89,7 @@ def attention_decode(
 
     Sources: Dao et al., "Flash-Decoding for long-context inference"; Osama et al., "Stream-K".
     """
-    window = tuple(window) if type(window) is list else window
-    options = (layout, causal, softmax_scale, split_size, return_lse, window, softcap)
+    options = (layout, causal, softmax_scale, split_size, return_lse, _hashable(window), softcap)
     arrays = (
         q, k, v, None, seq_lens, None, k_scale, v_scale, alibi_slopes, bias, mask, sinks,
     )  # fmt: skip
@@ -149,8 +148,7 @@ def paged_attention(
     k, v, page_table, seq_lens, k_scale, v_scale, layout = _pages(
         cache, layer, layout, rows, (page_table, seq_lens, k_scale, v_scale)
     )
-    window = tuple(window) if type(window) is list else window
-    options = (layout, causal, softmax_scale, split_size, return_lse, window, softcap)
+    options = (layout, causal, softmax_scale, split_size, return_lse, _hashable(window), softcap)
     arrays = (
         q, k, v, page_table, seq_lens, rows, k_scale, v_scale, alibi_slopes, bias, mask, sinks,
     )  # fmt: skip
@@ -177,6 +175,11 @@ def _pages(
     cache.flush()
     k, v, k_scale, v_scale = held.arrays
     return k, v, cache.page_table, cache.lengths, k_scale, v_scale, held.layout
+
+
+def _hashable(option: Any) -> Any:
+    """A window may be a list: PyTorch's operators give one."""
+    return tuple(option) if type(option) is list else option
 
 
 def _run(
@@ -211,7 +214,7 @@ def _preparing(op: Op, call: Callable[..., Any]) -> Callable[..., None]:
             found = _pages(given["cache"], given["layer"], given["layout"], given["rows"], own)
             given |= dict(zip(("k", "v", *names, "layout"), found, strict=True))
         arrays = [given.get(name) for name in (*ARRAYS, *FEATURE_ARRAYS)]
-        named = [given[name] for name in Options._fields[: -len(_NO_SCORE_MOD)]]
+        named = [_hashable(given[name]) for name in Options._fields[: -len(_NO_SCORE_MOD)]]
         slots, (*more, _) = unpack_score_mod(op.name, given["score_mod"], given["score_args"])
         try:
             op.prepare([*arrays, *slots, given["out"], None], (*named, *more))

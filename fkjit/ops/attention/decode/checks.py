@@ -151,7 +151,7 @@ def _launch(call: str, q: View, problem: Sizes, features: str) -> Launch:
 def _features(call: str, seen: Seen, problem: Sizes, options: Options) -> str:
     """What scores meet besides, as text, "" for nothing; what the problem has of it is added."""
     without = options.window is options.softcap is None and not options.score_mod
-    if without and not any(name in seen for name in _FEATURES):
+    if without and seen.keys().isdisjoint(_FEATURES):
         return ""
     problem |= {"seqlen_k": problem["longest"], "causal": False}  # the window has it
     return check_features(call, seen, problem, options).text
@@ -280,17 +280,19 @@ def _aligned(call: str, seen: Seen) -> None:
         view = seen.get(name)
         if view is None or 0 in view.shape:
             continue
-        size, need = itemsize(view), _ROW_BYTES if name != "o" else _OUT_BYTES
-        bits, widest = view.pointer | view.shape[-1] * size, 0
-        for step, n in zip(view.strides[:-1], view.shape[:-1], strict=True):
-            if n > 1:
-                bits |= step * size
-                widest = max(widest, abs(step))
-        if bits % need:
+        need, steps, together = _ROW_BYTES if name != "o" else _OUT_BYTES, _steps(view), 0
+        for step in steps:
+            together |= step
+        if (view.pointer | (together | view.shape[-1]) * itemsize(view)) % need:
             raise ParameterError(
                 f"{call}: {name} (shape {tuple(view.shape)}, strides {tuple(view.strides)}) has "
                 f"rows that do not fill whole {need} bytes from such a boundary on; pad head_dim, "
                 "or pass a contiguous copy (fkjit.attention takes any)"
             )
-        if name in ("k", "v") and widest >= _LIMIT:
+        if name in ("k", "v") and max(map(abs, steps), default=0) >= _LIMIT:
             raise ParameterError(f"{call}: {name} has strides of 2^31 elements or more")
+
+
+def _steps(view: View) -> list[int]:
+    """Strides that lead to another row."""
+    return [step for step, n in zip(view.strides[:-1], view.shape[:-1], strict=True) if n > 1]
