@@ -6,11 +6,11 @@ import pytest
 
 import fkjit
 from fkjit.errors import CaptureError, DeviceError, ParameterError
-from fkjit.runtime import device
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch", reason="needs torch")
 cupy = pytest.importorskip("cupy", reason="needs CuPy")
+from tests.core.test_processes_gpu import forget  # noqa: E402
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -192,10 +192,7 @@ def test_a_captured_graph_replays_on_new_inputs():
 
 
 def test_a_first_call_under_capture_says_prepare():
-    device.forget()
-    from fkjit.ops.attention.forward import _ATTENTION
-
-    _ATTENTION.plans.forget()
+    forget()
     q, k, v = (normal(1, 2, 128, 64, seed=i) for i in range(3))
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -207,6 +204,22 @@ def test_a_first_call_under_capture_says_prepare():
     fkjit.prepare("attention", q, k, v)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         fkjit.attention(q, k, v)
+
+
+@pytest.mark.parametrize("features", [{}, {"window": (100, 0), "softcap": 5.0}], ids=str)
+def test_gradients_that_were_prepared_are_captured(features):
+    forget()
+    q, k, v = (normal(1, 2, 300, 64, seed=i).requires_grad_() for i in range(3))
+    dout = normal(1, 2, 300, 64, seed=3)
+    fkjit.prepare("attention", q, k, v, causal=True, **features)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = fkjit.attention(q, k, v, causal=True, **features)
+        captured = torch.autograd.grad(o, (q, k, v), dout)
+    graph.replay()
+    again = fkjit.attention(q, k, v, causal=True, **features)
+    for one, other in zip(captured, torch.autograd.grad(again, (q, k, v), dout), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_cupy_and_dlpack_arrays_come_back_in_kind():

@@ -88,11 +88,11 @@ def _with_features(base: KernelSpec, **more: Any) -> KernelSpec:
 
 
 def _params(base: KernelSpec, name: str, values: tuple[Any, ...]) -> tuple[Param, ...]:
-    """Those of a kernel without forms, with other values for one of them, and the form."""
+    """Those of a kernel without features, with other values for one of them, and the features."""
     own = [
         replace(p, values=values) if p.name == name else p
         for p in base.params
-        if p.name != "optimistic"  # follows from the form
+        if p.name != "optimistic"  # follows from the features
     ]
     return (*own, Param("form", SHIPPED, _FORM))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -32,6 +33,7 @@ from fkjit.ops.attention.shapes import padded_pair
 from fkjit.runtime.interop import View
 from fkjit.spec import KernelSpec, Params, Problem
 
+_KEPT = 4096  # choices that are the same for many shapes
 _WARPS = 8  # two a scheduler: one computes its softmax while the other keeps the tensor cores busy
 _RESERVED = 1024  # bytes of shared memory that the system takes of each block
 
@@ -94,6 +96,7 @@ def implementation(impl: str, dtype: str, arch: Arch, sm90_takes: bool = False) 
     return FLASH_SM75 if dtype == "fp16" else FLASH_FP32
 
 
+@lru_cache(maxsize=_KEPT)
 def form_of(base: KernelSpec, features: ScoreFeatures) -> str:
     """The features as the text that a kernel is compiled for: TMA does not care for pairs."""
     if base is FLASH_SM90:
@@ -108,23 +111,42 @@ def parameters(
 
     ParameterError when the tile is not legal here.
     """
-    own = {param.name: param.values for param in spec.params}
-    if "block" not in own and block is not None:
+    names = _names(spec)
+    if "block" not in names and block is not None:
         raise ParameterError(
             f"attention: block={block}: impl={spec.name!r} has no tiles; omit block"
         )
-    fixed: dict[str, Any] = {"dtype": problem["dtype"], "aligned": aligned}
+    dims = problem["head_dim"], problem["head_dim_v"]
+    params = dict(_fixed(spec, problem["dtype"], *dims, aligned))
+    if "block" in names:
+        params |= choose_tile(spec, params, problem, arch, block)
+    _check(spec, tuple(params.items()), arch)
+    return params
+
+
+@lru_cache(maxsize=_KEPT)
+def _names(spec: KernelSpec) -> tuple[str, ...]:
+    return tuple(param.name for param in spec.params)
+
+
+@lru_cache(maxsize=_KEPT)
+def _fixed(
+    spec: KernelSpec, dtype: str, head_dim: int, head_dim_v: int, aligned: bool
+) -> tuple[tuple[str, Any], ...]:
+    """All parameters but the tile."""
+    own = {param.name: param.values for param in spec.params}
+    fixed: dict[str, Any] = {"dtype": dtype, "aligned": aligned}
     if "head_dim" in own:
-        dims = padded_dims(spec, problem["head_dim"], problem["head_dim_v"])
+        dims = padded_dims(spec, head_dim, head_dim_v)
         fixed |= dict(zip(("head_dim", "head_dim_v"), dims, strict=True))
     if "form" in own:
         (fixed["form"],) = own["form"]
-    fixed = {name: fixed[name] for name in own if name in fixed}
-    if "block" in own:
-        fixed |= choose_tile(spec, fixed, problem, arch, block)
-    params = {name: fixed[name] for name in own}
-    spec.check(params, arch)
-    return params
+    return tuple((name, fixed[name]) for name in own if name in fixed)
+
+
+@lru_cache(maxsize=_KEPT)
+def _check(spec: KernelSpec, params: tuple[tuple[str, Any], ...], arch: Arch) -> None:
+    spec.check(dict(params), arch)
 
 
 def padded_dims(spec: KernelSpec, head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -141,22 +163,32 @@ def choose_tile(
 ) -> dict[str, Any]:
     """The tile asked for, else the one for this problem on this GPU: found by `fkjit tune`,
     else by the preferences above, no taller than the queries need."""
+    rows = max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
     if "form" in fixed:
-        return {"block": _feature_tile(spec, fixed, problem, arch) if block is None else block}
+        if block is not None:
+            return {"block": block}
+        if spec.name == FLASH_SM90.name:
+            return {"block": select_sm90.feature_tile(problem, fixed)}
+        return {"block": _feature_tile(spec, tuple(fixed.items()), rows, arch)}
     tuned = None if block is not None else tuning.lookup(spec, fixed, problem, arch)
     if tuned is not None:
         return tuned
     if spec is FLASH_SM90:  # one block an SM, of warpgroups that hide each other's waiting
         return select_sm90.plain_tile(problem, fixed["head_dim"], block)
-    return {"block": _plain_tile(spec, fixed, problem, arch) if block is None else block}
+    if block is None:
+        block = _plain_tile(spec, tuple(fixed.items()), rows, arch)
+    return {"block": block}
 
 
-def _plain_tile(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
+@lru_cache(maxsize=_KEPT)
+def _plain_tile(spec: KernelSpec, given: tuple[tuple[str, Any], ...], rows: int, arch: Arch) -> Any:
+    """The first that is legal, no taller than `rows` and leaves an SM enough warps."""
+    fixed = dict(given)
     legal = spec.legal_values("block", {**fixed, "block": None}, arch)
     if not legal:  # say why
         spec.check({**fixed, "block": 16}, arch)
     order = [b for b in _PREFERENCE[spec.name][fixed["head_dim"]] if b in legal] or legal
-    order = _as_tall(order, problem) or order
+    order = [b for b in order if split_block(b)[0] <= rows] or order
 
     def fills_an_sm(block: Any) -> bool:
         params = {**fixed, "block": block}
@@ -167,21 +199,17 @@ def _plain_tile(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -
     return next(filter(fills_an_sm, tall), order[0])
 
 
-def _feature_tile(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
-    """The first that is legal and no taller than the queries need."""
-    if spec.name == FLASH_SM90.name:
-        return select_sm90.feature_tile(problem, fixed)
+@lru_cache(maxsize=_KEPT)
+def _feature_tile(
+    spec: KernelSpec, given: tuple[tuple[str, Any], ...], rows: int, arch: Arch
+) -> Any:
+    """The first that is legal and no taller than `rows`."""
+    fixed = dict(given)
     order = feature_tiles(spec, fixed)
     legal = [b for b in order if spec.why_not({**fixed, "block": b}, arch) is None]
     if not legal:  # say why
         spec.check({**fixed, "block": order[-1]}, arch)
-    return (_as_tall(legal, problem) or legal[-1:])[0]
-
-
-def _as_tall(tiles: list[Any], problem: Problem) -> list[Any]:
-    """Those that are no taller than the queries need."""
-    rows = max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
-    return [tile for tile in tiles if split_block(tile)[0] <= rows]
+    return ([b for b in legal if split_block(b)[0] <= rows] or legal[-1:])[0]
 
 
 # ------------------------------------------------------------------ few queries

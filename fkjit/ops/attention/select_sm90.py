@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from fkjit.arch import Arch
@@ -88,15 +89,17 @@ def _has_tile(problem: Problem, features: ScoreFeatures | None, block: Any) -> b
     dims = padded_dims(problem["head_dim"], problem["head_dim_v"])
     if features is None:
         return block is None or block in TILES[dims[0]]
-    fixed = {"dtype": problem["dtype"], "form": features.text}
-    legal = _legal({**fixed, **dict(zip(("head_dim", "head_dim_v"), dims, strict=True))})
+    legal = _legal(features, problem["dtype"], *dims)
     return bool(legal) if block is None else block in legal
 
 
-def _legal(fixed: Params) -> list[Any]:
+@lru_cache(maxsize=1024)
+def _legal(features: ScoreFeatures, dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, ...]:
     """The tiles with score features that are compiled, fastest first."""
-    order = tiles(parse(fixed["form"]), fixed["head_dim"])
-    return [tile for tile in order if FLASH_SM90.illegal({**fixed, "block": tile}) is None]
+    fixed = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    fixed["form"] = features.text
+    order = tiles(features, head_dim)
+    return tuple(tile for tile in order if FLASH_SM90.illegal({**fixed, "block": tile}) is None)
 
 
 def plain_tile(problem: Problem, head_dim: int, block: Any = None) -> dict[str, Any]:
@@ -137,5 +140,6 @@ def feature_tile(problem: Problem, fixed: Params) -> Any:
     left, right = problem["window"]
     keys = min(problem["seqlen_k"], left + right + 1)
     usual = plain_tile({**problem, "seqlen_k": keys, "causal": right == 0}, fixed["head_dim"])
-    legal = _legal(fixed)
+    dims = fixed["head_dim"], fixed["head_dim_v"]
+    legal = _legal(parse(fixed["form"]), fixed["dtype"], *dims)
     return usual["block"] if usual["block"] in legal else legal[0]
