@@ -11,7 +11,7 @@ from fkjit.arch import Arch
 from fkjit.ops.attention.decode.cases import problem_of
 from fkjit.ops.attention.decode.grid import on_grid
 from fkjit.ops.attention.decode.kernels import SPLIT, select
-from fkjit.ops.kv import problem as kv
+from fkjit.ops.kv import cases as kv
 from fkjit.runtime.device import multiprocessors
 from fkjit.spec import KernelSpec, Params, Problem
 

@@ -267,7 +267,7 @@ def test_numbers_from_driver_compiled_ptx(spec, name, monkeypatch):
 def test_the_portable_kernel_under_a_99_kb_cap(monkeypatch):
     """A stand-in for sm_86, sm_89 and sm_120: their shared-memory limit chooses the tiles."""
     torch = pytest.importorskip("torch", reason="needs torch")
-    from fkjit.ops.attention import plan as attention_plan
+    from fkjit.ops.attention.forward import _ATTENTION
     from fkjit.runtime import device
 
     real = device.device_target(0)
@@ -278,10 +278,10 @@ def test_the_portable_kernel_under_a_99_kb_cap(monkeypatch):
             real.arch, shared_per_block=small.shared_per_block, shared_per_sm=small.shared_per_sm
         ),
     )
-    monkeypatch.setattr("fkjit.ops.attention.checks.device_target", lambda device: capped)
+    monkeypatch.setattr("fkjit.ops.op.request.device_target", lambda device: capped)
     monkeypatch.setattr(device, "device_target", lambda device: capped)
     device.forget()
-    attention_plan.plans.clear()
+    _ATTENTION.plans.forget()
     for head_dim in (64, 128, 256):
         q, k, v = (torch.randn(2, 4, 700, head_dim, device="cuda").half() for _ in range(3))
         o = fkjit.attention(q, k, v, causal=True)
@@ -293,4 +293,4 @@ def test_the_portable_kernel_under_a_99_kb_cap(monkeypatch):
         kernel.shared_bytes <= 101_376 for kernel in device._loaded.values()
     )
     device.forget()
-    attention_plan.plans.clear()
+    _ATTENTION.plans.forget()

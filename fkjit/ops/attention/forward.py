@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -164,16 +165,18 @@ def attention_varlen(
 
 def _run(
     op: Op, inputs: tuple[Any, ...], options: tuple[Any, ...], score_mod: Any, score_args: Any,
-    score_mod_grad: Any,
+    score_mod_grad: Any, act: Callable[..., Any] | None = None,
 ) -> Any:  # fmt: skip
-    """A call of an op; what NVRTC has against a score_mod as a ParameterError."""
+    """A call of an op, or what `act` does with its arguments; what NVRTC has against a score_mod as
+    a ParameterError."""
+    act = act or op
     if score_mod is None and not score_args and score_mod_grad is None:
-        return op(inputs, (), options)
+        return act(inputs, (), options)
     if torch_ops.compiling():  # which refuses a score_mod before anything is looked at
-        return op(inputs, (), (*options, score_mod))
+        return act(inputs, (), (*options, score_mod))
     slots, rest = unpack_score_mod(op.name, score_mod, score_args, score_mod_grad)
     try:
-        return op((*inputs, *slots), (), (*options, *rest))
+        return act((*inputs, *slots), (), (*options, *rest))
     except CompileError as error:
         raise does_not_compile(op.name, score_mod, error) from error
 
@@ -202,9 +205,13 @@ nodes.define(_ATTENTION, _VARLEN)
 
 # ------------------------------------------------------------------ prepare
 
+_LAST = "softcap"  # of the options that a call without a score_mod gives
+_MOD = ("score_mod", "score_args", "score_mod_grad")
+_ARRAYS = 3 + len(PACKED_ENDS) + len(FEATURE_ARRAYS)  # that it gives
 
-def _preparing(op: Op, call: Callable[..., Any]) -> Callable[..., None]:
-    signature = inspect.signature(call)
+
+def _preparing(op: Op, call: Callable[..., Any], options: Any) -> Callable[..., None]:
+    signature, names = inspect.signature(call), options._fields[: options._fields.index(_LAST) + 1]
 
     def prepare(*args: Any, **named: Any) -> None:
         """Compile and load what the call with the same arguments needs, without running it; where
@@ -215,42 +222,29 @@ def _preparing(op: Op, call: Callable[..., Any]) -> Callable[..., None]:
         """
         bound = signature.bind(*args, **named)
         bound.apply_defaults()
-        inputs, options = _given(op, bound.arguments)
-        try:
-            _prepare(op, inputs, options)
-        except CompileError as error:
-            if bound.arguments["score_mod"] is None:
-                raise
-            raise does_not_compile(op.name, bound.arguments["score_mod"], error) from error
+        given = bound.arguments
+        if isinstance(given["window"], list):
+            given["window"] = tuple(given["window"])
+        # Inputs and options exactly as the call has them, whose plan it is.
+        inputs = tuple(given.get(name) for name in op.inputs[:_ARRAYS])
+        said, mod = tuple(given[name] for name in names), [given[name] for name in _MOD]
+        act = partial(_prepare, op)
+        if any(x is not None for x in (*inputs[3:], given["window"], given["softcap"], mod[0])):
+            _run(op, inputs, said, *mod, act=act)
+        else:
+            act(inputs[:3], (), said[:-2])
 
     return prepare
 
 
-def _given(op: Op, said: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Inputs and options of the op, as the call itself gives them: its plan is the call's."""
-    window = said["window"]
-    said = {**said, "window": tuple(window) if isinstance(window, list) else window}
-    inputs = tuple(said.get(name) for name in ("q", "k", "v", *PACKED_ENDS, *FEATURE_ARRAYS))
-    fields = op.options._fields[: op.options._fields.index("score_mod")]
-    options = tuple(said[name] for name in fields)
-    if (
-        any(said[name] is not None for name in ("score_mod", "score_mod_grad"))
-        or said["score_args"]
-    ):
-        names = ("score_mod", "score_args", "score_mod_grad")
-        slots, rest = unpack_score_mod(op.name, *(said[name] for name in names))
-        return (*inputs, *slots), (*options, *rest)
-    if op is _ATTENTION and all(x is None for x in (*inputs[3:], *options[-2:])):
-        return inputs[:3], options[:-2]
-    return inputs, options
-
-
-def _prepare(op: Op, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+def _prepare(
+    op: Op, inputs: tuple[Any, ...], outputs: tuple[Any, ...], options: tuple[Any, ...]
+) -> None:
     if torch_ops.wants_grad(inputs):
         import_module(_AUTOGRAD).prepare(op, inputs, options)
     else:
         op.prepare(inputs, options)
 
 
-attention.prepare = _preparing(_ATTENTION, attention)  # type: ignore[attr-defined]
-attention_varlen.prepare = _preparing(_VARLEN, attention_varlen)  # type: ignore[attr-defined]
+attention.prepare = _preparing(_ATTENTION, attention, AttentionOptions)  # type: ignore[attr-defined]
+attention_varlen.prepare = _preparing(_VARLEN, attention_varlen, VarlenOptions)  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ schema. A score_mod is no argument that PyTorch could trace: it is refused."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fkjit.errors import ParameterError
@@ -112,7 +112,7 @@ def _differentiating(name: str, op: Op, lse: bool) -> Callable[..., Any]:
 
 
 def _call_of(
-    name: str, lse: bool, given: tuple[Any, ...], named: Mapping[str, Any]
+    name: str, lse: bool, given: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[Any, ...]:
     """Inputs, outputs and options of the op: `_call` the other way round."""
     said = dict(zip(_NAMES[name], given, strict=False)) | named

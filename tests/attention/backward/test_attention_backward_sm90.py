@@ -11,14 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
-from fkjit.ops.op.launches import ready  # noqa: E402
-from fkjit.ops.op.request import Launch  # noqa: E402
-
 from fkjit.arch import arch  # noqa: E402
 from fkjit.errors import ParameterError  # noqa: E402
 from fkjit.jit.build import quiet  # noqa: E402
 from fkjit.ops.attention.backward.problem import Options  # noqa: E402
 from fkjit.ops.attention.backward.select import select  # noqa: E402
+from fkjit.ops.op.launches import ready  # noqa: E402
+from fkjit.ops.op.request import Launch  # noqa: E402
 from fkjit.runtime.tensor_map import TensorMap  # noqa: E402
 from fkjit.settings import settings  # noqa: E402
 from tests.attention.backward.test_attention_backward import check, tensors  # noqa: E402

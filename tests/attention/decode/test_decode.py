@@ -213,11 +213,12 @@ def test_nothing_to_do():
 def test_few_queries_of_attention():
     """On a GPU: many keys, rows on 16-byte boundaries, nothing asked for by name."""
     from fkjit.arch import arch
-    from fkjit.ops.attention import short_q
+    from fkjit.ops.attention import select
     from fkjit.ops.attention.decode import problem as decoding
+    from fkjit.ops.attention.options import AttentionOptions
     from fkjit.runtime import interop
 
-    assert short_q.MAX_TOKENS == decoding.MAX_TOKENS
+    assert select.MAX_TOKENS == decoding.MAX_TOKENS
 
     rng = np.random.default_rng(1)
     q, k, v = (
@@ -231,19 +232,26 @@ def test_few_queries_of_attention():
         **{"dtype": "fp16", "batch": 1, "heads_q": 4, "heads_kv": 2, "seqlen_q": 2},
         **{"seqlen_k": 300, "head_dim": 64, "head_dim_v": 64, "multiprocessors": 132},
     }
-    usual = {"impl": "auto", "block": None, "aligned": True, "arch": arch("sm_90a")}
-    assert short_q.takes(problem, views, **usual)
-    for other in ({"impl": "flash"}, {"block": 64}, {"aligned": False}, {"arch": arch("sm_75")}):
-        assert not short_q.takes(problem, views, **{**usual, **other})
+
+    def takes(impl="auto", block=None, aligned=True, to="sm_90a", **other):
+        options = AttentionOptions(True, impl=impl, block=block)
+        whole = {**problem, "causal": True, **other}
+        return select.decodes(whole, views, None, options, aligned, arch(to))
+
+    assert takes()
+    for other in ({"impl": "flash"}, {"block": 64}, {"aligned": False}, {"to": "sm_75"}):
+        assert not takes(**other)
     for other in ({"seqlen_q": 17}, {"seqlen_k": 50}, {"dtype": "fp32"}, {"head_dim": 60}):
-        assert not short_q.takes({**problem, **other}, views, **usual)
+        assert not takes(**other)
     many = {"seqlen_q": 16, "seqlen_k": 1024}  # rows of more than one small tile
-    assert short_q.takes({**problem, **many}, views, **usual)
+    assert takes(**many)
     for other in ({"seqlen_k": 1000}, {"heads_q": 40}):
-        assert not short_q.takes({**problem, **many, **other}, views, **usual)
-    plan = short_q.FewPlan(True, None, None, "auto", True, "bhsd")
+        assert not takes(**{**many, **other})
+    said = AttentionOptions(True, return_lse=True)
     for x, y in zip(
-        plan.run(q, k, v), fkjit.attention(q, k, v, causal=True, return_lse=True), strict=True
+        select.to_decode((q, k, v), (), said),
+        fkjit.attention(q, k, v, causal=True, return_lse=True),
+        strict=True,
     ):
         assert np.abs(x - y).max() <= 2e-3
 

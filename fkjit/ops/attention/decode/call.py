@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from fkjit.errors import ArgumentTypeError, CompileError, ParameterError
 from fkjit.ops.attention.decode import nodes
-from fkjit.ops.attention.decode.checks import (
-    ARRAYS,
-    FEATURES,
-    Options,
-    check_contiguous,
-    check_paged,
-)
+from fkjit.ops.attention.decode.checks import ARRAYS, Options, check_contiguous, check_paged
+from fkjit.ops.attention.features import FEATURE_ARRAYS, SLOTS
 from fkjit.ops.attention.options import unpack_score_mod
+from fkjit.ops.attention.score_mod import does_not_compile
 from fkjit.ops.kv.planes import planes
 from fkjit.ops.kv.problem import LAYOUTS
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.op import Op
+
+_INPUTS = (*ARRAYS, *FEATURE_ARRAYS, *SLOTS)
+_NO_SLOTS = (None,) * len(SLOTS)  # of a call without a score_mod,
+_NO_SCORE_MOD = ("", (), ())  # and the last of its options
 
 
 def attention_decode(
@@ -88,14 +89,10 @@ def attention_decode(
 
     Sources: Dao et al., "Flash-Decoding for long-context inference"; Osama et al., "Stream-K".
     """
-    if torch_ops.autocasting():
-        (q,) = torch_ops.autocast(q)
-    options = (layout, causal, softmax_scale, split_size, return_lse, window, softcap)
-    more = (k_scale, v_scale, alibi_slopes, bias, mask, sinks)
-    if torch_ops.compiling():
-        rows = (q, k, v, seq_lens)
-        return nodes.traced("attention_decode", rows, more, options, out=out, score_mod=score_mod)
-    arrays = (q, k, v, None, seq_lens, None, *more)
+    options = (layout, causal, softmax_scale, split_size, return_lse, _hashable(window), softcap)
+    arrays = (
+        q, k, v, None, seq_lens, None, k_scale, v_scale, alibi_slopes, bias, mask, sinks,
+    )  # fmt: skip
     return _run(_CONTIGUOUS, arrays, out, options, score_mod, score_args)
 
 
@@ -148,22 +145,10 @@ def paged_attention(
     captured graph of `kv_append` and this call follows sequences that grow. To torch.compile the
     call is one operator, if `cache` is a pair and there is no `out` and no `score_mod`.
     """
-    if torch_ops.autocasting():
-        (q,) = torch_ops.autocast(q)
-    if torch_ops.compiling():
-        if not isinstance(cache, tuple):
-            raise ParameterError(
-                "paged_attention: cache is no pair of arrays; under torch.compile pass "
-                "(k_pages, v_pages), page_table and seq_lens"
-            )
-        options = (layout, causal, softmax_scale, split_size, return_lse, window, softcap)
-        pages = (q, *cache, page_table, seq_lens, rows)
-        more = (k_scale, v_scale, alibi_slopes, bias, mask, sinks)
-        return nodes.traced("paged_attention", pages, more, options, out=out, score_mod=score_mod)
     k, v, page_table, seq_lens, k_scale, v_scale, layout = _pages(
         cache, layer, layout, rows, (page_table, seq_lens, k_scale, v_scale)
     )
-    options = (layout, causal, softmax_scale, split_size, return_lse, window, softcap)
+    options = (layout, causal, softmax_scale, split_size, return_lse, _hashable(window), softcap)
     arrays = (
         q, k, v, page_table, seq_lens, rows, k_scale, v_scale, alibi_slopes, bias, mask, sinks,
     )  # fmt: skip
@@ -178,7 +163,7 @@ def _pages(
     if type(cache) is tuple and len(cache) == 2 and layer == 0:
         return *cache, *given, LAYOUTS[0] if layout is None else layout
     held = planes(_PAGED.name, cache, layer, layout)
-    if not hasattr(cache, "page_table"):
+    if isinstance(cache, tuple | list):
         return *held.arrays[:2], *given, held.layout
     if any(x is not None for x in given):
         raise ParameterError(
@@ -192,31 +177,27 @@ def _pages(
     return k, v, cache.page_table, cache.lengths, k_scale, v_scale, held.layout
 
 
+def _hashable(option: Any) -> Any:
+    """A window may be a list: PyTorch's operators give one."""
+    return tuple(option) if type(option) is list else option
+
+
 def _run(
     op: Op, arrays: tuple[Any, ...], out: Any, options: tuple[Any, ...], score_mod: Any,
     score_args: Any,
 ) -> Any:  # fmt: skip
-    """The op's result. arrays: without those that a score_mod reads."""
+    """The op's result. arrays, options: without what a score_mod has."""
     if score_mod is None and not score_args:
-        return op(arrays + _NO_SLOTS, (out, None), options + _NO_SCORE_MOD)
-    arrays, options = _with_score_mod(op, arrays, options, score_mod, score_args)
+        if out is None:
+            return op(arrays, (), options + _NO_SCORE_MOD)
+        return op(arrays + _NO_SLOTS, (out,), options + _NO_SCORE_MOD)
+    if torch_ops.compiling():
+        raise nodes.refused(op.name, "score_mod")
+    slots, (*more, _) = unpack_score_mod(op.name, score_mod, score_args)
     try:
-        return op(arrays, (out, None), options)
+        return op(arrays + slots, (out,), (*options, *more))
     except CompileError as error:
-        raise _explained(op, score_mod, error) from error
-
-
-def _with_score_mod(
-    op: Op, arrays: tuple[Any, ...], options: tuple[Any, ...], score_mod: Any, score_args: Any
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """All arrays and options of the op."""
-    slots, (text, names, scalars, _) = unpack_score_mod(op.name, score_mod, score_args)
-    return (*arrays, *slots), (*options, text, names, scalars)
-
-
-def _explained(op: Op, score_mod: Any, error: CompileError) -> ParameterError:
-    """What NVRTC has against a score_mod."""
-    return ParameterError(f"{op.name}: score_mod={score_mod!r} does not compile: {error}")
+        raise does_not_compile(op.name, score_mod, error) from error
 
 
 def _preparing(op: Op, call: Callable[..., Any]) -> Callable[..., None]:
@@ -232,30 +213,24 @@ def _preparing(op: Op, call: Callable[..., Any]) -> Callable[..., None]:
             own = tuple(given[name] for name in names)
             found = _pages(given["cache"], given["layer"], given["layout"], given["rows"], own)
             given |= dict(zip(("k", "v", *names, "layout"), found, strict=True))
-        arrays = tuple(given.get(name) for name in _NAMED)
-        rest = tuple(given[name] for name in Options._fields[: -len(_NO_SCORE_MOD)])
-        score_mod, score_args = given["score_mod"], given["score_args"]
-        all_arrays, all_options = _with_score_mod(op, arrays, rest, score_mod, score_args)
+        arrays = [given.get(name) for name in (*ARRAYS, *FEATURE_ARRAYS)]
+        named = [_hashable(given[name]) for name in Options._fields[: -len(_NO_SCORE_MOD)]]
+        slots, (*more, _) = unpack_score_mod(op.name, given["score_mod"], given["score_args"])
         try:
-            op.prepare([*all_arrays, given["out"], None], all_options)
+            op.prepare([*arrays, *slots, given["out"], None], (*named, *more))
         except CompileError as error:
-            if score_mod is None:
+            if given["score_mod"] is None:
                 raise
-            raise _explained(op, score_mod, error) from error
+            raise does_not_compile(op.name, given["score_mod"], error) from error
 
     return prepare
 
 
-_NO_SCORE_MOD = ("", (), ())
-_NAMED = (*ARRAYS, "alibi_slopes", "bias", "mask", "sinks")
-_NO_SLOTS = (None,) * (len(ARRAYS) + len(FEATURES) - len(_NAMED))
-
-
 def _op(name: str, check: Callable[..., Any], needed: tuple[str, ...]) -> Op:
     return Op(
-        name, inputs=(*ARRAYS, *FEATURES), outputs=("o", "lse"),
-        check=lambda views, *options: check(views, Options(*options)),
-        optional=[array for array in (*ARRAYS, *FEATURES) if array not in needed],
+        name, inputs=_INPUTS, outputs=("o", "lse"), check=check, options=Options,
+        optional=[array for array in _INPUTS if array not in needed],
+        traced=partial(nodes.traced, name), autocast=1,
     )  # fmt: skip
 
 

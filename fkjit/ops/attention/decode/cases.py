@@ -14,7 +14,7 @@ from fkjit.ops.attention import cases as forward
 from fkjit.ops.attention.decode.grid import workspace
 from fkjit.ops.attention.decode.problem import PAGE_AXES, ROW_AXES
 from fkjit.ops.attention.features import POINTERS, SLOTS, parse
-from fkjit.ops.kv import problem as kv
+from fkjit.ops.kv import cases as kv
 from fkjit.runtime.interop import numpy_dtype
 from fkjit.spec import Arrays, Params, Problem, Verification
 

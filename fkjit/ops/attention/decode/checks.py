@@ -7,11 +7,17 @@ from typing import Any, NamedTuple
 
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.attention.decode import grid
-from fkjit.ops.attention.decode.kernels import HEAD_DIMS, kernel, select
+from fkjit.ops.attention.decode.kernels import kernel, select
 from fkjit.ops.attention.decode.problem import LEAST_SPLIT, MAX_TOKENS, PAGE_AXES, ROW_AXES
 from fkjit.ops.attention.feature_checks import check_features
 from fkjit.ops.attention.features import FEATURE_ARRAYS, SLOTS
-from fkjit.ops.attention.shapes import check_scale
+from fkjit.ops.attention.shapes import (
+    Sizes,
+    check_columns,
+    check_dims,
+    check_one_of,
+    check_scale,
+)
 from fkjit.ops.kv.problem import CODES
 from fkjit.ops.op.checks import check_dtype, check_flag, check_output, check_shape, itemsize
 from fkjit.ops.op.op import Launch, Output, Request, arch_of
@@ -20,7 +26,7 @@ from fkjit.runtime.interop import CPU, View, torch_dtype
 
 # What the kernel reads, and of score features what scores meet.
 ARRAYS = ("q", "k", "v", "page_table", "seq_lens", "rows", "k_scale", "v_scale")
-FEATURES = (*FEATURE_ARRAYS, *SLOTS)
+_FEATURES = (*FEATURE_ARRAYS, *SLOTS)
 
 _FLOATS = ("bf16", "fp16")
 _ONE_TOKEN = (0, 1, None)
@@ -34,7 +40,6 @@ _STORAGES = {"uint8": "fp8", "int8": "int8"}
 
 Views = Mapping[str, View | None]
 Seen = Mapping[str, View]
-Sizes = dict[str, Any]
 
 
 class Options(NamedTuple):
@@ -56,7 +61,7 @@ class Options(NamedTuple):
 def check_contiguous(views: Views, options: Options) -> Request:
     """A call of attention_decode."""
     call, layout, seen = "attention_decode", options.layout, _present(views)
-    _one_of(call, "layout", layout, ROW_AXES)
+    check_one_of(call, "layout", layout, ROW_AXES)
     problem, axes = _queries(call, seen["q"], layout), ROW_AXES[layout]
     k, v = (_four(call, name, seen[name], layout) for name in ("k", "v"))
     if k[:3] != v[:3] or k[0] != problem["batch"]:
@@ -76,7 +81,7 @@ def check_contiguous(views: Views, options: Options) -> Request:
 def check_paged(views: Views, options: Options) -> Request:
     """A call of paged_attention."""
     call, layout, seen = "paged_attention", options.layout, _present(views)
-    _one_of(call, "layout", layout, PAGE_AXES)
+    check_one_of(call, "layout", layout, PAGE_AXES)
     problem, axes = _queries(call, seen["q"], "bshd"), PAGE_AXES[layout]
     k, v = (_four(call, f"{name}_pages", seen[name], layout) for name in ("k", "v"))
     size, table = k[axes[2]], _table(call, seen["page_table"])
@@ -120,7 +125,7 @@ def _request(call: str, seen: Seen, problem: Sizes, options: Options) -> Request
     if check_flag(call, "return_lse", options.return_lse):
         lse = (problem["batch"], problem["heads_q"], problem["seqlen_q"])
         made["lse"] = Output(lse[: len(shape) - 1], "fp32")
-    inputs = {name: seen.get(name) for name in (*ARRAYS, *(FEATURES if features else ()))}
+    inputs = {name: seen.get(name) for name in (*ARRAYS, *(_FEATURES if features else ()))}
     if 0 in shape:
         return Request(inputs, made, ())
     launch = _launch(call, q, problem, features)
@@ -146,10 +151,9 @@ def _launch(call: str, q: View, problem: Sizes, features: str) -> Launch:
 def _features(call: str, seen: Seen, problem: Sizes, options: Options) -> str:
     """What scores meet besides, as text, "" for nothing; what the problem has of it is added."""
     without = options.window is options.softcap is None and not options.score_mod
-    if without and not any(name in seen for name in FEATURES):
+    if without and seen.keys().isdisjoint(_FEATURES):
         return ""
-    problem["seqlen_k"] = problem["longest"]
-    problem["causal"] = False  # the window has it
+    problem |= {"seqlen_k": problem["longest"], "causal": False}  # the window has it
     return check_features(call, seen, problem, options).text
 
 
@@ -169,11 +173,6 @@ def _bytes(view: View) -> View:
     kind, array, pointer, code = view.kind, view.array, view.pointer, CODES["fp8"]
     array = array.view(torch_dtype(code) if kind == "torch" else code)
     return View(kind, array, pointer, view.shape, view.strides, code, view.device, view.source)
-
-
-def _one_of(call: str, name: str, value: Any, allowed: Mapping[str, Any]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        raise ParameterError(f"{call}: {name}={value!r} is not one of {', '.join(allowed)}")
 
 
 def _queries(call: str, q: View, layout: str) -> Sizes:
@@ -211,11 +210,7 @@ def _four(call: str, name: str, view: View, layout: str) -> tuple[int, ...]:
 
 
 def _columns(call: str, name: str, view: View) -> None:
-    if view.strides[-1] != 1 and view.shape[-1] > 1 and 0 not in view.shape:
-        raise ParameterError(
-            f"{call}: {name} has stride {view.strides[-1]} in its last dimension; it must be "
-            f"contiguous: pass a contiguous copy of {name}"
-        )
+    check_columns(call, name, view, f"pass a contiguous copy of {name}")
 
 
 def _table(call: str, table: View) -> View:
@@ -249,10 +244,7 @@ def _heads(call: str, problem: Sizes, k: View) -> None:
         raise ParameterError(f"{call}: q has {queries} heads, not a multiple of k's {keys}")
     if k.shape[3] != problem["head_dim"]:
         raise ParameterError(f"{call}: q has head_dim {problem['head_dim']}, k {k.shape[3]}")
-    most = HEAD_DIMS[-1]
-    for name in ("head_dim", "head_dim_v"):
-        if not 1 <= problem[name] <= most:
-            raise ParameterError(f"{call}: {name}={problem[name]} is not in 1 .. {most}")
+    check_dims(call, problem["head_dim"], problem["head_dim_v"])
 
 
 def _scales(call: str, seen: Seen, problem: Sizes) -> None:
@@ -288,17 +280,19 @@ def _aligned(call: str, seen: Seen) -> None:
         view = seen.get(name)
         if view is None or 0 in view.shape:
             continue
-        size, need = itemsize(view), _ROW_BYTES if name != "o" else _OUT_BYTES
-        bits, widest = view.pointer | view.shape[-1] * size, 0
-        for step, n in zip(view.strides[:-1], view.shape[:-1], strict=True):
-            if n > 1:
-                bits |= step * size
-                widest = max(widest, abs(step))
-        if bits % need:
+        need, steps, together = _ROW_BYTES if name != "o" else _OUT_BYTES, _steps(view), 0
+        for step in steps:
+            together |= step
+        if (view.pointer | (together | view.shape[-1]) * itemsize(view)) % need:
             raise ParameterError(
                 f"{call}: {name} (shape {tuple(view.shape)}, strides {tuple(view.strides)}) has "
                 f"rows that do not fill whole {need} bytes from such a boundary on; pad head_dim, "
                 "or pass a contiguous copy (fkjit.attention takes any)"
             )
-        if name in ("k", "v") and widest >= _LIMIT:
+        if name in ("k", "v") and max(map(abs, steps), default=0) >= _LIMIT:
             raise ParameterError(f"{call}: {name} has strides of 2^31 elements or more")
+
+
+def _steps(view: View) -> list[int]:
+    """Strides that lead to another row."""
+    return [step for step, n in zip(view.strides[:-1], view.shape[:-1], strict=True) if n > 1]

@@ -32,22 +32,25 @@ def groups(params: Params) -> int:
 
 def shared_layout(params: Params) -> SharedLayout:
     """Q, and the groups' rings of keys and values."""
-    size = stored_bytes(params) * params["head_dim"]
-    return _shared(params["tile"], params["rows"], params["head_dim"], size, groups(params))
+    return _shared(
+        params["tile"], params["rows"], params["head_dim"], stored_bytes(params), groups(params)
+    )
 
 
 @lru_cache(maxsize=256)
 def _shared(
-    tile: tuple[int, ...], rows: int, head_dim: int, row_bytes: int, groups: int
+    tile: tuple[int, ...], rows: int, head_dim: int, element: int, groups: int
 ) -> SharedLayout:
     _, keys, stages, _ = tile
-    rings = [(f"ring {i}", stages * 2 * keys * row_bytes) for i in range(groups)]
+    rings = [(f"ring {i}", stages * 2 * keys * head_dim * element) for i in range(groups)]
     return [("Q", 2 * rows * head_dim), *rings]
 
 
 def blocks_of_an_sm(params: Params, arch: Arch) -> int:
     """That run at a time."""
-    shared = sum([size for _, size in shared_layout(params)]) + _RESERVED
+    shared = _RESERVED
+    for _, size in shared_layout(params):
+        shared += size
     return max(1, min(params["tile"][3], arch.shared_per_sm // shared))
 
 

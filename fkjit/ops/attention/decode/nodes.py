@@ -65,20 +65,26 @@ def _running(call: Callable[..., Any], arrays: int, lse: bool) -> Callable[..., 
 
 
 def traced(
-    name: str, arrays: tuple[Any, ...], more: tuple[Any, ...], options: tuple[Any, ...], *,
-    out: Any, score_mod: Any,
-) -> Any:  # fmt: skip
-    """What a call is while torch.compile traces it. more: scales and what scores meet."""
-    for refused, value in (("out", out), ("score_mod", score_mod)):
-        if value is not None:
-            raise ParameterError(f"{name}: {refused} is given; not supported under torch.compile")
-    layout, causal, softmax_scale, split_size, return_lse, window, softcap = options
+    name: str, inputs: tuple[Any, ...], outputs: tuple[Any, ...], options: tuple[Any, ...]
+) -> Any:
+    """What a call of the op is while a graph is traced."""
+    if any(given is not None for given in outputs):
+        raise refused(name, "out")
+    q, k, v, page_table, seq_lens, rows, k_scale, v_scale, *features = inputs
+    where = (seq_lens,) if name == "attention_decode" else (page_table, seq_lens, rows)
+    layout, causal, softmax_scale, split_size, return_lse, window, softcap, *_ = options
     if window is not None:
         window = [-1 if side is None else side for side in window]
     operator = getattr(torch_ops.known, f"{name}_lse" if return_lse else name)
     return operator(
-        *arrays, *more[:2], causal, softmax_scale, layout, split_size, *more[2:], window, softcap
-    )
+        q, k, v, *where, k_scale, v_scale, causal, softmax_scale, layout,
+        split_size, *features[:4], window, softcap,
+    )  # fmt: skip
+
+
+def refused(name: str, what: str) -> ParameterError:
+    """The error for what no graph can hold."""
+    return ParameterError(f"{name}: {what} is given; not supported under torch.compile")
 
 
 def _fake(name: str, arrays: int, lse: bool) -> Callable[..., Any]:
