@@ -144,7 +144,7 @@ class KernelSpec:
     # Blocks wait for one another: all of a grid run at the same time, or the launch is refused.
     cooperative: bool = False
     # Starts before the previous kernel ends (programmatic dependent launch) and waits for it by
-    # itself: templates/device/dependent.cuh.
+    # itself: templates/ptx/pdl.cuh.
     pdl: bool = False
     arguments: Callable[[Params, Problem, Mapping[str, Any]], Mapping[str, Any]] = (
         lambda params, problem, arrays: dict(arrays)

@@ -1,4 +1,4 @@
-"""Attention's gradients in Triton, the twin of kernels_cu/attention/flash_backward_*.cu.
+"""Attention's gradients in Triton, the twin of kernels_cu/attention/backward_*.cu.
 
     p = exp(softmax_scale * q k^T - lse)       delta = rowsum(dout * o)
     ds = p * (dout v^T - delta)

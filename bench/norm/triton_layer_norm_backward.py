@@ -1,5 +1,5 @@
 """Gradients of LayerNorm and RMSNorm in Triton, the twin of kernels_cu/norm/backward.cu and
-sum_parts.cu.
+sum_partials.cu.
 
 A program goes through every so many rows, each padded to a power of two, and adds up its part of
 dweight and dbias; a second launch adds the parts, always in the same order.

@@ -12,9 +12,9 @@ TENSOR_MAP_BYTES = 128  # of a CUtensorMap
 
 # C type (spelled without const) -> struct letters with native alignment. `TensorMap` has to stand
 # at a multiple of 64 bytes: before all others. `Strides` is the prelude's struct of three 64-bit
-# counts of elements: batch, head, row; `RopeFrequencies` is that of device/rope.cuh, `Routing` that
-# of device/moe_route.cuh, `Grouping` that of device/moe_groups.cuh, `AttentionForm` that of
-# device/attention_form.cuh.
+# counts of elements: batch, head, row; `RopeFrequencies` is that of rope/angle.cuh, `Routing` that
+# of moe/route.cuh, `Grouping` that of moe/groups.cuh, `AttentionForm` that of
+# attention/features.cuh.
 _CODES = {
     **dict.fromkeys(("int", "signed", "signed int", "int32_t", "i32"), "i"),
     **dict.fromkeys(("unsigned", "unsigned int", "uint32_t", "u32"), "I"),

@@ -1,6 +1,6 @@
 """Programmatic dependent launches: where a kernel is captured into a CUDA graph, its blocks may
 come in while the kernel before it runs out, and wait there until what that one wrote is to be seen
-(templates/device/dependent.cuh). CuPy's launch has no such attribute, so this is the driver's.
+(templates/ptx/pdl.cuh). CuPy's launch has no such attribute, so this is the driver's.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
    A bias is added to scores, so its gradient is dS, summed over whatever the bias is broadcast over.
    A block owns BLOCK_Q rows and BLOCK_K keys of it, or BLOCK_K keys where all rows share one, and
-   walks over the batches, heads and query tiles that share them (device/bias_walk.cuh):
+   walks over the batches, heads and query tiles that share them (attention/backward/bias_walk.cuh):
 
      for each:    S  = Q K^T
                   P  = 2^(final score * log2(e) - lse)
@@ -11,16 +11,19 @@
 
    Nobody else adds to these sums, so they are the same at every call, and nothing as large as the
    scores is stored but the gradient. That costs two products more than writing dS where dQ is made,
-   as flash_backward_queries.cu does where nothing, or few batches, share a bias. Where there are few
+   as backward_dq.cu does where nothing, or few batches, share a bias. Where there are few
    tiles, `parts` blocks share a walk and leave their sums to backward_bias_sum.cu.
 
    The next step's Q, dO, K and V travel while one is multiplied, if STAGES is 2; else another block of
-   the SM multiplies meanwhile. SEEDED: as in flash_backward_queries.cu. */
+   the SM multiplies meanwhile. ACC_INIT: as in backward_dq.cu. */
 #include "prelude.cuh"
-#include "device/attention_backward.cuh"
-#include "device/bias_walk.cuh"
-#include "device/form_backward.cuh"
-#include "device/score_seeds.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "attention/backward/accumulator_init.cuh"
+#include "attention/backward/bias_walk.cuh"
+#include "attention/backward/features.cuh"
+#include "attention/backward/mma.cuh"
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${block_q};  // rows of a block
@@ -35,18 +38,15 @@ constexpr bool AHEAD = ${ahead};  // a step's bias is asked for before its tiles
 using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SCORE_MOD = ${has_mod};
-constexpr bool SEEDED = ${seeded};  // sums of products start from bias and mask
-constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see device/score.cuh
+constexpr bool ACC_INIT = ${seeded};  // sums of products start from bias and mask
+constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see attention/score.cuh
 constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
 
-// The caller's expression of one score, and what he gave for it to read.
-struct ScoreMod {
-  int b, h, seqlen_q, seqlen_k${score_fields};
-
-  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
-    return ${score_mod};
-  }
-};
+// The caller's expression of one score, its derivative, and what they read.
+#define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
+#define SCORE_EXPRESSION (${score_mod})
+#define SCORE_DERIVATIVE (${score_mod_grad})
+#include "attention/score_mod.cuh"
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int ROWS_A_WARP = BLOCK_Q / NUM_WARPS, M_BLOCKS = ROWS_A_WARP / 16;
@@ -59,7 +59,7 @@ static_assert(STAGES == 1 || STAGES == 2, "the next step is the only one under w
 static_assert(ROW_STEP % BLOCK_Q == 0, "lse and delta are padded to whole tiles");
 static_assert(BLOCK_K <= THREADS, "a thread adds up a column of what the warps have");
 
-using KeyOrder = OrderIf<SEEDED, ColumnRuns<KEYS / 8>>;
+using KeyOrder = OrderIf<ACC_INIT, ColumnRuns<KEYS / 8>>;
 constexpr bool ANEW = true;  // there are no registers to keep places in
 using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;
 using DoTile = SwizzledTile<BLOCK_Q, HEAD_DIM_V>;
@@ -118,9 +118,9 @@ __device__ __forceinline__ void store(T* __restrict__ tile, const BiasShape& sha
     if (row >= rows) continue;
     T* to = tile + static_cast<i64>(row) * shape.columns;
 #pragma unroll
-    for (int first = 0; first < BLOCK_K / 8; first += SEEDED ? KEYS / 8 : 1) {
+    for (int first = 0; first < BLOCK_K / 8; first += ACC_INIT ? KEYS / 8 : 1) {
       const float* pair = &acc[r / 2][first][r % 2 * 2];
-      if constexpr (SEEDED) {
+      if constexpr (ACC_INIT) {
         store_run<T, KEYS / 8>(to, k0 + first * 8 + lane % 4 * (KEYS / 4), shape.columns, pair);
       } else {
         store_neighbours(to, k0 + first * 8 + lane % 4 * 2, shape.columns, pair[0], pair[1]);
@@ -130,7 +130,7 @@ __device__ __forceinline__ void store(T* __restrict__ tile, const BiasShape& sha
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias(
-    // Null where the form has no such thing; packed arrays as in flash_backward_keys.cu.
+    // Null where the form has no such thing; packed arrays as in backward_dkdv.cu.
     const int* __restrict__ cu_seqlens_q,    // [batch + 1]
     const int* __restrict__ cu_seqlens_k,    // [batch + 1]
     const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias
     const int group_size,  // query heads a KV head
     const int max_seqlen_q, const int max_seqlen_k, const int head_dim, const int head_dim_v,
     const AttentionForm form${score_scalars},
-    const float inverse_scale,  // 1 / softmax_scale, where SEEDED
+    const float inverse_scale,  // 1 / softmax_scale, where ACC_INIT
     const int rows_padded, const int bias_batch, const int bias_heads, const int bias_rows,
     const int parts) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -190,11 +190,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias
   const FragmentReader<KTile, BlockOrder::COL_MAJOR> k_reader(lane);
   const FragmentReader<VTile, BlockOrder::COL_MAJOR> v_reader(lane);
   float acc[M_BLOCKS][BLOCK_K / 8][4] = {};
-  ScoreSeeds<false, M_BLOCKS, KEYS / 8, bias_t, BIAS, MASK> seeds;
-  const auto fetch_seeds = [&](const Walk& at, int first) {
+  AccumulatorInit<false, M_BLOCKS, KEYS / 8, bias_t, BIAS, MASK> init;
+  const auto fetch_init = [&](const Walk& at, int first) {
     const u32 thread = thread_index_again();
-    seeds.fetch(thread % WARP_SIZE, form, bias, mask, at.batch, at.head, at.seqlen_q, at.seqlen_k,
-                at.q0 + thread / WARP_SIZE * ROWS_A_WARP, tile.k0 + first);
+    init.fetch(thread % WARP_SIZE, form, bias, mask, at.batch, at.head, at.seqlen_q, at.seqlen_k,
+               at.q0 + thread / WARP_SIZE * ROWS_A_WARP, tile.k0 + first);
   };
 
   // 1. The first step's tiles are on their way.
@@ -202,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias
   int number = 0;  // of the stage
   if (next.step < next.end) {
     fetch(next, number);
-    if constexpr (SEEDED) fetch_seeds(next, 0);
+    if constexpr (ACC_INIT) fetch_init(next, 0);
   }
   cp_async_commit();
 
@@ -235,21 +235,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias
 #pragma unroll
     for (int first = 0; first < BLOCK_K; first += KEYS) {
       u32 q_fragments[QK_STEPS][M_BLOCKS][4], do_fragments[DOV_STEPS][M_BLOCKS][4];
-      if (!SEEDED && !AHEAD)
+      if (!ACC_INIT && !AHEAD)
         load_added<false>(added[first / KEYS], lane, arrays, now.q0 + warp_row, tile.k0 + first);
       float s[M_BLOCKS][KEYS / 8][4] = {}, ds[M_BLOCKS][KEYS / 8][4] = {};
       float slopes[M_BLOCKS][KEYS / 8][4];
-      if constexpr (SEEDED) {  // the next ones travel beside this step
-        seeds.start(s, inverse_scale);
+      if constexpr (ACC_INIT) {  // the next ones travel beside this step
+        init.start(s, inverse_scale);
         if (first + KEYS < BLOCK_K) {
-          fetch_seeds(now, first + KEYS);
+          fetch_init(now, first + KEYS);
         } else if (next.step < next.end) {
-          fetch_seeds(next, 0);
+          fetch_init(next, 0);
         }
       }
       multiply_qk<elem_t, 16, false>(s, q_fragments, warp_q_tile, q_reader,
                                      stage + K_OFFSET + first * KTile::ROW_BYTES, k_reader);
-      if constexpr (!SEEDED) {
+      if constexpr (!ACC_INIT) {
         final_scores<false, false, true>(s, slopes, added[first / KEYS], lane, rules, band,
                                          form.softmax_scale, now.q0 + warp_row, tile.k0 + first);
       } else if (!sees_all(band, now.q0, now.seqlen_q, tile.k0)) {
@@ -259,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias
       }
       multiply_qk<elem_t, 16, false>(ds, do_fragments, warp_do_tile, do_reader,
                                      stage + V_OFFSET + first * VTile::ROW_BYTES, v_reader);
-      rows.score_gradients(ds, s, SEEDED ? form.softmax_scale * LOG2E : LOG2E);
+      rows.score_gradients(ds, s, ACC_INIT ? form.softmax_scale * LOG2E : LOG2E);
 #pragma unroll
       for (int m = 0; m < M_BLOCKS; ++m)
 #pragma unroll

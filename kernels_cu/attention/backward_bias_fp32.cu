@@ -1,16 +1,17 @@
 /* Attention backward, the gradient of a bias, every product in fp32 FMAs (no tensor cores).
 
    A block owns BLOCK_Q rows and BLOCK_K keys of it, or BLOCK_K keys where all rows share one, and
-   walks over the batches, heads and query tiles that share them (device/bias_walk.cuh), as
+   walks over the batches, heads and query tiles that share them (attention/backward/bias_walk.cuh), as
    backward_bias.cu does:
 
      for each:    dbias += P (dO V^T - delta)     P = 2^(final score * log2(e) - lse)
 
    For fp32 inputs, and for 16-bit ones on sm_75. Every architecture. */
 #include "prelude.cuh"
-#include "device/backward_fp32.cuh"
-#include "device/bias_walk.cuh"
-#include "device/form_backward.cuh"
+#include "ptx/math.cuh"
+#include "attention/backward/bias_walk.cuh"
+#include "attention/backward/features.cuh"
+#include "attention/backward/fp32.cuh"
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${own};    // rows of a block
@@ -25,14 +26,11 @@ constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, BIAS = ${bias}, MASK = ${mask};
 constexpr bool SCORE_MOD = ${has_mod};
 
-// The caller's expression of one score, and what he gave for it to read.
-struct ScoreMod {
-  int b, h, seqlen_q, seqlen_k${score_fields};
-
-  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
-    return ${score_mod};
-  }
-};
+// The caller's expression of one score, its derivative, and what they read.
+#define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
+#define SCORE_EXPRESSION (${score_mod})
+#define SCORE_DERIVATIVE (${score_mod_grad})
+#include "attention/score_mod.cuh"
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int ROWS = BLOCK_Q / (THREADS / LANES);  // of a thread
@@ -82,7 +80,7 @@ __device__ __forceinline__ void store(T* __restrict__ tile, const BiasShape& sha
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_bias_fp32(
-    // Null where the form has no such thing; packed arrays as in flash_backward_keys.cu.
+    // Null where the form has no such thing; packed arrays as in backward_dkdv.cu.
     const int* __restrict__ cu_seqlens_q,    // [batch + 1]
     const int* __restrict__ cu_seqlens_k,    // [batch + 1]
     const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]

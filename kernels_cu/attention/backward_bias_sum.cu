@@ -1,5 +1,5 @@
 /* The gradient of attention's bias out of sums that blocks of backward_bias.cu or
-   flash_backward_keys.cu have left, in a fixed order: the same bits each time. Every architecture. */
+   backward_dkdv.cu have left, in a fixed order: the same bits each time. Every architecture. */
 #include "prelude.cuh"
 
 using bias_t = ${bias_dtype};

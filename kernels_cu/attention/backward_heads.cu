@@ -3,15 +3,15 @@
      dsinks[h]            = sum over batches and rows of -exp(sink - lse) * delta
      dalibi_slopes[b, h]  = sum over rows (of all batches where they share it) of dalibi_rows
 
-   lse_log2 and delta are those of backward_rows.cu, dalibi_rows those of the kernel that makes dq. A
-   block has a head and adds up in the same order each time. Every architecture.
+   lse_log2 and delta are those of backward_preprocess.cu, dalibi_rows those of the kernel that makes
+   dq. A block has a head and adds up in the same order each time. Every architecture.
 
    A sink is a logit without a value, so that of dS = P (dP - delta) only delta is left. */
 #include "prelude.cuh"
-#include "device/math.cuh"
-#include "device/padded_rows.cuh"
-#include "device/reduce.cuh"
-#include "device/sequence_rows.cuh"
+#include "ptx/math.cuh"
+#include "tile/reduce.cuh"
+#include "attention/backward/padded_rows.cuh"
+#include "attention/sequence_rows.cuh"
 
 constexpr int THREADS = ${threads};
 constexpr bool VARLEN = ${varlen};  // packed sequences
@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_heads(
     const int* __restrict__ cu_seqlens_q,   // [batch + 1], or null: dense
     const float* __restrict__ sinks,        // [heads_q], or null
     const float* __restrict__ lse_log2,     // [batch, heads_q, rows_padded] or packed, see
-    const float* __restrict__ delta,        //   device/padded_rows.cuh
+    const float* __restrict__ delta,        //   attention/backward/padded_rows.cuh
     const float* __restrict__ dalibi_rows,  // the same, or null
     float* __restrict__ dsinks,             // [heads_q], or null
     float* __restrict__ dalibi_slopes,      // [batch or 1, heads_q], or null

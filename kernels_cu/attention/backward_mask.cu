@@ -1,4 +1,4 @@
-/* A mask of bytes as bits, for attention's backward on Hopper (device/backward_mask.cuh). A warp has
+/* A mask of bytes as bits, for attention's backward on sm_90 (backward_sm90/mask.cuh). A warp has
    a tile of BLOCK_Q queries and BLOCK_K keys, a lane four of these: it reads them of one query after
    the other, at once where rows allow it. Queries past the last one are like that one, keys past the
    last one are hidden. Every architecture. */

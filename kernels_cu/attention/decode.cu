@@ -6,7 +6,7 @@
    Every key and value is read once and multiplied little: all is about bytes on their way. The rows
    of a tile are the query heads that share a KV head, times the new tokens, so that one product
    serves them all. The keys of all sequences and heads are shared out evenly over a grid that fills
-   the GPU once (decode_schedule.cuh): no block waits for another, however long the sequences are,
+   the GPU once (decode/schedule.cuh): no block waits for another, however long the sequences are,
    and the lengths are read here, so that a captured graph follows them. Neighbouring blocks have the
    same keys of different heads, which lie beside each other in pages.
 
@@ -14,15 +14,15 @@
        each group of warps takes every GROUPS-th step of KEYS keys through a ring of STAGES steps of
        its own, which cp.async fills: no barrier of the block in the loop
          S = Q K^T,  P = exp2(S * c - max),  O += P V        as in flash.cu, in registers
-       the groups' outputs are merged by way of shared memory                    (decode_merge.cuh)
+       the groups' outputs are merged by way of shared memory                    (decode/merge.cuh)
        the whole head: stored.  A part of it: left in the workspace, and the last block of the head
-       to do so adds up the parts, in their order                                  (last_block.cuh)
+       to do so adds up the parts, in their order                             (tile/last_block.cuh)
 
    A row tile of 16 has a warp a group; one of 64 has four, which share their keys.
 
    Keys and values may be kept as e4m3 or int8; then a head has a k_scale and a v_scale.
 
-   Forms of attention are rendered in (device/decode_form.cuh), as in flash.cu: a band of keys in
+   Forms of attention are rendered in (decode/features.cuh), as in flash.cu: a band of keys in
    place of the causal mask, and units from a window's first key on; rules for the scores, two sets
    of them, since a lane's two rows are of two heads or tokens; sinks, which the first part of a head
    has. A kernel without is what it would be if there were none.
@@ -30,21 +30,24 @@
    Sources: Dao et al., "Flash-Decoding for long-context inference" (2023), for splitting keys;
    Osama et al., "Stream-K" (2023), for sharing out evenly what does not divide. */
 #include "prelude.cuh"
-#include "device/decode_copy.cuh"
-#include "device/decode_rows.cuh"
-#include "device/decode_schedule.cuh"
-#include "device/dependent.cuh"
-#include "device/last_block.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/pdl.cuh"
+#include "ptx/special_registers.cuh"
+#include "tile/last_block.cuh"
+#include "attention/decode/copy.cuh"
+#include "attention/decode/rows.cuh"
+#include "attention/decode/schedule.cuh"
 //% if storage == "fp8"
-#include "device/decode_e4m3.cuh"
+#include "attention/decode/e4m3.cuh"
 //% endif
 //% if form
-#include "device/decode_form.cuh"
-#include "device/reread.cuh"
+#include "attention/decode/features.cuh"
 //% endif
 
 using elem_t = ${dtype};
-using kept_t = ${kept};                // of keys and values
+using stored_t = ${kept};              // of keys and values
 constexpr int HEAD_DIM = ${head_dim};  // padded with zeros
 constexpr int ROWS = ${rows};          // of a tile: heads times new tokens
 constexpr int NUM_WARPS = ${num_warps};
@@ -57,19 +60,16 @@ constexpr int GUARD = ${guard};            // bytes between rings: 0 except wher
 //% if form
 using bias_t = ${bias_dtype};
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks}, SCORE_MOD = ${has_mod};
-constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see device/score.cuh
+constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see attention/score.cuh
 constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
 constexpr bool RULES = SOFTCAP || ALIBI || SINKS || SCORE_MOD || BIAS || MASK;
 constexpr bool ANEW = BIAS || MASK || SCORE_MOD;  // rows' addresses are worked out at each step
 
-// The caller's expression of one score, and what he gave for it to read.
-struct ScoreMod {
-  int b, h, seqlen_q, seqlen_k${score_fields};
-
-  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
-    return ${score_mod};
-  }
-};
+// The caller's expression of one score, its derivative, and what they read.
+#define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
+#define SCORE_EXPRESSION (${score_mod})
+#define SCORE_DERIVATIVE (${score_mod_grad})
+#include "attention/score_mod.cuh"
 //% else
 constexpr bool RULES = false;  // for the scores
 //% endif
@@ -77,7 +77,7 @@ constexpr bool RULES = false;  // for the scores
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int GROUP_WARPS = ROWS / WARP_ROWS, GROUPS = NUM_WARPS / GROUP_WARPS;
 constexpr int GROUP_THREADS = GROUP_WARPS * WARP_SIZE;
-constexpr bool SCALED = sizeof(kept_t) == 1;
+constexpr bool SCALED = sizeof(stored_t) == 1;
 constexpr int QUADS = HEAD_DIM / 4;  // of columns, in a row
 
 static_assert(GROUP_WARPS == 1 || GROUPS == 1, "a group is a warp, or the block");
@@ -86,7 +86,8 @@ static_assert(KEYS == 16 || KEYS == 32, "a lane knows the page of one key");
 static_assert((GROUPS & (GROUPS - 1)) == 0, "a unit is a power of two");
 
 using QTile = SwizzledTile<ROWS, HEAD_DIM>;
-using KvTile = SwizzledTile<KEYS, HEAD_DIM * sizeof(kept_t) / 2>;  // of 16 bits, or pairs of codes
+using KvTile =
+    SwizzledTile<KEYS, HEAD_DIM * sizeof(stored_t) / 2>;  // of 16 bits, or pairs of codes
 constexpr int STAGE_BYTES = 2 * KvTile::BYTES, RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int RING_STEP = RING_BYTES + GUARD;
 static_assert(RING_BYTES >= GROUP_WARPS * WarpRows<HEAD_DIM>::BYTES,
@@ -119,8 +120,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     const float* __restrict__ sinks /* [heads_q] */ ${score_arrays},
     //% endif
     const elem_t* __restrict__ q,        // [batch, heads_q, seqlen_q, head_dim]
-    const kept_t* __restrict__ k,        // [pages, heads_kv, page_size, head_dim]
-    const kept_t* __restrict__ v,        // [pages, heads_kv, page_size, head_dim_v]
+    const stored_t* __restrict__ k,      // [pages, heads_kv, page_size, head_dim]
+    const stored_t* __restrict__ v,      // [pages, heads_kv, page_size, head_dim_v]
     const int* __restrict__ page_table,  // [table_rows, table_width], or null: row i has page i
     const int* __restrict__ seq_lens,    // [table_rows], or null: `longest`
     const int* __restrict__ rows,        // [batch], rows of the table, or null: its own
@@ -192,8 +193,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     //% endif
     const QueryCopy<QTile, THREADS> queries(tile, q, q_strides, head_dim);
     const PageList pages(page_table, place.row, table_width, page_log2);
-    const HeadPages<kept_t> k_pages(k, kv_head, k_strides, head_dim);
-    const HeadPages<kept_t> v_pages(v, kv_head, v_strides, head_dim_v);
+    const HeadPages<stored_t> k_pages(k, kv_head, k_strides, head_dim);
+    const HeadPages<stored_t> v_pages(v, kv_head, v_strides, head_dim_v);
     const int steps = ceil_div(max(end_key - first_key, 0), KEYS);
     const int own_steps = group < steps ? (steps - 1 - group) / GROUPS + 1 : 0;
     const auto key_of = [&](int step) { return first_key + (step * GROUPS + group) * KEYS; };
@@ -286,8 +287,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
       const u32 stage = ring + step % STAGES * STAGE_BYTES, v_stage = stage + KvTile::BYTES;
       const int key = key_of(step);
       float s[1][KEYS / 8][4] = {};
-      multiply_keys<elem_t, kept_t, Q_IN_REGISTERS>(s, q_fragments, warp_q_tile, q_reader, stage,
-                                                    k_reader);
+      multiply_keys<elem_t, stored_t, Q_IN_REGISTERS>(s, q_fragments, warp_q_tile, q_reader, stage,
+                                                      k_reader);
       //% if form
       const LaneRows mine = rows_of(ANEW ? thread_index_again() : threadIdx.x);
       if (RULES) {
@@ -302,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
       //% endif
       float correction[1][2];
       if (softmax.raise_max(s, scale_log2, correction)) scale_rows(acc, correction);
-      multiply_values<elem_t, kept_t>(acc, s, softmax, scale_log2, v_stage, v_reader);
+      multiply_values<elem_t, stored_t>(acc, s, softmax, scale_log2, v_stage, v_reader);
     }
 
     // 4. The groups' outputs become one.

@@ -19,20 +19,23 @@
 
    Two 16-row blocks a warp (ROWS_A_WARP = 32) use every K and V fragment twice. With one, an SM's
    four quadrants would each load a 16x16 fragment, 4 cycles of shared-memory bandwidth apiece and
-   16 together, for two products that keep a quadrant's tensor core busy for 8 cycles at Hopper's
-   peak, 16 on A100: Hopper would be bound by shared memory, A100 just balanced.
+   16 together, for two products that keep a quadrant's tensor core busy for 8 cycles at sm_90's
+   peak, 16 on A100: sm_90 would be bound by shared memory, A100 just balanced.
 
-   Forms of attention (device/attention_form.cuh) are rendered in: a band of keys in place of the
-   causal mask, rules for the scores (device/score.cuh), which are final ones in natural units then,
+   Forms of attention (attention/features.cuh) are rendered in: a band of keys in place of the
+   causal mask, rules for the scores (attention/score.cuh), which are final ones in natural units then,
    sinks, packed sequences. A kernel without is what it would be if there were none.
 
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
-#include "device/attention_mma.cuh"
-#include "device/query_block.cuh"
-#include "device/reread.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "attention/mma.cuh"
+#include "attention/query_block.cuh"
 //% if form
-#include "device/attention_form.cuh"
+#include "attention/features.cuh"
 //% endif
 
 using elem_t = ${dtype};
@@ -50,19 +53,16 @@ constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory i
 using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks}, SCORE_MOD = ${has_mod};
-constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see device/score.cuh
+constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see attention/score.cuh
 constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
 constexpr bool HELD = HEAD_DIM <= 128 && (BIAS_PAIRED || MASK_PAIRED);  // read a tile ahead
 constexpr bool RULES = SOFTCAP || ALIBI || SINKS || SCORE_MOD || BIAS || MASK;
 
-// The caller's expression of one score, and what he gave for it to read.
-struct ScoreMod {
-  int b, h, seqlen_q, seqlen_k${score_fields};
-
-  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
-    return ${score_mod};
-  }
-};
+// The caller's expression of one score, its derivative, and what they read.
+#define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
+#define SCORE_EXPRESSION (${score_mod})
+#define SCORE_DERIVATIVE (${score_mod_grad})
+#include "attention/score_mod.cuh"
 //% endif
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;

@@ -25,11 +25,11 @@
 
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
-#include "device/math.cuh"
-#include "device/reduce.cuh"
-#include "device/tile_fp32.cuh"
+#include "ptx/math.cuh"
+#include "tile/reduce.cuh"
+#include "tile/tile_fp32.cuh"
 //% if form
-#include "device/attention_form.cuh"
+#include "attention/features.cuh"
 //% endif
 
 using elem_t = ${dtype};
@@ -45,17 +45,14 @@ constexpr int GUARD = ${guard} / 4;        // floats between tiles: 0 except whe
 using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks};
-constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see device/score.cuh
+constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see attention/score.cuh
 constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
 
-// The caller's expression of one score, and what he gave for it to read.
-struct ScoreMod {
-  int b, h, seqlen_q, seqlen_k${score_fields};
-
-  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
-    return ${score_mod};
-  }
-};
+// The caller's expression of one score, its derivative, and what they read.
+#define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
+#define SCORE_EXPRESSION (${score_mod})
+#define SCORE_DERIVATIVE (${score_mod_grad})
+#include "attention/score_mod.cuh"
 //% endif
 
 constexpr int THREADS = NUM_WARPS * WARP_SIZE;

@@ -22,9 +22,12 @@
 
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
-#include "device/attention_mma.cuh"
-#include "device/query_block.cuh"
-#include "device/register_copy.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
+#include "tile/register_copy.cuh"
+#include "attention/mma.cuh"
+#include "attention/query_block.cuh"
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${block_q};  // query rows of a block

@@ -1,13 +1,13 @@
-/* Attention forward on Hopper (sm_90a): TMA brings the tiles, wgmma multiplies them, and one
+/* Attention forward on sm_90 (sm_90a): TMA brings the tiles, wgmma multiplies them, and one
    warpgroup's exponentials run under the other's products.
 
    o = softmax(softmax_scale * q k^T + causal mask) v         lse = log(sum(exp(scores)))
 
    One block an SM works through one tile of 64 * CONSUMERS query rows after another. Its first
-   warpgroup is the producer (device/attention_producer.cuh): a thread of it asks TMA for Q and tiles
-   of K, another for tiles of V, into rings (device/attention_rings.cuh). The others are consumers of
+   warpgroup is the producer (attention/sm90/producer.cuh): a thread of it asks TMA for Q and tiles
+   of K, another for tiles of V, into rings (attention/sm90/rings.cuh). The others are consumers of
    64 rows each. mbarriers say which stages are full and which are free again. Which tile comes next
-   is drawn from a counter (device/attention_work.cuh): blocks with short tiles work more of them off.
+   is drawn from a counter (attention/sm90/work.cuh): blocks with short tiles work more of them off.
 
      consumer, for each tile j, from the last to the first (those that need a mask come first):
         S'  = Q K_j^T              issued   } both run on the tensor cores
@@ -22,26 +22,33 @@
 
    with c = softmax_scale * log2(e). P never leaves registers: a wgmma accumulator in 16 bits is the
    A operand of the next product. An optimistic variant takes the exponentials of a tile without a
-   mask at once, with the last maximum (device/optimistic_softmax.cuh), while O is summed up.
+   mask at once, with the last maximum (attention/sm90/speculative_softmax.cuh), while O is summed up.
 
-   Forms of attention (device/attention_form.cuh) are rendered in, as into flash.cu.
+   Forms of attention (attention/features.cuh) are rendered in, as into flash.cu.
 
    Source: Shah et al., "FlashAttention-3" (2024), for the overlap of softmax and products. */
 #include "prelude.cuh"
-#include "device/attention_mma.cuh"
-#include "device/attention_products.cuh"
-#include "device/attention_producer.cuh"
-#include "device/attention_rings.cuh"
-#include "device/attention_turns.cuh"
-#include "device/finish_rows.cuh"
-#include "device/optimistic_softmax.cuh"
-#include "device/tma.cuh"
-#include "device/wgmma.cuh"
+#include "ptx/bulk.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/register_fence.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/ring.cuh"
+#include "tile/tma_tile.cuh"
+#include "attention/mma.cuh"
+#include "attention/sm90/epilogue.cuh"
+#include "attention/sm90/pingpong.cuh"
+#include "attention/sm90/producer.cuh"
+#include "attention/sm90/products.cuh"
+#include "attention/sm90/rings.cuh"
+#include "attention/sm90/speculative_softmax.cuh"
 //% if form
-#include "device/alibi_tile.cuh"
-#include "device/attention_span.cuh"
-#include "device/score_tile.cuh"
-#include "device/soft_cap.cuh"
+#include "attention/sm90/alibi.cuh"
+#include "attention/sm90/score_tile.cuh"
+#include "attention/sm90/softcap.cuh"
+#include "attention/sm90/span.cuh"
 //% endif
 
 using elem_t = ${dtype};
@@ -55,6 +62,7 @@ constexpr int Q_STAGES = ${q_stages};      // tiles of Q
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
 constexpr int CONSUMER_REGISTERS = ${consumer_registers};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
+constexpr int BLOCK_Q = 64 * CONSUMERS;
 //% if form
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks}, SCORE_MOD = ${has_mod};
@@ -64,20 +72,22 @@ constexpr int SCORE_STAGES = ${score_stages};  // tiles of bias and mask in shar
 using bias_t = ${bias_dtype};
 using Way = ScoreWay<SOFTCAP, SCORE_MOD, BIAS, MASK, HEAD_DIM_V>;
 constexpr bool NATURAL = Way::NATURAL;
+using Span = FormSpan<BLOCK_Q, BLOCK_K, VARLEN>;  // of keys, in tiles
+using Scores = ScoreTiles<bias_t, BIAS, MASK, BLOCK_Q, BLOCK_K>;
+constexpr int SCORE_BYTES = Scores::BYTES;
 
-// The caller's expression of one score, and what he gave for it to read.
-struct ScoreMod {
-  int b, h, seqlen_q, seqlen_k${score_fields};
-
-  __device__ __forceinline__ float operator()(float score, int q_idx, int k_idx) const {
-    return ${score_mod};
-  }
-};
+// The caller's expression of one score, its derivative, and what they read.
+#define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
+#define SCORE_EXPRESSION (${score_mod})
+#define SCORE_DERIVATIVE (${score_mod_grad})
+#include "attention/score_mod.cuh"
 //% else
 constexpr bool VARLEN = false, NATURAL = false, ALIBI = false;
+using Span = CausalSpan<BLOCK_Q, BLOCK_K>;
+constexpr int ARRAYS = 0, SCORE_STAGES = 0, SCORE_BYTES = 0;
 //% endif
+using Item = WorkItem<BLOCK_Q>;
 
-constexpr int BLOCK_Q = 64 * CONSUMERS;
 // With two tiles of Q, the next one's first scores are under way while this one's output is stored.
 constexpr bool AHEAD = Q_STAGES > 1;
 constexpr int WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUMERS);
@@ -86,41 +96,9 @@ static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
               "more would be waited for forever");
 constexpr int QK_STEPS = HEAD_DIM / 16, PV_STEPS = BLOCK_K / 16;
 
-using Piece = Work<BLOCK_Q>;
-//% if form
-using Span = FormSpan<BLOCK_Q, BLOCK_K, VARLEN>;  // of keys, in tiles
-using Scores = ScoreTiles<bias_t, BIAS, MASK, BLOCK_Q, BLOCK_K>;
-constexpr int SCORE_BYTES = Scores::BYTES;
-//% else
-using Span = CausalSpan<BLOCK_Q, BLOCK_K>;
-constexpr int ARRAYS = 0, SCORE_STAGES = 0, SCORE_BYTES = 0;
-//% endif
 using Rings = AttentionRings<BLOCK_Q, BLOCK_K, HEAD_DIM, HEAD_DIM_V, Q_STAGES, K_STAGES, V_STAGES,
                              GUARD, SCORE_STAGES, SCORE_BYTES>;
 using OTile = Rings::OTile;
-
-// S[64 x BLOCK_K] (+)= Q[64 x 16] K[BLOCK_K x 16]^T.                 PTX ISA: wgmma.mma_async
-__device__ __forceinline__ void product_qk(float (&d)[1][BLOCK_K / 8][4], u64 q, u64 k, int add) {
-  asm volatile(
-      "{\n"
-      ".reg .pred add;\n"
-      "setp.ne.b32 add, ${qk_add}, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n${block_k}k16.f32.${ptx_type}.${ptx_type} "
-      "{${qk_registers}}, ${qk_q}, ${qk_k}, add, 1, 1, 0, 0;\n"
-      "}"
-      : ${qk_operands}
-      : "l"(q), "l"(k), "r"(add));
-}
-
-// O[64 x HEAD_DIM_V] += P[64 x 16] V[16 x HEAD_DIM_V], P from registers.
-__device__ __forceinline__ void product_pv(float (&d)[1][HEAD_DIM_V / 8][4], const u32 (&p)[4],
-                                           u64 v) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n${head_dim_v}k16.f32.${ptx_type}.${ptx_type} "
-      "{${pv_registers}}, {${pv_p}}, ${pv_v}, 1, 1, 1, 1;"
-      : ${pv_operands}
-      : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v));
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const __grid_constant__ TensorMap q_map,  // q [batch, heads_q, seqlen_q, head_dim], boxes of
@@ -134,8 +112,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const __grid_constant__ TensorMap mask_map,  // the same; 0 hides the key
     //% endif
     //% if form
-    // Null where the form has no such thing. Packed: q and o are [1, heads_q, total_q, dim], k and v
-    // [1, heads_kv, total_k, dim], lse [heads_q, total_q].
+    // Null where the form has no such thing. Packed: q and o are [1, heads_q, total_q, dim], k and
+    // v [1, heads_kv, total_k, dim], lse [heads_q, total_q].
     const int* __restrict__ cu_seqlens_q,                             // [batch + 1]
     const int* __restrict__ cu_seqlens_k,                             // [batch + 1]
     const float* __restrict__ alibi_slopes,                           // [batch or 1, heads_q]
@@ -156,29 +134,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   const u32 shared = shared_address(shared_memory);
   const Barriers<Rings::STAGES> barriers{shared + Rings::BARRIERS};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
-  const AttentionWorks works(ceil_div(${seqlen_q}, BLOCK_Q), heads_q, group_size, batch,
-                             section_heads, counters);
+  const AttentionWorkItems works(ceil_div(${seqlen_q}, BLOCK_Q), heads_q, group_size, batch,
+                                 section_heads, counters);
   // Of the producer: one thread asks, or with VARLEN a whole warp, whose first lane TMA hears from.
   const bool asks = !VARLEN || threadIdx.x % WARP_SIZE == 0;
   int tail_parity = 0;
   const int asker = VARLEN ? threadIdx.x / WARP_SIZE * WARP_SIZE : threadIdx.x;
-  const auto span_of = [&](const Piece& place) {
-    //% if form
-    return Span(place.q0, SequenceRows<VARLEN>(cu_seqlens_q, place.batch, max_seqlen_q),
-                SequenceRows<VARLEN>(cu_seqlens_k, place.batch, max_seqlen_k), form.window_left,
-                form.window_right);
-    //% else
-    return Span(place.q0, seqlen_q, seqlen_k, causal);
-    //% endif
-  };
+  //% if form
+  const SpanOf<Span> span_of{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, form};
+  //% else
+  const SpanOf<Span> span_of{seqlen_q, seqlen_k, causal};
+  //% endif
   if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS>(VARLEN, ARRAYS);
   __syncthreads();
 
   if (warpgroup == 0) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
-    using Producer = AttentionProducer<Rings, VARLEN, decltype(span_of)>;
-    Producer producer(barriers, shared, group_size, span_of, asks);
+    const AttentionProducer<Rings, VARLEN, SpanOf<Span>> producer(barriers, shared, group_size,
+                                                                  span_of, asks);
     if (asker == 0) {
       // One thread says what comes next and asks for its Q and K, ...
       producer.lead(works, q_map, k_map, tail_parity);
@@ -186,27 +160,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       // ... another one, in a warp of its own, for its V.
       tma_prefetch(v_map);
       RingPlace<V_STAGES> v_place;
-      producer.follow(batch, [&](const Piece& place, const Span& range, int tile) {
+      producer.follow(batch, [&](const Item& place, const Span& range, int tile) {
         producer.load_v(v_map, v_place, tail_parity, place, range, tile);
       });
       //% if form
     } else if (ARRAYS > 0 && asker == 2 * WARP_SIZE) {
       // ... and a third one for bias and mask.
       RingPlace<SCORE_STAGES> score_place;
-      producer.follow(batch, [&](const Piece& place, const Span& range, int tile) {
-        const u32 to = shared + Rings::SCORES + score_place.stage * Rings::SCORE_STAGE;
-        const u32 full = barriers.scores_full(score_place.stage);
-        mbarrier_wait(barriers.scores_empty(score_place.stage), score_place.parity ^ 1);
-        score_place.advance();
-        if (!asks) return;
-        //% if bias
-        tma_load_scores<Scores::BiasTile>(to, bias_map, full, tile * BLOCK_K, place.q0, place.head,
-                                          place.batch);
-        //% endif
-        //% if mask
-        tma_load_scores<Scores::MaskTile>(to + Scores::BIAS_BYTES, mask_map, full, tile * BLOCK_K,
-                                          place.q0, place.head, place.batch);
-        //% endif
+      producer.follow(batch, [&](const Item& place, const Span&, int tile) {
+        producer.load_scores(score_place, [&](u32 to, u32 full) {
+          const int key = tile * BLOCK_K;
+          //% if bias
+          tma_load_scores<Scores::BiasTile>(to, bias_map, full, key, place.q0, place.head,
+                                            place.batch);
+          //% endif
+          //% if mask
+          tma_load_scores<Scores::MaskTile>(to + Scores::BIAS_BYTES, mask_map, full, key, place.q0,
+                                            place.head, place.batch);
+          //% endif
+        });
       });
       //% endif
     }
@@ -237,37 +209,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const auto issue_scores = [&](int q_stage) {
       mbarrier_wait(barriers.k_full(k_place.stage), k_place.parity);
       wgmma_fence();
-      issue_qk<Rings, QK_STEPS, product_qk>(s, q_operand + q_stage * (Rings::Q_STAGE >> 4),
-                                            k_operand + k_place.stage * (Rings::K_STAGE >> 4));
+      issue_qk<elem_t, Rings, QK_STEPS>(s, q_operand + q_stage * (Rings::Q_STAGE >> 4),
+                                        k_operand + k_place.stage * (Rings::K_STAGE >> 4));
     };
-    const auto release_k = [&] {
-      if (signals) mbarrier_arrive(barriers.k_empty(k_place.stage));
-      k_place.advance();
-    };
-    const auto release_v = [&] {
-      if (signals) mbarrier_arrive(barriers.v_empty(v_place.stage));
-      v_place.advance();
-    };
+    const auto release_k = [&] { release(k_place, barriers.k_empty(k_place.stage), signals); };
+    const auto release_v = [&] { release(v_place, barriers.v_empty(v_place.stage), signals); };
     const auto first_scores = [&] {
       mbarrier_wait(barriers.q_full(q_place.stage), q_place.parity);
       issue_scores(q_place.stage);
     };
 
-    const ConsumerTurns<CONSUMERS> turns(consumer, works.count <= gridDim.x);
-
-    // The tile of Q, where the output has been staged, may be written again.
     const auto release_q = [&](int stage) {
       if (!VARLEN && !signals) return;  // of a packed tile every lane may have stored a part
-      tma_store_wait();
-      mbarrier_arrive(barriers.q_empty(stage));
+      release_staged(barriers.q_empty(stage));
     };
+    const PingPong<CONSUMERS> pingpong(consumer, works.count <= gridDim.x);
 
     bool stored = false;
-    Piece next = take_work();
+    Item next = take_work();
     first_scores();
     while (true) {
       wgmma_wait<0>();
-      const Piece place = next;
+      const Item place = next;
       if (place.batch >= batch) break;
       const Span range = span_of(place);
       const int q_stage = q_place.stage;
@@ -289,12 +252,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       const SoftCapOfWarp softcap(form.softcap, form.softmax_scale);
       const RuleIf<ALIBI, AlibiOfWarp> alibi(alibi_slopes, form.alibi_batch_stride, place.batch,
                                              place.head, range.seqlen_q, range.seqlen_k, unit);
-      auto rules = score_rules(
-          RuleIf<Way::CAP_EACH, SoftCap<false>>(form.softcap, form.softmax_scale),
-          PerScore<ScoreMod>(
-              {place.batch, place.head, range.seqlen_q, range.seqlen_k${score_values}},
-              range.seqlen_q, range.seqlen_k),
-          RuleIf<BIAS, Scores::AddBias>(scores_at), RuleIf<MASK, Scores::Hide>(scores_at));
+      const ScoreMod mod{place.batch, place.head, range.seqlen_q, range.seqlen_k${score_values}};
+      auto rules = tile_rules<Way, BIAS, MASK, Scores>(form, mod, scores_at);
       if (SINKS) softmax.begin_with(sinks[place.head] * unit, lane);
       //% endif
       const auto mask = [&] {
@@ -302,21 +261,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         const int row = place.q0 + warp_row, key = tile * BLOCK_K;
         if (ARRAYS > 0) {
           mbarrier_wait(barriers.scores_full(score_place.stage), score_place.parity);
-          scores_at.address = shared + Rings::SCORES + score_place.stage * Rings::SCORE_STAGE;
-          scores_at.k0 = key;
+          scores_at.begin(shared + Rings::SCORES + score_place.stage * Rings::SCORE_STAGE, key);
         }
         if (Way::CAP_WARP) softcap.on_fragments(s);
         if (Way::RULES) rules_on_fragments(s, lane, rules, scale, row, key);
         if (ARRAYS > 0) {
           __syncwarp();
-          if (signals) mbarrier_arrive(barriers.scores_empty(score_place.stage));
-          score_place.advance();
+          release(score_place, barriers.scores_empty(score_place.stage), signals);
         }
-        //% endif
         //% if alibi
         alibi.on_fragments(s, softmax.frame[0], lane, row, key);
         //% endif
-        //% if form
         if (!range.is_whole(tile)) rules_on_fragments(s, lane, band, 1.f, row, key);
         //% else
         if (!range.is_whole(tile))
@@ -333,18 +288,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       stored = true;
 
       for (--tile; tile >= range.first; --tile) {
-        settle(p);
-        settle(acc[0]);
-        turns.wait();
+        register_fence(p);
+        register_fence(acc[0]);
+        pingpong.wait();
         issue_scores(q_stage);
         mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
         wgmma_fence();
-        issue_pv<product_pv>(acc, p, v_operand + v_place.stage * (Rings::V_STAGE >> 4));
-        turns.pass();
+        issue_pv<elem_t>(acc, p, v_operand + v_place.stage * (Rings::V_STAGE >> 4));
+        pingpong.pass();
         wgmma_wait<1>();
         //% if optimistic
-        const bool rescale = optimistic_exponentials(s, softmax, scale_log2, correction, ${most},
-                                                     range.is_whole(tile), mask, scores_again);
+        const bool rescale = speculative_exponentials(s, softmax, scale_log2, correction, ${most},
+                                                      range.is_whole(tile), mask, scores_again);
         wgmma_wait<0>();
         release_k();
         release_v();
@@ -361,10 +316,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       }
       // The last product, and behind it the first scores of what comes next.
       mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
-      settle(p);
-      settle(acc[0]);
+      register_fence(p);
+      register_fence(acc[0]);
       wgmma_fence();
-      issue_pv<product_pv>(acc, p, v_operand + v_place.stage * (Rings::V_STAGE >> 4));
+      issue_pv<elem_t>(acc, p, v_operand + v_place.stage * (Rings::V_STAGE >> 4));
       if (AHEAD) first_scores();
       next = take_work();
       wgmma_wait<AHEAD ? 1 : 0>();
@@ -380,21 +335,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
           lse == nullptr ? nullptr : lse + head_index * lse_length + range.q_start + row0,
           rows_left);
       //% if form
-      if (VARLEN && rows_left < 16) {  // what follows is the next sequence's
-        const i64 row = range.q_start + row0;
-        store_tile<OTile, 16, true>(o + place.head * o_strides.head + row * o_strides.row,
-                                    o_strides.row, warp_o_tile, lane, rows_left, head_dim_v);
-        __syncwarp();
-      } else
+      if (VARLEN && rows_left < 16)
+        store_rows<OTile>(o, o_strides, place.head, range.q_start + row0, warp_o_tile, lane,
+                          rows_left, head_dim_v);
+      else
         //% endif
         if (signals)
           tma_store_tile<OTile>(o_map, warp_o_tile, range.q_start + row0, place.head, tensor);
-      if (!AHEAD) {
-        release_q(q_stage);
-        first_scores();
-      }
+      if (!AHEAD) release_q(q_stage), first_scores();
     }
-    turns.end();
-    if (signals) tma_store_wait();
+    pingpong.end();
+    if (signals) bulk_wait_read();
   }
 }

@@ -21,9 +21,9 @@
    out may be o, or other: a thread reads before it writes, and nobody else touches its
    elements. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/math.cuh"
-#include "device/piece.cuh"
+#include "ptx/math.cuh"
+#include "ptx/pdl.cuh"
+#include "tile/chunk.cuh"
 
 using elem_t = ${dtype};
 constexpr bool VECTOR = ${vector};  // 16-byte accesses
@@ -41,7 +41,7 @@ static_assert(THREADS % WARP_SIZE == 0, "whole warps");
 static_assert(KNOWN || TABLE / WARP_SIZE % UNDERWAY == 0, "parts at hand are whole rounds");
 static_assert(!PAIR || PARTS == 2, "a pair is two parts");
 
-using Part = Piece<elem_t, VECTOR>;
+using Part = Chunk<elem_t, VECTOR>;
 
 // Sums of exponentials of some parts: exp(lse) of all of them is sum * exp(top).
 struct Sums {

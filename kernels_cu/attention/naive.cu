@@ -19,8 +19,8 @@
 
    Source: Vaswani et al., "Attention Is All You Need" (2017). */
 #include "prelude.cuh"
-#include "device/query_block.cuh"
-#include "device/reduce.cuh"
+#include "tile/reduce.cuh"
+#include "attention/query_block.cuh"
 
 using elem_t = ${dtype};
 constexpr int NUM_WARPS = ${num_warps};  // and query rows of a block

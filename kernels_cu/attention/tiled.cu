@@ -29,9 +29,9 @@
 
    Source: Milakov, Gimelshein, "Online normalizer calculation for softmax" (2018), for pass 1. */
 #include "prelude.cuh"
-#include "device/math.cuh"
-#include "device/query_block.cuh"
-#include "device/reduce.cuh"
+#include "ptx/math.cuh"
+#include "tile/reduce.cuh"
+#include "attention/query_block.cuh"
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${block_q};        // query rows of a block

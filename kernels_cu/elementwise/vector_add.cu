@@ -13,8 +13,8 @@
    Rows lie in up to three dimensions of any strides. out may be a or b: a thread reads before it
    writes, and nobody else touches its elements. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/vector.cuh"
+#include "ptx/pdl.cuh"
+#include "tile/vector.cuh"
 
 using elem_t = ${dtype};
 constexpr bool VECTOR = ${vector};

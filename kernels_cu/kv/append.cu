@@ -10,15 +10,15 @@
    Any strides of tokens, heads and pages; a head's elements lie beside each other. SIZE elements
    are 16 bytes where every head begins on a multiple of them, else one. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/kv_place.cuh"
-#include "device/kv_storage.cuh"
+#include "ptx/pdl.cuh"
+#include "kv/place.cuh"
+#include "kv/storage.cuh"
 //% if storage == "fp8"
-#include "device/kv_e4m3.cuh"
+#include "kv/e4m3.cuh"
 //% endif
 
 using elem_t = ${dtype};
-using kept_t = ${kept};
+using stored_t = ${kept};
 constexpr bool SCALED = ${scaled};
 constexpr int SIZE = ${size};  // elements of an access
 constexpr int THREADS = ${threads};
@@ -30,8 +30,8 @@ static_assert(THREADS % WARP_SIZE == 0, "whole warps");
 extern "C" __global__ void __launch_bounds__(THREADS) kv_append(
     const elem_t* __restrict__ k,          // [tokens, heads, head_dim]    strides in elements
     const elem_t* __restrict__ v,          // [tokens, heads, head_dim]
-    kept_t* __restrict__ k_pages,          // [pages, page_size, heads, head_dim], in any order
-    kept_t* __restrict__ v_pages,          // the same
+    stored_t* __restrict__ k_pages,        // [pages, page_size, heads, head_dim], in any order
+    stored_t* __restrict__ v_pages,        // the same
     const float* __restrict__ k_scale,     // [heads], where SCALED
     const float* __restrict__ v_scale,     // [heads]
     const int* __restrict__ slot_mapping,  // [tokens], or [tokens, 2]: low and high half of an i64
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) kv_append(
   const bool values = here.values();
   const int token_step = values ? v_token : k_token;
   const elem_t* const source = (values ? v + wide(head, v_head) : k + wide(head, k_head)) + dim;
-  kept_t* const pages = (values ? v_pages : k_pages) + dim;
+  stored_t* const pages = (values ? v_pages : k_pages) + dim;
 
   Elements<elem_t, SIZE> x[UNROLL];
   int slot[UNROLL];
@@ -69,6 +69,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) kv_append(
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
     if (!pool.has(slot[i])) continue;
-    store_elements(pages + pool.offset(slot[i], head), Kept<kept_t>::encode(x[i], inverse));
+    store_elements(pages + pool.offset(slot[i], head), Quantized<stored_t>::encode(x[i], inverse));
   }
 }

@@ -2,7 +2,7 @@
    sequences that stop sharing a page, and for defragmentation. No target may be a source, nor stand
    twice. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
+#include "ptx/pdl.cuh"
 
 constexpr int THREADS = ${threads};
 constexpr int UNROLL = ${unroll};  // accesses of a thread

@@ -6,15 +6,15 @@
    to UNROLL tokens, all under way at once. Strides and SIZE are as in append.cu. Every architecture.
  */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/kv_place.cuh"
-#include "device/kv_storage.cuh"
+#include "ptx/pdl.cuh"
+#include "kv/place.cuh"
+#include "kv/storage.cuh"
 //% if storage == "fp8"
-#include "device/kv_e4m3.cuh"
+#include "kv/e4m3.cuh"
 //% endif
 
 using elem_t = ${dtype};
-using kept_t = ${kept};
+using stored_t = ${kept};
 constexpr bool SCALED = ${scaled};
 constexpr int SIZE = ${size};  // elements of an access
 constexpr int THREADS = ${threads};
@@ -23,8 +23,8 @@ constexpr int UNROLL = ${unroll};  // tokens of a thread
 static_assert(THREADS % WARP_SIZE == 0, "whole warps");
 
 extern "C" __global__ void __launch_bounds__(THREADS) kv_read(
-    const kept_t* __restrict__ k_pages,    // [pages, page_size, heads, head_dim], in any order
-    const kept_t* __restrict__ v_pages,    // the same
+    const stored_t* __restrict__ k_pages,  // [pages, page_size, heads, head_dim], in any order
+    const stored_t* __restrict__ v_pages,  // the same
     const float* __restrict__ k_scale,     // [heads], where SCALED
     const float* __restrict__ v_scale,     // [heads]
     const int* __restrict__ slot_mapping,  // [tokens], or [tokens, 2]: low and high half of an i64
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) kv_read(
   const int head = here.head;
   const int dim = (here.column - head * head_columns) * SIZE;
   const bool values = here.values();
-  const kept_t* const pages = (values ? v_pages : k_pages) + dim;
+  const stored_t* const pages = (values ? v_pages : k_pages) + dim;
   const PagedPool pool{values ? v_page_step : k_page_step, values ? v_head_step : k_head_step,
                        values ? v_token_step : k_token_step, num_slots, page_log2};
 
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) kv_read(
     const int token = here.first + i * group;
     slot[i] = token < tokens ? slot_mapping[wide(token, slot_step)] : -1;
   }
-  Elements<kept_t, SIZE> x[UNROLL];
+  Elements<stored_t, SIZE> x[UNROLL];
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
     x[i] = {};
@@ -68,6 +68,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) kv_read(
     const int token = here.first + i * group;
     if (token >= tokens) continue;
     store_elements(target + wide(token, token_step),
-                   Kept<kept_t>::template decode<elem_t>(x[i], scale));
+                   Quantized<stored_t>::template decode<elem_t>(x[i], scale));
   }
 }

@@ -2,23 +2,23 @@
    pass: what rope and then kv_append would leave, to the bit.
 
    Tokens have q's heads, then k's, then v's. A thread has the pairs of one token at the same place
-   of several heads (device/rope_rows.cuh) and computes their angles once, or reads cosines and sines
+   of several heads (rope/rows.cuh) and computes their angles once, or reads cosines and sines
    from a table; q is written to out_q, k and v to the token's slot, as in append.cu, and k nowhere
    else. Columns behind `rotary_dim`, and all of v, do not turn.
 
    Memory-bound: each element is read and written once. out_q may be q. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/kv_place.cuh"
-#include "device/kv_rope.cuh"
-#include "device/rope.cuh"
-#include "device/rope_rows.cuh"
+#include "ptx/pdl.cuh"
+#include "kv/place.cuh"
+#include "kv/rope.cuh"
+#include "rope/angle.cuh"
+#include "rope/rows.cuh"
 //% if storage == "fp8"
-#include "device/kv_e4m3.cuh"
+#include "kv/e4m3.cuh"
 //% endif
 
 using elem_t = ${dtype};
-using kept_t = ${kept};
+using stored_t = ${kept};
 constexpr bool SCALED = ${scaled};
 constexpr bool VECTOR = ${vector};            // 16-byte accesses
 constexpr bool INTERLEAVED = ${interleaved};  // pairs are neighbours
@@ -34,8 +34,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rope_kv_append(
     const elem_t* __restrict__ k,          // [tokens, heads_k, head_dim]
     const elem_t* __restrict__ v,          // [tokens, heads_k, head_dim]
     elem_t* out_q,                         // as q, may be q
-    kept_t* __restrict__ k_pages,          // [pages, page_size, heads_k, head_dim], in any order
-    kept_t* __restrict__ v_pages,          // the same
+    stored_t* __restrict__ k_pages,        // [pages, page_size, heads_k, head_dim], in any order
+    stored_t* __restrict__ v_pages,        // the same
     const float* __restrict__ k_scale,     // [heads_k], where SCALED
     const float* __restrict__ v_scale,     // [heads_k]
     const int* __restrict__ slot_mapping,  // [tokens], or [tokens, 2]: low and high half of an i64
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rope_kv_append(
   if (token >= tokens || lane * Pairs::WIDTH >= rotary_dim / 2) return;
   const int slot = slot_mapping[wide(token, slot_step)];
 
-  auto head_of = [&](int head) -> RopeHead<elem_t, kept_t> {
+  auto head_of = [&](int head) -> RopeHead<elem_t, stored_t> {
     if (head < heads_q) {
       return {q + wide(token, q_token) + wide(head, q_head),
               out_q + wide(token, out_token) + wide(head, out_head), nullptr, 1.f, true};
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rope_kv_append(
     if (values) head -= heads_k;
     const PagedPool pool{values ? v_page_step : k_page_step, values ? v_head_step : k_head_step,
                          values ? v_token_step : k_token_step, num_slots, page_log2};
-    kept_t* pages = values ? v_pages : k_pages;
+    stored_t* pages = values ? v_pages : k_pages;
     return {values ? v + wide(token, v_token) + wide(head, v_head)
                    : k + wide(token, k_token) + wide(head, k_head),
             nullptr, pool.has(slot) ? pages + pool.offset(slot, head) : nullptr,
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rope_kv_append(
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       if (head + i * step >= end) continue;
-      const RopeHead<elem_t, kept_t> one = head_of(head + i * step);
+      const RopeHead<elem_t, stored_t> one = head_of(head + i * step);
       if (one.turns) x[i].turn(cosine, sine);
       one.store(Pairs::column(0, lane, rotary_dim), x[i].x);
       one.store(Pairs::column(1, lane, rotary_dim), x[i].y);
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rope_kv_append(
 
   if (rotary_dim == head_dim) return;
   for (int head = place.head; head < end; head += step) {
-    const RopeHead<elem_t, kept_t> one = head_of(head);
+    const RopeHead<elem_t, stored_t> one = head_of(head);
     if (one.source == one.target) continue;
 #pragma unroll 1
     for (int i = rotary_dim + lane * Pairs::WIDTH; i < head_dim; i += rotary_dim / 2) {

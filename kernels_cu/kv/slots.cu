@@ -6,7 +6,7 @@
    sequence's first tokens, as far as there are any. A row below 0 is no sequence, and has no slots.
    Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
+#include "ptx/pdl.cuh"
 
 constexpr int THREADS = ${threads};
 

@@ -4,8 +4,8 @@
    A thread has PIECES pieces of a token's row, and UNDERWAY of its choices under way at a time; the
    blocks of a row follow one another. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/moe_rows.cuh"
+#include "ptx/pdl.cuh"
+#include "moe/rows.cuh"
 
 using elem_t = ${dtype};
 constexpr bool VECTOR = ${vector};  // 16-byte accesses
@@ -13,7 +13,7 @@ constexpr int THREADS = ${threads};
 constexpr int UNDERWAY = ${underway};
 constexpr int PIECES = ${pieces};
 
-using Part = Piece<elem_t, VECTOR>;
+using Part = Chunk<elem_t, VECTOR>;
 constexpr int BLOCKS = 1024 / THREADS;  // of a multiprocessor: 64 registers, for what is under way
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)

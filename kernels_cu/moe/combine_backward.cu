@@ -5,14 +5,14 @@
    A block has a token, and its choices one after the other; the token's row stays in the caches. The
    blocks behind the tokens clear as those of permute.cu do. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/moe_rows.cuh"
+#include "ptx/pdl.cuh"
+#include "moe/rows.cuh"
 
 using elem_t = ${dtype};
 constexpr bool VECTOR = ${vector};  // 16-byte accesses
 constexpr int THREADS = ${threads};
 
-using Part = Piece<elem_t, VECTOR>;
+using Part = Chunk<elem_t, VECTOR>;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     moe_combine_backward(const elem_t* __restrict__ dout,    // [tokens, columns]

@@ -5,14 +5,14 @@
    them have a group of experts each, and clear what stands between its last row and the next group's
    first. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/moe_rows.cuh"
+#include "ptx/pdl.cuh"
+#include "moe/rows.cuh"
 
 using elem_t = ${dtype};
 constexpr bool VECTOR = ${vector};  // 16-byte accesses
 constexpr int THREADS = ${threads};
 
-using Part = Piece<elem_t, VECTOR>;
+using Part = Chunk<elem_t, VECTOR>;
 constexpr int FEW_BLOCKS = 160;  // so few let the next kernel in: more that scatter rows lose by it
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -1,9 +1,9 @@
 /* Chosen experts in, the same choices sorted by expert out: stable, padded to tiles of block_size, in
-   one launch over the whole grid (device/moe_groups.cuh). Blocks wait for one another: launched
+   one launch over the whole grid (moe/groups.cuh). Blocks wait for one another: launched
    cooperatively. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/moe_groups.cuh"
+#include "ptx/pdl.cuh"
+#include "moe/groups.cuh"
 
 using id_t = ${id_type};
 constexpr int THREADS = ${threads};

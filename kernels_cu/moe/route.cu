@@ -1,11 +1,11 @@
 /* The router of a mixture of experts: the top_k of a token's experts, and their weights.
 
    LANES neighbouring lanes have a token and all of its logits in their registers
-   (device/moe_route.cuh): one read of the logits, softmax and choice by shuffles, no shared memory.
+   (moe/route.cuh): one read of the logits, softmax and choice by shuffles, no shared memory.
    Lane k keeps the k-th choice, so a token's choices are written side by side. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/moe_route.cuh"
+#include "ptx/pdl.cuh"
+#include "moe/route.cuh"
 
 using logit_t = ${dtype};
 constexpr int LANES = ${lanes};    // of a warp on one token
@@ -14,8 +14,8 @@ constexpr bool PLAIN = ${plain};   // softmax of one group of experts, in whole 
 constexpr int THREADS = ${threads};
 
 constexpr int TOKENS = THREADS / LANES;  // of a block
-// Grids between these, a few blocks an SM, are slower where the next kernel's blocks come in early, if
-// there is much to choose.
+// Grids between these, a few blocks an SM, are slower where the next kernel's blocks come in early,
+// if there is much to choose.
 constexpr int FEW_BLOCKS = 160, MANY_BLOCKS = 1024;
 static_assert(WARP_SIZE % LANES == 0 && THREADS % WARP_SIZE == 0, "whole tokens in whole warps");
 

@@ -2,15 +2,16 @@
    and regroup.cu with nothing but registers and shared memory between them.
 
    Every warp has a piece of the tokens, chooses for them as route.cu does, 32 / LANES tokens at a
-   time, and sorts its choices with all the other warps of the grid (device/moe_groups.cuh). The first
+   time, and sorts its choices with all the other warps of the grid (moe/groups.cuh). The first
    ones of a warp stay in shared memory; more are read again. Blocks wait for one another: launched
    cooperatively. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/moe_groups.cuh"
-#include "device/moe_route.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/pdl.cuh"
+#include "moe/groups.cuh"
+#include "moe/route.cuh"
 //% if staged
-#include "device/moe_staged.cuh"
+#include "moe/staged.cuh"
 //% endif
 
 using logit_t = ${dtype};

@@ -6,12 +6,12 @@
 
    x is what was normalised; dsum is the gradient that reached it as the residual stream. Blocks take
    rows in turns with the next row's loads under way, and add up dweight and dbias in registers, row
-   after row, so that the same grid always gives the same bits; norm/sum_parts.cu adds the parts.
+   after row, so that the same grid always gives the same bits; norm/sum_partials.cu adds the parts.
    dx may be dy or dsum. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/row.cuh"
-#include "device/warp_sums.cuh"
+#include "ptx/pdl.cuh"
+#include "tile/row.cuh"
+#include "tile/warp_sums.cuh"
 
 using elem_t = ${dtype};
 using weight_t = ${weight_dtype};
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                   const i64 dy_stride, const i64 dsum_stride, const i64 x_stride,
                   const i64 dx_stride, const i64 rows, const int columns) {
   after_previous_kernel();
-  __shared__ WarpSums<LANES / WARP_SIZE, 2> meeting;
+  __shared__ WarpSums<LANES / WARP_SIZE, 2> reduction;
   const int thread = threadIdx.x % LANES;
   const int step = gridDim.x * ROWS, first = blockIdx.x * ROWS + threadIdx.x / LANES;
   const float inverse = 1.f / columns;
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         sums[1] += d.x * w.x * h0, sums[1] += d.y * w.y * h1;
       }
     given.stay_packed(), seen.stay_packed();
-    meeting.join(sums, turn);
+    reduction.join(sums, turn);
     const float average = CENTERED ? sums[0] * inverse : 0.f, slope = sums[1] * inverse;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)

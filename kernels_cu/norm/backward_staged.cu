@@ -5,12 +5,12 @@
 
    dx may be dy or dsum. sm_90 and newer with 225 KB of shared memory a block. */
 #include "prelude.cuh"
-#include "device/cp_async.cuh"
-#include "device/dependent.cuh"
-#include "device/ldmatrix.cuh"
-#include "device/row.cuh"
-#include "device/tile_copy.cuh"
-#include "device/warp_sums.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/pdl.cuh"
+#include "tile/row.cuh"
+#include "tile/tile_copy.cuh"
+#include "tile/warp_sums.cuh"
 
 using elem_t = ${dtype};
 constexpr bool CENTERED = ${centered};
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(LANES, 1)
                          const i64 dx_stride, const i64 rows, const int columns) {
   after_previous_kernel();
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  __shared__ WarpSums<LANES / WARP_SIZE, 2> meeting;
+  __shared__ WarpSums<LANES / WARP_SIZE, 2> reduction;
   const u32 weights = shared_address(shared_memory), stages = weights + ROW_BYTES;
   const int thread = threadIdx.x, step = gridDim.x;
   const float inverse = 1.f / columns;
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(LANES, 1)
     }
 
     // One barrier a row.
-    meeting.join(sums, turn);
+    reduction.join(sums, turn);
     const float average = CENTERED ? sums[0] * inverse : 0.f, slope = sums[1] * inverse;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {

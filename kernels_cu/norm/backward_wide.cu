@@ -1,10 +1,10 @@
 /* dx of LayerNorm (CENTERED) or RMSNorm for rows too wide for registers (norm/backward.cu says what it
-   is): a block looks at a row twice. norm/weight_parts.cu has the gradients of weight and bias.
+   is): a block looks at a row twice. norm/weight_partials.cu has the gradients of weight and bias.
    dx may be dy or dsum: each element is one thread's alone. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/row.cuh"
-#include "device/warp_sums.cuh"
+#include "ptx/pdl.cuh"
+#include "tile/row.cuh"
+#include "tile/warp_sums.cuh"
 
 using elem_t = ${dtype};
 using weight_t = ${weight_dtype};
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                        const i64 dy_stride, const i64 dsum_stride, const i64 x_stride,
                        const i64 dx_stride, const int columns) {
   after_previous_kernel();
-  __shared__ WarpSums<THREADS / WARP_SIZE, 2> meeting;
+  __shared__ WarpSums<THREADS / WARP_SIZE, 2> reduction;
   const int thread = threadIdx.x;
   const i64 row = blockIdx.x;
   const float center = CENTERED ? mean[row] : 0.f, factor = rstd[row];
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
 
   // The barrier where the warps meet.
-  meeting.join(sums, 0);
+  reduction.join(sums, 0);
   const float average = CENTERED ? sums[0] / columns : 0.f, slope = sums[1] / columns;
 #pragma unroll 1
   for (int skip = 0; skip < columns; skip += Elements::CAPACITY) {

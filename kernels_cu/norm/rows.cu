@@ -11,8 +11,9 @@
    may be x or residual, and sum may be residual or x: a thread reads its elements of a row before it
    writes them. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/moments.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/pdl.cuh"
+#include "norm/moments.cuh"
 
 using elem_t = ${dtype};
 using weight_t = ${weight_dtype};
@@ -22,7 +23,8 @@ constexpr int LANES = ${lanes};      // threads of a block on one row
 constexpr int VECTORS = ${vectors};  // 16-byte vectors of a thread
 constexpr int CLUSTER = ${cluster};  // blocks of a row
 constexpr bool PIPELINED = ${pipelined};
-// Blocks that share a multiprocessor, at least; Blackwell's code does not fit into as few registers.
+// Blocks that share a multiprocessor, at least; Blackwell's code does not fit into as few
+// registers.
 constexpr int RESIDENT = __CUDA_ARCH__ < 1000 ? ${resident} : 1;
 
 constexpr int THREADS = LANES < 128 ? 128 : LANES;
@@ -50,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) norm_rows(
     const i64 x_stride, const i64 residual_stride, const i64 out_stride, const i64 sum_stride,
     const int rows, const int columns, const float eps) {
   after_previous_kernel();
-  __shared__ Meeting<LANES / WARP_SIZE, CLUSTER, CENTERED> meeting;
+  __shared__ CrossBlockReduction<LANES / WARP_SIZE, CLUSTER, CENTERED> reduction;
   const int thread = threadIdx.x % LANES;
   const int rank = CLUSTER == 1 ? 0 : cluster_rank(), skip = rank * Elements::CAPACITY;
   const int here = max(columns - skip, 0);  // columns from this block's first one on
@@ -93,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) norm_rows(
     sums.add(s, thread, here);
     s.stay_packed();
     const Moments mine = sums.of_warp(n);
-    const Moments all = meeting.join(mine, n, columns, turn);
+    const Moments all = reduction.join(mine, n, columns, turn);
     const float factor = rsqrtf(all.squares * inverse + eps);
     if (thread == 0 && rank == 0) {
       if (mean != nullptr) mean[row] = all.mean;

@@ -3,8 +3,8 @@
    writes sum, which the second one reads. out may be x or residual, and sum may be residual or x:
    each element is one thread's alone. Every architecture. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/moments.cuh"
+#include "ptx/pdl.cuh"
+#include "norm/moments.cuh"
 
 using elem_t = ${dtype};
 using weight_t = ${weight_dtype};
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               const i64 x_stride, const i64 residual_stride, const i64 out_stride,
               const i64 sum_stride, const int rows, const int columns, const float eps) {
   after_previous_kernel();
-  __shared__ Meeting<THREADS / WARP_SIZE, 1, CENTERED> meeting;
+  __shared__ CrossBlockReduction<THREADS / WARP_SIZE, 1, CENTERED> reduction;
   const int thread = threadIdx.x;
   const i64 row = blockIdx.x;
   const elem_t* seen = residual == nullptr ? x + row * x_stride : sum + row * sum_stride;
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
 
   // The barrier where the warps meet.
-  const Moments all = meeting.join(sums.of_warp(n), n, columns, 0);
+  const Moments all = reduction.join(sums.of_warp(n), n, columns, 0);
   const float factor = rsqrtf(all.squares / columns + eps);
   if (thread == 0) {
     if (mean != nullptr) mean[row] = all.mean;

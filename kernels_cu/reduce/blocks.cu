@@ -14,9 +14,9 @@
 
    Every architecture. */
 #include "prelude.cuh"
-#include "device/last_block.cuh"
-#include "device/reduce.cuh"
-#include "device/vector.cuh"
+#include "tile/last_block.cuh"
+#include "tile/reduce.cuh"
+#include "tile/vector.cuh"
 
 using elem_t = ${dtype};
 using out_t = ${out_dtype};

@@ -9,8 +9,8 @@
 
    Every architecture. */
 #include "prelude.cuh"
-#include "device/reduce.cuh"
-#include "device/vector.cuh"
+#include "tile/reduce.cuh"
+#include "tile/vector.cuh"
 
 using elem_t = ${dtype};
 using out_t = ${out_dtype};

@@ -1,17 +1,17 @@
 /* Rotary position embedding of q and k in one pass, sines and cosines computed here.
 
-   Angles are integers, fractions of a turn (device/rope.cuh), so that they are as accurate at
+   Angles are integers, fractions of a turn (rope/angle.cuh), so that they are as accurate at
    position 2^31 - 1 as at 1; frequencies are products of the powers of theta that the call passes.
    A thread computes them for its pairs of one token, and turns the same pairs of several heads:
-   device/rope_rows.cuh has the tiling. Pairs are either halves of the rotated columns (GPT-NeoX,
+   rope/rows.cuh has the tiling. Pairs are either halves of the rotated columns (GPT-NeoX,
    Llama) or neighbours (GPT-J); columns behind `rotary_dim` are copied.
 
    Memory-bound: each element is read and written once, in fp32 between, rounded once. Outputs may
    be the inputs. Every architecture. RoFormer: Su et al. 2021. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/rope.cuh"
-#include "device/rope_rows.cuh"
+#include "ptx/pdl.cuh"
+#include "rope/angle.cuh"
+#include "rope/rows.cuh"
 
 using elem_t = ${dtype};
 constexpr bool VECTOR = ${vector};            // 16-byte accesses

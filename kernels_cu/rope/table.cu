@@ -2,15 +2,15 @@
 
    As fused.cu, which computes them; a table may hold any frequencies (YaRN's) and an amplitude. A
    thread reads them for its pairs of one token, and turns the same pairs of several heads:
-   device/rope_rows.cuh has the tiling. Pairs are either halves of the rotated columns (GPT-NeoX,
+   rope/rows.cuh has the tiling. Pairs are either halves of the rotated columns (GPT-NeoX,
    Llama) or neighbours (GPT-J); columns behind `rotary_dim` are copied.
 
    Memory-bound: each element is read and written once, in fp32 between, rounded once. Outputs may
    be the inputs. Every architecture. RoFormer: Su et al. 2021. */
 #include "prelude.cuh"
-#include "device/dependent.cuh"
-#include "device/rope.cuh"
-#include "device/rope_rows.cuh"
+#include "ptx/pdl.cuh"
+#include "rope/angle.cuh"
+#include "rope/rows.cuh"
 
 using elem_t = ${dtype};
 constexpr bool VECTOR = ${vector};            // 16-byte accesses

@@ -13,6 +13,7 @@ from tests.core.test_mutations import KINDS, outcome
 
 ops.load()
 FP32 = "flash_fp32"
+A = D + "attention/"
 
 
 def of(form: str, kernel: str = "flash") -> dict[str, Any]:
@@ -25,41 +26,41 @@ def of(form: str, kernel: str = "flash") -> dict[str, Any]:
 
 BUGS = (
     # -- the rules
-    Bug("a soft cap too low", D + "score.cuh", "fmaf(-2.f * cap,", "fmaf(-2.1f * cap,",
+    Bug("a soft cap too low", A + "score.cuh", "fmaf(-2.f * cap,", "fmaf(-2.1f * cap,",
         by="numbers", **of("softcap")),
-    Bug("ALiBi aligned to the top left", D + "score.cuh", "shift(seqlen_k - seqlen_q) {}",
+    Bug("ALiBi aligned to the top left", A + "score.cuh", "shift(seqlen_k - seqlen_q) {}",
         "shift(0) {}", by="numbers", **of("alibi")),
     Bug("one slope for all batches", K + "flash_fp32.cu", "form.alibi_batch_stride", "0",
         by="numbers", **of("alibi", FP32)),
-    Bug("a bias of rows past the end", D + "score.cuh", "min(q_idx, last_q) * row_stride",
+    Bug("a bias of rows past the end", A + "score.cuh", "min(q_idx, last_q) * row_stride",
         "q_idx * row_stride", by="memory", problem=ONE_HEAD, **of("bias")),
-    Bug("a mask of keys past the end", D + "score.cuh", "offset + i < keys ?",
+    Bug("a mask of keys past the end", A + "score.cuh", "offset + i < keys ?",
         "offset + i <= keys ?", by="memory", problem=ONE_HEAD, **of("mask")),
-    Bug("pairs past the end", D + "score.cuh", "offset < seqlen_k - k_idx ?",
+    Bug("pairs past the end", A + "score.cuh", "offset < seqlen_k - k_idx ?",
         "offset <= seqlen_k - k_idx ?", by="memory", problem=ONE_HEAD, **of("bias")),
-    Bug("a mask upside down", D + "score.cuh", "return visible ? x : NEG_INFINITY",
+    Bug("a mask upside down", A + "score.cuh", "return visible ? x : NEG_INFINITY",
         "return visible ? NEG_INFINITY : x", by="numbers", **of("mask")),
-    Bug("a score_mod is asked for keys past the end", D + "score.cuh",
+    Bug("a score_mod is asked for keys past the end", A + "score.cuh",
         "min(k_idx + offset + i, last_k)", "k_idx + offset + i", by="memory",
         **of("score_mod")),
-    Bug("the scale left out", D + "score.cuh", "s[m][n][2 * half] * softmax_scale",
+    Bug("the scale left out", A + "score.cuh", "s[m][n][2 * half] * softmax_scale",
         "s[m][n][2 * half]", by="numbers", **of("alibi")),
     Bug("a tile's bias for the next one", K + "flash.cu", "(tile - 1) * BLOCK_K", "tile * BLOCK_K",
         by="numbers", **of("bias")),
-    Bug("a row's bias for the other one", D + "score.cuh", "rules.begin_row(2 * m + half);",
+    Bug("a row's bias for the other one", A + "score.cuh", "rules.begin_row(2 * m + half);",
         "rules.begin_row(2 * m);", by="numbers", **of("bias")),
     # -- the band
-    Bug("a window too narrow by one", D + "score.cuh", "q_idx + shift - left, 0)",
+    Bug("a window too narrow by one", A + "score.cuh", "q_idx + shift - left, 0)",
         "q_idx + shift - left + 1, 0)", by="numbers", **of("window")),
-    Bug("a window too wide by one", D + "score.cuh", "q_idx + shift + right + 1, seqlen_k",
+    Bug("a window too wide by one", A + "score.cuh", "q_idx + shift + right + 1, seqlen_k",
         "q_idx + shift + right + 2, seqlen_k", by="numbers", **of("window")),
-    Bug("the first tile is left out", D + "attention_form.cuh",
+    Bug("the first tile is left out", A + "features.cuh",
         "first = band.first(q_first) / BLOCK_K", "first = ceil_div(band.first(q_first), BLOCK_K)",
         by="numbers", **of("window")),
-    Bug("a tile too few is masked", D + "attention_form.cuh",
+    Bug("a tile too few is masked", A + "features.cuh",
         "first_whole = ceil_div(band.first(q_last), BLOCK_K)",
         "first_whole = band.first(q_last) / BLOCK_K", by="numbers", **of("window")),
-    Bug("the other end is not masked", D + "attention_form.cuh",
+    Bug("the other end is not masked", A + "features.cuh",
         "first_whole <= tile && tile < end_whole", "first_whole <= tile", by="numbers",
         **of("window")),
     Bug("fp32 begins with another tile", K + "flash_fp32.cu", "fetch_k(first_tile);",
@@ -68,7 +69,7 @@ BUGS = (
     # -- sinks
     Bug("sinks left out", K + "flash.cu", "if (SINKS) softmax.begin_with", "if (false) "
         "softmax.begin_with", by="numbers", **of("sinks")),
-    Bug("a sink for each lane", D + "online_softmax.cuh", "lane % 4 == 0 && logit", "logit",
+    Bug("a sink for each lane", A + "online_softmax.cuh", "lane % 4 == 0 && logit", "logit",
         by="numbers", **of("sinks")),
     Bug("a sink for each lane of fp32", K + "flash_fp32.cu", "x == 0 && row_max[i]", "row_max[i]",
         by="numbers", **of("sinks", FP32)),
@@ -82,7 +83,7 @@ BUGS = (
     Bug("lse of fp32 by batches", K + "flash_fp32.cu",
         "static_cast<i64>(head) * form.total_q + queries.start", "head * max_seqlen_q",
         by="race", **of("varlen", FP32)),
-    Bug("a sequence too long", D + "sequence_rows.cuh", "cu_seqlens[index + 1] - start",
+    Bug("a sequence too long", A + "sequence_rows.cuh", "cu_seqlens[index + 1] - start",
         "cu_seqlens[index + 1] - start + 1", by="memory", **of("varlen")),
 )  # fmt: skip
 

@@ -20,7 +20,7 @@ from fkjit.ops.attention.kernels_sm90 import FEATURE_TILES, FLASH_SM90
 from fkjit.settings import settings
 from tests.attention.feature_kit import draw, exact
 from tests.attention.kit import assert_close, normal
-from tests.core.mutations import Bug, D, K
+from tests.core.mutations import SM90_HEADERS, Bug, D, K
 from tests.core.test_mutations import KINDS, outcome
 
 TAKEN = ("window", "softcap", "alibi_slopes", "sinks", "score_mod")
@@ -160,19 +160,22 @@ SM90 = {"kernel": "attention_form.flash_sm90", "params": {"form": SHIPPED_SM90[-
 WINDOW = {"kernel": "attention_form.flash_sm90", "params": {"form": SHIPPED_SM90[0]}}
 BIAS = {"kernel": "attention_form.flash_sm90", "params": {"form": SHIPPED_SM90[1]}}
 BUGS = (
-    Bug("rows cut that nobody waits for", D + "attention_work.cuh", "  proxy_fence();\n", "",
+    Bug("rows cut that nobody waits for", SM90_HEADERS + "work.cuh", "  proxy_fence();\n", "",
         by="race", **SM90),
     Bug("a tile of bias that nobody gives back", K + "flash_sm90.cu",
-        "if (signals) mbarrier_arrive(barriers.scores_empty(score_place.stage));", "", by="hang",
+        "release(score_place, barriers.scores_empty(score_place.stage), signals);",
+        "score_place.advance();", by="hang",
         **SM90),
     Bug("a bias read without a wait", K + "flash_sm90.cu",
         "mbarrier_wait(barriers.scores_full(score_place.stage), score_place.parity);", "",
         by="race", **SM90),
-    Bug("the other panel", D + "score_tile.cuh", "byte / Tile::ROW_BYTES * Tile::PANEL_BYTES", "0",
+    Bug("the other panel", SM90_HEADERS + "score_tile.cuh",
+        "byte / Tile::ROW_BYTES * Tile::PANEL_BYTES", "0",
         by="numbers", **BIAS),
     Bug("O of the next sequence", K + "flash_sm90.cu", "VARLEN && rows_left < 16", "false",
         by="race", **SM90),
-    Bug("a tile of keys too few", D + "attention_form.cuh", "first = band.first(q_first) / BLOCK_K",
+    Bug("a tile of keys too few", D + "attention/features.cuh",
+        "first = band.first(q_first) / BLOCK_K",
         "first = band.first(q_first) / BLOCK_K + 1", by="numbers", **WINDOW),
     Bug("a sink in natural units", K + "flash_sm90.cu", "1.f / form.softmax_scale;", "1.f;",
         by="numbers", problem={"seqlen_k": 8}, **WINDOW),

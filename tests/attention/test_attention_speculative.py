@@ -14,7 +14,7 @@ from fkjit.jit.build import quiet
 from fkjit.ops.attention import select_sm90
 from fkjit.settings import settings
 from tests.attention.kit import assert_close, normal, reference
-from tests.core.mutations import Bug, D, K
+from tests.core.mutations import SM90_HEADERS, Bug, K
 from tests.core.test_mutations import KINDS, outcome
 
 # head_dim, dtype, queries, keys, causal. Tiles of keys come from the last to the first.
@@ -91,14 +91,16 @@ OPTIMIST: dict[str, Any] = {
     "problem": {"softmax_scale": 6.0, "seqlen_k": 400, "head_dim": 64, "head_dim_v": 64},
 }  # fmt: skip
 BUGS = (
-    Bug("nobody looks at the sums", D + "optimistic_softmax.cuh", "sums[0] + sums[1] > limit",
+    Bug("nobody looks at the sums", SM90_HEADERS + "speculative_softmax.cuh",
+        "sums[0] + sums[1] > limit",
         "false", by="numbers", **OPTIMIST),
-    Bug("no __syncwarp() before a tile of K is given back", D + "optimistic_softmax.cuh",
+    Bug("no __syncwarp() before a tile of K is given back",
+        SM90_HEADERS + "speculative_softmax.cuh",
         "__syncwarp();", "", by="race", **OPTIMIST),
     Bug("another tile's scores", K + "flash_sm90.cu",
         "shared + Rings::K + k_place.stage * Rings::K_STAGE);", "shared + Rings::K);", by="race",
         **OPTIMIST),
-    Bug("the old maximum again", D + "optimistic_softmax.cuh",
+    Bug("the old maximum again", SM90_HEADERS + "speculative_softmax.cuh",
         "    scores_again();\n    raise_max();", "    scores_again();\n    limit = -NEG_INFINITY;",
         by="numbers", **OPTIMIST),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""device/score.cuh: rules of a score and their derivatives, each against NumPy."""
+"""attention/score.cuh: rules of a score and their derivatives, each against NumPy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fkjit.errors import CompileError
 from fkjit.jit.build import quiet
 
 SOURCE = """
-#include "device/score.cuh"
+#include "attention/score.cuh"
 struct Twice {
   __device__ float operator()(float x, int q_idx, int k_idx) const { return 2.f * x + q_idx - k_idx; }
 };
@@ -108,7 +108,7 @@ def test_a_function_without_a_derivative_has_none():
 def test_rows_and_keys_of_a_band_agree():
     """first and end of a row, first_row and end_row of a key: the same pairs."""
     source = """
-    #include "device/score.cuh"
+    #include "attention/score.cuh"
     extern "C" __global__ void band(int* pairs, int seqlen_q, int seqlen_k, int left, int right) {
       const KeyBand band(seqlen_q, seqlen_k, left, right);
       const int i = blockIdx.x, j = threadIdx.x;

@@ -314,7 +314,7 @@ def test_torch_tensors(dtype):
 
 
 def test_integers_are_divided_exactly_by_a_product():
-    """As Lanes in kv_place.cuh does, around multiples of every kind of divisor."""
+    """As Lanes in kv/place.cuh does, around multiples of every kind of divisor."""
     rng = np.random.default_rng(1)
     divisors = np.concatenate([np.arange(1, 2049), rng.integers(2049, 2**22, 2000)])
     for divisor in divisors:

@@ -66,17 +66,6 @@ def _consumers(params: Params) -> int:
     return split_block(params["block"])[0] // 64
 
 
-def product(name: str, count: int, inputs: Mapping[str, int]) -> dict[str, str]:
-    """What a wgmma's asm names: `count` accumulators d[0][…][…], then its inputs, in order."""
-    numbers = iter(range(count, 256 + 16))
-    listed = {
-        "registers": ", ".join(f"%{i}" for i in range(count)),
-        "operands": ", ".join(f'"+f"(d[0][{i // 4}][{i % 4}])' for i in range(count)),
-        **{k: ", ".join(f"%{next(numbers)}" for _ in range(n)) for k, n in inputs.items()},
-    }
-    return {f"{name}_{key}": value for key, value in listed.items()}
-
-
 def _derive(params: Params) -> dict[str, Any]:
     consumers, block_k = _consumers(params), split_block(params["block"])[1]
     features, (q_stages, score_stages) = _features(params), _stages(params) or (1, 1)
@@ -90,9 +79,6 @@ def _derive(params: Params) -> dict[str, Any]:
         "q_stages": q_stages,
         "producer_registers": {1: 40, 2: 40, 3: 32, 4: 32}[consumers],
         "consumer_registers": {1: 240, 2: 232, 3: 160, 4: 112}[consumers],
-        "ptx_type": {"fp16": "f16", "bf16": "bf16"}[params["dtype"]],
-        **product("qk", block_k // 2, {"q": 1, "k": 1, "add": 1}),
-        **product("pv", params["head_dim_v"] // 2, {"p": 4, "v": 1}),
         **({**PLAIN, "bias": False, "mask": False, "alibi": False} if features is None else
            {**features.values(), "score_stages": score_stages}),
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """What the kernels that route tokens to experts share: tiles and arguments.
 
 A routing problem: `tokens` rows of `experts` logits, `row_stride` elements from one to the next,
-and how `top_k` of them are chosen (`Routing` in templates/device/moe_route.cuh).
+and how `top_k` of them are chosen (`Routing` in templates/moe/route.cuh).
 """
 
 from __future__ import annotations

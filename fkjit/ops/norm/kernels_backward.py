@@ -151,7 +151,7 @@ def _weight_parts(op: str, centered: bool) -> KernelSpec:
     return register(
         KernelSpec(
             name="weight_parts",
-            source="norm/weight_parts.cu",
+            source="norm/weight_partials.cu",
             entry="norm_weight_parts",
             doc="parts of dweight and dbias of rows of any width",
             params=(
@@ -184,7 +184,7 @@ def _sum(op: str) -> KernelSpec:
         KernelSpec(
             op=op,
             name="sum_parts",
-            source="norm/sum_parts.cu",
+            source="norm/sum_partials.cu",
             entry="norm_sum_parts",
             pdl=True,
             doc="dweight and dbias out of their parts, in a fixed order",

@@ -18,7 +18,7 @@ from fkjit.runtime.interop import CPU
 THETA = 10_000.0
 MAX_ROTARY_DIM = 512
 _PI = "3.14159265358979323846264338327950288419716939937511"
-_INDEX_BITS = 8  # ROPE_INDEX_BITS of templates/device/rope.cuh
+_INDEX_BITS = 8  # ROPE_INDEX_BITS of templates/rope/angle.cuh
 _ROWS = 1 << 14  # of a table, made at a time
 
 
@@ -84,7 +84,7 @@ def check_frequencies(call: str, rotary_dim: Any, theta: Any, scaling: Any) -> N
 
 @lru_cache(maxsize=256)
 def fixed_point(rotary_dim: int, theta: float, scaling: Llama3Scaling | None) -> tuple[int, ...]:
-    """`RopeFrequencies` of templates/device/rope.cuh, as its integers."""
+    """`RopeFrequencies` of templates/rope/angle.cuh, as its integers."""
     with localcontext() as context:
         context.prec = 60
         one, log = Decimal(1 << 64), Decimal(theta).ln()

@@ -45,7 +45,7 @@ def width(params: Params) -> int:
 
 
 def tiling(params: Params, problem: Problem) -> dict[str, Any]:
-    """Arguments that say which thread does what: device/rope_rows.cuh. And the grid."""
+    """Arguments that say which thread does what: rope/rows.cuh. And the grid."""
     heads = problem["heads_q"] + problem["heads_k"]
     tokens = problem["batch"] * problem["length"]
     lanes = problem["rotary_dim"] // 2 // width(params)

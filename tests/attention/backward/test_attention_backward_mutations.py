@@ -7,9 +7,10 @@ import pytest
 from tests.core.mutations import Bug
 from tests.core.test_mutations import KINDS, outcome
 
-K, D = "kernels_cu/attention/", "templates/device/"
+K, D = "kernels_cu/attention/", "templates/"
 OP, SYNC, PENDING = "attention_backward.", "__syncthreads();", "if (STAGES > 1) cp_async_wait<0>();"
-KEYS, QUERIES = K + "flash_backward_keys.cu", K + "flash_backward_queries.cu"
+KEYS, QUERIES = K + "backward_dkdv.cu", K + "backward_dq.cu"
+LAYOUT = D + "attention/backward/dkdv_layout.cuh"
 ALONE = {"kernel": OP + "keys", "params": {"tile": (64, 64, 4, 1, 2), "aligned": True}}
 SHARED = {"kernel": OP + "keys", "params": {"tile": (64, 32, 2, 2, 2), "aligned": True}}
 ONE_STAGE = {"kernel": OP + "keys", "params": {"tile": (32, 32, 2, 2, 1), "aligned": True}}
@@ -30,13 +31,13 @@ BUGS = (
         by="race", **SHARED),
     Bug("dS of the other warps is not waited for", KEYS, SYNC, "", nth=2, by="race", **SUMS),
     Bug("dK over K that is still read", KEYS, SYNC, "", nth=3, by="race", **SUMS),
-    Bug("the ring begins inside dS", KEYS, "RING_OFFSET = DS_OFFSET + (SHARES_DS ? PTile::BYTES",
-        "RING_OFFSET = DS_OFFSET + (SHARES_DS ? PTile::BYTES - 512", by="memory", **SHARED),
-    Bug("one key too many is stored", D + "tile_copy.cuh", "row >= rows_left || elements",
+    Bug("the ring begins inside dS", LAYOUT, "RING = DS + (SHARES_DS ? PTile::BYTES",
+        "RING = DS + (SHARES_DS ? PTile::BYTES - 512", by="memory", **SHARED),
+    Bug("one key too many is stored", D + "tile/tile_copy.cuh", "row >= rows_left || elements",
         "row > rows_left || elements", by="memory", problem=ONE_HEAD, **SHARED),
     Bug("one query head of a group only", KEYS, "head + turns", "head", by="numbers",
         **ALONE),
-    Bug("hidden scores of a negative scale", D + "attention_backward.cuh",
+    Bug("hidden scores of a negative scale", D + "attention/backward/mma.cuh",
         "scale_log2 < 0.f ? -NEG_INFINITY : NEG_INFINITY", "NEG_INFINITY", by="numbers",
         problem={"softmax_scale": -0.2}, **DQ),
     Bug("keys past the end have probabilities", KEYS, "return QUERIES;",
@@ -46,13 +47,13 @@ BUGS = (
         by="numbers", **DQ),
     Bug("no barrier before K and V are read", QUERIES, SYNC, "", nth=1, by="race", **DQ),
     Bug("no __syncwarp() before dQ is stored", QUERIES, "__syncwarp();", "", by="race", **DQ),
-    Bug("no barrier before the next tile", K + "backward_keys_fp32.cu", SYNC, "", by="race",
+    Bug("no barrier before the next tile", K + "backward_dkdv_fp32.cu", SYNC, "", by="race",
         **KEYS_FP32),
-    Bug("no __syncwarp() before P is read", K + "backward_keys_fp32.cu", "__syncwarp();", "",
+    Bug("no __syncwarp() before P is read", K + "backward_dkdv_fp32.cu", "__syncwarp();", "",
         by="race", **KEYS_FP32),
-    Bug("rows past the end have an lse", K + "backward_rows.cu", "exists ? lse[place]",
+    Bug("rows past the end have an lse", K + "backward_preprocess.cu", "exists ? lse[place]",
         "stored ? lse[place]", by="memory", problem={"batch": 1, "heads_q": 1}, **ROWS),
-    Bug("half a dot product", K + "backward_rows.cu", "column += SIZE * lanes",
+    Bug("half a dot product", K + "backward_preprocess.cu", "column += SIZE * lanes",
         "column += 2 * SIZE * lanes", by="numbers", problem={"head_dim_v": 512}, **ROWS),
 )  # fmt: skip
 

@@ -24,7 +24,7 @@ from tests.attention.backward.test_attention_backward import check, tensors  # n
 from tests.core.mutations import Bug  # noqa: E402
 from tests.core.test_mutations import KINDS, outcome  # noqa: E402
 
-KERNEL, D = "kernels_cu/attention/flash_backward_sm90.cu", "templates/device/"
+KERNEL, D = "kernels_cu/attention/backward_sm90.cu", "templates/attention/backward_sm90/"
 SM90 = {
     "kernel": "attention_backward.flash_sm90",
     "params": {"dtype": "bf16", "head_dim": 128, "deterministic": True},
@@ -105,16 +105,16 @@ def test_maps_are_encoded_once_an_address(monkeypatch):
 
 BUGS = (
     Bug("dS is not fenced for wgmma", KERNEL, "proxy_fence();", "", by="race", **SM90),
-    Bug("tiles are free before both warpgroups are done", D + "backward_barriers.cuh",
+    Bug("tiles are free before both warpgroups are done", D + "barriers.cuh",
         "mbarrier_init(q_empty(stage), 8)", "mbarrier_init(q_empty(stage), 4)", by="race", **SM90),
-    Bug("dQ is staged over a copy that is under way", D + "backward_copies.cuh",
+    Bug("dQ is staged over a copy that is under way", D + "copies.cuh",
         "bulk_wait_read(), mbarrier", "mbarrier", by="race", **SM90),
-    Bug("K is overwritten while dQ is multiplied", D + "backward_loads.cuh",
+    Bug("K is overwritten while dQ is multiplied", D + "loads.cuh",
         "mbarrier_wait(barriers.k_empty(place.stage), place.parity ^ 1);", "", by="race",
         problem={"seqlen_q": 60, "seqlen_k": 700, "causal": False}, **SM90),
-    Bug("delta is overwritten before it has been read", D + "backward_loads.cuh",
+    Bug("delta is overwritten before it has been read", D + "loads.cuh",
         "rows(do_ring.stage)", "rows(0)", by="race", **SM90),
-    Bug("one score too many is hidden", D + "backward_tile.cuh", "key + shift", "key + shift + 1",
+    Bug("one score too many is hidden", D + "tile.cuh", "key + shift", "key + shift + 1",
         by="numbers", **SM90),
     Bug("dK is not scaled", KERNEL, "dk_sum, softmax_scale,",
         "dk_sum, 1.f,", by="numbers", **SM90),

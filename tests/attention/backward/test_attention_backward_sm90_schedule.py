@@ -10,15 +10,15 @@ from fkjit.ops.attention.backward import kernels_sm90 as hopper
 
 # A thread for each thread block: it writes down (tile of all heads, block of keys, rank, turns).
 WALK = """
-#include "device/backward_schedule.cuh"
+#include "attention/backward_sm90/schedule.cuh"
 extern "C" __global__ void walk(int4* visits, int* counts, int most, int batch, int heads_q,
                                 int group_size, int seqlen_q, int seqlen_k, int rows_padded,
                                 int rounds, int causal) {
   const BackwardSizes<${block_q}, 128, true> sizes{
       batch, heads_q, group_size, seqlen_q, seqlen_k, rows_padded, causal, rounds};
-  int count = 0, number = BackwardWork::next(-1, nullptr, sizes);
-  for (; number < sizes.works(); number = BackwardWork::next(number, nullptr, sizes)) {
-    const BackwardWork work(number, sizes);
+  int count = 0, number = BackwardWorkItem::next(-1, nullptr, sizes);
+  for (; number < sizes.works(); number = BackwardWorkItem::next(number, nullptr, sizes)) {
+    const BackwardWorkItem work(number, sizes);
     BackwardWalk at(work, sizes);
     for (; at.left > 0; at.advance(work, sizes), ++count)
       if (count < most)

@@ -112,7 +112,7 @@ def test_bits_of_a_mask_beside_the_largest_tiles(launched):
     assert right(with_features(sm90.FLASH_SM90, "mask"), params, problem)
 
 
-D = "templates/device/"
+D = "templates/attention/backward_sm90/"
 PACKED = {
     "kernel": "attention_backward_form.flash_sm90",
     "params": {"head_dim": 128, "deterministic": True, "form": "softcap varlen"},
@@ -120,9 +120,9 @@ PACKED = {
 BUGS = (
     Bug("a neighbour's rows are read", D + "tensor_rows.cuh", "row = RAGGED_ROWS - count",
         "row = 0", by="memory", **PACKED),
-    Bug("keys are taken before they are announced", D + "backward_form.cuh",
+    Bug("keys are taken before they are announced", D + "features.cuh",
         "mbarrier_wait(barriers.work_full(slot.stage), slot.parity);", "", by="race", **PACKED),
-    Bug("one score too many is hidden", D + "backward_form.cuh", "tile.width - column",
+    Bug("one score too many is hidden", D + "features.cuh", "tile.width - column",
         "tile.width - 1 - column", by="numbers", problem={"window": (30, 0)}, **PACKED),
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ import fkjit
 
 # A thread writes down (batch, head and tile, block of keys, rank, turns) of every piece of work.
 WALK = """
-#include "device/backward_form_schedule.cuh"
+#include "attention/backward_sm90/features_schedule.cuh"
 using Sizes = FormSizes<${block_q}, 128, true, true>;
 extern "C" __global__ void walk(int4* visits, int* count, const int* cu_seqlens_q,
                                 const int* cu_seqlens_k, int batch, int heads, int seqlen_q,
@@ -20,10 +20,10 @@ extern "C" __global__ void walk(int4* visits, int* count, const int* cu_seqlens_
   const Sizes sizes(cu_seqlens_q, cu_seqlens_k, batch, heads, 1, seqlen_q, seqlen_k, 0, 3,
                     form, nullptr);
   for (int number = 0; number < sizes.pieces(); ++number) {
-    const FormPiece<Sizes> piece(number, sizes);
+    const FormWorkItem<Sizes> piece(number, sizes);
     if (!piece.exists()) continue;
     for (int tile = piece.first_tile(right); tile < piece.end_tile(left); ++tile) {
-      const FormTurn<${block_q}, 128> turn(
+      const FormRank<${block_q}, 128> turn(
           tile, piece.queries.length - tile * ${block_q}, piece.block, piece.backwards,
           piece.keys.length - piece.first_key(), piece.first_row(right), left + right);
       visits[(*count)++] = make_int4((piece.batch * heads + piece.head) * 64 + tile, piece.block,

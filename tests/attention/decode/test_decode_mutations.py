@@ -8,7 +8,7 @@ from fkjit.ops.attention.decode.kernels import SHIPPED
 from tests.core.mutations import Bug
 from tests.core.test_mutations import KINDS, outcome
 
-K, D = "kernels_cu/attention/decode.cu", "templates/device/decode_"
+K, D = "kernels_cu/attention/decode.cu", "templates/attention/decode/"
 SYNC = "__syncthreads();"
 ONE = {"kernel": "attention_decode.split",
        "params": {"dtype": "fp16", "storage": "same", "head_dim": 64, "rows": 16}}  # fmt: skip
@@ -32,7 +32,7 @@ BUGS = (
         "step % (STAGES - 1) * STAGE_BYTES;\n      copy_step", by="race", **FOUR),
     Bug("outputs over the ring of slow warps", K, "group_sync();\n    leave_rows", "leave_rows",
         by="race", **FOUR),
-    Bug("parts are counted without order", "templates/device/last_block.cuh", "atom.acq_rel",
+    Bug("parts are counted without order", "templates/ptx/atomic.cuh", "atom.acq_rel",
         "atom.relaxed", nth=1, by="race", **ONE),
     Bug("a page too far in the table", K, "key < end_key ? pages.page(key)",
         "key < end_key + 64 ? pages.page(key)", by="memory", **ONE),

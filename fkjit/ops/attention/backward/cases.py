@@ -129,7 +129,7 @@ def padded(problem: Problem, value: float) -> np.ndarray:
 
 
 def first_row(problem: Problem, arrays: Mapping[str, Any], b: int) -> int:
-    """Of batch or sequence b in a padded array (templates/device/padded_rows.cuh)."""
+    """Of batch or sequence b in a padded array (templates/attention/backward/padded_rows.cuh)."""
     if "total_q" not in problem:
         return 0
     return (arrays["cu_seqlens_q"][b] // ROW_STEP + b) * ROW_STEP
@@ -147,7 +147,7 @@ def store_rows(
 
 
 def fragments(x: np.ndarray) -> np.ndarray:
-    """[..., rows, columns] in the order of templates/device/sum_fragments.cuh."""
+    """[..., rows, columns] in the order of templates/attention/backward/sum_fragments.cuh."""
     *more, rows, columns = x.shape
     cut = x.reshape(*more, rows // 16, 2, 8, columns // 8, 4, 2)
     last = len(more)

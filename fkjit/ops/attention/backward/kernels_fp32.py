@@ -43,12 +43,13 @@ def _layout(own: tuple[str, str], other: tuple[str, str], exchanged: tuple[str, 
 
 
 def _spec(
-    name: str, wanted: tuple[str, ...], heads: str, rows: str, layout: Callable[..., SharedLayout]
-) -> KernelSpec:
+    name: str, file: str, wanted: tuple[str, ...], heads: str, rows: str,
+    layout: Callable[..., SharedLayout],
+) -> KernelSpec:  # fmt: skip
     return KernelSpec(
         op=OP,
         name=name,
-        source=f"attention/backward_{name}.cu",
+        source=f"attention/{file}.cu",
         entry=f"attention_backward_{name}",
         doc=f"{' and '.join(wanted)} in fp32 FMAs: exact products; also 16 bits on sm_75",
         params=_PARAMS,
@@ -70,9 +71,14 @@ def _spec(
 
 
 DKDV_FP32 = _spec(
-    "keys_fp32", ("dk", "dv"), "heads_kv", "seqlen_k",
+    "keys_fp32", "backward_dkdv_fp32", ("dk", "dv"), "heads_kv", "seqlen_k",
     _layout(("K", "V"), ("Q", "dO"), ("P", "dS")),
 )  # fmt: skip
 DQ_FP32 = _spec(
-    "queries_fp32", ("dq",), "heads_q", "seqlen_q", _layout(("Q", "dO"), ("K", "V"), ("dS",))
+    "queries_fp32",
+    "backward_dq_fp32",
+    ("dq",),
+    "heads_q",
+    "seqlen_q",
+    _layout(("Q", "dO"), ("K", "V"), ("dS",)),
 )

@@ -50,7 +50,7 @@ def _derive(params: Params) -> dict[str, Any]:
 PREPROCESS = KernelSpec(
     op=OP,
     name="rows",
-    source="attention/backward_rows.cu",
+    source="attention/backward_preprocess.cu",
     entry="attention_backward_rows",
     doc="delta = rowsum(dout * o) - dlse, and lse in powers of two",
     params=(Param("dtype", ("fp16", "bf16", "fp32"), "element type of dout and o"), ALIGNED),
@@ -64,7 +64,7 @@ PREPROCESS = KernelSpec(
 POSTPROCESS = KernelSpec(
     op=OP,
     name="dq",
-    source="attention/backward_dq.cu",
+    source="attention/backward_dq_convert.cu",
     entry="attention_backward_dq",
     doc="dq out of its sums",
     params=(HALF,),

@@ -18,7 +18,6 @@ from fkjit.ops.attention.backward.problem import Options
 from fkjit.ops.attention.backward.tiles import BLOCK_K_SM90 as BLOCK_K
 from fkjit.ops.attention.backward.tiles import BLOCK_Q_SM90 as BLOCK_Q
 from fkjit.ops.attention.features import ScoreFeatures, parse
-from fkjit.ops.attention.kernels_sm90 import product
 from fkjit.ops.attention.problem import shape_class
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.runtime.tensor_map import TensorMap
@@ -32,7 +31,7 @@ _PANEL = 64
 _K_STAGES, _Q_STAGES, _DO_STAGES, _DS_STAGES = 2, 3, 2, 2
 _BARRIER_BYTES = 320 + 8 * 48 + 48
 _NOTE_BYTES = 2 * 16  # keys of two work items
-_RAGGED_ROWS = 128  # templates/device/tensor_rows.cuh
+_RAGGED_ROWS = 128  # templates/attention/backward_sm90/tensor_rows.cuh
 _LEAST_CAP = 1.0  # derivatives come from probabilities of 16 bits: beside it they are off by little
 
 
@@ -44,10 +43,8 @@ def _features(params: Params) -> ScoreFeatures | None:
 
 
 def _derive(params: Params) -> dict[str, Any]:
-    head_dim, block_q = params["head_dim"], BLOCK_Q[params["head_dim"]]
-    dq = product("dq", 32, {"a": 1, "b": 1, "add": 1})
     return {
-        "block_q": block_q,
+        "block_q": BLOCK_Q[params["head_dim"]],
         **dict.fromkeys(("form", "varlen", "softcap", "alibi", "mask"), False),
         "q_stages": _Q_STAGES,
         "do_stages": _DO_STAGES,
@@ -55,11 +52,6 @@ def _derive(params: Params) -> dict[str, Any]:
         "main_registers": 208,
         "dq_registers": 64,
         "copy_registers": 32,
-        "ptx_type": {"fp16": "f16", "bf16": "bf16"}[params["dtype"]],
-        **product("keys", block_q // 2, {"a": 1, "b": 1, "add": 1}),
-        **product("sum", head_dim // 2, {"a": 4, "b": 1}),
-        **product("shared_sum", head_dim // 2, {"a": 1, "b": 1}),
-        **{name if name != "dq_registers" else "dq_list": value for name, value in dq.items()},
         "direct": _direct(params),
         **_operands(params),
         **_feature_values(params),
@@ -168,7 +160,7 @@ def _rounds(params: Params, one: Problem) -> int:
 
 @lru_cache(maxsize=1024)
 def _best_rounds(block_q: int, blocks: int, heads: int, multiprocessors: int, causal: bool) -> int:
-    """See device/backward_schedule.cuh: few, as heads under way at once share L2, but two tiles
+    """See attention/backward_sm90/schedule.cuh: few, as heads under way at once share L2, but two tiles
     between two that come to one, of those that are nearly the fastest by count of blocks."""
 
     def time(rounds: int) -> int:
@@ -184,8 +176,9 @@ def _best_rounds(block_q: int, blocks: int, heads: int, multiprocessors: int, ca
 
 def _abreast(params: Params, one: Problem) -> int:
     """With score features: heads whose blocks of keys are drawn one after the other, where dq has
-    an order (see templates/device/backward_form_schedule.cuh): several times as many blocks as run
-    at a time, but what L2 has room for; and so that there is an even number of such sections."""
+    an order (see templates/attention/backward_sm90/features_schedule.cuh): several times as many
+    blocks as run at a time, but what L2 has room for; and so that there is an even number of such
+    sections."""
     enough = 256 // params["head_dim"] * _multiprocessors(one)
     pairs = max(1, round(_heads(one) * _blocks(one) / enough / 2))
     return -(-_heads(one) // (2 * pairs))
@@ -287,7 +280,7 @@ def in_order(one: Problem, options: Options) -> bool:
 FLASH_SM90 = KernelSpec(
     op=OP,
     name="flash_sm90",
-    source="attention/flash_backward_sm90.cu",
+    source="attention/backward_sm90.cu",
     entry="attention_flash_backward_sm90",
     doc="dk, dv and sums of dq for Hopper: TMA, wgmma, a warpgroup for dq",
     params=(

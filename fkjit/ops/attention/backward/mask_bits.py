@@ -1,4 +1,5 @@
-"""A mask as bits, as attention's backward on Hopper has it (templates/device/backward_mask.cuh)."""
+"""A mask as bits, as attention's backward on sm_90 has it:
+templates/attention/backward_sm90/mask.cuh."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def shape(problem: Problem, name: str) -> tuple[int, int, int, int]:
 
 def rows_padded(problem: Problem) -> int:
     """Rows of lse_log2 and delta: whole tiles of queries, of packed sequences one tile more each
-    (templates/device/padded_rows.cuh)."""
+    (templates/attention/backward/padded_rows.cuh)."""
     packed = "total_q" in problem
     rows = problem["total_q" if packed else "seqlen_q"]
     return -(-rows // ROW_STEP) * ROW_STEP + ROW_STEP * problem["batch"] * packed

@@ -1,0 +1,110 @@
+// Online softmax over mma accumulators: running row maxima and sums of a warp's score tile.
+//
+// The scores come in D fragments, s[m][n][4] (see ptx/mma.cuh): rows g and g + 8 of 16-row block m
+// are shared by the four lanes of a quad. Exponentials are taken as 2^(score * scale_log2 - max),
+// one FMA and one ex2 each. The maximum that is subtracted need not be the true one: any value near
+// it gives the same quotient. So accumulators are rescaled only when some row's maximum has grown
+// by more than a factor 2^8, which after the first tiles is almost never; until then probabilities
+// may reach 256, far inside the range of fp16. (The lagging maximum is FlashAttention-4's idea.)
+//
+// Bound: results are meaningful for |score * scale_log2| up to about 1e8, as in FlashAttention-2.
+// max is rounded to fp32 before the FMA subtracts it from the exact product, so even the largest
+// score's exponent is off by up to half a unit in max's last place. A row shares that error and the
+// quotient cancels it, but from about 2^28 on (16 and more) P leaves the range of fp16.
+#pragma once
+#include "ptx/math.cuh"
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 1));
+  return fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(FULL_MASK, x, 1);
+  return x + __shfl_xor_sync(FULL_MASK, x, 2);
+}
+
+// FRAMED: each lane's scores are short of the true ones by a number of its own for each row, which
+// may be another one in each tile.
+template <int M_BLOCKS, bool FRAMED = false>
+struct OnlineSoftmax {
+  static constexpr float MAX_GROWTH = 8.f;  // in powers of two
+  float row_max[M_BLOCKS][2];               // of the raw scores; may lag behind the true maximum
+  float row_sum[M_BLOCKS][2];               // this lane's part of the row
+  float frame[M_BLOCKS][2];                 // to be added to the scores, where FRAMED
+
+  __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+    for (int m = 0; m < M_BLOCKS; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        row_max[m][half] = NEG_INFINITY;
+        row_sum[m][half] = 0.f;
+      }
+  }
+
+  // Every row begins with a logit that has no value: an attention sink. In the scores' units.
+  __device__ __forceinline__ void begin_with(float logit, int lane) {
+#pragma unroll
+    for (int m = 0; m < M_BLOCKS; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) begin_row_with(m, half, logit, lane);
+  }
+  // One row of this lane's does.
+  __device__ __forceinline__ void begin_row_with(int m, int half, float logit, int lane) {
+    row_max[m][half] = logit;
+    row_sum[m][half] = lane % 4 == 0 && logit > NEG_INFINITY ? 1.f : 0.f;
+  }
+
+  // Takes in a score tile. Returns true (for the whole warp) when accumulators must be multiplied
+  // by `correction`; row sums have been already.
+  template <int N_BLOCKS>
+  __device__ __forceinline__ bool raise_max(const float (&s)[M_BLOCKS][N_BLOCKS][4],
+                                            float scale_log2, float (&correction)[M_BLOCKS][2]) {
+    float top[M_BLOCKS][2];
+    bool grew = false;
+#pragma unroll
+    for (int m = 0; m < M_BLOCKS; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float x = s[m][0][2 * half], y = s[m][0][2 * half + 1];  // two chains: half the latency
+#pragma unroll
+        for (int n = 1; n < N_BLOCKS; ++n) {
+          x = fmaxf(x, s[m][n][2 * half]);
+          y = fmaxf(y, s[m][n][2 * half + 1]);
+        }
+        top[m][half] = fmaxf(x, y);
+        if (FRAMED) top[m][half] += frame[m][half];
+        grew |= (top[m][half] - row_max[m][half]) * scale_log2 > MAX_GROWTH;
+      }
+    // Lanes of a quad learn of each other's maxima only now: most tiles end here.
+    if (!__any_sync(FULL_MASK, grew)) return false;
+#pragma unroll
+    for (int m = 0; m < M_BLOCKS; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float new_max = fmaxf(row_max[m][half], quad_max(top[m][half]));
+        const bool empty = new_max == NEG_INFINITY;  // every key so far is masked
+        correction[m][half] = empty ? 1.f : exp2_fast((row_max[m][half] - new_max) * scale_log2);
+        row_max[m][half] = new_max;
+        row_sum[m][half] *= correction[m][half];
+      }
+    return true;
+  }
+
+  // What to subtract from score * scale_log2.
+  __device__ __forceinline__ float offset(int m, int half, float scale_log2) const {
+    const float most = FRAMED ? row_max[m][half] - frame[m][half] : row_max[m][half];
+    return row_max[m][half] == NEG_INFINITY ? 0.f : most * scale_log2;
+  }
+
+  // After the last tile: adds up the quad's parts of the row sum.
+  __device__ __forceinline__ float total(int m, int half) const {
+    return quad_sum(row_sum[m][half]);
+  }
+
+  // Natural log of the sum of exp(score * scale); -inf for a row without keys.
+  __device__ __forceinline__ float lse(int m, int half, float sum, float scale_log2) const {
+    return sum == 0.f ? NEG_INFINITY : (row_max[m][half] * scale_log2 + log2f(sum)) * LN2;
+  }
+};

@@ -1,0 +1,56 @@
+// The way out of a tile of attention on sm_90.
+#pragma once
+#include "ptx/bulk.cuh"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/proxy_fence.cuh"
+#include "ptx/stmatrix.cuh"
+#include "tile/fragment.cuh"
+#include "tile/tile_copy.cuh"
+#include "attention/online_softmax.cuh"
+
+// finish_rows (attention/mma.cuh) of a warp's 16 rows by stmatrix: an instruction for every sixteen
+// columns instead of four. Its first lane may have TMA store them.
+template <typename T, typename OTile, int COLUMNS, bool FRAMED>
+__device__ __forceinline__ void finish_rows_matrix(const float (&acc)[1][COLUMNS][4],
+                                                   const OnlineSoftmax<1, FRAMED>& softmax,
+                                                   float scale_log2, int lane, u32 warp_o_tile,
+                                                   float* lse, int rows_left) {
+  float inverse[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = lane / 4 + half * 8;
+    const float sum = softmax.total(0, half);
+    inverse[half] = sum == 0.f ? 0.f : 1.f / sum;
+    if (lse != nullptr && lane % 4 == 0 && row < rows_left)
+      lse[row] = softmax.lse(0, half, sum, scale_log2);
+  }
+  const FragmentReader<OTile, BlockOrder::ROW_MAJOR> place(lane);
+#pragma unroll
+  for (int n = 0; n < COLUMNS; n += 2) {
+    u32 r[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = &acc[0][n + i / 2][2 * (i % 2)];
+      r[i] = pack2<T>(pair[0] * inverse[i % 2], pair[1] * inverse[i % 2]);
+    }
+    stmatrix_x4(place.address(warp_o_tile, 0, n / 2), r);
+  }
+  proxy_fence();
+  __syncwarp();
+}
+
+// The staged rows of a packed sequence's last tile: what follows them in o is the next sequence's.
+template <typename OTile, typename T>
+__device__ __forceinline__ void store_rows(T* o, const Strides& strides, int head, i64 row,
+                                           u32 warp_o_tile, int lane, int rows, int columns) {
+  store_tile<OTile, 16, true>(o + head * strides.head + row * strides.row, strides.row, warp_o_tile,
+                              lane, rows, columns);
+  __syncwarp();
+}
+
+// What this thread's stores read from a tile has been read: the tile may be written again.
+__device__ __forceinline__ void release_staged(u32 empty) {
+  bulk_wait_read();
+  mbarrier_arrive(empty);
+}

@@ -1,0 +1,134 @@
+// The producer of attention on sm_90: who draws tiles of queries and asks TMA for what they need.
+//
+// A thread each for Q and K, for V, for bias and mask, in warps of their own. Packed tiles (VARLEN)
+// may have to be cut, which takes the whole warp where else a thread asks for them.
+#pragma once
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "tile/ring.cuh"
+#include "tile/tma_tile.cuh"
+#include "attention/sm90/work.cuh"
+
+// All tiles of queries, and the counter they are drawn from.
+struct AttentionWorkItems {
+  int blocks_q, heads_q, group_size, batch, section_heads, count;
+  u32* counters;
+
+  __device__ __forceinline__ AttentionWorkItems(int blocks, int heads, int queries_per_key,
+                                                int batches, int heads_together, u32* drawn)
+      : blocks_q(blocks),
+        heads_q(heads),
+        group_size(queries_per_key),
+        batch(batches),
+        section_heads(heads_together),
+        count(blocks * heads * batches),
+        counters(drawn) {}
+};
+
+// SpanOf: which keys a work item sees.
+template <typename Rings, bool VARLEN, typename SpanOf>
+struct AttentionProducer {
+  using Item = WorkItem<Rings::BLOCK_Q>;
+  using QTile = typename Rings::QTile;
+  using KTile = typename Rings::KTile;
+  using VTile = typename Rings::VTile;
+  using KPlace = RingPlace<Rings::K_STAGES>;
+  using VPlace = RingPlace<Rings::V_STAGES>;
+  const Barriers<Rings::STAGES>& barriers;
+  u32 shared;  // where the rings are
+  int group_size;
+  const SpanOf& span_of;
+  bool asks;  // whether this is the one thread of a warp that TMA hears from
+
+  __device__ __forceinline__ AttentionProducer(const Barriers<Rings::STAGES>& waits_at, u32 rings,
+                                               int queries_per_key, const SpanOf& keys_of,
+                                               bool first_lane)
+      : barriers(waits_at),
+        shared(rings),
+        group_size(queries_per_key),
+        span_of(keys_of),
+        asks(first_lane) {}
+
+  // Draws one tile of queries after another, says which it is, and asks for its Q and K.
+  __device__ __forceinline__ void lead(const AttentionWorkItems& works, const TensorMap& q_map,
+                                       const TensorMap& k_map, int& tail_parity) const {
+    KPlace k_place;
+    RingPlace<SLOTS> slot;
+    RingPlace<Rings::Q_STAGES> q_place;
+    tma_prefetch(q_map), tma_prefetch(k_map);
+    for (int number = blockIdx.x;; number = next_number(works)) {
+      // Consumers begin with the next tile before they know whether there is one: so the last is
+      // followed by one outside the tensors, which comes as zeros.
+      const bool last = number >= works.count;
+      Item piece(last ? 0 : number, works.blocks_q, works.heads_q, works.heads_q * works.batch,
+                 works.section_heads);
+      const auto range = span_of(piece);
+      // Tiles past the end of their sequence are nobody's.
+      if (VARLEN && !last && piece.q0 >= range.seqlen_q) continue;
+      if (last) piece.batch = works.batch;
+      mbarrier_wait(barriers.work_empty(slot.stage), slot.parity ^ 1);
+      if (asks) announce(barriers, slot.stage, piece);
+      slot.advance();
+      const int tensor = VARLEN ? last : piece.batch;  // the outermost index
+      const auto load_k = [&](int tile) {
+        mbarrier_wait(barriers.k_empty(k_place.stage), k_place.parity ^ 1);
+        if (asks)
+          tma_load_tile<KTile>(shared + Rings::K + k_place.stage * Rings::K_STAGE, k_map,
+                               barriers.k_full(k_place.stage), range.k_start + tile * KTile::ROWS,
+                               piece.head / works.group_size, tensor);
+        k_place.advance();
+      };
+      const auto load_q = [&] {
+        mbarrier_wait(barriers.q_empty(q_place.stage), q_place.parity ^ 1);
+        tma_load_rows<QTile, VARLEN>(shared + q_place.stage * Rings::Q_STAGE, q_map,
+                                     barriers.q_full(q_place.stage), barriers.q_tail(), tail_parity,
+                                     range.q_start + piece.q0, piece.head, tensor,
+                                     range.seqlen_q - piece.q0);
+        q_place.advance();
+      };
+      load_k(range.end - 1);
+      load_q();
+      if (last) break;
+      for (int tile = range.end - 2; tile >= range.first; --tile) load_k(tile);
+    }
+  }
+
+  // The others: load(piece, range, tile) for tile after tile of keys of what has been announced.
+  template <typename Load>
+  __device__ __forceinline__ void follow(int batch, const Load& load) const {
+    RingPlace<SLOTS> slot;
+    while (true) {
+      const Item piece = next_work<Rings::BLOCK_Q, VARLEN>(barriers, slot);
+      if (piece.batch >= batch) break;
+      const auto range = span_of(piece);
+      for (int tile = range.end - 1; tile >= range.first; --tile) load(piece, range, tile);
+    }
+  }
+
+  // A tile of bias and mask: load(to, full) asks for it.
+  template <typename Load>
+  __device__ __forceinline__ void load_scores(RingPlace<Rings::SCORE_STAGES>& place,
+                                              const Load& load) const {
+    const u32 to = shared + Rings::SCORES + place.stage * Rings::SCORE_STAGE;
+    const u32 full = barriers.scores_full(place.stage);
+    mbarrier_wait(barriers.scores_empty(place.stage), place.parity ^ 1);
+    place.advance();
+    if (asks) load(to, full);
+  }
+
+  template <typename Span>
+  __device__ __forceinline__ void load_v(const TensorMap& map, VPlace& place, int& tail_parity,
+                                         const Item& piece, const Span& range, int tile) const {
+    mbarrier_wait(barriers.v_empty(place.stage), place.parity ^ 1);
+    tma_load_rows<VTile, VARLEN>(shared + Rings::V + place.stage * Rings::V_STAGE, map,
+                                 barriers.v_full(place.stage), barriers.v_tail(), tail_parity,
+                                 range.k_start + tile * VTile::ROWS, piece.head / group_size,
+                                 VARLEN ? 0 : piece.batch, range.seqlen_k - tile * VTile::ROWS);
+    place.advance();
+  }
+
+  __device__ __forceinline__ int next_number(const AttentionWorkItems& works) const {
+    const int number = asks ? draw_work(works.counters, works.count) : 0;
+    return VARLEN ? __shfl_sync(FULL_MASK, number, 0) : number;
+  }
+};

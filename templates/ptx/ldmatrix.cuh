@@ -1,0 +1,22 @@
+// Shared memory -> mma fragments: four 8x8 matrices of 16-bit elements in one warp instruction.
+//
+// Lane i gives the address of row i % 8 of matrix i / 8 (16 bytes, 16-byte aligned); register j of
+// lane i then holds elements (row i/4, columns 2*(i%4), 2*(i%4)+1) of matrix j. With .trans each
+// matrix arrives transposed: that is how V, stored [key][dim], becomes the B operand of P * V.
+#pragma once
+#include "prelude.cuh"
+
+// PTX ISA: ldmatrix.sync.aligned.m8n8.x4 (sm_75+)
+__device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}

@@ -1,0 +1,64 @@
+// Scalars: the special-function unit's approximations, and 16 bits packed in pairs.
+#pragma once
+#include "prelude.cuh"
+
+// 2^x, about 2 ulp; 2^-inf = +0.                                  PTX ISA: ex2.approx.ftz.f32
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// log2(x), within 2^-22 about 1; of +0 -inf.                        PTX ISA: lg2.approx.ftz.f32
+__device__ __forceinline__ float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / x, about 1 ulp; 1 / inf = +0.                               PTX ISA: rcp.approx.ftz.f32
+__device__ __forceinline__ float inverse_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The greater of two; NaN if one is.
+// PTX ISA: max.NaN.f32 (sm_80)
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float c;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+#else
+  return a > b || a != a ? a : b;
+#endif
+}
+
+// Two floats rounded to nearest-even into one register; `low` takes bits 0..15.
+template <typename T>
+__device__ __forceinline__ u32 pack2(float low, float high);
+
+template <>
+__device__ __forceinline__ u32 pack2<fp16>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const u32*>(&pair);
+}
+template <>
+__device__ __forceinline__ u32 pack2<bf16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const u32*>(&pair);
+}
+
+// The other way: bits 0..15 as x, bits 16..31 as y.
+template <typename T>
+__device__ __forceinline__ float2 unpack2(u32 pair);
+
+template <>
+__device__ __forceinline__ float2 unpack2<fp16>(u32 pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+template <>
+__device__ __forceinline__ float2 unpack2<bf16>(u32 pair) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+}

@@ -1,0 +1,102 @@
+// Loads and stores of one thread, in the state space and width that are meant: shared memory by its
+// 32-bit address, global memory past what the compiler would make of a pointer.
+//
+//   word 4 bytes      pair 8 bytes      chunk 16 bytes, on a boundary of as many
+//
+// Volatile: they stay in the order in which they are written, and each is made where it stands.
+#pragma once
+#include "prelude.cuh"
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// PTX ISA: ld.shared
+__device__ __forceinline__ void load_shared(u16& word, u32 address) {
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(word) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void load_shared(u32& word, u32 address) {
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void load_shared(u64& word, u32 address) {
+  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(word) : "r"(address) : "memory");
+}
+
+// PTX ISA: ld.shared.b32
+__device__ __forceinline__ u32 load_shared_word(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+// PTX ISA: ld.shared.v2.f32
+__device__ __forceinline__ float2 load_shared_pair(u32 address) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(pair.x), "=f"(pair.y)
+               : "r"(address)
+               : "memory");
+  return pair;
+}
+
+// PTX ISA: ld.shared.v4.b32
+__device__ __forceinline__ uint4 load_shared_chunk(u32 address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+// PTX ISA: st.shared.b32
+__device__ __forceinline__ void store_shared_word(u32 address, u32 value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// PTX ISA: st.shared.v2.b32
+__device__ __forceinline__ void store_shared_pair(u32 address, u32 x, u32 y) {
+  asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(address), "r"(x), "r"(y) : "memory");
+}
+
+// PTX ISA: st.shared.v4.f32
+__device__ __forceinline__ void store_shared_floats(u32 address, const float (&x)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(x[0]), "f"(x[1]),
+               "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+
+// PTX ISA: st.shared.v4.b32
+__device__ __forceinline__ void store_shared_chunk(u32 address, uint4 value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
+// PTX ISA: st.global.v4.b32
+__device__ __forceinline__ void store_global_chunk(void* target, uint4 value) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(target), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
+// `chunk` becomes the 16 bytes at `source` if `there`, else it stays. A load under a predicate
+// never waits: the compiler would branch, and behind branches loads come one after the other. PTX
+// ISA: ld.global.v4.u32, predicated execution (@p)
+__device__ __forceinline__ void load_chunk_if(uint4& chunk, const void* source, bool there) {
+  asm volatile(
+      "{ .reg .pred there; setp.ne.s32 there, %5, 0;"
+      " @there ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      : "+r"(chunk.x), "+r"(chunk.y), "+r"(chunk.z), "+r"(chunk.w)
+      : "l"(__cvta_generic_to_global(source)), "r"(static_cast<int>(there)));
+}
+
+// The same of what nobody writes while the kernel runs.             PTX ISA: ld.global.nc.v4.u32
+__device__ __forceinline__ void load_constant_chunk_if(uint4& chunk, const void* source,
+                                                       bool there) {
+  asm volatile(
+      "{ .reg .pred there; setp.ne.s32 there, %5, 0;"
+      " @there ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      : "+r"(chunk.x), "+r"(chunk.y), "+r"(chunk.z), "+r"(chunk.w)
+      : "l"(__cvta_generic_to_global(source)), "r"(static_cast<int>(there)));
+}
