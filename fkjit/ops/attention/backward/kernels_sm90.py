@@ -160,8 +160,8 @@ def _rounds(params: Params, one: Problem) -> int:
 
 @lru_cache(maxsize=1024)
 def _best_rounds(block_q: int, blocks: int, heads: int, multiprocessors: int, causal: bool) -> int:
-    """See attention/backward_sm90/schedule.cuh: few, as heads under way at once share L2, but two tiles
-    between two that come to one, of those that are nearly the fastest by count of blocks."""
+    """See attention/backward_sm90/schedule.cuh: few, as heads under way at once share L2, but two
+    tiles between two that come to one, of those that are nearly the fastest by count of blocks."""
 
     def time(rounds: int) -> int:
         each = -(-heads // _teams(blocks, heads, multiprocessors, rounds))
