@@ -16,7 +16,7 @@ from fkjit.ops.attention.backward.checks import check as check_call  # noqa: E40
 from fkjit.ops.attention.backward.problem import Options  # noqa: E402
 from fkjit.ops.attention.features import ScoreFeatures  # noqa: E402
 from fkjit.runtime import workspace  # noqa: E402
-from fkjit.runtime.interop import view  # noqa: E402
+from fkjit.runtime.interop import Pointer, view  # noqa: E402
 from tests.attention.backward.test_attention_backward import DTYPES, tensors  # noqa: E402
 from tests.op.plan_kit import Kernel, driver  # noqa: E402, F401
 
@@ -426,3 +426,21 @@ def test_a_warm_call_launches_what_a_cold_one_does(layout, deterministic, driver
         values = dict(zip(kernel.names, kernel.launches[0][1], strict=False))
         assert not values.get("mask") and values.get("q", 1)
         assert bool(values.get("dq_sum")) in (not deterministic, "dq_sum" in values)
+
+
+def test_what_is_not_wanted_is_a_null_pointer():
+    """Of packed sequences, whose arrays say their strides: on a GPU a null pointer has none."""
+    q, k, v, dout, ends = packed((64, 64), "bf16")
+    given = {"dout": dout, "q": q, "k": k, "v": v, "o": dout, "lse": torch.randn(HEADS, len(q))}
+    given |= {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
+    op = backward._FEATURES
+    for wanted, names in ((("q",), ["rows", "queries"]), (("v",), ["rows", "keys"])):
+        options = Options("varlen", "packed", max_seqlen_q=70, max_seqlen_k=70, wanted=wanted)
+        inputs = tuple(given.get(name) for name in INPUTS)
+        outputs = backward._written_to(inputs, options)
+        request = op._request(op._views([*inputs, *outputs]), options)
+        arrays = {name: Pointer(seen) for name, seen in request.inputs.items()}
+        assert [launch.spec.name for launch in request.launches] == names
+        for spec, params, problem in request.launches:
+            named = spec.arguments(params, problem, arrays)
+            assert named["q_strides"] == (0, 64, HEADS * 64)

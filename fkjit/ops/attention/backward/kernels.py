@@ -69,7 +69,9 @@ def rows_in_blocks(heads: str, rows: str, step: Callable[[Params], int]) -> Call
 
 
 def _spec(name: str, flops: Callable[[Problem], float], tile: str, **more: Any) -> KernelSpec:
-    """What kernels on tensor cores have in common; `tile`: what its numbers are."""
+    """What kernels on tensor cores have in common; `tile`: what its numbers are. Sums by atomics
+    are only for aligned rows."""
+    aligned = () if name == "sums" else (ALIGNED,)
     return KernelSpec(
         op=OP,
         name=name,
@@ -78,7 +80,7 @@ def _spec(name: str, flops: Callable[[Problem], float], tile: str, **more: Any) 
         shape_class=shape_class,
         arguments=problem.arguments,
         work=Work(flops=flops, bytes=problem.traffic, interpreter_flops=3.6e9),
-        params=(HALF, *_DIMS, Param("tile", every_tile(name), tile, tunable=True), ALIGNED),
+        params=(HALF, *_DIMS, Param("tile", every_tile(name), tile, tunable=True), *aligned),
         **more,
     )
 
@@ -138,7 +140,6 @@ DKDV_DQ = _dkdv(
     "sums",
     "keys, with dq added up by atomics: five products, but not the same bits at every call",
 )
-DKDV_DQ = replace(DKDV_DQ, params=tuple(p for p in DKDV_DQ.params if p is not ALIGNED))
 
 # ------------------------------------------------------------------ dq: a block owns queries
 

@@ -7,6 +7,7 @@ are in lse alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -146,27 +147,31 @@ def _multiprocessors(one: Problem) -> int:
     return one.get("multiprocessors", SMS)
 
 
-def _teams(one: Problem, rounds: int) -> int:
+def _teams(blocks: int, heads: int, multiprocessors: int, rounds: int) -> int:
     """How many heads are under way at once where each takes its blocks in so many rounds."""
-    members = -(-_blocks(one) // rounds)
-    return min(_multiprocessors(one) // members, _heads(one))
+    return min(multiprocessors // -(-blocks // rounds), heads)
 
 
 def _rounds(params: Params, one: Problem) -> int:
-    """In how many rounds a team of thread blocks goes through a head, where dq has an order (see
-    attention/backward_sm90/schedule.cuh): few, as heads under way at once share L2, but two tiles
-    between two that come to one, of those that are nearly the fastest by count of blocks."""
-    blocks, heads = _blocks(one), _heads(one)
-    enough = 2 * BLOCK_Q[params["head_dim"]] // BLOCK_K
+    """In how many rounds a team of thread blocks goes through a head, where dq has an order."""
+    block_q, sizes = BLOCK_Q[params["head_dim"]], (_blocks(one), _heads(one))
+    return _best_rounds(block_q, *sizes, _multiprocessors(one), one["causal"])
+
+
+@lru_cache(maxsize=1024)
+def _best_rounds(block_q: int, blocks: int, heads: int, multiprocessors: int, causal: bool) -> int:
+    """See attention/backward_sm90/schedule.cuh: few, as heads under way at once share L2, but two
+    tiles between two that come to one, of those that are nearly the fastest by count of blocks."""
 
     def time(rounds: int) -> int:
-        each = -(-heads // _teams(one, rounds))
-        return -(-each // 2) * rounds * (blocks + 1) if one["causal"] else each * rounds
+        each = -(-heads // _teams(blocks, heads, multiprocessors, rounds))
+        return -(-each // 2) * rounds * (blocks + 1) if causal else each * rounds
 
-    legal = [rounds for rounds in range(1, blocks + 1) if _teams(one, rounds) > 0]
-    best = min(map(time, legal))
-    near = [rounds for rounds in legal if 20 * time(rounds) <= 21 * best]
-    return next((rounds for rounds in near if rounds >= enough), near[-1])
+    legal = range(-(-blocks // multiprocessors), blocks + 1)
+    times = {rounds: time(rounds) for rounds in legal}
+    best = min(times.values())
+    near = [rounds for rounds in legal if 20 * times[rounds] <= 21 * best]
+    return next((rounds for rounds in near if rounds >= 2 * block_q // BLOCK_K), near[-1])
 
 
 def _abreast(params: Params, one: Problem) -> int:
@@ -182,8 +187,8 @@ def _abreast(params: Params, one: Problem) -> int:
 def _grid(params: Params, one: Problem) -> Dim3:
     """One block an SM, or fewer where there is less to do, or no room for another team."""
     if params["deterministic"] and "form" not in params:
-        rounds = _rounds(params, one)
-        return (_teams(one, rounds) * -(-_blocks(one) // rounds), 1, 1)
+        rounds, sizes = _rounds(params, one), (_blocks(one), _heads(one), _multiprocessors(one))
+        return (_teams(*sizes, rounds) * -(-_blocks(one) // rounds), 1, 1)
     return (min(_blocks(one) * _heads(one), _multiprocessors(one)), 1, 1)
 
 

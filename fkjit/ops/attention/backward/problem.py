@@ -28,7 +28,9 @@ BITS_BLOCK_K = 128  # keys of a block of a mask as bits
 SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
 STRIDED = ("dout", "q", "k", "v", "o", "dq", "dk", "dv")
 PACKED = "packed"  # a layout: [total, heads, head_dim]
+_STRIDES = {name: f"{name}_strides" for name in STRIDED}
 _POINTERS = (
+    *STRIDED,
     *("lse", "dlse", "lse_log2", "delta", "dq_sum", "turns", "dbias", "dbias_parts", "dsinks"),
     *("dalibi_rows", "dalibi_slopes"),
 )
@@ -125,8 +127,8 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
     """Arguments of the backward's kernels by name: each takes those that it has."""
     bias = problem.get("bias_shape", (1, 1, 1))
     return {
-        **{name: arrays.get(name) for name in (*STRIDED, *_POINTERS)},
-        **{f"{name}_strides": strides(problem, name, arrays.get(name)) for name in STRIDED},
+        **{name: arrays.get(name) for name in _POINTERS},
+        **{to: strides(problem, name, arrays.get(name)) for name, to in _STRIDES.items()},
         **_scalars(problem),
         **{"batch": problem["batch"], "total_q": problem.get("total_q", 0)},
         **dict(zip(("bias_batch", "bias_heads", "bias_rows"), bias, strict=True)),
@@ -141,9 +143,9 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
 def strides(problem: Problem, name: str, array: Any) -> tuple[int, ...]:
     """Elements between batches, heads and rows: of a call's array as the check found them, else of
     the array itself; 0 of what is not there."""
-    known = problem.get("strides", {}).get(name)
+    known = problem.get("strides")
     if known is not None:
-        return known
+        return known[name]
     if array is None or not array.shape:
         return (0, 0, 0)
     return forward.row_strides(problem, array)
