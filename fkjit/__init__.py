@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "attention": "fkjit.ops.attention.forward",
     "attention_backward": "fkjit.ops.attention.backward.call",
-    "attention_varlen": "fkjit.ops.attention.feature_forward",
+    "attention_varlen": "fkjit.ops.attention.forward",
     "attention_decode": "fkjit.ops.attention.decode.call",
     "paged_attention": "fkjit.ops.attention.decode.call",
     "merge_states": "fkjit.ops.attention.merge.call",
@@ -125,8 +125,7 @@ if TYPE_CHECKING:
     from fkjit.errors import SanitizerError
     from fkjit.ops.attention.backward.call import attention_backward
     from fkjit.ops.attention.decode.call import attention_decode, paged_attention
-    from fkjit.ops.attention.feature_forward import attention_varlen
-    from fkjit.ops.attention.forward import attention
+    from fkjit.ops.attention.forward import attention, attention_varlen
     from fkjit.ops.attention.merge.call import merge_states
     from fkjit.ops.elementwise.vector_add import vector_add
     from fkjit.ops.kv.append import kv_append

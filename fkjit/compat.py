@@ -13,8 +13,7 @@ from typing import Any
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.attention.decode import flash_kvcache
 from fkjit.ops.attention.decode.call import attention_decode, paged_attention
-from fkjit.ops.attention.feature_forward import attention_varlen
-from fkjit.ops.attention.forward import attention
+from fkjit.ops.attention.forward import attention, attention_varlen
 from fkjit.ops.op import torch_ops
 
 _SDPA, _FLASH = "scaled_dot_product_attention", "flash_attn_func"
@@ -165,7 +164,7 @@ def flash_attn_varlen_func(
 
 
 def _window(window_size: Any) -> Any:
-    """None where neither side has a bound: such a call has no form."""
+    """None where neither side has a bound: such a call has no score feature."""
     return None if tuple(window_size) == _WINDOW else tuple(window_size)
 
 

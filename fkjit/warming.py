@@ -56,7 +56,8 @@ def warm(
     """Compile every legal variant of some kernels into the cache; those already there are skipped.
 
     Args:
-        ops: ops ("attention") or kernels ("attention.flash"); default: every registered one.
+        ops: public calls ("reduce_sum"), ops ("attention") or kernels ("attention.flash");
+            default: every registered one.
         arch: targets such as "sm_90a", a list of them, or "all" (arch.DEFAULT_ARCHS). Default: the
             GPUs of this machine; without one, the target of the CPU interpreter.
         jobs: processes, default one for each CPU this process may use.
@@ -97,17 +98,10 @@ def plan(ops: Iterable[str] = (), arch: str | Iterable[str] | None = None) -> li
 
 
 def chosen_specs(names: Iterable[str]) -> list[KernelSpec]:
-    """The kernels that ops ("attention") and full names ("attention.flash") mean; all for none."""
+    """What calls, ops and full names of kernels mean, in the registry's order; all for none."""
     _ops.load()
-    wanted = list(names)
-    known = registered()
-    for name in wanted:
-        if not any(name in (spec.op, spec.id) for spec in known):
-            raise ParameterError(
-                f"warm: {name!r} is no op or kernel (registered: "
-                f"{', '.join(spec.id for spec in known)})"
-            )
-    return [spec for spec in known if not wanted or spec.op in wanted or spec.id in wanted]
+    wanted = [spec for name in names for spec in _ops.kernels("warm", name)]
+    return [spec for spec in registered() if not wanted or spec in wanted]
 
 
 def chosen_targets(arch: str | Iterable[str] | None) -> list[str]:

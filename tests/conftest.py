@@ -6,15 +6,18 @@ import gc
 import os
 import random
 import shutil
+import sys
 import tempfile
 from functools import lru_cache
+from typing import Any
 
 import hypothesis
 import pytest
 
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 _CACHE = "FKJIT_CACHE_DIR"
-_BEFORE = pytest.StashKey[tuple[str | None, str | None, str]]()
+_NO_BYTECODE, _BYTECODE = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
+_BEFORE = pytest.StashKey[tuple[str | None, dict[str, str | None], str]]()
 
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
@@ -49,12 +52,32 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tmp_path is kept
         own = tempfile.mkdtemp(prefix="fkjit-tests-")
         os.chmod(own, 0o1777)  # as /tmp is: some tests have a child process of another user
-        config.stash[_BEFORE] = tempfile.tempdir, os.environ.get("TMPDIR"), own
+        before = {name: os.environ.get(name) for name in ("TMPDIR", _NO_BYTECODE, _BYTECODE)}
+        config.stash[_BEFORE] = tempfile.tempdir, before, own
         os.environ["TMPDIR"] = tempfile.tempdir = own
         os.environ[_CACHE] = os.path.join(own, "cache")
+        if os.environ.pop(_NO_BYTECODE, None):  # else each process compiles torch's Python anew
+            os.environ[_BYTECODE] = sys.pycache_prefix = os.path.join(own, "bytecode")
+            sys.dont_write_bytecode = False
+        _share_the_cpus(getattr(config.option, "numprocesses", None) or 1)
         os.environ["FKJIT_LOG"] = "quiet"
         # Workers have to collect the same names in the same order, those of sets too.
         os.environ.setdefault("PYTHONHASHSEED", str(random.randrange(1 << 32)))
+
+
+def _share_the_cpus(workers: int) -> None:
+    """As many threads a worker as it has CPUs to itself: more only wait for one another."""
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Unless --dist names another: neighbours, which share kernels, stay in one worker, and whoever
+    is done takes from those that are not."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
 def pytest_collection_finish() -> None:
@@ -66,11 +89,14 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not _IS_WORKER:
-        tempfile.tempdir, folder, own = config.stash[_BEFORE]
+        tempfile.tempdir, before, own = config.stash[_BEFORE]
         os.environ.pop(_CACHE, None)
-        os.environ.pop("TMPDIR", None)
-        if folder is not None:
-            os.environ["TMPDIR"] = folder
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        if before[_NO_BYTECODE]:
+            sys.pycache_prefix, sys.dont_write_bytecode = before[_BYTECODE], True
         shutil.rmtree(own, ignore_errors=True)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import fkjit
 from fkjit.arch import Arch
-from fkjit.ops.attention import kernels_sm90, short_q
-from fkjit.ops.attention import select as choice
+from fkjit.ops.attention import select
+from fkjit.ops.attention.checks import check
 from fkjit.ops.attention.decode.kernels import SPLIT
 from fkjit.ops.attention.kernels_sm90 import COUNTERS
+from fkjit.ops.attention.options import AttentionOptions
 from fkjit.runtime import interop
 from fkjit.runtime.device import multiprocessors
 from fkjit.spec import KernelSpec, Params, Problem
@@ -162,18 +163,19 @@ def ours(problem: Problem, arrays: Arrays) -> Prepared:
 
         arch = device_target(q.get_device()).arch
         views = {n: interop.view(arrays[n], "attention", n) for n in ("q", "k", "v")}
-        suits = kernels_sm90.takes(problem, views, (0, 1, 2, 3), None)
-        spec = choice.implementation("auto", problem["dtype"], arch, suits)
-        variant = (spec, choose(spec, problem, arch))
-        here = {**problem, "multiprocessors": multiprocessors(q.get_device())}
-        if short_q.takes(here, views, "auto", None, True, arch):
-            variant = (SPLIT, short_q.parameters(here, arch))
+        request = check(views, AttentionOptions(causal=causal))
+        if request.delegate is None:
+            (launch,) = request.launches
+            variant = (launch.spec, launch.params)
+        else:
+            here = {**problem, "multiprocessors": multiprocessors(q.get_device())}
+            variant = (SPLIT, select.decode_parameters(here, arch))
     return Prepared(lambda: fkjit.attention(q, k, v, causal=causal), variant=variant)
 
 
 def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
     """What `attention` would take of this kernel."""
-    return choice.parameters(spec, problem, None, True, arch)
+    return select.parameters(spec, problem, None, True, arch)
 
 
 OP = Op(

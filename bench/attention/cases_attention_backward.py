@@ -9,8 +9,9 @@ from typing import Any
 import fkjit
 from fkjit.arch import Arch
 from fkjit.ops.attention.backward import problem as shared
-from fkjit.ops.attention.backward import select as choice
-from fkjit.ops.attention.backward.kernels import KEYS
+from fkjit.ops.attention.backward.kernels import DKDV
+from fkjit.ops.attention.backward.problem import Options
+from fkjit.ops.attention.backward.select import select
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..core.accuracy import LIMITS, Expected
@@ -113,7 +114,8 @@ def _call(deterministic: bool, impl: str = "auto") -> Any:
 
 def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
     """What `attention_backward` takes of a kernel on every GPU."""
-    made = choice.choose(dict(problem), True, arch, "portable", spec.name != "sums")
+    options = Options(impl="portable", deterministic=spec.name != "sums")
+    made = select(dict(problem), options, {}, True, arch)
     return next(launch.params for launch in made.launches if launch.spec is spec)
 
 
@@ -133,7 +135,7 @@ OP = _Op(
     expected=expected,
     ours=_call(True),
     choose=choose,
-    kernel=KEYS.id,
+    kernel=DKDV.id,
     peers=(
         Candidate(name="any order", kind="ours", prepare=_call(False)),
         Candidate(name="portable", kind="ours", prepare=_call(True, "portable")),

@@ -8,11 +8,10 @@ from typing import Any
 
 import fkjit
 from fkjit.arch import Arch
-from fkjit.ops.attention.decode.checks import parameters
+from fkjit.ops.attention.decode.cases import problem_of
 from fkjit.ops.attention.decode.grid import on_grid
-from fkjit.ops.attention.decode.kernels import SPLIT
-from fkjit.ops.attention.decode.problem import problem_of
-from fkjit.ops.kv import problem as kv
+from fkjit.ops.attention.decode.kernels import SPLIT, select
+from fkjit.ops.kv import cases as kv
 from fkjit.runtime.device import multiprocessors
 from fkjit.spec import KernelSpec, Params, Problem
 
@@ -129,7 +128,7 @@ def keys_of(problem: Problem, arrays: Arrays, side: str, b: int, head: int) -> A
 
 def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
     """What the public calls take."""
-    return parameters(dict(problem), arch)
+    return select(problem, arch)[1]
 
 
 def launch(

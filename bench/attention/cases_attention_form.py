@@ -8,12 +8,13 @@ from typing import Any
 
 import fkjit
 from fkjit.arch import Arch
-from fkjit.ops.attention import feature_kernels_sm90 as hopper_form
-from fkjit.ops.attention.feature_checks import check_dense
-from fkjit.ops.attention.feature_kernels import kernel, tile
-from fkjit.ops.attention.feature_problem import POINTERS
-from fkjit.ops.attention.features import Form
+from fkjit.ops.attention import select
+from fkjit.ops.attention.checks import check
+from fkjit.ops.attention.feature_kernels import kernel_with
+from fkjit.ops.attention.features import ScoreFeatures
+from fkjit.ops.attention.kernels import FLASH, FLASH_FP32
 from fkjit.ops.attention.kernels_sm90 import FLASH_SM90
+from fkjit.ops.attention.options import AttentionOptions
 from fkjit.runtime import interop
 from fkjit.spec import KernelSpec, Params, Problem
 
@@ -23,14 +24,14 @@ from . import cases_attention
 
 SOFTCAP, WINDOW = 30.0, 1024
 # What a case has, and the form that this is.
-FORMS: dict[str, Form] = {
-    "causal": Form(),
-    "window": Form(),
-    "softcap": Form(softcap=True),
-    "alibi": Form(alibi=True),
-    "sinks": Form(sinks=True),
-    "bias": Form(bias="bf16", bias_paired=True),
-    "mask": Form(mask=True, mask_paired=True),
+FORMS: dict[str, ScoreFeatures] = {
+    "causal": ScoreFeatures(),
+    "window": ScoreFeatures(),
+    "softcap": ScoreFeatures(softcap=True),
+    "alibi": ScoreFeatures(alibi=True),
+    "sinks": ScoreFeatures(sinks=True),
+    "bias": ScoreFeatures(bias="bf16", bias_paired=True),
+    "mask": ScoreFeatures(mask=True, mask_paired=True),
 }
 ARRAYS = ("alibi_slopes", "bias", "mask")  # that change scores
 _FULL = ("bias", "mask")  # the others are causal
@@ -137,25 +138,17 @@ def ours(problem: Problem, arrays: Arrays) -> Prepared:
     variant = None
     if q.is_cuda:
         views = {n: interop.view(arrays[n], "attention", n) for n in ("q", "k", "v", *options)}
-        given = (causal, None, None, False, window, softcap, "", (), ())
-        (launch,) = check_dense(dict.fromkeys(POINTERS) | views, "auto", "bhsd", *given).launches
+        said = AttentionOptions(causal=causal, window=window, softcap=softcap)
+        (launch,) = check(views, said).launches
         variant = (launch.spec, launch.params)
     return Prepared(call, variant=variant)
 
 
-def _parameters(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
-    fixed = {name: problem[name] for name in ("dtype", "head_dim", "head_dim_v")}
-    form = FORMS[problem["form"]]
-    text = hopper_form.text(form) if spec.name == FLASH_SM90.name else form.text
-    fixed |= {"form": text} if spec.name == FLASH_SM90.name else {"aligned": True, "form": text}
-    return {**fixed, "block": tile(spec, fixed, problem, arch)}
-
-
 def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
     """What `attention` would take of this kernel; ParameterError where only a call compiles it."""
-    form = FORMS[problem["form"]]
-    text = hopper_form.text(form) if spec.name == FLASH_SM90.name else form.text
-    params = _parameters(kernel(spec.name, text), problem, arch)
+    (base,) = (one for one in (FLASH, FLASH_FP32, FLASH_SM90) if one.name == spec.name)
+    whole = kernel_with(base, select.form_of(base, FORMS[problem["form"]]))
+    params = select.parameters(whole, problem, None, True, arch)
     spec.check(params, arch)
     return params
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import fkjit
 from fkjit.arch import Arch
-from fkjit.ops.attention.decode.checks import parameters
-from fkjit.ops.attention.decode.feature_kernels import kernel
-from fkjit.ops.attention.features import Form
+from fkjit.ops.attention.decode.kernels import kernel, select
+from fkjit.ops.attention.features import ScoreFeatures
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..core.accuracy import LIMITS, Expected
@@ -20,12 +19,12 @@ from . import cases_attention_decode as usual
 
 SOFTCAP, WINDOW = 30.0, 4096
 # What a case has, and the form that this is.
-FORMS: dict[str, Form] = {
-    "window": Form(),
-    "softcap": Form(softcap=True),
-    "alibi": Form(alibi=True),
-    "sinks": Form(sinks=True),
-    "bias": Form(bias="bf16", bias_paired=True),
+FORMS: dict[str, ScoreFeatures] = {
+    "window": ScoreFeatures(),
+    "softcap": ScoreFeatures(softcap=True),
+    "alibi": ScoreFeatures(alibi=True),
+    "sinks": ScoreFeatures(sinks=True),
+    "bias": ScoreFeatures(bias="bf16", bias_paired=True),
 }
 _SIZES = ((1, 32_768), (1, 131_072), (64, 8192))
 
@@ -129,7 +128,7 @@ def ours(problem: Problem, arrays: Arrays) -> Prepared:
 
 def _parameters(problem: Problem, arch: Arch) -> Params:
     text = FORMS[problem["form"]].text
-    return parameters(dict(problem), arch, kernel(text), {"form": text})
+    return select(problem, arch, text)[1]
 
 
 def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:

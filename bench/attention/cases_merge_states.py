@@ -7,7 +7,8 @@ from typing import Any
 
 import fkjit
 from fkjit.arch import Arch
-from fkjit.ops.attention.merge.kernels import ROWS, kernel, parameters, problem_of
+from fkjit.ops.attention.merge.cases import problem_of
+from fkjit.ops.attention.merge.kernels import ROW_AXES, kernel, parameters
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..core.accuracy import LIMITS, Expected
@@ -51,7 +52,7 @@ def inputs(p: Problem, device: Any) -> Arrays:
     torch, place = device.torch, getattr(device, "place", "cuda")
     dtype = getattr(torch, _DTYPES[p["dtype"]])
     rows = p["shape"]
-    shape = [rows[axis] for axis in ROWS[p["layout"]]]
+    shape = [rows[axis] for axis in ROW_AXES[p["layout"]]]
     names = (("o", "lse"), ("other", "other_lse")) if p["pair"] else (("o", "lse"),)
     parts = [] if p["pair"] else [p["parts"]]
     made = {}

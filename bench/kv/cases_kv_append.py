@@ -10,7 +10,7 @@ import numpy as np
 
 import fkjit
 from fkjit.arch import Arch
-from fkjit.ops.kv import problem as kv
+from fkjit.ops.kv import cases as kv
 from fkjit.ops.kv.append import APPEND, default
 from fkjit.ops.kv.planes import Planes
 from fkjit.spec import KernelSpec, Params, Problem

@@ -9,7 +9,7 @@ import numpy as np
 
 import fkjit
 from fkjit.arch import Arch
-from fkjit.ops.kv import problem as kv
+from fkjit.ops.kv import cases as kv
 from fkjit.ops.kv.read import READ, default
 from fkjit.spec import KernelSpec, Params, Problem
 from fkjit.tuning import tuned

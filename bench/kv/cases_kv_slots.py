@@ -10,7 +10,7 @@ import numpy as np
 
 import fkjit
 from fkjit.arch import Arch
-from fkjit.ops.kv import slots as kernels
+from fkjit.ops.kv.cases import slots_of
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..core.accuracy import Expected
@@ -56,7 +56,7 @@ def inputs(problem: Problem, device: Any) -> Arrays:
 def expected(problem: Problem, arrays: Arrays) -> Expected:
     """All of them, exactly."""
     given = {name: array.cpu().numpy() for name, array in arrays.items()}
-    torch, want = import_module("torch"), kernels.reference(problem, given)["slot_mapping"]
+    torch, want = import_module("torch"), slots_of(problem, given)["slot_mapping"]
     return Expected([(..., torch.from_numpy(want).to(arrays["rows"].device))], 0.0)
 
 

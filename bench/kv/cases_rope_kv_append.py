@@ -11,6 +11,7 @@ import fkjit
 from fkjit.arch import Arch
 from fkjit.errors import ParameterError
 from fkjit.ops.kv import rope_append_kernels as kernels
+from fkjit.ops.kv.cases_rope_append import turned
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..core.accuracy import LIMITS, Expected
@@ -54,7 +55,7 @@ def expected(problem: Problem, arrays: Arrays) -> Expected:
     part = {n: arrays[n][rows] if n in names[:5] else arrays[n] for n in names if n in arrays}
     given = {n: (x.float() if x.is_floating_point() else x).cpu().numpy() for n, x in part.items()}
     small = {**problem, "tokens": len(given["positions"])}
-    want = kernels.turned(small, given)["out_q"]
+    want = turned(small, given)["out_q"]
     device = arrays["q"].device
     whole = import_module("torch").from_numpy(np.asarray(want)).to(device)
     return Expected([(rows, whole)], LIMITS[problem["dtype"]])

@@ -9,6 +9,7 @@ from typing import Any
 import fkjit
 from fkjit.arch import Arch
 from fkjit.errors import ParameterError
+from fkjit.ops.moe import cases
 from fkjit.ops.moe import groups as groups
 from fkjit.ops.moe import problem as moe
 from fkjit.spec import KernelSpec, Params, Problem
@@ -25,8 +26,8 @@ def problem(
     tokens: int, experts: int, top_k: int, dtype: str = "fp32", block_size: int = BLOCK_SIZE
 ) -> dict[str, Any]:
     """Softmax over all experts, and tiles of `block_size`; every expert is here."""
-    whole = groups.group_problem(tokens, top_k, experts, block_size, _GPU_BLOCKS)
-    return {**moe.route_problem(dtype, tokens, experts, top_k), **whole}
+    whole = cases.group_problem(tokens, top_k, experts, block_size, _GPU_BLOCKS)
+    return {**cases.route_problem(dtype, tokens, experts, top_k), **whole}
 
 
 def label(p: Problem) -> str:

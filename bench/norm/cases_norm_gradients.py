@@ -9,8 +9,7 @@ from fkjit.arch import Arch
 from fkjit.errors import ParameterError
 from fkjit.ops.norm import kernels_backward as kernels
 from fkjit.ops.norm.call import gradient
-from fkjit.ops.norm.kernels import capacity
-from fkjit.ops.norm.problem import size
+from fkjit.ops.norm.kernels import capacity, size
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..core.accuracy import LIMITS, Expected

@@ -10,7 +10,7 @@ import fkjit
 from fkjit.arch import Arch
 from fkjit.errors import ParameterError
 from fkjit.ops.norm import kernels as kernels
-from fkjit.ops.norm import problem as norm_problem
+from fkjit.ops.norm.cases import problem as problem_of
 from fkjit.runtime.device import multiprocessors
 from fkjit.spec import KernelSpec, Params, Problem
 
@@ -29,7 +29,7 @@ def problem(
     """Rows without gaps; weight, and bias for LayerNorm."""
     kinds = {"dtype": dtype, "weight_dtype": dtype}
     affine = "both" if op == "layer_norm" else "weight"
-    return norm_problem.problem(kinds, rows, columns, affine=affine, residual=residual)
+    return problem_of(kinds, rows, columns, affine=affine, residual=residual)
 
 
 def label(p: Problem) -> str:
@@ -108,7 +108,7 @@ def _chosen(op: str, problem: Problem, arch: Arch) -> tuple[KernelSpec, dict[str
 
 
 def _vector(problem: Problem) -> bool:
-    return problem["columns"] % norm_problem.size(problem["dtype"]) == 0
+    return problem["columns"] % kernels.size(problem["dtype"]) == 0
 
 
 def launch(

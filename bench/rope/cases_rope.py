@@ -13,6 +13,7 @@ import fkjit
 from fkjit.arch import Arch
 from fkjit.errors import ParameterError
 from fkjit.ops.rope import kernels as kernels
+from fkjit.ops.rope.cases import shape_of
 from fkjit.spec import KernelSpec, Params, Problem
 from fkjit.tuning import tuned
 
@@ -84,7 +85,7 @@ def inputs(problem: Problem, device: Any) -> Arrays:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[problem["dtype"]]
     place = getattr(device, "place", "cuda")
     made = {
-        name: torch.randn(kernels.shape_of(problem, heads), dtype=dtype, device=place)
+        name: torch.randn(shape_of(problem, heads), dtype=dtype, device=place)
         for name, heads in (("q", problem["heads_q"]), ("k", problem["heads_k"]))
     }
     if problem["positions"] == "ids":

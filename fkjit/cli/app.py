@@ -16,7 +16,8 @@ from fkjit.cli import console as report
 from fkjit.errors import FkjitError
 
 _VARIANT = {"allow_extra_args": True, "ignore_unknown_options": True}
-_KERNEL = Annotated[str, typer.Argument(help="an op (attention) or a kernel (attention.flash)")]
+_NAMES = "public calls (reduce_sum), ops (attention) or kernels (attention.flash)"
+_KERNEL = Annotated[str, typer.Argument(help=f"one of the {_NAMES}")]
 _ARCH = Annotated[
     str | None,
     typer.Option(help="target, e.g. sm_90a; default: this machine's GPU, else sm_80"),
@@ -54,14 +55,17 @@ def _main(
 
 
 @app.command("list")
-def list_() -> None:
-    """Every registered kernel: what it does, its parameters and their values."""
+def list_(
+    names: Annotated[list[str] | None, typer.Argument(help=f"{_NAMES}; default: all")] = None,
+) -> None:
+    """Every registered kernel, or those of some calls: what it does, its parameters' values."""
     from fkjit import ops
     from fkjit.spec import registered
 
     ops.load()
+    wanted = [spec for name in names or () for spec in ops.kernels("list", name)]
     made = report.table("kernel", ">variants", "parameters (* free to choose for a problem)")
-    for spec in registered():
+    for spec in wanted or registered():
         head = (spec.id, sum(1 for _ in spec.variants()), spec.doc or spec.source)
         rows = [
             ("", "", f"  {p.name}{'*' * p.tunable}: {' '.join(map(report.value, p.values))}")
@@ -107,7 +111,7 @@ def compile_(
 
 @app.command()
 def warm(
-    ops: Annotated[list[str] | None, typer.Argument(help="ops or kernels; default: all")] = None,
+    ops: Annotated[list[str] | None, typer.Argument(help=f"{_NAMES}; default: all")] = None,
     arch: Annotated[
         str | None,
         typer.Option(help='targets, "sm_90a,sm_120a" or "all"; default: this machine\'s'),
@@ -120,7 +124,9 @@ def warm(
 
 @app.command()
 def check(
-    kernels: Annotated[list[str], typer.Argument(help="an op, and kernels of it; or op.kernel")],
+    kernels: Annotated[
+        list[str], typer.Argument(help="a call or op, and kernels of it; or op.kernel")
+    ],
     mem: Annotated[bool, typer.Option("--mem", help="memory and barriers")] = False,
     race: Annotated[bool, typer.Option("--race", help="races too")] = False,
     banks: Annotated[bool, typer.Option("--banks", help="count shared-memory conflicts")] = False,

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from fkjit import ops
 from fkjit.arch import Target
 from fkjit.cli import console as report
-from fkjit.cli.select import kernels, targets
+from fkjit.cli.select import targets
 from fkjit.cpu.run import interpret
 from fkjit.errors import FkjitError, InterpreterError, ParameterError, SanitizerError
 from fkjit.jit.build import interpreter_target, quiet
@@ -74,15 +75,15 @@ def run(
 
 def _chosen(names: Sequence[str]) -> list[KernelSpec]:
     """`attention`, `attention.flash`, or `attention flash tiled`."""
-    first = kernels("check", names[0])
+    first = ops.kernels("check", names[0])
     if len(names) == 1:
         return first
     ids = {spec.id for spec in registered()}
     rest = [f"{first[0].op}.{name}" for name in names[1:]]
     rest = [own if own in ids else name for own, name in zip(rest, names[1:], strict=True)]
     whole = names[0] == first[0].op and any(one in {s.id for s in first} for one in rest)
-    every = [spec for name in ([] if whole else names[:1]) for spec in kernels("check", name)]
-    return every + [spec for name in rest for spec in kernels("check", name)]
+    every = [spec for name in ([] if whole else names[:1]) for spec in ops.kernels("check", name)]
+    return every + [spec for name in rest for spec in ops.kernels("check", name)]
 
 
 def _targets(arch: str | None) -> list[Target]:

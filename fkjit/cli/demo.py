@@ -21,11 +21,13 @@ from fkjit.arch import Target, target
 from fkjit.cli import console as report
 from fkjit.errors import FkjitError
 from fkjit.jit.build import build, interpreter_target, quiet
-from fkjit.ops.attention.checks import Request, check
+from fkjit.ops.attention.checks import check
 from fkjit.ops.attention.forward import attention
+from fkjit.ops.attention.options import AttentionOptions
+from fkjit.ops.op.op import Launch
 from fkjit.runtime.device import device_target
 from fkjit.runtime.gpus import gpus
-from fkjit.runtime.interop import numpy_dtype
+from fkjit.runtime.interop import numpy_dtype, view
 
 _COLUMNS = (
     "kernel", "dtype", "tile", "target", ">registers", ">compile", "cache", ">time", ">error", "",
@@ -164,11 +166,11 @@ def _rows(sizes: Sizes, on_gpu: bool) -> Iterator[tuple[str, Row | str]]:
         try:
             case = made.get(dtype) or _Case(dtype, sizes, to, on_gpu)
             made[dtype] = case
-            request = check(*case.qkv, True, None, block, impl, False, "bhsd")
-            variant = (request.spec.id, *request.params.values())
+            launch = case.launch(impl, block)
+            variant = (launch.spec.id, *launch.params.values())
             if variant not in seen:  # the chosen tile may be one of those asked for
                 seen.add(variant)
-                yield title, case.row(request, impl, block)
+                yield title, case.row(launch, impl, block)
         except FkjitError as error:
             yield title, str(error)
 
@@ -187,14 +189,21 @@ class _Case:
             place(self.inputs["v"]),
         )
 
-    def row(self, request: Request, impl: str, block: Any) -> Row:
+    def launch(self, impl: str, block: Any) -> Launch:
+        """What `attention` launches."""
+        views = {n: view(x, "attention", n) for n, x in zip("qkv", self.qkv, strict=True)}
+        options = AttentionOptions(causal=True, impl=impl, block=block)
+        (found,) = check(views, options).launches
+        return found
+
+    def row(self, launch: Launch, impl: str, block: Any) -> Row:
         """Compile, run, time and check one implementation."""
-        spec, params = request.spec, request.params
+        spec, params = launch.spec, launch.params
         with quiet():
             entry = build(spec, params, self.to)
-            resources = entry.meta["resources"] or self._resources(request)
+            resources = entry.meta["resources"] or self._resources(launch)
         o, seconds = self._run(impl, block)
-        expected = self._expected(request)
+        expected = self._expected(launch)
         tile = params.get("block")
         return Row(
             kernel=spec.id,
@@ -209,9 +218,9 @@ class _Case:
             bound=spec.verification.tolerance(params) * max(1.0, float(np.abs(expected).max())),
         )
 
-    def _resources(self, request: Request) -> dict[str, int]:
+    def _resources(self, launch: Launch) -> dict[str, int]:
         """Of the same variant as machine code: PTX has no registers of the machine's yet."""
-        return build(request.spec, request.params, target(_RESOURCES_TARGET)).meta["resources"]
+        return build(launch.spec, launch.params, target(_RESOURCES_TARGET)).meta["resources"]
 
     def _run(self, impl: str, block: Any) -> tuple[np.ndarray, float]:
         """The output as NumPy, and seconds of one call: the device's clock on a GPU."""
@@ -225,16 +234,16 @@ class _Case:
         begin = time.perf_counter()
         return call(), time.perf_counter() - begin
 
-    def _expected(self, request: Request) -> np.ndarray:
+    def _expected(self, launch: Launch) -> np.ndarray:
         """In float64, one batch element at a time: all scores of one are in memory."""
-        reference = request.spec.verification.reference
+        reference = launch.spec.verification.reference
         assert reference is not None
         if self.expected is None:
             parts = (
                 {name: array[i : i + 1] for name, array in self.inputs.items()}
-                for i in range(request.problem["batch"])
+                for i in range(launch.problem["batch"])
             )
-            problem = {**request.problem, "batch": 1}
+            problem = {**launch.problem, "batch": 1}
             self.expected = np.concatenate([reference(problem, part)["o"] for part in parts])
         return self.expected
 

@@ -10,7 +10,7 @@ from fkjit import ops
 from fkjit.arch import Target, target
 from fkjit.cli.console import value
 from fkjit.errors import ParameterError
-from fkjit.spec import KernelSpec, Param, registered
+from fkjit.spec import KernelSpec, Param
 
 DEFAULT_TARGET = "sm_80"  # of a machine without a GPU
 
@@ -22,17 +22,6 @@ def machine_target() -> str:
 
     found, _ = gpus()
     return gpu_target(found[0].capability).name if found else DEFAULT_TARGET
-
-
-def kernels(call: str, name: str) -> list[KernelSpec]:
-    """The kernels "op" or "op.name" means; ParameterError lists what there is."""
-    ops.load()
-    known = registered()
-    found = [spec for spec in known if name in (spec.op, spec.id)]
-    if not found:
-        listed = ", ".join(spec.id for spec in known) or "none"
-        raise ParameterError(f"{call}: kernel {name!r} is not registered (registered: {listed})")
-    return found
 
 
 def given_values(call: str, words: Sequence[str]) -> dict[str, str]:
@@ -59,7 +48,7 @@ def select(
     """
     given = given_values(call, words)
     last: ParameterError | None = None
-    for spec in kernels(call, kernel):
+    for spec in ops.kernels(call, kernel):
         try:
             return spec, _matching(call, spec, given, to)
         except ParameterError as error:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 
+import fkjit
 from fkjit import spec
 from fkjit.errors import ParameterError
 from fkjit.settings import Settings, settings
@@ -33,15 +34,20 @@ KERNELS = (
     "attention.kernels",
     "attention.feature_kernels",
     "attention.decode.kernels",
-    "attention.decode.feature_kernels",
     "attention.merge.kernels",
-    "attention.backward.kernels",
-    "attention.backward.kernels_fp32",
-    "attention.backward.kernels_sm90",
-    "attention.backward.feature_kernels",
-    "attention.backward.mask_bits",
-    "attention.backward.feature_kernels_sm90",
+    "attention.backward.registered",
 )
+
+
+# Public calls whose kernels are registered under another op than the call's own name.
+OPS_OF_CALLS = {
+    "attention_varlen": ("attention_form",),
+    "paged_attention": ("attention_decode",),
+    "reduce_sum": ("reduce",),
+    "reduce_max": ("reduce",),
+    "reduce_mean": ("reduce",),
+    "PagedKVCache": ("kv_append", "kv_read", "kv_slots", "kv_copy"),
+}
 
 
 @lru_cache(maxsize=1)
@@ -53,6 +59,32 @@ def load() -> None:
     spec.arrange(modules)
     for folder in settings().kernel_path:
         load_folder(folder)
+
+
+def kernels(command: str, name: str) -> list[spec.KernelSpec]:
+    """What a public call ("reduce_sum"), an op ("attention") or a kernel's full name means.
+
+    ParameterError for any other name: it lists the calls and the kernels; `command` begins it.
+    """
+    load()
+    known = spec.registered()
+    wanted = OPS_OF_CALLS.get(name, (name,))
+    found = [one for one in known if one.op in wanted or one.id == name]
+    if not found:
+        ids = ", ".join(one.id for one in known)
+        raise ParameterError(
+            f"{command}: {name!r} is no call and no kernel (calls: {', '.join(calls())}; "
+            f"kernels: {ids})"
+        )
+    return found
+
+
+def calls() -> list[str]:
+    """Public calls that have kernels, and the names of the user's ops."""
+    specs = spec.registered()
+    others = [one.op for one in specs if one.root is not None]
+    named = {one.op for one in specs} | OPS_OF_CALLS.keys()
+    return list(dict.fromkeys([*(n for n in fkjit.__all__ if n in named), *others]))
 
 
 def load_folder(folder: Path) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fkjit.ops.attention import problem as attention_problem
+from fkjit.ops.attention import cases as attention_cases
 from fkjit.runtime.interop import numpy_dtype
 
 
@@ -22,7 +22,7 @@ def reference(q, k, v, causal=False, scale=None):
         "softmax_scale": q.shape[3] ** -0.5 if scale is None else scale,
         "causal": causal,
     }
-    found = attention_problem.reference(problem, {"q": q, "k": k, "v": v})
+    found = attention_cases.reference(problem, {"q": q, "k": k, "v": v})
     return found["o"], found["lse"]
 
 

@@ -202,12 +202,21 @@ class TestTorch:
         bound = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 4e-6}[dtype]
         assert (o.double() - expected).abs().max().item() <= bound
 
+    def test_fake_tensors_give_fake_results(self, torch):
+        q = torch.randn(1, 1, 4, 32, dtype=torch.float16)
+        with torch._subclasses.FakeTensorMode() as mode:
+            fake = mode.from_tensor(q)
+            for features in ({}, {"window": (3, 0)}):
+                o, lse = run(fake, fake, fake, return_lse=True, **features)
+                assert type(o) is type(lse) is type(fake) and o.shape == q.shape
+                assert lse.shape == (1, 1, 4) and lse.dtype == torch.float32
+
     def test_tensors_without_memory_are_refused(self, torch):
         q = torch.randn(1, 1, 4, 32, dtype=torch.float16)
         with torch._subclasses.FakeTensorMode() as mode:
             fake = mode.from_tensor(q)
         with pytest.raises(ArgumentTypeError, match="q is a FakeTensor without memory of its own"):
-            run(fake, fake, fake)
+            fkjit.attention_decode(fake, fake, fake)
         with pytest.raises(ArgumentTypeError, match="v is a lazily negated"):
             run(q, q, torch._neg_view(q))
 

@@ -74,9 +74,7 @@ CALLS += [(name, (G, G, G), *rest) for name, *rest in OPTIONS]
     [pytest.param(*call[1:], id=call[0]) for call in CALLS],
 )
 def test_bad_input_gets_one_clear_typed_error(arguments, options, error, message, monkeypatch):
-    monkeypatch.setattr(
-        "fkjit.ops.attention.forward.interpret", lambda *_: pytest.fail("something ran")
-    )
+    monkeypatch.setattr("fkjit.ops.op.op.interpret", lambda *_: pytest.fail("something ran"))
     with pytest.raises(error, match=message) as caught:
         fkjit.attention(*arguments, **options)
     assert isinstance(caught.value, FkjitError) and str(caught.value).startswith("attention: ")

@@ -18,8 +18,8 @@ from fkjit.arch import arch, target
 from fkjit.jit.build import build, quiet
 from fkjit.jit.compile import compile_source
 from fkjit.jit.render import render
-from fkjit.ops.attention.feature_kernels import kernel
-from fkjit.ops.attention.features import SHIPPED, Form, parse
+from fkjit.ops.attention.feature_kernels import kernel_with
+from fkjit.ops.attention.features import SHIPPED, ScoreFeatures, parse
 from fkjit.settings import settings
 from fkjit.spec import find
 from tests.attention.feature_kit import FEATURES, Case, draw, exact
@@ -226,10 +226,12 @@ def test_the_example_of_the_docs_is_right():
 
 def test_different_forms_have_different_texts():
     forms = [
-        Form(), Form(softcap=True), Form(bias="fp16"), Form(bias="fp16", bias_paired=True),
-        Form(bias="bf16"), Form(mask=True), Form(mask=True, mask_paired=True), Form(varlen=True),
-        Form(score_mod="score + a", score_args=(("a", "float"),)),
-        Form(score_mod="score + a", score_args=(("a", "int"),)),
+        ScoreFeatures(), ScoreFeatures(softcap=True), ScoreFeatures(bias="fp16"),
+        ScoreFeatures(bias="fp16", bias_paired=True), ScoreFeatures(bias="bf16"),
+        ScoreFeatures(mask=True), ScoreFeatures(mask=True, mask_paired=True),
+        ScoreFeatures(varlen=True),
+        ScoreFeatures(score_mod="score + a", score_args=(("a", "float"),)),
+        ScoreFeatures(score_mod="score + a", score_args=(("a", "int"),)),
     ]  # fmt: skip
     assert len({form.text for form in forms}) == len(forms)
     assert all(parse(form.text) == form for form in forms)
@@ -250,7 +252,7 @@ def test_what_is_compiled_when_called_does_not_spill(name, to, dim, block, form)
     dtype = "fp32" if name == "flash_fp32" else "bf16"
     dims = {"head_dim": dim, "head_dim_v": dim}
     params = {"dtype": dtype, **dims, "block": block, "aligned": True, "form": form}
-    spec = kernel(name, form)
+    spec = kernel_with(find(f"attention.{name}"), form)
     spec.check(params, arch(to))
     with quiet():
         assert build(spec, params, target(to)).meta["problems"] == []

@@ -157,6 +157,14 @@ def test_a_first_call_while_capturing_names_prepare():
         fkjit.attention(q, q, q, alibi_slopes=slopes, softcap=3.25, sinks=slopes)
 
 
+def alike(one, two):
+    """By two kernels: within two units in the last place of fp16, and 2e-3 where terms cancel.
+
+    Values near 4, of which one unit is 4e-3, come up in one of six draws of the test below.
+    """
+    return torch.allclose(one.float(), two.float(), rtol=2.0**-9, atol=2e-3)
+
+
 def test_another_stream_and_arrays_that_change():
     q = torch.randn(1, 2, 300, 64, device="cuda").half()
     bias = torch.zeros(1, 1, 300, 300, device="cuda")
@@ -168,7 +176,7 @@ def test_another_stream_and_arrays_that_change():
         bias[..., 5] = float("-inf")
         hidden = fkjit.attention(q, q, q, bias=bias)
     stream.synchronize()
-    assert torch.allclose(unchanged, plain, rtol=0, atol=2e-3)
+    assert alike(unchanged, plain) and not alike(hidden, plain)
     mask = torch.ones(1, 1, 1, 300, dtype=torch.bool, device="cuda")
     mask[..., 5] = False
     assert torch.equal(fkjit.attention(q, q, q, mask=mask), hidden)

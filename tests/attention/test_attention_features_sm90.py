@@ -13,9 +13,10 @@ import pytest
 import fkjit
 from fkjit.arch import arch, target
 from fkjit.jit.build import build, quiet
-from fkjit.ops.attention import feature_kernels_sm90 as hopper
-from fkjit.ops.attention.feature_kernels import kernel
-from fkjit.ops.attention.features import SHIPPED_SM90, Form
+from fkjit.ops.attention import select_sm90
+from fkjit.ops.attention.feature_kernels import kernel_with
+from fkjit.ops.attention.features import SHIPPED_SM90, ScoreFeatures
+from fkjit.ops.attention.kernels_sm90 import FEATURE_TILES, FLASH_SM90
 from fkjit.settings import settings
 from tests.attention.feature_kit import draw, exact
 from tests.attention.kit import assert_close, normal
@@ -98,21 +99,22 @@ PROBLEM: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "form", "block", "taken"),
     [
-        ({}, Form(), None, True),
-        ({}, Form(True, True, sinks=True, score_mod="score"), 128, True),
-        ({}, Form(), 32, False),
-        ({}, Form(bias="bf16"), None, True),
-        ({}, Form(bias="fp32", mask=True), 128, False),
-        ({"head_dim": 192}, Form(mask=True), None, True),
-        ({"head_dim": 256}, Form(bias="bf16", mask=True), (128, 64), True),
-        ({"head_dim": 256}, Form(bias="fp32", mask=True), None, False),  # too wide for the rest
-        ({"head_dim": 256}, Form(mask=True, score_mod="score"), None, False),
-        ({"softmax_scale": -0.1}, Form(), None, False),
-        ({"softmax_scale": 0.0}, Form(), None, False),
-        ({"seqlen_q": 32}, Form(), None, False),
-        ({"seqlen_k": 0}, Form(), None, False),
-        ({"dtype": "fp32"}, Form(), None, False),
-        ({"total_q": 90, "axes": (None, 1, 0)}, Form(varlen=True), None, True),
+        ({}, ScoreFeatures(), None, True),
+        ({}, ScoreFeatures(True, True, sinks=True, score_mod="score"), 128, True),
+        ({}, ScoreFeatures(), 32, False),
+        ({}, ScoreFeatures(bias="bf16"), None, True),
+        ({}, ScoreFeatures(bias="fp32", mask=True), 128, False),
+        ({"head_dim": 192}, ScoreFeatures(mask=True), None, True),
+        ({"head_dim": 256}, ScoreFeatures(bias="bf16", mask=True), (128, 64), True),
+        # too wide for the rest
+        ({"head_dim": 256}, ScoreFeatures(bias="fp32", mask=True), None, False),
+        ({"head_dim": 256}, ScoreFeatures(mask=True, score_mod="score"), None, False),
+        ({"softmax_scale": -0.1}, ScoreFeatures(), None, False),
+        ({"softmax_scale": 0.0}, ScoreFeatures(), None, False),
+        ({"seqlen_q": 32}, ScoreFeatures(), None, False),
+        ({"seqlen_k": 0}, ScoreFeatures(), None, False),
+        ({"dtype": "fp32"}, ScoreFeatures(), None, False),
+        ({"total_q": 90, "axes": (None, 1, 0)}, ScoreFeatures(varlen=True), None, True),
     ],
 )
 def test_which_problems_it_takes(changes, form, block, taken):
@@ -120,14 +122,14 @@ def test_which_problems_it_takes(changes, form, block, taken):
         shape=(2, 4, 4096, 128), strides=(2**21, 2**19, 128, 1), pointer=0, dtype="bf16"
     )
     views = dict.fromkeys(("q", "k", "v", "bias"), view)
-    assert hopper.takes({**PROBLEM, **changes}, views, form, block) == taken
+    assert select_sm90.takes({**PROBLEM, **changes}, views, form, block) == taken
 
 
 @pytest.mark.parametrize("shape, step", [((2, 4, 4096, 128), 0), ((2, 4, 0, 128), 2**19)])
 def test_which_arrays_it_leaves_to_the_portable_kernel(shape, step):
     """Rows repeated by a stride of 0, packed keys of which there are none."""
-    view = SimpleNamespace(shape=shape, strides=(2**21, step, 128, 1))
-    assert not hopper.takes(PROBLEM, dict.fromkeys("qkv", view), Form(), None)
+    view = SimpleNamespace(shape=shape, strides=(2**21, step, 128, 1), pointer=0, dtype="bf16")
+    assert not select_sm90.takes(PROBLEM, dict.fromkeys("qkv", view), ScoreFeatures(), None)
 
 
 @pytest.mark.parametrize("row, pointer", [(4100, 0), (4096, 8)])
@@ -136,7 +138,7 @@ def test_biases_off_16_byte_boundaries_go_to_the_portable_kernel(row, pointer):
     shape, strides = (1, 1, 4096, row), (0, 0, row, 1)
     bias = SimpleNamespace(shape=shape, strides=strides, pointer=pointer, dtype="bf16")
     views = {**dict.fromkeys("qkv", view), "bias": bias}
-    assert not hopper.takes(PROBLEM, views, Form(bias="bf16"), None)
+    assert not select_sm90.takes(PROBLEM, views, ScoreFeatures(bias="bf16"), None)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +146,11 @@ def test_biases_off_16_byte_boundaries_go_to_the_portable_kernel(row, pointer):
     [(64, "alibi sinks varlen"), (128, SHIPPED_SM90[-1]), (256, "softcap alibi bias=fp32 varlen")],
 )
 def test_what_is_compiled_when_called_does_not_spill(dim, form):
-    spec = kernel("flash_sm90", form)
+    spec = kernel_with(FLASH_SM90, form)
     params = {"dtype": "bf16", "head_dim": dim, "head_dim_v": dim, "form": form}
-    params["block"] = next(b for b in hopper.ALL_TILES if not spec.why_not({**params, "block": b}))
+    params["block"] = next(
+        b for b in FEATURE_TILES[dim] if not spec.why_not({**params, "block": b})
+    )
     spec.check(params, arch("sm_90a"))
     with quiet():
         assert build(spec, params, target("sm_90a")).meta["problems"] == []

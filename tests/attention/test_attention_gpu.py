@@ -193,9 +193,9 @@ def test_a_captured_graph_replays_on_new_inputs():
 
 def test_a_first_call_under_capture_says_prepare():
     device.forget()
-    from fkjit.ops.attention import plan
+    from fkjit.ops.attention.forward import _ATTENTION
 
-    plan.plans.clear()
+    _ATTENTION.plans.forget()
     q, k, v = (normal(1, 2, 128, 64, seed=i) for i in range(3))
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -9,17 +9,19 @@ import pytest
 
 import fkjit
 from fkjit.errors import DeviceError, LaunchError
-from fkjit.ops.attention import plan as attention_plan
-from fkjit.ops.attention.checks import check
+from fkjit.ops.op import launches
+from fkjit.ops.op import plan as plans
+from fkjit.ops.op.plan import MISSED
 from fkjit.runtime import device, interop, workspace
-from fkjit.spec import find
+from fkjit.runtime.tensor_map import TensorMap
+from fkjit.settings import settings
 from tests.op.plan_kit import STREAM, Kernel, driver
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
 __all__ = ["driver"]
-attention = sys.modules[fkjit.attention.__module__]
-CAUSAL = (True, None, None, "auto", False, "bhsd")  # the options of `call`
+OP = sys.modules[fkjit.attention.__module__]._ATTENTION
+CAUSAL = (True, None, None, "auto", False, "bhsd", True)  # the options of `call`
 
 
 def call(q, k, v):
@@ -30,32 +32,42 @@ def tensors():
     return [torch.randn(1, heads, 40, 64).half() for heads in (4, 2, 2)]
 
 
-def planned(q, k, v, options=CAUSAL):
+def whole(inputs):
+    """All arrays of the op."""
+    return [*inputs, *(None,) * (len(OP.names) - len(inputs))]
+
+
+def planned(*inputs, options=CAUSAL):
     """The kernel of a plan for these tensors."""
-    request = check(q, k, v, *options)
-    request = replace(request, spec=find("attention.flash"))
-    kernel = Kernel(request.spec, request.params)
-    attention_plan.remember(request, kernel, options)  # type: ignore[arg-type]
+    arrays = whole(inputs)
+    request = OP._request(OP._views(arrays), options)
+    (launch,) = request.launches
+    kernel = Kernel(launch.spec, launch.params)
+    OP.plans.store(arrays, options, request, [kernel], OP._pairs(request))  # type: ignore[list-item]
     return kernel
 
 
 @pytest.fixture
 def kernel(driver):
-    attention_plan.plans.clear()
+    OP.plans.forget()
     yield planned(*tensors())
-    attention_plan.plans.clear()
+    OP.plans.forget()
 
 
-def last(q, k, v, options=CAUSAL):
-    return attention_plan.again(q, k, v, options)
+def last(*inputs, options=CAUSAL):
+    """Whether the last plan takes them."""
+    try:
+        return OP.plans.try_last(inputs, options) is not MISSED
+    except TypeError:  # no key
+        return False
 
 
 def test_the_next_call_alike_looks_nothing_up(kernel, monkeypatch):
     q, k, v = tensors()
-    assert last(q, k, v) is None  # until one was found by its geometry
+    assert not last(q, k, v)  # until one was found by its geometry
     o = call(q, k, v)
     assert o.shape == q.shape and o.dtype == q.dtype
-    monkeypatch.setattr(attention, "find", lambda *a: pytest.fail("looked up"))
+    monkeypatch.setattr(OP.plans, "lookup", lambda *a: pytest.fail("looked up"))
     others = tensors()
     others[2] = others[1]
     addresses = [x.data_ptr() for x in (*others, call(*others))]
@@ -63,6 +75,9 @@ def test_the_next_call_alike_looks_nothing_up(kernel, monkeypatch):
     assert {stream for *_, stream in kernel.launches} == {STREAM}
     with fkjit.sanitize(), pytest.raises(DeviceError, match="attention: the arrays are on a GPU"):
         call(q, k, v)
+    with fkjit.sanitize(mem=False, race=False):
+        call(q, k, v)
+    assert len(kernel.launches) == 3
 
 
 @pytest.mark.parametrize(
@@ -84,21 +99,27 @@ def test_the_next_call_alike_looks_nothing_up(kernel, monkeypatch):
 def test_other_tensors_are_left_to_the_look_up(kernel, change, which):
     inputs = tensors()
     call(*inputs)
-    assert last(*inputs) is not None
+    assert last(*inputs)
     inputs[which] = change(inputs[which])
-    assert last(*inputs) is None
+    assert not last(*inputs)
 
 
 def test_other_options_and_modes_are_left_to_it(kernel):
     inputs = tensors()
     call(*inputs)
-    assert last(*inputs, options=(False, *CAUSAL[1:])) is None
-    assert last(*inputs, options=([64], *CAUSAL[1:])) is None  # no key
+    assert not last(*inputs, options=(False, *CAUSAL[1:]))
+    assert not last(*inputs, options=([64], *CAUSAL[1:]))  # no key
+    assert not last(*inputs, None, None, torch.rand(4))  # slopes besides
     with torch.autocast("cpu"):
-        assert last(*inputs) is None
+        assert not last(*inputs)
     with torch.no_grad():
-        assert last(*inputs) is not None
-    assert last(*inputs) is not None
+        assert last(*inputs)
+    assert last(*inputs)
+
+
+def test_a_block_that_is_no_key_is_still_a_tile():
+    x = torch.randn(1, 1, 20, 32).half()
+    assert torch.equal(fkjit.attention(x, x, x, block=[16, 16]), fkjit.attention(x, x, x, block=16))
 
 
 def test_what_autocast_has_made_is_not_expected(kernel):
@@ -106,12 +127,12 @@ def test_what_autocast_has_made_is_not_expected(kernel):
     with torch.autocast("cpu", dtype=torch.float16):
         for _ in range(2):
             call(*inputs)
-        assert last(*inputs) is None
-    assert len(kernel.launches) == 2 and last(*inputs) is None
+        assert not last(*inputs)
+    assert len(kernel.launches) == 2 and not last(*inputs)
 
 
 def test_results_are_contiguous_whatever_the_queries_are(kernel):
-    options = (*CAUSAL[:4], True, "bhsd")
+    options = (*CAUSAL[:4], True, *CAUSAL[5:])
     inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors()]
     kernel = planned(*inputs, options=options)
     with torch.inference_mode():
@@ -143,23 +164,66 @@ def test_two_geometries_of_one_call_take_turns(kernel):
     assert [len(one.launches) for one in kernels] == [3, 3]
 
 
+def test_score_features_have_plans_of_their_own(kernel):
+    inputs, slopes = tensors(), torch.rand(4)
+    window = (*CAUSAL, (9, None), None)
+    arrays = (*inputs, None, None, slopes, None, None, None)
+    other = planned(*arrays, options=window)
+    assert other.spec.op == "attention_form"
+    for _ in range(3):
+        call(*inputs)
+        o = fkjit.attention(*inputs, causal=True, window=[9, None], alibi_slopes=slopes)
+        given = other.launches[-1][1]
+        assert slopes.data_ptr() in given and o.data_ptr() in given
+    assert [len(one.launches) for one in (kernel, other)] == [3, 3]
+    assert last(*arrays, options=window) and not last(*inputs, options=window)
+
+
 def test_a_torch_without_that_test_looks_up_each_call(kernel, monkeypatch):
-    monkeypatch.setattr(attention_plan, "_guards", lambda: None)
+    monkeypatch.setattr(plans, "_guards", lambda: None)
     inputs = tensors()
     for _ in range(3):
         call(*inputs)
-    assert len(kernel.launches) == 3 and last(*inputs) is None
+    assert len(kernel.launches) == 3 and not last(*inputs)
 
 
-def test_a_launch_is_kept_by_its_addresses(kernel, monkeypatch):
-    monkeypatch.setattr(attention_plan, "MAX_LAUNCHES", 2)
-    inputs, (plan,) = tensors(), attention_plan.plans.values()
-    for addresses in ((1, 2, 3, 4, 0), (5, 2, 3, 4, 0), (6, 2, 3, 4, 0), (1, 2, 3, 4, 0)):
+def test_each_launch_has_the_addresses_and_the_stream_of_its_call(kernel, monkeypatch):
+    streams = []  # the last one is the current one
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: streams[-1])
+    OP.plans.forget()
+    inputs, kernel = tensors(), planned(*tensors())
+    for stream in (STREAM, STREAM + 1, STREAM):
+        streams.append(stream)
+        inputs[1] = inputs[1].clone()
+        o = call(*inputs)
+        values, found = kernel.launches[-1][1:]
+        assert values[:5] == (*[x.data_ptr() for x in (*inputs, o)], 0) and found == stream
+    assert len(kernel.launches) == 3 and len({v[5:] for _, v, _ in kernel.launches}) == 1
+
+
+def test_a_launch_with_tensor_maps_is_kept_by_its_addresses(driver, monkeypatch):
+    """Of flash_sm90: to encode four maps and to pack everything takes longer than the launch."""
+    encoded: list[int] = []
+    note = lambda self, at: encoded.append(at) or at.to_bytes(8, "little") * 16  # noqa: E731
+    monkeypatch.setattr(TensorMap, "encode", note)
+    monkeypatch.setattr(launches, "MAX_LAUNCHES", 2)
+    hopper = replace(settings(), target="compute_90a")
+    monkeypatch.setattr("fkjit.jit.build.settings", lambda: hopper)
+    OP.plans.forget()
+    kernel = planned(*tensors())
+    assert kernel.spec.name == "flash_sm90"
+    (plan,) = OP.plans.known
+    (start,) = plan.steps.starts
+    rest, counters = (0,), (0,)  # lse; each tile has a block of its own
+    for addresses in ((1, 2, 3, 4), (5, 2, 3, 4), (6, 2, 3, 4), (1, 2, 3, 4)):
         for stream in (STREAM, STREAM + 1):
-            plan.launch(inputs[0], stream, addresses)
-            assert kernel.launches[-1][1][:5] == addresses and kernel.launches[-1][2] == stream
-        assert len(plan.launches) <= 2
-    assert len({values[5:] for _, values, _ in kernel.launches}) == 1
+            start((*addresses, *rest, *counters), stream)
+            values, found = kernel.launches[-1][1:]
+            maps = tuple(int.from_bytes(value[:8], "little") for value in values[:4])
+            assert (maps, found) == (addresses, stream) and values[4:6] == (0, 0)
+        assert len(start.launches) <= 2
+    assert sorted(encoded) == [1, 2, 3, 4, 5, 6]  # once an address
+    OP.plans.forget()
 
 
 @pytest.mark.parametrize("way", ["launch", "launch_together", "launch_dependent"])
@@ -180,8 +244,9 @@ def test_a_refused_launch_says_which(kernel, monkeypatch):
     def refuse(*given):
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
 
-    call(*tensors())
     monkeypatch.setattr("fkjit.runtime.device._frame.launch", refuse)
+    OP.plans.forget()
+    planned(*tensors())
     with pytest.raises(LaunchError, match=r"attention\.flash grid=\(4, 1, 1\): CUDA_ERROR_ILLEGAL"):
         call(*tensors())
 

@@ -11,7 +11,7 @@ import pytest
 import fkjit
 from fkjit.errors import ParameterError
 from fkjit.jit.build import quiet
-from fkjit.ops.attention import short_q
+from fkjit.ops.attention import select
 from tests.attention.feature_kit import draw, exact
 from tests.attention.kit import assert_close
 
@@ -29,7 +29,7 @@ def handed_over(monkeypatch):
     from fkjit.ops.op import op as simple
 
     seen, interpret = [], simple.interpret
-    monkeypatch.setattr(short_q, "takes_form", lambda *problem: True)
+    monkeypatch.setattr(select, "is_for_decode", lambda *problem: True)
     monkeypatch.setattr(
         simple, "interpret", lambda spec, *rest: (seen.append(spec.op), interpret(spec, *rest))
     )
@@ -71,7 +71,7 @@ def test_what_decoding_refuses_stays_with_attention(handed_over):
 
 def test_calls_that_are_faster_so():
     def takes(impl="auto", block=None, **other: Any):
-        return short_q.takes_form({**PROBLEM, **other}, impl, block)
+        return select.is_for_decode({**PROBLEM, **other}, impl, block)
 
     assert takes() and takes(seqlen_q=1, seqlen_k=256) and takes(seqlen_q=16)
     assert takes(window=(300, 0)) and not takes(window=(200, 0))
@@ -85,4 +85,4 @@ def test_calls_that_are_faster_so():
         assert takes(seqlen_q=16, batch=batch, **dims)
         assert not takes(seqlen_q=16, batch=batch + 1, **dims)
     on_cpu = {name: value for name, value in PROBLEM.items() if name != "multiprocessors"}
-    assert not short_q.takes_form(on_cpu, "auto", None)
+    assert not select.is_for_decode(on_cpu, "auto", None)

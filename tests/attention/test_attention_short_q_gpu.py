@@ -8,6 +8,8 @@ import pytest
 
 import fkjit
 from fkjit.jit.build import quiet
+from fkjit.ops.attention.decode.call import _CONTIGUOUS
+from fkjit.ops.attention.forward import _ATTENTION
 from tests.attention.decode.test_decode_features_gpu import LIMITS, there
 from tests.attention.feature_kit import FEATURES, draw, exact
 
@@ -30,17 +32,14 @@ def silent():
 
 
 def launched():
-    """The kernels that calls with a form have plans for."""
-    from fkjit.ops.attention import feature_forward
-
-    plans = feature_forward._DENSE.plans.known.values()
-    return {start.kernel.spec.op for plan in plans for start, _ in plan.launches}
+    """The kernels that calls have plans for."""
+    plans = [plan for op in (_ATTENTION, _CONTIGUOUS) for plan in op.plans.known]
+    return {start.kernel.spec.op for plan in plans for start in plan.steps.starts}
 
 
 def forget():
-    from fkjit.ops.attention import feature_forward
-
-    feature_forward._DENSE.plans.forget()
+    for op in (_ATTENTION, _CONTIGUOUS):
+        op.plans.forget()
 
 
 def assert_right(found, case, dtype):
@@ -78,7 +77,7 @@ def test_other_calls_stay_as_they_are():
     q, k = (torch.randn(1, 8, n, 64, device="cuda", dtype=torch.float16) for n in (1, 600))
     for options in ({"impl": "flash"}, {"block": 64}, {"window": (9, 0)}):
         forget()
-        fkjit.attention(q, k, k, softcap=3.0, **options)
+        fkjit.attention.prepare(q, k, k, softcap=3.0, **options)
         assert launched() == {"attention_form"}
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import fkjit
 from fkjit.jit.build import quiet
-from fkjit.ops.attention import kernels_sm90 as hopper
+from fkjit.ops.attention import select_sm90
 from fkjit.settings import settings
 from tests.attention.kit import assert_close, normal, reference
 from tests.core.mutations import SM90_HEADERS, Bug, K
@@ -76,13 +76,13 @@ def test_infinite_and_undefined_scores():
 def test_which_tile_a_problem_gets(dim, keys, causal, choice):
     """16k tokens and 2048 columns, the fastest of those measured on an H200."""
     problem = {"seqlen_q": keys, "seqlen_k": keys, "batch": 16384 // keys, "heads_q": 2048 // dim}
-    made = hopper.tile({**problem, "causal": causal}, dim)
+    made = select_sm90.plain_tile({**problem, "causal": causal}, dim)
     assert (made["block"], made["optimistic"]) == choice
 
 
 def test_of_a_tile_asked_for_the_faster_way_is_taken():
     problem = {"seqlen_q": 4096, "batch": 4, "heads_q": 16, "causal": True}
-    ways = [hopper.tile({**problem, "seqlen_k": keys}, 128, 128) for keys in (256, 4096)]
+    ways = [select_sm90.plain_tile({**problem, "seqlen_k": keys}, 128, 128) for keys in (256, 4096)]
     assert [way["optimistic"] for way in ways] == [False, True]
 
 

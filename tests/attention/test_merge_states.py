@@ -16,7 +16,8 @@ from bench.core.catalog import operations
 from fkjit import arch
 from fkjit.errors import ArgumentTypeError, FkjitError, ParameterError
 from fkjit.jit.build import build, quiet
-from fkjit.ops.attention.merge.kernels import MOST_KNOWN, kernel, merged, parameters, problem_of
+from fkjit.ops.attention.merge.cases import merged, problem_of
+from fkjit.ops.attention.merge.kernels import MOST_KNOWN, kernel, parameters
 from fkjit.runtime.interop import numpy_dtype
 from tests.core.mutations import Bug
 from tests.core.test_mutations import KINDS, outcome
@@ -174,6 +175,26 @@ def test_gradients(pair, layout):
     loss = ((by[..., None] * o).sum(0) * weights[0]).sum() + (lse.logsumexp(0) * weights[1]).sum()
     loss.backward()
     assert torch.allclose(mine, o.grad, atol=2e-6) and torch.allclose(ours, lse.grad, atol=2e-5)
+
+
+@pytest.mark.parametrize("result", [0, 1])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_gradients_of_one_result_where_a_part_saw_no_key(layout, result):
+    """Its o, which holds NaN, has no say; what nothing depends on costs nothing."""
+    o, lse = (torch.from_numpy(x) for x in states(2, layout=layout))
+    lse[1, 0, 1], hidden = -INF, torch.zeros(lse.shape, dtype=torch.bool)
+    hidden[1, 0, 1] = True
+    o[hidden.transpose(2, 3) if layout == "bshd" else hidden] = float("nan")
+    given = [x.requires_grad_() for x in (o[0], lse[0], o[1], lse[1])]
+    gradients = torch.autograd.grad(
+        merge(*given, layout=layout)[result].sum(), given, allow_unused=True
+    )
+    for x, gradient in zip(given, gradients, strict=True):
+        if gradient is None:
+            assert result == 1 and x.dim() == 4
+        else:
+            assert gradient.isfinite().all() and gradient.any()
+    assert not gradients[3][0, 1].any()
 
 
 PARTS, LSE = states(2)

@@ -12,7 +12,7 @@ from bench.attention import peers_fa4, peers_flashinfer, peers_torch
 from bench.attention.cases_attention import OP, SETS, label, problem
 from bench.core.cases import Case, select
 from bench.core.op import Candidate, Refused
-from fkjit.ops.attention import problem as attention_problem
+from fkjit.ops.attention import cases as attention_cases
 from tests.bench.kit import FakeDevice
 
 torch = pytest.importorskip("torch")
@@ -90,7 +90,7 @@ def test_cases_are_chosen_by_set_value_and_word():
 def test_the_checked_rows_are_those_of_the_whole_reference(causal, seqlen_q):
     given = problem(2, 4, 300, 16, causal, "fp32", heads_kv=2, seqlen_q=seqlen_q)
     arrays = arrays_of(given)
-    whole = attention_problem.reference(given, {n: a.numpy() for n, a in arrays.items()})["o"]
+    whole = attention_cases.reference(given, {n: a.numpy() for n, a in arrays.items()})["o"]
     parts = OP.expected(given, arrays).parts
     assert {index[:2] for index, _ in parts} == {(0, 0), (1, 3)}
     for index, want in parts:

@@ -9,6 +9,8 @@ import pytest
 from bench.tune.command import main
 from fkjit import tuning
 from fkjit.ops.attention.checks import check
+from fkjit.ops.attention.options import AttentionOptions
+from fkjit.runtime import interop
 from fkjit.runtime.device import device_target
 from fkjit.runtime.gpus import gpus
 
@@ -28,7 +30,10 @@ def home(tmp_path, monkeypatch):
 
 def request(seqlen):
     q = torch.randn(1, 4, seqlen, 64, device="cuda", dtype=torch.float16)
-    return check(q, q, q, False, None, None, "auto", False, "bhsd")
+    (launch,) = check(
+        {n: interop.view(q, "attention", n) for n in "qkv"}, AttentionOptions()
+    ).launches
+    return launch
 
 
 def test_every_part_calls_the_gpu_by_the_same_name():
@@ -43,7 +48,7 @@ def test_attention_takes_the_tile_that_a_file_names(home):
     other = next(block for block in legal if block != found.params["block"])
     entry = {
         **tuning.key(found.spec, found.params, found.problem, arch),
-        "choice": {"block": other},
+        "choice": {**tuning.free(found.spec, found.params), "block": other},
     }
     tuning.store(tuning.user_file(arch.gpu), arch.gpu, [entry])
     assert request(1000).params["block"] == request(1024).params["block"] == other
@@ -58,7 +63,7 @@ def test_a_small_case_is_tuned_and_found_again(home, capsys):
     (entry,) = json.loads(tuning.user_file(gpu).read_text())["entries"]
     assert entry["ms"] > 0 and entry["tried"] >= 2
     found = request(512)
-    assert json.loads(json.dumps({"block": found.params["block"]})) == entry["choice"]
+    assert json.loads(json.dumps(tuning.free(found.spec, found.params))) == entry["choice"]
     capsys.readouterr()
     assert main([name, "--shape", shape]) == 0  # at once: everything is known
     assert " us" not in capsys.readouterr().err

@@ -79,8 +79,8 @@ def test_a_problem_that_is_too_long_is_a_failure_too(scale, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nothing"], "check: kernel 'nothing' is not registered (registered: vector_add.rows"),
-        (["attention", "nothing"], "check: kernel 'nothing' is not registered"),
+        (["nothing"], "check: 'nothing' is no call and no kernel (calls: "),
+        (["attention", "nothing"], "check: 'nothing' is no call and no kernel"),
         (["attention", "--variants", "0"], "check: --variants 0 is not a number above 0"),
         (["attention", "--arch", "sm_1"], "sm_1"),
     ],

@@ -36,6 +36,12 @@ def cases(names: list[str], without: list[str]) -> Iterator[tuple[KernelSpec, di
         yield from filter(None, row)
 
 
+def part_of(text: str) -> slice:
+    """ "2/16": the third of sixteen parts."""
+    which, parts = map(int, text.split("/"))
+    return slice(which, None, parts)
+
+
 def launch(spec: KernelSpec, params: dict[str, Any], problem: Any) -> None:
     arrays = spec.verification.inputs(params, problem, np.random.default_rng(0))
     arrays |= spec.verification.outputs(params, problem)
@@ -49,11 +55,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("ops", nargs="*", help="default: all")
     parser.add_argument("--without", action="append", default=[], help="a kernel, by its id")
+    parser.add_argument("--part", type=part_of, default=slice(None), help='"2/16": the third of 16')
     parser.add_argument("--seconds", type=float, help="stop after so long")
     given = parser.parse_args()
     ops.load()
     begin, launches, seen, left = time.monotonic(), 0, set(), 0
-    for spec, params in cases(given.ops, given.without):
+    for spec, params in list(cases(given.ops, given.without))[given.part]:
         if given.seconds and time.monotonic() - begin > given.seconds:
             left += 1
             continue

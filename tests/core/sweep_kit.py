@@ -1,31 +1,50 @@
-"""Which variants the sweep compiles for which target, and one compile for the cubin and the PTX.
+"""Which variants the sweep compiles for which target and which of them the interpreter runs, and
+one compile for both the cubin and the PTX.
 
-NVRTC is most of what CI does, so a variant is compiled for targets that show something new: 8.0,
-8.6 and 8.9 have the same instructions, and a kernel of fp16 is that of bf16 with other names of
-instructions (all spills in data/spill_baseline.json are those of each twin, all but one of 8.x).
-test_sweep compiles all for Hopper, beyond this plan; `pytest --every-variant` leaves nothing out.
+NVRTC is most of what CI does, so by default a kernel is compiled in a sample of its variants, the
+same on each run:
+
+- on its home, Hopper where it is legal there: of attention's kernels each *pair* of values of two
+  parameters (so each tile of each head dimension), where fp16 and bf16 count as one: their code is
+  the same but for the names of instructions. Of the others each value (and of attention's kernels
+  for 7.5): attention's on Hopper are near the limit of registers, no other has ever spilled;
+- of attention's kernels on every target the widest variant, which spills first;
+- each value on one of the neighbours as well, in turns: 8.0, 8.6 and 8.9 have the same
+  instructions; and on each neighbour a variant at the least.
+
+The interpreter runs the PTX of these very compiles. `pytest --every-variant` leaves nothing out.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
+import fkjit
 from fkjit.arch import DEFAULT_ARCHS, arch, target
 from fkjit.cache.lookup import Entry
 from fkjit.jit import compile as compiler
 from fkjit.jit.build import build
-from fkjit.spec import KernelSpec, Params
+from fkjit.spec import KernelSpec, Params, Problem
 
 Variants = list[dict[str, Any]]
+Cubin = tuple[str, dict[str, Any]]  # target and variant
+Combinations = Callable[[Params], set[Any]]
 
-AMPERE, BLACKWELL = ("sm_80", "sm_86", "sm_89"), ("sm_100a", "sm_120a")
 TWINS = ("fp16", "bf16")
+
+HOPPER = "sm_90a"
+AMPERE, BLACKWELL = ("sm_80", "sm_86", "sm_89"), ("sm_100a", "sm_120a")
+# The PTX that is interpreted, and the cubins that are made of the same.
+SOURCES = {"compute_75": ("sm_75",), "compute_80": AMPERE, "compute_90a": (HOPPER,)}
 
 
 def heavy(spec: KernelSpec) -> bool:
@@ -34,98 +53,135 @@ def heavy(spec: KernelSpec) -> bool:
 
 
 @cache
-def plan(spec: KernelSpec) -> dict[str, Variants]:
-    """By target, what is compiled for it: a variant at the least, where one is legal."""
-    found: dict[str, Variants] = {name: [] for name in DEFAULT_ARCHS}
-    for names, params in _tiles(spec) if heavy(spec) else _simple(spec):
-        found[min(names, key=lambda name: len(found[name]))].append(params)
-    for name, variants in found.items():
-        if not variants:
-            variants += list(spec.variants(arch(name)))[:1]
-    return found
-
-
-def numbered(variants: Variants) -> Iterator[tuple[int, bool, dict[str, Any]]]:
-    """(number, whether it has a twin, variant): twins, which differ in fp16 and bf16 alone, have an
-    even and an odd number."""
-    pairs: dict[Any, Variants] = defaultdict(list)
-    for params in variants:
-        dtype = params.get("dtype")
-        rest = {**params, "dtype": "16 bits" if dtype in TWINS else dtype}
-        pairs[tuple(rest.items())].append(params)
-    for turn, pair in enumerate(pairs.values()):
-        for place, params in enumerate(pair):
-            yield 2 * turn + (turn + place) % 2, len(pair) == 2, params
-
-
-def _tiles(spec: KernelSpec) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """One twin for one of 8.x and one of Blackwell, the other for Hopper; variants without a twin
-    for one of 8.x and for Hopper or Blackwell; for 7.5 what is for no other, and half of the rest.
-
-    With each the targets of which one is to have it.
-    """
-    for number, twin, params in numbered(everywhere(spec)):
-        has = targets(spec, params)
-        odd = bool(number % 2)
-        groups = [
-            ("sm_75",) if has == ["sm_75"] or not odd else (),
-            AMPERE if odd or not twin else (),
-            BLACKWELL if odd else ("sm_90a",),
-        ]
-        legal = [[name for name in group if name in has] for group in groups]
-        if not any(legal):  # for Hopper or Blackwell alone
-            legal.append([name for name in ("sm_90a", *BLACKWELL) if name in has])
-        yield from ((names, params) for names in legal if names)
-
-
-def targets(spec: KernelSpec, params: Params) -> list[str]:
-    """Where a variant is legal."""
-    return [name for name in DEFAULT_ARCHS if spec.why_not(params, arch(name)) is None]
+def whole(spec: KernelSpec) -> dict[str, Variants]:
+    """By target, every legal variant."""
+    return {name: list(spec.variants(arch(name))) for name in DEFAULT_ARCHS}
 
 
 def everywhere(spec: KernelSpec) -> Variants:
     """Whatever is legal for a target at all."""
-    return [params for params in spec.variants() if targets(spec, params)]
-
-
-def _simple(spec: KernelSpec) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """Half of the variants for 9.0, each of the others for one of its neighbours."""
-    first, rest = halves(spec)
-    yield from ((["sm_90a"], params) for params in first)
-    for params in rest:
-        yield [name for name in targets(spec, params) if name != "sm_90a"] or ["sm_90a"], params
-
-
-def halves(spec: KernelSpec) -> tuple[Variants, Variants]:
-    """A half in which each value of each parameter is, and the other one."""
-    variants = list(spec.variants(arch("sm_90a")))
-    seen: set[Any] = set()
-    first, rest = [], []
-    for params in random.Random(spec.id).sample(variants, len(variants)):
-        (rest if seen.issuperset(params.items()) else first).append(params)
-        seen.update(params.items())
-    most = max(len(first), -(-len(variants) // 2))
-    drawn = first + rest
-    return drawn[:most], drawn[most:]
-
-
-SOURCES = {"compute_75": ("sm_75",), "compute_80": AMPERE, "compute_90a": ("sm_90a",)}
+    return [p for p in spec.variants() if any(p in variants for variants in whole(spec).values())]
 
 
 @cache
-def sources(spec: KernelSpec, name: str) -> dict[str, str]:
-    """By label, the variants that the interpreter runs for PTX target `name` as the GPU would: from
-    the PTX of the cubin for the target that is told, without bytes between shared arrays.
+def plan(spec: KernelSpec) -> dict[str, Variants]:
+    """By target, what is compiled for it by default: a variant at the least, where one is legal."""
+    legal, home = whole(spec), home_of(spec)
+    found: dict[str, Variants] = {name: [] for name in DEFAULT_ARCHS}
+    found[home] = sample(legal[home], combinations(spec))
+    if heavy(spec):
+        _add_widest(found, legal)
+    neighbours = [name for name in legal if name != home]
+    seen = set().union(*(values(params) for name in neighbours for params in found[name]))
+    abroad = [p for p in everywhere(spec) if any(p in legal[name] for name in neighbours)]
+    for params in sample(abroad, lambda params: values(params) - seen, found[home]):
+        names = [name for name in neighbours if params in legal[name]]
+        found[min(names, key=lambda name: len(found[name]))].append(params)
+    _add_widest({name: variants for name, variants in found.items() if not variants}, legal)
+    return found
 
-    Of attention's half, the other twin of each pair: those are compiled again with guards between.
+
+def _add_widest(found: dict[str, Variants], legal: dict[str, Variants]) -> None:
+    for name, variants in found.items():
+        widest = sorted(legal[name], key=size)[-1:]
+        variants += [params for params in widest if params not in variants]
+
+
+def home_of(spec: KernelSpec) -> str:
+    """Hopper, or where most of the kernel's variants are legal."""
+    legal = whole(spec)
+    return HOPPER if legal[HOPPER] else max(legal, key=lambda name: len(legal[name]))
+
+
+def combinations(spec: KernelSpec) -> Combinations:
+    """What each of is compiled at home."""
+    return pairs if heavy(spec) and home_of(spec) == HOPPER else values
+
+
+def sample(variants: Variants, combinations: Combinations, last: Sequence[Params] = ()) -> Variants:
+    """A few in which each combination of values stands that stands in any: of some draws the
+    shortest; what is in `last` only where nothing else will do."""
+    draws = []
+    for seed in range(8):
+        drawn = random.Random(seed).sample(variants, len(variants))
+        drawn.sort(key=lambda params: params in last)
+        draws.append(_cover([(params, combinations(params)) for params in drawn]))
+    return min(draws, key=len, default=[])
+
+
+def _cover(left: list[tuple[dict[str, Any], set[Any]]]) -> Variants:
+    """Next is always the one with the most new combinations."""
+    found: Variants = []
+    while left := [one for one in left if one[1]]:
+        params, new = max(left, key=lambda one: len(one[1]))
+        found.append(params)
+        left = [(other, rest - new) for other, rest in left]
+    return found
+
+
+def values(params: Params) -> set[Any]:
+    """Of a variant, each value."""
+    return set(params.items())
+
+
+def pairs(params: Params) -> set[Any]:
+    """Of a variant, each value, and each pair of them where fp16 and bf16 are one."""
+    alike = {**params, "dtype": "16 bits"} if params.get("dtype") in TWINS else params
+    return values(params) | set(itertools.combinations(alike.items(), 2))
+
+
+def size(params: Params) -> int:
+    """A measure of the registers that a variant takes: its tile, head dimensions and the like."""
+    values = (value if isinstance(value, tuple) else (value,) for value in params.values())
+    numbers = (number for value in values for number in value if type(number) is int)
+    return math.prod(max(number, 1) for number in numbers)
+
+
+def to_interpret(chosen: dict[str, Variants], name: str) -> list[Cubin]:
+    """(target, variant) of each cubin whose PTX is for the interpreter's target `name`."""
+    return [(real, params) for real in SOURCES[name] for params in chosen[real]]
+
+
+def in_turns(
+    spec: KernelSpec, cubins: Sequence[Cubin], every: bool = False
+) -> Iterator[tuple[Cubin, Problem, bool]]:
+    """(cubin, problem, whether races are looked for): what the interpreter runs of these.
+
+    By default each variant computes the first problem, which has ragged edges and several tiles;
+    each of the others, which are small, is computed once. A third of the variants, and each of the
+    other problems, is looked through for races.
     """
-    odd = {spec.label(params) for number, _, params in numbered(everywhere(spec)) if number % 2}
-    return {
-        spec.label(params): real
-        for real in SOURCES[name]
-        for params in plan(spec)[real]
-        if not heavy(spec) or spec.label(params) in odd
-    }
+    for turn, cubin in enumerate(cubins):
+        first, *others = spec.verification.problems(cubin[1], "small")
+        yield cubin, first, every or turn % 3 == 0
+        for problem in others if every else others[turn :: len(cubins)]:
+            yield cubin, problem, True
+
+
+def check_numbers(
+    spec: KernelSpec, params: Params, problem: Problem, to_device: Any, to_host: Any
+) -> None:
+    """One launch against the reference."""
+    rng = np.random.default_rng([len(spec.id), problem.get("seqlen_q", 0)])
+    inputs = spec.verification.inputs(params, problem, rng)
+    arrays = {**inputs, **spec.verification.outputs(params, problem)}
+    moved = {name: to_device(array) for name, array in arrays.items()}
+    fkjit.launch(spec, params, problem, moved)
+    assert spec.verification.reference is not None
+    for name, expected in spec.verification.reference(problem, inputs).items():
+        found = to_host(moved[name]).astype(np.float64)
+        finite = np.isfinite(expected)
+        assert np.array_equal(np.isneginf(found), np.isneginf(expected)), (params, name)
+        error = np.abs(found[finite] - expected[finite]).max(initial=0.0)
+        bound = spec.verification.tolerance(params) * max(
+            1.0, np.abs(expected[finite]).max(initial=0.0)
+        )
+        assert error <= bound, (params, problem, name, error)
+
+
+def cut(variants: list[Any], most: int) -> list[list[Any]]:
+    """Runs of at most so many: one test each."""
+    return [variants[first : first + most] for first in range(0, len(variants), most)]
 
 
 class _Keeping:

@@ -91,9 +91,12 @@ def test_a_planted_bug_is_found(bug, monkeypatch):
 
 @pytest.mark.parametrize("kernel", sorted({bug.kernel for bug in BUGS}))
 def test_without_it_nothing_is_said(kernel, monkeypatch):
+    runs = {}  # of bugs that are looked for in one and the same run, one
     for bug in BUGS:
         if bug.kernel == kernel and (bug.problem or bug.by == "banks"):
-            assert outcome(bug, monkeypatch, plant=False) == ""
+            runs.setdefault((str(bug.params), str(bug.problem), bug.by == "banks"), bug)
+    for bug in runs.values():
+        assert outcome(bug, monkeypatch, plant=False) == ""
 
 
 def test_there_are_enough_bugs_of_every_kind():

@@ -10,7 +10,6 @@ import pytest
 
 import fkjit
 from fkjit.jit.build import quiet
-from fkjit.ops.attention import plan
 from fkjit.ops.op.op import Op
 from fkjit.runtime import device
 
@@ -26,7 +25,6 @@ THREADS = 8
 def forget():
     """As in a process that has called nothing yet, but for the cache on the disk."""
     device.forget()
-    plan.plans.clear()
     for name, module in list(sys.modules.items()):
         for op in vars(module).values() if name.startswith("fkjit.ops.") else ():
             if isinstance(op, Op):

@@ -127,6 +127,7 @@ def test_the_users_file_goes_before_the_shipped_one(folder):
         ({"block": [96, 32]}, "has no such values"),
         ({"block": True}, "has no such values"),
         ({"tile": 64}, "has no such values"),
+        ({"block": 128}, "has no such values"),  # from before `optimistic`
         ({"block": [192, 128], "optimistic": True}, "head_dim"),
         ({"block": [128, 64], "optimistic": True}, "is not compiled with optimistic=True"),
     ],

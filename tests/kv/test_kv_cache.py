@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 import fkjit
 from fkjit.errors import PoolExhaustedError
 from fkjit.ops.kv.append import APPEND
-from fkjit.ops.kv.problem import decode, encode
+from fkjit.ops.kv.cases import decode, encode
 from fkjit.ops.kv.read import READ
 from tests.kv.kit import DIM, HEADS, append, silent, small, tokens  # noqa: F401
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 import fkjit
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
 from fkjit.jit.build import quiet
+from fkjit.ops.moe import cases, regroup
 from fkjit.ops.moe import groups as groups
-from fkjit.ops.moe import regroup
 
 FIELDS = fkjit.MoeGroups._fields
 
 
 def assert_grouped(found, p, ids, arrays):
-    for name, right in groups.grouped(p, ids, arrays).items():
+    for name, right in cases.grouped(p, ids, arrays).items():
         one = np.asarray(getattr(found, name))
         assert one.dtype == np.int32 and np.array_equal(one, right), name
 
@@ -40,13 +40,13 @@ def test_any_choices(data, tokens, top_k, experts, seed):
     capacity = data.draw(st.sampled_from([None, 0, 1, 7, 10_000]))
     local = data.draw(st.none() | st.integers(1, experts))
     real = data.draw(st.none() | st.integers(-3, tokens + 9))
-    p = groups.group_problem(tokens, top_k, experts, size, 3, mapped=local is not None, real=real)
+    p = cases.group_problem(tokens, top_k, experts, size, 3, mapped=local is not None, real=real)
     if local is not None:
         p["groups"] = local
     if capacity is not None:
         p["capacity"] = capacity
     p["places"] = groups.places_of(tokens * top_k, p["groups"], size)
-    arrays = groups.random_lists(p, rng)
+    arrays = cases.random_lists(p, rng)
     few = min(experts, data.draw(st.sampled_from([1, 3, 1024])))
     ids = rng.integers(-1, few + 1, (tokens, top_k)).astype(rng.choice(["i4", "i8"]))
     lists = {name: arrays.get(name) for name in groups.INPUTS}
@@ -86,11 +86,11 @@ def test_together_is_one_after_the_other(experts, tokens, blocks):
     assert np.array_equal(found.topk_weights, weights) and np.array_equal(found.topk_ids, ids)
     for name in FIELDS:
         assert np.array_equal(getattr(found.groups, name), getattr(after, name)), name
-    assert_grouped(after, groups.group_problem(tokens, top_k, experts, 4, blocks), ids, {})
+    assert_grouped(after, cases.group_problem(tokens, top_k, experts, 4, blocks), ids, {})
     real = number[0]
     assert np.array_equal(fewer.topk_ids[:real], ids[:real]) and (fewer.topk_ids[real:] == -1).all()
     assert (fewer.topk_weights[real:] == 0).all() and (fewer.groups.inverse[real:] == -1).all()
-    p = groups.group_problem(tokens, top_k, experts, 4, blocks)
+    p = cases.group_problem(tokens, top_k, experts, 4, blocks)
     assert_grouped(fewer.groups, p, ids, {"num_tokens": number})
 
 
@@ -109,7 +109,7 @@ def test_all_to_one_expert_in_many_rounds(blocks):
     ids = np.full((9000, 1), 5, np.int64)
     with quiet():
         found = fkjit.moe_regroup(ids, 7, 64)
-    assert_grouped(found, groups.group_problem(9000, 1, 7, 64, blocks), ids, {})
+    assert_grouped(found, cases.group_problem(9000, 1, 7, 64, blocks), ids, {})
 
 
 def test_of_torch_tensors_in_a_layer():
@@ -159,11 +159,11 @@ def test_wrong_kinds():
 )
 def test_counters_are_clean_again(tile, experts):
     params = {"ids": "int32", "tile": tile}
-    p = groups.group_problem(1700, 2, experts, 4, 3)
-    arrays = {**regroup.inputs(params, p, np.random.default_rng(1)), **groups.outputs(p)}
+    p = cases.group_problem(1700, 2, experts, 4, 3)
+    arrays = {**cases.regroup_inputs(params, p, np.random.default_rng(1)), **cases.group_outputs(p)}
     with quiet():
         for _ in range(2):
             fkjit.launch("moe_regroup.grid", params, p, arrays)
     assert not arrays["counters"].any()
-    for name, right in groups.grouped(p, arrays["topk_ids"], arrays).items():
+    for name, right in cases.grouped(p, arrays["topk_ids"], arrays).items():
         assert np.array_equal(arrays[name].reshape(right.shape), right), name

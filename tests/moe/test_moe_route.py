@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import fkjit
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
 from fkjit.jit.build import quiet
+from fkjit.ops.moe import cases
 from fkjit.ops.moe import problem as moe
 
 INF, NAN = np.inf, np.nan
@@ -22,12 +23,12 @@ def route(logits, top_k, **options):
 
 
 def random_problem(rng, dtype, experts, top_k, tokens=7, **other):
-    p = moe.route_problem(dtype, tokens, experts, top_k, **other)
-    return p, moe.random_routing(p, rng)
+    p = cases.route_problem(dtype, tokens, experts, top_k, **other)
+    return p, cases.random_routing(p, rng)
 
 
 def assert_routed(found, p, arrays):
-    expected = moe.routed(p, arrays)
+    expected = cases.routed(p, arrays)
     weights, ids = (np.asarray(x) for x in found)
     assert weights.dtype == np.float32 and ids.dtype == np.int32
     assert np.array_equal(ids, expected["topk_ids"])

@@ -13,8 +13,8 @@ import fkjit
 from fkjit import Llama3Scaling, YarnScaling
 from fkjit.errors import ArgumentTypeError, FkjitError, ParameterError
 from fkjit.jit.build import quiet
+from fkjit.ops.rope.cases import reference
 from fkjit.ops.rope.frequencies import fixed_point, frequencies
-from fkjit.ops.rope.kernels import reference
 from fkjit.runtime.interop import numpy_dtype
 
 TYPE, VALUE = ArgumentTypeError, ParameterError

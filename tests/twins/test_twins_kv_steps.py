@@ -12,7 +12,7 @@ from bench.core.catalog import operations
 from bench.core.op import Refused
 from bench.kv import cases_kv_slots as slots_bench
 from bench.kv import cases_rope_kv_append as fused_bench
-from fkjit.ops.kv import slots as kernels
+from fkjit.ops.kv.slots import SLOTS as KERNEL
 
 torch = pytest.importorskip("torch", reason="needs torch")
 import fkjit  # noqa: E402
@@ -36,12 +36,12 @@ def test_slots_are_right_and_others_are_not(interpreter, given, name):  # noqa: 
     assert op.expected(given, arrays).judge(found).why_wrong() is not None
 
 
-@pytest.mark.parametrize("problem", kernels.problems({}, "small"), ids=range(6))
+@pytest.mark.parametrize("problem", KERNEL.verification.problems({}, "small"), ids=range(6))
 def test_the_twin_of_slots_counts_and_leaves_out_what_ours_does(interpreter, problem):  # noqa: F811
     from bench.kv.triton_kv_slots import kv_slots as twin
 
-    made = kernels.inputs({}, problem, np.random.default_rng(3))
-    want = kernels.reference(problem, made)
+    made = KERNEL.verification.inputs({}, problem, np.random.default_rng(3))
+    want = KERNEL.verification.reference(problem, made)
     given = {name: torch.from_numpy(array.copy()) for name, array in made.items()}
     tables = tuple(given[name] for name in ("page_table", "lengths", "capacities"))
     several = (given["cu_seqlens"], problem["tokens"]) if "cu_seqlens" in given else (None, None)

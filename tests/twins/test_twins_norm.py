@@ -46,7 +46,7 @@ def test_the_suite_finds_ours_and_the_twin_right_and_another_norm_wrong(
     op,
     residual,
 ):
-    suite, given = operations()[op], problem(op, 600, 128, residual)
+    suite, given = operations()[op], problem(op, 130, 128, residual)
     arrays = suite.inputs(given, Place)
     expected = suite.expected(given, arrays)
     for prepared in (suite.ours(given, arrays), twins.twin(op).prepare(given, arrays)):

@@ -1,4 +1,5 @@
-"""The kernels of attention's forms: templates of attention_kernels.py with a form rendered in."""
+"""Attention's kernels with score features: three of kernels.py and kernels_sm90.py, whose templates
+have the features rendered in."""
 
 from __future__ import annotations
 
@@ -6,17 +7,14 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from fkjit.arch import Arch
-from fkjit.ops.attention import feature_kernels_sm90 as hopper_form
-from fkjit.ops.attention import feature_problem as problem
 from fkjit.ops.attention.features import SHIPPED, SHIPPED_SM90, parse
 from fkjit.ops.attention.kernels import FLASH, FLASH_FP32, PAIRS
-from fkjit.ops.attention.kernels_sm90 import FLASH_SM90
-from fkjit.ops.attention.problem import split_block
-from fkjit.spec import KernelSpec, Param, Params, Problem, register
+from fkjit.ops.attention.kernels_sm90 import FEATURE_TILES, FLASH_SM90
+from fkjit.spec import KernelSpec, Param, Params, register
 
 _FORM = "what the kernel does beside causal attention; any other form is compiled when called"
 _TILES = (16, 32, 64, (64, 16), (64, 32))
+_TILES_SM90 = tuple(dict.fromkeys(tile for tiles in FEATURE_TILES.values() for tile in tiles))
 # What is compiled ahead of each kernel: one tile, where the sweep meets every line of the code.
 _SHOWN = {"head_dim": 64, "head_dim_v": 64, "block": 32, "aligned": True}
 _SHOWN_MORE: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -42,9 +40,10 @@ _ONE, _SEVERAL = 1, 2
 
 def _arrays(params: Params) -> int:
     """Arrays that scores meet: none, one, or several; bytes one by one are as bad as two."""
-    form = parse(params["form"])
-    bytewise = form.mask and not form.mask_paired and params["head_dim"] > 128
-    return min(bool(form.bias) + form.mask + bytewise + len(form.arrays), _SEVERAL)
+    features = parse(params["form"])
+    bytewise = features.mask and not features.mask_paired and params["head_dim"] > 128
+    count = bool(features.bias) + features.mask + bytewise + len(features.arrays)
+    return min(count, _SEVERAL)
 
 
 def _derive_flash(params: Params) -> dict[str, Any]:
@@ -78,25 +77,13 @@ def _only_shown(spec: KernelSpec) -> KernelSpec:
     return replace(spec, params=tuple(fewer))
 
 
-def _with_forms(base: KernelSpec, **more: Any) -> KernelSpec:
-    own: dict[str, Any] = {
-        "derive": lambda params: {**base.derive(params), **parse(params["form"]).values()},
-        **more,
-    }
+def _with_features(base: KernelSpec, **more: Any) -> KernelSpec:
     return replace(
         base,
         op="attention_form",
         doc=f"{base.name} with windows, biases, packed sequences …: what its form says",
-        arguments=problem.arguments,
-        flops=problem.flops,
-        interpreter_work=problem.padded_flops,
-        bytes=problem.traffic,
-        shape_class=problem.shape_class,
-        reference=problem.reference,
-        problems=problem.problems,
-        inputs=problem.inputs,
-        outputs=problem.outputs,
-        **own,
+        verification="fkjit.ops.attention.cases:FEATURES",
+        **more,
     )
 
 
@@ -110,52 +97,39 @@ def _params(base: KernelSpec, name: str, values: tuple[Any, ...]) -> tuple[Param
     return (*own, Param("form", SHIPPED, _FORM))
 
 
-_FORMS = {
-    "flash": _with_forms(
+def _derive_fp32(params: Params) -> dict[str, Any]:
+    return {**FLASH_FP32.derive(params), **parse(params["form"]).values()}
+
+
+_SPECS = {
+    "flash": _with_features(
         FLASH, derive=_derive_flash, illegal=_illegal_flash, params=_params(FLASH, "block", _TILES),
     ),
-    "flash_fp32": _with_forms(
-        FLASH_FP32, illegal=_illegal_fp32,
+    "flash_fp32": _with_features(
+        FLASH_FP32, derive=_derive_fp32, illegal=_illegal_fp32,
         params=_params(FLASH_FP32, "dtype", ("fp32", "bf16", "fp16")),
         superseded=lambda params: frozenset(() if params["dtype"] == "fp32" else {"bf16_mma"}),
     ),
     "flash_sm90": replace(
-        _with_forms(
-            FLASH_SM90, derive=hopper_form.derive, illegal=hopper_form.illegal,
-            params=_params(FLASH_SM90, "block", hopper_form.ALL_TILES),
-            shared_layout=hopper_form.shared, shared_bytes=hopper_form.shared_bytes,
-        ),
-        arguments=hopper_form.arguments, problems=hopper_form.problems,
-        outputs=hopper_form.outputs,
+        _with_features(FLASH_SM90, params=_params(FLASH_SM90, "block", _TILES_SM90)),
+        verification="fkjit.ops.attention.cases:FEATURES_SM90",
     ),
 }  # fmt: skip
 FLASH_FORMS, FLASH_FP32_FORMS, FLASH_SM90_FORMS = (
-    register(_only_shown(spec)) for spec in _FORMS.values()
+    register(_only_shown(spec)) for spec in _SPECS.values()
 )
 
 
 @lru_cache(maxsize=1024)
-def kernel(base: str, form: str) -> KernelSpec:
-    """The kernel "flash", "flash_fp32" or "flash_sm90" with a form; every variant of it is legal
+def kernel_with(base: KernelSpec, form: str) -> KernelSpec:
+    """FLASH, FLASH_FP32 or FLASH_SM90 with the features of a text; every variant of it is legal
     that `base` has registers for."""
-    spec = _FORMS[base]
+    spec = _SPECS[base.name]
     return replace(spec, params=(*spec.params[:-1], Param("form", (form,), _FORM)))
 
 
-def tile(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
-    """The tile of a problem: the first that is legal and no taller than the queries need."""
-    if spec.name == "flash_sm90":
-        return hopper_form.tile(problem, fixed)
-    rows = max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
-    order = _order(spec, fixed)
-    legal = [b for b in order if spec.why_not({**fixed, "block": b}, arch) is None]
-    if not legal:  # say why
-        spec.check({**fixed, "block": order[-1]}, arch)
-    low = [b for b in legal if split_block(b)[0] <= rows]
-    return (low or legal[-1:])[0]
-
-
-def _order(spec: KernelSpec, fixed: Params) -> tuple[Any, ...]:
+def feature_tiles(spec: KernelSpec, fixed: Params) -> tuple[Any, ...]:
+    """The tiles of a kernel with score features, fastest first."""
     if spec.name == "flash_fp32":
         return _FP32_TILES[_arrays(fixed) :]
     return _PREFERENCE[_arrays(fixed)][fixed["head_dim"]]

@@ -1,8 +1,8 @@
-"""A form of attention: what a kernel is compiled for beside shapes, and how it is written down.
+"""Score features of attention: what a kernel is compiled for beside shapes, and as which text.
 
-A form is a parameter's value, so it is text: "window", "softcap alibi bias=bf16:paired mask sinks
-varlen", with a score_mod last: "alibi score_mod=score * slope; float slope". Every form has a band
-of keys (causal, window); the text "window" is the one with nothing else.
+They are the value of a kernel's parameter `form`, so they are written as text: "window",
+"softcap alibi bias=bf16:paired mask sinks varlen", with a score_mod last: "alibi score_mod=score *
+slope; float slope". Every text has a band of keys (causal, window); "window" has nothing else.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ ARRAYS = {  # dtype of an array that a score_mod reads -> what its expression se
 }  # fmt: skip
 MAX_ARRAYS = 8  # that a score_mod reads
 SLOTS = tuple(f"score_{i}" for i in range(MAX_ARRAYS))  # kernel arguments
+PACKED_ENDS = ("cu_seqlens_q", "cu_seqlens_k")
+FEATURE_ARRAYS = ("alibi_slopes", "bias", "mask", "sinks")
+# Arrays besides q, k and v that kernels have arguments for, null where there is none.
+POINTERS = (*PACKED_ENDS, *FEATURE_ARRAYS, *SLOTS)
 _MOD = "score_mod="
 _GRAD = "derivative="
 _PAIRED = ":paired"
 
 
 @dataclass(frozen=True)
-class Form:
-    """See `Form.text` and `parse`; `score_args` are (name, key of SCALARS or ARRAYS)."""
+class ScoreFeatures:
+    """What scores meet; `score_args` are (name, key of SCALARS or ARRAYS)."""
 
     softcap: bool = False
     alibi: bool = False
@@ -86,15 +90,15 @@ class Form:
         }
 
 
-# What templates name where there is no form.
+# What templates name where there are no score features.
 PLAIN: Mapping[str, Any] = {
     **{"form": False, "seeded": False, "seqlen_q": "seqlen_q", "seqlen_k": "seqlen_k"},
 }
 
 
 @lru_cache(maxsize=1024)
-def parse(text: str) -> Form:
-    """The form of a text made by `Form.text`."""
+def parse(text: str) -> ScoreFeatures:
+    """The features of a text made by `ScoreFeatures.text`."""
     words, _, mod = text.partition(_MOD)
     mod, _, grad = mod.partition(f"; {_GRAD}")
     expression, *declared = mod.split(";")
@@ -107,33 +111,33 @@ def parse(text: str) -> Form:
         found[name] = dtype or True
         if word.endswith(_PAIRED):
             found[f"{name}_paired"] = True
-    return Form(**found)
+    return ScoreFeatures(**found)
 
 
-# What is compiled ahead, swept and shown; every other form is compiled when it is first called.
+# What is compiled ahead, swept and shown; all else is compiled when it is first called.
 EXAMPLE_MOD = "score + slope * (k_idx - q_idx) + table[k_idx]"
 EXAMPLE_ARGS = (("slope", "float"), ("table", "fp32"))
 SHIPPED = tuple(
-    form.text
-    for form in (
-        Form(),
-        Form(softcap=True),
-        Form(alibi=True),
-        Form(bias="fp16", bias_paired=True),
-        Form(mask=True),
-        Form(sinks=True),
-        Form(varlen=True),
-        Form(score_mod=EXAMPLE_MOD, score_args=EXAMPLE_ARGS),
-        Form(True, True, "fp32", False, True, True, True, True, EXAMPLE_MOD, EXAMPLE_ARGS),
+    features.text
+    for features in (
+        ScoreFeatures(),
+        ScoreFeatures(softcap=True),
+        ScoreFeatures(alibi=True),
+        ScoreFeatures(bias="fp16", bias_paired=True),
+        ScoreFeatures(mask=True),
+        ScoreFeatures(sinks=True),
+        ScoreFeatures(varlen=True),
+        ScoreFeatures(score_mod=EXAMPLE_MOD, score_args=EXAMPLE_ARGS),
+        ScoreFeatures(True, True, "fp32", False, True, True, True, True, EXAMPLE_MOD, EXAMPLE_ARGS),
     )
 )
-# Of the kernel for Hopper.
+# Of the kernel for sm_90.
 SHIPPED_SM90 = tuple(
-    form.text
-    for form in (
-        Form(sinks=True),
-        Form(bias="bf16"),
-        Form(score_mod=EXAMPLE_MOD, score_args=EXAMPLE_ARGS),
-        Form(True, True, "fp32", False, True, False, True, True),
+    features.text
+    for features in (
+        ScoreFeatures(sinks=True),
+        ScoreFeatures(bias="bf16"),
+        ScoreFeatures(score_mod=EXAMPLE_MOD, score_args=EXAMPLE_ARGS),
+        ScoreFeatures(True, True, "fp32", False, True, False, True, True),
     )
 )

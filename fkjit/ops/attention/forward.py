@@ -1,23 +1,21 @@
-"""`fkjit.attention`: scaled dot-product attention, forward."""
+"""`fkjit.attention` and `fkjit.attention_varlen`: scaled dot-product attention, forward."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
 from typing import Any
 
-import numpy as np
-
-from fkjit.cpu.run import interpret
-from fkjit.ops.attention import autograd, nodes
-from fkjit.ops.attention.checks import LAYOUTS, Request, check
-from fkjit.ops.attention.kernels_sm90 import COUNTERS, FLASH_SM90
-from fkjit.ops.attention.plan import again, find, remember
-from fkjit.ops.attention.short_q import FewPlan
+from fkjit.errors import CompileError
+from fkjit.ops.attention import nodes
+from fkjit.ops.attention.checks import check, check_varlen
+from fkjit.ops.attention.features import FEATURE_ARRAYS, PACKED_ENDS, POINTERS
+from fkjit.ops.attention.options import AttentionOptions, VarlenOptions, unpack_score_mod
+from fkjit.ops.attention.score_mod import does_not_compile
 from fkjit.ops.op import torch_ops
-from fkjit.runtime import interop, workspace
-from fkjit.runtime.device import launch_on_device, loaded
-from fkjit.runtime.interop import CPU
-from fkjit.sanitizer import refuse_gpu
+from fkjit.ops.op.op import Op
 
 
 def attention(
@@ -100,55 +98,27 @@ def attention(
 
     Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning".
     """
-    options = (causal, softmax_scale, block, impl, return_lse, layout)
-    dense = window is softcap is alibi_slopes is bias is mask is sinks is score_mod is None
-    if dense and not torch_ops.compiling():
-        made = again(q, k, v, options)
-        if made is not None:
-            return made
-    if torch_ops.autocasting():
-        q, k, v = torch_ops.autocast(q, k, v)
-    if not dense:
-        forms = (window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args)
-        return _forms().dense(q, k, v, options, forms, score_mod_grad, deterministic)
-    if torch_ops.compiling():
-        return nodes.traced(q, k, v, *options, deterministic)
-    plan = find(q, k, v, options)
-    if plan is not None:
-        refuse_gpu("attention")
-        return plan.run(q, k, v)
-    if autograd.wanted(q, k, v):
-        return autograd.attention(q, k, v, *options, deterministic)
-    if torch_ops.wrapped(q, k, v):
-        return nodes.traced(q, k, v, *options, deterministic)
-    request = check(q, k, v, *options)
-    if request.q.kind == "torch":
-        torch_ops.arrived()
-    if request.few:
-        few = FewPlan(*options)
-        remember(request, None, options, few)
-        return few.run(q, k, v)
-    o = interop.empty(request.q, request.output_shape, request.problem["dtype"])
-    lse = interop.empty(request.q, request.lse_shape, "fp32") if return_lse else None
-    if request.device == CPU and not request.empty:
-        _on_cpu(request, o, lse)
-    elif not request.empty:
-        _on_gpu(request, o, lse, options)
-    o = interop.give_back(request.q, o)
-    return (o, interop.give_back(request.q, lse)) if return_lse else o
+    options = (causal, softmax_scale, block, impl, return_lse, layout, deterministic)
+    if window is softcap is alibi_slopes is bias is mask is sinks is score_mod is None:
+        return _ATTENTION((q, k, v), (), options)
+    inputs = (q, k, v, None, None, alibi_slopes, bias, mask, sinks)
+    options = (*options, tuple(window) if isinstance(window, list) else window, softcap)
+    return _run(_ATTENTION, inputs, options, score_mod, score_args, score_mod_grad)
 
 
-def prepare(
+def attention_varlen(
     q: Any,
     k: Any,
     v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
     block: int | tuple[int, int] | None = None,
-    impl: str = "auto",
     return_lse: bool = False,
-    layout: str = "bhsd",
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     alibi_slopes: Any = None,
@@ -159,65 +129,122 @@ def prepare(
     score_args: Mapping[str, Any] | None = None,
     score_mod_grad: str | None = None,
     deterministic: bool | None = True,
-) -> None:
-    """Compile and load what `attention` with the same arguments needs, without running it.
+) -> Any:
+    """Attention over sequences of several lengths, packed one behind the other.
 
-    Call it before capturing a CUDA graph, or to pay the first-call cost early. Checks and raises as
-    `attention` does; nothing to do for CPU arrays.
+    Args:
+        q: [total_q, Hq, D]; k: [total_k, Hkv, D]; v: [total_k, Hkv, Dv]; as `attention` takes them.
+        cu_seqlens_q, cu_seqlens_k: [B + 1] int32 on the same device: 0 and the running sums of the
+            lengths. Sequence i is rows cu_seqlens[i] up to cu_seqlens[i + 1]; empty ones are fine.
+        max_seqlen_q, max_seqlen_k: at least the longest lengths. Rows and keys beyond are left out:
+            nothing waits for the device to find out, so a CUDA graph may replay with other lengths.
+        causal, window: aligned to the bottom right of each sequence.
+        bias, mask: [B | 1, Hq | 1, max_seqlen_q | 1, max_seqlen_k]: a sequence's own [Sq, Sk] stand
+            at the beginning of its rows and columns.
+        score_mod: b is the sequence, q_idx and k_idx count its own rows.
+        The others: as in `attention`.
+
+    Returns:
+        o [total_q, Hq, Dv], or (o, lse) with lse fp32 [Hq, total_q]. Rows of no sequence are not
+        written. A row that sees no key gives o = 0 and lse = -inf (with a sink: the sink).
+
+    Raises:
+        ParameterError, ArgumentTypeError, DeviceError, CaptureError: as `attention`.
+
+    Every feature goes with every other, on every GPU. With torch it has the gradients that
+    `attention` has, 0 in rows of no sequence. To torch.compile the call is one operator,
+    torch.ops.fkjit.attention_varlen (or …_lse).
     """
-    options = (causal, softmax_scale, block, impl, return_lse, layout)
-    if not (window is softcap is alibi_slopes is bias is mask is sinks is score_mod is None):
-        forms = (window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args)
-        return _forms().prepare_dense(q, k, v, options, forms)
-    request = check(q, k, v, *options)
-    if request.few:
-        few = FewPlan(*options)
-        few.prepare(q, k, v)
-        remember(request, None, options, few)
-    elif request.device != CPU and not request.empty:
-        stream = interop.current_stream(request.q)
-        kernel = loaded(request.spec, request.params, request.device, stream)
-        if request.spec is FLASH_SM90:
-            workspace.reserve(request.device)
-        remember(request, kernel, options)
+    inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias, mask, sinks)
+    options = (
+        max_seqlen_q, max_seqlen_k, causal, softmax_scale, block, return_lse, deterministic,
+        tuple(window) if isinstance(window, list) else window, softcap,
+    )  # fmt: skip
+    return _run(_VARLEN, inputs, options, score_mod, score_args, score_mod_grad)
 
 
-def _forms() -> Any:
-    """Imported by the first call that has one."""
-    from fkjit.ops.attention import feature_forward
-
-    return feature_forward
-
-
-attention.prepare = prepare  # type: ignore[attr-defined]
-nodes.define(attention)
-
-
-def _on_cpu(request: Request, o: Any, lse: Any) -> None:
-    order = LAYOUTS[request.layout]
-    arrays = {n: interop.as_numpy(getattr(request, n)).transpose(order) for n in ("q", "k", "v")}
-    arrays["o"] = interop.as_numpy(interop.view(o, "attention", "o")).transpose(order)
-    arrays["lse"] = None if lse is None else interop.as_numpy(interop.view(lse, "attention", "lse"))
-    arrays["counters"] = np.zeros(COUNTERS, np.uint32)
-    interpret(request.spec, request.params, request.problem, arrays)
+def _run(
+    op: Op, inputs: tuple[Any, ...], options: tuple[Any, ...], score_mod: Any, score_args: Any,
+    score_mod_grad: Any, act: Callable[..., Any] | None = None,
+) -> Any:  # fmt: skip
+    """A call of an op, or what `act` does with its arguments; what NVRTC has against a score_mod as
+    a ParameterError."""
+    act = act or op
+    if score_mod is None and not score_args and score_mod_grad is None:
+        return act(inputs, (), options)
+    if torch_ops.compiling():  # which refuses a score_mod before anything is looked at
+        return act(inputs, (), (*options, score_mod))
+    slots, rest = unpack_score_mod(op.name, score_mod, score_args, score_mod_grad)
+    try:
+        return act((*inputs, *slots), (), (*options, *rest))
+    except CompileError as error:
+        raise does_not_compile(op.name, score_mod, error) from error
 
 
-def _on_gpu(request: Request, o: Any, lse: Any, options: tuple[Any, ...]) -> None:
-    arrays = request.pointers(
-        interop.Pointer(interop.view(o, "attention", "o")),
-        interop.Pointer(None if lse is None else interop.view(lse, "attention", "lse")),
-    )
-    stream = interop.current_stream(request.q)
-    counters = 0
-    if request.spec is FLASH_SM90:
-        counters = workspace.find(request.q.array, request.device, stream, 0, COUNTERS)[1]
-    named = request.spec.arguments(
-        request.params, request.problem, {**arrays, "counters": counters}
-    )
-    named = interop.resolved(named)
-    kernel = launch_on_device(
-        request.spec, request.params, request.problem, named, request.device, stream
-    )
-    if request.q.kind == "dlpack":  # whoever owns the inputs may reuse their memory once we return
-        interop.synchronise(request.q)
-    remember(request, kernel, options)
+# ------------------------------------------------------------------ the two ops
+
+_AUTOGRAD = "fkjit.ops.attention.autograd"  # imported where a gradient is wanted: half of all code
+
+
+def _op(name: str, check: Callable[..., Any], options: Any, traced: Callable[..., Any]) -> Op:
+    def autograd(inputs: tuple[Any, ...], outputs: Any, options: tuple[Any, ...]) -> Any:
+        return import_module(_AUTOGRAD).attend(op, inputs, options)
+
+    op = Op(
+        name, inputs=("q", "k", "v", *POINTERS), outputs=("o", "lse"), check=check, options=options,
+        optional=[n for n in POINTERS if name == "attention" or n not in PACKED_ENDS],
+        autograd=autograd, traced=traced, autocast=3, batched=True,
+    )  # fmt: skip
+    return op
+
+
+_ATTENTION = _op("attention", check, AttentionOptions, nodes.traced)
+_VARLEN = _op("attention_varlen", check_varlen, VarlenOptions, nodes.traced_varlen)
+nodes.define(_ATTENTION, _VARLEN)
+
+
+# ------------------------------------------------------------------ prepare
+
+_LAST = "softcap"  # of the options that a call without a score_mod gives
+_MOD = ("score_mod", "score_args", "score_mod_grad")
+_ARRAYS = 3 + len(PACKED_ENDS) + len(FEATURE_ARRAYS)  # that it gives
+
+
+def _preparing(op: Op, call: Callable[..., Any], options: Any) -> Callable[..., None]:
+    signature, names = inspect.signature(call), options._fields[: options._fields.index(_LAST) + 1]
+
+    def prepare(*args: Any, **named: Any) -> None:
+        """Compile and load what the call with the same arguments needs, without running it; where
+        an input requires grad, what its gradients need as well.
+
+        Call it before capturing a CUDA graph, or to pay the first-call cost early. Checks and
+        raises as the call does; nothing to do for CPU arrays.
+        """
+        bound = signature.bind(*args, **named)
+        bound.apply_defaults()
+        given = bound.arguments
+        if isinstance(given["window"], list):
+            given["window"] = tuple(given["window"])
+        # Inputs and options exactly as the call has them, whose plan it is.
+        inputs = tuple(given.get(name) for name in op.inputs[:_ARRAYS])
+        said, mod = tuple(given[name] for name in names), [given[name] for name in _MOD]
+        act = partial(_prepare, op)
+        if any(x is not None for x in (*inputs[3:], given["window"], given["softcap"], mod[0])):
+            _run(op, inputs, said, *mod, act=act)
+        else:
+            act(inputs[:3], (), said[:-2])
+
+    return prepare
+
+
+def _prepare(
+    op: Op, inputs: tuple[Any, ...], outputs: tuple[Any, ...], options: tuple[Any, ...]
+) -> None:
+    if torch_ops.wants_grad(inputs):
+        import_module(_AUTOGRAD).prepare(op, inputs, options)
+    else:
+        op.prepare(inputs, options)
+
+
+attention.prepare = _preparing(_ATTENTION, attention, AttentionOptions)  # type: ignore[attr-defined]
+attention_varlen.prepare = _preparing(_VARLEN, attention_varlen, VarlenOptions)  # type: ignore[attr-defined]

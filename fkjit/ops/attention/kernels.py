@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fkjit.ops.attention.features import PLAIN
-from fkjit.ops.attention.problem import MAX_HEAD_DIM, NAIVE_ROWS, SHARED, split_block
+from fkjit.ops.attention.problem import CONTRACT, NAIVE_ROWS, split_block
+from fkjit.ops.attention.shapes import MAX_HEAD_DIM
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import KernelSpec, Param, Params, SharedLayout, register
 
@@ -86,7 +87,7 @@ FLASH = register(
         shared_layout=_flash_shared,
         block=_threads(_flash_derive),
         interpreter_flops=3.6e9,
-        **SHARED,
+        **CONTRACT,
     )
 )
 
@@ -149,7 +150,7 @@ FLASH_SM75 = register(
         shared_layout=_sm75_shared,
         block=_threads(_sm75_derive),
         interpreter_flops=3e9,
-        **SHARED,
+        **CONTRACT,
     )
 )
 
@@ -214,7 +215,7 @@ FLASH_FP32 = register(
         shared_layout=_fp32_shared,
         block=_threads(_fp32_warps),
         interpreter_flops=6e8,
-        **SHARED,
+        **CONTRACT,
     )
 )
 
@@ -259,7 +260,7 @@ TILED = register(
         shared_layout=_tiled_shared,
         block=lambda params: (4 * split_block(params["block"])[0], 1, 1),
         interpreter_flops=2.5e8,
-        **SHARED,
+        **CONTRACT,
     )
 )
 
@@ -273,6 +274,6 @@ NAIVE = register(
         derive=lambda params: {"num_warps": NAIVE_ROWS},
         block=lambda params: (32 * NAIVE_ROWS, 1, 1),
         interpreter_flops=2.5e8,
-        **SHARED,
+        **CONTRACT,
     )
 )

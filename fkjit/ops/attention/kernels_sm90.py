@@ -1,18 +1,20 @@
-"""flash for Hopper (sm_90a): TMA and wgmma, whose arguments are tensor maps."""
+"""flash for Hopper (sm_90a): TMA and wgmma, whose arguments are tensor maps; with and without score
+features."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from fkjit.arch import Arch
-from fkjit.ops.attention.features import PLAIN
-from fkjit.ops.attention.problem import SHARED, grid, outputs, problems, scalars, split_block
+from fkjit.ops.attention import problem as shared
+from fkjit.ops.attention.features import PLAIN, ScoreFeatures, parse
+from fkjit.ops.attention.problem import CONTRACT, split_block
+from fkjit.ops.attention.shapes import padded_pair
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.runtime.tensor_map import TensorMap
-from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, SharedLayout, register
+from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, register
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # what products are padded to; tiles have panels of 64 columns
 PAIRS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -25,37 +27,39 @@ TILES: dict[int, tuple[Any, ...]] = {
     192: ((128, 96), (128, 64)),
     256: ((128, 80), (128, 64)),
 }
-_FEW_QUERIES = (64, 128)  # for small problems: twice as many blocks, each half as busy
+# Those that leave registers for the rules of score features.
+FEATURE_TILES: dict[int, tuple[Any, ...]] = {
+    64: ((256, 64), (192, 128), 128, (64, 128)),
+    96: (128,),
+    128: (128, (192, 80), (64, 128), (128, 64)),
+    192: ((128, 96), (128, 64)),
+    256: ((128, 80), (128, 64)),
+}
+# Tiles beside which those of a bias or a mask have room, in whole panels.
+_ARRAY_TILES: dict[int, tuple[Any, ...]] = {
+    **dict.fromkeys((64, 96, 128), (128, (64, 128))), **dict.fromkeys((192, 256), ((128, 64),)),
+}  # fmt: skip
+_MOD_ROWS = 128  # at most, beside what a score_mod may hold in registers
+_MOD_HEAD_DIM = 192  # at most, beside a bias or a mask as well
 # Head dimensions whose tiles are all optimistic: exponentials limit there, not products. Of others
 # some tiles are compiled either way, and which is faster depends on how many tiles a row has.
 _OPTIMISTIC_DIMS = (64, 96)
 _EITHER_WAY = {128: (128,)}
-# How fast others are than the first tile of a head_dim, per row and where every SM is busy alike
-# (bench/NOTES.md): (tile, optimistic), from so many keys on, of full rows and of causal ones.
-_PACE: dict[int, dict[tuple[Any, bool], tuple[tuple[int, float, float], ...]]] = {
-    64: {
-        ((192, 128), True): ((0, 1.01, 1.0),),
-        (128, True): ((0, 0.86, 1.02), (2048, 0.84, 0.93)),
-    },
-    96: {((192, 96), True): ((1024, 1.05, 1.0), (4096, 1.065, 1.015), (16384, 1.09, 1.035))},
-    128: {
-        (128, True): (
-            (1024, 0.97, 1.013), (2048, 1.015, 1.02), (4096, 1.04, 1.03), (8192, 1.05, 1.04),
-        ),
-        ((192, 80), False): (
-            (2048, 1.02, 0.93), (4096, 1.05, 0.98), (8192, 1.075, 1.03), (16384, 1.085, 1.06),
-        ),
-    },
-}  # fmt: skip
-_PANEL = 64  # columns
+_PANEL, _ROW_BYTES = 64, 128  # columns of a row in shared memory, and bytes
 _WARP_ROWS = 16  # of a tile of queries: a warp stores its own
+_STAGES = ((2, 2), (1, 2), (1, 1))  # of Q, and of bias and mask
+_MORE_BARRIERS = 16 + 16 * 2  # bytes: of tiles that are cut, of bias and mask
 COUNTERS = 1
 # What P and its sums may come to before a maximum is looked for, well inside the type's range.
 _LIMITS = {"fp16": "16384.f", "bf16": "0x1p32f"}
 _OPTIMISTIC = "exponentials are taken before anyone has looked for a tile's maximum"
 MAX_SHARED = 232_448  # bytes a block may have on sm_90
 _L2_BYTES = 32 << 20  # of 50 MiB
-_SMS = 132  # of an H100 or H200, where a problem does not say
+SMS = 132  # of an H100 or H200, where a problem does not say
+
+
+def _features(params: Params) -> ScoreFeatures | None:
+    return parse(params["form"]) if "form" in params else None
 
 
 def _consumers(params: Params) -> int:
@@ -64,24 +68,37 @@ def _consumers(params: Params) -> int:
 
 def _derive(params: Params) -> dict[str, Any]:
     consumers, block_k = _consumers(params), split_block(params["block"])[1]
+    features, (q_stages, score_stages) = _features(params), _stages(params) or (1, 1)
     return {
         "block_k": block_k,
         "consumers": consumers,
         "k_stages": stages(params)[0],
         "v_stages": stages(params)[1],
-        "optimistic": params["optimistic"],
+        "optimistic": _is_optimistic(params),
         "most": _LIMITS[params["dtype"]],
-        "q_stages": _q_stages(params),
+        "q_stages": q_stages,
         "producer_registers": {1: 40, 2: 40, 3: 32, 4: 32}[consumers],
         "consumer_registers": {1: 240, 2: 232, 3: 160, 4: 112}[consumers],
-        **{**PLAIN, "bias": False, "mask": False, "alibi": False},
-    }
+        **({**PLAIN, "bias": False, "mask": False, "alibi": False} if features is None else
+           {**features.values(), "score_stages": score_stages}),
+    }  # fmt: skip
+
+
+def _is_optimistic(params: Params) -> bool:
+    """What the parameter says. With score features it follows: scores to which rules were applied
+    could not be multiplied again as they were."""
+    features = _features(params)
+    if features is None:
+        return params["optimistic"]
+    ruled = features.softcap or features.alibi or features.score_mod
+    ruled = ruled or features.bias or features.mask
+    return ways(params["head_dim"], params["block"])[0] and not ruled
 
 
 def stages(params: Params) -> tuple[int, int]:
     """Tiles of K and of V in shared memory. Who is optimistic keeps a K until its scores are known
     not to be needed again, and wants another one by then."""
-    if not params["optimistic"]:
+    if not _is_optimistic(params):
         return 2, 2
     (block_q, block_k), dims = (
         split_block(params["block"]),
@@ -92,21 +109,36 @@ def stages(params: Params) -> tuple[int, int]:
     return 3, min(v_stages, 3)
 
 
-def _q_stages(params: Params) -> int:
-    """Two tiles of Q where they fit: then a tile's first scores are under way before the last one's
-    output is stored."""
-    return 2 if sum(size for _, size in parts(params, 2)) <= MAX_SHARED else 1
+def _stages(params: Params) -> tuple[int, int] | None:
+    """How many tiles of Q, and of bias and mask, have room; None where not even one has. With two
+    of Q a tile's first scores are under way before the last one's output is stored."""
+    fitting = (s for s in _STAGES if sum(n for _, n in _parts(params, *s)) <= MAX_SHARED)
+    return next(fitting, None)
 
 
 def _illegal(params: Params) -> str | None:
-    dims = (params["head_dim"], params["head_dim_v"])
+    dims, features = (params["head_dim"], params["head_dim_v"]), _features(params)
     if dims not in PAIRS:
         return f"head_dim_v={dims[1]} is not compiled for head_dim={dims[0]}"
-    if params["block"] not in TILES[dims[0]]:
+    if params["block"] not in tiles(features, dims[0]):
         return f"is not a tile for head_dim={dims[0]}"
-    if params["optimistic"] not in ways(dims[0], params["block"]):
+    if features is None and params["optimistic"] not in ways(dims[0], params["block"]):
         return f"is not compiled with optimistic={params['optimistic']}"
+    if features is not None and _stages(params) is None:
+        return "has no shared memory left for a bias or a mask"
     return None
+
+
+def tiles(features: ScoreFeatures | None, head_dim: int) -> tuple[Any, ...]:
+    """The tiles that are compiled, fastest first."""
+    if features is None:
+        return TILES[head_dim]
+    if features.bias or features.mask:
+        crowded = features.varlen and features.arrays  # addresses of all these have no registers
+        wide = features.score_mod and head_dim > _MOD_HEAD_DIM
+        return () if crowded or wide else _ARRAY_TILES.get(head_dim, ())
+    most = _MOD_ROWS if features.score_mod else 256
+    return tuple(tile for tile in FEATURE_TILES[head_dim] if split_block(tile)[0] <= most)
 
 
 def ways(head_dim: int, block: Any) -> tuple[bool, ...]:
@@ -116,8 +148,8 @@ def ways(head_dim: int, block: Any) -> tuple[bool, ...]:
     return (False, True) if block in _EITHER_WAY.get(head_dim, ()) else (False,)
 
 
-def parts(params: Params, q_stages: int) -> list[tuple[str, int]]:
-    """Rings of Q, K and V, and the mbarriers."""
+def _parts(params: Params, q_stages: int, score_stages: int) -> list[tuple[str, int]]:
+    """Rings of Q, K, V, bias and mask, and the mbarriers."""
     (block_q, block_k), d, dv = (
         split_block(params["block"]),
         params["head_dim"],
@@ -131,66 +163,65 @@ def parts(params: Params, q_stages: int) -> list[tuple[str, int]]:
         )
         for stage in range(stages)
     ]  # fmt: skip
-    return [*rings, ("mbarriers", 96 + 32 * max(k_stages, v_stages))]
+    barriers, features = 96 + 32 * max(k_stages, v_stages), _features(params)
+    if features is None:
+        return [*rings, ("mbarriers", barriers)]
+    score = block_q * block_k * (ITEMSIZE.get(features.bias, 0) + features.mask)
+    scores = [(f"scores stage {stage}", score) for stage in range(score_stages) if score]
+    return [*rings, *scores, ("mbarriers", barriers + _MORE_BARRIERS)]
 
 
 def _shared(params: Params) -> SharedLayout:
-    return parts(params, _q_stages(params))
+    return _parts(params, *(_stages(params) or (1, 1)))
 
 
-def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Kernel arguments by name; q, k, v and o as tensor maps."""
+def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Kernel arguments by name: q, k, v and o as tensor maps, a bias and a mask too; and, with
+    score features, o as it is for ragged ends."""
     block_q, block_k = split_block(params["block"])
+    features = _features(params) or ScoreFeatures()
+    boxes = {"q": block_q, "k": block_k, "v": block_k, "o": _WARP_ROWS}
+    scores = (("bias", features.bias), ("mask", "u8" if features.mask else ""))
     return {
+        **shared.arguments(params, problem, arrays),
+        **{f"{name}_map": _map(problem, arrays[name], rows) for name, rows in boxes.items()},
         **{
-            f"{name}_map": _map(arrays[name], params["dtype"], rows, writable=name == "o")
-            for name, rows in (("q", block_q), ("k", block_k), ("v", block_k), ("o", _WARP_ROWS))
+            f"{name}_map": _score_map(problem, arrays[name], dtype, (block_q, block_k))
+            for name, dtype in scores
+            if dtype
         },
-        "lse": arrays["lse"],
-        "counters": arrays["counters"],
+        "counters": arrays.get("counters"),
         "batch": problem["batch"],
         "section_heads": section_heads(problem),
-        **scalars(problem),
     }
 
 
-def suits(arch: Arch) -> bool:
-    """Whether a GPU runs every tile."""
-    needs = FLASH_SM90.features({})
-    return arch.features >= needs and arch.shared_per_block >= MAX_SHARED
+def _map(problem: Problem, array: Any, rows: int) -> TensorMap:
+    """[batch, head, row, column] in boxes of `rows` rows and one panel of columns; packed arrays
+    are one batch."""
+    axes = shared.axes(problem)
+    shape = [1 if axis is None else array.shape[axis] for axis in axes]
+    steps = [0 if axis is None else array.strides[axis] for axis in axes]
+    return TensorMap(
+        array, problem["dtype"], (array.shape[-1], *shape[::-1]), tuple(steps[::-1]),
+        (_PANEL, rows, 1, 1), writable=rows == _WARP_ROWS,
+    )  # fmt: skip
 
 
-def tile(problem: Problem, head_dim: int, block: Any = None) -> dict[str, Any]:
-    """The tile of a problem, and whether it is optimistic (of a given tile, only that): the fastest
-    by how many rows the busiest SM would have, or fewer queries where all would leave SMs idle."""
-    first = TILES[head_dim][0]
-    causal, seqlen_q = problem["causal"], problem["seqlen_q"]
-    multiprocessors = problem.get("multiprocessors", _SMS)
-    heads = problem["heads_q"] * problem["batch"]
-    if head_dim == 128:
-        works = -(-seqlen_q // split_block(first)[0]) * heads
-        if block is None and works <= (multiprocessors if causal else multiprocessors // 2):
-            block = _FEW_QUERIES
-
-    def time(choice: tuple[Any, bool]) -> float:
-        rows = split_block(choice[0])[0]
-        busiest = -(-(-(-seqlen_q // rows) * heads) // multiprocessors) * rows
-        return busiest / _pace(head_dim, choice, problem["seqlen_k"], causal)
-
-    usual = (first, ways(head_dim, first)[0])
-    if block is not None:
-        choices = [(block, way) for way in ways(head_dim, block)]
-    else:
-        choices = [usual, *_PACE.get(head_dim, {})]
-    block, optimistic = min(choices, key=time)
-    return {"block": block, "optimistic": optimistic}
-
-
-def _pace(head_dim: int, choice: tuple[Any, bool], keys: int, causal: bool) -> float:
-    """1 for the first tile of a head_dim."""
-    steps = _PACE.get(head_dim, {}).get(choice, ((0, 1.0, 1.0),))
-    known = [step for step in steps if step[0] <= keys]
-    return known[-1][1 + causal] if known else 0.8
+def _score_map(problem: Problem, array: Any, dtype: str, block: tuple[int, int]) -> TensorMap:
+    """[batch, head, row, key] of a bias or a mask, in boxes of a tile's rows and up to 128 bytes of
+    keys; a dimension that is broadcast has a stride of 0."""
+    if dtype == "u8" and isinstance(array, np.ndarray):
+        array = array.view(np.uint8)  # of bools
+    rows, keys = block
+    size = ITEMSIZE.get(dtype, 1)
+    row_bytes = min(keys * size, _ROW_BYTES)
+    sizes = [problem[name] for name in ("batch", "heads_q", "seqlen_q", "seqlen_k")]
+    steps = [step if n > 1 else 0 for step, n in zip(array.strides, array.shape[:3], strict=False)]
+    return TensorMap(
+        array, dtype, tuple(sizes[::-1]), tuple(steps[::-1]), (row_bytes // size, rows, 1, 1),
+        swizzle=f"{row_bytes}B",
+    )  # fmt: skip
 
 
 def section_heads(problem: Problem) -> int:
@@ -203,60 +234,23 @@ def section_heads(problem: Problem) -> int:
 
 def _grid(params: Params, problem: Problem) -> Dim3:
     """One block an SM, or fewer where there is less to do."""
-    return (min(grid(params, problem)[0], problem.get("multiprocessors", _SMS)), 1, 1)
+    return (min(shared.grid(params, problem)[0], problem.get("multiprocessors", SMS)), 1, 1)
+
+
+def counters(params: Params, problem: Problem) -> int:
+    """How many a launch needs: none where each tile has a block of its own."""
+    return COUNTERS if shared.grid(params, problem)[0] > _grid(params, problem)[0] else 0
 
 
 def padded_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The cheapest compiled pair that holds these head dimensions."""
-    return min((d for d in PAIRS if d[0] >= head_dim and d[1] >= head_dim_v), key=sum)
-
-
-def _map(array: Any, dtype: str, rows: int, writable: bool) -> TensorMap:
-    """[batch, head, row, column] in boxes of `rows` rows and one panel of columns."""
-    shape, strides, box = array.shape[::-1], array.strides[2::-1], (_PANEL, rows, 1, 1)
-    return TensorMap(array, dtype, tuple(shape), tuple(strides), box, writable=writable)
-
-
-def takes(problem: Problem, views: Mapping[str, Any], order: tuple[int, ...], block: Any) -> bool:
-    """Whether TMA can read these arrays and the kernel wants the problem.
-
-    Every row of q, k, v, o starts on a 16-byte boundary (the caller has looked); no dimension is
-    repeated by a stride of 0 nor empty; the scale is positive (signs could not go into Q); there
-    are queries enough for a tile; and if a tile was asked for, it is one of this kernel's.
-    """
-    dims = padded_dims(problem["head_dim"], problem["head_dim_v"])
-    size = ITEMSIZE[problem["dtype"]]
-    for view in views.values():
-        steps = [(view.strides[i] * size, view.shape[i]) for i in order[:3]]
-        if any(extent > 1 and not 0 < stride < 2**40 for stride, extent in steps):
-            return False
-    return (
-        (block is None or block in TILES[dims[0]])
-        and min(problem["seqlen_q"], problem["seqlen_k"], problem["batch"]) > 0
-        and problem["softmax_scale"] > 0
-        and problem["seqlen_q"] > 32
-    )
-
-
-def _problems(params: Params, scale: str) -> Sequence[Problem]:
-    """Those of every attention kernel; the small ones on a GPU of two SMs, so that blocks go on,
-    and the last, one tile of queries, with keys for its consumers to take turns."""
-    usual = problems(params, scale)
-    if scale != "small":
-        return usual
-    *most, last = ({**problem, "multiprocessors": 2} for problem in usual)
-    return [*most, {**last, "seqlen_k": 2 * last["seqlen_k"] + 3}]
-
-
-def _outputs(params: Params, problem: Problem) -> Arrays:
-    """o, lse and the counter that blocks draw their work from."""
-    return {**outputs(params, problem), "counters": np.zeros(COUNTERS, np.uint32)}
+    return padded_pair(PAIRS, head_dim, head_dim_v)
 
 
 FLASH_SM90 = register(
     KernelSpec(
         **{
-            **SHARED,
+            **CONTRACT,
             "name": "flash_sm90",
             "source": "attention/flash_sm90.cu",
             "entry": "attention_flash_sm90",
@@ -276,13 +270,12 @@ FLASH_SM90 = register(
             "derive": _derive,
             "illegal": _illegal,
             "grid": _grid,
-            "problems": _problems,
-            "outputs": _outputs,
+            "verification": "fkjit.ops.attention.cases:PLAIN_SM90",
             "features": lambda params: frozenset({"wgmma"}),
             "shared_layout": _shared,
             "block": lambda params: (128 * (1 + _consumers(params)), 1, 1),
             "interpreter_flops": 1.5e9,
-            "arguments": arguments,
+            "arguments": _arguments,
         }
     )
 )

@@ -1,4 +1,6 @@
-"""`fkjit.attention` as PyTorch's operators fkjit::attention and fkjit::attention_lse."""
+"""Attention as PyTorch's operators: fkjit::attention, fkjit::attention_form (with score features)
+and fkjit::attention_varlen, each with lse and without, since the number of results belongs to a
+schema. A score_mod is no argument that PyTorch could trace: it is refused."""
 
 from __future__ import annotations
 
@@ -6,63 +8,121 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fkjit.ops.attention import autograd
-from fkjit.ops.attention.checks import LAYOUTS
+from fkjit.errors import ParameterError
+from fkjit.ops.attention.features import FEATURE_ARRAYS, PACKED_ENDS
+from fkjit.ops.attention.options import AttentionOptions, VarlenOptions
+from fkjit.ops.attention.shapes import LAYOUTS
 from fkjit.ops.op import torch_ops
+from fkjit.ops.op.op import Op
 
-_ARGUMENTS = (
-    "(Tensor q, Tensor k, Tensor v, bool causal=False, float? softmax_scale=None, "
-    "int[]? block=None, str impl='auto', str layout='bhsd', bool? deterministic=True) -> "
+# Arguments of each operator behind its arrays; the options among them have the names that
+# AttentionOptions and VarlenOptions give them.
+_PLAIN = (
+    "bool causal=False, float? softmax_scale=None, int[]? block=None, str impl='auto', "
+    "str layout='bhsd', bool? deterministic=True"
 )
+_FEATURES = (
+    "Tensor? alibi_slopes=None, Tensor? bias=None, Tensor? mask=None, Tensor? sinks=None, "
+    "int[]? window=None, float? softcap=None, bool causal=False, float? softmax_scale=None, "
+    "int[]? block=None, bool? deterministic=True"
+)
+_SCHEMAS = {
+    "attention": f"(Tensor q, Tensor k, Tensor v, {_PLAIN}) -> ",
+    "attention_form": f"(Tensor q, Tensor k, Tensor v, {_FEATURES}, str impl='auto', "
+    "str layout='bhsd') -> ",
+    "attention_varlen": "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    f"SymInt max_seqlen_q, SymInt max_seqlen_k, {_FEATURES}) -> ",
+}
 
 
-def define(attention: Callable[..., Any]) -> None:
-    """Two operators, since the number of results belongs to a schema: with lse and without."""
+def _arguments(name: str) -> tuple[str, ...]:
+    """The names in a schema."""
+    inside = _SCHEMAS[name].removeprefix("(").partition(") ->")[0]
+    return tuple(item.split()[-1].partition("=")[0] for item in inside.split(", "))
 
-    def run(lse: bool) -> Callable[..., Any]:
-        def made(
-            q: Any, k: Any, v: Any, causal: bool = False, softmax_scale: float | None = None,
-            block: Sequence[int] | None = None, impl: str = "auto", layout: str = "bhsd",
-            deterministic: bool | None = True,
-        ) -> Any:  # fmt: skip
-            return attention(
-                q, k, v, causal=causal, softmax_scale=softmax_scale, block=_tile(block), impl=impl,
-                return_lse=lse, layout=layout, deterministic=deterministic,
+
+_NAMES = {name: _arguments(name) for name in _SCHEMAS}
+
+
+def define(attention: Op, varlen: Op) -> None:
+    """Make the operators of these ops known to PyTorch."""
+    for name, schema in _SCHEMAS.items():
+        op = varlen if name == "attention_varlen" else attention
+        for lse, results in ((False, "Tensor"), (True, "(Tensor, Tensor)")):
+            own = name + "_lse" * lse
+            torch_ops.define(
+                torch_ops.Operator(
+                    own, schema + results, _running(name, op, lse), _faking(name, lse),
+                    vmap=_vmap(own) if name == "attention" else None,
+                    gradients=_differentiating(name, op, lse), autocast=op.autocast,
+                )
             )  # fmt: skip
 
-        return made
 
-    for lse, results, fake in ((False, "Tensor", _fake), (True, "(Tensor, Tensor)", _fake_lse)):
-        name = "attention_lse" if lse else "attention"
-        torch_ops.define(
-            torch_ops.Operator(
-                name, _ARGUMENTS + results, run(lse), fake, _vmap(name), _gradients(lse), autocast=3
-            )
+def traced(inputs: tuple[Any, ...], outputs: Any, options: tuple[Any, ...]) -> Any:
+    """What `attention` is while torch.compile traces it, or under torch.func.vmap. `inputs` and
+    `options`: the op's."""
+    said = AttentionOptions(*options)
+    more = [x for x in (*inputs[3:], said.window, said.softcap) if x is not None]
+    name = "attention_form" if more or said.score_mod else "attention"
+    return _call(name, "attention", inputs, said)
+
+
+def traced_varlen(inputs: tuple[Any, ...], outputs: Any, options: tuple[Any, ...]) -> Any:
+    """What `attention_varlen` is."""
+    return _call("attention_varlen", "attention_varlen", inputs, VarlenOptions(*options))
+
+
+def _call(name: str, call: str, inputs: tuple[Any, ...], said: Any) -> Any:
+    if said.score_mod:
+        raise ParameterError(
+            f"{call}: score_mod={said.score_mod!r} is not supported under torch.compile; make the "
+            "call in a function that torch.compiler.disable wraps"
         )
-
-
-def traced(
-    q: Any, k: Any, v: Any, causal: bool, softmax_scale: float | None, block: Any, impl: str,
-    return_lse: bool, layout: str, deterministic: bool | None = True,
-) -> Any:  # fmt: skip
-    """What `attention` is while torch.compile traces it, or under torch.func.vmap."""
+    q, k, v, *rest = inputs
+    window, block = said.window, said.block
+    sides = window if window is None else [-1 if side is None else side for side in window]
     tile = block if block is None else [block] if isinstance(block, int) else list(block)
-    operator = torch_ops.known.attention_lse if return_lse else torch_ops.known.attention
-    return operator(q, k, v, causal, softmax_scale, tile, impl, layout, deterministic)
+    known = getattr(torch_ops.known, name + "_lse" if said.return_lse else name)
+    if name == "attention":
+        return known(
+            q, k, v, said.causal, said.softmax_scale, tile, said.impl, said.layout,
+            said.deterministic,
+        )  # fmt: skip
+    features = (*rest[2:6], sides, said.softcap, said.causal, said.softmax_scale, tile)
+    if name == "attention_varlen":
+        lengths = (*rest[:2], said.max_seqlen_q, said.max_seqlen_k)
+        return known(q, k, v, *lengths, *features, said.deterministic)
+    return known(q, k, v, *features, said.deterministic, said.impl, said.layout)
 
 
-def _gradients(lse: bool) -> Callable[..., Any]:
+def _running(name: str, op: Op, lse: bool) -> Callable[..., Any]:
+    """What the operator runs, of tensors with data."""
+    return lambda *given, **named: op(*_call_of(name, lse, given, named), running=True)
+
+
+def _differentiating(name: str, op: Op, lse: bool) -> Callable[..., Any]:
     """The operator where an input requires grad."""
 
-    def made(
-        q: Any, k: Any, v: Any, causal: bool = False, softmax_scale: float | None = None,
-        block: Sequence[int] | None = None, impl: str = "auto", layout: str = "bhsd",
-        deterministic: bool | None = True,
-    ) -> Any:  # fmt: skip
-        options = (causal, softmax_scale, _tile(block), impl, lse, layout, deterministic)
-        return autograd.attention(q, k, v, *options)
+    def gradients(*given: Any, **named: Any) -> Any:
+        assert op.autograd is not None
+        return op.autograd(*_call_of(name, lse, given, named))
 
-    return made
+    return gradients
+
+
+def _call_of(
+    name: str, lse: bool, given: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Inputs, outputs and options of the op: `_call` the other way round."""
+    said = dict(zip(_NAMES[name], given, strict=False)) | named
+    rows = tuple(said.pop(x) for x in ("q", "k", "v"))
+    arrays = tuple(said.pop(x, None) for x in (*PACKED_ENDS, *FEATURE_ARRAYS))
+    block, window = said.pop("block", None), said.pop("window", None)
+    said["block"] = block if block is None else block[0] if len(block) == 1 else tuple(block)
+    said["window"] = window if window is None else tuple(window)
+    options = VarlenOptions if name == "attention_varlen" else AttentionOptions
+    return rows if name == "attention" else rows + arrays, (), options(**said, return_lse=lse)
 
 
 def _vmap(name: str) -> Callable[..., Any]:
@@ -83,21 +143,16 @@ def _vmap(name: str) -> Callable[..., Any]:
     return mapped
 
 
-def _tile(block: Sequence[int] | None) -> Any:
-    """[128] or [128, 64] as `attention` takes it."""
-    return block if block is None else block[0] if len(block) == 1 else tuple(block)
+def _faking(name: str, lse: bool) -> Callable[..., Any]:
+    """Results without data: o as q with v's columns, lse with heads before rows."""
 
+    def fake(q: Any, k: Any, v: Any, *given: Any, **named: Any) -> Any:
+        o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        if not lse:
+            return o
+        said = dict(zip(_NAMES[name][3:], given, strict=False)) | named
+        axes: Sequence[int] = LAYOUTS[said.get("layout", "bhsd")][:3]
+        rows = [q.shape[axis] for axis in (axes if len(q.shape) == 4 else (1, 0))]
+        return o, q.new_empty(rows, dtype=sys.modules["torch"].float32)
 
-def _fake(
-    q: Any, k: Any, v: Any, causal: bool = False, softmax_scale: float | None = None,
-    block: Any = None, impl: str = "auto", layout: str = "bhsd", deterministic: Any = True,
-) -> Any:  # fmt: skip
-    return q.new_empty((*q.shape[:3], v.shape[3]))
-
-
-def _fake_lse(
-    q: Any, k: Any, v: Any, causal: bool = False, softmax_scale: float | None = None,
-    block: Any = None, impl: str = "auto", layout: str = "bhsd", deterministic: Any = True,
-) -> Any:  # fmt: skip
-    rows = [q.shape[axis] for axis in LAYOUTS[layout]][:3]
-    return _fake(q, k, v), q.new_empty(rows, dtype=sys.modules["torch"].float32)
+    return fake

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.errors import ArgumentTypeError, CompileError, ParameterError
 from fkjit.ops.attention.features import MAX_ARRAYS
 
 NAMES = ("score", "b", "h", "q_idx", "k_idx", "seqlen_q", "seqlen_k")  # that an expression may use
@@ -87,3 +87,8 @@ def _whole(call: str, name: str, value: int) -> int:
     if not -_INT <= value < _INT:
         raise ParameterError(f"{call}: score_args: {name}={value} is not a 32-bit number")
     return value
+
+
+def does_not_compile(call: str, text: Any, error: CompileError) -> ParameterError:
+    """What NVRTC has against an expression."""
+    return ParameterError(f"{call}: score_mod={text!r} does not compile: {error}")

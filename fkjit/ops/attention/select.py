@@ -1,13 +1,19 @@
-"""Which attention kernel, and which of its variants, a problem gets."""
+"""Which kernel of attention's forward a problem gets, which variant of it, and which calls are left
+to decoding's kernel."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from fkjit import tuning
 from fkjit.arch import Arch
 from fkjit.errors import ParameterError
-from fkjit.ops.attention import kernels_sm90 as hopper
+from fkjit.ops.attention import select_sm90
+from fkjit.ops.attention.feature_kernels import feature_tiles, kernel_with
+from fkjit.ops.attention.features import POINTERS, SLOTS, ScoreFeatures
 from fkjit.ops.attention.kernels import (
     FLASH,
     FLASH_FP32,
@@ -17,8 +23,13 @@ from fkjit.ops.attention.kernels import (
     PAIRS,
     SIMT_DIMS,
     TILED,
-)
-from fkjit.ops.attention.problem import split_block
+)  # fmt: skip
+from fkjit.ops.attention.kernels_sm90 import FLASH_SM90
+from fkjit.ops.attention.kernels_sm90 import padded_dims as padded_dims_sm90
+from fkjit.ops.attention.options import AttentionOptions
+from fkjit.ops.attention.problem import split_block, window
+from fkjit.ops.attention.shapes import padded_pair
+from fkjit.runtime.interop import View
 from fkjit.spec import KernelSpec, Params, Problem
 
 _WARPS = 8  # two a scheduler: one computes its softmax while the other keeps the tensor cores busy
@@ -41,18 +52,53 @@ _PREFERENCE: dict[str, dict[int, tuple[Any, ...]]] = {
 }
 
 
-def implementation(impl: str, dtype: str, arch: Arch, hopper_takes: bool = False) -> KernelSpec:
+# Few queries: the numbers are those of bench/NOTES.md.
+MAX_TOKENS = 16  # as decoding has it
+_FEW_ROWS, _LEAST_KEYS = 16, 256  # that fill a small tile at most, and keys for them
+_KEYS_A_ROW, _MANY_KEYS = 32, 4096  # for more rows; more keys than many are not asked for
+_BUSY = 4  # heads of all sequences for an SM, where flash is no longer idle for long
+_COLUMNS = 8  # of a 16-byte copy
+_MAX_STRIDE = 2**31
+# Decoding is imported by calls that may be its own: a first call is quicker without it.
+_DECODE = "fkjit.ops.attention.decode"
+
+
+def variant(
+    problem: Problem, views: Mapping[str, View], features: ScoreFeatures | None, impl: str,
+    block: Any, aligned: bool, arch: Arch,
+) -> tuple[KernelSpec, dict[str, Any]]:  # fmt: skip
+    """The kernel of a problem and its parameters; `aligned`: rows start on 16-byte boundaries.
+
+    ParameterError when the tile is not legal here.
+    """
+    takes = aligned and select_sm90.takes(problem, views, features, block)
+    spec = implementation(impl, problem["dtype"], arch, takes)
+    if features is not None:
+        if spec not in (FLASH, FLASH_SM90):  # flash_sm75 has no score features
+            spec = FLASH_FP32
+        spec = kernel_with(spec, form_of(spec, features))
+    return spec, parameters(spec, problem, block, aligned, arch)
+
+
+def implementation(impl: str, dtype: str, arch: Arch, sm90_takes: bool = False) -> KernelSpec:
     """The kernel of an implementation for a dtype on an architecture; "auto" is flash.
 
-    `hopper_takes`: whether these arrays and this problem suit TMA (`attention_hopper.takes`).
+    `sm90_takes`: whether these arrays and this problem suit TMA (`select_sm90.takes`).
     """
     if impl in ("naive", "tiled"):
         return NAIVE if impl == "naive" else TILED
-    if dtype != "fp32" and hopper_takes and hopper.suits(arch):
-        return hopper.FLASH_SM90
+    if dtype != "fp32" and sm90_takes and select_sm90.suits(arch):
+        return FLASH_SM90
     if dtype != "fp32" and arch.features >= FLASH.features({}):
         return FLASH
     return FLASH_SM75 if dtype == "fp16" else FLASH_FP32
+
+
+def form_of(base: KernelSpec, features: ScoreFeatures) -> str:
+    """The features as the text that a kernel is compiled for: TMA does not care for pairs."""
+    if base is FLASH_SM90:
+        features = replace(features, bias_paired=False, mask_paired=False)
+    return features.text
 
 
 def parameters(
@@ -62,36 +108,32 @@ def parameters(
 
     ParameterError when the tile is not legal here.
     """
-    names = [param.name for param in spec.params]
-    if "block" not in names and block is not None:
+    own = {param.name: param.values for param in spec.params}
+    if "block" not in own and block is not None:
         raise ParameterError(
             f"attention: block={block}: impl={spec.name!r} has no tiles; omit block"
         )
-    fixed: dict[str, Any] = {"dtype": problem["dtype"]}
-    if "head_dim" in names:
+    fixed: dict[str, Any] = {"dtype": problem["dtype"], "aligned": aligned}
+    if "head_dim" in own:
         dims = padded_dims(spec, problem["head_dim"], problem["head_dim_v"])
         fixed |= dict(zip(("head_dim", "head_dim_v"), dims, strict=True))
-    if "aligned" in names:
-        fixed["aligned"] = aligned
-    if "block" in names:
+    if "form" in own:
+        (fixed["form"],) = own["form"]
+    fixed = {name: fixed[name] for name in own if name in fixed}
+    if "block" in own:
         fixed |= choose_tile(spec, fixed, problem, arch, block)
-    params = {name: fixed[name] for name in names}
+    params = {name: fixed[name] for name in own}
     spec.check(params, arch)
     return params
 
 
 def padded_dims(spec: KernelSpec, head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The cheapest compiled pair that holds these head dimensions."""
+    if spec.name == FLASH_SM90.name:
+        return padded_dims_sm90(head_dim, head_dim_v)
     compiled = next(param.values for param in spec.params if param.name == "head_dim")
-    if spec is hopper.FLASH_SM90:
-        return hopper.padded_dims(head_dim, head_dim_v)
-    fitting = [
-        pair
-        for pair in PAIRS
-        if pair[0] >= head_dim and pair[1] >= head_dim_v and {*pair} <= {*compiled}
-        and (pair[0] == pair[1] or compiled is HEAD_DIMS)
-    ]  # fmt: skip
-    return min(fitting, key=sum)
+    pairs = PAIRS if compiled is HEAD_DIMS else [(dim, dim) for dim in SIMT_DIMS]
+    return padded_pair(pairs, head_dim, head_dim_v)
 
 
 def choose_tile(
@@ -99,21 +141,22 @@ def choose_tile(
 ) -> dict[str, Any]:
     """The tile asked for, else the one for this problem on this GPU: found by `fkjit tune`,
     else by the preferences above, no taller than the queries need."""
+    if "form" in fixed:
+        return {"block": _feature_tile(spec, fixed, problem, arch) if block is None else block}
     tuned = None if block is not None else tuning.lookup(spec, fixed, problem, arch)
     if tuned is not None:
         return tuned
-    if spec is hopper.FLASH_SM90:  # one block an SM, of warpgroups that hide each other's waiting
-        return hopper.tile(problem, fixed["head_dim"], block)
-    return {"block": _block(spec, fixed, problem, arch) if block is None else block}
+    if spec is FLASH_SM90:  # one block an SM, of warpgroups that hide each other's waiting
+        return select_sm90.plain_tile(problem, fixed["head_dim"], block)
+    return {"block": _plain_tile(spec, fixed, problem, arch) if block is None else block}
 
 
-def _block(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
+def _plain_tile(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
     legal = spec.legal_values("block", {**fixed, "block": None}, arch)
     if not legal:  # say why
         spec.check({**fixed, "block": 16}, arch)
     order = [b for b in _PREFERENCE[spec.name][fixed["head_dim"]] if b in legal] or legal
-    rows = max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
-    order = [b for b in order if split_block(b)[0] <= rows] or order
+    order = _as_tall(order, problem) or order
 
     def fills_an_sm(block: Any) -> bool:
         params = {**fixed, "block": block}
@@ -122,3 +165,125 @@ def _block(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any
 
     tall = [b for b in order if split_block(b)[0] > 16]  # 16 rows use each key too few times
     return next(filter(fills_an_sm, tall), order[0])
+
+
+def _feature_tile(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Any:
+    """The first that is legal and no taller than the queries need."""
+    if spec.name == FLASH_SM90.name:
+        return select_sm90.feature_tile(problem, fixed)
+    order = feature_tiles(spec, fixed)
+    legal = [b for b in order if spec.why_not({**fixed, "block": b}, arch) is None]
+    if not legal:  # say why
+        spec.check({**fixed, "block": order[-1]}, arch)
+    return (_as_tall(legal, problem) or legal[-1:])[0]
+
+
+def _as_tall(tiles: list[Any], problem: Problem) -> list[Any]:
+    """Those that are no taller than the queries need."""
+    rows = max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
+    return [tile for tile in tiles if split_block(tile)[0] <= rows]
+
+
+# ------------------------------------------------------------------ few queries
+
+
+def decodes(
+    problem: Problem, views: Mapping[str, View], features: ScoreFeatures | None,
+    options: AttentionOptions, aligned: bool, arch: Arch,
+) -> bool:  # fmt: skip
+    """Whether decoding's kernel, which shares out the keys, takes a call and is the faster one."""
+    if not (aligned and is_for_decode(problem, options.impl, options.block)):
+        return False
+    if features is not None:
+        return _is_accepted(views, options)
+    return (
+        problem["head_dim"] % _COLUMNS == problem["head_dim_v"] % _COLUMNS == 0
+        and all(abs(s) < _MAX_STRIDE for n in ("k", "v") for s in views[n].strides)
+        and _is_compiled(problem, arch)
+    )
+
+
+def is_for_decode(problem: Problem, impl: str, block: Any) -> bool:
+    """Whether decoding's kernel would be the faster one, and nothing was asked for by name."""
+    left, right = window(problem)
+    return (
+        impl == "auto"
+        and block is None
+        and "multiprocessors" in problem  # on a GPU
+        and problem["dtype"] != "fp32"
+        and 0 < problem["seqlen_q"] <= MAX_TOKENS
+        and _is_faster(problem, min(problem["seqlen_k"], left + right + problem["seqlen_q"]))
+    )
+
+
+def _is_faster(problem: Problem, keys: int) -> bool:
+    """Rows fill a small tile at most; or keys are many for them, where flash leaves SMs idle, or
+    reads them too often."""
+    rows = problem["heads_q"] // problem["heads_kv"] * problem["seqlen_q"]
+    if rows <= _FEW_ROWS:
+        return keys >= _LEAST_KEYS
+    heads, sms = problem["batch"] * problem["heads_q"], problem["multiprocessors"]
+    dim = max(problem["head_dim"], problem["head_dim_v"])
+    if dim > 128:  # tiles of 16 rows, each of which reads all keys
+        few_heads = heads < sms
+    else:
+        few_heads = dim > 64 or heads <= _BUSY * sms
+    return few_heads and keys >= min(_KEYS_A_ROW * rows, _MANY_KEYS)
+
+
+def _is_compiled(problem: Problem, arch: Arch) -> bool:
+    spec = import_module(f"{_DECODE}.kernels").SPLIT
+    if not arch.features >= spec.features({}):
+        return False
+    try:
+        decode_parameters(problem, arch)
+    except ParameterError:
+        return False
+    return True
+
+
+def decode_parameters(problem: Problem, arch: Arch) -> Params:
+    """Of decoding's kernel, for a problem of `attention`."""
+    more = {"storage": "same", "longest": problem["seqlen_k"], "page_size": 0}
+    return import_module(f"{_DECODE}.kernels").select({**problem, **more}, arch)[1]
+
+
+def _is_accepted(views: Mapping[str, View | None], options: AttentionOptions) -> bool:
+    """Not where strides, a GPU before sm_80 or features without registers are in the way."""
+    decode = import_module(f"{_DECODE}.checks")
+    own = {name: getattr(options, name) for name in decode.Options._fields if name != "split_size"}
+    try:
+        decode.check_contiguous(views, decode.Options(**own))
+    except ParameterError:
+        return False
+    return True
+
+
+class _Decode:
+    """`attention_decode` for a call of attention's Op: what `Request.delegate` is."""
+
+    def __call__(self, inputs: Sequence[Any], outputs: Any, options: Sequence[Any]) -> Any:
+        return self._call(import_module(f"{_DECODE}.call").attention_decode, inputs, options)
+
+    def prepare(self, inputs: Sequence[Any], options: Sequence[Any]) -> None:
+        self._call(import_module(f"{_DECODE}.call").attention_decode.prepare, inputs, options)
+
+    @staticmethod
+    def _call(call: Any, inputs: Sequence[Any], options: Sequence[Any]) -> Any:
+        said, (q, k, v, *more) = AttentionOptions(*options), inputs
+        given = dict(zip(POINTERS, more, strict=False))
+        named: dict[str, Any] = {
+            "causal": said.causal, "softmax_scale": said.softmax_scale, "layout": said.layout,
+            "return_lse": said.return_lse,
+        }  # fmt: skip
+        if more:
+            arrays = zip(said.score_names, SLOTS, strict=False)
+            args = {name: given[slot] for name, slot in arrays}
+            args |= {name: value for name, _, value in said.score_scalars}
+            named |= {name: given[name] for name in ("alibi_slopes", "bias", "mask", "sinks")}
+            named |= {"window": said.window, "softcap": said.softcap}
+            named |= {"score_mod": said.score_mod or None, "score_args": args or None}
+        return call(q, k, v, **named)
+
+
+to_decode = _Decode()

@@ -6,22 +6,20 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from fkjit.arch import Arch
 from fkjit.errors import ParameterError
 from fkjit.ops.op.checks import FLOATS, check_output, check_same_dtype, check_shape
 from fkjit.ops.op.node import Node, like
 from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
 from fkjit.ops.op.shapes import MAX_GRID, coalesce, log2_ceil
-from fkjit.runtime.interop import ITEMSIZE, View, numpy_dtype
+from fkjit.runtime.interop import ITEMSIZE, View
 from fkjit.spec import (
-    Arrays,
     Dim3,
     KernelSpec,
     Param,
     Params,
     Problem,
+    Work,
     register,
     size_class,
 )
@@ -167,62 +165,6 @@ def traffic(problem: Problem) -> float:
     return 3.0 * ITEMSIZE[problem["dtype"]] * problem["rows"] * problem["columns"]
 
 
-def _seen(problem: Problem, buffer: np.ndarray, name: str) -> np.ndarray:
-    """The elements of an array in the buffer that holds it."""
-    shape = (*problem["sizes"], problem["columns"])
-    steps = tuple(step * buffer.itemsize for step in problem["strides"][name])
-    return np.lib.stride_tricks.as_strided(buffer, shape, steps)
-
-
-def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
-    """The sum in float64, NaN where `out` has no element."""
-    seen = [_seen(problem, np.asarray(arrays[n]), n).astype(np.float64) for n in ("a", "b")]
-    out = np.full(_length(problem, "out"), np.nan)
-    _seen(problem, out, "out")[...] = seen[0] + seen[1]
-    return {"out": out}
-
-
-def _length(problem: Problem, name: str) -> int:
-    shape = (*problem["sizes"], problem["columns"])
-    return 1 + sum((n - 1) * s for n, s in zip(shape, problem["strides"][name], strict=True))
-
-
-def problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    """Ragged, short and long rows, with gaps or in three dimensions."""
-    aligned = 8 if params["vector"] else 1  # what strides are multiples of
-    column = 1 if params["vector"] else 3
-    found = []
-    for rows, columns in ((7, 5), (2, 1001)) if scale == "small" else ((3, 2**20 + 3), (5000, 77)):
-        step = -(-columns * column // aligned) * aligned + aligned
-        sizes = {0: (1, 1, 1), 1: (1, 1, rows), 3: (2, 3, rows)}[params["dimensions"]]
-        strides = (step * rows * 4, step * rows, step, column)
-        other = (step * rows, step * rows * 2, step, column)
-        found.append(
-            {
-                "dtype": params["dtype"],
-                "columns": columns,
-                "rows": prod(sizes),
-                "sizes": sizes,
-                "dimensions": params["dimensions"],
-                "strides": {"a": strides, "b": other, "out": strides},
-                "shift": 0,
-            }
-        )
-    return found
-
-
-def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
-    """Fresh N(0, 1) a and b, in buffers that hold all their elements."""
-    dtype = numpy_dtype(problem["dtype"])
-    sizes = {name: _length(problem, name) for name in ("a", "b")}
-    return {n: rng.standard_normal(s, dtype=np.float32).astype(dtype) for n, s in sizes.items()}
-
-
-def outputs(params: Params, problem: Problem) -> Arrays:
-    """out, poisoned with NaN."""
-    return {"out": np.full(_length(problem, "out"), np.nan, numpy_dtype(problem["dtype"]))}
-
-
 ADD = register(
     KernelSpec(
         op="vector_add",
@@ -240,14 +182,9 @@ ADD = register(
         block=lambda params: (params["threads"], 1, 1),
         grid=grid,
         shape_class=shape_class,
-        flops=lambda problem: float(problem["rows"] * problem["columns"]),
-        bytes=traffic,
         arguments=arguments,
-        problems=problems,
-        inputs=inputs,
-        outputs=outputs,
-        reference=reference,
-        tolerance=lambda params: {"fp16": 5e-4, "bf16": 4e-3, "fp32": 6e-8}[params["dtype"]],
+        work=Work(flops=lambda problem: float(problem["rows"] * problem["columns"]), bytes=traffic),
+        verification="fkjit.ops.elementwise.cases:ROWS",
     )
 )
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from fkjit.ops.kv import problem as kv
 from fkjit.ops.kv.planes import planes
-from fkjit.ops.op.checks import FLOATS, check_dtype, check_same_dtype, check_writable
+from fkjit.ops.op.checks import FLOATS, check_same_dtype
 from fkjit.ops.op.node import Node
 from fkjit.ops.op.op import Launch, Op, Request, arch_of
 from fkjit.runtime.interop import View
-from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
+from fkjit.spec import KernelSpec, Param, Params, register
 from fkjit.tuning import tuned
 
 _CALL = "kv_append"
-_POISON = 7  # in pages, where tests append nothing
 
 
 def kv_append(
@@ -61,22 +58,9 @@ def _prepare(
 def _check(views: Mapping[str, View | None], storage: str, layout: str) -> Request:
     seen = {name: view for name, view in views.items() if view is not None}
     dtype = check_same_dtype(_CALL, {name: seen[name] for name in ("k", "v")}, FLOATS)
-    pages = {name: seen[name] for name in ("k_pages", "v_pages")}
-    problem = kv.check_pages(_CALL, pages, layout)
-    for name, view in pages.items():
-        check_dtype(_CALL, name, view, (kv.CODES.get(storage, dtype),))
-        check_writable(_CALL, name, view)
-    kv.check_scales(_CALL, views, storage, problem["heads"])
-    num_slots = problem["num_pages"] * problem["page_size"]
-    step = kv.check_slots(_CALL, seen["slot_mapping"], num_slots, unique=True)
-    tokens = seen["slot_mapping"].shape[0]
-    for side in ("k", "v"):
-        problem[side] = kv.check_tokens(
-            _CALL, side, seen[side], problem["heads"], problem["head_dim"], tokens
-        )
-    problem |= {"dtype": dtype, "storage": storage, "tokens": tokens, "slot_step": step}
+    problem = kv.check_append(_CALL, views, dtype, storage, layout)
     inputs = {name: views[name] for name in _INPUTS}
-    if not tokens:
+    if not problem["tokens"]:
         return Request(inputs, {}, ())
     vector = kv.is_vector(dtype, problem, seen, ())
     params = default({"dtype": dtype, "storage": storage, "vector": vector})
@@ -95,45 +79,6 @@ def _unroll(storage: str) -> int:
     return 1 if storage == "same" else 4
 
 
-def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Kernel arguments by name."""
-    return kv.arguments(params, problem, arrays)
-
-
-def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
-    """Fresh tokens, slots and scales."""
-    tokens = {
-        side: kv.random_tokens(problem, rng, kv.buffer_length(problem, side)) for side in ("k", "v")
-    }
-    slots = kv.random_slots(problem, rng)
-    return {**tokens, "slot_mapping": slots, **kv.random_scales(problem, rng)}
-
-
-def outputs(params: Params, problem: Problem) -> Arrays:
-    """Pages with the same number everywhere."""
-    shape = kv.page_shape(
-        problem["layout"], problem["num_pages"], problem["page_size"], problem["heads"],
-        problem["head_dim"],
-    )  # fmt: skip
-    dtype = kv.kept_dtype(problem)
-    return {name: np.full(shape, _POISON, dtype) for name in ("k_pages", "v_pages")}
-
-
-def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
-    """The pages, in float64; of fp8 the codes."""
-    slots = np.asarray(arrays["slot_mapping"])
-    found = {}
-    for side in ("k", "v"):
-        x = kv.seen_tokens(problem, np.asarray(arrays[side]), side)
-        scale = np.asarray(arrays.get(f"{side}_scale", np.ones(problem["heads"])))
-        shape = (problem["num_pages"] * problem["page_size"], problem["heads"], problem["head_dim"])
-        kept = np.full(shape, _POISON, np.float64)
-        codes = kv.encode(x, problem["storage"], scale)
-        kept[slots[slots >= 0]] = codes[slots >= 0].astype(np.float64)
-        found[f"{side}_pages"] = kv.from_slots(problem, kept)
-    return found
-
-
 APPEND = register(
     KernelSpec(
         op=_CALL,
@@ -148,13 +93,9 @@ APPEND = register(
         derive=kv.derive,
         block=lambda params: (params["threads"], 1, 1),
         grid=kv.grid,
-        bytes=kv.traffic,
-        interpreter_work=kv.work,
-        arguments=arguments,
-        problems=kv.problems,
-        inputs=inputs,
-        outputs=outputs,
-        reference=reference,
+        arguments=kv.arguments,
+        work=kv.WORK,
+        verification="fkjit.ops.kv.cases:APPEND",
     )
 )
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from fkjit.ops.op.op import Launch, Op, Request
 from fkjit.ops.op.shapes import MAX_GRID
 from fkjit.runtime.interop import View
-from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, register
+from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 
 _CALL = "kv_copy"
 _WORD = 16  # bytes of an access
@@ -59,33 +57,6 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
     }
 
 
-def problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    """The smallest pages, and such as need several blocks."""
-    sizes = [(2, 9, 16, 4), (3, 5, 17_000 // 16 * 16, 2)]
-    if scale == "full":
-        sizes.append((4, 40, 256 * 8 * 128 * 2, 20))
-    names = ("planes", "num_pages", "page_bytes", "copies")
-    return [dict(zip(names, values, strict=True)) for values in sizes]
-
-
-def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
-    """Full pages, and different ones of them in pairs."""
-    shape = (problem["planes"], problem["num_pages"], problem["page_bytes"])
-    pairs = rng.permutation(problem["num_pages"])[: 2 * problem["copies"]].reshape(-1, 2)
-    return {
-        "storage": rng.integers(0, 256, shape, dtype=np.uint8),
-        "pairs": pairs.astype(np.int32),
-    }
-
-
-def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
-    """All pages afterwards."""
-    storage, pairs = np.asarray(arrays["storage"]), np.asarray(arrays["pairs"])
-    after = storage.astype(np.float64)
-    after[:, pairs[:, 1]] = storage[:, pairs[:, 0]]
-    return {"storage": after}
-
-
 _TUNED: dict[str, Any] = {"threads": 256, "unroll": 4}
 
 COPY = register(
@@ -102,14 +73,16 @@ COPY = register(
         ),
         block=lambda params: (params["threads"], 1, 1),
         grid=grid,
-        bytes=lambda problem: 2.0 * problem["planes"] * problem["copies"] * problem["page_bytes"],
-        interpreter_work=lambda params, problem: (
-            problem["planes"] * problem["copies"] * problem["page_bytes"] / 4
-        ),
         arguments=arguments,
-        problems=problems,
-        inputs=inputs,
-        reference=reference,
+        work=Work(
+            bytes=lambda problem: (
+                2.0 * problem["planes"] * problem["copies"] * problem["page_bytes"]
+            ),
+            interpreter_work=lambda params, problem: (
+                problem["planes"] * problem["copies"] * problem["page_bytes"] / 4
+            ),
+        ),
+        verification="fkjit.ops.kv.cases:COPY",
     )
 )
 

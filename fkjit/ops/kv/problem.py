@@ -1,4 +1,4 @@
-"""What reading and appending to the pages of a KV cache share: geometry, checks, test problems."""
+"""What reading and appending to the pages of a KV cache share: geometry and checks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Any
 import numpy as np
 
 from fkjit.errors import ParameterError
-from fkjit.ops.op.checks import FLOATS, check_dtype, check_shape
-from fkjit.runtime.interop import CPU, ITEMSIZE, View, as_numpy, numpy_dtype
-from fkjit.spec import Arrays, Dim3, Param, Params, Problem, size_class
+from fkjit.ops.op.checks import FLOATS, check_dtype, check_shape, check_writable
+from fkjit.runtime.interop import CPU, ITEMSIZE, View, as_numpy
+from fkjit.spec import Dim3, Param, Params, Problem, Work, size_class
 
 STORAGES = ("same", "fp8", "int8")  # as the tokens are; e4m3 or int8 with a scale for each head
 LAYOUTS = ("nhd", "hnd")  # pages [page_size, heads, head_dim] or [heads, page_size, head_dim]
 PAGE_SIZES = (16, 32, 64, 128, 256)
 CODES = {"fp8": "uint8", "int8": "int8"}  # what kernels see of them
-GREATEST = {"fp8": 448.0, "int8": 127.0}
 _VECTOR_BYTES = 16
-_WIDEST = 2**22  # elements of a token, see Lanes in kv/place.cuh
-_SIDES = ("k", "v")
+_WIDEST = 2**22  # elements of a token, see Lanes in kv_place.cuh
+SIDES = ("k", "v")
 
 PARAMS = (
     Param("dtype", FLOATS, "element type of k and v"),
@@ -81,7 +80,7 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
     """Kernel arguments by name."""
     threads, _, group = lanes(params, problem)
     size = width(params)
-    steps = {f"{side}_{what}": problem[side][i] for side in _SIDES
+    steps = {f"{side}_{what}": problem[side][i] for side in SIDES
              for i, what in enumerate(("token", "head"))}  # fmt: skip
     return {
         **{name: arrays[name] for name in ("k", "v", "k_pages", "v_pages")},
@@ -90,7 +89,7 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
         **{"tokens": problem["tokens"], **steps},
         **{
             f"{side}_{what}_step": problem[f"{side}_pages"][i]
-            for side in _SIDES
+            for side in SIDES
             for i, what in enumerate(("page", "head", "token"))
         },
         "num_slots": problem["num_pages"] * problem["page_size"],
@@ -110,9 +109,12 @@ def traffic(problem: Problem) -> float:
     return elements * (ITEMSIZE[problem["dtype"]] + kept) + slots
 
 
-def work(params: Params, problem: Problem) -> float:
+def moved(params: Params, problem: Problem) -> float:
     """Elements that the interpreter moves."""
     return 2.0 * problem["tokens"] * problem["heads"] * problem["head_dim"]
+
+
+WORK = Work(bytes=traffic, interpreter_work=moved)
 
 
 # ------------------------------------------------------------------ what a caller passes
@@ -148,7 +150,7 @@ def check_pages(call: str, views: Mapping[str, View], layout: str) -> dict[str, 
         "heads": shape[3 - size_at],
         "head_dim": shape[3],
     }
-    for side in _SIDES:
+    for side in SIDES:
         view = views[f"{side}_pages"]
         _check_columns(call, f"{side}_pages", view)
         steps = view.strides
@@ -175,7 +177,7 @@ def _check_columns(call: str, name: str, view: View) -> None:
 
 def check_scales(call: str, views: Mapping[str, View | None], storage: str, heads: int) -> None:
     """One fp32 a head where numbers are scaled, None elsewhere."""
-    for side in _SIDES:
+    for side in SIDES:
         name = f"{side}_scale"
         view = views[name]
         if (view is not None) != (storage != "same"):
@@ -218,17 +220,37 @@ def _check_values(call: str, slots: np.ndarray, num_slots: int, unique: bool) ->
         )
 
 
+def check_append(
+    call: str, views: Mapping[str, View | None], dtype: str, storage: str, layout: str
+) -> dict[str, Any]:
+    """The problem of tokens k and v, of `dtype`, that are written to pages."""
+    seen = {name: view for name, view in views.items() if view is not None}
+    pages = {name: seen[name] for name in ("k_pages", "v_pages")}
+    problem = check_pages(call, pages, layout)
+    for name, view in pages.items():
+        check_dtype(call, name, view, (CODES.get(storage, dtype),))
+        check_writable(call, name, view)
+    heads, dim = problem["heads"], problem["head_dim"]
+    check_scales(call, views, storage, heads)
+    num_slots = problem["num_pages"] * problem["page_size"]
+    step = check_slots(call, seen["slot_mapping"], num_slots, unique=True)
+    tokens = seen["slot_mapping"].shape[0]
+    for side in SIDES:
+        problem[side] = check_tokens(call, side, seen[side], heads, dim, tokens)
+    return {**problem, "dtype": dtype, "storage": storage, "tokens": tokens, "slot_step": step}
+
+
 def is_vector(dtype: str, problem: Problem, views: Mapping[str, View], new: Sequence[str]) -> bool:
     """Whether every head begins on a multiple of an access, in memory too; `new` arrays do."""
     size = _VECTOR_BYTES // ITEMSIZE[dtype]
     steps = [problem["head_dim"]]
-    for side in _SIDES:
+    for side in SIDES:
         steps += [*problem[side], *problem[f"{side}_pages"]]
     if any(step % size for step in steps):
         return False
     kept = ITEMSIZE[dtype] if problem["storage"] == "same" else 1
-    places = [(views[f"{side}_pages"].pointer, size * kept) for side in _SIDES]
-    places += [(views[side].pointer, _VECTOR_BYTES) for side in _SIDES if side not in new]
+    places = [(views[f"{side}_pages"].pointer, size * kept) for side in SIDES]
+    places += [(views[side].pointer, _VECTOR_BYTES) for side in SIDES if side not in new]
     return all(pointer % alignment == 0 for pointer, alignment in places)
 
 
@@ -238,128 +260,8 @@ def check_size(call: str, params: Params, problem: Problem) -> None:
         raise ParameterError(f"{call}: the cache has 2^31 slots or more; split it")
     if problem["heads"] * problem["head_dim"] >= _WIDEST:
         raise ParameterError(f"{call}: a token has {_WIDEST} elements or more; split its heads")
-    steps = [step for side in _SIDES for step in (*problem[side], *problem[f"{side}_pages"])]
+    steps = [step for side in SIDES for step in (*problem[side], *problem[f"{side}_pages"])]
     if max(map(abs, steps)) >= 2**31 or problem["slot_step"] >= 2**31:
         raise ParameterError(f"{call}: strides reach 2^31 elements; pass contiguous arrays")
     if problem["tokens"] >= 2**30:
         raise ParameterError(f"{call}: {problem['tokens']} tokens are more than a launch can take")
-
-
-# ------------------------------------------------------------------ numbers
-
-
-def encode(x: np.ndarray, storage: str, scale: np.ndarray) -> np.ndarray:
-    """What the cache keeps of x [..., heads, head_dim], as the kernels round it."""
-    if storage == "same":
-        return x
-    scaled = x.astype(np.float32) * (np.float32(1) / scale.astype(np.float32))[:, None]
-    top = np.float32(GREATEST[storage])
-    if storage == "int8":
-        return np.rint(np.clip(scaled, -top, top)).astype(np.int8)
-    import ml_dtypes
-
-    return np.clip(scaled, -top, top).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-
-
-def decode(codes: np.ndarray, storage: str, scale: np.ndarray, dtype: str) -> np.ndarray:
-    """x [..., heads, head_dim] of what the cache keeps, in `dtype`."""
-    if storage == "same":
-        return codes
-    if storage == "fp8":
-        import ml_dtypes
-
-        codes = codes.view(ml_dtypes.float8_e4m3fn)
-    scaled = codes.astype(np.float32) * scale.astype(np.float32)[:, None]
-    return scaled.astype(numpy_dtype(dtype))
-
-
-def kept_dtype(problem: Problem) -> np.dtype:
-    """Of the pages."""
-    storage = problem["storage"]
-    return numpy_dtype(problem["dtype"]) if storage == "same" else np.dtype(CODES[storage])
-
-
-def by_slot(problem: Problem, pages: np.ndarray) -> np.ndarray:
-    """Contiguous pages as [slots, heads, head_dim]: a view for "nhd", else a copy."""
-    if problem["layout"] == "hnd":
-        pages = pages.transpose(0, 2, 1, 3)
-    return pages.reshape(-1, problem["heads"], problem["head_dim"])
-
-
-def from_slots(problem: Problem, kept: np.ndarray) -> np.ndarray:
-    """[slots, heads, head_dim] as contiguous pages."""
-    shape = page_shape(
-        "nhd", *(problem[n] for n in ("num_pages", "page_size", "heads", "head_dim"))
-    )
-    pages = kept.reshape(shape)
-    return pages if problem["layout"] == "nhd" else pages.transpose(0, 2, 1, 3).copy()
-
-
-# ------------------------------------------------------------------ test problems
-
-
-def problem_of(
-    params: Params, tokens: int, heads: int, dim: int, page_size: int, num_pages: int,
-    layout: str = "nhd", *, gap: int = 0, slot_step: int = 1, skipped: float = 0.2,
-) -> dict[str, Any]:  # fmt: skip
-    """One problem; k has `gap` elements behind each head, v twice as many."""
-    token, head = (heads * dim, dim) if layout == "nhd" else (dim, page_size * dim)
-    return {
-        **{"dtype": params["dtype"], "storage": params["storage"], "layout": layout},
-        **{"tokens": tokens, "heads": heads, "head_dim": dim},
-        **{"page_size": page_size, "num_pages": num_pages},
-        **{side: (heads * (dim + i * gap), dim + i * gap) for i, side in enumerate(_SIDES, 1)},
-        **{f"{side}_pages": (page_size * heads * dim, head, token) for side in _SIDES},
-        **{"slot_step": slot_step, "skipped": skipped},
-    }
-
-
-def problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    """One token, ragged numbers of them, tokens wider than a block; both layouts."""
-    size = width(params)
-    dim, gap = (3 * size, size) if params["vector"] else (5, 1)
-    found = [
-        problem_of(params, 1, 1, dim, 16, 2, skipped=0.0),
-        problem_of(params, 37, 3, dim, 16, 6, "hnd", gap=gap, slot_step=2),
-        problem_of(params, 70, 2, dim, 32, 3, gap=gap),
-        problem_of(params, 9, 67, 4 * size, 16, 1, "hnd"),
-    ]
-    if scale == "small":
-        return found
-    wide = [(4099, 8, 128, 64, 80), (65, 8, 256, 256, 3)]
-    return found + [problem_of(params, *sizes, layout=la) for sizes in wide for la in LAYOUTS]
-
-
-def random_slots(problem: Problem, rng: np.random.Generator) -> np.ndarray:
-    """Different slots in any order, some of them -1: int32, or int64 where the step is 2."""
-    slots = rng.permutation(problem["num_pages"] * problem["page_size"])[: problem["tokens"]]
-    slots[rng.random(slots.size) < problem["skipped"]] = -1
-    return slots.astype(np.int64 if problem["slot_step"] == 2 else np.int32)
-
-
-def random_tokens(problem: Problem, rng: np.random.Generator, count: int) -> np.ndarray:
-    """N(0, 1), flat."""
-    values = rng.standard_normal(count, dtype=np.float32)
-    return values.astype(numpy_dtype(problem["dtype"]))
-
-
-def random_scales(problem: Problem, rng: np.random.Generator) -> Arrays:
-    """Some that do not fill the range, and some with which numbers beyond it are cut off."""
-    if problem["storage"] == "same":
-        return {}
-    usual = 2.5 / GREATEST[problem["storage"]]
-    scales = usual * rng.uniform(0.4, 3.0, (2, problem["heads"]))
-    return {f"{side}_scale": scales[i].astype(np.float32) for i, side in enumerate(_SIDES)}
-
-
-def seen_tokens(problem: Problem, buffer: np.ndarray, side: str) -> np.ndarray:
-    """[tokens, heads, head_dim] in the buffer that holds them."""
-    steps = tuple(step * buffer.itemsize for step in (*problem[side], 1))
-    shape = (problem["tokens"], problem["heads"], problem["head_dim"])
-    return np.lib.stride_tricks.as_strided(buffer, shape, steps)
-
-
-def buffer_length(problem: Problem, side: str) -> int:
-    """Elements of such a buffer."""
-    token, head = problem[side]
-    return (problem["tokens"] - 1) * token + (problem["heads"] - 1) * head + problem["head_dim"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from fkjit.errors import ArgumentTypeError
 from fkjit.ops.kv import problem as kv
 from fkjit.ops.kv.planes import planes
@@ -14,7 +12,7 @@ from fkjit.ops.op.checks import FLOATS, check_dtype, check_writable
 from fkjit.ops.op.node import Node, of_dtype
 from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
 from fkjit.runtime.interop import View
-from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
+from fkjit.spec import KernelSpec, Param, Params, register
 from fkjit.tuning import tuned
 
 _CALL = "kv_read"
@@ -123,45 +121,6 @@ def _dtype(pages: Mapping[str, View], storage: str, wanted: str | None) -> str:
     return kept
 
 
-def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Kernel arguments by name."""
-    return kv.arguments(params, problem, arrays)
-
-
-def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
-    """Full pages, slots and scales."""
-    sizes = [problem[n] for n in ("num_pages", "page_size", "heads", "head_dim")]
-    scales = kv.random_scales(problem, rng)
-    pages = {}
-    for side in ("k", "v"):
-        x = kv.random_tokens(problem, rng, int(np.prod(sizes)))
-        x = x.reshape(-1, problem["heads"], problem["head_dim"])
-        scale = scales.get(f"{side}_scale", np.ones(problem["heads"], np.float32))
-        pages[f"{side}_pages"] = kv.from_slots(problem, kv.encode(x, problem["storage"], scale))
-    return {**pages, "slot_mapping": kv.random_slots(problem, rng), **scales}
-
-
-def outputs(params: Params, problem: Problem) -> Arrays:
-    """k and v, poisoned with NaN."""
-    dtype = kv.numpy_dtype(problem["dtype"])
-    return {s: np.full(kv.buffer_length(problem, s), np.nan, dtype) for s in ("k", "v")}
-
-
-def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
-    """k and v in their buffers in float64, NaN between them."""
-    slots = np.asarray(arrays["slot_mapping"])
-    found = {}
-    for side in ("k", "v"):
-        kept = kv.by_slot(problem, np.asarray(arrays[f"{side}_pages"]))
-        scale = np.asarray(arrays.get(f"{side}_scale", np.ones(problem["heads"])))
-        x = kv.decode(kept[slots], problem["storage"], scale, problem["dtype"]).astype(np.float64)
-        x[slots < 0] = 0.0
-        buffer = np.full(kv.buffer_length(problem, side), np.nan)
-        kv.seen_tokens(problem, buffer, side)[...] = x
-        found[side] = buffer
-    return found
-
-
 READ = register(
     KernelSpec(
         op=_CALL,
@@ -176,13 +135,9 @@ READ = register(
         derive=kv.derive,
         block=lambda params: (params["threads"], 1, 1),
         grid=kv.grid,
-        bytes=kv.traffic,
-        interpreter_work=kv.work,
-        arguments=arguments,
-        problems=kv.problems,
-        inputs=inputs,
-        outputs=outputs,
-        reference=reference,
+        arguments=kv.arguments,
+        work=kv.WORK,
+        verification="fkjit.ops.kv.cases:READ",
     )
 )
 

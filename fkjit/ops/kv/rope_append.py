@@ -7,15 +7,7 @@ from typing import Any
 
 from fkjit.errors import ParameterError
 from fkjit.ops.kv.planes import planes
-from fkjit.ops.kv.problem import (
-    CODES,
-    check_pages,
-    check_scales,
-    check_size,
-    check_slots,
-    check_tokens,
-    is_vector,
-)
+from fkjit.ops.kv.problem import check_append, check_size, check_tokens, is_vector
 from fkjit.ops.kv.rope_append_kernels import COMPUTED, TABLED, parameters
 from fkjit.ops.op.checks import (
     check_dtype,
@@ -23,12 +15,11 @@ from fkjit.ops.op.checks import (
     check_output,
     check_same_dtype,
     check_shape,
-    check_writable,
     itemsize,
 )
 from fkjit.ops.op.node import Node, like
 from fkjit.ops.op.op import Launch, Op, Output, Request
-from fkjit.ops.rope.call import OPTIONS, pack_scaling, unpack_scaling
+from fkjit.ops.rope.call import OPTIONS, as_option, pack_scaling, unpack_scaling
 from fkjit.ops.rope.checks import check_rotary_dim, check_source
 from fkjit.ops.rope.frequencies import THETA, Scaling
 from fkjit.ops.rope.kernels import VECTOR_BYTES
@@ -79,8 +70,7 @@ def _arranged(
     held = planes(_CALL, cache, layer, layout)
     if inplace and out_q is not None:
         raise ParameterError(f"{_CALL}: inplace=True and out_q; pass one of them")
-    named = (type(scaling).__name__, *scaling) if isinstance(scaling, tuple) else scaling
-    options = (held.storage, held.layout, theta, named, rotary_dim, interleaved)
+    options = (held.storage, held.layout, theta, as_option(scaling), rotary_dim, interleaved)
     inputs = (q, k, v, slot_mapping, positions, table, *held.arrays)
     return inputs, (q if inplace else out_q,), options
 
@@ -92,30 +82,19 @@ def _prepare(*args: Any, **options: Any) -> None:
 
 
 def _check(
-    views: Mapping[str, View | None], storage: str, layout: str, theta: Any, named: Any,
+    views: Mapping[str, View | None], storage: str, layout: str, theta: Any, scaling: Any,
     rotary_dim: Any, interleaved: Any,
 ) -> Request:  # fmt: skip
     seen = {name: view for name, view in views.items() if view is not None}
     dtype = check_same_dtype(_CALL, {name: seen[name] for name in ("q", "k", "v")})
-    pages = {name: seen[name] for name in ("k_pages", "v_pages")}
-    problem = check_pages(_CALL, pages, layout)
-    for name, view in pages.items():
-        check_dtype(_CALL, name, view, (CODES.get(storage, dtype),))
-        check_writable(_CALL, name, view)
-    heads, dim = problem["heads"], problem["head_dim"]
-    check_scales(_CALL, views, storage, heads)
-    num_slots = problem["num_pages"] * problem["page_size"]
-    step = check_slots(_CALL, seen["slot_mapping"], num_slots, unique=True)
-    tokens = seen["slot_mapping"].shape[0]
-    for side in ("k", "v"):
-        problem[side] = check_tokens(_CALL, side, seen[side], heads, dim, tokens)
+    problem = check_append(_CALL, views, dtype, storage, layout)
+    tokens, dim = problem["tokens"], problem["head_dim"]
     heads_q, output = _check_queries(views, tokens, dim, dtype)
     columns = check_rotary_dim(rotary_dim, views["table"], dim, _CALL)
     problem |= {
-        **{"dtype": dtype, "storage": storage, "tokens": tokens, "slot_step": step},
         **{"heads_q": heads_q, "rotary_dim": columns, "theta": THETA if theta is None else theta},
         "interleaved": check_flag(_CALL, "interleaved", interleaved),
-        "scaling": check_source(views["table"], theta, named, columns, _CALL),
+        "scaling": check_source(views["table"], theta, scaling, columns, _CALL),
     }
     _check_positions(seen["positions"], tokens)
     inputs, outputs = {name: views[name] for name in _INPUTS}, {"out_q": output}
@@ -175,8 +154,8 @@ def _vectors(views: Mapping[str, View | None], columns: int) -> bool:
     return True
 
 
-def _pack(storage: str, layout: str, theta: Any, named: Any, *rest: Any) -> tuple[Any, ...]:
-    return (storage, layout, theta, pack_scaling(named), *rest)
+def _pack(storage: str, layout: str, theta: Any, scaling: Any, *rest: Any) -> tuple[Any, ...]:
+    return (storage, layout, theta, pack_scaling(scaling), *rest)
 
 
 def _unpack(storage: str, layout: str, theta: Any, text: Any, *rest: Any) -> tuple[Any, ...]:

@@ -1,20 +1,15 @@
-"""The kernels behind `fkjit.rope_kv_append`: parameters, tiling and arguments, references."""
+"""The kernels behind `fkjit.rope_kv_append`: parameters, tiling, arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from fkjit.ops.kv import append as kv_append
 from fkjit.ops.kv import problem as kv
 from fkjit.ops.rope import kernels
-from fkjit.ops.rope.frequencies import THETA, Llama3Scaling, fixed_point, rope_table
-from fkjit.runtime.interop import ITEMSIZE, numpy_dtype
-from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, register
-
-_TABLE_ROWS = 400  # of a test's table
+from fkjit.ops.rope.frequencies import fixed_point
+from fkjit.runtime.interop import ITEMSIZE
+from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 
 
 def _as_rope(problem: Problem) -> dict[str, Any]:
@@ -82,87 +77,7 @@ def traffic(problem: Problem) -> float:
     return q * problem["head_dim"] + kv.traffic(problem)
 
 
-# ------------------------------------------------------------------ for tests
-
-
-def problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    """Whole and partial rotation, one token and several, both layouts."""
-    many = 1 if scale == "small" else 60
-    whole, part = (64, 32) if params["vector"] else (14, 6)
-    found = []
-    for tokens, heads_q, heads, rotary, layout, words in (
-        (1, 4, 1, whole, "nhd", 1),
-        (13 * many, 5, 2, part, "hnd", 2),
-    ):
-        pages = -(-tokens // 16) + 2
-        one = kv.problem_of(params, tokens, heads, whole, 16, pages, layout, slot_step=words)
-        found.append(
-            {
-                **one,
-                **{"heads_q": heads_q, "rotary_dim": rotary, "theta": THETA},
-                **{"interleaved": params["interleaved"], "skipped": 0.2 * (tokens > 1)},
-                "scaling": Llama3Scaling() if tokens > 1 else None,
-            }
-        )
-    return found
-
-
-def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
-    """Fresh q, k, v, slots, scales; positions up to a million."""
-    return _inputs(params, problem, rng, 1_000_001)
-
-
-def tabled_inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
-    """The same with a table."""
-    table = rope_table(_TABLE_ROWS, problem["rotary_dim"])
-    return {**_inputs(params, problem, rng, _TABLE_ROWS), "table": table}
-
-
-def _inputs(params: Params, problem: Problem, rng: np.random.Generator, limit: int) -> Arrays:
-    shape = (problem["tokens"], problem["heads_q"], problem["head_dim"])
-    kind = np.int64 if problem["slot_step"] == 2 else np.int32
-    return {
-        "q": rng.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(problem["dtype"])),
-        **kv_append.inputs(params, problem, rng),
-        "positions": rng.integers(0, limit, shape[:1], kind),
-    }
-
-
-def outputs(params: Params, problem: Problem) -> Arrays:
-    """out_q, poisoned with NaN, and pages with the same number everywhere."""
-    shape = (problem["tokens"], problem["heads_q"], problem["head_dim"])
-    q = np.full(shape, np.nan, numpy_dtype(problem["dtype"]))
-    return {"out_q": q, **kv_append.outputs(params, problem)}
-
-
-def turned(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
-    """out_q and out_k in float64."""
-    turning = {
-        **{"layout": "thd", "batch": 1, "length": problem["tokens"], "start": 0},
-        **{name: problem[name] for name in ("rotary_dim", "theta", "scaling", "interleaved")},
-        **{"inverse": False, "positions": "ids"},
-    }
-    return kernels.reference(turning, arrays)
-
-
-def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
-    """out_q and v_pages; k_pages where they hold numbers and not codes, of which a last bit of k
-    may make the next one."""
-    k = kv.seen_tokens(problem, np.asarray(arrays["k"]), "k")
-    names = {name: arrays.get(name) for name in ("q", "positions", "table")}
-    found = turned(problem, {**names, "k": k})
-    pages = kv_append.reference(problem, arrays)
-    if problem["storage"] == "same":
-        slots = np.asarray(arrays["slot_mapping"])
-        kept = kv.by_slot(problem, pages["k_pages"]).copy()
-        kept[slots[slots >= 0]] = found["out_k"][slots >= 0]
-        pages["k_pages"] = kv.from_slots(problem, kept)
-    else:
-        del pages["k_pages"]
-    return {"out_q": found["out_q"], **pages}
-
-
-def _spec(name: str, doc: str, **rest: Any) -> KernelSpec:
+def _spec(name: str, doc: str, arguments: kernels.Arguments) -> KernelSpec:
     return register(
         KernelSpec(
             op="rope_kv_append",
@@ -184,23 +99,19 @@ def _spec(name: str, doc: str, **rest: Any) -> KernelSpec:
             },
             block=lambda params: (params["threads"], 1, 1),
             grid=grid,
-            flops=lambda problem: kernels.work({**_as_rope(problem), "heads_k": 0}),
-            bytes=traffic,
-            interpreter_work=lambda params, problem: 12 * kv.work(params, problem),
-            problems=problems,
-            outputs=outputs,
-            reference=reference,
-            tolerance=lambda params: {"fp16": 6e-4, "bf16": 4.5e-3, "fp32": 4e-7}[params["dtype"]],
-            **rest,
+            arguments=arguments,
+            work=Work(
+                flops=lambda problem: kernels.flops({**_as_rope(problem), "heads_k": 0}),
+                bytes=traffic,
+                interpreter_work=lambda params, problem: 12 * kv.moved(params, problem),
+            ),
+            verification=f"fkjit.ops.kv.cases_rope_append:{name.upper()}",
         )
     )
 
 
 COMPUTED = _spec(
     "computed", "q and k turned by angles computed in the kernel, k and v to their slots",
-    arguments=computed_arguments, inputs=inputs,
+    computed_arguments,
 )  # fmt: skip
-TABLED = _spec(
-    "tabled", "q and k turned by a table, k and v to their slots",
-    arguments=tabled_arguments, inputs=tabled_inputs,
-)  # fmt: skip
+TABLED = _spec("tabled", "q and k turned by a table, k and v to their slots", tabled_arguments)

@@ -12,10 +12,9 @@ from fkjit.ops.kv.planes import refuse_traced
 from fkjit.ops.op.checks import check_dtype, check_shape
 from fkjit.ops.op.op import Launch, Op, Output, Request
 from fkjit.runtime.interop import CPU, View, as_numpy
-from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
+from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
 
 _CALL = "kv_slots"
-_POISON = -9  # in slots, where tests look for what is not written
 
 
 def kv_slots(
@@ -126,64 +125,10 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
     }
 
 
-def problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    """Rows of no sequence, sequences without tokens or room, more tokens than a block has threads.
-
-    `counts` is the number of tokens of each sequence, None: one each, without cu_seqlens.
-    """
-    found = []
-    for append in (True, False):
-        for size, counts in ((16, None), (16, [0, 3, 40, 1, 700]), (256, [1, 1500, 2, 9, 30])):
-            sequences = 5 if counts is None else len(counts)
-            tokens = sequences if counts is None else sum(counts)
-            found.append(
-                {
-                    **{"sequences": sequences, "tokens": tokens, "append": append},
-                    **{"page_size": size, "max_sequences": 9, "max_pages": 50, "counts": counts},
-                }
-            )
-    return found
-
-
-def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
-    """Tables of which parts are filled; the first row is no sequence."""
-    rows = rng.permutation(problem["max_sequences"])[: problem["sequences"]].astype(np.int32)
-    rows[0] = -1
-    size, most = problem["page_size"], problem["max_pages"]
-    pages = rng.integers(0, most + 1, problem["max_sequences"])
-    table = rng.permutation(most * problem["max_sequences"]).reshape(-1, most).astype(np.int32)
-    table[np.arange(most) >= pages[:, None]] = -1
-    lengths = (rng.random(len(pages)) * pages * size).astype(np.int32)
-    counts = problem["counts"]
-    ends = {} if counts is None else {"cu_seqlens": np.cumsum([0, *counts]).astype(np.int32)}
-    return {
-        **{"rows": rows, **ends, "page_table": table, "lengths": lengths},
-        "capacities": (pages * size).astype(np.int32),
-    }
-
-
-def outputs(params: Params, problem: Problem) -> Arrays:
-    """Poisoned."""
-    return {"slot_mapping": np.full(problem["tokens"], _POISON, np.int32)}
-
-
-def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
-    """The slots, and the lengths as they are afterwards, token by token."""
-    rows, table, lengths = (np.asarray(arrays[n]) for n in ("rows", "page_table", "lengths"))
-    counts = problem["counts"] or [1] * problem["sequences"]
-    after, slots = lengths.copy(), []
-    for row, count in zip(rows, counts, strict=True):
-        if row < 0:
-            slots += [-1] * count
-            continue
-        begin = lengths[row] if problem["append"] else 0
-        end = arrays["capacities"][row] if problem["append"] else lengths[row]
-        for position in range(begin, begin + count):
-            page, place = divmod(position, problem["page_size"])
-            inside = position < end
-            slots.append(table[row, page] * problem["page_size"] + place if inside else -1)
-            after[row] += problem["append"] and inside
-    return {"slot_mapping": np.array(slots, np.float64), "lengths": after.astype(np.float64)}
+def _worth_timing(params: Params) -> list[Problem]:
+    """Those that leave the cache's lengths as they are."""
+    made = SLOTS.verification.problems(params, "full")
+    return [problem for problem in made if not problem["append"]]
 
 
 _TUNED: dict[str, Any] = {"threads": 512}
@@ -199,14 +144,13 @@ SLOTS = register(
         params=(Param("threads", (512,), "threads of a block", tunable=True),),
         block=lambda params: (params["threads"], 1, 1),
         grid=lambda params, problem: (problem["sequences"], 1, 1),
-        bytes=lambda problem: 4.0 * (problem["tokens"] + 3 * problem["sequences"]),
-        interpreter_work=lambda params, problem: 8.0 * problem["tokens"],
         arguments=arguments,
-        problems=problems,
-        bench=lambda params: [p for p in problems(params, "full") if not p["append"]],
-        inputs=inputs,
-        outputs=outputs,
-        reference=reference,
+        work=Work(
+            bytes=lambda problem: 4.0 * (problem["tokens"] + 3 * problem["sequences"]),
+            bench=_worth_timing,
+            interpreter_work=lambda params, problem: 8.0 * problem["tokens"],
+        ),
+        verification="fkjit.ops.kv.cases:SLOTS",
     )
 )
 

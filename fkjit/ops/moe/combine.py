@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
-from fkjit.errors import ParameterError
 from fkjit.ops.moe import rows as rows
-from fkjit.ops.moe.groups import MoeGroups
-from fkjit.ops.moe.permute import check_groups
+from fkjit.ops.moe.checks import check_dense
+from fkjit.ops.moe.groups import MoeGroups, check_groups
+from fkjit.ops.op.autograd import Differentiable, Tensors, as_tuple, autograd_of
 from fkjit.ops.op.checks import check_dtype, check_output, check_shape
 from fkjit.ops.op.node import Node
 from fkjit.ops.op.op import Launch, Op, Output, Request
-from fkjit.ops.op.shapes import rows_of
 from fkjit.runtime.interop import View
 
 _CALL = "moe_combine"
@@ -63,8 +60,7 @@ def _check(views: Mapping[str, View | None]) -> Request:
     problem = _describe(_CALL, views)
     shape = (problem["tokens"], problem["columns"])
     check_output(_CALL, out, shape, y.dtype)
-    if out is not None and rows_of(_CALL, "out", out)[2] != shape[1] and shape[0] > 1:
-        raise ParameterError(f"{_CALL}: out has gaps between its rows; it must be contiguous")
+    check_dense(_CALL, "out", out)
     problem["vector"] = _is_vector(problem, (y, out))
     launches = (Launch(rows.COMBINE, rows.combine_variant(problem), problem),) if shape[0] else ()
     inputs = {name: views[name] for name in _INPUTS}
@@ -79,8 +75,7 @@ def _describe(call: str, views: Mapping[str, View | None]) -> dict[str, Any]:
     if weights is not None:
         check_dtype(call, "weights", weights, ("fp32",))
         check_shape(call, "weights", weights, (tokens, top_k), "inverse's")
-        if rows_of(call, "weights", weights)[2] != top_k and tokens > 1:
-            raise ParameterError(f"{call}: weights has gaps between its rows; pass a copy")
+        check_dense(call, "weights", weights)
     groups = check_groups(call, views)
     return rows.problem_of(y.dtype, tokens, top_k, columns, groups, places, stride=stride)
 
@@ -104,39 +99,17 @@ def _check_gradient(views: Mapping[str, View | None], of_y: bool, of_weights: bo
     return Request({n: v for n, v in views.items() if n not in made}, made, launches)
 
 
-def _with_gradients(inputs: tuple[Any, ...], outputs: tuple[Any, ...], options: Any) -> Any:
-    if outputs[0] is not None:
-        raise ParameterError(
-            f"{_CALL}: out is given and an input requires grad; call it under torch.no_grad(), or "
-            "without out"
-        )
-    return _function().apply(*inputs)
+def _forward(inputs: Tensors, options: Any) -> tuple[Tensors, Tensors]:
+    return (_OP(inputs, (), options),), inputs
 
 
-@lru_cache(maxsize=1)
-def _function() -> Any:
-    """torch's Function; its module is there, since a tensor was seen."""
-    torch = sys.modules["torch"]
-
-    class Combine(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, y: Any, inverse: Any, weights: Any, *lists: Any) -> Any:
-            ctx.save_for_backward(y, inverse, weights, *lists)
-            return _OP((y, inverse, weights, *lists), (None,), ())
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx: Any, dout: Any) -> Any:
-            y, inverse, weights, *lists = ctx.saved_tensors
-            of_y, _, of_weights, *_ = ctx.needs_input_grad
-            inputs = (y, dout.contiguous(), inverse, weights, *lists)
-            outputs = _cleared(inputs, (of_y, of_weights))
-            found = _GRADIENT(inputs, outputs, (of_y, of_weights))
-            found = iter(found if isinstance(found, tuple) else (found,))
-            dy, dweights = (next(found) if wanted else None for wanted in (of_y, of_weights))
-            return dy, None, dweights, None, None
-
-    return Combine
+def _backward(saved: Tensors, gradients: Tensors, needed: Tensors, options: Any) -> Tensors:
+    y, *rest = saved
+    wanted = (needed[0], needed[2])
+    inputs = (y, gradients[0].contiguous(), *rest)
+    found = iter(as_tuple(_GRADIENT(inputs, _cleared(inputs, wanted), wanted)))
+    dy, dweights = (next(found) if one else None for one in wanted)
+    return dy, None, dweights, None, None
 
 
 def _cleared(inputs: tuple[Any, ...], options: tuple[bool, bool]) -> tuple[Any, None]:
@@ -149,7 +122,7 @@ def _cleared(inputs: tuple[Any, ...], options: tuple[bool, bool]) -> tuple[Any, 
 _INPUTS = ("y", "inverse", "weights", "offsets", "counts")
 _OP = Op(
     _CALL, inputs=_INPUTS, outputs=("out",), check=_check, optional=_INPUTS[2:],
-    autograd=_with_gradients,
+    autograd=autograd_of(_CALL, Differentiable("Combine", _forward, _backward)),
     node=Node(lambda y, inverse, *rest: [y.new_empty(inverse.shape[0], y.shape[1])]),
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What the kernels that sort choices by expert share: sizes, arguments, inputs and references.
+"""What the kernels that sort choices by expert share: sizes, checks and arguments.
 
 A grouping problem: `tokens` times `top_k` items, each with an expert's id; ids below `experts` go
 through a map, if there is one, to one of `groups` groups; a group's places are a multiple of
@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from fkjit.errors import ParameterError
 from fkjit.ops.moe.checks import whole
 from fkjit.ops.moe.problem import MAX_EXPERTS
@@ -21,14 +19,14 @@ from fkjit.ops.op.op import Output
 from fkjit.ops.op.shapes import log2_ceil, rows_of
 from fkjit.runtime.device import multiprocessors
 from fkjit.runtime.interop import CPU, View
-from fkjit.spec import Arrays, Problem
+from fkjit.spec import Problem
 
 NO_CAPACITY = 2**31 - 1
 MAX_ITEMS = 2**27 - 1  # GridSums counts them in 27 bits
 _MAX_PLACES = 2**31 - 2**20
 INPUTS = ("expert_map", "num_tokens")
 _SHARED = 32 * 1024  # bytes of counts of a block's warps
-_GROUP = 16  # blocks of a group, and words before the sums, of GridSums
+GROUP = 16  # blocks of a group, and words before the sums, of GridSums
 _HEAD = 32
 _CPU_BLOCKS = 3
 
@@ -86,6 +84,20 @@ def _check_lists(call: str, views: Mapping[str, View | None], experts: int) -> N
             rows_of(call, name, view)
 
 
+def check_groups(call: str, views: Mapping[str, View | None]) -> int:
+    """How many groups `offsets` and `counts` are of; 0 without them."""
+    offsets, counts = views["offsets"], views["counts"]
+    if offsets is None or counts is None:
+        return 0
+    for name, view in (("offsets", offsets), ("counts", counts)):
+        check_dtype(call, name, view, ("int32",))
+        if len(view.shape) != 1 or (view.shape[0] > 1 and view.strides[0] != 1):
+            raise ParameterError(f"{call}: {name} is not one dimension, contiguous")
+    if offsets.shape[0] != counts.shape[0] + 1:
+        raise ParameterError(f"{call}: offsets has not one number more than counts")
+    return counts.shape[0]
+
+
 def places_of(items: int, groups: int, block_size: int) -> int:
     """Places for the worst that items can be spread, in whole tiles."""
     most = min(items * block_size, items + groups * (block_size - 1))
@@ -116,7 +128,7 @@ def fake(
 def counters(p: Problem, most: int) -> int:
     """Words that the blocks add their counts up in; `most`: groups that the kernel has room for."""
     blocks = p["blocks"]
-    return _HEAD + (-(-blocks // _GROUP) + blocks) * most if blocks > 1 else 0
+    return _HEAD + (-(-blocks // GROUP) + blocks) * most if blocks > 1 else 0
 
 
 def grouping(p: Problem, pieces: int) -> tuple[int, ...]:
@@ -140,86 +152,6 @@ def arguments(p: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {**pointers, **meeting, "tokens": p["tokens"]}
 
 
-# -- tests ---------------------------------------------------------------------------------------
-
-
-def random_lists(p: Problem, rng: np.random.Generator, most: int = MAX_EXPERTS) -> Arrays:
-    """A map to some of the experts, a number of tokens, and what blocks meet in."""
-    found: Arrays = {"counters": np.zeros(max(counters(p, most), 1), np.uint32)}
-    if p.get("mapped"):
-        local = np.full(p["experts"], -1, np.int32)
-        here = np.sort(rng.permutation(p["experts"])[: p["groups"]])
-        local[here] = np.arange(here.size)
-        found["expert_map"] = local
-    if p.get("real") is not None:
-        found["num_tokens"] = np.array([p["real"]], np.int32)
-    return found
-
-
-def outputs(p: Problem) -> Arrays:
-    """Poisoned."""
-    return {name: np.full(output.shape, -9, np.int32) for name, output in made(p).items()}
-
-
-def grouped(p: Problem, ids: np.ndarray, arrays: Mapping[str, Any]) -> Arrays:
-    """What becomes of ids [tokens, top_k]; in float64."""
-    real = np.asarray(arrays.get("num_tokens", [p["tokens"]])).clip(0, p["tokens"])[0]
-    flat = np.asarray(ids).astype(np.int64)[:real].reshape(-1)
-    known = (flat >= 0) & (flat < p["experts"])
-    group = np.where(known, flat, -1)
-    if arrays.get("expert_map") is not None:
-        group = np.where(known, np.asarray(arrays["expert_map"])[group], -1)
-    group[(group < 0) | (group >= p["groups"])] = -1
-    size, sentinel = p["block_size"], p["tokens"] * p["top_k"]
-    places = np.full(p["places"], sentinel)
-    tiles, inverse = np.full(p["places"] // size, -1), np.full(sentinel, -1)
-    offsets, counts = [0], []
-    for e in range(p["groups"]):
-        mine = np.flatnonzero(group == e)[: p["capacity"]]
-        begin = offsets[-1]
-        places[begin : begin + mine.size] = mine
-        inverse[mine] = begin + np.arange(mine.size)
-        end = begin + -(-mine.size // size) * size
-        tiles[begin // size : end // size] = e
-        offsets.append(end)
-        counts.append(mine.size)
-    found = (places, tiles, [offsets[-1]], inverse.reshape(-1, p["top_k"]), offsets, counts)
-    return {
-        name: np.asarray(x, np.float64) for name, x in zip(MoeGroups._fields, found, strict=True)
-    }
-
-
-def group_problem(
-    tokens: int, top_k: int, experts: int, block_size: int, blocks: int, **other: Any
-) -> dict[str, Any]:
-    """A problem as tests and benchmarks want it: every expert is here, nothing is dropped."""
-    made = {
-        **{"tokens": tokens, "top_k": top_k, "experts": experts, "groups": experts},
-        **{"block_size": block_size, "capacity": NO_CAPACITY, "blocks": blocks},
-        **{"mapped": False, "real": None},
-        **other,
-    }
-    made["places"] = places_of(tokens * top_k, made["groups"], block_size)
-    return made
-
-
 def traffic(p: Problem) -> float:
     """Bytes of the sorted list and of its inverse written."""
     return 4.0 * (p["places"] + p["tokens"] * p["top_k"])
-
-
-def variations(most: int, round_: int, scale: str) -> list[dict[str, Any]]:
-    """Sizes of grids, maps, capacities, and tokens that are not there; for up to `most` groups.
-
-    `round_`: tokens that the warps of a block have at a time.
-    """
-    blocks = 3 if scale == "small" else 60
-    tokens = round_ * blocks * 5 // 4
-    return [
-        {"tokens": tokens, "experts": most, "block_size": 4, "blocks": blocks + _GROUP},
-        {
-            **{"tokens": tokens, "experts": most - 7, "block_size": 12, "blocks": blocks},
-            **{"mapped": True, "groups": (most - 7) // 2, "real": tokens - 14, "capacity": 5},
-        },
-        {"tokens": round_ * 3 // 2, "experts": most // 2, "block_size": 1, "blocks": 1},
-    ]

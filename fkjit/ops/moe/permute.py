@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
-from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.errors import ArgumentTypeError
 from fkjit.ops.moe import rows as rows
-from fkjit.ops.moe.groups import MoeGroups
-from fkjit.ops.op.checks import check_dtype, check_output
+from fkjit.ops.moe.checks import check_dense
+from fkjit.ops.moe.combine import moe_combine
+from fkjit.ops.moe.groups import MoeGroups, check_groups
+from fkjit.ops.op.autograd import Differentiable, Tensors, autograd_of
+from fkjit.ops.op.checks import check_output
 from fkjit.ops.op.node import Node
 from fkjit.ops.op.op import Launch, Op, Output, Request
-from fkjit.ops.op.shapes import rows_of
 from fkjit.runtime.interop import View
 
 _CALL = "moe_permute"
@@ -59,28 +59,13 @@ def _call(x: Any, groups: Any, out: Any) -> Any:
     return (x, groups.inverse, groups.offsets, groups.counts), (out,), (places,)
 
 
-def check_groups(call: str, views: Mapping[str, View | None]) -> int:
-    """How many groups offsets and counts are of; 0 without them."""
-    offsets, counts = views["offsets"], views["counts"]
-    if offsets is None or counts is None:
-        return 0
-    for name, view in (("offsets", offsets), ("counts", counts)):
-        check_dtype(call, name, view, ("int32",))
-        if len(view.shape) != 1 or (view.shape[0] > 1 and view.strides[0] != 1):
-            raise ParameterError(f"{call}: {name} is not one dimension, contiguous")
-    if offsets.shape[0] != counts.shape[0] + 1:
-        raise ParameterError(f"{call}: offsets has not one number more than counts")
-    return counts.shape[0]
-
-
 def _check(views: Mapping[str, View | None], places: int) -> Request:
     x, out = views["x"], views["out"]
     assert x is not None
     tokens, columns, stride = rows.check_rows(_CALL, "x", x)
     _, top_k = rows.check_inverse(_CALL, views["inverse"], tokens)
     check_output(_CALL, out, (places, columns), x.dtype)
-    if out is not None and rows_of(_CALL, "out", out)[2] != columns and places > 1:
-        raise ParameterError(f"{_CALL}: out has gaps between its rows; it must be contiguous")
+    check_dense(_CALL, "out", out)
     problem = rows.problem_of(
         x.dtype, tokens, top_k, columns, check_groups(_CALL, views), places, stride=stride
     )
@@ -90,40 +75,19 @@ def _check(views: Mapping[str, View | None], places: int) -> Request:
     return Request(inputs, {"out": Output((places, columns), x.dtype, out)}, launches)
 
 
-def _with_gradients(inputs: tuple[Any, ...], outputs: tuple[Any, ...], options: Any) -> Any:
-    if outputs[0] is not None:
-        raise ParameterError(
-            f"{_CALL}: out is given and x requires grad; call it under torch.no_grad(), or without "
-            "out"
-        )
-    return _function().apply(*inputs, *options)
+def _forward(inputs: Tensors, options: tuple[int]) -> tuple[Tensors, Tensors]:
+    return (_OP(inputs, (), options),), inputs[1:2]
 
 
-@lru_cache(maxsize=1)
-def _function() -> Any:
-    """torch's Function; its module is there, since a tensor was seen."""
-    torch = sys.modules["torch"]
-
-    class Permute(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any, inverse: Any, offsets: Any, counts: Any, places: int) -> Any:
-            ctx.save_for_backward(inverse)
-            return _OP((x, inverse, offsets, counts), (None,), (places,))
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx: Any, dout: Any) -> Any:
-            from fkjit.ops.moe.combine import moe_combine
-
-            (inverse,) = ctx.saved_tensors
-            return moe_combine(dout.contiguous(), inverse), None, None, None, None
-
-    return Permute
+def _backward(saved: Tensors, gradients: Tensors, needed: Tensors, options: Any) -> Tensors:
+    """Of a row: the sum over its places."""
+    return moe_combine(gradients[0].contiguous(), *saved), None, None, None
 
 
 _INPUTS = ("x", "inverse", "offsets", "counts")
 _OP = Op(
-    _CALL, inputs=_INPUTS, outputs=("out",), check=_check, autograd=_with_gradients,
+    _CALL, inputs=_INPUTS, outputs=("out",), check=_check,
+    autograd=autograd_of(_CALL, Differentiable("Permute", _forward, _backward)),
     node=Node(
         lambda x, inverse, offsets, counts, places: [x.new_empty(places, x.shape[1])],
         "SymInt places",

@@ -1,4 +1,4 @@
-"""What the kernels that route tokens to experts share: tiles, arguments, inputs and references.
+"""What the kernels that route tokens to experts share: tiles and arguments.
 
 A routing problem: `tokens` rows of `experts` logits, `row_stride` elements from one to the next,
 and how `top_k` of them are chosen (`Routing` in templates/moe/route.cuh).
@@ -6,14 +6,13 @@ and how `top_k` of them are chosen (`Routing` in templates/moe/route.cuh).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from fkjit.ops.op.shapes import log2_ceil
-from fkjit.runtime.interop import ITEMSIZE, numpy_dtype
-from fkjit.spec import Arrays, Params, Problem
+from fkjit.runtime.interop import ITEMSIZE
+from fkjit.spec import Params, Problem
 
 # Lanes of a warp on one token, logits of each; the first one that holds a token is taken.
 Tile = tuple[int, int]
@@ -104,121 +103,6 @@ def is_vector(dtype: str, experts: int, num_groups: int, row_stride: int, pointe
     return pointer % 16 == 0 and row_stride % size == 0 and experts // num_groups % size == 0
 
 
-# -- tests ---------------------------------------------------------------------------------------
-
-
-def random_logits(p: Problem, rng: np.random.Generator) -> np.ndarray:
-    """Rows with many ties, exact in every dtype; some with NaN, infinities, or all alike."""
-    x = np.round(rng.standard_normal((p["tokens"], p["experts"])) * 16) / 8
-    x[3::7] = 0.5
-    for i, odd in enumerate((np.nan, np.inf, -np.inf)):
-        x[i + 1 :: 11, rng.integers(p["experts"])] = odd
-    x[5::17] = -np.inf
-    made = np.full((p["tokens"], p["row_stride"]), np.nan)
-    made[:, : p["experts"]] = x
-    return made.astype(numpy_dtype(p["dtype"])).reshape(-1)
-
-
-def random_routing(p: Problem, rng: np.random.Generator) -> Arrays:
-    """Logits, and a bias where there is one."""
-    made: Arrays = {"logits": random_logits(p, rng)}
-    if p["biased"]:
-        made["bias"] = (rng.integers(-2, 3, p["experts"]) / 4).astype(np.float32)
-    return made
-
-
-def scores_of(x: np.ndarray, scoring: str) -> np.ndarray:
-    """Softmax or sigmoid of float64 rows; of several +inf each has the same share."""
-    if scoring == "sigmoid":
-        return 1 / (1 + np.exp(-x))
-    peak = x.max(-1, keepdims=True)
-    with np.errstate(invalid="ignore"):
-        terms = np.where(x == peak, 1.0, np.exp(x - peak))
-    return terms / terms.sum(-1, keepdims=True)
-
-
-def routed(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
-    """Weights and ids of all tokens, in float64."""
-    logits = np.asarray(arrays["logits"]).astype(np.float64).reshape(-1, p["row_stride"])
-    x = np.nan_to_num(logits[: p["tokens"], : p["experts"]], nan=LEAST, posinf=np.inf, neginf=LEAST)
-    with np.errstate(over="ignore"):
-        scores = scores_of(x, p["scoring"])
-    keys = x
-    if arrays.get("bias") is not None:
-        keys = scores.astype(np.float32) + np.asarray(arrays["bias"])
-        keys = np.maximum(np.nan_to_num(keys, nan=LEAST, posinf=np.inf, neginf=LEAST), LEAST)
-    keys = _limited(keys, p, arrays.get("bias") is not None)
-    ids = np.argsort(-keys, axis=-1, kind="stable")[:, : p["top_k"]]
-    weights = np.take_along_axis(scores, ids, -1)
-    if p["renormalize"]:
-        total = weights.sum(-1, keepdims=True)
-        weights = weights / np.where(total > 0, total, 1)
-    return {"topk_weights": weights * p["scale"], "topk_ids": ids.astype(np.float64)}
-
-
-def _limited(keys: np.ndarray, p: Problem, two: bool) -> np.ndarray:
-    """-inf for the experts of groups that are not among the best."""
-    groups = p["num_groups"]
-    if groups == 1:
-        return keys
-    grouped = np.sort(keys.reshape(len(keys), groups, -1), -1)
-    best = grouped[..., -1]
-    if two and grouped.shape[-1] > 1:
-        best = np.maximum(best + grouped[..., -2], LEAST)
-    kept = np.argsort(-best, axis=-1, kind="stable")[:, : p["topk_groups"]]
-    mask = np.zeros(best.shape, bool)
-    np.put_along_axis(mask, kept, True, -1)
-    return np.where(np.repeat(mask, keys.shape[1] // groups, 1), keys, -np.inf)
-
-
-def route_outputs(params: Params, p: Problem) -> Arrays:
-    """Poisoned."""
-    shape = (p["tokens"], p["top_k"])
-    return {
-        "topk_weights": np.full(shape, np.nan, np.float32),
-        "topk_ids": np.full(shape, -9, np.int32),
-    }
-
-
 def route_traffic(p: Problem) -> float:
     """Bytes of the logits read, and of weights and ids written."""
     return float(p["tokens"] * (p["experts"] * ITEMSIZE[p["dtype"]] + 8 * p["top_k"]))
-
-
-def route_problem(
-    dtype: str, tokens: int, experts: int, top_k: int, **other: Any
-) -> dict[str, Any]:
-    """A problem as tests and benchmarks want it: rows without gaps, softmax."""
-    made = {
-        **{"dtype": dtype, "tokens": tokens, "experts": experts, "top_k": top_k},
-        **{"scoring": "softmax", "renormalize": False, "biased": False, "scale": 1.0},
-        **{"num_groups": 1, "topk_groups": 1, "row_stride": experts},
-        **other,
-    }
-    made["vector"] = is_vector(dtype, experts, made["num_groups"], made["row_stride"], 0)
-    return made
-
-
-def route_problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    """A full tile; a ragged one with gaps; groups with a bias, where lanes are left for them."""
-    (lanes, values), dtype = params["tile"], params["dtype"]
-    size, full = 16 // ITEMSIZE[params["dtype"]], lanes * values
-    tokens = 37 if scale == "small" else 3001
-    top_k = min(lanes, 8 if scale == "full" else 3)
-    found = [route_problem(dtype, tokens, full, top_k)]
-    if params["plain"]:
-        odd = {"renormalize": True, "scale": 2.5, "row_stride": full}
-        return [*found, route_problem(dtype, tokens, full - size, 2, **odd)]
-    found = [] if scale == "small" else found
-    found.append(
-        route_problem(
-            dtype, tokens, full - size - 3, 2, scoring="sigmoid", renormalize=True, biased=True,
-            scale=2.5, row_stride=full,
-        )
-    )  # fmt: skip
-    groups = {"num_groups": 4, "topk_groups": 2, "biased": True, "renormalize": True}
-    found.append(route_problem(dtype, tokens, full, 3, scoring="sigmoid", **groups))
-    if scale == "full":
-        found.append(route_problem(dtype, tokens, full // 2, 1, num_groups=2, topk_groups=1))
-        found.append(route_problem(dtype, tokens, full, 3, **groups))
-    return found

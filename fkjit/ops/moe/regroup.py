@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from fkjit.errors import ParameterError
 from fkjit.ops.moe import groups as groups
+from fkjit.ops.moe.checks import check_dense
 from fkjit.ops.moe.groups import MoeGroups
 from fkjit.ops.op.checks import check_dtype
 from fkjit.ops.op.node import Node
 from fkjit.ops.op.op import Launch, Op, Request
-from fkjit.ops.op.shapes import rows_of
 from fkjit.runtime.interop import View
-from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
+from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
 
 _CALL = "moe_regroup"
 _IDS = ("int32", "int64")
@@ -111,9 +109,8 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
         raise ParameterError(
             f"{_CALL}: topk_ids has shape {tuple(ids.shape)}; allowed: [tokens, top_k]"
         )
-    tokens, top_k, step = rows_of(_CALL, "topk_ids", ids)
-    if tokens > 1 and step != top_k:
-        raise ParameterError(f"{_CALL}: topk_ids has gaps between its rows; pass a contiguous copy")
+    check_dense(_CALL, "topk_ids", ids)
+    tokens, top_k = ids.shape
     problem = groups.describe(_CALL, views, tokens, top_k, *options)
     problem["ids"] = ids.dtype
     items = tokens * top_k
@@ -136,21 +133,9 @@ def arguments(params: Params, p: Problem, arrays: Mapping[str, Any]) -> dict[str
     return {**made, "top_k": p["top_k"], "how": groups.grouping(p, pieces)}
 
 
-def problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    """Maps, capacities, grids; with ids that are none."""
-    found = []
-    kinds = groups.variations(params["tile"][1], params["tile"][0] // 3, scale)
-    for top_k, kind in zip((3, 2, 8), kinds, strict=True):
-        found.append(groups.group_problem(**{"top_k": top_k, **kind}))
-    return found
-
-
-def inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
-    """Ids of which some are outside; an expert that most go to, others that nobody goes to."""
-    ids = rng.integers(-2, p["experts"] + 2, (p["tokens"], p["top_k"]))
-    ids[rng.random(ids.shape) < 0.4] = p["experts"] // 3
-    ids[ids % 5 == 1] = 0
-    return {"topk_ids": ids.astype(params["ids"]), **groups.random_lists(p, rng, params["tile"][1])}
+def _traffic(p: Problem) -> float:
+    id_bytes = 8.0 if p.get("ids") == "int64" else 4.0
+    return groups.traffic(p) + p["tokens"] * p["top_k"] * id_bytes
 
 
 REGROUP = register(
@@ -172,15 +157,12 @@ REGROUP = register(
         },
         block=lambda params: (params["tile"][0], 1, 1),
         grid=lambda params, p: (p["blocks"], 1, 1),
-        bytes=lambda p: (
-            groups.traffic(p) + p["tokens"] * p["top_k"] * (8.0 if p.get("ids") == "int64" else 4.0)
-        ),
-        interpreter_work=lambda params, p: 100.0 * p["tokens"] * p["top_k"],
         arguments=arguments,
-        problems=problems,
-        inputs=inputs,
-        outputs=lambda params, p: groups.outputs(p),
-        reference=lambda p, arrays: groups.grouped(p, arrays["topk_ids"], arrays),
+        work=Work(
+            bytes=_traffic,
+            interpreter_work=lambda params, p: 100.0 * p["tokens"] * p["top_k"],
+        ),
+        verification="fkjit.ops.moe.cases:REGROUP",
     )
 )
 

@@ -14,7 +14,7 @@ from fkjit.ops.op.node import Node, of_dtype
 from fkjit.ops.op.op import Launch, Op, Output, Request
 from fkjit.ops.op.shapes import rows_of
 from fkjit.runtime.interop import View
-from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, register
+from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 
 _CALL = "moe_route"
 _THREADS = 128
@@ -178,18 +178,16 @@ ROUTE = register(
         pdl=True,
         block=lambda params: (params["threads"], 1, 1),
         grid=_grid,
-        flops=lambda p: float(p["tokens"] * p["experts"] * (4 + p["top_k"])),
-        bytes=moe.route_traffic,
         arguments=lambda params, p, arrays: {
             **{n: arrays.get(n) for n in ("logits", "bias", "topk_weights", "topk_ids")},
             **{"row_stride": p["row_stride"], "tokens": p["tokens"]},
             "how": moe.routing(params, p),
         },
-        problems=moe.route_problems,
-        inputs=lambda params, p, rng: moe.random_routing(p, rng),
-        outputs=moe.route_outputs,
-        reference=moe.routed,
-        tolerance=lambda params: 1e-6,
+        work=Work(
+            flops=lambda p: float(p["tokens"] * p["experts"] * (4 + p["top_k"])),
+            bytes=moe.route_traffic,
+        ),
+        verification="fkjit.ops.moe.cases:ROUTE",
     )
 )
 

@@ -13,7 +13,7 @@ from fkjit.ops.op.checks import FLOATS
 from fkjit.ops.op.node import Node
 from fkjit.ops.op.op import Launch, Op, Request, arch_of
 from fkjit.runtime.interop import ITEMSIZE, View
-from fkjit.spec import Arrays, KernelSpec, Param, Params, Problem, register
+from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
 
 _CALL = "moe_route_and_regroup"
 _TILES = (moe.STAGED, *moe.TILES[len(moe.QUICK) :])
@@ -136,36 +136,6 @@ def arguments(params: Params, p: Problem, arrays: Mapping[str, Any]) -> dict[str
     }
 
 
-def problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    """As the two kernels have them."""
-    lanes, values = params["tile"]
-    found, dtype, plain = [], params["dtype"], params["plain"]
-    kinds = groups.variations(lanes * values, params["threads"] // lanes, scale)
-    for number, kind in enumerate(kinds):
-        top_k, biased = min(lanes, 3 + number), number == 1 and not plain
-        if plain:
-            kind = _in_chunks(kind, 16 // ITEMSIZE[dtype])
-        group = groups.group_problem(**{"top_k": min(top_k, kind["experts"]), **kind})
-        scored = {"scoring": moe.SCORINGS[biased], "biased": biased, "renormalize": number > 0}
-        sizes = (group["tokens"], group["experts"], group["top_k"])
-        found.append({**moe.route_problem(dtype, *sizes, **scored), **group})
-    return found
-
-
-def _in_chunks(kind: dict[str, Any], size: int) -> dict[str, Any]:
-    """With a multiple of so many experts."""
-    experts = max(kind["experts"] // size, 1) * size
-    some = {"groups": max(experts // 2, 1)} if "groups" in kind else {}
-    return {**kind, "experts": experts, **some}
-
-
-def reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
-    """Of both."""
-    made, real = moe.routed(p, arrays), p["tokens"] if p["real"] is None else p["real"]
-    made["topk_ids"][real:], made["topk_weights"][real:] = -1, 0
-    return {**made, **groups.grouped(p, made["topk_ids"], arrays)}
-
-
 def _illegal(params: Params) -> str | None:
     lanes, values = params["tile"]
     if reason := moe.illegal(params):
@@ -206,17 +176,12 @@ KERNEL = register(
         illegal=_illegal,
         block=lambda params: (params["threads"], 1, 1),
         grid=lambda params, p: (p["blocks"], 1, 1),
-        flops=lambda p: float(p["tokens"] * p["experts"] * (4 + p["top_k"])),
-        bytes=lambda p: moe.route_traffic(p) + groups.traffic(p),
         arguments=arguments,
-        problems=problems,
-        inputs=lambda params, p, rng: {
-            **moe.random_routing(p, rng),
-            **groups.random_lists(p, rng, room_of(params["tile"])),
-        },
-        outputs=lambda params, p: {**moe.route_outputs(params, p), **groups.outputs(p)},
-        reference=reference,
-        tolerance=lambda params: 1e-6,
+        work=Work(
+            flops=lambda p: float(p["tokens"] * p["experts"] * (4 + p["top_k"])),
+            bytes=lambda p: moe.route_traffic(p) + groups.traffic(p),
+        ),
+        verification="fkjit.ops.moe.cases:ROUTE_AND_REGROUP",
     )
 )
 

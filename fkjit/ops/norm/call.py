@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from functools import lru_cache
 from typing import Any
 
-from fkjit.errors import ParameterError
 from fkjit.ops.norm.checks import check, check_gradient
 from fkjit.ops.norm.kernels import Tile
+from fkjit.ops.op.autograd import Differentiable, Tensors, as_tuple, autograd_of
 from fkjit.ops.op.node import Node, like, of_dtype
 from fkjit.ops.op.op import Op
 
@@ -66,20 +65,6 @@ _INPUTS = ("x", "weight", "bias", "residual")
 _OUTPUTS = ("out", "sum", "mean", "rstd")
 
 
-def _with_gradients(op: str) -> Any:
-    def differentiable(
-        inputs: tuple[Any, ...], outputs: tuple[Any, ...], options: tuple[Any, ...]
-    ) -> Any:
-        if outputs[0] is not None:
-            raise ParameterError(
-                f"{op}: out is given and an input requires grad; call it under torch.no_grad(), or "
-                "without out"
-            )
-        return _function(op).apply(*inputs, *options)
-
-    return differentiable
-
-
 def _op(op: str) -> Op:
     """The public call, which leaves the statistics away."""
     return Op(
@@ -89,7 +74,7 @@ def _op(op: str) -> Op:
         check=check(op, False),
         optional=_INPUTS[1:],
         in_place=(("out", "x"), ("out", "residual")),
-        autograd=_with_gradients(op),
+        autograd=autograd_of(op, _differentiable(op)),
         node=Node(_fake, "float eps", None),
     )
 
@@ -137,44 +122,32 @@ def _fake_gradient(
     return [like(x), *(like(alike) for _ in range(of_weight + of_bias))]
 
 
-@lru_cache(maxsize=2)
-def _function(op: str) -> Any:
-    """torch's Function; its module is there, since a tensor was seen."""
-    torch = sys.modules["torch"]
-    centered = op == "layer_norm"
+def _differentiable(op: str) -> Differentiable:
+    """The statistics of the forward are what the backward starts from."""
 
-    class Norm(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any, weight: Any, bias: Any, residual: Any, eps: float) -> Any:
-            inputs = (x, weight, bias, residual)
-            made = _with_statistics(op)(inputs, (None,) * len(_OUTPUTS), (eps,))
-            rstd, mean = made[-1], made[-2] if centered else None
-            results = made[: 1 if residual is None else 2]
-            seen = x if residual is None else results[1]
-            ctx.save_for_backward(seen, weight, bias, mean, rstd)
-            ctx.set_materialize_grads(False)
-            return results[0] if residual is None else results
+    def forward(inputs: Tensors, options: Any) -> tuple[Tensors, Tensors]:
+        x, weight, bias, residual = inputs
+        made = _with_statistics(op)(inputs, (), options)
+        rstd, mean = made[-1], made[-2] if op == "layer_norm" else None
+        results = made[: 1 if residual is None else 2]
+        seen = x if residual is None else results[1]
+        return results, (seen, weight, bias, mean, rstd)
 
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx: Any, dy: Any, dsum: Any = None) -> Any:
-            x, weight, bias, mean, rstd = ctx.saved_tensors
-            of_x, of_weight, of_bias, of_residual, _ = ctx.needs_input_grad
-            if x.numel() == 0:  # no rows, and sums of nothing
-                like = zip((x, weight, bias, x), ctx.needs_input_grad, strict=False)
-                return (*(torch.zeros_like(a) if wanted else None for a, wanted in like), None)
-            dy = torch.zeros_like(x) if dy is None else dy.contiguous()
-            dsum = None if dsum is None else dsum.contiguous()
-            like = bias if weight is None else weight
-            found = gradient(op)(
-                (dy, dsum, x, weight, mean, rstd, like), (None,) * 5, (of_weight, of_bias)
-            )
-            found = iter(found if isinstance(found, tuple) else (found,))
-            dx = next(found)
-            dweight, dbias = (next(found) if wanted else None for wanted in (of_weight, of_bias))
-            return dx if of_x else None, dweight, dbias, dx if of_residual else None, None
+    def backward(saved: Tensors, gradients: Tensors, needed: Tensors, options: Any) -> Tensors:
+        x, weight, bias, mean, rstd = saved
+        of_x, of_weight, of_bias, of_residual = needed
+        if x.numel() == 0:  # no rows, and sums of nothing
+            alike = zip((x, weight, bias, x), needed, strict=True)
+            return tuple(a.new_zeros(a.shape) if wanted else None for a, wanted in alike)
+        dy, dsum = (*gradients, None)[:2]
+        dy = x.new_zeros(x.shape) if dy is None else dy.contiguous()
+        dsum = None if dsum is None else dsum.contiguous()
+        inputs = (dy, dsum, x, weight, mean, rstd, bias if weight is None else weight)
+        dx, *rest = as_tuple(gradient(op)(inputs, (), (of_weight, of_bias)))
+        dweight = rest.pop(0) if of_weight else None
+        return dx if of_x else None, dweight, *(rest or [None]), dx if of_residual else None
 
-    return Norm
+    return Differentiable("Norm", forward, backward)
 
 
 _LAYER, _RMS = _op("layer_norm"), _op("rms_norm")

@@ -10,7 +10,7 @@ from typing import Any
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.norm import kernels as forward
 from fkjit.ops.norm import kernels_backward as backward
-from fkjit.ops.norm.problem import size
+from fkjit.ops.norm.kernels import size
 from fkjit.ops.op.checks import check_dtype, check_output, check_same_dtype, check_shape
 from fkjit.ops.op.op import Launch, Output, Request, arch_of
 from fkjit.ops.op.shapes import rows_of

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from fkjit.arch import Arch
-from fkjit.ops.norm import problem as norm_problem
 from fkjit.ops.op.checks import FLOATS
-from fkjit.spec import KernelSpec, Param, Params, Problem, register, size_class
+from fkjit.runtime.interop import ITEMSIZE
+from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register, size_class
 from fkjit.tuning import tuned
 
 # Threads of a block on one row, 16-byte vectors of each, blocks of a row.
@@ -41,10 +41,15 @@ DTYPES = (
 )
 
 
+def size(dtype: str) -> int:
+    """Elements of 16 bytes."""
+    return 16 // ITEMSIZE[dtype]
+
+
 def capacity(dtype: str, tile: Tile) -> int:
     """The widest row that a tile holds."""
     lanes, vectors, cluster = tile
-    return lanes * vectors * cluster * norm_problem.size(dtype)
+    return lanes * vectors * cluster * size(dtype)
 
 
 def threads(tile: Tile) -> int:
@@ -96,20 +101,6 @@ def _illegal(params: Params) -> str | None:
     return wrong_weight(params)
 
 
-def _problems(params: Params, scale: str, affine: str, full: int) -> list[dict[str, Any]]:
-    """Rows that fill a tile, and some that do not, with gaps between them; with a residual."""
-    step = norm_problem.size(params["dtype"])
-    make = norm_problem.problem
-    few, many = (2, 5) if scale == "small" else (3, 700)
-    less = full - 3 * step if params["vector"] else full - 13
-    most = {"most": 2 if scale == "small" else 132}
-    return [
-        make(params, few, full, affine=affine),
-        {**make(params, many, less, step, "weight", residual=True), **most},
-        make(params, 1, max(step, full // 3 // step * step), affine="none"),
-    ]
-
-
 def shape_class(problem: Problem) -> dict[str, Any]:
     """Problems that share their tuned values, those of the backward too."""
     sizes = {"rows": _MOST_ROWS, "columns": 1 << 16}
@@ -117,28 +108,32 @@ def shape_class(problem: Problem) -> dict[str, Any]:
     return {**found, "residual": problem["residual"]}
 
 
-def _shared(centered: bool) -> dict[str, Any]:
+def traffic(p: Problem) -> float:
+    """Bytes of the rows read and written, and of the weights."""
+    streams = 4 if p["residual"] else 2
+    rows = float(streams * ITEMSIZE[p["dtype"]]) * p["rows"] * p["columns"]
+    given = {"none": 0, "weight": 1, "both": 2}[p["affine"]]
+    return rows + given * ITEMSIZE[p["weight_dtype"]] * p["columns"]
+
+
+def _shared(op: str, cases: str) -> dict[str, Any]:
     """What both forward kernels say of themselves."""
     return {
-        "flops": lambda p: 8.0 * p["rows"] * p["columns"],
-        "bytes": norm_problem.traffic,
+        "op": op,
+        "pdl": True,
         "shape_class": shape_class,
-        "inputs": norm_problem.inputs,
-        "outputs": norm_problem.outputs(centered),
         "arguments": arguments,
-        "reference": norm_problem.reference(centered),
-        "tolerance": lambda params: norm_problem.TOLERANCE[params["dtype"]],
+        "work": Work(flops=lambda p: 8.0 * p["rows"] * p["columns"], bytes=traffic),
+        "verification": f"fkjit.ops.norm.cases:{op.upper()}_{cases}",
     }
 
 
-def _rows(op: str, centered: bool, affine: str) -> KernelSpec:
+def _rows(op: str, centered: bool) -> KernelSpec:
     return register(
         KernelSpec(
-            op=op,
             name="rows",
             source="norm/rows.cu",
             entry="norm_rows",
-            pdl=True,
             doc="rows that fit into registers: one pass",
             params=(
                 *DTYPES,
@@ -154,43 +149,35 @@ def _rows(op: str, centered: bool, affine: str) -> KernelSpec:
             features=lambda params: frozenset({"cluster"} if params["tile"][2] > 1 else ()),
             block=lambda params: (threads(params["tile"]), 1, 1),
             grid=lambda params, problem: (blocks(params["tile"], problem), 1, 1),
-            problems=lambda params, scale: _problems(
-                params, scale, affine, capacity(params["dtype"], params["tile"])
-            ),
-            **_shared(centered),
+            **_shared(op, "ROWS"),
         )
     )
 
 
-def _wide(op: str, centered: bool, affine: str) -> KernelSpec:
+def _wide(op: str, centered: bool) -> KernelSpec:
     return register(
         KernelSpec(
-            op=op,
             name="wide",
             source="norm/wide.cu",
             entry="norm_wide",
-            pdl=True,
             doc="rows of any width: a block looks at a row twice",
             params=(*DTYPES, Param("threads", (WIDE_THREADS,), "threads of a block", tunable=True)),
             derive=lambda params: {"centered": centered},
             illegal=wrong_weight,
             block=lambda params: (params["threads"], 1, 1),
             grid=lambda params, problem: (problem["rows"], 1, 1),
-            problems=lambda params, scale: _problems(
-                params, scale, affine, 2 * capacity(params["dtype"], (params["threads"], 2, 1)) + 72
-            ),
-            **_shared(centered),
+            **_shared(op, "WIDE"),
         )
     )
 
 
 ROWS = {
-    "layer_norm": _rows("layer_norm", True, "both"),
-    "rms_norm": _rows("rms_norm", False, "weight"),
+    "layer_norm": _rows("layer_norm", True),
+    "rms_norm": _rows("rms_norm", False),
 }
 WIDE = {
-    "layer_norm": _wide("layer_norm", True, "both"),
-    "rms_norm": _wide("rms_norm", False, "weight"),
+    "layer_norm": _wide("layer_norm", True),
+    "rms_norm": _wide("rms_norm", False),
 }
 
 

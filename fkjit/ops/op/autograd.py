@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+from fkjit.errors import ParameterError
+
 Tensors = tuple[Any, ...]  # tensors, and None for what is not there
 
 
@@ -21,8 +23,10 @@ class Differentiable:
             one for each result, None for a result that nothing depends on; `needed` says of each
             input whether its gradient is wanted, and None is given where it is not.
 
-    Its own gradient is refused by PyTorch. Works eagerly, under torch.func's transforms, and where
-    a graph is traced.
+        once: gradients of gradients are refused by PyTorch. False where `backward` is made of calls
+            that have gradients themselves.
+
+    Works eagerly, under torch.func's transforms, and where a graph is traced.
     """
 
     def __init__(
@@ -30,8 +34,10 @@ class Differentiable:
         name: str,
         forward: Callable[[Tensors, Any], tuple[Tensors, Tensors]],
         backward: Callable[[Tensors, Tensors, Tensors, Any], Sequence[Any]],
+        *,
+        once: bool = True,
     ) -> None:
-        self.name, self.forward, self.backward = name, forward, backward
+        self.name, self.forward, self.backward, self.once = name, forward, backward, once
 
     def __call__(self, inputs: Tensors, options: Any) -> Tensors:
         """The results, with a graph behind them. An input is a torch tensor."""
@@ -55,7 +61,7 @@ class Differentiable:
             needed = ctx.needs_input_grad[1:]
             return None, *self.backward(ctx.saved_tensors, gradients, needed, ctx.options)
 
-        return _function(self.name, forward=forward, backward=backward)
+        return self._function(forward=forward, backward=backward)
 
     @cached_property
     def _transformed(self) -> Any:
@@ -77,7 +83,15 @@ class Differentiable:
             found = self.backward(ctx.saved_tensors, of_results, needed, ctx.options)
             return None, None, *found
 
-        return _function(self.name, forward=forward, setup_context=setup_context, backward=backward)
+        return self._function(forward=forward, setup_context=setup_context, backward=backward)
+
+    def _function(self, **methods: Callable[..., Any]) -> Any:
+        """One of PyTorch's Functions, of this name from the start: its node takes it then."""
+        autograd = sys.modules["torch"].autograd
+        if self.once:
+            methods["backward"] = autograd.function.once_differentiable(methods["backward"])
+        made = {method: staticmethod(function) for method, function in methods.items()}
+        return type(autograd.Function)(self.name, (autograd.Function,), made)
 
 
 class _Layout:
@@ -108,9 +122,24 @@ class _Layout:
         return [rows[kind][at] for kind, at in self._places]
 
 
-def _function(name: str, **methods: Callable[..., Any]) -> Any:
-    """One of PyTorch's Functions, of this name from the start: its node takes it then."""
-    autograd = sys.modules["torch"].autograd
-    methods["backward"] = autograd.function.once_differentiable(methods["backward"])
-    made = {method: staticmethod(function) for method, function in methods.items()}
-    return type(autograd.Function)(name, (autograd.Function,), made)
+def as_tuple(found: Any) -> Tensors:
+    """What an `Op` returned: its one result in a tuple, too."""
+    return found if isinstance(found, tuple) else (found,)
+
+
+def autograd_of(call: str, differentiable: Differentiable) -> Callable[..., Any]:
+    """The `autograd` of an `Op` whose results have gradients where it makes them itself.
+
+    ParameterError where the caller gave an array for one.
+    """
+
+    def with_gradients(inputs: Tensors, outputs: Tensors, options: Any) -> Any:
+        if any(given is not None for given in outputs):
+            raise ParameterError(
+                f"{call}: out is given and an input requires grad; call it under torch.no_grad(), "
+                "or without out"
+            )
+        results = differentiable(inputs, options)
+        return results[0] if len(results) == 1 else results
+
+    return with_gradients

@@ -83,7 +83,7 @@ def traced(
     inputs: tuple[Any, ...], outputs: tuple[Any, ...], options: tuple[Any, ...],
 ) -> Any:  # fmt: skip
     """What a call of the op is while a graph is traced: the operator's node in it."""
-    for output, given in zip(op.outputs, outputs, strict=True):
+    for output, given in zip(op.outputs, outputs, strict=False):
         if given is not None and node.outputs is None:
             raise ParameterError(
                 f"{op.name}: {output} is given; not supported under torch.compile, where results "

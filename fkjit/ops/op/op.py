@@ -197,9 +197,13 @@ class Op:
 
         return prepare
 
-    def prepare(self, arrays: list[Any], options: tuple[Any, ...]) -> None:
-        """Compile and load what a call on these arrays needs, all of them in the declared order."""
+    def prepare(self, arrays: Sequence[Any], options: tuple[Any, ...]) -> None:
+        """Compile and load what a call on these arrays needs: inputs and outputs in the declared
+        order, None for what is not given, also for what is left out at the end."""
+        arrays = [*arrays, *(None,) * (len(self.names) - len(arrays))]
         request = self._request(self._views(arrays), options)
+        if request.delegate is not None:
+            request.delegate.prepare(arrays[: len(self.inputs)], options)
         if request.like.device == CPU or not request.launches:
             return
         stream = interop.current_stream(request.like)

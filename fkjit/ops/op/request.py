@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from fkjit.arch import Arch
 from fkjit.jit.build import interpreter_target
@@ -32,6 +32,16 @@ class Launch(NamedTuple):
     problem: Problem
 
 
+class Delegate(Protocol):
+    """Another op that answers the call."""
+
+    def __call__(self, inputs: Sequence[Any], outputs: Sequence[Any], options: Any, /) -> Any:
+        """The result."""
+
+    def prepare(self, inputs: Sequence[Any], options: Any, /) -> None:
+        """Compile and load what that needs."""
+
+
 class Request(NamedTuple):
     """A checked call. Arrays have the names of the kernels' arguments; None is a null pointer.
 
@@ -44,8 +54,7 @@ class Request(NamedTuple):
     launches: Sequence[Launch]  # in this order, on one stream; none: nothing to do
     workspace: int = 0
     counters: int = 0
-    # (inputs, outputs, options) -> the result: another op answers the call
-    delegate: Callable[[tuple[Any, ...], tuple[Any, ...], Any], Any] | None = None
+    delegate: Delegate | None = None
 
     @property
     def like(self) -> View:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from fkjit.errors import ParameterError
+from fkjit.ops.op.autograd import Differentiable, Tensors, as_tuple
 from fkjit.ops.op.node import Node, like
 from fkjit.ops.op.op import Op
 from fkjit.ops.rope.checks import check
@@ -80,8 +79,7 @@ def _arranged(
         out_q, out_k = q, k
     whole = isinstance(positions, int | np.integer) and not isinstance(positions, bool)
     start, ids = (int(positions), None) if whole else (0, positions)
-    named = (type(scaling).__name__, *scaling) if isinstance(scaling, tuple) else scaling
-    options = (start, theta, named, rotary_dim, interleaved, layout, inverse)
+    options = (start, theta, as_option(scaling), rotary_dim, interleaved, layout, inverse)
     return (q, k, ids, table), (out_q, out_k), options
 
 
@@ -101,40 +99,40 @@ def _with_gradients(
         )
     if inputs[3] is not None and inputs[3].requires_grad:
         raise ParameterError("rope: table requires grad, but has no gradient; pass it detached")
-    return _function().apply(*inputs, options)
+    results = _DIFFERENTIABLE(inputs, options)
+    return results[0] if len(results) == 1 else results
 
 
-@lru_cache(maxsize=1)
-def _function() -> Any:
-    """torch's Function; its module is there, since a tensor was seen."""
-    torch = sys.modules["torch"]
-
-    class Rope(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Any, k: Any, ids: Any, table: Any, options: Any) -> Any:
-            ctx.save_for_backward(ids, table)
-            ctx.options = options
-            return _OP((q, k, ids, table), (None, None), options)
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            """Turning by an angle is a rotation, and its gradient turns back."""
-            ids, table = ctx.saved_tensors
-            back = (*ctx.options[:-1], not ctx.options[-1])
-            needed = ctx.needs_input_grad[: len(gradients)]
-            rows = [g for g, wanted in zip(gradients, needed, strict=True) if wanted]
-            rows = [g if g.stride(-1) == 1 else g.contiguous() for g in rows]
-            found = _OP((*rows, *[None] * (2 - len(rows)), ids, table), (None, None), back)
-            turned = iter(found if isinstance(found, tuple) else (found,))
-            of_inputs = [next(turned) if wanted else None for wanted in needed]
-            return (*of_inputs, *[None] * (5 - len(of_inputs)))
-
-    return Rope
+def _forward(inputs: Tensors, options: tuple[Any, ...]) -> tuple[Tensors, Tensors]:
+    return as_tuple(_OP(inputs, (), options)), inputs[2:]
 
 
-def pack_scaling(named: Any) -> str | None:
+def _backward(
+    saved: Tensors, gradients: Tensors, needed: Tensors, options: tuple[Any, ...]
+) -> Tensors:
+    """Turning by an angle is a rotation, and its gradient turns back."""
+    given = [wanted and dx is not None for dx, wanted in zip(gradients, needed, strict=False)]
+    rows = [dx for dx, there in zip(gradients, given, strict=True) if there]
+    if not rows:
+        return (None,) * len(needed)
+    rows = [dx if dx.stride(-1) == 1 else dx.contiguous() for dx in rows]
+    back = (*options[:-1], not options[-1])
+    turned = iter(as_tuple(_OP((*rows, *[None] * (2 - len(rows)), *saved), (), back)))
+    found = [next(turned) if there else None for there in given]
+    return (*found, *[None] * (len(needed) - len(found)))
+
+
+_DIFFERENTIABLE = Differentiable("Rope", _forward, _backward, once=False)
+
+
+def as_option(scaling: Any) -> Any:
+    """A scaling as an option: its numbers behind the name of its type."""
+    return (type(scaling).__name__, *scaling) if isinstance(scaling, tuple) else scaling
+
+
+def pack_scaling(option: Any) -> str | None:
     """A scaling as the schema of an operator has it: "Llama3Scaling 8.0 1.0 4.0 8192"."""
-    return None if named is None else " ".join([str(part) for part in named])
+    return None if option is None else " ".join([str(part) for part in option])
 
 
 def unpack_scaling(text: str | None) -> Any:
@@ -145,8 +143,8 @@ def unpack_scaling(text: str | None) -> Any:
     return (name, *(float(n) if set(n) & set(".en") else int(n) for n in numbers))
 
 
-def _pack(start: int, theta: Any, named: Any, *rest: Any) -> tuple[Any, ...]:
-    return (start, theta, pack_scaling(named), *rest)
+def _pack(start: int, theta: Any, scaling: Any, *rest: Any) -> tuple[Any, ...]:
+    return (start, theta, pack_scaling(scaling), *rest)
 
 
 def _unpack(start: int, theta: Any, text: Any, *rest: Any) -> tuple[Any, ...]:

@@ -13,7 +13,8 @@ from fkjit.arch import DEFAULT_ARCHS, arch  # noqa: E402
 from fkjit.errors import ArgumentTypeError, ParameterError  # noqa: E402
 from fkjit.jit.build import quiet  # noqa: E402
 from fkjit.ops.attention.backward import call  # noqa: E402
-from fkjit.ops.attention.backward import select as choice  # noqa: E402
+from fkjit.ops.attention.backward.problem import Options  # noqa: E402
+from fkjit.ops.attention.backward.select import select  # noqa: E402
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 NAMES = ("dq", "dk", "dv")
@@ -151,11 +152,12 @@ def test_deterministic_algorithms_are_honoured(monkeypatch):
     for deterministic, names in (
         (True, ["rows", "keys", "queries"]), (False, ["rows", "sums", "dq"]),
     ):  # fmt: skip
-        chosen = choice.choose(dict(problem), True, arch("sm_80"), "auto", deterministic)
+        options = Options(deterministic=deterministic)
+        chosen = select(dict(problem), options, {}, True, arch("sm_80"))
         assert [launch.spec.name for launch in chosen.launches] == names
-    assert not call.demanded()
+    assert not call.torch_is_deterministic()
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert call.demanded()
+    assert call.torch_is_deterministic()
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -169,9 +171,8 @@ def test_every_head_dimension_has_kernels_on_every_architecture(name, dtype, ali
     for head_dim, head_dim_v in itertools.product((1, 64, 65, 128, 129, 192, 256), repeat=2):
         sizes = {"head_dim": head_dim, "head_dim_v": head_dim_v}
         for deterministic in (True, False):
-            made = choice.choose(
-                {**problem, **sizes}, aligned, arch(name), "portable", deterministic
-            )
+            options = Options(deterministic=deterministic, impl="portable")
+            made = select({**problem, **sizes}, options, {}, aligned, arch(name))
             for launch in made.launches:
                 assert launch.spec.why_not(launch.params, arch(name)) is None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,10 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from fkjit.arch import arch  # noqa: E402
 from fkjit.errors import ParameterError  # noqa: E402
 from fkjit.jit.build import quiet  # noqa: E402
-from fkjit.ops.attention.backward import select as choice  # noqa: E402
-from fkjit.ops.op.mapped_launch import MappedLaunch  # noqa: E402
+from fkjit.ops.attention.backward.problem import Options  # noqa: E402
+from fkjit.ops.attention.backward.select import select  # noqa: E402
+from fkjit.ops.op.launches import ready  # noqa: E402
+from fkjit.ops.op.request import Launch  # noqa: E402
 from fkjit.runtime.tensor_map import TensorMap  # noqa: E402
 from fkjit.settings import settings  # noqa: E402
 from tests.attention.backward.test_attention_backward import check, tensors  # noqa: E402
@@ -64,36 +67,40 @@ PROBLEM = {
 def test_hopper_takes_what_tma_can_read_and_suits_it(changes, taken):
     problem = {**PROBLEM, **changes}
     for deterministic in (False, True):
-        chosen = choice.choose(problem, True, arch("sm_90a"), "auto", deterministic)
+        options = Options(deterministic=deterministic)
+        chosen = select(dict(problem), options, {}, True, arch("sm_90a"))
         assert ("flash_sm90" in [launch.spec.name for launch in chosen.launches]) is taken
     for other in (("sm_80", "auto", True), ("sm_90a", "portable", True), ("sm_90a", "auto", False)):
-        chosen = choice.choose(problem, other[2], arch(other[0]), other[1], False)
+        options = Options(deterministic=False, impl=other[1])
+        chosen = select(dict(problem), options, {}, other[2], arch(other[0]))
         assert "flash_sm90" not in [launch.spec.name for launch in chosen.launches]
     if not taken:
         with pytest.raises(ParameterError, match="does not take"):
-            choice.choose(problem, True, arch("sm_90a"), "flash_sm90", True)
+            select(dict(problem), Options(impl="flash_sm90"), {}, True, arch("sm_90a"))
 
 
 def test_maps_are_encoded_once_an_address(monkeypatch):
     made, packed, launched = [], [], []
     monkeypatch.setattr(TensorMap, "encode", lambda self, at: made.append(at) or bytes([at]))
-    kernel = SimpleNamespace(
-        names=("k_map", "y", "n"),
-        spec=SimpleNamespace(id="x"),
-        packing=SimpleNamespace(pack=lambda *values: packed.append(values) or values),
+    one = TensorMap(None, "bf16", (64,), (), (64,))
+    spec = SimpleNamespace(
+        id="x", arguments=lambda *_: {"k_map": one, "n": 7}, grid=lambda *_: (3, 1, 1)
     )
+    packing = SimpleNamespace(pack=lambda *values: packed.append(values) or values)
+    kernel = SimpleNamespace(names=("k_map", "y", "n"), spec=spec, packing=packing)
+    whole: Any = (kernel, Launch(spec, {}, {}), {})  # type: ignore[arg-type]
     monkeypatch.setattr(
-        "fkjit.ops.op.mapped_launch.KeptLaunch",
+        "fkjit.ops.op.launches.KeptLaunch",
         lambda kernel, grid, values: lambda stream: launched.append((grid, values, stream)),
     )
-    one = TensorMap(None, "bf16", (64,), (), (64,))
-    launch = MappedLaunch(kernel, (3, 1, 1), {"k_map": one, "n": 7}, ("y", "k"))  # type: ignore[arg-type]
-    for pointers in ([1, 2], [3, 2], [3, 4], [1, 2]):
-        launch(pointers, 5)
+    launch, places = ready(*whole, ("y", "k"))
+    assert places == [1, 0]
+    for y, k in ((1, 2), (3, 2), (3, 4), (1, 2)):
+        launch((k, y), 5)
     assert made == [2, 4] and len(packed) == 3
     assert launched[1] == ((3, 1, 1), (b"\x02", 3, 7), 5)
     with pytest.raises(AssertionError, match="first arguments"):
-        MappedLaunch(kernel, (1, 1, 1), {"k_map": one, "n": 7}, ("n", "k"))  # type: ignore[arg-type]
+        ready(*whole, ("n", "k"))
 
 
 BUGS = (

@@ -12,9 +12,10 @@ torch = pytest.importorskip("torch", reason="needs torch")
 import fkjit  # noqa: E402
 from fkjit.arch import arch, target  # noqa: E402
 from fkjit.jit.build import build, quiet  # noqa: E402
-from fkjit.ops.attention.backward import feature_kernels as portable  # noqa: E402
-from fkjit.ops.attention.backward import feature_kernels_sm90 as hopper  # noqa: E402
-from fkjit.ops.op.op import Launch  # noqa: E402
+from fkjit.ops.attention.backward import checks  # noqa: E402
+from fkjit.ops.attention.backward import kernels_sm90 as sm90  # noqa: E402
+from fkjit.ops.attention.backward.kernels import with_features  # noqa: E402
+from fkjit.ops.attention.backward.problem import Options  # noqa: E402
 from fkjit.settings import settings  # noqa: E402
 from tests.attention.backward.test_attention_backward import tensors  # noqa: E402
 from tests.attention.backward.test_attention_feature_gradients import assert_no_worse, check, grads  # noqa: E402
@@ -29,15 +30,15 @@ def launched(monkeypatch):
     monkeypatch.setattr(
         "fkjit.jit.build.settings", lambda: replace(settings(), target="compute_90a")
     )
-    monkeypatch.setattr(hopper, "MASKS", True)
-    seen, usual = [], hopper.launches
+    monkeypatch.setattr(sm90, "MASKS", True)
+    seen, usual = [], checks.select
 
-    def launches(*given):
+    def select(*given):
         made = usual(*given)
-        seen.extend(launch.spec.name for launch in made)
+        seen.extend(launch.spec.name for launch in made.launches)
         return made
 
-    monkeypatch.setattr(hopper, "launches", launches)
+    monkeypatch.setattr(checks, "select", select)
     with quiet():
         yield seen
 
@@ -47,7 +48,7 @@ def test_sums_in_any_order_where_nothing_is_masked(launched):
     mask = torch.rand(1, 4, 1, 140) < 0.8
     options = {"sinks": torch.rand(4), "softcap": 4.0, "mask": mask}
     check(given, dout, options, mine={"deterministic": False})
-    assert launched == ["mask", "rows", "flash_sm90", "dq"]
+    assert launched == ["mask", "rows", "flash_sm90", "dq", "heads"]
 
 
 def test_packed_sequences_with_a_window(launched):
@@ -93,22 +94,22 @@ PROBLEM = {
     ],
 )
 def test_hopper_takes_bands_that_tma_can_read(changes, form, name, taken):
-    rows = Launch(portable.PACKED_ROWS, {"aligned": True}, {})
-    assert hopper.takes({**PROBLEM, **changes}, {}, form, rows, arch(name)) is taken
+    options = Options(features=form)
+    assert sm90.takes({**PROBLEM, **changes}, options, True, arch(name)) is taken
 
 
 @pytest.mark.parametrize("form", ["alibi varlen", "softcap mask"])
 def test_forms_that_are_not_swept_spill_no_registers(form):
     params = {"dtype": "fp16", "head_dim": 128, "deterministic": True, "form": form}
     with quiet():
-        made = build(hopper.kernel(form), params, target("sm_90a")).meta
+        made = build(with_features(sm90.FLASH_SM90, form), params, target("sm_90a")).meta
     assert made["resources"]["spill_stores"] == 0 and not made["problems"]
 
 
 def test_bits_of_a_mask_beside_the_largest_tiles(launched):
     params = {"dtype": "bf16", "head_dim": 128, "deterministic": True, "form": "mask"}
-    problem = hopper.FLASH_SM90.verification.problems(params, "small")[0]
-    assert right(hopper.kernel("mask"), params, problem)
+    problem = sm90.FLASH_SM90.verification.problems(params, "small")[0]
+    assert right(with_features(sm90.FLASH_SM90, "mask"), params, problem)
 
 
 D = "templates/attention/backward_sm90/"

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 import fkjit  # noqa: E402
 from fkjit.jit.build import quiet  # noqa: E402
-from fkjit.ops.attention.backward import feature_call as backward  # noqa: E402
-from fkjit.ops.attention.backward import feature_kernels_sm90 as hopper  # noqa: E402
+from fkjit.ops.attention.backward import call, checks  # noqa: E402
+from fkjit.ops.attention.backward import kernels_sm90 as sm90  # noqa: E402
 from fkjit.ops.op.plan import Plans  # noqa: E402
 from tests.attention.backward.test_attention_feature_gradients import (  # noqa: E402
     assert_no_worse,
@@ -39,9 +39,15 @@ LENGTHS = (0, 1, 33, 64, 100, 128, 129, 300, 700)
 @pytest.fixture(autouse=True)
 def taken(monkeypatch):
     """Hopper's kernel wherever it can be; how many calls it took."""
-    seen, usual = [], hopper.launches
-    monkeypatch.setattr(hopper, "launches", lambda *x: seen.append(made := usual(*x)) or made)
-    monkeypatch.setattr(backward._OP, "plans", Plans(backward._OP.name, backward._OP.names))
+    seen, usual, op = [], checks.select, call._FEATURES
+
+    def select(*given):
+        made = usual(*given)
+        seen.append("flash_sm90" in [launch.spec.name for launch in made.launches])
+        return made
+
+    monkeypatch.setattr(checks, "select", select)
+    monkeypatch.setattr(op, "plans", Plans(op.name, op.names, op.outputs))
     with quiet():
         yield seen
     assert seen and all(seen)
@@ -114,7 +120,7 @@ def test_gradients_err_at_most_twice_as_much_as_pytorch(case):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_masks(seed, monkeypatch):
-    monkeypatch.setattr(hopper, "MASKS", True)
+    monkeypatch.setattr(sm90, "MASKS", True)
     (*given, dout), options, _ = Case(seed, False, seed % 2 == 0).draw()
     rng, made = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
     (batch, heads, sq, _), sk = given[0].shape, given[1].shape[2]

@@ -10,8 +10,11 @@ torch = pytest.importorskip("torch", reason="needs torch")
 import fkjit  # noqa: E402
 from fkjit.errors import ArgumentTypeError, ParameterError  # noqa: E402
 from fkjit.jit.build import quiet  # noqa: E402
-from fkjit.ops.attention.backward import feature_call as backward  # noqa: E402
-from fkjit.ops.attention.features import Form  # noqa: E402
+from fkjit.ops.attention.backward import call as backward  # noqa: E402
+from fkjit.ops.attention.backward.checks import INPUTS  # noqa: E402
+from fkjit.ops.attention.backward.checks import check as check_call  # noqa: E402
+from fkjit.ops.attention.backward.problem import Options  # noqa: E402
+from fkjit.ops.attention.features import ScoreFeatures  # noqa: E402
 from fkjit.runtime import workspace  # noqa: E402
 from fkjit.runtime.interop import view  # noqa: E402
 from tests.attention.backward.test_attention_backward import DTYPES, tensors  # noqa: E402
@@ -155,15 +158,14 @@ def test_scores_start_from_a_bias_and_a_mask_in_whole_runs(case):
 
 def test_which_kernel_makes_the_gradient_of_a_bias():
     def makers(shape, wanted=("q", "k", "v", "bias"), scale=0.125, sk=56, **more):
-        sizes = {n: (2, 8, 512 if n in ("q", "o", "dout") else sk, 64) for n in backward.INPUTS[:5]}
+        sizes = {n: (2, 8, 512 if n in ("q", "o", "dout") else sk, 64) for n in INPUTS[:5]}
         made = {n: torch.zeros(size).bfloat16() for n, size in sizes.items()}
         made |= {"lse": torch.zeros(2, 8, 512), "bias": torch.zeros(*shape, sk).bfloat16()}
-        views = dict.fromkeys((*backward.INPUTS, *(f"d{n}" for n in wanted)))
+        views = dict.fromkeys((*INPUTS, *(f"d{n}" for n in wanted)))
         views |= {n: view(x, "attention", n) for n, x in made.items()}
-        form = Form(bias="bf16", **more).text
-        request = backward.check(
-            views, form, "bhsd", False, scale, (-1, -1), 0.0, 0, 0, wanted, True
-        )
+        form = ScoreFeatures(bias="bf16", **more).text
+        options = Options(features=form, softmax_scale=scale, wanted=wanted)
+        request = check_call(views, options)
         return [launch.spec.name for launch in request.launches]
 
     rows = ["rows", "keys"]
@@ -403,11 +405,14 @@ def test_a_warm_call_launches_what_a_cold_one_does(layout, deterministic, driver
     else:
         given = rows | {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
     given |= {"alibi_slopes": torch.rand(HEADS), "bias": bias, "sinks": torch.rand(HEADS)}
-    form = Form(alibi=True, bias="fp32", varlen=layout == "packed", dalibi=deterministic)
+    form = ScoreFeatures(alibi=True, bias="fp32", varlen=layout == "packed", dalibi=deterministic)
     wanted = ("q", "k", "v", *LEARNED[not deterministic :])
-    options = (form.text, layout, True, None, (-1, -1), 0.0, 70, 70, wanted, deterministic, ())
-    inputs = tuple(given.get(name) for name in backward.INPUTS)
-    op = backward._OP
+    options = Options(
+        form.text, layout, True, max_seqlen_q=70, max_seqlen_k=70, wanted=wanted,
+        deterministic=deterministic,
+    )  # fmt: skip
+    inputs = tuple(given.get(name) for name in INPUTS)
+    op = backward._FEATURES
     outputs = backward._written_to(inputs, options)
     request = op._request(op._views([*inputs, *outputs]), options)
     kernels = [Kernel(launch.spec, launch.params) for launch in request.launches]

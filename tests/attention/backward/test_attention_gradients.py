@@ -10,6 +10,8 @@ import fkjit  # noqa: E402
 from fkjit.errors import ArgumentTypeError  # noqa: E402
 from fkjit.jit.build import quiet  # noqa: E402
 from fkjit.ops.attention import autograd as attention_gradients  # noqa: E402
+from fkjit.ops.op.op import Op  # noqa: E402
+from fkjit.ops.op.plan import geometry  # noqa: E402
 from tests.attention.backward.test_attention_backward import gradients, tensors  # noqa: E402
 
 
@@ -120,10 +122,10 @@ def test_the_backward_operator_is_what_its_schema_says():
 def test_whether_the_same_bits_are_asked_for(deterministic, monkeypatch):
     """The flag of PyTorch's overrules what is not."""
     asked = []
-    real = attention_gradients.attention_backward
+    real = attention_gradients.gradients
     monkeypatch.setattr(
-        attention_gradients, "attention_backward",
-        lambda *given, **options: asked.append(options["deterministic"]) or real(*given, **options),
+        attention_gradients, "gradients",
+        lambda given, options: asked.append(options.deterministic) or real(given, options),
     )  # fmt: skip
     given = leaves(*tensors(2, 1, 9, 11, 16, 16)[:3])
     fkjit.attention(*given, deterministic=deterministic).sum().backward()
@@ -163,3 +165,45 @@ def test_there_is_no_second_derivative():
     (found,) = torch.autograd.grad(fkjit.attention(*given).sin().sum(), given[0], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         found.sum().backward()
+
+
+# ------------------------------------------------------------------ prepared ahead
+
+ENDS = torch.tensor((0, 4, 9), dtype=torch.int32)
+PREPARED = (
+    (fkjit.attention, (), {"causal": True}, ()),
+    (fkjit.attention, (), {"window": (3, 0), "layout": "bshd", "return_lse": True}, ("sinks",)),
+    (fkjit.attention, (), {"score_mod": "score * 2", "score_mod_grad": "2.f"}, ("bias",)),
+    (fkjit.attention_varlen, (ENDS, ENDS, 5, 5), {"deterministic": False}, ("alibi_slopes",)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PREPARED, ids=lambda case: " ".join(case[2]))
+def test_what_is_prepared_is_what_forward_and_backward_ask_for(case, monkeypatch):
+    """As plans tell calls apart: by geometry and options, of both ops."""
+    call, more, options, learned = case
+    asked: list = []
+    prepared: list = []
+    usual = Op.__call__
+
+    def note(to, op, arrays, options):
+        arrays = [*arrays, *(None,) * (len(op.names) - len(arrays))]
+        to.append((op.name, geometry("torch", len(arrays))(*arrays)[1], tuple(options)))
+
+    def run(op, inputs, outputs=(), options=(), **rest):
+        if not torch.is_grad_enabled():
+            note(asked, op, (*inputs, *(None,) * (len(op.inputs) - len(inputs)), *outputs), options)
+        return usual(op, inputs, outputs, options, **rest)
+
+    monkeypatch.setattr(Op, "__call__", run)
+    monkeypatch.setattr(
+        Op, "prepare", lambda op, arrays, options: note(prepared, op, arrays, options)
+    )
+    shape = (9, 2, 16) if more else (1, 2, 9, 16)
+    rows = leaves(*(torch.randn(shape) for _ in range(3)))
+    shapes = {"sinks": (2 if "layout" not in options else 9,), "bias": (1, 2, 9, 9)}
+    given = {n: leaves(torch.rand(shapes.get(n, 2)))[0] for n in learned}
+    call.prepare(*rows, *more, **options, **given)
+    made = call(*rows, *more, **options, **given)
+    (made[0] if isinstance(made, tuple) else made).backward(torch.randn(shape))
+    assert len(asked) == 2 and prepared == asked

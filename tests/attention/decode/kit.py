@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 import fkjit
-from fkjit.ops.attention.decode.problem import attend
-from fkjit.ops.kv import problem as kv
+from fkjit.ops.attention.decode.cases import attend
+from fkjit.ops.kv import cases as kv
 from fkjit.runtime.interop import numpy_dtype
 
 CODES = {"fp8": np.uint8, "int8": np.int8}

@@ -6,16 +6,8 @@ import numpy as np
 import pytest
 
 import fkjit
-from fkjit.jit.build import quiet
-from fkjit.ops.attention.decode import checks
-from fkjit.ops.attention.decode.problem import attend
+from fkjit.ops.attention.decode.cases import attend
 from tests.attention.decode.kit import LIMITS, Batch, check
-
-
-@pytest.fixture(autouse=True)
-def silent():
-    with quiet():
-        yield
 
 
 @pytest.mark.parametrize("storage", ["same", "fp8", "int8"])
@@ -104,12 +96,12 @@ def test_out_is_written_and_given_back():
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_parts_of_a_fixed_size_do_not_depend_on_the_batch(tokens, monkeypatch):
+def test_parts_of_a_fixed_size_do_not_depend_on_the_batch(tokens, on_sms):
     """Alone, among others, on a GPU of another size: the same bits."""
     many = Batch([300, 0, 129, 128, 700], tokens=tokens, heads_q=16, heads_kv=2)
     o = many.call(split_size=128)
     check(many, o)
-    monkeypatch.setattr(checks, "_CPU_SMS", 5)
+    on_sms(5)
     assert np.array_equal(many.call(split_size=128), o)
     for b in (0, 2, 4):
         rows = np.array([b], np.int32)
@@ -132,9 +124,9 @@ def test_parts_of_a_fixed_size_are_not_tuned(monkeypatch):
         batch.call()
 
 
-def test_the_same_call_gives_the_same_bits(monkeypatch):
+def test_the_same_call_gives_the_same_bits(on_sms):
     batch = Batch([500, 1, 77], dtype="bf16")
-    monkeypatch.setattr(checks, "_CPU_SMS", 7)  # each head in several blocks
+    on_sms(7)  # each head in several blocks
     with fkjit.sanitize(race=True):
         first = batch.call()
     check(batch, first)
@@ -221,11 +213,12 @@ def test_nothing_to_do():
 def test_few_queries_of_attention():
     """On a GPU: many keys, rows on 16-byte boundaries, nothing asked for by name."""
     from fkjit.arch import arch
-    from fkjit.ops.attention import short_q
-    from fkjit.ops.attention.decode import grid
+    from fkjit.ops.attention import select
+    from fkjit.ops.attention.decode import problem as decoding
+    from fkjit.ops.attention.options import AttentionOptions
     from fkjit.runtime import interop
 
-    assert short_q.MAX_TOKENS == grid.MAX_TOKENS
+    assert select.MAX_TOKENS == decoding.MAX_TOKENS
 
     rng = np.random.default_rng(1)
     q, k, v = (
@@ -239,19 +232,26 @@ def test_few_queries_of_attention():
         **{"dtype": "fp16", "batch": 1, "heads_q": 4, "heads_kv": 2, "seqlen_q": 2},
         **{"seqlen_k": 300, "head_dim": 64, "head_dim_v": 64, "multiprocessors": 132},
     }
-    usual = {"impl": "auto", "block": None, "aligned": True, "arch": arch("sm_90a")}
-    assert short_q.takes(problem, views, **usual)
-    for other in ({"impl": "flash"}, {"block": 64}, {"aligned": False}, {"arch": arch("sm_75")}):
-        assert not short_q.takes(problem, views, **{**usual, **other})
+
+    def takes(impl="auto", block=None, aligned=True, to="sm_90a", **other):
+        options = AttentionOptions(True, impl=impl, block=block)
+        whole = {**problem, "causal": True, **other}
+        return select.decodes(whole, views, None, options, aligned, arch(to))
+
+    assert takes()
+    for other in ({"impl": "flash"}, {"block": 64}, {"aligned": False}, {"to": "sm_75"}):
+        assert not takes(**other)
     for other in ({"seqlen_q": 17}, {"seqlen_k": 50}, {"dtype": "fp32"}, {"head_dim": 60}):
-        assert not short_q.takes({**problem, **other}, views, **usual)
+        assert not takes(**other)
     many = {"seqlen_q": 16, "seqlen_k": 1024}  # rows of more than one small tile
-    assert short_q.takes({**problem, **many}, views, **usual)
+    assert takes(**many)
     for other in ({"seqlen_k": 1000}, {"heads_q": 40}):
-        assert not short_q.takes({**problem, **many, **other}, views, **usual)
-    plan = short_q.FewPlan(True, None, None, "auto", True, "bhsd")
+        assert not takes(**{**many, **other})
+    said = AttentionOptions(True, return_lse=True)
     for x, y in zip(
-        plan.run(q, k, v), fkjit.attention(q, k, v, causal=True, return_lse=True), strict=True
+        select.to_decode((q, k, v), (), said),
+        fkjit.attention(q, k, v, causal=True, return_lse=True),
+        strict=True,
     ):
         assert np.abs(x - y).max() <= 2e-3
 
@@ -260,6 +260,7 @@ def test_few_queries_of_attention():
 @pytest.mark.parametrize("storage", ["same", "fp8"])
 def test_every_problem_has_a_variant_from_sm_80_on(name, storage):
     from fkjit.arch import arch
+    from fkjit.ops.attention.decode.kernels import select
 
     for dim in (16, 64, 128, 256):
         for tokens in (1, 16):
@@ -267,5 +268,5 @@ def test_every_problem_has_a_variant_from_sm_80_on(name, storage):
                 **{"dtype": "bf16", "storage": storage, "heads_q": 16, "heads_kv": 4},
                 **{"seqlen_q": tokens, "head_dim": dim, "head_dim_v": dim},
             }
-            params = checks.parameters(problem, arch(name))
+            _, params = select(problem, arch(name))
             assert params["head_dim"] == max(dim, 64)

@@ -12,21 +12,16 @@ import pytest
 import fkjit
 from fkjit.arch import arch
 from fkjit.errors import ArgumentTypeError, ParameterError
-from fkjit.jit.build import build, quiet
-from fkjit.ops.attention.decode import checks, grid
-from fkjit.ops.attention.decode.feature_kernels import SHIPPED, kernel
+from fkjit.jit.build import build
+from fkjit.ops.attention.decode import grid
+from fkjit.ops.attention.decode import problem as decoding
+from fkjit.ops.attention.decode.kernels import SHIPPED, kernel, select
 from tests.attention.decode.kit import Batch
 from tests.attention.feature_kit import FEATURES, draw, exact
 from tests.attention.feature_kit import own_case as own
 
 DATA = Path(__file__).parents[2] / "data" / "decode_without_forms.json"
 LIMITS = {"fp16": 4e-3, "bf16": 2e-2}
-
-
-@pytest.fixture(autouse=True)
-def silent():
-    with quiet():
-        yield
 
 
 def check(case, lengths, o, lse, dtype):
@@ -58,10 +53,10 @@ SHAPES = (  # tokens, heads, head_dim, lengths, dtype, features
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_compositions(shape, monkeypatch):
+def test_compositions(shape, on_sms):
     """Ragged, empty, shorter than the new tokens; heads in several blocks; race checks on."""
     tokens, heads, dims, lengths, dtype, features = shape
-    monkeypatch.setattr(checks, "_CPU_SMS", 5)
+    on_sms(5)
     case = draw(len(lengths), len(lengths), heads, (tokens, 150), dims, dtype, features)
     k, v = (poisoned(x, lengths) for x in (case.k, case.v))
     given = (case.q, k, v, np.array(lengths, np.int32))
@@ -111,11 +106,11 @@ def test_pages_before_a_window_are_not_touched(page_size, layout, storage):
         check(case, [length], o[b : b + 1].swapaxes(1, 2), lse[b : b + 1], "bf16")
 
 
-def test_parts_of_a_fixed_size_do_not_depend_on_the_batch(monkeypatch):
+def test_parts_of_a_fixed_size_do_not_depend_on_the_batch(on_sms):
     batch = Batch([900, 0, 300, 129], tokens=2, heads_q=16)
     form = {"window": (500, 0), "alibi_slopes": np.linspace(0, 0.3, 16, dtype="f4")}
     o = batch.call(**form, split_size=128)
-    monkeypatch.setattr(checks, "_CPU_SMS", 7)
+    on_sms(7)
     assert np.array_equal(batch.call(**form, split_size=128), o)
     for b in range(4):
         rows = np.array([b], np.int32)
@@ -138,16 +133,16 @@ def test_a_window_is_planned_as_so_many_keys():
         one, other = (
             grid.on_grid(params, {**p, "split": split}, 132, arch("sm_90a"))
             for p in (many, few)
-            for params in [checks.parameters(p, arch("sm_90a"))]
+            for params in [select(p, arch("sm_90a"))[1]]
         )
         assert one["blocks"] <= other["blocks"] + 8 * (split > 0)
-    assert grid.keys_read(many, 131_072) <= 4096 + grid.ROUND
-    assert grid.keys_read(many, 100) == 100
+    assert decoding.keys_read(many, 131_072) <= 4096 + decoding.ROUND
+    assert decoding.keys_read(many, 100) == 100
 
 
 def test_what_the_kernel_rounds_a_window_to_is_what_is_planned():
-    text = (DATA.parents[2] / "templates" / "attention/decode/schedule.cuh").read_text()
-    assert f"ROUND = {grid.ROUND};" in text
+    text = (DATA.parents[2] / "templates" / "device" / "decode_schedule.cuh").read_text()
+    assert f"ROUND = {decoding.ROUND};" in text
 
 
 def test_windows_without_bounds_and_without_keys():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import fkjit
-from fkjit.jit.build import quiet
 from tests.attention.decode.kit import Batch
 from tests.attention.feature_kit import FEATURES, draw, exact, own_case
 
@@ -14,12 +13,6 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytestmark = pytest.mark.gpu
 
 LIMITS = {"fp16": 4e-3, "bf16": 2e-2}
-
-
-@pytest.fixture(autouse=True)
-def silent():
-    with quiet():
-        yield
 
 
 def there(value):

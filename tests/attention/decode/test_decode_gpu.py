@@ -7,17 +7,10 @@ import pytest
 
 import fkjit
 from fkjit.errors import CaptureError
-from fkjit.jit.build import quiet
 from tests.attention.decode.kit import Batch, check
 
 torch = pytest.importorskip("torch", reason="needs torch")
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def silent():
-    with quiet():
-        yield
 
 
 def there(array):
@@ -155,16 +148,16 @@ def test_capture_needs_a_kernel_that_is_loaded():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_of_few_queries_is_decoding(causal):
-    from fkjit.ops.attention import plan as attention_plan
-    from fkjit.ops.attention.short_q import FewPlan
+    from fkjit.ops.attention.forward import _ATTENTION
+    from fkjit.ops.attention.select import to_decode
 
     q, k, v = (
         torch.randn(2, h, n, 128, device="cuda").half() for h, n in ((8, 3), (2, 700), (2, 700))
     )
-    attention_plan.plans.clear()
-    for _ in range(2):
+    _ATTENTION.plans.forget()
+    for _ in range(4):  # checked, checked and remembered, looked up, the last one's
         o, lse = fkjit.attention(q, k, v, causal=causal, return_lse=True)
-        assert [type(plan) for plan in attention_plan.plans.values()] == [FewPlan]
+    assert [plan.steps.delegate for plan in _ATTENTION.plans.known] == [to_decode]
     flash, flash_lse = fkjit.attention(q, k, v, causal=causal, return_lse=True, impl="flash")
     assert (o - flash).abs().max().item() <= 4e-3 and (lse - flash_lse).abs().max().item() <= 3e-5
     back = [x.transpose(1, 2) for x in (q, k, v)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fkjit.ops.attention.decode.feature_kernels import SHIPPED
+from fkjit.ops.attention.decode.kernels import SHIPPED
 from tests.core.mutations import Bug
 from tests.core.test_mutations import KINDS, outcome
 

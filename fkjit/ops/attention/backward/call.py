@@ -1,17 +1,28 @@
-"""`fkjit.attention_backward`: the gradients of attention."""
+"""`fkjit.attention_backward`: the gradients of attention; and those of attention with score
+features or packed sequences, which torch's autograd calls (fkjit/ops/attention/autograd.py)."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-from fkjit.ops.attention.backward.checks import CALL, check
+from fkjit.ops.attention.backward.checks import (
+    CALL,
+    INPUTS,
+    OUTPUTS,
+    PLAIN_INPUTS,
+    PLAIN_OUTPUTS,
+    ROWS,
+    check,
+    check_plain,
+)
+from fkjit.ops.attention.backward.problem import PACKED, Options
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.node import Node, like
 from fkjit.ops.op.op import Op
 
-_INPUTS = ("dout", "q", "k", "v", "o", "lse", "dlse")
-_OUTPUTS = ("dq", "dk", "dv", "lse_log2", "delta", "dq_sum", "turns")
+_NEW, _NEW_PLAIN = (None,) * len(OUTPUTS), (None,) * len(PLAIN_OUTPUTS)
+_PLAIN_COUNT = len(PLAIN_INPUTS)
 
 
 def attention_backward(
@@ -58,27 +69,108 @@ def attention_backward(
 
     Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning".
     """
-    options = (causal, softmax_scale, deterministic or demanded(), impl, layout)
-    call = _OP.traced if torch_ops.wrapped(dout, q, k, v) else _OP
-    return call((dout, q, k, v, o, lse, dlse), (None,) * len(_OUTPUTS), options)
+    deterministic = deterministic or torch_is_deterministic()
+    options = (causal, softmax_scale, deterministic, impl, layout)
+    return _PLAIN((dout, q, k, v, o, lse, dlse), _NEW_PLAIN, options)
 
 
-def demanded() -> bool:
+def torch_is_deterministic() -> bool:
     """Whether torch.use_deterministic_algorithms(True) was called."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.are_deterministic_algorithms_enabled()
 
 
-_OP = Op(
+_PLAIN = Op(
     CALL,
-    inputs=_INPUTS,
-    outputs=_OUTPUTS,
-    check=check,
+    inputs=PLAIN_INPUTS,
+    outputs=PLAIN_OUTPUTS,
+    check=check_plain,
     optional=("dlse",),
+    batched=True,
     node=Node(
         lambda dout, q, k, v, *rest: [like(q), like(k), like(v)],
         "bool causal, float? softmax_scale, bool deterministic, str impl, str layout",
         3,
     ),
 )
-attention_backward.prepare = _OP.preparing(attention_backward)  # type: ignore[attr-defined]
+attention_backward.prepare = _PLAIN.preparing(attention_backward)  # type: ignore[attr-defined]
+
+# ------------------------------------------------------------------ with score features
+
+
+def gradients(inputs: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
+    """Gradients of the inputs that `options.wanted` names, for torch tensors.
+
+    inputs: in the order of `checks.INPUTS`, as a forward was given them and returned them; those
+    left out at the end are None.
+    """
+    if not options.features:
+        return _PLAIN(inputs[:_PLAIN_COUNT], _NEW_PLAIN, _flags(options))
+    inputs = (*inputs, *(None,) * (len(INPUTS) - len(inputs)))
+    found = _FEATURES(inputs, _written_to(inputs, options), options)
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
+def prepare_gradients(inputs: tuple[Any, ...], options: Options) -> None:
+    """Compile and load what `gradients` needs, without running it."""
+    if not options.features:
+        return _PLAIN.prepare([*inputs[:_PLAIN_COUNT], *_NEW_PLAIN], _flags(options))
+    inputs = (*inputs, *(None,) * (len(INPUTS) - len(inputs)))
+    return _FEATURES.prepare([*inputs, *_written_to(inputs, options)], options)
+
+
+def _flags(options: Options) -> tuple[Any, ...]:
+    """Those of `check_plain`."""
+    one = options
+    return one.causal, one.softmax_scale, one.deterministic, one.impl, one.layout
+
+
+def _written_to(inputs: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
+    """Arrays for results, None for new ones: packed rows of no sequence, and those beyond the
+    longest, have gradient 0."""
+    if options.layout != PACKED or torch_ops.wrapped(*inputs):
+        return _NEW
+    torch = sys.modules["torch"]
+    made = (
+        torch.zeros_like(x, memory_format=torch.contiguous_format)
+        if name in options.wanted
+        else None
+        for name, x in zip(ROWS, inputs[1:4], strict=True)
+    )
+    return (*made, *_NEW[len(ROWS) :])
+
+
+def _fake(*given: Any) -> list[Any]:
+    arrays = dict(zip(INPUTS, given, strict=False))
+    return [like(arrays[name]) for name in given[-2]]
+
+
+def _pack(*options: Any) -> tuple[Any, ...]:
+    """As the schema has them: without the numbers of a score_mod, which is no node."""
+    one = Options(*options)
+    return one._replace(window=list(one.window), wanted=list(one.wanted))[:_IN_SCHEMA]  # type: ignore[arg-type]
+
+
+def _unpack(*given: Any) -> Options:
+    one = Options(*given)
+    return one._replace(window=tuple(one.window), wanted=tuple(one.wanted))  # type: ignore[arg-type]
+
+
+_SCHEMA = (
+    "str form, str layout, bool causal, float? softmax_scale, int[] window, float softcap, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, str[] wanted, bool deterministic"
+)
+_IN_SCHEMA = _SCHEMA.count(",") + 1
+_FEATURES = Op(
+    "attention (backward)",
+    inputs=INPUTS,
+    outputs=OUTPUTS,
+    check=check,
+    options=Options,
+    optional=tuple(name for name in INPUTS if name not in ("dout", *ROWS, "o", "lse")),
+    batched=True,
+    node=Node(
+        _fake, _SCHEMA, None, name="attention_form_backward", pack=_pack, unpack=_unpack,
+        outputs=_written_to,
+    ),
+)  # fmt: skip

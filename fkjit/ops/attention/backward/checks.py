@@ -1,73 +1,98 @@
-"""Everything that can be wrong with a call of `fkjit.attention_backward`, found before it runs."""
+"""Everything that can be wrong with a call of attention's backward, found before it runs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.errors import ParameterError
 from fkjit.ops.attention.backward import problem as shared
-from fkjit.ops.attention.backward import select as choice
-from fkjit.ops.attention.checks import LAYOUTS
-from fkjit.ops.attention.problem import MAX_HEAD_DIM
+from fkjit.ops.attention.backward.features import Views
+from fkjit.ops.attention.backward.problem import PACKED, Options
+from fkjit.ops.attention.backward.select import IMPLEMENTATIONS, select
+from fkjit.ops.attention.features import POINTERS
+from fkjit.ops.attention.shapes import (
+    LAYOUTS,
+    are_rows_aligned,
+    check_columns,
+    check_dims,
+    check_heads,
+    check_one_of,
+    check_scale,
+)
 from fkjit.ops.op.checks import check_dtype, check_flag, check_same_dtype, check_shape
 from fkjit.ops.op.op import Output, Request, arch_of
 from fkjit.runtime.device import multiprocessors
-from fkjit.runtime.interop import CPU, ITEMSIZE, View
+from fkjit.runtime.interop import CPU, View
 from fkjit.spec import Problem
 
 CALL = "attention_backward"
-Views = Mapping[str, View | None]
-_TENSORS = ("dout", "q", "k", "v", "o")  # of [batch, head, row, column]
-_MAX_SCALE = 2e38  # times log2(e) it is still an fp32
+ROWS = ("q", "k", "v")
+DIFFERENTIABLE = (*ROWS, "alibi_slopes", "bias", "sinks")
+PLAIN_INPUTS = ("dout", *ROWS, "o", "lse", "dlse")
+INPUTS = (*PLAIN_INPUTS, *POINTERS)
+GRADIENTS = tuple(f"d{name}" for name in DIFFERENTIABLE)
+SCRATCH = ("lse_log2", "delta", "dq_sum", "dalibi_rows", "dbias_parts", "turns", "mask_bits")
+OUTPUTS = (*GRADIENTS, *SCRATCH)
+PLAIN_OUTPUTS = ("dq", "dk", "dv", "lse_log2", "delta", "dq_sum", "turns")
+_TENSORS = PLAIN_INPUTS[:5]  # of [batch, head, row, column]
 _MAX_ROWS = 2**31 - 1 - shared.ROW_STEP
 
 
-def check(
+def check_plain(
     views: Views, causal: Any, softmax_scale: Any, deterministic: Any, impl: Any, layout: Any
 ) -> Request:
-    """The launches of a call, and its results."""
-    for name, value, allowed in (
-        ("impl", impl, choice.IMPLEMENTATIONS), ("layout", layout, tuple(LAYOUTS))
-    ):  # fmt: skip
-        if not isinstance(value, str) or value not in allowed:
-            raise ParameterError(f"{CALL}: {name}={value!r} is not one of {', '.join(allowed)}")
-    given = {name: _tensor(views, name, layout) for name in _TENSORS}
-    problem = _sizes(given, layout)
-    problem["dtype"] = check_same_dtype(CALL, given)
-    problem["causal"] = check_flag(CALL, "causal", causal)
-    problem["softmax_scale"] = check_scale(softmax_scale, problem["head_dim"])
-    _check_rows(views, problem)
-    problem["strides"] = _strides(given, problem, layout)
+    """`check` for `fkjit.attention_backward`, whose options may be anything."""
+    check_one_of(CALL, "impl", impl, IMPLEMENTATIONS)
+    check_one_of(CALL, "layout", layout, tuple(LAYOUTS))
+    return check(views, Options(
+        causal=causal, softmax_scale=softmax_scale, deterministic=deterministic, impl=impl,
+        layout=layout,
+    ))  # fmt: skip
+
+
+def check(views: Views, options: Options) -> Request:
+    """The launches of a call, and its results.
+
+    What a forward with score features or packed sequences has looked at is not looked at again.
+    """
+    given = {name: view for name in _TENSORS if (view := views[name]) is not None}
+    problem = _packed(given, views, options) if options.layout == PACKED else _dense(given, options)
+    if options.layout != PACKED:
+        _check_rows(views, problem)
+    problem["causal"] = check_flag(CALL, "causal", options.causal)
+    problem["softmax_scale"] = check_scale(CALL, options.softmax_scale, problem["head_dim"])
+    problem["strides"] = _strides(given, options.layout)
+    deterministic = check_flag(CALL, "deterministic", options.deterministic)
     q = given["q"]
     if q.device != CPU:
         problem["multiprocessors"] = multiprocessors(q.device)
-    exact = check_flag(CALL, "deterministic", deterministic)
-    chosen = choice.choose(problem, _aligned(given, problem), arch_of(q), impl, exact)
-    outputs = {name: _result(problem, name, layout) for name in ("dq", "dk", "dv")}
+    if options.features:
+        _add_features(problem, views, options)
+    options = options._replace(deterministic=deterministic)
+    chosen = select(problem, options, views, are_rows_aligned(given.values()), arch_of(q))
+    outputs = _outputs(views, options.wanted)
     scratch = {name: Output(size, "fp32", returned=False) for name, size in chosen.scratch.items()}
     return Request(dict(views), outputs | scratch, chosen.launches, counters=chosen.counters)
 
 
-def _tensor(views: Views, name: str, layout: str) -> View:
-    view = views[name]
-    assert view is not None
-    if len(view.shape) != 4:
-        raise ParameterError(
-            f"{CALL}: {name} has {len(view.shape)} dimensions {tuple(view.shape)}; allowed: 4 "
-            f"(layout {layout!r})"
-        )
-    if view.shape[3] > 1 and view.strides[3] != 1 and 0 not in view.shape:
-        raise ParameterError(
-            f"{CALL}: {name} has stride {view.strides[3]} in its last dimension; it must be "
-            "contiguous: call .contiguous()"
-        )
-    return view
+# ------------------------------------------------------------------ sizes
+
+
+def _dense(given: Mapping[str, View], options: Options) -> dict[str, Any]:
+    """Batch, heads, lengths and head dimensions, and the dtype; all shapes fit one another."""
+    for name, view in given.items():
+        if len(view.shape) != 4:
+            raise ParameterError(
+                f"{CALL}: {name} has {len(view.shape)} dimensions {tuple(view.shape)}; allowed: 4 "
+                f"(layout {options.layout!r})"
+            )
+        check_columns(CALL, name, view)
+    problem = _sizes(given, options.layout)
+    return {**problem, "dtype": check_same_dtype(CALL, given)}
 
 
 def _sizes(given: Mapping[str, View], layout: str) -> dict[str, Any]:
-    """Batch, heads, lengths and head dimensions; all shapes fit one another."""
     seen = {name: tuple(view.shape[i] for i in LAYOUTS[layout]) for name, view in given.items()}
     (b, hq, sq, d), (_, hkv, sk, _), dv = seen["q"], seen["k"], seen["v"][3]
     wanted = {
@@ -82,34 +107,25 @@ def _sizes(given: Mapping[str, View], layout: str) -> dict[str, Any]:
                 f"{tuple(size[i] for i in order)}, beside q {tuple(given['q'].shape)}, k "
                 f"{tuple(given['k'].shape)} and v {tuple(given['v'].shape)} in layout={layout!r}"
             )
-    for name, dim in (("head_dim", d), ("head_dim_v", dv)):
-        if not 1 <= dim <= MAX_HEAD_DIM:
-            raise ParameterError(f"{CALL}: {name}={dim} is not in 1 .. {MAX_HEAD_DIM}")
+    check_dims(CALL, d, dv)
     for name, rows in (("q", sq), ("k", sk)):
         if rows > _MAX_ROWS:
             raise ParameterError(f"{CALL}: {name} has {rows} rows; allowed: up to {_MAX_ROWS}")
-    if hq and (not hkv or hq % hkv):
-        raise ParameterError(f"{CALL}: q has {hq} heads, not a multiple of k's {hkv}")
+    check_heads(CALL, given, hq, hkv)
     return dict(zip(shared.SIZES, (b, hq, hkv, sq, sk, d, dv), strict=True))
 
 
-def check_scale(scale: Any, head_dim: int) -> float:
-    """1 / sqrt(head_dim) for None."""
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    try:
-        if isinstance(scale, (str, bytes)) or getattr(scale, "requires_grad", False):
-            raise TypeError
-        value = float(scale)
-    except (TypeError, ValueError, OverflowError):
-        raise ArgumentTypeError(
-            f"{CALL}: softmax_scale={scale!r} is not a plain number; None means 1/sqrt(head_dim)"
-        ) from None
-    if not abs(value) <= _MAX_SCALE:
-        raise ParameterError(
-            f"{CALL}: softmax_scale={value} is not a finite number up to {_MAX_SCALE:g}"
-        )
-    return value
+def _packed(given: Mapping[str, View], views: Views, options: Options) -> dict[str, Any]:
+    """The same of packed sequences, which a forward has seen; lengths are those of the longest."""
+    q, k, v, ends = given["q"], given["k"], given["v"], views["cu_seqlens_q"]
+    assert ends is not None
+    longest = options.max_seqlen_q, options.max_seqlen_k
+    sizes = (ends.shape[0] - 1, q.shape[1], k.shape[1], *longest, q.shape[2], v.shape[2])
+    problem: dict[str, Any] = dict(zip(shared.SIZES, sizes, strict=True))
+    return {**problem, "total_q": q.shape[0], "dtype": q.dtype}
+
+
+# ------------------------------------------------------------------ options and rows
 
 
 def _check_rows(views: Views, problem: Problem) -> None:
@@ -127,29 +143,49 @@ def _check_rows(views: Views, problem: Problem) -> None:
             raise ParameterError(f"{CALL}: {name} is not contiguous; call .contiguous()")
 
 
-def _strides(
-    given: Mapping[str, View], problem: Problem, layout: str
-) -> dict[str, tuple[int, ...]]:
-    """Elements between batches, heads and rows of every array; new ones have no gaps."""
-    order = LAYOUTS[layout]
-    found = {n: tuple(view.strides[i] for i in order[:3]) for n, view in given.items()}
-    for name in ("dq", "dk", "dv"):
-        sizes = [shared.shape(problem, name)[i] for i in order]
-        steps = [sizes[1] * sizes[2] * sizes[3], sizes[2] * sizes[3], sizes[3]]
-        found[name] = tuple(steps[order[i]] for i in range(3))
+def _add_features(problem: dict[str, Any], views: Views, options: Options) -> None:
+    """The band of keys in place of causal, and what else score features bring along."""
+    wide = max(problem["seqlen_q"], problem["seqlen_k"])
+    left, right = (wide if side < 0 else min(side, wide) for side in options.window)
+    problem["window"] = (left, 0 if problem["causal"] else right)
+    problem["softcap"] = options.softcap
+    problem["score_scalars"] = {name: value for name, _, value in options.score_scalars}
+    slopes = views.get("alibi_slopes")
+    if slopes is not None:
+        problem["alibi_batches"] = slopes.shape[0] if len(slopes.shape) == 2 else 1
+
+
+# ------------------------------------------------------------------ strides and results
+
+
+def _strides(given: Mapping[str, View], layout: str) -> dict[str, tuple[int, ...]]:
+    """Elements between batches, heads and rows of every array, 0 between batches of packed ones;
+    gradients have no gaps."""
+    found = {name: _by_rows(view.strides, layout) for name, view in given.items()}
+    for name in ROWS:
+        steps, step = [], 1
+        for extent in reversed(given[name].shape):
+            steps.insert(0, step)
+            step *= extent
+        found[f"d{name}"] = _by_rows(steps, layout)
     return found
 
 
-def _result(problem: Problem, name: str, layout: str) -> Output:
-    sizes = shared.shape(problem, name)
-    return Output(tuple(sizes[i] for i in LAYOUTS[layout]), problem["dtype"])
+def _by_rows(steps: Any, layout: str) -> tuple[int, ...]:
+    if layout == PACKED:
+        return (0, steps[1], steps[0])
+    return tuple(steps[axis] for axis in LAYOUTS[layout][:3])
 
 
-def _aligned(given: Mapping[str, View], problem: Problem) -> bool:
-    """Whether every row, also of the results, starts on a 16-byte boundary."""
-    size = ITEMSIZE[problem["dtype"]]
-    numbers = [problem["head_dim"] * size, problem["head_dim_v"] * size]
-    for view in given.values():
-        pairs = zip(view.strides[:3], view.shape[:3], strict=True)
-        numbers += [view.pointer, *(step * size for step, n in pairs if n > 1)]
-    return all(number % 16 == 0 for number in numbers)
+def _outputs(views: Views, wanted: tuple[str, ...]) -> dict[str, Output]:
+    """What is returned, written to where the caller has an array for it; and what kernels make
+    besides."""
+    together = (("k", "v"), ("v", "k"), ("alibi_slopes", "q"))  # one kernel makes both
+    besides = [other for one, other in together if one in wanted and other not in wanted]
+    made = {}
+    for name in (*wanted, *besides):
+        view = views[name]
+        assert view is not None
+        given = views.get(f"d{name}") if name in wanted else None
+        made[f"d{name}"] = Output(tuple(view.shape), view.dtype, given, name in wanted)
+    return made

@@ -1,29 +1,44 @@
-"""flash_sm90, attention's backward for Hopper (sm_90a): TMA and wgmma, dk, dv and sums of dq."""
+"""flash_sm90, attention's backward for Hopper (sm_90a): TMA and wgmma, dk, dv and sums of dq.
+
+Of score features it takes a band of keys, a soft cap or ALiBi slopes, and packed sequences; sinks
+are in lse alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from fkjit.arch import Arch
-from fkjit.ops.attention import problem as forward
-from fkjit.ops.attention.backward import kernels as portable
-from fkjit.ops.attention.backward import problem as shared
-from fkjit.ops.op.op import Launch
+from fkjit.ops.attention.backward import problem
+from fkjit.ops.attention.backward.kernels_preprocess import CASES, OP
+from fkjit.ops.attention.backward.problem import Options
+from fkjit.ops.attention.backward.tiles import BLOCK_K_SM90 as BLOCK_K
+from fkjit.ops.attention.backward.tiles import BLOCK_Q_SM90 as BLOCK_Q
+from fkjit.ops.attention.features import ScoreFeatures, parse
+from fkjit.ops.attention.problem import shape_class
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.runtime.tensor_map import TensorMap
-from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, SharedLayout, register
+from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, Work
 
-HEAD_DIMS = (64, 128)  # what products are padded to
+HEAD_DIMS = tuple(BLOCK_Q)  # what products are padded to
 COUNTERS = 1
-_BLOCK_K, _PANEL = 128, 64
-BLOCK_Q = {64: 128, 128: 64}  # S^T and dK of a warpgroup in registers together
-_K_STAGES, _Q_STAGES, _DO_STAGES, _DS_STAGES = 2, 3, 2, 2
+MASKS = False  # whether masks are taken: their numbers have been seen in the interpreter alone
 SMS = 132  # of an H100 or H200, where a problem does not say
+_PANEL = 64
+_K_STAGES, _Q_STAGES, _DO_STAGES, _DS_STAGES = 2, 3, 2, 2
 _BARRIER_BYTES = 320 + 8 * 48 + 48
+_NOTE_BYTES = 2 * 16  # keys of two work items
+_RAGGED_ROWS = 128  # templates/attention/backward_sm90/tensor_rows.cuh
+_LEAST_CAP = 1.0  # derivatives come from probabilities of 16 bits: beside it they are off by little
+
+
+def _features(params: Params) -> ScoreFeatures | None:
+    return parse(params["form"]) if "form" in params else None
+
+
+# ------------------------------------------------------------------ the variant
 
 
 def _derive(params: Params) -> dict[str, Any]:
@@ -38,12 +53,13 @@ def _derive(params: Params) -> dict[str, Any]:
         "copy_registers": 32,
         "direct": _direct(params),
         **_operands(params),
+        **_feature_values(params),
     }
 
 
 def _operands(params: Params) -> dict[str, Any]:
     """Where dK takes dS from: with more bytes through shared memory dV is under way while dS is
-    made, which is worth it where dq goes that way in turns. And how much a lane has registers to
+    made, which is worth it where dq goes that way in order. And how much a lane has registers to
     read early."""
     if params["head_dim"] > 64:
         ahead = (6, 8) if params["deterministic"] else (8, 2)
@@ -53,6 +69,32 @@ def _operands(params: Params) -> dict[str, Any]:
         "ds_shared": params["deterministic"],
         **dict(zip(("lse_ahead", "delta_ahead"), ahead, strict=True)),
     }
+
+
+def _feature_values(params: Params) -> dict[str, Any]:
+    """Template values in place of those without features: rules for scores take registers."""
+    features = _features(params)
+    if features is None:
+        return {}
+    values = {**features.values(), "seqlen_q": "seqlen_q", "seqlen_k": "seqlen_k"}
+    if params["head_dim"] > 64:
+        values |= {"lse_ahead": 0, "delta_ahead": 0}
+    spared = _spared(params)
+    if spared:
+        values[spared] = {"q_stages": _Q_STAGES, "dq_stages": _dq_stages(params)}[spared] - 1
+    if spared == "q_stages":  # a tile of Q must be free before the next one's dK is multiplied
+        values["ds_shared"] = False
+    return values
+
+
+def _spared(params: Params) -> str:
+    """Stages of what are fewer by one, so that bits of a mask have room."""
+    features = _features(params)
+    if features is None or not features.mask:
+        return ""
+    if params["head_dim"] > 64:
+        return "q_stages" if params["deterministic"] else ""
+    return "dq_stages"
 
 
 def _direct(params: Params) -> bool:
@@ -69,218 +111,185 @@ def _dq_stages(params: Params) -> int:
 
 
 def _shared(params: Params) -> SharedLayout:
-    """K twice, V, rings of Q and dO, of dS, of dq, of lse_log2 and delta; the mbarriers."""
-    d, block_q = params["head_dim"], BLOCK_Q[params["head_dim"]]
+    """K twice, V, rings of Q and dO, of dS, of dq, of lse_log2 and delta with the bits of a mask;
+    the mbarriers with what is noted of tiles."""
+    d, block_q, features = params["head_dim"], BLOCK_Q[params["head_dim"]], _features(params)
+    stages = {"q_stages": _Q_STAGES, "dq_stages": _dq_stages(params)}
+    if spared := _spared(params):
+        stages[spared] -= 1
+    bits = BLOCK_K * block_q // 8 if features is not None and features.mask else 0
     rings = (
-        ("K", 2 * _BLOCK_K * d, _K_STAGES), ("V", 2 * _BLOCK_K * d, 1),
-        ("Q", 2 * block_q * d, _Q_STAGES), ("dO", 2 * block_q * d, _DO_STAGES),
-        ("dS", 2 * _BLOCK_K * block_q, _DS_STAGES),
-        ("dQ", 64 * 64 * 4, _dq_stages(params)),
-        ("rows", 8 * block_q, _DO_STAGES),
+        ("K", 2 * BLOCK_K * d, _K_STAGES), ("V", 2 * BLOCK_K * d, 1),
+        ("Q", 2 * block_q * d, stages["q_stages"]), ("dO", 2 * block_q * d, _DO_STAGES),
+        ("dS", 2 * BLOCK_K * block_q, _DS_STAGES),
+        ("dQ", 64 * 64 * 4, stages["dq_stages"]),
+        ("rows", 8 * block_q + bits, _DO_STAGES),
     )  # fmt: skip
     return [
         *((f"{name} stage {i}", size) for name, size, count in rings for i in range(count)),
-        ("mbarriers", _BARRIER_BYTES),
+        ("mbarriers", _BARRIER_BYTES + (0 if features is None else _NOTE_BYTES)),
     ]
 
 
-def _heads(problem: Problem) -> int:
-    return problem["heads_kv"] * problem["batch"]
+# ------------------------------------------------------------------ the schedule
 
 
-def _blocks(problem: Problem) -> int:
-    return -(-problem["seqlen_k"] // _BLOCK_K)
+def _heads(one: Problem) -> int:
+    return one["heads_kv"] * one["batch"]
 
 
-def _teams(problem: Problem, rounds: int) -> int:
+def _blocks(one: Problem) -> int:
+    return -(-one["seqlen_k"] // BLOCK_K)
+
+
+def _multiprocessors(one: Problem) -> int:
+    return one.get("multiprocessors", SMS)
+
+
+def _teams(one: Problem, rounds: int) -> int:
     """How many heads are under way at once where each takes its blocks in so many rounds."""
-    members = -(-_blocks(problem) // rounds)
-    return min(problem.get("multiprocessors", SMS) // members, _heads(problem))
+    members = -(-_blocks(one) // rounds)
+    return min(_multiprocessors(one) // members, _heads(one))
 
 
-def _rounds(params: Params, problem: Problem) -> int:
+def _rounds(params: Params, one: Problem) -> int:
     """In how many rounds a team of thread blocks goes through a head, where dq has an order (see
     attention/backward_sm90/schedule.cuh): few, as heads under way at once share L2, but two tiles
     between two that come to one, of those that are nearly the fastest by count of blocks."""
-    blocks, heads = _blocks(problem), _heads(problem)
-    enough = 2 * BLOCK_Q[params["head_dim"]] // _BLOCK_K
+    blocks, heads = _blocks(one), _heads(one)
+    enough = 2 * BLOCK_Q[params["head_dim"]] // BLOCK_K
 
     def time(rounds: int) -> int:
-        each = -(-heads // _teams(problem, rounds))
-        return -(-each // 2) * rounds * (blocks + 1) if problem["causal"] else each * rounds
+        each = -(-heads // _teams(one, rounds))
+        return -(-each // 2) * rounds * (blocks + 1) if one["causal"] else each * rounds
 
-    legal = [rounds for rounds in range(1, blocks + 1) if _teams(problem, rounds) > 0]
+    legal = [rounds for rounds in range(1, blocks + 1) if _teams(one, rounds) > 0]
     best = min(map(time, legal))
     near = [rounds for rounds in legal if 20 * time(rounds) <= 21 * best]
     return next((rounds for rounds in near if rounds >= enough), near[-1])
 
 
-def _grid(params: Params, problem: Problem) -> Dim3:
+def _abreast(params: Params, one: Problem) -> int:
+    """With score features: heads whose blocks of keys are drawn one after the other, where dq has
+    an order (see attention/backward_sm90/features_schedule.cuh): several times as many blocks as
+    run at a time, but what L2 has room for; and so that there is an even number of sections."""
+    enough = 256 // params["head_dim"] * _multiprocessors(one)
+    pairs = max(1, round(_heads(one) * _blocks(one) / enough / 2))
+    return -(-_heads(one) // (2 * pairs))
+
+
+def _grid(params: Params, one: Problem) -> Dim3:
     """One block an SM, or fewer where there is less to do, or no room for another team."""
-    if params["deterministic"]:
-        rounds = _rounds(params, problem)
-        return (_teams(problem, rounds) * -(-_blocks(problem) // rounds), 1, 1)
-    works = _blocks(problem) * _heads(problem)
-    return (min(works, problem.get("multiprocessors", SMS)), 1, 1)
+    if params["deterministic"] and "form" not in params:
+        rounds = _rounds(params, one)
+        return (_teams(one, rounds) * -(-_blocks(one) // rounds), 1, 1)
+    return (min(_blocks(one) * _heads(one), _multiprocessors(one)), 1, 1)
 
 
-def _map(problem: Problem, arrays: Mapping[str, Any], name: str, rows: int) -> TensorMap:
-    """[batch, head, row, column] in boxes of `rows` rows and one panel of columns."""
-    size = ITEMSIZE[problem["dtype"]]
-    batch, heads, count, columns = shared.shape(problem, name)
-    steps = tuple(step * size for step in shared.strides(problem, name, arrays))
-    return TensorMap(
-        arrays[name],
-        problem["dtype"],
-        (columns, count, heads, batch),
-        steps[::-1],
-        (_PANEL, rows, 1, 1),
-    )
+# ------------------------------------------------------------------ arguments
 
 
-def boxes(params: Params) -> dict[str, int]:
-    """Rows of the boxes that an array is loaded in."""
-    block_q = BLOCK_Q[params["head_dim"]]
-    return {"q": block_q, "dout": block_q, "k": _BLOCK_K, "v": _BLOCK_K}
+def _map(one: Problem, arrays: Mapping[str, Any], name: str, rows: int) -> TensorMap:
+    """In boxes of `rows` rows and one panel of columns. Of packed arrays it begins before the first
+    row, so that a box ends where a sequence does."""
+    size, array = ITEMSIZE[one["dtype"]], arrays[name]
+    batch, heads, row = (step * size for step in problem.strides(one, name, array))
+    count, head_count, length, columns = problem.shape(one, name)
+    box = (_PANEL, rows, 1, 1)
+    if "total_q" not in one:
+        steps = (row, heads, batch)
+        return TensorMap(array, one["dtype"], (columns, length, head_count, count), steps, box)
+    dims = (columns, _RAGGED_ROWS, head_count, array.shape[0] + 1)
+    return TensorMap(array, one["dtype"], dims, (row, heads, row), box, origin=-_RAGGED_ROWS * row)
 
 
-def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    rounds = {"rounds": _rounds(params, problem)} if params["deterministic"] else {}
+def _arguments(params: Params, one: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    block_q, features = BLOCK_Q[params["head_dim"]], _features(params)
+    boxes = {"q": block_q, "dout": block_q, "k": BLOCK_K, "v": BLOCK_K}
+    masked = features is not None and features.mask
+    rounds = _rounds if features is None and params["deterministic"] else _abreast
     return {
-        **{
-            f"{name}_map": _map(problem, arrays, name, rows) for name, rows in boxes(params).items()
-        },
-        **{name: arrays[name] for name in ("dk", "dv")},
-        **{f"{name}_strides": shared.strides(problem, name, arrays) for name in ("dk", "dv")},
-        **{name: problem[name] for name in ("head_dim", "head_dim_v")},
-        **{name: arrays.get(name) for name in ("lse_log2", "delta", "dq_sum", "turns")},
+        **problem.arguments(params, one, arrays),
+        **{f"{name}_map": _map(one, arrays, name, rows) for name, rows in boxes.items()},
         **{name: arrays[name] for name in ("counters",) if name in arrays},
-        "batch": problem["batch"],
-        **shared.scalars(problem),
-        **rounds,
+        "mask_bits": arrays.get("mask_bits"),
+        "mask_bits_strides": problem.bits_strides(block_q, one) if masked else (0, 0, 0),
+        "rounds": rounds(params, one),
     }
 
 
-def takes(problem: Problem, aligned: bool, arch: Arch) -> bool:
-    """Whether TMA can read the arrays and the kernel suits the problem: rows on 16-byte boundaries,
-    no dimension repeated by a stride of 0, a positive scale (signs could not go into q), and enough
-    queries for it to pay."""
-    if padded_dim(problem) is None or problem["dtype"] == "fp32" or not aligned:
+# ------------------------------------------------------------------ when it is taken
+
+
+def takes(one: Problem, options: Options, aligned: bool, arch: Arch) -> bool:
+    """Whether the kernel knows the score features and suits the problem, and TMA can read the
+    arrays: rows on 16-byte boundaries, no dimension repeated by a stride of 0."""
+    if padded_dim(one) is None or one["dtype"] == "fp32" or not aligned:
         return False
-    if not arch.features >= FLASH_SM90.features({}):
+    if not arch.features >= FLASH_SM90.features({}) or not _suits(one, options):
         return False
-    if prod(problem[name] for name in shared.SIZES) == 0 or problem["seqlen_q"] <= 32:
+    if options.features and not _knows(parse(options.features), one):
         return False
+    of = slice("total_q" in one, 3)  # packed arrays have no batches
     steps = [
         (step, extent)
         for name in ("q", "k", "v", "dout")
         for step, extent in zip(
-            problem["strides"][name], shared.shape(problem, name)[:3], strict=True
+            one["strides"][name][of], problem.shape(one, name)[:3][of], strict=True
         )
     ]
-    legal = all(n == 1 or 0 < step < 2**40 // ITEMSIZE[problem["dtype"]] for step, n in steps)
-    return legal and problem["softmax_scale"] > 0
+    return all(n == 1 or 0 < step < 2**40 // ITEMSIZE[one["dtype"]] for step, n in steps)
 
 
-def padded_dim(problem: Problem) -> int | None:
+def _suits(one: Problem, options: Options) -> bool:
+    """Enough queries for it to pay, a positive scale (signs could not go into q), and gradients of
+    what it makes."""
+    if prod(one[name] for name in problem.SIZES) == 0 or one["seqlen_q"] <= 32:
+        return False
+    makes_all = {"q", "k"} <= set(options.wanted) and "alibi_slopes" not in options.wanted
+    return makes_all and one["softmax_scale"] > 0
+
+
+def _knows(features: ScoreFeatures, one: Problem) -> bool:
+    if (features.softcap and features.alibi) or features.bias or features.score_mod:
+        return False
+    if features.mask and (features.varlen or not MASKS):  # a tile's sequence is not noted
+        return False
+    return not features.softcap or one["softcap"] >= _LEAST_CAP
+
+
+def padded_dim(one: Problem) -> int | None:
     """The compiled head dimension that holds those of a problem, or None."""
-    larger = max(problem["head_dim"], problem["head_dim_v"])
+    larger = max(one["head_dim"], one["head_dim_v"])
     return next((padded for padded in HEAD_DIMS if larger <= padded), None)
 
 
-def launches(
-    problem: Problem, deterministic: bool
-) -> tuple[tuple[Launch, ...], dict[str, tuple[int, ...]]]:
-    """The kernels of a call, and the shapes of what they hand on beside lse_log2 and delta."""
-    dtype, dim = problem["dtype"], padded_dim(problem) or 0
-    scratch: dict[str, tuple[int, ...]] = {"dq_sum": (*shared.rows_shape(problem), dim)}
-    if deterministic:
-        scratch["turns"] = turns_shape(problem)
-    params = {"dtype": dtype, "head_dim": dim, "deterministic": deterministic}
-    zeros = {**problem, "sum_columns": 0 if deterministic else dim}
-    made = (
-        Launch(portable.ROWS, {"dtype": dtype, "aligned": True}, zeros),
-        Launch(FLASH_SM90, params, problem),
-        Launch(portable.DQ, {"dtype": dtype}, {**problem, "sum_columns": dim}),
-    )
-    return made, scratch
+def in_order(one: Problem, options: Options) -> bool:
+    """Whether blocks add to dq in order: also where any would do, if there is a band of keys. Then
+    nobody waits (see _abreast), and sums are not set to 0 before."""
+    longest = max(one["seqlen_q"], one["seqlen_k"])
+    return options.deterministic or (bool(options.features) and min(one["window"]) < longest)
 
 
-def turns_shape(problem: Problem) -> tuple[int, ...]:
-    *more, rows = shared.rows_shape(problem)
-    return (*more, rows // portable.TURN_ROWS)
-
-
-def _problems(params: Params, scale: str) -> Sequence[Problem]:
-    """Those of the kernels that add up dq; the small ones on GPUs of two and of many SMs."""
-    block_q = BLOCK_Q[params["head_dim"]]
-    made = {**params, "head_dim_v": params["head_dim"], "aligned": True}
-    found = shared.problems(block_q, _BLOCK_K, made, scale)
-    more = {"sum_columns": params["head_dim"], "deterministic": params["deterministic"]}
-    if scale == "small":
-        found[1] |= {"seqlen_q": 2 * block_q - 3, "seqlen_k": 2 * _BLOCK_K + 1}
-        return [{**found[0], **more, "multiprocessors": 2}, {**found[1], **more}]
-    return [{**problem, **more} for problem in found]
-
-
-def _outputs(params: Params, problem: Problem) -> Arrays:
-    made = shared.outputs(("dk", "dv"))(params, problem)
-    if not params["deterministic"]:
-        return made | {
-            "dq_sum": sums(params, problem, 0),
-            "counters": np.zeros(COUNTERS, np.uint32),
-        }
-    turns = np.zeros(turns_shape(problem), np.uint32)
-    return made | {"dq_sum": sums(params, problem, np.nan), "turns": turns}
-
-
-def sums(params: Params, problem: Problem, start: float) -> np.ndarray:
-    """dq_sum before the kernel: `start`, which may be poison, but for rows of no tile."""
-    made = np.full((*shared.rows_shape(problem), problem["sum_columns"]), start, np.float32)
-    made[..., _round_up(problem["seqlen_q"], BLOCK_Q[params["head_dim"]]) :, :] = 0
-    return made
-
-
-def _round_up(length: int, step: int) -> int:
-    return -(-length // step) * step
-
-
-def _reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
-    found = shared.reference(problem, arrays)
-    rows = shared.rows_padded(problem) - problem["seqlen_q"]
-    columns = problem["sum_columns"] - problem["head_dim"]
-    dq = np.pad(found["dq"] / problem["softmax_scale"], ((0, 0), (0, 0), (0, rows), (0, columns)))
-    made = {"dk": found["dk"], "dv": found["dv"], "dq_sum": portable.fragments(dq)}
-    return made | ({"turns": np.zeros(turns_shape(problem))} if problem["deterministic"] else {})
-
-
-FLASH_SM90 = register(
-    KernelSpec(
-        op=portable.OP,
-        name="flash_sm90",
-        source="attention/backward_sm90.cu",
-        entry="attention_flash_backward_sm90",
-        doc="dk, dv and sums of dq for Hopper: TMA, wgmma, a warpgroup for dq",
-        params=(
-            Param("dtype", ("fp16", "bf16"), "element type of q, k, v, dout, dk and dv"),
-            Param("head_dim", HEAD_DIMS, "of all arrays, padded to this in shared memory"),
-            Param("deterministic", (True, False), "blocks add to dq in a fixed order"),
-        ),
-        derive=_derive,
-        features=lambda params: frozenset({"wgmma"}),
-        shared_layout=_shared,
-        block=lambda params: (512, 1, 1),
-        grid=_grid,
-        cooperative=True,  # blocks wait for one another where they add to dq in turn
-        flops=shared.flops,
-        bytes=shared.traffic,
-        shape_class=forward.shape_class,
-        interpreter_flops=2e9,
-        problems=_problems,
-        inputs=shared.inputs,
-        outputs=_outputs,
-        arguments=_arguments,
-        reference=_reference,
-        tolerance=shared.tolerance,
-    )
+FLASH_SM90 = KernelSpec(
+    op=OP,
+    name="flash_sm90",
+    source="attention/backward_sm90.cu",
+    entry="attention_flash_backward_sm90",
+    doc="dk, dv and sums of dq for Hopper: TMA, wgmma, a warpgroup for dq",
+    params=(
+        Param("dtype", ("fp16", "bf16"), "element type of q, k, v, dout, dk and dv"),
+        Param("head_dim", HEAD_DIMS, "of all arrays, padded to this in shared memory"),
+        Param("deterministic", (True, False), "blocks add to dq in a fixed order"),
+    ),
+    derive=_derive,
+    features=lambda params: frozenset({"wgmma"}),
+    shared_layout=_shared,
+    block=lambda params: (512, 1, 1),
+    grid=_grid,
+    cooperative=True,  # blocks wait for one another where they add to dq in order
+    shape_class=shape_class,
+    arguments=_arguments,
+    work=Work(flops=problem.flops, bytes=problem.traffic, interpreter_flops=2e9),
+    verification=f"{CASES}_sm90:FLASH_SM90",
 )

@@ -1,20 +1,73 @@
-"""What all kernels of `fkjit.attention_backward` share: work, reference, test problems."""
+"""What a call of attention's backward works on: options, sizes, strides, arguments, work.
+
+A problem has SIZES, dtype, causal and softmax_scale, of a call also the `strides` of its arrays.
+With score features it has window=(left, right) in place of causal (a side without a bound is as
+wide as the scores), softcap and score_scalars {name: value}; packed sequences have total_q and the
+axes on which batch, head and row stand, and seqlen_q and seqlen_k of the longest. Gradients of a
+bias and of slopes need bias_shape (batch, heads, rows), bias_parts and alibi_batches (1 where all
+batches share their slopes).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fkjit.ops.attention import problem as forward
-from fkjit.runtime.interop import ITEMSIZE, numpy_dtype
-from fkjit.spec import Arrays, Params, Problem
+from fkjit.runtime.interop import ITEMSIZE
+from fkjit.spec import Params, Problem
 
 ROW_STEP = 128  # lse_log2 and delta have so many rows, or a multiple
-GIVEN = ("dout", "q", "k", "v")  # arrays of [batch, head, row, column] that kernels read
+ORDER_ROWS = (
+    16  # of dq share one count of the blocks that have added to them, where there is an order
+)
+BITS_BLOCK_K = 128  # keys of a block of a mask as bits
 SIZES = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
+STRIDED = ("dout", "q", "k", "v", "o", "dq", "dk", "dv")
+PACKED = "packed"  # a layout: [total, heads, head_dim]
+_POINTERS = (
+    *("lse", "dlse", "lse_log2", "delta", "dq_sum", "turns", "dbias", "dbias_parts", "dsinks"),
+    *("dalibi_rows", "dalibi_slopes"),
+)
+
+
+class Options(NamedTuple):
+    """Of a call, in the order of the operator fkjit::attention_form_backward.
+
+    features: the text of `ScoreFeatures`, "" for none but causal. layout: "bhsd", "bshd" or
+    PACKED. window: -1 for a side without a bound. max_seqlen_*: of packed sequences. wanted: the
+    inputs whose gradients are made, in the order of `checks.DIFFERENTIABLE`. deterministic: False
+    lets blocks add up dq in any order. score_scalars: (name, "float" or "int", value) of a
+    score_mod. impl: "auto", "portable" or "flash_sm90".
+    """
+
+    features: str = ""
+    layout: str = "bhsd"
+    causal: Any = False
+    softmax_scale: Any = None
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    wanted: tuple[str, ...] = ("q", "k", "v")
+    deterministic: Any = True
+    score_scalars: tuple[tuple[str, str, Any], ...] = ()
+    impl: str = "auto"
+
+
+# ------------------------------------------------------------------ sizes
+
+
+def shape(problem: Problem, name: str) -> tuple[int, int, int, int]:
+    """Of an array of [batch, head, row, column], whatever its gradient is called."""
+    of = name.removeprefix("d") if name in ("dq", "dk", "dv") else name
+    side = "q" if of in ("q", "dout", "o") else "k"
+    heads = problem["heads_q" if side == "q" else "heads_kv"]
+    dim = problem["head_dim" if of in ("q", "k") else "head_dim_v"]
+    return problem["batch"], heads, problem[f"seqlen_{side}"], dim
 
 
 def rows_padded(problem: Problem) -> int:
@@ -25,19 +78,88 @@ def rows_padded(problem: Problem) -> int:
     return -(-rows // ROW_STEP) * ROW_STEP + ROW_STEP * problem["batch"] * packed
 
 
+def longest_padded(problem: Problem) -> int:
+    """Rows of the longest sequence's tiles."""
+    return -(-problem["seqlen_q"] // ROW_STEP) * ROW_STEP
+
+
 def rows_shape(problem: Problem) -> tuple[int, int, int]:
     """Of lse_log2 and delta."""
     batch = 1 if "total_q" in problem else problem["batch"]
     return batch, problem["heads_q"], rows_padded(problem)
 
 
-def shape(problem: Problem, name: str) -> tuple[int, int, int, int]:
-    """Of an array of [batch, head, row, column], whatever its gradient is called."""
-    of = name.removeprefix("d") if name in ("dq", "dk", "dv") else name
-    side = "q" if of in ("q", "dout", "o") else "k"
-    heads = problem["heads_q" if side == "q" else "heads_kv"]
-    dim = problem["head_dim" if of in ("q", "k") else "head_dim_v"]
-    return problem["batch"], heads, problem[f"seqlen_{side}"], dim
+def sums_shape(problem: Problem) -> tuple[int, int, int, int]:
+    """Of the fp32 sums that dq is rounded from."""
+    return (*rows_shape(problem), problem["sum_columns"])
+
+
+def order_shape(problem: Problem) -> tuple[int, int, int]:
+    """Of the counts that blocks wait for where they add to dq in order."""
+    batch, heads, rows = rows_shape(problem)
+    return batch, heads, rows // ORDER_ROWS
+
+
+def bits_shape(block_q: int, problem: Problem) -> tuple[int, int, int, int, int]:
+    """Of a mask as bits, in words: batches, heads, tiles of queries, whole blocks of keys."""
+    batch, heads, rows = problem["mask_shape"]
+    keys = -(-problem["seqlen_k"] // BITS_BLOCK_K) * BITS_BLOCK_K
+    return batch, heads, -(-rows // block_q), keys, block_q // 32
+
+
+def bits_strides(block_q: int, problem: Problem) -> tuple[int, ...]:
+    """Words between their batches, heads and tiles: 0 where there is but one."""
+    sizes = bits_shape(block_q, problem)
+    return tuple(math.prod(sizes[i + 1 :]) * (sizes[i] > 1) for i in range(3))
+
+
+def bias_size(problem: Problem) -> int:
+    """Elements of the gradient of a bias."""
+    return math.prod(problem["bias_shape"]) * problem["seqlen_k"]
+
+
+# ------------------------------------------------------------------ arguments
+
+
+def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the backward's kernels by name: each takes those that it has."""
+    bias = problem.get("bias_shape", (1, 1, 1))
+    return {
+        **{name: arrays.get(name) for name in (*STRIDED, *_POINTERS)},
+        **{f"{name}_strides": strides(problem, name, arrays.get(name)) for name in STRIDED},
+        **_scalars(problem),
+        **{"batch": problem["batch"], "total_q": problem.get("total_q", 0)},
+        **dict(zip(("bias_batch", "bias_heads", "bias_rows"), bias, strict=True)),
+        "first_batch": problem.get("first_batch", 0),
+        **{"parts": problem.get("bias_parts", 1), "size": math.prod(bias) * problem["seqlen_k"]},
+        "alibi_batch_stride": problem["heads_q"] if problem.get("alibi_batches", 1) > 1 else 0,
+        "sum_columns": problem.get("sum_columns", 0),
+        **(forward.feature_arguments(problem, arrays) if "window" in problem else {}),
+    }
+
+
+def strides(problem: Problem, name: str, array: Any) -> tuple[int, ...]:
+    """Elements between batches, heads and rows: of a call's array as the check found them, else of
+    the array itself; 0 of what is not there."""
+    known = problem.get("strides", {}).get(name)
+    if known is not None:
+        return known
+    if array is None or not array.shape:
+        return (0, 0, 0)
+    return forward.row_strides(problem, array)
+
+
+def _scalars(problem: Problem) -> dict[str, Any]:
+    scale = problem["softmax_scale"]
+    return {
+        **forward.scalars(problem),
+        "rows_padded": rows_padded(problem),
+        "softmax_scale": float(np.float32(scale)),
+        "inverse_scale": 1 / scale if scale else 0.0,
+    }
+
+
+# ------------------------------------------------------------------ work
 
 
 def flops(problem: Problem) -> float:
@@ -54,100 +176,6 @@ def products(problem: Problem, of_scores: int, of_values: int) -> float:
 
 def traffic(problem: Problem) -> float:
     """Bytes of dout, q, k, v, o and lse read and dq, dk, dv written, all of it once."""
-    names = ("dout", "q", "k", "v", "o", "dq", "dk", "dv")
-    elements = sum(math.prod(shape(problem, name)) for name in names)
+    elements = sum(math.prod(shape(problem, name)) for name in STRIDED)
     rows = problem["batch"] * problem["heads_q"] * problem["seqlen_q"]
     return float(ITEMSIZE[problem["dtype"]] * elements + 4 * rows)
-
-
-def strides(problem: Problem, name: str, arrays: Mapping[str, Any]) -> tuple[int, ...]:
-    """Elements between batches, heads and rows: of a call's array as the check found them, else of
-    the array [batch, head, row, column] itself."""
-    known = problem.get("strides", {}).get(name)
-    if known is not None:
-        return known
-    array = arrays[name]
-    return tuple(step // array.itemsize for step in array.strides[:3])
-
-
-def scalars(problem: Problem) -> dict[str, Any]:
-    """The scalar arguments of the kernels that multiply."""
-    return {
-        **forward.scalars(problem),
-        "rows_padded": rows_padded(problem),
-        "softmax_scale": float(np.float32(problem["softmax_scale"])),
-    }
-
-
-def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
-    """dq, dk, dv in float64 out of q, k, v, dout and delta (or o and dlse)."""
-    group = problem["heads_q"] // problem["heads_kv"]
-    double = {n: np.asarray(a).astype(np.float64) for n, a in arrays.items() if a is not None}
-    q, dout = double["q"], double["dout"]
-    k, v = (np.repeat(double[name], group, axis=1) for name in "kv")
-    made = forward.reference(problem, {name: double[name] for name in "qkv"})
-    lse = made["lse"][..., None]
-    scores = q @ k.swapaxes(-1, -2) * problem["softmax_scale"]
-    sq, sk = scores.shape[-2:]
-    if problem["causal"]:
-        hidden = np.arange(sk) > np.arange(sq)[:, None] + (sk - sq)
-        scores = np.where(hidden, -np.inf, scores)
-    p = np.exp(scores - np.where(np.isneginf(lse), np.inf, lse))
-    delta = (dout * made["o"]).sum(-1) - double.get("dlse", 0.0)
-    ds = p * (dout @ v.swapaxes(-1, -2) - delta[..., None]) * problem["softmax_scale"]
-
-    def grouped(x: np.ndarray) -> np.ndarray:
-        return x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(2)
-
-    return {
-        "dq": ds @ k, "dk": grouped(ds.swapaxes(-1, -2) @ q),
-        "dv": grouped(p.swapaxes(-1, -2) @ dout),
-    }  # fmt: skip
-
-
-def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
-    """Fresh N(0, 1) q, k, v, dout, and lse_log2 and delta of their rows."""
-    made = forward.inputs(params, problem, rng)
-    dtype = numpy_dtype(problem["dtype"])
-    normal = rng.standard_normal(shape(problem, "dout"), dtype=np.float32)
-    made["dout"] = normal.astype(dtype)
-    found = forward.reference(problem, made)
-    delta = (made["dout"].astype(np.float64) * found["o"]).sum(-1)
-    past = ((0, 0), (0, 0), (0, rows_padded(problem) - problem["seqlen_q"]))
-    lse = np.where(np.isneginf(found["lse"]), np.inf, found["lse"] * math.log2(math.e))
-    made["lse_log2"] = np.pad(lse, past, constant_values=np.inf).astype(np.float32)
-    made["delta"] = np.pad(delta, past).astype(np.float32)
-    return made
-
-
-def outputs(names: Sequence[str]) -> Any:
-    """What makes the arrays `names`, poisoned with NaN."""
-
-    def made(params: Params, problem: Problem) -> Arrays:
-        dtype = numpy_dtype(problem["dtype"])
-        return {name: np.full(shape(problem, name), np.nan, dtype) for name in names}
-
-    return made
-
-
-def tolerance(params: Params) -> float:
-    """Greatest error against float64 on N(0, 1) inputs, beside the largest gradient."""
-    return {"fp16": 2e-3, "bf16": 1.6e-2, "fp32": 4e-6}[params["dtype"]]
-
-
-def problems(block_q: int, block_k: int, params: Params, scale: str) -> list[dict[str, Any]]:
-    """Ragged, grouped, causal, rows without keys: sizes for the interpreter or for a GPU."""
-    d, dv = params["head_dim"], params["head_dim_v"]
-    if not params["aligned"]:
-        d, dv = d - 3, dv - 5
-    base = {"dtype": params["dtype"], "head_dim": d, "head_dim_v": dv, "softmax_scale": d**-0.5}
-    if scale == "small":
-        shapes = [(1, 2, 1, block_q + 7, block_k + 5, True), (1, 1, 1, 21, 11, False)]
-    else:
-        shapes = [
-            (2, 4, 2, 517, 1043, False),
-            (1, 4, 1, 1043, 517, True),
-            (2, 3, 3, 300, 1000, True),
-        ]
-    names = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "causal")
-    return [{**base, **dict(zip(names, one, strict=True))} for one in shapes]

@@ -1,37 +1,37 @@
-"""Which kernels a call of `fkjit.attention_backward` takes, in which order."""
+"""Which kernels a call of attention's backward takes, in which order, and what they hand on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from fkjit.arch import Arch
 from fkjit.errors import ParameterError
-from fkjit.ops.attention.backward import kernels_fp32 as fp32
-from fkjit.ops.attention.backward import kernels_sm90 as hopper
+from fkjit.ops.attention.backward import kernels_sm90 as sm90
+from fkjit.ops.attention.backward import mask_bits
 from fkjit.ops.attention.backward import problem as shared
-from fkjit.ops.attention.backward.kernels import (
-    DQ,
-    KEY_TILES,
-    KEYS,
-    PAIRS,
-    QUERIES,
-    QUERY_TILES,
-    ROWS,
-    SUM_TILES,
-    SUMS,
+from fkjit.ops.attention.backward.features import CPU_MULTIPROCESSORS, KernelFeatures, Views
+from fkjit.ops.attention.backward.kernels import DKDV, DKDV_DQ, DQ, with_features
+from fkjit.ops.attention.backward.kernels_bias import DBIAS, DBIAS_FP32, DBIAS_SUM, HEADS
+from fkjit.ops.attention.backward.kernels_fp32 import DKDV_FP32, DQ_FP32
+from fkjit.ops.attention.backward.kernels_preprocess import (
+    POSTPROCESS,
+    POSTPROCESS_PACKED,
+    PREPROCESS,
+    PREPROCESS_PACKED,
 )
+from fkjit.ops.attention.backward.problem import Options
+from fkjit.ops.attention.backward.tiles import BLOCK_Q_SM90, PAIRS, PAIRS_FP32, tiles
 from fkjit.ops.op.op import Launch
+from fkjit.runtime.interop import View
 from fkjit.spec import KernelSpec, Problem
 from fkjit.tuning import tuned
 
 IMPLEMENTATIONS = ("auto", "portable", "flash_sm90")
 
 
-@dataclass(frozen=True)
-class Chosen:
+class Selected(NamedTuple):
     """The launches of a call, and shapes of the fp32 arrays that they hand on to one another."""
 
     launches: tuple[Launch, ...]
@@ -39,90 +39,188 @@ class Chosen:
     counters: int = 0
 
 
-def choose(
-    problem: dict[str, Any], aligned: bool, arch: Arch, impl: str, deterministic: bool
-) -> Chosen:
-    """First what each row brings along (`rows`), then what makes dk, dv and dq of it.
+def select(
+    problem: dict[str, Any], options: Options, views: Views, aligned: bool, arch: Arch
+) -> Selected:
+    """First what each row brings along, then what makes dk, dv and dq of it, then what only score
+    features have gradients of.
 
-    A kernel for one architecture takes the place of `keys` and `queries` here. Its own scratch
-    goes beside lse_log2 and delta, under the name of its argument.
+    Puts into `problem` the sizes of what kernels hand on. aligned: rows start on 16-byte
+    boundaries.
     """
-    rows = shared.rows_shape(problem)
-    scratch: dict[str, tuple[int, ...]] = {"lse_log2": rows, "delta": rows}
-    takes = impl != "portable" and hopper.takes(problem, aligned, arch)
-    if impl == "flash_sm90" and not takes:
+    call = _Call(problem, options, views, aligned, arch)
+    takes = options.impl != "portable" and sm90.takes(problem, options, aligned, arch)
+    if options.impl == "flash_sm90" and not takes:
         raise ParameterError(
             f"attention_backward: impl='flash_sm90' does not take this call on {arch.name}; pass "
             "impl='auto' (it is for sm_90a, fp16 and bf16, head dimensions up to 128, more than 32 "
             "queries, rows on 16-byte boundaries, a positive softmax_scale)"
         )
-    if takes:
-        made, more = hopper.launches(problem, deterministic)
-        return Chosen(made, scratch | more, hopper.COUNTERS)
-    launches = [Launch(ROWS, {"dtype": problem["dtype"], "aligned": aligned}, problem)]
-    if not deterministic and aligned and _half(problem, arch) and _square(problem):
-        launches += _by_sums(problem, arch)
-        scratch["dq_sum"] = (*rows, problem["sum_columns"])
-    else:
-        launches += portable(problem, aligned, arch)
-    return Chosen(tuple(launch for launch in launches if _blocks(launch)), scratch)
+    launches = call.on_sm90() if takes else call.portable()
+    bias = views.get("bias")
+    if bias is not None and "bias" in options.wanted:
+        launches += call.of_bias(bias)
+    if "sinks" in options.wanted or "alibi_slopes" in options.wanted:
+        launches.append(Launch(HEADS, {"varlen": call.packed}, problem))
+    made = tuple(one for one in launches if prod(one.spec.grid(one.params, one.problem)))
+    return Selected(made, _scratch(problem, options.wanted), sm90.COUNTERS * takes)
 
 
-def _half(problem: Problem, arch: Arch) -> bool:
-    """Whether tensor cores take it."""
-    return problem["dtype"] != "fp32" and arch.features >= KEYS.features({})
+def _scratch(problem: Problem, wanted: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """Arrays that kernels hand on: for each what has sized it."""
+    rows = shared.rows_shape(problem)
+    found: dict[str, tuple[int, ...]] = {"lse_log2": rows, "delta": rows}
+    if "sum_columns" in problem:
+        found["dq_sum"] = shared.sums_shape(problem)
+    if "bits_shape" in problem:
+        found["mask_bits"] = problem["bits_shape"]
+    if problem.get("ordered"):
+        found["turns"] = shared.order_shape(problem)
+    if "alibi_slopes" in wanted:
+        found["dalibi_rows"] = rows
+    if "parts_shape" in problem:
+        found["dbias_parts"] = problem["parts_shape"]
+    return found
 
 
-def _square(problem: Problem) -> bool:
-    """Whether it is padded to one head dimension: others have no registers left for sums of dq."""
-    dims = padded_dims(problem, PAIRS)
-    return dims[0] == dims[1]
+class _Call:
+    """What launches of one call are made from."""
 
+    def __init__(
+        self, problem: dict[str, Any], options: Options, views: Views, aligned: bool, arch: Arch
+    ) -> None:
+        self.problem, self.options, self.views, self.arch = problem, options, views, arch
+        self.aligned, self.packed = aligned, "total_q" in problem
+        self.tensor_cores = problem["dtype"] != "fp32" and arch.features >= DKDV.features({})
+        if not self.tensor_cores and problem["dtype"] != "fp32":
+            aligned = False  # of 16 bits in FMAs there is one variant for both
+        pairs = PAIRS if self.tensor_cores else PAIRS_FP32
+        if not aligned:
+            pairs = tuple(pair for pair in pairs if pair[0] == pair[1])
+        d, dv = problem["head_dim"], problem["head_dim_v"]
+        self.dims = min((pair for pair in pairs if pair[0] >= d and pair[1] >= dv), key=sum)
+        self.chunks = aligned  # whether tiles are copied in whole 16-byte chunks
+        self.features = KernelFeatures(problem, options, views, self.tensor_cores)
 
-def _by_sums(problem: dict[str, Any], arch: Arch) -> list[Launch]:
-    """dk, dv and sums of dq in one kernel, which blocks add to in any order."""
-    dims = padded_dims(problem, PAIRS)
-    problem["sum_columns"] = dims[0]
-    params = parameters(SUMS, SUM_TILES[dims[0]], dims, problem, True, arch)
-    return [Launch(SUMS, params, problem), Launch(DQ, {"dtype": problem["dtype"]}, problem)]
+    def on_sm90(self) -> list[Launch]:
+        """One kernel for dk, dv and sums of dq."""
+        problem, dim = self.problem, sm90.padded_dim(self.problem) or 0
+        problem["sum_columns"] = dim
+        problem["ordered"] = ordered = sm90.in_order(problem, self.options)
+        text = self.options.features
+        params: dict[str, Any] = {
+            "dtype": problem["dtype"], "head_dim": dim, "deterministic": ordered,
+        }  # fmt: skip
+        if text:
+            params["form"] = text
+        zeros = 0 if ordered else dim  # in order the first one to come stores
+        return [
+            *self._mask_bits(BLOCK_Q_SM90[dim]),
+            self._preprocess({**problem, "sum_columns": zeros}),
+            Launch(with_features(sm90.FLASH_SM90, text), params, problem),
+            self._postprocess(),
+        ]
 
+    def _mask_bits(self, block_q: int) -> list[Launch]:
+        mask = self.views.get("mask")
+        if mask is None:
+            return []
+        self.problem["mask_shape"] = mask_bits.own_shape(mask)
+        self.problem["bits_shape"] = shared.bits_shape(block_q, self.problem)
+        return [Launch(mask_bits.MASK, {"block_q": block_q}, self.problem)]
 
-def portable(problem: Problem, aligned: bool, arch: Arch) -> list[Launch]:
-    """dk and dv, and dq in a kernel of its own: the same bits at every call."""
-    if _half(problem, arch):
-        pairs, kernels = PAIRS, ((KEYS, KEY_TILES), (QUERIES, QUERY_TILES))
-    else:
-        aligned &= problem["dtype"] == "fp32"  # of 16 bits there is one variant for both
-        pairs, kernels = fp32.PAIRS, ((fp32.KEYS_FP32, fp32.TILES), (fp32.QUERIES_FP32, fp32.TILES))
-    if not aligned:
-        pairs = tuple(pair for pair in pairs if pair[0] == pair[1])
-    dims = padded_dims(problem, pairs)
-    return [
-        Launch(spec, parameters(spec, tiles[dims[0]], dims, problem, aligned, arch), problem)
-        for spec, tiles in kernels
-    ]
+    def portable(self) -> list[Launch]:
+        """dk and dv, and dq in a kernel of its own: the same bits at every call; or, where any
+        order will do, dq as sums by atomics."""
+        if self._may_sum():
+            self.problem["sum_columns"] = self.dims[0]
+            return [self._preprocess(self.problem), self._launch(DKDV_DQ), self._postprocess()]
+        made, wanted = [self._preprocess(self.problem)], set(self.options.wanted)
+        if {"k", "v"} & wanted:
+            made.append(self._launch(DKDV if self.tensor_cores else DKDV_FP32))
+        if {"q", "alibi_slopes"} & wanted:
+            one = self._launch(DQ if self.tensor_cores else DQ_FP32)
+            made += self._in_order(one) if self.features.dbias == "queries" else [one]
+        return made
 
+    def _may_sum(self) -> bool:
+        """Whether dq may be added up in any order, and there is a kernel that does it beside dk
+        and dv: where other head dimensions have registers left for it."""
+        wanted = self.options.wanted
+        if self.options.deterministic or not self.tensor_cores or not self.chunks:
+            return False
+        if not {"q", "k"} <= set(wanted) or "alibi_slopes" in wanted:
+            return False
+        if self.features.dbias == "queries" or self.dims[0] != self.dims[1]:
+            return False
+        if self.features.seeded and self.dims[0] > 64:  # two kernels of wider tiles are faster
+            return False
+        return bool(tiles("sums", self.dims[0], self.features.of("sums")))
 
-def padded_dims(problem: Problem, pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """The cheapest compiled pair that holds these head dimensions."""
-    d, dv = problem["head_dim"], problem["head_dim_v"]
-    return min((pair for pair in pairs if pair[0] >= d and pair[1] >= dv), key=sum)
+    def _in_order(self, launch: Launch) -> list[Launch]:
+        """The kernel that stores dS: once for all batches, or each adds to what is there."""
+        batches = self.problem["batch"]
+        if self.problem["bias_shape"][0] == batches:
+            return [launch]
+        own = ({**launch.problem, "batch": 1, "first_batch": b} for b in range(batches))
+        return [Launch(launch.spec, launch.params, one) for one in own]
 
+    def _preprocess(self, problem: dict[str, Any]) -> Launch:
+        spec = PREPROCESS_PACKED if self.packed else PREPROCESS
+        return Launch(spec, {"dtype": problem["dtype"], "aligned": self.aligned}, problem)
 
-def parameters(
-    spec: KernelSpec, tiles: Iterable[Any], dims: tuple[int, int],
-    problem: Problem, aligned: bool, arch: Arch, **more: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """The variant of a kernel: the tile found by `fkjit tune`, else the first that is legal."""
-    fixed = {"head_dim": dims[0], "head_dim_v": dims[1], "aligned": aligned, **more}
-    made = [{"dtype": problem["dtype"], **fixed, "tile": tile} for tile in tiles]
-    made = [{param.name: one[param.name] for param in spec.params} for one in made]
-    legal = [params for params in made if spec.why_not(params, arch) is None]
-    if not legal:  # say why
-        spec.check(made[-1], arch)
-    return tuned(spec, legal[0], problem, arch)
+    def _postprocess(self) -> Launch:
+        spec = POSTPROCESS_PACKED if self.packed else POSTPROCESS
+        return Launch(spec, {"dtype": self.problem["dtype"]}, self.problem)
 
+    def _launch(self, base: KernelSpec) -> Launch:
+        """A kernel of products: the tile found by `fkjit tune`, else the first that is legal."""
+        text = self.features.of(base.name)
+        spec, names = with_features(base, text), {param.name for param in base.params}
+        fixed = {
+            "dtype": self.problem["dtype"], "head_dim": self.dims[0], "head_dim_v": self.dims[1],
+        }  # fmt: skip
+        if "aligned" in names:
+            fixed["aligned"] = self.chunks
+        if text:
+            fixed["form"] = text
+        made = [{**fixed, "tile": tile} for tile in tiles(base.name, self.dims[0], text)]
+        legal = [params for params in made if spec.why_not(params, self.arch) is None]
+        if not legal:  # say why
+            spec.check(made[-1], self.arch)
+        params = tuned(spec, legal[0], self.problem, self.arch)
+        if base.name in ("keys", "sums"):
+            self.problem["warps_alike"] = params["tile"][3]  # each leaves sums of its own
+        return Launch(spec, params, self.problem)
 
-def _blocks(launch: Launch) -> bool:
-    """Whether there is anything to do."""
-    return prod(launch.spec.grid(launch.params, launch.problem)) > 0
+    def of_bias(self, bias: View) -> list[Launch]:
+        """The gradient of a bias, or what is left of it to do: in parts where that keeps a GPU
+        busy."""
+        problem, heads = self.problem, self.problem["heads_q"]
+        batch, own, rows = problem["bias_shape"]
+        if self.features.dbias == "queries":
+            return []
+        if self.features.dbias == "keys":
+            parts = heads // own * problem["warps_alike"]
+            sizes = (batch, problem["batch"] // batch, own, parts, problem["seqlen_k"])
+            return [self._bias_sum(bias, sizes)]
+        made = self._launch(DBIAS if self.tensor_cores else DBIAS_FP32)
+        tiles_of = prod(made.spec.grid(made.params, problem))
+        if not tiles_of:
+            return []
+        steps = problem["batch"] // batch * (heads // own)
+        if rows == 1:
+            steps *= -(-problem["seqlen_q"] // made.params["tile"][0])
+        wished = -(-2 * problem.get("multiprocessors", CPU_MULTIPROCESSORS) // tiles_of)
+        problem["bias_parts"] = max(1, min(wished, steps // 2))
+        if problem["bias_parts"] == 1:
+            return [made]
+        sizes = (1, problem["bias_parts"], 1, 1, shared.bias_size(problem))
+        return [made, self._bias_sum(bias, sizes)]
+
+    def _bias_sum(self, bias: View, sizes: tuple[int, ...]) -> Launch:
+        """What adds up its parts."""
+        self.problem["parts_shape"] = sizes
+        names = ("bias_batch", "batches", "heads", "shared", "columns")
+        one: dict[str, Any] = dict(zip(names, sizes, strict=True))
+        return Launch(DBIAS_SUM, {"bias_dtype": bias.dtype}, one)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.errors import ArgumentTypeError, CompileError, ParameterError
 from fkjit.ops.attention.decode import nodes
-from fkjit.ops.attention.decode.checks import INPUTS, check_contiguous, check_paged
+from fkjit.ops.attention.decode.checks import ARRAYS, Options, check_contiguous, check_paged
+from fkjit.ops.attention.features import FEATURE_ARRAYS, SLOTS
+from fkjit.ops.attention.options import unpack_score_mod
+from fkjit.ops.attention.score_mod import does_not_compile
 from fkjit.ops.kv.planes import planes
+from fkjit.ops.kv.problem import LAYOUTS
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.op import Op
+
+_INPUTS = (*ARRAYS, *FEATURE_ARRAYS, *SLOTS)
+_NO_SLOTS = (None,) * len(SLOTS)  # of a call without a score_mod,
+_NO_SCORE_MOD = ("", (), ())  # and the last of its options
 
 
 def attention_decode(
@@ -49,9 +58,9 @@ def attention_decode(
         k_scale, v_scale: [Hkv] fp32, above 0: what codes of fp8 and int8 are multiplied by.
         causal: new token i sees keys up to i + length - S, so that the last one sees all.
         softmax_scale: default 1 / sqrt(D).
-        split_size: keys of a part, 128, 256 …: then a sequence's result is the same to the
-            bit whatever else is in the batch. None: parts as even as the batch allows, fastest; the
-            same to the bit whenever lengths and GPU are the same.
+        split_size: keys of a split, 128, 256 …: then a sequence's result is the same to the
+            bit whatever else is in the batch. None: splits as even as the batch allows, fastest;
+            the same to the bit whenever lengths and GPU are the same.
         return_lse: also return the log-sum-exp of each row's scaled scores, fp32 [B, Hq, S]
             ([B, Hq] for one token).
         out: what to write o to; default: a new array.
@@ -75,29 +84,16 @@ def attention_decode(
     Lengths are read when the kernel runs: a captured graph follows sequences that grow. The work is
     shared out over the GPU by what they are then. To torch.compile the call is one operator, if
     there is no `out` and no `score_mod`. torch.autocast casts q alone: keys are kept as they are.
-    Each form goes with each other and with everything else here; what a call does not use is not in
-    its kernel.
+    Every score feature goes with every other and with everything else here; what a call does not
+    use is not in its kernel.
 
     Sources: Dao et al., "Flash-Decoding for long-context inference"; Osama et al., "Stream-K".
     """
-    if torch_ops.autocasting():
-        (q,) = torch_ops.autocast(q)
-    forms = (window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args)
-    if torch_ops.compiling():
-        options = {
-            "k_scale": k_scale, "v_scale": v_scale, "causal": causal,
-            "softmax_scale": softmax_scale, "layout": layout, "split_size": split_size,
-            "return_lse": return_lse, "out": out,
-        }  # fmt: skip
-        return nodes.traced("attention_decode", (q, k, v, seq_lens), options, forms)
-    given = _contiguous_call(
-        q, k, v, seq_lens, k_scale=k_scale, v_scale=v_scale, causal=causal,
-        softmax_scale=softmax_scale, layout=layout, split_size=split_size,
-        return_lse=return_lse, out=out,
+    options = (layout, causal, softmax_scale, split_size, return_lse, _hashable(window), softcap)
+    arrays = (
+        q, k, v, None, seq_lens, None, k_scale, v_scale, alibi_slopes, bias, mask, sinks,
     )  # fmt: skip
-    if not (window is softcap is alibi_slopes is bias is mask is sinks is score_mod is None):
-        return _forms().run("attention_decode", given, forms)
-    return _CONTIGUOUS(*given)
+    return _run(_CONTIGUOUS, arrays, out, options, score_mod, score_args)
 
 
 def paged_attention(
@@ -149,103 +145,97 @@ def paged_attention(
     captured graph of `kv_append` and this call follows sequences that grow. To torch.compile the
     call is one operator, if `cache` is a pair and there is no `out` and no `score_mod`.
     """
-    if torch_ops.autocasting():
-        (q,) = torch_ops.autocast(q)
-    forms = (window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args)
-    if torch_ops.compiling():
-        if not isinstance(cache, tuple):
-            raise ParameterError(
-                "paged_attention: cache is no pair of arrays; under torch.compile pass "
-                "(k_pages, v_pages), page_table and seq_lens"
-            )
-        options = {
-            "k_scale": k_scale, "v_scale": v_scale, "causal": causal,
-            "softmax_scale": softmax_scale, "layout": layout, "split_size": split_size,
-            "return_lse": return_lse, "out": out,
-        }  # fmt: skip
-        arrays = (q, *cache, page_table, seq_lens, rows)
-        return nodes.traced("paged_attention", arrays, options, forms)
-    given = _paged_call(
-        q, cache, page_table, seq_lens, rows=rows, layer=layer, layout=layout, k_scale=k_scale,
-        v_scale=v_scale, causal=causal, softmax_scale=softmax_scale, split_size=split_size,
-        return_lse=return_lse, out=out,
+    k, v, page_table, seq_lens, k_scale, v_scale, layout = _pages(
+        cache, layer, layout, rows, (page_table, seq_lens, k_scale, v_scale)
+    )
+    options = (layout, causal, softmax_scale, split_size, return_lse, _hashable(window), softcap)
+    arrays = (
+        q, k, v, page_table, seq_lens, rows, k_scale, v_scale, alibi_slopes, bias, mask, sinks,
     )  # fmt: skip
-    if not (window is softcap is alibi_slopes is bias is mask is sinks is score_mod is None):
-        return _forms().run("paged_attention", given, forms)
-    return _PAGED(*given)
+    return _run(_PAGED, arrays, out, options, score_mod, score_args)
 
 
-def _forms() -> Any:
-    """Imported by the first call that has one."""
-    from fkjit.ops.attention.decode import feature_call
-
-    return feature_call
-
-
-def _contiguous_call(
-    q: Any, k: Any, v: Any, seq_lens: Any = None, *, k_scale: Any = None, v_scale: Any = None,
-    causal: bool = True, softmax_scale: float | None = None, layout: str = "bhsd",
-    split_size: int | None = None, return_lse: bool = False, out: Any = None,
-) -> tuple[tuple[Any, ...], ...]:  # fmt: skip
-    """Arrays, outputs and options of a call."""
-    arrays = (q, _codes(k), _codes(v), None, seq_lens, None, k_scale, v_scale)
-    return arrays, (out, None), (layout, causal, softmax_scale, split_size, return_lse)
-
-
-def _paged_call(
-    q: Any, cache: Any, page_table: Any = None, seq_lens: Any = None, *, rows: Any = None,
-    layer: int = 0, layout: str | None = None, k_scale: Any = None, v_scale: Any = None,
-    causal: bool = True, softmax_scale: float | None = None, split_size: int | None = None,
-    return_lse: bool = False, out: Any = None,
-) -> tuple[tuple[Any, ...], ...]:  # fmt: skip
-    """Arrays, outputs and options of a call."""
+def _pages(
+    cache: Any, layer: Any, layout: Any, rows: Any, given: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """k_pages, v_pages, page_table, seq_lens, k_scale, v_scale and the layout. given: the tables
+    and scales that the caller passed."""
+    if type(cache) is tuple and len(cache) == 2 and layer == 0:
+        return *cache, *given, LAYOUTS[0] if layout is None else layout
     held = planes(_PAGED.name, cache, layer, layout)
-    own = (page_table, seq_lens, k_scale, v_scale)
-    if hasattr(cache, "page_table"):
-        if any(x is not None for x in own):
-            raise ParameterError(
-                f"{_PAGED.name}: page_table, seq_lens, k_scale and v_scale are the cache's own: "
-                "leave them, and pass rows"
-            )
-        if rows is None:
-            raise ArgumentTypeError(f"{_PAGED.name}: rows is None; pass cache.rows(sequences)")
-        cache.flush()
-        own = (cache.page_table, cache.lengths, *held.arrays[2:])
-    k, v = (_codes(pages) for pages in held.arrays[:2])
-    options = (held.layout, causal, softmax_scale, split_size, return_lse)
-    return (q, k, v, *own[:2], rows, *own[2:]), (out, None), options
+    if isinstance(cache, tuple | list):
+        return *held.arrays[:2], *given, held.layout
+    if any(x is not None for x in given):
+        raise ParameterError(
+            f"{_PAGED.name}: page_table, seq_lens, k_scale and v_scale are the cache's own: "
+            "leave them, and pass rows"
+        )
+    if rows is None:
+        raise ArgumentTypeError(f"{_PAGED.name}: rows is None; pass cache.rows(sequences)")
+    cache.flush()
+    k, v, k_scale, v_scale = held.arrays
+    return k, v, cache.page_table, cache.lengths, k_scale, v_scale, held.layout
 
 
-def _codes(array: Any) -> Any:
-    """fp8 as bytes, which every framework has."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
-        return array.view(torch.uint8) if array.dtype is torch.float8_e4m3fn else array
-    return array.view("uint8") if str(getattr(array, "dtype", "")) == "float8_e4m3fn" else array
+def _hashable(option: Any) -> Any:
+    """A window may be a list: PyTorch's operators give one."""
+    return tuple(option) if type(option) is list else option
+
+
+def _run(
+    op: Op, arrays: tuple[Any, ...], out: Any, options: tuple[Any, ...], score_mod: Any,
+    score_args: Any,
+) -> Any:  # fmt: skip
+    """The op's result. arrays, options: without what a score_mod has."""
+    if score_mod is None and not score_args:
+        if out is None:
+            return op(arrays, (), options + _NO_SCORE_MOD)
+        return op(arrays + _NO_SLOTS, (out,), options + _NO_SCORE_MOD)
+    if torch_ops.compiling():
+        raise nodes.refused(op.name, "score_mod")
+    slots, (*more, _) = unpack_score_mod(op.name, score_mod, score_args)
+    try:
+        return op(arrays + slots, (out,), (*options, *more))
+    except CompileError as error:
+        raise does_not_compile(op.name, score_mod, error) from error
 
 
 def _preparing(op: Op, call: Callable[..., Any]) -> Callable[..., None]:
+    signature = inspect.signature(call)
+
     def prepare(*args: Any, **options: Any) -> None:
         """Compile and load what the call with the same arguments needs, without running it."""
-        forms = tuple(options.pop(name, None) for name in nodes.FORMS)
-        arrays, outputs, rest = given = call(*args, **options)
-        if any(form is not None for form in forms[:-1]):
-            _forms().prepare(op.name, given, forms)
-        else:
-            op.prepare([*arrays, *outputs], rest)
+        bound = signature.bind(*args, **options)
+        bound.apply_defaults()
+        given = bound.arguments
+        if "cache" in given:
+            names = ("page_table", "seq_lens", "k_scale", "v_scale")
+            own = tuple(given[name] for name in names)
+            found = _pages(given["cache"], given["layer"], given["layout"], given["rows"], own)
+            given |= dict(zip(("k", "v", *names, "layout"), found, strict=True))
+        arrays = [given.get(name) for name in (*ARRAYS, *FEATURE_ARRAYS)]
+        named = [_hashable(given[name]) for name in Options._fields[: -len(_NO_SCORE_MOD)]]
+        slots, (*more, _) = unpack_score_mod(op.name, given["score_mod"], given["score_args"])
+        try:
+            op.prepare([*arrays, *slots, given["out"], None], (*named, *more))
+        except CompileError as error:
+            if given["score_mod"] is None:
+                raise
+            raise does_not_compile(op.name, given["score_mod"], error) from error
 
     return prepare
 
 
-_OUTPUTS = ("o", "lse")
-_CONTIGUOUS = Op(
-    "attention_decode", inputs=INPUTS, outputs=_OUTPUTS, check=check_contiguous,
-    optional=("page_table", "seq_lens", "rows", "k_scale", "v_scale"),
-)  # fmt: skip
-_PAGED = Op(
-    "paged_attention", inputs=INPUTS, outputs=_OUTPUTS, check=check_paged,
-    optional=("rows", "k_scale", "v_scale"),
-)  # fmt: skip
-attention_decode.prepare = _preparing(_CONTIGUOUS, _contiguous_call)  # type: ignore[attr-defined]
-paged_attention.prepare = _preparing(_PAGED, _paged_call)  # type: ignore[attr-defined]
+def _op(name: str, check: Callable[..., Any], needed: tuple[str, ...]) -> Op:
+    return Op(
+        name, inputs=_INPUTS, outputs=("o", "lse"), check=check, options=Options,
+        optional=[array for array in _INPUTS if array not in needed],
+        traced=partial(nodes.traced, name), autocast=1,
+    )  # fmt: skip
+
+
+_CONTIGUOUS = _op("attention_decode", check_contiguous, ("q", "k", "v"))
+_PAGED = _op("paged_attention", check_paged, ("q", "k", "v", "page_table", "seq_lens"))
+attention_decode.prepare = _preparing(_CONTIGUOUS, attention_decode)  # type: ignore[attr-defined]
+paged_attention.prepare = _preparing(_PAGED, paged_attention)  # type: ignore[attr-defined]
 nodes.define(attention_decode, paged_attention)

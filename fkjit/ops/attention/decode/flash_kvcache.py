@@ -1,7 +1,7 @@
 """What flash-attn's call with a KV cache asks for, in terms of ours: see `fkjit.compat`.
 
-A cache in one piece, [rows, Sk, H, D], is pages as well: each row one of Sk tokens, cut where
-kernels have no page as long. All of it is on the device, and nothing waits for it.
+A contiguous cache [rows, Sk, H, D] is pages as well: each row is a page of Sk tokens, divided where
+kernels take no page that long. All of it is on the device, and nothing waits for it.
 """
 
 from __future__ import annotations

@@ -9,85 +9,92 @@ from typing import Any
 from fkjit.errors import ParameterError
 from fkjit.ops.op import torch_ops
 
-_OPTIONS = (
-    "Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, float? softmax_scale=None, "
-)
-_FORM = (
-    ", Tensor? alibi_slopes=None, Tensor? bias=None, Tensor? mask=None, Tensor? sinks=None, "
+_SCALES = "Tensor? k_scale=None, Tensor? v_scale=None"
+_OPTIONS = "bool causal=True, float? softmax_scale=None, {} layout={}, int? split_size=None"
+_FEATURES = (
+    "Tensor? alibi_slopes=None, Tensor? bias=None, Tensor? mask=None, Tensor? sinks=None, "
     "int[]? window=None, float? softcap=None"
 )
-_CONTIGUOUS = (
-    "(Tensor q, Tensor k, Tensor v, Tensor? seq_lens=None, " + _OPTIONS + "str layout='bhsd', "
-    f"int? split_size=None{_FORM}) -> "
+_CONTIGUOUS = f"Tensor q, Tensor k, Tensor v, Tensor? seq_lens=None, {_SCALES}, " + (
+    _OPTIONS.format("str", "'bhsd'")
 )
 _PAGED = (
-    "(Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor seq_lens, "
-    "Tensor? rows=None, " + _OPTIONS + f"str? layout=None, int? split_size=None{_FORM}) -> "
+    "Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor seq_lens, "
+    f"Tensor? rows=None, {_SCALES}, " + _OPTIONS.format("str?", "None")
 )
-FORMS = ("window", "softcap", "alibi_slopes", "bias", "mask", "sinks", "score_mod", "score_args")
-_OF_FORM = ("alibi_slopes", "bias", "mask", "sinks", "window", "softcap")  # in a schema
-_NAMES = ("k_scale", "v_scale", "causal", "softmax_scale", "layout", "split_size", *_OF_FORM)
+# The operators' arguments behind the arrays that are not the same for both.
+_NAMES = (
+    *("k_scale", "v_scale", "causal", "softmax_scale", "layout", "split_size"),
+    *("alibi_slopes", "bias", "mask", "sinks", "window", "softcap"),
+)
 
 
 def define(attention_decode: Callable[..., Any], paged_attention: Callable[..., Any]) -> None:
     """Four operators; what they run are these calls."""
 
-    def contiguous(lse: bool) -> Callable[..., Any]:
-        def run(q: Any, k: Any, v: Any, seq_lens: Any = None, *options: Any, **named: Any) -> Any:
-            given = dict(zip(_NAMES, options, strict=False)) | named
-            return attention_decode(q, k, v, seq_lens, **given, return_lse=lse)
+    def contiguous(*given: Any, **options: Any) -> Any:
+        return attention_decode(*given, **options)
 
-        return run
+    def paged(
+        q: Any, k_pages: Any, v_pages: Any, page_table: Any, seq_lens: Any, rows: Any = None,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        return paged_attention(q, (k_pages, v_pages), page_table, seq_lens, rows=rows, **options)
 
-    def paged(lse: bool) -> Callable[..., Any]:
-        def run(
-            q: Any, k_pages: Any, v_pages: Any, page_table: Any, seq_lens: Any, rows: Any = None,
-            *options: Any, **named: Any,
-        ) -> Any:  # fmt: skip
-            given = dict(zip(_NAMES, options, strict=False)) | named
-            cache = (k_pages, v_pages)
-            return paged_attention(
-                q, cache, page_table, seq_lens, rows=rows, **given, return_lse=lse
-            )
-
-        return run
-
-    for name, schema, run, at in (
-        ("attention_decode", _CONTIGUOUS, contiguous, 8),
-        ("paged_attention", _PAGED, paged, 10),
+    for name, arrays, schema, call in (
+        ("attention_decode", 4, _CONTIGUOUS, contiguous),
+        ("paged_attention", 6, _PAGED, paged),
     ):
         for lse, results in ((False, "Tensor"), (True, "(Tensor, Tensor)")):
-            full = f"{name}_lse" if lse else name
             torch_ops.define(
                 torch_ops.Operator(
-                    full, schema + results, run(lse), _fake(name, lse, at), autocast=1
+                    f"{name}_lse" if lse else name, f"({schema}, {_FEATURES}) -> {results}",
+                    _running(call, arrays, lse), _fake(name, arrays, lse), autocast=1,
                 )
-            )
+            )  # fmt: skip
+
+
+def _running(call: Callable[..., Any], arrays: int, lse: bool) -> Callable[..., Any]:
+    """An operator, whose first arguments are so many arrays."""
+
+    def run(*given: Any, **named: Any) -> Any:
+        options = dict(zip(_NAMES, given[arrays:], strict=False)) | named
+        return call(*given[:arrays], **options, return_lse=lse)
+
+    return run
 
 
 def traced(
-    name: str, arrays: tuple[Any, ...], options: dict[str, Any], forms: tuple[Any, ...]
+    name: str, inputs: tuple[Any, ...], outputs: tuple[Any, ...], options: tuple[Any, ...]
 ) -> Any:
-    """What a call is while torch.compile traces it."""
-    options |= dict(zip(FORMS, forms, strict=True))
-    for refused in ("out", "score_mod"):
-        if options.pop(refused) is not None:
-            raise ParameterError(f"{name}: {refused} is given; not supported under torch.compile")
-    if options["window"] is not None:
-        options["window"] = [-1 if side is None else side for side in options["window"]]
-    full = f"{name}_lse" if options.pop("return_lse") else name
-    return getattr(torch_ops.known, full)(*arrays, *(options[key] for key in _NAMES))
+    """What a call of the op is while a graph is traced."""
+    if any(given is not None for given in outputs):
+        raise refused(name, "out")
+    q, k, v, page_table, seq_lens, rows, k_scale, v_scale, *features = inputs
+    where = (seq_lens,) if name == "attention_decode" else (page_table, seq_lens, rows)
+    layout, causal, softmax_scale, split_size, return_lse, window, softcap, *_ = options
+    if window is not None:
+        window = [-1 if side is None else side for side in window]
+    operator = getattr(torch_ops.known, f"{name}_lse" if return_lse else name)
+    return operator(
+        q, k, v, *where, k_scale, v_scale, causal, softmax_scale, layout,
+        split_size, *features[:4], window, softcap,
+    )  # fmt: skip
 
 
-def _fake(name: str, lse: bool, layout_at: int) -> Callable[..., Any]:
+def refused(name: str, what: str) -> ParameterError:
+    """The error for what no graph can hold."""
+    return ParameterError(f"{name}: {what} is given; not supported under torch.compile")
+
+
+def _fake(name: str, arrays: int, lse: bool) -> Callable[..., Any]:
     def fake(q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> Any:
         o = q.new_empty((*q.shape[:-1], v.shape[-1]))
         if not lse:
             return o
-        given = (q, k, v, *rest)
-        layout = given[layout_at] if len(given) > layout_at else named.get("layout", "bhsd")
+        options = dict(zip(_NAMES, rest[arrays - 3 :], strict=False)) | named
         sizes = list(q.shape[:-1])
-        if len(sizes) == 3 and (name == "paged_attention" or layout == "bshd"):
+        if len(sizes) == 3 and (name == "paged_attention" or options.get("layout") == "bshd"):
             sizes[1], sizes[2] = sizes[2], sizes[1]
         return o, q.new_empty(sizes, dtype=sys.modules["torch"].float32)
 

@@ -1,15 +1,15 @@
-"""`fkjit.merge_states`: attention over parts of the keys, put together."""
+"""`fkjit.merge_states`: partial results of attention, over different keys, put together."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from functools import lru_cache
 from math import prod
 from typing import Any
 
 from fkjit.errors import ParameterError
-from fkjit.ops.attention.merge.kernels import ROWS, describe, is_vector, kernel, parameters
+from fkjit.ops.attention.merge.kernels import ROW_AXES, describe, is_vector, kernel, parameters
+from fkjit.ops.op.autograd import Differentiable
 from fkjit.ops.op.checks import check_dtype, check_output, check_same_dtype, check_shape
 from fkjit.ops.op.node import Node, like
 from fkjit.ops.op.op import Launch, Op, Output, Request
@@ -17,7 +17,7 @@ from fkjit.runtime.interop import View
 
 _CALL = "merge_states"
 _LIMIT = 2**31
-_FORMS = (
+_ALLOWED = (
     "o [N, B, H, S, Dv] and lse [N, B, H, S], or o, other [B, H, S, Dv] and lse, other_lse "
     "[B, H, S]; without S for one token"
 )
@@ -29,25 +29,26 @@ def merge_states(
 ) -> Any:  # fmt: skip
     """Attention of the same queries over different keys, put together in one kernel.
 
-    With each part's log-sum-exp the result is what attention over all keys at once would give: for
+    With the log-sum-exp of each the result is what attention over all keys at once would give: for
     a prefix that many sequences share, and keys that lie on several devices.
 
         o, lse = fkjit.merge_states(*prefix, *suffix)     # each what attention(…, return_lse=True)
         o, lse = fkjit.merge_states(stacked_o, stacked_lse)                         # returned
 
     Args:
-        o: N parts, [N, B, H, S, Dv] or for one token [N, B, H, Dv]; fp16, bf16 or fp32: torch,
-            CuPy, NumPy or any DLPack array, contiguous in the last dimension. With layout="bshd" H
-            and S trade places, but not in lse. Or, where there is an `other`, one part, without N.
+        o: N partial results, [N, B, H, S, Dv] or for one token [N, B, H, Dv]; fp16, bf16 or fp32:
+            torch, CuPy, NumPy or any DLPack array, contiguous in the last dimension. With
+            layout="bshd" H and S trade places, but not in lse. Or, where there is an `other`, one
+            of them, without N.
         lse: fp32 [N, B, H, S], or [N, B, H] for one token; natural logarithms, of any strides. An
-            infinite one, of either sign, says that the part saw no key: its o is not looked at.
-        other, other_lse: the second part, as o and lse.
+            infinite one, of either sign, says that no key was seen: its o is not looked at.
+        other, other_lse: the second partial result, as o and lse.
         out: where the merged o is written; default: a new contiguous array. It may be o, or other,
-            of two parts; any other overlap is refused.
+            of two; any other overlap is refused.
 
     Returns:
-        (o, lse) of one part's shapes, o in its dtype: weighed and added in fp32, in the parts'
-        order, and rounded once. Rows that no part has seen keys for are 0, with lse -inf. With
+        (o, lse) of one partial result's shapes, o in its dtype: weighed and added in fp32, in their
+        order, and rounded once. Rows for which no key was seen are 0, with lse -inf. With
         torch it has gradients of all four, by PyTorch's own kernels.
 
     Raises:
@@ -71,8 +72,8 @@ def _prepare(
 def _check(views: Mapping[str, View | None], layout: Any) -> Request:
     o, lse, other, other_lse = (views[name] for name in _OP.inputs)
     assert o is not None and lse is not None
-    if layout not in ROWS:
-        raise ParameterError(f"{_CALL}: layout={layout!r} is not one of {', '.join(ROWS)}")
+    if layout not in ROW_AXES:
+        raise ParameterError(f"{_CALL}: layout={layout!r} is not one of {', '.join(ROW_AXES)}")
     if (other is None) != (other_lse is None):
         raise ParameterError(f"{_CALL}: other and other_lse are given together or not at all")
     dtype = check_same_dtype(_CALL, {"o": o} if other is None else {"o": o, "other": other})
@@ -96,13 +97,13 @@ def _check(views: Mapping[str, View | None], layout: Any) -> Request:
 
 
 def _sizes(o: View, lse: View, layout: str, pair: bool) -> tuple[int, tuple[int, ...], int]:
-    """(parts, shape of one part's lse, columns)."""
+    """(partial results, shape of one's lse, columns)."""
     rows = tuple(lse.shape) if pair else tuple(lse.shape[1:])
     parts = 2 if pair else (lse.shape[0] if lse.shape else 0)
-    expected = (*(() if pair else (parts,)), *_turned(rows, layout))
+    expected = (*(() if pair else (parts,)), *_swapped(rows, layout))
     if len(rows) not in (2, 3) or tuple(o.shape[:-1]) != expected or o.shape[-1:] == (0,):
         raise ParameterError(
-            f"{_CALL}: o has shape {tuple(o.shape)}, lse {tuple(lse.shape)}; allowed: {_FORMS} "
+            f"{_CALL}: o has shape {tuple(o.shape)}, lse {tuple(lse.shape)}; allowed: {_ALLOWED} "
             f"(layout={layout!r})"
         )
     if max(prod(rows), parts) >= _LIMIT:
@@ -110,9 +111,9 @@ def _sizes(o: View, lse: View, layout: str, pair: bool) -> tuple[int, tuple[int,
     return parts, rows, o.shape[-1]
 
 
-def _turned(rows: tuple[int, ...], layout: str) -> tuple[int, ...]:
+def _swapped(rows: tuple[int, ...], layout: str) -> tuple[int, ...]:
     """[B, H, S] and [B, S, H] for each other; [B, H] as it is."""
-    return rows if len(rows) < 3 else tuple(rows[axis] for axis in ROWS[layout])
+    return rows if len(rows) < 3 else tuple(rows[axis] for axis in ROW_AXES[layout])
 
 
 def _problem(
@@ -132,7 +133,7 @@ def _problem(
                 f"{_CALL}: {name} has stride {steps[-1]} in its last dimension; it must be "
                 f"contiguous: pass a contiguous copy of {name}"
             )
-        strides[name] = _turned(steps[-1 - len(shape) : -1], layout)
+        strides[name] = _swapped(steps[-1 - len(shape) : -1], layout)
     for name in ("lse", "other_lse"):
         view = views[name]
         if view is not None:
@@ -153,42 +154,42 @@ def _with_gradients(inputs: tuple[Any, ...], outputs: tuple[Any, ...], options: 
             f"{_CALL}: out is given and an input requires grad; call it under torch.no_grad(), or "
             "without out"
         )
-    return _function().apply(*inputs, *options)
+    return _MERGE(inputs, options)
 
 
-@lru_cache(maxsize=1)
-def _function() -> Any:
-    """torch's Function; its module is there, since a tensor was seen."""
-    torch = sys.modules["torch"]
+def _forward(inputs: tuple[Any, ...], options: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    made = _OP(inputs, (None, None), options)
+    return made, (*inputs, *made)
 
-    class Merge(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *given: Any) -> Any:
-            made = _OP(given[:4], (None, None), given[4:])
-            ctx.save_for_backward(*given[:4], *made)
-            ctx.turned = given[4] == "bshd" and made[1].dim() == 3
-            return made
 
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx: Any, do: Any, dlse: Any) -> Any:
-            """do_i = w_i do; dlse_i = w_i (do · (o_i - o) + dlse)."""
-            o, lse, other, other_lse, whole, whole_lse = ctx.saved_tensors
-            found = []
-            for part, sums in ((o, lse), (other, other_lse)):
-                if part is None:
-                    found += [None, None]
-                    continue
-                seen = sums.isfinite()
-                weight = torch.where(seen, (sums - whole_lse).exp(), 0.0)
-                along = weight.transpose(-1, -2) if ctx.turned else weight
-                off = (do.float() * (part.float() - whole.float())).sum(-1)
-                off = (off.transpose(-1, -2) if ctx.turned else off) + dlse
-                found.append((along.unsqueeze(-1) * do.float()).to(part.dtype))
-                found.append(torch.where(seen, weight * off, 0.0))
-            return (*found, None)
+def _backward(
+    saved: tuple[Any, ...], gradients: tuple[Any, ...], needed: tuple[bool, ...], options: Any
+) -> list[Any]:
+    """do_i = w_i do; dlse_i = w_i (do · (o_i - o) + dlse)."""
+    (do, dlse), (o, lse, other, other_lse, whole, whole_lse) = gradients, saved
+    where = sys.modules["torch"].where
+    swap = options[0] == "bshd" and whole_lse.dim() == 3
 
-    return Merge
+    def as_lse(rows: Any) -> Any:
+        """[B, S, H] and [B, H, S] for each other, where o has them in another order than lse."""
+        return rows.transpose(-1, -2) if swap else rows
+
+    found = []
+    for part, sums in ((o, lse), (other, other_lse)):
+        if part is None:
+            found += [None, None]
+            continue
+        seen, d_part, along = sums.isfinite(), None, dlse
+        weight = where(seen, (sums - whole_lse).exp(), 0.0)
+        if do is not None:
+            d_part = (as_lse(weight).unsqueeze(-1) * do.float()).to(part.dtype)
+            dot = as_lse((do.float() * (part.float() - whole.float())).sum(-1))
+            along = dot if dlse is None else dot + dlse
+        found += [d_part, where(seen, weight * along, 0.0)]
+    return [gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True)]
+
+
+_MERGE = Differentiable("Merge", _forward, _backward)
 
 
 def _fake(o: Any, lse: Any, other: Any, other_lse: Any, layout: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The kernel that merges partial attention, and its problems.
+"""The kernel that merges partial attention.
 
 A problem: rows [B, H, S] in the fewest `sizes` that all arrays allow, `columns` elements of each,
 and `parts` of them. `strides` are an array's, of the rows; `part_stride` and `lse_part_stride` lead
@@ -13,19 +13,17 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from fkjit.ops.op.checks import FLOATS
 from fkjit.ops.op.shapes import coalesce, log2_ceil
-from fkjit.runtime.interop import ITEMSIZE, numpy_dtype
-from fkjit.spec import Arrays, Dim3, KernelSpec, Param, Params, Problem, register
+from fkjit.runtime.interop import ITEMSIZE
+from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 
 ARRAYS = ("o", "lse", "other", "other_lse", "out_lse", "out")  # rows lie in the order of the last
-ROWS = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1)}  # where batch, head, row of o stand
+ROW_AXES = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1)}  # where batch, head, row of o stand
 THREADS = 128
 _DIMENSIONS = 3
 MOST_KNOWN = 16  # parts whose count a kernel is compiled for
-_PIECES = 2  # accesses of a lane to each part
+_ACCESSES = 2  # of a lane to each part
 _SHOWN = (0, 2, 8)  # counts that are compiled ahead
 _PARTS = "how many, known when compiled; 0: any number; others are compiled when called"
 
@@ -85,14 +83,14 @@ def _width(params: Params) -> int:
 
 
 def _lanes_log2(params: Params, problem: Problem) -> int:
-    lanes = -(-problem["columns"] // (_width(params) * _PIECES))
+    lanes = -(-problem["columns"] // (_width(params) * _ACCESSES))
     return min(log2_ceil(lanes), log2_ceil(params["threads"]))
 
 
 def grid(params: Params, problem: Problem) -> Dim3:
     """Blocks of as many rows as have their lanes in one; and of as much of a row."""
     lanes = 1 << _lanes_log2(params, problem)
-    rows, columns = params["threads"] // lanes, _PIECES * lanes * _width(params)
+    rows, columns = params["threads"] // lanes, _ACCESSES * lanes * _width(params)
     return (-(-problem["rows"] // rows), -(-problem["columns"] // columns), 1)
 
 
@@ -115,93 +113,6 @@ def traffic(problem: Problem) -> float:
     return float(problem["rows"] * (problem["parts"] + 1) * row)
 
 
-def problem_of(
-    dtype: str, shape: tuple[int, int, int], columns: int, parts: int = 2, pair: bool = False,
-    layout: str = "bhsd", empty: float = 0.2,
-) -> dict[str, Any]:  # fmt: skip
-    """Arrays without gaps, o in `layout`; a share `empty` of the parts saw no key."""
-    _, h, s = shape
-    lse = (h * s, s, 1)
-    o = (h * s * columns, s * columns, columns)
-    if layout == "bshd":
-        o = (h * s * columns, columns, h * columns)
-    names = ("o", "other", "out") if pair else ("o", "out")
-    strides = dict.fromkeys(names, o)
-    strides |= {"lse" if name == "o" else f"{name}_lse": lse for name in names}
-    rows = prod(shape)
-    made = describe(dtype, shape, strides, parts, columns, rows * columns, rows)
-    return {**made, "shape": shape, "layout": layout, "empty": empty}
-
-
-def problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    """Either layout, several rounds of parts, rows that fill no block, parts without keys."""
-    size = 16 // ITEMSIZE[params["dtype"]] if params["vector"] else 1
-    wide, pair = size * (13 if params["vector"] else 59), params["pair"]
-    shape = (2, 3, 5) if scale == "small" else (3, 16, 1111)
-
-    def one(parts: int, layout: str, columns: int, **other: Any) -> dict[str, Any]:
-        parts = params["parts"] or parts
-        return problem_of(params["dtype"], shape, columns, parts, pair, layout, **other)
-
-    found = [one(6, "bshd", wide), one(4, "bhsd", size * 16, empty=0.0), one(1, "bhsd", size)]
-    return found if scale == "small" else [*found, one(3, "bshd", size * 300, empty=0.5)]
-
-
-def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
-    """Fresh parts. Of those without keys lse is an infinity, and o what nobody may read."""
-    rows = problem["shape"]
-    axes = ROWS[problem["layout"]]
-    found: Arrays = {}
-    for o, lse in (("o", "lse"), ("other", "other_lse")) if problem["pair"] else (("o", "lse"),):
-        parts = () if problem["pair"] else (problem["parts"],)
-        values = rng.standard_normal((*parts, *rows, problem["columns"]), dtype=np.float32)
-        sums = (4 * rng.standard_normal((*parts, *rows), dtype=np.float32)).astype(np.float32)
-        nothing = rng.random(sums.shape) < problem["empty"]
-        values[nothing] = np.nan
-        sums[nothing] = np.where(rng.random(nothing.sum()) < 0.8, -np.inf, np.inf)
-        turned = np.moveaxis(values, [len(parts) + i for i in range(3)],
-                             [len(parts) + i for i in axes])  # fmt: skip
-        found[o] = np.ascontiguousarray(turned).astype(numpy_dtype(problem["dtype"]))
-        found[lse] = sums
-    return found
-
-
-def outputs(params: Params, problem: Problem) -> Arrays:
-    """out and out_lse, poisoned with NaN."""
-    rows, columns = problem["shape"], problem["columns"]
-    shape = tuple(rows[axis] for axis in ROWS[problem["layout"]])
-    return {
-        "out": np.full((*shape, columns), np.nan, numpy_dtype(problem["dtype"])),
-        "out_lse": np.full(rows, np.nan, np.float32),
-    }
-
-
-def merged(o: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """o [parts, …, columns] and lse [parts, …] put together in float64."""
-    seen = np.isfinite(lse)
-    lse = np.where(seen, lse.astype(np.float64), -np.inf)
-    top = lse.max(0, initial=-np.inf)
-    top = np.where(np.isfinite(top), top, 0.0)
-    weights = np.exp(lse - top)
-    total = weights.sum(0)
-    values = np.where(seen[..., None], o.astype(np.float64), 0.0)
-    with np.errstate(divide="ignore"):
-        whole = np.log(total) + top
-    return (weights[..., None] * values).sum(0) / np.where(total == 0, 1, total)[..., None], whole
-
-
-def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
-    """out and out_lse in float64."""
-    o, lse = (np.asarray(arrays[name]) for name in ("o", "lse"))
-    if problem["pair"]:
-        o = np.stack([o, np.asarray(arrays["other"])])
-        lse = np.stack([lse, np.asarray(arrays["other_lse"])])
-    axes = ROWS[problem["layout"]]
-    turned = o.transpose(0, *(1 + axis for axis in axes), 4)
-    out, whole = merged(turned, lse)
-    return {"out": out.transpose(*axes, 3), "out_lse": whole}
-
-
 _SPEC = KernelSpec(
     op="merge_states",
     name="rows",
@@ -219,14 +130,9 @@ _SPEC = KernelSpec(
     block=lambda params: (params["threads"], 1, 1),
     illegal=_illegal,
     grid=grid,
-    flops=lambda p: 2.0 * p["parts"] * p["rows"] * p["columns"],
-    bytes=traffic,
     arguments=arguments,
-    problems=problems,
-    inputs=inputs,
-    outputs=outputs,
-    reference=reference,
-    tolerance=lambda params: {"fp16": 1e-3, "bf16": 8e-3, "fp32": 2e-6}[params["dtype"]],
+    work=Work(flops=lambda p: 2.0 * p["parts"] * p["rows"] * p["columns"], bytes=traffic),
+    verification="fkjit.ops.attention.merge.cases:ROWS",
 )
 
 

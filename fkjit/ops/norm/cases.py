@@ -1,14 +1,15 @@
-"""LayerNorm and RMSNorm as problems: arrays for tests, references in float64, traffic."""
+"""How LayerNorm and RMSNorm are checked: problems, arrays, references in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from fkjit.runtime.interop import ITEMSIZE, numpy_dtype
-from fkjit.spec import Arrays, Params, Problem
+from fkjit.ops.norm.kernels import capacity, size
+from fkjit.runtime.interop import numpy_dtype
+from fkjit.spec import Arrays, Params, Problem, Verification
 
 TOLERANCE = {"fp16": 1.5e-3, "bf16": 1.2e-2, "fp32": 3e-6}
 
@@ -31,9 +32,17 @@ def problem(
     }
 
 
-def size(dtype: str) -> int:
-    """Elements of 16 bytes."""
-    return 16 // ITEMSIZE[dtype]
+def _problems(params: Params, scale: str, affine: str, full: int) -> list[dict[str, Any]]:
+    """Rows that fill a tile, and some that do not, with gaps between them; with a residual."""
+    step = size(params["dtype"])
+    few, many = (2, 5) if scale == "small" else (3, 700)
+    less = full - 3 * step if params["vector"] else full - 13
+    most = {"most": 2 if scale == "small" else 132}
+    return [
+        problem(params, few, full, affine=affine),
+        {**problem(params, many, less, step, "weight", residual=True), **most},
+        problem(params, 1, max(step, full // 3 // step * step), affine="none"),
+    ]
 
 
 def normal(rng: np.random.Generator, count: int, dtype: str) -> np.ndarray:
@@ -115,9 +124,25 @@ def reference(centered: bool) -> Any:
     return expected
 
 
-def traffic(p: Problem) -> float:
-    """Bytes of the rows read and written, and of the weights."""
-    streams = 4 if p["residual"] else 2
-    rows = float(streams * ITEMSIZE[p["dtype"]]) * p["rows"] * p["columns"]
-    given = {"none": 0, "weight": 1, "both": 2}[p["affine"]]
-    return rows + given * ITEMSIZE[p["weight_dtype"]] * p["columns"]
+def _of_tile(params: Params) -> int:
+    return capacity(params["dtype"], params["tile"])
+
+
+def _of_block(params: Params) -> int:
+    return 2 * capacity(params["dtype"], (params["threads"], 2, 1)) + 72
+
+
+def _verification(centered: bool, full: Callable[[Params], int]) -> Verification:
+    """`full`: columns of a row that leaves no lane idle."""
+    affine = "both" if centered else "weight"
+    return Verification(
+        problems=lambda params, scale: _problems(params, scale, affine, full(params)),
+        inputs=inputs,
+        outputs=outputs(centered),
+        reference=reference(centered),
+        tolerance=lambda params: TOLERANCE[params["dtype"]],
+    )
+
+
+LAYER_NORM_ROWS, LAYER_NORM_WIDE = _verification(True, _of_tile), _verification(True, _of_block)
+RMS_NORM_ROWS, RMS_NORM_WIDE = _verification(False, _of_tile), _verification(False, _of_block)

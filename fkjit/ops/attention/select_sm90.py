@@ -1,0 +1,141 @@
+"""flash for Hopper: which calls it takes, and which of its tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fkjit.arch import Arch
+from fkjit.ops.attention.features import ScoreFeatures, parse
+from fkjit.ops.attention.kernels_sm90 import (
+    FLASH_SM90,
+    MAX_SHARED,
+    SMS,
+    TILES,
+    padded_dims,
+    tiles,
+    ways,
+)  # fmt: skip
+from fkjit.ops.attention.problem import axes, split_block
+from fkjit.runtime.interop import ITEMSIZE, View
+from fkjit.spec import Params, Problem
+
+_FEW_QUERIES = (64, 128)  # for small problems: twice as many blocks, each half as busy
+# How fast others are than the first tile of a head_dim, per row and where every SM is busy alike
+# (bench/NOTES.md): (tile, optimistic), from so many keys on, of full rows and of causal ones.
+_PACE: dict[int, dict[tuple[Any, bool], tuple[tuple[int, float, float], ...]]] = {
+    64: {
+        ((192, 128), True): ((0, 1.01, 1.0),),
+        (128, True): ((0, 0.86, 1.02), (2048, 0.84, 0.93)),
+    },
+    96: {((192, 96), True): ((1024, 1.05, 1.0), (4096, 1.065, 1.015), (16384, 1.09, 1.035))},
+    128: {
+        (128, True): (
+            (1024, 0.97, 1.013), (2048, 1.015, 1.02), (4096, 1.04, 1.03), (8192, 1.05, 1.04),
+        ),
+        ((192, 80), False): (
+            (2048, 1.02, 0.93), (4096, 1.05, 0.98), (8192, 1.075, 1.03), (16384, 1.085, 1.06),
+        ),
+    },
+}  # fmt: skip
+_LEAST_QUERIES = 33
+_MAX_STEP = 2**40  # bytes
+_LEAST_SCALE = 1e-9  # sinks are divided by it, and a sign could not go into q
+
+
+def suits(arch: Arch) -> bool:
+    """Whether a GPU runs every tile."""
+    needs = FLASH_SM90.features({})
+    return arch.features >= needs and arch.shared_per_block >= MAX_SHARED
+
+
+def takes(
+    problem: Problem, views: Mapping[str, View], features: ScoreFeatures | None, block: Any
+) -> bool:
+    """Whether TMA can read these arrays and the kernel wants the problem.
+
+    Every row of q, k, v, o starts on a 16-byte boundary (the caller has looked), rows of a bias and
+    a mask as well; no dimension is repeated by a stride of 0 nor empty; the scale is positive
+    (signs could not go into Q); there are queries enough for a tile; and if a tile was asked for,
+    it is one of this kernel's.
+    """
+    least = 0.0 if features is None else _LEAST_SCALE
+    return (
+        problem["dtype"] != "fp32"
+        and all(_mappable_rows(problem, views[name]) for name in ("q", "k", "v"))
+        and all(_mappable_scores(views[name]) for name in ("bias", "mask") if name in views)
+        and (features is None or all(0 not in view.shape for view in views.values()))
+        and min(problem["seqlen_q"], problem["seqlen_k"], problem["batch"]) > 0
+        and problem["softmax_scale"] > least
+        and problem["seqlen_q"] >= _LEAST_QUERIES
+        and _has_tile(problem, features, block)
+    )
+
+
+def _mappable_rows(problem: Problem, view: View) -> bool:
+    size, places = ITEMSIZE[problem["dtype"]], [at for at in axes(problem) if at is not None]
+    return all(view.shape[at] < 2 or 0 < view.strides[at] * size < _MAX_STEP for at in places)
+
+
+def _mappable_scores(view: View) -> bool:
+    size = ITEMSIZE.get(view.dtype, 1)
+    apart = [step * size for step, n in zip(view.strides[:3], view.shape[:3], strict=True) if n > 1]
+    return not view.pointer % 16 and all(0 <= step < _MAX_STEP and not step % 16 for step in apart)
+
+
+def _has_tile(problem: Problem, features: ScoreFeatures | None, block: Any) -> bool:
+    """Whether this one is compiled, or any."""
+    dims = padded_dims(problem["head_dim"], problem["head_dim_v"])
+    if features is None:
+        return block is None or block in TILES[dims[0]]
+    fixed = {"dtype": problem["dtype"], "form": features.text}
+    legal = _legal({**fixed, **dict(zip(("head_dim", "head_dim_v"), dims, strict=True))})
+    return bool(legal) if block is None else block in legal
+
+
+def _legal(fixed: Params) -> list[Any]:
+    """The tiles with score features that are compiled, fastest first."""
+    order = tiles(parse(fixed["form"]), fixed["head_dim"])
+    return [tile for tile in order if FLASH_SM90.illegal({**fixed, "block": tile}) is None]
+
+
+def plain_tile(problem: Problem, head_dim: int, block: Any = None) -> dict[str, Any]:
+    """The tile of a problem, and whether it is optimistic (of a given tile, only that): the fastest
+    by how many rows the busiest SM would have, or fewer queries where all would leave SMs idle."""
+    first = TILES[head_dim][0]
+    causal, seqlen_q = problem["causal"], problem["seqlen_q"]
+    multiprocessors = problem.get("multiprocessors", SMS)
+    heads = problem["heads_q"] * problem["batch"]
+    if head_dim == 128:
+        works = -(-seqlen_q // split_block(first)[0]) * heads
+        if block is None and works <= (multiprocessors if causal else multiprocessors // 2):
+            block = _FEW_QUERIES
+
+    def time(choice: tuple[Any, bool]) -> float:
+        rows = split_block(choice[0])[0]
+        busiest = -(-(-(-seqlen_q // rows) * heads) // multiprocessors) * rows
+        return busiest / _pace(head_dim, choice, problem["seqlen_k"], causal)
+
+    usual = (first, ways(head_dim, first)[0])
+    if block is not None:
+        choices = [(block, way) for way in ways(head_dim, block)]
+    else:
+        choices = [usual, *_PACE.get(head_dim, {})]
+    block, optimistic = min(choices, key=time)
+    return {"block": block, "optimistic": optimistic}
+
+
+def _pace(head_dim: int, choice: tuple[Any, bool], keys: int, causal: bool) -> float:
+    """1 for the first tile of a head_dim."""
+    steps = _PACE.get(head_dim, {}).get(choice, ((0, 1.0, 1.0),))
+    known = [step for step in steps if step[0] <= keys]
+    return known[-1][1 + causal] if known else 0.8
+
+
+def feature_tile(problem: Problem, fixed: Params) -> Any:
+    """The tile with score features: the one without, of rows as long as the window lets them be."""
+    left, right = problem["window"]
+    keys = min(problem["seqlen_k"], left + right + 1)
+    usual = plain_tile({**problem, "seqlen_k": keys, "causal": right == 0}, fixed["head_dim"])
+    legal = _legal(fixed)
+    return usual["block"] if usual["block"] in legal else legal[0]
