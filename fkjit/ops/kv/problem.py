@@ -17,7 +17,7 @@ LAYOUTS = ("nhd", "hnd")  # pages [page_size, heads, head_dim] or [heads, page_s
 PAGE_SIZES = (16, 32, 64, 128, 256)
 CODES = {"fp8": "uint8", "int8": "int8"}  # what kernels see of them
 _VECTOR_BYTES = 16
-_WIDEST = 2**22  # elements of a token, see Lanes in kv_place.cuh
+_WIDEST = 2**22  # elements of a token, see Lanes in kv/place.cuh
 SIDES = ("k", "v")
 
 PARAMS = (

@@ -17,7 +17,8 @@ KEYS: dict[str, Any] = {"kernel": OF + "keys"}
 QUERIES: dict[str, Any] = {"kernel": OF + "queries"}
 BIAS: dict[str, Any] = {"kernel": OF + "bias"}
 HEADS: dict[str, Any] = {"kernel": OF + "heads", "params": {"varlen": True}}
-FORM, SEEDS = D + "form_backward.cuh", D + "score_seeds.cuh"
+B = D + "attention/backward/"
+FORM, SEEDS = B + "features.cuh", B + "accumulator_init.cuh"
 SEEDED_KEYS: dict[str, Any] = {**KEYS, "params": {"form": SHOWN_SEEDED}}
 SEEDED_QUERIES: dict[str, Any] = {**QUERIES, "params": {"form": SHOWN_SEEDED}}
 SHARED = {"bias_shape": (1, 1, 1)}  # of the gradient: all heads and rows walk
@@ -29,29 +30,30 @@ BUGS = (
         **BIAS),
     Bug("a step's tiles over the ones that are read", K + "backward_bias.cu",
         "fetch(next, number ^ 1)", "fetch(next, number)", by="race", problem=SHARED, **BIAS),
-    Bug("steps of the first head alone", D + "bias_walk.cuh",
+    Bug("steps of the first head alone", B + "bias_walk.cuh",
         "head = tile.head + step / tiles_q % heads;", "head = tile.head;", by="numbers",
         problem=SHARED, **BIAS),
-    Bug("a key too many is stored", D + "bias_walk.cuh", "if (column + 1 < columns)",
+    Bug("a key too many is stored", B + "bias_walk.cuh", "if (column + 1 < columns)",
         "if (column + 1 <= columns)", by="memory", **BIAS),
     Bug("hidden keys have a slope", FORM, "slopes[m][n][i] = hidden ? 0.f : slope",
         "slopes[m][n][i] = 2.f * slope", by="numbers", **KEYS),
     Bug("a hidden key is seen", FORM, "x = hidden ? NEG_INFINITY : x +", "x = hidden ? x : x +",
         by="numbers", **QUERIES),
-    Bug("the derivative of another score", D + "score.cuh", "function.derivative(x[i],",
+    Bug("the derivative of another score", D + "attention/score.cuh", "function.derivative(x[i],",
         "2.f * function.derivative(x[i],", by="numbers", **KEYS),
-    Bug("rows of the sequence before", D + "padded_rows.cuh", "start / ROW_STEP + batch",
+    Bug("rows of the sequence before", B + "padded_rows.cuh", "start / ROW_STEP + batch",
         "start / ROW_STEP", by="race", **QUERIES),
-    Bug("keys of the first sequence", K + "flash_backward_keys.cu",
+    Bug("keys of the first sequence", K + "backward_dkdv.cu",
         "k += held.start * k_strides.row;", "", by="numbers", **KEYS),
-    Bug("dk of the first sequence", K + "flash_backward_keys.cu",
+    Bug("dk of the first sequence", K + "backward_dkdv.cu",
         "dk += held.start * dk_strides.row;", "", by="race", **KEYS),
-    Bug("distances to the wrong side", K + "flash_backward_queries.cu",
+    Bug("distances to the wrong side", K + "backward_dq.cu",
         "q0 + warp * ROWS_A_WARP + seqlen_k - seqlen_q", "q0 + warp * ROWS_A_WARP", by="numbers",
         **QUERIES),
     Bug("slopes of all batches in one", K + "backward_heads.cu", "of_slope = 0.f;\n      __sync",
         "__sync", by="numbers", **HEADS),
-    Bug("keys in another order", D + "row_order.cuh", "place % 8 * (2 * M) + place / 8 % (2 * M)",
+    Bug("keys in another order", D + "tile/row_order.cuh",
+        "place % 8 * (2 * M) + place / 8 % (2 * M)",
         "place % (16 * M)", by="numbers", **SEEDED_KEYS),
     Bug("sums of the last head as well", SEEDS, "sums[m][half] = 0.f;", "", by="numbers",
         **SEEDED_KEYS),
