@@ -141,7 +141,7 @@ def test_a_window_is_planned_as_so_many_keys():
 
 
 def test_what_the_kernel_rounds_a_window_to_is_what_is_planned():
-    text = (DATA.parents[2] / "templates" / "device" / "attention/decode/schedule.cuh").read_text()
+    text = (DATA.parents[2] / "templates" / "attention/decode/schedule.cuh").read_text()
     assert f"ROUND = {decoding.ROUND};" in text
 
 
