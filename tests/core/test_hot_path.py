@@ -11,17 +11,6 @@ from fkjit import ops
 from fkjit.spec import Verification, registered
 from tests.core.user_kernel import ROOT
 
-# Ops whose problems and references still stand beside their kernels.
-NOT_YET = {
-    "attention",
-    "attention_backward",
-    "attention_backward_form",
-    "attention_decode",
-    "attention_form",
-    "decode_form",
-    "merge_states",
-}
-
 ARRAYS = (
     "import sys, numpy as np, fkjit\n"
     "def ones(*shape, dtype=np.float16): return np.ones(shape, dtype)\n"
@@ -43,8 +32,10 @@ CALLS = {
     "fkjit.moe_combine(fkjit.moe_permute(ones(2, 8), groups), groups, weights)",
     "attention": "q = ones(1, 1, 16, 32); fkjit.attention(q, q, q, block=16)\n"
     "fkjit.attention(q, q, q, window=(4, 0))",
-    "attention_decode": "k = ones(1, 1, 16, 16)\nfkjit.attention_decode(ones(1, 1, 1, 16), k, k)",
-    "merge_states": "o, lse = ones(1, 2, 16), ones(1, 2, dtype=np.float32)\n"
+    "backward": "q = ones(1, 1, 16, 32); o, lse = fkjit.attention(q, q, q, return_lse=True)\n"
+    "fkjit.attention_backward(o, q, q, q, o, lse)",
+    "decode": "k = ones(1, 1, 16, 16)\nfkjit.attention_decode(ones(1, 1, 1, 16), k, k)",
+    "merge": "o, lse = ones(1, 2, 16), ones(1, 2, dtype=np.float32)\n"
     "fkjit.merge_states(o, lse, o, lse)",
 }
 
@@ -60,7 +51,7 @@ def checks_imported(code: str) -> list[str]:
 
 @pytest.mark.parametrize("family", CALLS)
 def test_a_call_leaves_the_code_of_checks_alone(family):
-    assert checks_imported(CALLS[family]) == [] or family in NOT_YET
+    assert checks_imported(CALLS[family]) == []
 
 
 def test_the_code_of_checks_is_found_when_it_is_there():
@@ -72,7 +63,6 @@ def test_the_code_of_checks_is_found_when_it_is_there():
 def test_kernels_name_their_verification_and_do_not_bring_it():
     ops.load()
     ours = [spec for spec in registered() if spec.root is None]
-    brought = {spec.op for spec in ours if isinstance(spec.verification, Verification)}
-    assert brought <= NOT_YET
+    assert {spec.id for spec in ours if isinstance(spec.verification, Verification)} == set()
     for spec in ours:
         assert spec.verification.reference is not None, spec.id

@@ -43,13 +43,9 @@ def _layout(own: tuple[str, str], other: tuple[str, str], exchanged: tuple[str, 
 
 
 def _spec(
-    name: str,
-    file: str,
-    wanted: tuple[str, ...],
-    heads: str,
-    rows: str,
+    name: str, file: str, wanted: tuple[str, ...], heads: str, rows: str,
     layout: Callable[..., SharedLayout],
-) -> KernelSpec:
+) -> KernelSpec:  # fmt: skip
     return KernelSpec(
         op=OP,
         name=name,
@@ -79,6 +75,10 @@ DKDV_FP32 = _spec(
     _layout(("K", "V"), ("Q", "dO"), ("P", "dS")),
 )  # fmt: skip
 DQ_FP32 = _spec(
-    "queries_fp32", "backward_dq_fp32", ("dq",), "heads_q", "seqlen_q",
+    "queries_fp32",
+    "backward_dq_fp32",
+    ("dq",),
+    "heads_q",
+    "seqlen_q",
     _layout(("Q", "dO"), ("K", "V"), ("dS",)),
-)  # fmt: skip
+)

@@ -171,8 +171,9 @@ def _rounds(params: Params, one: Problem) -> int:
 
 def _abreast(params: Params, one: Problem) -> int:
     """With score features: heads whose blocks of keys are drawn one after the other, where dq has
-    an order (see attention/backward_sm90/features_schedule.cuh): several times as many blocks as
-    run at a time, but what L2 has room for; and so that there is an even number of sections."""
+    an order (see templates/attention/backward_sm90/features_schedule.cuh): several times as many
+    blocks as run at a time, but what L2 has room for; and so that there is an even number of such
+    sections."""
     enough = 256 // params["head_dim"] * _multiprocessors(one)
     pairs = max(1, round(_heads(one) * _blocks(one) / enough / 2))
     return -(-_heads(one) // (2 * pairs))
