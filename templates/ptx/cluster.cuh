@@ -1,4 +1,7 @@
 // Blocks of a cluster (sm_90+): their barrier, and writing into each other's shared memory.
+//
+//   block 0    store to 1   arrive ---+            wait   ... reads what 1 has stored
+//   block 1    store to 0   arrive ---+-- all -->  wait   ... reads what 0 has stored
 #pragma once
 #include "prelude.cuh"
 

@@ -5,6 +5,10 @@
 // "before the first" behind it: waiting for parity 1 returns at once, so that the producer of a
 // ring may start with all stages free.
 //
+//   phase         before 0 |     0      |     1      |     0      | ...
+//   its parity        1    |     0      |     1      |     0      |        ends with the count-th
+//   wait(.., 0)       waits until here -^            waits ... -^          arrival and the last byte
+//
 //   full[stage]    1 arrival (the producer's, with the bytes it expects)     consumers wait
 //   empty[stage]   1 arrival of each consumer warp                           the producer waits
 #pragma once

@@ -1,5 +1,8 @@
 // Named barriers: 16 to a block, at which a stated number of its threads meet; __syncthreads is
 // number 0. Some of the threads may arrive without waiting: they let the others pass.
+//
+//   producer    ... write    arrive<64>(1)   go on           32 that arrive and 32 that wait: 64
+//   consumer    wait<64>(1) ------------->   read ...
 #pragma once
 #include "prelude.cuh"
 

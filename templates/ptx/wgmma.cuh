@@ -1,9 +1,8 @@
 // wgmma (sm_90a): a warpgroup of 128 threads multiplies 64 x K by K x N, asynchronously; B comes
-// from shared memory, A from shared memory or registers. The products themselves are written out by
-// the kernels (their operand lists follow N); here is what surrounds them.
+// from shared memory, A from shared memory or registers. Here is what surrounds the products, which
+// are in ptx/wgmma_products.cuh:
 //
-// The accumulators lie as mma's D fragments do, warp w of the group holding rows 16w .. 16w + 15:
-// lane (g, t) has rows g, g + 8 and columns 2t, 2t + 1 of every eight columns.
+//   register_fence(d), wgmma_fence();   then products,   wgmma_commit();   ...   wgmma_wait<0>();
 #pragma once
 #include "prelude.cuh"
 
@@ -14,6 +13,10 @@
 //   (Q, K)    panel of 64 k wherever the tile has it. `panel_bytes` is not looked at.
 //   MN-major  rows of 64 n, one for each k; the next 16 k are 2048 bytes further on, the next 64 n
 //   (V)       `panel_bytes`
+//
+//   bits  63-62      45-32          29-16           13-0          of the descriptor, in 16-byte units
+//         swizzle    stride         leading         address
+//         1: 128 B   1024 bytes     panel_bytes
 //
 // PTX ISA: matrix descriptor (start, leading and stride byte offset in 16-byte units, swizzle)
 __device__ __forceinline__ u64 wgmma_tile(u32 address, int panel_bytes) {
