@@ -78,7 +78,7 @@ def variant(
     if features is not None:
         if spec not in (FLASH, FLASH_SM90):  # flash_sm75 has no score features
             spec = FLASH_FP32
-        spec = kernel_with(spec, form_of(spec, features))
+        spec = _kernel_for(spec, features)
     return spec, parameters(spec, problem, block, aligned, arch)
 
 
@@ -97,6 +97,10 @@ def implementation(impl: str, dtype: str, arch: Arch, sm90_takes: bool = False) 
 
 
 @lru_cache(maxsize=_KEPT)
+def _kernel_for(base: KernelSpec, features: ScoreFeatures) -> KernelSpec:
+    return kernel_with(base, form_of(base, features))
+
+
 def form_of(base: KernelSpec, features: ScoreFeatures) -> str:
     """The features as the text that a kernel is compiled for: TMA does not care for pairs."""
     if base is FLASH_SM90:
@@ -120,8 +124,7 @@ def parameters(
     params = dict(_fixed(spec, problem["dtype"], *dims, aligned))
     if "block" in names:
         params |= choose_tile(spec, params, problem, arch, block)
-    _check(spec, tuple(params.items()), arch)
-    return params
+    return dict(_checked(spec, tuple(params.items()), arch))
 
 
 @lru_cache(maxsize=_KEPT)
@@ -145,8 +148,12 @@ def _fixed(
 
 
 @lru_cache(maxsize=_KEPT)
-def _check(spec: KernelSpec, params: tuple[tuple[str, Any], ...], arch: Arch) -> None:
+def _checked(
+    spec: KernelSpec, params: tuple[tuple[str, Any], ...], arch: Arch
+) -> tuple[tuple[str, Any], ...]:
+    """The same, in the order of the spec."""
     spec.check(dict(params), arch)
+    return tuple(spec.canonical(dict(params)).items())
 
 
 def padded_dims(spec: KernelSpec, head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -233,15 +240,12 @@ def decodes(
 
 def is_for_decode(problem: Problem, impl: str, block: Any) -> bool:
     """Whether decoding's kernel would be the faster one, and nothing was asked for by name."""
+    if impl != "auto" or block is not None or not 0 < problem["seqlen_q"] <= MAX_TOKENS:
+        return False
+    if "multiprocessors" not in problem or problem["dtype"] == "fp32":  # on a CPU
+        return False
     left, right = window(problem)
-    return (
-        impl == "auto"
-        and block is None
-        and "multiprocessors" in problem  # on a GPU
-        and problem["dtype"] != "fp32"
-        and 0 < problem["seqlen_q"] <= MAX_TOKENS
-        and _is_faster(problem, min(problem["seqlen_k"], left + right + problem["seqlen_q"]))
-    )
+    return _is_faster(problem, min(problem["seqlen_k"], left + right + problem["seqlen_q"]))
 
 
 def _is_faster(problem: Problem, keys: int) -> bool:
