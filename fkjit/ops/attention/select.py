@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from fkjit import tuning
@@ -231,11 +232,11 @@ def decodes(
         return False
     if features is not None:
         return _is_accepted(views, options)
-    return (
-        problem["head_dim"] % _COLUMNS == problem["head_dim_v"] % _COLUMNS == 0
-        and all(abs(s) < _MAX_STRIDE for n in ("k", "v") for s in views[n].strides)
-        and _is_compiled(problem, arch)
-    )
+    for step in (*views["k"].strides, *views["v"].strides):
+        if abs(step) >= _MAX_STRIDE:
+            return False
+    whole = problem["head_dim"] % _COLUMNS == problem["head_dim_v"] % _COLUMNS == 0
+    return whole and _is_compiled(problem, arch)
 
 
 def is_for_decode(problem: Problem, impl: str, block: Any) -> bool:
@@ -263,8 +264,14 @@ def _is_faster(problem: Problem, keys: int) -> bool:
     return few_heads and keys >= min(_KEYS_A_ROW * rows, _MANY_KEYS)
 
 
+@lru_cache(maxsize=8)
+def _decode(name: str) -> ModuleType:
+    """A file of decoding."""
+    return import_module(f"{_DECODE}.{name}")
+
+
 def _is_compiled(problem: Problem, arch: Arch) -> bool:
-    spec = import_module(f"{_DECODE}.kernels").SPLIT
+    spec = _decode("kernels").SPLIT
     if not arch.features >= spec.features({}):
         return False
     try:
@@ -277,12 +284,12 @@ def _is_compiled(problem: Problem, arch: Arch) -> bool:
 def decode_parameters(problem: Problem, arch: Arch) -> Params:
     """Of decoding's kernel, for a problem of `attention`."""
     more = {"storage": "same", "longest": problem["seqlen_k"], "page_size": 0}
-    return import_module(f"{_DECODE}.kernels").select({**problem, **more}, arch)[1]
+    return _decode("kernels").select({**problem, **more}, arch)[1]
 
 
 def _is_accepted(views: Mapping[str, View | None], options: AttentionOptions) -> bool:
     """Not where strides, a GPU before sm_80 or features without registers are in the way."""
-    decode = import_module(f"{_DECODE}.checks")
+    decode = _decode("checks")
     own = {name: getattr(options, name) for name in decode.Options._fields if name != "split_size"}
     try:
         decode.check_contiguous(views, decode.Options(**own))
@@ -295,10 +302,10 @@ class _Decode:
     """`attention_decode` for a call of attention's Op: what `Request.delegate` is."""
 
     def __call__(self, inputs: Sequence[Any], outputs: Any, options: Sequence[Any]) -> Any:
-        return self._call(import_module(f"{_DECODE}.call").attention_decode, inputs, options)
+        return self._call(_decode("call").attention_decode, inputs, options)
 
     def prepare(self, inputs: Sequence[Any], options: Sequence[Any]) -> None:
-        self._call(import_module(f"{_DECODE}.call").attention_decode.prepare, inputs, options)
+        self._call(_decode("call").attention_decode.prepare, inputs, options)
 
     @staticmethod
     def _call(call: Any, inputs: Sequence[Any], options: Sequence[Any]) -> Any:
