@@ -43,7 +43,8 @@ def check(views: Views, options: AttentionOptions) -> Request:
     check_one_of(call, "layout", options.layout, tuple(LAYOUTS))
     rows = _rows(call, views)
     problem = dense_sizes(call, rows, options.layout)
-    shape = (*rows["q"].shape[:3], problem["head_dim_v"])
+    first, second, third, _ = rows["q"].shape
+    shape = (first, second, third, problem["head_dim_v"])
     lse = (problem["batch"], problem["heads_q"], problem["seqlen_q"])
     seen = _present(views) if has_features else rows
     return _request(call, seen, problem, (shape, lse), options, has_features)

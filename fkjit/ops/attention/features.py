@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 FLAGS = ("softcap", "alibi", "bias", "mask", "sinks", "varlen")
@@ -48,7 +48,7 @@ class ScoreFeatures:
     dbias: bool = False  # and the bias has one that this kernel makes
     seeded: bool = False  # sums of products start from bias and mask, which are read in runs
 
-    @property
+    @cached_property
     def text(self) -> str:
         words = [name for name in (*FLAGS, "dalibi", "dbias", "seeded") if getattr(self, name)]
         shown = {

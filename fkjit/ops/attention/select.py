@@ -171,21 +171,25 @@ def choose_tile(
 ) -> dict[str, Any]:
     """The tile asked for, else the one for this problem on this GPU: found by `fkjit tune`,
     else by the preferences above, no taller than the queries need."""
-    rows = max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
     if "form" in fixed:
         if block is not None:
             return {"block": block}
         if spec.name == FLASH_SM90.name:
             return {"block": select_sm90.feature_tile(problem, fixed)}
-        return {"block": _feature_tile(spec, tuple(fixed.items()), rows, arch)}
+        return {"block": _feature_tile(spec, tuple(fixed.items()), _tall(problem), arch)}
     tuned = None if block is not None else tuning.lookup(spec, fixed, problem, arch)
     if tuned is not None:
         return tuned
     if spec is FLASH_SM90:  # one block an SM, of warpgroups that hide each other's waiting
         return select_sm90.plain_tile(problem, fixed["head_dim"], block)
     if block is None:
-        block = _plain_tile(spec, tuple(fixed.items()), rows, arch)
+        block = _plain_tile(spec, tuple(fixed.items()), _tall(problem), arch)
     return {"block": block}
+
+
+def _tall(problem: Problem) -> int:
+    """Rows of a tile that the queries fill."""
+    return max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
 
 
 @lru_cache(maxsize=_KEPT)

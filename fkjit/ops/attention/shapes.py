@@ -30,7 +30,7 @@ def dense_sizes(call: str, rows: Mapping[str, View], layout: str) -> Sizes:
             )
         if view.strides[3] != 1:
             check_columns(call, name, view, "call .contiguous() or transpose before the projection")
-    q, k, v = [view.shape for view in rows.values()]
+    q, k, v = [tuple(view.shape) for view in rows.values()]
     axes = LAYOUTS[layout]
     _, head, row, _ = axes
     if k[:3] != v[:3]:
@@ -50,7 +50,7 @@ def dense_sizes(call: str, rows: Mapping[str, View], layout: str) -> Sizes:
 
 def packed_sizes(call: str, rows: Mapping[str, View]) -> Sizes:
     """Rows, heads and head dimensions of packed q, k and v that fit one another."""
-    q, k, v = [view.shape for view in rows.values()]
+    q, k, v = [tuple(view.shape) for view in rows.values()]
     if not len(q) == len(k) == len(v) == 3:
         raise ParameterError(
             f"{call}: {_shown(rows)}; allowed: three dimensions, [total, heads, head_dim]"
@@ -156,16 +156,16 @@ def check_block(call: str, block: Any) -> Any:
 def are_rows_aligned(views: Iterable[View], *dims: int) -> bool:
     """Whether every row starts on a 16-byte boundary: of these arrays, and of contiguous ones of
     the first one's dtype with rows of `dims` elements."""
-    bits = 0  # of all offsets and addresses, in bytes
     for view in views:
-        together = 0
-        for dim in dims:
-            together |= dim
-        for step, n in zip(view.strides[:-1], view.shape[:-1], strict=True):
-            if n > 1:
-                together |= step
-        bits |= view.pointer | together * ITEMSIZE[view.dtype]
-    return bits % _CHUNK == 0
+        size, together = ITEMSIZE[view.dtype], 0  # bits of all distances
+        for step in (*dims, *view.strides[:-1]):
+            together |= step
+        if (view.pointer | together * size) % _CHUNK:  # unless no row is that far from another
+            pairs = zip(view.strides[:-1], view.shape[:-1], strict=True)
+            apart = [*dims, *(step for step, n in pairs if n > 1)]
+            if view.pointer % _CHUNK or any(step * size % _CHUNK for step in apart):
+                return False
+    return True
 
 
 def padded_pair(

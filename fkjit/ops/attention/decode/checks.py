@@ -287,7 +287,8 @@ def _aligned(call: str, seen: Seen) -> None:
         if view is None or 0 in view.shape:
             continue
         need, together, far = _ROW_BYTES if name != "o" else _OUT_BYTES, view.shape[-1], 0
-        for step, n in zip(view.strides[:-1], view.shape[:-1], strict=True):
+        *steps, _ = view.strides
+        for step, n in zip(steps, view.shape, strict=False):
             if n > 1:
                 together |= step
                 far |= abs(step)  # as large as a power of two if one of them is
