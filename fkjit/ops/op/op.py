@@ -107,6 +107,8 @@ class Op:
             made = plan.try_arrays(*inputs, *outputs)
             if made is not MISSED:
                 return made
+        if self.autograd is not None and torch_ops.wants_grad_plainly(inputs):
+            return self.autograd(self._cast(inputs), outputs, options)
         return self._met(self._whole(inputs), outputs, options)
 
     def _whole(self, inputs: Arrays) -> Arrays:
@@ -130,8 +132,6 @@ class Op:
             if plan is not None:
                 return plan.run(*arrays)
             if self.plans.are_plain(seen):
-                if self.autograd is not None and self.plans.want_grad(seen, len(inputs)):
-                    return self.autograd(inputs, outputs, options)
                 return self._checked(arrays, options, seen)
         if self.traced is not None and torch_ops.abstract(*inputs):
             return self.traced(inputs, outputs, options)

@@ -165,12 +165,6 @@ class Plans:
         kinds = self.kinds
         return all([traits is None or traits[0] in kinds for traits in seen[1]])
 
-    @staticmethod
-    def want_grad(seen: Geometry, inputs: int) -> bool:
-        """Whether torch wants a gradient of what is made of these plain arrays: the first ones."""
-        required = [traits is not None and traits[-2] is True for traits in seen[1][:inputs]]
-        return True in required and sys.modules["torch"].is_grad_enabled()
-
     def lookup(
         self, arrays: Sequence[Any], options: Any, seen: Geometry | None = None
     ) -> Plan | None:
