@@ -19,10 +19,13 @@ Pair = tuple[str, View, str, View]  # what is written, and what stands beside it
 
 def check_alike(call: str, views: Views) -> None:
     """One framework and one device."""
-    first, one = next((name, view) for name, view in views.items() if view is not None)
+    one: View | None = None
+    first = ""
     for name, view in views.items():
         if view is None:
             continue
+        if one is None:
+            first, one = name, view
         if view.device != one.device:
             raise DeviceError(
                 f"{call}: {name} is on {place(view)} but {first} is on {place(one)}; move them to "
@@ -48,17 +51,19 @@ def check_dtype(call: str, name: str, view: View, allowed: Collection[str] = FLO
 
 def check_same_dtype(call: str, views: Views, allowed: Collection[str] = FLOATS) -> str:
     """The dtype that all of them have."""
-    first, one = next((name, view) for name, view in views.items() if view is not None)
+    first = dtype = ""
     for name, view in views.items():
         if view is None:
             continue
-        check_dtype(call, name, view, allowed)
-        if view.dtype != one.dtype:
+        if view.dtype not in allowed:
+            check_dtype(call, name, view, allowed)
+        if not dtype:
+            first, dtype = name, view.dtype
+        if view.dtype != dtype:
             raise ArgumentTypeError(
-                f"{call}: {name} is {view.dtype} but {first} is {one.dtype}; "
-                "convert them to one dtype"
+                f"{call}: {name} is {view.dtype} but {first} is {dtype}; convert them to one dtype"
             )
-    return one.dtype
+    return dtype
 
 
 def check_shape(call: str, name: str, view: View, shape: tuple[int, ...], of: str) -> None:
@@ -85,7 +90,7 @@ def check_writable(call: str, name: str, view: View) -> None:
     if view.kind == "numpy" and not view.array.flags.writeable:
         raise ParameterError(f"{call}: {name} is read-only; it is written")
     reach = 0  # elements from the first to the last one of the dimensions so far
-    steps = sorted((abs(step), n) for step, n in zip(view.strides, view.shape, strict=True))
+    steps = sorted([(abs(step), n) for step, n in zip(view.strides, view.shape, strict=True)])
     for step, n in steps if 0 not in view.shape else ():
         if n > 1 and step <= reach:
             raise ParameterError(
