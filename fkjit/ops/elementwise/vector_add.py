@@ -125,16 +125,11 @@ def describe(
 
 def _vectors(strides: Sequence[Sequence[int]], pointers: Sequence[int], itemsize: int) -> bool:
     """Whether rows of all arrays are contiguous, and equally far from 16-byte boundaries."""
-    for pointer in pointers:
-        if (pointer - pointers[0]) % _VECTOR_BYTES:
-            return False
-    for *outer, column in strides:
-        if column != 1:
-            return False
-        for step in outer:
-            if step * itemsize % _VECTOR_BYTES:
-                return False
-    return True
+    if any([(pointer - pointers[0]) % _VECTOR_BYTES for pointer in pointers]):
+        return False
+    if any([step[-1] != 1 for step in strides]):
+        return False
+    return not any([s * itemsize % _VECTOR_BYTES for step in strides for s in step[:-1]])
 
 
 def _layout(params: Params, problem: Problem) -> tuple[int, int, int]:

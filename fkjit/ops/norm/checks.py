@@ -179,13 +179,9 @@ def _strides(op: str, views: Views, rows: int, columns: int) -> dict[str, int]:
 def _vector(problem: Problem, views: Views) -> bool:
     """Whether all rows start on 16-byte boundaries and are whole vectors long."""
     whole = size(problem["dtype"])
-    for length in (problem["columns"], *problem["strides"].values()):
-        if length % whole:
-            return False
-    for view in views.values():
-        if view is not None and view.pointer % 16:
-            return False
-    return True
+    if any([length % whole for length in (problem["columns"], *problem["strides"].values())]):
+        return False
+    return not any([view.pointer % 16 for view in views.values() if view is not None])
 
 
 def _processors(x: View) -> int:

@@ -150,6 +150,9 @@ def shares_memory(one: View, two: View) -> bool:
     """Whether any byte belongs to both, exactly (or True where that is too hard to tell)."""
     if 0 in one.shape or 0 in two.shape:
         return False
+    (low, high), (low2, high2) = extent(one), extent(two)
+    if one.pointer + high <= two.pointer + low2 or two.pointer + high2 <= one.pointer + low:
+        return False
     try:
         limit: Any = 100_000  # candidates, of what may be an exponential search
         return np.shares_memory(_addresses(one), _addresses(two), max_work=limit)
@@ -189,5 +192,11 @@ def extent(view: View) -> tuple[int, int]:
     if 0 in view.shape:
         return 0, 0
     size = itemsize(view)
-    ends = [(n - 1) * step * size for n, step in zip(view.shape, view.strides, strict=True)]
-    return sum(e for e in ends if e < 0), sum(e for e in ends if e > 0) + size
+    low, high = 0, size
+    for n, step in zip(view.shape, view.strides, strict=True):
+        end = (n - 1) * step * size
+        if end < 0:
+            low += end
+        else:
+            high += end
+    return low, high
