@@ -80,18 +80,16 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
     """Kernel arguments by name."""
     threads, _, group = lanes(params, problem)
     size = width(params)
-    steps = {f"{side}_{what}": problem[side][i] for side in SIDES
-             for i, what in enumerate(("token", "head"))}  # fmt: skip
+    k_token, k_head = problem["k"]
+    v_token, v_head = problem["v"]
+    k_page, k_page_head, k_page_token = problem["k_pages"]
+    v_page, v_page_head, v_page_token = problem["v_pages"]
     return {
-        **{name: arrays[name] for name in ("k", "v", "k_pages", "v_pages")},
-        **{name: arrays.get(name) for name in ("k_scale", "v_scale")},
-        **{"slot_mapping": arrays["slot_mapping"], "slot_step": problem["slot_step"]},
-        **{"tokens": problem["tokens"], **steps},
-        **{
-            f"{side}_{what}_step": problem[f"{side}_pages"][i]
-            for side in SIDES
-            for i, what in enumerate(("page", "head", "token"))
-        },
+        **{"k_scale": None, "v_scale": None, **arrays},
+        **{"slot_step": problem["slot_step"], "tokens": problem["tokens"]},
+        **{"k_token": k_token, "k_head": k_head, "v_token": v_token, "v_head": v_head},
+        **{"k_page_step": k_page, "k_head_step": k_page_head, "k_token_step": k_page_token},
+        **{"v_page_step": v_page, "v_head_step": v_page_head, "v_token_step": v_page_token},
         "num_slots": problem["num_pages"] * problem["page_size"],
         "page_log2": problem["page_size"].bit_length() - 1,
         "columns": problem["heads"] * problem["head_dim"] // size,
@@ -246,12 +244,12 @@ def is_vector(dtype: str, problem: Problem, views: Mapping[str, View], new: Sequ
     steps = [problem["head_dim"]]
     for side in SIDES:
         steps += [*problem[side], *problem[f"{side}_pages"]]
-    if any(step % size for step in steps):
+    if any([step % size for step in steps]):
         return False
     kept = ITEMSIZE[dtype] if problem["storage"] == "same" else 1
     places = [(views[f"{side}_pages"].pointer, size * kept) for side in SIDES]
     places += [(views[side].pointer, _VECTOR_BYTES) for side in SIDES if side not in new]
-    return all(pointer % alignment == 0 for pointer, alignment in places)
+    return not any([pointer % alignment for pointer, alignment in places])
 
 
 def check_size(call: str, params: Params, problem: Problem) -> None:
