@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from fkjit.arch import Arch
@@ -125,11 +125,10 @@ def describe(
 
 def _vectors(strides: Sequence[Sequence[int]], pointers: Sequence[int], itemsize: int) -> bool:
     """Whether rows of all arrays are contiguous, and equally far from 16-byte boundaries."""
-    if any([(pointer - pointers[0]) % _VECTOR_BYTES for pointer in pointers]):
+    phases = {pointer % _VECTOR_BYTES for pointer in pointers}
+    if len(phases) > 1 or {step[-1] for step in strides} != {1}:
         return False
-    if any([step[-1] != 1 for step in strides]):
-        return False
-    return not any([s * itemsize % _VECTOR_BYTES for step in strides for s in step[:-1]])
+    return gcd(*[s for step in strides for s in step[:-1]]) * itemsize % _VECTOR_BYTES == 0
 
 
 def _layout(params: Params, problem: Problem) -> tuple[int, int, int]:

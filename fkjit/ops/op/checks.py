@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import numpy as np
@@ -89,15 +90,23 @@ def check_writable(call: str, name: str, view: View) -> None:
     """ParameterError for read-only arrays, and for those with an element twice in memory."""
     if view.kind == "numpy" and not view.array.flags.writeable:
         raise ParameterError(f"{call}: {name} is read-only; it is written")
+    if _folded(tuple(view.shape), tuple(view.strides)):
+        raise ParameterError(
+            f"{call}: {name} (shape {tuple(view.shape)}, strides {tuple(view.strides)}) has "
+            "elements that share memory; it is written: pass an array of its own"
+        )
+
+
+@lru_cache(maxsize=256)
+def _folded(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether an element may be there twice."""
     reach = 0  # elements from the first to the last one of the dimensions so far
-    steps = sorted([(abs(step), n) for step, n in zip(view.strides, view.shape, strict=True)])
-    for step, n in steps if 0 not in view.shape else ():
+    steps = sorted([(abs(step), n) for step, n in zip(strides, shape, strict=True)])
+    for step, n in steps if 0 not in shape else ():
         if n > 1 and step <= reach:
-            raise ParameterError(
-                f"{call}: {name} (shape {tuple(view.shape)}, strides {tuple(view.strides)}) has "
-                "elements that share memory; it is written: pass an array of its own"
-            )
+            return True
         reach += (n - 1) * step
+    return False
 
 
 def requires_grad(views: Iterable[View | None]) -> bool:
@@ -193,11 +202,15 @@ def itemsize(view: View) -> int:
 
 def extent(view: View) -> tuple[int, int]:
     """Bytes from the pointer to the first and past the last element in memory."""
-    if 0 in view.shape:
+    return _extent(tuple(view.shape), tuple(view.strides), itemsize(view))
+
+
+@lru_cache(maxsize=256)
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, int]:
+    if 0 in shape:
         return 0, 0
-    size = itemsize(view)
     low, high = 0, size
-    for n, step in zip(view.shape, view.strides, strict=True):
+    for n, step in zip(shape, strides, strict=True):
         end = (n - 1) * step * size
         if end < 0:
             low += end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from math import gcd
 from typing import Any
 
 from fkjit.errors import ArgumentTypeError, ParameterError
@@ -222,8 +223,9 @@ def _vectors(problem: Problem, views: Views) -> bool:
 
 
 def _on_boundaries(view: View, size: int) -> bool:
+    if 0 in view.shape:
+        return True
+    if view.pointer % VECTOR_BYTES:
+        return False
     steps = zip(view.shape[:-1], view.strides[:-1], strict=True)
-    return 0 in view.shape or (
-        view.pointer % VECTOR_BYTES == 0
-        and not any([n != 1 and step * size % VECTOR_BYTES for n, step in steps])
-    )
+    return gcd(*[step for n, step in steps if n != 1]) * size % VECTOR_BYTES == 0
