@@ -9,7 +9,7 @@ from typing import Any
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.attention import select
 from fkjit.ops.attention.feature_checks import check_features
-from fkjit.ops.attention.features import FEATURE_ARRAYS, POINTERS, ScoreFeatures
+from fkjit.ops.attention.features import ScoreFeatures
 from fkjit.ops.attention.kernels_sm90 import FLASH_SM90, counters
 from fkjit.ops.attention.options import AttentionOptions, Options, VarlenOptions
 from fkjit.ops.attention.shapes import (
@@ -22,14 +22,13 @@ from fkjit.ops.attention.shapes import (
     dense_sizes,
     packed_sizes,
 )
-from fkjit.ops.op.checks import check_dtype, check_flag, check_same_dtype
+from fkjit.ops.op.checks import FLOATS, check_dtype, check_flag, check_same_dtype
 from fkjit.ops.op.op import Launch, Output, Request, arch_of
 from fkjit.runtime.device import multiprocessors
 from fkjit.runtime.interop import CPU, View
 
 IMPLEMENTATIONS = ("auto", "flash", "tiled", "naive")
 _WITH_FEATURES = ("auto", "flash")
-_INPUTS = ("q", "k", "v", *POINTERS)
 _LIMIT = 2**31
 
 Views = Mapping[str, View | None]
@@ -44,9 +43,10 @@ def check(views: Views, options: AttentionOptions) -> Request:
     check_one_of(call, "layout", options.layout, tuple(LAYOUTS))
     rows = _rows(call, views)
     problem = dense_sizes(call, rows, options.layout)
-    sizes = tuple(problem[name] for name in ("batch", "heads_q", "seqlen_q", "head_dim_v"))
-    shape = tuple(sizes[axis] for axis in LAYOUTS[options.layout])
-    return _request(call, views, problem, (shape, sizes[:3]), options, has_features)
+    shape = (*rows["q"].shape[:3], problem["head_dim_v"])
+    lse = (problem["batch"], problem["heads_q"], problem["seqlen_q"])
+    seen = _present(views) if has_features else rows
+    return _request(call, seen, problem, (shape, lse), options, has_features)
 
 
 def check_varlen(views: Views, options: VarlenOptions) -> Request:
@@ -62,41 +62,40 @@ def check_varlen(views: Views, options: VarlenOptions) -> Request:
         )
     total, heads = problem["total_q"], problem["heads_q"]
     shapes = ((total, heads, problem["head_dim_v"]), (heads, total))
-    return _request(call, views, problem, shapes, options, True)
+    return _request(call, _present(views), problem, shapes, options, True)
 
 
 def _has_features(views: Views, options: AttentionOptions) -> bool:
     """Whether scores meet anything but the scale and causality."""
-    arrays = any(views.get(name) is not None for name in FEATURE_ARRAYS)
-    said = options.window is not None or options.softcap is not None or options.score_mod
-    return arrays or bool(said)
+    if options.window is not None or options.softcap is not None or options.score_mod:
+        return True
+    get = views.get
+    return not (get("alibi_slopes") is get("bias") is get("mask") is get("sinks") is None)
 
 
 def _request(
-    call: str, views: Views, problem: Sizes, shapes: Sequence[tuple[int, ...]], options: Options,
-    has_features: bool,
+    call: str, seen: Mapping[str, View], problem: Sizes, shapes: Sequence[tuple[int, ...]],
+    options: Options, has_features: bool,
 ) -> Request:  # fmt: skip
-    """What both calls have in common; `shapes` of o and lse."""
-    seen = {name: view for name, view in views.items() if view is not None}
+    """What both calls have in common; `seen`: the arrays that there are; `shapes` of o and lse."""
     features = _complete(call, seen, problem, options, has_features)
-    inputs = {name: views.get(name) for name in _INPUTS}
     o, lse = Output(shapes[0], problem["dtype"]), Output(shapes[1], "fp32")
     made = {"o": o, "lse": lse if check_flag(call, "return_lse", options.return_lse) else None}
     block = check_block(call, options.block)
     if 0 in (*shapes[0], problem["batch"], problem["seqlen_q"]):
-        return Request(inputs, made, ())
-    aligned = are_rows_aligned((seen[name] for name in "qkv"), problem["head_dim_v"])
+        return Request(seen, made, ())
+    aligned = are_rows_aligned((seen["q"], seen["k"], seen["v"]), problem["head_dim_v"])
     impl, arch = "flash", arch_of(seen["q"])
     if isinstance(options, AttentionOptions):
         impl = options.impl
         if select.decodes(problem, seen, features, options, aligned, arch):
-            return Request(inputs, made, (), delegate=select.to_decode)
+            return Request(seen, made, (), delegate=select.to_decode)
     try:
         spec, params = select.variant(problem, seen, features, impl, block, aligned, arch)
     except ParameterError as error:
         raise ParameterError(str(error).replace("attention_form:", f"{call}:", 1)) from None
     drawn = counters(params, problem) if spec.name == FLASH_SM90.name else 0
-    return Request(inputs, made, (Launch(spec, params, problem),), counters=drawn)
+    return Request(seen, made, (Launch(spec, params, problem),), counters=drawn)
 
 
 def _complete(
@@ -116,10 +115,18 @@ def _complete(
 # ------------------------------------------------------------------ arrays
 
 
+def _present(views: Views) -> dict[str, View]:
+    """The arrays that there are."""
+    return {name: view for name, view in views.items() if view is not None}
+
+
 def _rows(call: str, views: Views) -> dict[str, View]:
     """q, k and v, of one dtype."""
-    rows = {name: view for name in ("q", "k", "v") if (view := views[name]) is not None}
-    check_same_dtype(call, rows)
+    q, k, v = views["q"], views["k"], views["v"]
+    assert q is not None and k is not None and v is not None  # the op has looked
+    rows = {"q": q, "k": k, "v": v}
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in FLOATS):
+        check_same_dtype(call, rows)
     return rows
 
 

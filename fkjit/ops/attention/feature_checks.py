@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Protocol
 
 from fkjit.errors import ArgumentTypeError, ParameterError
@@ -14,6 +15,7 @@ from fkjit.ops.op.checks import check_dtype, check_flag, check_shape
 from fkjit.runtime.interop import ITEMSIZE, View
 
 _UNBOUNDED = (None, -1)
+_kept = lru_cache(maxsize=1024)(ScoreFeatures)  # calls that ask for the same have the very same
 
 
 class FeatureOptions(Protocol):
@@ -55,7 +57,7 @@ def check_features(
     if "alibi_slopes" in seen:
         _alibi(call, seen["alibi_slopes"], problem)
     problem["form_bytes"] = _bytes(seen)
-    return ScoreFeatures(
+    return _kept(
         softcap=problem["softcap"] > 0, alibi="alibi_slopes" in seen, sinks="sinks" in seen,
         bias=seen["bias"].dtype if "bias" in seen else "", bias_paired=paired.get("bias", False),
         mask="mask" in seen, mask_paired=paired.get("mask", False),
@@ -101,20 +103,22 @@ def softcap_of(call: str, softcap: Any) -> float:
 
 def _broadcast(call: str, name: str, view: View, problem: Sizes) -> bool:
     """Checks a [B | 1, Hq | 1, Sq | 1, Sk] array; whether two neighbouring keys are one load."""
-    lengths = tuple(problem[n] for n in ("batch", "heads_q", "seqlen_q", "seqlen_k"))
-    shape, steps = tuple(view.shape), view.strides
+    lengths = (problem["batch"], problem["heads_q"], problem["seqlen_q"], problem["seqlen_k"])
+    shape, together = view.shape, 0  # bits of what must be even
     fits = len(shape) == 4 and shape[3] == lengths[3]
-    if not fits or any(s not in (1, n) for s, n in zip(shape[:3], lengths[:3], strict=True)):
+    for n, step, whole in zip(shape[:3], view.strides, lengths, strict=False) if fits else ():
+        fits = fits and n in (1, whole)
+        together |= step if n > 1 else 0
+    if not fits:
         raise ParameterError(
-            f"{call}: {name} has shape {shape}; allowed: four dimensions that broadcast to "
+            f"{call}: {name} has shape {tuple(shape)}; allowed: four dimensions that broadcast to "
             f"{lengths}, the last one in full"
         )
     check_columns(call, name, view)
     if problem["dtype"] == "fp32":  # whose kernel takes keys one by one
         return False
     pair = 2 * ITEMSIZE.get(view.dtype, 1)
-    apart = [step for step, n in zip(steps[:3], shape[:3], strict=True) if n > 1]
-    return not (view.pointer % pair or shape[3] % 2 or any(step % 2 for step in apart))
+    return not (view.pointer % pair or (together | shape[3]) % 2)
 
 
 def _alibi(call: str, view: View, problem: Sizes) -> None:
@@ -132,6 +136,8 @@ def _score_args(
     call: str, seen: Mapping[str, View], options: FeatureOptions
 ) -> tuple[tuple[str, str], ...]:
     """(name, kind) of what a score_mod reads: arrays in the order of their slots, then numbers."""
+    if not options.score_mod:
+        return ()
     found = []
     for name, slot in zip(options.score_names, SLOTS, strict=False):
         view = seen[slot]
@@ -147,5 +153,8 @@ def _score_args(
 
 def _bytes(seen: Mapping[str, View]) -> int:
     """Of a bias and a mask, as often as they are stored."""
-    arrays = (seen[name] for name in ("bias", "mask") if name in seen)
-    return sum(ITEMSIZE.get(view.dtype, 1) * math.prod(view.shape) for view in arrays)
+    total = 0
+    for name in ("bias", "mask"):
+        if name in seen:
+            total += ITEMSIZE.get(seen[name].dtype, 1) * math.prod(seen[name].shape)
+    return total

@@ -4,6 +4,7 @@ features."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -178,34 +179,36 @@ def _shared(params: Params) -> SharedLayout:
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Kernel arguments by name: q, k, v and o as tensor maps, a bias and a mask too; and, with
     score features, o as it is for ragged ends."""
-    block_q, block_k = split_block(params["block"])
-    features = _features(params) or ScoreFeatures()
-    boxes = {"q": block_q, "k": block_k, "v": block_k, "o": _WARP_ROWS}
-    scores = (("bias", features.bias), ("mask", "u8" if features.mask else ""))
-    return {
+    (block_q, block_k), places = split_block(params["block"]), shared.axes(problem)
+    dtype = problem["dtype"]
+    named = {
         **shared.arguments(params, problem, arrays),
-        **{f"{name}_map": _map(problem, arrays[name], rows) for name, rows in boxes.items()},
-        **{
-            f"{name}_map": _score_map(problem, arrays[name], dtype, (block_q, block_k))
-            for name, dtype in scores
-            if dtype
-        },
+        "q_map": _map(dtype, places, arrays["q"], block_q),
+        "k_map": _map(dtype, places, arrays["k"], block_k),
+        "v_map": _map(dtype, places, arrays["v"], block_k),
+        "o_map": _map(dtype, places, arrays["o"], _WARP_ROWS),
         "counters": arrays.get("counters"),
         "batch": problem["batch"],
         "section_heads": section_heads(problem),
     }
+    features = _features(params)
+    if features is not None and features.bias:
+        bias = arrays["bias"]
+        named["bias_map"] = _score_map(problem, bias, features.bias, (block_q, block_k))
+    if features is not None and features.mask:
+        named["mask_map"] = _score_map(problem, arrays["mask"], "u8", (block_q, block_k))
+    return named
 
 
-def _map(problem: Problem, array: Any, rows: int) -> TensorMap:
+def _map(dtype: str, places: shared.Axes, array: Any, rows: int) -> TensorMap:
     """[batch, head, row, column] in boxes of `rows` rows and one panel of columns; packed arrays
     are one batch."""
-    axes = shared.axes(problem)
-    shape = [1 if axis is None else array.shape[axis] for axis in axes]
-    steps = [0 if axis is None else array.strides[axis] for axis in axes]
-    return TensorMap(
-        array, problem["dtype"], (array.shape[-1], *shape[::-1]), tuple(steps[::-1]),
-        (_PANEL, rows, 1, 1), writable=rows == _WARP_ROWS,
-    )  # fmt: skip
+    batch, head, row = places
+    sizes, steps = array.shape, array.strides
+    dims = sizes[-1], sizes[row], sizes[head], 1 if batch is None else sizes[batch]
+    strides = steps[row], steps[head], 0 if batch is None else steps[batch]
+    box, writable = (_PANEL, rows, 1, 1), rows == _WARP_ROWS
+    return TensorMap(array, dtype, dims, strides, box, writable=writable)
 
 
 def _score_map(problem: Problem, array: Any, dtype: str, block: tuple[int, int]) -> TensorMap:
@@ -239,9 +242,11 @@ def _grid(params: Params, problem: Problem) -> Dim3:
 
 def counters(params: Params, problem: Problem) -> int:
     """How many a launch needs: none where each tile has a block of its own."""
-    return COUNTERS if shared.grid(params, problem)[0] > _grid(params, problem)[0] else 0
+    tiles = shared.grid(params, problem)[0]
+    return COUNTERS if tiles > problem.get("multiprocessors", SMS) else 0
 
 
+@lru_cache(maxsize=1024)
 def padded_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The cheapest compiled pair that holds these head dimensions."""
     return padded_pair(PAIRS, head_dim, head_dim_v)

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.ops.attention.features import POINTERS
+from fkjit.ops.attention.features import SLOTS
 from fkjit.ops.attention.shapes import MAX_HEAD_DIM
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import Dim3, Params, Problem, Work
 
 NAIVE_ROWS = 4  # query rows of a block of the naive kernel, a warp each
 _AXES = (0, 1, 2, 3)
+Axes = tuple[int | None, int, int]  # where batch, head and row stand
 _NO_STRIDES = (0, 0, 0)
 
 
@@ -37,7 +38,7 @@ def grid(params: Params, problem: Problem) -> Dim3:
     return (blocks_q * problem["heads_q"] * problem["batch"], 1, 1)
 
 
-def axes(problem: Problem) -> tuple[int | None, ...]:
+def axes(problem: Problem) -> Axes:
     """Where batch, head and row stand in q, k, v and o; packed arrays have no batch."""
     return problem.get("axes", _AXES)[:3]
 
@@ -98,55 +99,64 @@ def shape_class(problem: Problem) -> dict[str, Any]:
 
 def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Kernel arguments by name. Strides are taken from the arrays (NumPy or CuPy)."""
+    places, q, k, v, o = axes(problem), arrays["q"], arrays["k"], arrays["v"], arrays["o"]
     found = {
-        **{name: arrays.get(name) for name in ("q", "k", "v", "o", "lse")},
-        **{f"{name}_strides": row_strides(problem, arrays[name]) for name in ("q", "k", "v", "o")},
+        "q": q, "k": k, "v": v, "o": o, "lse": arrays.get("lse"),
+        "q_strides": row_strides(places, q), "k_strides": row_strides(places, k),
+        "v_strides": row_strides(places, v), "o_strides": row_strides(places, o),
         **scalars(problem),
-    }
+    }  # fmt: skip
     return found | feature_arguments(problem, arrays) if "window" in problem else found
 
 
-def row_strides(problem: Problem, array: Any) -> tuple[int, ...]:
-    """Elements from one batch, head and row to the next."""
-    return tuple(
-        0 if axis is None else array.strides[axis] // array.itemsize for axis in axes(problem)
-    )
+def row_strides(places: Axes, array: Any) -> tuple[int, int, int]:
+    """Elements from one batch, head and row, which stand at these places, to the next."""
+    batch, head, row = places
+    steps, size = array.strides, array.itemsize
+    of_batch = 0 if batch is None else steps[batch] // size
+    return of_batch, steps[head] // size, steps[row] // size
 
 
 def scalars(problem: Problem) -> dict[str, Any]:
     """The scalar arguments of every attention kernel."""
     # A scale of 0 would turn a masked -inf into NaN; 1e-30 leaves exp2(score * scale) = 1.
     scale = float(np.float32(problem["softmax_scale"] * math.log2(math.e))) or 1e-30
-    lengths = {name: problem[name] for name in ("seqlen_q", "seqlen_k")}
+    heads, seqlen_q, seqlen_k = problem["heads_q"], problem["seqlen_q"], problem["seqlen_k"]
     return {
-        "heads_q": problem["heads_q"],
-        "group_size": problem["heads_q"] // problem["heads_kv"],
-        **lengths,
-        **{f"max_{name}": length for name, length in lengths.items()},
-        **{name: problem[name] for name in ("head_dim", "head_dim_v")},
+        "heads_q": heads, "group_size": heads // problem["heads_kv"],
+        "seqlen_q": seqlen_q, "seqlen_k": seqlen_k,
+        "max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k,
+        "head_dim": problem["head_dim"], "head_dim_v": problem["head_dim_v"],
         "softmax_scale_log2": scale,
         "causal": int("window" not in problem and problem["causal"]),
-    }
+    }  # fmt: skip
 
 
 def feature_arguments(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Those of score features."""
     left, right = problem["window"]
-    alibi = arrays.get("alibi_slopes")
+    alibi, bias, mask = arrays.get("alibi_slopes"), arrays.get("bias"), arrays.get("mask")
     form = (
-        *_broadcast_strides(arrays.get("bias")),
-        *_broadcast_strides(arrays.get("mask")),
-        *(left, right),
+        *_broadcast_strides(bias),
+        *_broadcast_strides(mask),
+        left,
+        right,
         0 if alibi is None or len(alibi.shape) < 2 else _step(alibi, 0),
         problem.get("total_q", 0),
         problem["softcap"],
         problem["softmax_scale"],
     )
-    return {
-        **{name: arrays.get(name) for name in POINTERS},
-        "form": form,
-        **{f"score_{name}": value for name, value in problem["score_scalars"].items()},
-    }
+    named: dict[str, Any] = {
+        "form": form, "alibi_slopes": alibi, "bias": bias, "mask": mask,
+        "sinks": arrays.get("sinks"),
+        "cu_seqlens_q": arrays.get("cu_seqlens_q"), "cu_seqlens_k": arrays.get("cu_seqlens_k"),
+    }  # fmt: skip
+    for name in SLOTS:
+        if name in arrays:
+            named[name] = arrays[name]
+    for name, value in problem["score_scalars"].items():
+        named[f"score_{name}"] = value
+    return named
 
 
 def _step(array: Any, axis: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from fkjit import tuning
@@ -78,7 +79,7 @@ def variant(
     if features is not None:
         if spec not in (FLASH, FLASH_SM90):  # flash_sm75 has no score features
             spec = FLASH_FP32
-        spec = kernel_with(spec, form_of(spec, features))
+        spec = _kernel_for(spec, features)
     return spec, parameters(spec, problem, block, aligned, arch)
 
 
@@ -97,6 +98,10 @@ def implementation(impl: str, dtype: str, arch: Arch, sm90_takes: bool = False) 
 
 
 @lru_cache(maxsize=_KEPT)
+def _kernel_for(base: KernelSpec, features: ScoreFeatures) -> KernelSpec:
+    return kernel_with(base, form_of(base, features))
+
+
 def form_of(base: KernelSpec, features: ScoreFeatures) -> str:
     """The features as the text that a kernel is compiled for: TMA does not care for pairs."""
     if base is FLASH_SM90:
@@ -120,8 +125,7 @@ def parameters(
     params = dict(_fixed(spec, problem["dtype"], *dims, aligned))
     if "block" in names:
         params |= choose_tile(spec, params, problem, arch, block)
-    _check(spec, tuple(params.items()), arch)
-    return params
+    return dict(_checked(spec, tuple(params.items()), arch))
 
 
 @lru_cache(maxsize=_KEPT)
@@ -145,8 +149,12 @@ def _fixed(
 
 
 @lru_cache(maxsize=_KEPT)
-def _check(spec: KernelSpec, params: tuple[tuple[str, Any], ...], arch: Arch) -> None:
+def _checked(
+    spec: KernelSpec, params: tuple[tuple[str, Any], ...], arch: Arch
+) -> tuple[tuple[str, Any], ...]:
+    """The same, in the order of the spec."""
     spec.check(dict(params), arch)
+    return tuple(spec.canonical(dict(params)).items())
 
 
 def padded_dims(spec: KernelSpec, head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -224,24 +232,21 @@ def decodes(
         return False
     if features is not None:
         return _is_accepted(views, options)
-    return (
-        problem["head_dim"] % _COLUMNS == problem["head_dim_v"] % _COLUMNS == 0
-        and all(abs(s) < _MAX_STRIDE for n in ("k", "v") for s in views[n].strides)
-        and _is_compiled(problem, arch)
-    )
+    for step in (*views["k"].strides, *views["v"].strides):
+        if abs(step) >= _MAX_STRIDE:
+            return False
+    whole = problem["head_dim"] % _COLUMNS == problem["head_dim_v"] % _COLUMNS == 0
+    return whole and _is_compiled(problem, arch)
 
 
 def is_for_decode(problem: Problem, impl: str, block: Any) -> bool:
     """Whether decoding's kernel would be the faster one, and nothing was asked for by name."""
+    if impl != "auto" or block is not None or not 0 < problem["seqlen_q"] <= MAX_TOKENS:
+        return False
+    if "multiprocessors" not in problem or problem["dtype"] == "fp32":  # on a CPU
+        return False
     left, right = window(problem)
-    return (
-        impl == "auto"
-        and block is None
-        and "multiprocessors" in problem  # on a GPU
-        and problem["dtype"] != "fp32"
-        and 0 < problem["seqlen_q"] <= MAX_TOKENS
-        and _is_faster(problem, min(problem["seqlen_k"], left + right + problem["seqlen_q"]))
-    )
+    return _is_faster(problem, min(problem["seqlen_k"], left + right + problem["seqlen_q"]))
 
 
 def _is_faster(problem: Problem, keys: int) -> bool:
@@ -259,8 +264,14 @@ def _is_faster(problem: Problem, keys: int) -> bool:
     return few_heads and keys >= min(_KEYS_A_ROW * rows, _MANY_KEYS)
 
 
+@lru_cache(maxsize=8)
+def _decode(name: str) -> ModuleType:
+    """A file of decoding."""
+    return import_module(f"{_DECODE}.{name}")
+
+
 def _is_compiled(problem: Problem, arch: Arch) -> bool:
-    spec = import_module(f"{_DECODE}.kernels").SPLIT
+    spec = _decode("kernels").SPLIT
     if not arch.features >= spec.features({}):
         return False
     try:
@@ -273,12 +284,12 @@ def _is_compiled(problem: Problem, arch: Arch) -> bool:
 def decode_parameters(problem: Problem, arch: Arch) -> Params:
     """Of decoding's kernel, for a problem of `attention`."""
     more = {"storage": "same", "longest": problem["seqlen_k"], "page_size": 0}
-    return import_module(f"{_DECODE}.kernels").select({**problem, **more}, arch)[1]
+    return _decode("kernels").select({**problem, **more}, arch)[1]
 
 
 def _is_accepted(views: Mapping[str, View | None], options: AttentionOptions) -> bool:
     """Not where strides, a GPU before sm_80 or features without registers are in the way."""
-    decode = import_module(f"{_DECODE}.checks")
+    decode = _decode("checks")
     own = {name: getattr(options, name) for name in decode.Options._fields if name != "split_size"}
     try:
         decode.check_contiguous(views, decode.Options(**own))
@@ -291,10 +302,10 @@ class _Decode:
     """`attention_decode` for a call of attention's Op: what `Request.delegate` is."""
 
     def __call__(self, inputs: Sequence[Any], outputs: Any, options: Sequence[Any]) -> Any:
-        return self._call(import_module(f"{_DECODE}.call").attention_decode, inputs, options)
+        return self._call(_decode("call").attention_decode, inputs, options)
 
     def prepare(self, inputs: Sequence[Any], options: Sequence[Any]) -> None:
-        self._call(import_module(f"{_DECODE}.call").attention_decode.prepare, inputs, options)
+        self._call(_decode("call").attention_decode.prepare, inputs, options)
 
     @staticmethod
     def _call(call: Any, inputs: Sequence[Any], options: Sequence[Any]) -> Any:

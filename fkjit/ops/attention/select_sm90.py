@@ -23,7 +23,8 @@ from fkjit.spec import Params, Problem
 
 _FEW_QUERIES = (64, 128)  # for small problems: twice as many blocks, each half as busy
 # How fast others are than the first tile of a head_dim, per row and where every SM is busy alike
-# (bench/NOTES.md): (tile, optimistic), from so many keys on, of full rows and of causal ones.
+# (bench/NOTES.md): (tile, optimistic), from so many keys on (a power of two, or 0), of full rows
+# and of causal ones.
 _PACE: dict[int, dict[tuple[Any, bool], tuple[tuple[int, float, float], ...]]] = {
     64: {
         ((192, 128), True): ((0, 1.01, 1.0),),
@@ -40,10 +41,12 @@ _PACE: dict[int, dict[tuple[Any, bool], tuple[tuple[int, float, float], ...]]] =
     },
 }  # fmt: skip
 _LEAST_QUERIES = 33
+_STEP = 64  # queries: every tile has a multiple of them, every SM is as busy within a step
 _MAX_STEP = 2**40  # bytes
 _LEAST_SCALE = 1e-9  # sinks are divided by it, and a sign could not go into q
 
 
+@lru_cache(maxsize=64)
 def suits(arch: Arch) -> bool:
     """Whether a GPU runs every tile."""
     needs = FLASH_SM90.features({})
@@ -60,28 +63,46 @@ def takes(
     (signs could not go into Q); there are queries enough for a tile; and if a tile was asked for,
     it is one of this kernel's.
     """
-    least = 0.0 if features is None else _LEAST_SCALE
+    if problem["dtype"] == "fp32" or problem["seqlen_q"] < _LEAST_QUERIES:
+        return False
+    if problem["seqlen_k"] < 1 or problem["batch"] < 1:
+        return False
+    if not problem["softmax_scale"] > (0.0 if features is None else _LEAST_SCALE):
+        return False
     return (
-        problem["dtype"] != "fp32"
-        and all(_mappable_rows(problem, views[name]) for name in ("q", "k", "v"))
-        and all(_mappable_scores(views[name]) for name in ("bias", "mask") if name in views)
-        and (features is None or all(0 not in view.shape for view in views.values()))
-        and min(problem["seqlen_q"], problem["seqlen_k"], problem["batch"]) > 0
-        and problem["softmax_scale"] > least
-        and problem["seqlen_q"] >= _LEAST_QUERIES
+        _mappable_rows(problem, (views["q"], views["k"], views["v"]))
+        and (features is None or _mappable_features(views))
         and _has_tile(problem, features, block)
     )
 
 
-def _mappable_rows(problem: Problem, view: View) -> bool:
-    size, places = ITEMSIZE[problem["dtype"]], [at for at in axes(problem) if at is not None]
-    return all(view.shape[at] < 2 or 0 < view.strides[at] * size < _MAX_STEP for at in places)
+def _mappable_rows(problem: Problem, rows: tuple[View, ...]) -> bool:
+    places, most = axes(problem), _MAX_STEP // ITEMSIZE[problem["dtype"]]
+    for view in rows:
+        for at in places:
+            if at is not None and view.shape[at] > 1 and not 0 < view.strides[at] < most:
+                return False
+    return True
+
+
+def _mappable_features(views: Mapping[str, View]) -> bool:
+    for view in views.values():
+        if 0 in view.shape:
+            return False
+    for name in ("bias", "mask"):
+        if name in views and not _mappable_scores(views[name]):
+            return False
+    return True
 
 
 def _mappable_scores(view: View) -> bool:
-    size = ITEMSIZE.get(view.dtype, 1)
-    apart = [step * size for step, n in zip(view.strides[:3], view.shape[:3], strict=True) if n > 1]
-    return not view.pointer % 16 and all(0 <= step < _MAX_STEP and not step % 16 for step in apart)
+    size, bits = ITEMSIZE.get(view.dtype, 1), view.pointer
+    for step, n in zip(view.strides[:3], view.shape[:3], strict=True):
+        if n > 1:
+            bits |= step * size
+            if not 0 <= step * size < _MAX_STEP:
+                return False
+    return bits % 16 == 0
 
 
 def _has_tile(problem: Problem, features: ScoreFeatures | None, block: Any) -> bool:
@@ -103,29 +124,43 @@ def _legal(features: ScoreFeatures, dtype: str, head_dim: int, head_dim_v: int) 
 
 
 def plain_tile(problem: Problem, head_dim: int, block: Any = None) -> dict[str, Any]:
-    """The tile of a problem, and whether it is optimistic (of a given tile, only that): the fastest
-    by how many rows the busiest SM would have, or fewer queries where all would leave SMs idle."""
-    first = TILES[head_dim][0]
-    causal, seqlen_q = problem["causal"], problem["seqlen_q"]
-    multiprocessors = problem.get("multiprocessors", SMS)
+    """The tile of a problem, and whether it is optimistic (of a given tile, only that)."""
+    sizes = _size_class(problem, problem["seqlen_k"])
+    chosen, optimistic = _fastest(*sizes, problem["causal"], head_dim, block)
+    return {"block": chosen, "optimistic": optimistic}
+
+
+def _size_class(problem: Problem, keys: int) -> tuple[int, int, int, int]:
+    """What `_fastest` depends on: queries, heads, SMs, keys."""
+    queries = -(-problem["seqlen_q"] // _STEP) * _STEP
     heads = problem["heads_q"] * problem["batch"]
+    return queries, heads, problem.get("multiprocessors", SMS), 1 << keys.bit_length() >> 1
+
+
+@lru_cache(maxsize=4096)
+def _fastest(
+    queries: int, heads: int, multiprocessors: int, keys: int, causal: bool, head_dim: int,
+    block: Any,
+) -> tuple[Any, bool]:  # fmt: skip
+    """The fastest by how many rows the busiest SM would have, or fewer queries where all would
+    leave SMs idle. `queries`: a multiple of _STEP; `keys`: a power of two, or 0."""
+    first = TILES[head_dim][0]
     if head_dim == 128:
-        works = -(-seqlen_q // split_block(first)[0]) * heads
+        works = -(-queries // split_block(first)[0]) * heads
         if block is None and works <= (multiprocessors if causal else multiprocessors // 2):
             block = _FEW_QUERIES
 
     def time(choice: tuple[Any, bool]) -> float:
         rows = split_block(choice[0])[0]
-        busiest = -(-(-(-seqlen_q // rows) * heads) // multiprocessors) * rows
-        return busiest / _pace(head_dim, choice, problem["seqlen_k"], causal)
+        busiest = -(-(-(-queries // rows) * heads) // multiprocessors) * rows
+        return busiest / _pace(head_dim, choice, keys, causal)
 
     usual = (first, ways(head_dim, first)[0])
     if block is not None:
         choices = [(block, way) for way in ways(head_dim, block)]
     else:
         choices = [usual, *_PACE.get(head_dim, {})]
-    block, optimistic = min(choices, key=time)
-    return {"block": block, "optimistic": optimistic}
+    return min(choices, key=time)
 
 
 def _pace(head_dim: int, choice: tuple[Any, bool], keys: int, causal: bool) -> float:
@@ -139,7 +174,7 @@ def feature_tile(problem: Problem, fixed: Params) -> Any:
     """The tile with score features: the one without, of rows as long as the window lets them be."""
     left, right = problem["window"]
     keys = min(problem["seqlen_k"], left + right + 1)
-    usual = plain_tile({**problem, "seqlen_k": keys, "causal": right == 0}, fixed["head_dim"])
-    dims = fixed["head_dim"], fixed["head_dim_v"]
+    sizes, dims = _size_class(problem, keys), (fixed["head_dim"], fixed["head_dim_v"])
+    usual, _ = _fastest(*sizes, right == 0, dims[0], None)
     legal = _legal(parse(fixed["form"]), fixed["dtype"], *dims)
-    return usual["block"] if usual["block"] in legal else legal[0]
+    return usual if usual in legal else legal[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.runtime.interop import ITEMSIZE, View
@@ -28,39 +28,43 @@ def dense_sizes(call: str, rows: Mapping[str, View], layout: str) -> Sizes:
                 f"{call}: {name} has {len(view.shape)} dimensions {view.shape}; allowed: 4 "
                 f"({', '.join(_axes(layout))})"
             )
-        check_columns(call, name, view, "call .contiguous() or transpose before the projection")
-    q, k, v = (tuple(view.shape[i] for i in LAYOUTS[layout]) for view in rows.values())
-    (b, hq, sq, d), (_, hkv, sk, _), dv = q, k, v[3]
-    _check_fit(call, rows, layout, "k", "v's batch, heads or length", k[:3] == v[:3])
-    _check_fit(call, rows, layout, "q", "k's batch or head_dim", (b, d) == (k[0], k[3]))
-    check_dims(call, d, dv)
-    for name, size in (("q", sq), ("k", sk)):
+        if view.strides[3] != 1:
+            check_columns(call, name, view, "call .contiguous() or transpose before the projection")
+    q, k, v = [view.shape for view in rows.values()]
+    axes = LAYOUTS[layout]
+    _, head, row, _ = axes
+    if k[:3] != v[:3]:
+        _refuse_fit(call, rows, layout, "k", "v's batch, heads or length")
+    if q[0] != k[0] or q[3] != k[3]:
+        _refuse_fit(call, rows, layout, "q", "k's batch or head_dim")
+    check_dims(call, q[3], v[3])
+    for name, size in (("q", q[row]), ("k", k[row])):
         if size > _MAX_SIZE:
             raise ParameterError(f"{call}: {name} has {size} rows; allowed: up to {_MAX_SIZE}")
-    check_heads(call, rows, hq, hkv)
+    check_heads(call, rows, q[head], k[head])
     return {
-        "axes": LAYOUTS[layout], "batch": b, "heads_q": hq, "heads_kv": hkv, "seqlen_q": sq,
-        "seqlen_k": sk, "head_dim": d, "head_dim_v": dv,
+        "axes": axes, "batch": q[0], "heads_q": q[head], "heads_kv": k[head], "seqlen_q": q[row],
+        "seqlen_k": k[row], "head_dim": q[3], "head_dim_v": v[3],
     }  # fmt: skip
 
 
 def packed_sizes(call: str, rows: Mapping[str, View]) -> Sizes:
     """Rows, heads and head dimensions of packed q, k and v that fit one another."""
-    shown = ", ".join(f"{name} {tuple(view.shape)}" for name, view in rows.items())
-    shapes = [tuple(view.shape) for view in rows.values()]
-    if any(len(shape) != 3 for shape in shapes):
+    q, k, v = [view.shape for view in rows.values()]
+    if not len(q) == len(k) == len(v) == 3:
         raise ParameterError(
-            f"{call}: {shown}; allowed: three dimensions, [total, heads, head_dim]"
+            f"{call}: {_shown(rows)}; allowed: three dimensions, [total, heads, head_dim]"
         )
-    (total_q, heads_q, dim), (total_k, heads_kv, k_dim), (v_rows, v_heads, dim_v) = shapes
-    if k_dim != dim or (v_rows, v_heads) != (total_k, heads_kv):
+    (total_q, heads_q, dim), (_, heads_kv, k_dim), dim_v = q, k, v[2]
+    if k_dim != dim or k[:2] != v[:2]:
         raise ParameterError(
-            f"{call}: {shown}; allowed: q [total_q, Hq, D], k [total_k, Hkv, D], v "
+            f"{call}: {_shown(rows)}; allowed: q [total_q, Hq, D], k [total_k, Hkv, D], v "
             "[total_k, Hkv, Dv]"
         )
     check_heads(call, rows, heads_q, heads_kv)
     for name, view in rows.items():
-        check_columns(call, name, view)
+        if view.strides[2] != 1:
+            check_columns(call, name, view)
     check_dims(call, dim, dim_v)
     return {
         "axes": PACKED_AXES, "total_q": total_q, "heads_q": heads_q, "heads_kv": heads_kv,
@@ -68,20 +72,21 @@ def packed_sizes(call: str, rows: Mapping[str, View]) -> Sizes:
     }  # fmt: skip
 
 
+def _shown(rows: Mapping[str, View]) -> str:
+    return ", ".join(f"{name} {tuple(view.shape)}" for name, view in rows.items())
+
+
 def _axes(layout: str) -> tuple[str, ...]:
     names = ("batch", "heads", "seqlen", "head_dim")
     return tuple(names[i] for i in LAYOUTS[layout])
 
 
-def _check_fit(
-    call: str, rows: Mapping[str, View], layout: str, name: str, what: str, right: bool
-) -> None:
-    if not right:
-        shapes = ", ".join(f"{n} {view.shape}" for n, view in rows.items())
-        raise ParameterError(
-            f"{call}: {name} does not match {what}: {shapes}; allowed: q [B, Hq, Sq, D], "
-            f"k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv] (here in layout={layout!r})"
-        )
+def _refuse_fit(call: str, rows: Mapping[str, View], layout: str, name: str, what: str) -> NoReturn:
+    shapes = ", ".join(f"{n} {view.shape}" for n, view in rows.items())
+    raise ParameterError(
+        f"{call}: {name} does not match {what}: {shapes}; allowed: q [B, Hq, Sq, D], "
+        f"k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv] (here in layout={layout!r})"
+    )
 
 
 def check_heads(call: str, rows: Mapping[str, View], heads_q: int, heads_kv: int) -> None:
@@ -151,13 +156,16 @@ def check_block(call: str, block: Any) -> Any:
 def are_rows_aligned(views: Iterable[View], *dims: int) -> bool:
     """Whether every row starts on a 16-byte boundary: of these arrays, and of contiguous ones of
     the first one's dtype with rows of `dims` elements."""
-    numbers: list[int] = []
+    bits = 0  # of all offsets and addresses, in bytes
     for view in views:
-        size = ITEMSIZE[view.dtype]
-        numbers += [view.pointer, *(dim * size for dim in dims)]
-        steps = zip(view.strides[:-1], view.shape[:-1], strict=True)
-        numbers += [step * size for step, n in steps if n > 1]
-    return all(number % _CHUNK == 0 for number in numbers)
+        together = 0
+        for dim in dims:
+            together |= dim
+        for step, n in zip(view.strides[:-1], view.shape[:-1], strict=True):
+            if n > 1:
+                together |= step
+        bits |= view.pointer | together * ITEMSIZE[view.dtype]
+    return bits % _CHUNK == 0
 
 
 def padded_pair(

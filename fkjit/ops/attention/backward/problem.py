@@ -148,7 +148,7 @@ def strides(problem: Problem, name: str, array: Any) -> tuple[int, ...]:
         return known[name]
     if array is None or not array.shape:
         return (0, 0, 0)
-    return forward.row_strides(problem, array)
+    return forward.row_strides(forward.axes(problem), array)
 
 
 def _scalars(problem: Problem) -> dict[str, Any]:

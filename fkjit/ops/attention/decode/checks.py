@@ -125,7 +125,7 @@ def _request(call: str, seen: Seen, problem: Sizes, options: Options) -> Request
     if check_flag(call, "return_lse", options.return_lse):
         lse = (problem["batch"], problem["heads_q"], problem["seqlen_q"])
         made["lse"] = Output(lse[: len(shape) - 1], "fp32")
-    inputs = {name: seen.get(name) for name in (*ARRAYS, *(_FEATURES if features else ()))}
+    inputs = {name: view for name, view in seen.items() if name != "o"}
     if 0 in shape:
         return Request(inputs, made, ())
     launch = _launch(call, q, problem, features)
@@ -185,7 +185,8 @@ def _queries(call: str, q: View, layout: str) -> Sizes:
             f"[{tokens}]"
         )
     axes = ROW_AXES[layout] if len(q.shape) == 4 else _ONE_TOKEN
-    batch, heads, tokens = (1 if at is None else q.shape[at] for at in axes)
+    batch, heads = q.shape[axes[0]], q.shape[axes[1]]
+    tokens = 1 if axes[2] is None else q.shape[axes[2]]
     if tokens > MAX_TOKENS:
         raise ParameterError(
             f"{call}: q has {tokens} tokens a sequence; allowed: up to {MAX_TOKENS} "
@@ -210,7 +211,8 @@ def _four(call: str, name: str, view: View, layout: str) -> tuple[int, ...]:
 
 
 def _columns(call: str, name: str, view: View) -> None:
-    check_columns(call, name, view, f"pass a contiguous copy of {name}")
+    if view.strides[-1] != 1:
+        check_columns(call, name, view, f"pass a contiguous copy of {name}")
 
 
 def _table(call: str, table: View) -> View:
@@ -233,6 +235,8 @@ def _list(call: str, name: str, view: View, size: int) -> None:
 def _storage(call: str, seen: Seen, dtype: str) -> str:
     """What k and v are in memory."""
     stored = seen["k"].dtype
+    if stored == seen["v"].dtype == dtype:
+        return "same"
     check_dtype(call, "k", seen["k"], (dtype, *CODES.values()))
     check_dtype(call, "v", seen["v"], (stored,))
     return _STORAGES.get(stored, "same")
@@ -248,6 +252,8 @@ def _heads(call: str, problem: Sizes, k: View) -> None:
 
 
 def _scales(call: str, seen: Seen, problem: Sizes) -> None:
+    if problem["storage"] == "same" and "k_scale" not in seen and "v_scale" not in seen:
+        return
     for name in ("k_scale", "v_scale"):
         view = seen.get(name)
         if (view is not None) != (problem["storage"] != "same"):
@@ -280,19 +286,16 @@ def _aligned(call: str, seen: Seen) -> None:
         view = seen.get(name)
         if view is None or 0 in view.shape:
             continue
-        need, steps, together = _ROW_BYTES if name != "o" else _OUT_BYTES, _steps(view), 0
-        for step in steps:
-            together |= step
-        if (view.pointer | (together | view.shape[-1]) * itemsize(view)) % need:
+        need, together, far = _ROW_BYTES if name != "o" else _OUT_BYTES, view.shape[-1], 0
+        for step, n in zip(view.strides[:-1], view.shape[:-1], strict=True):
+            if n > 1:
+                together |= step
+                far |= abs(step)  # as large as a power of two if one of them is
+        if (view.pointer | together * itemsize(view)) % need:
             raise ParameterError(
                 f"{call}: {name} (shape {tuple(view.shape)}, strides {tuple(view.strides)}) has "
                 f"rows that do not fill whole {need} bytes from such a boundary on; pad head_dim, "
                 "or pass a contiguous copy (fkjit.attention takes any)"
             )
-        if name in ("k", "v") and max(map(abs, steps), default=0) >= _LIMIT:
+        if far >= _LIMIT and name in ("k", "v"):
             raise ParameterError(f"{call}: {name} has strides of 2^31 elements or more")
-
-
-def _steps(view: View) -> list[int]:
-    """Strides that lead to another row."""
-    return [step for step, n in zip(view.strides[:-1], view.shape[:-1], strict=True) if n > 1]

@@ -27,7 +27,11 @@ def stored_bytes(params: Params) -> int:
 
 def groups(params: Params) -> int:
     """Of warps that share a tile of rows, each with keys of its own."""
-    return max(1, params["tile"][0] * 16 // params["rows"])
+    return _groups(params["tile"], params["rows"])
+
+
+def _groups(tile: tuple[int, ...], rows: int) -> int:
+    return tile[0] * 16 // rows or 1
 
 
 def shared_layout(params: Params) -> SharedLayout:
@@ -48,15 +52,23 @@ def _shared(
 
 def blocks_of_an_sm(params: Params, arch: Arch) -> int:
     """That run at a time."""
-    shared = _RESERVED
-    for _, size in shared_layout(params):
-        shared += size
-    return max(1, min(params["tile"][3], arch.shared_per_sm // shared))
+    tile, each = params["tile"], stored_bytes(params)
+    return _blocks(tile, params["rows"], params["head_dim"], each, arch.shared_per_sm)
+
+
+@lru_cache(maxsize=256)
+def _blocks(
+    tile: tuple[int, ...], rows: int, head_dim: int, element: int, shared_per_sm: int
+) -> int:
+    layout = _shared(tile, rows, head_dim, element, _groups(tile, rows))
+    shared = _RESERVED + sum(size for _, size in layout)
+    return max(1, min(tile[3], shared_per_sm // shared))
 
 
 def unit_keys(params: Params, problem: Problem) -> int:
     """Keys of a work unit: a step of every group, or a split of fixed size."""
-    return problem["split"] or params["tile"][1] * groups(params)
+    tile = params["tile"]
+    return problem["split"] or tile[1] * _groups(tile, params["rows"])
 
 
 def heads(params: Params, problem: Problem) -> int:
@@ -113,8 +125,6 @@ POINTERS = (
     "q", "k", "v", "page_table", "seq_lens", "rows", "k_scale", "v_scale", "o", "lse", "workspace",
     "counters",
 )  # fmt: skip
-_SIZES = ("batch", "heads_kv", "seqlen_q", "head_dim", "head_dim_v")
-_TABLE = ("longest", "table_rows", "table_width", "num_pages")
 
 
 def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,9 +137,12 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
         "q_strides": _strides(arrays["q"], axes), "o_strides": _strides(arrays["o"], axes),
         "k_strides": _strides(arrays["k"], page_axes),
         "v_strides": _strides(arrays["v"], page_axes),
-        **{n: problem[n] for n in _SIZES},
+        "batch": problem["batch"], "heads_kv": problem["heads_kv"],
+        "seqlen_q": problem["seqlen_q"],
+        "head_dim": problem["head_dim"], "head_dim_v": problem["head_dim_v"],
         "group_size": group, "group_inverse": 1 / group,
-        **{n: problem[n] for n in _TABLE},
+        "longest": problem["longest"], "table_rows": problem["table_rows"],
+        "table_width": problem["table_width"], "num_pages": problem["num_pages"],
         "page_log2": page_size.bit_length() - 1 if page_size else _NO_PAGES,
         "unit_log2": unit_keys(params, problem).bit_length() - 1,
         "split": int(problem["split"] > 0),
@@ -141,6 +154,8 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
     return usual | feature_arguments(problem, arrays) if "window" in problem else usual
 
 
-def _strides(array: Any, axes: tuple[int | None, ...]) -> tuple[int, ...]:
+def _strides(array: Any, axes: tuple[int, int, int | None]) -> tuple[int, int, int]:
     """In elements, of batch (page), head and token."""
-    return tuple([0 if at is None else array.strides[at] // array.itemsize for at in axes])
+    (batch, head, token), steps, size = axes, array.strides, array.itemsize
+    of_token = 0 if token is None else steps[token] // size
+    return steps[batch] // size, steps[head] // size, of_token
