@@ -65,7 +65,6 @@ def launch(
         numpy_arrays = {n: interop.as_numpy(views[n]) if n in views else None for n in arrays}
         return interpret(spec, params, problem, numpy_arrays)
     named = spec.arguments(params, problem, {n: interop.Pointer(views.get(n)) for n in arrays})
-    named = interop.resolved(named)
     stream = interop.current_stream(next(iter(views.values())))
     launch_on_device(spec, params, problem, named, device, stream)
     return None

@@ -58,22 +58,38 @@ def lookup(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> dic
     """
     if arch.gpu is None or not _tables(arch.gpu)[0]:
         return None
-    return find(spec, fixed, problem, arch).values
+    kept = tuple([fixed[param.name] for param in spec.params if not param.tunable])
+    found = _winner(spec, arch, kept, tuple(spec.shape_class(problem).items()))
+    return None if found is None else dict(found)
+
+
+@lru_cache(maxsize=4096)
+def _winner(
+    spec: KernelSpec, arch: Arch, kept: tuple[Any, ...], shape: tuple[tuple[str, Any], ...]
+) -> dict[str, Any] | None:
+    """The same for all problems of a class; `kept`: values of the parameters that are not free."""
+    names = [param.name for param in spec.params if not param.tunable]
+    return _find(spec, dict(zip(names, kept, strict=True)), dict(shape), arch).values
 
 
 def tuned(spec: KernelSpec, params: Params, problem: Problem, arch: Arch) -> dict[str, Any]:
     """These parameters, the free ones as `lookup` has them; as they are where it has none."""
-    return {**params, **(lookup(spec, params, problem, arch) or {})}
+    found = lookup(spec, params, problem, arch)
+    return dict(params) if found is None else {**params, **found}
 
 
 def find(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Found:
     """The same, with where it comes from."""
+    return _find(spec, fixed, spec.shape_class(problem), arch)
+
+
+def _find(spec: KernelSpec, fixed: Params, shape: Mapping[str, Any], arch: Arch) -> Found:
     if arch.gpu is None:
         return Found(None, ("no GPU, so nothing tuned",))
     tables, troubles = _tables(arch.gpu)
     if not tables:
         return Found(None, (*troubles, f"no file of tuned values for {arch.gpu}"))
-    text = key_text(key(spec, fixed, problem, arch))
+    text = key_text(_key(spec, fixed, shape, arch))
     notes = list(troubles)
     for table in tables:
         entry = table.entries.get(text)
@@ -90,8 +106,12 @@ def find(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> Found
 
 def key(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> dict[str, Any]:
     """What the winner of a problem is stored by, beside the GPU's name."""
+    return _key(spec, fixed, spec.shape_class(problem), arch)
+
+
+def _key(spec: KernelSpec, fixed: Params, shape: Mapping[str, Any], arch: Arch) -> dict[str, Any]:
     names = {param.name for param in spec.params}
-    shape = {n: v for n, v in spec.shape_class(problem).items() if n not in names}
+    shape = {n: v for n, v in shape.items() if n not in names}
     kept = {param.name: fixed[param.name] for param in spec.params if not param.tunable}
     capability = ".".join(map(str, arch.capability))
     return {"kernel": spec.id, "capability": capability, "fixed": kept, "shape": shape}
@@ -163,6 +183,7 @@ def user_file(gpu: str) -> Path:
 def forget() -> None:
     """Read the files anew when they are next asked for."""
     _tables.cache_clear()
+    _winner.cache_clear()
 
 
 @lru_cache(maxsize=16)

@@ -23,6 +23,8 @@ from fkjit.errors import CaptureError, DeviceError, LaunchError, ParameterError,
 from fkjit.jit.build import build, gpu_target
 from fkjit.jit.toolchain import explain_load_failure
 from fkjit.runtime import pdl
+from fkjit.runtime.interop import Pointer
+from fkjit.runtime.tensor_map import TensorMap
 from fkjit.sanitizer import refuse_gpu
 from fkjit.spec import Dim3, KernelSpec, Params, Problem
 
@@ -327,13 +329,26 @@ def offsets(codes: Sequence[str]) -> tuple[int, ...]:
 
 
 def flatten(names: tuple[str, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Named argument values in the signature's order; tuples (structs) laid flat."""
+    """Named argument values in the signature's order, as a launch packs them: addresses of arrays
+    (`Pointer`; None: null), tensor maps encoded, tuples (structs) laid flat."""
     flat: list[Any] = []
     for name in names:
         if name not in named:
             raise ParameterError(f"launch: the kernel has an argument {name!r} and got none")
         value = named[name]
-        flat.extend(value) if isinstance(value, tuple) else flat.append(value)
+        kind = type(value)
+        if kind is int or kind is float:
+            flat.append(value)
+        elif kind is Pointer:
+            flat.append(value.pointer)
+        elif value is None:
+            flat.append(0)
+        elif kind is TensorMap:
+            flat.append(value.encode(value.array.pointer))
+        elif isinstance(value, tuple):
+            flat.extend(value)
+        else:
+            flat.append(value)
     return tuple(flat)
 
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fkjit.errors import ArgumentTypeError, DeviceError
-from fkjit.runtime.tensor_map import TensorMap
 
 CPU = -1  # the device number of host memory
 
@@ -103,20 +101,6 @@ class Pointer:
 
 
 NULL = Pointer(None)  # no array
-
-
-def resolved(named: Mapping[str, Any]) -> dict[str, Any]:
-    """What `spec.arguments` made of `Pointer`s, as a launch wants it: addresses (of None: null) and
-    tensor maps."""
-    values = dict(named)
-    for name, value in named.items():
-        if type(value) is Pointer:
-            values[name] = value.pointer
-        elif value is None:
-            values[name] = 0
-        elif type(value) is TensorMap:
-            values[name] = value.encode(value.array.pointer)
-    return values
 
 
 def _itemsize(seen: View) -> int:

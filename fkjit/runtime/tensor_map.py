@@ -42,8 +42,10 @@ class TensorMap:
 
     def legal_strides(self) -> tuple[int, ...]:
         """The strides, with some legal one where a dimension has one element."""
+        if 1 not in self.dims:
+            return self.strides
         pairs = zip(self.strides, self.dims[1:], strict=True)
-        return tuple(stride if extent > 1 else 16 for stride, extent in pairs)
+        return tuple([stride if extent > 1 else 16 for stride, extent in pairs])
 
     def encode(self, pointer: int) -> bytes:
         """The 128 bytes for an array that begins at this device address (a multiple of 16)."""

@@ -10,7 +10,7 @@
 //   xor 2     a+c+e+g in 0, 2, 4 and 6, b+d+f+h in 1, 3, 5 and 7
 //   xor 1     a+b+c+d+e+f+g+h in all eight
 #pragma once
-#include "ptx/math.cuh"
+#include "ptx/max.cuh"
 
 // PTX ISA: shfl.sync.bfly.b32
 template <int LANES>

@@ -56,7 +56,7 @@ FEATURES = ({}, {"window": [9, 0]}, {"alibi_slopes": torch.rand(2), "softcap": 3
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("features", FEATURES, ids=" ".join)
 def test_what_a_call_launches_is_ready(features, grad, interpreted, on_gpu):
     rows = tensors(grad)
     o = fkjit.attention(*rows, causal=True, **features)

@@ -182,12 +182,10 @@ def test_what_cannot_be_is_refused_by_name(change, kind, message):
 
 
 def test_arrays_on_a_gpu_are_refused(monkeypatch):
-    from dataclasses import replace
-
     from fkjit.runtime import interop
 
     real = interop.view
-    monkeypatch.setattr(interop, "view", lambda *a: replace(real(*a), device=0))
+    monkeypatch.setattr(interop, "view", lambda *a: real(*a)._replace(device=0))
     with pytest.raises(DeviceError, match=r"launch_cpu: x is on cuda:0.*cupy\.asnumpy\(x\)"):
         fkjit.launch_cpu(**GOOD)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,11 @@ def expression(call: str, text: Any, argument: str = "score_mod") -> str:
             f"{call}: {argument}={text!r} is not a str: an expression of CUDA of "
             f"{', '.join(NAMES)} and the names in score_args"
         )
+    return _on_one_line(call, text, argument)
+
+
+@lru_cache(maxsize=256)
+def _on_one_line(call: str, text: str, argument: str) -> str:
     line = " ".join(text.split())
     found = _LEGAL.fullmatch(line) and not _COMMENT.search(line) and not _STATEMENT.search(line)
     if not line or not found or not _is_balanced(line):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from fkjit.arch import Arch
@@ -12,7 +12,7 @@ from fkjit.ops.op.checks import FLOATS, check_output, check_same_dtype, check_sh
 from fkjit.ops.op.node import Node, like
 from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
 from fkjit.ops.op.shapes import MAX_GRID, coalesce, log2_ceil
-from fkjit.runtime.interop import ITEMSIZE, View
+from fkjit.runtime.interop import ITEMSIZE, View, contiguous
 from fkjit.spec import (
     Dim3,
     KernelSpec,
@@ -57,7 +57,7 @@ def vector_add(a: Any, b: Any, *, out: Any = None) -> Any:
 
 
 def _check(views: Mapping[str, View | None]) -> Request:
-    a, b, out = (views[name] for name in _ARRAYS)
+    a, b, out = views["a"], views["b"], views["out"]
     assert a is not None and b is not None
     dtype = check_same_dtype("vector_add", {"a": a, "b": b})
     shape = tuple(a.shape)
@@ -66,11 +66,12 @@ def _check(views: Mapping[str, View | None]) -> Request:
     inputs, outputs = {"a": a, "b": b}, {"out": Output(shape, dtype, out)}
     if 0 in shape:
         return Request(inputs, outputs, ())
-    strides = [a.strides, b.strides, _contiguous(shape) if out is None else out.strides]
+    strides = [a.strides, b.strides, contiguous(shape) if out is None else out.strides]
     pointers = [a.pointer, b.pointer, 0 if out is None else out.pointer]  # new ones are aligned
     problem, vector = describe(dtype, shape, strides, pointers)
     params = parameters(problem, vector, arch_of(a))
-    if grid(params, problem)[0] > MAX_GRID:
+    elements = problem["rows"] * problem["columns"]  # there are no more blocks than these
+    if elements > MAX_GRID and grid(params, problem)[0] > MAX_GRID:
         raise ParameterError(
             f"vector_add: a has {problem['rows']} rows that do not lie behind each other, more "
             "than a launch can have; pass contiguous arrays"
@@ -95,10 +96,6 @@ def shape_class(problem: Problem) -> dict[str, Any]:
     return {"elements": size_class(problem["rows"] * problem["columns"], _LARGEST_CLASS)}
 
 
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
 def describe(
     dtype: str, shape: Sequence[int], strides: Sequence[Sequence[int]], pointers: Sequence[int]
 ) -> tuple[dict[str, Any], bool]:
@@ -110,24 +107,28 @@ def describe(
             f"{tuple(shape)} leave {len(sizes)} dimensions; allowed: {_OUTER + 1}; pass contiguous "
             "arrays"
         )
-    outer, columns = (1,) * (_OUTER + 1 - len(sizes)) + sizes[:-1], sizes[-1]
-    padded = [(0,) * (_OUTER + 1 - len(step)) + step for step in steps]
-    itemsize = ITEMSIZE[dtype]
-    phases = {pointer % _VECTOR_BYTES for pointer in pointers}
-    vector = (
-        len(phases) == 1
-        and all(step[-1] == 1 for step in padded)
-        and all(s * itemsize % _VECTOR_BYTES == 0 for step in padded for s in step[:-1])
-    )
+    missing = _OUTER + 1 - len(sizes)
+    outer, columns = (1,) * missing + sizes[:-1], sizes[-1]
+    padded = [(0,) * missing + step for step in steps]
+    rows, itemsize = prod(outer), ITEMSIZE[dtype]
+    vector = _vectors(padded, pointers, itemsize)
     return {
         "dtype": dtype,
         "columns": columns,
-        "rows": prod(outer),
+        "rows": rows,
         "sizes": outer,
-        "dimensions": 0 if prod(outer) == 1 else 1 if prod(outer[:-1]) == 1 else _OUTER,
+        "dimensions": 0 if rows == 1 else 1 if outer[-1] == rows else _OUTER,
         "strides": dict(zip(_ARRAYS, padded, strict=True)),
-        "shift": phases.pop() // itemsize if vector else 0,
+        "shift": pointers[0] % _VECTOR_BYTES // itemsize if vector else 0,
     }, vector
+
+
+def _vectors(strides: Sequence[Sequence[int]], pointers: Sequence[int], itemsize: int) -> bool:
+    """Whether rows of all arrays are contiguous, and equally far from 16-byte boundaries."""
+    phases = {pointer % _VECTOR_BYTES for pointer in pointers}
+    if len(phases) > 1 or {step[-1] for step in strides} != {1}:
+        return False
+    return gcd(*[s for step in strides for s in step[:-1]]) * itemsize % _VECTOR_BYTES == 0
 
 
 def _layout(params: Params, problem: Problem) -> tuple[int, int, int]:
@@ -150,10 +151,11 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
     """Kernel arguments by name."""
     strides, (_, rows_1, rows_2) = problem["strides"], problem["sizes"]
     lanes_log2, pieces, _ = _layout(params, problem)
+    a, b, out = strides["a"], strides["b"], strides["out"]
     return {
-        **{name: arrays[name] for name in _ARRAYS},
-        **{f"{name}_strides": strides[name][:_OUTER] for name in _ARRAYS},
-        **{f"{name}_column": strides[name][_OUTER] for name in _ARRAYS},
+        **{"a": arrays["a"], "b": arrays["b"], "out": arrays["out"]},
+        **{"a_strides": a[:_OUTER], "b_strides": b[:_OUTER], "out_strides": out[:_OUTER]},
+        **{"a_column": a[_OUTER], "b_column": b[_OUTER], "out_column": out[_OUTER]},
         **{"rows": problem["rows"], "rows_1": rows_1, "rows_2": rows_2},
         **{"columns": problem["columns"], "shift": problem["shift"]},
         **{"lanes_log2": lanes_log2, "pieces": pieces},

@@ -57,16 +57,15 @@ def _prepare(
 
 def _check(views: Mapping[str, View | None], storage: str, layout: str) -> Request:
     seen = {name: view for name, view in views.items() if view is not None}
-    dtype = check_same_dtype(_CALL, {name: seen[name] for name in ("k", "v")}, FLOATS)
+    dtype = check_same_dtype(_CALL, {"k": seen["k"], "v": seen["v"]}, FLOATS)
     problem = kv.check_append(_CALL, views, dtype, storage, layout)
-    inputs = {name: views[name] for name in _INPUTS}
     if not problem["tokens"]:
-        return Request(inputs, {}, ())
+        return Request(views, {}, ())
     vector = kv.is_vector(dtype, problem, seen, ())
     params = default({"dtype": dtype, "storage": storage, "vector": vector})
     params = tuned(APPEND, params, problem, arch_of(seen["k"]))
     kv.check_size(_CALL, params, problem)
-    return Request(inputs, {}, (Launch(APPEND, params, problem),))
+    return Request(views, {}, (Launch(APPEND, params, problem),))
 
 
 def default(fixed: Params) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -80,18 +81,16 @@ def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> di
     """Kernel arguments by name."""
     threads, _, group = lanes(params, problem)
     size = width(params)
-    steps = {f"{side}_{what}": problem[side][i] for side in SIDES
-             for i, what in enumerate(("token", "head"))}  # fmt: skip
+    k_token, k_head = problem["k"]
+    v_token, v_head = problem["v"]
+    k_page, k_page_head, k_page_token = problem["k_pages"]
+    v_page, v_page_head, v_page_token = problem["v_pages"]
     return {
-        **{name: arrays[name] for name in ("k", "v", "k_pages", "v_pages")},
-        **{name: arrays.get(name) for name in ("k_scale", "v_scale")},
-        **{"slot_mapping": arrays["slot_mapping"], "slot_step": problem["slot_step"]},
-        **{"tokens": problem["tokens"], **steps},
-        **{
-            f"{side}_{what}_step": problem[f"{side}_pages"][i]
-            for side in SIDES
-            for i, what in enumerate(("page", "head", "token"))
-        },
+        **{"k_scale": None, "v_scale": None, **arrays},
+        **{"slot_step": problem["slot_step"], "tokens": problem["tokens"]},
+        **{"k_token": k_token, "k_head": k_head, "v_token": v_token, "v_head": v_head},
+        **{"k_page_step": k_page, "k_head_step": k_page_head, "k_token_step": k_page_token},
+        **{"v_page_step": v_page, "v_head_step": v_page_head, "v_token_step": v_page_token},
         "num_slots": problem["num_pages"] * problem["page_size"],
         "page_log2": problem["page_size"].bit_length() - 1,
         "columns": problem["heads"] * problem["head_dim"] // size,
@@ -225,7 +224,7 @@ def check_append(
 ) -> dict[str, Any]:
     """The problem of tokens k and v, of `dtype`, that are written to pages."""
     seen = {name: view for name, view in views.items() if view is not None}
-    pages = {name: seen[name] for name in ("k_pages", "v_pages")}
+    pages = {"k_pages": seen["k_pages"], "v_pages": seen["v_pages"]}
     problem = check_pages(call, pages, layout)
     for name, view in pages.items():
         check_dtype(call, name, view, (CODES.get(storage, dtype),))
@@ -243,15 +242,13 @@ def check_append(
 def is_vector(dtype: str, problem: Problem, views: Mapping[str, View], new: Sequence[str]) -> bool:
     """Whether every head begins on a multiple of an access, in memory too; `new` arrays do."""
     size = _VECTOR_BYTES // ITEMSIZE[dtype]
-    steps = [problem["head_dim"]]
-    for side in SIDES:
-        steps += [*problem[side], *problem[f"{side}_pages"]]
-    if any(step % size for step in steps):
+    rows = (*problem["k"], *problem["v"], *problem["k_pages"], *problem["v_pages"])
+    if gcd(problem["head_dim"], *rows) % size:
         return False
     kept = ITEMSIZE[dtype] if problem["storage"] == "same" else 1
     places = [(views[f"{side}_pages"].pointer, size * kept) for side in SIDES]
     places += [(views[side].pointer, _VECTOR_BYTES) for side in SIDES if side not in new]
-    return all(pointer % alignment == 0 for pointer, alignment in places)
+    return not any([pointer % alignment for pointer, alignment in places])
 
 
 def check_size(call: str, params: Params, problem: Problem) -> None:
@@ -260,8 +257,8 @@ def check_size(call: str, params: Params, problem: Problem) -> None:
         raise ParameterError(f"{call}: the cache has 2^31 slots or more; split it")
     if problem["heads"] * problem["head_dim"] >= _WIDEST:
         raise ParameterError(f"{call}: a token has {_WIDEST} elements or more; split its heads")
-    steps = [step for side in SIDES for step in (*problem[side], *problem[f"{side}_pages"])]
-    if max(map(abs, steps)) >= 2**31 or problem["slot_step"] >= 2**31:
+    steps = (*problem["k"], *problem["v"], *problem["k_pages"], *problem["v_pages"])
+    if max(*steps, -min(steps), problem["slot_step"]) >= 2**31:
         raise ParameterError(f"{call}: strides reach 2^31 elements; pass contiguous arrays")
     if problem["tokens"] >= 2**30:
         raise ParameterError(f"{call}: {problem['tokens']} tokens are more than a launch can take")

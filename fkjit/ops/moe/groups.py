@@ -8,6 +8,7 @@ through a map, if there is one, to one of `groups` groups; a group's places are 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from fkjit.errors import ParameterError
@@ -40,6 +41,9 @@ class MoeGroups(NamedTuple):
     inverse: Any
     offsets: Any
     counts: Any
+
+
+_ABSENT = dict.fromkeys((*INPUTS, *MoeGroups._fields))
 
 
 def counts_fit(threads: int, most: int) -> bool:
@@ -75,8 +79,7 @@ def describe(
 
 
 def _check_lists(call: str, views: Mapping[str, View | None], experts: int) -> None:
-    shapes = {"expert_map": (experts,), "num_tokens": (1,)}
-    for name, shape in shapes.items():
+    for name, shape in (("expert_map", (experts,)), ("num_tokens", (1,))):
         view = views[name]
         if view is not None:
             check_dtype(call, name, view, ("int32",))
@@ -139,6 +142,7 @@ def grouping(p: Problem, pieces: int) -> tuple[int, ...]:
     )  # fmt: skip
 
 
+@lru_cache(maxsize=256)
 def inverse(size: int) -> tuple[int, int]:
     """1 << (31 + shift) divided by `size`, rounded up, and shift: what divides by it."""
     shift = log2_ceil(size)
@@ -147,9 +151,7 @@ def inverse(size: int) -> tuple[int, int]:
 
 def arguments(p: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Kernel arguments that both kernels have."""
-    pointers = {name: arrays.get(name) for name in (*INPUTS, *MoeGroups._fields)}
-    meeting = {"counters": arrays["counters"]} if "counters" in arrays else {}
-    return {**pointers, **meeting, "tokens": p["tokens"]}
+    return {**_ABSENT, **arrays, "tokens": p["tokens"]}
 
 
 def traffic(p: Problem) -> float:

@@ -6,6 +6,7 @@ and how `top_k` of them are chosen (`Routing` in templates/moe/route.cuh).
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ _MORE: tuple[Tile, ...] = ((4, 16), (8, 8), (8, 16), (16, 16), (32, 16), (32, 32
 _WIDE: tuple[Tile, ...] = ((8, 32),)
 _PLAIN = (*_SMALL, *_MORE[:3], *_WIDE, *_MORE[3:])
 QUICK: tuple[Tile, ...] = ((32, 4), (32, 8))
+_NARROW = tuple(tile for tile in _PLAIN if tile not in _WIDE)
+_FOR_FEW_TOKENS = (*QUICK, *_MORE[-2:])
 STAGED: Tile = (2, 32)  # whose rows come through shared memory
 TILES = (*QUICK, *_PLAIN)
 FEW_TOKENS = 1024
@@ -70,16 +73,24 @@ def choose_tile(
     `quick`: if there are few tokens, one of whole warps. `blocks`: at most so many have all tokens
     in rounds, 0: as many as there are tokens for. `staged`: also STAGED.
     """
-    sizes = (p["dtype"], p["experts"], p["top_k"], p["num_groups"])
-    tiles = _PLAIN if is_plain(p) else _MORE
-    if blocks and p["tokens"] <= FEW_FOR_WIDE * blocks:
-        tiles = tuple(tile for tile in tiles if tile not in _WIDE)
-    staged &= is_plain(p) and p["tokens"] > FEW_FOR_STAGED[ITEMSIZE[p["dtype"]]] * blocks
+    tokens, sizes = p["tokens"], (p["dtype"], p["experts"], p["top_k"], p["num_groups"])
+    plain = is_plain(p)
+    staged &= plain and tokens > FEW_FOR_STAGED[ITEMSIZE[p["dtype"]]] * blocks
     if staged and p["experts"] > STAGED[1] and holds(STAGED, *sizes):
         return STAGED
     worth = p["experts"] > 16 or p["top_k"] > 2
-    if quick and worth and is_plain(p) and p["tokens"] <= FEW_TOKENS:
-        tiles = (*QUICK, *_MORE[-2:])
+    if quick and worth and plain and tokens <= FEW_TOKENS:
+        return _first(_FOR_FEW_TOKENS, *sizes)
+    narrow = blocks > 0 and tokens <= FEW_FOR_WIDE * blocks
+    return _first((_NARROW if narrow else _PLAIN) if plain else _MORE, *sizes)
+
+
+@lru_cache(maxsize=256)
+def _first(
+    tiles: tuple[Tile, ...], dtype: str, experts: int, top_k: int, num_groups: int
+) -> Tile | None:
+    """The first of the tiles with room for a token; None where there is none."""
+    sizes = (dtype, experts, top_k, num_groups)
     return next((tile for tile in tiles if holds(tile, *sizes)), None)
 
 

@@ -134,7 +134,8 @@ def _choice(call: str, experts: int, top_k: Any, groups: Any, best: Any) -> dict
 
 
 def _scale(call: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    plain = type(value) is float  # as nearly always
+    if not plain and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ArgumentTypeError(f"{call}: routed_scaling_factor={value!r} is not a plain number")
     if not math.isfinite(value):
         raise ParameterError(f"{call}: routed_scaling_factor={value} is not finite")
@@ -151,7 +152,7 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     problem = describe(_CALL, views, *options, quick=True)
     params = {**moe.variant(problem), "threads": _THREADS}
     launches = (Launch(ROUTE, params, problem),) if problem["tokens"] else ()
-    inputs = {name: views[name] for name in ("logits", "bias")}
+    inputs = {"logits": views["logits"], "bias": views["bias"]}
     return Request(inputs, chosen(problem), launches)
 
 
@@ -159,6 +160,8 @@ def _grid(params: Params, p: Problem) -> Dim3:
     """All tokens at once."""
     return (-(-p["tokens"] * params["tile"][0] // params["threads"]), 1, 1)
 
+
+_ABSENT = dict.fromkeys(("logits", "bias", "topk_weights", "topk_ids"))
 
 ROUTE = register(
     KernelSpec(
@@ -179,8 +182,7 @@ ROUTE = register(
         block=lambda params: (params["threads"], 1, 1),
         grid=_grid,
         arguments=lambda params, p, arrays: {
-            **{n: arrays.get(n) for n in ("logits", "bias", "topk_weights", "topk_ids")},
-            **{"row_stride": p["row_stride"], "tokens": p["tokens"]},
+            **{**_ABSENT, **arrays, "row_stride": p["row_stride"], "tokens": p["tokens"]},
             "how": moe.routing(params, p),
         },
         work=Work(

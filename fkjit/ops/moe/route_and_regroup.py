@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from fkjit.ops.moe import groups as groups
@@ -88,6 +89,7 @@ def _prepare(
     _OP.prepare([*arrays], (*routing, block_size, num_local_experts, capacity))
 
 
+@lru_cache(maxsize=256)
 def threads_of(tile: moe.Tile) -> int:
     """Of a block: as many as have room for their warps' counts."""
     return next(t for t in (512, 256) if groups.counts_fit(t, tile[0] * tile[1]))
@@ -129,7 +131,7 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
 def arguments(params: Params, p: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Kernel arguments by name."""
     return {
-        **{name: arrays.get(name) for name in ("logits", "bias", "topk_weights", "topk_ids")},
+        **dict.fromkeys(("logits", "bias", "topk_weights", "topk_ids")),
         **groups.arguments(p, arrays),
         **{"row_stride": p["row_stride"], "how": moe.routing(params, p)},
         "grouping": groups.grouping(p, p["blocks"] * params["threads"] // params["tile"][0]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from fkjit.errors import ArgumentTypeError, ParameterError
@@ -28,7 +28,7 @@ def request(op: str, views: Views, eps: Any, statistics: bool) -> Request:
     """Of a forward call. `statistics`: mean and rstd are wanted too, for the backward."""
     x, residual, out = views["x"], views["residual"], views["out"]
     assert x is not None
-    rows = {"x": x, "residual": residual, "out": out}
+    weight, bias = views["weight"], views["bias"]
     dtype = check_same_dtype(op, {"x": x, "residual": residual})
     shape = tuple(x.shape)
     _check_width(op, shape)
@@ -36,9 +36,11 @@ def request(op: str, views: Views, eps: Any, statistics: bool) -> Request:
         check_shape(op, "residual", residual, shape, "x's")
     weight_dtype = _check_weights(op, views, dtype, shape[-1])
     check_output(op, out, shape, dtype)
-    problem = {**_problem(op, rows, dtype, weight_dtype, shape), "eps": _check_eps(op, eps)}
+    rows = {"x": x, "residual": residual, "out": out}
+    problem = _problem(op, rows, dtype, weight_dtype, shape)
+    problem["eps"] = _check_eps(op, eps)
     problem["residual"] = residual is not None
-    problem["affine"] = "both" if views["bias"] else "weight" if views["weight"] else "none"
+    problem["affine"] = "both" if bias else "weight" if weight else "none"
     stats = Output(shape[:-1], "fp32") if statistics else None
     outputs = {
         "out": Output(shape, dtype, out),
@@ -46,17 +48,17 @@ def request(op: str, views: Views, eps: Any, statistics: bool) -> Request:
         "mean": stats if op == "layer_norm" else None,
         "rstd": stats,
     }
-    inputs = {name: view for name, view in views.items() if name not in outputs}
+    inputs = {"x": x, "weight": weight, "bias": bias, "residual": residual}
     return Request(inputs, outputs, () if 0 in shape else (_launch(op, problem, views),))
 
 
 def _launch(op: str, problem: dict[str, Any], views: Views) -> Launch:
     x = views["x"]
     assert x is not None
-    vector, arch = _vector(problem, views), arch_of(x)
+    dtype, vector, arch = problem["dtype"], _vector(problem, views), arch_of(x)
     sizes = problem["columns"], problem["rows"]
-    spec, free = forward.choose(op, problem["dtype"], *sizes, vector, "cluster" in arch.features)
-    params = {**_kinds(problem), "vector": vector, **free}
+    spec, free = forward.choose(op, dtype, *sizes, vector, "cluster" in arch.features)
+    params = {"dtype": dtype, "weight_dtype": problem["weight_dtype"], "vector": vector, **free}
     params = forward.parameters(spec, params, problem, arch)
     problem["most"] = _most(op, x, params.get("tile"))
     return Launch(spec, params, problem)
@@ -92,13 +94,14 @@ def _problem(
     op: str, rows: Views, dtype: str, weight_dtype: str, shape: tuple[int, ...]
 ) -> dict[str, Any]:
     """Sizes, and strides of the `rows` that are there; other arrays of rows have no gaps."""
+    count = prod(shape[:-1])
     return {
         "dtype": dtype,
         "weight_dtype": weight_dtype,
-        "rows": prod(shape[:-1]),
+        "rows": count,
         "columns": shape[-1],
         "stride": shape[-1],
-        "strides": _rows(op, rows, shape),
+        "strides": _strides(op, rows, count, shape[-1]),
     }
 
 
@@ -145,14 +148,14 @@ def _check_width(op: str, shape: tuple[int, ...]) -> None:
 
 def _check_weights(op: str, views: Views, dtype: str, columns: int) -> str:
     """The dtype of weight and bias."""
-    given = {n: views[n] for n in ("weight", "bias") if views[n] is not None}
     kinds = (dtype,) if dtype == "fp32" else (dtype, "fp32")
+    given = {"weight": views["weight"], "bias": views["bias"]}
     for name, view in given.items():
-        assert view is not None
-        check_dtype(op, name, view, kinds)
-        check_shape(op, name, view, (columns,), "the width of x")
-        rows_of(op, name, view)
-    return check_same_dtype(op, given) if given else dtype
+        if view is not None:
+            check_dtype(op, name, view, kinds)
+            check_shape(op, name, view, (columns,), "the width of x")
+            rows_of(op, name, view)
+    return check_same_dtype(op, given) or dtype
 
 
 def _check_eps(op: str, eps: Any) -> float:
@@ -167,17 +170,17 @@ def _check_eps(op: str, eps: Any) -> float:
     return value
 
 
-def _rows(op: str, views: Views, shape: tuple[int, ...]) -> dict[str, int]:
+def _strides(op: str, views: Views, rows: int, columns: int) -> dict[str, int]:
     """Elements from one row to the next, by name."""
     found = {n: rows_of(op, n, view)[2] for n, view in views.items() if view is not None}
-    return found if prod(shape[:-1]) > 1 else dict.fromkeys(found, shape[-1])
+    return found if rows > 1 else dict.fromkeys(found, columns)
 
 
 def _vector(problem: Problem, views: Views) -> bool:
     """Whether all rows start on 16-byte boundaries and are whole vectors long."""
-    lengths = (problem["columns"], *problem["strides"].values())
-    aligned = all(view.pointer % 16 == 0 for view in views.values() if view is not None)
-    return aligned and all(length % size(problem["dtype"]) == 0 for length in lengths)
+    if gcd(problem["columns"], *problem["strides"].values()) % size(problem["dtype"]):
+        return False
+    return not any([view.pointer % 16 for view in views.values() if view is not None])
 
 
 def _processors(x: View) -> int:

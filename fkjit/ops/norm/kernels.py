@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from fkjit.arch import Arch
 from fkjit.ops.op.checks import FLOATS
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register, size_class
-from fkjit.tuning import tuned
+from fkjit.tuning import lookup
 
 # Threads of a block on one row, 16-byte vectors of each, blocks of a row.
 Tile = tuple[int, int, int]
@@ -33,6 +34,7 @@ _MOST_ROWS = 1 << 14  # more make no difference to what is the fastest
 _WARP_BLOCK = 128  # threads of a block whose warps have a row each
 NAMES = ("x", "residual", "weight", "bias", "out", "sum", "mean", "rstd")
 STRIDED = ("x", "residual", "out", "sum")
+_ABSENT = dict.fromkeys(NAMES)
 
 DTYPES = (
     Param("dtype", FLOATS, "element type of x, residual, out and sum"),
@@ -85,10 +87,15 @@ def wrong_weight(params: Params) -> str | None:
 
 def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Kernel arguments by name; arrays that are not there are null pointers."""
-    strides = problem.get("strides", {})
+    steps = dict.fromkeys(STRIDED, problem["stride"])
+    steps.update(problem.get("strides", {}))
     return {
-        **{name: arrays.get(name) for name in NAMES},
-        **{f"{name}_stride": strides.get(name, problem["stride"]) for name in STRIDED},
+        **_ABSENT,
+        **arrays,
+        "x_stride": steps["x"],
+        "residual_stride": steps["residual"],
+        "out_stride": steps["out"],
+        "sum_stride": steps["sum"],
         "rows": problem["rows"],
         "columns": problem["columns"],
         "eps": problem["eps"],
@@ -103,9 +110,11 @@ def _illegal(params: Params) -> str | None:
 
 def shape_class(problem: Problem) -> dict[str, Any]:
     """Problems that share their tuned values, those of the backward too."""
-    sizes = {"rows": _MOST_ROWS, "columns": 1 << 16}
-    found = {name: size_class(problem[name], most) for name, most in sizes.items()}
-    return {**found, "residual": problem["residual"]}
+    return {
+        "rows": size_class(problem["rows"], _MOST_ROWS),
+        "columns": size_class(problem["columns"], 1 << 16),
+        "residual": problem["residual"],
+    }
 
 
 def traffic(p: Problem) -> float:
@@ -185,23 +194,32 @@ def choose(
     op: str, dtype: str, columns: int, rows: int, vector: bool, clusters: bool
 ) -> tuple[KernelSpec, dict[str, Any]]:
     """The kernel, and its tile or threads, for `rows` rows of `columns`; measured on an H200."""
-    tiles = [t for t in (TILES if vector else SCALAR_TILES) if clusters or t[2] == 1]
-    if rows > _ROWS_OF_CLUSTERS:
-        tiles = [t for t in tiles if t != _FOR_SINGLE_ROWS]
-    fitting = [t for t in tiles if capacity(dtype, t) >= columns]
-    if not fitting:
+    tiles = _tightest(dtype, columns, vector, clusters, rows <= _ROWS_OF_CLUSTERS)
+    if not tiles:
         return WIDE[op], {"threads": WIDE_THREADS}
-    least = min(capacity(dtype, t) for t in fitting)
-    alike = [t for t in fitting if capacity(dtype, t) == least]
-    few = rows <= _FEW_ROWS.get(alike[-1], _MOST_FEW_ROWS)
-    return ROWS[op], {"tile": alike[-1 if few else 0]}
+    few = rows <= _FEW_ROWS.get(tiles[-1], _MOST_FEW_ROWS)
+    return ROWS[op], {"tile": tiles[-1 if few else 0]}
+
+
+@lru_cache(maxsize=1024)
+def _tightest(
+    dtype: str, columns: int, vector: bool, clusters: bool, single: bool
+) -> tuple[Tile, ...]:
+    """The tiles that hold rows of `columns` with the least to spare; none where no tile does."""
+    tiles = [t for t in (TILES if vector else SCALAR_TILES) if clusters or t[2] == 1]
+    if not single:
+        tiles = [t for t in tiles if t != _FOR_SINGLE_ROWS]
+    room = {t: capacity(dtype, t) for t in tiles if capacity(dtype, t) >= columns}
+    return tuple(t for t in room if room[t] == min(room.values()))
 
 
 def parameters(spec: KernelSpec, params: Params, problem: Problem, arch: Arch) -> dict[str, Any]:
     """What `choose` found, or the tile that was found by `fkjit tune`, if it holds the row."""
-    found = tuned(spec, params, problem, arch)
-    holds = "tile" in found and capacity(params["dtype"], found["tile"]) >= problem["columns"]
-    return found if holds else dict(params)
+    found = lookup(spec, params, problem, arch)
+    if found is None or "tile" not in found:
+        return dict(params)
+    holds = capacity(params["dtype"], found["tile"]) >= problem["columns"]
+    return {**params, **found} if holds else dict(params)
 
 
 _FOR_SINGLE_ROWS: Tile = (512, 1, 4)  # more SMs on one row

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,10 +20,13 @@ Pair = tuple[str, View, str, View]  # what is written, and what stands beside it
 
 def check_alike(call: str, views: Views) -> None:
     """One framework and one device."""
-    first, one = next((name, view) for name, view in views.items() if view is not None)
+    one: View | None = None
+    first = ""
     for name, view in views.items():
         if view is None:
             continue
+        if one is None:
+            first, one = name, view
         if view.device != one.device:
             raise DeviceError(
                 f"{call}: {name} is on {place(view)} but {first} is on {place(one)}; move them to "
@@ -48,17 +52,19 @@ def check_dtype(call: str, name: str, view: View, allowed: Collection[str] = FLO
 
 def check_same_dtype(call: str, views: Views, allowed: Collection[str] = FLOATS) -> str:
     """The dtype that all of them have."""
-    first, one = next((name, view) for name, view in views.items() if view is not None)
+    first = dtype = ""
     for name, view in views.items():
         if view is None:
             continue
-        check_dtype(call, name, view, allowed)
-        if view.dtype != one.dtype:
+        if view.dtype not in allowed:
+            check_dtype(call, name, view, allowed)
+        if not dtype:
+            first, dtype = name, view.dtype
+        if view.dtype != dtype:
             raise ArgumentTypeError(
-                f"{call}: {name} is {view.dtype} but {first} is {one.dtype}; "
-                "convert them to one dtype"
+                f"{call}: {name} is {view.dtype} but {first} is {dtype}; convert them to one dtype"
             )
-    return one.dtype
+    return dtype
 
 
 def check_shape(call: str, name: str, view: View, shape: tuple[int, ...], of: str) -> None:
@@ -84,15 +90,23 @@ def check_writable(call: str, name: str, view: View) -> None:
     """ParameterError for read-only arrays, and for those with an element twice in memory."""
     if view.kind == "numpy" and not view.array.flags.writeable:
         raise ParameterError(f"{call}: {name} is read-only; it is written")
+    if _folded(tuple(view.shape), tuple(view.strides)):
+        raise ParameterError(
+            f"{call}: {name} (shape {tuple(view.shape)}, strides {tuple(view.strides)}) has "
+            "elements that share memory; it is written: pass an array of its own"
+        )
+
+
+@lru_cache(maxsize=256)
+def _folded(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether an element may be there twice."""
     reach = 0  # elements from the first to the last one of the dimensions so far
-    steps = sorted((abs(step), n) for step, n in zip(view.strides, view.shape, strict=True))
-    for step, n in steps if 0 not in view.shape else ():
+    steps = sorted([(abs(step), n) for step, n in zip(strides, shape, strict=True)])
+    for step, n in steps if 0 not in shape else ():
         if n > 1 and step <= reach:
-            raise ParameterError(
-                f"{call}: {name} (shape {tuple(view.shape)}, strides {tuple(view.strides)}) has "
-                "elements that share memory; it is written: pass an array of its own"
-            )
+            return True
         reach += (n - 1) * step
+    return False
 
 
 def requires_grad(views: Iterable[View | None]) -> bool:
@@ -126,7 +140,14 @@ def check_flag(call: str, name: str, value: Any) -> bool:
 
 def check_overlaps(call: str, pairs: Iterable[Pair], in_place: Collection[tuple[str, str]]) -> None:
     """ParameterError where something that is written shares memory in a way not allowed."""
+    spans: dict[str, tuple[int, int]] = {}  # addresses of arrays, from and up to
     for name, view, other, beside in pairs:
+        for each, seen in ((name, view), (other, beside)):
+            if each not in spans:
+                low, high = extent(seen)
+                spans[each] = seen.pointer + low, seen.pointer + high
+        if spans[name][1] <= spans[other][0] or spans[other][1] <= spans[name][0]:
+            continue  # as nearly all are
         same = (name, other) in in_place or (other, name) in in_place
         if same and _identical(view, beside):
             continue
@@ -181,8 +202,18 @@ def itemsize(view: View) -> int:
 
 def extent(view: View) -> tuple[int, int]:
     """Bytes from the pointer to the first and past the last element in memory."""
-    if 0 in view.shape:
+    return _extent(tuple(view.shape), tuple(view.strides), itemsize(view))
+
+
+@lru_cache(maxsize=256)
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, int]:
+    if 0 in shape:
         return 0, 0
-    size = itemsize(view)
-    ends = [(n - 1) * step * size for n, step in zip(view.shape, view.strides, strict=True)]
-    return sum(e for e in ends if e < 0), sum(e for e in ends if e > 0) + size
+    low, high = 0, size
+    for n, step in zip(shape, strides, strict=True):
+        end = (n - 1) * step * size
+        if end < 0:
+            low += end
+        else:
+            high += end
+    return low, high

@@ -107,6 +107,8 @@ class Op:
             made = plan.try_arrays(*inputs, *outputs)
             if made is not MISSED:
                 return made
+        if self.autograd is not None and torch_ops.wants_grad_plainly(inputs):
+            return self.autograd(self._cast(inputs), outputs, options)
         return self._met(self._whole(inputs), outputs, options)
 
     def _whole(self, inputs: Arrays) -> Arrays:
@@ -125,9 +127,12 @@ class Op:
         outputs = (*outputs, *(None,) * (len(self.outputs) - len(outputs)))
         arrays = [*inputs, *outputs]
         seen = self.plans.sight(arrays)
-        plan = None if seen is None else self.plans.lookup(arrays, options, seen)
-        if plan is not None:
-            return plan.run(*arrays)
+        if seen is not None:
+            plan = self.plans.lookup(arrays, options, seen)
+            if plan is not None:
+                return plan.run(*arrays)
+            if self.plans.are_plain(seen):
+                return self._checked(arrays, options, seen)
         if self.traced is not None and torch_ops.abstract(*inputs):
             return self.traced(inputs, outputs, options)
         if self.autograd is not None and torch_ops.wants_grad(inputs):
@@ -175,7 +180,7 @@ class Op:
     ) -> None:
         """A plan for a geometry that was met before; not while a graph is captured, whose memory
         would be the plan's."""
-        if seen is None or request.like.device == CPU or not self.plans.meet(seen[1], options):
+        if seen is None or not self.plans.meet(seen[1], options) or request.like.device == CPU:
             return
         if not is_capturing(interop.current_stream(request.like)):
             self.plans.store(arrays, options, request, kernels, self._pairs(request))
@@ -297,9 +302,9 @@ class Op:
             arrays |= _NO_SCRATCH
         kernels = []
         for spec, params, problem in request.launches:
-            named = spec.arguments(params, problem, arrays)
-            scratch = {name: arrays[name] for name in workspace.ARGUMENTS if name not in named}
-            named = interop.resolved({**named, **scratch})
+            named = dict(spec.arguments(params, problem, arrays))
+            for name in workspace.ARGUMENTS:
+                named.setdefault(name, arrays[name])
             kernels.append(
                 launch_on_device(spec, params, problem, named, device, stream, self.name)
             )

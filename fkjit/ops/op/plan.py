@@ -160,6 +160,11 @@ class Plans:
         self.geometries.update(dict.fromkeys(_types(kind), find))
         return find
 
+    def are_plain(self, seen: Geometry) -> bool:
+        """Whether all arrays are of types that have plans: none stands for another one."""
+        kinds = self.kinds
+        return all([traits is None or traits[0] in kinds for traits in seen[1]])
+
     def lookup(
         self, arrays: Sequence[Any], options: Any, seen: Geometry | None = None
     ) -> Plan | None:

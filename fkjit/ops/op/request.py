@@ -59,7 +59,10 @@ class Request(NamedTuple):
     @property
     def like(self) -> View:
         """The array that outputs resemble: framework, device, kind."""
-        return next(view for view in self.inputs.values() if view is not None)
+        for view in self.inputs.values():
+            if view is not None:
+                return view
+        raise AssertionError("a call without arrays")
 
 
 def arch_of(view: View) -> Arch:

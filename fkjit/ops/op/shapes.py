@@ -19,18 +19,32 @@ def coalesce(
     Dimensions are ordered by the last array's strides, the smallest one at the end; neighbours that
     are one dimension in every array are joined. At least one dimension is left. No size is 0.
     """
+    count = len(strides)
+    elements = _contiguous_elements(shape, strides[0]) if count else 0
+    if elements and all([step == strides[0] for step in strides]):
+        return (elements,), [(1,)] * count
     steps = zip(*strides, strict=True) if strides else iter(())
     dims = [(n, step) for n, step in zip(shape, steps, strict=True) if n > 1]
     dims.sort(key=lambda dim: [-abs(step) for step in reversed(dim[1])])
     joined: list[tuple[int, tuple[int, ...]]] = []
     for n, step in dims:
-        if joined and all(o == i * n for o, i in zip(joined[-1][1], step, strict=True)):
+        if joined and joined[-1][1] == tuple([i * n for i in step]):
             joined[-1] = (joined[-1][0] * n, step)
         else:
             joined.append((n, step))
-    joined = joined or [(1, (1,) * len(strides))]
-    sizes = tuple(n for n, _ in joined)
-    return sizes, [tuple(step[i] for _, step in joined) for i in range(len(strides))]
+    joined = joined or [(1, (1,) * count)]
+    sizes = tuple([n for n, _ in joined])
+    return sizes, [tuple([step[i] for _, step in joined]) for i in range(count)]
+
+
+def _contiguous_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements a contiguous array has; 0 for any other array."""
+    elements = 1
+    for n, step in zip(reversed(shape), reversed(strides), strict=True):
+        if step != elements:
+            return 0
+        elements *= n
+    return elements
 
 
 def rows_of(call: str, name: str, view: View) -> tuple[int, int, int]:
@@ -39,6 +53,10 @@ def rows_of(call: str, name: str, view: View) -> tuple[int, int, int]:
     Its last dimension must be contiguous, and the others one dimension: ParameterError otherwise.
     A single number is a row of one column.
     """
+    dimensions = len(view.shape)
+    if dimensions in (1, 2) and view.strides[-1] == 1:  # nearly all are such
+        rows, columns = view.shape if dimensions == 2 else (1, view.shape[0])
+        return rows, columns, view.strides[0] if rows > 1 and columns else columns
     if view.shape and view.shape[-1] > 1 and view.strides[-1] != 1 and 0 not in view.shape:
         raise ParameterError(
             f"{call}: {name} has stride {view.strides[-1]} in its last dimension; it must be "

@@ -114,6 +114,21 @@ def wants_grad(arrays: Sequence[Any]) -> bool:
     return not any(map(torch._C._functorch.is_batchedtensor, tensors))
 
 
+def wants_grad_plainly(arrays: Sequence[Any]) -> bool:
+    """Whether torch wants a gradient of what is made of these, which are all tensors with data."""
+    if _torch is None or not _torch.is_grad_enabled():
+        return False
+    tensor, parameter, found = _torch.Tensor, _torch.nn.Parameter, False
+    for array in arrays:
+        if array is None:
+            continue
+        kind = type(array)
+        if kind is not tensor and kind is not parameter:
+            return False
+        found = found or array.requires_grad
+    return found and not _torch._C._are_functorch_transforms_active()
+
+
 def abstract(*arrays: Any) -> bool:
     """Whether one is a tensor that only stands for another: in a graph that is being traced."""
     torch = sys.modules.get("torch")

@@ -92,7 +92,8 @@ def _check(
     if 0 in shape:
         return Request({"x": x}, outputs, ())
     spec, params, blocks, meeting = choose(problem, arch_of(x))
-    if spec.grid(params, problem)[0] > MAX_GRID:
+    many = problem["rows"] > MAX_GRID  # only then there are as many blocks
+    if many and spec.grid(params, problem)[0] > MAX_GRID:
         raise ParameterError(f"{call}: x has {problem['rows']} rows, more than a launch can have")
     launch = Launch(spec, params, problem)
     return Request({"x": x}, outputs, (launch,), workspace=4 * blocks, counters=meeting)

@@ -8,6 +8,7 @@ after a 16-byte boundary where `vector`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from fkjit.arch import Arch
@@ -49,7 +50,7 @@ def choose(problem: Problem, arch: Arch) -> tuple[KernelSpec, dict[str, Any], in
     params = {name: problem[name] for name in ("dtype", "out_dtype", "operation", "vector")}
     each, rows = accesses(problem), problem["rows"]
     limits = zip(_LANE_ACCESSES, _LANE_ROWS, strict=True)
-    if problem["segments"] == 1 and any(each <= most and rows >= few for most, few in limits):
+    if problem["segments"] == 1 and any([each <= most and rows >= few for most, few in limits]):
         unroll = 2 if each <= _SHORT else 8 if problem["dtype"] == "fp32" else 4
         params |= {"threads": 256, "unroll": unroll}
         return LANES, tuned(LANES, params, problem, arch), 0, 0
@@ -70,12 +71,17 @@ def meeting(params: Params, problem: Problem) -> tuple[int, int]:
 
 def cut(params: Params, problem: Problem) -> tuple[int, int]:
     """(accesses of a block, blocks of a row)."""
-    total, threads = accesses(problem) * problem["segments"], params["threads"]
+    return _cut(accesses(problem) * problem["segments"], problem["rows"], params["threads"])
+
+
+@lru_cache(maxsize=256)
+def _cut(total: int, rows: int, threads: int) -> tuple[int, int]:
+    """The same for rows of `total` accesses; a launch asks three times."""
     low, high = _BLOCKS
-    blocks = min(max(total * problem["rows"] // _PIECE, low), high)
     wanted = 1
     if total > _ALONE:
-        wanted = max(1, min(blocks // problem["rows"], -(-total // threads)))
+        blocks = min(max(total * rows // _PIECE, low), high)
+        wanted = max(1, min(blocks // rows, -(-total // threads)))
     piece = max(1, -(-total // wanted))
     piece = -(-piece // threads) * threads
     return piece, max(1, -(-total // piece))

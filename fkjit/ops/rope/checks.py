@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from math import gcd
 from typing import Any
 
 from fkjit.errors import ArgumentTypeError, ParameterError
@@ -17,6 +18,7 @@ from fkjit.tuning import tuned
 
 _LAST = (1 << 31) - 1  # position, and number of rows
 _MAX_HEADS = 65_535
+_HEADS = ("q", "k", "out_q", "out_k")  # arrays of them
 _SCALINGS = {kind.__name__: kind for kind in (Llama3Scaling, YarnScaling)}
 Views = Mapping[str, View | None]
 
@@ -51,7 +53,7 @@ def check(
         "theta": THETA if theta is None else theta,
         "scaling": scaling,
     }
-    inputs = {name: views[name] for name in ("q", "k", "positions", "table")}
+    inputs = {"q": q, "k": views["k"], "positions": views["positions"], "table": table}
     return Request(inputs, outputs, _launches(problem, views))
 
 
@@ -210,19 +212,20 @@ def _check_positions(ids: View | None, layout: str, batch: int, length: int) -> 
 def _vectors(problem: Problem, views: Views) -> bool:
     """Whether every access can be of 16 bytes."""
     size = ITEMSIZE[problem["dtype"]]
-    heads = [view for name in ("q", "k", "out_q", "out_k") if (view := views[name]) is not None]
+    heads = [view for name in _HEADS if (view := views[name]) is not None]
     columns = (problem["head_dim"], problem["rotary_dim"] // 2)
-    if any(n * size % VECTOR_BYTES for n in columns):  # new arrays are contiguous
+    if any([n * size % VECTOR_BYTES for n in columns]):  # new arrays are contiguous
         return False
-    if not all(_on_boundaries(view, size) for view in heads):
+    if not all([_on_boundaries(view, size) for view in heads]):
         return False
     table = views["table"]
     return table is None or _on_boundaries(table, ITEMSIZE["fp32"])
 
 
 def _on_boundaries(view: View, size: int) -> bool:
+    if 0 in view.shape:
+        return True
+    if view.pointer % VECTOR_BYTES:
+        return False
     steps = zip(view.shape[:-1], view.strides[:-1], strict=True)
-    return 0 in view.shape or (
-        view.pointer % VECTOR_BYTES == 0
-        and all(n == 1 or step * size % VECTOR_BYTES == 0 for n, step in steps)
-    )
+    return gcd(*[step for n, step in steps if n != 1]) * size % VECTOR_BYTES == 0

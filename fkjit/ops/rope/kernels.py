@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from fkjit.ops.op.shapes import log2_ceil
@@ -33,6 +34,9 @@ ORDER: dict[str, tuple[int | None, int, int]] = {
 }
 
 
+_ABSENT = dict.fromkeys(("q", "k", "out_q", "out_k", "positions"))
+
+
 def dimensions(layout: str, shape: Sequence[int]) -> tuple[int, int, int]:
     """(batch, heads, rows) of q or k."""
     batch, head, row = ORDER[layout]
@@ -44,15 +48,25 @@ def width(params: Params) -> int:
     return VECTOR_BYTES // ITEMSIZE[params["dtype"]] if params["vector"] else 1
 
 
-def tiling(params: Params, problem: Problem) -> dict[str, Any]:
+def tiling(params: Params, problem: Problem) -> Mapping[str, Any]:
     """Arguments that say which thread does what: rope/rows.cuh. And the grid."""
-    heads = problem["heads_q"] + problem["heads_k"]
-    tokens = problem["batch"] * problem["length"]
-    lanes = problem["rotary_dim"] // 2 // width(params)
+    return _tiling(
+        params["threads"],
+        problem["rotary_dim"] // 2 // width(params),
+        problem["batch"] * problem["length"],
+        problem["heads_q"] + problem["heads_k"],
+        problem["layout"] != "bhsd" or problem["length"] == 1,
+    )
+
+
+@lru_cache(maxsize=256)
+def _tiling(
+    threads: int, lanes: int, tokens: int, heads: int, heads_first: bool
+) -> Mapping[str, Any]:
+    """The same of what it depends on; a launch asks three times."""
     lanes_log2 = log2_ceil(lanes)
-    slots = params["threads"] >> lanes_log2
+    slots = threads >> lanes_log2
     several = min(max(tokens * heads * lanes // _ENOUGH, 1), _HEADS)
-    heads_first = problem["layout"] != "bhsd" or problem["length"] == 1
     if heads_first:
         inner_log2 = min(max(heads // several, 1).bit_length(), slots.bit_length()) - 1
         head_slots, token_slots = 1 << inner_log2, slots >> inner_log2
@@ -109,7 +123,7 @@ def _strides(problem: Problem, array: Any) -> tuple[int, ...]:
     if array is None or len(array.shape) < 3:
         return 0, 0, 0
     order = ORDER[problem["layout"]]
-    return tuple(0 if at is None else array.strides[at] // array.itemsize for at in order)
+    return tuple([0 if at is None else array.strides[at] // array.itemsize for at in order])
 
 
 def _position_strides(problem: Problem, ids: Any) -> tuple[int, int, int]:
@@ -125,12 +139,14 @@ def _position_strides(problem: Problem, ids: Any) -> tuple[int, int, int]:
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Of both kernels."""
-    names = ("q", "k", "out_q", "out_k")
-    ids: Any = arrays.get("positions")
+    seen = {**_ABSENT, **arrays}
+    ids: Any = seen["positions"]
     return {
-        **{name: arrays.get(name) for name in names},
-        **{f"{name}_strides": _strides(problem, arrays.get(name)) for name in names},
-        "positions": ids,
+        **seen,
+        "q_strides": _strides(problem, seen["q"]),
+        "k_strides": _strides(problem, seen["k"]),
+        "out_q_strides": _strides(problem, seen["out_q"]),
+        "out_k_strides": _strides(problem, seen["out_k"]),
         "position_strides": _position_strides(problem, ids),
         "position_words": 1 if problem["positions"] == "none" else ids.itemsize // 4,
         "start": problem["start"],

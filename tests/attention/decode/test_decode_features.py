@@ -52,7 +52,7 @@ SHAPES = (  # tokens, heads, head_dim, lengths, dtype, features
 )
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda one: " ".join([one[4], *sorted(one[5])]))
 def test_compositions(shape, on_sms):
     """Ragged, empty, shorter than the new tokens; heads in several blocks; race checks on."""
     tokens, heads, dims, lengths, dtype, features = shape
@@ -160,7 +160,9 @@ def test_windows_without_bounds_and_without_keys():
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
-@pytest.mark.parametrize("features", [{"window"}, {"window", "softcap"}], ids=str)
+@pytest.mark.parametrize(
+    "features", [{"window"}, {"window", "softcap"}], ids=lambda one: " ".join(sorted(one))
+)
 def test_any_scale_has_forms(scale, features):
     lengths = [150, 40]
     case = draw(5, 2, (4, 2), (2, 150), (64, 64), "fp16", features)

@@ -35,7 +35,9 @@ SHAPES = (  # tokens, heads, dims, longest, dtype, features
 )
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", SHAPES, ids=lambda one: " ".join(map(str, [*one[:-1], *sorted(one[-1])]))
+)
 def test_compositions(shape):
     tokens, heads, dims, longest, dtype, features = shape
     lengths = [longest, 0, tokens // 2, 17, longest - 1]
