@@ -52,7 +52,9 @@ def assert_right(found, case, dtype):
     assert np.abs(lse[seen] - want_lse[seen]).max(initial=0) <= 1e-3
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", SHAPES, ids=lambda one: " ".join(map(str, [*one[:-1], *sorted(one[-1])]))
+)
 def test_compositions(shape):
     *_, dtype, features = shape
     case = draw(sum(shape[2]), *shape[:4], dtype, features)
