@@ -125,7 +125,7 @@ def check_first_two(spec, variants):
 def test_the_portable_kernel_under_a_99_kb_cap(head_dim, monkeypatch):
     """A stand-in for sm_86, sm_89 and sm_120: their shared-memory limit chooses the tiles."""
     torch = pytest.importorskip("torch", reason="needs torch")
-    from fkjit.ops.attention import plan as attention_plan
+    from fkjit.ops.attention.forward import _ATTENTION
     from fkjit.runtime import device
 
     real = device.device_target(0)
@@ -136,10 +136,10 @@ def test_the_portable_kernel_under_a_99_kb_cap(head_dim, monkeypatch):
             real.arch, shared_per_block=small.shared_per_block, shared_per_sm=small.shared_per_sm
         ),
     )
-    monkeypatch.setattr("fkjit.ops.attention.checks.device_target", lambda device: capped)
+    monkeypatch.setattr("fkjit.ops.op.request.device_target", lambda device: capped)
     monkeypatch.setattr(device, "device_target", lambda device: capped)
     device.forget()
-    attention_plan.plans.clear()
+    _ATTENTION.plans.forget()
     q, k, v = (torch.randn(2, 4, 700, head_dim, device="cuda").half() for _ in range(3))
     o = fkjit.attention(q, k, v, causal=True)
     expected = torch.nn.functional.scaled_dot_product_attention(
@@ -150,4 +150,4 @@ def test_the_portable_kernel_under_a_99_kb_cap(head_dim, monkeypatch):
         kernel.shared_bytes <= 101_376 for kernel in device._loaded.values()
     )
     device.forget()
-    attention_plan.plans.clear()
+    _ATTENTION.plans.forget()
