@@ -60,9 +60,7 @@ def cases(torch: Any) -> Iterator[Case]:
     functional = torch.nn.functional
     weight = torch.ones(1024, device="cuda", dtype=torch.bfloat16)
     slopes = torch.full((4,), 0.1, device="cuda")
-    table = torch.arange(64, device="cuda", dtype=torch.int32).view(1, 64)
     pages = torch.randn(64, 16, 4, 128, device="cuda", dtype=torch.bfloat16)
-    used = torch.full((1,), 500, device="cuda", dtype=torch.int32)
     attention, sdpa = fkjit.attention, functional.scaled_dot_product_attention
 
     def both(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,6 +73,12 @@ def cases(torch: Any) -> Iterator[Case]:
         ends = torch.tensor([0, n // 2, n], device="cuda", dtype=torch.int32)
         rows = (torch.randn(n, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         return (*rows, ends, ends, n, n)
+
+    def paged(torch: Any, n: int) -> tuple[Any, ...]:
+        """One new token of each of n sequences, 50 keys each."""
+        q = torch.randn(n, 1, 4, 128, device="cuda", dtype=torch.bfloat16)
+        table = torch.arange(4 * n, device="cuda", dtype=torch.int32).view(n, 4) % 64
+        return q, table, torch.full((n,), 50, device="cuda", dtype=torch.int32)
 
     yield Case("attention", _heads, attention)
     yield Case("attention causal", _heads, lambda *x: attention(*x, causal=True))
@@ -91,11 +95,9 @@ def cases(torch: Any) -> Iterator[Case]:
                both(lambda *x: attention(*x, causal=True, window=(64, 0))), grad=True)  # fmt: skip
     yield Case("SDPA fwd+bwd (PyTorch)", _learned, both(sdpa), ours=False, new=False, grad=True)
     yield Case("attention_decode", lambda t, n: _heads(t, 1, n), fkjit.attention_decode)
-    yield Case(
-        "paged_attention",
-        lambda t, n: (t.randn(1, 1 + n % 16, 4, 128, device="cuda", dtype=t.bfloat16),),
-        lambda q: fkjit.paged_attention(q, (pages, pages), table, used, layout="nhd"),
-    )
+    yield Case("paged_attention", paged,
+               lambda q, table, used: fkjit.paged_attention(
+                   q, (pages, pages), table, used, layout="nhd"))  # fmt: skip
     yield Case("rms_norm", lambda t, n: (_rows(t, n),), lambda x: fkjit.rms_norm(x, weight))
     yield Case("F.rms_norm (PyTorch)", lambda t, n: (_rows(t, n),),
                lambda x: functional.rms_norm(x, (1024,), weight, 1e-6), ours=False)  # fmt: skip

@@ -39,6 +39,18 @@ def test_every_case_is_a_call_that_runs():
     assert len(set(names)) == len(names) > 20
 
 
+def test_each_size_is_another_shape():
+    """Else what is called new is not, and what alternates stands still."""
+
+    def shapes(case, n):
+        return [x if isinstance(x, int) else tuple(x.shape) for x in case.arrays(OnCpu(), n)]
+
+    for case in host.cases(OnCpu()):
+        sizes = (*host._WIDTHS, host._FIRST_NEW, host._FIRST_NEW + 1, host._FIRST_NEW + 16)
+        found = [shapes(case, n) for n in sizes]
+        assert all(one not in found[:at] for at, one in enumerate(found)), case.name
+
+
 def test_new_shapes_are_new_and_the_two_that_alternate_differ():
     sizes = []
     case = host.Case("noted", lambda torch, n: (n,), lambda n: sizes.append(n))
