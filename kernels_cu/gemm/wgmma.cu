@@ -11,7 +11,9 @@
      COOPERATIVE   each takes half of a tile's rows. The second one starts LAG steps of k later, and
                    stays that far behind: it multiplies while the first one is at its epilogue, and
                    the other way round.
-     else          each takes every other tile, whole: one multiplies, the other is at its epilogue.
+     else          each takes every other tile, whole, and they take turns at the tensor cores: one
+                   multiplies, the other is at its epilogue. (Turns are needed for another reason
+                   too: only who has seen the round before may wait for a stage by its parity.)
 
    Blocks of a cluster have tiles below one another. Each fetches half of the weight's tile and has
    TMA write it into both, so that L2 is asked once.
@@ -31,6 +33,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_products.cuh"
+#include "tile/pingpong.cuh"
 #include "tile/ring.cuh"
 //% if has_mod
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
@@ -49,10 +52,9 @@ constexpr int BLOCK_N = ${block_n};  // rows of weight in a tile
 constexpr int STAGES = ${stages};    // of 64 k in shared memory
 constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
 constexpr bool COOPERATIVE = ${cooperative};
-constexpr bool GATE = ${gate};
+constexpr bool GATE = ${gate}, RESIDUAL = ${residual}, PRE = ${pre};
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
-constexpr bool TMA_STORE = ${tma_store};  // rows of out start on 16-byte boundaries
-constexpr int LAG = ${lag};               // steps of k
+constexpr int LAG = ${lag};      // steps of k
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 using Activation = ${activation};
 
@@ -70,9 +72,9 @@ static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
               "more would be waited for forever");
 
 using Stages = GemmStages<OperandTile<BLOCK_M, X_K_MAJOR>, OperandTile<BLOCK_N, WEIGHT_K_MAJOR>,
-                          STAGES, 4 * CONSUMERS, GUARD>;
+                          STAGES, CONSUMERS, GUARD>;
 using Place = RingPlace<STAGES>;
-using Pairs = EpiloguePairs<Activation, GATE, elem_t, out_t>;
+using Pairs = EpiloguePairs<Activation, GATE, PRE, RESIDUAL, elem_t, out_t>;
 
 // The producer: one thread fills stage after stage, tile after tile.
 __device__ __forceinline__ void produce(const Stages& stages, const TensorMap& x_map,
@@ -107,7 +109,7 @@ __device__ __forceinline__ void produce(const Stages& stages, const TensorMap& x
 template <int BLOCKS>
 __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][BLOCK_N / 8][4], const Stages& stages,
                                          Place& place, int steps, int first_row, int lane,
-                                         bool passes) {
+                                         bool leads, const PingPong<CONSUMERS>& pingpong) {
   const auto release_stage = [&](int stage) {
     if (CLUSTER == 1) {
       if (lane == 0) mbarrier_arrive(stages.empty(stage));
@@ -126,18 +128,18 @@ __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][BLOCK_N / 8][4], c
       for (int block = 0; block < BLOCKS; ++block)
         wgmma_shared<elem_t, !X_K_MAJOR, !WEIGHT_K_MAJOR>(
             acc[block],
-            Stages::A::operand(stages.a(place.stage), first_row + block * 64) +
-                i * Stages::A::STEP,
+            Stages::A::operand(stages.a(place.stage), first_row + block * 64) + i * Stages::A::STEP,
             weight + i * Stages::B::STEP, step > 0 || i > 0);
     wgmma_commit();
     if (step > 0) {
       wgmma_wait<1>();
       release_stage(last);
     }
-    if (passes && step == min(LAG, steps) - 1) named_barrier_arrive<2 * WARPGROUP>(1);
+    if (leads && step == min(LAG, steps) - 1) named_barrier_arrive<2 * WARPGROUP>(1);
     last = place.stage;
     place.advance();
   }
+  pingpong.pass();
   wgmma_wait<0>();
   release_stage(last);
 }
@@ -149,7 +151,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     //% endif
     const __grid_constant__ TensorMap x_map,       // [m, k] as it lies, boxes of 64 k
     const __grid_constant__ TensorMap weight_map,  // [n, k] (with gate [2 n, k]) as it lies
-    const __grid_constant__ TensorMap out_map,     // [m, n], boxes of 16 rows and 64 columns
+    //% if tma_store
+    const __grid_constant__ TensorMap out_map,  // [m, n], boxes of 16 rows and 64 columns
+    //% endif
     const elem_t* __restrict__ bias,               // [n] or [2 n], or null
     const out_t* __restrict__ residual,            // [m, n], or null
     out_t* __restrict__ out,                       // [m, n]
@@ -173,43 +177,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
   if (warpgroup == 0) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0)
-      produce(stages, x_map, weight_map, order, n, steps, first, stride, rank);
+    if (threadIdx.x == 0) produce(stages, x_map, weight_map, order, n, steps, first, stride, rank);
   } else {
     // ---- consumers
     more_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1, lane = threadIdx.x % WARP_SIZE;
     const int warp = threadIdx.x / WARP_SIZE - 4, warp_row = warp % 4 * 16;
     const int consumer_row = COOPERATIVE ? consumer * ROWS : 0;
-    const Pairs epilogue(bias, residual, pre, residual_stride, scale, n);
+    const Pairs epilogue(residual, pre, residual_stride, scale, n);
+    elem_t* const consumer_bias =
+        reinterpret_cast<elem_t*>(shared_memory + Stages::BIAS) + consumer * 2 * BLOCK_N;
     float acc[ROWS / 64][BLOCK_N / 8][4];
     const bool lags = COOPERATIVE && LAG > 0;
     if (lags && consumer == 1 && first < order.count()) named_barrier_wait<2 * WARPGROUP>(1);
 
+    const PingPong<CONSUMERS> pingpong(consumer, !COOPERATIVE);
     Place place;
-    int turn = 0, box = 0;  // tiles of this block so far; where output is staged next
+    int turn = 0, taken = 0, box = 0;  // tiles of this block and this consumer so far; of output
     for (int number = first; number < order.count(); number += stride, ++turn) {
       if (!COOPERATIVE) {
         if (turn % CONSUMERS != consumer) continue;
         place = ring_place<STAGES>(turn * steps);
+        pingpong.wait();
       }
-#pragma unroll
-      for (int block = 0; block < ROWS / 64; ++block) register_fence(acc[block]);
-      multiply(acc, stages, place, steps, consumer_row, lane, lags && consumer == 0 && turn == 0);
       const TilePlace tile = order(number);
       const int column = tile.column * OUT_COLUMNS;
+      elem_t* const tile_bias = consumer_bias + taken % 2 * BLOCK_N;
+      stage_bias<BLOCK_N>(tile_bias, bias, threadIdx.x % WARPGROUP, column,
+                          GATE ? n + column : column + BLOCK_N / 2, GATE ? 2 * n : n);
+      ++taken;
+#pragma unroll
+      for (int block = 0; block < ROWS / 64; ++block) register_fence(acc[block]);
+      multiply(acc, stages, place, steps, consumer_row, lane, lags && consumer == 0 && turn == 0,
+               pingpong);
+      named_barrier_wait_aligned<WARPGROUP>(3 + consumer);  // all of its bias is there
 #pragma unroll
       for (int block = 0; block < ROWS / 64; ++block) {
-        const int row = (tile.row * CLUSTER + rank) * BLOCK_M + consumer_row + block * 64 + warp_row;
-        if constexpr (TMA_STORE) {
-          store_by_tma<Stages::Staged, GATE, OUT_COLUMNS, out_t>(
-              acc[block], epilogue, out_map, stages.staged(warp), box, lane, row, m, column);
-        } else {
-          store_pairs<GATE, OUT_COLUMNS>(acc[block], epilogue, out, out_stride, lane, row, m,
-                                         column);
-        }
+        const int row =
+            (tile.row * CLUSTER + rank) * BLOCK_M + consumer_row + block * 64 + warp_row;
+        //% if tma_store
+        store_by_tma<Stages::Staged, OUT_COLUMNS, out_t>(acc[block], epilogue, tile_bias, out_map,
+                                                         stages.staged(warp), box, lane, row, m,
+                                                         column);
+        //% else
+        store_pairs<OUT_COLUMNS>(acc[block], epilogue, tile_bias, out, out_stride, lane, row, m,
+                                 column);
+        //% endif
       }
     }
+    pingpong.end(turn % CONSUMERS);
     if (lane == 0) bulk_wait_read();
   }
   __syncwarp();

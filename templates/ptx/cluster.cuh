@@ -38,7 +38,7 @@ __device__ __forceinline__ void cluster_arrive_at(u32 barrier, int rank) {
       "{\n"
       ".reg .b32 there;\n"
       "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
       "}" ::"r"(barrier),
       "r"(rank)
       : "memory");

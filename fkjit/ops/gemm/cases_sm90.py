@@ -16,10 +16,11 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     step = 8 if params["tma_store"] else 1
     ragged = (block_m + 24, wide * columns - 5 * 8 + step % 8, deep)
     whole = (block_m * wide, columns, 64 * 3)
-    more = {"residual": True, "pre": params["activation"] != "none", "gap": 8, "scale": 0.75}
+    kept = {name: params[name] for name in ("residual", "pre")}
+    more = {**kept, "gap": 8, "scale": 0.75}
     return [
         {**cases.problem(params, *ragged, **more), "multiprocessors": 2},
-        {**cases.problem(params, *whole, bias=False), "multiprocessors": params["cluster"]},
+        {**cases.problem(params, *whole, **kept, bias=False), "multiprocessors": params["cluster"]},
     ]
 
 

@@ -34,7 +34,13 @@ def stages(params: Params) -> int:
     """How many have room."""
     block_m, block_n = params["block"]
     each = (block_m + block_n) * BLOCK_K * 2
-    return min((MAX_SHARED - _STAGED - 16 * _MAX_STAGES) // each, _MAX_STAGES)
+    rest = _STAGED + _bias_bytes(params) + 16 * _MAX_STAGES
+    return min((MAX_SHARED - rest) // each, _MAX_STAGES)
+
+
+def _bias_bytes(params: Params) -> int:
+    """Of the columns of two tiles of each consumer."""
+    return 2 * CONSUMERS * params["block"][1] * 2
 
 
 def _derive(params: Params) -> dict[str, Any]:
@@ -73,7 +79,7 @@ def _shared(params: Params) -> SharedLayout:
     weight = [(f"weight stage {stage}", block_n * BLOCK_K * 2) for stage in range(count)]
     warps = CONSUMERS * 4
     staged = [(f"output of warp {warp}", _STAGED // warps) for warp in range(warps)]
-    return [*x, *weight, *staged, ("mbarriers", 16 * count)]
+    return [*x, *weight, *staged, ("bias", _bias_bytes(params)), ("mbarriers", 16 * count)]
 
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,6 +132,8 @@ PARAMS = (
     Param("x_layout", ("mk", "km"), "how x lies: [m, k], or transposed"),
     Param("weight_layout", ("nk", "kn"), "how the weight lies: nn.Linear's [n, k], or [k, n]"),
     *epilogue.PARAMS,
+    Param("residual", (False, True), "a residual is added to what the activation gives"),
+    Param("pre", (False, True), "what the activation is of is kept for a backward"),
     Param("tma_store", (True, False), "rows of out start on 16-byte boundaries, 16-bit elements"),
     Param("block", _ALL_TILES, "rows of x and of weight in a tile", tunable=True),
     Param("schedule", tuple(TILES), "how two consumers share tiles", tunable=True),
