@@ -1,4 +1,4 @@
-"""The product for reading, and for whatever the other kernels do not take: one spec a `.cu` file."""
+"""The product for reading, and for what the other kernels do not take: a spec a `.cu` file."""
 
 from __future__ import annotations
 
