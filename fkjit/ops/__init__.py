@@ -26,6 +26,7 @@ KERNELS = (
     "kv.read",
     "kv.slots",
     "kv.rope_append_kernels",
+    "gemm.kernels",
     "moe.route",
     "moe.regroup",
     "moe.route_and_regroup",
@@ -41,6 +42,7 @@ KERNELS = (
 
 # Public calls whose kernels are registered under another op than the call's own name.
 OPS_OF_CALLS = {
+    "gelu_linear": ("linear",),
     "attention_varlen": ("attention_form",),
     "paged_attention": ("attention_decode",),
     "reduce_sum": ("reduce",),
