@@ -9,10 +9,10 @@ from typing import Any
 from fkjit.ops.gemm import epilogue
 from fkjit.ops.gemm.problem import outputs_of
 from fkjit.runtime.interop import ITEMSIZE
-from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register, size_class
+from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register, size_class
 
 _DTYPES = ("bf16", "fp16", "fp32")
-_SIZE = 8  # columns of a thread
+SIZE = 8  # columns of a thread
 _THREADS = (128, 32)
 _BLOCKS_A_SM = 4
 _MOST_PARTS, _ROWS_A_PART = 128, 4  # rows of partial sums, which one block adds up
@@ -32,7 +32,7 @@ def _illegal(params: Params) -> str | None:
 
 def strips(params: Params, n: int) -> int:
     """Blocks beside each other."""
-    return -(-n // (_SIZE * params["threads"]))
+    return -(-n // (SIZE * params["threads"]))
 
 
 def parts(params: Params, problem: Problem) -> int:
@@ -62,7 +62,7 @@ def _traffic(problem: Problem) -> float:
 
 def threads(n: int) -> int:
     """Of a block, for rows of so many columns."""
-    return _THREADS[0] if n > _SIZE * _THREADS[1] else _THREADS[1]
+    return _THREADS[0] if n > SIZE * _THREADS[1] else _THREADS[1]
 
 
 BACKWARD = KernelSpec(
