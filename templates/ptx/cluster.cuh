@@ -30,3 +30,16 @@ __device__ __forceinline__ void cluster_store(float* shared, int rank, float val
       : "r"(static_cast<u32>(__cvta_generic_to_shared(shared))), "r"(rank));
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
 }
+
+// An arrival at the mbarrier in the same place of block `rank`'s shared memory.
+// PTX ISA: mapa, mbarrier.arrive
+__device__ __forceinline__ void cluster_arrive_at(u32 barrier, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}

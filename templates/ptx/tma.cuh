@@ -43,3 +43,15 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, u32 shared, int 
       "r"(shared), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
+
+// The same to the same place in all blocks of the cluster that `mask` names, a bit for each rank;
+// its bytes count on the barrier at the same place in each.
+// PTX ISA: cp.async.bulk.tensor, multicast::cluster
+__device__ __forceinline__ void tma_load_multicast(u32 shared, const TensorMap& map, u32 barrier,
+                                                   int x, int y, int z, int w, u16 mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(mask)
+      : "memory");
+}
