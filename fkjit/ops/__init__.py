@@ -26,6 +26,7 @@ KERNELS = (
     "kv.read",
     "kv.slots",
     "kv.rope_append_kernels",
+    "gemm.kernels_small",
     "moe.route",
     "moe.regroup",
     "moe.route_and_regroup",
