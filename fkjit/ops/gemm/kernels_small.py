@@ -82,3 +82,86 @@ GEMV = register(
         }
     )
 )  # fmt: skip
+
+SKINNY_ROWS = 128  # of x, at most
+_TOKENS = (16, 32, 64, 128)  # what rows of x are padded to
+
+SkinnyTile = tuple[int, int, int]  # rows of the weight, k of a stage, stages
+_SKINNY_TILES: tuple[SkinnyTile, ...] = (
+    (128, 64, 4), (64, 64, 4), (128, 64, 6), (64, 64, 8), (64, 128, 4), (128, 128, 3),
+)  # fmt: skip
+
+
+def _skinny_bytes(params: Params) -> int:
+    rows, block_k, stages = params["tile"]
+    return 2 * stages * block_k * (rows + params["tokens"])
+
+
+def _skinny_values(params: Params) -> dict[str, Any]:
+    rows, block_k, stages = params["tile"]
+    return {
+        **epilogue.values(params["activation"]),
+        "rows_of_k": params["weight_layout"] == "nk",
+        **{"rows": rows, "block_k": block_k, "stages": stages},
+        "resident": 1 if params["tokens"] * rows > 64 * 128 else 2,
+    }
+
+
+def _skinny_illegal(params: Params) -> str | None:
+    rows, block_k, stages = params["tile"]
+    if params["out_dtype"] not in (params["dtype"], "fp32"):
+        return f"out_dtype={params['out_dtype']} is neither {params['dtype']} nor fp32"
+    if params["gate"] and params["weight_layout"] == "kn" and rows < 128:
+        return "has no panels of its own for gate and up"
+    if params["gate"] and params["weight_layout"] == "nk" and block_k != 64:
+        return "has gate and up in one panel of a tile"
+    if 8 * params["tokens"] * (rows + 4) > _skinny_bytes(params):
+        return "has no room for its sums"
+    return None
+
+
+def _skinny_grid(params: Params, problem: Problem) -> Dim3:
+    outputs = params["tile"][0] // (2 if params["gate"] else 1)
+    return (-(-problem["n"] // outputs), problem["split"], 1)
+
+
+def skinny_memory(params: Params, problem: Problem) -> tuple[int, int]:
+    """(bytes of workspace, counters) of a problem."""
+    tiles, split, _ = _skinny_grid(params, problem)
+    if split == 1:
+        return 0, 0
+    return 4 * tiles * split * problem["m"] * params["tile"][0], tiles
+
+
+SKINNY = register(
+    KernelSpec(
+        **{
+            **CONTRACT,
+            "name": "skinny",
+            "source": "gemm/skinny.cu",
+            "entry": "linear_skinny",
+            "doc": "few rows of x: operands swapped, k shared out over the grid",
+            "params": (
+                Param("dtype", ("bf16", "fp16"), "element type of x and weight"),
+                Param("out_dtype", ("bf16", "fp16", "fp32"), "element type of out"),
+                Param("weight_layout", ("nk", "kn"), "[n, k] as nn.Linear's, or [k, n]"),
+                *epilogue.PARAMS,
+                Param("aligned", (True, False), "rows start on 16-byte boundaries"),
+                Param("static_weight", (False, True), "nothing writes the weight: load it early"),
+                Param("tokens", _TOKENS, "rows of x, padded to this"),
+                Param(
+                    "tile", _SKINNY_TILES, "rows of the weight, k of a stage, stages",
+                    tunable=True,
+                ),
+            ),
+            "derive": _skinny_values,
+            "illegal": _skinny_illegal,
+            "features": lambda params: frozenset({"cp_async", "ldmatrix", "bf16_mma"}),
+            "shared_bytes": _skinny_bytes,
+            "pdl": True,
+            "block": lambda params: (256, 1, 1),
+            "grid": _skinny_grid,
+            "verification": "fkjit.ops.gemm.cases_small:SKINNY",
+        }
+    )
+)  # fmt: skip
