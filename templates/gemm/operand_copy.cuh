@@ -58,11 +58,10 @@ struct OperandCopy {
   }
 
   // Part PART of PARTS of the next tile -> the tile at `tile`, asynchronously. `k_left`: of k, from
-  // this tile on. The last part goes on to the tile after it.
+  // this tile on. The last part goes on to the tile after it. For ALIGNED only.
   template <int PART, int PARTS>
   __device__ __forceinline__ void copy(u32 tile, int k_left) {
     constexpr int FIRST = PART * COPIES / PARTS, LAST = (PART + 1) * COPIES / PARTS;
-    static_assert(ALIGNED, "asynchronous copies are 16 bytes");
     if (whole && k_left >= BLOCK_K) {
 #pragma unroll
       for (int i = FIRST; i < LAST; ++i) cp_async_16(tile + target(i), chunk(i));
