@@ -26,6 +26,7 @@ KERNELS = (
     "kv.read",
     "kv.slots",
     "kv.rope_append_kernels",
+    "gemm.kernels_sm90",
     "gemm.kernels_small",
     "gemm.kernels",
     "gemm.kernels_backward",

@@ -8,9 +8,7 @@
    producer: one thread asks TMA for 64 of k of both operands, stage after stage of a ring
    (gemm/sm90/stages.cuh), and is tiles ahead of the others. Two warpgroups are consumers:
 
-     COOPERATIVE   each takes half of a tile's rows. The second one starts LAG steps of k later, and
-                   stays that far behind: it multiplies while the first one is at its epilogue, and
-                   the other way round.
+     COOPERATIVE   each takes half of a tile's rows.
      else          each takes every other tile, whole, and they take turns at the tensor cores: one
                    multiplies, the other is at its epilogue. (Turns are needed for another reason
                    too: only who has seen the round before may wait for a stage by its parity.)
@@ -21,8 +19,7 @@
    Rows of a weight with GATE: a tile has as many of gate as of up, so that a thread has both sums
    of an element.
 
-   Source: the schedules of CUTLASS 3 (warp-specialised, cooperative and ping-pong), in our own
-   words; the lag of the cooperative one is ours. */
+   Source: the schedules of CUTLASS 3 (warp-specialised, cooperative and ping-pong). */
 #include "prelude.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
@@ -54,7 +51,6 @@ constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
 constexpr bool COOPERATIVE = ${cooperative};
 constexpr bool GATE = ${gate}, RESIDUAL = ${residual}, PRE = ${pre};
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
-constexpr int LAG = ${lag};      // steps of k
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 using Activation = ${activation};
 
@@ -109,7 +105,7 @@ __device__ __forceinline__ void produce(const Stages& stages, const TensorMap& x
 template <int BLOCKS>
 __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][BLOCK_N / 8][4], const Stages& stages,
                                          Place& place, int steps, int first_row, int lane,
-                                         bool leads, const PingPong<CONSUMERS>& pingpong) {
+                                         const PingPong<CONSUMERS>& pingpong) {
   const auto release_stage = [&](int stage) {
     if (CLUSTER == 1) {
       if (lane == 0) mbarrier_arrive(stages.empty(stage));
@@ -135,7 +131,6 @@ __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][BLOCK_N / 8][4], c
       wgmma_wait<1>();
       release_stage(last);
     }
-    if (leads && step == min(LAG, steps) - 1) named_barrier_arrive<2 * WARPGROUP>(1);
     last = place.stage;
     place.advance();
   }
@@ -188,8 +183,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     elem_t* const consumer_bias =
         reinterpret_cast<elem_t*>(shared_memory + Stages::BIAS) + consumer * 2 * BLOCK_N;
     float acc[ROWS / 64][BLOCK_N / 8][4];
-    const bool lags = COOPERATIVE && LAG > 0;
-    if (lags && consumer == 1 && first < order.count()) named_barrier_wait<2 * WARPGROUP>(1);
 
     const PingPong<CONSUMERS> pingpong(consumer, !COOPERATIVE);
     Place place;
@@ -208,8 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
       ++taken;
 #pragma unroll
       for (int block = 0; block < ROWS / 64; ++block) register_fence(acc[block]);
-      multiply(acc, stages, place, steps, consumer_row, lane, lags && consumer == 0 && turn == 0,
-               pingpong);
+      multiply(acc, stages, place, steps, consumer_row, lane, pingpong);
       named_barrier_wait_aligned<WARPGROUP>(3 + consumer);  // all of its bias is there
 #pragma unroll
       for (int block = 0; block < ROWS / 64; ++block) {

@@ -69,7 +69,8 @@ struct OperandCopy {
 #pragma unroll 1
       for (int i = FIRST; i < LAST; ++i) {
         const int elements = left_of(i, k_left);
-        cp_async_16(tile + target(i), elements > 0 ? chunk(i) : array, 2 * max(min(elements, 8), 0));
+        cp_async_16(tile + target(i), elements > 0 ? chunk(i) : array,
+                    2 * max(min(elements, 8), 0));
       }
     }
     if (PART == PARTS - 1) advance();

@@ -38,7 +38,9 @@ def _skinny(params: Params, scale: str) -> list[dict[str, Any]]:
     tokens, even = params["tokens"], 8 if params["aligned"] else 1
     if scale == "full":
         shapes = ((tokens, 4096, 4096, 1), (tokens - 3, 4104, 1000, 3), (5, 136, 14336, 7))
-        return [cases.problem(params, *shape, split=s, **_everything(params)) for *shape, s in shapes]
+        return [
+            cases.problem(params, *shape, split=s, **_everything(params)) for *shape, s in shapes
+        ]
     ragged = _everything(params, even)
     return [
         cases.problem(params, tokens - 3, rows + 3 * even, 7 * block_k + even, split=3, **ragged),
@@ -61,6 +63,4 @@ def _skinny_reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
 
 
 GEMV = cases.verification(_gemv)
-SKINNY = replace(
-    cases.verification(_skinny), inputs=_skinny_inputs, reference=_skinny_reference
-)
+SKINNY = replace(cases.verification(_skinny), inputs=_skinny_inputs, reference=_skinny_reference)

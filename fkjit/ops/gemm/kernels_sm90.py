@@ -22,12 +22,10 @@ _SUMS = 128  # fp32 sums that a thread has registers for
 _GROUP_ROWS = 2048  # rows of x whose tiles are taken together
 # Tiles (rows of x, rows of weight) by schedule.
 TILES: dict[str, tuple[tuple[int, int], ...]] = {
-    "cooperative": ((128, 256), (256, 128), (128, 192), (128, 128), (256, 64), (128, 64)),
-    "pingpong": ((64, 256), (128, 128), (64, 192), (64, 128), (128, 64), (64, 64)),
+    "cooperative": ((128, 256), (256, 128), (128, 192), (128, 128), (128, 64)),
+    "pingpong": ((128, 128), (64, 256), (64, 128)),
 }
 _ALL_TILES = tuple(dict.fromkeys(tile for tiles in TILES.values() for tile in tiles))
-# Steps of k that the second consumer stays behind the first, where both take the same tile.
-LAG = 2
 
 
 def stages(params: Params) -> int:
@@ -50,7 +48,6 @@ def _derive(params: Params) -> dict[str, Any]:
         "block_n": block_n,
         "stages": stages(params),
         "cooperative": params["schedule"] == "cooperative",
-        "lag": min(params.get("lag", LAG), stages(params) - 1),
         "x_k_major": params["x_layout"] == "mk",
         "weight_k_major": params["weight_layout"] == "nk",
         **epilogue.values(params["activation"]),
@@ -140,7 +137,8 @@ PARAMS = (
     Param("cluster", (1, 2), "blocks that share a tile of the weight", tunable=True),
 )
 
-ALL = KernelSpec(
+# Every legal variant; what is registered is fewer.
+WGMMA_ALL = KernelSpec(
     **{
         **CONTRACT,
         "name": "wgmma",
@@ -159,3 +157,36 @@ ALL = KernelSpec(
         "verification": "fkjit.ops.gemm.cases_sm90:WGMMA",
     }
 )
+
+_PLAIN: Mapping[str, Any] = {
+    "dtype": "bf16", "out_dtype": "bf16", "x_layout": "mk", "weight_layout": "nk",
+    "activation": "none", "gate": False, "residual": False, "pre": False, "tma_store": True,
+    "cluster": 1,
+}  # fmt: skip
+_WIDE, _SQUARE = {"block": (128, 256), "schedule": "cooperative"}, {"block": (128, 128)}
+_IN_TURNS = {**_SQUARE, "schedule": "pingpong"}
+# What is compiled ahead and swept: each tile plain, and each thing that an epilogue or a layout does.
+_SHOWN: tuple[Mapping[str, Any], ...] = tuple(
+    {**_PLAIN, **more}
+    for more in (
+        *({"block": tile, "schedule": name} for name, tiles in TILES.items() for tile in tiles),
+        {**_WIDE, "cluster": 2},
+        {**_IN_TURNS, "cluster": 2, "activation": "gelu_tanh"},
+        {**_IN_TURNS, "activation": "gelu_tanh", "pre": True},
+        {**_IN_TURNS, "activation": "gelu", "out_dtype": "fp32", "tma_store": False},
+        {**_IN_TURNS, "activation": "silu", "gate": True},
+        {**_WIDE, "activation": "silu", "gate": True, "pre": True, "residual": True},
+        {**_WIDE, "weight_layout": "kn", "cluster": 2},
+        {**_WIDE, "x_layout": "km", "weight_layout": "kn"},
+        {**_IN_TURNS, "weight_layout": "kn", "residual": True, "tma_store": False},
+        {**_IN_TURNS, "dtype": "fp16", "out_dtype": "fp16"},
+    )
+)
+
+
+def _unshown(params: Params) -> str | None:
+    """Why a variant is not among those that are registered."""
+    return None if dict(params) in _SHOWN else "is compiled when it is called"
+
+
+WGMMA = register(replace(WGMMA_ALL, illegal=_unshown))
