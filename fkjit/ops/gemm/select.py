@@ -69,7 +69,9 @@ def variants(shape: Shape, impl: str, arch: Arch) -> list[tuple[str, dict[str, A
         candidate = CANDIDATES[name]
         reason = candidate.refuses(shape)
         if reason is None:
-            fixed = tuple({**_common(candidate.spec, shape), **candidate.fixed(shape, arch)}.items())
+            fixed = tuple(
+                {**_common(candidate.spec, shape), **candidate.fixed(shape, arch)}.items()
+            )
             legal, reason = _legal(name, fixed, arch)
             found += [(name, params) for params in legal]
         reasons.append(reason)
