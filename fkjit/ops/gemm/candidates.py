@@ -63,7 +63,7 @@ def _wgmma_tile(params: Params, shape: Shape) -> Tile:
     problem = {"m": shape.m, "n": shape.n, "k": shape.k, "multiprocessors": shape.sms}
     return Tile(
         cluster * rows, columns, kernels_sm90.BLOCK_K, blocks=cluster,
-        splits=kernels_sm90.splits(params, problem), loaded=rows + columns // cluster,
+        shared=kernels_sm90.shared_tiles(params, problem), loaded=rows + columns // cluster,
     )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def _wgmma_rates(params: Params, shape: Shape) -> Rates:
     speed, step = _WGMMA.get((params["schedule"], params["block"]), (0.5, 300))
     wasted = max(rows / shape.m, 1.0)  # rows that TMA fills with zeros
     speed *= _CLUSTER_COST if params["cluster"] > 1 else 1.0
-    start = 1800 + (_PARTIALS if params["split"] else 0)
+    start = 1800 + (_PARTIALS if params["shares"] else 0)
     return Rates("wgmma", speed / wasted, start=start, overlapped=pingpong, step=step * wasted)
 
 
