@@ -58,7 +58,8 @@ _WGMMA: dict[tuple[str, tuple[int, int]], tuple[float, float]] = {
     ("cooperative", (256, 64)): (0.61, 0),
     ("cooperative", (128, 64)): (0.57, 254),
 }
-_CLUSTER_COST = 0.995  # what waiting for one another leaves of a cluster's speed
+_KN_COOPERATIVE = 1.07  # more, where rows of the weight are contiguous in n
+_CLUSTER = {"nk": 0.995, "kn": 1.005}  # what waiting for one another, and sharing, make of it
 
 
 def _wgmma_tile(params: Params, shape: Shape) -> Tile:
@@ -73,7 +74,8 @@ def _wgmma_rates(params: Params, shape: Shape) -> Rates:
     (rows, _), pingpong = params["block"], params["schedule"] == "pingpong"
     speed, step = _WGMMA.get((params["schedule"], params["block"]), (0.5, 300))
     wasted = max(rows / shape.m, 1.0)  # rows that TMA fills with zeros
-    speed *= _CLUSTER_COST if params["cluster"] > 1 else 1.0
+    speed *= _CLUSTER[shape.weight_layout] if params["cluster"] > 1 else 1.0
+    speed *= _KN_COOPERATIVE if shape.weight_layout == "kn" and not pingpong else 1.0
     return Rates("wgmma", speed / wasted, start=1800, overlapped=pingpong, step=step * wasted)
 
 
@@ -90,7 +92,7 @@ _MMA: dict[tuple[int, int, int], tuple[float, int]] = {
 def _mma_rates(params: Params, shape: Shape) -> Rates:
     speed, resident = _MMA.get(params["block"], (0.5, 1))
     staged = 1.0 if params["aligned"] else 0.5
-    return Rates("mma", speed * staged, epilogue=0.12, resident=resident)
+    return Rates("mma", speed * staged, epilogue=0.12, resident=resident, memory=0.85)
 
 
 def _mma_fixed(shape: Shape, arch: Arch) -> Mapping[str, Any]:
@@ -114,13 +116,13 @@ def _gemv_tile(params: Params, shape: Shape) -> Tile:
     outputs, warps, _ = params["tile"]
     halves = 2 if shape.gate else 1
     depth = warps * kernels_small.gemv_span(params)
-    return Tile(kernels_small.GEMV_ROWS, outputs * halves, depth, loaded=outputs * halves)
+    return Tile(shape.m, outputs * halves, depth, loaded=outputs * halves)
 
 
 def _gemv_rates(params: Params, shape: Shape) -> Rates:
     """x comes from L1, and what counts is the weight's way from memory."""
     unit = "fma" if shape.dtype == "fp32" else "mma"
-    return Rates(unit, 0.7, start=300, epilogue=0.0, resident=2, memory=0.93)
+    return Rates(unit, 0.7, start=300, epilogue=0.0, resident=2, memory=0.92)
 
 
 def _skinny_tile(params: Params, shape: Shape) -> Tile:
