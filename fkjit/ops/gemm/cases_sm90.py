@@ -17,6 +17,7 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     ragged = (block_m + 24, wide * columns - 5 * 8 + step % 8, deep)
     whole = (block_m * wide, columns, 64 * 3)
     kept = {name: params[name] for name in ("residual", "pre")}
+    kept["splits"] = 3 if params["split"] else 1
     more = {**kept, "gap": 8, "scale": 0.75}
     return [
         {**cases.problem(params, *ragged, **more), "multiprocessors": 2},
