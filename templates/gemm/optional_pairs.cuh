@@ -1,4 +1,4 @@
-// The epilogue of pairs.cuh where what is not there is a null pointer: no variant of a kernel for each.
+// The epilogue of pairs.cuh where null pointers stand for what is not there.
 //
 //   OptionalPairs<Activation, GATE, T, Out> epilogue(arguments ...);
 //   const ColumnPair columns = epilogue.columns(column);        bias of a pair, once for all rows

@@ -3,7 +3,7 @@
 #pragma once
 #include "tile/quad_transpose.cuh"
 #include "tile/tile_copy.cuh"
-#include "gemm/pairs.cuh"
+#include "gemm/optional_pairs.cuh"
 
 // A row of four blocks of 8 columns, of which a lane of four has columns 2t, 2t + 1 each. By whole
 // warps; `there` is a lane's: its row exists. `columns_left`: from the first of the 32 on.

@@ -89,15 +89,28 @@ _MMA: dict[tuple[int, int, int], tuple[float, int]] = {
 }  # fmt: skip
 
 
+# Of exact fp32, by tile.
+_FMA: dict[tuple[int, int, int], tuple[float, int]] = {
+    (128, 128, 16): (0.85, 2), (256, 128, 16): (0.85, 1), (128, 256, 16): (0.85, 1),
+    (64, 64, 16): (0.6, 3),
+}  # fmt: skip
+
+
 def _mma_rates(params: Params, shape: Shape) -> Rates:
     speed, resident = _MMA.get(params["block"], (0.5, 1))
     staged = 1.0 if params["aligned"] else 0.5
     return Rates("mma", speed * staged, epilogue=0.12, resident=resident, memory=0.85)
 
 
-def _mma_fixed(shape: Shape, arch: Arch) -> Mapping[str, Any]:
+def _portable_fixed(shape: Shape, arch: Arch) -> Mapping[str, Any]:
     depth = 16 if "cp_async" in arch.features else 8
     return {"aligned": shape.aligned and shape.aligned_out, "mma_k": depth}
+
+
+def _fma_rates(params: Params, shape: Shape) -> Rates:
+    speed, resident = _FMA.get(params["block"], (0.5, 1))
+    staged = 1.0 if params["aligned"] else 0.6
+    return Rates("fma", speed * staged, epilogue=0.12, resident=resident, memory=0.8)
 
 
 # ------------------------------------------------------------------ gemv and skinny
@@ -122,7 +135,7 @@ def _gemv_tile(params: Params, shape: Shape) -> Tile:
 def _gemv_rates(params: Params, shape: Shape) -> Rates:
     """x comes from L1, and what counts is the weight's way from memory."""
     unit = "fma" if shape.dtype == "fp32" else "mma"
-    return Rates(unit, 0.7, start=300, epilogue=0.0, resident=2, memory=0.92)
+    return Rates(unit, 4.0, start=300, epilogue=0.0, resident=2, memory=0.92)
 
 
 def _skinny_tile(params: Params, shape: Shape) -> Tile:
@@ -161,7 +174,11 @@ CANDIDATES: dict[str, Candidate] = {
         fixed=lambda shape, arch: {"tma_store": shape.aligned_out and shape.out_dtype != "fp32"},
     ),
     "mma": Candidate(
-        spec=kernels_mma.MMA_ALL, rates=_mma_rates, fixed=_mma_fixed,
+        spec=kernels_mma.MMA_ALL, rates=_mma_rates, fixed=_portable_fixed,
+        tile=lambda params, shape: Tile(*params["block"]),
+    ),
+    "fma": Candidate(
+        spec=kernels_mma.FMA_ALL, rates=_fma_rates, fixed=_portable_fixed,
         tile=lambda params, shape: Tile(*params["block"]),
     ),
     "skinny": Candidate(
