@@ -23,7 +23,8 @@ class Candidate:
 
     spec: with every variant that a call may take. refuses: why it does not take a shape, or None.
     fixed: the parameters that follow from a shape, beside those of a shape's own names. tile: what
-    a block does. rates: how fast. scratch: the memory that it wants. tile_name: the parameter that a caller means by `block`.
+    a block does. rates: how fast. scratch: the memory that it wants. tile_name: the parameter that
+    a caller means by `block`.
     """
 
     spec: KernelSpec
