@@ -48,26 +48,24 @@ def _unaligned(shape: Shape) -> str | None:
 _WGMMA: dict[tuple[str, tuple[int, int]], tuple[float, float]] = {
     ("pingpong", (128, 128)): (0.805, 0),
     ("pingpong", (64, 256)): (0.78, 0),
-    ("pingpong", (64, 192)): (0.73, 230),
     ("pingpong", (64, 128)): (0.70, 238),
-    ("pingpong", (128, 64)): (0.65, 250),
-    ("pingpong", (64, 64)): (0.60, 228),
     ("cooperative", (128, 256)): (0.80, 0),
     ("cooperative", (256, 128)): (0.79, 0),
     ("cooperative", (128, 192)): (0.78, 0),
     ("cooperative", (128, 128)): (0.79, 0),
-    ("cooperative", (256, 64)): (0.61, 0),
     ("cooperative", (128, 64)): (0.57, 254),
 }
 _KN_COOPERATIVE = 1.07  # more, where rows of the weight are contiguous in n
 _CLUSTER = {"nk": 0.995, "kn": 1.005}  # what waiting for one another, and sharing, make of it
+_PARTIALS = 2500  # until the last of several blocks has added up their sums
 
 
 def _wgmma_tile(params: Params, shape: Shape) -> Tile:
     (rows, columns), cluster = params["block"], params["cluster"]
+    problem = {"m": shape.m, "n": shape.n, "k": shape.k, "multiprocessors": shape.sms}
     return Tile(
         cluster * rows, columns, kernels_sm90.BLOCK_K, blocks=cluster,
-        loaded=rows + columns // cluster,
+        splits=kernels_sm90.splits(params, problem), loaded=rows + columns // cluster,
     )  # fmt: skip
 
 
@@ -77,7 +75,8 @@ def _wgmma_rates(params: Params, shape: Shape) -> Rates:
     wasted = max(rows / shape.m, 1.0)  # rows that TMA fills with zeros
     speed *= _CLUSTER[shape.weight_layout] if params["cluster"] > 1 else 1.0
     speed *= _KN_COOPERATIVE if shape.weight_layout == "kn" and not pingpong else 1.0
-    return Rates("wgmma", speed / wasted, start=1800, overlapped=pingpong, step=step * wasted)
+    start = 1800 + (_PARTIALS if params["split"] else 0)
+    return Rates("wgmma", speed / wasted, start=start, overlapped=pingpong, step=step * wasted)
 
 
 # ------------------------------------------------------------------ mma
@@ -173,6 +172,7 @@ CANDIDATES: dict[str, Candidate] = {
     "wgmma": Candidate(
         spec=kernels_sm90.WGMMA_ALL, tile=_wgmma_tile, rates=_wgmma_rates, refuses=_unaligned,
         fixed=lambda shape, arch: {"tma_store": shape.aligned_out and shape.out_dtype != "fp32"},
+        scratch=kernels_sm90.memory,
     ),
     "mma": Candidate(
         spec=kernels_mma.MMA_ALL, rates=_mma_rates, fixed=_portable_fixed,

@@ -20,6 +20,7 @@ _STAGED = CONSUMERS * 4 * 2 * _WARP_ROWS * PANEL * 2  # bytes: two boxes of outp
 _MAX_STAGES = 8
 _SUMS = 128  # fp32 sums that a thread has registers for
 _GROUP_ROWS = 2048  # rows of x whose tiles are taken together
+_LEAST_STEPS, _MOST_SPLITS = 4, 16  # of k, of a block; blocks that share a tile
 # Tiles (rows of x, rows of weight) by schedule.
 TILES: dict[str, tuple[tuple[int, int], ...]] = {
     "cooperative": ((128, 256), (256, 128), (128, 192), (128, 128), (128, 64)),
@@ -89,7 +90,7 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
         **shared.arguments(params, problem, arrays),
         "x_map": _map(arrays["x"], dtype, problem["x_stride"], *x_rows),
         "weight_map": _map(arrays["weight"], dtype, problem["weight_stride"], *weight_rows),
-        "splits": problem.get("splits", 1),
+        "splits": splits(params, problem),
         "group_rows": max(_GROUP_ROWS // (block_m * params["cluster"]), 1),
     }
     if params["tma_store"]:
@@ -118,10 +119,19 @@ def tiles_of(params: Params, problem: Problem) -> int:
     return rows * -(-problem["n"] // columns)
 
 
+def splits(params: Params, problem: Problem) -> int:
+    """Blocks that share a tile's k: as many as the GPU has room for, each with a few steps."""
+    if not params["split"]:
+        return 1
+    slots = problem.get("multiprocessors", SMS) // params["cluster"]
+    room = max(slots // tiles_of(params, problem), 2)
+    return max(min(room, -(-problem["k"] // BLOCK_K) // _LEAST_STEPS, _MOST_SPLITS), 1)
+
+
 def _grid(params: Params, problem: Problem) -> Dim3:
     cluster = params["cluster"]
     most = problem.get("multiprocessors", SMS) // cluster
-    parts = tiles_of(params, problem) * problem.get("splits", 1)
+    parts = tiles_of(params, problem) * splits(params, problem)
     return (cluster * min(parts, max(most, 1)), 1, 1)
 
 
@@ -132,7 +142,7 @@ def memory(params: Params, problem: Problem) -> tuple[int, int]:
     halves = CONSUMERS if params["schedule"] == "cooperative" else 1
     tiles = tiles_of(params, problem) * params["cluster"]
     block_m, block_n = params["block"]
-    return 4 * tiles * problem["splits"] * block_m * block_n, tiles * halves
+    return 4 * tiles * splits(params, problem) * block_m * block_n, tiles * halves
 
 
 PARAMS = (
