@@ -82,8 +82,14 @@ struct ColumnsFma {
 
   __device__ __forceinline__ ColumnsFma(const T* x, i64 x_stride, const T* weight,
                                         i64 weight_stride, int first, int m, int n, int k, int lane)
-      : x(x), columns(weight + min(first + lane * SIZE, n - SIZE)), x_stride(x_stride),
-        stride(weight_stride), m(m), n(n), k(k), sum{} {}
+      : x(x),
+        columns(weight + min(first + lane * SIZE, n - SIZE)),
+        x_stride(x_stride),
+        stride(weight_stride),
+        m(m),
+        n(n),
+        k(k),
+        sum{} {}
   __device__ __forceinline__ void load_weight(Step& step, int span) const {
     const T* source = columns + span * SPAN * stride;
 #pragma unroll
@@ -103,8 +109,7 @@ struct ColumnsFma {
       for (int i = 0; i < CHUNKS; ++i) {
         const Vector<T> w = {step.w[i]};
 #pragma unroll
-        for (int j = 0; j < SIZE; ++j)
-          sum[i / SPAN][token][j] += w.get(j) * of_x.get(i % SPAN);
+        for (int j = 0; j < SIZE; ++j) sum[i / SPAN][token][j] += w.get(j) * of_x.get(i % SPAN);
       }
     }
   }

@@ -110,7 +110,10 @@ struct ColumnsMma {
                                         i64 weight_stride, int first, int m, int n, int k, int lane)
       : tokens(x, x_stride, m, lane),
         columns(weight + min(first + lane / 4 * 8, n - 8)),
-        stride(weight_stride), k(k), n(n), d{} {}
+        stride(weight_stride),
+        k(k),
+        n(n),
+        d{} {}
   __device__ __forceinline__ void load_weight(Step& step, int span) const {
     const int row = span * SPAN + threadIdx.x % 4 * 8;
     const T* source = columns + row * stride;
@@ -139,7 +142,7 @@ struct ColumnsMma {
     for (int i = 0; i < 2 * HALVES; ++i) {  // four k of eight, of each half
       const u32 b0 = i % 2 ? step.x.z : step.x.x, b1 = i % 2 ? step.x.w : step.x.y;
       const uint4* const w = step.w + i * 4;
-      float(*const sum)[4] = d + i / 2 * 4;
+      float (*const sum)[4] = d + i / 2 * 4;
       multiply<0>(sum[0], w, b0, b1), multiply<1>(sum[1], w, b0, b1);
       multiply<2>(sum[2], w, b0, b1), multiply<3>(sum[3], w, b0, b1);
     }
