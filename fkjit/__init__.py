@@ -43,6 +43,8 @@ _PUBLIC = {
     "moe_permute": "fkjit.ops.moe.permute",
     "moe_combine": "fkjit.ops.moe.combine",
     "MoeGroups": "fkjit.ops.moe.groups",
+    "linear": "fkjit.ops.gemm.call",
+    "gelu_linear": "fkjit.ops.gemm.call",
     "prepare": "fkjit.api",
     "launch": "fkjit.api",
     "launch_cpu": "fkjit.cpu.launch",
@@ -73,12 +75,14 @@ __all__ = [
     "attention_backward",
     "attention_decode",
     "attention_varlen",
+    "gelu_linear",
     "kv_append",
     "kv_read",
     "kv_slots",
     "launch",
     "launch_cpu",
     "layer_norm",
+    "linear",
     "merge_states",
     "moe_combine",
     "moe_permute",
@@ -128,6 +132,7 @@ if TYPE_CHECKING:
     from fkjit.ops.attention.forward import attention, attention_varlen
     from fkjit.ops.attention.merge.call import merge_states
     from fkjit.ops.elementwise.vector_add import vector_add
+    from fkjit.ops.gemm.call import gelu_linear, linear
     from fkjit.ops.kv.append import kv_append
     from fkjit.ops.kv.cache import PagedKVCache
     from fkjit.ops.kv.read import kv_read

@@ -8,10 +8,13 @@
    producer: one thread asks TMA for 64 of k of both operands, stage after stage of a ring
    (gemm/sm90/stages.cuh), and is tiles ahead of the others. Two warpgroups are consumers:
 
-     COOPERATIVE   each takes half of a tile's rows. The second one starts LAG steps of k later, and
-                   stays that far behind: it multiplies while the first one is at its epilogue, and
-                   the other way round.
-     else          each takes every other tile, whole: one multiplies, the other is at its epilogue.
+     COOPERATIVE   each takes half of a tile's rows.
+     else          each takes every other tile, whole, and they take turns at the tensor cores: one
+                   multiplies, the other is at its epilogue. (Turns are needed for another reason
+                   too: only who has seen the round before may wait for a stage by its parity.)
+
+   With SPLIT the k of a tile is shared out: where there are few tiles, several blocks work on each
+   (gemm/sm90/partials.cuh).
 
    Blocks of a cluster have tiles below one another. Each fetches half of the weight's tile and has
    TMA write it into both, so that L2 is asked once.
@@ -19,8 +22,7 @@
    Rows of a weight with GATE: a tile has as many of gate as of up, so that a thread has both sums
    of an element.
 
-   Source: the schedules of CUTLASS 3 (warp-specialised, cooperative and ping-pong), in our own
-   words; the lag of the cooperative one is ours. */
+   Source: the schedules of CUTLASS 3 (warp-specialised, cooperative and ping-pong). */
 #include "prelude.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
@@ -31,6 +33,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_products.cuh"
+#include "tile/pingpong.cuh"
 #include "tile/ring.cuh"
 //% if has_mod
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
@@ -39,6 +42,7 @@
 #include "gemm/pairs.cuh"
 #include "gemm/tile_order.cuh"
 #include "gemm/sm90/operands.cuh"
+#include "gemm/sm90/partials.cuh"
 #include "gemm/sm90/stages.cuh"
 #include "gemm/sm90/store.cuh"
 
@@ -49,10 +53,9 @@ constexpr int BLOCK_N = ${block_n};  // rows of weight in a tile
 constexpr int STAGES = ${stages};    // of 64 k in shared memory
 constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
 constexpr bool COOPERATIVE = ${cooperative};
-constexpr bool GATE = ${gate};
+constexpr bool SPLIT = ${split};  // several blocks share the k of a tile
+constexpr bool GATE = ${gate}, RESIDUAL = ${residual}, PRE = ${pre};
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
-constexpr bool TMA_STORE = ${tma_store};  // rows of out start on 16-byte boundaries
-constexpr int LAG = ${lag};               // steps of k
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 using Activation = ${activation};
 
@@ -70,24 +73,34 @@ static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
               "more would be waited for forever");
 
 using Stages = GemmStages<OperandTile<BLOCK_M, X_K_MAJOR>, OperandTile<BLOCK_N, WEIGHT_K_MAJOR>,
-                          STAGES, 4 * CONSUMERS, GUARD>;
+                          STAGES, CONSUMERS, GUARD>;
 using Place = RingPlace<STAGES>;
-using Pairs = EpiloguePairs<Activation, GATE, elem_t, out_t>;
+using Pairs = EpiloguePairs<Activation, GATE, PRE, RESIDUAL, elem_t, out_t>;
+
+// Tiles, or parts of tiles, of this block (or cluster): every so manieth.
+struct Turns {
+  int number, all, count = 0;
+
+  __device__ __forceinline__ explicit Turns(int parts) : number(blockIdx.x / CLUSTER), all(parts) {}
+  __device__ __forceinline__ bool is_there() const { return number < all; }
+  __device__ __forceinline__ void advance() { number += gridDim.x / CLUSTER, ++count; }
+};
 
 // The producer: one thread fills stage after stage, tile after tile.
 __device__ __forceinline__ void produce(const Stages& stages, const TensorMap& x_map,
                                         const TensorMap& weight_map, const TileOrder& order, int n,
-                                        int steps, int first, int stride, int rank) {
+                                        int steps, int splits, int rank) {
   using X = Stages::A;
   using W = Stages::B;
   constexpr int HALF = BLOCK_N / 2;
   tma_prefetch(x_map), tma_prefetch(weight_map);
   Place place;
-  for (int number = first; number < order.count(); number += stride) {
-    const TilePlace tile = order(number);
+  for (Turns turn(order.count() * splits); turn.is_there(); turn.advance()) {
+    const TilePlace tile = order(turn.number / splits);
+    const KPart part(turn.number % splits, splits, steps);
     const int row = (tile.row * CLUSTER + rank) * BLOCK_M, column = tile.column * OUT_COLUMNS;
     const int second = GATE ? n + column : column + HALF;  // where the other half of rows is
-    for (int step = 0; step < steps; ++step) {
+    for (int step = part.first; step < part.first + part.steps; ++step) {
       const u32 full = stages.full(place.stage), weight = stages.b(place.stage);
       const int k = step * BLOCK_K;
       mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);
@@ -107,7 +120,7 @@ __device__ __forceinline__ void produce(const Stages& stages, const TensorMap& x
 template <int BLOCKS>
 __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][BLOCK_N / 8][4], const Stages& stages,
                                          Place& place, int steps, int first_row, int lane,
-                                         bool passes) {
+                                         const PingPong<CONSUMERS>& pingpong) {
   const auto release_stage = [&](int stage) {
     if (CLUSTER == 1) {
       if (lane == 0) mbarrier_arrive(stages.empty(stage));
@@ -126,18 +139,17 @@ __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][BLOCK_N / 8][4], c
       for (int block = 0; block < BLOCKS; ++block)
         wgmma_shared<elem_t, !X_K_MAJOR, !WEIGHT_K_MAJOR>(
             acc[block],
-            Stages::A::operand(stages.a(place.stage), first_row + block * 64) +
-                i * Stages::A::STEP,
+            Stages::A::operand(stages.a(place.stage), first_row + block * 64) + i * Stages::A::STEP,
             weight + i * Stages::B::STEP, step > 0 || i > 0);
     wgmma_commit();
     if (step > 0) {
       wgmma_wait<1>();
       release_stage(last);
     }
-    if (passes && step == min(LAG, steps) - 1) named_barrier_arrive<2 * WARPGROUP>(1);
     last = place.stage;
     place.advance();
   }
+  pingpong.pass();
   wgmma_wait<0>();
   release_stage(last);
 }
@@ -149,21 +161,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     //% endif
     const __grid_constant__ TensorMap x_map,       // [m, k] as it lies, boxes of 64 k
     const __grid_constant__ TensorMap weight_map,  // [n, k] (with gate [2 n, k]) as it lies
-    const __grid_constant__ TensorMap out_map,     // [m, n], boxes of 16 rows and 64 columns
+    //% if tma_store
+    const __grid_constant__ TensorMap out_map,  // [m, n], boxes of 16 rows and 64 columns
+    //% endif
     const elem_t* __restrict__ bias,               // [n] or [2 n], or null
     const out_t* __restrict__ residual,            // [m, n], or null
     out_t* __restrict__ out,                       // [m, n]
     elem_t* __restrict__ pre,                      // [m, n] or [m, 2 n], or null
+    //% if split
+    float4* __restrict__ workspace,  // of PartialSums: a "tile" of each consumer and block
+    u32* __restrict__ counters,      // [tiles], 0 before and after
+    const int splits,                // blocks that share a tile's k, each with a step at least
+    //% endif
     const int m, const int n, const int k, const i64 out_stride, const i64 residual_stride,
     const float scale,
-    const int group) {  // rows of tiles that are taken together
+    const int group_rows) {  // rows of tiles that are taken together
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const Stages stages{static_cast<u32>(__cvta_generic_to_shared(shared_memory))};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
   const int rank = CLUSTER == 1 ? 0 : cluster_rank();
-  const TileOrder order{ceil_div(m, BLOCK_M * CLUSTER), ceil_div(n, OUT_COLUMNS), group};
-  const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
+  const TileOrder order{ceil_div(m, BLOCK_M * CLUSTER), ceil_div(n, OUT_COLUMNS), group_rows};
   const int steps = ceil_div(k, BLOCK_K);
+  //% if split
+  const PartialSums partials{workspace, counters, splits};
+  //% else
+  constexpr int splits = 1;
+  //% endif
 
   if (threadIdx.x == 0) stages.begin(RELEASES);
   __syncthreads();
@@ -173,43 +196,62 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
   if (warpgroup == 0) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0)
-      produce(stages, x_map, weight_map, order, n, steps, first, stride, rank);
+    if (threadIdx.x == 0) produce(stages, x_map, weight_map, order, n, steps, splits, rank);
   } else {
     // ---- consumers
     more_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1, lane = threadIdx.x % WARP_SIZE;
     const int warp = threadIdx.x / WARP_SIZE - 4, warp_row = warp % 4 * 16;
     const int consumer_row = COOPERATIVE ? consumer * ROWS : 0;
-    const Pairs epilogue(bias, residual, pre, residual_stride, scale, n);
+    const Pairs epilogue(residual, pre, residual_stride, scale, n);
+    elem_t* const consumer_bias =
+        reinterpret_cast<elem_t*>(shared_memory + Stages::BIAS) + consumer * 2 * BLOCK_N;
     float acc[ROWS / 64][BLOCK_N / 8][4];
-    const bool lags = COOPERATIVE && LAG > 0;
-    if (lags && consumer == 1 && first < order.count()) named_barrier_wait<2 * WARPGROUP>(1);
 
+    const PingPong<CONSUMERS> pingpong(consumer, !COOPERATIVE);
     Place place;
-    int turn = 0, box = 0;  // tiles of this block so far; where output is staged next
-    for (int number = first; number < order.count(); number += stride, ++turn) {
+    int position = 0, taken = 0, box = 0;  // in the ring; of its own tiles; of staged output
+    Turns turn(order.count() * splits);
+    for (; turn.is_there(); turn.advance()) {
+      const TilePlace tile = order(turn.number / splits);
+      const KPart part(turn.number % splits, splits, steps);
       if (!COOPERATIVE) {
-        if (turn % CONSUMERS != consumer) continue;
-        place = ring_place<STAGES>(turn * steps);
+        place = ring_place<STAGES>(position);
+        position += part.steps;
+        if (turn.count % CONSUMERS != consumer) continue;
+        pingpong.wait();
       }
+      const int column = tile.column * OUT_COLUMNS;
+      elem_t* const tile_bias = consumer_bias + taken % 2 * BLOCK_N;
+      stage_bias<BLOCK_N>(tile_bias, bias, threadIdx.x % WARPGROUP, column,
+                          GATE ? n + column : column + BLOCK_N / 2, GATE ? 2 * n : n);
+      ++taken;
 #pragma unroll
       for (int block = 0; block < ROWS / 64; ++block) register_fence(acc[block]);
-      multiply(acc, stages, place, steps, consumer_row, lane, lags && consumer == 0 && turn == 0);
-      const TilePlace tile = order(number);
-      const int column = tile.column * OUT_COLUMNS;
+      multiply(acc, stages, place, part.steps, consumer_row, lane, pingpong);
+      named_barrier_wait_aligned<WARPGROUP>(3 + consumer);  // all of its bias is there
+      //% if split
+      const int half = COOPERATIVE ? consumer : 0;
+      const int group = ((turn.number / splits) * CLUSTER + rank) * (COOPERATIVE ? 2 : 1) + half;
+      if (!partials.add(acc, group, part.number, threadIdx.x % WARPGROUP, 3 + consumer,
+                        stages.flag(shared_memory, consumer)))
+        continue;
+      //% endif
 #pragma unroll
       for (int block = 0; block < ROWS / 64; ++block) {
-        const int row = (tile.row * CLUSTER + rank) * BLOCK_M + consumer_row + block * 64 + warp_row;
-        if constexpr (TMA_STORE) {
-          store_by_tma<Stages::Staged, GATE, OUT_COLUMNS, out_t>(
-              acc[block], epilogue, out_map, stages.staged(warp), box, lane, row, m, column);
-        } else {
-          store_pairs<GATE, OUT_COLUMNS>(acc[block], epilogue, out, out_stride, lane, row, m,
-                                         column);
-        }
+        const int row =
+            (tile.row * CLUSTER + rank) * BLOCK_M + consumer_row + block * 64 + warp_row;
+        //% if tma_store
+        store_by_tma<Stages::Staged, OUT_COLUMNS, out_t>(acc[block], epilogue, tile_bias, out_map,
+                                                         stages.staged(warp), box, lane, row, m,
+                                                         column);
+        //% else
+        store_pairs<OUT_COLUMNS>(acc[block], epilogue, tile_bias, out, out_stride, lane, row, m,
+                                 column);
+        //% endif
       }
     }
+    pingpong.end(turn.count % CONSUMERS);
     if (lane == 0) bulk_wait_read();
   }
   __syncwarp();

@@ -1,11 +1,12 @@
 // The epilogue of a product for tensor-core fragments: a thread holds columns in pairs.
 //
-//   EpiloguePairs<Activation, GATE, T, Out> epilogue(arguments ...);
-//   const ColumnPair columns = epilogue.columns(column);        bias of a pair, once for all rows
-//   float2 y = epilogue(columns, sums, sums_up, row);
+//   z   = scale * sum + bias                       kept as `pre` where PRE
+//   y   = activation(z)         or, with GATE,     activation(z) * z_up
+//   out = y + residual                             where RESIDUAL
+//
+// What is not there costs nothing: PRE and RESIDUAL are compiled in.
 #pragma once
 #include "gemm/activation.cuh"
-#include "gemm/epilogue.cuh"
 
 // Two neighbours of an array of which `left` more elements exist; zeros for the rest. WHOLE: all
 // such pairs may be read as one.
@@ -44,56 +45,53 @@ __device__ __forceinline__ bool has_whole_pairs(const T* array, i64 stride) {
   return stride % 2 == 0 && reinterpret_cast<u64>(array) % (2 * sizeof(T)) == 0;
 }
 
-struct ColumnPair {
-  int column, left;  // of the first one; how many columns there are from it on, maybe none
-  float2 bias, bias_up;
-};
-
-template <typename Activation, bool GATE, typename T, typename Out>
+template <typename Activation_, bool GATE_, bool PRE, bool RESIDUAL, typename T, typename Out>
 struct EpiloguePairs {
-  Epilogue<Activation, GATE, T, Out> each;
-  bool bias_whole, residual_whole, pre_whole;
+  using Activation = Activation_;
+  static constexpr bool GATE = GATE_;
+  static constexpr bool TOUCHES_ROWS = PRE || RESIDUAL;  // memory of a row, which has to be there
+  const Out* residual;                                   // [m, n]
+  T* pre;                                                // [m, n], with GATE [m, 2 n]: contiguous
+  i64 residual_stride;                                   // elements
+  float scale;
+  int n;  // columns of out
+  bool residual_whole, pre_whole;
 
-  __device__ __forceinline__ EpiloguePairs(const T* bias, const Out* residual, T* pre,
-                                           i64 residual_stride, float scale, int n)
-      : each{bias, residual, pre, residual_stride, scale, n},
-        bias_whole(has_whole_pairs(bias, GATE ? n : 0)),
-        residual_whole(has_whole_pairs(residual, residual_stride)),
-        pre_whole(has_whole_pairs(pre, n)) {}
+  __device__ __forceinline__ EpiloguePairs(const Out* added, T* kept, i64 stride, float factor,
+                                           int columns)
+      : residual(added),
+        pre(kept),
+        residual_stride(stride),
+        scale(factor),
+        n(columns),
+        residual_whole(has_whole_pairs(added, stride)),
+        pre_whole(has_whole_pairs(kept, columns)) {}
 
-  __device__ __forceinline__ ColumnPair columns(int column) const {
-    ColumnPair found{column, each.n - column, {0.f, 0.f}, {0.f, 0.f}};
-    if (each.bias == nullptr) return found;
-    found.bias = load_pair(each.bias + column, bias_whole, found.left);
-    if (GATE) found.bias_up = load_pair(each.bias + each.n + column, bias_whole, found.left);
-    return found;
-  }
-
-  // out of one row that there is. `up` is not looked at without GATE.
-  __device__ __forceinline__ float2 operator()(const ColumnPair& columns, float2 sums, float2 up,
-                                               i64 row) const {
-    const float2 z = before(sums, columns.bias);
+  // out of one row that there is, at `column` and the next one, some of which there are. `up` and
+  // its bias are not looked at without GATE.
+  __device__ __forceinline__ float2 operator()(float2 sums, float2 bias, float2 up, float2 bias_up,
+                                               i64 row, int column) const {
+    const float2 z = before(sums, bias);
     float2 y = {Activation::value(z.x), Activation::value(z.y)};
-    keep(z, row, columns.column, columns.left);
+    if (PRE) keep(z, row, column, n - column);
     if (GATE) {
-      const float2 z_up = before(up, columns.bias_up);
-      keep(z_up, row, each.n + columns.column, columns.left);
+      const float2 z_up = before(up, bias_up);
+      if (PRE) keep(z_up, row, n + column, n - column);
       y.x *= z_up.x, y.y *= z_up.y;
     }
-    if (each.residual == nullptr) return y;
-    const float2 added = load_pair(each.residual + row * each.residual_stride + columns.column,
-                                   residual_whole, columns.left);
+    if (!RESIDUAL) return y;
+    const float2 added =
+        load_pair(residual + row * residual_stride + column, residual_whole, n - column);
     return {y.x + added.x, y.y + added.y};
   }
 
  private:
   __device__ __forceinline__ float2 before(float2 sums, float2 bias) const {
-    return {each.scale * sums.x + bias.x, each.scale * sums.y + bias.y};
+    return {scale * sums.x + bias.x, scale * sums.y + bias.y};
   }
 
   __device__ __forceinline__ void keep(float2 z, i64 row, int column, int left) const {
-    if (each.pre == nullptr) return;
-    const i64 stride = (GATE ? 2 : 1) * static_cast<i64>(each.n);
-    store_pair(each.pre + row * stride + column, z, pre_whole, left);
+    const i64 stride = (GATE ? 2 : 1) * static_cast<i64>(n);
+    store_pair(pre + row * stride + column, z, pre_whole, left);
   }
 };

@@ -37,6 +37,7 @@ LAYERS = (
 FAMILIES = {
     "attention": {"kv", "rope"},
     "elementwise": set(),
+    "gemm": set(),
     "kv": {"rope"},
     "moe": {"gemm"},
     "norm": set(),

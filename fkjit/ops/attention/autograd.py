@@ -15,6 +15,7 @@ from fkjit.ops.attention.backward.problem import PACKED, Options
 from fkjit.ops.attention.features import POINTERS, SLOTS, ScoreFeatures
 from fkjit.ops.op.autograd import Differentiable
 from fkjit.ops.op.checks import check_flag
+from fkjit.ops.op.expression import does_not_compile
 
 INPUTS = (*ROWS, *POINTERS)  # of the ops of attention, which may leave out the last ones
 _PLACES = {name: at for at, name in enumerate(INPUTS)}
@@ -198,9 +199,7 @@ def _explained(
         derivative = call.said.score_mod_grad
         if not derivative:
             raise
-        raise ParameterError(
-            f"{call.op.name}: score_mod_grad={derivative!r} does not compile: {error}"
-        ) from error
+        raise does_not_compile(call.op.name, "score_mod_grad", derivative, error) from error
 
 
 def _rows_contiguous(x: Any) -> Any:

@@ -13,8 +13,8 @@ from fkjit.ops.attention import nodes
 from fkjit.ops.attention.checks import check, check_varlen
 from fkjit.ops.attention.features import FEATURE_ARRAYS, PACKED_ENDS, POINTERS
 from fkjit.ops.attention.options import AttentionOptions, VarlenOptions, unpack_score_mod
-from fkjit.ops.attention.score_mod import does_not_compile
 from fkjit.ops.op import torch_ops
+from fkjit.ops.op.expression import does_not_compile
 from fkjit.ops.op.op import Op
 
 
@@ -178,7 +178,7 @@ def _run(
     try:
         return act((*inputs, *slots), (), (*options, *rest))
     except CompileError as error:
-        raise does_not_compile(op.name, score_mod, error) from error
+        raise does_not_compile(op.name, "score_mod", score_mod, error) from error
 
 
 # ------------------------------------------------------------------ the two ops

@@ -5,56 +5,25 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from fkjit.errors import ArgumentTypeError, CompileError, ParameterError
+from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.attention.features import MAX_ARRAYS
+from fkjit.ops.op import expression as expressions
 
 NAMES = ("score", "b", "h", "q_idx", "k_idx", "seqlen_q", "seqlen_k")  # that an expression may use
-_LEGAL = re.compile(r"[\w\s.,()\[\]+\-*/%<>=!&|^~?:]*", re.ASCII)
-_COMMENT = re.compile(r"//|/\*|\*/")
-_STATEMENT = re.compile(r"\b(asm|__asm__|__asm|return|sizeof|operator|template|this)\b")
+_MEANT = f"{', '.join(NAMES)} and the names in score_args"
+_EXAMPLE = "score + slope * (k_idx - q_idx)"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _TAKEN = {*NAMES, "float", "int", "const", "bool", "double", "char", "long", "short", "void"}
 _INT = 2**31
-_PAIRS = {")": "(", "]": "["}
 
 
 def expression(call: str, text: Any, argument: str = "score_mod") -> str:
     """The text on one line. ParameterError for anything that could be more than an expression."""
-    if not isinstance(text, str):
-        raise ArgumentTypeError(
-            f"{call}: {argument}={text!r} is not a str: an expression of CUDA of "
-            f"{', '.join(NAMES)} and the names in score_args"
-        )
-    return _on_one_line(call, text, argument)
-
-
-@lru_cache(maxsize=256)
-def _on_one_line(call: str, text: str, argument: str) -> str:
-    line = " ".join(text.split())
-    found = _LEGAL.fullmatch(line) and not _COMMENT.search(line) and not _STATEMENT.search(line)
-    if not line or not found or not _is_balanced(line):
-        raise ParameterError(
-            f"{call}: {argument}={text!r} is not one expression; allowed: names, numbers, "
-            "operators, calls and subscripts, each ( and [ closed; no ; { } # or quotes, no "
-            'comments, no statements (example: "score + slope * (k_idx - q_idx)")'
-        )
-    return line
-
-
-def _is_balanced(text: str) -> bool:
-    """Whether each parenthesis closes one that is open."""
-    open_ones: list[str] = []
-    for char in text:
-        if char in "([":
-            open_ones.append(char)
-        elif char in _PAIRS and (not open_ones or open_ones.pop() != _PAIRS[char]):
-            return False
-    return not open_ones
+    return expressions.expression(call, argument, text, _MEANT, _EXAMPLE)
 
 
 def arguments(
@@ -93,8 +62,3 @@ def _whole(call: str, name: str, value: int) -> int:
     if not -_INT <= value < _INT:
         raise ParameterError(f"{call}: score_args: {name}={value} is not a 32-bit number")
     return value
-
-
-def does_not_compile(call: str, text: Any, error: CompileError) -> ParameterError:
-    """What NVRTC has against an expression."""
-    return ParameterError(f"{call}: score_mod={text!r} does not compile: {error}")

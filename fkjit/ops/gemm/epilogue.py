@@ -6,11 +6,12 @@ expression of x, the sum with scale and bias.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from fkjit.spec import KernelSpec, Param
+from fkjit.spec import KernelSpec, Param, Params
 
 # Text of a parameter -> type in templates/gemm/activation.cuh.
 ACTIVATIONS = {
@@ -48,3 +49,16 @@ def kernel_for(spec: KernelSpec, activation: str) -> KernelSpec:
         return spec
     fixed = [replace(p, values=(activation,)) if p.name == "activation" else p for p in spec.params]
     return replace(spec, params=tuple(fixed))
+
+
+def shipped(spec: KernelSpec, illegal: Callable[[Params], str | None] | None = None) -> KernelSpec:
+    """The kernel with few of its variants, to be registered: compiled ahead, swept and listed. A
+    call takes any other of `spec` as well. `illegal`: in place of the spec's own."""
+
+    def refused(params: Params) -> str | None:
+        pair = (params["activation"], params["gate"])
+        if pair not in SHIPPED:
+            return f"is compiled when called (ahead: {', '.join(map(str, SHIPPED))})"
+        return (illegal or spec.illegal)(params)
+
+    return replace(spec, illegal=refused)

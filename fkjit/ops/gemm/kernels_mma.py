@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from fkjit.ops.gemm import epilogue
-from fkjit.ops.gemm import problem as shared
 from fkjit.ops.gemm.problem import CONTRACT
-from fkjit.runtime.interop import ITEMSIZE
-from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, register
+from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout
 
 Block = tuple[int, int, int]  # rows, outputs, k
 _GROUP_ROWS = 2048  # rows of x whose tiles are taken together

@@ -20,21 +20,26 @@ _STAGED = CONSUMERS * 4 * 2 * _WARP_ROWS * PANEL * 2  # bytes: two boxes of outp
 _MAX_STAGES = 8
 _SUMS = 128  # fp32 sums that a thread has registers for
 _GROUP_ROWS = 2048  # rows of x whose tiles are taken together
+_LEAST_STEPS, _MOST_SPLITS = 4, 16  # of k, of a block; blocks that share a tile
 # Tiles (rows of x, rows of weight) by schedule.
 TILES: dict[str, tuple[tuple[int, int], ...]] = {
-    "cooperative": ((128, 256), (256, 128), (128, 192), (128, 128), (256, 64), (128, 64)),
-    "pingpong": ((64, 256), (128, 128), (64, 192), (64, 128), (128, 64), (64, 64)),
+    "cooperative": ((128, 256), (256, 128), (128, 192), (128, 128), (128, 64)),
+    "pingpong": ((128, 128), (64, 256), (64, 128)),
 }
 _ALL_TILES = tuple(dict.fromkeys(tile for tiles in TILES.values() for tile in tiles))
-# Steps of k that the second consumer stays behind the first, where both take the same tile.
-LAG = 2
 
 
 def stages(params: Params) -> int:
     """How many have room."""
     block_m, block_n = params["block"]
     each = (block_m + block_n) * BLOCK_K * 2
-    return min((MAX_SHARED - _STAGED - 16 * _MAX_STAGES) // each, _MAX_STAGES)
+    rest = _STAGED + _bias_bytes(params) + 16 * (_MAX_STAGES + 1)
+    return min((MAX_SHARED - rest) // each, _MAX_STAGES)
+
+
+def _bias_bytes(params: Params) -> int:
+    """Of the columns of two tiles of each consumer."""
+    return 2 * CONSUMERS * params["block"][1] * 2
 
 
 def _derive(params: Params) -> dict[str, Any]:
@@ -44,7 +49,6 @@ def _derive(params: Params) -> dict[str, Any]:
         "block_n": block_n,
         "stages": stages(params),
         "cooperative": params["schedule"] == "cooperative",
-        "lag": min(params.get("lag", LAG), stages(params) - 1),
         "x_k_major": params["x_layout"] == "mk",
         "weight_k_major": params["weight_layout"] == "nk",
         **epilogue.values(params["activation"]),
@@ -73,7 +77,7 @@ def _shared(params: Params) -> SharedLayout:
     weight = [(f"weight stage {stage}", block_n * BLOCK_K * 2) for stage in range(count)]
     warps = CONSUMERS * 4
     staged = [(f"output of warp {warp}", _STAGED // warps) for warp in range(warps)]
-    return [*x, *weight, *staged, ("mbarriers", 16 * count)]
+    return [*x, *weight, *staged, ("bias", _bias_bytes(params)), ("mbarriers", 16 * count + 16)]
 
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +90,8 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
         **shared.arguments(params, problem, arrays),
         "x_map": _map(arrays["x"], dtype, problem["x_stride"], *x_rows),
         "weight_map": _map(arrays["weight"], dtype, problem["weight_stride"], *weight_rows),
-        "group": max(_GROUP_ROWS // (block_m * params["cluster"]), 1),
+        "splits": splits(params, problem),
+        "group_rows": max(_GROUP_ROWS // (block_m * params["cluster"]), 1),
     }
     if params["tma_store"]:
         step = 2 * problem["out_stride"]
@@ -114,10 +119,30 @@ def tiles_of(params: Params, problem: Problem) -> int:
     return rows * -(-problem["n"] // columns)
 
 
+def splits(params: Params, problem: Problem) -> int:
+    """Blocks that share a tile's k: as many as the GPU has room for, each with a few steps."""
+    if not params["split"]:
+        return 1
+    slots = problem.get("multiprocessors", SMS) // params["cluster"]
+    room = max(slots // tiles_of(params, problem), 2)
+    return max(min(room, -(-problem["k"] // BLOCK_K) // _LEAST_STEPS, _MOST_SPLITS), 1)
+
+
 def _grid(params: Params, problem: Problem) -> Dim3:
     cluster = params["cluster"]
     most = problem.get("multiprocessors", SMS) // cluster
-    return (cluster * min(tiles_of(params, problem), max(most, 1)), 1, 1)
+    parts = tiles_of(params, problem) * splits(params, problem)
+    return (cluster * min(parts, max(most, 1)), 1, 1)
+
+
+def memory(params: Params, problem: Problem) -> tuple[int, int]:
+    """(bytes of workspace, counters): of sums that blocks leave to one another."""
+    if not params["split"]:
+        return 0, 0
+    halves = CONSUMERS if params["schedule"] == "cooperative" else 1
+    tiles = tiles_of(params, problem) * params["cluster"]
+    block_m, block_n = params["block"]
+    return 4 * tiles * splits(params, problem) * block_m * block_n, tiles * halves
 
 
 PARAMS = (
@@ -126,13 +151,17 @@ PARAMS = (
     Param("x_layout", ("mk", "km"), "how x lies: [m, k], or transposed"),
     Param("weight_layout", ("nk", "kn"), "how the weight lies: nn.Linear's [n, k], or [k, n]"),
     *epilogue.PARAMS,
+    Param("residual", (False, True), "a residual is added to what the activation gives"),
+    Param("pre", (False, True), "what the activation is of is kept for a backward"),
     Param("tma_store", (True, False), "rows of out start on 16-byte boundaries, 16-bit elements"),
     Param("block", _ALL_TILES, "rows of x and of weight in a tile", tunable=True),
     Param("schedule", tuple(TILES), "how two consumers share tiles", tunable=True),
     Param("cluster", (1, 2), "blocks that share a tile of the weight", tunable=True),
+    Param("split", (False, True), "several blocks share a tile's k", tunable=True),
 )
 
-ALL = KernelSpec(
+# Every legal variant; what is registered is fewer.
+WGMMA_ALL = KernelSpec(
     **{
         **CONTRACT,
         "name": "wgmma",
@@ -151,3 +180,38 @@ ALL = KernelSpec(
         "verification": "fkjit.ops.gemm.cases_sm90:WGMMA",
     }
 )
+
+_PLAIN: Mapping[str, Any] = {
+    "dtype": "bf16", "out_dtype": "bf16", "x_layout": "mk", "weight_layout": "nk",
+    "activation": "none", "gate": False, "residual": False, "pre": False, "tma_store": True,
+    "cluster": 1, "split": False,
+}  # fmt: skip
+_WIDE, _SQUARE = {"block": (128, 256), "schedule": "cooperative"}, {"block": (128, 128)}
+_IN_TURNS = {**_SQUARE, "schedule": "pingpong"}
+# What is compiled ahead and swept: each tile plain, each thing that an epilogue or a layout does.
+_SHOWN: tuple[Mapping[str, Any], ...] = tuple(
+    {**_PLAIN, **more}
+    for more in (
+        *({"block": tile, "schedule": name} for name, tiles in TILES.items() for tile in tiles),
+        {**_WIDE, "cluster": 2},
+        {**_WIDE, "cluster": 2, "split": True},
+        {**_IN_TURNS, "activation": "silu", "gate": True, "split": True},
+        {**_IN_TURNS, "cluster": 2, "activation": "gelu_tanh"},
+        {**_IN_TURNS, "activation": "gelu_tanh", "pre": True},
+        {**_IN_TURNS, "activation": "gelu", "out_dtype": "fp32", "tma_store": False},
+        {**_IN_TURNS, "activation": "silu", "gate": True},
+        {**_WIDE, "activation": "silu", "gate": True, "pre": True, "residual": True},
+        {**_WIDE, "weight_layout": "kn", "cluster": 2},
+        {**_WIDE, "x_layout": "km", "weight_layout": "kn"},
+        {**_IN_TURNS, "weight_layout": "kn", "residual": True, "tma_store": False},
+        {**_IN_TURNS, "dtype": "fp16", "out_dtype": "fp16"},
+    )
+)
+
+
+def _unshown(params: Params) -> str | None:
+    """Why a variant is not among those that are registered."""
+    return None if dict(params) in _SHOWN else "is compiled when it is called"
+
+
+WGMMA = register(replace(WGMMA_ALL, illegal=_unshown))

@@ -1,5 +1,6 @@
 // Shared memory of a product on sm_90: a ring of stages, each a tile of either operand; what warps
-// stage of the output; and the barriers of the ring.
+// stage of the output; bias of the tiles that consumers work on and come to next; and the barriers
+// of the ring.
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "tile/ring.cuh"
@@ -7,7 +8,7 @@
 #include "gemm/sm90/operands.cuh"
 
 // GUARD: bytes behind each tile.
-template <typename A_, typename B_, int STAGES_, int WARPS, int GUARD>
+template <typename A_, typename B_, int STAGES_, int CONSUMERS, int GUARD>
 struct GemmStages {
   using A = A_;
   using B = B_;
@@ -16,7 +17,9 @@ struct GemmStages {
   static constexpr int A_STAGE = A::BYTES + GUARD, B_STAGE = B::BYTES + GUARD;
   static constexpr int STAGED = STAGES * (A_STAGE + B_STAGE), STAGED_BUFFERS = 2;
   static constexpr int STAGED_BYTES = STAGED_BUFFERS * Staged::BYTES + GUARD;  // of a warp
-  static constexpr int BARRIERS = STAGED + WARPS * STAGED_BYTES;
+  static constexpr int BIAS = STAGED + 4 * CONSUMERS * STAGED_BYTES;
+  static constexpr int BIAS_BYTES = B::ROWS * 2;  // of a tile's columns; two of a consumer
+  static constexpr int BARRIERS = BIAS + 2 * CONSUMERS * BIAS_BYTES + GUARD;
   static constexpr int LOADED = A::BYTES + B::BYTES;  // bytes that a stage waits for
   u32 base;
 
@@ -29,6 +32,11 @@ struct GemmStages {
   }
   __device__ __forceinline__ u32 full(int stage) const { return base + BARRIERS + stage * 16; }
   __device__ __forceinline__ u32 empty(int stage) const { return full(stage) + 8; }
+
+  // A word of a consumer's own, behind the barriers.
+  __device__ __forceinline__ u32* flag(unsigned char* memory, int consumer) const {
+    return reinterpret_cast<u32*>(memory + BARRIERS + STAGES * 16) + consumer;
+  }
 
   // By one thread; the others wait for it.
   __device__ __forceinline__ void begin(int releases) const {

@@ -12,10 +12,10 @@ from fkjit.ops.attention.decode import nodes
 from fkjit.ops.attention.decode.checks import ARRAYS, Options, check_contiguous, check_paged
 from fkjit.ops.attention.features import FEATURE_ARRAYS, SLOTS
 from fkjit.ops.attention.options import unpack_score_mod
-from fkjit.ops.attention.score_mod import does_not_compile
 from fkjit.ops.kv.planes import planes
 from fkjit.ops.kv.problem import LAYOUTS
 from fkjit.ops.op import torch_ops
+from fkjit.ops.op.expression import does_not_compile
 from fkjit.ops.op.op import Op
 
 _INPUTS = (*ARRAYS, *FEATURE_ARRAYS, *SLOTS)
@@ -197,7 +197,7 @@ def _run(
     try:
         return op(arrays + slots, (out,), (*options, *more))
     except CompileError as error:
-        raise does_not_compile(op.name, score_mod, error) from error
+        raise does_not_compile(op.name, "score_mod", score_mod, error) from error
 
 
 def _preparing(op: Op, call: Callable[..., Any]) -> Callable[..., None]:
@@ -221,7 +221,7 @@ def _preparing(op: Op, call: Callable[..., Any]) -> Callable[..., None]:
         except CompileError as error:
             if given["score_mod"] is None:
                 raise
-            raise does_not_compile(op.name, given["score_mod"], error) from error
+            raise does_not_compile(op.name, "score_mod", given["score_mod"], error) from error
 
     return prepare
 

@@ -1,0 +1,129 @@
+"""Which kernel of a product a problem gets, and which variant of it: the least `cost`; what was
+measured for its class of shapes (`fkjit tune`) overrules the tile."""
+
+from __future__ import annotations
+
+import itertools
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from fkjit import tuning
+from fkjit.arch import Arch
+from fkjit.errors import ParameterError
+from fkjit.ops.gemm.candidates import CANDIDATES
+from fkjit.ops.gemm.cost import SMS, Shape, cost
+from fkjit.ops.gemm.epilogue import kernel_for
+from fkjit.spec import KernelSpec, Params, Problem
+
+CALL = "linear"
+IMPLEMENTATIONS = ("auto", *CANDIDATES)
+_KEPT = 4096  # choices, of as many shapes
+
+Fixed = tuple[tuple[str, Any], ...]
+
+
+class Choice(NamedTuple):
+    """A kernel, its parameters, and the scratch memory that it wants."""
+
+    spec: KernelSpec
+    params: Params
+    workspace: int  # bytes
+    counters: int
+
+
+def choose(problem: Problem, impl: str, block: Any, arch: Arch) -> Choice:
+    """ParameterError where the kernel, or the tile, asked for does not take the problem."""
+    shape = _shape(problem)
+    name, params = best(shape, impl, _tile(block), arch)
+    candidate = CANDIDATES[name]
+    spec = kernel_for(candidate.spec, shape.activation)
+    if block is None:
+        params = tuning.tuned(spec, params, problem, arch)
+    return Choice(spec, params, *candidate.scratch(params, problem))
+
+
+def _shape(problem: Problem) -> Shape:
+    sms = problem.get("multiprocessors", SMS)
+    return Shape(*[sms if name == "sms" else problem[name] for name in Shape._fields])
+
+
+@lru_cache(maxsize=_KEPT)
+def best(shape: Shape, impl: str, block: Any, arch: Arch) -> tuple[str, dict[str, Any]]:
+    """The kernel's name and parameters of the least cost."""
+    found = variants(shape, impl, arch)
+    if block is not None:
+        found = _with_tile(found, block, impl)
+    costs = [_cost(name, shape, params, arch) for name, params in found]
+    return found[costs.index(min(costs))]
+
+
+def _cost(name: str, shape: Shape, params: Params, arch: Arch) -> float:
+    candidate = CANDIDATES[name]
+    return cost(shape, candidate.tile(params, shape), candidate.rates(params, shape), arch)
+
+
+def variants(shape: Shape, impl: str, arch: Arch) -> list[tuple[str, dict[str, Any]]]:
+    """All that take a shape: (kernel's name, parameters). ParameterError if there are none."""
+    found, reasons = [], []
+    for name in CANDIDATES if impl == "auto" else (impl,):
+        candidate = CANDIDATES[name]
+        reason = candidate.refuses(shape)
+        if reason is None:
+            fixed = tuple(
+                {**_common(candidate.spec, shape), **candidate.fixed(shape, arch)}.items()
+            )
+            legal, reason = _legal(name, fixed, arch)
+            found += [(name, params) for params in legal]
+        reasons.append(reason)
+    if not found:
+        raise ParameterError(f"{CALL}: impl={impl!r} {reasons[0]}; allowed: impl='auto'")
+    return found
+
+
+def _common(spec: KernelSpec, shape: Shape) -> dict[str, Any]:
+    """The parameters that have the names of a shape's fields."""
+    named = shape._asdict()
+    return {param.name: named[param.name] for param in spec.params if param.name in named}
+
+
+@lru_cache(maxsize=_KEPT)
+def _legal(name: str, fixed: Fixed, arch: Arch) -> tuple[list[dict[str, Any]], str | None]:
+    """The variants with these fixed parameters, and why the last other one is none."""
+    spec = kernel_for(CANDIDATES[name].spec, dict(fixed)["activation"])
+    free = [param for param in spec.params if param.tunable]
+    found, reason = [], None
+    for values in itertools.product(*(param.values for param in free)):
+        given = {**dict(fixed), **dict(zip([p.name for p in free], values, strict=True))}
+        params = {param.name: given[param.name] for param in spec.params}
+        refused = _why_not(spec, params, arch)
+        reason = refused or reason
+        found += [] if refused else [params]
+    return found, reason
+
+
+def _why_not(spec: KernelSpec, params: Params, arch: Arch) -> str | None:
+    for param in spec.params:
+        if params[param.name] not in param.values:
+            return f"takes {param.name} of {', '.join(map(str, param.values))}"
+    return spec.why_not(params, arch)
+
+
+# ------------------------------------------------------------------ tiles asked for
+
+
+def _tile(block: Any) -> Any:
+    """A list as a tuple; anything else is looked for as it is."""
+    return tuple(block) if isinstance(block, list) else block
+
+
+def _with_tile(
+    found: list[tuple[str, dict[str, Any]]], block: Any, impl: str
+) -> list[tuple[str, dict[str, Any]]]:
+    """The variants of a tile; one number means a square."""
+    whole = (block, block) if isinstance(block, int) else block
+    tiles = [params[CANDIDATES[name].tile_name] for name, params in found]
+    kept = [one for one, tile in zip(found, tiles, strict=True) if tile in (block, whole)]
+    if not kept:
+        legal = ", ".join(map(str, dict.fromkeys(tiles)))
+        raise ParameterError(f"{CALL}: block={block!r} is not one of [{legal}] (impl={impl!r})")
+    return kept
