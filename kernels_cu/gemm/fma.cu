@@ -20,7 +20,7 @@
 #define EPILOGUE_DERIVATIVE (${epilogue_mod_grad})
 //% endif
 #include "gemm/operand_copy.cuh"
-#include "gemm/optional_pairs.cuh"
+#include "gemm/pairs.cuh"
 #include "gemm/thread_product.cuh"
 #include "gemm/tile_order.cuh"
 #include "gemm/tile_walk.cuh"
@@ -29,7 +29,7 @@ constexpr int BLOCK_M = ${block_m}, BLOCK_N = ${block_n}, BLOCK_K = ${block_k};
 constexpr int WARP_M = ${warp_m}, WARP_N = ${warp_n};  // of the tile, a warp's
 constexpr int STAGES = ${stages};                      // tiles of both operands in shared memory
 constexpr int MIN_BLOCKS = ${min_blocks};              // of an SM: caps the registers
-constexpr bool GATE = ${gate};
+constexpr bool GATE = ${gate}, PRE = ${pre}, RESIDUAL = ${residual};
 constexpr bool ALIGNED = ${aligned};  // rows of x, weight, out start on 16-byte boundaries
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
 constexpr int GROUP_ROWS = ${group_rows};  // rows of x whose tiles are taken together
@@ -52,37 +52,33 @@ using WeightCopy = OperandCopy<fp32, WeightTile, WEIGHT_K_MAJOR, THREADS, ALIGNE
 using XReader = FloatReader<XTile, X_K_MAJOR, LANES_M>;
 using WeightReader = FloatReader<WeightTile, WEIGHT_K_MAJOR, LANES_N>;
 using Product = ThreadProduct<GM, GN, XReader, WeightReader, BLOCK_K / 4>;
-using Pairs = OptionalPairs<Activation, GATE, fp32, fp32>;
+using Pairs = EpiloguePairs<Activation, GATE, PRE, RESIDUAL, fp32, fp32>;
 constexpr int WEIGHT_OFFSET = XTile::BYTES + GUARD;  // in a stage
 constexpr int STAGE_BYTES = WEIGHT_OFFSET + WeightTile::BYTES + GUARD;
 
-// Four neighbours of a row through the epilogue and to memory.
-__device__ __forceinline__ void store_four(fp32* target, const float (&sums)[4],
-                                           const float (&up)[4], const ColumnPair (&columns)[2],
-                                           const Pairs& epilogue, int row) {
-  const float2 low = epilogue(columns[0], {sums[0], sums[1]}, {up[0], up[1]}, row);
-  const float2 high = epilogue(columns[1], {sums[2], sums[3]}, {up[2], up[3]}, row);
-  const float y[4] = {low.x, low.y, high.x, high.y};
-  store_global4<ALIGNED>(target, y, columns[0].left);
-}
-
 // `row`, `column`: of the thread's first sum in out.
 __device__ __forceinline__ void store_sums(const float (&acc)[GM][GN][4][4], const Pairs& epilogue,
-                                           fp32* __restrict__ out, i64 out_stride, int row,
-                                           int rows, int column) {
+                                           const fp32* __restrict__ bias, fp32* __restrict__ out,
+                                           i64 out_stride, int row, int rows, int column) {
+  const BiasPairs<fp32> bias_of(bias, epilogue.n, GATE);
 #pragma unroll
   for (int n = 0; n < GROUPS; ++n) {
     const int first = column + n * 4 * LANES_N;
-    const ColumnPair columns[2] = {epilogue.columns(first), epilogue.columns(first + 2)};
+    const float2 own[2] = {bias_of(first), bias_of(first + 2)};
+    float2 own_up[2] = {};
+    if (GATE) own_up[0] = bias_of.up(first), own_up[1] = bias_of.up(first + 2);
 #pragma unroll
-    for (int m = 0; m < GM; ++m)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = row + m * 4 * LANES_M + i;
-        if (r < rows)
-          store_four(out + r * out_stride + first, acc[m][n][i], acc[m][GATE ? n + GN / 2 : n][i],
-                     columns, epilogue, r);
-      }
+    for (int i = 0; i < 4 * GM; ++i) {
+      const int r = row + i / 4 * 4 * LANES_M + i % 4;
+      const float(&sums)[4] = acc[i / 4][n][i % 4];
+      const float(&up)[4] = acc[i / 4][GATE ? n + GROUPS : n][i % 4];
+      if (r >= rows) continue;
+      const float2 low = epilogue({sums[0], sums[1]}, own[0], {up[0], up[1]}, own_up[0], r, first);
+      const float2 high =
+          epilogue({sums[2], sums[3]}, own[1], {up[2], up[3]}, own_up[1], r, first + 2);
+      const float y[4] = {low.x, low.y, high.x, high.y};
+      store_global4<ALIGNED>(out + r * out_stride + first, y, epilogue.n - first);
+    }
   }
 }
 
@@ -117,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_fma(
   walk_staged<STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, k, multiply);
 #endif
 
-  const Pairs epilogue(bias, residual, pre, residual_stride, scale, n);
-  store_sums(acc, epilogue, out, out_stride, row + warp_row + 4 * y, m,
+  const Pairs epilogue(residual, pre, residual_stride, scale, n);
+  store_sums(acc, epilogue, bias, out, out_stride, row + warp_row + 4 * y, m,
              column + (GATE ? warp_output / 2 : warp_output) + 4 * x_place);
 }

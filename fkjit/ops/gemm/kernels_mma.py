@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fkjit.ops.gemm import epilogue
 from fkjit.ops.gemm.problem import CONTRACT
-from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout
+from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, register
 
 Block = tuple[int, int, int]  # rows, outputs, k
 _GROUP_ROWS = 2048  # rows of x whose tiles are taken together
@@ -21,6 +22,8 @@ class Tile:
     stages: int  # tiles of both operands in shared memory
     min_blocks: int = 1  # of an SM
 
+
+# ------------------------------------------------------------------ mma: tensor cores
 
 TILES: dict[Block, Tile] = {
     (128, 256, 64): Tile((64, 64), 3),
@@ -106,6 +109,11 @@ _X_LAYOUT = Param("x_layout", ("mk", "km"), "how x lies: [m, k], or transposed")
 _WEIGHT_LAYOUT = Param(
     "weight_layout", ("nk", "kn"), "how the weight lies: nn.Linear's [n, k], or [k, n]"
 )
+_EPILOGUE = (
+    *epilogue.PARAMS,
+    Param("residual", (False, True), "a residual is added to what the activation gives"),
+    Param("pre", (False, True), "what the activation is of is kept for a backward"),
+)
 _ALIGNED = Param("aligned", (True, False), "rows of x, weight and out start on 16-byte boundaries")
 _BLOCK = "rows of x, of weight, and k of a tile"
 PARAMS = (
@@ -113,7 +121,7 @@ PARAMS = (
     Param("out_dtype", ("bf16", "fp16", "fp32"), "element type of out and residual"),
     _X_LAYOUT,
     _WEIGHT_LAYOUT,
-    *epilogue.PARAMS,
+    *_EPILOGUE,
     _ALIGNED,
     Param("mma_k", (16, 8), "k of a product of the tensor cores: 8 is for sm_75"),
     Param("block", _BLOCKS, _BLOCK, tunable=True),
@@ -140,6 +148,8 @@ MMA_ALL = KernelSpec(
     }
 )
 
+# ------------------------------------------------------------------ fma: exact fp32
+
 FMA_TILES: dict[Block, Tile] = {
     (128, 128, 16): Tile((64, 64), 3, 2),
     (256, 128, 16): Tile((64, 64), 3),
@@ -163,7 +173,7 @@ FMA_ALL = KernelSpec(
             Param("dtype", ("fp32",), "element type of x, weight and out"),
             _X_LAYOUT,
             _WEIGHT_LAYOUT,
-            *epilogue.PARAMS,
+            *_EPILOGUE,
             _ALIGNED,
             Param("block", tuple(FMA_TILES), _BLOCK, tunable=True),
         ),
@@ -174,4 +184,53 @@ FMA_ALL = KernelSpec(
         "pdl": True,
         "verification": "fkjit.ops.gemm.cases_mma:MMA",
     }
+)
+
+# ------------------------------------------------------------------ what is compiled ahead
+
+_NO_EPILOGUE = {"activation": "none", "gate": False, "residual": False, "pre": False}
+_PLAIN: Mapping[str, Any] = {"x_layout": "mk", "weight_layout": "nk", **_NO_EPILOGUE, "aligned": True}
+_BF16 = {"dtype": "bf16", "out_dtype": "bf16", "mma_k": 16, **_PLAIN}
+_FP16 = {**_BF16, "dtype": "fp16", "out_dtype": "fp16"}
+_SWIGLU = {"activation": "silu", "gate": True}
+_KEPT = {"activation": "gelu_tanh", "pre": True}
+_TRANSPOSED = {"x_layout": "km", "weight_layout": "kn"}
+_SMALL, _SMALL_STAGED = {"block": (64, 128, 64)}, {"block": (64, 64, 32)}
+
+
+def _ahead(spec: KernelSpec, shown: Sequence[Mapping[str, Any]]) -> KernelSpec:
+    """The kernel with these variants: the sweep meets each tile, each layout, all of an epilogue."""
+
+    def unshown(params: Params) -> str | None:
+        return None if dict(params) in shown else "is compiled when it is called"
+
+    return register(replace(spec, illegal=unshown))
+
+
+MMA = _ahead(
+    MMA_ALL,
+    [
+        *({**_BF16, "block": block} for block in TILES),
+        {**_BF16, **_SMALL, **_SWIGLU, "residual": True},
+        {**_BF16, **_SMALL, **_KEPT, "residual": True, "x_layout": "km"},
+        {**_BF16, **_SMALL, **_SWIGLU, "pre": True, "weight_layout": "kn"},
+        {**_BF16, **_SMALL, **_TRANSPOSED, "activation": "gelu", "out_dtype": "fp32"},
+        {**_BF16, "block": (128, 256, 64), **_TRANSPOSED},
+        {**_BF16, **_SMALL_STAGED, "aligned": False, **_KEPT},
+        {**_BF16, "block": (128, 128, 32), "aligned": False, **_SWIGLU, **_TRANSPOSED},
+        {**_FP16, **_SMALL, "activation": "relu"},
+        *({**_FP16, "mma_k": 8, "block": block} for block in STAGED_TILES),
+        {**_FP16, "mma_k": 8, **_SMALL_STAGED, "aligned": False, "residual": True},
+    ],
+)
+_FP32, _FMA_SMALL = {"dtype": "fp32", **_PLAIN}, {"block": (64, 64, 16)}
+FMA = _ahead(
+    FMA_ALL,
+    [
+        *({**_FP32, "block": block} for block in FMA_TILES),
+        {**_FP32, **_FMA_SMALL, **_KEPT, "residual": True, "x_layout": "km"},
+        {**_FP32, **_FMA_SMALL, **_SWIGLU, "weight_layout": "kn"},
+        {**_FP32, **_FMA_SMALL, **_SWIGLU, **_TRANSPOSED, "residual": True, "aligned": False},
+        {**_FP32, "block": (128, 128, 16), "activation": "gelu", "aligned": False},
+    ],
 )
