@@ -26,7 +26,10 @@ KERNELS = (
     "kv.read",
     "kv.slots",
     "kv.rope_append_kernels",
+    "gemm.kernels_sm90",
+    "gemm.kernels_small",
     "gemm.kernels",
+    "gemm.kernels_backward",
     "moe.route",
     "moe.regroup",
     "moe.route_and_regroup",
@@ -42,7 +45,8 @@ KERNELS = (
 
 # Public calls whose kernels are registered under another op than the call's own name.
 OPS_OF_CALLS = {
-    "gelu_linear": ("linear",),
+    "linear": ("linear", "linear_backward"),
+    "gelu_linear": ("linear", "linear_backward"),
     "attention_varlen": ("attention_form",),
     "paged_attention": ("attention_decode",),
     "reduce_sum": ("reduce",),

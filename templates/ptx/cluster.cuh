@@ -38,11 +38,11 @@ __device__ __forceinline__ void cluster_store(float* shared, int rank, float val
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
 }
 
-// Arrives at block `rank`'s mbarrier, which lies where `barrier` lies in this block. What this
-// thread has read and written comes before what those do there who wait for it.
+// Arrives at block `rank`'s mbarrier, which lies where `barrier` lies in this block. Who waits there
+// knows that products that this thread has waited for are done; for ordinary stores it is no fence
+// (with .release.cluster a ring of two blocks took 1.3 times as long).
 // PTX ISA: mbarrier.arrive, .shared::cluster
 __device__ __forceinline__ void cluster_arrive_at(u32 barrier, int rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                   cluster_address(barrier, rank))
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank))
                : "memory");
 }

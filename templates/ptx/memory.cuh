@@ -100,3 +100,16 @@ __device__ __forceinline__ void load_constant_chunk_if(uint4& chunk, const void*
       : "+r"(chunk.x), "+r"(chunk.y), "+r"(chunk.z), "+r"(chunk.w)
       : "l"(__cvta_generic_to_global(source)), "r"(static_cast<int>(there)));
 }
+
+// The 16 bytes at `source` if `there`, else zeros: of what is read once and written by nobody while
+// the kernel runs. They take no place in L1, which is left to what comes again.
+// PTX ISA: ld.global.nc.L1::no_allocate.v4.u32
+__device__ __forceinline__ uint4 load_streamed_chunk_if(const void* source, bool there) {
+  uint4 chunk = make_uint4(0, 0, 0, 0);
+  asm volatile(
+      "{ .reg .pred there; setp.ne.s32 there, %5, 0;"
+      " @there ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      : "+r"(chunk.x), "+r"(chunk.y), "+r"(chunk.z), "+r"(chunk.w)
+      : "l"(__cvta_generic_to_global(source)), "r"(static_cast<int>(there)));
+  return chunk;
+}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +14,10 @@ import numpy as np
 from fkjit.errors import CompileError, ParameterError
 from fkjit.ops.gemm.checks import CALL, check
 from fkjit.ops.gemm.options import LinearOptions
+from fkjit.ops.op import torch_ops
+from fkjit.ops.op.autograd import autograd_of
 from fkjit.ops.op.expression import does_not_compile
+from fkjit.ops.op.node import Node, of_dtype
 from fkjit.ops.op.op import Op
 
 
@@ -94,6 +98,8 @@ def _explained(act: Callable[..., Any], mod: Any, *args: Any) -> Any:
     try:
         return act(*args)
     except CompileError as error:
+        if mod is None:
+            raise
         raise does_not_compile(CALL, "epilogue_mod", mod, error) from error
 
 
@@ -127,15 +133,96 @@ def _contiguous(name: str, array: Any) -> Any:
     )
 
 
-def _op(pre: bool) -> Op:
+# ------------------------------------------------------------------ the op, and its gradients
+
+_OPTIONS = (
+    "str? activation, bool gate, float? scale, str? out_dtype, int[]? block, str impl, "
+    "bool deterministic, str weight_layout, str? epilogue_mod, str? epilogue_mod_grad, "
+    "bool save_pre_activation"
+)
+
+
+def _fake(x: Any, weight: Any, bias: Any, residual: Any, *options: Any) -> list[Any]:
+    said = LinearOptions(*options)
+    wide = weight.shape[0 if said.weight_layout == "nk" else 1]
+    shape = (*x.shape[:-1], wide // 2 if said.gate else wide)
+    if said.out_dtype is not None:
+        return [of_dtype(x, shape, said.out_dtype)]
+    return [(x if residual is None else residual).new_empty(shape)]
+
+
+def _fake_with_pre(x: Any, weight: Any, bias: Any, residual: Any, *options: Any) -> list[Any]:
+    wide = weight.shape[0 if LinearOptions(*options).weight_layout == "nk" else 1]
+    return [*_fake(x, weight, bias, residual, *options), x.new_empty((*x.shape[:-1], wide))]
+
+
+def _packed(*options: Any) -> tuple[Any, ...]:
+    """Options as the operator's schema has them: a tile is a list."""
+    said = LinearOptions(*options)
+    tile = [said.block] if isinstance(said.block, int) else said.block and list(said.block)
+    return tuple(said._replace(block=tile))
+
+
+def _unpacked(*options: Any) -> tuple[Any, ...]:
+    said = LinearOptions(*options)
+    tile = said.block and (said.block[0] if len(said.block) == 1 else tuple(said.block))
+    return tuple(said._replace(block=tile))
+
+
+def _op(pre: bool, node: Node, autograd: Callable[..., Any] | None = None) -> Op:
     copied = _Copied()
     copied.op = Op(
         CALL, inputs=("x", "weight", "bias", "residual"), outputs=("out", "pre"),
         check=partial(check, copied=copied, pre=pre), options=LinearOptions,
         optional=("bias", "residual"), in_place=(("out", "residual"),), autocast=3,
+        node=node, autograd=autograd,
     )  # fmt: skip
     return copied.op
 
 
-_LINEAR = _op(pre=False)
-linear.prepare = _LINEAR.preparing(linear)  # type: ignore[attr-defined]
+def _with_gradients(inputs: Any, outputs: Any, options: Any) -> Any:
+    return _differentiable()(inputs, outputs, options)
+
+
+@lru_cache(maxsize=1)
+def _differentiable() -> Callable[..., Any]:
+    return autograd_of(CALL, import_module(_AUTOGRAD).differentiable(_LINEAR, _WITH_PRE))
+
+
+_AUTOGRAD = "fkjit.ops.gemm.autograd"  # imported where a gradient is wanted
+_LINEAR = _op(False, Node(_fake, _OPTIONS, 1, None, _packed, _unpacked), _with_gradients)
+_WITH_PRE = _op(
+    True, Node(_fake_with_pre, _OPTIONS, 2, "linear_with_pre", _packed, _unpacked)
+)  # fmt: skip
+
+# ------------------------------------------------------------------ prepare
+
+_SIGNATURE = inspect.signature(linear)
+
+
+def _prepare(*args: Any, **named: Any) -> None:
+    """Compile and load what the call with the same arguments needs, without running it; where an
+    input requires grad, what its gradients need as well.
+
+    Call it before capturing a CUDA graph, or to pay the first-call cost early. Checks and raises as
+    the call does; nothing to do for CPU arrays.
+    """
+    bound = _SIGNATURE.bind(*args, **named)
+    bound.apply_defaults()
+    given = bound.arguments
+    inputs = tuple(given[name] for name in _LINEAR.inputs)
+    options = tuple(value for name, value in given.items() if name not in _LINEAR.names)
+    if torch_ops.wants_grad(inputs):
+        act, arrays = partial(import_module(_AUTOGRAD).prepare, _LINEAR, _WITH_PRE), inputs
+    else:
+        act, arrays = _LINEAR.prepare, (*inputs, given["out"])
+    _explained(act, given["epilogue_mod"], arrays, options)
+
+
+def _prepare_gelu(x: Any, weight: Any, bias: Any = None) -> None:
+    """As `linear.prepare`."""
+    _prepare(x, weight, bias, activation="gelu_tanh")
+
+
+linear.prepare = _prepare  # type: ignore[attr-defined]
+gelu_linear.prepare = _prepare_gelu  # type: ignore[attr-defined]

@@ -1,0 +1,66 @@
+"""How the kernels of products with few rows of x are checked: problems that fit their tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fkjit.ops.gemm import cases
+from fkjit.ops.gemm.kernels_small import skinny_memory
+from fkjit.spec import Arrays, Params, Problem
+
+
+def _everything(params: Params, gap: int = 8) -> dict[str, Any]:
+    """All that an epilogue does; `pre` has the dtype of x, which sets another tolerance."""
+    alike = params["out_dtype"] == params["dtype"]
+    return {"residual": True, "pre": alike, "scale": 0.5, "gap": gap}
+
+
+def _gemv(params: Params, scale: str) -> list[dict[str, Any]]:
+    """A ragged last tile, spans of k that not all warps have, and everything in the epilogue."""
+    (outputs, warps, unroll), more = params["tile"], _everything(params)
+    if scale == "full":
+        shapes = ((1, 4096, 4096), (8, 4104, 1000), (5, 2 * outputs + 8, 14336))
+        return [cases.problem(params, *shape, **more) for shape in shapes]
+    return [
+        cases.problem(params, 5, 2 * outputs + 8, 32 * warps * unroll + 40, **more),
+        cases.problem(params, 8, outputs, 72),
+        cases.problem(params, 1, 8, 8, bias=False, residual=True),
+    ]
+
+
+def _skinny(params: Params, scale: str) -> list[dict[str, Any]]:
+    """The same, with k in one part and in several, of which one may be shorter than the ring."""
+    rows, block_k, _ = params["tile"]
+    tokens, even = params["tokens"], 8 if params["aligned"] else 1
+    if scale == "full":
+        shapes = ((tokens, 4096, 4096, 1), (tokens - 3, 4104, 1000, 3), (5, 136, 14336, 7))
+        return [
+            cases.problem(params, *shape, split=s, **_everything(params)) for *shape, s in shapes
+        ]
+    ragged = _everything(params, even)
+    return [
+        cases.problem(params, tokens - 3, rows + 3 * even, 7 * block_k + even, split=3, **ragged),
+        cases.problem(params, tokens, rows, 6 * block_k, split=1),
+        cases.problem(params, 1, 8, 8, bias=False, residual=True, split=2),
+    ]
+
+
+def _skinny_inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
+    size, counters = skinny_memory(params, p)
+    return {
+        **cases.inputs(params, p, rng),
+        "workspace": np.full(max(size // 4, 1), np.nan, np.float32),
+        "counters": np.zeros(max(counters, 1), np.uint32),
+    }
+
+
+def _skinny_reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
+    return {**cases.reference(p, arrays), "counters": np.zeros(len(arrays["counters"]))}
+
+
+GEMV = cases.verification(_gemv)
+SKINNY = replace(cases.verification(_skinny), inputs=_skinny_inputs, reference=_skinny_reference)

@@ -1,0 +1,118 @@
+/* What the gradients of a product start from, out of dy, the gradient of its result:
+
+     dz    = dy * act'(z)                                   with GATE, of z = gate | up:
+             dy * up * act'(gate) | dy * act(gate)
+     dbias = column sums of dz
+
+   A block has the columns of THREADS vectors, and every gridDim.y-th row: a thread keeps its columns
+   in all of them, so that their sums stay in its registers. These go to memory as one row of
+   `partials` a block; of the blocks of some columns the last one to finish adds them up. Both orders
+   are fixed: dbias has the same bits at every call. Every architecture. */
+#include "prelude.cuh"
+//% if has_mod
+#define EPILOGUE_EXPRESSION (${epilogue_mod})
+#define EPILOGUE_DERIVATIVE (${epilogue_mod_grad})
+//% endif
+#include "ptx/pdl.cuh"
+#include "tile/last_block.cuh"
+#include "tile/row.cuh"
+#include "gemm/activation.cuh"
+
+using elem_t = ${dtype};
+using out_t = ${out_dtype};
+using activation_t = ${activation};
+constexpr bool GATE = ${gate};
+constexpr bool PLAIN = ${plain};    // dz is dy: nothing is read of z
+constexpr bool VECTOR = ${vector};  // 16-byte accesses
+constexpr int THREADS = ${threads};
+constexpr int SIZE = 8, PAIRS = SIZE / 2;  // columns of a thread
+constexpr int UNDERWAY = 4;                // rows of partials
+static_assert(!(GATE && PLAIN), "a gate's gradients need z");
+
+template <typename T>
+using Columns = Row<T, THREADS, 1, SIZE, VECTOR>;
+
+// dz of one number of z; of a gate and what it lets through.
+__device__ __forceinline__ float slope(float dy, float z) { return dy * activation_t::slope(z); }
+__device__ __forceinline__ float2 slopes(float dy, float gate, float up) {
+  return {dy * up * activation_t::slope(gate), dy * activation_t::value(gate)};
+}
+
+// dy and z of a row -> dz and, with GATE, d_up.
+__device__ __forceinline__ void differentiate(Columns<elem_t>& dz, Columns<elem_t>& d_up,
+                                              Columns<float>& sums, Columns<float>& up_sums,
+                                              Columns<out_t>& dy, Columns<elem_t>& z,
+                                              Columns<elem_t>& up) {
+#pragma unroll
+  for (int pair = 0; pair < PAIRS; ++pair) {
+    const float2 g = dy.get(0, pair), at = z.get(0, pair), sum = sums.get(0, pair);
+    float2 made = g;
+    if (GATE) {
+      const float2 u = up.get(0, pair), up_sum = up_sums.get(0, pair);
+      const float2 a = slopes(g.x, at.x, u.x), b = slopes(g.y, at.y, u.y);
+      made = {a.x, b.x};
+      d_up.set(0, pair, a.y, b.y);
+      up_sums.set(0, pair, up_sum.x + a.y, up_sum.y + b.y);
+    } else if (!PLAIN) {
+      made = {slope(g.x, at.x), slope(g.y, at.y)};
+    }
+    dz.set(0, pair, made.x, made.y);
+    sums.set(0, pair, sum.x + made.x, sum.y + made.y);
+  }
+}
+
+// The sums over all rows of partials, rounded once.
+__device__ __forceinline__ void add_up(elem_t* dbias, const float* partials, i64 wide, int columns) {
+  Columns<float> sums;
+  sums.fill(0.f);
+#pragma unroll UNDERWAY
+  for (int part = 0; part < gridDim.y; ++part) {
+    Columns<float> found;
+    found.load(partials + part * wide, threadIdx.x, columns);
+    sums.add(found);
+  }
+  Columns<elem_t> made;
+#pragma unroll
+  for (int pair = 0; pair < PAIRS; ++pair) {
+    const float2 sum = sums.get(0, pair);
+    made.set(0, pair, sum.x, sum.y);
+  }
+  made.store(dbias, threadIdx.x, columns);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) linear_activation_backward(
+    const out_t* __restrict__ dy,    // [m, n]
+    const elem_t* __restrict__ pre,  // [m, n], or [m, 2 n] with GATE: contiguous; null if PLAIN
+    elem_t* __restrict__ dz,         // as pre, or null
+    elem_t* __restrict__ dbias,      // [n], or [2 n]; or null
+    float* partials,                 // [gridDim.y, n or 2 n]: workspace, where there is a dbias
+    u32* counters,                   // [gridDim.x], all 0
+    const i64 dy_stride, const int m, const int n) {
+  after_previous_kernel();
+  const int thread = threadIdx.x, skip = blockIdx.x * Columns<elem_t>::CAPACITY, here = n - skip;
+  const i64 wide = GATE ? 2 * static_cast<i64>(n) : n;
+  Columns<float> sums, up_sums;
+  sums.fill(0.f), up_sums.fill(0.f);
+#pragma unroll 2
+  for (int row = blockIdx.y; row < m; row += gridDim.y) {
+    Columns<out_t> given;
+    Columns<elem_t> z, up, made, d_up;
+    const i64 place = row * wide + skip;
+    given.load(dy + row * dy_stride + skip, thread, here);
+    if (!PLAIN) z.load(pre + place, thread, here);
+    if (GATE) up.load(pre + place + n, thread, here);
+    differentiate(made, d_up, sums, up_sums, given, z, up);
+    if (dz == nullptr) continue;
+    made.store(dz + place, thread, here);
+    if (GATE) d_up.store(dz + place + n, thread, here);
+  }
+  if (dbias == nullptr) return;
+
+  float* part = partials + blockIdx.y * wide + skip;
+  sums.store(part, thread, here);
+  if (GATE) up_sums.store(part + n, thread, here);
+  __syncthreads();
+  if (!last_block(counters + blockIdx.x, gridDim.y)) return;
+  add_up(dbias + skip, partials + skip, wide, here);
+  if (GATE) add_up(dbias + n + skip, partials + n + skip, wide, here);
+}

@@ -1,0 +1,218 @@
+/* out = act(scale * x . weight + bias) + residual for few rows of x, on tensor cores with the
+   operands swapped: the weight is the side of sixteen rows, x that of eight columns, so that no
+   product is wasted on rows that x has not.
+
+   A block has ROWS outputs of the weight (with GATE half of them gate, half up), all rows of x, and
+   a part of k. Tiles of both come through a ring of STAGES in shared memory by cp.async; of each
+   stage the warps multiply ROWS / WARP_ROWS pieces of the weight, each in WARPS_K parts of k. The
+   parts are added up in shared memory; where gridDim.y blocks share a tile, each leaves its sums in
+   `workspace`, and the last one adds them up. All in a fixed order: the same bits every time.
+
+   sm_80 and later. */
+//% if has_mod
+#define EPILOGUE_EXPRESSION (${epilogue_mod})
+#define EPILOGUE_DERIVATIVE (${epilogue_mod_grad})
+//% endif
+#include "prelude.cuh"
+#include "gemm/epilogue.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/pdl.cuh"
+#include "tile/fragment.cuh"
+#include "tile/last_block.cuh"
+#include "tile/tile_copy.cuh"
+
+using elem_t = ${dtype};
+using out_t = ${out_dtype};
+using Activation = ${activation};
+constexpr bool GATE = ${gate};
+constexpr bool ROWS_OF_K = ${rows_of_k};  // weight_layout "nk": rows are contiguous in k
+constexpr bool ALIGNED = ${aligned};      // 16-byte copies
+constexpr bool STATIC_WEIGHT = ${static_weight};
+constexpr int TOKENS = ${tokens};  // rows of x, padded
+constexpr int ROWS = ${rows};      // of the weight
+constexpr int BLOCK_K = ${block_k};
+constexpr int STAGES = ${stages};
+constexpr int RESIDENT = ${resident};  // blocks of a multiprocessor, at least
+
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
+constexpr int WARP_ROWS = ROWS / 4, WARPS_K = 2;
+constexpr int HALVES = GATE ? 2 : 1, OUTPUTS = ROWS / HALVES;
+constexpr int PITCH = ROWS + 4;  // of sums: lanes of a fragment meet 32 banks
+static_assert(WARP_ROWS % 16 == 0, "whole fragments");
+static_assert(BLOCK_K % (16 * WARPS_K) == 0, "whole steps of mma for each part of k");
+static_assert(ROWS_OF_K || OUTPUTS % 64 == 0, "gate and up have panels of their own");
+
+using XTile = SwizzledTile<TOKENS, BLOCK_K>;
+using WeightTile = SwizzledTile<ROWS_OF_K ? ROWS : BLOCK_K, ROWS_OF_K ? BLOCK_K : ROWS>;
+using HalfTile = SwizzledTile<ROWS_OF_K ? OUTPUTS : BLOCK_K, ROWS_OF_K ? BLOCK_K : OUTPUTS>;
+using WeightReader =
+    FragmentReader<WeightTile, ROWS_OF_K ? BlockOrder::ROW_MAJOR : BlockOrder::COL_MAJOR>;
+constexpr int STAGE_BYTES = WeightTile::BYTES + XTile::BYTES;
+static_assert(WARPS_K * TOKENS * PITCH * 4 <= STAGES * STAGE_BYTES, "sums are where the ring was");
+static_assert(!ROWS_OF_K || BLOCK_K == 64 || HALVES == 1, "halves of a panel follow one another");
+
+// What a block reads: outputs from `first` on, a part of k.
+struct Source {
+  const elem_t *x, *weight;
+  i64 x_stride, weight_stride;
+  int first, m, n, k;
+
+  __device__ __forceinline__ void load_weight(u32 tile, int k0) const {
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) {
+      const int row = first + half * n;
+      if (ROWS_OF_K)
+        copy_tile<HalfTile, THREADS, ALIGNED>(tile + half * HalfTile::BYTES,
+                                              weight + row * weight_stride + k0, weight_stride,
+                                              n - first, k - k0);
+      else
+        copy_tile<HalfTile, THREADS, ALIGNED>(tile + half * HalfTile::BYTES,
+                                              weight + k0 * weight_stride + row, weight_stride,
+                                              k - k0, n - first);
+    }
+  }
+  __device__ __forceinline__ void load_x(u32 tile, int k0) const {
+    copy_tile<XTile, THREADS, ALIGNED>(tile, x + k0, x_stride, m, k - k0);
+  }
+};
+
+// A warp's sums: WARP_ROWS rows of the weight, all tokens.
+struct Sums {
+  float d[WARP_ROWS / 16][TOKENS / 8][4] = {};
+
+  __device__ __forceinline__ static void weight_fragment(u32 (&a)[4], const WeightReader& reader,
+                                                         u32 tile, int row_block, int k_block) {
+    if (ROWS_OF_K)
+      ldmatrix_x4(a, reader.address(tile, row_block, k_block));
+    else
+      ldmatrix_x4_trans(a, reader.address(tile, k_block, row_block));
+  }
+
+  // The part `warp_k` of a stage's k.
+  __device__ __forceinline__ void multiply(u32 stage, const WeightReader& of_weight,
+                                           const ColumnReader<XTile>& of_x, int warp_row,
+                                           int warp_k) {
+    constexpr int STEPS = BLOCK_K / 16 / WARPS_K;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      const int k_block = warp_k * STEPS + step;
+      u32 a[WARP_ROWS / 16][4];
+#pragma unroll
+      for (int i = 0; i < WARP_ROWS / 16; ++i)
+        weight_fragment(a[i], of_weight, stage, warp_row * (WARP_ROWS / 16) + i, k_block);
+#pragma unroll
+      for (int block = 0; block < TOKENS / 16; ++block) {
+        u32 b[4];
+        ldmatrix_x4(b, of_x.address(stage + WeightTile::BYTES, block, k_block));
+#pragma unroll
+        for (int i = 0; i < WARP_ROWS / 16; ++i)
+          mma_16x16x16<elem_t, 16>(d[i][2 * block], d[i][2 * block + 1], a[i], b);
+      }
+    }
+  }
+
+  // To [TOKENS][PITCH].
+  __device__ __forceinline__ void store(float* sums, int warp_row, int lane) const {
+    float* const at = sums + lane % 4 * 2 * PITCH + warp_row * WARP_ROWS + lane / 4;
+#pragma unroll
+    for (int i = 0; i < WARP_ROWS / 16; ++i)
+#pragma unroll
+      for (int block = 0; block < TOKENS / 8; ++block)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          at[(block * 8 + j % 2) * PITCH + i * 16 + j / 2 * 8] = d[i][block][j];
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    linear_skinny(const elem_t* __restrict__ x,        // [m, k]
+                  const elem_t* __restrict__ weight,   // [n, k] or [k, n]; with GATE 2 n for n
+                  const elem_t* __restrict__ bias,     // [n], with GATE [2 n], or null
+                  const out_t* __restrict__ residual,  // [m, n] or null
+                  out_t* __restrict__ out,             // [m, n]
+                  elem_t* __restrict__ pre,            // [m, n], with GATE [m, 2 n], or null
+                  float* __restrict__ workspace,       // [gridDim.x, gridDim.y, m, ROWS]
+                  u32* __restrict__ counters,          // [gridDim.x], 0 before and after
+                  const int m,                         // 1..TOKENS
+                  const int n, const int k, const i64 x_stride, const i64 weight_stride,
+                  const i64 out_stride, const i64 residual_stride, const float scale) {
+  if (!STATIC_WEIGHT) after_previous_kernel();
+  extern __shared__ __align__(128) char dynamic[];
+  const u32 ring = shared_address(dynamic);
+  const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+  const int warp_row = warp % (ROWS / WARP_ROWS), warp_k = warp / (ROWS / WARP_ROWS);
+  const int first = blockIdx.x * OUTPUTS, split = gridDim.y;
+  const i64 all = ceil_div(k, BLOCK_K);
+  const int begin = static_cast<int>(all * blockIdx.y / split);
+  const int steps = static_cast<int>(all * (blockIdx.y + 1) / split) - begin;
+  const Source source = {x, weight, x_stride, weight_stride, first, m, n, k};
+
+  // 1. The first stages.
+#pragma unroll
+  for (int i = 0; STATIC_WEIGHT && i < STAGES - 1; ++i)
+    if (i < steps) source.load_weight(ring + i * STAGE_BYTES, (begin + i) * BLOCK_K);
+  if (STATIC_WEIGHT) after_previous_kernel();
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; ++i) {
+    const u32 stage = ring + i * STAGE_BYTES;
+    if (!STATIC_WEIGHT && i < steps) source.load_weight(stage, (begin + i) * BLOCK_K);
+    if (i < steps) source.load_x(stage + WeightTile::BYTES, (begin + i) * BLOCK_K);
+    cp_async_commit();
+  }
+
+  // 2. Products; a stage is filled again behind the barrier that says all warps are done with it.
+  Sums sums;
+  const WeightReader of_weight(lane);
+  const ColumnReader<XTile> of_x(lane);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    cp_async_wait<STAGES - 2>();
+    __syncthreads();
+    if (const int next = step + STAGES - 1; next < steps) {
+      const u32 stage = ring + next % STAGES * STAGE_BYTES;
+      source.load_weight(stage, (begin + next) * BLOCK_K);
+      source.load_x(stage + WeightTile::BYTES, (begin + next) * BLOCK_K);
+    }
+    cp_async_commit();
+    sums.multiply(ring + step % STAGES * STAGE_BYTES, of_weight, of_x, warp_row, warp_k);
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+
+  // 3. The parts of k of this block.
+  float* const parts = reinterpret_cast<float*>(dynamic);
+  sums.store(parts + warp_k * TOKENS * PITCH, warp_row, lane);
+  __syncthreads();
+  float* const mine = workspace + (static_cast<i64>(blockIdx.x) * split + blockIdx.y) * m * ROWS;
+  if (split > 1) {
+    for (int i = threadIdx.x; i < m * ROWS; i += THREADS) {
+      const float* const at = parts + i / ROWS * PITCH + i % ROWS;
+      mine[i] = at[0] + at[TOKENS * PITCH];
+    }
+    __syncthreads();
+    if (!last_block(counters + blockIdx.x, split)) return;
+  }
+
+  // 4. Those of all blocks of the tile, and the epilogue.
+  const Epilogue<Activation, GATE, elem_t, out_t> epilogue = {bias, residual, pre, residual_stride,
+                                                              scale, n};
+  const float* const whole = mine - static_cast<i64>(blockIdx.y) * m * ROWS;
+  for (int i = threadIdx.x; i < m * OUTPUTS; i += THREADS) {
+    const int row = i / OUTPUTS, column = i % OUTPUTS;
+    float total[2] = {};
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) {
+      const int at = column + half * OUTPUTS;
+      if (split == 1) {
+        total[half] = parts[row * PITCH + at] + parts[(TOKENS + row) * PITCH + at];
+      } else {
+        for (int s = 0; s < split; ++s)
+          total[half] += __ldcg(whole + (static_cast<i64>(s) * m + row) * ROWS + at);
+      }
+    }
+    if (first + column < n)
+      out[row * out_stride + first + column] =
+          static_cast<out_t>(epilogue(total[0], total[1], row, first + column));
+  }
+}
