@@ -39,6 +39,24 @@ def _torch(problem: Problem, arrays: Arrays) -> Prepared:
     return Prepared(lambda: tail(linear(x, weight, bias), residual))
 
 
+def _cublaslt(problem: Problem, arrays: Arrays) -> Prepared:
+    """nn.Linear again, where PyTorch asks cuBLASLt's heuristics in place of cuBLAS."""
+    if not arrays["x"].is_cuda:
+        raise Refused("is for GPUs")
+    prefer = import_module("torch").backends.cuda.preferred_blas_library
+    made = _torch(problem, arrays)
+
+    def call() -> Any:
+        before = prefer()
+        prefer("cublaslt")
+        try:
+            return made.call()
+        finally:
+            prefer(before)
+
+    return Prepared(call)
+
+
 def _one_more(problem: Problem, arrays: Arrays) -> Prepared:
     """nn.Linear, and one compiled kernel for all that follows."""
     if not _follows(problem):
@@ -108,6 +126,7 @@ def _peer(name: str, prepare: Callable[[Problem, Arrays], Prepared], **more: Any
 
 PEERS = (
     _peer("torch", _torch),
+    _peer("cublaslt", _cublaslt),
     _peer("torch + compiled tail", _one_more),
     _peer("addmm_activation", _epilogue),
     _peer("addmm", _added),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 
@@ -9,12 +10,15 @@ import pytest
 
 from bench.core.catalog import operations
 from bench.core.op import Refused
-from bench.gemm import products
+from bench.core.store import SCHEMA
+from bench.gemm import products, tables
 from bench.gemm.cases_linear import OP, SETS
 from bench.gemm.cases_linear_dweight import dweight
 from bench.gemm.cases_linear_dx import dx
 from bench.gemm.layers import LAYERS, MOST, drawn
 from bench.gemm.products import label, problem
+from bench.report.bandwidth import sources
+from bench.report.cells import families, load, studies
 from fkjit.arch import arch
 from fkjit.jit.build import quiet
 from fkjit.spec import find
@@ -162,3 +166,59 @@ def test_quack_is_given_what_it_takes(given, monkeypatch):
     arrays = OP.inputs(given, Place)
     prepared = peer("quack").prepare(given, arrays)
     assert OP.expected(given, arrays).judge(prepared.output(prepared.call())).why_wrong() is None
+
+
+# ------------------------------------------------------------------ tables
+
+
+def stored(tmp_path):
+    """A run of all default and drawn cases, with times that say whose they are."""
+    cases = [(op, p) for op in tables.OPS for p in op.sets["default"]]
+    cases += [(OP, p) for p in SETS["random"]]
+    lines = [{"record": "run", "schema": SCHEMA}]
+    for op, p in cases:
+        for us, name in ((20.0, "fkjit"), (40.0, "triton"), (30.0, "torch"), (25.0, "cublaslt")):
+            decoded = p["m"] <= 8
+            us = 3 * us if decoded and name == "fkjit" else us
+            graph = {"p50": us * 1e-3, "tflops": 700.0, "gbs": 3900.0}
+            graph |= {"share_copy": 0.9 if decoded else 0.2, "share_gemm": 0.5}
+            kind = {"fkjit": "ours", "triton": "twin"}.get(name, "peer")
+            cell = {"record": "cell", "op": op.name, "case": op.label(p), "candidate": name}
+            lines.append({**cell, "kind": kind, "problem": p, "graph": graph})
+    variants = ["mma block=1", "wgmma block=64x256 cluster=2 cooperative",
+                "wgmma block=128x256 cluster=2 cooperative"]  # fmt: skip
+    for us, name in zip((70, 60, 50), variants, strict=True):
+        graph = {"p50": us * 1e-3, "tflops": 700.0}
+        cell = {"record": "cell", "op": "linear", "case": label(SETS["default"][0])}
+        cell |= {"candidate": f"fkjit {name}", "kind": "ours", "problem": SETS["default"][0]}
+        lines.append({**cell, "graph": graph})
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_tables_of_a_stored_run(tmp_path):
+    path = stored(tmp_path)
+    made = tables.tables([path])
+    plain = "| bf16 M8192 K8192 N8192 | 20.0 | 700 TFLOP/s | 40.0 | 30.0 |  |  |  |  | 1.25 |"
+    assert plain in made["products"]
+    assert "| bf16 M1 K2048 N8192 | 60.0 | 3.90 TB/s | 40.0 |" in made["products"]
+    assert "| linear_dweight bf16 M8192 K8192 N8192 km kn | 20.0 |" in made["products"]
+    rows = made["drawn"].splitlines()
+    assert rows[2].startswith("| 1 to 8 | ") and "| 0.417 | 0.417 |" in rows[2]
+    assert rows[-1].startswith("| all | 100 | ") and all(
+        "| 1.250 | 1.250 |" in r for r in rows[3:7]
+    )
+    page = tables.PAGE.read_text()
+    assert tables.with_tables(page, made).count(made["products"]) == 1
+
+
+def test_the_page_has_the_tables_of_its_runs():
+    page = tables.PAGE.read_text()
+    assert tables.with_tables(page, tables.tables(sources(page))) == page
+
+
+def test_the_report_has_products(tmp_path):
+    (study, *_) = studies(load([stored(tmp_path)]))
+    rows = {family.label: family for family in families(study) if family.along == "rows"}
+    assert len(rows["bf16 K4096 N16384"].places) == 4

@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 from bench.core import twins  # noqa: E402
 from bench.core.catalog import operations  # noqa: E402
+from bench.gemm import cases_linear_backward as backward_bench  # noqa: E402
 from bench.gemm.cases_linear_dweight import dweight  # noqa: E402
 from bench.gemm.cases_linear_dx import dx  # noqa: E402
 from bench.gemm.products import activated, problem  # noqa: E402
@@ -73,6 +74,13 @@ CASES = [
     ("linear_dx", dx(40, 24, 56)),
     ("linear_dweight", dweight(40, 24, 56)),
 ]
+CASES += [
+    ("linear_backward", backward_bench.problem(37, 300, activation, gate, dtype))
+    for activation, gate, dtype in (
+        ("gelu_tanh", False, "bf16"), ("gelu", False, "fp32"), ("silu", True, "fp16"),
+        ("relu", True, "fp32"), ("none", False, "bf16"),
+    )
+]  # fmt: skip
 CANDIDATES = [(case, name) for case in CASES for name in ("ours", "triton", "torch")]
 CANDIDATES += [(CASES[0], "addmm_activation"), (CASES[2], "addmm")]
 
@@ -90,5 +98,21 @@ def test_the_suite_finds_each_candidate_right_and_other_numbers_wrong(interprete
     assert "wrong result" in str(op.expected(given, others).judge(found).why_wrong())
 
 
+@pytest.mark.parametrize("given", [given for op, given in CASES if op == "linear_backward"],
+                         ids=backward_bench.label)  # fmt: skip
+def test_the_twin_makes_dbias_as_well(interpreter, given):  # noqa: F811
+    from bench.gemm.peers_linear_backward import gradients
+    from bench.gemm.triton_linear_backward import backward
+
+    arrays = backward_bench.inputs(given, Place)
+    dy, pre = arrays["dy"], arrays.get("pre")
+    found = backward(dy, pre, activation=given["activation"], gate=given["gate"])
+    wide = gradients(given)(dy.double(), None if pre is None else pre.double())
+    tolerance = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 2e-1}[given["dtype"]]
+    assert len(found) == len(wide)
+    for one, right in zip(found, wide, strict=True):
+        torch.testing.assert_close(one.double(), right, rtol=tolerance, atol=tolerance)
+
+
 def test_every_gradient_has_the_twin():
-    assert {"linear", "linear_dx", "linear_dweight"} <= set(twins.names())
+    assert {"linear", "linear_dx", "linear_dweight", "linear_backward"} <= set(twins.names())
