@@ -13,6 +13,9 @@
                    multiplies, the other is at its epilogue. (Turns are needed for another reason
                    too: only who has seen the round before may wait for a stage by its parity.)
 
+   With SPLIT the k of a tile is shared out: where there are few tiles, several blocks work on each
+   (gemm/sm90/partials.cuh).
+
    Blocks of a cluster have tiles below one another. Each fetches half of the weight's tile and has
    TMA write it into both, so that L2 is asked once.
 
@@ -39,6 +42,7 @@
 #include "gemm/pairs.cuh"
 #include "gemm/tile_order.cuh"
 #include "gemm/sm90/operands.cuh"
+#include "gemm/sm90/partials.cuh"
 #include "gemm/sm90/stages.cuh"
 #include "gemm/sm90/store.cuh"
 
@@ -49,6 +53,7 @@ constexpr int BLOCK_N = ${block_n};  // rows of weight in a tile
 constexpr int STAGES = ${stages};    // of 64 k in shared memory
 constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
 constexpr bool COOPERATIVE = ${cooperative};
+constexpr bool SPLIT = ${split};  // several blocks share the k of a tile
 constexpr bool GATE = ${gate}, RESIDUAL = ${residual}, PRE = ${pre};
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
@@ -72,20 +77,30 @@ using Stages = GemmStages<OperandTile<BLOCK_M, X_K_MAJOR>, OperandTile<BLOCK_N, 
 using Place = RingPlace<STAGES>;
 using Pairs = EpiloguePairs<Activation, GATE, PRE, RESIDUAL, elem_t, out_t>;
 
+// Tiles, or parts of tiles, of this block (or cluster): every so manieth.
+struct Turns {
+  int number, all, count = 0;
+
+  __device__ __forceinline__ explicit Turns(int parts) : number(blockIdx.x / CLUSTER), all(parts) {}
+  __device__ __forceinline__ bool is_there() const { return number < all; }
+  __device__ __forceinline__ void advance() { number += gridDim.x / CLUSTER, ++count; }
+};
+
 // The producer: one thread fills stage after stage, tile after tile.
 __device__ __forceinline__ void produce(const Stages& stages, const TensorMap& x_map,
                                         const TensorMap& weight_map, const TileOrder& order, int n,
-                                        int steps, int first, int stride, int rank) {
+                                        int steps, int splits, int rank) {
   using X = Stages::A;
   using W = Stages::B;
   constexpr int HALF = BLOCK_N / 2;
   tma_prefetch(x_map), tma_prefetch(weight_map);
   Place place;
-  for (int number = first; number < order.count(); number += stride) {
-    const TilePlace tile = order(number);
+  for (Turns turn(order.count() * splits); turn.is_there(); turn.advance()) {
+    const TilePlace tile = order(turn.number / splits);
+    const KPart part(turn.number % splits, splits, steps);
     const int row = (tile.row * CLUSTER + rank) * BLOCK_M, column = tile.column * OUT_COLUMNS;
     const int second = GATE ? n + column : column + HALF;  // where the other half of rows is
-    for (int step = 0; step < steps; ++step) {
+    for (int step = part.first; step < part.first + part.steps; ++step) {
       const u32 full = stages.full(place.stage), weight = stages.b(place.stage);
       const int k = step * BLOCK_K;
       mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);
@@ -153,16 +168,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     const out_t* __restrict__ residual,            // [m, n], or null
     out_t* __restrict__ out,                       // [m, n]
     elem_t* __restrict__ pre,                      // [m, n] or [m, 2 n], or null
+    //% if split
+    float4* __restrict__ workspace,  // of PartialSums: a "tile" of each consumer and block
+    u32* __restrict__ counters,      // [tiles], 0 before and after
+    const int splits,                // blocks that share a tile's k, each with a step at least
+    //% endif
     const int m, const int n, const int k, const i64 out_stride, const i64 residual_stride,
     const float scale,
-    const int group) {  // rows of tiles that are taken together
+    const int group_rows) {  // rows of tiles that are taken together
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const Stages stages{static_cast<u32>(__cvta_generic_to_shared(shared_memory))};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
   const int rank = CLUSTER == 1 ? 0 : cluster_rank();
-  const TileOrder order{ceil_div(m, BLOCK_M * CLUSTER), ceil_div(n, OUT_COLUMNS), group};
-  const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
+  const TileOrder order{ceil_div(m, BLOCK_M * CLUSTER), ceil_div(n, OUT_COLUMNS), group_rows};
   const int steps = ceil_div(k, BLOCK_K);
+  //% if split
+  const PartialSums partials{workspace, counters, splits};
+  //% else
+  constexpr int splits = 1;
+  //% endif
 
   if (threadIdx.x == 0) stages.begin(RELEASES);
   __syncthreads();
@@ -172,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
   if (warpgroup == 0) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0) produce(stages, x_map, weight_map, order, n, steps, first, stride, rank);
+    if (threadIdx.x == 0) produce(stages, x_map, weight_map, order, n, steps, splits, rank);
   } else {
     // ---- consumers
     more_registers<CONSUMER_REGISTERS>();
@@ -186,14 +210,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
 
     const PingPong<CONSUMERS> pingpong(consumer, !COOPERATIVE);
     Place place;
-    int turn = 0, taken = 0, box = 0;  // tiles of this block and this consumer so far; of output
-    for (int number = first; number < order.count(); number += stride, ++turn) {
+    int position = 0, taken = 0, box = 0;  // in the ring; of its own tiles; of staged output
+    Turns turn(order.count() * splits);
+    for (; turn.is_there(); turn.advance()) {
+      const TilePlace tile = order(turn.number / splits);
+      const KPart part(turn.number % splits, splits, steps);
       if (!COOPERATIVE) {
-        if (turn % CONSUMERS != consumer) continue;
-        place = ring_place<STAGES>(turn * steps);
+        place = ring_place<STAGES>(position);
+        position += part.steps;
+        if (turn.count % CONSUMERS != consumer) continue;
         pingpong.wait();
       }
-      const TilePlace tile = order(number);
       const int column = tile.column * OUT_COLUMNS;
       elem_t* const tile_bias = consumer_bias + taken % 2 * BLOCK_N;
       stage_bias<BLOCK_N>(tile_bias, bias, threadIdx.x % WARPGROUP, column,
@@ -201,8 +228,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
       ++taken;
 #pragma unroll
       for (int block = 0; block < ROWS / 64; ++block) register_fence(acc[block]);
-      multiply(acc, stages, place, steps, consumer_row, lane, pingpong);
+      multiply(acc, stages, place, part.steps, consumer_row, lane, pingpong);
       named_barrier_wait_aligned<WARPGROUP>(3 + consumer);  // all of its bias is there
+      //% if split
+      const int half = COOPERATIVE ? consumer : 0;
+      const int group = ((turn.number / splits) * CLUSTER + rank) * (COOPERATIVE ? 2 : 1) + half;
+      if (!partials.add(acc, group, part.number, threadIdx.x % WARPGROUP, 3 + consumer,
+                        stages.flag(shared_memory, consumer)))
+        continue;
+      //% endif
 #pragma unroll
       for (int block = 0; block < ROWS / 64; ++block) {
         const int row =
@@ -217,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
         //% endif
       }
     }
-    pingpong.end(turn % CONSUMERS);
+    pingpong.end(turn.count % CONSUMERS);
     if (lane == 0) bulk_wait_read();
   }
   __syncwarp();

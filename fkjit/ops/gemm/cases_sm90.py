@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fkjit.ops.gemm import cases
+from fkjit.ops.gemm.kernels_sm90 import memory
 from fkjit.spec import Params
 
 
@@ -13,6 +14,7 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     block_m, block_n = params["block"]
     columns = block_n // 2 if params["gate"] else block_n
     wide, deep = (2, 200) if scale == "small" else (9, 1000)
+    deep = deep + 64 * 8 if params["split"] else deep
     step = 8 if params["tma_store"] else 1
     ragged = (block_m + 24, wide * columns - 5 * 8 + step % 8, deep)
     whole = (block_m * wide, columns, 64 * 3)
@@ -24,4 +26,4 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     ]
 
 
-WGMMA = cases.verification(_problems)
+WGMMA = cases.with_scratch(cases.verification(_problems), memory)

@@ -20,6 +20,7 @@ _STAGED = CONSUMERS * 4 * 2 * _WARP_ROWS * PANEL * 2  # bytes: two boxes of outp
 _MAX_STAGES = 8
 _SUMS = 128  # fp32 sums that a thread has registers for
 _GROUP_ROWS = 2048  # rows of x whose tiles are taken together
+_LEAST_STEPS, _MOST_SPLITS = 4, 16  # of k, of a block; blocks that share a tile
 # Tiles (rows of x, rows of weight) by schedule.
 TILES: dict[str, tuple[tuple[int, int], ...]] = {
     "cooperative": ((128, 256), (256, 128), (128, 192), (128, 128), (128, 64)),
@@ -32,7 +33,7 @@ def stages(params: Params) -> int:
     """How many have room."""
     block_m, block_n = params["block"]
     each = (block_m + block_n) * BLOCK_K * 2
-    rest = _STAGED + _bias_bytes(params) + 16 * _MAX_STAGES
+    rest = _STAGED + _bias_bytes(params) + 16 * (_MAX_STAGES + 1)
     return min((MAX_SHARED - rest) // each, _MAX_STAGES)
 
 
@@ -76,7 +77,7 @@ def _shared(params: Params) -> SharedLayout:
     weight = [(f"weight stage {stage}", block_n * BLOCK_K * 2) for stage in range(count)]
     warps = CONSUMERS * 4
     staged = [(f"output of warp {warp}", _STAGED // warps) for warp in range(warps)]
-    return [*x, *weight, *staged, ("bias", _bias_bytes(params)), ("mbarriers", 16 * count)]
+    return [*x, *weight, *staged, ("bias", _bias_bytes(params)), ("mbarriers", 16 * count + 16)]
 
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +90,8 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
         **shared.arguments(params, problem, arrays),
         "x_map": _map(arrays["x"], dtype, problem["x_stride"], *x_rows),
         "weight_map": _map(arrays["weight"], dtype, problem["weight_stride"], *weight_rows),
-        "group": max(_GROUP_ROWS // (block_m * params["cluster"]), 1),
+        "splits": splits(params, problem),
+        "group_rows": max(_GROUP_ROWS // (block_m * params["cluster"]), 1),
     }
     if params["tma_store"]:
         step = 2 * problem["out_stride"]
@@ -117,10 +119,30 @@ def tiles_of(params: Params, problem: Problem) -> int:
     return rows * -(-problem["n"] // columns)
 
 
+def splits(params: Params, problem: Problem) -> int:
+    """Blocks that share a tile's k: as many as the GPU has room for, each with a few steps."""
+    if not params["split"]:
+        return 1
+    slots = problem.get("multiprocessors", SMS) // params["cluster"]
+    room = max(slots // tiles_of(params, problem), 2)
+    return max(min(room, -(-problem["k"] // BLOCK_K) // _LEAST_STEPS, _MOST_SPLITS), 1)
+
+
 def _grid(params: Params, problem: Problem) -> Dim3:
     cluster = params["cluster"]
     most = problem.get("multiprocessors", SMS) // cluster
-    return (cluster * min(tiles_of(params, problem), max(most, 1)), 1, 1)
+    parts = tiles_of(params, problem) * splits(params, problem)
+    return (cluster * min(parts, max(most, 1)), 1, 1)
+
+
+def memory(params: Params, problem: Problem) -> tuple[int, int]:
+    """(bytes of workspace, counters): of sums that blocks leave to one another."""
+    if not params["split"]:
+        return 0, 0
+    halves = CONSUMERS if params["schedule"] == "cooperative" else 1
+    tiles = tiles_of(params, problem) * params["cluster"]
+    block_m, block_n = params["block"]
+    return 4 * tiles * splits(params, problem) * block_m * block_n, tiles * halves
 
 
 PARAMS = (
@@ -135,6 +157,7 @@ PARAMS = (
     Param("block", _ALL_TILES, "rows of x and of weight in a tile", tunable=True),
     Param("schedule", tuple(TILES), "how two consumers share tiles", tunable=True),
     Param("cluster", (1, 2), "blocks that share a tile of the weight", tunable=True),
+    Param("split", (False, True), "several blocks share a tile's k", tunable=True),
 )
 
 # Every legal variant; what is registered is fewer.
@@ -161,16 +184,18 @@ WGMMA_ALL = KernelSpec(
 _PLAIN: Mapping[str, Any] = {
     "dtype": "bf16", "out_dtype": "bf16", "x_layout": "mk", "weight_layout": "nk",
     "activation": "none", "gate": False, "residual": False, "pre": False, "tma_store": True,
-    "cluster": 1,
+    "cluster": 1, "split": False,
 }  # fmt: skip
 _WIDE, _SQUARE = {"block": (128, 256), "schedule": "cooperative"}, {"block": (128, 128)}
 _IN_TURNS = {**_SQUARE, "schedule": "pingpong"}
-# What is compiled ahead and swept: each tile plain, and each thing that an epilogue or a layout does.
+# What is compiled ahead and swept: each tile plain, each thing that an epilogue or a layout does.
 _SHOWN: tuple[Mapping[str, Any], ...] = tuple(
     {**_PLAIN, **more}
     for more in (
         *({"block": tile, "schedule": name} for name, tiles in TILES.items() for tile in tiles),
         {**_WIDE, "cluster": 2},
+        {**_WIDE, "cluster": 2, "split": True},
+        {**_IN_TURNS, "activation": "silu", "gate": True, "split": True},
         {**_IN_TURNS, "cluster": 2, "activation": "gelu_tanh"},
         {**_IN_TURNS, "activation": "gelu_tanh", "pre": True},
         {**_IN_TURNS, "activation": "gelu", "out_dtype": "fp32", "tma_store": False},

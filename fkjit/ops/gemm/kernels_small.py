@@ -1,5 +1,9 @@
-"""The kernels of products with few rows of x: what they are compiled for, and which tile takes a
-problem."""
+"""The kernels of products with few rows of x: what they are compiled for, and how k is shared out.
+
+Both take x with contiguous rows. Both have `static_weight`: then a kernel in a CUDA graph fetches
+its weight before the kernel ahead of it is over. That is right only where nothing in the graph, and
+nothing just before it on the stream, writes the weight; it is never chosen by itself.
+"""
 
 from __future__ import annotations
 
@@ -9,87 +13,113 @@ from fkjit.ops.gemm import epilogue
 from fkjit.ops.gemm.problem import CONTRACT
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, register
 
+_LAYOUTS = Param("weight_layout", ("nk", "kn"), "nk: as nn.Linear's")
+_STATIC = Param("static_weight", (False, True), "nothing writes the weight: it is loaded early")
+
+
+def _dtypes(*names: str) -> tuple[Param, Param]:
+    return (
+        Param("dtype", names, "element type of x, weight, bias and pre"),
+        Param("out_dtype", ("bf16", "fp16", "fp32"), "element type of residual and out"),
+    )
+
+
+def _illegal_dtypes(params: Params) -> str | None:
+    if params["out_dtype"] not in (params["dtype"], "fp32"):
+        return f"is not {params['dtype']} or fp32"
+    return None
+
+
+def _is_plain(params: Params) -> bool:
+    return (params["activation"], params["gate"]) == epilogue.SHIPPED[0]
+
+
+# ------------------------------------------------------------------ gemv
+
 GEMV_ROWS = 8  # of x, at most
+_STATIC_SHARED = 48 * 1024  # bytes
 
-Tile = tuple[int, int, int]  # outputs of a block, its warps, spans of a warp under way
-# By layout of the weight and bytes of its elements, fastest first.
-_GEMV_TILES: dict[tuple[str, int], tuple[Tile, ...]] = {
-    ("nk", 2): ((16, 8, 4), (8, 8, 4), (8, 16, 4)),
-    ("kn", 2): ((64, 8, 2), (64, 16, 1)),
-    ("nk", 4): ((16, 8, 2), (8, 8, 4)),
-    ("kn", 4): ((128, 8, 2),),
+GemvTile = tuple[int, int, int]  # outputs of a block, its warps, spans of a warp under way
+# By layout of the weight and bytes of its elements: the product, its span of k, its tiles.
+_GEMV: dict[tuple[str, int], tuple[str, int, tuple[GemvTile, ...]]] = {
+    ("nk", 2): ("RowsMma", 32, ((16, 8, 4), (8, 8, 4))),
+    ("kn", 2): ("ColumnsMma", 32, ((64, 8, 2), (64, 16, 1))),
+    ("nk", 4): ("RowsFma", 32, ((16, 8, 2), (8, 8, 4))),
+    ("kn", 4): ("ColumnsFma", 4, ((128, 8, 2),)),
 }
-_PRODUCTS = {
-    ("nk", 2): "RowsMma", ("kn", 2): "ColumnsMma", ("nk", 4): "RowsFma", ("kn", 4): "ColumnsFma",
-}  # fmt: skip
+_GEMV_TILES = tuple(dict.fromkeys(tile for *_, tiles in _GEMV.values() for tile in tiles))
 
 
-def _kind(params: Params) -> tuple[str, int]:
-    return params["weight_layout"], 4 if params["dtype"] == "fp32" else 2
+def _gemv(params: Params) -> tuple[str, int, tuple[GemvTile, ...]]:
+    return _GEMV[params["weight_layout"], 4 if params["dtype"] == "fp32" else 2]
+
+
+def gemv_span(params: Params) -> int:
+    """k that a warp takes at a time."""
+    return _gemv(params)[1]
 
 
 def _gemv_values(params: Params) -> dict[str, Any]:
     outputs, warps, unroll = params["tile"]
+    unroll = max(1, unroll // 2) if params["gate"] else unroll  # spans are twice as wide
     return {
         **epilogue.values(params["activation"]),
-        **{"product": _PRODUCTS[_kind(params)], "outputs": outputs},
-        **{"warps": warps, "unroll": unroll, "resident": max(1, 16 // warps)},
+        **{"product": _gemv(params)[0], "outputs": outputs, "warps": warps, "unroll": unroll},
+        "resident": 16 // warps,
     }
 
 
 def _gemv_illegal(params: Params) -> str | None:
-    if params["out_dtype"] not in (params["dtype"], "fp32"):
-        return f"out_dtype={params['out_dtype']} is neither {params['dtype']} nor fp32"
-    if params["tile"] not in _GEMV_TILES[_kind(params)]:
+    if params["tile"] not in _gemv(params)[2]:
         return "is never the fastest tile"
-    return None
+    outputs, warps, _ = params["tile"]
+    if 4 * GEMV_ROWS * outputs * warps * (2 if params["gate"] else 1) > _STATIC_SHARED:
+        return "has no room for its sums"
+    return _illegal_dtypes(params)
 
 
-def _gemv_features(params: Params) -> frozenset[str]:
-    return frozenset(() if params["dtype"] == "fp32" else {"bf16_mma"})
+def _gemv_shown(params: Params) -> str | None:
+    """What the types, the epilogue and the early loads add does not depend on one another."""
+    usual = (params["dtype"], params["out_dtype"]) in (("bf16", "bf16"), ("fp32", "fp32"))
+    special = (not usual) + (not _is_plain(params)) + params["static_weight"]
+    if special > 1 or (special and params["tile"] != _gemv(params)[2][0]):
+        return "is compiled when called"
+    return _gemv_illegal(params)
 
 
-def _gemv_grid(params: Params, problem: Problem) -> Dim3:
-    return (-(-problem["n"] // params["tile"][0]), 1, 1)
-
-
-GEMV = register(
-    KernelSpec(
-        **{
-            **CONTRACT,
-            "name": "gemv",
-            "source": "gemm/gemv.cu",
-            "entry": "linear_gemv",
-            "doc": "up to eight rows of x: the weight streamed once, summed in registers",
-            "params": (
-                Param("dtype", ("bf16", "fp16", "fp32"), "element type of x and weight"),
-                Param("out_dtype", ("bf16", "fp16", "fp32"), "element type of out"),
-                Param("weight_layout", ("nk", "kn"), "[n, k] as nn.Linear's, or [k, n]"),
-                *epilogue.PARAMS,
-                Param("static_weight", (False, True), "nothing writes the weight: load it early"),
-                Param(
-                    "tile", tuple(dict.fromkeys(t for ts in _GEMV_TILES.values() for t in ts)),
-                    "outputs of a block, its warps, spans of a warp under way", tunable=True,
-                ),
-            ),
-            "derive": _gemv_values,
-            "illegal": _gemv_illegal,
-            "features": _gemv_features,
-            "pdl": True,
-            "block": lambda params: (32 * params["tile"][1], 1, 1),
-            "grid": _gemv_grid,
-            "verification": "fkjit.ops.gemm.cases_small:GEMV",
-        }
-    )
+# All that a call may take.
+GEMV = KernelSpec(
+    name="gemv",
+    source="gemm/gemv.cu",
+    entry="linear_gemv",
+    doc="up to eight rows of x: the weight streamed from memory into the registers it is used in",
+    params=(
+        *_dtypes("bf16", "fp16", "fp32"), _LAYOUTS, *epilogue.PARAMS, _STATIC,
+        Param(
+            "tile", _GEMV_TILES, "outputs of a block, its warps, spans of a warp under way",
+            tunable=True,
+        ),
+    ),
+    derive=_gemv_values,
+    illegal=_gemv_illegal,
+    features=lambda params: frozenset(() if params["dtype"] == "fp32" else {"bf16_mma"}),
+    pdl=True,
+    block=lambda params: (32 * params["tile"][1], 1, 1),
+    grid=lambda params, problem: (-(-problem["n"] // params["tile"][0]), 1, 1),
+    verification="fkjit.ops.gemm.cases_small:GEMV",
+    **CONTRACT,
 )  # fmt: skip
 
-SKINNY_ROWS = 128  # of x, at most
-_TOKENS = (16, 32, 64, 128)  # what rows of x are padded to
+
+# ------------------------------------------------------------------ skinny
+
+TOKENS = (16, 32, 64, 128)  # what rows of x are padded to
+_WARPS = 8
+_LEAST_STEPS = 8  # of k, of a block that shares a tile with others
+_SMS = 132  # where there is no GPU to ask
 
 SkinnyTile = tuple[int, int, int]  # rows of the weight, k of a stage, stages
-_SKINNY_TILES: tuple[SkinnyTile, ...] = (
-    (128, 64, 4), (64, 64, 4), (128, 64, 6), (64, 64, 8), (64, 128, 4), (128, 128, 3),
-)  # fmt: skip
+_SKINNY_TILES: tuple[SkinnyTile, ...] = ((128, 64, 4), (64, 64, 4), (128, 64, 6), (64, 128, 4))
 
 
 def _skinny_bytes(params: Params) -> int:
@@ -97,71 +127,93 @@ def _skinny_bytes(params: Params) -> int:
     return 2 * stages * block_k * (rows + params["tokens"])
 
 
+def _resident(params: Params) -> int:
+    """Blocks that share an SM, as far as registers go."""
+    return 1 if params["tokens"] * params["tile"][0] > 64 * 128 else 2
+
+
 def _skinny_values(params: Params) -> dict[str, Any]:
     rows, block_k, stages = params["tile"]
     return {
         **epilogue.values(params["activation"]),
         "rows_of_k": params["weight_layout"] == "nk",
-        **{"rows": rows, "block_k": block_k, "stages": stages},
-        "resident": 1 if params["tokens"] * rows > 64 * 128 else 2,
+        **{"rows": rows, "block_k": block_k, "stages": stages, "resident": _resident(params)},
     }
 
 
 def _skinny_illegal(params: Params) -> str | None:
-    rows, block_k, stages = params["tile"]
-    if params["out_dtype"] not in (params["dtype"], "fp32"):
-        return f"out_dtype={params['out_dtype']} is neither {params['dtype']} nor fp32"
+    rows, block_k, _ = params["tile"]
     if params["gate"] and params["weight_layout"] == "kn" and rows < 128:
         return "has no panels of its own for gate and up"
-    if params["gate"] and params["weight_layout"] == "nk" and block_k != 64:
+    if params["gate"] and params["weight_layout"] == "nk" and block_k > 64:
         return "has gate and up in one panel of a tile"
-    if 8 * params["tokens"] * (rows + 4) > _skinny_bytes(params):
+    if _WARPS * params["tokens"] * (rows + 4) > _skinny_bytes(params):
         return "has no room for its sums"
-    return None
+    if params["tokens"] == 128 and block_k > 64:
+        return "needs more registers than there are"
+    return _illegal_dtypes(params)
+
+
+def _skinny_shown(params: Params) -> str | None:
+    """One tile of all, and all tiles of one."""
+    usual = (params["dtype"], params["out_dtype"]) == ("bf16", "bf16")
+    special = (not usual) + (not _is_plain(params)) + params["static_weight"]
+    special += not params["aligned"]
+    if special > 1 or (special and (params["tile"] != _SKINNY_TILES[0] or params["tokens"] != 64)):
+        return "is compiled when called"
+    return _skinny_illegal(params)
+
+
+def _outputs(params: Params) -> int:
+    return params["tile"][0] // (2 if params["gate"] else 1)
+
+
+def split(params: Params, problem: Problem) -> int:
+    """Blocks that share a tile: as many as run at the same time, each with k enough. What a problem
+    says goes first."""
+    given = problem.get("split")
+    if given:
+        return given
+    tiles = -(-problem["n"] // _outputs(params))
+    steps = -(-problem["k"] // params["tile"][1])
+    slots = problem.get("multiprocessors", _SMS) * _resident(params)
+    return max(1, min(slots // tiles, steps // _LEAST_STEPS))
 
 
 def _skinny_grid(params: Params, problem: Problem) -> Dim3:
-    outputs = params["tile"][0] // (2 if params["gate"] else 1)
-    return (-(-problem["n"] // outputs), problem["split"], 1)
+    return (-(-problem["n"] // _outputs(params)), split(params, problem), 1)
 
 
-def skinny_memory(params: Params, problem: Problem) -> tuple[int, int]:
+def skinny_scratch(params: Params, problem: Problem) -> tuple[int, int]:
     """(bytes of workspace, counters) of a problem."""
-    tiles, split, _ = _skinny_grid(params, problem)
-    if split == 1:
+    tiles, parts, _ = _skinny_grid(params, problem)
+    if parts == 1:
         return 0, 0
-    return 4 * tiles * split * problem["m"] * params["tile"][0], tiles
+    return 4 * tiles * parts * problem["m"] * params["tile"][0], tiles
 
 
-SKINNY = register(
-    KernelSpec(
-        **{
-            **CONTRACT,
-            "name": "skinny",
-            "source": "gemm/skinny.cu",
-            "entry": "linear_skinny",
-            "doc": "few rows of x: operands swapped, k shared out over the grid",
-            "params": (
-                Param("dtype", ("bf16", "fp16"), "element type of x and weight"),
-                Param("out_dtype", ("bf16", "fp16", "fp32"), "element type of out"),
-                Param("weight_layout", ("nk", "kn"), "[n, k] as nn.Linear's, or [k, n]"),
-                *epilogue.PARAMS,
-                Param("aligned", (True, False), "rows start on 16-byte boundaries"),
-                Param("static_weight", (False, True), "nothing writes the weight: load it early"),
-                Param("tokens", _TOKENS, "rows of x, padded to this"),
-                Param(
-                    "tile", _SKINNY_TILES, "rows of the weight, k of a stage, stages",
-                    tunable=True,
-                ),
-            ),
-            "derive": _skinny_values,
-            "illegal": _skinny_illegal,
-            "features": lambda params: frozenset({"cp_async", "ldmatrix", "bf16_mma"}),
-            "shared_bytes": _skinny_bytes,
-            "pdl": True,
-            "block": lambda params: (256, 1, 1),
-            "grid": _skinny_grid,
-            "verification": "fkjit.ops.gemm.cases_small:SKINNY",
-        }
-    )
+SKINNY = KernelSpec(
+    name="skinny",
+    source="gemm/skinny.cu",
+    entry="linear_skinny",
+    doc="few rows of x: tensor cores with the operands swapped, k shared out over the grid",
+    params=(
+        *_dtypes("bf16", "fp16"), _LAYOUTS, *epilogue.PARAMS,
+        Param("aligned", (True, False), "rows of x and weight are whole 16-byte pieces"),
+        _STATIC,
+        Param("tokens", TOKENS, "what rows of x are padded to"),
+        Param("tile", _SKINNY_TILES, "rows of the weight, k of a stage, stages", tunable=True),
+    ),
+    derive=_skinny_values,
+    illegal=_skinny_illegal,
+    features=lambda params: frozenset({"cp_async", "ldmatrix", "bf16_mma"}),
+    shared_bytes=_skinny_bytes,
+    pdl=True,
+    block=lambda params: (32 * _WARPS, 1, 1),
+    grid=_skinny_grid,
+    verification="fkjit.ops.gemm.cases_small:SKINNY",
+    **CONTRACT,
 )  # fmt: skip
+
+register(epilogue.shipped(GEMV, _gemv_shown))
+register(epilogue.shipped(SKINNY, _skinny_shown))

@@ -33,6 +33,11 @@ struct GemmStages {
   __device__ __forceinline__ u32 full(int stage) const { return base + BARRIERS + stage * 16; }
   __device__ __forceinline__ u32 empty(int stage) const { return full(stage) + 8; }
 
+  // A word of a consumer's own, behind the barriers.
+  __device__ __forceinline__ u32* flag(unsigned char* memory, int consumer) const {
+    return reinterpret_cast<u32*>(memory + BARRIERS + STAGES * 16) + consumer;
+  }
+
   // By one thread; the others wait for it.
   __device__ __forceinline__ void begin(int releases) const {
 #pragma unroll

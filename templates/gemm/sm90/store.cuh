@@ -4,6 +4,7 @@
 #include "ptx/bulk.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/proxy_fence.cuh"
+#include "ptx/register_fence.cuh"
 #include "ptx/stmatrix.cuh"
 #include "tile/fragment.cuh"
 #include "tile/tma_tile.cuh"
@@ -96,5 +97,6 @@ __device__ __forceinline__ void store_pairs(const float (&acc)[N][4], const Pair
       if (half * 8 < rows_left)
         store_pair(out + (lane_row + half * 8) * out_stride + first, found[half], whole,
                    epilogue.n - first);
+    compiler_fence();  // else it begins with more columns than it has registers for
   }
 }
