@@ -28,6 +28,7 @@ KERNELS = (
     "kv.rope_append_kernels",
     "gemm.kernels_sm90",
     "gemm.kernels_small",
+    "gemm.kernels_mma",
     "gemm.kernels",
     "gemm.kernels_backward",
     "moe.route",

@@ -29,6 +29,7 @@
 #include "gemm/operand_copy.cuh"
 #include "gemm/store_fragments.cuh"
 #include "gemm/tile_order.cuh"
+#include "gemm/tile_walk.cuh"
 #include "gemm/warp_product.cuh"
 
 using elem_t = ${dtype};
@@ -38,7 +39,7 @@ constexpr int WARP_M = ${warp_m}, WARP_N = ${warp_n};  // of the tile, a warp's
 constexpr int STAGES = ${stages};                      // tiles of both operands in shared memory
 constexpr int MIN_BLOCKS = ${min_blocks};              // of an SM: caps the registers
 constexpr int MMA_K = ${mma_k};                        // 16, or sm_75's 8
-constexpr bool GATE = ${gate};
+constexpr bool GATE = ${gate}, PRE = ${pre}, RESIDUAL = ${residual};
 constexpr bool ALIGNED = ${aligned};  // rows of x, weight, out start on 16-byte boundaries
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
 constexpr int GROUP_ROWS = ${group_rows};  // rows of x whose tiles are taken together
@@ -123,34 +124,6 @@ __device__ __forceinline__ void multiply_async(float (&acc)[M][N][4], const Prod
   }
 }
 
-__device__ __forceinline__ void multiply_staged(float (&acc)[M][N][4], const Product& product,
-                                                XCopy& x, WeightCopy& weight, u32 ring, int k) {
-  uint4 next_x[XCopy::COPIES], next_weight[WeightCopy::COPIES];
-  // 1. The first tile.
-  x.fetch(next_x, k), weight.fetch(next_weight, k);
-  x.store(ring, next_x), weight.store(ring + WEIGHT_OFFSET, next_weight);
-  __syncthreads();
-
-  u32 stage = ring, other = ring + STAGE_BYTES;
-#pragma unroll 1
-  for (int k_left = k; k_left > 0; k_left -= BLOCK_K) {
-    // 2. The next tile is on its way while this one multiplies.
-    const bool more = k_left > BLOCK_K;
-    if (more) x.fetch(next_x, k_left - BLOCK_K), weight.fetch(next_weight, k_left - BLOCK_K);
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      Product::Fragments f;
-      product.load(f, stage, stage + WEIGHT_OFFSET, step);
-      Product::multiply(acc, f);
-    }
-    if (more) x.store(other, next_x), weight.store(other + WEIGHT_OFFSET, next_weight);
-    // 3. The next tile is there, and nobody reads this one any more.
-    __syncthreads();
-    const u32 last = stage;
-    stage = other, other = last;
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_mma(
     const elem_t* __restrict__ x,        // [m, k], or [k, m] unless X_K_MAJOR
     const elem_t* __restrict__ weight,   // [n, k] (with GATE [2 n, k]), or its transpose
@@ -177,11 +150,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_mma(
   if constexpr (ASYNC) {
     multiply_async(acc, product, x_copy, weight_copy, ring, k);
   } else {
-    multiply_staged(acc, product, x_copy, weight_copy, ring, k);
+    walk_staged<STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, k, [&](u32 stage) {
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        Product::Fragments f;
+        product.load(f, stage, stage + WEIGHT_OFFSET, step);
+        Product::multiply(acc, f);
+      }
+    });
   }
 
-  const EpiloguePairs<Activation, GATE, elem_t, out_t> epilogue(bias, residual, pre,
-                                                                residual_stride, scale, n);
-  store_fragments<GATE, ALIGNED>(acc, epilogue, out, out_stride, lane, row + warp_row, m,
-                                 column + (GATE ? warp_output / 2 : warp_output));
+  const EpiloguePairs<Activation, GATE, PRE, RESIDUAL, elem_t, out_t> epilogue(
+      residual, pre, residual_stride, scale, n);
+  store_fragments<ALIGNED>(acc, epilogue, bias, out, out_stride, lane, row + warp_row, m,
+                           column + (GATE ? warp_output / 2 : warp_output));
 }

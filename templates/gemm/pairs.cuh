@@ -45,6 +45,26 @@ __device__ __forceinline__ bool has_whole_pairs(const T* array, i64 stride) {
   return stride % 2 == 0 && reinterpret_cast<u64>(array) % (2 * sizeof(T)) == 0;
 }
 
+// The bias of pairs of columns, of which some may not be there: zeros then, and where there is no
+// bias.
+template <typename T>
+struct BiasPairs {
+  const T* bias;
+  int n;
+  bool whole;
+
+  __device__ __forceinline__ BiasPairs(const T* array, int columns, bool gate)
+      : bias(array), n(columns), whole(has_whole_pairs(array, gate ? columns : 0)) {}
+
+  __device__ __forceinline__ float2 operator()(int column) const { return at(bias + column, column); }
+  __device__ __forceinline__ float2 up(int column) const { return at(bias + n + column, column); }
+
+ private:
+  __device__ __forceinline__ float2 at(const T* pair, int column) const {
+    return bias == nullptr ? float2{0.f, 0.f} : load_pair(pair, whole, n - column);
+  }
+};
+
 template <typename Activation_, bool GATE_, bool PRE, bool RESIDUAL, typename T, typename Out>
 struct EpiloguePairs {
   using Activation = Activation_;

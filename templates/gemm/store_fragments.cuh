@@ -30,19 +30,24 @@ __device__ __forceinline__ void store_quad_row(Out* row, const float2 (&y)[4], i
 }
 
 // All of a warp's sums. row, column: of its first element in out. With GATE the second half of the
-// blocks holds up.
-template <bool GATE, bool ALIGNED, int M, int N, typename Pairs, typename Out>
+// blocks holds up. bias may be null.
+template <bool ALIGNED, int M, int N, typename Pairs, typename T, typename Out>
 __device__ __forceinline__ void store_fragments(const float (&acc)[M][N][4], const Pairs& epilogue,
-                                                Out* __restrict__ out, i64 out_stride, int lane,
-                                                int row, int rows, int column) {
-  constexpr int BLOCKS = GATE ? N / 2 : N;
+                                                const T* __restrict__ bias, Out* __restrict__ out,
+                                                i64 out_stride, int lane, int row, int rows,
+                                                int column) {
+  constexpr int BLOCKS = Pairs::GATE ? N / 2 : N, UP = Pairs::GATE ? N / 2 : 0;
   static_assert(BLOCKS % 4 == 0, "four blocks of 8 columns at a time");
+  const BiasPairs<T> bias_of(bias, epilogue.n, Pairs::GATE);
   const int lane_row = row + lane / 4, lane_column = column + lane % 4 * 2;
 #pragma unroll
   for (int group = 0; group < BLOCKS; group += 4) {
-    ColumnPair columns[4];
+    float2 own[4], own_up[4] = {};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) columns[i] = epilogue.columns(lane_column + (group + i) * 8);
+    for (int i = 0; i < 4; ++i) {
+      own[i] = bias_of(lane_column + (group + i) * 8);
+      if (Pairs::GATE) own_up[i] = bias_of.up(lane_column + (group + i) * 8);
+    }
 #pragma unroll
     for (int half = 0; half < 2 * M; ++half) {
       const int m = half / 2, at = half % 2 * 2, r = lane_row + half * 8;
@@ -50,11 +55,13 @@ __device__ __forceinline__ void store_fragments(const float (&acc)[M][N][4], con
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* sums = &acc[m][group + i][at];
-        const float* up = &acc[m][GATE ? group + i + N / 2 : 0][at];
-        if (r < rows) y[i] = epilogue(columns[i], {sums[0], sums[1]}, {up[0], up[1]}, r);
+        const float* up = &acc[m][group + i + UP][at];
+        if (!Pairs::TOUCHES_ROWS || r < rows)
+          y[i] = epilogue({sums[0], sums[1]}, own[i], {up[0], up[1]}, own_up[i], r,
+                          lane_column + (group + i) * 8);
       }
       store_quad_row<ALIGNED>(out + r * out_stride + column + group * 8, y, lane, r < rows,
-                              epilogue.each.n - column - group * 8);
+                              epilogue.n - column - group * 8);
     }
   }
 }

@@ -16,12 +16,12 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     step = 8 if params["aligned"] else 1  # odd sizes where rows need no boundaries
     ragged = (tiles * block_m + 24 + step % 8, tiles * columns + 24 + step % 8)
     k = steps * block_k + block_k // 2 + step % 8
-    kept = params["out_dtype"] == params["dtype"]  # one tolerance for out and pre
-    more = {"residual": True, "pre": kept, "gap": 8, "scale": 0.75}
+    kept = {name: params[name] for name in ("residual", "pre")}
+    more = {**kept, "gap": 8, "scale": 0.75}
     return [
         cases.problem(params, *ragged, k, **more),
-        cases.problem(params, block_m, columns, 5 * block_k, bias=False),
-        cases.problem(params, step, step, step),
+        cases.problem(params, block_m, columns, 5 * block_k, **kept, bias=False),
+        cases.problem(params, step, step, step, **kept),
     ]
 
 
