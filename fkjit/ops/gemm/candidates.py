@@ -44,20 +44,8 @@ def _unaligned(shape: Shape) -> str | None:
 
 # ------------------------------------------------------------------ wgmma
 
-# By schedule and tile: the part of the SM's flops, and the least time of a step of 64 k.
-_WGMMA: dict[tuple[str, tuple[int, int]], tuple[float, float]] = {
-    ("pingpong", (128, 128)): (0.805, 0),
-    ("pingpong", (64, 256)): (0.78, 0),
-    ("pingpong", (64, 128)): (0.70, 238),
-    ("cooperative", (128, 256)): (0.80, 0),
-    ("cooperative", (256, 128)): (0.79, 0),
-    ("cooperative", (128, 192)): (0.78, 0),
-    ("cooperative", (128, 128)): (0.79, 0),
-    ("cooperative", (128, 64)): (0.57, 254),
-}
-_KN_COOPERATIVE = 1.07  # more, where rows of the weight are contiguous in n
-_CLUSTER = {"nk": 0.995, "kn": 1.005}  # what waiting for one another, and sharing, make of it
-_PARTIALS = 2500  # until the last of several blocks has added up their sums
+_KN_COOPERATIVE = 1.07  # faster, where rows of the weight are contiguous in n
+_SHARING = 8000  # ns until the last of several blocks has added up their sums
 
 
 def _wgmma_tile(params: Params, shape: Shape) -> Tile:
@@ -69,13 +57,12 @@ def _wgmma_tile(params: Params, shape: Shape) -> Tile:
 
 
 def _wgmma_rates(params: Params, shape: Shape) -> Rates:
-    (rows, _), pingpong = params["block"], params["schedule"] == "pingpong"
-    speed, step = _WGMMA.get((params["schedule"], params["block"]), (0.5, 300))
-    wasted = max(rows / shape.m, 1.0)  # rows that TMA fills with zeros
-    speed *= _CLUSTER[shape.weight_layout] if params["cluster"] > 1 else 1.0
-    speed *= _KN_COOPERATIVE if shape.weight_layout == "kn" and not pingpong else 1.0
-    start = 1800 + (_PARTIALS if params["shares"] else 0)
-    return Rates("wgmma", speed / wasted, start=start, overlapped=pingpong, step=step * wasted)
+    pingpong = params["schedule"] == "pingpong"
+    step = kernels_sm90.VARIANTS[kernels_sm90.variant(params)]
+    step /= _KN_COOPERATIVE if shape.weight_layout == "kn" and not pingpong else 1.0
+    start = 600 + (_SHARING if params["shares"] else 0)
+    return Rates("wgmma", 1.0, start=start, epilogue=0.0 if pingpong else 0.01, step=step,
+                 overlapped=pingpong, memory=1.05)  # fmt: skip
 
 
 # ------------------------------------------------------------------ mma

@@ -82,6 +82,7 @@ MACHINES: dict[tuple[int, int], Machine] = {
 }
 SMS = 108  # where there is no GPU to ask
 _SUM_BYTES = 4  # of a partial sum
+_SHARPNESS = 8  # how little the lesser of computing and streaming adds to the other
 _ALONE = 0.8  # one of n resident blocks runs at (1 / n) ** _ALONE of the SM's rate
 
 
@@ -106,7 +107,8 @@ def cost(shape: Shape, tile: Tile, rates: Rates, arch: Arch) -> float:
         compute += alone * each * (rates.resident / alone) ** _ALONE
     compute += after if rates.overlapped else 0.0
     streamed = traffic(shape, tile) / (gpu.memory * rates.memory)
-    return gpu.launch + rates.start + max(compute, streamed)
+    both = (compute**_SHARPNESS + streamed**_SHARPNESS) ** (1 / _SHARPNESS)
+    return gpu.launch + rates.start + both
 
 
 def _step(shape: Shape, tile: Tile, rates: Rates, gpu: Machine) -> float:
