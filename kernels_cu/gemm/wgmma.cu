@@ -16,9 +16,6 @@
    With SHARES the last tiles, which would leave blocks idle, are cut along k into equal shares
    (gemm/pieces.cuh), and their sums added up in order (gemm/sm90/partials.cuh).
 
-   Where few rows of tiles would have all blocks read the same piece of x at the same time, tiles
-   begin their sums at different k (`spread`), each always at the same.
-
    Blocks of a cluster have tiles below one another. Each fetches half of the weight's tile and has
    TMA write it into both, so that L2 is asked once.
 
@@ -85,7 +82,7 @@ using Pairs = EpiloguePairs<Activation, GATE, PRE, RESIDUAL, elem_t, out_t>;
 // The producer: one thread fills stage after stage, tile after tile.
 __device__ __forceinline__ void produce(const Stages& stages, const TensorMap& x_map,
                                         const TensorMap& weight_map, const TileOrder& order,
-                                        Work work, int n, int rank, bool spread) {
+                                        Work work, int n, int rank) {
   using X = Stages::A;
   using W = Stages::B;
   constexpr int HALF = BLOCK_N / 2;
@@ -94,11 +91,10 @@ __device__ __forceinline__ void produce(const Stages& stages, const TensorMap& x
   for (Piece piece; work.take(piece);) {
     const TilePlace tile = order(piece.tile);
     const int row = (tile.row * CLUSTER + rank) * BLOCK_M, column = tile.column * OUT_COLUMNS;
-    const int turned = spread ? tile.column * work.steps / order.columns : 0;
     const int second = GATE ? n + column : column + HALF;  // where the other half of rows is
     for (int step = piece.first; step < piece.first + piece.steps; ++step) {
       const u32 full = stages.full(place.stage), weight = stages.b(place.stage);
-      const int k = (step < turned ? step + work.steps - turned : step - turned) * BLOCK_K;
+      const int k = step * BLOCK_K;
       mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);
       mbarrier_expect(full, Stages::LOADED);
       X::load<0, BLOCK_M>(stages.a(place.stage), x_map, full, row, k, 0);
@@ -171,7 +167,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     //% endif
     const int m, const int n, const int k, const i64 out_stride, const i64 residual_stride,
     const float scale,
-    const int spread,        // tiles begin at different k
     const int group_rows) {  // rows of tiles that are taken together
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const Stages stages{static_cast<u32>(__cvta_generic_to_shared(shared_memory))};
@@ -195,8 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
   if (warpgroup == 0) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0)
-      produce(stages, x_map, weight_map, order, work_of_block(), n, rank, spread);
+    if (threadIdx.x == 0) produce(stages, x_map, weight_map, order, work_of_block(), n, rank);
   } else {
     // ---- consumers
     more_registers<CONSUMER_REGISTERS>();

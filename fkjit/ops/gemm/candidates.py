@@ -121,7 +121,7 @@ def _gemv_tile(params: Params, shape: Shape) -> Tile:
 def _gemv_rates(params: Params, shape: Shape) -> Rates:
     """x comes from L1, and what counts is the weight's way from memory."""
     unit = "fma" if shape.dtype == "fp32" else "mma"
-    return Rates(unit, 4.0, start=300, epilogue=0.0, resident=2, memory=0.92)
+    return Rates(unit, 0.7, start=100, epilogue=0.0, resident=2, memory=0.99)
 
 
 def _skinny_tile(params: Params, shape: Shape) -> Tile:
@@ -130,9 +130,15 @@ def _skinny_tile(params: Params, shape: Shape) -> Tile:
     return Tile(params["tokens"], rows, depth, splits=splits)
 
 
+# By rows of x: ns until partial sums have been added up, and the part of memory's speed.
+_SKINNY = {16: (4200, 1.0), 32: (7500, 0.98), 64: (13_000, 0.8), 128: (20_000, 0.6)}
+
+
 def _skinny_rates(params: Params, shape: Shape) -> Rates:
-    speed = 0.6 if shape.aligned else 0.2
-    return Rates("mma", speed, start=1000, resident=2, memory=0.92 if shape.aligned else 0.4)
+    start, memory = _SKINNY[params["tokens"]]
+    start += 400 if params["tile"] != (64, 128, 4) else 0
+    speed, slower = (0.6, 1.0) if shape.aligned else (0.2, 0.4)
+    return Rates("mma", speed, start=start, resident=2, memory=memory * slower)
 
 
 def _tokens(shape: Shape, arch: Arch) -> Mapping[str, Any]:
