@@ -94,7 +94,27 @@ def _mma_rates(params: Params, shape: Shape) -> Rates:
 
 def _mma_fixed(shape: Shape, arch: Arch) -> Mapping[str, Any]:
     depth = 16 if "cp_async" in arch.features else 8
-    return {"aligned": shape.aligned and shape.aligned_out, "mma_k": depth}
+    return {"aligned": _is_aligned(shape), "mma_k": depth}
+
+
+def _is_aligned(shape: Shape) -> bool:
+    """Whether all rows are whole 16-byte pieces, and up's columns of a [k, 2 n] weight begin one."""
+    up_begins = not shape.gate or shape.weight_layout == "nk" or shape.n % 8 == 0
+    return shape.aligned and shape.aligned_out and up_begins
+
+
+# ------------------------------------------------------------------ fma
+
+# By tile: the part of the flops that FMAs give, and blocks beside each other.
+_FMA: dict[tuple[int, int, int], tuple[float, int]] = {
+    (128, 128, 16): (0.9, 2), (256, 128, 16): (0.9, 1), (128, 256, 16): (0.9, 1),
+    (64, 64, 16): (0.7, 3),
+}  # fmt: skip
+
+
+def _fma_rates(params: Params, shape: Shape) -> Rates:
+    speed, resident = _FMA[params["block"]]
+    return Rates("fma", speed, epilogue=0.12, resident=resident)
 
 
 # ------------------------------------------------------------------ gemv and skinny
@@ -160,6 +180,11 @@ CANDIDATES: dict[str, Candidate] = {
     ),
     "mma": Candidate(
         spec=kernels_mma.MMA_ALL, rates=_mma_rates, fixed=_mma_fixed,
+        tile=lambda params, shape: Tile(*params["block"]),
+    ),
+    "fma": Candidate(
+        spec=kernels_mma.FMA_ALL, rates=_fma_rates,
+        fixed=lambda shape, arch: {"aligned": _is_aligned(shape)},
         tile=lambda params, shape: Tile(*params["block"]),
     ),
     "skinny": Candidate(
