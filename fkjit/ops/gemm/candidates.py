@@ -98,7 +98,7 @@ def _mma_fixed(shape: Shape, arch: Arch) -> Mapping[str, Any]:
 
 
 def _is_aligned(shape: Shape) -> bool:
-    """Whether all rows are whole 16-byte pieces, and up's columns of a [k, 2 n] weight begin one."""
+    """Whether all rows are whole 16-byte pieces; up's columns of a [k, 2 n] weight begin one."""
     up_begins = not shape.gate or shape.weight_layout == "nk" or shape.n % 8 == 0
     return shape.aligned and shape.aligned_out and up_begins
 
