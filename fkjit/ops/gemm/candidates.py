@@ -62,10 +62,9 @@ _PARTIALS = 2500  # until the last of several blocks has added up their sums
 
 def _wgmma_tile(params: Params, shape: Shape) -> Tile:
     (rows, columns), cluster = params["block"], params["cluster"]
-    problem = {"m": shape.m, "n": shape.n, "k": shape.k, "multiprocessors": shape.sms}
     return Tile(
-        cluster * rows, columns, kernels_sm90.BLOCK_K, blocks=cluster,
-        splits=kernels_sm90.splits(params, problem), loaded=rows + columns // cluster,
+        cluster * rows, columns, kernels_sm90.BLOCK_K, blocks=cluster, even=params["shares"],
+        loaded=rows + columns // cluster,
     )  # fmt: skip
 
 
@@ -75,7 +74,7 @@ def _wgmma_rates(params: Params, shape: Shape) -> Rates:
     wasted = max(rows / shape.m, 1.0)  # rows that TMA fills with zeros
     speed *= _CLUSTER[shape.weight_layout] if params["cluster"] > 1 else 1.0
     speed *= _KN_COOPERATIVE if shape.weight_layout == "kn" and not pingpong else 1.0
-    start = 1800 + (_PARTIALS if params["split"] else 0)
+    start = 1800 + (_PARTIALS if params["shares"] else 0)
     return Rates("wgmma", speed / wasted, start=start, overlapped=pingpong, step=step * wasted)
 
 

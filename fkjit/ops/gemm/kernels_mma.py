@@ -189,7 +189,12 @@ FMA_ALL = KernelSpec(
 # ------------------------------------------------------------------ what is compiled ahead
 
 _NO_EPILOGUE = {"activation": "none", "gate": False, "residual": False, "pre": False}
-_PLAIN: Mapping[str, Any] = {"x_layout": "mk", "weight_layout": "nk", **_NO_EPILOGUE, "aligned": True}
+_PLAIN: Mapping[str, Any] = {
+    "x_layout": "mk",
+    "weight_layout": "nk",
+    **_NO_EPILOGUE,
+    "aligned": True,
+}
 _BF16 = {"dtype": "bf16", "out_dtype": "bf16", "mma_k": 16, **_PLAIN}
 _FP16 = {**_BF16, "dtype": "fp16", "out_dtype": "fp16"}
 _SWIGLU = {"activation": "silu", "gate": True}
