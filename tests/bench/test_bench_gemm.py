@@ -104,9 +104,14 @@ def test_the_checked_rows_are_the_last_and_some_of_all_others():
     assert want.shape == (rows.numel(), 8) and rows.diff().max() <= 16
 
 
-@pytest.mark.parametrize("impl", ["tiled"])
-@pytest.mark.parametrize("given", [SWIGLU, dweight(24, 16, 40), dx(9, 16, 24)], ids=label)
-def test_kernels_by_name(given, impl):
+@pytest.mark.parametrize(
+    ("impl", "given"),
+    [("tiled", dx(9, 16, 24)), ("mma", problem(24, 16, 40)), ("tiled", dweight(24, 16, 40)),
+     ("skinny", problem(9, 1024, 32)), ("gemv", problem(3, 256, 32, dtype="fp32")),
+     ("fma", problem(40, 24, 32, dtype="fp32", bias=True))],
+)  # fmt: skip
+def test_kernels_by_name(impl, given):
+    """With the scratch memory that some of them want."""
     spec = find(f"linear.{impl}")
     params = OP.choose(spec, given, arch("sm_80"))
     arrays = OP.inputs(given, Place)
