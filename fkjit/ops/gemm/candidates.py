@@ -88,13 +88,6 @@ _MMA: dict[tuple[int, int, int], tuple[float, int]] = {
 }  # fmt: skip
 
 
-# Of exact fp32, by tile.
-_FMA: dict[tuple[int, int, int], tuple[float, int]] = {
-    (128, 128, 16): (0.85, 2), (256, 128, 16): (0.85, 1), (128, 256, 16): (0.85, 1),
-    (64, 64, 16): (0.6, 3),
-}  # fmt: skip
-
-
 def _mma_rates(params: Params, shape: Shape) -> Rates:
     speed, resident = _MMA.get(params["block"], (0.5, 1))
     staged = 1.0 if params["aligned"] else 0.5
@@ -103,13 +96,7 @@ def _mma_rates(params: Params, shape: Shape) -> Rates:
 
 def _portable_fixed(shape: Shape, arch: Arch) -> Mapping[str, Any]:
     depth = 16 if "cp_async" in arch.features else 8
-    return {"aligned": _is_aligned(shape), "mma_k": depth}
-
-
-def _is_aligned(shape: Shape) -> bool:
-    """Whether all rows are whole 16-byte pieces; up's columns of a [k, 2 n] weight begin one."""
-    up_begins = not shape.gate or shape.weight_layout == "nk" or shape.n % 8 == 0
-    return shape.aligned and shape.aligned_out and up_begins
+    return {"aligned": shape.aligned and shape.aligned_out, "mma_k": depth}
 
 
 # ------------------------------------------------------------------ fma
@@ -119,11 +106,6 @@ _FMA: dict[tuple[int, int, int], tuple[float, int]] = {
     (128, 128, 16): (0.9, 2), (256, 128, 16): (0.9, 1), (128, 256, 16): (0.9, 1),
     (64, 64, 16): (0.7, 3),
 }  # fmt: skip
-
-
-def _fma_rates(params: Params, shape: Shape) -> Rates:
-    speed, resident = _FMA[params["block"]]
-    return Rates("fma", speed, epilogue=0.12, resident=resident)
 
 
 def _fma_rates(params: Params, shape: Shape) -> Rates:
@@ -199,11 +181,6 @@ CANDIDATES: dict[str, Candidate] = {
     ),
     "fma": Candidate(
         spec=kernels_mma.FMA_ALL, rates=_fma_rates, fixed=_portable_fixed,
-        tile=lambda params, shape: Tile(*params["block"]),
-    ),
-    "fma": Candidate(
-        spec=kernels_mma.FMA_ALL, rates=_fma_rates,
-        fixed=lambda shape, arch: {"aligned": _is_aligned(shape)},
         tile=lambda params, shape: Tile(*params["block"]),
     ),
     "skinny": Candidate(
