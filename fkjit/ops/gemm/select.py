@@ -53,11 +53,12 @@ def best(shape: Shape, impl: str, block: Any, arch: Arch) -> tuple[str, dict[str
     found = variants(shape, impl, arch)
     if block is not None:
         found = _with_tile(found, block, impl)
-    costs = [_cost(name, shape, params, arch) for name, params in found]
+    costs = [estimate(name, shape, params, arch) for name, params in found]
     return found[costs.index(min(costs))]
 
 
-def _cost(name: str, shape: Shape, params: Params, arch: Arch) -> float:
+def estimate(name: str, shape: Shape, params: Params, arch: Arch) -> float:
+    """Nanoseconds of a variant."""
     candidate = CANDIDATES[name]
     return cost(shape, candidate.tile(params, shape), candidate.rates(params, shape), arch)
 
