@@ -28,22 +28,22 @@ using Activation = ${activation};
 constexpr bool GATE = ${gate};
 constexpr bool STATIC_WEIGHT = ${static_weight};
 constexpr int WARPS = ${warps};
-constexpr int UNROLL = ${unroll};  // spans of a warp under way
+constexpr int UNROLL = ${unroll};      // spans of a warp under way
 constexpr int RESIDENT = ${resident};  // blocks of a multiprocessor, at least
 
 constexpr int HALVES = GATE ? 2 : 1;
-using Product = ${product}<elem_t, ${outputs}, HALVES>;
+using Product = ${product} < elem_t, ${outputs}, HALVES > ;
 constexpr int OUTPUTS = Product::OUTPUTS, THREADS = 32 * WARPS;
 constexpr int SUMS = TOKENS * OUTPUTS;  // of a half
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-    linear_gemv(const elem_t* __restrict__ x,         // [m, k]
-                const elem_t* __restrict__ weight,    // [n, k] or [k, n]; with GATE 2 n for n
-                const elem_t* __restrict__ bias,      // [n], with GATE [2 n], or null
-                const out_t* __restrict__ residual,   // [m, n] or null
-                out_t* __restrict__ out,              // [m, n]
-                elem_t* __restrict__ pre,             // [m, n], with GATE [m, 2 n], or null
-                const int m,                          // 1..8
+    linear_gemv(const elem_t* __restrict__ x,        // [m, k]
+                const elem_t* __restrict__ weight,   // [n, k] or [k, n]; with GATE 2 n for n
+                const elem_t* __restrict__ bias,     // [n], with GATE [2 n], or null
+                const out_t* __restrict__ residual,  // [m, n] or null
+                out_t* __restrict__ out,             // [m, n]
+                elem_t* __restrict__ pre,            // [m, n], with GATE [m, 2 n], or null
+                const int m,                         // 1..8
                 const int n, const int k, const i64 x_stride, const i64 weight_stride,
                 const i64 out_stride, const i64 residual_stride, const float scale) {
   if (!STATIC_WEIGHT) after_previous_kernel();
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   __syncthreads();
 
   // 2. The warps' sums in their order, and the epilogue.
-  const Epilogue<Activation, GATE, elem_t, out_t> epilogue = {bias, residual, pre, residual_stride,
+  const Epilogue<Activation, GATE, elem_t, out_t> epilogue = {bias,  residual, pre, residual_stride,
                                                               scale, n};
   for (int i = threadIdx.x; i < m * OUTPUTS; i += THREADS) {
     const int row = i / OUTPUTS, column = first + i % OUTPUTS;

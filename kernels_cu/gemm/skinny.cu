@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   }
 
   // 4. Those of all blocks of the tile, and the epilogue.
-  const Epilogue<Activation, GATE, elem_t, out_t> epilogue = {bias, residual, pre, residual_stride,
+  const Epilogue<Activation, GATE, elem_t, out_t> epilogue = {bias,  residual, pre, residual_stride,
                                                               scale, n};
   const float* const whole = mine - static_cast<i64>(blockIdx.y) * m * ROWS;
   for (int i = threadIdx.x; i < m * OUTPUTS; i += THREADS) {

@@ -13,8 +13,8 @@
                    multiplies, the other is at its epilogue. (Turns are needed for another reason
                    too: only who has seen the round before may wait for a stage by its parity.)
 
-   With SPLIT the k of a tile is shared out: where there are few tiles, several blocks work on each
-   (gemm/sm90/partials.cuh).
+   With SHARES the last tiles, which would leave blocks idle, are cut along k into equal shares
+   (gemm/pieces.cuh), and their sums added up in order (gemm/sm90/partials.cuh).
 
    Blocks of a cluster have tiles below one another. Each fetches half of the weight's tile and has
    TMA write it into both, so that L2 is asked once.
@@ -30,6 +30,7 @@
 #include "ptx/pdl.cuh"
 #include "ptx/register_fence.cuh"
 #include "ptx/setmaxnreg.cuh"
+#include "ptx/special_registers.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_products.cuh"
@@ -53,7 +54,7 @@ constexpr int BLOCK_N = ${block_n};  // rows of weight in a tile
 constexpr int STAGES = ${stages};    // of 64 k in shared memory
 constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
 constexpr bool COOPERATIVE = ${cooperative};
-constexpr bool SPLIT = ${split};  // several blocks share the k of a tile
+constexpr bool SHARES = ${shares};  // blocks share the k of some tiles
 constexpr bool GATE = ${gate}, RESIDUAL = ${residual}, PRE = ${pre};
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
@@ -75,32 +76,23 @@ static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
 using Stages = GemmStages<OperandTile<BLOCK_M, X_K_MAJOR>, OperandTile<BLOCK_N, WEIGHT_K_MAJOR>,
                           STAGES, CONSUMERS, GUARD>;
 using Place = RingPlace<STAGES>;
+using Work = Pieces<SHARES>;
 using Pairs = EpiloguePairs<Activation, GATE, PRE, RESIDUAL, elem_t, out_t>;
-
-// Tiles, or parts of tiles, of this block (or cluster): every so manieth.
-struct Turns {
-  int number, all, count = 0;
-
-  __device__ __forceinline__ explicit Turns(int parts) : number(blockIdx.x / CLUSTER), all(parts) {}
-  __device__ __forceinline__ bool is_there() const { return number < all; }
-  __device__ __forceinline__ void advance() { number += gridDim.x / CLUSTER, ++count; }
-};
 
 // The producer: one thread fills stage after stage, tile after tile.
 __device__ __forceinline__ void produce(const Stages& stages, const TensorMap& x_map,
-                                        const TensorMap& weight_map, const TileOrder& order, int n,
-                                        int steps, int splits, int rank) {
+                                        const TensorMap& weight_map, const TileOrder& order,
+                                        Work work, int n, int rank) {
   using X = Stages::A;
   using W = Stages::B;
   constexpr int HALF = BLOCK_N / 2;
   tma_prefetch(x_map), tma_prefetch(weight_map);
   Place place;
-  for (Turns turn(order.count() * splits); turn.is_there(); turn.advance()) {
-    const TilePlace tile = order(turn.number / splits);
-    const KPart part(turn.number % splits, splits, steps);
+  for (Piece piece; work.take(piece);) {
+    const TilePlace tile = order(piece.tile);
     const int row = (tile.row * CLUSTER + rank) * BLOCK_M, column = tile.column * OUT_COLUMNS;
     const int second = GATE ? n + column : column + HALF;  // where the other half of rows is
-    for (int step = part.first; step < part.first + part.steps; ++step) {
+    for (int step = piece.first; step < piece.first + piece.steps; ++step) {
       const u32 full = stages.full(place.stage), weight = stages.b(place.stage);
       const int k = step * BLOCK_K;
       mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);
@@ -168,10 +160,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     const out_t* __restrict__ residual,            // [m, n], or null
     out_t* __restrict__ out,                       // [m, n]
     elem_t* __restrict__ pre,                      // [m, n] or [m, 2 n], or null
-    //% if split
-    float4* __restrict__ workspace,  // of PartialSums: a "tile" of each consumer and block
-    u32* __restrict__ counters,      // [tiles], 0 before and after
-    const int splits,                // blocks that share a tile's k, each with a step at least
+    //% if shares
+    float4* __restrict__ workspace,  // of PartialSums: a group of each consumer's rows
+    u32* __restrict__ counters,
+    const int shared_tiles,  // the last ones, whose k blocks share
     //% endif
     const int m, const int n, const int k, const i64 out_stride, const i64 residual_stride,
     const float scale,
@@ -181,12 +173,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
   const int rank = CLUSTER == 1 ? 0 : cluster_rank();
   const TileOrder order{ceil_div(m, BLOCK_M * CLUSTER), ceil_div(n, OUT_COLUMNS), group_rows};
-  const int steps = ceil_div(k, BLOCK_K);
-  //% if split
-  const PartialSums partials{workspace, counters, splits};
-  //% else
-  constexpr int splits = 1;
+  //% if not shares
+  constexpr int shared_tiles = 0;
   //% endif
+  // Made anew by those who need it: what both would share takes the producer's few registers.
+  const auto work_of_block = [&] {
+    return Work(block_index_again() / CLUSTER, gridDim.x / CLUSTER, order.count(), shared_tiles,
+                ceil_div(anew(k), BLOCK_K));
+  };
 
   if (threadIdx.x == 0) stages.begin(RELEASES);
   __syncthreads();
@@ -196,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
   if (warpgroup == 0) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0) produce(stages, x_map, weight_map, order, n, steps, splits, rank);
+    if (threadIdx.x == 0) produce(stages, x_map, weight_map, order, work_of_block(), n, rank);
   } else {
     // ---- consumers
     more_registers<CONSUMER_REGISTERS>();
@@ -210,17 +204,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
 
     const PingPong<CONSUMERS> pingpong(consumer, !COOPERATIVE);
     Place place;
-    int position = 0, taken = 0, box = 0;  // in the ring; of its own tiles; of staged output
-    Turns turn(order.count() * splits);
-    for (; turn.is_there(); turn.advance()) {
-      const TilePlace tile = order(turn.number / splits);
-      const KPart part(turn.number % splits, splits, steps);
+    //% if shares
+    constexpr int GROUPS = CLUSTER * (COOPERATIVE ? CONSUMERS : 1);
+    const PartialSums partials{workspace, counters, GROUPS,
+                               COOPERATIVE ? rank * CONSUMERS + consumer : rank};
+    //% endif
+    int position = 0, turn = 0, taken = 0, box = 0;  // in the ring; pieces; of its own; of output
+    Work work = work_of_block();
+    for (Piece piece; work.take(piece); ++turn) {
       if (!COOPERATIVE) {
         place = ring_place<STAGES>(position);
-        position += part.steps;
-        if (turn.count % CONSUMERS != consumer) continue;
+        position += piece.steps;
+        if (turn % CONSUMERS != consumer) continue;
         pingpong.wait();
       }
+      const TilePlace tile = order(piece.tile);
       const int column = tile.column * OUT_COLUMNS;
       elem_t* const tile_bias = consumer_bias + taken % 2 * BLOCK_N;
       stage_bias<BLOCK_N>(tile_bias, bias, threadIdx.x % WARPGROUP, column,
@@ -228,12 +226,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
       ++taken;
 #pragma unroll
       for (int block = 0; block < ROWS / 64; ++block) register_fence(acc[block]);
-      multiply(acc, stages, place, part.steps, consumer_row, lane, pingpong);
+      multiply(acc, stages, place, piece.steps, consumer_row, lane, pingpong);
       named_barrier_wait_aligned<WARPGROUP>(3 + consumer);  // all of its bias is there
-      //% if split
-      const int half = COOPERATIVE ? consumer : 0;
-      const int group = ((turn.number / splits) * CLUSTER + rank) * (COOPERATIVE ? 2 : 1) + half;
-      if (!partials.add(acc, group, part.number, threadIdx.x % WARPGROUP, 3 + consumer,
+      //% if shares
+      if (piece.steps < work.steps &&
+          !partials.add(acc, work.sharers(piece.tile), piece.tile - work.whole,
+                        blockIdx.x / CLUSTER, threadIdx.x % WARPGROUP, 3 + consumer,
                         stages.flag(shared_memory, consumer)))
         continue;
       //% endif
@@ -251,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
         //% endif
       }
     }
-    pingpong.end(turn.count % CONSUMERS);
+    pingpong.end(turn % CONSUMERS);
     if (lane == 0) bulk_wait_read();
   }
   __syncwarp();

@@ -12,14 +12,6 @@ struct TilePlace {
   int row, column;
 };
 
-// A part of a tile's k, in steps.
-struct KPart {
-  int number, first, steps;
-
-  __device__ __forceinline__ KPart(int part, int splits, int all)
-      : number(part), first(part * all / splits), steps((part + 1) * all / splits - first) {}
-};
-
 struct TileOrder {
   int rows, columns, group;  // of tiles; rows that are taken together
 

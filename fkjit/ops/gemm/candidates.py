@@ -23,7 +23,8 @@ class Candidate:
 
     spec: with every variant that a call may take. refuses: why it does not take a shape, or None.
     fixed: the parameters that follow from a shape, beside those of a shape's own names. tile: what
-    a block does. rates: how fast. scratch: the memory that it wants. tile_name: the parameter that a caller means by `block`.
+    a block does. rates: how fast. scratch: the memory that it wants. tile_name: the parameter that
+    a caller means by `block`.
     """
 
     spec: KernelSpec
@@ -54,16 +55,16 @@ _WGMMA: dict[tuple[str, tuple[int, int]], tuple[float, float]] = {
     ("cooperative", (128, 128)): (0.79, 0),
     ("cooperative", (128, 64)): (0.57, 254),
 }
+_KN_COOPERATIVE = 1.07  # more, where rows of the weight are contiguous in n
+_CLUSTER = {"nk": 0.995, "kn": 1.005}  # what waiting for one another, and sharing, make of it
 _PARTIALS = 2500  # until the last of several blocks has added up their sums
-_CLUSTER_COST = 0.995  # what waiting for one another leaves of a cluster's speed
 
 
 def _wgmma_tile(params: Params, shape: Shape) -> Tile:
     (rows, columns), cluster = params["block"], params["cluster"]
-    problem = {"m": shape.m, "n": shape.n, "k": shape.k, "multiprocessors": shape.sms}
     return Tile(
-        cluster * rows, columns, kernels_sm90.BLOCK_K, blocks=cluster,
-        splits=kernels_sm90.splits(params, problem), loaded=rows + columns // cluster,
+        cluster * rows, columns, kernels_sm90.BLOCK_K, blocks=cluster, even=params["shares"],
+        loaded=rows + columns // cluster,
     )  # fmt: skip
 
 
@@ -71,8 +72,9 @@ def _wgmma_rates(params: Params, shape: Shape) -> Rates:
     (rows, _), pingpong = params["block"], params["schedule"] == "pingpong"
     speed, step = _WGMMA.get((params["schedule"], params["block"]), (0.5, 300))
     wasted = max(rows / shape.m, 1.0)  # rows that TMA fills with zeros
-    speed *= _CLUSTER_COST if params["cluster"] > 1 else 1.0
-    start = 1800 + (_PARTIALS if params["split"] else 0)
+    speed *= _CLUSTER[shape.weight_layout] if params["cluster"] > 1 else 1.0
+    speed *= _KN_COOPERATIVE if shape.weight_layout == "kn" and not pingpong else 1.0
+    start = 1800 + (_PARTIALS if params["shares"] else 0)
     return Rates("wgmma", speed / wasted, start=start, overlapped=pingpong, step=step * wasted)
 
 
@@ -86,13 +88,20 @@ _MMA: dict[tuple[int, int, int], tuple[float, int]] = {
 }  # fmt: skip
 
 
+# Of exact fp32, by tile.
+_FMA: dict[tuple[int, int, int], tuple[float, int]] = {
+    (128, 128, 16): (0.85, 2), (256, 128, 16): (0.85, 1), (128, 256, 16): (0.85, 1),
+    (64, 64, 16): (0.6, 3),
+}  # fmt: skip
+
+
 def _mma_rates(params: Params, shape: Shape) -> Rates:
     speed, resident = _MMA.get(params["block"], (0.5, 1))
     staged = 1.0 if params["aligned"] else 0.5
-    return Rates("mma", speed * staged, epilogue=0.12, resident=resident)
+    return Rates("mma", speed * staged, epilogue=0.12, resident=resident, memory=0.85)
 
 
-def _mma_fixed(shape: Shape, arch: Arch) -> Mapping[str, Any]:
+def _portable_fixed(shape: Shape, arch: Arch) -> Mapping[str, Any]:
     depth = 16 if "cp_async" in arch.features else 8
     return {"aligned": _is_aligned(shape), "mma_k": depth}
 
@@ -117,6 +126,12 @@ def _fma_rates(params: Params, shape: Shape) -> Rates:
     return Rates("fma", speed, epilogue=0.12, resident=resident)
 
 
+def _fma_rates(params: Params, shape: Shape) -> Rates:
+    speed, resident = _FMA.get(params["block"], (0.5, 1))
+    staged = 1.0 if params["aligned"] else 0.6
+    return Rates("fma", speed * staged, epilogue=0.12, resident=resident, memory=0.8)
+
+
 # ------------------------------------------------------------------ gemv and skinny
 
 
@@ -133,13 +148,13 @@ def _gemv_tile(params: Params, shape: Shape) -> Tile:
     outputs, warps, _ = params["tile"]
     halves = 2 if shape.gate else 1
     depth = warps * kernels_small.gemv_span(params)
-    return Tile(kernels_small.GEMV_ROWS, outputs * halves, depth, loaded=outputs * halves)
+    return Tile(shape.m, outputs * halves, depth, loaded=outputs * halves)
 
 
 def _gemv_rates(params: Params, shape: Shape) -> Rates:
     """x comes from L1, and what counts is the weight's way from memory."""
     unit = "fma" if shape.dtype == "fp32" else "mma"
-    return Rates(unit, 0.7, start=300, epilogue=0.0, resident=2, memory=0.93)
+    return Rates(unit, 4.0, start=300, epilogue=0.0, resident=2, memory=0.92)
 
 
 def _skinny_tile(params: Params, shape: Shape) -> Tile:
@@ -179,7 +194,11 @@ CANDIDATES: dict[str, Candidate] = {
         scratch=kernels_sm90.memory,
     ),
     "mma": Candidate(
-        spec=kernels_mma.MMA_ALL, rates=_mma_rates, fixed=_mma_fixed,
+        spec=kernels_mma.MMA_ALL, rates=_mma_rates, fixed=_portable_fixed,
+        tile=lambda params, shape: Tile(*params["block"]),
+    ),
+    "fma": Candidate(
+        spec=kernels_mma.FMA_ALL, rates=_fma_rates, fixed=_portable_fixed,
         tile=lambda params, shape: Tile(*params["block"]),
     ),
     "fma": Candidate(

@@ -14,14 +14,15 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     block_m, block_n = params["block"]
     columns = block_n // 2 if params["gate"] else block_n
     wide, deep = (2, 200) if scale == "small" else (9, 1000)
-    deep = deep + 64 * 8 if params["split"] else deep
+    deep = deep + 64 * 8 if params["shares"] else deep
+    blocks = params["cluster"] * (3 if params["shares"] else 2)
     step = 8 if params["tma_store"] else 1
     ragged = (block_m + 24, wide * columns - 5 * 8 + step % 8, deep)
     whole = (block_m * wide, columns, 64 * 3)
     kept = {name: params[name] for name in ("residual", "pre")}
     more = {**kept, "gap": 8, "scale": 0.75}
     return [
-        {**cases.problem(params, *ragged, **more), "multiprocessors": 2},
+        {**cases.problem(params, *ragged, **more), "multiprocessors": blocks},
         {**cases.problem(params, *whole, **kept, bias=False), "multiprocessors": params["cluster"]},
     ]
 

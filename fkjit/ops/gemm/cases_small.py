@@ -18,11 +18,13 @@ def _everything(params: Params, gap: int = 8) -> dict[str, Any]:
 def _gemv(params: Params, scale: str) -> list[dict[str, Any]]:
     """A ragged last tile, spans of k that not all warps have, and everything in the epilogue."""
     (outputs, warps, unroll), more = params["tile"], _everything(params)
+    ragged = 2 * outputs + (3 if params["weight_layout"] == "nk" else 8)
+    k = gemv_span(params) * warps * unroll + (44 if params["dtype"] == "fp32" else 40)
     if scale == "full":
-        shapes = ((1, 4096, 4096), (8, 4104, 1000), (5, 2 * outputs + 8, 14336))
+        shapes = ((1, 4096, 4096), (8, 4104, 1000), (5, ragged, 14336))
         return [cases.problem(params, *shape, **more) for shape in shapes]
     return [
-        cases.problem(params, 5, 2 * outputs + 8, gemv_span(params) * warps * unroll + 40, **more),
+        cases.problem(params, 5, ragged, k, **more),
         cases.problem(params, 8, outputs, 72),
         cases.problem(params, 1, 8, 8, bias=False, residual=True),
     ]

@@ -40,6 +40,7 @@ class Tile(NamedTuple):
     columns: int  # outputs of the weight: with a gate, gate's and up's
     depth: int  # of k in a step
     splits: int = 1  # blocks that share a tile's k
+    even: bool = False  # blocks share the k of the last tiles, so that all are done together
     blocks: int = 1  # of a cluster that shares a tile
     loaded: int = 0  # rows and columns that a block loads in a step; 0: all
 
@@ -93,10 +94,12 @@ def cost(shape: Shape, tile: Tile, rates: Rates, arch: Arch) -> float:
     gpu = machine(arch)
     wide = shape.n * (2 if shape.gate else 1)
     tiles = -(-shape.m // tile.rows) * -(-wide // tile.columns) * tile.splits
-    share = -(-tiles // max(shape.sms // tile.blocks, 1))  # tiles of an SM
+    slots = max(shape.sms // tile.blocks, 1)
     step = _step(shape, tile, rates, gpu) * -(-shape.k // (tile.depth * tile.splits))
     after = rates.epilogue * tile.rows * tile.columns / tile.blocks
-    rounds, alone = divmod(share, rates.resident)
+    rounds, alone = divmod(-(-tiles // slots), rates.resident)  # of the tiles of an SM
+    if tile.even:
+        rounds, alone = tiles / slots, 0
     each = max(step, after) if rates.overlapped else step + after
     compute = rounds * rates.resident * each
     if alone:

@@ -20,7 +20,8 @@ _STAGED = CONSUMERS * 4 * 2 * _WARP_ROWS * PANEL * 2  # bytes: two boxes of outp
 _MAX_STAGES = 8
 _SUMS = 128  # fp32 sums that a thread has registers for
 _GROUP_ROWS = 2048  # rows of x whose tiles are taken together
-_LEAST_STEPS, _MOST_SPLITS = 4, 16  # of k, of a block; blocks that share a tile
+_MOST_STEPS = 1 << 31  # of k, of all tiles that blocks share
+_LEAST_STEPS = 4  # of k, of a block that shares tiles
 # Tiles (rows of x, rows of weight) by schedule.
 TILES: dict[str, tuple[tuple[int, int], ...]] = {
     "cooperative": ((128, 256), (256, 128), (128, 192), (128, 128), (128, 64)),
@@ -90,7 +91,7 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
         **shared.arguments(params, problem, arrays),
         "x_map": _map(arrays["x"], dtype, problem["x_stride"], *x_rows),
         "weight_map": _map(arrays["weight"], dtype, problem["weight_stride"], *weight_rows),
-        "splits": splits(params, problem),
+        "shared_tiles": shared_tiles(params, problem),
         "group_rows": max(_GROUP_ROWS // (block_m * params["cluster"]), 1),
     }
     if params["tma_store"]:
@@ -119,30 +120,38 @@ def tiles_of(params: Params, problem: Problem) -> int:
     return rows * -(-problem["n"] // columns)
 
 
-def splits(params: Params, problem: Problem) -> int:
-    """Blocks that share a tile's k: as many as the GPU has room for, each with a few steps."""
-    if not params["split"]:
-        return 1
-    slots = problem.get("multiprocessors", SMS) // params["cluster"]
-    room = max(slots // tiles_of(params, problem), 2)
-    return max(min(room, -(-problem["k"] // BLOCK_K) // _LEAST_STEPS, _MOST_SPLITS), 1)
+def _slots(params: Params, problem: Problem) -> int:
+    """Blocks, or clusters, that run at a time."""
+    return max(problem.get("multiprocessors", SMS) // params["cluster"], 1)
+
+
+def shared_tiles(params: Params, problem: Problem) -> int:
+    """Tiles whose k blocks share: those that fill no wave, and one wave more if there is one, so
+    that shares are not too small."""
+    if not params["shares"]:
+        return 0
+    tiles, slots = tiles_of(params, problem), _slots(params, problem)
+    left = tiles % slots
+    left = left if tiles < slots or left == 0 else left + slots
+    return left if left * -(-problem["k"] // BLOCK_K) < _MOST_STEPS else 0
 
 
 def _grid(params: Params, problem: Problem) -> Dim3:
-    cluster = params["cluster"]
-    most = problem.get("multiprocessors", SMS) // cluster
-    parts = tiles_of(params, problem) * splits(params, problem)
-    return (cluster * min(parts, max(most, 1)), 1, 1)
+    slots, tiles = _slots(params, problem), tiles_of(params, problem)
+    if params["shares"] and tiles < slots:  # a block has a few steps of k at least
+        steps = tiles * -(-problem["k"] // BLOCK_K)
+        tiles = max(steps // _LEAST_STEPS, 1)
+    return (params["cluster"] * min(tiles, slots), 1, 1)
 
 
 def memory(params: Params, problem: Problem) -> tuple[int, int]:
     """(bytes of workspace, counters): of sums that blocks leave to one another."""
-    if not params["split"]:
+    if not params["shares"]:
         return 0, 0
-    halves = CONSUMERS if params["schedule"] == "cooperative" else 1
-    tiles = tiles_of(params, problem) * params["cluster"]
     block_m, block_n = params["block"]
-    return 4 * tiles * splits(params, problem) * block_m * block_n, tiles * halves
+    groups = params["cluster"] * (CONSUMERS if params["schedule"] == "cooperative" else 1)
+    blocks = _grid(params, problem)[0]
+    return 2 * 4 * blocks * block_m * block_n, max(shared_tiles(params, problem), 1) * groups
 
 
 PARAMS = (
@@ -157,7 +166,7 @@ PARAMS = (
     Param("block", _ALL_TILES, "rows of x and of weight in a tile", tunable=True),
     Param("schedule", tuple(TILES), "how two consumers share tiles", tunable=True),
     Param("cluster", (1, 2), "blocks that share a tile of the weight", tunable=True),
-    Param("split", (False, True), "several blocks share a tile's k", tunable=True),
+    Param("shares", (False, True), "blocks share the k of the last tiles", tunable=True),
 )
 
 # Every legal variant; what is registered is fewer.
@@ -184,7 +193,7 @@ WGMMA_ALL = KernelSpec(
 _PLAIN: Mapping[str, Any] = {
     "dtype": "bf16", "out_dtype": "bf16", "x_layout": "mk", "weight_layout": "nk",
     "activation": "none", "gate": False, "residual": False, "pre": False, "tma_store": True,
-    "cluster": 1, "split": False,
+    "cluster": 1, "shares": False,
 }  # fmt: skip
 _WIDE, _SQUARE = {"block": (128, 256), "schedule": "cooperative"}, {"block": (128, 128)}
 _IN_TURNS = {**_SQUARE, "schedule": "pingpong"}
@@ -194,8 +203,8 @@ _SHOWN: tuple[Mapping[str, Any], ...] = tuple(
     for more in (
         *({"block": tile, "schedule": name} for name, tiles in TILES.items() for tile in tiles),
         {**_WIDE, "cluster": 2},
-        {**_WIDE, "cluster": 2, "split": True},
-        {**_IN_TURNS, "activation": "silu", "gate": True, "split": True},
+        {**_WIDE, "cluster": 2, "shares": True},
+        {**_IN_TURNS, "activation": "silu", "gate": True, "shares": True},
         {**_IN_TURNS, "cluster": 2, "activation": "gelu_tanh"},
         {**_IN_TURNS, "activation": "gelu_tanh", "pre": True},
         {**_IN_TURNS, "activation": "gelu", "out_dtype": "fp32", "tma_store": False},

@@ -69,10 +69,8 @@ def variants(shape: Shape, impl: str, arch: Arch) -> list[tuple[str, dict[str, A
         candidate = CANDIDATES[name]
         reason = candidate.refuses(shape)
         if reason is None:
-            fixed = tuple(
-                {**_common(candidate.spec, shape), **candidate.fixed(shape, arch)}.items()
-            )
-            legal, reason = _legal(name, fixed, arch)
+            fixed = {**_common(candidate.spec, shape), **candidate.fixed(shape, arch)}
+            legal, reason = _legal(name, tuple(fixed.items()), arch)
             found += [(name, params) for params in legal]
         reasons.append(reason)
     if not found:

@@ -1,0 +1,82 @@
+"""Bugs planted in the kernels for few rows of x show: as races, memory faults or wrong numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.mutations import Bug
+from tests.core.test_mutations import KINDS, outcome
+
+K, D = "kernels_cu/gemm/", "templates/"
+SYNC = "__syncthreads();"
+GEMV = {"kernel": "linear.gemv", "params": {"dtype": "bf16", "weight_layout": "nk"}}
+GEMV_KN = {"kernel": "linear.gemv", "params": {"dtype": "bf16", "weight_layout": "kn"}}
+GEMV_FP32 = {"kernel": "linear.gemv", "params": {"dtype": "fp32", "weight_layout": "nk"}}
+GEMV_FP32_KN = {"kernel": "linear.gemv", "params": {"dtype": "fp32", "weight_layout": "kn"}}
+SKINNY = {"kernel": "linear.skinny", "params": {"tokens": 32, "weight_layout": "nk"}}
+SKINNY_KN = {"kernel": "linear.skinny", "params": {"tokens": 32, "weight_layout": "kn"}}
+
+BUGS = (
+    Bug("warps' sums are read without a barrier", K + "gemv.cu", SYNC, "", by="race", **GEMV),
+    Bug("a warp's sums are left out", K + "gemv.cu", "w < WARPS; ++w", "w < WARPS - 1; ++w",
+        by="numbers", **GEMV),
+    Bug("an output too many", K + "gemv.cu", "if (column < n)", "if (column <= n)", by="memory",
+        **GEMV),
+    Bug("spans are taken twice", K + "gemv.cu",
+        "product.load_weight(ring[i], span + WARPS * UNROLL + i);",
+        "product.load_weight(ring[i], span + i);", by="numbers", **GEMV),
+    Bug("the next span comes too early", K + "gemv.cu",
+        "product.load_x(ring[i], span + WARPS * UNROLL + i);", "", by="numbers", **GEMV),
+    Bug("a chunk of x past its row", D + "gemm/gemv_mma.cuh",
+        "exists && span * 32 + threadIdx.x % 4 * 8 < k", "exists", by="memory", **GEMV),
+    Bug("a row of the weight too many", D + "gemm/gemv_mma.cuh",
+        "min(first + i % (ROWS / 8) * 8 + lane / 4, n - 1)",
+        "(first + i % (ROWS / 8) * 8 + lane / 4)", by="memory", **GEMV),
+    Bug("k of the other operand", D + "gemm/gemv_mma.cuh", "step.x.z, step.x.w);\n    }",
+        "step.x.w, step.x.z);\n    }", by="numbers", **GEMV),
+    Bug("halves of a word swapped", D + "gemm/gemv_mma.cuh", "0x5410", "0x7632", by="numbers",
+        **GEMV_KN),
+    Bug("k past the end", D + "gemm/gemv_mma.cuh", "source + half * n, row < k",
+        "source + half * n, true", by="memory", **GEMV_KN),
+    Bug("lanes are not added up", D + "gemm/gemv_fma.cuh", "lanes_sum<8>", "lanes_sum<4>",
+        by="numbers", **GEMV_FP32),
+    Bug("a span past the end", D + "gemm/gemv_fma.cuh",
+        "if (step.span * SPAN >= k) return;", "", by="numbers", **GEMV_FP32_KN),
+    Bug("no wait for the stage", K + "skinny.cu", "cp_async_wait<STAGES - 2>();", "", by="race",
+        **SKINNY),
+    Bug("a wait too lax by one", K + "skinny.cu", "cp_async_wait<STAGES - 2>();",
+        "cp_async_wait<STAGES - 1>();", by="race", **SKINNY),
+    Bug("no barrier before a stage is filled again", K + "skinny.cu", SYNC, "", by="race",
+        **SKINNY),
+    Bug("sums over a ring in use", K + "skinny.cu", SYNC, "", by="race", nth=1, **SKINNY),
+    Bug("parts of k are read without a barrier", K + "skinny.cu", SYNC, "", by="race", nth=2,
+        **SKINNY),
+    Bug("sums are published before they are there", K + "skinny.cu", SYNC, "", by="race", nth=3,
+        **SKINNY),
+    Bug("the stage in use", K + "skinny.cu", "ring + next % STAGES * STAGE_BYTES",
+        "ring + step % STAGES * STAGE_BYTES", by="race", **SKINNY),
+    Bug("a part of k is left out", K + "skinny.cu", "at[0] + at[TOKENS * PITCH]", "at[0]",
+        by="numbers", **SKINNY),
+    Bug("a block's sums are left out", K + "skinny.cu", "s < split; ++s", "s < split - 1; ++s",
+        by="numbers", **SKINNY),
+    Bug("one output too many", K + "skinny.cu", "if (first + column < n)",
+        "if (first + column <= n)", by="memory", **SKINNY),
+    Bug("rows of x that are not there", K + "skinny.cu", "x_stride, m, k - k0",
+        "x_stride, m + 1, k - k0", by="memory", **SKINNY),
+    Bug("the weight as it lies", K + "skinny.cu", "ldmatrix_x4_trans(a", "ldmatrix_x4(a",
+        by="numbers", **SKINNY_KN),
+    Bug("rows of k past the end", K + "skinny.cu", "k - k0, n - first", "BLOCK_K, n - first",
+        by="memory", **SKINNY_KN),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    said = outcome(bug, monkeypatch, plant=True)
+    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+
+
+@pytest.mark.parametrize("kernel", sorted({bug.kernel for bug in BUGS}))
+def test_without_it_nothing_is_said(kernel, monkeypatch):
+    for bug in {str(bug.params): bug for bug in BUGS if bug.kernel == kernel}.values():
+        assert outcome(bug, monkeypatch, plant=False) == ""
