@@ -11,7 +11,7 @@ from fkjit import tuning
 from fkjit.arch import Arch
 from fkjit.errors import ParameterError
 from fkjit.ops.gemm.candidates import CANDIDATES
-from fkjit.ops.gemm.cost import SMS, Shape, cost
+from fkjit.ops.gemm.cost import SMS, Shape, beside, cost
 from fkjit.ops.gemm.epilogue import kernel_for
 from fkjit.spec import KernelSpec, Params, Problem
 
@@ -60,7 +60,8 @@ def best(shape: Shape, impl: str, block: Any, arch: Arch) -> tuple[str, dict[str
 def estimate(name: str, shape: Shape, params: Params, arch: Arch) -> float:
     """Nanoseconds of a variant."""
     candidate = CANDIDATES[name]
-    return cost(shape, candidate.tile(params, shape), candidate.rates(params, shape), arch)
+    rates = beside(candidate.rates(params, shape), candidate.spec.shared_bytes(params), arch)
+    return cost(shape, candidate.tile(params, shape), rates, arch)
 
 
 def variants(shape: Shape, impl: str, arch: Arch) -> list[tuple[str, dict[str, Any]]]:
