@@ -190,8 +190,8 @@ def stored(tmp_path):
             kind = {"fkjit": "ours", "triton": "twin"}.get(name, "peer")
             cell = {"record": "cell", "op": op.name, "case": op.label(p), "candidate": name}
             lines.append({**cell, "kind": kind, "problem": p, "graph": graph})
-    variants = ["mma block=1", "wgmma block=64x256 cluster=2 cooperative",
-                "wgmma block=128x256 cluster=2 cooperative"]  # fmt: skip
+    rest = "schedule=cooperative cluster=2 shares=False"
+    variants = ["mma block=1", f"wgmma block=64x256 {rest}", f"wgmma block=128x256 {rest}"]
     for us, name in zip((70, 60, 50), variants, strict=True):
         graph = {"p50": us * 1e-3, "tflops": 700.0}
         cell = {"record": "cell", "op": "linear", "case": label(SETS["default"][0])}
