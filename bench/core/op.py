@@ -94,7 +94,8 @@ class Op:
     # Parameters of a kernel for a problem; ParameterError where none fit.
     choose: Callable[[KernelSpec, Problem, Arch], Params]
     peers: Sequence[Candidate] = field(default=())
-    kernel: str | None = None  # the one that is measured, "op.name"; None: those of this name
+    # What is measured: a kernel "op.name", or all kernels of an op; None: those of this name.
+    kernel: str | None = None
     # Launches a variant of a kernel; None: `fkjit.launch` into the outputs of its spec.
     launch: Callable[[KernelSpec, Params, Problem, Arrays, Any], Prepared] | None = None
 
@@ -109,4 +110,5 @@ class Op:
     @property
     def specs(self) -> list[KernelSpec]:
         """Its kernels; the first one counts work and traffic."""
-        return [find(self.kernel)] if self.kernel else registered(self.name)
+        name = self.kernel or self.name
+        return [find(name)] if "." in name else registered(name)

@@ -1,19 +1,27 @@
 """The tables and the picture of docs/MOE.md out of stored runs of the routing operations.
 
 python -m bench.moe.tables bench/results/FILE.jsonl …    oldest first
-
-A case is shown as the last run has it. Where that is not the last of the runs given, its time
-carries the letter of its run, and a list below the tables says which file that is.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..report.bandwidth import Cells, source, trials
+from ..report.bandwidth import trials
+from ..report.tables import (
+    NOT_MEASURED,
+    Known,
+    Trial,
+    known_of,
+    listed,
+    markdown,
+    shown,
+    time_of,
+    with_tables,
+)
 from . import cases_moe, cases_moe_rows
 from . import steps as moe_steps
 
@@ -29,40 +37,6 @@ HEADLINES = (
 ROWS = (("permute", "moe_permute"), ("combine", "moe_combine"))
 
 
-class Trial(NamedTuple):
-    """What a case's candidates took, and the letter of its run unless that is the last one."""
-
-    cells: Cells
-    letter: str = ""
-
-    @property
-    def mark(self) -> str:
-        return f" ({self.letter})" if self.letter else ""
-
-
-Known = dict[tuple[str, str], Trial]
-_NOT_MEASURED = Trial({})
-
-
-def known_of(paths: Sequence[Path]) -> Known:
-    """Of each case the trial of the last run that has it."""
-    found: Known = {}
-    for letter, path in _lettered(paths):
-        shown_letter = "" if path == paths[-1] else letter
-        found |= {case: Trial(cells, shown_letter) for case, cells in trials(path).items()}
-    return found
-
-
-def _lettered(paths: Sequence[Path]) -> list[tuple[str, Path]]:
-    return [(chr(ord("a") + number), path) for number, path in enumerate(paths)]
-
-
-def time_of(cells: Cells, name: str) -> float | None:
-    """Microseconds of a call in a CUDA graph."""
-    cell = cells.get(name)
-    return None if cell is None else cell["graph"]["p50"] * 1e3
-
-
 def speed_of(cell: dict[str, Any]) -> str:
     """GB/s, and how much that is of the copy's."""
     graph = cell["graph"]
@@ -74,7 +48,7 @@ def headlines(known: Known) -> Iterator[list[str]]:
     yield ["microseconds in a CUDA graph", *_COLUMNS, "PyTorch / fkjit"]
     for text, op, problems in HEADLINES:
         for p in problems:
-            trial = known.get((op, cases_moe.label(p)), _NOT_MEASURED)
+            trial = known.get((op, cases_moe.label(p)), NOT_MEASURED)
             times = [time_of(trial.cells, name) for name in NAMES]
             if times[0] is not None:
                 ratio = "" if times[2] is None else f"{times[2] / times[0]:.1f}"
@@ -86,7 +60,7 @@ def rows(known: Known) -> Iterator[list[str]]:
     yield ["rows, microseconds in a CUDA graph", *_COLUMNS, "fkjit, GB/s (share of the copy)"]
     for text, op in ROWS:
         for p in cases_moe_rows.SETS["default"]:
-            trial = known.get((op, cases_moe_rows.label(p)), _NOT_MEASURED)
+            trial = known.get((op, cases_moe_rows.label(p)), NOT_MEASURED)
             if "fkjit" in trial.cells:
                 times = [shown(time_of(trial.cells, name)) for name in NAMES]
                 first = f"{text}, {cases_moe_rows.label(p)}{trial.mark}"
@@ -98,12 +72,12 @@ def sizes(known: Known, op: str) -> Iterator[list[str]]:
     found = {
         (p["experts"], p["top_k"], p["tokens"]): trial
         for p in cases_moe.SETS["table"]
-        if "fkjit" in (trial := known.get((op, cases_moe.label(p)), _NOT_MEASURED)).cells
+        if "fkjit" in (trial := known.get((op, cases_moe.label(p)), NOT_MEASURED)).cells
     }
     tokens = sorted({key[2] for key in found})
     yield ["experts, choices", *(f"{count:,}" for count in tokens)]
     for experts, top_k in dict.fromkeys(key[:2] for key in found):
-        row = (found.get((experts, top_k, count), _NOT_MEASURED) for count in tokens)
+        row = (found.get((experts, top_k, count), NOT_MEASURED) for count in tokens)
         yield [f"{experts}, {top_k}", *map(_times, row)]
 
 
@@ -111,32 +85,6 @@ def _times(trial: Trial) -> str:
     if not trial.cells:
         return ""
     return " / ".join(shown(time_of(trial.cells, name)) for name in NAMES) + trial.mark
-
-
-def shown(time: float | None) -> str:
-    """Three figures or so."""
-    if time is None:
-        return ""
-    return f"{time:.{2 if time < 10 else 1 if time < 100 else 0}f}"
-
-
-def markdown(lines: Iterable[Sequence[str]]) -> str:
-    """A table whose numbers stand to the right; every row as wide as the heading."""
-    head, *rest = lines
-    for line in rest:
-        if len(line) != len(head):
-            raise ValueError(f"{len(line)} cells under {len(head)} headings: {line}")
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in (head, rule, *rest))
-
-
-def with_tables(page: str, made: dict[str, str]) -> str:
-    """The page's text with what stands between the markers of each name replaced."""
-    for name, text in made.items():
-        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
-        before, rest = page.split(begin)
-        page = f"{before}{begin}{text}{end}{rest.split(end)[1]}"
-    return page
 
 
 def tables(paths: Sequence[Path]) -> dict[str, str]:
@@ -148,8 +96,7 @@ def tables(paths: Sequence[Path]) -> dict[str, str]:
         "sizes of route": lambda: sizes(known, ROUTE),
         "sizes of both": lambda: sizes(known, BOTH),
     }
-    listed = "".join(f"{source(letter, path)}\n" for letter, path in _lettered(paths))
-    return {name: markdown(make()) for name, make in makers.items()} | {"runs": listed}
+    return {name: markdown(make()) for name, make in makers.items()} | {"runs": listed(paths)}
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ _DOCS = Path(__file__).resolve().parents[2] / "docs"
 # What a curve runs over: the first of these that a problem has; else whatever varies most.
 _LENGTHS = {
     "seqlen_k": "sequence length", "seqlen": "sequence length", "tokens": "tokens", "rows": "rows",
-    "n": "elements", "longest": "sequence length",
+    "m": "rows", "n": "elements", "longest": "sequence length",
 }  # fmt: skip
 
 

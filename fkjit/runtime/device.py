@@ -28,7 +28,7 @@ from fkjit.runtime.tensor_map import TensorMap
 from fkjit.sanitizer import refuse_gpu
 from fkjit.spec import Dim3, KernelSpec, Params, Problem
 
-_STATIC_SHARED = 48 * 1024  # a block may have this much without opting in
+_STATIC_SHARED = 48 * 1024  # a block may have this much, static and dynamic, without opting in
 _CAPTURE_ERRORS = (900, 907)  # cudaErrorStreamCapture*
 _BUFFER_BYTES = 4096  # the driver's limit on a kernel's arguments
 
@@ -293,7 +293,7 @@ def _load(spec: KernelSpec, params: dict[str, Any], device: int) -> LoadedKernel
         try:
             module = cupy.RawModule(path=str(path))
             function = module.get_function(spec.entry)
-            if shared > _STATIC_SHARED:
+            if shared + function.shared_size_bytes > _STATIC_SHARED:
                 function.max_dynamic_shared_size_bytes = shared
             handle = function.kernel.ptr
         except cupy.cuda.driver.CUDADriverError as error:

@@ -45,11 +45,12 @@ struct Gelu {
 // keeps its relative precision where 1 + tanh(u) cancels.
 struct GeluTanh {
   static constexpr float A = 1.59576912f, B = 0.0713548162f;  // 2 sqrt(2 / pi), that * 0.044715
-  __device__ __forceinline__ static float value(float x) {
-    return x * sigmoid(x * (A + B * x * x));
+  __device__ __forceinline__ static float sigmoid_of(float x) {
+    return inverse_fast(1.f + exp2_fast(x * (-LOG2E * A - LOG2E * B * x * x)));
   }
+  __device__ __forceinline__ static float value(float x) { return x * sigmoid_of(x); }
   __device__ __forceinline__ static float slope(float x) {
-    const float s = sigmoid(x * (A + B * x * x));
+    const float s = sigmoid_of(x);
     return s + x * s * (1.f - s) * (A + 3.f * B * x * x);
   }
 };

@@ -24,12 +24,14 @@ struct Epilogue {
   __device__ __forceinline__ float before(float sum, i64 row, int column) const {
     float z = scale * sum;
     if (bias != nullptr) z += static_cast<float>(bias[column]);
-    if (pre != nullptr) pre[row * ((GATE ? 2 : 1) * static_cast<i64>(n)) + column] = static_cast<T>(z);
+    if (pre != nullptr)
+      pre[row * ((GATE ? 2 : 1) * static_cast<i64>(n)) + column] = static_cast<T>(z);
     return z;
   }
 
   __device__ __forceinline__ float after(float y, i64 row, int column) const {
-    return residual == nullptr ? y : y + static_cast<float>(residual[row * residual_stride + column]);
+    return residual == nullptr ? y
+                               : y + static_cast<float>(residual[row * residual_stride + column]);
   }
 
   // One element of out, inside it. Without GATE `up` is not looked at.

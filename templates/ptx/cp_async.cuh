@@ -17,6 +17,14 @@ __device__ __forceinline__ void cp_async_16(u32 shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
+// 4 bytes, on a boundary of as many; zero unless `there`, and then nothing is read.
+// PTX ISA: cp.async.ca.shared.global with src-size
+__device__ __forceinline__ void cp_async_4(u32 shared, const void* global, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global),
+               "r"(there ? 4 : 0)
+               : "memory");
+}
+
 // How L2 keeps what is read once: it is the first to leave. Volatile: made anew where it is wanted,
 // rather than held in two registers.
 // PTX ISA: createpolicy.fractional

@@ -49,6 +49,14 @@ __device__ __forceinline__ uint4 load_shared_chunk(u32 address) {
   return value;
 }
 
+// PTX ISA: ld.shared.v4.f32
+__device__ __forceinline__ void load_shared_floats(float (&x)[4], u32 address) {
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "r"(address)
+               : "memory");
+}
+
 // PTX ISA: st.shared.b32
 __device__ __forceinline__ void store_shared_word(u32 address, u32 value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");

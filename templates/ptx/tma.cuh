@@ -33,6 +33,23 @@ __device__ __forceinline__ void tma_load(u32 shared, const TensorMap& map, u32 b
       : "memory");
 }
 
+// The same to `shared` in each block of the cluster whose rank is a bit of `mask`: one read from L2
+// for all of them. The box goes to the same offset in each, and its bytes count there, on the
+// barrier at the same offset as `barrier`: each block expects what all of them send it.
+//
+//   mask 0b11      block 0: load(half 0) --+--> block 0: half 0, half 1     A tile that two blocks
+//                  block 1: load(half 1) --+--> block 1: half 0, half 1     need: each brings half
+//
+// PTX ISA: cp.async.bulk.tensor, .multicast::cluster
+__device__ __forceinline__ void tma_load_multicast(u32 shared, const TensorMap& map, u32 barrier,
+                                                   int x, int y, int z, int w, u16 mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(mask)
+      : "memory");
+}
+
 // The box at (x, y, z, w) from `shared`; what lies outside the tensor is left out. It belongs to
 // this thread's next group (bulk_commit, bulk_wait_read). PTX ISA: cp.async.bulk.tensor
 __device__ __forceinline__ void tma_store(const TensorMap& map, u32 shared, int x, int y, int z,

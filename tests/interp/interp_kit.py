@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fkjit.interp import Arg, run
+from fkjit.paths import templates_dir
 
 _HEAD = ".version 8.0\n.target {target}\n.address_size 64\n"
 
@@ -77,15 +78,18 @@ def header_dirs() -> list[str]:
 
 @cache
 def compile_ptx(source: str, arch: str = "compute_80", name: str = "kernels_cu/test/t.cu") -> str:
-    """CUDA -> PTX with line numbers, as fkjit compiles (no GPU is needed)."""
+    """CUDA -> PTX with line numbers, as fkjit compiles (no GPU is needed); it may include
+    fkjit's headers.
+    """
     from cupy.cuda import nvrtc
 
     text = f'#line 1 "{name}"\n{source}'
     program = nvrtc.createProgram(text, name, [], [])
     options = [f"--gpu-architecture={arch}", "--std=c++17", "-default-device", "-lineinfo",
                "--device-int128"]  # fmt: skip
+    include = [*header_dirs(), templates_dir()]
     try:
-        nvrtc.compileProgram(program, options + [f"-I{path}" for path in header_dirs()])
+        nvrtc.compileProgram(program, options + [f"-I{path}" for path in include])
     except Exception as error:
         raise RuntimeError(nvrtc.getProgramLog(program)) from error
     out = nvrtc.getPTX(program)

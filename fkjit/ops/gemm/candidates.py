@@ -1,6 +1,6 @@
 """The kernels among which a product chooses: what each takes, its tiles, and how fast it is.
 
-Another kernel is another row of `CANDIDATES`. Its rates are measured on a GPU (bench/gemm).
+Another kernel is another row of `CANDIDATES`. Rates are fitted to times on an H200.
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fkjit.ops.gemm import kernels
+from fkjit.arch import Arch
+from fkjit.ops.gemm import kernels, kernels_mma, kernels_sm90, kernels_small
 from fkjit.ops.gemm.cost import Rates, Shape, Tile
 from fkjit.spec import KernelSpec, Params, Problem
 
 Scratch = tuple[int, int]  # bytes of workspace, counters
-
-
-def _nothing(params: Params, problem: Problem) -> Scratch:
-    return 0, 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +22,135 @@ class Candidate:
     """A kernel.
 
     spec: with every variant that a call may take. refuses: why it does not take a shape, or None.
-    fixed: the parameters that follow from a shape, among those that the spec has. tile: what one
-    block does. rates: on a GPU that has the spec's features. tile_name: of its parameter.
+    fixed: the parameters that follow from a shape, beside those of a shape's own names. tile: what
+    a block does. rates: how fast. scratch: the memory that it wants. tile_name: the parameter that
+    a caller means by `block`.
     """
 
     spec: KernelSpec
     tile: Callable[[Params, Shape], Tile]
-    rates: Callable[[Params], Rates]
+    rates: Callable[[Params, Shape], Rates]
     refuses: Callable[[Shape], str | None] = lambda shape: None
-    fixed: Callable[[Shape], Mapping[str, Any]] = lambda shape: {}
-    scratch: Callable[[Params, Problem], Scratch] = _nothing
+    fixed: Callable[[Shape, Arch], Mapping[str, Any]] = lambda shape, arch: {}
+    scratch: Callable[[Params, Problem], Scratch] = lambda params, problem: (0, 0)
     tile_name: str = "block"
+
+
+def _unaligned(shape: Shape) -> str | None:
+    if shape.aligned:
+        return None
+    return "takes x and weight with rows of whole 16-byte pieces, on 16-byte boundaries"
+
+
+# ------------------------------------------------------------------ wgmma
+
+# By schedule and tile: the part of the SM's flops, and the least time of a step of 64 k.
+_WGMMA: dict[tuple[str, tuple[int, int]], tuple[float, float]] = {
+    ("pingpong", (128, 128)): (0.805, 0),
+    ("pingpong", (64, 256)): (0.78, 0),
+    ("pingpong", (64, 128)): (0.70, 238),
+    ("cooperative", (128, 256)): (0.80, 0),
+    ("cooperative", (256, 128)): (0.79, 0),
+    ("cooperative", (128, 192)): (0.78, 0),
+    ("cooperative", (128, 128)): (0.79, 0),
+    ("cooperative", (128, 64)): (0.57, 254),
+}
+_KN_COOPERATIVE = 1.07  # more, where rows of the weight are contiguous in n
+_CLUSTER = {"nk": 0.995, "kn": 1.005}  # what waiting for one another, and sharing, make of it
+_PARTIALS = 2500  # until the last of several blocks has added up their sums
+
+
+def _wgmma_tile(params: Params, shape: Shape) -> Tile:
+    (rows, columns), cluster = params["block"], params["cluster"]
+    return Tile(
+        cluster * rows, columns, kernels_sm90.BLOCK_K, blocks=cluster, even=params["shares"],
+        loaded=rows + columns // cluster,
+    )  # fmt: skip
+
+
+def _wgmma_rates(params: Params, shape: Shape) -> Rates:
+    (rows, _), pingpong = params["block"], params["schedule"] == "pingpong"
+    speed, step = _WGMMA.get((params["schedule"], params["block"]), (0.5, 300))
+    wasted = max(rows / shape.m, 1.0)  # rows that TMA fills with zeros
+    speed *= _CLUSTER[shape.weight_layout] if params["cluster"] > 1 else 1.0
+    speed *= _KN_COOPERATIVE if shape.weight_layout == "kn" and not pingpong else 1.0
+    start = 1800 + (_PARTIALS if params["shares"] else 0)
+    return Rates("wgmma", speed / wasted, start=start, overlapped=pingpong, step=step * wasted)
+
+
+# ------------------------------------------------------------------ mma
+
+# By tile: the part of the flops that mma.sync gives, and blocks beside each other.
+_MMA: dict[tuple[int, int, int], tuple[float, int]] = {
+    (128, 256, 64): (1.0, 1), (256, 128, 64): (0.985, 1), (128, 256, 32): (0.94, 1),
+    (256, 128, 32): (0.93, 1), (128, 128, 64): (0.98, 2), (128, 128, 32): (0.965, 2),
+    (64, 128, 64): (0.86, 3), (64, 64, 64): (0.62, 3), (64, 64, 32): (0.5, 3),
+}  # fmt: skip
+
+
+# Of exact fp32, by tile.
+_FMA: dict[tuple[int, int, int], tuple[float, int]] = {
+    (128, 128, 16): (0.85, 2), (256, 128, 16): (0.85, 1), (128, 256, 16): (0.85, 1),
+    (64, 64, 16): (0.6, 3),
+}  # fmt: skip
+
+
+def _mma_rates(params: Params, shape: Shape) -> Rates:
+    speed, resident = _MMA.get(params["block"], (0.5, 1))
+    staged = 1.0 if params["aligned"] else 0.5
+    return Rates("mma", speed * staged, epilogue=0.12, resident=resident, memory=0.85)
+
+
+def _portable_fixed(shape: Shape, arch: Arch) -> Mapping[str, Any]:
+    depth = 16 if "cp_async" in arch.features else 8
+    return {"aligned": shape.aligned and shape.aligned_out, "mma_k": depth}
+
+
+def _fma_rates(params: Params, shape: Shape) -> Rates:
+    speed, resident = _FMA.get(params["block"], (0.5, 1))
+    staged = 1.0 if params["aligned"] else 0.6
+    return Rates("fma", speed * staged, epilogue=0.12, resident=resident, memory=0.8)
+
+
+# ------------------------------------------------------------------ gemv and skinny
+
+
+def _few_rows(most: int) -> Callable[[Shape], str | None]:
+    def refuses(shape: Shape) -> str | None:
+        if shape.m > most:
+            return f"takes up to {most} rows of x"
+        return None if shape.x_layout == "mk" else "takes x with contiguous rows"
+
+    return refuses
+
+
+def _gemv_tile(params: Params, shape: Shape) -> Tile:
+    outputs, warps, _ = params["tile"]
+    halves = 2 if shape.gate else 1
+    depth = warps * kernels_small.gemv_span(params)
+    return Tile(shape.m, outputs * halves, depth, loaded=outputs * halves)
+
+
+def _gemv_rates(params: Params, shape: Shape) -> Rates:
+    """x comes from L1, and what counts is the weight's way from memory."""
+    unit = "fma" if shape.dtype == "fp32" else "mma"
+    return Rates(unit, 4.0, start=300, epilogue=0.0, resident=2, memory=0.92)
+
+
+def _skinny_tile(params: Params, shape: Shape) -> Tile:
+    rows, depth, _ = params["tile"]
+    splits = kernels_small.split(params, {"n": shape.n, "k": shape.k, "multiprocessors": shape.sms})
+    return Tile(params["tokens"], rows, depth, splits=splits)
+
+
+def _skinny_rates(params: Params, shape: Shape) -> Rates:
+    speed = 0.6 if shape.aligned else 0.2
+    return Rates("mma", speed, start=1000, resident=2, memory=0.92 if shape.aligned else 0.4)
+
+
+def _tokens(shape: Shape, arch: Arch) -> Mapping[str, Any]:
+    padded = next((t for t in kernels_small.TOKENS if t >= shape.m), kernels_small.TOKENS[-1])
+    return {"tokens": padded, "static_weight": False}
 
 
 # ------------------------------------------------------------------ tiled
@@ -46,14 +161,35 @@ def _tiled_tile(params: Params, shape: Shape) -> Tile:
     return Tile(block, block * (2 if shape.gate else 1), 16)
 
 
+def _tiled_rates(params: Params, shape: Shape) -> Rates:
+    return Rates("fma", 0.3 if params["block"] == 64 else 0.15, resident=2, memory=0.5)
+
+
 # ------------------------------------------------------------------ the table
 
 CANDIDATES: dict[str, Candidate] = {
-    "tiled": Candidate(
-        spec=kernels.TILED,
-        tile=_tiled_tile,
-        rates=lambda params: Rates(
-            flops=128.0 if params["block"] == 64 else 64.0, start=2000, epilogue=0.05, resident=2
-        ),
+    "wgmma": Candidate(
+        spec=kernels_sm90.WGMMA_ALL, tile=_wgmma_tile, rates=_wgmma_rates, refuses=_unaligned,
+        fixed=lambda shape, arch: {"tma_store": shape.aligned_out and shape.out_dtype != "fp32"},
+        scratch=kernels_sm90.memory,
     ),
-}
+    "mma": Candidate(
+        spec=kernels_mma.MMA_ALL, rates=_mma_rates, fixed=_portable_fixed,
+        tile=lambda params, shape: Tile(*params["block"]),
+    ),
+    "fma": Candidate(
+        spec=kernels_mma.FMA_ALL, rates=_fma_rates, fixed=_portable_fixed,
+        tile=lambda params, shape: Tile(*params["block"]),
+    ),
+    "skinny": Candidate(
+        spec=kernels_small.SKINNY, tile=_skinny_tile, rates=_skinny_rates,
+        refuses=_few_rows(kernels_small.TOKENS[-1]), fixed=_tokens,
+        scratch=kernels_small.skinny_scratch, tile_name="tile",
+    ),
+    "gemv": Candidate(
+        spec=kernels_small.GEMV, tile=_gemv_tile, rates=_gemv_rates,
+        refuses=lambda shape: _few_rows(kernels_small.GEMV_ROWS)(shape) or _unaligned(shape),
+        fixed=lambda shape, arch: {"static_weight": False}, tile_name="tile",
+    ),
+    "tiled": Candidate(spec=kernels.TILED, tile=_tiled_tile, rates=_tiled_rates),
+}  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -92,9 +93,7 @@ _VALUES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "relu": lambda z: np.maximum(z, 0),
     "silu": lambda z: z / (1 + np.exp(-z)),
     "gelu": lambda z: z * (0.5 + 0.5 * _ERF(z / math.sqrt(2)).astype(np.float64)),
-    "gelu_tanh": lambda z: (
-        0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
-    ),
+    "gelu_tanh": lambda z: 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
 }
 
 
@@ -126,3 +125,23 @@ def verification(problems: Callable[[Params, str], list[dict[str, Any]]]) -> Ver
         problems=problems, inputs=inputs, outputs=outputs, reference=reference,
         tolerance=lambda params: TOLERANCE[params.get("out_dtype", params["dtype"])],
     )  # fmt: skip
+
+
+def with_scratch(
+    own: Verification, scratch: Callable[[Params, Problem], tuple[int, int]]
+) -> Verification:
+    """The same of a kernel with partial sums: memory in which nobody may read what nobody wrote,
+    and counters that are 0 again afterwards. `scratch`: (bytes, counters) of a problem."""
+
+    def with_memory(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
+        size, counters = scratch(params, p)
+        return {
+            **own.inputs(params, p, rng),
+            "workspace": np.full(max(size // 4, 1), np.nan, np.float32),
+            "counters": np.zeros(max(counters, 1), np.uint32),
+        }
+
+    def with_counters(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
+        return {**reference(p, arrays), "counters": np.zeros(len(arrays["counters"]))}
+
+    return replace(own, inputs=with_memory, reference=with_counters)

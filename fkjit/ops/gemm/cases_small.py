@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from fkjit.ops.gemm import cases
 from fkjit.ops.gemm.kernels_small import gemv_span, skinny_scratch
-from fkjit.spec import Arrays, Params, Problem
+from fkjit.spec import Params
 
 
 def _everything(params: Params, gap: int = 8) -> dict[str, Any]:
@@ -51,18 +47,5 @@ def _skinny(params: Params, scale: str) -> list[dict[str, Any]]:
     ]
 
 
-def _skinny_inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
-    size, counters = skinny_scratch(params, p)
-    return {
-        **cases.inputs(params, p, rng),
-        "workspace": np.full(max(size // 4, 1), np.nan, np.float32),
-        "counters": np.zeros(max(counters, 1), np.uint32),
-    }
-
-
-def _skinny_reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
-    return {**cases.reference(p, arrays), "counters": np.zeros(len(arrays["counters"]))}
-
-
 GEMV = cases.verification(_gemv)
-SKINNY = replace(cases.verification(_skinny), inputs=_skinny_inputs, reference=_skinny_reference)
+SKINNY = cases.with_scratch(cases.verification(_skinny), skinny_scratch)

@@ -1,5 +1,9 @@
-"""What a product is estimated to take: tiles in waves over the SMs, each as long as its products or
-its loads from L2; all of it at least as long as the arrays take from memory. In cycles of an SM."""
+"""What a product is estimated to take, in nanoseconds.
+
+An SM takes its share of the tiles one after another, `resident` of them beside each other. A tile
+takes a step for each piece of k, as long as its products, its loads from L2 or the step's own
+latency take, and an epilogue; all of it takes at least as long as the arrays take from memory.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from fkjit.runtime.interop import ITEMSIZE
 
 
 class Shape(NamedTuple):
-    """What a choice depends on. aligned: rows of x and weight are whole 16-byte pieces."""
+    """What a choice depends on. aligned: rows of x and weight are whole 16-byte pieces on their
+    boundaries; aligned_out: those of out and residual."""
 
     m: int
     n: int
@@ -23,75 +28,92 @@ class Shape(NamedTuple):
     gate: bool
     aligned: bool
     aligned_out: bool
+    residual: bool
+    pre: bool
     sms: int
 
 
 class Tile(NamedTuple):
-    """What one block (or cluster) does at a time."""
+    """What a block (or cluster) does at a time."""
 
     rows: int  # of x
     columns: int  # outputs of the weight: with a gate, gate's and up's
     depth: int  # of k in a step
     splits: int = 1  # blocks that share a tile's k
-    cluster: int = 1  # blocks that share what they load of the weight
-    overlapped: bool = False  # the epilogue runs under the next tile's products
+    even: bool = False  # blocks share the k of the last tiles, so that all are done together
+    blocks: int = 1  # of a cluster that shares a tile
+    loaded: int = 0  # rows and columns that a block loads in a step; 0: all
 
 
 class Rates(NamedTuple):
-    """How fast a kernel is, on one SM."""
+    """How fast a kernel is on one SM. Times are in ns."""
 
-    flops: float  # a cycle, of tensor cores or FMA units, at best
-    start: float  # cycles until a block's first products
-    epilogue: float  # cycles for each element of a tile's out
-    resident: int = 1  # blocks that an SM runs at a time, which share its rates
-    step: float = 0.0  # cycles that a step takes at least
-    load: float = 1.0  # of the bytes that L2 gives an SM, the part that the kernel reaches
+    unit: str  # what multiplies: a field of Machine
+    speed: float  # the part of that unit's flops that it reaches
+    start: float = 1500  # until a block's first products
+    epilogue: float = 0.08  # for each element of a tile
+    overlapped: bool = False  # the epilogue runs under the next tile's products
+    resident: int = 1  # blocks that an SM runs at a time; one of two alone is slower than half
+    step: float = 0.0  # that a step takes at least
+    memory: float = 1.0  # the part of memory's bandwidth that it reaches
 
 
 class Machine(NamedTuple):
-    """What a GPU gives its kernels."""
+    """What a GPU gives: flops of an SM in a ns by unit, bytes in a ns."""
 
-    memory: float  # bytes a cycle from memory, to all SMs
-    l2: float  # bytes a cycle from L2, to one SM
-    launch: float  # cycles of an empty kernel
+    wgmma: float
+    mma: float
+    fma: float
+    memory: float  # from memory, to all SMs
+    l2: float  # from L2, to one SM
+    launch: float = 2000  # ns of an empty kernel
 
 
-# By compute capability; the newest one of the table that a GPU is not older than.
+# By compute capability; of one that is not here, the newest before it. Of 9.0 it is measured, of
+# the others read in NVIDIA's tables.
 MACHINES: dict[tuple[int, int], Machine] = {
-    (7, 5): Machine(memory=210, l2=32, launch=4000),
-    (8, 0): Machine(memory=1200, l2=40, launch=4000),
-    (8, 6): Machine(memory=500, l2=32, launch=4000),
-    (8, 9): Machine(memory=420, l2=40, launch=4000),
-    (9, 0): Machine(memory=2500, l2=48, launch=4000),
-    (10, 0): Machine(memory=3800, l2=48, launch=4000),
-    (12, 0): Machine(memory=750, l2=40, launch=4000),
+    (7, 5): Machine(wgmma=0, mma=1500, fma=190, memory=300, l2=50),
+    (8, 0): Machine(wgmma=0, mma=2600, fma=170, memory=1700, l2=60),
+    (8, 6): Machine(wgmma=0, mma=850, fma=400, memory=800, l2=60),
+    (8, 9): Machine(wgmma=0, mma=2000, fma=500, memory=900, l2=80),
+    (9, 0): Machine(wgmma=7200, mma=3050, fma=400, memory=4000, l2=106),
+    (10, 0): Machine(wgmma=0, mma=3000, fma=450, memory=7000, l2=106),
+    (12, 0): Machine(wgmma=0, mma=2200, fma=550, memory=1600, l2=90),
 }
 SMS = 108  # where there is no GPU to ask
 _SUM_BYTES = 4  # of a partial sum
+_ALONE = 0.8  # one of n resident blocks runs at (1 / n) ** _ALONE of the SM's rate
 
 
 def machine(arch: Arch) -> Machine:
-    known = [capability for capability in MACHINES if capability <= arch.capability]
-    return MACHINES[max(known)]
+    return MACHINES[max(known for known in MACHINES if known <= arch.capability)]
 
 
 def cost(shape: Shape, tile: Tile, rates: Rates, arch: Arch) -> float:
-    """Cycles of a call."""
-    gpu, item = machine(arch), ITEMSIZE[shape.dtype]
+    """Of a call."""
+    gpu = machine(arch)
     wide = shape.n * (2 if shape.gate else 1)
     tiles = -(-shape.m // tile.rows) * -(-wide // tile.columns) * tile.splits
-    slots = max(shape.sms // tile.cluster, 1) * tile.cluster * rates.resident
-    waves = -(-tiles // slots)
-    steps = -(-shape.k // (tile.depth * tile.splits))
-    busy = min(rates.resident, -(-tiles // shape.sms))  # blocks beside each other on an SM
-    products = 2.0 * tile.rows * tile.columns * tile.depth * busy / rates.flops
-    loads = item * tile.depth * (tile.rows + tile.columns / tile.cluster) * busy
-    step = max(products, loads / (gpu.l2 * rates.load), rates.step)
-    after = rates.epilogue * tile.rows * tile.columns * busy
-    main = steps * step
-    each = max(main, after) if tile.overlapped else main + after
-    compute = rates.start + waves * each + (after if tile.overlapped else 0.0)
-    return gpu.launch + max(compute, traffic(shape, tile) / gpu.memory + rates.start)
+    slots = max(shape.sms // tile.blocks, 1)
+    step = _step(shape, tile, rates, gpu) * -(-shape.k // (tile.depth * tile.splits))
+    after = rates.epilogue * tile.rows * tile.columns / tile.blocks
+    rounds, alone = divmod(-(-tiles // slots), rates.resident)  # of the tiles of an SM
+    if tile.even:
+        rounds, alone = tiles / slots, 0
+    each = max(step, after) if rates.overlapped else step + after
+    compute = rounds * rates.resident * each
+    if alone:
+        compute += alone * each * (rates.resident / alone) ** _ALONE
+    compute += after if rates.overlapped else 0.0
+    streamed = traffic(shape, tile) / (gpu.memory * rates.memory)
+    return gpu.launch + rates.start + max(compute, streamed)
+
+
+def _step(shape: Shape, tile: Tile, rates: Rates, gpu: Machine) -> float:
+    """Of a block; where a tile has rows that x has not, these cost as much."""
+    flops = 2.0 * tile.rows * tile.columns * tile.depth / tile.blocks
+    loaded = ITEMSIZE[shape.dtype] * tile.depth * (tile.loaded or tile.rows + tile.columns)
+    return max(flops / (getattr(gpu, rates.unit) * rates.speed), loaded / gpu.l2, rates.step)
 
 
 def traffic(shape: Shape, tile: Tile) -> float:

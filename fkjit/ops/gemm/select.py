@@ -59,7 +59,7 @@ def best(shape: Shape, impl: str, block: Any, arch: Arch) -> tuple[str, dict[str
 
 def _cost(name: str, shape: Shape, params: Params, arch: Arch) -> float:
     candidate = CANDIDATES[name]
-    return cost(shape, candidate.tile(params, shape), candidate.rates(params), arch)
+    return cost(shape, candidate.tile(params, shape), candidate.rates(params, shape), arch)
 
 
 def variants(shape: Shape, impl: str, arch: Arch) -> list[tuple[str, dict[str, Any]]]:
@@ -69,8 +69,8 @@ def variants(shape: Shape, impl: str, arch: Arch) -> list[tuple[str, dict[str, A
         candidate = CANDIDATES[name]
         reason = candidate.refuses(shape)
         if reason is None:
-            fixed = tuple({**_common(candidate.spec, shape), **candidate.fixed(shape)}.items())
-            legal, reason = _legal(name, fixed, arch)
+            fixed = {**_common(candidate.spec, shape), **candidate.fixed(shape, arch)}
+            legal, reason = _legal(name, tuple(fixed.items()), arch)
             found += [(name, params) for params in legal]
         reasons.append(reason)
     if not found:

@@ -1,0 +1,30 @@
+"""How the products for Hopper are checked: ragged tiles, more tiles than blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fkjit.ops.gemm import cases
+from fkjit.ops.gemm.kernels_sm90 import memory
+from fkjit.spec import Params
+
+
+def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
+    """Some tiles that are cut, with gaps between rows; and one block that takes several."""
+    block_m, block_n = params["block"]
+    columns = block_n // 2 if params["gate"] else block_n
+    wide, deep = (2, 200) if scale == "small" else (9, 1000)
+    deep = deep + 64 * 8 if params["shares"] else deep
+    blocks = params["cluster"] * (3 if params["shares"] else 2)
+    step = 8 if params["tma_store"] else 1
+    ragged = (block_m + 24, wide * columns - 8 + step % 8, deep)
+    whole = (block_m * wide, columns, 64 * 3)
+    kept = {name: params[name] for name in ("residual", "pre")}
+    more = {**kept, "gap": 8, "scale": 0.75}
+    return [
+        {**cases.problem(params, *ragged, **more), "multiprocessors": blocks},
+        {**cases.problem(params, *whole, **kept, bias=False), "multiprocessors": params["cluster"]},
+    ]
+
+
+WGMMA = cases.with_scratch(cases.verification(_problems), memory)

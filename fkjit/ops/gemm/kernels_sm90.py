@@ -1,0 +1,238 @@
+"""Products for Hopper (sm_90a): TMA brings tiles of both operands, wgmma multiplies them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fkjit.ops.gemm import epilogue
+from fkjit.ops.gemm import problem as shared
+from fkjit.ops.gemm.problem import CONTRACT
+from fkjit.runtime.tensor_map import TensorMap
+from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, register
+
+MAX_SHARED = 232_448  # bytes a block may have on sm_90
+SMS = 132  # of an H100 or H200, where a problem does not say
+BLOCK_K, PANEL = 64, 64
+CONSUMERS, _WARP_ROWS = 2, 16
+_STAGED = CONSUMERS * 4 * 2 * _WARP_ROWS * PANEL * 2  # bytes: two boxes of output a warp
+_MAX_STAGES = 12
+_SHARED_TILE = 64 * 128  # elements of the least tile whose weight or k blocks share
+_SUMS = 128  # fp32 sums that a thread has registers for
+_GROUP_ROWS = 2048  # rows of x whose tiles are taken together
+_MOST_STEPS = 1 << 31  # of k, of all tiles that blocks share
+_LEAST_STEPS = 4  # of k, of a block that shares tiles
+# Tiles (rows of x, rows of weight) by schedule.
+_TILES_OF_64 = tuple((64, n) for n in (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256))
+TILES: dict[str, tuple[tuple[int, int], ...]] = {
+    "cooperative": (*((128, n) for n in range(256, 48, -16)), (256, 128)),
+    "pingpong": (*((128, n) for n in range(128, 48, -16)), *_TILES_OF_64),
+}
+_ALL_TILES = tuple(dict.fromkeys(tile for tiles in TILES.values() for tile in tiles))
+
+
+def stages(params: Params) -> int:
+    """How many have room."""
+    block_m, block_n = params["block"]
+    each = (block_m + block_n) * BLOCK_K * 2
+    rest = _STAGED + _bias_bytes(params) + 16 * (_MAX_STAGES + 1)
+    return min((MAX_SHARED - rest) // each, _MAX_STAGES)
+
+
+def _bias_bytes(params: Params) -> int:
+    """Of the columns of two tiles of each consumer."""
+    return 2 * CONSUMERS * params["block"][1] * 2
+
+
+def _derive(params: Params) -> dict[str, Any]:
+    block_m, block_n = params["block"]
+    return {
+        "block_m": block_m,
+        "block_n": block_n,
+        "stages": stages(params),
+        "cooperative": params["schedule"] == "cooperative",
+        "x_k_major": params["x_layout"] == "mk",
+        "weight_k_major": params["weight_layout"] == "nk",
+        **epilogue.values(params["activation"]),
+    }
+
+
+def _illegal(params: Params) -> str | None:
+    block_m, block_n = params["block"]
+    if params["out_dtype"] not in (params["dtype"], "fp32"):
+        return f"has no out_dtype={params['out_dtype']} for {params['dtype']}"
+    if (block_m, block_n) not in TILES[params["schedule"]]:
+        return f"is not a tile of the {params['schedule']} schedule"
+    if params["gate"] and block_n % 32:
+        return "has no whole pieces of gate and up"
+    small = block_m * block_n < _SHARED_TILE
+    if small and (params["cluster"] > 1 or params["shares"]):
+        return "is too small to be shared"
+    if params["weight_layout"] == "kn" and block_n % 128:
+        return "has no two halves of whole panels of a weight whose outputs are contiguous"
+    if params["tma_store"] and params["out_dtype"] == "fp32":
+        return "stores 16-bit outputs by TMA"
+    return None
+
+
+def _shared(params: Params) -> SharedLayout:
+    block_m, block_n = params["block"]
+    count = stages(params)
+    x = [(f"x stage {stage}", block_m * BLOCK_K * 2) for stage in range(count)]
+    weight = [(f"weight stage {stage}", block_n * BLOCK_K * 2) for stage in range(count)]
+    warps = CONSUMERS * 4
+    staged = [(f"output of warp {warp}", _STAGED // warps) for warp in range(warps)]
+    return [*x, *weight, *staged, ("bias", _bias_bytes(params)), ("mbarriers", 16 * count + 16)]
+
+
+def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    block_m, block_n = params["block"]
+    m, n, k, wide = problem["m"], problem["n"], problem["k"], shared.outputs_of(problem)
+    dtype = params["dtype"]
+    x_rows = (block_m, m, k, params["x_layout"] == "mk")
+    weight_rows = (block_n // 2, wide, k, params["weight_layout"] == "nk")
+    named = {
+        **shared.arguments(params, problem, arrays),
+        "x_map": _map(arrays["x"], dtype, problem["x_stride"], *x_rows),
+        "weight_map": _map(arrays["weight"], dtype, problem["weight_stride"], *weight_rows),
+        "shared_tiles": shared_tiles(params, problem),
+        "group_rows": max(_GROUP_ROWS // (block_m * params["cluster"]), 1),
+    }
+    if params["tma_store"]:
+        step = 2 * problem["out_stride"]
+        named["out_map"] = TensorMap(
+            arrays["out"], params["out_dtype"], (n, m, 1, 1), (step, 0, 0),
+            (PANEL, _WARP_ROWS, 1, 1), writable=True,
+        )  # fmt: skip
+    return named
+
+
+def _map(
+    array: Any, dtype: str, stride: int, box: int, rows: int, k: int, k_major: bool
+) -> TensorMap:
+    """Of [rows, k], k contiguous, or of [k, rows]; boxes of `box` rows, or of a panel."""
+    dims = (k, rows, 1, 1) if k_major else (rows, k, 1, 1)
+    boxes = (BLOCK_K, box, 1, 1) if k_major else (PANEL, BLOCK_K, 1, 1)
+    return TensorMap(array, dtype, dims, (2 * stride, 0, 0), boxes)
+
+
+def tiles_of(params: Params, problem: Problem) -> int:
+    """Tiles of a problem, each of `cluster` blocks."""
+    block_m, block_n = params["block"]
+    columns = block_n // 2 if params["gate"] else block_n
+    rows = -(-problem["m"] // (block_m * params["cluster"]))
+    return rows * -(-problem["n"] // columns)
+
+
+def _slots(params: Params, problem: Problem) -> int:
+    """Blocks, or clusters, that run at a time."""
+    return max(problem.get("multiprocessors", SMS) // params["cluster"], 1)
+
+
+def shared_tiles(params: Params, problem: Problem) -> int:
+    """Tiles whose k blocks share: those that fill no wave, and one wave more if there is one, so
+    that shares are not too small."""
+    if not params["shares"]:
+        return 0
+    tiles, slots = tiles_of(params, problem), _slots(params, problem)
+    left = tiles % slots
+    left = left if tiles < slots or left == 0 else left + slots
+    return left if left * -(-problem["k"] // BLOCK_K) < _MOST_STEPS else 0
+
+
+def _grid(params: Params, problem: Problem) -> Dim3:
+    slots, tiles = _slots(params, problem), tiles_of(params, problem)
+    if params["shares"] and tiles < slots:  # a block has a few steps of k at least
+        steps = tiles * -(-problem["k"] // BLOCK_K)
+        tiles = max(steps // _LEAST_STEPS, 1)
+    return (params["cluster"] * min(tiles, slots), 1, 1)
+
+
+def memory(params: Params, problem: Problem) -> tuple[int, int]:
+    """(bytes of workspace, counters): of sums that blocks leave to one another."""
+    if not params["shares"]:
+        return 0, 0
+    block_m, block_n = params["block"]
+    groups = params["cluster"] * (CONSUMERS if params["schedule"] == "cooperative" else 1)
+    blocks = _grid(params, problem)[0]
+    return 2 * 4 * blocks * block_m * block_n, max(shared_tiles(params, problem), 1) * groups
+
+
+PARAMS = (
+    Param("dtype", ("bf16", "fp16"), "element type of x and weight"),
+    Param("out_dtype", ("bf16", "fp16", "fp32"), "element type of out and residual"),
+    Param("x_layout", ("mk", "km"), "how x lies: [m, k], or transposed"),
+    Param("weight_layout", ("nk", "kn"), "how the weight lies: nn.Linear's [n, k], or [k, n]"),
+    *epilogue.PARAMS,
+    Param("residual", (False, True), "a residual is added to what the activation gives"),
+    Param("pre", (False, True), "what the activation is of is kept for a backward"),
+    Param("tma_store", (True, False), "rows of out start on 16-byte boundaries, 16-bit elements"),
+    Param("block", _ALL_TILES, "rows of x and of weight in a tile", tunable=True),
+    Param("schedule", tuple(TILES), "how two consumers share tiles", tunable=True),
+    Param("cluster", (1, 2), "blocks that share a tile of the weight", tunable=True),
+    Param("shares", (False, True), "blocks share the k of the last tiles", tunable=True),
+)
+
+# Every legal variant; what is registered is fewer.
+WGMMA_ALL = KernelSpec(
+    **{
+        **CONTRACT,
+        "name": "wgmma",
+        "source": "gemm/wgmma.cu",
+        "entry": "linear_wgmma",
+        "doc": "products for Hopper: TMA, wgmma, a producer and two consumers",
+        "params": PARAMS,
+        "derive": _derive,
+        "illegal": _illegal,
+        "features": lambda params: frozenset({"wgmma"}),
+        "shared_layout": _shared,
+        "block": lambda params: (128 * (1 + CONSUMERS), 1, 1),
+        "grid": _grid,
+        "pdl": True,
+        "arguments": _arguments,
+        "verification": "fkjit.ops.gemm.cases_sm90:WGMMA",
+    }
+)
+
+_PLAIN: Mapping[str, Any] = {
+    "dtype": "bf16", "out_dtype": "bf16", "x_layout": "mk", "weight_layout": "nk",
+    "activation": "none", "gate": False, "residual": False, "pre": False, "tma_store": True,
+    "cluster": 1, "shares": False,
+}  # fmt: skip
+_WIDE, _SQUARE = {"block": (128, 256), "schedule": "cooperative"}, {"block": (128, 128)}
+_IN_TURNS = {**_SQUARE, "schedule": "pingpong"}
+_SMALL = {"block": (64, 48), "schedule": "pingpong"}
+# What is compiled ahead and swept: some tiles plain, each thing that an epilogue or a layout does.
+_SHOWN: tuple[Mapping[str, Any], ...] = tuple(
+    {**_PLAIN, **more}
+    for more in (
+        _WIDE,
+        _IN_TURNS,
+        _SMALL,
+        *({"block": (128, n), "schedule": "cooperative"} for n in (64, 128, 176, 208)),
+        {"block": (256, 128), "schedule": "cooperative"},
+        *({"block": (64, n), "schedule": "pingpong"} for n in (16, 128, 256)),
+        {"block": (128, 112), "schedule": "pingpong"},
+        {**_WIDE, "cluster": 2},
+        {**_WIDE, "cluster": 2, "shares": True},
+        {**_IN_TURNS, "activation": "silu", "gate": True, "shares": True},
+        {**_IN_TURNS, "cluster": 2, "activation": "gelu_tanh"},
+        {**_IN_TURNS, "activation": "gelu_tanh", "pre": True},
+        {**_IN_TURNS, "activation": "gelu", "out_dtype": "fp32", "tma_store": False},
+        {**_SMALL, "block": (64, 96), "activation": "silu", "gate": True, "residual": True},
+        {**_WIDE, "activation": "silu", "gate": True, "pre": True, "residual": True},
+        {**_WIDE, "weight_layout": "kn", "cluster": 2},
+        {**_WIDE, "x_layout": "km", "weight_layout": "kn"},
+        {**_IN_TURNS, "weight_layout": "kn", "residual": True, "tma_store": False},
+        {**_IN_TURNS, "dtype": "fp16", "out_dtype": "fp16"},
+    )
+)
+
+
+def _unshown(params: Params) -> str | None:
+    """Why a variant is not among those that are registered."""
+    return None if dict(params) in _SHOWN else "is compiled when it is called"
+
+
+WGMMA = register(replace(WGMMA_ALL, illegal=_unshown))

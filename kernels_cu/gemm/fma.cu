@@ -1,0 +1,119 @@
+/* A product with its epilogue in fp32 FMAs: exact products, sums in fp32. Every architecture.
+
+     out = activation(scale * x weight^T + bias) [* up] + residual           [m, n]
+
+   A block has a tile of BLOCK_M rows by BLOCK_N outputs and walks along k in steps of BLOCK_K; its
+   tiles come through a ring in shared memory (cp.async; on sm_75 by way of registers). A thread has
+   4 GM rows by 4 GN outputs of sums (gemm/thread_product.cuh). With 8 x 16 of them it reads 24
+   chunks of 16 bytes for 512 FMAs, and 16 warps' worth of reads, even at four cycles each, take
+   shared memory three quarters of the time that the FMAs take.
+
+   Two blocks of four warps an SM, or one of eight: enough, since a thread's FMAs are independent of
+   each other.
+
+   With GATE each warp's outputs are half gate, half up (gemm/operand_copy.cuh). */
+#include "prelude.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/pdl.cuh"
+//% if has_mod
+#define EPILOGUE_EXPRESSION (${epilogue_mod})
+#define EPILOGUE_DERIVATIVE (${epilogue_mod_grad})
+//% endif
+#include "gemm/operand_copy.cuh"
+#include "gemm/pairs.cuh"
+#include "gemm/thread_product.cuh"
+#include "gemm/tile_order.cuh"
+#include "gemm/tile_walk.cuh"
+
+constexpr int BLOCK_M = ${block_m}, BLOCK_N = ${block_n}, BLOCK_K = ${block_k};
+constexpr int WARP_M = ${warp_m}, WARP_N = ${warp_n};  // of the tile, a warp's
+constexpr int STAGES = ${stages};                      // tiles of both operands in shared memory
+constexpr int MIN_BLOCKS = ${min_blocks};              // of an SM: caps the registers
+constexpr bool GATE = ${gate}, PRE = ${pre}, RESIDUAL = ${residual};
+constexpr bool ALIGNED = ${aligned};  // rows of x, weight, out start on 16-byte boundaries
+constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
+constexpr int GROUP_ROWS = ${group_rows};  // rows of x whose tiles are taken together
+constexpr int GUARD = ${guard};            // bytes between tiles: 0 except where memory is checked
+using Activation = ${activation};
+
+constexpr int WARPS_N = BLOCK_N / WARP_N, THREADS = BLOCK_M / WARP_M * WARPS_N * WARP_SIZE;
+constexpr int OUT_COLUMNS = GATE ? BLOCK_N / 2 : BLOCK_N;
+constexpr int LANES_M = 8, LANES_N = 4;  // of a warp
+constexpr int GM = WARP_M / (4 * LANES_M), GN = WARP_N / (4 * LANES_N);
+constexpr int GROUPS = GATE ? GN / 2 : GN;  // of four columns of out
+static_assert(GM >= 1 && GN >= (GATE ? 2 : 1), "a thread has sums, of gate and up if there are");
+
+using XTile = FloatTileIf<X_K_MAJOR, BLOCK_M, BLOCK_K>;
+using WeightTile = FloatTileIf<WEIGHT_K_MAJOR, BLOCK_N, BLOCK_K>;
+using XOrder = FloatOrderIf<X_K_MAJOR, BLOCK_M, RowsInOrder>;
+using WeightOrder = FloatOrderIf<WEIGHT_K_MAJOR, BLOCK_N, OutputOrder<GATE, WARP_N>>;
+using XCopy = OperandCopy<fp32, XTile, X_K_MAJOR, THREADS, ALIGNED, XOrder>;
+using WeightCopy = OperandCopy<fp32, WeightTile, WEIGHT_K_MAJOR, THREADS, ALIGNED, WeightOrder>;
+using XReader = FloatReader<XTile, X_K_MAJOR, LANES_M>;
+using WeightReader = FloatReader<WeightTile, WEIGHT_K_MAJOR, LANES_N>;
+using Product = ThreadProduct<GM, GN, XReader, WeightReader, BLOCK_K / 4>;
+using Pairs = EpiloguePairs<Activation, GATE, PRE, RESIDUAL, fp32, fp32>;
+constexpr int WEIGHT_OFFSET = XTile::BYTES + GUARD;  // in a stage
+constexpr int STAGE_BYTES = WEIGHT_OFFSET + WeightTile::BYTES + GUARD;
+
+// `row`, `column`: of the thread's first sum in out.
+__device__ __forceinline__ void store_sums(const float (&acc)[GM][GN][4][4], const Pairs& epilogue,
+                                           const fp32* __restrict__ bias, fp32* __restrict__ out,
+                                           i64 out_stride, int row, int rows, int column) {
+  const BiasPairs<fp32> bias_of(bias, epilogue.n, GATE);
+#pragma unroll
+  for (int n = 0; n < GROUPS; ++n) {
+    const int first = column + n * 4 * LANES_N;
+    const float2 own[2] = {bias_of(first), bias_of(first + 2)};
+    float2 own_up[2] = {};
+    if (GATE) own_up[0] = bias_of.up(first), own_up[1] = bias_of.up(first + 2);
+#pragma unroll
+    for (int i = 0; i < 4 * GM; ++i) {
+      const int r = row + i / 4 * 4 * LANES_M + i % 4;
+      const float(&sums)[4] = acc[i / 4][n][i % 4];
+      const float(&up)[4] = acc[i / 4][GATE ? n + GROUPS : n][i % 4];
+      if (r >= rows) continue;
+      const float2 low = epilogue({sums[0], sums[1]}, own[0], {up[0], up[1]}, own_up[0], r, first);
+      const float2 high =
+          epilogue({sums[2], sums[3]}, own[1], {up[2], up[3]}, own_up[1], r, first + 2);
+      const float y[4] = {low.x, low.y, high.x, high.y};
+      store_global4<ALIGNED>(out + r * out_stride + first, y, epilogue.n - first);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_fma(
+    const fp32* __restrict__ x,         // [m, k], or [k, m] unless X_K_MAJOR
+    const fp32* __restrict__ weight,    // [n, k] (with GATE [2 n, k]), or its transpose
+    const fp32* __restrict__ bias,      // [n] or [2 n], or null
+    const fp32* __restrict__ residual,  // [m, n], or null
+    fp32* __restrict__ out,             // [m, n]
+    fp32* __restrict__ pre,             // [m, n] or [m, 2 n], or null
+    const int m, const int n, const int k, const i64 x_stride, const i64 weight_stride,
+    const i64 out_stride, const i64 residual_stride,  // elements from a row to the next, < 2^32
+    const float scale) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 ring = shared_address(shared_memory);
+  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+  const int warp_row = warp / WARPS_N * WARP_M, warp_output = warp % WARPS_N * WARP_N;
+  const int y = lane / LANES_N, x_place = lane % LANES_N;
+  const TileOrder order{ceil_div(m, BLOCK_M), ceil_div(n, OUT_COLUMNS), GROUP_ROWS / BLOCK_M};
+  const TilePlace tile = order(blockIdx.x);
+  const int row = tile.row * BLOCK_M, column = tile.column * OUT_COLUMNS;
+
+  after_previous_kernel();
+  XCopy x_copy(x, x_stride, row, m);
+  WeightCopy weight_copy(weight, weight_stride, column, n);
+  const Product product{XReader(warp_row, y), WeightReader(warp_output, x_place)};
+  float acc[GM][GN][4][4] = {};
+  const auto multiply = [&](u32 stage) { product.multiply(acc, stage, stage + WEIGHT_OFFSET); };
+#if __CUDA_ARCH__ >= 800
+  walk_async<STAGES, STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, k, multiply);
+#else
+  walk_staged<STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, k, multiply);
+#endif
+
+  const Pairs epilogue(residual, pre, residual_stride, scale, n);
+  store_sums(acc, epilogue, bias, out, out_stride, row + warp_row + 4 * y, m,
+             column + (GATE ? warp_output / 2 : warp_output) + 4 * x_place);
+}

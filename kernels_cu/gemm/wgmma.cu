@@ -1,0 +1,257 @@
+/* A product with its epilogue on sm_90 (sm_90a): TMA brings tiles of both operands, wgmma
+   multiplies them, and the sums go through the epilogue in registers.
+
+     out = activation(scale * x weight^T + bias) [* up] + residual           [m, n]
+
+   The grid is as large as the GPU; a block (or a cluster of two) works through one tile after
+   another, in an order that keeps operands in L2 (gemm/tile_order.cuh). Its first warpgroup is the
+   producer: one thread asks TMA for 64 of k of both operands, stage after stage of a ring
+   (gemm/sm90/stages.cuh), and is tiles ahead of the others. Two warpgroups are consumers:
+
+     COOPERATIVE   each takes half of a tile's rows.
+     else          each takes every other tile, whole, and they take turns at the tensor cores: one
+                   multiplies, the other is at its epilogue. (Turns are needed for another reason
+                   too: only who has seen the round before may wait for a stage by its parity.)
+
+   With SHARES the last tiles, which would leave blocks idle, are cut along k into equal shares
+   (gemm/pieces.cuh), and their sums added up in order (gemm/sm90/partials.cuh).
+
+   Blocks of a cluster have tiles below one another. Each fetches half of the weight's tile and has
+   TMA write it into both, so that L2 is asked once.
+
+   Rows of a weight with GATE: a tile has as many of gate as of up, so that a thread has both sums
+   of an element.
+
+   Source: the schedules of CUTLASS 3 (warp-specialised, cooperative and ping-pong). */
+#include "prelude.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/pdl.cuh"
+#include "ptx/register_fence.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/special_registers.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_products.cuh"
+#include "tile/pingpong.cuh"
+#include "tile/ring.cuh"
+//% if has_mod
+#define EPILOGUE_EXPRESSION (${epilogue_mod})
+#define EPILOGUE_DERIVATIVE (${epilogue_mod_grad})
+//% endif
+#include "gemm/pairs.cuh"
+#include "gemm/tile_order.cuh"
+#include "gemm/sm90/operands.cuh"
+#include "gemm/sm90/partials.cuh"
+#include "gemm/sm90/stages.cuh"
+#include "gemm/sm90/store.cuh"
+
+using elem_t = ${dtype};
+using out_t = ${out_dtype};
+constexpr int BLOCK_M = ${block_m};  // rows of x in a tile of a block
+constexpr int BLOCK_N = ${block_n};  // rows of weight in a tile
+constexpr int STAGES = ${stages};    // of 64 k in shared memory
+constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
+constexpr bool COOPERATIVE = ${cooperative};
+constexpr bool SHARES = ${shares};  // blocks share the k of some tiles
+constexpr bool GATE = ${gate}, RESIDUAL = ${residual}, PRE = ${pre};
+constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
+constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
+using Activation = ${activation};
+
+constexpr int WARPGROUP = 128, CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS);
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr int ROWS = COOPERATIVE ? BLOCK_M / CONSUMERS : BLOCK_M;  // of a consumer
+constexpr int OUT_COLUMNS = GATE ? BLOCK_N / 2 : BLOCK_N;
+constexpr int RELEASES = CLUSTER * 4 * (COOPERATIVE ? CONSUMERS : 1);  // of a stage, by warps
+constexpr u16 ALL_BLOCKS = CLUSTER > 1 ? (1 << CLUSTER) - 1 : 0;
+static_assert(CLUSTER <= 2, "a tile of the weight has two halves");
+static_assert(ROWS % 64 == 0, "wgmma takes 64 rows");
+static_assert(OUT_COLUMNS % 16 == 0, "outputs are staged 16 columns at a time");
+static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
+                  (1 + CONSUMERS) * registers_at_start(THREADS),
+              "more would be waited for forever");
+
+using Stages = GemmStages<OperandTile<BLOCK_M, X_K_MAJOR>, OperandTile<BLOCK_N, WEIGHT_K_MAJOR>,
+                          STAGES, CONSUMERS, GUARD>;
+using Place = RingPlace<STAGES>;
+using Work = Pieces<SHARES>;
+using Pairs = EpiloguePairs<Activation, GATE, PRE, RESIDUAL, elem_t, out_t>;
+
+// The producer: one thread fills stage after stage, tile after tile.
+__device__ __forceinline__ void produce(const Stages& stages, const TensorMap& x_map,
+                                        const TensorMap& weight_map, const TileOrder& order,
+                                        Work work, int n, int rank) {
+  using X = Stages::A;
+  using W = Stages::B;
+  constexpr int HALF = BLOCK_N / 2;
+  tma_prefetch(x_map), tma_prefetch(weight_map);
+  Place place;
+  for (Piece piece; work.take(piece);) {
+    const TilePlace tile = order(piece.tile);
+    const int row = (tile.row * CLUSTER + rank) * BLOCK_M, column = tile.column * OUT_COLUMNS;
+    const int second = GATE ? n + column : column + HALF;  // where the other half of rows is
+    for (int step = piece.first; step < piece.first + piece.steps; ++step) {
+      const u32 full = stages.full(place.stage), weight = stages.b(place.stage);
+      const int k = step * BLOCK_K;
+      mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);
+      mbarrier_expect(full, Stages::LOADED);
+      X::load<0, BLOCK_M>(stages.a(place.stage), x_map, full, row, k, 0);
+      if (CLUSTER == 1 || rank == 0)
+        W::load<0, HALF>(weight, weight_map, full, column, k, ALL_BLOCKS);
+      if (CLUSTER == 1 || rank == 1)
+        W::load<HALF, HALF>(weight, weight_map, full, second, k, ALL_BLOCKS);
+      place.advance();
+    }
+  }
+}
+
+// One tile's products, 64 of k after the other: a stage is released when the next one's products
+// have been issued and its own are done.
+template <int BLOCKS>
+__device__ __forceinline__ void multiply(float (&acc)[BLOCKS][BLOCK_N / 8][4], const Stages& stages,
+                                         Place& place, int steps, int first_row, int lane,
+                                         const PingPong<CONSUMERS>& pingpong) {
+  const auto release_stage = [&](int stage) {
+    if (CLUSTER == 1) {
+      if (lane == 0) mbarrier_arrive(stages.empty(stage));
+    } else if (lane < CLUSTER) {
+      cluster_arrive_at(stages.empty(stage), lane);
+    }
+  };
+  int last = 0;
+  for (int step = 0; step < steps; ++step) {
+    mbarrier_wait(stages.full(place.stage), place.parity);
+    const u64 weight = Stages::B::operand(stages.b(place.stage), 0);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < BLOCK_K / 16; ++i)
+#pragma unroll
+      for (int block = 0; block < BLOCKS; ++block)
+        wgmma_shared<elem_t, !X_K_MAJOR, !WEIGHT_K_MAJOR>(
+            acc[block],
+            Stages::A::operand(stages.a(place.stage), first_row + block * 64) + i * Stages::A::STEP,
+            weight + i * Stages::B::STEP, step > 0 || i > 0);
+    wgmma_commit();
+    if (step > 0) {
+      wgmma_wait<1>();
+      release_stage(last);
+    }
+    last = place.stage;
+    place.advance();
+  }
+  pingpong.pass();
+  wgmma_wait<0>();
+  release_stage(last);
+}
+
+//% if cluster > 1
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 1) linear_wgmma(
+    //% else
+extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
+    //% endif
+    const __grid_constant__ TensorMap x_map,       // [m, k] as it lies, boxes of 64 k
+    const __grid_constant__ TensorMap weight_map,  // [n, k] (with gate [2 n, k]) as it lies
+    //% if tma_store
+    const __grid_constant__ TensorMap out_map,  // [m, n], boxes of 16 rows and 64 columns
+    //% endif
+    const elem_t* __restrict__ bias,               // [n] or [2 n], or null
+    const out_t* __restrict__ residual,            // [m, n], or null
+    out_t* __restrict__ out,                       // [m, n]
+    elem_t* __restrict__ pre,                      // [m, n] or [m, 2 n], or null
+    //% if shares
+    float4* __restrict__ workspace,  // of PartialSums: a group of each consumer's rows
+    u32* __restrict__ counters,
+    const int shared_tiles,  // the last ones, whose k blocks share
+    //% endif
+    const int m, const int n, const int k, const i64 out_stride, const i64 residual_stride,
+    const float scale,
+    const int group_rows) {  // rows of tiles that are taken together
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const Stages stages{static_cast<u32>(__cvta_generic_to_shared(shared_memory))};
+  const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
+  const int rank = CLUSTER == 1 ? 0 : cluster_rank();
+  const TileOrder order{ceil_div(m, BLOCK_M * CLUSTER), ceil_div(n, OUT_COLUMNS), group_rows};
+  //% if not shares
+  constexpr int shared_tiles = 0;
+  //% endif
+  // Made anew by those who need it: what both would share takes the producer's few registers.
+  const auto work_of_block = [&] {
+    return Work(block_index_again() / CLUSTER, gridDim.x / CLUSTER, order.count(), shared_tiles,
+                ceil_div(anew(k), BLOCK_K));
+  };
+
+  if (threadIdx.x == 0) stages.begin(RELEASES);
+  __syncthreads();
+  if (CLUSTER > 1) cluster_arrive(), cluster_wait();  // both blocks' barriers are there
+  after_previous_kernel();
+
+  if (warpgroup == 0) {
+    // ---- producer
+    fewer_registers<PRODUCER_REGISTERS>();
+    if (threadIdx.x == 0) produce(stages, x_map, weight_map, order, work_of_block(), n, rank);
+  } else {
+    // ---- consumers
+    more_registers<CONSUMER_REGISTERS>();
+    const int consumer = warpgroup - 1, lane = threadIdx.x % WARP_SIZE;
+    const int warp = threadIdx.x / WARP_SIZE - 4, warp_row = warp % 4 * 16;
+    const int consumer_row = COOPERATIVE ? consumer * ROWS : 0;
+    const Pairs epilogue(residual, pre, residual_stride, scale, n);
+    elem_t* const consumer_bias =
+        reinterpret_cast<elem_t*>(shared_memory + Stages::BIAS) + consumer * 2 * BLOCK_N;
+    float acc[ROWS / 64][BLOCK_N / 8][4];
+
+    const PingPong<CONSUMERS> pingpong(consumer, !COOPERATIVE);
+    Place place;
+    //% if shares
+    constexpr int GROUPS = CLUSTER * (COOPERATIVE ? CONSUMERS : 1);
+    const PartialSums partials{workspace, counters, GROUPS,
+                               COOPERATIVE ? rank * CONSUMERS + consumer : rank};
+    //% endif
+    int position = 0, turn = 0, taken = 0, box = 0;  // in the ring; pieces; of its own; of output
+    Work work = work_of_block();
+    for (Piece piece; work.take(piece); ++turn) {
+      if (!COOPERATIVE) {
+        place = ring_place<STAGES>(position);
+        position += piece.steps;
+        if (turn % CONSUMERS != consumer) continue;
+        pingpong.wait();
+      }
+      const TilePlace tile = order(piece.tile);
+      const int column = tile.column * OUT_COLUMNS;
+      elem_t* const tile_bias = consumer_bias + taken % 2 * BLOCK_N;
+      stage_bias<BLOCK_N>(tile_bias, bias, threadIdx.x % WARPGROUP, column,
+                          GATE ? n + column : column + BLOCK_N / 2, GATE ? 2 * n : n);
+      ++taken;
+#pragma unroll
+      for (int block = 0; block < ROWS / 64; ++block) register_fence(acc[block]);
+      multiply(acc, stages, place, piece.steps, consumer_row, lane, pingpong);
+      named_barrier_wait_aligned<WARPGROUP>(3 + consumer);  // all of its bias is there
+      //% if shares
+      if (piece.steps < work.steps &&
+          !partials.add(acc, work.sharers(piece.tile), piece.tile - work.whole,
+                        blockIdx.x / CLUSTER, threadIdx.x % WARPGROUP, 3 + consumer,
+                        stages.flag(shared_memory, consumer)))
+        continue;
+      //% endif
+#pragma unroll
+      for (int block = 0; block < ROWS / 64; ++block) {
+        const int row =
+            (tile.row * CLUSTER + rank) * BLOCK_M + consumer_row + block * 64 + warp_row;
+        //% if tma_store
+        store_by_tma<Stages::Staged, OUT_COLUMNS>(acc[block], epilogue, tile_bias, out_map, out,
+                                                  out_stride, stages.staged(warp), box, lane, row,
+                                                  m, column);
+        //% else
+        store_pairs<OUT_COLUMNS>(acc[block], epilogue, tile_bias, out, out_stride, lane, row, m,
+                                 column);
+        //% endif
+      }
+    }
+    pingpong.end(turn % CONSUMERS);
+    if (lane == 0) bulk_wait_read();
+  }
+  __syncwarp();
+  if (CLUSTER > 1) cluster_arrive(), cluster_wait();  // the other one writes here no more
+}

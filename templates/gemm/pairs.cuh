@@ -1,0 +1,117 @@
+// The epilogue of a product for tensor-core fragments: a thread holds columns in pairs.
+//
+//   z   = scale * sum + bias                       kept as `pre` where PRE
+//   y   = activation(z)         or, with GATE,     activation(z) * z_up
+//   out = y + residual                             where RESIDUAL
+//
+// What is not there costs nothing: PRE and RESIDUAL are compiled in.
+#pragma once
+#include "gemm/activation.cuh"
+
+// Two neighbours of an array of which `left` more elements exist; zeros for the rest. WHOLE: all
+// such pairs may be read as one.
+template <typename T>
+__device__ __forceinline__ float2 load_pair(const T* source, bool whole, int left) {
+  if (whole && left >= 2) {
+    if constexpr (sizeof(T) == 4) {
+      return *reinterpret_cast<const float2*>(source);
+    } else {
+      return unpack2<T>(*reinterpret_cast<const u32*>(source));
+    }
+  }
+  float2 pair = {0.f, 0.f};
+  if (left > 0) pair.x = static_cast<float>(source[0]);
+  if (left > 1) pair.y = static_cast<float>(source[1]);
+  return pair;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_pair(T* target, float2 pair, bool whole, int left) {
+  if (whole && left >= 2) {
+    if constexpr (sizeof(T) == 4) {
+      *reinterpret_cast<float2*>(target) = pair;
+    } else {
+      *reinterpret_cast<u32*>(target) = pack2<T>(pair.x, pair.y);
+    }
+    return;
+  }
+  if (left > 0) target[0] = static_cast<T>(pair.x);
+  if (left > 1) target[1] = static_cast<T>(pair.y);
+}
+
+// Whether all pairs of an array start on a boundary of a pair; rows `stride` elements apart.
+template <typename T>
+__device__ __forceinline__ bool has_whole_pairs(const T* array, i64 stride) {
+  return stride % 2 == 0 && reinterpret_cast<u64>(array) % (2 * sizeof(T)) == 0;
+}
+
+// The bias of pairs of columns, of which some may not be there: zeros then, and where there is no
+// bias.
+template <typename T>
+struct BiasPairs {
+  const T* bias;
+  int n;
+  bool whole;
+
+  __device__ __forceinline__ BiasPairs(const T* array, int columns, bool gate)
+      : bias(array), n(columns), whole(has_whole_pairs(array, gate ? columns : 0)) {}
+
+  __device__ __forceinline__ float2 operator()(int column) const { return at(bias + column, column); }
+  __device__ __forceinline__ float2 up(int column) const { return at(bias + n + column, column); }
+
+ private:
+  __device__ __forceinline__ float2 at(const T* pair, int column) const {
+    return bias == nullptr ? float2{0.f, 0.f} : load_pair(pair, whole, n - column);
+  }
+};
+
+template <typename Activation_, bool GATE_, bool PRE, bool RESIDUAL, typename T, typename Out>
+struct EpiloguePairs {
+  using Activation = Activation_;
+  static constexpr bool GATE = GATE_;
+  static constexpr bool TOUCHES_ROWS = PRE || RESIDUAL;  // memory of a row, which has to be there
+  const Out* residual;                                   // [m, n]
+  T* pre;                                                // [m, n], with GATE [m, 2 n]: contiguous
+  i64 residual_stride;                                   // elements
+  float scale;
+  int n;  // columns of out
+  bool residual_whole, pre_whole;
+
+  __device__ __forceinline__ EpiloguePairs(const Out* added, T* kept, i64 stride, float factor,
+                                           int columns)
+      : residual(added),
+        pre(kept),
+        residual_stride(stride),
+        scale(factor),
+        n(columns),
+        residual_whole(has_whole_pairs(added, stride)),
+        pre_whole(has_whole_pairs(kept, columns)) {}
+
+  // out of one row that there is, at `column` and the next one, some of which there are. `up` and
+  // its bias are not looked at without GATE.
+  __device__ __forceinline__ float2 operator()(float2 sums, float2 bias, float2 up, float2 bias_up,
+                                               i64 row, int column) const {
+    const float2 z = before(sums, bias);
+    float2 y = {Activation::value(z.x), Activation::value(z.y)};
+    if (PRE) keep(z, row, column, n - column);
+    if (GATE) {
+      const float2 z_up = before(up, bias_up);
+      if (PRE) keep(z_up, row, n + column, n - column);
+      y.x *= z_up.x, y.y *= z_up.y;
+    }
+    if (!RESIDUAL) return y;
+    const float2 added =
+        load_pair(residual + row * residual_stride + column, residual_whole, n - column);
+    return {y.x + added.x, y.y + added.y};
+  }
+
+ private:
+  __device__ __forceinline__ float2 before(float2 sums, float2 bias) const {
+    return {scale * sums.x + bias.x, scale * sums.y + bias.y};
+  }
+
+  __device__ __forceinline__ void keep(float2 z, i64 row, int column, int left) const {
+    const i64 stride = (GATE ? 2 : 1) * static_cast<i64>(n);
+    store_pair(pre + row * stride + column, z, pre_whole, left);
+  }
+};

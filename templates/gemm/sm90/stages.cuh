@@ -1,0 +1,50 @@
+// Shared memory of a product on sm_90: a ring of stages, each a tile of either operand; what warps
+// stage of the output; bias of the tiles that consumers work on and come to next; and the barriers
+// of the ring.
+#pragma once
+#include "ptx/mbarrier.cuh"
+#include "tile/ring.cuh"
+#include "tile/swizzle.cuh"
+#include "gemm/sm90/operands.cuh"
+
+// GUARD: bytes behind each tile.
+template <typename A_, typename B_, int STAGES_, int CONSUMERS, int GUARD>
+struct GemmStages {
+  using A = A_;
+  using B = B_;
+  using Staged = SwizzledTile<16, PANEL>;  // of the output: rows of a warp
+  static constexpr int STAGES = STAGES_;
+  static constexpr int A_STAGE = A::BYTES + GUARD, B_STAGE = B::BYTES + GUARD;
+  static constexpr int STAGED = STAGES * (A_STAGE + B_STAGE), STAGED_BUFFERS = 2;
+  static constexpr int STAGED_BYTES = STAGED_BUFFERS * Staged::BYTES + GUARD;  // of a warp
+  static constexpr int BIAS = STAGED + 4 * CONSUMERS * STAGED_BYTES;
+  static constexpr int BIAS_BYTES = B::ROWS * 2;  // of a tile's columns; two of a consumer
+  static constexpr int BARRIERS = BIAS + 2 * CONSUMERS * BIAS_BYTES + GUARD;
+  static constexpr int LOADED = A::BYTES + B::BYTES;  // bytes that a stage waits for
+  u32 base;
+
+  __device__ __forceinline__ u32 a(int stage) const { return base + stage * A_STAGE; }
+  __device__ __forceinline__ u32 b(int stage) const {
+    return base + STAGES * A_STAGE + stage * B_STAGE;
+  }
+  __device__ __forceinline__ u32 staged(int warp) const {
+    return base + STAGED + warp * STAGED_BYTES;
+  }
+  __device__ __forceinline__ u32 full(int stage) const { return base + BARRIERS + stage * 16; }
+  __device__ __forceinline__ u32 empty(int stage) const { return full(stage) + 8; }
+
+  // A word of a consumer's own, behind the barriers.
+  __device__ __forceinline__ u32* flag(unsigned char* memory, int consumer) const {
+    return reinterpret_cast<u32*>(memory + BARRIERS + STAGES * 16) + consumer;
+  }
+
+  // By one thread; the others wait for it.
+  __device__ __forceinline__ void begin(int releases) const {
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) {
+      mbarrier_init(full(stage), 1);
+      mbarrier_init(empty(stage), releases);
+    }
+    mbarrier_init_fence();
+  }
+};

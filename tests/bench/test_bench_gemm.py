@@ -1,0 +1,224 @@
+"""Products in the suite, on CPU tensors: cases, shapes drawn from layers, variants, refusals."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import pytest
+
+from bench.core.catalog import operations
+from bench.core.op import Refused
+from bench.core.store import SCHEMA
+from bench.gemm import products, tables
+from bench.gemm.cases_linear import OP, SETS
+from bench.gemm.cases_linear_dweight import dweight
+from bench.gemm.cases_linear_dx import dx
+from bench.gemm.layers import LAYERS, MOST, drawn
+from bench.gemm.products import label, problem
+from bench.report.bandwidth import sources
+from bench.report.cells import families, load, studies
+from fkjit.arch import arch
+from fkjit.jit.build import quiet
+from fkjit.spec import find
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+
+class Place:
+    """What the suite makes inputs on."""
+
+    torch, place = torch, "cpu"
+
+
+SWIGLU = problem(24, 32, 16, gate=True, activation="silu")
+
+# ------------------------------------------------------------------ cases
+
+
+def test_labels_are_unique_and_name_what_differs():
+    for op in (operations()[name] for name in ("linear", "linear_dx", "linear_dweight")):
+        every = {op.label(p): p for problems in op.sets.values() for p in problems}
+        distinct = {tuple(sorted(p.items())) for problems in op.sets.values() for p in problems}
+        assert len(every) == len(distinct)
+    assert label(problem(4096, 768, 3072, bias=True, activation="gelu_tanh")) == (
+        "bf16 M4096 K768 N3072 bias gelu_tanh"
+    )
+    assert label({**SWIGLU, "residual": True}) == "bf16 M24 K32 N16 gate silu residual"
+    assert label(dweight(8, 16, 32)) == "bf16 M32 K8 N16 km kn"
+
+
+def test_the_sets_are_what_they_are_for():
+    assert {p["weight_layout"] for p in SETS["default"]} == {"nk", "kn"}
+    assert {p["dtype"] for p in SETS["fp32"]} == {"fp32"}
+    assert all(p["m"] == p["k"] == p["n"] for p in SETS["square"])
+    assert max(p["m"] for p in SETS["decode"]) == 64
+    assert {p["weight_layout"] for p in SETS["gpt2"] if p["n"] != 50_257} == {"kn"}
+    gated = [p for p in SETS["llama"] if p["gate"]]
+    assert {(p["k"], p["n"]) for p in gated} == {(2048, 8192), (4096, 14_336), (8192, 28_672)}
+
+
+def test_shapes_are_drawn_from_all_models_and_from_few_tokens_to_many():
+    made = drawn(100)
+    assert made == drawn(100) and made[:7] == drawn(7) and made != drawn(100, seed=1)
+    assert len(set(made)) == 100 and len({label(p) for p in SETS["random"]}) == 100
+    tokens = sorted(tokens for _, tokens in made)
+    assert 1 <= tokens[0] < 4 and 8192 < tokens[-1] <= MOST and 32 < tokens[50] < 512
+    assert {layer.model for layer, _ in made} == set(LAYERS)
+    plain = {(p["activation"], p["gate"], p["residual"]) for p in SETS["random"]}
+    assert plain == {("none", False, False)}
+
+
+def test_work_counts_both_halves_of_a_gate():
+    assert OP.flops(SWIGLU) == 2 * 24 * 32 * 2 * 16
+    assert OP.bytes(SWIGLU) == 2 * (24 * 32 + 32 * 32 + 24 * 16)
+
+
+def test_rows_that_are_no_whole_pieces_are_told():
+    assert problem(3, 64, 48)["aligned"] and problem(3, 64, 48)["aligned_out"]
+    assert not problem(3, 60, 48)["aligned"] and not problem(3, 64, 50_257)["aligned_out"]
+    halves = problem(3, 64, 12, gate=True, activation="silu", weight_layout="kn")
+    assert not halves["aligned"]  # up begins in the middle of 16 bytes
+
+
+def test_gradients_are_products_of_the_forwards_arrays():
+    m, k, n = 12, 16, 24
+    x, weight, dy = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)
+    for given, arrays, right in (
+        (dx(m, k, n), {"x": dy, "weight": weight}, dy @ weight),
+        (dweight(m, k, n), {"x": dy, "weight": x}, dy.t() @ x),
+    ):
+        left, other = products.operands(given, arrays)
+        assert torch.allclose(left @ other.t(), right, atol=1e-5)
+        assert OP.flops(given) == 2 * m * k * n
+
+
+# ------------------------------------------------------------------ ours
+
+
+def test_the_checked_rows_are_the_last_and_some_of_all_others():
+    given = problem(1000, 8, 8, dtype="fp32")
+    ((rows, want),) = OP.expected(given, OP.inputs(given, Place)).parts
+    assert {0, *range(936, 1000)} <= set(rows.tolist()) and rows.unique().numel() == rows.numel()
+    assert want.shape == (rows.numel(), 8) and rows.diff().max() <= 16
+
+
+@pytest.mark.parametrize("impl", ["tiled"])
+@pytest.mark.parametrize("given", [SWIGLU, dweight(24, 16, 40), dx(9, 16, 24)], ids=label)
+def test_kernels_by_name(given, impl):
+    spec = find(f"linear.{impl}")
+    params = OP.choose(spec, given, arch("sm_80"))
+    arrays = OP.inputs(given, Place)
+    prepared = OP.launch(spec, params, given, arrays, Place)
+    with quiet():
+        made = prepared.call()
+    assert OP.expected(given, arrays).judge(made).why_wrong() is None
+    assert prepared.variant == (spec, params)
+
+
+# ------------------------------------------------------------------ peers
+
+
+def peer(name):
+    return next(one for one in OP.peers if one.name == name)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "why"),
+    [
+        ("addmm_activation", SWIGLU, "takes bias and gelu_tanh or relu"),
+        ("addmm_activation", problem(8, 8, 8, bias=True, activation="gelu"), "gelu_tanh"),
+        ("addmm", problem(8, 8, 8), "takes a residual"),
+        ("torch + compiled tail", problem(8, 8, 8, bias=True), "nothing follows"),
+        ("quack", problem(8, 8, 8, dtype="fp32"), "takes fp16 and bf16"),
+        ("quack", problem(8, 8, 8, activation="gelu"), "gelu_tanh, relu and silu"),
+    ],
+)
+def test_refusals(name, given, why, monkeypatch):
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", types.SimpleNamespace())
+    with pytest.raises(Refused, match=why):
+        peer(name).prepare(given, OP.inputs(given, Place))
+
+
+def _gemm_act(x, columns, *, bias, activation, store_preact, tuned):
+    """quack's words: gate and up in turns."""
+    z = x @ columns if bias is None else x @ columns + bias
+    assert (activation, store_preact) == ("swiglu", False)
+    return None, torch.nn.functional.silu(z[:, ::2]) * z[:, 1::2]
+
+
+FAKE = types.SimpleNamespace(
+    gemm=lambda x, columns, *, bias, tuned: x @ columns if bias is None else x @ columns + bias,
+    gemm_add=lambda x, columns, c, *, bias, tuned: x @ columns + c,
+    gemm_act=_gemm_act,
+)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [problem(9, 16, 24, bias=True), problem(9, 16, 24, residual=True, weight_layout="kn"),
+     SWIGLU, {**SWIGLU, "bias": True}],
+    ids=label,
+)  # fmt: skip
+def test_quack_is_given_what_it_takes(given, monkeypatch):
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", FAKE)
+    arrays = OP.inputs(given, Place)
+    prepared = peer("quack").prepare(given, arrays)
+    assert OP.expected(given, arrays).judge(prepared.output(prepared.call())).why_wrong() is None
+
+
+# ------------------------------------------------------------------ tables
+
+
+def stored(tmp_path):
+    """A run of all default and drawn cases, with times that say whose they are."""
+    cases = [(op, p) for op in tables.OPS for p in op.sets["default"]]
+    cases += [(OP, p) for p in SETS["random"]]
+    lines = [{"record": "run", "schema": SCHEMA}]
+    for op, p in cases:
+        for us, name in ((20.0, "fkjit"), (40.0, "triton"), (30.0, "torch"), (25.0, "cublaslt")):
+            decoded = p["m"] <= 8
+            us = 3 * us if decoded and name == "fkjit" else us
+            graph = {"p50": us * 1e-3, "tflops": 700.0, "gbs": 3900.0}
+            graph |= {"share_copy": 0.9 if decoded else 0.2, "share_gemm": 0.5}
+            kind = {"fkjit": "ours", "triton": "twin"}.get(name, "peer")
+            cell = {"record": "cell", "op": op.name, "case": op.label(p), "candidate": name}
+            lines.append({**cell, "kind": kind, "problem": p, "graph": graph})
+    variants = ["mma block=1", "wgmma block=64x256 cluster=2 cooperative",
+                "wgmma block=128x256 cluster=2 cooperative"]  # fmt: skip
+    for us, name in zip((70, 60, 50), variants, strict=True):
+        graph = {"p50": us * 1e-3, "tflops": 700.0}
+        cell = {"record": "cell", "op": "linear", "case": label(SETS["default"][0])}
+        cell |= {"candidate": f"fkjit {name}", "kind": "ours", "problem": SETS["default"][0]}
+        lines.append({**cell, "graph": graph})
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_tables_of_a_stored_run(tmp_path):
+    path = stored(tmp_path)
+    made = tables.tables([path])
+    plain = "| bf16 M8192 K8192 N8192 | 20.0 | 700 TFLOP/s | 40.0 | 30.0 |  |  |  |  | 1.25 |"
+    assert plain in made["products"]
+    assert "| bf16 M1 K2048 N8192 | 60.0 | 3.90 TB/s | 40.0 |" in made["products"]
+    assert "| linear_dweight bf16 M8192 K8192 N8192 km kn | 20.0 |" in made["products"]
+    rows = made["drawn"].splitlines()
+    assert rows[2].startswith("| 1 to 8 | ") and "| 0.417 | 0.417 |" in rows[2]
+    assert rows[-1].startswith("| all | 100 | ") and all(
+        "| 1.250 | 1.250 |" in r for r in rows[3:7]
+    )
+    page = tables.PAGE.read_text()
+    assert tables.with_tables(page, made).count(made["products"]) == 1
+
+
+def test_the_page_has_the_tables_of_its_runs():
+    page = tables.PAGE.read_text()
+    assert tables.with_tables(page, tables.tables(sources(page))) == page
+
+
+def test_the_report_has_products(tmp_path):
+    (study, *_) = studies(load([stored(tmp_path)]))
+    rows = {family.label: family for family in families(study) if family.along == "rows"}
+    assert len(rows["bf16 K4096 N16384"].places) == 4
