@@ -68,7 +68,7 @@ constexpr int RELEASES = CLUSTER * 4 * (COOPERATIVE ? CONSUMERS : 1);  // of a s
 constexpr u16 ALL_BLOCKS = CLUSTER > 1 ? (1 << CLUSTER) - 1 : 0;
 static_assert(CLUSTER <= 2, "a tile of the weight has two halves");
 static_assert(ROWS % 64 == 0, "wgmma takes 64 rows");
-static_assert(OUT_COLUMNS % 64 == 0, "outputs are stored 64 columns at a time");
+static_assert(OUT_COLUMNS % 16 == 0, "outputs are staged 16 columns at a time");
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
                   (1 + CONSUMERS) * registers_at_start(THREADS),
               "more would be waited for forever");
@@ -240,9 +240,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
         const int row =
             (tile.row * CLUSTER + rank) * BLOCK_M + consumer_row + block * 64 + warp_row;
         //% if tma_store
-        store_by_tma<Stages::Staged, OUT_COLUMNS, out_t>(acc[block], epilogue, tile_bias, out_map,
-                                                         stages.staged(warp), box, lane, row, m,
-                                                         column);
+        store_by_tma<Stages::Staged, OUT_COLUMNS>(acc[block], epilogue, tile_bias, out_map, out,
+                                                  out_stride, stages.staged(warp), box, lane, row,
+                                                  m, column);
         //% else
         store_pairs<OUT_COLUMNS>(acc[block], epilogue, tile_bias, out, out_stride, lane, row, m,
                                  column);

@@ -18,7 +18,7 @@
 #include "prelude.cuh"
 
 template <typename T, int N>
-struct Wgmma;  // for fp16 and bf16; N: 64, 80, 96 ... 256, every multiple of 16
+struct Wgmma;  // for fp16 and bf16; N: 16, 32, 48 ... 256, every multiple of 16
 
 template <typename T, bool TRANS_A, bool TRANS_B, int N>
 __device__ __forceinline__ void wgmma_shared(float (&d)[N][4], u64 a, u64 b, int add) {
@@ -31,9 +31,10 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[N][4], const u32 (&a)
 
 // An asm statement names all N / 2 sums of a thread: %0, %1 ... in its text (NAMES_N), d[i][j]
 // behind it (SUMS_N). Each list is the one before it and some more; inputs come after them.
-#define NAMES_64                                          \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" \
-  ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define NAMES_32 NAMES_16 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define NAMES_48 NAMES_32 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define NAMES_64 NAMES_48 ",%24,%25,%26,%27,%28,%29,%30,%31"
 #define NAMES_80 NAMES_64 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define NAMES_96 NAMES_80 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define NAMES_112 NAMES_96 ",%48,%49,%50,%51,%52,%53,%54,%55"
@@ -48,7 +49,10 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[N][4], const u32 (&a)
 #define NAMES_256 NAMES_240 ",%120,%121,%122,%123,%124,%125,%126,%127"
 #define EIGHT(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define SIXTEEN(i) EIGHT(i), EIGHT(i + 1)
-#define SUMS_64 SIXTEEN(0), SIXTEEN(2), SIXTEEN(4), SIXTEEN(6)
+#define SUMS_16 SIXTEEN(0)
+#define SUMS_32 SUMS_16, SIXTEEN(2)
+#define SUMS_48 SUMS_32, SIXTEEN(4)
+#define SUMS_64 SUMS_48, SIXTEEN(6)
 #define SUMS_80 SUMS_64, SIXTEEN(8)
 #define SUMS_96 SUMS_80, SIXTEEN(10)
 #define SUMS_112 SUMS_96, SIXTEEN(12)
@@ -92,6 +96,9 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[N][4], const u32 (&a)
   };
 #define WGMMA(...) WGMMA_OF(fp16, "f16", __VA_ARGS__) WGMMA_OF(bf16, "bf16", __VA_ARGS__)
 
+WGMMA(16, 8, 9, 10, 11, 12, 13)
+WGMMA(32, 16, 17, 18, 19, 20, 21)
+WGMMA(48, 24, 25, 26, 27, 28, 29)
 WGMMA(64, 32, 33, 34, 35, 36, 37)
 WGMMA(80, 40, 41, 42, 43, 44, 45)
 WGMMA(96, 48, 49, 50, 51, 52, 53)
@@ -110,6 +117,9 @@ WGMMA(256, 128, 129, 130, 131, 132, 133)
 #undef WGMMA_OF
 #undef EIGHT
 #undef SIXTEEN
+#undef NAMES_16
+#undef NAMES_32
+#undef NAMES_48
 #undef NAMES_64
 #undef NAMES_80
 #undef NAMES_96
@@ -123,6 +133,9 @@ WGMMA(256, 128, 129, 130, 131, 132, 133)
 #undef NAMES_224
 #undef NAMES_240
 #undef NAMES_256
+#undef SUMS_16
+#undef SUMS_32
+#undef SUMS_48
 #undef SUMS_64
 #undef SUMS_80
 #undef SUMS_96

@@ -17,7 +17,7 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     deep = deep + 64 * 8 if params["shares"] else deep
     blocks = params["cluster"] * (3 if params["shares"] else 2)
     step = 8 if params["tma_store"] else 1
-    ragged = (block_m + 24, wide * columns - 5 * 8 + step % 8, deep)
+    ragged = (block_m + 24, wide * columns - 8 + step % 8, deep)
     whole = (block_m * wide, columns, 64 * 3)
     kept = {name: params[name] for name in ("residual", "pre")}
     more = {**kept, "gap": 8, "scale": 0.75}

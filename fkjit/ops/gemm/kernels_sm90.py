@@ -17,15 +17,17 @@ SMS = 132  # of an H100 or H200, where a problem does not say
 BLOCK_K, PANEL = 64, 64
 CONSUMERS, _WARP_ROWS = 2, 16
 _STAGED = CONSUMERS * 4 * 2 * _WARP_ROWS * PANEL * 2  # bytes: two boxes of output a warp
-_MAX_STAGES = 8
+_MAX_STAGES = 12
+_SHARED_TILE = 64 * 128  # elements of the least tile whose weight or k blocks share
 _SUMS = 128  # fp32 sums that a thread has registers for
 _GROUP_ROWS = 2048  # rows of x whose tiles are taken together
 _MOST_STEPS = 1 << 31  # of k, of all tiles that blocks share
 _LEAST_STEPS = 4  # of k, of a block that shares tiles
 # Tiles (rows of x, rows of weight) by schedule.
+_TILES_OF_64 = tuple((64, n) for n in (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256))
 TILES: dict[str, tuple[tuple[int, int], ...]] = {
-    "cooperative": ((128, 256), (256, 128), (128, 192), (128, 128), (128, 64)),
-    "pingpong": ((128, 128), (64, 256), (64, 128)),
+    "cooperative": (*((128, n) for n in range(256, 48, -16)), (256, 128)),
+    "pingpong": (*((128, n) for n in range(128, 48, -16)), *_TILES_OF_64),
 }
 _ALL_TILES = tuple(dict.fromkeys(tile for tiles in TILES.values() for tile in tiles))
 
@@ -62,8 +64,11 @@ def _illegal(params: Params) -> str | None:
         return f"has no out_dtype={params['out_dtype']} for {params['dtype']}"
     if (block_m, block_n) not in TILES[params["schedule"]]:
         return f"is not a tile of the {params['schedule']} schedule"
-    if params["gate"] and block_n % 128:
-        return "has no whole panels of gate and up"
+    if params["gate"] and block_n % 32:
+        return "has no whole pieces of gate and up"
+    small = block_m * block_n < _SHARED_TILE
+    if small and (params["cluster"] > 1 or params["shares"]):
+        return "is too small to be shared"
     if params["weight_layout"] == "kn" and block_n % 128:
         return "has no two halves of whole panels of a weight whose outputs are contiguous"
     if params["tma_store"] and params["out_dtype"] == "fp32":
@@ -197,18 +202,25 @@ _PLAIN: Mapping[str, Any] = {
 }  # fmt: skip
 _WIDE, _SQUARE = {"block": (128, 256), "schedule": "cooperative"}, {"block": (128, 128)}
 _IN_TURNS = {**_SQUARE, "schedule": "pingpong"}
-# What is compiled ahead and swept: each tile plain, each thing that an epilogue or a layout does.
+_SMALL = {"block": (64, 48), "schedule": "pingpong"}
+# What is compiled ahead and swept: some tiles plain, each thing that an epilogue or a layout does.
 _SHOWN: tuple[Mapping[str, Any], ...] = tuple(
     {**_PLAIN, **more}
     for more in (
-        *({"block": tile, "schedule": name} for name, tiles in TILES.items() for tile in tiles),
+        _WIDE,
+        _IN_TURNS,
+        _SMALL,
+        *({"block": (128, n), "schedule": "cooperative"} for n in (64, 128, 176, 208)),
+        {"block": (256, 128), "schedule": "cooperative"},
+        *({"block": (64, n), "schedule": "pingpong"} for n in (16, 128, 256)),
+        {"block": (128, 112), "schedule": "pingpong"},
         {**_WIDE, "cluster": 2},
         {**_WIDE, "cluster": 2, "shares": True},
         {**_IN_TURNS, "activation": "silu", "gate": True, "shares": True},
         {**_IN_TURNS, "cluster": 2, "activation": "gelu_tanh"},
         {**_IN_TURNS, "activation": "gelu_tanh", "pre": True},
         {**_IN_TURNS, "activation": "gelu", "out_dtype": "fp32", "tma_store": False},
-        {**_IN_TURNS, "activation": "silu", "gate": True},
+        {**_SMALL, "block": (64, 96), "activation": "silu", "gate": True, "residual": True},
         {**_WIDE, "activation": "silu", "gate": True, "pre": True, "residual": True},
         {**_WIDE, "weight_layout": "kn", "cluster": 2},
         {**_WIDE, "x_layout": "km", "weight_layout": "kn"},

@@ -7,7 +7,7 @@
 #include "ptx/register_fence.cuh"
 #include "ptx/stmatrix.cuh"
 #include "tile/fragment.cuh"
-#include "tile/tma_tile.cuh"
+#include "tile/tile_copy.cuh"
 #include "gemm/pairs.cuh"
 
 // Bias of a tile's columns to shared memory, by the 128 threads of a warpgroup: of columns `first`
@@ -46,37 +46,59 @@ __device__ __forceinline__ void finish_fragment(float2 (&out)[2], const float (&
   }
 }
 
-// Through shared memory: `staged` has room for two boxes of 16 rows and 64 columns, of which one,
-// `box_number`, is filled while TMA reads the other. `column`: of the tile, OUT: how many it has.
-template <typename Staged, int OUT, typename Out, int N, typename T, typename Pairs>
-__device__ __forceinline__ void store_by_tma(const float (&acc)[N][4], const Pairs& epilogue,
-                                             const T* bias, const TensorMap& out_map, u32 staged,
-                                             int& box_number, int lane, int row, int rows,
-                                             int column) {
+// A box of 16 rows and COLUMNS columns of the tile, from `first` on, to shared memory.
+template <typename Staged, int COLUMNS, typename Out, int N, typename T, typename Pairs>
+__device__ __forceinline__ void stage_box(const float (&acc)[N][4], const Pairs& epilogue,
+                                          const T* bias, u32 box, int lane, i64 row, int rows_left,
+                                          int first, int column) {
   const FragmentReader<Staged, BlockOrder::ROW_MAJOR> place(lane);
-  const int lane_row = row + lane / 4, rows_left = rows - lane_row;
 #pragma unroll
-  for (int panel = 0; panel < OUT / 64; ++panel) {
-    const u32 box = staged + box_number * Staged::BYTES;
-    box_number ^= 1;
+  for (int n = 0; n < COLUMNS / 8; n += 2) {
+    float2 low[2], high[2];
+    const int at = first / 8 + n;
+    finish_fragment(low, acc, at, epilogue, bias, lane, row, rows_left, column);
+    finish_fragment(high, acc, at + 1, epilogue, bias, lane, row, rows_left, column);
+    const u32 r[4] = {pack2<Out>(low[0].x, low[0].y), pack2<Out>(low[1].x, low[1].y),
+                      pack2<Out>(high[0].x, high[0].y), pack2<Out>(high[1].x, high[1].y)};
+    stmatrix_x4(place.address(box, 0, n / 2), r);
+  }
+  proxy_fence();
+  __syncwarp();
+}
+
+// Through shared memory: `staged` has room for two boxes of 16 rows and 64 columns, of which one,
+// `box_number`, is filled while TMA reads the other. `column`: of the tile, OUT: how many it has;
+// what is left over, less than a box, goes by ordinary stores.
+template <typename Staged, int OUT, int N, typename T, typename Pairs, typename Out>
+__device__ __forceinline__ void store_by_tma(const float (&acc)[N][4], const Pairs& epilogue,
+                                             const T* bias, const TensorMap& out_map, Out* out,
+                                             i64 out_stride, u32 staged, int& box_number, int lane,
+                                             int row, int rows, int column) {
+  constexpr int BOX = 64, WHOLE = OUT / BOX * BOX, REST = OUT - WHOLE;
+  const int lane_row = row + lane / 4, rows_left = rows - lane_row;
+  const auto next_box = [&] {
     if (lane == 0) bulk_wait_read<1>();
     __syncwarp();
+    box_number ^= 1;
+    return staged + box_number * Staged::BYTES;
+  };
 #pragma unroll
-    for (int n = 0; n < 8; n += 2) {
-      float2 low[2], high[2];
-      const int at = panel * 8 + n;
-      finish_fragment(low, acc, at, epilogue, bias, lane, lane_row, rows_left, column);
-      finish_fragment(high, acc, at + 1, epilogue, bias, lane, lane_row, rows_left, column);
-      const u32 r[4] = {pack2<Out>(low[0].x, low[0].y), pack2<Out>(low[1].x, low[1].y),
-                        pack2<Out>(high[0].x, high[0].y), pack2<Out>(high[1].x, high[1].y)};
-      stmatrix_x4(place.address(box, 0, n / 2), r);
-    }
-    proxy_fence();
-    __syncwarp();
+  for (int first = 0; first < WHOLE; first += BOX) {
+    const u32 box = next_box();
+    stage_box<Staged, BOX, Out>(acc, epilogue, bias, box, lane, lane_row, rows_left, first, column);
     if (lane == 0) {
-      tma_store(out_map, box, column + panel * 64, row, 0, 0);
+      tma_store(out_map, box, column + first, row, 0, 0);
       bulk_commit();
     }
+  }
+  if constexpr (REST > 0) {
+    const u32 box = next_box();
+    stage_box<Staged, REST, Out>(acc, epilogue, bias, box, lane, lane_row, rows_left, WHOLE,
+                                 column);
+    store_tile<Staged, 16, true>(out + row * out_stride + column + WHOLE, out_stride, box, lane,
+                                 rows - row, min(REST, epilogue.n - column - WHOLE));
+    __syncwarp();
+    if (lane == 0) bulk_commit();  // of nothing: a group for each box
   }
 }
 
