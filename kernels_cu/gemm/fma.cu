@@ -70,8 +70,8 @@ __device__ __forceinline__ void store_sums(const float (&acc)[GM][GN][4][4], con
 #pragma unroll
     for (int i = 0; i < 4 * GM; ++i) {
       const int r = row + i / 4 * 4 * LANES_M + i % 4;
-      const float(&sums)[4] = acc[i / 4][n][i % 4];
-      const float(&up)[4] = acc[i / 4][GATE ? n + GROUPS : n][i % 4];
+      const float (&sums)[4] = acc[i / 4][n][i % 4];
+      const float (&up)[4] = acc[i / 4][GATE ? n + GROUPS : n][i % 4];
       if (r >= rows) continue;
       const float2 low = epilogue({sums[0], sums[1]}, own[0], {up[0], up[1]}, own_up[0], r, first);
       const float2 high =
@@ -82,16 +82,17 @@ __device__ __forceinline__ void store_sums(const float (&acc)[GM][GN][4][4], con
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_fma(
-    const fp32* __restrict__ x,         // [m, k], or [k, m] unless X_K_MAJOR
-    const fp32* __restrict__ weight,    // [n, k] (with GATE [2 n, k]), or its transpose
-    const fp32* __restrict__ bias,      // [n] or [2 n], or null
-    const fp32* __restrict__ residual,  // [m, n], or null
-    fp32* __restrict__ out,             // [m, n]
-    fp32* __restrict__ pre,             // [m, n] or [m, 2 n], or null
-    const int m, const int n, const int k, const i64 x_stride, const i64 weight_stride,
-    const i64 out_stride, const i64 residual_stride,  // elements from a row to the next, < 2^32
-    const float scale) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    linear_fma(const fp32* __restrict__ x,         // [m, k], or [k, m] unless X_K_MAJOR
+               const fp32* __restrict__ weight,    // [n, k] (with GATE [2 n, k]), or its transpose
+               const fp32* __restrict__ bias,      // [n] or [2 n], or null
+               const fp32* __restrict__ residual,  // [m, n], or null
+               fp32* __restrict__ out,             // [m, n]
+               fp32* __restrict__ pre,             // [m, n] or [m, 2 n], or null
+               const int m, const int n, const int k, const i64 x_stride, const i64 weight_stride,
+               const i64 out_stride,
+               const i64 residual_stride,  // elements from a row to the next, < 2^32
+               const float scale) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 ring = shared_address(shared_memory);
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;

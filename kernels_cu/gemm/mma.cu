@@ -124,16 +124,17 @@ __device__ __forceinline__ void multiply_async(float (&acc)[M][N][4], const Prod
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_mma(
-    const elem_t* __restrict__ x,        // [m, k], or [k, m] unless X_K_MAJOR
-    const elem_t* __restrict__ weight,   // [n, k] (with GATE [2 n, k]), or its transpose
-    const elem_t* __restrict__ bias,     // [n] or [2 n], or null
-    const out_t* __restrict__ residual,  // [m, n], or null
-    out_t* __restrict__ out,             // [m, n]
-    elem_t* __restrict__ pre,            // [m, n] or [m, 2 n], or null
-    const int m, const int n, const int k, const i64 x_stride, const i64 weight_stride,
-    const i64 out_stride, const i64 residual_stride,  // elements from a row to the next, < 2^32
-    const float scale) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    linear_mma(const elem_t* __restrict__ x,        // [m, k], or [k, m] unless X_K_MAJOR
+               const elem_t* __restrict__ weight,   // [n, k] (with GATE [2 n, k]), or its transpose
+               const elem_t* __restrict__ bias,     // [n] or [2 n], or null
+               const out_t* __restrict__ residual,  // [m, n], or null
+               out_t* __restrict__ out,             // [m, n]
+               elem_t* __restrict__ pre,            // [m, n] or [m, 2 n], or null
+               const int m, const int n, const int k, const i64 x_stride, const i64 weight_stride,
+               const i64 out_stride,
+               const i64 residual_stride,  // elements from a row to the next, < 2^32
+               const float scale) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 ring = shared_address(shared_memory);
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;

@@ -56,7 +56,9 @@ struct BiasPairs {
   __device__ __forceinline__ BiasPairs(const T* array, int columns, bool gate)
       : bias(array), n(columns), whole(has_whole_pairs(array, gate ? columns : 0)) {}
 
-  __device__ __forceinline__ float2 operator()(int column) const { return at(bias + column, column); }
+  __device__ __forceinline__ float2 operator()(int column) const {
+    return at(bias + column, column);
+  }
   __device__ __forceinline__ float2 up(int column) const { return at(bias + n + column, column); }
 
  private:

@@ -67,7 +67,7 @@ def test_out_is_the_residual(plan):
 
 def test_another_alignment_is_another_call(plan, monkeypatch):
     """Its kernel may copy 16 bytes at a time."""
-    buffer, (_, weight, _) = torch.zeros(5 * 64 + 1, dtype=torch.bfloat16), inputs(1, 24, 64, "bf16")
+    buffer, weight = torch.zeros(5 * 64 + 1, dtype=torch.bfloat16), normal(24, 64, dtype="bf16")
     aligned, shifted = buffer[:-1].view(5, 64), buffer[1:].view(5, 64)
     kernel, _ = plan([aligned, weight, None, None, None, None], impl="tiled")
     fkjit.linear(aligned, weight, impl="tiled")
