@@ -151,6 +151,11 @@ def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
     return _chosen(spec.name, {"multiprocessors": _SMS, **problem}, arch).params
 
 
+def whole(spec: KernelSpec) -> KernelSpec:
+    """The kernel with all variants that calls take."""
+    return CANDIDATES[spec.name].spec
+
+
 def launch(
     spec: KernelSpec, params: Params, problem: Problem, arrays: Arrays, device: Any
 ) -> Prepared:
