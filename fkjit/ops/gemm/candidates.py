@@ -127,10 +127,8 @@ def _few_rows(most: int) -> Callable[[Shape], str | None]:
 
 
 def _gemv_tile(params: Params, shape: Shape) -> Tile:
-    outputs, warps, _ = params["tile"]
-    halves = 2 if shape.gate else 1
-    depth = warps * kernels_small.gemv_span(params)
-    return Tile(shape.m, outputs * halves, depth, loaded=outputs * halves)
+    rows, warps, _ = params["tile"]
+    return Tile(shape.m, rows, warps * kernels_small.gemv_span(params), loaded=rows)
 
 
 def _gemv_rates(params: Params, shape: Shape) -> Rates:
