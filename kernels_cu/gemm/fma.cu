@@ -30,7 +30,7 @@ constexpr int WARP_M = ${warp_m}, WARP_N = ${warp_n};  // of the tile, a warp's
 constexpr int STAGES = ${stages};                      // tiles of both operands in shared memory
 constexpr int MIN_BLOCKS = ${min_blocks};              // of an SM: caps the registers
 constexpr bool GATE = ${gate}, PRE = ${pre}, RESIDUAL = ${residual};
-constexpr bool ALIGNED = ${aligned};  // rows of x, weight, out start on 16-byte boundaries
+constexpr bool ALIGNED = ${aligned};  // rows of x and weight start on 16-byte boundaries
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
 constexpr int GROUP_ROWS = ${group_rows};  // rows of x whose tiles are taken together
 constexpr int GUARD = ${guard};            // bytes between tiles: 0 except where memory is checked
@@ -61,6 +61,7 @@ __device__ __forceinline__ void store_sums(const float (&acc)[GM][GN][4][4], con
                                            const fp32* __restrict__ bias, fp32* __restrict__ out,
                                            i64 out_stride, int row, int rows, int column) {
   const BiasPairs<fp32> bias_of(bias, epilogue.n, GATE);
+  const bool aligned = has_whole_chunks(out, out_stride);
 #pragma unroll
   for (int n = 0; n < GROUPS; ++n) {
     const int first = column + n * 4 * LANES_N;
@@ -77,7 +78,12 @@ __device__ __forceinline__ void store_sums(const float (&acc)[GM][GN][4][4], con
       const float2 high =
           epilogue({sums[2], sums[3]}, own[1], {up[2], up[3]}, own_up[1], r, first + 2);
       const float y[4] = {low.x, low.y, high.x, high.y};
-      store_global4<ALIGNED>(out + r * out_stride + first, y, epilogue.n - first);
+      fp32* target = out + r * out_stride + first;
+      if (aligned) {
+        store_global4<true>(target, y, epilogue.n - first);
+      } else {
+        store_global4<false>(target, y, epilogue.n - first);
+      }
     }
   }
 }

@@ -40,7 +40,7 @@ constexpr int STAGES = ${stages};                      // tiles of both operands
 constexpr int MIN_BLOCKS = ${min_blocks};              // of an SM: caps the registers
 constexpr int MMA_K = ${mma_k};                        // 16, or sm_75's 8
 constexpr bool GATE = ${gate}, PRE = ${pre}, RESIDUAL = ${residual};
-constexpr bool ALIGNED = ${aligned};  // rows of x, weight, out start on 16-byte boundaries
+constexpr bool ALIGNED = ${aligned};  // rows of x and weight start on 16-byte boundaries
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
 constexpr int GROUP_ROWS = ${group_rows};  // rows of x whose tiles are taken together
 constexpr int GUARD = ${guard};            // bytes between tiles: 0 except where memory is checked
@@ -163,6 +163,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   const EpiloguePairs<Activation, GATE, PRE, RESIDUAL, elem_t, out_t> epilogue(
       residual, pre, residual_stride, scale, n);
-  store_fragments<ALIGNED>(acc, epilogue, bias, out, out_stride, lane, row + warp_row, m,
-                           column + (GATE ? warp_output / 2 : warp_output));
+  store_fragments(acc, epilogue, bias, out, out_stride, lane, row + warp_row, m,
+                  column + (GATE ? warp_output / 2 : warp_output));
 }

@@ -45,6 +45,12 @@ __device__ __forceinline__ bool has_whole_pairs(const T* array, i64 stride) {
   return stride % 2 == 0 && reinterpret_cast<u64>(array) % (2 * sizeof(T)) == 0;
 }
 
+// The same of 16 bytes.
+template <typename T>
+__device__ __forceinline__ bool has_whole_chunks(const T* array, i64 stride) {
+  return stride * sizeof(T) % 16 == 0 && reinterpret_cast<u64>(array) % 16 == 0;
+}
+
 // The bias of pairs of columns, of which some may not be there: zeros then, and where there is no
 // bias.
 template <typename T>

@@ -72,9 +72,21 @@ def test_a_ring_that_is_never_full_and_one_that_ends_anywhere(k):
 @pytest.mark.parametrize("columns", [8, 40, 100, 127])
 def test_rows_of_out_that_end_inside_a_chunk(columns):
     """Strides that keep rows on their boundaries; NaN between the rows stays."""
-    params = {**MMA_PARAMS, "x_layout": "mk", "weight_layout": "kn", "aligned": True}
+    layout = {"x_layout": "mk", "weight_layout": "kn", "aligned": True}
     strides = {"weight_stride": 128, "out_stride": 136, "residual_stride": 136}
-    check(MMA_ALL, {**params, "block": (64, 128, 64)}, 20, columns, 64, **strides)
+    params = {**MMA_PARAMS, **layout, "block": (64, 128, 64)}
+    check(MMA_ALL, params, 20, columns, 64, **strides)
+    check(FMA_ALL, {**FMA_PARAMS, **layout}, 20, columns, 32, **strides)
+
+
+@pytest.mark.parametrize("out_stride", [71, 74, 76])
+def test_rows_of_out_need_no_boundaries(out_stride):
+    layout = {"x_layout": "mk", "weight_layout": "nk", "aligned": True}
+    strides = {"out_stride": out_stride, "residual_stride": out_stride}
+    check(MMA_ALL, {**MMA_PARAMS, **layout, "block": (64, 64, 64)}, 20, 69, 64, **strides)
+    check(FMA_ALL, {**FMA_PARAMS, **layout}, 20, 69, 32, **strides)
+    as_fp32 = {**MMA_PARAMS, **layout, "block": (64, 64, 64), "out_dtype": "fp32"}
+    check(MMA_ALL, as_fp32, 20, 69, 64, **strides)
 
 
 def test_the_same_bits_each_time():

@@ -95,8 +95,10 @@ def _mma_rates(params: Params, shape: Shape) -> Rates:
 
 
 def _portable_fixed(shape: Shape, arch: Arch) -> Mapping[str, Any]:
+    """Copies are 16 bytes if rows begin with them, and so does up in rows of a [k, 2 n] weight."""
     depth = 16 if "cp_async" in arch.features else 8
-    return {"aligned": shape.aligned and shape.aligned_out, "mma_k": depth}
+    up_begins = not shape.gate or shape.weight_layout == "nk" or shape.n % 8 == 0
+    return {"aligned": shape.aligned and up_begins, "mma_k": depth}
 
 
 # ------------------------------------------------------------------ fma

@@ -114,7 +114,7 @@ _EPILOGUE = (
     Param("residual", (False, True), "a residual is added to what the activation gives"),
     Param("pre", (False, True), "what the activation is of is kept for a backward"),
 )
-_ALIGNED = Param("aligned", (True, False), "rows of x, weight and out start on 16-byte boundaries")
+_ALIGNED = Param("aligned", (True, False), "rows of x and weight start on 16-byte boundaries")
 _BLOCK = "rows of x, of weight, and k of a tile"
 PARAMS = (
     Param("dtype", ("bf16", "fp16"), "element type of x and weight"),
