@@ -15,6 +15,7 @@ import fkjit  # noqa: E402
 from fkjit.errors import CaptureError, ParameterError  # noqa: E402
 from fkjit.ops.gemm import call as gemm  # noqa: E402
 from fkjit.ops.gemm.candidates import CANDIDATES  # noqa: E402
+from fkjit.runtime import device  # noqa: E402
 from tests.gemm.kit import ACTIVATIONS, DTYPES, assert_right, double, linear, theirs  # noqa: E402
 from tests.gemm.kit import inputs as seeded  # noqa: E402
 from tests.gemm.kit import normal as seeded_normal  # noqa: E402
@@ -133,22 +134,34 @@ def test_a_plan_is_kept_and_does_the_same():
 @pytest.mark.parametrize("m", [1, 32, 300])
 def test_in_a_cuda_graph(m):
     x, weight, bias = inputs(m, 1024, 2048, "bf16")
-    fkjit.linear.prepare(x, weight, bias, activation="relu")
+
+    def two_layers():
+        y = linear(x, weight, bias, activation="relu")
+        return linear(y, weight[:, :1024])
+
+    two_layers()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = linear(x, weight, bias, activation="relu")
-        z = linear(y, weight[:, :1024])
-    x.copy_(normal(m, 2048, dtype="bf16", seed=9))
-    graph.replay()
-    want = linear(x, weight, bias, activation="relu")
-    assert torch.equal(y, want) and torch.equal(z, linear(want, weight[:, :1024]))
+        z = two_layers()
+    for seed in (9, 10):
+        x.copy_(normal(m, 2048, dtype="bf16", seed=seed))
+        graph.replay()
+        assert torch.equal(z, two_layers())
 
 
-def test_a_first_call_under_capture_is_refused():
+def test_a_first_call_under_capture_says_prepare():
+    device.forget()
     x, weight, _ = inputs(9, 24, 40)
-    mod = "x * 3.14159f + 0.5772f"  # not compiled before
-    with pytest.raises(CaptureError, match="prepare"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        linear(x, weight, epilogue_mod=mod)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        with pytest.raises(CaptureError, match=r"fkjit\.prepare\('linear'"):
+            linear(x, weight)
+        graph.capture_end()
+    fkjit.prepare("linear", x, weight)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        linear(x, weight)
 
 
 def test_cupy_arrays():
