@@ -212,9 +212,14 @@ class KernelSpec:
             str(params[n]) if n == "dtype" else f"{n}={_show(params[n])}" for n in self._names
         )
 
-    def variants(self, arch: Arch | None = None) -> Iterator[dict[str, Any]]:
-        """Every legal combination of parameters; on `arch` if one is given, else on any."""
-        for values in itertools.product(*(param.values for param in self.params)):
+    def variants(
+        self, arch: Arch | None = None, fixed: Params | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Every legal combination of parameters; on `arch` if one is given, else on any. `fixed`:
+        values that some of them have."""
+        known = fixed or {}
+        choices = ((known[p.name],) if p.name in known else p.values for p in self.params)
+        for values in itertools.product(*choices):
             params = dict(zip(self._names, values, strict=True))
             if self.why_not(params, arch) is None:
                 yield params

@@ -59,6 +59,7 @@ def cases(torch: Any) -> Iterator[Case]:
 
     functional = torch.nn.functional
     weight = torch.ones(1024, device="cuda", dtype=torch.bfloat16)
+    square = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
     slopes = torch.full((4,), 0.1, device="cuda")
     pages = torch.randn(64, 16, 4, 128, device="cuda", dtype=torch.bfloat16)
     attention, sdpa = fkjit.attention, functional.scaled_dot_product_attention
@@ -98,6 +99,11 @@ def cases(torch: Any) -> Iterator[Case]:
     yield Case("paged_attention", paged,
                lambda q, table, used: fkjit.paged_attention(
                    q, (pages, pages), table, used, layout="nhd"))  # fmt: skip
+    yield Case("linear", lambda t, n: (_rows(t, n),), lambda x: fkjit.linear(x, square, weight))
+    yield Case("linear gelu_tanh", lambda t, n: (_rows(t, n),),
+               lambda x: fkjit.gelu_linear(x, square, weight))  # fmt: skip
+    yield Case("F.linear (PyTorch)", lambda t, n: (_rows(t, n),),
+               lambda x: functional.linear(x, square, weight), ours=False)  # fmt: skip
     yield Case("rms_norm", lambda t, n: (_rows(t, n),), lambda x: fkjit.rms_norm(x, weight))
     yield Case("F.rms_norm (PyTorch)", lambda t, n: (_rows(t, n),),
                lambda x: functional.rms_norm(x, (1024,), weight, 1e-6), ours=False)  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from importlib import import_module
@@ -10,7 +11,7 @@ from typing import Any
 import fkjit
 from fkjit.arch import Arch
 from fkjit.errors import FkjitError, ParameterError
-from fkjit.spec import KernelSpec, Params, Problem
+from fkjit.spec import KernelSpec, Param, Params, Problem
 
 from .op import Arrays, Candidate, Op, Prepared, Refused
 
@@ -81,11 +82,15 @@ def _kernel(op: Op, spec: KernelSpec, device: Any, arch: Arch) -> Candidate:
 
 def _tiles(op: Op, spec: KernelSpec, device: Any, arch: Arch) -> Sequence[Candidate]:
     """A candidate for each combination of the free parameters."""
-    free = [param.name for param in spec.params if param.tunable]
-    seen = {tuple(params[name] for name in free) for params in spec.variants(arch)}
+    free = [param for param in spec.params if param.tunable]
+    seen = [
+        values
+        for values in itertools.product(*(param.values for param in free))
+        if any(spec.variants(arch, _named(free, values)))
+    ]
 
     def candidate(values: tuple[Any, ...]) -> Candidate:
-        given = dict(zip(free, values, strict=True))
+        given = _named(free, values)
 
         def prepare(problem: Problem, arrays: Arrays) -> Prepared:
             params = {**_choose(op, spec, problem, arch), **given}
@@ -98,6 +103,10 @@ def _tiles(op: Op, spec: KernelSpec, device: Any, arch: Arch) -> Sequence[Candid
         return Candidate(name=f"fkjit {spec.name} {shown}".strip(), kind="ours", prepare=prepare)
 
     return [candidate(values) for values in sorted(seen, key=str)]
+
+
+def _named(free: Sequence[Param], values: tuple[Any, ...]) -> dict[str, Any]:
+    return {param.name: value for param, value in zip(free, values, strict=True)}
 
 
 def _value(value: Any) -> str:

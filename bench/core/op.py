@@ -96,6 +96,8 @@ class Op:
     peers: Sequence[Candidate] = field(default=())
     # What is measured: a kernel "op.name", or all kernels of an op; None: those of this name.
     kernel: str | None = None
+    # A kernel with each variant that calls take, where fewer are registered.
+    whole: Callable[[KernelSpec], KernelSpec] = lambda spec: spec
     # Launches a variant of a kernel; None: `fkjit.launch` into the outputs of its spec.
     launch: Callable[[KernelSpec, Params, Problem, Arrays, Any], Prepared] | None = None
 
@@ -111,4 +113,5 @@ class Op:
     def specs(self) -> list[KernelSpec]:
         """Its kernels; the first one counts work and traffic."""
         name = self.kernel or self.name
-        return [find(name)] if "." in name else registered(name)
+        found = [find(name)] if "." in name else registered(name)
+        return [self.whole(spec) for spec in found]

@@ -84,5 +84,6 @@ OP = Op(
     ours=products.ours,
     choose=products.choose,
     launch=products.launch,
+    whole=products.whole,
     peers=(*peers_linear.PEERS, *peers_quack.PEERS),
 )

@@ -27,6 +27,7 @@ def operation(name: str, product: Callable[[int, int, int], dict[str, Any]]) -> 
         ours=products.ours,
         choose=products.choose,
         launch=products.launch,
+        whole=products.whole,
         peers=(*peers_linear.GRADIENTS, *peers_quack.GRADIENTS),
         kernel="linear",
     )

@@ -15,6 +15,7 @@ from fkjit.arch import Arch
 from fkjit.ops.gemm import cases, select
 from fkjit.ops.gemm.candidates import CANDIDATES
 from fkjit.ops.gemm.problem import outputs_of
+from fkjit.runtime.device import multiprocessors
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import KernelSpec, Params, Problem
 
@@ -24,6 +25,7 @@ from ..core.op import Arrays, Prepared
 
 _ROWS = 64  # checked at the end, and as many spread over the rest
 _CHUNK = 16  # bytes
+_SMS = 132
 
 
 def problem(
@@ -124,7 +126,7 @@ def ours(problem: Problem, arrays: Arrays) -> Prepared:
     activation = None if problem["activation"] == "none" else problem["activation"]
     gate, variant = problem["gate"], None
     if x.is_cuda:
-        chosen = _chosen("auto", problem, arch_of(x))
+        chosen = _chosen("auto", _placed(problem, x), arch_of(x))
         variant = (chosen.spec, chosen.params)
 
     def call() -> Any:
@@ -137,9 +139,21 @@ def _chosen(impl: str, problem: Problem, arch: Arch) -> Any:
     return select.choose(problem, impl, None, arch)
 
 
+def _placed(problem: Problem, array: Any) -> Problem:
+    """The problem on an array's device."""
+    if not array.is_cuda:
+        return problem
+    return {**problem, "multiprocessors": multiprocessors(array.get_device())}
+
+
 def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
-    """What the public call takes of a kernel."""
-    return _chosen(spec.name, problem, arch).params
+    """What the public call takes of a kernel, on a GPU of the size of an H100."""
+    return _chosen(spec.name, {"multiprocessors": _SMS, **problem}, arch).params
+
+
+def whole(spec: KernelSpec) -> KernelSpec:
+    """The kernel with all variants that calls take."""
+    return CANDIDATES[spec.name].spec
 
 
 def launch(
@@ -147,6 +161,7 @@ def launch(
 ) -> Prepared:
     """A variant, with the scratch memory that it wants."""
     x = arrays["x"]
+    problem = _placed(problem, x)
     out = x.new_empty(problem["m"], problem["n"])
     workspace, counters = CANDIDATES[spec.name].scratch(params, problem)
     named = {**arrays, "out": out}

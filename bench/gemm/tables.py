@@ -33,13 +33,15 @@ COLUMNS = {
 }  # fmt: skip
 # Steps of the ladder: what, whose fastest variant (kernel, words of its name), on which case.
 _SQUARE, _SINGLE = "bf16 M8192 K8192 N8192", "fp32 M4096 K4096 N4096"
+_WHOLE = ("schedule=cooperative", "shares=False")
 LADDER = (
     ("1. tiles in shared memory (`tiled.cu`)", "tiled", (), _SQUARE),
     ("2. register tiles, a ring (`fma.cu`), fp32", "fma", (), _SINGLE),
     ("3. tensor cores, warp by warp (`mma.cu`)", "mma", (), _SQUARE),
-    ("4. wgmma and TMA, persistent (`wgmma.cu`)", "wgmma", ("cooperative", "cluster=1"), _SQUARE),
-    ("5. clusters of two", "wgmma", ("cooperative", "cluster=2"), _SQUARE),
-    ("6. ping-pong", "wgmma", ("pingpong",), _SQUARE),
+    ("4. wgmma and TMA, persistent (`wgmma.cu`)", "wgmma", (*_WHOLE, "cluster=1"), _SQUARE),
+    ("5. clusters of two", "wgmma", (*_WHOLE, "cluster=2"), _SQUARE),
+    ("6. ping-pong", "wgmma", ("schedule=pingpong", "shares=False"), _SQUARE),
+    ("8. the last tiles shared", "wgmma", ("shares=True",), _SQUARE),
 )
 _CUBLAS = ("torch", "cublaslt")  # what the drawn shapes are compared with
 _ROWS = (8, 64, 512, 4096, 1 << 20)  # of x, up to: rows of the table of drawn shapes

@@ -72,7 +72,7 @@ def tasks(specs: Sequence[KernelSpec], cases: Sequence[Case], arch: Arch) -> Ite
             if default is None:
                 continue
             key = tuning.key(spec, default, case.problem, arch)
-            variants = [p for p in spec.variants(arch) if _beside(p, default, spec)]
+            variants = list(spec.variants(arch, _fixed(spec, default)))
             if len(variants) > 1 and tuning.key_text(key) not in seen:
                 seen.add(tuning.key_text(key))
                 yield Task(case, spec, default, variants, key)
@@ -89,8 +89,9 @@ def _default(case: Case, spec: KernelSpec, arch: Arch) -> Params | None:
     return None if spec.why_not(params, arch) else params
 
 
-def _beside(params: Params, default: Params, spec: KernelSpec) -> bool:
-    return all(params[p.name] == default[p.name] for p in spec.params if not p.tunable)
+def _fixed(spec: KernelSpec, params: Params) -> Params:
+    """The values that a case decides."""
+    return {param.name: params[param.name] for param in spec.params if not param.tunable}
 
 
 # ------------------------------------------------------------------ --shape

@@ -46,8 +46,7 @@ KERNELS = (
 
 # Public calls whose kernels are registered under another op than the call's own name.
 OPS_OF_CALLS = {
-    "linear": ("linear", "linear_backward"),
-    "gelu_linear": ("linear", "linear_backward"),
+    "gelu_linear": ("linear",),
     "attention_varlen": ("attention_form",),
     "paged_attention": ("attention_decode",),
     "reduce_sum": ("reduce",),

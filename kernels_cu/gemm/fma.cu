@@ -30,7 +30,7 @@ constexpr int WARP_M = ${warp_m}, WARP_N = ${warp_n};  // of the tile, a warp's
 constexpr int STAGES = ${stages};                      // tiles of both operands in shared memory
 constexpr int MIN_BLOCKS = ${min_blocks};              // of an SM: caps the registers
 constexpr bool GATE = ${gate}, PRE = ${pre}, RESIDUAL = ${residual};
-constexpr bool ALIGNED = ${aligned};  // rows of x, weight, out start on 16-byte boundaries
+constexpr bool ALIGNED = ${aligned};  // rows of x and weight start on 16-byte boundaries
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
 constexpr int GROUP_ROWS = ${group_rows};  // rows of x whose tiles are taken together
 constexpr int GUARD = ${guard};            // bytes between tiles: 0 except where memory is checked
@@ -61,6 +61,7 @@ __device__ __forceinline__ void store_sums(const float (&acc)[GM][GN][4][4], con
                                            const fp32* __restrict__ bias, fp32* __restrict__ out,
                                            i64 out_stride, int row, int rows, int column) {
   const BiasPairs<fp32> bias_of(bias, epilogue.n, GATE);
+  const bool aligned = has_whole_chunks(out, out_stride);
 #pragma unroll
   for (int n = 0; n < GROUPS; ++n) {
     const int first = column + n * 4 * LANES_N;
@@ -70,28 +71,34 @@ __device__ __forceinline__ void store_sums(const float (&acc)[GM][GN][4][4], con
 #pragma unroll
     for (int i = 0; i < 4 * GM; ++i) {
       const int r = row + i / 4 * 4 * LANES_M + i % 4;
-      const float(&sums)[4] = acc[i / 4][n][i % 4];
-      const float(&up)[4] = acc[i / 4][GATE ? n + GROUPS : n][i % 4];
+      const float (&sums)[4] = acc[i / 4][n][i % 4];
+      const float (&up)[4] = acc[i / 4][GATE ? n + GROUPS : n][i % 4];
       if (r >= rows) continue;
       const float2 low = epilogue({sums[0], sums[1]}, own[0], {up[0], up[1]}, own_up[0], r, first);
       const float2 high =
           epilogue({sums[2], sums[3]}, own[1], {up[2], up[3]}, own_up[1], r, first + 2);
       const float y[4] = {low.x, low.y, high.x, high.y};
-      store_global4<ALIGNED>(out + r * out_stride + first, y, epilogue.n - first);
+      fp32* target = out + r * out_stride + first;
+      if (aligned) {
+        store_global4<true>(target, y, epilogue.n - first);
+      } else {
+        store_global4<false>(target, y, epilogue.n - first);
+      }
     }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_fma(
-    const fp32* __restrict__ x,         // [m, k], or [k, m] unless X_K_MAJOR
-    const fp32* __restrict__ weight,    // [n, k] (with GATE [2 n, k]), or its transpose
-    const fp32* __restrict__ bias,      // [n] or [2 n], or null
-    const fp32* __restrict__ residual,  // [m, n], or null
-    fp32* __restrict__ out,             // [m, n]
-    fp32* __restrict__ pre,             // [m, n] or [m, 2 n], or null
-    const int m, const int n, const int k, const i64 x_stride, const i64 weight_stride,
-    const i64 out_stride, const i64 residual_stride,  // elements from a row to the next, < 2^32
-    const float scale) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    linear_fma(const fp32* __restrict__ x,         // [m, k], or [k, m] unless X_K_MAJOR
+               const fp32* __restrict__ weight,    // [n, k] (with GATE [2 n, k]), or its transpose
+               const fp32* __restrict__ bias,      // [n] or [2 n], or null
+               const fp32* __restrict__ residual,  // [m, n], or null
+               fp32* __restrict__ out,             // [m, n]
+               fp32* __restrict__ pre,             // [m, n] or [m, 2 n], or null
+               const int m, const int n, const int k, const i64 x_stride, const i64 weight_stride,
+               const i64 out_stride,
+               const i64 residual_stride,  // elements from a row to the next, < 2^32
+               const float scale) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 ring = shared_address(shared_memory);
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;

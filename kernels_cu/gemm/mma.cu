@@ -40,7 +40,7 @@ constexpr int STAGES = ${stages};                      // tiles of both operands
 constexpr int MIN_BLOCKS = ${min_blocks};              // of an SM: caps the registers
 constexpr int MMA_K = ${mma_k};                        // 16, or sm_75's 8
 constexpr bool GATE = ${gate}, PRE = ${pre}, RESIDUAL = ${residual};
-constexpr bool ALIGNED = ${aligned};  // rows of x, weight, out start on 16-byte boundaries
+constexpr bool ALIGNED = ${aligned};  // rows of x and weight start on 16-byte boundaries
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
 constexpr int GROUP_ROWS = ${group_rows};  // rows of x whose tiles are taken together
 constexpr int GUARD = ${guard};            // bytes between tiles: 0 except where memory is checked
@@ -124,16 +124,17 @@ __device__ __forceinline__ void multiply_async(float (&acc)[M][N][4], const Prod
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_mma(
-    const elem_t* __restrict__ x,        // [m, k], or [k, m] unless X_K_MAJOR
-    const elem_t* __restrict__ weight,   // [n, k] (with GATE [2 n, k]), or its transpose
-    const elem_t* __restrict__ bias,     // [n] or [2 n], or null
-    const out_t* __restrict__ residual,  // [m, n], or null
-    out_t* __restrict__ out,             // [m, n]
-    elem_t* __restrict__ pre,            // [m, n] or [m, 2 n], or null
-    const int m, const int n, const int k, const i64 x_stride, const i64 weight_stride,
-    const i64 out_stride, const i64 residual_stride,  // elements from a row to the next, < 2^32
-    const float scale) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    linear_mma(const elem_t* __restrict__ x,        // [m, k], or [k, m] unless X_K_MAJOR
+               const elem_t* __restrict__ weight,   // [n, k] (with GATE [2 n, k]), or its transpose
+               const elem_t* __restrict__ bias,     // [n] or [2 n], or null
+               const out_t* __restrict__ residual,  // [m, n], or null
+               out_t* __restrict__ out,             // [m, n]
+               elem_t* __restrict__ pre,            // [m, n] or [m, 2 n], or null
+               const int m, const int n, const int k, const i64 x_stride, const i64 weight_stride,
+               const i64 out_stride,
+               const i64 residual_stride,  // elements from a row to the next, < 2^32
+               const float scale) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 ring = shared_address(shared_memory);
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
@@ -162,6 +163,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear_mma(
 
   const EpiloguePairs<Activation, GATE, PRE, RESIDUAL, elem_t, out_t> epilogue(
       residual, pre, residual_stride, scale, n);
-  store_fragments<ALIGNED>(acc, epilogue, bias, out, out_stride, lane, row + warp_row, m,
-                           column + (GATE ? warp_output / 2 : warp_output));
+  store_fragments(acc, epilogue, bias, out, out_stride, lane, row + warp_row, m,
+                  column + (GATE ? warp_output / 2 : warp_output));
 }

@@ -29,6 +29,7 @@ constexpr bool GATE = ${gate};
 constexpr bool ROWS_OF_K = ${rows_of_k};  // weight_layout "nk": rows are contiguous in k
 constexpr bool ALIGNED = ${aligned};      // 16-byte copies
 constexpr bool STATIC_WEIGHT = ${static_weight};
+constexpr bool PREFETCH = ${prefetch} && __CUDA_ARCH__ >= 900;
 constexpr int TOKENS = ${tokens};  // rows of x, padded
 constexpr int ROWS = ${rows};      // of the weight
 constexpr int BLOCK_K = ${block_k};
@@ -58,6 +59,19 @@ struct Source {
   i64 x_stride, weight_stride;
   int first, m, n, k;
 
+  // To L2, lines of the weight that the first stages will want, from k0 on.
+  __device__ __forceinline__ void prefetch(int k0) const {
+    constexpr int LINE = 128 / sizeof(elem_t), K = STAGES * BLOCK_K;
+    constexpr int LINES = (ROWS_OF_K ? K : ROWS) / LINE;  // of a row
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (ROWS_OF_K ? ROWS : K) * LINES; i += THREADS) {
+      const int row = i / LINES, column = i % LINES * LINE;
+      const int output = ROWS_OF_K ? row : column, at = k0 + (ROWS_OF_K ? column : row);
+      const int place = first + output % OUTPUTS, line = place + output / OUTPUTS * n;
+      if (place < n && at < k)
+        prefetch_l2(weight + (ROWS_OF_K ? line * weight_stride + at : at * weight_stride + line));
+    }
+  }
   __device__ __forceinline__ void load_weight(u32 tile, int k0) const {
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
@@ -137,16 +151,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                   const int m,                         // 1..TOKENS
                   const int n, const int k, const i64 x_stride, const i64 weight_stride,
                   const i64 out_stride, const i64 residual_stride, const float scale) {
-  if (!STATIC_WEIGHT) after_previous_kernel();
-  extern __shared__ __align__(128) char dynamic[];
-  const u32 ring = shared_address(dynamic);
-  const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
-  const int warp_row = warp % (ROWS / WARP_ROWS), warp_k = warp / (ROWS / WARP_ROWS);
   const int first = blockIdx.x * OUTPUTS, split = gridDim.y;
   const i64 all = ceil_div(k, BLOCK_K);
   const int begin = static_cast<int>(all * blockIdx.y / split);
   const int steps = static_cast<int>(all * (blockIdx.y + 1) / split) - begin;
   const Source source = {x, weight, x_stride, weight_stride, first, m, n, k};
+  if (PREFETCH) source.prefetch(begin * BLOCK_K);
+  if (!STATIC_WEIGHT) after_previous_kernel();
+  extern __shared__ __align__(128) char dynamic[];
+  const u32 ring = shared_address(dynamic);
+  const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+  const int warp_row = warp % (ROWS / WARP_ROWS), warp_k = warp / (ROWS / WARP_ROWS);
 
   // 1. The first stages.
 #pragma unroll

@@ -45,6 +45,12 @@ __device__ __forceinline__ bool has_whole_pairs(const T* array, i64 stride) {
   return stride % 2 == 0 && reinterpret_cast<u64>(array) % (2 * sizeof(T)) == 0;
 }
 
+// The same of 16 bytes.
+template <typename T>
+__device__ __forceinline__ bool has_whole_chunks(const T* array, i64 stride) {
+  return stride * sizeof(T) % 16 == 0 && reinterpret_cast<u64>(array) % 16 == 0;
+}
+
 // The bias of pairs of columns, of which some may not be there: zeros then, and where there is no
 // bias.
 template <typename T>
@@ -56,7 +62,9 @@ struct BiasPairs {
   __device__ __forceinline__ BiasPairs(const T* array, int columns, bool gate)
       : bias(array), n(columns), whole(has_whole_pairs(array, gate ? columns : 0)) {}
 
-  __device__ __forceinline__ float2 operator()(int column) const { return at(bias + column, column); }
+  __device__ __forceinline__ float2 operator()(int column) const {
+    return at(bias + column, column);
+  }
   __device__ __forceinline__ float2 up(int column) const { return at(bias + n + column, column); }
 
  private:

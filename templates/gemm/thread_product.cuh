@@ -65,9 +65,10 @@ struct FloatReader {
   // Outers 4 (LANES * group + place) + 0 .. 3, k 4 step + 0 .. 3, by outer (K_MAJOR) or by k.
   __device__ __forceinline__ void load(float (&x)[4][4], u32 tile, int group, int step) const {
     const int row = group * LANES;  // K_MAJOR: the swizzle of both rows and the step is one XOR
-    const u32 from = K_MAJOR ? ((tile + lane_offset) ^ (Tile::offset(row, step) - row * Tile::ROW_BYTES)) +
-                                   row * Tile::ROW_BYTES
-                             : tile + lane_offset + row * 16 + 4 * step * Tile::ROW_BYTES;
+    const u32 from =
+        K_MAJOR ? ((tile + lane_offset) ^ (Tile::offset(row, step) - row * Tile::ROW_BYTES)) +
+                      row * Tile::ROW_BYTES
+                : tile + lane_offset + row * 16 + 4 * step * Tile::ROW_BYTES;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       load_shared_floats(x[i], from + i * (K_MAJOR ? Tile::ROWS / 4 : 1) * Tile::ROW_BYTES);
@@ -109,7 +110,8 @@ struct ThreadProduct {
   }
 
  private:
-  __device__ __forceinline__ static void multiply_group(float (&acc)[4][4], const float (&rows)[4][4],
+  __device__ __forceinline__ static void multiply_group(float (&acc)[4][4],
+                                                        const float (&rows)[4][4],
                                                         const float (&outputs)[4][4]) {
 #pragma unroll
     for (int k = 0; k < 4; ++k)

@@ -40,7 +40,8 @@ __device__ __forceinline__ void walk_async(X& x, Weight& weight, u32 ring, int k
     cp_async_commit();
   };
 #pragma unroll
-  for (int tile = 0; tile < STAGES - 1; ++tile) copy(ring + tile * STAGE_BYTES, k - tile * X::BLOCK_K);
+  for (int tile = 0; tile < STAGES - 1; ++tile)
+    copy(ring + tile * STAGE_BYTES, k - tile * X::BLOCK_K);
 
   u32 stage = ring, filled = ring + (STAGES - 1) * STAGE_BYTES;
 #pragma unroll 1

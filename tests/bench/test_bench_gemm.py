@@ -104,9 +104,14 @@ def test_the_checked_rows_are_the_last_and_some_of_all_others():
     assert want.shape == (rows.numel(), 8) and rows.diff().max() <= 16
 
 
-@pytest.mark.parametrize("impl", ["tiled"])
-@pytest.mark.parametrize("given", [SWIGLU, dweight(24, 16, 40), dx(9, 16, 24)], ids=label)
-def test_kernels_by_name(given, impl):
+@pytest.mark.parametrize(
+    ("impl", "given"),
+    [("tiled", dx(9, 16, 24)), ("mma", problem(24, 16, 40)), ("tiled", dweight(24, 16, 40)),
+     ("skinny", problem(9, 1024, 32)), ("gemv", problem(3, 256, 32, dtype="fp32")),
+     ("fma", problem(40, 24, 32, dtype="fp32", bias=True))],
+)  # fmt: skip
+def test_kernels_by_name(impl, given):
+    """With the scratch memory that some of them want."""
     spec = find(f"linear.{impl}")
     params = OP.choose(spec, given, arch("sm_80"))
     arrays = OP.inputs(given, Place)
@@ -185,8 +190,8 @@ def stored(tmp_path):
             kind = {"fkjit": "ours", "triton": "twin"}.get(name, "peer")
             cell = {"record": "cell", "op": op.name, "case": op.label(p), "candidate": name}
             lines.append({**cell, "kind": kind, "problem": p, "graph": graph})
-    variants = ["mma block=1", "wgmma block=64x256 cluster=2 cooperative",
-                "wgmma block=128x256 cluster=2 cooperative"]  # fmt: skip
+    rest = "schedule=cooperative cluster=2 shares=False"
+    variants = ["mma block=1", f"wgmma block=64x256 {rest}", f"wgmma block=128x256 {rest}"]
     for us, name in zip((70, 60, 50), variants, strict=True):
         graph = {"p50": us * 1e-3, "tflops": 700.0}
         cell = {"record": "cell", "op": "linear", "case": label(SETS["default"][0])}

@@ -12,6 +12,7 @@ import pytest
 from bench.core.catalog import operations
 from bench.core.kernels import launched
 from bench.elementwise import cases_vector_add
+from bench.gemm import products
 from bench.kv import cases_kv_append
 from bench.norm import cases_norm_gradients, cases_norms
 from bench.reduce import cases_reduce
@@ -42,6 +43,9 @@ CASES = [
     ("kv_append", cases_kv_append.problem(16_384), "kv_append.tokens",
      {"threads": 256, "unroll": 2}),
     ("kv_read", cases_kv_append.problem(16_384), "kv_read.tokens", {"threads": 64, "unroll": 4}),
+    ("linear", products.problem(4096, 4096, 4096, bias=True, activation="relu"), "linear.wgmma",
+     {"block": (128, 192), "schedule": "cooperative", "shares": False}),
+    ("linear_dx", products.problem(1, 4096, 4096), "linear.gemv", {"tile": (8, 8, 4)}),
 ]  # fmt: skip
 IDS = [f"{name} {spec}" for name, _, spec, _ in CASES]
 
@@ -140,6 +144,7 @@ SMALL = [
         for s in ("same", "fp8")
     ),
     ("kv_read", cases_kv_append.problem(20, heads=2, head_dim=16, storage="int8")),
+    ("linear", products.problem(9, 256, 40, bias=True, activation="relu")),
     ("reduce", cases_reduce.problem("sum", 1, 70_000)),
     ("reduce", cases_reduce.problem("mean", 100, 40, "bf16", -1)),
     ("rms_norm", cases_norms.problem("rms_norm", 9, 1000, True)),

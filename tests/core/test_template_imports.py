@@ -23,6 +23,7 @@ MAY_INCLUDE = {
     "attention/backward": {"attention"},
     "attention/backward_sm90": {"attention", "attention/backward"},
     "attention/decode": {"attention", "kv"},
+    "gemm/sm90": {"gemm"},
     "kv": {"rope"},
     "moe": {"gemm"},
 }

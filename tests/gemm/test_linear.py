@@ -12,9 +12,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 import fkjit  # noqa: E402
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError  # noqa: E402
 from fkjit.jit.build import quiet  # noqa: E402
-from tests.gemm.kit import (  # noqa: E402
-    ACTIVATIONS, DTYPES, assert_close, double, inputs, linear, normal, theirs,
-)  # fmt: skip
+from tests.gemm.kit import ACTIVATIONS, DTYPES, assert_close, double, inputs, linear, normal, theirs  # noqa: E402  # noqa: E402
 
 IMPLEMENTATIONS = {
     "fp16": ("auto", "mma", "skinny", "gemv", "tiled"),
@@ -196,7 +194,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_wrong_values_are_parameter_errors(name):
     arrays, options, message = REFUSED[name]
-    with pytest.raises(ParameterError, match=f"^linear: .*{message}"):
+    with pytest.raises(ParameterError, match=rf"^linear: .*{message}"):
         linear(*arrays, **options)
 
 
@@ -215,10 +213,10 @@ def test_wrong_values_are_parameter_errors(name):
     ],
 )
 def test_wrong_types_are_argument_type_errors(arrays, options, message):
-    with pytest.raises(ArgumentTypeError, match=f"^linear: {message}"):
+    with pytest.raises(ArgumentTypeError, match=rf"^linear: {message}"):
         linear(*arrays, **options)
 
 
 def test_one_device():
-    with pytest.raises((DeviceError, ArgumentTypeError), match="^linear: "):
+    with pytest.raises(DeviceError, match=r"^linear: weight is a .* tensor on meta"):
         linear(X, WEIGHT.to("meta"))

@@ -10,9 +10,7 @@ import fkjit  # noqa: E402
 from fkjit.errors import ParameterError  # noqa: E402
 from fkjit.ops.gemm import autograd  # noqa: E402
 from fkjit.ops.gemm import call as gemm  # noqa: E402
-from tests.gemm.kit import (  # noqa: E402
-    ACTIVATIONS, DTYPES, assert_close, inputs, linear, normal, theirs,
-)  # fmt: skip
+from tests.gemm.kit import ACTIVATIONS, DTYPES, assert_close, inputs, linear, normal, theirs  # noqa: E402  # noqa: E402
 
 
 def leaves(m, n, k, dtype="fp32", gate=False, layout="nk"):
@@ -115,7 +113,7 @@ def test_of_an_expression_needs_its_derivative():
 
 def test_out_is_refused():
     x, weight, bias, _ = leaves(9, 24, 40)
-    with pytest.raises(ParameterError, match="^linear: out is given and an input requires grad"):
+    with pytest.raises(ParameterError, match=r"^linear: out is given and an input requires grad"):
         linear(x, weight, bias, out=torch.empty(9, 24))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -112,6 +114,18 @@ def test_the_twin_makes_dbias_as_well(interpreter, given):  # noqa: F811
     assert len(found) == len(wide)
     for one, right in zip(found, wide, strict=True):
         torch.testing.assert_close(one.double(), right, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["linear", "linear_dx", "linear_dweight", "linear_backward"])
+def test_the_twin_is_right_on_the_quick_cases_of_the_suite(name):
+    pytest.importorskip("triton", reason="needs triton")
+    op, twin = operations()[name], twins.twin(name)
+    for given in op.sets["quick"]:
+        arrays = op.inputs(given, SimpleNamespace(torch=torch, place="cuda"))
+        right, prepared = op.expected(given, arrays), twin.prepare(given, arrays)
+        for _ in range(2):  # while tiles are tried, and afterwards
+            assert right.judge(prepared.output(prepared.call())).why_wrong() is None
 
 
 def test_every_gradient_has_the_twin():

@@ -75,13 +75,6 @@ _MMA: dict[tuple[int, int, int], tuple[float, int]] = {
 }  # fmt: skip
 
 
-# Of exact fp32, by tile.
-_FMA: dict[tuple[int, int, int], tuple[float, int]] = {
-    (128, 128, 16): (0.85, 2), (256, 128, 16): (0.85, 1), (128, 256, 16): (0.85, 1),
-    (64, 64, 16): (0.6, 3),
-}  # fmt: skip
-
-
 def _mma_rates(params: Params, shape: Shape) -> Rates:
     speed, resident = _MMA.get(params["block"], (0.5, 1))
     staged = 1.0 if params["aligned"] else 0.5
@@ -89,8 +82,19 @@ def _mma_rates(params: Params, shape: Shape) -> Rates:
 
 
 def _portable_fixed(shape: Shape, arch: Arch) -> Mapping[str, Any]:
+    """Copies are 16 bytes if rows begin with them, and so does up in rows of a [k, 2 n] weight."""
     depth = 16 if "cp_async" in arch.features else 8
-    return {"aligned": shape.aligned and shape.aligned_out, "mma_k": depth}
+    up_begins = not shape.gate or shape.weight_layout == "nk" or shape.n % 8 == 0
+    return {"aligned": shape.aligned and up_begins, "mma_k": depth}
+
+
+# ------------------------------------------------------------------ fma
+
+# By tile: the part of the flops that FMAs give, and blocks beside each other.
+_FMA: dict[tuple[int, int, int], tuple[float, int]] = {
+    (128, 128, 16): (0.9, 2), (256, 128, 16): (0.9, 1), (128, 256, 16): (0.9, 1),
+    (64, 64, 16): (0.7, 3),
+}  # fmt: skip
 
 
 def _fma_rates(params: Params, shape: Shape) -> Rates:
@@ -112,16 +116,14 @@ def _few_rows(most: int) -> Callable[[Shape], str | None]:
 
 
 def _gemv_tile(params: Params, shape: Shape) -> Tile:
-    outputs, warps, _ = params["tile"]
-    halves = 2 if shape.gate else 1
-    depth = warps * kernels_small.gemv_span(params)
-    return Tile(shape.m, outputs * halves, depth, loaded=outputs * halves)
+    rows, warps, _ = params["tile"]
+    return Tile(shape.m, rows, warps * kernels_small.gemv_span(params), loaded=rows)
 
 
 def _gemv_rates(params: Params, shape: Shape) -> Rates:
     """x comes from L1, and what counts is the weight's way from memory."""
     unit = "fma" if shape.dtype == "fp32" else "mma"
-    return Rates(unit, 0.7, start=100, epilogue=0.0, resident=2, memory=0.99)
+    return Rates(unit, 4.0, start=100, epilogue=0.0, resident=2, memory=0.99)
 
 
 def _skinny_tile(params: Params, shape: Shape) -> Tile:

@@ -42,27 +42,14 @@ class Matrix(NamedTuple):
 def check(views: Views, options: LinearOptions, *, copied: Delegate, pre: bool = False) -> Request:
     """Of a call. `copied`: answers it where an array has to be copied first. `pre`: what the
     activation is of is wanted too, for a backward."""
-    activation = check_activation(options)
-    gate = check_flag(CALL, "gate", options.gate)
-    check_flag(CALL, "deterministic", options.deterministic)
-    check_flag(CALL, "save_pre_activation", options.save_pre_activation)
-    _check_one_of("impl", options.impl, select.IMPLEMENTATIONS)
-    _check_one_of("weight_layout", options.weight_layout, WEIGHT_LAYOUTS)
-    x, weight = views["x"], views["weight"]
-    assert x is not None and weight is not None  # the op has looked
-    dtype = check_same_dtype(CALL, {"x": x, "weight": weight, "bias": views["bias"]})
-    sizes = _sizes(x, weight, gate, options.weight_layout)
-    shape, wide = (*tuple(x.shape)[:-1], sizes["n"]), outputs_of({**sizes, "gate": gate})
-    out_dtype = _out_dtype(options.out_dtype, dtype, views)
-    _check_vectors(views, wide, shape, out_dtype)
-    problem = {
-        **sizes, "dtype": dtype, "out_dtype": out_dtype, "activation": activation, "gate": gate,
-        "scale": _check_scale(options.scale),
-        **{name: views[name] is not None for name in ("bias", "residual")}, "pre": pre,
-    }  # fmt: skip
+    x = views["x"]
+    assert x is not None  # the op has looked
+    problem = {**_problem(views, options), "pre": pre}
+    shape, wide = (*tuple(x.shape)[:-1], problem["n"]), outputs_of(problem)
+    _check_vectors(views, wide, shape, problem["out_dtype"])
     outputs = {
-        "out": Output(shape, out_dtype, views["out"]),
-        "pre": Output((*shape[:-1], wide), dtype) if pre else None,
+        "out": Output(shape, problem["out_dtype"], views["out"]),
+        "pre": Output((*shape[:-1], wide), problem["dtype"]) if pre else None,
     }
     inputs = {name: views[name] for name in ("x", "weight", "bias", "residual")}
     if 0 in shape:
@@ -72,6 +59,24 @@ def check(views: Views, options: LinearOptions, *, copied: Delegate, pre: bool =
         return Request(inputs, outputs, (), delegate=copied)
     _describe(problem, matrices, views)
     return _launch(inputs, outputs, problem, options)
+
+
+def _problem(views: Views, options: LinearOptions) -> dict[str, Any]:
+    """Sizes, types and what the options say; strides come later (`_describe`)."""
+    activation, gate = check_activation(options), check_flag(CALL, "gate", options.gate)
+    check_flag(CALL, "deterministic", options.deterministic)
+    check_flag(CALL, "save_pre_activation", options.save_pre_activation)
+    _check_one_of("impl", options.impl, select.IMPLEMENTATIONS)
+    _check_one_of("weight_layout", options.weight_layout, WEIGHT_LAYOUTS)
+    x, weight = views["x"], views["weight"]
+    assert x is not None and weight is not None  # the op has looked
+    dtype = check_same_dtype(CALL, {"x": x, "weight": weight, "bias": views["bias"]})
+    return {
+        **_sizes(x, weight, gate, options.weight_layout),
+        "dtype": dtype, "out_dtype": _out_dtype(options.out_dtype, dtype, views),
+        "activation": activation, "gate": gate, "scale": _check_scale(options.scale),
+        **{name: views[name] is not None for name in ("bias", "residual")},
+    }  # fmt: skip
 
 
 def _launch(

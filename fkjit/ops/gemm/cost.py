@@ -83,11 +83,20 @@ MACHINES: dict[tuple[int, int], Machine] = {
 SMS = 108  # where there is no GPU to ask
 _SUM_BYTES = 4  # of a partial sum
 _SHARPNESS = 8  # how little the lesser of computing and streaming adds to the other
+_SHARED_OF_A_BLOCK = 1024  # bytes that each takes beside its own
 _ALONE = 0.8  # one of n resident blocks runs at (1 / n) ** _ALONE of the SM's rate
 
 
 def machine(arch: Arch) -> Machine:
     return MACHINES[max(known for known in MACHINES if known <= arch.capability)]
+
+
+def beside(rates: Rates, shared: int, arch: Arch) -> Rates:
+    """The rates of blocks of `shared` bytes, where an SM has room for fewer of them."""
+    room = max(arch.shared_per_sm // (shared + _SHARED_OF_A_BLOCK), 1)
+    if room >= rates.resident:
+        return rates
+    return rates._replace(resident=room, speed=rates.speed * (room / rates.resident) ** _ALONE)
 
 
 def cost(shape: Shape, tile: Tile, rates: Rates, arch: Arch) -> float:

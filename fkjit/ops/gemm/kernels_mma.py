@@ -114,7 +114,7 @@ _EPILOGUE = (
     Param("residual", (False, True), "a residual is added to what the activation gives"),
     Param("pre", (False, True), "what the activation is of is kept for a backward"),
 )
-_ALIGNED = Param("aligned", (True, False), "rows of x, weight and out start on 16-byte boundaries")
+_ALIGNED = Param("aligned", (True, False), "rows of x and weight start on 16-byte boundaries")
 _BLOCK = "rows of x, of weight, and k of a tile"
 PARAMS = (
     Param("dtype", ("bf16", "fp16"), "element type of x and weight"),
@@ -189,12 +189,7 @@ FMA_ALL = KernelSpec(
 # ------------------------------------------------------------------ what is compiled ahead
 
 _NO_EPILOGUE = {"activation": "none", "gate": False, "residual": False, "pre": False}
-_PLAIN: Mapping[str, Any] = {
-    "x_layout": "mk",
-    "weight_layout": "nk",
-    **_NO_EPILOGUE,
-    "aligned": True,
-}
+_PLAIN = {"x_layout": "mk", "weight_layout": "nk", **_NO_EPILOGUE, "aligned": True}
 _BF16 = {"dtype": "bf16", "out_dtype": "bf16", "mma_k": 16, **_PLAIN}
 _FP16 = {**_BF16, "dtype": "fp16", "out_dtype": "fp16"}
 _SWIGLU = {"activation": "silu", "gate": True}
@@ -204,7 +199,7 @@ _SMALL, _SMALL_STAGED = {"block": (64, 128, 64)}, {"block": (64, 64, 32)}
 
 
 def _ahead(spec: KernelSpec, shown: Sequence[Mapping[str, Any]]) -> KernelSpec:
-    """The kernel with these variants: the sweep meets each tile, each layout, all of an epilogue."""
+    """The kernel with these variants: each tile, each layout, all of an epilogue."""
 
     def unshown(params: Params) -> str | None:
         return None if dict(params) in shown else "is compiled when it is called"

@@ -34,15 +34,19 @@ def _is_plain(params: Params) -> bool:
     return (params["activation"], params["gate"]) == epilogue.SHIPPED[0]
 
 
+def _outputs(params: Params) -> int:
+    """Columns of out that a block has."""
+    return params["tile"][0] // (2 if params["gate"] else 1)
+
+
 # ------------------------------------------------------------------ gemv
 
 GEMV_ROWS = 8  # of x, at most
-_STATIC_SHARED = 48 * 1024  # bytes
 
-GemvTile = tuple[int, int, int]  # outputs of a block, its warps, spans of a warp under way
+GemvTile = tuple[int, int, int]  # rows of the weight, warps, spans of a warp under way
 # By layout of the weight and bytes of its elements: the product, its span of k, its tiles.
 _GEMV: dict[tuple[str, int], tuple[str, int, tuple[GemvTile, ...]]] = {
-    ("nk", 2): ("RowsMma", 32, ((16, 8, 4), (8, 8, 4))),
+    ("nk", 2): ("RowsMma", 64, ((16, 8, 2), (8, 8, 2))),
     ("kn", 2): ("ColumnsMma", 32, ((64, 8, 2), (64, 16, 1))),
     ("nk", 4): ("RowsFma", 32, ((16, 8, 2), (8, 8, 4))),
     ("kn", 4): ("ColumnsFma", 4, ((128, 8, 2),)),
@@ -60,21 +64,17 @@ def gemv_span(params: Params) -> int:
 
 
 def _gemv_values(params: Params) -> dict[str, Any]:
-    outputs, warps, unroll = params["tile"]
-    unroll = max(1, unroll // 2) if params["gate"] else unroll  # spans are twice as wide
+    rows, warps, unroll = params["tile"]
     return {
         **epilogue.values(params["activation"]),
-        **{"product": _gemv(params)[0], "outputs": outputs, "warps": warps, "unroll": unroll},
-        "resident": 16 // warps,
+        **{"product": f"{_gemv(params)[0]}<elem_t, TILE, HALVES>", "tile_rows": rows},
+        **{"warps": warps, "unroll": unroll, "resident": 16 // warps, "prefetch": True},
     }
 
 
 def _gemv_illegal(params: Params) -> str | None:
     if params["tile"] not in _gemv(params)[2]:
         return "is never the fastest tile"
-    outputs, warps, _ = params["tile"]
-    if 4 * GEMV_ROWS * outputs * warps * (2 if params["gate"] else 1) > _STATIC_SHARED:
-        return "has no room for its sums"
     return _illegal_dtypes(params)
 
 
@@ -96,7 +96,7 @@ GEMV = KernelSpec(
     params=(
         *_dtypes("bf16", "fp16", "fp32"), _LAYOUTS, *epilogue.PARAMS, _STATIC,
         Param(
-            "tile", _GEMV_TILES, "outputs of a block, its warps, spans of a warp under way",
+            "tile", _GEMV_TILES, "rows of the weight, warps, spans of a warp under way",
             tunable=True,
         ),
     ),
@@ -105,7 +105,7 @@ GEMV = KernelSpec(
     features=lambda params: frozenset(() if params["dtype"] == "fp32" else {"bf16_mma"}),
     pdl=True,
     block=lambda params: (32 * params["tile"][1], 1, 1),
-    grid=lambda params, problem: (-(-problem["n"] // params["tile"][0]), 1, 1),
+    grid=lambda params, problem: (-(-problem["n"] // _outputs(params)), 1, 1),
     verification="fkjit.ops.gemm.cases_small:GEMV",
     **CONTRACT,
 )  # fmt: skip
@@ -138,6 +138,7 @@ def _skinny_values(params: Params) -> dict[str, Any]:
         **epilogue.values(params["activation"]),
         "rows_of_k": params["weight_layout"] == "nk",
         **{"rows": rows, "block_k": block_k, "stages": stages, "resident": _resident(params)},
+        "prefetch": True,
     }
 
 
@@ -162,10 +163,6 @@ def _skinny_shown(params: Params) -> str | None:
     if special > 1 or (special and (params["tile"] != _SKINNY_TILES[0] or params["tokens"] != 64)):
         return "is compiled when called"
     return _skinny_illegal(params)
-
-
-def _outputs(params: Params) -> int:
-    return params["tile"][0] // (2 if params["gate"] else 1)
 
 
 def split(params: Params, problem: Problem) -> int:

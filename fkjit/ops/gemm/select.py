@@ -11,7 +11,7 @@ from fkjit import tuning
 from fkjit.arch import Arch
 from fkjit.errors import ParameterError
 from fkjit.ops.gemm.candidates import CANDIDATES
-from fkjit.ops.gemm.cost import SMS, Shape, cost
+from fkjit.ops.gemm.cost import SMS, Shape, beside, cost
 from fkjit.ops.gemm.epilogue import kernel_for
 from fkjit.spec import KernelSpec, Params, Problem
 
@@ -53,13 +53,15 @@ def best(shape: Shape, impl: str, block: Any, arch: Arch) -> tuple[str, dict[str
     found = variants(shape, impl, arch)
     if block is not None:
         found = _with_tile(found, block, impl)
-    costs = [_cost(name, shape, params, arch) for name, params in found]
+    costs = [estimate(name, shape, params, arch) for name, params in found]
     return found[costs.index(min(costs))]
 
 
-def _cost(name: str, shape: Shape, params: Params, arch: Arch) -> float:
+def estimate(name: str, shape: Shape, params: Params, arch: Arch) -> float:
+    """Nanoseconds of a variant."""
     candidate = CANDIDATES[name]
-    return cost(shape, candidate.tile(params, shape), candidate.rates(params, shape), arch)
+    rates = beside(candidate.rates(params, shape), candidate.spec.shared_bytes(params), arch)
+    return cost(shape, candidate.tile(params, shape), rates, arch)
 
 
 def variants(shape: Shape, impl: str, arch: Arch) -> list[tuple[str, dict[str, Any]]]:

@@ -185,9 +185,13 @@ def test_remote_arrivals() -> None:
             ::"r"(there), "r"(32) : "memory");
         ASM("mbarrier.complete_tx.relaxed.cluster.shared::cluster.b64 [%0], %1;"
             ::"r"(there), "r"(32) : "memory");
-      }"""
+      }
+      if (t == 3)
+        ASM("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+      ASM("{\\n.reg .pred P;\\nAGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 P,"
+          " [%0], 0;\\n@!P bra AGAIN;\\n}" ::"r"(at(&bar)) : "memory");"""
     y = np.zeros((2, 128), "i4")
-    launch(remote(send, 128 + 1 + 2 + 1, 0), Arg("y", y, True), grid=2, cluster=2)
+    launch(remote(send, 128 + 1 + 2 + 1 + 1, 0), Arg("y", y, True), grid=2, cluster=2)
     np.testing.assert_array_equal(y, np.tile(np.arange(128) * 7, (2, 1)))
 
 

@@ -1,0 +1,116 @@
+"""Which kernel and tile a product gets: a pure function of its shape, held to measured times."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from fkjit.arch import DEFAULT_ARCHS, arch
+from fkjit.errors import ParameterError
+from fkjit.ops.gemm import select
+from fkjit.ops.gemm.candidates import CANDIDATES
+from fkjit.ops.gemm.cost import Shape
+
+# Times on an H200, bf16, in a CUDA graph: [tile, schedule, cluster, microseconds] of each variant.
+MEASURED = json.loads((Path(__file__).parents[1] / "data/linear_wgmma_h200.json").read_text())
+HOPPER = arch("sm_90a")
+
+
+def shape(m, n, k, dtype="bf16", **more):
+    said = {
+        "out_dtype": dtype, "x_layout": "mk", "weight_layout": "nk", "activation": "none",
+        "gate": False, "aligned": True, "aligned_out": True, "residual": False, "pre": False,
+        "sms": 132, **more,
+    }  # fmt: skip
+    return Shape(m=m, n=n, k=k, dtype=dtype, **said)
+
+
+def chosen(*args, on=HOPPER, impl="auto", block=None, **more):
+    return select.best(shape(*args, **more), impl, block, on)
+
+
+def test_loses_little_to_the_best_of_what_was_measured():
+    losses = []
+    for row in MEASURED:
+        one = {name: value for name, value in row.items() if name != "microseconds"}
+        times = {(tuple(tile), *rest): us for tile, *rest, us in row["microseconds"]}
+        costs = {
+            (params["block"], params["schedule"], params["cluster"]): select.estimate(
+                name, shape(**one), params, HOPPER
+            )
+            for name, params in select.variants(shape(**one), "wgmma", HOPPER)
+            if not params["shares"]
+        }
+        pick = min((key for key in costs if key in times), key=costs.__getitem__)
+        losses.append(times[pick] / min(times.values()))
+    assert math.prod(losses) ** (1 / len(losses)) <= 1.03
+    assert max(losses) <= 1.08
+
+
+@pytest.mark.parametrize("name", DEFAULT_ARCHS)
+def test_every_shape_has_a_kernel_that_takes_it(name):
+    on = arch(name)
+    grid = itertools.product(
+        (1, 9, 200, 8192), (8, 77, 4096), (1, 4096), ("bf16", "fp16", "fp32"),
+        ("mk", "km"), ("nk", "kn"), (False, True), ("none", "gelu", "mod=x * x"), (True, False),
+    )  # fmt: skip
+    for m, n, k, dtype, x, weight, gate, activation, aligned in grid:
+        kernel, params = select.best(
+            shape(m, n, k, dtype, x_layout=x, weight_layout=weight, gate=gate, pre=gate,
+                  activation=activation, aligned=aligned, aligned_out=aligned), "auto", None, on,
+        )  # fmt: skip
+        spec = select.kernel_for(CANDIDATES[kernel].spec, activation)
+        spec.check(params, on)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "more", "name"),
+    [
+        ((8192, 8192, 8192), {}, "wgmma"),
+        ((8192, 8192, 8192), {"dtype": "fp32"}, "fma"),
+        ((8192, 8192, 8192), {"aligned": False}, "mma"),
+        ((8192, 8192, 8192), {"on": arch("sm_80")}, "mma"),
+        ((1024, 1024, 1024), {"on": arch("sm_75"), "dtype": "fp16"}, "mma"),
+        ((1024, 1024, 1024), {"on": arch("sm_75"), "dtype": "bf16"}, "tiled"),
+        ((1, 16384, 4096), {}, "gemv"),
+        ((1, 16384, 4096), {"dtype": "fp32"}, "gemv"),
+        ((16, 8192, 8192), {}, "skinny"),
+    ],
+)
+def test_kernels_are_where_they_belong(sizes, more, name):
+    assert chosen(*sizes, **more)[0] == name
+
+
+def test_a_result_whose_rows_are_unaligned_still_goes_through_tma():
+    """A vocabulary of 50257 words."""
+    name, params = chosen(4096, 50257, 768, aligned_out=False)
+    assert name == "wgmma" and not params["tma_store"]
+
+
+def test_a_tile_asked_for_is_taken_where_it_is_one():
+    assert chosen(64, 64, 64, block=(64, 64, 64), impl="mma")[1]["block"] == (64, 64, 64)
+    assert chosen(4096, 4096, 4096, block=128)[1]["block"] == (128, 128)
+    with pytest.raises(
+        ParameterError, match=r"^linear: block=\(3, 3\) is not one of \[\(128, 256\)"
+    ):
+        chosen(64, 64, 64, block=(3, 3), impl="wgmma")
+
+
+@pytest.mark.parametrize(
+    ("impl", "more", "why"),
+    [
+        ("wgmma", {"on": arch("sm_80")}, "needs wgmma, which sm_80 has not"),
+        ("wgmma", {"aligned": False}, "takes x and weight with rows of whole 16-byte pieces"),
+        ("fma", {}, "takes dtype of fp32"),
+        ("gemv", {"x_layout": "km", "m": 2}, "takes x with contiguous rows"),
+        ("skinny", {}, "takes up to 128 rows of x"),
+    ],
+)
+def test_a_kernel_that_does_not_take_a_shape_says_why(impl, more, why):
+    m = more.pop("m", 512)
+    with pytest.raises(ParameterError, match=rf"^linear: impl='{impl}' {why}"):
+        chosen(m, 64, 64, impl=impl, **more)

@@ -1,0 +1,133 @@
+"""Bugs planted in the portable products' kernels show: as races, memory faults or wrong numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.core.mutations import Bug
+from tests.core.test_mutations import KINDS, outcome
+
+MMA_CU, FMA_CU, D = "kernels_cu/gemm/mma.cu", "kernels_cu/gemm/fma.cu", "templates/gemm/"
+SYNC = "__syncthreads();"
+SMALL: dict[str, Any] = {"block": (64, 128, 64), "dtype": "bf16", "x_layout": "mk"}
+MMA: dict[str, Any] = {
+    "kernel": "linear.mma",
+    "params": {**SMALL, "activation": "none", "gate": False, "weight_layout": "nk"},
+}
+GATED: dict[str, Any] = {
+    "kernel": "linear.mma",
+    "params": {**SMALL, "gate": True, "weight_layout": "nk"},
+}
+GATED_KN: dict[str, Any] = {
+    "kernel": "linear.mma",
+    "params": {**SMALL, "gate": True, "weight_layout": "kn"},
+}
+TRANSPOSED: dict[str, Any] = {
+    "kernel": "linear.mma",
+    "params": {"block": (64, 128, 64), "x_layout": "km", "weight_layout": "kn"},
+}
+STAGED: dict[str, Any] = {"kernel": "linear.mma", "params": {"aligned": False, "gate": False}}
+FMA: dict[str, Any] = {
+    "kernel": "linear.fma",
+    "params": {"block": (64, 64, 16), "activation": "none"},
+}
+FMA_GATED: dict[str, Any] = {
+    "kernel": "linear.fma",
+    "params": {"block": (64, 64, 16), "gate": True, "weight_layout": "kn", "aligned": True},
+}
+FMA_UNALIGNED: dict[str, Any] = {
+    "kernel": "linear.fma",
+    "params": {"block": (64, 64, 16), "aligned": False},
+}
+CUT = {"n": 84, "out_stride": 160, "residual_stride": 160}  # half a chunk of columns
+CUT_K = {"k": 156, "x_stride": 168, "weight_stride": 168}  # NaN behind it
+
+BUGS = (
+    # -- mma: barriers, waits, the ring
+    Bug("no barrier before the first tile", MMA_CU, SYNC, "", by="race", nth=1, **MMA),
+    Bug("no barrier before the next tile", MMA_CU, SYNC, "", by="race", **MMA),
+    Bug("a wait too lax by one", MMA_CU, "cp_async_wait<STAGES - 2>();",
+        "cp_async_wait<STAGES - 1>();", by="race", **MMA),
+    Bug("no wait for the first tile", MMA_CU, "cp_async_wait<STAGES - 2>();", "", by="race", nth=1,
+        **MMA),
+    Bug("a commit left out", MMA_CU, "cp_async_commit();", "", by="race", **MMA),
+    Bug("a tile into the stage in use", MMA_CU, "filled = stage, stage = next;",
+        "filled = next, stage = next;", by="race", **MMA),
+    Bug("the next tile's first fragments too early", MMA_CU, "if (!LAST) {",
+        "if (STEP == STEPS - 3) product.load(f[1], next, next + WEIGHT_OFFSET, 0);\n"
+        "  if (!LAST) {", by="race", **MMA),
+    # -- mma: places, orders
+    Bug("the weight's tile begins inside x's", MMA_CU, "WEIGHT_OFFSET = XTile::BYTES + GUARD",
+        "WEIGHT_OFFSET = XTile::BYTES + GUARD - 1024", by="memory", **MMA),
+    Bug("the same fragments twice", MMA_CU, "Product::multiply(acc, f[STEP % 2]);",
+        "Product::multiply(acc, f[0]);", by="numbers", **MMA),
+    Bug("half a swizzle", "templates/tile/swizzle.cuh", "row & 7", "row & 3", by="banks", **MMA),
+    Bug("the copy's swizzle is another", D + "operand_copy.cuh",
+        "place = Tile::offset(row, column / CHUNK);",
+        "place = row * Tile::ROW_BYTES + column / CHUNK * 16;", by="numbers", **MMA),
+    Bug("a warp's first output is another's", D + "warp_product.cuh",
+        "weight(lane, first_output)", "weight(lane, 0)", by="numbers", **MMA),
+    Bug("not transposed", D + "warp_product.cuh", "ldmatrix_x4_trans(r,", "ldmatrix_x4(r,",
+        by="numbers", **TRANSPOSED),
+    Bug("a panel too few", D + "operand_copy.cuh", "i % Tile::PANELS * Tile::PANEL_COLUMNS;", "0;",
+        by="numbers", **TRANSPOSED),
+    # -- edges
+    Bug("one row of x too many", D + "operand_copy.cuh", "outers > 0 ? ks : 0",
+        "outers > -1 ? ks : 0", by="memory", **MMA),
+    Bug("k past the end of a row", D + "operand_copy.cuh", "max(min(elements, CHUNK), 0)",
+        "(elements > 0 ? CHUNK : 0)", by="numbers", problem=CUT_K, **MMA),
+    Bug("k past the last row", D + "operand_copy.cuh", "ks > 0 ? outers : 0", "outers",
+        by="memory", **TRANSPOSED),
+    Bug("one row of out too many", D + "store_fragments.cuh", "y, lane, r < rows,",
+        "y, lane, r <= rows,", by="memory", **MMA),
+    Bug("padding columns are stored", D + "store_fragments.cuh", "if (there && aligned && left >= 8)",
+        "if (there && left > 0)", by="numbers", problem=CUT, **MMA),
+    # -- gate and up
+    Bug("gate twice", D + "operand_copy.cuh", "(Order::is_up(first) ? up : 0)", "0", by="numbers",
+        **GATED_KN),
+    Bug("up's rows are gate's", D + "operand_copy.cuh", "(Order::is_up(row(i)) ? up : 0)", "0",
+        by="numbers", **GATED),
+    Bug("up's bias is gate's", D + "pairs.cuh", "bias + n + column", "bias + column", by="numbers",
+        **GATED),
+    # -- by way of registers
+    Bug("no barrier between staged tiles", D + "tile_walk.cuh", SYNC, "", by="race", nth=1,
+        **STAGED),
+    Bug("no barrier before the first staged tile", D + "tile_walk.cuh", SYNC, "", by="race",
+        **STAGED),
+    Bug("the next tile into the one in use", D + "tile_walk.cuh", "x.store(other, next_x)",
+        "x.store(stage, next_x)", by="race", **STAGED),
+    # -- fma
+    Bug("no barrier in the ring", D + "tile_walk.cuh", SYNC, "", by="race", nth=2, **FMA),
+    Bug("a wait too lax in the ring", D + "tile_walk.cuh", "cp_async_wait<STAGES - 2>();",
+        "cp_async_wait<STAGES - 1>();", by="race", **FMA),
+    Bug("the weight's floats begin inside x's", FMA_CU, "WEIGHT_OFFSET = XTile::BYTES + GUARD",
+        "WEIGHT_OFFSET = XTile::BYTES + GUARD - 256", by="memory", **FMA),
+    Bug("rows in no order", D + "thread_product.cuh", "return i % (ROWS / 4) * 4 + i / (ROWS / 4);",
+        "return i;", by="numbers", **FMA),
+    Bug("without the rows' swizzle", D + "thread_product.cuh",
+        "(Tile::offset(row, step) - row * Tile::ROW_BYTES)", "(step << 4)", by="numbers", **FMA),
+    Bug("the next outputs too late", D + "thread_product.cuh",
+        "if (n + 1 == GN && more) weight.load(outputs[0], weight_tile, 0, step + 1);", "",
+        by="numbers", **FMA),
+    Bug("gate's floats twice", D + "operand_copy.cuh", "(Order::is_up(first) ? up : 0)", "0",
+        by="numbers", **FMA_GATED),
+    Bug("an element past the end", D + "operand_copy.cuh", "e < elements ? from + e : array, e <",
+        "e <= elements ? from + e : array, e <=", by="memory", **FMA_UNALIGNED),
+    Bug("one row of floats too many", FMA_CU, "if (r >= rows) continue;",
+        "if (r > rows) continue;", by="memory", **FMA),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    said = outcome(bug, monkeypatch, plant=True)
+    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+
+
+@pytest.mark.parametrize("kernel", sorted({bug.kernel for bug in BUGS}))
+def test_without_it_nothing_is_said(kernel, monkeypatch):
+    runs = {f"{bug.params} {bug.problem}": bug for bug in BUGS if bug.kernel == kernel}
+    for bug in runs.values():
+        assert outcome(bug, monkeypatch, plant=False) == ""
