@@ -7,6 +7,19 @@
 #include "tile/reduce.cuh"
 #include "tile/vector.cuh"
 
+constexpr int GROUP = 4;  // rows of x whose loads are under way together
+
+// The chunk at `x` of rows first ... first + 3 of x, zeros for those from m on.
+template <typename T>
+__device__ __forceinline__ void load_tokens(Vector<T> (&to)[GROUP], const T* x, i64 stride,
+                                            int first, int m) {
+#pragma unroll
+  for (int i = 0; i < GROUP; ++i) {
+    to[i].bits = make_uint4(0, 0, 0, 0);
+    load_chunk_if(to[i].bits, x + (first + i) * stride, first + i < m);
+  }
+}
+
 // The weight as [HALVES * n, k]: eight lanes share a row, and a load is of four rows.
 template <typename T, int TILE, int HALVES>
 struct RowsFma {
@@ -50,15 +63,16 @@ struct RowsFma {
   }
   __device__ __forceinline__ void multiply(const Step& step) {
 #pragma unroll
-    for (int token = 0; token < TOKENS; ++token) {
-      if (token >= m) break;
-      Vector<T> of_x = {make_uint4(0, 0, 0, 0)};
-      load_chunk_if(of_x.bits, x + token * x_stride + step.k, step.k < k);
+    for (int first = 0; first < TOKENS; first += GROUP) {
+      if (first >= m) break;
+      Vector<T> of_x[GROUP];
+      load_tokens(of_x, x + step.k, x_stride, first, step.k < k ? m : 0);
 #pragma unroll
       for (int i = 0; i < CHUNKS; ++i) {
         const Vector<T> w = {step.w[i]};
 #pragma unroll
-        for (int j = 0; j < SIZE; ++j) sum[i][token] += w.get(j) * of_x.get(j);
+        for (int j = 0; j < GROUP * SIZE; ++j)
+          sum[i][first + j / SIZE] += w.get(j % SIZE) * of_x[j / SIZE].get(j % SIZE);
       }
     }
   }
@@ -113,16 +127,17 @@ struct ColumnsFma {
   }
   __device__ __forceinline__ void load_x(Step& step, int span) const { step.k = span * SPAN; }
   __device__ __forceinline__ void multiply(const Step& step) {
-    if (step.k >= k) return;
 #pragma unroll
-    for (int token = 0; token < TOKENS; ++token) {
-      if (token >= m) break;
-      const Vector<T> of_x = load_vector(x + token * x_stride + step.k);
+    for (int first = 0; first < TOKENS; first += GROUP) {
+      if (first >= m) break;
+      Vector<T> of_x[GROUP];
+      load_tokens(of_x, x + step.k, x_stride, first, step.k < k ? m : 0);
 #pragma unroll
       for (int i = 0; i < SPAN; ++i) {
         const Vector<T> w = {step.w[i]};
 #pragma unroll
-        for (int j = 0; j < SIZE; ++j) sum[token][j] += w.get(j) * of_x.get(i);
+        for (int j = 0; j < GROUP * SIZE; ++j)
+          sum[first + j / SIZE][j % SIZE] += w.get(j % SIZE) * of_x[j / SIZE].get(i);
       }
     }
   }
