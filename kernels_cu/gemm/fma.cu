@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                fp32* __restrict__ pre,             // [m, n] or [m, 2 n], or null
                const int m, const int n, const int k, const i64 x_stride, const i64 weight_stride,
                const i64 out_stride,
-               const i64 residual_stride,  // elements from a row to the next, < 2^32
+               const i64 residual_stride,  // elements from a row to the next, < 2^29
                const float scale) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 ring = shared_address(shared_memory);

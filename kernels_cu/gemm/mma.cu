@@ -64,12 +64,17 @@ using Product = WarpProduct<elem_t, MMA_K, M, N, XTile, X_K_MAJOR, WeightTile, W
 constexpr int WEIGHT_OFFSET = XTile::BYTES + GUARD;  // in a stage
 constexpr int STAGE_BYTES = WEIGHT_OFFSET + WeightTile::BYTES + GUARD;
 
-// A part of both operands' next tiles into a stage, if there are such tiles.
-template <int PART, int PARTS>
+template <bool VALUE_>
+struct Constant {
+  static constexpr bool VALUE = VALUE_;
+};
+
+// A part of both operands' next tiles into a stage; unless SURE, as far as there are such tiles.
+template <int PART, int PARTS, bool SURE = false>
 __device__ __forceinline__ void copy_part(XCopy& x, WeightCopy& weight, u32 stage, int k_left) {
-  if (k_left <= 0) return;
-  x.copy<PART, PARTS>(stage, k_left);
-  weight.copy<PART, PARTS>(stage + WEIGHT_OFFSET, k_left);
+  if (!SURE && k_left <= 0) return;
+  x.copy<PART, PARTS, SURE>(stage, k_left);
+  weight.copy<PART, PARTS, SURE>(stage + WEIGHT_OFFSET, k_left);
 }
 
 // The stage behind this one in the ring.
@@ -78,16 +83,17 @@ __device__ __forceinline__ u32 next_stage(u32 stage, u32 ring) {
 }
 
 // Step STEP of the tile in `stage`: its fragments are there already; those of the next step are
-// asked for, a part of a later tile too, and the last step but one waits for the next tile.
-template <int STEP>
+// asked for, a part of a later tile too, and the last step but one waits for the next tile. SURE:
+// both tiles are there, the later one whole; then there is no branch, and instructions can mix.
+template <int STEP, bool SURE>
 __device__ __forceinline__ void step_async(float (&acc)[M][N][4], Product::Fragments (&f)[2],
                                            const Product& product, XCopy& x, WeightCopy& weight,
                                            u32 stage, u32 next, u32 filled, int k_left) {
   constexpr bool LAST = STEP == STEPS - 1;
   if (!LAST) {
     product.load(f[(STEP + 1) % 2], stage, stage + WEIGHT_OFFSET, STEP + 1);
-    copy_part<STEP, STEPS - 1>(x, weight, filled, k_left - (STAGES - 1) * BLOCK_K);
-  } else if (k_left > BLOCK_K) {
+    copy_part<STEP, STEPS - 1, SURE>(x, weight, filled, k_left - (STAGES - 1) * BLOCK_K);
+  } else if (SURE || k_left > BLOCK_K) {
     product.load(f[0], next, next + WEIGHT_OFFSET, 0);
   }
   Product::multiply(acc, f[STEP % 2]);
@@ -97,7 +103,7 @@ __device__ __forceinline__ void step_async(float (&acc)[M][N][4], Product::Fragm
     __syncthreads();
   }
   if constexpr (!LAST)
-    step_async<STEP + 1>(acc, f, product, x, weight, stage, next, filled, k_left);
+    step_async<STEP + 1, SURE>(acc, f, product, x, weight, stage, next, filled, k_left);
 }
 
 __device__ __forceinline__ void multiply_async(float (&acc)[M][N][4], const Product& product,
@@ -116,12 +122,17 @@ __device__ __forceinline__ void multiply_async(float (&acc)[M][N][4], const Prod
   // 2. Every tile; in its last step but one all warps have what they need of it, so that the stage
   //    may be filled from the next tile's first step on.
   u32 stage = ring, filled = ring + (STAGES - 1) * STAGE_BYTES;
+  int k_left = k;
+  const auto walk = [&](auto sure, int until) {
 #pragma unroll 1
-  for (int k_left = k; k_left > 0; k_left -= BLOCK_K) {
-    const u32 next = next_stage(stage, ring);
-    step_async<0>(acc, f, product, x, weight, stage, next, filled, k_left);
-    filled = stage, stage = next;
-  }
+    for (; k_left > until; k_left -= BLOCK_K) {
+      const u32 next = next_stage(stage, ring);
+      step_async<0, sure.VALUE>(acc, f, product, x, weight, stage, next, filled, k_left);
+      filled = stage, stage = next;
+    }
+  };
+  if (x.whole && weight.whole) walk(Constant<true>{}, STAGES * BLOCK_K - 1);
+  walk(Constant<false>{}, 0);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -133,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                elem_t* __restrict__ pre,            // [m, n] or [m, 2 n], or null
                const int m, const int n, const int k, const i64 x_stride, const i64 weight_stride,
                const i64 out_stride,
-               const i64 residual_stride,  // elements from a row to the next, < 2^32
+               const i64 residual_stride,  // elements from a row to the next, < 2^29
                const float scale) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 ring = shared_address(shared_memory);

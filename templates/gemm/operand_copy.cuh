@@ -52,14 +52,14 @@ struct OperandCopy {
   const T* source;  // of this thread's first chunk of the next tile
   const T* array;   // where there is something to read
   i64 up;           // elements from a gate's row to that of its up
-  u32 stride;       // elements from one row in memory to the next
+  int stride;       // bytes from one row in memory to the next
   u32 place;        // of the first chunk, bytes into a tile
   int outer_left;   // from the first chunk on; may be negative
-  bool whole;       // of the block: the outer dimension does not end in its tiles
+  bool whole;       // of the block: copies do not depend on where the outer dimension ends
 
   // The tiles that begin at `outer`, of `outers`.
   __device__ __forceinline__ OperandCopy(const T* operand, i64 row_stride, int outer, int outers)
-      : array(operand), stride(static_cast<u32>(row_stride)) {
+      : array(operand), stride(static_cast<int>(row_stride * sizeof(T))) {
     const int row = threadIdx.x / Tile::CHUNKS, column = threadIdx.x % Tile::CHUNKS * CHUNK;
     const int first = K_MAJOR ? row : column, k = K_MAJOR ? column : row;
     const i64 mine = outer + Order::output(first);
@@ -68,15 +68,16 @@ struct OperandCopy {
              (Order::is_up(first) ? up : 0);
     place = Tile::offset(row, column / CHUNK);
     outer_left = outers - static_cast<int>(mine);
-    whole = outers - outer >= Order::output(OUTER - 1) + 1;
+    whole = K_MAJOR || outers - outer >= Order::output(OUTER - 1) + 1;
   }
 
   // Part PART of PARTS of the next tile -> the tile at `tile`, asynchronously. `k_left`: of k, from
-  // this tile on. The last part goes on to the tile after it. Elements of 16 bits: ALIGNED only.
-  template <int PART, int PARTS>
+  // this tile on; SURE: all of the tile is there. The last part goes on to the tile after it.
+  // Elements of 16 bits: ALIGNED only.
+  template <int PART, int PARTS, bool SURE = false>
   __device__ __forceinline__ void copy(u32 tile, int k_left) {
     constexpr int FIRST = PART * COPIES / PARTS, LAST = (PART + 1) * COPIES / PARTS;
-    if (ALIGNED && whole && k_left >= BLOCK_K) {
+    if (SURE || (ALIGNED && whole && k_left >= BLOCK_K)) {
 #pragma unroll
       for (int i = FIRST; i < LAST; ++i) cp_async_16(tile + target(i), chunk(i));
     } else {
@@ -122,23 +123,29 @@ struct OperandCopy {
     }
   }
 
-  // The stride is taken anew: products of it would stay in registers through the main loop.
+  // In place of a row past the end comes the last one: nobody looks at what becomes of it.
   __device__ __forceinline__ const T* chunk(int i) const {
-    const u64 rows = static_cast<u32>(anew(stride));
     if (K_MAJOR)
-      return source + rows * Order::output(row(i)) + column(i) + (Order::is_up(row(i)) ? up : 0);
-    return source + rows * row(i) + Order::output(column(i)) + (Order::is_up(column(i)) ? up : 0);
+      return rows_on(min(Order::output(row(i)), anew(outer_left) - 1)) + column(i) +
+             (Order::is_up(row(i)) ? up : 0);
+    return rows_on(row(i)) + Order::output(column(i)) + (Order::is_up(column(i)) ? up : 0);
+  }
+
+  // The stride is taken anew: products of it would stay in registers through the main loop.
+  __device__ __forceinline__ const T* rows_on(int rows) const {
+    const i64 bytes = static_cast<i64>(anew(stride)) * rows;
+    return reinterpret_cast<const T*>(reinterpret_cast<const char*>(source) + bytes);
   }
 
   // Elements of chunk i that there are: any number, CHUNK or more where it is whole.
   __device__ __forceinline__ int left_of(int i, int k_left) const {
-    const int outers = outer_left - Order::output(K_MAJOR ? row(i) : column(i));
     const int first_k = K_MAJOR ? threadIdx.x % Tile::CHUNKS * CHUNK : threadIdx.x / Tile::CHUNKS;
     const int ks = k_left - first_k - (K_MAJOR ? column(i) : row(i));
-    return K_MAJOR ? (outers > 0 ? ks : 0) : (ks > 0 ? outers : 0);
+    if (K_MAJOR) return ks;
+    return ks > 0 ? outer_left - Order::output(column(i)) : 0;
   }
 
   __device__ __forceinline__ void advance() {
-    source += K_MAJOR ? BLOCK_K : static_cast<u64>(stride) * BLOCK_K;
+    source = K_MAJOR ? source + BLOCK_K : rows_on(BLOCK_K);
   }
 };
