@@ -194,6 +194,9 @@ class Symbol:
     def bit_length(self) -> Symbol:
         return self.trace.compute(f"{self.name}.bit_length()", self.value.bit_length(), self)
 
+    def __round__(self) -> Symbol:
+        return self.trace.compute(f"round({self.name})", round(self.value), self)
+
     def __neg__(self) -> Symbol:
         return self.trace.compute(f"-{self.name}", -self.value, self)
 
@@ -232,9 +235,7 @@ class Symbol:
         if test(self.value, value_of(other)):
             self.trace.assume(f"{self.name} {sign} {self.trace.text(other)}", self, other)
             return True
-        self.trace.assume(
-            f"{self.name} {_OPPOSITE[sign]} {self.trace.text(other)}", self, other
-        )
+        self.trace.assume(f"{self.name} {_OPPOSITE[sign]} {self.trace.text(other)}", self, other)
         return False
 
 
@@ -294,7 +295,7 @@ def _no_slot(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-for _name in ("__pow__", "__rpow__", "__invert__", "__round__", "__ceil__", "__floor__"):
+for _name in ("__pow__", "__rpow__", "__invert__", "__ceil__", "__floor__"):
     setattr(Symbol, _name, _no_slot(_name))
 
 

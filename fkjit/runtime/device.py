@@ -55,16 +55,11 @@ class LoadedKernel:
 
         The device must be current. LaunchError if the driver refuses.
         """
+        frame = _frame
         try:
-            packed = self.packing.pack(*values)
+            self.packing.pack_into(frame.memory, 0, *values)
         except struct.error as error:
             raise ParameterError(f"{self.spec.id}: {error} (arguments {self.names})") from error
-        self.launch_packed(grid, packed, stream)
-
-    def launch_packed(self, grid: Dim3, packed: bytes, stream: int) -> None:
-        """The same with arguments that `packing` has packed."""
-        frame = _frame
-        frame.memory[: len(packed)] = packed
         pointers = frame.pointers.get(self.function) or frame.point(self.function, self.offsets)
         try:
             start, extra = _start(self)

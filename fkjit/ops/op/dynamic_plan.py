@@ -25,8 +25,9 @@ MOST = 8  # plans of one key; those used least recently go first
 _WORTH = 16  # calls that each further trace has to be worth
 _ADDRESS = 1 << 30  # of outputs while there are none
 
-# (sizes, addresses, *arrays) -> what the call returns, or MISSED
+# (sizes and lengths, addresses, *arrays) -> what the call returns, or MISSED
 Run = Callable[..., Any]
+Check = Callable[[dict[str, View | None], tuple[Any, ...]], Request]
 
 
 class DynamicPlans:
@@ -87,14 +88,16 @@ def traced(
     inputs: int,
     views: Mapping[str, View | None],
     options: Any,
-    request_of: Callable[[dict[str, View | None]], Request],
+    lengths: int,
+    check: Check,
 ) -> Run | None:
     """The plan of a call whose check has passed; None where no trace says all that it does.
 
-    names: of all arrays, the inputs first. views: theirs, of torch tensors. request_of: the check.
+    names: of all arrays, the inputs first. views: theirs, of torch tensors. lengths: how many of
+    the first options are numbers that change.
     """
     try:
-        return _Plan(call, list(names), inputs, views, options, request_of).function()
+        return _Plan(call, list(names), inputs, views, options, lengths, check).function()
     except Exception:  # whatever it is: it did not happen without symbols
         return None
 
@@ -102,12 +105,15 @@ def traced(
 class _Plan:
     def __init__(
         self, call: str, names: list[str], inputs: int, views: Mapping[str, View | None],
-        options: Any, request_of: Callable[[dict[str, View | None]], Request],
+        options: Any, lengths: int, check: Check,
     ) -> None:  # fmt: skip
         self.call, self.names, self.inputs, self.options = call, names, inputs, options
         self.trace = Trace()
         self.views = {name: self._symbolic(name, view) for name, view in views.items()}
-        self.request = request_of(dict(self.views))
+        self.lengths = [self.trace.number(f"o{at}", options[at]) for at in range(lengths)]
+        self.request = check(dict(self.views), (*self.lengths, *options[lengths:]))
+        if lengths and self.request.delegate is not None:
+            raise NotTraceable("lengths of a call that another op answers")
         like = next(view for view in views.values() if view is not None)
         self.device = like.device
 
@@ -180,6 +186,7 @@ class _Plan:
             assert view is not None
             named = ("".join(f"{x}{i}_{axis}, " for axis in range(len(view.shape))) for x in "ns")
             parts[i] = f"({', '.join(f'({some})' for some in named)})"
+        parts += [length.name for length in self.lengths]
         pointers = ", ".join(f"p{i}" for i in range(shape.arrays))
         there = " and ".join(f"p{i}" for i in shape.given)
         return [

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -53,6 +52,8 @@ class Op:
         node: what the call is where torch.compile traces it. None: it cannot be traced, unless
             `traced` says how.
         traced: (inputs, outputs, options) -> what the call is in a graph, in place of the node's.
+        lengths: how many of the first options are whole numbers that change from call to call as
+            sizes of arrays do: a plan for all sizes takes any.
         autocast: how many of the first inputs torch.autocast casts, as PyTorch's attention's.
         batched: whether tensors of torch.func.vmap go to the operator, which knows what to do.
     """
@@ -71,6 +72,7 @@ class Op:
         autograd: Callable[..., Any] | None = None,
         node: Node | None = None,
         traced: Callable[..., Any] | None = None,
+        lengths: int = 0,
         autocast: int = 0,
         batched: bool = False,
     ) -> None:
@@ -80,7 +82,7 @@ class Op:
         self.optional = frozenset(optional) | frozenset(outputs)
         self.written = frozenset(written) | frozenset(outputs)
         self.in_place = frozenset(in_place)
-        self.plans = Plans(self.name, self.names, self.outputs)
+        self.plans = Plans(self.name, self.names, self.outputs, lengths)
         self.autocast, self.batched = autocast, batched
         self.node = node
         self.operator = None if node is None else nodes.define(self, node)
@@ -208,9 +210,8 @@ class Op:
             return
         plans = self.plans.dynamic_for(options, seen)
         if plans is not None:
-            count = len(self.inputs)
-            check = partial(self._request, options=options)
-            plans.add(traced(self.name, self.names, count, views, options, check))
+            names, lengths = (self.names, len(self.inputs)), self.plans.lengths
+            plans.add(traced(self.name, *names, views, options, lengths, self._request))
 
     def preparing(self, function: Callable[..., Any]) -> Callable[..., None]:
         """The `prepare` of the op's public function: the same arguments, nothing is launched.

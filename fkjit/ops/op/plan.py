@@ -120,16 +120,18 @@ class Plans:
     the young one, and when that is full the old one is dropped.
     """
 
-    def __init__(self, call: str, names: tuple[str, ...], outputs: tuple[str, ...] = ()) -> None:
-        """`names`: of all arrays, the outputs last."""
-        self.call, self.names, self.outputs = call, names, outputs
+    def __init__(
+        self, call: str, names: tuple[str, ...], outputs: tuple[str, ...] = (), lengths: int = 0
+    ) -> None:
+        """`names`: of all arrays, the outputs last. `lengths`: as `Op` has them."""
+        self.call, self.names, self.outputs, self.lengths = call, names, outputs, lengths
         self.young: dict[Key, Plan] = {}
         self.old: dict[Key, Plan] = {}
         self.last: dict[Any, Plan] = {}  # by options: what they had last
         # By the type of the first array: what makes a geometry, and whose arrays these are.
         self.geometries: dict[type, Callable[..., Geometry]] = {}
         self.kinds: dict[type, str] = {}
-        self.dynamic: dict[Key, DynamicPlans] = {}  # by traits and options
+        self.dynamic: dict[Key, DynamicPlans] = {}  # by traits and options that are no lengths
         self._met: set[int] = set()
         _all.add(self)
 
@@ -206,23 +208,27 @@ class Plans:
     def try_dynamic(self, arrays: Sequence[Any], options: Any, seen: Geometry) -> Any:
         """What the call returns, if a plan for all sizes takes it; else MISSED."""
         pointers, (traits, sizes) = seen
+        lengths = options[: self.lengths]
         try:
-            plans = self.dynamic.get((traits, options))
+            plans = self.dynamic.get((traits, options[self.lengths :] if lengths else options))
         except TypeError:  # an option that is no key
             return MISSED
-        return MISSED if plans is None else plans.run(sizes, pointers, arrays)
+        if plans is None or not all([type(one) is int for one in lengths]):
+            return MISSED
+        return plans.run((*sizes, *lengths), pointers, arrays)
 
     def dynamic_for(self, options: Any, seen: Geometry) -> DynamicPlans | None:
         """Where a plan for all sizes would stand, if one is worth making for a geometry."""
-        traits = seen[1][0]
-        if not _is_plain(options):
+        traits, lengths = seen[1][0], options[: self.lengths]
+        if not (_is_plain(options) and all([type(one) is int for one in lengths])):
             return None
-        plans = self.dynamic.get((traits, options))
+        key = (traits, options[self.lengths :])
+        plans = self.dynamic.get(key)
         if plans is None:
             if len(self.dynamic) >= MAX_KEYS:
                 self.dynamic.clear()
             wants_grad = any([one is not None and one[_WANTS_GRAD] for one in traits])
-            plans = self.dynamic.setdefault((traits, options), DynamicPlans(wants_grad))
+            plans = self.dynamic.setdefault(key, DynamicPlans(wants_grad))
         return plans if plans.wants_trace() else None
 
     def meet(self, traits: Key, options: Any) -> bool:
