@@ -13,9 +13,10 @@ from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from fkjit.ops.op.launches import ready
+from fkjit.ops.op.launches import Form, bound_for, form_of, lines_for, ready
 from fkjit.ops.op.request import Output, Request
 from fkjit.runtime import interop, workspace
+from fkjit.runtime.device import outside_graphs
 from fkjit.sanitizer import refuse_gpu
 
 ALIGNMENT = 31  # bits of an address that a plan depends on
@@ -33,8 +34,8 @@ class Shape(NamedTuple):
     given: tuple[int, ...]
     made: tuple[int, ...]  # outputs that are allocated
     returned: tuple[int, ...]
-    # The addresses that each launch wants; `arrays` and `arrays` + 1 are workspace and counters.
-    launches: tuple[tuple[int, ...], ...]
+    # Of addresses, `arrays` and `arrays` + 1 are workspace and counters.
+    launches: tuple[Form, ...]
     scratch: bool  # whether there are any
     delegated: bool
     inputs: int
@@ -82,7 +83,7 @@ def steps(
         given=tuple(i for i, x in enumerate(arrays) if x is not None),
         made=tuple(map(names.index, made)),
         returned=tuple(names.index(name) for name, o in outputs.items() if o.returned),
-        launches=tuple(tuple(places) for _, places in launches),
+        launches=tuple(form_of(start, places) for start, places in launches),
         scratch=bool(request.workspace or request.counters),
         delegated=request.delegate is not None,
         inputs=inputs,
@@ -147,7 +148,7 @@ def function_of(lines: list[str]) -> Callable[..., Any]:
     """`make` of a text."""
     namespace = {
         "MISSED": MISSED, "refuse_gpu": refuse_gpu, "import_module": import_module, "sys": sys,
-        "others": _on_its_device,
+        "others": _on_its_device, "outside_graphs": outside_graphs,
     }  # fmt: skip
     exec("\n".join(lines), namespace)
     return namespace["make"]
@@ -156,7 +157,8 @@ def function_of(lines: list[str]) -> Callable[..., Any]:
 def _bound(shape: Shape, guarded: bool) -> list[str]:
     """Names that the function finds beside it."""
     lines = [f"make{i} = steps.allocations[{at}]" for at, i in enumerate(shape.made)]
-    lines += [f"start{at} = steps.starts[{at}]" for at in range(len(shape.launches))]
+    for at, form in enumerate(shape.launches):
+        lines += bound_for(at, form)
     lines += ["scratch = steps.scratch"] if shape.scratch else []
     if guarded:
         lines += [f"fits{i} = fits[{i}]" for i in shape.given]
@@ -193,9 +195,9 @@ def _body(shape: Shape, guarded: bool) -> list[str]:
     if shape.scratch:
         there |= {shape.arrays, shape.arrays + 1}
     starts = []
-    for at, places in enumerate(shape.launches):
-        pointers = ", ".join(f"p{i}" if i in there else "0" for i in places)
-        starts.append(f"start{at}(({pointers},), stream)")
+    for at, form in enumerate(shape.launches):
+        pointers = ", ".join(f"p{i}" if i in there else "0" for i in form.places)
+        starts += lines_for(at, form, pointers)
     makes = [f"x{i} = make{i}(); p{i} = {address.format(x=f'x{i}')}" for i in shape.made]
     return [*lines, *work(shape, "run", makes, "scratch({x}, stream)", starts)]
 
