@@ -104,13 +104,14 @@ class Op:
         if self.traced is not None and not running and torch_ops.compiling():
             return self.traced(self._cast(self._whole(inputs)), outputs, options)
         try:
-            plan = self.plans.last.get(options)
+            last = self.plans.last.get(options)
         except TypeError:  # no key at all: the check explains it
-            plan = None
-        if plan is not None and (not outputs or len(inputs) == len(self.inputs)):
-            made = plan.try_arrays(*inputs, *outputs)
-            if made is not MISSED:
-                return made
+            last = None
+        if last is not None and (not outputs or len(inputs) == len(self.inputs)):
+            for plan in last:
+                made = plan.try_arrays(*inputs, *outputs)
+                if made is not MISSED:
+                    return made
         if self.autograd is not None and torch_ops.wants_grad_plainly(inputs):
             return self.autograd(self._cast(inputs), outputs, options)
         return self._met(self._whole(inputs), outputs, options)

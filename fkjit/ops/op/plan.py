@@ -1,8 +1,8 @@
 """The plan cache: a geometry seen before is checked no more. What is left of such a call is to
 allocate the outputs, put addresses into the arguments and launch.
 
-Four steps, the cheapest first. Most calls are like the last one with the same options: `try_last`
-asks that plan, whose guards are PyTorch's own. Calls that alternate among geometries are looked up
+Four steps, the cheapest first. Most calls are like one of the last with the same options:
+`try_last` asks their plans, whose guards are PyTorch's own. Other geometries are looked up
 (`lookup`). A new geometry may do with a plan for all sizes (`try_dynamic`; dynamic_plan.py). When
 it is met for the second time it gets a plan of its own (`meet`, `store`): lengths that are new at
 every step leave nothing behind.
@@ -24,6 +24,7 @@ from fkjit.ops.op.plan_function import ADDRESS, ALIGNMENT, MISSED, compiled, ste
 from fkjit.ops.op.request import Request
 from fkjit.runtime.device import LoadedKernel
 
+MAX_LAST = 4  # plans that a call's options had last
 MAX_PLANS = 512  # of a generation: the last two are kept
 MAX_MET = 8192  # geometries that were met once
 MAX_APART = 4096  # distances between two arrays that were checked
@@ -127,7 +128,7 @@ class Plans:
         self.call, self.names, self.outputs, self.lengths = call, names, outputs, lengths
         self.young: dict[Key, Plan] = {}
         self.old: dict[Key, Plan] = {}
-        self.last: dict[Any, Plan] = {}  # by options: what they had last
+        self.last: dict[Any, tuple[Plan, ...]] = {}  # by options: what they had last
         # By the type of the first array: what makes a geometry, and whose arrays these are.
         self.geometries: dict[type, Callable[..., Geometry]] = {}
         self.kinds: dict[type, str] = {}
@@ -146,10 +147,13 @@ class Plans:
             kept.clear()
 
     def try_last(self, arrays: Sequence[Any], options: Any) -> Any:
-        """What the call returns, if its arrays are like those that these options had last; else
+        """What the call returns, if its arrays are like some that these options had last; else
         MISSED. (`Op.__call__` has these lines too.)"""
-        plan = self.last.get(options)
-        return MISSED if plan is None else plan.try_arrays(*arrays)
+        for plan in self.last.get(options, ()):
+            made = plan.try_arrays(*arrays)
+            if made is not MISSED:
+                return made
+        return MISSED
 
     def sight(self, arrays: Sequence[Any]) -> Geometry | None:
         """Addresses and traits of the arrays; None where they are of no type that has plans."""
@@ -191,7 +195,9 @@ class Plans:
         if plan is None or (plan.guarded and plan.refuses(seen[0])):
             return None
         if plan.expects(arrays):
-            self.last[options] = plan
+            last = self.last.get(options, ())
+            if plan not in last:
+                self.last[options] = (plan, *last[: MAX_LAST - 1])
         return plan
 
     def _rejuvenated(self, key: Key) -> Plan | None:
