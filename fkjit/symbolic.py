@@ -299,10 +299,10 @@ for _name in ("__pow__", "__rpow__", "__invert__", "__ceil__", "__floor__"):
     setattr(Symbol, _name, _no_slot(_name))
 
 
-def cached(maxsize: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def cached(maxsize: int) -> Callable[[Callable[..., Any]], Any]:
     """`lru_cache` of a function of numbers that symbols go through: its lines are traced."""
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[..., Any]) -> Any:
         kept = lru_cache(maxsize)(function)
 
         @wraps(function)
@@ -317,11 +317,11 @@ def cached(maxsize: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-def decision(maxsize: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def decision(maxsize: int) -> Callable[[Callable[..., Any]], Any]:
     """`lru_cache` of a function that chooses: with symbols it is one guard, that it chooses the
     same again."""
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[..., Any]) -> Any:
         kept = lru_cache(maxsize)(function)
 
         @wraps(function)

@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 
 import fkjit
 from fkjit.arch import target
+from fkjit.ops.norm.call import gradient
 from fkjit.ops.op import request
+from fkjit.ops.op.dynamic_plan import MOST, DynamicPlans
+from fkjit.ops.op.plan_function import MISSED
 from tests.op.dynamic_kit import Calls, Recorder, driver, dynamic  # noqa: F401
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -133,6 +136,41 @@ def packed(draw: Any) -> Any:
     )
 
 
+@st.composite
+def decoded(draw: Any) -> Any:
+    batch, heads, group = (draw(st.sampled_from([1, 2, 4])) for _ in range(3))
+    keys, dtype = draw(LONG), torch.bfloat16
+    q = draw(array((batch, heads * group, draw(st.sampled_from([1, 1, 2])), 64), dtype))
+    k, v = (draw(array((batch, heads, keys, 64), dtype)) for _ in range(2))
+    return [q, k, v], ("bhsd", True, None, draw(st.sampled_from([None, 128])), draw(st.booleans()))
+
+
+@st.composite
+def differentiated(draw: Any) -> Any:
+    batch, heads, group = (draw(st.sampled_from([1, 2])) for _ in range(3))
+    queries, keys, dtype = draw(LONG), draw(LONG), torch.bfloat16
+    dout, q, o = (draw(array((batch, heads * group, queries, 64), dtype)) for _ in range(3))
+    k, v = (draw(array((batch, heads, keys, 64), dtype)) for _ in range(2))
+    lse = draw(array((batch, heads * group, queries), torch.float32))
+    return [dout, q, k, v, o, lse], (draw(st.booleans()), None, True, "auto", "bhsd")
+
+
+@st.composite
+def norm_differentiated(draw: Any) -> Any:
+    columns, dtype = draw(st.sampled_from([64, 1024, 10_000])), draw(st.sampled_from(DTYPES))
+    rows = draw(LONG)
+    dy, x = (torch.zeros(rows, columns, dtype=dtype) for _ in range(2))
+    weight = torch.zeros(columns, dtype=dtype)
+    inputs = [dy, None, x, weight, None, torch.zeros(rows), weight]
+    return inputs, (draw(st.booleans()), False)
+
+
+@st.composite
+def regrouped(draw: Any) -> Any:
+    ids = draw(array((draw(LONG), draw(st.sampled_from([1, 2, 8]))), torch.int32))
+    return [ids], (64, draw(st.sampled_from([1, 16])), None, None)
+
+
 CASES = {
     "vector_add": (op_of(fkjit.vector_add), added()),
     "reduce_sum": (op_of(fkjit.reduce_sum, "_SUM"), summed()),
@@ -147,6 +185,14 @@ CASES = {
         routed().map(lambda x: ([x[0]], (x[1], "softmax", False, None, None, 1.0, 16, None, None))),
     ),
     "rope": (op_of(fkjit.rope), turned()),
+    "attention_decode": (op_of(fkjit.attention_decode, "_CONTIGUOUS"), decoded()),
+    "attention_backward": (op_of(fkjit.attention_backward, "_PLAIN"), differentiated()),
+    "rms_norm_backward": (gradient("rms_norm"), norm_differentiated()),
+    "layer_norm_backward": (
+        gradient("layer_norm"),
+        norm_differentiated().map(lambda x: ([*x[0][:4], x[0][5], *x[0][5:]], x[1])),
+    ),
+    "moe_regroup": (op_of(fkjit.moe_regroup), regrouped()),
     "attention": (op_of(fkjit.attention, "_ATTENTION"), attended()),
     "attention_varlen": (op_of(fkjit.attention, "_VARLEN"), packed()),
 }
@@ -178,7 +224,7 @@ def test_any_sizes(name: str, dynamic: Recorder) -> None:  # noqa: F811
     check(name, dynamic)
 
 
-@pytest.mark.parametrize("name", ["attention", "attention_varlen"])
+@pytest.mark.parametrize("name", ["attention", "attention_varlen", "attention_backward"])
 def test_any_sizes_on_hopper(
     name: str,
     dynamic: Recorder,  # noqa: F811
@@ -188,3 +234,44 @@ def test_any_sizes_on_hopper(
     monkeypatch.setattr(request, "interpreter_target", lambda: target("sm_90a"))
     check(name, dynamic)
     assert any("sm90" in kernel for kernel in dynamic.kernels)
+
+
+def test_a_check_that_reads_an_array_has_no_plan(dynamic: Recorder) -> None:  # noqa: F811
+    """As kv_append's does on a CPU."""
+    k, slots = torch.zeros(4, 2, 64), torch.arange(4)
+    pages = [torch.zeros(4, 16, 2, 64) for _ in range(2)]
+    calls = Calls(op_of(fkjit.kv_append), dynamic)
+    calls.check([k, k, slots, *pages], ("same", "nhd"))
+    assert calls.traces == calls.untraced == 1
+
+
+def test_plans_are_few_and_the_last_used_stay() -> None:
+    plans = DynamicPlans(False)
+    takes = lambda n: lambda sizes, pointers: n if sizes == n else MISSED  # noqa: E731
+    assert not plans.wants_trace()  # of the first geometry
+    for n in range(MOST):
+        assert plans.wants_trace()
+        plans.add(takes(n))
+    assert plans.run(0, [], []) == 0 and plans.hits == 1
+    assert not plans.wants_trace()  # each was worth but a call
+    plans.add(takes(MOST))
+    assert len(plans.plans) == MOST
+    assert plans.run(0, [], []) == 0 and plans.run(1, [], []) is MISSED
+    plans.hits = 1000
+    assert plans.wants_trace()
+
+
+def test_what_cannot_be_traced_is_tried_once() -> None:
+    plans = DynamicPlans(False)
+    plans.wants_trace()
+    assert plans.wants_trace()
+    plans.add(None)
+    assert not plans.wants_trace()
+
+
+def test_gradients_are_not_lost() -> None:
+    plans = DynamicPlans(True)
+    plans.add(lambda sizes, pointers: "made")
+    assert plans.run((), [], []) is MISSED
+    with torch.no_grad():
+        assert plans.run((), [], []) == "made"

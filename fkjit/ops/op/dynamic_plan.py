@@ -204,7 +204,7 @@ class _Plan:
                 arrays[name] = self._pointer(None if output is None else output.given)
                 continue
             at = self.names.index(name)
-            made = Pointer(None, output.shape, output.dtype)
+            made: Any = Pointer(None, output.shape, output.dtype)
             made.pointer = trace.number(f"p{at}", _ADDRESS, late=True)
             arrays[name] = made
             shape, strides = tuple(output.shape), interop.contiguous(output.shape)
