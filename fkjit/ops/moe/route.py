@@ -145,7 +145,8 @@ def _scale(call: str, value: Any) -> float:
 def chosen(p: Mapping[str, Any]) -> dict[str, Output]:
     """The outputs that every router has."""
     shape = (p["tokens"], p["top_k"])
-    return {"topk_weights": Output(shape, "fp32"), "topk_ids": Output(shape, "int32")}
+    ids = Output(shape, "int32", together=True)
+    return {"topk_weights": Output(shape, "fp32"), "topk_ids": ids}
 
 
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:
