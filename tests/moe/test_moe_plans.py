@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import pytest
@@ -33,7 +34,7 @@ def test_lists_are_cut_out_of_one_allocation(plan, monkeypatch, views):  # noqa:
     stores = {x.untyped_storage().data_ptr() for x in lists}
     assert len(stores) == (1 if views else len(lists))
     spans = sorted((x.data_ptr(), x.data_ptr() + 4 * x.numel()) for x in lists)
-    assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
     assert all(begin % 64 == spans[0][0] % 64 for begin, _ in spans)
     ((_, values, _),) = kernel.launches
     names = dict(zip(kernel.names, values, strict=False))

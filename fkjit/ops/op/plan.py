@@ -29,7 +29,7 @@ MAX_PLANS = 512  # of a generation: the last two are kept
 MAX_MET = 8192  # geometries that were met once
 MAX_APART = 4096  # distances between two arrays that were checked
 
-MAX_KEYS = 512  # of plans for all sizes
+MAX_KEYS = 128  # of plans for all sizes
 
 Key = tuple[Any, ...]
 # The addresses, and all else that a plan depends on: traits of the arrays, and their shapes and
@@ -189,7 +189,7 @@ class Plans:
             return None
         key = (seen[1], options)
         try:
-            plan = self.young.get(key) or self._rejuvenated(key)
+            plan = self.young.get(key) or (self._rejuvenated(key) if self.old else None)
         except TypeError:  # an option that is no key
             return None
         if plan is None or (plan.guarded and plan.refuses(seen[0])):
