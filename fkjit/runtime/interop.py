@@ -296,12 +296,6 @@ def fast_empty() -> Any:
     return getattr(sys.modules["torch"]._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
-def fast_view() -> Any:
-    """(tensor, shape, strides, offset) -> a tensor in its memory, in half of an allocation's time;
-    None where this PyTorch has nothing like it."""
-    return getattr(sys.modules["torch"]._C._dynamo.guards, "_reinterpret_tensor", None)
-
-
 def new(like: View, shape: tuple[int, ...], dtype: str) -> View:
     """What `empty` makes, as kernels see it."""
     made = empty(like, shape, dtype)

@@ -115,7 +115,7 @@ def made(p: Problem) -> dict[str, Output]:
         ("num_tokens_post_padded", (1,)), ("inverse", (p["tokens"], p["top_k"])),
         ("offsets", (p["groups"] + 1,)), ("counts", (p["groups"],)),
     )  # fmt: skip
-    return {name: Output(shape, "int32", together=True) for name, shape in shapes}
+    return {name: Output(shape, "int32") for name, shape in shapes}
 
 
 def fake(

@@ -145,8 +145,7 @@ def _scale(call: str, value: Any) -> float:
 def chosen(p: Mapping[str, Any]) -> dict[str, Output]:
     """The outputs that every router has."""
     shape = (p["tokens"], p["top_k"])
-    ids = Output(shape, "int32", together=True)
-    return {"topk_weights": Output(shape, "fp32"), "topk_ids": ids}
+    return {"topk_weights": Output(shape, "fp32"), "topk_ids": Output(shape, "int32")}
 
 
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:

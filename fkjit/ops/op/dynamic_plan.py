@@ -170,7 +170,6 @@ class _Plan:
             arrays=len(self.names),
             given=tuple(place(name) for name, view in self.views.items() if view is not None),
             made=tuple(place(name) for name, one in outputs.items() if one.given is None),
-            cut=(),
             returned=tuple(place(name) for name, one in outputs.items() if one.returned),
             launches=(),
             scratch=bool(request.workspace or request.counters),

@@ -8,10 +8,9 @@ is bound beside it (`Steps`), so that a text is compiled once a pattern.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from importlib import import_module
-from math import prod
 from typing import Any, NamedTuple
 
 from fkjit.ops.op.launches import Form, bound_for, form_of, lines_for, ready
@@ -21,7 +20,6 @@ from fkjit.runtime.device import outside_graphs
 from fkjit.sanitizer import refuse_gpu
 
 ALIGNMENT = 31  # bits of an address that a plan depends on
-_CUT_BYTES = 512  # of the memory of one array in another's: what PyTorch aligns its own to
 MISSED: Any = object()  # there is no plan for this call
 
 # Where an array of a framework is.
@@ -35,7 +33,6 @@ class Shape(NamedTuple):
     arrays: int  # of a call, given or not
     given: tuple[int, ...]
     made: tuple[int, ...]  # outputs that are allocated
-    cut: tuple[int, ...]  # those of them that are cut out of one allocation
     returned: tuple[int, ...]
     # Of addresses, `arrays` and `arrays` + 1 are workspace and counters.
     launches: tuple[Form, ...]
@@ -54,8 +51,7 @@ class Steps(NamedTuple):
     call: str
     device: int
     starts: tuple[Any, ...]
-    allocations: tuple[Any, ...]  # what makes an output; of one that is cut what `_cuts` says
-    pool: Callable[[], Any] | None  # what makes the array that others are cut out of
+    allocations: tuple[Callable[[], Any], ...]
     scratch: Callable[..., Any]  # (array, stream) -> workspace, counters, owner
     delegate: Any
     options: Any
@@ -81,13 +77,11 @@ def steps(
     pointers = (*names, *workspace.ARGUMENTS)
     pairs = zip(kernels, request.launches, strict=True) if request.delegate is None else ()
     launches = [ready(kernel, launch, views, pointers) for kernel, launch in pairs]
-    pool, cuts = _cuts(request, {name: outputs[name] for name in made})
     shape = Shape(
         kind=request.like.kind,
         arrays=len(names),
         given=tuple(i for i, x in enumerate(arrays) if x is not None),
         made=tuple(map(names.index, made)),
-        cut=tuple(map(names.index, cuts)),
         returned=tuple(names.index(name) for name, o in outputs.items() if o.returned),
         launches=tuple(form_of(start, places) for start, places in launches),
         scratch=bool(request.workspace or request.counters),
@@ -100,8 +94,7 @@ def steps(
         call,
         device,
         tuple(start for start, _ in launches),
-        tuple(cuts.get(name) or _allocation(request, outputs[name]) for name in made),
-        pool,
+        tuple(_allocation(request, outputs[name]) for name in made),
         partial(_scratch, device, request.workspace, request.counters),
         request.delegate,
         options,
@@ -110,24 +103,6 @@ def steps(
 
 def _scratch(device: int, size: int, counters: int, like: Any, stream: int) -> Any:
     return workspace.find(like, device, stream, size, counters)
-
-
-def _cuts(
-    request: Request, outputs: Mapping[str, Output]
-) -> tuple[Callable[[], Any] | None, dict[str, tuple[Any, ...]]]:
-    """What makes the array that some outputs share, and shape, strides, offset, and the same in
-    bytes, of each in there."""
-    some = {name: one for name, one in outputs.items() if one.together}
-    dtypes = {one.dtype for one in some.values()}
-    if len(some) < 2 or len(dtypes) > 1 or request.like.kind != "torch" or not interop.fast_view():
-        return None, {}
-    (dtype,), at, cuts = dtypes, 0, {}
-    size = interop.torch_dtype(dtype).itemsize
-    for name, output in some.items():
-        shape = tuple(output.shape)
-        cuts[name] = shape, interop.contiguous(shape), at, at * size
-        at += -(-prod(shape) * size // _CUT_BYTES) * _CUT_BYTES // size
-    return _allocation(request, Output((at,), dtype)), cuts
 
 
 def _allocation(request: Request, output: Output) -> Callable[[], Any]:
@@ -174,7 +149,6 @@ def function_of(lines: list[str]) -> Callable[..., Any]:
     namespace = {
         "MISSED": MISSED, "refuse_gpu": refuse_gpu, "import_module": import_module, "sys": sys,
         "others": _on_its_device, "outside_graphs": outside_graphs,
-        "fast_view": interop.fast_view,
     }  # fmt: skip
     exec("\n".join(lines), namespace)
     return namespace["make"]
@@ -182,11 +156,7 @@ def function_of(lines: list[str]) -> Callable[..., Any]:
 
 def _bound(shape: Shape, guarded: bool) -> list[str]:
     """Names that the function finds beside it."""
-    lines = []
-    for at, i in enumerate(shape.made):
-        names = f"shape{i}, strides{i}, offset{i}, bytes{i}" if i in shape.cut else f"make{i}"
-        lines.append(f"{names} = steps.allocations[{at}]")
-    lines += ["make_pool, cut = steps.pool, fast_view()"] if shape.cut else []
+    lines = [f"make{i} = steps.allocations[{at}]" for at, i in enumerate(shape.made)]
     for at, form in enumerate(shape.launches):
         lines += bound_for(at, form)
     lines += ["scratch = steps.scratch"] if shape.scratch else []
@@ -228,12 +198,7 @@ def _body(shape: Shape, guarded: bool) -> list[str]:
     for at, form in enumerate(shape.launches):
         pointers = ", ".join(f"p{i}" if i in there else "0" for i in form.places)
         starts += lines_for(at, form, pointers)
-    makes = [f"pool = make_pool(); p = {address.format(x='pool')}"] if shape.cut else []
-    for i in shape.made:
-        if i in shape.cut:
-            makes.append(f"x{i} = cut(pool, shape{i}, strides{i}, offset{i}); p{i} = p + bytes{i}")
-        else:
-            makes.append(f"x{i} = make{i}(); p{i} = {address.format(x=f'x{i}')}")
+    makes = [f"x{i} = make{i}(); p{i} = {address.format(x=f'x{i}')}" for i in shape.made]
     return [*lines, *work(shape, "run", makes, "scratch({x}, stream)", starts)]
 
 

@@ -15,15 +15,13 @@ from fkjit.spec import KernelSpec, Params, Problem
 class Output(NamedTuple):
     """An array that the call writes: `given` by the caller, else allocated, contiguous.
 
-    A kernel may want outputs that the caller does not: those are not `returned`. Those that are
-    `together` and of one dtype may be cut out of one allocation.
+    A kernel may want outputs that the caller does not: those are not `returned`.
     """
 
     shape: tuple[int, ...]
     dtype: str  # "fp32"
     given: View | None = None
     returned: bool = True
-    together: bool = False
 
 
 class Launch(NamedTuple):
