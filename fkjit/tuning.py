@@ -23,6 +23,7 @@ from fkjit.errors import TuningError
 from fkjit.paths import HERE
 from fkjit.settings import Settings, settings
 from fkjit.spec import KernelSpec, Params, Problem
+from fkjit.symbolic import decision
 
 SCHEMA = 1
 SHIPPED = HERE / "tuned"
@@ -63,7 +64,7 @@ def lookup(spec: KernelSpec, fixed: Params, problem: Problem, arch: Arch) -> dic
     return None if found is None else dict(found)
 
 
-@lru_cache(maxsize=4096)
+@decision(4096)
 def _winner(
     spec: KernelSpec, arch: Arch, kept: tuple[Any, ...], shape: tuple[tuple[str, Any], ...]
 ) -> dict[str, Any] | None:

@@ -65,6 +65,27 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("PYTHONHASHSEED", str(random.randrange(1 << 32)))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test marked `sampled` the first case of each value that the mark's function gives of its
+    parameters; where that is None, none. What is asked for by name is not sampled."""
+    named = config.option.keyword or any("[" in argument for argument in config.args)
+    if named or config.getoption("--every-variant"):
+        return
+    seen: set[Any] = set()
+    left_out = []
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None:
+            value = mark.kwargs["key"](**item.callspec.params)  # type: ignore[attr-defined]
+            key = item.nodeid.partition("[")[0], value
+            left_out += [item] if value is None or key in seen else []
+            seen.add(key)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        dropped = set(map(id, left_out))
+        items[:] = [item for item in items if id(item) not in dropped]
+
+
 def _share_the_cpus(workers: int) -> None:
     """As many threads a worker as it has CPUs to itself: more only wait for one another."""
     threads = max(1, (os.cpu_count() or 1) // workers)

@@ -13,7 +13,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -55,16 +55,11 @@ class LoadedKernel:
 
         The device must be current. LaunchError if the driver refuses.
         """
+        frame = _frame
         try:
-            packed = self.packing.pack(*values)
+            self.packing.pack_into(frame.memory, 0, *values)
         except struct.error as error:
             raise ParameterError(f"{self.spec.id}: {error} (arguments {self.names})") from error
-        self.launch_packed(grid, packed, stream)
-
-    def launch_packed(self, grid: Dim3, packed: bytes, stream: int) -> None:
-        """The same with arguments that `packing` has packed."""
-        frame = _frame
-        frame.memory[: len(packed)] = packed
         pointers = frame.pointers.get(self.function) or frame.point(self.function, self.offsets)
         try:
             start, extra = _start(self)
@@ -122,6 +117,7 @@ class ReadyLaunch(threading.local):
     """A kernel with its grid and its arguments, the first of which are pointers that change.
 
     Each thread has one of its own: the driver reads a call's arguments while other threads run.
+    A plan's function does itself what a call of this does (`room`, `write`, `given`).
     """
 
     def __init__(self, kernel: LoadedKernel, grid: Dim3, packed: bytes, pointers: int) -> None:
@@ -129,22 +125,30 @@ class ReadyLaunch(threading.local):
         buffer = ctypes.create_string_buffer(packed, len(packed))
         base = ctypes.addressof(buffer)
         array = _pointers(base + offset for offset in kernel.offsets)
-        start, extra = _start(kernel)
-        self.kernel, self.grid, self.keep = kernel, grid, (buffer, array)
-        self.parts = (
-            partial(struct.Struct(f"={pointers}Q").pack_into, buffer, 0),
-            partial(start, kernel.function, *grid, *kernel.threads, kernel.shared_bytes),
-            (ctypes.addressof(array), *extra),
-        )
+        self.kernel, self.grid, self.keep = kernel, grid, array
+        self.room = buffer, ctypes.addressof(array)  # where the pointers go, and kernelParams
+        self.write = struct.Struct(f"={pointers}Q").pack_into
+        self.given = (kernel.function, *grid, *kernel.threads, kernel.shared_bytes)
+        self.start, self.extra = _start(kernel)
 
     def __call__(self, pointers: Sequence[int], stream: int) -> None:
         """Enqueue on `stream`; the device must be current. LaunchError if the driver refuses."""
-        write, start, rest = self.parts
-        write(*pointers)
+        buffer, at = self.room
+        self.write(buffer, 0, *pointers)
         try:
-            start(stream, *rest)
+            self.start(*self.given, stream, at, *self.extra)
         except Exception as error:
-            raise LaunchError(self.kernel.explain(error, self.grid)) from error
+            raise self.refused(error) from error
+
+    def refused(self, error: Exception) -> LaunchError:
+        return LaunchError(self.kernel.explain(error, self.grid))
+
+
+def outside_graphs(kernel: LoadedKernel) -> tuple[Callable[..., None], Callable[[int], bool]]:
+    """What launches a kernel on a stream that is not captured (`ReadyLaunch.given`, stream,
+    kernelParams, and but for cooperative kernels 0), and what tells whether one is."""
+    launch = _frame.launch_together if kernel.spec.cooperative else _frame.launch
+    return launch, _frame.is_capturing
 
 
 class KeptLaunch:

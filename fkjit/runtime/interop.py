@@ -163,14 +163,20 @@ def _torch_view(tensor: Any, call: str, name: str) -> View:
     )
 
 
-def on_gpu(tensor: Any, pointer: int, traits: tuple[Any, ...]) -> View | None:
-    """A view of a plain CUDA tensor, of what is known of it (type, shape, strides, dtype, device,
-    …: a plan's geometry); None for any other, which `view` looks at more closely."""
-    _, shape, strides, dtype, device, negated, *_ = traits
+def on_gpu(
+    tensor: Any,
+    pointer: int,
+    traits: tuple[Any, ...],
+    sizes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> View | None:
+    """A view of a plain CUDA tensor, of what is known of it (a plan's geometry: type, rank, dtype,
+    device, …; shape and strides); None for any other, which `view` looks at more closely."""
+    _, _, dtype, device, negated, *_ = traits
+    shape, strides = sizes
     if device < 0 or negated or _forked or not tensor.is_cuda or not (pointer or 0 in shape):
         return None
     label = _torch_names.get(dtype) or _torch_name(dtype)
-    return View("torch", tensor, pointer, shape, strides, label, device)
+    return View("torch", tensor, pointer, tuple(shape), strides, label, device)
 
 
 def _torch_name(dtype: Any) -> str:

@@ -42,34 +42,54 @@ class TensorMap:
 
     def legal_strides(self) -> tuple[int, ...]:
         """The strides, with some legal one where a dimension has one element."""
-        if 1 not in self.dims:
-            return self.strides
-        pairs = zip(self.strides, self.dims[1:], strict=True)
-        return tuple([stride if extent > 1 else 16 for stride, extent in pairs])
+        return _legal(self.dims, self.strides)
 
     def encode(self, pointer: int) -> bytes:
         """The 128 bytes for an array that begins at this device address (a multiple of 16)."""
-        here, rank = _room, len(self.dims)
-        strides = self.legal_strides()
-        _NUMBERS.pack_into(
-            here.memory, here.start,
-            *self.dims, *_ZEROS[rank:], *strides, *_ZEROS[rank:], *self.box, *_ZEROS[rank:], *_ONES,
-        )  # fmt: skip
-        values = (
-            here.map, _TYPES[self.dtype], rank, pointer + self.origin, *here.numbers,
-            0, _SWIZZLES[self.swizzle], _L2_PROMOTION, 0,
-        )  # fmt: skip
-        status = _encoder()(*values)
-        if status == _NO_CONTEXT:  # nothing has used CUDA in this thread yet
-            runtime = import_module("cupy.cuda").runtime
-            runtime.setDevice(runtime.getDevice())
-            status = _encoder()(*values)
-        if status != _SUCCESS:
-            raise LaunchError(
-                f"tensor map: the driver refused it (error {status}): dims={self.dims}, "
-                f"strides={strides}, box={self.box}, address={pointer:#x}"
-            )
-        return bytes(here.memory[here.start - BYTES : here.start])
+        address = pointer + self.origin
+        return encode(self.dtype, self.box, self.swizzle, self.dims, self.strides, address)
+
+
+def encode(
+    dtype: str,
+    box: tuple[int, ...],
+    swizzle: str,
+    dims: tuple[int, ...],
+    strides: tuple[int, ...],
+    address: int,
+) -> bytes:
+    """The 128 bytes of a `TensorMap` that begins at this device address (a multiple of 16)."""
+    here, rank = _room, len(dims)
+    strides = _legal(dims, strides)
+    zeros = _ZEROS[rank:]
+    _NUMBERS.pack_into(
+        here.memory, here.start, *dims, *zeros, *strides, *zeros, *box, *zeros, *_ONES
+    )
+    kind = _kind(dtype, rank, swizzle)
+    status = _encoder()(here.map, *kind[:2], address, *here.numbers, *kind[2:])
+    if status == _NO_CONTEXT:  # nothing has used CUDA in this thread yet
+        runtime = import_module("cupy.cuda").runtime
+        runtime.setDevice(runtime.getDevice())
+        status = _encoder()(here.map, *kind[:2], address, *here.numbers, *kind[2:])
+    if status != _SUCCESS:
+        raise LaunchError(
+            f"tensor map: the driver refused it (error {status}): dims={dims}, "
+            f"strides={strides}, box={box}, address={address:#x}"
+        )
+    return bytes(here.memory[here.start - BYTES : here.start])
+
+
+def _legal(dims: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    if 1 not in dims:
+        return strides
+    pairs = zip(strides, dims[1:], strict=True)
+    return tuple([stride if extent > 1 else 16 for stride, extent in pairs])
+
+
+@lru_cache(maxsize=64)
+def _kind(dtype: str, rank: int, swizzle: str) -> tuple[int, ...]:
+    """The driver's numbers for these, and for what no map of ours has otherwise."""
+    return _TYPES[dtype], rank, 0, _SWIZZLES[swizzle], _L2_PROMOTION, 0
 
 
 class _Room(threading.local):

@@ -18,6 +18,7 @@ from typing import Any
 
 from fkjit.errors import CaptureError
 from fkjit.runtime.device import capture_number, is_capturing
+from fkjit.runtime.interop import fast_empty
 
 ARGUMENTS = ("workspace", "counters")  # of a kernel
 _KEPT_BYTES = 1 << 16  # of a stream, always there; for more the framework is asked at each call
@@ -143,7 +144,11 @@ def _fresh(like: Any, size: int) -> tuple[int, Any]:
         return 0, None
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(like, torch.Tensor):
-        owner = torch.empty(size, dtype=torch.uint8, device=like.device)
+        empty = fast_empty()
+        if empty is not None and like.is_cuda:
+            owner = empty((size,), (1,), torch.uint8)
+        else:
+            owner = torch.empty(size, dtype=torch.uint8, device=like.device)
         return owner.data_ptr(), owner
     owner = import_module("cupy.cuda").alloc(size)
     return owner.ptr, owner

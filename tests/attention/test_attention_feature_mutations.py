@@ -9,6 +9,7 @@ import pytest
 from fkjit import ops
 from fkjit.ops.attention.features import SHIPPED
 from tests.core.mutations import ONE_HEAD, Bug, D, K
+from tests.core.sampling import ONE_OF_EACH_KIND
 from tests.core.test_mutations import KINDS, outcome
 
 ops.load()
@@ -88,6 +89,7 @@ BUGS = (
 )  # fmt: skip
 
 
+@ONE_OF_EACH_KIND
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug, monkeypatch):
     said = outcome(bug, monkeypatch, plant=True)

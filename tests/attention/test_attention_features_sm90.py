@@ -21,6 +21,7 @@ from fkjit.settings import settings
 from tests.attention.feature_kit import draw, exact
 from tests.attention.kit import assert_close, normal
 from tests.core.mutations import SM90_HEADERS, Bug, D, K
+from tests.core.sampling import ONE_OF_EACH_KIND
 from tests.core.test_mutations import KINDS, outcome
 
 TAKEN = ("window", "softcap", "alibi_slopes", "sinks", "score_mod")
@@ -182,6 +183,7 @@ BUGS = (
 )  # fmt: skip
 
 
+@ONE_OF_EACH_KIND
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_planted_bugs_are_found(bug, monkeypatch):
     found = outcome(bug, monkeypatch, plant=True)

@@ -15,6 +15,7 @@ from fkjit.ops.attention import select_sm90
 from fkjit.settings import settings
 from tests.attention.kit import assert_close, normal, reference
 from tests.core.mutations import SM90_HEADERS, Bug, K
+from tests.core.sampling import ONE_OF_EACH_KIND
 from tests.core.test_mutations import KINDS, outcome
 
 # head_dim, dtype, queries, keys, causal. Tiles of keys come from the last to the first.
@@ -106,6 +107,7 @@ BUGS = (
 )  # fmt: skip
 
 
+@ONE_OF_EACH_KIND
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_planted_bugs_are_found(bug, monkeypatch):
     said = outcome(bug, monkeypatch, plant=True)

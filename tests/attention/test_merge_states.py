@@ -20,6 +20,7 @@ from fkjit.ops.attention.merge.cases import merged, problem_of
 from fkjit.ops.attention.merge.kernels import MOST_KNOWN, kernel, parameters
 from fkjit.runtime.interop import numpy_dtype
 from tests.core.mutations import Bug
+from tests.core.sampling import ONE_OF_EACH_KIND
 from tests.core.test_mutations import KINDS, outcome
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -267,6 +268,7 @@ BUGS = (
 )  # fmt: skip
 
 
+@ONE_OF_EACH_KIND
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug, monkeypatch):
     said = outcome(bug, monkeypatch, plant=True)

@@ -4,20 +4,18 @@ one compile for both the cubin and the PTX.
 NVRTC is most of what CI does, so by default a kernel is compiled in a sample of its variants, the
 same on each run:
 
-- on its home, Hopper where it is legal there: of attention's kernels each *pair* of values of two
-  parameters (so each tile of each head dimension), where fp16 and bf16 count as one: their code is
-  the same but for the names of instructions. Of the others each value (and of attention's kernels
-  for 7.5): attention's on Hopper are near the limit of registers, no other has ever spilled;
-- of attention's kernels on every target the widest variant, which spills first;
-- each value on one of the neighbours as well, in turns: 8.0, 8.6 and 8.9 have the same
-  instructions; and on each neighbour a variant at the least.
+- on its home, Hopper where it is legal there, each value; of attention's kernels, which are near
+  the limit of registers (no other has ever spilled), each tile with the widest head dimensions that
+  it is legal for as well, which spill first;
+- on one neighbour of each family, in turns from kernel to kernel: 8.0, 8.6 and 8.9 have the same
+  instructions, and so have 10.0 and 12.0 of what we use. Of attention's kernels the widest variant
+  on each, and each value on one of them; of the others a variant on each.
 
 The interpreter runs the PTX of these very compiles. `pytest --every-variant` leaves nothing out.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -33,16 +31,17 @@ from fkjit.arch import DEFAULT_ARCHS, arch, target
 from fkjit.cache.lookup import Entry
 from fkjit.jit import compile as compiler
 from fkjit.jit.build import build
-from fkjit.spec import KernelSpec, Params, Problem
+from fkjit.spec import KernelSpec, Params, Problem, registered
 
 Variants = list[dict[str, Any]]
 Cubin = tuple[str, dict[str, Any]]  # target and variant
 Combinations = Callable[[Params], set[Any]]
 
-TWINS = ("fp16", "bf16")
+TILE = {"block", "tile", "rows", "form"}  # these parameters
 
 HOPPER = "sm_90a"
 AMPERE, BLACKWELL = ("sm_80", "sm_86", "sm_89"), ("sm_100a", "sm_120a")
+FAMILIES = (("sm_75",), AMPERE, (HOPPER,), BLACKWELL)
 # The PTX that is interpreted, and the cubins that are made of the same.
 SOURCES = {"compute_75": ("sm_75",), "compute_80": AMPERE, "compute_90a": (HOPPER,)}
 
@@ -65,26 +64,30 @@ def everywhere(spec: KernelSpec) -> Variants:
 
 @cache
 def plan(spec: KernelSpec) -> dict[str, Variants]:
-    """By target, what is compiled for it by default: a variant at the least, where one is legal."""
-    legal, home = whole(spec), home_of(spec)
+    """By target, what is compiled for it by default: a variant at the least of each family."""
+    legal, home, neighbours = whole(spec), home_of(spec), neighbours_of(spec)
     found: dict[str, Variants] = {name: [] for name in DEFAULT_ARCHS}
     found[home] = sample(legal[home], combinations(spec))
+    widest = {name: sorted(legal[name], key=size)[-1] for name in (home, *neighbours)}
     if heavy(spec):
-        _add_widest(found, legal)
-    neighbours = [name for name in legal if name != home]
-    seen = set().union(*(values(params) for name in neighbours for params in found[name]))
+        for name in {home: found[home], **{name: found[name] for name in neighbours}}:
+            found[name] += [widest[name]] if widest[name] not in found[name] else []
+    counted = neighbours if heavy(spec) else (home, *neighbours)
+    seen = set().union(*(values(params) for name in counted for params in found[name]))
     abroad = [p for p in everywhere(spec) if any(p in legal[name] for name in neighbours)]
     for params in sample(abroad, lambda params: values(params) - seen, found[home]):
         names = [name for name in neighbours if params in legal[name]]
         found[min(names, key=lambda name: len(found[name]))].append(params)
-    _add_widest({name: variants for name, variants in found.items() if not variants}, legal)
+    for name in neighbours:
+        found[name] = found[name] or [widest[name]]
     return found
 
 
-def _add_widest(found: dict[str, Variants], legal: dict[str, Variants]) -> None:
-    for name, variants in found.items():
-        widest = sorted(legal[name], key=size)[-1:]
-        variants += [params for params in widest if params not in variants]
+def neighbours_of(spec: KernelSpec) -> list[str]:
+    """A target of each family but the home's, where any is legal: another one of each kernel."""
+    turn, legal, home = registered().index(spec), whole(spec), home_of(spec)
+    families = [[name for name in family if legal[name]] for family in FAMILIES]
+    return [names[turn % len(names)] for names in families if names and home not in names]
 
 
 def home_of(spec: KernelSpec) -> str:
@@ -95,7 +98,17 @@ def home_of(spec: KernelSpec) -> str:
 
 def combinations(spec: KernelSpec) -> Combinations:
     """What each of is compiled at home."""
-    return pairs if heavy(spec) and home_of(spec) == HOPPER else values
+    if not heavy(spec):
+        return values
+    widest: dict[Any, Params] = {}
+    for params in sorted(whole(spec)[home_of(spec)], key=size):
+        widest[tile(params)] = params
+
+    def each(params: Params) -> set[Any]:
+        most = size(params) == size(widest[tile(params)])
+        return values(params) | ({("widest", tile(params))} if most else set())
+
+    return each
 
 
 def sample(variants: Variants, combinations: Combinations, last: Sequence[Params] = ()) -> Variants:
@@ -124,10 +137,9 @@ def values(params: Params) -> set[Any]:
     return set(params.items())
 
 
-def pairs(params: Params) -> set[Any]:
-    """Of a variant, each value, and each pair of them where fp16 and bf16 are one."""
-    alike = {**params, "dtype": "16 bits"} if params.get("dtype") in TWINS else params
-    return values(params) | set(itertools.combinations(alike.items(), 2))
+def tile(params: Params) -> frozenset[Any]:
+    """Of a variant, the values that say which tiles it computes and what it does with them."""
+    return frozenset(item for item in params.items() if item[0] in TILE)
 
 
 def size(params: Params) -> int:

@@ -17,6 +17,7 @@ from fkjit.jit.build import quiet
 from fkjit.settings import settings
 from fkjit.spec import find
 from tests.core.mutations import BUGS, Bug
+from tests.core.sampling import ONE_OF_EACH_KIND
 
 ops.load()
 
@@ -81,6 +82,7 @@ KINDS = {
 }
 
 
+@ONE_OF_EACH_KIND
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug, monkeypatch):
     said = outcome(bug, monkeypatch, plant=True)

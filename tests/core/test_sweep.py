@@ -22,6 +22,7 @@ from fkjit.jit.build import quiet
 from fkjit.settings import settings
 from fkjit.spec import registered
 from tests.core.sweep_kit import (
+    FAMILIES,
     SOURCES,
     build_both,
     check_numbers,
@@ -76,11 +77,13 @@ def test_compiles_without_spills(spec, name, variants):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=[s.id for s in SPECS])
-def test_the_sample_leaves_no_value_and_no_target_out(spec):
+def test_the_sample_leaves_no_value_and_no_family_of_targets_out(spec):
     for name, variants in plan(spec).items():
         legal, labels = whole(spec)[name], [spec.label(params) for params in variants]
         assert all(params in legal for params in variants) and len(set(labels)) == len(labels)
-        assert variants or not legal, name
+    for family in FAMILIES:
+        legal, chosen = (any(found[name] for name in family) for found in (whole(spec), plan(spec)))
+        assert legal == chosen, family
     home, taken = home_of(spec), itertools.chain(*plan(spec).values())
     assert all_of(values, taken) == all_of(values, everywhere(spec))
     each = combinations(spec)
@@ -89,6 +92,11 @@ def test_the_sample_leaves_no_value_and_no_target_out(spec):
 
 def all_of(each, variants):
     return set().union(*map(each, variants))
+
+
+@pytest.mark.parametrize("name", DEFAULT_ARCHS)
+def test_every_target_is_compiled_for(name):
+    assert sum(bool(plan(spec)[name]) for spec in SPECS) >= len(SPECS) // 5
 
 
 def test_the_baseline_holds_nothing_stale_and_gives_reasons():

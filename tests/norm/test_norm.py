@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 import fkjit  # noqa: E402
 from fkjit.errors import ArgumentTypeError, FkjitError, ParameterError  # noqa: E402
 from fkjit.ops.norm import kernels as kernels  # noqa: E402
+from tests.core.sampling import one_in  # noqa: E402
 from tests.norm.kit import DTYPES, OPS, assert_right, double, norm, normal, theirs  # noqa: E402
 
 TYPE, VALUE = ArgumentTypeError, ParameterError
@@ -23,6 +24,7 @@ SHAPES = [(3, 64), (2, 3, 77), (5, 256), (1, 1000), (9, 1024), (2, 2047), (3, 20
           (1, 8192), (2, 12_288)]  # fmt: skip
 
 
+@one_in(3, dtype=DTYPES, shape=SHAPES, op=OPS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("op", OPS)

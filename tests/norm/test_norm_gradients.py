@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 import fkjit  # noqa: E402
 from fkjit.errors import ParameterError  # noqa: E402
 from fkjit.jit.build import quiet  # noqa: E402
+from tests.core.sampling import one_in  # noqa: E402
 from tests.norm.kit import DTYPES, EPS, OPS, assert_right, norm, normal, theirs  # noqa: E402
 
 NAMES = ("x", "residual", "weight", "bias")
@@ -58,9 +59,13 @@ def names_of(op, *left_out):
     return tuple(name for name in NAMES if name not in without)
 
 
+COLUMNS = [64, 100, 768, 2056, 4096, 9000]
+
+
+@one_in(3, residual=[False, True], dtype=DTYPES, columns=COLUMNS, op=OPS)
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [64, 100, 768, 2056, 4096, 9000])
+@pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("op", OPS)
 def test_errs_at_most_twice_as_much_as_pytorch(op, columns, dtype, residual):
     leaves = made(columns, dtype, names=names_of(op, *(() if residual else ("residual",))))

@@ -37,7 +37,12 @@ class Kernel:
 
 
 class Frame:
-    """Stands for a thread's launch functions; reads arguments from where the driver would."""
+    """Stands for a thread's launch functions; reads arguments from where the driver would.
+
+    captures: whether the stream is in a graph. dependent: whether anything was launched so.
+    """
+
+    captures = dependent = False
 
     def launch(self, function, *rest):
         kernel, (*grid_and_threads, shared, stream, params, extra) = _kernels[function], rest
@@ -51,6 +56,13 @@ class Frame:
 
     def launch_together(self, *arguments):
         self.launch(*arguments, 0)
+
+    def launch_dependent(self, *arguments):
+        self.launch(*arguments)
+        self.dependent = True
+
+    def is_capturing(self, stream):
+        return self.captures
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ import threading
 import pytest
 
 import fkjit
+from fkjit.errors import LaunchError
 from fkjit.ops.op import plan as plans
-from fkjit.runtime import workspace
+from fkjit.runtime import device, workspace
 from fkjit.runtime.device import flatten
 from fkjit.runtime.interop import Pointer, view
 
@@ -45,6 +46,30 @@ def expected(request, kernel, **arrays):
     named = launch.spec.arguments(launch.params, launch.problem, stand_ins)
     named = {n: getattr(value, "pointer", value) for n, value in named.items()}
     return flatten(kernel.names, {"workspace": 1 << 40, "counters": 1 << 41, **named})
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_plan_asks_whether_a_graph_is_captured(plan, monkeypatch, captures):
+    monkeypatch.setattr(Kernel, "dependent", True)
+    monkeypatch.setattr(device._frame, "captures", captures)
+    a, b = torch.randn(6, 32), torch.randn(6, 32)
+    kernel, request = plan(ADD, [a, b, None])
+    out = fkjit.vector_add(a, b)
+    assert device._frame.dependent == captures
+    assert [values for _, values, _ in kernel.launches] == [
+        expected(request, kernel, a=a, b=b, out=out)
+    ]
+
+
+def test_what_the_driver_refuses_is_a_launch_error(plan, monkeypatch):
+    def refuse(*arguments):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(device._frame, "launch", refuse)
+    a, b = torch.randn(6, 32), torch.randn(6, 32)
+    plan(ADD, [a, b, None])
+    with pytest.raises(LaunchError, match="no"):
+        fkjit.vector_add(a, b)
 
 
 def test_a_second_call_launches_with_the_arguments_of_the_first(plan):

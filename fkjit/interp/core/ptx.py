@@ -225,8 +225,14 @@ def reads_and_writes(ins: Instruction) -> tuple[list[str], list[str]]:
         if not ins.args or isinstance(ins.args[0], Mem):  # mbarrier.init [a], n
             has_destination = False
         split = 1 if has_destination else 0
-        reads = [name for arg in ins.args[split:] for name in registers_in(arg)]
-        writes = [name for arg in ins.args[:split] for name in registers_in(arg)]
+        reads: list[str] = []
+        writes: list[str] = []
+        for at, arg in enumerate(ins.args):
+            names = writes if at < split else reads
+            if isinstance(arg, Reg):  # of most operands
+                names.append(arg.name)
+            elif not isinstance(arg, Imm):
+                names += registers_in(arg)
         if ins.op[:2] == ("wgmma", "mma_async"):  # accumulates
             reads += writes
         if ins.guard:

@@ -68,17 +68,20 @@ def converge_warp(
     """A control step: the named lanes of each warp converge, `act`, and go on `skip` further."""
     act = d.notify(ins, act)
     following = ins.pc + skip
-    convergence = _Convergence(d, ins, act, following)
+    convergence: _Convergence | None = None  # made when a warp first comes in parts: few ever do
     mask = np.array([ALL], np.uint32) if members is None else d.src(members, "u32")
     simple = mask.size == 1 and int(mask[0]) == ALL and ins.guard is None
 
     def run(group: Group) -> int | None:
+        nonlocal convergence
         if simple and (group.full or _whole_warps(group, d)):
             act(group)
             return following
         lanes = guard_mask(d, ins, group)
         if d.machine.checked:
             _check_member(d, ins, lanes, mask)
+        if convergence is None:
+            convergence = _Convergence(d, ins, act, following)
         ready = convergence.arrive(lanes, mask)
         unguarded = group.mask & ~lanes
         if unguarded.any():

@@ -93,4 +93,5 @@ class Machine:
     def deadlock(self) -> None:
         """Threads are left and none can run: report who waits where."""
         who = [entry for source in self.waiting for entry in source()]
+        who.sort(key=lambda entry: entry[0].pc)
         raise self.reporter.waiting("deadlock", "every thread that is left waits for others", who)

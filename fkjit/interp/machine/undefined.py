@@ -59,18 +59,43 @@ def _blocks(function: Function) -> dict[int, list[Instruction]]:
 @lru_cache(maxsize=64)
 def early_reads(function: Function) -> frozenset[str]:
     """Registers that some path through the function reads before it writes them."""
-    bit = {name: 1 << at for at, name in enumerate(function.registers)}
     blocks = _blocks(function)
+    open_reads = {pc: _open_reads(block) for pc, block in blocks.items()}
+    crossing = sorted(set().union(*(early for early, _ in open_reads.values())) - {"%frame"})
+    bit = {name: 1 << at for at, name in enumerate(crossing) if name in function.registers}
+    own = {pc: _bits(bit, written) for pc, (_, written) in open_reads.items()}
+    known = _written_on_every_path(function, blocks, own)
+    return frozenset(
+        name
+        for pc, (early, _) in open_reads.items()
+        for name in early
+        if bit.get(name, 0) & ~known.get(pc, -1)
+    )
 
-    def written(ins: Instruction) -> int:
-        return 0 if ins.guard else reduce(int.__or__, map(_bit, reads_and_writes(ins)[1]), 0)
 
-    def _bit(name: str) -> int:
-        return bit.get(name, 0)
+def _open_reads(block: list[Instruction]) -> tuple[set[str], set[str]]:
+    """What a straight-line run reads before it has written it, and what it writes for certain."""
+    early: set[str] = set()
+    written: set[str] = set()
+    for ins in block:
+        reads, writes = reads_and_writes(ins)
+        if not written.issuperset(reads):
+            early.update(name for name in reads if name not in written)
+        if not ins.guard:
+            written.update(writes)
+    return early, written
 
-    own = {pc: reduce(int.__or__, map(written, block), 0) for pc, block in blocks.items()}
+
+def _bits(bit: dict[str, int], names: set[str]) -> int:
+    return sum(map(bit.__getitem__, bit.keys() & names))
+
+
+def _written_on_every_path(
+    function: Function, blocks: dict[int, list[Instruction]], own: dict[int, int]
+) -> dict[int, int]:
+    """By first program counter of a run that can be reached: what is written before it."""
     roots = [0, *(function.labels[frame.entry] for frame in function.frames.values())]
-    known = dict.fromkeys(roots, 0)  # registers written on every path to a block
+    known = dict.fromkeys(roots, 0)
     rest = list(roots)
     while rest:
         pc = rest.pop()
@@ -80,28 +105,30 @@ def early_reads(function: Function) -> frozenset[str]:
             if before is None or before & after != before:
                 known[target] = after if before is None else before & after
                 rest.append(target)
-    early: set[str] = set()
-    for pc, block in blocks.items():
-        have = known.get(pc, -1)
-        for ins in block:
-            early.update(n for n in reads_and_writes(ins)[0] if bit.get(n, 0) & ~have)
-            have |= written(ins)
-    return frozenset(early - {"%frame"})
+    return known
 
 
 @lru_cache(maxsize=64)
 def affected(function: Function) -> frozenset[str]:
     """Those registers and all that are computed from them."""
     found = set(early_reads(function))
-    grown = bool(found)
-    while grown:
-        grown = False
-        for ins in function.instructions:
-            if _passes_on(ins) and found.intersection(_values(ins)):
-                new = found.union(reads_and_writes(ins)[1])
-                grown |= len(new) > len(found)
-                found = new
+    rest = list(found)
+    results = _results(function) if found else {}
+    while rest:
+        for writes in results.get(rest.pop(), ()):
+            rest += [name for name in writes if name not in found]
+            found.update(writes)
     return frozenset(found)
+
+
+def _results(function: Function) -> dict[str, list[list[str]]]:
+    """By register, what is computed from it."""
+    found: dict[str, list[list[str]]] = {}
+    for ins in function.instructions:
+        if _passes_on(ins):
+            for name in _values(ins):
+                found.setdefault(name, []).append(reads_and_writes(ins)[1])
+    return found
 
 
 def _passes_on(ins: Instruction) -> bool:

@@ -9,6 +9,8 @@ what they are on a GPU, but for the order of f64.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -48,8 +50,8 @@ class Plan:
                 group = names(function.instructions[pc], operand)
                 if group in resident_accumulators(function) and group not in self.accumulators:
                     self.accumulators[group] = empty_accumulators(form, self.warps)
-        self.fragments: dict[Key, Fragment] = {}
-        self._make_fragments()
+        self.kept = self._used_often()
+        self._fragments: dict[Key, Fragment] = {}
 
     def keys(self, run: list[Instruction]) -> tuple[Key, Key]:
         """What identifies the fragments of operands a and b."""
@@ -61,17 +63,20 @@ class Plan:
         """Bytes for use inside one step."""
         return self.d.scratch_of(self.d.machine.layout.lanes * _ROOM, np.uint8, name)
 
-    def _make_fragments(self) -> None:
-        uses: dict[Key, int] = {}
-        for run in self.runs.values():
-            for key in self.keys(run):
-                uses[key] = uses.get(key, 0) + 1
+    def _used_often(self) -> set[Key]:
+        """The fragments that are worth keeping unpacked."""
+        uses = Counter(key for run in self.runs.values() for key in self.keys(run))
         silent = _silently_written(self.d.function)
-        for key, count in uses.items():
-            kept = count > 1 and not silent.intersection(key)
-            self.fragments[key] = self._fragment(key, kept)
+        return {key for key, count in uses.items() if count > 1 and not silent.intersection(key)}
 
-    def _fragment(self, key: Key, kept: bool) -> Fragment:
+    def fragment(self, key: Key) -> Fragment:
+        """The fragment of that key, which products share."""
+        if key not in self._fragments:
+            self._fragments[key] = self._made(key)
+        return self._fragments[key]
+
+    def _made(self, key: Key) -> Fragment:
+        kept = key in self.kept
         operand, kind, blocks, *registers = key
         wide = np.dtype("u8" if kind == "f64" else "u4")
         arrays = [self.d.registers.view(name, wide) for name in registers]
@@ -101,6 +106,12 @@ def _runs(function: Function) -> dict[int, list[Instruction]]:
             continue
         current = runs[ins.pc] = [ins]
     return runs
+
+
+@lru_cache(maxsize=64)
+def _inner(function: Function) -> set[int]:
+    """Where mma stand that are a part of the product of one before them."""
+    return {ins.pc for run in _runs(function).values() for ins in run[1:]}
 
 
 def _fits(run: list[Instruction], ins: Instruction) -> bool:
@@ -133,10 +144,29 @@ def _count_unequal(form: Form, product: np.ndarray) -> None:
 @control("mma")
 def mma(d: Decoder, ins: Instruction) -> Step:
     """mma.sync.aligned.shape.row.col{.satfinite}.dtype.atype.btype.ctype d, a, b, c."""
-    form = form_of(ins)
+    form_of(ins)  # refuses what is not implemented
+    if ins.pc in _inner(d.function):
+        return _when_needed(lambda: _product(d, ins))
+    return _product(d, ins)
+
+
+def _when_needed(build: Callable[[], Step]) -> Step:
+    """A step that is built when it first runs: few lanes ever jump into the middle of a product."""
+    built: list[Step] = []
+
+    def run(group: Group) -> Any:
+        if not built:
+            built.append(build())
+        return built[0](group)
+
+    return run
+
+
+def _product(d: Decoder, ins: Instruction) -> Step:
+    """The step of the mma that are one product from `ins` on."""
     plan = d.part(Plan)
-    run = plan.runs[ins.pc]
-    a, b = (plan.fragments[key] for key in plan.keys(run))
+    form, run = plan.forms[ins.pc], plan.runs[ins.pc]
+    a, b = (plan.fragment(key) for key in plan.keys(run))
     members = [Accumulator(d, one, form, plan.accumulators) for one in run]
     shape = (plan.warps, COLUMNS * len(run), form.m)
     room = plan.room("product").view(matrix_type(form.a))

@@ -167,6 +167,17 @@ _PRMT_MODES = {  # byte selectors by mode, for the control values 0-3
 }
 
 
+def _prmt_known(control: int, a: np.ndarray, b: np.ndarray) -> Compute:
+    """Bytes in places that a literal names, none of them a sign."""
+    places = [control >> 4 * byte & 7 for byte in range(4)]
+
+    def compute(out: np.ndarray) -> None:
+        pair = (b.astype(np.uint64) << np.uint64(32)) | a
+        out[...] = pair.view(np.uint8).reshape(-1, 8).take(places, 1).view(np.uint32)[:, 0]
+
+    return compute
+
+
 @opcode("prmt")
 def prmt(d: Decoder, ins: Instruction) -> Step:
     """prmt.b32{.mode} d, a, b, c: bytes of the pair b:a, or copies of their signs."""
@@ -174,6 +185,8 @@ def prmt(d: Decoder, ins: Instruction) -> Step:
     only(ins, ("b32", mode))
     a, b, c = (d.src(arg, "u32") for arg in ins.args[1:4])
     table = np.array(_PRMT_MODES[mode], np.uint32) if mode else None
+    if table is None and c.size == 1 and not int(c[0]) & 0x8888:
+        return d.step(ins, ins.args[0], "u32", _prmt_known(int(c[0]), a, b))
 
     def compute(out: np.ndarray) -> None:
         control = table[c & np.uint32(3)] if table is not None else c

@@ -237,18 +237,23 @@ class Race:
         self._pending(shadow).begin(units, ins, write)
         return Operation(shadow, units, actor, write, ins)
 
-    def finish(self, operation: Operation | None) -> Clock | None:
-        """The access is over; whoever acquires the clock comes after it."""
-        if operation is None:
+    def finish(self, *operations: Operation | None) -> Clock | None:
+        """Accesses of one instruction by one engine are over; whoever acquires the clock comes
+        after them."""
+        over = [operation for operation in operations if operation is not None]
+        if not over:
             return None
-        self._pending(operation.shadow).end(operation.units, operation.ins, operation.write)
-        stamp = self._tick(operation.ins)
-        actors = np.full(operation.units.size, operation.actor)
-        operation.shadow.flush()
-        operation.shadow.add(WRITE if operation.write else READ, operation.units, actors)
+        one, units = over[0], over[0].units
+        for operation in over:
+            self._pending(one.shadow).end(operation.units, one.ins, one.write)
+        if len(over) > 1:
+            units = distinct(np.concatenate([operation.units for operation in over]))
+        stamp = self._tick(one.ins)
+        one.shadow.flush()
+        one.shadow.add(WRITE if one.write else READ, units, np.full(units.size, one.actor))
         row = np.zeros(self.clocks.width, np.int32)
-        row[operation.actor % self.clocks.width] = stamp
-        return Clock({operation.actor // self.clocks.width: row})
+        row[one.actor % self.clocks.width] = stamp
+        return Clock({one.actor // self.clocks.width: row})
 
     def copy_begins(
         self, positions: np.ndarray, width: int, lanes: np.ndarray, ins: Instruction
@@ -323,8 +328,10 @@ class Race:
         record = shadow.records.get(WRITE)
         if record is None:
             return
-        layout, width = self.machine.layout, self.clocks.width
-        who, when = record.who[units], record.when[units]
+        when = record.when[units]
+        if not (when > self.proxy[lanes].max()).any():
+            return
+        layout, width, who = self.machine.layout, self.clocks.width, record.who[units]
         lane = (who // width - layout.first_cta) * layout.padded + who % width
         by_thread = (who >= 0) & (who % width < layout.padded)
         by_thread &= (lane >= 0) & (lane < layout.lanes)

@@ -53,12 +53,14 @@ class Pending:
         counts = self.writes if write else self.reads
         counts[units] -= 1
         chunks = units // self.a_chunk
+        if units.size > 1:  # once each, where units of a chunk follow one another
+            chunks = chunks[np.flatnonzero(np.diff(chunks, append=-1))]
         shape = (-1, self.a_chunk)
         still = self.writes.reshape(shape)[chunks].any(1) | self.reads.reshape(shape)[chunks].any(1)
         self.busy[chunks] = still
         for one in self.begun:
             mine = one.ins is ins and one.write == write and one.left >= units.size
-            if mine and (one.units == units[0]).any():
+            if mine and (one.units is units or (one.units == units[0]).any()):
                 one.left -= units.size
                 break
         self.begun = [one for one in self.begun if one.left]

@@ -80,8 +80,7 @@ class Flight:
         if race is not None:
             for index in due.tolist():
                 lanes = self.warpgroups.lanes[product.which[index]]
-                for operation in product.races[index]:
-                    race.acquire(lanes, race.finish(operation))
+                race.acquire(lanes, race.finish(*product.races[index]))
 
     def _read(
         self, product: Product, positions: np.ndarray, kind: str, transposed: bool

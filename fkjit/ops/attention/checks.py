@@ -158,7 +158,7 @@ def _batch(call: str, views: Views) -> int:
 
 def _length(call: str, name: str, value: Any) -> int:
     try:
-        length = operator.index(value)
+        length = value if isinstance(value, int) else operator.index(value)
     except TypeError:
         raise ArgumentTypeError(f"{call}: {name}={value!r} is not a whole number") from None
     if not 0 <= length < _LIMIT:

@@ -194,6 +194,7 @@ def _op(name: str, check: Callable[..., Any], options: Any, traced: Callable[...
         name, inputs=("q", "k", "v", *POINTERS), outputs=("o", "lse"), check=check, options=options,
         optional=[n for n in POINTERS if name == "attention" or n not in PACKED_ENDS],
         autograd=autograd, traced=traced, autocast=3, batched=True,
+        lengths=2 if options is VarlenOptions else 0,
     )  # fmt: skip
     return op
 

@@ -4,7 +4,6 @@ features."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from fkjit.ops.attention.shapes import padded_pair
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.runtime.tensor_map import TensorMap
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, register
+from fkjit.symbolic import decision
 
 HEAD_DIMS = (64, 96, 128, 192, 256)  # what products are padded to; tiles have panels of 64 columns
 PAIRS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -246,7 +246,7 @@ def counters(params: Params, problem: Problem) -> int:
     return COUNTERS if tiles > problem.get("multiprocessors", SMS) else 0
 
 
-@lru_cache(maxsize=1024)
+@decision(1024)
 def padded_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The cheapest compiled pair that holds these head dimensions."""
     return padded_pair(PAIRS, head_dim, head_dim_v)

@@ -33,6 +33,7 @@ from fkjit.ops.attention.problem import split_block, window
 from fkjit.ops.attention.shapes import padded_pair
 from fkjit.runtime.interop import View
 from fkjit.spec import KernelSpec, Params, Problem
+from fkjit.symbolic import decision
 
 _KEPT = 4096  # choices that are the same for many shapes
 _WARPS = 8  # two a scheduler: one computes its softmax while the other keeps the tensor cores busy
@@ -133,7 +134,7 @@ def _names(spec: KernelSpec) -> tuple[str, ...]:
     return tuple(param.name for param in spec.params)
 
 
-@lru_cache(maxsize=_KEPT)
+@decision(_KEPT)
 def _fixed(
     spec: KernelSpec, dtype: str, head_dim: int, head_dim_v: int, aligned: bool
 ) -> tuple[tuple[str, Any], ...]:
@@ -192,7 +193,7 @@ def _tall(problem: Problem) -> int:
     return max(16, 1 << (max(problem["seqlen_q"], 1) - 1).bit_length())
 
 
-@lru_cache(maxsize=_KEPT)
+@decision(_KEPT)
 def _plain_tile(spec: KernelSpec, given: tuple[tuple[str, Any], ...], rows: int, arch: Arch) -> Any:
     """The first that is legal, no taller than `rows` and leaves an SM enough warps."""
     fixed = dict(given)
@@ -211,7 +212,7 @@ def _plain_tile(spec: KernelSpec, given: tuple[tuple[str, Any], ...], rows: int,
     return next(filter(fills_an_sm, tall), order[0])
 
 
-@lru_cache(maxsize=_KEPT)
+@decision(_KEPT)
 def _feature_tile(
     spec: KernelSpec, given: tuple[tuple[str, Any], ...], rows: int, arch: Arch
 ) -> Any:

@@ -20,6 +20,7 @@ from fkjit.ops.attention.kernels_sm90 import (
 from fkjit.ops.attention.problem import axes, split_block
 from fkjit.runtime.interop import ITEMSIZE, View
 from fkjit.spec import Params, Problem
+from fkjit.symbolic import decision
 
 _FEW_QUERIES = (64, 128)  # for small problems: twice as many blocks, each half as busy
 # How fast others are than the first tile of a head_dim, per row and where every SM is busy alike
@@ -114,7 +115,7 @@ def _has_tile(problem: Problem, features: ScoreFeatures | None, block: Any) -> b
     return bool(legal) if block is None else block in legal
 
 
-@lru_cache(maxsize=1024)
+@decision(1024)
 def _legal(features: ScoreFeatures, dtype: str, head_dim: int, head_dim_v: int) -> tuple[Any, ...]:
     """The tiles with score features that are compiled, fastest first."""
     fixed = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": head_dim_v}
@@ -137,7 +138,7 @@ def _size_class(problem: Problem, keys: int) -> tuple[int, int, int, int]:
     return queries, heads, problem.get("multiprocessors", SMS), 1 << keys.bit_length() >> 1
 
 
-@lru_cache(maxsize=4096)
+@decision(4096)
 def _fastest(
     queries: int, heads: int, multiprocessors: int, keys: int, causal: bool, head_dim: int,
     block: Any,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import gcd, prod
+from math import prod
 from typing import Any
 
 from fkjit.arch import Arch
@@ -125,10 +125,10 @@ def describe(
 
 def _vectors(strides: Sequence[Sequence[int]], pointers: Sequence[int], itemsize: int) -> bool:
     """Whether rows of all arrays are contiguous, and equally far from 16-byte boundaries."""
-    phases = {pointer % _VECTOR_BYTES for pointer in pointers}
-    if len(phases) > 1 or {step[-1] for step in strides} != {1}:
+    first, *others = [pointer % _VECTOR_BYTES for pointer in pointers]
+    if any([phase != first for phase in others]) or any([step[-1] != 1 for step in strides]):
         return False
-    return gcd(*[s for step in strides for s in step[:-1]]) * itemsize % _VECTOR_BYTES == 0
+    return not any([s * itemsize % _VECTOR_BYTES for step in strides for s in step[:-1]])
 
 
 def _layout(params: Params, problem: Problem) -> tuple[int, int, int]:

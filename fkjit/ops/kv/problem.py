@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import gcd
 from typing import Any
 
 import numpy as np
@@ -243,7 +242,7 @@ def is_vector(dtype: str, problem: Problem, views: Mapping[str, View], new: Sequ
     """Whether every head begins on a multiple of an access, in memory too; `new` arrays do."""
     size = _VECTOR_BYTES // ITEMSIZE[dtype]
     rows = (*problem["k"], *problem["v"], *problem["k_pages"], *problem["v_pages"])
-    if gcd(problem["head_dim"], *rows) % size:
+    if any([step % size for step in (problem["head_dim"], *rows)]):
         return False
     kept = ITEMSIZE[dtype] if problem["storage"] == "same" else 1
     places = [(views[f"{side}_pages"].pointer, size * kept) for side in SIDES]

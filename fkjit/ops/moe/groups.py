@@ -8,7 +8,6 @@ through a map, if there is one, to one of `groups` groups; a group's places are 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from fkjit.errors import ParameterError
@@ -21,6 +20,7 @@ from fkjit.ops.op.shapes import log2_ceil, rows_of
 from fkjit.runtime.device import multiprocessors
 from fkjit.runtime.interop import CPU, View
 from fkjit.spec import Problem
+from fkjit.symbolic import cached
 
 NO_CAPACITY = 2**31 - 1
 MAX_ITEMS = 2**27 - 1  # GridSums counts them in 27 bits
@@ -142,7 +142,7 @@ def grouping(p: Problem, pieces: int) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-@lru_cache(maxsize=256)
+@cached(256)
 def inverse(size: int) -> tuple[int, int]:
     """1 << (31 + shift) divided by `size`, rounded up, and shift: what divides by it."""
     shift = log2_ceil(size)

@@ -6,7 +6,6 @@ and how `top_k` of them are chosen (`Routing` in templates/moe/route.cuh).
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from fkjit.ops.op.shapes import log2_ceil
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import Params, Problem
+from fkjit.symbolic import decision
 
 # Lanes of a warp on one token, logits of each; the first one that holds a token is taken.
 Tile = tuple[int, int]
@@ -85,7 +85,7 @@ def choose_tile(
     return _first((_NARROW if narrow else _PLAIN) if plain else _MORE, *sizes)
 
 
-@lru_cache(maxsize=256)
+@decision(256)
 def _first(
     tiles: tuple[Tile, ...], dtype: str, experts: int, top_k: int, num_groups: int
 ) -> Tile | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from math import gcd, prod
+from math import prod
 from typing import Any
 
 from fkjit.errors import ArgumentTypeError, ParameterError
@@ -178,7 +178,8 @@ def _strides(op: str, views: Views, rows: int, columns: int) -> dict[str, int]:
 
 def _vector(problem: Problem, views: Views) -> bool:
     """Whether all rows start on 16-byte boundaries and are whole vectors long."""
-    if gcd(problem["columns"], *problem["strides"].values()) % size(problem["dtype"]):
+    whole = size(problem["dtype"])
+    if any([step % whole for step in (problem["columns"], *problem["strides"].values())]):
         return False
     return not any([view.pointer % 16 for view in views.values() if view is not None])
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from fkjit.arch import Arch
 from fkjit.ops.op.checks import FLOATS
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register, size_class
+from fkjit.symbolic import decision
 from fkjit.tuning import lookup
 
 # Threads of a block on one row, 16-byte vectors of each, blocks of a row.
@@ -201,7 +201,7 @@ def choose(
     return ROWS[op], {"tile": tiles[-1 if few else 0]}
 
 
-@lru_cache(maxsize=1024)
+@decision(1024)
 def _tightest(
     dtype: str, columns: int, vector: bool, clusters: bool, single: bool
 ) -> tuple[Tile, ...]:

@@ -42,9 +42,25 @@ class Differentiable:
     def __call__(self, inputs: Tensors, options: Any) -> Tensors:
         """The results, with a graph behind them. An input is a torch tensor."""
         if not sys.modules["torch"]._C._are_functorch_transforms_active():
-            return self._eager.apply(options, *inputs)
+            return self._apply(options, *inputs)
         layout = _Layout()
         return self._transformed.apply(options, layout, *inputs)[: layout.results]
+
+    @cached_property
+    def _apply(self) -> Callable[..., Tensors]:
+        """`apply` of `_eager` as it is in C++: PyTorch's own, in Python, asks again whether a
+        transform is active, which takes as long."""
+        torch = sys.modules["torch"]
+        try:
+            apply = super(torch.autograd.Function, self._eager).apply
+            alive = torch._C._functorch.unwrap_if_dead
+        except AttributeError:  # of another PyTorch
+            return self._eager.apply
+
+        def applied(options: Any, *inputs: Any) -> Tensors:
+            return apply(options, *[None if x is None else alive(x) for x in inputs])
+
+        return applied
 
     @cached_property
     def _eager(self) -> Any:
@@ -89,9 +105,21 @@ class Differentiable:
         """One of PyTorch's Functions, of this name from the start: its node takes it then."""
         autograd = sys.modules["torch"].autograd
         if self.once:
-            methods["backward"] = autograd.function.once_differentiable(methods["backward"])
+            methods["backward"] = _once(methods["backward"])
         made = {method: staticmethod(function) for method, function in methods.items()}
         return type(autograd.Function)(self.name, (autograd.Function,), made)
+
+
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch's once_differentiable, which would also keep the engine from recording where it does
+    not."""
+    torch = sys.modules["torch"]
+    recorded, records = torch.autograd.function.once_differentiable(backward), torch.is_grad_enabled
+
+    def once(ctx: Any, *gradients: Any) -> Any:
+        return (recorded if records() else backward)(ctx, *gradients)
+
+    return once
 
 
 class _Layout:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from functools import lru_cache
 from typing import Any, NoReturn
 
 import numpy as np
 
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
 from fkjit.runtime.interop import CPU, ITEMSIZE, View
+from fkjit.symbolic import cached
 
 FLOATS = ("fp16", "bf16", "fp32")
 Views = Mapping[str, View | None]
@@ -97,7 +97,7 @@ def check_writable(call: str, name: str, view: View) -> None:
         )
 
 
-@lru_cache(maxsize=256)
+@cached(256)
 def _folded(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether an element may be there twice."""
     reach = 0  # elements from the first to the last one of the dimensions so far
@@ -205,7 +205,7 @@ def extent(view: View) -> tuple[int, int]:
     return _extent(tuple(view.shape), tuple(view.strides), itemsize(view))
 
 
-@lru_cache(maxsize=256)
+@cached(256)
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, int]:
     if 0 in shape:
         return 0, 0

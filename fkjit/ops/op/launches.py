@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fkjit.ops.op.request import Launch
 from fkjit.runtime.device import KeptLaunch, LoadedKernel, ReadyLaunch, flatten
@@ -14,6 +14,55 @@ MAX_MAPS = 1024  # of an argument, by address
 MAX_LAUNCHES = 64  # whole, by all addresses
 
 Start = Callable[[tuple[int, ...], int], None]  # (addresses, stream): enqueue
+
+
+class Form(NamedTuple):
+    """What the lines of a plan's function that launch a kernel depend on."""
+
+    places: tuple[int, ...]  # of the addresses that it wants, among a call's
+    ready: bool = False  # a `ReadyLaunch`
+    together: bool = False  # cooperative
+    dependent: bool = False
+
+
+def form_of(start: Start, places: Sequence[int]) -> Form:
+    """The form of what `ready` returned."""
+    if not isinstance(start, ReadyLaunch):
+        return Form(tuple(places))
+    kernel = start.kernel
+    return Form(tuple(places), True, kernel.spec.cooperative, kernel.dependent)
+
+
+def bound_for(at: int, form: Form) -> list[str]:
+    """Names that the lines of launch number `at` find beside them."""
+    lines = [f"start{at} = steps.starts[{at}]"]
+    if form.ready:
+        lines += [
+            f"{', '.join(_given(at))} = start{at}.given",
+            f"write{at}, start{at}_in_graph = start{at}.write, start{at}.start",
+            f"launch{at}, is_capturing = outside_graphs(start{at}.kernel)",
+        ]
+    return lines
+
+
+def lines_for(at: int, form: Form, pointers: str) -> list[str]:
+    """Launch number `at`, on `stream`, with these addresses."""
+    if not form.ready:
+        return [f"start{at}(({pointers},), stream)"]
+    given = f"({', '.join(_given(at))}, stream, params{'' if form.together else ', 0'})"
+    launch = [f"launch{at}{given}"]
+    if form.dependent:
+        launch = [f"if is_capturing(stream): start{at}_in_graph{given}", f"else: {launch[0]}"]
+    return [
+        "try:",
+        f" room, params = start{at}.room; write{at}(room, 0, {pointers})",
+        *(f" {line}" for line in launch),
+        f"except Exception as error: raise start{at}.refused(error) from error",
+    ]
+
+
+def _given(at: int) -> list[str]:
+    return [f"given{at}_{i}" for i in range(8)]
 
 
 def ready(

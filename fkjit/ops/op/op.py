@@ -18,6 +18,7 @@ from fkjit.cpu.run import interpret
 from fkjit.ops.op import node as nodes
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.checks import Pair, check_alike, check_overlaps, refuse_grad, requires_grad
+from fkjit.ops.op.dynamic_plan import traced
 from fkjit.ops.op.node import Node
 from fkjit.ops.op.plan import MISSED, Geometry, Plans
 from fkjit.ops.op.request import Launch, Output, Request, arch_of
@@ -51,6 +52,8 @@ class Op:
         node: what the call is where torch.compile traces it. None: it cannot be traced, unless
             `traced` says how.
         traced: (inputs, outputs, options) -> what the call is in a graph, in place of the node's.
+        lengths: how many of the first options are whole numbers that change from call to call as
+            sizes of arrays do: a plan for all sizes takes any.
         autocast: how many of the first inputs torch.autocast casts, as PyTorch's attention's.
         batched: whether tensors of torch.func.vmap go to the operator, which knows what to do.
     """
@@ -69,6 +72,7 @@ class Op:
         autograd: Callable[..., Any] | None = None,
         node: Node | None = None,
         traced: Callable[..., Any] | None = None,
+        lengths: int = 0,
         autocast: int = 0,
         batched: bool = False,
     ) -> None:
@@ -78,7 +82,7 @@ class Op:
         self.optional = frozenset(optional) | frozenset(outputs)
         self.written = frozenset(written) | frozenset(outputs)
         self.in_place = frozenset(in_place)
-        self.plans = Plans(self.name, self.names, self.outputs)
+        self.plans = Plans(self.name, self.names, self.outputs, lengths)
         self.autocast, self.batched = autocast, batched
         self.node = node
         self.operator = None if node is None else nodes.define(self, node)
@@ -100,13 +104,14 @@ class Op:
         if self.traced is not None and not running and torch_ops.compiling():
             return self.traced(self._cast(self._whole(inputs)), outputs, options)
         try:
-            plan = self.plans.last.get(options)
+            last = self.plans.last.get(options)
         except TypeError:  # no key at all: the check explains it
-            plan = None
-        if plan is not None and (not outputs or len(inputs) == len(self.inputs)):
-            made = plan.try_arrays(*inputs, *outputs)
-            if made is not MISSED:
-                return made
+            last = None
+        if last is not None and (not outputs or len(inputs) == len(self.inputs)):
+            for plan in last:
+                made = plan.try_arrays(*inputs, *outputs)
+                if made is not MISSED:
+                    return made
         if self.autograd is not None and torch_ops.wants_grad_plainly(inputs):
             return self.autograd(self._cast(inputs), outputs, options)
         return self._met(self._whole(inputs), outputs, options)
@@ -131,8 +136,13 @@ class Op:
             plan = self.plans.lookup(arrays, options, seen)
             if plan is not None:
                 return plan.run(*arrays)
+            again = self.plans.meet(seen[1], options)
+            if not again:
+                made = self.plans.try_dynamic(arrays, options, seen)
+                if made is not MISSED:
+                    return made
             if self.plans.are_plain(seen):
-                return self._checked(arrays, options, seen)
+                return self._checked(arrays, options, seen, again)
         if self.traced is not None and torch_ops.abstract(*inputs):
             return self.traced(inputs, outputs, options)
         if self.autograd is not None and torch_ops.wants_grad(inputs):
@@ -147,14 +157,20 @@ class Op:
         assert self.node is not None and self.operator is not None
         return nodes.traced(self, self.node, self.operator, inputs, outputs, options)
 
-    def _checked(self, arrays: list[Any], options: tuple[Any, ...], seen: Geometry | None) -> Any:
-        """A call that has no plan."""
+    def _checked(
+        self,
+        arrays: list[Any],
+        options: tuple[Any, ...],
+        seen: Geometry | None,
+        again: bool = False,
+    ) -> Any:
+        """A call that has no plan; `again`: its geometry was met before."""
         views = (None if seen is None else self._seen(arrays, seen)) or self._views(arrays)
         if self.autograd is None and requires_grad(views.values()):
             refuse_grad(self.name, views)
         request = self._request(views, options)
         if request.delegate is not None:
-            self._remember(arrays, options, request, [], seen)
+            self._remember(arrays, options, request, [], views, seen, again)
             return self._delegated(request, arrays, options)
         like = request.like
         written = _written(request, like)
@@ -162,7 +178,7 @@ class Op:
             self._on_cpu(request, written)
         elif request.launches:
             kernels = self._on_gpu(request, like, written)
-            self._remember(arrays, options, request, kernels, seen)
+            self._remember(arrays, options, request, kernels, views, seen, again)
         return _result(request, like, written)
 
     def _delegated(self, request: Request, arrays: list[Any], options: tuple[Any, ...]) -> Any:
@@ -176,14 +192,27 @@ class Op:
         options: Any,
         request: Request,
         kernels: list[LoadedKernel],
+        views: dict[str, View | None],
         seen: Geometry | None,
+        again: bool,
     ) -> None:
         """A plan for a geometry that was met before; not while a graph is captured, whose memory
-        would be the plan's."""
-        if seen is None or not self.plans.meet(seen[1], options) or request.like.device == CPU:
+        would be the plan's. For a new geometry perhaps one for all sizes."""
+        if seen is None or request.like.device == CPU:
             return
-        if not is_capturing(interop.current_stream(request.like)):
+        if not again:
+            self._generalise(options, views, seen)
+        elif not is_capturing(interop.current_stream(request.like)):
             self.plans.store(arrays, options, request, kernels, self._pairs(request))
+
+    def _generalise(self, options: Any, views: dict[str, View | None], seen: Geometry) -> None:
+        """A plan for all sizes, where one is worth making."""
+        if any(view is not None and view.kind != "torch" for view in views.values()):
+            return
+        plans = self.plans.dynamic_for(options, seen)
+        if plans is not None:
+            names, lengths = (self.names, len(self.inputs)), self.plans.lengths
+            plans.add(traced(self.name, *names, views, options, lengths, self._request))
 
     def preparing(self, function: Callable[..., Any]) -> Callable[..., None]:
         """The `prepare` of the op's public function: the same arguments, nothing is launched.
@@ -230,13 +259,15 @@ class Op:
         if self.plans.kinds.get(type(arrays[0])) != "torch":
             return None
         views: dict[str, View | None] = {}
-        for name, array, pointer, traits in zip(self.names, arrays, *seen, strict=True):
+        pointers, (traits, sizes) = seen
+        rows = zip(self.names, arrays, pointers, traits, sizes, strict=True)
+        for name, array, pointer, own, size in rows:
             if array is None:
                 if name not in self.optional:
                     return None
                 views[name] = None
                 continue
-            view = interop.on_gpu(array, pointer, traits)
+            view = interop.on_gpu(array, pointer, own, size)
             if view is None:
                 return None
             views[name] = view

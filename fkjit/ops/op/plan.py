@@ -1,10 +1,11 @@
 """The plan cache: a geometry seen before is checked no more. What is left of such a call is to
 allocate the outputs, put addresses into the arguments and launch.
 
-Three steps, the cheapest first. Most calls are like the last one with the same options: `try_last`
-asks that plan, whose guards are PyTorch's own. Calls that alternate among geometries are looked up
-(`lookup`). A geometry gets a plan when it is met for the second time (`meet`, `store`): lengths
-that are new at every step leave nothing behind.
+Four steps, the cheapest first. Most calls are like one of the last with the same options:
+`try_last` asks their plans, whose guards are PyTorch's own. Other geometries are looked up
+(`lookup`). A new geometry may do with a plan for all sizes (`try_dynamic`; dynamic_plan.py). When
+it is met for the second time it gets a plan of its own (`meet`, `store`): lengths that are new at
+every step leave nothing behind.
 """
 
 from __future__ import annotations
@@ -18,25 +19,32 @@ from typing import Any
 
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.checks import Pair, extent
+from fkjit.ops.op.dynamic_plan import DynamicPlans
 from fkjit.ops.op.plan_function import ADDRESS, ALIGNMENT, MISSED, compiled, steps
 from fkjit.ops.op.request import Request
 from fkjit.runtime.device import LoadedKernel
 
+MAX_LAST = 4  # plans that a call's options had last
 MAX_PLANS = 512  # of a generation: the last two are kept
 MAX_MET = 8192  # geometries that were met once
 MAX_APART = 4096  # distances between two arrays that were checked
 
+MAX_KEYS = 128  # of plans for all sizes
+
 Key = tuple[Any, ...]
-Geometry = tuple[list[int], Key]  # the addresses, and all else that a plan depends on
+# The addresses, and all else that a plan depends on: traits of the arrays, and their shapes and
+# strides; None for an array that is not there.
+Geometry = tuple[list[int], tuple[Key, Key]]
 
 
 # What a plan depends on, of an array. A subclass of torch's or CuPy's class has a type of its own,
 # and no plan.
 _TRAITS = {
-    "torch": "type({x}), {x}.shape, {x}.stride(), {x}.dtype, {x}.get_device(), {x}.is_neg(), "
-    "{x}.requires_grad",
-    "cupy": "type({x}), {x}.shape, {x}.strides, {x}.dtype, {x}.data.device_id",
+    "torch": "type({x}), {x}.dim(), {x}.dtype, {x}.get_device(), {x}.is_neg(), {x}.requires_grad",
+    "cupy": "type({x}), {x}.ndim, {x}.dtype, {x}.data.device_id",
 }
+_SIZES = {"torch": "({x}.shape, {x}.stride())", "cupy": "({x}.shape, {x}.strides)"}
+_WANTS_GRAD = 5  # among the traits of a tensor
 
 
 @lru_cache(maxsize=64)
@@ -45,12 +53,13 @@ def geometry(kind: str, count: int) -> Callable[..., Geometry]:
 
     Each call goes through it, so it is written out array by array: a loop takes half as long again.
     """
-    names, pointers, keys = [f"x{i}" for i in range(count)], [], []
+    names, pointers, traits, sizes = [f"x{i}" for i in range(count)], [], [], []
     for i, x in enumerate(names):
         pointers.append(f"p{i} := 0 if {x} is None else {ADDRESS[kind].format(x=x)}")
-        traits = _TRAITS[kind].format(x=x)
-        keys.append(f"None if {x} is None else ({traits}, p{i} & {ALIGNMENT})")
-    made = f"[{', '.join(pointers)}], ({', '.join(keys)},)"
+        own = _TRAITS[kind].format(x=x)
+        traits.append(f"None if {x} is None else ({own}, p{i} & {ALIGNMENT})")
+        sizes.append(f"None if {x} is None else {_SIZES[kind].format(x=x)}")
+    made = f"[{', '.join(pointers)}], (({', '.join(traits)},), ({', '.join(sizes)},))"
     return eval(f"lambda {', '.join(names)}: ({made})")
 
 
@@ -112,15 +121,18 @@ class Plans:
     the young one, and when that is full the old one is dropped.
     """
 
-    def __init__(self, call: str, names: tuple[str, ...], outputs: tuple[str, ...] = ()) -> None:
-        """`names`: of all arrays, the outputs last."""
-        self.call, self.names, self.outputs = call, names, outputs
+    def __init__(
+        self, call: str, names: tuple[str, ...], outputs: tuple[str, ...] = (), lengths: int = 0
+    ) -> None:
+        """`names`: of all arrays, the outputs last. `lengths`: as `Op` has them."""
+        self.call, self.names, self.outputs, self.lengths = call, names, outputs, lengths
         self.young: dict[Key, Plan] = {}
         self.old: dict[Key, Plan] = {}
-        self.last: dict[Any, Plan] = {}  # by options: what they had last
+        self.last: dict[Any, tuple[Plan, ...]] = {}  # by options: what they had last
         # By the type of the first array: what makes a geometry, and whose arrays these are.
         self.geometries: dict[type, Callable[..., Geometry]] = {}
         self.kinds: dict[type, str] = {}
+        self.dynamic: dict[Key, DynamicPlans] = {}  # by traits and options that are no lengths
         self._met: set[int] = set()
         _all.add(self)
 
@@ -131,14 +143,17 @@ class Plans:
 
     def forget(self) -> None:
         """Drop every plan (for tests): the next call is checked."""
-        for kept in (self.young, self.old, self.last, self.geometries, self._met):
+        for kept in (self.young, self.old, self.last, self.dynamic, self.geometries, self._met):
             kept.clear()
 
     def try_last(self, arrays: Sequence[Any], options: Any) -> Any:
-        """What the call returns, if its arrays are like those that these options had last; else
+        """What the call returns, if its arrays are like some that these options had last; else
         MISSED. (`Op.__call__` has these lines too.)"""
-        plan = self.last.get(options)
-        return MISSED if plan is None else plan.try_arrays(*arrays)
+        for plan in self.last.get(options, ()):
+            made = plan.try_arrays(*arrays)
+            if made is not MISSED:
+                return made
+        return MISSED
 
     def sight(self, arrays: Sequence[Any]) -> Geometry | None:
         """Addresses and traits of the arrays; None where they are of no type that has plans."""
@@ -163,7 +178,7 @@ class Plans:
     def are_plain(self, seen: Geometry) -> bool:
         """Whether all arrays are of types that have plans: none stands for another one."""
         kinds = self.kinds
-        return all([traits is None or traits[0] in kinds for traits in seen[1]])
+        return all([traits is None or traits[0] in kinds for traits in seen[1][0]])
 
     def lookup(
         self, arrays: Sequence[Any], options: Any, seen: Geometry | None = None
@@ -174,13 +189,15 @@ class Plans:
             return None
         key = (seen[1], options)
         try:
-            plan = self.young.get(key) or self._rejuvenated(key)
+            plan = self.young.get(key) or (self._rejuvenated(key) if self.old else None)
         except TypeError:  # an option that is no key
             return None
         if plan is None or (plan.guarded and plan.refuses(seen[0])):
             return None
         if plan.expects(arrays):
-            self.last[options] = plan
+            last = self.last.get(options, ())
+            if plan not in last:
+                self.last[options] = (plan, *last[: MAX_LAST - 1])
         return plan
 
     def _rejuvenated(self, key: Key) -> Plan | None:
@@ -193,6 +210,32 @@ class Plans:
         if len(self.young) >= MAX_PLANS:
             self.old, self.young, self.last = self.young, {}, {}
         self.young[key] = plan  # last: other threads take it from here
+
+    def try_dynamic(self, arrays: Sequence[Any], options: Any, seen: Geometry) -> Any:
+        """What the call returns, if a plan for all sizes takes it; else MISSED."""
+        pointers, (traits, sizes) = seen
+        lengths = options[: self.lengths]
+        try:
+            plans = self.dynamic.get((traits, options[self.lengths :] if lengths else options))
+        except TypeError:  # an option that is no key
+            return MISSED
+        if plans is None or not all([type(one) is int for one in lengths]):
+            return MISSED
+        return plans.run((*sizes, *lengths), pointers, arrays)
+
+    def dynamic_for(self, options: Any, seen: Geometry) -> DynamicPlans | None:
+        """Where a plan for all sizes would stand, if one is worth making for a geometry."""
+        traits, lengths = seen[1][0], options[: self.lengths]
+        if not (_is_plain(options) and all([type(one) is int for one in lengths])):
+            return None
+        key = (traits, options[self.lengths :])
+        plans = self.dynamic.get(key)
+        if plans is None:
+            if len(self.dynamic) >= MAX_KEYS:
+                self.dynamic.clear()
+            wants_grad = any([one is not None and one[_WANTS_GRAD] for one in traits])
+            plans = self.dynamic.setdefault(key, DynamicPlans(wants_grad))
+        return plans if plans.wants_trace() else None
 
     def meet(self, traits: Key, options: Any) -> bool:
         """Note that a geometry was met; whether it had been, so that a plan is worth making."""

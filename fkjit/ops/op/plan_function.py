@@ -13,9 +13,10 @@ from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from fkjit.ops.op.launches import ready
+from fkjit.ops.op.launches import Form, bound_for, form_of, lines_for, ready
 from fkjit.ops.op.request import Output, Request
 from fkjit.runtime import interop, workspace
+from fkjit.runtime.device import outside_graphs
 from fkjit.sanitizer import refuse_gpu
 
 ALIGNMENT = 31  # bits of an address that a plan depends on
@@ -33,8 +34,8 @@ class Shape(NamedTuple):
     given: tuple[int, ...]
     made: tuple[int, ...]  # outputs that are allocated
     returned: tuple[int, ...]
-    # The addresses that each launch wants; `arrays` and `arrays` + 1 are workspace and counters.
-    launches: tuple[tuple[int, ...], ...]
+    # Of addresses, `arrays` and `arrays` + 1 are workspace and counters.
+    launches: tuple[Form, ...]
     scratch: bool  # whether there are any
     delegated: bool
     inputs: int
@@ -82,7 +83,7 @@ def steps(
         given=tuple(i for i, x in enumerate(arrays) if x is not None),
         made=tuple(map(names.index, made)),
         returned=tuple(names.index(name) for name, o in outputs.items() if o.returned),
-        launches=tuple(tuple(places) for _, places in launches),
+        launches=tuple(form_of(start, places) for start, places in launches),
         scratch=bool(request.workspace or request.counters),
         delegated=request.delegate is not None,
         inputs=inputs,
@@ -140,9 +141,14 @@ def compiled(shape: Shape, guarded: bool) -> Callable[[Steps, tuple[Any, ...], A
     arrays = [f"x{i}" for i in range(shape.arrays)]
     head = ", ".join([arrays[0], *(f"{x}=None" for x in arrays[1:])])
     lines += [f" def run({head}):", *(f"  {line}" for line in _body(shape, guarded)), " return run"]
+    return function_of(lines)
+
+
+def function_of(lines: list[str]) -> Callable[..., Any]:
+    """`make` of a text."""
     namespace = {
         "MISSED": MISSED, "refuse_gpu": refuse_gpu, "import_module": import_module, "sys": sys,
-        "others": _on_its_device,
+        "others": _on_its_device, "outside_graphs": outside_graphs,
     }  # fmt: skip
     exec("\n".join(lines), namespace)
     return namespace["make"]
@@ -150,15 +156,21 @@ def compiled(shape: Shape, guarded: bool) -> Callable[[Steps, tuple[Any, ...], A
 
 def _bound(shape: Shape, guarded: bool) -> list[str]:
     """Names that the function finds beside it."""
-    lines = ["call, device = steps.call, steps.device"]
-    lines += [f"make{i} = steps.allocations[{at}]" for at, i in enumerate(shape.made)]
-    lines += [f"start{at} = steps.starts[{at}]" for at in range(len(shape.launches))]
+    lines = [f"make{i} = steps.allocations[{at}]" for at, i in enumerate(shape.made)]
+    for at, form in enumerate(shape.launches):
+        lines += bound_for(at, form)
+    lines += ["scratch = steps.scratch"] if shape.scratch else []
     if guarded:
         lines += [f"fits{i} = fits[{i}]" for i in shape.given]
         lines += ["refuses, alignments = plan.refuses, plan.alignments"]
+    return [*lines, *bound_for_work(shape)]
+
+
+def bound_for_work(shape: Shape) -> list[str]:
+    """The same of `work`; `steps` has them."""
+    lines = ["call, device = steps.call, steps.device"]
     if shape.delegated:
         return [*lines, "delegate, options = steps.delegate, steps.options"]
-    lines += ["scratch = steps.scratch"] if shape.scratch else []
     if shape.kind == "torch":
         return [
             *lines,
@@ -175,31 +187,45 @@ def _bound(shape: Shape, guarded: bool) -> list[str]:
 
 def _body(shape: Shape, guarded: bool) -> list[str]:
     """Guards, addresses, allocations, launches, results."""
+    address = ADDRESS[shape.kind]
     lines = _tests(shape) if guarded else []
-    lines.append("refuse_gpu(call)")
+    if not guarded and not shape.delegated:
+        lines += [f"p{i} = {address.format(x=f'x{i}')}" for i in shape.given]
+    there = {*shape.given, *shape.made}
+    if shape.scratch:
+        there |= {shape.arrays, shape.arrays + 1}
+    starts = []
+    for at, form in enumerate(shape.launches):
+        pointers = ", ".join(f"p{i}" if i in there else "0" for i in form.places)
+        starts += lines_for(at, form, pointers)
+    makes = [f"x{i} = make{i}(); p{i} = {address.format(x=f'x{i}')}" for i in shape.made]
+    return [*lines, *work(shape, "run", makes, "scratch({x}, stream)", starts)]
+
+
+def work(shape: Shape, run: str, makes: list[str], scratch: str, starts: list[str]) -> list[str]:
+    """What is left to do behind the guards; `run` is called again with the device as current.
+
+    makes: lines that allocate outputs. scratch: what finds (workspace, counters, owner) beside the
+    array {x}. starts: lines that launch on `stream`.
+    """
+    lines = ["refuse_gpu(call)"]
     arrays = [f"x{i}" for i in range(shape.arrays)]
     if shape.delegated:
         inputs, outputs = arrays[: shape.inputs], arrays[shape.inputs :]
         lists = (f"({', '.join(some)}{',' * bool(some)})" for some in (inputs, outputs))
         return [*lines, f"return delegate({', '.join(lists)}, options)"]
     if not shape.alone:
-        lines.append(f"if current() != device: return others(run, device, ({', '.join(arrays)},))")
-    address = ADDRESS[shape.kind]
-    if not guarded:
-        lines += [f"p{i} = {address.format(x=f'x{i}')}" for i in shape.given]
-    lines += [f"x{i} = make{i}(); p{i} = {address.format(x=f'x{i}')}" for i in shape.made]
-    lines.append("stream = stream_of(device)")
-    there = {*shape.given, *shape.made}
+        given = ", ".join(arrays)
+        lines.append(f"if current() != device: return others({run}, device, ({given},))")
+    lines += [*makes, "stream = stream_of(device)"]
     if shape.scratch:
-        first = f"x{min(there)}"
-        lines.append(f"p{shape.arrays}, p{shape.arrays + 1}, owner = scratch({first}, stream)")
-        there |= {shape.arrays, shape.arrays + 1}
-    for at, places in enumerate(shape.launches):
-        pointers = ", ".join(f"p{i}" if i in there else "0" for i in places)
-        lines.append(f"start{at}(({pointers},), stream)")
+        first = f"x{min((*shape.given, *shape.made))}"
+        pair = f"p{shape.arrays}, p{shape.arrays + 1}, owner"
+        lines.append(f"{pair} = {scratch.format(x=first)}")
     results = [f"x{i}" for i in shape.returned]
     made = results[0] if len(results) == 1 else f"({', '.join(results)})" if results else "None"
-    return [*lines, f"return {made}"]  # whoever gets the scratch memory next comes after us
+    # Whoever gets the scratch memory next comes after us.
+    return [*lines, *starts, f"return {made}"]
 
 
 def _tests(shape: Shape) -> list[str]:

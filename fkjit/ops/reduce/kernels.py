@@ -8,7 +8,6 @@ after a 16-byte boundary where `vector`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from fkjit.arch import Arch
@@ -25,6 +24,7 @@ from fkjit.spec import (
     register,
     size_class,
 )
+from fkjit.symbolic import cached
 from fkjit.tuning import tuned
 
 VECTOR_BYTES = 16
@@ -74,7 +74,7 @@ def cut(params: Params, problem: Problem) -> tuple[int, int]:
     return _cut(accesses(problem) * problem["segments"], problem["rows"], params["threads"])
 
 
-@lru_cache(maxsize=256)
+@cached(256)
 def _cut(total: int, rows: int, threads: int) -> tuple[int, int]:
     """The same for rows of `total` accesses; a launch asks three times."""
     low, high = _BLOCKS

@@ -160,6 +160,7 @@ _OP = Op(
     optional=("k", "positions", "table"),
     in_place=(("out_q", "q"), ("out_k", "k")),
     autograd=_with_gradients,
+    lengths=1,
     node=Node(
         lambda q, k, *rest: [like(q)] if k is None else [like(q), like(k)],
         f"int start, {OPTIONS}, str layout, bool inverse", None, pack=_pack, unpack=_unpack,

@@ -6,7 +6,6 @@ import math
 import operator
 import sys
 from decimal import Decimal, localcontext
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from fkjit.errors import ParameterError
 from fkjit.runtime import interop
 from fkjit.runtime.interop import CPU
+from fkjit.symbolic import decision
 
 THETA = 10_000.0
 MAX_ROTARY_DIM = 512
@@ -82,7 +82,7 @@ def check_frequencies(call: str, rotary_dim: Any, theta: Any, scaling: Any) -> N
         raise ParameterError(f"{call}: {scaling} needs 0 < {slow} < {fast} < original_context")
 
 
-@lru_cache(maxsize=256)
+@decision(256)
 def fixed_point(rotary_dim: int, theta: float, scaling: Llama3Scaling | None) -> tuple[int, ...]:
     """`RopeFrequencies` of templates/rope/angle.cuh, as its integers."""
     with localcontext() as context:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from fkjit.ops.op.shapes import log2_ceil
@@ -21,6 +20,7 @@ from fkjit.spec import (
     register,
     size_class,
 )
+from fkjit.symbolic import cached
 
 Arguments = Callable[[Params, Problem, Mapping[str, Any]], dict[str, Any]]
 VECTOR_BYTES = 16
@@ -59,7 +59,7 @@ def tiling(params: Params, problem: Problem) -> Mapping[str, Any]:
     )
 
 
-@lru_cache(maxsize=256)
+@cached(256)
 def _tiling(
     threads: int, lanes: int, tokens: int, heads: int, heads_first: bool
 ) -> Mapping[str, Any]:

@@ -22,6 +22,7 @@ from fkjit.runtime.tensor_map import TensorMap  # noqa: E402
 from fkjit.settings import settings  # noqa: E402
 from tests.attention.backward.test_attention_backward import check, tensors  # noqa: E402
 from tests.core.mutations import Bug  # noqa: E402
+from tests.core.sampling import ONE_OF_EACH_KIND  # noqa: E402
 from tests.core.test_mutations import KINDS, outcome  # noqa: E402
 
 KERNEL, D = "kernels_cu/attention/backward_sm90.cu", "templates/attention/backward_sm90/"
@@ -121,6 +122,7 @@ BUGS = (
 )  # fmt: skip
 
 
+@ONE_OF_EACH_KIND
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug, monkeypatch):
     said = outcome(bug, monkeypatch, plant=True)

@@ -21,6 +21,7 @@ from tests.attention.backward.test_attention_backward import tensors  # noqa: E4
 from tests.attention.backward.test_attention_feature_gradients import assert_no_worse, check, grads  # noqa: E402
 from tests.attention.backward.test_attention_feature_gradients_gpu import one_by_one  # noqa: E402
 from tests.core.mutations import Bug  # noqa: E402
+from tests.core.sampling import ONE_OF_EACH_KIND  # noqa: E402
 from tests.core.test_mutations import KINDS, outcome, right  # noqa: E402
 
 
@@ -127,6 +128,7 @@ BUGS = (
 )  # fmt: skip
 
 
+@ONE_OF_EACH_KIND
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug, monkeypatch):
     said = outcome(bug, monkeypatch, plant=True)

@@ -119,7 +119,7 @@ def test_tiles_inside_a_window_are_not_masked(case):
 
 BIASES = (
     ((1, 1, 1, SK), "bf16", (64, 64)), ((2, HEADS, 1, SK), "fp32", (35, 61)),
-    ((2, 1, SQ, SK), "fp16", (192, 128)), ((1, HEADS, SQ, SK), "bf16", (250, 64)),
+    ((2, 1, SQ, SK), "fp16", (96, 64)), ((1, HEADS, SQ, SK), "bf16", (250, 64)),
 )  # fmt: skip
 
 
@@ -287,7 +287,7 @@ def by_sequence(q, k, v, *, bias=None, **options):
 PACKED = (
     ("bf16", (40, 24), {"causal": True}, ()),
     ("fp32", (40, 24), {"window": (9, 3), "softcap": 2.0}, LEARNED),
-    ("fp16", (128, 128), {"causal": True}, LEARNED),
+    ("fp16", (64, 64), {"causal": True}, LEARNED),
 )
 
 
@@ -326,7 +326,7 @@ def test_rows_of_no_sequence_and_beyond_the_longest_have_no_gradient():
 
 def test_compiled_whole_they_have_the_same_gradients():
     torch._dynamo.reset()
-    *given, dout, ends = packed((128, 128), "fp16")
+    *given, dout, ends = packed((64, 64), "fp16")
     learned = [torch.rand(HEADS), torch.randn(1, HEADS, 70, 70), torch.rand(HEADS)]
 
     def model(q, k, v, *learned):
@@ -360,7 +360,7 @@ def test_torch_func_grad():
 
 @pytest.mark.parametrize("name", ["attention_form", "attention_varlen_lse"])
 def test_operators_are_what_their_schemas_say(name):
-    *given, _, ends = packed((128, 128), "fp16")
+    *given, _, ends = packed((64, 64), "fp16")
     form = [torch.rand(HEADS), torch.randn(1, 1, 1, 70), None, torch.rand(HEADS)]
     more = [*ends, 70, 70] if "varlen" in name else []
     if not more:

@@ -7,7 +7,6 @@ are in lse alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -22,6 +21,7 @@ from fkjit.ops.attention.problem import shape_class
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.runtime.tensor_map import TensorMap
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, Work
+from fkjit.symbolic import decision
 
 HEAD_DIMS = tuple(BLOCK_Q)  # what products are padded to
 COUNTERS = 1
@@ -158,7 +158,7 @@ def _rounds(params: Params, one: Problem) -> int:
     return _best_rounds(block_q, *sizes, _multiprocessors(one), one["causal"])
 
 
-@lru_cache(maxsize=1024)
+@decision(1024)
 def _best_rounds(block_q: int, blocks: int, heads: int, multiprocessors: int, causal: bool) -> int:
     """See attention/backward_sm90/schedule.cuh: few, as heads under way at once share L2, but two
     tiles between two that come to one, of those that are nearly the fastest by count of blocks."""

@@ -15,6 +15,7 @@ from fkjit.ops.attention.decode.problem import flops, rows, shape_class, traffic
 from fkjit.ops.attention.features import EXAMPLE_ARGS, EXAMPLE_MOD, ScoreFeatures, parse
 from fkjit.ops.kv.problem import STORAGES
 from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
+from fkjit.symbolic import decision
 
 HEAD_DIMS = (64, 128, 256)  # what rows are padded to
 ROWS = (16, 64)  # of a tile: query heads of a KV head times new tokens
@@ -146,7 +147,7 @@ def select(
     return spec, tuning.tuned(spec, params, problem, arch)
 
 
-@lru_cache(maxsize=1024)
+@decision(1024)
 def _default(
     dtype: str, storage: str, dim: int, few: bool, features: str, arch: Arch
 ) -> tuple[KernelSpec, Params]:
