@@ -56,6 +56,7 @@ class Rates(NamedTuple):
     resident: int = 1  # blocks that an SM runs at a time; one of two alone is slower than half
     step: float = 0.0  # that a step takes at least
     memory: float = 1.0  # the part of memory's bandwidth that it reaches
+    in_turn: bool = False  # loads of a step are not hidden under its products
 
 
 class Machine(NamedTuple):
@@ -82,6 +83,7 @@ MACHINES: dict[tuple[int, int], Machine] = {
 }
 SMS = 108  # where there is no GPU to ask
 _SUM_BYTES = 4  # of a partial sum
+_SUMS_RATE = 600  # bytes of partial sums in a ns, until the last blocks have added them up
 _SHARPNESS = 8  # how little the lesser of computing and streaming adds to the other
 _SHARED_OF_A_BLOCK = 1024  # bytes that each takes beside its own
 _ALONE = 0.8  # one of n resident blocks runs at (1 / n) ** _ALONE of the SM's rate
@@ -115,7 +117,7 @@ def cost(shape: Shape, tile: Tile, rates: Rates, arch: Arch) -> float:
     if alone:
         compute += alone * each * (rates.resident / alone) ** _ALONE
     compute += after if rates.overlapped else 0.0
-    streamed = traffic(shape, tile) / (gpu.memory * rates.memory)
+    streamed = traffic(shape) / (gpu.memory * rates.memory)
     both = (compute**_SHARPNESS + streamed**_SHARPNESS) ** (1 / _SHARPNESS)
     return gpu.launch + rates.start + both
 
@@ -124,12 +126,20 @@ def _step(shape: Shape, tile: Tile, rates: Rates, gpu: Machine) -> float:
     """Of a block; where a tile has rows that x has not, these cost as much."""
     flops = 2.0 * tile.rows * tile.columns * tile.depth / tile.blocks
     loaded = ITEMSIZE[shape.dtype] * tile.depth * (tile.loaded or tile.rows + tile.columns)
-    return max(flops / (getattr(gpu, rates.unit) * rates.speed), loaded / gpu.l2, rates.step)
+    products, loads = flops / (getattr(gpu, rates.unit) * rates.speed), loaded / gpu.l2
+    return max(products + loads if rates.in_turn else max(products, loads), rates.step)
 
 
-def traffic(shape: Shape, tile: Tile) -> float:
-    """Bytes of x, weight and out once, and of partial sums, written and read."""
+def _adding_up(shape: Shape, tile: Tile) -> float:
+    """Of the partial sums of blocks that share a tile."""
+    if tile.splits == 1:
+        return 0.0
+    wide = shape.n * (2 if shape.gate else 1)
+    return _SUM_BYTES * shape.m * wide * tile.splits / _SUMS_RATE
+
+
+def traffic(shape: Shape) -> float:
+    """Bytes of x, weight and out once."""
     wide = shape.n * (2 if shape.gate else 1)
     inputs = ITEMSIZE[shape.dtype] * (shape.m * shape.k + wide * shape.k)
-    sums = 2 * _SUM_BYTES * shape.m * wide * tile.splits if tile.splits > 1 else 0
-    return float(inputs + ITEMSIZE[shape.out_dtype] * shape.m * shape.n + sums)
+    return float(inputs + ITEMSIZE[shape.out_dtype] * shape.m * shape.n)
