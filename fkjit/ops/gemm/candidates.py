@@ -136,20 +136,11 @@ def _skinny_tile(params: Params, shape: Shape) -> Tile:
 _SKINNY = {16: (4200, 1.0), 32: (7500, 0.98), 64: (13_000, 0.8), 128: (20_000, 0.6)}
 
 
-# By tile: the part of the flops that mma.sync gives, and of memory's bandwidth that the loads which
-# are under way reach.
-_SKINNY: dict[tuple[int, int, int], tuple[float, float]] = {
-    (64, 128, 4): (1.0, 1.0), (64, 64, 4): (1.05, 0.9), (128, 64, 6): (0.8, 0.92),
-    (128, 64, 4): (0.7, 0.75),
-}  # fmt: skip
-
-
 def _skinny_rates(params: Params, shape: Shape) -> Rates:
-    speed, memory = _SKINNY.get(params["tile"], (0.8, 0.8))
-    copied = 1.0 if shape.aligned else 0.4  # element by element
-    return Rates(
-        "mma", speed * copied, start=2000, resident=2, memory=memory * copied, in_turn=True
-    )
+    start, memory = _SKINNY[params["tokens"]]
+    start += 400 if params["tile"] != (64, 128, 4) else 0
+    speed, copied = (0.6, 1.0) if shape.aligned else (0.2, 0.4)  # else element by element
+    return Rates("mma", speed, start=start, resident=2, memory=memory * copied)
 
 
 def _tokens(shape: Shape, arch: Arch) -> Mapping[str, Any]:
