@@ -141,4 +141,4 @@ def test_dependent_kernels_and_no_others_wait_for_the_one_before():
             body = re.search(head, text, re.DOTALL)
             assert body is not None
             ahead, wait, _ = body[1].partition("after_previous_kernel(")
-            assert spec.pdl == bool(wait and not re.search(r"load|\[", ahead)), spec.id
+            assert spec.pdl == bool(wait and not re.search(r"load|\w\[\w", ahead)), spec.id
