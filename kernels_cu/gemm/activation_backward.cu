@@ -62,7 +62,8 @@ __device__ __forceinline__ void differentiate(Columns<elem_t>& dz, Columns<elem_
 }
 
 // The sums over all rows of partials, rounded once.
-__device__ __forceinline__ void add_up(elem_t* dbias, const float* partials, i64 wide, int columns) {
+__device__ __forceinline__ void add_up(elem_t* dbias, const float* partials, i64 wide,
+                                       int columns) {
   Columns<float> sums;
   sums.fill(0.f);
 #pragma unroll UNDERWAY

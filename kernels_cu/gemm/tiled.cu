@@ -32,10 +32,10 @@
 using elem_t = ${dtype};
 using out_t = ${out_dtype};
 using activation_t = ${activation};
-constexpr bool GATE = ${gate};          // weight holds gate, then up
-constexpr bool X_KM = ${x_km};          // x lies as [k, m]
+constexpr bool GATE = ${gate};            // weight holds gate, then up
+constexpr bool X_KM = ${x_km};            // x lies as [k, m]
 constexpr bool WEIGHT_KN = ${weight_kn};  // weight lies as [k, n], or [k, 2 n] with GATE
-constexpr int BLOCK = ${block};         // rows and columns of a tile of out
+constexpr int BLOCK = ${block};           // rows and columns of a tile of out
 
 constexpr int LANES = 16;            // threads beside each other, and rows of threads
 constexpr int ROWS = BLOCK / LANES;  // rows, and columns, of a thread
@@ -103,15 +103,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) linear_tiled(
     // 1. Tiles to shared memory, where those before are used up.
     __syncthreads();
     load_tile<X_KM>(x_tile, x + k0 * x_step, x_stride, m - row0, k - k0);
-    load_tile<WEIGHT_KN>(weight_tile, weight + k0 * weight_step, weight_stride, n - column0, k - k0);
-    if (GATE) load_tile<WEIGHT_KN>(up_tile, up + k0 * weight_step, weight_stride, n - column0, k - k0);
+    load_tile<WEIGHT_KN>(weight_tile, weight + k0 * weight_step, weight_stride, n - column0,
+                         k - k0);
+    if (GATE)
+      load_tile<WEIGHT_KN>(up_tile, up + k0 * weight_step, weight_stride, n - column0, k - k0);
     // 2. Their products.
     __syncthreads();
     multiply(sums, x_tile, weight_tile, thread_row, lane);
     if (GATE) multiply(up_sums, x_tile, up_tile, thread_row, lane);
   }
 
-  const Epilogue<activation_t, GATE, elem_t, out_t> epilogue{bias, residual, pre, residual_stride,
+  const Epilogue<activation_t, GATE, elem_t, out_t> epilogue{bias,  residual, pre, residual_stride,
                                                              scale, n};
 #pragma unroll
   for (int i = 0; i < ROWS; ++i)
