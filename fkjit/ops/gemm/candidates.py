@@ -45,14 +45,15 @@ def _unaligned(shape: Shape) -> str | None:
 # ------------------------------------------------------------------ wgmma
 
 _KN_COOPERATIVE = 1.07  # faster, where rows of the weight are contiguous in n
+_SPLITTING = 1500  # ns that a cluster takes to add up its blocks' sums
 _SHARING = 8000  # ns until the last of several blocks has added up their sums
 
 
 def _wgmma_tile(params: Params, shape: Shape) -> Tile:
-    (rows, columns), cluster = params["block"], params["cluster"]
+    (rows, columns), cluster, split = params["block"], params["cluster"], params["split"]
     return Tile(
-        cluster * rows, columns, kernels_sm90.BLOCK_K, blocks=cluster, even=params["shares"],
-        loaded=rows + columns // cluster,
+        cluster * rows, columns, kernels_sm90.BLOCK_K * split, blocks=cluster * split,
+        even=params["shares"], loaded=(rows + columns // cluster) // split,
     )  # fmt: skip
 
 
@@ -60,7 +61,7 @@ def _wgmma_rates(params: Params, shape: Shape) -> Rates:
     pingpong = params["schedule"] == "pingpong"
     step = kernels_sm90.VARIANTS[kernels_sm90.variant(params)]
     step /= _KN_COOPERATIVE if shape.weight_layout == "kn" and not pingpong else 1.0
-    start = 600 + (_SHARING if params["shares"] else 0)
+    start = 600 + (_SHARING if params["shares"] else _SPLITTING if params["split"] > 1 else 0)
     return Rates("wgmma", 1.0, start=start, epilogue=0.0 if pingpong else 0.01, step=step,
                  overlapped=pingpong, memory=1.05)  # fmt: skip
 
