@@ -1,4 +1,4 @@
-/* A product in tiles of shared memory, with the epilogue in registers: every type, layout, alignment.
+/* A product in tiles of shared memory, its epilogue in registers: every type, layout, alignment.
 
    out = act(scale * x . weight + bias) + residual             z = scale * x . weight + bias -> pre
 
@@ -13,15 +13,16 @@
      shared   a thread reads ROWS + ROWS floats for ROWS^2 FMAs: register tiles are to shared memory
               what the block's tiles are to device memory
 
-   Threads form 16 x 16; thread (y, x) has rows 4y .. 4y + 3 and columns x, x + 16, ...: a warp reads
-   sixteen neighbouring columns, and two groups of rows, each in one piece for all. Tiles stand with k
-   outside, rows inside, whatever the layout in memory: neighbouring threads fetch what are neighbours
-   in memory, and an odd pitch spreads over the banks what they store.
+   Threads form 16 x 16; thread (y, x) has ROWS rows from y * ROWS on and columns x, x + 16, ...: a
+   warp reads sixteen neighbouring columns, and two groups of rows, each in one piece for all. Tiles
+   stand with k outside, rows inside, whatever the layout in memory: neighbouring threads fetch what
+   are neighbours in memory, and an odd pitch spreads over the banks what they store.
 
    What the next steps change: fma.cu reads shared memory four floats at a time and fetches the next
    tile under the products of this one; mma.cu and wgmma.cu leave the products to tensor cores.
 
-   Sums run over k in ascending order, in fp32 FMAs: the same bits at every call. All architectures. */
+   Sums run over k in ascending order, in fp32 FMAs: the same bits at every call. Every
+   architecture. */
 #include "prelude.cuh"
 //% if has_mod
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
