@@ -124,7 +124,7 @@ def _gemv_tile(params: Params, shape: Shape) -> Tile:
 def _gemv_rates(params: Params, shape: Shape) -> Rates:
     """x comes from L1, and what counts is the weight's way from memory."""
     unit = "fma" if shape.dtype == "fp32" else "mma"
-    return Rates(unit, 4.0, start=510, epilogue=0.0, resident=2, memory=1.25)
+    return Rates(unit, 4.0, start=510, epilogue=0.0, resident=2, memory=1.05)
 
 
 def _skinny_tile(params: Params, shape: Shape) -> Tile:
@@ -134,7 +134,7 @@ def _skinny_tile(params: Params, shape: Shape) -> Tile:
 
 
 # By rows of x: ns beside streaming, and the speed of that, as a part of memory's.
-_SKINNY = {16: (4570, 1.55), 32: (7230, 1.07), 64: (13_000, 0.8), 128: (20_000, 0.6)}
+_SKINNY = {16: (4200, 1.06), 32: (7230, 1.04), 64: (13_000, 0.8), 128: (20_000, 0.6)}
 
 
 def _skinny_rates(params: Params, shape: Shape) -> Rates:
