@@ -4,10 +4,10 @@
              dy * up * act'(gate) | dy * act(gate)
      dbias = column sums of dz
 
-   A block has the columns of THREADS vectors, and every gridDim.y-th row: a thread keeps its columns
-   in all of them, so that their sums stay in its registers. These go to memory as one row of
-   `partials` a block; of the blocks of some columns the last one to finish adds them up. Both orders
-   are fixed: dbias has the same bits at every call. Every architecture. */
+   A block has the columns of THREADS vectors, and every gridDim.y-th row: a thread keeps its
+   columns in all of them, so that their sums stay in its registers. These go to memory as one row
+   of `partials` a block; of the blocks of some columns the last one to finish adds them up. Both
+   orders are fixed: dbias has the same bits at every call. Every architecture. */
 #include "prelude.cuh"
 //% if has_mod
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
@@ -62,7 +62,8 @@ __device__ __forceinline__ void differentiate(Columns<elem_t>& dz, Columns<elem_
 }
 
 // The sums over all rows of partials, rounded once.
-__device__ __forceinline__ void add_up(elem_t* dbias, const float* partials, i64 wide, int columns) {
+__device__ __forceinline__ void add_up(elem_t* dbias, const float* partials, i64 wide,
+                                       int columns) {
   Columns<float> sums;
   sums.fill(0.f);
 #pragma unroll UNDERWAY
