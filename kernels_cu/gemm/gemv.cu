@@ -8,8 +8,11 @@
 
      [n, k], [k, n]   of 16 bits: tensor cores                                gemm/gemv_mma.cuh
                       fp32: FMA                                               gemm/gemv_fma.cuh
-     STATIC_WEIGHT    the first loads of the weight are under way before the previous kernel is
-                      over: only for a weight that nothing writes while graphs with it run
+
+   Before the previous kernel is over a block asks for lines of its weight, to L2: that reads nothing.
+
+     STATIC_WEIGHT    it starts its first loads, too: only for a weight that nothing writes, neither
+                      just before nor in a graph that this kernel is part of
 
    Every architecture with bf16 products (sm_80); fp32 everywhere. */
 //% if has_mod

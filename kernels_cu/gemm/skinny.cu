@@ -8,6 +8,9 @@
    parts are added up in shared memory; where gridDim.y blocks share a tile, each leaves its sums in
    `workspace`, and the last one adds them up. All in a fixed order: the same bits every time.
 
+   Before the previous kernel is over a block asks for lines of its weight, to L2: that reads nothing.
+   STATIC_WEIGHT: as in gemv.cu.
+
    sm_80 and later. */
 //% if has_mod
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
