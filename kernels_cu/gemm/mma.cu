@@ -69,12 +69,12 @@ struct Constant {
   static constexpr bool VALUE = VALUE_;
 };
 
-// A part of both operands' next tiles into a stage; unless SURE, as far as there are such tiles.
-template <int PART, int PARTS, bool SURE = false>
-__device__ __forceinline__ void copy_part(XCopy& x, WeightCopy& weight, u32 stage, int k_left) {
+// Both operands' next tiles into a stage; unless SURE, as far as there are such tiles.
+template <bool SURE = false>
+__device__ __forceinline__ void copy_tiles(XCopy& x, WeightCopy& weight, u32 stage, int k_left) {
   if (!SURE && k_left <= 0) return;
-  x.copy<PART, PARTS, SURE>(stage, k_left);
-  weight.copy<PART, PARTS, SURE>(stage + WEIGHT_OFFSET, k_left);
+  x.copy<SURE>(stage, k_left);
+  weight.copy<SURE>(stage + WEIGHT_OFFSET, k_left);
 }
 
 // The stage behind this one in the ring.
@@ -83,8 +83,8 @@ __device__ __forceinline__ u32 next_stage(u32 stage, u32 ring) {
 }
 
 // Step STEP of the tile in `stage`: its fragments are there already; those of the next step are
-// asked for, a part of a later tile too, and the last step but one waits for the next tile. SURE:
-// both tiles are there, the later one whole; then there is no branch, and instructions can mix.
+// asked for, the first step asks for a later tile too, and the last step but one waits for the next
+// tile. SURE: both are there, the later one whole; then there is no branch, and instructions mix.
 template <int STEP, bool SURE>
 __device__ __forceinline__ void step_async(float (&acc)[M][N][4], Product::Fragments (&f)[2],
                                            const Product& product, XCopy& x, WeightCopy& weight,
@@ -92,7 +92,7 @@ __device__ __forceinline__ void step_async(float (&acc)[M][N][4], Product::Fragm
   constexpr bool LAST = STEP == STEPS - 1;
   if (!LAST) {
     product.load(f[(STEP + 1) % 2], stage, stage + WEIGHT_OFFSET, STEP + 1);
-    copy_part<STEP, STEPS - 1, SURE>(x, weight, filled, k_left - (STAGES - 1) * BLOCK_K);
+    if (STEP == 0) copy_tiles<SURE>(x, weight, filled, k_left - (STAGES - 1) * BLOCK_K);
   } else if (SURE || k_left > BLOCK_K) {
     product.load(f[0], next, next + WEIGHT_OFFSET, 0);
   }
@@ -111,7 +111,7 @@ __device__ __forceinline__ void multiply_async(float (&acc)[M][N][4], const Prod
   // 1. The first tiles are on their way.
 #pragma unroll
   for (int tile = 0; tile < STAGES - 1; ++tile) {
-    copy_part<0, 1>(x, weight, ring + tile * STAGE_BYTES, k - tile * BLOCK_K);
+    copy_tiles(x, weight, ring + tile * STAGE_BYTES, k - tile * BLOCK_K);
     cp_async_commit();
   }
   cp_async_wait<STAGES - 2>();

@@ -72,20 +72,18 @@ struct OperandCopy {
     whole = K_MAJOR || outers - outer >= Order::output(OUTER - 1) + 1;
   }
 
-  // Part PART of PARTS of the next tile -> the tile at `tile`, asynchronously. `k_left`: of k, from
-  // this tile on; SURE: all of the tile is there. The last part goes on to the tile after it.
-  // Elements of 16 bits: ALIGNED only.
-  template <int PART, int PARTS, bool SURE = false>
+  // The next tile -> the tile at `tile`, asynchronously. `k_left`: of k, from this tile on; SURE: all
+  // of the tile is there. Elements of 16 bits: ALIGNED only.
+  template <bool SURE = false>
   __device__ __forceinline__ void copy(u32 tile, int k_left) {
-    constexpr int FIRST = PART * COPIES / PARTS, LAST = (PART + 1) * COPIES / PARTS;
     if (SURE || (ALIGNED && whole && k_left >= BLOCK_K)) {
 #pragma unroll
-      for (int i = FIRST; i < LAST; ++i) cp_async_16(tile + target(i), chunk(i));
+      for (int i = 0; i < COPIES; ++i) cp_async_16(tile + target(i), chunk(i));
     } else {
 #pragma unroll 1
-      for (int i = FIRST; i < LAST; ++i) copy_some(tile + target(i), chunk(i), left_of(i, k_left));
+      for (int i = 0; i < COPIES; ++i) copy_some(tile + target(i), chunk(i), left_of(i, k_left));
     }
-    if (PART == PARTS - 1) advance();
+    advance();
   }
 
   // The next tile -> registers, and from there to the tile at `tile`.

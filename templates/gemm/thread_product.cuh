@@ -116,9 +116,9 @@ struct ThreadProduct {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
+      for (int j = 0; j < 4; ++j)
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
+        for (int i = 0; i < 4; ++i)
           acc[i][j] = fmaf(XReader::at(rows, i, k), WeightReader::at(outputs, j, k), acc[i][j]);
   }
 };

@@ -34,8 +34,8 @@ __device__ __forceinline__ void walk_async(X& x, Weight& weight, u32 ring, int k
                                            const Multiply& multiply) {
   const auto copy = [&](u32 stage, int k_left) {
     if (k_left > 0) {
-      x.template copy<0, 1>(stage, k_left);
-      weight.template copy<0, 1>(stage + WEIGHT_OFFSET, k_left);
+      x.copy(stage, k_left);
+      weight.copy(stage + WEIGHT_OFFSET, k_left);
     }
     cp_async_commit();
   };
