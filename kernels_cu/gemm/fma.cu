@@ -43,6 +43,11 @@ constexpr int GM = WARP_M / (4 * LANES_M), GN = WARP_N / (4 * LANES_N);
 constexpr int GROUPS = GATE ? GN / 2 : GN;  // of four columns of out
 static_assert(GM >= 1 && GN >= (GATE ? 2 : 1), "a thread has sums, of gate and up if there are");
 
+// Where registers allow, sums are made of runs of so many k: the error grows with the square root of
+// a run, and of how many there are. (Who splits a long k over blocks gets the same by the way.)
+constexpr int RUN = 128;
+constexpr bool IN_RUNS = GM * GN * 16 <= 32;
+
 using XTile = FloatTileIf<X_K_MAJOR, BLOCK_M, BLOCK_K>;
 using WeightTile = FloatTileIf<WEIGHT_K_MAJOR, BLOCK_N, BLOCK_K>;
 using XOrder = FloatOrderIf<X_K_MAJOR, BLOCK_M, RowsInOrder>;
@@ -55,6 +60,16 @@ using Product = ThreadProduct<GM, GN, XReader, WeightReader, BLOCK_K / 4>;
 using Pairs = EpiloguePairs<Activation, GATE, PRE, RESIDUAL, fp32, fp32>;
 constexpr int WEIGHT_OFFSET = XTile::BYTES + GUARD;  // in a stage
 constexpr int STAGE_BYTES = WEIGHT_OFFSET + WeightTile::BYTES + GUARD;
+
+// sums += more;  more = 0
+__device__ __forceinline__ void add_to(float (&sums)[GM][GN][4][4], float (&more)[GM][GN][4][4]) {
+#pragma unroll
+  for (int i = 0; i < GM * GN * 16; ++i) {
+    float& from = more[i / (16 * GN)][i / 16 % GN][i / 4 % 4][i % 4];
+    sums[i / (16 * GN)][i / 16 % GN][i / 4 % 4][i % 4] += from;
+    from = 0.f;
+  }
+}
 
 // `row`, `column`: of the thread's first sum in out.
 __device__ __forceinline__ void store_sums(const float (&acc)[GM][GN][4][4], const Pairs& epilogue,
@@ -112,14 +127,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   XCopy x_copy(x, x_stride, row, m);
   WeightCopy weight_copy(weight, weight_stride, column, n);
   const Product product{XReader(warp_row, y), WeightReader(warp_output, x_place)};
-  float acc[GM][GN][4][4] = {};
-  const auto multiply = [&](u32 stage) { product.multiply(acc, stage, stage + WEIGHT_OFFSET); };
+  float acc[GM][GN][4][4] = {}, totals[GM][GN][4][4] = {};
+  int steps = 0;  // since sums were added to the totals
+  const auto multiply = [&](u32 stage) {
+    product.multiply(acc, stage, stage + WEIGHT_OFFSET);
+    if (IN_RUNS && ++steps == RUN / BLOCK_K) steps = 0, add_to(totals, acc);
+  };
 #if __CUDA_ARCH__ >= 800
   walk_async<STAGES, STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, k, multiply);
 #else
   walk_staged<STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, k, multiply);
 #endif
 
+  if (IN_RUNS) add_to(acc, totals);
   const Pairs epilogue(residual, pre, residual_stride, scale, n);
   store_sums(acc, epilogue, bias, out, out_stride, row + warp_row + 4 * y, m,
              column + (GATE ? warp_output / 2 : warp_output) + 4 * x_place);
