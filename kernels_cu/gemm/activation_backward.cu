@@ -4,10 +4,10 @@
              dy * up * act'(gate) | dy * act(gate)
      dbias = column sums of dz
 
-   A block has the columns of THREADS vectors, and every gridDim.y-th row: a thread keeps its columns
-   in all of them, so that their sums stay in its registers. These go to memory as one row of
-   `partials` a block; of the blocks of some columns the last one to finish adds them up. Both orders
-   are fixed: dbias has the same bits at every call. Every architecture. */
+   A block has the columns of THREADS vectors, and every gridDim.y-th row: a thread keeps its
+   columns in all of them, so that their sums stay in its registers. These go to memory as one row
+   of partials a block; of the blocks of some columns the last one to finish adds them up. Both
+   orders are fixed: dbias has the same bits at every call. Every architecture. */
 #include "prelude.cuh"
 //% if has_mod
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
@@ -62,7 +62,8 @@ __device__ __forceinline__ void differentiate(Columns<elem_t>& dz, Columns<elem_
 }
 
 // The sums over all rows of partials, rounded once.
-__device__ __forceinline__ void add_up(elem_t* dbias, const float* partials, i64 wide, int columns) {
+__device__ __forceinline__ void add_up(elem_t* dbias, const float* partials, i64 wide,
+                                       int columns) {
   Columns<float> sums;
   sums.fill(0.f);
 #pragma unroll UNDERWAY
@@ -85,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) linear_activation_backw
     const elem_t* __restrict__ pre,  // [m, n], or [m, 2 n] with GATE: contiguous; null if PLAIN
     elem_t* __restrict__ dz,         // as pre, or null
     elem_t* __restrict__ dbias,      // [n], or [2 n]; or null
-    float* partials,                 // [gridDim.y, n or 2 n]: workspace, where there is a dbias
+    float* workspace,                // partials [gridDim.y, n or 2 n], where there is a dbias
     u32* counters,                   // [gridDim.x], all 0
     const i64 dy_stride, const int m, const int n) {
   after_previous_kernel();
@@ -108,11 +109,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) linear_activation_backw
   }
   if (dbias == nullptr) return;
 
-  float* part = partials + blockIdx.y * wide + skip;
+  float* part = workspace + blockIdx.y * wide + skip;
   sums.store(part, thread, here);
   if (GATE) up_sums.store(part + n, thread, here);
   __syncthreads();
   if (!last_block(counters + blockIdx.x, gridDim.y)) return;
-  add_up(dbias + skip, partials + skip, wide, here);
-  if (GATE) add_up(dbias + n + skip, partials + n + skip, wide, here);
+  add_up(dbias + skip, workspace + skip, wide, here);
+  if (GATE) add_up(dbias + n + skip, workspace + n + skip, wide, here);
 }

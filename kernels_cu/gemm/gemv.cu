@@ -8,8 +8,11 @@
 
      [n, k], [k, n]   of 16 bits: tensor cores                                gemm/gemv_mma.cuh
                       fp32: FMA                                               gemm/gemv_fma.cuh
-     STATIC_WEIGHT    the first loads of the weight are under way before the previous kernel is
-                      over: only for a weight that nothing writes while graphs with it run
+
+   Before the previous kernel is over a block asks for lines of its weight, to L2: that reads nothing.
+
+     STATIC_WEIGHT    it starts its first loads, too: only for a weight that nothing writes, neither
+                      just before nor in a graph that this kernel is part of
 
    Every architecture with bf16 products (sm_80); fp32 everywhere. */
 //% if has_mod
@@ -26,8 +29,9 @@ using elem_t = ${dtype};
 using out_t = ${out_dtype};
 using Activation = ${activation};
 constexpr bool GATE = ${gate};
+constexpr bool ROWS_OF_K = ${rows_of_k};  // weight_layout "nk": rows are contiguous in k
 constexpr bool STATIC_WEIGHT = ${static_weight};
-constexpr bool PREFETCH = ${prefetch} && __CUDA_ARCH__ >= 900;
+constexpr bool PREFETCH = __CUDA_ARCH__ >= 900;  // where launches overlap
 constexpr int WARPS = ${warps};
 constexpr int UNROLL = ${unroll};      // spans of a warp under way
 constexpr int RESIDENT = ${resident};  // blocks of a multiprocessor, at least
@@ -47,57 +51,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 const int m,                         // 1..8
                 const int n, const int k, const i64 x_stride, const i64 weight_stride,
                 const i64 out_stride, const i64 residual_stride, const float scale) {
-  Product product(x, x_stride, weight, weight_stride, m, n, k);
-  int first = blockIdx.x * OUTPUTS;
-  if (PREFETCH) product.prefetch<THREADS>(first);
+  const int first = blockIdx.x * OUTPUTS;
+  if (PREFETCH && ROWS_OF_K)
+    prefetch_rows<TILE, HALVES, THREADS>(weight, weight_stride, first, n, k);
+  else if (PREFETCH)
+    prefetch_columns<TILE, HALVES>(weight, weight_stride, first, n, k);
   if (!STATIC_WEIGHT) after_previous_kernel();
   __shared__ float sums[WARPS][TOKENS][TILE];
   const int warp = threadIdx.x / WARP_SIZE, spans = ceil_div(k, Product::SPAN);
-  const Epilogue<Activation, GATE, elem_t, out_t> epilogue = {bias,  residual, pre, residual_stride,
-                                                              scale, n};
 
-  // 1. The first spans of this warp; those beyond the end are zeros.
+  // 1. Spans of this warp; beyond the end they are zeros.
+  Product product(x, x_stride, weight, weight_stride, first, m, n, k);
   typename Product::Step ring[UNROLL];
-  product.aim(first);
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) product.load_weight(ring[i], warp * UNROLL + i);
   if (STATIC_WEIGHT) after_previous_kernel();
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) product.load_x(ring[i], warp * UNROLL + i);
-
 #pragma unroll 1
-  while (first < n) {
-    // 2. All spans of this warp; behind the last ones come the first of the next outputs.
-    const int next_outputs = first + gridDim.x * OUTPUTS;
-    product.clear();
-#pragma unroll 1
-    for (int span = warp * UNROLL; span < spans; span += WARPS * UNROLL) {
-      int next = span + WARPS * UNROLL;
-      if (next >= spans) product.aim(next_outputs), next = warp * UNROLL;
+  for (int span = warp * UNROLL; span < spans; span += WARPS * UNROLL) {
 #pragma unroll
-      for (int i = 0; i < UNROLL; ++i) {
-        product.multiply(ring[i]);
-        product.load_weight(ring[i], next + i);
-        product.load_x(ring[i], next + i);
-      }
+    for (int i = 0; i < UNROLL; ++i) {
+      product.multiply(ring[i]);
+      product.load_weight(ring[i], span + WARPS * UNROLL + i);
+      product.load_x(ring[i], span + WARPS * UNROLL + i);
     }
-    product.store(sums[warp][0]);
-    __syncthreads();
+  }
+  product.store(sums[warp][0]);
+  __syncthreads();
 
-    // 3. The warps' sums in their order, and the epilogue.
+  // 2. The warps' sums in their order, and the epilogue.
+  const Epilogue<Activation, GATE, elem_t, out_t> epilogue = {bias,  residual, pre, residual_stride,
+                                                              scale, n};
 #pragma unroll 1
-    for (int i = threadIdx.x; i < m * OUTPUTS; i += THREADS) {
-      const int row = i / OUTPUTS, column = i % OUTPUTS;
-      float total[2] = {};
+  for (int i = threadIdx.x; i < m * OUTPUTS; i += THREADS) {
+    const int row = i / OUTPUTS, column = i % OUTPUTS;
+    float total[2] = {};
 #pragma unroll
-      for (int half = 0; half < HALVES; ++half)
+    for (int half = 0; half < HALVES; ++half)
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) total[half] += sums[w][row][column + half * OUTPUTS];
-      if (first + column < n)
-        out[row * out_stride + first + column] =
-            static_cast<out_t>(epilogue(total[0], total[1], row, first + column));
-    }
-    first = next_outputs;
-    if (first < n) __syncthreads();
+      for (int w = 0; w < WARPS; ++w) total[half] += sums[w][row][column + half * OUTPUTS];
+    if (first + column < n)
+      out[row * out_stride + first + column] =
+          static_cast<out_t>(epilogue(total[0], total[1], row, first + column));
   }
 }

@@ -8,6 +8,9 @@
    parts are added up in shared memory; where gridDim.y blocks share a tile, each leaves its sums in
    `workspace`, and the last one adds them up. All in a fixed order: the same bits every time.
 
+   Before the previous kernel is over a block asks for lines of its weight, to L2: that reads nothing.
+   STATIC_WEIGHT: as in gemv.cu.
+
    sm_80 and later. */
 //% if has_mod
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
@@ -29,9 +32,9 @@ constexpr bool GATE = ${gate};
 constexpr bool ROWS_OF_K = ${rows_of_k};  // weight_layout "nk": rows are contiguous in k
 constexpr bool ALIGNED = ${aligned};      // 16-byte copies
 constexpr bool STATIC_WEIGHT = ${static_weight};
-constexpr bool PREFETCH = ${prefetch} && __CUDA_ARCH__ >= 900;
-constexpr int TOKENS = ${tokens};  // rows of x, padded
-constexpr int ROWS = ${rows};      // of the weight
+constexpr bool PREFETCH = __CUDA_ARCH__ >= 900;  // where launches overlap
+constexpr int TOKENS = ${tokens};                // rows of x, padded
+constexpr int ROWS = ${rows};                    // of the weight
 constexpr int BLOCK_K = ${block_k};
 constexpr int STAGES = ${stages};
 constexpr int RESIDENT = ${resident};  // blocks of a multiprocessor, at least
@@ -41,17 +44,22 @@ constexpr int WARP_ROWS = ROWS / 4, WARPS_K = 2;
 constexpr int HALVES = GATE ? 2 : 1, OUTPUTS = ROWS / HALVES;
 constexpr int PITCH = ROWS + 4;  // of sums: lanes of a fragment meet 32 banks
 static_assert(WARP_ROWS % 16 == 0, "whole fragments");
-static_assert(BLOCK_K % (16 * WARPS_K) == 0, "whole steps of mma for each part of k");
+static_assert(BLOCK_K % 64 == 0, "whole panels, and whole steps of mma for each part of k");
 static_assert(ROWS_OF_K || OUTPUTS % 64 == 0, "gate and up have panels of their own");
 
 using XTile = SwizzledTile<TOKENS, BLOCK_K>;
 using WeightTile = SwizzledTile<ROWS_OF_K ? ROWS : BLOCK_K, ROWS_OF_K ? BLOCK_K : ROWS>;
-using HalfTile = SwizzledTile<ROWS_OF_K ? OUTPUTS : BLOCK_K, ROWS_OF_K ? BLOCK_K : OUTPUTS>;
+// What is copied at a time: all of a tile, or with GATE a panel of gate or up.
+constexpr bool IN_PANELS = GATE && ROWS_OF_K;
+using HalfTile = SwizzledTile<ROWS_OF_K ? OUTPUTS : BLOCK_K, IN_PANELS   ? 64
+                                                             : ROWS_OF_K ? BLOCK_K
+                                                                         : OUTPUTS>;
+constexpr int PANELS = IN_PANELS ? BLOCK_K / 64 : 1;
+constexpr int HALF_BYTES = ROWS_OF_K ? OUTPUTS * WeightTile::ROW_BYTES : HalfTile::BYTES;
 using WeightReader =
     FragmentReader<WeightTile, ROWS_OF_K ? BlockOrder::ROW_MAJOR : BlockOrder::COL_MAJOR>;
 constexpr int STAGE_BYTES = WeightTile::BYTES + XTile::BYTES;
 static_assert(WARPS_K * TOKENS * PITCH * 4 <= STAGES * STAGE_BYTES, "sums are where the ring was");
-static_assert(!ROWS_OF_K || BLOCK_K == 64 || HALVES == 1, "halves of a panel follow one another");
 
 // What a block reads: outputs from `first` on, a part of k.
 struct Source {
@@ -74,17 +82,20 @@ struct Source {
   }
   __device__ __forceinline__ void load_weight(u32 tile, int k0) const {
 #pragma unroll
-    for (int half = 0; half < HALVES; ++half) {
-      const int row = first + half * n;
-      if (ROWS_OF_K)
-        copy_tile<HalfTile, THREADS, ALIGNED>(tile + half * HalfTile::BYTES,
-                                              weight + row * weight_stride + k0, weight_stride,
-                                              n - first, k - k0);
-      else
-        copy_tile<HalfTile, THREADS, ALIGNED>(tile + half * HalfTile::BYTES,
-                                              weight + k0 * weight_stride + row, weight_stride,
-                                              k - k0, n - first);
-    }
+    for (int half = 0; half < HALVES; ++half)
+#pragma unroll
+      for (int panel = 0; panel < PANELS; ++panel)
+        load_panel(tile + half * HALF_BYTES + panel * WeightTile::PANEL_BYTES, half, panel, k0);
+  }
+  // One of gate or up where there are both, and then 64 columns of it.
+  __device__ __forceinline__ void load_panel(u32 tile, int half, int panel, int k0) const {
+    const int output = first + half * n, column = panel * 64;
+    if (ROWS_OF_K)
+      copy_tile<HalfTile, THREADS, ALIGNED>(tile, weight + output * weight_stride + k0 + column,
+                                            weight_stride, n - first, k - k0 - column);
+    else
+      copy_tile<HalfTile, THREADS, ALIGNED>(tile, weight + k0 * weight_stride + output,
+                                            weight_stride, k - k0, n - first);
   }
   __device__ __forceinline__ void load_x(u32 tile, int k0) const {
     copy_tile<XTile, THREADS, ALIGNED>(tile, x + k0, x_stride, m, k - k0);
@@ -139,6 +150,43 @@ struct Sums {
   }
 };
 
+// Sums of a tile in the workspace: [TOKENS][ROWS] in fours; those of rows below m are there.
+constexpr int FOURS = TOKENS * ROWS / 4, OF_THREAD = FOURS / THREADS;
+static_assert(FOURS % THREADS == 0 && THREADS % OUTPUTS == 0, "each thread has as many");
+
+__device__ __forceinline__ float4 add_fours(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+// Where in the sums of a block four `i` of a tile are.
+__device__ __forceinline__ float4* four_of(float* parts, int i) {
+  return reinterpret_cast<float4*>(parts + i / (ROWS / 4) * PITCH) + i % (ROWS / 4);
+}
+
+// The parts of k that a block's warps have, to the workspace.
+__device__ __forceinline__ void add_parts(float* parts, float4* mine, int m) {
+#pragma unroll
+  for (int j = 0; j < OF_THREAD; ++j) {
+    const int i = j * THREADS + threadIdx.x;
+    if (i < m * (ROWS / 4))
+      mine[i] = add_fours(*four_of(parts, i), *four_of(parts + TOKENS * PITCH, i));
+  }
+}
+
+// The sums of all blocks of a tile, to where this block's first part was. A block's sums are asked
+// for all at once.
+__device__ __forceinline__ void add_blocks(float* parts, const float4* tile, int split, int m) {
+  float4 total[OF_THREAD] = {};
+  for (int s = 0; s < split; ++s, tile += FOURS) {
+#pragma unroll
+    for (int j = 0; j < OF_THREAD; ++j) {
+      const int i = j * THREADS + threadIdx.x;
+      if (i < m * (ROWS / 4)) total[j] = add_fours(total[j], __ldcg(tile + i));
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < OF_THREAD; ++j) *four_of(parts, j * THREADS + threadIdx.x) = total[j];
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     linear_skinny(const elem_t* __restrict__ x,        // [m, k]
                   const elem_t* __restrict__ weight,   // [n, k] or [k, n]; with GATE 2 n for n
@@ -146,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                   const out_t* __restrict__ residual,  // [m, n] or null
                   out_t* __restrict__ out,             // [m, n]
                   elem_t* __restrict__ pre,            // [m, n], with GATE [m, 2 n], or null
-                  float* __restrict__ workspace,       // [gridDim.x, gridDim.y, m, ROWS]
+                  float* __restrict__ workspace,       // [gridDim.x, gridDim.y, TOKENS, ROWS]
                   u32* __restrict__ counters,          // [gridDim.x], 0 before and after
                   const int m,                         // 1..TOKENS
                   const int n, const int k, const i64 x_stride, const i64 weight_stride,
@@ -199,35 +247,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   float* const parts = reinterpret_cast<float*>(dynamic);
   sums.store(parts + warp_k * TOKENS * PITCH, warp_row, lane);
   __syncthreads();
-  float* const mine = workspace + (static_cast<i64>(blockIdx.x) * split + blockIdx.y) * m * ROWS;
+
+  // 4. Those of all blocks of the tile.
   if (split > 1) {
-    for (int i = threadIdx.x; i < m * ROWS; i += THREADS) {
-      const float* const at = parts + i / ROWS * PITCH + i % ROWS;
-      mine[i] = at[0] + at[TOKENS * PITCH];
-    }
+    float4* const tile = reinterpret_cast<float4*>(workspace) + blockIdx.x * split * FOURS;
+    add_parts(parts, tile + blockIdx.y * FOURS, m);
     __syncthreads();
     if (!last_block(counters + blockIdx.x, split)) return;
+    add_blocks(parts, tile, split, m);
+    __syncthreads();
   }
 
-  // 4. Those of all blocks of the tile, and the epilogue.
+  // 5. The epilogue: neighbouring threads have neighbouring columns.
   const Epilogue<Activation, GATE, elem_t, out_t> epilogue = {bias,  residual, pre, residual_stride,
                                                               scale, n};
-  const float* const whole = mine - static_cast<i64>(blockIdx.y) * m * ROWS;
-  for (int i = threadIdx.x; i < m * OUTPUTS; i += THREADS) {
-    const int row = i / OUTPUTS, column = i % OUTPUTS;
+  const int place = threadIdx.x % OUTPUTS, column = first + place;
+  if (column >= n) return;
+  for (int row = threadIdx.x / OUTPUTS; row < m; row += THREADS / OUTPUTS) {
+    const float* const at = parts + row * PITCH + place;
     float total[2] = {};
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
-      const int at = column + half * OUTPUTS;
-      if (split == 1) {
-        total[half] = parts[row * PITCH + at] + parts[(TOKENS + row) * PITCH + at];
-      } else {
-        for (int s = 0; s < split; ++s)
-          total[half] += __ldcg(whole + (static_cast<i64>(s) * m + row) * ROWS + at);
-      }
+      total[half] = at[half * OUTPUTS];
+      if (split == 1) total[half] += at[half * OUTPUTS + TOKENS * PITCH];
     }
-    if (first + column < n)
-      out[row * out_stride + first + column] =
-          static_cast<out_t>(epilogue(total[0], total[1], row, first + column));
+    out[row * out_stride + column] = static_cast<out_t>(epilogue(total[0], total[1], row, column));
   }
 }

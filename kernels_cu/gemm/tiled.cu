@@ -1,4 +1,4 @@
-/* A product in tiles of shared memory, with the epilogue in registers: every type, layout, alignment.
+/* A product in tiles of shared memory, its epilogue in registers: every type, layout, alignment.
 
    out = act(scale * x . weight + bias) + residual             z = scale * x . weight + bias -> pre
 
@@ -13,15 +13,16 @@
      shared   a thread reads ROWS + ROWS floats for ROWS^2 FMAs: register tiles are to shared memory
               what the block's tiles are to device memory
 
-   Threads form 16 x 16; thread (y, x) has rows 4y .. 4y + 3 and columns x, x + 16, ...: a warp reads
-   sixteen neighbouring columns, and two groups of rows, each in one piece for all. Tiles stand with k
-   outside, rows inside, whatever the layout in memory: neighbouring threads fetch what are neighbours
-   in memory, and an odd pitch spreads over the banks what they store.
+   Threads form 16 x 16; thread (y, x) has ROWS rows from y * ROWS on and columns x, x + 16, ...: a
+   warp reads sixteen neighbouring columns, and two groups of rows, each in one piece for all. Tiles
+   stand with k outside, rows inside, whatever the layout in memory: neighbouring threads fetch what
+   are neighbours in memory, and an odd pitch spreads over the banks what they store.
 
    What the next steps change: fma.cu reads shared memory four floats at a time and fetches the next
    tile under the products of this one; mma.cu and wgmma.cu leave the products to tensor cores.
 
-   Sums run over k in ascending order, in fp32 FMAs: the same bits at every call. All architectures. */
+   Sums run over k in ascending order, in fp32 FMAs: the same bits at every call. Every
+   architecture. */
 #include "prelude.cuh"
 //% if has_mod
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
@@ -32,10 +33,10 @@
 using elem_t = ${dtype};
 using out_t = ${out_dtype};
 using activation_t = ${activation};
-constexpr bool GATE = ${gate};          // weight holds gate, then up
-constexpr bool X_KM = ${x_km};          // x lies as [k, m]
+constexpr bool GATE = ${gate};            // weight holds gate, then up
+constexpr bool X_KM = ${x_km};            // x lies as [k, m]
 constexpr bool WEIGHT_KN = ${weight_kn};  // weight lies as [k, n], or [k, 2 n] with GATE
-constexpr int BLOCK = ${block};         // rows and columns of a tile of out
+constexpr int BLOCK = ${block};           // rows and columns of a tile of out
 
 constexpr int LANES = 16;            // threads beside each other, and rows of threads
 constexpr int ROWS = BLOCK / LANES;  // rows, and columns, of a thread
@@ -103,15 +104,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) linear_tiled(
     // 1. Tiles to shared memory, where those before are used up.
     __syncthreads();
     load_tile<X_KM>(x_tile, x + k0 * x_step, x_stride, m - row0, k - k0);
-    load_tile<WEIGHT_KN>(weight_tile, weight + k0 * weight_step, weight_stride, n - column0, k - k0);
-    if (GATE) load_tile<WEIGHT_KN>(up_tile, up + k0 * weight_step, weight_stride, n - column0, k - k0);
+    load_tile<WEIGHT_KN>(weight_tile, weight + k0 * weight_step, weight_stride, n - column0,
+                         k - k0);
+    if (GATE)
+      load_tile<WEIGHT_KN>(up_tile, up + k0 * weight_step, weight_stride, n - column0, k - k0);
     // 2. Their products.
     __syncthreads();
     multiply(sums, x_tile, weight_tile, thread_row, lane);
     if (GATE) multiply(up_sums, x_tile, up_tile, thread_row, lane);
   }
 
-  const Epilogue<activation_t, GATE, elem_t, out_t> epilogue{bias, residual, pre, residual_stride,
+  const Epilogue<activation_t, GATE, elem_t, out_t> epilogue{bias,  residual, pre, residual_stride,
                                                              scale, n};
 #pragma unroll
   for (int i = 0; i < ROWS; ++i)

@@ -22,6 +22,7 @@ __device__ __forceinline__ void prefetch_rows(const T* weight, i64 stride, int f
                                               int k) {
   constexpr int OF_ROW = LINES / TILE, LINE = 128 / sizeof(T);
   const int row = threadIdx.x / OF_ROW, column = threadIdx.x % OF_ROW * LINE;
+  static_assert(OF_ROW > 0, "a line of each row");
   if (row < TILE && column < k)
     prefetch_l2(weight + weight_output<TILE, HALVES>(first, row, n) * stride + column);
 }

@@ -28,35 +28,24 @@ struct RowsFma {
     uint4 w[CHUNKS];
     int k;  // the lane's first
   };
-  const T *const x, *const weight, *rows[CHUNKS];
-  const i64 x_stride, stride;
-  const int m, n, k;
-  int end;  // of k
-  float sum[CHUNKS][TOKENS];
+  const T *const x, *rows[CHUNKS];
+  const i64 x_stride;
+  const int m, k;
+  float sum[CHUNKS][TOKENS] = {};
 
-  __device__ __forceinline__ RowsFma(const T* x, i64 x_stride, const T* weight, i64 stride, int m,
-                                     int n, int k)
-      : x(x), weight(weight), x_stride(x_stride), stride(stride), m(m), n(n), k(k) {}
-  template <int LINES>
-  __device__ __forceinline__ void prefetch(int first) const {
-    prefetch_rows<TILE, HALVES, LINES>(weight, stride, first, n, k);
-  }
-  __device__ __forceinline__ void aim(int first) {
-    end = first < n ? k : 0;
+  __device__ __forceinline__ RowsFma(const T* x, i64 x_stride, const T* weight, i64 stride,
+                                     int first, int m, int n, int k)
+      : x(x), x_stride(x_stride), m(m), k(k) {
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
       const int place = i * 4 + threadIdx.x % WARP_SIZE / 8;
       rows[i] = weight + weight_output<TILE, HALVES>(first, place, n) * stride;
     }
   }
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < CHUNKS * TOKENS; ++i) sum[i / TOKENS][i % TOKENS] = 0.f;
-  }
   __device__ __forceinline__ void load_weight(Step& step, int span) const {
     const int at = span * SPAN + static_cast<int>(threadIdx.x % 8) * SIZE;
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) step.w[i] = load_streamed_chunk_if(rows[i] + at, at < end);
+    for (int i = 0; i < CHUNKS; ++i) step.w[i] = load_streamed_chunk_if(rows[i] + at, at < k);
   }
   __device__ __forceinline__ void load_x(Step& step, int span) const {
     step.k = span * SPAN + static_cast<int>(threadIdx.x % 8) * SIZE;
@@ -98,32 +87,25 @@ struct ColumnsFma {
     uint4 w[SPAN];
     int k;
   };
-  const T *const x, *const weight, *columns;
+  const T *const x, *const columns;
   const i64 x_stride, stride;
-  const int m, n, k;
-  int end;  // of k
-  float sum[TOKENS][SIZE];
+  const int m, k;
+  float sum[TOKENS][SIZE] = {};
 
   __device__ __forceinline__ ColumnsFma(const T* x, i64 x_stride, const T* weight, i64 stride,
-                                        int m, int n, int k)
-      : x(x), weight(weight), x_stride(x_stride), stride(stride), m(m), n(n), k(k) {}
-  template <int LINES>
-  __device__ __forceinline__ void prefetch(int first) const {
-    prefetch_columns<TILE, HALVES>(weight, stride, first, n, k);
-  }
-  __device__ __forceinline__ void aim(int first) {
-    end = first < n ? k : 0;
-    columns = weight + weight_output<TILE, HALVES, SIZE>(first, threadIdx.x % WARP_SIZE * SIZE, n);
-  }
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < TOKENS * SIZE; ++i) sum[i / SIZE][i % SIZE] = 0.f;
-  }
+                                        int first, int m, int n, int k)
+      : x(x),
+        columns(weight +
+                weight_output<TILE, HALVES, SIZE>(first, threadIdx.x % WARP_SIZE * SIZE, n)),
+        x_stride(x_stride),
+        stride(stride),
+        m(m),
+        k(k) {}
   __device__ __forceinline__ void load_weight(Step& step, int span) const {
     const T* source = columns + span * SPAN * stride;
 #pragma unroll
     for (int i = 0; i < SPAN; ++i, source += stride)
-      step.w[i] = load_streamed_chunk_if(source, span * SPAN < end);
+      step.w[i] = load_streamed_chunk_if(source, span * SPAN < k);
   }
   __device__ __forceinline__ void load_x(Step& step, int span) const { step.k = span * SPAN; }
   __device__ __forceinline__ void multiply(const Step& step) {

@@ -9,18 +9,11 @@
 //   first mma     b0  b1                b0  b1       ...                         the same in A:
 //   second mma              b0  b1            b0 b1                              a[0] and a[2]
 //
-// Memory likes longer runs than the 64 bytes that four lanes load of a row of the weight, and the
-// rows g of A need not be rows of the weight: with SETS = 2 rows 2r and 2r + 1 are one, at two sets
-// of 32 k. Each set is multiplied with its own x, and of each product every SETS-th row is of use:
+// A span is 32 k. With the weight as [n, k] a lane loads rows g, g + 8, ... of a tile; as [k, n] it
+// loads its eight k of eight neighbouring outputs, and pairs them by byte permutes (ptx/mma.cuh: A,
+// B, D).
 //
-//   A's row g   weight's row g / SETS, k of set g % SETS             8 / SETS rows a load, each a
-//   D of set s  rows g with g % SETS = s                             run of SETS * 64 bytes
-//
-// With the weight as [k, n] a lane loads its eight k of eight neighbouring outputs, and pairs them
-// by byte permutes (ptx/mma.cuh: A, B, D).
-//
-// A product reads the tile (gemm/gemv.cuh) that it was last told to `aim` at, if out has columns
-// there; k that are not there are zeros.
+// k that are not there are zeros.
 #pragma once
 #include "gemm/gemv.cuh"
 #include "ptx/mma.cuh"
@@ -49,75 +42,52 @@ __device__ __forceinline__ void multiply_chunks(float (&d)[4], uint4 low, uint4 
   mma_m16n8k16<T>(d, {low.z, high.z, low.w, high.w}, x.z, x.w);
 }
 
-// The weight as [HALVES * n, k].
-template <typename T, int TILE, int HALVES, int SETS = 2>
+// The weight as [HALVES * n, k]. Of a tile of eight rows A's rows 8 to 15 are zeros.
+template <typename T, int TILE, int HALVES>
 struct RowsMma {
-  static constexpr int SPAN = 32 * SETS, ROWS = 8 / SETS;  // k, and rows of a load
-  static constexpr int CHUNKS = TILE / ROWS, PRODUCTS = CHUNKS / 2;
-  static_assert(CHUNKS % 2 == 0, "two loads are an operand of 16 rows");
+  static constexpr int SPAN = 32, CHUNKS = TILE / 8, PRODUCTS = ceil_div(TILE, 16);
+  static_assert(TILE == 8 || TILE % 16 == 0, "one half of a 16-row operand, or whole ones");
   struct Step {
-    uint4 w[CHUNKS], x[SETS];
+    uint4 w[CHUNKS], x;
   };
   const TokenRow<T> token;
-  const T *const weight, *rows[CHUNKS];
-  const i64 stride;
-  const int n, k;
-  int end;  // of k
-  float d[PRODUCTS][SETS][4];
+  const T* rows[CHUNKS];
+  const int k;
+  float d[PRODUCTS][4] = {};
 
-  __device__ __forceinline__ RowsMma(const T* x, i64 x_stride, const T* weight, i64 stride, int m,
-                                     int n, int k)
-      : token(x, x_stride, m), weight(weight), stride(stride), n(n), k(k) {}
-  template <int LINES>
-  __device__ __forceinline__ void prefetch(int first) const {
-    prefetch_rows<TILE, HALVES, LINES>(weight, stride, first, n, k);
-  }
-  __device__ __forceinline__ void aim(int first) {
+  __device__ __forceinline__ RowsMma(const T* x, i64 x_stride, const T* weight, i64 stride,
+                                     int first, int m, int n, int k)
+      : token(x, x_stride, m), k(k) {
     const int lane = threadIdx.x % WARP_SIZE;
-    end = first < n ? k : 0;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
-      const int row = weight_output<TILE, HALVES>(first, i * ROWS + lane / (4 * SETS), n);
-      rows[i] = weight + row * stride + lane % (4 * SETS) * 8;
+      const int row = weight_output<TILE, HALVES>(first, i * 8 + lane / 4, n);
+      rows[i] = weight + row * stride + lane % 4 * 8;
     }
   }
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < PRODUCTS * SETS * 4; ++i) d[i / (SETS * 4)][i / 4 % SETS][i % 4] = 0.f;
-  }
   __device__ __forceinline__ void load_weight(Step& step, int span) const {
-    const bool there = span * SPAN + static_cast<int>(threadIdx.x) % (4 * SETS) * 8 < end;
+    const bool there = span * SPAN + static_cast<int>(threadIdx.x % 4) * 8 < k;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i)
       step.w[i] = load_streamed_chunk_if(rows[i] + span * SPAN, there);
   }
   __device__ __forceinline__ void load_x(Step& step, int span) const {
-#pragma unroll
-    for (int set = 0; set < SETS; ++set) step.x[set] = token.load(span * SPAN + set * 32, end);
+    step.x = token.load(span * SPAN, k);
   }
   __device__ __forceinline__ void multiply(const Step& step) {
 #pragma unroll
-    for (int i = 0; i < PRODUCTS; ++i)
-#pragma unroll
-      for (int set = 0; set < SETS; ++set)
-        multiply_chunks<T>(d[i][set], step.w[2 * i], step.w[2 * i + 1], step.x[set]);
+    for (int i = 0; i < PRODUCTS; ++i) {
+      const uint4 high = TILE == 8 ? make_uint4(0, 0, 0, 0) : step.w[min_of(2 * i + 1, CHUNKS - 1)];
+      multiply_chunks<T>(d[i], step.w[2 * i], high, step.x);
+    }
   }
   // To [TOKENS][TILE].
   __device__ __forceinline__ void store(float* sums) const {
-    const int lane = threadIdx.x % WARP_SIZE, g = lane / 4;
-    float* const at = sums + lane % 4 * 2 * TILE + g / SETS;
+    const int lane = threadIdx.x % WARP_SIZE;
+    float* const at = sums + lane % 4 * 2 * TILE + lane / 4;
 #pragma unroll
-    for (int i = 0; i < PRODUCTS; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float sum = d[i][0][j];
-#pragma unroll
-        for (int set = 1; set < SETS; ++set) sum = g % SETS == set ? d[i][set][j] : sum;
-#pragma unroll
-        for (int distance = 4; distance < 4 * SETS; distance *= 2)
-          sum += __shfl_xor_sync(FULL_MASK, sum, distance);
-        if (g % SETS == 0) at[j % 2 * TILE + (2 * i + j / 2) * ROWS] = sum;
-      }
+    for (int i = 0; i < PRODUCTS * 4; ++i)
+      if (TILE != 8 || i < 2) at[i % 2 * TILE + i / 4 * 16 + i / 2 % 2 * 8] = d[i / 4][i % 4];
   }
 };
 
@@ -135,36 +105,26 @@ struct ColumnsMma {
     uint4 w[8], x;
   };
   const TokenRow<T> token;
-  const T *const weight, *columns;
+  const T* const columns;
   const i64 stride;
-  const int n, k;
-  int end;  // of k
-  float d[4][4];
+  const int k;
+  float d[4][4] = {};
 
   __device__ __forceinline__ ColumnsMma(const T* x, i64 x_stride, const T* weight, i64 stride,
-                                        int m, int n, int k)
-      : token(x, x_stride, m), weight(weight), stride(stride), n(n), k(k) {}
-  template <int LINES>
-  __device__ __forceinline__ void prefetch(int first) const {
-    prefetch_columns<TILE, HALVES>(weight, stride, first, n, k);
-  }
-  __device__ __forceinline__ void aim(int first) {
-    end = first < n ? k : 0;
-    columns = weight + weight_output<TILE, HALVES, 8>(first, threadIdx.x % WARP_SIZE / 4 * 8, n);
-  }
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) d[i / 4][i % 4] = 0.f;
-  }
+                                        int first, int m, int n, int k)
+      : token(x, x_stride, m),
+        columns(weight + weight_output<TILE, HALVES, 8>(first, threadIdx.x % WARP_SIZE / 4 * 8, n)),
+        stride(stride),
+        k(k) {}
   __device__ __forceinline__ void load_weight(Step& step, int span) const {
     const int row = span * SPAN + threadIdx.x % 4 * 8;
     const T* source = columns + row * stride;
 #pragma unroll
     for (int i = 0; i < 8; ++i, source += stride)
-      step.w[i] = load_streamed_chunk_if(source, row < end);
+      step.w[i] = load_streamed_chunk_if(source, row < k);
   }
   __device__ __forceinline__ void load_x(Step& step, int span) const {
-    step.x = token.load(span * SPAN, end);
+    step.x = token.load(span * SPAN, k);
   }
   // Four k: one word of each, which has two outputs.
   static __device__ __forceinline__ void multiply(float (&sum)[4], u32 w0, u32 w1, u32 w2, u32 w3,

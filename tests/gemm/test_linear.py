@@ -12,7 +12,16 @@ torch = pytest.importorskip("torch", reason="needs torch")
 import fkjit  # noqa: E402
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError  # noqa: E402
 from fkjit.jit.build import quiet  # noqa: E402
-from tests.gemm.kit import ACTIVATIONS, DTYPES, assert_close, double, inputs, linear, normal, theirs  # noqa: E402  # noqa: E402
+from tests.gemm.kit import (  # noqa: E402
+    ACTIVATIONS,
+    DTYPES,
+    assert_close,
+    double,
+    inputs,
+    linear,
+    normal,
+    theirs,
+)
 
 IMPLEMENTATIONS = {
     "fp16": ("auto", "mma", "skinny", "gemv", "tiled"),

@@ -10,7 +10,15 @@ import fkjit  # noqa: E402
 from fkjit.errors import ParameterError  # noqa: E402
 from fkjit.ops.gemm import autograd  # noqa: E402
 from fkjit.ops.gemm import call as gemm  # noqa: E402
-from tests.gemm.kit import ACTIVATIONS, DTYPES, assert_close, inputs, linear, normal, theirs  # noqa: E402  # noqa: E402
+from tests.gemm.kit import (  # noqa: E402
+    ACTIVATIONS,
+    DTYPES,
+    assert_close,
+    inputs,
+    linear,
+    normal,
+    theirs,
+)
 
 
 def leaves(m, n, k, dtype="fp32", gate=False, layout="nk"):
@@ -33,7 +41,8 @@ def assert_gradients(tensors, dtype, **options):
         gradients(linear, tensors, given, **options, save_pre_activation=save) for _ in range(2)
     )
     wide = [t.detach().double().requires_grad_() for t in tensors]
-    for ours, second, want in zip(found, again, gradients(theirs, wide, given, **options)):  # noqa: B905
+    expected = gradients(theirs, wide, given, **options)
+    for ours, second, want in zip(found, again, expected, strict=True):
         assert_close(ours, want, dtype)
         assert torch.equal(ours, second)
 

@@ -75,13 +75,13 @@ def test_every_shape_has_a_kernel_that_takes_it(name):
         ((8192, 8192, 8192), {"on": arch("sm_80")}, "mma"),
         ((1024, 1024, 1024), {"on": arch("sm_75"), "dtype": "fp16"}, "mma"),
         ((1024, 1024, 1024), {"on": arch("sm_75"), "dtype": "bf16"}, "tiled"),
-        ((1, 16384, 4096), {"on": arch("sm_80")}, "gemv"),
+        ((4, 16384, 4096), {"on": arch("sm_80")}, "gemv skinny"),
         ((1, 16384, 4096), {"dtype": "fp32"}, "gemv"),
         ((16, 8192, 8192), {"on": arch("sm_80")}, "skinny"),
     ],
 )
 def test_kernels_are_where_they_belong(sizes, more, name):
-    assert chosen(*sizes, **more)[0] == name
+    assert chosen(*sizes, **more)[0] in name.split()
 
 
 def test_a_result_whose_rows_are_unaligned_still_goes_through_tma():

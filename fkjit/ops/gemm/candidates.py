@@ -45,8 +45,8 @@ def _unaligned(shape: Shape) -> str | None:
 # ------------------------------------------------------------------ wgmma
 
 _KN_COOPERATIVE = 1.07  # faster, where rows of the weight are contiguous in n
-_SPLITTING = 1500  # ns that a cluster takes to add up its blocks' sums
-_SHARING = 8000  # ns until the last of several blocks has added up their sums
+_SPLITTING = 1850  # ns that a cluster takes to add up its blocks' sums
+_SHARING = 6240  # ns until the last of several blocks has added up their sums
 
 
 def _wgmma_tile(params: Params, shape: Shape) -> Tile:
@@ -61,9 +61,9 @@ def _wgmma_rates(params: Params, shape: Shape) -> Rates:
     pingpong = params["schedule"] == "pingpong"
     step = kernels_sm90.VARIANTS[kernels_sm90.variant(params)]
     step /= _KN_COOPERATIVE if shape.weight_layout == "kn" and not pingpong else 1.0
-    start = 600 + (_SHARING if params["shares"] else _SPLITTING if params["split"] > 1 else 0)
-    return Rates("wgmma", 1.0, start=start, epilogue=0.0 if pingpong else 0.01, step=step,
-                 overlapped=pingpong, memory=1.05)  # fmt: skip
+    start = 330 + (_SHARING if params["shares"] else _SPLITTING if params["split"] > 1 else 0)
+    return Rates("wgmma", 1.0, start=start, epilogue=0.0, step=step,
+                 overlapped=pingpong, memory=1.04)  # fmt: skip
 
 
 # ------------------------------------------------------------------ mma
@@ -124,7 +124,7 @@ def _gemv_tile(params: Params, shape: Shape) -> Tile:
 def _gemv_rates(params: Params, shape: Shape) -> Rates:
     """x comes from L1, and what counts is the weight's way from memory."""
     unit = "fma" if shape.dtype == "fp32" else "mma"
-    return Rates(unit, 4.0, start=100, epilogue=0.0, resident=2, memory=0.99)
+    return Rates(unit, 4.0, start=510, epilogue=0.0, resident=2, memory=1.05)
 
 
 def _skinny_tile(params: Params, shape: Shape) -> Tile:
@@ -133,8 +133,8 @@ def _skinny_tile(params: Params, shape: Shape) -> Tile:
     return Tile(params["tokens"], rows, depth, splits=splits)
 
 
-# By rows of x: ns until partial sums have been added up, and the part of memory's speed.
-_SKINNY = {16: (4200, 1.0), 32: (7500, 0.98), 64: (13_000, 0.8), 128: (20_000, 0.6)}
+# By rows of x: ns beside streaming, and the speed of that, as a part of memory's.
+_SKINNY = {16: (4200, 1.06), 32: (7230, 1.04), 64: (13_000, 0.8), 128: (20_000, 0.6)}
 
 
 def _skinny_rates(params: Params, shape: Shape) -> Rates:

@@ -92,7 +92,7 @@ _VALUES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "none": lambda z: z,
     "relu": lambda z: np.maximum(z, 0),
     "silu": lambda z: z / (1 + np.exp(-z)),
-    "gelu": lambda z: z * (0.5 + 0.5 * _ERF(z / math.sqrt(2)).astype(np.float64)),
+    "gelu": lambda z: z * (0.5 + 0.5 * np.asarray(_ERF(z / math.sqrt(2)), np.float64)),
     "gelu_tanh": lambda z: 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
 }
 

@@ -17,10 +17,14 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     deep = deep + 64 * 8 if params["shares"] else deep
     blocks = params["cluster"] * (3 if params["shares"] else 2)
     step = 8 if params["tma_store"] else 1
-    ragged = (block_m + 24, wide * columns - 8 + step % 8, deep)
+    # Rows of out on no boundaries: of an odd number of columns, or at an odd distance.
+    odd = step % 8 if params["weight_layout"] == "nk" else 0
+    ragged = (block_m + 24, wide * columns - 8 + odd, deep)
     whole = (block_m * wide, columns, 64 * 3)
     kept = {name: params[name] for name in ("residual", "pre")}
     more = {**kept, "gap": 8, "scale": 0.75}
+    if not params["tma_store"]:
+        more["out_stride"] = ragged[1] + 9
     return [
         {**cases.problem(params, *ragged, **more), "multiprocessors": blocks},
         {**cases.problem(params, *whole, **kept, bias=False), "multiprocessors": params["cluster"]},

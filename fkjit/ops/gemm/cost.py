@@ -81,8 +81,6 @@ MACHINES: dict[tuple[int, int], Machine] = {
     (12, 0): Machine(wgmma=0, mma=2200, fma=550, memory=1600, l2=90),
 }
 SMS = 108  # where there is no GPU to ask
-_SUM_BYTES = 4  # of a partial sum
-_SUMS_RATE = 600  # bytes of partial sums in a ns, until the last blocks have added them up
 _SHARPNESS = 8  # how little the lesser of computing and streaming adds to the other
 _SHARED_OF_A_BLOCK = 1024  # bytes that each takes beside its own
 _ALONE = 0.8  # one of n resident blocks runs at (1 / n) ** _ALONE of the SM's rate
@@ -127,14 +125,6 @@ def _step(shape: Shape, tile: Tile, rates: Rates, gpu: Machine) -> float:
     loaded = ITEMSIZE[shape.dtype] * tile.depth * (tile.loaded or tile.rows + tile.columns)
     products, loads = flops / (getattr(gpu, rates.unit) * rates.speed), loaded / gpu.l2
     return max(products, loads, rates.step)
-
-
-def _adding_up(shape: Shape, tile: Tile) -> float:
-    """Of the partial sums of blocks that share a tile."""
-    if tile.splits == 1:
-        return 0.0
-    wide = shape.n * (2 if shape.gate else 1)
-    return _SUM_BYTES * shape.m * wide * tile.splits / _SUMS_RATE
 
 
 def traffic(shape: Shape) -> float:

@@ -51,7 +51,7 @@ def scratch(params: Params, problem: Problem) -> tuple[int, int]:
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     named = {name: arrays.get(name) for name in ("dy", "pre", "dz", "dbias", "counters")}
     sizes = {name: problem[name] for name in ("m", "n", "dy_stride")}
-    return {**named, "partials": arrays.get("workspace"), **sizes}
+    return {**named, "workspace": arrays.get("workspace"), **sizes}
 
 
 def _traffic(problem: Problem) -> float:

@@ -46,7 +46,7 @@ GEMV_ROWS = 8  # of x, at most
 GemvTile = tuple[int, int, int]  # rows of the weight, warps, spans of a warp under way
 # By layout of the weight and bytes of its elements: the product, its span of k, its tiles.
 _GEMV: dict[tuple[str, int], tuple[str, int, tuple[GemvTile, ...]]] = {
-    ("nk", 2): ("RowsMma", 64, ((16, 8, 2), (8, 8, 2))),
+    ("nk", 2): ("RowsMma", 32, ((8, 8, 4), (16, 8, 4), (8, 8, 8))),
     ("kn", 2): ("ColumnsMma", 32, ((64, 8, 2), (64, 16, 1))),
     ("nk", 4): ("RowsFma", 32, ((16, 8, 2), (8, 8, 4))),
     ("kn", 4): ("ColumnsFma", 4, ((128, 8, 2),)),
@@ -68,7 +68,8 @@ def _gemv_values(params: Params) -> dict[str, Any]:
     return {
         **epilogue.values(params["activation"]),
         **{"product": f"{_gemv(params)[0]}<elem_t, TILE, HALVES>", "tile_rows": rows},
-        **{"warps": warps, "unroll": unroll, "resident": 16 // warps, "prefetch": True},
+        **{"warps": warps, "unroll": unroll, "resident": 16 // warps},
+        "rows_of_k": params["weight_layout"] == "nk",
     }
 
 
@@ -115,11 +116,12 @@ GEMV = KernelSpec(
 
 TOKENS = (16, 32, 64, 128)  # what rows of x are padded to
 _WARPS = 8
+_HALF_SM = 113 * 1024  # bytes of shared memory
 _LEAST_STEPS = 8  # of k, of a block that shares a tile with others
 _SMS = 132  # where there is no GPU to ask
 
 SkinnyTile = tuple[int, int, int]  # rows of the weight, k of a stage, stages
-_SKINNY_TILES: tuple[SkinnyTile, ...] = ((128, 64, 4), (64, 64, 4), (128, 64, 6), (64, 128, 4))
+_SKINNY_TILES: tuple[SkinnyTile, ...] = ((64, 128, 4), (128, 128, 3), (64, 64, 4), (128, 64, 4))
 
 
 def _skinny_bytes(params: Params) -> int:
@@ -128,8 +130,9 @@ def _skinny_bytes(params: Params) -> int:
 
 
 def _resident(params: Params) -> int:
-    """Blocks that share an SM, as far as registers go."""
-    return 1 if params["tokens"] * params["tile"][0] > 64 * 128 else 2
+    """Blocks that share an SM."""
+    few = params["tokens"] * params["tile"][0] <= 64 * 128 and _skinny_bytes(params) <= _HALF_SM
+    return 2 if few else 1
 
 
 def _skinny_values(params: Params) -> dict[str, Any]:
@@ -138,7 +141,6 @@ def _skinny_values(params: Params) -> dict[str, Any]:
         **epilogue.values(params["activation"]),
         "rows_of_k": params["weight_layout"] == "nk",
         **{"rows": rows, "block_k": block_k, "stages": stages, "resident": _resident(params)},
-        "prefetch": True,
     }
 
 
@@ -146,8 +148,6 @@ def _skinny_illegal(params: Params) -> str | None:
     rows, block_k, _ = params["tile"]
     if params["gate"] and params["weight_layout"] == "kn" and rows < 128:
         return "has no panels of its own for gate and up"
-    if params["gate"] and params["weight_layout"] == "nk" and block_k > 64:
-        return "has gate and up in one panel of a tile"
     if _WARPS * params["tokens"] * (rows + 4) > _skinny_bytes(params):
         return "has no room for its sums"
     if params["tokens"] == 128 and block_k > 64:
@@ -186,7 +186,7 @@ def skinny_scratch(params: Params, problem: Problem) -> tuple[int, int]:
     tiles, parts, _ = _skinny_grid(params, problem)
     if parts == 1:
         return 0, 0
-    return 4 * tiles * parts * problem["m"] * params["tile"][0], tiles
+    return 4 * tiles * parts * params["tokens"] * params["tile"][0], tiles
 
 
 SKINNY = KernelSpec(

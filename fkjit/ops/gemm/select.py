@@ -125,6 +125,9 @@ def _why_not(spec: KernelSpec, params: Params, arch: Arch) -> str | None:
     for param in spec.params:
         if params[param.name] not in param.values:
             return f"takes {param.name} of {', '.join(map(str, param.values))}"
+    missing = sorted(spec.features(params) - arch.features)
+    if missing:
+        return f"needs {', '.join(missing)}, which {arch.name} has not"
     return spec.why_not(params, arch)
 
 

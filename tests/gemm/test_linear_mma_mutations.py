@@ -82,8 +82,9 @@ BUGS = (
         by="memory", **TRANSPOSED),
     Bug("one row of out too many", D + "store_fragments.cuh", "y, lane, r < rows,",
         "y, lane, r <= rows,", by="memory", **MMA),
-    Bug("padding columns are stored", D + "store_fragments.cuh", "if (there && aligned && left >= 8)",
-        "if (there && left > 0)", by="numbers", problem=CUT, **MMA),
+    Bug("padding columns are stored", D + "store_fragments.cuh",
+        "if (there && aligned && left >= 8)", "if (there && left > 0)", by="numbers", problem=CUT,
+        **MMA),
     # -- gate and up
     Bug("gate twice", D + "operand_copy.cuh", "(Order::is_up(first) ? up : 0)", "0", by="numbers",
         **GATED_KN),
