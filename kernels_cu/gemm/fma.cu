@@ -5,8 +5,8 @@
    A block has a tile of BLOCK_M rows by BLOCK_N outputs and walks along k in steps of BLOCK_K; its
    tiles come through a ring in shared memory (cp.async; on sm_75 by way of registers). A thread has
    4 GM rows by 4 GN outputs of sums (gemm/thread_product.cuh). With 8 x 16 of them it reads 24
-   chunks of 16 bytes for 512 FMAs, and 16 warps' worth of reads, even at four cycles each, take
-   shared memory three quarters of the time that the FMAs take.
+   chunks of 16 bytes for 512 FMAs: even at four cycles a read of a warp, four warps take 384 cycles
+   of shared memory while their FMAs take 512.
 
    Two blocks of four warps an SM, or one of eight: enough, since a thread's FMAs are independent of
    each other.

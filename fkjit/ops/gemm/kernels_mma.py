@@ -180,6 +180,8 @@ FMA_ALL = KernelSpec(
             Param("block", tuple(FMA_TILES), _BLOCK, tunable=True),
         ),
         "derive": lambda params: _values(_fma_tile(params), params),
+        # By way of registers (sm_75) a tile of 32 k takes too many of them.
+        "features": lambda params: frozenset({"cp_async"} if params["block"][2] == 32 else ()),
         "shared_layout": lambda params: _stages(_fma_tile(params), params["block"], 4),
         "block": lambda params: _threads(_fma_tile(params), params["block"]),
         "grid": _grid,
