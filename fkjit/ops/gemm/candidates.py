@@ -158,7 +158,7 @@ def _tiled_tile(params: Params, shape: Shape) -> Tile:
 
 
 def _tiled_rates(params: Params, shape: Shape) -> Rates:
-    return Rates("fma", 0.3 if params["block"] == 64 else 0.15, resident=2, memory=0.5)
+    return Rates("fma", 0.2 if params["block"] == 64 else 0.08, resident=2, memory=0.5)
 
 
 # ------------------------------------------------------------------ the table
