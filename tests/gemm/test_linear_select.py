@@ -14,8 +14,9 @@ from fkjit.errors import ParameterError
 from fkjit.ops.gemm import select
 from fkjit.ops.gemm.candidates import CANDIDATES
 from fkjit.ops.gemm.cost import Shape
+from fkjit.ops.gemm.kernels_sm90 import variant
 
-# Times on an H200, bf16, in a CUDA graph: [tile, schedule, cluster, microseconds] of each variant.
+# Layers' products on an H200, bf16, CUDA graphs, weights not in L2: variant and microseconds.
 MEASURED = json.loads((Path(__file__).parents[1] / "data/linear_wgmma_h200.json").read_text())
 HOPPER = arch("sm_90a")
 
@@ -36,17 +37,16 @@ def chosen(*args, on=HOPPER, impl="auto", block=None, **more):
 def test_loses_little_to_the_best_of_what_was_measured():
     losses = []
     for row in MEASURED:
-        one = {name: value for name, value in row.items() if name != "microseconds"}
-        times = {(tuple(tile), *rest): us for tile, *rest, us in row["microseconds"]}
+        one = shape(row["m"], row["n"], row["k"])
+        times = {(schedule, tuple(tile), *rest): us
+                 for schedule, tile, *rest, us in row["microseconds"]}  # fmt: skip
         costs = {
-            (params["block"], params["schedule"], params["cluster"]): select.estimate(
-                name, shape(**one), params, HOPPER
-            )
-            for name, params in select.variants(shape(**one), "wgmma", HOPPER)
-            if not params["shares"]
+            variant(params): select.estimate(name, one, params, HOPPER)
+            for name, params in select.variants(one, "wgmma", HOPPER)
         }
         pick = min((key for key in costs if key in times), key=costs.__getitem__)
         losses.append(times[pick] / min(times.values()))
+    assert len(losses) > 50
     assert math.prod(losses) ** (1 / len(losses)) <= 1.03
 
 
