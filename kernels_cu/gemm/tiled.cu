@@ -7,6 +7,7 @@
 
      1. a [BLOCK, DEPTH] tile of x and one of weight -> shared memory, as fp32, zeros outside
      2. sums += x_tile . weight_tile, each thread ROWS x ROWS of them
+     3. totals += sums, after RUN steps
 
    What a step costs, for e bytes an element (with GATE weight counts twice):
      memory   2 * BLOCK * DEPTH * e bytes for 2 * BLOCK^2 * DEPTH flops: BLOCK / e flops a byte
@@ -21,8 +22,8 @@
    What the next steps change: fma.cu reads shared memory four floats at a time and fetches the next
    tile under the products of this one; mma.cu and wgmma.cu leave the products to tensor cores.
 
-   Sums run over k in ascending order, in fp32 FMAs: the same bits at every call. Every
-   architecture. */
+   Sums run over k in ascending order, in fp32 FMAs, 128 of k at a time: the same bits at every
+   call. Every architecture. */
 #include "prelude.cuh"
 //% if has_mod
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
@@ -41,6 +42,7 @@ constexpr int BLOCK = ${block};           // rows and columns of a tile of out
 constexpr int LANES = 16;            // threads beside each other, and rows of threads
 constexpr int ROWS = BLOCK / LANES;  // rows, and columns, of a thread
 constexpr int DEPTH = 16;            // of k in a step
+constexpr int RUN = 8;               // steps that are summed up before their sums join the totals
 constexpr int PITCH = BLOCK + 1;     // floats from one k to the next in a tile
 constexpr int THREADS = LANES * LANES;
 
@@ -81,6 +83,15 @@ __device__ __forceinline__ void multiply(Sums& sums, const Tile& x_tile, const T
   }
 }
 
+// totals += sums; sums = 0. The rounding error of a sum grows with the root of its length, so sums of
+// short sums are as exact as those of kernels that split k.
+__device__ __forceinline__ void add_to(Sums& totals, Sums& sums) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+    for (int j = 0; j < ROWS; ++j) totals[i][j] += sums[i][j], sums[i][j] = 0.f;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 2) linear_tiled(
     const elem_t* __restrict__ x,       // [m, k], or [k, m] if X_KM    strides from row to row
     const elem_t* __restrict__ weight,  // [n, k], or [k, n] if WEIGHT_KN; 2 n for n with GATE
@@ -99,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) linear_tiled(
   weight += WEIGHT_KN ? column0 : column0 * weight_stride;
   const elem_t* up = weight + (WEIGHT_KN ? n : n * weight_stride);
 
-  Sums sums = {}, up_sums = {};
+  Sums sums = {}, up_sums = {}, totals = {}, up_totals = {};
   for (int k0 = 0; k0 < k; k0 += DEPTH) {
     // 1. Tiles to shared memory, where those before are used up.
     __syncthreads();
@@ -112,6 +123,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) linear_tiled(
     __syncthreads();
     multiply(sums, x_tile, weight_tile, thread_row, lane);
     if (GATE) multiply(up_sums, x_tile, up_tile, thread_row, lane);
+    // 3. To the totals, so that no sum is long.
+    if (k0 / DEPTH % RUN == RUN - 1 || k0 + DEPTH >= k) {
+      add_to(totals, sums);
+      if (GATE) add_to(up_totals, up_sums);
+    }
   }
 
   const Epilogue<activation_t, GATE, elem_t, out_t> epilogue{bias,  residual, pre, residual_stride,
@@ -123,6 +139,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) linear_tiled(
       const int row = row0 + thread_row + i, column = column0 + lane + j * LANES;
       if (row < m && column < n)
         out[row * out_stride + column] =
-            static_cast<out_t>(epilogue(sums[i][j], up_sums[i][j], row, column));
+            static_cast<out_t>(epilogue(totals[i][j], up_totals[i][j], row, column));
     }
 }

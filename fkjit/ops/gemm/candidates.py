@@ -45,6 +45,7 @@ def _unaligned(shape: Shape) -> str | None:
 # ------------------------------------------------------------------ wgmma
 
 _KN_COOPERATIVE = 1.07  # faster, where rows of the weight are contiguous in n
+_NARROW = 0.78  # the part of memory's speed that narrow tiles of the weight reach
 _SPLITTING = 1850  # ns that a cluster takes to add up its blocks' sums
 _SHARING = 6240  # ns until the last of several blocks has added up their sums
 
@@ -58,12 +59,13 @@ def _wgmma_tile(params: Params, shape: Shape) -> Tile:
 
 
 def _wgmma_rates(params: Params, shape: Shape) -> Rates:
-    pingpong = params["schedule"] == "pingpong"
+    pingpong, columns = params["schedule"] == "pingpong", params["block"][1]
     step = kernels_sm90.VARIANTS[kernels_sm90.variant(params)]
     step /= _KN_COOPERATIVE if shape.weight_layout == "kn" and not pingpong else 1.0
     start = 330 + (_SHARING if params["shares"] else _SPLITTING if params["split"] > 1 else 0)
-    return Rates("wgmma", 1.0, start=start, epilogue=0.0, step=step,
-                 overlapped=pingpong, memory=1.04)  # fmt: skip
+    memory = _NARROW if columns * params["split"] < 96 else 1.04
+    return Rates("wgmma", 1.0, start=start, epilogue=0.0, step=step, overlapped=pingpong,
+                 memory=memory)  # fmt: skip
 
 
 # ------------------------------------------------------------------ mma
