@@ -46,6 +46,8 @@ def _unaligned(shape: Shape) -> str | None:
 
 _KN_COOPERATIVE = 1.07  # faster, where rows of the weight are contiguous in n
 _NARROW = 0.78  # the part of memory's speed that narrow tiles of the weight reach
+_BEYOND_A_WAVE = 20_000  # ns, where clusters that share k come one after the other
+_FEW_ROWS = 2500  # ns that tiles take longer whose rows are nearly all filled with zeros
 _SPLITTING = 1850  # ns that a cluster takes to add up its blocks' sums
 _SHARING = 6240  # ns until the last of several blocks has added up their sums
 
@@ -63,9 +65,17 @@ def _wgmma_rates(params: Params, shape: Shape) -> Rates:
     step = kernels_sm90.VARIANTS[kernels_sm90.variant(params)]
     step /= _KN_COOPERATIVE if shape.weight_layout == "kn" and not pingpong else 1.0
     start = 330 + (_SHARING if params["shares"] else _SPLITTING if params["split"] > 1 else 0)
+    start += _BEYOND_A_WAVE if params["split"] > 1 and not _has_one_wave(params, shape) else 0
+    start += _FEW_ROWS if shape.m <= kernels_small.GEMV_ROWS else 0
     memory = _NARROW if columns * params["split"] < 96 else 1.04
     return Rates("wgmma", 1.0, start=start, epilogue=0.0, step=step, overlapped=pingpong,
                  memory=memory)  # fmt: skip
+
+
+def _has_one_wave(params: Params, shape: Shape) -> bool:
+    """Whether all blocks run at a time."""
+    problem = {"m": shape.m, "n": shape.n, "k": shape.k, "multiprocessors": shape.sms}
+    return kernels_sm90.tiles_of(params, problem) * params["split"] <= shape.sms
 
 
 # ------------------------------------------------------------------ mma
