@@ -80,7 +80,7 @@ __device__ __forceinline__ void add_up(elem_t* dbias, const float* partials, i64
   made.store(dbias, threadIdx.x, columns);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) linear_activation_backward(
+extern "C" __global__ void __launch_bounds__(THREADS, 4) linear_activation_backward(
     const out_t* __restrict__ dy,    // [m, n]
     const elem_t* __restrict__ pre,  // [m, n], or [m, 2 n] with GATE: contiguous; null if PLAIN
     elem_t* __restrict__ dz,         // as pre, or null

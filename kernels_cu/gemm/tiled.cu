@@ -80,7 +80,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Tile& x_tile, const T
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) linear_tiled(
+extern "C" __global__ void __launch_bounds__(THREADS, 2) linear_tiled(
     const elem_t* __restrict__ x,       // [m, k], or [k, m] if X_KM    strides from row to row
     const elem_t* __restrict__ weight,  // [n, k], or [k, n] if WEIGHT_KN; 2 n for n with GATE
     const elem_t* __restrict__ bias,    // [n] ([2 n]), or null

@@ -16,7 +16,10 @@
    With SHARES the last tiles, which would leave blocks idle, are cut along k into equal shares
    (gemm/pieces.cuh), and their sums added up in order (gemm/sm90/partials.cuh).
 
-   Blocks of a cluster have tiles below one another. Each fetches half of the weight's tile and has
+   With SPLIT > 1 the blocks of a cluster share the k of one tile (gemm/sm90/split_k.cuh): for so few
+   tiles that most of the GPU would be idle.
+
+   Otherwise blocks of a cluster have tiles below one another. Each fetches half of the weight's tile and has
    TMA write it into both, so that L2 is asked once.
 
    Rows of a weight with GATE: a tile has as many of gate as of up, so that a thread has both sums
@@ -44,6 +47,7 @@
 #include "gemm/tile_order.cuh"
 #include "gemm/sm90/operands.cuh"
 #include "gemm/sm90/partials.cuh"
+#include "gemm/sm90/split_k.cuh"
 #include "gemm/sm90/stages.cuh"
 #include "gemm/sm90/store.cuh"
 
@@ -53,6 +57,7 @@ constexpr int BLOCK_M = ${block_m};  // rows of x in a tile of a block
 constexpr int BLOCK_N = ${block_n};  // rows of weight in a tile
 constexpr int STAGES = ${stages};    // of 64 k in shared memory
 constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
+constexpr int SPLIT = ${split};      // blocks that share the k of a tile, which is their only one
 constexpr bool COOPERATIVE = ${cooperative};
 constexpr bool SHARES = ${shares};  // blocks share the k of some tiles
 constexpr bool GATE = ${gate}, RESIDUAL = ${residual}, PRE = ${pre};
@@ -67,6 +72,7 @@ constexpr int OUT_COLUMNS = GATE ? BLOCK_N / 2 : BLOCK_N;
 constexpr int RELEASES = CLUSTER * 4 * (COOPERATIVE ? CONSUMERS : 1);  // of a stage, by warps
 constexpr u16 ALL_BLOCKS = CLUSTER > 1 ? (1 << CLUSTER) - 1 : 0;
 static_assert(CLUSTER <= 2, "a tile of the weight has two halves");
+static_assert(SPLIT == 1 || (CLUSTER == 1 && !SHARES), "one reason to be a cluster");
 static_assert(ROWS % 64 == 0, "wgmma takes 64 rows");
 static_assert(OUT_COLUMNS % 16 == 0, "outputs are staged 16 columns at a time");
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
@@ -79,6 +85,12 @@ using Place = RingPlace<STAGES>;
 using Work = Pieces<SHARES>;
 using Pairs = EpiloguePairs<Activation, GATE, PRE, RESIDUAL, elem_t, out_t>;
 
+// What this block does of a tile that its cluster shares.
+__device__ __forceinline__ Piece part_of(const Piece& whole) {
+  const KPart part(cluster_rank(), SPLIT, whole.steps);
+  return {whole.tile, part.first, part.steps};
+}
+
 // The producer: one thread fills stage after stage, tile after tile.
 __device__ __forceinline__ void produce(const Stages& stages, const TensorMap& x_map,
                                         const TensorMap& weight_map, const TileOrder& order,
@@ -90,6 +102,7 @@ __device__ __forceinline__ void produce(const Stages& stages, const TensorMap& x
   Place place;
   for (Piece piece; work.take(piece);) {
     const TilePlace tile = order(piece.tile);
+    if (SPLIT > 1) piece = part_of(piece);
     const int row = (tile.row * CLUSTER + rank) * BLOCK_M, column = tile.column * OUT_COLUMNS;
     const int second = GATE ? n + column : column + HALF;  // where the other half of rows is
     for (int step = piece.first; step < piece.first + piece.steps; ++step) {
@@ -146,8 +159,8 @@ __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][BLOCK_N / 8][4], c
   release_stage(last);
 }
 
-//% if cluster > 1
-extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 1) linear_wgmma(
+//% if cluster * split > 1
+extern "C" __global__ void __cluster_dims__(CLUSTER* SPLIT) __launch_bounds__(THREADS, 1) linear_wgmma(
     //% else
 extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     //% endif
@@ -178,19 +191,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
   //% endif
   // Made anew by those who need it: what both would share takes the producer's few registers.
   const auto work_of_block = [&] {
-    return Work(block_index_again() / CLUSTER, gridDim.x / CLUSTER, order.count(), shared_tiles,
-                ceil_div(anew(k), BLOCK_K));
+    return Work(block_index_again() / (CLUSTER * SPLIT), gridDim.x / (CLUSTER * SPLIT),
+                order.count(), shared_tiles, ceil_div(anew(k), BLOCK_K));
   };
 
   if (threadIdx.x == 0) stages.begin(RELEASES);
   __syncthreads();
-  if (CLUSTER > 1) cluster_arrive(), cluster_wait();  // both blocks' barriers are there
+  if (CLUSTER > 1) meet_cluster();  // both blocks' barriers are there
   after_previous_kernel();
 
   if (warpgroup == 0) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
     if (threadIdx.x == 0) produce(stages, x_map, weight_map, order, work_of_block(), n, rank);
+    __syncwarp();
+    if (SPLIT > 1) meet_cluster(), meet_cluster();
   } else {
     // ---- consumers
     more_registers<CONSUMER_REGISTERS>();
@@ -215,10 +230,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
       if (!COOPERATIVE) {
         place = ring_place<STAGES>(position);
         position += piece.steps;
-        if (turn % CONSUMERS != consumer) continue;
+        if (turn % CONSUMERS != consumer) {
+          if (SPLIT > 1) meet_cluster(), meet_cluster();
+          continue;
+        }
         pingpong.wait();
       }
       const TilePlace tile = order(piece.tile);
+      if (SPLIT > 1) piece = part_of(piece);
       const int column = tile.column * OUT_COLUMNS;
       elem_t* const tile_bias = consumer_bias + taken % 2 * BLOCK_N;
       stage_bias<BLOCK_N>(tile_bias, bias, threadIdx.x % WARPGROUP, column,
@@ -235,6 +254,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
                         stages.flag(shared_memory, consumer)))
         continue;
       //% endif
+      if constexpr (SPLIT > 1) {
+        if (piece.steps == 0) zero(acc);
+        if (!add_parts<Stages, SPLIT, COOPERATIVE ? CONSUMERS : 1>(
+                acc, stages, cluster_rank(), COOPERATIVE ? consumer : 0, threadIdx.x % WARPGROUP))
+          continue;
+      }
 #pragma unroll
       for (int block = 0; block < ROWS / 64; ++block) {
         const int row =
@@ -253,5 +278,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     if (lane == 0) bulk_wait_read();
   }
   __syncwarp();
-  if (CLUSTER > 1) cluster_arrive(), cluster_wait();  // the other one writes here no more
+  if (CLUSTER > 1) meet_cluster();  // the other one writes here no more
 }

@@ -6,7 +6,7 @@
 //   else      [k][outer], as their transposes lie
 //
 // A thread copies one chunk of 16 bytes from every ROWS_A_PASS-th row of each panel: consecutive
-// threads read consecutive bytes. A copy costs one multiply-add for its address and the copy.
+// threads read consecutive bytes. A copy costs a minimum and a multiply-add for its address.
 #pragma once
 #include "ptx/cp_async.cuh"
 #include "ptx/register_fence.cuh"
@@ -38,8 +38,9 @@ __device__ __forceinline__ uint4 fetch_chunk(const T* source, int elements) {
   }
 }
 
-// ALIGNED: rows in memory start on 16-byte boundaries. Chunks or elements past the end of k or of
-// the outer dimension become zero. Row i of the tile is output (or row of x) Order::output(i).
+// ALIGNED: rows in memory start on 16-byte boundaries. Elements past the end of k become zero; past
+// the end of the outer dimension it may be anything that is there. Row i of the tile (unless
+// K_MAJOR, column i) is output, or row of x, Order::output(i).
 template <typename T, typename Tile, bool K_MAJOR, int THREADS, bool ALIGNED, typename Order>
 struct OperandCopy {
   static constexpr int CHUNK = 16 / sizeof(T);  // elements

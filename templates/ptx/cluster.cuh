@@ -46,3 +46,12 @@ __device__ __forceinline__ void cluster_arrive_at(u32 barrier, int rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank))
                : "memory");
 }
+
+// Four floats to the 16 bytes of block `rank` that lie where `shared` lies in this block.
+// PTX ISA: st.shared::cluster, .v4
+__device__ __forceinline__ void cluster_store_floats(u32 shared, int rank, const float (&x)[4]) {
+  asm volatile(
+      "st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(cluster_address(shared, rank)),
+      "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+      : "memory");
+}

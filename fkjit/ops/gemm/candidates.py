@@ -45,14 +45,15 @@ def _unaligned(shape: Shape) -> str | None:
 # ------------------------------------------------------------------ wgmma
 
 _KN_COOPERATIVE = 1.07  # faster, where rows of the weight are contiguous in n
+_SPLITTING = 1500  # ns that a cluster takes to add up its blocks' sums
 _SHARING = 8000  # ns until the last of several blocks has added up their sums
 
 
 def _wgmma_tile(params: Params, shape: Shape) -> Tile:
-    (rows, columns), cluster = params["block"], params["cluster"]
+    (rows, columns), cluster, split = params["block"], params["cluster"], params["split"]
     return Tile(
-        cluster * rows, columns, kernels_sm90.BLOCK_K, blocks=cluster, even=params["shares"],
-        loaded=rows + columns // cluster,
+        cluster * rows, columns, kernels_sm90.BLOCK_K * split, blocks=cluster * split,
+        even=params["shares"], loaded=(rows + columns // cluster) // split,
     )  # fmt: skip
 
 
@@ -60,7 +61,7 @@ def _wgmma_rates(params: Params, shape: Shape) -> Rates:
     pingpong = params["schedule"] == "pingpong"
     step = kernels_sm90.VARIANTS[kernels_sm90.variant(params)]
     step /= _KN_COOPERATIVE if shape.weight_layout == "kn" and not pingpong else 1.0
-    start = 600 + (_SHARING if params["shares"] else 0)
+    start = 600 + (_SHARING if params["shares"] else _SPLITTING if params["split"] > 1 else 0)
     return Rates("wgmma", 1.0, start=start, epilogue=0.0 if pingpong else 0.01, step=step,
                  overlapped=pingpong, memory=1.05)  # fmt: skip
 
@@ -136,20 +137,11 @@ def _skinny_tile(params: Params, shape: Shape) -> Tile:
 _SKINNY = {16: (4200, 1.0), 32: (7500, 0.98), 64: (13_000, 0.8), 128: (20_000, 0.6)}
 
 
-# By tile: the part of the flops that mma.sync gives, and of memory's bandwidth that the loads which
-# are under way reach.
-_SKINNY: dict[tuple[int, int, int], tuple[float, float]] = {
-    (64, 128, 4): (1.0, 1.0), (64, 64, 4): (1.05, 0.9), (128, 64, 6): (0.8, 0.92),
-    (128, 64, 4): (0.7, 0.75),
-}  # fmt: skip
-
-
 def _skinny_rates(params: Params, shape: Shape) -> Rates:
-    speed, memory = _SKINNY.get(params["tile"], (0.8, 0.8))
-    copied = 1.0 if shape.aligned else 0.4  # element by element
-    return Rates(
-        "mma", speed * copied, start=2000, resident=2, memory=memory * copied, in_turn=True
-    )
+    start, memory = _SKINNY[params["tokens"]]
+    start += 400 if params["tile"] != (64, 128, 4) else 0
+    speed, copied = (0.6, 1.0) if shape.aligned else (0.2, 0.4)  # else element by element
+    return Rates("mma", speed, start=start, resident=2, memory=memory * copied)
 
 
 def _tokens(shape: Shape, arch: Arch) -> Mapping[str, Any]:

@@ -56,7 +56,6 @@ class Rates(NamedTuple):
     resident: int = 1  # blocks that an SM runs at a time; one of two alone is slower than half
     step: float = 0.0  # that a step takes at least
     memory: float = 1.0  # the part of memory's bandwidth that it reaches
-    in_turn: bool = False  # loads of a step are not hidden under its products
 
 
 class Machine(NamedTuple):
@@ -127,7 +126,7 @@ def _step(shape: Shape, tile: Tile, rates: Rates, gpu: Machine) -> float:
     flops = 2.0 * tile.rows * tile.columns * tile.depth / tile.blocks
     loaded = ITEMSIZE[shape.dtype] * tile.depth * (tile.loaded or tile.rows + tile.columns)
     products, loads = flops / (getattr(gpu, rates.unit) * rates.speed), loaded / gpu.l2
-    return max(products + loads if rates.in_turn else max(products, loads), rates.step)
+    return max(products, loads, rates.step)
 
 
 def _adding_up(shape: Shape, tile: Tile) -> float:

@@ -22,30 +22,35 @@ _SUMS = 128  # fp32 sums that a thread has registers for
 _GROUP_ROWS = 2048  # rows of x whose tiles are taken together
 _MOST_STEPS = 1 << 31  # of k, of all tiles that blocks share
 _LEAST_STEPS = 4  # of k, of a block that shares tiles
-Variant = tuple[str, tuple[int, int], int, bool]  # schedule, tile, cluster, shares
+Variant = tuple[str, tuple[int, int], int, int, bool]  # schedule, tile, cluster, split, shares
 # The tiles (rows of x, rows of weight) that are compiled, and ns that a block's step of 64 k takes:
 # fitted to 260 products of models' layers on an H200, whose best variants are all but 1 % faster.
 VARIANTS: dict[Variant, float] = {
-    **{("pingpong", (64, n), 1, False): step
+    **{("pingpong", (64, n), 1, 1, False): step
        for n, step in ((32, 250), (48, 215), (64, 200), (80, 205), (96, 210), (128, 225),
                        (160, 250), (224, 350))},
-    **{("cooperative", (128, n), 1, False): step
+    **{("pingpong", (64, n), 1, split, False): step
+       for n, split, step in ((48, 4, 215), (64, 4, 200), (64, 2, 200), (96, 2, 210), (128, 2, 225))},
+    **{("cooperative", (128, n), 1, 1, False): step
        for n, step in ((64, 237), (80, 273), (96, 300), (160, 500), (192, 600), (256, 765))},
-    ("cooperative", (128, 256), 2, False): 765,
-    ("pingpong", (128, 112), 1, False): 350,
-    ("pingpong", (128, 128), 1, False): 382,
-    ("pingpong", (128, 128), 2, False): 382,
-    ("pingpong", (128, 128), 2, True): 400,
-    ("pingpong", (64, 128), 1, True): 291,
-    ("pingpong", (64, 128), 2, True): 237,
+    **{("cooperative", (128, n), 1, 2, False): step for n, step in ((64, 237), (96, 300), (128, 390))},
+    ("cooperative", (128, 256), 2, 1, False): 765,
+    ("pingpong", (128, 112), 1, 1, False): 350,
+    ("pingpong", (128, 128), 1, 1, False): 382,
+    ("pingpong", (128, 128), 2, 1, False): 382,
+    ("pingpong", (128, 128), 2, 1, True): 400,
+    ("pingpong", (64, 128), 1, 1, True): 291,
+    ("pingpong", (64, 128), 2, 1, True): 237,
 }  # fmt: skip
-_ALL_TILES = tuple(dict.fromkeys(tile for _, tile, _, _ in VARIANTS))
+_ALL_TILES = tuple(dict.fromkeys(tile for _, tile, *_ in VARIANTS))
 _SCHEDULES = ("cooperative", "pingpong")
 
 
 def variant(params: Params) -> Variant:
     """The key of `VARIANTS`."""
-    return params["schedule"], params["block"], params["cluster"], params["shares"]
+    names = ("schedule", "block", "cluster", "split", "shares")
+    schedule, block, cluster, split, shares = (params[name] for name in names)
+    return schedule, block, cluster, split, shares
 
 
 def stages(params: Params) -> int:
@@ -156,6 +161,8 @@ def shared_tiles(params: Params, problem: Problem) -> int:
 
 def _grid(params: Params, problem: Problem) -> Dim3:
     slots, tiles = _slots(params, problem), tiles_of(params, problem)
+    if params["split"] > 1:  # each tile has blocks of its own
+        return (params["split"] * tiles, 1, 1)
     if params["shares"] and tiles < slots:  # a block has a few steps of k at least
         steps = tiles * -(-problem["k"] // BLOCK_K)
         tiles = max(steps // _LEAST_STEPS, 1)
@@ -184,6 +191,7 @@ PARAMS = (
     Param("block", _ALL_TILES, "rows of x and of weight in a tile", tunable=True),
     Param("schedule", _SCHEDULES, "how two consumers share tiles", tunable=True),
     Param("cluster", (1, 2), "blocks that share a tile of the weight", tunable=True),
+    Param("split", (1, 2, 4), "blocks that share the k of each tile", tunable=True),
     Param("shares", (False, True), "blocks share the k of the last tiles", tunable=True),
 )
 
@@ -211,7 +219,7 @@ WGMMA_ALL = KernelSpec(
 _PLAIN: Mapping[str, Any] = {
     "dtype": "bf16", "out_dtype": "bf16", "x_layout": "mk", "weight_layout": "nk",
     "activation": "none", "gate": False, "residual": False, "pre": False, "tma_store": True,
-    "cluster": 1, "shares": False,
+    "cluster": 1, "split": 1, "shares": False,
 }  # fmt: skip
 _WIDE = {"block": (128, 256), "schedule": "cooperative"}
 _IN_TURNS = {"block": (128, 128), "schedule": "pingpong"}
@@ -228,6 +236,8 @@ _SHOWN: tuple[Mapping[str, Any], ...] = tuple(
         {**_WIDE, "cluster": 2},
         {**_IN_TURNS, "cluster": 2, "shares": True},
         {**_NARROW, "block": (64, 128), "shares": True, "activation": "silu", "gate": True},
+        {**_NARROW, "split": 4},
+        {"block": (128, 64), "schedule": "cooperative", "split": 2, "residual": True},
         {**_IN_TURNS, "cluster": 2, "activation": "gelu_tanh"},
         {**_IN_TURNS, "activation": "gelu_tanh", "pre": True},
         {**_IN_TURNS, "activation": "gelu", "out_dtype": "fp32", "tma_store": False},

@@ -14,10 +14,12 @@ from fkjit.ops.gemm.candidates import CANDIDATES
 from fkjit.ops.gemm.cost import SMS, Shape, beside, cost
 from fkjit.ops.gemm.epilogue import kernel_for
 from fkjit.spec import KernelSpec, Params, Problem
+from fkjit.symbolic import decision
 
 CALL = "linear"
 IMPLEMENTATIONS = ("auto", *CANDIDATES)
 _KEPT = 4096  # choices, of as many shapes
+_STEPS = ((8, 1), (64, 8), (4096, 64), (1 << 30, 256))  # up to so many rows, rounded to these
 
 Fixed = tuple[tuple[str, Any], ...]
 
@@ -33,18 +35,36 @@ class Choice(NamedTuple):
 
 def choose(problem: Problem, impl: str, block: Any, arch: Arch) -> Choice:
     """ParameterError where the kernel, or the tile, asked for does not take the problem."""
-    shape = _shape(problem)
-    name, params = best(shape, impl, _tile(block), arch)
-    candidate = CANDIDATES[name]
-    spec = kernel_for(candidate.spec, shape.activation)
+    sizes, others = _shape(problem)
+    name, chosen = _chosen(*sizes, others, impl, _tile(block), arch)
+    candidate, params = CANDIDATES[name], dict(chosen)
+    spec = kernel_for(candidate.spec, problem["activation"])
     if block is None:
         params = tuning.tuned(spec, params, problem, arch)
     return Choice(spec, params, *candidate.scratch(params, problem))
 
 
-def _shape(problem: Problem) -> Shape:
+def _shape(problem: Problem) -> tuple[tuple[int, int, int], tuple[Any, ...]]:
+    """The fields of a `Shape`: m, n, k, and the others."""
     sms = problem.get("multiprocessors", SMS)
-    return Shape(*[sms if name == "sms" else problem[name] for name in Shape._fields])
+    given = [sms if name == "sms" else problem[name] for name in Shape._fields]
+    return (given[0], given[1], given[2]), tuple(given[3:])
+
+
+@decision(_KEPT)
+def _chosen(
+    m: int, n: int, k: int, others: tuple[Any, ...], impl: str, block: Any, arch: Arch
+) -> tuple[str, Fixed]:
+    """What `best` says of a shape with so many rows or a few more: lengths that are new at every
+    step are not all estimated."""
+    name, params = best(Shape(_rounded(m), n, k, *others), impl, block, arch)
+    return name, tuple(params.items())
+
+
+def _rounded(m: int) -> int:
+    """Up to a number of rows that makes no other tiles."""
+    step = next((step for most, step in _STEPS if m <= most), _STEPS[-1][1])
+    return -(-m // step) * step
 
 
 @lru_cache(maxsize=_KEPT)
