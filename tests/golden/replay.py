@@ -1,7 +1,7 @@
 """Runs a case in the interpreter.
 
-NVRTC takes as long to start as for dozens of kernels of a few lines, so cases that differ in nothing
-but their kernel are compiled many at a time.
+NVRTC takes as long to start as for dozens of kernels of a few lines, so cases that differ in their
+kernel alone are compiled many at a time.
 """
 
 from __future__ import annotations
