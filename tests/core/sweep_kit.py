@@ -9,7 +9,10 @@ same on each run:
   it is legal for as well, which spill first;
 - on one neighbour of each family, in turns from kernel to kernel: 8.0, 8.6 and 8.9 have the same
   instructions, and so have 10.0 and 12.0 of what we use. Of attention's kernels the widest variant
-  on each, and each value on one of them; of the others a variant on each.
+  on each; of the others one; and what values the home has not.
+
+Machine code is made of attention's kernels and of products; of any other kernel, for each target,
+only of the widest of these variants.
 
 The interpreter runs the PTX of these very compiles. `pytest --every-variant` leaves nothing out.
 """
@@ -78,8 +81,7 @@ def plan(spec: KernelSpec) -> dict[str, Variants]:
     found[home] = [widest[home], *left]
     if heavy(spec):
         found.update({name: [widest[name]] for name in neighbours})
-    counted = neighbours if heavy(spec) else (home, *neighbours)
-    seen = set().union(*(values(params) for name in counted for params in found[name]))
+    seen = set().union(*(values(params) for chosen in found.values() for params in chosen))
     abroad = [p for p in everywhere(spec) if any(p in legal[name] for name in neighbours)]
     for params in sample(abroad, lambda params: values(params) - seen, found[home]):
         names = [name for name in neighbours if params in legal[name]]
