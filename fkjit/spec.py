@@ -129,6 +129,9 @@ class KernelSpec:
 
     derive: Callable[[Params], Mapping[str, Any]] = lambda params: {}  # further template values
     illegal: Callable[[Params], str | None] = lambda params: None  # a reason, or None
+    # The variants that are compiled ahead, where those that are legal are too many to go through:
+    # all others are refused.
+    ahead: Sequence[Params] = ()
     features: Callable[[Params], frozenset[str]] = lambda params: (
         frozenset()
     )  # Arch.features needed
@@ -217,16 +220,26 @@ class KernelSpec:
     ) -> Iterator[dict[str, Any]]:
         """Every legal combination of parameters; on `arch` if one is given, else on any. `fixed`:
         values that some of them have."""
-        known = fixed or {}
-        choices = ((known[p.name],) if p.name in known else p.values for p in self.params)
-        for values in itertools.product(*choices):
-            params = dict(zip(self._names, values, strict=True))
+        for params in self._ahead(fixed or {}) if self.ahead else self._product(fixed or {}):
             if self.why_not(params, arch) is None:
                 yield params
+
+    def _product(self, fixed: Params) -> Iterator[dict[str, Any]]:
+        choices = ((fixed[p.name],) if p.name in fixed else p.values for p in self.params)
+        for values in itertools.product(*choices):
+            yield dict(zip(self._names, values, strict=True))
+
+    def _ahead(self, fixed: Params) -> list[dict[str, Any]]:
+        """Those of `ahead`, in the order in which the product has them."""
+        found = [{n: params[n] for n in self._names} for params in self.ahead]
+        found = [params for params in found if fixed.items() <= params.items()]
+        return sorted(found, key=lambda v: [p.values.index(v[p.name]) for p in self.params])
 
     def why_not(self, params: Params, arch: Arch | None = None) -> str | None:
         """Why this combination is refused, or None when it is legal."""
         reason = self.illegal(params)
+        if not reason and self.ahead and params not in self.ahead:
+            reason = "is compiled when it is called"
         if reason or arch is None:
             return reason
         missing = sorted(self.features(params) - arch.features)

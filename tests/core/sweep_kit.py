@@ -9,7 +9,10 @@ same on each run:
   it is legal for as well, which spill first;
 - on one neighbour of each family, in turns from kernel to kernel: 8.0, 8.6 and 8.9 have the same
   instructions, and so have 10.0 and 12.0 of what we use. Of attention's kernels the widest variant
-  on each, and each value on one of them; of the others a variant on each.
+  on each; of the others one; and what values the home has not.
+
+Machine code is made of attention's kernels and of products; of any other kernel, for each target,
+only of the widest of these variants.
 
 The interpreter runs the PTX of these very compiles. `pytest --every-variant` leaves nothing out.
 """
@@ -51,6 +54,11 @@ def heavy(spec: KernelSpec) -> bool:
     return spec.op.startswith(("attention", "decode"))
 
 
+def near_the_limit(spec: KernelSpec) -> bool:
+    """Whether it has so many registers in use that any variant may spill: products as well."""
+    return heavy(spec) or spec.op == "linear"
+
+
 @cache
 def whole(spec: KernelSpec) -> dict[str, Variants]:
     """By target, every legal variant."""
@@ -66,14 +74,14 @@ def everywhere(spec: KernelSpec) -> Variants:
 def plan(spec: KernelSpec) -> dict[str, Variants]:
     """By target, what is compiled for it by default: a variant at the least of each family."""
     legal, home, neighbours = whole(spec), home_of(spec), neighbours_of(spec)
-    found: dict[str, Variants] = {name: [] for name in DEFAULT_ARCHS}
-    found[home] = sample(legal[home], combinations(spec))
     widest = {name: sorted(legal[name], key=size)[-1] for name in (home, *neighbours)}
+    each = combinations(spec)
+    found: dict[str, Variants] = {name: [] for name in DEFAULT_ARCHS}
+    left = sample(legal[home], lambda params: each(params) - each(widest[home]))
+    found[home] = [widest[home], *left]
     if heavy(spec):
-        for name in {home: found[home], **{name: found[name] for name in neighbours}}:
-            found[name] += [widest[name]] if widest[name] not in found[name] else []
-    counted = neighbours if heavy(spec) else (home, *neighbours)
-    seen = set().union(*(values(params) for name in counted for params in found[name]))
+        found.update({name: [widest[name]] for name in neighbours})
+    seen = set().union(*(values(params) for chosen in found.values() for params in chosen))
     abroad = [p for p in everywhere(spec) if any(p in legal[name] for name in neighbours)]
     for params in sample(abroad, lambda params: values(params) - seen, found[home]):
         names = [name for name in neighbours if params in legal[name]]
@@ -81,6 +89,14 @@ def plan(spec: KernelSpec) -> dict[str, Variants]:
     for name in neighbours:
         found[name] = found[name] or [widest[name]]
     return found
+
+
+def to_assemble(spec: KernelSpec) -> dict[str, Variants]:
+    """By target, what becomes machine code by default: the others only PTX, for the interpreter."""
+    chosen = plan(spec)
+    if near_the_limit(spec):
+        return chosen
+    return {name: sorted(variants, key=size)[-1:] for name, variants in chosen.items()}
 
 
 def neighbours_of(spec: KernelSpec) -> list[str]:
@@ -113,13 +129,13 @@ def combinations(spec: KernelSpec) -> Combinations:
 
 def sample(variants: Variants, combinations: Combinations, last: Sequence[Params] = ()) -> Variants:
     """A few in which each combination of values stands that stands in any: of some draws the
-    shortest; what is in `last` only where nothing else will do."""
+    shortest, of small tiles; what is in `last` only where nothing else will do."""
     draws = []
     for seed in range(8):
         drawn = random.Random(seed).sample(variants, len(variants))
         drawn.sort(key=lambda params: params in last)
         draws.append(_cover([(params, combinations(params)) for params in drawn]))
-    return min(draws, key=len, default=[])
+    return min(draws, key=lambda draw: (len(draw), sum(map(size, draw))))
 
 
 def _cover(left: list[tuple[dict[str, Any], set[Any]]]) -> Variants:
@@ -159,14 +175,16 @@ def in_turns(
 ) -> Iterator[tuple[Cubin, Problem, bool]]:
     """(cubin, problem, whether races are looked for): what the interpreter runs of these.
 
-    By default each variant computes the first problem, which has ragged edges and several tiles;
-    each of the others, which are small, is computed once. A third of the variants, and each of the
-    other problems, is looked through for races.
+    By default each variant computes the first problem, which has ragged edges and several tiles,
+    and a third of them is looked through for races; these share out the other problems, which are
+    small, and look through them as well.
     """
+    shares = -(-len(cubins) // 3)
     for turn, cubin in enumerate(cubins):
         first, *others = spec.verification.problems(cubin[1], "small")
-        yield cubin, first, every or turn % 3 == 0
-        for problem in others if every else others[turn :: len(cubins)]:
+        share, rest = divmod(turn, 3)
+        yield cubin, first, every or rest == 0
+        for problem in others if every else () if rest else others[share::shares]:
             yield cubin, problem, True
 
 

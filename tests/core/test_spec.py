@@ -44,6 +44,16 @@ def test_variants_are_the_legal_combinations():
     assert all(SPEC.why_not(p, arch("sm_80")) is None for p in SPEC.variants(arch("sm_80")))
 
 
+def test_of_too_many_variants_only_those_compiled_ahead_are_gone_through():
+    other = {"wide": True, "dtype": "bf16", "block": 16}
+    spec = replace(SPEC, ahead=[other, GOOD, {**GOOD, "block": 64, "wide": True}])
+    assert list(spec.variants()) == [GOOD, other]  # in the parameters' order; one is illegal
+    assert list(spec.variants(fixed={"block": 16})) == [other]
+    assert list(spec.variants(arch("sm_90a"))) == [GOOD]
+    with pytest.raises(ParameterError, match="is compiled when it is called"):
+        spec.check({**GOOD, "block": 16})
+
+
 @pytest.mark.parametrize(
     ("change", "name", "message"),
     [

@@ -32,6 +32,7 @@ from tests.core.sweep_kit import (
     home_of,
     in_turns,
     plan,
+    to_assemble,
     to_interpret,
     values,
     virtual,
@@ -55,9 +56,11 @@ def cases(found, names, most):
 
 
 def pytest_generate_tests(metafunc):
-    chosen = whole if metafunc.config.getoption("--every-variant") else plan
+    every = metafunc.config.getoption("--every-variant")
+    chosen = whole if every else plan
     if metafunc.function is test_compiles_without_spills:
-        found = cases(lambda spec, name: chosen(spec)[name], DEFAULT_ARCHS, 12)
+        assembled = whole if every else to_assemble
+        found = cases(lambda spec, name: assembled(spec)[name], DEFAULT_ARCHS, 12)
         metafunc.parametrize(("spec", "name", "variants"), found)
     if metafunc.function is test_is_right_and_free_of_races_in_the_interpreter:
         found = cases(lambda spec, name: to_interpret(chosen(spec), name), SOURCES, 8)
@@ -128,9 +131,11 @@ def interpreted(monkeypatch):
 def test_is_right_and_free_of_races_in_the_interpreter(
     spec, name, cubins, interpreted, every_variant
 ):
+    assembled = whole(spec) if every_variant else to_assemble(spec)
     for (real, params), problem, race in in_turns(spec, cubins, every_variant):
+        guarded = race and spec.shared_layout is not None
         with quiet():
-            if not race or spec.shared_layout is None:
+            if params in assembled[real] and not guarded:
                 build_both(spec, params, real)
             with interpreted(virtual(real), race):
                 check_numbers(spec, params, problem, np.copy, np.asarray)

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 import fkjit  # noqa: E402
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError  # noqa: E402
 from fkjit.jit.build import quiet  # noqa: E402
+from tests.core.sampling import one_in  # noqa: E402
 from tests.gemm.kit import (  # noqa: E402
     ACTIVATIONS,
     DTYPES,
@@ -34,6 +35,7 @@ def expected(x, weight, bias=None, residual=None, **options):
     return theirs(*double(x, weight, bias), residual=double(residual)[0], **options)
 
 
+@one_in(3, gate=[False, True], activation=ACTIVATIONS, dtype=DTYPES)
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,6 +47,7 @@ def test_is_the_product_with_its_epilogue(dtype, activation, gate):
     assert_close(y, expected(x, weight, bias, **options), dtype)
 
 
+@one_in(2, layout=["nk", "kn"], dtype=DTYPES, impl=(*IMPLEMENTATIONS["fp16"], "fma"))
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize(
     ("dtype", "impl"), [(dtype, impl) for dtype, impls in IMPLEMENTATIONS.items() for impl in impls]

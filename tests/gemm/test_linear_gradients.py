@@ -10,6 +10,7 @@ import fkjit  # noqa: E402
 from fkjit.errors import ParameterError  # noqa: E402
 from fkjit.ops.gemm import autograd  # noqa: E402
 from fkjit.ops.gemm import call as gemm  # noqa: E402
+from tests.core.sampling import one_in  # noqa: E402
 from tests.gemm.kit import (  # noqa: E402
     ACTIVATIONS,
     DTYPES,
@@ -47,12 +48,14 @@ def assert_gradients(tensors, dtype, **options):
         assert torch.equal(ours, second)
 
 
+@one_in(2, gate=[False, True], activation=ACTIVATIONS)
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_of_every_activation(activation, gate):
     assert_gradients(leaves(19, 24, 40, gate=gate), "fp32", activation=activation, gate=gate)
 
 
+@one_in(2, save=[True, False], layout=["nk", "kn"], dtype=DTYPES)
 @pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("dtype", DTYPES)

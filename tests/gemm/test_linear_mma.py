@@ -16,9 +16,13 @@ from fkjit.ops.gemm import cases, select
 from fkjit.ops.gemm.cost import Shape
 from fkjit.ops.gemm.kernels_mma import FMA, FMA_ALL, MMA, MMA_ALL, TILES
 from fkjit.settings import settings
+from tests.core.sampling import one_in
 from tests.core.sweep_kit import check_numbers
 
 LAYOUTS = tuple(itertools.product(("mk", "km"), ("nk", "kn")))
+EACH_WITH_SOME = one_in(
+    2, x_layout=["mk", "km"], weight_layout=["nk", "kn"], aligned=[True, False], gate=[False, True]
+)
 MMA_PARAMS = {
     "dtype": "bf16", "out_dtype": "bf16", "activation": "none", "gate": False, "residual": False,
     "pre": False, "mma_k": 16,
@@ -42,6 +46,7 @@ def check(spec, params, *sizes, **given):
         check_numbers(spec, params, cases.problem(params, *sizes, **given), np.copy, np.asarray)
 
 
+@EACH_WITH_SOME
 @pytest.mark.parametrize(("x_layout", "weight_layout"), LAYOUTS)
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("gate", [False, True])
@@ -53,6 +58,7 @@ def test_every_layout_of_16_bits(x_layout, weight_layout, aligned, gate):
     check(MMA_ALL, params, *sizes)
 
 
+@EACH_WITH_SOME
 @pytest.mark.parametrize(("x_layout", "weight_layout"), LAYOUTS)
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("gate", [False, True])

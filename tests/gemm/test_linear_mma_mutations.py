@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.core.mutations import Bug
+from tests.core.sampling import ONE_OF_EACH_KIND
 from tests.core.test_mutations import KINDS, outcome
 
 MMA_CU, FMA_CU, D = "kernels_cu/gemm/mma.cu", "kernels_cu/gemm/fma.cu", "templates/gemm/"
@@ -121,6 +122,7 @@ BUGS = (
 )  # fmt: skip
 
 
+@ONE_OF_EACH_KIND
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug, monkeypatch):
     said = outcome(bug, monkeypatch, plant=True)

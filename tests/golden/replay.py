@@ -1,7 +1,7 @@
 """Runs a case in the interpreter.
 
-NVRTC takes as long to start as for dozens of kernels of a few lines, so cases that declare nothing
-but their kernel are compiled many at a time.
+NVRTC takes as long to start as for dozens of kernels of a few lines, so cases that differ in their
+kernel alone are compiled many at a time.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from functools import cache
 import numpy as np
 
 from fkjit.interp import Arg, Checks, TensorMap, run
-from tests.golden.case import ENTRY, PREAMBLE, Case, Map
+from tests.golden.case import ENTRY, Case, Map
 from tests.golden.compile import compile_kernel
 from tests.golden.groups import GROUPS, cases_of
 
 _TOGETHER = 32  # kernels of one program
-_HEAD = f"K {ENTRY}("
+_KERNEL = re.compile(rf'^(K|extern "C" __global__ void)(.*) {ENTRY}\(', re.MULTILINE)
 
 
 @cache
@@ -25,24 +25,24 @@ def _ptx(source: str, arch: str) -> str:
     return compile_kernel(source, arch).decode()
 
 
-def _alone(source: str) -> bool:
-    """Whether a source declares more than its kernel: another might have the same."""
-    body = source.removeprefix(PREAMBLE)
-    return bool(re.search("#|__shared__|__device__|__constant__", body)) or _HEAD not in body
+def _cut(source: str) -> tuple[str, str]:
+    """What stands before the kernel, and the kernel."""
+    (kernel,) = _KERNEL.finditer(source)
+    return source[: kernel.start()], source[kernel.start() :]
 
 
 @cache
 def _companions() -> dict[tuple[str, str], tuple[str, ...]]:
     """By source and target, the sources that are compiled with it."""
-    together: dict[tuple[str, str], list[str]] = {}
+    together: dict[tuple[str, str, str], list[str]] = {}
     for group in GROUPS:
         for case in cases_of(group).values():
-            sources = together.setdefault((group, case.arch), [])
-            if not _alone(case.source) and case.source not in sources:
+            sources = together.setdefault((group, case.arch, _cut(case.source)[0]), [])
+            if case.source not in sources:
                 sources.append(case.source)
     parts = [
         (arch, tuple(sources[first : first + _TOGETHER]))
-        for (_, arch), sources in together.items()
+        for (_, arch, _), sources in together.items()
         for first in range(0, len(sources), _TOGETHER)
     ]
     return {(source, arch): part for arch, part in parts for source in part}
@@ -50,14 +50,12 @@ def _companions() -> dict[tuple[str, str], tuple[str, ...]]:
 
 def _kernel(source: str, arch: str) -> tuple[str, str]:
     """PTX, and the kernel's name in it."""
-    sources = _companions().get((source, arch))
-    if sources is None:
-        return _ptx(source, arch), ENTRY
-    bodies = (
-        one.removeprefix(PREAMBLE).replace(_HEAD, f"K {ENTRY}{number}(")
-        for number, one in enumerate(sources)
+    sources = _companions().get((source, arch), (source,))
+    kernels = (
+        _KERNEL.sub(rf"\1\2 {ENTRY}{number}(", _cut(one)[1]) for number, one in enumerate(sources)
     )
-    return _ptx(PREAMBLE + "".join(bodies), arch), f"{ENTRY}{sources.index(source)}"
+    program = _cut(source)[0] + "".join(kernels)
+    return _ptx(program, arch), f"{ENTRY}{sources.index(source)}"
 
 
 def _tensor_map(spec: Map, array: np.ndarray) -> TensorMap:

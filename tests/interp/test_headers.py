@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fkjit.interp import Arg, run
+from tests.core.sampling import one_in
 from tests.interp.interp_kit import EDGES, compile_ptx
 
 RNG = np.random.default_rng(7)
@@ -119,6 +120,7 @@ def with_signs_of_zeros(text: str, a: np.ndarray, b: np.ndarray, want: np.ndarra
     return np.where(zeros, np.where(both, -0.0, 0.0), want)
 
 
+@one_in(2, kind=HALF, arch=ARCHS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("kind", list(HALF))
 def test_half_arithmetic(kind: str, arch: str) -> None:
@@ -163,6 +165,7 @@ COMPARISONS: dict[str, Expected] = {
 }  # fmt: skip
 
 
+@one_in(2, kind=HALF, arch=ARCHS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("kind", list(HALF))
 def test_half_comparisons(kind: str, arch: str) -> None:
@@ -187,6 +190,7 @@ def test_half_comparisons(kind: str, arch: str) -> None:
     same(ones.view(HALF[kind]), np.less(*wide).astype(HALF[kind]), arch)
 
 
+@one_in(2, kind=HALF, arch=ARCHS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("kind", list(HALF))
 def test_half_functions(kind: str, arch: str) -> None:
@@ -211,6 +215,7 @@ def test_half_functions(kind: str, arch: str) -> None:
         np.testing.assert_array_equal(np.isnan(x), np.isnan(want), f"{text} {arch}")
 
 
+@one_in(2, kind=HALF, arch=ARCHS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("kind", list(HALF))
 def test_half_conversions(kind: str, arch: str) -> None:
@@ -267,6 +272,7 @@ def check_rounding(value: np.ndarray, exact: list[Any], mode: str, what: str) ->
 FP8: dict[str, Any] = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
 
 
+@one_in(2, form=FP8, arch=ARCHS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("form", list(FP8))
 def test_fp8(form: str, arch: str) -> None:

@@ -15,6 +15,7 @@ from bench.gemm.cases_linear_dweight import dweight  # noqa: E402
 from bench.gemm.cases_linear_dx import dx  # noqa: E402
 from bench.gemm.products import activated, problem  # noqa: E402
 from fkjit.jit.build import quiet  # noqa: E402
+from tests.core.sampling import one_in  # noqa: E402
 from tests.twins.kit import interpreter, normal  # noqa: E402, F401
 
 
@@ -25,6 +26,7 @@ class Place:
 
 
 SHAPES = [(1, 8, 8), (70, 40, 96), (33, 77, 51), (5, 16, 130)]  # m, k, n; tiles are 32 x 32 x 32
+DTYPES = ["fp16", "bf16", "fp32"]
 TAILS = [("none", False), ("relu", False), ("gelu", False), ("gelu_tanh", True), ("silu", True)]
 
 
@@ -36,7 +38,8 @@ def exact(x, weight, bias, residual, activation, gate):
     return (y * z[:, n:] if gate else y) + residual
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@one_in(3, dtype=DTYPES, transposed=[False, True], tail=TAILS, shape=SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("tail", TAILS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

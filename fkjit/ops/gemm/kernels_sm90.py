@@ -253,9 +253,4 @@ _SHOWN: tuple[Mapping[str, Any], ...] = tuple(
 )
 
 
-def _unshown(params: Params) -> str | None:
-    """Why a variant is not among those that are registered."""
-    return None if dict(params) in _SHOWN else "is compiled when it is called"
-
-
-WGMMA = register(replace(WGMMA_ALL, illegal=_unshown))
+WGMMA = register(replace(WGMMA_ALL, ahead=_SHOWN))
