@@ -203,6 +203,16 @@ REFUSED = {
 }  # fmt: skip
 
 
+def test_rows_too_far_apart_are_refused_before_they_are_read():
+    row = np.zeros(16, np.float32)
+    far = np.lib.stride_tricks.as_strided(row, (2, 16), (1 << 31, 4))
+    near = np.zeros((8, 16), np.float32)
+    with pytest.raises(ParameterError, match=r"^linear: x has rows 2,147,483,648 bytes apart"):
+        fkjit.linear(far, near)
+    with pytest.raises(ParameterError, match=r"^linear: weight has rows .* contiguous copy"):
+        fkjit.linear(near, far)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_wrong_values_are_parameter_errors(name):
     arrays, options, message = REFUSED[name]

@@ -25,6 +25,7 @@ WEIGHT_LAYOUTS = ("nk", "kn")
 MAX_SIZE = 1 << 30  # of m, k and the weight's outputs: a tile more is still an int
 _CHUNK = 16  # bytes of a copy that needs aligned rows
 _MAX_SCALE = 3e38
+_MAX_ROW_BYTES = 1 << 31
 
 Views = Mapping[str, View | None]
 
@@ -257,14 +258,30 @@ def _describe(problem: dict[str, Any], matrices: Mapping[str, Matrix], views: Vi
         "x": k if problem["x_layout"] == "mk" else m,
         "weight": k if by_k else outputs_of(problem), "out": n, "residual": n,
     }  # fmt: skip
+    counts = {
+        "x": m if problem["x_layout"] == "mk" else k,
+        "weight": outputs_of(problem) if by_k else k, "out": m, "residual": m,
+    }  # fmt: skip
     rows = {}
     for name, matrix in matrices.items():
         problem[f"{name}_stride"] = matrix.stride
-        chunk = _CHUNK // ITEMSIZE[problem["dtype" if name in ("x", "weight") else "out_dtype"]]
+        item = ITEMSIZE[problem["dtype" if name in ("x", "weight") else "out_dtype"]]
+        if counts[name] > 1:
+            _check_distance(name, matrix.stride * item)
+        chunk = _CHUNK // item
         rows[name] = _is_aligned(views[name], matrix.stride, columns[name], chunk)
     halves = by_k or n % (_CHUNK // ITEMSIZE[problem["dtype"]]) == 0  # where up begins
     problem["aligned"] = rows["x"] and rows["weight"] and halves
     problem["aligned_out"] = rows["out"] and rows["residual"]
+
+
+def _check_distance(name: str, step: int) -> None:
+    """Kernels count bytes from a row to the next in 32 bits."""
+    if abs(step) >= _MAX_ROW_BYTES:
+        raise ParameterError(
+            f"{CALL}: {name} has rows {step:,} bytes apart; allowed: less than "
+            f"{_MAX_ROW_BYTES:,}: pass a contiguous copy of {name}"
+        )
 
 
 def _is_aligned(view: View | None, stride: int, columns: int, chunk: int) -> bool:
