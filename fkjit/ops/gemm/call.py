@@ -58,7 +58,7 @@ def linear(
         out_dtype: of the result: x's dtype or "fp32"; default: that of out or residual, else x's.
         block: the tile, as the kernel names it; default: the fastest by estimate or measurement.
         impl: the kernel, "auto" or by name: "wgmma" (Hopper), "mma" (tensor cores), "skinny" (up
-            to 64 rows), "gemv" (up to 8 rows), "fma" (exact fp32), "tiled" (for reading).
+            to 128 rows), "gemv" (up to 8 rows), "fma" (exact fp32), "tiled" (for reading).
         deterministic: results have the same bits at every call, whatever is said here.
         weight_layout: "nk" or "kn".
         epilogue_mod: in place of an activation, an expression of CUDA of x, the sum with scale and

@@ -46,8 +46,9 @@ def _unaligned(shape: Shape) -> str | None:
 
 _KN_COOPERATIVE = 1.07  # faster, where rows of the weight are contiguous in n
 _NARROW = 0.78  # the part of memory's speed that narrow tiles of the weight reach
-_BEYOND_A_WAVE = 20_000  # ns, where clusters that share k come one after the other
-_FEW_ROWS = 2500  # ns that tiles take longer whose rows are nearly all filled with zeros
+# Guesses that keep a variant from where it was slow: clusters that share k one after the other, and
+# tiles whose rows are nearly all filled with zeros; ns.
+_BEYOND_A_WAVE, _FEW_ROWS = 20_000, 2500
 _SPLITTING = 1850  # ns that a cluster takes to add up its blocks' sums
 _SHARING = 6240  # ns until the last of several blocks has added up their sums
 

@@ -18,7 +18,6 @@ BLOCK_K, PANEL = 64, 64
 CONSUMERS, _WARP_ROWS = 2, 16
 _STAGED = CONSUMERS * 4 * 2 * _WARP_ROWS * PANEL * 2  # bytes: two boxes of output a warp
 _MAX_STAGES = 12
-_SUMS = 128  # fp32 sums that a thread has registers for
 _GROUP_ROWS = 2048  # rows of x whose tiles are taken together
 _MOST_STEPS = 1 << 31  # of k, of all tiles that blocks share
 _LEAST_STEPS = 4  # of k, of a block that shares tiles
