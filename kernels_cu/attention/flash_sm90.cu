@@ -15,16 +15,15 @@
         wait for S';  mask;  m' = max(m, rowmax S')
         wait for O;   S' = exp2(S' * c - m' * c);  P = S' in 16 bits
         O *= exp2((m - m') * c), which almost never runs
-     at the end:
-        O  += P V_0                issued   } and so is S' of the next queries, which the tensor
-        S'  = Q' K'^T              issued   } cores work on while this output is stored
+     at the end, with S' of the next queries under way while this output is stored:
         wait for O;   o = O / rowsum P,  lse = (m * c + log2(rowsum P)) * ln(2)
 
-   with c = softmax_scale * log2(e). P never leaves registers: a wgmma accumulator in 16 bits is the
-   A operand of the next product. An optimistic variant takes the exponentials of a tile without a
-   mask at once, with the last maximum (attention/sm90/speculative_softmax.cuh), while O is summed up.
+   with c = softmax_scale * log2(e). P never leaves registers: it is the next product's A operand. An
+   optimistic variant takes the exponentials of a tile without a mask at once, with the last maximum
+   (attention/sm90/speculative_softmax.cuh).
 
-   Forms of attention (attention/features.cuh) are rendered in, as into flash.cu.
+   Forms of attention (attention/features.cuh) are rendered in, as into flash.cu; with pages k and v
+   are [pages, heads_kv, page tokens, dim] (attention/pages.cuh).
 
    Source: Shah et al., "FlashAttention-3" (2024), for the overlap of softmax and products. */
 #include "prelude.cuh"
@@ -72,7 +71,7 @@ constexpr int SCORE_STAGES = ${score_stages};  // tiles of bias and mask in shar
 using bias_t = ${bias_dtype};
 using Way = ScoreWay<SOFTCAP, SCORE_MOD, BIAS, MASK, HEAD_DIM_V>;
 constexpr bool NATURAL = Way::NATURAL;
-using Span = FormSpan<BLOCK_Q, BLOCK_K, VARLEN>;  // of keys, in tiles
+using Span = ${span};  // of keys, in tiles
 using Scores = ScoreTiles<bias_t, BIAS, MASK, BLOCK_Q, BLOCK_K>;
 constexpr int SCORE_BYTES = Scores::BYTES;
 
@@ -117,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const int* __restrict__ cu_seqlens_q,                             // [batch + 1]
     const int* __restrict__ cu_seqlens_k,                             // [batch + 1]
     const float* __restrict__ alibi_slopes,                           // [batch or 1, heads_q]
-    const float* __restrict__ sinks /* [heads_q] */ ${score_arrays},  //
+    const float* __restrict__ sinks /* [heads_q] */ ${score_arrays} ${page_arguments},  //
     elem_t* __restrict__ o,  // as o_map has it, rows on 16-byte boundaries
     //% endif
     float* __restrict__ lse,     // [batch, heads_q, seqlen_q] contiguous, or null
@@ -140,7 +139,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   const bool asks = !VARLEN || threadIdx.x % WARP_SIZE == 0;
   int tail_parity = 0;
   const int asker = VARLEN ? threadIdx.x / WARP_SIZE * WARP_SIZE : threadIdx.x;
-  //% if form
+  //% if paged
+  const PagedKeys keys{page_table, seq_lens, rows, table_width, page_log2, num_pages, max_seqlen_k};
+  const SpanOf<Span> span_of{cu_seqlens_q, keys, box_log2, max_seqlen_q, form};
+  //% elif form
   const SpanOf<Span> span_of{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, form};
   //% else
   const SpanOf<Span> span_of{seqlen_q, seqlen_k, causal};
