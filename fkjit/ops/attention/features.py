@@ -100,7 +100,13 @@ _PAGE_ARGUMENTS = (
 
 # What templates name where there are no score features.
 PLAIN: Mapping[str, Any] = {
-    **{"form": False, "seeded": False, "paged": False, "seqlen_q": "seqlen_q", "seqlen_k": "seqlen_k"},
+    **{
+        "form": False,
+        "seeded": False,
+        "paged": False,
+        "seqlen_q": "seqlen_q",
+        "seqlen_k": "seqlen_k",
+    },
 }
 
 

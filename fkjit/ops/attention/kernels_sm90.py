@@ -41,7 +41,7 @@ FEATURE_TILES: dict[int, tuple[Any, ...]] = {
 _ARRAY_TILES: dict[int, tuple[Any, ...]] = {
     **dict.fromkeys((64, 96, 128), (128, (64, 128))), **dict.fromkeys((192, 256), ((128, 64),)),
 }  # fmt: skip
-_MOD_ROWS = 128  # at most, beside what a score_mod may hold in registers
+_MOD_ROWS = 128  # at most, beside what a score_mod, or who asks for pages, holds in registers
 _MOD_HEAD_DIM = 192  # at most, beside a bias or a mask as well
 # Head dimensions whose tiles are all optimistic: exponentials limit there, not products. Of others
 # some tiles are compiled either way, and which is faster depends on how many tiles a row has.
@@ -75,6 +75,7 @@ def _consumers(params: Params) -> int:
 def _derive(params: Params) -> dict[str, Any]:
     consumers, block_k = _consumers(params), split_block(params["block"])[1]
     features, (q_stages, score_stages) = _features(params), _stages(params) or (1, 1)
+    paged = features is not None and features.paged
     return {
         "block_k": block_k,
         "consumers": consumers,
@@ -83,9 +84,9 @@ def _derive(params: Params) -> dict[str, Any]:
         "optimistic": _is_optimistic(params),
         "most": _LIMITS[params["dtype"]],
         "q_stages": q_stages,
-        "span": _SPANS[features is not None and features.paged],
-        "producer_registers": {1: 40, 2: 40, 3: 32, 4: 32}[consumers],
-        "consumer_registers": {1: 240, 2: 232, 3: 160, 4: 112}[consumers],
+        "span": _SPANS[paged],
+        "producer_registers": 56 if paged else {1: 40, 2: 40, 3: 32, 4: 32}[consumers],
+        "consumer_registers": 224 if paged else {1: 240, 2: 232, 3: 160, 4: 112}[consumers],
         **({**PLAIN, "bias": False, "mask": False, "alibi": False} if features is None else
            {**features.values(), "score_stages": score_stages, **_page_boxes(features)}),
     }  # fmt: skip
@@ -151,7 +152,7 @@ def tiles(features: ScoreFeatures | None, head_dim: int) -> tuple[Any, ...]:
         crowded = features.varlen and features.arrays  # addresses of all these have no registers
         wide = features.score_mod and head_dim > _MOD_HEAD_DIM
         return () if crowded or wide else _ARRAY_TILES.get(head_dim, ())
-    most = _MOD_ROWS if features.score_mod else 256
+    most = _MOD_ROWS if features.score_mod or features.paged else 256
     return tuple(tile for tile in FEATURE_TILES[head_dim] if split_block(tile)[0] <= most)
 
 
