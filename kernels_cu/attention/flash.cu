@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
     const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
     const bias_t* __restrict__ bias,         // [batch, heads_q, seqlen_q, seqlen_k], broadcast
     const u8* __restrict__ mask,             // the same; 0 hides the key
-    const float* __restrict__ sinks /* [heads_q] */ ${score_arrays} ${page_arguments},
+    const float* __restrict__ sinks /* [heads_q] */ ${score_arrays} ${page_arrays},
     //% endif
     const elem_t* __restrict__ q,  // [batch, heads_q, seqlen_q, head_dim]    strides in elements,
     const elem_t* __restrict__ k,  // [batch, heads_kv, seqlen_k, head_dim]   last dimension
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
     const Strides o_strides, const int heads_q, const int group_size,  // query heads a KV head
     const int ${seqlen_q}, const int ${seqlen_k}, const int head_dim, const int head_dim_v,
     //% if form
-    const AttentionForm form${score_scalars},
+    const AttentionForm form${score_scalars} ${page_numbers},
     //% endif
     const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
@@ -124,8 +124,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   const QueryBlock<BLOCK_Q> place(blockIdx.x, max_seqlen_q, heads_q);
   const SequenceRows<VARLEN> queries(cu_seqlens_q, place.batch, max_seqlen_q);
   //% if paged
-  const SequencePages pages = PagedKeys{page_table, seq_lens, rows, table_width, page_log2,
-                                        num_pages, max_seqlen_k}(place.batch);
+  const SequencePages pages = PagedKeys{page_table, seq_lens,  rows,        table_width,
+                                        page_log2,  num_pages, max_seqlen_k}(place.batch);
   const SequenceRows<VARLEN> held(0, pages.length);
   //% else
   const SequenceRows<VARLEN> held(cu_seqlens_k, place.batch, max_seqlen_k);

@@ -19,11 +19,9 @@
         wait for O;   o = O / rowsum P,  lse = (m * c + log2(rowsum P)) * ln(2)
 
    with c = softmax_scale * log2(e). P never leaves registers: it is the next product's A operand. An
-   optimistic variant takes the exponentials of a tile without a mask at once, with the last maximum
-   (attention/sm90/speculative_softmax.cuh).
+   optimistic variant does not look for a maximum first (attention/sm90/speculative_softmax.cuh).
 
-   Forms of attention (attention/features.cuh) are rendered in, as into flash.cu; with pages k and v
-   are [pages, heads_kv, page tokens, dim] (attention/pages.cuh).
+   Forms of attention (attention/features.cuh) are rendered in; pages as attention/pages.cuh has them.
 
    Source: Shah et al., "FlashAttention-3" (2024), for the overlap of softmax and products. */
 #include "prelude.cuh"
@@ -113,10 +111,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     //% if form
     // Null where the form has no such thing. Packed: q and o are [1, heads_q, total_q, dim], k and
     // v [1, heads_kv, total_k, dim], lse [heads_q, total_q].
-    const int* __restrict__ cu_seqlens_q,                             // [batch + 1]
-    const int* __restrict__ cu_seqlens_k,                             // [batch + 1]
-    const float* __restrict__ alibi_slopes,                           // [batch or 1, heads_q]
-    const float* __restrict__ sinks /* [heads_q] */ ${score_arrays} ${page_arguments},  //
+    const int* __restrict__ cu_seqlens_q,    // [batch + 1]
+    const int* __restrict__ cu_seqlens_k,    // [batch + 1]
+    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
+    const float* __restrict__ sinks /* [heads_q] */ ${score_arrays} ${page_arrays},  //
     elem_t* __restrict__ o,  // as o_map has it, rows on 16-byte boundaries
     //% endif
     float* __restrict__ lse,     // [batch, heads_q, seqlen_q] contiguous, or null
@@ -125,7 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const int ${seqlen_k},
     const int section_heads,  // heads whose K and V fit into L2 together
     //% if form
-    const Strides o_strides, const int head_dim_v, const AttentionForm form${score_scalars},
+    const Strides o_strides, const int head_dim_v,
+    const AttentionForm form${score_scalars} ${page_numbers},
     //% endif
     const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q

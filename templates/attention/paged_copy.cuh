@@ -14,14 +14,15 @@ __device__ __forceinline__ void copy_paged_tile(u32 shared, const T* __restrict_
   const int row0 = threadIdx.x / Tile::CHUNKS, chunk = threadIdx.x % Tile::CHUNKS;
   int page[PASSES];  // all asked for before the first is waited for
 #pragma unroll
-  for (int pass = 0; pass < PASSES; ++pass) page[pass] = pages.page(first + row0 + pass * ROWS_A_PASS);
+  for (int pass = 0; pass < PASSES; ++pass)
+    page[pass] = pages.page(first + row0 + pass * ROWS_A_PASS);
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
     const int row = row0 + pass * ROWS_A_PASS;
     if (Tile::ROWS % ROWS_A_PASS != 0 && row >= Tile::ROWS) break;
     const bool exists = pages.has(page[pass]);
-    const T* const source = head + page[pass] * strides.batch +
-                            pages.place(first + row) * strides.row + chunk * 8;
+    const T* const source =
+        head + page[pass] * strides.batch + pages.place(first + row) * strides.row + chunk * 8;
 #pragma unroll
     for (int panel = 0; panel < Tile::PANELS; ++panel) {
       const int column = panel * Tile::PANEL_COLUMNS;

@@ -21,9 +21,10 @@ struct SequencePages {
 
 // What a call says of all sequences.
 struct PagedKeys {
-  const int* table;  // [table rows, width]
+  const int* table;    // [table rows, width]
   const int* lengths;  // [table rows]: keys of each
-  const int* rows;  // [sequences]: the table's row of each, below 0: it has no keys; or null: i of i
+  const int*
+      rows;  // [sequences]: the table's row of each, below 0: it has no keys; or null: i of i
   int width, page_log2, num_pages;
   int longest;  // keys at most
 

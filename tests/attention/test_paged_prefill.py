@@ -153,12 +153,10 @@ def test_pages_of_a_cache():
     rng = np.random.default_rng(3)
     k, v = (torch.tensor(rng.standard_normal((40, 2, 64)), dtype=torch.float16) for _ in "kv")
     mine = [cache.allocate()]
-    rows = cache.rows(mine)
-    ends = torch.tensor([0, 40], dtype=torch.int32)
     with quiet():
-        fkjit.kv_append(k, v, cache, fkjit.kv_slots(cache, rows, ends, num_tokens=40))
+        fkjit.kv_append(k, v, cache, cache.extend(mine, 40))
         q = torch.tensor(rng.standard_normal((1, 30, 4, 64)), dtype=torch.float16)
-        made = fkjit.paged_attention(q, cache, rows=rows)
+        made = fkjit.paged_attention(q, cache, rows=cache.rows(mine))
         other = fkjit.attention(
             q.transpose(1, 2), *(x[None].transpose(1, 2) for x in (k, v)), causal=True
         )

@@ -88,15 +88,14 @@ class ScoreFeatures:
             "score_fields": "".join(f"; {kind} {name}" for kind, name, _ in arrays + scalars),
             "score_arrays": "".join(f", {kind} __restrict__ {slot}" for kind, _, slot in arrays),
             "score_scalars": "".join(f", const {kind} {name}" for kind, _, name in scalars),
-            "page_arguments": _PAGE_ARGUMENTS if self.paged else "",
+            "page_arrays": _PAGE_ARRAYS if self.paged else "",
+            "page_numbers": _PAGE_NUMBERS if self.paged else "",
             "score_values": "".join(f", {argument}" for _, _, argument in arrays + scalars),
         }
 
 
-_PAGE_ARGUMENTS = (
-    "".join(f", const int* __restrict__ {name}" for name in PAGES)
-    + ", const int table_width, const int page_log2, const int num_pages"
-)
+_PAGE_ARRAYS = "".join(f", const int* __restrict__ {name}" for name in PAGES)
+_PAGE_NUMBERS = ", const int table_width, const int page_log2, const int num_pages"
 
 # What templates name where there are no score features.
 PLAIN: Mapping[str, Any] = {

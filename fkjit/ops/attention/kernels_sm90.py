@@ -96,7 +96,7 @@ def _page_boxes(features: ScoreFeatures) -> dict[str, Any]:
     """TMA brings a tile in boxes, each in one page."""
     if not features.paged:
         return {}
-    return {"page_arguments": features.values()["page_arguments"] + ", const int box_log2"}
+    return {"page_numbers": features.values()["page_numbers"] + ", const int box_log2"}
 
 
 def _is_optimistic(params: Params) -> bool:

@@ -1,4 +1,4 @@
-"""What can be wrong with the pages, the page table and the lengths of a KV cache that attention reads."""
+"""What can be wrong with pages, page tables and lengths of a cache that attention reads."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def page_size(call: str, k: Sequence[int], v: Sequence[int], tokens_at: int) -> 
     size = k[tokens_at]
     if tuple(k[:3]) != tuple(v[:3]) or size < 1 or size & (size - 1) or size > MOST_TOKENS:
         raise ParameterError(
-            f"{call}: k_pages has shape {tuple(k)}, v_pages {tuple(v)}; allowed: alike, [num_pages, "
-            'page_size, heads, D] (layout="nhd") or [num_pages, heads, page_size, D] ("hnd"), '
-            f"page_size a power of two up to {MOST_TOKENS}"
+            f"{call}: k_pages has shape {tuple(k)}, v_pages {tuple(v)}; allowed: alike, "
+            '[num_pages, page_size, heads, D] (layout="nhd") or [num_pages, heads, page_size, D] '
+            f'("hnd"), page_size a power of two up to {MOST_TOKENS}'
         )
     return size
 

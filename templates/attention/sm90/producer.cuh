@@ -136,7 +136,8 @@ struct AttentionProducer {
       mbarrier_wait(empty, place.parity ^ 1);
       const u32 arrives = rows >= VTile::ROWS ? full : barriers.v_tail();
       range.pages.template load<VTile>(to, map, arrives, box, head);
-      if (rows < VTile::ROWS) clear_rows<VTile>(to, rows, threadIdx.x % WARP_SIZE, arrives, tail_parity);
+      if (rows < VTile::ROWS)
+        clear_rows<VTile>(to, rows, threadIdx.x % WARP_SIZE, arrives, tail_parity);
       if (rows < VTile::ROWS || !asks) mbarrier_arrive(full);
     } else {
       mbarrier_wait(empty, place.parity ^ 1);

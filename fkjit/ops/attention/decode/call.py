@@ -155,8 +155,9 @@ def paged_attention(
     Returns and raises as `attention_decode`. More than 16 new tokens of a sequence, and packed
     queries, take the kernels of `attention_varlen` (TMA brings pages of 8 tokens and more on
     Hopper): keys have q's dtype then, and there is no split_size and no `out`; ParameterError and
-    ArgumentTypeError else. Tables and lengths are read when the kernel runs: a captured graph of `kv_append` and this call follows sequences that grow. To torch.compile the
-    call is one operator, if `cache` is a pair and there is no `out` and no `score_mod`.
+    ArgumentTypeError else. Tables and lengths are read when the kernel runs: a captured graph of
+    `kv_append` and this call follows sequences that grow. To torch.compile the call is one
+    operator, if `cache` is a pair and there is no `out` and no `score_mod`.
     """
     k, v, page_table, seq_lens, k_scale, v_scale, layout = _pages(
         cache, layer, layout, rows, (page_table, seq_lens, k_scale, v_scale)
@@ -197,8 +198,8 @@ def _prefill(
         if value is not None:
             shown = "an array" if hasattr(value, "shape") else repr(value)
             raise ParameterError(
-                f"{_PAGED.name}: {name} is {shown}; allowed: None, where queries are packed or more "
-                f"than {MAX_TOKENS} of a sequence"
+                f"{_PAGED.name}: {name} is {shown}; allowed: None, where queries are packed or "
+                f"more than {MAX_TOKENS} of a sequence"
             )
     if packed and most is None:
         raise ParameterError(f"{_PAGED.name}: max_seqlen_q is None; cu_seqlens_q wants it")
