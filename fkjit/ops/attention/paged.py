@@ -10,7 +10,7 @@ from typing import Any
 
 from fkjit.errors import ParameterError
 from fkjit.ops.attention.checks import check_pages
-from fkjit.ops.attention.features import FEATURE_ARRAYS, PAGES, SLOTS
+from fkjit.ops.attention.features import FEATURE_ARRAYS, PACKED_ENDS, PAGES, SLOTS
 from fkjit.ops.attention.options import PagedOptions
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.node import Node, of_dtype
@@ -19,7 +19,8 @@ from fkjit.runtime import interop
 
 _CALL = "paged_attention"
 _MODS = PagedOptions._fields.index("score_mod")
-ARRAYS = ("q", "k", "v", "cu_seqlens_q", *PAGES, *FEATURE_ARRAYS)
+# The kernels have an argument for cu_seqlens_k, which there is none of.
+ARRAYS = ("q", "k", "v", *PACKED_ENDS, *PAGES, *FEATURE_ARRAYS)
 
 
 def _fake(q: Any, k: Any, v: Any, *rest: Any) -> list[Any]:
@@ -56,7 +57,7 @@ attend_pages = Op(
     outputs=("o", "lse"),
     check=check_pages,
     options=PagedOptions,
-    optional=("rows", *FEATURE_ARRAYS, *SLOTS),
+    optional=("cu_seqlens_k", "rows", *FEATURE_ARRAYS, *SLOTS),
     node=Node(
         _fake,
         "SymInt max_seqlen_q, str layout, bool causal, float? softmax_scale, int[]? block, "

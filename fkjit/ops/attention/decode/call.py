@@ -208,7 +208,7 @@ def _prefill(
         ends, q = paged.uniform_ends(q, shape[0], most), q.reshape(-1, *shape[2:])
     layout, causal, scale, return_lse, window, softcap = rest
     said = (most, layout, causal, scale, None, return_lse, window, softcap)
-    given = (q, k, v, ends, *tables, *features)
+    given = (q, k, v, ends, None, *tables, *features)
     made = _run(paged.attend_pages, given, None, said, score_mod, score_args)
     if packed:
         return made
