@@ -36,7 +36,7 @@ def pages_of(call: str, k_cache: Any, v_cache: Any) -> Pages:
     """ParameterError where tokens of different rows are no whole number of tokens apart."""
     rows, tokens = k_cache.shape[:2]
     apart = [_apart(cache) for cache in (k_cache, v_cache)]
-    if None in apart:
+    if 0 in apart:
         raise ParameterError(
             f"{call}: k_cache or v_cache has strides {k_cache.stride()}, {v_cache.stride()}; "
             "allowed: rows a whole number of tokens apart: pass contiguous caches"
@@ -53,12 +53,12 @@ def pages_of(call: str, k_cache: Any, v_cache: Any) -> Pages:
     return Pages((arrays[0], arrays[1]), size, step, tokens // size)
 
 
-def _apart(cache: Any) -> int | None:
-    """Tokens from the beginning of a row to that of the next one."""
+def _apart(cache: Any) -> int:
+    """Tokens from the beginning of a row to that of the next one; 0 if that is no whole number."""
     row, token = cache.stride()[:2]
     if cache.shape[0] <= 1:
         return int(cache.shape[1])
-    return row // token if token > 0 and row % token == 0 and row > 0 else None
+    return row // token if token > 0 and row % token == 0 and row > 0 else 0
 
 
 def _cut(cache: Any, size: int, step: int) -> Any:

@@ -82,5 +82,3 @@ def _causal(q: Any, k: Any, v: Any, scale: float | None) -> Any:
         return made
     rest = attention(q[:, :, rows:], k, v, softmax_scale=scale, deterministic=None)
     return torch_ops.torch_seen().cat((made, rest), 2)
-
-

@@ -22,6 +22,12 @@ from fkjit.ops.op.op import Op
 
 _INPUTS = (*ARRAYS, *FEATURE_ARRAYS, *SLOTS)
 _MANY = "fkjit.ops.attention.paged"  # imported by calls with many new tokens
+_OF_MANY = (
+    ("q", "k", "v", "cu_seqlens_q", "page_table", "seq_lens", "rows"),
+    FEATURE_ARRAYS,
+    ("max_seqlen_q", "layout", "causal", "softmax_scale", "return_lse", "window", "softcap"),
+    ("k_scale", "v_scale", "split_size", "out"),
+)
 _NO_SLOTS = (None,) * len(SLOTS)  # of a call without a score_mod,
 _NO_SCORE_MOD = ("", (), ())  # and the last of its options
 
@@ -162,16 +168,14 @@ def paged_attention(
     k, v, page_table, seq_lens, k_scale, v_scale, layout = _pages(
         cache, layer, layout, rows, (page_table, seq_lens, k_scale, v_scale)
     )
-    if cu_seqlens_q is not None or max_seqlen_q is not None or len(getattr(q, "shape", ())) == 4:
-        many = _prefill(
+    if cu_seqlens_q is not None or max_seqlen_q is not None or _has_many(q):
+        return _prefill(
             (q, k, v, cu_seqlens_q, page_table, seq_lens, rows),
             (alibi_slopes, bias, mask, sinks),
             (max_seqlen_q, layout, causal, softmax_scale, return_lse, _hashable(window), softcap),
             {"k_scale": k_scale, "v_scale": v_scale, "split_size": split_size, "out": out},
             score_mod, score_args,
         )  # fmt: skip
-        if many is not None:
-            return many
     options = (layout, causal, softmax_scale, split_size, return_lse, _hashable(window), softcap)
     arrays = (
         q, k, v, page_table, seq_lens, rows, k_scale, v_scale, alibi_slopes, bias, mask, sinks,
@@ -179,21 +183,35 @@ def paged_attention(
     return _run(_PAGED, arrays, out, options, score_mod, score_args)
 
 
+def _has_many(q: Any) -> bool:
+    """Whether q has more tokens of each sequence than decoding's kernel takes."""
+    shape = getattr(q, "shape", ())
+    return len(shape) == 4 and shape[1] > MAX_TOKENS and 0 not in shape
+
+
+class _Preparing:
+    """An op's `prepare` where the op is called."""
+
+    def __init__(self, op: Op) -> None:
+        self.name, self.op = op.name, op
+
+    def __call__(self, arrays: Any, outputs: Any, options: Any) -> None:
+        self.op.prepare(arrays, options)
+
+
 def _prefill(
     arrays: tuple[Any, ...], features: tuple[Any, ...], options: tuple[Any, ...],
-    none: Mapping[str, Any], score_mod: Any, score_args: Any,
+    none: Mapping[str, Any], score_mod: Any, score_args: Any, prepares: bool = False,
 ) -> Any:  # fmt: skip
-    """`paged_attention` for packed queries or more than 16 tokens; None where it is for others.
-    none: what such a call may not have."""
+    """`paged_attention` for packed queries or more than 16 tokens, or only what prepares it. none:
+    what such a call may not have."""
     q, k, v, ends, *tables = arrays
-    most, *rest = options
-    packed, shape = ends is not None, q.shape
-    if not packed:
-        if most is not None:
-            raise ParameterError(f"{_PAGED.name}: max_seqlen_q={most}: goes with cu_seqlens_q")
-        if shape[1] <= MAX_TOKENS or 0 in shape:
-            return None
-        most = shape[1]
+    (most, *rest), packed, shape = options, ends is not None, q.shape
+    if packed == (most is None):
+        raise ParameterError(
+            f"{_PAGED.name}: max_seqlen_q is {most}, cu_seqlens_q {'given' if packed else None}; "
+            "allowed: both or neither"
+        )
     for name, value in none.items():
         if value is not None:
             shown = "an array" if hasattr(value, "shape") else repr(value)
@@ -201,23 +219,19 @@ def _prefill(
                 f"{_PAGED.name}: {name} is {shown}; allowed: None, where queries are packed or "
                 f"more than {MAX_TOKENS} of a sequence"
             )
-    if packed and most is None:
-        raise ParameterError(f"{_PAGED.name}: max_seqlen_q is None; cu_seqlens_q wants it")
     paged = import_module(_MANY)
     if not packed:
-        ends, q = paged.uniform_ends(q, shape[0], most), q.reshape(-1, *shape[2:])
+        ends, q, most = paged.uniform_ends(q, *shape[:2]), q.reshape(-1, *shape[2:]), shape[1]
     layout, causal, scale, return_lse, window, softcap = rest
     said = (most, layout, causal, scale, None, return_lse, window, softcap)
+    op = _Preparing(paged.attend_pages) if prepares else paged.attend_pages
     given = (q, k, v, ends, None, *tables, *features)
-    made = _run(paged.attend_pages, given, None, said, score_mod, score_args)
-    if packed:
+    made = _run(op, given, None, said, score_mod, score_args)
+    if packed or prepares:
         return made
     o, lse = made if return_lse else (made, None)
     o = o.reshape(*shape[:3], o.shape[-1])
-    if lse is None:
-        return o
-    heads = lse.reshape(shape[2], *shape[:2])
-    return o, heads.swapaxes(0, 1)
+    return o if lse is None else (o, lse.reshape(shape[2], *shape[:2]).swapaxes(0, 1))
 
 
 def _pages(
@@ -248,8 +262,8 @@ def _hashable(option: Any) -> Any:
 
 
 def _run(
-    op: Op, arrays: tuple[Any, ...], out: Any, options: tuple[Any, ...], score_mod: Any,
-    score_args: Any,
+    op: Op | _Preparing, arrays: tuple[Any, ...], out: Any, options: tuple[Any, ...],
+    score_mod: Any, score_args: Any,
 ) -> Any:  # fmt: skip
     """The op's result. arrays, options: without what a score_mod has."""
     if score_mod is None and not score_args:
@@ -278,6 +292,16 @@ def _preparing(op: Op, call: Callable[..., Any]) -> Callable[..., None]:
             own = tuple(given[name] for name in names)
             found = _pages(given["cache"], given["layer"], given["layout"], given["rows"], own)
             given |= dict(zip(("k", "v", *names, "layout"), found, strict=True))
+            q, ends, most = (given[name] for name in ("q", "cu_seqlens_q", "max_seqlen_q"))
+            if ends is not None or most is not None or _has_many(q):
+                arrays, features, options, none = (
+                    {name: given[name] for name in group} for group in _OF_MANY
+                )
+                options["window"] = _hashable(options["window"])
+                mod = (given["score_mod"], given["score_args"])
+                groups = (tuple(arrays.values()), tuple(features.values()))
+                _prefill(*groups, tuple(options.values()), none, *mod, prepares=True)
+                return
         arrays = [given.get(name) for name in (*ARRAYS, *FEATURE_ARRAYS)]
         named = [_hashable(given[name]) for name in Options._fields[: -len(_NO_SCORE_MOD)]]
         slots, (*more, _) = unpack_score_mod(op.name, given["score_mod"], given["score_args"])
