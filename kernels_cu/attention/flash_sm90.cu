@@ -20,10 +20,9 @@
 
    with c = softmax_scale * log2(e). P never leaves registers: it is the next product's A operand. An
    optimistic variant does not look for a maximum first (attention/sm90/speculative_softmax.cuh).
-
    Forms of attention (attention/features.cuh) are rendered in; pages as attention/pages.cuh has them.
 
-   Source: Shah et al., "FlashAttention-3" (2024), for the overlap of softmax and products. */
+   Source: Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/mbarrier.cuh"
@@ -109,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const __grid_constant__ TensorMap mask_map,  // the same; 0 hides the key
     //% endif
     //% if form
-    // Null where the form has no such thing. Packed: q and o are [1, heads_q, total_q, dim], k and
-    // v [1, heads_kv, total_k, dim], lse [heads_q, total_q].
+    // Null where there is no such thing. Packed: q and o are [1, heads_q, total_q, dim], k and v
+    // [1, heads_kv, total_k, dim], lse [heads_q, total_q].
     const int* __restrict__ cu_seqlens_q,    // [batch + 1]
     const int* __restrict__ cu_seqlens_k,    // [batch + 1]
     const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
