@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from fkjit.cli import cache
 from fkjit.cli import console as report
@@ -122,14 +123,31 @@ def warm(
     raise typer.Exit(import_module("fkjit.cli.warm").run(ops or [], arch, jobs))
 
 
-@app.command()
+class _OptionalNumber(TyperCommand):
+    """A command whose --banks may stand without its number."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        follows = dict(zip(args, args[1:] + [""], strict=True))
+        bare = "--banks" in args and not re.fullmatch(r"[\d.]+", follows["--banks"])
+        return super().parse_args(
+            ctx, ["--banks=0" if bare and a == "--banks" else a for a in args]
+        )
+
+
+@app.command(cls=_OptionalNumber)
 def check(
     kernels: Annotated[
         list[str], typer.Argument(help="a call or op, and kernels of it; or op.kernel")
     ],
     mem: Annotated[bool, typer.Option("--mem", help="memory and barriers")] = False,
     race: Annotated[bool, typer.Option("--race", help="races too")] = False,
-    banks: Annotated[bool, typer.Option("--banks", help="count shared-memory conflicts")] = False,
+    banks: Annotated[
+        float | None,
+        typer.Option(
+            metavar="[TIMES]",
+            help="shared-memory conflicts; more than so many times the ideal are a fault",
+        ),
+    ] = None,
     arch: Annotated[
         str | None, typer.Option(help='targets, "compute_75,sm_90a"; default: compute_80')
     ] = None,
@@ -137,12 +155,16 @@ def check(
         int | None, typer.Option(help="so many of each kernel, spread evenly; default: all")
     ] = None,
 ) -> None:
-    """Run kernels in the CPU interpreter and look for faults; default: --mem --race.
+    """Run kernels in the CPU interpreter: right numbers? faults? Default: --mem --race.
 
-    Needs no GPU: `fkjit check attention flash --variants 5`. Status 1 where there is a fault.
+    Results are held against the kernel's reference, within its tolerance. Bank conflicts are
+    counted, and warned of above 4 times the ideal. Needs no GPU: `fkjit check attention flash
+    --variants 5`. Status 1 where numbers are wrong or there is a fault.
     """
     check_ = import_module("fkjit.cli.check")
-    raise typer.Exit(check_.run(kernels, mem, race, banks, arch, variants))
+    every = not (mem or race or banks is not None)
+    looking = check_.Looking(every or mem or race, every or race, banks or None)
+    raise typer.Exit(check_.run(kernels, arch, variants, looking))
 
 
 @app.command()

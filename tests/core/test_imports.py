@@ -23,7 +23,7 @@ LAYERS = (
     {"paths", "settings", "arch"},
     {"spec"},
     {"cache"},
-    {"jit", "tuning"},
+    {"jit", "tuning", "numerics"},
     {"interp"},
     {"sanitizer"},
     {"runtime"},
