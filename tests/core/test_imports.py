@@ -23,7 +23,7 @@ LAYERS = (
     {"paths", "settings", "arch"},
     {"spec"},
     {"cache"},
-    {"jit", "tuning", "numerics"},
+    {"jit", "tuning", "numerics", "user_kernels"},
     {"interp"},
     {"sanitizer"},
     {"runtime"},
