@@ -171,12 +171,13 @@ def check(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
-    """What there is to compile and run kernels with, and what does not fit."""
+    """What there is to compile and run kernels with, and what does not fit; then status 1."""
     found = import_module("fkjit.cli.doctor").diagnose()
     if as_json:
         print(json.dumps(found, indent=2))
     else:
         import_module("fkjit.cli.show").print_doctor(found)
+    raise typer.Exit(0 if found["ok"] else 1)
 
 
 @app.command(context_settings=_VARIANT, add_help_option=False)
