@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fkjit.errors import ArgumentTypeError, DeviceError
+from fkjit.runtime.abstract import Abstract
 
 CPU = -1  # the device number of host memory
 
@@ -51,9 +52,10 @@ if hasattr(os, "register_at_fork"):
 
 
 class View(NamedTuple):
-    """One array as a kernel sees it. Strides are in elements; `device` is CPU or a CUDA ordinal."""
+    """One array as a kernel sees it. Strides are in elements; `device` is CPU or a CUDA ordinal, or
+    below CPU the number of an abstract one."""
 
-    kind: str  # numpy | torch | cupy | dlpack
+    kind: str  # numpy | torch | cupy | dlpack | abstract
     array: Any  # what `kind` says; for dlpack a CuPy view of the caller's array
     pointer: int
     shape: tuple[int, ...]
@@ -113,7 +115,7 @@ def view(array: Any, call: str, name: str) -> View:
     DeviceError where it is on a GPU that this process cannot use.
     """
     seen = _view(array, call, name)
-    if _forked and seen.device != CPU:
+    if _forked and seen.device > CPU:
         raise DeviceError(
             f"{call}: {name} is on cuda:{seen.device}, but this process was forked from one that "
             "had used CUDA, which works in only one of them: start it with multiprocessing's "
@@ -128,6 +130,8 @@ def _view(array: Any, call: str, name: str) -> View:
         return _torch_view(array, call, name)
     if isinstance(array, np.ndarray):
         return _strided("numpy", array, array.ctypes.data, CPU, call, name)
+    if isinstance(array, Abstract):
+        return _strided("abstract", array, array.pointer, array.device, call, name)
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(array, cupy.ndarray):
         return _strided("cupy", array, array.data.ptr, array.device.id, call, name)
