@@ -112,15 +112,47 @@ def compile_(
 
 @app.command()
 def warm(
-    ops: Annotated[list[str] | None, typer.Argument(help=f"{_NAMES}; default: all")] = None,
+    ops: Annotated[
+        list[str] | None,
+        typer.Argument(help=f"{_NAMES}; all; default: common, what inference takes by default"),
+    ] = None,
     arch: Annotated[
         str | None,
         typer.Option(help='targets, "sm_90a,sm_120a" or "all"; default: this machine\'s'),
     ] = None,
+    head_dim: Annotated[str | None, typer.Option(help="of calls: 64,128")] = None,
+    dtype: Annotated[str | None, typer.Option(help="of calls: bf16,fp16")] = None,
+    where: Annotated[
+        list[str] | None, typer.Option(help="an option of calls: window=1024,0 or sinks=true")
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="write what a command compiles: --record FILE -- COMMAND"
+        ),
+    ] = None,
+    from_: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="compile what --record wrote")
+    ] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="processes")] = None,
 ) -> None:
-    """Fill the cache ahead of time. Needs no GPU; start again to go on after Ctrl-C."""
-    raise typer.Exit(import_module("fkjit.cli.warm").run(ops or [], arch, jobs))
+    """Fill the cache ahead of time. Needs no GPU; start again to go on after Ctrl-C.
+
+    `fkjit warm attention_varlen --head-dim 128 --dtype bf16 --where window=1024,0 --arch sm_90a`
+    compiles what such calls take at several sizes.
+    """
+    warm_ = import_module("fkjit.cli.warm")
+    values = {"head_dim": head_dim, "dtype": dtype}
+    if record is not None or from_ is not None:
+        others = [arch, head_dim, dtype, where, from_ if record else ops, jobs if record else None]
+        if any(others):
+            name = "--record" if record else "--from"
+            raise typer.BadParameter(f"{name} goes with no other choice of kernels or targets")
+    if record is not None:
+        raise typer.Exit(warm_.record(record, ops or []))
+    read = import_module("fkjit.warm_record").read
+    work = read(from_) if from_ else warm_.chosen(ops or [], arch, values, where or [])
+    raise typer.Exit(warm_.run(work, jobs))
 
 
 class _OptionalNumber(TyperCommand):

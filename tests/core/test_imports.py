@@ -29,8 +29,8 @@ LAYERS = (
     {"runtime"},
     {"cpu"},
     {"ops"},
-    {"api", "compat", "device", "warm_worker", "pytest_plugin"},
-    {"warming"},
+    {"api", "compat", "device", "warm_calls", "warm_worker", "pytest_plugin"},
+    {"warming", "warm_record"},
     {"cli"},
 )
 # Of fkjit/ops: every family knows `op`, and of the other families only these.
