@@ -88,7 +88,7 @@ def test_the_wheel_holds_package_and_cuda_sources_and_nothing_else(wheel):
     assert "[pytest11]\nfkjit = fkjit.pytest_plugin\n" in entry_points
     assert {"fkjit/_bench/command.py", "fkjit/_bench/attention/cases_attention.py"} <= names
     beside = {name for name in names if "_bench" in name and not name.endswith(".py")}
-    assert beside == {"fkjit/_bench/report/chart.js", "fkjit/_bench/report/page.css"}
+    assert beside == {f"fkjit/_bench/report/{name}" for name in ("chart.js", "choice.js", "page.css")}
 
 
 def test_its_metadata_ask_for_little(wheel):
