@@ -11,8 +11,9 @@ from typing import Any
 
 from fkjit import ops
 from fkjit.errors import FkjitError, ParameterError
+from fkjit.paths import document
 
-from ..core.store import Run, results_folder
+from ..core.store import Run, in_help, results_folder
 from ..profile import store as profiles
 from . import cells, host, look, machine, png, speed, summary, svg, work
 from .chart import PALETTE, Chart
@@ -28,16 +29,21 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="fkjit report",
         description="Stored results as one HTML page that works offline, and as pictures.",
-        epilog="docs/BENCHMARKS.md says what a result file holds.",
+        epilog=document("BENCHMARKS.md") + " says what a result file holds.",
     )
     add = made.add_argument
     add("results", nargs="*", type=Path, metavar="RESULTS", help="files or folders; default: the "
-        "newest of bench/results/ and docs/")  # fmt: skip
+        f"newest of {in_help(results_folder())}")  # fmt: skip
     add("--out", type=Path, default=Path("report"), metavar="DIR", help="default: report/")
     add(
         "--target", metavar="ARCH", help="of the table of variants; default: the results' GPU; none"
     )
-    add("--profile", type=Path, metavar="FILE", help="default: docs/profiles/GPU.json")
+    add(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help=f"default: {in_help(profiles.folder())}/GPU.json",
+    )
     add("--pictures", action="store_true", help="also SVG and PNG pictures of the first charts")
     add("--no-pictures", action="store_true", help=argparse.SUPPRESS)  # what is so anyway
     return made
