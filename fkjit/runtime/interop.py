@@ -140,8 +140,8 @@ def _view(array: Any, call: str, name: str) -> View:
     kind = f"{type(array).__module__}.{type(array).__qualname__}"
     if kind.startswith("jax.") and kind.endswith("Tracer"):
         raise ArgumentTypeError(
-            f"{call}: {name} is traced by JAX (jax.jit, grad or vmap) and holds no numbers: call it "
-            "outside jit, between functions that are jitted"
+            f"{call}: {name} is traced by JAX (jax.jit, grad or vmap) and holds no numbers: "
+            "call it outside jit, between functions that are jitted"
         )
     raise ArgumentTypeError(
         f"{call}: {name} is a {kind}; allowed: a torch tensor, a CuPy or NumPy array, or any array "
