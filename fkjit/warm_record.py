@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from fkjit import __version__, ops
 from fkjit.arch import target
 from fkjit.cache.lookup import Cache, EntryInfo, default_cache
-from fkjit.errors import FkjitError, ParameterError
+from fkjit.errors import CacheError, FkjitError, ParameterError
 from fkjit.settings import Settings
 from fkjit.spec import find, registered
 from fkjit.warm_worker import Job, job_of
@@ -45,8 +46,9 @@ def record(path: Path, command: Sequence[str]) -> tuple[int, int]:
             raise ParameterError(f"warm: --record: {command[0]} cannot be run: {error}") from error
         made = Path(folder, "v1")
         count = write(path, Cache(made).entries())
-        if count:
-            default_cache().import_(made)
+        with suppress(CacheError):  # nowhere to keep them: they are in the file at least
+            if count:
+                default_cache().import_(made)
     return count, done.returncode
 
 
