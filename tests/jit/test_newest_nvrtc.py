@@ -27,7 +27,6 @@ from fkjit.ops import load
 load()
 for name, wanted in (
     ("attention.flash_sm90", {"head_dim": 128, "dtype": "bf16"}),
-    ("attention_decode.split", {"head_dim": 128, "storage": "int8"}),
     ("linear.wgmma", {"block": (128, 256)}),
     ("rms_norm.rows", {}),
 ):
@@ -49,7 +48,7 @@ def test_a_sample_compiles_without_spills(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 4
+    assert len(rows) == 3
     for name, version, problems, registers in rows:
         assert version.startswith("13.") and version != dotted(nvrtc_info().version)
         assert problems == [] and registers <= 255, name
