@@ -13,6 +13,7 @@ from typing import Any
 
 from fkjit.arch import Arch
 from fkjit.errors import FkjitError, ParameterError
+from fkjit.paths import document
 
 from .core import compare, host, kernels, listing
 from .core.cases import Case, select
@@ -21,9 +22,9 @@ from .core.device import Device, TorchDevice
 from .core.method import MODES, QUICK, Effort
 from .core.op import Candidate, Op
 from .core.run import INTERRUPTED, Plan, execute
-from .core.store import Writer, file_name, results_folder
+from .core.store import Writer, file_name, in_help, results_folder
 
-_EPILOG = "docs/BENCHMARKS.md says how it measures and how a result line is read."
+_EPILOG = document("BENCHMARKS.md") + " says how it measures and how a result line is read."
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,7 +50,12 @@ def parser() -> argparse.ArgumentParser:
     how("--modes", default=",".join(MODES), help=f"of {','.join(MODES)}")
     how("--nvtx", action="store_true", help="NVTX ranges around each timed case")
     where = made.add_argument_group("results").add_argument
-    where("--out", type=Path, metavar="FILE", help="default: bench/results/DATE-GPU-COMMIT.jsonl")
+    where(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"default: {in_help(results_folder())}/DATE-GPU-COMMIT.jsonl",
+    )
     where("--commit", metavar="TEXT", help="what was measured, for a copy without its .git")
     where("--append", action="store_true", help="add a run to a file that exists")
     where("--list", action="store_true", help="operations, sets, kernels, peers")
