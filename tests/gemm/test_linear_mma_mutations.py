@@ -38,9 +38,13 @@ FMA_GATED: dict[str, Any] = {
     "kernel": "linear.fma",
     "params": {"block": (64, 64, 16), "gate": True, "weight_layout": "kn", "aligned": True},
 }
+FMA_GATED_NK: dict[str, Any] = {
+    "kernel": "linear.fma",
+    "params": {"block": (64, 64, 16), "gate": True, "weight_layout": "nk"},
+}
 FMA_UNALIGNED: dict[str, Any] = {
     "kernel": "linear.fma",
-    "params": {"block": (64, 64, 16), "aligned": False},
+    "params": {"block": (64, 64, 16), "x_layout": "km", "aligned": False},
 }
 CUT = {"n": 84, "out_stride": 160, "residual_stride": 160}  # half a chunk of columns
 CUT_K = {"k": 156, "x_stride": 168, "weight_stride": 168}  # NaN behind it
@@ -106,13 +110,16 @@ BUGS = (
         "cp_async_wait<STAGES - 1>();", by="race", **FMA),
     Bug("the weight's floats begin inside x's", FMA_CU, "WEIGHT_OFFSET = XTile::BYTES + GUARD",
         "WEIGHT_OFFSET = XTile::BYTES + GUARD - 256", by="memory", **FMA),
-    Bug("rows in no order", D + "thread_product.cuh", "return i % (ROWS / 4) * 4 + i / (ROWS / 4);",
-        "return i;", by="numbers", **FMA),
-    Bug("without the rows' swizzle", D + "thread_product.cuh",
-        "(Tile::offset(row, step) - row * Tile::ROW_BYTES)", "(step << 4)", by="numbers", **FMA),
-    Bug("the next outputs too late", D + "thread_product.cuh",
-        "if (n + 1 == GN && more) weight.load(outputs[0], weight_tile, 0, step + 1);", "",
-        by="numbers", **FMA),
+    Bug("the next k's outputs too late", D + "thread_product.cuh",
+        "weight.load(outputs[(k + 1) % 2], weight_tile, k + 1);", "", by="memory", **FMA),
+    Bug("a product of the next k's row", D + "thread_product.cuh", "fmaf(rows[k % 2]",
+        "fmaf(rows[(k + 1) % 2]", by="numbers", **FMA),
+    Bug("one row of floats of x too many", D + "transposing_copy.cuh", "anew(outer_left) - 1",
+        "anew(outer_left)", by="memory", **FMA),
+    Bug("k past the end of a row of floats", D + "transposing_copy.cuh",
+        "there = k < left(k_left);", "there = k < BLOCK_K;", by="numbers", problem=CUT_K, **FMA),
+    Bug("up's floats are gate's", D + "transposing_copy.cuh",
+        "(Order::is_up(p * ROWS_A_PASS) ? up : 0)", "0", by="numbers", **FMA_GATED_NK),
     Bug("gate's floats twice", D + "operand_copy.cuh", "(Order::is_up(first) ? up : 0)", "0",
         by="numbers", **FMA_GATED),
     Bug("an element past the end", D + "operand_copy.cuh", "e < elements ? from + e : array, e <",

@@ -160,8 +160,23 @@ FMA_TILES: dict[Block, Tile] = {
 }
 
 
+_FMA_PAD = 4  # floats between rows of a tile that is transposed on its way: no bank conflicts
+
+
 def _fma_tile(params: Params) -> Tile:
     return FMA_TILES[params["block"]]
+
+
+def _fma_stages(params: Params) -> SharedLayout:
+    """Tiles are [k][outer]."""
+    tile, (block_m, block_n, block_k) = _fma_tile(params), params["block"]
+    x = block_m + (_FMA_PAD if params["x_layout"] == "mk" else 0)
+    weight = block_n + (_FMA_PAD if params["weight_layout"] == "nk" else 0)
+    return [
+        (f"{name} stage {stage}", 4 * block_k * outer)
+        for stage in range(tile.stages)
+        for name, outer in (("x", x), ("weight", weight))
+    ]
 
 
 FMA_ALL = KernelSpec(
@@ -179,10 +194,10 @@ FMA_ALL = KernelSpec(
             _ALIGNED,
             Param("block", tuple(FMA_TILES), _BLOCK, tunable=True),
         ),
-        "derive": lambda params: _values(_fma_tile(params), params),
+        "derive": lambda params: {**_values(_fma_tile(params), params), "pad": _FMA_PAD},
         # By way of registers (sm_75) a tile of 32 k takes too many of them.
         "features": lambda params: frozenset({"cp_async"} if params["block"][2] == 32 else ()),
-        "shared_layout": lambda params: _stages(_fma_tile(params), params["block"], 4),
+        "shared_layout": _fma_stages,
         "block": lambda params: _threads(_fma_tile(params), params["block"]),
         "grid": _grid,
         "pdl": True,
@@ -229,6 +244,7 @@ FMA = _ahead(
     [
         *({**_FP32, "block": block} for block in FMA_TILES),
         {**_FP32, **_FMA_SMALL, **_KEPT, "residual": True, "x_layout": "km"},
+        {**_FP32, **_FMA_SMALL, **_SWIGLU},
         {**_FP32, **_FMA_SMALL, **_SWIGLU, "weight_layout": "kn"},
         {**_FP32, **_FMA_SMALL, **_SWIGLU, **_TRANSPOSED, "residual": True, "aligned": False},
         {**_FP32, "block": (128, 128, 16), "activation": "gelu", "aligned": False},
