@@ -4,7 +4,7 @@
 
    A block has a tile of BLOCK_M rows by BLOCK_N outputs and walks along k in steps of BLOCK_K; its
    tiles come through a ring in shared memory (cp.async; on sm_75 by way of registers), [k][outer]
-   whatever their layout in memory: what lies [outer][k] is transposed on its way
+   whatever their layout in memory: what lies [outer][k] is transposed in registers on its way
    (gemm/transposing_copy.cuh). A thread has 4 GM rows by 4 GN outputs of sums, and the order of its
    products spares the registers' banks (gemm/thread_product.cuh). With 8 x 16 sums it reads 6 chunks
    of 16 bytes for 128 FMAs: even at four cycles a read of a warp, four warps take 96 cycles of
@@ -51,20 +51,21 @@ static_assert(GM >= 1 && GN >= (GATE ? 2 : 1), "a thread has sums, of gate and u
 constexpr int RUN = 128;
 constexpr bool IN_RUNS = GM * GN * 16 <= 32;
 
-constexpr int PAD = ${pad};  // floats between rows of a tile that is transposed on its way
-// What brings an operand's tiles.
-template <typename Tile, bool K_MAJOR, typename Order>
-struct FloatCopy {
-  using Type = TransposingCopy<fp32, Tile, THREADS, Order>;
+// An operand's tiles, and what brings them.
+template <bool K_MAJOR, int OUTER, typename Order>
+struct Operand {
+  using Tile = TransposedFloats<OUTER, BLOCK_K>;
+  using Copy = TransposingCopy<Tile, THREADS, ALIGNED, Order>;
 };
-template <typename Tile, typename Order>
-struct FloatCopy<Tile, false, Order> {
-  using Type = OperandCopy<fp32, Tile, false, THREADS, ALIGNED, Order>;
+template <int OUTER, typename Order>
+struct Operand<false, OUTER, Order> {
+  using Tile = FloatTile<OUTER, BLOCK_K>;
+  using Copy = OperandCopy<fp32, Tile, false, THREADS, ALIGNED, Order>;
 };
-using XTile = FloatTile<BLOCK_M, BLOCK_K, X_K_MAJOR ? PAD : 0>;
-using WeightTile = FloatTile<BLOCK_N, BLOCK_K, WEIGHT_K_MAJOR ? PAD : 0>;
-using XCopy = FloatCopy<XTile, X_K_MAJOR, RowsInOrder>::Type;
-using WeightCopy = FloatCopy<WeightTile, WEIGHT_K_MAJOR, OutputOrder<GATE, WARP_N>>::Type;
+using X = Operand<X_K_MAJOR, BLOCK_M, RowsInOrder>;
+using Weight = Operand<WEIGHT_K_MAJOR, BLOCK_N, OutputOrder<GATE, WARP_N>>;
+using XTile = X::Tile;
+using WeightTile = Weight::Tile;
 using XReader = FloatReader<XTile, LANES_M>;
 using WeightReader = FloatReader<WeightTile, LANES_N>;
 using Product = ThreadProduct<GM, GN, XReader, WeightReader, BLOCK_K>;
@@ -135,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int row = tile.row * BLOCK_M, column = tile.column * OUT_COLUMNS;
 
   after_previous_kernel();
-  XCopy x_copy(x, x_stride, row, m);
-  WeightCopy weight_copy(weight, weight_stride, column, n);
+  X::Copy x_copy(x, x_stride, row, m);
+  Weight::Copy weight_copy(weight, weight_stride, column, n);
   const Product product{XReader(warp_row, y), WeightReader(warp_output, x_place)};
   float acc[GM][GN][4][4] = {}, totals[GM][GN][4][4] = {};
   int steps = 0;  // since sums were added to the totals

@@ -12,33 +12,25 @@
 // product into registers of k's parity, and the sum, of one parity, would collide at every other k.
 #pragma once
 #include "ptx/memory.cuh"
-
-// A tile of floats, [k][outer]. PAD: floats between rows that nobody reads.
-template <int OUTER, int BLOCK_K, int PAD>
-struct FloatTile {
-  static constexpr int ROWS = BLOCK_K, COLUMNS = OUTER, PANEL_COLUMNS = COLUMNS, PANELS = 1;
-  static constexpr int CHUNKS = COLUMNS / 4, ROW_BYTES = 4 * (COLUMNS + PAD);
-  static constexpr int BYTES = ROWS * ROW_BYTES, PANEL_BYTES = BYTES;
-  __device__ __forceinline__ static constexpr int offset(int row, int chunk) {
-    return row * ROW_BYTES + chunk * 16;
-  }
-};
+#include "gemm/float_tile.cuh"
 
 // Reads an operand's floats of one k.
 template <typename Tile, int LANES>
 struct FloatReader {
-  u32 lane_offset;  // of the lane's first chunk in the tile
+  u32 lane_offset;  // of the lane's first chunk in a row of the tile
 
   // first: of the warp, a multiple of 32; place: of the lane among LANES.
   __device__ __forceinline__ FloatReader(int first, int place)
-      : lane_offset(Tile::offset(0, first / 4 + place)) {}
+      : lane_offset((first / 4 + place) * 16) {}
 
   // x[g][i]: outer 4 (LANES * g + place) + i.
   template <int GROUPS>
   __device__ __forceinline__ void load(float (&x)[GROUPS][4], u32 tile, int k) const {
+    const int turn = Tile::turn(k), of_lane = turn % LANES;
+    const u32 from = tile + (lane_offset ^ of_lane * 16) + k * Tile::ROW_BYTES;
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g)
-      load_shared_floats(x[g], tile + lane_offset + Tile::offset(k, LANES * g));
+      load_shared_floats(x[g], from + (LANES * g ^ (turn - of_lane)) * 16);
   }
 };
 
