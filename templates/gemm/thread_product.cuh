@@ -52,10 +52,10 @@ struct ThreadProduct {
         weight.load(outputs[(k + 1) % 2], weight_tile, k + 1);
       }
 #pragma unroll
-      for (int m = 0; m < 4 * GM; ++m)
+      for (int n = 0; n < 4 * GN; ++n)
 #pragma unroll
-        for (int i = 0; i < 4 * GN; ++i) {
-          const int n = m % 2 ? 4 * GN - 1 - i : i;
+        for (int i = 0; i < 4 * GM; ++i) {
+          const int m = n % 2 ? 4 * GM - 1 - i : i;
           float& sum = acc[m / 4][n / 4][m % 4][n % 4];
           sum = fmaf(rows[k % 2][m / 4][m % 4], outputs[k % 2][n / 4][n % 4], sum);
         }
