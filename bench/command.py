@@ -191,12 +191,15 @@ def _candidates(
 
 
 def _with_words(candidates: list[Candidate], tiles: Sequence[str]) -> list[Candidate]:
-    """Those whose names have all words of one of `tiles`. ParameterError for words of none."""
+    """The public call, and those whose names have all words of one of `tiles`. ParameterError for
+    words of none."""
     for text in tiles:
         if not any(_has(candidate, text) for candidate in candidates):
             names = ", ".join(candidate.name for candidate in candidates)
             raise ParameterError(f"bench: --tiles {text!r} is none of {names}")
-    return [one for one in candidates if not tiles or any(_has(one, text) for text in tiles)]
+    if not tiles:
+        return candidates
+    return [one for one in candidates if one.name == "fkjit" or any(_has(one, t) for t in tiles)]
 
 
 def _has(candidate: Candidate, words: str) -> bool:
