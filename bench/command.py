@@ -40,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
     which("--only", action="append", default=[], metavar="WORDS", help='of a case: "D128 causal"')
     which("--impl", default="auto", help="auto (the public call), all, or kernels: naive,tiled")
     which("--variants", action="store_true", help="every legal tile of these kernels")
+    which("--tiles", action="append", default=[], metavar="WORDS",
+          help='with --variants, these of each kernel: "wgmma cluster=2"')  # fmt: skip
     which("--peers", metavar="NAMES", help="all, none, or names: sdpa-cudnn,fa4; default: not slow")
     how = made.add_argument_group("how").add_argument
     how("--quick", action="store_true", help="10 + 100 iterations, not 100 + 1000; --set quick")
@@ -184,13 +186,30 @@ def _candidates(
     found: dict[str, list[Candidate]] = {}
     left_out = {}
     for op in ops:
-        found[op.name] = kernels.ours(op, chosen.impl, chosen.variants, device, arch)
+        own = kernels.ours(op, chosen.impl, chosen.variants, device, arch)
+        found[op.name] = _with_words(own, chosen.tiles)
         for peer in op.peers:
             if names is None and peer.slow:
                 left_out[peer.name] = f"{peer.slow}; --peers all or {peer.name}"
             elif names is None or "all" in names or peer.name in names:
                 found[op.name].append(peer)
     return found, left_out
+
+
+def _with_words(candidates: list[Candidate], tiles: Sequence[str]) -> list[Candidate]:
+    """The public call, and those whose names have all words of one of `tiles`. ParameterError for
+    words of none."""
+    for text in tiles:
+        if not any(_has(candidate, text) for candidate in candidates):
+            names = ", ".join(candidate.name for candidate in candidates)
+            raise ParameterError(f"bench: --tiles {text!r} is none of {names}")
+    if not tiles:
+        return candidates
+    return [one for one in candidates if one.name == "fkjit" or any(_has(one, t) for t in tiles)]
+
+
+def _has(candidate: Candidate, words: str) -> bool:
+    return set(words.split()) <= set(candidate.name.split())
 
 
 def _arch() -> Arch:
