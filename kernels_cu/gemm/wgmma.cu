@@ -71,7 +71,7 @@ constexpr int ROWS = COOPERATIVE ? BLOCK_M / CONSUMERS : BLOCK_M;  // of a consu
 constexpr int OUT_COLUMNS = GATE ? BLOCK_N / 2 : BLOCK_N;
 constexpr int RELEASES = CLUSTER * 4 * (COOPERATIVE ? CONSUMERS : 1);  // of a stage, by warps
 constexpr u16 ALL_BLOCKS = CLUSTER > 1 ? (1 << CLUSTER) - 1 : 0;
-static_assert(CLUSTER <= 2, "a tile of the weight has two halves");
+static_assert(CLUSTER <= 2, "a tile of the weight has two parts at most");
 static_assert(SPLIT == 1 || (CLUSTER == 1 && !SHARES), "one reason to be a cluster");
 static_assert(ROWS % 64 == 0, "wgmma takes 64 rows");
 static_assert(OUT_COLUMNS % 16 == 0, "outputs are staged 16 columns at a time");
@@ -91,32 +91,57 @@ __device__ __forceinline__ Piece part_of(const Piece& whole) {
   return {whole.tile, part.first, part.steps};
 }
 
+// A tile of the weight is one run of rows, or two that come from two places or by two blocks.
+constexpr int PARTS = GATE || CLUSTER > 1 ? 2 : 1, PART = BLOCK_N / PARTS;
+
+// Rows of the weight that are left for part `part` of the tile that begins at `column`.
+__device__ __forceinline__ int rows_left(int n, int column, int part) {
+  return n - column - (GATE ? 0 : part * PART);
+}
+
 // The producer: one thread fills stage after stage, tile after tile.
-__device__ __forceinline__ void produce(const Stages& stages, const TensorMap& x_map,
-                                        const TensorMap& weight_map, const TileOrder& order,
-                                        Work work, int n, int rank) {
+__device__ __forceinline__ void produce(const Stages& stages, const OperandMaps& x_maps,
+                                        const OperandMaps& weight_maps, const TileOrder& order,
+                                        Work work, int m, int n, int rank) {
   using X = Stages::A;
   using W = Stages::B;
-  constexpr int HALF = BLOCK_N / 2;
-  tma_prefetch(x_map), tma_prefetch(weight_map);
+  x_maps.prefetch(), weight_maps.prefetch();
   Place place;
   for (Piece piece; work.take(piece);) {
     const TilePlace tile = order(piece.tile);
     if (SPLIT > 1) piece = part_of(piece);
     const int row = (tile.row * CLUSTER + rank) * BLOCK_M, column = tile.column * OUT_COLUMNS;
-    const int second = GATE ? n + column : column + HALF;  // where the other half of rows is
+    const int second = GATE ? n + column : column + PART;  // where the other part of rows is
+    const int rows = X::asked<BLOCK_M>(m - row);
+    const int low = W::asked<PART>(rows_left(n, column, 0));
+    const int high = PARTS > 1 ? W::asked<PART>(rows_left(n, column, 1)) : 0;
     for (int step = piece.first; step < piece.first + piece.steps; ++step) {
       const u32 full = stages.full(place.stage), weight = stages.b(place.stage);
       const int k = step * BLOCK_K;
       mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);
-      mbarrier_expect(full, Stages::LOADED);
-      X::load<0, BLOCK_M>(stages.a(place.stage), x_map, full, row, k, 0);
+      mbarrier_expect(full, (rows + low + high) * (BLOCK_K * 2));
+      X::load<0, BLOCK_M>(stages.a(place.stage), x_maps, full, row, rows, k, 0);
       if (CLUSTER == 1 || rank == 0)
-        W::load<0, HALF>(weight, weight_map, full, column, k, ALL_BLOCKS);
-      if (CLUSTER == 1 || rank == 1)
-        W::load<HALF, HALF>(weight, weight_map, full, second, k, ALL_BLOCKS);
+        W::load<0, PART>(weight, weight_maps, full, column, low, k, ALL_BLOCKS);
+      if (PARTS > 1 && (CLUSTER == 1 || rank == 1))
+        W::load<BLOCK_N - PART, PART>(weight, weight_maps, full, second, high, k, ALL_BLOCKS);
       place.advance();
     }
+  }
+}
+
+// Where memory is checked: rows of stages that the last tiles' boxes do not fill are NaN, so that
+// they are read by who does not care, and seen in the result of who does.
+__device__ __forceinline__ void mark_rows_that_are_not_there(const Stages& stages, int m, int n) {
+  using X = Stages::A;
+  using W = Stages::B;
+  const bool alone = CLUSTER > 1 && ceil_div(m, BLOCK_M) % CLUSTER != 0;  // no rows for the other
+  const int column = (ceil_div(n, OUT_COLUMNS) - 1) * OUT_COLUMNS;
+  for (int stage = 0; stage < STAGES; ++stage) {
+    X::mark(stages.a(stage), alone ? 0 : X::asked<BLOCK_M>((m - 1) % BLOCK_M + 1), BLOCK_M);
+    for (int part = 0; part < PARTS; ++part)
+      W::mark(stages.b(stage), part * PART + W::asked<PART>(rows_left(n, column, part)),
+              (part + 1) * PART);
   }
 }
 
@@ -165,7 +190,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER* SPLIT) __launch_bounds__(TH
 extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     //% endif
     const __grid_constant__ TensorMap x_map,       // [m, k] as it lies, boxes of 64 k
+    const __grid_constant__ TensorMap x_map_last,  // the same, boxes of the last tile's rows
     const __grid_constant__ TensorMap weight_map,  // [n, k] (with gate [2 n, k]) as it lies
+    const __grid_constant__ TensorMap weight_map_last,
     //% if tma_store
     const __grid_constant__ TensorMap out_map,  // [m, n], boxes of 16 rows and 64 columns
     //% endif
@@ -196,6 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
   };
 
   if (threadIdx.x == 0) stages.begin(RELEASES);
+  if (GUARD > 0) mark_rows_that_are_not_there(stages, m, n);
   __syncthreads();
   if (CLUSTER > 1) meet_cluster();  // both blocks' barriers are there
   after_previous_kernel();
@@ -203,7 +231,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
   if (warpgroup == 0) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0) produce(stages, x_map, weight_map, order, work_of_block(), n, rank);
+    if (threadIdx.x == 0)
+      produce(stages, {x_map, x_map_last}, {weight_map, weight_map_last}, order, work_of_block(), m,
+              n, rank);
     __syncwarp();
     if (SPLIT > 1) meet_cluster(), meet_cluster();
   } else {
@@ -264,6 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
       for (int block = 0; block < ROWS / 64; ++block) {
         const int row =
             (tile.row * CLUSTER + rank) * BLOCK_M + consumer_row + block * 64 + warp_row;
+        if (row >= m) continue;
         //% if tma_store
         store_by_tma<Stages::Staged, OUT_COLUMNS>(acc[block], epilogue, tile_bias, out_map, out,
                                                   out_stride, stages.staged(warp), box, lane, row,

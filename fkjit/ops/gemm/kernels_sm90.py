@@ -15,6 +15,7 @@ from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, r
 MAX_SHARED = 232_448  # bytes a block may have on sm_90
 SMS = 132  # of an H100 or H200, where a problem does not say
 BLOCK_K, PANEL = 64, 64
+_SWIZZLE_ROWS = 8  # after as many the pattern is the same again
 CONSUMERS, _WARP_ROWS = 2, 16
 _STAGED = CONSUMERS * 4 * 2 * _WARP_ROWS * PANEL * 2  # bytes: two boxes of output a warp
 _MAX_STAGES = 12
@@ -88,11 +89,16 @@ def _illegal(params: Params) -> str | None:
         return "is never the fastest"
     if params["gate"] and block_n % 32:
         return "has no whole pieces of gate and up"
-    if params["weight_layout"] == "kn" and block_n % 128:
-        return "has no two halves of whole panels of a weight whose outputs are contiguous"
+    if params["weight_layout"] == "kn" and _part(params) % PANEL:
+        return "has no whole panels of a weight whose outputs are contiguous"
     if params["tma_store"] and params["out_dtype"] == "fp32":
         return "stores 16-bit outputs by TMA"
     return None
+
+
+def _part(params: Params) -> int:
+    """Rows of the weight that one box brings: all of a tile's, or one of two halves."""
+    return params["block"][1] // (2 if params["gate"] or params["cluster"] > 1 else 1)
 
 
 def _shared(params: Params) -> SharedLayout:
@@ -106,15 +112,17 @@ def _shared(params: Params) -> SharedLayout:
 
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    block_m, block_n = params["block"]
+    block_m, part = params["block"][0], _part(params)
     m, n, k, wide = problem["m"], problem["n"], problem["k"], shared.outputs_of(problem)
-    dtype = params["dtype"]
-    x_rows = (block_m, m, k, params["x_layout"] == "mk")
-    weight_rows = (block_n // 2, wide, k, params["weight_layout"] == "nk")
+    x = (arrays["x"], params["dtype"], problem["x_stride"], m, k, params["x_layout"] == "mk")
+    weight = (arrays["weight"], params["dtype"], problem["weight_stride"], wide, k,
+              params["weight_layout"] == "nk")  # fmt: skip
     named = {
         **shared.arguments(params, problem, arrays),
-        "x_map": _map(arrays["x"], dtype, problem["x_stride"], *x_rows),
-        "weight_map": _map(arrays["weight"], dtype, problem["weight_stride"], *weight_rows),
+        "x_map": _map(*x, block_m),
+        "x_map_last": _map(*x, _last_box(m, block_m)),
+        "weight_map": _map(*weight, part),
+        "weight_map_last": _map(*weight, _last_box(n, part)),
         "shared_tiles": shared_tiles(params, problem),
         "group_rows": max(_GROUP_ROWS // (block_m * params["cluster"]), 1),
     }
@@ -127,8 +135,13 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
     return named
 
 
+def _last_box(rows: int, box: int) -> int:
+    """Rows of the last of the boxes that cover these, by eights."""
+    return ((rows - 1) % box + _SWIZZLE_ROWS) // _SWIZZLE_ROWS * _SWIZZLE_ROWS
+
+
 def _map(
-    array: Any, dtype: str, stride: int, box: int, rows: int, k: int, k_major: bool
+    array: Any, dtype: str, stride: int, rows: int, k: int, k_major: bool, box: int
 ) -> TensorMap:
     """Of [rows, k], k contiguous, or of [k, rows]; boxes of `box` rows, or of a panel."""
     dims = (k, rows, 1, 1) if k_major else (rows, k, 1, 1)
