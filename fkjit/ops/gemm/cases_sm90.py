@@ -22,7 +22,7 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     odd = step % 8 if params["weight_layout"] == "nk" else 0
     ragged = (block_m + 24, wide * columns - 8 + odd, deep)
     whole = (block_m * wide, columns, 64 * 3)
-    few = (6, columns // 4 // 8 * 8, deep)
+    few = (6 if params["x_layout"] == "mk" else 8, columns // 4 // 8 * 8, deep)
     kept = {name: params[name] for name in ("residual", "pre")}
     more = {**kept, "gap": 8, "scale": 0.75}
     if not params["tma_store"]:

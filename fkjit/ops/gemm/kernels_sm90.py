@@ -27,18 +27,23 @@ Variant = tuple[str, tuple[int, int], int, int, bool]  # schedule, tile, cluster
 # fitted to 312 products of models' layers on an H200.
 VARIANTS: dict[Variant, float] = {
     **{("pingpong", (64, n), 1, 1, False): step
-       for n, step in ((32, 170), (48, 163), (64, 161), (80, 176), (96, 176), (128, 213),
-                       (160, 260), (224, 348))},
+       for n, step in ((32, 170), (48, 163), (64, 161), (80, 176), (96, 176), (112, 195),
+                       (128, 213), (160, 260), (192, 300), (224, 348), (256, 390))},
     **{("pingpong", (64, n), 1, split, False): step
-       for n, split, step in ((48, 4, 244), (64, 4, 346), (64, 2, 173), (96, 2, 230),
-                              (128, 2, 238))},
+       for n, split, step in ((32, 2, 160), (48, 2, 165), (64, 2, 173), (80, 2, 200), (96, 2, 230),
+                              (112, 2, 234), (128, 2, 238), (160, 2, 270), (64, 3, 173),
+                              (96, 3, 230), (128, 3, 238), (32, 4, 200), (48, 4, 244), (64, 4, 346),
+                              (80, 4, 340), (96, 4, 340), (32, 8, 300), (48, 8, 300))},
     **{("cooperative", (128, n), 1, 1, False): step
-       for n, step in ((64, 222), (80, 259), (96, 304), (160, 496), (192, 565), (256, 777))},
-    **{("cooperative", (128, n), 1, 2, False): step
-       for n, step in ((64, 279), (96, 329), (128, 407))},
+       for n, step in ((64, 222), (80, 259), (96, 304), (112, 350), (160, 496), (192, 565),
+                       (224, 680), (256, 777))},
+    **{("cooperative", (128, n), 1, split, False): step
+       for n, split, step in ((64, 2, 279), (80, 2, 300), (96, 2, 329), (112, 2, 370),
+                              (128, 2, 407), (64, 3, 279), (96, 3, 329), (64, 4, 300))},
+    **{("pingpong", (128, n), 1, 1, False): step
+       for n, step in ((64, 240), (80, 270), (96, 300), (112, 342), (128, 375))},
     ("cooperative", (128, 256), 2, 1, False): 777,
-    ("pingpong", (128, 112), 1, 1, False): 342,
-    ("pingpong", (128, 128), 1, 1, False): 375,
+    ("pingpong", (64, 128), 2, 1, False): 242,
     ("pingpong", (128, 128), 2, 1, False): 383,
     ("pingpong", (128, 128), 2, 1, True): 400,
     ("pingpong", (64, 128), 1, 1, True): 303,
@@ -205,7 +210,7 @@ PARAMS = (
     Param("block", _ALL_TILES, "rows of x and of weight in a tile", tunable=True),
     Param("schedule", _SCHEDULES, "how two consumers share tiles", tunable=True),
     Param("cluster", (1, 2), "blocks that share a tile of the weight", tunable=True),
-    Param("split", (1, 2, 4), "blocks that share the k of each tile", tunable=True),
+    Param("split", (1, 2, 3, 4, 8), "blocks that share the k of each tile", tunable=True),
     Param("shares", (False, True), "blocks share the k of the last tiles", tunable=True),
 )
 
