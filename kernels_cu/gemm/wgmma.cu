@@ -130,25 +130,6 @@ __device__ __forceinline__ void produce(const Stages& stages, const OperandMaps&
   }
 }
 
-// The weight for a block's first stages to L2, by one thread: asked for before the previous kernel is
-// over.
-__device__ __forceinline__ void prefetch_weight(const OperandMaps& maps, const TileOrder& order,
-                                                Work work, int n, int rank) {
-  using W = Stages::B;
-  Piece piece;
-  if (!work.take(piece)) return;
-  if (SPLIT > 1) piece = part_of(piece);
-  const int column = order(piece.tile).column * OUT_COLUMNS;
-  const int low = W::asked<PART>(rows_left(n, column, 0));
-  const int high = PARTS > 1 ? W::asked<PART>(rows_left(n, column, 1)) : 0;
-  for (int step = piece.first; step < piece.first + min(piece.steps, STAGES); ++step) {
-    const int k = step * BLOCK_K;
-    if (CLUSTER == 1 || rank == 0) W::prefetch<PART>(maps, column, low, k);
-    if (PARTS > 1 && (CLUSTER == 1 || rank == 1))
-      W::prefetch<PART>(maps, GATE ? n + column : column + PART, high, k);
-  }
-}
-
 // Where memory is checked: rows of stages that the last tiles' boxes do not fill are NaN, so that
 // they are read by who does not care, and seen in the result of who does.
 __device__ __forceinline__ void mark_rows_that_are_not_there(const Stages& stages, int m, int n) {
@@ -243,8 +224,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
 
   if (threadIdx.x == 0) stages.begin(RELEASES);
   if (GUARD > 0) mark_rows_that_are_not_there(stages, m, n);
-  if (threadIdx.x == 0)
-    prefetch_weight({weight_map, weight_map_last}, order, work_of_block(), n, rank);
   __syncthreads();
   if (CLUSTER > 1) meet_cluster();  // both blocks' barriers are there
   after_previous_kernel();

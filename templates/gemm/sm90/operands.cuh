@@ -69,19 +69,6 @@ struct OperandTile {
     }
   }
 
-  // The same to L2.
-  template <int COUNT>
-  __device__ __forceinline__ static void prefetch(const OperandMaps& maps, int row, int asked,
-                                                  int k) {
-    if constexpr (K_MAJOR) {
-      if (asked > 0) tma_prefetch_box(asked == COUNT ? maps.whole : maps.last, k, row, 0, 0);
-    } else {
-#pragma unroll
-      for (int panel = 0; panel < COUNT / PANEL; ++panel)
-        if (panel * PANEL < asked) tma_prefetch_box(maps.whole, row + panel * PANEL, k, 0, 0);
-    }
-  }
-
   // NaN in rows `first` to `end` of a tile, by a block's threads: where memory is checked, what
   // nothing is loaded into must not be what nobody wrote.
   __device__ __forceinline__ static void mark(u32 tile, int first, int end) {
