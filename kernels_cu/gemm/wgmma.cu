@@ -5,8 +5,8 @@
 
    The grid is as large as the GPU; a block (or a cluster of two) works through one tile after
    another, in an order that keeps operands in L2 (gemm/tile_order.cuh). Its first warpgroup is the
-   producer: one thread asks TMA for 64 of k of both operands, stage after stage of a ring
-   (gemm/sm90/stages.cuh), and is tiles ahead of the others. Two warpgroups are consumers:
+   producer: two of its warps, one for each operand, ask TMA for 64 of k, stage after stage of a ring
+   (gemm/sm90/stages.cuh), and are tiles ahead of the others. Two warpgroups are consumers:
 
      COOPERATIVE   each takes half of a tile's rows.
      else          each takes every other tile, whole, and they take turns at the tensor cores: one
@@ -28,6 +28,7 @@
    Source: the schedules of CUTLASS 3 (warp-specialised, cooperative and ping-pong). */
 #include "prelude.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/pdl.cuh"
@@ -99,35 +100,49 @@ __device__ __forceinline__ int rows_left(int n, int column, int part) {
   return n - column - (GATE ? 0 : part * PART);
 }
 
-// The producer: one thread fills stage after stage, tile after tile.
-__device__ __forceinline__ void produce(const Stages& stages, const OperandMaps& x_maps,
-                                        const OperandMaps& weight_maps, const TileOrder& order,
-                                        Work work, int m, int n, int rank) {
-  using X = Stages::A;
-  using W = Stages::B;
-  x_maps.prefetch(), weight_maps.prefetch();
+// A producer warp: `fetch` fills its operand's place in stage after stage, tile after tile.
+template <typename Fetch>
+__device__ __forceinline__ void produce(const Stages& stages, const TileOrder& order, Work work,
+                                        const Fetch& fetch) {
   Place place;
   for (Piece piece; work.take(piece);) {
     const TilePlace tile = order(piece.tile);
     if (SPLIT > 1) piece = part_of(piece);
-    const int row = (tile.row * CLUSTER + rank) * BLOCK_M, column = tile.column * OUT_COLUMNS;
-    const int second = GATE ? n + column : column + PART;  // where the other part of rows is
-    const int rows = X::asked<BLOCK_M>(m - row);
-    const int low = W::asked<PART>(rows_left(n, column, 0));
-    const int high = PARTS > 1 ? W::asked<PART>(rows_left(n, column, 1)) : 0;
     for (int step = piece.first; step < piece.first + piece.steps; ++step) {
-      const u32 full = stages.full(place.stage), weight = stages.b(place.stage);
-      const int k = step * BLOCK_K;
       mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);
-      mbarrier_expect(full, (rows + low + high) * (BLOCK_K * 2));
-      X::load<0, BLOCK_M>(stages.a(place.stage), x_maps, full, row, rows, k, 0);
-      if (CLUSTER == 1 || rank == 0)
-        W::load<0, PART>(weight, weight_maps, full, column, low, k, ALL_BLOCKS);
-      if (PARTS > 1 && (CLUSTER == 1 || rank == 1))
-        W::load<BLOCK_N - PART, PART>(weight, weight_maps, full, second, high, k, ALL_BLOCKS);
+      if (elect_one()) fetch(tile, place.stage, step * BLOCK_K);
       place.advance();
     }
   }
+}
+
+__device__ __forceinline__ void produce_x(const Stages& stages, const OperandMaps& maps,
+                                          const TileOrder& order, const Work& work, int m,
+                                          int rank) {
+  using X = Stages::A;
+  if (elect_one()) maps.prefetch();
+  produce(stages, order, work, [&](const TilePlace& tile, int stage, int k) {
+    const int row = (tile.row * CLUSTER + rank) * BLOCK_M, rows = X::asked<BLOCK_M>(m - row);
+    mbarrier_expect(stages.full(stage), rows * (BLOCK_K * 2));
+    X::load<0, BLOCK_M>(stages.a(stage), maps, stages.full(stage), row, rows, k, 0);
+  });
+}
+
+__device__ __forceinline__ void produce_weight(const Stages& stages, const OperandMaps& maps,
+                                               const TileOrder& order, const Work& work, int n,
+                                               int rank) {
+  using W = Stages::B;
+  if (elect_one()) maps.prefetch();
+  produce(stages, order, work, [&](const TilePlace& tile, int stage, int k) {
+    const int column = tile.column * OUT_COLUMNS, low = W::asked<PART>(rows_left(n, column, 0));
+    const int second = GATE ? n + column : column + PART;  // where the other part of rows is
+    const int high = PARTS > 1 ? W::asked<PART>(rows_left(n, column, 1)) : 0;
+    const u32 full = stages.full(stage), to = stages.b(stage);
+    mbarrier_expect(full, (low + high) * (BLOCK_K * 2));
+    if (CLUSTER == 1 || rank == 0) W::load<0, PART>(to, maps, full, column, low, k, ALL_BLOCKS);
+    if (PARTS > 1 && (CLUSTER == 1 || rank == 1))
+      W::load<BLOCK_N - PART, PART>(to, maps, full, second, high, k, ALL_BLOCKS);
+  });
 }
 
 // Where memory is checked: rows of stages that the last tiles' boxes do not fill are NaN, so that
@@ -229,11 +244,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
   after_previous_kernel();
 
   if (warpgroup == 0) {
-    // ---- producer
+    // ---- producers
     fewer_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0)
-      produce(stages, {x_map, x_map_last}, {weight_map, weight_map_last}, order, work_of_block(), m,
-              n, rank);
+    const int warp = __shfl_sync(FULL_MASK, threadIdx.x / WARP_SIZE, 0);
+    if (warp == 0) {
+      produce_x(stages, {x_map, x_map_last}, order, work_of_block(), m, rank);
+    } else if (warp == 1) {
+      produce_weight(stages, {weight_map, weight_map_last}, order, work_of_block(), n, rank);
+    }
     __syncwarp();
     if (SPLIT > 1) meet_cluster(), meet_cluster();
   } else {

@@ -41,7 +41,7 @@ struct GemmStages {
   __device__ __forceinline__ void begin(int releases) const {
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(full(stage), 1);
+      mbarrier_init(full(stage), 2);  // who fetches A, who fetches B
       mbarrier_init(empty(stage), releases);
     }
     mbarrier_init_fence();
