@@ -19,8 +19,8 @@
    With SPLIT > 1 the blocks of a cluster share the k of one tile (gemm/sm90/split_k.cuh): for so few
    tiles that most of the GPU would be idle.
 
-   Otherwise blocks of a cluster have tiles below one another. Each fetches half of the weight's tile and has
-   TMA write it into both, so that L2 is asked once.
+   Otherwise blocks of a cluster have tiles below one another. Each fetches half of the weight's tile
+   and has TMA write it into both, so that L2 is asked once.
 
    Rows of a weight with GATE: a tile has as many of gate as of up, so that a thread has both sums
    of an element.
