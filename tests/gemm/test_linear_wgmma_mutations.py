@@ -22,7 +22,7 @@ def _variant(**params: Any) -> dict[str, Any]:
 WIDE = _variant(block=(128, 256), cluster=1, weight_layout="nk")
 PAIRS = _variant(block=(128, 256), cluster=2, weight_layout="nk")
 NARROW = _variant(block=(64, 48), cluster=1)
-SPLIT = _variant(block=(64, 48), split=4)
+SPLIT = _variant(block=(64, 64), split=4)
 SHARES = _variant(block=(128, 128), shares=True)
 GATED = _variant(block=(64, 96), gate=True, activation="silu")
 WAIT_FULL = "mbarrier_wait(stages.full(place.stage), place.parity);"

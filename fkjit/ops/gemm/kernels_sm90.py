@@ -21,33 +21,32 @@ _STAGED = CONSUMERS * 4 * 2 * _WARP_ROWS * PANEL * 2  # bytes: two boxes of outp
 _MAX_STAGES = 12
 _GROUP_ROWS = 2048  # rows of x whose tiles are taken together
 _MOST_STEPS = 1 << 31  # of k, of all tiles that blocks share
+_MOST_SUMS = 320 * 64  # of a consumer that has more to hold
+_MAX_BOX = 256  # rows that TMA brings at a time
 _LEAST_STEPS = 4  # of k, of a block that shares tiles
 Variant = tuple[str, tuple[int, int], int, int, bool]  # schedule, tile, cluster, split, shares
 # The tiles (rows of x, rows of weight) that are compiled, and ns that a block's step of 64 k takes:
 # fitted to 312 products of models' layers on an H200.
 VARIANTS: dict[Variant, float] = {
     **{("pingpong", (64, n), 1, 1, False): step
-       for n, step in ((32, 170), (48, 163), (64, 161), (80, 176), (96, 176), (112, 195),
-                       (128, 213), (160, 260), (192, 300), (224, 348), (256, 390))},
+       for n, step in ((32, 131), (48, 188), (64, 138), (80, 165), (96, 206), (112, 217),
+                       (128, 234), (160, 253), (192, 291), (224, 318), (256, 343))},
     **{("pingpong", (64, n), 1, split, False): step
-       for n, split, step in ((32, 2, 160), (48, 2, 165), (64, 2, 173), (80, 2, 200), (96, 2, 230),
-                              (112, 2, 234), (128, 2, 238), (160, 2, 270), (64, 3, 173),
-                              (96, 3, 230), (128, 3, 238), (32, 4, 200), (48, 4, 244), (64, 4, 346),
-                              (80, 4, 340), (96, 4, 340), (32, 8, 300), (48, 8, 300))},
+       for n, split, step in ((32, 2, 69), (64, 2, 104), (80, 2, 187), (64, 3, 108), (64, 4, 138))},
+    **{("pingpong", tile, 1, 1, False): step
+       for tile, step in (((128, 64), 208), ((128, 80), 248), ((128, 112), 317), ((128, 128), 325),
+                          ((192, 64), 300), ((192, 80), 320), ((192, 96), 370), ((192, 112), 430),
+                          ((192, 128), 500), ((256, 64), 370), ((256, 80), 410), ((256, 96), 500),
+                          ((320, 48), 420), ((320, 64), 450))},
     **{("cooperative", (128, n), 1, 1, False): step
-       for n, step in ((64, 222), (80, 259), (96, 304), (112, 350), (160, 496), (192, 565),
-                       (224, 680), (256, 777))},
+       for n, step in ((64, 203), (80, 233), (96, 291), (112, 335), (160, 464), (192, 507),
+                       (224, 561), (256, 704))},
     **{("cooperative", (128, n), 1, split, False): step
-       for n, split, step in ((64, 2, 279), (80, 2, 300), (96, 2, 329), (112, 2, 370),
-                              (128, 2, 407), (64, 3, 279), (96, 3, 329), (64, 4, 300))},
-    **{("pingpong", (128, n), 1, 1, False): step
-       for n, step in ((64, 240), (80, 270), (96, 300), (112, 342), (128, 375))},
-    ("cooperative", (128, 256), 2, 1, False): 777,
-    ("pingpong", (64, 128), 2, 1, False): 242,
-    ("pingpong", (128, 128), 2, 1, False): 383,
-    ("pingpong", (128, 128), 2, 1, True): 400,
-    ("pingpong", (64, 128), 1, 1, True): 303,
-    ("pingpong", (64, 128), 2, 1, True): 242,
+       for n, split, step in ((64, 2, 206), (96, 2, 340), (128, 2, 422), (64, 3, 216))},
+    ("cooperative", (128, 256), 2, 1, False): 637,
+    ("pingpong", (64, 128), 2, 1, False): 221,
+    ("pingpong", (128, 128), 2, 1, False): 367,
+    ("pingpong", (128, 128), 2, 1, True): 385,
 }  # fmt: skip
 _ALL_TILES = tuple(dict.fromkeys(tile for _, tile, *_ in VARIANTS))
 _SCHEDULES = ("cooperative", "pingpong")
@@ -87,13 +86,16 @@ def _derive(params: Params) -> dict[str, Any]:
 
 
 def _illegal(params: Params) -> str | None:
-    block_n = params["block"][1]
+    block_m, block_n = params["block"]
     if params["out_dtype"] not in (params["dtype"], "fp32"):
         return f"has no out_dtype={params['out_dtype']} for {params['dtype']}"
     if variant(params) not in VARIANTS:
         return "is never the fastest"
     if params["gate"] and block_n % 32:
         return "has no whole pieces of gate and up"
+    sums = block_m * block_n // (CONSUMERS if params["schedule"] == "cooperative" else 1)
+    if sums > _MOST_SUMS and any(params[name] for name in ("gate", "pre", "residual")):
+        return "has no registers for gate, pre or residual beside so many sums"
     if params["weight_layout"] == "kn" and _part(params) % PANEL:
         return "has no whole panels of a weight whose outputs are contiguous"
     if params["tma_store"] and params["out_dtype"] == "fp32":
@@ -104,6 +106,12 @@ def _illegal(params: Params) -> str | None:
 def _part(params: Params) -> int:
     """Rows of the weight that one box brings: all of a tile's, or one of two halves."""
     return params["block"][1] // (2 if params["gate"] or params["cluster"] > 1 else 1)
+
+
+def _x_part(params: Params) -> int:
+    """The same of x."""
+    rows = params["block"][0]
+    return rows // (2 if rows > _MAX_BOX else 1)
 
 
 def _shared(params: Params) -> SharedLayout:
@@ -117,19 +125,19 @@ def _shared(params: Params) -> SharedLayout:
 
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    block_m, part = params["block"][0], _part(params)
+    rows, part = _x_part(params), _part(params)
     m, n, k, wide = problem["m"], problem["n"], problem["k"], shared.outputs_of(problem)
     x = (arrays["x"], params["dtype"], problem["x_stride"], m, k, params["x_layout"] == "mk")
     weight = (arrays["weight"], params["dtype"], problem["weight_stride"], wide, k,
               params["weight_layout"] == "nk")  # fmt: skip
     named = {
         **shared.arguments(params, problem, arrays),
-        "x_map": _map(*x, block_m),
-        "x_map_last": _map(*x, _last_box(m, block_m)),
+        "x_map": _map(*x, rows),
+        "x_map_last": _map(*x, _last_box(m, rows)),
         "weight_map": _map(*weight, part),
         "weight_map_last": _map(*weight, _last_box(n, part)),
         "shared_tiles": shared_tiles(params, problem),
-        "group_rows": max(_GROUP_ROWS // (block_m * params["cluster"]), 1),
+        "group_rows": max(_GROUP_ROWS // (params["block"][0] * params["cluster"]), 1),
     }
     if params["tma_store"]:
         step = 2 * problem["out_stride"]
@@ -210,7 +218,7 @@ PARAMS = (
     Param("block", _ALL_TILES, "rows of x and of weight in a tile", tunable=True),
     Param("schedule", _SCHEDULES, "how two consumers share tiles", tunable=True),
     Param("cluster", (1, 2), "blocks that share a tile of the weight", tunable=True),
-    Param("split", (1, 2, 3, 4, 8), "blocks that share the k of each tile", tunable=True),
+    Param("split", (1, 2, 3, 4), "blocks that share the k of each tile", tunable=True),
     Param("shares", (False, True), "blocks share the k of the last tiles", tunable=True),
 )
 
@@ -254,8 +262,11 @@ _SHOWN: tuple[Mapping[str, Any], ...] = tuple(
         *({"block": (64, n), "schedule": "pingpong"} for n in (32, 128, 224)),
         {**_WIDE, "cluster": 2},
         {**_IN_TURNS, "cluster": 2, "shares": True},
-        {**_NARROW, "block": (64, 128), "shares": True, "activation": "silu", "gate": True},
-        {**_NARROW, "split": 4},
+        {**_IN_TURNS, "cluster": 2, "shares": True, "activation": "silu", "gate": True},
+        {**_NARROW, "block": (64, 64), "split": 4},
+        {**_NARROW, "block": (64, 64), "split": 3, "weight_layout": "kn"},
+        {"block": (192, 96), "schedule": "pingpong"},
+        {"block": (320, 64), "schedule": "pingpong", "residual": True, "pre": True},
         {"block": (128, 64), "schedule": "cooperative", "split": 2, "residual": True},
         {**_IN_TURNS, "cluster": 2, "activation": "gelu_tanh"},
         {**_IN_TURNS, "activation": "gelu_tanh", "pre": True},
@@ -263,7 +274,7 @@ _SHOWN: tuple[Mapping[str, Any], ...] = tuple(
         {**_NARROW, "block": (64, 96), "activation": "silu", "gate": True, "residual": True},
         {**_WIDE, "activation": "silu", "gate": True, "pre": True, "residual": True},
         {**_WIDE, "weight_layout": "kn", "cluster": 2},
-        {**_WIDE, "x_layout": "km", "weight_layout": "kn"},
+        {**_WIDE, "block": (128, 192), "x_layout": "km", "weight_layout": "kn"},
         {**_IN_TURNS, "weight_layout": "kn", "residual": True, "tma_store": False},
         {**_IN_TURNS, "dtype": "fp16", "out_dtype": "fp16"},
     )
