@@ -95,9 +95,6 @@ __device__ __forceinline__ Piece part_of(const Piece& whole) {
 // A tile of the weight is one run of rows, or two that come from two places or by two blocks.
 constexpr int PARTS = GATE || CLUSTER > 1 ? 2 : 1, PART = BLOCK_N / PARTS;
 
-// And one of x, or two where it has more rows than a box may have.
-constexpr int X_PARTS = X_K_MAJOR && BLOCK_M > 256 ? 2 : 1, X_PART = BLOCK_M / X_PARTS;
-
 // Rows of the weight that are left for part `part` of the tile that begins at `column`.
 __device__ __forceinline__ int rows_left(int n, int column, int part) {
   return n - column - (GATE ? 0 : part * PART);
@@ -125,12 +122,9 @@ __device__ __forceinline__ void produce_x(const Stages& stages, const OperandMap
   using X = Stages::A;
   if (elect_one()) maps.prefetch();
   produce(stages, order, work, [&](const TilePlace& tile, int stage, int k) {
-    const int row = (tile.row * CLUSTER + rank) * BLOCK_M, low = X::asked<X_PART>(m - row);
-    const int high = X_PARTS > 1 ? X::asked<X_PART>(m - row - X_PART) : 0;
-    const u32 full = stages.full(stage), to = stages.a(stage);
-    mbarrier_expect(full, (low + high) * (BLOCK_K * 2));
-    X::load<0, X_PART>(to, maps, full, row, low, k, 0);
-    if (X_PARTS > 1) X::load<BLOCK_M - X_PART, X_PART>(to, maps, full, row + X_PART, high, k, 0);
+    const int row = (tile.row * CLUSTER + rank) * BLOCK_M, rows = X::asked<BLOCK_M>(m - row);
+    mbarrier_expect(stages.full(stage), rows * (BLOCK_K * 2));
+    X::load<0, BLOCK_M>(stages.a(stage), maps, stages.full(stage), row, rows, k, 0);
   });
 }
 
