@@ -1,4 +1,4 @@
-/* out = act(scale * x . weight + bias) + residual for up to eight rows of x: the weight is streamed
+/* out = act(scale * x . weight + bias) + residual for few rows of x: the weight is streamed
    once, at the speed of device memory.
 
    A block has OUTPUTS columns of out; its warps take spans of k in turns, UNROLL of them under way
@@ -37,6 +37,7 @@ constexpr int UNROLL = ${unroll};      // spans of a warp under way
 constexpr int RESIDENT = ${resident};  // blocks of a multiprocessor, at least
 
 constexpr int TILE = ${tile_rows};  // outputs of the weight
+constexpr int TOKENS = ${tokens};    // rows of x, padded
 constexpr int HALVES = GATE ? 2 : 1;
 using Product = ${product};
 constexpr int OUTPUTS = TILE / HALVES, THREADS = 32 * WARPS;
@@ -48,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                 const out_t* __restrict__ residual,  // [m, n] or null
                 out_t* __restrict__ out,             // [m, n]
                 elem_t* __restrict__ pre,            // [m, n], with GATE [m, 2 n], or null
-                const int m,                         // 1..8
+                const int m,                         // 1..TOKENS
                 const int n, const int k, const i64 x_stride, const i64 weight_stride,
                 const i64 out_stride, const i64 residual_stride, const float scale) {
   const int first = blockIdx.x * OUTPUTS;

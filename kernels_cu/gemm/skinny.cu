@@ -40,11 +40,12 @@ constexpr int STAGES = ${stages};
 constexpr int RESIDENT = ${resident};  // blocks of a multiprocessor, at least
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int WARP_ROWS = ROWS / 4, WARPS_K = 2;
+constexpr int WARP_ROWS = ROWS < 64 ? 16 : ROWS / 4, WARPS_K = WARPS / (ROWS / WARP_ROWS);
 constexpr int HALVES = GATE ? 2 : 1, OUTPUTS = ROWS / HALVES;
 constexpr int PITCH = ROWS + 4;  // of sums: lanes of a fragment meet 32 banks
 static_assert(WARP_ROWS % 16 == 0, "whole fragments");
-static_assert(BLOCK_K % 64 == 0, "whole panels, and whole steps of mma for each part of k");
+static_assert(BLOCK_K % 64 == 0 && BLOCK_K % (16 * WARPS_K) == 0,
+              "whole panels, and whole steps of mma for each part of k");
 static_assert(ROWS_OF_K || OUTPUTS % 64 == 0, "gate and up have panels of their own");
 
 using XTile = SwizzledTile<TOKENS, BLOCK_K>;
@@ -151,8 +152,8 @@ struct Sums {
 };
 
 // Sums of a tile in the workspace: [TOKENS][ROWS] in fours; those of rows below m are there.
-constexpr int FOURS = TOKENS * ROWS / 4, OF_THREAD = FOURS / THREADS;
-static_assert(FOURS % THREADS == 0 && THREADS % OUTPUTS == 0, "each thread has as many");
+constexpr int FOURS = TOKENS * ROWS / 4, OF_THREAD = ceil_div(FOURS, THREADS);
+static_assert(THREADS % OUTPUTS == 0, "a thread has one column of out");
 
 __device__ __forceinline__ float4 add_fours(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
@@ -167,8 +168,12 @@ __device__ __forceinline__ void add_parts(float* parts, float4* mine, int m) {
 #pragma unroll
   for (int j = 0; j < OF_THREAD; ++j) {
     const int i = j * THREADS + threadIdx.x;
-    if (i < m * (ROWS / 4))
-      mine[i] = add_fours(*four_of(parts, i), *four_of(parts + TOKENS * PITCH, i));
+    if (i >= m * (ROWS / 4)) continue;
+    float4 total = *four_of(parts, i);
+#pragma unroll
+    for (int part = 1; part < WARPS_K; ++part)
+      total = add_fours(total, *four_of(parts + part * TOKENS * PITCH, i));
+    mine[i] = total;
   }
 }
 
@@ -184,7 +189,8 @@ __device__ __forceinline__ void add_blocks(float* parts, const float4* tile, int
     }
   }
 #pragma unroll
-  for (int j = 0; j < OF_THREAD; ++j) *four_of(parts, j * THREADS + threadIdx.x) = total[j];
+  for (int j = 0; j < OF_THREAD; ++j)
+    if (const int i = j * THREADS + threadIdx.x; i < FOURS) *four_of(parts, i) = total[j];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -269,7 +275,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
       total[half] = at[half * OUTPUTS];
-      if (split == 1) total[half] += at[half * OUTPUTS + TOKENS * PITCH];
+#pragma unroll
+      for (int part = 1; part < WARPS_K; ++part)
+        if (split == 1) total[half] += at[half * OUTPUTS + part * TOKENS * PITCH];
     }
     out[row * out_stride + column] = static_cast<out_t>(epilogue(total[0], total[1], row, column));
   }

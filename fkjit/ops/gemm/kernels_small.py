@@ -41,7 +41,8 @@ def _outputs(params: Params) -> int:
 
 # ------------------------------------------------------------------ gemv
 
-GEMV_ROWS = 8  # of x, at most
+GEMV_TOKENS = (8, 16, 32)  # what rows of x are padded to; fp32 takes 8
+GEMV_ROWS = 8
 
 GemvTile = tuple[int, int, int]  # rows of the weight, warps, spans of a warp under way
 # By layout of the weight and bytes of its elements: the product, its span of k, its tiles.
@@ -67,7 +68,7 @@ def _gemv_values(params: Params) -> dict[str, Any]:
     rows, warps, unroll = params["tile"]
     return {
         **epilogue.values(params["activation"]),
-        **{"product": f"{_gemv(params)[0]}<elem_t, TILE, HALVES>", "tile_rows": rows},
+        **{"product": f"{_gemv(params)[0]}<elem_t, TILE, HALVES, TOKENS>", "tile_rows": rows},
         **{"warps": warps, "unroll": unroll, "resident": 16 // warps},
         "rows_of_k": params["weight_layout"] == "nk",
     }
@@ -96,6 +97,7 @@ GEMV = KernelSpec(
     doc="up to eight rows of x: the weight streamed from memory into the registers it is used in",
     params=(
         *_dtypes("bf16", "fp16", "fp32"), _LAYOUTS, *epilogue.PARAMS, _STATIC,
+        Param("tokens", GEMV_TOKENS, "what rows of x are padded to"),
         Param(
             "tile", _GEMV_TILES, "rows of the weight, warps, spans of a warp under way",
             tunable=True,
