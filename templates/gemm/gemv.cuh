@@ -6,6 +6,8 @@
 #pragma once
 #include "ptx/memory.cuh"
 
+constexpr int TOKENS = 8;  // rows of x, at most
+
 // The weight's output for place `i` of a tile. Where out has no such column it is the last one, or
 // the last whole RUN of them: read, but not used.
 template <int TILE, int HALVES, int RUN = 1>

@@ -21,7 +21,7 @@ __device__ __forceinline__ void load_tokens(Vector<T> (&to)[GROUP], const T* x, 
 }
 
 // The weight as [HALVES * n, k]: eight lanes share a row, and a load is of four rows.
-template <typename T, int TILE, int HALVES, int TOKENS>
+template <typename T, int TILE, int HALVES>
 struct RowsFma {
   static constexpr int SIZE = 16 / sizeof(T), SPAN = 8 * SIZE, CHUNKS = TILE / 4;
   struct Step {
@@ -79,7 +79,7 @@ struct RowsFma {
 };
 
 // The weight as [k, HALVES * n], n a multiple of SIZE: a lane has SIZE neighbouring places.
-template <typename T, int TILE, int HALVES, int TOKENS>
+template <typename T, int TILE, int HALVES>
 struct ColumnsFma {
   static constexpr int SIZE = 16 / sizeof(T), SPAN = SIZE;
   static_assert(TILE == 32 * SIZE, "a chunk a lane");

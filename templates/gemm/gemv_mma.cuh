@@ -1,5 +1,5 @@
-// A warp's part of a product with few rows of x, on tensor cores: mma.m16n8k16 with the weight as
-// the 16-row operand, eight rows of x as the 8-column one, both straight from global memory.
+// A warp's part of a product with up to eight rows of x, on tensor cores: mma.m16n8k16 with the
+// weight as the 16-row operand, x as the 8-column one, both straight from global memory.
 //
 // The sum over k has no order of its own, so lane (g, t) = (lane / 4, lane % 4) takes eight
 // neighbouring k, one 16-byte load, for what two mma of k = 16 want of it:
@@ -18,24 +18,20 @@
 #include "gemm/gemv.cuh"
 #include "ptx/mma.cuh"
 
-// Rows of x, of which lane (g, t) has tokens g, g + 8, ...
-template <typename T, int GROUPS>
-struct TokenRows {
-  const T* const row;
-  const i64 stride;  // of eight rows
-  const int left;    // rows from this one on
-  __device__ __forceinline__ TokenRows(const T* x, i64 stride, int m)
-      : row(x + threadIdx.x % WARP_SIZE / 4 * stride + threadIdx.x % 4 * 8),
-        stride(8 * stride),
-        left(m - static_cast<int>(threadIdx.x % WARP_SIZE) / 4) {}
+// A row of x, which lane (g, t) has for token g.
+template <typename T>
+struct TokenRow {
+  const T* row;
+  bool exists;
+  __device__ __forceinline__ TokenRow(const T* x, i64 stride, int m)
+      : row(x + min(static_cast<int>(threadIdx.x) % WARP_SIZE / 4, m - 1) * stride +
+            threadIdx.x % 4 * 8),
+        exists(threadIdx.x % WARP_SIZE / 4 < m) {}
   // The lane's eight k of the 32 from `first` on.
-  __device__ __forceinline__ void load(uint4 (&chunks)[GROUPS], int first, int k) const {
-    const bool there = first + static_cast<int>(threadIdx.x % 4) * 8 < k;
-#pragma unroll
-    for (int i = 0; i < GROUPS; ++i) {
-      chunks[i] = make_uint4(0, 0, 0, 0);
-      load_chunk_if(chunks[i], row + first + i * stride, there && 8 * i < left);
-    }
+  __device__ __forceinline__ uint4 load(int first, int k) const {
+    uint4 chunk = make_uint4(0, 0, 0, 0);
+    load_chunk_if(chunk, row + first, exists && first + static_cast<int>(threadIdx.x % 4) * 8 < k);
+    return chunk;
   }
 };
 
@@ -47,22 +43,21 @@ __device__ __forceinline__ void multiply_chunks(float (&d)[4], uint4 low, uint4 
 }
 
 // The weight as [HALVES * n, k]. Of a tile of eight rows A's rows 8 to 15 are zeros.
-template <typename T, int TILE, int HALVES, int TOKENS>
+template <typename T, int TILE, int HALVES>
 struct RowsMma {
   static constexpr int SPAN = 32, CHUNKS = TILE / 8, PRODUCTS = ceil_div(TILE, 16);
-  static constexpr int GROUPS = TOKENS / 8;
   static_assert(TILE == 8 || TILE % 16 == 0, "one half of a 16-row operand, or whole ones");
   struct Step {
-    uint4 w[CHUNKS], x[GROUPS];
+    uint4 w[CHUNKS], x;
   };
-  const TokenRows<T, GROUPS> tokens;
+  const TokenRow<T> token;
   const T* rows[CHUNKS];
   const int k;
-  float d[PRODUCTS][GROUPS][4] = {};
+  float d[PRODUCTS][4] = {};
 
   __device__ __forceinline__ RowsMma(const T* x, i64 x_stride, const T* weight, i64 stride,
                                      int first, int m, int n, int k)
-      : tokens(x, x_stride, m), k(k) {
+      : token(x, x_stride, m), k(k) {
     const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
@@ -77,15 +72,13 @@ struct RowsMma {
       step.w[i] = load_streamed_chunk_if(rows[i] + span * SPAN, there);
   }
   __device__ __forceinline__ void load_x(Step& step, int span) const {
-    tokens.load(step.x, span * SPAN, k);
+    step.x = token.load(span * SPAN, k);
   }
   __device__ __forceinline__ void multiply(const Step& step) {
 #pragma unroll
     for (int i = 0; i < PRODUCTS; ++i) {
       const uint4 high = TILE == 8 ? make_uint4(0, 0, 0, 0) : step.w[min_of(2 * i + 1, CHUNKS - 1)];
-#pragma unroll
-      for (int j = 0; j < GROUPS; ++j)
-        multiply_chunks<T>(d[i][j], step.w[2 * i], high, step.x[j]);
+      multiply_chunks<T>(d[i], step.w[2 * i], high, step.x);
     }
   }
   // To [TOKENS][TILE].
@@ -94,10 +87,7 @@ struct RowsMma {
     float* const at = sums + lane % 4 * 2 * TILE + lane / 4;
 #pragma unroll
     for (int i = 0; i < PRODUCTS * 4; ++i)
-#pragma unroll
-      for (int j = 0; j < GROUPS; ++j)
-        if (TILE != 8 || i % 4 < 2)
-          at[(j * 8 + i % 2) * TILE + i / 4 * 16 + i / 2 % 2 * 8] = d[i / 4][j][i % 4];
+      if (TILE != 8 || i < 2) at[i % 2 * TILE + i / 4 * 16 + i / 2 % 2 * 8] = d[i / 4][i % 4];
   }
 };
 
@@ -107,22 +97,22 @@ __device__ __forceinline__ u32 high_halves(u32 a, u32 b) { return __byte_perm(a,
 
 // The weight as [k, HALVES * n], n a multiple of 8. Lane (g, t) loads places 8g to 8g + 7 of the
 // tile at its eight k; product j has place 8g + 2j as its row g, 8g + 2j + 1 as row g + 8.
-template <typename T, int TILE, int HALVES, int TOKENS>
+template <typename T, int TILE, int HALVES>
 struct ColumnsMma {
-  static constexpr int SPAN = 32, GROUPS = TOKENS / 8;
+  static constexpr int SPAN = 32;
   static_assert(TILE == 64, "eight lanes with eight places each");
   struct Step {
-    uint4 w[8], x[GROUPS];
+    uint4 w[8], x;
   };
-  const TokenRows<T, GROUPS> tokens;
+  const TokenRow<T> token;
   const T* const columns;
   const i64 stride;
   const int k;
-  float d[4][GROUPS][4] = {};
+  float d[4][4] = {};
 
   __device__ __forceinline__ ColumnsMma(const T* x, i64 x_stride, const T* weight, i64 stride,
                                         int first, int m, int n, int k)
-      : tokens(x, x_stride, m),
+      : token(x, x_stride, m),
         columns(weight + weight_output<TILE, HALVES, 8>(first, threadIdx.x % WARP_SIZE / 4 * 8, n)),
         stride(stride),
         k(k) {}
@@ -134,25 +124,24 @@ struct ColumnsMma {
       step.w[i] = load_streamed_chunk_if(source, row < k);
   }
   __device__ __forceinline__ void load_x(Step& step, int span) const {
-    tokens.load(step.x, span * SPAN, k);
+    step.x = token.load(span * SPAN, k);
   }
-  // Four k (the first or the last of the lane's): one word of each, which has two outputs.
-  static __device__ __forceinline__ void multiply(float (&sum)[GROUPS][4], u32 w0, u32 w1, u32 w2,
-                                                  u32 w3, const uint4 (&x)[GROUPS], bool last) {
-    const u32 a[4] = {low_halves(w0, w1), high_halves(w0, w1), low_halves(w2, w3),
-                     high_halves(w2, w3)};
-#pragma unroll
-    for (int j = 0; j < GROUPS; ++j)
-      mma_m16n8k16<T>(sum[j], a, last ? x[j].z : x[j].x, last ? x[j].w : x[j].y);
+  // Four k: one word of each, which has two outputs.
+  static __device__ __forceinline__ void multiply(float (&sum)[4], u32 w0, u32 w1, u32 w2, u32 w3,
+                                                  u32 b0, u32 b1) {
+    mma_m16n8k16<T>(
+        sum, {low_halves(w0, w1), high_halves(w0, w1), low_halves(w2, w3), high_halves(w2, w3)}, b0,
+        b1);
   }
   __device__ __forceinline__ void multiply(const Step& step) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint4* const w = step.w + i * 4;
-      multiply(d[0], w[0].x, w[1].x, w[2].x, w[3].x, step.x, i == 1);
-      multiply(d[1], w[0].y, w[1].y, w[2].y, w[3].y, step.x, i == 1);
-      multiply(d[2], w[0].z, w[1].z, w[2].z, w[3].z, step.x, i == 1);
-      multiply(d[3], w[0].w, w[1].w, w[2].w, w[3].w, step.x, i == 1);
+      const u32 b0 = i == 0 ? step.x.x : step.x.z, b1 = i == 0 ? step.x.y : step.x.w;
+      multiply(d[0], w[0].x, w[1].x, w[2].x, w[3].x, b0, b1);
+      multiply(d[1], w[0].y, w[1].y, w[2].y, w[3].y, b0, b1);
+      multiply(d[2], w[0].z, w[1].z, w[2].z, w[3].z, b0, b1);
+      multiply(d[3], w[0].w, w[1].w, w[2].w, w[3].w, b0, b1);
     }
   }
   // To [TOKENS][TILE].
@@ -160,9 +149,6 @@ struct ColumnsMma {
     const int lane = threadIdx.x % WARP_SIZE;
     float* const at = sums + lane % 4 * 2 * TILE + lane / 4 * 8;
 #pragma unroll
-    for (int i = 0; i < 16; ++i)
-#pragma unroll
-      for (int j = 0; j < GROUPS; ++j)
-        at[(j * 8 + i % 2) * TILE + i / 4 * 2 + i / 2 % 2] = d[i / 4][j][i % 4];
+    for (int i = 0; i < 16; ++i) at[i % 2 * TILE + i / 4 * 2 + i / 2 % 2] = d[i / 4][i % 4];
   }
 };

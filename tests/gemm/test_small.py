@@ -16,7 +16,7 @@ from fkjit.ops.gemm.cases_small import SKINNY as SKINNY_CASES
 from fkjit.ops.gemm.epilogue import ACTIVATIONS, kernel_for, mod_text
 from fkjit.ops.gemm.kernels_small import GEMV, SKINNY, TOKENS, skinny_scratch, split
 
-PLAIN = {"activation": "none", "gate": False, "static_weight": False}
+PLAIN = {"activation": "none", "gate": False}
 SPECS = {"gemv": GEMV, "skinny": SKINNY}
 
 

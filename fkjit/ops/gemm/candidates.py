@@ -159,7 +159,7 @@ def _skinny_rates(params: Params, shape: Shape) -> Rates:
 
 def _tokens(shape: Shape, arch: Arch) -> Mapping[str, Any]:
     padded = next((t for t in kernels_small.TOKENS if t >= shape.m), kernels_small.TOKENS[-1])
-    return {"tokens": padded, "static_weight": False}
+    return {"tokens": padded}
 
 
 # ------------------------------------------------------------------ tiled
@@ -198,7 +198,7 @@ CANDIDATES: dict[str, Candidate] = {
     "gemv": Candidate(
         spec=kernels_small.GEMV, tile=_gemv_tile, rates=_gemv_rates,
         refuses=lambda shape: _few_rows(kernels_small.GEMV_ROWS)(shape) or _unaligned(shape),
-        fixed=lambda shape, arch: {"static_weight": False, "tokens": 8}, tile_name="tile",
+        tile_name="tile",
     ),
     "tiled": Candidate(spec=kernels.TILED, tile=_tiled_tile, rates=_tiled_rates),
 }  # fmt: skip
