@@ -27,7 +27,7 @@ using elem_t = ${dtype};
 using out_t = ${out_dtype};
 using Activation = ${activation};
 constexpr bool GATE = ${gate};
-constexpr bool ROWS_OF_K = ${rows_of_k};  // weight_layout "nk": rows are contiguous in k
+constexpr bool ROWS_OF_K = ${rows_of_k};         // weight_layout "nk": rows are contiguous in k
 constexpr bool PREFETCH = __CUDA_ARCH__ >= 900;  // where launches overlap
 constexpr int WARPS = ${warps};
 constexpr int UNROLL = ${unroll};      // spans of a warp under way

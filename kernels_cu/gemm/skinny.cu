@@ -30,8 +30,8 @@ using elem_t = ${dtype};
 using out_t = ${out_dtype};
 using Activation = ${activation};
 constexpr bool GATE = ${gate};
-constexpr bool ROWS_OF_K = ${rows_of_k};  // weight_layout "nk": rows are contiguous in k
-constexpr bool ALIGNED = ${aligned};      // 16-byte copies
+constexpr bool ROWS_OF_K = ${rows_of_k};         // weight_layout "nk": rows are contiguous in k
+constexpr bool ALIGNED = ${aligned};             // 16-byte copies
 constexpr bool PREFETCH = __CUDA_ARCH__ >= 900;  // where launches overlap
 constexpr int TOKENS = ${tokens};                // rows of x, padded
 constexpr int ROWS = ${rows};                    // of the weight
@@ -209,9 +209,9 @@ __device__ __forceinline__ float sum_parts(const float* at) {
 
 //% if cluster > 1
 extern "C" __global__ void __cluster_dims__(1, CLUSTER) __launch_bounds__(THREADS, RESIDENT)
-//% else
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-//% endif
+    //% else
+    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    //% endif
     linear_skinny(const elem_t* __restrict__ x,        // [m, k]
                   const elem_t* __restrict__ weight,   // [n, k] or [k, n]; with GATE 2 n for n
                   const elem_t* __restrict__ bias,     // [n], with GATE [2 n], or null
@@ -266,10 +266,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   // 3. The parts of k of this block.
   float* const parts = reinterpret_cast<float*>(dynamic);
   sums.store(parts + warp_k * TOKENS * PITCH, warp_row, lane);
-  if (CLUSTER > 1)
+  if (CLUSTER > 1) {
     meet_cluster();
-  else
+  } else {
     __syncthreads();
+  }
 
   // 4. Those of all blocks of the tile.
   const bool by_memory = CLUSTER == 1 && split > 1;

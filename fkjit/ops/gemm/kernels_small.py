@@ -208,7 +208,7 @@ SKINNY = KernelSpec(
         Param("tokens", TOKENS, "what rows of x are padded to"),
         Param("tile", _SKINNY_TILES, "rows of the weight, k of a stage, stages", tunable=True),
         Param(
-            "cluster", (1, 2, 4, 8), "blocks that share the k of a tile, in a cluster; 1: by memory",
+            "cluster", (1, 2, 4, 8), "blocks of a cluster that share the k of a tile; 1: by memory",
             tunable=True,
         ),
     ),
