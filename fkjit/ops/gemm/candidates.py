@@ -129,15 +129,38 @@ def _few_rows(most: int) -> Callable[[Shape], str | None]:
     return refuses
 
 
+# Bytes of the weight that an SM takes in a ns if memory gives them, by tile.
+_GEMV = {(16, 8, 4): 70.0, (8, 16, 4): 29.0, (32, 8, 2): 62.0, (64, 16, 1): 60.0}
+_GEMV_X = 0.13  # what a byte of x costs beside one of the weight: it comes from L1 or L2
+
+
 def _gemv_tile(params: Params, shape: Shape) -> Tile:
     rows, warps, _ = params["tile"]
     return Tile(shape.m, rows, warps * kernels_small.gemv_span(params), loaded=rows)
 
 
 def _gemv_rates(params: Params, shape: Shape) -> Rates:
-    """x comes from L1, and what counts is the weight's way from memory."""
-    unit = "fma" if shape.dtype == "fp32" else "mma"
-    return Rates(unit, 4.0, start=510, epilogue=0.0, resident=2, memory=1.05)
+    """What counts is the weight's way from memory."""
+    if shape.dtype == "fp32":
+        return Rates("fma", 4.0, start=510, epilogue=0.0, resident=2, memory=1.05)
+    (rows, warps, _), depth = params["tile"], _gemv_tile(params, shape).depth
+    step = 2 * depth * (rows + _GEMV_X * shape.m) / _GEMV[params["tile"]]
+    return Rates("mma", 4.0, start=0, epilogue=0.0, resident=16 // warps, step=step, memory=1.01)
+
+
+# The same of skinny, by what rows of x are padded to: the part of memory's speed; bytes by tile, and
+# by a tile that is not there.
+_SKINNY: dict[int, tuple[float, dict[tuple[int, int, int], float], float]] = {
+    16: (1.0, {(64, 128, 4): 93.0, (32, 256, 4): 78.0}, 51.0),
+    32: (0.96, {(64, 128, 4): 57.0, (32, 256, 3): 58.0}, 50.0),
+    64: (0.85, {(64, 128, 3): 37.0}, 35.0),
+    128: (0.6, {}, 24.0),
+}
+_SKINNY_X, _SKINNY_KN = 0.48, 1.4  # a byte of x; faster, where the weight's rows are contiguous in n
+_SKINNY_BLOCK = 256  # ns of a block beside its steps
+# Ns to add up sums of blocks: in a cluster of two, for each block more, in memory, for each of them.
+_BY_CLUSTER, _MORE, _BY_MEMORY, _EACH = 1000, 117, 630, 246
+_ROOM, _NO_ROOM = 0.9, 3000  # the SMs that clusters of four and more fill; ns of those that wait
 
 
 def _skinny_tile(params: Params, shape: Shape) -> Tile:
@@ -146,15 +169,28 @@ def _skinny_tile(params: Params, shape: Shape) -> Tile:
     return Tile(params["tokens"], rows, depth, splits=splits)
 
 
-# By rows of x: ns beside streaming, and the speed of that, as a part of memory's.
-_SKINNY = {16: (4200, 1.06), 32: (7230, 1.04), 64: (13_000, 0.8), 128: (20_000, 0.6)}
-
-
 def _skinny_rates(params: Params, shape: Shape) -> Rates:
-    start, memory = _SKINNY[params["tokens"]]
-    start += 400 if params["tile"] != (64, 128, 4) else 0
-    speed, copied = (0.6, 1.0) if shape.aligned else (0.2, 0.4)  # else element by element
-    return Rates("mma", speed, start=start, resident=2, memory=memory * copied)
+    (rows, depth, _), tokens = params["tile"], params["tokens"]
+    memory, by_tile, others = _SKINNY[tokens]
+    copied = 1.0 if shape.aligned else 0.4  # else element by element
+    speed = by_tile.get(params["tile"], others) * copied
+    speed *= _SKINNY_KN if shape.weight_layout == "kn" else 1.0
+    return Rates(
+        "mma", 1.2 * copied, start=_adding_up(params, shape), memory=memory * copied,
+        epilogue=_SKINNY_BLOCK / (rows * tokens), resident=kernels_small.resident(params),
+        step=2 * depth * (rows + _SKINNY_X * tokens) / speed,
+    )  # fmt: skip
+
+
+def _adding_up(params: Params, shape: Shape) -> float:
+    """The sums of blocks that share a tile."""
+    splits, cluster = _skinny_tile(params, shape).splits, params["cluster"]
+    if cluster == 1:
+        return _BY_MEMORY + _EACH * splits if splits > 1 else 0
+    blocks = splits * -(-shape.n * (2 if shape.gate else 1) // params["tile"][0])
+    room = _ROOM * shape.sms * kernels_small.resident(params)
+    waits = -(-blocks // room) - 1 if cluster > 2 else 0
+    return _BY_CLUSTER + _MORE * (cluster - 2) + _NO_ROOM * waits
 
 
 def _tokens(shape: Shape, arch: Arch) -> Mapping[str, Any]:

@@ -120,9 +120,9 @@ _SMS = 132  # where there is no GPU to ask
 SkinnyTile = tuple[int, int, int]  # rows of the weight, k of a stage, stages
 # By what rows of x are padded to. Most have as many stages as two blocks of an SM have room for.
 _SKINNY: dict[int, tuple[SkinnyTile, ...]] = {
-    16: ((64, 128, 4), (32, 256, 4), (128, 128, 3), (64, 64, 4), (128, 64, 4)),
-    32: ((64, 128, 4), (32, 256, 3), (128, 128, 3), (64, 64, 4), (128, 64, 4)),
-    64: ((64, 128, 3), (128, 128, 3), (64, 64, 4), (128, 64, 4)),
+    16: ((64, 128, 4), (32, 256, 4), (64, 64, 4), (128, 64, 4)),
+    32: ((64, 128, 4), (32, 256, 3), (64, 64, 4), (128, 64, 4)),
+    64: ((64, 128, 3), (64, 64, 4), (128, 64, 4)),
     128: ((64, 64, 4),),
 }
 _SKINNY_TILES = tuple(dict.fromkeys(tile for tiles in _SKINNY.values() for tile in tiles))
@@ -133,7 +133,7 @@ def _skinny_bytes(params: Params) -> int:
     return 2 * stages * block_k * (rows + params["tokens"])
 
 
-def _resident(params: Params) -> int:
+def resident(params: Params) -> int:
     """Blocks that share an SM."""
     few = params["tokens"] * params["tile"][0] <= 64 * 128 and _skinny_bytes(params) <= _HALF_SM
     return 2 if few else 1
@@ -144,17 +144,18 @@ def _skinny_values(params: Params) -> dict[str, Any]:
     return {
         **epilogue.values(params["activation"]),
         "rows_of_k": params["weight_layout"] == "nk",
-        **{"rows": rows, "block_k": block_k, "stages": stages, "resident": _resident(params)},
+        **{"rows": rows, "block_k": block_k, "stages": stages, "resident": resident(params)},
         "cluster": params["cluster"],
     }
 
 
 def _skinny_illegal(params: Params) -> str | None:
-    rows, kn = params["tile"][0], params["weight_layout"] == "kn"
-    if params["tile"] not in _SKINNY[params["tokens"]]:
-        return "is never the fastest tile"
-    if rows < (64 if kn or params["gate"] else 32) * (2 if kn and params["gate"] else 1):
+    rows, kn, gate = params["tile"][0], params["weight_layout"] == "kn", params["gate"]
+    least = 128 if kn and gate else 64 if kn or gate else 32
+    if rows < least:
         return "has no panels of its own for gate and up, or of rows of k"
+    if params["tile"] not in _SKINNY[params["tokens"]] or rows > max(least, 64):
+        return "is never the fastest tile"
     return _illegal_dtypes(params)
 
 
@@ -176,7 +177,7 @@ def split(params: Params, problem: Problem) -> int:
         return given
     tiles = -(-problem["n"] // _outputs(params))
     steps = -(-problem["k"] // params["tile"][1])
-    slots = problem.get("multiprocessors", _SMS) * _resident(params)
+    slots = problem.get("multiprocessors", _SMS) * resident(params)
     return max(1, min(slots // tiles, steps // _LEAST_STEPS))
 
 
