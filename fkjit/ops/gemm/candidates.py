@@ -148,18 +148,19 @@ def _gemv_rates(params: Params, shape: Shape) -> Rates:
     return Rates("mma", 4.0, start=0, epilogue=0.0, resident=16 // warps, step=step, memory=1.01)
 
 
-# The same of skinny, by what rows of x are padded to: the part of memory's speed; bytes by tile, and
-# by a tile that is not there.
+# The same of skinny, by what rows of x are padded to: the part of memory's speed; bytes of an SM by
+# tile, and of any other tile.
 _SKINNY: dict[int, tuple[float, dict[tuple[int, int, int], float], float]] = {
-    16: (1.0, {(64, 128, 4): 93.0, (32, 256, 4): 78.0}, 51.0),
-    32: (0.96, {(64, 128, 4): 57.0, (32, 256, 3): 58.0}, 50.0),
-    64: (0.85, {(64, 128, 3): 37.0}, 35.0),
+    16: (0.995, {(64, 128, 4): 69.6, (32, 256, 4): 72.2}, 47.6),
+    32: (0.97, {(64, 128, 4): 56.3, (32, 256, 3): 61.1}, 43.8),
+    64: (0.78, {(64, 128, 3): 38.6}, 36.5),
     128: (0.6, {}, 24.0),
 }
-_SKINNY_X, _SKINNY_KN = 0.48, 1.4  # a byte of x; faster, where the weight's rows are contiguous in n
-_SKINNY_BLOCK = 256  # ns of a block beside its steps
-# Ns to add up sums of blocks: in a cluster of two, for each block more, in memory, for each of them.
-_BY_CLUSTER, _MORE, _BY_MEMORY, _EACH = 1000, 117, 630, 246
+_SKINNY_X = 0.58  # a byte of x
+_SKINNY_KN = 1.42  # faster, where the weight's rows are contiguous in n
+_SKINNY_BLOCK = 168  # ns of a block beside its steps
+# Ns to add up sums of blocks: in a cluster of two, each block more; in memory, each of the blocks.
+_BY_CLUSTER, _MORE, _BY_MEMORY, _EACH = 840, 160, 616, 232
 _ROOM, _NO_ROOM = 0.9, 3000  # the SMs that clusters of four and more fill; ns of those that wait
 
 
