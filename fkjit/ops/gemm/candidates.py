@@ -145,7 +145,7 @@ def _gemv_rates(params: Params, shape: Shape) -> Rates:
         return Rates("fma", 4.0, start=510, epilogue=0.0, resident=2, memory=1.05)
     (rows, warps, _), depth = params["tile"], _gemv_tile(params, shape).depth
     step = 2 * depth * (rows + _GEMV_X * shape.m) / _GEMV[params["tile"]]
-    return Rates("mma", 4.0, start=0, epilogue=0.0, resident=16 // warps, step=step, memory=1.01)
+    return Rates("mma", 4.0, start=0, epilogue=0.0, resident=16 // warps, step=step, memory=0.98)
 
 
 # The same of skinny, by what rows of x are padded to: the part of memory's speed; bytes of an SM by
