@@ -53,7 +53,10 @@ def _compile(
     rendered: Rendered, entry: str, to: Target, what: dict[str, Any], describe: str
 ) -> tuple[bytes, dict[str, Any]]:
     """The image and what the cache keeps beside it."""
-    from fkjit.jit.compile import compile_source  # not at the top: a warm start compiles nothing
+    from fkjit.jit.compiler import compilers  # not at the top: a warm start compiles nothing
+
+    compilers.start(nvrtc_info().library)
+    from fkjit.jit.compile import compile_source
     from fkjit.jit.signature import signature
 
     with _status(describe) as done:
@@ -72,6 +75,7 @@ def _compile(
         "compile_seconds": compiled.seconds,
         "nvrtc": compiled.nvrtc_version,
         "problems": list(compiled.problems),
+        **({"toolkit": dict(compiled.read)} if compiled.read else {}),
     }
 
 

@@ -42,10 +42,15 @@ class NvrtcInfo:
     """The NVRTC in use. `build` tells two builds of one version apart and has no path in it."""
 
     version: Version
-    library: Path | None  # None where the platform does not tell
+    library: Path | None  # None where the platform does not tell; it is loaded all the same
     build: str
     supported: tuple[int, ...]  # (75, 80, 86, …)
     cupy: str
+
+    @property
+    def soname(self) -> str:
+        """What the dynamic linker knows the library by."""
+        return f"libnvrtc.so.{self.version[0]}"
 
 
 def dotted(version: Version) -> str:
@@ -276,7 +281,7 @@ def runtime_version(folder: Path) -> Version | None:
 
 @lru_cache(maxsize=1)
 def header_dirs() -> list[Path]:
-    """The folder to hand to NVRTC with -I: the first with every header we use, of NVRTC's major.
+    """The folder of the toolkit's headers: the first with every header we use, of NVRTC's major.
 
     The pip package nvidia-cuda-runtime alone has them all. ToolchainError names what was looked at.
     """
@@ -301,18 +306,23 @@ def header_dirs() -> list[Path]:
 def headers_id() -> str:
     """What the toolkit's headers contribute to a compile, as a digest without any path.
 
-    The contents of the six files our kernels include are hashed (0.9 MB, about 2 ms). Everything
-    else NVRTC takes from its own built-in copies, or changes with the toolkit release only, whose
-    number is in the digest too.
+    The contents of the six files our kernels include are hashed (0.9 MB, about 2 ms). What else a
+    kernel includes of the toolkit NVRTC has built in, or the entry names it (`includes.py`).
     """
     digest = sha256()
-    folder = header_dirs()[0]
-    for name in _HEADER_FILES:
-        path = folder / name
-        content = path.read_bytes() if path.is_file() else b""
+    for name, content in toolkit_headers().items():
         digest.update(f"{name} {len(content)} ".encode() + content)
-    version = runtime_version(folder)
+    version = runtime_version(header_dirs()[0])
     return f"{dotted(version) if version else '?'} {digest.hexdigest()}"
+
+
+@lru_cache(maxsize=1)
+def toolkit_headers() -> dict[str, bytes]:
+    """The files of the toolkit that our kernels include, as they are in the key and in a compile;
+    empty where a toolkit has no such file."""
+    folder = header_dirs()[0]
+    paths = {name: folder / name for name in _HEADER_FILES}
+    return {name: path.read_bytes() if path.is_file() else b"" for name, path in paths.items()}
 
 
 def check_target(target: Target) -> None:
