@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fkjit.arch import Arch
-from fkjit.cache.disk import say
 from fkjit.errors import TuningError
+from fkjit.messages import say
 from fkjit.paths import HERE
 from fkjit.settings import Settings, settings
 from fkjit.spec import KernelSpec, Params, Problem

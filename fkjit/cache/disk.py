@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from typing import Any
 
 from fkjit.cache.file import SUFFIX, TEMPORARY, Read, read_entry, write_atomically
 from fkjit.errors import CacheError
-from fkjit.settings import settings
+from fkjit.messages import say
 
 LOCK_SECONDS = 60.0  # a lock held longer is taken for stuck: build without it
 PATIENCE_SECONDS = 1.0  # waiting longer than this is said on stderr
@@ -39,13 +38,6 @@ _SOFT = "fallback_to_soft"
 _BAD = ".bad"
 _LOCK = ".lock"
 _OURS = re.compile(r"\.?[0-9a-f]{64}\..*(fkc|tmp|bad|lock)$")
-
-
-def say(message: str) -> None:
-    """One line on stderr, unless FKJIT_LOG=quiet."""
-    if settings().log != "quiet":
-        with suppress(OSError, ValueError, AttributeError):
-            print(f"fkjit: {message}", file=sys.stderr, flush=True)
 
 
 class DiskCache:

@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fkjit.cache.disk import DiskCache, say
+from fkjit.cache.disk import DiskCache
 from fkjit.cache.entry import (
     CacheStats,
     Entry,
@@ -38,6 +38,7 @@ from fkjit.cache.file import (
     stored_fields,
 )
 from fkjit.errors import CacheError, NotCachedError
+from fkjit.messages import say
 from fkjit.settings import settings
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from fkjit.cache.lookup import Cache, Entry, default_cache
 from fkjit.jit.keys import key_fields
 from fkjit.jit.render import Rendered, load
 from fkjit.jit.toolchain import nvrtc_info
+from fkjit.messages import write
 from fkjit.settings import settings
 from fkjit.spec import KernelSpec, Params
 
@@ -109,8 +109,8 @@ def _status(describe: str) -> Iterator[list[str]]:
     if settings().log == "quiet" or getattr(_quiet, "on", False):
         yield done
         return
-    print(f"fkjit: compiling {describe} ... ", end="", file=sys.stderr, flush=True)
+    write(f"fkjit: compiling {describe} ... ", end="")
     try:
         yield done
     finally:
-        print(done[0] if done else "failed", file=sys.stderr, flush=True)
+        write(done[0] if done else "failed")

@@ -73,8 +73,10 @@ class _Process:
         """Whether it can be given a program."""
         return self._process.poll() is None
 
-    def end(self) -> int:
-        """Now, whatever it is doing: its exit status."""
+    def end(self, patience: float = 0.0) -> int:
+        """After so many seconds, whatever it is doing: its exit status."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
         with suppress(OSError):
             self._process.kill()
         status = self._process.wait()
@@ -120,12 +122,10 @@ class Compilers:
         self._idle: list[_Process] = []
 
     def start(self, library: Path | None) -> None:
-        """Have a process begin while the caller gets a program ready."""
-        with suppress(OSError, RuntimeError):
-            if self._usable and library is not None and not self._idle:
-                process = self._new(str(library))
-                with self._guard:
-                    self._idle.append(process)
+        """Have the first process begin while the caller gets a program ready."""
+        with suppress(OSError, RuntimeError), self._guard:
+            if self._usable and library is not None and not self._all:
+                self._idle.append(self._new(str(library)))
 
     def compile(self, program: Program, library: Path | None, who: str) -> Made | None:
         """What a process made of the program, None where there can be no process.
@@ -151,30 +151,28 @@ class Compilers:
             return made
 
     def _ended(self, process: _Process, who: str) -> None:
-        status = self._drop(process)
+        status = self._drop(process, patience=1.0)
         if process.ready:
             raise CompileError(f"{who}: {_end(status)} while it compiled this kernel", "")
         self._usable = False  # it cannot load the library, say
 
     def _take(self, library: str) -> _Process:
-        while True:
-            with self._guard:
-                if not self._idle:
-                    break
+        with self._guard:
+            while self._idle:
                 process = self._idle.pop()
-            if process.alive:
-                return process
-            self._drop(process)  # killed while nobody used it
-        return self._new(library)
+                if process.alive:
+                    return process
+                self._drop(process)  # killed while nobody used it
+            return self._new(library)
 
     def _new(self, library: str) -> _Process:
-        with self._guard:  # a fork waits for it, so that no child has pipes it does not know of
-            process = _Process(library)
-            self._all.add(process)
+        """To be called with `_guard`: a fork waits for it, so no child has pipes unknown to it."""
+        process = _Process(library)
+        self._all.add(process)
         return process
 
-    def _drop(self, process: _Process) -> int:
-        status = process.end()
+    def _drop(self, process: _Process, patience: float = 0.0) -> int:
+        status = process.end(patience)
         self._all.discard(process)
         return status
 

@@ -24,7 +24,8 @@ _INCLUDE = re.compile(r'(?m)^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]')
 _MISSING = re.compile(
     r'(?m)^(?:(?P<by>[^\n(]+)\(\d+\): )?.*(?:cannot|could not) open source file "(?P<name>[^"\n]+)"'
 )
-_NOT_PLAIN = re.compile(r'(?m)^[ \t]*#[ \t]*include\b[ \t]*(?!"[^/\\]|<[^/\\])(.*)$')
+_OPERAND = re.compile(r"(?m)^[ \t]*#[ \t]*include\b[ \t]*(.*)$")
+_PLAIN = re.compile(r'["<][^/\\]')
 _COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")', re.DOTALL)
 
 
@@ -85,12 +86,12 @@ def check_plain(name: str, text: str) -> None:
     """CompileError for an #include in `text` that may reach any file, which only a process of its
     own keeps NVRTC from: an absolute path, or a name that is not written there."""
     plain = text.replace("%:", "#").replace("\\\n", "")
-    found = _NOT_PLAIN.search(_COMMENT.sub(lambda match: match[1] or " ", plain))
-    if found:
-        raise CompileError(
-            f"{name}: #include {found[1]}: where no process can be started for NVRTC, an #include "
-            "names its file in plain text, without a path",
-        )
+    for operand in _OPERAND.findall(_COMMENT.sub(lambda match: match[1] or " ", plain)):
+        if not _PLAIN.match(operand):
+            raise CompileError(
+                f"{name}: #include {operand}: where no process can be started for NVRTC, an "
+                "#include names its file in plain text, without a path"
+            )
 
 
 def _roots() -> Iterator[Path]:

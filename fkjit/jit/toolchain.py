@@ -133,6 +133,10 @@ def nvrtc_module() -> Any:
         raise ToolchainError(
             f"{state}: {error}; pip install cupy-cuda13x (or cupy-cuda12x for a driver before 580)"
         ) from error
+    except RuntimeError as error:  # as Python 3.11 reports a Ctrl-C that comes in __set_name__
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            raise error.__cause__ from None
+        raise
     except OSError as error:  # the folder of its cache
         raise ToolchainError(
             f"CuPy cannot be imported: {error}; set CUPY_CACHE_DIR to a folder it can write"

@@ -21,7 +21,7 @@ LAYERS = (
     {"__init__"},
     {"errors", "symbolic"},
     {"paths", "settings", "arch"},
-    {"spec"},
+    {"spec", "messages"},
     {"cache"},
     {"jit", "tuning"},
     {"interp"},
