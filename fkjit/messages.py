@@ -11,6 +11,7 @@ import sys
 from contextlib import suppress
 
 from fkjit.settings import settings
+from fkjit.terminal import one_line
 
 
 def write(text: str, end: str = "\n") -> None:
@@ -32,7 +33,7 @@ def write(text: str, end: str = "\n") -> None:
 def say(message: str) -> None:
     """One line, unless FKJIT_LOG=quiet."""
     if settings().log != "quiet":
-        write(f"fkjit: {message}")
+        write(f"fkjit: {one_line(message)}")
 
 
 def to_terminal() -> bool:

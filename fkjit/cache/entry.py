@@ -59,6 +59,7 @@ class CacheStats(NamedTuple):
     hits: Mapping[str, int]  # by origin; "compiled" counts the misses
     quarantined: int  # entries this process set aside
     write_error: str | None  # why the last write failed, None if none did
+    distrust: str | None = None  # why the directory is not used, where others could write it
 
 
 class Imported(NamedTuple):

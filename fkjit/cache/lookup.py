@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fkjit.cache import trust
 from fkjit.cache.disk import DiskCache
 from fkjit.cache.entry import (
     CacheStats,
@@ -70,8 +71,9 @@ class Cache:
         require_cached: bool = False,
     ) -> None:
         """`directory` None: no disk layer. `max_bytes`: cap of the directory, in bytes."""
-        where = _absolute(directory)
-        self.disk = None if where is None else DiskCache(where, max_bytes)
+        self.directory = _absolute(directory)
+        self.distrust: str | None = None  # why the directory is not used, if others could write it
+        self.disk = self._open_disk(self.directory, max_bytes)
         self.bundles: list[Bundle] = [_open_bundle(path) for path in bundles]
         self.require_cached = require_cached
         self.max_bytes = max_bytes
@@ -90,10 +92,15 @@ class Cache:
             if layer is not None:
                 layer.after_fork()
 
-    @property
-    def directory(self) -> Path | None:
-        """The disk layer's directory."""
-        return None if self.disk is None else self.disk.directory
+    def _open_disk(self, directory: Path | None, max_bytes: int) -> DiskCache | None:
+        if directory is None:
+            return None
+        self.distrust = trust.objection(directory)
+        if self.distrust is None:
+            return DiskCache(directory, max_bytes)
+        self.distrust = f"{directory} is not used: {self.distrust}; {trust.remedy(directory)}"
+        say(f"{self.distrust}; until then kernels are kept for this process only")
+        return None
 
     def get_or_build(
         self,
@@ -146,7 +153,7 @@ class Cache:
             except CacheError as error:
                 self._say_once(f"FKJIT_BUNDLE_PATH: {error}")
                 continue
-            if found is None and not bundle.path.exists():
+            if found is None and not os.path.exists(bundle.path):
                 self._say_once(f"FKJIT_BUNDLE_PATH: {bundle.path} does not exist")
             elif found is not None:
                 return Entry(found.image, found.meta, "bundle", bundle.entry_path(key), 0.0)
@@ -189,7 +196,8 @@ class Cache:
     def _refuse(self, stored: dict[str, str], describe: str) -> NoReturn:
         known = list(self.entries(bundles=True))
         paths = [path for path in (self.directory, *(b.path for b in self.bundles)) if path]
-        layers = [str(path) if path.exists() else f"{path} (does not exist)" for path in paths]
+        missing = " (does not exist)"
+        layers = [f"{path}{'' if os.path.exists(path) else missing}" for path in paths]
         message = (
             f"FKJIT_REQUIRE_CACHED=1: {describe} is in no cache layer "
             f"(memory, {', '.join(layers) or 'no directory'}: {len(known)} entries in all)"
@@ -216,7 +224,7 @@ class Cache:
                 meta, size, status = read_metadata(path)
                 yield EntryInfo(meta["key"], meta, size, "disk", path, status.st_mtime)
         for bundle in self.bundles if bundles else ():
-            with suppress(CacheError):
+            with suppress(CacheError, OSError):
                 for meta, size, path in bundle.metadata():
                     yield EntryInfo(meta["key"], meta, size, "bundle", path, None)
         for key in sorted(self._unsaved):
@@ -238,6 +246,7 @@ class Cache:
             hits=dict(self._hits),
             quarantined=0 if self.disk is None else self.disk.quarantined,
             write_error=None if self.disk is None else self.disk.write_error,
+            distrust=self.distrust,
         )
 
     def clear(self) -> tuple[int, int]:
@@ -252,7 +261,8 @@ class Cache:
     def export(self, path: Path, keys: Iterable[str] | None = None) -> Exported:
         """Write entries (all of the user's, or those of `keys`) into one `.fkb` file.
 
-        CacheError for a key that is in no layer and for a file that cannot be written.
+        Bad ones are left out, and reported. CacheError for a key that is in no layer and for a file
+        that cannot be written.
         """
         from fkjit.cache.bundle import write_bundle
 
@@ -262,33 +272,42 @@ class Cache:
 
         def encoded() -> Iterator[tuple[str, bytes]]:
             for key in sorted(wanted):
-                try:
-                    yield key, self._encoded(key)
-                except CacheError as error:
-                    if keys is not None:
-                        raise CacheError(f"cache export: entry {key}: {error}") from error
-                    refused.append((key, str(error)))
+                data, wrong = self._encoded(key)
+                if data is not None:
+                    yield key, data
+                elif wrong is not None or keys is None:
+                    refused.append((key, wrong or "vanished"))
+                else:
+                    fix = "is in no cache layer; `fkjit cache ls` shows what is"
+                    raise CacheError(f"cache export: entry {key}: {fix}")
 
         try:
             write_bundle(path, encoded())
-            size = path.stat().st_size
+            size = os.stat(path).st_size
         except OSError as error:
             raise CacheError(f"cache export: {path} cannot be written: {error}") from error
         return Exported(path, len(wanted) - len(refused), size, tuple(refused))
 
-    def _encoded(self, key: str) -> bytes:
-        """The bytes of a verified entry out of any layer."""
+    def _encoded(self, key: str) -> tuple[bytes | None, str | None]:
+        """The bytes of a verified entry out of any layer, None if none has it; and what is wrong
+        with one that is bad."""
         found: Read | None = None
-        if self.disk is not None:
-            with suppress(OSError):
-                found = read_entry(self.disk.path(key), key)
-        if found is None and (entry := self._memory.get(key)) is not None:
+        wrong = None
+        if (entry := self._memory.get(key)) is not None:
             found = Read(entry.meta, entry.image)
-        for bundle in self.bundles:
-            found = found or bundle.read(key)
-        if found is None:
-            raise CacheError("is in no cache layer; `fkjit cache ls` shows what is")
-        return encode(found.meta, found.image)
+        elif self.disk is not None:
+            try:
+                found = read_entry(self.disk.path(key), key)
+            except FileNotFoundError:
+                pass
+            except (OSError, CacheError) as error:
+                wrong = str(error)
+        for bundle in self.bundles if found is None else ():
+            try:
+                found = found or bundle.read(key)
+            except CacheError as error:
+                wrong = wrong or str(error)
+        return None if found is None else encode(found.meta, found.image), wrong
 
     def import_(self, path: Path) -> Imported:
         """Copy a bundle's entries (`.fkb`, directory or one `.fkc`) into the user's directory.
@@ -296,7 +315,8 @@ class Cache:
         Each is verified first. CacheError if the bundle cannot be read or there is no directory.
         """
         if self.disk is None:
-            raise CacheError("cache import: no cache directory; set FKJIT_CACHE_DIR to one")
+            reason = self.distrust or "no cache directory; set FKJIT_CACHE_DIR to one"
+            raise CacheError(f"cache import: {reason}")
         try:
             bundle = _open_bundle(path)
             keys = bundle.keys()

@@ -100,9 +100,10 @@ def prepare_cupy() -> None:
         return
     usual = Path(os.path.expanduser("~"), ".cupy", "kernel_cache")  # CuPy's own default
     with suppress(OSError):
-        usual.mkdir(parents=True, exist_ok=True)
-        if os.access(usual, os.W_OK | os.X_OK):
-            return
+        if usual.is_absolute():  # "~" stays "~" for a user without a home
+            usual.mkdir(parents=True, exist_ok=True)
+            if os.access(usual, os.W_OK | os.X_OK):
+                return
     with suppress(OSError):  # no temporary folder either: CuPy's import says what it lacks
         os.environ["CUPY_CACHE_DIR"] = _private_folder()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import zipfile
@@ -26,7 +27,10 @@ def test_a_bundle_is_deterministic_and_a_plain_zip(tmp_path):
     with zipfile.ZipFile(one.path) as archive:
         assert {item.compress_type for item in archive.infolist()} == {zipfile.ZIP_STORED}
         assert archive.testzip() is None
-        for name in archive.namelist():
+        *entries, manifest = archive.namelist()
+        digests = json.loads(archive.read(manifest))["members"]
+        for name in entries:
+            assert digests[name] == hashlib.sha256(archive.read(name)).hexdigest()
             assert decode(archive.read(name), name.removesuffix(".fkc")).image == IMAGE
     assert not list(tmp_path.glob("*.tmp"))
 
