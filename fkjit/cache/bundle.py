@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from fkjit.cache import trust
 from fkjit.cache.file import SUFFIX, Read, decode, nameless_file, read_entry, read_metadata
+from fkjit.cache.toolchains import Toolchain, gather
 from fkjit.cache.untrusted import (
     MAX_ENTRY,
     MAX_JSON,
@@ -37,7 +38,6 @@ from fkjit.errors import CacheError
 BUNDLE_SUFFIX = ".fkb"
 MANIFEST = "manifest.json"
 _MANIFEST_FORMAT = 1
-_TOOLCHAIN = ("nvrtc", "cuda_headers")  # fields of a key that say what compiled an entry
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, name length, extra length
 _MAX_DIRECTORY = 16 << 20  # bytes of a zip's list of members: 100,000 entries
 _MAX_RATIO = 100  # of a packed member; a bomb is above it, a kernel at 2 to 10
@@ -47,7 +47,7 @@ _KEY_NAME = re.compile(r"([0-9a-f]{64})\.fkc")
 def write_bundle(path: Path, entries: Iterable[tuple[str, bytes]]) -> None:
     """Write (key, entry bytes) pairs, sorted by key, as a `.fkb`: atomically, OSError if not."""
     digests: dict[str, str] = {}
-    toolchains: set[tuple[str, ...]] = set()
+    metas: list[dict[str, Any]] = []
     with (
         nameless_file(path) as descriptor,
         os.fdopen(os.dup(descriptor), "wb") as file,
@@ -56,11 +56,10 @@ def write_bundle(path: Path, entries: Iterable[tuple[str, bytes]]) -> None:
         for key, data in entries:
             _add(archive, key + SUFFIX, data)
             digests[key + SUFFIX] = hashlib.sha256(data).hexdigest()
-            fields = decode(data, key).meta["fields"]
-            toolchains.add(tuple(fields.get(name, "") for name in _TOOLCHAIN))
+            metas.append(decode(data, key).meta)
         manifest = {
             "format": _MANIFEST_FORMAT,
-            "toolchains": [dict(zip(_TOOLCHAIN, one, strict=True)) for one in sorted(toolchains)],
+            "toolchains": [one.to_dict() for one in gather(metas)],
             "members": digests,
         }
         _add(archive, MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -105,6 +104,7 @@ class _Index(NamedTuple):
     version: tuple[int, ...]  # of the file
     members: Mapping[str, zipfile.ZipInfo]  # by key
     digests: Mapping[str, str] | None  # by member, out of the manifest; None without one
+    toolchains: list[Toolchain] | None  # out of the manifest
 
 
 class ZipBundle:
@@ -134,17 +134,19 @@ class ZipBundle:
         if sum(item.compress_size for item in found) > size:
             raise CacheError("its members claim more bytes than it has")
         manifest = next((item for item in found if item.filename == MANIFEST), None)
-        digests = None if manifest is None else self._digests(manifest)
+        told = (None, None) if manifest is None else self._manifest(manifest)
         keyed = {_key_of(item.filename): item for item in found}
-        return _Index(version, {key: item for key, item in keyed.items() if key}, digests)
+        return _Index(version, {key: item for key, item in keyed.items() if key}, *told)
 
-    def _digests(self, manifest: zipfile.ZipInfo) -> Mapping[str, str]:
+    def _manifest(self, manifest: zipfile.ZipInfo) -> tuple[Mapping[str, str], list[Toolchain]]:
+        """Digests by member, and what compiled them."""
         bounded(manifest.file_size, MAX_JSON, MANIFEST)
         with typed(f"member {MANIFEST}", "manifest"):
             read = parse_json(self._bytes(manifest))
             if read["format"] != _MANIFEST_FORMAT:
                 raise CacheError(f"format {read['format']}, this fkjit reads {_MANIFEST_FORMAT}")
-            return dict(read["members"])
+            toolchains = [Toolchain.from_dict(one) for one in read.get("toolchains", ())]
+            return dict(read["members"]), toolchains
 
     def _open(self) -> BinaryIO:
         return os.fdopen(open_regular(self.path)[0], "rb")
@@ -166,6 +168,12 @@ class ZipBundle:
                 return None if member is None else self._member(index, member)
         except FileNotFoundError:
             return None
+
+    def toolchains(self) -> list[Toolchain]:
+        """What compiled its entries: the manifest says, else each entry."""
+        with typed(f"{self.path}", "bundle"):
+            told = self._index().toolchains
+        return gather(meta for meta, _, _ in self.metadata()) if told is None else told
 
     def _member(self, index: _Index, member: zipfile.ZipInfo) -> bytes:
         name = member.filename
@@ -271,6 +279,10 @@ class FolderBundle:
             except (OSError, CacheError):
                 continue
             yield meta, size, path
+
+    def toolchains(self) -> list[Toolchain]:
+        """What compiled its entries."""
+        return gather(meta for meta, _, _ in self.metadata())
 
 
 class SingleEntry(FolderBundle):

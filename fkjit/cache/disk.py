@@ -26,7 +26,9 @@ from fkjit.cache import trust
 from fkjit.cache.file import SUFFIX, TEMPORARY, Read, read_entry, write_atomically
 from fkjit.errors import CacheError
 from fkjit.messages import say
+from fkjit.settings import settings
 
+_LAYOUT = "v1"  # a new file format or directory layout gets a new folder
 LOCK_SECONDS = 60.0  # a lock held longer is taken for stuck: build without it
 PATIENCE_SECONDS = 1.0  # waiting longer than this is said on stderr
 TOUCH_SECONDS = 3600.0  # an entry's mtime (its last use) is renewed at most this often
@@ -261,3 +263,20 @@ def _remove(path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def default_directory() -> Path | None:
+    """FKJIT_CACHE_DIR or the platform's user cache directory; None without a home."""
+    chosen = settings().cache_dir
+    if chosen is not None:
+        return chosen / _LAYOUT
+    import platformdirs
+
+    try:
+        found = Path(platformdirs.user_cache_dir("fkjit"))
+    except (OSError, RuntimeError, KeyError):
+        found = Path("~")
+    if found.is_absolute():
+        return found / _LAYOUT
+    say("no home directory, so kernels are kept for this process only; FKJIT_CACHE_DIR names one")
+    return None

@@ -79,6 +79,22 @@ class Exported(NamedTuple):
     refused: tuple[tuple[str, str], ...]  # (key, reason): entries that failed verification
 
 
+def refusal(
+    stored: dict[str, str], describe: str, known: list[EntryInfo], paths: list[Path]
+) -> str:
+    """What a NotCachedError says; `paths`: of the layers, there or not."""
+    missing = " (does not exist)"
+    layers = [f"{path}{'' if os.path.exists(path) else missing}" for path in paths]
+    message = (
+        f"FKJIT_REQUIRE_CACHED=1: {describe} is in no cache layer "
+        f"(memory, {', '.join(layers) or 'no directory'}: {len(known)} entries in all)"
+    )
+    if known:
+        message += "; " + difference(stored, describe, known)
+    fix = "; unset FKJIT_REQUIRE_CACHED to compile it, or add a bundle with FKJIT_BUNDLE_PATH"
+    return message + fix
+
+
 def difference(stored: dict[str, str], describe: str, known: Sequence[EntryInfo]) -> str:
     """Which fields tell the wanted entry from the one of `known` that is most like it."""
     ours = _flat(stored)

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fkjit.cache import trust
-from fkjit.cache.disk import DiskCache
+from fkjit.cache.disk import DiskCache, default_directory
 from fkjit.cache.entry import (
     CacheStats,
     Entry,
     EntryInfo,
     Exported,
     Imported,
-    difference,
     materialise,
+    refusal,
 )
 from fkjit.cache.file import (
     Read,
@@ -38,6 +38,7 @@ from fkjit.cache.file import (
     read_metadata,
     stored_fields,
 )
+from fkjit.cache.toolchains import Toolchain, gather, merged
 from fkjit.errors import CacheError, NotCachedError
 from fkjit.messages import say
 from fkjit.settings import settings
@@ -56,8 +57,8 @@ __all__ = [
     "materialise",
 ]
 
+Usable = Callable[[Mapping[str, Any]], bool]
 _RESERVED = ("key", "fields", "describe", "created")
-_LAYOUT = "v1"  # a new file format or directory layout gets a new folder
 
 
 class Cache:
@@ -81,6 +82,7 @@ class Cache:
         self._unsaved: set[str] = set()  # built here, but in no file
         self._hits = {"memory": 0, "disk": 0, "bundle": 0, "compiled": 0}
         self._said: set[str] = set()
+        self._toolchains: list[Toolchain] | None = None
         self._guard = threading.Lock()
         self._building: dict[str, threading.RLock] = {}
         _caches.add(self)
@@ -108,29 +110,57 @@ class Cache:
         build: Callable[[], tuple[bytes, dict[str, Any]]],
         *,
         describe: str,
+        usable: Usable = lambda meta: True,
     ) -> Entry:
         """The entry of `fields`, from the first layer that has it, else from `build()`.
 
         `build` returns (image, metadata that JSON can hold) and runs once per key, whatever the
         number of threads. `describe` is the kernel in messages ("attention.flash causal=1 sm_80").
-        Raises what `build` raises, and NotCachedError where building is forbidden.
+        `usable(metadata)` False: it is as if the entry were not there. Raises what `build` raises,
+        and NotCachedError where building is forbidden.
         """
         begin = time.perf_counter()
         stored = stored_fields(fields)
         key = cache_key(stored)
-        if (found := self._memory.get(key)) is not None:
-            self._hits["memory"] += 1
+        if (found := self._recall(key, usable)) is not None:
             return found
         with self._one_build(key):
-            if (found := self._memory.get(key)) is not None:
-                self._hits["memory"] += 1
+            if (found := self._recall(key, usable)) is not None:
                 return found
-            entry = self._load(key) or self._build(key, stored, build, describe)
-            entry = replace(entry, seconds=time.perf_counter() - begin)
-            self._hits[entry.origin] += 1
-            if entry.origin == "compiled" and entry.path is None:
-                self._unsaved.add(key)
-            self._memory[key] = replace(entry, origin="memory", seconds=0.0)
+            entry = self._load(key, usable) or self._build(key, stored, build, describe, usable)
+            return self._keep(key, entry, begin)
+
+    def find(self, fields: Mapping[str, str | bytes], usable: Usable) -> Entry | None:
+        """The entry of `fields`, if a layer has it; see `get_or_build`."""
+        begin, key = time.perf_counter(), cache_key(stored_fields(fields))
+        if (found := self._recall(key, usable)) is None:
+            entry = self._load(key, usable)
+            found = entry and self._keep(key, entry, begin)
+        return found
+
+    def toolchains(self, anew: bool = False) -> list[Toolchain]:
+        """What compiled the entries of the bundles, and where building is forbidden the user's."""
+        if self._toolchains is None or anew:
+            found = gather(info.meta for info in self.entries()) if self.require_cached else []
+            for bundle in self.bundles:
+                with suppress(CacheError, OSError):  # said when an entry is looked for
+                    found += bundle.toolchains()
+            self._toolchains = merged(found)
+        return self._toolchains
+
+    def _recall(self, key: str, usable: Usable) -> Entry | None:
+        found = self._memory.get(key)
+        if found is None or not usable(found.meta):
+            return None
+        self._hits["memory"] += 1
+        return found
+
+    def _keep(self, key: str, entry: Entry, begin: float) -> Entry:
+        entry = replace(entry, seconds=time.perf_counter() - begin)
+        self._hits[entry.origin] += 1
+        if entry.origin == "compiled" and entry.path is None:
+            self._unsaved.add(key)
+        self._memory[key] = replace(entry, origin="memory", seconds=0.0)
         return entry
 
     @contextmanager
@@ -143,9 +173,9 @@ class Cache:
         with self._guard:
             self._building.pop(key, None)  # it is in memory now
 
-    def _load(self, key: str) -> Entry | None:
+    def _load(self, key: str, usable: Usable) -> Entry | None:
         found = None if self.disk is None else self.disk.read(key)
-        if found is not None and self.disk is not None:
+        if found is not None and self.disk is not None and usable(found.meta):
             return Entry(found.image, found.meta, "disk", self.disk.path(key), 0.0)
         for bundle in self.bundles:
             try:
@@ -155,7 +185,7 @@ class Cache:
                 continue
             if found is None and not os.path.exists(bundle.path):
                 self._say_once(f"FKJIT_BUNDLE_PATH: {bundle.path} does not exist")
-            elif found is not None:
+            elif found is not None and usable(found.meta):
                 return Entry(found.image, found.meta, "bundle", bundle.entry_path(key), 0.0)
         return None
 
@@ -170,13 +200,14 @@ class Cache:
         stored: dict[str, str],
         build: Callable[[], tuple[bytes, dict[str, Any]]],
         describe: str,
+        usable: Usable,
     ) -> Entry:
         if self.require_cached:
             self._refuse(stored, describe)
         if self.disk is None:
             return self._new_entry(key, stored, build, describe)
         with self.disk.lock(key, describe):
-            return self._load(key) or self._new_entry(key, stored, build, describe)
+            return self._load(key, usable) or self._new_entry(key, stored, build, describe)
 
     def _new_entry(
         self,
@@ -194,18 +225,9 @@ class Cache:
         return Entry(image, decode(data).meta, "compiled", path, 0.0)
 
     def _refuse(self, stored: dict[str, str], describe: str) -> NoReturn:
-        known = list(self.entries(bundles=True))
         paths = [path for path in (self.directory, *(b.path for b in self.bundles)) if path]
-        missing = " (does not exist)"
-        layers = [f"{path}{'' if os.path.exists(path) else missing}" for path in paths]
-        message = (
-            f"FKJIT_REQUIRE_CACHED=1: {describe} is in no cache layer "
-            f"(memory, {', '.join(layers) or 'no directory'}: {len(known)} entries in all)"
-        )
-        if known:
-            message += "; " + difference(stored, describe, known)
-        fix = "; unset FKJIT_REQUIRE_CACHED to compile it, or add a bundle with FKJIT_BUNDLE_PATH"
-        raise NotCachedError(message + fix)
+        known = list(self.entries(bundles=True))
+        raise NotCachedError(refusal(stored, describe, known, paths))
 
     def entries(self, bundles: bool = False) -> Iterator[EntryInfo]:
         """The user's entries, least recently used first; with `bundles` theirs too, each key once.
@@ -370,25 +392,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _default_directory() -> Path | None:
-    """FKJIT_CACHE_DIR or the platform's user cache directory; None without a home."""
-    chosen = settings().cache_dir
-    if chosen is not None:
-        return chosen / _LAYOUT
-    import platformdirs
-
-    try:
-        found = Path(platformdirs.user_cache_dir("fkjit"))
-    except (OSError, RuntimeError, KeyError):
-        found = Path("~")
-    if found.is_absolute():
-        return found / _LAYOUT
-    say("no home directory, so kernels are kept for this process only; FKJIT_CACHE_DIR names one")
-    return None
-
-
 @lru_cache(maxsize=1)
 def default_cache() -> Cache:
     """The cache of this process, as the FKJIT_* settings ask; `cache_clear()` makes a new one."""
     chosen = settings()
-    return Cache(_default_directory(), chosen.bundle_path, chosen.cache_size, chosen.require_cached)
+    return Cache(default_directory(), chosen.bundle_path, chosen.cache_size, chosen.require_cached)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 
-from fkjit.errors import CompileError, ToolchainError
+from fkjit.errors import CompileError
 from fkjit.jit.toolchain import header_dirs, toolkit_headers
 
 # NVRTC writes the working directory into -lineinfo before a relative name, and the cubin would
@@ -74,12 +74,7 @@ class Includes:
 
 def unchanged(read: Mapping[str, str]) -> bool:
     """Whether this machine's toolkit has these files with these digests."""
-    if not read:
-        return True
-    try:
-        return all(sha256(_read(place) or b"").hexdigest() == was for place, was in read.items())
-    except ToolchainError:
-        return True  # there is no toolkit here, so none that differs
+    return all(sha256(_read(place) or b"").hexdigest() == was for place, was in read.items())
 
 
 def check_plain(name: str, text: str) -> None:
