@@ -25,6 +25,7 @@ from fkjit.settings import Settings, from_environment, settings, unknown_variabl
 
 # Findings are plain data that JSON can hold: {"cuda": {"cupy": …}, …, "problems": [texts]}.
 Report = dict[str, Any]
+_COMPILER = ("nvrtc", "headers")  # which nobody needs who must not compile
 
 
 def diagnose(environ: Mapping[str, str] | None = None) -> Report:
@@ -54,7 +55,8 @@ def _take(name: str, part: Callable[[list[str]], Any], problems: list[str]) -> A
         return part(problems)
     except Exception as error:
         message = f"{name}: {str(error) or repr(error)}"
-        if message not in problems:
+        needed = name not in _COMPILER or not settings().require_cached
+        if needed and message not in problems:
             problems.append(message)
         return {"error": str(error) or repr(error)}
 
@@ -216,7 +218,7 @@ def _settings(problems: list[str], environ: Mapping[str, str]) -> Report:
     for name in unknown:
         problems.append(f"settings: {name} means nothing; the variables are {known}")
     chosen = settings() if environ is os.environ else from_environment(environ)
-    if chosen.target:
+    if chosen.target and not chosen.require_cached:
         try:
             info = toolchain.nvrtc_info()
             choose_target(None, info.supported, info.version, chosen.target)

@@ -14,12 +14,14 @@ import fkjit
 from fkjit.arch import target
 from fkjit.cache.lookup import Cache
 from fkjit.cache.toolchains import Toolchain, gather
-from fkjit.errors import CompileError, FkjitError, NotCachedError
+from fkjit.cli import doctor
+from fkjit.errors import CompileError, FkjitError, NotCachedError, ToolchainError
 from fkjit.jit import build as building
 from fkjit.jit import includes, toolchain
 from fkjit.jit.build import build_source
 from fkjit.jit.compiler import compilers
 from fkjit.jit.render import load_text
+from fkjit.settings import settings
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL = 'extern "C" __global__ void k(int* out) { *out = VALUE; }\n'
@@ -185,3 +187,18 @@ def test_toolchains_of_entries_and_of_anything():
     for wrong in ({}, {"nvrtc": "", "cuda_headers": ""}, {"nvrtc": "13", "cuda_headers": ""}):
         with pytest.raises((KeyError, ValueError)):
             Toolchain.from_dict(wrong)
+
+
+def test_doctor_misses_no_compiler_where_none_is_needed(monkeypatch):
+    def missing():
+        raise ToolchainError("no NVRTC")
+
+    monkeypatch.setattr(toolchain, "nvrtc_info", missing)
+    monkeypatch.setenv("FKJIT_REQUIRE_CACHED", "1")
+    settings.cache_clear()
+    try:
+        report = doctor.diagnose()
+    finally:
+        settings.cache_clear()
+    assert report["nvrtc"] == {"error": "no NVRTC"}
+    assert not [problem for problem in report["problems"] if "NVRTC" in problem]
