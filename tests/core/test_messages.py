@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -28,9 +29,6 @@ WAYS = {
     "nobody reads": ("", "2> >(exec 0<&-)"),
     "closed": ("", "2>&-"),
     "closed later": ("os.close(2)", ""),
-    "none": ("sys.stderr = None", ""),
-    "closed by Python": ("sys.stderr.close()", ""),
-    "ASCII": ("sys.stderr.reconfigure(encoding='ascii')", "2>/dev/null"),
 }
 
 
@@ -52,7 +50,9 @@ def test_lines_go_to_whatever_stands_for_stderr(capsys, monkeypatch):
     messages.write("one", end=" ")
     messages.write("two")
     assert capsys.readouterr() == ("", "one two\n")
-    for nothing in (None, object()):
+    closed = io.StringIO()
+    closed.close()
+    for nothing in (None, object(), closed):
         monkeypatch.setattr(sys, "stderr", nothing)
         messages.write("three")
         assert capsys.readouterr().out == "" and not messages.to_terminal()
