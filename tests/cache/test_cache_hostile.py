@@ -225,7 +225,8 @@ def test_the_manifest_names_the_toolchains(tmp_path):
     cache.export(tmp_path / "b.fkb")
     with zipfile.ZipFile(tmp_path / "b.fkb") as archive:
         manifest = json.loads(archive.read(MANIFEST))
-    assert manifest["toolchains"] == [{"nvrtc": "13.0 x", "cuda_headers": "abc"}]
+    made_by = {"nvrtc": "13.0 x", "cuda_headers": "abc", "archs": [80], "targets": ["sm_80"]}
+    assert manifest["toolchains"] == [made_by]
 
 
 # ---- mutations
