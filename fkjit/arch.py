@@ -69,10 +69,10 @@ class Target:
 def _split(call: str, name: str | Capability) -> tuple[Capability, str]:
     """ "sm_90a", "90a", "9.0", (9, 0), "compute_80" -> ((9, 0), "a")."""
     text = f"{name[0]}.{name[1]}" if isinstance(name, tuple) else str(name).strip()
-    match = re.fullmatch(r"(?:sm_|compute_)?(\d+)\.?(\d)([af]?)", text)
+    match = re.fullmatch(r"(?:sm_|compute_)?([0-9]{1,4})\.?([0-9])([af]?)", text)
     if not match:
         raise ParameterError(
-            f"{call}: {text!r} is not an architecture such as sm_90a, compute_80, 9.0 "
+            f"{call}: {text[:60]!r} is not an architecture such as sm_90a, compute_80, 9.0 "
             f"(tested: {', '.join(DEFAULT_ARCHS)})"
         )
     capability, suffix = (int(match[1]), int(match[2])), match[3]

@@ -7,9 +7,15 @@ allowed, and the fix.
 
 from __future__ import annotations
 
+from fkjit.terminal import printable
+
 
 class FkjitError(Exception):
-    """Base of every error fkjit raises."""
+    """Base of every error fkjit raises. Its text has no control characters, whatever names a file
+    or a caller put into it: a traceback goes to a terminal."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ParameterError(FkjitError, ValueError):

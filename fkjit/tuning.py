@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from fkjit.arch import Arch
-from fkjit.cache.disk import say
-from fkjit.errors import TuningError
+from fkjit.cache import trust
+from fkjit.cache.file import write_atomically
+from fkjit.cache.untrusted import MAX_JSON, parse_json, read_file
+from fkjit.errors import CacheError, TuningError
+from fkjit.messages import say
 from fkjit.paths import HERE
 from fkjit.settings import Settings, settings
 from fkjit.spec import KernelSpec, Params, Problem
@@ -209,9 +211,12 @@ def _tables(gpu: str) -> tuple[tuple[Table, ...], tuple[str, ...]]:
 
 
 def read(path: Path) -> Table:
-    """One file. TuningError, naming it and the fix, for anything else."""
+    """One file. TuningError, naming it and the fix, for anything else, and for a user's file that
+    others could have written; what comes with the package is as good as the package."""
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        if path.parent != SHIPPED:
+            trust.require(path)
+        stored = parse_json(read_file(path, MAX_JSON, judged=path.parent != SHIPPED))
         if stored["schema"] != SCHEMA:
             raise ValueError(f"schema {stored['schema']}, and this fkjit reads {SCHEMA}")
         entries = {key_text(entry): entry for entry in stored["entries"]}
@@ -219,7 +224,7 @@ def read(path: Path) -> Table:
             if not isinstance(entry["choice"], dict):
                 raise ValueError(f"choice {entry['choice']!r} is not an object")
         return Table(path, str(stored["gpu"]), entries)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, CacheError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise TuningError(
             f"tuning: {path} is not a file of tuned values ({reason}); mend or remove it"
@@ -242,12 +247,7 @@ def store(path: Path, gpu: str, entries: Iterable[Entry]) -> None:
     lines = ",\n".join(f"  {json.dumps(kept[text])}" for text in sorted(kept))
     text = f'{{\n "schema": {SCHEMA},\n "gpu": {json.dumps(gpu)},\n "entries": [\n{lines}\n ]\n}}\n'
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        write_atomically(path, text.encode())
     except OSError as error:
         raise TuningError(f"tune: {path} cannot be written: {error}") from error
     forget()

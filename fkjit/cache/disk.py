@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,10 +22,13 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from fkjit.cache import trust
 from fkjit.cache.file import SUFFIX, TEMPORARY, Read, read_entry, write_atomically
 from fkjit.errors import CacheError
+from fkjit.messages import say
 from fkjit.settings import settings
 
+_LAYOUT = "v1"  # a new file format or directory layout gets a new folder
 LOCK_SECONDS = 60.0  # a lock held longer is taken for stuck: build without it
 PATIENCE_SECONDS = 1.0  # waiting longer than this is said on stderr
 TOUCH_SECONDS = 3600.0  # an entry's mtime (its last use) is renewed at most this often
@@ -41,13 +44,6 @@ _LOCK = ".lock"
 _OURS = re.compile(r"\.?[0-9a-f]{64}\..*(fkc|tmp|bad|lock)$")
 
 
-def say(message: str) -> None:
-    """One line on stderr, unless FKJIT_LOG=quiet."""
-    if settings().log != "quiet":
-        with suppress(OSError, ValueError, AttributeError):
-            print(f"fkjit: {message}", file=sys.stderr, flush=True)
-
-
 class DiskCache:
     """One directory of entries, shared with any number of other processes."""
 
@@ -57,6 +53,7 @@ class DiskCache:
         self.quarantined = 0  # bad entries this process set aside
         self.write_error: str | None = None  # the last one
         self._written: int | None = None  # bytes since the last sweep; None: never swept
+        self._locks_work: bool | None = None  # None: not yet tried
         self._guard = threading.Lock()
 
     def after_fork(self) -> None:
@@ -83,7 +80,7 @@ class DiskCache:
     def _touch(self, path: Path, status: os.stat_result | None) -> None:
         if status is not None and time.time() - status.st_mtime > TOUCH_SECONDS:
             with suppress(OSError):
-                os.utime(path)
+                os.utime(path, follow_symlinks=False)
 
     def _quarantine(self, key: str, reason: str) -> None:
         """Move a bad entry out of the way, unless a good one has just replaced it."""
@@ -99,9 +96,9 @@ class DiskCache:
         say(f"cache entry {path} is bad ({reason}); set aside, the kernel is built anew")
         aside = self.directory / "quarantine" / f"{key}.{time.time_ns()}{_BAD}"
         try:
-            aside.parent.mkdir(exist_ok=True)
+            trust.make_folders(aside.parent)
             os.replace(path, aside)
-            os.utime(aside)
+            os.utime(aside, follow_symlinks=False)  # of a link, not what it leads to
         except OSError:
             with suppress(OSError):
                 os.unlink(path)
@@ -140,8 +137,7 @@ class DiskCache:
         finally:
             if lock is not None:
                 with suppress(OSError, RuntimeError):
-                    if self.path(key).exists():  # whoever comes next finds the entry
-                        os.unlink(lock.lock_file)
+                    os.unlink(lock.lock_file)  # also of a kernel that was refused
                 with suppress(OSError, RuntimeError):
                     lock.release()
 
@@ -150,10 +146,12 @@ class DiskCache:
 
         path = self.directory / "locks" / (key + _LOCK)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            trust.make_folders(path.parent)
+            if not self._can_lock(path.parent):
+                return None
             known = signature(filelock.FileLock.__init__).parameters
             options: dict[str, Any] = {_SOFT: False} if _SOFT in known else {}
-            lock = filelock.FileLock(path, **options)
+            lock = filelock.FileLock(path, mode=trust.FILE_MODE, **options)
             try:
                 lock.acquire(timeout=PATIENCE_SECONDS)
             except filelock.Timeout:
@@ -165,6 +163,24 @@ class DiskCache:
         except (OSError, RuntimeError, NotImplementedError):
             pass  # read-only, no flock there: two processes may build the same entry
         return None
+
+    def _can_lock(self, folder: Path) -> bool:
+        """Whether files in `folder` can be locked at all, found out once on a file of our own.
+
+        filelock takes EACCES for "held by another" and waits; where nobody else knows the file, it
+        means that locks do not work here.
+        """
+        if self._locks_work is None:
+            with suppress(ImportError), tempfile.TemporaryFile(dir=folder) as file:
+                import fcntl
+
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    self._locks_work = False
+                    return False
+            self._locks_work = True  # or Windows, which has locks of another kind
+        return self._locks_work
 
     def files(self) -> Iterator[tuple[Path, os.stat_result]]:
         """Every file of ours in the directory, whatever its kind."""
@@ -183,7 +199,7 @@ class DiskCache:
 
     def sweep(self, keep: Path | None = None) -> int:
         """Remove leftovers, then old entries until the cap holds; `keep` stays. Files removed."""
-        now, removed, kept = time.time(), 0, []
+        now, removed, fixed, kept = time.time(), 0, 0, []
         age = {TEMPORARY: LEFTOVER_SECONDS, _LOCK: LOCK_FILE_SECONDS, _BAD: QUARANTINE_SECONDS}
         files = sorted(self.files(), key=lambda item: item[1].st_mtime)
         spare = sum(path.suffix == _BAD for path, _ in files) - QUARANTINE_FILES
@@ -194,11 +210,16 @@ class DiskCache:
                 removed += _remove(path)
             elif path.suffix in (SUFFIX, _BAD):
                 kept.append((not bad, status.st_mtime, path, status.st_size))
-        return removed + self._evict(sorted(kept), keep)
+            else:
+                fixed += status.st_size  # being written, or left by a writer killed just now
+        return removed + self._evict(sorted(kept), fixed, keep)
 
-    def _evict(self, kept: list[tuple[bool, float, Path, int]], keep: Path | None) -> int:
-        """Remove out of (is an entry, mtime, path, size), in that order, until the cap holds."""
-        total, removed = sum(size for *_, size in kept), 0
+    def _evict(
+        self, kept: list[tuple[bool, float, Path, int]], fixed: int, keep: Path | None
+    ) -> int:
+        """Remove out of (is an entry, mtime, path, size), in that order, until the cap holds with
+        the `fixed` bytes that stay."""
+        total, removed = fixed + sum(size for *_, size in kept), 0
         if total <= self.max_bytes:
             return 0
         for _, _, path, size in kept:
@@ -216,7 +237,7 @@ class DiskCache:
             if _remove(path):
                 files += path.suffix != _LOCK
                 size += status.st_size
-            elif path.exists():
+            elif os.path.lexists(path):
                 failed.append(path)
         if failed:
             raise CacheError(
@@ -242,3 +263,20 @@ def _remove(path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def default_directory() -> Path | None:
+    """FKJIT_CACHE_DIR or the platform's user cache directory; None without a home."""
+    chosen = settings().cache_dir
+    if chosen is not None:
+        return chosen / _LAYOUT
+    import platformdirs
+
+    try:
+        found = Path(platformdirs.user_cache_dir("fkjit"))
+    except (OSError, RuntimeError, KeyError):
+        found = Path("~")
+    if found.is_absolute():
+        return found / _LAYOUT
+    say("no home directory, so kernels are kept for this process only; FKJIT_CACHE_DIR names one")
+    return None

@@ -59,6 +59,7 @@ class CacheStats(NamedTuple):
     hits: Mapping[str, int]  # by origin; "compiled" counts the misses
     quarantined: int  # entries this process set aside
     write_error: str | None  # why the last write failed, None if none did
+    distrust: str | None = None  # why the directory is not used, where others could write it
 
 
 class Imported(NamedTuple):
@@ -76,6 +77,22 @@ class Exported(NamedTuple):
     entries: int
     bytes: int
     refused: tuple[tuple[str, str], ...]  # (key, reason): entries that failed verification
+
+
+def refusal(
+    stored: dict[str, str], describe: str, known: list[EntryInfo], paths: list[Path]
+) -> str:
+    """What a NotCachedError says; `paths`: of the layers, there or not."""
+    missing = " (does not exist)"
+    layers = [f"{path}{'' if os.path.exists(path) else missing}" for path in paths]
+    message = (
+        f"FKJIT_REQUIRE_CACHED=1: {describe} is in no cache layer "
+        f"(memory, {', '.join(layers) or 'no directory'}: {len(known)} entries in all)"
+    )
+    if known:
+        message += "; " + difference(stored, describe, known)
+    fix = "; unset FKJIT_REQUIRE_CACHED to compile it, or add a bundle with FKJIT_BUNDLE_PATH"
+    return message + fix
 
 
 def difference(stored: dict[str, str], describe: str, known: Sequence[EntryInfo]) -> str:

@@ -17,13 +17,21 @@ import hashlib
 import json
 import os
 import secrets
-import stat
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fkjit.cache import trust
+from fkjit.cache.untrusted import (
+    MAX_ENTRY,
+    MAX_JSON,
+    bounded,
+    open_regular,
+    parse_json,
+    read_exactly,
+)
 from fkjit.errors import CacheError, ParameterError
 
 MAGIC = b"FKJIT\0"
@@ -34,6 +42,16 @@ _HEAD = struct.Struct("<6sH32sIQ")
 _SUMMED_FROM = 40
 _SHORT = 2000  # characters; a longer text field is stored as its digest
 _DIGESTS = ("text:", "bytes:")
+_KINDS: dict[
+    str, type | tuple[type, ...]
+] = {  # of what listings and loaders look at, where it is there
+    **dict.fromkeys(("describe", "kernel", "label", "target", "kind", "entry", "nvrtc"), str),
+    **dict.fromkeys(("arguments", "problems"), list),
+    "params": dict,
+    "resources": (dict, type(None)),
+    "created": (int, float),
+}
+_LATEST = 1e11  # seconds since the epoch
 
 
 class Read(NamedTuple):
@@ -92,6 +110,8 @@ def _lengths(head: bytes, size: int) -> tuple[int, int, bytes]:
         raise CacheError(f"not a cache entry: magic {magic!r}")
     if version != VERSION:
         raise CacheError(f"format version {version}, this fkjit reads {VERSION}")
+    bounded(size, MAX_ENTRY, "the entry")
+    bounded(meta_length, MAX_JSON, "its metadata")
     expected = _HEAD.size + meta_length + image_length
     if expected != size:
         raise CacheError(f"{size} bytes where its header says {expected}")
@@ -100,12 +120,15 @@ def _lengths(head: bytes, size: int) -> tuple[int, int, bytes]:
 
 def _metadata(text: bytes) -> dict[str, Any]:
     try:
-        meta = json.loads(text)
+        meta = parse_json(text)
         if cache_key(meta["fields"]) != meta["key"]:
             raise CacheError("its key is not that of its fields")
-    except CacheError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        for name, kind in _KINDS.items():
+            if name in meta and not isinstance(meta[name], kind):
+                raise CacheError(f"its {name} is a {type(meta[name]).__name__}")
+        if not abs(meta.get("created", 0)) < _LATEST:
+            raise CacheError(f"created at {meta['created']}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CacheError(f"unreadable metadata ({type(error).__name__}: {error})") from error
     return meta
 
@@ -121,33 +144,14 @@ def decode(data: bytes, key: str | None = None) -> Read:
     return Read(meta, data[_HEAD.size + meta_length :])
 
 
-def _read_all(descriptor: int, size: int) -> bytes:
-    data = os.read(descriptor, size)
-    while len(data) < size and (piece := os.read(descriptor, size - len(data))):
-        data += piece
-    return data
-
-
-def _open_regular(path: Path) -> tuple[int, os.stat_result]:
-    """Open for reading; never blocks on a pipe. CacheError if it is no regular file."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise CacheError("not a regular file")
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor, status
-
-
 def read_entry(path: Path, key: str | None = None) -> Read:
-    """Read and verify one file: OSError if it cannot be read, CacheError if it is no such entry."""
-    descriptor, status = _open_regular(path)
+    """Read and verify one file: OSError if it cannot be read, CacheError if it is no such entry,
+    or if others than its reader and root can write it."""
+    descriptor, status = open_regular(path)
     try:
-        head = os.pread(descriptor, _HEAD.size, 0)
+        head = read_exactly(descriptor, _HEAD.size)
         _lengths(head, status.st_size)  # before reading gigabytes of something else
-        data = _read_all(descriptor, status.st_size)
+        data = read_exactly(descriptor, status.st_size)
     finally:
         os.close(descriptor)
     return decode(data, key)._replace(status=status)
@@ -155,11 +159,12 @@ def read_entry(path: Path, key: str | None = None) -> Read:
 
 def read_metadata(path: Path) -> tuple[dict[str, Any], int, os.stat_result]:
     """(metadata, image bytes, status) without reading the image, so without its checksum."""
-    descriptor, status = _open_regular(path)
+    descriptor, status = open_regular(path)
     try:
-        head = _read_all(descriptor, _HEAD.size)
+        head = read_exactly(descriptor, _HEAD.size)
         meta_length, image_length, _ = _lengths(head, status.st_size)
-        return _metadata(_read_all(descriptor, meta_length)), image_length, status
+        meta = _metadata(read_exactly(descriptor, meta_length, _HEAD.size))
+        return meta, image_length, status
     finally:
         os.close(descriptor)
 
@@ -172,17 +177,20 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[int]:
+def atomic_file(path: Path, mode: int | None = trust.FILE_MODE) -> Iterator[int]:
     """A descriptor to write to: a file beside `path`, fsynced and renamed over it at the end.
 
     A reader sees the old file or all of the new. OSError leaves `path` as it was. A killed writer
-    leaves a `.tmp` file, which is swept later.
+    leaves a `.tmp` file, which is swept later. The file is 0600 whatever the umask; with `mode`
+    None it is what the umask leaves of 0644, for a file to hand on.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    trust.make_folders(path.parent)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode or 0o644)
         try:
+            if mode is not None:
+                os.chmod(temporary, mode)
             yield descriptor
             os.fsync(descriptor)
         finally:
@@ -194,6 +202,32 @@ def atomic_file(path: Path) -> Iterator[int]:
         raise
     with suppress(OSError):  # the rename itself; not every file system can
         _sync_folder(path.parent)
+
+
+@contextmanager
+def nameless_file(path: Path) -> Iterator[int]:
+    """As `atomic_file`, for a file to hand on, in a folder that nobody sweeps: what a killed writer
+    leaves has no name and takes no room, where the system can do that."""
+    trust.make_folders(path.parent)
+    try:
+        descriptor = os.open(path.parent, os.O_RDWR | os.O_TMPFILE, 0o644)
+    except (OSError, AttributeError):
+        with atomic_file(path, None) as descriptor:
+            yield descriptor
+        return
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY}")
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+        source = (
+            f"/proc/self/fd/{descriptor}"  # a link to follow, which `src_dir_fd` makes linkat do
+        )
+        os.link(source, temporary, src_dir_fd=descriptor, follow_symlinks=True)
+        os.replace(temporary, path)
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            os.unlink(temporary)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

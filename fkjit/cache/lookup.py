@@ -18,16 +18,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fkjit.cache.compatible import WORD, Compatible
-from fkjit.cache.disk import DiskCache, say
+from fkjit.cache import trust
+from fkjit.cache.disk import DiskCache, default_directory
 from fkjit.cache.entry import (
     CacheStats,
     Entry,
     EntryInfo,
     Exported,
     Imported,
-    difference,
     materialise,
+    refusal,
 )
 from fkjit.cache.file import (
     Read,
@@ -38,7 +38,9 @@ from fkjit.cache.file import (
     read_metadata,
     stored_fields,
 )
+from fkjit.cache.toolchains import Toolchain, gather, merged
 from fkjit.errors import CacheError, NotCachedError
+from fkjit.messages import say
 from fkjit.settings import settings
 
 if TYPE_CHECKING:
@@ -55,8 +57,8 @@ __all__ = [
     "materialise",
 ]
 
+Usable = Callable[[Mapping[str, Any]], bool]
 _RESERVED = ("key", "fields", "describe", "created")
-_LAYOUT = "v1"  # a new file format or directory layout gets a new folder
 
 
 class Cache:
@@ -69,18 +71,18 @@ class Cache:
         max_bytes: int = 1 << 30,
         require_cached: bool = False,
     ) -> None:
-        """`directory` None: no disk layer. `max_bytes`: cap of the directory, in bytes. Among
-        `bundles` the word "compatible": accept what another minor version of NVRTC made."""
-        where, given = _absolute(directory), [Path(path) for path in bundles]
-        self.disk = None if where is None else DiskCache(where, max_bytes)
-        self.bundles: list[Bundle] = [_open_bundle(path) for path in given if path != WORD]
-        self._compatible = Compatible(self.bundles if WORD in given else ())
+        """`directory` None: no disk layer. `max_bytes`: cap of the directory, in bytes."""
+        self.directory = _absolute(directory)
+        self.distrust: str | None = None  # why the directory is not used, if others could write it
+        self.disk = self._open_disk(self.directory, max_bytes)
+        self.bundles: list[Bundle] = [_open_bundle(path) for path in bundles]
         self.require_cached = require_cached
         self.max_bytes = max_bytes
         self._memory: dict[str, Entry] = {}
         self._unsaved: set[str] = set()  # built here, but in no file
         self._hits = {"memory": 0, "disk": 0, "bundle": 0, "compiled": 0}
         self._said: set[str] = set()
+        self._toolchains: list[Toolchain] | None = None
         self._guard = threading.Lock()
         self._building: dict[str, threading.RLock] = {}
         _caches.add(self)
@@ -92,10 +94,15 @@ class Cache:
             if layer is not None:
                 layer.after_fork()
 
-    @property
-    def directory(self) -> Path | None:
-        """The disk layer's directory."""
-        return None if self.disk is None else self.disk.directory
+    def _open_disk(self, directory: Path | None, max_bytes: int) -> DiskCache | None:
+        if directory is None:
+            return None
+        self.distrust = trust.objection(directory)
+        if self.distrust is None:
+            return DiskCache(directory, max_bytes)
+        self.distrust = f"{directory} is not used: {self.distrust}; {trust.remedy(directory)}"
+        say(f"{self.distrust}; until then kernels are kept for this process only")
+        return None
 
     def get_or_build(
         self,
@@ -103,30 +110,57 @@ class Cache:
         build: Callable[[], tuple[bytes, dict[str, Any]]],
         *,
         describe: str,
+        usable: Usable = lambda meta: True,
     ) -> Entry:
         """The entry of `fields`, from the first layer that has it, else from `build()`.
 
         `build` returns (image, metadata that JSON can hold) and runs once per key, whatever the
         number of threads. `describe` is the kernel in messages ("attention.flash causal=1 sm_80").
-        Raises what `build` raises, and NotCachedError where building is forbidden.
+        `usable(metadata)` False: it is as if the entry were not there. Raises what `build` raises,
+        and NotCachedError where building is forbidden.
         """
         begin = time.perf_counter()
         stored = stored_fields(fields)
         key = cache_key(stored)
-        if (found := self._memory.get(key)) is not None:
-            self._hits["memory"] += 1
+        if (found := self._recall(key, usable)) is not None:
             return found
         with self._one_build(key):
-            if (found := self._memory.get(key)) is not None:
-                self._hits["memory"] += 1
+            if (found := self._recall(key, usable)) is not None:
                 return found
-            entry = self._load(key) or self._compatible.find(stored)
-            entry = entry or self._build(key, stored, build, describe)
-            entry = replace(entry, seconds=time.perf_counter() - begin)
-            self._hits[entry.origin] += 1
-            if entry.origin == "compiled" and entry.path is None:
-                self._unsaved.add(key)
-            self._memory[key] = replace(entry, origin="memory", seconds=0.0)
+            entry = self._load(key, usable) or self._build(key, stored, build, describe, usable)
+            return self._keep(key, entry, begin)
+
+    def find(self, fields: Mapping[str, str | bytes], usable: Usable) -> Entry | None:
+        """The entry of `fields`, if a layer has it; see `get_or_build`."""
+        begin, key = time.perf_counter(), cache_key(stored_fields(fields))
+        if (found := self._recall(key, usable)) is None:
+            entry = self._load(key, usable)
+            found = entry and self._keep(key, entry, begin)
+        return found
+
+    def toolchains(self, anew: bool = False) -> list[Toolchain]:
+        """What compiled the entries of the bundles, and where building is forbidden the user's."""
+        if self._toolchains is None or anew:
+            found = gather(info.meta for info in self.entries()) if self.require_cached else []
+            for bundle in self.bundles:
+                with suppress(CacheError, OSError):  # said when an entry is looked for
+                    found += bundle.toolchains()
+            self._toolchains = merged(found)
+        return self._toolchains
+
+    def _recall(self, key: str, usable: Usable) -> Entry | None:
+        found = self._memory.get(key)
+        if found is None or not usable(found.meta):
+            return None
+        self._hits["memory"] += 1
+        return found
+
+    def _keep(self, key: str, entry: Entry, begin: float) -> Entry:
+        entry = replace(entry, seconds=time.perf_counter() - begin)
+        self._hits[entry.origin] += 1
+        if entry.origin == "compiled" and entry.path is None:
+            self._unsaved.add(key)
+        self._memory[key] = replace(entry, origin="memory", seconds=0.0)
         return entry
 
     @contextmanager
@@ -139,9 +173,9 @@ class Cache:
         with self._guard:
             self._building.pop(key, None)  # it is in memory now
 
-    def _load(self, key: str) -> Entry | None:
+    def _load(self, key: str, usable: Usable) -> Entry | None:
         found = None if self.disk is None else self.disk.read(key)
-        if found is not None and self.disk is not None:
+        if found is not None and self.disk is not None and usable(found.meta):
             return Entry(found.image, found.meta, "disk", self.disk.path(key), 0.0)
         for bundle in self.bundles:
             try:
@@ -149,9 +183,9 @@ class Cache:
             except CacheError as error:
                 self._say_once(f"FKJIT_BUNDLE_PATH: {error}")
                 continue
-            if found is None and not bundle.path.exists():
+            if found is None and not os.path.exists(bundle.path):
                 self._say_once(f"FKJIT_BUNDLE_PATH: {bundle.path} does not exist")
-            elif found is not None:
+            elif found is not None and usable(found.meta):
                 return Entry(found.image, found.meta, "bundle", bundle.entry_path(key), 0.0)
         return None
 
@@ -166,13 +200,14 @@ class Cache:
         stored: dict[str, str],
         build: Callable[[], tuple[bytes, dict[str, Any]]],
         describe: str,
+        usable: Usable,
     ) -> Entry:
         if self.require_cached:
             self._refuse(stored, describe)
         if self.disk is None:
             return self._new_entry(key, stored, build, describe)
         with self.disk.lock(key, describe):
-            return self._load(key) or self._new_entry(key, stored, build, describe)
+            return self._load(key, usable) or self._new_entry(key, stored, build, describe)
 
     def _new_entry(
         self,
@@ -190,17 +225,9 @@ class Cache:
         return Entry(image, decode(data).meta, "compiled", path, 0.0)
 
     def _refuse(self, stored: dict[str, str], describe: str) -> NoReturn:
-        known = list(self.entries(bundles=True))
         paths = [path for path in (self.directory, *(b.path for b in self.bundles)) if path]
-        layers = [str(path) if path.exists() else f"{path} (does not exist)" for path in paths]
-        message = (
-            f"FKJIT_REQUIRE_CACHED=1: {describe} is in no cache layer "
-            f"(memory, {', '.join(layers) or 'no directory'}: {len(known)} entries in all)"
-        )
-        if known:
-            message += "; " + difference(stored, describe, known)
-        fix = "; unset FKJIT_REQUIRE_CACHED to compile it, or add a bundle with FKJIT_BUNDLE_PATH"
-        raise NotCachedError(message + fix)
+        known = list(self.entries(bundles=True))
+        raise NotCachedError(refusal(stored, describe, known, paths))
 
     def entries(self, bundles: bool = False) -> Iterator[EntryInfo]:
         """The user's entries, least recently used first; with `bundles` theirs too, each key once.
@@ -219,7 +246,7 @@ class Cache:
                 meta, size, status = read_metadata(path)
                 yield EntryInfo(meta["key"], meta, size, "disk", path, status.st_mtime)
         for bundle in self.bundles if bundles else ():
-            with suppress(CacheError):
+            with suppress(CacheError, OSError):
                 for meta, size, path in bundle.metadata():
                     yield EntryInfo(meta["key"], meta, size, "bundle", path, None)
         for key in sorted(self._unsaved):
@@ -241,6 +268,7 @@ class Cache:
             hits=dict(self._hits),
             quarantined=0 if self.disk is None else self.disk.quarantined,
             write_error=None if self.disk is None else self.disk.write_error,
+            distrust=self.distrust,
         )
 
     def clear(self) -> tuple[int, int]:
@@ -255,7 +283,8 @@ class Cache:
     def export(self, path: Path, keys: Iterable[str] | None = None) -> Exported:
         """Write entries (all of the user's, or those of `keys`) into one `.fkb` file.
 
-        CacheError for a key that is in no layer and for a file that cannot be written.
+        Bad ones are left out, and reported. CacheError for a key that is in no layer and for a file
+        that cannot be written.
         """
         from fkjit.cache.bundle import write_bundle
 
@@ -265,33 +294,42 @@ class Cache:
 
         def encoded() -> Iterator[tuple[str, bytes]]:
             for key in sorted(wanted):
-                try:
-                    yield key, self._encoded(key)
-                except CacheError as error:
-                    if keys is not None:
-                        raise CacheError(f"cache export: entry {key}: {error}") from error
-                    refused.append((key, str(error)))
+                data, wrong = self._encoded(key)
+                if data is not None:
+                    yield key, data
+                elif wrong is not None or keys is None:
+                    refused.append((key, wrong or "vanished"))
+                else:
+                    fix = "is in no cache layer; `fkjit cache ls` shows what is"
+                    raise CacheError(f"cache export: entry {key}: {fix}")
 
         try:
             write_bundle(path, encoded())
-            size = path.stat().st_size
+            size = os.stat(path).st_size
         except OSError as error:
             raise CacheError(f"cache export: {path} cannot be written: {error}") from error
         return Exported(path, len(wanted) - len(refused), size, tuple(refused))
 
-    def _encoded(self, key: str) -> bytes:
-        """The bytes of a verified entry out of any layer."""
+    def _encoded(self, key: str) -> tuple[bytes | None, str | None]:
+        """The bytes of a verified entry out of any layer, None if none has it; and what is wrong
+        with one that is bad."""
         found: Read | None = None
-        if self.disk is not None:
-            with suppress(OSError):
-                found = read_entry(self.disk.path(key), key)
-        if found is None and (entry := self._memory.get(key)) is not None:
+        wrong = None
+        if (entry := self._memory.get(key)) is not None:
             found = Read(entry.meta, entry.image)
-        for bundle in self.bundles:
-            found = found or bundle.read(key)
-        if found is None:
-            raise CacheError("is in no cache layer; `fkjit cache ls` shows what is")
-        return encode(found.meta, found.image)
+        elif self.disk is not None:
+            try:
+                found = read_entry(self.disk.path(key), key)
+            except FileNotFoundError:
+                pass
+            except (OSError, CacheError) as error:
+                wrong = str(error)
+        for bundle in self.bundles if found is None else ():
+            try:
+                found = found or bundle.read(key)
+            except CacheError as error:
+                wrong = wrong or str(error)
+        return None if found is None else encode(found.meta, found.image), wrong
 
     def import_(self, path: Path) -> Imported:
         """Copy a bundle's entries (`.fkb`, directory or one `.fkc`) into the user's directory.
@@ -299,7 +337,8 @@ class Cache:
         Each is verified first. CacheError if the bundle cannot be read or there is no directory.
         """
         if self.disk is None:
-            raise CacheError("cache import: no cache directory; set FKJIT_CACHE_DIR to one")
+            reason = self.distrust or "no cache directory; set FKJIT_CACHE_DIR to one"
+            raise CacheError(f"cache import: {reason}")
         try:
             bundle = _open_bundle(path)
             keys = bundle.keys()
@@ -353,25 +392,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _default_directory() -> Path | None:
-    """FKJIT_CACHE_DIR or the platform's user cache directory; None without a home."""
-    chosen = settings().cache_dir
-    if chosen is not None:
-        return chosen / _LAYOUT
-    import platformdirs
-
-    try:
-        found = Path(platformdirs.user_cache_dir("fkjit"))
-    except (OSError, RuntimeError, KeyError):
-        found = Path("~")
-    if found.is_absolute():
-        return found / _LAYOUT
-    say("no home directory, so kernels are kept for this process only; FKJIT_CACHE_DIR names one")
-    return None
-
-
 @lru_cache(maxsize=1)
 def default_cache() -> Cache:
     """The cache of this process, as the FKJIT_* settings ask; `cache_clear()` makes a new one."""
     chosen = settings()
-    return Cache(_default_directory(), chosen.bundle_path, chosen.cache_size, chosen.require_cached)
+    return Cache(default_directory(), chosen.bundle_path, chosen.cache_size, chosen.require_cached)

@@ -32,7 +32,7 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except FkjitError as error:
-            print(f"fkjit: {error}", file=sys.stderr)
+            print(f"fkjit: {error}", file=sys.stderr)  # an error's text is printable
             raise typer.Exit(1) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -57,6 +58,7 @@ def stats() -> None:
     found = default_cache().stats()
     rows = [
         ("directory", found.directory or "none: kernels are kept for one process only"),
+        *([("not used", found.distrust)] if found.distrust else []),
         ("entries", found.entries),
         ("size", f"{report.size(found.bytes)} of at most {report.size(found.max_bytes)}"),
         ("set aside", f"{found.quarantined_files} bad entries"),
@@ -82,7 +84,10 @@ def export(
     path: Annotated[Path, typer.Argument(help="the .fkb file to write")],
     match: Annotated[str, typer.Option(help="only entries whose description has this")] = "",
 ) -> None:
-    """Write entries into one bundle file, for `import` or FKJIT_BUNDLE_PATH elsewhere."""
+    """Write entries into one bundle file, for `import` or FKJIT_BUNDLE_PATH elsewhere.
+
+    Bad ones are left out; then the status is 1.
+    """
     cache = default_cache()
     keys = [e.key for e in cache.entries() if match in e.meta.get("describe", "")]
     if not keys:
@@ -90,6 +95,7 @@ def export(
         raise CacheError(f"cache export: {cache.directory} has no entry{having}")
     done = cache.export(path, keys)
     report.console().print(f"{done.path}: {done.entries} entries, {report.size(done.bytes)}")
+    _refused("left out", done.refused)
 
 
 @app.command("import")
@@ -101,8 +107,13 @@ def import_(
     if not (done.imported or done.present or done.refused):
         raise CacheError(f"cache import: {path} has no entries")
     report.console().print(f"{done.imported} imported, {done.present} already there")
+    _refused("refused", done.refused)
+
+
+def _refused(what: str, entries: Sequence[tuple[str, str]]) -> None:
+    """Status 1 if there are any, and why."""
     err = report.console(stderr=True)
-    for key, reason in done.refused:
-        err.print(f"refused {key[:12]}: {reason}", style="red")
-    if done.refused:
+    for key, reason in entries:
+        err.print(f"{what} {key[:12]}: {reason}", style="red")
+    if entries:
         raise typer.Exit(1)

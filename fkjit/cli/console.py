@@ -10,7 +10,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fkjit.terminal import printable
+
 WIDTH = 100  # of what is written to a pipe or a file
+
+
+class _Console(Console):
+    """A console that no text gives orders to: a name may have escape sequences in it."""
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        super().print(*(printable(o) if isinstance(o, str) else o for o in objects), **how)
 
 
 def console(stderr: bool = False) -> Console:
@@ -20,7 +29,7 @@ def console(stderr: bool = False) -> Console:
     """
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else WIDTH
-    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+    return _Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
 def table(*columns: str, title: str | None = None) -> Table:
@@ -36,7 +45,9 @@ def table(*columns: str, title: str | None = None) -> Table:
 def add_rows(made: Table, rows: Iterable[Iterable[Any]]) -> Table:
     """Append rows of anything; texts are taken as they are, not as markup."""
     for row in rows:
-        made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+        made.add_row(
+            *(cell if isinstance(cell, Text) else Text(printable(str(cell))) for cell in row)
+        )
     return made
 
 

@@ -9,13 +9,14 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from fkjit import __version__
 from fkjit.arch import choose_target
+from fkjit.cache import trust
 from fkjit.cli.disassemble import disassembler
 from fkjit.errors import FkjitError
 from fkjit.jit import toolchain
@@ -24,6 +25,7 @@ from fkjit.settings import Settings, from_environment, settings, unknown_variabl
 
 # Findings are plain data that JSON can hold: {"cuda": {"cupy": …}, …, "problems": [texts]}.
 Report = dict[str, Any]
+_COMPILER = ("nvrtc", "headers")  # which nobody needs who must not compile
 
 
 def diagnose(environ: Mapping[str, str] | None = None) -> Report:
@@ -39,6 +41,7 @@ def diagnose(environ: Mapping[str, str] | None = None) -> Report:
         "disassembler": lambda _: _text(disassembler()),
         "torch": lambda _: _version("torch"),
         "cache": _cache,
+        "tuning": _tuning,
         "kernels": _kernels,
         "settings": lambda found: _settings(found, environ),
     }
@@ -52,7 +55,8 @@ def _take(name: str, part: Callable[[list[str]], Any], problems: list[str]) -> A
         return part(problems)
     except Exception as error:
         message = f"{name}: {str(error) or repr(error)}"
-        if message not in problems:
+        needed = name not in _COMPILER or not settings().require_cached
+        if needed and message not in problems:
             problems.append(message)
         return {"error": str(error) or repr(error)}
 
@@ -143,18 +147,18 @@ def _cache(problems: list[str]) -> Report:
             f"cache: {stats.quarantined_files} bad entries were set aside in "
             f"{stats.directory}/quarantine; a failing disk? `fkjit cache clear` removes them"
         )
+    if stats.distrust:
+        problems.append(f"cache: {stats.distrust}")
     writable = stats.directory is not None and _writable(stats.directory)
     if not writable:
         problems.append(
             f"cache: {stats.directory or 'no directory'} cannot be written, so every process "
             f"compiles anew; set {Settings.variable('cache_dir')} to a directory that can"
         )
-    for bundle in stats.bundles:
-        if not bundle.exists():
-            variable = Settings.variable("bundle_path")
-            problems.append(f"cache: bundle {bundle} does not exist; correct {variable}")
+    problems += [f"cache: {fault}" for fault in map(_bundle_fault, stats.bundles) if fault]
     return {
         "directory": _text(stats.directory),
+        "trusted": stats.distrust is None,
         "writable": writable,
         "entries": stats.entries,
         "bytes": stats.bytes,
@@ -164,10 +168,39 @@ def _cache(problems: list[str]) -> Report:
     }
 
 
+def _bundle_fault(path: Path) -> str | None:
+    """Why a bundle of FKJIT_BUNDLE_PATH is of no use, None if it is."""
+    from fkjit.cache.bundle import open_bundle
+
+    if not os.path.exists(path):
+        variable = Settings.variable("bundle_path")
+        return f"bundle {path} does not exist, or is out of reach; correct {variable}"
+    try:
+        trust.require(path)
+        open_bundle(path).keys()
+    except FkjitError as error:
+        return f"bundle {error}"
+    return None
+
+
+def _tuning(problems: list[str]) -> Report:
+    """Where tuned values are, and why files of them are not read."""
+    from fkjit import tuning
+
+    folder = tuning.user_folder()
+    files = sorted(folder.glob("*.json")) if folder is not None and folder.is_dir() else []
+    for path in files:
+        try:
+            tuning.read(path)
+        except FkjitError as error:
+            problems.append(str(error))
+    return {"folder": _text(folder), "files": [path.name for path in files]}
+
+
 def _writable(folder: Path) -> bool:
     """Whether a file could be made in `folder`, or in the first parent that exists."""
-    existing = next((p for p in (folder, *folder.parents) if p.exists()), folder)
-    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    existing = next((p for p in (folder, *folder.parents) if os.path.exists(p)), folder)
+    return os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)
 
 
 def _kernels(problems: list[str]) -> Report:
@@ -182,11 +215,11 @@ def _kernels(problems: list[str]) -> Report:
 
 def _settings(problems: list[str], environ: Mapping[str, str]) -> Report:
     unknown = unknown_variables(environ)
-    known = ", ".join(Settings.variable(field.name) for field in fields(Settings))
+    known = ", ".join(map(Settings.variable, Settings.names()))
     for name in unknown:
         problems.append(f"settings: {name} means nothing; the variables are {known}")
     chosen = settings() if environ is os.environ else from_environment(environ)
-    if chosen.target:
+    if chosen.target and not chosen.require_cached:
         try:
             info = toolchain.nvrtc_info()
             choose_target(None, info.supported, info.version, chosen.target)
@@ -195,12 +228,13 @@ def _settings(problems: list[str], environ: Mapping[str, str]) -> Report:
     return {
         "unknown": unknown,
         "values": {
-            Settings.variable(field.name): {
-                "value": _plain(getattr(chosen, field.name)),
-                "set": Settings.variable(field.name) in environ,
+            Settings.variable(name): {
+                "value": _plain(getattr(chosen, name)),
+                "set": Settings.variable(name) in environ,
             }
-            for field in fields(Settings)
+            for name in Settings.names()
         },
+        "trusted": list(chosen.trusted),
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import struct
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import numpy as np
 from fkjit.arch import Target
 from fkjit.errors import InterpreterError, ParameterError
 from fkjit.jit.build import build, interpreter_target
+from fkjit.messages import to_terminal, write
 from fkjit.runtime.tensor_map import TensorMap
 from fkjit.sanitizer import in_force
 from fkjit.settings import Settings, settings
@@ -139,14 +139,14 @@ def _progress(name: str, seconds: float) -> Callable[[float], None] | None:
     """For work of over a second: a line on stderr, rewritten there as blocks finish."""
     if settings().log == "quiet" or seconds < 1:
         return None
-    if not sys.stderr.isatty():
-        print(f"fkjit: {name} on the CPU: about {seconds:.0f} s", file=sys.stderr, flush=True)
+    if not to_terminal():
+        write(f"fkjit: {name} on the CPU: about {seconds:.0f} s")
         return None
     begin = time.perf_counter()
 
     def show(fraction: float) -> None:
         end = "\n" if fraction >= 1 else ""
         text = f"\rfkjit: {name} on the CPU: {fraction:4.0%} {time.perf_counter() - begin:.1f} s"
-        print(text, end=end, file=sys.stderr, flush=True)
+        write(text, end)
 
     return show

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from fkjit.arch import Capability, Target, choose_target, target
 from fkjit.cache.lookup import Cache, Entry, default_cache
-from fkjit.jit.keys import key_fields
+from fkjit.cache.toolchains import Toolchain
+from fkjit.errors import ToolchainError
+from fkjit.jit.keys import installed, key_fields
 from fkjit.jit.render import Rendered, load
 from fkjit.jit.toolchain import nvrtc_info
+from fkjit.messages import write
 from fkjit.settings import settings
 from fkjit.spec import KernelSpec, Params
 
 INTERPRETER_TARGET = "compute_80"  # whose PTX the CPU interpreter runs unless one is forced
+
+# What is looked for where nothing may be compiled and nothing is cached: any would do.
+_UNKNOWN = Toolchain("13.0", "", (75, 80, 86, 89, 90, 100, 120))
 
 _quiet = threading.local()
 
@@ -42,18 +47,53 @@ def build_source(
 
     entry "": a text with any entry points, whose arguments are not looked at; to PTX only.
     """
+    cache = cache or default_cache()
     describe = " ".join(part for part in (what["kernel"], what["label"], to.name) if part)
-    fields = key_fields(what["kernel"], rendered, entry, to)
-    return (cache or default_cache()).get_or_build(
-        fields, lambda: _compile(rendered, entry, to, what, describe), describe=describe
+    for by in _made_by(cache):
+        fields = key_fields(what["kernel"], rendered, entry, to, by)
+        found = cache.find(fields, lambda meta, by=by: cache.require_cached or _usable(meta, by))
+        if found is not None:
+            return found
+    by = (*cache.toolchains(), _UNKNOWN)[0] if cache.require_cached else installed()
+    return cache.get_or_build(
+        key_fields(what["kernel"], rendered, entry, to, by),
+        lambda: _compile(rendered, entry, to, what, describe),
+        describe=describe,
+        usable=lambda meta: _usable(meta, by),
     )
+
+
+def _made_by(cache: Cache) -> Iterator[Toolchain]:
+    """What may have made a cached entry, so that NVRTC need not be loaded: what made the bundles,
+    and where nothing may be compiled all that is cached, perhaps a moment ago."""
+    known = cache.toolchains()
+    yield from known
+    if cache.require_cached:
+        yield from (by for by in cache.toolchains(anew=True) if by not in known)
+
+
+def _usable(meta: Mapping[str, Any], by: Toolchain) -> bool:
+    """Whether the files that an entry was made of are as they were, where this is their toolkit.
+
+    Those few that are not in the key: see `includes.py`.
+    """
+    if not meta.get("toolkit"):
+        return True
+    from fkjit.jit.includes import unchanged
+
+    with suppress(ToolchainError):
+        return installed()[:2] != by[:2] or unchanged(meta["toolkit"])
+    return True  # no toolkit is here
 
 
 def _compile(
     rendered: Rendered, entry: str, to: Target, what: dict[str, Any], describe: str
 ) -> tuple[bytes, dict[str, Any]]:
     """The image and what the cache keeps beside it."""
-    from fkjit.jit.compile import compile_source  # not at the top: a warm start compiles nothing
+    from fkjit.jit.compiler import compilers  # not at the top: a warm start compiles nothing
+
+    compilers.start(nvrtc_info().library)
+    from fkjit.jit.compile import compile_source
     from fkjit.jit.signature import signature
 
     with _status(describe) as done:
@@ -72,13 +112,24 @@ def _compile(
         "compile_seconds": compiled.seconds,
         "nvrtc": compiled.nvrtc_version,
         "problems": list(compiled.problems),
+        "archs": list(nvrtc_info().supported),
+        **({"toolkit": dict(compiled.read)} if compiled.read else {}),
     }
 
 
 def gpu_target(capability: Capability) -> Target:
-    """What to compile for a GPU of this compute capability (FKJIT_TARGET overrules)."""
-    info = nvrtc_info()
-    return choose_target(capability, info.supported, info.version, settings().target)
+    """What to compile for a GPU of this compute capability (FKJIT_TARGET overrules).
+
+    Where a bundle has kernels for it, or nothing may be compiled: what is in there.
+    """
+    cache, forced = default_cache(), settings().target
+    for by in _made_by(cache):
+        with suppress(ToolchainError):
+            found = choose_target(capability, by.archs, by.version, forced)
+            if found.name in by.targets:
+                return found
+    by = (*cache.toolchains(), _UNKNOWN)[0] if cache.require_cached else installed()
+    return choose_target(capability, by.archs, by.version, forced)
 
 
 def interpreter_target() -> Target:
@@ -105,8 +156,8 @@ def _status(describe: str) -> Iterator[list[str]]:
     if settings().log == "quiet" or getattr(_quiet, "on", False):
         yield done
         return
-    print(f"fkjit: compiling {describe} ... ", end="", file=sys.stderr, flush=True)
+    write(f"fkjit: compiling {describe} ... ", end="")
     try:
         yield done
     finally:
-        print(done[0] if done else "failed", file=sys.stderr, flush=True)
+        write(done[0] if done else "failed")

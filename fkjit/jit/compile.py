@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import re
 import tempfile
-import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fkjit.arch import Target
 from fkjit.errors import CompileError
+from fkjit.jit.compiler import compile_here, compilers
+from fkjit.jit.includes import ROOT, Includes, check_plain
 from fkjit.jit.keys import key_fields, options
+from fkjit.jit.nvrtc import Made, Program
 from fkjit.jit.render import Rendered
-from fkjit.jit.toolchain import check_target, dotted, header_dirs, nvrtc_info, nvrtc_module
+from fkjit.jit.toolchain import check_target, dotted, nvrtc_info
 
-# NVRTC writes the working directory into -lineinfo before a relative name, and the cubin would
-# depend on it; so while it compiles, every name of ours stands under this root.
-_ROOT = "/fkjit/"
 _ERROR = (
     r"(?m)^(?P<file>[^\n(]+)\((?P<line>\d+)\): (?:catastrophic )?error(?: #[\w-]+)?: (?P<what>.*)$"
 )
@@ -68,6 +66,7 @@ class Compiled:
     log: str
     nvrtc_version: str  # "13.0"
     problems: tuple[str, ...] = ()  # spills, serialised wgmma, ignored setmaxnreg
+    read: Mapping[str, str] = field(default_factory=dict)  # of the toolkit, but for what all read
 
 
 def compile_source(rendered: Rendered, entry: str, target: Target, *, describe: str) -> Compiled:
@@ -79,10 +78,17 @@ def compile_source(rendered: Rendered, entry: str, target: Target, *, describe: 
     """
     check_target(target)
     version = nvrtc_info().version
-    flags = [*options(target, version), *(f"-I{folder}" for folder in header_dirs())]
-    begin = time.perf_counter()
-    image, log = _run_nvrtc(rendered, target, flags, describe)
-    seconds = time.perf_counter() - begin
+    includes = Includes({name: _rooted(text) for name, text in rendered.headers.items()})
+    program = Program(
+        _rooted(rendered.text), ROOT + rendered.name, {}, options(target, version), (target.kind,)
+    )
+    made = run_program(program, includes, describe)
+    log = made.log.replace(ROOT, "")
+    if not made.images:
+        raise CompileError(_explain(rendered, target, describe, log), log)
+    image = made.images[target.kind]
+    if target.kind == "ptx":
+        image = image.rstrip(b"\0").replace(f'"{ROOT}'.encode(), b'"')
     resources = parse_resources(log, entry) if target.kind == "cubin" else None
     if target.kind == "cubin" and resources is None:
         raise CompileError(
@@ -91,60 +97,37 @@ def compile_source(rendered: Rendered, entry: str, target: Target, *, describe: 
             log,
         )
     return Compiled(
-        image, target.kind, target.name, resources, seconds, log, dotted(version), problems(log)
+        image,
+        target.kind,
+        target.name,
+        resources,
+        made.seconds,
+        log,
+        dotted(version),
+        problems(log),
+        includes.read,
     )
 
 
-def _run_nvrtc(
-    rendered: Rendered, target: Target, flags: list[str], describe: str
-) -> tuple[bytes, str]:
-    """The image and the log, or CompileError."""
-    nvrtc = nvrtc_module()
-    names = [name.encode() for name in rendered.headers]
-    texts = [_rooted(text).encode() for text in rendered.headers.values()]
-    program = nvrtc.createProgram(_rooted(rendered.text), _ROOT + rendered.name, texts, names)
-    try:
-        try:
-            nvrtc.compileProgram(program, flags)
-        except Exception as error:  # cupy's NVRTCError; the log says what it was
-            log = _log(nvrtc, program) or str(error)
-            raise CompileError(_explain(rendered, target, describe, log), log) from None
-        log = _log(nvrtc, program)
-        if target.kind == "ptx":
-            return _text(nvrtc.getPTX(program)).replace(f'"{_ROOT}', '"').encode(), log
-        return mend_cubin(nvrtc.getCUBIN(program)), log
-    finally:
-        nvrtc.destroyProgram(program)
+def run_program(program: Program, includes: Includes, describe: str) -> Made:
+    """The one place that compiles: what NVRTC makes of a program once it has every file it wants.
+
+    Files of the toolkit are added to `includes` as it asks for them.
+    """
+    library = nvrtc_info().library
+    while True:
+        given = program._replace(headers=includes.given)
+        made = compilers.compile(given, library, describe)
+        if made is None:
+            for name, text in {program.name: program.source, **includes.given}.items():
+                check_plain(name.removeprefix(ROOT), text)
+            made = compile_here(given, str(library or nvrtc_info().soname))
+        if made.images or not includes.add_missing(made.log):
+            return made._replace(log=made.log.replace(": Too many open files", ""))
 
 
 def _rooted(text: str) -> str:
-    return re.sub(r'(?m)^#line (\d+) "', rf'#line \1 "{_ROOT}', text)
-
-
-def _log(nvrtc: Any, program: Any) -> str:
-    """The program log with our names as the templates have them."""
-    return _text(nvrtc.getProgramLog(program)).replace(_ROOT, "")
-
-
-def _text(value: Any) -> str:
-    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-    return text.rstrip("\0")
-
-
-def mend_cubin(image: bytes) -> bytes:
-    """The cubin with the last byte that CuPy's getCUBIN drops as if it ended a string.
-
-    The ELF header says how long the file is; the program header table stands last and ends in a
-    zero byte. A CuPy that drops nothing is left alone.
-    """
-    tables = [(32, 54), (40, 58)]  # offsets of: program headers, section headers; size and count
-    ends = []
-    for offset, shape in tables:
-        start = int.from_bytes(image[offset : offset + 8], "little")
-        size = int.from_bytes(image[shape : shape + 2], "little")
-        count = int.from_bytes(image[shape + 2 : shape + 4], "little")
-        ends.append(start + size * count)
-    return image + b"\0" if len(image) == max(ends) - 1 else image
+    return re.sub(r'(?m)^#line (\d+) "', rf'#line \1 "{ROOT}', text)
 
 
 def parse_resources(log: str, entry: str) -> Resources | None:

@@ -42,10 +42,15 @@ class NvrtcInfo:
     """The NVRTC in use. `build` tells two builds of one version apart and has no path in it."""
 
     version: Version
-    library: Path | None  # None where the platform does not tell
+    library: Path | None  # None where the platform does not tell; it is loaded all the same
     build: str
     supported: tuple[int, ...]  # (75, 80, 86, …)
     cupy: str
+
+    @property
+    def soname(self) -> str:
+        """What the dynamic linker knows the library by."""
+        return f"libnvrtc.so.{self.version[0]}"
 
 
 def dotted(version: Version) -> str:
@@ -95,9 +100,10 @@ def prepare_cupy() -> None:
         return
     usual = Path(os.path.expanduser("~"), ".cupy", "kernel_cache")  # CuPy's own default
     with suppress(OSError):
-        usual.mkdir(parents=True, exist_ok=True)
-        if os.access(usual, os.W_OK | os.X_OK):
-            return
+        if usual.is_absolute():  # "~" stays "~" for a user without a home
+            usual.mkdir(parents=True, exist_ok=True)
+            if os.access(usual, os.W_OK | os.X_OK):
+                return
     with suppress(OSError):  # no temporary folder either: CuPy's import says what it lacks
         os.environ["CUPY_CACHE_DIR"] = _private_folder()
 
@@ -129,6 +135,10 @@ def nvrtc_module() -> Any:
             f"{state}: {error}; pip install 'fkjit[cuda13]' "
             "('fkjit[cuda12]' for a driver before 580)"
         ) from error
+    except RuntimeError as error:  # as Python 3.11 reports a Ctrl-C that comes in __set_name__
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            raise error.__cause__ from None
+        raise
     except OSError as error:  # the folder of its cache
         raise ToolchainError(
             f"CuPy cannot be imported: {error}; set CUPY_CACHE_DIR to a folder it can write"
@@ -277,7 +287,7 @@ def runtime_version(folder: Path) -> Version | None:
 
 @lru_cache(maxsize=1)
 def header_dirs() -> list[Path]:
-    """The folder to hand to NVRTC with -I: the first with every header we use, of NVRTC's major.
+    """The folder of the toolkit's headers: the first with every header we use, of NVRTC's major.
 
     The pip package nvidia-cuda-runtime alone has them all. ToolchainError names what was looked at.
     """
@@ -302,18 +312,23 @@ def header_dirs() -> list[Path]:
 def headers_id() -> str:
     """What the toolkit's headers contribute to a compile, as a digest without any path.
 
-    The contents of the six files our kernels include are hashed (0.9 MB, about 2 ms). Everything
-    else NVRTC takes from its own built-in copies, or changes with the toolkit release only, whose
-    number is in the digest too.
+    The contents of the six files our kernels include are hashed (0.9 MB, about 2 ms). What else a
+    kernel includes of the toolkit NVRTC has built in, or the entry names it (`includes.py`).
     """
     digest = sha256()
-    folder = header_dirs()[0]
-    for name in _HEADER_FILES:
-        path = folder / name
-        content = path.read_bytes() if path.is_file() else b""
+    for name, content in toolkit_headers().items():
         digest.update(f"{name} {len(content)} ".encode() + content)
-    version = runtime_version(folder)
+    version = runtime_version(header_dirs()[0])
     return f"{dotted(version) if version else '?'} {digest.hexdigest()}"
+
+
+@lru_cache(maxsize=1)
+def toolkit_headers() -> dict[str, bytes]:
+    """The files of the toolkit that our kernels include, as they are in the key and in a compile;
+    empty where a toolkit has no such file."""
+    folder = header_dirs()[0]
+    paths = {name: folder / name for name in _HEADER_FILES}
+    return {name: path.read_bytes() if path.is_file() else b"" for name, path in paths.items()}
 
 
 def check_target(target: Target) -> None:

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -128,3 +130,16 @@ def race(body: str, directory: Path, count: int = 16, **more) -> list[str]:
         assert "Traceback" not in err
         lines += out.split()
     return lines
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[None]:
+    """pytest's folders are private, so that nothing below is in anybody's reach: not here."""
+    private = [p for p in (folder, *folder.parents) if p.stat().st_mode & 0o077 == 0]
+    for one in private:
+        one.chmod(0o755)
+    try:
+        yield
+    finally:
+        for one in private:
+            one.chmod(0o700)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 
 import pytest
 
@@ -49,7 +48,7 @@ def test_it_tells_what_kernels_are_compiled_with():
 
 def test_every_setting_is_shown_and_there_are_eight_at_most():
     shown = doctor.diagnose()["settings"]["values"]
-    assert list(shown) == [Settings.variable(field.name) for field in fields(Settings)]
+    assert list(shown) == list(map(Settings.variable, Settings.names()))
     assert len(shown) <= 8 and all(name.startswith("FKJIT_") for name in shown)
     given = doctor.diagnose({"FKJIT_TARGET": "sm_90a"})["settings"]["values"]
     assert given["FKJIT_TARGET"] == {"value": "sm_90a", "set": True}
@@ -103,7 +102,10 @@ def test_a_cache_that_cannot_be_written_is_a_problem(fresh, monkeypatch, tmp_pat
     assert (
         f"cache: {tmp_path}/file/cache/v1 cannot be written" in text and "FKJIT_CACHE_DIR" in text
     )
-    assert f"bundle {tmp_path}/none.fkb does not exist; correct FKJIT_BUNDLE_PATH" in text
+    assert (
+        f"bundle {tmp_path}/none.fkb does not exist, or is out of reach; correct FKJIT_BUNDLE_PATH"
+        in text
+    )
 
 
 def test_gpus_are_listed_with_what_is_compiled_for_them(monkeypatch):
@@ -128,7 +130,6 @@ def test_a_driver_without_a_usable_gpu_is_a_problem_unless_they_are_hidden(monke
 
 def test_a_target_nvrtc_does_not_know_is_a_problem():
     assert "settings: FKJIT_TARGET='sm_9x': " in problems({"FKJIT_TARGET": "sm_9x"})
-    assert doctor.diagnose({"FKJIT_TARGET": "sm_9x"})["settings"]["values"]["FKJIT_TARGET"]["set"]
     known = problems({"FKJIT_TARGET": "sm_190"})
     assert "settings: FKJIT_TARGET='sm_190': NVRTC" in known and "compiles for sm_75" in known
 

@@ -37,6 +37,7 @@ from struct import unpack_from
 from typing import Any
 
 from tests.core.render_tree import find_module
+from tests.golden.compile import mend_cubin
 
 ROOT = next(p for p in Path(__file__).resolve().parents if (p / "pyproject.toml").is_file())
 
@@ -181,8 +182,7 @@ def ptx_digest(source: Source, options: tuple[str, ...]) -> str:
 
 def text_digest(source: Source, options: tuple[str, ...]) -> str:
     """The digest of the machine code."""
-    compiler = find_module("jit.compile", "compile")
-    return code_digest(compiler.mend_cubin(_nvrtc(source, options, False)))
+    return code_digest(mend_cubin(_nvrtc(source, options, False)))
 
 
 def code_digest(cubin: bytes) -> str:

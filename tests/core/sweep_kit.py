@@ -23,7 +23,6 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -34,6 +33,8 @@ from fkjit.arch import DEFAULT_ARCHS, arch, target
 from fkjit.cache.lookup import Entry
 from fkjit.jit import compile as compiler
 from fkjit.jit.build import build
+from fkjit.jit.compile import run_program
+from fkjit.jit.nvrtc import Made, Program
 from fkjit.numerics import differences
 from fkjit.spec import KernelSpec, Params, Problem, registered
 
@@ -210,32 +211,18 @@ def cut(variants: list[Any], most: int) -> list[list[Any]]:
     return [variants[first : first + most] for first in range(0, len(variants), most)]
 
 
-class _Keeping:
-    """NVRTC that keeps the PTX which ptxas makes a cubin of."""
-
-    def __init__(self, nvrtc: Any) -> None:
-        self._nvrtc, self.ptx = nvrtc, None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._nvrtc, name)
-
-    def getCUBIN(self, program: Any) -> Any:
-        self.ptx = self._nvrtc.getPTX(program)
-        return self._nvrtc.getCUBIN(program)
-
-
 def build_both(spec: KernelSpec, params: Params, name: str) -> Entry:
     """The cubin; its PTX goes into the cache as what NVRTC makes for `virtual(name)`."""
-    keeping = _Keeping(compiler.nvrtc_module())
-    with mock.patch.object(compiler, "nvrtc_module", lambda: keeping):
+    kept: list[Made] = []
+
+    def keep(program: Program, *others: Any) -> Made:
+        kept.append(run_program(program._replace(images=("cubin", "ptx")), *others))
+        return kept[0]
+
+    with mock.patch.object(compiler, "run_program", keep):
         entry = build(spec, params, target(name))
-    if keeping.ptx is not None and name not in BLACKWELL:
-        nothing: Any = lambda *_: ""  # noqa: E731
-        replay = SimpleNamespace(
-            createProgram=nothing, compileProgram=nothing, destroyProgram=nothing,
-            getProgramLog=nothing, getPTX=lambda _: keeping.ptx,
-        )  # fmt: skip
-        with mock.patch.object(compiler, "nvrtc_module", lambda: replay):
+    if kept and name not in BLACKWELL:
+        with mock.patch.object(compiler, "run_program", lambda *_: kept[0]._replace(log="")):
             build(spec, params, target(virtual(name)))
     return entry
 

@@ -19,9 +19,11 @@ MOST_FILES, MOST_LINES = 30, 400
 # Of fkjit: a folder or module may import from rows above its own, and from itself.
 LAYERS = (
     {"__init__"},
+    {"terminal"},
     {"errors", "symbolic"},
-    {"paths", "settings", "arch"},
-    {"spec"},
+    {"paths", "arch"},
+    {"settings"},
+    {"spec", "messages"},
     {"cache"},
     {"jit", "tuning", "numerics", "user_kernels"},
     {"interp"},

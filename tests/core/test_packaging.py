@@ -104,7 +104,9 @@ def test_its_metadata_ask_for_little(wheel):
         "filelock", "jinja2", "ml-dtypes", "numpy", "platformdirs", "rich", "typer",
     }  # fmt: skip
     cuda = [need for need in needs if "cuda12" in need or "cuda13" in need]
-    assert len(cuda) == 6
+    assert len(cuda) == 8
+    runtime = [need.partition(">")[0] for need in cuda if "-runtime'" in need]
+    assert runtime == ["cupy-cuda12x", "cupy-cuda13x"]
     assert not [need for need in cuda if "[" in need or re.search("cublas|cufft|cusolver", need)]
     assert [need for need in needs if need.startswith("torch") and "test" not in need] == []
 

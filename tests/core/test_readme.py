@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -54,10 +53,10 @@ def test_the_table_of_gpus_has_every_target_and_what_was_measured():
 
 def test_every_setting_is_in_the_document():
     text = COMMANDS.split("## Settings")[1]
-    for field in fields(Settings):
-        assert f"`{Settings.variable(field.name)}" in text
+    for name in Settings.names():
+        assert f"`{Settings.variable(name)}" in text
     named = set(re.findall(r"FKJIT_[A-Z_]+", README + COMMANDS))
-    assert named == {Settings.variable(field.name) for field in fields(Settings)}
+    assert named == set(map(Settings.variable, Settings.names()))
 
 
 def test_every_command_the_documents_name_exists():

@@ -15,12 +15,12 @@ from fkjit.jit.compile import (
     compile_source,
     keep_source,
     key_fields,
-    mend_cubin,
     options,
     parse_resources,
     problems,
 )
 from fkjit.jit.render import Rendered, load, render
+from tests.golden.compile import mend_cubin
 from tests.jit.test_render import KERNELS, spec_of
 
 SM_80, PTX_80 = target("sm_80"), target("compute_80")

@@ -20,6 +20,7 @@ def test_another_edit_of_a_toolkit_header_changes_the_key(tmp_path, monkeypatch)
     for name in ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h", "cuda_fp16.hpp"):
         (tmp_path / name).write_text("int a = 1;\n")
     monkeypatch.setattr(toolchain, "header_dirs", lambda: [tmp_path])
+    monkeypatch.setattr(toolchain, "toolkit_headers", toolchain.toolkit_headers.__wrapped__)
     first = toolchain.headers_id.__wrapped__()
     (tmp_path / "cuda_fp16.hpp").write_text("int a = 2;\n")
     assert toolchain.headers_id.__wrapped__() != first
