@@ -38,7 +38,8 @@ def outcome(bug: Bug, monkeypatch: pytest.MonkeyPatch, plant: bool) -> str:
             lambda path, who: planted(bug, read(path, who))
             if str(path).endswith(bug.file) else read(path, who),
         )  # fmt: skip
-    target = {"sm75": "compute_75", "sm90": "compute_90a"}.get(bug.kernel[-4:], "compute_80")
+    targets = {"sm75": "compute_75", "sm90": "compute_90a", "gmma": "compute_90a"}
+    target = targets.get(bug.kernel[-4:], "compute_80")
     monkeypatch.setattr("fkjit.jit.build.settings", lambda: replace(settings(), target=target))
     spec = find(bug.kernel)
     if bug.params.get("cluster", 1) > 1:

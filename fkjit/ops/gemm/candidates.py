@@ -44,39 +44,39 @@ def _unaligned(shape: Shape) -> str | None:
 
 # ------------------------------------------------------------------ wgmma
 
-_KN_COOPERATIVE = 1.07  # faster, where rows of the weight are contiguous in n
-_NARROW = 0.78  # the part of memory's speed that narrow tiles of the weight reach
-# Guesses that keep a variant from where it was slow: clusters that share k one after the other, and
-# tiles whose rows are nearly all filled with zeros; ns.
-_BEYOND_A_WAVE, _FEW_ROWS = 20_000, 2500
-_SPLITTING = 1850  # ns that a cluster takes to add up its blocks' sums
-_SHARING = 6240  # ns until the last of several blocks has added up their sums
+_KN = {"cooperative": 0.90, "pingpong": 0.92}  # faster, where the weight's rows are contiguous in n
+_EPILOGUE = {"none": 0.030}  # ns for an element of a cooperative tile; with an activation more
+_ACTIVATION = 0.08
+_STREAMING = 0.97  # of memory's speed
+_STARTING, _SHARING, _SPLITTING = 0, 7403, 1682  # ns: of a call; until shares, parts are added up
+_WAVE_OF_PARTS = 2873  # ns that a cluster which shares k takes to begin after another one
+_FEW_ROWS, _GUESS = 4, 2500  # up to so many rows are left to gemv: ns, a guess
 
 
 def _wgmma_tile(params: Params, shape: Shape) -> Tile:
     (rows, columns), cluster, split = params["block"], params["cluster"], params["split"]
-    return Tile(
-        cluster * rows, columns, kernels_sm90.BLOCK_K * split, blocks=cluster * split,
-        even=params["shares"], loaded=(rows + columns // cluster) // split,
-    )  # fmt: skip
+    depth = kernels_sm90.BLOCK_K * split
+    return Tile(cluster * rows, columns, depth, blocks=cluster * split, even=params["shares"])
 
 
 def _wgmma_rates(params: Params, shape: Shape) -> Rates:
-    pingpong, columns = params["schedule"] == "pingpong", params["block"][1]
+    schedule, splits = params["schedule"], params["split"] > 1
     step = kernels_sm90.VARIANTS[kernels_sm90.variant(params)]
-    step /= _KN_COOPERATIVE if shape.weight_layout == "kn" and not pingpong else 1.0
-    start = 330 + (_SHARING if params["shares"] else _SPLITTING if params["split"] > 1 else 0)
-    start += _BEYOND_A_WAVE if params["split"] > 1 and not _has_one_wave(params, shape) else 0
-    start += _FEW_ROWS if shape.m <= kernels_small.GEMV_ROWS else 0
-    memory = _NARROW if columns * params["split"] < 96 else 1.04
-    return Rates("wgmma", 1.0, start=start, epilogue=0.0, step=step, overlapped=pingpong,
-                 memory=memory)  # fmt: skip
+    step /= _KN[schedule] if shape.weight_layout == "kn" else 1.0
+    start = _STARTING + (_SHARING if params["shares"] else 0)
+    start += _SPLITTING + _WAVE_OF_PARTS * _waves(params, shape) if splits else 0
+    start += _GUESS if shape.m <= _FEW_ROWS else 0
+    pingpong = schedule == "pingpong"
+    epilogue = 0.0 if pingpong else _EPILOGUE.get(shape.activation, _ACTIVATION)
+    return Rates("wgmma", 1.0, start=start, epilogue=epilogue, step=step, overlapped=pingpong,
+                 memory=_STREAMING)  # fmt: skip
 
 
-def _has_one_wave(params: Params, shape: Shape) -> bool:
-    """Whether all blocks run at a time."""
+def _waves(params: Params, shape: Shape) -> int:
+    """Clusters that an SM takes one after another, beyond the first."""
     problem = {"m": shape.m, "n": shape.n, "k": shape.k, "multiprocessors": shape.sms}
-    return kernels_sm90.tiles_of(params, problem) * params["split"] <= shape.sms
+    slots = max(shape.sms // params["split"], 1)
+    return -(-kernels_sm90.tiles_of(params, problem) // slots) - 1
 
 
 # ------------------------------------------------------------------ mma
