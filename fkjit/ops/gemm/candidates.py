@@ -89,8 +89,15 @@ _MMA: dict[tuple[int, int, int], tuple[float, int]] = {
 }  # fmt: skip
 
 
+def _exact(shape: Shape) -> str | None:
+    if shape.dtype != "fp32" or shape.precision == "tf32":
+        return None
+    return "rounds fp32 to tf32: pass precision='tf32'"
+
+
 def _mma_rates(params: Params, shape: Shape) -> Rates:
     speed, resident = _MMA.get(params["block"], (0.5, 1))
+    speed *= 0.5 if shape.dtype == "fp32" else 1.0
     staged = 1.0 if params["aligned"] else 0.5
     return Rates("mma", speed * staged, epilogue=0.12, resident=resident, memory=0.85)
 
@@ -106,8 +113,8 @@ def _portable_fixed(shape: Shape, arch: Arch) -> Mapping[str, Any]:
 
 # By tile: the part of the flops that FMAs give, and blocks beside each other.
 _FMA: dict[tuple[int, int, int], tuple[float, int]] = {
-    (128, 128, 16): (0.75, 2), (128, 128, 32): (0.74, 2), (256, 128, 16): (0.76, 1),
-    (256, 128, 32): (0.74, 1), (128, 256, 16): (0.75, 1), (64, 64, 16): (0.63, 3),
+    (128, 128, 16): (0.9, 2), (256, 128, 16): (0.91, 1), (128, 256, 16): (0.92, 1),
+    (64, 64, 16): (0.68, 3),
 }  # fmt: skip
 
 
@@ -183,7 +190,7 @@ CANDIDATES: dict[str, Candidate] = {
         scratch=kernels_sm90.memory,
     ),
     "mma": Candidate(
-        spec=kernels_mma.MMA_ALL, rates=_mma_rates, fixed=_portable_fixed,
+        spec=kernels_mma.MMA_ALL, rates=_mma_rates, fixed=_portable_fixed, refuses=_exact,
         tile=lambda params, shape: Tile(*params["block"]),
     ),
     "fma": Candidate(

@@ -31,6 +31,7 @@ class Shape(NamedTuple):
     residual: bool
     pre: bool
     sms: int
+    precision: str = "ieee"  # of fp32: or "tf32"
 
 
 class Tile(NamedTuple):
