@@ -42,6 +42,8 @@ def outcome(bug: Bug, monkeypatch: pytest.MonkeyPatch, plant: bool) -> str:
     target = targets.get(bug.kernel[-4:], "compute_80")
     monkeypatch.setattr("fkjit.jit.build.settings", lambda: replace(settings(), target=target))
     spec = find(bug.kernel)
+    if bug.params.get("cluster", 1) > 1:
+        target = "compute_90a"
     params = next(p for p in spec.variants(arch(target)) if bug.params.items() <= p.items())
     try:
         with quiet(), fkjit.sanitize(race=True, banks=1 if bug.by == "banks" else False):

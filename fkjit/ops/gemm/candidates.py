@@ -136,15 +136,39 @@ def _few_rows(most: int) -> Callable[[Shape], str | None]:
     return refuses
 
 
+# Bytes of the weight that an SM takes in a ns if memory gives them, by tile.
+_GEMV = {(16, 8, 4): 70.0, (8, 16, 4): 29.0, (32, 8, 2): 62.0, (64, 16, 1): 60.0}
+_GEMV_X = 0.13  # what a byte of x costs beside one of the weight: it comes from L1 or L2
+
+
 def _gemv_tile(params: Params, shape: Shape) -> Tile:
     rows, warps, _ = params["tile"]
     return Tile(shape.m, rows, warps * kernels_small.gemv_span(params), loaded=rows)
 
 
 def _gemv_rates(params: Params, shape: Shape) -> Rates:
-    """x comes from L1, and what counts is the weight's way from memory."""
-    unit = "fma" if shape.dtype == "fp32" else "mma"
-    return Rates(unit, 4.0, start=510, epilogue=0.0, resident=2, memory=1.05)
+    """What counts is the weight's way from memory."""
+    if shape.dtype == "fp32":
+        return Rates("fma", 4.0, start=510, epilogue=0.0, resident=2, memory=1.05)
+    (rows, warps, _), depth = params["tile"], _gemv_tile(params, shape).depth
+    step = 2 * depth * (rows + _GEMV_X * shape.m) / _GEMV[params["tile"]]
+    return Rates("mma", 4.0, start=0, epilogue=0.0, resident=16 // warps, step=step, memory=0.98)
+
+
+# The same of skinny, by what rows of x are padded to: the part of memory's speed; bytes of an SM by
+# tile, and of any other tile.
+_SKINNY: dict[int, tuple[float, dict[tuple[int, int, int], float], float]] = {
+    16: (0.995, {(64, 128, 4): 69.6, (32, 256, 4): 72.2}, 47.6),
+    32: (0.97, {(64, 128, 4): 56.3, (32, 256, 3): 61.1}, 43.8),
+    64: (0.78, {(64, 128, 3): 38.6}, 36.5),
+    128: (0.6, {}, 24.0),
+}
+_SKINNY_X = 0.58  # a byte of x
+_SKINNY_KN = 1.42  # faster, where the weight's rows are contiguous in n
+_SKINNY_BLOCK = 168  # ns of a block beside its steps
+# Ns to add up sums of blocks: in a cluster of two, each block more; in memory, each of the blocks.
+_BY_CLUSTER, _MORE, _BY_MEMORY, _EACH = 840, 160, 616, 232
+_ROOM, _NO_ROOM = 0.9, 3000  # the SMs that clusters of four and more fill; ns of those that wait
 
 
 def _skinny_tile(params: Params, shape: Shape) -> Tile:
@@ -153,20 +177,33 @@ def _skinny_tile(params: Params, shape: Shape) -> Tile:
     return Tile(params["tokens"], rows, depth, splits=splits)
 
 
-# By rows of x: ns beside streaming, and the speed of that, as a part of memory's.
-_SKINNY = {16: (4200, 1.06), 32: (7230, 1.04), 64: (13_000, 0.8), 128: (20_000, 0.6)}
-
-
 def _skinny_rates(params: Params, shape: Shape) -> Rates:
-    start, memory = _SKINNY[params["tokens"]]
-    start += 400 if params["tile"] != (64, 128, 4) else 0
-    speed, copied = (0.6, 1.0) if shape.aligned else (0.2, 0.4)  # else element by element
-    return Rates("mma", speed, start=start, resident=2, memory=memory * copied)
+    (rows, depth, _), tokens = params["tile"], params["tokens"]
+    memory, by_tile, others = _SKINNY[tokens]
+    copied = 1.0 if shape.aligned else 0.4  # else element by element
+    speed = by_tile.get(params["tile"], others) * copied
+    speed *= _SKINNY_KN if shape.weight_layout == "kn" else 1.0
+    return Rates(
+        "mma", 1.2 * copied, start=_adding_up(params, shape), memory=memory * copied,
+        epilogue=_SKINNY_BLOCK / (rows * tokens), resident=kernels_small.resident(params),
+        step=2 * depth * (rows + _SKINNY_X * tokens) / speed,
+    )  # fmt: skip
+
+
+def _adding_up(params: Params, shape: Shape) -> float:
+    """The sums of blocks that share a tile."""
+    splits, cluster = _skinny_tile(params, shape).splits, params["cluster"]
+    if cluster == 1:
+        return _BY_MEMORY + _EACH * splits if splits > 1 else 0
+    blocks = splits * -(-shape.n * (2 if shape.gate else 1) // params["tile"][0])
+    room = _ROOM * shape.sms * kernels_small.resident(params)
+    waits = -(-blocks // room) - 1 if cluster > 2 else 0
+    return _BY_CLUSTER + _MORE * (cluster - 2) + _NO_ROOM * waits
 
 
 def _tokens(shape: Shape, arch: Arch) -> Mapping[str, Any]:
     padded = next((t for t in kernels_small.TOKENS if t >= shape.m), kernels_small.TOKENS[-1])
-    return {"tokens": padded, "static_weight": False}
+    return {"tokens": padded}
 
 
 # ------------------------------------------------------------------ tiled
@@ -205,7 +242,7 @@ CANDIDATES: dict[str, Candidate] = {
     "gemv": Candidate(
         spec=kernels_small.GEMV, tile=_gemv_tile, rates=_gemv_rates,
         refuses=lambda shape: _few_rows(kernels_small.GEMV_ROWS)(shape) or _unaligned(shape),
-        fixed=lambda shape, arch: {"static_weight": False}, tile_name="tile",
+        tile_name="tile",
     ),
     "tiled": Candidate(spec=kernels.TILED, tile=_tiled_tile, rates=_tiled_rates),
 }  # fmt: skip
