@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 
 from fkjit.arch import Arch
-from fkjit.errors import ParameterError
+from fkjit.errors import ParameterError, did_you_mean
 
 Params = Mapping[str, Any]
 Problem = Mapping[str, Any]
@@ -281,8 +281,9 @@ class KernelSpec:
         for name in params:
             if name not in self._names:
                 known = ", ".join(self._names)
+                near = did_you_mean(name, self._names)
                 raise ParameterError(
-                    f"{self.op}: {self.name} has no parameter {name!r} (has: {known})"
+                    f"{self.op}: {self.name} has no parameter {name!r}{near} (has: {known})"
                 )
         for name in self._names:
             if name not in params:
@@ -370,5 +371,6 @@ def find(name: str) -> KernelSpec:
     of_op = registered(name)
     if not of_op:
         known = ", ".join(_REGISTRY) or "none"
-        raise ParameterError(f"kernel {name!r} is not registered (registered: {known})")
+        near = did_you_mean(name, [*(spec.op for spec in registered()), *_REGISTRY])
+        raise ParameterError(f"kernel {name!r} is not registered{near} (registered: {known})")
     return of_op[0]

@@ -18,7 +18,14 @@ from fkjit.errors import FkjitError
 
 _VARIANT = {"allow_extra_args": True, "ignore_unknown_options": True}
 _NAMES = "public calls (reduce_sum), ops (attention) or kernels (attention.flash)"
-_KERNEL = Annotated[str, typer.Argument(help=f"one of the {_NAMES}")]
+_KERNEL = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="NAME... [--PARAMETER VALUE]... [--where FIELD=V[,V]]...",
+        help="a call or op (attention) and kernels of it (flash), or op.kernel; values of their "
+        "parameters (--block 32); --where head_dim=64,128: any of these",
+    ),
+]
 _ARCH = Annotated[
     str | None,
     typer.Option(help="target, e.g. sm_90a; default: this machine's GPU, else sm_80"),
@@ -79,7 +86,7 @@ def list_(
 @app.command(context_settings=_VARIANT)
 def show(
     ctx: typer.Context,
-    kernel: _KERNEL,
+    kernels: _KERNEL,
     arch: _ARCH = None,
     source: Annotated[bool, typer.Option("--source", help="rendered CUDA C++")] = False,
     ptx: Annotated[bool, typer.Option("--ptx", help="PTX")] = False,
@@ -96,18 +103,18 @@ def show(
     if source + ptx + sass + resources > 1:
         raise typer.BadParameter("one of --source, --ptx, --sass, --resources")
     what = "source" if source else "ptx" if ptx else "sass" if sass else "resources"
-    show_.show(kernel, ctx.args, arch, what)
+    show_.show([*kernels, *ctx.args], arch, what)
 
 
 @app.command("compile", context_settings=_VARIANT)
 def compile_(
     ctx: typer.Context,
-    kernel: _KERNEL,
+    kernels: _KERNEL,
     arch: _ARCH = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="folder for images")] = None,
 ) -> None:
     """Every variant with these values: `fkjit compile attention --dtype bf16 --block 64`."""
-    import_module("fkjit.cli.show").compile_all(kernel, ctx.args, arch, output)
+    import_module("fkjit.cli.show").compile_all([*kernels, *ctx.args], arch, output)
 
 
 @app.command()
@@ -166,11 +173,10 @@ class _OptionalNumber(TyperCommand):
         )
 
 
-@app.command(cls=_OptionalNumber)
+@app.command(cls=_OptionalNumber, context_settings=_VARIANT)
 def check(
-    kernels: Annotated[
-        list[str], typer.Argument(help="a call or op, and kernels of it; or op.kernel")
-    ],
+    ctx: typer.Context,
+    kernels: _KERNEL,
     mem: Annotated[bool, typer.Option("--mem", help="memory and barriers")] = False,
     race: Annotated[bool, typer.Option("--race", help="races too")] = False,
     banks: Annotated[
@@ -196,7 +202,7 @@ def check(
     check_ = import_module("fkjit.cli.check")
     every = not (mem or race or banks is not None)
     looking = check_.Looking(every or mem or race, every or race, banks or None)
-    raise typer.Exit(check_.run(kernels, arch, variants, looking))
+    raise typer.Exit(check_.run([*kernels, *ctx.args], arch, variants, looking))
 
 
 @app.command()

@@ -111,9 +111,9 @@ def test_a_disassembler_that_fails_is_named(scale, monkeypatch, tmp_path):
     [
         (["show", "scale", "--threads", "96"], "show: threads=96 is not one of [64; 256]"),
         (["show", "scale", "--warps", "4"], "scale.plain has no parameter --warps (has: dtype"),
-        (["show", "scale", "threads", "64"], "'threads' is not a kernel parameter with its value"),
+        (["show", "scale", "threads", "64"], "show: 'threads' is no call and no kernel"),
         (["show", "scale", "--threads"], "'--threads' is not a kernel parameter with its value"),
-        (["show", "skale"], "show: 'skale' is no call and no kernel (calls: PagedKVCache, "),
+        (["show", "skale"], "show: 'skale' is no call and no kernel; did you mean scale? (calls: "),
         (["show", "scale", "--arch", "sm_9000x"], "'sm_9000x' is not an architecture"),
         (["show", "scale", "--arch", "sm_80,sm_90a"], "names 2 targets; show takes one"),
         (["compile", "attention.flash", "--arch", "sm_75"], "has no variant for sm_75: needs"),
@@ -159,10 +159,11 @@ def test_compile_takes_every_matching_variant_and_writes_images(scale, tmp_path)
 
 
 def test_a_bare_op_means_its_first_kernel_that_fits(scale):
-    spec, variants = cli_select.select("show", "scale", ["--dtype=fp16"], target("sm_75"))
+    asked = cli_select.selection("show", ["--dtype=fp16", "scale"])
+    ((spec, variants),) = asked.variants(target("sm_75"))
     assert spec is scale and len(variants) == VARIANTS / 2
     with pytest.raises(ParameterError, match="dtype=int8 is not one of"):
-        cli_select.select("show", "scale", ["--dtype", "int8"], target("sm_75"))
+        cli_select.selection("show", ["scale", "--dtype", "int8"]).variants(target("sm_75"))
 
 
 def test_values_are_read_as_they_are_written():

@@ -217,7 +217,10 @@ def test_public_names_are_what_they_say_whatever_was_imported_before():
 def test_an_unknown_name_lists_the_public_ones():
     import fkjit
 
-    with pytest.raises(AttributeError, match=r"no attribute 'atention' \(has: attention, "):
+    with pytest.raises(
+        AttributeError,
+        match=r"no attribute 'atention'; did you mean attention\? \(has: attention, ",
+    ):
         _ = fkjit.atention
 
 
