@@ -13,7 +13,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from fkjit.cli import cache
-from fkjit.cli import console as report
 from fkjit.errors import FkjitError
 
 _VARIANT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -46,7 +45,6 @@ class _Group(TyperGroup):
 app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="CUDA kernels for LLM inference and training, compiled when first called.",
 )
@@ -65,22 +63,10 @@ def _main(
 @app.command("list")
 def list_(
     names: Annotated[list[str] | None, typer.Argument(help=f"{_NAMES}; default: all")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="kernels for programs")] = False,
 ) -> None:
-    """Every registered kernel, or those of some calls: what it does, its parameters' values."""
-    from fkjit import ops
-    from fkjit.spec import registered
-
-    ops.load()
-    wanted = [spec for name in names or () for spec in ops.kernels("list", name)]
-    made = report.table("kernel", ">variants", "parameters (* free to choose for a problem)")
-    for spec in wanted or registered():
-        head = (spec.id, sum(1 for _ in spec.variants()), spec.doc or spec.source)
-        rows = [
-            ("", "", f"  {p.name}{'*' * p.tunable}: {' '.join(map(report.value, p.values))}")
-            for p in spec.params
-        ]
-        report.add_rows(made, [head, *rows])
-    report.console().print(made)
+    """One line an op; with names their kernels, what these do, and their parameters' values."""
+    import_module("fkjit.cli.listing").run(names or [], as_json)
 
 
 @app.command(context_settings=_VARIANT)

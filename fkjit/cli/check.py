@@ -97,7 +97,9 @@ def run(
     return 1 if any(checked.error for checked in found) else 0
 
 
-def _chosen(asked: Selection, targets: Sequence[Target]) -> Iterator[tuple[Checked, list[Params]]]:
+def _chosen(
+    asked: Selection, targets: Sequence[Target]
+) -> Iterator[tuple[Checked, Sequence[Params]]]:
     """Kernel after kernel, each on every target, with its legal variants."""
     specs = asked.specs()
     narrowed = bool(asked.given or asked.where)
@@ -127,7 +129,7 @@ def _targets(arch: str | None) -> list[Target]:
     return targets(",".join(names))
 
 
-def _sample(every: list[Params], count: int | None) -> Sequence[Params]:
+def _sample(every: Sequence[Params], count: int | None) -> Sequence[Params]:
     """The variants to run, spread evenly over the legal ones."""
     if count is None or count >= len(every):
         return every

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,8 +56,32 @@ def test_without_a_command_it_shows_them_all():
     assert run("--version").out == "0.1.0\n"
 
 
+def test_list_is_one_line_an_op_as_wide_as_the_terminal(scale, monkeypatch):
+    listed = dict(re.findall(r"(?m)^(\w+) +(\S.*)$", run("list").out))
+    assert listed.keys() >= {spec.op for spec in registered()}
+    assert "flash" in listed["attention"] and "factor * x" in listed["scale"]
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = run("list").out.splitlines()
+    assert len(narrow) == len({spec.op for spec in registered()}) + 2
+    assert max(map(len, narrow)) == 80
+
+
+def test_list_for_programs(scale):
+    (found,) = json.loads(run("list", "scale", "--json").out)
+    assert (found["kernel"], found["variants"]) == ("scale.plain", VARIANTS)
+    assert found["calls"] == ["scale"] and found["parameters"][1]["tunable"]
+    assert found["parameters"][1]["values"] == ["64", "256"]
+    kernels = [one["kernel"] for one in json.loads(run("list", "reduce_sum", "--json").out)]
+    assert kernels == ["reduce.blocks", "reduce.lanes"]
+
+
+def test_python_m_fkjit_is_the_command():
+    command = [sys.executable, "-m", "fkjit", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "0.1.0\n"
+
+
 def test_list_has_every_kernel_with_its_parameters_in_100_columns(scale):
-    done = run("list")
+    done = run("list", *dict.fromkeys(spec.op for spec in registered()))
     for spec in registered():
         assert re.search(rf"^{spec.id} +{sum(1 for _ in spec.variants())} ", done.out, re.MULTILINE)
     assert "threads*: 64 256\n" in re.sub(" +\n", "\n", done.out)
