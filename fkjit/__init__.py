@@ -106,15 +106,6 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(_unknown(name), name=name)
-    module = import_module(_PUBLIC[name])
-    value = module if name in ("compat", "errors") else getattr(module, name)
-    globals()[name] = value
-    return value
-
-
 def _unknown(name: str) -> str:
     """What an AttributeError says; libraries that look for `__wrapped__` need no search."""
     if name.startswith("_"):
@@ -157,3 +148,12 @@ if TYPE_CHECKING:
     from fkjit.sanitizer import sanitize
     from fkjit.spec import KernelSpec, Param, Verification, Work, register
     from fkjit.warming import warm
+else:  # a name that is not there is an error to type checkers
+
+    def __getattr__(name: str) -> Any:
+        if name not in _PUBLIC:
+            raise AttributeError(_unknown(name), name=name)
+        module = import_module(_PUBLIC[name])
+        value = module if name in ("compat", "errors") else getattr(module, name)
+        globals()[name] = value
+        return value

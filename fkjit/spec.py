@@ -110,7 +110,7 @@ class _VerificationField:
         spec.__dict__["verification"] = found
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class KernelSpec:
     """One `.cu` file and everything fkjit has to know of it.
 
@@ -195,6 +195,9 @@ class KernelSpec:
                 f"{', '.join(changed)} too; put these into the Verification of that name"
             )
         return replace(self.verification, **changed)
+
+    def __repr__(self) -> str:
+        return f"<KernelSpec {self.id}: {', '.join(self._names)}>"
 
     @property
     def id(self) -> str:

@@ -19,7 +19,7 @@ MOST_FILES, MOST_LINES = 30, 400
 # Of fkjit: a folder or module may import from rows above its own, and from itself.
 LAYERS = (
     {"__init__"},
-    {"errors", "symbolic"},
+    {"errors", "symbolic", "types"},
     {"paths", "settings", "arch"},
     {"spec"},
     {"cache"},
