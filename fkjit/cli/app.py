@@ -92,6 +92,22 @@ def show(
     show_.show([*kernels, *ctx.args], arch, what)
 
 
+@app.command()
+def explain(
+    call: Annotated[str, typer.Argument(help="attention")],
+    shape: Annotated[
+        str, typer.Option(help="of a call: dtype, head_dim, causal, seqlen, batch, heads")
+    ] = "bf16 D128 causal seqlen=4096 heads=32",
+    arch: _ARCH = None,
+) -> None:
+    """What a call will run: `fkjit explain attention --shape "D128 causal S4096 heads=32/8"`.
+
+    Kernel and tile as the call itself selects them, registers, occupancy, what will limit it. Needs
+    no GPU.
+    """
+    import_module("fkjit.cli.explain").run(call, shape, arch)
+
+
 @app.command("compile", context_settings=_VARIANT)
 def compile_(
     ctx: typer.Context,

@@ -21,7 +21,7 @@ LAYERS = (
     {"__init__"},
     {"errors", "symbolic", "types"},
     {"paths", "settings", "arch"},
-    {"spec"},
+    {"spec", "occupancy"},
     {"cache"},
     {"jit", "tuning", "numerics", "user_kernels"},
     {"interp"},
