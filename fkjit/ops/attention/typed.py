@@ -55,5 +55,7 @@ class PagedKeywords(_NewTokens, total=False):
     """Of `paged_attention`."""
 
     rows: Array | None
+    cu_seqlens_q: Array | None
+    max_seqlen_q: int | None
     layer: int
     layout: PageLayout | None
