@@ -23,6 +23,7 @@ from .core.method import MODES, QUICK, Effort
 from .core.op import Candidate, Op
 from .core.run import INTERRUPTED, Plan, execute
 from .core.store import Writer, file_name, in_help, results_folder
+from .core.words import Values, fields_and_tiles, kernels_named
 
 _EPILOG = document("BENCHMARKS.md") + " says how it measures and how a result line is read."
 
@@ -33,7 +34,11 @@ def parser() -> argparse.ArgumentParser:
         prog="fkjit bench", description="Measure our kernels beside their peers.", epilog=_EPILOG
     )
     add = made.add_argument
-    add("ops", nargs="*", metavar="OP", help="operations; default: all; host: what calls cost it")
+    add(
+        "ops", nargs="*", metavar="OP",
+        help="operations, kernels of one (attention flash), --FIELD and --PARAMETER VALUE of them "
+        "(--head-dim 128 --block 64); default: all; host: what calls cost it",
+    )  # fmt: skip
     which = made.add_argument_group("what").add_argument
     which("--set", action="append", metavar="NAME", help="cases: see --list; or all")
     which("--where", action="append", default=[], metavar="FIELD=V[,V]", help="head_dim=64,128")
@@ -91,19 +96,23 @@ def main(arguments: Sequence[str] | None = None, device: Device | None = None) -
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["host"]:
         return host.main(given[1:])
-    chosen = parser().parse_args(given)
+    chosen, words = parser().parse_known_args(given)
     if chosen.compare:
         return compare.main(chosen.compare, chosen.threshold, chosen.relative)
-    ops = selected(chosen.ops)
+    names, named = kernels_named(chosen.ops)
+    ops = selected(names)
+    where, tiles = fields_and_tiles("bench", words, ops)
+    if named and chosen.impl == "auto":
+        chosen.impl = ",".join(named)
     if chosen.list:
         listing.print_operations(ops)
         return 0
     sets = chosen.set or ["quick" if chosen.quick else "default"]
-    cases = select(ops, sets, chosen.where, chosen.only)
+    cases = select(ops, sets, [*chosen.where, *where], chosen.only)
     ops = [op for op in ops if any(case.op is op for case in cases)]
     if device is None and not chosen.dry_run:
         device = TorchDevice(chosen.nvtx)
-    candidates, left_out = _candidates(ops, chosen, device)
+    candidates, left_out = _candidates(ops, chosen, device, tiles)
     if chosen.dry_run:
         listing.print_plan(cases, candidates, left_out)
         return 0
@@ -173,7 +182,7 @@ def effort_of(chosen: argparse.Namespace) -> Effort:
 
 
 def _candidates(
-    ops: Sequence[Op], chosen: argparse.Namespace, device: Device | None
+    ops: Sequence[Op], chosen: argparse.Namespace, device: Device | None, tiles: Values
 ) -> tuple[dict[str, list[Candidate]], dict[str, str]]:
     """Ours first, then peers; and the peers left out, with the reason."""
     arch = _arch()
@@ -186,7 +195,7 @@ def _candidates(
     found: dict[str, list[Candidate]] = {}
     left_out = {}
     for op in ops:
-        own = kernels.ours(op, chosen.impl, chosen.variants, device, arch)
+        own = kernels.ours(op, chosen.impl, chosen.variants, device, arch, tiles)
         found[op.name] = _with_words(own, chosen.tiles)
         for peer in op.peers:
             if names is None and peer.slow:

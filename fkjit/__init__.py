@@ -106,19 +106,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(
-            f"module 'fkjit' has no attribute {name!r} (has: {', '.join(_PUBLIC)})"
-        )
-    module = import_module(_PUBLIC[name])
-    value = module if name in ("compat", "errors") else getattr(module, name)
-    globals()[name] = value
-    return value
+def _unknown(name: str) -> str:
+    """What an AttributeError says; libraries that look for `__wrapped__` need no search."""
+    if name.startswith("_"):
+        return f"module 'fkjit' has no attribute {name!r}"
+    near = import_module("fkjit.errors").did_you_mean(name, _PUBLIC)
+    return f"module 'fkjit' has no attribute {name!r}{near} (has: {', '.join(_PUBLIC)})"
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+    return sorted(["__version__", *_PUBLIC])
 
 
 if TYPE_CHECKING:
@@ -151,3 +148,12 @@ if TYPE_CHECKING:
     from fkjit.sanitizer import sanitize
     from fkjit.spec import KernelSpec, Param, Verification, Work, register
     from fkjit.warming import warm
+else:  # a name that is not there is an error to type checkers
+
+    def __getattr__(name: str) -> Any:
+        if name not in _PUBLIC:
+            raise AttributeError(_unknown(name), name=name)
+        module = import_module(_PUBLIC[name])
+        value = module if name in ("compat", "errors") else getattr(module, name)
+        globals()[name] = value
+        return value

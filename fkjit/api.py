@@ -12,7 +12,7 @@ from fkjit import ops
 from fkjit.arch import arch as arch_of
 from fkjit.arch import target
 from fkjit.cpu.run import interpret
-from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
+from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError, did_you_mean
 from fkjit.runtime import abstract, interop
 from fkjit.runtime.device import launch_on_device
 from fkjit.runtime.interop import CPU
@@ -37,7 +37,8 @@ def prepare(op: str, *args: Any, arch: str | None = None, **options: Any) -> Non
     able = sorted(name for name, call in calls.items() if hasattr(call, "prepare"))
     ready = getattr(calls[op], "prepare", None) if op in able else None
     if ready is None:
-        raise ParameterError(f"prepare: op={op!r} is not one of {', '.join(able)}")
+        near = did_you_mean(op, able)
+        raise ParameterError(f"prepare: op={op!r} is not one of {', '.join(able)}{near}")
     if arch is None and _on_cpu((*args, *options.values())):
         forced = settings().target
         arch = forced if forced and target(forced).kind == "cubin" else None

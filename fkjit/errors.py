@@ -7,7 +7,27 @@ allowed, and the fix.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fkjit.terminal import printable
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """What a message says after a word that is not known: "; did you mean flash or fla?", or "".
+
+    `known` in the order of preference: of names that are as near, the first comes first.
+    """
+    from difflib import SequenceMatcher  # only a message needs it
+
+    def near(name: str) -> float:
+        given, there = word.lower(), name.lower()
+        same = SequenceMatcher(None, given, there).ratio()
+        whole = min(len(given), len(there)) >= 3 and (there.startswith(given) or given in there)
+        return max(same, 0.75 if whole else 0.0)
+
+    names = sorted(dict.fromkeys(known), key=lambda name: -near(name))
+    found = [name for name in names if near(name) >= 0.7][:3]
+    return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 class FkjitError(Exception):

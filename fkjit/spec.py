@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 
 from fkjit.arch import Arch
-from fkjit.errors import ParameterError
+from fkjit.errors import ParameterError, did_you_mean
 
 Params = Mapping[str, Any]
 Problem = Mapping[str, Any]
@@ -110,7 +110,7 @@ class _VerificationField:
         spec.__dict__["verification"] = found
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class KernelSpec:
     """One `.cu` file and everything fkjit has to know of it.
 
@@ -195,6 +195,9 @@ class KernelSpec:
                 f"{', '.join(changed)} too; put these into the Verification of that name"
             )
         return replace(self.verification, **changed)
+
+    def __repr__(self) -> str:
+        return f"<KernelSpec {self.id}: {', '.join(self._names)}>"
 
     @property
     def id(self) -> str:
@@ -281,8 +284,9 @@ class KernelSpec:
         for name in params:
             if name not in self._names:
                 known = ", ".join(self._names)
+                near = did_you_mean(name, self._names)
                 raise ParameterError(
-                    f"{self.op}: {self.name} has no parameter {name!r} (has: {known})"
+                    f"{self.op}: {self.name} has no parameter {name!r}{near} (has: {known})"
                 )
         for name in self._names:
             if name not in params:
@@ -370,5 +374,6 @@ def find(name: str) -> KernelSpec:
     of_op = registered(name)
     if not of_op:
         known = ", ".join(_REGISTRY) or "none"
-        raise ParameterError(f"kernel {name!r} is not registered (registered: {known})")
+        near = did_you_mean(name, [*(spec.op for spec in registered()), *_REGISTRY])
+        raise ParameterError(f"kernel {name!r} is not registered{near} (registered: {known})")
     return of_op[0]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 
-from fkjit.errors import ParameterError
+from fkjit.errors import ParameterError, did_you_mean
 from fkjit.spec import registered
 
 from . import generic, twins
@@ -43,5 +43,6 @@ def selected(names: Sequence[str]) -> list[Op]:
     known = operations()
     for name in names:
         if name not in known:
-            raise ParameterError(f"bench: {name!r} is not one of {', '.join(sorted(known))}")
+            near = did_you_mean(name, known)
+            raise ParameterError(f"bench: {name!r} is not one of {', '.join(sorted(known))}{near}")
     return [known[name] for name in dict.fromkeys(names or known)]

@@ -14,6 +14,7 @@ from fkjit.errors import FkjitError, ParameterError
 from fkjit.spec import KernelSpec, Param, Params, Problem
 
 from .op import Arrays, Candidate, Op, Prepared, Refused
+from .words import Values, is_tile
 
 
 def launcher(
@@ -48,10 +49,13 @@ def launched(
     return (op.launch or launcher)(spec, params, problem, arrays, device)
 
 
-def ours(op: Op, impl: str, variants: bool, device: Any, arch: Arch) -> list[Candidate]:
+def ours(
+    op: Op, impl: str, variants: bool, device: Any, arch: Arch, tiles: Values | None = None
+) -> list[Candidate]:
     """Our candidates: "auto" the public call; "all" and names the registered kernels too.
 
-    With `variants` every legal tile of each kernel. ParameterError for an unknown name.
+    With `variants` every legal tile of each kernel; `tiles`: those with these values, as they are
+    written, of every kernel that has them. ParameterError for an unknown name.
     """
     specs = op.specs
     names = [name.strip() for name in impl.split(",") if name.strip()]
@@ -60,6 +64,9 @@ def ours(op: Op, impl: str, variants: bool, device: Any, arch: Arch) -> list[Can
         if name not in {"auto", "all", *known}:
             allowed = ", ".join(["auto", "all", *sorted(known)])
             raise ParameterError(f"bench: --impl {name!r} of {op.name} is not one of {allowed}")
+    if tiles:
+        chosen = [spec for spec in specs if impl in ("auto", "all") or spec.name in names]
+        return [made for spec in chosen for made in _tiles(op, spec, device, arch, tiles)]
     made = []
     if op.ours is not None and {"auto", "all"} & {*names}:
         made.append(Candidate(name="fkjit", kind="ours", prepare=op.ours))
@@ -80,13 +87,15 @@ def _kernel(op: Op, spec: KernelSpec, device: Any, arch: Arch) -> Candidate:
     return Candidate(name=f"fkjit {spec.name}", kind="ours", prepare=prepare)
 
 
-def _tiles(op: Op, spec: KernelSpec, device: Any, arch: Arch) -> Sequence[Candidate]:
+def _tiles(
+    op: Op, spec: KernelSpec, device: Any, arch: Arch, wanted: Values | None = None
+) -> Sequence[Candidate]:
     """A candidate for each combination of the free parameters."""
     free = [param for param in spec.params if param.tunable]
     seen = [
         values
         for values in itertools.product(*(param.values for param in free))
-        if any(spec.variants(arch, _named(free, values)))
+        if is_tile(free, values, wanted or {}) and any(spec.variants(arch, _named(free, values)))
     ]
 
     def candidate(values: tuple[Any, ...]) -> Candidate:

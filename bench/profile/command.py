@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fkjit.errors import ParameterError
+from fkjit.errors import ParameterError, did_you_mean
 from fkjit.paths import document
 
 from ..core.catalog import selected
 from ..core.store import in_help
+from ..core.words import fields_and_tiles, kernels_named
 from . import collect, show, store
 
 
@@ -31,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
         help='of a case: "D128 S4096 causal" or "head_dim=64 seqlen_k=4096"; the first that has '
         "them; may be given more than once",
     )  # fmt: skip
+    add("--where", action="append", default=[], metavar="FIELD=V", help="of a case: head_dim=64")
     add("--peers", default="", metavar="NAMES", help="sdpa-cudnn,fa4: beside ours; default: none")
     add("--out", type=Path, metavar="FILE", help=f"default: {in_help(store.folder())}/GPU.json")
     add("--report", type=Path, metavar="FILE", help="keep Nsight's own report, for its window")
@@ -45,8 +47,8 @@ def main(arguments: Sequence[str]) -> int:
 
     ParameterError for an unknown operation or kernel, ToolchainError without the profiler.
     """
-    chosen = parser().parse_args(arguments)
-    asked = request(chosen)
+    chosen, words = parser().parse_known_args(arguments)
+    asked = request(chosen, words)
     if chosen.show:
         return _show(chosen)
     if chosen.nvtx:
@@ -65,17 +67,31 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def request(chosen: argparse.Namespace) -> dict[str, Any]:
+def request(chosen: argparse.Namespace, words: Sequence[str] = ()) -> dict[str, Any]:
     """What the target is asked for. ParameterError for an unknown operation or kernel."""
-    (op,) = selected([chosen.op])
+    (name,), first = kernels_named([chosen.op])
+    (op,) = selected([name])
+    chosen.op, chosen.kernels = op.name, [*first, *chosen.kernels]
+    fields, tiles = fields_and_tiles("profile", words, [op])
+    fields += chosen.where
+    if tiles:
+        raise ParameterError(
+            f"profile: {', '.join(tiles)}: profile takes the tiles that calls take"
+        )
     known = [spec.name for spec in op.specs]
     for name in chosen.kernels:
         if name not in {*known, "auto"}:
             allowed = ", ".join([*known, "auto"])
-            raise ParameterError(f"profile: kernel {name!r} of {op.name} is not one of {allowed}")
+            near = did_you_mean(name, known)
+            raise ParameterError(
+                f"profile: kernel {name!r} of {op.name} is not one of {allowed}{near}"
+            )
     peers = [name.strip() for name in chosen.peers.split(",") if name.strip()]
     impl = ",".join(chosen.kernels or known)
-    return {"op": op.name, "impl": impl, "shapes": chosen.shape, "peers": peers}
+    shapes = [
+        " ".join([shape, *fields]).strip() for shape in chosen.shape or [""] if shape or fields
+    ]
+    return {"op": op.name, "impl": impl, "shapes": shapes, "peers": peers}
 
 
 def _show(chosen: argparse.Namespace) -> int:

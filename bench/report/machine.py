@@ -10,13 +10,13 @@ from typing import Any
 from fkjit.arch import Target, target
 from fkjit.errors import FkjitError
 from fkjit.jit.build import build, quiet
+from fkjit.occupancy import occupancy
 from fkjit.spec import registered
 from fkjit.warming import warm
 
 from ..profile.metrics import METRICS, STALLS
 from ..profile.show import rows
 from .cells import Study
-from .occupancy import occupancy
 from .section import Section, Table
 from .work import profile_entries
 

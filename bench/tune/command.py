@@ -22,6 +22,7 @@ from ..core.device import Device, TorchDevice
 from ..core.method import MODES, Effort
 from ..core.run import INTERRUPTED
 from ..core.store import Writer, records
+from ..core.words import fields_and_tiles, kernels_named
 from . import show, strategies
 from .session import OutOfTime, Session, entry
 from .task import Task, kernels, shaped, shown, tasks
@@ -72,12 +73,13 @@ def main(
     ParameterError for what the options cannot mean, TuningError for files, ToolchainError where
     torch, a GPU or kernel_tuner is missing.
     """
-    chosen = parser().parse_args(sys.argv[1:] if arguments is None else arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    chosen, words = parser().parse_known_args(given)
     kernels_of_fkjit.load()
     looking = chosen.show or chosen.dry_run
     if not looking and (chosen.gpu or chosen.arch):
         raise ParameterError("tune: --gpu and --arch are for --show and --dry-run")
-    asked = _asked(chosen)
+    asked = _asked(chosen, words)
     if not looking:
         strategies.check(chosen.strategy)
         device = device or TorchDevice()
@@ -98,15 +100,23 @@ def main(
     return _tune(chosen, todo, device, arch)
 
 
-def _asked(chosen: argparse.Namespace) -> list[tuple[list[KernelSpec], list[Case]]]:
+def _asked(
+    chosen: argparse.Namespace, words: Sequence[str]
+) -> list[tuple[list[KernelSpec], list[Case]]]:
     """The kernels of each name that was given, and the cases to tune them for."""
     made = []
-    for name in dict.fromkeys(chosen.kernels):
+    names, named = kernels_named(chosen.kernels)
+    for name in names:
         (op,) = selected([name.partition(".")[0]])
-        cases = [shaped(op, text) for text in chosen.shape]
+        where, tiles = fields_and_tiles("tune", words, [op])
+        if tiles:
+            raise ParameterError(f"tune: {', '.join(tiles)}: that is what tune chooses")
+        cases = [shaped(op, " ".join([text, *where])) for text in chosen.shape]
         if chosen.set or not chosen.shape:
-            cases += select([op], chosen.set or ["default"], chosen.where, [])
-        made.append((kernels(name, op), cases))
+            cases += select([op], chosen.set or ["default"], [*chosen.where, *where], [])
+        own = [f"{op.name}.{one}" for one in named if one in {spec.name for spec in op.specs}]
+        found = [spec for one in own or [name] for spec in kernels(one, op)]
+        made.append((found, cases))
     return made
 
 

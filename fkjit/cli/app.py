@@ -13,12 +13,18 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from fkjit.cli import cache
-from fkjit.cli import console as report
 from fkjit.errors import FkjitError
 
 _VARIANT = {"allow_extra_args": True, "ignore_unknown_options": True}
 _NAMES = "public calls (reduce_sum), ops (attention) or kernels (attention.flash)"
-_KERNEL = Annotated[str, typer.Argument(help=f"one of the {_NAMES}")]
+_KERNEL = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="NAME... [--PARAMETER VALUE]... [--where FIELD=V[,V]]...",
+        help="a call or op (attention) and kernels of it (flash), or op.kernel; values of their "
+        "parameters (--block 32); --where head_dim=64,128: any of these",
+    ),
+]
 _ARCH = Annotated[
     str | None,
     typer.Option(help="target, e.g. sm_90a; default: this machine's GPU, else sm_80"),
@@ -39,7 +45,6 @@ class _Group(TyperGroup):
 app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="CUDA kernels for LLM inference and training, compiled when first called.",
 )
@@ -58,28 +63,16 @@ def _main(
 @app.command("list")
 def list_(
     names: Annotated[list[str] | None, typer.Argument(help=f"{_NAMES}; default: all")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="kernels for programs")] = False,
 ) -> None:
-    """Every registered kernel, or those of some calls: what it does, its parameters' values."""
-    from fkjit import ops
-    from fkjit.spec import registered
-
-    ops.load()
-    wanted = [spec for name in names or () for spec in ops.kernels("list", name)]
-    made = report.table("kernel", ">variants", "parameters (* free to choose for a problem)")
-    for spec in wanted or registered():
-        head = (spec.id, sum(1 for _ in spec.variants()), spec.doc or spec.source)
-        rows = [
-            ("", "", f"  {p.name}{'*' * p.tunable}: {' '.join(map(report.value, p.values))}")
-            for p in spec.params
-        ]
-        report.add_rows(made, [head, *rows])
-    report.console().print(made)
+    """One line an op; with names their kernels, what these do, and their parameters' values."""
+    import_module("fkjit.cli.listing").run(names or [], as_json)
 
 
 @app.command(context_settings=_VARIANT)
 def show(
     ctx: typer.Context,
-    kernel: _KERNEL,
+    kernels: _KERNEL,
     arch: _ARCH = None,
     source: Annotated[bool, typer.Option("--source", help="rendered CUDA C++")] = False,
     ptx: Annotated[bool, typer.Option("--ptx", help="PTX")] = False,
@@ -96,18 +89,34 @@ def show(
     if source + ptx + sass + resources > 1:
         raise typer.BadParameter("one of --source, --ptx, --sass, --resources")
     what = "source" if source else "ptx" if ptx else "sass" if sass else "resources"
-    show_.show(kernel, ctx.args, arch, what)
+    show_.show([*kernels, *ctx.args], arch, what)
+
+
+@app.command()
+def explain(
+    call: Annotated[str, typer.Argument(help="attention")],
+    shape: Annotated[
+        str, typer.Option(help="of a call: dtype, head_dim, causal, seqlen, batch, heads")
+    ] = "bf16 D128 causal seqlen=4096 heads=32",
+    arch: _ARCH = None,
+) -> None:
+    """What a call will run: `fkjit explain attention --shape "D128 causal S4096 heads=32/8"`.
+
+    Kernel and tile as the call itself selects them, registers, occupancy, what will limit it. Needs
+    no GPU.
+    """
+    import_module("fkjit.cli.explain").run(call, shape, arch)
 
 
 @app.command("compile", context_settings=_VARIANT)
 def compile_(
     ctx: typer.Context,
-    kernel: _KERNEL,
+    kernels: _KERNEL,
     arch: _ARCH = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="folder for images")] = None,
 ) -> None:
     """Every variant with these values: `fkjit compile attention --dtype bf16 --block 64`."""
-    import_module("fkjit.cli.show").compile_all(kernel, ctx.args, arch, output)
+    import_module("fkjit.cli.show").compile_all([*kernels, *ctx.args], arch, output)
 
 
 @app.command()
@@ -166,11 +175,10 @@ class _OptionalNumber(TyperCommand):
         )
 
 
-@app.command(cls=_OptionalNumber)
+@app.command(cls=_OptionalNumber, context_settings=_VARIANT)
 def check(
-    kernels: Annotated[
-        list[str], typer.Argument(help="a call or op, and kernels of it; or op.kernel")
-    ],
+    ctx: typer.Context,
+    kernels: _KERNEL,
     mem: Annotated[bool, typer.Option("--mem", help="memory and barriers")] = False,
     race: Annotated[bool, typer.Option("--race", help="races too")] = False,
     banks: Annotated[
@@ -196,7 +204,7 @@ def check(
     check_ = import_module("fkjit.cli.check")
     every = not (mem or race or banks is not None)
     looking = check_.Looking(every or mem or race, every or race, banks or None)
-    raise typer.Exit(check_.run(kernels, arch, variants, looking))
+    raise typer.Exit(check_.run([*kernels, *ctx.args], arch, variants, looking))
 
 
 @app.command()

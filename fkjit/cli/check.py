@@ -4,7 +4,7 @@ what they compute held against their references."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
@@ -13,16 +13,15 @@ from typing import Any
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from fkjit import ops
 from fkjit.arch import Target
 from fkjit.cli import console as report
-from fkjit.cli.select import targets
+from fkjit.cli.select import Selection, selection, targets
 from fkjit.cpu.run import interpret
 from fkjit.errors import InterpreterError, ParameterError, SanitizerError
 from fkjit.jit.build import interpreter_target, quiet
 from fkjit.numerics import Difference, differences
 from fkjit.sanitizer import Sanitizer, sanitize
-from fkjit.spec import KernelSpec, Params, Problem, registered
+from fkjit.spec import KernelSpec, Params, Problem
 
 _COLUMNS = (
     "kernel", "target", ">variants", ">time", ">error /\ntolerance", ">banks", "verdict",
@@ -49,6 +48,7 @@ class Checked:
 
     spec: KernelSpec
     to: Target
+    takes: Callable[[Problem], bool] = lambda problem: True
     variants: int = 0  # run
     of: int = 0  # legal on the target
     problems: int = 0
@@ -73,9 +73,9 @@ class Checked:
 
 
 def run(
-    names: Sequence[str], arch: str | None, count: int | None, looking: Looking | None = None
+    words: Sequence[str], arch: str | None, count: int | None, looking: Looking | None = None
 ) -> int:
-    """Run them and print a table; the exit status: 1 when there was a fault.
+    """Run what `words` select and print a table; the exit status: 1 when there was a fault.
 
     `count`: about so many variants of each kernel.
     """
@@ -85,30 +85,40 @@ def run(
     err = report.console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        for spec in _chosen(names):
-            for to in _targets(arch):
-                checked = Checked(spec, to)
-                found.append(checked)
-                chosen = _sample(checked, count)
-                task = bar.add_task(f"{spec.id} {to.name}", total=len(chosen))
-                if not err.is_terminal:
-                    err.print(f"{spec.id} {to.name}: {len(chosen)} variants")
-                _check(checked, chosen, looking or Looking(), lambda t=task: bar.advance(t))
+        for checked, variants in _chosen(selection("check", words), _targets(arch)):
+            found.append(checked)
+            sample = _sample(variants, count)
+            label = f"{checked.spec.id} {checked.to.name}"
+            task = bar.add_task(label, total=len(sample))
+            if not err.is_terminal:
+                err.print(f"{label}: {len(sample)} variants")
+            _check(checked, sample, looking or Looking(), lambda t=task: bar.advance(t))
     _print(found)
     return 1 if any(checked.error for checked in found) else 0
 
 
-def _chosen(names: Sequence[str]) -> list[KernelSpec]:
-    """`attention`, `attention.flash`, or `attention flash tiled`."""
-    first = ops.kernels("check", names[0])
-    if len(names) == 1:
-        return first
-    ids = {spec.id for spec in registered()}
-    rest = [f"{first[0].op}.{name}" for name in names[1:]]
-    rest = [own if own in ids else name for own, name in zip(rest, names[1:], strict=True)]
-    whole = names[0] == first[0].op and any(one in {s.id for s in first} for one in rest)
-    every = [spec for name in ([] if whole else names[:1]) for spec in ops.kernels("check", name)]
-    return every + [spec for name in rest for spec in ops.kernels("check", name)]
+def _chosen(
+    asked: Selection, targets: Sequence[Target]
+) -> Iterator[tuple[Checked, Sequence[Params]]]:
+    """Kernel after kernel, each on every target, with its legal variants."""
+    specs = asked.specs()
+    narrowed = bool(asked.given or asked.where)
+    if narrowed:
+        asked.check_fields({field for spec in specs for field in _fields(spec)})
+    fitting = {to.name: asked.variants(to) if narrowed else [] for to in targets}
+    for spec in specs:
+        for to in targets:
+            found = [v for s, v in fitting[to.name] if s is spec]
+            if found or not narrowed:
+                variants = found[0] if found else list(spec.variants(to.arch))
+                yield Checked(spec, to, asked.takes, of=len(variants)), variants
+
+
+def _fields(spec: KernelSpec) -> Collection[str]:
+    """Of the problems that a kernel is checked with."""
+    params = next(spec.variants(), None)
+    problems = [] if params is None else spec.verification.problems(params, "small")
+    return {field for problem in problems for field in problem}
 
 
 def _targets(arch: str | None) -> list[Target]:
@@ -119,10 +129,8 @@ def _targets(arch: str | None) -> list[Target]:
     return targets(",".join(names))
 
 
-def _sample(checked: Checked, count: int | None) -> Sequence[Params]:
+def _sample(every: Sequence[Params], count: int | None) -> Sequence[Params]:
     """The variants to run, spread evenly over the legal ones."""
-    every = list(checked.spec.variants(checked.to.arch))
-    checked.of = len(every)
     if count is None or count >= len(every):
         return every
     return [every[i * len(every) // count] for i in range(count)]
@@ -135,8 +143,9 @@ def _check(
     try:
         for params in variants:
             for problem in checked.spec.verification.problems(params, "small"):
-                _run_one(checked, params, problem, looking, rng)
-                checked.problems += 1
+                if checked.takes(problem):
+                    _run_one(checked, params, problem, looking, rng)
+                    checked.problems += 1
             checked.variants += 1
             done()
         if checked.problems:

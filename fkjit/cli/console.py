@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -25,10 +26,10 @@ class _Console(Console):
 def console(stderr: bool = False) -> Console:
     """Where to print; texts come out as they are: a path may have "[red]" or ":x:" in it.
 
-    In a pipe as wide as the tables are made for, not 80 columns.
+    As wide as the terminal, or as COLUMNS says; in a pipe as wide as the tables are made for.
     """
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else WIDTH
+    width = None if stream.isatty() or os.environ.get("COLUMNS") else WIDTH
     return _Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 

@@ -222,7 +222,7 @@ class _Case:
         """Of the same variant as machine code: PTX has no registers of the machine's yet."""
         return build(launch.spec, launch.params, target(_RESOURCES_TARGET)).meta["resources"]
 
-    def _run(self, impl: str, block: Any) -> tuple[np.ndarray, float]:
+    def _run(self, impl: Any, block: Any) -> tuple[np.ndarray, float]:
         """The output as NumPy, and seconds of one call: the device's clock on a GPU."""
 
         def call() -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from fkjit.arch import Target, target
 from fkjit.cache.lookup import Entry
 from fkjit.cli import console as report
-from fkjit.cli.select import select, targets
+from fkjit.cli.select import selection, targets
 from fkjit.errors import CacheError, ParameterError
 from fkjit.jit.build import build, quiet
 from fkjit.spec import KernelSpec, Params
@@ -19,14 +19,14 @@ _COLUMNS = ("kernel", "target", ">regs", ">spills", ">shared", ">threads", ">com
 Row = tuple[Any, ...]
 
 
-def show(kernel: str, words: Sequence[str], arch: str | None, what: str) -> None:
+def show(words: Sequence[str], arch: str | None, what: str) -> None:
     """Print one variant's "source", "ptx", "sass" or "resources" on stdout."""
-    chosen = targets(arch)
-    if len(chosen) > 1:
-        raise ParameterError(f"show: --arch {arch} names {len(chosen)} targets; show takes one")
-    to = chosen[0]
-    spec, variants = select("show", kernel, words, to)
-    params = variants[0]
+    to, *more = targets(arch)
+    if more:
+        raise ParameterError(f"show: --arch {arch} names {1 + len(more)} targets; show takes one")
+    chosen = selection("show", words)
+    chosen.check_fields(())
+    spec, (params, *_) = chosen.variants(to)[0]
     if what == "source":
         from fkjit.jit.render import load
 
@@ -41,12 +41,16 @@ def show(kernel: str, words: Sequence[str], arch: str | None, what: str) -> None
         _print_variants([(spec, params, _as_cubin(to))])
 
 
-def compile_all(kernel: str, words: Sequence[str], arch: str | None, output: Path | None) -> None:
+def compile_all(words: Sequence[str], arch: str | None, output: Path | None) -> None:
     """Compile the matching variants for each target and print a table; images go to `output`."""
-    work = []
-    for to in targets(arch):
-        spec, variants = select("compile", kernel, words, to)
-        work += [(spec, params, to) for params in variants]
+    chosen = selection("compile", words)
+    chosen.check_fields(())
+    work = [
+        (spec, params, to)
+        for to in targets(arch)
+        for spec, variants in chosen.variants(to)
+        for params in variants
+    ]
     entries = _print_variants(work)
     if output is not None:
         _write(entries, output)

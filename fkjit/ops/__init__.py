@@ -7,7 +7,7 @@ from importlib import import_module
 
 import fkjit
 from fkjit import spec
-from fkjit.errors import ParameterError
+from fkjit.errors import ParameterError, did_you_mean
 from fkjit.settings import settings
 from fkjit.user_kernels import load_folder
 
@@ -87,19 +87,27 @@ def _load() -> None:
 def kernels(command: str, name: str) -> list[spec.KernelSpec]:
     """What a public call ("reduce_sum"), an op ("attention") or a kernel's full name means.
 
-    ParameterError for any other name: it lists the calls and the kernels; `command` begins it.
+    ParameterError for any other name: it says which names are near, and lists the calls; `command`
+    begins it.
     """
     load()
     known = spec.registered()
     wanted = OPS_OF_CALLS.get(name, (name,))
     found = [one for one in known if one.op in wanted or one.id == name]
     if not found:
-        ids = ", ".join(one.id for one in known)
+        ids, ops = [one.id for one in known], [one.op for one in known]
+        near = did_you_mean(name, [*calls(), *ops, *ids])
         raise ParameterError(
-            f"{command}: {name!r} is no call and no kernel (calls: {', '.join(calls())}; "
-            f"kernels: {ids})"
+            f"{command}: {name!r} is no call and no kernel{near} (calls: {', '.join(calls())}; "
+            "`fkjit list` has the others, `fkjit list CALL` a call's kernels)"
         )
     return found
+
+
+def known_names() -> set[str]:
+    """Every name that `kernels` takes."""
+    specs = spec.registered()
+    return {*OPS_OF_CALLS, *(one.op for one in specs), *(one.id for one in specs)}
 
 
 def calls() -> list[str]:

@@ -68,7 +68,7 @@ def test_a_kernel_that_does_not_compile_is_left_out_and_named(monkeypatch):
 def test_occupancy_in_theory_is_what_the_profiler_says():
     from bench.profile import store
     from bench.profile.show import main_kernel
-    from bench.report.occupancy import occupancy
+    from fkjit.occupancy import occupancy
 
     arch, seen = target("sm_90a").arch, 0
     for entry in store.read(ROOT / "docs" / "profiles" / "nvidia_h200.json")["entries"]:
@@ -91,7 +91,7 @@ def test_occupancy_in_theory_is_what_the_profiler_says():
     ],
 )
 def test_occupancy_names_what_bounds_it(registers, shared, threads, blocks, limit):
-    from bench.report.occupancy import occupancy
+    from fkjit.occupancy import occupancy
 
     found = occupancy(target("sm_90a").arch, registers, shared, threads)
     assert (found.blocks, found.limit) == (blocks, limit)

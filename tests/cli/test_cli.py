@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,8 +56,32 @@ def test_without_a_command_it_shows_them_all():
     assert run("--version").out == "0.1.0\n"
 
 
+def test_list_is_one_line_an_op_as_wide_as_the_terminal(scale, monkeypatch):
+    listed = dict(re.findall(r"(?m)^(\w+) +(\S.*)$", run("list").out))
+    assert listed.keys() >= {spec.op for spec in registered()}
+    assert "flash" in listed["attention"] and "factor * x" in listed["scale"]
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = run("list").out.splitlines()
+    assert len(narrow) == len({spec.op for spec in registered()}) + 2
+    assert max(map(len, narrow)) == 80
+
+
+def test_list_for_programs(scale):
+    (found,) = json.loads(run("list", "scale", "--json").out)
+    assert (found["kernel"], found["variants"]) == ("scale.plain", VARIANTS)
+    assert found["calls"] == ["scale"] and found["parameters"][1]["tunable"]
+    assert found["parameters"][1]["values"] == ["64", "256"]
+    kernels = [one["kernel"] for one in json.loads(run("list", "reduce_sum", "--json").out)]
+    assert kernels == ["reduce.blocks", "reduce.lanes"]
+
+
+def test_python_m_fkjit_is_the_command():
+    command = [sys.executable, "-m", "fkjit", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "0.1.0\n"
+
+
 def test_list_has_every_kernel_with_its_parameters_in_100_columns(scale):
-    done = run("list")
+    done = run("list", *dict.fromkeys(spec.op for spec in registered()))
     for spec in registered():
         assert re.search(rf"^{spec.id} +{sum(1 for _ in spec.variants())} ", done.out, re.MULTILINE)
     assert "threads*: 64 256\n" in re.sub(" +\n", "\n", done.out)
@@ -111,9 +138,9 @@ def test_a_disassembler_that_fails_is_named(scale, monkeypatch, tmp_path):
     [
         (["show", "scale", "--threads", "96"], "show: threads=96 is not one of [64; 256]"),
         (["show", "scale", "--warps", "4"], "scale.plain has no parameter --warps (has: dtype"),
-        (["show", "scale", "threads", "64"], "'threads' is not a kernel parameter with its value"),
+        (["show", "scale", "threads", "64"], "show: 'threads' is no call and no kernel"),
         (["show", "scale", "--threads"], "'--threads' is not a kernel parameter with its value"),
-        (["show", "skale"], "show: 'skale' is no call and no kernel (calls: PagedKVCache, "),
+        (["show", "skale"], "show: 'skale' is no call and no kernel; did you mean scale? (calls: "),
         (["show", "scale", "--arch", "sm_9000x"], "'sm_9000x' is not an architecture"),
         (["show", "scale", "--arch", "sm_80,sm_90a"], "names 2 targets; show takes one"),
         (["compile", "attention.flash", "--arch", "sm_75"], "has no variant for sm_75: needs"),
@@ -159,10 +186,11 @@ def test_compile_takes_every_matching_variant_and_writes_images(scale, tmp_path)
 
 
 def test_a_bare_op_means_its_first_kernel_that_fits(scale):
-    spec, variants = cli_select.select("show", "scale", ["--dtype=fp16"], target("sm_75"))
+    asked = cli_select.selection("show", ["--dtype=fp16", "scale"])
+    ((spec, variants),) = asked.variants(target("sm_75"))
     assert spec is scale and len(variants) == VARIANTS / 2
     with pytest.raises(ParameterError, match="dtype=int8 is not one of"):
-        cli_select.select("show", "scale", ["--dtype", "int8"], target("sm_75"))
+        cli_select.selection("show", ["scale", "--dtype", "int8"]).variants(target("sm_75"))
 
 
 def test_values_are_read_as_they_are_written():

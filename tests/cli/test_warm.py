@@ -175,7 +175,9 @@ def test_architectures_are_read_and_named_once():
 
 
 def test_unknown_names_and_process_counts_are_refused():
-    with pytest.raises(ParameterError, match=r"'atention' is no call and no kernel \(calls: "):
+    with pytest.raises(
+        ParameterError, match=r"'atention' is no call and no kernel; did you mean attention"
+    ):
         fkjit.warm("atention", arch="sm_80")
     with pytest.raises(ParameterError, match="warm: jobs=-1 is not 1 or more"):
         fkjit.warm("attention", arch="sm_80", jobs=-1)

@@ -137,7 +137,10 @@ def test_the_registry_refuses_a_second_kernel_of_the_same_name(monkeypatch):
         register(SPEC)
     register(SPEC, replace=True)
     assert registered("toy") == [SPEC] and find("toy") is SPEC and find("toy.kernel") is SPEC
-    with pytest.raises(ParameterError, match=r"'toys' is not registered \(registered: toy\.kernel"):
+    with pytest.raises(
+        ParameterError,
+        match=r"'toys' is not registered; did you mean toy\?",
+    ):
         find("toys")
 
 

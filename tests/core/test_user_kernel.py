@@ -186,7 +186,7 @@ def test_the_commands_know_it(folder, tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "scale.plain" in fkjit_("list")
+    assert "scale.plain" in fkjit_("list", "scale")
     assert "constexpr int THREADS = 256;" in fkjit_("show", "scale", "--threads", "256", "--source")
     warmed = fkjit_("warm", "scale", "--arch", "sm_89", "--jobs", "1")
     assert f"{VARIANTS} variants: {VARIANTS} compiled, 0 already there, 0 failed" in warmed

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fkjit.errors import CompileError
 from fkjit.ops.attention import nodes
@@ -17,7 +17,28 @@ from fkjit.ops.op import torch_ops
 from fkjit.ops.op.expression import does_not_compile
 from fkjit.ops.op.op import Op
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    from fkjit.ops.attention.typed import DenseKeywords, VarlenKeywords
+    from fkjit.types import AnyArray, Array, Impl, Layout
+
+
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray,
+    *, return_lse: Literal[False] = False, **options: Unpack[DenseKeywords],
+) -> AnyArray: ...  # fmt: skip
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray,
+    *, return_lse: Literal[True], **options: Unpack[DenseKeywords],
+) -> tuple[AnyArray, AnyArray]: ...  # fmt: skip
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray,
+    *, return_lse: bool, **options: Unpack[DenseKeywords],
+) -> AnyArray | tuple[AnyArray, AnyArray]: ...  # fmt: skip
 def attention(
     q: Any,
     k: Any,
@@ -26,9 +47,9 @@ def attention(
     causal: bool = False,
     softmax_scale: float | None = None,
     block: int | tuple[int, int] | None = None,
-    impl: str = "auto",
+    impl: Impl = "auto",
     return_lse: bool = False,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     alibi_slopes: Any = None,
@@ -106,6 +127,24 @@ def attention(
     return _run(_ATTENTION, inputs, options, score_mod, score_args, score_mod_grad)
 
 
+@overload
+def attention_varlen(
+    q: AnyArray, k: AnyArray, v: AnyArray, cu_seqlens_q: Array, cu_seqlens_k: Array,
+    max_seqlen_q: int, max_seqlen_k: int,
+    *, return_lse: Literal[False] = False, **options: Unpack[VarlenKeywords],
+) -> AnyArray: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: AnyArray, k: AnyArray, v: AnyArray, cu_seqlens_q: Array, cu_seqlens_k: Array,
+    max_seqlen_q: int, max_seqlen_k: int,
+    *, return_lse: Literal[True], **options: Unpack[VarlenKeywords],
+) -> tuple[AnyArray, AnyArray]: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: AnyArray, k: AnyArray, v: AnyArray, cu_seqlens_q: Array, cu_seqlens_k: Array,
+    max_seqlen_q: int, max_seqlen_k: int,
+    *, return_lse: bool, **options: Unpack[VarlenKeywords],
+) -> AnyArray | tuple[AnyArray, AnyArray]: ...  # fmt: skip
 def attention_varlen(
     q: Any,
     k: Any,

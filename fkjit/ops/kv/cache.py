@@ -15,6 +15,7 @@ from fkjit.ops.kv.pool import Copies, PagePool
 from fkjit.ops.kv.problem import CODES, LAYOUTS, PAGE_SIZES, page_shape
 from fkjit.ops.kv.read import kv_read
 from fkjit.ops.kv.slots import kv_slots
+from fkjit.types import PageLayout
 
 _CALL = "PagedKVCache"
 _MAX_SEQUENCES = 256
@@ -79,7 +80,7 @@ class PagedKVCache:
         num_kv_heads: int,
         head_dim: int,
         dtype: Any,
-        layout: str = "nhd",
+        layout: PageLayout = "nhd",
         device: Any = "cuda",
         num_layers: int = 1,
         max_sequences: int = _MAX_SEQUENCES,
@@ -114,6 +115,12 @@ class PagedKVCache:
         self.pool = PagePool(num_pages, page_size, max_sequences, max_pages)
         self._make_tables()
         self._make_pages(scales)
+
+    def __repr__(self) -> str:
+        shape = f"{self.num_pages} pages of {self.page_size} tokens"
+        each = f"{self.num_layers} layers, {self.num_kv_heads} heads of {self.head_dim}"
+        where = f"{self._memory.framework} on {self._memory.device or 'cpu'}"
+        return f"<PagedKVCache {self.dtype} {self.layout}: {shape}, {each}; {where}>"
 
     def _scales(self, name: str, value: Any) -> np.ndarray | None:
         """[layers, heads] fp32, None where numbers are kept as they are."""

@@ -31,6 +31,11 @@ def dtype_name(call: str, dtype: Any) -> str:
     return _DTYPES[text]
 
 
+def _unusable(call: str, device: str, error: Exception) -> str:
+    fix = "" if device.startswith("cpu") else "; without a GPU pass device='cpu'"
+    return f"{call}: device={device!r} cannot be used: {error}{fix}"
+
+
 class Memory:
     """Where a cache lives. `framework` None: torch if it was imported, else CuPy, NumPy on the CPU.
 
@@ -52,10 +57,13 @@ class Memory:
         if (framework, kind) in (("cupy", "cpu"), ("numpy", "cuda")):
             raise DeviceError(f"{call}: framework={framework!r} has no arrays on {text}")
         self.framework, self.on_gpu = framework, kind == "cuda"
-        self._xp = import_module(framework)
-        self.device = self._place(call, kind, number)
+        try:
+            self._xp = import_module(framework)
+        except ImportError as error:
+            raise DeviceError(_unusable(call, text, error)) from error
+        self.device = self._place(call, kind, number, text)
 
-    def _place(self, call: str, kind: str, number: str) -> Any:
+    def _place(self, call: str, kind: str, number: str, text: str) -> Any:
         """A torch.device, or the number of a CUDA device."""
         try:
             if self.framework == "torch":
@@ -66,7 +74,7 @@ class Memory:
             if self.framework == "cupy":
                 return self._xp.cuda.Device(int(number) if number else None).id
         except (RuntimeError, AssertionError) as error:
-            raise DeviceError(f"{call}: device {kind}:{number} cannot be used: {error}") from error
+            raise DeviceError(_unusable(call, text, error)) from error
         return None
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:

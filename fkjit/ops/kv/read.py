@@ -14,6 +14,7 @@ from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
 from fkjit.runtime.interop import View
 from fkjit.spec import KernelSpec, Param, Params, register
 from fkjit.tuning import tuned
+from fkjit.types import PageLayout
 
 _CALL = "kv_read"
 _UNROLL = 2  # tokens of a thread: one alone would wait for its slot, and then for its elements
@@ -25,7 +26,7 @@ def kv_read(
     *,
     layer: int = 0,
     dtype: str | None = None,
-    layout: str | None = None,
+    layout: PageLayout | None = None,
     out: tuple[Any, Any] | None = None,
 ) -> tuple[Any, Any]:
     """Keys and values of some slots of a paged KV cache, one behind the other.
@@ -55,7 +56,7 @@ def _prepare(
     *,
     layer: int = 0,
     dtype: str | None = None,
-    layout: str | None = None,
+    layout: PageLayout | None = None,
     out: tuple[Any, Any] | None = None,
 ) -> None:
     """Compile and load what the call with the same arguments needs, without running it."""

@@ -25,6 +25,7 @@ from fkjit.ops.rope.frequencies import THETA, Scaling
 from fkjit.ops.rope.kernels import VECTOR_BYTES
 from fkjit.runtime.interop import View
 from fkjit.spec import Params
+from fkjit.types import PageLayout
 
 _CALL = "rope_kv_append"
 
@@ -33,7 +34,7 @@ def rope_kv_append(
     q: Any, k: Any, v: Any, cache: Any, slot_mapping: Any, positions: Any, *,
     theta: float | None = None, scaling: Scaling | None = None, table: Any = None,
     rotary_dim: int | None = None, interleaved: bool = False, layer: int = 0,
-    layout: str | None = None, inplace: bool = False, out_q: Any = None,
+    layout: PageLayout | None = None, inplace: bool = False, out_q: Any = None,
 ) -> Any:  # fmt: skip
     """Turn q and k by their positions, and write k and v to their slots in a paged KV cache.
 
@@ -63,8 +64,8 @@ def rope_kv_append(
 def _arranged(
     q: Any, k: Any, v: Any, cache: Any, slot_mapping: Any, positions: Any, *,
     theta: Any = None, scaling: Any = None, table: Any = None, rotary_dim: Any = None,
-    interleaved: Any = False, layer: int = 0, layout: str | None = None, inplace: bool = False,
-    out_q: Any = None,
+    interleaved: Any = False, layer: int = 0, layout: PageLayout | None = None,
+    inplace: bool = False, out_q: Any = None,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
     """The call's (inputs, outputs, options)."""
     held = planes(_CALL, cache, layer, layout)

@@ -42,6 +42,11 @@ class MoeGroups(NamedTuple):
     offsets: Any
     counts: Any
 
+    def __repr__(self) -> str:
+        shapes = zip(self._fields, self, strict=True)
+        shown = (f"{name}={list(getattr(array, 'shape', ()))}" for name, array in shapes)
+        return f"MoeGroups({', '.join(shown)})"
+
 
 _ABSENT = dict.fromkeys((*INPUTS, *MoeGroups._fields))
 

@@ -15,6 +15,7 @@ from fkjit.ops.op.op import Launch, Op, Output, Request
 from fkjit.ops.op.shapes import rows_of
 from fkjit.runtime.interop import View
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
+from fkjit.types import Scoring
 
 _CALL = "moe_route"
 _THREADS = 128
@@ -24,7 +25,7 @@ def moe_route(
     logits: Any,
     top_k: int,
     *,
-    scoring: str = "softmax",
+    scoring: Scoring = "softmax",
     renormalize: bool = False,
     bias: Any = None,
     num_groups: int | None = None,

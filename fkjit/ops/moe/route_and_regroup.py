@@ -15,6 +15,7 @@ from fkjit.ops.op.node import Node
 from fkjit.ops.op.op import Launch, Op, Request, arch_of
 from fkjit.runtime.interop import ITEMSIZE, View
 from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
+from fkjit.types import Scoring
 
 _CALL = "moe_route_and_regroup"
 _TILES = (moe.STAGED, *moe.TILES[len(moe.QUICK) :])
@@ -34,7 +35,7 @@ def moe_route_and_regroup(
     top_k: int,
     block_size: int = 1,
     *,
-    scoring: str = "softmax",
+    scoring: Scoring = "softmax",
     renormalize: bool = False,
     bias: Any = None,
     num_groups: int | None = None,
@@ -70,7 +71,7 @@ def _prepare(
     top_k: int,
     block_size: int = 1,
     *,
-    scoring: str = "softmax",
+    scoring: Scoring = "softmax",
     renormalize: bool = False,
     bias: Any = None,
     num_groups: int | None = None,

@@ -20,6 +20,7 @@ from fkjit.ops.attention.backward.problem import PACKED, Options
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.node import Node, like
 from fkjit.ops.op.op import Op
+from fkjit.types import Impl, Layout
 
 _NEW, _NEW_PLAIN = (None,) * len(OUTPUTS), (None,) * len(PLAIN_OUTPUTS)
 _PLAIN_COUNT = len(PLAIN_INPUTS)
@@ -37,8 +38,8 @@ def attention_backward(
     causal: bool = False,
     softmax_scale: float | None = None,
     deterministic: bool = True,
-    impl: str = "auto",
-    layout: str = "bhsd",
+    impl: Impl = "auto",
+    layout: Layout = "bhsd",
 ) -> Any:
     """dq, dk and dv of `fkjit.attention`, with probabilities made again from lse.
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fkjit.errors import ArgumentTypeError, CompileError, ParameterError
 from fkjit.ops.attention.decode import nodes
@@ -20,6 +20,12 @@ from fkjit.ops.op import torch_ops
 from fkjit.ops.op.expression import does_not_compile
 from fkjit.ops.op.op import Op
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fkjit.ops.attention.typed import DecodeKeywords, PagedKeywords
+    from fkjit.types import AnyArray, Array, Layout, PageLayout
+
 _INPUTS = (*ARRAYS, *FEATURE_ARRAYS, *SLOTS)
 _MANY = "fkjit.ops.attention.paged"  # imported by calls with many new tokens
 _OF_MANY = (
@@ -32,6 +38,21 @@ _NO_SLOTS = (None,) * len(SLOTS)  # of a call without a score_mod,
 _NO_SCORE_MOD = ("", (), ())  # and the last of its options
 
 
+@overload
+def attention_decode(
+    q: AnyArray, k: Array, v: Array, seq_lens: Array | None = None,
+    *, return_lse: Literal[False] = False, **options: Unpack[DecodeKeywords],
+) -> AnyArray: ...  # fmt: skip
+@overload
+def attention_decode(
+    q: AnyArray, k: Array, v: Array, seq_lens: Array | None = None,
+    *, return_lse: Literal[True], **options: Unpack[DecodeKeywords],
+) -> tuple[AnyArray, AnyArray]: ...  # fmt: skip
+@overload
+def attention_decode(
+    q: AnyArray, k: Array, v: Array, seq_lens: Array | None = None,
+    *, return_lse: bool, **options: Unpack[DecodeKeywords],
+) -> AnyArray | tuple[AnyArray, AnyArray]: ...  # fmt: skip
 def attention_decode(
     q: Any,
     k: Any,
@@ -42,7 +63,7 @@ def attention_decode(
     v_scale: Any = None,
     causal: bool = True,
     softmax_scale: float | None = None,
-    layout: str = "bhsd",
+    layout: Layout = "bhsd",
     split_size: int | None = None,
     return_lse: bool = False,
     out: Any = None,
@@ -105,6 +126,21 @@ def attention_decode(
     return _run(_CONTIGUOUS, arrays, out, options, score_mod, score_args)
 
 
+@overload
+def paged_attention(
+    q: AnyArray, cache: Any, page_table: Array | None = None, seq_lens: Array | None = None,
+    *, return_lse: Literal[False] = False, **options: Unpack[PagedKeywords],
+) -> AnyArray: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: AnyArray, cache: Any, page_table: Array | None = None, seq_lens: Array | None = None,
+    *, return_lse: Literal[True], **options: Unpack[PagedKeywords],
+) -> tuple[AnyArray, AnyArray]: ...  # fmt: skip
+@overload
+def paged_attention(
+    q: AnyArray, cache: Any, page_table: Array | None = None, seq_lens: Array | None = None,
+    *, return_lse: bool, **options: Unpack[PagedKeywords],
+) -> AnyArray | tuple[AnyArray, AnyArray]: ...  # fmt: skip
 def paged_attention(
     q: Any,
     cache: Any,
@@ -115,7 +151,7 @@ def paged_attention(
     cu_seqlens_q: Any = None,
     max_seqlen_q: int | None = None,
     layer: int = 0,
-    layout: str | None = None,
+    layout: PageLayout | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
     causal: bool = True,

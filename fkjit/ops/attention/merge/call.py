@@ -14,6 +14,7 @@ from fkjit.ops.op.checks import check_dtype, check_output, check_same_dtype, che
 from fkjit.ops.op.node import Node, like
 from fkjit.ops.op.op import Launch, Op, Output, Request
 from fkjit.runtime.interop import View
+from fkjit.types import Layout
 
 _CALL = "merge_states"
 _LIMIT = 2**31
@@ -24,7 +25,7 @@ _ALLOWED = (
 
 
 def merge_states(
-    o: Any, lse: Any, other: Any = None, other_lse: Any = None, *, layout: str = "bhsd",
+    o: Any, lse: Any, other: Any = None, other_lse: Any = None, *, layout: Layout = "bhsd",
     out: Any = None,
 ) -> Any:  # fmt: skip
     """Attention of the same queries over different keys, put together in one kernel.
@@ -62,7 +63,7 @@ def merge_states(
 
 
 def _prepare(
-    o: Any, lse: Any, other: Any = None, other_lse: Any = None, *, layout: str = "bhsd",
+    o: Any, lse: Any, other: Any = None, other_lse: Any = None, *, layout: Layout = "bhsd",
     out: Any = None,
 ) -> None:  # fmt: skip
     """Compile and load what the call with the same arguments needs, without running it."""
