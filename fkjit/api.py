@@ -8,6 +8,7 @@ from typing import Any
 import fkjit
 from fkjit import ops
 from fkjit.arch import arch as arch_of
+from fkjit.arguments import one_of, shown
 from fkjit.cpu.run import interpret
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
 from fkjit.runtime import interop
@@ -24,16 +25,30 @@ def prepare(op: str, *args: Any, **options: Any) -> None:
     """
     calls = {name: getattr(fkjit, name) for name in fkjit.__all__}
     able = sorted(name for name, call in calls.items() if hasattr(call, "prepare"))
-    ready = getattr(calls[op], "prepare", None) if op in able else None
-    if ready is None:
-        raise ParameterError(f"prepare: op={op!r} is not one of {', '.join(able)}")
-    ready(*args, **options)
+    one_of("prepare", "op", op, able)
+    calls[op].prepare(*args, **options)
 
 
 def variants(kernel: str, arch: str | None = None) -> Iterator[dict[str, Any]]:
     """Every legal parameter combination of "op.name", on one architecture if given."""
+    spec = _found("variants", "kernel", kernel)
+    if arch is not None and not isinstance(arch, str):
+        raise ArgumentTypeError(f"variants: arch={shown(arch)} is not a name such as sm_90a")
+    try:
+        return spec.variants(None if arch is None else arch_of(arch))
+    except ParameterError as error:
+        raise ParameterError(f"variants: {error}") from None
+
+
+def _found(call: str, name: str, kernel: Any) -> KernelSpec:
+    """The registered kernel of a name."""
+    if not isinstance(kernel, str):
+        raise ArgumentTypeError(f"{call}: {name}={shown(kernel)} is not a kernel's name")
     ops.load()
-    return find(kernel).variants(None if arch is None else arch_of(arch))
+    try:
+        return find(kernel)
+    except ParameterError as error:
+        raise ParameterError(f"{call}: {name}: {error}") from None
 
 
 def launch(
@@ -51,9 +66,11 @@ def launch(
 
     Raises ParameterError, ArgumentTypeError, DeviceError, CompileError, CaptureError.
     """
-    if isinstance(spec, str):
-        ops.load()
-        spec = find(spec)
+    if not isinstance(spec, KernelSpec):
+        spec = _found("launch", "spec", spec)
+    for name, value in (("params", params), ("problem", problem), ("arrays", arrays)):
+        if not isinstance(value, Mapping):
+            raise ArgumentTypeError(f"launch: {name}={shown(value)} is not a mapping of names")
     views = {
         name: interop.view(array, spec.op, name)
         for name, array in arrays.items()

@@ -21,7 +21,7 @@ LAYERS = (
     {"__init__"},
     {"terminal"},
     {"errors", "symbolic"},
-    {"paths", "arch"},
+    {"paths", "arch", "arguments"},
     {"settings"},
     {"spec"},
     {"cache"},
