@@ -48,7 +48,7 @@ KERNELS = (
 OPS_OF_CALLS = {
     "gelu_linear": ("linear",),
     "attention_varlen": ("attention_form",),
-    "paged_attention": ("attention_decode",),
+    "paged_attention": ("attention_decode", "attention_form"),
     "reduce_sum": ("reduce",),
     "reduce_max": ("reduce",),
     "reduce_mean": ("reduce",),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from fkjit.ops.attention.checks import look_at_ends
 ROWS = 16
 
 
-def arrays(framework: str, ends: list[int]) -> tuple:
+def arrays(framework: str, ends: list[int]) -> Any:
     q = np.zeros((ROWS, 1, 16), np.float16)
     made = (q, q, q, np.array(ends, np.int32), np.array([0, 8, ROWS], np.int32))
     return tuple(map(torch.from_numpy, made)) if framework == "torch" else made

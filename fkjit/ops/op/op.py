@@ -295,7 +295,7 @@ class Op:
         return {
             name: None
             if array is None and name in self.optional
-            else interop.view(array, self.name, name)
+            else interop.view(array, self.name, name if name in self.inputs else _said(name))
             for name, array in zip(self.names, arrays, strict=True)
         }
 
@@ -361,6 +361,11 @@ class Op:
         if like.kind == "dlpack":  # its owner may reuse the memory once we return
             interop.synchronise(like)
         return kernels
+
+
+def _said(output: str) -> str:
+    """What callers call an output of theirs: kernels of attention write `o`."""
+    return "out" if output == "o" else output
 
 
 _NO_SCRATCH = dict.fromkeys(workspace.ARGUMENTS, 0)

@@ -59,8 +59,7 @@ Scaling = Llama3Scaling | YarnScaling
 
 def check_frequencies(call: str, rotary_dim: Any, theta: Any, scaling: Any) -> None:
     """ParameterError for what has no frequencies."""
-    rotary_dim = whole(call, "rotary_dim", rotary_dim, 2, MAX_ROTARY_DIM, ", even")
-    if rotary_dim % 2:
+    if not 2 <= rotary_dim <= MAX_ROTARY_DIM or rotary_dim % 2:
         raise ParameterError(
             f"{call}: rotary_dim={rotary_dim} is not an even number from 2 to {MAX_ROTARY_DIM}"
         )
@@ -180,8 +179,8 @@ def rope_table(
         ParameterError: a length, rotary_dim, theta or scaling out of range.
     """
     length = whole("rope_table", "length", length, 0, _MAX_LENGTH)
+    rotary_dim = whole("rope_table", "rotary_dim", rotary_dim)
     check_frequencies("rope_table", rotary_dim, theta, scaling)
-    rotary_dim = int(rotary_dim)
     table = np.empty((length, rotary_dim), np.float32)
     turning, grown = frequencies(rotary_dim, theta, scaling).astype(np.float64), amplitude(scaling)
     for begin in range(0, length, _ROWS):
