@@ -11,6 +11,7 @@ import fkjit
 from fkjit import ops
 from fkjit.arch import arch as arch_of
 from fkjit.arch import target
+from fkjit.arguments import shown
 from fkjit.cpu.run import interpret
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError, did_you_mean
 from fkjit.runtime import abstract, interop
@@ -35,10 +36,9 @@ def prepare(op: str, *args: Any, arch: str | None = None, **options: Any) -> Non
     """
     calls = {name: getattr(fkjit, name) for name in fkjit.__all__}
     able = sorted(name for name, call in calls.items() if hasattr(call, "prepare"))
-    ready = getattr(calls[op], "prepare", None) if op in able else None
-    if ready is None:
-        near = did_you_mean(op, able)
-        raise ParameterError(f"prepare: op={op!r} is not one of {', '.join(able)}{near}")
+    if op not in able:
+        near = did_you_mean(op, able) if isinstance(op, str) else ""
+        raise ParameterError(f"prepare: op={shown(op)} is not one of {', '.join(able)}{near}")
     if arch is None and _on_cpu((*args, *options.values())):
         forced = settings().target
         arch = forced if forced and target(forced).kind == "cubin" else None
@@ -46,7 +46,7 @@ def prepare(op: str, *args: Any, arch: str | None = None, **options: Any) -> Non
         device = abstract.device_for(arch)
         args = abstract.described(args, device)
         options = {name: abstract.described(value, device) for name, value in options.items()}
-    ready(*args, **options)
+    calls[op].prepare(*args, **options)
 
 
 def _on_cpu(values: Iterable[Any]) -> bool:
@@ -58,8 +58,24 @@ def _on_cpu(values: Iterable[Any]) -> bool:
 
 def variants(kernel: str, arch: str | None = None) -> Iterator[dict[str, Any]]:
     """Every legal parameter combination of "op.name", on one architecture if given."""
+    spec = _found("variants", "kernel", kernel)
+    if arch is not None and not isinstance(arch, str):
+        raise ArgumentTypeError(f"variants: arch={shown(arch)} is not a name such as sm_90a")
+    try:
+        return spec.variants(None if arch is None else arch_of(arch))
+    except ParameterError as error:
+        raise ParameterError(f"variants: {error}") from None
+
+
+def _found(call: str, name: str, kernel: Any) -> KernelSpec:
+    """The registered kernel of a name."""
+    if not isinstance(kernel, str):
+        raise ArgumentTypeError(f"{call}: {name}={shown(kernel)} is not a kernel's name")
     ops.load()
-    return find(kernel).variants(None if arch is None else arch_of(arch))
+    try:
+        return find(kernel)
+    except ParameterError as error:
+        raise ParameterError(f"{call}: {name}: {error}") from None
 
 
 def launch(
@@ -77,9 +93,11 @@ def launch(
 
     Raises ParameterError, ArgumentTypeError, DeviceError, CompileError, CaptureError.
     """
-    if isinstance(spec, str):
-        ops.load()
-        spec = find(spec)
+    if not isinstance(spec, KernelSpec):
+        spec = _found("launch", "spec", spec)
+    for name, value in (("params", params), ("problem", problem), ("arrays", arrays)):
+        if not isinstance(value, Mapping):
+            raise ArgumentTypeError(f"launch: {name}={shown(value)} is not a mapping of names")
     views = {
         name: interop.view(array, spec.op, name)
         for name, array in arrays.items()

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from fkjit.arguments import shown
 from fkjit.errors import DeviceError, ParameterError
 
 if TYPE_CHECKING:
@@ -23,12 +24,13 @@ class Sanitizer:
     race: bool = True
     banks: bool | float = False  # a number: the most wavefronts for each ideal one
     _lines: list[BankLine] = field(default_factory=list, repr=False)
+    indices: bool = False  # what is read as an index, on a GPU too
 
     def __post_init__(self) -> None:
-        for name in ("mem", "race"):
+        for name in ("mem", "race", "indices"):
             if not isinstance(getattr(self, name), bool):
                 raise ParameterError(
-                    f"sanitize: {name}={getattr(self, name)!r} is not True or False"
+                    f"sanitize: {name}={shown(getattr(self, name))} is not True or False"
                 )
         if self.race and not self.mem:
             raise ParameterError(
@@ -37,8 +39,8 @@ class Sanitizer:
             )
         if not isinstance(self.banks, bool | int | float) or (self.banks and not self.banks >= 1):
             raise ParameterError(
-                f"sanitize: banks={self.banks!r} is not True, False, or a number from 1 on (the "
-                "most wavefronts for each ideal one)"
+                f"sanitize: banks={shown(self.banks)} is not True, False, or a number from 1 on "
+                "(the most wavefronts for each ideal one)"
             )
 
     @property
@@ -82,7 +84,7 @@ _OUTSIDE = Sanitizer(race=False)
 
 
 def sanitize(
-    *, mem: bool = True, race: bool = True, banks: bool | float = False
+    *, mem: bool = True, race: bool = True, banks: bool | float = False, indices: bool = False
 ) -> AbstractContextManager[Sanitizer]:
     """Choose what is checked when kernels run on the CPU, for the calls within a `with`.
 
@@ -92,6 +94,9 @@ def sanitize(
         race: accesses to one byte, one of them a write, that nothing orders; missing waits.
         banks: count shared-memory wavefronts, for `.reports` of the block's value; a number makes
             more than so many times the ideal count a fault.
+        indices: cu_seqlens of `fkjit.attention_varlen` are read, before each call, and have to be 0
+            and rising, up to the rows there are: ParameterError. On a GPU as well, where it waits
+            for the device, with mem=False, race=False.
 
     It holds for `fkjit.attention` and the like on CPU arrays, `fkjit.launch` and
     `fkjit.launch_cpu`, in this thread and in the asyncio tasks started inside; an inner block
@@ -100,7 +105,7 @@ def sanitize(
     Raises ParameterError for other values. Inside, SanitizerError at a fault (the call's arrays are
     as they were before it), DeviceError for arrays on a GPU.
     """
-    return _within(Sanitizer(mem, race, banks))
+    return _within(Sanitizer(mem, race, banks, indices=indices))
 
 
 @contextmanager
@@ -115,6 +120,12 @@ def _within(chosen: Sanitizer) -> Iterator[Sanitizer]:
 def current() -> Sanitizer | None:
     """The innermost block's, or None outside."""
     return _active.get()
+
+
+def looks_at_indices() -> bool:
+    """Whether the innermost block asks for it."""
+    chosen = _active.get()
+    return chosen is not None and chosen.indices
 
 
 def in_force() -> Sanitizer:

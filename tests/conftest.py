@@ -30,6 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="compile every variant for every target, run every one",
     )
+    parser.addoption(
+        "--fuzz-calls", type=int, default=2000, help="random calls of public functions"
+    )
+    parser.addoption("--fuzz-seed", type=int, default=0, help="the first of their seeds")
 
 
 @pytest.fixture

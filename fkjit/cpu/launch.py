@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fkjit.arch import Target, target
+from fkjit.arguments import shown
 from fkjit.cpu.arguments import argument
 from fkjit.cpu.run import GUARD, carve_outs
 from fkjit.errors import ArgumentTypeError, ParameterError
@@ -69,6 +71,12 @@ def launch_cpu(
     file, or of "<source>". CompileError, RenderError, ParameterError, ArgumentTypeError;
     DeviceError for arrays on a GPU; InterpreterError for PTX that is not supported.
     """
+    for name, value, kinds in (("arch", arch, str), ("params", params, Mapping)):
+        if value is not None and not isinstance(value, kinds):
+            raise ArgumentTypeError(f"{_CALL}: {name}={shown(value)} is not a {kinds.__name__}")
+    for name, value in (("mem", mem), ("race", race)):
+        if value is not None and not isinstance(value, bool):
+            raise ParameterError(f"{_CALL}: {name}={shown(value)} is not True or False")
     chosen = _chosen(mem, race, banks)
     to = interpreter_target() if arch is None else _ptx_target(arch)
     extents = {"grid": grid, "block": block, "cluster": cluster}
@@ -108,14 +116,19 @@ def _chosen(mem: bool | None, race: bool | None, banks: bool | float | None) -> 
 
 
 def _ptx_target(arch: str) -> Target:
-    return target("compute_" + target(arch).name.rpartition("_")[2])
+    try:
+        return target("compute_" + target(arch).name.rpartition("_")[2])
+    except ParameterError as error:
+        raise ParameterError(f"{_CALL}: arch={shown(arch)}: {error}") from None
 
 
 def _extents(name: str, value: int | Sequence[int]) -> Dim3:
     parts = (value,) if isinstance(value, int | np.integer) else value
     good = isinstance(parts, Sequence) and not isinstance(parts, str) and 1 <= len(parts) <= 3
     if not good or any(not isinstance(p, int | np.integer) or p < 1 for p in parts):
-        raise ParameterError(f"{_CALL}: {name}={value!r} is not one to three whole numbers above 0")
+        raise ParameterError(
+            f"{_CALL}: {name}={shown(value)} is not one to three whole numbers above 0"
+        )
     x, y, z = (*(int(part) for part in parts), 1, 1)[:3]
     if name == "block" and x * y * z > 1024:
         raise ParameterError(f"{_CALL}: block={value!r} has {x * y * z} threads; 1024 is the most")
@@ -129,7 +142,7 @@ def _layout(smem: int | SharedLayout) -> SharedLayout:
     pairs = smem if isinstance(smem, Sequence) and not isinstance(smem, str) else None
     if not pairs or not all(_is_carve_out(pair) for pair in pairs):
         raise ParameterError(
-            f"{_CALL}: smem={smem!r} is not a number of bytes, nor (name, bytes) of each array"
+            f"{_CALL}: smem={shown(smem)} is not a number of bytes, nor (name, bytes) of each array"
         )
     return pairs
 
@@ -153,8 +166,11 @@ def _rendered(source: str | Path, values: dict[str, Any]) -> Rendered:
             f"{_CALL}: source is a {type(source).__name__}; allowed: CUDA C++ as text, or a path"
         )
     path = Path(source)
-    if not path.is_file():
-        raise ParameterError(f"{_CALL}: {source} is no file, and no CUDA C++ with a __global__")
+    if not os.path.isfile(path):
+        given = shown(str(source))
+        raise ParameterError(
+            f"{_CALL}: source={given} is no file, and no CUDA C++ with a __global__"
+        )
     return load_file(path.name, path, values, _CALL)
 
 

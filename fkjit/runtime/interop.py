@@ -213,7 +213,9 @@ def _strided(
 ) -> View:
     dtype = array.dtype
     trouble = None
-    if not dtype.isnative:
+    if not dtype.itemsize:
+        trouble = f"has dtype {dtype}, whose elements have no bytes"
+    elif not dtype.isnative:
         trouble = (
             f"has byte order {dtype.byteorder!r}; convert it with .astype(dtype.newbyteorder('='))"
         )

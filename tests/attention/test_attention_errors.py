@@ -58,10 +58,10 @@ OPTIONS = [  # id, options, error, what the message must say
     ("three", {"block": (1, 2, 3)}, TYPE, r"block=\(1, 2, 3\) is not a number, a pair"),
     ("naive block", {"block": 32, "impl": "naive"}, VALUE, "block=32: impl='naive' has no tiles"),
     ("impl", {"impl": "fast"}, VALUE, "impl='fast' is not one of auto, flash"),
-    ("impl array", {"impl": np.ones(2)}, VALUE, "impl=array.* is not one of auto"),
+    ("impl array", {"impl": np.ones(2)}, VALUE, "impl=<numpy.ndarray .* is not one of auto"),
     ("layout", {"layout": "sbhd"}, VALUE, "layout='sbhd' is not one of bhsd"),
     ("causal text", {"causal": "False"}, TYPE, "causal='False' is not True or False"),
-    ("causal array", {"causal": np.ones(3)}, TYPE, "causal=array.* is not True or False"),
+    ("causal array", {"causal": np.ones(3)}, TYPE, "causal=<numpy.* is not True or False"),
     ("lse flag", {"return_lse": 2}, TYPE, "return_lse=2 is not True or False"),
 ]
 # fmt: on

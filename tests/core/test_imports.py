@@ -21,7 +21,7 @@ LAYERS = (
     {"__init__"},
     {"terminal"},
     {"errors", "symbolic", "types"},
-    {"paths", "arch"},
+    {"paths", "arch", "arguments"},
     {"settings"},
     {"spec", "messages", "occupancy"},
     {"cache"},

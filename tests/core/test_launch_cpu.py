@@ -155,7 +155,7 @@ def test_clusters_that_the_kernel_declares():
          "<source> has several kernels (axpy, other); say which: entry="),
         ({"source": "int three() {\n return 3; }"}, ParameterError,
          "<source> has no __global__ function"),
-        ({"source": "nowhere/axpy.cu"}, ParameterError, "nowhere/axpy.cu is no file"),
+        ({"source": "nowhere/axpy.cu"}, ParameterError, "source='nowhere/axpy.cu' is no file"),
         ({"source": b"x"}, ArgumentTypeError, "source is a bytes; allowed: CUDA C++ as text"),
         ({"grid": 0}, ParameterError, "grid=0 is not one to three whole numbers above 0"),
         ({"grid": (1, 1, 1, 1)}, ParameterError, "grid=(1, 1, 1, 1) is not one to three"),

@@ -25,7 +25,7 @@ PAGES = np.zeros((2, 16, HEADS, DIM), np.float16)
 # fmt: off
 CREATE = [  # id, options, error, message
     ("page size", {"page_size": 24}, VALUE, "page_size=24 is not one of 1, 2, 4, 8, 16, 32"),
-    ("no pages", {"num_pages": 0}, VALUE, "num_pages=0; allowed: 1 and above"),
+    ("no pages", {"num_pages": 0}, VALUE, "num_pages=0; allowed: 1 to "),
     ("half a head", {"num_kv_heads": 0.5}, TYPE, "num_kv_heads=0.5 is not a whole number"),
     ("layout", {"layout": "dhn"}, VALUE, "layout='dhn' is not one of nhd, hnd"),
     ("dtype", {"dtype": "fp64"}, TYPE, "dtype='fp64'; allowed: fp16, bf16, fp32, fp8"),
@@ -46,7 +46,7 @@ APPEND = [  # id, (k, v, cache or None, slots), options, error, message
     ("slot shape", (K, K, None, SLOTS[None]), {}, VALUE, r"slot_mapping has shape \(1, 3\)"),
     ("beyond", (K, K, None, SLOTS + 190), {}, VALUE, "slot 192, but the pages have slots 0 to 191"),
     ("twice", (K, K, None, SLOTS // 2), {}, VALUE, "slot_mapping has slot 0 more than once"),
-    ("layer", (K, K, None, SLOTS), {"layer": 1}, VALUE, "layer=1; the cache has layers 0 to 0"),
+    ("layer", (K, K, None, SLOTS), {"layer": 1}, VALUE, "layer=1; allowed: 0 to 0"),
     ("layout", (K, K, None, SLOTS), {"layout": "hnd"}, VALUE, "the cache knows its own"),
     ("cache", (K, K, K, SLOTS), {}, TYPE, "cache is a ndarray; allowed: a PagedKVCache, or a pair"),
     ("pages", (K, K, (PAGES[0], PAGES[0]), SLOTS), {}, VALUE, r"k_pages has shape \(16, 2, 8\)"),

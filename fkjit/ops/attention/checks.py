@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
-from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.arguments import one_of
+from fkjit.errors import ArgumentTypeError, CaptureError, ParameterError
 from fkjit.ops.attention import select
 from fkjit.ops.attention.feature_checks import check_features
 from fkjit.ops.attention.features import ScoreFeatures
@@ -23,14 +25,14 @@ from fkjit.ops.attention.shapes import (
     check_columns,
     check_dims,
     check_heads,
-    check_one_of,
     check_scale,
     dense_sizes,
     packed_sizes,
 )
 from fkjit.ops.op.checks import FLOATS, check_dtype, check_flag, check_same_dtype
 from fkjit.ops.op.op import Launch, Output, Request, arch_of
-from fkjit.runtime.device import multiprocessors
+from fkjit.runtime import interop
+from fkjit.runtime.device import is_capturing, multiprocessors
 from fkjit.runtime.interop import CPU, View
 
 IMPLEMENTATIONS = ("auto", "flash", "tiled", "naive")
@@ -46,8 +48,8 @@ def check(views: Views, options: AttentionOptions) -> Request:
     call = "attention"
     has_features = _has_features(views, options)
     allowed = _WITH_FEATURES if has_features else IMPLEMENTATIONS
-    check_one_of(call, "impl", options.impl, allowed)
-    check_one_of(call, "layout", options.layout, tuple(LAYOUTS))
+    one_of(call, "impl", options.impl, allowed)
+    one_of(call, "layout", options.layout, tuple(LAYOUTS))
     rows = _rows(call, views)
     problem = dense_sizes(call, rows, options.layout)
     first, second, third, _ = rows["q"].shape
@@ -73,7 +75,7 @@ def check_varlen(views: Views, options: VarlenOptions) -> Request:
 def check_pages(views: Views, options: PagedOptions) -> Request:
     """A call of paged_attention with packed queries."""
     call, seen = "paged_attention", _present(views)
-    check_one_of(call, "layout", options.layout, PAGE_AXES)
+    one_of(call, "layout", options.layout, PAGE_AXES)
     axes, (q, k, v) = PAGE_AXES[options.layout], (seen[name] for name in "qkv")
     check_dtype(call, "q", q, _IN_PAGES)
     for name, view in (("k_pages", k), ("v_pages", v)):
@@ -212,6 +214,28 @@ def _ends(call: str, views: Views, name: str) -> int:
             "allowed: [sequences + 1], contiguous: 0 and the running sums of the lengths"
         )
     return view.shape[0]
+
+
+def look_at_ends(inputs: Sequence[Any]) -> None:
+    """The numbers in cu_seqlens, read from wherever they are: ParameterError for rows that are not
+    there. What they are, and whether they are arrays at all, the check says."""
+    call = "attention_varlen"
+    for name, rows, ends in zip(("q", "k"), inputs[:2], inputs[3:5], strict=True):
+        whole, seen = (interop.view(x, call, name) for x in (rows, ends))
+        if seen.dtype != "int32" or len(seen.shape) != 1 or not whole.shape:
+            continue
+        if seen.device != CPU and is_capturing(interop.current_stream(seen)):
+            raise CaptureError(
+                f"{call}: fkjit.sanitize(indices=True) reads cu_seqlens_{name}, which cannot be "
+                "done while the stream is being captured into a CUDA graph"
+            )
+        values = [0, *seen.array.tolist()]
+        for place, (before, value) in enumerate(pairwise(values)):
+            if not before <= value <= whole.shape[0] or (place == 0 and value):
+                raise ParameterError(
+                    f"{call}: cu_seqlens_{name}[{place}]={value} after {before}; allowed: 0, then "
+                    f"rising, up to the {whole.shape[0]} rows of {name}"
+                )
 
 
 def _length(call: str, name: str, value: Any) -> int:

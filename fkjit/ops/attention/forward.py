@@ -8,9 +8,10 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from fkjit.arguments import bind
 from fkjit.errors import CompileError
 from fkjit.ops.attention import nodes
-from fkjit.ops.attention.checks import check, check_varlen
+from fkjit.ops.attention.checks import check, check_varlen, look_at_ends
 from fkjit.ops.attention.features import FEATURE_ARRAYS, PACKED_ENDS, POINTERS
 from fkjit.ops.attention.options import AttentionOptions, VarlenOptions, unpack_score_mod
 from fkjit.ops.op import torch_ops
@@ -209,7 +210,7 @@ def _run(
     """A call of an op, or what `act` does with its arguments; what NVRTC has against a score_mod as
     a ParameterError."""
     act = act or op
-    if score_mod is None and not score_args and score_mod_grad is None:
+    if score_mod is None and score_args is None and score_mod_grad is None:
         return act(inputs, (), options)
     if torch_ops.compiling():  # which refuses a score_mod before anything is looked at
         return act(inputs, (), (*options, score_mod))
@@ -234,6 +235,7 @@ def _op(name: str, check: Callable[..., Any], options: Any, traced: Callable[...
         optional=[n for n in POINTERS if name == "attention" or n not in PACKED_ENDS],
         autograd=autograd, traced=traced, autocast=3, batched=True,
         lengths=2 if options is VarlenOptions else 0,
+        guard=look_at_ends if options is VarlenOptions else None,
     )  # fmt: skip
     return op
 
@@ -260,9 +262,7 @@ def _preparing(op: Op, call: Callable[..., Any], options: Any) -> Callable[..., 
         Call it before capturing a CUDA graph, or to pay the first-call cost early. Checks and
         raises as the call does; nothing to do for CPU arrays.
         """
-        bound = signature.bind(*args, **named)
-        bound.apply_defaults()
-        given = bound.arguments
+        given = bind(op.name, signature, args, named)
         if isinstance(given["window"], list):
             given["window"] = tuple(given["window"])
         # Inputs and options exactly as the call has them, whose plan it is.

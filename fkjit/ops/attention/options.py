@@ -78,7 +78,7 @@ def unpack_score_mod(
     score_mod_grad as the options have them."""
     if score_mod is None:
         for name, given in (("score_args", score_args), ("score_mod_grad", score_mod_grad)):
-            if given:
+            if not (given is None or (isinstance(given, Mapping | str) and not given)):
                 raise ParameterError(_LONELY[name].format(call=call))
         return (None,) * MAX_ARRAYS, ("", (), (), "")
     text = score_mods.expression(call, score_mod)

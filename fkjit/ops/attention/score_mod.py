@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fkjit.arguments import shown
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.attention.features import MAX_ARRAYS
 from fkjit.ops.op import expression as expressions
@@ -30,12 +31,17 @@ def arguments(
     call: str, given: Any
 ) -> tuple[dict[str, Any], tuple[tuple[str, str, float | int], ...]]:
     """score_args -> arrays by name, and (name, "float" or "int", value) of each number."""
-    if not isinstance(given or {}, Mapping):
-        raise ArgumentTypeError(f"{call}: score_args={given!r} is not a mapping of names to values")
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise ArgumentTypeError(
+            f"{call}: score_args={shown(given)} is not a mapping of names to values"
+        )
     arrays: dict[str, Any] = {}
     scalars: list[tuple[str, str, float | int]] = []
-    for name, value in (given or {}).items():
+    for name, value in given.items():
         _check_name(call, name)
+        if value is None:
+            raise ArgumentTypeError(f"{call}: score_args: {name} is None; allowed: numbers, arrays")
         if isinstance(value, (bool, int, np.integer, np.bool_)):
             scalars.append((name, "int", _whole(call, name, int(value))))
         elif isinstance(value, (float, np.floating)):

@@ -115,12 +115,6 @@ def check_dims(call: str, head_dim: int, head_dim_v: int) -> None:
             raise ParameterError(f"{call}: {name}={size} is not in 1 .. {MAX_HEAD_DIM}")
 
 
-def check_one_of(call: str, name: str, value: Any, allowed: Iterable[str]) -> None:
-    """ParameterError for any other."""
-    if not isinstance(value, str) or value not in allowed:
-        raise ParameterError(f"{call}: {name}={value!r} is not one of {', '.join(allowed)}")
-
-
 def check_scale(call: str, scale: Any, head_dim: int) -> float:
     """softmax_scale as a float that fp32 can hold; 1 / sqrt(head_dim) for None."""
     if scale is None:

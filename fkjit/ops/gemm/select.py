@@ -7,6 +7,8 @@ import itertools
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fkjit import tuning
 from fkjit.arch import Arch
 from fkjit.errors import ParameterError
@@ -137,6 +139,8 @@ def _why_not(spec: KernelSpec, params: Params, arch: Arch) -> str | None:
 
 def _tile(block: Any) -> Any:
     """A list as a tuple; anything else is looked for as it is."""
+    if isinstance(block, np.integer):
+        return int(block)
     return tuple(block) if isinstance(block, list) else block
 
 

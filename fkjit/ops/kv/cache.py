@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.errors import ArgumentTypeError, CaptureError, ParameterError
+from fkjit.arguments import as_list, one_of, shown, whole
+from fkjit.errors import CaptureError, ParameterError
 from fkjit.ops.kv.copy import kv_copy
 from fkjit.ops.kv.memory import Memory, dtype_name
 from fkjit.ops.kv.planes import Planes, check_layer
@@ -19,6 +20,8 @@ from fkjit.types import PageLayout
 
 _CALL = "PagedKVCache"
 _MAX_SEQUENCES = 256
+_MOST = {"num_layers": 1 << 16, "num_kv_heads": 1 << 16, "head_dim": 1 << 16}
+_MOST["max_sequences"] = 1 << 20
 _SCATTERED = 4096  # changes of the tables that go to the device in one piece, at most
 
 
@@ -93,14 +96,14 @@ class PagedKVCache:
             "num_pages": num_pages, "page_size": page_size, "num_kv_heads": num_kv_heads,
             "head_dim": head_dim, "num_layers": num_layers, "max_sequences": max_sequences,
         }  # fmt: skip
-        for name, value in sizes.items():
-            _positive(name, value)
+        num_pages, page_size, num_kv_heads, head_dim, num_layers, max_sequences = (
+            _positive(name, value) for name, value in sizes.items()
+        )
         if page_size not in PAGE_SIZES:
             raise ParameterError(
                 f"{_CALL}: page_size={page_size} is not one of {', '.join(map(str, PAGE_SIZES))}"
             )
-        if layout not in LAYOUTS:
-            raise ParameterError(f"{_CALL}: layout={layout!r} is not one of {', '.join(LAYOUTS)}")
+        one_of(_CALL, "layout", layout, LAYOUTS)
         if num_pages * page_size >= 2**31:
             raise ParameterError(f"{_CALL}: num_pages * page_size must be below 2^31")
         self.num_pages, self.page_size, self.num_layers = num_pages, page_size, num_layers
@@ -127,12 +130,12 @@ class PagedKVCache:
         try:
             given = np.asarray(value, np.float32)
             full = np.array(np.broadcast_to(given, (self.num_layers, self.num_kv_heads)))
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # of whatever array it is
             raise ParameterError(
                 f"{_CALL}: {name} is not a number, [heads], or [layers, heads]: {error}"
             ) from None
         if not (np.isfinite(full) & (full > 0)).all():
-            raise ParameterError(f"{_CALL}: {name}={value!r}; allowed: finite, above 0")
+            raise ParameterError(f"{_CALL}: {name}={shown(value)}; allowed: finite, above 0")
         if self.dtype in CODES:
             return full
         if not (full == 1).all():
@@ -206,13 +209,13 @@ class PagedKVCache:
         caller's stream. PoolExhaustedError, SequenceTooLongError; CaptureError under capture.
         """
         self._refuse_capture("reserve")
-        self._copy(self.pool.reserve(sequences, _each(sequences, tokens)))
+        self._copy(self.pool.reserve(*_each("reserve", sequences, tokens)))
         self.flush()
 
     def extend(self, sequences: Sequence[int], tokens: int | Sequence[int] = 1) -> Any:
         """`reserve`, and count the new tokens: [sum of tokens] int32, their slots, sequence by
         sequence, for `kv_append`."""
-        counts = _each(sequences, tokens)
+        sequences, counts = _each("extend", sequences, tokens)
         self.reserve(sequences, counts)
         slots = self._slots(sequences, counts, append=True)
         self.pool.advance(sequences, counts)
@@ -220,7 +223,7 @@ class PagedKVCache:
 
     def advance(self, sequences: Sequence[int], tokens: int | Sequence[int] = 1) -> None:
         """Count tokens on the host that `kv_slots` counted on the device, in a captured graph."""
-        self.pool.advance(sequences, _each(sequences, tokens))
+        self.pool.advance(*_each("advance", sequences, tokens))
 
     def defragment(self) -> dict[int, int]:
         """Move pages so that those in use have the lowest numbers; returns where each one went.
@@ -245,6 +248,7 @@ class PagedKVCache:
     def slots(self, sequences: Sequence[int]) -> Any:
         """[sum of lengths] int32 on the device: slots of all tokens, sequence by sequence."""
         self._refuse_capture("slots")
+        sequences = as_list(f"{_CALL}.slots", "sequences", sequences)
         return self._slots(sequences, [self.length(s) for s in sequences], append=False)
 
     def read(
@@ -308,14 +312,16 @@ class PagedKVCache:
             )
 
 
-def _each(sequences: Sequence[int], tokens: int | Sequence[int]) -> list[int]:
-    """A count for each sequence."""
-    return list(tokens) if isinstance(tokens, Sequence) else [tokens] * len(sequences)
+def _each(
+    call: str, sequences: Sequence[int], tokens: int | Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """The sequences, and a count for each of them."""
+    call = f"{_CALL}.{call}"
+    named = as_list(call, "sequences", sequences)
+    if isinstance(tokens, int | np.integer):
+        return named, [int(tokens)] * len(named)
+    return named, as_list(call, "tokens", tokens)
 
 
 def _positive(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ArgumentTypeError(f"{_CALL}: {name}={value!r} is not a whole number")
-    if value < 1:
-        raise ParameterError(f"{_CALL}: {name}={value}; allowed: 1 and above")
-    return int(value)
+    return whole(_CALL, name, value, 1, _MOST.get(name, 2**31 - 1))

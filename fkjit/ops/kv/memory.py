@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
+from fkjit.arguments import one_of, shown
+from fkjit.errors import ArgumentTypeError, DeviceError
 from fkjit.runtime.device import is_capturing
 from fkjit.runtime.interop import numpy_dtype, torch_dtype
 
@@ -21,12 +22,14 @@ _DTYPES = {
 
 def dtype_name(call: str, dtype: Any) -> str:
     """ "fp16", "bf16", "fp32", "fp8" or "int8" of a name, a torch dtype or a NumPy dtype."""
-    text = str(dtype).removeprefix("torch.")
-    if isinstance(dtype, type):
-        text = np.dtype(dtype).name
+    try:
+        text = np.dtype(dtype).name if isinstance(dtype, type) else str(dtype)
+    except Exception:  # a class that is no number
+        text = ""
+    text = text.removeprefix("torch.")
     if text not in _DTYPES:
         raise ArgumentTypeError(
-            f"{call}: dtype={dtype!r}; allowed: fp16, bf16, fp32, fp8 (e4m3) and int8"
+            f"{call}: dtype={shown(dtype)}; allowed: fp16, bf16, fp32, fp8 (e4m3) and int8"
         )
     return _DTYPES[text]
 
@@ -46,14 +49,11 @@ class Memory:
         text = f"cuda:{device}" if isinstance(device, int) else str(device)
         kind, _, number = text.partition(":")
         if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
-            raise DeviceError(f'{call}: device={device!r}; allowed: "cpu", "cuda", "cuda:0" …')
+            raise DeviceError(f'{call}: device={shown(device)}; allowed: "cpu", "cuda", "cuda:0" …')
         if framework is None:
             other = "cupy" if kind == "cuda" else "numpy"
             framework = "torch" if "torch" in sys.modules else other
-        if framework not in FRAMEWORKS:
-            raise ParameterError(
-                f"{call}: framework={framework!r} is not one of {', '.join(FRAMEWORKS)}"
-            )
+        one_of(call, "framework", framework, FRAMEWORKS)
         if (framework, kind) in (("cupy", "cpu"), ("numpy", "cuda")):
             raise DeviceError(f"{call}: framework={framework!r} has no arrays on {text}")
         self.framework, self.on_gpu = framework, kind == "cuda"

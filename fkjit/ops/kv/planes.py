@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
+from fkjit.arguments import one_of, shown, whole
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.kv.problem import LAYOUTS
 from fkjit.ops.op import torch_ops
@@ -27,7 +27,7 @@ def planes(call: str, cache: Any, layer: int, layout: str | None) -> Planes:
         refuse_traced(call)
         if layout is not None:
             raise ParameterError(
-                f"{call}: layout={layout!r}, but the cache knows its own: leave it"
+                f"{call}: layout={shown(layout)}, but the cache knows its own: leave it"
             )
         return known[check_layer(call, layer, len(known))]
     if not isinstance(cache, tuple | list) or len(cache) != 2:
@@ -36,8 +36,7 @@ def planes(call: str, cache: Any, layer: int, layout: str | None) -> Planes:
             "(k_pages, v_pages)"
         )
     layout = LAYOUTS[0] if layout is None else layout
-    if layout not in LAYOUTS:
-        raise ParameterError(f"{call}: layout={layout!r} is not one of {', '.join(LAYOUTS)}")
+    one_of(call, "layout", layout, LAYOUTS)
     check_layer(call, layer, 1)
     return Planes((cache[0], cache[1], None, None), "same", layout)
 
@@ -54,10 +53,4 @@ def refuse_traced(call: str) -> None:
 
 def check_layer(call: str, layer: Any, count: int) -> int:
     """A layer that there is."""
-    try:
-        number = operator.index(layer)
-    except TypeError:
-        raise ArgumentTypeError(f"{call}: layer={layer!r} is not a whole number") from None
-    if not 0 <= number < count:
-        raise ParameterError(f"{call}: layer={number}; the cache has layers 0 to {count - 1}")
-    return number
+    return whole(call, "layer", layer, 0, count - 1, " (the cache's layers)")

@@ -7,15 +7,14 @@ is copied before one of them writes to it.
 from __future__ import annotations
 
 import heapq
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from fkjit.arguments import as_list, whole
 from fkjit.errors import (
-    ArgumentTypeError,
     ParameterError,
     PoolExhaustedError,
     SequenceTooLongError,
@@ -103,7 +102,7 @@ class PagePool:
     def fork(self, sequence: int, length: int | None = None) -> int:
         """A new sequence with the first `length` tokens (default: all) of another, in its pages."""
         parent = self._held("fork", sequence)
-        length = parent.length if length is None else _count("fork", "length", length)
+        length = parent.length if length is None else whole(f"{_CALL}.fork", "length", length)
         if length > parent.length:
             raise SequenceTooLongError(
                 f"{_CALL}.fork: length={length}, but sequence {sequence} has {parent.length} tokens"
@@ -119,7 +118,7 @@ class PagePool:
     def free(self, sequence: int) -> None:
         """End a sequence; pages that no other one shares are free again."""
         held = self._held("free", sequence)
-        del self._sequences[sequence]
+        del self._sequences[int(sequence)]
         self._release(held.pages)
         self.page_table[held.row, : len(held.pages)] = -1
         self._table_changed(held.row, 0, len(held.pages))
@@ -189,20 +188,17 @@ class PagePool:
 
     def batch(self, call: str, sequences: Sequence[int]) -> list[_Held]:
         """The sequences, each of them once."""
+        sequences = as_list(f"{_CALL}.{call}", "sequences", sequences)
         held = [self._held(call, sequence) for sequence in sequences]
         if len({id(one) for one in held}) != len(held):
-            twice = sorted({s for s in sequences if list(sequences).count(s) > 1})
+            twice = sorted({int(s) for s in sequences if sequences.count(s) > 1})
             raise ParameterError(f"{_CALL}.{call}: sequences {twice} appear more than once")
         return held
 
     def _held(self, call: str, sequence: Any) -> _Held:
+        sequence = whole(f"{_CALL}.{call}", "sequence", sequence, -(1 << 63))
         try:
-            return self._sequences[operator.index(sequence)]
-        except TypeError:
-            raise ArgumentTypeError(
-                f"{_CALL}.{call}: sequence={sequence!r} is not a number that allocate() or fork() "
-                "returned"
-            ) from None
+            return self._sequences[sequence]
         except KeyError:
             was = "was freed already" if 0 <= sequence < self._next else "was never allocated"
             raise UnknownSequenceError(
@@ -210,7 +206,7 @@ class PagePool:
             ) from None
 
     def _counts(self, call: str, sequences: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        counts = [_count(call, "tokens", count) for count in tokens]
+        counts = [whole(f"{_CALL}.{call}", "tokens", count) for count in tokens]
         if len(counts) != len(sequences):
             raise ParameterError(
                 f"{_CALL}.{call}: {len(counts)} counts of tokens for {len(sequences)} sequences"
@@ -304,13 +300,3 @@ class PagePool:
             self.capacities[held.row] = capacity
             at = self.max_sequences * (self.max_pages + 1) + held.row
             self.changed.append((at, at + 1))
-
-
-def _count(call: str, name: str, value: Any) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        raise ArgumentTypeError(f"{_CALL}.{call}: {name}={value!r} is not a whole number") from None
-    if count < 0:
-        raise ParameterError(f"{_CALL}.{call}: {name}={count} is below 0")
-    return count

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fkjit.arguments import shown
 from fkjit.errors import ArgumentTypeError
 from fkjit.ops.kv import problem as kv
 from fkjit.ops.kv.planes import planes
@@ -45,7 +46,7 @@ def kv_read(
     Raises as `kv_append` does. On a GPU slots beyond the last page are tokens of zeros.
     """
     held = planes(_CALL, cache, layer, layout)
-    k, v = out if out is not None else (None, None)
+    k, v = _pair(out)
     pages = held.arrays
     return _OP((pages[0], pages[1], slot_mapping, *pages[2:]), (k, v), _options(held, dtype))
 
@@ -61,9 +62,20 @@ def _prepare(
 ) -> None:
     """Compile and load what the call with the same arguments needs, without running it."""
     held = planes(_CALL, cache, layer, layout)
-    k, v = out if out is not None else (None, None)
+    k, v = _pair(out)
     pages = held.arrays
     _OP.prepare([pages[0], pages[1], slot_mapping, *pages[2:], k, v], _options(held, dtype))
+
+
+def _pair(out: Any) -> tuple[Any, Any]:
+    """`out` as (k, v)."""
+    if out is None:
+        return None, None
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise ArgumentTypeError(
+            f"{_CALL}: out={shown(out)} is not a pair (k, v) of arrays, or None"
+        )
+    return out[0], out[1]
 
 
 def _options(held: Any, dtype: str | None) -> tuple[Any, ...]:
@@ -109,8 +121,8 @@ def default(fixed: Params) -> dict[str, Any]:
 
 def _dtype(pages: Mapping[str, View], storage: str, wanted: str | None) -> str:
     """Of the result."""
-    if wanted is not None and wanted not in FLOATS:
-        raise ArgumentTypeError(f"{_CALL}: dtype={wanted!r}; allowed: {', '.join(FLOATS)}")
+    if wanted is not None and (not isinstance(wanted, str) or wanted not in FLOATS):
+        raise ArgumentTypeError(f"{_CALL}: dtype={shown(wanted)}; allowed: {', '.join(FLOATS)}")
     allowed = (kv.CODES[storage],) if storage in kv.CODES else FLOATS
     kept = pages["k_pages"].dtype
     check_dtype(_CALL, "k_pages", pages["k_pages"], allowed)

@@ -69,6 +69,7 @@ def _arranged(
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
     """The call's (inputs, outputs, options)."""
     held = planes(_CALL, cache, layer, layout)
+    inplace = check_flag(_CALL, "inplace", inplace)
     if inplace and out_q is not None:
         raise ParameterError(f"{_CALL}: inplace=True and out_q; pass one of them")
     options = (held.storage, held.layout, theta, as_option(scaling), rotary_dim, interleaved)

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from fkjit.arguments import whole
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.kv.planes import refuse_traced
-from fkjit.ops.op.checks import check_dtype, check_shape
+from fkjit.ops.op.checks import check_dtype, check_flag, check_shape
 from fkjit.ops.op.op import Launch, Op, Output, Request
 from fkjit.runtime.interop import CPU, View, as_numpy
 from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
@@ -69,9 +70,12 @@ def _call(cache: Any, rows: Any, cu_seqlens: Any, num_tokens: Any, append: bool)
     refuse_traced(_CALL)
     if (cu_seqlens is None) != (num_tokens is None):
         raise ParameterError(f"{_CALL}: cu_seqlens and num_tokens go together: pass both or none")
+    if num_tokens is not None:
+        num_tokens = whole(_CALL, "num_tokens", num_tokens, 0, 2**31 - 1)
+    append = check_flag(_CALL, "append", append)
     cache.flush()
     tables = (cache.page_table, cache.lengths, cache.capacities)
-    return (rows, cu_seqlens, *tables), (None,), (num_tokens, cache.page_size, bool(append))
+    return (rows, cu_seqlens, *tables), (None,), (num_tokens, cache.page_size, append)
 
 
 def _check(

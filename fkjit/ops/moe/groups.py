@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from fkjit.arguments import whole
 from fkjit.errors import ParameterError
-from fkjit.ops.moe.checks import whole
 from fkjit.ops.moe.problem import MAX_EXPERTS
 from fkjit.ops.op.checks import check_dtype, check_shape
 from fkjit.ops.op.node import of_dtype

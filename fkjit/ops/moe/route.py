@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from fkjit.arguments import one_of, shown, whole
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.moe import problem as moe
-from fkjit.ops.moe.checks import whole
 from fkjit.ops.op.checks import FLOATS, check_dtype, check_flag, check_shape
 from fkjit.ops.op.node import Node, of_dtype
 from fkjit.ops.op.op import Launch, Op, Output, Request
@@ -19,6 +18,8 @@ from fkjit.types import Scoring
 
 _CALL = "moe_route"
 _THREADS = 128
+
+_MAX_SCALE = 3e38  # that fp32 holds
 
 
 def moe_route(
@@ -78,8 +79,7 @@ def describe(
     _check_logits(call, logits)
     tokens, experts, step = rows_of(call, "logits", logits)
     top_k, scoring, renormalize, num_groups, topk_groups, scale = options
-    if scoring not in moe.SCORINGS:
-        raise ParameterError(f"{call}: scoring={scoring!r} is not one of {', '.join(moe.SCORINGS)}")
+    one_of(call, "scoring", scoring, moe.SCORINGS)
     if bias is not None:
         check_dtype(call, "bias", bias, ("fp32",))
         check_shape(call, "bias", bias, (experts,), "[experts], here")
@@ -137,9 +137,13 @@ def _choice(call: str, experts: int, top_k: Any, groups: Any, best: Any) -> dict
 def _scale(call: str, value: Any) -> float:
     plain = type(value) is float  # as nearly always
     if not plain and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise ArgumentTypeError(f"{call}: routed_scaling_factor={value!r} is not a plain number")
-    if not math.isfinite(value):
-        raise ParameterError(f"{call}: routed_scaling_factor={value} is not finite")
+        raise ArgumentTypeError(
+            f"{call}: routed_scaling_factor={shown(value)} is not a plain number"
+        )
+    if not abs(value) <= _MAX_SCALE:
+        raise ParameterError(
+            f"{call}: routed_scaling_factor={shown(value)} is not finite, or above {_MAX_SCALE:g}"
+        )
     return float(value)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from fkjit.arguments import shown
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
 from fkjit.runtime.interop import CPU, ITEMSIZE, View
 from fkjit.symbolic import cached
@@ -121,7 +122,8 @@ def requires_grad(views: Iterable[View | None]) -> bool:
 
 def refuse_grad(call: str, views: Views) -> NoReturn:
     """ParameterError that names the array."""
-    name = next(n for n, v in views.items() if v is not None and v.array.requires_grad)
+    tensors = {n: v.array for n, v in views.items() if v is not None and v.kind == "torch"}
+    name = next(n for n, tensor in tensors.items() if tensor.requires_grad)
     raise ParameterError(
         f"{call}: {name} requires grad, but {call} has no backward; call it under "
         "torch.no_grad() or pass detached tensors"
@@ -130,12 +132,15 @@ def refuse_grad(call: str, views: Views) -> NoReturn:
 
 def check_flag(call: str, name: str, value: Any) -> bool:
     """True or False, in whatever form of 0 and 1."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
     try:
-        return (False, True)[operator.index(value)] if not isinstance(value, bool) else value
-    except (TypeError, IndexError):
-        if type(value).__name__ in ("bool", "bool_"):  # NumPy's
-            return bool(value)
-    raise ArgumentTypeError(f"{call}: {name}={value!r} is not True or False")
+        number = operator.index(value)
+    except Exception:  # a tensor's own errors, too
+        number = -1
+    if number not in (0, 1):
+        raise ArgumentTypeError(f"{call}: {name}={shown(value)} is not True or False")
+    return bool(number)
 
 
 def check_overlaps(call: str, pairs: Iterable[Pair], in_place: Collection[tuple[str, str]]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from fkjit.arguments import bind, blame
 from fkjit.cpu.run import interpret
 from fkjit.ops.op import node as nodes
 from fkjit.ops.op import torch_ops
@@ -26,6 +27,7 @@ from fkjit.runtime import interop, workspace
 from fkjit.runtime.abstract import compile_for
 from fkjit.runtime.device import LoadedKernel, is_capturing, launch_on_device, loaded
 from fkjit.runtime.interop import CPU, View
+from fkjit.sanitizer import looks_at_indices
 
 __all__ = ["Launch", "Op", "Output", "Request", "arch_of"]
 
@@ -56,6 +58,7 @@ class Op:
         lengths: how many of the first options are whole numbers that change from call to call as
             sizes of arrays do: a plan for all sizes takes any.
         autocast: how many of the first inputs torch.autocast casts, as PyTorch's attention's.
+        guard: what looks at the numbers in index arrays, within fkjit.sanitize(indices=True).
         batched: whether tensors of torch.func.vmap go to the operator, which knows what to do.
     """
 
@@ -76,6 +79,7 @@ class Op:
         lengths: int = 0,
         autocast: int = 0,
         batched: bool = False,
+        guard: Callable[[Arrays], None] | None = None,
     ) -> None:
         self.name, self.check, self.options, self.autograd = name, check, options, autograd
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
@@ -84,7 +88,7 @@ class Op:
         self.written = frozenset(written) | frozenset(outputs)
         self.in_place = frozenset(in_place)
         self.plans = Plans(self.name, self.names, self.outputs, lengths)
-        self.autocast, self.batched = autocast, batched
+        self.autocast, self.batched, self.guard = autocast, batched, guard
         self.node = node
         self.operator = None if node is None else nodes.define(self, node)
         self.traced = traced or (None if node is None else self._node_of)
@@ -104,18 +108,32 @@ class Op:
         """
         if self.traced is not None and not running and torch_ops.compiling():
             return self.traced(self._cast(self._whole(inputs)), outputs, options)
+        if self.guard is not None and looks_at_indices():
+            self.guard(inputs)
         try:
             last = self.plans.last.get(options)
-        except TypeError:  # no key at all: the check explains it
+        except Exception:  # no key at all, or one that cannot be compared: the check explains it
             last = None
         if last is not None and (not outputs or len(inputs) == len(self.inputs)):
             for plan in last:
                 made = plan.try_arrays(*inputs, *outputs)
                 if made is not MISSED:
                     return made
-        if self.autograd is not None and torch_ops.wants_grad_plainly(inputs):
-            return self.autograd(self._cast(inputs), outputs, options)
-        return self._met(self._whole(inputs), outputs, options)
+        try:
+            if self.autograd is not None and torch_ops.wants_grad_plainly(inputs):
+                return self.autograd(self._cast(inputs), outputs, options)
+            return self._met(self._whole(inputs), outputs, options)
+        except Exception as error:
+            raise self._blame((*inputs, *outputs), options, error) from error.__cause__
+
+    def _blame(self, arrays: Arrays, options: tuple[Any, ...], error: Exception) -> Exception:
+        """The error to raise, see `arguments.blame`."""
+        names = list(getattr(self.options, "_fields", ()))
+        names = names or [*inspect.signature(self.check).parameters][1:]
+        if len(names) < len(options) and self.node is not None:  # a check takes them as a tuple
+            names = [part.split()[-1] for part in self.node.options.split(",")]
+        given = dict(zip(names, options, strict=False))
+        return blame(self.name, given, dict(zip(self.names, arrays, strict=False)), error)
 
     def _whole(self, inputs: Arrays) -> Arrays:
         return (*inputs, *(None,) * (len(self.inputs) - len(inputs)))
@@ -147,6 +165,8 @@ class Op:
         if self.traced is not None and torch_ops.abstract(*inputs):
             return self.traced(inputs, outputs, options)
         if self.autograd is not None and torch_ops.wants_grad(inputs):
+            if not torch_ops.are_tensors(inputs):
+                check_alike(self.name, self._views(arrays))  # which says what is wrong
             return self.autograd(inputs, outputs, options)
         if self.batched and torch_ops.wrapped(*inputs):
             assert self.traced is not None
@@ -228,9 +248,7 @@ class Op:
             Call it before capturing a CUDA graph, or to pay the first-call cost early. Checks and
             raises as the call does; nothing to do for CPU arrays.
             """
-            bound = signature.bind(*args, **options)
-            bound.apply_defaults()
-            given = bound.arguments
+            given = bind(self.name, signature, args, options)
             self.prepare(
                 [given.get(name) for name in self.names],
                 tuple(value for name, value in given.items() if name not in self.names),
@@ -282,7 +300,7 @@ class Op:
         return {
             name: None
             if array is None and name in self.optional
-            else interop.view(array, self.name, name)
+            else interop.view(array, self.name, name if name in self.inputs else _said(name))
             for name, array in zip(self.names, arrays, strict=True)
         }
 
@@ -348,6 +366,11 @@ class Op:
         if like.kind == "dlpack":  # its owner may reuse the memory once we return
             interop.synchronise(like)
         return kernels
+
+
+def _said(output: str) -> str:
+    """What callers call an output of theirs: kernels of attention write `o`."""
+    return "out" if output == "o" else output
 
 
 _NO_SCRATCH = dict.fromkeys(workspace.ARGUMENTS, 0)

@@ -129,6 +129,12 @@ def wants_grad_plainly(arrays: Sequence[Any]) -> bool:
     return found and not _torch._C._are_functorch_transforms_active()
 
 
+def are_tensors(arrays: Sequence[Any]) -> bool:
+    """Whether all that there are come from torch."""
+    tensor = sys.modules["torch"].Tensor
+    return all(array is None or isinstance(array, tensor) for array in arrays)
+
+
 def abstract(*arrays: Any) -> bool:
     """Whether one is a tensor that only stands for another: in a graph that is being traced."""
     torch = sys.modules.get("torch")

@@ -8,6 +8,7 @@ import numpy as np
 
 from fkjit.errors import ParameterError
 from fkjit.ops.op.autograd import Differentiable, Tensors, as_tuple
+from fkjit.ops.op.checks import check_flag
 from fkjit.ops.op.node import Node, like
 from fkjit.ops.op.op import Op
 from fkjit.ops.rope.checks import check
@@ -73,7 +74,7 @@ def _arranged(
     out_k: Any = None, inverse: Any = False,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
     """The call's (inputs, outputs, options)."""
-    if inplace:
+    if check_flag("rope", "inplace", inplace):
         if out_q is not None or out_k is not None:
             raise ParameterError("rope: inplace=True and out_q or out_k; pass one of them")
         out_q, out_k = q, k
@@ -97,7 +98,7 @@ def _with_gradients(
             "rope: q or k requires grad, and the result is written into a given array; call it "
             "under torch.no_grad(), or without inplace, out_q and out_k"
         )
-    if inputs[3] is not None and inputs[3].requires_grad:
+    if getattr(inputs[3], "requires_grad", False):
         raise ParameterError("rope: table requires grad, but has no gradient; pass it detached")
     results = _DIFFERENTIABLE(inputs, options)
     return results[0] if len(results) == 1 else results

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-import operator
 import sys
 from decimal import Decimal, localcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fkjit.errors import ParameterError
+from fkjit.arguments import shown, whole
+from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.runtime import interop
 from fkjit.runtime.interop import CPU
 from fkjit.symbolic import decision
 
 THETA = 10_000.0
 MAX_ROTARY_DIM = 512
+_MAX_THETA = 1e300
+_MAX_LENGTH = 1 << 26  # positions of a table
 _PI = "3.14159265358979323846264338327950288419716939937511"
 _INDEX_BITS = 8  # ROPE_INDEX_BITS of templates/rope/angle.cuh
 _ROWS = 1 << 14  # of a table, made at a time
@@ -61,25 +63,36 @@ def check_frequencies(call: str, rotary_dim: Any, theta: Any, scaling: Any) -> N
         raise ParameterError(
             f"{call}: rotary_dim={rotary_dim} is not an even number from 2 to {MAX_ROTARY_DIM}"
         )
-    if not (isinstance(theta, int | float) and 1 < theta < math.inf):
-        raise ParameterError(f"{call}: theta={theta!r} is not a finite number above 1")
+    if not (isinstance(theta, int | float) and 1 < theta < _MAX_THETA):
+        raise ParameterError(f"{call}: theta={shown(theta)} is not a finite number above 1")
     if scaling is None:
         return
     if not isinstance(scaling, Llama3Scaling | YarnScaling):
         raise ParameterError(
-            f"{call}: scaling={scaling!r} is not None, a fkjit.Llama3Scaling or a fkjit.YarnScaling"
+            f"{call}: scaling={shown(scaling)} is not None, a fkjit.Llama3Scaling or a "
+            "fkjit.YarnScaling"
         )
     slow, fast = (
         ("low_freq_factor", "high_freq_factor")
         if isinstance(scaling, Llama3Scaling)
         else ("beta_slow", "beta_fast")
     )
+    strange = [n for n, v in zip(scaling._fields, scaling, strict=True) if not _is_number(n, v)]
+    if strange:
+        raise ArgumentTypeError(f"{call}: {strange[0]} of scaling={shown(scaling)} is no number")
     if not 1 <= scaling.factor < math.inf:
         raise ParameterError(f"{call}: factor of {scaling} is not a finite number from 1 on")
     if not 1 <= scaling.original_context < 1 << 31:
         raise ParameterError(f"{call}: original_context of {scaling} is not from 1 to 2^31 - 1")
     if not 0 < getattr(scaling, slow) < getattr(scaling, fast) < scaling.original_context:
         raise ParameterError(f"{call}: {scaling} needs 0 < {slow} < {fast} < original_context")
+
+
+def _is_number(name: str, value: Any) -> bool:
+    """Whether a field of a scaling is of its kind; YaRN's mscale may be None."""
+    if value is None:
+        return name == "mscale"
+    return isinstance(value, int | float | np.integer | np.floating) and abs(value) < _MAX_THETA
 
 
 @decision(256)
@@ -165,10 +178,9 @@ def rope_table(
     Raises:
         ParameterError: a length, rotary_dim, theta or scaling out of range.
     """
-    length, rotary_dim = operator.index(length), operator.index(rotary_dim)
+    length = whole("rope_table", "length", length, 0, _MAX_LENGTH)
+    rotary_dim = whole("rope_table", "rotary_dim", rotary_dim)
     check_frequencies("rope_table", rotary_dim, theta, scaling)
-    if length < 0:
-        raise ParameterError(f"rope_table: length={length} is below 0")
     table = np.empty((length, rotary_dim), np.float32)
     turning, grown = frequencies(rotary_dim, theta, scaling).astype(np.float64), amplitude(scaling)
     for begin in range(0, length, _ROWS):

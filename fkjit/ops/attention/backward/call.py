@@ -18,6 +18,7 @@ from fkjit.ops.attention.backward.checks import (
 )
 from fkjit.ops.attention.backward.problem import PACKED, Options
 from fkjit.ops.op import torch_ops
+from fkjit.ops.op.checks import check_flag
 from fkjit.ops.op.node import Node, like
 from fkjit.ops.op.op import Op
 from fkjit.types import Impl, Layout
@@ -70,6 +71,8 @@ def attention_backward(
 
     Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning".
     """
+    if type(deterministic) is not bool and deterministic is not None:
+        deterministic = check_flag(CALL, "deterministic", deterministic)
     deterministic = deterministic or torch_is_deterministic()
     options = (causal, softmax_scale, deterministic, impl, layout)
     return _PLAIN((dout, q, k, v, o, lse, dlse), _NEW_PLAIN, options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fkjit.arguments import one_of
 from fkjit.errors import ParameterError
 from fkjit.ops.attention.backward import problem as shared
 from fkjit.ops.attention.backward.features import Views
@@ -17,7 +18,6 @@ from fkjit.ops.attention.shapes import (
     check_columns,
     check_dims,
     check_heads,
-    check_one_of,
     check_scale,
 )
 from fkjit.ops.op.checks import check_dtype, check_flag, check_same_dtype, check_shape
@@ -43,8 +43,8 @@ def check_plain(
     views: Views, causal: Any, softmax_scale: Any, deterministic: Any, impl: Any, layout: Any
 ) -> Request:
     """`check` for `fkjit.attention_backward`, whose options may be anything."""
-    check_one_of(CALL, "impl", impl, IMPLEMENTATIONS)
-    check_one_of(CALL, "layout", layout, tuple(LAYOUTS))
+    one_of(CALL, "impl", impl, IMPLEMENTATIONS)
+    one_of(CALL, "layout", layout, tuple(LAYOUTS))
     return check(views, Options(
         causal=causal, softmax_scale=softmax_scale, deterministic=deterministic, impl=impl,
         layout=layout,

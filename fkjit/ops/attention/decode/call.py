@@ -302,7 +302,7 @@ def _run(
     score_mod: Any, score_args: Any,
 ) -> Any:  # fmt: skip
     """The op's result. arrays, options: without what a score_mod has."""
-    if score_mod is None and not score_args:
+    if score_mod is None and score_args is None:
         if out is None:
             return op(arrays, (), options + _NO_SCORE_MOD)
         return op(arrays + _NO_SLOTS, (out,), options + _NO_SCORE_MOD)

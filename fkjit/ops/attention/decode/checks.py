@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from fkjit.arguments import one_of
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.attention.decode import grid
 from fkjit.ops.attention.decode.kernels import kernel, select
@@ -17,7 +18,6 @@ from fkjit.ops.attention.shapes import (
     Sizes,
     check_columns,
     check_dims,
-    check_one_of,
     check_scale,
 )
 from fkjit.ops.kv.problem import CODES
@@ -62,7 +62,7 @@ class Options(NamedTuple):
 def check_contiguous(views: Views, options: Options) -> Request:
     """A call of attention_decode."""
     call, layout, seen = "attention_decode", options.layout, _present(views)
-    check_one_of(call, "layout", layout, ROW_AXES)
+    one_of(call, "layout", layout, ROW_AXES)
     problem, axes = _queries(call, seen["q"], layout), ROW_AXES[layout]
     k, v = (_four(call, name, seen[name], layout) for name in ("k", "v"))
     if k[:3] != v[:3] or k[0] != problem["batch"]:
@@ -82,7 +82,7 @@ def check_contiguous(views: Views, options: Options) -> Request:
 def check_paged(views: Views, options: Options) -> Request:
     """A call of paged_attention."""
     call, layout, seen = "paged_attention", options.layout, _present(views)
-    check_one_of(call, "layout", layout, PAGE_AXES)
+    one_of(call, "layout", layout, PAGE_AXES)
     problem, axes = _queries(call, seen["q"], "bshd"), PAGE_AXES[layout]
     k, v = (_four(call, f"{name}_pages", seen[name], layout) for name in ("k", "v"))
     rows, width, step = check_table(call, seen["page_table"])

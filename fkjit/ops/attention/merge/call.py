@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+from fkjit.arguments import one_of
 from fkjit.errors import ParameterError
 from fkjit.ops.attention.merge.kernels import ROW_AXES, describe, is_vector, kernel, parameters
 from fkjit.ops.op.autograd import Differentiable
@@ -73,8 +74,7 @@ def _prepare(
 def _check(views: Mapping[str, View | None], layout: Any) -> Request:
     o, lse, other, other_lse = (views[name] for name in _OP.inputs)
     assert o is not None and lse is not None
-    if layout not in ROW_AXES:
-        raise ParameterError(f"{_CALL}: layout={layout!r} is not one of {', '.join(ROW_AXES)}")
+    one_of(_CALL, "layout", layout, ROW_AXES)
     if (other is None) != (other_lse is None):
         raise ParameterError(f"{_CALL}: other and other_lse are given together or not at all")
     dtype = check_same_dtype(_CALL, {"o": o} if other is None else {"o": o, "other": other})
