@@ -15,6 +15,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
+NEWEST := 13.5.37# NVRTC, beside the one of tests/constraints.txt: tests/jit/test_newest_nvrtc.py
 EXTRA := $(if $(filter 12,$(CUDA)),cuda12,cuda13)
 INPUTS := pyproject.toml tests/constraints.txt
 # One line a downloaded or installed package, errors in full. Of 8,000 files few are ever imported.
@@ -71,6 +72,9 @@ $(VENV)/.demo: $(VENV)/.python $(INPUTS)
 $(VENV)/.test: $(VENV)/.python $(INPUTS)
 	@echo "installing fkjit, CuPy, NVRTC, pytest, torch and triton (once; the last two are most of it)"
 	$(INSTALL) '.[$(EXTRA),sass,test,twins]' | $(SHOW)
+	if [ $(EXTRA) = cuda13 ]; then $(BIN)/python -m pip install --disable-pip-version-check \
+	--progress-bar off --no-compile --no-deps --upgrade --target $(VENV)/nvrtc-newest \
+	nvidia-cuda-nvrtc==$(NEWEST) | $(SHOW); fi
 	touch $(VENV)/.demo $@
 
 $(VENV)/.check: $(VENV)/.test

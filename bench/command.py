@@ -13,6 +13,7 @@ from typing import Any
 
 from fkjit.arch import Arch
 from fkjit.errors import FkjitError, ParameterError
+from fkjit.paths import document
 
 from .core import compare, host, kernels, listing
 from .core.cases import Case, select
@@ -21,9 +22,9 @@ from .core.device import Device, TorchDevice
 from .core.method import MODES, QUICK, Effort
 from .core.op import Candidate, Op
 from .core.run import INTERRUPTED, Plan, execute
-from .core.store import Writer, file_name, results_folder
+from .core.store import Writer, file_name, in_help, results_folder
 
-_EPILOG = "docs/BENCHMARKS.md says how it measures and how a result line is read."
+_EPILOG = document("BENCHMARKS.md") + " says how it measures and how a result line is read."
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
     which("--only", action="append", default=[], metavar="WORDS", help='of a case: "D128 causal"')
     which("--impl", default="auto", help="auto (the public call), all, or kernels: naive,tiled")
     which("--variants", action="store_true", help="every legal tile of these kernels")
+    which("--tiles", action="append", default=[], metavar="WORDS",
+          help='with --variants, these of each kernel: "wgmma cluster=2"')  # fmt: skip
     which("--peers", metavar="NAMES", help="all, none, or names: sdpa-cudnn,fa4; default: not slow")
     how = made.add_argument_group("how").add_argument
     how("--quick", action="store_true", help="10 + 100 iterations, not 100 + 1000; --set quick")
@@ -49,7 +52,12 @@ def parser() -> argparse.ArgumentParser:
     how("--modes", default=",".join(MODES), help=f"of {','.join(MODES)}")
     how("--nvtx", action="store_true", help="NVTX ranges around each timed case")
     where = made.add_argument_group("results").add_argument
-    where("--out", type=Path, metavar="FILE", help="default: bench/results/DATE-GPU-COMMIT.jsonl")
+    where(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"default: {in_help(results_folder())}/DATE-GPU-COMMIT.jsonl",
+    )
     where("--commit", metavar="TEXT", help="what was measured, for a copy without its .git")
     where("--append", action="store_true", help="add a run to a file that exists")
     where("--list", action="store_true", help="operations, sets, kernels, peers")
@@ -178,13 +186,30 @@ def _candidates(
     found: dict[str, list[Candidate]] = {}
     left_out = {}
     for op in ops:
-        found[op.name] = kernels.ours(op, chosen.impl, chosen.variants, device, arch)
+        own = kernels.ours(op, chosen.impl, chosen.variants, device, arch)
+        found[op.name] = _with_words(own, chosen.tiles)
         for peer in op.peers:
             if names is None and peer.slow:
                 left_out[peer.name] = f"{peer.slow}; --peers all or {peer.name}"
             elif names is None or "all" in names or peer.name in names:
                 found[op.name].append(peer)
     return found, left_out
+
+
+def _with_words(candidates: list[Candidate], tiles: Sequence[str]) -> list[Candidate]:
+    """The public call, and those whose names have all words of one of `tiles`. ParameterError for
+    words of none."""
+    for text in tiles:
+        if not any(_has(candidate, text) for candidate in candidates):
+            names = ", ".join(candidate.name for candidate in candidates)
+            raise ParameterError(f"bench: --tiles {text!r} is none of {names}")
+    if not tiles:
+        return candidates
+    return [one for one in candidates if one.name == "fkjit" or any(_has(one, t) for t in tiles)]
+
+
+def _has(candidate: Candidate, words: str) -> bool:
+    return set(words.split()) <= set(candidate.name.split())
 
 
 def _arch() -> Arch:

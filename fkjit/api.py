@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 import fkjit
 from fkjit import ops
 from fkjit.arch import arch as arch_of
+from fkjit.arch import target
 from fkjit.cpu.run import interpret
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
-from fkjit.runtime import interop
+from fkjit.runtime import abstract, interop
 from fkjit.runtime.device import launch_on_device
 from fkjit.runtime.interop import CPU
+from fkjit.settings import settings
 from fkjit.spec import KernelSpec, Params, Problem, find
 
 
-def prepare(op: str, *args: Any, **options: Any) -> None:
+def prepare(op: str, *args: Any, arch: str | None = None, **options: Any) -> None:
     """Compile and load what the public call `fkjit.<op>(*args, **options)` will need.
 
     Nothing is launched. Use it before a CUDA graph capture, or to pay the first call early.
+
+    arch: a target such as "sm_90a": compile for it into the cache, without a GPU and without
+    memory. Only shapes, strides and dtypes of arrays count then; they may be NumPy arrays, torch
+    tensors (also on "meta"), jax.ShapeDtypeStruct, or texts such as "bf16[2, 16, 4096, 128]". Tiles
+    are chosen for the architecture's usual number of SMs. CPU arrays take FKJIT_TARGET for `arch`
+    where it is a GPU's; else there is nothing to compile for them.
+
     ParameterError for an op without such a call.
     """
     calls = {name: getattr(fkjit, name) for name in fkjit.__all__}
@@ -27,7 +38,21 @@ def prepare(op: str, *args: Any, **options: Any) -> None:
     ready = getattr(calls[op], "prepare", None) if op in able else None
     if ready is None:
         raise ParameterError(f"prepare: op={op!r} is not one of {', '.join(able)}")
+    if arch is None and _on_cpu((*args, *options.values())):
+        forced = settings().target
+        arch = forced if forced and target(forced).kind == "cubin" else None
+    if arch is not None:
+        device = abstract.device_for(arch)
+        args = abstract.described(args, device)
+        options = {name: abstract.described(value, device) for name, value in options.items()}
     ready(*args, **options)
+
+
+def _on_cpu(values: Iterable[Any]) -> bool:
+    """Whether there are arrays among these, all of them on the CPU."""
+    arrays = [value for value in values if hasattr(value, "shape") and hasattr(value, "dtype")]
+    on_cpu = [isinstance(a, np.ndarray) or getattr(a, "is_cpu", False) is True for a in arrays]
+    return bool(arrays) and all(on_cpu)
 
 
 def variants(kernel: str, arch: str | None = None) -> Iterator[dict[str, Any]]:

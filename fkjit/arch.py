@@ -220,5 +220,5 @@ def _listed(known: list[Capability]) -> str:
 
 def _older_package(nvrtc: tuple[int, int]) -> str:
     if nvrtc[0] >= 13:
-        return "pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12 in place of cupy-cuda13x"
+        return "pip install 'fkjit[cuda12]' in place of cupy-cuda13x"
     return "fkjit needs compute capability 7.5 (Turing) or newer"

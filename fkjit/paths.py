@@ -1,4 +1,5 @@
-"""Where fkjit's own CUDA sources are: beside the package in a checkout, inside it in a wheel."""
+"""Where fkjit's own CUDA sources are (beside the package in a checkout, inside it in a wheel), and
+how its documents are called."""
 
 from __future__ import annotations
 
@@ -20,6 +21,12 @@ def source_root() -> Path:
         f"fkjit: its CUDA sources (kernels_cu/, templates/) are neither in {HERE / '_cuda'} nor in "
         f"{HERE.parent}; the installation is incomplete: pip install --force-reinstall fkjit"
     )
+
+
+def document(name: str) -> str:
+    """How help calls a page: "docs/BENCHMARKS.md"; an installed fkjit has no docs/ beside it."""
+    beside = (HERE.parent / "docs" / name).is_file()
+    return f"docs/{name}" if beside else f"docs/{name} of fkjit's sources"
 
 
 def kernels_dir() -> Path:

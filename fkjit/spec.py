@@ -323,18 +323,26 @@ _VERIFICATION = tuple(field.name for field in fields(Verification))
 _FLAT = (*_WORK, *_VERIFICATION, "dependent")
 
 _REGISTRY: dict[str, KernelSpec] = {}
-_HOME: dict[str, str] = {}  # kernel -> the module that registered it
+_HOME: dict[str, tuple[str, Any]] = {}  # kernel -> the module that registered it, and its file
 
 
 def register(spec: KernelSpec, *, replace: bool = False) -> KernelSpec:
-    """Add a kernel to the registry and return it; a second one of the same name needs `replace`."""
-    if spec.id in _REGISTRY and not replace:
+    """Add a kernel to the registry and return it; a second one of the same name needs `replace`.
+
+    A file that runs again under another name (imported after FKJIT_KERNEL_PATH found it) replaces
+    its own kernels.
+    """
+    around = sys._getframe(1).f_globals
+    home = around["__name__"], around.get("__file__")
+    module, file = _HOME.get(spec.id, home)
+    again = file is not None and file == home[1] and module != home[0]
+    if spec.id in _REGISTRY and not (replace or again):
         raise ParameterError(
             f"register: a kernel named {spec.id!r} stands already ({_REGISTRY[spec.id].source}); "
             "choose another op or name, or pass replace=True"
         )
     _REGISTRY[spec.id] = spec
-    _HOME[spec.id] = sys._getframe(1).f_globals["__name__"]
+    _HOME[spec.id] = home
     return spec
 
 
@@ -344,7 +352,7 @@ def arrange(modules: Sequence[str]) -> None:
     Kernels of other modules follow, in the order in which they came.
     """
     place = {module: number for number, module in enumerate(modules)}
-    ids = sorted(_REGISTRY, key=lambda name: place.get(_HOME[name], len(place)))
+    ids = sorted(_REGISTRY, key=lambda name: place.get(_HOME[name][0], len(place)))
     ordered = {name: _REGISTRY[name] for name in ids}
     _REGISTRY.clear()
     _REGISTRY.update(ordered)

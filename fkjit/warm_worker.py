@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fkjit.arch import target
+from fkjit.arch import Target, target
 from fkjit.cpu.run import GUARD
 from fkjit.jit.build import build, quiet
-from fkjit.spec import KernelSpec, Param
+from fkjit.spec import KernelSpec, Param, Params
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,20 @@ class Job:
     def label(self) -> str:
         """As messages name it: "attention.flash fp16 block=64 sm_90a"."""
         return f"{self.op}.{self.name} {self.spec.label(self.params)} {self.target}"
+
+
+def job_of(spec: KernelSpec, params: Params, to: Target) -> Job:
+    """One variant of a kernel; whether it is legal was looked at before."""
+    return Job(
+        op=spec.op,
+        name=spec.name,
+        source=spec.source,
+        entry=spec.entry,
+        root=spec.root,
+        params=dict(params),
+        derived=spec.template_values(params),
+        target=to.name,
+    )
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from fkjit import ops as _ops
-from fkjit.arch import DEFAULT_ARCHS, target
+from fkjit import warm_calls
+from fkjit.api import prepare
+from fkjit.arch import DEFAULT_ARCHS, Target, target
 from fkjit.errors import ParameterError
 from fkjit.jit.build import gpu_target, interpreter_target
+from fkjit.runtime.abstract import taking
 from fkjit.runtime.gpus import gpus
-from fkjit.spec import KernelSpec, registered
-from fkjit.warm_worker import Job, Outcome
+from fkjit.spec import KernelSpec, Params, registered
+from fkjit.warm_worker import Job, Outcome, job_of
 
+COMMON, ALL = "common", "all"  # in place of names of ops
+# Seconds that NVRTC takes for a variant on one core, by the beginning of the op's name.
+_SECONDS = {"attention": 0.9, "decode": 1.2, "linear": 0.45, "moe_route_and": 0.7}
+_SECONDS_ELSE = 0.17
 _CHILD = "import sys; sys.path[:] = {path!r}; from fkjit.warm_worker import main; main()"
 
 
@@ -56,8 +63,9 @@ def warm(
     """Compile every legal variant of some kernels into the cache; those already there are skipped.
 
     Args:
-        ops: public calls ("reduce_sum"), ops ("attention") or kernels ("attention.flash");
-            default: every registered one.
+        ops: public calls ("reduce_sum"), ops ("attention") or kernels ("attention.flash"), or
+            "common": what inference takes by default, in bf16 and fp16 at head dimensions 64 and
+            128. Default, and "all": every registered kernel.
         arch: targets such as "sm_90a", a list of them, or "all" (arch.DEFAULT_ARCHS). Default: the
             GPUs of this machine; without one, the target of the CPU interpreter.
         jobs: processes, default one for each CPU this process may use.
@@ -66,10 +74,18 @@ def warm(
     Returns counts, and each failed variant with its error: one failure does not stop the others.
     An interrupt (Ctrl-C) keeps what is done and is raised on. ParameterError for unknown names.
     """
+    return compile_jobs(plan(ops, arch), jobs, progress)
+
+
+def compile_jobs(
+    work: list[Job],
+    jobs: int | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Warmed:
+    """As `warm`, of variants that were chosen before."""
     begin = time.perf_counter()
-    work = plan(ops, arch)
     done = Warmed(total=len(work))
-    for count, outcome in enumerate(_run(work, _processes(jobs, len(work))), start=1):
+    for count, outcome in enumerate(_run(work, processes(jobs, len(work))), start=1):
         done.add(outcome)
         if progress is not None:
             progress(count, len(work), outcome.job.label)
@@ -78,23 +94,51 @@ def warm(
 
 
 def plan(ops: Iterable[str] = (), arch: str | Iterable[str] | None = None) -> list[Job]:
-    """The variants `warm` would compile, in the order of the registry."""
-    specs, targets = chosen_specs(ops), [target(name) for name in chosen_targets(arch)]
-    return [
-        Job(
-            op=spec.op,
-            name=spec.name,
-            source=spec.source,
-            entry=spec.entry,
-            root=spec.root,
-            params=params,
-            derived=spec.template_values(params),
-            target=to.name,
-        )
-        for to in targets
-        for spec in specs
-        for params in spec.variants(to.arch)
-    ]
+    """The variants `warm` would compile: those of kernels in the order of the registry."""
+    names, targets = list(ops), [target(name) for name in chosen_targets(arch)]
+    found: list[Job] = []
+    if COMMON in names:
+        found = planned(warm_calls.common(), [to.name for to in targets])
+    rest = [name for name in names if name != COMMON]
+    specs = chosen_specs(() if ALL in rest else rest) if rest or not names else []
+    every = (
+        job_of(s, params, to) for to in targets for s in specs for params in s.variants(to.arch)
+    )
+    done = {job.label for job in found}
+    return found + [job for job in every if job.label not in done]
+
+
+def planned(calls: Iterable[warm_calls.Call], targets: Iterable[str]) -> list[Job]:
+    """The variants that calls take, each once. Calls that a target has no kernel for are left out;
+    ParameterError where no call is left."""
+    found: dict[str, Job] = {}
+    last: ParameterError | None = None
+
+    def take(spec: KernelSpec, params: Params, to: Target) -> None:
+        job = job_of(spec, params, to)
+        found.setdefault(job.label, job)
+
+    asked = list(calls)
+    for name in targets:
+        for call in asked:
+            try:
+                with taking(take):
+                    prepare(call.op, *call.args, arch=name, **call.options)
+            except ParameterError as error:
+                last = error
+    if last is not None and not found:
+        raise last
+    return list(found.values())
+
+
+def estimate(work: Iterable[Job], processes: int) -> float:
+    """About how many seconds it takes to compile these, none of which is in the cache."""
+    return sum(map(_seconds, work)) / processes
+
+
+def _seconds(job: Job) -> float:
+    family = next((name for name in _SECONDS if job.op.startswith(name)), "")
+    return _SECONDS.get(family, _SECONDS_ELSE)
 
 
 def chosen_specs(names: Iterable[str]) -> list[KernelSpec]:
@@ -118,7 +162,8 @@ def chosen_targets(arch: str | Iterable[str] | None) -> list[str]:
     return list(dict.fromkeys(target(name).name for name in names))
 
 
-def _processes(jobs: int | None, work: int) -> int:
+def processes(jobs: int | None, work: int) -> int:
+    """How many compile so many variants: `jobs`, or one for each CPU this process may use."""
     if jobs is not None and jobs < 1:
         raise ParameterError(f"warm: jobs={jobs} is not 1 or more")
     with suppress(AttributeError):

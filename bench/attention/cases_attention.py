@@ -83,6 +83,13 @@ def _decode() -> Iterator[dict[str, Any]]:
         yield problem(batch, 32, seqlen, 128, True, heads_kv=8)
 
 
+def _short_q() -> Iterator[dict[str, Any]]:
+    """1 to 64 queries of a sequence, and many keys."""
+    for batch, seqlen in ((1, 4096), (1, 32_768), (16, 4096)):
+        for queries in (1, 4, 16, 64):
+            yield problem(batch, 32, seqlen, 128, True, heads_kv=8, seqlen_q=queries)
+
+
 _SPEC = (512, 1024, 2048, 4096)
 SETS: dict[str, list[dict[str, Any]]] = {
     "default": list(_grid((4,), _SPEC, (64, 128))),
@@ -104,6 +111,8 @@ SETS: dict[str, list[dict[str, Any]]] = {
         *_tokens((2048, 4096, 8192, 16_384), 64),
         *_tokens((2048, 4096, 8192, 16_384), 128),
     ],
+    "small_batch": list(_grid((1, 2, 4), _SPEC, (128,))),
+    "short_q": list(_short_q()),
     "scaling": list(_grid((1, 2, 4), _SPEC, (128,), masks=(False,))),
     "grid": list(_grid((1, 4, 8), _SPEC, (64, 128, 256), ("bf16", "fp16", "fp32"))),
     "long": list(_grid((1,), (8192, 16_384), (64, 128, 256))),

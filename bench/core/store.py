@@ -131,6 +131,11 @@ def results_folder() -> Path:
     return Path.cwd() / "fkjit-bench"
 
 
+def in_help(path: Path) -> str:
+    """A path in an argparse help, where % is a sign of its own."""
+    return str(path).replace("%", "%%")
+
+
 def file_name(header: dict[str, Any]) -> str:
     """Date, GPU and commit: 20261121-093015-h200-fe6e164.jsonl"""
     gpu = re.sub(r"nvidia|geforce", "", str(header.get("gpu") or "no-gpu"), flags=re.IGNORECASE)

@@ -57,7 +57,9 @@ SETS: dict[str, list[dict[str, Any]]] = {
     ]),
     "fp32": [
         *(problem(size, size, size, dtype="fp32") for size in (1024, 4096, 8192)),
+        problem(8192, 8192, 8192, dtype="fp32", weight_layout="kn"),
         problem(4096, 768, 3072, dtype="fp32", **_GELU),
+        *(problem(size, size, size, dtype="fp32", precision="tf32") for size in (4096, 8192)),
     ],
     "gpt2": [_layer(layer, m) for m in (1, 512, 4096) for layer in LAYERS["gpt2"]],
     "llama": [

@@ -3,14 +3,16 @@ torch.compile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 from fkjit.spec import Problem
 
 from ..core.op import Arrays, Candidate, Prepared, Refused
-from .products import activated, operands
+from .products import activated, is_tf32, operands
 
 Tail = Callable[[Any, Any], Any]  # (z, residual) -> out
 
@@ -121,7 +123,28 @@ def _follows(problem: Problem) -> bool:
 
 
 def _peer(name: str, prepare: Callable[[Problem, Arrays], Prepared], **more: Any) -> Candidate:
-    return Candidate(name=name, package="torch", module="torch", prepare=prepare, **more)
+    def as_exact(problem: Problem, arrays: Arrays) -> Prepared:
+        """fp32 as exact as the problem wants it."""
+        matmul, tf32 = import_module("torch").backends.cuda.matmul, is_tf32(problem)
+        with _allowed(matmul, tf32):
+            made = prepare(problem, arrays)
+
+        def call() -> Any:
+            with _allowed(matmul, tf32):
+                return made.call()
+
+        return made if problem["dtype"] != "fp32" else replace(made, call=call)
+
+    return Candidate(name=name, package="torch", module="torch", prepare=as_exact, **more)
+
+
+@contextmanager
+def _allowed(matmul: Any, tf32: bool) -> Iterator[None]:
+    before, matmul.allow_tf32 = matmul.allow_tf32, tf32
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
 
 
 PEERS = (

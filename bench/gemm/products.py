@@ -26,18 +26,20 @@ from ..core.op import Arrays, Prepared
 _ROWS = 64  # checked at the end, and as many spread over the rest
 _CHUNK = 16  # bytes
 _SMS = 132
+_TF32_LIMIT = 1e-3  # of an error, as accuracy.LIMITS
 
 
 def problem(
     m: int, k: int, n: int, *, dtype: str = "bf16", activation: str = "none", gate: bool = False,
     x_layout: str = "mk", weight_layout: str = "nk", bias: bool = False, residual: bool = False,
+    precision: str = "ieee",
 ) -> dict[str, Any]:  # fmt: skip
     """One product of contiguous arrays. In the order of the tables: m x k x n."""
     kinds = {
         "dtype": dtype, "x_layout": x_layout, "weight_layout": weight_layout,
         "activation": activation, "gate": gate,
     }  # fmt: skip
-    made = cases.problem(kinds, m, n, k, bias=bias, residual=residual)
+    made = cases.problem(kinds, m, n, k, bias=bias, residual=residual, precision=precision)
     return {**made, **_alignment(made)}
 
 
@@ -53,9 +55,15 @@ def _alignment(p: Problem) -> dict[str, bool]:
     }
 
 
+def is_tf32(p: Problem) -> bool:
+    """Whether fp32 may be rounded to tf32."""
+    return p.get("precision", "ieee") == "tf32"
+
+
 def label(p: Problem) -> str:
-    """ "bf16 M4096 K768 N3072 bias gelu_tanh"; layouts where they are not nn.Linear's."""
-    words = [p["dtype"], f"M{p['m']}", f"K{p['k']}", f"N{p['n']}"]
+    """ "bf16 M4096 K768 N3072 bias gelu_tanh"; "tf32" for fp32 that may be rounded to it; layouts
+    where they are not nn.Linear's."""
+    words = ["tf32" if is_tf32(p) else p["dtype"], f"M{p['m']}", f"K{p['k']}", f"N{p['n']}"]
     words += [p[name] for name in ("x_layout", "weight_layout") if p[name] in ("km", "kn")]
     words += [name for name in ("bias", "gate") if p[name]]
     words += [p["activation"]] if p["activation"] != "none" else []
@@ -113,7 +121,8 @@ def expected(problem: Problem, arrays: Arrays) -> Expected:
     y = activated(functional, problem["activation"], z[:, :n])
     y = y * z[:, n:] if problem["gate"] else y
     y = y + arrays["residual"][rows].double() if problem["residual"] else y
-    return Expected([(rows, y)], LIMITS[problem["dtype"]])
+    limit = _TF32_LIMIT if is_tf32(problem) else LIMITS[problem["dtype"]]
+    return Expected([(rows, y)], limit)
 
 
 # ------------------------------------------------------------------ ours
@@ -125,12 +134,16 @@ def ours(problem: Problem, arrays: Arrays) -> Prepared:
     bias, residual = arrays.get("bias"), arrays.get("residual")
     activation = None if problem["activation"] == "none" else problem["activation"]
     gate, variant = problem["gate"], None
+    precision = problem.get("precision", "ieee")
     if x.is_cuda:
         chosen = _chosen("auto", _placed(problem, x), arch_of(x))
         variant = (chosen.spec, chosen.params)
 
     def call() -> Any:
-        return fkjit.linear(x, weight, bias, activation=activation, gate=gate, residual=residual)
+        return fkjit.linear(
+            x, weight, bias, activation=activation, gate=gate, residual=residual,
+            precision=precision,
+        )  # fmt: skip
 
     return Prepared(call, variant=variant)
 

@@ -100,7 +100,7 @@ def _activated(z, ACTIVATION: tl.constexpr):
 
 @triton.autotune(
     configs=_INTERPRETED if triton.knobs.runtime.interpret else _ALL,
-    key=["m", "n", "k", "X_KM", "WEIGHT_KN", "GATE", "ACTIVATION"],
+    key=["m", "n", "k", "X_KM", "WEIGHT_KN", "GATE", "ACTIVATION", "PRECISION"],
     prune_configs_by={"early_config_prune": _candidates},
     do_bench=quickly,
 )
@@ -213,9 +213,10 @@ def linear(
     *,
     activation: str = "none",
     gate: bool = False,
+    precision: str = "ieee",
 ) -> torch.Tensor:
     """[m, n] of x [m, k] and weight [n, k] (with gate [2 n, k], gate first), each of which may be a
-    transpose. fp16, bf16, or fp32, which is exact (no tensor cores)."""
+    transpose. fp16, bf16, or fp32, which is exact (no tensor cores) unless precision is "tf32"."""
     (m, k), n = x.shape, weight.shape[0] // (2 if gate else 1)
     out = x.new_empty(m, n)
     if not out.numel():
@@ -230,7 +231,7 @@ def linear(
         GATE=gate,
         ACTIVATION=activation,
         DESCRIBED=_describable(x) and _describable(weight),
-        PRECISION="ieee" if x.dtype == torch.float32 else None,
+        PRECISION=precision if x.dtype == torch.float32 else None,
         GROUP=GROUP,
     )  # fmt: skip
     return out
@@ -240,5 +241,6 @@ def prepare(problem: Problem, arrays: Arrays) -> Prepared:
     """The twin on a problem of the benchmark."""
     x, weight = operands(problem, arrays)
     bias, residual = arrays.get("bias"), arrays.get("residual")
-    activation, gate = problem["activation"], problem["gate"]
-    return Prepared(lambda: linear(x, weight, bias, residual, activation=activation, gate=gate))
+    named = {name: problem[name] for name in ("activation", "gate")}
+    precision = problem.get("precision", "ieee")
+    return Prepared(lambda: linear(x, weight, bias, residual, precision=precision, **named))

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fkjit.errors import ParameterError
+from fkjit.paths import document
 
 from ..core.catalog import selected
+from ..core.store import in_help
 from . import collect, show, store
 
 
@@ -19,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="fkjit profile",
         description="One launch of each implementation under Nsight Compute, clocks left alone.",
-        epilog="docs/PROFILING.md says how a profile is read.",
+        epilog=document("PROFILING.md") + " says how a profile is read.",
     )
     add = made.add_argument
     add("op", metavar="OP", help="an operation: attention")
@@ -30,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         "them; may be given more than once",
     )  # fmt: skip
     add("--peers", default="", metavar="NAMES", help="sdpa-cudnn,fa4: beside ours; default: none")
-    add("--out", type=Path, metavar="FILE", help="default: docs/profiles/GPU.json")
+    add("--out", type=Path, metavar="FILE", help=f"default: {in_help(store.folder())}/GPU.json")
     add("--report", type=Path, metavar="FILE", help="keep Nsight's own report, for its window")
     add("--commit", metavar="TEXT", help="what was profiled, for a copy without its .git")
     add("--nvtx", action="store_true", help="a timeline with named ranges (nsys), no counters")

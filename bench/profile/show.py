@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fkjit.cli import console as report
+from fkjit.paths import document
 
 from .metrics import METRICS, STALLS, Metric
 
@@ -88,4 +89,6 @@ def print_reading(entries: Sequence[Mapping[str, Any]]) -> None:
     seen = {name for kernel in kernels for name in list(kernel.get("stalls", {}))[:_TOP]}
     report.add_rows(made, [(f"stall {n}", t) for n, t in STALLS.items() if n in seen])
     out.print(made)
-    out.print("Stalls are cycles between two instructions of a warp. More: docs/PROFILING.md")
+    out.print(
+        f"Stalls are cycles between two instructions of a warp. More: {document('PROFILING.md')}"
+    )

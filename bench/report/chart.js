@@ -1,4 +1,4 @@
-// Draws the page's charts: choices, a legend that hides series, log scales, values under the pointer.
+// Draws the page's charts: a legend that hides series, log scales, values under the pointer.
 
 const SVG = "http://www.w3.org/2000/svg";
 const LEFT = 58, RIGHT = 12, TOP = 10, BOTTOM = 46, ROW = 34, NEAR = 28;
@@ -27,7 +27,8 @@ function mark(parent, series, x, y) {
 
 function stroke(parent, places, series) {
   make(parent, "svg:polyline", {
-    points: places.map((p) => p.join(",")).join(" "), fill: "none", "stroke-width": 2,
+    points: places.map((p) => p.join(",")).join(" "), fill: "none",
+    "stroke-width": !series.guide && OURS.has(series.name) ? 3.5 : 2,
     stroke: series.guide ? "var(--quiet)" : series.colour, "stroke-dasharray": series.dash,
   });
 }
@@ -108,27 +109,31 @@ class Picture {
   constructor(host, charts, notes) {
     this.charts = charts;
     this.notes = notes;
-    this.hidden = new Set();
     this.scales = {};
     this.controls = make(host, "div", { class: "controls" });
     this.legend = make(host, "div", { class: "legend" });
     this.frame = make(host, "div", { class: "frame" });
+    const details = make(host, "details");
+    make(details, "summary", {}, "Numbers");
+    this.numbers = make(details, "div", { class: "scroll" });
     this.chart = charts[0];
-    this.choices();
+    this.choices(optionsOf(host.closest(".part")));
     this.show(charts[0]);
     new ResizeObserver(() => this.draw()).observe(this.frame);
   }
 
-  choices() {
+  // What the bar on top does not choose is chosen here.
+  choices(common) {
     for (const key of Object.keys(this.charts[0].choice)) {
       const values = [...new Set(this.charts.map((chart) => chart.choice[key]))];
-      if (values.length < 2) continue;
+      if (values.length < 2 || values.every((value) => common[key]?.includes(value))) continue;
       const label = make(this.controls, "label", {}, `${key} `);
       const select = make(label, "select", { "data-key": key });
       for (const value of values) make(select, "option", { value }, value);
-      select.onchange = () => this.choose(key, select.value);
+      select.onchange = () => this.choose({ [key]: select.value });
     }
-    if (!this.controls.firstChild) make(this.controls, "b", {}, this.charts[0].title);
+    this.title = make(this.controls, "b");
+    this.controls.prepend(this.title);
     for (const axis of ["x", "y"]) {
       const label = make(this.controls, "label", { "data-axis": axis });
       const box = make(label, "input", { type: "checkbox" });
@@ -137,11 +142,12 @@ class Picture {
     }
   }
 
-  choose(key, value) {
-    const wanted = { ...this.chart.choice, [key]: value };
-    const fits = (chart) => Object.keys(wanted).filter((k) => chart.choice[k] === wanted[k]).length;
-    const some = this.charts.filter((chart) => chart.choice[key] === value);
-    this.show(some.reduce((best, chart) => (fits(chart) > fits(best) ? chart : best)));
+  // The chart that has most of these choices, and of the others most of what is shown.
+  choose(asked) {
+    const wanted = { ...this.chart.choice, ...asked };
+    const fits = (chart) => Object.keys(wanted).reduce((sum, key) =>
+      sum + (chart.choice[key] === wanted[key] ? (key in asked ? 8 : 1) : 0), 0);
+    this.show(this.charts.reduce((best, chart) => (fits(chart) > fits(best) ? chart : best)));
   }
 
   show(chart) {
@@ -155,9 +161,38 @@ class Picture {
       label.firstChild.checked = this.scales[axis];
       label.lastChild.textContent = chart.kind === "dots" ? " log scale" : ` log ${axis}`;
     }
+    this.title.textContent = chart.title;
     this.legend.replaceChildren();
     for (const series of chart.series) this.entry(series);
+    this.list();
     this.draw();
+  }
+
+  // The numbers of the chart: a row for each place, a column for each candidate.
+  list() {
+    const { series, categories, kind, x, y } = this.chart;
+    const shown = series.filter((one) => !one.guide);
+    this.numbers.replaceChildren();
+    const table = make(this.numbers, "table");
+    const cells = (parent, tag, texts) => texts.forEach((text, column) =>
+      make(parent, tag, column ? { class: "number" } : {}, text));
+    const scatter = kind === "scatter";
+    const head = scatter ? ["", x.label, y.label] : [kind === "dots" ? y.label : `${x.label} \\ ${y.label}`];
+    cells(make(make(table, "thead"), "tr"), "th", [...head, ...(scatter ? [] : shown.map(titled))]);
+    const body = make(table, "tbody");
+    if (scatter) {
+      for (const one of shown)
+        for (const [at, value] of one.points)
+          cells(make(body, "tr"), "td", [titled(one), short(at), short(value)]);
+    } else {
+      const places = [...new Set(shown.flatMap((one) => one.points.map((p) => p[0])))];
+      for (const place of places.sort((a, b) => a - b)) {
+        const found = shown.map((one) => one.points.find((p) => p[0] === place));
+        const name = kind === "dots" ? categories[place][0] : short(place, x.base);
+        cells(make(body, "tr"), "td", [name, ...found.map((p) => (p ? short(p[1]) : "–"))]);
+      }
+    }
+    sortable(table);
   }
 
   entry(series) {
@@ -165,13 +200,12 @@ class Picture {
     const swatch = make(button, "svg:svg", { width: 22, height: 12, "aria-hidden": "true" });
     if (this.chart.kind === "line" || series.guide) stroke(swatch, [[0, 6], [22, 6]], series);
     if (!series.guide) mark(swatch, series, 11, 6);
-    button.append(series.name);
-    const press = () => button.setAttribute("aria-pressed", String(!this.hidden.has(series.name)));
-    press();
+    make(button, OURS.has(series.name) ? "b" : "span", {}, titled(series));
+    button.setAttribute("aria-pressed", String(!hidden().has(series.name)));
     button.onclick = () => {
-      if (!this.hidden.delete(series.name)) this.hidden.add(series.name);
-      press();
-      this.draw();
+      const names = hidden();
+      if (!names.delete(series.name)) names.add(series.name);
+      change({ hide: [...names].join(",") });
     };
   }
 
@@ -185,7 +219,7 @@ class Picture {
       width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": chart.title,
     });
     this.tip = make(this.frame, "div", { class: "tip", hidden: "" });
-    const shown = chart.series.filter((series) => !this.hidden.has(series.name));
+    const shown = chart.series.filter((series) => !hidden().has(series.name));
     if (!shown.some((series) => !series.guide && series.points.length)) {
       make(svg, "svg:text", { x: width / 2, y: 60, "text-anchor": "middle" }, "everything is hidden");
       return;
@@ -285,15 +319,8 @@ function sortable(table) {
   });
 }
 
-function start() {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  for (const host of document.querySelectorAll("[data-charts]"))
-    new Picture(host, data.charts[host.dataset.charts], data.notes);
-  document.querySelectorAll("table").forEach(sortable);
-  document.getElementById("theme").onclick = () => {
-    const dark = getComputedStyle(document.documentElement).colorScheme === "dark";
-    document.documentElement.dataset.theme = dark ? "light" : "dark";
-  };
+function titled(series) {
+  return OURS.has(series.name) ? `${series.name} (ours)` : series.name;
 }
 
 start();

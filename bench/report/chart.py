@@ -11,6 +11,7 @@ from typing import Any
 # and on a dark page. The first is ours; shapes and dashes tell the rest apart without colour.
 PALETTE = (
     "#2f7fd6", "#d98a00", "#109a72", "#d2551c", "#bd6699", "#4aa5da", "#8a8f98", "#a08c10",
+    "#8a63d2", "#5f9a1f",
 )  # fmt: skip
 MARKERS = ("circle", "square", "triangle", "diamond", "cross", "ring")
 DASHES = ("", "6 3", "2 3")

@@ -11,11 +11,13 @@ from typing import Any
 
 from fkjit import ops
 from fkjit.errors import FkjitError, ParameterError
+from fkjit.paths import document
 
-from ..core.store import Run
+from ..core.store import Run, in_help, results_folder
 from ..profile import store as profiles
-from . import cells, host, machine, png, speed, summary, svg, work
-from .chart import Chart, styles
+from . import cells, host, look, machine, png, speed, summary, svg, work
+from .chart import PALETTE, Chart
+from .matrix import matrices
 from .page import page
 from .section import Section
 
@@ -27,38 +29,49 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="fkjit report",
         description="Stored results as one HTML page that works offline, and as pictures.",
-        epilog="docs/BENCHMARKS.md says what a result file holds.",
+        epilog=document("BENCHMARKS.md") + " says what a result file holds.",
     )
     add = made.add_argument
     add("results", nargs="*", type=Path, metavar="RESULTS", help="files or folders; default: the "
-        "newest of bench/results/ and docs/")  # fmt: skip
+        f"newest of {in_help(results_folder())}")  # fmt: skip
     add("--out", type=Path, default=Path("report"), metavar="DIR", help="default: report/")
     add(
         "--target", metavar="ARCH", help="of the table of variants; default: the results' GPU; none"
     )
-    add("--profile", type=Path, metavar="FILE", help="default: docs/profiles/GPU.json")
-    add("--no-pictures", action="store_true", help="the page alone")
+    add(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help=f"default: {in_help(profiles.folder())}/GPU.json",
+    )
+    add("--pictures", action="store_true", help="also SVG and PNG pictures of the first charts")
+    add("--no-pictures", action="store_true", help=argparse.SUPPRESS)  # what is so anyway
     return made
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write the page and the pictures; the exit status.
 
-    ParameterError for a file that holds no results or a folder that cannot be written.
+    ParameterError where there are no results and for a folder that cannot be written.
     """
     chosen = parser().parse_args(arguments)
     ops.load()
     paths = chosen.results or cells.default_files()
     runs = cells.load(paths)
-    if not runs:
-        print("fkjit: no results are stored (`fkjit bench`): the page says so", file=sys.stderr)
+    if not any(run.cells or run.host for run in runs):
+        looked = ", ".join(map(str, paths)) or str(results_folder())
+        raise ParameterError(
+            f"report: no results in {looked}: `fkjit bench` measures and stores some, or name "
+            "files: fkjit report RESULTS.jsonl"
+        )
+    studies = cells.studies(runs)
     parts = build(runs, chosen.target, chosen.profile)
-    text = page(_title(runs), parts, runs)
+    text = page(_title(runs), parts, runs, look.styles(studies), look.ours_of(studies))
     try:
         chosen.out.mkdir(parents=True, exist_ok=True)
         (chosen.out / "index.html").write_text(text, encoding="utf-8")
         (chosen.out / "summary.txt").write_text(_summary(parts), encoding="utf-8")
-        if not chosen.no_pictures:
+        if chosen.pictures:
             _pictures(parts, chosen.out / "pictures")
     except OSError as error:
         raise ParameterError(f"report: --out {chosen.out} cannot be written: {error}") from error
@@ -72,24 +85,25 @@ def build(
 ) -> list[tuple[str, list[Section]]]:
     """A part for each operation and GPU: its name and its sections, those without data too."""
     parts = []
-    for study in cells.studies(runs):
-        names = [study.own] if study.own else []
-        look = styles(study.candidates, names)
+    studies = cells.studies(runs)
+    styles = look.styles(studies)
+    for study in sorted(studies, key=lambda study: not study.op.startswith("attention")):
         stored = _profile(study.gpu, profile)
         for entry in work.profile_entries(study, stored):
             for one in entry["candidates"]:
-                look.setdefault(one["candidate"], len(look))
+                _add_style(styles, one["candidate"])
         parts.append((f"{study.op} on {study.gpu}", [
-            Section("summary", "Summary", summary.words(study)),
-            speed.latency(study, look),
-            speed.throughput(study, look),
-            speed.speedup(study, look),
-            speed.scaling(study, look),
-            speed.bandwidth(study, look),
-            speed.memory(study, look),
-            work.roofline(study, look, stored),
-            work.decode(study, look),
-            work.twins(study, look),
+            Section("summary", f"{study.op}: how many times as fast", summary.words(study),
+                    matrices=matrices(study)),
+            speed.latency(study, styles),
+            speed.throughput(study, styles),
+            speed.speedup(study, styles),
+            speed.scaling(study, styles),
+            speed.bandwidth(study, styles),
+            speed.memory(study, styles),
+            work.roofline(study, styles, stored),
+            work.decode(study, styles),
+            work.twins(study, styles),
             machine.resources(study.op, None if to == "none" else to or _target(study)),
             machine.counters(study, stored),
         ]))  # fmt: skip
@@ -97,6 +111,12 @@ def build(
         words = Section("summary", "Summary", ["What a call costs before the GPU has any work."])
         parts.append((f"host time on {gpu}", [words, host.section(run)]))
     return parts
+
+
+def _add_style(styles: dict[str, int], name: str) -> None:
+    """Of what only a profile has: ours in ours' colour, others in the last one."""
+    last = 0 if name.startswith("fkjit") else len(PALETTE) - 1
+    styles.setdefault(name, len(PALETTE) * len(styles) + last)
 
 
 def _profile(gpu: str, path: Path | None) -> dict[str, Any] | None:
@@ -123,7 +143,7 @@ def _target(study: cells.Study) -> str | None:
 
 def _title(runs: Sequence[Run]) -> str:
     gpus = dict.fromkeys(str(run.header.get("gpu") or "no GPU") for run in runs)
-    return f"fkjit on {', '.join(gpus)}" if gpus else "fkjit: no results"
+    return f"fkjit on {', '.join(gpus)}"
 
 
 def _summary(parts: Sequence[tuple[str, Sequence[Section]]]) -> str:
@@ -140,12 +160,12 @@ def _pictures(parts: Sequence[tuple[str, Sequence[Section]]], folder: Path) -> N
     folder.mkdir(parents=True, exist_ok=True)
     why = png.available()
     left = 0
-    for number, (_, sections) in enumerate(parts):
+    for name, sections in parts:
         for section in sections:
             some = [c for c in section.charts if c.choice.get("mode") == _mode(section)]
             left += max(0, len(some) - _PICTURES)
             for chart in some[:_PICTURES]:
-                stem = folder / f"{_slug(chart, section)}{f'-{number}' if number else ''}"
+                stem = folder / f"{_slug(name, chart, section)}"
                 stem.with_suffix(".svg").write_text(svg.draw(chart), encoding="utf-8")
                 if why is None:
                     png.write(chart, stem.with_suffix(".png"))
@@ -160,7 +180,8 @@ def _mode(section: Section) -> str | None:
     return next((chart.choice.get("mode") for chart in section.charts), None)
 
 
-def _slug(chart: Chart, section: Section) -> str:
-    """ "latency-bf16-d128-b4-h16-full-warm": no dot, so that a suffix stays one."""
-    words = [section.name, *chart.choice.values()]
+def _slug(part: str, chart: Chart, section: Section) -> str:
+    """ "attention-on-nvidia-h200-latency-bf16-d128-b4-h16-full-warm": no dot, so that a suffix
+    stays one."""
+    words = [part, section.name, *chart.choice.values()]
     return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")

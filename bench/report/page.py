@@ -9,24 +9,43 @@ from pathlib import Path
 from typing import Any
 
 from ..core.store import Run
+from .chart import PALETTE
+from .matrix import html
 from .section import Section, Table
 
 _HERE = Path(__file__).resolve().parent
+_MATRIX = (
+    "Time of a peer over the time of {}, in the same run: at 2.00 ours is twice as fast as that "
+    "peer, below 1 the peer is faster."
+)
 
 
-def page(title: str, parts: Sequence[tuple[str, Sequence[Section]]], runs: Sequence[Run]) -> str:
-    """The page of some parts (one for each operation and GPU), each with its sections."""
+def page(
+    title: str,
+    parts: Sequence[tuple[str, Sequence[Section]]],
+    runs: Sequence[Run],
+    styles: dict[str, int],
+    ours: Sequence[str],
+) -> str:
+    """The page of some parts (one for each operation and GPU), each with its sections.
+
+    The script shows one part at a time, with the choices of the bar on top, which are in the
+    address too; without scripts all parts stand below one another.
+    """
     charts: dict[str, Any] = {}
-    body, links = [], []
+    colours = {name: PALETTE[style % len(PALETTE)] for name, style in styles.items()}
+    body = []
     for number, (name, sections) in enumerate(parts):
+        body.append(f'<article class="part" data-part="{escape(name)}">')
         body.append(f'<h2 id="part{number}">{escape(name)}</h2>')
-        links.append(f'<nav><a href="#part{number}"><b>{escape(name)}</b></a>')
-        for section in sections:
-            address = f"{section.name}{number or ''}"
-            body.append(_section(section, address, charts))
-            links.append(f'<a href="#{address}">{escape(section.title)}</a>')
-        links.append("</nav>")
-    data = json.dumps(_shared(charts), separators=(",", ":")).replace("<", "\\u003c")
+        first, *rest = ((s, f"{s.name}{number or ''}") for s in sections)
+        body.append(_section(*first, charts, colours))
+        links = " ".join(f'<a href="#{at}">{escape(s.title)}</a>' for s, at in rest)
+        body.append(f"<nav>{links}</nav>")
+        body += [_section(section, at, charts, colours) for section, at in rest]
+        body.append("</article>")
+    made = {**_shared(charts), "ours": list(ours)}
+    data = json.dumps(made, separators=(",", ":")).replace("<", "\\u003c")
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -38,12 +57,13 @@ def page(title: str, parts: Sequence[tuple[str, Sequence[Section]]], runs: Seque
 </head>
 <body>
 <header><h1>{escape(title)}</h1><button id="theme" type="button">light / dark</button></header>
-{_runs(runs)}
-{" ".join(links)}
+<form id="choice" hidden=""></form>
 {"".join(body)}
-<noscript><p>The charts need JavaScript; the pictures beside this page do not.</p></noscript>
+{_runs(runs)}
+<noscript><p>The charts need JavaScript; the tables do not.</p></noscript>
 <script type="application/json" id="data">{data}</script>
 <script>
+{(_HERE / "choice.js").read_text(encoding="utf-8")}
 {(_HERE / "chart.js").read_text(encoding="utf-8")}</script>
 </body>
 </html>
@@ -61,9 +81,14 @@ def _shared(charts: dict[str, Any]) -> dict[str, Any]:
     return {"charts": charts, "notes": list(notes)}
 
 
-def _section(section: Section, address: str, charts: dict[str, Any]) -> str:
-    """Heading, text, one picture with its choices, tables."""
+def _section(
+    section: Section, address: str, charts: dict[str, Any], colours: dict[str, str]
+) -> str:
+    """Heading, matrices, text, one picture with its choices, tables."""
     parts = [f'<section><h3 id="{address}">{escape(section.title)}</h3>']
+    if section.matrices:
+        parts.append(f'<p class="quiet">{escape(_MATRIX.format(section.matrices[0].own))}</p>')
+    parts += [html(matrix, colours) for matrix in section.matrices]
     if section.missing:
         parts.append(f'<p class="missing">{escape(section.missing)}.</p>')
     if section.name == "summary":
@@ -103,8 +128,6 @@ def table(given: Table) -> str:
 
 def _runs(runs: Sequence[Run]) -> str:
     """What was measured where, a row a run."""
-    if not runs:
-        return '<p class="missing">No results.</p>'
     fields = [_run(run) for run in runs]
     head = ("", *(run["date"] for run in fields))
     rows = [(name, *(run[name] for run in fields)) for name in fields[0] if name != "date"]

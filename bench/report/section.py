@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .chart import Chart
+from .matrix import Matrix
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Section:
     text: list[str] = field(default_factory=list)
     charts: list[Chart] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
+    matrices: list[Matrix] = field(default_factory=list)  # one for each mode
     missing: str = ""  # why there is nothing else
 
     def empty(self) -> bool:

@@ -13,6 +13,7 @@ from fkjit import tuning
 from fkjit.arch import Arch
 from fkjit.arch import arch as arch_of
 from fkjit.errors import DeviceError, ParameterError
+from fkjit.paths import document
 from fkjit.spec import KernelSpec
 
 from ..core.cases import Case, select
@@ -34,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         prog="fkjit tune",
         description="Time the variants of kernels on this GPU and keep the fastest for each class "
         "of shapes. Start it again to go on where it stopped.",
-        epilog="docs/TUNING.md says what is stored and where.",
+        epilog=document("TUNING.md") + " says what is stored and where.",
     )
     add = made.add_argument
     add("kernels", nargs="+", metavar="OP", help="an op (attention) or a kernel (attention.flash)")

@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fkjit.cache.compatible import WORD, Compatible
 from fkjit.cache.disk import DiskCache, say
 from fkjit.cache.entry import (
     CacheStats,
@@ -68,10 +69,12 @@ class Cache:
         max_bytes: int = 1 << 30,
         require_cached: bool = False,
     ) -> None:
-        """`directory` None: no disk layer. `max_bytes`: cap of the directory, in bytes."""
-        where = _absolute(directory)
+        """`directory` None: no disk layer. `max_bytes`: cap of the directory, in bytes. Among
+        `bundles` the word "compatible": accept what another minor version of NVRTC made."""
+        where, given = _absolute(directory), [Path(path) for path in bundles]
         self.disk = None if where is None else DiskCache(where, max_bytes)
-        self.bundles: list[Bundle] = [_open_bundle(path) for path in bundles]
+        self.bundles: list[Bundle] = [_open_bundle(path) for path in given if path != WORD]
+        self._compatible = Compatible(self.bundles if WORD in given else ())
         self.require_cached = require_cached
         self.max_bytes = max_bytes
         self._memory: dict[str, Entry] = {}
@@ -117,7 +120,8 @@ class Cache:
             if (found := self._memory.get(key)) is not None:
                 self._hits["memory"] += 1
                 return found
-            entry = self._load(key) or self._build(key, stored, build, describe)
+            entry = self._load(key) or self._compatible.find(stored)
+            entry = entry or self._build(key, stored, build, describe)
             entry = replace(entry, seconds=time.perf_counter() - begin)
             self._hits[entry.origin] += 1
             if entry.origin == "compiled" and entry.path is None:

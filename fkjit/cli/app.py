@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from fkjit.cli import cache
 from fkjit.cli import console as report
@@ -111,25 +112,74 @@ def compile_(
 
 @app.command()
 def warm(
-    ops: Annotated[list[str] | None, typer.Argument(help=f"{_NAMES}; default: all")] = None,
+    ops: Annotated[
+        list[str] | None,
+        typer.Argument(help=f"{_NAMES}; all; default: common, what inference takes by default"),
+    ] = None,
     arch: Annotated[
         str | None,
         typer.Option(help='targets, "sm_90a,sm_120a" or "all"; default: this machine\'s'),
     ] = None,
+    head_dim: Annotated[str | None, typer.Option(help="of calls: 64,128")] = None,
+    dtype: Annotated[str | None, typer.Option(help="of calls: bf16,fp16")] = None,
+    where: Annotated[
+        list[str] | None, typer.Option(help="an option of calls: window=1024,0 or sinks=true")
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="write what a command compiles: --record FILE -- COMMAND"
+        ),
+    ] = None,
+    from_: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="compile what --record wrote")
+    ] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="processes")] = None,
 ) -> None:
-    """Fill the cache ahead of time. Needs no GPU; start again to go on after Ctrl-C."""
-    raise typer.Exit(import_module("fkjit.cli.warm").run(ops or [], arch, jobs))
+    """Fill the cache ahead of time. Needs no GPU; start again to go on after Ctrl-C.
+
+    `fkjit warm attention_varlen --head-dim 128 --dtype bf16 --where window=1024,0 --arch sm_90a`
+    compiles what such calls take at several sizes.
+    """
+    warm_ = import_module("fkjit.cli.warm")
+    values = {"head_dim": head_dim, "dtype": dtype}
+    if record is not None or from_ is not None:
+        others = [arch, head_dim, dtype, where, from_ if record else ops, jobs if record else None]
+        if any(others):
+            name = "--record" if record else "--from"
+            raise typer.BadParameter(f"{name} goes with no other choice of kernels or targets")
+    if record is not None:
+        raise typer.Exit(warm_.record(record, ops or []))
+    read = import_module("fkjit.warm_record").read
+    work = read(from_) if from_ else warm_.chosen(ops or [], arch, values, where or [])
+    raise typer.Exit(warm_.run(work, jobs))
 
 
-@app.command()
+class _OptionalNumber(TyperCommand):
+    """A command whose --banks may stand without its number."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        follows = dict(zip(args, args[1:] + [""], strict=True))
+        bare = "--banks" in args and not re.fullmatch(r"[\d.]+", follows["--banks"])
+        return super().parse_args(
+            ctx, ["--banks=0" if bare and a == "--banks" else a for a in args]
+        )
+
+
+@app.command(cls=_OptionalNumber)
 def check(
     kernels: Annotated[
         list[str], typer.Argument(help="a call or op, and kernels of it; or op.kernel")
     ],
     mem: Annotated[bool, typer.Option("--mem", help="memory and barriers")] = False,
     race: Annotated[bool, typer.Option("--race", help="races too")] = False,
-    banks: Annotated[bool, typer.Option("--banks", help="count shared-memory conflicts")] = False,
+    banks: Annotated[
+        float | None,
+        typer.Option(
+            metavar="[TIMES]",
+            help="shared-memory conflicts; more than so many times the ideal are a fault",
+        ),
+    ] = None,
     arch: Annotated[
         str | None, typer.Option(help='targets, "compute_75,sm_90a"; default: compute_80')
     ] = None,
@@ -137,24 +187,29 @@ def check(
         int | None, typer.Option(help="so many of each kernel, spread evenly; default: all")
     ] = None,
 ) -> None:
-    """Run kernels in the CPU interpreter and look for faults; default: --mem --race.
+    """Run kernels in the CPU interpreter: right numbers? faults? Default: --mem --race.
 
-    Needs no GPU: `fkjit check attention flash --variants 5`. Status 1 where there is a fault.
+    Results are held against the kernel's reference, within its tolerance. Bank conflicts are
+    counted, and warned of above 4 times the ideal. Needs no GPU: `fkjit check attention flash
+    --variants 5`. Status 1 where numbers are wrong or there is a fault.
     """
     check_ = import_module("fkjit.cli.check")
-    raise typer.Exit(check_.run(kernels, mem, race, banks, arch, variants))
+    every = not (mem or race or banks is not None)
+    looking = check_.Looking(every or mem or race, every or race, banks or None)
+    raise typer.Exit(check_.run(kernels, arch, variants, looking))
 
 
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
-    """What there is to compile and run kernels with, and what does not fit."""
+    """What there is to compile and run kernels with, and what does not fit; then status 1."""
     found = import_module("fkjit.cli.doctor").diagnose()
     if as_json:
         print(json.dumps(found, indent=2))
     else:
         import_module("fkjit.cli.show").print_doctor(found)
+    raise typer.Exit(0 if found["ok"] else 1)
 
 
 @app.command(context_settings=_VARIANT, add_help_option=False)

@@ -1,10 +1,14 @@
-"""`fkjit check`: the variants of registered kernels in the CPU interpreter, with its checks on."""
+"""`fkjit check`: the variants of registered kernels in the CPU interpreter, with its checks on, and
+what they compute held against their references."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -14,12 +18,29 @@ from fkjit.arch import Target
 from fkjit.cli import console as report
 from fkjit.cli.select import targets
 from fkjit.cpu.run import interpret
-from fkjit.errors import FkjitError, InterpreterError, ParameterError, SanitizerError
+from fkjit.errors import InterpreterError, ParameterError, SanitizerError
 from fkjit.jit.build import interpreter_target, quiet
-from fkjit.sanitizer import sanitize
-from fkjit.spec import KernelSpec, Params, registered
+from fkjit.numerics import Difference, differences
+from fkjit.sanitizer import Sanitizer, sanitize
+from fkjit.spec import KernelSpec, Params, Problem, registered
 
-_COLUMNS = ("kernel", "target", ">variants", ">problems", ">time", "verdict")
+_COLUMNS = (
+    "kernel", "target", ">variants", ">time", ">error /\ntolerance", ">banks", "verdict",
+)  # fmt: skip
+WARN_BANKS = 4.0  # times the ideal wavefronts: above, a line warns
+
+
+@dataclass(frozen=True)
+class Looking:
+    """What to look for. `banks`: None to warn of conflicts, else the most that is no fault."""
+
+    mem: bool = True
+    race: bool = True
+    banks: float | None = None
+
+    def sanitize(self) -> AbstractContextManager[Sanitizer]:
+        """The interpreter's part of it; wrong numbers are looked for in any case."""
+        return sanitize(mem=self.mem, race=self.race, banks=self.banks or True)
 
 
 @dataclass
@@ -32,30 +53,34 @@ class Checked:
     of: int = 0  # legal on the target
     problems: int = 0
     seconds: float = 0.0
-    error: FkjitError | None = None
-    worst: list[tuple[float, str]] = field(default_factory=list)  # ratio and line, of each launch
+    error: str = ""  # the fault in full
+    verdict: str = "nothing to run"
+    ratio: float | None = None  # the greatest error, in tolerances; None without a reference
+    banks: tuple[float, str] = (1.0, "")  # the worst ratio to the ideal wavefronts, and its line
+    counted: bool = False  # whether shared memory was accessed at all
 
-    @property
-    def verdict(self) -> str:
-        """ "ok", the kind of fault, or why nothing ran."""
-        if isinstance(self.error, SanitizerError):
-            return self.error.kind
-        if self.error is not None:
-            return "not run: " + type(self.error).__name__
-        return "ok" if self.problems else "nothing to run"
+    def row(self) -> tuple[Any, ...]:
+        """Of the table."""
+        return (
+            self.spec.id,
+            self.to.name,
+            f"{self.variants} of {self.of}",
+            report.duration(self.seconds),
+            "-" if self.ratio is None else f"{self.ratio:.3g}",
+            f"{self.banks[0]:.2f}" if self.counted else "-",
+            self.verdict,
+        )
 
 
 def run(
-    names: Sequence[str], mem: bool, race: bool, banks: bool, arch: str | None, count: int | None
+    names: Sequence[str], arch: str | None, count: int | None, looking: Looking | None = None
 ) -> int:
     """Run them and print a table; the exit status: 1 when there was a fault.
 
-    No choice of checks means mem and race. `count`: about so many variants of each kernel.
+    `count`: about so many variants of each kernel.
     """
     if count is not None and count < 1:
         raise ParameterError(f"check: --variants {count} is not a number above 0")
-    if not (mem or race or banks):
-        mem = race = True
     found = []
     err = report.console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
@@ -68,8 +93,8 @@ def run(
                 task = bar.add_task(f"{spec.id} {to.name}", total=len(chosen))
                 if not err.is_terminal:
                     err.print(f"{spec.id} {to.name}: {len(chosen)} variants")
-                _check(checked, chosen, (mem or race, race, banks), lambda t=task: bar.advance(t))
-    _print(found, banks)
+                _check(checked, chosen, looking or Looking(), lambda t=task: bar.advance(t))
+    _print(found)
     return 1 if any(checked.error for checked in found) else 0
 
 
@@ -104,51 +129,70 @@ def _sample(checked: Checked, count: int | None) -> Sequence[Params]:
 
 
 def _check(
-    checked: Checked,
-    variants: Sequence[Params],
-    checks: tuple[bool, bool, bool],
-    done: Callable[[], None],
+    checked: Checked, variants: Sequence[Params], looking: Looking, done: Callable[[], None]
 ) -> None:
-    spec, rng, begin = checked.spec, np.random.default_rng(0), time.perf_counter()
-    mem, race, banks = checks
+    rng, begin = np.random.default_rng(0), time.perf_counter()
     try:
         for params in variants:
-            for problem in spec.verification.problems(params, "small"):
-                arrays = {
-                    **spec.verification.inputs(params, problem, rng),
-                    **spec.verification.outputs(params, problem),
-                }
-                with quiet(), sanitize(mem=mem, race=race, banks=banks) as counted:
-                    interpret(spec, params, problem, arrays, checked.to)
+            for problem in checked.spec.verification.problems(params, "small"):
+                _run_one(checked, params, problem, looking, rng)
                 checked.problems += 1
-                checked.worst += [(line.ratio, line.location) for line in counted.reports[:1]]
             checked.variants += 1
             done()
-    except (SanitizerError, InterpreterError) as error:
-        checked.error = error
+        if checked.problems:
+            checked.verdict = "ok" if checked.ratio is not None else "ok, but has no reference"
+    except _Wrong as wrong:
+        checked.error, checked.verdict = str(wrong), f"wrong numbers: {wrong.worst.name}"
+    except SanitizerError as error:
+        checked.error, checked.verdict = str(error), error.kind
+    except InterpreterError as error:
+        checked.error, checked.verdict = str(error), "not run: InterpreterError"
     checked.seconds = time.perf_counter() - begin
 
 
-def _print(found: Sequence[Checked], banks: bool) -> None:
+class _Wrong(Exception):
+    """An output beyond its tolerance."""
+
+    def __init__(self, title: str, problem: Problem, worst: Difference) -> None:
+        sizes = " ".join(f"{name}={value}" for name, value in problem.items())
+        super().__init__(f"{title}: wrong numbers: {worst}; problem: {sizes}")
+        self.worst = worst
+
+
+def _run_one(
+    checked: Checked, params: Params, problem: Problem, looking: Looking, rng: np.random.Generator
+) -> None:
+    spec, cases = checked.spec, checked.spec.verification
+    inputs = cases.inputs(params, problem, rng)
+    arrays = {name: copy(array) for name, array in inputs.items()}  # some are written in place
+    arrays.update(cases.outputs(params, problem))
+    with quiet(), looking.sanitize() as counted:
+        interpret(spec, params, problem, arrays, checked.to)
+    for line in counted.reports[:1]:
+        checked.counted = True
+        checked.banks = max(checked.banks, (line.ratio, f"{line.location}, {line.instruction}"))
+    if cases.reference is None:
+        return
+    for worst in differences(spec, params, cases.reference(problem, inputs), arrays)[:1]:
+        checked.ratio = max(checked.ratio or 0.0, worst.ratio)
+        if worst.ratio > 1:
+            raise _Wrong(f"{spec.id} {spec.label(params)}", problem, worst)
+
+
+def _print(found: Sequence[Checked]) -> None:
     out, err = report.console(), report.console(stderr=True)
-    made = report.table(*_COLUMNS, *((">banks",) if banks else ()))
+    out.print(report.add_rows(report.table(*_COLUMNS), [one.row() for one in found]))
     for one in found:
-        row = [
-            one.spec.id,
-            one.to.name,
-            f"{one.variants} of {one.of}",
-            one.problems,
-            report.duration(one.seconds),
-            one.verdict,
-        ]
-        if banks:
-            row.append(f"{max(one.worst)[0]:.2f}" if one.worst else "-")
-        report.add_rows(made, [row])
-    out.print(made)
+        ratio, line = one.banks
+        if ratio > WARN_BANKS and not one.error:
+            text = (
+                f"{one.spec.id}: bank conflicts: {ratio:.2f} times the ideal wavefronts at {line}"
+            )
+            err.print(
+                f"{text} (`--banks {WARN_BANKS:g}` makes it a fault)",
+                style="yellow",
+                soft_wrap=True,
+            )
     for one in found:
-        ratio, line = max(one.worst, default=(1.0, ""))
-        if ratio > 1:
-            out.print(f"{one.spec.id}: {ratio:.2f} times the ideal wavefronts at {line}")
-    for one in found:
-        if one.error is not None:
-            err.print(str(one.error), style="red")
+        if one.error:
+            err.print(one.error, style="red", soft_wrap=True)

@@ -171,11 +171,12 @@ def _writable(folder: Path) -> bool:
 
 
 def _kernels(problems: list[str]) -> Report:
-    """What is registered; a user's folder or module that cannot be loaded is its error."""
-    from fkjit import ops
+    """What is registered; a user's folder that is not there is its error."""
+    from fkjit import ops, user_kernels
     from fkjit.spec import registered
 
     ops.load()
+    problems += [f"kernels: {failure}" for failure in user_kernels.failures()]
     return {"registered": [spec.id for spec in registered()]}
 
 

@@ -1,17 +1,82 @@
-"""`fkjit warm`: a progress bar over `fkjit.warm`, and what went wrong at the end."""
+"""`fkjit warm`: which variants, how long it takes, a progress bar, and what went wrong."""
 
 from __future__ import annotations
 
+from ast import literal_eval
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fkjit import warm_calls, warm_record
 from fkjit.cli import console as report
-from fkjit.warming import Warmed, warm
+from fkjit.errors import ParameterError
+from fkjit.warm_worker import Job
+from fkjit.warming import (
+    COMMON,
+    Warmed,
+    chosen_targets,
+    compile_jobs,
+    estimate,
+    plan,
+    planned,
+    processes,
+)
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _LINES = 10  # of progress where stderr is no terminal
 
 
-def run(ops: list[str], arch: str | None, jobs: int | None) -> int:
+def chosen(
+    names: Sequence[str], arch: str | None, values: Mapping[str, str | None], where: Sequence[str]
+) -> list[Job]:
+    """The variants of names, or of calls where head dimensions, dtypes or options are given."""
+    dims, dtypes = values["head_dim"], values["dtype"]
+    if dims is dtypes is None and not where:
+        return plan(names or [COMMON], arch)
+    if not names:
+        raise ParameterError("warm: --head-dim, --dtype and --where are of a call: name it")
+    asked = {
+        "dtypes": tuple(dtypes.split(",")) if dtypes else warm_calls.DTYPES,
+        "head_dims": _numbers(dims) if dims else warm_calls.HEAD_DIMS,
+        "where": dict(map(_option, where)),
+    }
+    calls = [call for name in names for call in warm_calls.calls(name, **asked)]
+    return planned(calls, chosen_targets(arch))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError as error:
+        raise ParameterError(f"warm: --head-dim {text!r} is not numbers: 64,128") from error
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """ "window=1024,0" -> ("window", (1024, 0)); "causal=true" -> ("causal", True)."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ParameterError(
+            f"warm: --where {text!r} is not an option with its value: window=1024,0"
+        )
+    words = {"true": True, "false": False, "none": None}
+    if value.lower() in words:
+        return name, words[value.lower()]
+    try:
+        return name, literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def record(path: Path, command: Sequence[str]) -> int:
+    """Write what a command compiles, or what the cache holds; the command's exit status."""
+    count, status = warm_record.record(path, command)
+    report.console().print(f"{count} variants in {path}", soft_wrap=True)
+    return status
+
+
+def run(work: list[Job], jobs: int | None) -> int:
     """The exit status: 0, 1 when a variant failed or could not be kept, 130 after Ctrl-C."""
     columns = (
         TextColumn("compiling"),
@@ -21,6 +86,9 @@ def run(ops: list[str], arch: str | None, jobs: int | None) -> int:
         TextColumn("{task.description}", markup=False),
     )
     err = report.console(stderr=True)
+    count = processes(jobs, len(work))
+    begin = f"{len(work)} variants: about {estimate(work, count):.0f} s on {count}"
+    err.print(f"{begin} {'core' if count == 1 else 'cores'}, less for what the cache has")
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=None)
 
@@ -30,11 +98,13 @@ def run(ops: list[str], arch: str | None, jobs: int | None) -> int:
                 err.print(f"{done} of {total}: {label}")
 
         try:
-            done = warm(*ops, arch=arch, jobs=jobs, progress=show)
+            done = compile_jobs(work, jobs, show)
         except KeyboardInterrupt:
-            count = bar.tasks[0].completed
+            finished = bar.tasks[0].completed
             bar.stop()
-            err.print(f"interrupted: {count:.0f} variants are done and kept; start again to go on")
+            err.print(
+                f"interrupted: {finished:.0f} variants are done and kept; start again to go on"
+            )
             return _INTERRUPTED
     return _summary(done)
 

@@ -111,7 +111,7 @@ def _argument(named: Mapping[str, Any], name: str, code: str, const: bool) -> An
         raise ParameterError(f"launch: the kernel has an argument {name!r} and got none")
     value = named[name]
     if isinstance(value, TensorMap):
-        return Arg(name.removesuffix("_map"), _numpy_map(value), writable=value.writable)
+        return Arg(name.partition("_map")[0], _numpy_map(value), writable=value.writable)
     if code != "P":
         values = value if isinstance(value, tuple) else (value,)
         try:

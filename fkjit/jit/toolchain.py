@@ -126,7 +126,8 @@ def nvrtc_module() -> Any:
         found = ", ".join(f"{n} {v}" for n, v in installed_cupys().items())
         state = f"CuPy ({found}) cannot be imported" if found else "CuPy is not installed"
         raise ToolchainError(
-            f"{state}: {error}; pip install cupy-cuda13x (or cupy-cuda12x for a driver before 580)"
+            f"{state}: {error}; pip install 'fkjit[cuda13]' "
+            "('fkjit[cuda12]' for a driver before 580)"
         ) from error
     except OSError as error:  # the folder of its cache
         raise ToolchainError(
@@ -139,7 +140,7 @@ def nvrtc_module() -> Any:
         cupy = ", ".join(f"{n} {v}" for n, v in installed_cupys().items())
         raise ToolchainError(
             f"{cupy or 'CuPy'} finds no NVRTC library ({_first_line(error)}): "
-            f"pip install {_package('nvrtc', 12 if 'cuda12x' in cupy else 13)}"
+            f"pip install 'fkjit[cuda{12 if 'cuda12x' in cupy else 13}]'"
         ) from error
     return nvrtc
 

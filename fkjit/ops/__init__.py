@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from functools import lru_cache
+import threading
 from importlib import import_module
-from pathlib import Path
 
 import fkjit
 from fkjit import spec
 from fkjit.errors import ParameterError
-from fkjit.settings import Settings, settings
+from fkjit.settings import settings
+from fkjit.user_kernels import load_folder
 
 # Every module that registers kernels, in the order in which kernels are listed: a bare op name
 # means the op's first kernel. A module that is not here is not loaded (tests/op/test_registry.py).
@@ -48,7 +46,7 @@ KERNELS = (
 OPS_OF_CALLS = {
     "gelu_linear": ("linear",),
     "attention_varlen": ("attention_form",),
-    "paged_attention": ("attention_decode",),
+    "paged_attention": ("attention_decode", "attention_form"),
     "reduce_sum": ("reduce",),
     "reduce_max": ("reduce",),
     "reduce_mean": ("reduce",),
@@ -56,9 +54,28 @@ OPS_OF_CALLS = {
 }
 
 
-@lru_cache(maxsize=1)
+_loading = threading.RLock()
+_begun = False
+
+
 def load() -> None:
-    """Import every module of kernels, so that the registry is complete; once a process."""
+    """Import every module of kernels, so that the registry is complete; once a process.
+
+    A user's file that calls fkjit while it is loaded finds what is registered by then.
+    """
+    global _begun
+    with _loading:
+        if _begun:
+            return
+        _begun = True
+        try:
+            _load()
+        except BaseException:
+            _begun = False
+            raise
+
+
+def _load() -> None:
     modules = [f"{__name__}.{name}" for name in KERNELS]
     for module in modules:
         import_module(module)
@@ -91,31 +108,3 @@ def calls() -> list[str]:
     others = [one.op for one in specs if one.root is not None]
     named = {one.op for one in specs} | OPS_OF_CALLS.keys()
     return list(dict.fromkeys([*(n for n in fkjit.__all__ if n in named), *others]))
-
-
-def load_folder(folder: Path) -> list[str]:
-    """Run every `*.py` of a folder of the user's kernels; each registers its own specs.
-
-    Returns the names of the modules. ParameterError when the folder is not there, and when a module
-    raises on import: it names the file and what was raised, which is its cause.
-    """
-    folder = Path(folder).expanduser().resolve()
-    if not folder.is_dir():
-        raise ParameterError(
-            f"{Settings.variable('kernel_path')}: {folder} is not a folder of kernels"
-        )
-    names = []
-    for path in sorted(folder.glob("*.py")):
-        name = f"fkjit_user_{abs(hash(str(folder))):x}_{path.stem}"
-        found = importlib.util.spec_from_file_location(name, path)
-        if found is None or found.loader is None:
-            continue
-        module = importlib.util.module_from_spec(found)
-        sys.modules[name] = module
-        try:
-            found.loader.exec_module(module)
-        except Exception as error:
-            del sys.modules[name]
-            raise ParameterError(f"{path}: {type(error).__name__}: {error}") from error
-        names.append(name)
-    return names

@@ -22,8 +22,8 @@ from fkjit.cache.lookup import Entry, materialise
 from fkjit.errors import CaptureError, DeviceError, LaunchError, ParameterError, ToolchainError
 from fkjit.jit.build import build, gpu_target
 from fkjit.jit.toolchain import explain_load_failure
-from fkjit.runtime import pdl
-from fkjit.runtime.interop import Pointer
+from fkjit.runtime import abstract, pdl
+from fkjit.runtime.interop import CPU, Pointer
 from fkjit.runtime.tensor_map import TensorMap
 from fkjit.sanitizer import refuse_gpu
 from fkjit.spec import Dim3, KernelSpec, Params, Problem
@@ -198,6 +198,8 @@ _loading = threading.RLock()
 @lru_cache(maxsize=64)
 def device_target(device: int) -> Target:
     """What to compile for this CUDA device; its `arch.gpu` is the device's name."""
+    if device < CPU:
+        return abstract.target_of(device)
     runtime = import_module("cupy.cuda").runtime
     try:
         major = runtime.deviceGetAttribute(75, device)  # cudaDevAttrComputeCapabilityMajor
@@ -213,6 +215,8 @@ def device_target(device: int) -> Target:
 @lru_cache(maxsize=64)
 def multiprocessors(device: int) -> int:
     """SMs of this CUDA device."""
+    if device < CPU:
+        return abstract.multiprocessors_of(device)
     return import_module("cupy.cuda").runtime.deviceGetAttribute(16, device)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fkjit.errors import ArgumentTypeError, DeviceError
+from fkjit.runtime.abstract import Abstract
 
 CPU = -1  # the device number of host memory
 
@@ -51,9 +52,10 @@ if hasattr(os, "register_at_fork"):
 
 
 class View(NamedTuple):
-    """One array as a kernel sees it. Strides are in elements; `device` is CPU or a CUDA ordinal."""
+    """One array as a kernel sees it. Strides are in elements; `device` is CPU or a CUDA ordinal, or
+    below CPU the number of an abstract one."""
 
-    kind: str  # numpy | torch | cupy | dlpack
+    kind: str  # numpy | torch | cupy | dlpack | abstract
     array: Any  # what `kind` says; for dlpack a CuPy view of the caller's array
     pointer: int
     shape: tuple[int, ...]
@@ -113,7 +115,7 @@ def view(array: Any, call: str, name: str) -> View:
     DeviceError where it is on a GPU that this process cannot use.
     """
     seen = _view(array, call, name)
-    if _forked and seen.device != CPU:
+    if _forked and seen.device > CPU:
         raise DeviceError(
             f"{call}: {name} is on cuda:{seen.device}, but this process was forked from one that "
             "had used CUDA, which works in only one of them: start it with multiprocessing's "
@@ -128,14 +130,22 @@ def _view(array: Any, call: str, name: str) -> View:
         return _torch_view(array, call, name)
     if isinstance(array, np.ndarray):
         return _strided("numpy", array, array.ctypes.data, CPU, call, name)
+    if isinstance(array, Abstract):
+        return _strided("abstract", array, array.pointer, array.device, call, name)
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(array, cupy.ndarray):
         return _strided("cupy", array, array.data.ptr, array.device.id, call, name)
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         return _dlpack_view(array, call, name)
+    kind = f"{type(array).__module__}.{type(array).__qualname__}"
+    if kind.startswith("jax.") and kind.endswith("Tracer"):
+        raise ArgumentTypeError(
+            f"{call}: {name} is traced by JAX (jax.jit, grad or vmap) and holds no numbers: "
+            "call it outside jit, between functions that are jitted"
+        )
     raise ArgumentTypeError(
-        f"{call}: {name} is a {type(array).__module__}.{type(array).__qualname__}; allowed: a "
-        "torch tensor, a CuPy or NumPy array, or any array with __dlpack__"
+        f"{call}: {name} is a {kind}; allowed: a torch tensor, a CuPy or NumPy array, or any array "
+        "with __dlpack__"
     )
 
 
@@ -230,7 +240,7 @@ def _dlpack_view(array: Any, call: str, name: str) -> View:
         )
     try:
         if where == _DL_CPU:
-            seen = np.from_dlpack(array)
+            seen = _numpy_of(array)
             return _strided("dlpack", seen, seen.ctypes.data, CPU, call, name, array)
         import cupy
 
@@ -242,6 +252,22 @@ def _dlpack_view(array: Any, call: str, name: str) -> View:
             f"{call}: {name} ({type(array).__qualname__}) cannot be taken through DLPack: {error}"
         ) from error
     return _strided("dlpack", seen, seen.data.ptr, seen.device.id, call, name, array)
+
+
+def _numpy_of(array: Any) -> np.ndarray:
+    """A CPU array of another framework as NumPy; bf16 and fp8, which NumPy's DLPack does not know,
+    as ml_dtypes has them where the framework shares them (JAX), read-only."""
+    try:
+        return np.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError):
+        seen = np.asarray(array) if hasattr(array, "__array__") else None
+        if seen is None or not _of_ml_dtypes(seen):
+            raise
+        return seen
+
+
+def _of_ml_dtypes(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and array.dtype.type.__module__.startswith("ml_dtypes")
 
 
 def as_numpy(seen: View) -> np.ndarray:
@@ -323,7 +349,9 @@ def give_back(like: View, array: Any) -> Any:
     if like.kind != "dlpack":
         return array
     if hasattr(like.source, "__array_namespace__"):
-        return like.source.__array_namespace__().from_dlpack(array)
+        namespace = like.source.__array_namespace__()
+        made = namespace.asarray if _of_ml_dtypes(array) else namespace.from_dlpack
+        return made(array)
     package = sys.modules.get(type(like.source).__module__.partition(".")[0])
     for holder in (package, getattr(package, "dlpack", None)):
         if holder is not None and hasattr(holder, "from_dlpack"):

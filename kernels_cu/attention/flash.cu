@@ -24,7 +24,8 @@
 
    Forms of attention (attention/features.cuh) are rendered in: a band of keys in place of the
    causal mask, rules for the scores (attention/score.cuh), which are final ones in natural units then,
-   sinks, packed sequences. A kernel without is what it would be if there were none.
+   sinks, packed sequences, keys in pages (k and v [pages, heads_kv, page tokens, dim], see
+   attention/pages.cuh). A kernel without is what it would be if there were none.
 
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
@@ -36,6 +37,9 @@
 #include "attention/query_block.cuh"
 //% if form
 #include "attention/features.cuh"
+//% if paged
+#include "attention/paged_copy.cuh"
+//% endif
 //% endif
 
 using elem_t = ${dtype};
@@ -97,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
     const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
     const bias_t* __restrict__ bias,         // [batch, heads_q, seqlen_q, seqlen_k], broadcast
     const u8* __restrict__ mask,             // the same; 0 hides the key
-    const float* __restrict__ sinks /* [heads_q] */ ${score_arrays},
+    const float* __restrict__ sinks /* [heads_q] */ ${score_arrays} ${page_arrays},
     //% endif
     const elem_t* __restrict__ q,  // [batch, heads_q, seqlen_q, head_dim]    strides in elements,
     const elem_t* __restrict__ k,  // [batch, heads_kv, seqlen_k, head_dim]   last dimension
@@ -108,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
     const Strides o_strides, const int heads_q, const int group_size,  // query heads a KV head
     const int ${seqlen_q}, const int ${seqlen_k}, const int head_dim, const int head_dim_v,
     //% if form
-    const AttentionForm form${score_scalars},
+    const AttentionForm form${score_scalars} ${page_numbers},
     //% endif
     const float softmax_scale_log2,  // softmax_scale * log2(e), not 0
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
@@ -119,7 +123,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   //% if form
   const QueryBlock<BLOCK_Q> place(blockIdx.x, max_seqlen_q, heads_q);
   const SequenceRows<VARLEN> queries(cu_seqlens_q, place.batch, max_seqlen_q);
+  //% if paged
+  const SequencePages pages = PagedKeys{page_table, seq_lens,  rows,        table_width,
+                                        page_log2,  num_pages, max_seqlen_k}(place.batch);
+  const SequenceRows<VARLEN> held(0, pages.length);
+  //% else
   const SequenceRows<VARLEN> held(cu_seqlens_k, place.batch, max_seqlen_k);
+  //% endif
   const int seqlen_q = queries.length, seqlen_k = held.length;
   if (VARLEN && place.q0 >= seqlen_q) return;
   q += queries.start * q_strides.row;
@@ -130,8 +140,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   //% endif
   const int q0 = place.q0, kv_head = place.head / group_size;
   q += place.batch * q_strides.batch + place.head * q_strides.head + q0 * q_strides.row;
+  //% if paged
+  k += kv_head * k_strides.head;
+  v += kv_head * v_strides.head;
+  //% else
   k += place.batch * k_strides.batch + kv_head * k_strides.head;
   v += place.batch * v_strides.batch + kv_head * v_strides.head;
+  //% endif
 
   //% if form
   KeyBand band(seqlen_q, seqlen_k, form.window_left, form.window_right);
@@ -150,12 +165,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
 
   const auto fetch = [&](int t) {
     const u32 stage = ring + (t % STAGES) * STAGE_BYTES;
+    //% if paged
+    copy_paged_tile<KTile, THREADS, ALIGNED>(stage, k, k_strides, pages, t * BLOCK_K, head_dim);
+    copy_paged_tile<VTile, THREADS, ALIGNED>(stage + V_OFFSET, v, v_strides, pages, t * BLOCK_K,
+                                             head_dim_v);
+    //% else
     const i64 row = static_cast<i64>(t) * BLOCK_K;
     const int rows_left = seqlen_k - t * BLOCK_K;
     copy_tile<KTile, THREADS, ALIGNED>(stage, k + row * k_strides.row, k_strides.row, rows_left,
                                        head_dim);
     copy_tile<VTile, THREADS, ALIGNED>(stage + V_OFFSET, v + row * v_strides.row, v_strides.row,
                                        rows_left, head_dim_v);
+    //% endif
   };
 
   // 1. Q and the first tiles are on their way.

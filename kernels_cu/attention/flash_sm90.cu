@@ -15,18 +15,14 @@
         wait for S';  mask;  m' = max(m, rowmax S')
         wait for O;   S' = exp2(S' * c - m' * c);  P = S' in 16 bits
         O *= exp2((m - m') * c), which almost never runs
-     at the end:
-        O  += P V_0                issued   } and so is S' of the next queries, which the tensor
-        S'  = Q' K'^T              issued   } cores work on while this output is stored
+     at the end, with S' of the next queries under way while this output is stored:
         wait for O;   o = O / rowsum P,  lse = (m * c + log2(rowsum P)) * ln(2)
 
-   with c = softmax_scale * log2(e). P never leaves registers: a wgmma accumulator in 16 bits is the
-   A operand of the next product. An optimistic variant takes the exponentials of a tile without a
-   mask at once, with the last maximum (attention/sm90/speculative_softmax.cuh), while O is summed up.
+   with c = softmax_scale * log2(e). P never leaves registers: it is the next product's A operand. An
+   optimistic variant does not look for a maximum first (attention/sm90/speculative_softmax.cuh).
+   Forms of attention (attention/features.cuh) are rendered in; pages as attention/pages.cuh has them.
 
-   Forms of attention (attention/features.cuh) are rendered in, as into flash.cu.
-
-   Source: Shah et al., "FlashAttention-3" (2024), for the overlap of softmax and products. */
+   Source: Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/mbarrier.cuh"
@@ -72,7 +68,7 @@ constexpr int SCORE_STAGES = ${score_stages};  // tiles of bias and mask in shar
 using bias_t = ${bias_dtype};
 using Way = ScoreWay<SOFTCAP, SCORE_MOD, BIAS, MASK, HEAD_DIM_V>;
 constexpr bool NATURAL = Way::NATURAL;
-using Span = FormSpan<BLOCK_Q, BLOCK_K, VARLEN>;  // of keys, in tiles
+using Span = ${span};  // of keys, in tiles
 using Scores = ScoreTiles<bias_t, BIAS, MASK, BLOCK_Q, BLOCK_K>;
 constexpr int SCORE_BYTES = Scores::BYTES;
 
@@ -112,12 +108,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const __grid_constant__ TensorMap mask_map,  // the same; 0 hides the key
     //% endif
     //% if form
-    // Null where the form has no such thing. Packed: q and o are [1, heads_q, total_q, dim], k and
-    // v [1, heads_kv, total_k, dim], lse [heads_q, total_q].
-    const int* __restrict__ cu_seqlens_q,                             // [batch + 1]
-    const int* __restrict__ cu_seqlens_k,                             // [batch + 1]
-    const float* __restrict__ alibi_slopes,                           // [batch or 1, heads_q]
-    const float* __restrict__ sinks /* [heads_q] */ ${score_arrays},  //
+    // Null where there is no such thing. Packed: q and o are [1, heads_q, total_q, dim], k and v
+    // [1, heads_kv, total_k, dim], lse [heads_q, total_q].
+    const int* __restrict__ cu_seqlens_q,    // [batch + 1]
+    const int* __restrict__ cu_seqlens_k,    // [batch + 1]
+    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
+    const float* __restrict__ sinks /* [heads_q] */ ${score_arrays} ${page_arrays},  //
     elem_t* __restrict__ o,  // as o_map has it, rows on 16-byte boundaries
     //% endif
     float* __restrict__ lse,     // [batch, heads_q, seqlen_q] contiguous, or null
@@ -126,7 +122,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const int ${seqlen_k},
     const int section_heads,  // heads whose K and V fit into L2 together
     //% if form
-    const Strides o_strides, const int head_dim_v, const AttentionForm form${score_scalars},
+    const Strides o_strides, const int head_dim_v,
+    const AttentionForm form${score_scalars} ${page_numbers},
     //% endif
     const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
     const int causal) {              // query i sees keys up to i + seqlen_k - seqlen_q
@@ -140,7 +137,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   const bool asks = !VARLEN || threadIdx.x % WARP_SIZE == 0;
   int tail_parity = 0;
   const int asker = VARLEN ? threadIdx.x / WARP_SIZE * WARP_SIZE : threadIdx.x;
-  //% if form
+  //% if paged
+  const PagedKeys keys{page_table, seq_lens, rows, table_width, page_log2, num_pages, max_seqlen_k};
+  const SpanOf<Span> span_of{cu_seqlens_q, keys, box_log2, max_seqlen_q, form};
+  //% elif form
   const SpanOf<Span> span_of{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, form};
   //% else
   const SpanOf<Span> span_of{seqlen_q, seqlen_k, causal};

@@ -3,10 +3,12 @@
      out = activation(scale * x weight^T + bias) [* up] + residual           [m, n]
 
    A block has a tile of BLOCK_M rows by BLOCK_N outputs and walks along k in steps of BLOCK_K; its
-   tiles come through a ring in shared memory (cp.async; on sm_75 by way of registers). A thread has
-   4 GM rows by 4 GN outputs of sums (gemm/thread_product.cuh). With 8 x 16 of them it reads 24
-   chunks of 16 bytes for 512 FMAs: even at four cycles a read of a warp, four warps take 384 cycles
-   of shared memory while their FMAs take 512.
+   tiles come through a ring in shared memory (cp.async; on sm_75 by way of registers), [k][outer]
+   whatever their layout in memory: what lies [outer][k] is transposed in registers on its way
+   (gemm/transposing_copy.cuh). A thread has 4 GM rows by 4 GN outputs of sums, and the order of its
+   products spares the registers' banks (gemm/thread_product.cuh). With 8 x 16 sums it reads 6 chunks
+   of 16 bytes for 128 FMAs: even at four cycles a read of a warp, four warps take 96 cycles of
+   shared memory while their FMAs take 128.
 
    Two blocks of four warps an SM, or one of eight: enough, since a thread's FMAs are independent of
    each other.
@@ -24,6 +26,7 @@
 #include "gemm/thread_product.cuh"
 #include "gemm/tile_order.cuh"
 #include "gemm/tile_walk.cuh"
+#include "gemm/transposing_copy.cuh"
 
 constexpr int BLOCK_M = ${block_m}, BLOCK_N = ${block_n}, BLOCK_K = ${block_k};
 constexpr int WARP_M = ${warp_m}, WARP_N = ${warp_n};  // of the tile, a warp's
@@ -48,15 +51,24 @@ static_assert(GM >= 1 && GN >= (GATE ? 2 : 1), "a thread has sums, of gate and u
 constexpr int RUN = 128;
 constexpr bool IN_RUNS = GM * GN * 16 <= 32;
 
-using XTile = FloatTileIf<X_K_MAJOR, BLOCK_M, BLOCK_K>;
-using WeightTile = FloatTileIf<WEIGHT_K_MAJOR, BLOCK_N, BLOCK_K>;
-using XOrder = FloatOrderIf<X_K_MAJOR, BLOCK_M, RowsInOrder>;
-using WeightOrder = FloatOrderIf<WEIGHT_K_MAJOR, BLOCK_N, OutputOrder<GATE, WARP_N>>;
-using XCopy = OperandCopy<fp32, XTile, X_K_MAJOR, THREADS, ALIGNED, XOrder>;
-using WeightCopy = OperandCopy<fp32, WeightTile, WEIGHT_K_MAJOR, THREADS, ALIGNED, WeightOrder>;
-using XReader = FloatReader<XTile, X_K_MAJOR, LANES_M>;
-using WeightReader = FloatReader<WeightTile, WEIGHT_K_MAJOR, LANES_N>;
-using Product = ThreadProduct<GM, GN, XReader, WeightReader, BLOCK_K / 4>;
+// An operand's tiles, and what brings them.
+template <bool K_MAJOR, int OUTER, typename Order>
+struct Operand {
+  using Tile = TransposedFloats<OUTER, BLOCK_K>;
+  using Copy = TransposingCopy<Tile, THREADS, ALIGNED, Order>;
+};
+template <int OUTER, typename Order>
+struct Operand<false, OUTER, Order> {
+  using Tile = FloatTile<OUTER, BLOCK_K>;
+  using Copy = OperandCopy<fp32, Tile, false, THREADS, ALIGNED, Order>;
+};
+using X = Operand<X_K_MAJOR, BLOCK_M, RowsInOrder>;
+using Weight = Operand<WEIGHT_K_MAJOR, BLOCK_N, OutputOrder<GATE, WARP_N>>;
+using XTile = X::Tile;
+using WeightTile = Weight::Tile;
+using XReader = FloatReader<XTile, LANES_M>;
+using WeightReader = FloatReader<WeightTile, LANES_N>;
+using Product = ThreadProduct<GM, GN, XReader, WeightReader, BLOCK_K>;
 using Pairs = EpiloguePairs<Activation, GATE, PRE, RESIDUAL, fp32, fp32>;
 constexpr int WEIGHT_OFFSET = XTile::BYTES + GUARD;  // in a stage
 constexpr int STAGE_BYTES = WEIGHT_OFFSET + WeightTile::BYTES + GUARD;
@@ -124,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int row = tile.row * BLOCK_M, column = tile.column * OUT_COLUMNS;
 
   after_previous_kernel();
-  XCopy x_copy(x, x_stride, row, m);
-  WeightCopy weight_copy(weight, weight_stride, column, n);
+  X::Copy x_copy(x, x_stride, row, m);
+  Weight::Copy weight_copy(weight, weight_stride, column, n);
   const Product product{XReader(warp_row, y), WeightReader(warp_output, x_place)};
   float acc[GM][GN][4][4] = {}, totals[GM][GN][4][4] = {};
   int steps = 0;  // since sums were added to the totals

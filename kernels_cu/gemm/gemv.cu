@@ -9,10 +9,8 @@
      [n, k], [k, n]   of 16 bits: tensor cores                                gemm/gemv_mma.cuh
                       fp32: FMA                                               gemm/gemv_fma.cuh
 
-   Before the previous kernel is over a block asks for lines of its weight, to L2: that reads nothing.
-
-     STATIC_WEIGHT    it starts its first loads, too: only for a weight that nothing writes, neither
-                      just before nor in a graph that this kernel is part of
+   Before the previous kernel is over a block asks for lines of its weight, to L2: that reads nothing,
+   so it is right whoever writes the weight.
 
    Every architecture with bf16 products (sm_80); fp32 everywhere. */
 //% if has_mod
@@ -29,8 +27,7 @@ using elem_t = ${dtype};
 using out_t = ${out_dtype};
 using Activation = ${activation};
 constexpr bool GATE = ${gate};
-constexpr bool ROWS_OF_K = ${rows_of_k};  // weight_layout "nk": rows are contiguous in k
-constexpr bool STATIC_WEIGHT = ${static_weight};
+constexpr bool ROWS_OF_K = ${rows_of_k};         // weight_layout "nk": rows are contiguous in k
 constexpr bool PREFETCH = __CUDA_ARCH__ >= 900;  // where launches overlap
 constexpr int WARPS = ${warps};
 constexpr int UNROLL = ${unroll};      // spans of a warp under way
@@ -56,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     prefetch_rows<TILE, HALVES, THREADS>(weight, weight_stride, first, n, k);
   else if (PREFETCH)
     prefetch_columns<TILE, HALVES>(weight, weight_stride, first, n, k);
-  if (!STATIC_WEIGHT) after_previous_kernel();
+  after_previous_kernel();
   __shared__ float sums[WARPS][TOKENS][TILE];
   const int warp = threadIdx.x / WARP_SIZE, spans = ceil_div(k, Product::SPAN);
 
@@ -65,7 +62,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   typename Product::Step ring[UNROLL];
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) product.load_weight(ring[i], warp * UNROLL + i);
-  if (STATIC_WEIGHT) after_previous_kernel();
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) product.load_x(ring[i], warp * UNROLL + i);
 #pragma unroll 1

@@ -17,6 +17,9 @@
    eight warps of it in 128x256 take some 60 % of what shared memory gives while mma.sync runs at
    sm_90's best. The copies into the ring come on top.
 
+   fp32 is rounded to tf32 between shared memory and the products (gemm/tf32_product.cuh), 8 k at a
+   time in place of 16.
+
    With GATE each warp's outputs are half gate, half up (gemm/operand_copy.cuh). */
 #include "prelude.cuh"
 #include "ptx/cp_async.cuh"
@@ -30,6 +33,7 @@
 #include "gemm/store_fragments.cuh"
 #include "gemm/tile_order.cuh"
 #include "gemm/tile_walk.cuh"
+#include "gemm/tf32_product.cuh"
 #include "gemm/warp_product.cuh"
 
 using elem_t = ${dtype};
@@ -38,7 +42,7 @@ constexpr int BLOCK_M = ${block_m}, BLOCK_N = ${block_n}, BLOCK_K = ${block_k};
 constexpr int WARP_M = ${warp_m}, WARP_N = ${warp_n};  // of the tile, a warp's
 constexpr int STAGES = ${stages};                      // tiles of both operands in shared memory
 constexpr int MIN_BLOCKS = ${min_blocks};              // of an SM: caps the registers
-constexpr int MMA_K = ${mma_k};                        // 16, or sm_75's 8
+constexpr int MMA_K = ${mma_k};                        // of 16-bit types: 16, or sm_75's 8
 constexpr bool GATE = ${gate}, PRE = ${pre}, RESIDUAL = ${residual};
 constexpr bool ALIGNED = ${aligned};  // rows of x and weight start on 16-byte boundaries
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
@@ -49,18 +53,17 @@ using Activation = ${activation};
 constexpr int WARPS_N = BLOCK_N / WARP_N, THREADS = BLOCK_M / WARP_M * WARPS_N * WARP_SIZE;
 constexpr int OUT_COLUMNS = GATE ? BLOCK_N / 2 : BLOCK_N;
 constexpr int M = WARP_M / 16, N = WARP_N / 8;  // mma blocks of a warp
-constexpr int STEPS = BLOCK_K / 16;             // of 16 k in a tile
 constexpr bool ASYNC = ALIGNED && MMA_K == 16;
-static_assert(STEPS >= 2 && STEPS % 2 == 0, "fragments take turns in two places");
 static_assert(STAGES >= 2, "one tile is filled while another is read");
 
-using XTile = SwizzledTile<X_K_MAJOR ? BLOCK_M : BLOCK_K, X_K_MAJOR ? BLOCK_K : BLOCK_M>;
-using WeightTile =
-    SwizzledTile<WEIGHT_K_MAJOR ? BLOCK_N : BLOCK_K, WEIGHT_K_MAJOR ? BLOCK_K : BLOCK_N>;
+using XTile = OperandTile<elem_t, X_K_MAJOR, BLOCK_M, BLOCK_K>::Type;
+using WeightTile = OperandTile<elem_t, WEIGHT_K_MAJOR, BLOCK_N, BLOCK_K>::Type;
 using XCopy = OperandCopy<elem_t, XTile, X_K_MAJOR, THREADS, ALIGNED, RowsInOrder>;
 using WeightCopy =
     OperandCopy<elem_t, WeightTile, WEIGHT_K_MAJOR, THREADS, ALIGNED, OutputOrder<GATE, WARP_N>>;
 using Product = WarpProduct<elem_t, MMA_K, M, N, XTile, X_K_MAJOR, WeightTile, WEIGHT_K_MAJOR>;
+constexpr int STEPS = BLOCK_K / Product::STEP_K;  // in a tile
+static_assert(STEPS >= 2 && STEPS % 2 == 0, "fragments take turns in two places");
 constexpr int WEIGHT_OFFSET = XTile::BYTES + GUARD;  // in a stage
 constexpr int STAGE_BYTES = WEIGHT_OFFSET + WeightTile::BYTES + GUARD;
 

@@ -5,11 +5,11 @@
    A block has ROWS outputs of the weight (with GATE half of them gate, half up), all rows of x, and
    a part of k. Tiles of both come through a ring of STAGES in shared memory by cp.async; of each
    stage the warps multiply ROWS / WARP_ROWS pieces of the weight, each in WARPS_K parts of k. The
-   parts are added up in shared memory; where gridDim.y blocks share a tile, each leaves its sums in
-   `workspace`, and the last one adds them up. All in a fixed order: the same bits every time.
+   parts are added up in shared memory. Where gridDim.y blocks share a tile, each leaves its sums in
+   `workspace`, and the last one adds them up; as a CLUSTER they read them in one another's shared
+   memory (sm_90), and each has some rows of out. All in a fixed order: the same bits every time.
 
    Before the previous kernel is over a block asks for lines of its weight, to L2: that reads nothing.
-   STATIC_WEIGHT: as in gemv.cu.
 
    sm_80 and later. */
 //% if has_mod
@@ -18,6 +18,7 @@
 //% endif
 #include "prelude.cuh"
 #include "gemm/epilogue.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/pdl.cuh"
@@ -29,22 +30,23 @@ using elem_t = ${dtype};
 using out_t = ${out_dtype};
 using Activation = ${activation};
 constexpr bool GATE = ${gate};
-constexpr bool ROWS_OF_K = ${rows_of_k};  // weight_layout "nk": rows are contiguous in k
-constexpr bool ALIGNED = ${aligned};      // 16-byte copies
-constexpr bool STATIC_WEIGHT = ${static_weight};
+constexpr bool ROWS_OF_K = ${rows_of_k};         // weight_layout "nk": rows are contiguous in k
+constexpr bool ALIGNED = ${aligned};             // 16-byte copies
 constexpr bool PREFETCH = __CUDA_ARCH__ >= 900;  // where launches overlap
 constexpr int TOKENS = ${tokens};                // rows of x, padded
 constexpr int ROWS = ${rows};                    // of the weight
 constexpr int BLOCK_K = ${block_k};
 constexpr int STAGES = ${stages};
+constexpr int CLUSTER = ${cluster};    // blocks that share a tile in a cluster; 1: none
 constexpr int RESIDENT = ${resident};  // blocks of a multiprocessor, at least
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int WARP_ROWS = ROWS / 4, WARPS_K = 2;
+constexpr int WARP_ROWS = ROWS < 64 ? 16 : ROWS / 4, WARPS_K = WARPS / (ROWS / WARP_ROWS);
 constexpr int HALVES = GATE ? 2 : 1, OUTPUTS = ROWS / HALVES;
 constexpr int PITCH = ROWS + 4;  // of sums: lanes of a fragment meet 32 banks
 static_assert(WARP_ROWS % 16 == 0, "whole fragments");
-static_assert(BLOCK_K % 64 == 0, "whole panels, and whole steps of mma for each part of k");
+static_assert(BLOCK_K % 64 == 0 && BLOCK_K % (16 * WARPS_K) == 0,
+              "whole panels, and whole steps of mma for each part of k");
 static_assert(ROWS_OF_K || OUTPUTS % 64 == 0, "gate and up have panels of their own");
 
 using XTile = SwizzledTile<TOKENS, BLOCK_K>;
@@ -151,8 +153,9 @@ struct Sums {
 };
 
 // Sums of a tile in the workspace: [TOKENS][ROWS] in fours; those of rows below m are there.
-constexpr int FOURS = TOKENS * ROWS / 4, OF_THREAD = FOURS / THREADS;
-static_assert(FOURS % THREADS == 0 && THREADS % OUTPUTS == 0, "each thread has as many");
+constexpr int FOURS = TOKENS * ROWS / 4, OF_THREAD = ceil_div(FOURS, THREADS);
+constexpr int PASS = THREADS / OUTPUTS;  // rows of out that a block writes at a time
+static_assert(THREADS % OUTPUTS == 0, "a thread has one column of out");
 
 __device__ __forceinline__ float4 add_fours(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
@@ -167,8 +170,12 @@ __device__ __forceinline__ void add_parts(float* parts, float4* mine, int m) {
 #pragma unroll
   for (int j = 0; j < OF_THREAD; ++j) {
     const int i = j * THREADS + threadIdx.x;
-    if (i < m * (ROWS / 4))
-      mine[i] = add_fours(*four_of(parts, i), *four_of(parts + TOKENS * PITCH, i));
+    if (i >= m * (ROWS / 4)) continue;
+    float4 total = *four_of(parts, i);
+#pragma unroll
+    for (int part = 1; part < WARPS_K; ++part)
+      total = add_fours(total, *four_of(parts + part * TOKENS * PITCH, i));
+    mine[i] = total;
   }
 }
 
@@ -184,10 +191,27 @@ __device__ __forceinline__ void add_blocks(float* parts, const float4* tile, int
     }
   }
 #pragma unroll
-  for (int j = 0; j < OF_THREAD; ++j) *four_of(parts, j * THREADS + threadIdx.x) = total[j];
+  for (int j = 0; j < OF_THREAD; ++j)
+    if (const int i = j * THREADS + threadIdx.x; i < FOURS) *four_of(parts, i) = total[j];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+// Of an element, what lies `at` and in the places of the other parts of k: of this block, or of all
+// of its cluster.
+__device__ __forceinline__ float sum_parts(const float* at) {
+  float total = 0.f;
+#pragma unroll
+  for (int i = 0; i < CLUSTER * WARPS_K; ++i) {
+    const float* const part = at + i % WARPS_K * TOKENS * PITCH;
+    total += CLUSTER > 1 ? cluster_load(part, i / WARPS_K) : *part;
+  }
+  return total;
+}
+
+//% if cluster > 1
+extern "C" __global__ void __cluster_dims__(1, CLUSTER) __launch_bounds__(THREADS, RESIDENT)
+    //% else
+    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    //% endif
     linear_skinny(const elem_t* __restrict__ x,        // [m, k]
                   const elem_t* __restrict__ weight,   // [n, k] or [k, n]; with GATE 2 n for n
                   const elem_t* __restrict__ bias,     // [n], with GATE [2 n], or null
@@ -205,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const int steps = static_cast<int>(all * (blockIdx.y + 1) / split) - begin;
   const Source source = {x, weight, x_stride, weight_stride, first, m, n, k};
   if (PREFETCH) source.prefetch(begin * BLOCK_K);
-  if (!STATIC_WEIGHT) after_previous_kernel();
+  after_previous_kernel();
   extern __shared__ __align__(128) char dynamic[];
   const u32 ring = shared_address(dynamic);
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
@@ -213,13 +237,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
   // 1. The first stages.
 #pragma unroll
-  for (int i = 0; STATIC_WEIGHT && i < STAGES - 1; ++i)
-    if (i < steps) source.load_weight(ring + i * STAGE_BYTES, (begin + i) * BLOCK_K);
-  if (STATIC_WEIGHT) after_previous_kernel();
-#pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
     const u32 stage = ring + i * STAGE_BYTES;
-    if (!STATIC_WEIGHT && i < steps) source.load_weight(stage, (begin + i) * BLOCK_K);
+    if (i < steps) source.load_weight(stage, (begin + i) * BLOCK_K);
     if (i < steps) source.load_x(stage + WeightTile::BYTES, (begin + i) * BLOCK_K);
     cp_async_commit();
   }
@@ -246,10 +266,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   // 3. The parts of k of this block.
   float* const parts = reinterpret_cast<float*>(dynamic);
   sums.store(parts + warp_k * TOKENS * PITCH, warp_row, lane);
-  __syncthreads();
+  if (CLUSTER > 1) {
+    meet_cluster();
+  } else {
+    __syncthreads();
+  }
 
   // 4. Those of all blocks of the tile.
-  if (split > 1) {
+  const bool by_memory = CLUSTER == 1 && split > 1;
+  if (by_memory) {
     float4* const tile = reinterpret_cast<float4*>(workspace) + blockIdx.x * split * FOURS;
     add_parts(parts, tile + blockIdx.y * FOURS, m);
     __syncthreads();
@@ -262,15 +287,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const Epilogue<Activation, GATE, elem_t, out_t> epilogue = {bias,  residual, pre, residual_stride,
                                                               scale, n};
   const int place = threadIdx.x % OUTPUTS, column = first + place;
-  if (column >= n) return;
-  for (int row = threadIdx.x / OUTPUTS; row < m; row += THREADS / OUTPUTS) {
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+  for (int row = rank * PASS + threadIdx.x / OUTPUTS; row < m; row += CLUSTER * PASS) {
+    if (column >= n) break;
     const float* const at = parts + row * PITCH + place;
     float total[2] = {};
 #pragma unroll
-    for (int half = 0; half < HALVES; ++half) {
-      total[half] = at[half * OUTPUTS];
-      if (split == 1) total[half] += at[half * OUTPUTS + TOKENS * PITCH];
-    }
+    for (int half = 0; half < HALVES; ++half)
+      total[half] = by_memory ? at[half * OUTPUTS] : sum_parts(at + half * OUTPUTS);
     out[row * out_stride + column] = static_cast<out_t>(epilogue(total[0], total[1], row, column));
   }
+  if (CLUSTER > 1) meet_cluster();  // the others have read this one's sums
 }

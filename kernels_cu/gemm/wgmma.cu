@@ -5,8 +5,8 @@
 
    The grid is as large as the GPU; a block (or a cluster of two) works through one tile after
    another, in an order that keeps operands in L2 (gemm/tile_order.cuh). Its first warpgroup is the
-   producer: one thread asks TMA for 64 of k of both operands, stage after stage of a ring
-   (gemm/sm90/stages.cuh), and is tiles ahead of the others. Two warpgroups are consumers:
+   producer: two of its warps, one for each operand, ask TMA for 64 of k, stage after stage of a ring
+   (gemm/sm90/stages.cuh), and are tiles ahead of the others. Two warpgroups are consumers:
 
      COOPERATIVE   each takes half of a tile's rows.
      else          each takes every other tile, whole, and they take turns at the tensor cores: one
@@ -19,8 +19,8 @@
    With SPLIT > 1 the blocks of a cluster share the k of one tile (gemm/sm90/split_k.cuh): for so few
    tiles that most of the GPU would be idle.
 
-   Otherwise blocks of a cluster have tiles below one another. Each fetches half of the weight's tile and has
-   TMA write it into both, so that L2 is asked once.
+   Otherwise blocks of a cluster have tiles below one another. Each fetches half of the weight's tile
+   and has TMA write it into both, so that L2 is asked once.
 
    Rows of a weight with GATE: a tile has as many of gate as of up, so that a thread has both sums
    of an element.
@@ -28,6 +28,7 @@
    Source: the schedules of CUTLASS 3 (warp-specialised, cooperative and ping-pong). */
 #include "prelude.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/pdl.cuh"
@@ -71,7 +72,7 @@ constexpr int ROWS = COOPERATIVE ? BLOCK_M / CONSUMERS : BLOCK_M;  // of a consu
 constexpr int OUT_COLUMNS = GATE ? BLOCK_N / 2 : BLOCK_N;
 constexpr int RELEASES = CLUSTER * 4 * (COOPERATIVE ? CONSUMERS : 1);  // of a stage, by warps
 constexpr u16 ALL_BLOCKS = CLUSTER > 1 ? (1 << CLUSTER) - 1 : 0;
-static_assert(CLUSTER <= 2, "a tile of the weight has two halves");
+static_assert(CLUSTER <= 2, "a tile of the weight has two parts at most");
 static_assert(SPLIT == 1 || (CLUSTER == 1 && !SHARES), "one reason to be a cluster");
 static_assert(ROWS % 64 == 0, "wgmma takes 64 rows");
 static_assert(OUT_COLUMNS % 16 == 0, "outputs are staged 16 columns at a time");
@@ -91,32 +92,71 @@ __device__ __forceinline__ Piece part_of(const Piece& whole) {
   return {whole.tile, part.first, part.steps};
 }
 
-// The producer: one thread fills stage after stage, tile after tile.
-__device__ __forceinline__ void produce(const Stages& stages, const TensorMap& x_map,
-                                        const TensorMap& weight_map, const TileOrder& order,
-                                        Work work, int n, int rank) {
-  using X = Stages::A;
-  using W = Stages::B;
-  constexpr int HALF = BLOCK_N / 2;
-  tma_prefetch(x_map), tma_prefetch(weight_map);
+// A tile of the weight is one run of rows, or two that come from two places or by two blocks.
+constexpr int PARTS = GATE || CLUSTER > 1 ? 2 : 1, PART = BLOCK_N / PARTS;
+
+// Rows of the weight that are left for part `part` of the tile that begins at `column`.
+__device__ __forceinline__ int rows_left(int n, int column, int part) {
+  return n - column - (GATE ? 0 : part * PART);
+}
+
+// A producer warp: `fetch` fills its operand's place in stage after stage, tile after tile.
+template <typename Fetch>
+__device__ __forceinline__ void produce(const Stages& stages, const TileOrder& order, Work work,
+                                        const Fetch& fetch) {
   Place place;
   for (Piece piece; work.take(piece);) {
     const TilePlace tile = order(piece.tile);
     if (SPLIT > 1) piece = part_of(piece);
-    const int row = (tile.row * CLUSTER + rank) * BLOCK_M, column = tile.column * OUT_COLUMNS;
-    const int second = GATE ? n + column : column + HALF;  // where the other half of rows is
     for (int step = piece.first; step < piece.first + piece.steps; ++step) {
-      const u32 full = stages.full(place.stage), weight = stages.b(place.stage);
-      const int k = step * BLOCK_K;
       mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);
-      mbarrier_expect(full, Stages::LOADED);
-      X::load<0, BLOCK_M>(stages.a(place.stage), x_map, full, row, k, 0);
-      if (CLUSTER == 1 || rank == 0)
-        W::load<0, HALF>(weight, weight_map, full, column, k, ALL_BLOCKS);
-      if (CLUSTER == 1 || rank == 1)
-        W::load<HALF, HALF>(weight, weight_map, full, second, k, ALL_BLOCKS);
+      if (elect_one()) fetch(tile, place.stage, step * BLOCK_K);
       place.advance();
     }
+  }
+}
+
+__device__ __forceinline__ void produce_x(const Stages& stages, const OperandMaps& maps,
+                                          const TileOrder& order, const Work& work, int m,
+                                          int rank) {
+  using X = Stages::A;
+  if (elect_one()) maps.prefetch();
+  produce(stages, order, work, [&](const TilePlace& tile, int stage, int k) {
+    const int row = (tile.row * CLUSTER + rank) * BLOCK_M, rows = X::asked<BLOCK_M>(m - row);
+    mbarrier_expect(stages.full(stage), rows * (BLOCK_K * 2));
+    X::load<0, BLOCK_M>(stages.a(stage), maps, stages.full(stage), row, rows, k, 0);
+  });
+}
+
+__device__ __forceinline__ void produce_weight(const Stages& stages, const OperandMaps& maps,
+                                               const TileOrder& order, const Work& work, int n,
+                                               int rank) {
+  using W = Stages::B;
+  if (elect_one()) maps.prefetch();
+  produce(stages, order, work, [&](const TilePlace& tile, int stage, int k) {
+    const int column = tile.column * OUT_COLUMNS, low = W::asked<PART>(rows_left(n, column, 0));
+    const int second = GATE ? n + column : column + PART;  // where the other part of rows is
+    const int high = PARTS > 1 ? W::asked<PART>(rows_left(n, column, 1)) : 0;
+    const u32 full = stages.full(stage), to = stages.b(stage);
+    mbarrier_expect(full, (low + high) * (BLOCK_K * 2));
+    if (CLUSTER == 1 || rank == 0) W::load<0, PART>(to, maps, full, column, low, k, ALL_BLOCKS);
+    if (PARTS > 1 && (CLUSTER == 1 || rank == 1))
+      W::load<BLOCK_N - PART, PART>(to, maps, full, second, high, k, ALL_BLOCKS);
+  });
+}
+
+// Where memory is checked: rows of stages that the last tiles' boxes do not fill are NaN, so that
+// they are read by who does not care, and seen in the result of who does.
+__device__ __forceinline__ void mark_rows_that_are_not_there(const Stages& stages, int m, int n) {
+  using X = Stages::A;
+  using W = Stages::B;
+  const bool alone = CLUSTER > 1 && ceil_div(m, BLOCK_M) % CLUSTER != 0;  // no rows for the other
+  const int column = (ceil_div(n, OUT_COLUMNS) - 1) * OUT_COLUMNS;
+  for (int stage = 0; stage < STAGES; ++stage) {
+    X::mark(stages.a(stage), alone ? 0 : X::asked<BLOCK_M>((m - 1) % BLOCK_M + 1), BLOCK_M);
+    for (int part = 0; part < PARTS; ++part)
+      W::mark(stages.b(stage), part * PART + W::asked<PART>(rows_left(n, column, part)),
+              (part + 1) * PART);
   }
 }
 
@@ -165,7 +205,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER* SPLIT) __launch_bounds__(TH
 extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     //% endif
     const __grid_constant__ TensorMap x_map,       // [m, k] as it lies, boxes of 64 k
+    const __grid_constant__ TensorMap x_map_last,  // the same, boxes of the last tile's rows
     const __grid_constant__ TensorMap weight_map,  // [n, k] (with gate [2 n, k]) as it lies
+    const __grid_constant__ TensorMap weight_map_last,
     //% if tma_store
     const __grid_constant__ TensorMap out_map,  // [m, n], boxes of 16 rows and 64 columns
     //% endif
@@ -196,14 +238,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
   };
 
   if (threadIdx.x == 0) stages.begin(RELEASES);
+  if (GUARD > 0) mark_rows_that_are_not_there(stages, m, n);
   __syncthreads();
   if (CLUSTER > 1) meet_cluster();  // both blocks' barriers are there
   after_previous_kernel();
 
   if (warpgroup == 0) {
-    // ---- producer
+    // ---- producers
     fewer_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0) produce(stages, x_map, weight_map, order, work_of_block(), n, rank);
+    const int warp = __shfl_sync(FULL_MASK, threadIdx.x / WARP_SIZE, 0);
+    if (warp == 0) {
+      produce_x(stages, {x_map, x_map_last}, order, work_of_block(), m, rank);
+    } else if (warp == 1) {
+      produce_weight(stages, {weight_map, weight_map_last}, order, work_of_block(), n, rank);
+    }
     __syncwarp();
     if (SPLIT > 1) meet_cluster(), meet_cluster();
   } else {
@@ -264,6 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
       for (int block = 0; block < ROWS / 64; ++block) {
         const int row =
             (tile.row * CLUSTER + rank) * BLOCK_M + consumer_row + block * 64 + warp_row;
+        if (row >= m) continue;
         //% if tma_store
         store_by_tma<Stages::Staged, OUT_COLUMNS>(acc[block], epilogue, tile_bias, out_map, out,
                                                   out_stride, stages.staged(warp), box, lane, row,

@@ -10,6 +10,8 @@ struct SequenceRows {
   int start;   // first row
   int length;  // 0 .. longest
 
+  __device__ __forceinline__ SequenceRows(int first, int rows) : start(first), length(rows) {}
+
   __device__ __forceinline__ SequenceRows(const int* __restrict__ cu_seqlens, int index,
                                           int longest) {
     start = PACKED ? cu_seqlens[index] : 0;

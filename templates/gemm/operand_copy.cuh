@@ -72,6 +72,9 @@ struct OperandCopy {
     whole = K_MAJOR || outers - outer >= Order::output(OUTER - 1) + 1;
   }
 
+  // Copies have nothing to begin with.
+  __device__ __forceinline__ void begin(int k) {}
+
   // The next tile -> the tile at `tile`, asynchronously. `k_left`: of k, from this tile on; SURE: all
   // of the tile is there. Elements of 16 bits: ALIGNED only.
   template <bool SURE = false>

@@ -27,7 +27,7 @@ __device__ __forceinline__ void walk_staged(X& x, Weight& weight, u32 ring, int 
   }
 }
 
-// A ring of STAGES tiles filled by cp.async.
+// A ring of STAGES tiles, filled while others multiply, by cp.async or from registers.
 template <int STAGES, int STAGE_BYTES, int WEIGHT_OFFSET, typename X, typename Weight,
           typename Multiply>
 __device__ __forceinline__ void walk_async(X& x, Weight& weight, u32 ring, int k,
@@ -39,6 +39,7 @@ __device__ __forceinline__ void walk_async(X& x, Weight& weight, u32 ring, int k
     }
     cp_async_commit();
   };
+  x.begin(k), weight.begin(k);
 #pragma unroll
   for (int tile = 0; tile < STAGES - 1; ++tile)
     copy(ring + tile * STAGE_BYTES, k - tile * X::BLOCK_K);

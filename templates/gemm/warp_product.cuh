@@ -34,6 +34,12 @@ struct OperandReader {
   }
 };
 
+// An operand's tile of 16-bit elements.
+template <typename T, bool K_MAJOR, int OUTER, int BLOCK_K>
+struct OperandTile {
+  using Type = SwizzledTile<K_MAJOR ? OUTER : BLOCK_K, K_MAJOR ? BLOCK_K : OUTER>;
+};
+
 template <int M, int N>
 struct ProductFragments {
   u32 x[M][4], weight[N / 2][4];
@@ -42,6 +48,7 @@ struct ProductFragments {
 template <typename T, int MMA_K, int M, int N, typename XTile, bool X_K_MAJOR, typename WTile,
           bool W_K_MAJOR>
 struct WarpProduct {
+  static constexpr int STEP_K = 16;
   using Fragments = ProductFragments<M, N>;
   OperandReader<XTile, X_K_MAJOR, X_K_MAJOR ? BlockOrder::ROW_MAJOR : BlockOrder::COL_MAJOR> x;
   OperandReader<WTile, W_K_MAJOR, W_K_MAJOR ? BlockOrder::COL_MAJOR : BlockOrder::ROW_MAJOR> weight;

@@ -25,6 +25,12 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// All threads of a cluster come here, each as often.
+__device__ __forceinline__ void meet_cluster() {
+  cluster_arrive();
+  cluster_wait();
+}
+
 // The address of the same byte of shared memory in block `rank`.           PTX ISA: mapa
 __device__ __forceinline__ u32 cluster_address(u32 shared, int rank) {
   u32 there;
@@ -36,6 +42,14 @@ __device__ __forceinline__ u32 cluster_address(u32 shared, int rank) {
 __device__ __forceinline__ void cluster_store(float* shared, int rank, float value) {
   const u32 there = cluster_address(static_cast<u32>(__cvta_generic_to_shared(shared)), rank);
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+}
+
+// The float of block `rank` that lies where `shared` lies in this block.  PTX ISA: ld.shared::cluster
+__device__ __forceinline__ float cluster_load(const float* shared, int rank) {
+  const u32 there = cluster_address(static_cast<u32>(__cvta_generic_to_shared(shared)), rank);
+  float value;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
+  return value;
 }
 
 // Arrives at block `rank`'s mbarrier, which lies where `barrier` lies in this block. Who waits there

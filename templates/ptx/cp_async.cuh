@@ -25,6 +25,10 @@ __device__ __forceinline__ void cp_async_4(u32 shared, const void* global, bool 
                : "memory");
 }
 
+__device__ __forceinline__ void cp_async_4(u32 shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
+
 // How L2 keeps what is read once: it is the first to leave. Volatile: made anew where it is wanted,
 // rather than held in two registers.
 // PTX ISA: createpolicy.fractional

@@ -1,4 +1,4 @@
-// Warp-wide matrix multiply-accumulate on 16-bit inputs with fp32 accumulators.
+// Warp-wide matrix multiply-accumulate on 16-bit inputs, and tf32, with fp32 accumulators.
 //
 // mma.sync.m16n8k16, D[16x8] += A[16x16] * B[16x8]. With g = lane / 4 and t = lane % 4, a lane
 // holds:
@@ -46,6 +46,24 @@ __device__ __forceinline__ void mma_m16n8k16<bf16>(float (&d)[4], const u32 (&a)
       "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// D[16x8] += A[16x8] * B[8x8] of tf32, each in the bits of an fp32. Fragments as above, with one k in
+// place of two: a[0], a[1], b0 hold k = t, a[2], a[3], b1 k = t + 4.
+// PTX ISA: mma.sync.aligned.m16n8k8 (.tf32 from sm_80)
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// An fp32 (its bits) rounded to the nearest tf32, ties away from zero.
+// PTX ISA: cvt.rna.tf32.f32 (sm_80+)
+__device__ __forceinline__ u32 nearest_tf32(u32 value) {
+  u32 rounded;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(value)));
+  return rounded;
 }
 
 template <typename A, typename B>

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -255,6 +256,41 @@ def test_any_dlpack_array_on_the_cpu_comes_back_in_kind():
     o = run(*(Foreign(x) for x in (q, k, v)))
     assert isinstance(o, Foreign)
     assert np.array_equal(o.array, run(q, k, v))
+
+
+def test_bf16_of_a_framework_whose_dlpack_numpy_does_not_know_comes_back_in_kind():
+    class Like:  # a JAX array on the CPU
+        def __init__(self, array):
+            self.array = array
+
+        def __dlpack__(self, **options):
+            raise BufferError("Unsupported dtype in DLTensor.")
+
+        def __dlpack_device__(self):
+            return (1, 0)
+
+        def __array__(self, dtype=None, copy=None):
+            return self.array
+
+        def __array_namespace__(self):
+            return SimpleNamespace(asarray=Like)
+
+    q, k, v = (normal((1, 1, 20, 32), "bf16", i) for i in range(3))
+    o = run(*(Like(x) for x in (q, k, v)))
+    assert isinstance(o, Like) and o.array.dtype.name == "bfloat16"
+    assert np.array_equal(o.array.view("u2"), run(q, k, v).view("u2"))
+    other = Like(q.astype(np.complex64))
+    with pytest.raises(
+        ArgumentTypeError, match="cannot be taken through DLPack: Unsupported dtype"
+    ):
+        run(other, other, other)
+
+
+def test_what_jax_traces_is_refused_with_what_to_do():
+    module = "jax._src.interpreters.partial_eval"
+    tracer = type("DynamicJaxprTracer", (), {"__module__": module})()
+    with pytest.raises(ArgumentTypeError, match=r"q is traced by JAX .* call it outside jit"):
+        run(tracer, tracer, tracer)
 
 
 def test_a_refused_tile_says_how_much_shared_memory_is_missing():

@@ -177,7 +177,6 @@ def test_one_length_for_all_and_the_whole_cache():
         ("flash_attn_func", {"window_size": (4, -2)}, r"window=\(4, -2\)"),
         ("flash_attn_with_kvcache", {"rotary_cos": torch.ones(2, 8)}, "rotary_sin has shape None"),
         ("flash_attn_with_kvcache", {"rotary_sin": torch.ones(2, 8)}, "rotary_cos has shape None"),
-        ("flash_attn_with_kvcache", {"cache_leftpad": torch.ones(1)}, "cache_leftpad=a tensor"),
         ("flash_attn_with_kvcache", {"k": torch.ones(2)}, "together"),
         ("flash_attn_with_kvcache", {"block_table": torch.ones(1, 1)}, "cache_seqlens"),
     ],
@@ -209,3 +208,43 @@ def test_calls_are_compiled_whole():
     torch._dynamo.reset()
     made = torch.compile(model, backend="aot_eager", fullgraph=True)(q, k, v)
     close(made, model(q, k, v))
+
+
+@pytest.mark.parametrize("lower", [False, True])
+def test_sdpa_with_a_causal_bias(lower):
+    bias = pytest.importorskip("torch.nn.attention.bias", reason="newer PyTorch has it")
+    q, k, v = draw(1, 2, 6, 16), draw(1, 2, 9, 16, seed=1), draw(1, 2, 9, 16, seed=2)
+    mask = (bias.causal_lower_right if lower else bias.causal_upper_left)(6, 9)
+    seen = torch.ones(6, 9, dtype=torch.bool).tril(3 if lower else 0)
+    close(compat.scaled_dot_product_attention(q, k, v, mask), theirs(q, k, v, seen))
+
+
+def test_packed_functions_are_the_others():
+    qkv = draw(2, 9, 3, 4, 32)
+    q, k, v = qkv.unbind(2)
+    expected = compat.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(compat.flash_attn_qkvpacked_func(qkv, causal=True), expected)
+    assert torch.equal(compat.flash_attn_kvpacked_func(q, qkv[:, :, 1:], causal=True), expected)
+    ends = torch.tensor([0, 9, 18]).int()
+    flat = qkv.flatten(0, 1)
+    made = compat.flash_attn_varlen_qkvpacked_func(flat, ends, 9, causal=True)
+    other = compat.flash_attn_varlen_kvpacked_func(
+        flat[:, 0], flat[:, 1:], ends, ends, 9, 9, causal=True
+    )
+    assert torch.equal(made, other)
+    close(made.view(2, 9, 4, 32), expected)
+    with pytest.raises(ParameterError, match=r"qkv has shape .*; allowed: \[B, S, 3, H, D\]"):
+        compat.flash_attn_qkvpacked_func(qkv[:, :, :2])
+
+
+def test_flash_attn_varlen_with_a_block_table():
+    k, v, _, whole, table = cached(True, [17, 33], 0)
+    ends_q, ends_k = torch.tensor([0, 5, 25]).int(), torch.tensor([0, 17, 50]).int()
+    q = draw(25, 4, 32, dtype=torch.float16)
+    made = compat.flash_attn_varlen_func(
+        q, k, v, ends_q, ends_k, 20, 33, causal=True, block_table=table
+    )
+    expected = compat.flash_attn_varlen_func(
+        q, *(torch.cat(x) for x in whole), ends_q, ends_k, 20, 33, causal=True
+    )
+    close(made, expected, 2e-3)

@@ -123,6 +123,16 @@ def test_peers_are_taken_by_name(capsys):
     assert "left out" not in every and "flashinfer-single" in every
 
 
+def test_tiles_are_taken_by_their_words(capsys):
+    words = ["attention", "--dry-run", "--peers", "none", "--impl", "auto,flash", "--variants"]
+    every, some = (run("bench", *words, *more).out for more in ([], ["--tiles", "flash block=64"]))
+    assert (
+        " fkjit " in some
+        and " fkjit flash block=64" in some
+        and some.count("fkjit flash") < every.count("fkjit flash")
+    )
+
+
 def test_quick_takes_the_quick_set_where_there_is_one(scale):
     planned = run("bench", "attention", "scale", "--quick", "--dry-run").out
     assert "\n9 cases, " in planned and planned.count("scale ") >= 4
@@ -145,6 +155,10 @@ def test_quick_takes_the_quick_set_where_there_is_one(scale):
             "no case of attention in --set default passes the filters",
         ),
         (["attention", "--impl", "fast", "--dry-run"], "--impl 'fast' of attention is not one of"),
+        (
+            ["attention", "--impl", "flash", "--variants", "--tiles", "block=7", "--dry-run"],
+            "--tiles 'block=7' is none of fkjit flash block",
+        ),
         (["attention", "--peers", "fa9", "--dry-run"], "--peers 'fa9' is not one of all, none"),
         (["--compare", "none.jsonl", "none.jsonl"], "none.jsonl cannot be read"),
     ],

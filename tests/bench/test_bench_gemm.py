@@ -11,12 +11,13 @@ import pytest
 from bench.core.catalog import operations
 from bench.core.op import Refused
 from bench.core.store import SCHEMA
-from bench.gemm import products, tables
+from bench.gemm import products, round_trip, tables
 from bench.gemm.cases_linear import OP, SETS
 from bench.gemm.cases_linear_dweight import dweight
 from bench.gemm.cases_linear_dx import dx
 from bench.gemm.layers import LAYERS, MOST, drawn
 from bench.gemm.products import label, problem
+from bench.profile.target import cases
 from bench.report.bandwidth import sources
 from bench.report.cells import families, load, studies
 from fkjit.arch import arch
@@ -173,6 +174,31 @@ def test_quack_is_given_what_it_takes(given, monkeypatch):
     assert OP.expected(given, arrays).judge(prepared.output(prepared.call())).why_wrong() is None
 
 
+def test_peers_are_as_exact_as_the_problem_wants(monkeypatch):
+    seen, linear, matmul = [], torch.nn.functional.linear, torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda *a: (seen.append(matmul.allow_tf32), linear(*a))[1]
+    )
+    try:
+        for precision, allowed in (("tf32", True), ("ieee", False)):
+            matmul.allow_tf32 = not allowed
+            given = problem(9, 16, 24, dtype="fp32", precision=precision)
+            peer("torch").prepare(given, OP.inputs(given, Place)).call()
+            assert seen.pop() is allowed and matmul.allow_tf32 is not allowed
+    finally:
+        matmul.allow_tf32 = before
+
+
+def test_tf32_has_a_label_a_limit_and_our_call():
+    exact, given = (problem(40, 64, 32, dtype="fp32", precision=p) for p in ("ieee", "tf32"))
+    assert label(given) == "tf32 M40 K64 N32" and label(exact) == "fp32 M40 K64 N32"
+    arrays = OP.inputs(given, Place)
+    with quiet():
+        made = products.ours(given, arrays).call()
+    assert OP.expected(given, arrays).judge(made).why_wrong() is None
+
+
 # ------------------------------------------------------------------ tables
 
 
@@ -227,3 +253,37 @@ def test_the_report_has_products(tmp_path):
     (study, *_) = studies(load([stored(tmp_path)]))
     rows = {family.label: family for family in families(study) if family.along == "rows"}
     assert len(rows["bf16 K4096 N16384"].places) == 4
+
+
+# ------------------------------------------------------------------ the intermediate's round trip
+
+
+def test_bytes_beyond_what_must_move(monkeypatch, capsys):
+    given = problem(8192, 4096, 16_384, bias=True, activation="gelu_tanh")
+    needed, once = OP.bytes(given), 2 * 8192 * 16_384
+
+    def kernel(read, written):
+        return {"dram_read_bytes": read, "dram_write_bytes": written}
+
+    candidates = [
+        {"candidate": "fkjit", "kernels": [kernel(needed - once, once)]},
+        {"candidate": "torch", "kernels": [kernel(needed - once, once), kernel(once, once)]},
+        {"candidate": "addmm_activation", "missing": "why not"},
+    ]
+    entry = {"case": label(given), "problem": given, "bytes": needed, "candidates": candidates}
+    asked = []
+    monkeypatch.setattr(
+        round_trip.collect, "counters", lambda r: (asked.append(r), {"entries": [entry]})[1]
+    )
+    assert round_trip.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "| fkjit | 1 | 201 | 268 | 0.00 |" in lines
+    assert "| torch | 2 | 470 | 537 | 2.00 |" in lines
+    assert any(line.startswith("| addmm_activation | why not |") for line in lines)
+    (case,) = cases(OP, asked[0]["shapes"])
+    assert case.label == label(given)  # the default shape is a case of the suite
+
+
+def test_without_ncu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr("shutil.which", lambda *a, **k: None)
+    assert round_trip.main([]) == 1 and "ncu is neither on the PATH" in capsys.readouterr().err

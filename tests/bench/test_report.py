@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import cells, command, png, speed, summary, work
-from bench.report.chart import styles
+from bench.report import cells, command, look, png, speed, summary, work
+from bench.report.chart import PALETTE, styles
+from bench.report.matrix import Matrix, Row, html, matrices
+from bench.report.page import page
 from tests.bench.report_tools import HEADER, results
 from tests.cli.kit import run
 
@@ -27,7 +29,8 @@ def made(tmp_path_factory) -> Path:
     """A report of made-up results."""
     folder = tmp_path_factory.mktemp("report")
     stored = results(folder / "run.jsonl", "quick", "scaling", "decode", "readme")
-    done = run("report", str(stored), "--out", str(folder / "out"), "--target", "none")
+    words = ("--out", str(folder / "out"), "--target", "none", "--pictures")
+    done = run("report", str(stored), *words)
     assert done.status == 0, done.err
     return folder / "out"
 
@@ -81,6 +84,47 @@ def test_the_page_is_whole_without_a_network(made):
     assert set(re.findall(r"https?://[^\"' <]+", text)) <= {"http://www.w3.org/2000/svg"}
 
 
+def test_on_top_stands_how_many_times_as_fast_ours_is(made, tmp_path):
+    text = (made / "index.html").read_text()
+    modes = re.findall(r'class="scroll matrix" data-mode="(\w+)"', text)
+    assert sorted(modes) == ["cold", "graph", "warm"]
+    assert text.index('class="scroll matrix"') < text.index("<li>") < text.index('id="latency"')
+    one = study(tmp_path, "quick")
+    warm = next(made for made in matrices(one) if made.mode == "warm")
+    assert warm.own == "fkjit" and warm.peers[0] == "triton" and "fkjit" not in warm.peers
+    row = warm.rows[0]
+    assert row.ratios[0] == one.speedup(row.case, "triton", "warm")
+    found = html(warm, {"triton": "#123456"})
+    assert f'<tr data-case="{row.case}">' in found and f">{row.ratios[0]:.2f}</td>" in found
+    assert '<i style="background:#123456"></i>triton</th>' in found
+    for ratio, name in ((3.0, "w3"), (1.05, "w1"), (1.0, "even"), (0.95, "l1"), (0.1, "l3")):
+        row = Row("c", 1.0, (ratio, None))
+        cells_ = html(Matrix("warm", "fkjit", ("a", "b"), (row,)), {})
+        assert f'<td class="number {name}">{ratio:.2f}</td><td class="number none">–' in cells_
+
+
+def test_attention_comes_first_and_a_peer_has_one_colour_everywhere(tmp_path):
+    def of(op, *names):
+        kinds = {"fkjit": "ours", "any order": "ours"}
+        return [{**turn(n, 1.0 + i, kinds.get(n, "peer")), "op": op} for i, n in enumerate(names)]
+
+    lines = [HEADER, *of("rope", "torch", "fkjit"), *of("attention", "sdpa", "fkjit", "torch"),
+             *of("attention_decode", "any order", "cudnn", "fkjit", "torch")]  # fmt: skip
+    runs = cells.load([write(tmp_path / "r.jsonl", lines)])
+    parts = command.build(runs, "none", None)
+    assert [name.split()[0] for name, _ in parts] == ["attention", "attention_decode", "rope"]
+    seen: dict[str, set[str]] = {}
+    for series in (s for _, found in parts for one in found for c in one.charts for s in c.series):
+        if not series.guide and series.name in ("fkjit", "any order", "torch", "sdpa", "cudnn"):
+            seen.setdefault(series.name, set()).add(series.colour)
+    assert seen["fkjit"] == seen["any order"] == {PALETTE[0]}
+    assert all(len(colours) == 1 for colours in seen.values())
+    assert len(set.union(*seen.values())) == 4, "ours and three peers"
+    text = page("t", parts, runs, look.styles(cells.studies(runs)), ["fkjit", "any order"])
+    assert data(text)["ours"] == ["fkjit", "any order"]
+    assert re.findall(r'class="part" data-part="(\w+)', text) == [n.split()[0] for n, _ in parts]
+
+
 def test_axes_have_units_and_points_their_numbers(made):
     found = data((made / "index.html").read_text())
     for charts in found["charts"].values():
@@ -100,7 +144,9 @@ def test_axes_have_units_and_points_their_numbers(made):
 def test_pictures_are_valid_and_named_by_what_they_show(made):
     folder = made / "pictures"
     drawn = sorted(folder.glob("*.svg"))
-    assert {path.name.split("-")[0] for path in drawn} == SECTIONS - {
+    own = "attention-on-nvidia-h200-"
+    assert all(path.name.startswith(own) for path in drawn)
+    assert {path.name.removeprefix(own).split("-")[0] for path in drawn} == SECTIONS - {
         "summary", "resources", "profile",
     }  # fmt: skip
     for path in drawn:
@@ -154,14 +200,20 @@ def test_a_run_without_a_single_time_is_reported(tmp_path):
     assert "&lt;b&gt;wrong" in text and "<b>wrong" not in text and data(text)["charts"] == {}
 
 
-def test_no_results_at_all_make_a_page_that_says_so(tmp_path, monkeypatch):
+def test_no_results_at_all_are_an_error_that_says_what_makes_some(tmp_path, monkeypatch):
+    for module in (cells, command):
+        monkeypatch.setattr(module, "results_folder", lambda: tmp_path)
     monkeypatch.setattr(cells, "_DOCS", tmp_path)
-    monkeypatch.setattr(cells, "results_folder", lambda: tmp_path)
     (tmp_path / "other.jsonl").write_text("{}\n")
     assert cells.default_files() == []
     done = run("report", "--out", str(tmp_path / "out"))
-    assert done.status == 0 and done.out.startswith("no results\n")
-    assert "No results" in (tmp_path / "out" / "index.html").read_text()
+    assert done.status == 1 and not (tmp_path / "out").exists()
+    assert done.err == (
+        f"fkjit: report: no results in {tmp_path}: `fkjit bench` measures and stores some, or name "
+        "files: fkjit report RESULTS.jsonl\n"
+    )
+    write(tmp_path / "empty.jsonl", [HEADER])
+    assert "no results in" in run("report", str(tmp_path / "empty.jsonl")).err
 
 
 def test_the_newest_run_is_the_default(tmp_path, monkeypatch):
@@ -256,7 +308,10 @@ def test_decode_is_measured_in_bytes_and_prefill_in_operations(tmp_path):
 def test_without_matplotlib_there_are_pictures_all_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(png, "available", lambda: "PNG needs matplotlib")
     stored = results(tmp_path / "r.jsonl", "quick")
-    done = run("report", str(stored), "--out", str(tmp_path / "out"), "--target", "none")
+    words = ("--out", str(tmp_path / "out"), "--target", "none")
+    done = run("report", str(stored), *words)
+    assert (done.status, done.err) == (0, "") and not (tmp_path / "out" / "pictures").exists()
+    done = run("report", str(stored), *words, "--pictures")
     assert done.status == 0 and "no PNG pictures: PNG needs matplotlib" in done.err
     kinds = {path.suffix for path in (tmp_path / "out" / "pictures").iterdir()}
     assert kinds == {".svg"}

@@ -119,6 +119,28 @@ def test_ends_and_short_numbers():
     assert [short(v) for v in (0.05, 10_000, 2e-5, 3e6)] == ["0.05", "10000", "2e-5", "3e6"]
 
 
+def test_tables_of_small_batches_and_few_queries_come_from_a_run(tmp_path):
+    from bench.report import shapes
+    from bench.report.tables import with_tables
+    from tests.bench.report_tools import results
+
+    stored = results(tmp_path / "r.jsonl", "small_batch", "short_q")
+    made = dict(shapes.tables(stored))
+    assert list(made) == ["small_batch", "short_q"]
+    head, _, *rows = made["short_q"].splitlines()
+    assert head.startswith(
+        "| case | fkjit | cuDNN | FlashAttention-4 | FlashAttention-2 | Triton |"
+    )
+    assert rows[0].startswith("| bf16 D128 S1/4096 B1 H32/8 causal | ") and len(rows) == 12 + 2
+    assert "microseconds in a CUDA graph, medians; NVIDIA H200, 2026-11-21, NVRTC 13.0." in rows[-1]
+    own, *times, ratio = [float(x) for x in rows[1].split("|")[2:-1]]
+    assert abs(min(times[:-1]) / own - ratio) < 0.02
+    for name in made:
+        assert f"<!-- {name}: begin -->\n" in shapes.README.read_text()
+    page = with_tables(shapes.README.read_text(), made)
+    assert made["small_batch"] in page and page.count("<!-- short_q: begin -->") == 1
+
+
 def test_styles_stay_with_names_and_ours_comes_first():
     assert styles(["b", "a", "b"], ["a"]) == {"a": 0, "b": 1}
     series = [Series(str(n), [], n) for n in range(24)]

@@ -13,7 +13,7 @@ from fkjit.cache import entry as cache_entry
 from fkjit.cache.file import cache_key, decode, stored_fields
 from fkjit.cache.lookup import Cache, Entry, materialise
 from fkjit.errors import CacheError, NotCachedError
-from tests.cache.kit import IMAGE, Build, fields, filled, forbidden
+from tests.cache.kit import IMAGE, Build, fields, filled, forbidden, get
 
 # ---- bundles
 
@@ -115,6 +115,41 @@ def test_the_users_directory_comes_before_bundles(tmp_path):
 
 
 # ---- FKJIT_REQUIRE_CACHED
+
+
+HERE, THERE = {"nvrtc": "13.5 aa", "cuda_headers": "13.5 b"}, {"nvrtc": "13.0 cc"}
+
+
+@pytest.mark.parametrize("kind", ["zip", "folder"])
+def test_a_bundle_of_another_minor_version_is_taken_where_that_is_asked_for(tmp_path, kind):
+    made = Cache(tmp_path / "there" / "v1")
+    image = b"\x7fELF of 13.0"
+    get(made, Build(image), fields(**THERE, cuda_headers="13.0 d"))
+    bundle = tmp_path / "there"
+    if kind == "zip":
+        bundle = tmp_path / "b.fkb"
+        made.export(bundle)
+    wanted = fields(**HERE)
+    with pytest.raises(NotCachedError, match=r"differs in cuda_headers .*nvrtc"):
+        get(Cache(None, [bundle], require_cached=True), fields=wanted)
+    accepts = Cache(tmp_path / "here", [Path("compatible"), bundle], require_cached=True)
+    found = get(accepts, fields=wanted)
+    assert (found.origin, found.image, found.meta["fields"]["nvrtc"]) == (
+        "bundle", image, "13.0 cc",
+    )  # fmt: skip
+    assert get(accepts, fields=wanted).origin == "memory"
+    assert [one.path for one in accepts.bundles] == [bundle]
+    for other in ({"nvrtc": "12.9 x"}, {"target": "sm_90a"}, {"text": "another"}):
+        with pytest.raises(NotCachedError):
+            get(accepts, fields=fields(**{**HERE, **other}))
+
+
+def test_ptx_of_another_version_is_never_taken(tmp_path):
+    get(Cache(tmp_path / "v1"), fields=fields(**THERE, target="compute_80"))
+    accepts = Cache(None, [Path("compatible"), tmp_path], require_cached=True)
+    with pytest.raises(NotCachedError):
+        get(accepts, fields=fields(**HERE, target="compute_80"))
+    assert get(accepts, fields=fields(**THERE, target="compute_80")).origin == "bundle"
 
 
 def test_require_cached_names_the_field_that_differs(tmp_path):

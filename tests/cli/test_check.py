@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
+import fkjit
+from fkjit import KernelSpec, Param
+from fkjit import spec as spec_
 from tests.cli.kit import run
 from tests.core.user_kernel import VARIANTS, registered_kernel, write_kernel
 
@@ -29,6 +33,46 @@ def broken(tmp_path):
         yield spec
 
 
+@pytest.fixture
+def wrong(tmp_path):
+    """The same, but half as much again."""
+    folder = write_kernel(tmp_path / "kernels")
+    path = folder / "scale.cu"
+    text = path.read_text()
+    assert text.count("factor * static_cast") == 1
+    path.write_text(text.replace("factor * static_cast", "1.5f * factor * static_cast"))
+    with registered_kernel(folder) as spec:
+        yield spec
+
+
+TRANSPOSE = """/* Reads a column of a tile of 32 x 32 floats: 32 lanes meet in one bank. */
+extern "C" __global__ void turned(float* __restrict__ y) {
+  __shared__ float tile[32][32];
+  tile[0][threadIdx.x] = threadIdx.x;
+  __syncthreads();
+  for (int i = 1; i < 32; ++i) tile[i][threadIdx.x] = tile[0][0];
+  __syncthreads();
+  y[threadIdx.x] = tile[threadIdx.x][0];
+}
+"""
+
+
+@pytest.fixture
+def conflicts(tmp_path):
+    """A kernel without a reference whose lanes meet in a bank."""
+    (tmp_path / "turned.cu").write_text(TRANSPOSE)
+    before = dict(spec_._REGISTRY)
+    kernel = KernelSpec(
+        op="turned", name="plain", source="turned.cu", entry="turned", root=tmp_path,
+        params=(Param("dtype", ("fp32",), "of y"),), block=lambda params: (32, 1, 1),
+        grid=lambda params, problem: (1, 1, 1), problems=lambda params, scale: [{}],
+        outputs=lambda params, problem: {"y": np.zeros(32, np.float32)},
+    )  # fmt: skip
+    yield fkjit.register(kernel)
+    spec_._REGISTRY.clear()
+    spec_._REGISTRY.update(before)
+
+
 def rows(out: str) -> dict[str, str]:
     """Each kernel's row of the table, by its name and target."""
     found = re.findall(r"(?m)^(\S+) +((?:compute)\S+) +(.*?) *$", out)
@@ -42,6 +86,7 @@ def test_all_variants_of_a_kernel_are_run(scale):
     name, rest = row
     assert name == "scale.plain compute_80" and rest.endswith("ok")
     assert rest.startswith(f"{VARIANTS} of {VARIANTS}  ")
+    assert re.search(r" 0 +- +ok$", rest), "no error at all: a product with 0.5"
     assert done.err == f"scale.plain compute_80: {VARIANTS} variants\n"
 
 
@@ -53,11 +98,36 @@ def test_a_sample_on_several_targets_with_banks():
     names = ("attention.tiled", "attention.naive")
     assert list(found) == [f"{n} {t}" for n in names for t in ("compute_75", "compute_80")]
     for name, row in found.items():
-        assert re.search(r"\b1 of \d+ +2 +.* ok +" + ("2.00" if "tiled" in name else "-"), row)
-    assert re.search(
-        r"attention\.tiled: 2\.00 times the ideal wavefronts at kernels_cu/attention/tiled\.cu:\d+",
-        done.out,
-    )
+        banks = "2.00" if "tiled" in name else "-"
+        assert re.search(rf"\b1 of \d+ +\S+ \w+ +0\.\d+ +{banks} +ok$", row)
+    assert "bank" not in done.err, "2 times the ideal is neither a fault nor worth a warning"
+
+
+def test_wrong_numbers_are_a_fault_whatever_else_is_looked_for(wrong):
+    for words in ((), ("--banks",)):
+        done = run("check", "scale", "--variants", "1", *words)
+        assert done.status == 1
+        (row,) = rows(done.out).values()
+        assert row.startswith(f"0 of {VARIANTS}") and row.endswith("wrong numbers: y")
+        assert float(re.search(r" (\S+) +- +wrong", row)[1]) > 100
+        assert re.search(
+            r"scale\.plain fp16 threads=64 negated=False: wrong numbers: y\[\d+\] is \S+ where the "
+            r"reference has \S+: \S+ times the tolerance \(\S+\); problem: n=1000 factor=0\.5",
+            done.err,
+        )
+
+
+def test_bank_conflicts_are_warned_of_and_a_fault_where_a_limit_is_given(conflicts):
+    done = run("check", "turned")
+    assert done.status == 0 and " 32.00  ok, but has no reference" in done.out
+    assert "turned.plain: bank conflicts: 32.00 times the ideal wavefronts at" in done.err
+    assert "`--banks 4` makes it a fault" in done.err
+    done = run("check", "turned", "--banks", "2")
+    assert done.status == 1 and done.out.rstrip().endswith("bank conflicts"), done.out
+    assert "32 wavefronts where 1 would" in done.err
+    assert run("check", "--banks", "33.5", "turned").status == 0
+    done = run("check", "turned", "--banks=0.5")
+    assert done.status == 1 and "banks=0.5 is not True, False, or a number from 1 on" in done.err
 
 
 def test_a_fault_is_reported_and_is_the_status(broken):

@@ -35,6 +35,7 @@ from fkjit.arch import DEFAULT_ARCHS, arch, target
 from fkjit.cache.lookup import Entry
 from fkjit.jit import compile as compiler
 from fkjit.jit.build import build
+from fkjit.numerics import differences
 from fkjit.spec import KernelSpec, Params, Problem, registered
 
 Variants = list[dict[str, Any]]
@@ -226,15 +227,10 @@ def check_numbers(
     moved = {name: to_device(array) for name, array in arrays.items()}
     fkjit.launch(spec, params, problem, moved)
     assert spec.verification.reference is not None
-    for name, expected in spec.verification.reference(problem, inputs).items():
-        found = to_host(moved[name]).astype(np.float64)
-        finite = np.isfinite(expected)
-        assert np.array_equal(np.isneginf(found), np.isneginf(expected)), (params, name)
-        error = np.abs(found[finite] - expected[finite]).max(initial=0.0)
-        bound = spec.verification.tolerance(params) * max(
-            1.0, np.abs(expected[finite]).max(initial=0.0)
-        )
-        assert error <= bound, (params, problem, name, error)
+    expected = spec.verification.reference(problem, inputs)
+    found = {name: to_host(moved[name]) for name in expected}
+    for worst in differences(spec, params, expected, found):
+        assert worst.ratio <= 1, (params, problem, str(worst))
 
 
 def cut(variants: list[Any], most: int) -> list[list[Any]]:

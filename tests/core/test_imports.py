@@ -24,14 +24,14 @@ LAYERS = (
     {"paths", "settings", "arch"},
     {"spec"},
     {"cache"},
-    {"jit", "tuning"},
+    {"jit", "tuning", "numerics", "user_kernels"},
     {"interp"},
     {"sanitizer"},
     {"runtime"},
     {"cpu"},
     {"ops"},
-    {"api", "compat", "device", "warm_worker", "pytest_plugin"},
-    {"warming"},
+    {"api", "compat", "device", "warm_calls", "warm_worker", "pytest_plugin"},
+    {"warming", "warm_record"},
     {"cli"},
 )
 # Of fkjit/ops: every family knows `op`, and of the other families only these.

@@ -38,9 +38,12 @@ def outcome(bug: Bug, monkeypatch: pytest.MonkeyPatch, plant: bool) -> str:
             lambda path, who: planted(bug, read(path, who))
             if str(path).endswith(bug.file) else read(path, who),
         )  # fmt: skip
-    target = {"sm75": "compute_75", "sm90": "compute_90a"}.get(bug.kernel[-4:], "compute_80")
+    targets = {"sm75": "compute_75", "sm90": "compute_90a", "gmma": "compute_90a"}
+    target = targets.get(bug.kernel[-4:], "compute_80")
     monkeypatch.setattr("fkjit.jit.build.settings", lambda: replace(settings(), target=target))
     spec = find(bug.kernel)
+    if bug.params.get("cluster", 1) > 1:
+        target = "compute_90a"
     params = next(p for p in spec.variants(arch(target)) if bug.params.items() <= p.items())
     try:
         with quiet(), fkjit.sanitize(race=True, banks=1 if bug.by == "banks" else False):
@@ -75,7 +78,7 @@ KINDS = {
     "memory": ("out-of-bounds", "misaligned", "uninitialised", "write to a read-only"),
     "banks": ("bank conflict",),
     "hang": ("deadlock",),
-    "end": ("block ended",),
+    "end": ("block ended", "access to the shared memory of a block that may have ended"),
     "barrier": ("mbarrier", "uninitialised mbarrier", "deadlock"),
     "wgmma": ("register", "missing wgmma.fence", "operand", "race", "missing wait"),
     "numbers": ("numbers",),

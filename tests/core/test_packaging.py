@@ -88,7 +88,9 @@ def test_the_wheel_holds_package_and_cuda_sources_and_nothing_else(wheel):
     assert "[pytest11]\nfkjit = fkjit.pytest_plugin\n" in entry_points
     assert {"fkjit/_bench/command.py", "fkjit/_bench/attention/cases_attention.py"} <= names
     beside = {name for name in names if "_bench" in name and not name.endswith(".py")}
-    assert beside == {"fkjit/_bench/report/chart.js", "fkjit/_bench/report/page.css"}
+    assert beside == {
+        f"fkjit/_bench/report/{name}" for name in ("chart.js", "choice.js", "page.css")
+    }
 
 
 def test_its_metadata_ask_for_little(wheel):
@@ -107,6 +109,14 @@ def test_its_metadata_ask_for_little(wheel):
     assert [need for need in needs if need.startswith("torch") and "test" not in need] == []
 
 
+def test_the_readme_of_a_package_index_has_no_links_into_a_checkout(wheel):
+    text = zipfile.ZipFile(wheel).read("fkjit-0.1.0.dist-info/METADATA").decode()
+    shown = Parser().parsestr(text).get_payload()
+    assert shown.startswith("# fkjit\n") and "docs/ATTENTION.md" in shown
+    assert re.findall(r"\]\((?!https?:)[^)]*\)", shown) == []
+    assert len(shown) > 0.8 * len((ROOT / "README.md").read_text())
+
+
 def test_the_wheel_works_from_another_directory(wheel, environment, elsewhere):
     python = environment / "bin" / "python"
     pip(python, "install", "--no-compile", wheel, cwd=elsewhere)
@@ -123,6 +133,12 @@ def test_the_wheel_works_from_another_directory(wheel, environment, elsewhere):
         command, "bench", "attention", "--only", "D128 S4096", "--dry-run", cwd=elsewhere
     )
     assert "bf16 D128 S4096 B4 H16 causal" in planned and "\n2 cases" in planned
+    helped = " ".join(call(command, "bench", "--help", cwd=elsewhere, COLUMNS="500").split())
+    assert "docs/BENCHMARKS.md of fkjit's sources says how" in helped
+    assert f"default: {elsewhere}/fkjit-bench/DATE-GPU-COMMIT.jsonl" in helped
+    done = subprocess.run([command, "report"], cwd=elsewhere, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == "" and not list(elsewhere.iterdir())
+    assert f"report: no results in {elsewhere}/fkjit-bench: `fkjit bench` measures" in done.stderr
 
 
 def test_an_editable_install_uses_the_checkout(environment, elsewhere):

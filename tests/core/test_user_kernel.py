@@ -13,6 +13,7 @@ import fkjit
 from fkjit.errors import ParameterError
 from fkjit.settings import settings
 from fkjit.spec import registered
+from fkjit.user_kernels import registers
 from tests.core.user_kernel import ROOT, VARIANTS, registered_kernel, write_kernel
 
 
@@ -94,6 +95,71 @@ def test_importing_the_file_registers_it(folder):
     )
     done = python(code, folder, PYTHONPATH=f"{ROOT}{os.pathsep}{folder}")
     assert done.stdout == f"{[64] * 4 + [256] * 4} scale.plain\n", done.stderr
+
+
+SCRIPT = """
+import sys
+import numpy as np, fkjit
+x = np.arange(8, dtype=np.float32); y = np.zeros_like(x)
+fkjit.launch('scale.plain', {'dtype': 'fp32', 'threads': 64, 'negated': False},
+             {'n': 8, 'factor': 2.0, 'negated': False}, {'x': x, 'y': y})
+print(np.array_equal(y, 2 * x))
+"""
+
+
+def test_a_script_beside_the_kernels_runs_once_and_only_where_it_is_started(folder):
+    (folder / "a_script.py").write_text(SCRIPT)
+    env = {"FKJIT_KERNEL_PATH": str(folder), "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    done = python("import a_script", folder, **env)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+    done = python("import fkjit; print(len(list(fkjit.variants('scale.plain'))))", folder, **env)
+    assert (done.stdout, done.returncode) == (f"{VARIANTS}\n", 0), done.stderr
+    assert done.stderr == "", "the script is not run"
+
+
+@pytest.mark.parametrize("first", ["import scale", "import fkjit; fkjit.variants('scale')"])
+def test_a_kernel_on_the_path_may_be_imported_as_well(folder, first):
+    env = {"FKJIT_KERNEL_PATH": str(folder), "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    done = python(f"{first}\nimport scale\n{SCRIPT}", folder, **env)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+
+
+def test_a_kernels_file_that_calls_fkjit_finds_it_loading(folder):
+    with (folder / "scale.py").open("a") as file:
+        file.write(SCRIPT)
+    env = {"FKJIT_KERNEL_PATH": str(folder)}
+    done = python("import fkjit; list(fkjit.variants('scale.plain'))", folder, **env)
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "loaded"),
+    [
+        ("from fkjit import register\nregister()", True),
+        ("from fkjit.spec import register as add\nadd()", True),
+        ("import fkjit as f\ndef make(): f.register()", True),
+        ("import fkjit.spec\nfkjit.spec.register()", True),
+        ("from fkjit import register(", True),
+        ("import fkjit, atexit\natexit.register(print)", False),
+        ("import fkjit\nfkjit.launch('register')", False),
+        ("register = 1", False),
+    ],
+)
+def test_files_that_register_kernels_are_known_by_their_text(tmp_path, text, loaded):
+    (tmp_path / "some.py").write_text(text)
+    assert registers(tmp_path / "some.py") is loaded
+
+
+def test_a_broken_file_costs_its_own_kernels_and_a_line(folder):
+    (folder / "broken.py").write_text("from fkjit import register\nregister(1 / 0)\n")
+    (folder / "worse.py").write_text("from fkjit import register(\n")
+    done = python("import fkjit; print(len(list(fkjit.variants('scale.plain'))))", folder,
+                  FKJIT_KERNEL_PATH=str(folder))  # fmt: skip
+    assert (done.stdout, done.returncode) == (f"{VARIANTS}\n", 0)
+    first, second = done.stderr.splitlines()
+    missing = "its kernels are missing"
+    assert first == f"fkjit: {folder}/broken.py: ZeroDivisionError: division by zero; {missing}"
+    assert second.startswith(f"fkjit: {folder}/worse.py: SyntaxError: ")
 
 
 def test_a_path_that_is_no_folder_is_named(tmp_path, monkeypatch):

@@ -120,7 +120,8 @@ def shape(m, n, k, dtype="bf16", **given):
     made = {
         "m": m, "n": n, "k": k, "dtype": dtype, "out_dtype": dtype, "x_layout": "mk",
         "weight_layout": "nk", "activation": "none", "gate": False, "aligned": True,
-        "aligned_out": True, "residual": False, "pre": False, "sms": 132, **given,
+        "aligned_out": True, "residual": False, "pre": False, "sms": 132,
+        "precision": "ieee", **given,
     }  # fmt: skip
     return Shape(*[made[name] for name in Shape._fields])
 

@@ -38,9 +38,17 @@ FMA_GATED: dict[str, Any] = {
     "kernel": "linear.fma",
     "params": {"block": (64, 64, 16), "gate": True, "weight_layout": "kn", "aligned": True},
 }
+FMA_GATED_NK: dict[str, Any] = {
+    "kernel": "linear.fma",
+    "params": {"block": (64, 64, 16), "gate": True, "weight_layout": "nk"},
+}
+TF32_KM: dict[str, Any] = {
+    "kernel": "linear.mma",
+    "params": {"dtype": "fp32", "block": (64, 64, 32), "x_layout": "km", "weight_layout": "kn"},
+}
 FMA_UNALIGNED: dict[str, Any] = {
     "kernel": "linear.fma",
-    "params": {"block": (64, 64, 16), "aligned": False},
+    "params": {"block": (64, 64, 16), "x_layout": "km", "aligned": False},
 }
 CUT = {"n": 84, "out_stride": 160, "residual_stride": 160}  # half a chunk of columns
 CUT_K = {"k": 156, "x_stride": 168, "weight_stride": 168}  # NaN behind it
@@ -103,16 +111,30 @@ BUGS = (
     # -- fma
     Bug("no barrier in the ring", D + "tile_walk.cuh", SYNC, "", by="race", nth=2, **FMA),
     Bug("a wait too lax in the ring", D + "tile_walk.cuh", "cp_async_wait<STAGES - 2>();",
-        "cp_async_wait<STAGES - 1>();", by="race", **FMA),
+        "cp_async_wait<STAGES - 1>();", by="race", **FMA_GATED),
     Bug("the weight's floats begin inside x's", FMA_CU, "WEIGHT_OFFSET = XTile::BYTES + GUARD",
         "WEIGHT_OFFSET = XTile::BYTES + GUARD - 256", by="memory", **FMA),
-    Bug("rows in no order", D + "thread_product.cuh", "return i % (ROWS / 4) * 4 + i / (ROWS / 4);",
-        "return i;", by="numbers", **FMA),
-    Bug("without the rows' swizzle", D + "thread_product.cuh",
-        "(Tile::offset(row, step) - row * Tile::ROW_BYTES)", "(step << 4)", by="numbers", **FMA),
-    Bug("the next outputs too late", D + "thread_product.cuh",
-        "if (n + 1 == GN && more) weight.load(outputs[0], weight_tile, 0, step + 1);", "",
-        by="numbers", **FMA),
+    Bug("the next k's outputs too late", D + "thread_product.cuh",
+        "weight.load(outputs[(k + 1) % 2], weight_tile, k + 1);", "", by="memory", **FMA),
+    Bug("a product of the next k's row", D + "thread_product.cuh", "fmaf(rows[k % 2]",
+        "fmaf(rows[(k + 1) % 2]", by="numbers", **FMA),
+    Bug("the reader's swizzle is another", D + "thread_product.cuh", "turn = Tile::turn(k)",
+        "turn = 0", by="numbers", **FMA),
+    Bug("transposed without a swizzle", D + "float_tile.cuh", "return row / 4 % 4 * 2;",
+        "return 0;", by="banks", **FMA),
+    Bug("one row of floats of x too many", D + "transposing_copy.cuh", "outer_left - 1",
+        "outer_left", by="memory", **FMA),
+    Bug("k past the end of a row of floats", D + "transposing_copy.cuh", "row(i), left);",
+        "row(i), 4);", by="numbers", problem=CUT_K, **FMA),
+    Bug("up's floats are gate's", D + "transposing_copy.cuh",
+        "(Order::is_up(first) ? outers : 0)", "0", by="numbers", **FMA_GATED_NK),
+    Bug("the tile after the next", D + "transposing_copy.cuh", "store(tile, next);\n",
+        "fetch(next, k_left), store(tile, next);\n", by="memory", **FMA),
+    # -- tf32
+    Bug("k in no order", D + "tf32_product.cuh", "(i & (3 - OUTER) ? 4 : 0)", "0", by="numbers",
+        **TF32_KM),
+    Bug("weights not transposed", D + "tf32_product.cuh", "? 1 : 2;", "? 1 : 1;", by="numbers",
+        **TF32_KM),
     Bug("gate's floats twice", D + "operand_copy.cuh", "(Order::is_up(first) ? up : 0)", "0",
         by="numbers", **FMA_GATED),
     Bug("an element past the end", D + "operand_copy.cuh", "e < elements ? from + e : array, e <",

@@ -37,7 +37,7 @@ def chosen(*args, on=HOPPER, impl="auto", block=None, **more):
 def test_loses_little_to_the_best_of_what_was_measured():
     losses = []
     for row in MEASURED:
-        one = shape(row["m"], row["n"], row["k"])
+        one = shape(row["m"], row["n"], row["k"], weight_layout=row["weight_layout"])
         times = {(schedule, tuple(tile), *rest): us
                  for schedule, tile, *rest, us in row["microseconds"]}  # fmt: skip
         costs = {
@@ -47,7 +47,7 @@ def test_loses_little_to_the_best_of_what_was_measured():
         pick = min((key for key in costs if key in times), key=costs.__getitem__)
         losses.append(times[pick] / min(times.values()))
     assert len(losses) > 50
-    assert math.prod(losses) ** (1 / len(losses)) <= 1.03
+    assert math.prod(losses) ** (1 / len(losses)) <= 1.02
 
 
 @pytest.mark.parametrize("name", DEFAULT_ARCHS)

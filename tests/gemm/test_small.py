@@ -4,6 +4,7 @@ is shared out."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ from fkjit.ops.gemm.cases_small import GEMV as GEMV_CASES
 from fkjit.ops.gemm.cases_small import SKINNY as SKINNY_CASES
 from fkjit.ops.gemm.epilogue import ACTIVATIONS, kernel_for, mod_text
 from fkjit.ops.gemm.kernels_small import GEMV, SKINNY, TOKENS, skinny_scratch, split
+from fkjit.settings import settings
 from tests.core.sampling import one_in
 
-PLAIN = {"activation": "none", "gate": False, "static_weight": False}
+PLAIN = {"activation": "none", "gate": False}
 SPECS = {"gemv": GEMV, "skinny": SKINNY}
 
 
@@ -82,6 +84,23 @@ def test_each_number_of_rows(m):
 def test_k_in_more_parts_than_there_is_k(parts):
     params = first_variant(SKINNY, aligned=True, **PLAIN)
     assert_right(SKINNY, params, cases.problem(params, 9, 40, 200, split=parts))
+
+
+@pytest.mark.parametrize("cluster", [2, 4, 8])
+def test_blocks_of_a_cluster_share_k(cluster, monkeypatch):
+    """Also where some of them have none of it."""
+    monkeypatch.setattr(
+        "fkjit.jit.build.settings", lambda: replace(settings(), target="compute_90a")
+    )
+    params = {
+        **first_variant(SKINNY, dtype="bf16", out_dtype="bf16", aligned=True, **PLAIN),
+        "tokens": 16, "tile": (32, 256, 4), "cluster": cluster,
+    }  # fmt: skip
+    for m, n, k in ((13, 40, 1288), (1, 8, 8)):
+        problem = cases.problem(params, m, n, k)
+        assert SKINNY.grid(params, problem) == (-(-n // 32), cluster, 1)
+        assert skinny_scratch(params, problem) == (0, 0)
+        assert_right(SKINNY, params, problem)
 
 
 def test_the_same_bits_every_time():

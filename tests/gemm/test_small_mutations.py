@@ -15,6 +15,7 @@ GEMV_KN = {"kernel": "linear.gemv", "params": {"dtype": "bf16", "weight_layout":
 GEMV_FP32 = {"kernel": "linear.gemv", "params": {"dtype": "fp32", "weight_layout": "nk"}}
 GEMV_FP32_KN = {"kernel": "linear.gemv", "params": {"dtype": "fp32", "weight_layout": "kn"}}
 SKINNY = {"kernel": "linear.skinny", "params": {"tokens": 32, "weight_layout": "nk"}}
+CLUSTER = {"kernel": "linear.skinny", "params": {"cluster": 4}}
 SKINNY_KN = {"kernel": "linear.skinny", "params": {"tokens": 32, "weight_layout": "kn"}}
 
 BUGS = (
@@ -60,12 +61,20 @@ BUGS = (
         nth=4, **SKINNY),
     Bug("the stage in use", K + "skinny.cu", "ring + next % STAGES * STAGE_BYTES",
         "ring + step % STAGES * STAGE_BYTES", by="race", **SKINNY),
-    Bug("a part of k is left out", K + "skinny.cu", "four_of(parts + TOKENS * PITCH, i)",
-        "four_of(parts, i)", by="numbers", **SKINNY),
+    Bug("a part of k is left out", K + "skinny.cu", "part < WARPS_K; ++part)\n      total",
+        "part < WARPS_K - 1; ++part)\n      total", by="numbers", **SKINNY),
     Bug("a block's sums are left out", K + "skinny.cu", "s < split; ++s", "s < split - 1; ++s",
         by="numbers", **SKINNY),
-    Bug("one output too many", K + "skinny.cu", "if (column >= n) return;",
-        "if (column > n) return;", by="memory", **SKINNY),
+    Bug("one output too many", K + "skinny.cu", "if (column >= n) break;",
+        "if (column > n) break;", by="memory", **SKINNY),
+    Bug("sums of a cluster are read too early", K + "skinny.cu",
+        "    meet_cluster();\n", "    __syncthreads();\n", by="race", **CLUSTER),
+    Bug("a block ends while others read its sums", K + "skinny.cu",
+        "if (CLUSTER > 1) meet_cluster();", "", by="end", **CLUSTER),
+    Bug("rows of another block", K + "skinny.cu", "rank * PASS + threadIdx.x", "threadIdx.x",
+        by="race", **CLUSTER),
+    Bug("sums of one block alone", K + "skinny.cu", "i < CLUSTER * WARPS_K", "i < WARPS_K",
+        by="numbers", **CLUSTER),
     Bug("rows of x that are not there", K + "skinny.cu", "x_stride, m, k - k0",
         "x_stride, m + 1, k - k0", by="memory", **SKINNY),
     Bug("the weight as it lies", K + "skinny.cu", "ldmatrix_x4_trans(a", "ldmatrix_x4(a",

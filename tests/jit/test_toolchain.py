@@ -102,7 +102,7 @@ def test_no_cupy_is_a_toolchain_error_with_the_command():
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert done.returncode == 1
     assert "fkjit.errors.ToolchainError: CuPy" in done.stderr
-    assert "pip install cupy-cuda13x" in done.stderr
+    assert "pip install 'fkjit[cuda13]'" in done.stderr
 
 
 def test_no_nvrtc_library_is_a_toolchain_error_with_the_command(monkeypatch):
@@ -118,7 +118,7 @@ def test_no_nvrtc_library_is_a_toolchain_error_with_the_command(monkeypatch):
     with pytest.raises(ToolchainError) as info:
         toolchain.nvrtc_module.__wrapped__()
     assert "finds no NVRTC library (CuPy failed to load libnvrtc.so.13: OSError)" in str(info.value)
-    assert "pip install nvidia-cuda-nvrtc" in str(info.value)
+    assert "pip install 'fkjit[cuda13]'" in str(info.value)
 
 
 def test_a_driver_older_than_the_ptx_is_told_both_versions(monkeypatch):

@@ -24,7 +24,7 @@ PAGES = np.zeros((2, 16, HEADS, DIM), np.float16)
 
 # fmt: off
 CREATE = [  # id, options, error, message
-    ("page size", {"page_size": 24}, VALUE, "page_size=24 is not one of 16, 32, 64, 128, 256"),
+    ("page size", {"page_size": 24}, VALUE, "page_size=24 is not one of 1, 2, 4, 8, 16, 32"),
     ("no pages", {"num_pages": 0}, VALUE, "num_pages=0; allowed: 1 and above"),
     ("half a head", {"num_kv_heads": 0.5}, TYPE, "num_kv_heads=0.5 is not a whole number"),
     ("layout", {"layout": "dhn"}, VALUE, "layout='dhn' is not one of nhd, hnd"),

@@ -33,13 +33,29 @@ def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
         return {"o": o, "lse": lse}
     shape = (problem["total_q"], problem["heads_q"])
     o, lse = np.full((*shape, problem["head_dim_v"]), np.nan), np.full(shape[::-1], np.nan)
-    q_ends, k_ends = (np.asarray(arrays[f"cu_seqlens_{n}"]) for n in "qk")
+    q_ends = np.asarray(arrays["cu_seqlens_q"])
     for b in range(problem["batch"]):
-        q_rows, k_rows = slice(*q_ends[b : b + 2]), slice(*k_ends[b : b + 2])
-        rows = (exact["q"][q_rows], exact["k"][k_rows], exact["v"][k_rows])
+        q_rows = slice(*q_ends[b : b + 2])
+        rows = (exact["q"][q_rows], *_keys_of(problem, arrays, exact, b))
         made, sums = attend(problem, exact, b, *(x.swapaxes(0, 1) for x in rows))
         o[q_rows], lse[:, q_rows] = made.swapaxes(0, 1), sums
     return {"o": o, "lse": lse}
+
+
+def _keys_of(
+    problem: Problem, arrays: Mapping[str, Any], exact: Mapping[str, Any], b: int
+) -> list[np.ndarray]:
+    """k and v [Sk, Hkv, ...] of a packed sequence, or of one in pages."""
+    if "page_size" not in problem:
+        ends = np.asarray(arrays["cu_seqlens_k"])
+        return [exact[name][slice(*ends[b : b + 2])] for name in "kv"]
+    row = int(np.asarray(arrays["rows"])[b])
+    pages = np.asarray(arrays["page_table"])[row]
+    length = int(np.asarray(arrays["seq_lens"])[row])
+    order = tuple(problem["page_axes"][i] for i in (0, 2, 1)) + (3,)  # pages, tokens, heads
+    used = pages[: -(-length // problem["page_size"])]
+    held = [exact[name].transpose(order)[used] for name in "kv"]
+    return [x.reshape(-1, *x.shape[2:])[:length] for x in held]
 
 
 def attend(
@@ -131,7 +147,8 @@ def feature_problems(params: Params, scale: str) -> Sequence[Problem]:
             "score_scalars": {name: 0.01 for name, _ in features.scalars},
             "score_slots": tuple((n, SLOTS[i]) for i, (n, _) in enumerate(features.arrays)),
         }  # fmt: skip
-        found.append(_packed(problem) if features.varlen else problem)
+        packed = _packed(problem) if features.varlen else problem
+        found.append(_paged(packed, index) if features.paged else packed)
     return found
 
 
@@ -145,13 +162,25 @@ def _packed(problem: Problem) -> Problem:
     }  # fmt: skip
 
 
+def _paged(problem: Problem, index: int) -> Problem:
+    """The same with its keys in pages, which lie one way or the other."""
+    size = (16, 64)[index % 2]
+    width = -(-problem["seqlen_k"] // size) + 1
+    return {
+        **problem, "page_size": size, "num_pages": 4 * width, "table_width": width,
+        "page_axes": ((0, 2, 1), (0, 1, 2))[index % 2],
+    }  # fmt: skip
+
+
 def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
     """Fresh q, k, v, packed or not; and what the features read, broadcast one way or the other."""
     features = parse(params["form"]) if "form" in params else ScoreFeatures()
     found = (_packed_rows if "total_q" in problem else _dense_rows)(problem, rng)
+    if features.paged:
+        found |= _pages(problem, rng)
     found |= feature_inputs(features, problem, rng)
     if features.varlen:
-        for name, lengths in zip("qk", problem["lengths"], strict=True):
+        for name, lengths in zip("q" if features.paged else "qk", problem["lengths"], strict=False):
             found[f"cu_seqlens_{name}"] = np.cumsum((0, *lengths)).astype(np.int32)
     return found
 
@@ -197,6 +226,31 @@ def _packed_rows(problem: Problem, rng: np.random.Generator) -> Arrays:
         "v": (problem["total_k"], problem["heads_kv"], problem["head_dim_v"]),
     }
     return {n: rng.standard_normal(s, dtype=np.float32).astype(dtype) for n, s in shapes.items()}
+
+
+def _pages(problem: Problem, rng: np.random.Generator) -> Arrays:
+    """k, v, tables and lengths: pages in any order, what no sequence has is NaN, and table rows
+    stand in another order than sequences."""
+    size, width, batch = problem["page_size"], problem["table_width"], problem["batch"]
+    lengths = np.asarray(problem["lengths"][1], np.int32)
+    rows = np.arange(batch, dtype=np.int32)[::-1].copy()
+    table = np.full((batch, width), -1, np.int32)
+    free = iter(rng.permutation(problem["num_pages"]))
+    held = np.zeros((problem["num_pages"], size), bool)
+    for row, length in zip(rows, lengths, strict=True):
+        for at in range(-(-int(length) // size)):
+            table[row, at] = next(free)
+            held[table[row, at], : length - at * size] = True
+    found: dict[str, Any] = {"page_table": table, "rows": rows}
+    found["seq_lens"] = lengths[np.argsort(rows)]
+    for name, dim in (("k", "head_dim"), ("v", "head_dim_v")):
+        shape = (problem["num_pages"], size, problem["heads_kv"], problem[dim])
+        made = rng.standard_normal(shape, dtype=np.float32)
+        made[~held] = np.nan
+        order = tuple(np.argsort((*(problem["page_axes"][i] for i in (0, 2, 1)), 3)))
+        made = np.ascontiguousarray(made.transpose(order)) if problem["page_axes"][1] == 1 else made
+        found[name] = made.astype(numpy_dtype(problem["dtype"]))
+    return found
 
 
 def outputs(params: Params, problem: Problem) -> Arrays:

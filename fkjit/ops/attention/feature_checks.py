@@ -62,6 +62,7 @@ def check_features(
         bias=seen["bias"].dtype if "bias" in seen else "", bias_paired=paired.get("bias", False),
         mask="mask" in seen, mask_paired=paired.get("mask", False),
         varlen="cu_seqlens_q" in seen, score_mod=options.score_mod,
+        paged=seen.keys() >= {"cu_seqlens_q", "page_table"},
         score_args=_score_args(call, seen, options),
     )  # fmt: skip
 

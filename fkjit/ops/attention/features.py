@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-FLAGS = ("softcap", "alibi", "bias", "mask", "sinks", "varlen")
+FLAGS = ("softcap", "alibi", "bias", "mask", "sinks", "varlen", "paged")
 BIAS_DTYPES = ("fp16", "bf16", "fp32")
 SCALARS = {"float": "float", "int": "int"}
 ARRAYS = {  # dtype of an array that a score_mod reads -> what its expression sees
@@ -21,6 +21,7 @@ ARRAYS = {  # dtype of an array that a score_mod reads -> what its expression se
 MAX_ARRAYS = 8  # that a score_mod reads
 SLOTS = tuple(f"score_{i}" for i in range(MAX_ARRAYS))  # kernel arguments
 PACKED_ENDS = ("cu_seqlens_q", "cu_seqlens_k")
+PAGES = ("page_table", "seq_lens", "rows")  # where keys are in pages, in place of cu_seqlens_k
 FEATURE_ARRAYS = ("alibi_slopes", "bias", "mask", "sinks")
 # Arrays besides q, k and v that kernels have arguments for, null where there is none.
 POINTERS = (*PACKED_ENDS, *FEATURE_ARRAYS, *SLOTS)
@@ -46,6 +47,7 @@ class ScoreFeatures:
     score_mod_grad: str = ""  # in the backward alone, as is the next one
     dalibi: bool = False  # slopes have a gradient
     dbias: bool = False  # and the bias has one that this kernel makes
+    paged: bool = False  # packed queries of keys in pages; in the forward alone
     seeded: bool = False  # sums of products start from bias and mask, which are read in runs
 
     @cached_property
@@ -86,13 +88,24 @@ class ScoreFeatures:
             "score_fields": "".join(f"; {kind} {name}" for kind, name, _ in arrays + scalars),
             "score_arrays": "".join(f", {kind} __restrict__ {slot}" for kind, _, slot in arrays),
             "score_scalars": "".join(f", const {kind} {name}" for kind, _, name in scalars),
+            "page_arrays": _PAGE_ARRAYS if self.paged else "",
+            "page_numbers": _PAGE_NUMBERS if self.paged else "",
             "score_values": "".join(f", {argument}" for _, _, argument in arrays + scalars),
         }
 
 
+_PAGE_ARRAYS = "".join(f", const int* __restrict__ {name}" for name in PAGES)
+_PAGE_NUMBERS = ", const int table_width, const int page_log2, const int num_pages"
+
 # What templates name where there are no score features.
 PLAIN: Mapping[str, Any] = {
-    **{"form": False, "seeded": False, "seqlen_q": "seqlen_q", "seqlen_k": "seqlen_k"},
+    **{
+        "form": False,
+        "seeded": False,
+        "paged": False,
+        "seqlen_q": "seqlen_q",
+        "seqlen_k": "seqlen_k",
+    },
 }
 
 
@@ -127,6 +140,7 @@ SHIPPED = tuple(
         ScoreFeatures(mask=True),
         ScoreFeatures(sinks=True),
         ScoreFeatures(varlen=True),
+        ScoreFeatures(varlen=True, paged=True),
         ScoreFeatures(score_mod=EXAMPLE_MOD, score_args=EXAMPLE_ARGS),
         ScoreFeatures(True, True, "fp32", False, True, True, True, True, EXAMPLE_MOD, EXAMPLE_ARGS),
     )
@@ -137,6 +151,7 @@ SHIPPED_SM90 = tuple(
     for features in (
         ScoreFeatures(sinks=True),
         ScoreFeatures(bias="bf16"),
+        ScoreFeatures(varlen=True, paged=True),
         ScoreFeatures(score_mod=EXAMPLE_MOD, score_args=EXAMPLE_ARGS),
         ScoreFeatures(True, True, "fp32", False, True, False, True, True),
     )

@@ -3,6 +3,7 @@ features."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,7 +41,7 @@ FEATURE_TILES: dict[int, tuple[Any, ...]] = {
 _ARRAY_TILES: dict[int, tuple[Any, ...]] = {
     **dict.fromkeys((64, 96, 128), (128, (64, 128))), **dict.fromkeys((192, 256), ((128, 64),)),
 }  # fmt: skip
-_MOD_ROWS = 128  # at most, beside what a score_mod may hold in registers
+_MOD_ROWS = 128  # at most, beside what a score_mod, or who asks for pages, holds in registers
 _MOD_HEAD_DIM = 192  # at most, beside a bias or a mask as well
 # Head dimensions whose tiles are all optimistic: exponentials limit there, not products. Of others
 # some tiles are compiled either way, and which is faster depends on how many tiles a row has.
@@ -59,6 +60,10 @@ _L2_BYTES = 32 << 20  # of 50 MiB
 SMS = 132  # of an H100 or H200, where a problem does not say
 
 
+_SPANS = {False: "FormSpan<BLOCK_Q, BLOCK_K, VARLEN>", True: "PagedSpan<BLOCK_Q, BLOCK_K>"}
+LEAST_PAGE = 8  # tokens that a box has at least: the rows after which the swizzle repeats
+
+
 def _features(params: Params) -> ScoreFeatures | None:
     return parse(params["form"]) if "form" in params else None
 
@@ -70,6 +75,7 @@ def _consumers(params: Params) -> int:
 def _derive(params: Params) -> dict[str, Any]:
     consumers, block_k = _consumers(params), split_block(params["block"])[1]
     features, (q_stages, score_stages) = _features(params), _stages(params) or (1, 1)
+    paged = features is not None and features.paged
     return {
         "block_k": block_k,
         "consumers": consumers,
@@ -78,11 +84,19 @@ def _derive(params: Params) -> dict[str, Any]:
         "optimistic": _is_optimistic(params),
         "most": _LIMITS[params["dtype"]],
         "q_stages": q_stages,
-        "producer_registers": {1: 40, 2: 40, 3: 32, 4: 32}[consumers],
-        "consumer_registers": {1: 240, 2: 232, 3: 160, 4: 112}[consumers],
+        "span": _SPANS[paged],
+        "producer_registers": 56 if paged else {1: 40, 2: 40, 3: 32, 4: 32}[consumers],
+        "consumer_registers": 224 if paged else {1: 240, 2: 232, 3: 160, 4: 112}[consumers],
         **({**PLAIN, "bias": False, "mask": False, "alibi": False} if features is None else
-           {**features.values(), "score_stages": score_stages}),
+           {**features.values(), "score_stages": score_stages, **_page_boxes(features)}),
     }  # fmt: skip
+
+
+def _page_boxes(features: ScoreFeatures) -> dict[str, Any]:
+    """TMA brings a tile in boxes, each in one page."""
+    if not features.paged:
+        return {}
+    return {"page_numbers": features.values()["page_numbers"] + ", const int box_log2"}
 
 
 def _is_optimistic(params: Params) -> bool:
@@ -138,7 +152,7 @@ def tiles(features: ScoreFeatures | None, head_dim: int) -> tuple[Any, ...]:
         crowded = features.varlen and features.arrays  # addresses of all these have no registers
         wide = features.score_mod and head_dim > _MOD_HEAD_DIM
         return () if crowded or wide else _ARRAY_TILES.get(head_dim, ())
-    most = _MOD_ROWS if features.score_mod else 256
+    most = _MOD_ROWS if features.score_mod or features.paged else 256
     return tuple(tile for tile in FEATURE_TILES[head_dim] if split_block(tile)[0] <= most)
 
 
@@ -180,13 +194,16 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
     """Kernel arguments by name: q, k, v and o as tensor maps, a bias and a mask too; and, with
     score features, o as it is for ragged ends."""
     (block_q, block_k), places = split_block(params["block"]), shared.axes(problem)
-    dtype = problem["dtype"]
+    dtype, keys, box = problem["dtype"], shared.key_axes(problem), block_k
+    if "page_size" in problem:
+        box = math.gcd(block_k, problem["page_size"])
     named = {
         **shared.arguments(params, problem, arrays),
         "q_map": _map(dtype, places, arrays["q"], block_q),
-        "k_map": _map(dtype, places, arrays["k"], block_k),
-        "v_map": _map(dtype, places, arrays["v"], block_k),
-        "o_map": _map(dtype, places, arrays["o"], _WARP_ROWS),
+        "k_map": _map(dtype, keys, arrays["k"], box),
+        "v_map": _map(dtype, keys, arrays["v"], box),
+        "o_map": _map(dtype, places, arrays["o"], _WARP_ROWS, writable=True),
+        "box_log2": box.bit_length() - 1,
         "counters": arrays.get("counters"),
         "batch": problem["batch"],
         "section_heads": section_heads(problem),
@@ -200,15 +217,16 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
     return named
 
 
-def _map(dtype: str, places: shared.Axes, array: Any, rows: int) -> TensorMap:
+def _map(
+    dtype: str, places: shared.Axes, array: Any, rows: int, writable: bool = False
+) -> TensorMap:
     """[batch, head, row, column] in boxes of `rows` rows and one panel of columns; packed arrays
-    are one batch."""
+    are one batch, pages stand in place of batches."""
     batch, head, row = places
     sizes, steps = array.shape, array.strides
     dims = sizes[-1], sizes[row], sizes[head], 1 if batch is None else sizes[batch]
     strides = steps[row], steps[head], 0 if batch is None else steps[batch]
-    box, writable = (_PANEL, rows, 1, 1), rows == _WARP_ROWS
-    return TensorMap(array, dtype, dims, strides, box, writable=writable)
+    return TensorMap(array, dtype, dims, strides, (_PANEL, rows, 1, 1), writable=writable)
 
 
 def _score_map(problem: Problem, array: Any, dtype: str, block: tuple[int, int]) -> TensorMap:

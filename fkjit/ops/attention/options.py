@@ -52,7 +52,23 @@ class VarlenOptions(NamedTuple):
     score_mod_grad: str = ""
 
 
-Options = AttentionOptions | VarlenOptions
+class PagedOptions(NamedTuple):
+    """Of `paged_attention` with packed queries; the fields that all have mean the same."""
+
+    max_seqlen_q: Any
+    layout: Any = "nhd"
+    causal: Any = True
+    softmax_scale: Any = None
+    block: Any = None
+    return_lse: Any = False
+    window: Any = None
+    softcap: Any = None
+    score_mod: str = ""
+    score_names: tuple[str, ...] = ()
+    score_scalars: Scalars = ()
+
+
+Options = AttentionOptions | VarlenOptions | PagedOptions
 
 
 def unpack_score_mod(

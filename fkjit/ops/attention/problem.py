@@ -4,7 +4,8 @@ A problem has batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v
 softmax_scale and causal. With score features it has window=(left, right) in place of causal (a side
 without a bound is as wide as the scores), softcap and score_scalars {name: value}. Axes say where
 batch, head and row stand in the arrays, by default in this order. Packed sequences have total_q and
-total_k; seqlen_q and seqlen_k are those of the longest then.
+total_k; seqlen_q and seqlen_k are those of the longest then. Keys in pages have page_axes (of page,
+head and token), page_size, num_pages and table_width in place of total_k.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.ops.attention.features import SLOTS
+from fkjit.ops.attention.features import PAGES, SLOTS
 from fkjit.ops.attention.shapes import MAX_HEAD_DIM
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import Dim3, Params, Problem, Work
@@ -41,6 +42,11 @@ def grid(params: Params, problem: Problem) -> Dim3:
 def axes(problem: Problem) -> Axes:
     """Where batch, head and row stand in q, k, v and o; packed arrays have no batch."""
     return problem.get("axes", _AXES)[:3]
+
+
+def key_axes(problem: Problem) -> Axes:
+    """The same of k and v alone, which may be pages, each in place of a batch."""
+    return problem.get("page_axes") or axes(problem)
 
 
 def window(problem: Problem) -> tuple[int, int]:
@@ -99,11 +105,13 @@ def shape_class(problem: Problem) -> dict[str, Any]:
 
 def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Kernel arguments by name. Strides are taken from the arrays (NumPy or CuPy)."""
-    places, q, k, v, o = axes(problem), arrays["q"], arrays["k"], arrays["v"], arrays["o"]
+    places, held, q, k, v, o = (
+        axes(problem), key_axes(problem), arrays["q"], arrays["k"], arrays["v"], arrays["o"]
+    )  # fmt: skip
     found = {
         "q": q, "k": k, "v": v, "o": o, "lse": arrays.get("lse"),
-        "q_strides": row_strides(places, q), "k_strides": row_strides(places, k),
-        "v_strides": row_strides(places, v), "o_strides": row_strides(places, o),
+        "q_strides": row_strides(places, q), "k_strides": row_strides(held, k),
+        "v_strides": row_strides(held, v), "o_strides": row_strides(places, o),
         **scalars(problem),
     }  # fmt: skip
     return found | feature_arguments(problem, arrays) if "window" in problem else found
@@ -154,6 +162,10 @@ def feature_arguments(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, 
     for name in SLOTS:
         if name in arrays:
             named[name] = arrays[name]
+    if "page_size" in problem:
+        named |= {name: arrays.get(name) for name in PAGES}
+        named |= {"table_width": problem["table_width"], "num_pages": problem["num_pages"]}
+        named["page_log2"] = problem["page_size"].bit_length() - 1
     for name, value in problem["score_scalars"].items():
         named[f"score_{name}"] = value
     return named

@@ -10,6 +10,7 @@ from fkjit.arch import Arch
 from fkjit.ops.attention.features import ScoreFeatures, parse
 from fkjit.ops.attention.kernels_sm90 import (
     FLASH_SM90,
+    LEAST_PAGE,
     MAX_SHARED,
     SMS,
     TILES,
@@ -17,7 +18,7 @@ from fkjit.ops.attention.kernels_sm90 import (
     tiles,
     ways,
 )  # fmt: skip
-from fkjit.ops.attention.problem import axes, split_block
+from fkjit.ops.attention.problem import axes, key_axes, split_block
 from fkjit.runtime.interop import ITEMSIZE, View
 from fkjit.spec import Params, Problem
 from fkjit.symbolic import decision
@@ -71,15 +72,18 @@ def takes(
     if not problem["softmax_scale"] > (0.0 if features is None else _LEAST_SCALE):
         return False
     return (
-        _mappable_rows(problem, (views["q"], views["k"], views["v"]))
+        _mappable_rows(problem, views)
         and (features is None or _mappable_features(views))
         and _has_tile(problem, features, block)
     )
 
 
-def _mappable_rows(problem: Problem, rows: tuple[View, ...]) -> bool:
-    places, most = axes(problem), _MAX_STEP // ITEMSIZE[problem["dtype"]]
-    for view in rows:
+def _mappable_rows(problem: Problem, views: Mapping[str, View]) -> bool:
+    own, keys, most = axes(problem), key_axes(problem), _MAX_STEP // ITEMSIZE[problem["dtype"]]
+    if problem.get("page_size", LEAST_PAGE) < LEAST_PAGE:
+        return False
+    for name, places in (("q", own), ("k", keys), ("v", keys)):
+        view = views[name]
         for at in places:
             if at is not None and view.shape[at] > 1 and not 0 < view.strides[at] < most:
                 return False

@@ -13,6 +13,7 @@ from fkjit.runtime.interop import ITEMSIZE, View
 MAX_HEAD_DIM = 256
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # where batch, head, row, column stand
 PACKED_AXES = (None, 1, 0)  # where they stand in packed rows, which have no batch
+PAGE_AXES = {"nhd": (0, 2, 1), "hnd": (0, 1, 2)}  # where page, head, token of a KV cache stand
 _MAX_SCALE = 2e38  # times log2(e) it is still an fp32
 _MAX_SIZE = 2**31 - 1
 _CHUNK = 16  # bytes of an asynchronous copy

@@ -107,7 +107,7 @@ def _backward(
         ops, (rows, weight, bias, pre), dy, (of_x or of_weight, of_bias), said
     )
     outer = weight if said.weight_layout == "kn" else weight.t()  # [k, outputs]
-    options = tuple(LinearOptions(scale=said.scale))
+    options = tuple(LinearOptions(scale=said.scale, precision=said.precision))
     dx = ops.product((dz, outer), (), options).reshape(x.shape) if of_x else None
     dweight = None
     if of_weight:
@@ -126,7 +126,9 @@ def _of_activation(
     if pre is not None:
         pre = pre.reshape(-1, pre.shape[-1])
     elif _is_bent(said):
-        again = LinearOptions(scale=said.scale, weight_layout=said.weight_layout)
+        again = LinearOptions(
+            scale=said.scale, weight_layout=said.weight_layout, precision=said.precision
+        )
         pre = ops.product((rows, weight, bias), (), tuple(again))
     make_dz, make_dbias = wanted
     as_it_is = pre is None and dy.dtype == rows.dtype

@@ -39,6 +39,7 @@ def linear(
     epilogue_mod: str | None = None,
     epilogue_mod_grad: str | None = None,
     save_pre_activation: bool = True,
+    precision: str = "ieee",
 ) -> Any:
     """activation(scale * x weightᵀ + bias) + residual, in one kernel, fp32 accumulation.
 
@@ -59,19 +60,26 @@ def linear(
         block: the tile, as the kernel names it; default: the fastest by estimate or measurement.
         impl: the kernel, "auto" or by name: "wgmma" (Hopper), "mma" (tensor cores), "skinny" (up
             to 128 rows), "gemv" (up to 8 rows), "fma" (exact fp32), "tiled" (for reading).
-        deterministic: results have the same bits at every call, whatever is said here.
+        deterministic: False would allow sums in any order where that is faster. No kernel does so
+            today: results have the same bits at every call either way.
         weight_layout: "nk" or "kn".
         epilogue_mod: in place of an activation, an expression of CUDA of x, the sum with scale and
             bias, compiled into the kernel: "x > 0.f ? x * x : 0.f".
         epilogue_mod_grad: its derivative, an expression of x; without it the call has no gradients.
         save_pre_activation: keep for gradients what the activation is of; False: compute it again.
+        precision: of fp32 products, also those of gradients. "ieee": exact. "tf32": x and weight
+            may be rounded to tf32 (10 bits of fraction, to nearest) for tensor cores, sums stay
+            fp32. A product of two numbers is then off by up to 2^-10 of itself, a sum of k of them
+            by some 2^-11.6 of the root of the sum of their squares, as with PyTorch's "high".
+            Where an exact kernel is as fast (few rows), it is taken. Other dtypes: no effect.
 
     Returns:
         [..., N] in x's framework (`out` if given). With torch it has gradients of x, weight, bias
         and residual, by the same kernels.
 
     Raises:
-        ParameterError: shapes, strides, options or overlaps that are not as above.
+        ParameterError: shapes, strides, options or overlaps that are not as above; "tf32" on a GPU
+            that has none (before sm_80).
         ArgumentTypeError: not arrays, other or mixed dtypes. DeviceError: mixed devices.
         CaptureError: first call of a geometry under CUDA graph capture; see `fkjit.prepare`.
 
@@ -81,7 +89,7 @@ def linear(
     """
     options = (
         activation, gate, scale, out_dtype, block, impl, deterministic, weight_layout,
-        epilogue_mod, epilogue_mod_grad, save_pre_activation,
+        epilogue_mod, epilogue_mod_grad, save_pre_activation, precision,
     )  # fmt: skip
     if epilogue_mod is None:
         return _LINEAR((x, weight, bias, residual), (out, None), options)
@@ -138,7 +146,7 @@ def _contiguous(name: str, array: Any) -> Any:
 _OPTIONS = (
     "str? activation, bool gate, float? scale, str? out_dtype, int[]? block, str impl, "
     "bool deterministic, str weight_layout, str? epilogue_mod, str? epilogue_mod_grad, "
-    "bool save_pre_activation"
+    "bool save_pre_activation, str precision='ieee'"
 )
 
 

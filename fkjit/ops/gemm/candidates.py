@@ -44,39 +44,39 @@ def _unaligned(shape: Shape) -> str | None:
 
 # ------------------------------------------------------------------ wgmma
 
-_KN_COOPERATIVE = 1.07  # faster, where rows of the weight are contiguous in n
-_NARROW = 0.78  # the part of memory's speed that narrow tiles of the weight reach
-# Guesses that keep a variant from where it was slow: clusters that share k one after the other, and
-# tiles whose rows are nearly all filled with zeros; ns.
-_BEYOND_A_WAVE, _FEW_ROWS = 20_000, 2500
-_SPLITTING = 1850  # ns that a cluster takes to add up its blocks' sums
-_SHARING = 6240  # ns until the last of several blocks has added up their sums
+_KN = {"cooperative": 0.90, "pingpong": 0.92}  # faster, where the weight's rows are contiguous in n
+_EPILOGUE = {"none": 0.030}  # ns for an element of a cooperative tile; with an activation more
+_ACTIVATION = 0.08
+_STREAMING = 0.97  # of memory's speed
+_STARTING, _SHARING, _SPLITTING = 0, 7403, 1682  # ns: of a call; until shares, parts are added up
+_WAVE_OF_PARTS = 2873  # ns that a cluster which shares k takes to begin after another one
+_FEW_ROWS, _GUESS = 4, 2500  # up to so many rows are left to gemv: ns, a guess
 
 
 def _wgmma_tile(params: Params, shape: Shape) -> Tile:
     (rows, columns), cluster, split = params["block"], params["cluster"], params["split"]
-    return Tile(
-        cluster * rows, columns, kernels_sm90.BLOCK_K * split, blocks=cluster * split,
-        even=params["shares"], loaded=(rows + columns // cluster) // split,
-    )  # fmt: skip
+    depth = kernels_sm90.BLOCK_K * split
+    return Tile(cluster * rows, columns, depth, blocks=cluster * split, even=params["shares"])
 
 
 def _wgmma_rates(params: Params, shape: Shape) -> Rates:
-    pingpong, columns = params["schedule"] == "pingpong", params["block"][1]
+    schedule, splits = params["schedule"], params["split"] > 1
     step = kernels_sm90.VARIANTS[kernels_sm90.variant(params)]
-    step /= _KN_COOPERATIVE if shape.weight_layout == "kn" and not pingpong else 1.0
-    start = 330 + (_SHARING if params["shares"] else _SPLITTING if params["split"] > 1 else 0)
-    start += _BEYOND_A_WAVE if params["split"] > 1 and not _has_one_wave(params, shape) else 0
-    start += _FEW_ROWS if shape.m <= kernels_small.GEMV_ROWS else 0
-    memory = _NARROW if columns * params["split"] < 96 else 1.04
-    return Rates("wgmma", 1.0, start=start, epilogue=0.0, step=step, overlapped=pingpong,
-                 memory=memory)  # fmt: skip
+    step /= _KN[schedule] if shape.weight_layout == "kn" else 1.0
+    start = _STARTING + (_SHARING if params["shares"] else 0)
+    start += _SPLITTING + _WAVE_OF_PARTS * _waves(params, shape) if splits else 0
+    start += _GUESS if shape.m <= _FEW_ROWS else 0
+    pingpong = schedule == "pingpong"
+    epilogue = 0.0 if pingpong else _EPILOGUE.get(shape.activation, _ACTIVATION)
+    return Rates("wgmma", 1.0, start=start, epilogue=epilogue, step=step, overlapped=pingpong,
+                 memory=_STREAMING)  # fmt: skip
 
 
-def _has_one_wave(params: Params, shape: Shape) -> bool:
-    """Whether all blocks run at a time."""
+def _waves(params: Params, shape: Shape) -> int:
+    """Clusters that an SM takes one after another, beyond the first."""
     problem = {"m": shape.m, "n": shape.n, "k": shape.k, "multiprocessors": shape.sms}
-    return kernels_sm90.tiles_of(params, problem) * params["split"] <= shape.sms
+    slots = max(shape.sms // params["split"], 1)
+    return -(-kernels_sm90.tiles_of(params, problem) // slots) - 1
 
 
 # ------------------------------------------------------------------ mma
@@ -89,8 +89,15 @@ _MMA: dict[tuple[int, int, int], tuple[float, int]] = {
 }  # fmt: skip
 
 
+def _exact(shape: Shape) -> str | None:
+    if shape.dtype != "fp32" or shape.precision == "tf32":
+        return None
+    return "rounds fp32 to tf32: pass precision='tf32'"
+
+
 def _mma_rates(params: Params, shape: Shape) -> Rates:
     speed, resident = _MMA.get(params["block"], (0.5, 1))
+    speed *= 0.5 if shape.dtype == "fp32" else 1.0
     staged = 1.0 if params["aligned"] else 0.5
     return Rates("mma", speed * staged, epilogue=0.12, resident=resident, memory=0.85)
 
@@ -106,8 +113,8 @@ def _portable_fixed(shape: Shape, arch: Arch) -> Mapping[str, Any]:
 
 # By tile: the part of the flops that FMAs give, and blocks beside each other.
 _FMA: dict[tuple[int, int, int], tuple[float, int]] = {
-    (128, 128, 16): (0.75, 2), (128, 128, 32): (0.74, 2), (256, 128, 16): (0.76, 1),
-    (256, 128, 32): (0.74, 1), (128, 256, 16): (0.75, 1), (64, 64, 16): (0.63, 3),
+    (128, 128, 16): (0.9, 2), (256, 128, 16): (0.91, 1), (128, 256, 16): (0.92, 1),
+    (64, 64, 16): (0.68, 3),
 }  # fmt: skip
 
 
@@ -129,15 +136,39 @@ def _few_rows(most: int) -> Callable[[Shape], str | None]:
     return refuses
 
 
+# Bytes of the weight that an SM takes in a ns if memory gives them, by tile.
+_GEMV = {(16, 8, 4): 70.0, (8, 16, 4): 29.0, (32, 8, 2): 62.0, (64, 16, 1): 60.0}
+_GEMV_X = 0.13  # what a byte of x costs beside one of the weight: it comes from L1 or L2
+
+
 def _gemv_tile(params: Params, shape: Shape) -> Tile:
     rows, warps, _ = params["tile"]
     return Tile(shape.m, rows, warps * kernels_small.gemv_span(params), loaded=rows)
 
 
 def _gemv_rates(params: Params, shape: Shape) -> Rates:
-    """x comes from L1, and what counts is the weight's way from memory."""
-    unit = "fma" if shape.dtype == "fp32" else "mma"
-    return Rates(unit, 4.0, start=510, epilogue=0.0, resident=2, memory=1.05)
+    """What counts is the weight's way from memory."""
+    if shape.dtype == "fp32":
+        return Rates("fma", 4.0, start=510, epilogue=0.0, resident=2, memory=1.05)
+    (rows, warps, _), depth = params["tile"], _gemv_tile(params, shape).depth
+    step = 2 * depth * (rows + _GEMV_X * shape.m) / _GEMV[params["tile"]]
+    return Rates("mma", 4.0, start=0, epilogue=0.0, resident=16 // warps, step=step, memory=0.98)
+
+
+# The same of skinny, by what rows of x are padded to: the part of memory's speed; bytes of an SM by
+# tile, and of any other tile.
+_SKINNY: dict[int, tuple[float, dict[tuple[int, int, int], float], float]] = {
+    16: (0.995, {(64, 128, 4): 69.6, (32, 256, 4): 72.2}, 47.6),
+    32: (0.97, {(64, 128, 4): 56.3, (32, 256, 3): 61.1}, 43.8),
+    64: (0.78, {(64, 128, 3): 38.6}, 36.5),
+    128: (0.6, {}, 24.0),
+}
+_SKINNY_X = 0.58  # a byte of x
+_SKINNY_KN = 1.42  # faster, where the weight's rows are contiguous in n
+_SKINNY_BLOCK = 168  # ns of a block beside its steps
+# Ns to add up sums of blocks: in a cluster of two, each block more; in memory, each of the blocks.
+_BY_CLUSTER, _MORE, _BY_MEMORY, _EACH = 840, 160, 616, 232
+_ROOM, _NO_ROOM = 0.9, 3000  # the SMs that clusters of four and more fill; ns of those that wait
 
 
 def _skinny_tile(params: Params, shape: Shape) -> Tile:
@@ -146,20 +177,33 @@ def _skinny_tile(params: Params, shape: Shape) -> Tile:
     return Tile(params["tokens"], rows, depth, splits=splits)
 
 
-# By rows of x: ns beside streaming, and the speed of that, as a part of memory's.
-_SKINNY = {16: (4200, 1.06), 32: (7230, 1.04), 64: (13_000, 0.8), 128: (20_000, 0.6)}
-
-
 def _skinny_rates(params: Params, shape: Shape) -> Rates:
-    start, memory = _SKINNY[params["tokens"]]
-    start += 400 if params["tile"] != (64, 128, 4) else 0
-    speed, copied = (0.6, 1.0) if shape.aligned else (0.2, 0.4)  # else element by element
-    return Rates("mma", speed, start=start, resident=2, memory=memory * copied)
+    (rows, depth, _), tokens = params["tile"], params["tokens"]
+    memory, by_tile, others = _SKINNY[tokens]
+    copied = 1.0 if shape.aligned else 0.4  # else element by element
+    speed = by_tile.get(params["tile"], others) * copied
+    speed *= _SKINNY_KN if shape.weight_layout == "kn" else 1.0
+    return Rates(
+        "mma", 1.2 * copied, start=_adding_up(params, shape), memory=memory * copied,
+        epilogue=_SKINNY_BLOCK / (rows * tokens), resident=kernels_small.resident(params),
+        step=2 * depth * (rows + _SKINNY_X * tokens) / speed,
+    )  # fmt: skip
+
+
+def _adding_up(params: Params, shape: Shape) -> float:
+    """The sums of blocks that share a tile."""
+    splits, cluster = _skinny_tile(params, shape).splits, params["cluster"]
+    if cluster == 1:
+        return _BY_MEMORY + _EACH * splits if splits > 1 else 0
+    blocks = splits * -(-shape.n * (2 if shape.gate else 1) // params["tile"][0])
+    room = _ROOM * shape.sms * kernels_small.resident(params)
+    waits = -(-blocks // room) - 1 if cluster > 2 else 0
+    return _BY_CLUSTER + _MORE * (cluster - 2) + _NO_ROOM * waits
 
 
 def _tokens(shape: Shape, arch: Arch) -> Mapping[str, Any]:
     padded = next((t for t in kernels_small.TOKENS if t >= shape.m), kernels_small.TOKENS[-1])
-    return {"tokens": padded, "static_weight": False}
+    return {"tokens": padded}
 
 
 # ------------------------------------------------------------------ tiled
@@ -183,7 +227,7 @@ CANDIDATES: dict[str, Candidate] = {
         scratch=kernels_sm90.memory,
     ),
     "mma": Candidate(
-        spec=kernels_mma.MMA_ALL, rates=_mma_rates, fixed=_portable_fixed,
+        spec=kernels_mma.MMA_ALL, rates=_mma_rates, fixed=_portable_fixed, refuses=_exact,
         tile=lambda params, shape: Tile(*params["block"]),
     ),
     "fma": Candidate(
@@ -198,7 +242,7 @@ CANDIDATES: dict[str, Candidate] = {
     "gemv": Candidate(
         spec=kernels_small.GEMV, tile=_gemv_tile, rates=_gemv_rates,
         refuses=lambda shape: _few_rows(kernels_small.GEMV_ROWS)(shape) or _unaligned(shape),
-        fixed=lambda shape, arch: {"static_weight": False}, tile_name="tile",
+        tile_name="tile",
     ),
     "tiled": Candidate(spec=kernels.TILED, tile=_tiled_tile, rates=_tiled_rates),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fkjit.ops.gemm import cases
@@ -25,4 +26,12 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     ]
 
 
-MMA = cases.verification(_problems)
+FMA = cases.verification(_problems)
+_TF32_TOLERANCE = 6e-3  # each factor is rounded to ten bits of fraction
+
+
+def _tolerance(params: Params) -> float:
+    return _TF32_TOLERANCE if params["dtype"] == "fp32" else FMA.tolerance(params)
+
+
+MMA = replace(FMA, tolerance=_tolerance)

@@ -10,7 +10,8 @@ from fkjit.spec import Params
 
 
 def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    """Some tiles that are cut, with gaps between rows; and one block that takes several."""
+    """Some tiles that are cut, with gaps between rows; one block that takes several; and fewer rows
+    than half a tile's of either operand."""
     block_m, block_n = params["block"]
     columns = block_n // 2 if params["gate"] else block_n
     wide, deep = (2, 200) if scale == "small" else (9, 1000)
@@ -21,6 +22,7 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     odd = step % 8 if params["weight_layout"] == "nk" else 0
     ragged = (block_m + 24, wide * columns - 8 + odd, deep)
     whole = (block_m * wide, columns, 64 * 3)
+    few = (6 if params["x_layout"] == "mk" else 8, columns // 4 // 8 * 8, deep)
     kept = {name: params[name] for name in ("residual", "pre")}
     more = {**kept, "gap": 8, "scale": 0.75}
     if not params["tma_store"]:
@@ -28,6 +30,7 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     return [
         {**cases.problem(params, *ragged, **more), "multiprocessors": blocks},
         {**cases.problem(params, *whole, **kept, bias=False), "multiprocessors": params["cluster"]},
+        {**cases.problem(params, *few, **kept, bias=False), "multiprocessors": blocks},
     ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
+from fkjit.arch import Arch
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.gemm import select
 from fkjit.ops.gemm.epilogue import ACTIVATIONS, mod_text
@@ -22,6 +23,7 @@ from fkjit.spec import Problem
 
 CALL = "linear"
 WEIGHT_LAYOUTS = ("nk", "kn")
+PRECISIONS = ("ieee", "tf32")
 MAX_SIZE = 1 << 30  # of m, k and the weight's outputs: a tile more is still an int
 _CHUNK = 16  # bytes of a copy that needs aligned rows
 _MAX_SCALE = 3e38
@@ -69,6 +71,7 @@ def _problem(views: Views, options: LinearOptions) -> dict[str, Any]:
     check_flag(CALL, "save_pre_activation", options.save_pre_activation)
     _check_one_of("impl", options.impl, select.IMPLEMENTATIONS)
     _check_one_of("weight_layout", options.weight_layout, WEIGHT_LAYOUTS)
+    _check_one_of("precision", options.precision, PRECISIONS)
     x, weight = views["x"], views["weight"]
     assert x is not None and weight is not None  # the op has looked
     dtype = check_same_dtype(CALL, {"x": x, "weight": weight, "bias": views["bias"]})
@@ -76,6 +79,7 @@ def _problem(views: Views, options: LinearOptions) -> dict[str, Any]:
         **_sizes(x, weight, gate, options.weight_layout),
         "dtype": dtype, "out_dtype": _out_dtype(options.out_dtype, dtype, views),
         "activation": activation, "gate": gate, "scale": _check_scale(options.scale),
+        "precision": options.precision if dtype == "fp32" else "ieee",
         **{name: views[name] is not None for name in ("bias", "residual")},
     }  # fmt: skip
 
@@ -87,6 +91,7 @@ def _launch(
     assert x is not None
     if x.device != CPU:
         problem["multiprocessors"] = multiprocessors(x.device)
+    _check_tf32(problem, arch_of(x))
     chosen = select.choose(problem, options.impl, options.block, arch_of(x))
     most = problem["m"] * problem["n"]  # blocks
     if most > MAX_GRID and chosen.spec.grid(chosen.params, problem)[0] > MAX_GRID:
@@ -157,6 +162,14 @@ def _out_dtype(given: Any, dtype: str, views: Views) -> str:
         allowed = ", ".join(dict.fromkeys((dtype, "fp32")))
         raise ParameterError(f"{CALL}: out_dtype={given!r} is not one of {allowed} or None")
     return given
+
+
+def _check_tf32(problem: Problem, arch: Arch) -> None:
+    if problem["precision"] == "tf32" and "tf32_mma" not in arch.features:
+        raise ParameterError(
+            f"{CALL}: precision='tf32' needs tensor cores for tf32 (sm_80 and newer), which "
+            f"{arch.name} has not; allowed: precision='ieee'"
+        )
 
 
 # ------------------------------------------------------------------ arrays

@@ -1,8 +1,8 @@
 """What a product is estimated to take, in nanoseconds.
 
 An SM takes its share of the tiles one after another, `resident` of them beside each other. A tile
-takes a step for each piece of k, as long as its products, its loads from L2 or the step's own
-latency take, and an epilogue; all of it takes at least as long as the arrays take from memory.
+takes a step for each piece of k, as long as was measured, or else as its products or its loads from
+L2 take, and an epilogue; all of it takes at least as long as the arrays take from memory.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Shape(NamedTuple):
     residual: bool
     pre: bool
     sms: int
+    precision: str = "ieee"  # of fp32: or "tf32"
 
 
 class Tile(NamedTuple):
@@ -54,7 +55,7 @@ class Rates(NamedTuple):
     epilogue: float = 0.08  # for each element of a tile
     overlapped: bool = False  # the epilogue runs under the next tile's products
     resident: int = 1  # blocks that an SM runs at a time; one of two alone is slower than half
-    step: float = 0.0  # that a step takes at least
+    step: float = 0.0  # what a step was measured to take; 0: as long as its products, or loads
     memory: float = 1.0  # the part of memory's bandwidth that it reaches
 
 
@@ -124,7 +125,7 @@ def _step(shape: Shape, tile: Tile, rates: Rates, gpu: Machine) -> float:
     flops = 2.0 * tile.rows * tile.columns * tile.depth / tile.blocks
     loaded = ITEMSIZE[shape.dtype] * tile.depth * (tile.loaded or tile.rows + tile.columns)
     products, loads = flops / (getattr(gpu, rates.unit) * rates.speed), loaded / gpu.l2
-    return max(products, loads, rates.step)
+    return rates.step or max(products, loads)
 
 
 def traffic(shape: Shape) -> float:

@@ -1,4 +1,4 @@
-"""Portable products: of 16-bit types on tensor cores (mma.sync), of fp32 in FMAs."""
+"""Portable products: on tensor cores (mma.sync) of 16-bit types and tf32, of exact fp32 in FMAs."""
 
 from __future__ import annotations
 
@@ -40,6 +40,15 @@ STAGED_TILES: dict[Block, Tile] = {
     (128, 128, 32): Tile((64, 64), 2),
     (64, 64, 32): Tile((32, 32), 2, 2),
 }
+# Of fp32, rounded to tf32: twice the bytes.
+TF32_TILES: dict[Block, Tile] = {
+    (128, 256, 32): Tile((64, 64), 3),
+    (256, 128, 32): Tile((64, 64), 3),
+    (128, 128, 32): Tile((64, 64), 3, 2),
+    (64, 64, 32): Tile((32, 32), 3, 3),
+}
+TF32_STAGED_TILES: dict[Block, Tile] = {(64, 64, 32): Tile((32, 32), 2, 2)}
+_TF32_PAD = 8  # floats between rows of a [k, outer] tile: no bank conflicts
 _BLOCKS = tuple(dict.fromkeys((*TILES, *STAGED_TILES)))
 
 
@@ -48,8 +57,14 @@ def _is_staged(params: Params) -> bool:
     return params["mma_k"] == 8 or not params["aligned"]
 
 
+def _tiles(params: Params) -> dict[Block, Tile]:
+    if params["dtype"] == "fp32":
+        return TF32_STAGED_TILES if _is_staged(params) else TF32_TILES
+    return STAGED_TILES if _is_staged(params) else TILES
+
+
 def _tile(params: Params) -> Tile:
-    return (STAGED_TILES if _is_staged(params) else TILES)[params["block"]]
+    return _tiles(params)[params["block"]]
 
 
 def _values(tile: Tile, params: Params) -> dict[str, Any]:
@@ -70,8 +85,9 @@ def _illegal(params: Params) -> str | None:
         return f"has no out_dtype={params['out_dtype']} for {params['dtype']}"
     if params["mma_k"] == 8 and params["dtype"] != "fp16":
         return "takes fp16 only where a product is of 8 k (sm_75)"
-    if block not in (STAGED_TILES if staged else TILES):
-        return "is no tile that goes through registers" if staged else "is too small for a ring"
+    if block not in _tiles(params):
+        kind = "goes through registers" if staged else "fills a ring"
+        return f"is no tile of {params['dtype']} that {kind}"
     if params["gate"] and _tile(params).warp[1] < 64:
         return "has warps of 32 outputs, too few to be gate and up"
     return None
@@ -80,15 +96,27 @@ def _illegal(params: Params) -> str | None:
 def _features(params: Params) -> frozenset[str]:
     if params["mma_k"] == 8:
         return frozenset({"f16_mma", "ldmatrix"})
+    if params["dtype"] == "fp32":
+        return frozenset({"tf32_mma", "ldmatrix", "cp_async"})
     return frozenset({"bf16_mma", "ldmatrix", "cp_async"})
 
 
-def _stages(tile: Tile, block: Block, itemsize: int) -> SharedLayout:
+def _stages(params: Params, tile: Tile, itemsize: int, pads: Mapping[str, int]) -> SharedLayout:
+    """`pads`: by an operand's layout, what is added to the rows or outputs of its tile."""
+    block_m, block_n, block_k = params["block"]
+    x = block_m + pads.get(params["x_layout"], 0)
+    weight = block_n + pads.get(params["weight_layout"], 0)
     return [
-        (f"{name} stage {stage}", itemsize * rows * block[2])
+        (f"{name} stage {stage}", itemsize * outer * block_k)
         for stage in range(tile.stages)
-        for name, rows in (("x", block[0]), ("weight", block[1]))
+        for name, outer in (("x", x), ("weight", weight))
     ]
+
+
+def _mma_stages(params: Params) -> SharedLayout:
+    if params["dtype"] == "fp32":
+        return _stages(params, _tile(params), 4, {"km": _TF32_PAD, "kn": _TF32_PAD})
+    return _stages(params, _tile(params), 2, {})
 
 
 def _threads(tile: Tile, block: Block) -> Dim3:
@@ -117,13 +145,13 @@ _EPILOGUE = (
 _ALIGNED = Param("aligned", (True, False), "rows of x and weight start on 16-byte boundaries")
 _BLOCK = "rows of x, of weight, and k of a tile"
 PARAMS = (
-    Param("dtype", ("bf16", "fp16"), "element type of x and weight"),
+    Param("dtype", ("bf16", "fp16", "fp32"), "element type of x and weight; fp32: as tf32"),
     Param("out_dtype", ("bf16", "fp16", "fp32"), "element type of out and residual"),
     _X_LAYOUT,
     _WEIGHT_LAYOUT,
     *_EPILOGUE,
     _ALIGNED,
-    Param("mma_k", (16, 8), "k of a product of the tensor cores: 8 is for sm_75"),
+    Param("mma_k", (16, 8), "k of a product of 16-bit types: 8 is for sm_75"),
     Param("block", _BLOCKS, _BLOCK, tunable=True),
 )
 
@@ -140,7 +168,7 @@ MMA_ALL = KernelSpec(
         "illegal": _illegal,
         "features": _features,
         "superseded": lambda params: frozenset({"cp_async"} if params["mma_k"] == 8 else ()),
-        "shared_layout": lambda params: _stages(_tile(params), params["block"], 2),
+        "shared_layout": _mma_stages,
         "block": lambda params: _threads(_tile(params), params["block"]),
         "grid": _grid,
         "pdl": True,
@@ -152,9 +180,7 @@ MMA_ALL = KernelSpec(
 
 FMA_TILES: dict[Block, Tile] = {
     (128, 128, 16): Tile((64, 64), 3, 2),
-    (128, 128, 32): Tile((64, 64), 2, 2),
     (256, 128, 16): Tile((64, 64), 3),
-    (256, 128, 32): Tile((64, 64), 2),
     (128, 256, 16): Tile((64, 64), 3),
     (64, 64, 16): Tile((32, 32), 3, 3),
 }
@@ -180,13 +206,11 @@ FMA_ALL = KernelSpec(
             Param("block", tuple(FMA_TILES), _BLOCK, tunable=True),
         ),
         "derive": lambda params: _values(_fma_tile(params), params),
-        # By way of registers (sm_75) a tile of 32 k takes too many of them.
-        "features": lambda params: frozenset({"cp_async"} if params["block"][2] == 32 else ()),
-        "shared_layout": lambda params: _stages(_fma_tile(params), params["block"], 4),
+        "shared_layout": lambda params: _stages(params, _fma_tile(params), 4, {}),
         "block": lambda params: _threads(_fma_tile(params), params["block"]),
         "grid": _grid,
         "pdl": True,
-        "verification": "fkjit.ops.gemm.cases_mma:MMA",
+        "verification": "fkjit.ops.gemm.cases_mma:FMA",
     }
 )
 
@@ -196,6 +220,7 @@ _NO_EPILOGUE = {"activation": "none", "gate": False, "residual": False, "pre": F
 _PLAIN = {"x_layout": "mk", "weight_layout": "nk", **_NO_EPILOGUE, "aligned": True}
 _BF16 = {"dtype": "bf16", "out_dtype": "bf16", "mma_k": 16, **_PLAIN}
 _FP16 = {**_BF16, "dtype": "fp16", "out_dtype": "fp16"}
+_TF32 = {**_BF16, "dtype": "fp32", "out_dtype": "fp32"}
 _SWIGLU = {"activation": "silu", "gate": True}
 _KEPT = {"activation": "gelu_tanh", "pre": True}
 _TRANSPOSED = {"x_layout": "km", "weight_layout": "kn"}
@@ -221,6 +246,10 @@ MMA = _ahead(
         {**_FP16, **_SMALL, "activation": "relu"},
         *({**_FP16, "mma_k": 8, "block": block} for block in STAGED_TILES),
         {**_FP16, "mma_k": 8, **_SMALL_STAGED, "aligned": False, "residual": True},
+        *({**_TF32, "block": block} for block in TF32_TILES),
+        {**_TF32, **_SMALL_STAGED, **_TRANSPOSED, **_KEPT, "residual": True},
+        {**_TF32, **_SMALL_STAGED, "x_layout": "km", "aligned": False},
+        {**_TF32, "block": (128, 128, 32), **_SWIGLU, "weight_layout": "kn"},
     ],
 )
 _FP32, _FMA_SMALL = {"dtype": "fp32", **_PLAIN}, {"block": (64, 64, 16)}
@@ -229,6 +258,7 @@ FMA = _ahead(
     [
         *({**_FP32, "block": block} for block in FMA_TILES),
         {**_FP32, **_FMA_SMALL, **_KEPT, "residual": True, "x_layout": "km"},
+        {**_FP32, **_FMA_SMALL, **_SWIGLU},
         {**_FP32, **_FMA_SMALL, **_SWIGLU, "weight_layout": "kn"},
         {**_FP32, **_FMA_SMALL, **_SWIGLU, **_TRANSPOSED, "residual": True, "aligned": False},
         {**_FP32, "block": (128, 128, 16), "activation": "gelu", "aligned": False},

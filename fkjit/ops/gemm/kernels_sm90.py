@@ -15,33 +15,35 @@ from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, r
 MAX_SHARED = 232_448  # bytes a block may have on sm_90
 SMS = 132  # of an H100 or H200, where a problem does not say
 BLOCK_K, PANEL = 64, 64
+_SWIZZLE_ROWS = 8  # after as many the pattern is the same again
 CONSUMERS, _WARP_ROWS = 2, 16
 _STAGED = CONSUMERS * 4 * 2 * _WARP_ROWS * PANEL * 2  # bytes: two boxes of output a warp
 _MAX_STAGES = 12
 _GROUP_ROWS = 2048  # rows of x whose tiles are taken together
 _MOST_STEPS = 1 << 31  # of k, of all tiles that blocks share
+_MOST_SUMS = 160 * 128  # of a consumer that has more to hold
 _LEAST_STEPS = 4  # of k, of a block that shares tiles
 Variant = tuple[str, tuple[int, int], int, int, bool]  # schedule, tile, cluster, split, shares
 # The tiles (rows of x, rows of weight) that are compiled, and ns that a block's step of 64 k takes:
-# fitted to 312 products of models' layers on an H200.
+# fitted to 396 products of models' layers on an H200.
 VARIANTS: dict[Variant, float] = {
     **{("pingpong", (64, n), 1, 1, False): step
-       for n, step in ((32, 170), (48, 163), (64, 161), (80, 176), (96, 176), (128, 213),
-                       (160, 260), (224, 348))},
+       for n, step in ((32, 128), (48, 141), (64, 141), (80, 176), (96, 189), (112, 206),
+                       (128, 237), (160, 253), (192, 295), (224, 330), (256, 348))},
     **{("pingpong", (64, n), 1, split, False): step
-       for n, split, step in ((48, 4, 244), (64, 4, 346), (64, 2, 173), (96, 2, 230),
-                              (128, 2, 238))},
+       for n, split, step in ((32, 2, 84), (64, 2, 154), (80, 2, 170), (64, 3, 149), (64, 4, 169))},
+    **{("pingpong", tile, 1, 1, False): step
+       for tile, step in (((128, 64), 209), ((128, 112), 335), ((128, 128), 338), ((192, 64), 294),
+                          ((192, 80), 348), ((192, 96), 421), ((192, 128), 507))},
     **{("cooperative", (128, n), 1, 1, False): step
-       for n, step in ((64, 222), (80, 259), (96, 304), (160, 496), (192, 565), (256, 777))},
-    **{("cooperative", (128, n), 1, 2, False): step
-       for n, step in ((64, 279), (96, 329), (128, 407))},
-    ("cooperative", (128, 256), 2, 1, False): 777,
-    ("pingpong", (128, 112), 1, 1, False): 342,
-    ("pingpong", (128, 128), 1, 1, False): 375,
-    ("pingpong", (128, 128), 2, 1, False): 383,
-    ("pingpong", (128, 128), 2, 1, True): 400,
-    ("pingpong", (64, 128), 1, 1, True): 303,
-    ("pingpong", (64, 128), 2, 1, True): 242,
+       for n, step in ((64, 185), (80, 235), (96, 283), (112, 323), (160, 441), (192, 527),
+                       (224, 585), (256, 661))},
+    **{("cooperative", (128, n), 1, split, False): step
+       for n, split, step in ((64, 2, 211), (96, 2, 333), (64, 3, 223))},
+    ("cooperative", (128, 256), 2, 1, False): 710,
+    ("pingpong", (64, 128), 2, 1, False): 220,
+    ("pingpong", (128, 128), 2, 1, False): 369,
+    ("pingpong", (128, 128), 2, 1, True): 383,
 }  # fmt: skip
 _ALL_TILES = tuple(dict.fromkeys(tile for _, tile, *_ in VARIANTS))
 _SCHEDULES = ("cooperative", "pingpong")
@@ -81,18 +83,26 @@ def _derive(params: Params) -> dict[str, Any]:
 
 
 def _illegal(params: Params) -> str | None:
-    block_n = params["block"][1]
+    block_m, block_n = params["block"]
     if params["out_dtype"] not in (params["dtype"], "fp32"):
         return f"has no out_dtype={params['out_dtype']} for {params['dtype']}"
     if variant(params) not in VARIANTS:
         return "is never the fastest"
     if params["gate"] and block_n % 32:
         return "has no whole pieces of gate and up"
-    if params["weight_layout"] == "kn" and block_n % 128:
-        return "has no two halves of whole panels of a weight whose outputs are contiguous"
+    sums = block_m * block_n // (CONSUMERS if params["schedule"] == "cooperative" else 1)
+    if sums > _MOST_SUMS and any(params[name] for name in ("gate", "pre", "residual")):
+        return "has no registers for gate, pre or residual beside so many sums"
+    if params["weight_layout"] == "kn" and _part(params) % PANEL:
+        return "has no whole panels of a weight whose outputs are contiguous"
     if params["tma_store"] and params["out_dtype"] == "fp32":
         return "stores 16-bit outputs by TMA"
     return None
+
+
+def _part(params: Params) -> int:
+    """Rows of the weight that one box brings: all of a tile's, or one of two halves."""
+    return params["block"][1] // (2 if params["gate"] or params["cluster"] > 1 else 1)
 
 
 def _shared(params: Params) -> SharedLayout:
@@ -106,17 +116,19 @@ def _shared(params: Params) -> SharedLayout:
 
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    block_m, block_n = params["block"]
+    rows, part = params["block"][0], _part(params)
     m, n, k, wide = problem["m"], problem["n"], problem["k"], shared.outputs_of(problem)
-    dtype = params["dtype"]
-    x_rows = (block_m, m, k, params["x_layout"] == "mk")
-    weight_rows = (block_n // 2, wide, k, params["weight_layout"] == "nk")
+    x = (arrays["x"], params["dtype"], problem["x_stride"], m, k, params["x_layout"] == "mk")
+    weight = (arrays["weight"], params["dtype"], problem["weight_stride"], wide, k,
+              params["weight_layout"] == "nk")  # fmt: skip
     named = {
         **shared.arguments(params, problem, arrays),
-        "x_map": _map(arrays["x"], dtype, problem["x_stride"], *x_rows),
-        "weight_map": _map(arrays["weight"], dtype, problem["weight_stride"], *weight_rows),
+        "x_map": _map(*x, rows),
+        "x_map_last": _map(*x, _last_box(m, rows)),
+        "weight_map": _map(*weight, part),
+        "weight_map_last": _map(*weight, _last_box(n, part)),
         "shared_tiles": shared_tiles(params, problem),
-        "group_rows": max(_GROUP_ROWS // (block_m * params["cluster"]), 1),
+        "group_rows": max(_GROUP_ROWS // (rows * params["cluster"]), 1),
     }
     if params["tma_store"]:
         step = 2 * problem["out_stride"]
@@ -127,8 +139,13 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
     return named
 
 
+def _last_box(rows: int, box: int) -> int:
+    """Rows of the last of the boxes that cover these, by eights."""
+    return ((rows - 1) % box + _SWIZZLE_ROWS) // _SWIZZLE_ROWS * _SWIZZLE_ROWS
+
+
 def _map(
-    array: Any, dtype: str, stride: int, box: int, rows: int, k: int, k_major: bool
+    array: Any, dtype: str, stride: int, rows: int, k: int, k_major: bool, box: int
 ) -> TensorMap:
     """Of [rows, k], k contiguous, or of [k, rows]; boxes of `box` rows, or of a panel."""
     dims = (k, rows, 1, 1) if k_major else (rows, k, 1, 1)
@@ -192,7 +209,7 @@ PARAMS = (
     Param("block", _ALL_TILES, "rows of x and of weight in a tile", tunable=True),
     Param("schedule", _SCHEDULES, "how two consumers share tiles", tunable=True),
     Param("cluster", (1, 2), "blocks that share a tile of the weight", tunable=True),
-    Param("split", (1, 2, 4), "blocks that share the k of each tile", tunable=True),
+    Param("split", (1, 2, 3, 4), "blocks that share the k of each tile", tunable=True),
     Param("shares", (False, True), "blocks share the k of the last tiles", tunable=True),
 )
 
@@ -236,8 +253,11 @@ _SHOWN: tuple[Mapping[str, Any], ...] = tuple(
         *({"block": (64, n), "schedule": "pingpong"} for n in (32, 128, 224)),
         {**_WIDE, "cluster": 2},
         {**_IN_TURNS, "cluster": 2, "shares": True},
-        {**_NARROW, "block": (64, 128), "shares": True, "activation": "silu", "gate": True},
-        {**_NARROW, "split": 4},
+        {**_IN_TURNS, "cluster": 2, "shares": True, "activation": "silu", "gate": True},
+        {**_NARROW, "block": (64, 64), "split": 4},
+        {**_NARROW, "block": (64, 64), "split": 3, "weight_layout": "kn"},
+        {"block": (192, 96), "schedule": "pingpong", "residual": True, "pre": True},
+        {"block": (192, 128), "schedule": "pingpong"},
         {"block": (128, 64), "schedule": "cooperative", "split": 2, "residual": True},
         {**_IN_TURNS, "cluster": 2, "activation": "gelu_tanh"},
         {**_IN_TURNS, "activation": "gelu_tanh", "pre": True},
@@ -245,7 +265,7 @@ _SHOWN: tuple[Mapping[str, Any], ...] = tuple(
         {**_NARROW, "block": (64, 96), "activation": "silu", "gate": True, "residual": True},
         {**_WIDE, "activation": "silu", "gate": True, "pre": True, "residual": True},
         {**_WIDE, "weight_layout": "kn", "cluster": 2},
-        {**_WIDE, "x_layout": "km", "weight_layout": "kn"},
+        {**_WIDE, "block": (128, 192), "x_layout": "km", "weight_layout": "kn"},
         {**_IN_TURNS, "weight_layout": "kn", "residual": True, "tma_store": False},
         {**_IN_TURNS, "dtype": "fp16", "out_dtype": "fp16"},
     )

@@ -1,8 +1,6 @@
 """The kernels of products with few rows of x: what they are compiled for, and how k is shared out.
 
-Both take x with contiguous rows. Both have `static_weight`: then a kernel in a CUDA graph fetches
-its weight before the kernel ahead of it is over. That is right only where nothing in the graph, and
-nothing just before it on the stream, writes the weight; it is never chosen by itself.
+Both take x with contiguous rows.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from fkjit.ops.gemm.problem import CONTRACT
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, register
 
 _LAYOUTS = Param("weight_layout", ("nk", "kn"), "nk: as nn.Linear's")
-_STATIC = Param("static_weight", (False, True), "nothing writes the weight: it is loaded early")
 
 
 def _dtypes(*names: str) -> tuple[Param, Param]:
@@ -46,8 +43,8 @@ GEMV_ROWS = 8  # of x, at most
 GemvTile = tuple[int, int, int]  # rows of the weight, warps, spans of a warp under way
 # By layout of the weight and bytes of its elements: the product, its span of k, its tiles.
 _GEMV: dict[tuple[str, int], tuple[str, int, tuple[GemvTile, ...]]] = {
-    ("nk", 2): ("RowsMma", 32, ((8, 8, 4), (16, 8, 4), (8, 8, 8))),
-    ("kn", 2): ("ColumnsMma", 32, ((64, 8, 2), (64, 16, 1))),
+    ("nk", 2): ("RowsMma", 32, ((16, 8, 4), (8, 16, 4), (32, 8, 2))),
+    ("kn", 2): ("ColumnsMma", 32, ((64, 16, 1),)),
     ("nk", 4): ("RowsFma", 32, ((16, 8, 2), (8, 8, 4))),
     ("kn", 4): ("ColumnsFma", 4, ((128, 8, 2),)),
 }
@@ -80,9 +77,9 @@ def _gemv_illegal(params: Params) -> str | None:
 
 
 def _gemv_shown(params: Params) -> str | None:
-    """What the types, the epilogue and the early loads add does not depend on one another."""
+    """What the types and the epilogue add does not depend on one another."""
     usual = (params["dtype"], params["out_dtype"]) in (("bf16", "bf16"), ("fp32", "fp32"))
-    special = (not usual) + (not _is_plain(params)) + params["static_weight"]
+    special = (not usual) + (not _is_plain(params))
     if special > 1 or (special and params["tile"] != _gemv(params)[2][0]):
         return "is compiled when called"
     return _gemv_illegal(params)
@@ -95,7 +92,7 @@ GEMV = KernelSpec(
     entry="linear_gemv",
     doc="up to eight rows of x: the weight streamed from memory into the registers it is used in",
     params=(
-        *_dtypes("bf16", "fp16", "fp32"), _LAYOUTS, *epilogue.PARAMS, _STATIC,
+        *_dtypes("bf16", "fp16", "fp32"), _LAYOUTS, *epilogue.PARAMS,
         Param(
             "tile", _GEMV_TILES, "rows of the weight, warps, spans of a warp under way",
             tunable=True,
@@ -121,7 +118,14 @@ _LEAST_STEPS = 8  # of k, of a block that shares a tile with others
 _SMS = 132  # where there is no GPU to ask
 
 SkinnyTile = tuple[int, int, int]  # rows of the weight, k of a stage, stages
-_SKINNY_TILES: tuple[SkinnyTile, ...] = ((64, 128, 4), (128, 128, 3), (64, 64, 4), (128, 64, 4))
+# By what rows of x are padded to. Most have as many stages as two blocks of an SM have room for.
+_SKINNY: dict[int, tuple[SkinnyTile, ...]] = {
+    16: ((64, 128, 4), (32, 256, 4), (64, 64, 4), (128, 64, 4)),
+    32: ((64, 128, 4), (32, 256, 3), (64, 64, 4), (128, 64, 4)),
+    64: ((64, 128, 3), (64, 64, 4), (128, 64, 4)),
+    128: ((64, 64, 4),),
+}
+_SKINNY_TILES = tuple(dict.fromkeys(tile for tiles in _SKINNY.values() for tile in tiles))
 
 
 def _skinny_bytes(params: Params) -> int:
@@ -129,7 +133,7 @@ def _skinny_bytes(params: Params) -> int:
     return 2 * stages * block_k * (rows + params["tokens"])
 
 
-def _resident(params: Params) -> int:
+def resident(params: Params) -> int:
     """Blocks that share an SM."""
     few = params["tokens"] * params["tile"][0] <= 64 * 128 and _skinny_bytes(params) <= _HALF_SM
     return 2 if few else 1
@@ -140,40 +144,40 @@ def _skinny_values(params: Params) -> dict[str, Any]:
     return {
         **epilogue.values(params["activation"]),
         "rows_of_k": params["weight_layout"] == "nk",
-        **{"rows": rows, "block_k": block_k, "stages": stages, "resident": _resident(params)},
+        **{"rows": rows, "block_k": block_k, "stages": stages, "resident": resident(params)},
+        "cluster": params["cluster"],
     }
 
 
 def _skinny_illegal(params: Params) -> str | None:
-    rows, block_k, _ = params["tile"]
-    if params["gate"] and params["weight_layout"] == "kn" and rows < 128:
-        return "has no panels of its own for gate and up"
-    if _WARPS * params["tokens"] * (rows + 4) > _skinny_bytes(params):
-        return "has no room for its sums"
-    if params["tokens"] == 128 and block_k > 64:
-        return "needs more registers than there are"
+    rows, kn, gate = params["tile"][0], params["weight_layout"] == "kn", params["gate"]
+    least = 128 if kn and gate else 64 if kn or gate else 32
+    if rows < least:
+        return "has no panels of its own for gate and up, or of rows of k"
+    if params["tile"] not in _SKINNY[params["tokens"]] or rows > max(least, 64):
+        return "is never the fastest tile"
     return _illegal_dtypes(params)
 
 
 def _skinny_shown(params: Params) -> str | None:
     """One tile of all, and all tiles of one."""
     usual = (params["dtype"], params["out_dtype"]) == ("bf16", "bf16")
-    special = (not usual) + (not _is_plain(params)) + params["static_weight"]
-    special += not params["aligned"]
-    if special > 1 or (special and (params["tile"] != _SKINNY_TILES[0] or params["tokens"] != 64)):
+    special = (not usual) + (not _is_plain(params))
+    special += (not params["aligned"]) + (params["cluster"] > 1)
+    if special > 1 or (special and (params["tile"] != _SKINNY[64][0] or params["tokens"] != 64)):
         return "is compiled when called"
     return _skinny_illegal(params)
 
 
 def split(params: Params, problem: Problem) -> int:
-    """Blocks that share a tile: as many as run at the same time, each with k enough. What a problem
-    says goes first."""
-    given = problem.get("split")
+    """Blocks that share a tile: a cluster, or as many as run at the same time, each with k enough.
+    What a problem says goes before that."""
+    given = params["cluster"] if params["cluster"] > 1 else problem.get("split")
     if given:
         return given
     tiles = -(-problem["n"] // _outputs(params))
     steps = -(-problem["k"] // params["tile"][1])
-    slots = problem.get("multiprocessors", _SMS) * _resident(params)
+    slots = problem.get("multiprocessors", _SMS) * resident(params)
     return max(1, min(slots // tiles, steps // _LEAST_STEPS))
 
 
@@ -184,9 +188,14 @@ def _skinny_grid(params: Params, problem: Problem) -> Dim3:
 def skinny_scratch(params: Params, problem: Problem) -> tuple[int, int]:
     """(bytes of workspace, counters) of a problem."""
     tiles, parts, _ = _skinny_grid(params, problem)
-    if parts == 1:
+    if parts == 1 or params["cluster"] > 1:
         return 0, 0
     return 4 * tiles * parts * params["tokens"] * params["tile"][0], tiles
+
+
+def _skinny_features(params: Params) -> frozenset[str]:
+    needed = {"cp_async", "ldmatrix", "bf16_mma"}
+    return frozenset(needed | {"cluster"} if params["cluster"] > 1 else needed)
 
 
 SKINNY = KernelSpec(
@@ -197,13 +206,16 @@ SKINNY = KernelSpec(
     params=(
         *_dtypes("bf16", "fp16"), _LAYOUTS, *epilogue.PARAMS,
         Param("aligned", (True, False), "rows of x and weight are whole 16-byte pieces"),
-        _STATIC,
         Param("tokens", TOKENS, "what rows of x are padded to"),
         Param("tile", _SKINNY_TILES, "rows of the weight, k of a stage, stages", tunable=True),
+        Param(
+            "cluster", (1, 2, 4, 8), "blocks of a cluster that share the k of a tile; 1: by memory",
+            tunable=True,
+        ),
     ),
     derive=_skinny_values,
     illegal=_skinny_illegal,
-    features=lambda params: frozenset({"cp_async", "ldmatrix", "bf16_mma"}),
+    features=_skinny_features,
     shared_bytes=_skinny_bytes,
     pdl=True,
     block=lambda params: (32 * _WARPS, 1, 1),

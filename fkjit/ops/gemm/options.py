@@ -19,3 +19,4 @@ class LinearOptions(NamedTuple):
     epilogue_mod: Any = None
     epilogue_mod_grad: Any = None
     save_pre_activation: Any = True
+    precision: Any = "ieee"

@@ -3,7 +3,8 @@
 out[m, n] = act(scale * x[m, k] . weight + bias) + residual. A problem has m, n, k; dtype (of x,
 weight, bias, pre) and out_dtype (of out and residual); x_layout "mk", or "km" for x transposed;
 weight_layout "nk" (as nn.Linear's) or "kn"; x_stride, weight_stride, out_stride, residual_stride
-(elements from one row of the array as it lies to the next); scale, a number; activation and gate.
+(elements from one row of the array as it lies to the next); scale, a number; activation and gate;
+precision of fp32: "ieee" (the default) or "tf32".
 With gate the weight has 2 n outputs, gate first, and so has bias.
 
 Arrays: x, weight, bias, residual -> out, and pre ([m, n], with gate [m, 2 n]): what the activation

@@ -47,7 +47,8 @@ def choose(problem: Problem, impl: str, block: Any, arch: Arch) -> Choice:
 def _shape(problem: Problem) -> tuple[tuple[int, int, int], tuple[Any, ...]]:
     """The fields of a `Shape`: m, n, k, and the others."""
     sms = problem.get("multiprocessors", SMS)
-    given = [sms if name == "sms" else problem[name] for name in Shape._fields]
+    known = {**Shape._field_defaults, **problem, "sms": sms}
+    given = [known[name] for name in Shape._fields]
     return (given[0], given[1], given[2]), tuple(given[3:])
 
 

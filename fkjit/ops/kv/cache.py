@@ -32,7 +32,7 @@ class PagedKVCache:
         b = cache.fork(a)                             # shares a's pages until one of them writes
 
     Args:
-        num_pages, page_size: the pool; page_size is one of 16, 32, 64, 128, 256 tokens.
+        num_pages, page_size: the pool; page_size is a power of two up to 256 tokens.
         num_kv_heads, head_dim: of keys and values; those of a page fill whole 16 bytes.
         dtype: "fp16", "bf16", "fp32" (or torch's, NumPy's); "fp8" (e4m3) and "int8" keep numbers
             divided by the scale of their layer and head.

@@ -14,7 +14,7 @@ from fkjit.spec import Dim3, Param, Params, Problem, Work, size_class
 
 STORAGES = ("same", "fp8", "int8")  # as the tokens are; e4m3 or int8 with a scale for each head
 LAYOUTS = ("nhd", "hnd")  # pages [page_size, heads, head_dim] or [heads, page_size, head_dim]
-PAGE_SIZES = (16, 32, 64, 128, 256)
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CODES = {"fp8": "uint8", "int8": "int8"}  # what kernels see of them
 _VECTOR_BYTES = 16
 _WIDEST = 2**22  # elements of a token, see Lanes in kv/place.cuh

@@ -241,22 +241,21 @@ class _Plan:
         kernel = loaded(spec, params, self.device, call=self.call)
         for name, value in named.items():
             if type(value) is TensorMap:
-                named[name] = self._encoded(value, wanted)
+                named[name] = self._encoded(value)
         values, grid = flatten(kernel.names, named), tuple(spec.grid(params, problem))
         for value in values:
-            if type(value) not in (int, float, bool, str, Symbol):
+            if type(value) not in (int, float, bool, Symbol):
                 raise NotTraceable(f"an argument that is a {type(value).__name__}")
         wanted += trace.names([values, grid])
-        texts = "".join(f"{one if type(one) is str else trace.text(one)}, " for one in values)
-        return f"{trace.bind(kernel.launch)}({trace.text(grid)}, ({texts}), stream)"
+        return f"{trace.bind(kernel.launch)}({trace.text(grid)}, {trace.text(values)}, stream)"
 
-    def _encoded(self, one: TensorMap, wanted: list[str]) -> str:
-        """Python for the bytes of a tensor map."""
+    def _encoded(self, one: TensorMap) -> Symbol:
+        """A line that encodes a tensor map: one for all maps that are the same."""
         address = one.array.pointer + one.origin
-        fixed = pinned((one.dtype, one.box, one.swizzle))
-        wanted += self.trace.names([one.dims, one.strides, address])
-        given = (*fixed, tuple(one.dims), tuple(one.strides), address)
-        return f"{self.trace.bind(encode)}({', '.join(map(self.trace.text, given))})"
+        sizes = (tuple(one.box), tuple(one.dims), tuple(one.strides))
+        given = (one.dtype, sizes[0], one.swizzle, *sizes[1:], address)
+        text = f"{self.trace.bind(encode)}({', '.join(map(self.trace.text, given))})"
+        return self.trace.compute(text, b"", sizes, address)
 
 
 def _place(device: int) -> str:

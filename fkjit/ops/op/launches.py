@@ -80,7 +80,7 @@ def ready(
     if list(kernel.names[: len(head)]) != head:
         raise AssertionError(f"{kernel.spec.id}: maps and pointers are not its first arguments")
     if maps:
-        of_maps = [pointers.index(name.removesuffix("_map")) for name in maps]
+        of_maps = [pointers.index(name.partition("_map")[0]) for name in maps]
         places = list(dict.fromkeys([*of_maps, *map(pointers.index, own)]))
         return MappedLaunch(kernel, grid, named, [pointers[at] for at in places]), places
     packed = kernel.packing.pack(*flatten(kernel.names, named | dict.fromkeys(own, 0)))
@@ -103,7 +103,7 @@ class MappedLaunch:
         own = [name for name in kernel.names if name in pointers]
         self.kernel, self.grid = kernel, grid
         self.maps: list[tuple[TensorMap, int, dict[int, bytes]]] = [
-            (named[name], pointers.index(name.removesuffix("_map")), {}) for name in maps
+            (named[name], pointers.index(name.partition("_map")[0]), {}) for name in maps
         ]
         self.places = [pointers.index(name) for name in own]
         self.tail = flatten(kernel.names[len(maps) + len(own) :], named)

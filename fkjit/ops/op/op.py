@@ -23,6 +23,7 @@ from fkjit.ops.op.node import Node
 from fkjit.ops.op.plan import MISSED, Geometry, Plans
 from fkjit.ops.op.request import Launch, Output, Request, arch_of
 from fkjit.runtime import interop, workspace
+from fkjit.runtime.abstract import compile_for
 from fkjit.runtime.device import LoadedKernel, is_capturing, launch_on_device, loaded
 from fkjit.runtime.interop import CPU, View
 
@@ -244,6 +245,10 @@ class Op:
         request = self._request(self._views(arrays), options)
         if request.delegate is not None:
             request.delegate.prepare(arrays[: len(self.inputs)], options)
+        if request.like.device < CPU:
+            for launch in request.launches:
+                compile_for(launch.spec, launch.params, request.like.device)
+            return
         if request.like.device == CPU or not request.launches:
             return
         stream = interop.current_stream(request.like)

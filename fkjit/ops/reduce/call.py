@@ -187,4 +187,13 @@ def _fake(call: str, x: Any, axis: Any, dtype: str | None, keepdim: bool) -> lis
 _SUM, _MEAN, _MAX = (_op(kind) for kind in ("sum", "mean", "max"))
 reduce_sum.prepare = _SUM.preparing(reduce_sum)  # type: ignore[attr-defined]
 reduce_mean.prepare = _MEAN.preparing(reduce_mean)  # type: ignore[attr-defined]
-reduce_max.prepare = _MAX.preparing(reduce_max)  # type: ignore[attr-defined]
+
+
+def _prepare_max(
+    x: Any, axis: int | None = None, *, keepdim: bool = False, out: Any = None
+) -> None:
+    """As `reduce_sum.prepare`."""
+    _MAX.prepare([x, out], (axis, None, keepdim))
+
+
+reduce_max.prepare = _prepare_max  # type: ignore[attr-defined]

@@ -71,11 +71,21 @@ struct AttentionProducer {
       slot.advance();
       const int tensor = VARLEN ? last : piece.batch;  // the outermost index
       const auto load_k = [&](int tile) {
-        mbarrier_wait(barriers.k_empty(k_place.stage), k_place.parity ^ 1);
-        if (asks)
-          tma_load_tile<KTile>(shared + Rings::K + k_place.stage * Rings::K_STAGE, k_map,
-                               barriers.k_full(k_place.stage), range.k_start + tile * KTile::ROWS,
-                               piece.head / works.group_size, tensor);
+        if constexpr (SpanOf::PAGED) {
+          auto pages = range.pages;
+          if (last) pages.length = 0;
+          const auto box = pages.template box<KTile::ROWS>(tile);
+          mbarrier_wait(barriers.k_empty(k_place.stage), k_place.parity ^ 1);
+          pages.template load<KTile>(shared + Rings::K + k_place.stage * Rings::K_STAGE, k_map,
+                                     barriers.k_full(k_place.stage), box,
+                                     piece.head / works.group_size);
+        } else {
+          mbarrier_wait(barriers.k_empty(k_place.stage), k_place.parity ^ 1);
+          if (asks)
+            tma_load_tile<KTile>(shared + Rings::K + k_place.stage * Rings::K_STAGE, k_map,
+                                 barriers.k_full(k_place.stage), range.k_start + tile * KTile::ROWS,
+                                 piece.head / works.group_size, tensor);
+        }
         k_place.advance();
       };
       const auto load_q = [&] {
@@ -119,11 +129,23 @@ struct AttentionProducer {
   template <typename Span>
   __device__ __forceinline__ void load_v(const TensorMap& map, VPlace& place, int& tail_parity,
                                          const Item& piece, const Span& range, int tile) const {
-    mbarrier_wait(barriers.v_empty(place.stage), place.parity ^ 1);
-    tma_load_rows<VTile, VARLEN>(shared + Rings::V + place.stage * Rings::V_STAGE, map,
-                                 barriers.v_full(place.stage), barriers.v_tail(), tail_parity,
-                                 range.k_start + tile * VTile::ROWS, piece.head / group_size,
-                                 VARLEN ? 0 : piece.batch, range.seqlen_k - tile * VTile::ROWS);
+    if constexpr (SpanOf::PAGED) {
+      const u32 to = shared + Rings::V + place.stage * Rings::V_STAGE;
+      const auto box = range.pages.template box<VTile::ROWS>(tile);
+      const int rows = range.seqlen_k - tile * VTile::ROWS;
+      const bool whole = rows >= VTile::ROWS;
+      mbarrier_wait(barriers.v_empty(place.stage), place.parity ^ 1);
+      const u32 full = barriers.v_full(place.stage), arrives = whole ? full : barriers.v_tail();
+      range.pages.template load<VTile>(to, map, arrives, box, piece.head / group_size);
+      if (!whole) clear_rows<VTile>(to, rows, threadIdx.x % WARP_SIZE, arrives, tail_parity);
+      if (!whole || !asks) mbarrier_arrive(full);
+    } else {
+      mbarrier_wait(barriers.v_empty(place.stage), place.parity ^ 1);
+      tma_load_rows<VTile, VARLEN>(shared + Rings::V + place.stage * Rings::V_STAGE, map,
+                                   barriers.v_full(place.stage), barriers.v_tail(), tail_parity,
+                                   range.k_start + tile * VTile::ROWS, piece.head / group_size,
+                                   VARLEN ? 0 : piece.batch, range.seqlen_k - tile * VTile::ROWS);
+    }
     place.advance();
   }
 

@@ -2,6 +2,7 @@
 // band of keys in tiles, which rules its scores meet and how.
 #pragma once
 #include "attention/features.cuh"
+#include "attention/sm90/page_boxes.cuh"
 #include "attention/sm90/work.cuh"
 
 // Tiles first .. end - 1 of keys, one at least, though it be masked whole.
@@ -24,6 +25,7 @@ struct FormSpan : BandTiles<BLOCK_K> {
 
 template <int BLOCK_Q, int BLOCK_K, bool VARLEN>
 struct SpanOf<FormSpan<BLOCK_Q, BLOCK_K, VARLEN>> {
+  static constexpr bool PAGED = false;
   const int *cu_seqlens_q, *cu_seqlens_k;
   int max_seqlen_q, max_seqlen_k;
   const AttentionForm& form;
@@ -33,6 +35,29 @@ struct SpanOf<FormSpan<BLOCK_Q, BLOCK_K, VARLEN>> {
     return {place.q0, SequenceRows<VARLEN>(cu_seqlens_q, place.batch, max_seqlen_q),
             SequenceRows<VARLEN>(cu_seqlens_k, place.batch, max_seqlen_k), form.window_left,
             form.window_right};
+  }
+};
+
+// The same with keys in pages.
+template <int BLOCK_Q, int BLOCK_K>
+struct PagedSpan : FormSpan<BLOCK_Q, BLOCK_K, true> {
+  PageBoxes pages;
+};
+
+template <int BLOCK_Q, int BLOCK_K>
+struct SpanOf<PagedSpan<BLOCK_Q, BLOCK_K>> {
+  static constexpr bool PAGED = true;
+  const int* cu_seqlens_q;
+  PagedKeys keys;
+  int box_log2, max_seqlen_q;
+  const AttentionForm& form;
+
+  __device__ __forceinline__ PagedSpan<BLOCK_Q, BLOCK_K> operator()(
+      const WorkItem<BLOCK_Q>& place) const {
+    const SequencePages pages = keys(place.batch);
+    return {{place.q0, SequenceRows<true>(cu_seqlens_q, place.batch, max_seqlen_q),
+             SequenceRows<true>(0, pages.length), form.window_left, form.window_right},
+            {pages, box_log2}};
   }
 };
 

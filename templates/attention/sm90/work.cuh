@@ -151,6 +151,7 @@ template <typename Span>
 struct SpanOf;
 template <int BLOCK_Q, int BLOCK_K>
 struct SpanOf<CausalSpan<BLOCK_Q, BLOCK_K>> {
+  static constexpr bool PAGED = false;
   int seqlen_q, seqlen_k;
   int causal;
 
@@ -159,6 +160,19 @@ struct SpanOf<CausalSpan<BLOCK_Q, BLOCK_K>> {
     return {place.q0, seqlen_q, seqlen_k, causal != 0};
   }
 };
+
+// Zeros in place of a tile's rows from `rows` on, when the tile has come: `tail` and its parity are
+// this warp's own.
+template <typename Tile>
+__device__ __forceinline__ void clear_rows(u32 shared, int rows, int lane, u32 tail, int& parity) {
+  mbarrier_wait(tail, parity);
+  parity ^= 1;
+  for (int i = max(rows, 0) * Tile::CHUNKS + lane; i < Tile::ROWS * Tile::CHUNKS; i += WARP_SIZE)
+#pragma unroll
+    for (int panel = 0; panel < Tile::PANELS; ++panel)
+      store_shared_chunk(shared + panel * Tile::PANEL_BYTES + i * 16, make_uint4(0, 0, 0, 0));
+  proxy_fence();
+}
 
 // A tile of which the first `rows` rows are wanted. What lies behind the last row of a tensor comes
 // as zeros by itself: one thread asks. Behind a packed sequence (CUT) is the next one, or anything:
@@ -174,12 +188,6 @@ __device__ __forceinline__ void tma_load_rows(u32 shared, const TensorMap& map, 
     if (lane > 0) mbarrier_arrive(full);
     return;
   }
-  mbarrier_wait(tail, parity);
-  parity ^= 1;
-  for (int i = max(rows, 0) * Tile::CHUNKS + lane; i < Tile::ROWS * Tile::CHUNKS; i += WARP_SIZE)
-#pragma unroll
-    for (int panel = 0; panel < Tile::PANELS; ++panel)
-      store_shared_chunk(shared + panel * Tile::PANEL_BYTES + i * 16, make_uint4(0, 0, 0, 0));
-  proxy_fence();
+  clear_rows<Tile>(shared, rows, lane, tail, parity);
   mbarrier_arrive(full);
 }

@@ -4,14 +4,29 @@
 //   K-major (k contiguous in memory)     one panel [rows][64 k]         16 k further on: 32 bytes
 //   other   (rows contiguous)            panels [64 k][64 rows]         16 k further on: 2048 bytes
 //
-// A tile is two halves of rows, which may come from two places (gate and up) or be fetched by two
+// A tile may be two halves of rows, which come from two places (gate and up) or are fetched by two
 // blocks of a cluster.
+//
+// Rows that the array has not are not asked for: TMA would fill them with zeros, more slowly than it
+// copies rows. Where fewer than a tile's are left, a box of its own map brings them, as many as
+// there are; where rows are contiguous, fewer panels. What stands in the others' place is of no
+// account, since no sum that is stored depends on it.
 #pragma once
 #include "ptx/cluster.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/proxy_fence.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
 constexpr int BLOCK_K = 64, PANEL = 64;
+
+// Of an array: boxes of as many rows as a tile (or half of one) has, and of those that the last one
+// has, rounded up to 8.
+struct OperandMaps {
+  const TensorMap &whole, &last;
+
+  __device__ __forceinline__ void prefetch() const { tma_prefetch(whole), tma_prefetch(last); }
+};
 
 template <int ROWS_, bool K_MAJOR_>
 struct OperandTile {
@@ -27,19 +42,39 @@ struct OperandTile {
     return wgmma_tile(tile + row * (BLOCK_K * 2), PANEL_BYTES);
   }
 
-  // COUNT rows of the tile, from FIRST on, out of row `row` of the array and `k` on. `mask` 0: to
-  // this block; else to the same place in all blocks of the cluster that it names.
+  // How many of COUNT rows are asked for where the array has `left`: groups of 8, or panels.
+  template <int COUNT>
+  __device__ __forceinline__ static int asked(int left) {
+    constexpr int GROUP = K_MAJOR ? 8 : PANEL;
+    return min(max(ceil_div(left, GROUP), 0) * GROUP, COUNT);
+  }
+
+  // `asked` of COUNT rows of the tile, from FIRST on, out of row `row` of the array and `k` on.
+  // `mask` 0: to this block; else to the same place in all blocks of the cluster that it names.
   template <int FIRST, int COUNT>
-  __device__ __forceinline__ static void load(u32 tile, const TensorMap& map, u32 barrier, int row,
-                                              int k, u16 mask) {
+  __device__ __forceinline__ static void load(u32 tile, const OperandMaps& maps, u32 barrier,
+                                              int row, int asked, int k, u16 mask) {
     const u32 to = tile + FIRST * (BLOCK_K * 2);
     if constexpr (K_MAJOR) {
-      box(to, map, barrier, k, row, mask);
+      if (asked == COUNT) {
+        box(to, maps.whole, barrier, k, row, mask);
+      } else if (asked > 0) {
+        box(to, maps.last, barrier, k, row, mask);
+      }
     } else {
 #pragma unroll
       for (int panel = 0; panel < COUNT / PANEL; ++panel)
-        box(to + panel * PANEL_BYTES, map, barrier, row + panel * PANEL, k, mask);
+        if (panel * PANEL < asked)
+          box(to + panel * PANEL_BYTES, maps.whole, barrier, row + panel * PANEL, k, mask);
     }
+  }
+
+  // NaN in rows `first` to `end` of a tile, by a block's threads: where memory is checked, what
+  // nothing is loaded into must not be what nobody wrote.
+  __device__ __forceinline__ static void mark(u32 tile, int first, int end) {
+    for (int i = first * 8 + threadIdx.x; i < end * 8; i += blockDim.x)
+      store_shared_chunk(tile + i * 16, make_uint4(~0u, ~0u, ~0u, ~0u));
+    proxy_fence();
   }
 
  private:

@@ -18,12 +18,6 @@ struct KPart {
       : first(rank * all / parts), steps((rank + 1) * all / parts - first) {}
 };
 
-// All threads of a cluster come here, each as often.
-__device__ __forceinline__ void meet_cluster() {
-  cluster_arrive();
-  cluster_wait();
-}
-
 // The sums of no product.
 template <int BLOCKS, int N>
 __device__ __forceinline__ void zero(float (&acc)[BLOCKS][N][4]) {

@@ -20,7 +20,6 @@ struct GemmStages {
   static constexpr int BIAS = STAGED + 4 * CONSUMERS * STAGED_BYTES;
   static constexpr int BIAS_BYTES = B::ROWS * 2;  // of a tile's columns; two of a consumer
   static constexpr int BARRIERS = BIAS + 2 * CONSUMERS * BIAS_BYTES + GUARD;
-  static constexpr int LOADED = A::BYTES + B::BYTES;  // bytes that a stage waits for
   u32 base;
 
   __device__ __forceinline__ u32 a(int stage) const { return base + stage * A_STAGE; }
@@ -42,7 +41,7 @@ struct GemmStages {
   __device__ __forceinline__ void begin(int releases) const {
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(full(stage), 1);
+      mbarrier_init(full(stage), 2);  // who fetches A, who fetches B
       mbarrier_init(empty(stage), releases);
     }
     mbarrier_init_fence();

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from fkjit.errors import ArgumentTypeError, CompileError, ParameterError
 from fkjit.ops.attention.decode import nodes
 from fkjit.ops.attention.decode.checks import ARRAYS, Options, check_contiguous, check_paged
+from fkjit.ops.attention.decode.problem import MAX_TOKENS
 from fkjit.ops.attention.features import FEATURE_ARRAYS, SLOTS
 from fkjit.ops.attention.options import unpack_score_mod
 from fkjit.ops.kv.planes import planes
@@ -19,6 +21,13 @@ from fkjit.ops.op.expression import does_not_compile
 from fkjit.ops.op.op import Op
 
 _INPUTS = (*ARRAYS, *FEATURE_ARRAYS, *SLOTS)
+_MANY = "fkjit.ops.attention.paged"  # imported by calls with many new tokens
+_OF_MANY = (
+    ("q", "k", "v", "cu_seqlens_q", "page_table", "seq_lens", "rows"),
+    FEATURE_ARRAYS,
+    ("max_seqlen_q", "layout", "causal", "softmax_scale", "return_lse", "window", "softcap"),
+    ("k_scale", "v_scale", "split_size", "out"),
+)
 _NO_SLOTS = (None,) * len(SLOTS)  # of a call without a score_mod,
 _NO_SCORE_MOD = ("", (), ())  # and the last of its options
 
@@ -103,6 +112,8 @@ def paged_attention(
     seq_lens: Any = None,
     *,
     rows: Any = None,
+    cu_seqlens_q: Any = None,
+    max_seqlen_q: int | None = None,
     layer: int = 0,
     layout: str | None = None,
     k_scale: Any = None,
@@ -124,7 +135,9 @@ def paged_attention(
     """softmax(softmax_scale * q kᵀ + mask) v for new tokens against keys in pages, in one launch.
 
     Args:
-        q: [B, Hq, D], one token of each sequence, or [B, S, Hq, D] for S up to 16; fp16 or bf16.
+        q: [B, Hq, D], one token of each sequence, or [B, S, Hq, D] for S new tokens of each; or,
+            with cu_seqlens_q, [total_q, Hq, D], any number of each: chunks of prompts, mixed with
+            sequences of one new token; fp16 or bf16.
         cache: a `PagedKVCache`, or a pair of arrays (k_pages, v_pages) in `layout`, in q's dtype or
             fp8 (e4m3, also as uint8) or int8; pages of 1, 2, 4 … 256 tokens.
         page_table, seq_lens: [sequences, pages] and [sequences] int32 on the device, only where
@@ -132,27 +145,93 @@ def paged_attention(
             included. What lies beyond is not touched; page numbers that there are not are zeros.
         rows: [B] int32 on the device: the row of each sequence in the tables; below 0: none, its
             output is 0. Of a `PagedKVCache`: `cache.rows(...)`. Default: row i for sequence i.
+        cu_seqlens_q: [B + 1] int32 on the device: 0 and the running sums of the numbers of new
+            tokens; sequence i has rows cu_seqlens_q[i] up to cu_seqlens_q[i + 1] of q.
+        max_seqlen_q: at least the most new tokens of a sequence, with cu_seqlens_q. Rows beyond
+            are not written: nothing waits for the device to find out.
         layer: which of the cache's layers.
         layout: "nhd" (default), pages are [page_size, heads, D]; or "hnd", [heads, page_size, D].
             Only where `cache` is a pair.
         k_scale, v_scale: as for `attention_decode`, only where `cache` is a pair.
         causal, softmax_scale, split_size, return_lse, out: as for `attention_decode`. The lse is
-            [B, Hq, S], or [B, Hq] for one token.
+            [B, Hq, S], or [B, Hq] for one token, or [Hq, total_q].
         window, softcap, alibi_slopes, bias, mask, sinks, score_mod, score_args: as for
             `attention_decode`. Sk of a bias and a mask is what fills the pages of a table's row.
 
-    Returns and raises as `attention_decode`. Tables and lengths are read when the kernel runs: a
-    captured graph of `kv_append` and this call follows sequences that grow. To torch.compile the
-    call is one operator, if `cache` is a pair and there is no `out` and no `score_mod`.
+    Returns and raises as `attention_decode`. More than 16 new tokens of a sequence, and packed
+    queries, take the kernels of `attention_varlen` (TMA brings pages of 8 tokens and more on
+    Hopper): keys have q's dtype then, and there is no split_size and no `out`; ParameterError and
+    ArgumentTypeError else. Tables and lengths are read when the kernel runs: a captured graph of
+    `kv_append` and this call follows sequences that grow. To torch.compile the call is one
+    operator, if `cache` is a pair and there is no `out` and no `score_mod`.
     """
     k, v, page_table, seq_lens, k_scale, v_scale, layout = _pages(
         cache, layer, layout, rows, (page_table, seq_lens, k_scale, v_scale)
     )
+    if cu_seqlens_q is not None or max_seqlen_q is not None or _has_many(q):
+        return _prefill(
+            (q, k, v, cu_seqlens_q, page_table, seq_lens, rows),
+            (alibi_slopes, bias, mask, sinks),
+            (max_seqlen_q, layout, causal, softmax_scale, return_lse, _hashable(window), softcap),
+            {"k_scale": k_scale, "v_scale": v_scale, "split_size": split_size, "out": out},
+            score_mod, score_args,
+        )  # fmt: skip
     options = (layout, causal, softmax_scale, split_size, return_lse, _hashable(window), softcap)
     arrays = (
         q, k, v, page_table, seq_lens, rows, k_scale, v_scale, alibi_slopes, bias, mask, sinks,
     )  # fmt: skip
     return _run(_PAGED, arrays, out, options, score_mod, score_args)
+
+
+def _has_many(q: Any) -> bool:
+    """Whether q has more tokens of each sequence than decoding's kernel takes."""
+    shape = getattr(q, "shape", ())
+    return len(shape) == 4 and shape[1] > MAX_TOKENS and 0 not in shape
+
+
+class _Preparing:
+    """An op's `prepare` where the op is called."""
+
+    def __init__(self, op: Op) -> None:
+        self.name, self.op = op.name, op
+
+    def __call__(self, arrays: Any, outputs: Any, options: Any) -> None:
+        self.op.prepare(arrays, options)
+
+
+def _prefill(
+    arrays: tuple[Any, ...], features: tuple[Any, ...], options: tuple[Any, ...],
+    none: Mapping[str, Any], score_mod: Any, score_args: Any, prepares: bool = False,
+) -> Any:  # fmt: skip
+    """`paged_attention` for packed queries or more than 16 tokens, or only what prepares it. none:
+    what such a call may not have."""
+    q, k, v, ends, *tables = arrays
+    (most, *rest), packed, shape = options, ends is not None, q.shape
+    if packed == (most is None):
+        raise ParameterError(
+            f"{_PAGED.name}: max_seqlen_q is {most}, cu_seqlens_q {'given' if packed else None}; "
+            "allowed: both or neither"
+        )
+    for name, value in none.items():
+        if value is not None:
+            shown = "an array" if hasattr(value, "shape") else repr(value)
+            raise ParameterError(
+                f"{_PAGED.name}: {name} is {shown}; allowed: None, where queries are packed or "
+                f"more than {MAX_TOKENS} of a sequence"
+            )
+    paged = import_module(_MANY)
+    if not packed:
+        ends, q, most = paged.uniform_ends(q, *shape[:2]), q.reshape(-1, *shape[2:]), shape[1]
+    layout, causal, scale, return_lse, window, softcap = rest
+    said = (most, layout, causal, scale, None, return_lse, window, softcap)
+    op = _Preparing(paged.attend_pages) if prepares else paged.attend_pages
+    given = (q, k, v, ends, None, *tables, *features)
+    made = _run(op, given, None, said, score_mod, score_args)
+    if packed or prepares:
+        return made
+    o, lse = made if return_lse else (made, None)
+    o = o.reshape(*shape[:3], o.shape[-1])
+    return o if lse is None else (o, lse.reshape(shape[2], *shape[:2]).swapaxes(0, 1))
 
 
 def _pages(
@@ -183,8 +262,8 @@ def _hashable(option: Any) -> Any:
 
 
 def _run(
-    op: Op, arrays: tuple[Any, ...], out: Any, options: tuple[Any, ...], score_mod: Any,
-    score_args: Any,
+    op: Op | _Preparing, arrays: tuple[Any, ...], out: Any, options: tuple[Any, ...],
+    score_mod: Any, score_args: Any,
 ) -> Any:  # fmt: skip
     """The op's result. arrays, options: without what a score_mod has."""
     if score_mod is None and not score_args:
@@ -213,6 +292,16 @@ def _preparing(op: Op, call: Callable[..., Any]) -> Callable[..., None]:
             own = tuple(given[name] for name in names)
             found = _pages(given["cache"], given["layer"], given["layout"], given["rows"], own)
             given |= dict(zip(("k", "v", *names, "layout"), found, strict=True))
+            q, ends, most = (given[name] for name in ("q", "cu_seqlens_q", "max_seqlen_q"))
+            if ends is not None or most is not None or _has_many(q):
+                arrays, features, options, none = (
+                    {name: given[name] for name in group} for group in _OF_MANY
+                )
+                options["window"] = _hashable(options["window"])
+                mod = (given["score_mod"], given["score_args"])
+                groups = (tuple(arrays.values()), tuple(features.values()))
+                _prefill(*groups, tuple(options.values()), none, *mod, prepares=True)
+                return
         arrays = [given.get(name) for name in (*ARRAYS, *FEATURE_ARRAYS)]
         named = [_hashable(given[name]) for name in Options._fields[: -len(_NO_SCORE_MOD)]]
         slots, (*more, _) = unpack_score_mod(op.name, given["score_mod"], given["score_args"])

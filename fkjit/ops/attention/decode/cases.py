@@ -12,8 +12,9 @@ import numpy as np
 
 from fkjit.ops.attention import cases as forward
 from fkjit.ops.attention.decode.grid import workspace
-from fkjit.ops.attention.decode.problem import PAGE_AXES, ROW_AXES
+from fkjit.ops.attention.decode.problem import ROW_AXES
 from fkjit.ops.attention.features import POINTERS, SLOTS, parse
+from fkjit.ops.attention.shapes import PAGE_AXES
 from fkjit.ops.kv import cases as kv
 from fkjit.runtime.interop import numpy_dtype
 from fkjit.spec import Arrays, Params, Problem, Verification

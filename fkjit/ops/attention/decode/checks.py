@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.attention.decode import grid
 from fkjit.ops.attention.decode.kernels import kernel, select
-from fkjit.ops.attention.decode.problem import LEAST_SPLIT, MAX_TOKENS, PAGE_AXES, ROW_AXES
+from fkjit.ops.attention.decode.problem import LEAST_SPLIT, MAX_TOKENS, ROW_AXES
 from fkjit.ops.attention.feature_checks import check_features
 from fkjit.ops.attention.features import FEATURE_ARRAYS, SLOTS
+from fkjit.ops.attention.page_checks import check_list, check_table, page_size
 from fkjit.ops.attention.shapes import (
+    PAGE_AXES,
     Sizes,
     check_columns,
     check_dims,
@@ -34,7 +36,6 @@ CPU_SMS = 2  # where blocks are interpreted
 _ROW_BYTES, _OUT_BYTES = 16, 8  # of a copy
 _LIMIT = 2**31
 _MAX_KEYS = 2**30
-_MAX_PAGE = 256
 _E4M3 = "float8_e4m3fn"  # of torch and ml_dtypes; to kernels it is bytes
 _STORAGES = {"uint8": "fp8", "int8": "int8"}
 
@@ -74,7 +75,7 @@ def check_contiguous(views: Views, options: Options) -> Request:
         "table_width": 0, "longest": k[axes[2]], "heads_kv": k[axes[1]], "head_dim_v": v[3],
     }  # fmt: skip
     if "seq_lens" in seen:
-        _list(call, "seq_lens", seen["seq_lens"], problem["batch"])
+        check_list(call, "seq_lens", seen["seq_lens"], problem["batch"])
     return _request(call, seen, problem, options)
 
 
@@ -84,22 +85,16 @@ def check_paged(views: Views, options: Options) -> Request:
     check_one_of(call, "layout", layout, PAGE_AXES)
     problem, axes = _queries(call, seen["q"], "bshd"), PAGE_AXES[layout]
     k, v = (_four(call, f"{name}_pages", seen[name], layout) for name in ("k", "v"))
-    size, table = k[axes[2]], _table(call, seen["page_table"])
-    if k[:3] != v[:3] or size < 1 or size & (size - 1) or size > _MAX_PAGE:
-        raise ParameterError(
-            f"{call}: k_pages has shape {k}, v_pages {v}; allowed: alike, [num_pages, page_size, "
-            'heads, D] (layout="nhd") or [num_pages, heads, page_size, D] ("hnd"), page_size a '
-            f"power of two up to {_MAX_PAGE}"
-        )
-    rows, width = table.shape
+    rows, width, step = check_table(call, seen["page_table"])
+    size = page_size(call, k, v, axes[2])
     problem |= {
         "page_axes": axes, "page_size": size, "num_pages": k[0], "table_rows": rows,
-        "table_width": table.strides[0] if rows > 1 else width, "longest": width * size,
+        "table_width": step, "longest": width * size,
         "heads_kv": k[axes[1]], "head_dim_v": v[3],
     }  # fmt: skip
-    _list(call, "seq_lens", seen["seq_lens"], rows)
+    check_list(call, "seq_lens", seen["seq_lens"], rows)
     if "rows" in seen:
-        _list(call, "rows", seen["rows"], problem["batch"])
+        check_list(call, "rows", seen["rows"], problem["batch"])
     elif problem["batch"] != rows:
         raise ParameterError(
             f"{call}: q has {problem['batch']} sequences, page_table {rows} rows; "
@@ -213,23 +208,6 @@ def _four(call: str, name: str, view: View, layout: str) -> tuple[int, ...]:
 def _columns(call: str, name: str, view: View) -> None:
     if view.strides[-1] != 1:
         check_columns(call, name, view, f"pass a contiguous copy of {name}")
-
-
-def _table(call: str, table: View) -> View:
-    check_dtype(call, "page_table", table, ("int32",))
-    if len(table.shape) != 2 or (table.shape[1] > 1 and table.strides[1] != 1):
-        raise ParameterError(
-            f"{call}: page_table has shape {tuple(table.shape)}, strides {tuple(table.strides)}; "
-            "allowed: [sequences, pages], rows contiguous"
-        )
-    return table
-
-
-def _list(call: str, name: str, view: View, size: int) -> None:
-    check_dtype(call, name, view, ("int32",))
-    check_shape(call, name, view, (size,), "one for each sequence, here")
-    if size > 1 and view.strides[0] != 1:
-        raise ParameterError(f"{call}: {name} must be contiguous")
 
 
 def _storage(call: str, seen: Seen, dtype: str) -> str:

@@ -16,7 +16,6 @@ from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import Problem, size_class
 
 ROW_AXES = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1)}  # where batch, head, token stand
-PAGE_AXES = {"nhd": (0, 2, 1), "hnd": (0, 1, 2)}  # where page, head, token stand
 MAX_TOKENS = 16  # new ones of a sequence
 LEAST_SPLIT = 128  # keys of a split of fixed size
 ROUND = 32  # keys: a window's first work unit begins at a multiple (attention/decode/schedule.cuh)

@@ -1,0 +1,92 @@
+"""Bugs planted in the products' kernel for Hopper show: as races, faults or wrong numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.core.mutations import Bug
+from tests.core.sampling import ONE_OF_EACH_KIND
+from tests.core.test_mutations import KINDS, outcome
+
+WGMMA_CU, D = "kernels_cu/gemm/wgmma.cu", "templates/gemm/sm90/"
+PLAIN: dict[str, Any] = {"gate": False, "activation": "none", "shares": False, "split": 1}
+
+
+def _variant(**params: Any) -> dict[str, Any]:
+    return {"kernel": "linear.wgmma", "params": {**PLAIN, **params}}
+
+
+# Four stages, so that a block's tiles go round the ring.
+WIDE = _variant(block=(128, 256), cluster=1, weight_layout="nk")
+PAIRS = _variant(block=(128, 256), cluster=2, weight_layout="nk")
+NARROW = _variant(block=(64, 48), cluster=1)
+SPLIT = _variant(block=(64, 64), split=4)
+SHARES = _variant(block=(128, 128), shares=True)
+GATED = _variant(block=(64, 96), gate=True, activation="silu")
+WAIT_FULL = "mbarrier_wait(stages.full(place.stage), place.parity);"
+WAIT_EMPTY = "mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);"
+
+BUGS = (
+    # -- the ring
+    Bug("a stage is read before its bytes are there", WGMMA_CU, WAIT_FULL, "", by="race", **WIDE),
+    Bug("a stage is filled while it is read", WGMMA_CU, WAIT_EMPTY, "", by="race", **WIDE),
+    Bug("a stage is released too early", WGMMA_CU, "wgmma_wait<1>();", "wgmma_wait<2>();",
+        by="race", **WIDE),
+    Bug("too few warps release a stage", WGMMA_CU, "stages.begin(RELEASES)",
+        "stages.begin(RELEASES + 1)", by="hang", **WIDE),
+    Bug("one operand is waited for", D + "stages.cuh", "mbarrier_init(full(stage), 2);",
+        "mbarrier_init(full(stage), 1);", by="barrier", **WIDE),
+    Bug("no fence before products", WGMMA_CU, "wgmma_fence();", "", by="wgmma", **WIDE),
+    Bug("no turns", WGMMA_CU, "pingpong.pass();", "", by="hang", **NARROW),
+    # -- rows that are not there
+    Bug("bytes of a whole tile are expected", WGMMA_CU, "rows * (BLOCK_K * 2)",
+        "BLOCK_M * (BLOCK_K * 2)", by="barrier", **NARROW),
+    Bug("a whole tile's box for the last rows", D + "operands.cuh", "if (asked == COUNT) {",
+        "if (asked > 0) {", by="barrier", **NARROW),
+    Bug("the last rows but a few", D + "operands.cuh", "ceil_div(left, GROUP)",
+        "ceil_div(left - 7, GROUP)", by="numbers", problem={"m": 6}, **NARROW),
+    Bug("rows that are not there are stored", D + "store.cuh", "if (half * 8 < rows_left)",
+        "if (true)", by="memory",
+        **_variant(block=(128, 128), tma_store=False, weight_layout="kn")),
+    # -- gate and up, halves, parts
+    Bug("gate twice", WGMMA_CU, "GATE ? n + column : column + PART", "column + 0 * PART",
+        by="numbers", **GATED),
+    Bug("up's bias is gate's", WGMMA_CU, "GATE ? n + column : column + BLOCK_N / 2",
+        "column", by="numbers", **GATED),
+    Bug("half of the weight to one block", WGMMA_CU, "second, high, k, ALL_BLOCKS",
+        "second, high, k, 0", by="barrier", **PAIRS),
+    Bug("a block ends before the other", WGMMA_CU, "if (CLUSTER > 1) meet_cluster();", "",
+        by="end", nth=1, **PAIRS),
+    Bug("sums are read before they are there", D + "split_k.cuh",
+        "meet_cluster();\n  if (rank > 0) return false;", "if (rank > 0) return false;",
+        by="race", **SPLIT),
+    Bug("a part's sums over the other's", D + "split_k.cuh", "((part - 1) * CONSUMERS",
+        "(0 * (part - 1) * CONSUMERS", by="race", **SPLIT),
+    Bug("a part is left out", D + "partials.cuh", "part < sharers.count; ++part",
+        "part < sharers.count - 1; ++part", by="numbers", **SHARES),
+    Bug("the counter before the sums", D + "partials.cuh",
+        "named_barrier_wait_aligned<128>(barrier);\n    if (thread == 0)", "if (thread == 0)",
+        by="race", **SHARES),
+    # -- the way out
+    Bug("bias is read before it is there", WGMMA_CU,
+        "named_barrier_wait_aligned<WARPGROUP>(3 + consumer);", "", by="race", **NARROW),
+    Bug("a box is filled while TMA reads it", D + "store.cuh",
+        "if (lane == 0) bulk_wait_read<1>();", "", by="race", **WIDE),
+    Bug("TMA reads what is not there yet", D + "store.cuh", "proxy_fence();\n  __syncwarp();",
+        "__syncwarp();", by="race", **WIDE),
+)  # fmt: skip
+
+
+@ONE_OF_EACH_KIND
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    said = outcome(bug, monkeypatch, plant=True)
+    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+
+
+@pytest.mark.parametrize("variant", [WIDE, SPLIT], ids=["wide", "split"])
+def test_without_it_nothing_is_said(variant, monkeypatch):
+    bug = next(bug for bug in BUGS if bug.params == variant["params"])
+    assert outcome(bug, monkeypatch, plant=False) == ""
