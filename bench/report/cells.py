@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,16 @@ def load(paths: Sequence[Path]) -> list[Run]:
 
 @dataclass
 class Study:
-    """What was measured of one operation on one GPU, in any number of runs, oldest first."""
+    """What was measured of one operation on one GPU, in any number of runs, oldest first.
+
+    Nothing is added to `turns` once anything was asked of it.
+    """
 
     op: str
     gpu: str
     runs: list[Run] = field(default_factory=list)
     turns: dict[str, list[dict[str, Cell]]] = field(default_factory=dict)  # case -> by run
+    _cells: dict[str, dict[str, Cell]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def cases(self) -> list[str]:
@@ -77,7 +82,7 @@ class Study:
         order = sorted(MODES, key=lambda mode: (-timed[mode], mode != "warm"))
         return [mode for mode in order if timed[mode]]
 
-    @property
+    @cached_property
     def own(self) -> str | None:
         """What stands for us: the public call, else the first kernel of ours."""
         ours = [n for n in self.candidates if any(self._kind(n, case) for case in self.turns)]
@@ -88,6 +93,11 @@ class Study:
 
     def cells(self, case: str) -> dict[str, Cell]:
         """The last of each candidate; modes that its last run left out are of the one before."""
+        if case not in self._cells:
+            self._cells[case] = self._put_together(case)
+        return self._cells[case]
+
+    def _put_together(self, case: str) -> dict[str, Cell]:
         made: dict[str, Cell] = {}
         for turn in self.turns[case]:
             for name, cell in turn.items():

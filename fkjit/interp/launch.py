@@ -33,7 +33,10 @@ from fkjit.interp.spaces.tensor_map import TensorMap
 
 MAX_LANES = 4096  # threads that run together: more amortise NumPy's overhead, but leave its caches
 Dim3 = tuple[int, int, int]
-MAX_IDLE = 4  # decoded kernels kept for their next launch
+# Decoded kernels kept for their next launch: these few, and more where they are small. A training
+# step goes through seven; if one was missing, each launch would drop the kernel that is next.
+MIN_IDLE, MAX_IDLE = 4, 32
+MAX_IDLE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,12 @@ def _execute(launch: _Launch, progress: Callable[[float], None] | None) -> Stats
 
 _idle: OrderedDict[tuple[object, ...], Scheduler] = OrderedDict()  # decoded, for a next launch
 _idle_lock = Lock()
+
+
+def _too_many_idle() -> bool:
+    """Registers are most of the memory that idle kernels take."""
+    size = sum(idle.machine.registers.nbytes for idle in _idle.values())
+    return len(_idle) > (MIN_IDLE if size > MAX_IDLE_BYTES else MAX_IDLE)
 
 
 def _run_batches(scheduler: Scheduler, progress: Callable[[float], None] | None) -> Stats:
@@ -257,9 +266,11 @@ class _Launch:
         """Keep what is decoded for the kernel's next launch; not to be called after a fault."""
         machine = self.running.machine
         machine.memory.globals = GlobalMemory(machine.reporter, True)
+        if self.running.race is not None:
+            self.running.race.globals = None
         with _idle_lock:
             _idle[self.key] = self.running
-            while len(_idle) > MAX_IDLE:
+            while _too_many_idle():
                 _idle.popitem(last=False)
 
     def _spaced(self, module: Module, *spaces: str) -> list[Variable]:

@@ -13,6 +13,7 @@ from fkjit.jit.build import quiet
 from fkjit.ops.norm.kernels_backward import BACKWARD
 
 torch = pytest.importorskip("torch", reason="needs torch")
+from tests.core.sampling import one_in  # noqa: E402
 from tests.twins.kit import interpreter  # noqa: E402, F401
 
 NORMS = ("layer_norm", "rms_norm")
@@ -56,6 +57,7 @@ def test_pytorch_is_right(norm, residual):
         torch.testing.assert_close(one, two)
 
 
+@one_in(2, columns=[64, 100], norm=NORMS)
 @pytest.mark.parametrize("columns", [64, 100])
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_twin_is_right(interpreter, norm, columns):  # noqa: F811

@@ -11,8 +11,9 @@ same on each run:
   instructions, and so have 10.0 and 12.0 of what we use. Of attention's kernels the widest variant
   on each; of the others one; and what values the home has not.
 
-Machine code is made of attention's kernels and of products; of any other kernel, for each target,
-only of the widest of these variants.
+Machine code is made of attention's kernels and of products, but not of a third of the home's
+variants, which are compiled with guards between their arrays in shared memory instead; of any other
+kernel, for each target, only of the widest of these variants.
 
 The interpreter runs the PTX of these very compiles. `pytest --every-variant` leaves nothing out.
 """
@@ -96,9 +97,29 @@ def plan(spec: KernelSpec) -> dict[str, Variants]:
 def to_assemble(spec: KernelSpec) -> dict[str, Variants]:
     """By target, what becomes machine code by default: the others only PTX, for the interpreter."""
     chosen = plan(spec)
-    if near_the_limit(spec):
-        return chosen
-    return {name: sorted(variants, key=size)[-1:] for name, variants in chosen.items()}
+    if not near_the_limit(spec):
+        return {name: sorted(variants, key=size)[-1:] for name, variants in chosen.items()}
+    home = home_of(spec)
+    return {**chosen, home: [params for params in chosen[home] if params not in spare(spec)]}
+
+
+def guarded(spec: KernelSpec) -> Variants:
+    """The home's variants that have guards between their arrays in shared memory."""
+    return [] if spec.shared_layout is None else spare(spec) or plan(spec)[home_of(spec)][-1:]
+
+
+@cache
+def spare(spec: KernelSpec) -> Variants:
+    """Up to a third of the home's variants: not the widest, of attention's kernels none of any
+    tile, because that spills first."""
+    if spec.shared_layout is None:
+        return []
+    chosen = plan(spec)[home_of(spec)]
+    widest: dict[Any, Params] = {}  # the first of those that are
+    for params in sorted(chosen, key=size, reverse=True):
+        widest.setdefault(tile(params) if heavy(spec) else None, params)
+    others = [params for params in chosen if params not in widest.values()]
+    return others[: -(-len(chosen) // 3)]
 
 
 def neighbours_of(spec: KernelSpec) -> list[str]:
@@ -178,16 +199,23 @@ def in_turns(
     """(cubin, problem, whether races are looked for): what the interpreter runs of these.
 
     By default each variant computes the first problem, which has ragged edges and several tiles,
-    and a third of them is looked through for races; these share out the other problems, which are
-    small, and look through them as well.
+    and a third of them, those with guards if any, is looked through for races; these share out the
+    other problems, which are small, and look through them as well.
     """
-    shares = -(-len(cubins) // 3)
-    for turn, cubin in enumerate(cubins):
+    ordered = sorted(cubins, key=lambda cubin: not has_guards(spec, *cubin))
+    most = max(-(-len(cubins) // 3), sum(has_guards(spec, *cubin) for cubin in cubins))
+    raced = ordered[:most]
+    for cubin in cubins:
         first, *others = spec.verification.problems(cubin[1], "small")
-        share, rest = divmod(turn, 3)
-        yield cubin, first, every or rest == 0
-        for problem in others if every else () if rest else others[share::shares]:
+        share = raced.index(cubin) if cubin in raced else None
+        yield cubin, first, every or share is not None
+        for problem in others if every else () if share is None else others[share :: len(raced)]:
             yield cubin, problem, True
+
+
+def has_guards(spec: KernelSpec, name: str, params: Params) -> bool:
+    """Whether this variant for the target `name` is interpreted with guards by default."""
+    return name == home_of(spec) and params in guarded(spec)
 
 
 def check_numbers(

@@ -29,6 +29,7 @@ from tests.core.sweep_kit import (
     combinations,
     cut,
     everywhere,
+    has_guards,
     home_of,
     in_turns,
     plan,
@@ -115,14 +116,12 @@ def test_the_baseline_holds_nothing_stale_and_gives_reasons():
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Which PTX the interpreter runs from now on, and whether it looks for races.
+    """Which PTX the interpreter runs from now on, whether it looks for races, and whether with
+    guards between arrays in shared memory, which is another PTX than the cubin's."""
 
-    If so with guards between arrays in shared memory, which is another PTX than the cubin's.
-    """
-
-    def choose(name, race):
+    def choose(name, race, guards):
         monkeypatch.setattr("fkjit.jit.build.settings", lambda: replace(settings(), target=name))
-        monkeypatch.setattr("fkjit.cpu.run.GUARD", GUARD if race else 0)
+        monkeypatch.setattr("fkjit.cpu.run.GUARD", GUARD if guards else 0)
         return fkjit.sanitize(race=True) if race else contextlib.nullcontext()
 
     return choose
@@ -133,9 +132,10 @@ def test_is_right_and_free_of_races_in_the_interpreter(
 ):
     assembled = whole(spec) if every_variant else to_assemble(spec)
     for (real, params), problem, race in in_turns(spec, cubins, every_variant):
-        guarded = race and spec.shared_layout is not None
+        all_guarded = every_variant and spec.shared_layout is not None
+        guards = all_guarded or has_guards(spec, real, params)
         with quiet():
-            if params in assembled[real] and not guarded:
+            if params in assembled[real] and not guards:
                 build_both(spec, params, real)
-            with interpreted(virtual(real), race):
+            with interpreted(virtual(real), race, guards):
                 check_numbers(spec, params, problem, np.copy, np.asarray)

@@ -48,6 +48,7 @@ def _companions() -> dict[tuple[str, str], tuple[str, ...]]:
     return {(source, arch): part for arch, part in parts for source in part}
 
 
+@cache
 def _kernel(source: str, arch: str) -> tuple[str, str]:
     """PTX, and the kernel's name in it."""
     sources = _companions().get((source, arch), (source,))

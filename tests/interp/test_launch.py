@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import numpy as np
 import pytest
 
 from fkjit.errors import InterpreterError, ParameterError
-from fkjit.interp import Arg, Checks, Stats, run, schedule
+from fkjit.interp import Arg, Checks, Stats, launch, run, schedule
 from tests.interp.interp_kit import apply, compile_ptx
 
 ADD = """
@@ -72,6 +74,24 @@ def test_a_kernel_runs_on_grids_of_other_sizes() -> None:
         o = np.zeros(n, "i4")
         run(compile_ptx(source), "k", (x, y), 64, [Arg("o", o, True), Arg("n", np.int32(n))])
         np.testing.assert_array_equal(o, 100 * np.arange(n) + x)
+
+
+@pytest.mark.parametrize(("memory", "decoded"), [(launch.MAX_IDLE_BYTES, 7), (0, 21)])
+def test_a_step_of_several_kernels_decodes_each_once_where_memory_allows(
+    memory: int, decoded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, made = launch._Launch.decode, []
+    monkeypatch.setattr(launch, "MAX_IDLE_BYTES", memory)
+    monkeypatch.setattr(launch, "_idle", OrderedDict())
+    monkeypatch.setattr(launch._Launch, "decode", lambda one: made.append(one) or usual(one))
+    kernel = 'extern "C" __global__ void k$(int* y) { y[threadIdx.x] += $; }\n'
+    ptx = compile_ptx("".join(kernel.replace("$", str(number)) for number in range(7)))
+    y = np.zeros(32, "i4")
+    for _ in range(3):
+        for number in range(7):
+            run(ptx, f"k{number}", 1, 32, [Arg("y", y, True)])
+    assert (y == 3 * 21).all() and len(made) == decoded
+    assert len(launch._idle) == (7 if memory else launch.MIN_IDLE)
 
 
 def test_checks_off_runs_a_correct_kernel_alike() -> None:

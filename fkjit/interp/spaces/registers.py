@@ -30,12 +30,15 @@ class Registers:
         self._typed: dict[tuple[str, str], np.ndarray] = {}
         self._spare: dict[np.dtype, list[np.ndarray]] = {}
         self.special = _special(layout)
+        self.nbytes = 0
 
     def _next(self, dtype: np.dtype) -> np.ndarray:
         """A register's lanes; memory is asked for in blocks of many registers."""
         rows = self._spare.get(dtype)
         if not rows:
-            rows = self._spare[dtype] = list(np.zeros((64, self.layout.lanes), dtype))
+            block = np.zeros((64, self.layout.lanes), dtype)
+            rows = self._spare[dtype] = list(block)
+            self.nbytes += block.nbytes
         return rows.pop()
 
     def start_batch(self) -> None:

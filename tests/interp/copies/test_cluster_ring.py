@@ -9,6 +9,7 @@ import pytest
 
 from fkjit.errors import SanitizerError
 from fkjit.interp import Arg, Checks, TensorMap, run
+from tests.core.sampling import one_in
 from tests.interp.interp_kit import compile_ptx
 
 RNG = np.random.default_rng(61)
@@ -133,7 +134,11 @@ def mapped(x: np.ndarray, rows: int) -> TensorMap:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("checks", [Checks(), Checks(race=True)], ids=["mem", "race"])
+CHECKS = [Checks(), Checks(race=True)]
+
+
+@one_in(2, checks=CHECKS, a_t=[False, True], b_t=[False, True], cluster=[1, 2, 4])
+@pytest.mark.parametrize("checks", CHECKS, ids=["mem", "race"])
 @pytest.mark.parametrize("b_t", [False, True])
 @pytest.mark.parametrize("a_t", [False, True])
 @pytest.mark.parametrize("cluster", [1, 2, 4])
@@ -142,6 +147,7 @@ def test_layouts_and_clusters(cluster: int, a_t: bool, b_t: bool, checks: Checks
     np.testing.assert_array_equal(got, right)
 
 
+@one_in(3, n=range(64, 257, 16))
 @pytest.mark.parametrize("n", range(64, 257, 16))
 def test_every_width_of_the_products(n: int) -> None:
     got, right = launch(n, 2, False, False, Checks())

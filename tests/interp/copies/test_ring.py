@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fkjit.interp import Arg, Checks, TensorMap
+from tests.core.sampling import one_in
 from tests.interp.copies.hopper_kit import fault, launch
 
 RNG = np.random.default_rng(60)
@@ -69,9 +70,15 @@ def arguments(m: int, n: int, k: int) -> tuple[list[Arg], np.ndarray, np.ndarray
 SHARED = STAGES * 2 * 32 * 16 * 4
 
 
-@pytest.mark.parametrize("checks", [Checks(), Checks(race=True), Checks(mem=False)])
-@pytest.mark.parametrize(("m", "n", "k"), [(32, 32, 16), (64, 96, 160), (40, 72, 124)])
-def test_products_of_ragged_matrices(m: int, n: int, k: int, checks: Checks) -> None:
+CHECKS = [Checks(), Checks(race=True), Checks(mem=False)]
+SIZES = [(32, 32, 16), (64, 96, 160), (40, 72, 124)]
+
+
+@one_in(2, checks=CHECKS, size=SIZES)
+@pytest.mark.parametrize("checks", CHECKS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_products_of_ragged_matrices(size: tuple[int, int, int], checks: Checks) -> None:
+    m, n, k = size
     given, c, expected = arguments(m, n, k)
     launch(RING, *given, grid=(-(-n // 32), -(-m // 32)), block=160, shared=SHARED, checks=checks)
     np.testing.assert_allclose(c, expected, atol=1e-4)
