@@ -48,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     It is in a folder that takes whatever tests leave among the temporary files, and goes with it.
     Without the tests for GPUs Triton interprets, which it decides when it is imported.
     """
+    os.environ.pop("COLUMNS", None)  # as wide as in a pipe, whatever pytest-xdist's terminal is
     if config.option.markexpr == "not gpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if not _IS_WORKER:

@@ -12,7 +12,7 @@ import pytest
 
 import fkjit
 from fkjit.arch import target
-from fkjit.cache.lookup import Cache
+from fkjit.cache.lookup import Cache, default_cache
 from fkjit.cache.toolchains import Toolchain, gather
 from fkjit.cli import doctor
 from fkjit.errors import CompileError, FkjitError, NotCachedError, ToolchainError
@@ -189,16 +189,21 @@ def test_toolchains_of_entries_and_of_anything():
             Toolchain.from_dict(wrong)
 
 
+def _as_new() -> None:
+    """Settings, and the cache that they ask for, are found again."""
+    settings.cache_clear()
+    default_cache.cache_clear()
+
+
 def test_doctor_misses_no_compiler_where_none_is_needed(monkeypatch):
     def missing():
         raise ToolchainError("no NVRTC")
 
-    monkeypatch.setattr(toolchain, "nvrtc_info", missing)
-    monkeypatch.setenv("FKJIT_REQUIRE_CACHED", "1")
-    settings.cache_clear()
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(toolchain, "nvrtc_info", missing)
+        patch.setenv("FKJIT_REQUIRE_CACHED", "1")
+        _as_new()
         report = doctor.diagnose()
-    finally:
-        settings.cache_clear()
+    _as_new()
     assert report["nvrtc"] == {"error": "no NVRTC"}
     assert not [problem for problem in report["problems"] if "NVRTC" in problem]

@@ -58,7 +58,7 @@ class Op:
         lengths: how many of the first options are whole numbers that change from call to call as
             sizes of arrays do: a plan for all sizes takes any.
         autocast: how many of the first inputs torch.autocast casts, as PyTorch's attention's.
-        guard: what looks at the numbers in index arrays, within fkjit.sanitize(indices=True).
+        guard: looks at the numbers in index arrays within fkjit.sanitize(indices=True).
         batched: whether tensors of torch.func.vmap go to the operator, which knows what to do.
     """
 
