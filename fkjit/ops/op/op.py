@@ -300,7 +300,9 @@ class Op:
         return {
             name: None
             if array is None and name in self.optional
-            else interop.view(array, self.name, name if name in self.inputs else _said(name))
+            else interop.view(
+                array, self.name, name if name in self.inputs else _SAID.get(name, name)
+            )
             for name, array in zip(self.names, arrays, strict=True)
         }
 
@@ -368,12 +370,8 @@ class Op:
         return kernels
 
 
-def _said(output: str) -> str:
-    """What callers call an output of theirs: kernels of attention write `o`."""
-    return "out" if output == "o" else output
-
-
 _NO_SCRATCH = dict.fromkeys(workspace.ARGUMENTS, 0)
+_SAID = {"o": "out"}  # what callers call attention's output
 
 
 def _written(request: Request, like: View) -> dict[str, View | None]:
