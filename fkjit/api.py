@@ -36,7 +36,7 @@ def prepare(op: str, *args: Any, arch: str | None = None, **options: Any) -> Non
     """
     calls = {name: getattr(fkjit, name) for name in fkjit.__all__}
     able = sorted(name for name, call in calls.items() if hasattr(call, "prepare"))
-    if op not in able:
+    if not isinstance(op, str) or op not in able:
         near = did_you_mean(op, able) if isinstance(op, str) else ""
         raise ParameterError(f"prepare: op={shown(op)} is not one of {', '.join(able)}{near}")
     if arch is None and _on_cpu((*args, *options.values())):

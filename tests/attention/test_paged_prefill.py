@@ -14,7 +14,9 @@ from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import quiet
 from fkjit.settings import settings
 from fkjit.spec import registered
+from tests.core.sampling import one_in
 
+TARGETS = ("compute_80", "compute_90a")
 LENGTHS = ((40, 100), (1, 33), (0, 5), (70, 70), (3, 0))  # new tokens, keys
 
 
@@ -88,12 +90,13 @@ def check(case: Case, made: Any, causal: bool = True, left: int = -1) -> None:
         assert np.abs(lse[:, own][there] - sums[there]).max(initial=0) <= 1e-5
 
 
-@pytest.fixture(params=["compute_80", "compute_90a"])
+@pytest.fixture(params=TARGETS)
 def target(request, monkeypatch):
     found = replace(settings(), target=request.param)
     monkeypatch.setattr("fkjit.jit.build.settings", lambda: found)
 
 
+@one_in(2, target=TARGETS, page=(16, 64, 8, 1, 256))
 @pytest.mark.parametrize(
     "page, layout, dim, options",
     [

@@ -18,6 +18,7 @@ from fkjit.ops.attention.features import ScoreFeatures  # noqa: E402
 from fkjit.runtime import workspace  # noqa: E402
 from fkjit.runtime.interop import Pointer, view  # noqa: E402
 from tests.attention.backward.test_attention_backward import DTYPES, tensors  # noqa: E402
+from tests.core.sampling import one_in  # noqa: E402
 from tests.op.plan_kit import Kernel, driver  # noqa: E402, F401
 
 HEADS, SQ, SK = 4, 37, 53
@@ -127,6 +128,7 @@ BIASES = (
 )  # fmt: skip
 
 
+@one_in(2, shape=[shape for shape, _, _ in BIASES])
 @pytest.mark.parametrize(("shape", "dtype", "dims"), BIASES, ids=str)
 def test_a_bias_of_any_shape_has_a_gradient(shape, dtype, dims):
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])
@@ -144,6 +146,7 @@ IN_RUNS = (
 )  # fmt: skip
 
 
+@one_in(2, case=IN_RUNS)
 @pytest.mark.parametrize("case", IN_RUNS, ids=str)
 def test_scores_start_from_a_bias_and_a_mask_in_whole_runs(case):
     shape, masked, (heads, heads_kv, dim), (dtype, of_bias), options = case
