@@ -20,7 +20,8 @@
 
    with c = softmax_scale * log2(e). P never leaves registers: it is the next product's A operand. An
    optimistic variant does not look for a maximum first (attention/sm90/speculative_softmax.cuh).
-   Forms of attention (attention/features.cuh) are rendered in; pages as attention/pages.cuh has them.
+   Forms of attention (attention/features.cuh) are rendered in, pages (attention/pages.cuh), and for
+   few queries of many keys parts of the keys and tiles of several heads (attention/sm90/parts.cuh).
 
    Source: Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
@@ -58,7 +59,8 @@ constexpr int Q_STAGES = ${q_stages};      // tiles of Q
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
 constexpr int CONSUMER_REGISTERS = ${consumer_registers};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
-constexpr int BLOCK_Q = 64 * CONSUMERS;
+constexpr int HEADS = ${heads};  // whose queries share a tile
+constexpr int BLOCK_Q = 64 * CONSUMERS, ROWS = BLOCK_Q / HEADS;
 //% if form
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks}, SCORE_MOD = ${has_mod};
@@ -68,7 +70,6 @@ constexpr int SCORE_STAGES = ${score_stages};  // tiles of bias and mask in shar
 using bias_t = ${bias_dtype};
 using Way = ScoreWay<SOFTCAP, SCORE_MOD, BIAS, MASK, HEAD_DIM_V>;
 constexpr bool NATURAL = Way::NATURAL;
-using Span = ${span};  // of keys, in tiles
 using Scores = ScoreTiles<bias_t, BIAS, MASK, BLOCK_Q, BLOCK_K>;
 constexpr int SCORE_BYTES = Scores::BYTES;
 
@@ -79,10 +80,11 @@ constexpr int SCORE_BYTES = Scores::BYTES;
 #include "attention/score_mod.cuh"
 //% else
 constexpr bool VARLEN = false, NATURAL = false, ALIBI = false;
-using Span = CausalSpan<BLOCK_Q, BLOCK_K>;
 constexpr int ARRAYS = 0, SCORE_STAGES = 0, SCORE_BYTES = 0;
 //% endif
-using Item = WorkItem<BLOCK_Q>;
+using Item = WorkItem<ROWS>;
+using Span = ${span};  // of keys, in tiles
+constexpr bool PARTED = SpanOf<Span>::PARTED;
 
 // With two tiles of Q, the next one's first scores are under way while this one's output is stored.
 constexpr bool AHEAD = Q_STAGES > 1;
@@ -100,7 +102,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const __grid_constant__ TensorMap q_map,  // q [batch, heads_q, seqlen_q, head_dim], boxes of
     const __grid_constant__ TensorMap k_map,  // BLOCK_Q rows; k [batch, heads_kv, seqlen_k,
     const __grid_constant__ TensorMap v_map,  // head_dim] and v of BLOCK_K; each 64 columns wide
+    //% if parts
+    float* __restrict__ o_parts,  // [parts, batch, heads_q, seqlen_q, HEAD_DIM_V], and so is lse
+    const int parts,
+    //% else
     const __grid_constant__ TensorMap o_map,  // o [batch, heads_q, seqlen_q, head_dim_v], 16 rows
+    //% endif
     //% if bias
     const __grid_constant__ TensorMap bias_map,  // [batch, heads_q, seqlen_q, seqlen_k], broadcast
     //% endif
@@ -131,11 +138,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   const u32 shared = shared_address(shared_memory);
   const Barriers<Rings::STAGES> barriers{shared + Rings::BARRIERS};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
-  const AttentionWorkItems works(ceil_div(${seqlen_q}, BLOCK_Q), heads_q, group_size, batch,
-                                 section_heads, counters);
+  const AttentionWorkItems works(ceil_div(${seqlen_q}, ROWS), heads_q / HEADS, group_size / HEADS,
+                                 batch, section_heads, ${parts or 1}, counters);
   // Of the producer: one thread asks, or with VARLEN a whole warp, whose first lane TMA hears from.
   const bool asks = !VARLEN || threadIdx.x % WARP_SIZE == 0;
-  int tail_parity = 0;
   const int asker = VARLEN ? threadIdx.x / WARP_SIZE * WARP_SIZE : threadIdx.x;
   //% if paged
   const PagedKeys keys{page_table, seq_lens, rows, table_width, page_log2, num_pages, max_seqlen_k};
@@ -143,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   //% elif form
   const SpanOf<Span> span_of{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, form};
   //% else
-  const SpanOf<Span> span_of{seqlen_q, seqlen_k, causal};
+  const SpanOf<Span> span_of{seqlen_q, seqlen_k, causal${", parts" if parts else ""}};
   //% endif
   if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS>(VARLEN, ARRAYS);
   __syncthreads();
@@ -151,24 +157,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   if (warpgroup == 0) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
-    const AttentionProducer<Rings, VARLEN, SpanOf<Span>> producer(barriers, shared, group_size,
-                                                                  span_of, asks);
-    if (asker == 0) {
-      // One thread says what comes next and asks for its Q and K, ...
-      producer.lead(works, q_map, k_map, tail_parity);
-    } else if (asker == WARP_SIZE) {
-      // ... another one, in a warp of its own, for its V.
-      tma_prefetch(v_map);
-      RingPlace<V_STAGES> v_place;
-      producer.follow(batch, [&](const Item& place, const Span& range, int tile) {
-        producer.load_v(v_map, v_place, tail_parity, place, range, tile);
-      });
-      //% if form
-    } else if (ARRAYS > 0 && asker == 2 * WARP_SIZE) {
-      // ... and a third one for bias and mask.
-      RingPlace<SCORE_STAGES> score_place;
-      producer.follow(batch, [&](const Item& place, const Span&, int tile) {
-        producer.load_scores(score_place, [&](u32 to, u32 full) {
+    const AttentionProducer<Rings, VARLEN, SpanOf<Span>, HEADS> producer(
+        barriers, shared, group_size / HEADS, span_of, asks);
+    producer.run<ARRAYS>(
+        asker, works, q_map, k_map, v_map, [&](u32 to, u32 full, const Item& place, int tile) {
           const int key = tile * BLOCK_K;
           //% if bias
           tma_load_scores<Scores::BiasTile>(to, bias_map, full, key, place.q0, place.head,
@@ -179,14 +171,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
                                             place.head, place.batch);
           //% endif
         });
-      });
-      //% endif
-    }
   } else {
     // ---- consumers
     more_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1, lane = threadIdx.x % WARP_SIZE;
     const int warp_row = consumer * 64 + threadIdx.x % WARPGROUP / WARP_SIZE * 16;
+    const int warp_query = warp_row % ROWS, warp_head = warp_row / ROWS;  // of the tile's
     const u64 q_operand = wgmma_tile(shared + consumer * 64 * Rings::QTile::ROW_BYTES, 0);
     const u64 k_operand = wgmma_tile(shared + Rings::K, 0);
     const u64 v_operand = wgmma_tile(shared + Rings::V, Rings::VTile::PANEL_BYTES);
@@ -204,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const float scale = NATURAL && !SOFTCAP ? form.softmax_scale : 1.f;
     const float unit = NATURAL ? 1.f : 1.f / form.softmax_scale;
     //% endif
-    const auto take_work = [&] { return next_work<BLOCK_Q, true>(barriers, slot); };
+    const auto take_work = [&] { return next_work<ROWS, true, PARTED>(barriers, slot); };
     // Scores of the next tile of keys, of the queries in a stage.
     const auto issue_scores = [&](int q_stage) {
       mbarrier_wait(barriers.k_full(k_place.stage), k_place.parity);
@@ -276,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         //% else
         if (!range.is_whole(tile))
           mask_scores(s, lane,
-                      [&](int row) { return range.visible(tile, warp_row + row, causal); });
+                      [&](int row) { return range.visible(tile, warp_query + row, causal); });
         //% endif
       };
       release_k();
@@ -326,9 +316,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       release_v();
 
       // Normalise; the output is staged in this warp's own rows, then TMA stores what is inside o.
-      const int tensor = VARLEN ? 0 : place.batch;
-      const int row0 = place.q0 + warp_row, rows_left = min(16, range.seqlen_q - row0);
-      const i64 head_index = static_cast<i64>(tensor) * heads_q + place.head;
+      const int head = place.head * HEADS + warp_head;
+      const int tensor = VARLEN ? 0 : PARTED ? place.part * batch + place.batch : place.batch;
+      const int row0 = place.q0 + warp_query, rows_left = min(16, range.seqlen_q - row0);
+      const i64 head_index = static_cast<i64>(tensor) * heads_q + head;
+      //% if parts
+      const i64 first_row = head_index * seqlen_q + row0;
+      finish_part(acc, softmax, scale_log2, lane, o_parts + first_row * HEAD_DIM_V, lse + first_row,
+                  rows_left);
+      //% else
       const u32 warp_o_tile = shared + q_stage * Rings::Q_STAGE + warp_row * OTile::ROW_BYTES;
       finish_rows_matrix<elem_t, OTile>(
           acc, softmax, scale_log2, lane, warp_o_tile,
@@ -340,8 +336,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
                           rows_left, head_dim_v);
       else
         //% endif
-        if (signals)
-          tma_store_tile<OTile>(o_map, warp_o_tile, range.q_start + row0, place.head, tensor);
+        if (signals) tma_store_tile<OTile>(o_map, warp_o_tile, range.q_start + row0, head, tensor);
+      //% endif
       if (!AHEAD) release_q(q_stage), first_scores();
     }
     pingpong.end();
