@@ -24,7 +24,7 @@ constexpr int THREADS = 128, EACH = 4, LANES = COLUMNS / EACH;
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_combine(const float* __restrict__ o_parts,    // [parts, rows, COLUMNS]
                       const float* __restrict__ lse_parts,  // [parts, rows]
-                      elem_t* __restrict__ o,  // [batch, heads_q, seqlen_q, columns], 16-byte rows
+                      elem_t* __restrict__ o,   // [batch, heads_q, seqlen_q, columns], 16-byte rows
                       float* __restrict__ lse,  // [rows], or null
                       const Strides o_strides, const int parts, const int heads_q,
                       const int seqlen_q, const int rows,  // batch * heads_q * seqlen_q

@@ -99,7 +99,9 @@ FEW = replace(PLAIN_SM90, problems=problems, inputs=inputs, outputs=outputs, ref
 def combine_problems(params: Params, scale: str) -> Sequence[Problem]:
     """One part, several, more than a thread has under way; columns that are padded, o strided."""
     width = params["head_dim_v"]
-    shapes = [(1, 2, 3, 1), (2, 3, 17, 6)] if scale == "small" else [(3, 16, 77, 16), (1, 8, 128, 64)]
+    shapes = [(1, 2, 3, 1), (2, 3, 17, 6)]
+    if scale != "small":
+        shapes = [(3, 16, 77, 16), (1, 8, 128, 64)]
     names = ("batch", "heads_q", "seqlen_q", "parts")
     return [
         {**dict(zip(names, shape, strict=True)), "dtype": params["dtype"], "width": width,

@@ -1,5 +1,5 @@
-"""Few queries of many keys on Hopper: flash_sm90 with several heads in a tile of queries and its keys
-in parts, and the kernel that puts what the parts found together.
+"""Few queries of many keys on Hopper: flash_sm90 with several heads in a tile of queries and its
+keys in parts, and the kernel that puts what the parts found together.
 
 A problem has `parts`, how many, besides what attention's have; what they found is o_parts
 [parts, batch, heads_q, seqlen_q, width] and lse_parts [parts, batch, heads_q, seqlen_q], width the
@@ -17,7 +17,7 @@ from fkjit.ops.attention.kernels_sm90 import FLASH_SM90, PAIRS, SMS, ways
 from fkjit.ops.attention.problem import split_block
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 
-# The tile of each padded head_dim: two consumers, whose exponentials run under the other's products.
+# The tile of each padded head_dim: two consumers, one's exponentials under the other's products.
 TILE = {64: 128, 96: 128, 128: 128, 192: (128, 96), 256: (128, 80)}
 HEADS = (1, 2, 4, 8)  # a warp's 16 rows belong to one head
 MOST_PARTS = 64
@@ -120,7 +120,6 @@ COMBINE = register(
         block=lambda params: (_THREADS, 1, 1),
         grid=_combine_grid,
         arguments=_combine_arguments,
-        features=FLASH_SM90.features,
         work=Work(
             flops=lambda p: 2.0 * p["parts"] * _rows(p) * p["head_dim_v"], bytes=_combine_bytes
         ),

@@ -24,6 +24,7 @@ from fkjit.spec import Params, Problem
 from fkjit.symbolic import decision
 
 _FEW_QUERIES = (64, 128)  # for small problems: twice as many blocks, each half as busy
+_PACE_OF_FEW = 1.48  # how much faster such a tile goes through its keys than the first one
 # How fast others are than the first tile of a head_dim, per row and where every SM is busy alike
 # (bench/NOTES.md): (tile, optimistic), from so many keys on (a power of two, or 0), of full rows
 # and of causal ones.
@@ -42,7 +43,7 @@ _PACE: dict[int, dict[tuple[Any, bool], tuple[tuple[int, float, float], ...]]] =
         ),
     },
 }  # fmt: skip
-_LEAST_QUERIES = 33
+LEAST_QUERIES = 33  # for a tile of one head
 _STEP = 64  # queries: every tile has a multiple of them, every SM is as busy within a step
 _MAX_STEP = 2**40  # bytes
 _LEAST_SCALE = 1e-9  # sinks are divided by it, and a sign could not go into q
@@ -65,17 +66,20 @@ def takes(
     (signs could not go into Q); there are queries enough for a tile; and if a tile was asked for,
     it is one of this kernel's.
     """
-    if problem["dtype"] == "fp32" or problem["seqlen_q"] < _LEAST_QUERIES:
-        return False
-    if problem["seqlen_k"] < 1 or problem["batch"] < 1:
+    return (
+        problem["seqlen_q"] >= LEAST_QUERIES
+        and readable(problem, views, features)
+        and _has_tile(problem, features, block)
+    )
+
+
+def readable(problem: Problem, views: Mapping[str, View], features: ScoreFeatures | None) -> bool:
+    """Whether TMA can read these arrays, and there is anything to read."""
+    if problem["dtype"] == "fp32" or problem["seqlen_k"] < 1 or problem["batch"] < 1:
         return False
     if not problem["softmax_scale"] > (0.0 if features is None else _LEAST_SCALE):
         return False
-    return (
-        _mappable_rows(problem, views)
-        and (features is None or _mappable_features(views))
-        and _has_tile(problem, features, block)
-    )
+    return _mappable_rows(problem, views) and (features is None or _mappable_features(views))
 
 
 def _mappable_rows(problem: Problem, views: Mapping[str, View]) -> bool:
@@ -153,7 +157,11 @@ def _fastest(
     if head_dim == 128:
         works = -(-queries // split_block(first)[0]) * heads
         if block is None and works <= (multiprocessors if causal else multiprocessors // 2):
-            block = _FEW_QUERIES
+            # Twice as many blocks; where nearly all of them see all keys that is twice the work.
+            rounds = -(-queries // _FEW_QUERIES[0]) * heads / multiprocessors
+            seen = 1 - max(queries - _FEW_QUERIES[0], 0) / (2 * max(keys, queries))
+            if not causal or rounds * seen <= _PACE_OF_FEW:
+                block = _FEW_QUERIES
 
     def time(choice: tuple[Any, bool]) -> float:
         rows = split_block(choice[0])[0]
