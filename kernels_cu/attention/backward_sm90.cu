@@ -29,6 +29,7 @@
 
    Source: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
+#include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/named_barrier.cuh"
@@ -317,12 +318,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
                                                              warp, threadIdx.x == 2 * WARPGROUP);
   } else {
     fewer_registers<COPY_REGISTERS>();
-    if (warp == 0 && signals) {
+    const int role = __shfl_sync(FULL_MASK, warp, 0);
+    if (role == 0 && elect_one()) {
       // ---- tiles of Q and dO, and notes of what they are
       load_tiles(
           BackwardLoads<Rings, Barriers>{barriers, Rings(shared), q_map, dout_map, lse_log2, delta},
           sizes, counters);
-    } else if (warp == 1 && signals) {
+    } else if (role == 1 && elect_one()) {
       // ---- K and V
       const KeyLoads<KTile, Barriers> loads{barriers,           shared, Layout::K_STAGE,
                                             shared + Layout::V, k_map,  v_map};

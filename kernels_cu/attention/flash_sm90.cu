@@ -25,8 +25,10 @@
    Source: Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
 #include "ptx/bulk.cuh"
+#include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/pdl.cuh"
 #include "ptx/register_fence.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
@@ -136,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   // Of the producer: one thread asks, or with VARLEN a whole warp, whose first lane TMA hears from.
   const bool asks = !VARLEN || threadIdx.x % WARP_SIZE == 0;
   int tail_parity = 0;
-  const int asker = VARLEN ? threadIdx.x / WARP_SIZE * WARP_SIZE : threadIdx.x;
+  const int warp = __shfl_sync(FULL_MASK, threadIdx.x / WARP_SIZE, 0);
   //% if paged
   const PagedKeys keys{page_table, seq_lens, rows, table_width, page_log2, num_pages, max_seqlen_k};
   const SpanOf<Span> span_of{cu_seqlens_q, keys, box_log2, max_seqlen_q, form};
@@ -147,16 +149,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   //% endif
   if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS>(VARLEN, ARRAYS);
   __syncthreads();
+  after_previous_kernel();
 
   if (warpgroup == 0) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
     const AttentionProducer<Rings, VARLEN, SpanOf<Span>> producer(barriers, shared, group_size,
                                                                   span_of, asks);
-    if (asker == 0) {
+    if (warp == 0 && (VARLEN || elect_one())) {
       // One thread says what comes next and asks for its Q and K, ...
       producer.lead(works, q_map, k_map, tail_parity);
-    } else if (asker == WARP_SIZE) {
+    } else if (warp == 1 && (VARLEN || elect_one())) {
       // ... another one, in a warp of its own, for its V.
       tma_prefetch(v_map);
       RingPlace<V_STAGES> v_place;
@@ -164,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         producer.load_v(v_map, v_place, tail_parity, place, range, tile);
       });
       //% if form
-    } else if (ARRAYS > 0 && asker == 2 * WARP_SIZE) {
+    } else if (ARRAYS > 0 && warp == 2 && (VARLEN || elect_one())) {
       // ... and a third one for bias and mask.
       RingPlace<SCORE_STAGES> score_place;
       producer.follow(batch, [&](const Item& place, const Span&, int tile) {

@@ -299,6 +299,7 @@ FLASH_SM90 = register(
             "block": lambda params: (128 * (1 + _consumers(params)), 1, 1),
             "interpreter_flops": 1.5e9,
             "arguments": _arguments,
+            "pdl": True,
         }
     )
 )
