@@ -41,6 +41,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/ring.cuh"
+#include "attention/store_sums.cuh"
 #include "attention/backward_sm90/barriers.cuh"
 #include "attention/backward_sm90/copies.cuh"
 #include "attention/backward_sm90/dq_products.cuh"
@@ -208,7 +209,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       target += keys.batch * strides.batch + keys.head * strides.head +
                 (keys.row + warp_row()) * strides.row;
       const int rows_left = Tile(about).keys - warp_row();
-      store_sums(target, strides.row, sum, scale, lane, rows_left, columns);
+      const float both[2] = {scale, scale};
+      store_sums(target, strides.row, sum, both, lane, rows_left, columns);
     };
 
     const auto leave_do = [&](int stage) {

@@ -37,6 +37,7 @@
 #include "tile/ring.cuh"
 #include "tile/tma_tile.cuh"
 #include "attention/mma.cuh"
+#include "attention/store_sums.cuh"
 #include "attention/sm90/epilogue.cuh"
 #include "attention/sm90/producer.cuh"
 #include "attention/sm90/products.cuh"
@@ -86,7 +87,8 @@ constexpr int ARRAYS = 0, SCORE_STAGES = 0, SCORE_BYTES = 0;
 //% endif
 using Item = WorkItem<BLOCK_Q>;
 
-// With two tiles of Q, the next one's first scores are under way while this one's output is stored.
+// With two tiles of Q, the next one's first scores are under way while this one's output is stored;
+// with one, the next one comes meanwhile, and the output is not staged in its place.
 constexpr bool AHEAD = Q_STAGES > 1;
 constexpr int WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUMERS);
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
@@ -102,7 +104,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const __grid_constant__ TensorMap q_map,  // q [batch, heads_q, seqlen_q, head_dim], boxes of
     const __grid_constant__ TensorMap k_map,  // BLOCK_Q rows; k [batch, heads_kv, seqlen_k,
     const __grid_constant__ TensorMap v_map,  // head_dim] and v of BLOCK_K; each 64 columns wide
+    //% if staged
     const __grid_constant__ TensorMap o_map,  // o [batch, heads_q, seqlen_q, head_dim_v], 16 rows
+    //% endif
     //% if bias
     const __grid_constant__ TensorMap bias_map,  // [batch, heads_q, seqlen_q, seqlen_k], broadcast
     //% endif
@@ -116,15 +120,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const int* __restrict__ cu_seqlens_k,    // [batch + 1]
     const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
     const float* __restrict__ sinks /* [heads_q] */ ${score_arrays} ${page_arrays},  //
-    elem_t* __restrict__ o,  // as o_map has it, rows on 16-byte boundaries
+    //% endif
+    //% if form or not staged
+    elem_t* __restrict__ o,  // [batch, heads_q, seqlen_q, head_dim_v], rows on 16-byte boundaries
     //% endif
     float* __restrict__ lse,     // [batch, heads_q, seqlen_q] contiguous, or null
     u32* __restrict__ counters,  // [1], 0 before and after
     const int batch, const int heads_q, const int group_size, const int ${seqlen_q},
     const int ${seqlen_k},
     const int section_heads,  // heads whose K and V fit into L2 together
-    //% if form
+    //% if form or not staged
     const Strides o_strides, const int head_dim_v,
+    //% endif
+    //% if form
     const AttentionForm form${score_scalars} ${page_numbers},
     //% endif
     const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
@@ -317,6 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         round_to<elem_t>(p, s);
         if (rescale) scale_rows(acc, correction);
       }
+      if (!AHEAD) release_q(q_stage);  // the next Q comes while this one's output is made
       // The last product, and behind it the first scores of what comes next.
       mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
       register_fence(p);
@@ -328,15 +337,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       wgmma_wait<AHEAD ? 1 : 0>();
       release_v();
 
-      // Normalise; the output is staged in this warp's own rows, then TMA stores what is inside o.
+      // Normalise and store. An output that is staged lies in this warp's own rows of Q, from where
+      // TMA stores what is inside o.
       const int tensor = VARLEN ? 0 : place.batch;
       const int row0 = place.q0 + warp_row, rows_left = min(16, range.seqlen_q - row0);
       const i64 head_index = static_cast<i64>(tensor) * heads_q + place.head;
+      float inverse[2];
+      finish_sums(inverse, softmax, scale_log2, lane,
+                  lse == nullptr ? nullptr : lse + head_index * lse_length + range.q_start + row0,
+                  rows_left);
+      //% if staged
       const u32 warp_o_tile = shared + q_stage * Rings::Q_STAGE + warp_row * OTile::ROW_BYTES;
-      finish_rows_matrix<elem_t, OTile>(
-          acc, softmax, scale_log2, lane, warp_o_tile,
-          lse == nullptr ? nullptr : lse + head_index * lse_length + range.q_start + row0,
-          rows_left);
+      stage_rows<elem_t, OTile>(acc, inverse, lane, warp_o_tile);
       //% if form
       if (VARLEN && rows_left < 16)
         store_rows<OTile>(o, o_strides, place.head, range.q_start + row0, warp_o_tile, lane,
@@ -345,7 +357,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         //% endif
         if (signals)
           tma_store_tile<OTile>(o_map, warp_o_tile, range.q_start + row0, place.head, tensor);
-      if (!AHEAD) release_q(q_stage), first_scores();
+      //% else
+      const i64 row = range.q_start + row0;
+      store_sums(o + tensor * o_strides.batch + place.head * o_strides.head + row * o_strides.row,
+                 o_strides.row, acc, inverse, lane, rows_left, head_dim_v);
+      first_scores();
+      //% endif
     }
     pingpong.end();
     if (signals) bulk_wait_read();

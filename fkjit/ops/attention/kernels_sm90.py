@@ -84,6 +84,7 @@ def _derive(params: Params) -> dict[str, Any]:
         "optimistic": _is_optimistic(params),
         "most": _LIMITS[params["dtype"]],
         "q_stages": q_stages,
+        "staged": q_stages > 1,  # the output, where its Q was
         "span": _SPANS[paged],
         "producer_registers": 56 if paged else {1: 40, 2: 40, 3: 32, 4: 32}[consumers],
         "consumer_registers": 224 if paged else {1: 240, 2: 232, 3: 160, 4: 112}[consumers],
