@@ -23,7 +23,7 @@ PAIRS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Tiles of each padded head_dim, fastest first: registers hold O, S and P, shared memory Q and two
 # or three stages of K and V.
 TILES: dict[int, tuple[Any, ...]] = {
-    64: ((256, 64), (192, 128), 128),
+    64: ((256, 64), (192, 128), 128, (192, 80), (128, 80), (64, 128)),
     96: (128, (192, 96), (128, 160)),
     128: (128, (192, 80), (128, 176), (128, 64), (64, 128)),
     192: ((128, 96), (128, 64)),
@@ -46,7 +46,7 @@ _MOD_HEAD_DIM = 192  # at most, beside a bias or a mask as well
 # Head dimensions whose tiles are all optimistic: exponentials limit there, not products. Of others
 # some tiles are compiled either way, and which is faster depends on how many tiles a row has.
 _OPTIMISTIC_DIMS = (64, 96)
-_EITHER_WAY = {128: (128,)}
+_EITHER_WAY = {128: (128, (64, 128))}
 _PANEL, _ROW_BYTES = 64, 128  # columns of a row in shared memory, and bytes
 _WARP_ROWS = 16  # of a tile of queries: a warp stores its own
 _STAGES = ((2, 2), (1, 2), (1, 1))  # of Q, and of bias and mask
