@@ -18,16 +18,17 @@
      at the end, with S' of the next queries under way while this output is stored:
         wait for O;   o = O / rowsum P,  lse = (m * c + log2(rowsum P)) * ln(2)
 
-   with c = softmax_scale * log2(e). P never leaves registers: it is the next product's A operand. An
-   optimistic variant does not look for a maximum first (attention/sm90/speculative_softmax.cuh).
-   Forms of attention (attention/features.cuh) are rendered in, pages (attention/pages.cuh), and for
-   few queries of many keys parts of the keys and tiles of several heads (attention/sm90/parts.cuh).
+   with c = softmax_scale * log2(e). P stays in registers, as the next product's A operand. An
+   optimistic variant does not look for a maximum first (sm90/speculative_softmax.cuh). Rendered in:
+   forms of attention (features.cuh), pages (pages.cuh); for few queries of many keys, parts of the
+   keys and tiles of several heads (sm90/parts.cuh).
 
    Source: Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/pdl.cuh"
 #include "ptx/register_fence.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
@@ -36,6 +37,7 @@
 #include "tile/ring.cuh"
 #include "tile/tma_tile.cuh"
 #include "attention/mma.cuh"
+#include "attention/store_sums.cuh"
 #include "attention/sm90/epilogue.cuh"
 #include "attention/sm90/producer.cuh"
 #include "attention/sm90/products.cuh"
@@ -86,7 +88,8 @@ using Item = WorkItem<ROWS>;
 using Span = ${span};  // of keys, in tiles
 constexpr bool PARTED = SpanOf<Span>::PARTED;
 
-// With two tiles of Q, the next one's first scores are under way while this one's output is stored.
+// With two tiles of Q, the next one's first scores are under way while this one's output is stored;
+// with one, the next one comes meanwhile, and the output is not staged in its place.
 constexpr bool AHEAD = Q_STAGES > 1;
 constexpr int WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUMERS);
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
@@ -102,10 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const __grid_constant__ TensorMap q_map,  // q [batch, heads_q, seqlen_q, head_dim], boxes of
     const __grid_constant__ TensorMap k_map,  // BLOCK_Q rows; k [batch, heads_kv, seqlen_k,
     const __grid_constant__ TensorMap v_map,  // head_dim] and v of BLOCK_K; each 64 columns wide
-    //% if parts
-    float* __restrict__ o_parts,  // [parts, batch, heads_q, seqlen_q, HEAD_DIM_V], and so is lse
-    const int parts,
-    //% else
+    //% if staged and not parts
     const __grid_constant__ TensorMap o_map,  // o [batch, heads_q, seqlen_q, head_dim_v], 16 rows
     //% endif
     //% if bias
@@ -121,7 +121,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const int* __restrict__ cu_seqlens_k,    // [batch + 1]
     const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
     const float* __restrict__ sinks /* [heads_q] */ ${score_arrays} ${page_arrays},  //
-    elem_t* __restrict__ o,  // as o_map has it, rows on 16-byte boundaries
+    //% endif
+    //% if parts
+    float* __restrict__ o_parts, const int parts,  // [parts, *o.shape] of HEAD_DIM_V; so is lse
+    //% elif form or not staged
+    elem_t* __restrict__ o, const Strides o_strides, const int head_dim_v,  // rows of 16 bytes
     //% endif
     float* __restrict__ lse,     // [batch, heads_q, seqlen_q] contiguous, or null
     u32* __restrict__ counters,  // [1], 0 before and after
@@ -129,7 +133,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const int ${seqlen_k},
     const int section_heads,  // heads whose K and V fit into L2 together
     //% if form
-    const Strides o_strides, const int head_dim_v,
     const AttentionForm form${score_scalars} ${page_numbers},
     //% endif
     const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
@@ -142,17 +145,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
                                  batch, section_heads, ${parts or 1}, counters);
   // Of the producer: one thread asks, or with VARLEN a whole warp, whose first lane TMA hears from.
   const bool asks = !VARLEN || threadIdx.x % WARP_SIZE == 0;
-  const int asker = VARLEN ? threadIdx.x / WARP_SIZE * WARP_SIZE : threadIdx.x;
+  const int warp = __shfl_sync(FULL_MASK, threadIdx.x / WARP_SIZE, 0);
   //% if paged
   const PagedKeys keys{page_table, seq_lens, rows, table_width, page_log2, num_pages, max_seqlen_k};
   const SpanOf<Span> span_of{cu_seqlens_q, keys, box_log2, max_seqlen_q, form};
   //% elif form
   const SpanOf<Span> span_of{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, form};
   //% else
-  const SpanOf<Span> span_of{seqlen_q, seqlen_k, causal${", parts" if parts else ""}};
+  const SpanOf<Span> span_of{seqlen_q, seqlen_k, causal${comma_parts}};
   //% endif
   if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS>(VARLEN, ARRAYS);
   __syncthreads();
+  after_previous_kernel();
 
   if (warpgroup == 0) {
     // ---- producer
@@ -160,15 +164,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const AttentionProducer<Rings, VARLEN, SpanOf<Span>, HEADS> producer(
         barriers, shared, group_size / HEADS, span_of, asks);
     producer.run<ARRAYS>(
-        asker, works, q_map, k_map, v_map, [&](u32 to, u32 full, const Item& place, int tile) {
-          const int key = tile * BLOCK_K;
-          //% if bias
-          tma_load_scores<Scores::BiasTile>(to, bias_map, full, key, place.q0, place.head,
-                                            place.batch);
-          //% endif
-          //% if mask
-          tma_load_scores<Scores::MaskTile>(to + Scores::BIAS_BYTES, mask_map, full, key, place.q0,
-                                            place.head, place.batch);
+        warp, works, q_map, k_map, v_map, [&](u32 to, u32 full, const Item& place, int tile) {
+          //% if bias or mask
+          Scores::load(to, full, ${score_maps}, tile * BLOCK_K, place.q0, place.head, place.batch);
           //% endif
         });
   } else {
@@ -187,9 +185,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     RingPlace<SLOTS> slot;
     float s[1][BLOCK_K / 8][4];
     const float scale_log2 = NATURAL ? LOG2E : softmax_scale_log2;
-    int lse_length = ${seqlen_q};
+    const int lse_length = ${lse_length};
     //% if form
-    if (VARLEN) lse_length = form.total_q;
     RingPlace<SCORE_STAGES> score_place;
     const float scale = NATURAL && !SOFTCAP ? form.softmax_scale : 1.f;
     const float unit = NATURAL ? 1.f : 1.f / form.softmax_scale;
@@ -304,6 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         round_to<elem_t>(p, s);
         if (rescale) scale_rows(acc, correction);
       }
+      if (!AHEAD) release_q(q_stage);  // the next Q comes while this one's output is made
       // The last product, and behind it the first scores of what comes next.
       mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
       register_fence(p);
@@ -315,21 +313,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       wgmma_wait<AHEAD ? 1 : 0>();
       release_v();
 
-      // Normalise; the output is staged in this warp's own rows, then TMA stores what is inside o.
+      // Normalise and store. An output that is staged lies in this warp's own rows of Q, from where
+      // TMA stores what is inside o.
       const int head = place.head * HEADS + warp_head;
       const int tensor = VARLEN ? 0 : PARTED ? place.part * batch + place.batch : place.batch;
       const int row0 = place.q0 + warp_query, rows_left = min(16, range.seqlen_q - row0);
       const i64 head_index = static_cast<i64>(tensor) * heads_q + head;
-      //% if parts
-      const i64 first_row = head_index * seqlen_q + row0;
-      finish_part(acc, softmax, scale_log2, lane, o_parts + first_row * HEAD_DIM_V, lse + first_row,
+      float inverse[2];
+      finish_sums(inverse, softmax, scale_log2, lane,
+                  lse == nullptr ? nullptr : lse + head_index * lse_length + range.q_start + row0,
                   rows_left);
-      //% else
+      //% if parts
+      float* const to = o_parts + (head_index * seqlen_q + row0) * HEAD_DIM_V;
+      store_part(to, acc, inverse, lane, rows_left);
+      if (!AHEAD) first_scores();
+      //% elif staged
       const u32 warp_o_tile = shared + q_stage * Rings::Q_STAGE + warp_row * OTile::ROW_BYTES;
-      finish_rows_matrix<elem_t, OTile>(
-          acc, softmax, scale_log2, lane, warp_o_tile,
-          lse == nullptr ? nullptr : lse + head_index * lse_length + range.q_start + row0,
-          rows_left);
+      stage_rows<elem_t, OTile>(acc, inverse, lane, warp_o_tile);
       //% if form
       if (VARLEN && rows_left < 16)
         store_rows<OTile>(o, o_strides, place.head, range.q_start + row0, warp_o_tile, lane,
@@ -337,8 +337,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       else
         //% endif
         if (signals) tma_store_tile<OTile>(o_map, warp_o_tile, range.q_start + row0, head, tensor);
+      //% else
+      const i64 row = range.q_start + row0;
+      store_sums(o + tensor * o_strides.batch + head * o_strides.head + row * o_strides.row,
+                 o_strides.row, acc, inverse, lane, rows_left, head_dim_v);
+      first_scores();
       //% endif
-      if (!AHEAD) release_q(q_stage), first_scores();
     }
     pingpong.end();
     if (signals) bulk_wait_read();

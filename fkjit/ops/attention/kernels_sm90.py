@@ -23,7 +23,7 @@ PAIRS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Tiles of each padded head_dim, fastest first: registers hold O, S and P, shared memory Q and two
 # or three stages of K and V.
 TILES: dict[int, tuple[Any, ...]] = {
-    64: ((256, 64), (192, 128), 128),
+    64: ((256, 64), (192, 128), 128, (192, 80), (128, 80), (64, 128)),
     96: (128, (192, 96), (128, 160)),
     128: (128, (192, 80), (128, 176), (128, 64), (64, 128)),
     192: ((128, 96), (128, 64)),
@@ -46,7 +46,7 @@ _MOD_HEAD_DIM = 192  # at most, beside a bias or a mask as well
 # Head dimensions whose tiles are all optimistic: exponentials limit there, not products. Of others
 # some tiles are compiled either way, and which is faster depends on how many tiles a row has.
 _OPTIMISTIC_DIMS = (64, 96)
-_EITHER_WAY = {128: (128,)}
+_EITHER_WAY = {128: (128, (64, 128))}
 _PANEL, _ROW_BYTES = 64, 128  # columns of a row in shared memory, and bytes
 _WARP_ROWS = 16  # of a tile of queries: a warp stores its own
 _STAGES = ((2, 2), (1, 2), (1, 1))  # of Q, and of bias and mask
@@ -85,14 +85,24 @@ def _derive(params: Params) -> dict[str, Any]:
         "optimistic": _is_optimistic(params),
         "most": _LIMITS[params["dtype"]],
         "q_stages": q_stages,
+        "staged": q_stages > 1,  # the output, where its Q was
         "span": _PLAIN_SPANS[parts] if features is None else _SPANS[paged],
         "heads": params.get("heads", 1),
         "parts": "parts" if parts else "",
+        "comma_parts": ", parts" if parts else "",
+        "lse_length": "VARLEN ? form.total_q : max_seqlen_q" if features else "seqlen_q",
         "producer_registers": 56 if paged else {1: 40, 2: 40, 3: 32, 4: 32}[consumers],
         "consumer_registers": 224 if paged else {1: 240, 2: 232, 3: 160, 4: 112}[consumers],
         **({**PLAIN, "bias": False, "mask": False, "alibi": False} if features is None else
-           {**features.values(), "score_stages": score_stages, **_page_boxes(features)}),
+           {**features.values(), "score_stages": score_stages, "score_maps": _score_maps(features),
+            **_page_boxes(features)}),
     }  # fmt: skip
+
+
+def _score_maps(features: ScoreFeatures) -> str:
+    """Those of a bias and a mask."""
+    named = {"&bias_map": features.bias, "&mask_map": features.mask}
+    return ", ".join(name if there else "nullptr" for name, there in named.items())
 
 
 def _page_boxes(features: ScoreFeatures) -> dict[str, Any]:
@@ -302,6 +312,7 @@ FLASH_SM90 = register(
             "block": lambda params: (128 * (1 + _consumers(params)), 1, 1),
             "interpreter_flops": 1.5e9,
             "arguments": _arguments,
+            "pdl": True,
         }
     )
 )

@@ -25,13 +25,19 @@ from fkjit.symbolic import decision
 
 _FEW_QUERIES = (64, 128)  # for small problems: twice as many blocks, each half as busy
 _PACE_OF_FEW = 1.48  # how much faster such a tile goes through its keys than the first one
+_USUAL_ROWS = 128
+_FEW_KEYS, _MORE_KEYS = 80, 128  # up to so many are one tile, and others are fastest
+_ALONE = 0.04  # how much faster optimistic tiles are where each has an SM to itself
 # How fast others are than the first tile of a head_dim, per row and where every SM is busy alike
 # (bench/NOTES.md): (tile, optimistic), from so many keys on (a power of two, or 0), of full rows
 # and of causal ones.
 _PACE: dict[int, dict[tuple[Any, bool], tuple[tuple[int, float, float], ...]]] = {
     64: {
-        ((192, 128), True): ((0, 1.01, 1.0),),
-        (128, True): ((0, 0.86, 1.02), (2048, 0.84, 0.93)),
+        ((192, 128), True): ((0, 0.79, 0.79), (128, 1.01, 1.0)),
+        (128, True): ((0, 0.74, 0.74), (128, 0.86, 1.02), (2048, 0.84, 0.93)),
+        ((192, 80), True): ((0, 0.92, 0.92), (128, 0.9, 0.9)),
+        ((128, 80), True): ((0, 0.84, 0.84), (128, 0.7, 0.7)),
+        ((64, 128), True): ((0, 0.56, 0.56), (128, 0.6, 0.6)),
     },
     96: {((192, 96), True): ((1024, 1.05, 1.0), (4096, 1.065, 1.015), (16384, 1.09, 1.035))},
     128: {
@@ -41,6 +47,8 @@ _PACE: dict[int, dict[tuple[Any, bool], tuple[tuple[int, float, float], ...]]] =
         ((192, 80), False): (
             (2048, 1.02, 0.93), (4096, 1.05, 0.98), (8192, 1.075, 1.03), (16384, 1.085, 1.06),
         ),
+        ((64, 128), False): ((0, 0.75, 0.75),),
+        ((64, 128), True): ((0, 0.78, 0.78),),
     },
 }  # fmt: skip
 LEAST_QUERIES = 33  # for a tile of one head
@@ -143,7 +151,8 @@ def _size_class(problem: Problem, keys: int) -> tuple[int, int, int, int]:
     """What `_fastest` depends on: queries, heads, SMs, keys."""
     queries = -(-problem["seqlen_q"] // _STEP) * _STEP
     heads = problem["heads_q"] * problem["batch"]
-    return queries, heads, problem.get("multiprocessors", SMS), 1 << keys.bit_length() >> 1
+    power = max(1 << keys.bit_length() >> 1, _MORE_KEYS if keys > _FEW_KEYS else 0)
+    return queries, heads, problem.get("multiprocessors", SMS), power
 
 
 @decision(4096)
@@ -154,19 +163,20 @@ def _fastest(
     """The fastest by how many rows the busiest SM would have, or fewer queries where all would
     leave SMs idle. `queries`: a multiple of _STEP; `keys`: a power of two, or 0."""
     first = TILES[head_dim][0]
-    if head_dim == 128:
-        works = -(-queries // split_block(first)[0]) * heads
-        if block is None and works <= (multiprocessors if causal else multiprocessors // 2):
-            # Twice as many blocks; where nearly all of them see all keys that is twice the work.
-            rounds = -(-queries // _FEW_QUERIES[0]) * heads / multiprocessors
-            seen = 1 - max(queries - _FEW_QUERIES[0], 0) / (2 * max(keys, queries))
-            if not causal or rounds * seen <= _PACE_OF_FEW:
-                block = _FEW_QUERIES
+    works = -(-queries // _USUAL_ROWS) * heads
+    few = works <= (multiprocessors if causal else multiprocessors // 2)
+    if block is None and few and _FEW_QUERIES in TILES[head_dim]:
+        # Twice as many blocks; where nearly all of them see all keys that is twice the work.
+        rounds = -(-queries // _FEW_QUERIES[0]) * heads / multiprocessors
+        seen = 1 - max(queries - _FEW_QUERIES[0], 0) / (2 * max(keys, queries))
+        if not causal or rounds * seen <= _PACE_OF_FEW:
+            block = _FEW_QUERIES
 
     def time(choice: tuple[Any, bool]) -> float:
         rows = split_block(choice[0])[0]
         busiest = -(-(-(-queries // rows) * heads) // multiprocessors) * rows
-        return busiest / _pace(head_dim, choice, keys, causal)
+        alone = _ALONE if choice[1] and works <= multiprocessors else 0.0
+        return busiest / (_pace(head_dim, choice, keys, causal) + alone)
 
     usual = (first, ways(head_dim, first)[0])
     if block is not None:

@@ -54,22 +54,19 @@ __device__ __forceinline__ void tma_load_heads(u32 shared, const TensorMap& map,
                panel * Tile::PANEL_COLUMNS, row, tile_head * HEADS + i, batch);
 }
 
-// The way out of a warp's 16 rows of a part: o, normalised, to rows of COLUMNS * 8 floats, and lse.
+// A warp's 16 rows of a part, times `inverse`, to rows of COLUMNS * 8 floats.
 template <int COLUMNS>
-__device__ __forceinline__ void finish_part(const float (&acc)[1][COLUMNS][4],
-                                            const OnlineSoftmax<1>& softmax, float scale_log2,
-                                            int lane, float* o, float* lse, int rows_left) {
+__device__ __forceinline__ void store_part(float* o, const float (&acc)[1][COLUMNS][4],
+                                           const float (&inverse)[2], int lane, int rows_left) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = lane / 4 + half * 8;
-    const float sum = softmax.total(0, half), inverse = sum == 0.f ? 0.f : 1.f / sum;
     if (row >= rows_left) continue;
-    if (lane % 4 == 0) lse[row] = softmax.lse(0, half, sum, scale_log2);
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n) {
       const float* pair = &acc[0][n][2 * half];
       float2* const to = reinterpret_cast<float2*>(o + row * COLUMNS * 8 + n * 8 + lane % 4 * 2);
-      *to = make_float2(pair[0] * inverse, pair[1] * inverse);
+      *to = make_float2(pair[0] * inverse[half], pair[1] * inverse[half]);
     }
   }
 }

@@ -3,6 +3,7 @@
 // A thread each for Q and K, for V, for bias and mask, in warps of their own. Packed tiles (VARLEN)
 // may have to be cut, which takes the whole warp where else a thread asks for them.
 #pragma once
+#include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "tile/ring.cuh"
@@ -54,21 +55,21 @@ struct AttentionProducer {
 
   // All of it: one thread says what comes next and asks for its Q and K, another one, in a warp of
   // its own, for its V, and where there are ARRAYS a third one for them:
-  // load_arrays(to, full, place, tile). `asker` is the thread, or the first one of the warp.
+  // load_arrays(to, full, place, tile). With VARLEN a whole warp in place of a thread.
   template <int ARRAYS, typename Load>
-  __device__ __forceinline__ void run(int asker, const AttentionWorkItems& works,
+  __device__ __forceinline__ void run(int warp, const AttentionWorkItems& works,
                                       const TensorMap& q_map, const TensorMap& k_map,
                                       const TensorMap& v_map, const Load& load_arrays) const {
     int tail_parity = 0;
-    if (asker == 0) {
+    if (warp == 0 && (VARLEN || elect_one())) {
       lead(works, q_map, k_map, tail_parity);
-    } else if (asker == WARP_SIZE) {
+    } else if (warp == 1 && (VARLEN || elect_one())) {
       tma_prefetch(v_map);
       VPlace v_place;
       follow(works.batch, [&](const Item& place, const auto& range, int tile) {
         load_v(v_map, v_place, tail_parity, place, range, tile);
       });
-    } else if (ARRAYS > 0 && asker == 2 * WARP_SIZE) {
+    } else if (ARRAYS > 0 && warp == 2 && (VARLEN || elect_one())) {
       RingPlace<Rings::SCORE_STAGES> score_place;
       follow(works.batch, [&](const Item& place, const auto&, int tile) {
         load_scores(score_place, [&](u32 to, u32 full) { load_arrays(to, full, place, tile); });
