@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from math import ceil
 from typing import Any
 
 from fkjit.arch import Arch
@@ -25,6 +26,7 @@ from fkjit.symbolic import decision
 
 _FEW_QUERIES = (64, 128)  # for small problems: twice as many blocks, each half as busy
 _PACE_OF_FEW = 1.48  # how much faster such a tile goes through its keys than the first one
+_ALIKE = 0.85  # of a mean tile of queries and the longest: blocks end together, round by round
 _USUAL_ROWS = 128
 _FEW_KEYS, _MORE_KEYS = 80, 128  # up to so many are one tile, and others are fastest
 _ALONE = 0.04  # how much faster optimistic tiles are where each has an SM to itself
@@ -169,7 +171,8 @@ def _fastest(
         # Twice as many blocks; where nearly all of them see all keys that is twice the work.
         rounds = -(-queries // _FEW_QUERIES[0]) * heads / multiprocessors
         seen = 1 - max(queries - _FEW_QUERIES[0], 0) / (2 * max(keys, queries))
-        if not causal or rounds * seen <= _PACE_OF_FEW:
+        rounds = ceil(rounds) if seen > _ALIKE else rounds * seen
+        if not causal or rounds <= _PACE_OF_FEW:
             block = _FEW_QUERIES
 
     def time(choice: tuple[Any, bool]) -> float:
