@@ -24,8 +24,8 @@ from fkjit.symbolic import decision
 # which has no other warpgroup to take turns with.
 _PACE = {64: 134.0, 96: 100.0, 128: 85.0, 192: 59.0, 256: 44.0}
 _PACE_OF_64 = 1.48
-_LAUNCH, _COMBINE = 6.0, 4.0  # us, of a kernel with one tile a block, and of the one behind it
-_PART = 0.15  # us, that a part more takes there
+_LAUNCH, _BLOCK = 2.5, 0.032  # us, of a kernel, and of each block that begins with the others
+_COMBINE, _PART = 4.0, 0.15  # us, of the kernel behind it, and of each part there
 _BYTES = 4.1e6  # of memory in a us
 _PARTS_BYTES = 2.5e6  # of what parts found, written and read again
 _GAIN = 1.05  # that is looked for
@@ -91,21 +91,20 @@ def _fastest(
     found = []
     for heads in (n for n in HEADS if group % n == 0 and (n == 1 or n * queries <= rows)):
         tiles = -(-queries // (rows // heads)) * (heads_of_all // heads)
-        for halves in (1, 2, 4):  # of a wave
-            parts = min(halves * multiprocessors // (2 * tiles), MOST_PARTS, -(-keys // block_k))
-            if heads > 1 and halves == 1:
-                parts = 1
+        most = min(MOST_PARTS, -(-keys // block_k))
+        wanted = {1, *(min(waves * multiprocessors // tiles, most) for waves in (0.5, 1, 2))}
+        for parts in map(int, wanted):
             if parts < 1 or (parts == 1 and heads == 1):
                 continue
             busy = ceil(tiles * parts / multiprocessors) * keys / parts / pace
-            time = _LAUNCH + max(busy, read)
+            time = _start(tiles * parts, multiprocessors) + max(busy, read)
             if parts > 1:
                 moved = heads_of_all * queries * parts * dims[1] * 8
                 time += _COMBINE + _PART * parts + moved / _PARTS_BYTES
             found.append((time, Choice(heads, parts, _is_optimistic(dims[0], keys // parts))))
     usual = _usual(queries, keys, heads_of_all, multiprocessors, causal, dims[0])
     best = min(found, default=None)
-    if best is None or best[0] * _GAIN > max(usual, _LAUNCH + read):
+    if best is None or best[0] * _GAIN > usual:
         return None
     return best[1]
 
@@ -115,12 +114,20 @@ def _usual(
 ) -> float:
     """The time of flash_sm90; below its least queries of a portable kernel, which splits nothing
     and has half the pace at best."""
-    pace, half = _PACE[head_dim], queries < select_sm90.LEAST_QUERIES
-    times = [_busiest(queries, keys, heads, multiprocessors, causal, 128) / pace]
+
+    def time(rows: int, pace: float) -> float:
+        busy = _busiest(queries, keys, heads, multiprocessors, causal, rows) / pace
+        return _start(-(-queries // rows) * heads, multiprocessors) + busy
+
+    pace = _PACE[head_dim]
+    best = time(128, pace)
     if head_dim == 128:
-        few = _busiest(queries, keys, heads, multiprocessors, causal, 64)
-        times.append(few / pace / _PACE_OF_64)
-    return _LAUNCH + min(times) * (2 if half else 1)
+        best = min(best, time(64, pace * _PACE_OF_64))
+    return best if queries >= select_sm90.LEAST_QUERIES else 2 * best
+
+
+def _start(works: int, multiprocessors: int) -> float:
+    return _LAUNCH + _BLOCK * min(works, multiprocessors)
 
 
 def _busiest(
