@@ -61,6 +61,7 @@ SMS = 132  # of an H100 or H200, where a problem does not say
 
 
 _SPANS = {False: "FormSpan<BLOCK_Q, BLOCK_K, VARLEN>", True: "PagedSpan<BLOCK_Q, BLOCK_K>"}
+_PLAIN_SPANS = {False: "CausalSpan<ROWS, BLOCK_K>", True: "PartSpan<ROWS, BLOCK_K>"}
 LEAST_PAGE = 8  # tokens that a box has at least: the rows after which the swizzle repeats
 
 
@@ -75,7 +76,7 @@ def _consumers(params: Params) -> int:
 def _derive(params: Params) -> dict[str, Any]:
     consumers, block_k = _consumers(params), split_block(params["block"])[1]
     features, (q_stages, score_stages) = _features(params), _stages(params) or (1, 1)
-    paged = features is not None and features.paged
+    paged, parts = features is not None and features.paged, params.get("parts", False)
     return {
         "block_k": block_k,
         "consumers": consumers,
@@ -85,12 +86,23 @@ def _derive(params: Params) -> dict[str, Any]:
         "most": _LIMITS[params["dtype"]],
         "q_stages": q_stages,
         "staged": q_stages > 1,  # the output, where its Q was
-        "span": _SPANS[paged],
+        "span": _PLAIN_SPANS[parts] if features is None else _SPANS[paged],
+        "heads": params.get("heads", 1),
+        "parts": "parts" if parts else "",
+        "comma_parts": ", parts" if parts else "",
+        "lse_length": "VARLEN ? form.total_q : max_seqlen_q" if features else "seqlen_q",
         "producer_registers": 56 if paged else {1: 40, 2: 40, 3: 32, 4: 32}[consumers],
         "consumer_registers": 224 if paged else {1: 240, 2: 232, 3: 160, 4: 112}[consumers],
         **({**PLAIN, "bias": False, "mask": False, "alibi": False} if features is None else
-           {**features.values(), "score_stages": score_stages, **_page_boxes(features)}),
+           {**features.values(), "score_stages": score_stages, "score_maps": _score_maps(features),
+            **_page_boxes(features)}),
     }  # fmt: skip
+
+
+def _score_maps(features: ScoreFeatures) -> str:
+    """Those of a bias and a mask."""
+    named = {"&bias_map": features.bias, "&mask_map": features.mask}
+    return ", ".join(name if there else "nullptr" for name, there in named.items())
 
 
 def _page_boxes(features: ScoreFeatures) -> dict[str, Any]:
@@ -200,7 +212,7 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
         box = math.gcd(block_k, problem["page_size"])
     named = {
         **shared.arguments(params, problem, arrays),
-        "q_map": _map(dtype, places, arrays["q"], block_q),
+        "q_map": _map(dtype, places, arrays["q"], block_q // params.get("heads", 1)),
         "k_map": _map(dtype, keys, arrays["k"], box),
         "v_map": _map(dtype, keys, arrays["v"], box),
         "o_map": _map(dtype, places, arrays["o"], _WARP_ROWS, writable=True),

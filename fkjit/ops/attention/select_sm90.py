@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from math import ceil
 from typing import Any
 
 from fkjit.arch import Arch
@@ -24,6 +25,8 @@ from fkjit.spec import Params, Problem
 from fkjit.symbolic import decision
 
 _FEW_QUERIES = (64, 128)  # for small problems: twice as many blocks, each half as busy
+_PACE_OF_FEW = 1.48  # how much faster such a tile goes through its keys than the first one
+_ALIKE = 0.85  # of a mean tile of queries and the longest: blocks end together, round by round
 _USUAL_ROWS = 128
 _FEW_KEYS, _MORE_KEYS = 80, 128  # up to so many are one tile, and others are fastest
 _ALONE = 0.04  # how much faster optimistic tiles are where each has an SM to itself
@@ -50,7 +53,7 @@ _PACE: dict[int, dict[tuple[Any, bool], tuple[tuple[int, float, float], ...]]] =
         ((64, 128), True): ((0, 0.78, 0.78),),
     },
 }  # fmt: skip
-_LEAST_QUERIES = 33
+LEAST_QUERIES = 33  # for a tile of one head
 _STEP = 64  # queries: every tile has a multiple of them, every SM is as busy within a step
 _MAX_STEP = 2**40  # bytes
 _LEAST_SCALE = 1e-9  # sinks are divided by it, and a sign could not go into q
@@ -73,17 +76,20 @@ def takes(
     (signs could not go into Q); there are queries enough for a tile; and if a tile was asked for,
     it is one of this kernel's.
     """
-    if problem["dtype"] == "fp32" or problem["seqlen_q"] < _LEAST_QUERIES:
-        return False
-    if problem["seqlen_k"] < 1 or problem["batch"] < 1:
+    return (
+        problem["seqlen_q"] >= LEAST_QUERIES
+        and readable(problem, views, features)
+        and _has_tile(problem, features, block)
+    )
+
+
+def readable(problem: Problem, views: Mapping[str, View], features: ScoreFeatures | None) -> bool:
+    """Whether TMA can read these arrays, and there is anything to read."""
+    if problem["dtype"] == "fp32" or problem["seqlen_k"] < 1 or problem["batch"] < 1:
         return False
     if not problem["softmax_scale"] > (0.0 if features is None else _LEAST_SCALE):
         return False
-    return (
-        _mappable_rows(problem, views)
-        and (features is None or _mappable_features(views))
-        and _has_tile(problem, features, block)
-    )
+    return _mappable_rows(problem, views) and (features is None or _mappable_features(views))
 
 
 def _mappable_rows(problem: Problem, views: Mapping[str, View]) -> bool:
@@ -162,7 +168,12 @@ def _fastest(
     works = -(-queries // _USUAL_ROWS) * heads
     few = works <= (multiprocessors if causal else multiprocessors // 2)
     if block is None and few and _FEW_QUERIES in TILES[head_dim]:
-        block = _FEW_QUERIES
+        # Twice as many blocks; where nearly all of them see all keys that is twice the work.
+        rounds = -(-queries // _FEW_QUERIES[0]) * heads / multiprocessors
+        seen = 1 - max(queries - _FEW_QUERIES[0], 0) / (2 * max(keys, queries))
+        rounds = ceil(rounds) if seen > _ALIKE else rounds * seen
+        if not causal or rounds <= _PACE_OF_FEW:
+            block = _FEW_QUERIES
 
     def time(choice: tuple[Any, bool]) -> float:
         rows = split_block(choice[0])[0]
