@@ -123,15 +123,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const float* __restrict__ sinks /* [heads_q] */ ${score_arrays} ${page_arrays},  //
     //% endif
     //% if parts
-    float* __restrict__ o_parts, const int parts,  // [parts, *o.shape] of HEAD_DIM_V; so is lse
+    float* __restrict__ o_parts,  // [parts, batch, heads_q, seqlen_q, HEAD_DIM_V]
     //% elif form or not staged
-    elem_t* __restrict__ o, const Strides o_strides, const int head_dim_v,  // rows of 16 bytes
+    elem_t* __restrict__ o,  // [batch, heads_q, seqlen_q, head_dim_v], rows on 16-byte boundaries
     //% endif
-    float* __restrict__ lse,     // [batch, heads_q, seqlen_q] contiguous, or null
+    float* __restrict__ ${lse},  // [batch, heads_q, seqlen_q] contiguous, or null
     u32* __restrict__ counters,  // [1], 0 before and after
     const int batch, const int heads_q, const int group_size, const int ${seqlen_q},
-    const int ${seqlen_k},
-    const int section_heads,  // heads whose K and V fit into L2 together
+    const int ${seqlen_k} ${o_scalars}, const int section_heads,  // whose K and V fit into L2
     //% if form
     const AttentionForm form${score_scalars} ${page_numbers},
     //% endif
@@ -320,9 +319,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       const int row0 = place.q0 + warp_query, rows_left = min(16, range.seqlen_q - row0);
       const i64 head_index = static_cast<i64>(tensor) * heads_q + head;
       float inverse[2];
-      finish_sums(inverse, softmax, scale_log2, lane,
-                  lse == nullptr ? nullptr : lse + head_index * lse_length + range.q_start + row0,
-                  rows_left);
+      finish_sums(
+          inverse, softmax, scale_log2, lane,
+          ${lse} == nullptr ? nullptr : ${lse} + head_index * lse_length + range.q_start + row0,
+          rows_left);
       //% if parts
       float* const to = o_parts + (head_index * seqlen_q + row0) * HEAD_DIM_V;
       store_part(to, acc, inverse, lane, rows_left);

@@ -55,8 +55,8 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
     found["section_heads"] = max(found["section_heads"] // params["heads"], 1)
     if not params["parts"]:
         return found
-    own = {"o_parts": arrays["o_parts"], "lse": arrays["lse_parts"], "parts": problem["parts"]}
-    return found | own
+    own = {name: arrays[name] for name in ("o_parts", "lse_parts")}
+    return found | own | {"parts": problem["parts"]}
 
 
 FEW = register(

@@ -90,6 +90,8 @@ def _derive(params: Params) -> dict[str, Any]:
         "span": _PLAIN_SPANS[parts] if features is None else _SPANS[paged],
         "heads": params.get("heads", 1),
         "parts": "parts" if parts else "",
+        "o_scalars": _o_scalars(parts, features is not None or q_stages == 1),
+        "lse": "lse_parts" if parts else "lse",  # arguments have their arrays' names
         "comma_parts": ", parts" if parts else "",
         "lse_length": "VARLEN ? form.total_q : max_seqlen_q" if features else "seqlen_q",
         "producer_registers": 56 if paged else {1: 40, 2: 40, 3: 32, 4: 32}[consumers],
@@ -98,6 +100,13 @@ def _derive(params: Params) -> dict[str, Any]:
            {**features.values(), "score_stages": score_stages, "score_maps": _score_maps(features),
             **_page_boxes(features)}),
     }  # fmt: skip
+
+
+def _o_scalars(parts: bool, stored: bool) -> str:
+    """What says where o lies, unless TMA alone stores it."""
+    if parts:
+        return ", const int parts"
+    return ", const Strides o_strides, const int head_dim_v" if stored else ""
 
 
 def _score_maps(features: ScoreFeatures) -> str:
