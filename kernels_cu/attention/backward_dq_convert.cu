@@ -4,7 +4,6 @@
 #include "prelude.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
-#include "ptx/pdl.cuh"
 #include "tile/quad_transpose.cuh"
 #include "tile/tile_copy.cuh"
 #include "attention/backward/sum_fragments.cuh"
@@ -28,7 +27,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_dq(
     elem_t* __restrict__ dq,           // [batch, heads_q, seqlen_q, head_dim], rows on 16 bytes
     const Strides dq_strides, const int heads_q, const int ${seqlen_q}, const int head_dim,
     const int rows_padded, const int sum_columns, const float softmax_scale) {
-  after_previous_kernel();
   const int lane = threadIdx.x % WARP_SIZE, pieces = sum_columns / COLUMNS;
   //% if varlen
   const int row_blocks = ceil_div(max_seqlen_q, 16);

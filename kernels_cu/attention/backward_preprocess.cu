@@ -10,7 +10,6 @@
 
    Source: Dao, "FlashAttention-2" (2023): dS = P (dP - delta). */
 #include "prelude.cuh"
-#include "ptx/pdl.cuh"
 #include "tile/reduce.cuh"
 #include "tile/vector.cuh"
 //% if varlen
@@ -44,7 +43,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_rows(
     const int total_q,
     //% endif
     const int head_dim_v, const int rows_padded, const int sum_columns, const int lanes) {
-  after_previous_kernel();
   // No block has rows of two heads, so what must be divided is the same for all of it.
   const int lane_bits = 31 - __clz(lanes), lane = threadIdx.x & (lanes - 1);
   const int rows_a_block = THREADS >> lane_bits;

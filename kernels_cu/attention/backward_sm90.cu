@@ -33,7 +33,6 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/named_barrier.cuh"
-#include "ptx/pdl.cuh"
 #include "ptx/proxy_fence.cuh"
 #include "ptx/register_fence.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -135,7 +134,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
   //% elif not form
   constexpr u32* counters = nullptr;
   //% endif
-  after_previous_kernel();
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const Barriers barriers{shared + Layout::BARRIERS};

@@ -59,7 +59,6 @@ PREPROCESS = KernelSpec(
     grid=_row_grid(problem.rows_padded),
     arguments=_row_arguments,
     work=Work(bytes=lambda one: 8.0 * math.prod(problem.rows_shape(one))),
-    pdl=True,
     verification=f"{CASES}_rows:PREPROCESS",
 )
 POSTPROCESS = KernelSpec(
@@ -75,7 +74,6 @@ POSTPROCESS = KernelSpec(
     grid=lambda params, one: (-(-math.prod(problem.sums_shape(one)) // 32 // _THREADS), 1, 1),
     arguments=problem.arguments,
     work=Work(bytes=lambda one: 6.0 * math.prod(problem.shape(one, "q"))),
-    pdl=True,
     verification=f"{CASES}_rows:POSTPROCESS",
 )
 

@@ -299,7 +299,6 @@ FLASH_SM90 = KernelSpec(
     shared_layout=_shared,
     block=lambda params: (512, 1, 1),
     grid=_grid,
-    pdl=True,
     cooperative=True,  # blocks wait for one another where they add to dq in order
     shape_class=shape_class,
     arguments=_arguments,
