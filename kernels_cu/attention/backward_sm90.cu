@@ -56,7 +56,7 @@
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${block_q};    // queries of a tile
-constexpr int HEAD_DIM = ${head_dim};  // of q, k, v and o, padded with zeros
+constexpr int HEAD_DIM = ${head_dim};  // of q, k, v and o, padded with zeros; of tiles WIDTH
 constexpr bool DETERMINISTIC = ${deterministic};
 constexpr bool DS_SHARED = ${ds_shared};  // dK takes dS^T from shared memory, else from registers
 constexpr bool DIRECT = ${direct};        // dQ is added up from registers, else from shared memory
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     //% endif
     const float* __restrict__ lse_log2,  // [batch, heads_q, rows_padded] contiguous, log2(e) * lse
     const float* __restrict__ delta,     // like lse_log2: rowsum(dout * o)
-    float* __restrict__ dq_sum,  // [batch, heads_q, rows_padded, HEAD_DIM] as fragments (see
+    float* __restrict__ dq_sum,  // [batch, heads_q, rows_padded, WIDTH] as fragments (see
                                  // attention/backward/sum_fragments.cuh), 0 unless DETERMINISTIC
     //% if deterministic
     u32* __restrict__ turns,  // [batch, heads_q, rows_padded / 16], 0 before and after

@@ -23,11 +23,11 @@ PAIRS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Tiles of each padded head_dim, fastest first: registers hold O, S and P, shared memory Q and two
 # or three stages of K and V.
 TILES: dict[int, tuple[Any, ...]] = {
-    64: ((256, 64), (192, 128), 128, (192, 80), (128, 80), (64, 128)),
+    64: ((256, 64), (192, 128), 128, (192, 80), (128, 80), (64, 128), 64),
     96: (128, (192, 96), (128, 160)),
-    128: (128, (192, 80), (128, 176), (128, 64), (64, 128)),
-    192: ((128, 96), (128, 64)),
-    256: ((128, 80), (128, 64)),
+    128: (128, (192, 80), (128, 176), (128, 64), (64, 128), 64),
+    192: (128, (128, 96), (128, 64)),  # the first where head_dim_v is 128
+    256: ((128, 80), (128, 64), (64, 80)),
 }
 # Those that leave registers for the rules of score features.
 FEATURE_TILES: dict[int, tuple[Any, ...]] = {
@@ -54,6 +54,7 @@ _MORE_BARRIERS = 16 + 16 * 2  # bytes: of tiles that are cut, of bias and mask
 COUNTERS = 1
 # What P and its sums may come to before a maximum is looked for, well inside the type's range.
 _LIMITS = {"fp16": "16384.f", "bf16": "0x1p32f"}
+_NO_ROOM = "has no shared memory left for a bias or a mask"
 _OPTIMISTIC = "exponentials are taken before anyone has looked for a tile's maximum"
 MAX_SHARED = 232_448  # bytes a block may have on sm_90
 _L2_BYTES = 32 << 20  # of 50 MiB
@@ -161,9 +162,19 @@ def _illegal(params: Params) -> str | None:
         return f"is not a tile for head_dim={dims[0]}"
     if features is None and params["optimistic"] not in ways(dims[0], params["block"]):
         return f"is not compiled with optimistic={params['optimistic']}"
-    if features is not None and _stages(params) is None:
-        return "has no shared memory left for a bias or a mask"
+    if _stages(params) is None:
+        return "has no room in shared memory" if features is None else _NO_ROOM
     return None
+
+
+@decision(64)
+def plain_tiles(head_dim: int, head_dim_v: int) -> tuple[Any, ...]:
+    """Those without score features, fastest first."""
+    fixed = {"head_dim": head_dim, "head_dim_v": head_dim_v, "dtype": "bf16"}
+    return tuple(
+        tile for tile in TILES[head_dim]
+        if _illegal({**fixed, "block": tile, "optimistic": ways(head_dim, tile)[0]}) is None
+    )  # fmt: skip
 
 
 def tiles(features: ScoreFeatures | None, head_dim: int) -> tuple[Any, ...]:
