@@ -58,6 +58,7 @@ _NO_ROOM = "has no shared memory left for a bias or a mask"
 _OPTIMISTIC = "exponentials are taken before anyone has looked for a tile's maximum"
 MAX_SHARED = 232_448  # bytes a block may have on sm_90
 _L2_BYTES = 32 << 20  # of 50 MiB
+_FEW_BLOCKS = 2  # tiles of a head's queries
 SMS = 132  # of an H100 or H200, where a problem does not say
 
 
@@ -239,7 +240,7 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
         "box_log2": box.bit_length() - 1,
         "counters": arrays.get("counters"),
         "batch": problem["batch"],
-        "section_heads": section_heads(problem),
+        "section_heads": section_heads(params, problem),
     }
     features = _features(params)
     if features is not None and features.bias:
@@ -278,11 +279,17 @@ def _score_map(problem: Problem, array: Any, dtype: str, block: tuple[int, int])
     )  # fmt: skip
 
 
-def section_heads(problem: Problem) -> int:
-    """Query heads whose K and V fit into L2 together, beside what passes through."""
+def section_heads(params: Params, problem: Problem) -> int:
+    """Query heads whose tiles are taken together. Where all tiles see as many keys, or a head has
+    few, those that share K and V: device memory is then read all the time, not by all heads at
+    once. Else, the longest tiles first, as many as fit into L2 beside what passes through."""
+    group = problem["heads_q"] // problem["heads_kv"]
+    blocks_q = -(-problem["seqlen_q"] // split_block(params["block"])[0])
+    alike = "total_q" not in problem and shared.window(problem)[1] >= problem["seqlen_k"]
+    if alike or blocks_q <= _FEW_BLOCKS:
+        return group
     dims = problem["head_dim"] + problem["head_dim_v"]
     pair = max(problem["seqlen_k"] * dims * ITEMSIZE[problem["dtype"]], 1)
-    group = problem["heads_q"] // problem["heads_kv"]
     return max(_L2_BYTES // pair, 1) * group
 
 
