@@ -30,7 +30,7 @@ _BYTES = 4.1e6  # of memory in a us
 _PARTS_BYTES = 2.5e6  # of what parts found, written and read again
 _GAIN = 1.05  # that is looked for
 _STEPS = 8  # keys are looked at in eighths of a power of two
-_FEW = 4096  # queries of a head at most
+_FEW, _LEAST_KEYS = 4096, 256  # queries of a head at most; keys, below which a call is all start
 _MANY_KEYS = 1536  # of a part, from which on optimistic tiles are faster
 
 
@@ -51,7 +51,9 @@ def choice(
         return None
     if "multiprocessors" not in problem or not select_sm90.suits(arch):
         return None
-    if not 0 < problem["seqlen_q"] <= _FEW or not select_sm90.readable(problem, views, None):
+    if not 0 < problem["seqlen_q"] <= _FEW or problem["seqlen_k"] < _LEAST_KEYS:
+        return None
+    if not select_sm90.readable(problem, views, None):
         return None
     dims = padded_dims(problem["head_dim"], problem["head_dim_v"])
     found = _fastest(
