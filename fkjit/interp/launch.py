@@ -107,6 +107,7 @@ def _execute(launch: _Launch, progress: Callable[[float], None] | None) -> Stats
         with np.errstate(all="ignore"):
             stats = _run_batches(idle or launch.decode(), progress)
     except SanitizerError:
+        launch.running.release()
         if idle is None:
             raise
         return None
@@ -120,8 +121,7 @@ _idle_lock = Lock()
 
 
 def _too_many_idle() -> bool:
-    """Registers are most of the memory that idle kernels take."""
-    size = sum(idle.machine.registers.nbytes for idle in _idle.values())
+    size = sum(idle.machine.nbytes for idle in _idle.values())
     return len(_idle) > (MIN_IDLE if size > MAX_IDLE_BYTES else MAX_IDLE)
 
 
@@ -233,12 +233,11 @@ class _Launch:
         """This kernel as an earlier launch decoded it, if it is idle and of a fitting size."""
         with _idle_lock:
             idle = _idle.pop(self.key, None)
-        if idle is None or not idle.machine.layout.fits(self.layout.ctas):
+        if idle is None:
             return None
         machine = idle.machine
-        if machine.layout.ctas < self.least:
-            return None
-        if not self.symbols.items() <= machine.memory.symbols.items():
+        if not self._fits(machine):
+            idle.release()
             return None
         machine.layout.grid = self.layout.grid
         machine.reporter.title = self.reporter.title
@@ -246,6 +245,12 @@ class _Launch:
         machine.memory.globals = self.arena
         self.running = idle
         return idle
+
+    def _fits(self, machine: Machine) -> bool:
+        """Whether what was decoded for this machine runs this launch as well."""
+        ctas, known = machine.layout.ctas, machine.memory.symbols
+        same = machine.layout.fits(self.layout.ctas) and self.symbols.items() <= known.items()
+        return same and ctas >= self.least
 
     def decode(self) -> Scheduler:
         """The kernel decoded; raises InterpreterError for what is not supported."""
@@ -267,11 +272,16 @@ class _Launch:
         machine = self.running.machine
         machine.memory.globals = GlobalMemory(machine.reporter, True)
         if self.running.race is not None:
-            self.running.race.globals = None
+            self.running.race.end_launch()
+        dropped = []
         with _idle_lock:
+            if self.key in _idle:  # another thread's
+                dropped.append(_idle.pop(self.key))
             _idle[self.key] = self.running
             while _too_many_idle():
-                _idle.popitem(last=False)
+                dropped.append(_idle.popitem(last=False)[1])
+        for idle in dropped:
+            idle.release()
 
     def _spaced(self, module: Module, *spaces: str) -> list[Variable]:
         every = module.variables + self.kernel.variables

@@ -34,7 +34,7 @@ class Scheduler:
             machine.observers.append(self.banks.see)
         self.spun: int | None = None  # where a group has gone round in circles for long
         self.limit = STEP_LIMIT
-        decoder = Decoder(machine)
+        self._decoder = decoder = Decoder(machine)
         self.race = race_of(decoder)
         self._decode(decoder)
 
@@ -53,6 +53,17 @@ class Scheduler:
         for start, end in itertools.pairwise(ends):
             if start not in self.control:
                 self.runs[start] = (tuple(code[start:end]), end)
+
+    def release(self) -> None:
+        """Give the memory back: nothing runs this any more.
+
+        Steps, callbacks and the machine refer to each other in circles. The garbage collector
+        counts objects, not the arrays of registers and shadows that these hold, and comes late.
+        """
+        for hub in (self.machine, self._decoder):
+            vars(hub).clear()
+        self.runs.clear()
+        self.control.clear()
 
     def run_batch(self, first_cta: int) -> None:
         """Run the blocks from `first_cta` to their end; raises SanitizerError at a fault."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from collections import OrderedDict
 
 import numpy as np
 import pytest
 
-from fkjit.errors import InterpreterError, ParameterError
+from fkjit.errors import InterpreterError, ParameterError, SanitizerError
 from fkjit.interp import Arg, Checks, Stats, launch, run, schedule
 from tests.interp.interp_kit import apply, compile_ptx
 
@@ -92,6 +95,34 @@ def test_a_step_of_several_kernels_decodes_each_once_where_memory_allows(
             run(ptx, f"k{number}", 1, 32, [Arg("y", y, True)])
     assert (y == 3 * 21).all() and len(made) == decoded
     assert len(launch._idle) == (7 if memory else launch.MIN_IDLE)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_dropped_kernel_gives_its_memory_back_at_once(
+    fault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the garbage collector, which counts objects and not the bytes of their arrays."""
+    monkeypatch.setattr(launch, "_idle", OrderedDict())
+    monkeypatch.setattr(launch, "MAX_IDLE_BYTES", 0)
+    usual, made = launch._Launch.decode, []
+
+    def decode(one: launch._Launch) -> schedule.Scheduler:
+        scheduler = usual(one)
+        made.append(weakref.ref(scheduler.machine.registers))
+        return scheduler
+
+    monkeypatch.setattr(launch._Launch, "decode", decode)
+    body = 'extern "C" __global__ void k(int* y) { __syncthreads(); y[threadIdx.x] = %d; }'
+    gc.disable()
+    try:
+        for number in range(launch.MIN_IDLE + 2):
+            y = Arg("y", np.zeros(16 if fault else 32, "i4"), True)
+            with pytest.raises(SanitizerError) if fault else contextlib.nullcontext():
+                run(compile_ptx(body % number), "k", 1, 32, [y], checks=Checks(race=True))
+        alive = sum(one() is not None for one in made)
+    finally:
+        gc.enable()
+    assert len(made) == launch.MIN_IDLE + 2 and alive == (0 if fault else launch.MIN_IDLE)
 
 
 def test_checks_off_runs_a_correct_kernel_alike() -> None:

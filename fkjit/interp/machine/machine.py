@@ -55,6 +55,12 @@ class Machine:
         self.engines: list[Callable[[], bool]] = []
         self.retries: list[Callable[[], bool]] = []  # asked to free lanes when no engine can act
 
+    @property
+    def nbytes(self) -> int:
+        """What registers and memories of blocks and threads take: most of a decoded kernel."""
+        shared, local = self.memory.shared, self.memory.local
+        return self.registers.nbytes + shared.raw.nbytes + shared.init.nbytes + local.raw.nbytes
+
     def start_batch(self, first_cta: int) -> None:
         """The blocks from `first_cta` on stand at the first instruction."""
         self.layout.first_cta = first_cta

@@ -76,6 +76,12 @@ class Race:
                 self.writable[place.start // CHUNK : -(-(place.start + place.size) // CHUNK)] = True
         self.flags.clear()
 
+    def end_launch(self) -> None:
+        """What an idle kernel need not remember."""
+        self.globals = None
+        self.shared.clear()
+        self.pending.clear()
+
     def _start_batch(self) -> None:
         self.clocks.start_batch()
         self.shared.clear()
