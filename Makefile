@@ -24,6 +24,9 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-ba
 SHOW := { grep --line-buffered -E '^ *(Downloading|Using cached|ERROR)' \
 	| sed -uE 's/-[a-z0-9]+-[a-z0-9_]+-[a-z0-9_.]+\.whl/ /; s/^ */  /' || true; }
 
+# Tests start hundreds of processes that import torch and CuPy: 5 s each without bytecode, 2 s with.
+KEEP_BYTECODE = env -u PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-gpu check format clean
 
 help:  ## these lines
@@ -33,7 +36,7 @@ demo: $(VENV)/.demo  ## attention on real input, GPU or CPU, checked against flo
 	@$(BIN)/fkjit demo $(ARGS)
 
 test: $(VENV)/.test  ## every test that needs no GPU
-	@$(BIN)/python -m pytest -q -n $(JOBS) $(ARGS)
+	@$(KEEP_BYTECODE) $(BIN)/python -m pytest -q -n $(JOBS) $(ARGS)
 
 test-gpu: $(VENV)/.test  ## the tests that need one
 	@$(BIN)/python -m pytest -q -m gpu $(ARGS)
