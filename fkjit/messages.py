@@ -21,11 +21,12 @@ def write(text: str, end: str = "\n") -> None:
     and the process would end with status 120 for it.
     """
     stream = sys.stderr
-    with suppress(Exception):  # whatever a caller put there may raise
-        if stream is not None and stream is sys.__stderr__:
+    if stream is not None and stream is sys.__stderr__:
+        with suppress(OSError, ValueError):  # not more: a handler of a signal may raise in here
             stream.flush()
             os.write(stream.fileno(), (text + end).encode(stream.encoding, "backslashreplace"))
-        elif stream is not None:  # print() takes None for stdout
+    elif stream is not None:  # print() takes None for stdout
+        with suppress(Exception):  # whatever a caller put there may raise
             stream.write(text + end)
             stream.flush()
 

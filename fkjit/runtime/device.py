@@ -21,7 +21,7 @@ from fkjit.arch import Target
 from fkjit.cache.lookup import Entry, materialise
 from fkjit.errors import CaptureError, DeviceError, LaunchError, ParameterError, ToolchainError
 from fkjit.jit.build import build, gpu_target
-from fkjit.jit.toolchain import explain_load_failure
+from fkjit.jit.toolchain import cupy_cuda, explain_load_failure
 from fkjit.runtime import abstract, pdl
 from fkjit.runtime.interop import CPU, Pointer
 from fkjit.runtime.tensor_map import TensorMap
@@ -200,7 +200,7 @@ def device_target(device: int) -> Target:
     """What to compile for this CUDA device; its `arch.gpu` is the device's name."""
     if device < CPU:
         return abstract.target_of(device)
-    runtime = import_module("cupy.cuda").runtime
+    runtime = cupy_cuda().runtime
     try:
         major = runtime.deviceGetAttribute(75, device)  # cudaDevAttrComputeCapabilityMajor
         minor = runtime.deviceGetAttribute(76, device)
@@ -217,7 +217,7 @@ def multiprocessors(device: int) -> int:
     """SMs of this CUDA device."""
     if device < CPU:
         return abstract.multiprocessors_of(device)
-    return import_module("cupy.cuda").runtime.deviceGetAttribute(16, device)
+    return cupy_cuda().runtime.deviceGetAttribute(16, device)
 
 
 def loaded(
@@ -254,7 +254,7 @@ def forget() -> None:
 
 @lru_cache(maxsize=1)
 def _runtime() -> Any:
-    return import_module("cupy.cuda").runtime
+    return cupy_cuda().runtime
 
 
 def is_capturing(stream: int) -> bool:
