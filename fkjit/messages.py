@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from fkjit.settings import settings
 from fkjit.terminal import one_line
+
+SLOW_SECONDS = 10.0  # then a line says that it still goes on
+
+_open: list[str] | None = None  # what `running` yielded to whom the unfinished line belongs
 
 
 def write(text: str, end: str = "\n") -> None:
@@ -35,6 +41,34 @@ def say(message: str) -> None:
     """One line, unless FKJIT_LOG=quiet."""
     if settings().log != "quiet":
         write(f"fkjit: {one_line(message)}")
+
+
+@contextmanager
+def running(what: str) -> Iterator[list[str]]:
+    """A line about something that takes long: `what ... `, and at its end the text that the caller
+    put into the list, or "failed".
+
+    While several threads have one, each of them ends on a whole line.
+    """
+    done: list[str] = []
+    still = threading.Timer(SLOW_SECONDS, _go_on, (done, what, "still running ... ", ""))
+    still.daemon = True
+    try:
+        _go_on(done, what, "", "")
+        with suppress(RuntimeError):  # no thread can be started
+            still.start()
+        yield done
+    finally:
+        still.cancel()
+        _go_on(done, what, done[0] if done else "failed", "\n")
+
+
+def _go_on(mine: list[str], what: str, text: str, end: str) -> None:
+    """Continue the line, which begins anew where another thread wrote."""
+    global _open
+    start = f"fkjit: {one_line(what)} ... " if _open is not mine else ""
+    write(("\n" if start and _open is not None else "") + start + text, end)
+    _open = None if end else mine
 
 
 def to_terminal() -> bool:

@@ -19,6 +19,7 @@ from fkjit.api import prepare
 from fkjit.arch import DEFAULT_ARCHS, Target, target
 from fkjit.errors import ParameterError
 from fkjit.jit.build import gpu_target, interpreter_target
+from fkjit.jit.compiler import compilers
 from fkjit.runtime.abstract import taking
 from fkjit.runtime.gpus import gpus
 from fkjit.spec import KernelSpec, Params, registered
@@ -28,7 +29,7 @@ COMMON, ALL = "common", "all"  # in place of names of ops
 # Seconds that NVRTC takes for a variant on one core, by the beginning of the op's name.
 _SECONDS = {"attention": 0.9, "decode": 1.2, "linear": 0.45, "moe_route_and": 0.7}
 _SECONDS_ELSE = 0.17
-_CHILD = "import sys; sys.path[:] = {path!r}; from fkjit.warm_worker import main; main()"
+_CHILD = "import sys; sys.path[:] = {path!r}; from fkjit.warm_worker import main; main({limit!r})"
 
 
 @dataclass
@@ -240,7 +241,7 @@ def _end(process: subprocess.Popen[bytes] | None) -> int | None:
 def _start() -> subprocess.Popen[bytes]:
     """A worker with this process's import path, out of reach of the terminal's Ctrl-C."""
     return subprocess.Popen(
-        [sys.executable, "-c", _CHILD.format(path=sys.path)],
+        [sys.executable, "-c", _CHILD.format(path=sys.path, limit=compilers.timeout)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,

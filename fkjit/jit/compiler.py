@@ -4,7 +4,8 @@ While its front end runs, NVRTC has its own handlers of SIGINT and SIGTERM, whic
 fork in the middle of a compile leaves its locks held in the child; and a compiler can crash. So a
 program goes to a process that only compiles (`nvrtc.py`). It is out of reach of the terminal, ends
 with this one, and stays for the next program. An exception while it works, a KeyboardInterrupt say,
-ends it at once. There are as many as threads that compile at a time, up to one for each CPU.
+ends it at once, and so does a compile that takes longer than `Compilers.timeout`. There are as many
+as threads that compile at a time, up to one for each CPU.
 
 Where no process can be started, NVRTC runs in this one.
 """
@@ -19,13 +20,15 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fkjit.errors import CompileError
+from fkjit.errors import CompilerStoppedError
 from fkjit.jit import nvrtc
 from fkjit.jit.nvrtc import Made, Nvrtc, Program
 
+TIMEOUT = 600.0  # seconds; the slowest kernels take a few
 _FORK_SECONDS = 5.0  # a fork waits so long for a process that is being started
 # Else it is a program with Python inside, and who knows what it does with `-c`.
 _PYTHON = re.compile(r"(python|pypy)[\d.]*t?d?(\.exe)?", re.IGNORECASE)
@@ -73,6 +76,24 @@ class _Process:
         """Whether it can be given a program."""
         return self._process.poll() is None
 
+    @contextmanager
+    def limited(self, seconds: float | None, passed: list[float]) -> Iterator[None]:
+        """Kill it if the block takes longer; then the limit is in `passed`."""
+
+        def kill(limit: float) -> None:
+            passed.append(limit)
+            self._process.kill()
+
+        timer = threading.Timer(seconds or 0.0, kill, (seconds,))
+        timer.daemon = True
+        if seconds is not None:
+            with suppress(RuntimeError):  # no thread can be started
+                timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     def end(self, patience: float = 0.0) -> int:
         """After so many seconds, whatever it is doing: its exit status."""
         with suppress(subprocess.TimeoutExpired):
@@ -111,6 +132,8 @@ def _pipe() -> tuple[int, int]:
 class Compilers:
     """The processes of this process."""
 
+    timeout: float | None = TIMEOUT  # seconds for one program
+
     def __init__(self) -> None:
         self._usable = _can_start()
         self._after_fork()
@@ -130,7 +153,7 @@ class Compilers:
     def compile(self, program: Program, library: Path | None, who: str) -> Made | None:
         """What a process made of the program, None where there can be no process.
 
-        CompileError, which begins with `who`, when the process ended over it.
+        CompilerStoppedError, which begins with `who`, when the process ended over it.
         """
         if not self._usable or library is None:
             return None
@@ -139,21 +162,28 @@ class Compilers:
                 process = self._take(str(library))
             except (OSError, RuntimeError):  # no descriptors or processes left; interpreter ends
                 return None
+            passed: list[float] = []
             try:
-                made = process.compile(program)
-            except (EOFError, OSError, ValueError):
-                return self._ended(process, who)
+                with process.limited(self.timeout, passed):
+                    made = process.compile(program)
+            except (EOFError, BrokenPipeError, ValueError):  # a handler may raise other OSErrors
+                return self._ended(process, who, passed)
             except BaseException:
                 self._drop(process)
                 raise
             with self._guard:
-                self._idle.append(process)
+                self._idle.append(process)  # killed or not: `_take` looks
             return made
 
-    def _ended(self, process: _Process, who: str) -> None:
+    def _ended(self, process: _Process, who: str, passed: list[float]) -> None:
         status = self._drop(process, patience=1.0)
+        if passed:
+            raise CompilerStoppedError(
+                f"{who}: NVRTC was not done with this kernel after {passed[0]:g} s; "
+                "fkjit.compile_timeout(seconds) sets that limit"
+            )
         if process.ready:
-            raise CompileError(f"{who}: {_end(status)} while it compiled this kernel", "")
+            raise CompilerStoppedError(f"{who}: {_end(status)} while it compiled this kernel")
         self._usable = False  # it cannot load the library, say
 
     def _take(self, library: str) -> _Process:

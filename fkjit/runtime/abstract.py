@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ import numpy as np
 
 from fkjit.arch import Target, target
 from fkjit.errors import ArgumentTypeError
-from fkjit.jit.build import build
+from fkjit.jit.build import build_all
 from fkjit.spec import KernelSpec, Params
 
 # SMs of the GPUs that most calls are for; one with more or fewer takes other tiles for few shapes.
@@ -102,15 +102,16 @@ def _made(shape: tuple[int, ...], name: str, steps: Any, device: int) -> Abstrac
     return Abstract(shape, dtype, tuple(step * dtype.itemsize for step in steps), device)
 
 
-def compile_for(spec: KernelSpec, params: Params, device: int) -> None:
-    """Compile a kernel into the cache for such a device, or hand it to whoever is `taking`."""
+def compile_for(launches: Iterable[Any], device: int) -> None:
+    """Compile a call's kernels into the cache for such a device, or hand them to whoever is
+    `taking`."""
     to = target_of(device)
-    params = spec.canonical(params)
-    spec.check(params, to.arch)
+    each = [(spec, spec.canonical(params)) for spec, params, _ in launches]
     take = _taking.get()
     if take is None:
-        build(spec, params, to)
-    else:
+        return build_all(each, to)
+    for spec, params in each:
+        spec.check(params, to.arch)
         take(spec, params, to)
 
 
