@@ -22,7 +22,7 @@ from fkjit.spec import KernelSpec, Params
 # SMs of the GPUs that most calls are for; one with more or fewer takes other tiles for few shapes.
 _SMS = {(7, 5): 40, (8, 0): 108, (8, 6): 84, (8, 9): 142, (9, 0): 132, (10, 0): 148, (12, 0): 170}
 _FEW_SMS = 108  # of a GPU that is not in the table
-_TEXT = re.compile(r"(\w+)\[([\d, ]*)\]")
+_TEXT = r"(\w+)\[([\d, ]*)\]"
 _SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 Take = Callable[[KernelSpec, Params, Target], None]
@@ -75,7 +75,7 @@ def described(value: Any, device: int) -> Any:
     if isinstance(value, tuple):
         parts = [described(part, device) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if isinstance(value, str) and (found := _TEXT.fullmatch(value.strip())):
+    if isinstance(value, str) and (found := re.fullmatch(_TEXT, value.strip())):
         shape = tuple(int(size) for size in found[2].replace(" ", "").split(",") if size)
         return _made(shape, found[1], None, device)
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
