@@ -144,10 +144,8 @@ def flash_attn_varlen_kvpacked_func(
 def _unpacked(call: str, name: str, packed: Any, dims: int, parts: int) -> Any:
     """The tensors that lie side by side in the third dimension from the end."""
     check_tensors(call, **{name: packed})
-    shape: tuple[int, ...] = (
-        () if packed.is_nested else tuple(packed.shape)
-    )  # a nested one has none
-    if len(shape) != dims or shape[-3] != parts:
+    if packed.is_nested or packed.dim() != dims or packed.shape[-3] != parts:
+        shape = "nested" if packed.is_nested else tuple(packed.shape)
         heads = "3, H, D" if parts == 3 else "2, Hkv, D"
         raise ParameterError(
             f"{call}: {name} has shape {shape}; allowed: "
