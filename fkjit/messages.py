@@ -15,9 +15,8 @@ from contextlib import contextmanager, suppress
 from fkjit.settings import settings
 from fkjit.terminal import one_line
 
-SLOW_SECONDS = 10.0  # then a line says that it still goes on
-
 _open: list[str] | None = None  # what `running` yielded to whom the unfinished line belongs
+_mine = threading.local()  # `line`: what this thread's `running` has yielded, and what it is about
 
 
 def write(text: str, end: str = "\n") -> None:
@@ -51,16 +50,21 @@ def running(what: str) -> Iterator[list[str]]:
     While several threads have one, each of them ends on a whole line.
     """
     done: list[str] = []
-    still = threading.Timer(SLOW_SECONDS, _go_on, (done, what, "still running ... ", ""))
-    still.daemon = True
+    _go_on(done, what, "", "")
+    _mine.line = done, what
     try:
-        _go_on(done, what, "", "")
-        with suppress(RuntimeError):  # no thread can be started
-            still.start()
         yield done
     finally:
-        still.cancel()
+        _mine.line = None
         _go_on(done, what, done[0] if done else "failed", "\n")
+
+
+def still_running() -> None:
+    """Say so on this thread's line, if it has one."""
+    line = getattr(_mine, "line", None)
+    if line is not None:
+        done, what = line
+        _go_on(done, what, "still running ... ", "")
 
 
 def _go_on(mine: list[str], what: str, text: str, end: str) -> None:

@@ -16,22 +16,54 @@ import atexit
 import fcntl
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from fkjit.errors import CompilerStoppedError
 from fkjit.jit import nvrtc
-from fkjit.jit.nvrtc import Made, Nvrtc, Program
+from fkjit.jit.nvrtc import Made, Nvrtc, Program, Wait
+from fkjit.messages import still_running
 
 TIMEOUT = 600.0  # seconds; the slowest kernels take a few
+SLOW_SECONDS = 10.0  # then the line on stderr says that it still runs
+_DAY = 86400.0  # what poll() takes at a time
 _FORK_SECONDS = 5.0  # a fork waits so long for a process that is being started
 # Else it is a program with Python inside, and who knows what it does with `-c`.
 _PYTHON = re.compile(r"(python|pypy)[\d.]*t?d?(\.exe)?", re.IGNORECASE)
+
+
+class _Late(Exception):
+    """The time for a program is over."""
+
+
+class _Patience:
+    """Waits for a process, and says that it does. No thread: what a signal's handler raises would
+    be lost, or leave a lock held, in Python's own code of threads."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._begin, self._limit, self._said = time.monotonic(), seconds, False
+
+    def wait(self, descriptor: int, event: int) -> None:
+        """Until it can be read or written. _Late when the time is over."""
+        ready = select.poll()
+        ready.register(descriptor, event)
+        while True:
+            passed = time.monotonic() - self._begin
+            if self._limit is not None and passed >= self._limit:
+                raise _Late
+            ends = [] if self._limit is None else [self._limit]
+            ends += [] if self._said else [SLOW_SECONDS]
+            if ready.poll(min(max(0.0, min(ends) - passed), _DAY) * 1e3 + 1 if ends else None):
+                return
+            if not self._said and time.monotonic() - self._begin >= SLOW_SECONDS:
+                self._said = True
+                still_running()
 
 
 class _Process:
@@ -57,14 +89,15 @@ class _Process:
         finally:
             os.close(theirs_in)
             os.close(theirs_out)
+        os.set_blocking(self._to, False)  # `_Patience` waits
 
-    def compile(self, program: Program) -> Made:
+    def compile(self, program: Program, wait: Wait) -> Made:
         """One program. EOFError or OSError: the process has ended."""
-        if not self._ready and nvrtc.take(self._from, len(nvrtc.READY)) != nvrtc.READY:
+        if not self._ready and nvrtc.take(self._from, len(nvrtc.READY), wait) != nvrtc.READY:
             raise EOFError
         self._ready = True
-        nvrtc.send(self._to, tuple(program))
-        return Made(*nvrtc.receive(self._from))
+        nvrtc.send(self._to, tuple(program), wait)
+        return Made(*nvrtc.receive(self._from, wait))
 
     @property
     def ready(self) -> bool:
@@ -75,24 +108,6 @@ class _Process:
     def alive(self) -> bool:
         """Whether it can be given a program."""
         return self._process.poll() is None
-
-    @contextmanager
-    def limited(self, seconds: float | None, passed: list[float]) -> Iterator[None]:
-        """Kill it if the block takes longer; then the limit is in `passed`."""
-
-        def kill(limit: float) -> None:
-            passed.append(limit)
-            self._process.kill()
-
-        timer = threading.Timer(seconds or 0.0, kill, (seconds,))
-        timer.daemon = True
-        if seconds is not None:
-            with suppress(RuntimeError):  # no thread can be started
-                timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
 
     def end(self, patience: float = 0.0) -> int:
         """After so many seconds, whatever it is doing: its exit status."""
@@ -157,31 +172,31 @@ class Compilers:
         """
         if not self._usable or library is None:
             return None
+        limit = self.timeout
         with self._turn:
             try:
                 process = self._take(str(library))
             except (OSError, RuntimeError):  # no descriptors or processes left; interpreter ends
                 return None
-            passed: list[float] = []
             try:
-                with process.limited(self.timeout, passed):
-                    made = process.compile(program)
+                made = process.compile(program, _Patience(limit).wait)
             except (EOFError, BrokenPipeError, ValueError):  # a handler may raise other OSErrors
-                return self._ended(process, who, passed)
+                return self._ended(process, who)
+            except _Late:
+                self._drop(process)
+                raise CompilerStoppedError(
+                    f"{who}: NVRTC was not done with this kernel after {limit:g} s; "
+                    "fkjit.compile_timeout(seconds) sets that limit"
+                ) from None
             except BaseException:
                 self._drop(process)
                 raise
             with self._guard:
-                self._idle.append(process)  # killed or not: `_take` looks
+                self._idle.append(process)
             return made
 
-    def _ended(self, process: _Process, who: str, passed: list[float]) -> None:
+    def _ended(self, process: _Process, who: str) -> None:
         status = self._drop(process, patience=1.0)
-        if passed:
-            raise CompilerStoppedError(
-                f"{who}: NVRTC was not done with this kernel after {passed[0]:g} s; "
-                "fkjit.compile_timeout(seconds) sets that limit"
-            )
         if process.ready:
             raise CompilerStoppedError(f"{who}: {_end(status)} while it compiled this kernel")
         self._usable = False  # it cannot load the library, say

@@ -144,10 +144,10 @@ def test_a_compiler_that_crashes_is_a_typed_error_and_the_next_compile_works(how
 
 
 LATE = """
-import fkjit, fkjit.messages as messages
+import fkjit, fkjit.jit.compiler as compiler
 from fkjit.errors import CompilerStoppedError
 compile_new()
-messages.SLOW_SECONDS = 0.1
+compiler.SLOW_SECONDS = 0.1
 print(fkjit.compile_timeout(0.4))
 os.kill(helpers()[0], signal.SIGSTOP)  # in the middle of a compile, or before it reads a program
 try: compile_new(TEXT + "//" + "x" * int(sys.argv[1]))
