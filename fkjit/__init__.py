@@ -46,6 +46,7 @@ _PUBLIC = {
     "linear": "fkjit.ops.gemm.call",
     "gelu_linear": "fkjit.ops.gemm.call",
     "prepare": "fkjit.api",
+    "compile_timeout": "fkjit.api",
     "launch": "fkjit.api",
     "launch_cpu": "fkjit.cpu.launch",
     "sanitize": "fkjit.sanitizer",
@@ -75,6 +76,7 @@ __all__ = [
     "attention_backward",
     "attention_decode",
     "attention_varlen",
+    "compile_timeout",
     "gelu_linear",
     "kv_append",
     "kv_read",
@@ -121,7 +123,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from fkjit import compat as compat
     from fkjit import errors as errors
-    from fkjit.api import launch, prepare, variants
+    from fkjit.api import compile_timeout, launch, prepare, variants
     from fkjit.cpu.launch import launch_cpu
     from fkjit.errors import SanitizerError
     from fkjit.ops.attention.backward.call import attention_backward

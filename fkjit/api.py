@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from threading import TIMEOUT_MAX
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from fkjit.arch import target
 from fkjit.arguments import shown
 from fkjit.cpu.run import interpret
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError, did_you_mean
+from fkjit.jit.compiler import compilers
 from fkjit.runtime import abstract, interop
 from fkjit.runtime.device import launch_on_device
 from fkjit.runtime.interop import CPU
@@ -54,6 +56,35 @@ def _on_cpu(values: Iterable[Any]) -> bool:
     arrays = [value for value in values if hasattr(value, "shape") and hasattr(value, "dtype")]
     on_cpu = [isinstance(a, np.ndarray) or getattr(a, "is_cpu", False) is True for a in arrays]
     return bool(arrays) and all(on_cpu)
+
+
+def compile_timeout(seconds: float | None) -> float | None:
+    """Set how long NVRTC may take for one kernel, in this process and in those that `fkjit.warm`
+    starts from it. Returns what it was: 600 s at first.
+
+    seconds: above 0; None sets no limit. A compile that takes longer is ended, and the call that
+    wanted it raises CompilerStoppedError. Where no process can be started for NVRTC there is no
+    limit. ParameterError and ArgumentTypeError for anything else.
+    """
+    before, compilers.timeout = compilers.timeout, _limit(seconds)
+    return before
+
+
+def _limit(seconds: Any) -> float | None:
+    if seconds is None:
+        return None
+    try:
+        limit = None if isinstance(seconds, bool | str) else float(seconds)
+    except Exception:  # an array, 10**400
+        limit = None
+    if limit is None:
+        raise ArgumentTypeError(f"compile_timeout: seconds={shown(seconds)} is not a number")
+    if not 0 < limit <= TIMEOUT_MAX:
+        raise ParameterError(
+            f"compile_timeout: seconds={shown(seconds)}; allowed: above 0, to {TIMEOUT_MAX:g} "
+            "(None: no limit)"
+        )
+    return limit
 
 
 def variants(kernel: str, arch: str | None = None) -> Iterator[dict[str, Any]]:

@@ -77,6 +77,11 @@ class CompileError(FkjitError, RuntimeError):
         self.log = log
 
 
+class CompilerStoppedError(FkjitError, RuntimeError):
+    """NVRTC did not come to an end with a kernel: its process crashed or was killed, or it took
+    longer than `fkjit.compile_timeout` allows. The next call tries again."""
+
+
 class ToolchainError(FkjitError, RuntimeError):
     """NVRTC, CuPy, CUDA headers and driver do not fit together; the message says what mends it."""
 

@@ -21,7 +21,8 @@ from typing import Any, cast
 import numpy as np
 
 from fkjit.arch import Arch
-from fkjit.errors import ParameterError, did_you_mean
+from fkjit.arguments import shown
+from fkjit.errors import ArgumentTypeError, ParameterError, did_you_mean
 
 Params = Mapping[str, Any]
 Problem = Mapping[str, Any]
@@ -336,6 +337,10 @@ def register(spec: KernelSpec, *, replace: bool = False) -> KernelSpec:
     A file that runs again under another name (imported after FKJIT_KERNEL_PATH found it) replaces
     its own kernels.
     """
+    if not isinstance(spec, KernelSpec):
+        raise ArgumentTypeError(f"register: spec={shown(spec)} is not a KernelSpec")
+    if not isinstance(replace, bool):
+        raise ArgumentTypeError(f"register: replace={shown(replace)} is not True or False")
     around = sys._getframe(1).f_globals
     home = around["__name__"], around.get("__file__")
     module, file = _HOME.get(spec.id, home)

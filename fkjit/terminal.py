@@ -6,14 +6,12 @@ import re
 
 # Control characters but tab and newline (with ESC begin the sequences that a terminal obeys), what
 # turns the direction of writing around, other separators of lines, halves of a surrogate pair.
-_UNSAFE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-)
+_UNSAFE = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 
 
 def printable(text: str) -> str:
     r"""The text with `\x1b` for an escape character, and so on; tabs and newlines stay."""
-    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return re.sub(_UNSAFE, lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str) -> str:

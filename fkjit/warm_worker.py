@@ -16,6 +16,7 @@ from typing import Any
 from fkjit.arch import Target, target
 from fkjit.cpu.run import GUARD
 from fkjit.jit.build import build, quiet
+from fkjit.jit.compiler import compilers
 from fkjit.spec import KernelSpec, Param, Params
 
 
@@ -102,8 +103,10 @@ def _stored(entry: Any) -> bool:
     return entry.path is not None or entry.origin == "bundle"
 
 
-def main() -> None:
-    """Until stdin ends. What the kernels' toolchain prints goes to stderr."""
+def main(timeout: float | None) -> None:
+    """Until stdin ends. What the kernels' toolchain prints goes to stderr. timeout: see
+    `fkjit.compile_timeout`."""
+    compilers.timeout = timeout
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while True:

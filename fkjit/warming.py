@@ -17,8 +17,10 @@ from fkjit import ops as _ops
 from fkjit import warm_calls
 from fkjit.api import prepare
 from fkjit.arch import DEFAULT_ARCHS, Target, target
-from fkjit.errors import ParameterError
+from fkjit.arguments import shown, whole
+from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import gpu_target, interpreter_target
+from fkjit.jit.compiler import compilers
 from fkjit.runtime.abstract import taking
 from fkjit.runtime.gpus import gpus
 from fkjit.spec import KernelSpec, Params, registered
@@ -28,7 +30,7 @@ COMMON, ALL = "common", "all"  # in place of names of ops
 # Seconds that NVRTC takes for a variant on one core, by the beginning of the op's name.
 _SECONDS = {"attention": 0.9, "decode": 1.2, "linear": 0.45, "moe_route_and": 0.7}
 _SECONDS_ELSE = 0.17
-_CHILD = "import sys; sys.path[:] = {path!r}; from fkjit.warm_worker import main; main()"
+_CHILD = "import sys; sys.path[:] = {path!r}; from fkjit.warm_worker import main; main({limit!r})"
 
 
 @dataclass
@@ -74,6 +76,11 @@ def warm(
     Returns counts, and each failed variant with its error: one failure does not stop the others.
     An interrupt (Ctrl-C) keeps what is done and is raised on. ParameterError for unknown names.
     """
+    for name in ops:
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"warm: ops: {shown(name)} is not the name of a call or kernel")
+    if progress is not None and not callable(progress):
+        raise ArgumentTypeError(f"warm: progress={shown(progress)} cannot be called")
     return compile_jobs(plan(ops, arch), jobs, progress)
 
 
@@ -154,18 +161,25 @@ def chosen_targets(arch: str | Iterable[str] | None) -> list[str]:
         found, _ = gpus()
         names = [gpu_target(gpu.capability).name for gpu in found]
         return list(dict.fromkeys(names)) or [interpreter_target().name]
-    given = arch.split(",") if isinstance(arch, str) else list(arch)
+    try:
+        given = arch.split(",") if isinstance(arch, str) else list(arch)
+    except Exception:  # an array's own, too
+        given = []
+    if not given or not all(isinstance(part, str) for part in given):
+        raise ArgumentTypeError(f"warm: arch={shown(arch)} is not a list of names such as sm_90a")
     names = [part.strip() for part in given if part.strip()]
     if not names:
         raise ParameterError(f'warm: arch={arch!r} names no target; sm_90a is one, or "all"')
     names = [name for part in names for name in (DEFAULT_ARCHS if part == "all" else (part,))]
-    return list(dict.fromkeys(target(name).name for name in names))
+    try:
+        return list(dict.fromkeys(target(name).name for name in names))
+    except ParameterError as error:
+        raise ParameterError(f"warm: arch: {error}") from None
 
 
 def processes(jobs: int | None, work: int) -> int:
     """How many compile so many variants: `jobs`, or one for each CPU this process may use."""
-    if jobs is not None and jobs < 1:
-        raise ParameterError(f"warm: jobs={jobs} is not 1 or more")
+    jobs = None if jobs is None else whole("warm", "jobs", jobs, 1)
     with suppress(AttributeError):
         return max(1, min(jobs or len(os.sched_getaffinity(0)), work))
     return max(1, min(jobs or os.cpu_count() or 1, work))
@@ -240,7 +254,7 @@ def _end(process: subprocess.Popen[bytes] | None) -> int | None:
 def _start() -> subprocess.Popen[bytes]:
     """A worker with this process's import path, out of reach of the terminal's Ctrl-C."""
     return subprocess.Popen(
-        [sys.executable, "-c", _CHILD.format(path=sys.path)],
+        [sys.executable, "-c", _CHILD.format(path=sys.path, limit=compilers.timeout)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-from fkjit.jit.toolchain import prepare_cupy
+from fkjit.jit.toolchain import cupy_cuda
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons; idle (1) says nothing of a measurement.
 _REASONS = {
@@ -29,8 +29,7 @@ class Clocks:
         try:
             self._nvml = nvml = import_module("pynvml")
             nvml.nvmlInit()
-            prepare_cupy()
-            bus = import_module("cupy.cuda").runtime.deviceGetPCIBusId(index)
+            bus = cupy_cuda().runtime.deviceGetPCIBusId(index)
             self._gpu = nvml.nvmlDeviceGetHandleByPciBusId(bus.encode())
         except Exception as error:  # no package, no library, a driver that refuses: all the same
             self.missing = f"{type(error).__name__}: {error}"

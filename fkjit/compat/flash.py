@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from fkjit.compat.arguments import NO_WINDOW, check_tensors, refuse, window_of
+from fkjit.compat.arguments import NO_WINDOW, check_tensors, explained, refuse, window_of
 from fkjit.errors import ParameterError
 from fkjit.ops.attention.decode.call import paged_attention
 from fkjit.ops.attention.forward import attention, attention_varlen
+from fkjit.ops.op.checks import check_flag
 
 _DENSE, _VARLEN = "flash_attn_func", "flash_attn_varlen_func"
+_QKV, _ENDS = ("q", "k", "v", "alibi_slopes"), ("cu_seqlens_q", "cu_seqlens_k", "block_table")
 
 
+@explained(_DENSE, _QKV)
 def flash_attn_func(
     q: Any,
     k: Any,
@@ -41,14 +44,17 @@ def flash_attn_func(
     """
     check_tensors(_DENSE, q=q, k=k, v=v)
     refuse(_DENSE, dropout_p=(dropout_p, 0.0))
+    check_flag(_DENSE, "return_attn_probs", return_attn_probs)
+    window = window_of(_DENSE, window_size)
     made = attention(
         q, k, v, causal=causal, softmax_scale=softmax_scale, layout="bshd",
-        return_lse=return_attn_probs, window=window_of(window_size), softcap=softcap or None,
+        return_lse=return_attn_probs, window=window, softcap=softcap or None,
         alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
     return (*made, None) if return_attn_probs else made
 
 
+@explained(_VARLEN, (*_QKV, *_ENDS))
 def flash_attn_varlen_func(
     q: Any,
     k: Any,
@@ -82,17 +88,19 @@ def flash_attn_varlen_func(
     """
     check_tensors(_VARLEN, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     refuse(_VARLEN, dropout_p=(dropout_p, 0.0))
+    check_flag(_VARLEN, "return_attn_probs", return_attn_probs)
+    window = window_of(_VARLEN, window_size)
     if block_table is not None:
         made = paged_attention(
             q, (k, v), block_table, cu_seqlens_k[1:] - cu_seqlens_k[:-1], cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=max_seqlen_q, causal=causal, softmax_scale=softmax_scale,
-            return_lse=return_attn_probs, window=window_of(window_size), softcap=softcap or None,
+            return_lse=return_attn_probs, window=window, softcap=softcap or None,
             alibi_slopes=alibi_slopes,
         )  # fmt: skip
         return (*made, None) if return_attn_probs else made
     made = attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal,
-        softmax_scale=softmax_scale, return_lse=return_attn_probs, window=window_of(window_size),
+        softmax_scale=softmax_scale, return_lse=return_attn_probs, window=window,
         softcap=softcap or None, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
     return (*made, None) if return_attn_probs else made
@@ -136,10 +144,11 @@ def flash_attn_varlen_kvpacked_func(
 def _unpacked(call: str, name: str, packed: Any, dims: int, parts: int) -> Any:
     """The tensors that lie side by side in the third dimension from the end."""
     check_tensors(call, **{name: packed})
-    if packed.dim() != dims or packed.shape[-3] != parts:
+    if packed.is_nested or packed.dim() != dims or packed.shape[-3] != parts:
+        shape = "nested" if packed.is_nested else tuple(packed.shape)
         heads = "3, H, D" if parts == 3 else "2, Hkv, D"
         raise ParameterError(
-            f"{call}: {name} has shape {tuple(packed.shape)}; allowed: "
+            f"{call}: {name} has shape {shape}; allowed: "
             f"[{'B, S' if dims == 5 else 'total'}, {heads}]"
         )
     return packed.unbind(-3)

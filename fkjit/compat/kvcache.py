@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fkjit.compat.arguments import NO_WINDOW, check_tensors, window_of
+from fkjit.compat.arguments import NO_WINDOW, check_tensors, explained, window_of
 from fkjit.compat.cache_pages import pages_of
 from fkjit.errors import ParameterError
 from fkjit.ops.attention.decode.call import attention_decode, paged_attention
@@ -12,13 +12,19 @@ from fkjit.ops.attention.decode.problem import MAX_TOKENS
 from fkjit.ops.attention.paged import uniform_ends
 from fkjit.ops.kv.append import kv_append
 from fkjit.ops.op import torch_ops
+from fkjit.ops.op.checks import check_flag
 from fkjit.ops.rope.call import rope
 
 _CALL = "flash_attn_with_kvcache"
+_TENSORS = (
+    "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx",
+    "cache_leftpad", "block_table", "alibi_slopes",
+)  # fmt: skip
 _PIECE = 8  # elements of 16 bytes
 _MASKED_DIM = 128  # up to which decoding's kernel has registers for a mask
 
 
+@explained(_CALL, _TENSORS)
 def flash_attn_with_kvcache(
     q: Any,
     k_cache: Any,
@@ -73,6 +79,11 @@ def flash_attn_with_kvcache(
     Returns: o [B, Sq, Hq, D], or (o, lse). Raises as `fkjit.paged_attention`.
     """
     check_tensors(_CALL, q=q, k_cache=k_cache, v_cache=v_cache)
+    for name, array in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if array.dim() != 4:
+            raise ParameterError(f"{_CALL}: {name} has {array.dim()} dimensions; allowed: 4")
+    if cache_seqlens is not None and type(cache_seqlens) is not int:
+        check_tensors(_CALL, cache_seqlens=cache_seqlens)
     if (k is None) != (v is None):
         raise ParameterError(f"{_CALL}: k and v are given together or not at all")
     for name, given in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
@@ -85,9 +96,11 @@ def flash_attn_with_kvcache(
         at = lengths if cache_leftpad is None else lengths - cache_leftpad
         q, k = _rotated(q, k, at, rotary_cos, rotary_sin, rotary_interleaved, causal or local)
     seen = lengths if k is None else lengths + k.shape[1]
+    check_flag(_CALL, "return_softmax_lse", return_softmax_lse)
+    window = window_of(_CALL, window_size)
     options = {
         "causal": causal, "softmax_scale": softmax_scale, "return_lse": return_softmax_lse,
-        "window": window_of(window_size), "softcap": softcap or None, "alibi_slopes": alibi_slopes,
+        "window": window, "softcap": softcap or None, "alibi_slopes": alibi_slopes,
     }  # fmt: skip
     if cache_leftpad is not None:
         places = torch_ops.torch_seen().arange(k_cache.shape[1], device=q.device)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from fkjit.compat.arguments import check_tensors, refuse
-from fkjit.errors import ParameterError
+from fkjit.compat.arguments import check_tensors, explained, refuse
+from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.attention.forward import attention
 from fkjit.ops.op import torch_ops
+from fkjit.ops.op.checks import check_flag
 
 _CALL = "scaled_dot_product_attention"
 
 
+@explained(_CALL, ("query", "key", "value", "attn_mask"))
 def scaled_dot_product_attention(
     query: Any,
     key: Any,
@@ -39,10 +41,12 @@ def scaled_dot_product_attention(
     """
     check_tensors(_CALL, query=query, key=key, value=value)
     refuse(_CALL, dropout_p=(dropout_p, 0.0))
+    check_flag(_CALL, "is_causal", is_causal)
     if attn_mask is not None and is_causal:
         raise ParameterError(f"{_CALL}: attn_mask and is_causal=True; allowed: one of them")
-    if query.dim() not in (3, 4):
-        raise ParameterError(f"{_CALL}: query has {query.dim()} dimensions; allowed: 3 or 4")
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if array.dim() not in (3, 4):
+            raise ParameterError(f"{_CALL}: {name} has {array.dim()} dimensions; allowed: 3 or 4")
     if query.shape[-3] != key.shape[-3] and not enable_gqa:
         raise ParameterError(
             f"{_CALL}: query has {query.shape[-3]} heads, key {key.shape[-3]}; allowed with "
@@ -66,6 +70,10 @@ def scaled_dot_product_attention(
 def _mask(attn_mask: Any, keys: int) -> dict[str, Any]:
     """As `attention` takes it: four dimensions, the last in full and contiguous."""
     check_tensors(_CALL, attn_mask=attn_mask)
+    if not (attn_mask.dtype.is_floating_point or attn_mask.dtype is torch_ops.torch_seen().bool):
+        raise ArgumentTypeError(
+            f"{_CALL}: attn_mask is {attn_mask.dtype}; allowed: torch.bool, floating"
+        )
     whole = attn_mask[(None,) * (4 - attn_mask.dim())] if attn_mask.dim() < 4 else attn_mask
     if whole.shape[-1] != keys or whole.stride(-1) != 1:
         whole = whole.expand(*whole.shape[:-1], keys).contiguous()

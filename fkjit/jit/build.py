@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from queue import SimpleQueue
 from typing import Any
 
 from fkjit.arch import Capability, Target, choose_target, target
@@ -14,7 +15,7 @@ from fkjit.errors import ToolchainError
 from fkjit.jit.keys import installed, key_fields
 from fkjit.jit.render import Rendered, load
 from fkjit.jit.toolchain import nvrtc_info
-from fkjit.messages import write
+from fkjit.messages import running
 from fkjit.settings import settings
 from fkjit.spec import KernelSpec, Params
 
@@ -38,6 +39,32 @@ def build(
     """
     what = {"kernel": spec.id, "label": spec.label(params), "params": dict(params)}
     return build_source(load(spec, params, guard), spec.entry, to, what, cache)
+
+
+def build_all(wanted: Sequence[tuple[KernelSpec, Params]], to: Target) -> None:
+    """Have several kernels in the cache: those that are not are compiled at the same time.
+
+    Raises what `build` raises, of the first that fails, and ParameterError for parameters that the
+    architecture does not take; an interrupt is raised at once.
+    """
+    ended: SimpleQueue[BaseException | None] = SimpleQueue()
+    silent = getattr(_quiet, "on", False)
+
+    def work(spec: KernelSpec, params: Params) -> None:
+        try:
+            spec.check(params, to.arch)
+            with quiet() if silent else nullcontext():
+                build(spec, params, to)
+            ended.put(None)
+        except BaseException as error:
+            ended.put(error)
+
+    for each in wanted:
+        threading.Thread(target=work, args=each, daemon=True).start()
+    for _ in wanted:
+        error = ended.get()
+        if error is not None:
+            raise error
 
 
 def build_source(
@@ -152,12 +179,8 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def _status(describe: str) -> Iterator[list[str]]:
     """One line a compile on stderr: what, and when it is done how long it took."""
-    done: list[str] = []
     if settings().log == "quiet" or getattr(_quiet, "on", False):
-        yield done
+        yield []
         return
-    write(f"fkjit: compiling {describe} ... ", end="")
-    try:
+    with running(f"compiling {describe}") as done:
         yield done
-    finally:
-        write(done[0] if done else "failed")

@@ -4,7 +4,8 @@ While its front end runs, NVRTC has its own handlers of SIGINT and SIGTERM, whic
 fork in the middle of a compile leaves its locks held in the child; and a compiler can crash. So a
 program goes to a process that only compiles (`nvrtc.py`). It is out of reach of the terminal, ends
 with this one, and stays for the next program. An exception while it works, a KeyboardInterrupt say,
-ends it at once. There are as many as threads that compile at a time, up to one for each CPU.
+ends it at once, and so does a compile that takes longer than `Compilers.timeout`. There are as many
+as threads that compile at a time, up to one for each CPU.
 
 Where no process can be started, NVRTC runs in this one.
 """
@@ -15,20 +16,54 @@ import atexit
 import fcntl
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
-from fkjit.errors import CompileError
+from fkjit.errors import CompilerStoppedError
 from fkjit.jit import nvrtc
-from fkjit.jit.nvrtc import Made, Nvrtc, Program
+from fkjit.jit.nvrtc import Made, Nvrtc, Program, Wait
+from fkjit.messages import still_running
 
+TIMEOUT = 600.0  # seconds; the slowest kernels take a few
+SLOW_SECONDS = 10.0  # then the line on stderr says that it still runs
+_DAY = 86400.0  # what poll() takes at a time
 _FORK_SECONDS = 5.0  # a fork waits so long for a process that is being started
 # Else it is a program with Python inside, and who knows what it does with `-c`.
 _PYTHON = re.compile(r"(python|pypy)[\d.]*t?d?(\.exe)?", re.IGNORECASE)
+
+
+class _Late(Exception):
+    """The time for a program is over."""
+
+
+class _Patience:
+    """Waits for a process, and says that it does. No thread: what a signal's handler raises would
+    be lost, or leave a lock held, in Python's own code of threads."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._begin, self._limit, self._said = time.monotonic(), seconds, False
+
+    def wait(self, descriptor: int, event: int) -> None:
+        """Until it can be read or written. _Late when the time is over."""
+        ready = select.poll()
+        ready.register(descriptor, event)
+        while True:
+            passed = time.monotonic() - self._begin
+            if self._limit is not None and passed >= self._limit:
+                raise _Late
+            ends = [] if self._limit is None else [self._limit]
+            ends += [] if self._said else [SLOW_SECONDS]
+            if ready.poll(min(max(0.0, min(ends) - passed), _DAY) * 1e3 + 1 if ends else None):
+                return
+            if not self._said and time.monotonic() - self._begin >= SLOW_SECONDS:
+                self._said = True
+                still_running()
 
 
 class _Process:
@@ -54,14 +89,15 @@ class _Process:
         finally:
             os.close(theirs_in)
             os.close(theirs_out)
+        os.set_blocking(self._to, False)  # `_Patience` waits
 
-    def compile(self, program: Program) -> Made:
+    def compile(self, program: Program, wait: Wait) -> Made:
         """One program. EOFError or OSError: the process has ended."""
-        if not self._ready and nvrtc.take(self._from, len(nvrtc.READY)) != nvrtc.READY:
+        if not self._ready and nvrtc.take(self._from, len(nvrtc.READY), wait) != nvrtc.READY:
             raise EOFError
         self._ready = True
-        nvrtc.send(self._to, tuple(program))
-        return Made(*nvrtc.receive(self._from))
+        nvrtc.send(self._to, tuple(program), wait)
+        return Made(*nvrtc.receive(self._from, wait))
 
     @property
     def ready(self) -> bool:
@@ -111,6 +147,8 @@ def _pipe() -> tuple[int, int]:
 class Compilers:
     """The processes of this process."""
 
+    timeout: float | None = TIMEOUT  # seconds for one program
+
     def __init__(self) -> None:
         self._usable = _can_start()
         self._after_fork()
@@ -130,19 +168,26 @@ class Compilers:
     def compile(self, program: Program, library: Path | None, who: str) -> Made | None:
         """What a process made of the program, None where there can be no process.
 
-        CompileError, which begins with `who`, when the process ended over it.
+        CompilerStoppedError, which begins with `who`, when the process ended over it.
         """
         if not self._usable or library is None:
             return None
+        limit = self.timeout
         with self._turn:
             try:
                 process = self._take(str(library))
             except (OSError, RuntimeError):  # no descriptors or processes left; interpreter ends
                 return None
             try:
-                made = process.compile(program)
-            except (EOFError, OSError, ValueError):
+                made = process.compile(program, _Patience(limit).wait)
+            except (EOFError, BrokenPipeError, ValueError):  # a handler may raise other OSErrors
                 return self._ended(process, who)
+            except _Late:
+                self._drop(process)
+                raise CompilerStoppedError(
+                    f"{who}: NVRTC was not done with this kernel after {limit:g} s; "
+                    "fkjit.compile_timeout(seconds) sets that limit"
+                ) from None
             except BaseException:
                 self._drop(process)
                 raise
@@ -153,7 +198,7 @@ class Compilers:
     def _ended(self, process: _Process, who: str) -> None:
         status = self._drop(process, patience=1.0)
         if process.ready:
-            raise CompileError(f"{who}: {_end(status)} while it compiled this kernel", "")
+            raise CompilerStoppedError(f"{who}: {_end(status)} while it compiled this kernel")
         self._usable = False  # it cannot load the library, say
 
     def _take(self, library: str) -> _Process:

@@ -15,7 +15,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from glob import escape, glob
 from typing import Any, NamedTuple
@@ -97,23 +97,33 @@ def _strings(texts: Iterable[str]) -> Any:
     return (ctypes.c_char_p * max(len(encoded), 1))(*encoded)
 
 
-def send(descriptor: int, message: tuple[Any, ...]) -> None:
+def _at_once(descriptor: int, event: int) -> None:
+    """Reading and writing wait by themselves."""
+
+
+Wait = Callable[[int, int], None]  # returns when the descriptor is ready for POLLIN or POLLOUT
+
+
+def send(descriptor: int, message: tuple[Any, ...], wait: Wait = _at_once) -> None:
     """One message, whole. OSError when nobody reads."""
     data = marshal.dumps(message)
     view = memoryview(len(data).to_bytes(8, "little") + data)
     while view:
+        wait(descriptor, select.POLLOUT)
         view = view[os.write(descriptor, view) :]
 
 
-def receive(descriptor: int) -> tuple[Any, ...]:
+def receive(descriptor: int, wait: Wait = _at_once) -> tuple[Any, ...]:
     """The next message; EOFError when the other side has ended."""
-    return marshal.loads(take(descriptor, int.from_bytes(take(descriptor, 8), "little")))
+    size = int.from_bytes(take(descriptor, 8, wait), "little")
+    return marshal.loads(take(descriptor, size, wait))
 
 
-def take(descriptor: int, size: int) -> bytes:
+def take(descriptor: int, size: int, wait: Wait = _at_once) -> bytes:
     """So many bytes; EOFError if they do not come."""
     data = bytearray()
     while len(data) < size:
+        wait(descriptor, select.POLLIN)
         piece = os.read(descriptor, min(size - len(data), 1 << 20))
         if not piece:
             raise EOFError

@@ -22,6 +22,7 @@ from typing import Any
 
 from fkjit.arch import Target
 from fkjit.errors import ToolchainError
+from fkjit.jit import signals
 
 Version = tuple[int, int]
 
@@ -64,10 +65,8 @@ def installed_cupys() -> dict[str, str]:
 
     found = {}
     for name in _CUPY_NAMES:
-        try:
+        with suppress(PackageNotFoundError), signals.held():
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 
@@ -90,11 +89,17 @@ def _site_of(name: str) -> str:
     return str(distribution(name).locate_file("cupy"))
 
 
-def prepare_cupy() -> None:
+def cupy_cuda() -> Any:
+    """`cupy.cuda`. Whatever may be the first to import CuPy calls this."""
+    _find_folder()
+    with signals.held():
+        return import_module("cupy.cuda")
+
+
+def _find_folder() -> None:
     """Make CuPy importable where ~/.cupy cannot be: it makes that folder on import, or fails.
 
-    To be called before CuPy's first import. Another folder is put into CUPY_CACHE_DIR, unless the
-    user has set that.
+    Another folder is put into CUPY_CACHE_DIR, unless the user has set that.
     """
     if "CUPY_CACHE_DIR" in os.environ or "cupy" in sys.modules:
         return
@@ -124,9 +129,8 @@ def _private_folder() -> str:
 @lru_cache(maxsize=1)
 def nvrtc_module() -> Any:
     """CuPy's binding of NVRTC, loaded; ToolchainError without CuPy or without the library."""
-    prepare_cupy()
     try:
-        nvrtc: Any = import_module("cupy.cuda").nvrtc
+        nvrtc: Any = cupy_cuda().nvrtc
     except ImportError as error:
         check_one_cupy()
         found = ", ".join(f"{n} {v}" for n, v in installed_cupys().items())
@@ -135,10 +139,6 @@ def nvrtc_module() -> Any:
             f"{state}: {error}; pip install 'fkjit[cuda13]' "
             "('fkjit[cuda12]' for a driver before 580)"
         ) from error
-    except RuntimeError as error:  # as Python 3.11 reports a Ctrl-C that comes in __set_name__
-        if isinstance(error.__cause__, KeyboardInterrupt):
-            raise error.__cause__ from None
-        raise
     except OSError as error:  # the folder of its cache
         raise ToolchainError(
             f"CuPy cannot be imported: {error}; set CUPY_CACHE_DIR to a folder it can write"
@@ -385,8 +385,7 @@ def _mend(target: Target, driver: Version | None, made_major: int) -> str:
 def driver_cuda_version() -> Version | None:
     """The newest CUDA the installed driver knows, e.g. (13, 0); None without a driver."""
     try:
-        prepare_cupy()
-        number = int(import_module("cupy.cuda").runtime.driverGetVersion())
+        number = int(cupy_cuda().runtime.driverGetVersion())
     except Exception:  # no CuPy, no driver: both are ordinary on a machine that only compiles
         return None
     return (number // 1000, number % 1000 // 10) if number else None

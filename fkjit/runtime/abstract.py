@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,13 +16,13 @@ import numpy as np
 
 from fkjit.arch import Target, target
 from fkjit.errors import ArgumentTypeError
-from fkjit.jit.build import build
+from fkjit.jit.build import build_all
 from fkjit.spec import KernelSpec, Params
 
 # SMs of the GPUs that most calls are for; one with more or fewer takes other tiles for few shapes.
 _SMS = {(7, 5): 40, (8, 0): 108, (8, 6): 84, (8, 9): 142, (9, 0): 132, (10, 0): 148, (12, 0): 170}
 _FEW_SMS = 108  # of a GPU that is not in the table
-_TEXT = re.compile(r"(\w+)\[([\d, ]*)\]")
+_TEXT = r"(\w+)\[([\d, ]*)\]"
 _SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 Take = Callable[[KernelSpec, Params, Target], None]
@@ -75,7 +75,7 @@ def described(value: Any, device: int) -> Any:
     if isinstance(value, tuple):
         parts = [described(part, device) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if isinstance(value, str) and (found := _TEXT.fullmatch(value.strip())):
+    if isinstance(value, str) and (found := re.fullmatch(_TEXT, value.strip())):
         shape = tuple(int(size) for size in found[2].replace(" ", "").split(",") if size)
         return _made(shape, found[1], None, device)
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
@@ -102,15 +102,16 @@ def _made(shape: tuple[int, ...], name: str, steps: Any, device: int) -> Abstrac
     return Abstract(shape, dtype, tuple(step * dtype.itemsize for step in steps), device)
 
 
-def compile_for(spec: KernelSpec, params: Params, device: int) -> None:
-    """Compile a kernel into the cache for such a device, or hand it to whoever is `taking`."""
+def compile_for(launches: Iterable[Any], device: int) -> None:
+    """Compile a call's kernels into the cache for such a device, or hand them to whoever is
+    `taking`."""
     to = target_of(device)
-    params = spec.canonical(params)
-    spec.check(params, to.arch)
+    each = [(spec, spec.canonical(params)) for spec, params, _ in launches]
     take = _taking.get()
     if take is None:
-        build(spec, params, to)
-    else:
+        return build_all(each, to)
+    for spec, params in each:
+        spec.check(params, to.arch)
         take(spec, params, to)
 
 

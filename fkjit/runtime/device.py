@@ -20,8 +20,8 @@ from typing import Any
 from fkjit.arch import Target
 from fkjit.cache.lookup import Entry, materialise
 from fkjit.errors import CaptureError, DeviceError, LaunchError, ParameterError, ToolchainError
-from fkjit.jit.build import build, gpu_target
-from fkjit.jit.toolchain import explain_load_failure
+from fkjit.jit.build import build, build_all, gpu_target
+from fkjit.jit.toolchain import cupy_cuda, explain_load_failure
 from fkjit.runtime import abstract, pdl
 from fkjit.runtime.interop import CPU, Pointer
 from fkjit.runtime.tensor_map import TensorMap
@@ -200,7 +200,7 @@ def device_target(device: int) -> Target:
     """What to compile for this CUDA device; its `arch.gpu` is the device's name."""
     if device < CPU:
         return abstract.target_of(device)
-    runtime = import_module("cupy.cuda").runtime
+    runtime = cupy_cuda().runtime
     try:
         major = runtime.deviceGetAttribute(75, device)  # cudaDevAttrComputeCapabilityMajor
         minor = runtime.deviceGetAttribute(76, device)
@@ -217,7 +217,7 @@ def multiprocessors(device: int) -> int:
     """SMs of this CUDA device."""
     if device < CPU:
         return abstract.multiprocessors_of(device)
-    return import_module("cupy.cuda").runtime.deviceGetAttribute(16, device)
+    return cupy_cuda().runtime.deviceGetAttribute(16, device)
 
 
 def loaded(
@@ -236,15 +236,31 @@ def loaded(
     if found is not None and found.spec is spec:
         return found
     params = spec.canonical(params)
-    key = (spec.id, tuple(params.items()), device)
-    found = _loaded.get(key)
-    if found is None or found.spec is not spec:
+    found = _find(spec, params, device)
+    if found is None:
         _refuse_while_capturing(spec, params, stream, call or spec.op)
+        to = device_target(device)
+        spec.check(params, to.arch)
+        entry = build(spec, params, to)  # not under the lock: other threads compile theirs
         with _loading:
-            found = _loaded.get(key)
-            if found is None or found.spec is not spec:
-                found = _loaded[key] = _load(spec, dict(params), device)
+            found = _find(spec, params, device) or _load(spec, dict(params), device, entry)
+            _loaded[spec.id, tuple(params.items()), device] = found
     return found
+
+
+def _find(spec: KernelSpec, params: Params, device: int) -> LoadedKernel | None:
+    """A loaded kernel; `params` in canonical order."""
+    found = _loaded.get((spec.id, tuple(params.items()), device))
+    return found if found is not None and found.spec is spec else None
+
+
+def load_all(launches: Sequence[Any], device: int, stream: int, call: str) -> list[LoadedKernel]:
+    """`loaded` of a call's kernels; those to be compiled are compiled at the same time."""
+    each = [(spec, spec.canonical(params)) for spec, params, _ in launches]
+    missing = [one for one in each if _find(*one, device) is None]
+    if len(missing) > 1 and not is_capturing(stream):  # then `loaded` says what to do
+        build_all(missing, device_target(device))
+    return [loaded(*one, device, stream, call) for one in each]
 
 
 def forget() -> None:
@@ -254,7 +270,7 @@ def forget() -> None:
 
 @lru_cache(maxsize=1)
 def _runtime() -> Any:
-    return import_module("cupy.cuda").runtime
+    return cupy_cuda().runtime
 
 
 def is_capturing(stream: int) -> bool:
@@ -289,11 +305,9 @@ def _refuse_while_capturing(spec: KernelSpec, params: Params, stream: int, call:
         )
 
 
-def _load(spec: KernelSpec, params: dict[str, Any], device: int) -> LoadedKernel:
+def _load(spec: KernelSpec, params: dict[str, Any], device: int, entry: Entry) -> LoadedKernel:
     global _frame
     to = device_target(device)
-    spec.check(params, to.arch)
-    entry = build(spec, params, to)
     cupy = import_module("cupy")
     _frame = _frame or _Frame()
     shared = spec.shared_bytes(params)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
-from fkjit.jit.toolchain import prepare_cupy
+from fkjit.jit.toolchain import cupy_cuda
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,7 @@ class Gpu:
 def gpus() -> tuple[list[Gpu], str | None]:
     """Every CUDA device of this machine; and why there is none, if that is so."""
     try:
-        prepare_cupy()
-        runtime = import_module("cupy.cuda").runtime
+        runtime = cupy_cuda().runtime
         count = runtime.getDeviceCount()
         return [_gpu(runtime, index) for index in range(count)], None if count else "no CUDA device"
     except Exception as error:  # no CuPy, no driver, no device: each says so itself

@@ -260,10 +260,10 @@ def test_a_home_that_is_not_there_leaves_nothing_in_the_working_directory(tmp_pa
     if not AS_ROOT:
         pytest.skip("only root can become a user without an entry in /etc/passwd")
     body = f"""
+    from fkjit.jit import toolchain
     os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
     os.chdir(PLACE)
-    from fkjit.jit.toolchain import prepare_cupy
-    prepare_cupy()
+    toolchain._find_folder()
     print(os.listdir("."), "CUPY_CACHE_DIR" in os.environ)
     """
     place = tmp_path / "cwd"

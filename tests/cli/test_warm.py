@@ -179,7 +179,7 @@ def test_unknown_names_and_process_counts_are_refused():
         ParameterError, match=r"'atention' is no call and no kernel; did you mean attention"
     ):
         fkjit.warm("atention", arch="sm_80")
-    with pytest.raises(ParameterError, match="warm: jobs=-1 is not 1 or more"):
+    with pytest.raises(ParameterError, match="warm: jobs=-1; allowed: 1 and above"):
         fkjit.warm("attention", arch="sm_80", jobs=-1)
 
 

@@ -9,8 +9,13 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import fkjit
+from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.jit.compiler import compilers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,12 +41,16 @@ def helpers():
 """
 
 
-def python(body: str, *arguments: object, rc: int = 0, flags: tuple[str, ...] = (), **more) -> str:
-    """What a child that ran PRELUDE and `body` printed."""
+def python(
+    body: str, *arguments: object, rc: int = 0, stderr: Any = subprocess.PIPE, **settings: object
+) -> str:
+    """What a child that ran PRELUDE and `body` printed. settings: log="quiet" is FKJIT_LOG."""
     code = PRELUDE + textwrap.dedent(body)
+    environ = {"FKJIT_LOG": settings.get("log"), "FKJIT_CACHE_DIR": settings.get("cache")}
     done = subprocess.run(
-        [sys.executable, *flags, "-c", code, *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, **more,
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=300,
+        env={**os.environ, **{name: str(value) for name, value in environ.items() if value}},
     )  # fmt: skip
     assert done.returncode == rc, (done.returncode, done.stdout, done.stderr)
     return done.stdout
@@ -109,27 +118,107 @@ def test_a_child_forked_in_the_middle_of_a_compile_compiles(every_variant):
     assert python(FORKED, most).split()[:2] == [str(most), "0"]
 
 
-def test_a_compiler_that_crashes_is_a_compile_error_and_the_next_compile_works():
+@pytest.mark.parametrize("how", ["SIGSEGV", "SIGKILL"])
+def test_a_compiler_that_crashes_is_a_typed_error_and_the_next_compile_works(how):
     said = python(
         """
-        from fkjit.errors import CompileError
+        from fkjit.errors import CompilerStoppedError
         compile_new()
         def kill():
             time.sleep(0.05)
-            os.kill(helpers()[0], signal.SIGSEGV)
+            os.kill(helpers()[0], getattr(signal, sys.argv[1]))
         threading.Thread(target=kill).start()
         try:
             while True: compile_new()
-        except CompileError as error: print(error)
+        except CompilerStoppedError as error: print(error)
         compile_new()
         os.kill(helpers()[0], signal.SIGKILL)  # while nobody uses it
         time.sleep(0.05)
         compile_new()
         print(len(helpers()))
-        """
+        """,
+        how,
     )
-    died = "test.k sm_80: NVRTC's process ended with SIGSEGV while it compiled this kernel"
+    died = f"test.k sm_80: NVRTC's process ended with {how} while it compiled this kernel"
     assert said.splitlines() == [died, "1"]
+
+
+LATE = """
+import fkjit, fkjit.jit.compiler as compiler
+from fkjit.errors import CompilerStoppedError
+compile_new()
+compiler.SLOW_SECONDS = 0.1
+print(fkjit.compile_timeout(0.4))
+os.kill(helpers()[0], signal.SIGSTOP)  # in the middle of a compile, or before it reads a program
+try: compile_new(TEXT + "//" + "x" * int(sys.argv[1]))
+except CompilerStoppedError as error: print(error)
+print(fkjit.compile_timeout(None), len(helpers()))
+compile_new()
+"""
+
+
+@pytest.mark.parametrize("length", [10, 1 << 20])
+def test_a_compiler_that_hangs_is_a_status_line_and_a_typed_error(length, tmp_path):
+    with (tmp_path / "stderr").open("w+") as stderr:
+        said = python(LATE, length, stderr=stderr, log="normal")
+        stderr.seek(0)
+        lines = stderr.read().splitlines()
+    late = "test.k sm_80: NVRTC was not done with this kernel after 0.4 s; fkjit.compile_timeout"
+    assert said.splitlines() == ["600.0", f"{late}(seconds) sets that limit", "0.4 0"]
+    assert lines[1] == "fkjit: compiling test.k sm_80 ... still running ... failed"
+    assert len(lines) == 3 and lines[2].endswith(" ms")
+
+
+def test_an_error_of_a_signals_handler_is_not_taken_for_the_end_of_the_compiler():
+    body = """
+        def late(*_): raise TimeoutError
+        signal.signal(signal.SIGALRM, late)
+        compile_new()
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            while True: compile_new()
+        except TimeoutError: print(len(helpers()))
+        """
+    assert python(body) == "0\n"
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), 1e300, "9", [1], True])
+def test_a_time_limit_that_is_none(seconds):
+    with pytest.raises((ParameterError, ArgumentTypeError), match=r"compile_timeout: seconds="):
+        fkjit.compile_timeout(seconds)
+    assert compilers.timeout == 600
+
+
+PARALLEL = """
+import fkjit
+together, compile_one = threading.Barrier(3, timeout=60), compilers.compile
+def at_once(*args):
+    together.wait()  # each begins before another one ends
+    return compile_one(*args)
+compilers.compile = at_once
+x = "bf16[1, 2, 64, 64]"
+fkjit.prepare("attention_backward", x, x, x, x, x, "fp32[1, 2, 64]", arch="sm_80")
+"""
+
+
+def test_prepare_compiles_the_kernels_of_a_call_at_the_same_time(tmp_path):
+    with (tmp_path / "stderr").open("w+") as stderr:
+        python(PARALLEL, stderr=stderr, log="normal", cache=tmp_path / "cache")
+        stderr.seek(0)
+        lines = stderr.read().splitlines()
+    assert len([line for line in lines if line.endswith(" ms")]) == 3, lines
+    assert all(line.startswith("fkjit: compiling attention_backward.") for line in lines)
+
+
+def test_prepare_raises_what_one_of_the_compiles_raises(tmp_path):
+    body = """
+        from fkjit.errors import CompilerStoppedError
+        fkjit.compile_timeout(1e-3)
+        try: fkjit.prepare("attention_backward", x, x, x, x, x, "fp32[1, 2, 64]", arch="sm_80")
+        except CompilerStoppedError as error: print("attention_backward." in str(error))
+        """
+    start = 'import fkjit\nx = "bf16[1, 2, 64, 64]"\n' + textwrap.dedent(body)
+    assert python(start, cache=tmp_path) == "True\n"
 
 
 CANNOT = """

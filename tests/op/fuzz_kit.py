@@ -8,11 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 import fkjit
+import fkjit.compat
+from fkjit import spec as spec_module
+from fkjit import warming
 
 Arguments = dict[str, Any]
 
@@ -126,7 +130,108 @@ def _op(name: str, arguments: Callable[[random.Random], Arguments], *also: str) 
     )
 
 
+# ------------------------------------------------------------------ names of other libraries
+
+
+def _torch(c: random.Random, *shape: int, dtype: Any = torch.half) -> Any:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def _rows(c: random.Random) -> Arguments:
+    return {name: _torch(c, 1, 16, 2, 32) for name in ("q", "k", "v")}
+
+
+def _ends(c: random.Random, *names: str) -> Arguments:
+    ends = torch.tensor([0, 5, 16], dtype=torch.int32)
+    return {name: ends if name.startswith("cu") else 11 for name in names}
+
+
+_BOTH = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+def _flash_cache(c: random.Random) -> Arguments:
+    caches = {name: _torch(c, 1, 32, 2, 32) for name in ("k_cache", "v_cache")}
+    new = {name: _torch(c, 1, 1, 2, 32) for name in ("q", "k", "v")}
+    return {**new, **caches, "cache_seqlens": _torch(c, 1, dtype=torch.int32)}
+
+
+def _compat(name: str, arguments: Callable[[random.Random], Arguments], *also: str) -> Target:
+    called = ("attention", "attention_varlen", "attention_decode", "paged_attention", "kv_append")
+    parts = (
+        "q is",
+        "k is",
+        "v is",
+        "q has",
+        "k has",
+        "v has",
+        "cache",
+        "window",
+        "pages",
+        "k_",
+        "v's",
+    )
+    return Target(name, getattr(fkjit.compat, name), arguments, (*also, *called), parts)
+
+
+_FLASH, _VARLEN = "flash_attn_func", "flash_attn_varlen_func"
+COMPAT = (
+    _compat("scaled_dot_product_attention", lambda c: {
+        "query": _torch(c, 1, 2, 16, 32), "key": _torch(c, 1, 2, 16, 32),
+        "value": _torch(c, 1, 2, 16, 32),
+    }),
+    _compat(_FLASH, _rows),
+    _compat("flash_attn_qkvpacked_func", lambda c: {"qkv": _torch(c, 1, 16, 3, 2, 32)}, _FLASH),
+    _compat("flash_attn_kvpacked_func", lambda c: {
+        "q": _torch(c, 1, 16, 2, 32), "kv": _torch(c, 1, 16, 2, 2, 32)}, _FLASH),
+    _compat(_VARLEN, lambda c: {
+        **{name: _torch(c, 16, 2, 32) for name in ("q", "k", "v")}, **_ends(c, *_BOTH)}),
+    _compat("flash_attn_varlen_qkvpacked_func", lambda c: {
+        "qkv": _torch(c, 16, 3, 2, 32), **_ends(c, "cu_seqlens", "max_seqlen")}, _VARLEN),
+    _compat("flash_attn_varlen_kvpacked_func", lambda c: {
+        "q": _torch(c, 16, 2, 32), "kv": _torch(c, 16, 2, 2, 32), **_ends(c, *_BOTH)}, _VARLEN),
+    _compat("flash_attn_with_kvcache", _flash_cache),
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------ calls that leave something
+
+
+def _warm(ops: Any, arch: Any, jobs: Any, progress: Any) -> Any:
+    """`fkjit.warm` that chooses what to compile, but compiles nothing."""
+    with mock.patch.object(warming, "_run", lambda work, processes: iter(())):
+        names = ops if isinstance(ops, (tuple, list)) else (ops,)
+        return fkjit.warm(*names, arch=arch, jobs=jobs, progress=progress)
+
+
+def _register(spec: Any, replace: Any) -> Any:
+    with mock.patch.multiple(spec_module, _REGISTRY={}, _HOME={}):
+        return fkjit.register(spec, replace=replace)
+
+
+def _compile_timeout(seconds: Any) -> Any:
+    try:
+        return fkjit.compile_timeout(seconds)
+    finally:
+        fkjit.compile_timeout(600)
+
+
+LEAVING = (
+    Target("warm", _warm, lambda c: {
+        "ops": ("vector_add",), "arch": "sm_80", "jobs": 1, "progress": None,
+    }, ("show", "choose_target", "arch", "target")),
+    Target("register", _register, lambda c: {
+        "spec": fkjit.KernelSpec(
+            op="fuzz", name="plain", source="kernels_cu/fuzz.cu", entry="fuzz", params=(),
+            block=lambda params: (1, 1, 1), grid=lambda params, problem: (1, 1, 1),
+            arguments=lambda params, problem, arrays: {}),
+        "replace": False,
+    }),
+    Target("compile_timeout", _compile_timeout, lambda c: {"seconds": 5}),
+)  # fmt: skip
+
 TARGETS = (
+    *COMPAT,
+    *LEAVING,
     _op("attention", _qkv),
     _op("attention_varlen", _packed),
     _op("attention_backward", _backward),

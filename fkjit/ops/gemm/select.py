@@ -139,8 +139,8 @@ def _why_not(spec: KernelSpec, params: Params, arch: Arch) -> str | None:
 
 def _tile(block: Any) -> Any:
     """A list as a tuple; anything else is looked for as it is."""
-    if isinstance(block, np.integer):
-        return int(block)
+    if isinstance(block, np.generic):
+        return block.item()
     return tuple(block) if isinstance(block, list) else block
 
 

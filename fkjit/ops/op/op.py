@@ -25,7 +25,7 @@ from fkjit.ops.op.plan import MISSED, Geometry, Plans
 from fkjit.ops.op.request import Launch, Output, Request, arch_of
 from fkjit.runtime import interop, workspace
 from fkjit.runtime.abstract import compile_for
-from fkjit.runtime.device import LoadedKernel, is_capturing, launch_on_device, loaded
+from fkjit.runtime.device import LoadedKernel, is_capturing, launch_on_device, load_all
 from fkjit.runtime.interop import CPU, View
 from fkjit.sanitizer import looks_at_indices
 
@@ -264,16 +264,11 @@ class Op:
         if request.delegate is not None:
             request.delegate.prepare(arrays[: len(self.inputs)], options)
         if request.like.device < CPU:
-            for launch in request.launches:
-                compile_for(launch.spec, launch.params, request.like.device)
-            return
+            return compile_for(request.launches, request.like.device)
         if request.like.device == CPU or not request.launches:
             return
         stream = interop.current_stream(request.like)
-        kernels = [
-            loaded(launch.spec, launch.params, request.like.device, stream, self.name)
-            for launch in request.launches
-        ]
+        kernels = load_all(request.launches, request.like.device, stream, self.name)
         workspace.reserve(request.like.device, request.counters)
         self.plans.store(arrays, options, request, kernels, self._pairs(request))
 
@@ -357,6 +352,8 @@ class Op:
         else:
             arrays |= _NO_SCRATCH
         kernels = []
+        if len(request.launches) > 1:
+            load_all(request.launches, device, stream, self.name)
         for spec, params, problem in request.launches:
             named = dict(spec.arguments(params, problem, arrays))
             for name in workspace.ARGUMENTS:
