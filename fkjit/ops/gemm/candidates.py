@@ -44,7 +44,8 @@ def _unaligned(shape: Shape) -> str | None:
 
 # ------------------------------------------------------------------ wgmma
 
-_KN = {"cooperative": 0.90, "pingpong": 0.92, "swapped": 1.0}  # faster, where the weight's rows are contiguous in n
+# Faster, where the weight's rows are contiguous in n.
+_KN = {"cooperative": 0.90, "pingpong": 0.92, "swapped": 1.0}
 _EPILOGUE = {"none": 0.030}  # ns for an element of a cooperative tile; with an activation more
 _ACTIVATION = 0.08
 _STREAMING = 0.97  # of memory's speed
