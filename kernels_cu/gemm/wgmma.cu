@@ -22,6 +22,10 @@
    Otherwise blocks of a cluster have tiles below one another. Each fetches half of the weight's tile
    and has TMA write it into both, so that L2 is asked once.
 
+   With SWAPPED the weight stands where x does elsewhere in this file, and x where the weight does: the
+   product is out's transpose (gemm/sm90/store_transposed.cuh). Rows of x are columns of wgmma then,
+   which come by 16 and not by 64, so that 140 rows are no 192; consumers are COOPERATIVE.
+
    Rows of a weight with GATE: a tile has as many of gate as of up, so that a thread has both sums
    of an element.
 
@@ -51,6 +55,9 @@
 #include "gemm/sm90/split_k.cuh"
 #include "gemm/sm90/stages.cuh"
 #include "gemm/sm90/store.cuh"
+//% if swapped
+#include "gemm/sm90/store_transposed.cuh"
+//% endif
 
 using elem_t = ${dtype};
 using out_t = ${out_dtype};
@@ -60,7 +67,8 @@ constexpr int STAGES = ${stages};    // of 64 k in shared memory
 constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
 constexpr int SPLIT = ${split};      // blocks that share the k of a tile, which is their only one
 constexpr bool COOPERATIVE = ${cooperative};
-constexpr bool SHARES = ${shares};  // blocks share the k of some tiles
+constexpr bool SWAPPED = ${swapped};  // x is the weight, m is n, and the other way around
+constexpr bool SHARES = ${shares};    // blocks share the k of some tiles
 constexpr bool GATE = ${gate}, RESIDUAL = ${residual}, PRE = ${pre};
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
@@ -74,6 +82,8 @@ constexpr int RELEASES = CLUSTER * 4 * (COOPERATIVE ? CONSUMERS : 1);  // of a s
 constexpr u16 ALL_BLOCKS = CLUSTER > 1 ? (1 << CLUSTER) - 1 : 0;
 static_assert(CLUSTER <= 2, "a tile of the weight has two parts at most");
 static_assert(SPLIT == 1 || (CLUSTER == 1 && !SHARES), "one reason to be a cluster");
+static_assert(!SWAPPED || (COOPERATIVE && CLUSTER == 1 && !SHARES && !GATE && !RESIDUAL && !PRE),
+              "what the transposed way out can do");
 static_assert(ROWS % 64 == 0, "wgmma takes 64 rows");
 static_assert(OUT_COLUMNS % 16 == 0, "outputs are staged 16 columns at a time");
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
@@ -208,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     const __grid_constant__ TensorMap x_map_last,  // the same, boxes of the last tile's rows
     const __grid_constant__ TensorMap weight_map,  // [n, k] (with gate [2 n, k]) as it lies
     const __grid_constant__ TensorMap weight_map_last,
-    //% if tma_store
+    //% if tma_store and not swapped
     const __grid_constant__ TensorMap out_map,  // [m, n], boxes of 16 rows and 64 columns
     //% endif
     const elem_t* __restrict__ bias,               // [n] or [2 n], or null
@@ -288,8 +298,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
       if (SPLIT > 1) piece = part_of(piece);
       const int column = tile.column * OUT_COLUMNS;
       elem_t* const tile_bias = consumer_bias + taken % 2 * BLOCK_N;
-      stage_bias<BLOCK_N>(tile_bias, bias, threadIdx.x % WARPGROUP, column,
-                          GATE ? n + column : column + BLOCK_N / 2, GATE ? 2 * n : n);
+      if (!SWAPPED)
+        stage_bias<BLOCK_N>(tile_bias, bias, threadIdx.x % WARPGROUP, column,
+                            GATE ? n + column : column + BLOCK_N / 2, GATE ? 2 * n : n);
       ++taken;
 #pragma unroll
       for (int block = 0; block < ROWS / 64; ++block) register_fence(acc[block]);
@@ -313,7 +324,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
         const int row =
             (tile.row * CLUSTER + rank) * BLOCK_M + consumer_row + block * 64 + warp_row;
         if (row >= m) continue;
-        //% if tma_store
+        //% if swapped
+        store_transposed(acc[block], epilogue, bias, out, out_stride, lane, row, m, column);
+        //% elif tma_store
         store_by_tma<Stages::Staged, OUT_COLUMNS>(acc[block], epilogue, tile_bias, out_map, out,
                                                   out_stride, stages.staged(warp), box, lane, row,
                                                   m, column);

@@ -50,6 +50,14 @@ def test_loses_little_to_the_best_of_what_was_measured():
     assert math.prod(losses) ** (1 / len(losses)) <= 1.02
 
 
+@pytest.mark.parametrize("m", [141, 271, 1100, 5134, 9001])
+def test_rows_are_rounded_to_what_has_as_many_tiles(m):
+    """Else the estimate is of another number of waves: 5134 rows are no 5376."""
+    rounded = select._rounded(m)
+    for rows in {16 if m <= 1024 else 64, 64, 128, 192}:
+        assert -(-rounded // rows) == -(-m // rows), rows
+
+
 @pytest.mark.parametrize("name", DEFAULT_ARCHS)
 def test_every_shape_has_a_kernel_that_takes_it(name):
     on = arch(name)

@@ -25,6 +25,8 @@ NARROW = _variant(block=(64, 48), cluster=1)
 SPLIT = _variant(block=(64, 64), split=4)
 SHARES = _variant(block=(128, 128), shares=True)
 GATED = _variant(block=(64, 96), gate=True, activation="silu")
+SWAPPED = _variant(block=(144, 128), schedule="swapped", split=2, activation="gelu_tanh")
+SWAPPED_KN = _variant(block=(144, 256), schedule="swapped", weight_layout="kn")
 WAIT_FULL = "mbarrier_wait(stages.full(place.stage), place.parity);"
 WAIT_EMPTY = "mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);"
 
@@ -76,6 +78,19 @@ BUGS = (
         "if (lane == 0) bulk_wait_read<1>();", "", by="race", **WIDE),
     Bug("TMA reads what is not there yet", D + "store.cuh", "proxy_fence();\n  __syncwarp();",
         "__syncwarp();", by="race", **WIDE),
+    # -- operands swapped
+    Bug("columns are not transposed", D + "store_transposed.cuh",
+        "transposed_8x8(pack2<Out>(low.x, low.y))", "pack2<Out>(low.x, low.y)",
+        by="numbers", **SWAPPED),
+    Bug("neighbours keep what they have", D + "store_transposed.cuh", "__shfl_xor_sync(FULL_MASK, "
+        "odd ? own_low : own_high, 1)", "odd ? own_low : own_high", by="numbers", **SWAPPED_KN),
+    Bug("the bias of eight columns before", D + "store_transposed.cuh",
+        "bias_of_column(bias, column + 8 + lane / 4, columns)", "bias_low", by="numbers",
+        **SWAPPED),
+    Bug("rows of out that are not there", D + "store_transposed.cuh", "if (at < rows)", "",
+        by="memory", **SWAPPED_KN),
+    Bug("sums of parts below one another", D + "split_k.cuh", "number % A_STAGE * BYTES",
+        "0 * BYTES", by="race", **SWAPPED),
 )  # fmt: skip
 
 

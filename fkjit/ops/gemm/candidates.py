@@ -11,7 +11,7 @@ from typing import Any
 
 from fkjit.arch import Arch
 from fkjit.ops.gemm import kernels, kernels_mma, kernels_sm90, kernels_small
-from fkjit.ops.gemm.cost import Rates, Shape, Tile
+from fkjit.ops.gemm.cost import Rates, Shape, Tile, clusters_at_a_time
 from fkjit.spec import KernelSpec, Params, Problem
 
 Scratch = tuple[int, int]  # bytes of workspace, counters
@@ -44,12 +44,14 @@ def _unaligned(shape: Shape) -> str | None:
 
 # ------------------------------------------------------------------ wgmma
 
-_KN = {"cooperative": 0.90, "pingpong": 0.92}  # faster, where the weight's rows are contiguous in n
+# Faster, where the weight's rows are contiguous in n.
+_KN = {"cooperative": 0.90, "pingpong": 0.92, "swapped": 1.09}
 _EPILOGUE = {"none": 0.030}  # ns for an element of a cooperative tile; with an activation more
-_ACTIVATION = 0.08
+_ACTIVATION, _TRANSPOSING = 0.08, 0.024
 _STREAMING = 0.97  # of memory's speed
 _STARTING, _SHARING, _SPLITTING = 0, 7403, 1682  # ns: of a call; until shares, parts are added up
 _WAVE_OF_PARTS = 2873  # ns that a cluster which shares k takes to begin after another one
+_SPLITTING_MORE, _EACH_PART = 920, 950  # ns: where operands are swapped; each part beyond two
 _FEW_ROWS, _GUESS = 4, 2500  # up to so many rows are left to gemv: ns, a guess
 
 
@@ -68,6 +70,9 @@ def _wgmma_rates(params: Params, shape: Shape) -> Rates:
     start += _GUESS if shape.m <= _FEW_ROWS else 0
     pingpong = schedule == "pingpong"
     epilogue = 0.0 if pingpong else _EPILOGUE.get(shape.activation, _ACTIVATION)
+    if kernels_sm90.swapped(params):
+        epilogue += _TRANSPOSING
+        start += _SPLITTING_MORE + _EACH_PART * (params["split"] - 2) if splits else 0
     return Rates("wgmma", 1.0, start=start, epilogue=epilogue, step=step, overlapped=pingpong,
                  memory=_STREAMING)  # fmt: skip
 
@@ -75,7 +80,7 @@ def _wgmma_rates(params: Params, shape: Shape) -> Rates:
 def _waves(params: Params, shape: Shape) -> int:
     """Clusters that an SM takes one after another, beyond the first."""
     problem = {"m": shape.m, "n": shape.n, "k": shape.k, "multiprocessors": shape.sms}
-    slots = max(shape.sms // params["split"], 1)
+    slots = clusters_at_a_time(shape.sms, params["split"])
     return -(-kernels_sm90.tiles_of(params, problem) // slots) - 1
 
 

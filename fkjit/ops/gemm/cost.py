@@ -84,6 +84,7 @@ MACHINES: dict[tuple[int, int], Machine] = {
 SMS = 108  # where there is no GPU to ask
 _SHARPNESS = 8  # how little the lesser of computing and streaming adds to the other
 _SHARED_OF_A_BLOCK = 1024  # bytes that each takes beside its own
+_PARTS_OF_GPCS = 0.9  # of the SMs, those that clusters of three and more fill
 _ALONE = 0.8  # one of n resident blocks runs at (1 / n) ** _ALONE of the SM's rate
 
 
@@ -104,7 +105,7 @@ def cost(shape: Shape, tile: Tile, rates: Rates, arch: Arch) -> float:
     gpu = machine(arch)
     wide = shape.n * (2 if shape.gate else 1)
     tiles = -(-shape.m // tile.rows) * -(-wide // tile.columns) * tile.splits
-    slots = max(shape.sms // tile.blocks, 1)
+    slots = clusters_at_a_time(shape.sms, tile.blocks)
     step = _step(shape, tile, rates, gpu) * -(-shape.k // (tile.depth * tile.splits))
     after = rates.epilogue * tile.rows * tile.columns / tile.blocks
     rounds, alone = divmod(-(-tiles // slots), rates.resident)  # of the tiles of an SM
@@ -118,6 +119,12 @@ def cost(shape: Shape, tile: Tile, rates: Rates, arch: Arch) -> float:
     streamed = traffic(shape) / (gpu.memory * rates.memory)
     both = (compute**_SHARPNESS + streamed**_SHARPNESS) ** (1 / _SHARPNESS)
     return gpu.launch + rates.start + both
+
+
+def clusters_at_a_time(sms: int, blocks: int) -> int:
+    """Of so many blocks each: those of three and more leave SMs of a GPC idle."""
+    room = sms if blocks <= 2 else int(_PARTS_OF_GPCS * sms)
+    return max(room // blocks, 1)
 
 
 def _step(shape: Shape, tile: Tile, rates: Rates, gpu: Machine) -> float:

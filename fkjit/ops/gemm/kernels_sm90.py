@@ -23,13 +23,14 @@ _GROUP_ROWS = 2048  # rows of x whose tiles are taken together
 _MOST_STEPS = 1 << 31  # of k, of all tiles that blocks share
 _MOST_SUMS = 160 * 128  # of a consumer that has more to hold
 _LEAST_STEPS = 4  # of k, of a block that shares tiles
+_FRAGMENT = 128 * 16  # bytes of a consumer's fragment of sums, which another block reads
 Variant = tuple[str, tuple[int, int], int, int, bool]  # schedule, tile, cluster, split, shares
 # The tiles (rows of x, rows of weight) that are compiled, and ns that a block's step of 64 k takes:
 # fitted to 396 products of models' layers on an H200.
 VARIANTS: dict[Variant, float] = {
     **{("pingpong", (64, n), 1, 1, False): step
        for n, step in ((32, 128), (48, 141), (64, 141), (80, 176), (96, 189), (112, 206),
-                       (128, 237), (160, 253), (192, 295), (224, 330), (256, 348))},
+                       (128, 237), (160, 253), (192, 295), (224, 330), (256, 358))},
     **{("pingpong", (64, n), 1, split, False): step
        for n, split, step in ((32, 2, 84), (64, 2, 154), (80, 2, 170), (64, 3, 149), (64, 4, 169))},
     **{("pingpong", tile, 1, 1, False): step
@@ -45,8 +46,22 @@ VARIANTS: dict[Variant, float] = {
     ("pingpong", (128, 128), 2, 1, False): 369,
     ("pingpong", (128, 128), 2, 1, True): 383,
 }  # fmt: skip
+
+
+def _swapped_step(m: int, n: int) -> float:
+    """Of products, or of loads from L2: fitted to 109 more of 30 to 2000 rows."""
+    products, loads = m * n / (49.1 if n == 128 else 46.5), 1.54 * (m + n)
+    return (products**8 + loads**8) ** (1 / 8)
+
+
+# Swapped: of the weight, as many rows as consumers take; of x, any by 16.
+VARIANTS |= {
+    ("swapped", (m, n), 1, split, False): _swapped_step(m, n)
+    for n, split, most in ((128, 1, 256), (128, 2, 192), (128, 3, 112), (256, 1, 192))
+    for m in range(80, most + 16, 16)
+}  # fmt: skip
 _ALL_TILES = tuple(dict.fromkeys(tile for _, tile, *_ in VARIANTS))
-_SCHEDULES = ("cooperative", "pingpong")
+_SCHEDULES = ("cooperative", "pingpong", "swapped")
 
 
 def variant(params: Params) -> Variant:
@@ -54,6 +69,16 @@ def variant(params: Params) -> Variant:
     names = ("schedule", "block", "cluster", "split", "shares")
     schedule, block, cluster, split, shares = (params[name] for name in names)
     return schedule, block, cluster, split, shares
+
+
+def swapped(params: Params) -> bool:
+    """Whether the product is out's transpose: weight x^T."""
+    return params["schedule"] == "swapped"
+
+
+def _together(params: Params) -> bool:
+    """Whether consumers share each tile."""
+    return params["schedule"] != "pingpong"
 
 
 def stages(params: Params) -> int:
@@ -66,18 +91,21 @@ def stages(params: Params) -> int:
 
 def _bias_bytes(params: Params) -> int:
     """Of the columns of two tiles of each consumer."""
-    return 2 * CONSUMERS * params["block"][1] * 2
+    return 2 * CONSUMERS * params["block"][0 if swapped(params) else 1] * 2
 
 
 def _derive(params: Params) -> dict[str, Any]:
-    block_m, block_n = params["block"]
+    tile, k_major = params["block"], (params["x_layout"] == "mk", params["weight_layout"] == "nk")
+    if swapped(params):
+        tile, k_major = tile[::-1], k_major[::-1]
     return {
-        "block_m": block_m,
-        "block_n": block_n,
+        "block_m": tile[0],
+        "block_n": tile[1],
         "stages": stages(params),
-        "cooperative": params["schedule"] == "cooperative",
-        "x_k_major": params["x_layout"] == "mk",
-        "weight_k_major": params["weight_layout"] == "nk",
+        "cooperative": _together(params),
+        "swapped": swapped(params),
+        "x_k_major": k_major[0],
+        "weight_k_major": k_major[1],
         **epilogue.values(params["activation"]),
     }
 
@@ -90,7 +118,9 @@ def _illegal(params: Params) -> str | None:
         return "is never the fastest"
     if params["gate"] and block_n % 32:
         return "has no whole pieces of gate and up"
-    sums = block_m * block_n // (CONSUMERS if params["schedule"] == "cooperative" else 1)
+    if swapped(params):
+        return _illegal_swapped(params)
+    sums = block_m * block_n // (CONSUMERS if _together(params) else 1)
     if sums > _MOST_SUMS and any(params[name] for name in ("gate", "pre", "residual")):
         return "has no registers for gate, pre or residual beside so many sums"
     if params["weight_layout"] == "kn" and _part(params) % PANEL:
@@ -98,6 +128,18 @@ def _illegal(params: Params) -> str | None:
     if params["tma_store"] and params["out_dtype"] == "fp32":
         return "stores 16-bit outputs by TMA"
     return None
+
+
+def _illegal_swapped(params: Params) -> str | None:
+    if any(params[name] for name in ("gate", "pre", "residual")):
+        return "has neither gate, pre nor residual where operands are swapped"
+    if not params["tma_store"]:
+        return "stores rows of 16-bit outputs on 16-byte boundaries where operands are swapped"
+    if params["x_layout"] == "km" and params["block"][0] % PANEL:
+        return "has no whole panels of an x whose rows are contiguous"
+    room = stages(params) * sum(side * BLOCK_K * 2 // _FRAGMENT for side in params["block"])
+    left = params["block"][0] * params["block"][1] * 4 // _FRAGMENT * (params["split"] - 1)
+    return "has no room for sums of so many parts" if left > room else None
 
 
 def _part(params: Params) -> int:
@@ -108,15 +150,18 @@ def _part(params: Params) -> int:
 def _shared(params: Params) -> SharedLayout:
     block_m, block_n = params["block"]
     count = stages(params)
-    x = [(f"x stage {stage}", block_m * BLOCK_K * 2) for stage in range(count)]
-    weight = [(f"weight stage {stage}", block_n * BLOCK_K * 2) for stage in range(count)]
+    sides = {"x": block_m, "weight": block_n}
+    order = reversed(sides) if swapped(params) else sides
+    tiles = [(f"{side} stage {stage}", sides[side] * BLOCK_K * 2) for side in order
+             for stage in range(count)]  # fmt: skip
     warps = CONSUMERS * 4
     staged = [(f"output of warp {warp}", _STAGED // warps) for warp in range(warps)]
-    return [*x, *weight, *staged, ("bias", _bias_bytes(params)), ("mbarriers", 16 * count + 16)]
+    return [*tiles, *staged, ("bias", _bias_bytes(params)), ("mbarriers", 16 * count + 16)]
 
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     rows, part = params["block"][0], _part(params)
+    first = params["block"][1] if swapped(params) else rows  # of a tile, by consumers
     m, n, k, wide = problem["m"], problem["n"], problem["k"], shared.outputs_of(problem)
     x = (arrays["x"], params["dtype"], problem["x_stride"], m, k, params["x_layout"] == "mk")
     weight = (arrays["weight"], params["dtype"], problem["weight_stride"], wide, k,
@@ -128,8 +173,10 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
         "weight_map": _map(*weight, part),
         "weight_map_last": _map(*weight, _last_box(n, part)),
         "shared_tiles": shared_tiles(params, problem),
-        "group_rows": max(_GROUP_ROWS // (rows * params["cluster"]), 1),
+        "group_rows": max(_GROUP_ROWS // (first * params["cluster"]), 1),
     }
+    if swapped(params):
+        return _exchanged(named)
     if params["tma_store"]:
         step = 2 * problem["out_stride"]
         named["out_map"] = TensorMap(
@@ -137,6 +184,13 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
             (PANEL, _WARP_ROWS, 1, 1), writable=True,
         )  # fmt: skip
     return named
+
+
+def _exchanged(named: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with x and the weight in each other's place."""
+    pairs = (("m", "n"), ("x_map", "weight_map"), ("x_map_last", "weight_map_last"))
+    places = {old: new for a, b in pairs for old, new in ((a, b), (b, a))}
+    return {places.get(name, name): value for name, value in named.items()}
 
 
 def _last_box(rows: int, box: int) -> int:
@@ -192,7 +246,7 @@ def memory(params: Params, problem: Problem) -> tuple[int, int]:
     if not params["shares"]:
         return 0, 0
     block_m, block_n = params["block"]
-    groups = params["cluster"] * (CONSUMERS if params["schedule"] == "cooperative" else 1)
+    groups = params["cluster"] * (CONSUMERS if _together(params) else 1)
     blocks = _grid(params, problem)[0]
     return 2 * 4 * blocks * block_m * block_n, max(shared_tiles(params, problem), 1) * groups
 
@@ -255,6 +309,8 @@ _SHOWN: tuple[Mapping[str, Any], ...] = tuple(
         {**_IN_TURNS, "cluster": 2, "shares": True},
         {**_IN_TURNS, "cluster": 2, "shares": True, "activation": "silu", "gate": True},
         {**_NARROW, "block": (64, 64), "split": 4},
+        {"block": (144, 128), "schedule": "swapped", "split": 2, "activation": "gelu_tanh"},
+        {"block": (144, 256), "schedule": "swapped", "weight_layout": "kn"},
         {**_NARROW, "block": (64, 64), "split": 3, "weight_layout": "kn"},
         {"block": (192, 96), "schedule": "pingpong", "residual": True, "pre": True},
         {"block": (192, 128), "schedule": "pingpong"},

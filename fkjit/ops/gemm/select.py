@@ -21,7 +21,7 @@ from fkjit.symbolic import decision
 CALL = "linear"
 IMPLEMENTATIONS = ("auto", *CANDIDATES)
 _KEPT = 4096  # choices, of as many shapes
-_STEPS = ((8, 1), (64, 8), (4096, 64), (1 << 30, 256))  # up to so many rows, rounded to these
+_STEPS = ((8, 1), (64, 8), (1024, 16), (1 << 30, 64))  # up to so many rows, rounded to these
 
 Fixed = tuple[tuple[str, Any], ...]
 

@@ -4,8 +4,8 @@
 //   block 0    multiply 0 .. K/2    meet                 meet   + block 1's   epilogue
 //   block 1    multiply K/2 .. K    meet   sums -> 0     meet
 //
-// Sums go where block 0's stages were: nothing is loaded into them any more, since a block has one
-// tile. A fragment of a warpgroup is 2 KB there, 16 bytes of each of its threads.
+// Sums go where block 0's stages were, first tiles of A, then of B: nothing is loaded into them any
+// more, since a block has one tile. A fragment of a warpgroup is 2 KB there, 16 bytes of each of its threads.
 #pragma once
 #include "ptx/cluster.cuh"
 #include "ptx/memory.cuh"
@@ -31,11 +31,16 @@ template <typename Stages, int PARTS, int CONSUMERS, int BLOCKS, int N>
 __device__ __forceinline__ bool add_parts(float (&acc)[BLOCKS][N][4], const Stages& stages,
                                           int rank, int consumer, int thread) {
   constexpr int FRAGMENTS = BLOCKS * N, BYTES = 128 * 16, A_STAGE = Stages::A::BYTES / BYTES;
-  static_assert((PARTS - 1) * CONSUMERS * FRAGMENTS <= Stages::STAGES * A_STAGE,
-                "the others' sums have room where tiles of x were");
+  constexpr int B_STAGE = Stages::B::BYTES / BYTES, IN_A = Stages::STAGES * A_STAGE;
+  static_assert((PARTS - 1) * CONSUMERS * FRAGMENTS <= IN_A + Stages::STAGES * B_STAGE,
+                "the others' sums have room where tiles were");
   const auto place = [&](int part, int fragment) {
     const int number = ((part - 1) * CONSUMERS + consumer) * FRAGMENTS + fragment;
-    return stages.a(number / A_STAGE) + number % A_STAGE * BYTES + thread * 16;
+    if (!Stages::GAPS) return stages.base + number * BYTES + thread * 16;
+    const int in_b = number - IN_A;
+    const u32 from = in_b < 0 ? stages.a(number / A_STAGE) + number % A_STAGE * BYTES
+                              : stages.b(in_b / B_STAGE) + in_b % B_STAGE * BYTES;
+    return from + thread * 16;
   };
   meet_cluster();
   if (rank > 0) {

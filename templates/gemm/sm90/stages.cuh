@@ -14,6 +14,7 @@ struct GemmStages {
   using B = B_;
   using Staged = SwizzledTile<16, PANEL>;  // of the output: rows of a warp
   static constexpr int STAGES = STAGES_;
+  static constexpr bool GAPS = GUARD > 0;
   static constexpr int A_STAGE = A::BYTES + GUARD, B_STAGE = B::BYTES + GUARD;
   static constexpr int STAGED = STAGES * (A_STAGE + B_STAGE), STAGED_BUFFERS = 2;
   static constexpr int STAGED_BYTES = STAGED_BUFFERS * Staged::BYTES + GUARD;  // of a warp
