@@ -14,7 +14,6 @@
 #include "ptx/cluster.cuh"
 #include "ptx/pdl.cuh"
 #include "norm/moments.cuh"
-#include "norm/places.cuh"
 
 using elem_t = ${dtype};
 using weight_t = ${weight_dtype};
@@ -50,11 +49,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) norm_rows(
     elem_t* sum,                          // [rows, columns], null where residual is
     float* __restrict__ mean,             // [rows] or null
     float* __restrict__ rstd,             // [rows] or null
-    const Strides x_strides, const Strides residual_strides, const Strides out_strides,
-    const Strides sum_strides, const int inner, const int heads,  // see RowPlaces
-    const int rows, const int columns, const float eps, const float weight_offset) {  // added to weight
+    const i64 x_stride, const i64 residual_stride, const i64 out_stride, const i64 sum_stride,
+    const int rows, const int columns, const float eps) {
   after_previous_kernel();
-  const RowPlaces place{inner, heads};
   __shared__ CrossBlockReduction<LANES / WARP_SIZE, CLUSTER, CENTERED> reduction;
   const int thread = threadIdx.x % LANES;
   const int rank = CLUSTER == 1 ? 0 : cluster_rank(), skip = rank * Elements::CAPACITY;
@@ -64,9 +61,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) norm_rows(
 
   Elements s, added;
   if (PIPELINED && first < rows) {
-    s.load(x + place.of(x_strides, first) + skip, thread, here);
-    if (residual != nullptr)
-      added.load(residual + place.of(residual_strides, first) + skip, thread, here);
+    s.load(x + first * x_stride + skip, thread, here);
+    if (residual != nullptr) added.load(residual + first * residual_stride + skip, thread, here);
   }
   Weights scale, shift;
   scale.fill(1.f), shift.fill(0.f);
@@ -80,19 +76,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) norm_rows(
   int turn = 0;
   for (int row = first; row < rows; row += step, turn ^= 1) {
     if (!PIPELINED) {
-      s.load(x + place.of(x_strides, row) + skip, thread, here);
-      if (residual != nullptr)
-        added.load(residual + place.of(residual_strides, row) + skip, thread, here);
+      s.load(x + row * x_stride + skip, thread, here);
+      if (residual != nullptr) added.load(residual + row * residual_stride + skip, thread, here);
     }
     if (residual != nullptr) {
       s.add(added);
-      s.store(sum + place.of(sum_strides, row) + skip, thread, here);
+      s.store(sum + row * sum_stride + skip, thread, here);
       s.stay_packed();
     }
     if (PIPELINED && row + step < rows) {
-      next.load(x + place.of(x_strides, row + step) + skip, thread, here);
+      next.load(x + (row + step) * x_stride + skip, thread, here);
       if (residual != nullptr)
-        added.load(residual + place.of(residual_strides, row + step) + skip, thread, here);
+        added.load(residual + (row + step) * residual_stride + skip, thread, here);
     }
 
     // One barrier where several warps have the row.
@@ -110,9 +105,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) norm_rows(
     for (int i = 0; i < VECTORS; ++i) {
       if (!HELD && weight != nullptr) scale.load_one(weight + skip, thread, here, i, 0);
       if (!HELD && CENTERED && bias != nullptr) shift.load_one(bias + skip, thread, here, i, 0);
-      normalise_vector<CENTERED>(s, i, scale, shift, HELD ? i : 0, all.mean, factor, weight_offset);
+      normalise_vector<CENTERED>(s, i, scale, shift, HELD ? i : 0, all.mean, factor);
     }
-    s.store(out + place.of(out_strides, row) + skip, thread, here);
+    s.store(out + row * out_stride + skip, thread, here);
     if (PIPELINED) s = next;
   }
 }

@@ -5,7 +5,6 @@
 #include "prelude.cuh"
 #include "ptx/pdl.cuh"
 #include "norm/moments.cuh"
-#include "norm/places.cuh"
 
 using elem_t = ${dtype};
 using weight_t = ${weight_dtype};
@@ -27,21 +26,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               elem_t* sum,                          // [rows, columns], null where residual is
               float* __restrict__ mean,             // [rows] or null
               float* __restrict__ rstd,             // [rows] or null
-              const Strides x_strides, const Strides residual_strides, const Strides out_strides,
-              const Strides sum_strides, const int inner, const int heads, const int rows,
-              const int columns, const float eps, const float weight_offset) {
+              const i64 x_stride, const i64 residual_stride, const i64 out_stride,
+              const i64 sum_stride, const int rows, const int columns, const float eps) {
   after_previous_kernel();
-  const RowPlaces place{inner, heads};
   __shared__ CrossBlockReduction<THREADS / WARP_SIZE, 1, CENTERED> reduction;
   const int thread = threadIdx.x;
-  const int row = blockIdx.x;
-  const elem_t* seen =
-      residual == nullptr ? x + place.of(x_strides, row) : sum + place.of(sum_strides, row);
+  const i64 row = blockIdx.x;
+  const elem_t* seen = residual == nullptr ? x + row * x_stride : sum + row * sum_stride;
 
   Elements s, added;
-  s.load(x + place.of(x_strides, row), thread, columns);
+  s.load(x + row * x_stride, thread, columns);
   if (residual != nullptr) {  // the pilot is that of the sum
-    added.load(residual + place.of(residual_strides, row), thread, columns);
+    added.load(residual + row * residual_stride, thread, columns);
     s.add(added);
   }
   MomentSums<CENTERED> sums(s);
@@ -49,13 +45,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
   for (int skip = 0; skip < columns; skip += Elements::CAPACITY) {
     const int here = columns - skip;
-    if (skip > 0) s.load(x + place.of(x_strides, row) + skip, thread, here);
+    if (skip > 0) s.load(x + row * x_stride + skip, thread, here);
     if (residual != nullptr) {
       if (skip > 0) {
-        added.load(residual + place.of(residual_strides, row) + skip, thread, here);
+        added.load(residual + row * residual_stride + skip, thread, here);
         s.add(added);
       }
-      s.store(sum + place.of(sum_strides, row) + skip, thread, here);
+      s.store(sum + row * sum_stride + skip, thread, here);
     }
     sums.add(s, thread, here);
     if (CENTERED) n += elements_of_warp<Elements>(thread, here);
@@ -78,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (CENTERED && bias != nullptr) shift.load(bias + skip, thread, here);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
-      normalise_vector<CENTERED>(s, i, scale, shift, i, all.mean, factor, weight_offset);
-    s.store(out + place.of(out_strides, row) + skip, thread, here);
+      normalise_vector<CENTERED>(s, i, scale, shift, i, all.mean, factor);
+    s.store(out + row * out_stride + skip, thread, here);
   }
 }

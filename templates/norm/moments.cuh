@@ -124,15 +124,14 @@ struct CrossBlockReduction {
   }
 };
 
-// Vector i of `row`: (x - mean) * rstd * (scale + more) + shift, with vector `held` of the weights.
+// Vector i of `row`: (x - mean) * rstd * scale + shift, with vector `held` of the weights.
 template <bool CENTERED, typename R, typename W>
 __device__ __forceinline__ void normalise_vector(R& row, int i, W& scale, W& shift, int held,
-                                                 float mean, float rstd, float more) {
+                                                 float mean, float rstd) {
 #pragma unroll
   for (int pair = 0; pair < R::PAIRS; ++pair) {
     const float2 x = row.get(i, pair), w = scale.get(held, pair), b = shift.get(held, pair);
-    const float y0 = (x.x - mean) * rstd * (w.x + more);
-    const float y1 = (x.y - mean) * rstd * (w.y + more);
+    const float y0 = (x.x - mean) * rstd * w.x, y1 = (x.y - mean) * rstd * w.y;
     row.set(i, pair, CENTERED ? y0 + b.x : y0, CENTERED ? y1 + b.y : y1);
   }
 }

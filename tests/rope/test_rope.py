@@ -410,7 +410,7 @@ CALLS = [  # id, arguments, options, error, what the message must say
     ("yarn", (Q,), {"scaling": YARN}, VALUE, r"is for tables: pass table=fkjit.rope_table\(length"),
     ("both", (Q,), {"scaling": Llama3Scaling(), "table": TABLE}, VALUE, "theta and scaling beside"),
     ("theta too", (Q,), {"theta": 1e4, "table": TABLE}, VALUE, "theta and scaling beside a table"),
-    ("table dtype", (Q,), {"table": TABLE.astype("f2")}, TYPE, "table is fp16; allowed: fp32"),
+    ("table dtype", (Q,), {"table": TABLE.astype("i4")}, TYPE, "table is int32; allowed: fp32"),
     ("table shape", (Q,), {"table": TABLE[0]}, VALUE, r"table has shape \(16,\)"),
     ("table width", (Q,), {"table": TABLE, "rotary_dim": 8}, VALUE, "table has 16 columns, but"),
     ("table stride", (Q,), {"table": TABLE[:, ::2]}, VALUE, "table has stride 2"),

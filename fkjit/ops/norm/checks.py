@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -14,6 +14,7 @@ from fkjit.ops.norm import kernels_backward as backward
 from fkjit.ops.norm.kernels import size
 from fkjit.ops.op.checks import check_dtype, check_output, check_same_dtype, check_shape
 from fkjit.ops.op.op import Launch, Output, Request, arch_of
+from fkjit.ops.op.request import Delegate
 from fkjit.ops.op.shapes import check_columns, rows_of
 from fkjit.runtime.device import multiprocessors
 from fkjit.runtime.interop import CPU, View
@@ -25,9 +26,13 @@ MAX_ROWS = 1 << 30
 _CPU_BLOCKS = 4  # of a "multiprocessor" of the interpreter, so that blocks take several rows
 
 
-def request(op: str, views: Views, eps: Any, offset: Any, statistics: bool) -> Request:
-    """Of a forward call. `statistics`: mean and rstd are wanted too, for the backward."""
+def request(
+    op: str, views: Views, options: tuple[Any, Any], statistics: bool, copied: Delegate
+) -> Request:
+    """Of a forward call. `statistics`: mean and rstd are wanted too, for the backward. copied:
+    answers it where rows or weights have to be brought into a form that kernels take."""
     x, residual, out, total = (views[name] for name in forward.STRIDED)
+    eps, offset = options
     assert x is not None
     weight, bias = views["weight"], views["bias"]
     dtype = check_same_dtype(op, {"x": x, "residual": residual})
@@ -40,10 +45,12 @@ def request(op: str, views: Views, eps: Any, offset: Any, statistics: bool) -> R
     if total is not None and residual is None:
         raise ParameterError(f"{op}: sum is given without a residual; leave it out")
     check_output(op, total, shape, dtype, "sum")
-    problem = _problem(dtype, weight_dtype, shape)
-    problem["places"] = _places(op, {name: views[name] for name in forward.STRIDED}, shape)
+    rows = {"x": x, "residual": residual, "out": out, "sum": total}
+    if _check_offset(op, offset, views["weight"]) or not _are_apart_alike(op, rows):
+        _check_eps(op, eps)
+        return Request(views, {}, (), delegate=copied)
+    problem = _problem(op, rows, dtype, weight_dtype, shape)
     problem["eps"] = _check_eps(op, eps)
-    problem["weight_offset"] = _check_offset(op, offset, views["weight"])
     problem["residual"] = residual is not None
     problem["affine"] = "both" if bias else "weight" if weight else "none"
     stats = Output(shape[:-1], "fp32") if statistics else None
@@ -60,8 +67,7 @@ def request(op: str, views: Views, eps: Any, offset: Any, statistics: bool) -> R
 def _launch(op: str, problem: dict[str, Any], views: Views) -> Launch:
     x = views["x"]
     assert x is not None
-    steps = [step for given in problem["places"].strides.values() for step in given]
-    dtype, vector, arch = problem["dtype"], _vector(problem, views, steps), arch_of(x)
+    dtype, vector, arch = problem["dtype"], _vector(problem, views), arch_of(x)
     sizes = problem["columns"], problem["rows"]
     spec, free = forward.choose(op, dtype, *sizes, vector, "cluster" in arch.features)
     params = {"dtype": dtype, "weight_dtype": problem["weight_dtype"], "vector": vector, **free}
@@ -82,8 +88,7 @@ def gradient_request(
     shape, dtype = tuple(x.shape), x.dtype
     kind = dtype if like is None else like.dtype
     rows = {name: views[name] for name in ("dy", "dsum", "x")}
-    problem = _problem(dtype, kind, shape)
-    problem["strides"] = _strides(op, rows, problem["rows"], shape[-1])
+    problem = _problem(op, rows, dtype, kind, shape)
     problem["residual"] = views["dsum"] is not None
     launches = _gradient_launches(op, problem, views, tile, weight or bias)
     parts = Output((problem["parts"], shape[-1]), "fp32", returned=False)
@@ -97,14 +102,18 @@ def gradient_request(
     return Request(dict(views), outputs, launches)
 
 
-def _problem(dtype: str, weight_dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Sizes; arrays of rows have no gaps where nothing else is said."""
+def _problem(
+    op: str, rows: Views, dtype: str, weight_dtype: str, shape: tuple[int, ...]
+) -> dict[str, Any]:
+    """Sizes, and strides of the `rows` that are there; other arrays of rows have no gaps."""
+    count = prod(shape[:-1])
     return {
         "dtype": dtype,
         "weight_dtype": weight_dtype,
-        "rows": prod(shape[:-1]),
+        "rows": count,
         "columns": shape[-1],
         "stride": shape[-1],
+        "strides": _strides(op, rows, count, shape[-1]),
     }
 
 
@@ -115,7 +124,7 @@ def _kinds(problem: Problem) -> dict[str, str]:
 def _gradient_launches(
     op: str, problem: dict[str, Any], views: Views, tile: forward.Tile | None, weights: bool
 ) -> tuple[Launch, ...]:
-    x, vector = views["x"], _vector(problem, views, problem["strides"].values())
+    x, vector = views["x"], _vector(problem, views)
     assert x is not None
     kinds, processors = {**_kinds(problem), "vector": vector}, _processors(x)
     tile = tile or backward.tile(op, kinds, problem, arch_of(x))
@@ -190,49 +199,28 @@ def _check_offset(op: str, offset: Any, weight: View | None) -> float:
     return value
 
 
+def _are_apart_alike(op: str, rows: Views) -> bool:
+    """Whether the rows of each array are at one distance."""
+    for name, view in rows.items():
+        if view is not None:
+            check_columns(op, name, view)
+            try:
+                rows_of(op, name, view)
+            except ParameterError:
+                return False
+    return True
+
+
 def _strides(op: str, views: Views, rows: int, columns: int) -> dict[str, int]:
     """Elements from one row to the next, by name."""
     found = {n: rows_of(op, n, view)[2] for n, view in views.items() if view is not None}
     return found if rows > 1 else dict.fromkeys(found, columns)
 
 
-def _places(op: str, given: Views, shape: tuple[int, ...]) -> forward.Places:
-    """Of the rows of the forward's arrays, whose neighbouring dimensions are joined where they are
-    one in all of them."""
-    steps = {name: (0,) * (len(shape) - 1) for name in given}
-    usual = tuple(prod(shape[i + 1 :]) for i in range(len(shape) - 1))
-    for name, view in given.items():
-        if view is not None:
-            check_columns(op, name, view)
-        steps[name] = usual if view is None else tuple(view.strides[:-1])
-    if 0 in shape:
-        return forward.Places(0, 1, {})
-    dims: list[tuple[int, tuple[int, ...]]] = []
-    for n, *step in zip(shape[:-1], *steps.values(), strict=True):
-        if n == 1:
-            continue
-        if dims and list(dims[-1][1]) == [n * one for one in step]:
-            dims[-1] = (dims[-1][0] * n, tuple(step))
-        else:
-            dims.append((n, tuple(step)))
-    if len(dims) > 3:
-        shown = {name: tuple(view.strides) for name, view in given.items() if view is not None}
-        raise ParameterError(
-            f"{op}: rows of {shape} with strides {shown} lie in {len(dims)} dimensions; allowed: "
-            "3: pass a contiguous copy"
-        )
-    one = len(steps)
-    dims = [(1, (0,) * one)] * (2 - len(dims)) + (dims or [(1, (shape[-1],) * one)])
-    dims = [(1, (0,) * one)] * (3 - len(dims)) + dims
-    (outer, batch), (heads, head), (rows, row) = dims
-    strides = {n: (batch[i], head[i], row[i]) for i, n in enumerate(steps)}
-    return forward.Places(0 if outer == heads == 1 else rows, heads, strides)
-
-
-def _vector(problem: Problem, views: Views, steps: Iterable[int]) -> bool:
-    """Whether all rows, so far apart, start on 16-byte boundaries and are whole vectors long."""
+def _vector(problem: Problem, views: Views) -> bool:
+    """Whether all rows start on 16-byte boundaries and are whole vectors long."""
     whole = size(problem["dtype"])
-    if any([step % whole for step in (problem["columns"], *steps)]):
+    if any([step % whole for step in (problem["columns"], *problem["strides"].values())]):
         return False
     return not any([view.pointer % 16 for view in views.values() if view is not None])
 
@@ -251,11 +239,11 @@ def _most(op: str, x: View, tile: forward.Tile | None) -> int | None:
     )
 
 
-def check(op: str, statistics: bool) -> Any:
+def check(op: str, statistics: bool, copied: Delegate) -> Any:
     """The `check` of a forward `Op`."""
 
     def checked(views: Views, eps: Any, weight_offset: Any = 0.0) -> Request:
-        return request(op, views, eps, weight_offset, statistics)
+        return request(op, views, (eps, weight_offset), statistics, copied)
 
     return checked
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from fkjit.arch import Arch
 from fkjit.ops.op.checks import FLOATS
@@ -41,14 +41,6 @@ DTYPES = (
     Param("weight_dtype", FLOATS, "element type of weight and bias: dtype or fp32"),
     Param("vector", (True, False), "16-byte accesses: rows that allow them"),
 )
-
-
-class Places(NamedTuple):
-    """Where rows begin, as norm/places.cuh has it: their strides by the arrays' names."""
-
-    inner: int
-    heads: int
-    strides: Mapping[str, tuple[int, int, int]]
 
 
 def size(dtype: str) -> int:
@@ -95,18 +87,18 @@ def wrong_weight(params: Params) -> str | None:
 
 def arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Kernel arguments by name; arrays that are not there are null pointers."""
-    places = problem.get("places") or Places(0, 1, {})
-    usual = (0, 0, problem["stride"])
+    steps = dict.fromkeys(STRIDED, problem["stride"])
+    steps.update(problem.get("strides", {}))
     return {
         **_ABSENT,
         **arrays,
-        **{f"{name}_strides": places.strides.get(name, usual) for name in STRIDED},
-        "inner": places.inner,
-        "heads": places.heads,
+        "x_stride": steps["x"],
+        "residual_stride": steps["residual"],
+        "out_stride": steps["out"],
+        "sum_stride": steps["sum"],
         "rows": problem["rows"],
         "columns": problem["columns"],
         "eps": problem["eps"],
-        "weight_offset": problem.get("weight_offset", 0.0),
     }
 
 
