@@ -107,7 +107,7 @@ def attention(
     Returns:
         o [B, Hq, Sq, Dv] (layout as q) in q's dtype and framework, or (o, lse). A row that sees no
         key (Sk = 0, or causal with Sq > Sk) gives o = 0 and lse = -inf, or the sink where there is
-        one. NaN in a visible key makes NaN rows; scores are right up to about 1e8 in magnitude.
+        one. NaN in a visible key makes NaN rows. Scores that fp32 holds give finite results.
 
     Raises:
         ParameterError: shapes, tile, scale or flags that no kernel accepts.
