@@ -19,6 +19,7 @@ from .core import compare, host, kernels, listing
 from .core.cases import Case, select
 from .core.catalog import selected
 from .core.device import Device, TorchDevice
+from .core.drawn import Drawn
 from .core.method import MODES, QUICK, Effort
 from .core.op import Candidate, Op
 from .core.run import INTERRUPTED, Plan, execute
@@ -53,6 +54,9 @@ def parser() -> argparse.ArgumentParser:
     how("--warmup", type=_count, metavar="N", help="warm-up calls")
     how("--iterations", type=_count, metavar="N", help="timed calls of each mode")
     how("--cell-seconds", type=_seconds, metavar="S", help="at most, for each mode and candidate")
+    how(
+        "--seed", type=int, metavar="N", help="of sets that are drawn; without it, another each run"
+    )
     how("--budget", type=_seconds, metavar="S", help="for the whole run; reduces iterations")
     how("--modes", default=",".join(MODES), help=f"of {','.join(MODES)}")
     how("--nvtx", action="store_true", help="NVTX ranges around each timed case")
@@ -97,6 +101,8 @@ def main(arguments: Sequence[str] | None = None, device: Device | None = None) -
     if given[:1] == ["host"]:
         return host.main(given[1:])
     chosen, words = parser().parse_known_args(given)
+    if chosen.seed is not None:
+        Drawn.seed = chosen.seed
     if chosen.compare:
         return compare.main(chosen.compare, chosen.threshold, chosen.relative)
     names, named = kernels_named(chosen.ops)
@@ -138,7 +144,12 @@ def _measure(
         "commit": chosen.commit or where["commit"],
         "gpu": device.name,
         "command": shlex.join(["fkjit", "bench", *given]),
-        "configuration": {**vars(effort), "modes": list(effort.modes), "budget": chosen.budget},
+        "configuration": {
+            **vars(effort),
+            "modes": list(effort.modes),
+            "budget": chosen.budget,
+            "seed": Drawn.seed,
+        },
         "nvml": getattr(getattr(device, "clocks", None), "missing", None) or "here",
     }
     path = chosen.out or results_folder() / file_name(header)

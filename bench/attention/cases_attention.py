@@ -18,8 +18,9 @@ from fkjit.runtime.device import multiprocessors
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..core.accuracy import LIMITS, Expected
+from ..core.drawn import Drawn
 from ..core.op import Arrays, Op, Prepared
-from . import peers_fa4, peers_flashinfer, peers_torch
+from . import peers_fa4, peers_flashinfer, peers_torch, short_queries
 
 TOKENS, WIDTH = 16_384, 2048  # of a batch; heads * head_dim
 _ROWS = 64  # checked at the end of a head, and as many spread over the rest
@@ -91,7 +92,7 @@ def _short_q() -> Iterator[dict[str, Any]]:
 
 
 _SPEC = (512, 1024, 2048, 4096)
-SETS: dict[str, list[dict[str, Any]]] = {
+SETS: dict[str, Sequence[Problem]] = {
     "default": list(_grid((4,), _SPEC, (64, 128))),
     "quick": [
         *_grid((4,), (1024, 4096), (64, 128), masks=(False,)),
@@ -113,6 +114,7 @@ SETS: dict[str, list[dict[str, Any]]] = {
     ],
     "small_batch": list(_grid((1, 2, 4), _SPEC, (128,))),
     "short_q": list(_short_q()),
+    "drawn": Drawn(short_queries.drawn),
     "scaling": list(_grid((1, 2, 4), _SPEC, (128,), masks=(False,))),
     "grid": list(_grid((1, 4, 8), _SPEC, (64, 128, 256), ("bf16", "fp16", "fp32"))),
     "long": list(_grid((1,), (8192, 16_384), (64, 128, 256))),

@@ -13,6 +13,7 @@ from fkjit.spec import KernelSpec, Params, Problem
 
 from ..core import generic
 from ..core.cases import Case
+from ..core.drawn import Drawn
 from ..core.op import Op
 
 Values = dict[str, Any]
@@ -106,7 +107,8 @@ def shaped(op: Op, text: str) -> Case:
     """
     parts = text.replace(",", " ").split()
     words = {part for part in parts if "=" not in part}
-    problems = [p for some in op.sets.values() for p in some if words <= {*op.label(p).split()}]
+    listed = [p for some in op.sets.values() if not isinstance(some, Drawn) for p in some]
+    problems = [p for p in listed if words <= {*op.label(p).split()}]
     if not problems:
         raise ParameterError(
             f"tune: --shape {text!r}: no case of {op.name} has the words {' '.join(sorted(words))} "

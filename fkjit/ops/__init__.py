@@ -36,6 +36,7 @@ KERNELS = (
     "attention.kernels_sm90",
     "attention.kernels",
     "attention.feature_kernels",
+    "attention.kernels_few",
     "attention.decode.kernels",
     "attention.merge.kernels",
     "attention.backward.registered",
@@ -50,6 +51,7 @@ OPS_OF_CALLS = {
     "reduce_sum": ("reduce",),
     "reduce_max": ("reduce",),
     "reduce_mean": ("reduce",),
+    "attention": ("attention", "attention_few"),
     "PagedKVCache": ("kv_append", "kv_read", "kv_slots", "kv_copy"),
 }
 

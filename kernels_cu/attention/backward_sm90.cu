@@ -29,6 +29,7 @@
 
    Source: Dao, "FlashAttention-2" (2023); Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
+#include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/named_barrier.cuh"
@@ -40,6 +41,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/ring.cuh"
+#include "attention/store_sums.cuh"
 #include "attention/backward_sm90/barriers.cuh"
 #include "attention/backward_sm90/copies.cuh"
 #include "attention/backward_sm90/dq_products.cuh"
@@ -54,7 +56,7 @@
 
 using elem_t = ${dtype};
 constexpr int BLOCK_Q = ${block_q};    // queries of a tile
-constexpr int HEAD_DIM = ${head_dim};  // of q, k, v and o, padded with zeros
+constexpr int HEAD_DIM = ${head_dim};  // of q, k, v and o, padded with zeros; of tiles WIDTH
 constexpr bool DETERMINISTIC = ${deterministic};
 constexpr bool DS_SHARED = ${ds_shared};  // dK takes dS^T from shared memory, else from registers
 constexpr bool DIRECT = ${direct};        // dQ is added up from registers, else from shared memory
@@ -106,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     //% endif
     const float* __restrict__ lse_log2,  // [batch, heads_q, rows_padded] contiguous, log2(e) * lse
     const float* __restrict__ delta,     // like lse_log2: rowsum(dout * o)
-    float* __restrict__ dq_sum,  // [batch, heads_q, rows_padded, HEAD_DIM] as fragments (see
+    float* __restrict__ dq_sum,  // [batch, heads_q, rows_padded, WIDTH] as fragments (see
                                  // attention/backward/sum_fragments.cuh), 0 unless DETERMINISTIC
     //% if deterministic
     u32* __restrict__ turns,  // [batch, heads_q, rows_padded / 16], 0 before and after
@@ -207,7 +209,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       target += keys.batch * strides.batch + keys.head * strides.head +
                 (keys.row + warp_row()) * strides.row;
       const int rows_left = Tile(about).keys - warp_row();
-      store_sums(target, strides.row, sum, scale, lane, rows_left, columns);
+      const float both[2] = {scale, scale};
+      store_sums(target, strides.row, sum, both, lane, rows_left, columns);
     };
 
     const auto leave_do = [&](int stage) {
@@ -317,12 +320,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
                                                              warp, threadIdx.x == 2 * WARPGROUP);
   } else {
     fewer_registers<COPY_REGISTERS>();
-    if (warp == 0 && signals) {
+    const int role = __shfl_sync(FULL_MASK, warp, 0);
+    if (role == 0 && elect_one()) {
       // ---- tiles of Q and dO, and notes of what they are
       load_tiles(
           BackwardLoads<Rings, Barriers>{barriers, Rings(shared), q_map, dout_map, lse_log2, delta},
           sizes, counters);
-    } else if (warp == 1 && signals) {
+    } else if (role == 1 && elect_one()) {
       // ---- K and V
       const KeyLoads<KTile, Barriers> loads{barriers,           shared, Layout::K_STAGE,
                                             shared + Layout::V, k_map,  v_map};

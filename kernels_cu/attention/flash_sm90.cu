@@ -18,15 +18,17 @@
      at the end, with S' of the next queries under way while this output is stored:
         wait for O;   o = O / rowsum P,  lse = (m * c + log2(rowsum P)) * ln(2)
 
-   with c = softmax_scale * log2(e). P never leaves registers: it is the next product's A operand. An
-   optimistic variant does not look for a maximum first (attention/sm90/speculative_softmax.cuh).
-   Forms of attention (attention/features.cuh) are rendered in; pages as attention/pages.cuh has them.
+   with c = softmax_scale * log2(e). P stays in registers, as the next product's A operand. An
+   optimistic variant does not look for a maximum first (sm90/speculative_softmax.cuh). Rendered in:
+   forms of attention (features.cuh), pages (pages.cuh); for few queries of many keys, parts of the
+   keys and tiles of several heads (sm90/parts.cuh).
 
    Source: Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/pdl.cuh"
 #include "ptx/register_fence.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
@@ -35,6 +37,7 @@
 #include "tile/ring.cuh"
 #include "tile/tma_tile.cuh"
 #include "attention/mma.cuh"
+#include "attention/store_sums.cuh"
 #include "attention/sm90/epilogue.cuh"
 #include "attention/sm90/producer.cuh"
 #include "attention/sm90/products.cuh"
@@ -58,7 +61,8 @@ constexpr int Q_STAGES = ${q_stages};      // tiles of Q
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
 constexpr int CONSUMER_REGISTERS = ${consumer_registers};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
-constexpr int BLOCK_Q = 64 * CONSUMERS;
+constexpr int HEADS = ${heads};  // whose queries share a tile
+constexpr int BLOCK_Q = 64 * CONSUMERS, ROWS = BLOCK_Q / HEADS;
 //% if form
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks}, SCORE_MOD = ${has_mod};
@@ -68,7 +72,6 @@ constexpr int SCORE_STAGES = ${score_stages};  // tiles of bias and mask in shar
 using bias_t = ${bias_dtype};
 using Way = ScoreWay<SOFTCAP, SCORE_MOD, BIAS, MASK, HEAD_DIM_V>;
 constexpr bool NATURAL = Way::NATURAL;
-using Span = ${span};  // of keys, in tiles
 using Scores = ScoreTiles<bias_t, BIAS, MASK, BLOCK_Q, BLOCK_K>;
 constexpr int SCORE_BYTES = Scores::BYTES;
 
@@ -79,12 +82,14 @@ constexpr int SCORE_BYTES = Scores::BYTES;
 #include "attention/score_mod.cuh"
 //% else
 constexpr bool VARLEN = false, NATURAL = false, ALIBI = false;
-using Span = CausalSpan<BLOCK_Q, BLOCK_K>;
 constexpr int ARRAYS = 0, SCORE_STAGES = 0, SCORE_BYTES = 0;
 //% endif
-using Item = WorkItem<BLOCK_Q>;
+using Item = WorkItem<ROWS>;
+using Span = ${span};  // of keys, in tiles
+constexpr bool PARTED = SpanOf<Span>::PARTED;
 
-// With two tiles of Q, the next one's first scores are under way while this one's output is stored.
+// With two tiles of Q, the next one's first scores are under way while this one's output is stored;
+// with one, the next one comes meanwhile, and the output is not staged in its place.
 constexpr bool AHEAD = Q_STAGES > 1;
 constexpr int WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUMERS);
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
@@ -100,7 +105,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const __grid_constant__ TensorMap q_map,  // q [batch, heads_q, seqlen_q, head_dim], boxes of
     const __grid_constant__ TensorMap k_map,  // BLOCK_Q rows; k [batch, heads_kv, seqlen_k,
     const __grid_constant__ TensorMap v_map,  // head_dim] and v of BLOCK_K; each 64 columns wide
+    //% if staged and not parts
     const __grid_constant__ TensorMap o_map,  // o [batch, heads_q, seqlen_q, head_dim_v], 16 rows
+    //% endif
     //% if bias
     const __grid_constant__ TensorMap bias_map,  // [batch, heads_q, seqlen_q, seqlen_k], broadcast
     //% endif
@@ -114,15 +121,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     const int* __restrict__ cu_seqlens_k,    // [batch + 1]
     const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
     const float* __restrict__ sinks /* [heads_q] */ ${score_arrays} ${page_arrays},  //
-    elem_t* __restrict__ o,  // as o_map has it, rows on 16-byte boundaries
     //% endif
-    float* __restrict__ lse,     // [batch, heads_q, seqlen_q] contiguous, or null
+    //% if parts
+    float* __restrict__ o_parts,  // [parts, batch, heads_q, seqlen_q, HEAD_DIM_V]
+    //% elif form or not staged
+    elem_t* __restrict__ o,  // [batch, heads_q, seqlen_q, head_dim_v], rows on 16-byte boundaries
+    //% endif
+    float* __restrict__ ${lse},  // [batch, heads_q, seqlen_q] contiguous, or null
     u32* __restrict__ counters,  // [1], 0 before and after
     const int batch, const int heads_q, const int group_size, const int ${seqlen_q},
-    const int ${seqlen_k},
-    const int section_heads,  // heads whose K and V fit into L2 together
+    const int ${seqlen_k} ${o_scalars}, const int section_heads,  // whose K and V fit into L2
     //% if form
-    const Strides o_strides, const int head_dim_v,
     const AttentionForm form${score_scalars} ${page_numbers},
     //% endif
     const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
@@ -131,62 +140,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   const u32 shared = shared_address(shared_memory);
   const Barriers<Rings::STAGES> barriers{shared + Rings::BARRIERS};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
-  const AttentionWorkItems works(ceil_div(${seqlen_q}, BLOCK_Q), heads_q, group_size, batch,
-                                 section_heads, counters);
+  const AttentionWorkItems works(ceil_div(${seqlen_q}, ROWS), heads_q / HEADS, group_size / HEADS,
+                                 batch, section_heads, ${parts or 1}, counters);
   // Of the producer: one thread asks, or with VARLEN a whole warp, whose first lane TMA hears from.
   const bool asks = !VARLEN || threadIdx.x % WARP_SIZE == 0;
-  int tail_parity = 0;
-  const int asker = VARLEN ? threadIdx.x / WARP_SIZE * WARP_SIZE : threadIdx.x;
+  const int warp = __shfl_sync(FULL_MASK, threadIdx.x / WARP_SIZE, 0);
   //% if paged
   const PagedKeys keys{page_table, seq_lens, rows, table_width, page_log2, num_pages, max_seqlen_k};
   const SpanOf<Span> span_of{cu_seqlens_q, keys, box_log2, max_seqlen_q, form};
   //% elif form
   const SpanOf<Span> span_of{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, form};
   //% else
-  const SpanOf<Span> span_of{seqlen_q, seqlen_k, causal};
+  const SpanOf<Span> span_of{seqlen_q, seqlen_k, causal${comma_parts}};
   //% endif
   if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS>(VARLEN, ARRAYS);
   __syncthreads();
+  after_previous_kernel();
 
   if (warpgroup == 0) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
-    const AttentionProducer<Rings, VARLEN, SpanOf<Span>> producer(barriers, shared, group_size,
-                                                                  span_of, asks);
-    if (asker == 0) {
-      // One thread says what comes next and asks for its Q and K, ...
-      producer.lead(works, q_map, k_map, tail_parity);
-    } else if (asker == WARP_SIZE) {
-      // ... another one, in a warp of its own, for its V.
-      tma_prefetch(v_map);
-      RingPlace<V_STAGES> v_place;
-      producer.follow(batch, [&](const Item& place, const Span& range, int tile) {
-        producer.load_v(v_map, v_place, tail_parity, place, range, tile);
-      });
-      //% if form
-    } else if (ARRAYS > 0 && asker == 2 * WARP_SIZE) {
-      // ... and a third one for bias and mask.
-      RingPlace<SCORE_STAGES> score_place;
-      producer.follow(batch, [&](const Item& place, const Span&, int tile) {
-        producer.load_scores(score_place, [&](u32 to, u32 full) {
-          const int key = tile * BLOCK_K;
-          //% if bias
-          tma_load_scores<Scores::BiasTile>(to, bias_map, full, key, place.q0, place.head,
-                                            place.batch);
-          //% endif
-          //% if mask
-          tma_load_scores<Scores::MaskTile>(to + Scores::BIAS_BYTES, mask_map, full, key, place.q0,
-                                            place.head, place.batch);
+    const AttentionProducer<Rings, VARLEN, SpanOf<Span>, HEADS> producer(
+        barriers, shared, group_size / HEADS, span_of, asks);
+    producer.run<ARRAYS>(
+        warp, works, q_map, k_map, v_map, [&](u32 to, u32 full, const Item& place, int tile) {
+          //% if bias or mask
+          Scores::load(to, full, ${score_maps}, tile * BLOCK_K, place.q0, place.head, place.batch);
           //% endif
         });
-      });
-      //% endif
-    }
   } else {
     // ---- consumers
     more_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1, lane = threadIdx.x % WARP_SIZE;
     const int warp_row = consumer * 64 + threadIdx.x % WARPGROUP / WARP_SIZE * 16;
+    const int warp_query = warp_row % ROWS, warp_head = warp_row / ROWS;  // of the tile's
     const u64 q_operand = wgmma_tile(shared + consumer * 64 * Rings::QTile::ROW_BYTES, 0);
     const u64 k_operand = wgmma_tile(shared + Rings::K, 0);
     const u64 v_operand = wgmma_tile(shared + Rings::V, Rings::VTile::PANEL_BYTES);
@@ -197,14 +184,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     RingPlace<SLOTS> slot;
     float s[1][BLOCK_K / 8][4];
     const float scale_log2 = NATURAL ? LOG2E : softmax_scale_log2;
-    int lse_length = ${seqlen_q};
+    const int lse_length = ${lse_length};
     //% if form
-    if (VARLEN) lse_length = form.total_q;
     RingPlace<SCORE_STAGES> score_place;
     const float scale = NATURAL && !SOFTCAP ? form.softmax_scale : 1.f;
     const float unit = NATURAL ? 1.f : 1.f / form.softmax_scale;
     //% endif
-    const auto take_work = [&] { return next_work<BLOCK_Q, true>(barriers, slot); };
+    const auto take_work = [&] { return next_work<ROWS, true, PARTED>(barriers, slot); };
     // Scores of the next tile of keys, of the queries in a stage.
     const auto issue_scores = [&](int q_stage) {
       mbarrier_wait(barriers.k_full(k_place.stage), k_place.parity);
@@ -276,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         //% else
         if (!range.is_whole(tile))
           mask_scores(s, lane,
-                      [&](int row) { return range.visible(tile, warp_row + row, causal); });
+                      [&](int row) { return range.visible(tile, warp_query + row, causal); });
         //% endif
       };
       release_k();
@@ -314,6 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         round_to<elem_t>(p, s);
         if (rescale) scale_rows(acc, correction);
       }
+      if (!AHEAD) release_q(q_stage);  // the next Q comes while this one's output is made
       // The last product, and behind it the first scores of what comes next.
       mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
       register_fence(p);
@@ -325,24 +312,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       wgmma_wait<AHEAD ? 1 : 0>();
       release_v();
 
-      // Normalise; the output is staged in this warp's own rows, then TMA stores what is inside o.
-      const int tensor = VARLEN ? 0 : place.batch;
-      const int row0 = place.q0 + warp_row, rows_left = min(16, range.seqlen_q - row0);
-      const i64 head_index = static_cast<i64>(tensor) * heads_q + place.head;
-      const u32 warp_o_tile = shared + q_stage * Rings::Q_STAGE + warp_row * OTile::ROW_BYTES;
-      finish_rows_matrix<elem_t, OTile>(
-          acc, softmax, scale_log2, lane, warp_o_tile,
-          lse == nullptr ? nullptr : lse + head_index * lse_length + range.q_start + row0,
+      // Normalise and store. An output that is staged lies in this warp's own rows of Q, from where
+      // TMA stores what is inside o.
+      const int head = place.head * HEADS + warp_head;
+      const int tensor = VARLEN ? 0 : PARTED ? place.part * batch + place.batch : place.batch;
+      const int row0 = place.q0 + warp_query, rows_left = min(16, range.seqlen_q - row0);
+      const i64 head_index = static_cast<i64>(tensor) * heads_q + head;
+      float inverse[2];
+      finish_sums(
+          inverse, softmax, scale_log2, lane,
+          ${lse} == nullptr ? nullptr : ${lse} + head_index * lse_length + range.q_start + row0,
           rows_left);
+      //% if parts
+      float* const to = o_parts + (head_index * seqlen_q + row0) * HEAD_DIM_V;
+      store_part(to, acc, inverse, lane, rows_left);
+      if (!AHEAD) first_scores();
+      //% elif staged
+      const u32 warp_o_tile = shared + q_stage * Rings::Q_STAGE + warp_row * OTile::ROW_BYTES;
+      stage_rows<elem_t, OTile>(acc, inverse, lane, warp_o_tile);
       //% if form
       if (VARLEN && rows_left < 16)
         store_rows<OTile>(o, o_strides, place.head, range.q_start + row0, warp_o_tile, lane,
                           rows_left, head_dim_v);
       else
         //% endif
-        if (signals)
-          tma_store_tile<OTile>(o_map, warp_o_tile, range.q_start + row0, place.head, tensor);
-      if (!AHEAD) release_q(q_stage), first_scores();
+        if (signals) tma_store_tile<OTile>(o_map, warp_o_tile, range.q_start + row0, head, tensor);
+      //% else
+      const i64 row = range.q_start + row0;
+      store_sums(o + tensor * o_strides.batch + head * o_strides.head + row * o_strides.row,
+                 o_strides.row, acc, inverse, lane, rows_left, head_dim_v);
+      first_scores();
+      //% endif
     }
     pingpong.end();
     if (signals) bulk_wait_read();

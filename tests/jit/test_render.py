@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fkjit import ops
 from fkjit.errors import RenderError
 from fkjit.jit.render import Rendered, load, render
 from fkjit.jit.signature import Argument, signature
-from fkjit.spec import KernelSpec
+from fkjit.spec import KernelSpec, registered
 
 KERNELS = Path(__file__).parents[1] / "data" / "kernels"
 
@@ -322,3 +323,16 @@ def test_an_argument_of_unknown_size_is_refused_at_its_line():
 def test_a_missing_entry_point_is_named():
     with pytest.raises(RenderError, match="has no extern \"C\" __global__ function 'j'"):
         signature(plain('extern "C" __global__ void k() {}\n__global__ void j() {}\n'), "j")
+
+
+def test_pointers_stand_before_numbers():
+    """Tensor maps, pointers, numbers: plans write the addresses of a call in one go."""
+    ops.load()
+    for spec in registered():
+        if spec.root is not None:
+            continue
+        kinds = {str(sorted(map(str, spec.derive(p).items()))): p for p in spec.variants()}
+        for params in list(kinds.values())[:: max(len(kinds) // 8, 1)]:
+            given = signature(render(spec, params), spec.entry)
+            order = [2 - a.pointer - 2 * a.ctype.endswith("TensorMap") for a in given]
+            assert order == sorted(order), (spec.id, params)

@@ -57,6 +57,8 @@ KERNELS = [
     "attention_form.flash",
     "attention_form.flash_fp32",
     "attention_form.flash_sm90",
+    "attention_few.flash_sm90",
+    "attention_few.combine",
     "attention_decode.split",
     "decode_form.split",
     "merge_states.rows",

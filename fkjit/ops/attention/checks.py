@@ -9,10 +9,11 @@ from typing import Any
 
 from fkjit.arguments import one_of
 from fkjit.errors import ArgumentTypeError, CaptureError, ParameterError
-from fkjit.ops.attention import select
+from fkjit.ops.attention import select, select_few
 from fkjit.ops.attention.feature_checks import check_features
 from fkjit.ops.attention.features import ScoreFeatures
-from fkjit.ops.attention.kernels_sm90 import FLASH_SM90, counters
+from fkjit.ops.attention.kernels_few import COMBINE, FEW, works
+from fkjit.ops.attention.kernels_sm90 import COUNTERS, FLASH_SM90, counters
 from fkjit.ops.attention.options import AttentionOptions, Options, PagedOptions, VarlenOptions
 from fkjit.ops.attention.page_checks import check_list, check_table, page_size
 from fkjit.ops.attention.shapes import (
@@ -34,6 +35,7 @@ from fkjit.ops.op.op import Launch, Output, Request, arch_of
 from fkjit.runtime import interop
 from fkjit.runtime.device import is_capturing, multiprocessors
 from fkjit.runtime.interop import CPU, View
+from fkjit.spec import Params
 
 IMPLEMENTATIONS = ("auto", "flash", "tiled", "naive")
 _WITH_FEATURES = ("auto", "flash")
@@ -145,12 +147,35 @@ def _request(
         impl = options.impl
         if select.decodes(problem, seen, features, options, aligned, arch):
             return Request(seen, made, (), delegate=select.to_decode)
+        if features is None:
+            few = select_few.choice(problem, seen, impl, block, aligned, arch)
+            if few is not None:
+                return _few_queries(seen, problem, made, *few)
     try:
         spec, params = select.variant(problem, seen, features, impl, block, aligned, arch)
     except ParameterError as error:
         raise ParameterError(str(error).replace("attention_form:", f"{call}:", 1)) from None
     drawn = counters(params, problem) if spec.name == FLASH_SM90.name else 0
     return Request(seen, made, (Launch(spec, params, problem),), counters=drawn)
+
+
+def _few_queries(
+    seen: Mapping[str, View], problem: Sizes, made: dict[str, Output | None], params: Params,
+    parts: int,
+) -> Request:  # fmt: skip
+    """Several heads in a tile of queries, or keys in parts, which another kernel puts together."""
+    if parts == 1:
+        launches = (Launch(FEW, params, problem),)
+    else:
+        width = params["head_dim_v"]
+        problem = {**problem, "parts": parts, "width": width}
+        shape = (parts, *(problem[name] for name in ("batch", "heads_q", "seqlen_q")))
+        made["o_parts"] = Output((*shape, width), "fp32", returned=False)
+        made["lse_parts"] = Output(shape, "fp32", returned=False)
+        columns = {"dtype": params["dtype"], "head_dim_v": width}
+        launches = (Launch(FEW, params, problem), Launch(COMBINE, columns, problem))
+    drawn = COUNTERS if works(params, problem) > problem["multiprocessors"] else 0
+    return Request(seen, made, launches, counters=drawn)
 
 
 def _complete(

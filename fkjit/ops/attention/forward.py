@@ -227,6 +227,7 @@ def _run(
 
 # ------------------------------------------------------------------ the two ops
 
+_PARTS = ("o_parts", "lse_parts")  # of few queries: nobody's but the kernels'
 _AUTOGRAD = "fkjit.ops.attention.autograd"  # imported where a gradient is wanted: half of all code
 
 
@@ -235,7 +236,7 @@ def _op(name: str, check: Callable[..., Any], options: Any, traced: Callable[...
         return import_module(_AUTOGRAD).attend(op, inputs, options)
 
     op = Op(
-        name, inputs=("q", "k", "v", *POINTERS), outputs=("o", "lse"), options=options,
+        name, inputs=("q", "k", "v", *POINTERS), outputs=("o", "lse", *_PARTS), options=options,
         check=casting(lambda: op, check, CASTS),
         optional=[n for n in POINTERS if name == "attention" or n not in PACKED_ENDS],
         autograd=autograd, traced=traced, autocast=3, batched=True,

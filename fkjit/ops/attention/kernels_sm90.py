@@ -23,11 +23,11 @@ PAIRS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Tiles of each padded head_dim, fastest first: registers hold O, S and P, shared memory Q and two
 # or three stages of K and V.
 TILES: dict[int, tuple[Any, ...]] = {
-    64: ((256, 64), (192, 128), 128),
+    64: ((256, 64), (192, 128), 128, (192, 80), (128, 80), (64, 128), 64),
     96: (128, (192, 96), (128, 160)),
-    128: (128, (192, 80), (128, 176), (128, 64), (64, 128)),
-    192: ((128, 96), (128, 64)),
-    256: ((128, 80), (128, 64)),
+    128: (128, (192, 80), (128, 176), (128, 64), (64, 128), 64),
+    192: (128, (128, 96), (128, 64)),  # the first where head_dim_v is 128
+    256: ((128, 80), (128, 64), (64, 80)),
 }
 # Those that leave registers for the rules of score features.
 FEATURE_TILES: dict[int, tuple[Any, ...]] = {
@@ -46,7 +46,7 @@ _MOD_HEAD_DIM = 192  # at most, beside a bias or a mask as well
 # Head dimensions whose tiles are all optimistic: exponentials limit there, not products. Of others
 # some tiles are compiled either way, and which is faster depends on how many tiles a row has.
 _OPTIMISTIC_DIMS = (64, 96)
-_EITHER_WAY = {128: (128,)}
+_EITHER_WAY = {128: (128, (64, 128))}
 _PANEL, _ROW_BYTES = 64, 128  # columns of a row in shared memory, and bytes
 _WARP_ROWS = 16  # of a tile of queries: a warp stores its own
 _STAGES = ((2, 2), (1, 2), (1, 1))  # of Q, and of bias and mask
@@ -54,6 +54,7 @@ _MORE_BARRIERS = 16 + 16 * 2  # bytes: of tiles that are cut, of bias and mask
 COUNTERS = 1
 # What P and its sums may come to before a maximum is looked for, well inside the type's range.
 _LIMITS = {"fp16": "16384.f", "bf16": "0x1p32f"}
+_NO_ROOM = "has no shared memory left for a bias or a mask"
 _OPTIMISTIC = "exponentials are taken before anyone has looked for a tile's maximum"
 MAX_SHARED = 232_448  # bytes a block may have on sm_90
 _L2_BYTES = 32 << 20  # of 50 MiB
@@ -61,6 +62,7 @@ SMS = 132  # of an H100 or H200, where a problem does not say
 
 
 _SPANS = {False: "FormSpan<BLOCK_Q, BLOCK_K, VARLEN>", True: "PagedSpan<BLOCK_Q, BLOCK_K>"}
+_PLAIN_SPANS = {False: "CausalSpan<ROWS, BLOCK_K>", True: "PartSpan<ROWS, BLOCK_K>"}
 LEAST_PAGE = 8  # tokens that a box has at least: the rows after which the swizzle repeats
 
 
@@ -75,7 +77,7 @@ def _consumers(params: Params) -> int:
 def _derive(params: Params) -> dict[str, Any]:
     consumers, block_k = _consumers(params), split_block(params["block"])[1]
     features, (q_stages, score_stages) = _features(params), _stages(params) or (1, 1)
-    paged = features is not None and features.paged
+    paged, parts = features is not None and features.paged, params.get("parts", False)
     return {
         "block_k": block_k,
         "consumers": consumers,
@@ -84,12 +86,33 @@ def _derive(params: Params) -> dict[str, Any]:
         "optimistic": _is_optimistic(params),
         "most": _LIMITS[params["dtype"]],
         "q_stages": q_stages,
-        "span": _SPANS[paged],
+        "staged": q_stages > 1,  # the output, where its Q was
+        "span": _PLAIN_SPANS[parts] if features is None else _SPANS[paged],
+        "heads": params.get("heads", 1),
+        "parts": "parts" if parts else "",
+        "o_scalars": _o_scalars(parts, features is not None or q_stages == 1),
+        "lse": "lse_parts" if parts else "lse",  # arguments have their arrays' names
+        "comma_parts": ", parts" if parts else "",
+        "lse_length": "VARLEN ? form.total_q : max_seqlen_q" if features else "seqlen_q",
         "producer_registers": 56 if paged else {1: 40, 2: 40, 3: 32, 4: 32}[consumers],
         "consumer_registers": 224 if paged else {1: 240, 2: 232, 3: 160, 4: 112}[consumers],
         **({**PLAIN, "bias": False, "mask": False, "alibi": False} if features is None else
-           {**features.values(), "score_stages": score_stages, **_page_boxes(features)}),
+           {**features.values(), "score_stages": score_stages, "score_maps": _score_maps(features),
+            **_page_boxes(features)}),
     }  # fmt: skip
+
+
+def _o_scalars(parts: bool, stored: bool) -> str:
+    """What says where o lies, unless TMA alone stores it."""
+    if parts:
+        return ", const int parts"
+    return ", const Strides o_strides, const int head_dim_v" if stored else ""
+
+
+def _score_maps(features: ScoreFeatures) -> str:
+    """Those of a bias and a mask."""
+    named = {"&bias_map": features.bias, "&mask_map": features.mask}
+    return ", ".join(name if there else "nullptr" for name, there in named.items())
 
 
 def _page_boxes(features: ScoreFeatures) -> dict[str, Any]:
@@ -139,9 +162,19 @@ def _illegal(params: Params) -> str | None:
         return f"is not a tile for head_dim={dims[0]}"
     if features is None and params["optimistic"] not in ways(dims[0], params["block"]):
         return f"is not compiled with optimistic={params['optimistic']}"
-    if features is not None and _stages(params) is None:
-        return "has no shared memory left for a bias or a mask"
+    if _stages(params) is None:
+        return "has no room in shared memory" if features is None else _NO_ROOM
     return None
+
+
+@decision(64)
+def plain_tiles(head_dim: int, head_dim_v: int) -> tuple[Any, ...]:
+    """Those without score features, fastest first."""
+    fixed = {"head_dim": head_dim, "head_dim_v": head_dim_v, "dtype": "bf16"}
+    return tuple(
+        tile for tile in TILES[head_dim]
+        if _illegal({**fixed, "block": tile, "optimistic": ways(head_dim, tile)[0]}) is None
+    )  # fmt: skip
 
 
 def tiles(features: ScoreFeatures | None, head_dim: int) -> tuple[Any, ...]:
@@ -199,7 +232,7 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
         box = math.gcd(block_k, problem["page_size"])
     named = {
         **shared.arguments(params, problem, arrays),
-        "q_map": _map(dtype, places, arrays["q"], block_q),
+        "q_map": _map(dtype, places, arrays["q"], block_q // params.get("heads", 1)),
         "k_map": _map(dtype, keys, arrays["k"], box),
         "v_map": _map(dtype, keys, arrays["v"], box),
         "o_map": _map(dtype, places, arrays["o"], _WARP_ROWS, writable=True),
@@ -299,6 +332,7 @@ FLASH_SM90 = register(
             "block": lambda params: (128 * (1 + _consumers(params)), 1, 1),
             "interpreter_flops": 1.5e9,
             "arguments": _arguments,
+            "pdl": True,
         }
     )
 )

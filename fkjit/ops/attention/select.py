@@ -182,7 +182,7 @@ def choose_tile(
     if tuned is not None:
         return tuned
     if spec is FLASH_SM90:  # one block an SM, of warpgroups that hide each other's waiting
-        return select_sm90.plain_tile(problem, fixed["head_dim"], block)
+        return select_sm90.plain_tile(problem, fixed["head_dim"], fixed["head_dim_v"], block)
     if block is None:
         block = _plain_tile(spec, tuple(fixed.items()), _tall(problem), arch)
     return {"block": block}

@@ -13,8 +13,8 @@ from fkjit.ops.attention.kernels_sm90 import (
     LEAST_PAGE,
     MAX_SHARED,
     SMS,
-    TILES,
     padded_dims,
+    plain_tiles,
     tiles,
     ways,
 )  # fmt: skip
@@ -23,26 +23,50 @@ from fkjit.runtime.interop import ITEMSIZE, View
 from fkjit.spec import Params, Problem
 from fkjit.symbolic import decision
 
-_FEW_QUERIES = (64, 128)  # for small problems: twice as many blocks, each half as busy
+_ALIKE = 0.85  # of a mean tile of queries and the longest: blocks end together, round by round
+_FEW_KEYS, _MORE_KEYS = 80, 128  # up to so many are one tile, and others are fastest
+_ALONE = 0.04  # how much faster optimistic tiles are where each has an SM to itself
 # How fast others are than the first tile of a head_dim, per row and where every SM is busy alike
-# (bench/NOTES.md): (tile, optimistic), from so many keys on (a power of two, or 0), of full rows
-# and of causal ones.
+# (bench/NOTES.md): (tile, optimistic), from so many keys on (a power of two, or 0; 64: 65 to 80
+# keys, 128: 81 to 255), of full rows and of causal ones.
 _PACE: dict[int, dict[tuple[Any, bool], tuple[tuple[int, float, float], ...]]] = {
     64: {
-        ((192, 128), True): ((0, 1.01, 1.0),),
-        (128, True): ((0, 0.86, 1.02), (2048, 0.84, 0.93)),
+        ((192, 128), True): ((0, 0.66, 0.66), (64, 0.79, 0.79), (128, 1.01, 1.0)),
+        (128, True): ((0, 0.66, 0.66), (64, 0.74, 0.74), (128, 0.86, 1.02), (2048, 0.84, 0.93)),
+        ((192, 80), True): ((0, 0.75, 0.75), (64, 0.92, 0.92), (128, 0.9, 0.9)),
+        ((128, 80), True): ((0, 0.75, 0.75), (64, 0.84, 0.84), (128, 0.7, 0.7)),
+        ((64, 128), True): ((0, 0.56, 0.56), (128, 0.6, 0.6)),
+        (64, True): ((0, 0.62, 0.62), (64, 0.52, 0.52), (128, 0.62, 0.62), (256, 0.55, 0.55)),
     },
-    96: {((192, 96), True): ((1024, 1.05, 1.0), (4096, 1.065, 1.015), (16384, 1.09, 1.035))},
+    96: {
+        ((192, 96), True): (
+            (128, 1.3, 1.0), (256, 0.9, 0.9), (1024, 1.05, 0.985), (4096, 1.065, 1.045),
+            (16384, 1.09, 1.043),
+        ),
+    },
     128: {
         (128, True): (
-            (1024, 0.97, 1.013), (2048, 1.015, 1.02), (4096, 1.04, 1.03), (8192, 1.05, 1.04),
+            (0, 0.98, 0.99), (1024, 0.97, 1.013), (2048, 1.015, 1.02), (4096, 1.04, 1.03),
+            (8192, 1.05, 1.04),
         ),
         ((192, 80), False): (
-            (2048, 1.02, 0.93), (4096, 1.05, 0.98), (8192, 1.075, 1.03), (16384, 1.085, 1.06),
+            (128, 1.03, 0.93), (2048, 1.02, 0.93), (4096, 1.05, 0.98), (8192, 1.075, 1.006),
+            (16384, 1.085, 1.036),
         ),
+        ((128, 64), False): ((0, 1.05, 1.05), (256, 0.93, 0.93)),
+        ((64, 128), False): ((0, 0.75, 0.75),),
+        ((64, 128), True): ((0, 0.78, 0.78),),
+        (64, False): ((0, 0.85, 0.85), (256, 0.72, 0.72)),
+    },
+    256: {
+        ((128, 64), False): (
+            (0, 1.01, 1.03), (512, 1.013, 1.065), (1024, 1.0, 1.013), (2048, 0.997, 1.019),
+            (4096, 0.993, 1.01), (8192, 0.987, 1.0), (16384, 0.997, 0.984),
+        ),
+        ((64, 80), False): ((0, 0.7, 0.7),),
     },
 }  # fmt: skip
-_LEAST_QUERIES = 33
+LEAST_QUERIES = 33  # for a tile of one head
 _STEP = 64  # queries: every tile has a multiple of them, every SM is as busy within a step
 _MAX_STEP = 2**40  # bytes
 _LEAST_SCALE = 1e-9  # sinks are divided by it, and a sign could not go into q
@@ -65,17 +89,20 @@ def takes(
     (signs could not go into Q); there are queries enough for a tile; and if a tile was asked for,
     it is one of this kernel's.
     """
-    if problem["dtype"] == "fp32" or problem["seqlen_q"] < _LEAST_QUERIES:
-        return False
-    if problem["seqlen_k"] < 1 or problem["batch"] < 1:
+    return (
+        problem["seqlen_q"] >= LEAST_QUERIES
+        and readable(problem, views, features)
+        and _has_tile(problem, features, block)
+    )
+
+
+def readable(problem: Problem, views: Mapping[str, View], features: ScoreFeatures | None) -> bool:
+    """Whether TMA can read these arrays, and there is anything to read."""
+    if problem["dtype"] == "fp32" or problem["seqlen_k"] < 1 or problem["batch"] < 1:
         return False
     if not problem["softmax_scale"] > (0.0 if features is None else _LEAST_SCALE):
         return False
-    return (
-        _mappable_rows(problem, views)
-        and (features is None or _mappable_features(views))
-        and _has_tile(problem, features, block)
-    )
+    return _mappable_rows(problem, views) and (features is None or _mappable_features(views))
 
 
 def _mappable_rows(problem: Problem, views: Mapping[str, View]) -> bool:
@@ -114,7 +141,7 @@ def _has_tile(problem: Problem, features: ScoreFeatures | None, block: Any) -> b
     """Whether this one is compiled, or any."""
     dims = padded_dims(problem["head_dim"], problem["head_dim_v"])
     if features is None:
-        return block is None or block in TILES[dims[0]]
+        return block is None or block in plain_tiles(*dims)
     legal = _legal(features, problem["dtype"], *dims)
     return bool(legal) if block is None else block in legal
 
@@ -128,10 +155,12 @@ def _legal(features: ScoreFeatures, dtype: str, head_dim: int, head_dim_v: int) 
     return tuple(tile for tile in order if FLASH_SM90.illegal({**fixed, "block": tile}) is None)
 
 
-def plain_tile(problem: Problem, head_dim: int, block: Any = None) -> dict[str, Any]:
+def plain_tile(
+    problem: Problem, head_dim: int, head_dim_v: int, block: Any = None
+) -> dict[str, Any]:
     """The tile of a problem, and whether it is optimistic (of a given tile, only that)."""
     sizes = _size_class(problem, problem["seqlen_k"])
-    chosen, optimistic = _fastest(*sizes, problem["causal"], head_dim, block)
+    chosen, optimistic = _fastest(*sizes, problem["causal"], head_dim, head_dim_v, block)
     return {"block": chosen, "optimistic": optimistic}
 
 
@@ -139,33 +168,35 @@ def _size_class(problem: Problem, keys: int) -> tuple[int, int, int, int]:
     """What `_fastest` depends on: queries, heads, SMs, keys."""
     queries = -(-problem["seqlen_q"] // _STEP) * _STEP
     heads = problem["heads_q"] * problem["batch"]
-    return queries, heads, problem.get("multiprocessors", SMS), 1 << keys.bit_length() >> 1
+    power = 1 << keys.bit_length() >> 1 if keys != 64 else 32
+    power = max(power, _MORE_KEYS if keys > _FEW_KEYS else 0)
+    return queries, heads, problem.get("multiprocessors", SMS), power
 
 
 @decision(4096)
 def _fastest(
     queries: int, heads: int, multiprocessors: int, keys: int, causal: bool, head_dim: int,
-    block: Any,
+    head_dim_v: int, block: Any,
 ) -> tuple[Any, bool]:  # fmt: skip
-    """The fastest by how many rows the busiest SM would have, or fewer queries where all would
-    leave SMs idle. `queries`: a multiple of _STEP; `keys`: a power of two, or 0."""
-    first = TILES[head_dim][0]
-    if head_dim == 128:
-        works = -(-queries // split_block(first)[0]) * heads
-        if block is None and works <= (multiprocessors if causal else multiprocessors // 2):
-            block = _FEW_QUERIES
+    """The fastest by how many rows the busiest SM would have. `queries`: a multiple of _STEP;
+    `keys`: a power of two, or 0."""
+    seen = 1 - queries / (2 * max(keys, queries)) if causal else 1.0
+
+    def busiest(rows: int) -> float:
+        works = -(-queries // rows) * heads
+        if seen > _ALIKE:
+            return -(-works // multiprocessors) * rows
+        return max(rows, works * rows * seen / multiprocessors)  # drawn, the longest ones first
 
     def time(choice: tuple[Any, bool]) -> float:
         rows = split_block(choice[0])[0]
-        busiest = -(-(-(-queries // rows) * heads) // multiprocessors) * rows
-        return busiest / _pace(head_dim, choice, keys, causal)
+        alone = choice[1] and -(-queries // rows) * heads <= multiprocessors
+        return busiest(rows) / (_pace(head_dim, choice, keys, causal) + _ALONE * alone)
 
-    usual = (first, ways(head_dim, first)[0])
     if block is not None:
-        choices = [(block, way) for way in ways(head_dim, block)]
-    else:
-        choices = [usual, *_PACE.get(head_dim, {})]
-    return min(choices, key=time)
+        return min(((block, way) for way in ways(head_dim, block)), key=time)
+    first = plain_tiles(head_dim, head_dim_v)[0]
+    return min([(first, ways(head_dim, first)[0]), *_PACE.get(head_dim, {})], key=time)
 
 
 def _pace(head_dim: int, choice: tuple[Any, bool], keys: int, causal: bool) -> float:
@@ -180,6 +211,6 @@ def feature_tile(problem: Problem, fixed: Params) -> Any:
     left, right = problem["window"]
     keys = min(problem["seqlen_k"], left + right + 1)
     sizes, dims = _size_class(problem, keys), (fixed["head_dim"], fixed["head_dim_v"])
-    usual, _ = _fastest(*sizes, right == 0, dims[0], None)
+    usual, _ = _fastest(*sizes, right == 0, *dims, None)
     legal = _legal(parse(fixed["form"]), fixed["dtype"], *dims)
     return usual if usual in legal else legal[0]

@@ -11,14 +11,14 @@
 #include "tile/tile_copy.cuh"
 #include "attention/backward/sum_fragments.cuh"
 
-// One thread's copies of a part of dQ: 64 rows of which each warp has 16, `columns` of HEAD_DIM.
-template <int HEAD_DIM, int COLUMNS>
+// One thread's copies of a part of dQ: 64 rows of which each warp has 16, COLUMNS of WIDTH.
+template <int WIDTH, int COLUMNS>
 struct DQCopies {
-  static constexpr int WARP_BYTES = 16 * COLUMNS * 4, ROW_BLOCK = 16 * HEAD_DIM;
+  static constexpr int WARP_BYTES = 16 * COLUMNS * 4, ROW_BLOCK = 16 * WIDTH;
   float* sums;  // of the part
   u32 staging;
 
-  static constexpr int RUNS = HEAD_DIM == COLUMNS ? 1 : 4, RUN_BYTES = 4 * WARP_BYTES / RUNS;
+  static constexpr int RUNS = WIDTH == COLUMNS ? 1 : 4, RUN_BYTES = 4 * WARP_BYTES / RUNS;
 
   __device__ __forceinline__ void give(bool first) const {
 #pragma unroll
@@ -33,7 +33,7 @@ struct DQCopies {
 // Where the parts of a tile's dQ are; `index`: that of the tile, which counts so many rows.
 template <typename Layout, int INDEX_ROWS>
 struct DQParts {
-  using Copies = DQCopies<Layout::HEAD_DIM, Layout::DQ_COLUMNS>;
+  using Copies = DQCopies<Layout::WIDTH, Layout::DQ_COLUMNS>;
   float* sums;
   u32 shared;
 
@@ -41,7 +41,7 @@ struct DQParts {
     const i64 row_block =
         static_cast<i64>(index) * (INDEX_ROWS / 16) + part / Layout::DQ_ACROSS * 4;
     const int column_block = part % Layout::DQ_ACROSS * (Layout::DQ_COLUMNS / 8);
-    const i64 place = fragment_place(row_block, column_block, Layout::HEAD_DIM / 8, 0);
+    const i64 place = fragment_place(row_block, column_block, Layout::WIDTH / 8, 0);
     return {sums + place, shared + Layout::DQ + part % Layout::DQ_STAGES * Layout::DQ_STAGE};
   }
 };

@@ -25,7 +25,7 @@ __device__ __forceinline__ void multiply_dq(const Barriers& barriers, u32 shared
   using DSTile = typename Layout::DSTile;
   constexpr int PARTS = Layout::DQ_PARTS, STAGES = Layout::DQ_STAGES;
   constexpr int INDEX_BLOCKS = Sizes::INDEX_ROWS / 16;  // of a tile's index, 16 rows each
-  constexpr int CHUNKS = 8, HEAD_DIM = KTile::COLUMNS, K_STEPS = KTile::ROWS / 16;
+  constexpr int CHUNKS = 8, WIDTH = KTile::COLUMNS, K_STEPS = KTile::ROWS / 16;
   const u64 ds_operand = wgmma_tile(shared + Layout::DS, DSTile::PANEL_BYTES);
   const u64 keys_operand = wgmma_tile(shared, KTile::PANEL_BYTES);
   const bool signals = lane == 0;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void multiply_dq(const Barriers& barriers, u32 shared
         if (signals && part == PARTS - 1) mbarrier_arrive(barriers.ds_empty(ds_ring.stage));
         const auto sums = [&] {
           const i64 row_block = static_cast<i64>(tile.index) * INDEX_BLOCKS + block * 4 + warp;
-          return dq_sum + fragment_place(row_block, panel * CHUNKS, HEAD_DIM / 8, 0);
+          return dq_sum + fragment_place(row_block, panel * CHUNKS, WIDTH / 8, 0);
         };
         if constexpr (DIRECT) {
           give_sums(sums(), dq, lane);

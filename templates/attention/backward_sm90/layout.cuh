@@ -17,16 +17,18 @@
 template <int BLOCK_Q_, int HEAD_DIM_, int Q_STAGES_, int DO_STAGES_, int DQ_STAGES_, bool MASK,
           int GUARD>
 struct BackwardLayout {
-  static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = 128, HEAD_DIM = HEAD_DIM_;
-  using QTile = SwizzledTile<BLOCK_Q, HEAD_DIM>;  // of Q and dO
-  using KTile = SwizzledTile<BLOCK_K, HEAD_DIM>;  // of K and V
+  static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = 128;
+  // Of products, and of tiles and sums, in whole panels.
+  static constexpr int HEAD_DIM = HEAD_DIM_, WIDTH = ceil_div(HEAD_DIM, 64) * 64;
+  using QTile = SwizzledTile<BLOCK_Q, WIDTH>;  // of Q and dO
+  using KTile = SwizzledTile<BLOCK_K, WIDTH>;  // of K and V
   using DSTile = SwizzledTile<BLOCK_K, BLOCK_Q>;
   static_assert(QTile::PANEL_COLUMNS == 64 && DSTile::PANEL_COLUMNS == 64,
                 "TMA's 128-byte swizzle");
 
   static constexpr int Q_STAGES = Q_STAGES_, DO_STAGES = DO_STAGES_, DS_STAGES = 2;
   static constexpr int ROWS_STAGES = DO_STAGES, DQ_STAGES = DQ_STAGES_;
-  static constexpr int DQ_COLUMNS = 64, DQ_ACROSS = HEAD_DIM / DQ_COLUMNS;
+  static constexpr int DQ_COLUMNS = 64, DQ_ACROSS = WIDTH / DQ_COLUMNS;
   static constexpr int DQ_PARTS = BLOCK_Q / 64 * DQ_ACROSS;  // of a tile
 
   static constexpr int ROWS_BYTES = 2 * BLOCK_Q * 4;  // lse_log2 of a tile, then delta

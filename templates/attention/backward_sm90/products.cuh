@@ -8,7 +8,7 @@
 template <typename T, typename Layout, bool ADDED, int N>
 __device__ __forceinline__ void issue_keys(float (&d)[1][N][4], u64 keys, u64 queries) {
 #pragma unroll
-  for (int step = 0; step < Layout::KTile::COLUMNS / 16; ++step) {
+  for (int step = 0; step < Layout::HEAD_DIM / 16; ++step) {
     const int panel = step / 4, within = step % 4 * 2;  // 32 bytes a step, in units of 16
     wgmma_shared<T, false, false>(d[0], keys + (panel * Layout::KTile::PANEL_BYTES >> 4) + within,
                                   queries + (panel * Layout::QTile::PANEL_BYTES >> 4) + within,

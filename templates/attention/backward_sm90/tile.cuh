@@ -5,7 +5,6 @@
 #pragma once
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
-#include "tile/quad_transpose.cuh"
 #include "tile/swizzle.cuh"
 #include "tile/tile_copy.cuh"
 
@@ -116,24 +115,4 @@ __device__ __forceinline__ void differentials(u32 (&ds)[STEPS][4], const u32 (&p
     for (int half = 0; half < 2; ++half)
       ds[n / 2][n % 2 * 2 + half] =
           differential<T>(p[n / 2][n % 2 * 2 + half], dp[0][n][2 * half], dp[0][n][2 * half + 1]);
-}
-
-// An accumulator times `scale`, in 16 bits, to the warp's 16 rows in device memory, as many as
-// there are of rows and columns.
-template <typename T, int N>
-__device__ __forceinline__ void store_sums(T* target, i64 row_stride, const float (&sum)[1][N][4],
-                                           float scale, int lane, int rows_left, int columns_left) {
-  target += lane / 4 * row_stride + lane % 4 * 8;
-#pragma unroll
-  for (int half = 0; half < 2; ++half)
-#pragma unroll
-    for (int n = 0; n < N; n += 4) {
-      u32 words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        words[i] = pack2<T>(sum[0][n + i][2 * half] * scale, sum[0][n + i][2 * half + 1] * scale);
-      const uint4 chunk = quad_transpose(words, lane);
-      if (lane / 4 + half * 8 < rows_left && (n + lane % 4) * 8 < columns_left)
-        store_global_chunk(target + half * 8 * row_stride + n * 8, chunk);
-    }
 }

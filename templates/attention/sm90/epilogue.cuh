@@ -9,14 +9,11 @@
 #include "tile/tile_copy.cuh"
 #include "attention/online_softmax.cuh"
 
-// finish_rows (attention/mma.cuh) of a warp's 16 rows by stmatrix: an instruction for every sixteen
-// columns instead of four. Its first lane may have TMA store them.
-template <typename T, typename OTile, int COLUMNS, bool FRAMED>
-__device__ __forceinline__ void finish_rows_matrix(const float (&acc)[1][COLUMNS][4],
-                                                   const OnlineSoftmax<1, FRAMED>& softmax,
-                                                   float scale_log2, int lane, u32 warp_o_tile,
-                                                   float* lse, int rows_left) {
-  float inverse[2];
+// What a warp's 16 rows are multiplied by at the end, and their lse, if anyone wants it.
+template <bool FRAMED>
+__device__ __forceinline__ void finish_sums(float (&inverse)[2],
+                                            const OnlineSoftmax<1, FRAMED>& softmax,
+                                            float scale_log2, int lane, float* lse, int rows_left) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = lane / 4 + half * 8;
@@ -25,6 +22,13 @@ __device__ __forceinline__ void finish_rows_matrix(const float (&acc)[1][COLUMNS
     if (lse != nullptr && lane % 4 == 0 && row < rows_left)
       lse[row] = softmax.lse(0, half, sum, scale_log2);
   }
+}
+
+// A warp's 16 rows into its part of a tile by stmatrix: an instruction for every sixteen columns
+// instead of four. Its first lane may have TMA store them.
+template <typename T, typename OTile, int COLUMNS>
+__device__ __forceinline__ void stage_rows(const float (&acc)[1][COLUMNS][4],
+                                           const float (&inverse)[2], int lane, u32 warp_o_tile) {
   const FragmentReader<OTile, BlockOrder::ROW_MAJOR> place(lane);
 #pragma unroll
   for (int n = 0; n < COLUMNS; n += 2) {

@@ -3,32 +3,36 @@
 // A thread each for Q and K, for V, for bias and mask, in warps of their own. Packed tiles (VARLEN)
 // may have to be cut, which takes the whole warp where else a thread asks for them.
 #pragma once
+#include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "tile/ring.cuh"
 #include "tile/tma_tile.cuh"
+#include "attention/sm90/parts.cuh"
 #include "attention/sm90/work.cuh"
 
-// All tiles of queries, and the counter they are drawn from.
+// All tiles of queries, each as often as its keys have parts, and the counter they are drawn from.
 struct AttentionWorkItems {
-  int blocks_q, heads_q, group_size, batch, section_heads, count;
+  int blocks_q, heads_q, group_size, batch, section_heads, whole, count;
   u32* counters;
 
   __device__ __forceinline__ AttentionWorkItems(int blocks, int heads, int queries_per_key,
-                                                int batches, int heads_together, u32* drawn)
+                                                int batches, int heads_together, int parts,
+                                                u32* drawn)
       : blocks_q(blocks),
         heads_q(heads),
         group_size(queries_per_key),
         batch(batches),
         section_heads(heads_together),
-        count(blocks * heads * batches),
+        whole(blocks * heads * batches),
+        count(whole * parts),
         counters(drawn) {}
 };
 
-// SpanOf: which keys a work item sees.
-template <typename Rings, bool VARLEN, typename SpanOf>
+// SpanOf: which keys a work item sees. HEADS share a tile of queries (parts.cuh).
+template <typename Rings, bool VARLEN, typename SpanOf, int HEADS = 1>
 struct AttentionProducer {
-  using Item = WorkItem<Rings::BLOCK_Q>;
+  using Item = WorkItem<Rings::BLOCK_Q / HEADS>;
   using QTile = typename Rings::QTile;
   using KTile = typename Rings::KTile;
   using VTile = typename Rings::VTile;
@@ -49,6 +53,30 @@ struct AttentionProducer {
         span_of(keys_of),
         asks(first_lane) {}
 
+  // All of it: one thread says what comes next and asks for its Q and K, another one, in a warp of
+  // its own, for its V, and where there are ARRAYS a third one for them:
+  // load_arrays(to, full, place, tile). With VARLEN a whole warp in place of a thread.
+  template <int ARRAYS, typename Load>
+  __device__ __forceinline__ void run(int warp, const AttentionWorkItems& works,
+                                      const TensorMap& q_map, const TensorMap& k_map,
+                                      const TensorMap& v_map, const Load& load_arrays) const {
+    int tail_parity = 0;
+    if (warp == 0 && (VARLEN || elect_one())) {
+      lead(works, q_map, k_map, tail_parity);
+    } else if (warp == 1 && (VARLEN || elect_one())) {
+      tma_prefetch(v_map);
+      VPlace v_place;
+      follow(works.batch, [&](const Item& place, const auto& range, int tile) {
+        load_v(v_map, v_place, tail_parity, place, range, tile);
+      });
+    } else if (ARRAYS > 0 && warp == 2 && (VARLEN || elect_one())) {
+      RingPlace<Rings::SCORE_STAGES> score_place;
+      follow(works.batch, [&](const Item& place, const auto&, int tile) {
+        load_scores(score_place, [&](u32 to, u32 full) { load_arrays(to, full, place, tile); });
+      });
+    }
+  }
+
   // Draws one tile of queries after another, says which it is, and asks for its Q and K.
   __device__ __forceinline__ void lead(const AttentionWorkItems& works, const TensorMap& q_map,
                                        const TensorMap& k_map, int& tail_parity) const {
@@ -60,8 +88,11 @@ struct AttentionProducer {
       // Consumers begin with the next tile before they know whether there is one: so the last is
       // followed by one outside the tensors, which comes as zeros.
       const bool last = number >= works.count;
-      Item piece(last ? 0 : number, works.blocks_q, works.heads_q, works.heads_q * works.batch,
+      int part = 0, within = last ? 0 : number;
+      if (SpanOf::PARTED) part = within / works.whole, within -= part * works.whole;
+      Item piece(within, works.blocks_q, works.heads_q, works.heads_q * works.batch,
                  works.section_heads);
+      piece.part = part;
       const auto range = span_of(piece);
       // Tiles past the end of their sequence are nobody's.
       if (VARLEN && !last && piece.q0 >= range.seqlen_q) continue;
@@ -90,10 +121,14 @@ struct AttentionProducer {
       };
       const auto load_q = [&] {
         mbarrier_wait(barriers.q_empty(q_place.stage), q_place.parity ^ 1);
-        tma_load_rows<QTile, VARLEN>(shared + q_place.stage * Rings::Q_STAGE, q_map,
-                                     barriers.q_full(q_place.stage), barriers.q_tail(), tail_parity,
-                                     range.q_start + piece.q0, piece.head, tensor,
-                                     range.seqlen_q - piece.q0);
+        const u32 to = shared + q_place.stage * Rings::Q_STAGE;
+        const u32 full = barriers.q_full(q_place.stage);
+        if constexpr (HEADS > 1)
+          tma_load_heads<QTile, HEADS>(to, q_map, full, piece.q0, piece.head, tensor);
+        else
+          tma_load_rows<QTile, VARLEN>(to, q_map, full, barriers.q_tail(), tail_parity,
+                                       range.q_start + piece.q0, piece.head, tensor,
+                                       range.seqlen_q - piece.q0);
         q_place.advance();
       };
       load_k(range.end - 1);
@@ -108,7 +143,7 @@ struct AttentionProducer {
   __device__ __forceinline__ void follow(int batch, const Load& load) const {
     RingPlace<SLOTS> slot;
     while (true) {
-      const Item piece = next_work<Rings::BLOCK_Q, VARLEN>(barriers, slot);
+      const Item piece = next_work<Rings::BLOCK_Q / HEADS, VARLEN, SpanOf::PARTED>(barriers, slot);
       if (piece.batch >= batch) break;
       const auto range = span_of(piece);
       for (int tile = range.end - 1; tile >= range.first; --tile) load(piece, range, tile);

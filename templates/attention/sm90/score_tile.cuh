@@ -73,4 +73,13 @@ struct ScoreTiles {
   static constexpr int BYTES = BIAS_BYTES + (MASK ? MaskTile::BYTES : 0);
   using AddBias = Staged<Bias<T, true>, BiasTile, 0>;
   using Hide = Staged<Where<u8, true>, MaskTile, BIAS_BYTES>;
+
+  // Asks for those from row `row`, key `key` on; maps of what is not there are null. By one thread.
+  static __device__ __forceinline__ void load(u32 to, u32 full, const TensorMap* bias,
+                                              const TensorMap* mask, int key, int row, int head,
+                                              int batch) {
+    if constexpr (BIAS) tma_load_scores<BiasTile>(to, *bias, full, key, row, head, batch);
+    if constexpr (MASK)
+      tma_load_scores<MaskTile>(to + BIAS_BYTES, *mask, full, key, row, head, batch);
+  }
 };

@@ -25,7 +25,7 @@ struct FormSpan : BandTiles<BLOCK_K> {
 
 template <int BLOCK_Q, int BLOCK_K, bool VARLEN>
 struct SpanOf<FormSpan<BLOCK_Q, BLOCK_K, VARLEN>> {
-  static constexpr bool PAGED = false;
+  static constexpr bool PAGED = false, PARTED = false;
   const int *cu_seqlens_q, *cu_seqlens_k;
   int max_seqlen_q, max_seqlen_k;
   const AttentionForm& form;
@@ -46,7 +46,7 @@ struct PagedSpan : FormSpan<BLOCK_Q, BLOCK_K, true> {
 
 template <int BLOCK_Q, int BLOCK_K>
 struct SpanOf<PagedSpan<BLOCK_Q, BLOCK_K>> {
-  static constexpr bool PAGED = true;
+  static constexpr bool PAGED = true, PARTED = false;
   const int* cu_seqlens_q;
   PagedKeys keys;
   int box_log2, max_seqlen_q;

@@ -69,11 +69,13 @@ struct Barriers {  // addresses
 template <int BLOCK_Q>
 struct WorkItem {
   int q0, head, batch;
+  int part = 0;  // of its keys (parts.cuh)
 
   __device__ __forceinline__ explicit WorkItem(uint4 said)
       : q0(static_cast<int>(said.x)),
         head(static_cast<int>(said.y)),
-        batch(static_cast<int>(said.z)) {}
+        batch(static_cast<int>(said.z)),
+        part(static_cast<int>(said.w)) {}
 
   __device__ __forceinline__ WorkItem(int number, int blocks_q, int heads_q, int all_heads,
                                       int section_heads) {
@@ -97,12 +99,13 @@ __device__ __forceinline__ int draw_work(u32* counter, int works) {
 template <int STAGES, int BLOCK_Q>
 __device__ __forceinline__ void announce(const Barriers<STAGES>& barriers, int slot,
                                          const WorkItem<BLOCK_Q>& place) {
-  store_shared_chunk(barriers.work(slot), make_uint4(place.q0, place.head, place.batch, 0));
+  store_shared_chunk(barriers.work(slot),
+                     make_uint4(place.q0, place.head, place.batch, place.part));
   mbarrier_arrive(barriers.work_full(slot));
 }
 
 // What has been announced, to one thread or (WHOLE_WARP) by its first lane to all of a warp.
-template <int BLOCK_Q, bool WHOLE_WARP, int STAGES>
+template <int BLOCK_Q, bool WHOLE_WARP, bool PARTED = false, int STAGES>
 __device__ __forceinline__ WorkItem<BLOCK_Q> next_work(const Barriers<STAGES>& barriers,
                                                        RingPlace<SLOTS>& slot) {
   uint4 said = {};
@@ -116,6 +119,7 @@ __device__ __forceinline__ WorkItem<BLOCK_Q> next_work(const Barriers<STAGES>& b
     said.x = __shfl_sync(FULL_MASK, said.x, 0);
     said.y = __shfl_sync(FULL_MASK, said.y, 0);
     said.z = __shfl_sync(FULL_MASK, said.z, 0);
+    if (PARTED) said.w = __shfl_sync(FULL_MASK, said.w, 0);
   }
   return WorkItem<BLOCK_Q>(said);
 }
@@ -151,7 +155,7 @@ template <typename Span>
 struct SpanOf;
 template <int BLOCK_Q, int BLOCK_K>
 struct SpanOf<CausalSpan<BLOCK_Q, BLOCK_K>> {
-  static constexpr bool PAGED = false;
+  static constexpr bool PAGED = false, PARTED = false;
   int seqlen_q, seqlen_k;
   int causal;
 

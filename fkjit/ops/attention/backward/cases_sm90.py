@@ -9,6 +9,7 @@ import numpy as np
 
 from fkjit.ops.attention.backward import cases
 from fkjit.ops.attention.backward import problem as backward
+from fkjit.ops.attention.backward.kernels_sm90 import width
 from fkjit.ops.attention.backward.tiles import BLOCK_K_SM90, BLOCK_Q_SM90
 from fkjit.ops.attention.features import parse
 from fkjit.ops.attention.shapes import PACKED_AXES
@@ -18,7 +19,7 @@ from fkjit.spec import Arrays, Params, Problem, Verification
 def _problems(params: Params, scale: str) -> Sequence[Problem]:
     """The small ones on GPUs of two and of many SMs."""
     made = _plain_problems if "form" not in params else _feature_problems
-    sums = {"sum_columns": params["head_dim"], "deterministic": params["deterministic"]}
+    sums = {"sum_columns": width(params["head_dim"]), "deterministic": params["deterministic"]}
     return [{**one, **sums} for one in made(params, scale)]
 
 

@@ -35,6 +35,11 @@ _RAGGED_ROWS = 128  # templates/attention/backward_sm90/tensor_rows.cuh
 _LEAST_CAP = 1.0  # derivatives come from probabilities of 16 bits: beside it they are off by little
 
 
+def width(head_dim: int) -> int:
+    """Columns of tiles and of sums of dq: whole panels, of which products leave some."""
+    return -(-head_dim // _PANEL) * _PANEL
+
+
 def _features(params: Params) -> ScoreFeatures | None:
     return parse(params["form"]) if "form" in params else None
 
@@ -62,7 +67,7 @@ def _operands(params: Params) -> dict[str, Any]:
     """Where dK takes dS from: with more bytes through shared memory dV is under way while dS is
     made, which is worth it where dq goes that way in order. And how much a lane has registers to
     read early."""
-    if params["head_dim"] > 64:
+    if params["head_dim"] > 96:
         ahead = (6, 8) if params["deterministic"] else (8, 2)
     else:
         ahead = (8, 8)
@@ -114,7 +119,8 @@ def _dq_stages(params: Params) -> int:
 def _shared(params: Params) -> SharedLayout:
     """K twice, V, rings of Q and dO, of dS, of dq, of lse_log2 and delta with the bits of a mask;
     the mbarriers with what is noted of tiles."""
-    d, block_q, features = params["head_dim"], BLOCK_Q[params["head_dim"]], _features(params)
+    d, block_q = width(params["head_dim"]), BLOCK_Q[params["head_dim"]]
+    features = _features(params)
     stages = {"q_stages": _Q_STAGES, "dq_stages": _dq_stages(params)}
     if spared := _spared(params):
         stages[spared] -= 1

@@ -105,7 +105,7 @@ class _Call:
     def on_sm90(self) -> list[Launch]:
         """One kernel for dk, dv and sums of dq."""
         problem, dim = self.problem, sm90.padded_dim(self.problem) or 0
-        problem["sum_columns"] = dim
+        problem["sum_columns"] = sm90.width(dim)
         problem["ordered"] = ordered = sm90.in_order(problem, self.options)
         text = self.options.features
         params: dict[str, Any] = {
@@ -113,7 +113,7 @@ class _Call:
         }  # fmt: skip
         if text:
             params["form"] = text
-        zeros = 0 if ordered else dim  # in order the first one to come stores
+        zeros = 0 if ordered else sm90.width(dim)  # in order the first one to come stores
         return [
             *self._mask_bits(BLOCK_Q_SM90[dim]),
             self._preprocess({**problem, "sum_columns": zeros}),
