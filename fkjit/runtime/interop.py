@@ -151,6 +151,11 @@ def _view(array: Any, call: str, name: str) -> View:
 
 def _torch_view(tensor: Any, call: str, name: str) -> View:
     torch = sys.modules["torch"]
+    if tensor.is_nested:
+        raise ArgumentTypeError(
+            f"{call}: {name} is a nested tensor; allowed: plain tensors (for sequences of several "
+            "lengths, packed ones: fkjit.attention_varlen)"
+        )
     if not (tensor.is_cuda or tensor.is_cpu) or tensor.layout is not torch.strided:
         raise DeviceError(
             f"{call}: {name} is a {tensor.layout} tensor on {tensor.device}; allowed: dense "

@@ -22,6 +22,7 @@ constexpr int THREADS = ${threads};
 constexpr bool ALIGNED = ${aligned};        // rows of dout and o start on 16-byte boundaries
 constexpr int SIZE = Vector<elem_t>::SIZE;  // neighbouring columns of a lane
 constexpr float POSITIVE_INFINITY = -NEG_INFINITY;
+constexpr float FAR = 16777216.f;  // 2^24
 
 static_assert(THREADS % WARP_SIZE == 0, "whole warps: rows are shared by neighbours");
 
@@ -96,6 +97,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_rows(
   const i64 place = static_cast<i64>(sequence) * seqlen_q + query;
   //% endif
   const float natural = exists ? lse[place] : NEG_INFINITY;
-  lse_log2[target] = natural == NEG_INFINITY ? POSITIVE_INFINITY : natural * LOG2E;
+  const float sum_log2 = natural == NEG_INFINITY ? POSITIVE_INFINITY : natural * LOG2E;
+  // Where fp32 has lse to whole numbers only, probabilities are 0 and never beyond all bounds.
+  lse_log2[target] = fabsf(sum_log2) > FAR ? fmaf(fabsf(sum_log2), 0x1p-20f, sum_log2) : sum_log2;
   delta[target] = exists && dlse != nullptr ? sum - dlse[place] : sum;
 }

@@ -63,12 +63,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) kv_append(
     x[i] = load_elements<SIZE>(source + wide(token, token_step));
   }
 
-  const float inverse = SCALED ? 1.f / (values ? v_scale : k_scale)[head] : 1.f;
+  const Divisor scale(SCALED ? (values ? v_scale : k_scale)[head] : 1.f);
   const PagedPool pool{values ? v_page_step : k_page_step, values ? v_head_step : k_head_step,
                        values ? v_token_step : k_token_step, num_slots, page_log2};
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
     if (!pool.has(slot[i])) continue;
-    store_elements(pages + pool.offset(slot[i], head), Quantized<stored_t>::encode(x[i], inverse));
+    store_elements(pages + pool.offset(slot[i], head), Quantized<stored_t>::encode(x[i], scale));
   }
 }

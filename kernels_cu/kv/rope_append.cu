@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rope_kv_append(
   auto head_of = [&](int head) -> RopeHead<elem_t, stored_t> {
     if (head < heads_q) {
       return {q + wide(token, q_token) + wide(head, q_head),
-              out_q + wide(token, out_token) + wide(head, out_head), nullptr, 1.f, true};
+              out_q + wide(token, out_token) + wide(head, out_head), nullptr, Divisor(1.f), true};
     }
     head -= heads_q;
     const bool values = head >= heads_k;
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) rope_kv_append(
     return {values ? v + wide(token, v_token) + wide(head, v_head)
                    : k + wide(token, k_token) + wide(head, k_head),
             nullptr, pool.has(slot) ? pages + pool.offset(slot, head) : nullptr,
-            SCALED ? 1.f / (values ? v_scale : k_scale)[head] : 1.f, !values};
+            Divisor(SCALED ? (values ? v_scale : k_scale)[head] : 1.f), !values};
   };
 
   float cosine[Pairs::WIDTH], sine[Pairs::WIDTH];

@@ -13,17 +13,17 @@ template <>
 struct Quantized<e4m3> {
   template <typename T, int SIZE>
   static __device__ __forceinline__ Elements<e4m3, SIZE> encode(const Elements<T, SIZE>& x,
-                                                                float inverse) {
+                                                                const Divisor& scaled) {
     Elements<e4m3, SIZE> codes;
 #pragma unroll
     for (int i = 0; i + 1 < SIZE; i += 2) {  // one conversion for two
-      const float2 pair{static_cast<float>(x[i]) * inverse, static_cast<float>(x[i + 1]) * inverse};
+      const float2 pair{scaled(static_cast<float>(x[i])), scaled(static_cast<float>(x[i + 1]))};
       const u16 both = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
       codes[i].bits = both & 0xff;
       codes[i + 1].bits = both >> 8;
     }
     if (SIZE % 2) {
-      const float last = static_cast<float>(x[SIZE - 1]) * inverse;
+      const float last = scaled(static_cast<float>(x[SIZE - 1]));
       codes[SIZE - 1].bits = __nv_cvt_float_to_fp8(last, __NV_SATFINITE, __NV_E4M3);
     }
     return codes;

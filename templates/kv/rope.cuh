@@ -21,13 +21,13 @@ struct RopeHead {
   const T* source;
   T* target;
   S* stored;
-  float inverse;
+  Divisor scale;
   bool turns;
 
   template <typename Access>
   __device__ __forceinline__ void store(int column, const Access& x) const {
     if (target != nullptr) write(target + column, x);
     if (stored != nullptr)
-      store_elements(stored + column, Quantized<S>::encode(elements(x), inverse));
+      store_elements(stored + column, Quantized<S>::encode(elements(x), scale));
   }
 };

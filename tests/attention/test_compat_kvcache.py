@@ -169,7 +169,7 @@ FAULTS = {
     "a negative length": ({"cache_seqlens": torch.tensor([-1]).int()}, "lengths from -1"),
     "slopes of another number": ({"alibi_slopes": torch.ones(3)}, "alibi_slopes"),
     "a window": ({"window_size": (4, -2)}, "window"),
-    "another dtype": ({"cache_seqlens": torch.tensor([3])}, "seq_lens"),
+    "another dtype": ({"cache_seqlens": torch.tensor([3.0])}, "seq_lens"),
 }
 
 

@@ -302,3 +302,29 @@ def test_each_candidate_is_right_and_other_numbers_are_found_wrong(interpreter, 
 def test_labels():
     assert bench.label(bench.problem(1, 16_384)) == "bf16 B1 S16384 H32 D128 x2"
     assert bench.label(bench.problem(1, 9, 8, False)) == "bf16 B1 S9 H32 D128 stack of 8"
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5), (5,), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_mask_of_rows_that_are_merged(shape, library):
+    """Elsewhere a row keeps what it has, to the bit."""
+    (o, lse), mask = states(2), np.random.default_rng(1).random(shape) < 0.5
+    given = [o[0], lse[0], o[1], lse[1], mask]
+    if library == "torch":
+        given = [torch.from_numpy(x) for x in given]
+    found = [np.asarray(x) for x in merge(*given[:4], mask=given[4])]
+    whole = [np.asarray(x) for x in merge(*given[:4])]
+    merged_there = np.broadcast_to(mask, lse[0].shape)
+    for one, both, kept in zip(found, whole, (o[0], lse[0]), strict=True):
+        assert np.array_equal(one[merged_there], both[merged_there])
+        assert np.abs(one - kept)[~merged_there].max() <= 1e-6
+    assert np.array_equal(found[0][~merged_there], o[0][~merged_there])
+
+
+@pytest.mark.parametrize("mask", [np.ones(4, bool), np.ones(5), True], ids=repr)
+def test_a_mask_that_does_not_fit(mask):
+    o, lse = states(2)
+    with pytest.raises(ParameterError, match=r"merge_states: mask=.*; allowed: bool of a shape"):
+        merge(o[0], lse[0], o[1], lse[1], mask=mask)
+    with pytest.raises(ParameterError, match=r"mask=.*with other"):
+        merge(o, lse, mask=np.ones(5, bool))

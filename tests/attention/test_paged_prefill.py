@@ -173,7 +173,7 @@ WRONG = {
     "scales": ({"k_scale": np.ones(2, "f4")}, ParameterError, "k_scale is an array"),
     "rows of another number": ({"rows": np.zeros(3, "i4")}, ParameterError, "rows"),
     "ends of another dtype": (
-        {"cu_seqlens_q": np.zeros(6, "i8")}, ArgumentTypeError, "cu_seqlens_q"
+        {"cu_seqlens_q": np.zeros(6, "f4")}, ArgumentTypeError, "cu_seqlens_q"
     ),
     "other ends": ({"cu_seqlens_q": np.zeros(3, "i4")}, ParameterError, "2 sequences"),
     "a layout": ({"layout": "bshd"}, ParameterError, "layout"),

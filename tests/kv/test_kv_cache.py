@@ -129,6 +129,24 @@ def test_what_was_appended_is_read_exactly(dtype, layout):
         assert x.dtype == y.dtype and np.array_equal(x, np.concatenate([y[21:], y[:21]]))
 
 
+@pytest.mark.parametrize("kept", ["fp8", "int8"])
+def test_tokens_are_divided_by_their_scale(kept):
+    """Half-way between two codes, where a product with 1 / scale goes the other way; and far."""
+    scale = np.linspace(0.011, 0.097, 16, dtype=np.float32)
+    half = np.concatenate(
+        [np.arange(-12, 12) + 0.5, [0, 1e9, -1e9, np.inf, -np.inf, 1e-30, 0.1, 3]]
+    )
+    x = (half[:, None, None] * scale[None, :, None]).astype(np.float32).repeat(8, 2)
+    product = np.float32(1) / scale[:, None] * x
+    assert (np.rint(product) != np.rint(x / scale[:, None])).any()
+    sides = {"num_kv_heads": 16, "head_dim": 8, "k_scale": scale, "v_scale": scale}
+    cache = small(dtype=kept, **sides)
+    a = cache.allocate()
+    fkjit.kv_append(x, -x, cache, cache.extend([a], [len(x)]))
+    for kept_as, given in zip(cache.read([a], dtype="fp32"), (x, -x), strict=True):
+        assert np.array_equal(kept_as, decode(encode(given, kept, scale), kept, scale, "fp32"))
+
+
 @pytest.mark.parametrize("given", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("kept", ["fp8", "int8"])
 def test_scaled_storage_rounds_once_each_way(kept, given):

@@ -179,9 +179,61 @@ def test_leading_dimensions_and_arrays_of_numpy():
     assert flat.shape == (80,) and torch.equal(flat, expected[1, 2, 3])
     found = norm("layer_norm", x.numpy())
     assert isinstance(found, np.ndarray) and np.array_equal(found, expected.numpy())
-    spread = normal(2, 6, 80)[:, :5]  # rows at no one distance
-    with pytest.raises(ParameterError, match="rows at no one distance"):
-        norm("layer_norm", spread)
+
+
+SPREAD = {
+    "heads of a packed projection": lambda x: x[:, :, :3],
+    "some of them from the second on": lambda x: x[:, 1:4, 1:3],
+    "transposed": lambda x: x.transpose(0, 2)[:2],
+    "backwards in no dimension": lambda x: x.transpose(1, 2)[:, ::2, 1:],
+    "one row a batch": lambda x: x[:, 2],
+    "in four dimensions": lambda x: x[:, :4].unflatten(1, (2, 2))[:, :, :1, ::2],
+    "repeated": lambda x: x[:1, :1].expand(3, 4, *x.shape[2:]),
+}
+
+
+@one_in(3, op=OPS, dtype=("bf16", "fp32"), what=tuple(SPREAD))
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("what", SPREAD)
+def test_rows_of_any_strides(op, dtype, what):
+    """x, residual and what is written each in strides of their own, and rows in between untouched;
+    the same bits as of contiguous copies, which they are of."""
+    x, other = (SPREAD[what](normal(3, 5, 6, 72, dtype=dtype, seed=i)) for i in (1, 2))
+    weight = normal(72, dtype=dtype, seed=3)
+    expected = norm(op, x.contiguous(), weight)
+    assert torch.equal(norm(op, x, weight), expected)
+    whole = torch.full((*x.shape[:-2], x.shape[-2] + 2, 72), 7.0, dtype=x.dtype)
+    out = whole[..., 1:-1, :]
+    assert norm(op, x, weight, out=out) is out and torch.equal(out, expected)
+    assert (whole[..., 0, :] == 7).all() and (whole[..., -1, :] == 7).all()
+    y, s = norm(op, x.contiguous(), weight, residual=other.contiguous())
+    found = norm(op, x, weight, residual=other, out=out)
+    assert torch.equal(found[0], y) and torch.equal(found[1], s)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_residual_stream_in_one_place(op):
+    x, residual = normal(6, 80), normal(6, 80, seed=1)
+    expected = norm(op, x, residual=residual)
+    stream = residual.clone()
+    y, s = norm(op, x, residual=stream, out=x, sum=stream)
+    assert y is x and s is stream
+    assert torch.equal(y, expected[0]) and torch.equal(s, expected[1])
+    with pytest.raises(ParameterError, match="sum is given without a residual"):
+        norm(op, x, sum=stream)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("columns", [80, 70_000])
+def test_a_weight_of_which_one_is_missing(op, columns):
+    """weight_offset, which rounds nothing: in bf16 1 + weight would."""
+    x, weight = normal(2, columns, dtype="bf16"), normal(columns, dtype="bf16", seed=1) / 64
+    found = norm(op, x, weight, weight_offset=1.0)
+    expected = theirs(op, x.double(), weight.double() + 1)
+    assert_right(found, expected, theirs(op, x, weight + 1), "bf16")
+    with pytest.raises(ParameterError, match=r"weight_offset=1\.0; allowed"):
+        norm(op, x, weight_offset=1)
 
 
 # ------------------------------------------------------------------ choices

@@ -172,3 +172,18 @@ def test_refusals():
         (found,) = torch.autograd.grad(fkjit.rms_norm(x).sin().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         found.sum().backward()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_of_packed_heads_with_an_offset_of_the_weight(op):
+    packed = normal(4, 6, 64, dtype="bf16").requires_grad_()
+    weight = (normal(64, dtype="bf16", seed=1) / 8).requires_grad_()
+    dy = normal(4, 2, 64, dtype="bf16", seed=2)
+    found = torch.autograd.grad(
+        norm(op, packed[:, 1:3], weight, weight_offset=1.0), (packed, weight), dy
+    )
+    exact = [x.detach().double().requires_grad_() for x in (packed, weight)]
+    own = theirs(op, exact[0][:, 1:3], exact[1] + 1)
+    for made_, expected in zip(found, torch.autograd.grad(own, exact, dy.double()), strict=True):
+        assert made_.dtype == torch.bfloat16
+        assert (made_.double() - expected).norm() <= 6e-3 * expected.norm()

@@ -51,7 +51,7 @@ NOTHING = dict.fromkeys(("bias", "residual", "sum", "mean", "rstd"))
 
 def test_layer_norm(plan):
     x, weight, bias = normal(6, 64), normal(64), normal(64, seed=1)
-    kernels, request = plan(norm._LAYER, [x, weight, bias, *[None] * 5], (1e-5,))
+    kernels, request = plan(norm._LAYER, [x, weight, bias, *[None] * 5], (1e-5, 0.0))
     out = fkjit.layer_norm(x, weight, bias)
     arrays = {**NOTHING, "x": x, "weight": weight, "bias": bias, "out": out}
     assert_launched(kernels, request, arrays)
@@ -59,7 +59,7 @@ def test_layer_norm(plan):
 
 def test_rms_norm_with_a_residual_in_place(plan):
     x, weight, residual = normal(6, 64), normal(64), normal(6, 64, seed=1)
-    kernels, request = plan(norm._RMS, [x, weight, None, residual, x, *[None] * 3], (1e-6,))
+    kernels, request = plan(norm._RMS, [x, weight, None, residual, x, *[None] * 3], (1e-6, 0.0))
     out, s = fkjit.rms_norm(x, weight, residual=residual, out=x)
     assert out is x and s.shape == x.shape and s.data_ptr() != residual.data_ptr()
     arrays = {**NOTHING, "x": x, "weight": weight, "residual": residual, "out": x, "sum": s}
@@ -70,8 +70,8 @@ def test_rms_norm_with_a_residual_in_place(plan):
 def test_a_training_step(plan, op):
     x, weight = normal(6, 64), normal(64)
     call = norm._with_statistics(op)
-    kernels, request = plan(call, [x, weight, *[None] * 6], (1e-5,))
-    out, *statistics = call((x, weight, None, None), (None,) * 4, (1e-5,))
+    kernels, request = plan(call, [x, weight, *[None] * 6], (1e-5, 0.0))
+    out, *statistics = call((x, weight, None, None), (None,) * 4, (1e-5, 0.0))
     rstd, mean = statistics[-1], statistics[0] if op == "layer_norm" else None
     assert rstd.shape == (6,) and rstd.dtype == torch.float32
     arrays = {**NOTHING, "x": x, "weight": weight, "out": out, "mean": mean, "rstd": rstd}

@@ -214,6 +214,21 @@ def test_any_layout_strides_and_positions(data):
             assert np.shares_memory(mine, x)
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_positions_that_all_batches_share(layout):
+    q, at = normal((3, 2, 5, 16)), np.array([7, 0, 3, 3, 90])
+    given = q if layout == "bhsd" else q.swapaxes(1, 2)
+    found = rope(given, given, at, layout=layout)
+    for one in found:
+        one = one if layout == "bhsd" else one.swapaxes(1, 2)
+        assert_near(one, expected(q, np.broadcast_to(at, (3, 5))))
+
+
+def test_a_table_of_16_bits():
+    q, table = normal((2, 3, 5, 16)), fkjit.rope_table(40, 16).astype("f2")
+    assert np.array_equal(rope(q, None, 9, table=table), rope(q, None, 9, table=table.astype("f4")))
+
+
 def test_several_tiles_of_tokens_and_pieces_of_heads():
     for layout, shape in (("bhsd", (1, 130, 70, 16)), ("bshd", (1, 70, 130, 16))):
         q = normal(shape, "fp16")
@@ -410,7 +425,7 @@ CALLS = [  # id, arguments, options, error, what the message must say
     ("yarn", (Q,), {"scaling": YARN}, VALUE, r"is for tables: pass table=fkjit.rope_table\(length"),
     ("both", (Q,), {"scaling": Llama3Scaling(), "table": TABLE}, VALUE, "theta and scaling beside"),
     ("theta too", (Q,), {"theta": 1e4, "table": TABLE}, VALUE, "theta and scaling beside a table"),
-    ("table dtype", (Q,), {"table": TABLE.astype("f2")}, TYPE, "table is fp16; allowed: fp32"),
+    ("table dtype", (Q,), {"table": TABLE.astype("i4")}, TYPE, "table is int32; allowed: fp32"),
     ("table shape", (Q,), {"table": TABLE[0]}, VALUE, r"table has shape \(16,\)"),
     ("table width", (Q,), {"table": TABLE, "rotary_dim": 8}, VALUE, "table has 16 columns, but"),
     ("table stride", (Q,), {"table": TABLE[:, ::2]}, VALUE, "table has stride 2"),

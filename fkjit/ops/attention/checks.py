@@ -247,7 +247,7 @@ def look_at_ends(inputs: Sequence[Any]) -> None:
     call = "attention_varlen"
     for name, rows, ends in zip(("q", "k"), inputs[:2], inputs[3:5], strict=True):
         whole, seen = (interop.view(x, call, name) for x in (rows, ends))
-        if seen.dtype != "int32" or len(seen.shape) != 1 or not whole.shape:
+        if seen.dtype not in ("int32", "int64") or len(seen.shape) != 1 or not whole.shape:
             continue
         if seen.device != CPU and is_capturing(interop.current_stream(seen)):
             raise CaptureError(

@@ -23,6 +23,11 @@ SLOTS = tuple(f"score_{i}" for i in range(MAX_ARRAYS))  # kernel arguments
 PACKED_ENDS = ("cu_seqlens_q", "cu_seqlens_k")
 PAGES = ("page_table", "seq_lens", "rows")  # where keys are in pages, in place of cu_seqlens_k
 FEATURE_ARRAYS = ("alibi_slopes", "bias", "mask", "sinks")
+# Small arrays that kernels read as these dtypes; near ones are cast (ops/op/casts.py).
+CASTS = {
+    **dict.fromkeys((*PACKED_ENDS, *PAGES), "int32"),
+    **dict.fromkeys(("alibi_slopes", "sinks"), "fp32"),
+}
 # Arrays besides q, k and v that kernels have arguments for, null where there is none.
 POINTERS = (*PACKED_ENDS, *FEATURE_ARRAYS, *SLOTS)
 _MOD = "score_mod="

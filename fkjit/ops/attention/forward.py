@@ -12,9 +12,10 @@ from fkjit.arguments import bind
 from fkjit.errors import CompileError
 from fkjit.ops.attention import nodes
 from fkjit.ops.attention.checks import check, check_varlen, look_at_ends
-from fkjit.ops.attention.features import FEATURE_ARRAYS, PACKED_ENDS, POINTERS
+from fkjit.ops.attention.features import CASTS, FEATURE_ARRAYS, PACKED_ENDS, POINTERS
 from fkjit.ops.attention.options import AttentionOptions, VarlenOptions, unpack_score_mod
 from fkjit.ops.op import torch_ops
+from fkjit.ops.op.casts import casting
 from fkjit.ops.op.expression import does_not_compile
 from fkjit.ops.op.op import Op
 
@@ -83,10 +84,12 @@ def attention(
         window: (left, right): query i sees keys from i + Sk - Sq - left to i + Sk - Sq + right, as
             in FlashAttention; None or -1 for a side without a bound.
         softcap: scores become softcap * tanh(score / softcap).
-        alibi_slopes: fp32 [Hq] or [B, Hq]: slope * |i + Sk - Sq - j| is taken from a score.
+        alibi_slopes: fp32 [Hq] or [B, Hq] (16 bits are cast): slope * |i + Sk - Sq - j| is taken
+            from a score.
         bias: added to scores; fp16, bf16 or fp32 [B | 1, Hq | 1, Sq | 1, Sk].
         mask: bool of the same shapes; a key is seen where it is True.
-        sinks: fp32 [Hq]: a logit that each row of a head has besides, without a value.
+        sinks: fp32 [Hq] (16 bits are cast): a logit that each row of a head has besides, without a
+            value.
         score_mod: an expression of CUDA, compiled into the kernel, that a score becomes: of score,
             b, h, q_idx, k_idx, seqlen_q, seqlen_k and what score_args names, as in
             score_mod="score + slope * (k_idx - q_idx)", score_args={"slope": 0.1}.
@@ -104,7 +107,7 @@ def attention(
     Returns:
         o [B, Hq, Sq, Dv] (layout as q) in q's dtype and framework, or (o, lse). A row that sees no
         key (Sk = 0, or causal with Sq > Sk) gives o = 0 and lse = -inf, or the sink where there is
-        one. NaN in a visible key makes NaN rows; scores are right up to about 1e8 in magnitude.
+        one. NaN in a visible key makes NaN rows. Scores that fp32 holds give finite results.
 
     Raises:
         ParameterError: shapes, tile, scale or flags that no kernel accepts.
@@ -174,8 +177,9 @@ def attention_varlen(
 
     Args:
         q: [total_q, Hq, D]; k: [total_k, Hkv, D]; v: [total_k, Hkv, Dv]; as `attention` takes them.
-        cu_seqlens_q, cu_seqlens_k: [B + 1] int32 on the same device: 0 and the running sums of the
-            lengths. Sequence i is rows cu_seqlens[i] up to cu_seqlens[i + 1]; empty ones are fine.
+        cu_seqlens_q, cu_seqlens_k: [B + 1] int32 (int64 is cast) on the same device: 0 and the
+            running sums of the lengths. Sequence i is rows cu_seqlens[i] up to cu_seqlens[i + 1];
+            empty ones are fine.
         max_seqlen_q, max_seqlen_k: at least the longest lengths. Rows and keys beyond are left out:
             nothing waits for the device to find out, so a CUDA graph may replay with other lengths.
         causal, window: aligned to the bottom right of each sequence.
@@ -232,8 +236,8 @@ def _op(name: str, check: Callable[..., Any], options: Any, traced: Callable[...
         return import_module(_AUTOGRAD).attend(op, inputs, options)
 
     op = Op(
-        name, inputs=("q", "k", "v", *POINTERS), outputs=("o", "lse", *_PARTS), check=check,
-        options=options,
+        name, inputs=("q", "k", "v", *POINTERS), outputs=("o", "lse", *_PARTS), options=options,
+        check=casting(lambda: op, check, CASTS),
         optional=[n for n in POINTERS if name == "attention" or n not in PACKED_ENDS],
         autograd=autograd, traced=traced, autocast=3, batched=True,
         lengths=2 if options is VarlenOptions else 0,

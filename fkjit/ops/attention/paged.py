@@ -10,9 +10,10 @@ from typing import Any
 
 from fkjit.errors import ParameterError
 from fkjit.ops.attention.checks import check_pages
-from fkjit.ops.attention.features import FEATURE_ARRAYS, PACKED_ENDS, PAGES, SLOTS
+from fkjit.ops.attention.features import CASTS, FEATURE_ARRAYS, PACKED_ENDS, PAGES, SLOTS
 from fkjit.ops.attention.options import PagedOptions
 from fkjit.ops.op import torch_ops
+from fkjit.ops.op.casts import casting
 from fkjit.ops.op.node import Node, of_dtype
 from fkjit.ops.op.op import Op
 from fkjit.runtime import interop
@@ -55,7 +56,7 @@ attend_pages = Op(
     _CALL,
     inputs=(*ARRAYS, *SLOTS),
     outputs=("o", "lse"),
-    check=check_pages,
+    check=casting(lambda: attend_pages, check_pages, CASTS),
     options=PagedOptions,
     optional=("cu_seqlens_k", "rows", *FEATURE_ARRAYS, *SLOTS),
     node=Node(

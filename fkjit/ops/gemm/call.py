@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
-import numpy as np
-
-from fkjit.errors import CompileError, ParameterError
+from fkjit.errors import CompileError
 from fkjit.ops.gemm.checks import CALL, check
 from fkjit.ops.gemm.options import LinearOptions
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.autograd import autograd_of
+from fkjit.ops.op.casts import contiguous
 from fkjit.ops.op.expression import does_not_compile
 from fkjit.ops.op.node import Node, of_dtype
 from fkjit.ops.op.op import Op
@@ -124,21 +122,7 @@ class _Copied:
 
     def _copies(self, inputs: Any) -> tuple[Any, ...]:
         x, weight, bias, residual = inputs
-        return _contiguous("x", x), weight, bias, _contiguous("residual", residual)
-
-
-def _contiguous(name: str, array: Any) -> Any:
-    """The array, or a contiguous copy of it."""
-    torch = sys.modules.get("torch")
-    if array is None or (torch is not None and isinstance(array, torch.Tensor)):
-        return None if array is None else array.contiguous()
-    if isinstance(array, np.ndarray):
-        return np.ascontiguousarray(array)
-    if type(array).__module__.partition(".")[0] == "cupy":
-        return import_module("cupy").ascontiguousarray(array)
-    raise ParameterError(
-        f"{CALL}: {name} has rows at no one distance; pass a contiguous copy of {name}"
-    )
+        return contiguous(CALL, "x", x), weight, bias, contiguous(CALL, "residual", residual)
 
 
 # ------------------------------------------------------------------ the op, and its gradients

@@ -18,21 +18,24 @@ _CALL = "kv_append"
 
 
 def kv_append(
-    k: Any, v: Any, cache: Any, slot_mapping: Any, *, layer: int = 0, layout: str | None = None
-) -> None:
+    k: Any, v: Any, cache: Any, slot_mapping: Any, *, layer: int = 0, layout: str | None = None,
+    k_scale: Any = None, v_scale: Any = None,
+) -> None:  # fmt: skip
     """Write keys and values of new tokens to their slots in a paged KV cache.
 
     Args:
         k, v: [tokens, heads, head_dim], fp16, bf16 or fp32, both alike, in the dtype of the cache
             unless that keeps fp8 or int8. Any strides, if a head's elements are contiguous.
-        cache: a `PagedKVCache`, or a pair of arrays (k_pages, v_pages) in the tokens' dtype, of
-            `layout`; they are written in place.
+        cache: a `PagedKVCache`, or a pair of arrays (k_pages, v_pages) in the tokens' dtype,
+            or fp8 or int8 with scales, of `layout`; they are written in place.
         slot_mapping: [tokens] int32 or int64: page * page_size + place in the page; -1: the token
             is not written. Two tokens of one slot: on a GPU parts of either may stay, on the CPU it
             is an error. Slots beyond the last page: skipped on a GPU, an error on the CPU.
         layer: which of the cache's layers.
         layout: "nhd" (default), pages are [page_size, heads, head_dim]; or "hnd",
             [heads, page_size, head_dim]. Only where `cache` is a pair.
+        k_scale, v_scale: fp32 [heads], or one number for all heads: of a pair of fp8 (e4m3, also as
+            uint8) or int8 pages.
 
     Raises:
         ParameterError: shapes, strides or page sizes that do not fit. ArgumentTypeError: dtypes.
@@ -43,15 +46,16 @@ def kv_append(
     127; NaN is kept in fp8 and becomes -127 in int8. One launch, which neither waits nor allocates:
     it may be captured into a CUDA graph, and `slot_mapping` is read at each replay.
     """
-    held = planes(_CALL, cache, layer, layout)
+    held = planes(_CALL, cache, layer, layout, (k_scale, v_scale))
     return _OP((k, v, slot_mapping, *held.arrays), (), (held.storage, held.layout))
 
 
 def _prepare(
-    k: Any, v: Any, cache: Any, slot_mapping: Any, *, layer: int = 0, layout: str | None = None
-) -> None:
+    k: Any, v: Any, cache: Any, slot_mapping: Any, *, layer: int = 0, layout: str | None = None,
+    k_scale: Any = None, v_scale: Any = None,
+) -> None:  # fmt: skip
     """Compile and load what the call with the same arguments needs, without running it."""
-    held = planes(_CALL, cache, layer, layout)
+    held = planes(_CALL, cache, layer, layout, (k_scale, v_scale))
     _OP.prepare([k, v, slot_mapping, *held.arrays], (held.storage, held.layout))
 
 

@@ -21,7 +21,7 @@ def encode(x: np.ndarray, storage: str, scale: np.ndarray) -> np.ndarray:
     """What the cache keeps of x [..., heads, head_dim], as the kernels round it."""
     if storage == "same":
         return x
-    scaled = x.astype(np.float32) * (np.float32(1) / scale.astype(np.float32))[:, None]
+    scaled = x.astype(np.float32) / scale.astype(np.float32)[:, None]
     top = np.float32(GREATEST[storage])
     if storage == "int8":
         return np.rint(np.clip(scaled, -top, top)).astype(np.int8)

@@ -8,6 +8,7 @@ from typing import Any
 from fkjit.arguments import one_of, shown, whole
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.kv.problem import LAYOUTS
+from fkjit.ops.kv.scales import CODES, as_codes, dtype_name, for_heads
 from fkjit.ops.op import torch_ops
 
 
@@ -20,8 +21,10 @@ class Planes:
     layout: str  # "nhd", "hnd"
 
 
-def planes(call: str, cache: Any, layer: int, layout: str | None) -> Planes:
-    """Of a `PagedKVCache` or of a pair of arrays."""
+def planes(
+    call: str, cache: Any, layer: int, layout: str | None, scales: tuple[Any, Any] = (None, None)
+) -> Planes:
+    """Of a `PagedKVCache` or of a pair of arrays, which may have k_scale and v_scale."""
     known = getattr(cache, "planes", None)
     if known is not None:
         refuse_traced(call)
@@ -29,6 +32,8 @@ def planes(call: str, cache: Any, layer: int, layout: str | None) -> Planes:
             raise ParameterError(
                 f"{call}: layout={shown(layout)}, but the cache knows its own: leave it"
             )
+        if any(scale is not None for scale in scales):
+            raise ParameterError(f"{call}: k_scale and v_scale are the cache's own: leave them")
         return known[check_layer(call, layer, len(known))]
     if not isinstance(cache, tuple | list) or len(cache) != 2:
         raise ArgumentTypeError(
@@ -38,7 +43,13 @@ def planes(call: str, cache: Any, layer: int, layout: str | None) -> Planes:
     layout = LAYOUTS[0] if layout is None else layout
     one_of(call, "layout", layout, LAYOUTS)
     check_layer(call, layer, 1)
-    return Planes((cache[0], cache[1], None, None), "same", layout)
+    storage = CODES.get(dtype_name(cache[0]), "same")
+    if storage == "same" and scales[0] is scales[1] is None:
+        return Planes((cache[0], cache[1], None, None), "same", layout)
+    pages, shape = (as_codes(x) for x in cache), getattr(cache[0], "shape", ())
+    heads = shape[2 if layout == "nhd" else 1] if len(shape) == 4 else 1
+    own = (for_heads(scale, cache[0], heads) for scale in scales)
+    return Planes((*pages, *own), storage, layout)
 
 
 def refuse_traced(call: str) -> None:

@@ -173,15 +173,26 @@ def _check_columns(call: str, name: str, view: View) -> None:
         )
 
 
+def check_scales_there(call: str, views: Mapping[str, View | None], storage: str) -> None:
+    """ParameterError unless both are there where numbers are scaled, and none elsewhere."""
+    names = [f"{side}_scale" for side in SIDES]
+    wrong = [name for name in names if (views.get(name) is None) == (storage != "same")]
+    if wrong:
+        what, verb = " and ".join(wrong), "are" if len(wrong) > 1 else "is"
+        raise ParameterError(
+            f"{call}: {what} {verb} given, but keys and values are as the tokens; allowed: None"
+            if storage == "same"
+            else f"{call}: {what} {verb} None, but keys and values are {storage}; allowed: fp32 "
+            "[heads], what their codes are multiplied by"
+        )
+
+
 def check_scales(call: str, views: Mapping[str, View | None], storage: str, heads: int) -> None:
     """One fp32 a head where numbers are scaled, None elsewhere."""
+    check_scales_there(call, views, storage)
     for side in SIDES:
         name = f"{side}_scale"
         view = views[name]
-        if (view is not None) != (storage != "same"):
-            raise ParameterError(
-                f"{call}: {name} goes with fp8 and int8 storage, and with no other"
-            )
         if view is not None:
             check_dtype(call, name, view, ("fp32",))
             check_shape(call, name, view, (heads,), "[heads], here")

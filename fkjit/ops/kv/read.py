@@ -28,13 +28,15 @@ def kv_read(
     layer: int = 0,
     dtype: str | None = None,
     layout: PageLayout | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     out: tuple[Any, Any] | None = None,
 ) -> tuple[Any, Any]:
     """Keys and values of some slots of a paged KV cache, one behind the other.
 
     Args:
-        cache, slot_mapping, layer, layout: as for `kv_append`; a slot may stand more than once, and
-            below 0 is a token of zeros.
+        cache, slot_mapping, layer, layout, k_scale, v_scale: as for `kv_append`; a slot may stand
+            more than once, and below 0 is a token of zeros.
         dtype: "fp16", "bf16" or "fp32", of the result; only for fp8 and int8 caches, where the
             default is bf16. Others give what they hold.
         out: (k, v) to be written, [tokens, heads, head_dim] each; default: new arrays.
@@ -45,7 +47,7 @@ def kv_read(
 
     Raises as `kv_append` does. On a GPU slots beyond the last page are tokens of zeros.
     """
-    held = planes(_CALL, cache, layer, layout)
+    held = planes(_CALL, cache, layer, layout, (k_scale, v_scale))
     k, v = _pair(out)
     pages = held.arrays
     return _OP((pages[0], pages[1], slot_mapping, *pages[2:]), (k, v), _options(held, dtype))
@@ -58,10 +60,12 @@ def _prepare(
     layer: int = 0,
     dtype: str | None = None,
     layout: PageLayout | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     out: tuple[Any, Any] | None = None,
 ) -> None:
     """Compile and load what the call with the same arguments needs, without running it."""
-    held = planes(_CALL, cache, layer, layout)
+    held = planes(_CALL, cache, layer, layout, (k_scale, v_scale))
     k, v = _pair(out)
     pages = held.arrays
     _OP.prepare([pages[0], pages[1], slot_mapping, *pages[2:], k, v], _options(held, dtype))

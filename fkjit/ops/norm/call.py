@@ -8,6 +8,7 @@ from typing import Any
 from fkjit.ops.norm.checks import check, check_gradient
 from fkjit.ops.norm.kernels import Tile
 from fkjit.ops.op.autograd import Differentiable, Tensors, as_tuple, autograd_of
+from fkjit.ops.op.casts import as_fp32, contiguous
 from fkjit.ops.op.node import Node, like, of_dtype
 from fkjit.ops.op.op import Op
 
@@ -19,20 +20,25 @@ def layer_norm(
     eps: float = 1e-5,
     residual: Any = None,
     *,
+    weight_offset: float = 0.0,
     out: Any = None,
+    sum: Any = None,
 ) -> Any:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in one pass.
 
     Args:
         x: fp16, bf16 or fp32 [..., columns]: torch, CuPy, NumPy or any DLPack array. Rows are
-            contiguous and at one distance from each other. Up to 2^24 columns; rows of up to 65,536
+            contiguous; where they are at no one distance from each other, as the heads of a packed
+            projection, they are copied first. Up to 2^24 columns; rows of up to 65,536
             (fp16, bf16) or 32,768 (fp32) stay in registers on GPUs with clusters, half as many on
             others, and wider ones are read twice.
         weight, bias: [columns], contiguous, of x's dtype or both fp32; None: 1 and 0.
         eps: added to the variance, which is divided by `columns`.
         residual: as x; then s = x + residual is normalised and returned, the new residual stream.
-        out: where the result is written; of x's shape and dtype, rows at one distance. It may be x
-            or residual; any other overlap is refused.
+        weight_offset: added to weight, in fp32: 1 for Gemma's, which keeps weight - 1.
+        out: where the result is written; of x's shape and dtype, rows as x's. It may be x or
+            residual; any other overlap is refused.
+        sum: where s is written, as out; residual for a residual stream in one place.
 
     Returns:
         The normalised rows, in x's dtype and framework (`out` if given); with a residual
@@ -47,39 +53,71 @@ def layer_norm(
 
     Rows that start on 16-byte boundaries, of a multiple of 16 bytes, are fastest.
     """
-    return _LAYER((x, weight, bias, residual), (out, None, None, None), (eps,))
+    return _LAYER((x, weight, bias, residual), (out, sum, None, None), (eps, weight_offset))
 
 
 def rms_norm(
-    x: Any, weight: Any = None, eps: float = 1e-6, residual: Any = None, *, out: Any = None
-) -> Any:
+    x: Any, weight: Any = None, eps: float = 1e-6, residual: Any = None, *,
+    weight_offset: float = 0.0, out: Any = None, sum: Any = None,
+) -> Any:  # fmt: skip
     """x / sqrt(mean of x^2 + eps) * weight over the last dimension, in one pass.
 
     The arguments and what is returned are those of `layer_norm`, which also subtracts the mean.
     """
-    return _RMS((x, weight, None, residual), (out, None, None, None), (eps,))
+    return _RMS((x, weight, None, residual), (out, sum, None, None), (eps, weight_offset))
 
 
 # Of both calls, as the kernels name them: RMSNorm has no bias and no mean.
 _INPUTS = ("x", "weight", "bias", "residual")
 _OUTPUTS = ("out", "sum", "mean", "rstd")
+_OPTIONS = "float eps, float weight_offset=0.0"
 
 
 def _op(op: str) -> Op:
     """The public call, which leaves the statistics away."""
-    return Op(
+    copied = _Copied()
+    copied.op = Op(
         op,
         inputs=_INPUTS,
         outputs=_OUTPUTS,
-        check=check(op, False),
+        check=check(op, False, copied),
         optional=_INPUTS[1:],
-        in_place=(("out", "x"), ("out", "residual")),
+        in_place=(("out", "x"), ("out", "residual"), ("sum", "x"), ("sum", "residual")),
         autograd=autograd_of(op, _differentiable(op)),
-        node=Node(_fake, "float eps", None),
+        node=Node(_fake, _OPTIONS, None),
     )
+    return copied.op
 
 
-def _fake(x: Any, weight: Any, bias: Any, residual: Any, eps: float) -> list[Any]:
+class _Copied:
+    """A call of `op` with contiguous copies of rows, and the whole weight in fp32."""
+
+    op: Op
+
+    def __call__(self, inputs: Any, outputs: Any, options: Any) -> Any:
+        made = as_tuple(self.op(*self._copies(inputs, options)))
+        outputs = (*outputs, *(None,) * len(made))
+        for given, own in zip(outputs, made, strict=False):
+            if given is not None:
+                given[...] = own
+        named = [own if out is None else out for own, out in zip(made, outputs, strict=False)]
+        return named[0] if len(named) == 1 else tuple(named)
+
+    def prepare(self, inputs: Any, options: Any) -> None:
+        copies, _, plain = self._copies(inputs, options)
+        self.op.prepare(copies, plain)
+
+    def _copies(self, inputs: Any, options: Any) -> tuple[Any, Any, Any]:
+        (x, weight, bias, residual), (eps, offset) = inputs, (*options, 0.0)[:2]
+        if offset:
+            weight, bias = as_fp32(weight) + offset, as_fp32(bias)
+        rows = contiguous(self.op.name, "x", x), contiguous(self.op.name, "residual", residual)
+        return (rows[0], weight, bias, rows[1]), (None,) * len(_OUTPUTS), (eps, 0.0)
+
+
+def _fake(
+    x: Any, weight: Any, bias: Any, residual: Any, eps: float, weight_offset: float
+) -> list[Any]:
     return [like(x)] if residual is None else [like(x), like(x)]
 
 
@@ -91,10 +129,12 @@ def _with_statistics(op: str) -> Op:
     def fake(x: Any, *rest: Any) -> list[Any]:
         return [*_fake(x, *rest), *(of_dtype(x, x.shape[:-1], "fp32") for _ in range(count))]
 
-    return Op(
-        op, inputs=_INPUTS, outputs=_OUTPUTS, check=check(op, True), optional=_INPUTS[1:],
-        node=Node(fake, "float eps", None, f"{op}_with_statistics"),
+    copied = _Copied()
+    copied.op = Op(
+        op, inputs=_INPUTS, outputs=_OUTPUTS, check=check(op, True, copied), optional=_INPUTS[1:],
+        node=Node(fake, _OPTIONS, None, f"{op}_with_statistics"),
     )  # fmt: skip
+    return copied.op
 
 
 @lru_cache(maxsize=16)
@@ -140,9 +180,11 @@ def _differentiable(op: str) -> Differentiable:
             alike = zip((x, weight, bias, x), needed, strict=True)
             return tuple(a.new_zeros(a.shape) if wanted else None for a, wanted in alike)
         dy, dsum = (*gradients, None)[:2]
-        dy = x.new_zeros(x.shape) if dy is None else dy.contiguous()
+        x, dy = x.contiguous(), x.new_zeros(x.shape) if dy is None else dy.contiguous()
         dsum = None if dsum is None else dsum.contiguous()
-        inputs = (dy, dsum, x, weight, mean, rstd, bias if weight is None else weight)
+        offset = options[1]
+        seen = weight.float() + offset if weight is not None and offset else weight
+        inputs = (dy, dsum, x, seen, mean, rstd, bias if seen is None else seen)
         dx, *rest = as_tuple(gradient(op)(inputs, (), (of_weight, of_bias)))
         dweight = rest.pop(0) if of_weight else None
         return dx if of_x else None, dweight, *(rest or [None]), dx if of_residual else None

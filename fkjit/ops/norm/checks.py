@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+from fkjit.arguments import shown
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.norm import kernels as forward
 from fkjit.ops.norm import kernels_backward as backward
 from fkjit.ops.norm.kernels import size
 from fkjit.ops.op.checks import check_dtype, check_output, check_same_dtype, check_shape
 from fkjit.ops.op.op import Launch, Output, Request, arch_of
-from fkjit.ops.op.shapes import rows_of
+from fkjit.ops.op.request import Delegate
+from fkjit.ops.op.shapes import check_columns, rows_of
 from fkjit.runtime.device import multiprocessors
 from fkjit.runtime.interop import CPU, View
 from fkjit.spec import Problem
@@ -24,9 +26,13 @@ MAX_ROWS = 1 << 30
 _CPU_BLOCKS = 4  # of a "multiprocessor" of the interpreter, so that blocks take several rows
 
 
-def request(op: str, views: Views, eps: Any, statistics: bool) -> Request:
-    """Of a forward call. `statistics`: mean and rstd are wanted too, for the backward."""
-    x, residual, out = views["x"], views["residual"], views["out"]
+def request(
+    op: str, views: Views, options: tuple[Any, Any], statistics: bool, copied: Delegate
+) -> Request:
+    """Of a forward call. `statistics`: mean and rstd are wanted too, for the backward. copied:
+    answers it where rows or weights have to be brought into a form that kernels take."""
+    x, residual, out, total = (views[name] for name in forward.STRIDED)
+    eps, offset = options
     assert x is not None
     weight, bias = views["weight"], views["bias"]
     dtype = check_same_dtype(op, {"x": x, "residual": residual})
@@ -36,7 +42,13 @@ def request(op: str, views: Views, eps: Any, statistics: bool) -> Request:
         check_shape(op, "residual", residual, shape, "x's")
     weight_dtype = _check_weights(op, views, dtype, shape[-1])
     check_output(op, out, shape, dtype)
-    rows = {"x": x, "residual": residual, "out": out}
+    if total is not None and residual is None:
+        raise ParameterError(f"{op}: sum is given without a residual; leave it out")
+    check_output(op, total, shape, dtype, "sum")
+    rows = {"x": x, "residual": residual, "out": out, "sum": total}
+    if _check_offset(op, offset, views["weight"]) or not _are_apart_alike(op, rows):
+        _check_eps(op, eps)
+        return Request(views, {}, (), delegate=copied)
     problem = _problem(op, rows, dtype, weight_dtype, shape)
     problem["eps"] = _check_eps(op, eps)
     problem["residual"] = residual is not None
@@ -44,7 +56,7 @@ def request(op: str, views: Views, eps: Any, statistics: bool) -> Request:
     stats = Output(shape[:-1], "fp32") if statistics else None
     outputs = {
         "out": Output(shape, dtype, out),
-        "sum": None if residual is None else Output(shape, dtype),
+        "sum": None if residual is None else Output(shape, dtype, total),
         "mean": stats if op == "layer_norm" else None,
         "rstd": stats,
     }
@@ -170,6 +182,35 @@ def _check_eps(op: str, eps: Any) -> float:
     return value
 
 
+def _check_offset(op: str, offset: Any, weight: View | None) -> float:
+    """What is added to the weight."""
+    try:
+        if isinstance(offset, (str, bytes, bool)) or getattr(offset, "requires_grad", False):
+            raise TypeError
+        value = float(offset)
+    except (TypeError, ValueError, OverflowError):
+        raise ArgumentTypeError(
+            f"{op}: weight_offset={shown(offset)} is not a plain number"
+        ) from None
+    if not abs(value) < math.inf or (value and weight is None):
+        raise ParameterError(
+            f"{op}: weight_offset={value}; allowed: a finite number, 0 without a weight"
+        )
+    return value
+
+
+def _are_apart_alike(op: str, rows: Views) -> bool:
+    """Whether the rows of each array are at one distance."""
+    for name, view in rows.items():
+        if view is not None:
+            check_columns(op, name, view)
+            try:
+                rows_of(op, name, view)
+            except ParameterError:
+                return False
+    return True
+
+
 def _strides(op: str, views: Views, rows: int, columns: int) -> dict[str, int]:
     """Elements from one row to the next, by name."""
     found = {n: rows_of(op, n, view)[2] for n, view in views.items() if view is not None}
@@ -198,11 +239,11 @@ def _most(op: str, x: View, tile: forward.Tile | None) -> int | None:
     )
 
 
-def check(op: str, statistics: bool) -> Any:
+def check(op: str, statistics: bool, copied: Delegate) -> Any:
     """The `check` of a forward `Op`."""
 
-    def checked(views: Views, eps: Any) -> Request:
-        return request(op, views, eps, statistics)
+    def checked(views: Views, eps: Any, weight_offset: Any = 0.0) -> Request:
+        return request(op, views, (eps, weight_offset), statistics, copied)
 
     return checked
 

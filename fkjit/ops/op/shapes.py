@@ -57,13 +57,18 @@ def rows_of(call: str, name: str, view: View) -> tuple[int, int, int]:
     if dimensions in (1, 2) and view.strides[-1] == 1:  # nearly all are such
         rows, columns = view.shape if dimensions == 2 else (1, view.shape[0])
         return rows, columns, view.strides[0] if rows > 1 and columns else columns
+    check_columns(call, name, view)
+    rows, step = leading_rows(call, name, view)
+    return rows, view.shape[-1] if view.shape else 1, step
+
+
+def check_columns(call: str, name: str, view: View) -> None:
+    """ParameterError unless the last dimension is contiguous."""
     if view.shape and view.shape[-1] > 1 and view.strides[-1] != 1 and 0 not in view.shape:
         raise ParameterError(
             f"{call}: {name} has stride {view.strides[-1]} in its last dimension; it must be "
             f"contiguous: pass a contiguous copy of {name}"
         )
-    rows, step = leading_rows(call, name, view)
-    return rows, view.shape[-1] if view.shape else 1, step
 
 
 def leading_rows(call: str, name: str, view: View) -> tuple[int, int]:

@@ -136,14 +136,18 @@ def are_tensors(arrays: Sequence[Any]) -> bool:
 
 
 def abstract(*arrays: Any) -> bool:
-    """Whether one is a tensor that only stands for another: in a graph that is being traced."""
+    """Whether one is a tensor that only stands for another: in a graph that is being traced. A
+    nested one stands for itself."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
     tensor = torch.Tensor
     others = [array for array in arrays if type(array) is not tensor and isinstance(array, tensor)]
     return any(
-        [type(array).__torch_dispatch__ is not tensor.__torch_dispatch__ for array in others]
+        [
+            type(array).__torch_dispatch__ is not tensor.__torch_dispatch__ and not array.is_nested
+            for array in others
+        ]
     )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from fkjit.errors import ParameterError
 from fkjit.ops.op.autograd import Differentiable, Tensors, as_tuple
+from fkjit.ops.op.casts import casting
 from fkjit.ops.op.checks import check_flag
 from fkjit.ops.op.node import Node, like
 from fkjit.ops.op.op import Op
@@ -29,14 +30,14 @@ def rope(
             dimension.
         k: the same with any number of heads, or None.
         positions: of the rows. An integer from 0: row s of each batch is at positions + s. An int32
-            or int64 array [B]: at positions[b] + s. An array [B, S] or [1, S], or [T] for flat q:
-            the positions themselves. A position below 0, above 2^31 - 1 or behind the table's end
-            in such an array makes its row's turned columns NaN.
+            or int64 array [B]: at positions[b] + s. An array [B, S], [1, S], [S] where S is not
+            B, or [T] for flat q: the positions themselves. A position below 0, above 2^31 - 1 or
+            behind the table's end in such an array makes its row's turned columns NaN.
         theta: base of the frequencies, theta^(-2i / rotary_dim) radians a token for pair i; 10,000.
         scaling: a `fkjit.Llama3Scaling`, or None. `fkjit.YarnScaling` goes into a table.
-        table: of `fkjit.rope_table`, [positions, rotary_dim] fp32, in place of theta and scaling.
-            Without one, sines and cosines are computed in the kernel, at any position to 1e-7
-            (fp16 and bf16: to 1e-6).
+        table: of `fkjit.rope_table`, [positions, rotary_dim] fp32 (16 bits are cast), in place of
+            theta and scaling. Without one, sines and cosines are computed in the kernel, at any
+            position to 1e-7 (fp16 and bf16: to 1e-6).
         rotary_dim: the first columns that turn, even, up to 512; default: all, or the table's.
             The others are copied.
         interleaved: pairs are columns 2i and 2i + 1 (GPT-J), not i and i + rotary_dim / 2
@@ -157,7 +158,7 @@ _OP = Op(
     "rope",
     inputs=("q", "k", "positions", "table"),
     outputs=("out_q", "out_k"),
-    check=check,
+    check=casting(lambda: _OP, check, {"table": "fp32"}),
     optional=("k", "positions", "table"),
     in_place=(("out_q", "q"), ("out_k", "k")),
     autograd=_with_gradients,

@@ -200,10 +200,10 @@ def _check_positions(ids: View | None, layout: str, batch: int, length: int) -> 
         return "ids"
     if shape == (batch,):
         return "starts"
-    if shape not in ((batch, length), (1, length)):
+    if shape not in ((batch, length), (1, length), (length,)):
         raise ParameterError(
             f"rope: positions has shape {shape}; allowed: ({batch},) starts of the batches, or "
-            f"({batch}, {length}) or (1, {length}) positions of the rows"
+            f"({batch}, {length}), (1, {length}) or ({length},) positions of the rows"
         )
     return "ids"
 

@@ -1,6 +1,7 @@
 // Putting a softmax together from parts that saw different keys: those of the warps of a block, by
 // way of shared memory, then those of several blocks, by way of device memory. A part is a row's
-// output and the log2 of its sum of exponentials; parts are added in one order, always.
+// output, its maximum and its sum of exponentials beside that: of a large maximum the log2 of the
+// sum would lose the sum. Parts are added in one order, always.
 #pragma once
 #include "ptx/cp_async.cuh"
 #include "ptx/math.cuh"
@@ -18,9 +19,13 @@ struct WarpRows {
   static constexpr int BYTES = WARP_ROWS * STRIDE * 4;
 };
 
-// What warps say of their rows: the maximum of the scores in log2 units, and the sum beside it.
+// What is said of a row: the maximum of the scores in log2 units, and the sum beside it.
 struct RowState {
   float top, sum;
+
+  __device__ __forceinline__ float lse() const {
+    return sum == 0.f ? NEG_INFINITY : (top + log2f(sum)) * LN2;
+  }
 };
 
 // The first `count` of this warp's rows, not yet divided by their sums. QUANTIZED: columns as
@@ -36,7 +41,7 @@ __device__ __forceinline__ void leave_rows(unsigned char* area, RowState* states
     const int row = lane / 4 + half * 8, t = lane % 4;
     float* const target = reinterpret_cast<float*>(area) + row * WarpRows<HEAD_DIM>::STRIDE;
     const float sum = softmax.total(0, half);
-    if (t == 0) states[row] = {softmax.row_max[0][half] * scale_log2, sum};
+    if (t == 0) states[row] = {softmax.top(0, half, scale_log2), sum};
 #pragma unroll
     for (int n = 0; n < COLUMNS; n += 2) {
       const float* const x = &acc[0][n][2 * half];
@@ -51,10 +56,10 @@ __device__ __forceinline__ void leave_rows(unsigned char* area, RowState* states
   }
 }
 
-// Four neighbouring columns of a row, and the log2 of its sum of exponentials.
+// Four neighbouring columns of a row, divided by its sum of exponentials.
 struct Quad {
   float4 value;
-  float lse2;
+  RowState state;
 };
 
 __device__ __forceinline__ void add_scaled(float4& to, float by, const float4& x) {
@@ -65,8 +70,7 @@ __device__ __forceinline__ void add_scaled(float4& to, float by, const float4& x
 // Divided by the sum of exponentials relative to 2^top.
 __device__ __forceinline__ Quad scaled(const float4& value, float sum, float top, float scale) {
   const float by = sum == 0.f ? 0.f : scale / sum;
-  return {make_float4(value.x * by, value.y * by, value.z * by, value.w * by),
-          sum == 0.f ? NEG_INFINITY : top + log2f(sum)};
+  return {make_float4(value.x * by, value.y * by, value.z * by, value.w * by), {top, sum}};
 }
 
 // 2^(x - top); 0 where x is -inf, even if nothing else was seen.
@@ -98,17 +102,19 @@ __device__ __forceinline__ Quad merge_warps(const unsigned char* area, int area_
 // Parts of heads that several blocks share. Slot s has `rows` rows of HEAD_DIM floats.
 template <int HEAD_DIM>
 struct Parts {
-  float* values;  // [slots, rows, HEAD_DIM]
-  float* lse2;    // [slots, rows]
+  float* values;   // [slots, rows, HEAD_DIM]
+  float2* states;  // [slots, rows]: top and sum
   int rows;
 
   __device__ __forceinline__ Parts(float* workspace, int slots, int rows)
-      : values(workspace), lse2(workspace + wide(slots, rows) * HEAD_DIM), rows(rows) {}
+      : values(workspace),
+        states(reinterpret_cast<float2*>(workspace + wide(slots, rows) * HEAD_DIM)),
+        rows(rows) {}
 
   __device__ __forceinline__ void leave(int slot, int row, int column, const Quad& quad) const {
     const i64 at = wide(slot, rows) + row;
     *reinterpret_cast<float4*>(values + at * HEAD_DIM + column) = quad.value;
-    if (column == 0) lse2[at] = quad.lse2;
+    if (column == 0) states[at] = make_float2(quad.state.top, quad.state.sum);
   }
 
   // Four columns of all parts of a row; slot(i) is where part i lies. By whole warps, LANES lanes
@@ -130,10 +136,10 @@ struct Parts {
         cp_async_16(queue + i * queue_step,
                     values + (wide(slot(first + i), rows) + row) * HEAD_DIM + column);
       cp_async_commit();
-      const float mine =
-          lane < here ? __ldcg(lse2 + wide(slot(first + lane), rows) + row) : NEG_INFINITY;
-      const float higher = fmaxf(top, lanes_max<LANES>(mine)), shrink = weight(top, higher);
-      const float by = weight(mine, higher);
+      const float2 mine = lane < here ? __ldcg(states + wide(slot(first + lane), rows) + row)
+                                      : make_float2(NEG_INFINITY, 0.f);
+      const float higher = fmaxf(top, lanes_max<LANES>(mine.x)), shrink = weight(top, higher);
+      const float by = weight(mine.x, higher) * mine.y;
       sum = sum * shrink + lanes_sum<LANES>(by), top = higher;
       value = make_float4(value.x * shrink, value.y * shrink, value.z * shrink, value.w * shrink);
       cp_async_wait<0>();

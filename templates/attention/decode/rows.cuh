@@ -41,7 +41,7 @@ struct RowTile {
     if (column != 0 || lse == nullptr) return;
     const i64 head = static_cast<i64>(sequence) * rows.kv_heads * rows.group_size +
                      rows.head(kv_head, row0 + row);
-    lse[head * rows.tokens + rows.token(row0 + row)] = quad.lse2 * LN2;
+    lse[head * rows.tokens + rows.token(row0 + row)] = quad.state.lse();
   }
 };
 

@@ -5,7 +5,7 @@
 // the maximum there is, and their sums, which are needed anyway, say whether some score was too far
 // above it. Then, and almost never else, the scores, which are overwritten by now, are multiplied
 // once more, and the maximum is looked for. A row that has seen no key yet has a maximum so far
-// down that any score is above it.
+// down that any score is above it. Where maxima are far (see there) it is always looked for.
 //
 // What is saved is a comparison a score, on a pipe of half the rate, and the wait for the last one
 // before the first exponential can be taken.
@@ -30,7 +30,7 @@ __device__ __forceinline__ bool speculative_exponentials(float (&s)[1][N][4],
                                                          const Again& scores_again) {
   static_assert(!FRAMED, "no tile has a frame of its own");
   bool rescale = false;
-  float offset[2], sums[2], limit = most;
+  float offset[2], sums[2], limit = softmax.growth < 0.f ? -1.f : most;
   const auto raise_max = [&] {
     rescale = softmax.raise_max(s, scale_log2, correction);
     limit = -NEG_INFINITY;

@@ -21,16 +21,16 @@ PAGES = np.zeros((6, 16, 2, 64), np.float16)
 BOTH = (PAGES, PAGES)
 TABLE = np.arange(6, dtype=np.int32).reshape(2, 3)
 WIDE = np.zeros((2, 2, 30, 264), np.float16)
-CODES, ONES = K.astype(np.int8), np.ones(2, np.float32)
+CODES, ONES, THREE = K.astype(np.int8), np.ones(2, np.float32), np.ones(3, np.float32)
 
 # fmt: off
 CONTIGUOUS = [  # id, arguments, options, error, message
     ("fp32", (Q.astype("f4"), K, K), {}, TYPE, "q is fp32; allowed: bf16, fp16"),
     ("dtypes", (Q, K.astype("f4"), K), {}, TYPE, "k is fp32; allowed: fp16, uint8, int8"),
     ("sides", (Q, K, CODES), {}, TYPE, "v is int8; allowed: fp16"),
-    ("no scales", (Q, CODES, CODES), {}, VALUE, "k_scale goes with keys and values of fp8"),
-    ("scales", (Q, K, K), {"v_scale": ONES}, VALUE, "v_scale goes with keys"),
-    ("scale shape", (Q, CODES, CODES), {"k_scale": ONES[:1], "v_scale": ONES}, VALUE, "k_scale"),
+    ("no scales", (Q, CODES, CODES), {}, VALUE, "k_scale and v_scale are None, but keys"),
+    ("scales", (Q, K, K), {"v_scale": ONES}, VALUE, "v_scale is given, but keys"),
+    ("scale shape", (Q, CODES, CODES), {"k_scale": THREE, "v_scale": ONES}, VALUE, "k_scale"),
     ("dimensions", (Q[0, 0], K, K), {}, VALUE, r"q has shape \(1, 64\); allowed: \[B, H, D\]"),
     ("tokens", (np.zeros((2, 4, 17, 64), "f2"), K, K), {}, VALUE, "17 tokens a sequence; allowed"),
     ("batch", (Q[:1], K, K), {}, VALUE, r"q has shape \(1, 4, 1, 64\), k \(2, 2, 30, 64\)"),
@@ -38,7 +38,7 @@ CONTIGUOUS = [  # id, arguments, options, error, message
     ("head_dim", (Q[..., :32], K, K), {}, VALUE, "q has head_dim 32, k 64"),
     ("wide", (WIDE[:, :, 0], WIDE, K), {}, VALUE, "head_dim=264 is not in 1"),
     ("lengths", (Q, K, K, LENS[:1]), {}, VALUE, r"seq_lens has shape \(1,\)"),
-    ("length type", (Q, K, K, LENS.astype("i8")), {}, TYPE, "seq_lens is int64; allowed: int32"),
+    ("length type", (Q, K, K, LENS.astype("f4")), {}, TYPE, "seq_lens is fp32; allowed: int32"),
     ("layout", (Q, K, K), {"layout": "nhd"}, VALUE, "layout='nhd' is not one of bhsd, bshd"),
     ("odd rows", (Q[..., :60], K[..., :60], K), {}, VALUE, "q .* do not fill whole 16 bytes"),
     ("stride", (Q, K[..., ::2], K), {}, VALUE, "k has stride 2 in its last dimension"),
@@ -54,7 +54,7 @@ PAGED = [  # id, arguments, options, error, message
     ("no table", (ONE, BOTH), {}, TYPE, "page_table is a builtins.NoneType"),
     ("cache", (ONE, PAGES, TABLE, LENS), {}, TYPE, "cache is a ndarray"),
     ("page size", (ONE, (PAGES[:, :12],) * 2, TABLE, LENS), {}, VALUE, "page_size a power of two"),
-    ("table type", (ONE, BOTH, TABLE.astype("i8"), LENS), {}, TYPE, "page_table is int64"),
+    ("table type", (ONE, BOTH, TABLE.astype("f4"), LENS), {}, TYPE, "page_table is fp32"),
     ("table", (ONE, BOTH, TABLE[0], LENS), {}, VALUE, r"page_table has shape \(3,\)"),
     ("rows", (Q[:1, :, 0], BOTH, TABLE, LENS), {}, VALUE, "pass rows: which row each"),
     ("row list", (Q[:1, :, 0], BOTH, TABLE, LENS), {"rows": LENS}, VALUE, r"rows has shape \(2,\)"),

@@ -198,7 +198,7 @@ WRONG = [  # options, error, words
     ({"window": (-2, 0)}, ParameterError, "a side is at least 0"),
     ({"softcap": -1.0}, ParameterError, "softcap=-1.0 is not in 1e-6"),
     ({"alibi_slopes": F4[:3]}, ParameterError, r"allowed: \[Hq\] \(4,\) or \[B, Hq\] \(2, 4\)"),
-    ({"sinks": F4.astype("f2")}, ArgumentTypeError, "sinks is fp16; allowed: fp32"),
+    ({"sinks": F4.astype("i4")}, ArgumentTypeError, "sinks is int32; allowed: fp32"),
     ({"bias": np.zeros((1, 1, 3, 29), "f4")}, ParameterError, r"broadcast to \(2, 4, 3, 30\)"),
     ({"mask": np.zeros((1, 1, 1, 30), "f4")}, ArgumentTypeError, "mask is fp32; allowed: bool"),
     ({"score_mod": "score; 1"}, ParameterError, "is not one expression"),

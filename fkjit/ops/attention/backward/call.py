@@ -17,7 +17,9 @@ from fkjit.ops.attention.backward.checks import (
     check_plain,
 )
 from fkjit.ops.attention.backward.problem import PACKED, Options
+from fkjit.ops.attention.features import CASTS
 from fkjit.ops.op import torch_ops
+from fkjit.ops.op.casts import casting
 from fkjit.ops.op.checks import check_flag
 from fkjit.ops.op.node import Node, like
 from fkjit.ops.op.op import Op
@@ -169,7 +171,7 @@ _FEATURES = Op(
     "attention (backward)",
     inputs=INPUTS,
     outputs=OUTPUTS,
-    check=check,
+    check=casting(lambda: _FEATURES, check, CASTS),
     options=Options,
     optional=tuple(name for name in INPUTS if name not in ("dout", *ROWS, "o", "lse")),
     batched=True,

@@ -12,11 +12,13 @@ from fkjit.errors import ArgumentTypeError, CompileError, ParameterError
 from fkjit.ops.attention.decode import nodes
 from fkjit.ops.attention.decode.checks import ARRAYS, Options, check_contiguous, check_paged
 from fkjit.ops.attention.decode.problem import MAX_TOKENS
-from fkjit.ops.attention.features import FEATURE_ARRAYS, SLOTS
+from fkjit.ops.attention.features import CASTS, FEATURE_ARRAYS, SLOTS
 from fkjit.ops.attention.options import unpack_score_mod
 from fkjit.ops.kv.planes import planes
 from fkjit.ops.kv.problem import LAYOUTS
+from fkjit.ops.kv.scales import for_heads
 from fkjit.ops.op import torch_ops
+from fkjit.ops.op.casts import casting
 from fkjit.ops.op.expression import does_not_compile
 from fkjit.ops.op.op import Op
 
@@ -83,9 +85,11 @@ def attention_decode(
         k: [B, Hkv, Sk, D]; v: [B, Hkv, Sk, Dv]; Hq a multiple of Hkv. In q's dtype, or fp8 (e4m3,
             also as uint8) or int8 with scales. With layout="bshd" heads and tokens trade places.
             Rows begin on 16-byte boundaries; the last dimension is contiguous.
-        seq_lens: [B] int32 on the device: keys of each sequence, new tokens included; default: Sk,
-            beyond which nothing is read. Keys past a sequence's length are not touched.
-        k_scale, v_scale: [Hkv] fp32, above 0: what codes of fp8 and int8 are multiplied by.
+        seq_lens: [B] int32 (int64 is cast) on the device: keys of each sequence, new tokens
+            included; default: Sk, beyond which nothing is read. Keys past a sequence's length are
+            not touched.
+        k_scale, v_scale: [Hkv] fp32, or one number, an array of one element as well, for all heads;
+            above 0: what codes of fp8 and int8 are multiplied by.
         causal: new token i sees keys up to i + length - S, so that the last one sees all.
         softmax_scale: default 1 / sqrt(D).
         split_size: keys of a split, 128, 256 …: then a sequence's result is the same to the
@@ -120,6 +124,8 @@ def attention_decode(
     Sources: Dao et al., "Flash-Decoding for long-context inference"; Osama et al., "Stream-K".
     """
     options = (layout, causal, softmax_scale, split_size, return_lse, _hashable(window), softcap)
+    if k_scale is not None or v_scale is not None:
+        k_scale, v_scale = _scales(k, (k_scale, v_scale), 2 if layout == "bshd" else 1)
     arrays = (
         q, k, v, None, seq_lens, None, k_scale, v_scale, alibi_slopes, bias, mask, sinks,
     )  # fmt: skip
@@ -176,9 +182,10 @@ def paged_attention(
             sequences of one new token; fp16 or bf16.
         cache: a `PagedKVCache`, or a pair of arrays (k_pages, v_pages) in `layout`, in q's dtype or
             fp8 (e4m3, also as uint8) or int8; pages of 1, 2, 4 … 256 tokens.
-        page_table, seq_lens: [sequences, pages] and [sequences] int32 on the device, only where
-            `cache` is a pair: the pages of each sequence, and how many keys it has, new tokens
-            included. What lies beyond is not touched; page numbers that there are not are zeros.
+        page_table, seq_lens: [sequences, pages] and [sequences] int32 (int64 is cast) on the
+            device, only where `cache` is a pair: the pages of each sequence, and how many keys it
+            has, new tokens included. What lies beyond is not touched; page numbers that there are
+            not are zeros.
         rows: [B] int32 on the device: the row of each sequence in the tables; below 0: none, its
             output is 0. Of a `PagedKVCache`: `cache.rows(...)`. Default: row i for sequence i.
         cu_seqlens_q: [B + 1] int32 on the device: 0 and the running sums of the numbers of new
@@ -276,10 +283,15 @@ def _pages(
     """k_pages, v_pages, page_table, seq_lens, k_scale, v_scale and the layout. given: the tables
     and scales that the caller passed."""
     if type(cache) is tuple and len(cache) == 2 and layer == 0:
-        return *cache, *given, LAYOUTS[0] if layout is None else layout
-    held = planes(_PAGED.name, cache, layer, layout)
+        layout = LAYOUTS[0] if layout is None else layout
+        if given[2] is given[3] is None:
+            return *cache, *given, layout
+        scales = _scales(cache[0], given[2:], 2 if layout == LAYOUTS[0] else 1)
+        return *cache, *given[:2], *scales, layout
     if isinstance(cache, tuple | list):
-        return *held.arrays[:2], *given, held.layout
+        held = planes(_PAGED.name, cache, layer, layout)
+        return _pages(tuple(held.arrays[:2]), 0, held.layout, rows, given)
+    held = planes(_PAGED.name, cache, layer, layout)
     if any(x is not None for x in given):
         raise ParameterError(
             f"{_PAGED.name}: page_table, seq_lens, k_scale and v_scale are the cache's own: "
@@ -290,6 +302,13 @@ def _pages(
     cache.flush()
     k, v, k_scale, v_scale = held.arrays
     return k, v, cache.page_table, cache.lengths, k_scale, v_scale, held.layout
+
+
+def _scales(pages: Any, scales: tuple[Any, ...], heads_at: int) -> tuple[Any, ...]:
+    """One for each head, of numbers as well."""
+    shape = getattr(pages, "shape", ())
+    heads = shape[heads_at] if len(shape) == 4 else 1
+    return tuple(for_heads(scale, pages, heads) for scale in scales)
 
 
 def _hashable(option: Any) -> Any:
@@ -338,6 +357,9 @@ def _preparing(op: Op, call: Callable[..., Any]) -> Callable[..., None]:
                 groups = (tuple(arrays.values()), tuple(features.values()))
                 _prefill(*groups, tuple(options.values()), none, *mod, prepares=True)
                 return
+        elif given["k_scale"] is not None or given["v_scale"] is not None:
+            scales, at = (given["k_scale"], given["v_scale"]), 2 if given["layout"] == "bshd" else 1
+            given["k_scale"], given["v_scale"] = _scales(given["k"], scales, at)
         arrays = [given.get(name) for name in (*ARRAYS, *FEATURE_ARRAYS)]
         named = [_hashable(given[name]) for name in Options._fields[: -len(_NO_SCORE_MOD)]]
         slots, (*more, _) = unpack_score_mod(op.name, given["score_mod"], given["score_args"])
@@ -352,11 +374,13 @@ def _preparing(op: Op, call: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _op(name: str, check: Callable[..., Any], needed: tuple[str, ...]) -> Op:
-    return Op(
-        name, inputs=_INPUTS, outputs=("o", "lse"), check=check, options=Options,
+    op = Op(
+        name, inputs=_INPUTS, outputs=("o", "lse"), options=Options,
+        check=casting(lambda: op, check, CASTS),
         optional=[array for array in _INPUTS if array not in needed],
         traced=partial(nodes.traced, name), autocast=1,
     )  # fmt: skip
+    return op
 
 
 _CONTIGUOUS = _op("attention_decode", check_contiguous, ("q", "k", "v"))

@@ -20,7 +20,7 @@ from fkjit.ops.attention.shapes import (
     check_dims,
     check_scale,
 )
-from fkjit.ops.kv.problem import CODES
+from fkjit.ops.kv.problem import CODES, check_scales_there
 from fkjit.ops.op.checks import check_dtype, check_flag, check_output, check_shape, itemsize
 from fkjit.ops.op.op import Launch, Output, Request, arch_of
 from fkjit.runtime.device import multiprocessors
@@ -232,12 +232,9 @@ def _heads(call: str, problem: Sizes, k: View) -> None:
 def _scales(call: str, seen: Seen, problem: Sizes) -> None:
     if problem["storage"] == "same" and "k_scale" not in seen and "v_scale" not in seen:
         return
+    check_scales_there(call, seen, problem["storage"])
     for name in ("k_scale", "v_scale"):
         view = seen.get(name)
-        if (view is not None) != (problem["storage"] != "same"):
-            raise ParameterError(
-                f"{call}: {name} goes with keys and values of fp8 and int8, and with no others"
-            )
         if view is not None:
             check_dtype(call, name, view, ("fp32",))
             check_shape(call, name, view, (problem["heads_kv"],), "[heads], here")

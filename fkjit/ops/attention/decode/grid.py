@@ -106,7 +106,7 @@ def slots(params: Params, problem: Problem) -> int:
 
 def workspace(params: Params, problem: Problem) -> tuple[int, int]:
     """(bytes, counters) in which blocks meet."""
-    of_a_slot = min(rows(problem), params["rows"]) * (params["head_dim"] + 1)
+    of_a_slot = min(rows(problem), params["rows"]) * (params["head_dim"] + 2)
     of_heads = problem["batch"] * heads(params, problem)
     counters = of_heads if problem["split"] else min(of_heads, problem["blocks"])
     return 4 * slots(params, problem) * of_a_slot, counters

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from math import prod
 from typing import Any
 
-from fkjit.arguments import one_of
+from fkjit.arguments import one_of, shown
 from fkjit.errors import ParameterError
 from fkjit.ops.attention.merge.kernels import ROW_AXES, describe, is_vector, kernel, parameters
 from fkjit.ops.op.autograd import Differentiable
@@ -27,7 +28,7 @@ _ALLOWED = (
 
 def merge_states(
     o: Any, lse: Any, other: Any = None, other_lse: Any = None, *, layout: Layout = "bhsd",
-    out: Any = None,
+    mask: Any = None, out: Any = None,
 ) -> Any:  # fmt: skip
     """Attention of the same queries over different keys, put together in one kernel.
 
@@ -45,6 +46,8 @@ def merge_states(
         lse: fp32 [N, B, H, S], or [N, B, H] for one token; natural logarithms, of any strides. An
             infinite one, of either sign, says that no key was seen: its o is not looked at.
         other, other_lse: the second partial result, as o and lse.
+        mask: bool, of a shape that broadcasts to lse's: where it is False, a row keeps o and lse,
+            as though other had seen no key. Only with an `other`.
         out: where the merged o is written; default: a new contiguous array. It may be o, or other,
             of two; any other overlap is refused.
 
@@ -60,12 +63,31 @@ def merge_states(
 
     Rows of whole 16 bytes on 16-byte boundaries are fastest.
     """
+    if mask is not None:
+        other_lse = _masked(other_lse, mask)
     return _OP((o, lse, other, other_lse), (out, None), (layout,))
+
+
+def _masked(other_lse: Any, mask: Any) -> Any:
+    """-inf, of a part that saw no key, where the mask is False."""
+    shape, own = (tuple(getattr(x, "shape", ())) for x in (mask, other_lse))
+    sizes = zip(shape[::-1], own[::-1], strict=False)
+    fits = len(shape) <= len(own) and all(size in (1, whole) for size, whole in sizes)
+    if other_lse is None or not fits or not str(getattr(mask, "dtype", "")).endswith("bool"):
+        raise ParameterError(
+            f"{_CALL}: mask={shown(mask)}; allowed: bool of a shape that broadcasts to lse's, with "
+            "other and other_lse"
+        )
+    if hasattr(other_lse, "masked_fill"):
+        return other_lse.masked_fill(~mask, float("-inf"))
+    return import_module(type(other_lse).__module__.partition(".")[0]).where(
+        mask, other_lse, other_lse.dtype.type("-inf")
+    )
 
 
 def _prepare(
     o: Any, lse: Any, other: Any = None, other_lse: Any = None, *, layout: Layout = "bhsd",
-    out: Any = None,
+    mask: Any = None, out: Any = None,
 ) -> None:  # fmt: skip
     """Compile and load what the call with the same arguments needs, without running it."""
     _OP.prepare([o, lse, other, other_lse, out, None], (layout,))
