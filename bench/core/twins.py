@@ -17,6 +17,7 @@ from .op import Arrays, Candidate, Prepared
 # Operations of ours that have no twin yet, and why.
 MISSING: dict[str, str] = {
     "attention_backward_form": "the twin of attention_backward, with a line or two more for each",
+    "attention_few": "the twin of attention, on a grid of parts",
     "decode_form": "the twin of attention_decode, with a line or two more for each form",
 }
 

@@ -46,13 +46,16 @@ def test_rows_that_are_there_pass_and_every_call_is_looked_at():
             assert fkjit.attention_varlen(*good, 8, 8).shape == (ROWS, 1, 16)
         with pytest.raises(ParameterError, match="=99"):
             fkjit.attention_varlen(*bad, 8, 8)
+        longer = [*bad[:3], *(x.astype(np.int64) for x in bad[3:])]  # which is cast
+        with pytest.raises(ParameterError, match="=99"):
+            fkjit.attention_varlen(*longer, 8, 8)
     with pytest.raises(SanitizerError):  # outside, the interpreter finds what the kernel does
         fkjit.attention_varlen(*bad, 99, 99)
 
 
 def test_what_is_no_list_of_ends_is_left_to_the_check():
     q, _, _, ends, _ = arrays("numpy", [0, 8, 16])
-    for wrong in (ends.astype(np.int64), ends.reshape(1, -1), np.zeros((), np.int32)):
+    for wrong in (ends.astype(np.float32), ends.reshape(1, -1), np.zeros((), np.int32)):
         look_at_ends((q, q, q, wrong, ends))
         with fkjit.sanitize(indices=True), pytest.raises((TypeError, ValueError)):
             fkjit.attention_varlen(q, q, q, wrong, ends, 8, 8)

@@ -37,7 +37,9 @@ def on_gpu(monkeypatch):
         monkeypatch.setattr(interop, "view", lambda *given: view(*given)._replace(device=0))
         monkeypatch.setattr(interop, "current_stream", lambda view: 0)
         monkeypatch.setattr(workspace, "reserve", lambda *_: None)
-        monkeypatch.setattr(front_end, "loaded", lambda spec, *_: kernels.append(spec.id))
+        monkeypatch.setattr(
+            front_end, "load_all", lambda launches, *_: kernels.extend(x.spec.id for x in launches)
+        )
         monkeypatch.setattr(Plans, "store", lambda self, arrays, said, *_: options.append(said))
         monkeypatch.setattr("fkjit.ops.op.request.device_target", lambda device: target("sm_80"))
         for room in ("checks", "backward.checks", "decode.checks"):

@@ -117,7 +117,7 @@ OPTIONS = {
     "layout": lambda h, s: ("sbhd", 1),
     "window": lambda h, s: (5, (1, 2, 3), (1.5, 2), (3, -2), "ab"),
     "softcap": lambda h, s: ("1", float("nan"), -1.0, 1e-9, 1e31),
-    "alibi_slopes": lambda h, s: (0.5, np.zeros(h, "f2"), np.zeros(h + 1, "f4")),
+    "alibi_slopes": lambda h, s: (0.5, np.zeros(h, "i4"), np.zeros(h + 1, "f4")),
     "bias": lambda h, s: (
         np.zeros(s, "f8"), np.zeros(s[1:], "f4"), np.zeros((*s[:3], s[3] + 1), "f4"),
         np.zeros((s[0], s[1] + 2, *s[2:]), "f4"),

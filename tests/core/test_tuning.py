@@ -237,7 +237,7 @@ def test_what_a_device_is_compiled_for_knows_its_name(monkeypatch):
         deviceGetAttribute=lambda attribute, index: attributes[attribute],
         getDeviceProperties=lambda index: {"name": b"NVIDIA H200"},
     )
-    monkeypatch.setattr(device, "import_module", lambda name: SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(device, "cupy_cuda", lambda: SimpleNamespace(runtime=runtime))
     device.device_target.cache_clear()
     try:
         found = device.device_target(0).arch

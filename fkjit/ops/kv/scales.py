@@ -25,10 +25,11 @@ def as_codes(array: Any) -> Any:
 
 
 def for_heads(scale: Any, pages: Any, heads: int) -> Any:
-    """A number, or an array of one, as fp32 [heads] beside `pages`; else what it is."""
+    """A number, or an fp32 array of one, as fp32 [heads] beside `pages`; else what it is."""
     number = type(scale) in (int, float)
     shape = tuple(getattr(scale, "shape", (2,)))
-    if not number and (prod(shape) != 1 or shape == (heads,) or not hasattr(scale, "reshape")):
+    one = prod(shape) == 1 and shape != (heads,) and dtype_name(scale) == "float32"
+    if not number and not (one and hasattr(scale, "reshape")):
         return scale
     if _is_torch(pages):
         if number:

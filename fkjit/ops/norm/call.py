@@ -116,7 +116,7 @@ class _Copied:
 
 
 def _fake(
-    x: Any, weight: Any, bias: Any, residual: Any, eps: float, weight_offset: float
+    x: Any, weight: Any, bias: Any, residual: Any, eps: float, weight_offset: float = 0.0
 ) -> list[Any]:
     return [like(x)] if residual is None else [like(x), like(x)]
 
@@ -182,7 +182,7 @@ def _differentiable(op: str) -> Differentiable:
         dy, dsum = (*gradients, None)[:2]
         x, dy = x.contiguous(), x.new_zeros(x.shape) if dy is None else dy.contiguous()
         dsum = None if dsum is None else dsum.contiguous()
-        offset = options[1]
+        _, offset = (*options, 0.0)[:2]  # operators leave out what has its default
         seen = weight.float() + offset if weight is not None and offset else weight
         inputs = (dy, dsum, x, seen, mean, rstd, bias if seen is None else seen)
         dx, *rest = as_tuple(gradient(op)(inputs, (), (of_weight, of_bias)))

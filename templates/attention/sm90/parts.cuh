@@ -46,10 +46,10 @@ __device__ __forceinline__ void tma_load_heads(u32 shared, const TensorMap& map,
                                                int row, int tile_head, int batch) {
   constexpr int HEAD_BYTES = Tile::ROWS / HEADS * Tile::ROW_BYTES;
   mbarrier_expect(barrier, Tile::BYTES);
+#pragma unroll 1  // a producer has few registers
+  for (int i = 0; i < HEADS; ++i)
 #pragma unroll
-  for (int panel = 0; panel < Tile::PANELS; ++panel)
-#pragma unroll
-    for (int i = 0; i < HEADS; ++i)
+    for (int panel = 0; panel < Tile::PANELS; ++panel)
       tma_load(shared + panel * Tile::PANEL_BYTES + i * HEAD_BYTES, map, barrier,
                panel * Tile::PANEL_COLUMNS, row, tile_head * HEADS + i, batch);
 }
