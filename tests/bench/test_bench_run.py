@@ -330,7 +330,8 @@ def test_clocks_are_read_where_the_driver_answers(monkeypatch):
         nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: 0x4 | 0x1,
     )
     runtime = types.SimpleNamespace(deviceGetPCIBusId=lambda index: f"0000:0{index}:00.0")
-    monkeypatch.setattr(clocks, "import_module", {"pynvml": nvml}.__getitem__)
+    found = {"pynvml": nvml}
+    monkeypatch.setattr(clocks, "import_module", found.__getitem__)
     monkeypatch.setattr(clocks, "cupy_cuda", lambda: types.SimpleNamespace(runtime=runtime))
     assert clocks.Clocks(7).read() == {
         "sm_mhz": 1755,
