@@ -11,5 +11,6 @@ docs/MODELS.md has what each replacement needs.
 from __future__ import annotations
 
 from fkjit.models.patching import Report, patch, unpatch
+from fkjit.models.torch_attention import torch_attention
 
-__all__ = ["Report", "patch", "unpatch"]
+__all__ = ["Report", "patch", "torch_attention", "unpatch"]
