@@ -51,7 +51,6 @@ OPS_OF_CALLS = {
     "reduce_sum": ("reduce",),
     "reduce_max": ("reduce",),
     "reduce_mean": ("reduce",),
-    "attention": ("attention", "attention_few"),
     "PagedKVCache": ("kv_append", "kv_read", "kv_slots", "kv_copy"),
 }
 

@@ -149,7 +149,7 @@ def test_a_disassembler_that_fails_is_named(scale, monkeypatch, tmp_path):
             "block=128 needs more registers than a thread has (head_dim=256) (legal here: 16; 32; ",
         ),
         (["warm", "skale"], "warm: 'skale' is no call and no kernel"),
-        (["warm", "scale", "--jobs", "0"], "warm: jobs=0 is not 1 or more"),
+        (["warm", "scale", "--jobs", "0"], "warm: jobs=0; allowed: 1 and above"),
         (["cache", "import", "/nowhere.fkb"], "cache import: path='/nowhere.fkb'"),
     ],
 )

@@ -169,7 +169,6 @@ def test_without_cupy_it_says_how_to_get_it(monkeypatch):
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(toolchain, "import_module", missing)
-    monkeypatch.setattr(gpus, "import_module", missing)
     monkeypatch.setattr(toolchain, "installed_cupys", dict)
     for function in (toolchain.nvrtc_module, toolchain.nvrtc_info, toolchain.header_dirs):
         function.cache_clear()
