@@ -60,6 +60,7 @@ _PUBLIC = {
     "Verification": "fkjit.spec",
     "errors": "fkjit.errors",
     "compat": "fkjit.compat",
+    "models": "fkjit.models",
 }
 
 __all__ = [
@@ -123,6 +124,7 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from fkjit import compat as compat
     from fkjit import errors as errors
+    from fkjit import models as models
     from fkjit.api import compile_timeout, launch, prepare, variants
     from fkjit.cpu.launch import launch_cpu
     from fkjit.errors import SanitizerError
@@ -156,6 +158,6 @@ else:  # a name that is not there is an error to type checkers
         if name not in _PUBLIC:
             raise AttributeError(_unknown(name), name=name)
         module = import_module(_PUBLIC[name])
-        value = module if name in ("compat", "errors") else getattr(module, name)
+        value = module if name in ("compat", "errors", "models") else getattr(module, name)
         globals()[name] = value
         return value

@@ -1,0 +1,106 @@
+"""`fkjit.models.patch` and `unpatch`: a Hugging Face model's forwards, replaced and put back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.models import hf_attention
+from fkjit.models.modules import replacement
+
+_STATE = "_fkjit_patch"
+
+
+class Report(NamedTuple):
+    """replaced: (module's name, kind) of each; left: (module's name, class) of those with
+    parameters of their own that compute as before; attention: whether it goes through fkjit."""
+
+    replaced: tuple[tuple[str, str], ...]
+    left: tuple[tuple[str, str], ...]
+    attention: bool
+
+    def __str__(self) -> str:
+        kinds = Counter(kind for _, kind in self.replaced)
+        classes = Counter(name for _, name in self.left)
+        said = [f"{n} {kind}" for kind, n in kinds.items()]
+        said += ["attention"] if self.attention else []
+        left = [f"{n} {name}" for name, n in classes.items()]
+        left += [] if self.attention else ["attention"]
+        return f"replaced: {', '.join(said) or 'nothing'}; left: {', '.join(left) or 'nothing'}"
+
+
+class _State(NamedTuple):
+    report: Report
+    implementation: str | None
+    modules: tuple[Any, ...]
+
+
+def patch(model: Any, *, attention: bool = True) -> Report:
+    """Let fkjit's kernels compute what they can of a Hugging Face model, in place.
+
+    Args:
+        model: a transformers.PreTrainedModel, fp16, bf16 or fp32, on one device. Parameters,
+            `generate`, caches and gradients stay what they are.
+        attention: False leaves the model's attention implementation as it is.
+
+    Returns: what was replaced and what was left. Of a model that is patched already: the report of
+    that time, and nothing is done.
+
+    Raises:
+        ArgumentTypeError: model is no PreTrainedModel.
+        ParameterError: its attention cannot be chosen (attention=False patches the rest).
+    """
+    _check(model)
+    if _STATE in model.__dict__:
+        return model.__dict__[_STATE].report
+    before = _set_attention(model) if attention else None
+    found = {
+        name: replaced
+        for name, module in model.named_modules()
+        if "forward" not in module.__dict__ and (replaced := replacement(module)) is not None
+    }
+    modules = dict(model.named_modules())
+    for name, (_, forward) in found.items():
+        modules[name].forward = forward
+    replaced = tuple((name, kind) for name, (kind, _) in found.items())
+    left = tuple(
+        (name, type(module).__name__)
+        for name, module in modules.items()
+        if name not in found and next(module.parameters(recurse=False), None) is not None
+    )
+    report = Report(replaced, left, attention)
+    model.__dict__[_STATE] = _State(report, before, tuple(modules[name] for name in found))
+    return report
+
+
+def unpatch(model: Any) -> None:
+    """Put back what `patch` replaced; nothing to do for a model that is not patched."""
+    _check(model)
+    state = model.__dict__.pop(_STATE, None)
+    if state is None:
+        return
+    for module in state.modules:
+        module.__dict__.pop("forward", None)
+    if state.report.attention:
+        model.set_attn_implementation(state.implementation)
+
+
+def _set_attention(model: Any) -> str:
+    """Choose fkjit's attention; return the name of what was chosen before."""
+    before = model.config._attn_implementation
+    hf_attention.register()
+    model.set_attn_implementation(hf_attention.NAME)
+    if model.config._attn_implementation != hf_attention.NAME:
+        raise ParameterError(
+            f"patch: {type(model).__name__} does not take its attention from transformers' "
+            "AttentionInterface; allowed with attention=False"
+        )
+    return before
+
+
+def _check(model: Any) -> None:
+    if not callable(getattr(model, "set_attn_implementation", None)):
+        raise ArgumentTypeError(
+            f"patch: model is a {type(model).__name__}; allowed: a transformers.PreTrainedModel"
+        )
