@@ -72,9 +72,9 @@ def test_a_geometry_that_was_met_twice_takes_the_warm_path():
     plans = sys.modules["fkjit.ops.norm.call"]._LAYER.plans
     x, weight = normal(100, 256), normal(256)
     first = norm("layer_norm", x, weight)
-    assert plans.lookup([x, weight, *[None] * 6], (EPS,)) is None
+    assert plans.lookup([x, weight, *[None] * 6], (EPS, 0.0)) is None
     assert torch.equal(norm("layer_norm", x, weight), first)
-    assert plans.lookup([x, weight, *[None] * 6], (EPS,)) is not None
+    assert plans.lookup([x, weight, *[None] * 6], (EPS, 0.0)) is not None
     assert torch.equal(norm("layer_norm", x, weight), first)
     buffer = normal(3, 256)
     norm("layer_norm", buffer[:1], weight, out=buffer[1:2])
