@@ -108,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     //% endif
     const float* __restrict__ lse_log2,  // [batch, heads_q, rows_padded] contiguous, log2(e) * lse
     const float* __restrict__ delta,     // like lse_log2: rowsum(dout * o)
-    float* __restrict__ dq_sum,  // [batch, heads_q, rows_padded, WIDTH] as fragments (see
-                                 // attention/backward/sum_fragments.cuh), 0 unless DETERMINISTIC
+    float* __restrict__ dq_sum,          // [batch, heads_q, rows_padded, WIDTH] as fragments (see
+    // attention/backward/sum_fragments.cuh), 0 unless DETERMINISTIC
     //% if deterministic
     u32* __restrict__ turns,  // [batch, heads_q, rows_padded / 16], 0 before and after
     //% endif

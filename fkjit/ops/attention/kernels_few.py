@@ -51,7 +51,7 @@ def _grid(params: Params, problem: Problem) -> Dim3:
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Those of flash_sm90. Where keys have parts, o is theirs and so is lse."""
-    found = FLASH_SM90.arguments(params, problem, arrays)
+    found = dict(FLASH_SM90.arguments(params, problem, arrays))
     found["section_heads"] = max(found["section_heads"] // params["heads"], 1)
     if not params["parts"]:
         return found
