@@ -53,7 +53,7 @@ __device__ __forceinline__ void store_elements(T* target, const Elements<T, SIZE
 }
 
 // x / by, rounded once where the quotient is below LARGE: a product with 1 / by, which may miss the
-// next number by a place, and what is left of x beside it. What is beyond is cut off anyway.
+// next number by a place, less what it has too much. What is beyond is cut off anyway. -0 stays -0.
 //                                Source: Markstein, "Computation of elementary functions on the IBM
 //                                RISC System/6000 processor" (1990), theorem 8.5
 struct Divisor {
@@ -64,8 +64,8 @@ struct Divisor {
       : by(divisor), inverse(1.f / divisor) {}
 
   __device__ __forceinline__ float operator()(float x) const {
-    const float quotient = x * inverse, rest = fmaf(-quotient, by, x);
-    return fabsf(quotient) < LARGE ? fmaf(rest, inverse, quotient) : quotient;
+    const float quotient = x * inverse, excess = fmaf(quotient, by, -x);
+    return fabsf(quotient) < LARGE ? fmaf(-excess, inverse, quotient) : quotient;
   }
 };
 

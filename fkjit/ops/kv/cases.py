@@ -104,8 +104,9 @@ def random_slots(problem: Problem, rng: np.random.Generator) -> np.ndarray:
 
 
 def random_tokens(problem: Problem, rng: np.random.Generator, count: int) -> np.ndarray:
-    """N(0, 1), flat."""
+    """N(0, 1), flat, some of them 0 of either sign."""
     values = rng.standard_normal(count, dtype=np.float32)
+    values[::29] = np.copysign(0, values[::29])
     return values.astype(numpy_dtype(problem["dtype"]))
 
 
