@@ -80,15 +80,20 @@ def _part(
 ) -> tuple[np.ndarray, np.ndarray]:
     """One part of one sequence: which keys it has depends on the tile of queries."""
     sq, sk, block_k = problem["seqlen_q"], problem["seqlen_k"], problem["block_k"]
-    mask = np.zeros((1, 1, sq, sk), bool)
+    key, first, end = np.arange(sk), np.zeros(sq, int), np.zeros(sq, int)
     for q0 in range(0, sq, problem["rows"]):
         last = min(q0 + problem["rows"], sq) - 1
         seen = min(sk, last + sk - sq + 1) if problem["causal"] else sk
         tiles = -(-max(seen, 1) // block_k)
-        first, end = (tiles * (part + i) // problem["parts"] for i in (0, 1))
-        mask[:, :, q0 : last + 1, first * block_k : end * block_k] = True
-    rows = (exact[name][b] for name in "qkv")
-    return attend(problem, {**exact, "mask": mask}, 0, *rows)
+        first[q0 : last + 1] = tiles * part // problem["parts"] * block_k
+        end[q0 : last + 1] = tiles * (part + 1) // problem["parts"] * block_k
+    if problem["causal"]:
+        end = np.minimum(end, np.arange(sq) + sk - sq + 1)
+    here = slice(first.min(), max(end.max(), 0))  # of the keys, those of any row
+    mask = (key[here] >= first[:, None]) & (key[here] < end[:, None])
+    q, k, v = (exact[name][b] for name in "qkv")
+    rows = (q, k[:, here], v[:, here])
+    return attend({**problem, "causal": False}, {**exact, "mask": mask[None, None]}, 0, *rows)
 
 
 FEW = replace(PLAIN_SM90, problems=problems, inputs=inputs, outputs=outputs, reference=reference)
