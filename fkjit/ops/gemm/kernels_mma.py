@@ -75,7 +75,7 @@ def _values(tile: Tile, params: Params) -> dict[str, Any]:
         "warp_m": tile.warp[0], "warp_n": tile.warp[1],
         "stages": tile.stages, "min_blocks": tile.min_blocks, "group_rows": _GROUP_ROWS,
         "x_k_major": params["x_layout"] == "mk", "weight_k_major": params["weight_layout"] == "nk",
-        **epilogue.values(params["activation"]),
+        **epilogue.values(params["activation"]), "groups": "NONE",
     }  # fmt: skip
 
 

@@ -1,0 +1,141 @@
+"""Which kernel and tile a grouped product gets.
+
+What experts have is known on the device alone, so the estimate takes half a tile of each to be
+empty: that is what padding to tiles costs where rows are spread evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from fkjit import tuning
+from fkjit.arch import Arch
+from fkjit.errors import ParameterError
+from fkjit.ops.gemm.cost import SMS, machine
+from fkjit.ops.gemm.epilogue import kernel_for
+from fkjit.ops.gemm.kernels_sm90 import VARIANTS
+from fkjit.ops.gemm.problem import outputs_of
+from fkjit.ops.grouped import kernels
+from fkjit.ops.grouped.kernels import TILES
+from fkjit.spec import KernelSpec, Params, Problem
+
+IMPLEMENTATIONS = ("auto", "wgmma", "mma", "fma")
+_KN = 1.06  # a step takes longer where the weight's rows are contiguous in n
+_PORTABLE = 0.62  # of the flops that mma.sync, or FMAs, give
+
+
+class Chosen(NamedTuple):
+    """A kernel and its parameters."""
+
+    spec: KernelSpec
+    params: Params
+
+
+def choose(problem: Problem, impl: str, block: Any, arch: Arch) -> Chosen:
+    """ParameterError where the kernel, or the tile, asked for does not take the problem."""
+    found = list(_legal(problem, impl, arch))
+    if not found:
+        raise ParameterError(
+            f"grouped_linear: impl={impl!r} does not take this {problem['dtype']} product on "
+            f"{arch.name}; allowed: impl='auto'"
+        )
+    if block is not None:
+        found = _with_tile(found, block)
+    best = min(found, key=lambda one: _estimate(one, problem, arch))
+    spec = kernel_for(best.spec, problem["activation"])
+    params = tuning.tuned(spec, best.params, problem, arch) if block is None else best.params
+    return Chosen(spec, params)
+
+
+def block_size(rows: int, experts: int) -> int:
+    """Of groups with so many rows in all: 128 where experts have enough to fill tiles of it."""
+    return 128 if rows >= _MANY_ROWS * experts else kernels.LEAST_BLOCK
+
+
+_MANY_ROWS = 512  # of an expert, on average
+
+
+def _legal(problem: Problem, impl: str, arch: Arch) -> Iterator[Chosen]:
+    """All tiles that divide experts' places, of kernels that the GPU and the arrays are for."""
+    for name, (spec, fixed, takes) in _KERNELS.items():
+        if impl not in ("auto", name) or not takes(problem):
+            continue
+        own = kernel_for(spec, problem["activation"])
+        for tile in next(p.values for p in spec.params if p.name == "block"):
+            given = {**problem, **fixed(problem, arch), "block": tile}
+            params = {p.name: given[p.name] for p in spec.params}
+            fits = problem["groups"] == "DEPTH" or problem["block_size"] % tile[0] == 0
+            if fits and own.features(params) <= arch.features and own.why_not(params, arch) is None:
+                yield Chosen(spec, params)
+
+
+def _with_tile(found: list[Chosen], block: Any) -> list[Chosen]:
+    tile = tuple(block) if isinstance(block, (list, tuple)) else (block, block)
+    kept = [one for one in found if one.params["block"] == tile]
+    if not kept:
+        legal = ", ".join(dict.fromkeys(str(one.params["block"]) for one in found))
+        raise ParameterError(f"grouped_linear: block={block!r} is not one of [{legal}]")
+    return kept
+
+
+def _estimate(one: Chosen, problem: Problem, arch: Arch) -> float:
+    """Nanoseconds of all steps of k on the SM that has the most."""
+    rows, columns = one.params["block"][:2]
+    wide, sms = outputs_of(problem), problem.get("multiprocessors", SMS)
+    empty = problem["experts"] * problem["block_size"]  # of the worst case's places, never taken
+    if problem["groups"] == "DEPTH":
+        tiles = problem["experts"] * -(-problem["m"] // rows) * -(-wide // columns)
+        deep = max(problem["k"] - empty // 2, 64) / problem["experts"]
+    else:
+        taken = max(problem["m"] - empty // 2, rows)
+        tiles, deep = -(-taken // rows) * -(-wide // columns), problem["k"]
+    return -(-tiles // sms) * (_START + deep / 64 * _step(one, problem, arch))
+
+
+_START = 900  # ns of a tile beside its steps
+
+
+def _step(one: Chosen, problem: Problem, arch: Arch) -> float:
+    """64 of k."""
+    rows, columns = one.params["block"][:2]
+    if one.spec.name == "wgmma":
+        step = VARIANTS[TILES[one.params["block"]], one.params["block"], 1, 1, False]
+        return step * (_KN if problem["weight_layout"] == "kn" else 1.0)
+    gpu = machine(arch)
+    rate = gpu.fma if one.spec.name == "fma" else gpu.mma
+    small = (128 * 128 / (rows * columns)) ** 0.25  # operands are loaded again more often
+    return 2.0 * rows * columns * 64 / (rate * _PORTABLE) * max(small, 1.0)
+
+
+# ------------------------------------------------------------------ the kernels
+
+_Takes = Callable[[Problem], bool]
+_Fixed = Callable[[Problem, Arch], Mapping[str, Any]]
+
+
+def _takes_wgmma(problem: Problem) -> bool:
+    """TMA copies rows that begin on 16-byte boundaries; wgmma adds 64 of k up."""
+    deep = problem["groups"] == "DEPTH"
+    whole = problem["block_size"] % 64 == 0 and problem["m"] % 16 == 0 if deep else True
+    return problem["dtype"] != "fp32" and problem["aligned"] and whole
+
+
+def _portable(problem: Problem, arch: Arch) -> dict[str, Any]:
+    """Copies are 16 bytes if rows begin with them, and so does up in rows of a [k, 2 n] weight."""
+    up = not problem["gate"] or problem["weight_layout"] == "nk" or problem["n"] % 8 == 0
+    return {
+        "aligned": problem["aligned"] and up,
+        "mma_k": 16 if "cp_async" in arch.features else 8,
+    }
+
+
+_KERNELS: Mapping[str, tuple[KernelSpec, _Fixed, _Takes]] = {
+    "wgmma": (
+        kernels.WGMMA_ALL,
+        lambda p, arch: {"tma_store": p["aligned_out"] and p["out_dtype"] != "fp32"},
+        _takes_wgmma,
+    ),
+    "mma": (kernels.MMA_ALL_GROUPED, _portable, lambda p: p["dtype"] != "fp32"),
+    "fma": (kernels.FMA_ALL_GROUPED, _portable, lambda p: p["dtype"] == "fp32"),
+}
