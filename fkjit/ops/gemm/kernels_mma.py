@@ -38,6 +38,7 @@ TILES: dict[Block, Tile] = {
 # Where the next tile waits in registers: few of them a thread.
 STAGED_TILES: dict[Block, Tile] = {
     (128, 128, 32): Tile((64, 64), 2),
+    (64, 128, 32): Tile((32, 64), 2),
     (64, 64, 32): Tile((32, 32), 2, 2),
 }
 # Of fp32, rounded to tf32: twice the bytes.

@@ -95,8 +95,7 @@ def grouped_linear(
     options = GroupedOptions(activation, gate, block, impl, weight_layout, save_pre_activation)
     if check_flag(CALL, "gather", gather):
         x = moe_permute(x, groups)
-    lists = (groups.expert_ids, groups.num_tokens_post_padded, groups.offsets)
-    y = _GROUPED((x, weight, bias, *lists), (), tuple(options))
+    y = _GROUPED((x, weight, bias, *_lists(groups)), (), tuple(options))
     return y if weights is None else moe_combine(y, groups, weights)
 
 
@@ -107,6 +106,11 @@ def _groups(groups: Any) -> MoeGroups:
             "moe_regroup or moe_route_and_regroup"
         )
     return groups
+
+
+def _lists(groups: MoeGroups) -> tuple[Any, ...]:
+    """The op's inputs behind the bias."""
+    return None, groups.expert_ids, groups.num_tokens_post_padded, groups.offsets
 
 
 # ------------------------------------------------------------------ checks
@@ -139,8 +143,7 @@ def _check(views: Views, said: GroupedOptions, *, pre: bool = False) -> Request:
     outputs = {
         "out": Output((m, n), dtype), "pre": Output((m, wide), dtype) if pre else None,
     }  # fmt: skip
-    inputs = {"x": x, "weight": weight, "bias": views["bias"], **_lists(views, "owners")}
-    return _request(inputs, outputs, problem, said)
+    return _request({name: views[name] for name in _INPUTS}, outputs, problem, said)
 
 
 def _request(
@@ -154,10 +157,6 @@ def _request(
         problem["multiprocessors"] = multiprocessors(x.device)
     chosen = select.choose(problem, said.impl, said.block, arch_of(x))
     return Request(inputs, outputs, (Launch(chosen.spec, chosen.params, problem),))
-
-
-def _lists(views: Views, owners: str) -> dict[str, View | None]:
-    return {"owners": views[owners], "places": views.get("places")}
 
 
 def _check_options(said: GroupedOptions) -> None:
@@ -240,8 +239,8 @@ class DepthOptions(NamedTuple):
 
 
 def _check_depth(views: Views, said: DepthOptions) -> Request:
-    """Arrays are our own: x [places, m], weight [places, n], contiguous; offsets [experts + 1]."""
-    x, weight, offsets = views["x"], views["weight"], views["offsets"]
+    """Arrays are our own: x [places, m], weight [places, n], contiguous; owners [experts + 1]."""
+    x, weight, offsets = views["x"], views["weight"], views["owners"]
     assert x is not None and weight is not None and offsets is not None
     (k, m), n, dtype = x.shape, weight.shape[1], x.dtype
     experts, chunk = offsets.shape[0] - 1, 16 // ITEMSIZE[dtype]
@@ -252,18 +251,21 @@ def _check_depth(views: Views, said: DepthOptions) -> Request:
         "bias": False, "x_stride": m, "weight_stride": n, "out_stride": n, "residual_stride": n,
         "aligned": m % chunk == 0 and n % chunk == 0, "aligned_out": n % chunk == 0,
     }  # fmt: skip
-    inputs = {"x": x, "weight": weight, "owners": offsets}
-    outputs = {"out": Output((experts, m, n), dtype)}
+    outputs = {"out": Output((experts, m, n), dtype), "pre": None}
     whole = GroupedOptions(block=said.block, impl=said.impl)
-    return _request(inputs, outputs, problem, whole)
+    return _request({name: views[name] for name in _POINTERS}, outputs, problem, whole)
+
+
+# What the kernels have pointers to: none may be missing between others.
+_POINTERS = ("x", "weight", "bias", "residual", "owners", "places")
 
 
 DEPTH = Op(
-    "grouped_linear (dweight)", inputs=("x", "weight", "offsets"), outputs=("out",),
-    check=_check_depth, options=DepthOptions,
+    "grouped_linear (dweight)", inputs=_POINTERS, outputs=("out", "pre"),
+    check=_check_depth, options=DepthOptions, optional=("bias", "residual", "places"),
     node=Node(
-        lambda x, weight, offsets, *said: [
-            x.new_empty(offsets.shape[0] - 1, x.shape[1], weight.shape[1])
+        lambda x, weight, bias, residual, owners, *rest: [
+            x.new_empty(owners.shape[0] - 1, x.shape[1], weight.shape[1])
         ],
         "int block_size, int[]? block=None, str impl='auto'", 1, "grouped_linear_dweight",
     ),
@@ -271,7 +273,7 @@ DEPTH = Op(
 
 # ------------------------------------------------------------------ the op
 
-_INPUTS = ("x", "weight", "bias", "owners", "places", "offsets")
+_INPUTS = (*_POINTERS, "offsets")
 _OPTIONS = (
     "str? activation, bool gate, int[]? block, str impl, str weight_layout, "
     "bool save_pre_activation"
@@ -279,13 +281,13 @@ _OPTIONS = (
 
 
 def _fake(x: Any, weight: Any, *rest: Any) -> list[Any]:
-    said = GroupedOptions(*rest[4:])
+    said = GroupedOptions(*rest[5:])
     wide = weight.shape[1 if said.weight_layout == "nk" else 2]
     return [x.new_empty(x.shape[0], wide // 2 if said.gate else wide)]
 
 
 def _fake_with_pre(x: Any, weight: Any, *rest: Any) -> list[Any]:
-    wide = weight.shape[1 if GroupedOptions(*rest[4:]).weight_layout == "nk" else 2]
+    wide = weight.shape[1 if GroupedOptions(*rest[5:]).weight_layout == "nk" else 2]
     return [*_fake(x, weight, *rest), x.new_empty(x.shape[0], wide)]
 
 
@@ -303,7 +305,7 @@ def _unpacked(*options: Any) -> tuple[Any, ...]:
 def _op(pre: bool, node: Node, autograd: Callable[..., Any] | None = None) -> Op:
     return Op(
         CALL, inputs=_INPUTS, outputs=("out", "pre"), check=partial(_check, pre=pre),
-        options=GroupedOptions, optional=("bias",), autocast=3, node=node, autograd=autograd,
+        options=GroupedOptions, optional=("bias", "residual"), autocast=3, node=node, autograd=autograd,
     )  # fmt: skip
 
 
@@ -333,8 +335,8 @@ def _prepare(*args: Any, **named: Any) -> None:
     if given["gather"]:
         moe_permute.prepare(x, groups)  # type: ignore[attr-defined]
         x = _like(x, groups.sorted_token_ids.shape[0], x.shape[1])
-    lists = (groups.expert_ids, groups.num_tokens_post_padded, groups.offsets)
-    _GROUPED.prepare((x, given["weight"], given["bias"], *lists, None, None), options)
+    arrays = (x, given["weight"], given["bias"], *_lists(groups))
+    _GROUPED.prepare((*arrays, None, None), options)
     if given["weights"] is not None:
         wide = given["weight"].shape[1 if given["weight_layout"] == "nk" else 2]
         y = _like(x, x.shape[0], wide // 2 if given["gate"] else wide)

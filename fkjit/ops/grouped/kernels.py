@@ -230,6 +230,7 @@ MMA = register(
             {**_MMA, **_ROWS, "weight_layout": "kn", "block": (64, 64, 64)},
             {**_MMA, **_DEPTH},
             {**_MMA, **_ROWS, "aligned": False, "block": (64, 64, 32), "activation": "gelu_tanh"},
+            {**_MMA, **_ROWS, **_SWIGLU, "aligned": False, "block": (64, 128, 32)},
             {**_MMA, **_DEPTH, "aligned": False, "block": (64, 64, 32)},
             {**_MMA, **_ROWS, "dtype": "fp16", "out_dtype": "fp16", "mma_k": 8,
              "block": (64, 64, 32)},
