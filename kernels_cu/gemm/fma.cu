@@ -64,7 +64,7 @@ struct Operand<false, OUTER, Order> {
 };
 using X = Operand<X_K_MAJOR, BLOCK_M, RowsInOrder>;
 using Weight = Operand<WEIGHT_K_MAJOR, BLOCK_N, OutputOrder<GATE, WARP_N>>;
-using Order = GroupedOrder<Groups::${groups}>;
+using Order = GroupedOrder<Groups::${groups}, BLOCK_M>;
 using XTile = X::Tile;
 using WeightTile = Weight::Tile;
 using XReader = FloatReader<XTile, LANES_M>;
@@ -124,11 +124,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                fp32* __restrict__ out,             // [m, n]
                fp32* __restrict__ pre,             // [m, n] or [m, 2 n], or null
                //% if groups != "NONE"
-               const int* __restrict__ owners,    // see gemm/groups.cuh
-               const int* __restrict__ places,  // ROWS: [1], rows of x that there are
-               const int each, const int experts,
+               const int* __restrict__ offsets,  // [experts + 1], see gemm/groups.cuh
+               const int experts,
                //% endif
-               int m, const int n, const int k, const i64 x_stride, const i64 weight_stride,
+               const int m, const int n, const int k, const i64 x_stride, const i64 weight_stride,
                const i64 out_stride,
                const i64 residual_stride,  // elements from a row to the next, < 2^29
                const float scale) {
@@ -138,20 +137,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int warp_row = warp / WARPS_N * WARP_M, warp_output = warp % WARPS_N * WARP_N;
   const int y = lane / LANES_N, x_place = lane % LANES_N;
   after_previous_kernel();
-  //% if groups == "ROWS"
-  m = places[0];
-  //% endif
-  Order order{{ceil_div(m, BLOCK_M), ceil_div(n, OUT_COLUMNS), GROUP_ROWS / BLOCK_M}};
+  Order order{m, ceil_div(n, OUT_COLUMNS), GROUP_ROWS / BLOCK_M};
   //% if groups != "NONE"
-  order.owners = owners, order.each = each, order.experts = experts;
-  if (static_cast<int>(blockIdx.x) >= order.count()) return;
+  order.offsets = offsets, order.experts = experts;
   //% endif
   const GroupedTile tile = order(blockIdx.x);
-  const int row = tile.row * BLOCK_M, column = tile.column * OUT_COLUMNS;
+  if (order.is_beyond(tile)) return;
+  const int row = tile.row, column = tile.column * OUT_COLUMNS;
   const Depth depth = order.depth(blockIdx.x, k);
   const i64 weights = (WEIGHT_K_MAJOR ? (GATE ? 2 * n : n) : k) * weight_stride;
 
-  X::Copy x_copy(Order::OF_K ? x + depth.first * x_stride : x, x_stride, row, m);
+  X::Copy x_copy(Order::OF_K ? x + depth.first * x_stride : x, x_stride, row, tile.end);
   Weight::Copy weight_copy(
       Order::OF_K ? weight + depth.first * weight_stride : order.own(weight, tile.expert, weights),
       weight_stride, column, n);
@@ -170,8 +166,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   if (IN_RUNS) add_to(acc, totals);
   const Pairs epilogue(residual, pre, residual_stride, scale, n);
-  const int end = Order::OF_K ? (tile.expert + 1) * m : m;
+  const int before = Order::OF_K ? tile.expert * m : 0;  // rows of out
   store_sums(acc, epilogue, order.own(bias, tile.expert, GATE ? 2 * n : n), out, out_stride,
-             end - m + row + warp_row + 4 * y, end,
+             before + row + warp_row + 4 * y, before + tile.end,
              column + (GATE ? warp_output / 2 : warp_output) + 4 * x_place);
 }

@@ -96,7 +96,7 @@ using Stages = GemmStages<OperandTile<BLOCK_M, X_K_MAJOR>, OperandTile<BLOCK_N, 
                           STAGES, CONSUMERS, GUARD>;
 using Place = RingPlace<STAGES>;
 using Work = Pieces<SHARES>;
-using Order = GroupedOrder<Groups::${groups}>;
+using Order = GroupedOrder<Groups::${groups}, BLOCK_M * CLUSTER>;
 using Parts = WeightParts<Stages::B, GATE, CLUSTER>;
 using Pairs = EpiloguePairs<Activation, GATE, PRE, RESIDUAL, elem_t, out_t>;
 static_assert(!Order::GROUPED || (SPLIT == 1 && CLUSTER == 1 && !SHARES && !SWAPPED),
@@ -116,11 +116,12 @@ __device__ __forceinline__ Piece own_part(const Piece& whole, const Order& order
 
 // A producer warp: `fetch` fills its operand's place in stage after stage, tile after tile.
 template <typename Fetch>
-__device__ __forceinline__ void produce(const Stages& stages, const Order& order, Work work,
+__device__ __forceinline__ void produce(const Stages& stages, Order order, Work work,
                                         const Fetch& fetch) {
   Place place;
   for (Piece piece; work.take(piece);) {
     const GroupedTile tile = order(piece.tile);
+    if (order.is_beyond(tile)) break;
     piece = own_part(piece, order);
     for (int step = piece.first; step < piece.first + piece.steps; ++step) {
       mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);
@@ -131,11 +132,11 @@ __device__ __forceinline__ void produce(const Stages& stages, const Order& order
 }
 
 __device__ __forceinline__ void produce_x(const Stages& stages, const OperandMaps& maps,
-                                          const Order& order, const Work& work, int m, int rank) {
+                                          const Order& order, const Work& work, int rank) {
   using X = Stages::A;
   if (elect_one()) maps.prefetch();
   produce(stages, order, work, [&](const GroupedTile& tile, int stage, int k) {
-    const int row = (tile.row * CLUSTER + rank) * BLOCK_M, rows = X::asked<BLOCK_M>(m - row);
+    const int row = tile.row + rank * BLOCK_M, rows = X::asked<BLOCK_M>(tile.end - row);
     mbarrier_expect(stages.full(stage), rows * (BLOCK_K * 2));
     X::load<0, BLOCK_M>(stages.a(stage), maps, stages.full(stage), row, rows, k, 0, 0);
   });
@@ -151,19 +152,29 @@ __device__ __forceinline__ void produce_weight(const Stages& stages, const Opera
   });
 }
 
+// This warp needs a stage no more.
+__device__ __forceinline__ void release_stage(const Stages& stages, int stage, int lane) {
+  if (CLUSTER == 1) {
+    if (lane == 0) mbarrier_arrive(stages.empty(stage));
+  } else if (lane < CLUSTER) {
+    cluster_arrive_at(stages.empty(stage), lane);
+  }
+}
+
+// A tile of which no row is this consumer's.
+__device__ __forceinline__ void pass_by(const Stages& stages, Place& place, int steps, int lane) {
+  for (int step = 0; step < steps; ++step, place.advance()) {
+    mbarrier_wait(stages.full(place.stage), place.parity);
+    release_stage(stages, place.stage, lane);
+  }
+}
+
 // One tile's products, 64 of k after the other: a stage is released when the next one's products
 // have been issued and its own are done.
 template <int BLOCKS>
 __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][BLOCK_N / 8][4], const Stages& stages,
                                          Place& place, int steps, int first_row, int lane,
                                          const PingPong<CONSUMERS>& pingpong) {
-  const auto release_stage = [&](int stage) {
-    if (CLUSTER == 1) {
-      if (lane == 0) mbarrier_arrive(stages.empty(stage));
-    } else if (lane < CLUSTER) {
-      cluster_arrive_at(stages.empty(stage), lane);
-    }
-  };
   int last = 0;
   for (int step = 0; step < steps; ++step) {
     mbarrier_wait(stages.full(place.stage), place.parity);
@@ -180,14 +191,14 @@ __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][BLOCK_N / 8][4], c
     wgmma_commit();
     if (step > 0) {
       wgmma_wait<1>();
-      release_stage(last);
+      release_stage(stages, last, lane);
     }
     last = place.stage;
     place.advance();
   }
   pingpong.pass();
   wgmma_wait<0>();
-  release_stage(last);
+  release_stage(stages, last, lane);
 }
 
 //% if cluster * split > 1
@@ -212,11 +223,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     const int shared_tiles,  // the last ones, whose k blocks share
     //% endif
     //% if groups != "NONE"
-    const int* __restrict__ owners,    // see gemm/groups.cuh
-    const int* __restrict__ places,  // ROWS: [1], rows of x that there are
-    const int each, const int experts,
+    const int* __restrict__ offsets,  // [experts + 1], see gemm/groups.cuh
+    const int experts,
     //% endif
-    int m, const int n, const int k, const i64 out_stride, const i64 residual_stride,
+    const int m, const int n, const int k, const i64 out_stride, const i64 residual_stride,
     const float scale,
     const int group_rows) {  // rows of tiles that are taken together
   extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -228,12 +238,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
   __syncthreads();
   if (CLUSTER > 1) meet_cluster();  // both blocks' barriers are there
   after_previous_kernel();
-  //% if groups == "ROWS"
-  m = places[0];
-  //% endif
-  Order order{{ceil_div(m, BLOCK_M * CLUSTER), ceil_div(n, OUT_COLUMNS), group_rows}};
+  Order order{m, ceil_div(n, OUT_COLUMNS), group_rows};
   //% if groups != "NONE"
-  order.owners = owners, order.each = each, order.experts = experts;
+  order.offsets = offsets, order.experts = experts;
   //% endif
   //% if not shares
   constexpr int shared_tiles = 0;
@@ -249,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     fewer_registers<PRODUCER_REGISTERS>();
     const int warp = __shfl_sync(FULL_MASK, threadIdx.x / WARP_SIZE, 0);
     if (warp == 0) {
-      produce_x(stages, {x_map, x_map_last}, order, work_of_block(), m, rank);
+      produce_x(stages, {x_map, x_map_last}, order, work_of_block(), rank);
     } else if (warp == 1) {
       produce_weight(stages, {weight_map, weight_map_last}, order, work_of_block(), n, rank);
     }
@@ -276,7 +283,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     int position = 0, turn = 0, taken = 0, box = 0;  // in the ring; pieces; of its own; of output
     Work work = work_of_block();
     for (Piece piece; work.take(piece); ++turn) {
-      if (Order::OF_K) piece = own_part(piece, order);
+      GroupedTile tile;
+      if (Order::GROUPED) tile = order(piece.tile), piece = own_part(piece, order);
+      if (order.is_beyond(tile)) break;
       if (!COOPERATIVE) {
         place = ring_place<STAGES>(position);
         position += piece.steps;
@@ -286,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
         }
         pingpong.wait();
       }
-      const GroupedTile tile = order(piece.tile);
+      if (!Order::GROUPED) tile = order(piece.tile);
       if (SPLIT > 1) piece = own_part(piece, order);
       const int column = tile.column * OUT_COLUMNS;
       elem_t* const tile_bias = consumer_bias + taken % 2 * BLOCK_N;
@@ -295,6 +304,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
                             threadIdx.x % WARPGROUP, column,
                             GATE ? n + column : column + BLOCK_N / 2, GATE ? 2 * n : n);
       ++taken;
+      if (Order::OF_ROWS && COOPERATIVE && tile.row + consumer_row >= tile.end) {
+        pass_by(stages, place, piece.steps, lane);
+        continue;
+      }
 #pragma unroll
       for (int block = 0; block < ROWS / 64; ++block) register_fence(acc[block]);
       multiply(acc, stages, place, piece.steps, consumer_row, lane, pingpong);
@@ -314,19 +327,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
       }
 #pragma unroll
       for (int block = 0; block < ROWS / 64; ++block) {
-        const int row =
-            (tile.row * CLUSTER + rank) * BLOCK_M + consumer_row + block * 64 + warp_row;
-        if (row >= m) continue;
-        const int end = Order::OF_K ? (tile.expert + 1) * m : m, to = end - m + row;
+        const int row = tile.row + rank * BLOCK_M + consumer_row + block * 64 + warp_row;
+        if (row >= tile.end) continue;
+        const int before = Order::OF_K ? tile.expert * m : 0;  // rows of out
         //% if swapped
         store_transposed(acc[block], epilogue, bias, out, out_stride, lane, row, m, column);
         //% elif tma_store
         store_by_tma<Stages::Staged, OUT_COLUMNS>(acc[block], epilogue, tile_bias, out_map, out,
-                                                  out_stride, stages.staged(warp), box, lane, to,
-                                                  end, column);
+                                                  out_stride, stages.staged(warp), box, lane,
+                                                  before + row, before + tile.end, column);
         //% else
-        store_pairs<OUT_COLUMNS>(acc[block], epilogue, tile_bias, out, out_stride, lane, to, end,
-                                 column);
+        store_pairs<OUT_COLUMNS>(acc[block], epilogue, tile_bias, out, out_stride, lane,
+                                 before + row, before + tile.end, column);
         //% endif
       }
     }

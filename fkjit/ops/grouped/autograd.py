@@ -46,29 +46,31 @@ def _forward(
 def _backward(
     product: Run, saved: Tensors, dy: Any, needed: Tensors, said: GroupedOptions
 ) -> tuple[Any, ...]:
-    x, weight, bias, residual, owners, places, offsets, pre = saved
+    x, weight, bias, residual, offsets, pre = saved
     of_x, of_weight, of_bias = needed[:3]
     if not x.shape[0]:
         found = (None if a is None else a.new_zeros(a.shape) for a in (x, weight))
         dbias = weight.new_zeros(weight.shape[0], _wide(weight, said)) if of_bias else None
         return *(f if w else None for f, w in zip(found, needed, strict=False)), dbias, *_NO_LISTS
-    lists = (residual, owners, places, offsets)
+    lists = (residual, offsets)
     dz = _of_activation(product, (x, weight, bias, *lists), pre, dy.contiguous(), said)
     other = "kn" if said.weight_layout == "nk" else "nk"
-    dx = product((dz, weight, None, *lists), (), GroupedOptions(weight_layout=other))
-    how = DepthOptions(x.shape[0] // owners.shape[0])
+    dx = product(
+        (dz, weight, None, *lists), (), GroupedOptions(said.block_size, weight_layout=other)
+    )
+    how = DepthOptions(said.block_size)
     dweight = dbias = None
     if of_weight:
         sides = (dz, x.contiguous())
         sides = sides if said.weight_layout == "nk" else sides[::-1]
-        dweight = DEPTH((*sides, None, None, offsets, None), (), how)
+        dweight = DEPTH((*sides, None, None, offsets), (), how)
     if of_bias:
         ones = x.new_ones(x.shape[0], _ONES)
-        dbias = DEPTH((dz, ones, None, None, offsets, None), (), how)[..., 0].contiguous()
+        dbias = DEPTH((dz, ones, None, None, offsets), (), how)[..., 0].contiguous()
     return dx if of_x else None, dweight, dbias, *_NO_LISTS
 
 
-_NO_LISTS = (None, None, None, None)
+_NO_LISTS = (None, None)
 
 
 def _wide(weight: Any, said: GroupedOptions) -> int:
@@ -80,6 +82,6 @@ def _of_activation(product: Run, inputs: Tensors, pre: Any, dy: Any, said: Group
     if not said.gate and said.activation is None:
         return dy
     if pre is None:
-        pre = product(inputs, (), GroupedOptions(weight_layout=said.weight_layout))
+        pre = product(inputs, (), GroupedOptions(said.block_size, weight_layout=said.weight_layout))
     options = (said.activation or "none", bool(said.gate), True, False)
     return ACTIVATION((dy, pre, inputs[1]), (), options)

@@ -31,8 +31,9 @@ Views = Mapping[str, View | None]
 
 
 class GroupedOptions(NamedTuple):
-    """What a call says besides its arrays."""
+    """What a call says besides its arrays. block_size: of the groups."""
 
+    block_size: int
     activation: Any = None
     gate: Any = False
     block: Any = None
@@ -92,10 +93,10 @@ def grouped_linear(
     fp32 accumulation, rounded once. Source of the layout: vLLM's fused_moe.
     """
     groups = _groups(groups)
-    options = GroupedOptions(activation, gate, block, impl, weight_layout, save_pre_activation)
+    said = (activation, gate, block, impl, weight_layout, save_pre_activation)
     if check_flag(CALL, "gather", gather):
         x = moe_permute(x, groups)
-    y = _GROUPED((x, weight, bias, *_lists(groups)), (), tuple(options))
+    y = _GROUPED((x, weight, bias, None, groups.offsets), (), (_block_size(groups), *said))
     return y if weights is None else moe_combine(y, groups, weights)
 
 
@@ -108,9 +109,10 @@ def _groups(groups: Any) -> MoeGroups:
     return groups
 
 
-def _lists(groups: MoeGroups) -> tuple[Any, ...]:
-    """The op's inputs behind the bias."""
-    return None, groups.expert_ids, groups.num_tokens_post_padded, groups.offsets
+def _block_size(groups: MoeGroups) -> int:
+    """What experts' places are a multiple of; 0 where there are none."""
+    tiles = groups.expert_ids.shape[0]
+    return int(groups.sorted_token_ids.shape[0] // tiles) if tiles else 0
 
 
 # ------------------------------------------------------------------ checks
@@ -124,10 +126,11 @@ def _check(views: Views, said: GroupedOptions, *, pre: bool = False) -> Request:
     sizes = _sizes(x, weight, said)
     m, n, wide = sizes["m"], sizes["n"], sizes["n"] * (2 if said.gate else 1)
     _check_bias(views["bias"], sizes["experts"], wide)
-    block = _check_lists(views, m, sizes["experts"])
+    _check_groups(views["offsets"], m, sizes["experts"], said.block_size)
     by_k = said.weight_layout == "nk"
     problem: dict[str, Any] = {
-        **sizes, "dtype": dtype, "out_dtype": dtype, "groups": "ROWS", "block_size": block,
+        **sizes, "dtype": dtype, "out_dtype": dtype, "groups": "ROWS",
+        "block_size": said.block_size,
         "activation": said.activation or "none", "gate": said.gate, "pre": pre, "scale": 1.0,
         "x_layout": "mk", "weight_layout": said.weight_layout, "residual": False,
         "bias": views["bias"] is not None, "x_stride": rows_of(CALL, "x", x)[2],
@@ -205,26 +208,18 @@ def _check_bias(bias: View | None, experts: int, wide: int) -> None:
         check_dense(CALL, "bias", bias)
 
 
-def _check_lists(views: Views, places: int, experts: int) -> int:
-    """The block size of groups."""
-    owners, offsets = views["owners"], views["offsets"]
-    assert owners is not None and offsets is not None
-    for name in ("owners", "places", "offsets"):
-        view = views[name]
-        assert view is not None
-        check_dtype(CALL, f"groups ({name})", view, ("int32",))
+def _check_groups(offsets: View | None, places: int, experts: int, block: int) -> None:
+    assert offsets is not None
+    check_dtype(CALL, "groups.offsets", offsets, ("int32",))
     if offsets.shape[0] != experts + 1:
         raise ParameterError(
             f"{CALL}: groups are of {offsets.shape[0] - 1} experts, weight is of {experts}"
         )
-    tiles = owners.shape[0]
-    block = places // tiles if tiles else LEAST_BLOCK
-    if block * tiles != places or block % LEAST_BLOCK:
+    if block % LEAST_BLOCK or (block and places % block):
         raise ParameterError(
-            f"{CALL}: x has {places} rows for {tiles} tiles of groups; allowed: a row for each "
+            f"{CALL}: x has {places} rows, groups a block_size of {block}; allowed: a row for each "
             f"place, and groups made with a block_size that is a multiple of {LEAST_BLOCK}"
         )
-    return block
 
 
 # ------------------------------------------------------------------ gradients of weights
@@ -239,8 +234,8 @@ class DepthOptions(NamedTuple):
 
 
 def _check_depth(views: Views, said: DepthOptions) -> Request:
-    """Arrays are our own: x [places, m], weight [places, n], contiguous; owners [experts + 1]."""
-    x, weight, offsets = views["x"], views["weight"], views["owners"]
+    """Arrays are our own: x [places, m], weight [places, n], contiguous; offsets [experts + 1]."""
+    x, weight, offsets = views["x"], views["weight"], views["offsets"]
     assert x is not None and weight is not None and offsets is not None
     (k, m), n, dtype = x.shape, weight.shape[1], x.dtype
     experts, chunk = offsets.shape[0] - 1, 16 // ITEMSIZE[dtype]
@@ -252,20 +247,20 @@ def _check_depth(views: Views, said: DepthOptions) -> Request:
         "aligned": m % chunk == 0 and n % chunk == 0, "aligned_out": n % chunk == 0,
     }  # fmt: skip
     outputs = {"out": Output((experts, m, n), dtype), "pre": None}
-    whole = GroupedOptions(block=said.block, impl=said.impl)
-    return _request({name: views[name] for name in _POINTERS}, outputs, problem, whole)
+    whole = GroupedOptions(said.block_size, block=said.block, impl=said.impl)
+    return _request({name: views[name] for name in _INPUTS}, outputs, problem, whole)
 
 
 # What the kernels have pointers to: none may be missing between others.
-_POINTERS = ("x", "weight", "bias", "residual", "owners", "places")
+_INPUTS = ("x", "weight", "bias", "residual", "offsets")
 
 
 DEPTH = Op(
-    "grouped_linear (dweight)", inputs=_POINTERS, outputs=("out", "pre"),
-    check=_check_depth, options=DepthOptions, optional=("bias", "residual", "places"),
+    "grouped_linear (dweight)", inputs=_INPUTS, outputs=("out", "pre"),
+    check=_check_depth, options=DepthOptions, optional=("bias", "residual"),
     node=Node(
-        lambda x, weight, bias, residual, owners, *rest: [
-            x.new_empty(owners.shape[0] - 1, x.shape[1], weight.shape[1])
+        lambda x, weight, bias, residual, offsets, *rest: [
+            x.new_empty(offsets.shape[0] - 1, x.shape[1], weight.shape[1])
         ],
         "int block_size, int[]? block=None, str impl='auto'", 1, "grouped_linear_dweight",
     ),
@@ -273,21 +268,20 @@ DEPTH = Op(
 
 # ------------------------------------------------------------------ the op
 
-_INPUTS = (*_POINTERS, "offsets")
 _OPTIONS = (
-    "str? activation, bool gate, int[]? block, str impl, str weight_layout, "
+    "int block_size, str? activation, bool gate, int[]? block, str impl, str weight_layout, "
     "bool save_pre_activation"
 )
 
 
 def _fake(x: Any, weight: Any, *rest: Any) -> list[Any]:
-    said = GroupedOptions(*rest[5:])
+    said = GroupedOptions(*rest[3:])
     wide = weight.shape[1 if said.weight_layout == "nk" else 2]
     return [x.new_empty(x.shape[0], wide // 2 if said.gate else wide)]
 
 
 def _fake_with_pre(x: Any, weight: Any, *rest: Any) -> list[Any]:
-    wide = weight.shape[1 if GroupedOptions(*rest[5:]).weight_layout == "nk" else 2]
+    wide = weight.shape[1 if GroupedOptions(*rest[3:]).weight_layout == "nk" else 2]
     return [*_fake(x, weight, *rest), x.new_empty(x.shape[0], wide)]
 
 
@@ -305,7 +299,8 @@ def _unpacked(*options: Any) -> tuple[Any, ...]:
 def _op(pre: bool, node: Node, autograd: Callable[..., Any] | None = None) -> Op:
     return Op(
         CALL, inputs=_INPUTS, outputs=("out", "pre"), check=partial(_check, pre=pre),
-        options=GroupedOptions, optional=("bias", "residual"), autocast=3, node=node, autograd=autograd,
+        options=GroupedOptions, optional=("bias", "residual"), autocast=3, node=node,
+        autograd=autograd,
     )  # fmt: skip
 
 
@@ -331,11 +326,12 @@ def _prepare(*args: Any, **named: Any) -> None:
     bound.apply_defaults()
     given = bound.arguments
     groups, x = _groups(given["groups"]), given["x"]
-    options = tuple(given[name] for name in GroupedOptions._fields)
+    said = (given[name] for name in GroupedOptions._fields[1:])
+    options = (_block_size(groups), *said)
     if given["gather"]:
         moe_permute.prepare(x, groups)  # type: ignore[attr-defined]
         x = _like(x, groups.sorted_token_ids.shape[0], x.shape[1])
-    arrays = (x, given["weight"], given["bias"], *_lists(groups))
+    arrays = (x, given["weight"], given["bias"], None, groups.offsets)
     _GROUPED.prepare((*arrays, None, None), options)
     if given["weights"] is not None:
         wide = given["weight"].shape[1 if given["weight_layout"] == "nk" else 2]

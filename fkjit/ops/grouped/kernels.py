@@ -8,8 +8,8 @@ there is room for; `groups`, "ROWS" or "DEPTH"; `experts`; and `block_size`, of 
 places are a multiple. The weight is [experts, n, k] or [experts, k, n]; of DEPTH out is [experts,
 m, n].
 
-Arrays: those of linear; owners, int32: of ROWS the expert of each block of places, of DEPTH the
-experts' first places and the end; places, int32 [1]: how many there are.
+Arrays: those of linear; offsets, int32 [experts + 1]: experts' first places, and where the last
+ones end.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 
 GROUPS = ("ROWS", "DEPTH")
 LEAST_BLOCK = 64  # rows of the smallest tile: of it experts' places have to be a multiple
+_GROUP_ROWS = 512  # rows of an expert whose tiles are taken together
 _FIXED: Mapping[str, Any] = {"residual": False, "cluster": 1, "split": 1, "shares": False}
 # The tiles for Hopper, by schedule.
 TILES: dict[tuple[int, int], str] = {
@@ -88,13 +89,9 @@ def traffic(problem: Problem) -> float:
     return float(item * (m * k + weights * wide * k) + out * outputs * m * n)
 
 
-def _owned(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _owned(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments beside those of linear."""
-    each = 1 if of_k(params) else problem["block_size"] // params["block"][0]
-    return {
-        "owners": arrays["owners"], "places": arrays.get("places"),
-        "each": each, "experts": problem["experts"],
-    }  # fmt: skip
+    return {"offsets": arrays["offsets"], "experts": problem["experts"]}
 
 
 def _outputs(params: Params, problem: Problem) -> int:
@@ -102,7 +99,7 @@ def _outputs(params: Params, problem: Problem) -> int:
 
 
 def _portable_arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> Any:
-    return {**gemm.arguments(params, problem, arrays), **_owned(params, problem, arrays)}
+    return {**gemm.arguments(params, problem, arrays), **_owned(problem, arrays)}
 
 
 def _portable_grid(params: Params, problem: Problem) -> Dim3:
@@ -145,19 +142,24 @@ def _grouped(spec: KernelSpec, **fields: Any) -> KernelSpec:
 
 
 def _tiles(params: Params, problem: Problem) -> int:
-    """At most."""
-    return sm90.tiles_of(_whole(params), problem) * _outputs(params, problem)
+    """At most: as many as if each were half."""
+    return 2 * sm90.tiles_of(_whole(params), problem) * _outputs(params, problem)
 
 
 def _wgmma_arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> Any:
     """Those of linear; maps of the weights, or of the outputs, of all experts."""
     named = dict(sm90.WGMMA_ALL.arguments(_whole(params), problem, arrays))
-    named |= _owned(params, problem, arrays)
+    named |= _owned(problem, arrays)
+    rows = params["block"][0]
+    named["group_rows"] = max(_GROUP_ROWS // rows, 1)
     if of_k(params):
         if "out_map" in named:
             rows = problem["experts"] * problem["m"]
             named["out_map"] = replace(named["out_map"], dims=(problem["n"], rows, 1, 1))
         return named
+    box = named["x_map"].box  # the last tile of an expert may be half
+    half = (problem["block_size"] - 1) % rows + 1
+    named["x_map_last"] = replace(named["x_map"], box=(box[0], half, *box[2:]))
     for name in ("weight_map", "weight_map_last"):
         named[name] = _of_experts(named[name], problem["experts"])
     return named

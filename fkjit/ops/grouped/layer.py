@@ -8,8 +8,8 @@ from typing import Any
 
 from fkjit.errors import ParameterError
 from fkjit.ops.gemm.call import linear
-from fkjit.ops.grouped import select
 from fkjit.ops.grouped.call import grouped_linear
+from fkjit.ops.grouped.kernels import LEAST_BLOCK
 from fkjit.ops.moe.combine import moe_combine
 from fkjit.ops.moe.gradient import weights_of
 from fkjit.ops.moe.groups import MoeGroups, made, places_of
@@ -40,7 +40,7 @@ def moe_layer(
     capacity: int | None = None,
     shared_gate_up: Any = None,
     shared_down: Any = None,
-    block_size: int | None = None,
+    block_size: int = LEAST_BLOCK,
     save_pre_activation: bool = True,
 ) -> Any:
     """Each token's best experts, weighted: sum over k of weights[t, k] * down(act(gate) * up).
@@ -58,7 +58,7 @@ def moe_layer(
         expert_map: int32 [experts of the router]: which of the experts here each one is, or -1; for
             expert parallelism. The weights are of those that are here.
         shared_gate_up, shared_down: [2 J, H] and [H, J], an expert that every token goes to.
-        block_size: of the layout, a multiple of 64; default: by tokens and experts.
+        block_size: of the layout, a multiple of 64.
         save_pre_activation: keep what the activation is of for gradients; False: compute it again.
 
     Returns:
@@ -75,7 +75,6 @@ def moe_layer(
     """
     logits = _logits(x, router_logits, router_weight)
     _check(logits, w_gate_up, expert_map, shared_gate_up, shared_down)
-    block_size = block_size or select.block_size(int(x.shape[0]) * top_k, int(w_gate_up.shape[0]))
     weights, ids, groups = moe_route_and_regroup(
         _detached(logits), top_k, block_size, scoring=scoring, renormalize=renormalize, bias=bias,
         num_groups=num_groups, topk_groups=topk_groups,
@@ -147,7 +146,7 @@ def _prepare(*args: Any, **named: Any) -> None:
         logits = _like(x, x.shape[0], given["router_weight"].shape[0])
     _check(logits, up, given["expert_map"], given["shared_gate_up"], given["shared_down"])
     here, tokens = int(up.shape[0]), int(x.shape[0])
-    size = given["block_size"] or select.block_size(tokens * top_k, here)
+    size = given["block_size"]
     routing = {name: given[name] for name in _ROUTING}
     local = None if given["expert_map"] is None else here
     _able(moe_route_and_regroup).prepare(logits, top_k, size, num_local_experts=local, **routing)

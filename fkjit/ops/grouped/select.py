@@ -1,11 +1,12 @@
 """Which kernel and tile a grouped product gets.
 
-What experts have is known on the device alone, so the estimate takes half a tile of each to be
-empty: that is what padding to tiles costs where rows are spread evenly.
+What experts have is known on the device alone: the estimate spreads rows evenly over as many
+experts as there may be rows for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -48,14 +49,6 @@ def choose(problem: Problem, impl: str, block: Any, arch: Arch) -> Chosen:
     return Chosen(spec, params)
 
 
-def block_size(rows: int, experts: int) -> int:
-    """Of groups with so many rows in all: 128 where experts have enough to fill tiles of it."""
-    return 128 if rows >= _MANY_ROWS * experts else kernels.LEAST_BLOCK
-
-
-_MANY_ROWS = 512  # of an expert, on average
-
-
 def _legal(problem: Problem, impl: str, arch: Arch) -> Iterator[Chosen]:
     """All tiles that divide experts' places, of kernels that the GPU and the arrays are for."""
     for name, (spec, fixed, takes) in _KERNELS.items():
@@ -65,9 +58,18 @@ def _legal(problem: Problem, impl: str, arch: Arch) -> Iterator[Chosen]:
         for tile in next(p.values for p in spec.params if p.name == "block"):
             given = {**problem, **fixed(problem, arch), "block": tile}
             params = {p.name: given[p.name] for p in spec.params}
-            fits = problem["groups"] == "DEPTH" or problem["block_size"] % tile[0] == 0
-            if fits and own.features(params) <= arch.features and own.why_not(params, arch) is None:
+            if (
+                _fits(problem, name, tile)
+                and own.features(params) <= arch.features
+                and own.why_not(params, arch) is None
+            ):
                 yield Chosen(spec, params)
+
+
+def _fits(problem: Problem, name: str, tile: tuple[int, ...]) -> bool:
+    """Whether experts' rows are whole tiles; for Hopper the last one of an expert may be half."""
+    rows = problem["block_size"] * (2 if name == "wgmma" else 1)
+    return problem["groups"] == "DEPTH" or rows % tile[0] == 0
 
 
 def _with_tile(found: list[Chosen], block: Any) -> list[Chosen]:
@@ -82,18 +84,33 @@ def _with_tile(found: list[Chosen], block: Any) -> list[Chosen]:
 def _estimate(one: Chosen, problem: Problem, arch: Arch) -> float:
     """Nanoseconds of all steps of k on the SM that has the most."""
     rows, columns = one.params["block"][:2]
-    wide, sms = outputs_of(problem), problem.get("multiprocessors", SMS)
-    empty = problem["experts"] * problem["block_size"]  # of the worst case's places, never taken
+    active, each = _spread(problem)
+    across = -(-outputs_of(problem) // columns)
+    in_turns = TILES.get(one.params["block"]) == "pingpong"  # one consumer's way out under products
     if problem["groups"] == "DEPTH":
-        tiles = problem["experts"] * -(-problem["m"] // rows) * -(-wide // columns)
-        deep = max(problem["k"] - empty // 2, 64) / problem["experts"]
+        below, active, deep, full = -(-problem["m"] // rows), problem["experts"], each, 1.0
     else:
-        taken = max(problem["m"] - empty // 2, rows)
-        tiles, deep = -(-taken // rows) * -(-wide // columns), problem["k"]
-    return -(-tiles // sms) * (_START + deep / 64 * _step(one, problem, arch))
+        least = rows if in_turns else min(64, rows)  # a half without rows is not multiplied
+        below, deep = -(-each // rows), problem["k"]
+        full = -(-each // least) * least / (rows * below)
+    rounds = math.ceil(active * below * across / problem.get("multiprocessors", SMS))
+    streamed = 0.0 if problem["groups"] == "DEPTH" else columns * _STREAMED / below
+    steps = deep / 64 * max(_step(one, problem, arch) * full, streamed)
+    out = _EPILOGUE * rows * columns
+    return rounds * (_START + (max(steps, out) if in_turns else steps + out))
 
 
-_START = 900  # ns of a tile beside its steps
+def _spread(problem: Problem) -> tuple[int, float]:
+    """Experts that have rows, and how many each: places are those of the worst case."""
+    places = problem["k" if problem["groups"] == "DEPTH" else "m"]
+    experts, block = problem["experts"], problem["block_size"]
+    choices = max(places - experts * (block - 1), places // block)
+    active = min(experts, choices)
+    return active, max(choices / active, 1.0) + block / 2
+
+
+_START, _EPILOGUE = 400, 0.035  # ns of a tile beside its steps; of each of its elements
+_STREAMED = 4.1  # ns of 64 k of a weight's row, an SM's part of memory's bandwidth
 
 
 def _step(one: Chosen, problem: Problem, arch: Arch) -> float:
