@@ -67,7 +67,8 @@ constexpr int COPY_REGISTERS = ${copy_registers};
 // Pairs of a lane that are read early.
 constexpr int LSE_AHEAD = ${lse_ahead}, DELTA_AHEAD = ${delta_ahead};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
-constexpr bool VARLEN = ${varlen}, SOFTCAP = ${softcap}, ALIBI = ${alibi}, MASK = ${mask};
+constexpr bool VARLEN = ${varlen}, SOFTCAP = ${softcap}, ALIBI = ${alibi};
+constexpr bool BIAS = ${bias}, MASK = ${mask};
 
 constexpr int BLOCK_K = 128, WARPGROUP = 128, THREADS = 4 * WARPGROUP;
 // What setmaxnreg gives to some it has taken from others of those that a block was launched with.
@@ -76,7 +77,8 @@ static_assert(2 * MAIN_REGISTERS + DQ_REGISTERS + COPY_REGISTERS <= 65536 / WARP
 static_assert(!(DIRECT && DETERMINISTIC), "turns are taken by the threads that start copies");
 constexpr int Q_STEPS = BLOCK_Q / 16;
 
-using Layout = BackwardLayout<BLOCK_Q, HEAD_DIM, Q_STAGES, DO_STAGES, DQ_STAGES, MASK, GUARD>;
+using Layout =
+    BackwardLayout<BLOCK_Q, HEAD_DIM, Q_STAGES, DO_STAGES, DQ_STAGES, BIAS, MASK, GUARD>;
 using QTile = Layout::QTile;  // of Q and dO
 using KTile = Layout::KTile;  // of K and V
 using DSTile = Layout::DSTile;
@@ -95,6 +97,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const __grid_constant__ TensorMap dout_map,  // BLOCK_Q rows; all boxes are 64 columns wide
     const __grid_constant__ TensorMap k_map,     // k, v [batch, heads_kv, seqlen_k, head_dim],
     const __grid_constant__ TensorMap v_map,     // BLOCK_K rows
+    //% if bias
+    const __grid_constant__ TensorMap bias_map,  // [batch, heads_q, seqlen_q, seqlen_k], broadcast;
+                                                 // boxes of BLOCK_Q rows
+    //% endif
     elem_t* __restrict__ dk,  // [batch, heads_kv, seqlen_k, head_dim], rows on 16 bytes
     elem_t* __restrict__ dv,  // the same with head_dim_v columns
     //% if form
@@ -185,8 +191,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
                                   step % Layout::ROWS_STAGES * Layout::ROWS_STAGE +
                                   Layout::ROWS_BYTES
                             : 0;
-      band_scores<SOFTCAP, ALIBI, BLOCK_Q, BLOCK_K>(s, lane, barriers.tile(step), bits, warp_row(),
-                                                    form);
+      const u32 about = barriers.tile(step);
+      rule_scores<SOFTCAP, ALIBI, BLOCK_Q, BLOCK_K>(s, lane, about, warp_row(), form);
+      //% if bias
+      mbarrier_wait(barriers.bias_full(), step & 1);
+      add_bias<${bias_dtype}, BLOCK_Q, BLOCK_K>(s, shared + Layout::BIAS_TILE, warp_row(),
+                                                SOFTCAP || ALIBI ? 1.f : softmax_scale_log2);
+      __syncwarp();
+      if (signals) mbarrier_arrive(barriers.bias_empty());
+      //% endif
+      hide_scores<BLOCK_Q, BLOCK_K>(s, lane, about, bits, warp_row(), form);
       //% else
       if (masked) {
         const Tile tile(barriers.tile(step));
@@ -194,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         mask_columns(s, lane, [&](int row) { return tile.first_visible(first + row); });
       }
       //% endif
-      const float scale = SOFTCAP || ALIBI ? 1.f : softmax_scale_log2;
+      const float scale = SOFTCAP || ALIBI || BIAS ? 1.f : softmax_scale_log2;
       probabilities<elem_t>(p, s, scale, lse, rows_at(step));
       delta.load(rows_at(step) + BLOCK_Q * 4);
       const RingPlace<DO_STAGES> do_ring = ring_place<DO_STAGES>(step);
@@ -324,7 +338,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     if (role == 0 && elect_one()) {
       // ---- tiles of Q and dO, and notes of what they are
       load_tiles(
-          BackwardLoads<Rings, Barriers>{barriers, Rings(shared), q_map, dout_map, lse_log2, delta},
+          BackwardLoads<Rings, Barriers>{barriers, Rings(shared), q_map, dout_map, lse_log2, delta,
+                                         ${bias_address}},
           sizes, counters);
     } else if (role == 1 && elect_one()) {
       // ---- K and V

@@ -8,6 +8,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/register_fence.cuh"
 #include "tile/ring.cuh"
+#include "attention/backward_sm90/bias.cuh"
 #include "attention/backward_sm90/features_schedule.cuh"
 #include "attention/backward_sm90/loads.cuh"
 #include "attention/backward_sm90/mask.cuh"
@@ -105,13 +106,19 @@ __device__ __forceinline__ void mask_band(float (&s)[1][N][4], int lane, const T
   }
 }
 
-// Raw products of a warp become final scores, times log2(e) where there are rules.
-// `bits`: of a mask, or 0.
+// Raw products of a warp become scores, times log2(e), where there are rules.
 template <bool SOFTCAP, bool ALIBI, int BLOCK_Q, int BLOCK_K, int N>
-__device__ __forceinline__ void band_scores(float (&s)[1][N][4], int lane, u32 notes, u32 bits,
-                                            int warp_key, const AttentionForm& form) {
+__device__ __forceinline__ void rule_scores(float (&s)[1][N][4], int lane, u32 notes, int warp_key,
+                                            const AttentionForm& form) {
   const FormTile<BLOCK_Q, BLOCK_K> tile(notes, form.window_left + form.window_right + 1);
   if (SOFTCAP || ALIBI) final_scores<SOFTCAP, ALIBI>(s, lane, tile, notes, warp_key, form);
+}
+
+// Those that a mask or the band hides become -inf. `bits`: of a mask, or 0.
+template <int BLOCK_Q, int BLOCK_K, int N>
+__device__ __forceinline__ void hide_scores(float (&s)[1][N][4], int lane, u32 notes, u32 bits,
+                                            int warp_key, const AttentionForm& form) {
+  const FormTile<BLOCK_Q, BLOCK_K> tile(notes, form.window_left + form.window_right + 1);
   if (bits != 0) MaskBits<BLOCK_Q, BLOCK_K>::hide(s, bits, lane, warp_key);
   if (tile.masked()) mask_band(s, lane, tile, warp_key);
 }
@@ -241,11 +248,13 @@ __device__ __forceinline__ void load_tiles(
       store_shared_word(load.about + 40, keys.y);
       const TensorRows<PACKED> at(row, place);
       const u32* bits = nullptr;
+      const int key = load_shared_word(note + 28) / 2 * BLOCK_K;  // of its batch or sequence
       if (MASK)
         bits = sizes.mask_bits + keys.w * sizes.mask_strides.batch +
-               head * sizes.mask_strides.head + tile * sizes.mask_strides.row +
-               keys.x * (BLOCK_Q / 32);
+               head * sizes.mask_strides.head + tile * sizes.mask_strides.row + key * (BLOCK_Q / 32);
       load.load(at.row, head, at.batch, index, bits);
+      if constexpr (Rings::BIAS_BYTES > 0)
+        load_bias(loads, step_number, key, q0, head, load_shared_word(note + notes.KEYS + 12));
       const int step = ORDERED && load_shared_word(note + 28) % 2 ? -1 : 1;
       tile = last_tile ? load_shared_word(note + 16) : tile + step;
       head += last_tile;

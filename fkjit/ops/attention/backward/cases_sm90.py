@@ -34,7 +34,8 @@ def _plain_problems(params: Params, scale: str) -> list[dict[str, Any]]:
 
 
 def _feature_problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    """Windows, keys that nobody sees, rows that see none; packed with an empty sequence."""
+    """Windows, keys that nobody sees, rows that see none; packed with an empty sequence. Rows of a
+    bias in whole 16 bytes."""
     block_q, features = BLOCK_Q_SM90[params["head_dim"]], parse(params["form"])
     few, many = (1, 3) if scale == "small" else (5, 17)
     base = {
@@ -43,13 +44,13 @@ def _feature_problems(params: Params, scale: str) -> list[dict[str, Any]]:
         "softcap": 2.0 * features.softcap, "softmax_scale": params["head_dim"] ** -0.5,
         "multiprocessors": 2 if scale == "small" else 132,
     }  # fmt: skip
-    long, short = many * block_q - 3, few * 128 + 5
+    long, short = many * block_q - 3, few * 128 + (8 if features.bias else 5)
     if features.varlen:
         lengths = ((5, 0, long, 9), (40, 130, short, 0))
         total_q, total_k = (sum(of) + 3 for of in lengths)  # rows behind the last sequence
         more = {
             "batch": 4, "lengths": lengths, "total_q": total_q, "total_k": total_k,
-            "axes": PACKED_AXES, "seqlen_q": long, "seqlen_k": short,
+            "axes": PACKED_AXES, "seqlen_q": long, "seqlen_k": short, "mask_shape": (4, 1, long),
         }  # fmt: skip
         return [{**base, **more, "window": (long, 0)}]
     more = {"batch": 1, "axes": (0, 1, 2, 3)}

@@ -49,7 +49,8 @@ def select(
     boundaries.
     """
     call = _Call(problem, options, views, aligned, arch)
-    takes = options.impl != "portable" and sm90.takes(problem, options, aligned, arch)
+    bias = views.get("bias")
+    takes = options.impl != "portable" and sm90.takes(problem, options, aligned, arch, bias)
     if options.impl == "flash_sm90" and not takes:
         raise ParameterError(
             f"attention_backward: impl='flash_sm90' does not take this call on {arch.name}; pass "
@@ -57,7 +58,6 @@ def select(
             "queries, rows on 16-byte boundaries, a positive softmax_scale)"
         )
     launches = call.on_sm90() if takes else call.portable()
-    bias = views.get("bias")
     if bias is not None and "bias" in options.wanted:
         launches += call.of_bias(bias)
     if "sinks" in options.wanted or "alibi_slopes" in options.wanted:
@@ -107,7 +107,7 @@ class _Call:
         problem, dim = self.problem, sm90.padded_dim(self.problem) or 0
         problem["sum_columns"] = sm90.width(dim)
         problem["ordered"] = ordered = sm90.in_order(problem, self.options)
-        text = self.options.features
+        text, self.features.dbias = self.options.features, ""
         params: dict[str, Any] = {
             "dtype": problem["dtype"], "head_dim": dim, "deterministic": ordered,
         }  # fmt: skip
