@@ -53,11 +53,21 @@ def _feature_problems(params: Params, scale: str) -> list[dict[str, Any]]:
             "axes": PACKED_AXES, "seqlen_q": long, "seqlen_k": short, "mask_shape": (4, 1, long),
         }  # fmt: skip
         return [{**base, **more, "window": (long, 0)}]
-    more = {"batch": 1, "axes": (0, 1, 2, 3)}
-    return [
-        {**base, **more, "seqlen_q": sq, "seqlen_k": sk, "window": band, "mask_shape": (1, 1, sq)}
-        for sq, sk, band in ((long, short, (70, 0)), (40, 2 * short, (50, 6)))
-    ]
+    more = {"batch": 1, "axes": (0, 1, 2, 3), "more": _bias_gradients(params)}
+    if features.dbias and not features.dbias_sums:  # made without a band alone
+        return [_with_shapes({**base, **more}, long, short, (long + short, long + short))]
+    bands = ((long, short, (70, 0)), (40, 2 * short, (50, 6)))
+    return [_with_shapes({**base, **more}, *band) for band in bands]
+
+
+def _with_shapes(base: Problem, sq: int, sk: int, band: tuple[int, int]) -> dict[str, Any]:
+    shapes = {"mask_shape": (1, 1, sq), "bias_shape": (1, base["heads_q"], sq)}
+    return {**base, **shapes, "seqlen_q": sq, "seqlen_k": sk, "window": band}
+
+
+def _bias_gradients(params: Params) -> tuple[str, ...]:
+    features = parse(params.get("form", "window"))
+    return (("dbias_parts",) if features.dbias_sums else ("dbias",)) * features.dbias
 
 
 def _inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
@@ -89,7 +99,7 @@ def _outputs(params: Params, problem: Problem) -> Arrays:
     """Of packed arrays zeros, as rows of no sequence, or of one without the other's, are left; of
     sums poison where the first block stores, but for rows of no tile."""
     packed, ordered = "total_q" in problem, params["deterministic"]
-    made = cases.outputs(params, problem, ("dk", "dv"))
+    made = cases.outputs(params, problem, ("dk", "dv", *problem.get("more", ())))
     found = {n: np.full_like(x, 0 if packed else np.nan) for n, x in made.items()}
     found["counters"] = np.zeros(1, np.uint32)
     if ordered:
@@ -103,7 +113,7 @@ def _outputs(params: Params, problem: Problem) -> Arrays:
 
 def _reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     found = cases.reference(problem, arrays)
-    made = {name: found[name] for name in ("dk", "dv")}
+    made = {name: found[name] for name in ("dk", "dv", *problem.get("more", ()))}
     if problem["deterministic"]:
         made["turns"] = _order(problem)
     return made | {"dq_sum": cases.dq_sum(problem, arrays, found["dq"])}

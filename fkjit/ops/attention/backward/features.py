@@ -46,6 +46,7 @@ class KernelFeatures:
     ) -> None:
         """Puts bias_shape into `problem` where a bias has a gradient."""
         self._problem, self._views, self._wanted = problem, views, options.wanted
+        self._options = options
         self.seeded, self.dbias = False, ""
         self._features = self._paired = None
         if not options.features:
@@ -67,6 +68,23 @@ class KernelFeatures:
             made = self.dbias == name.replace("sums", "keys")
             return replace(self._features, seeded=True, dbias=made, dalibi=False).text
         return (self._paired if name in ("queries", "bias") else self._features).text
+
+    def of_sm90(self) -> str:
+        """The text for Hopper's kernel; with it goes `dbias`, which it makes itself where sums are
+        of one head's queries, or where nothing shares an element and all are visited."""
+        self.dbias, one = "", self._problem
+        features, bias = self._features, self._views.get("bias")
+        if features is None or bias is None or "bias" not in self._wanted:
+            return self._options.features
+        if "total_q" in one:
+            return features.text
+        longest = max(one["seqlen_q"], one["seqlen_k"])
+        own = one["bias_shape"] == (one["batch"], one["heads_q"], one["seqlen_q"])
+        if one["bias_shape"][2] == 1:
+            self.dbias, one["warps_alike"] = "keys", 1
+        elif own and min(one["window"]) >= longest and bias.dtype == one["dtype"]:
+            self.dbias = "queries" if one["seqlen_k"] % _RUN == 0 else ""
+        return replace(features, dbias=bool(self.dbias), dbias_sums=self.dbias == "keys").text
 
     def _maker(self) -> str:
         """The kernel that makes the gradient of a bias on the way."""

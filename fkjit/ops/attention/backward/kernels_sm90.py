@@ -50,7 +50,7 @@ def _derive(params: Params) -> dict[str, Any]:
     return {
         "block_q": BLOCK_Q[params["head_dim"]],
         **dict.fromkeys(("form", "varlen", "softcap", "alibi", "bias", "mask"), False),
-        "bias_address": "nullptr",
+        **{"bias_address": "nullptr", "bias_dtype": "float", "dbias": False, "dbias_sums": False},
         "q_stages": _Q_STAGES,
         "do_stages": _DO_STAGES,
         "dq_stages": _dq_stages(params),
@@ -89,7 +89,9 @@ def _feature_values(params: Params) -> dict[str, Any]:
         values["bias_address"] = "&bias_map"
     stages = _stages(params)
     values |= stages
-    if stages["q_stages"] < _Q_STAGES:  # a tile of Q must be free before the next one's dK is multiplied
+    if (
+        stages["q_stages"] < _Q_STAGES
+    ):  # a tile of Q must be free before the next one's dK is multiplied
         values["ds_shared"] = False
     return values
 
@@ -281,11 +283,9 @@ def _suits(one: Problem, options: Options) -> bool:
 
 
 def _knows(features: ScoreFeatures, one: Problem) -> bool:
-    if (features.softcap and features.alibi) or features.score_mod:
+    if (features.softcap and (features.alibi or features.bias)) or features.score_mod:
         return False
     if features.bias == "fp32" or (features.bias and features.mask):  # there is no room
-        return False
-    if features.bias and features.softcap and padded_dim(one) == 128:  # nor are there registers
         return False
     return not features.softcap or one["softcap"] >= _LEAST_CAP
 

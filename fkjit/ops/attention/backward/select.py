@@ -107,7 +107,7 @@ class _Call:
         problem, dim = self.problem, sm90.padded_dim(self.problem) or 0
         problem["sum_columns"] = sm90.width(dim)
         problem["ordered"] = ordered = sm90.in_order(problem, self.options)
-        text, self.features.dbias = self.options.features, ""
+        text = self.features.of_sm90()
         params: dict[str, Any] = {
             "dtype": problem["dtype"], "head_dim": dim, "deterministic": ordered,
         }  # fmt: skip
