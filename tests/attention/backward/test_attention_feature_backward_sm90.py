@@ -31,7 +31,6 @@ def launched(monkeypatch):
     monkeypatch.setattr(
         "fkjit.jit.build.settings", lambda: replace(settings(), target="compute_90a")
     )
-    monkeypatch.setattr(sm90, "MASKS", True)
     seen, usual = [], checks.select
 
     def select(*given):
@@ -90,8 +89,11 @@ PROBLEM = {
         ({"softcap": 30.0}, "softcap", "sm_90a", True),
         ({"softcap": 0.1}, "softcap", "sm_90a", False),
         ({}, "softcap alibi", "sm_90a", False),
-        ({}, "bias=bf16", "sm_90a", False),
-        ({}, "mask varlen", "sm_90a", False),
+        ({}, "softcap bias=bf16", "sm_90a", False),
+        ({}, "bias=fp32", "sm_90a", False),
+        ({}, "bias=bf16 mask", "sm_90a", False),
+        ({}, "bias=bf16 varlen", "sm_90a", True),
+        ({}, "mask varlen", "sm_90a", True),
     ],
 )
 def test_hopper_takes_bands_that_tma_can_read(changes, form, name, taken):
@@ -99,7 +101,7 @@ def test_hopper_takes_bands_that_tma_can_read(changes, form, name, taken):
     assert sm90.takes({**PROBLEM, **changes}, options, True, arch(name)) is taken
 
 
-@pytest.mark.parametrize("form", ["alibi varlen", "softcap mask"])
+@pytest.mark.parametrize("form", ["alibi varlen", "softcap mask", "alibi bias=fp16 dbias"])
 def test_forms_that_are_not_swept_spill_no_registers(form):
     params = {"dtype": "fp16", "head_dim": 128, "deterministic": True, "form": form}
     with quiet():
@@ -107,10 +109,26 @@ def test_forms_that_are_not_swept_spill_no_registers(form):
     assert made["resources"]["spill_stores"] == 0 and not made["problems"]
 
 
-def test_bits_of_a_mask_beside_the_largest_tiles(launched):
-    params = {"dtype": "bf16", "head_dim": 128, "deterministic": True, "form": "mask"}
+@pytest.mark.parametrize("form", ["mask varlen", "bias=bf16 dbias"])
+def test_arrays_of_scores_beside_the_largest_tiles(form, launched):
+    params = {"dtype": "bf16", "head_dim": 128, "deterministic": True, "form": form}
     problem = sm90.FLASH_SM90.verification.problems(params, "small")[0]
-    assert right(with_features(sm90.FLASH_SM90, "mask"), params, problem)
+    assert right(with_features(sm90.FLASH_SM90, form), params, problem)
+
+
+# The shape of a bias, and the launch after dq that its gradient takes.
+BIASES = {
+    (2, 4, 70): [],  # its own element for every score
+    (1, 1, 1): ["bias_sum"],
+}
+
+
+@pytest.mark.parametrize("shape", BIASES, ids=str)
+def test_gradients_of_a_bias(shape, launched):
+    *given, dout = tensors(4, 2, 70, 136, 64, 48, "bf16", batch=2)
+    bias = torch.randn(*shape, 136, generator=torch.Generator().manual_seed(3)).bfloat16()
+    check(given, dout, {"bias": bias})
+    assert launched == ["rows", "flash_sm90", "dq", *BIASES[shape]]
 
 
 D = "templates/attention/backward_sm90/"
@@ -118,11 +136,24 @@ PACKED = {
     "kernel": "attention_backward_form.flash_sm90",
     "params": {"head_dim": 128, "deterministic": True, "form": "softcap varlen"},
 }
+BIASED = {
+    "kernel": "attention_backward_form.flash_sm90",
+    "params": {"head_dim": 128, "deterministic": True, "form": "alibi bias=bf16 varlen"},
+}
 BUGS = (
     Bug("a neighbour's rows are read", D + "tensor_rows.cuh", "row = RAGGED_ROWS - count",
         "row = 0", by="memory", **PACKED),
     Bug("keys are taken before they are announced", D + "features.cuh",
         "mbarrier_wait(barriers.work_full(slot.stage), slot.parity);", "", by="race", **PACKED),
+    Bug("a bias is read before it is there", D + "features.cuh",
+        "mbarrier_wait(barriers.bias_full(), step & 1);", "", by="race", **BIASED),
+    Bug("a bias over one that is read", D + "bias.cuh",
+        "mbarrier_wait(loads.barriers.bias_empty(), step_number & 1 ^ 1);", "", by="race",
+        **BIASED),
+    Bug("a bias not turned over", D + "bias.cuh", "ldmatrix_x4_trans(pairs", "ldmatrix_x4(pairs",
+        by="numbers", **BIASED),
+    Bug("the bias of other keys", D + "features.cuh", "load_shared_word(note + 28) / 2 * BLOCK_K",
+        "keys.x", by="memory", **BIASED),
     Bug("one score too many is hidden", D + "features.cuh", "tile.width - column",
         "tile.width - 1 - column", by="numbers", problem={"window": (30, 0)}, **PACKED),
 )  # fmt: skip
