@@ -116,7 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     //% if dbias_sums
     float* __restrict__ dbias_parts,  // [batch, heads_q, seqlen_k]: sums over queries
     //% elif dbias
-    elem_t* __restrict__ dbias,  // [batch, heads_q, seqlen_q, seqlen_k] contiguous
+    elem_t* __restrict__ dbias,  // [bias_batch, heads_q, seqlen_q, seqlen_k] contiguous
+    const int bias_batch,        // batch, or 1 where there are two
     //% endif
     //% if deterministic
     u32* __restrict__ turns,  // [batch, heads_q, rows_padded / 16], 0 before and after
@@ -317,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     //% if dbias_sums
     BiasSums<elem_t, DSTile> bias_gradient{dbias_parts, heads_q, seqlen_k};
     //% elif dbias
-    BiasRows<elem_t, DSTile> bias_gradient{dbias, heads_q, seqlen_q, seqlen_k};
+    BiasRows<elem_t, DSTile> bias_gradient{dbias, heads_q, seqlen_q, seqlen_k, bias_batch < batch};
     //% else
     NoBiasGradient bias_gradient;
     //% endif

@@ -31,8 +31,8 @@ __device__ __forceinline__ void add_bias(float (&s)[1][BLOCK_Q / 8][4], u32 tile
   const int lane = thread_index_again() % WARP_SIZE;
   // A lane's matrix of four: keys 8 .. 15 if it is odd, the next eight queries from the third on.
   const int row = lane % 8 + lane / 16 * 8, chunk = key % 64 / 8 + lane / 8 % 2;
-  const u32 place = tile + key / 64 * Tile::PANEL_BYTES + row * Tile::ROW_BYTES +
-                    (chunk * 16 ^ Tile::turn(row));
+  const u32 place =
+      tile + key / 64 * Tile::PANEL_BYTES + row * Tile::ROW_BYTES + (chunk * 16 ^ Tile::turn(row));
 #pragma unroll
   for (int n = 0; n < BLOCK_Q / 8; n += 2) {
     u32 pairs[4];

@@ -7,6 +7,7 @@
 //
 // Both are handed each tile, its notes (loads.cuh) and where its dS^T is, and told when a piece ends.
 #pragma once
+#include "ptx/atomic.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
@@ -29,7 +30,8 @@ struct ScoreTilePlace {
         key(load_shared_word(about + 36)) {}
 };
 
-// dbias: [batch, heads_q, seqlen_q, seqlen_k], seqlen_k a multiple of 4. A warp has 32 keys and
+// dbias: [batches, heads_q, seqlen_q, seqlen_k], seqlen_k a multiple of 4, zeros where nobody comes.
+// Two batches may share one: from zeros, two numbers have the same sum in either order. A warp has 32 keys and
 // eight queries at a time; the rows of its four matrices are keys in an order that leaves a lane
 // with four neighbours:
 //
@@ -39,6 +41,7 @@ template <typename T, typename DSTile>
 struct BiasRows {
   T* dbias;
   int heads_q, seqlen_q, seqlen_k;
+  bool shared;  // by two batches
 
   __device__ __forceinline__ void add(u32 about, u32 ds_tile) const {
     const int lane = thread_index_again() % WARP_SIZE, warp = thread_index_again() / WARP_SIZE % 4;
@@ -46,7 +49,8 @@ struct BiasRows {
     const int from = warp * 32 + matrix / 2 * 16 + r / 2 * 4 + matrix % 2 * 2 + r % 2;
     const ScoreTilePlace at(about);
     const int row = at.row + lane / 4, key = at.key + warp * 32 + lane % 4 * 4;
-    T* to = dbias + ((static_cast<i64>(at.batch) * heads_q + at.head) * seqlen_q + row) * seqlen_k;
+    const i64 batch = shared ? 0 : at.batch;
+    T* to = dbias + ((batch * heads_q + at.head) * seqlen_q + row) * seqlen_k;
 #pragma unroll 2
     for (int chunk = 0; chunk < DSTile::COLUMNS / 8; ++chunk) {
       u32 ds[4];
@@ -54,9 +58,13 @@ struct BiasRows {
           ds, ds_tile + chunk / 8 * DSTile::PANEL_BYTES + DSTile::offset(from, chunk % 8));
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        if (row + chunk * 8 < seqlen_q && key + half * 16 < seqlen_k)
-          *reinterpret_cast<uint2*>(to + key + half * 16) =
-              make_uint2(ds[2 * half], ds[2 * half + 1]);
+        if (row + chunk * 8 < seqlen_q && key + half * 16 < seqlen_k) {
+          const uint2 four = make_uint2(ds[2 * half], ds[2 * half + 1]);
+          if (shared)
+            red_add_halves(to + key + half * 16, four);
+          else
+            *reinterpret_cast<uint2*>(to + key + half * 16) = four;
+        }
       to += static_cast<i64>(8) * seqlen_k;
     }
   }

@@ -262,7 +262,8 @@ __device__ __forceinline__ void load_tiles(
       const int key = load_shared_word(note + 28) / 2 * BLOCK_K;  // of its batch or sequence
       if (MASK)
         bits = sizes.mask_bits + keys.w * sizes.mask_strides.batch +
-               head * sizes.mask_strides.head + tile * sizes.mask_strides.row + key * (BLOCK_Q / 32);
+               head * sizes.mask_strides.head + tile * sizes.mask_strides.row +
+               key * (BLOCK_Q / 32);
       load.load(at.row, head, at.batch, index, bits);
       if constexpr (Rings::BIAS_BYTES > 0)
         load_bias(loads, step_number, key, q0, head, load_shared_word(note + notes.KEYS + 12));

@@ -43,8 +43,8 @@ __device__ __forceinline__ void store_key_sums(T* target, const Strides& strides
                                                const float (&sum)[1][N][4], float scale, int lane,
                                                int warp_key, u32 about) {
   const BackwardKeys<PACKED> keys(about);
-  target += keys.batch * strides.batch + keys.head * strides.head +
-            (keys.row + warp_key) * strides.row;
+  target +=
+      keys.batch * strides.batch + keys.head * strides.head + (keys.row + warp_key) * strides.row;
   const float both[2] = {scale, scale};
   store_sums(target, strides.row, sum, both, lane, Tile(about).keys - warp_key, columns);
 }

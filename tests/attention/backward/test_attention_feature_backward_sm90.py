@@ -112,14 +112,14 @@ def test_forms_that_are_not_swept_spill_no_registers(form):
 @pytest.mark.parametrize("form", ["mask varlen", "bias=bf16 dbias"])
 def test_arrays_of_scores_beside_the_largest_tiles(form, launched):
     params = {"dtype": "bf16", "head_dim": 128, "deterministic": True, "form": form}
-    problem = sm90.FLASH_SM90.verification.problems(params, "small")[0]
+    problem = sm90.FLASH_SM90.verification.problems(params, "small")[-1]
     assert right(with_features(sm90.FLASH_SM90, form), params, problem)
 
 
-# The shape of a bias, and the launch after dq that its gradient takes.
+# The shape of a bias, and the launches that gradients take.
 BIASES = {
-    (2, 4, 70): [],  # its own element for every score
-    (1, 1, 1): ["bias_sum"],
+    (1, 4, 70): ["zeros", "rows", "flash_sm90", "dq"],  # shared by two batches
+    (1, 1, 1): ["rows", "flash_sm90", "dq", "bias_sum"],
 }
 
 
@@ -128,7 +128,23 @@ def test_gradients_of_a_bias(shape, launched):
     *given, dout = tensors(4, 2, 70, 136, 64, 48, "bf16", batch=2)
     bias = torch.randn(*shape, 136, generator=torch.Generator().manual_seed(3)).bfloat16()
     check(given, dout, {"bias": bias})
-    assert launched == ["rows", "flash_sm90", "dq", *BIASES[shape]]
+    assert launched == BIASES[shape]
+
+
+@pytest.mark.parametrize(
+    ("heads_kv", "seqlen", "causal", "ordered"),
+    [
+        (8, 4096, True, True),
+        (32, 4096, True, False),
+        (8, 4096, False, False),
+        (8, 2048, True, False),
+    ],
+)
+def test_sums_in_any_order_are_ordered_where_that_is_faster(heads_kv, seqlen, causal, ordered):
+    sizes = {"heads_q": 32, "heads_kv": heads_kv, "seqlen_q": seqlen, "seqlen_k": seqlen}
+    one = {**PROBLEM, **sizes, "causal": causal}
+    assert sm90.in_order(one, Options(deterministic=False)) is ordered
+    assert sm90.in_order(one, Options(deterministic=True))
 
 
 D = "templates/attention/backward_sm90/"

@@ -54,8 +54,12 @@ def _feature_problems(params: Params, scale: str) -> list[dict[str, Any]]:
         }  # fmt: skip
         return [{**base, **more, "window": (long, 0)}]
     more = {"batch": 1, "axes": (0, 1, 2, 3), "more": _bias_gradients(params)}
-    if features.dbias and not features.dbias_sums:  # made without a band alone
-        return [_with_shapes({**base, **more}, long, short, (long + short, long + short))]
+    if features.dbias and not features.dbias_sums:  # two batches share it; all of it is stored
+        whole = (2 * short, 2 * short)
+        return [
+            _with_shapes({**base, **more, "batch": 2}, long, short, (70, 0)),
+            _with_shapes({**base, **more}, 40, 2 * short, whole),
+        ]
     bands = ((long, short, (70, 0)), (40, 2 * short, (50, 6)))
     return [_with_shapes({**base, **more}, *band) for band in bands]
 
@@ -102,6 +106,8 @@ def _outputs(params: Params, problem: Problem) -> Arrays:
     made = cases.outputs(params, problem, ("dk", "dv", *problem.get("more", ())))
     found = {n: np.full_like(x, 0 if packed else np.nan) for n, x in made.items()}
     found["counters"] = np.zeros(1, np.uint32)
+    if "dbias" in made and problem["batch"] > 1:
+        found["dbias"] = np.zeros_like(made["dbias"])
     if ordered:
         found["turns"] = _order(problem).astype(np.uint32)
     start = np.nan if ordered and not packed else 0

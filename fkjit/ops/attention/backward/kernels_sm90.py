@@ -305,9 +305,15 @@ def padded_dim(one: Problem) -> int | None:
 
 def in_order(one: Problem, options: Options) -> bool:
     """Whether blocks add to dq in order: also where any would do, if there is a band of keys. Then
-    nobody waits (see _abreast), and sums are not set to 0 before."""
-    longest = max(one["seqlen_q"], one["seqlen_k"])
-    return options.deterministic or (bool(options.features) and min(one["window"]) < longest)
+    nobody waits (see _abreast), and sums are not set to 0 before. Without features, blocks that are
+    causal are shared out more evenly in order: heads that share keys make longer work items, of
+    which there are few."""
+    if options.deterministic:
+        return True
+    if options.features:
+        return min(one["window"]) < max(one["seqlen_q"], one["seqlen_k"])
+    several = _blocks(one) * _heads(one) > _multiprocessors(one)
+    return one["causal"] and one["heads_q"] > one["heads_kv"] and several
 
 
 FLASH_SM90 = KernelSpec(

@@ -13,7 +13,7 @@ from fkjit.ops.attention.backward import mask_bits
 from fkjit.ops.attention.backward import problem as shared
 from fkjit.ops.attention.backward.features import CPU_MULTIPROCESSORS, KernelFeatures, Views
 from fkjit.ops.attention.backward.kernels import DKDV, DKDV_DQ, DQ, with_features
-from fkjit.ops.attention.backward.kernels_bias import DBIAS, DBIAS_FP32, DBIAS_SUM, HEADS
+from fkjit.ops.attention.backward.kernels_bias import DBIAS, DBIAS_FP32, DBIAS_SUM, HEADS, ZEROS
 from fkjit.ops.attention.backward.kernels_fp32 import DKDV_FP32, DQ_FP32
 from fkjit.ops.attention.backward.kernels_preprocess import (
     POSTPROCESS,
@@ -116,6 +116,7 @@ class _Call:
         zeros = 0 if ordered else sm90.width(dim)  # in order the first one to come stores
         return [
             *self._mask_bits(BLOCK_Q_SM90[dim]),
+            *self._zeros(),
             self._preprocess({**problem, "sum_columns": zeros}),
             Launch(with_features(sm90.FLASH_SM90, text), params, problem),
             self._postprocess(),
@@ -128,6 +129,12 @@ class _Call:
         self.problem["mask_shape"] = mask_bits.own_shape(mask)
         self.problem["bits_shape"] = shared.bits_shape(block_q, self.problem)
         return [Launch(mask_bits.MASK, {"block_q": block_q}, self.problem)]
+
+    def _zeros(self) -> list[Launch]:
+        """Before dS is added to the gradient of a bias, or is not there for every element."""
+        if not self.features.adds:
+            return []
+        return [Launch(ZEROS, {"bias_dtype": self.problem["dtype"]}, self.problem)]
 
     def portable(self) -> list[Launch]:
         """dk and dv, and dq in a kernel of its own: the same bits at every call; or, where any
