@@ -45,6 +45,7 @@ def moe_route_and_regroup(
     num_local_experts: int | None = None,
     capacity: int | None = None,
     num_tokens: Any = None,
+    group_topk: int | None = None,
 ) -> MoeRouting:
     """The experts of each token, and all choices sorted by expert, in one kernel.
 
@@ -56,7 +57,7 @@ def moe_route_and_regroup(
     it is a cooperative launch of at most one block a multiprocessor.
     """
     routing = (
-        top_k, scoring, renormalize, num_groups, topk_groups, routed_scaling_factor,
+        top_k, scoring, renormalize, num_groups, topk_groups, routed_scaling_factor, group_topk,
     )  # fmt: skip
     found = _OP(
         (logits, bias, expert_map, num_tokens),
@@ -81,10 +82,11 @@ def _prepare(
     num_local_experts: int | None = None,
     capacity: int | None = None,
     num_tokens: Any = None,
+    group_topk: int | None = None,
 ) -> None:
     """Compile and load what the call with the same arguments needs, without running it."""
     routing = (
-        top_k, scoring, renormalize, num_groups, topk_groups, routed_scaling_factor,
+        top_k, scoring, renormalize, num_groups, topk_groups, routed_scaling_factor, group_topk,
     )  # fmt: skip
     arrays = (logits, bias, expert_map, num_tokens, *(None for _ in _OUTPUTS))
     _OP.prepare([*arrays], (*routing, block_size, num_local_experts, capacity))
