@@ -117,7 +117,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     float* __restrict__ dbias_parts,  // [batch, heads_q, seqlen_k]: sums over queries
     //% elif dbias
     elem_t* __restrict__ dbias,  // [bias_batch, heads_q, seqlen_q, seqlen_k] contiguous
-    const int bias_batch,        // batch, or 1 where there are two
     //% endif
     //% if deterministic
     u32* __restrict__ turns,  // [batch, heads_q, rows_padded / 16], 0 before and after
@@ -130,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const int head_dim_v, const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
     //% if form
-    const AttentionForm form,
+    const AttentionForm form${bias_batch},
     const Strides mask_bits_strides,  // between batches, heads and tiles, in words
     //% endif
     //% if deterministic

@@ -87,6 +87,7 @@ def _feature_values(params: Params) -> dict[str, Any]:
         values |= {"lse_ahead": 0, "delta_ahead": 0}
     if features.bias:
         values["bias_address"] = "&bias_map"
+    values["bias_batch"] = ", const int bias_batch" * features.dbias
     stages = _stages(params)
     values |= stages
     if (
