@@ -12,8 +12,6 @@
                      S^T = K Q^T of the next tile;  dK += dS^T Q    issued
                      P^T = exp2(S^T * c - lse_log2)  while dK is multiplied
 
-   The next tile may be the first one of other keys: their K has been loaded beside this one.
-
    The third warpgroup multiplies dS K of all 128 keys, a tile behind the others, and adds it to
    `dq_sum` in L2, from its accumulators (DIRECT) or by the copy engine; backward_dq_convert.cu
    makes dQ of it. In any order: dq_sum is 0 before. DETERMINISTIC: blocks add to a tile in a fixed
@@ -29,7 +27,6 @@
 #include "prelude.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/proxy_fence.cuh"
 #include "ptx/register_fence.cuh"
@@ -38,16 +35,12 @@
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
-#include "tile/ring.cuh"
-#include "attention/store_sums.cuh"
 #include "attention/backward_sm90/barriers.cuh"
 #include "attention/backward_sm90/bias_gradient.cuh"
 #include "attention/backward_sm90/copies.cuh"
 #include "attention/backward_sm90/dq_products.cuh"
 #include "attention/backward_sm90/layout.cuh"
 #include "attention/backward_sm90/loads.cuh"
-#include "attention/backward_sm90/products.cuh"
-#include "attention/backward_sm90/sums.cuh"
 #include "attention/backward_sm90/tile.cuh"
 //% if form
 #include "attention/backward_sm90/features.cuh"
@@ -63,19 +56,23 @@ constexpr int Q_STAGES = ${q_stages}, DO_STAGES = ${do_stages};  // tiles in sha
 constexpr int DQ_STAGES = ${dq_stages};                          // parts of dQ
 constexpr int MAIN_REGISTERS = ${main_registers}, DQ_REGISTERS = ${dq_registers};
 constexpr int COPY_REGISTERS = ${copy_registers};
-// Pairs of a lane that are read early.
-constexpr int LSE_AHEAD = ${lse_ahead}, DELTA_AHEAD = ${delta_ahead};
+constexpr int LSE_AHEAD = ${lse_ahead}, DELTA_AHEAD = ${delta_ahead};  // pairs that are read early
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 constexpr bool VARLEN = ${varlen}, SOFTCAP = ${softcap}, ALIBI = ${alibi};
 constexpr bool BIAS = ${bias}, MASK = ${mask};
 using bias_t = ${bias_dtype};
+//% if has_mod
+#define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
+#define SCORE_EXPRESSION (${score_mod})
+#define SCORE_DERIVATIVE (1.f)  // of no other one is this kernel rendered
+#include "attention/score_mod.cuh"
+//% endif
 
-constexpr int BLOCK_K = 128, WARPGROUP = 128, THREADS = 4 * WARPGROUP;
+constexpr int BLOCK_K = 128, WARPGROUP = 128, THREADS = 4 * WARPGROUP, Q_STEPS = BLOCK_Q / 16;
 // What setmaxnreg gives to some it has taken from others of those that a block was launched with.
 static_assert(2 * MAIN_REGISTERS + DQ_REGISTERS + COPY_REGISTERS <= 65536 / WARPGROUP,
               "more would be waited for forever");
 static_assert(!(DIRECT && DETERMINISTIC), "turns are taken by the threads that start copies");
-constexpr int Q_STEPS = BLOCK_Q / 16;
 
 using Layout = BackwardLayout<BLOCK_Q, HEAD_DIM, Q_STAGES, DO_STAGES, DQ_STAGES, BIAS, MASK, GUARD>;
 using QTile = Layout::QTile;  // of Q and dO
@@ -107,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const int* __restrict__ cu_seqlens_q,    // [batch + 1]
     const int* __restrict__ cu_seqlens_k,    // [batch + 1]
     const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q], or null
-    const u32* __restrict__ mask_bits,       // see attention/backward_sm90/mask.cuh; or null
+    const u32* __restrict__ mask_bits /* see backward_sm90/mask.cuh */ ${score_arrays},
     //% endif
     const float* __restrict__ lse_log2,  // [batch, heads_q, rows_padded] contiguous, log2(e) * lse
     const float* __restrict__ delta,     // like lse_log2: rowsum(dout * o)
@@ -129,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const int head_dim_v, const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
     //% if form
-    const AttentionForm form${bias_batch},
+    const AttentionForm form${bias_batch} ${score_scalars},
     const Strides mask_bits_strides,  // between batches, heads and tiles, in words
     //% endif
     //% if deterministic
@@ -188,9 +185,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     };
     // P^T of the tile, and what its dP^T takes.
     const auto take_scores = [&](float (&s)[1][BLOCK_Q / 8][4], int step) {
+      //% if has_mod
+      const ScoreTilePlace at(barriers.tile(step));
+      const ScoreMod mod{at.batch, at.head, seqlen_q, seqlen_k${score_values}};
+      modify_scores(s, mod, at, form.softmax_scale);
+      //% endif
       //% if form
       feature_scores<Layout, SOFTCAP, ALIBI, bias_t>(s, barriers, shared, step, lane,
-                                                     softmax_scale_log2, form);
+                                                     ${has_mod} ? 1.f : softmax_scale_log2, form);
       //% else
       if (masked) {
         const Tile tile(barriers.tile(step));
@@ -198,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         mask_columns(s, lane, [&](int row) { return tile.first_visible(first + row); });
       }
       //% endif
-      const float scale = SOFTCAP || ALIBI || BIAS ? 1.f : softmax_scale_log2;
+      const float scale = SOFTCAP || ALIBI || BIAS || ${has_mod} ? 1.f : softmax_scale_log2;
       probabilities<elem_t>(p, s, scale, lse, rows_at(step));
       delta.load(rows_at(step) + BLOCK_Q * 4);
       const RingPlace<DO_STAGES> do_ring = ring_place<DO_STAGES>(step);

@@ -18,7 +18,12 @@ from fkjit.ops.attention.backward.kernels import with_features  # noqa: E402
 from fkjit.ops.attention.backward.problem import Options  # noqa: E402
 from fkjit.settings import settings  # noqa: E402
 from tests.attention.backward.test_attention_backward import tensors  # noqa: E402
-from tests.attention.backward.test_attention_feature_gradients import assert_no_worse, check, grads  # noqa: E402
+from tests.attention.backward.test_attention_feature_gradients import (  # noqa: E402
+    assert_no_worse,
+    check,
+    grads,
+    textbook,
+)
 from tests.attention.backward.test_attention_feature_gradients_gpu import one_by_one  # noqa: E402
 from tests.core.mutations import Bug  # noqa: E402
 from tests.core.sampling import ONE_OF_EACH_KIND  # noqa: E402
@@ -92,6 +97,9 @@ PROBLEM = {
         ({}, "softcap bias=bf16", "sm_90a", False),
         ({}, "bias=fp32", "sm_90a", False),
         ({}, "bias=bf16 mask", "sm_90a", False),
+        ({}, "score_mod=2 + score; derivative=1", "sm_90a", True),
+        ({}, "score_mod=2 * score; derivative=2", "sm_90a", False),
+        ({}, "mask score_mod=2 + score; derivative=1", "sm_90a", False),
         ({}, "bias=bf16 varlen", "sm_90a", True),
         ({}, "mask varlen", "sm_90a", True),
     ],
@@ -101,12 +109,22 @@ def test_hopper_takes_bands_that_tma_can_read(changes, form, name, taken):
     assert sm90.takes({**PROBLEM, **changes}, options, True, arch(name)) is taken
 
 
-@pytest.mark.parametrize("form", ["alibi varlen", "softcap mask", "alibi bias=fp16 dbias"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "alibi varlen",
+        "softcap mask",
+        "alibi bias=fp16 dbias",
+        "score_mod=ids[q_idx] == ids[k_idx] ? score : NEG_INFINITY; int32 ids; derivative=1",
+    ],
+)
 def test_forms_that_are_not_swept_spill_no_registers(form):
     params = {"dtype": "fp16", "head_dim": 128, "deterministic": True, "form": form}
     with quiet():
         made = build(with_features(sm90.FLASH_SM90, form), params, target("sm_90a")).meta
     assert made["resources"]["spill_stores"] == 0 and not made["problems"]
+    order = [{"128s": 0, "P": 1}.get(argument[1], 2) for argument in made["arguments"]]
+    assert order == sorted(order)  # maps, pointers, then numbers: as plans want them
 
 
 @pytest.mark.parametrize("form", ["mask varlen", "bias=bf16 dbias"])
@@ -129,6 +147,24 @@ def test_gradients_of_a_bias(shape, launched):
     bias = torch.randn(*shape, 136, generator=torch.Generator().manual_seed(3)).bfloat16()
     check(given, dout, {"bias": bias})
     assert launched == BIASES[shape]
+
+
+def test_a_score_mod_that_only_adds(launched):
+    *given, dout = tensors(4, 2, 70, 136, 64, 48, "bf16")
+    slopes, group = torch.rand(4), torch.arange(136).int() // 50
+    text = "group[q_idx + 66] == group[k_idx] ? score + slopes[h] * (k_idx - q_idx) : NEG_INFINITY"
+    mine = {"score_mod": text, "score_args": {"group": group, "slopes": slopes}}
+
+    def theirs(q, k, v):
+        def mod(s):
+            apart = torch.arange(136) - torch.arange(70)[:, None]
+            seen = group[66:136, None] == group
+            return (s + slopes.to(s)[:, None, None] * apart).masked_fill(~seen, -torch.inf)
+
+        return textbook(q, k, v, causal=True, mod=mod)
+
+    check(given, dout, {}, theirs, {**mine, "score_mod_grad": "1", "causal": True})
+    assert launched == ["rows", "flash_sm90", "dq"]
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ _K_STAGES, _Q_STAGES, _DO_STAGES, _DS_STAGES = 2, 3, 2, 2
 _BARRIER_BYTES = 320 + 8 * 48 + 48
 _NOTE_BYTES = 2 * 16  # keys of two work items
 _RAGGED_ROWS = 128  # templates/attention/backward_sm90/tensor_rows.cuh
+_ONE = ("1", "1.", "1.0", "1.f", "1.0f")  # derivatives of a score_mod that it takes
 _LEAST_CAP = 1.0  # derivatives come from probabilities of 16 bits: beside it they are off by little
 
 
@@ -51,6 +52,7 @@ def _derive(params: Params) -> dict[str, Any]:
         "block_q": BLOCK_Q[params["head_dim"]],
         **dict.fromkeys(("form", "varlen", "softcap", "alibi", "bias", "mask"), False),
         **{"bias_address": "nullptr", "bias_dtype": "float", "dbias": False, "dbias_sums": False},
+        "has_mod": False,
         "q_stages": _Q_STAGES,
         "do_stages": _DO_STAGES,
         "dq_stages": _dq_stages(params),
@@ -87,7 +89,8 @@ def _feature_values(params: Params) -> dict[str, Any]:
         values |= {"lse_ahead": 0, "delta_ahead": 0}
     if features.bias:
         values["bias_address"] = "&bias_map"
-    values["bias_batch"] = ", const int bias_batch" * features.dbias
+    own = features.dbias and not features.dbias_sums
+    values["bias_batch"] = ", const int bias_batch" if own else ""
     stages = _stages(params)
     values |= stages
     if (
@@ -284,7 +287,12 @@ def _suits(one: Problem, options: Options) -> bool:
 
 
 def _knows(features: ScoreFeatures, one: Problem) -> bool:
-    if (features.softcap and (features.alibi or features.bias)) or features.score_mod:
+    if features.softcap and (features.alibi or features.bias):
+        return False
+    mod = features.score_mod  # whose place is noted where it is dense, and derivative nowhere
+    if mod and (features.score_mod_grad.strip() not in _ONE or features.varlen):
+        return False
+    if mod and (features.softcap or features.alibi or features.mask):
         return False
     if features.bias == "fp32" or (features.bias and features.mask):  # there is no room
         return False
@@ -311,8 +319,9 @@ def in_order(one: Problem, options: Options) -> bool:
     which there are few."""
     if options.deterministic:
         return True
-    if options.features:
-        return min(one["window"]) < max(one["seqlen_q"], one["seqlen_k"])
+    if options.features:  # a score_mod finds more registers in order
+        banded = min(one["window"]) < max(one["seqlen_q"], one["seqlen_k"])
+        return banded or bool(parse(options.features).score_mod)
     several = _blocks(one) * _heads(one) > _multiprocessors(one)
     return one["causal"] and one["heads_q"] > one["heads_kv"] and several
 
