@@ -13,6 +13,8 @@ from fkjit.errors import ParameterError  # noqa: E402
 from fkjit.jit.build import quiet  # noqa: E402
 from fkjit.ops.attention.kernels import FLASH, TILES_WIDEST  # noqa: E402
 from fkjit.ops.attention.select import parameters  # noqa: E402
+from tests.core.mutations import Bug, K  # noqa: E402
+from tests.core.test_mutations import KINDS, outcome  # noqa: E402
 
 SQ, SK, GROUP = 37, 45, 2
 CASES = {
@@ -82,6 +84,21 @@ def test_packed_rows_and_races():
 def test_what_is_refused_is_refused_by_name(call, message):
     with pytest.raises(ParameterError, match=message):
         call()
+
+
+FORWARD = {"kernel": "attention.flash", "params": {"head_dim": 512, "block": (32, 16)}}
+BUGS = (
+    Bug("the first columns of v twice", K + "flash.cu", "v += first_column;", "", by="numbers",
+        **FORWARD),
+    Bug("columns past the end", K + "flash.cu", "min(head_dim_v - column, HEAD_DIM_V)",
+        "HEAD_DIM_V", by="race", problem={"head_dim_v": 400}, **FORWARD),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    said = outcome(bug, monkeypatch, plant=True)
+    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ BUGS = (
         by="race", **SORT),
     Bug("one more than fits", D + "moe/groups.cuh", "rank < how.capacity ?",
         "rank <= how.capacity ?", by="race", **SORT),
+    Bug("a group's third expert alone", D + "moe/route.cuh", "sum + score(most) * taken",
+        "score(most) * taken", by="numbers", problem={"group_topk": 3}, **ROUTE),
     Bug("ties to the higher expert", D + "moe/route.cuh", "1 << (PART - 1 - i)", "1 << i",
         by="numbers", **ROUTE),
     Bug("NaN is chosen", D + "moe/route.cuh", "fmaxf(chunk[j].get(i), least)", "chunk[j].get(i)",

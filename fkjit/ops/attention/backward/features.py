@@ -28,7 +28,7 @@ SHOWN_SEEDED = ScoreFeatures(bias="bf16", mask=True, dbias=True, seeded=True).te
 SHOWN_SM90 = {
     ScoreFeatures(alibi=True, mask=True).text: 64,
     ScoreFeatures(softcap=True, varlen=True).text: 128,
-    ScoreFeatures(alibi=True, bias="bf16", varlen=True).text: 128,
+    ScoreFeatures(alibi=True, bias="bf16", dbias=True).text: 128,
 }
 
 
