@@ -26,7 +26,6 @@ from tests.attention.backward.test_attention_feature_gradients import (  # noqa:
 )
 from tests.attention.backward.test_attention_feature_gradients_gpu import one_by_one  # noqa: E402
 from tests.core.mutations import Bug  # noqa: E402
-from tests.core.sampling import ONE_OF_EACH_KIND  # noqa: E402
 from tests.core.test_mutations import KINDS, outcome, right  # noqa: E402
 
 
@@ -127,7 +126,8 @@ def test_forms_that_are_not_swept_spill_no_registers(form):
     assert order == sorted(order)  # maps, pointers, then numbers: as plans want them
 
 
-@pytest.mark.parametrize("form", ["mask varlen", "bias=bf16 varlen"])
+@pytest.mark.sampled(key=lambda form: "one")
+@pytest.mark.parametrize("form", ["bias=bf16 varlen", "mask varlen"])
 def test_arrays_of_scores_beside_the_largest_tiles(form, launched):
     params = {"dtype": "bf16", "head_dim": 128, "deterministic": True, "form": form}
     problem = sm90.FLASH_SM90.verification.problems(params, "small")[-1]
@@ -136,22 +136,23 @@ def test_arrays_of_scores_beside_the_largest_tiles(form, launched):
 
 # The shape of a bias, and the launches that gradients take.
 BIASES = {
-    (1, 4, 70): ["zeros", "rows", "flash_sm90", "dq"],  # shared by two batches
+    (1, 2, 70): ["zeros", "rows", "flash_sm90", "dq"],  # shared by two batches
     (1, 1, 1): ["rows", "flash_sm90", "dq", "bias_sum"],
 }
 
 
+@pytest.mark.sampled(key=lambda shape: "one")
 @pytest.mark.parametrize("shape", BIASES, ids=str)
 def test_gradients_of_a_bias(shape, launched):
-    *given, dout = tensors(4, 2, 70, 136, 64, 48, "bf16", batch=2)
+    *given, dout = tensors(2, 1, 70, 136, 64, 48, "bf16", batch=2)
     bias = torch.randn(*shape, 136, generator=torch.Generator().manual_seed(3)).bfloat16()
     check(given, dout, {"bias": bias})
     assert launched == BIASES[shape]
 
 
 def test_a_score_mod_that_only_adds(launched):
-    *given, dout = tensors(4, 2, 70, 136, 64, 48, "bf16")
-    slopes, group = torch.rand(4), torch.arange(136).int() // 50
+    *given, dout = tensors(2, 1, 70, 136, 64, 48, "bf16")
+    slopes, group = torch.rand(2), torch.arange(136).int() // 50
     text = "group[q_idx + 66] == group[k_idx] ? score + slopes[h] * (k_idx - q_idx) : NEG_INFINITY"
     mine = {"score_mod": text, "score_args": {"group": group, "slopes": slopes}}
 
@@ -206,15 +207,19 @@ BUGS = (
         by="numbers", **BIASED),
     Bug("dS not turned over", D + "bias_gradient.cuh", "ldmatrix_x4_trans(", "ldmatrix_x4(",
         by="numbers", **BIASED),
-    Bug("each of two batches stores dS", D + "bias_gradient.cuh", "if (shared)", "if (false)",
-        by="race", **BIASED),
     Bug("one score too many is hidden", D + "features.cuh", "tile.width - column",
         "tile.width - 1 - column", by="numbers", problem={"window": (30, 0)}, **PACKED),
 )  # fmt: skip
 
 
-@ONE_OF_EACH_KIND
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+SLOW = (
+    Bug("each of two batches stores dS", D + "bias_gradient.cuh", "if (shared)", "if (false)",
+        by="race", **BIASED),
+)  # fmt: skip
+
+
+@pytest.mark.sampled(key=lambda bug: None if bug in SLOW else (bug.kernel, bug.by, bug.file))
+@pytest.mark.parametrize("bug", (*BUGS, *SLOW), ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug, monkeypatch):
     said = outcome(bug, monkeypatch, plant=True)
     assert said.startswith(KINDS[bug.by]), said or "nothing was found"

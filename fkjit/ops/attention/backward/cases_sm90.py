@@ -57,8 +57,8 @@ def _feature_problems(params: Params, scale: str) -> list[dict[str, Any]]:
     if features.dbias and not features.dbias_sums:  # two batches share it; all of it is stored
         whole = (2 * short, 2 * short)
         return [
-            _with_shapes({**base, **more, "batch": 2}, long, short, (70, 0)),
             _with_shapes({**base, **more}, 40, 2 * short, whole),
+            _with_shapes({**base, **more, "batch": 2}, 2 * block_q - 3, short, (70, 0)),
         ]
     bands = ((long, short, (70, 0)), (40, 2 * short, (50, 6)))
     return [_with_shapes({**base, **more}, *band) for band in bands]
