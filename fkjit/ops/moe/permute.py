@@ -67,11 +67,12 @@ def _call(x: Any, groups: Any, out: Any, num_out_tokens: Any) -> Any:
     kept = places
     if num_out_tokens is not None:
         kept = min(whole(_CALL, "num_out_tokens", num_out_tokens), places)
-    return (x, groups.inverse, groups.offsets, groups.counts), (out,), (kept, places)
+    return (x, groups.inverse, groups.offsets, groups.counts), (out,), (places, kept)
 
 
-def _check(views: Mapping[str, View | None], places: int, _: int) -> Request:
-    """Of so many places that come out."""
+def _check(views: Mapping[str, View | None], every: int, kept: int | None = None) -> Request:
+    """Of `every` place, or so many that are kept."""
+    places = every if kept is None else kept
     x, out = views["x"], views["out"]
     assert x is not None
     tokens, columns, stride = rows.check_rows(_CALL, "x", x)
@@ -87,15 +88,15 @@ def _check(views: Mapping[str, View | None], places: int, _: int) -> Request:
     return Request(inputs, {"out": Output((places, columns), x.dtype, out)}, launches)
 
 
-def _forward(inputs: Tensors, options: tuple[int, int]) -> tuple[Tensors, Tensors]:
+def _forward(inputs: Tensors, options: tuple[int, int | None]) -> tuple[Tensors, Tensors]:
     return (_OP(inputs, (), options),), inputs[1:2]
 
 
 def _backward(saved: Tensors, gradients: Tensors, needed: Tensors, options: Any) -> Tensors:
     """Of a row: the sum over its places, of which those that were left out count as zeros."""
-    kept, places = options
+    places, kept = options
     rows_of, torch = gradients[0].contiguous(), sys.modules["torch"]
-    if kept < places:
+    if kept is not None and kept < places:
         rows_of = torch.nn.functional.pad(rows_of, (0, 0, 0, places - kept))
     return moe_combine(rows_of, *saved), None, None, None
 
@@ -105,8 +106,10 @@ _OP = Op(
     _CALL, inputs=_INPUTS, outputs=("out",), check=_check,
     autograd=autograd_of(_CALL, Differentiable("Permute", _forward, _backward)),
     node=Node(
-        lambda x, inverse, offsets, counts, kept, places: [x.new_empty(kept, x.shape[1])],
-        "SymInt kept, SymInt places",
+        lambda x, inverse, offsets, counts, places, kept: [
+            x.new_empty(places if kept is None else kept, x.shape[1])
+        ],
+        "SymInt places, SymInt? kept=None",
     ),
 )  # fmt: skip
 moe_permute.prepare = _prepare  # type: ignore[attr-defined]

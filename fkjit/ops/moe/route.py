@@ -214,10 +214,8 @@ ROUTE = register(
     )
 )
 
-OPTIONS = (
-    "int top_k, str scoring, bool renormalize, int? num_groups, int? topk_groups, float scale, "
-    "int? group_topk"
-)
+OPTIONS = "int top_k, str scoring, bool renormalize, int? num_groups, int? topk_groups, float scale"
+GROUP_TOPK = "int? group_topk=None"  # the last one of operators
 
 
 def fake(logits: Any, bias: Any, top_k: int, *options: Any) -> list[Any]:
@@ -232,6 +230,6 @@ _OP = Op(
     outputs=("topk_weights", "topk_ids"),
     check=_check,
     optional=("bias",),
-    node=Node(fake, OPTIONS, 2),
+    node=Node(fake, f"{OPTIONS}, {GROUP_TOPK}", 2),
 )
 moe_route.prepare = _OP.preparing(moe_route)  # type: ignore[attr-defined]

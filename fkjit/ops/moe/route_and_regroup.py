@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fkjit.ops.moe import groups as groups
 from fkjit.ops.moe import problem as moe
 from fkjit.ops.moe.groups import MoeGroups
-from fkjit.ops.moe.route import OPTIONS, chosen, describe, fake
+from fkjit.ops.moe.route import GROUP_TOPK, OPTIONS, chosen, describe, fake
 from fkjit.ops.op.checks import FLOATS
 from fkjit.ops.op.node import Node
 from fkjit.ops.op.op import Launch, Op, Request, arch_of
@@ -57,12 +57,12 @@ def moe_route_and_regroup(
     it is a cooperative launch of at most one block a multiprocessor.
     """
     routing = (
-        top_k, scoring, renormalize, num_groups, topk_groups, routed_scaling_factor, group_topk,
+        top_k, scoring, renormalize, num_groups, topk_groups, routed_scaling_factor,
     )  # fmt: skip
     found = _OP(
         (logits, bias, expert_map, num_tokens),
         (None,) * len(_OUTPUTS),
-        (*routing, block_size, num_local_experts, capacity),
+        (*routing, block_size, num_local_experts, capacity, group_topk),
     )
     return MoeRouting(found[0], found[1], MoeGroups(*found[2:]))
 
@@ -86,10 +86,10 @@ def _prepare(
 ) -> None:
     """Compile and load what the call with the same arguments needs, without running it."""
     routing = (
-        top_k, scoring, renormalize, num_groups, topk_groups, routed_scaling_factor, group_topk,
+        top_k, scoring, renormalize, num_groups, topk_groups, routed_scaling_factor,
     )  # fmt: skip
     arrays = (logits, bias, expert_map, num_tokens, *(None for _ in _OUTPUTS))
-    _OP.prepare([*arrays], (*routing, block_size, num_local_experts, capacity))
+    _OP.prepare([*arrays], (*routing, block_size, num_local_experts, capacity, group_topk))
 
 
 @lru_cache(maxsize=256)
@@ -110,12 +110,12 @@ def blocks_of(tile: moe.Tile, threads: int, tokens: int, processors: int) -> int
 
 
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:
-    *routing, block_size, local, capacity = options
+    *routing, block_size, local, capacity, group_topk = options
     logits = views["logits"]
     assert logits is not None
     staged = "cp_async" in arch_of(logits).features
     processors = groups.processors(logits)
-    problem = describe(_CALL, views, *routing, blocks=processors, staged=staged)
+    problem = describe(_CALL, views, *routing, group_topk, blocks=processors, staged=staged)
     tile = problem["tile"]
     sizes = problem["tokens"], problem["top_k"]
     problem |= groups.describe(
@@ -197,7 +197,7 @@ _OUTPUTS = ("topk_weights", "topk_ids", *MoeGroups._fields)
 def _fake(
     logits: Any, bias: Any, expert_map: Any, num_tokens: Any, top_k: int, *options: Any
 ) -> list[Any]:
-    block_size, local, _ = options[-3:]
+    block_size, local, *_ = options[-4:]
     tokens, experts = logits.shape
     grouped = groups.fake(logits, tokens, top_k, experts, block_size, local)
     return [*fake(logits, bias, top_k), *grouped]
@@ -206,7 +206,9 @@ def _fake(
 _OP = Op(
     _CALL, inputs=_INPUTS, outputs=_OUTPUTS, check=_check, optional=_INPUTS[1:],
     node=Node(
-        _fake, f"{OPTIONS}, int block_size, int? num_local_experts, int? capacity", len(_OUTPUTS)
+        _fake,
+        f"{OPTIONS}, int block_size, int? num_local_experts, int? capacity, {GROUP_TOPK}",
+        len(_OUTPUTS),
     ),
 )  # fmt: skip
 moe_route_and_regroup.prepare = _prepare  # type: ignore[attr-defined]
