@@ -88,13 +88,13 @@ def _check(views: Mapping[str, View | None], every: int, kept: int | None = None
     return Request(inputs, {"out": Output((places, columns), x.dtype, out)}, launches)
 
 
-def _forward(inputs: Tensors, options: tuple[int, int | None]) -> tuple[Tensors, Tensors]:
+def _forward(inputs: Tensors, options: tuple[int | None, ...]) -> tuple[Tensors, Tensors]:
     return (_OP(inputs, (), options),), inputs[1:2]
 
 
 def _backward(saved: Tensors, gradients: Tensors, needed: Tensors, options: Any) -> Tensors:
     """Of a row: the sum over its places, of which those that were left out count as zeros."""
-    places, kept = options
+    places, kept = (*options, None)[:2]
     rows_of, torch = gradients[0].contiguous(), sys.modules["torch"]
     if kept is not None and kept < places:
         rows_of = torch.nn.functional.pad(rows_of, (0, 0, 0, places - kept))
@@ -106,7 +106,7 @@ _OP = Op(
     _CALL, inputs=_INPUTS, outputs=("out",), check=_check,
     autograd=autograd_of(_CALL, Differentiable("Permute", _forward, _backward)),
     node=Node(
-        lambda x, inverse, offsets, counts, places, kept: [
+        lambda x, inverse, offsets, counts, places, kept=None: [
             x.new_empty(places if kept is None else kept, x.shape[1])
         ],
         "SymInt places, SymInt? kept=None",

@@ -72,7 +72,7 @@ def moe_route(
 def describe(
     call: str,
     views: Mapping[str, View | None],
-    *options: Any,
+    *options: Any,  # without the last one where PyTorch leaves a default out
     quick: bool = False,
     blocks: int = 0,
     staged: bool = False,
@@ -82,7 +82,7 @@ def describe(
     assert logits is not None
     _check_logits(call, logits)
     tokens, experts, step = rows_of(call, "logits", logits)
-    top_k, scoring, renormalize, num_groups, topk_groups, scale, group_topk = options
+    top_k, scoring, renormalize, num_groups, topk_groups, scale, *last = options
     one_of(call, "scoring", scoring, moe.SCORINGS)
     if bias is not None:
         check_dtype(call, "bias", bias, ("fp32",))
@@ -94,7 +94,7 @@ def describe(
         **{"scoring": scoring, "renormalize": check_flag(call, "renormalize", renormalize)},
         **{"biased": bias is not None, "scale": _scale(call, scale)},
     }
-    problem["group_topk"] = _group_topk(call, group_topk, problem)
+    problem["group_topk"] = _group_topk(call, last[0] if last else None, problem)
     groups = problem["num_groups"]
     problem["vector"] = moe.is_vector(logits.dtype, experts, groups, step, logits.pointer)
     problem["tile"] = moe.choose_tile(problem, quick, blocks, staged)

@@ -19,6 +19,7 @@ from fkjit.types import Scoring
 
 _CALL = "moe_route_and_regroup"
 _TILES = (moe.STAGED, *moe.TILES[len(moe.QUICK) :])
+_ROUTING = 6  # options of moe_route before its last one
 _ALONE = 2  # rounds of a block's warps that one block does alone
 
 
@@ -110,12 +111,13 @@ def blocks_of(tile: moe.Tile, threads: int, tokens: int, processors: int) -> int
 
 
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:
-    *routing, block_size, local, capacity, group_topk = options
+    routing, (block_size, local, capacity) = options[:_ROUTING], options[_ROUTING:][:3]
+    group_topk = options[_ROUTING + 3 :]  # not there where PyTorch leaves a default out
     logits = views["logits"]
     assert logits is not None
     staged = "cp_async" in arch_of(logits).features
     processors = groups.processors(logits)
-    problem = describe(_CALL, views, *routing, group_topk, blocks=processors, staged=staged)
+    problem = describe(_CALL, views, *routing, *group_topk, blocks=processors, staged=staged)
     tile = problem["tile"]
     sizes = problem["tokens"], problem["top_k"]
     problem |= groups.describe(
@@ -197,7 +199,7 @@ _OUTPUTS = ("topk_weights", "topk_ids", *MoeGroups._fields)
 def _fake(
     logits: Any, bias: Any, expert_map: Any, num_tokens: Any, top_k: int, *options: Any
 ) -> list[Any]:
-    block_size, local, *_ = options[-4:]
+    block_size, local, *_ = options[_ROUTING - 1 :]
     tokens, experts = logits.shape
     grouped = groups.fake(logits, tokens, top_k, experts, block_size, local)
     return [*fake(logits, bias, top_k), *grouped]
