@@ -27,4 +27,4 @@ AnyArray = TypeVar("AnyArray", bound=Array)  # the caller's framework, which res
 Impl = Literal["auto", "flash", "tiled", "naive"]
 Layout = Literal["bhsd", "bshd"]
 PageLayout = Literal["nhd", "hnd"]
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]

@@ -25,7 +25,7 @@ _CODES = {
     "bool": "?",
     "Strides": "qqq",
     "RopeFrequencies": "Q" * 14,
-    "Routing": "i" * 8 + "f",
+    "Routing": "i" * 9 + "f",
     "Grouping": "iiiIiiiiIi",
     "AttentionForm": "q" * 6 + "i" * 4 + "f" * 2,
     "TensorMap": f"{TENSOR_MAP_BYTES}s",

@@ -12,15 +12,11 @@
                      S^T = K Q^T of the next tile;  dK += dS^T Q    issued
                      P^T = exp2(S^T * c - lse_log2)  while dK is multiplied
 
-   The next tile may be the first one of other keys: their K has been loaded beside this one.
-
    The third warpgroup multiplies dS K of all 128 keys, a tile behind the others, and adds it to
    `dq_sum` in L2, from its accumulators (DIRECT) or by the copy engine; backward_dq_convert.cu
    makes dQ of it. In any order: dq_sum is 0 before. DETERMINISTIC: blocks add to a tile in a fixed
-   order, and the first one overwrites it. In the fourth, a thread each loads tiles, and K and V, and two copy
-   dQ in turns (attention/backward_sm90/copies.cuh).
-
-   Forms of attention are rendered in as attention/backward_sm90/features.cuh has them.
+   order, and the first one overwrites it. In the fourth, a thread each loads tiles, and K and V, and
+   two copy dQ in turns (backward_sm90/copies.cuh). Features: backward_sm90/features.cuh.
 
    Registers decide the schedule: dK and dV take 128 of 208, S^T or dP^T 32, P^T or dS^T 16. With
    dV under way while dS^T is made both of the latter would be needed, and ptxas serialises wgmma
@@ -31,7 +27,6 @@
 #include "prelude.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/proxy_fence.cuh"
 #include "ptx/register_fence.cuh"
@@ -40,15 +35,12 @@
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
-#include "tile/ring.cuh"
-#include "attention/store_sums.cuh"
 #include "attention/backward_sm90/barriers.cuh"
+#include "attention/backward_sm90/bias_gradient.cuh"
 #include "attention/backward_sm90/copies.cuh"
 #include "attention/backward_sm90/dq_products.cuh"
 #include "attention/backward_sm90/layout.cuh"
 #include "attention/backward_sm90/loads.cuh"
-#include "attention/backward_sm90/products.cuh"
-#include "attention/backward_sm90/sums.cuh"
 #include "attention/backward_sm90/tile.cuh"
 //% if form
 #include "attention/backward_sm90/features.cuh"
@@ -64,19 +56,25 @@ constexpr int Q_STAGES = ${q_stages}, DO_STAGES = ${do_stages};  // tiles in sha
 constexpr int DQ_STAGES = ${dq_stages};                          // parts of dQ
 constexpr int MAIN_REGISTERS = ${main_registers}, DQ_REGISTERS = ${dq_registers};
 constexpr int COPY_REGISTERS = ${copy_registers};
-// Pairs of a lane that are read early.
-constexpr int LSE_AHEAD = ${lse_ahead}, DELTA_AHEAD = ${delta_ahead};
+constexpr int LSE_AHEAD = ${lse_ahead}, DELTA_AHEAD = ${delta_ahead};  // pairs that are read early
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
-constexpr bool VARLEN = ${varlen}, SOFTCAP = ${softcap}, ALIBI = ${alibi}, MASK = ${mask};
+constexpr bool VARLEN = ${varlen}, SOFTCAP = ${softcap}, ALIBI = ${alibi};
+constexpr bool BIAS = ${bias}, MASK = ${mask};
+using bias_t = ${bias_dtype};
+//% if has_mod
+#define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
+#define SCORE_EXPRESSION (${score_mod})
+#define SCORE_DERIVATIVE (1.f)  // of no other one is this kernel rendered
+#include "attention/score_mod.cuh"
+//% endif
 
-constexpr int BLOCK_K = 128, WARPGROUP = 128, THREADS = 4 * WARPGROUP;
+constexpr int BLOCK_K = 128, WARPGROUP = 128, THREADS = 4 * WARPGROUP, Q_STEPS = BLOCK_Q / 16;
 // What setmaxnreg gives to some it has taken from others of those that a block was launched with.
 static_assert(2 * MAIN_REGISTERS + DQ_REGISTERS + COPY_REGISTERS <= 65536 / WARPGROUP,
               "more would be waited for forever");
 static_assert(!(DIRECT && DETERMINISTIC), "turns are taken by the threads that start copies");
-constexpr int Q_STEPS = BLOCK_Q / 16;
 
-using Layout = BackwardLayout<BLOCK_Q, HEAD_DIM, Q_STAGES, DO_STAGES, DQ_STAGES, MASK, GUARD>;
+using Layout = BackwardLayout<BLOCK_Q, HEAD_DIM, Q_STAGES, DO_STAGES, DQ_STAGES, BIAS, MASK, GUARD>;
 using QTile = Layout::QTile;  // of Q and dO
 using KTile = Layout::KTile;  // of K and V
 using DSTile = Layout::DSTile;
@@ -95,6 +93,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const __grid_constant__ TensorMap dout_map,  // BLOCK_Q rows; all boxes are 64 columns wide
     const __grid_constant__ TensorMap k_map,     // k, v [batch, heads_kv, seqlen_k, head_dim],
     const __grid_constant__ TensorMap v_map,     // BLOCK_K rows
+    //% if bias
+    const __grid_constant__ TensorMap bias_map,  // [batch, heads_q, seqlen_q, seqlen_k], broadcast
+    //% endif
     elem_t* __restrict__ dk,  // [batch, heads_kv, seqlen_k, head_dim], rows on 16 bytes
     elem_t* __restrict__ dv,  // the same with head_dim_v columns
     //% if form
@@ -103,13 +104,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const int* __restrict__ cu_seqlens_q,    // [batch + 1]
     const int* __restrict__ cu_seqlens_k,    // [batch + 1]
     const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q], or null
-    const u32* __restrict__ mask_bits,  // of a mask [batch, heads_q, seqlen_q, seqlen_k], broadcast,
-                                        // see attention/backward_sm90/mask.cuh; or null
+    const u32* __restrict__ mask_bits /* see backward_sm90/mask.cuh */ ${score_arrays},
     //% endif
     const float* __restrict__ lse_log2,  // [batch, heads_q, rows_padded] contiguous, log2(e) * lse
     const float* __restrict__ delta,     // like lse_log2: rowsum(dout * o)
-    float* __restrict__ dq_sum,          // [batch, heads_q, rows_padded, WIDTH] as fragments (see
-    // attention/backward/sum_fragments.cuh), 0 unless DETERMINISTIC
+    float* __restrict__ dq_sum,          // [batch, heads_q, rows_padded, WIDTH] as fragments
+    // (attention/backward/sum_fragments.cuh), 0 unless DETERMINISTIC
+    //% if dbias_sums
+    float* __restrict__ dbias_parts,  // [batch, heads_q, seqlen_k]: sums over queries
+    //% elif dbias
+    elem_t* __restrict__ dbias,  // [bias_batch, heads_q, seqlen_q, seqlen_k] contiguous
+    //% endif
     //% if deterministic
     u32* __restrict__ turns,  // [batch, heads_q, rows_padded / 16], 0 before and after
     //% endif
@@ -121,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const int head_dim_v, const int rows_padded, const float softmax_scale,
     const float softmax_scale_log2,  // softmax_scale * log2(e), above 0
     //% if form
-    const AttentionForm form,
+    const AttentionForm form${bias_batch} ${score_scalars},
     const Strides mask_bits_strides,  // between batches, heads and tiles, in words
     //% endif
     //% if deterministic
@@ -180,13 +185,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     };
     // P^T of the tile, and what its dP^T takes.
     const auto take_scores = [&](float (&s)[1][BLOCK_Q / 8][4], int step) {
+      //% if has_mod
+      const ScoreTilePlace at(barriers.tile(step));
+      const ScoreMod mod{at.batch, at.head, seqlen_q, seqlen_k${score_values}};
+      modify_scores(s, mod, at, form.softmax_scale);
+      //% endif
       //% if form
-      const u32 bits = MASK ? shared + Layout::ROWS +
-                                  step % Layout::ROWS_STAGES * Layout::ROWS_STAGE +
-                                  Layout::ROWS_BYTES
-                            : 0;
-      band_scores<SOFTCAP, ALIBI, BLOCK_Q, BLOCK_K>(s, lane, barriers.tile(step), bits, warp_row(),
-                                                    form);
+      feature_scores<Layout, SOFTCAP, ALIBI, bias_t>(s, barriers, shared, step, lane,
+                                                     ${has_mod} ? 1.f : softmax_scale_log2, form);
       //% else
       if (masked) {
         const Tile tile(barriers.tile(step));
@@ -194,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         mask_columns(s, lane, [&](int row) { return tile.first_visible(first + row); });
       }
       //% endif
-      const float scale = SOFTCAP || ALIBI ? 1.f : softmax_scale_log2;
+      const float scale = SOFTCAP || ALIBI || BIAS || ${has_mod} ? 1.f : softmax_scale_log2;
       probabilities<elem_t>(p, s, scale, lse, rows_at(step));
       delta.load(rows_at(step) + BLOCK_Q * 4);
       const RingPlace<DO_STAGES> do_ring = ring_place<DO_STAGES>(step);
@@ -204,13 +210,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     // dK or dV of a work item, of which this is a tile.
     const auto store = [&](elem_t* target, const Strides& strides, int columns,
                            const float (&sum)[1][HEAD_DIM / 8][4], float scale, int step) {
-      const u32 about = barriers.tile(step);
-      const BackwardKeys<VARLEN> keys(about);
-      target += keys.batch * strides.batch + keys.head * strides.head +
-                (keys.row + warp_row()) * strides.row;
-      const int rows_left = Tile(about).keys - warp_row();
-      const float both[2] = {scale, scale};
-      store_sums(target, strides.row, sum, both, lane, rows_left, columns);
+      store_key_sums<VARLEN, Tile>(target, strides, columns, sum, scale, lane, warp_row(),
+                                   barriers.tile(step));
     };
 
     const auto leave_do = [&](int stage) {
@@ -315,17 +316,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     }
   } else if (warpgroup == 2) {
     fewer_registers<DQ_REGISTERS>();  // ---- dQ
-    multiply_dq<elem_t, Layout, Tile, DETERMINISTIC, DIRECT>(barriers, shared, sizes, next_work,
-                                                             works_taken, step_number, dq_sum, lane,
-                                                             warp, threadIdx.x == 2 * WARPGROUP);
+    //% if dbias_sums
+    BiasSums<elem_t, DSTile> bias_gradient{dbias_parts, heads_q, seqlen_k};
+    //% elif dbias
+    BiasRows<elem_t, DSTile> bias_gradient{dbias, heads_q, seqlen_q, seqlen_k, bias_batch < batch};
+    //% else
+    NoBiasGradient bias_gradient;
+    //% endif
+    multiply_dq<elem_t, Layout, Tile, DETERMINISTIC, DIRECT>(
+        barriers, shared, sizes, next_work, works_taken, step_number, dq_sum, lane, warp,
+        threadIdx.x == 2 * WARPGROUP, bias_gradient);
   } else {
     fewer_registers<COPY_REGISTERS>();
     const int role = __shfl_sync(FULL_MASK, warp, 0);
     if (role == 0 && elect_one()) {
       // ---- tiles of Q and dO, and notes of what they are
-      load_tiles(
-          BackwardLoads<Rings, Barriers>{barriers, Rings(shared), q_map, dout_map, lse_log2, delta},
-          sizes, counters);
+      load_tiles(BackwardLoads<Rings, Barriers>{barriers, Rings(shared), q_map, dout_map, lse_log2,
+                                                delta, ${bias_address}},
+                 sizes, counters);
     } else if (role == 1 && elect_one()) {
       // ---- K and V
       const KeyLoads<KTile, Barriers> loads{barriers,           shared, Layout::K_STAGE,

@@ -27,6 +27,9 @@
    sinks, packed sequences, keys in pages (k and v [pages, heads_kv, page tokens, dim], see
    attention/pages.cuh). A kernel without is what it would be if there were none.
 
+   Head dimensions above 256: a block makes HEAD_DIM_V columns of the output, V_PARTS neighbours all
+   of them, each with scores of its own.
+
    Source: Dao, "FlashAttention-2" (2023), for the algorithm. */
 #include "prelude.cuh"
 #include "ptx/cp_async.cuh"
@@ -48,6 +51,7 @@ constexpr int BLOCK_K = ${block_k};  // keys of a tile
 constexpr int NUM_WARPS = ${num_warps};
 constexpr int HEAD_DIM = ${head_dim};      // of q and k, padded with zeros
 constexpr int HEAD_DIM_V = ${head_dim_v};  // of v and o, padded
+constexpr int V_PARTS = ${v_parts};        // blocks that share the columns of v and o
 constexpr int STAGES = ${stages};          // tiles of K and V in shared memory
 constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the registers
 constexpr bool ALIGNED = ${aligned};       // rows of q, k, v, o start on 16-byte boundaries
@@ -119,9 +123,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 q_tile = shared_address(shared_memory), ring = q_tile + QTile::BYTES + GUARD;
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+  const int block = blockIdx.x / V_PARTS, first_column = blockIdx.x % V_PARTS * HEAD_DIM_V;
+  if (V_PARTS > 1 && first_column >= head_dim_v) return;
 
   //% if form
-  const QueryBlock<BLOCK_Q> place(blockIdx.x, max_seqlen_q, heads_q);
+  const QueryBlock<BLOCK_Q> place(block, max_seqlen_q, heads_q);
   const SequenceRows<VARLEN> queries(cu_seqlens_q, place.batch, max_seqlen_q);
   //% if paged
   const SequencePages pages = PagedKeys{page_table, seq_lens,  rows,        table_width,
@@ -136,9 +142,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   k += held.start * k_strides.row;
   v += held.start * v_strides.row;
   //% else
-  const QueryBlock<BLOCK_Q> place(blockIdx.x, seqlen_q, heads_q);
+  const QueryBlock<BLOCK_Q> place(block, seqlen_q, heads_q);
   //% endif
   const int q0 = place.q0, kv_head = place.head / group_size;
+  v += first_column;
   q += place.batch * q_strides.batch + place.head * q_strides.head + q0 * q_strides.row;
   //% if paged
   k += kv_head * k_strides.head;
@@ -163,19 +170,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   int tile = ceil_div(max(keys, 0), BLOCK_K) - 1;
   //% endif
 
+  const int columns_v = V_PARTS > 1 ? min(head_dim_v - first_column, HEAD_DIM_V) : head_dim_v;
   const auto fetch = [&](int t) {
     const u32 stage = ring + (t % STAGES) * STAGE_BYTES;
     //% if paged
     copy_paged_tile<KTile, THREADS, ALIGNED>(stage, k, k_strides, pages, t * BLOCK_K, head_dim);
     copy_paged_tile<VTile, THREADS, ALIGNED>(stage + V_OFFSET, v, v_strides, pages, t * BLOCK_K,
-                                             head_dim_v);
+                                             columns_v);
     //% else
     const i64 row = static_cast<i64>(t) * BLOCK_K;
     const int rows_left = seqlen_k - t * BLOCK_K;
     copy_tile<KTile, THREADS, ALIGNED>(stage, k + row * k_strides.row, k_strides.row, rows_left,
                                        head_dim);
     copy_tile<VTile, THREADS, ALIGNED>(stage + V_OFFSET, v + row * v_strides.row, v_strides.row,
-                                       rows_left, head_dim_v);
+                                       rows_left, columns_v);
     //% endif
   };
 
@@ -268,15 +276,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   //    The block's place is computed again rather than kept in registers through the loop.
   cp_async_wait<0>();
   __syncthreads();
+  const int index_again = block_index_again(), block_again = index_again / V_PARTS;
+  const int column = index_again % V_PARTS * HEAD_DIM_V;
+  if (V_PARTS > 1 && column > 0) lse = nullptr;
   //% if form
-  const QueryBlock<BLOCK_Q> again(block_index_again(), max_seqlen_q, heads_q);
+  const QueryBlock<BLOCK_Q> again(block_again, max_seqlen_q, heads_q);
   const SequenceRows<VARLEN> mine(cu_seqlens_q, again.batch, max_seqlen_q);
   const int length = mine.length, lse_length = VARLEN ? form.total_q : length;
   const i64 head_index = VARLEN ? again.head : static_cast<i64>(again.batch) * heads_q + again.head;
   o += mine.start * o_strides.row;
   if (VARLEN && lse != nullptr) lse += mine.start;
   //% else
-  const QueryBlock<BLOCK_Q> again(block_index_again(), seqlen_q, heads_q);
+  const QueryBlock<BLOCK_Q> again(block_again, seqlen_q, heads_q);
   const int length = seqlen_q, lse_length = seqlen_q;
   const i64 head_index = static_cast<i64>(again.batch) * heads_q + again.head;
   //% endif
@@ -288,7 +299,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
                              lse == nullptr ? nullptr : lse + head_index * lse_length + row0,
                              rows_left);
   __syncwarp();
-  o += again.batch * o_strides.batch + again.head * o_strides.head + row0 * o_strides.row;
-  store_tile<OTile, ROWS_A_WARP, ALIGNED>(o, o_strides.row, warp_o_tile, end_lane, rows_left,
-                                          head_dim_v);
+  o += again.batch * o_strides.batch + again.head * o_strides.head + row0 * o_strides.row + column;
+  store_tile<OTile, ROWS_A_WARP, ALIGNED>(
+      o, o_strides.row, warp_o_tile, end_lane, rows_left,
+      V_PARTS > 1 ? min(head_dim_v - column, HEAD_DIM_V) : head_dim_v);
 }

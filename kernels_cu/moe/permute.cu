@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 const int* __restrict__ inverse,  // [tokens, top_k], -1: nowhere
                 const int* __restrict__ offsets,  // [groups + 1]
                 const int* __restrict__ counts,   // [groups]
-                elem_t* __restrict__ out,         // [places, columns]
+                elem_t* __restrict__ out,  // [places, columns], places past them are left out
                 const i64 x_stride, const int tokens, const int top_k, const int groups,
                 const int places, const int columns) {
   after_previous_kernel(gridDim.x <= FEW_BLOCKS);
@@ -38,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll 8
   for (int k = 0; k < top_k; ++k) {
     const int place = choices.place_of(k);
-    if (there && place >= 0) part.store(out + static_cast<i64>(place) * columns, i);
+    if (there && static_cast<u32>(place) < static_cast<u32>(places))
+      part.store(out + static_cast<i64>(place) * columns, i);
   }
 }

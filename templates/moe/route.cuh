@@ -15,6 +15,7 @@
 #include "ptx/memory.cuh"
 #include "tile/reduce.cuh"
 #include "tile/vector.cuh"
+#include "moe/scores.cuh"
 
 constexpr float LEAST = -3.402823466e38f;  // finite
 constexpr float INFINITE = -NEG_INFINITY;
@@ -25,9 +26,10 @@ __device__ __forceinline__ float at_least(float x) { return fmaxf(x, LEAST); }
 // How all tokens of a launch choose.
 struct Routing {
   int top_k;
-  int sigmoid;      // else softmax
+  int scoring;      // 0: softmax, else one of each logit alone (score_of)
   int renormalize;  // weights of a token are divided by their sum
   int group_size, num_groups, topk_groups;
+  int group_topk;  // of a group's best experts, whose scores' sum is its own
   int lanes_log2;  // of a group's lanes; num_groups << lanes_log2 is at most LANES
   int vector;      // rows and groups start on 16-byte boundaries and are whole chunks
   float scale;     // what weights are multiplied with at last
@@ -38,7 +40,7 @@ template <int LANES>
 __device__ __forceinline__ Routing plain(const Routing& how) {
   constexpr int LOG2 = LANES == 32 ? 5 : LANES == 16 ? 4 : LANES == 8 ? 3 : LANES == 4 ? 2 : 1;
   static_assert(1 << LOG2 == LANES, "2 to 32 lanes");
-  return {how.top_k, 0, how.renormalize, how.group_size, 1, 1, LOG2, 1, how.scale};
+  return {how.top_k, 0, how.renormalize, how.group_size, 1, 1, 1, LOG2, 1, how.scale};
 }
 
 // Two of them, or one.
@@ -57,55 +59,6 @@ __device__ __forceinline__ Vector<T> load_or_least(const T* source, bool there) 
   load_constant_chunk_if(bits, source, there);
   return {bits};
 }
-
-// By a tree, so that maxima need not wait for one another.
-template <int N>
-__device__ __forceinline__ float greatest_of(const float* x) {
-  if constexpr (N == 1)
-    return x[0];
-  else
-    return fmaxf(greatest_of<N / 2>(x), greatest_of<N / 2>(x + N / 2));
-}
-
-// By a tree like that of lanes_sum: those that are farthest apart first. A token's sum is then the
-// same to the bit, however many lanes it has.
-template <int N, int STEP = 1>
-__device__ __forceinline__ float sum_of(const float* x) {
-  if constexpr (N == 1)
-    return x[0];
-  else
-    return sum_of<N / 2, STEP * 2>(x) + sum_of<N / 2, STEP * 2>(x + STEP);
-}
-
-template <int LANES>
-__device__ __forceinline__ int lanes_min(int x) {
-#if __CUDA_ARCH__ >= 800
-  if (LANES == WARP_SIZE) return __reduce_min_sync(FULL_MASK, x);  // PTX ISA: redux.sync.min.s32
-#endif
-#pragma unroll
-  for (int distance = LANES / 2; distance > 0; distance /= 2)
-    x = min(x, __shfl_xor_sync(FULL_MASK, x, distance));
-  return x;
-}
-
-// Bits as numbers in the order of the floats they are, and back.
-__device__ __forceinline__ int in_order(int bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
-
-// No x is NaN. A whole warp needs no shuffles, but integers.          PTX ISA: redux.sync.max.s32
-template <int LANES>
-__device__ __forceinline__ float lanes_greatest(float x) {
-#if __CUDA_ARCH__ >= 800
-  if (LANES == WARP_SIZE)
-    return __int_as_float(in_order(__reduce_max_sync(FULL_MASK, in_order(__float_as_int(x)))));
-#endif
-  return lanes_max<LANES>(x);
-}
-
-// 1 for the greatest, even where that is +inf.
-__device__ __forceinline__ float softmax_term(float x, float peak) {
-  return x == peak ? 1.f : expf(x - peak);
-}
-__device__ __forceinline__ float sigmoid_of(float x) { return 1.f / (1.f + expf(-x)); }
 
 template <typename T, int LANES, int VALUES>
 struct Experts {
@@ -194,20 +147,24 @@ struct Experts {
 
   // Logits become scores plus the experts' bias. Division is approximate here, 2 ulp: the exact one
   // has a slow path, which there would be VALUES times.
-  __device__ __forceinline__ void add_bias(const float* bias, bool sigmoid, float peak, float sum) {
+  __device__ __forceinline__ void add_bias(const float* bias, int scoring, float peak, float sum) {
     const float share = 1.f / sum;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
       if (ahead(i) >= inside) continue;
-      const float score =
-          sigmoid ? __fdividef(1.f, 1.f + expf(-x[i])) : softmax_term(x[i], peak) * share;
+      float score = softmax_term(x[i], peak) * share;
+      if (scoring > 0)
+        score =
+            scoring == SQRTSOFTPLUS ? sqrtsoftplus_of(x[i]) : __fdividef(1.f, 1.f + expf(-x[i]));
       x[i] = at_least(score + bias[first + ahead(i)]);
     }
   }
 
-  // Leave the best `topk_groups` groups: by their greatest value, or by the sum of their greatest
-  // two.
-  __device__ __forceinline__ void limit_groups(int lane, const Routing& how, bool two) {
+  // A group's score: the sum of its greatest two values' scores; its greatest value where there is no
+  // other, or one is all that counts.
+  template <typename Score>
+  __device__ __forceinline__ float best_of_group(const Routing& how, bool two,
+                                                 const Score& score) const {
     float a = NEG_INFINITY, b = NEG_INFINITY;  // the greatest and the second
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) b = fmaxf(b, fminf(a, x[i])), a = fmaxf(a, x[i]);
@@ -216,7 +173,39 @@ struct Experts {
       const float d = __shfl_xor_sync(FULL_MASK, b, distance);
       b = fmaxf(fminf(a, c), fmaxf(b, d)), a = fmaxf(a, c);
     }
-    const float score = two && b > NEG_INFINITY ? at_least(a + b) : a;
+    return two && b > NEG_INFINITY ? at_least(score(a) + score(b)) : a;
+  }
+
+  // The sum of more. Equals are taken together: a round finds the greatest value below the last one
+  // and how many have it.
+  template <typename Score>
+  __device__ __forceinline__ float many_of_group(const Routing& how, const Score& score) const {
+    float sum = 0.f, last = INFINITE;
+    int left = how.group_topk;
+#pragma unroll 1
+    for (int round = 0; round < how.group_topk; ++round) {
+      float most = NEG_INFINITY, count = 0.f;
+#pragma unroll
+      for (int i = 0; i < VALUES; ++i)
+        if (round == 0 || x[i] < last) most = fmaxf(most, x[i]);
+      for (int distance = (1 << how.lanes_log2) / 2; distance > 0; distance /= 2)
+        most = fmaxf(most, __shfl_xor_sync(FULL_MASK, most, distance));
+#pragma unroll
+      for (int i = 0; i < VALUES; ++i) count += x[i] == most ? 1.f : 0.f;
+      for (int distance = (1 << how.lanes_log2) / 2; distance > 0; distance /= 2)
+        count += __shfl_xor_sync(FULL_MASK, count, distance);
+      const int taken = most > NEG_INFINITY ? min(static_cast<int>(count), left) : 0;
+      if (taken > 0) sum = at_least(sum + score(most) * taken), last = most, left -= taken;
+    }
+    return sum;
+  }
+
+  // Leave the best `topk_groups` groups; score(x): of a value, up to a factor, in the same order.
+  template <typename Score>
+  __device__ __forceinline__ void limit_groups(int lane, const Routing& how,
+                                               const Score& score_of) {
+    const float score = how.group_topk > 2 ? many_of_group(how, score_of)
+                                           : best_of_group(how, how.group_topk == 2, score_of);
     const int mine = lane >> how.lanes_log2;
     int better = 0;
     for (int group = 0; group < how.num_groups; ++group) {
@@ -311,10 +300,14 @@ __device__ __forceinline__ Choice route(const T* row, const float* bias, int lan
   all.load(row, how.vector);
   const float peak = all.greatest();
   // The sum cancels where weights are renormalised.
-  const bool needed = !how.sigmoid && (!how.renormalize || bias != nullptr);
+  const bool needed = how.scoring == 0 && (!how.renormalize || bias != nullptr);
   const float sum = needed ? all.exp_sum(peak) : 1.f;
-  if (bias != nullptr) all.add_bias(bias, how.sigmoid, peak, sum);
-  if (how.num_groups > 1) all.limit_groups(lane, how, bias != nullptr);
+  if (bias != nullptr) all.add_bias(bias, how.scoring, peak, sum);
+  if (how.num_groups > 1)
+    all.limit_groups(lane, how, [&](float x) {
+      if (bias != nullptr) return x;  // is one
+      return how.scoring > 0 ? score_of(x, how.scoring) : softmax_term(x, peak);
+    });
 
   Choice found = {0, 0.f};
   float logit = 0.f;
@@ -322,7 +315,7 @@ __device__ __forceinline__ Choice route(const T* row, const float* bias, int lan
   all.choose(lane, how.top_k, as_loaded ? peak : all.greatest(), found.id, logit);
   if (lane < how.top_k) {
     if (bias != nullptr) logit = at_least(static_cast<float>(row[found.id]));
-    found.weight = how.sigmoid ? sigmoid_of(logit) : softmax_term(logit, peak) / sum;
+    found.weight = how.scoring > 0 ? score_of(logit, how.scoring) : softmax_term(logit, peak) / sum;
   }
   if (how.renormalize) {
     const float total = lanes_sum<LANES>(found.weight);

@@ -46,7 +46,7 @@ template <typename T, bool WIDE>
 __device__ __forceinline__ void clear_rows(T* rows, i64 stride, int pieces, const int* offsets,
                                            const int* counts, int group, int groups, int places) {
   const Chunk<T, WIDE> nothing = {};
-  const int begin = offsets[group], used = counts[group], end = offsets[group + 1];
+  const int begin = offsets[group], used = counts[group], end = min(offsets[group + 1], places);
   const int behind = offsets[groups];
   for (int row = begin + used; row < end; ++row)
     for (int i = threadIdx.x; i < pieces; i += blockDim.x) nothing.store(rows + row * stride, i);

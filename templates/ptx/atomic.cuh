@@ -28,6 +28,21 @@ __device__ __forceinline__ void red_add_floats(float* sum, const float (&d)[4]) 
 #endif
 }
 
+// Four neighbours of 16 bits, on an 8-byte boundary: each is rounded when something is added.
+// PTX ISA: red.global.add.noftz.v2 of .f16x2 or .bf16x2 (sm_90)
+template <typename T>
+__device__ __forceinline__ void red_add_halves(T* sum, uint2 x);
+template <>
+__device__ __forceinline__ void red_add_halves<fp16>(fp16* sum, uint2 x) {
+  asm volatile("red.global.add.noftz.v2.f16x2 [%0], {%1,%2};" ::"l"(sum), "r"(x.x), "r"(x.y)
+               : "memory");
+}
+template <>
+__device__ __forceinline__ void red_add_halves<bf16>(bf16* sum, uint2 x) {
+  asm volatile("red.global.add.noftz.v2.bf16x2 [%0], {%1,%2};" ::"l"(sum), "r"(x.x), "r"(x.y)
+               : "memory");
+}
+
 // PTX ISA: red.release.gpu.inc
 __device__ __forceinline__ void red_inc_release(u32* counter, u32 count) {
   asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(counter)),

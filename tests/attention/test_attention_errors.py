@@ -20,7 +20,7 @@ def odd_pointer():
     return np.zeros(G.nbytes + 1, np.uint8)[1:].view(np.float16).reshape(G.shape)
 
 
-WIDE = normal((1, 1, 4, 300))
+WIDE = normal((1, 1, 4, 600))
 LONG = np.broadcast_to(normal((1, 1, 1, 32)), (1, 1, 2**31, 32))
 MASKED = np.ma.masked_array(G)
 
@@ -38,8 +38,8 @@ ARRAYS = [  # id, arguments, error, what the message must say
     ("list", (G.tolist(), G, G), TYPE, r"q is a builtins\.list; allowed: a torch"),
     ("none", (G, None, G), TYPE, r"k is a builtins\.NoneType"),
     ("stride", (G.swapaxes(2, 3), G, G), VALUE, "q has stride 32 in its last dimension"),
-    ("wide", (WIDE,) * 3, VALUE, r"head_dim=300 is not in 1 \.\. 256"),
-    ("no dim", (G[..., :0],) * 3, VALUE, r"head_dim=0 is not in 1 \.\. 256"),
+    ("wide", (WIDE,) * 3, VALUE, r"head_dim=600 is not in 1 \.\. 512"),
+    ("no dim", (G[..., :0],) * 3, VALUE, r"head_dim=0 is not in 1 \.\. 512"),
     ("big-endian", (G.astype(">f2"), G, G), TYPE, "q has byte order '>'; convert"),
     ("odd pointer", (odd_pointer(),) * 3, TYPE, "q has elements that are not aligned"),
     ("masked", (G, MASKED, G), TYPE, "k is a masked array"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import fkjit
+from fkjit.arch import arch
 from fkjit.jit.build import quiet
 from fkjit.ops.attention import select_few
 from fkjit.ops.attention.kernels_few import COMBINE, FEW, works
@@ -62,6 +63,20 @@ def test_choices_are_legal_and_fill_the_gpu():
         assert choice.parts == 1 or works(params, problem) <= 2 * SMS
         assert choice.heads == 1 or choice.heads * sq <= 128
     assert found > 100
+
+
+@pytest.mark.parametrize("tuned", [None, {"block": 128, "optimistic": True}])
+def test_tuned_values_replace_the_free_ones(tuned, monkeypatch):
+    monkeypatch.setattr(select_few.select_sm90, "readable", lambda *given: True)
+    monkeypatch.setattr(
+        select_few.tuning, "lookup", lambda spec, *given: tuned if spec is FEW else None
+    )
+    problem = {
+        "dtype": "bf16", "seqlen_q": 17, "seqlen_k": 8192, "heads_q": 32, "heads_kv": 8, "batch": 1,
+        "head_dim": 128, "head_dim_v": 128, "causal": False, "multiprocessors": SMS,
+    }  # fmt: skip
+    params, parts = select_few.choice(problem, {}, "auto", None, True, arch("sm_90a"))
+    assert parts > 1 and params["parts"] and params["optimistic"] is bool(tuned)
 
 
 def run(q, k, v, causal, heads, parts, optimistic=False) -> Any:

@@ -11,6 +11,7 @@ from tests.core.test_mutations import KINDS, outcome
 K, D = "kernels_cu/moe/", "templates/"
 SYNC = "__syncthreads();"
 ROUTE = {"kernel": "moe_route.lanes", "params": {"dtype": "fp32", "tile": (8, 8)}}
+GROUPED = {**ROUTE, "params": {**ROUTE["params"], "plain": False}}
 BOTH = {"kernel": "moe_route_and_regroup.grid", "params": {"dtype": "fp32", "tile": (8, 8)}}
 SORT = {"kernel": "moe_regroup.grid", "params": {"ids": "int32", "tile": (512, 512)}}
 FEW = {"kernel": "moe_regroup.grid", "params": {"ids": "int32", "tile": (512, 64)}}
@@ -50,6 +51,8 @@ BUGS = (
         by="race", **SORT),
     Bug("one more than fits", D + "moe/groups.cuh", "rank < how.capacity ?",
         "rank <= how.capacity ?", by="race", **SORT),
+    Bug("a group's third expert alone", D + "moe/route.cuh", "sum + score(most) * taken",
+        "score(most) * taken", by="numbers", problem={"group_topk": 3}, **GROUPED),
     Bug("ties to the higher expert", D + "moe/route.cuh", "1 << (PART - 1 - i)", "1 << i",
         by="numbers", **ROUTE),
     Bug("NaN is chosen", D + "moe/route.cuh", "fmaxf(chunk[j].get(i), least)", "chunk[j].get(i)",

@@ -59,12 +59,15 @@ def test_any_number_of_experts(experts, top_k, scoring, renormalize, biased, dty
 def test_any_groups(num_groups, group_size, data, biased, scoring):
     topk_groups = data.draw(st.integers(1, num_groups))
     top_k = data.draw(st.integers(1, min(32, topk_groups * group_size)))
+    given_topk = data.draw(st.sampled_from((None, 1, 2, 3, 7)))
+    more = {} if given_topk is None else {"group_topk": min(given_topk, group_size)}
     p, arrays = random_problem(
         np.random.default_rng(data.draw(st.integers(0, 999))), "fp32", num_groups * group_size,
         top_k, num_groups=num_groups, topk_groups=topk_groups, biased=biased, scoring=scoring,
-        scale=2.5, renormalize=True,
+        scale=2.5, renormalize=True, **more,
     )  # fmt: skip
     options = {n: p[n] for n in ("scoring", "renormalize", "num_groups", "topk_groups")}
+    options["group_topk"] = given_topk
     logits = arrays["logits"].reshape(p["tokens"], -1)
     found = route(
         logits, top_k, bias=arrays.get("bias"), routed_scaling_factor=p["scale"], **options
@@ -104,6 +107,18 @@ def test_what_nan_and_infinities_do():
     assert route(np.zeros((1, 4), np.float32), 4, bias=odd)[1].tolist() == [[2, 3, 0, 1]]
 
 
+def test_groups_as_transformer_engine_scores_them():
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(2))
+    scores = torch.nn.functional.softplus(x.double()).sqrt()
+    best = scores.view(40, 8, 8).topk(8 // 4).values.sum(-1).topk(4).indices
+    kept = torch.zeros(40, 8).scatter(1, best, 1).bool().repeat_interleave(8, 1)
+    expected = scores.masked_fill(~kept, -torch.inf).topk(8)
+    options = {"scoring": "sqrtsoftplus", "num_groups": 8, "topk_groups": 4, "group_topk": 2}
+    weights, ids = route(x, 8, **options)
+    assert torch.equal(ids.long(), expected.indices)
+    assert (weights - expected.values).abs().max() < 1e-6
+
+
 def test_no_tokens():
     weights, ids = route(np.zeros((0, 8), np.float32), 2)
     assert weights.shape == ids.shape == (0, 2)
@@ -117,6 +132,7 @@ BAD = {
     "go together": dict(num_groups=2),
     "topk_groups=3; allowed: 1 to 2": dict(num_groups=2, topk_groups=3),
     "fewer than top_k=2": dict(num_groups=8, topk_groups=1),
+    "group_topk=0": dict(num_groups=2, topk_groups=1, group_topk=0),
     "bias has shape": dict(bias=np.zeros(7, np.float32)),
     "routed_scaling_factor=inf": dict(routed_scaling_factor=INF),
     "1 to 1024": dict(logits=np.zeros((2, 1025), np.float32)),

@@ -96,11 +96,28 @@ def test_no_tokens_and_no_places():
         assert not fkjit.moe_combine(normal(6, 8), nobody).any()
 
 
+@pytest.mark.parametrize("kept", [0, 5, 21, 10**6])
+def test_no_more_places_than_asked_for(kept):
+    groups = groups_of(9, 2)  # with places that nobody has
+    x = normal(9, 16).requires_grad_()
+    with quiet(), fkjit.sanitize():
+        whole = fkjit.moe_permute(x, groups)
+        rows = fkjit.moe_permute(x, groups, num_out_tokens=kept)
+        assert torch.equal(rows, whole[:kept])
+        given = normal(*whole.shape)
+        (found,) = torch.autograd.grad(rows, x, given[:kept])
+        given[kept:] = 0
+        (wanted,) = torch.autograd.grad(whole, x, given)
+    assert torch.equal(found, wanted)
+
+
 def test_bad_input():
     groups = groups_of(9, 2)
     y = normal(groups.sorted_token_ids.shape[0], 8)
     with pytest.raises(ArgumentTypeError, match="allowed: the MoeGroups"):
         fkjit.moe_permute(normal(9, 8), groups.inverse)
+    with pytest.raises(ParameterError, match="num_out_tokens=-1"):
+        fkjit.moe_permute(normal(9, 8), groups, num_out_tokens=-1)
     with pytest.raises(ParameterError, match="with 8 tokens"):
         fkjit.moe_permute(normal(8, 8), groups)
     with pytest.raises(ParameterError, match="weights has shape"):

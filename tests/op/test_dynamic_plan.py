@@ -178,11 +178,13 @@ CASES = {
     "layer_norm": (op_of(fkjit.layer_norm, "_LAYER"), normed()),
     "moe_route": (
         op_of(fkjit.moe_route),
-        routed().map(lambda x: ([x[0]], (x[1], "softmax", False, None, None, 1.0))),
+        routed().map(lambda x: ([x[0]], (x[1], "softmax", False, None, None, 1.0, None))),
     ),
     "moe_route_and_regroup": (
         op_of(fkjit.moe_route_and_regroup),
-        routed().map(lambda x: ([x[0]], (x[1], "softmax", False, None, None, 1.0, 16, None, None))),
+        routed().map(
+            lambda x: ([x[0]], (x[1], "softmax", False, None, None, 1.0, 16, None, None, None))
+        ),
     ),
     "rope": (op_of(fkjit.rope), turned()),
     "attention_decode": (op_of(fkjit.attention_decode, "_CONTIGUOUS"), decoded()),

@@ -78,6 +78,7 @@ KERNELS = [
     "attention_backward_form.bias",
     "attention_backward_form.heads",
     "attention_backward_form.bias_sum",
+    "attention_backward_form.zeros",
     "attention_backward_form.mask",
     "attention_backward_form.flash_sm90",
 ]

@@ -474,3 +474,32 @@ def test_prepare_takes_the_same_arguments_and_checks_them():
     fkjit.prepare("rope", Q, K, 3, inplace=True)
     with pytest.raises(VALUE, match="layout="):
         fkjit.prepare("rope", Q, K, 3, layout="x")
+
+
+# ------------------------------------------------------------------ heads side by side
+
+
+def test_rows_of_heads_side_by_side_are_turned_as_they_lie():
+    packed, at = normal((7, 6 * 16), "fp16"), np.arange(3, 10, dtype=np.int32)
+    q, k = packed[:, : 4 * 16], packed[:, 4 * 16 : 5 * 16]
+    wanted = rope(q.reshape(7, 4, 16), k.reshape(7, 1, 16), at)
+    found = rope(q, k, at, head_dim=16)
+    for one, two in zip(found, wanted, strict=True):
+        assert one.shape == (7, two.shape[1] * 16) and np.array_equal(one, two.reshape(7, -1))
+    before = packed.copy()
+    assert rope(q, k, at, head_dim=16, inplace=True)[1] is k
+    assert np.array_equal(q, found[0]) and np.array_equal(packed[:, 80:], before[:, 80:])
+
+
+@pytest.mark.parametrize(
+    ("shape", "head_dim", "error"),
+    [((7, 64), 48, VALUE), ((7, 4, 16), 16, VALUE), ((7, 64), 16.0, TYPE), ((7, 64), 0, VALUE)],
+)
+def test_head_dim_is_checked(shape, head_dim, error):
+    with pytest.raises(error, match="head_dim="):
+        rope(normal(shape), None, 0, head_dim=head_dim)
+
+
+def test_columns_apart_are_no_view():
+    with pytest.raises(VALUE, match="contiguous"):
+        rope(normal((64, 7)).T, None, 0, head_dim=16)

@@ -13,6 +13,7 @@ from fkjit.ops.attention.backward.call import gradients, prepare_gradients, torc
 from fkjit.ops.attention.backward.checks import DIFFERENTIABLE, ROWS
 from fkjit.ops.attention.backward.problem import PACKED, Options
 from fkjit.ops.attention.features import POINTERS, SLOTS, ScoreFeatures
+from fkjit.ops.attention.shapes import MAX_HEAD_DIM
 from fkjit.ops.op.autograd import Differentiable
 from fkjit.ops.op.checks import check_flag
 from fkjit.ops.op.expression import does_not_compile
@@ -75,7 +76,14 @@ class Call:
         self._options: dict[Any, Options] = {}
 
     def check(self, inputs: tuple[Any, ...]) -> None:
-        """ParameterError for a score_mod whose gradient nobody knows."""
+        """ParameterError for heads too wide for a gradient, or a score_mod whose gradient nobody
+        knows."""
+        for name, array in (("head_dim", inputs[0]), ("head_dim_v", inputs[2])):
+            if array.shape[-1] > MAX_HEAD_DIM:
+                raise ParameterError(
+                    f"{self.op.name}: an input requires grad, but {name}={array.shape[-1]} has no "
+                    f"backward; allowed: up to {MAX_HEAD_DIM}, or a call under torch.no_grad()"
+                )
         if not self.said.score_mod:
             return
         slots = inputs[_FIRST_SLOT:]

@@ -11,7 +11,7 @@ import numpy as np
 from fkjit.ops.attention.features import SLOTS, ScoreFeatures, parse
 from fkjit.ops.attention.kernels_sm90 import COUNTERS
 from fkjit.ops.attention.problem import split_block
-from fkjit.ops.attention.shapes import PACKED_AXES
+from fkjit.ops.attention.shapes import PACKED_AXES, WIDEST
 from fkjit.runtime.interop import numpy_dtype
 from fkjit.spec import Arrays, Params, Problem, Verification
 
@@ -114,6 +114,7 @@ def problems(params: Params, scale: str) -> Sequence[Problem]:
     """Ragged, grouped, causal both ways, strided: sizes for the interpreter or for a GPU."""
     block_q, block_k = split_block(params.get("block", (16, 32)))
     d, dv = params.get("head_dim", 64), params.get("head_dim_v", 64)
+    dv = WIDEST if d == WIDEST else dv  # in parts
     if not params.get("aligned", True):
         d, dv = d - 3, dv - 5
     base = {"dtype": params["dtype"], "head_dim": d, "head_dim_v": dv, "softmax_scale": d**-0.5}

@@ -8,12 +8,13 @@ from functools import lru_cache
 from typing import Any
 
 from fkjit.ops.attention.features import SHIPPED, SHIPPED_SM90, parse
-from fkjit.ops.attention.kernels import FLASH, FLASH_FP32, PAIRS
+from fkjit.ops.attention.kernels import FLASH, FLASH_FP32, PAIRS_FLASH, TILES_WIDEST
 from fkjit.ops.attention.kernels_sm90 import FEATURE_TILES, FLASH_SM90
+from fkjit.ops.attention.shapes import WIDEST
 from fkjit.spec import KernelSpec, Param, Params, register
 
 _FORM = "what the kernel does beside causal attention; any other form is compiled when called"
-_TILES = (16, 32, 64, (64, 16), (64, 32))
+_TILES = (16, 32, 64, (64, 16), (64, 32), (32, 16))
 _TILES_SM90 = tuple(dict.fromkeys(tile for tiles in FEATURE_TILES.values() for tile in tiles))
 # What is compiled ahead of each kernel: one tile, where the sweep meets every line of the code.
 _SHOWN = {"head_dim": 64, "head_dim_v": 64, "block": 32, "aligned": True}
@@ -25,13 +26,14 @@ _SHOWN_MORE: dict[str, dict[str, tuple[Any, ...]]] = {
 # Tiles by padded head_dim, fastest first (bench/NOTES.md), where scores meet numbers of none, one
 # or several arrays, whose addresses and values take registers; the band of keys and the rules take
 # those of a warp's second 16 rows.
-_WIDE = dict.fromkeys((32, 64, 96, 128), (64, (64, 32), 32, 16))
+_WIDE = {**dict.fromkeys((32, 64, 96, 128), (64, (64, 32), 32, 16)), WIDEST: TILES_WIDEST}
 _PREFERENCE: tuple[dict[int, tuple[Any, ...]], ...] = (
     {**_WIDE, 192: (64, (64, 32), 32, 16), 256: ((64, 32), 32, 16)},
     {**_WIDE, **dict.fromkeys((192, 256), ((64, 32), 32, 16))},
     {
         **dict.fromkeys((32, 64, 96, 128), ((64, 32), 32, 16)),
         **dict.fromkeys((192, 256), ((64, 16), 16)),
+        WIDEST: TILES_WIDEST[-1:],
     },
 )
 _FP32_TILES = (64, (64, 32), 32, 16)  # one fewer for each array
@@ -54,9 +56,9 @@ def _derive_flash(params: Params) -> dict[str, Any]:
 
 def _illegal_flash(params: Params) -> str | None:
     dims, block = (params["head_dim"], params["head_dim_v"]), params["block"]
-    if dims not in PAIRS:
+    if dims not in PAIRS_FLASH:
         return f"head_dim_v={dims[1]} is not compiled for head_dim={dims[0]}"
-    if not params["aligned"] and block not in (16, 32):
+    if not params["aligned"] and block not in (16, 32, TILES_WIDEST[-1]):
         return "copies whole 16-byte chunks, and these rows do not start on 16-byte boundaries"
     if block not in _PREFERENCE[_arrays(params)][dims[0]]:
         return f"needs more registers than there are, or is never the fastest (head_dim={dims[0]})"

@@ -52,12 +52,17 @@ class ScoreFeatures:
     score_mod_grad: str = ""  # in the backward alone, as is the next one
     dalibi: bool = False  # slopes have a gradient
     dbias: bool = False  # and the bias has one that this kernel makes
+    dbias_sums: bool = False  # of one row for all queries, on sm_90
     paged: bool = False  # packed queries of keys in pages; in the forward alone
     seeded: bool = False  # sums of products start from bias and mask, which are read in runs
 
     @cached_property
     def text(self) -> str:
-        words = [name for name in (*FLAGS, "dalibi", "dbias", "seeded") if getattr(self, name)]
+        words = [
+            name
+            for name in (*FLAGS, "dalibi", "dbias", "dbias_sums", "seeded")
+            if getattr(self, name)
+        ]
         shown = {
             "bias": f"bias={self.bias}" + _PAIRED * self.bias_paired,
             "mask": "mask" + _PAIRED * self.mask_paired,
@@ -89,7 +94,7 @@ class ScoreFeatures:
             **{"mask_paired": self.mask_paired, "has_mod": bool(self.score_mod)},
             "score_mod": self.score_mod or "score",
             **{"score_mod_grad": self.score_mod_grad or "1.f", "dalibi": self.dalibi},
-            **{"dbias": self.dbias, "seeded": self.seeded},
+            **{"dbias": self.dbias, "dbias_sums": self.dbias_sums, "seeded": self.seeded},
             "score_fields": "".join(f"; {kind} {name}" for kind, name, _ in arrays + scalars),
             "score_arrays": "".join(f", {kind} __restrict__ {slot}" for kind, _, slot in arrays),
             "score_scalars": "".join(f", const {kind} {name}" for kind, _, name in scalars),

@@ -68,8 +68,9 @@ def attention(
     Args:
         q: [B, Hq, Sq, D]; k: [B, Hkv, Sk, D]; v: [B, Hkv, Sk, Dv]. fp16, bf16 or fp32, all alike;
             torch, CuPy, NumPy or any DLPack arrays on one device. Any strides, as long as the last
-            dimension is contiguous. D and Dv from 1 to 256. Hq a multiple of Hkv (GQA, MQA: query
-            head h reads KV head h // (Hq // Hkv)). With layout="bshd" heads and rows trade places.
+            dimension is contiguous. D and Dv from 1 to 256, in 16 bits without gradients to 512
+            (from sm_80 on). Hq a multiple of Hkv (GQA, MQA: query head h reads KV head
+            h // (Hq // Hkv)). With layout="bshd" heads and rows trade places.
         causal: query i sees keys j <= i + Sk - Sq: the mask is aligned to the bottom right, as in
             FlashAttention, so that the last query sees every key.
         softmax_scale: default 1 / sqrt(D).

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from fkjit.ops.attention.features import PLAIN
-from fkjit.ops.attention.problem import CONTRACT, NAIVE_ROWS, split_block
-from fkjit.ops.attention.shapes import MAX_HEAD_DIM
+from fkjit.ops.attention.problem import CONTRACT, NAIVE_ROWS, grid, split_block
+from fkjit.ops.attention.shapes import MAX_HEAD_DIM, WIDEST
 from fkjit.runtime.interop import ITEMSIZE
-from fkjit.spec import KernelSpec, Param, Params, SharedLayout, register
+from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, register
 
 HEAD_DIMS = (32, 64, 96, 128, 192, MAX_HEAD_DIM)  # what tiles are padded to
 PAIRS = (*((d, d) for d in HEAD_DIMS), (192, 128))  # (head_dim, head_dim_v) that are compiled
+# Of flash: blocks share the columns of wider heads, as many for each as registers have room for.
+HEAD_DIMS_FLASH = (*HEAD_DIMS, WIDEST)
+PAIRS_FLASH = (*PAIRS, (WIDEST, MAX_HEAD_DIM))
+TILES_WIDEST = ((64, 32), (32, 16))  # the second where a block has 99 KB
 
 _DTYPE = "element type of q, k, v and o"
 _HEAD_DIM = "of q and k, padded to this in shared memory"
@@ -40,20 +44,32 @@ def _flash_derive(params: Params) -> dict[str, Any]:
         "num_warps": warps,
         "stages": 2,
         "min_blocks": 1,
+        "v_parts": v_parts(params),
         "q_in_registers": small and params["head_dim"] <= 128,
         **PLAIN,
     }
 
 
+def v_parts(params: Params) -> int:
+    """Blocks that share the columns of v and o."""
+    return params["head_dim"] // params["head_dim_v"] if params["head_dim"] == WIDEST else 1
+
+
+def _flash_grid(params: Params, problem: Problem) -> Dim3:
+    return (grid(params, problem)[0] * v_parts(params), 1, 1)
+
+
 def _flash_illegal(params: Params) -> str | None:
     block, dims = params["block"], (params["head_dim"], params["head_dim_v"])
-    if dims not in PAIRS:
+    if dims not in PAIRS_FLASH:
         return f"head_dim_v={dims[1]} is not compiled for head_dim={dims[0]}"
+    if (block in TILES_WIDEST) < (dims[0] == WIDEST) or (block == (32, 16) and dims[0] < WIDEST):
+        return f"is not a tile for head_dim={dims[0]}"
     if block == 128 and dims[0] > 128:
         return f"needs more registers than a thread has (head_dim={dims[0]})"
     if (block == (64, 32) and dims[0] <= 64) or (block == (128, 48) and dims[0] != 128):
         return f"is never the fastest tile (head_dim={dims[0]})"
-    return _unaligned(params)
+    return _unaligned(params, 32 if dims[0] < WIDEST else TILES_WIDEST[-1])
 
 
 def _flash_shared(params: Params) -> SharedLayout:
@@ -68,6 +84,7 @@ def _threads(derive: Any) -> Any:
     return lambda params: (32 * derive(params)["num_warps"], 1, 1)
 
 
+_FLASH_TILES = (16, 32, 64, 128, (64, 32), (128, 48), (128, 64), (32, 16))
 FLASH = register(
     KernelSpec(
         name="flash",
@@ -76,9 +93,9 @@ FLASH = register(
         doc="online softmax on tensor cores (mma.sync), cp.async ring; sm_80 and newer",
         params=(
             Param("dtype", ("fp16", "bf16"), _DTYPE),
-            Param("head_dim", HEAD_DIMS, _HEAD_DIM),
+            Param("head_dim", HEAD_DIMS_FLASH, _HEAD_DIM),
             Param("head_dim_v", HEAD_DIMS, _HEAD_DIM_V),
-            Param("block", (16, 32, 64, 128, (64, 32), (128, 48), (128, 64)), _BLOCK, tunable=True),
+            Param("block", _FLASH_TILES, _BLOCK, tunable=True),
             Param("aligned", (True, False), _ALIGNED),
         ),
         derive=_flash_derive,
@@ -87,7 +104,7 @@ FLASH = register(
         shared_layout=_flash_shared,
         block=_threads(_flash_derive),
         interpreter_flops=3.6e9,
-        **CONTRACT,
+        **{**CONTRACT, "grid": _flash_grid},
     )
 )
 
@@ -113,7 +130,7 @@ def _sm75_illegal(params: Params) -> str | None:
     return _unaligned(params)
 
 
-def _unaligned(params: Params, tile: int = 32) -> str | None:
+def _unaligned(params: Params, tile: Any = 32) -> str | None:
     """One tile is enough where elements are fetched one by one."""
     if params["aligned"] or params["block"] == tile:
         return None

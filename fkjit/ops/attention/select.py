@@ -21,16 +21,19 @@ from fkjit.ops.attention.kernels import (
     FLASH_FP32,
     FLASH_SM75,
     HEAD_DIMS,
+    HEAD_DIMS_FLASH,
     NAIVE,
     PAIRS,
+    PAIRS_FLASH,
     SIMT_DIMS,
     TILED,
+    TILES_WIDEST,
 )  # fmt: skip
 from fkjit.ops.attention.kernels_sm90 import FLASH_SM90
 from fkjit.ops.attention.kernels_sm90 import padded_dims as padded_dims_sm90
 from fkjit.ops.attention.options import AttentionOptions
 from fkjit.ops.attention.problem import split_block, window
-from fkjit.ops.attention.shapes import padded_pair
+from fkjit.ops.attention.shapes import MAX_HEAD_DIM, WIDEST, padded_pair
 from fkjit.runtime.interop import View
 from fkjit.spec import KernelSpec, Params, Problem
 from fkjit.symbolic import decision
@@ -46,6 +49,7 @@ _PREFERENCE: dict[str, dict[int, tuple[Any, ...]]] = {
         **dict.fromkeys((32, 64), (128, (128, 64), 64, 32, 16)),
         **dict.fromkeys((96, 128), ((128, 64), (128, 48), (64, 32), 64, 32, 16)),
         **dict.fromkeys((192, 256), ((128, 64), (64, 32), 64, 32, 16)),
+        WIDEST: TILES_WIDEST,
     },
     "flash_sm75": {
         **dict.fromkeys((32, 64), ((128, 64), 64, (64, 32), 32, 16)),
@@ -77,11 +81,23 @@ def variant(
     """
     takes = aligned and select_sm90.takes(problem, views, features, block)
     spec = implementation(impl, problem["dtype"], arch, takes)
+    _check_wide(problem, spec, impl, arch)
     if features is not None:
         if spec not in (FLASH, FLASH_SM90):  # flash_sm75 has no score features
             spec = FLASH_FP32
         spec = _kernel_for(spec, features)
     return spec, parameters(spec, problem, block, aligned, arch)
+
+
+def _check_wide(problem: Problem, spec: KernelSpec, impl: str, arch: Arch) -> None:
+    """ParameterError for head dimensions above 256 where flash's kernel is not taken."""
+    for name in ("head_dim", "head_dim_v"):
+        if problem[name] > MAX_HEAD_DIM and spec is not FLASH:
+            raise ParameterError(
+                f"attention: {name}={problem[name]} with {problem['dtype']} on {arch.name} and "
+                f"impl={impl!r}; allowed above {MAX_HEAD_DIM}: fp16 and bf16 on sm_80 and newer, "
+                "impl='auto' or 'flash'"
+            )
 
 
 def implementation(impl: str, dtype: str, arch: Arch, sm90_takes: bool = False) -> KernelSpec:
@@ -163,7 +179,10 @@ def padded_dims(spec: KernelSpec, head_dim: int, head_dim_v: int) -> tuple[int, 
     if spec.name == FLASH_SM90.name:
         return padded_dims_sm90(head_dim, head_dim_v)
     compiled = next(param.values for param in spec.params if param.name == "head_dim")
-    pairs = PAIRS if compiled is HEAD_DIMS else [(dim, dim) for dim in SIMT_DIMS]
+    known = {HEAD_DIMS: PAIRS, HEAD_DIMS_FLASH: PAIRS_FLASH}
+    pairs = known.get(compiled, [(dim, dim) for dim in SIMT_DIMS])
+    if head_dim_v > MAX_HEAD_DIM:  # in parts
+        return pairs[-1]
     return padded_pair(pairs, head_dim, head_dim_v)
 
 
@@ -249,6 +268,8 @@ def is_for_decode(problem: Problem, impl: str, block: Any) -> bool:
     if impl != "auto" or block is not None or not 0 < problem["seqlen_q"] <= MAX_TOKENS:
         return False
     if "multiprocessors" not in problem or problem["dtype"] == "fp32":  # on a CPU
+        return False
+    if max(problem["head_dim"], problem["head_dim_v"]) > MAX_HEAD_DIM:
         return False
     left, right = window(problem)
     return _is_faster(problem, min(problem["seqlen_k"], left + right + problem["seqlen_q"]))

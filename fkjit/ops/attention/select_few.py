@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any, NamedTuple
 
+from fkjit import tuning
 from fkjit.arch import Arch
 from fkjit.ops.attention import select_sm90
-from fkjit.ops.attention.kernels_few import HEADS, MOST_PARTS, TILE
+from fkjit.ops.attention.kernels_few import FEW, HEADS, MOST_PARTS, TILE
 from fkjit.ops.attention.kernels_sm90 import padded_dims, ways
 from fkjit.ops.attention.problem import split_block
 from fkjit.runtime.interop import ITEMSIZE, View
@@ -45,8 +46,9 @@ class Choice(NamedTuple):
 def choice(
     problem: Problem, views: Mapping[str, View], impl: str, block: Any, aligned: bool, arch: Arch
 ) -> tuple[dict[str, Any], int] | None:
-    """Parameters of the kernel and the number of parts; None: the usual kernels are faster, or
-    these arrays are not for TMA. Calls without score features ask, on a GPU."""
+    """Parameters of the kernel, free ones as `fkjit tune` found them, and the number of parts;
+    None: the usual kernels are faster, or these arrays are not for TMA. Calls without score
+    features ask, on a GPU."""
     if impl not in ("auto", "flash") or block is not None or not aligned:
         return None
     if "multiprocessors" not in problem or not select_sm90.suits(arch):
@@ -63,7 +65,8 @@ def choice(
     )  # fmt: skip
     if found is None:
         return None
-    return parameters(found, problem["dtype"], dims), found.parts
+    made = parameters(found, problem["dtype"], dims)
+    return tuning.tuned(FEW, made, problem, arch), found.parts
 
 
 def parameters(found: Choice, dtype: str, dims: tuple[int, int]) -> dict[str, Any]:

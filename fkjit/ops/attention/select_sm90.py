@@ -19,6 +19,7 @@ from fkjit.ops.attention.kernels_sm90 import (
     ways,
 )  # fmt: skip
 from fkjit.ops.attention.problem import axes, key_axes, split_block
+from fkjit.ops.attention.shapes import MAX_HEAD_DIM
 from fkjit.runtime.interop import ITEMSIZE, View
 from fkjit.spec import Params, Problem
 from fkjit.symbolic import decision
@@ -99,6 +100,8 @@ def takes(
 def readable(problem: Problem, views: Mapping[str, View], features: ScoreFeatures | None) -> bool:
     """Whether TMA can read these arrays, and there is anything to read."""
     if problem["dtype"] == "fp32" or problem["seqlen_k"] < 1 or problem["batch"] < 1:
+        return False
+    if max(problem["head_dim"], problem["head_dim_v"]) > MAX_HEAD_DIM:
         return False
     if not problem["softmax_scale"] > (0.0 if features is None else _LEAST_SCALE):
         return False

@@ -11,6 +11,7 @@ from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.runtime.interop import ITEMSIZE, View
 
 MAX_HEAD_DIM = 256
+WIDEST = 512  # head dimension of the forward on tensor cores, where nothing is in pages
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # where batch, head, row, column stand
 PACKED_AXES = (None, 1, 0)  # where they stand in packed rows, which have no batch
 PAGE_AXES = {"nhd": (0, 2, 1), "hnd": (0, 1, 2)}  # where page, head, token of a KV cache stand
@@ -38,7 +39,7 @@ def dense_sizes(call: str, rows: Mapping[str, View], layout: str) -> Sizes:
         _refuse_fit(call, rows, layout, "k", "v's batch, heads or length")
     if q[0] != k[0] or q[3] != k[3]:
         _refuse_fit(call, rows, layout, "q", "k's batch or head_dim")
-    check_dims(call, q[3], v[3])
+    check_dims(call, q[3], v[3], WIDEST)
     for name, size in (("q", q[row]), ("k", k[row])):
         if size > _MAX_SIZE:
             raise ParameterError(f"{call}: {name} has {size} rows; allowed: up to {_MAX_SIZE}")
@@ -66,7 +67,7 @@ def packed_sizes(call: str, rows: Mapping[str, View]) -> Sizes:
     for name, view in rows.items():
         if view.strides[2] != 1:
             check_columns(call, name, view)
-    check_dims(call, dim, dim_v)
+    check_dims(call, dim, dim_v, WIDEST)
     return {
         "axes": PACKED_AXES, "total_q": total_q, "heads_q": heads_q, "heads_kv": heads_kv,
         "head_dim": dim, "head_dim_v": dim_v,
@@ -108,11 +109,11 @@ def check_columns(call: str, name: str, view: View, fix: str = "call .contiguous
         )
 
 
-def check_dims(call: str, head_dim: int, head_dim_v: int) -> None:
+def check_dims(call: str, head_dim: int, head_dim_v: int, most: int = MAX_HEAD_DIM) -> None:
     """ParameterError for head dimensions that no kernel has."""
     for name, size in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
-        if not 1 <= size <= MAX_HEAD_DIM:
-            raise ParameterError(f"{call}: {name}={size} is not in 1 .. {MAX_HEAD_DIM}")
+        if not 1 <= size <= most:
+            raise ParameterError(f"{call}: {name}={size} is not in 1 .. {most}")
 
 
 def check_scale(call: str, scale: Any, head_dim: int) -> float:

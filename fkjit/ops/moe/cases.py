@@ -24,6 +24,8 @@ def route_problem(
         **{"num_groups": 1, "topk_groups": 1, "row_stride": experts},
         **other,
     }
+    groups, best = made["num_groups"], 2 if made["biased"] else 1
+    made.setdefault("group_topk", 1 if groups == 1 else min(best, experts // groups))
     made["vector"] = is_vector(dtype, experts, made["num_groups"], made["row_stride"], 0)
     return made
 
@@ -92,7 +94,7 @@ def routed(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
     if arrays.get("bias") is not None:
         keys = scores.astype(np.float32) + np.asarray(arrays["bias"])
         keys = np.maximum(np.nan_to_num(keys, nan=LEAST, posinf=np.inf, neginf=LEAST), LEAST)
-    keys = _limited(keys, p, arrays.get("bias") is not None)
+    keys = _limited(keys, scores if arrays.get("bias") is None else keys, p)
     ids = np.argsort(-keys, axis=-1, kind="stable")[:, : p["top_k"]]
     weights = np.take_along_axis(scores, ids, -1)
     if p["renormalize"]:
@@ -102,24 +104,26 @@ def routed(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
 
 
 def scores_of(x: np.ndarray, scoring: str) -> np.ndarray:
-    """Softmax or sigmoid of float64 rows; of several +inf each has the same share."""
+    """Softmax, sigmoid or the root of softplus of float64 rows; of several +inf each has the same
+    share."""
     if scoring == "sigmoid":
         return 1 / (1 + np.exp(-x))
+    if scoring == "sqrtsoftplus":
+        return np.sqrt(np.logaddexp(0, np.minimum(x, 1e30)))
     peak = x.max(-1, keepdims=True)
     with np.errstate(invalid="ignore"):
         terms = np.where(x == peak, 1.0, np.exp(x - peak))
     return terms / terms.sum(-1, keepdims=True)
 
 
-def _limited(keys: np.ndarray, p: Problem, two: bool) -> np.ndarray:
-    """-inf for the experts of groups that are not among the best."""
+def _limited(keys: np.ndarray, scores: np.ndarray, p: Problem) -> np.ndarray:
+    """-inf for the experts of groups that are not among the best; of equal sums the first ones."""
     groups = p["num_groups"]
     if groups == 1:
         return keys
-    grouped = np.sort(keys.reshape(len(keys), groups, -1), -1)
-    best = grouped[..., -1]
-    if two and grouped.shape[-1] > 1:
-        best = np.maximum(best + grouped[..., -2], LEAST)
+    of = keys if p["group_topk"] == 1 else scores
+    grouped = np.sort(of.reshape(len(of), groups, -1), -1)
+    best = np.maximum(grouped[..., -p["group_topk"] :].sum(-1), LEAST)
     kept = np.argsort(-best, axis=-1, kind="stable")[:, : p["topk_groups"]]
     mask = np.zeros(best.shape, bool)
     np.put_along_axis(mask, kept, True, -1)

@@ -33,7 +33,7 @@ FEW_TOKENS = 1024
 FEW_FOR_WIDE, FEW_FOR_STAGED = 96, {2: 192, 4: 600}
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
-SCORINGS = ("softmax", "sigmoid")
+SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")  # in the order of `Routing.scoring`
 LEAST = float(np.finfo(np.float32).min)  # what NaN and -inf count as
 
 
@@ -103,8 +103,9 @@ def routing(params: Params, p: Problem) -> tuple[Any, ...]:
     """The kernels' argument `how`."""
     groups = p["num_groups"]
     return (
-        p["top_k"], p["scoring"] == "sigmoid", p["renormalize"], p["experts"] // groups, groups,
-        p["topk_groups"], log2_ceil(params["tile"][0]) - log2_ceil(groups), p["vector"], p["scale"],
+        p["top_k"], SCORINGS.index(p["scoring"]), p["renormalize"], p["experts"] // groups, groups,
+        p["topk_groups"], p["group_topk"], log2_ceil(params["tile"][0]) - log2_ceil(groups),
+        p["vector"], p["scale"],
     )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ def moe_route(
     num_groups: int | None = None,
     topk_groups: int | None = None,
     routed_scaling_factor: float = 1.0,
+    group_topk: int | None = None,
 ) -> tuple[Any, Any]:
     """The top_k experts of each token and their weights, in one kernel that reads logits once.
 
@@ -39,13 +40,16 @@ def moe_route(
         logits: fp16, bf16 or fp32 [tokens, experts]: torch, CuPy, NumPy or any DLPack array. Up to
             1024 experts; rows are contiguous and at one distance from each other.
         top_k: experts of a token, up to 32.
-        scoring: "softmax" over all experts, or "sigmoid" of each logit, in fp32.
+        scoring: "softmax" over all experts, or of each logit "sigmoid" or "sqrtsoftplus", the
+            square root of log(1 + exp(logit)); in fp32.
         renormalize: divide a token's weights by their sum; where that is 0 they stay 0.
         bias: fp32 [experts], added to scores for the choice only, not to weights.
         num_groups, topk_groups: choose among the best `topk_groups` of `num_groups` groups of
             neighbouring experts only. A group counts as much as its best expert; with a bias as
             much as its best two together (DeepSeek-V3). Up to 32 groups.
         routed_scaling_factor: what weights are multiplied with at last.
+        group_topk: a group counts as much as so many of its best experts' scores together, bias
+            included: TransformerEngine's is top_k // topk_groups. Default: 1, with a bias 2.
 
     Returns:
         (topk_weights fp32 [tokens, top_k], topk_ids int32 [tokens, top_k]), the best expert first,
@@ -60,7 +64,7 @@ def moe_route(
         call of a geometry under CUDA graph capture; see `fkjit.prepare`.
     """
     options = (
-        top_k, scoring, renormalize, num_groups, topk_groups, routed_scaling_factor,
+        top_k, scoring, renormalize, num_groups, topk_groups, routed_scaling_factor, group_topk,
     )  # fmt: skip
     return _OP((logits, bias), (None, None), options)
 
@@ -68,7 +72,7 @@ def moe_route(
 def describe(
     call: str,
     views: Mapping[str, View | None],
-    *options: Any,
+    *options: Any,  # without the last one where PyTorch leaves a default out
     quick: bool = False,
     blocks: int = 0,
     staged: bool = False,
@@ -78,7 +82,7 @@ def describe(
     assert logits is not None
     _check_logits(call, logits)
     tokens, experts, step = rows_of(call, "logits", logits)
-    top_k, scoring, renormalize, num_groups, topk_groups, scale = options
+    top_k, scoring, renormalize, num_groups, topk_groups, scale, *last = options
     one_of(call, "scoring", scoring, moe.SCORINGS)
     if bias is not None:
         check_dtype(call, "bias", bias, ("fp32",))
@@ -90,6 +94,7 @@ def describe(
         **{"scoring": scoring, "renormalize": check_flag(call, "renormalize", renormalize)},
         **{"biased": bias is not None, "scale": _scale(call, scale)},
     }
+    problem["group_topk"] = _group_topk(call, last[0] if last else None, problem)
     groups = problem["num_groups"]
     problem["vector"] = moe.is_vector(logits.dtype, experts, groups, step, logits.pointer)
     problem["tile"] = moe.choose_tile(problem, quick, blocks, staged)
@@ -132,6 +137,17 @@ def _choice(call: str, experts: int, top_k: Any, groups: Any, best: Any) -> dict
     if best == groups:
         groups = best = 1
     return {"top_k": top_k, "num_groups": groups, "topk_groups": best}
+
+
+def _group_topk(call: str, value: Any, p: Problem) -> int:
+    """Of how many experts a group's score is the sum, as many as it has at most; 1 where no group
+    is chosen."""
+    if value is not None:
+        value = whole(call, "group_topk", value, 1, moe.MAX_EXPERTS)
+    if p["num_groups"] == 1:
+        return 1
+    value = (2 if p["biased"] else 1) if value is None else value
+    return min(value, p["experts"] // p["num_groups"])
 
 
 def _scale(call: str, value: Any) -> float:
@@ -199,6 +215,7 @@ ROUTE = register(
 )
 
 OPTIONS = "int top_k, str scoring, bool renormalize, int? num_groups, int? topk_groups, float scale"
+GROUP_TOPK = "int? group_topk=None"  # the last one of operators
 
 
 def fake(logits: Any, bias: Any, top_k: int, *options: Any) -> list[Any]:
@@ -213,6 +230,6 @@ _OP = Op(
     outputs=("topk_weights", "topk_ids"),
     check=_check,
     optional=("bias",),
-    node=Node(fake, OPTIONS, 2),
+    node=Node(fake, f"{OPTIONS}, {GROUP_TOPK}", 2),
 )
 moe_route.prepare = _OP.preparing(moe_route)  # type: ignore[attr-defined]

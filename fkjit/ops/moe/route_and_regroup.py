@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fkjit.ops.moe import groups as groups
 from fkjit.ops.moe import problem as moe
 from fkjit.ops.moe.groups import MoeGroups
-from fkjit.ops.moe.route import OPTIONS, chosen, describe, fake
+from fkjit.ops.moe.route import GROUP_TOPK, OPTIONS, chosen, describe, fake
 from fkjit.ops.op.checks import FLOATS
 from fkjit.ops.op.node import Node
 from fkjit.ops.op.op import Launch, Op, Request, arch_of
@@ -19,6 +19,7 @@ from fkjit.types import Scoring
 
 _CALL = "moe_route_and_regroup"
 _TILES = (moe.STAGED, *moe.TILES[len(moe.QUICK) :])
+_ROUTING = 6  # options of moe_route before its last one
 _ALONE = 2  # rounds of a block's warps that one block does alone
 
 
@@ -45,6 +46,7 @@ def moe_route_and_regroup(
     num_local_experts: int | None = None,
     capacity: int | None = None,
     num_tokens: Any = None,
+    group_topk: int | None = None,
 ) -> MoeRouting:
     """The experts of each token, and all choices sorted by expert, in one kernel.
 
@@ -61,7 +63,7 @@ def moe_route_and_regroup(
     found = _OP(
         (logits, bias, expert_map, num_tokens),
         (None,) * len(_OUTPUTS),
-        (*routing, block_size, num_local_experts, capacity),
+        (*routing, block_size, num_local_experts, capacity, group_topk),
     )
     return MoeRouting(found[0], found[1], MoeGroups(*found[2:]))
 
@@ -81,13 +83,14 @@ def _prepare(
     num_local_experts: int | None = None,
     capacity: int | None = None,
     num_tokens: Any = None,
+    group_topk: int | None = None,
 ) -> None:
     """Compile and load what the call with the same arguments needs, without running it."""
     routing = (
         top_k, scoring, renormalize, num_groups, topk_groups, routed_scaling_factor,
     )  # fmt: skip
     arrays = (logits, bias, expert_map, num_tokens, *(None for _ in _OUTPUTS))
-    _OP.prepare([*arrays], (*routing, block_size, num_local_experts, capacity))
+    _OP.prepare([*arrays], (*routing, block_size, num_local_experts, capacity, group_topk))
 
 
 @lru_cache(maxsize=256)
@@ -108,12 +111,13 @@ def blocks_of(tile: moe.Tile, threads: int, tokens: int, processors: int) -> int
 
 
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:
-    *routing, block_size, local, capacity = options
+    routing, (block_size, local, capacity) = options[:_ROUTING], options[_ROUTING:][:3]
+    group_topk = options[_ROUTING + 3 :]  # not there where PyTorch leaves a default out
     logits = views["logits"]
     assert logits is not None
     staged = "cp_async" in arch_of(logits).features
     processors = groups.processors(logits)
-    problem = describe(_CALL, views, *routing, blocks=processors, staged=staged)
+    problem = describe(_CALL, views, *routing, *group_topk, blocks=processors, staged=staged)
     tile = problem["tile"]
     sizes = problem["tokens"], problem["top_k"]
     problem |= groups.describe(
@@ -195,7 +199,7 @@ _OUTPUTS = ("topk_weights", "topk_ids", *MoeGroups._fields)
 def _fake(
     logits: Any, bias: Any, expert_map: Any, num_tokens: Any, top_k: int, *options: Any
 ) -> list[Any]:
-    block_size, local, _ = options[-3:]
+    block_size, local, *_ = options[_ROUTING - 1 :]
     tokens, experts = logits.shape
     grouped = groups.fake(logits, tokens, top_k, experts, block_size, local)
     return [*fake(logits, bias, top_k), *grouped]
@@ -204,7 +208,9 @@ def _fake(
 _OP = Op(
     _CALL, inputs=_INPUTS, outputs=_OUTPUTS, check=_check, optional=_INPUTS[1:],
     node=Node(
-        _fake, f"{OPTIONS}, int block_size, int? num_local_experts, int? capacity", len(_OUTPUTS)
+        _fake,
+        f"{OPTIONS}, int block_size, int? num_local_experts, int? capacity, {GROUP_TOPK}",
+        len(_OUTPUTS),
     ),
 )  # fmt: skip
 moe_route_and_regroup.prepare = _prepare  # type: ignore[attr-defined]

@@ -6,14 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from fkjit.arguments import whole
 from fkjit.errors import ParameterError
 from fkjit.ops.op.autograd import Differentiable, Tensors, as_tuple
 from fkjit.ops.op.casts import casting
 from fkjit.ops.op.checks import check_flag
 from fkjit.ops.op.node import Node, like
 from fkjit.ops.op.op import Op
-from fkjit.ops.rope.checks import check
+from fkjit.ops.rope.checks import check, check_columns
 from fkjit.ops.rope.frequencies import Scaling
+from fkjit.runtime.interop import view
 
 
 def rope(
@@ -21,6 +23,7 @@ def rope(
     theta: float | None = None, scaling: Scaling | None = None, table: Any = None,
     rotary_dim: int | None = None, interleaved: bool = False, layout: str = "bhsd",
     inplace: bool = False, out_q: Any = None, out_k: Any = None, inverse: bool = False,
+    head_dim: int | None = None,
 ) -> Any:  # fmt: skip
     """Turn pairs of columns of q and k by angles that grow with the position, in one kernel.
 
@@ -46,6 +49,8 @@ def rope(
         out_q, out_k: where the results are written; default: new contiguous arrays. They may be q
             and k; any other overlap is refused.
         inverse: turn back.
+        head_dim: q and k, and out_q and out_k, are [T, heads * head_dim], as a projection leaves
+            them, and so are the results.
 
     Returns:
         q turned, or (q, k) where there is a k; computed in fp32 and rounded once. With torch it has
@@ -59,28 +64,55 @@ def rope(
     An integer among `positions` is part of what is prepared, so that a loop over steps, or a CUDA
     graph that is replayed with other positions, is better served by an array.
     """
-    return _OP(
+    found = _OP(
         *_arranged(
             q, k, positions, theta=theta, scaling=scaling, table=table, rotary_dim=rotary_dim,
             interleaved=interleaved, layout=layout, inplace=inplace, out_q=out_q, out_k=out_k,
-            inverse=inverse,
+            inverse=inverse, head_dim=head_dim,
         )
     )  # fmt: skip
+    if head_dim is None:
+        return found
+    given = (q, k) if inplace else (out_q, out_k)
+    joined = [
+        x.reshape(x.shape[0], x.shape[1] * x.shape[2]) if to is None else to
+        for x, to in zip(as_tuple(found), given, strict=False)
+    ]
+    return joined[0] if k is None else tuple(joined)
+
+
+def _heads_apart(name: str, x: Any, head_dim: Any) -> Any:
+    """[T, heads * head_dim] as [T, heads, head_dim]: the same memory, as columns are contiguous."""
+    if x is None or head_dim is None:
+        return x
+    head_dim = whole("rope", "head_dim", head_dim, 1, _LAST)
+    shape = tuple(getattr(x, "shape", ()))
+    if len(shape) != 2 or shape[1] % head_dim:
+        raise ParameterError(
+            f"rope: {name} has shape {shape}; allowed with head_dim={head_dim}: "
+            "[T, heads * head_dim]"
+        )
+    check_columns(name, view(x, "rope", name))  # else it would be a copy
+    return x.reshape(shape[0], shape[1] // head_dim, head_dim)
 
 
 def _arranged(
     q: Any, k: Any = None, positions: Any = 0, *,
     theta: Any = None, scaling: Any = None, table: Any = None, rotary_dim: Any = None,
     interleaved: Any = False, layout: Any = "bhsd", inplace: Any = False, out_q: Any = None,
-    out_k: Any = None, inverse: Any = False,
+    out_k: Any = None, inverse: Any = False, head_dim: Any = None,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
     """The call's (inputs, outputs, options)."""
     if check_flag("rope", "inplace", inplace):
         if out_q is not None or out_k is not None:
             raise ParameterError("rope: inplace=True and out_q or out_k; pass one of them")
         out_q, out_k = q, k
-    whole = isinstance(positions, int | np.integer) and not isinstance(positions, bool)
-    start, ids = (int(positions), None) if whole else (0, positions)
+    q, k, out_q, out_k = (
+        _heads_apart(name, x, head_dim)
+        for name, x in (("q", q), ("k", k), ("out_q", out_q), ("out_k", out_k))
+    )
+    is_start = isinstance(positions, int | np.integer) and not isinstance(positions, bool)
+    start, ids = (int(positions), None) if is_start else (0, positions)
     options = (start, theta, as_option(scaling), rotary_dim, interleaved, layout, inverse)
     return (q, k, ids, table), (out_q, out_k), options
 
@@ -124,6 +156,7 @@ def _backward(
     return (*found, *[None] * (len(needed) - len(found)))
 
 
+_LAST = (1 << 31) - 1
 _DIFFERENTIABLE = Differentiable("Rope", _forward, _backward, once=False)
 
 

@@ -67,10 +67,10 @@ def _check_outputs(views: Views) -> tuple[str, dict[str, Output | None]]:
             if given is not None:
                 raise ParameterError(f"rope: {out} without a {name}; leave it out")
             continue
-        _check_columns(name, view)
+        check_columns(name, view)
         check_output("rope", given, tuple(view.shape), dtype, out)
         if given is not None:
-            _check_columns(out, given)
+            check_columns(out, given)
         outputs[out] = Output(tuple(view.shape), dtype, given)
     return dtype, outputs
 
@@ -123,7 +123,7 @@ def _check_keys(k: View | None, q: View, layout: str) -> int:
     return heads
 
 
-def _check_columns(name: str, view: View, call: str = "rope") -> None:
+def check_columns(name: str, view: View, call: str = "rope") -> None:
     if 0 not in view.shape and view.shape[-1] > 1 and view.strides[-1] != 1:
         raise ParameterError(
             f"{call}: {name} has stride {view.strides[-1]} in its last dimension; it must be "
@@ -140,7 +140,7 @@ def check_rotary_dim(rotary_dim: Any, table: View | None, head_dim: int, call: s
                 f"{call}: table has shape {tuple(table.shape)}; allowed: [positions, rotary_dim], "
                 "of fkjit.rope_table"
             )
-        _check_columns("table", table, call)
+        check_columns("table", table, call)
         rotary_dim = table.shape[1] if rotary_dim is None else rotary_dim
     try:
         columns = head_dim if rotary_dim is None else operator.index(rotary_dim)

@@ -6,6 +6,7 @@
 //   q, do     tiles of Q (with lse and delta) and dO; empty when dK, or dV, has been multiplied
 //   ds        dS of a tile, from two warpgroups for the third
 //   begun     the third is at the next tile of the one or the other thread that copies dQ
+//   bias      the tile of a bias; empty when scores have it added
 //   dq        parts of dQ in shared memory; full for one of these threads, which say when a place is
 //             empty again
 #pragma once
@@ -24,8 +25,9 @@ struct BackwardBarriers {
   static constexpr int TILE_BYTES = 48;
   static constexpr int WORK = 80, Q = WORK + SLOTS * 16, DO = Q + Q_STAGES * 16;
   static constexpr int DS = DO + DO_STAGES * 16, DQ = DS + DS_STAGES * 16;
+  static constexpr int BIAS = DQ + (DQ_STAGES + COPIERS * DQ_PARTS) * 8;
   static constexpr int NOTES = 320, BYTES = NOTES + TILES * TILE_BYTES + 48;
-  static_assert(DQ + (DQ_STAGES + COPIERS * DQ_PARTS) * 8 <= NOTES, "barriers before notes");
+  static_assert(BIAS + 16 <= NOTES, "barriers before notes");
   u32 base;
 
   __device__ __forceinline__ u32 v_full() const { return base; }
@@ -46,6 +48,8 @@ struct BackwardBarriers {
   __device__ __forceinline__ u32 dq_full(int copier, int part) const {
     return base + DQ + (DQ_STAGES + copier * DQ_PARTS + part) * 8;
   }
+  __device__ __forceinline__ u32 bias_full() const { return base + BIAS; }
+  __device__ __forceinline__ u32 bias_empty() const { return base + BIAS + 8; }
   // What the thread that loads tells the others of a tile.
   __device__ __forceinline__ u32 tile(int number) const {
     return base + NOTES + number % TILES * TILE_BYTES;
@@ -81,6 +85,7 @@ struct BackwardBarriers {
 #pragma unroll
       for (int part = 0; part < DQ_PARTS; ++part) mbarrier_init(dq_full(copier, part), 4);
     }
+    if (Layout::BIAS_BYTES > 0) mbarrier_init(bias_full(), 1), mbarrier_init(bias_empty(), 8);
     mbarrier_init_fence();
   }
 };

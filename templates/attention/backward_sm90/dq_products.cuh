@@ -14,13 +14,14 @@
 // dQ of a tile is multiplied in parts of 64 queries and 64 columns; a part waits in shared memory,
 // of which each warp has its own share, until the copy engine has added it, or is added from
 // registers (DIRECT). DETERMINISTIC: other threads start the copies, in a fixed order, and who
-// leads tells them.
+// leads tells them. bias_gradient: see bias_gradient.cuh.
 template <typename T, typename Layout, typename Tile, bool DETERMINISTIC, bool DIRECT,
-          typename Barriers, typename Sizes, typename NextWork>
+          typename Barriers, typename Sizes, typename NextWork, typename BiasGradient>
 __device__ __forceinline__ void multiply_dq(const Barriers& barriers, u32 shared,
                                             const Sizes& sizes, const NextWork& next_work,
                                             int& works_taken, int& step_number, float* dq_sum,
-                                            int lane, int warp, bool leads) {
+                                            int lane, int warp, bool leads,
+                                            BiasGradient bias_gradient) {
   using KTile = typename Layout::KTile;
   using DSTile = typename Layout::DSTile;
   constexpr int PARTS = Layout::DQ_PARTS, STAGES = Layout::DQ_STAGES;
@@ -41,6 +42,8 @@ __device__ __forceinline__ void multiply_dq(const Barriers& barriers, u32 shared
       const u64 ds_tile = ds_operand + (ds_ring.stage * Layout::DS_STAGE >> 4);
       const Tile tile(barriers.tile(step_number));
       last = tile.last;
+      bias_gradient.add(barriers.tile(step_number),
+                        shared + Layout::DS + ds_ring.stage * Layout::DS_STAGE);
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
         const int panel = part % Layout::DQ_ACROSS, block = part / Layout::DQ_ACROSS;
@@ -81,6 +84,7 @@ __device__ __forceinline__ void multiply_dq(const Barriers& barriers, u32 shared
         }
       }
     }
+    bias_gradient.end();
     if (signals) mbarrier_arrive(barriers.k_empty(taken % 2));
   }
   if constexpr (DETERMINISTIC) {

@@ -7,7 +7,9 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/register_fence.cuh"
+#include "ptx/special_registers.cuh"
 #include "tile/ring.cuh"
+#include "attention/backward_sm90/bias.cuh"
 #include "attention/backward_sm90/features_schedule.cuh"
 #include "attention/backward_sm90/loads.cuh"
 #include "attention/backward_sm90/mask.cuh"
@@ -105,15 +107,47 @@ __device__ __forceinline__ void mask_band(float (&s)[1][N][4], int lane, const T
   }
 }
 
-// Raw products of a warp become final scores, times log2(e) where there are rules.
-// `bits`: of a mask, or 0.
-template <bool SOFTCAP, bool ALIBI, int BLOCK_Q, int BLOCK_K, int N>
-__device__ __forceinline__ void band_scores(float (&s)[1][N][4], int lane, u32 notes, u32 bits,
-                                            int warp_key, const AttentionForm& form) {
-  const FormTile<BLOCK_Q, BLOCK_K> tile(notes, form.window_left + form.window_right + 1);
-  if (SOFTCAP || ALIBI) final_scores<SOFTCAP, ALIBI>(s, lane, tile, notes, warp_key, form);
-  if (bits != 0) MaskBits<BLOCK_Q, BLOCK_K>::hide(s, bits, lane, warp_key);
-  if (tile.masked()) mask_band(s, lane, tile, warp_key);
+// Raw products of a warp become what the caller's expression makes of scores, times log2(e).
+template <int N, typename Mod, typename Place>
+__device__ __forceinline__ void modify_scores(float (&s)[1][N][4], const Mod& mod, const Place& at,
+                                              float softmax_scale) {
+  const int lane = thread_index_again() % WARP_SIZE;
+  const int first = at.key + thread_index_again() / WARP_SIZE * 16 + lane / 4;
+  const int row = at.row + lane % 4 * 2, last_q = mod.seqlen_q - 1, last_k = mod.seqlen_k - 1;
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& x = s[0][n][i];
+      x = LOG2E *
+          mod(x * softmax_scale, min(row + n * 8 + i % 2, last_q), min(first + i / 2 * 8, last_k));
+    }
+}
+
+// Raw products of a warp of tile `step` become final scores, times log2(e) where there are rules or
+// a bias.
+template <typename Layout, bool SOFTCAP, bool ALIBI, typename T, typename Barriers, int N>
+__device__ __forceinline__ void feature_scores(float (&s)[1][N][4], const Barriers& barriers,
+                                               u32 shared, int step, int lane, float scale_log2,
+                                               const AttentionForm& form) {
+  constexpr int BLOCK_Q = Layout::BLOCK_Q, BLOCK_K = Layout::BLOCK_K;
+  const auto warp_key = [] { return thread_index_again() / WARP_SIZE * 16; };
+  const u32 about = barriers.tile(step);
+  const FormTile<BLOCK_Q, BLOCK_K> tile(about, form.window_left + form.window_right + 1);
+  if (SOFTCAP || ALIBI) final_scores<SOFTCAP, ALIBI>(s, lane, tile, about, warp_key(), form);
+  if constexpr (Layout::BIAS_BYTES > 0) {
+    mbarrier_wait(barriers.bias_full(), step & 1);
+    add_bias<T, BLOCK_Q, BLOCK_K>(s, shared + Layout::BIAS_TILE, warp_key(),
+                                  ALIBI ? 1.f : scale_log2);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(barriers.bias_empty());
+  }
+  if (Layout::MASK_BYTES > 0) {
+    const u32 bits = shared + Layout::ROWS + step % Layout::ROWS_STAGES * Layout::ROWS_STAGE +
+                     Layout::ROWS_BYTES;
+    MaskBits<BLOCK_Q, BLOCK_K>::hide(s, bits, lane, warp_key());
+  }
+  if (tile.masked()) mask_band(s, lane, tile, warp_key());
 }
 
 // By the thread that loads: whether there is a piece `begun` of this thread block, with the keys
@@ -229,11 +263,12 @@ __device__ __forceinline__ void load_tiles(
           last_tile && head + 1 == (load_shared_word(note + notes.KEYS + 4) + 1) * sizes.group_size;
       store_shared_chunk(load.about,
                          make_uint4(first_row - q0, keys_left, last, index * (BLOCK_Q / 16)));
+      store_shared_pair(load.about + 24, row, head);
       if (ORDERED) {
         const int block = load_shared_word(note + 28);
         const FormRank<BLOCK_Q, BLOCK_K> turn(tile, left, block / 2, block % 2, keys_left,
                                               first_row, sizes.left + sizes.right);
-        store_shared_chunk(load.about + 16, make_uint4(turn.rank, turn.others, row, head));
+        store_shared_pair(load.about + 16, turn.rank, turn.others);
       }
       const uint4 keys = load_shared_chunk(note + notes.KEYS);
       const int place = PACKED ? left : keys.z;
@@ -241,11 +276,14 @@ __device__ __forceinline__ void load_tiles(
       store_shared_word(load.about + 40, keys.y);
       const TensorRows<PACKED> at(row, place);
       const u32* bits = nullptr;
+      const int key = load_shared_word(note + 28) / 2 * BLOCK_K;  // of its batch or sequence
       if (MASK)
         bits = sizes.mask_bits + keys.w * sizes.mask_strides.batch +
                head * sizes.mask_strides.head + tile * sizes.mask_strides.row +
-               keys.x * (BLOCK_Q / 32);
+               key * (BLOCK_Q / 32);
       load.load(at.row, head, at.batch, index, bits);
+      if constexpr (Rings::BIAS_BYTES > 0)
+        load_bias(loads, step_number, key, q0, head, load_shared_word(note + notes.KEYS + 12));
       const int step = ORDERED && load_shared_word(note + 28) % 2 ? -1 : 1;
       tile = last_tile ? load_shared_word(note + 16) : tile + step;
       head += last_tile;

@@ -7,6 +7,7 @@
 //   dO     DO_STAGES tiles
 //   dS     2 tiles, from two warpgroups for the third
 //   dQ     DQ_STAGES parts, 64 rows of 64 columns
+//   bias   1 tile of a bias, queries as rows, if there is one
 //   rows   lse and delta of a tile's rows, then bits of a mask: as many as tiles of dO
 //   the barriers
 //
@@ -14,8 +15,8 @@
 #pragma once
 #include "tile/swizzle.cuh"
 
-template <int BLOCK_Q_, int HEAD_DIM_, int Q_STAGES_, int DO_STAGES_, int DQ_STAGES_, bool MASK,
-          int GUARD>
+template <int BLOCK_Q_, int HEAD_DIM_, int Q_STAGES_, int DO_STAGES_, int DQ_STAGES_, bool BIAS,
+          bool MASK, int GUARD>
 struct BackwardLayout {
   static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = 128;
   // Of products, and of tiles and sums, in whole panels.
@@ -32,6 +33,7 @@ struct BackwardLayout {
   static constexpr int DQ_PARTS = BLOCK_Q / 64 * DQ_ACROSS;  // of a tile
 
   static constexpr int ROWS_BYTES = 2 * BLOCK_Q * 4;  // lse_log2 of a tile, then delta
+  static constexpr int BIAS_BYTES = BIAS ? BLOCK_Q * BLOCK_K * 2 : 0;  // 16 bits each
   static constexpr int MASK_BYTES = MASK ? BLOCK_K * BLOCK_Q / 8 : 0;
   static constexpr int DQ_WARP_BYTES = 16 * DQ_COLUMNS * 4;
   static constexpr int K_STAGE = KTile::BYTES + GUARD, Q_STAGE = QTile::BYTES + GUARD;
@@ -40,6 +42,7 @@ struct BackwardLayout {
 
   static constexpr int V = 2 * K_STAGE, Q = V + K_STAGE, DO = Q + Q_STAGES * Q_STAGE;
   static constexpr int DS = DO + DO_STAGES * Q_STAGE, DQ = DS + DS_STAGES * DS_STAGE;
-  static constexpr int ROWS = DQ + DQ_STAGES * DQ_STAGE;
+  static constexpr int BIAS_TILE = DQ + DQ_STAGES * DQ_STAGE;
+  static constexpr int ROWS = BIAS_TILE + (BIAS ? BIAS_BYTES + GUARD : 0);
   static constexpr int BARRIERS = ROWS + ROWS_STAGES * ROWS_STAGE;
 };

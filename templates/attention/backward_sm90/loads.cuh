@@ -35,6 +35,7 @@ struct BackwardLoads {
   Rings rings;
   const TensorMap &q_map, &dout_map;
   const float *lse_log2, *delta;
+  const TensorMap* bias_map;  // or null
 };
 
 // The load of a thread block's tile `step_number`.

@@ -7,6 +7,7 @@
 #include "ptx/memory.cuh"
 #include "tile/swizzle.cuh"
 #include "tile/tile_copy.cuh"
+#include "attention/store_sums.cuh"
 
 // What a tile of queries is to the keys of a block.
 template <int BLOCK_Q, int BLOCK_K>
@@ -35,6 +36,18 @@ struct BackwardKeys {
         row(load_shared_word(address + 36)),
         head(load_shared_word(address + 40)) {}
 };
+
+// dK or dV of a warp, whose first key of the block is `warp_key`. `about`: notes of a tile beside it.
+template <bool PACKED, typename Tile, typename T, int N>
+__device__ __forceinline__ void store_key_sums(T* target, const Strides& strides, int columns,
+                                               const float (&sum)[1][N][4], float scale, int lane,
+                                               int warp_key, u32 about) {
+  const BackwardKeys<PACKED> keys(about);
+  target +=
+      keys.batch * strides.batch + keys.head * strides.head + (keys.row + warp_key) * strides.row;
+  const float both[2] = {scale, scale};
+  store_sums(target, strides.row, sum, both, lane, Tile(about).keys - warp_key, columns);
+}
 
 // Scores of hidden pairs become -inf: columns of row i before first_visible(i).
 template <int N, typename FirstVisible>

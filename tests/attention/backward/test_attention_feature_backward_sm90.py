@@ -18,10 +18,14 @@ from fkjit.ops.attention.backward.kernels import with_features  # noqa: E402
 from fkjit.ops.attention.backward.problem import Options  # noqa: E402
 from fkjit.settings import settings  # noqa: E402
 from tests.attention.backward.test_attention_backward import tensors  # noqa: E402
-from tests.attention.backward.test_attention_feature_gradients import assert_no_worse, check, grads  # noqa: E402
+from tests.attention.backward.test_attention_feature_gradients import (  # noqa: E402
+    assert_no_worse,
+    check,
+    grads,
+    textbook,
+)
 from tests.attention.backward.test_attention_feature_gradients_gpu import one_by_one  # noqa: E402
 from tests.core.mutations import Bug  # noqa: E402
-from tests.core.sampling import ONE_OF_EACH_KIND  # noqa: E402
 from tests.core.test_mutations import KINDS, outcome, right  # noqa: E402
 
 
@@ -31,7 +35,6 @@ def launched(monkeypatch):
     monkeypatch.setattr(
         "fkjit.jit.build.settings", lambda: replace(settings(), target="compute_90a")
     )
-    monkeypatch.setattr(sm90, "MASKS", True)
     seen, usual = [], checks.select
 
     def select(*given):
@@ -90,8 +93,14 @@ PROBLEM = {
         ({"softcap": 30.0}, "softcap", "sm_90a", True),
         ({"softcap": 0.1}, "softcap", "sm_90a", False),
         ({}, "softcap alibi", "sm_90a", False),
-        ({}, "bias=bf16", "sm_90a", False),
-        ({}, "mask varlen", "sm_90a", False),
+        ({}, "softcap bias=bf16", "sm_90a", False),
+        ({}, "bias=fp32", "sm_90a", False),
+        ({}, "bias=bf16 mask", "sm_90a", False),
+        ({}, "score_mod=2 + score; derivative=1", "sm_90a", True),
+        ({}, "score_mod=2 * score; derivative=2", "sm_90a", False),
+        ({}, "mask score_mod=2 + score; derivative=1", "sm_90a", False),
+        ({}, "bias=bf16 varlen", "sm_90a", True),
+        ({}, "mask varlen", "sm_90a", True),
     ],
 )
 def test_hopper_takes_bands_that_tma_can_read(changes, form, name, taken):
@@ -99,18 +108,80 @@ def test_hopper_takes_bands_that_tma_can_read(changes, form, name, taken):
     assert sm90.takes({**PROBLEM, **changes}, options, True, arch(name)) is taken
 
 
-@pytest.mark.parametrize("form", ["alibi varlen", "softcap mask"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "alibi varlen",
+        "softcap mask",
+        "alibi bias=fp16 dbias",
+        "score_mod=ids[q_idx] == ids[k_idx] ? score : NEG_INFINITY; int32 ids; derivative=1",
+    ],
+)
 def test_forms_that_are_not_swept_spill_no_registers(form):
     params = {"dtype": "fp16", "head_dim": 128, "deterministic": True, "form": form}
     with quiet():
         made = build(with_features(sm90.FLASH_SM90, form), params, target("sm_90a")).meta
     assert made["resources"]["spill_stores"] == 0 and not made["problems"]
+    order = [{"128s": 0, "P": 1}.get(argument[1], 2) for argument in made["arguments"]]
+    assert order == sorted(order)  # maps, pointers, then numbers: as plans want them
 
 
-def test_bits_of_a_mask_beside_the_largest_tiles(launched):
-    params = {"dtype": "bf16", "head_dim": 128, "deterministic": True, "form": "mask"}
-    problem = sm90.FLASH_SM90.verification.problems(params, "small")[0]
-    assert right(with_features(sm90.FLASH_SM90, "mask"), params, problem)
+@pytest.mark.sampled(key=lambda form: "one")
+@pytest.mark.parametrize("form", ["bias=bf16 varlen", "mask varlen"])
+def test_arrays_of_scores_beside_the_largest_tiles(form, launched):
+    params = {"dtype": "bf16", "head_dim": 128, "deterministic": True, "form": form}
+    problem = sm90.FLASH_SM90.verification.problems(params, "small")[-1]
+    assert right(with_features(sm90.FLASH_SM90, form), params, problem)
+
+
+# The shape of a bias, and the launches that gradients take.
+BIASES = {
+    (1, 2, 70): ["zeros", "rows", "flash_sm90", "dq"],  # shared by two batches
+    (1, 1, 1): ["rows", "flash_sm90", "dq", "bias_sum"],
+}
+
+
+@pytest.mark.sampled(key=lambda shape: "one")
+@pytest.mark.parametrize("shape", BIASES, ids=str)
+def test_gradients_of_a_bias(shape, launched):
+    *given, dout = tensors(2, 1, 70, 136, 64, 48, "bf16", batch=2)
+    bias = torch.randn(*shape, 136, generator=torch.Generator().manual_seed(3)).bfloat16()
+    check(given, dout, {"bias": bias})
+    assert launched == BIASES[shape]
+
+
+def test_a_score_mod_that_only_adds(launched):
+    *given, dout = tensors(2, 1, 70, 136, 64, 48, "bf16")
+    slopes, group = torch.rand(2), torch.arange(136).int() // 50
+    text = "group[q_idx + 66] == group[k_idx] ? score + slopes[h] * (k_idx - q_idx) : NEG_INFINITY"
+    mine = {"score_mod": text, "score_args": {"group": group, "slopes": slopes}}
+
+    def theirs(q, k, v):
+        def mod(s):
+            apart = torch.arange(136) - torch.arange(70)[:, None]
+            seen = group[66:136, None] == group
+            return (s + slopes.to(s)[:, None, None] * apart).masked_fill(~seen, -torch.inf)
+
+        return textbook(q, k, v, causal=True, mod=mod)
+
+    check(given, dout, {}, theirs, {**mine, "score_mod_grad": "1", "causal": True})
+    assert launched == ["rows", "flash_sm90", "dq"]
+
+
+@pytest.mark.parametrize(
+    ("heads_kv", "seqlen", "causal", "ordered"),
+    [
+        (8, 4096, True, True),
+        (32, 4096, True, False),
+        (8, 4096, False, False),
+        (8, 2048, True, False),
+    ],
+)
+def test_sums_in_any_order_are_ordered_where_that_is_faster(heads_kv, seqlen, causal, ordered):
+    sizes = {"heads_q": 32, "heads_kv": heads_kv, "seqlen_q": seqlen, "seqlen_k": seqlen}
+    one = {**PROBLEM, **sizes, "causal": causal}
+    assert sm90.in_order(one, Options(deterministic=False)) is ordered
+    assert sm90.in_order(one, Options(deterministic=True))
 
 
 D = "templates/attention/backward_sm90/"
@@ -118,18 +189,37 @@ PACKED = {
     "kernel": "attention_backward_form.flash_sm90",
     "params": {"head_dim": 128, "deterministic": True, "form": "softcap varlen"},
 }
+BIASED = {
+    "kernel": "attention_backward_form.flash_sm90",
+    "params": {"head_dim": 128, "deterministic": True, "form": "alibi bias=bf16 dbias"},
+}
 BUGS = (
     Bug("a neighbour's rows are read", D + "tensor_rows.cuh", "row = RAGGED_ROWS - count",
         "row = 0", by="memory", **PACKED),
     Bug("keys are taken before they are announced", D + "features.cuh",
         "mbarrier_wait(barriers.work_full(slot.stage), slot.parity);", "", by="race", **PACKED),
+    Bug("a bias is read before it is there", D + "features.cuh",
+        "mbarrier_wait(barriers.bias_full(), step & 1);", "", by="race", **BIASED),
+    Bug("a bias over one that is read", D + "bias.cuh",
+        "mbarrier_wait(loads.barriers.bias_empty(), step_number & 1 ^ 1);", "", by="race",
+        **BIASED),
+    Bug("a bias not turned over", D + "bias.cuh", "ldmatrix_x4_trans(pairs", "ldmatrix_x4(pairs",
+        by="numbers", **BIASED),
+    Bug("dS not turned over", D + "bias_gradient.cuh", "ldmatrix_x4_trans(", "ldmatrix_x4(",
+        by="numbers", **BIASED),
     Bug("one score too many is hidden", D + "features.cuh", "tile.width - column",
         "tile.width - 1 - column", by="numbers", problem={"window": (30, 0)}, **PACKED),
 )  # fmt: skip
 
 
-@ONE_OF_EACH_KIND
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+SLOW = (
+    Bug("each of two batches stores dS", D + "bias_gradient.cuh", "if (shared)", "if (false)",
+        by="race", **BIASED),
+)  # fmt: skip
+
+
+@pytest.mark.sampled(key=lambda bug: None if bug in SLOW else (bug.kernel, bug.by, bug.file))
+@pytest.mark.parametrize("bug", (*BUGS, *SLOW), ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug, monkeypatch):
     said = outcome(bug, monkeypatch, plant=True)
     assert said.startswith(KINDS[bug.by]), said or "nothing was found"

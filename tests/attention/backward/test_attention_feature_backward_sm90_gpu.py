@@ -12,7 +12,6 @@ torch = pytest.importorskip("torch", reason="needs torch")
 import fkjit  # noqa: E402
 from fkjit.jit.build import quiet  # noqa: E402
 from fkjit.ops.attention.backward import call, checks  # noqa: E402
-from fkjit.ops.attention.backward import kernels_sm90 as sm90  # noqa: E402
 from fkjit.ops.op.plan import Plans  # noqa: E402
 from tests.attention.backward.test_attention_feature_gradients import (  # noqa: E402
     assert_no_worse,
@@ -119,8 +118,7 @@ def test_gradients_err_at_most_twice_as_much_as_pytorch(case):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_masks(seed, monkeypatch):
-    monkeypatch.setattr(sm90, "MASKS", True)
+def test_masks(seed):
     (*given, dout), options, _ = Case(seed, False, seed % 2 == 0).draw()
     rng, made = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
     (batch, heads, sq, _), sk = given[0].shape, given[1].shape[2]
@@ -133,6 +131,27 @@ def test_masks(seed, monkeypatch):
         for to in (torch.float64, None)
     )
     found = grads(lambda *x, **o: fkjit.attention(*x, **mine, **o), given, dout, {})
+    assert_no_worse(found, peer, exact)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_biases(seed):
+    rng, made = random.Random(seed), torch.Generator("cuda").manual_seed(seed)
+    batch, sq, sk = rng.choice((1, 2, 3)), rng.choice((64, 257, 700)), rng.choice((64, 320, 1000))
+    d, kv, dtype = rng.choice((64, 96, 128)), rng.choice((1, 2, 4)), torch.bfloat16
+    shapes = ((HEADS, sq, d), (kv, sk, d), (kv, sk, d), (HEADS, sq, d))
+    *given, dout = (torch.randn(batch, *s, device="cuda", generator=made).to(dtype) for s in shapes)
+    own = [rng.choice((1, n)) for n in (batch, HEADS, sq)]
+    learned = {"bias": torch.randn(*own, sk, device="cuda", generator=made).to(dtype)}
+    fixed = {"causal": rng.random() < 0.3, "window": (rng.choice((None, 90)), None)}
+    if seed % 3 == 0:
+        fixed["alibi_slopes"] = torch.rand(HEADS, device="cuda", generator=made)
+    mine = {**fixed, "deterministic": seed % 2 == 0}
+    exact, peer = (
+        grads(lambda *x, **o: textbook(*x, **fixed, **o), given, dout, learned, to)
+        for to in (torch.float64, None)
+    )
+    found = grads(lambda *x, **o: fkjit.attention(*x, **mine, **o), given, dout, learned)
     assert_no_worse(found, peer, exact)
 
 

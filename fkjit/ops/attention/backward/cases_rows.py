@@ -140,6 +140,22 @@ def _dbias(params: Params, problem: Problem) -> Arrays:
     return {"dbias": np.full(shape, np.nan, numpy_dtype(params["bias_dtype"]))}
 
 
+ZEROS = Verification(
+    problems=lambda params, scale: [
+        {"bias_shape": (1, 3, 9), "seqlen_k": 40},
+        {"bias_shape": (1, 1, 40 if scale == "small" else 4000), "seqlen_k": 1000},
+    ],
+    inputs=lambda params, problem, rng: {},
+    outputs=lambda params, problem: {
+        "dbias": np.full(
+            (*problem["bias_shape"], problem["seqlen_k"]), np.nan, numpy_dtype(params["bias_dtype"])
+        )
+    },
+    reference=lambda problem, arrays: {
+        "dbias": np.zeros((*problem["bias_shape"], problem["seqlen_k"]))
+    },
+)
+
 DBIAS_SUM = Verification(
     problems=lambda params, scale: [
         {"bias_batch": 2, "heads": 3, "columns": 101, "batches": 2, "shared": 5}

@@ -34,7 +34,8 @@ def _plain_problems(params: Params, scale: str) -> list[dict[str, Any]]:
 
 
 def _feature_problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    """Windows, keys that nobody sees, rows that see none; packed with an empty sequence."""
+    """Windows, keys that nobody sees, rows that see none; packed with an empty sequence. Rows of a
+    bias in whole 16 bytes."""
     block_q, features = BLOCK_Q_SM90[params["head_dim"]], parse(params["form"])
     few, many = (1, 3) if scale == "small" else (5, 17)
     base = {
@@ -43,20 +44,34 @@ def _feature_problems(params: Params, scale: str) -> list[dict[str, Any]]:
         "softcap": 2.0 * features.softcap, "softmax_scale": params["head_dim"] ** -0.5,
         "multiprocessors": 2 if scale == "small" else 132,
     }  # fmt: skip
-    long, short = many * block_q - 3, few * 128 + 5
+    long, short = many * block_q - 3, few * 128 + (8 if features.bias else 5)
     if features.varlen:
         lengths = ((5, 0, long, 9), (40, 130, short, 0))
         total_q, total_k = (sum(of) + 3 for of in lengths)  # rows behind the last sequence
         more = {
             "batch": 4, "lengths": lengths, "total_q": total_q, "total_k": total_k,
-            "axes": PACKED_AXES, "seqlen_q": long, "seqlen_k": short,
+            "axes": PACKED_AXES, "seqlen_q": long, "seqlen_k": short, "mask_shape": (4, 1, long),
         }  # fmt: skip
         return [{**base, **more, "window": (long, 0)}]
-    more = {"batch": 1, "axes": (0, 1, 2, 3)}
-    return [
-        {**base, **more, "seqlen_q": sq, "seqlen_k": sk, "window": band, "mask_shape": (1, 1, sq)}
-        for sq, sk, band in ((long, short, (70, 0)), (40, 2 * short, (50, 6)))
-    ]
+    more = {"batch": 1, "axes": (0, 1, 2, 3), "more": _bias_gradients(params)}
+    if features.dbias and not features.dbias_sums:  # two batches share it; all of it is stored
+        whole = (2 * short, 2 * short)
+        return [
+            _with_shapes({**base, **more}, 40, 2 * short, whole),
+            _with_shapes({**base, **more, "batch": 2}, 2 * block_q - 3, short, (70, 0)),
+        ]
+    bands = ((long, short, (70, 0)), (40, 2 * short, (50, 6)))
+    return [_with_shapes({**base, **more}, *band) for band in bands]
+
+
+def _with_shapes(base: Problem, sq: int, sk: int, band: tuple[int, int]) -> dict[str, Any]:
+    shapes = {"mask_shape": (1, 1, sq), "bias_shape": (1, base["heads_q"], sq)}
+    return {**base, **shapes, "seqlen_q": sq, "seqlen_k": sk, "window": band}
+
+
+def _bias_gradients(params: Params) -> tuple[str, ...]:
+    features = parse(params.get("form", "window"))
+    return (("dbias_parts",) if features.dbias_sums else ("dbias",)) * features.dbias
 
 
 def _inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays:
@@ -88,9 +103,11 @@ def _outputs(params: Params, problem: Problem) -> Arrays:
     """Of packed arrays zeros, as rows of no sequence, or of one without the other's, are left; of
     sums poison where the first block stores, but for rows of no tile."""
     packed, ordered = "total_q" in problem, params["deterministic"]
-    made = cases.outputs(params, problem, ("dk", "dv"))
+    made = cases.outputs(params, problem, ("dk", "dv", *problem.get("more", ())))
     found = {n: np.full_like(x, 0 if packed else np.nan) for n, x in made.items()}
     found["counters"] = np.zeros(1, np.uint32)
+    if "dbias" in made and problem["batch"] > 1:
+        found["dbias"] = np.zeros_like(made["dbias"])
     if ordered:
         found["turns"] = _order(problem).astype(np.uint32)
     start = np.nan if ordered and not packed else 0
@@ -102,7 +119,7 @@ def _outputs(params: Params, problem: Problem) -> Arrays:
 
 def _reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     found = cases.reference(problem, arrays)
-    made = {name: found[name] for name in ("dk", "dv")}
+    made = {name: found[name] for name in ("dk", "dv", *problem.get("more", ()))}
     if problem["deterministic"]:
         made["turns"] = _order(problem)
     return made | {"dq_sum": cases.dq_sum(problem, arrays, found["dq"])}

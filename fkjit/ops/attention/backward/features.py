@@ -15,6 +15,7 @@ Views = Mapping[str, View | None]
 CPU_MULTIPROCESSORS = 8  # what the interpreter shares work out for
 _RUN = 8  # neighbouring keys that a lane reads, at the most: 16 bytes of 16 bits
 _LEAST_SCALE = 1e-3  # what a bias is divided by
+_SHARERS = 2  # batches that add to one dbias from zeros, in any order
 _BATCHES_IN_ORDER = 4  # that add to one dbias, one after the other: it is rounded each time
 # What is compiled ahead: every feature, and those where accumulators start from a bias and a mask
 # whose gradient is made on the way; for Hopper, of one head dimension each.
@@ -27,6 +28,7 @@ SHOWN_SEEDED = ScoreFeatures(bias="bf16", mask=True, dbias=True, seeded=True).te
 SHOWN_SM90 = {
     ScoreFeatures(alibi=True, mask=True).text: 64,
     ScoreFeatures(softcap=True, varlen=True).text: 128,
+    ScoreFeatures(alibi=True, bias="bf16", dbias=True).text: 128,
 }
 
 
@@ -35,6 +37,8 @@ class KernelFeatures:
 
     dbias: "queries" (dS is stored where dq is made) or "keys" (sums of its columns where dk is),
     else "": a kernel of its own makes the gradient of a bias, if it is wanted.
+
+    adds: Hopper's kernel adds to zeros.
 
     seeded: accumulators start from bias and mask, where no rule stands before these and their rows
     hold whole runs of keys.
@@ -45,7 +49,8 @@ class KernelFeatures:
     ) -> None:
         """Puts bias_shape into `problem` where a bias has a gradient."""
         self._problem, self._views, self._wanted = problem, views, options.wanted
-        self.seeded, self.dbias = False, ""
+        self._options = options
+        self.seeded, self.dbias, self.adds = False, "", False
         self._features = self._paired = None
         if not options.features:
             return
@@ -66,6 +71,26 @@ class KernelFeatures:
             made = self.dbias == name.replace("sums", "keys")
             return replace(self._features, seeded=True, dbias=made, dalibi=False).text
         return (self._paired if name in ("queries", "bias") else self._features).text
+
+    def of_sm90(self) -> str:
+        """The text for Hopper's kernel; with it go `dbias`, which it makes itself where sums are of
+        one head's queries, or where two batches share an element at most, and `adds`."""
+        self.dbias, one = "", self._problem
+        features, bias = self._features, self._views.get("bias")
+        if features is None or bias is None or "bias" not in self._wanted:
+            return self._options.features
+        if "total_q" in one:
+            return features.text
+        longest = max(one["seqlen_q"], one["seqlen_k"])
+        batches, heads, rows = one["bias_shape"]
+        alone = batches == one["batch"]
+        own = (heads, rows) == (one["heads_q"], one["seqlen_q"])
+        own = own and (alone or one["batch"] <= _SHARERS)
+        if one["bias_shape"][2] == 1:
+            self.dbias, one["warps_alike"] = "keys", 1
+        elif own and one["seqlen_k"] % _RUN == 0 and bias.dtype == one["dtype"]:
+            self.dbias, self.adds = "queries", not alone or min(one["window"]) < longest
+        return replace(features, dbias=bool(self.dbias), dbias_sums=self.dbias == "keys").text
 
     def _maker(self) -> str:
         """The kernel that makes the gradient of a bias on the way."""

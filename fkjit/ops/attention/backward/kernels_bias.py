@@ -12,6 +12,7 @@ from fkjit.ops.attention.backward.kernels import DQ
 from fkjit.ops.attention.backward.kernels_preprocess import CASES, OP_FEATURES
 from fkjit.ops.attention.backward.tiles import is_tight, why_illegal
 from fkjit.ops.attention.features import BIAS_DTYPES, parse
+from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import KernelSpec, Param, Params, Problem, SharedLayout, Work
 
 _THREADS = 256
@@ -101,6 +102,32 @@ DBIAS_SUM = KernelSpec(
     arguments=_sum_arguments,
     work=Work(bytes=lambda one: 4.0 * _sum_size(one) * (one["batches"] * one["shared"] + 1)),
     verification=f"{CASES}_rows:DBIAS_SUM",
+)
+
+_MANY_BLOCKS = 2048  # of zeros, each thread of which goes on where there is more
+
+
+def _zeros_grid(params: Params, one: Problem) -> tuple[int, int, int]:
+    chunks = problem.bias_size(one) * ITEMSIZE[params["bias_dtype"]] // 16
+    return min(-(-chunks // _THREADS), _MANY_BLOCKS), 1, 1
+
+
+ZEROS = KernelSpec(
+    op=OP_FEATURES,
+    name="zeros",
+    source="attention/backward_zeros.cu",
+    entry="attention_backward_zeros",
+    doc="zeros in the gradient of a bias, before others add to it",
+    params=(Param("bias_dtype", ("fp16", "bf16"), "element type of the bias"),),
+    derive=lambda params: {"threads": _THREADS},
+    block=lambda params: (_THREADS, 1, 1),
+    grid=_zeros_grid,
+    arguments=lambda params, one, arrays: {
+        "dbias": arrays["dbias"],
+        "size": problem.bias_size(one),
+    },
+    work=Work(bytes=lambda one: 2.0 * problem.bias_size(one)),
+    verification=f"{CASES}_rows:ZEROS",
 )
 
 # ------------------------------------------------------------------ sinks, slopes: a block a head

@@ -1,7 +1,7 @@
 """flash_sm90, attention's backward for Hopper (sm_90a): TMA and wgmma, dk, dv and sums of dq.
 
-Of score features it takes a band of keys, a soft cap or ALiBi slopes, and packed sequences; sinks
-are in lse alone.
+Of score features it takes a band of keys, a soft cap or ALiBi slopes, a bias in 16 bits or a mask,
+and packed sequences; sinks are in lse alone.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from fkjit.ops.attention.backward.tiles import BLOCK_K_SM90 as BLOCK_K
 from fkjit.ops.attention.backward.tiles import BLOCK_Q_SM90 as BLOCK_Q
 from fkjit.ops.attention.features import ScoreFeatures, parse
 from fkjit.ops.attention.problem import shape_class
-from fkjit.runtime.interop import ITEMSIZE
+from fkjit.runtime.interop import ITEMSIZE, View
 from fkjit.runtime.tensor_map import TensorMap
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, Work
 from fkjit.symbolic import decision
 
 HEAD_DIMS = tuple(BLOCK_Q)  # what products are padded to
 COUNTERS = 1
-MASKS = False  # whether masks are taken: their numbers have been seen in the interpreter alone
 SMS = 132  # of an H100 or H200, where a problem does not say
 _PANEL = 64
 _K_STAGES, _Q_STAGES, _DO_STAGES, _DS_STAGES = 2, 3, 2, 2
 _BARRIER_BYTES = 320 + 8 * 48 + 48
 _NOTE_BYTES = 2 * 16  # keys of two work items
 _RAGGED_ROWS = 128  # templates/attention/backward_sm90/tensor_rows.cuh
+_ONE = ("1", "1.", "1.0", "1.f", "1.0f")  # derivatives of a score_mod that it takes
 _LEAST_CAP = 1.0  # derivatives come from probabilities of 16 bits: beside it they are off by little
 
 
@@ -50,7 +50,9 @@ def _features(params: Params) -> ScoreFeatures | None:
 def _derive(params: Params) -> dict[str, Any]:
     return {
         "block_q": BLOCK_Q[params["head_dim"]],
-        **dict.fromkeys(("form", "varlen", "softcap", "alibi", "mask"), False),
+        **dict.fromkeys(("form", "varlen", "softcap", "alibi", "bias", "mask"), False),
+        **{"bias_address": "nullptr", "bias_dtype": "float", "dbias": False, "dbias_sums": False},
+        "has_mod": False,
         "q_stages": _Q_STAGES,
         "do_stages": _DO_STAGES,
         "dq_stages": _dq_stages(params),
@@ -83,24 +85,32 @@ def _feature_values(params: Params) -> dict[str, Any]:
     if features is None:
         return {}
     values = {**features.values(), "seqlen_q": "seqlen_q", "seqlen_k": "seqlen_k"}
-    if params["head_dim"] > 64:
+    if params["head_dim"] > 64 or features.bias:
         values |= {"lse_ahead": 0, "delta_ahead": 0}
-    spared = _spared(params)
-    if spared:
-        values[spared] = {"q_stages": _Q_STAGES, "dq_stages": _dq_stages(params)}[spared] - 1
-    if spared == "q_stages":  # a tile of Q must be free before the next one's dK is multiplied
+    if features.bias:
+        values["bias_address"] = "&bias_map"
+    own = features.dbias and not features.dbias_sums
+    values["bias_batch"] = ", const int bias_batch" if own else ""
+    stages = _stages(params)
+    values |= stages
+    if (
+        stages["q_stages"] < _Q_STAGES
+    ):  # a tile of Q must be free before the next one's dK is multiplied
         values["ds_shared"] = False
     return values
 
 
-def _spared(params: Params) -> str:
-    """Stages of what are fewer by one, so that bits of a mask have room."""
-    features = _features(params)
-    if features is None or not features.mask:
-        return ""
+def _stages(params: Params) -> dict[str, int]:
+    """Tiles of Q and parts of dq in shared memory: fewer where a bias or a mask needs the room."""
+    stages, features = {"q_stages": _Q_STAGES, "dq_stages": _dq_stages(params)}, _features(params)
+    if features is None or not (features.bias or features.mask):
+        return stages
     if params["head_dim"] > 64:
-        return "q_stages" if params["deterministic"] else ""
-    return "dq_stages"
+        stages["q_stages"] -= params["deterministic"]
+    else:
+        stages["dq_stages"] -= 1
+        stages["q_stages"] -= bool(features.bias)
+    return stages
 
 
 def _direct(params: Params) -> bool:
@@ -117,19 +127,19 @@ def _dq_stages(params: Params) -> int:
 
 
 def _shared(params: Params) -> SharedLayout:
-    """K twice, V, rings of Q and dO, of dS, of dq, of lse_log2 and delta with the bits of a mask;
-    the mbarriers with what is noted of tiles."""
+    """K twice, V, rings of Q and dO, of dS, of dq, a tile of a bias, a ring of lse_log2 and delta
+    with the bits of a mask; the mbarriers with what is noted of tiles."""
     d, block_q = width(params["head_dim"]), BLOCK_Q[params["head_dim"]]
     features = _features(params)
-    stages = {"q_stages": _Q_STAGES, "dq_stages": _dq_stages(params)}
-    if spared := _spared(params):
-        stages[spared] -= 1
+    stages = _stages(params)
     bits = BLOCK_K * block_q // 8 if features is not None and features.mask else 0
+    bias = int(features is not None and bool(features.bias))
     rings = (
         ("K", 2 * BLOCK_K * d, _K_STAGES), ("V", 2 * BLOCK_K * d, 1),
         ("Q", 2 * block_q * d, stages["q_stages"]), ("dO", 2 * block_q * d, _DO_STAGES),
         ("dS", 2 * BLOCK_K * block_q, _DS_STAGES),
         ("dQ", 64 * 64 * 4, stages["dq_stages"]),
+        ("bias", 2 * BLOCK_K * block_q, bias),
         ("rows", 8 * block_q + bits, _DO_STAGES),
     )  # fmt: skip
     return [
@@ -227,20 +237,34 @@ def _arguments(params: Params, one: Problem, arrays: Mapping[str, Any]) -> dict[
         "mask_bits": arrays.get("mask_bits"),
         "mask_bits_strides": problem.bits_strides(block_q, one) if masked else (0, 0, 0),
         "rounds": rounds(params, one),
-    }
+        "bias_map": _bias_map(one, arrays["bias"], features.bias, block_q)
+        if features is not None and features.bias else None,
+    }  # fmt: skip
+
+
+def _bias_map(one: Problem, bias: Any, dtype: str, rows: int) -> TensorMap:
+    """In boxes of `rows` rows and one panel of keys; a dimension that is broadcast has a stride of
+    0."""
+    sizes = tuple(one[name] for name in ("seqlen_k", "seqlen_q", "heads_q", "batch"))
+    steps = [step if n > 1 else 0 for step, n in zip(bias.strides[:3], bias.shape[:3], strict=True)]
+    return TensorMap(bias, dtype, sizes, tuple(steps[::-1]), (_PANEL, rows, 1, 1))
 
 
 # ------------------------------------------------------------------ when it is taken
 
 
-def takes(one: Problem, options: Options, aligned: bool, arch: Arch) -> bool:
+def takes(
+    one: Problem, options: Options, aligned: bool, arch: Arch, bias: View | None = None
+) -> bool:
     """Whether the kernel knows the score features and suits the problem, and TMA can read the
-    arrays: rows on 16-byte boundaries, no dimension repeated by a stride of 0."""
+    arrays: rows on 16-byte boundaries, no dimension repeated by a stride of 0 but of a bias."""
     if padded_dim(one) is None or one["dtype"] == "fp32" or not aligned:
         return False
     if not arch.features >= FLASH_SM90.features({}) or not _suits(one, options):
         return False
     if options.features and not _knows(parse(options.features), one):
+        return False
+    if bias is not None and not _is_aligned(bias):
         return False
     of = slice("total_q" in one, 3)  # packed arrays have no batches
     steps = [
@@ -263,11 +287,23 @@ def _suits(one: Problem, options: Options) -> bool:
 
 
 def _knows(features: ScoreFeatures, one: Problem) -> bool:
-    if (features.softcap and features.alibi) or features.bias or features.score_mod:
+    if features.softcap and (features.alibi or features.bias):
         return False
-    if features.mask and (features.varlen or not MASKS):  # a tile's sequence is not noted
+    mod = features.score_mod  # whose place is noted where it is dense, and derivative nowhere
+    if mod and (features.score_mod_grad.strip() not in _ONE or features.varlen):
+        return False
+    if mod and (features.softcap or features.alibi or features.mask):
+        return False
+    if features.bias == "fp32" or (features.bias and features.mask):  # there is no room
         return False
     return not features.softcap or one["softcap"] >= _LEAST_CAP
+
+
+def _is_aligned(bias: View) -> bool:
+    """Whether its rows start on 16-byte boundaries."""
+    size = ITEMSIZE[bias.dtype]
+    pairs = zip(bias.strides[:3], bias.shape[:3], strict=True)
+    return not (bias.pointer % 16 or any(n > 1 and step * size % 16 for step, n in pairs))
 
 
 def padded_dim(one: Problem) -> int | None:
@@ -278,9 +314,16 @@ def padded_dim(one: Problem) -> int | None:
 
 def in_order(one: Problem, options: Options) -> bool:
     """Whether blocks add to dq in order: also where any would do, if there is a band of keys. Then
-    nobody waits (see _abreast), and sums are not set to 0 before."""
-    longest = max(one["seqlen_q"], one["seqlen_k"])
-    return options.deterministic or (bool(options.features) and min(one["window"]) < longest)
+    nobody waits (see _abreast), and sums are not set to 0 before. Without features, blocks that are
+    causal are shared out more evenly in order: heads that share keys make longer work items, of
+    which there are few."""
+    if options.deterministic:
+        return True
+    if options.features:  # a score_mod finds more registers in order
+        banded = min(one["window"]) < max(one["seqlen_q"], one["seqlen_k"])
+        return banded or bool(parse(options.features).score_mod)
+    several = _blocks(one) * _heads(one) > _multiprocessors(one)
+    return one["causal"] and one["heads_q"] > one["heads_kv"] and several
 
 
 FLASH_SM90 = KernelSpec(

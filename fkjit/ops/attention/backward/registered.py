@@ -12,7 +12,7 @@ from typing import Any
 
 from fkjit.ops.attention.backward.features import SHOWN, SHOWN_SEEDED, SHOWN_SM90
 from fkjit.ops.attention.backward.kernels import DKDV, DKDV_DQ, DQ, with_features
-from fkjit.ops.attention.backward.kernels_bias import DBIAS, DBIAS_SUM, HEADS
+from fkjit.ops.attention.backward.kernels_bias import DBIAS, DBIAS_SUM, HEADS, ZEROS
 from fkjit.ops.attention.backward.kernels_fp32 import DKDV_FP32, DQ_FP32
 from fkjit.ops.attention.backward.kernels_preprocess import POSTPROCESS, PREPROCESS
 from fkjit.ops.attention.backward.kernels_sm90 import FLASH_SM90
@@ -49,6 +49,6 @@ for _spec in (
     PREPROCESS, DKDV, DKDV_DQ, POSTPROCESS, DQ,
     DKDV_FP32, DQ_FP32, FLASH_SM90,
     _shown(DKDV, SHOWN, SHOWN_SEEDED), _shown(DQ, SHOWN, SHOWN_SEEDED), _shown(DBIAS, SHOWN),
-    HEADS, DBIAS_SUM, MASK, _shown_sm90(),
+    HEADS, DBIAS_SUM, ZEROS, MASK, _shown_sm90(),
 ):  # fmt: skip
     register(_spec)

@@ -13,7 +13,7 @@ from fkjit.ops.attention.backward import mask_bits
 from fkjit.ops.attention.backward import problem as shared
 from fkjit.ops.attention.backward.features import CPU_MULTIPROCESSORS, KernelFeatures, Views
 from fkjit.ops.attention.backward.kernels import DKDV, DKDV_DQ, DQ, with_features
-from fkjit.ops.attention.backward.kernels_bias import DBIAS, DBIAS_FP32, DBIAS_SUM, HEADS
+from fkjit.ops.attention.backward.kernels_bias import DBIAS, DBIAS_FP32, DBIAS_SUM, HEADS, ZEROS
 from fkjit.ops.attention.backward.kernels_fp32 import DKDV_FP32, DQ_FP32
 from fkjit.ops.attention.backward.kernels_preprocess import (
     POSTPROCESS,
@@ -49,7 +49,8 @@ def select(
     boundaries.
     """
     call = _Call(problem, options, views, aligned, arch)
-    takes = options.impl != "portable" and sm90.takes(problem, options, aligned, arch)
+    bias = views.get("bias")
+    takes = options.impl != "portable" and sm90.takes(problem, options, aligned, arch, bias)
     if options.impl == "flash_sm90" and not takes:
         raise ParameterError(
             f"attention_backward: impl='flash_sm90' does not take this call on {arch.name}; pass "
@@ -57,7 +58,6 @@ def select(
             "queries, rows on 16-byte boundaries, a positive softmax_scale)"
         )
     launches = call.on_sm90() if takes else call.portable()
-    bias = views.get("bias")
     if bias is not None and "bias" in options.wanted:
         launches += call.of_bias(bias)
     if "sinks" in options.wanted or "alibi_slopes" in options.wanted:
@@ -107,7 +107,7 @@ class _Call:
         problem, dim = self.problem, sm90.padded_dim(self.problem) or 0
         problem["sum_columns"] = sm90.width(dim)
         problem["ordered"] = ordered = sm90.in_order(problem, self.options)
-        text = self.options.features
+        text = self.features.of_sm90()
         params: dict[str, Any] = {
             "dtype": problem["dtype"], "head_dim": dim, "deterministic": ordered,
         }  # fmt: skip
@@ -116,6 +116,7 @@ class _Call:
         zeros = 0 if ordered else sm90.width(dim)  # in order the first one to come stores
         return [
             *self._mask_bits(BLOCK_Q_SM90[dim]),
+            *self._zeros(),
             self._preprocess({**problem, "sum_columns": zeros}),
             Launch(with_features(sm90.FLASH_SM90, text), params, problem),
             self._postprocess(),
@@ -128,6 +129,12 @@ class _Call:
         self.problem["mask_shape"] = mask_bits.own_shape(mask)
         self.problem["bits_shape"] = shared.bits_shape(block_q, self.problem)
         return [Launch(mask_bits.MASK, {"block_q": block_q}, self.problem)]
+
+    def _zeros(self) -> list[Launch]:
+        """Before dS is added to the gradient of a bias, or is not there for every element."""
+        if not self.features.adds:
+            return []
+        return [Launch(ZEROS, {"bias_dtype": self.problem["dtype"]}, self.problem)]
 
     def portable(self) -> list[Launch]:
         """dk and dv, and dq in a kernel of its own: the same bits at every call; or, where any
