@@ -5,12 +5,30 @@
     print(report)                          # what was replaced, what was left
     fkjit.models.unpatch(model)
 
-docs/MODELS.md has what each replacement needs.
+    decoder = fkjit.models.Decoder(model.config, model.state_dict())   # or a loop of fkjit's own
+    decoder.generate(prompts, max_new_tokens=64)
+
+docs/MODELS.md has what each replacement needs, and what a Decoder does.
 """
 
 from __future__ import annotations
 
+from fkjit.models.config import ModelConfig, named_configs
+from fkjit.models.decoder import Decoder, Token
 from fkjit.models.patching import Report, patch, unpatch
+from fkjit.models.sampling import Sampling
 from fkjit.models.torch_attention import torch_attention
+from fkjit.models.weights import random_weights
 
-__all__ = ["Report", "patch", "torch_attention", "unpatch"]
+__all__ = [
+    "Decoder",
+    "ModelConfig",
+    "Report",
+    "Sampling",
+    "Token",
+    "named_configs",
+    "patch",
+    "random_weights",
+    "torch_attention",
+    "unpatch",
+]
