@@ -220,6 +220,29 @@ def doctor(
     raise typer.Exit(0 if found["ok"] else 1)
 
 
+@app.command()
+def generate(
+    config: Annotated[str, typer.Option(help="llama-3.2-1b, gpt2 …, or a config.json")] = "gpt2",
+    batch: Annotated[int, typer.Option(min=1, help="sequences")] = 1,
+    prompt: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 512,
+    new: Annotated[int, typer.Option(min=1, help="new tokens of each sequence")] = 128,
+    dtype: Annotated[str, typer.Option(help="bf16 or fp16")] = "bf16",
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu")] = None,
+    layers: Annotated[int | None, typer.Option(help="only so many of the model's")] = None,
+    temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="draw from so many tokens")] = None,
+    top_p: Annotated[float | None, typer.Option(help="draw from so much probability")] = None,
+) -> None:
+    """Tokens per second of a model with random weights: prefill and decode.
+
+    `fkjit generate --config llama-3.2-1b --batch 16`. Without a GPU the interpreter runs the
+    kernels, which takes minutes for whole models: `--layers 1 --prompt 8 --new 2`.
+    """
+    generate_ = import_module("fkjit.cli.generate")
+    sampling = generate_.Sampling(temperature, top_k, top_p)
+    generate_.run(generate_.Options(config, batch, prompt, new, dtype, device, layers, sampling))
+
+
 @app.command(context_settings=_VARIANT, add_help_option=False)
 def bench(ctx: typer.Context) -> None:
     """Measure ours beside peers: `fkjit bench attention --quick`; --help, --list, --compare A B."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class ModelConfig:
 
     @classmethod
     def of(cls, config: Any) -> ModelConfig:
-        """Of a transformers configuration, its dictionary (config.json), or a name of `named_configs()`.
+        """Of a transformers configuration, its dictionary, or a name of `named_configs()`.
 
         Raises:
             ArgumentTypeError: something else.
@@ -71,6 +71,10 @@ class ModelConfig:
             )
         return cls(**(_gpt2(fields) if kind == "gpt2" else _llama(fields)))
 
+    def with_layers(self, layers: int) -> ModelConfig:
+        """The same with the first layers alone."""
+        return replace(self, layers=layers, windows=self.windows[:layers])
+
 
 def named_configs() -> tuple[str, ...]:
     """Models whose configurations come with fkjit."""
@@ -81,7 +85,9 @@ def _fields(config: Any) -> Mapping[str, Any]:
     if isinstance(config, str):
         if config not in named_configs():
             near = did_you_mean(config, named_configs())
-            raise ParameterError(f"{_CALL}: no {shown(config)}{near} (has: {', '.join(named_configs())})")
+            raise ParameterError(
+                f"{_CALL}: no {shown(config)}{near} (has: {', '.join(named_configs())})"
+            )
         return json.loads((_FOLDER / f"{config}.json").read_text())
     if isinstance(config, Mapping):
         return config

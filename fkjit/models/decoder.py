@@ -119,6 +119,11 @@ class Decoder:
         self._pending: tuple[Launched, list[_Request]] | None = None
         self._next = 0
 
+    @property
+    def weights(self) -> Weights:
+        """The weights, as the forward pass takes them."""
+        return self._network.weights
+
     def _weights(self, weights: Any, dtype: Any, device: Any) -> Weights:
         torch = torch_ops.torch_seen()
         if torch is None:
@@ -228,14 +233,14 @@ class Decoder:
             yield from self.advance()
 
     def advance(self) -> list[Token]:
-        """One turn: a chunk of prompts where some wait, a decode step, and the tokens of the step
-        before it."""
+        """One turn: a decode step, the tokens of the step before it, and a chunk of prompts where
+        some wait, with the first new tokens of those that are complete."""
         torch = torch_ops.torch_seen()
         with torch.no_grad():
-            self._admit()
-            found = self._fill() if self._filling else []
             before, self._pending = self._pending, self._launch()
-        return found + (self._read(*before) if before else [])
+            found = self._read(*before) if before else []
+            self._admit()
+            return found + (self._fill() if self._filling else [])
 
     # ------------------------------------------------------------------ turns
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fkjit.models.network import Network
-from fkjit.models.sampling import pick
+from fkjit.models.sampling import GREEDY, pick
 from fkjit.models.slots import Slots
 from fkjit.ops.attention.decode.call import paged_attention
 from fkjit.ops.kv.cache import PagedKVCache
@@ -77,7 +77,7 @@ class Steps:
 
         slots = kv_slots(cache, state.rows)
         stream = network.hidden(state.tokens, state.positions, slots, cache, attend)
-        draws = None if mode == "greedy" else state.draws()
+        draws = None if mode == GREEDY else state.draws()
         state.tokens.copy_(pick(network.logits(stream), draws, mode))
         state.positions.add_(state.active)
 

@@ -154,7 +154,7 @@ def _normalizing(read: _Reader, name: str, width: int) -> Affine:
 
 
 def _transposed(read: _Reader, name: str, width: int, rows: int) -> Affine:
-    """GPT-2 keeps [inputs, outputs]; a few rows of x are multiplied fastest by [outputs, inputs]."""
+    """GPT-2 keeps [inputs, outputs]; for a few rows of x [outputs, inputs] is fastest."""
     weight = read(f"{name}weight", width, rows).t().contiguous()
     return Affine(weight, read(f"{name}bias", rows))
 

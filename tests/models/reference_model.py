@@ -20,9 +20,10 @@ LLAMA = {
 PLAIN_ROPE = {"rope_parameters": {"rope_theta": 1000.0, "rope_type": "default"}}
 CONFIGS = {
     "llama": LLAMA,
-    "mistral": LLAMA | PLAIN_ROPE | {"model_type": "mistral", "sliding_window": 3},
+    "mistral": LLAMA | PLAIN_ROPE | {"model_type": "mistral", "sliding_window": 3,
+                                      "tie_word_embeddings": False},
     "qwen2": LLAMA | PLAIN_ROPE | {"model_type": "qwen2", "tie_word_embeddings": False},
-    "qwen3": LLAMA | PLAIN_ROPE | {"model_type": "qwen3"},
+    "qwen3": LLAMA | PLAIN_ROPE | {"model_type": "qwen3", "tie_word_embeddings": False},
     "gpt2": {
         "model_type": "gpt2", "vocab_size": 48, "n_embd": 32, "n_layer": 2, "n_head": 2,
         "n_positions": 64, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
@@ -68,7 +69,8 @@ def _llama(name, config, matrix, vector):
     state = {"model.embed_tokens.weight": None, "model.norm.weight": vector(32, 1.0)}
     products = {"self_attn.q_proj": (64, 32), "self_attn.k_proj": (32, 32),
                 "self_attn.v_proj": (32, 32), "self_attn.o_proj": (32, 64),
-                "mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}  # fmt: skip
+                "mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32),
+                "mlp.down_proj": (32, 48)}  # fmt: skip
     for n in range(config["num_hidden_layers"]):
         at = f"model.layers.{n}."
         for part, (rows, columns) in products.items():
