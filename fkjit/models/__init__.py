@@ -18,6 +18,7 @@ from fkjit.models.decoder import Decoder, Token
 from fkjit.models.patching import Report, patch, unpatch
 from fkjit.models.sampling import Sampling
 from fkjit.models.torch_attention import torch_attention
+from fkjit.models.torch_flash import register_flash_attention
 from fkjit.models.weights import random_weights
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "named_configs",
     "patch",
     "random_weights",
+    "register_flash_attention",
     "torch_attention",
     "unpatch",
 ]

@@ -11,7 +11,9 @@ from fkjit.ops.attention.decode.call import paged_attention
 from fkjit.ops.kv.cache import PagedKVCache
 from fkjit.ops.kv.slots import kv_slots
 from fkjit.ops.op import torch_ops
+from fkjit.runtime import workspace
 
+_COUNTERS = 1 << 12  # an eighth of those that are there for all kernels of one graph
 _RING = 3  # host buffers: of the step that runs, of the one that is read, and one between them
 
 
@@ -100,6 +102,7 @@ class Steps:
         torch.cuda.synchronize()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+        workspace.reserve(state.tokens.device.index, _COUNTERS)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             self.run(size, mode)
