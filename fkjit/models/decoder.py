@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fkjit.arguments import as_list, shown, whole
@@ -13,7 +13,7 @@ from fkjit.models.config import ModelConfig
 from fkjit.models.network import Network
 from fkjit.models.prefill import Piece, prefill
 from fkjit.models.sampling import Sampling, mode_of, pick
-from fkjit.models.slots import Slots
+from fkjit.models.slots import Slots, Starting
 from fkjit.models.step import Launched, Steps
 from fkjit.models.weights import Weights, arranged
 from fkjit.ops.kv.cache import PagedKVCache
@@ -44,7 +44,6 @@ class _Request:
     launched: int = 0  # new tokens, the last ones perhaps still on their way
     read: int = 0  # new tokens that the caller has
     over: bool = False
-    draws: Any = field(default=None, repr=False)
 
 
 class Decoder:
@@ -271,29 +270,25 @@ class Decoder:
         ready = [i for i, one in enumerate(parts) if one.filled == len(one.prompt)]
         if not ready:
             return []
+        if len(ready) < len(parts):
+            stream, rows = stream[ready], rows[ready]
         done = [parts[i] for i in ready]
-        whole_batch = len(ready) == len(parts)
-        tokens = self._first(stream if whole_batch else stream[ready], done)
-        for at, (i, one) in enumerate(zip(ready, done, strict=True)):
-            draws, uniforms = one.draws
-            self._slots.put(
-                len(self._running), rows[i], len(one.prompt), tokens[at], draws, uniforms
-            )
+        tokens = self._start(stream, rows, done)
+        return self._delivered(done, tokens.tolist())
+
+    def _start(self, stream: Any, rows: Any, done: list[_Request]) -> Any:
+        """Slots for sequences whose prompts are complete; their first new tokens, int64."""
+        starting = [Starting.of(len(one.prompt), one.sampling, one.new) for one in done]
+        draws = self._slots.draws(starting)
+        mode = mode_of(one.sampling for one in done)
+        tokens = pick(self._network.logits(stream), draws, mode)
+        self._slots.put(len(self._running), rows, tokens, draws, starting)
+        for one in done:
             self._filling.remove(one)
             self._running.append(one)
             one.launched = 1
         self._retire()
-        return self._delivered(done, tokens.tolist())
-
-    def _first(self, stream: Any, done: list[_Request]) -> Any:
-        """The first new token of each, [requests] int64."""
-        torch, found = torch_ops.torch_seen(), []
-        logits = self._network.logits(stream)
-        for at, one in enumerate(done):
-            one.draws = self._slots.prepared(one.sampling, len(one.prompt), one.new)
-            mode = mode_of([one.sampling])
-            found.append(pick(logits[at : at + 1], one.draws[0], mode))
-        return torch.cat(found)
+        return tokens
 
     def _launch(self) -> tuple[Launched, list[_Request]] | None:
         """A decode step of what runs. Sequences whose last token it makes leave at once: what

@@ -99,9 +99,10 @@ def _kept(values: Any, draws: Draws) -> Any:
 
 def _draw(probabilities: Any, uniform: Any) -> Any:
     """[rows] int64: where the running sum first exceeds this part of the whole, which is where the
-    probability is not 0."""
+    probability is not 0. The last token where there is no such sum, of numbers that are none."""
     torch = torch_ops.torch_seen()
     sums = probabilities.cumsum(-1)
     whole = sums[:, -1]
     target = torch.minimum(uniform * whole, torch.nextafter(whole, torch.zeros_like(whole)))
-    return torch.searchsorted(sums, target[:, None], right=True)[:, 0]
+    found = torch.searchsorted(sums, target[:, None], right=True)[:, 0]
+    return found.clamp_(max=sums.shape[-1] - 1)

@@ -29,6 +29,25 @@ class State(NamedTuple):
         return Draws(self.temperature, self.top_k, self.top_p, uniform)
 
 
+class Starting(NamedTuple):
+    """A sequence whose prompt of `length` tokens is in the cache. uniforms: by which its new tokens
+    are drawn, on the host; None: it draws none."""
+
+    length: int
+    sampling: Sampling
+    uniforms: Any
+
+    @classmethod
+    def of(cls, length: int, sampling: Sampling, new: int) -> Starting:
+        """With uniform numbers for `new` tokens, by the sampling's seed."""
+        if sampling.temperature == 0:
+            return cls(length, sampling, None)
+        torch = torch_ops.torch_seen()
+        made = torch.Generator()
+        made.seed() if sampling.seed is None else made.manual_seed(sampling.seed)
+        return cls(length, sampling, torch.rand(new, generator=made))
+
+
 class Slots:
     """`size` slots for sequences of up to `length` tokens; the full ones come first."""
 
@@ -41,42 +60,47 @@ class Slots:
 
         self.state = State(
             zeros(torch.int64), zeros(torch.int32), zeros(torch.int32).fill_(-1),
-            zeros(torch.int32), zeros(torch.float32), zeros(torch.int64), zeros(torch.float32),
-            zeros(torch.float32, length),
+            zeros(torch.int32), zeros(torch.float32), zeros(torch.int64).fill_(vocabulary),
+            zeros(torch.float32).fill_(1.0), zeros(torch.float32, length),
         )  # fmt: skip
 
     def first(self, count: int) -> State:
         """Views of the first slots."""
         return State(*(array[:count] for array in self.state))
 
-    def put(self, at: int, row: Any, position: int, token: Any, draws: Draws, whole: Any) -> None:
-        """A sequence: row and token are tensors of one number; draws, whole: of `prepared`."""
-        state = self.state
-        state.tokens[at].copy_(token)
-        state.rows[at].copy_(row)
-        state.positions[at], state.active[at] = position, 1
-        for own, given in zip((state.temperature, state.top_k, state.top_p), draws, strict=False):
-            own[at].copy_(given[0])
-        state.uniforms[at, : len(whole)].copy_(whole)
+    def put(self, at: int, rows: Any, tokens: Any, draws: Draws, starting: list[Starting]) -> None:
+        """Sequences into the slots from `at` on: rows, tokens and draws are of them all."""
+        torch, state = torch_ops.torch_seen(), self.state
+        span = slice(at, at + len(starting))
+        lengths = torch.tensor([one.length for one in starting], dtype=torch.int32)
+        pairs = (
+            (state.tokens, tokens), (state.rows, rows), (state.positions, lengths),
+            (state.temperature, draws.temperature), (state.top_k, draws.top_k),
+            (state.top_p, draws.top_p),
+        )  # fmt: skip
+        for own, given in pairs:
+            own[span].copy_(given)
+        state.active[span] = 1
+        for slot, one in enumerate(starting, at):
+            if one.uniforms is not None:
+                state.uniforms[slot, one.length - 1 :][: len(one.uniforms)].copy_(one.uniforms)
 
-    def prepared(self, sampling: Sampling, prompt: int, new: int) -> tuple[Draws, Any]:
-        """(what the first new token is drawn by, [1] each; the sequence's uniform numbers by
-        position)."""
+    def draws(self, starting: list[Starting]) -> Draws:
+        """For the first new tokens of these sequences."""
         torch, device = torch_ops.torch_seen(), self.state.tokens.device
-        made = torch.Generator()
-        made.seed() if sampling.seed is None else made.manual_seed(sampling.seed)
-        whole = torch.zeros(prompt + new - 1)
-        if sampling.temperature > 0:
-            whole[prompt - 1 :] = torch.rand(new, generator=made)
-        whole = whole.to(device)
-        top_k = min(sampling.top_k or self._vocabulary, self._vocabulary)
-        draws = Draws(
-            torch.tensor([sampling.temperature], dtype=torch.float32, device=device),
-            torch.tensor([top_k], device=device),
-            torch.tensor([sampling.top_p or 1.0], dtype=torch.float32, device=device),
-            whole[prompt - 1 : prompt],
+        said = [one.sampling for one in starting]
+        most = self._vocabulary
+        first = [0.0 if one.uniforms is None else float(one.uniforms[0]) for one in starting]
+
+        def uploaded(values: list[Any], dtype: Any) -> Any:
+            return torch.tensor(values, dtype=dtype).to(device)
+
+        return Draws(
+            uploaded([one.temperature for one in said], torch.float32),
+            uploaded([min(one.top_k or most, most) for one in said], torch.int64),
+            uploaded([one.top_p or 1.0 for one in said], torch.float32),
+            uploaded(first, torch.float32),
         )
-        return draws, whole
 
     def remove(self, at: int, last: int) -> None:
         """Empty a slot; the sequence of the last full one takes it."""
@@ -85,3 +109,4 @@ class Slots:
             for array in state:
                 array[at].copy_(array[last])
         state.rows[last], state.active[last], state.positions[last] = -1, 0, 0
+        state.temperature[last] = 0.0

@@ -96,17 +96,18 @@ class Steps:
         torch, state = torch_ops.torch_seen(), self.slots.first(size)
         kept = (state.tokens.clone(), state.positions.clone(), state.rows.clone())
         state.rows.fill_(-1)
-        for _ in range(2):
-            self.run(size, mode)
-            state.positions.copy_(kept[1])
-        torch.cuda.synchronize()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        workspace.reserve(state.tokens.device.index, _COUNTERS)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self.run(size, mode)
-        state.tokens.copy_(kept[0])
-        state.positions.copy_(kept[1])
-        state.rows.copy_(kept[2])
+        try:
+            for _ in range(2):
+                self.run(size, mode)
+                state.positions.copy_(kept[1])
+            torch.cuda.synchronize()
+            workspace.reserve(state.tokens.device.index, _COUNTERS)
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                self.run(size, mode)
+        finally:
+            for own, was in zip((state.tokens, state.positions, state.rows), kept, strict=True):
+                own.copy_(was)
         return graph

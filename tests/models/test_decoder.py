@@ -120,6 +120,15 @@ def test_draws_of_a_seed_are_the_same_in_any_batch():
     assert other != alone
 
 
+def test_slots_that_are_empty_draw_nothing():
+    """Three sequences take the graph of four."""
+    hot = Sampling(temperature=1.5, top_k=20, seed=7)
+    with quiet():
+        made = one_layer(max_batch=4).generate(PROMPTS, max_new_tokens=3, sampling=hot)
+        alone = one_layer(max_batch=1)
+        assert made == [alone.generate([p], max_new_tokens=3, sampling=hot)[0] for p in PROMPTS]
+
+
 @pytest.mark.parametrize("name, append, norm", [
     ("llama", "rope_kv_append.computed", "rms_norm.rows"),
     ("gpt2", "kv_append.tokens", "layer_norm.rows"),

@@ -79,6 +79,12 @@ def test_draws_at_the_ends_find_a_token_that_can_be():
         assert all(100 <= token < 200 for token in pick(logits, draws, mode).tolist())
 
 
+@pytest.mark.parametrize("mode", [GREEDY, PLAIN, FEW, SORTED])
+def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary(mode):
+    draws = Draws(torch.ones(1), torch.full((1,), 5), torch.ones(1), torch.full((1,), 0.5))
+    assert 0 <= int(pick(torch.full((1, 5), float("nan")), draws, mode)) < 5
+
+
 def test_the_mode_is_the_cheapest_that_a_batch_permits():
     greedy, plain = Sampling(), Sampling(0.7)
     few, many, nucleus = Sampling(1.0, 50, 0.9), Sampling(1.0, 5000), Sampling(1.0, None, 0.9)
