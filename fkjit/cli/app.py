@@ -143,12 +143,18 @@ def warm(
     from_: Annotated[
         Path | None, typer.Option("--from", metavar="FILE", help="compile what --record wrote")
     ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="of a model: llama-3.2-1b, gpt2 …, or a config.json")
+    ] = None,
+    batch: Annotated[str | None, typer.Option(help="of a model: sequences, 1,16")] = None,
+    prompt: Annotated[int | None, typer.Option(help="of a model: tokens of prompts")] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="processes")] = None,
 ) -> None:
     """Fill the cache ahead of time. Needs no GPU; start again to go on after Ctrl-C.
 
     `fkjit warm attention_varlen --head-dim 128 --dtype bf16 --where window=1024,0 --arch sm_90a`
-    compiles what such calls take at several sizes.
+    compiles what such calls take at several sizes; `fkjit warm --config llama-3.2-1b --batch 1,16`
+    what `fkjit generate` takes of such a model.
     """
     warm_ = import_module("fkjit.cli.warm")
     values = {"head_dim": head_dim, "dtype": dtype}
@@ -159,6 +165,13 @@ def warm(
             raise typer.BadParameter(f"{name} goes with no other choice of kernels or targets")
     if record is not None:
         raise typer.Exit(warm_.record(record, ops or []))
+    if config is not None:
+        if any((ops, head_dim, where, from_)):
+            raise typer.BadParameter("--config goes with --batch, --prompt, --dtype, --arch alone")
+        work = warm_.of_model(config, batch or "1", prompt, dtype or "bf16", arch)
+        raise typer.Exit(warm_.run(work, jobs))
+    if batch is not None or prompt is not None:
+        raise typer.BadParameter("--batch and --prompt go with --config")
     read = import_module("fkjit.warm_record").read
     work = read(from_) if from_ else warm_.chosen(ops or [], arch, values, where or [])
     raise typer.Exit(warm_.run(work, jobs))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from fkjit.cli import console as report
 from fkjit.errors import DeviceError, ParameterError
-from fkjit.models import Decoder, ModelConfig, Sampling, named_configs, random_weights
+from fkjit.models import Decoder, ModelConfig, Sampling, random_weights
+from fkjit.models.config import configuration
 from fkjit.runtime.gpus import gpus
 
 _CALL = "generate"
@@ -48,7 +47,7 @@ class Rates(NamedTuple):
 def run(options: Options) -> None:
     """Generate twice, of which the first time compiles, and print what the second one took."""
     out = report.console()
-    config = configuration(options.config, options.layers)
+    config = _shortened(configuration(_CALL, options.config), options.layers)
     device = options.device or ("cuda" if gpus()[0] else "cpu")
     decoder = _decoder(config, options, device)
     parameters = sum(x.numel() for x in _tensors(decoder))
@@ -105,17 +104,10 @@ def measured(decoder: Decoder, options: Options, progress: Any) -> Rates:
     )
 
 
-def configuration(name: str, layers: int | None) -> ModelConfig:
-    """By name or path. ParameterError for a file that cannot be read."""
-    given: Any = name
-    if name not in named_configs() and name.endswith(".json"):
-        try:
-            given = json.loads(Path(name).read_text())
-        except (OSError, ValueError) as error:
-            raise ParameterError(f"{_CALL}: config={name}: {error}") from error
+def _shortened(config: ModelConfig, layers: int | None) -> ModelConfig:
+    """With the first layers alone, if so many are asked for."""
     if layers is None:
-        return ModelConfig.of(given)
-    config = ModelConfig.of(given)
+        return config
     if not 1 <= layers <= config.layers:
         raise ParameterError(f"{_CALL}: layers={layers}; allowed: 1 to {config.layers}")
     return config.with_layers(layers)

@@ -81,6 +81,17 @@ def named_configs() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
 
+def configuration(call: str, name: str) -> ModelConfig:
+    """By name, or of the file of a config.json. ParameterError where it cannot be read."""
+    if name in named_configs() or not name.endswith(".json"):
+        return ModelConfig.of(name)
+    try:
+        fields = json.loads(Path(name).read_text())
+    except (OSError, ValueError) as error:
+        raise ParameterError(f"{call}: config={name}: {error}") from error
+    return ModelConfig.of(fields)
+
+
 def _fields(config: Any) -> Mapping[str, Any]:
     if isinstance(config, str):
         if config not in named_configs():

@@ -20,7 +20,9 @@ from fkjit.ops.kv.cache import PagedKVCache
 from fkjit.ops.op import torch_ops
 
 _CALL = "Decoder"
-_LONGEST = 4096  # tokens of a sequence, where nothing else is said
+LONGEST = 4096  # tokens of a sequence, where nothing else is said
+PAGE_SIZE = 256
+CHUNK = 8192
 
 
 class Token(NamedTuple):
@@ -88,13 +90,13 @@ class Decoder:
         max_batch: int = 64,
         max_length: int | None = None,
         num_pages: int | None = None,
-        page_size: int = 256,
-        chunk: int = 8192,
+        page_size: int = PAGE_SIZE,
+        chunk: int = CHUNK,
         graphs: bool = True,
     ) -> None:
         self.config = ModelConfig.of(config)
         held = self._weights(weights, dtype, device)
-        longest = min(self.config.max_length, _LONGEST) if max_length is None else max_length
+        longest = min(self.config.max_length, LONGEST) if max_length is None else max_length
         self.max_batch = whole(_CALL, "max_batch", max_batch, 1, 4096)
         self.max_length = whole(_CALL, "max_length", longest, 2, self.config.max_length)
         self.chunk = whole(_CALL, "chunk", chunk, 1, 1 << 24)
