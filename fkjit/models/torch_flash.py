@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from fkjit.compat.arguments import refuse
@@ -60,13 +61,15 @@ def activated(key: str = "CUDA") -> Handle:
     """Register the kernels for a dispatch key; what PyTorch calls on activation."""
     torch = torch_ops.torch_seen()
     library = torch.library.Library("aten", "IMPL", key)
-    for name, function in (
-        ("_scaled_dot_product_flash_attention", _dense_forward),
-        ("_scaled_dot_product_flash_attention_backward", _dense_backward),
-        ("_flash_attention_forward", _flash_forward),
-        ("_flash_attention_backward", _flash_backward),
-    ):
-        library.impl(name, function, key)
+    with warnings.catch_warnings():  # that there is one already is what this is for
+        warnings.filterwarnings("ignore", ".*Overriding a previously registered kernel")
+        for name, function in (
+            ("_scaled_dot_product_flash_attention", _dense_forward),
+            ("_scaled_dot_product_flash_attention_backward", _dense_backward),
+            ("_flash_attention_forward", _flash_forward),
+            ("_flash_attention_backward", _flash_backward),
+        ):
+            library.impl(name, function, key)
     return Handle(library)
 
 
