@@ -48,10 +48,10 @@ class Network:
             stream = linear(inner, *layer.down, residual=stream)
         return stream
 
-    def logits(self, stream: Any) -> Any:
-        """fp32 [rows, vocabulary] of rows of the residual stream."""
+    def logits(self, stream: Any, out: Any = None) -> Any:
+        """fp32 [rows, vocabulary] of rows of the residual stream; `out`: where to write them."""
         normed = self._norm(stream, self.weights.norm)
-        return linear(normed, self.weights.head, out_dtype="fp32")
+        return linear(normed, self.weights.head, out=out, out_dtype="fp32")
 
     def _append(
         self, layer: Layer, number: int, stream: Any, positions: Any, slots: Any, cache: Any

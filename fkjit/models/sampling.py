@@ -14,6 +14,7 @@ from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.op import torch_ops
 
 _CALL = "Sampling"
+_GROUPS, _EVEN = 128, 4  # of a row of logits; rows of fp32 begin on 16-byte boundaries
 _FEW = 1024  # of top_k: as many are found without sorting all of the vocabulary
 
 GREEDY, PLAIN, FEW, SORTED = "greedy", "plain", "few", "sorted"
@@ -70,9 +71,32 @@ class Draws(NamedTuple):
     uniform: Any
 
 
-def pick(logits: Any, draws: Draws | None, mode: str) -> Any:
-    """Tokens [rows] int64 by fp32 logits [rows, vocabulary]. Can be captured."""
-    best = logits.argmax(-1)
+class Logits:
+    """Room for fp32 logits [rows, vocabulary], with -inf behind each row up to a whole number of
+    groups: `argmax` shares one row out over few blocks, groups over many."""
+
+    def __init__(self, rows: int, vocabulary: int, device: Any) -> None:
+        torch = torch_ops.torch_seen()
+        self._vocabulary = vocabulary
+        self._width = -(-vocabulary // (_GROUPS * _EVEN)) * _EVEN  # of a group
+        shape = (rows, _GROUPS * self._width)
+        self._padded = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
+
+    def rows(self, count: int) -> Any:
+        """A view of the first rows, to be written."""
+        return self._padded[:count, : self._vocabulary]
+
+    def largest(self, count: int) -> Any:
+        """[count] int64, `argmax` of the first rows."""
+        values, at = self._padded[:count].unflatten(-1, (_GROUPS, -1)).max(-1)
+        group = values.argmax(-1, keepdim=True)
+        return (group * self._width + at.gather(-1, group))[:, 0]
+
+
+def pick(logits: Any, draws: Draws | None, mode: str, best: Any = None) -> Any:
+    """Tokens [rows] int64 by fp32 logits [rows, vocabulary]; best: their `argmax`, if it is known.
+    Can be captured."""
+    best = logits.argmax(-1) if best is None else best
     if mode == GREEDY or draws is None:
         return best
     torch = torch_ops.torch_seen()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fkjit.models.network import Network
-from fkjit.models.sampling import GREEDY, pick
+from fkjit.models.sampling import GREEDY, Logits, pick
 from fkjit.models.slots import Slots
 from fkjit.ops.attention.decode.call import paged_attention
 from fkjit.ops.kv.cache import PagedKVCache
@@ -47,6 +47,8 @@ class Steps:
         self._on_gpu = slots.state.tokens.is_cuda
         self._graphs: dict[tuple[int, str], Any] | None = {} if graphs and self._on_gpu else None
         self._pool: Any = None
+        vocabulary, device = network.config.vocabulary, slots.state.tokens.device
+        self._logits = Logits(self._most, vocabulary, device)
         self._host = [
             torch.zeros(self._most, dtype=torch.int64, pin_memory=self._on_gpu)
             for _ in range(_RING)
@@ -80,7 +82,8 @@ class Steps:
         slots = kv_slots(cache, state.rows)
         stream = network.hidden(state.tokens, state.positions, slots, cache, attend)
         draws = None if mode == GREEDY else state.draws()
-        state.tokens.copy_(pick(network.logits(stream), draws, mode))
+        logits = network.logits(stream, out=self._logits.rows(size))
+        state.tokens.copy_(pick(logits, draws, mode, self._logits.largest(size)))
         state.positions.add_(state.active)
 
     def graph(self, size: int, mode: str) -> Any:

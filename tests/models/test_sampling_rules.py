@@ -11,6 +11,7 @@ from fkjit.models.sampling import (  # noqa: E402
     PLAIN,
     SORTED,
     Draws,
+    Logits,
     Sampling,
     mode_of,
     pick,
@@ -83,6 +84,17 @@ def test_draws_at_the_ends_find_a_token_that_can_be():
 def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary(mode):
     draws = Draws(torch.ones(1), torch.full((1,), 5), torch.ones(1), torch.full((1,), 0.5))
     assert 0 <= int(pick(torch.full((1, 5), float("nan")), draws, mode)) < 5
+
+
+@pytest.mark.parametrize("vocabulary", [5, 512, 1000, 50257])
+def test_the_largest_logit_is_found_by_groups(vocabulary):
+    made = Logits(3, vocabulary, "cpu")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        values = torch.randn(2, vocabulary) - 100
+        values[1, -1] = 0  # the last one of all
+        made.rows(2).copy_(values)
+        assert made.largest(2).tolist() == values.argmax(-1).tolist()
 
 
 def test_the_mode_is_the_cheapest_that_a_batch_permits():
