@@ -100,14 +100,7 @@ class Decoder:
         self.max_batch = whole(_CALL, "max_batch", max_batch, 1, 4096)
         self.max_length = whole(_CALL, "max_length", longest, 2, self.config.max_length)
         self.chunk = whole(_CALL, "chunk", chunk, 1, 1 << 24)
-        if num_pages is None:
-            num_pages = max_batch * -(-self.max_length // whole(_CALL, "page_size", page_size, 1))
-        self.cache = PagedKVCache(
-            num_pages, page_size=page_size, num_kv_heads=self.config.heads_kv,
-            head_dim=self.config.head_dim, dtype=held.embedding.dtype,
-            device=held.embedding.device, num_layers=self.config.layers, max_sequences=max_batch,
-            max_length=self.max_length, framework="torch",
-        )  # fmt: skip
+        self.cache = self._cache(held.embedding, num_pages, page_size)
         self._network = Network(self.config, held)
         self._slots = Slots(
             max_batch, self.max_length, self.config.vocabulary, held.embedding.device
@@ -124,6 +117,18 @@ class Decoder:
     def weights(self) -> Weights:
         """The weights, as the forward pass takes them."""
         return self._network.weights
+
+    def _cache(self, like: Any, num_pages: int | None, page_size: int) -> PagedKVCache:
+        """Of the dtype and on the device of `like`."""
+        if num_pages is None:
+            pages = -(-self.max_length // whole(_CALL, "page_size", page_size, 1))
+            num_pages = self.max_batch * pages
+        return PagedKVCache(
+            num_pages, page_size=page_size, num_kv_heads=self.config.heads_kv,
+            head_dim=self.config.head_dim, dtype=like.dtype, device=like.device,
+            num_layers=self.config.layers, max_sequences=self.max_batch,
+            max_length=self.max_length, framework="torch",
+        )  # fmt: skip
 
     def _weights(self, weights: Any, dtype: Any, device: Any) -> Weights:
         torch = torch_ops.torch_seen()
