@@ -3,8 +3,8 @@
     python -m bench.models.decode [--config llama-3.2-1b] [--batch 1,16,64]
 
 Random weights, prompts of 512 tokens, 128 new ones, bf16, greedy. Of each batch: tokens/s of
-prompts and of new tokens through `Decoder.stream`, and microseconds of a step's graph by CUDA events (the
-median of 30 replays), both candidates in turns.
+prompts and of new tokens through `Decoder.stream`, and microseconds of a step's graph by CUDA
+events (the median of 30 replays), both candidates in turns.
 """
 
 from __future__ import annotations
