@@ -143,12 +143,18 @@ def warm(
     from_: Annotated[
         Path | None, typer.Option("--from", metavar="FILE", help="compile what --record wrote")
     ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="of a model: llama-3.2-1b, gpt2 …, or a config.json")
+    ] = None,
+    batch: Annotated[str | None, typer.Option(help="of a model: sequences, 1,16")] = None,
+    prompt: Annotated[int | None, typer.Option(help="of a model: tokens of prompts")] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="processes")] = None,
 ) -> None:
     """Fill the cache ahead of time. Needs no GPU; start again to go on after Ctrl-C.
 
     `fkjit warm attention_varlen --head-dim 128 --dtype bf16 --where window=1024,0 --arch sm_90a`
-    compiles what such calls take at several sizes.
+    compiles what such calls take at several sizes; `fkjit warm --config llama-3.2-1b --batch 1,16`
+    what `fkjit generate` takes of such a model.
     """
     warm_ = import_module("fkjit.cli.warm")
     values = {"head_dim": head_dim, "dtype": dtype}
@@ -159,6 +165,13 @@ def warm(
             raise typer.BadParameter(f"{name} goes with no other choice of kernels or targets")
     if record is not None:
         raise typer.Exit(warm_.record(record, ops or []))
+    if config is not None:
+        if any((ops, head_dim, where, from_)):
+            raise typer.BadParameter("--config goes with --batch, --prompt, --dtype, --arch alone")
+        work = warm_.of_model(config, batch or "1", prompt, dtype or "bf16", arch)
+        raise typer.Exit(warm_.run(work, jobs))
+    if batch is not None or prompt is not None:
+        raise typer.BadParameter("--batch and --prompt go with --config")
     read = import_module("fkjit.warm_record").read
     work = read(from_) if from_ else warm_.chosen(ops or [], arch, values, where or [])
     raise typer.Exit(warm_.run(work, jobs))
@@ -218,6 +231,29 @@ def doctor(
     else:
         import_module("fkjit.cli.show").print_doctor(found)
     raise typer.Exit(0 if found["ok"] else 1)
+
+
+@app.command()
+def generate(
+    config: Annotated[str, typer.Option(help="llama-3.2-1b, gpt2 …, or a config.json")] = "gpt2",
+    batch: Annotated[int, typer.Option(min=1, help="sequences")] = 1,
+    prompt: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 512,
+    new: Annotated[int, typer.Option(min=1, help="new tokens of each sequence")] = 128,
+    dtype: Annotated[str, typer.Option(help="bf16 or fp16")] = "bf16",
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu")] = None,
+    layers: Annotated[int | None, typer.Option(help="only so many of the model's")] = None,
+    temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="draw from so many tokens")] = None,
+    top_p: Annotated[float | None, typer.Option(help="draw from so much probability")] = None,
+) -> None:
+    """Tokens per second of a model with random weights: prefill and decode.
+
+    `fkjit generate --config llama-3.2-1b --batch 16`. Without a GPU the interpreter runs the
+    kernels, which takes minutes for whole models: `--layers 1 --prompt 8 --new 2`.
+    """
+    generate_ = import_module("fkjit.cli.generate")
+    sampling = generate_.Sampling(temperature, top_k, top_p)
+    generate_.run(generate_.Options(config, batch, prompt, new, dtype, device, layers, sampling))
 
 
 @app.command(context_settings=_VARIANT, add_help_option=False)

@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fkjit import warm_calls, warm_record
 from fkjit.cli import console as report
 from fkjit.errors import ParameterError
+from fkjit.models import warm as models
+from fkjit.models.config import configuration
 from fkjit.warm_worker import Job
 from fkjit.warming import (
     COMMON,
@@ -67,6 +69,19 @@ def _option(text: str) -> tuple[str, Any]:
         return name, literal_eval(value)
     except (ValueError, SyntaxError):
         return name, value
+
+
+def of_model(
+    config: str, batches: str, prompt: int | None, dtype: str, arch: str | None
+) -> list[Job]:
+    """The variants that generation with a model takes."""
+    try:
+        sizes = tuple(map(int, batches.split(",")))
+    except ValueError as error:
+        raise ParameterError(f"warm: --batch {batches!r} is not numbers: 1,16") from error
+    model = configuration("warm", config)
+    length = min(512, model.max_length) if prompt is None else prompt
+    return models.jobs(model, batches=sizes, prompt=length, dtype=dtype, arch=arch)
 
 
 def record(path: Path, command: Sequence[str]) -> int:

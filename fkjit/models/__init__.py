@@ -5,12 +5,34 @@
     print(report)                          # what was replaced, what was left
     fkjit.models.unpatch(model)
 
-docs/MODELS.md has what each replacement needs.
+    decoder = fkjit.models.Decoder(model.config, model.state_dict())   # or a loop of fkjit's own
+    decoder.generate(prompts, max_new_tokens=64)
+
+docs/MODELS.md has what each replacement needs, and what a Decoder does.
 """
 
 from __future__ import annotations
 
+from fkjit.models.config import ModelConfig, named_configs
+from fkjit.models.decoder import Decoder, Token
+from fkjit.models.loss import linear_cross_entropy
 from fkjit.models.patching import Report, patch, unpatch
+from fkjit.models.sampling import Sampling
 from fkjit.models.torch_attention import torch_attention
+from fkjit.models.torch_flash import register_flash_attention
+from fkjit.models.weights import random_weights
 
-__all__ = ["Report", "patch", "torch_attention", "unpatch"]
+__all__ = [
+    "Decoder",
+    "ModelConfig",
+    "Report",
+    "Sampling",
+    "Token",
+    "linear_cross_entropy",
+    "named_configs",
+    "patch",
+    "random_weights",
+    "register_flash_attention",
+    "torch_attention",
+    "unpatch",
+]

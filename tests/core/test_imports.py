@@ -33,7 +33,8 @@ LAYERS = (
     {"cpu"},
     {"ops"},
     {"api", "compat", "device", "warm_calls", "warm_worker", "pytest_plugin"},
-    {"warming", "warm_record", "models"},
+    {"warming", "warm_record"},
+    {"models"},
     {"cli"},
     {"__main__"},
 )

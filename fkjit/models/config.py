@@ -1,0 +1,184 @@
+"""What a model is: the numbers of a Hugging Face configuration that a forward pass needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fkjit.arguments import shown
+from fkjit.errors import ArgumentTypeError, ParameterError, did_you_mean
+from fkjit.ops.rope.frequencies import THETA, Llama3Scaling
+
+_CALL = "ModelConfig"
+_FOLDER = Path(__file__).parent / "configs"
+
+# transformers' names of activations -> `fkjit.linear`'s
+ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu",
+}  # fmt: skip
+_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = (*_LLAMA_LIKE, "gpt2")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer.
+
+    model_type: transformers' name. hidden, mlp: widths. theta: of RoPE; None: learned positions.
+    windows: of each layer, how many keys a token sees, itself included; None: all before it.
+    gated: gate and up, activation(gate) * up. qk_norm: RMSNorm of each head before RoPE. tied: the
+    embedding is the head as well. max_length: positions that there are.
+    """
+
+    model_type: str
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    mlp: int
+    activation: str
+    eps: float
+    max_length: int
+    theta: float | None
+    scaling: Llama3Scaling | None
+    windows: tuple[int | None, ...]
+    gated: bool
+    qk_norm: bool
+    tied: bool
+
+    @classmethod
+    def of(cls, config: Any) -> ModelConfig:
+        """Of a transformers configuration, its dictionary, or a name of `named_configs()`.
+
+        Raises:
+            ArgumentTypeError: something else.
+            ParameterError: a name or model_type that there is not, a missing field, or a part that
+                no kernel here computes.
+        """
+        if isinstance(config, cls):
+            return config
+        fields = _fields(config)
+        kind = fields.get("model_type")
+        if kind not in MODEL_TYPES:
+            raise ParameterError(
+                f"{_CALL}: model_type={shown(kind)}; allowed: {', '.join(MODEL_TYPES)}"
+            )
+        return cls(**(_gpt2(fields) if kind == "gpt2" else _llama(fields)))
+
+    def with_layers(self, layers: int) -> ModelConfig:
+        """The same with the first layers alone."""
+        return replace(self, layers=layers, windows=self.windows[:layers])
+
+
+def named_configs() -> tuple[str, ...]:
+    """Models whose configurations come with fkjit."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+
+
+def configuration(call: str, name: str) -> ModelConfig:
+    """By name, or of the file of a config.json. ParameterError where it cannot be read."""
+    if name in named_configs() or not name.endswith(".json"):
+        return ModelConfig.of(name)
+    try:
+        fields = json.loads(Path(name).read_text())
+    except (OSError, ValueError) as error:
+        raise ParameterError(f"{call}: config={name}: {error}") from error
+    return ModelConfig.of(fields)
+
+
+def _fields(config: Any) -> Mapping[str, Any]:
+    if isinstance(config, str):
+        if config not in named_configs():
+            near = did_you_mean(config, named_configs())
+            raise ParameterError(
+                f"{_CALL}: no {shown(config)}{near} (has: {', '.join(named_configs())})"
+            )
+        return json.loads((_FOLDER / f"{config}.json").read_text())
+    if isinstance(config, Mapping):
+        return config
+    if callable(getattr(config, "to_dict", None)):
+        return config.to_dict()
+    raise ArgumentTypeError(
+        f"{_CALL}: config is a {type(config).__name__}; allowed: a transformers configuration, its "
+        f"dictionary, or one of {', '.join(named_configs())}"
+    )
+
+
+def _need(fields: Mapping[str, Any], *names: str) -> list[Any]:
+    missing = [name for name in names if fields.get(name) is None]
+    if missing:
+        raise ParameterError(f"{_CALL}: the configuration lacks {', '.join(missing)}")
+    return [fields[name] for name in names]
+
+
+def _activation(name: Any) -> str:
+    if name not in ACTIVATIONS:
+        raise ParameterError(
+            f"{_CALL}: activation {shown(name)}; allowed: {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
+
+
+def _gpt2(fields: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions")
+    vocabulary, hidden, layers, heads, positions = _need(fields, *names)
+    if fields.get("scale_attn_by_inverse_layer_idx"):
+        raise ParameterError(f"{_CALL}: scale_attn_by_inverse_layer_idx=True; allowed: False")
+    return {
+        "model_type": "gpt2", "vocabulary": vocabulary, "hidden": hidden, "layers": layers,
+        "heads_q": heads, "heads_kv": heads, "head_dim": hidden // heads,
+        "mlp": fields.get("n_inner") or 4 * hidden, "max_length": positions,
+        "activation": _activation(fields.get("activation_function", "gelu_new")),
+        "eps": fields.get("layer_norm_epsilon", 1e-5), "theta": None, "scaling": None,
+        "windows": (None,) * layers, "gated": False, "qk_norm": False,
+        "tied": fields.get("tie_word_embeddings", True),
+    }  # fmt: skip
+
+
+def _llama(fields: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+             "num_attention_heads", "max_position_embeddings")  # fmt: skip
+    vocabulary, hidden, mlp, layers, heads, positions = _need(fields, *names)
+    theta, scaling = _rope(fields)
+    return {
+        "model_type": fields["model_type"], "vocabulary": vocabulary, "hidden": hidden,
+        "layers": layers, "heads_q": heads,
+        "heads_kv": fields.get("num_key_value_heads") or heads,
+        "head_dim": fields.get("head_dim") or hidden // heads, "mlp": mlp,
+        "activation": _activation(fields.get("hidden_act", "silu")),
+        "eps": fields.get("rms_norm_eps", 1e-6), "max_length": positions, "theta": theta,
+        "scaling": scaling, "windows": _windows(fields, layers), "gated": True,
+        "qk_norm": fields["model_type"] == "qwen3",
+        "tied": fields.get("tie_word_embeddings", False),
+    }  # fmt: skip
+
+
+def _rope(fields: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
+    """theta and scaling; transformers 5 has them in rope_parameters, config.json often apart."""
+    said = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
+    theta = float(said.get("rope_theta") or fields.get("rope_theta") or THETA)
+    kind = said.get("rope_type") or said.get("type") or "default"
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise ParameterError(f"{_CALL}: rope_type={shown(kind)}; allowed: default, llama3")
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    factor, low, high, context = _need(said, *names)
+    return theta, Llama3Scaling(float(factor), float(low), float(high), int(context))
+
+
+def _windows(fields: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """What each layer sees, as `layer_types` or the model's own default say."""
+    window = fields.get("sliding_window")
+    if fields["model_type"].startswith("qwen") and not fields.get("use_sliding_window"):
+        window = None
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return (window if fields["model_type"] != "llama" else None,) * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,0 +1,77 @@
+"""A forward pass of packed tokens, in as few launches as the kernels' epilogues permit.
+
+A layer has eight: norm, one product for q, k and v, RoPE with the append to the cache, attention,
+the output product with the residual added, norm, the product up with its activation or gate, and
+the product down with the residual added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fkjit.models.config import ModelConfig
+from fkjit.models.weights import Affine, Layer, Weights
+from fkjit.ops.gemm.call import linear
+from fkjit.ops.kv.append import kv_append
+from fkjit.ops.kv.rope_append import rope_kv_append
+from fkjit.ops.norm.call import layer_norm, rms_norm
+from fkjit.ops.op import torch_ops
+
+Attend = Callable[[Any, int], Any]  # q [tokens, heads, head_dim] and the layer -> the same shape
+
+
+class Network:
+    """The layers of a model. All methods can be captured into a CUDA graph."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config, self.weights = config, weights
+
+    def hidden(self, tokens: Any, positions: Any, slots: Any, cache: Any, attend: Attend) -> Any:
+        """The residual stream [tokens, hidden] behind the last layer.
+
+        tokens, positions: [tokens], whole numbers. slots: [tokens] int32 of `cache`, where keys and
+        values of each token go before `attend` is called.
+        """
+        torch, weights = torch_ops.torch_seen(), self.weights
+        stream = torch.nn.functional.embedding(tokens, weights.embedding)
+        if weights.positions is not None:
+            stream = stream + torch.nn.functional.embedding(positions, weights.positions)
+        for number, layer in enumerate(weights.layers):
+            q = self._append(layer, number, stream, positions, slots, cache)
+            attended = attend(q, number).flatten(1)
+            stream = linear(attended, *layer.out, residual=stream)
+            inner = linear(
+                self._norm(stream, layer.mlp_norm), *layer.up,
+                activation=self.config.activation, gate=self.config.gated,
+            )  # fmt: skip
+            stream = linear(inner, *layer.down, residual=stream)
+        return stream
+
+    def logits(self, stream: Any, out: Any = None) -> Any:
+        """fp32 [rows, vocabulary] of rows of the residual stream; `out`: where to write them."""
+        normed = self._norm(stream, self.weights.norm)
+        return linear(normed, self.weights.head, out=out, out_dtype="fp32")
+
+    def _append(
+        self, layer: Layer, number: int, stream: Any, positions: Any, slots: Any, cache: Any
+    ) -> Any:
+        """q [tokens, heads, head_dim], ready; k and v are in the cache."""
+        config = self.config
+        heads = linear(self._norm(stream, layer.norm), *layer.qkv)
+        heads = heads.unflatten(-1, (-1, config.head_dim))
+        q, k, v = heads.split((config.heads_q, config.heads_kv, config.heads_kv), 1)
+        if config.qk_norm:
+            q, k = rms_norm(q, layer.q_norm, config.eps), rms_norm(k, layer.k_norm, config.eps)
+        if config.theta is None:
+            kv_append(k, v, cache, slots, layer=number)
+            return q
+        return rope_kv_append(
+            q, k, v, cache, slots, positions, theta=config.theta, scaling=config.scaling,
+            layer=number,
+        )  # fmt: skip
+
+    def _norm(self, x: Any, norm: Affine) -> Any:
+        if norm.bias is not None:
+            return layer_norm(x, norm.weight, norm.bias, self.config.eps)
+        return rms_norm(x, norm.weight, self.config.eps)

@@ -1,0 +1,112 @@
+"""What a decode step knows of its sequences, on the device, at addresses that stay."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from fkjit.models.sampling import Draws, Sampling
+from fkjit.ops.op import torch_ops
+
+
+class State(NamedTuple):
+    """tokens [slots] int64: the next input. positions [slots] int32: where it stands. rows [slots]
+    int32: its sequence's row in the cache's tables, -1: the slot is empty. active [slots] int32: 1,
+    or 0 where it is empty. temperature, top_p fp32, top_k int64 [slots]. uniforms [slots, length]
+    fp32: by which the token behind a position is drawn."""
+
+    tokens: Any
+    positions: Any
+    rows: Any
+    active: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    uniforms: Any
+
+    def draws(self) -> Draws:
+        """For the tokens behind `positions`."""
+        uniform = self.uniforms.gather(1, self.positions.long()[:, None])[:, 0]
+        return Draws(self.temperature, self.top_k, self.top_p, uniform)
+
+
+class Starting(NamedTuple):
+    """A sequence whose prompt of `length` tokens is in the cache. uniforms: by which its new tokens
+    are drawn, on the host; None: it draws none."""
+
+    length: int
+    sampling: Sampling
+    uniforms: Any
+
+    @classmethod
+    def of(cls, length: int, sampling: Sampling, new: int) -> Starting:
+        """With uniform numbers for `new` tokens, by the sampling's seed."""
+        if sampling.temperature == 0:
+            return cls(length, sampling, None)
+        torch = torch_ops.torch_seen()
+        made = torch.Generator()
+        made.seed() if sampling.seed is None else made.manual_seed(sampling.seed)
+        return cls(length, sampling, torch.rand(new, generator=made))
+
+
+class Slots:
+    """`size` slots for sequences of up to `length` tokens; the full ones come first."""
+
+    def __init__(self, size: int, length: int, vocabulary: int, device: Any) -> None:
+        torch = torch_ops.torch_seen()
+        self._vocabulary = vocabulary
+
+        def zeros(dtype: Any, *shape: int) -> Any:
+            return torch.zeros(size, *shape, dtype=dtype, device=device)
+
+        self.state = State(
+            zeros(torch.int64), zeros(torch.int32), zeros(torch.int32).fill_(-1),
+            zeros(torch.int32), zeros(torch.float32), zeros(torch.int64).fill_(vocabulary),
+            zeros(torch.float32).fill_(1.0), zeros(torch.float32, length),
+        )  # fmt: skip
+
+    def first(self, count: int) -> State:
+        """Views of the first slots."""
+        return State(*(array[:count] for array in self.state))
+
+    def put(self, at: int, rows: Any, tokens: Any, draws: Draws, starting: list[Starting]) -> None:
+        """Sequences into the slots from `at` on: rows, tokens and draws are of them all."""
+        torch, state = torch_ops.torch_seen(), self.state
+        span = slice(at, at + len(starting))
+        lengths = torch.tensor([one.length for one in starting], dtype=torch.int32)
+        pairs = (
+            (state.tokens, tokens), (state.rows, rows), (state.positions, lengths),
+            (state.temperature, draws.temperature), (state.top_k, draws.top_k),
+            (state.top_p, draws.top_p),
+        )  # fmt: skip
+        for own, given in pairs:
+            own[span].copy_(given)
+        state.active[span] = 1
+        for slot, one in enumerate(starting, at):
+            if one.uniforms is not None:
+                state.uniforms[slot, one.length - 1 :][: len(one.uniforms)].copy_(one.uniforms)
+
+    def draws(self, starting: list[Starting]) -> Draws:
+        """For the first new tokens of these sequences."""
+        torch, device = torch_ops.torch_seen(), self.state.tokens.device
+        said = [one.sampling for one in starting]
+        most = self._vocabulary
+        first = [0.0 if one.uniforms is None else float(one.uniforms[0]) for one in starting]
+
+        def uploaded(values: list[Any], dtype: Any) -> Any:
+            return torch.tensor(values, dtype=dtype).to(device)
+
+        return Draws(
+            uploaded([one.temperature for one in said], torch.float32),
+            uploaded([min(one.top_k or most, most) for one in said], torch.int64),
+            uploaded([one.top_p or 1.0 for one in said], torch.float32),
+            uploaded(first, torch.float32),
+        )
+
+    def remove(self, at: int, last: int) -> None:
+        """Empty a slot; the sequence of the last full one takes it."""
+        state = self.state
+        if at != last:
+            for array in state:
+                array[at].copy_(array[last])
+        state.rows[last], state.active[last], state.positions[last] = -1, 0, 0
+        state.temperature[last] = 0.0

@@ -1,0 +1,116 @@
+"""One decode step of a batch, in a CUDA graph where there is a GPU."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from fkjit.models.network import Network
+from fkjit.models.sampling import GREEDY, Logits, pick
+from fkjit.models.slots import Slots
+from fkjit.ops.attention.decode.call import paged_attention
+from fkjit.ops.kv.cache import PagedKVCache
+from fkjit.ops.kv.slots import kv_slots
+from fkjit.ops.op import torch_ops
+from fkjit.runtime import workspace
+
+_COUNTERS = 1 << 12  # an eighth of those that are there for all kernels of one graph
+_RING = 3  # host buffers: of the step that runs, of the one that is read, and one between them
+
+
+def window_of(network: Network, layer: int) -> tuple[int, int] | None:
+    """A layer's window as attention takes it."""
+    seen = network.config.windows[layer]
+    return None if seen is None else (seen - 1, 0)
+
+
+class Launched(NamedTuple):
+    """Tokens of a step on their way to the host."""
+
+    tokens: Any
+    event: Any
+
+    def read(self) -> list[int]:
+        """The tokens, of the slots in their order. Waits for the step."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.tokens.tolist()
+
+
+class Steps:
+    """Steps of the first slots. A graph is captured when a number of slots (rounded up to a power
+    of two) and a way of sampling are met for the first time."""
+
+    def __init__(self, network: Network, cache: PagedKVCache, slots: Slots, graphs: bool) -> None:
+        torch = torch_ops.torch_seen()
+        self.network, self.cache, self.slots = network, cache, slots
+        self._most = slots.state.tokens.shape[0]
+        self._on_gpu = slots.state.tokens.is_cuda
+        self._graphs: dict[tuple[int, str], Any] | None = {} if graphs and self._on_gpu else None
+        self._pool: Any = None
+        vocabulary, device = network.config.vocabulary, slots.state.tokens.device
+        self._logits = Logits(self._most, vocabulary, device)
+        self._host = [
+            torch.zeros(self._most, dtype=torch.int64, pin_memory=self._on_gpu)
+            for _ in range(_RING)
+        ]
+
+    def launch(self, count: int, mode: str) -> Launched:
+        """A step of the first `count` slots; nothing waits for it."""
+        torch = torch_ops.torch_seen()
+        size = min(1 << (count - 1).bit_length(), self._most)
+        self.cache.flush()
+        if self._graphs is None:
+            self.run(size, mode)
+        else:
+            self.graph(size, mode).replay()
+        host = self._host.pop(0)
+        self._host.append(host)
+        host[:count].copy_(self.slots.state.tokens[:count], non_blocking=True)
+        event = torch.cuda.Event() if self._on_gpu else None
+        if event is not None:
+            event.record()
+        return Launched(host[:count], event)
+
+    def run(self, size: int, mode: str) -> None:
+        """The step itself: the sequences' tokens and positions become the next ones."""
+        network, cache, state = self.network, self.cache, self.slots.first(size)
+
+        def attend(q: Any, layer: int) -> Any:
+            window = window_of(network, layer)
+            return paged_attention(q, cache, rows=state.rows, layer=layer, window=window)
+
+        slots = kv_slots(cache, state.rows)
+        stream = network.hidden(state.tokens, state.positions, slots, cache, attend)
+        draws = None if mode == GREEDY else state.draws()
+        logits = network.logits(stream, out=self._logits.rows(size))
+        state.tokens.copy_(pick(logits, draws, mode, self._logits.largest(size)))
+        state.positions.add_(state.active)
+
+    def graph(self, size: int, mode: str) -> Any:
+        """The step as a torch.cuda.CUDAGraph."""
+        assert self._graphs is not None
+        found = self._graphs.get((size, mode))
+        if found is None:
+            found = self._graphs[size, mode] = self._captured(size, mode)
+        return found
+
+    def _captured(self, size: int, mode: str) -> Any:
+        """Steps without sequences come first: they compile and load every kernel."""
+        torch, state = torch_ops.torch_seen(), self.slots.first(size)
+        kept = (state.tokens.clone(), state.positions.clone(), state.rows.clone())
+        state.rows.fill_(-1)
+        try:
+            for _ in range(2):
+                self.run(size, mode)
+                state.positions.copy_(kept[1])
+            torch.cuda.synchronize()
+            workspace.reserve(state.tokens.device.index, _COUNTERS)
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                self.run(size, mode)
+        finally:
+            for own, was in zip((state.tokens, state.positions, state.rows), kept, strict=True):
+                own.copy_(was)
+        return graph

@@ -1,0 +1,211 @@
+"""A model's weights as its forward pass takes them: what is multiplied together stands together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from fkjit.arguments import shown
+from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.models.config import ModelConfig
+from fkjit.ops.op import torch_ops
+
+_CALL = "Decoder"
+
+
+class Affine(NamedTuple):
+    """weight and bias (None: there is none) of a product, [N, K] and [N], or of a norm."""
+
+    weight: Any
+    bias: Any = None
+
+
+class Layer(NamedTuple):
+    """qkv: rows of q's heads, then k's, then v's. up: where it is gated gate, and behind it up.
+    q_norm, k_norm: [head_dim] weights, None where heads are not normalised."""
+
+    norm: Affine
+    qkv: Affine
+    out: Affine
+    mlp_norm: Affine
+    up: Affine
+    down: Affine
+    q_norm: Any = None
+    k_norm: Any = None
+
+
+class Weights(NamedTuple):
+    """embedding and head: [vocabulary, hidden]. positions: [max_length, hidden], or None."""
+
+    embedding: Any
+    positions: Any
+    layers: tuple[Layer, ...]
+    norm: Affine
+    head: Any
+
+
+def arranged(config: ModelConfig, state: Mapping[str, Any], dtype: Any, device: Any) -> Weights:
+    """The weights of a Hugging Face `state_dict()`, in `dtype` on `device`.
+
+    q, k and v, and gate and up, become one array each; GPT-2's are transposed. Those are copies:
+    drop the state where memory is short.
+
+    Raises:
+        ArgumentTypeError: state is no mapping. ParameterError: a weight is missing, or its shape is
+        not what the configuration says.
+    """
+    if not isinstance(state, Mapping):
+        raise ArgumentTypeError(
+            f"{_CALL}: state_dict is a {type(state).__name__}; allowed: a mapping of names to "
+            "tensors, as model.state_dict()"
+        )
+    reader = _Reader(config, state, dtype, device)
+    return _gpt2(config, reader) if config.model_type == "gpt2" else _llama(config, reader)
+
+
+class _Reader:
+    """Weights by name, as they lie in `state`: with or without the name of the model before."""
+
+    def __init__(self, config: ModelConfig, state: Mapping[str, Any], dtype: Any, device: Any):
+        self.prefix = "transformer." if config.model_type == "gpt2" else "model."
+        self.state, self.dtype, self.device = state, dtype, device
+
+    def find(self, name: str) -> Any:
+        found = self.state.get(self.prefix + name)
+        return self.state.get(name) if found is None else found
+
+    def __call__(self, name: str, *shape: int) -> Any:
+        """ParameterError unless there is one of this shape."""
+        found = self.find(name)
+        if found is None:
+            raise ParameterError(f"{_CALL}: state_dict lacks {self.prefix}{name}")
+        if tuple(found.shape) != shape:
+            raise ParameterError(
+                f"{_CALL}: {self.prefix}{name} has shape {tuple(found.shape)}; allowed: {shape}"
+            )
+        return found.detach().to(self.device, self.dtype)
+
+    def optional(self, name: str, *shape: int) -> Any:
+        return None if self.find(name) is None else self(name, *shape)
+
+
+def _llama(config: ModelConfig, read: _Reader) -> Weights:
+    embedding = read("embed_tokens.weight", config.vocabulary, config.hidden)
+    layers = tuple(_llama_layer(config, read, f"layers.{n}.") for n in range(config.layers))
+    head = embedding
+    if not config.tied:
+        head = read("lm_head.weight", config.vocabulary, config.hidden)
+    return Weights(embedding, None, layers, Affine(read("norm.weight", config.hidden)), head)
+
+
+def _llama_layer(config: ModelConfig, read: _Reader, at: str) -> Layer:
+    hidden, dim = config.hidden, config.head_dim
+    heads = {"q": config.heads_q, "k": config.heads_kv, "v": config.heads_kv}
+    names = [(f"{at}self_attn.{name}_proj.", n * dim) for name, n in heads.items()]
+    norms = [
+        read(f"{at}self_attn.{name}_norm.weight", dim) if config.qk_norm else None for name in "qk"
+    ]
+    both = [(f"{at}mlp.{name}_proj.", config.mlp) for name in ("gate", "up")]
+    return Layer(
+        Affine(read(f"{at}input_layernorm.weight", hidden)),
+        _joined(read, names, hidden),
+        _joined(read, [(f"{at}self_attn.o_proj.", hidden)], config.heads_q * dim),
+        Affine(read(f"{at}post_attention_layernorm.weight", hidden)),
+        _joined(read, both, hidden),
+        _joined(read, [(f"{at}mlp.down_proj.", hidden)], config.mlp),
+        *norms,
+    )
+
+
+def _joined(read: _Reader, parts: list[tuple[str, int]], width: int) -> Affine:
+    """Products of one input as one: rows below each other."""
+    torch = torch_ops.torch_seen()
+    weights = [read(f"{name}weight", rows, width) for name, rows in parts]
+    biases = [read.optional(f"{name}bias", rows) for name, rows in parts]
+    if len(parts) == 1:
+        return Affine(weights[0].contiguous(), biases[0])
+    bias = None if biases[0] is None else torch.cat(biases)
+    return Affine(torch.cat(weights), bias)
+
+
+def _gpt2(config: ModelConfig, read: _Reader) -> Weights:
+    hidden = config.hidden
+    embedding = read("wte.weight", config.vocabulary, hidden)
+    positions = read("wpe.weight", config.max_length, hidden)
+    layers = tuple(_gpt2_layer(config, read, f"h.{n}.") for n in range(config.layers))
+    head = embedding if config.tied else read("lm_head.weight", config.vocabulary, hidden)
+    return Weights(embedding, positions, layers, _normalizing(read, "ln_f.", hidden), head)
+
+
+def _gpt2_layer(config: ModelConfig, read: _Reader, at: str) -> Layer:
+    hidden, mlp = config.hidden, config.mlp
+    return Layer(
+        _normalizing(read, f"{at}ln_1.", hidden),
+        _transposed(read, f"{at}attn.c_attn.", hidden, 3 * hidden),
+        _transposed(read, f"{at}attn.c_proj.", hidden, hidden),
+        _normalizing(read, f"{at}ln_2.", hidden),
+        _transposed(read, f"{at}mlp.c_fc.", hidden, mlp),
+        _transposed(read, f"{at}mlp.c_proj.", mlp, hidden),
+    )
+
+
+def _normalizing(read: _Reader, name: str, width: int) -> Affine:
+    return Affine(read(f"{name}weight", width), read(f"{name}bias", width))
+
+
+def _transposed(read: _Reader, name: str, width: int, rows: int) -> Affine:
+    """GPT-2 keeps [inputs, outputs]; for a few rows of x [outputs, inputs] is fastest."""
+    weight = read(f"{name}weight", width, rows).t().contiguous()
+    return Affine(weight, read(f"{name}bias", rows))
+
+
+# ------------------------------------------------------------------ random ones
+
+
+def random_weights(config: ModelConfig, dtype: Any, device: Any, seed: int = 0) -> Weights:
+    """Weights from a seed, to measure with: normal, of standard deviation 0.02, norms of 1."""
+    torch = torch_ops.torch_seen()
+    if torch is None:
+        raise ParameterError(f"{_CALL}: torch is not imported; import it first")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ArgumentTypeError(f"{_CALL}: seed={shown(seed)}; allowed: a whole number")
+    made = torch.Generator(device).manual_seed(seed)
+
+    def matrix(*shape: int) -> Any:
+        return torch.randn(shape, generator=made, dtype=dtype, device=device).mul_(0.02)
+
+    def ones(*shape: int) -> Any:
+        return torch.ones(shape, dtype=dtype, device=device)
+
+    def zeros(*shape: int) -> Any:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    embedding = matrix(config.vocabulary, config.hidden)
+    learned = config.theta is None
+    positions = matrix(config.max_length, config.hidden) if learned else None
+    biases = zeros if learned or config.model_type == "qwen2" else lambda *shape: None
+    layers = tuple(_random_layer(config, matrix, ones, biases) for _ in range(config.layers))
+    norm = Affine(ones(config.hidden), zeros(config.hidden) if learned else None)
+    head = embedding if config.tied else matrix(config.vocabulary, config.hidden)
+    return Weights(embedding, positions, layers, norm, head)
+
+
+def _random_layer(
+    config: ModelConfig, matrix: Callable[..., Any], ones: Callable[..., Any],
+    bias: Callable[..., Any],
+) -> Layer:  # fmt: skip
+    hidden, dim, learned = config.hidden, config.head_dim, config.theta is None
+    wide = (config.heads_q + 2 * config.heads_kv) * dim
+    up = (2 if config.gated else 1) * config.mlp
+
+    def product(rows: int, width: int, biased: bool = learned) -> Affine:
+        return Affine(matrix(rows, width), bias(rows) if biased else None)
+
+    def norm() -> Affine:
+        return Affine(ones(hidden), bias(hidden) if learned else None)
+
+    heads = [ones(dim) if config.qk_norm else None for _ in "qk"]
+    return Layer(
+        norm(), product(wide, hidden, True), product(hidden, config.heads_q * dim), norm(),
+        product(up, hidden), product(hidden, config.mlp), *heads,
+    )  # fmt: skip

@@ -1,0 +1,201 @@
+"""`fkjit.models.Decoder` on the CPU: tiny models of each family against PyTorch in float64."""
+
+from __future__ import annotations
+
+import pytest
+
+import fkjit.cpu.run as cpu
+from fkjit.errors import (
+    ArgumentTypeError,
+    ParameterError,
+    UnknownSequenceError,
+)
+from fkjit.jit.build import quiet
+
+torch = pytest.importorskip("torch", reason="needs torch")
+from fkjit.models import Decoder, Sampling  # noqa: E402
+from fkjit.models.network import Network  # noqa: E402
+from tests.models.reference_model import CONFIGS, logits_of, state_of  # noqa: E402
+
+PROMPTS = [[5, 9, 2, 7, 11, 3, 8], [4, 1], [30, 2, 2, 40]]
+
+
+def decoder_of(name: str, layers: int = 2, **options) -> Decoder:
+    said = {"dtype": "fp16", "device": "cpu", "max_batch": 2, "max_length": 32, "page_size": 8}
+    config = CONFIGS[name] | {"n_layer" if name == "gpt2" else "num_hidden_layers": layers}
+    return Decoder(config, state_of(name), **said | options)
+
+
+def one_layer(**options) -> Decoder:
+    """Of a model whose tokens vary."""
+    return decoder_of("qwen2", 1, **options)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Logits of each call, as rows."""
+    kept, original = [], Network.logits
+
+    def noting(self, stream, out=None):
+        made = original(self, stream, out)
+        kept.append(made.clone())
+        return made
+
+    monkeypatch.setattr(Network, "logits", noting)
+    return kept
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_of_chunks_and_steps_are_those_of_pytorch(name, seen):
+    """A prompt in two chunks; then steps, into a second page."""
+    decoder, prompt = decoder_of(name, max_batch=1, chunk=4), PROMPTS[0]
+    with quiet():
+        [made] = decoder.generate([prompt], max_new_tokens=3)
+    exact = logits_of(name, state_of(name), prompt + made)[len(prompt) - 1 : -1]
+    found = torch.cat(seen).double()
+    assert found.shape == exact.shape
+    assert float((found - exact).norm() / exact.norm()) < 3e-3
+    assert made == found.argmax(-1).tolist()
+
+
+def test_sequences_that_come_and_go_have_the_tokens_that_each_has_alone():
+    """Three requests in two slots, then one more while they run."""
+    decoder, alone = one_layer(), one_layer(max_batch=1)
+    fourth = [17, 3, 3]
+    with quiet():
+        numbers = [
+            decoder.submit(p, max_new_tokens=n) for p, n in zip(PROMPTS, (2, 5, 3), strict=True)
+        ]
+        made: dict[int, list[int]] = {}
+        for token in decoder.stream():
+            made.setdefault(token.request, []).append(token.token)
+            last = len(made[token.request]) == (2, 5, 3, 2)[token.request]
+            assert token.finished == ("length" if last else None)
+            if token.finished and len(numbers) == 3:
+                numbers.append(decoder.submit(fourth, max_new_tokens=2))
+        wanted = [alone.generate([p], max_new_tokens=n)[0]
+                  for p, n in zip([*PROMPTS, fourth], (2, 5, 3, 2), strict=True)]  # fmt: skip
+    assert [made[number] for number in numbers] == wanted
+    assert decoder.cache.free_pages == decoder.cache.num_pages
+    assert (decoder._slots.state.rows == -1).all() and not decoder._slots.state.active.any()
+
+
+def test_stop_tokens_and_cancelled_requests():
+    decoder = one_layer()
+    with quiet():
+        [whole] = decoder.generate(PROMPTS[:1], max_new_tokens=5)
+        stop = whole[2]
+        until = whole[: whole.index(stop) + 1]
+        assert decoder.generate(PROMPTS[:1], max_new_tokens=5, stop=[stop]) == [until]
+        first, second, third = (decoder.submit(p, max_new_tokens=5) for p in PROMPTS)
+        decoder.cancel(third)
+        found = []
+        for token in decoder.stream():
+            found.append(token)
+            if token.request == second:
+                decoder.cancel(second)
+    assert [t.token for t in found if t.request == first] == whole
+    assert len([t for t in found if t.request == second]) == 1
+    assert not [t for t in found if t.request == third]
+    assert decoder.cache.free_pages == decoder.cache.num_pages
+    with pytest.raises(
+        UnknownSequenceError, match=r"request 0 is over or never was; allowed: none"
+    ):
+        decoder.cancel(0)
+
+
+def test_draws_of_a_seed_are_the_same_in_any_batch():
+    hot = Sampling(temperature=1.5, top_k=20, top_p=0.9, seed=7)
+    decoder, greedy = one_layer(), Sampling()
+    with quiet():
+        [alone] = decoder.generate(PROMPTS[:1], max_new_tokens=4, sampling=hot)
+        [wanted] = decoder.generate(PROMPTS[1:2], max_new_tokens=4)
+        said = ((1, greedy), (0, hot))
+        numbers = [decoder.submit(PROMPTS[i], max_new_tokens=4, sampling=s) for i, s in said]
+        made: dict[int, list[int]] = {number: [] for number in numbers}
+        for token in decoder.stream():
+            made[token.request].append(token.token)
+        [other] = decoder.generate(PROMPTS[:1], max_new_tokens=4, sampling=hot._replace(seed=8))
+    assert list(made.values()) == [wanted, alone]
+    assert other != alone
+
+
+def test_slots_that_are_empty_draw_nothing():
+    """Three sequences take the graph of four."""
+    hot = Sampling(temperature=1.5, top_k=20, seed=7)
+    with quiet():
+        made = one_layer(max_batch=4).generate(PROMPTS, max_new_tokens=3, sampling=hot)
+        alone = one_layer(max_batch=1)
+        assert made == [alone.generate([p], max_new_tokens=3, sampling=hot)[0] for p in PROMPTS]
+
+
+@pytest.mark.parametrize("name, append, norm", [
+    ("llama", "rope_kv_append.computed", "rms_norm.rows"),
+    ("gpt2", "kv_append.tokens", "layer_norm.rows"),
+])  # fmt: skip
+def test_a_layer_of_a_step_is_eight_launches(name, append, norm, monkeypatch):
+    launched, build = [], cpu.build
+
+    def recorded(spec, *args, **options):
+        launched.append(spec.id)
+        return build(spec, *args, **options)
+
+    decoder = decoder_of(name, 1)
+    with quiet():
+        decoder.submit(PROMPTS[1], max_new_tokens=3)
+        decoder.advance()
+        monkeypatch.setattr(cpu, "build", recorded)
+        decoder.advance()
+    product = "linear.gemv"
+    layer = [norm, product, append, "attention_decode.split", product, norm, product, product]
+    assert launched == ["kv_slots.rows", *layer, norm, product]
+
+
+def test_a_cache_that_is_full_lets_requests_wait():
+    decoder = one_layer(num_pages=2)
+    with quiet():
+        made = decoder.generate(PROMPTS[::2], max_new_tokens=2)
+        assert made == [decoder.generate([p], max_new_tokens=2)[0] for p in PROMPTS[::2]]
+
+
+def refused(error, match, **said):
+    """What `submit` raises, with one argument that is wrong."""
+    given = {"prompt": [1, 2], "max_new_tokens": 3} | said
+    decoder = decoder_of("llama")
+    with pytest.raises(error, match=match):
+        decoder.submit(given.pop("prompt"), **given)
+    assert not decoder._requests
+
+
+def test_what_submit_refuses():
+    refused(ParameterError, "Decoder: prompt is empty; allowed: at least one token", prompt=[])
+    refused(ParameterError, "prompt's token.*48.*47", prompt=[1, 48])
+    refused(ArgumentTypeError, "prompt's token", prompt=["a"])
+    refused(ParameterError, "up to 32 together", max_new_tokens=31)
+    refused(ArgumentTypeError, "sampling=0.5; allowed: a Sampling", sampling=0.5)
+    refused(ParameterError, "temperature=-1", sampling=Sampling(-1.0))
+    refused(ParameterError, r"top_p=1\.5; allowed: above 0", sampling=Sampling(1.0, top_p=1.5))
+    refused(ParameterError, "top_k=0; allowed: from 1 on", sampling=Sampling(1.0, top_k=0))
+    refused(ArgumentTypeError, "seed='x'", sampling=Sampling(1.0, seed="x"))
+
+
+def test_generate_takes_back_what_it_submitted_before_a_wrong_prompt():
+    decoder = decoder_of("llama")
+    with pytest.raises(ParameterError, match="prompt is empty"):
+        decoder.generate([[1, 2], []], max_new_tokens=2)
+    assert not decoder._requests and not decoder._waiting
+
+
+def test_weights_that_do_not_fit_are_named():
+    state = state_of("llama")
+    name = "model.layers.1.mlp.up_proj.weight"
+    short = {key: value for key, value in state.items() if key != name}
+    options = {"dtype": "fp16", "device": "cpu"}
+    with pytest.raises(ParameterError, match=f"state_dict lacks {name}"):
+        Decoder(CONFIGS["llama"], short, **options)
+    with pytest.raises(ParameterError, match=rf"{name} has shape \(3, 3\); allowed: \(48, 32\)"):
+        Decoder(CONFIGS["llama"], state | {name: torch.zeros(3, 3)}, **options)
+    with pytest.raises(ParameterError, match="dtype='fp32'; allowed: fp16, bf16"):
+        Decoder(CONFIGS["llama"], state, dtype="fp32", device="cpu")
+    with pytest.raises(ArgumentTypeError, match="state_dict is a list"):
+        Decoder(CONFIGS["llama"], [], **options)

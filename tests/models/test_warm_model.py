@@ -1,0 +1,78 @@
+"""`fkjit warm --config`: the variants that a model's Decoder takes, and no others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import fkjit.cpu.run as cpu
+from fkjit.errors import ParameterError
+from fkjit.jit.build import quiet
+from fkjit.models import warm
+from tests.cli.kit import run
+
+torch = pytest.importorskip("torch", reason="needs torch")
+from fkjit.models import Decoder  # noqa: E402
+from tests.models.reference_model import CONFIGS, state_of  # noqa: E402
+
+
+def kernels(jobs) -> set[str]:
+    return {job.label.split()[0] for job in jobs}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_kernel_that_a_decoder_launches_is_planned(name, monkeypatch):
+    """By name: tiles are those of a GPU with its number of SMs."""
+    launched, build = set(), cpu.build
+
+    def recorded(spec, *args, **options):
+        launched.add(spec.id)
+        return build(spec, *args, **options)
+
+    monkeypatch.setattr(cpu, "build", recorded)
+    options = {"dtype": "fp16", "device": "cpu", "max_batch": 1, "max_length": 16, "page_size": 8}
+    with quiet():
+        Decoder(CONFIGS[name], state_of(name), **options).generate([[1, 2, 3]], max_new_tokens=2)
+    found = warm.jobs(CONFIGS[name], prompt=3, dtype="fp16", arch="sm_80")
+    assert launched <= kernels(found)
+
+
+@pytest.mark.parametrize("name, most", [("gpt2", 20), ("llama-3.2-1b", 20), ("qwen3-0.6b", 20)])
+def test_a_model_takes_few_variants(name, most):
+    found = warm.jobs(name, batches=[1, 16], arch="sm_90a")
+    labels = [job.label for job in found]
+    assert 10 < len(labels) == len(set(labels)) <= most
+    assert {"attention_decode.split", "attention_form.flash_sm90", "linear.gemv", "linear.skinny",
+            "linear.wgmma", "kv_slots.rows"} <= kernels(found)  # fmt: skip
+    assert not kernels(found) & {"moe_route.warp", "attention.flash", "rope.computed"}
+    one = {job.label for job in warm.jobs(name, batches=[1], arch="sm_90a")}
+    assert one < set(labels)
+
+
+def test_the_command_plans_a_file_and_says_what_does_not_go_together(tmp_path, monkeypatch):
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(CONFIGS["gpt2"]))
+    planned = []
+    monkeypatch.setattr("fkjit.cli.warm.run", lambda work, jobs: planned.extend(work) or 0)
+    done = run("warm", "--config", str(path), "--batch", "1,2", "--arch", "sm_90a")
+    assert done.status == 0, done.err
+    assert {job.target for job in planned} == {"sm_90a"}
+    assert "kv_append.tokens" in kernels(planned)
+    for words, text in [
+        (("--batch", "1"), "go with --config"),
+        (("--config", "gpt2", "--head-dim", "64"), "--config goes with"),
+        (("--config", "gpt2", "--batch", "x"), "--batch 'x' is not numbers"),
+        (("--config", "gpt3"), "no 'gpt3'"),
+    ]:
+        done = run("warm", *words)
+        assert done.status and text in done.err, done.err
+
+
+def test_what_is_refused():
+    with pytest.raises(ParameterError, match="dtype='fp32' is not one of bf16, fp16"):
+        warm.jobs("gpt2", dtype="fp32")
+    with pytest.raises(ParameterError, match="warm: batch=0"):
+        warm.jobs("gpt2", batches=[0])
+    with pytest.raises(ParameterError, match="warm: prompt=2000"):
+        warm.jobs("gpt2", prompt=2000)
