@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ def compile_all(words: Sequence[str], arch: str | None, output: Path | None) -> 
     ]
     entries = _print_variants(work)
     if output is not None:
-        _write(entries, output)
+        _write(work, entries, output)
 
 
 def _print_variants(work: Sequence[tuple[KernelSpec, Params, Target]]) -> list[Entry]:
@@ -99,18 +98,20 @@ def _as_cubin(to: Target) -> Target:
     return target(to.name.replace("compute_", "sm_"))
 
 
-def _write(entries: Sequence[Entry], folder: Path) -> None:
-    """Each image under a name made of its kernel, parameters and target."""
+def _write(
+    work: Sequence[tuple[KernelSpec, Params, Target]], entries: Sequence[Entry], folder: Path
+) -> None:
+    """Each image, its manifest and its header, named by kernel, parameters and target."""
+    from fkjit.cli.manifest import write
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for entry in entries:
-            meta = entry.meta
-            name = re.sub(r"[^\w.=-]+", "_", f"{meta['kernel']} {meta['label']} {meta['target']}")
-            suffix = ".ptx" if meta["kind"] == "ptx" else ".cubin"
-            (folder / (name + suffix)).write_bytes(entry.image)
+        for (spec, params, _), entry in zip(work, entries, strict=True):
+            write(spec, params, entry, folder)
     except OSError as error:
         raise CacheError(f"compile: --output {folder} cannot be written: {error}") from error
-    report.console().print(f"{len(entries)} images in {folder}", soft_wrap=True)
+    text = f"{len(entries)} images in {folder}, each with a JSON manifest and a C header"
+    report.console().print(text, soft_wrap=True)
 
 
 def print_doctor(found: dict[str, Any]) -> None:
