@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +13,49 @@ from fkjit.cli import console as report
 from fkjit.cli.select import selection, targets
 from fkjit.errors import CacheError, ParameterError
 from fkjit.jit.build import build, quiet
+from fkjit.occupancy import occupancy
 from fkjit.spec import KernelSpec, Params
 
-_COLUMNS = ("kernel", "target", ">regs", ">spills", ">shared", ">threads", ">compile", "cache")
+_COLUMNS = ("kernel", "target", ">regs", ">spills", ">shared", ">threads",
+            ">occupancy", ">compile", "cache")  # fmt: skip
 Row = tuple[Any, ...]
 
 
-def show(words: Sequence[str], arch: str | None, what: str) -> None:
-    """Print one variant's "source", "ptx", "sass" or "resources" on stdout."""
+def show(
+    words: Sequence[str], arch: str | None, what: str, lines: bool, output: Path | None
+) -> None:
+    """One variant's "source", "ptx", "sass" (with its source `lines`) on stdout or in a file, or
+    its "resources" as a table."""
     to, *more = targets(arch)
     if more:
         raise ParameterError(f"show: --arch {arch} names {1 + len(more)} targets; show takes one")
     chosen = selection("show", words)
     chosen.check_fields(())
     spec, (params, *_) = chosen.variants(to)[0]
-    if what == "source":
-        from fkjit.jit.render import load
-
-        print(load(spec, params).text, end="")
-    elif what == "ptx":
-        print(_built(spec, params, _as_ptx(to)).image.decode().rstrip("\0"), end="")
-    elif what == "sass":
-        from fkjit.cli.disassemble import sass
-
-        print(sass(_built(spec, params, _as_cubin(to)).image), end="")
-    else:
+    if what == "resources":
         _print_variants([(spec, params, _as_cubin(to))])
+        return
+    text = _text(spec, params, to, what, lines)
+    if output is None:
+        print(text, end="")
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CacheError(f"show: --output {output} cannot be written: {error}") from error
+
+
+def _text(spec: KernelSpec, params: Params, to: Target, what: str, lines: bool) -> str:
+    if what == "ptx":
+        return _built(spec, params, _as_ptx(to)).image.decode().rstrip("\0")
+    from fkjit.jit.render import load
+
+    rendered = load(spec, params)
+    if what == "source":
+        return rendered.text
+    from fkjit.cli.disassemble import sass
+
+    return sass(_built(spec, params, _as_cubin(to)).image, rendered if lines else None)
 
 
 def compile_all(words: Sequence[str], arch: str | None, output: Path | None) -> None:
@@ -75,16 +93,17 @@ def _built(spec: KernelSpec, params: Params, to: Target) -> Entry:
 def _row(spec: KernelSpec, params: Params, to: Target, entry: Entry) -> Row:
     used = entry.meta["resources"] or {}
     spilled = used.get("spill_stores", 0) + used.get("spill_loads", 0)
-    threads = 1
-    for extent in spec.block(params):
-        threads *= extent
+    threads = prod(spec.block(params))
+    shared = used.get("shared", 0) + spec.shared_bytes(params)
+    held = occupancy(to.arch, used["registers"], shared, threads) if used else None
     return (
         f"{spec.id} {spec.label(params)}",
         to.name,
         used.get("registers", "-"),
         report.size(spilled) if spilled else 0,
-        report.size(used.get("shared", 0) + spec.shared_bytes(params)),
+        report.size(shared),
         threads,
+        f"{held.share:.0%}" if held else "-",
         f"{entry.meta['compile_seconds'] * 1e3:.0f} ms",
         "miss" if entry.origin == "compiled" else "hit",
     )

@@ -79,12 +79,20 @@ class Rendered:
 
     def window(self, name: str, line: int) -> str:
         """Five lines of the template or header `name` around `line`; "" when it is neither."""
+        text = self._text_of(name)
+        return "" if text is None else window(text, line)
+
+    def line(self, name: str, number: int) -> str:
+        """One line of the template or header `name`; "" when it is neither or has no such line."""
+        lines = (self._text_of(name) or "").split("\n")
+        return lines[number - 1].strip() if 1 <= number <= len(lines) else ""
+
+    def _text_of(self, name: str) -> str | None:
         if name == self.name:
-            return window(self.template, line)
-        for text in self.headers.values():
-            if text.startswith(f'#line 1 "{name}"\n'):
-                return window(text.split("\n", 1)[1], line)
-        return ""
+            return self.template
+        begin = f'#line 1 "{name}"\n'
+        found = (t.removeprefix(begin) for t in self.headers.values() if t.startswith(begin))
+        return next(found, None)
 
 
 def render(spec: KernelSpec, params: Params) -> Rendered:
