@@ -219,6 +219,7 @@ def _prepare(name: str, text: str) -> str:
         raise _fail(name, text, line, "a ${…} must be closed on the line it begins")
 
     bare = re.sub(_COMMENT, lambda match: "\n" * match[0].count("\n"), text)
+    _check_closed(name, text, bare)
 
     def statement(match: re.Match[str]) -> str:
         line = _line_of(bare, match.start())
@@ -229,6 +230,28 @@ def _prepare(name: str, text: str) -> str:
         return f'{_BEGIN}{match[1]} {_END}#line {line + 1} "{name}"'
 
     return re.sub(_STATEMENT, statement, bare)
+
+
+def _check_closed(name: str, text: str, bare: str) -> None:
+    """Each `if` and `for` has its end; the error is at the one that has not, where Jinja's is at
+    the end of the file."""
+    open_: list[tuple[str, int]] = []
+    for match in re.finditer(_STATEMENT, bare):
+        word, line = (match[1].split() or [""])[0], _line_of(bare, match.start())
+        if word in ("if", "for"):
+            open_.append((word, line))
+        elif word in ("elif", "else", "endif", "endfor"):
+            if not open_:
+                raise _fail(name, text, line, f"'//% {word}' has no '//% if' or '//% for' above it")
+            begun, at = open_[-1]
+            if word.startswith("end") and word != f"end{begun}":
+                wanted = f"'//% {begun}' of line {at} is ended by '//% end{begun}'"
+                raise _fail(name, text, line, f"{wanted}, and this is '//% {word}'")
+            if word.startswith("end"):
+                open_.pop()
+    if open_:
+        word, line = open_[-1]
+        raise _fail(name, text, line, f"this '//% {word}' has no '//% end{word}'")
 
 
 @lru_cache(maxsize=1)
