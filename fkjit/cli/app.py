@@ -77,9 +77,15 @@ def show(
     source: Annotated[bool, typer.Option("--source", help="rendered CUDA C++")] = False,
     ptx: Annotated[bool, typer.Option("--ptx", help="PTX")] = False,
     sass: Annotated[bool, typer.Option("--sass", help="machine code (needs nvdisasm)")] = False,
-    resources: Annotated[
-        bool, typer.Option("--resources", help="registers, spills, shared memory (default)")
+    lines: Annotated[
+        bool, typer.Option("--lines", help="with --sass: the source line of instructions")
     ] = False,
+    resources: Annotated[
+        bool, typer.Option("--resources", help="registers, spills, occupancy (default)")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="file for source, PTX or SASS")
+    ] = None,
 ) -> None:
     """One variant: `fkjit show attention --block 32 --head-dim 128 --arch sm_120a --sass`.
 
@@ -88,8 +94,12 @@ def show(
     show_ = import_module("fkjit.cli.show")
     if source + ptx + sass + resources > 1:
         raise typer.BadParameter("one of --source, --ptx, --sass, --resources")
-    what = "source" if source else "ptx" if ptx else "sass" if sass else "resources"
-    show_.show([*kernels, *ctx.args], arch, what)
+    what = "source" if source else "ptx" if ptx else "sass" if sass or lines else "resources"
+    if lines and what != "sass":
+        raise typer.BadParameter("--lines goes with --sass")
+    if output is not None and what == "resources":
+        raise typer.BadParameter("--output goes with --source, --ptx or --sass")
+    show_.show([*kernels, *ctx.args], arch, what, lines, output)
 
 
 @app.command()

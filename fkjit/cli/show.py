@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +13,49 @@ from fkjit.cli import console as report
 from fkjit.cli.select import selection, targets
 from fkjit.errors import CacheError, ParameterError
 from fkjit.jit.build import build, quiet
+from fkjit.occupancy import occupancy
 from fkjit.spec import KernelSpec, Params
 
-_COLUMNS = ("kernel", "target", ">regs", ">spills", ">shared", ">threads", ">compile", "cache")
+_COLUMNS = ("kernel", "target", ">regs", ">spills", ">shared", ">threads",
+            ">occupancy", ">compile", "cache")  # fmt: skip
 Row = tuple[Any, ...]
 
 
-def show(words: Sequence[str], arch: str | None, what: str) -> None:
-    """Print one variant's "source", "ptx", "sass" or "resources" on stdout."""
+def show(
+    words: Sequence[str], arch: str | None, what: str, lines: bool, output: Path | None
+) -> None:
+    """One variant's "source", "ptx", "sass" (with its source `lines`) on stdout or in a file, or
+    its "resources" as a table."""
     to, *more = targets(arch)
     if more:
         raise ParameterError(f"show: --arch {arch} names {1 + len(more)} targets; show takes one")
     chosen = selection("show", words)
     chosen.check_fields(())
     spec, (params, *_) = chosen.variants(to)[0]
-    if what == "source":
-        from fkjit.jit.render import load
-
-        print(load(spec, params).text, end="")
-    elif what == "ptx":
-        print(_built(spec, params, _as_ptx(to)).image.decode().rstrip("\0"), end="")
-    elif what == "sass":
-        from fkjit.cli.disassemble import sass
-
-        print(sass(_built(spec, params, _as_cubin(to)).image), end="")
-    else:
+    if what == "resources":
         _print_variants([(spec, params, _as_cubin(to))])
+        return
+    text = _text(spec, params, to, what, lines)
+    if output is None:
+        print(text, end="")
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CacheError(f"show: --output {output} cannot be written: {error}") from error
+
+
+def _text(spec: KernelSpec, params: Params, to: Target, what: str, lines: bool) -> str:
+    if what == "ptx":
+        return _built(spec, params, _as_ptx(to)).image.decode().rstrip("\0")
+    from fkjit.jit.render import load
+
+    rendered = load(spec, params)
+    if what == "source":
+        return rendered.text
+    from fkjit.cli.disassemble import sass
+
+    return sass(_built(spec, params, _as_cubin(to)).image, rendered if lines else None)
 
 
 def compile_all(words: Sequence[str], arch: str | None, output: Path | None) -> None:
@@ -53,7 +70,7 @@ def compile_all(words: Sequence[str], arch: str | None, output: Path | None) -> 
     ]
     entries = _print_variants(work)
     if output is not None:
-        _write(entries, output)
+        _write(work, entries, output)
 
 
 def _print_variants(work: Sequence[tuple[KernelSpec, Params, Target]]) -> list[Entry]:
@@ -76,16 +93,17 @@ def _built(spec: KernelSpec, params: Params, to: Target) -> Entry:
 def _row(spec: KernelSpec, params: Params, to: Target, entry: Entry) -> Row:
     used = entry.meta["resources"] or {}
     spilled = used.get("spill_stores", 0) + used.get("spill_loads", 0)
-    threads = 1
-    for extent in spec.block(params):
-        threads *= extent
+    threads = prod(spec.block(params))
+    shared = used.get("shared", 0) + spec.shared_bytes(params)
+    held = occupancy(to.arch, used["registers"], shared, threads) if used else None
     return (
         f"{spec.id} {spec.label(params)}",
         to.name,
         used.get("registers", "-"),
         report.size(spilled) if spilled else 0,
-        report.size(used.get("shared", 0) + spec.shared_bytes(params)),
+        report.size(shared),
         threads,
+        f"{held.share:.0%}" if held else "-",
         f"{entry.meta['compile_seconds'] * 1e3:.0f} ms",
         "miss" if entry.origin == "compiled" else "hit",
     )
@@ -99,18 +117,20 @@ def _as_cubin(to: Target) -> Target:
     return target(to.name.replace("compute_", "sm_"))
 
 
-def _write(entries: Sequence[Entry], folder: Path) -> None:
-    """Each image under a name made of its kernel, parameters and target."""
+def _write(
+    work: Sequence[tuple[KernelSpec, Params, Target]], entries: Sequence[Entry], folder: Path
+) -> None:
+    """Each image, its manifest and its header, named by kernel, parameters and target."""
+    from fkjit.cli.manifest import write
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for entry in entries:
-            meta = entry.meta
-            name = re.sub(r"[^\w.=-]+", "_", f"{meta['kernel']} {meta['label']} {meta['target']}")
-            suffix = ".ptx" if meta["kind"] == "ptx" else ".cubin"
-            (folder / (name + suffix)).write_bytes(entry.image)
+        for (spec, params, _), entry in zip(work, entries, strict=True):
+            write(spec, params, entry, folder)
     except OSError as error:
         raise CacheError(f"compile: --output {folder} cannot be written: {error}") from error
-    report.console().print(f"{len(entries)} images in {folder}", soft_wrap=True)
+    text = f"{len(entries)} images in {folder}, each with a JSON manifest and a C header"
+    report.console().print(text, soft_wrap=True)
 
 
 def print_doctor(found: dict[str, Any]) -> None:

@@ -79,12 +79,20 @@ class Rendered:
 
     def window(self, name: str, line: int) -> str:
         """Five lines of the template or header `name` around `line`; "" when it is neither."""
+        text = self._text_of(name)
+        return "" if text is None else window(text, line)
+
+    def line(self, name: str, number: int) -> str:
+        """One line of the template or header `name`; "" when it is neither or has no such line."""
+        lines = (self._text_of(name) or "").split("\n")
+        return lines[number - 1].strip() if 1 <= number <= len(lines) else ""
+
+    def _text_of(self, name: str) -> str | None:
         if name == self.name:
-            return window(self.template, line)
-        for text in self.headers.values():
-            if text.startswith(f'#line 1 "{name}"\n'):
-                return window(text.split("\n", 1)[1], line)
-        return ""
+            return self.template
+        begin = f'#line 1 "{name}"\n'
+        found = (t.removeprefix(begin) for t in self.headers.values() if t.startswith(begin))
+        return next(found, None)
 
 
 def render(spec: KernelSpec, params: Params) -> Rendered:
@@ -211,6 +219,7 @@ def _prepare(name: str, text: str) -> str:
         raise _fail(name, text, line, "a ${…} must be closed on the line it begins")
 
     bare = re.sub(_COMMENT, lambda match: "\n" * match[0].count("\n"), text)
+    _check_closed(name, text, bare)
 
     def statement(match: re.Match[str]) -> str:
         line = _line_of(bare, match.start())
@@ -221,6 +230,28 @@ def _prepare(name: str, text: str) -> str:
         return f'{_BEGIN}{match[1]} {_END}#line {line + 1} "{name}"'
 
     return re.sub(_STATEMENT, statement, bare)
+
+
+def _check_closed(name: str, text: str, bare: str) -> None:
+    """Each `if` and `for` has its end; the error is at the one that has not, where Jinja's is at
+    the end of the file."""
+    open_: list[tuple[str, int]] = []
+    for match in re.finditer(_STATEMENT, bare):
+        word, line = (match[1].split() or [""])[0], _line_of(bare, match.start())
+        if word in ("if", "for"):
+            open_.append((word, line))
+        elif word in ("elif", "else", "endif", "endfor"):
+            if not open_:
+                raise _fail(name, text, line, f"'//% {word}' has no '//% if' or '//% for' above it")
+            begun, at = open_[-1]
+            if word.startswith("end") and word != f"end{begun}":
+                wanted = f"'//% {begun}' of line {at} is ended by '//% end{begun}'"
+                raise _fail(name, text, line, f"{wanted}, and this is '//% {word}'")
+            if word.startswith("end"):
+                open_.pop()
+    if open_:
+        word, line = open_[-1]
+        raise _fail(name, text, line, f"this '//% {word}' has no '//% end{word}'")
 
 
 @lru_cache(maxsize=1)
