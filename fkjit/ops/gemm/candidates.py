@@ -123,10 +123,28 @@ _FMA: dict[tuple[int, int, int], tuple[float, int]] = {
 }  # fmt: skip
 
 
+_FMA_PART = 2000  # ns: until parts of k are added up, beside what their sums take through L2
+_L2 = 100  # bytes of an SM in a ns
+_ROOM_FOR_TOTALS = 227 * 1024  # bytes of shared memory
+_LONG_K = 4096  # of k: from there on sums are made of runs, where totals have room
+
+
 def _fma_rates(params: Params, shape: Shape) -> Rates:
     speed, resident = _FMA.get(params["block"], (0.5, 1))
     staged = 1.0 if params["aligned"] else 0.6
-    return Rates("fma", speed * staged, epilogue=0.12, resident=resident, memory=0.8)
+    parts, (rows, columns, _) = params["split"], params["block"]
+    start = 1500 + (_FMA_PART + 4 * rows * columns * (parts + 1) / _L2 if parts > 1 else 0)
+    return Rates("fma", speed * staged, start=start, epilogue=0.12, resident=resident, memory=0.8)
+
+
+def _fma_tile(params: Params, shape: Shape) -> Tile:
+    return Tile(*params["block"], splits=params["split"])
+
+
+def _fma_fixed(shape: Shape, arch: Arch) -> Mapping[str, Any]:
+    """Totals stand beside the ring where two blocks of an SM still have room."""
+    roomy = arch.shared_per_sm >= _ROOM_FOR_TOTALS
+    return {**_portable_fixed(shape, arch), "long_k": shape.k >= _LONG_K and roomy}
 
 
 # ------------------------------------------------------------------ gemv and skinny
@@ -236,8 +254,8 @@ CANDIDATES: dict[str, Candidate] = {
         tile=lambda params, shape: Tile(*params["block"]),
     ),
     "fma": Candidate(
-        spec=kernels_mma.FMA_ALL, rates=_fma_rates, fixed=_portable_fixed,
-        tile=lambda params, shape: Tile(*params["block"]),
+        spec=kernels_mma.FMA_ALL, rates=_fma_rates, fixed=_fma_fixed, tile=_fma_tile,
+        scratch=kernels_mma.fma_scratch,
     ),
     "skinny": Candidate(
         spec=kernels_small.SKINNY, tile=_skinny_tile, rates=_skinny_rates,
