@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from fkjit.spec import Problem
+
+from ..core.drawn import Drawn
 from ..core.op import Op
 from . import peers_linear, peers_quack, products
-from .layers import LAYERS, Layer, drawn
+from .layers import LAYERS, SEED, Layer, drawn
 from .products import every, problem
 
 _GELU: dict[str, Any] = {"bias": True, "activation": "gelu_tanh"}
@@ -46,7 +50,11 @@ def _default() -> list[dict[str, Any]]:
     ]
 
 
-SETS: dict[str, list[dict[str, Any]]] = {
+def _random(seed: int = SEED) -> list[dict[str, Any]]:
+    return every([_plain(*one) for one in drawn(2 * _DRAWN, seed)])[:_DRAWN]
+
+
+SETS: dict[str, Sequence[Problem]] = {
     "default": _default(),
     "quick": [problem(4096, 4096, 4096), problem(4096, 768, 3072, **_GELU), problem(1, 4096, 4096)],
     "square": every([
@@ -74,7 +82,8 @@ SETS: dict[str, list[dict[str, Any]]] = {
         for m in _DECODED
         for layer in LAYERS[model]
     ],
-    "random": every([_plain(*one) for one in drawn(2 * _DRAWN)])[:_DRAWN],
+    "random": _random(),
+    "drawn": Drawn(lambda rng: _random(rng.randrange(1 << 30))),
 }  # fmt: skip
 
 OP = Op(
@@ -85,6 +94,7 @@ OP = Op(
     expected=products.expected,
     ours=products.ours,
     choose=products.choose,
+    chosen=products.chosen,
     launch=products.launch,
     whole=products.whole,
     peers=(*peers_linear.PEERS, *peers_quack.PEERS),

@@ -5,6 +5,7 @@ Another kernel is another row of `CANDIDATES`. Rates are fitted to times on an H
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -123,8 +124,9 @@ _FMA: dict[tuple[int, int, int], tuple[float, int]] = {
 }  # fmt: skip
 
 
-_FMA_PART = 2000  # ns: until parts of k are added up, beside what their sums take through L2
-_L2 = 100  # bytes of an SM in a ns
+# Where blocks share k: ns until parts are added up, and those of an element that is left in L2 and
+# read again; the least k of a part; the most bytes of all that is left.
+_FMA_SHARING, _FMA_LEFT, _FMA_LEAST, _FMA_MOST = 2000, 0.08, 128, 32 << 20
 _ROOM_FOR_TOTALS = 227 * 1024  # bytes of shared memory
 _LONG_K = 4096  # of k: from there on sums are made of runs, where totals have room
 
@@ -132,9 +134,17 @@ _LONG_K = 4096  # of k: from there on sums are made of runs, where totals have r
 def _fma_rates(params: Params, shape: Shape) -> Rates:
     speed, resident = _FMA.get(params["block"], (0.5, 1))
     staged = 1.0 if params["aligned"] else 0.6
-    parts, (rows, columns, _) = params["split"], params["block"]
-    start = 1500 + (_FMA_PART + 4 * rows * columns * (parts + 1) / _L2 if parts > 1 else 0)
-    return Rates("fma", speed * staged, start=start, epilogue=0.12, resident=resident, memory=0.8)
+    parts, start, epilogue = params["split"], 1500.0, 0.12
+    if parts > 1:
+        fits = shape.k >= parts * _FMA_LEAST and _sums(shape) * parts <= _FMA_MOST
+        start += _FMA_SHARING if fits else math.inf
+        epilogue = epilogue / parts + _FMA_LEFT
+    return Rates("fma", speed * staged, start, epilogue, resident=resident, memory=0.8)
+
+
+def _sums(shape: Shape) -> int:
+    """Bytes of a product in fp32."""
+    return 4 * shape.m * shape.n * (2 if shape.gate else 1)
 
 
 def _fma_tile(params: Params, shape: Shape) -> Tile:

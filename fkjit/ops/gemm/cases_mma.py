@@ -27,8 +27,6 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     ]
 
 
-
-
 def _fma_problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """With a k of more than one long run where there are such, and parts of one step or of none."""
     made = _problems(params, scale)
