@@ -149,29 +149,37 @@ struct Parts {
              reinterpret_cast<const float4&>(chunk_of(acc, i)));
   }
 
-  // Four sums of all parts, in the order of k.
-  __device__ __forceinline__ float4 operator()(int m, int n, int row) const {
-    const float4* const from = tile + ((m * GN + n) * 4 + row) * THREADS;
-    float4 total = __ldcg(from);
+  // The sums of all parts, in the order of k. Loads do not wait for each other, as far as registers
+  // allow.
+  __device__ __forceinline__ void column(float4 (&sums)[4 * GM], int n) const {
+    constexpr int AT_ONCE = SPLIT <= 4 ? SPLIT : 1;
 #pragma unroll
-    for (int part = 1; part < SPLIT; ++part) {
-      const float4 more = __ldcg(from + part * PART);
-      total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
-    }
-    return total;
+    for (int i = 0; i < 4 * GM; ++i) sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll AT_ONCE
+    for (int part = 0; part < SPLIT; ++part)
+#pragma unroll
+      for (int i = 0; i < 4 * GM; ++i) {
+        const int chunk = (i / 4 * GN + n) * 4 + i % 4;
+        const float4 more = __ldcg(tile + part * PART + chunk * THREADS);
+        sums[i].x += more.x, sums[i].y += more.y, sums[i].z += more.z, sums[i].w += more.w;
+      }
   }
 };
 
 // Sums that are in this thread's registers.
 struct Own {
   const float (&acc)[GM][GN][4][4];
-  __device__ __forceinline__ float4 operator()(int m, int n, int row) const {
-    const float (&x)[4] = acc[m][n][row];
-    return make_float4(x[0], x[1], x[2], x[3]);
+  __device__ __forceinline__ void column(float4 (&sums)[4 * GM], int n) const {
+#pragma unroll
+    for (int i = 0; i < 4 * GM; ++i) {
+      const float (&x)[4] = acc[i / 4][n][i % 4];
+      sums[i] = make_float4(x[0], x[1], x[2], x[3]);
+    }
   }
 };
 
-// sums(m, n, row): four sums in a row. `row`, `column`: of the thread's first sum in out.
+// Sums::column(n): of each of a thread's rows the four sums of its group n of columns. `row`,
+// `column`: of the thread's first sum in out.
 template <typename Sums>
 __device__ __forceinline__ void store_sums(const Sums& sums_of, const Pairs& epilogue,
                                            const fp32* __restrict__ bias, fp32* __restrict__ out,
@@ -184,12 +192,14 @@ __device__ __forceinline__ void store_sums(const Sums& sums_of, const Pairs& epi
     const float2 own[2] = {bias_of(first), bias_of(first + 2)};
     float2 own_up[2] = {};
     if (GATE) own_up[0] = bias_of.up(first), own_up[1] = bias_of.up(first + 2);
+    float4 every[4 * GM], every_up[4 * GM];
+    sums_of.column(every, n);
+    sums_of.column(every_up, GATE ? n + GROUPS : n);
 #pragma unroll
     for (int i = 0; i < 4 * GM; ++i) {
       const int r = row + i / 4 * 4 * LANES_M + i % 4;
       if (r >= rows) continue;
-      const float4 sums = sums_of(i / 4, n, i % 4);
-      const float4 up = GATE ? sums_of(i / 4, n + GROUPS, i % 4) : sums;
+      const float4 sums = every[i], up = every_up[i];
       const float2 low = epilogue({sums.x, sums.y}, own[0], {up.x, up.y}, own_up[0], r, first);
       const float2 high = epilogue({sums.z, sums.w}, own[1], {up.z, up.w}, own_up[1], r, first + 2);
       const float y[4] = {low.x, low.y, high.x, high.y};

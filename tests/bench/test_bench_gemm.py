@@ -231,14 +231,14 @@ def stored(tmp_path):
 def test_tables_of_a_stored_run(tmp_path):
     path = stored(tmp_path)
     made = tables.tables([path])
-    plain = "| bf16 M8192 K8192 N8192 | 20.0 | 700 TFLOP/s | 40.0 | 30.0 |  |  |  |  | 1.25 |"
+    plain = "| bf16 M8192 K8192 N8192 | 20.0 | 700 TFLOP/s | 40.0 | 30.0 |  |  |  |  | 1.25 |  |"
     assert plain in made["products"]
     assert "| bf16 M1 K2048 N8192 | 60.0 | 3.90 TB/s | 40.0 |" in made["products"]
     assert "| linear_dweight bf16 M8192 K8192 N8192 km kn | 20.0 |" in made["products"]
     rows = made["drawn"].splitlines()
-    assert rows[2].startswith("| 1 to 8 | ") and "| 0.417 | 0.417 |" in rows[2]
+    assert rows[2].startswith("| 1 to 8 | ") and "| 0.417 | 19 | 0.417 |" in rows[2]
     assert rows[-1].startswith("| all | 100 | ") and all(
-        "| 1.250 | 1.250 |" in r for r in rows[3:7]
+        "| 1.250 | 0 | 1.250 |" in r for r in rows[3:7]
     )
     page = tables.PAGE.read_text()
     assert tables.with_tables(page, made).count(made["products"]) == 1

@@ -120,7 +120,7 @@ def _portable_fixed(shape: Shape, arch: Arch) -> Mapping[str, Any]:
 # By tile: the part of the flops that FMAs give, and blocks beside each other.
 _FMA: dict[tuple[int, int, int], tuple[float, int]] = {
     (128, 128, 16): (0.9, 2), (256, 128, 16): (0.91, 1), (128, 256, 16): (0.92, 1),
-    (64, 64, 16): (0.68, 3),
+    (128, 64, 16): (0.84, 3), (64, 64, 16): (0.68, 3),
 }  # fmt: skip
 
 
@@ -152,9 +152,13 @@ def _fma_tile(params: Params, shape: Shape) -> Tile:
 
 
 def _fma_fixed(shape: Shape, arch: Arch) -> Mapping[str, Any]:
-    """Totals stand beside the ring where two blocks of an SM still have room."""
+    """Runs of a long k where cuBLAS divides k as well, and totals have room beside the ring."""
+    transposed = (shape.x_layout, shape.weight_layout) == ("km", "kn")
     roomy = arch.shared_per_sm >= _ROOM_FOR_TOTALS
-    return {**_portable_fixed(shape, arch), "long_k": shape.k >= _LONG_K and roomy}
+    return {
+        **_portable_fixed(shape, arch),
+        "long_k": shape.k >= _LONG_K and transposed and roomy,
+    }
 
 
 # ------------------------------------------------------------------ gemv and skinny
