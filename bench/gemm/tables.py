@@ -13,7 +13,7 @@ from typing import Any
 
 from fkjit.spec import Problem
 
-from ..core.store import Run, read
+from ..core.store import Run, read, records
 from ..report import svg, work
 from ..report.bandwidth import Cells
 from ..report.cells import load, studies
@@ -29,7 +29,7 @@ from ..report.tables import (
     time_of,
     with_tables,
 )
-from . import cases_linear, cases_linear_dweight, cases_linear_dx, ladder
+from . import cases_linear, cases_linear_dweight, cases_linear_dx, ladder, round_trip
 from .products import label
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +104,9 @@ def anew(paths: Sequence[Path]) -> Iterator[list[str]]:
     for cell in [cell for run in runs[-1:] for cell in run.cells if "p50" in cell.get("graph", {})]:
         cells.setdefault(cell["case"], {})[cell["candidate"]] = cell
     known = {("linear", case): Trial(found) for case, found in cells.items()}
-    return _by_rows([cell["problem"] for cell in own], lambda p: _ratio(known, label(p)))
+    fixed = {label(p) for p in cases_linear.SETS["random"]}  # a run may have both sets
+    problems = [cell["problem"] for cell in own if cell["case"] not in fixed]
+    return _by_rows(problems, lambda p: _ratio(known, label(p)))
 
 
 def seed(paths: Sequence[Path]) -> str:
@@ -163,7 +165,14 @@ def tables(paths: Sequence[Path]) -> dict[str, str]:
     makers = {"ladder": ladder.rows, "products": products, "drawn": drawn}
     made = {name: _table(make(known)) for name, make in makers.items()}
     made["anew"] = _table(anew(paths)) + seed(paths)
+    made["round trip"] = _table(moved(paths))
     return {**made, "runs": listed(paths) + absent(paths[-1])}
+
+
+def moved(paths: Sequence[Path]) -> Iterator[list[str]]:
+    """Bytes of device memory, of the last run that has them."""
+    found = [one for path in paths for one in records(path) if one["record"] == round_trip.RECORD]
+    return round_trip.rows(found[-1]) if found else iter(())
 
 
 def absent(path: Path) -> str:
