@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -69,7 +69,7 @@ def ours(
         return [made for spec in chosen for made in _tiles(op, spec, device, arch, tiles)]
     made = []
     if op.ours is not None and {"auto", "all"} & {*names}:
-        made.append(Candidate(name="fkjit", kind="ours", prepare=op.ours))
+        made.append(_call(op, op.ours, arch))
     every = "all" in names or (op.ours is None and "auto" in names)
     chosen = [spec for spec in specs if every or spec.name in names]
     if variants and not chosen:
@@ -79,12 +79,38 @@ def ours(
     return made
 
 
-def _kernel(op: Op, spec: KernelSpec, device: Any, arch: Arch) -> Candidate:
-    def prepare(problem: Problem, arrays: Arrays) -> Prepared:
-        params = _choose(op, spec, problem, arch)
-        return launched(op, spec, params, problem, arrays, device)
+def _call(op: Op, prepare: Callable[[Problem, Arrays], Prepared], arch: Arch) -> Candidate:
+    chosen = op.chosen
+    variant = None if chosen is None else lambda problem: chosen(problem, arch)
+    return Candidate(name="fkjit", kind="ours", prepare=prepare, variant=variant)
 
-    return Candidate(name=f"fkjit {spec.name}", kind="ours", prepare=prepare)
+
+def _kernel(
+    op: Op,
+    spec: KernelSpec,
+    device: Any,
+    arch: Arch,
+    given: Mapping[str, Any] | None = None,
+) -> Candidate:
+    """A kernel with what the call takes of it, but for the parameters that are `given`."""
+
+    def variant(problem: Problem) -> tuple[KernelSpec, Params]:
+        params = _choose(op, spec, problem, arch)
+        if given is None:
+            return spec, params
+        params = {**params, **given}
+        reason = spec.why_not(params, arch)
+        if reason:
+            raise Refused(reason)
+        return spec, params
+
+    def prepare(problem: Problem, arrays: Arrays) -> Prepared:
+        return launched(op, *variant(problem), problem, arrays, device)
+
+    shown = "".join(f" {name}={_value(value)}" for name, value in (given or {}).items())
+    return Candidate(
+        name=f"fkjit {spec.name}{shown}", kind="ours", prepare=prepare, variant=variant
+    )
 
 
 def _tiles(
@@ -97,21 +123,8 @@ def _tiles(
         for values in itertools.product(*(param.values for param in free))
         if is_tile(free, values, wanted or {}) and any(spec.variants(arch, _named(free, values)))
     ]
-
-    def candidate(values: tuple[Any, ...]) -> Candidate:
-        given = _named(free, values)
-
-        def prepare(problem: Problem, arrays: Arrays) -> Prepared:
-            params = {**_choose(op, spec, problem, arch), **given}
-            reason = spec.why_not(params, arch)
-            if reason:
-                raise Refused(reason)
-            return launched(op, spec, params, problem, arrays, device)
-
-        shown = " ".join(f"{name}={_value(value)}" for name, value in given.items())
-        return Candidate(name=f"fkjit {spec.name} {shown}".strip(), kind="ours", prepare=prepare)
-
-    return [candidate(values) for values in sorted(seen, key=str)]
+    ordered = sorted(seen, key=str)
+    return [_kernel(op, spec, device, arch, _named(free, values)) for values in ordered]
 
 
 def _named(free: Sequence[Param], values: tuple[Any, ...]) -> dict[str, Any]:

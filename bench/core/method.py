@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -127,19 +128,25 @@ def time_in_turns(
 ) -> Iterator[str]:
     """Fill `times` of each runner, mode by mode; yields each mode when it is done.
 
-    The runners take turns, and each turn begins with another one, so that clocks, temperature and
-    neighbours fall on all alike. A runner that raises gets an `error` and is left out from then on.
+    The runners take turns, in another order each time: clocks, temperature and neighbours fall on
+    all alike. A runner that raises gets an `error` and is left out from then on.
     """
     for mode in effort.modes:
         batches = {r.name: _plan(device, r, mode, effort, seconds) for r in runners if not r.error}
         with _no_collection():
             for turn in range(effort.turns):
-                for index in range(len(runners)):
-                    runner = runners[(index + turn) % len(runners)]
+                for index in _order(len(runners), turn):
+                    runner = runners[index]
                     batch = batches.get(runner.name)
                     if batch is not None and runner.error is None:
                         _turn(device, runner, mode, batch, turn, effort.turns)
         yield mode
+
+
+def _order(count: int, turn: int) -> list[int]:
+    """A turn's. At the GPU's power limit the clock of one candidate depends on what ran before it:
+    behind one that needs little power it is higher for a while."""
+    return random.Random(turn).sample(range(count), count)
 
 
 Batch = tuple[int, Callable[[int], "Pending"]]

@@ -43,7 +43,8 @@ class Prepared:
 class Candidate:
     """Ours, a twin or a peer. `prepare` raises Refused for problems that it does not take.
 
-    `slow`: why it is left out unless it is asked for by name.
+    `slow`: why it is left out unless it is asked for by name. `variant`: of ours, what it launches
+    for a problem; it raises Refused, or an error of fkjit's, where there is none.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Candidate:
     package: str | None = None  # whose version counts
     module: str | None = None  # what must be importable
     slow: str | None = None
+    variant: Callable[[Problem], tuple[KernelSpec, Params]] | None = None
 
     def version(self) -> str | None:
         """Of its package; None where there is none."""
@@ -93,6 +95,8 @@ class Op:
     ours: Callable[[Problem, Arrays], Prepared] | None = None  # the public call
     # Parameters of a kernel for a problem; ParameterError where none fit.
     choose: Callable[[KernelSpec, Problem, Arch], Params]
+    # What the public call launches, to be compiled ahead; None: each variant when it is called.
+    chosen: Callable[[Problem, Arch], tuple[KernelSpec, Params]] | None = None
     peers: Sequence[Candidate] = field(default=())
     # What is measured: a kernel "op.name", or all kernels of an op; None: those of this name.
     kernel: str | None = None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from fkjit.spec import Problem
+
+from ..core.drawn import Drawn
 from ..core.op import Op
 from . import peers_linear, peers_quack, products
-from .layers import LAYERS, Layer, drawn
+from .layers import LAYERS, SEED, Layer, drawn
 from .products import every, problem
 
 _GELU: dict[str, Any] = {"bias": True, "activation": "gelu_tanh"}
@@ -46,7 +50,11 @@ def _default() -> list[dict[str, Any]]:
     ]
 
 
-SETS: dict[str, list[dict[str, Any]]] = {
+def _random(seed: int = SEED) -> list[dict[str, Any]]:
+    return every([_plain(*one) for one in drawn(2 * _DRAWN, seed)])[:_DRAWN]
+
+
+SETS: dict[str, Sequence[Problem]] = {
     "default": _default(),
     "quick": [problem(4096, 4096, 4096), problem(4096, 768, 3072, **_GELU), problem(1, 4096, 4096)],
     "square": every([
@@ -56,8 +64,9 @@ SETS: dict[str, list[dict[str, Any]]] = {
         for size in (512, 1024, 2048, 4096, 6144, 8192, 16_384)
     ]),
     "fp32": [
-        *(problem(size, size, size, dtype="fp32") for size in (1024, 4096, 8192)),
+        *(problem(size, size, size, dtype="fp32") for size in (512, 1024, 2048, 4096, 8192)),
         problem(8192, 8192, 8192, dtype="fp32", weight_layout="kn"),
+        problem(8192, 8192, 8192, dtype="fp32", x_layout="km", weight_layout="kn"),
         problem(4096, 768, 3072, dtype="fp32", **_GELU),
         *(problem(size, size, size, dtype="fp32", precision="tf32") for size in (4096, 8192)),
     ],
@@ -74,7 +83,8 @@ SETS: dict[str, list[dict[str, Any]]] = {
         for m in _DECODED
         for layer in LAYERS[model]
     ],
-    "random": every([_plain(*one) for one in drawn(2 * _DRAWN)])[:_DRAWN],
+    "random": _random(),
+    "drawn": Drawn(lambda rng: _random(rng.randrange(1 << 30))),
 }  # fmt: skip
 
 OP = Op(
@@ -85,6 +95,7 @@ OP = Op(
     expected=products.expected,
     ours=products.ours,
     choose=products.choose,
+    chosen=products.chosen,
     launch=products.launch,
     whole=products.whole,
     peers=(*peers_linear.PEERS, *peers_quack.PEERS),

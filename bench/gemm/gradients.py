@@ -26,6 +26,7 @@ def operation(name: str, product: Callable[[int, int, int], dict[str, Any]]) -> 
         expected=products.expected,
         ours=products.ours,
         choose=products.choose,
+        chosen=products.chosen,
         launch=products.launch,
         whole=products.whole,
         peers=(*peers_linear.GRADIENTS, *peers_quack.GRADIENTS),

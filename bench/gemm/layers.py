@@ -64,7 +64,7 @@ LAYERS = {
 
 def drawn(count: int, seed: int = SEED) -> list[tuple[Layer, int]]:
     """(layer, tokens): `count` of all, each pair once; tokens 1 to MOST, each size as likely as its
-    double. The same at every call."""
+    double. The same at every call with a seed."""
     rng = random.Random(seed)
     layers = [layer for model in LAYERS.values() for layer in model]
     found: dict[tuple[Layer, int], None] = {}

@@ -12,7 +12,10 @@ from typing import Any
 from fkjit.spec import Problem
 
 from ..core.op import Arrays, Candidate, Prepared, Refused
-from .products import activated, is_tf32, operands
+from ..core.patience import within
+from .products import activated, is_tf32, label, operands
+
+_COMPILING = 60.0  # seconds that max-autotune gets for a case
 
 Tail = Callable[[Any, Any], Any]  # (z, residual) -> out
 
@@ -97,7 +100,7 @@ def _added(problem: Problem, arrays: Arrays) -> Prepared:
 
 
 def _compiled(problem: Problem, arrays: Arrays) -> Prepared:
-    """All of it by Inductor, which tries its own kernels for the product too."""
+    """All of it by Inductor, which tries its own kernels for the product too; within a minute."""
     torch, tail = import_module("torch"), _tail(problem)
     import_module("torch._dynamo").reset()
     linear = torch.nn.functional.linear
@@ -107,7 +110,8 @@ def _compiled(problem: Problem, arrays: Arrays) -> Prepared:
         lambda x, weight, bias, residual: tail(linear(x, weight, bias), residual),
         mode=mode, dynamic=False,
     )  # fmt: skip
-    call(x, weight, bias, residual)
+    with within(_COMPILING, f"torch.compile of {label(problem)}"):
+        call(x, weight, bias, residual)
     return Prepared(lambda: call(x, weight, bias, residual))
 
 
@@ -153,6 +157,6 @@ PEERS = (
     _peer("torch + compiled tail", _one_more),
     _peer("addmm_activation", _epilogue),
     _peer("addmm", _added),
-    _peer("compile", _compiled, slow="torch.compile(mode='max-autotune') takes minutes a case"),
+    _peer("compile", _compiled, slow="torch.compile(mode='max-autotune') takes a minute a case"),
 )
 GRADIENTS = (_peer("torch", _matmul),)

@@ -13,9 +13,11 @@ from typing import Any
 from fkjit.spec import Problem
 
 from ..core.op import Arrays, Candidate, Prepared, Refused
-from .products import operands
+from ..core.patience import within
+from .products import label, operands
 
 _MODULE = "quack.gemm_interface"
+_COMPILING = 60.0  # seconds, of a case
 _ACTIVATIONS = {"relu": "relu", "silu": "silu", "gelu_tanh": "gelu_tanh_approx"}
 _GATED = {"relu": "reglu", "silu": "swiglu", "gelu_tanh": "geglu"}
 
@@ -24,6 +26,13 @@ def _prepare(problem: Problem, arrays: Arrays, *, tuned: bool) -> Prepared:
     if problem["dtype"] == "fp32":
         raise Refused("takes fp16 and bf16")
     quack = import_module(_MODULE)
+    made = _made(quack, problem, arrays, tuned)
+    with within(_COMPILING, f"quack of {label(problem)}"):
+        made.call()
+    return made
+
+
+def _made(quack: Any, problem: Problem, arrays: Arrays, tuned: bool) -> Prepared:
     if problem["activation"] != "none" or problem["gate"]:
         return _activated(quack, problem, arrays, tuned)
     (x, weight), bias = operands(problem, arrays), arrays.get("bias")

@@ -159,6 +159,12 @@ def _placed(problem: Problem, array: Any) -> Problem:
     return {**problem, "multiprocessors": multiprocessors(array.get_device())}
 
 
+def chosen(problem: Problem, arch: Arch) -> tuple[KernelSpec, Params]:
+    """What the public call launches, on a GPU of the size of an H100."""
+    made = _chosen("auto", {"multiprocessors": _SMS, **problem}, arch)
+    return made.spec, made.params
+
+
 def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
     """What the public call takes of a kernel, on a GPU of the size of an H100."""
     return _chosen(spec.name, {"multiprocessors": _SMS, **problem}, arch).params

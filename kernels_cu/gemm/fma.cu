@@ -13,6 +13,9 @@
    Two blocks of four warps an SM, or one of eight: enough, since a thread's FMAs are independent of
    each other.
 
+   Where tiles are fewer than SMs, SPLIT blocks share the k of each: they leave their sums in
+   `workspace`, and the last of them adds these up in the order of k (the same bits every time).
+
    With GATE each warp's outputs are half gate, half up (gemm/operand_copy.cuh). */
 #include "prelude.cuh"
 #include "ptx/memory.cuh"
@@ -27,6 +30,7 @@
 #include "gemm/thread_product.cuh"
 #include "gemm/tile_walk.cuh"
 #include "gemm/transposing_copy.cuh"
+#include "tile/last_block.cuh"
 
 constexpr int BLOCK_M = ${block_m}, BLOCK_N = ${block_n}, BLOCK_K = ${block_k};
 constexpr int WARP_M = ${warp_m}, WARP_N = ${warp_n};  // of the tile, a warp's
@@ -35,6 +39,8 @@ constexpr int MIN_BLOCKS = ${min_blocks};              // of an SM: caps the reg
 constexpr bool GATE = ${gate}, PRE = ${pre}, RESIDUAL = ${residual};
 constexpr bool ALIGNED = ${aligned};  // rows of x and weight start on 16-byte boundaries
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
+constexpr int SPLIT = ${split};            // blocks that share a tile's k
+constexpr bool LONG_K = ${long_k};         // sums of runs of k are added up in shared memory
 constexpr int GROUP_ROWS = ${group_rows};  // rows of x whose tiles are taken together
 constexpr int GUARD = ${guard};            // bytes between tiles: 0 except where memory is checked
 using Activation = ${activation};
@@ -46,10 +52,11 @@ constexpr int GM = WARP_M / (4 * LANES_M), GN = WARP_N / (4 * LANES_N);
 constexpr int GROUPS = GATE ? GN / 2 : GN;  // of four columns of out
 static_assert(GM >= 1 && GN >= (GATE ? 2 : 1), "a thread has sums, of gate and up if there are");
 
-// Where registers allow, sums are made of runs of so many k: the error grows with the square root of
-// a run, and of how many there are. (Who splits a long k over blocks gets the same by the way.)
-constexpr int RUN = 128;
-constexpr bool IN_RUNS = GM * GN * 16 <= 32;
+// Sums are made of runs of so many k, where there is room for them and their totals: the error grows
+// with the square root of a run, and of how many there are. Short runs want registers; long ones, of a
+// tile that has none left, a place in shared memory for each thread's totals.
+constexpr bool IN_RUNS = GM * GN * 16 <= 32, IN_LONG_RUNS = LONG_K && !IN_RUNS;
+constexpr int RUN = IN_RUNS ? 128 : 1024;
 
 // An operand's tiles, and what brings them.
 template <bool K_MAJOR, int OUTER, typename Order>
@@ -84,8 +91,98 @@ __device__ __forceinline__ void add_to(float (&sums)[GM][GN][4][4], float (&more
   }
 }
 
-// `row`, `column`: of the thread's first sum in out.
-__device__ __forceinline__ void store_sums(const float (&acc)[GM][GN][4][4], const Pairs& epilogue,
+constexpr int CHUNKS = GM * GN * 4;  // of four sums, of a thread
+
+__device__ __forceinline__ float (&chunk_of(float (&acc)[GM][GN][4][4], int i))[4] {
+  return acc[i / (4 * GN)][i / 4 % GN][i % 4];
+}
+
+// A thread's totals in shared memory, chunk by chunk; nobody else looks at them.
+struct Totals {
+  u32 place;  // of this thread's first chunk
+
+  __device__ __forceinline__ explicit Totals(u32 from) : place(from + threadIdx.x * 16) {}
+  __device__ __forceinline__ u32 chunk(int i) const { return place + i * THREADS * 16; }
+
+  // totals = 0
+  __device__ __forceinline__ void clear() const {
+    const float zero[4] = {};
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) store_shared_floats(chunk(i), zero);
+  }
+
+  // more += totals
+  __device__ __forceinline__ void add_to(float (&more)[GM][GN][4][4]) const {
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+      float total[4], (&own)[4] = chunk_of(more, i);
+      load_shared_floats(total, chunk(i));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) own[j] += total[j];
+    }
+  }
+
+  // totals += more;  more = 0
+  __device__ __forceinline__ void take(float (&more)[GM][GN][4][4]) const {
+    add_to(more);
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+      store_shared_floats(chunk(i), chunk_of(more, i));
+#pragma unroll
+      for (float& sum : chunk_of(more, i)) sum = 0.f;
+    }
+  }
+};
+
+// Where the blocks that share a tile leave their sums, part by part of k; each thread its own.
+struct Parts {
+  static constexpr int PART = CHUNKS * THREADS;  // chunks
+  float4* tile;                                  // this thread's first chunk of the first part
+
+  __device__ __forceinline__ explicit Parts(float* workspace)
+      : tile(reinterpret_cast<float4*>(workspace) + static_cast<i64>(blockIdx.x) * SPLIT * PART +
+             threadIdx.x) {}
+
+  __device__ __forceinline__ void leave(float (&acc)[GM][GN][4][4]) const {
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i)
+      __stcg(tile + blockIdx.y * PART + i * THREADS,
+             reinterpret_cast<const float4&>(chunk_of(acc, i)));
+  }
+
+  // The sums of all parts, in the order of k. Loads do not wait for each other, as far as registers
+  // allow.
+  __device__ __forceinline__ void column(float4 (&sums)[4 * GM], int n) const {
+    constexpr int AT_ONCE = SPLIT <= 4 ? SPLIT : 1;
+#pragma unroll
+    for (int i = 0; i < 4 * GM; ++i) sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll AT_ONCE
+    for (int part = 0; part < SPLIT; ++part)
+#pragma unroll
+      for (int i = 0; i < 4 * GM; ++i) {
+        const int chunk = (i / 4 * GN + n) * 4 + i % 4;
+        const float4 more = __ldcg(tile + part * PART + chunk * THREADS);
+        sums[i].x += more.x, sums[i].y += more.y, sums[i].z += more.z, sums[i].w += more.w;
+      }
+  }
+};
+
+// Sums that are in this thread's registers.
+struct Own {
+  const float (&acc)[GM][GN][4][4];
+  __device__ __forceinline__ void column(float4 (&sums)[4 * GM], int n) const {
+#pragma unroll
+    for (int i = 0; i < 4 * GM; ++i) {
+      const float (&x)[4] = acc[i / 4][n][i % 4];
+      sums[i] = make_float4(x[0], x[1], x[2], x[3]);
+    }
+  }
+};
+
+// Sums::column(n): of each of a thread's rows the four sums of its group n of columns. `row`,
+// `column`: of the thread's first sum in out.
+template <typename Sums>
+__device__ __forceinline__ void store_sums(const Sums& sums_of, const Pairs& epilogue,
                                            const fp32* __restrict__ bias, fp32* __restrict__ out,
                                            i64 out_stride, int row, int rows, int column) {
   const BiasPairs<fp32> bias_of(bias, epilogue.n, GATE);
@@ -96,15 +193,16 @@ __device__ __forceinline__ void store_sums(const float (&acc)[GM][GN][4][4], con
     const float2 own[2] = {bias_of(first), bias_of(first + 2)};
     float2 own_up[2] = {};
     if (GATE) own_up[0] = bias_of.up(first), own_up[1] = bias_of.up(first + 2);
+    float4 every[4 * GM], every_up[4 * GM];
+    sums_of.column(every, n);
+    sums_of.column(every_up, GATE ? n + GROUPS : n);
 #pragma unroll
     for (int i = 0; i < 4 * GM; ++i) {
       const int r = row + i / 4 * 4 * LANES_M + i % 4;
-      const float (&sums)[4] = acc[i / 4][n][i % 4];
-      const float (&up)[4] = acc[i / 4][GATE ? n + GROUPS : n][i % 4];
       if (r >= rows) continue;
-      const float2 low = epilogue({sums[0], sums[1]}, own[0], {up[0], up[1]}, own_up[0], r, first);
-      const float2 high =
-          epilogue({sums[2], sums[3]}, own[1], {up[2], up[3]}, own_up[1], r, first + 2);
+      const float4 sums = every[i], up = every_up[i];
+      const float2 low = epilogue({sums.x, sums.y}, own[0], {up.x, up.y}, own_up[0], r, first);
+      const float2 high = epilogue({sums.z, sums.w}, own[1], {up.z, up.w}, own_up[1], r, first + 2);
       const float y[4] = {low.x, low.y, high.x, high.y};
       fp32* target = out + r * out_stride + first;
       if (aligned) {
@@ -129,7 +227,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                //% endif
                const int m, const int n, const int k, const i64 x_stride, const i64 weight_stride,
                const i64 out_stride,
-               const i64 residual_stride,  // elements from a row to the next, < 2^29
+               const i64 residual_stride,      // elements from a row to the next, < 2^29
+               float* __restrict__ workspace,  // [gridDim.x, SPLIT, BLOCK_M, BLOCK_N], or null
+               u32* __restrict__ counters,     // [gridDim.x], 0 before and after, or null
                const float scale) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 ring = shared_address(shared_memory);
@@ -145,29 +245,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   if (order.is_beyond(tile)) return;
   const int row = tile.row, column = tile.column * OUT_COLUMNS;
   const Depth depth = order.depth(blockIdx.x, k);
+  const i64 all = ceil_div(depth.count, BLOCK_K);  // steps of k; of this block, those of its part
+  const int begin = depth.first + static_cast<int>(all * blockIdx.y / SPLIT) * BLOCK_K;
+  const int part = static_cast<int>(all * (blockIdx.y + 1) / SPLIT) * BLOCK_K;
+  const int end = depth.first + min(depth.count, part);
   const i64 weights = (WEIGHT_K_MAJOR ? (GATE ? 2 * n : n) : k) * weight_stride;
 
-  X::Copy x_copy(Order::OF_K ? x + depth.first * x_stride : x, x_stride, row, tile.end);
+  X::Copy x_copy(x + (X_K_MAJOR ? begin : begin * x_stride), x_stride, row, tile.end);
   Weight::Copy weight_copy(
-      Order::OF_K ? weight + depth.first * weight_stride : order.own(weight, tile.expert, weights),
+      order.own(weight, tile.expert, weights) + (WEIGHT_K_MAJOR ? begin : begin * weight_stride),
       weight_stride, column, n);
   const Product product{XReader(warp_row, y), WeightReader(warp_output, x_place)};
   float acc[GM][GN][4][4] = {}, totals[GM][GN][4][4] = {};
+  const Totals long_totals(ring + STAGES * STAGE_BYTES);
+  if (IN_LONG_RUNS) long_totals.clear();
   int steps = 0;  // since sums were added to the totals
   const auto multiply = [&](u32 stage) {
     product.multiply(acc, stage, stage + WEIGHT_OFFSET);
-    if (IN_RUNS && ++steps == RUN / BLOCK_K) steps = 0, add_to(totals, acc);
+    if ((!IN_RUNS && !IN_LONG_RUNS) || ++steps < RUN / BLOCK_K) return;
+    steps = 0;
+    if (IN_RUNS) {
+      add_to(totals, acc);
+    } else {
+      long_totals.take(acc);
+    }
   };
 #if __CUDA_ARCH__ >= 800
-  walk_async<STAGES, STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, depth.count, multiply);
+  walk_async<STAGES, STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, end - begin, multiply);
 #else
-  walk_staged<STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, depth.count, multiply);
+  walk_staged<STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, end - begin, multiply);
 #endif
 
   if (IN_RUNS) add_to(acc, totals);
+  if (IN_LONG_RUNS) long_totals.add_to(acc);
   const Pairs epilogue(residual, pre, residual_stride, scale, n);
   const int before = Order::OF_K ? tile.expert * m : 0;  // rows of out
-  store_sums(acc, epilogue, order.own(bias, tile.expert, GATE ? 2 * n : n), out, out_stride,
-             before + row + warp_row + 4 * y, before + tile.end,
-             column + (GATE ? warp_output / 2 : warp_output) + 4 * x_place);
+  const auto store = [&](const auto& sums) {
+    store_sums(sums, epilogue, order.own(bias, tile.expert, GATE ? 2 * n : n), out, out_stride,
+               before + row + warp_row + 4 * y, before + tile.end,
+               column + (GATE ? warp_output / 2 : warp_output) + 4 * x_place);
+  };
+  if constexpr (SPLIT == 1) {
+    store(Own{acc});
+  } else {
+    const Parts parts(workspace);
+    parts.leave(acc);
+    __syncthreads();
+    if (last_block(counters + blockIdx.x, SPLIT)) store(parts);
+  }
 }

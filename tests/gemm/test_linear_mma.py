@@ -29,7 +29,7 @@ MMA_PARAMS = {
 }  # fmt: skip
 FMA_PARAMS = {
     "dtype": "fp32", "activation": "none", "gate": False, "residual": False, "pre": False,
-    "block": (64, 64, 16),
+    "block": (64, 64, 16), "long_k": False, "split": 1,
 }  # fmt: skip
 
 

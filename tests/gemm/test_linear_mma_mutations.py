@@ -50,6 +50,12 @@ FMA_UNALIGNED: dict[str, Any] = {
     "kernel": "linear.fma",
     "params": {"block": (64, 64, 16), "x_layout": "km", "aligned": False},
 }
+FMA_SPLIT: dict[str, Any] = {
+    "kernel": "linear.fma",
+    "params": {"block": (64, 64, 16), "split": 2},
+}
+FMA_LONG: dict[str, Any] = {"kernel": "linear.fma", "params": {"long_k": True}}
+LONG_K = {"m": 32, "n": 32, "k": 1064, "x_stride": 1064, "weight_stride": 1064, "out_stride": 32}
 CUT = {"n": 84, "out_stride": 160, "residual_stride": 160}  # half a chunk of columns
 CUT_K = {"k": 156, "x_stride": 168, "weight_stride": 168}  # NaN behind it
 
@@ -139,6 +145,20 @@ BUGS = (
         by="numbers", **FMA_GATED),
     Bug("an element past the end", D + "operand_copy.cuh", "e < elements ? from + e : array, e <",
         "e <= elements ? from + e : array, e <=", by="memory", **FMA_UNALIGNED),
+    # -- fma: k in parts, long runs
+    Bug("both parts in one place", FMA_CU, "tile + blockIdx.y * PART", "tile", by="race",
+        **FMA_SPLIT),
+    Bug("no barrier before parts are published", FMA_CU, SYNC, "", by="race", **FMA_SPLIT),
+    Bug("one counter for all tiles", FMA_CU, "counters + blockIdx.x", "counters", by="race",
+        **FMA_SPLIT),
+    Bug("every part begins at the first k", FMA_CU, "all * blockIdx.y / SPLIT", "0", by="numbers",
+        **FMA_SPLIT),
+    Bug("totals left behind", FMA_CU, "if (IN_LONG_RUNS) long_totals.add_to(acc);", "",
+        by="numbers", problem=LONG_K, **FMA_LONG),
+    Bug("a run counted twice", FMA_CU, "for (float& sum : chunk_of(more, i)) sum = 0.f;", "",
+        by="numbers", problem=LONG_K, **FMA_LONG),
+    Bug("totals inside the ring", FMA_CU, "long_totals(ring + STAGES * STAGE_BYTES)",
+        "long_totals(ring)", by="memory", problem=LONG_K, **FMA_LONG),
     Bug("one row of floats too many", FMA_CU, "if (r >= rows) continue;",
         "if (r > rows) continue;", by="memory", **FMA),
 )  # fmt: skip

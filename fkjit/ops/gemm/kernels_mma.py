@@ -181,14 +181,42 @@ MMA_ALL = KernelSpec(
 
 FMA_TILES: dict[Block, Tile] = {
     (128, 128, 16): Tile((64, 64), 3, 2),
+    (128, 64, 16): Tile((64, 32), 3, 3),
     (256, 128, 16): Tile((64, 64), 3),
     (128, 256, 16): Tile((64, 64), 3),
     (64, 64, 16): Tile((32, 32), 3, 3),
 }
 
 
+_SPLITS = (1, 2, 3, 4, 6, 8)
+_FEW_SUMS = 32  # of a thread: registers hold the totals of runs of k
+
+
 def _fma_tile(params: Params) -> Tile:
     return FMA_TILES[params["block"]]
+
+
+def _fma_values(params: Params) -> dict[str, Any]:
+    more = {"split": params["split"], "long_k": params["long_k"]}
+    return {**_values(_fma_tile(params), params), **more}
+
+
+def _fma_shared(params: Params) -> SharedLayout:
+    tile, (block_m, block_n, _) = _fma_tile(params), params["block"]
+    stages = [*_stages(params, tile, 4, {})]
+    few = tile.warp[0] * tile.warp[1] // 32 <= _FEW_SUMS
+    return stages if few or not params["long_k"] else [*stages, ("totals", 4 * block_m * block_n)]
+
+
+def _fma_grid(params: Params, problem: Problem) -> Dim3:
+    return (_grid(params, problem)[0], params["split"], 1)
+
+
+def fma_scratch(params: Params, problem: Problem) -> tuple[int, int]:
+    """(bytes of workspace, counters): of sums that blocks leave to one another."""
+    block_m, block_n, _ = params["block"]
+    tiles, parts, _ = _fma_grid(params, problem)
+    return (0, 0) if parts == 1 else (4 * tiles * parts * block_m * block_n, tiles)
 
 
 FMA_ALL = KernelSpec(
@@ -204,12 +232,14 @@ FMA_ALL = KernelSpec(
             _WEIGHT_LAYOUT,
             *_EPILOGUE,
             _ALIGNED,
+            Param("long_k", (False, True), "sums of runs of k are added up in shared memory"),
             Param("block", tuple(FMA_TILES), _BLOCK, tunable=True),
+            Param("split", _SPLITS, "blocks that share the k of a tile", tunable=True),
         ),
-        "derive": lambda params: _values(_fma_tile(params), params),
-        "shared_layout": lambda params: _stages(params, _fma_tile(params), 4, {}),
+        "derive": _fma_values,
+        "shared_layout": _fma_shared,
         "block": lambda params: _threads(_fma_tile(params), params["block"]),
-        "grid": _grid,
+        "grid": _fma_grid,
         "pdl": True,
         "verification": "fkjit.ops.gemm.cases_mma:FMA",
     }
@@ -253,7 +283,8 @@ MMA = _ahead(
         {**_TF32, "block": (128, 128, 32), **_SWIGLU, "weight_layout": "kn"},
     ],
 )
-_FP32, _FMA_SMALL = {"dtype": "fp32", **_PLAIN}, {"block": (64, 64, 16)}
+_FP32 = {"dtype": "fp32", **_PLAIN, "long_k": False, "split": 1}
+_FMA_SMALL = {"block": (64, 64, 16)}
 FMA = _ahead(
     FMA_ALL,
     [
@@ -263,5 +294,8 @@ FMA = _ahead(
         {**_FP32, **_FMA_SMALL, **_SWIGLU, "weight_layout": "kn"},
         {**_FP32, **_FMA_SMALL, **_SWIGLU, **_TRANSPOSED, "residual": True, "aligned": False},
         {**_FP32, "block": (128, 128, 16), "activation": "gelu", "aligned": False},
+        {**_FP32, "block": (128, 128, 16), "long_k": True},
+        {**_FP32, "block": (128, 128, 16), "split": 4},
+        {**_FP32, **_FMA_SMALL, **_SWIGLU, **_TRANSPOSED, "residual": True, "split": 2},
     ],
 )

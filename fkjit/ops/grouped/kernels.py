@@ -29,7 +29,9 @@ from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 GROUPS = ("ROWS", "DEPTH")
 LEAST_BLOCK = 64  # rows of the smallest tile: of it experts' places have to be a multiple
 _GROUP_ROWS = 512  # rows of an expert whose tiles are taken together
-_FIXED: Mapping[str, Any] = {"residual": False, "cluster": 1, "split": 1, "shares": False}
+_FIXED: Mapping[str, Any] = {
+    "residual": False, "cluster": 1, "split": 1, "shares": False, "long_k": False,
+}  # fmt: skip
 # The tiles for Hopper, by schedule.
 TILES: dict[tuple[int, int], str] = {
     (64, 64): "pingpong", (64, 128): "pingpong", (64, 256): "pingpong",
