@@ -10,6 +10,10 @@ from fkjit.jit.build import quiet
 from tests.gemm.kit import ACTIVATIONS, normal
 
 F = torch.nn.functional
+SCORES = {
+    "softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda x: F.softplus(x).sqrt(),
+}  # fmt: skip
 
 
 def choices(tokens, experts, top_k, how="even", seed=0):
@@ -53,7 +57,7 @@ def by_choice(x, weight, bias, ids, *, activation=None, gate=False, layout="nk")
 def layer(x, logits, up, down, top_k, *, renormalize=False, scoring="softmax", activation="silu",
           ids=None):  # fmt: skip
     """A mixture of experts in torch, expert by expert; `ids`: the choice, if it is made already."""
-    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    scores = SCORES[scoring](logits)
     ids = scores.topk(top_k, -1).indices if ids is None else ids.long()
     weights = scores.gather(1, ids)
     weights = weights / weights.sum(-1, keepdim=True) if renormalize else weights

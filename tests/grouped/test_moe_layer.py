@@ -34,12 +34,14 @@ def test_numbers(options, dtype):
     close(y, layer(*wide, 2, **how), dtype)
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-def test_gradients(renormalize):
+@pytest.mark.parametrize(
+    "said", [{}, {"renormalize": True}, {"scoring": "sqrtsoftplus", "renormalize": True}]
+)
+def test_gradients(said):
     """Of x, the logits and both weights."""
     given = [a.requires_grad_() for a in layer_arrays(33, 5, 24, 16)]
     wide = [a.detach().double().requires_grad_() for a in given]
-    y, expected = call(*given, 2, renormalize=renormalize), layer(*wide, 2, renormalize=renormalize)
+    y, expected = call(*given, 2, **said), layer(*wide, 2, **said)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
     with quiet():
         y.backward(dy)

@@ -15,10 +15,16 @@ def weights_of(
     logits: a tensor [tokens, experts]. ids: the experts that `moe_route` chose. A gradient comes
     from the scores; the choice has none.
     """
-    scores = logits.float()
-    scores = scores.softmax(-1) if scoring == "softmax" else scores.sigmoid()
-    weights = scores.gather(1, ids.long())
+    weights = _scores(logits.float(), scoring).gather(1, ids.long())
     if renormalize:
         total = weights.sum(-1, keepdim=True)
         weights = weights / total.where(total != 0, total.new_ones(()))
     return weights * routed_scaling_factor if routed_scaling_factor != 1.0 else weights
+
+
+def _scores(logits: Any, scoring: Scoring) -> Any:
+    if scoring == "softmax":
+        return logits.softmax(-1)
+    if scoring == "sigmoid":
+        return logits.sigmoid()
+    return (logits.clamp(min=0) + logits.abs().neg().exp().log1p()).sqrt()  # of softplus
