@@ -24,10 +24,10 @@
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
 #define EPILOGUE_DERIVATIVE (${epilogue_mod_grad})
 //% endif
+#include "gemm/groups.cuh"
 #include "gemm/operand_copy.cuh"
 #include "gemm/pairs.cuh"
 #include "gemm/thread_product.cuh"
-#include "gemm/tile_order.cuh"
 #include "gemm/tile_walk.cuh"
 #include "gemm/transposing_copy.cuh"
 #include "tile/last_block.cuh"
@@ -71,6 +71,7 @@ struct Operand<false, OUTER, Order> {
 };
 using X = Operand<X_K_MAJOR, BLOCK_M, RowsInOrder>;
 using Weight = Operand<WEIGHT_K_MAJOR, BLOCK_N, OutputOrder<GATE, WARP_N>>;
+using Order = GroupedOrder<Groups::${groups}, BLOCK_M>;
 using XTile = X::Tile;
 using WeightTile = Weight::Tile;
 using XReader = FloatReader<XTile, LANES_M>;
@@ -88,6 +89,15 @@ __device__ __forceinline__ void add_to(float (&sums)[GM][GN][4][4], float (&more
     sums[i / (16 * GN)][i / 16 % GN][i / 4 % 4][i % 4] += from;
     from = 0.f;
   }
+}
+
+// Of a tile's k what this block multiplies.
+__device__ __forceinline__ Depth part_of(const Depth& whole) {
+  if (SPLIT == 1) return whole;
+  const i64 steps = ceil_div(whole.count, BLOCK_K);
+  const int begin = static_cast<int>(steps * blockIdx.y / SPLIT) * BLOCK_K;
+  const int end = static_cast<int>(steps * (blockIdx.y + 1) / SPLIT) * BLOCK_K;
+  return {whole.first + begin, min(whole.count, end) - begin};
 }
 
 constexpr int CHUNKS = GM * GN * 4;  // of four sums, of a thread
@@ -220,6 +230,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                const fp32* __restrict__ residual,  // [m, n], or null
                fp32* __restrict__ out,             // [m, n]
                fp32* __restrict__ pre,             // [m, n] or [m, 2 n], or null
+               //% if groups != "NONE"
+               const int* __restrict__ offsets,  // [experts + 1], see gemm/groups.cuh
+               const int experts,
+               //% endif
                const int m, const int n, const int k, const i64 x_stride, const i64 weight_stride,
                const i64 out_stride,
                const i64 residual_stride,      // elements from a row to the next, < 2^29
@@ -231,17 +245,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int warp_row = warp / WARPS_N * WARP_M, warp_output = warp % WARPS_N * WARP_N;
   const int y = lane / LANES_N, x_place = lane % LANES_N;
-  const TileOrder order{ceil_div(m, BLOCK_M), ceil_div(n, OUT_COLUMNS), GROUP_ROWS / BLOCK_M};
-  const TilePlace tile = order(blockIdx.x);
-  const int row = tile.row * BLOCK_M, column = tile.column * OUT_COLUMNS;
-  const i64 all = ceil_div(k, BLOCK_K);  // steps of k; of this block, those of its part
-  const int begin = static_cast<int>(all * blockIdx.y / SPLIT) * BLOCK_K;
-  const int end = min(k, static_cast<int>(all * (blockIdx.y + 1) / SPLIT) * BLOCK_K);
-
   after_previous_kernel();
-  X::Copy x_copy(x + (X_K_MAJOR ? begin : begin * x_stride), x_stride, row, m);
-  Weight::Copy weight_copy(weight + (WEIGHT_K_MAJOR ? begin : begin * weight_stride), weight_stride,
-                           column, n);
+  Order order{m, ceil_div(n, OUT_COLUMNS), GROUP_ROWS / BLOCK_M};
+  //% if groups != "NONE"
+  order.offsets = offsets, order.experts = experts;
+  //% endif
+  const GroupedTile tile = order(blockIdx.x);
+  if (order.is_beyond(tile)) return;
+  const int row = tile.row, column = tile.column * OUT_COLUMNS;
+  const Depth depth = part_of(order.depth(blockIdx.x, k));
+  const i64 weights = (WEIGHT_K_MAJOR ? (GATE ? 2 * n : n) : k) * weight_stride;
+
+  X::Copy x_copy(x + (X_K_MAJOR ? depth.first : depth.first * x_stride), x_stride, row, tile.end);
+  Weight::Copy weight_copy(order.own(weight, tile.expert, weights) +
+                               (WEIGHT_K_MAJOR ? depth.first : depth.first * weight_stride),
+                           weight_stride, column, n);
   const Product product{XReader(warp_row, y), WeightReader(warp_output, x_place)};
   float acc[GM][GN][4][4] = {}, totals[GM][GN][4][4] = {};
   const Totals long_totals(ring + STAGES * STAGE_BYTES);
@@ -258,16 +276,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
   };
 #if __CUDA_ARCH__ >= 800
-  walk_async<STAGES, STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, end - begin, multiply);
+  walk_async<STAGES, STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, depth.count, multiply);
 #else
-  walk_staged<STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, end - begin, multiply);
+  walk_staged<STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, depth.count, multiply);
 #endif
 
   if (IN_RUNS) add_to(acc, totals);
   if (IN_LONG_RUNS) long_totals.add_to(acc);
   const Pairs epilogue(residual, pre, residual_stride, scale, n);
+  const int before = Order::OF_K ? tile.expert * m : 0;  // rows of out
   const auto store = [&](const auto& sums) {
-    store_sums(sums, epilogue, bias, out, out_stride, row + warp_row + 4 * y, m,
+    store_sums(sums, epilogue, order.own(bias, tile.expert, GATE ? 2 * n : n), out, out_stride,
+               before + row + warp_row + 4 * y, before + tile.end,
                column + (GATE ? warp_output / 2 : warp_output) + 4 * x_place);
   };
   if constexpr (SPLIT == 1) {
