@@ -11,7 +11,7 @@ import pytest
 from bench.core.catalog import operations
 from bench.core.op import Refused
 from bench.core.store import SCHEMA
-from bench.gemm import products, round_trip, tables
+from bench.gemm import ladder, products, round_trip, tables
 from bench.gemm.cases_linear import OP, SETS
 from bench.gemm.cases_linear_dweight import dweight
 from bench.gemm.cases_linear_dx import dx
@@ -20,6 +20,7 @@ from bench.gemm.products import label, problem
 from bench.profile.target import cases
 from bench.report.bandwidth import sources
 from bench.report.cells import families, load, studies
+from bench.report.tables import known_of
 from fkjit.arch import arch
 from fkjit.jit.build import quiet
 from fkjit.spec import find
@@ -244,9 +245,43 @@ def test_tables_of_a_stored_run(tmp_path):
     assert tables.with_tables(page, made).count(made["products"]) == 1
 
 
-def test_the_page_has_the_tables_of_its_runs():
+def test_a_step_of_the_ladder_is_its_fastest_variant_beside_what_was_predicted(tmp_path):
+    known = known_of([stored(tmp_path)])
+    found = {one.step.text: one for one in ladder.outcomes(known)}
+    assert found["5. clusters of two"].name.endswith("shares=False")
+    assert found["5. clusters of two"].time == 50.0 and "4. wgmma" not in "".join(found)
+    assert found["what the call chooses"].name == "fkjit"
+    rows = list(ladder.rows(known))
+    assert ["400 to 440", "0.43"] in [row[-2:] for row in rows]  # 30 us of cuBLAS for mma's 70
+    picture = ladder.picture(known)
+    assert picture and "mma.cu" in picture and "cuBLAS 700" in picture
+    assert ladder.picture({}) is None
+
+
+def test_shapes_drawn_anew_are_told_with_their_seed_and_peers_that_were_not_there(tmp_path):
+    path = tmp_path / "run.jsonl"
+    header = {"record": "run", "schema": SCHEMA, "command": "fkjit bench linear --set drawn"}
+    header |= {"configuration": {"seed": 77}}
+    header["peers"] = [{"name": "quack", "kind": "peer", "missing": "not installed"}]
+    lines = [header]
+    for p in (SETS["random"][0], problem(3, 64, 48), problem(4096, 768, 2048)):
+        for us, name in ((20.0, "fkjit"), (18.0, "torch")):
+            cell = {"record": "cell", "op": "linear", "case": label(p), "candidate": name}
+            kind = "ours" if name == "fkjit" else "peer"
+            lines.append({**cell, "kind": kind, "problem": p, "graph": {"p50": us * 1e-3}})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = tables.tables([path])
+    assert made["anew"].splitlines()[-2].startswith("| all | 2 | 0.900 | 2 | 0.900 |")
+    assert "--seed 77" in made["anew"]
+    assert "quack: not installed" in made["runs"]
+
+
+def test_the_page_has_the_tables_and_pictures_of_its_runs():
     page = tables.PAGE.read_text()
-    assert tables.with_tables(page, tables.tables(sources(page))) == page
+    runs = sources(page)
+    assert tables.with_tables(page, tables.tables(runs)) == page
+    for path, text in tables.pictures(runs).items():
+        assert path.read_text() == text
 
 
 def test_the_report_has_products(tmp_path):

@@ -18,6 +18,8 @@ from fkjit.ops.gemm.kernels_sm90 import variant
 
 # Layers' products on an H200, bf16, CUDA graphs, weights not in L2: variant and microseconds.
 MEASURED = json.loads((Path(__file__).parents[1] / "data/linear_wgmma_h200.json").read_text())
+# Exact products of fp32, every tile of fma.cu with every number of blocks that share k.
+MEASURED_FP32 = json.loads((Path(__file__).parents[1] / "data/linear_fma_h200.json").read_text())
 HOPPER = arch("sm_90a")
 
 
@@ -48,6 +50,34 @@ def test_loses_little_to_the_best_of_what_was_measured():
         losses.append(times[pick] / min(times.values()))
     assert len(losses) > 50
     assert math.prod(losses) ** (1 / len(losses)) <= 1.02
+
+
+def test_loses_little_to_the_best_of_what_was_measured_of_fp32():
+    losses = []
+    for row in MEASURED_FP32:
+        layouts = {name: row[name] for name in ("x_layout", "weight_layout")}
+        one = shape(row["m"], row["n"], row["k"], dtype="fp32", **layouts)
+        times = {(tuple(tile), split): us for tile, split, us in row["microseconds"]}
+        costs = {
+            (params["block"], params["split"]): select.estimate(name, one, params, HOPPER)
+            for name, params in select.variants(one, "fma", HOPPER)
+        }
+        pick = min(costs, key=costs.__getitem__)
+        losses.append(times.get(pick, 2 * min(times.values())) / min(times.values()))
+    assert len(losses) > 25
+    assert math.prod(losses) ** (1 / len(losses)) <= 1.02
+
+
+def test_fp32_shares_k_where_tiles_are_few_and_sums_a_long_k_in_runs_where_cublas_divides_it():
+    few, many = (chosen(n, n, n, "fp32", impl="fma")[1] for n in (1024, 8192))
+    assert few["split"] > 1 and many["split"] == 1
+    turned = {"x_layout": "km", "weight_layout": "kn"}
+    long, short = (chosen(768, 3072, k, "fp32", impl="fma", **turned)[1] for k in (8192, 2048))
+    assert long["long_k"] and not short["long_k"] and not many["long_k"]
+    ampere = arch("sm_80")
+    assert not chosen(768, 3072, 8192, "fp32", impl="fma", on=ampere, **turned)[1]["long_k"]
+    tiny = chosen(64, 64, 100, "fp32", impl="fma")[1]
+    assert tiny["split"] == 1  # no part has a step or two only
 
 
 @pytest.mark.parametrize("m", [141, 271, 1100, 5134, 9001])

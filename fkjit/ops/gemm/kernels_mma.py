@@ -188,7 +188,7 @@ FMA_TILES: dict[Block, Tile] = {
 }
 
 
-_SPLITS = (1, 2, 4, 8)
+_SPLITS = (1, 2, 3, 4, 6, 8)
 _FEW_SUMS = 32  # of a thread: registers hold the totals of runs of k
 
 
