@@ -24,7 +24,7 @@ struct Depth {
 
 // Tiles of BLOCK_M rows, by their numbers. Of ROWS all tiles of an expert come before those of the
 // next, so that its weight is read once; how many there are shows when `is_beyond` the last one. A
-// number may not be less than the one before.
+// number may not be less than the one before. By whole warps.
 template <Groups HOW, int BLOCK_M>
 struct GroupedOrder {
   static constexpr bool GROUPED = HOW != Groups::NONE;
@@ -32,7 +32,9 @@ struct GroupedOrder {
   int m, columns, group;         // rows; tiles beside each other; rows of tiles taken together
   const int* offsets = nullptr;  // [experts + 1]: where experts' rows begin, and the last ones end
   int experts = 1;
-  int expert = -1, first = 0, next = 0;  // the last tile's expert; its tiles begin and end
+  // Of ROWS a lane knows one of 32 experts: where its tiles begin and end, and its rows.
+  int base = -WARP_SIZE, known = 0;  // the first of them; tiles of all experts so far
+  int first = 0, next = 0, row = 0, row_end = 0;
 
   // ROWS: no end is known.
   __device__ __forceinline__ int count() const {
@@ -67,13 +69,31 @@ struct GroupedOrder {
 
  private:
   __device__ __forceinline__ GroupedTile of_expert(int number) {
-    while (number >= next) {
-      if (++expert == experts) return {0, 0, experts, 0};
-      first = next, next += ceil_div(rows(), BLOCK_M) * columns;
+    while (number >= known) {
+      base += WARP_SIZE;
+      if (base >= experts) return {0, 0, experts, 0};
+      learn();
     }
-    const TilePlace tile = TileOrder{ceil_div(rows(), BLOCK_M), columns, group}(number - first);
-    return {offsets[expert] + tile.row * BLOCK_M, tile.column, expert, offsets[expert + 1]};
+    const int lane = __ffs(__ballot_sync(FULL_MASK, first <= number && number < next)) - 1;
+    const int begin = __shfl_sync(FULL_MASK, row, lane),
+              end = __shfl_sync(FULL_MASK, row_end, lane);
+    const TileOrder order{ceil_div(end - begin, BLOCK_M), columns, group};
+    const TilePlace tile = order(number - __shfl_sync(FULL_MASK, first, lane));
+    return {begin + tile.row * BLOCK_M, tile.column, base + lane, end};
   }
 
-  __device__ __forceinline__ int rows() const { return offsets[expert + 1] - offsets[expert]; }
+  // The 32 experts from `base` on.
+  __device__ __forceinline__ void learn() {
+    const int lane = threadIdx.x % WARP_SIZE;
+    row = offsets[min(base + lane, experts)], row_end = offsets[min(base + lane + 1, experts)];
+    const int own = ceil_div(row_end - row, BLOCK_M) * columns;
+    next = own;
+#pragma unroll
+    for (int step = 1; step < WARP_SIZE; step *= 2) {
+      const int before = __shfl_up_sync(FULL_MASK, next, step);
+      next += lane >= step ? before : 0;
+    }
+    next += known, first = next - own;
+    known = __shfl_sync(FULL_MASK, next, WARP_SIZE - 1);
+  }
 };

@@ -26,7 +26,10 @@ def close(found, expected, dtype="fp32"):
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "how"),
-    [(1, 3, 1, "even"), (37, 5, 2, "even"), (70, 4, 1, "first"), (90, 16, 3, "zipf")],
+    [
+        (1, 3, 1, "even"), (37, 5, 2, "even"), (70, 4, 1, "first"), (90, 16, 3, "zipf"),
+        (9, 70, 2, "even"),
+    ],
 )  # fmt: skip
 def test_each_row_by_its_expert(tokens, experts, top_k, how):
     """Experts without rows, with a tile or two, and all rows on one."""

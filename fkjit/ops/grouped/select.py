@@ -23,6 +23,7 @@ from fkjit.spec import KernelSpec, Params, Problem
 
 IMPLEMENTATIONS = ("auto", "wgmma", "mma", "fma")
 _KN = 1.06  # a step takes longer where the weight's rows are contiguous in n
+_TOGETHER = 1.25  # more where consumers share tiles of rows: seen at 250 and 1000 rows an expert
 _PORTABLE = 0.62  # of the flops that mma.sync, or FMAs, give
 
 
@@ -118,6 +119,8 @@ def _step(one: Chosen, problem: Problem, arch: Arch) -> float:
     rows, columns = one.params["block"][:2]
     if one.spec.name == "wgmma":
         step = VARIANTS[TILES[one.params["block"]], one.params["block"], 1, 1, False]
+        if problem["groups"] == "ROWS" and TILES[one.params["block"]] == "cooperative":
+            step *= _TOGETHER
         return step * (_KN if problem["weight_layout"] == "kn" else 1.0)
     gpu = machine(arch)
     rate = gpu.fma if one.spec.name == "fma" else gpu.mma
