@@ -64,8 +64,9 @@ SETS: dict[str, Sequence[Problem]] = {
         for size in (512, 1024, 2048, 4096, 6144, 8192, 16_384)
     ]),
     "fp32": [
-        *(problem(size, size, size, dtype="fp32") for size in (1024, 4096, 8192)),
+        *(problem(size, size, size, dtype="fp32") for size in (512, 1024, 2048, 4096, 8192)),
         problem(8192, 8192, 8192, dtype="fp32", weight_layout="kn"),
+        problem(8192, 8192, 8192, dtype="fp32", x_layout="km", weight_layout="kn"),
         problem(4096, 768, 3072, dtype="fp32", **_GELU),
         *(problem(size, size, size, dtype="fp32", precision="tf32") for size in (4096, 8192)),
     ],

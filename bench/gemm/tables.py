@@ -41,6 +41,7 @@ COLUMNS = {
     "cuBLASLt's epilogue": "addmm_activation", "torch.compile": "compile", "quack": "quack",
 }  # fmt: skip
 _CUBLAS = ("torch", "cublaslt")  # what the drawn shapes are compared with
+_SUMMARY = ("shapes", "geometric mean", "below 0.93", "least", "the least one")
 _LEAST = 0.93  # what none of the drawn shapes should be below
 _ROWS = (8, 64, 512, 4096, 1 << 20)  # of x, up to: rows of the table of drawn shapes
 
@@ -54,6 +55,37 @@ def products(known: Known) -> Iterator[list[str]]:
             if "fkjit" in trial.cells:
                 text = op.label(p) if op is OPS[0] else f"{op.name} {op.label(p)}"
                 yield [text + trial.mark, *_row(trial)]
+
+
+def single(known: Known) -> Iterator[list[str]]:
+    """fp32, exact and rounded to tf32: ours and cuBLAS."""
+    yield ["fp32", "fkjit", "", "cuBLAS", "cuBLAS / fkjit", "MHz, W"]
+    op = cases_linear.OP
+    for p in op.sets["fp32"]:
+        trial = known.get((op.name, op.label(p)), NOT_MEASURED)
+        found = _ratio(known, op.label(p))
+        if found:
+            cell, own = trial.cells["fkjit"], time_of(trial.cells, "fkjit") or math.nan
+            yield [op.label(p) + trial.mark, shown(own), _speed(cell), shown(own * found[0]),
+                   f"{found[0]:.2f}", _gpu(cell)]  # fmt: skip
+
+
+def models(known: Known) -> Iterator[list[str]]:
+    """Layers with all that follows their products, by model and rows: the best peer over ours."""
+    yield ["layers", "rows of x", *_SUMMARY]
+    op = cases_linear.OP
+    for name in ("gpt2", "llama", "decode"):
+        for m in dict.fromkeys(p["m"] for p in op.sets[name]):
+            cases = [op.label(p) for p in op.sets[name] if p["m"] == m]
+            found = [one for case in cases if (one := _over_best(known, case)) is not None]
+            if found:
+                yield [name, f"{m:,}", *_summary(found)]
+
+
+def _over_best(known: Known, case: str) -> tuple[float, str] | None:
+    trial = known.get(("linear", case), NOT_MEASURED)
+    own, best = time_of(trial.cells, "fkjit"), _best(trial)
+    return (best / own, case) if own and best else None
 
 
 def _row(trial: Trial) -> list[str]:
@@ -124,7 +156,7 @@ def _draws(run: Run) -> bool:
 def _by_rows(
     problems: Sequence[Problem], ratio: Callable[[Problem], tuple[float, str] | None]
 ) -> Iterator[list[str]]:
-    yield ["rows of x", "shapes", "geometric mean", "below 0.93", "least", "the least one"]
+    yield ["rows of x", *_SUMMARY]
     least = 1
     every: list[tuple[float, str]] = []
     for most in _ROWS:
@@ -163,6 +195,7 @@ def tables(paths: Sequence[Path]) -> dict[str, str]:
     """Markdown by the name of its markers, of runs from the oldest to the last."""
     known = known_of(paths)
     makers = {"ladder": ladder.rows, "products": products, "drawn": drawn}
+    makers |= {"fp32": single, "models": models}
     made = {name: _table(make(known)) for name, make in makers.items()}
     made["anew"] = _table(anew(paths)) + seed(paths)
     made["round trip"] = _table(moved(paths))
