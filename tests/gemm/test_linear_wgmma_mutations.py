@@ -32,7 +32,8 @@ WAIT_EMPTY = "mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);"
 
 BUGS = (
     # -- the ring
-    Bug("a stage is read before its bytes are there", WGMMA_CU, WAIT_FULL, "", by="race", **WIDE),
+    Bug("a stage is read before its bytes are there", WGMMA_CU, WAIT_FULL, "", by="race", nth=1,
+        **WIDE),
     Bug("a stage is filled while it is read", WGMMA_CU, WAIT_EMPTY, "", by="race", **WIDE),
     Bug("a stage is released too early", WGMMA_CU, "wgmma_wait<1>();", "wgmma_wait<2>();",
         by="race", **WIDE),

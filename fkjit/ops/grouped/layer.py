@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
 from fkjit.errors import ParameterError
@@ -117,8 +116,7 @@ def _check(
 
 
 def _wants_grad(logits: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.is_grad_enabled() and getattr(logits, "requires_grad", False)
+    return getattr(logits, "requires_grad", False) is True
 
 
 def _detached(logits: Any) -> Any:
