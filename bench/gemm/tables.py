@@ -71,14 +71,15 @@ def single(known: Known) -> Iterator[list[str]]:
 
 
 def models(known: Known) -> Iterator[list[str]]:
-    """Layers with all that follows their products, by model and rows: the best peer over ours."""
+    """Layers with all that follows their products, by model and rows, as far as all of these were
+    measured: the best peer over ours."""
     yield ["layers", "rows of x", *_SUMMARY]
     op = cases_linear.OP
     for name in ("gpt2", "llama", "decode"):
         for m in dict.fromkeys(p["m"] for p in op.sets[name]):
             cases = [op.label(p) for p in op.sets[name] if p["m"] == m]
             found = [one for case in cases if (one := _over_best(known, case)) is not None]
-            if found:
+            if len(found) == len(cases):
                 yield [name, f"{m:,}", *_summary(found)]
 
 

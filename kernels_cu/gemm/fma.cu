@@ -91,6 +91,15 @@ __device__ __forceinline__ void add_to(float (&sums)[GM][GN][4][4], float (&more
   }
 }
 
+// Of a tile's k what this block multiplies.
+__device__ __forceinline__ Depth part_of(const Depth& whole) {
+  if (SPLIT == 1) return whole;
+  const i64 steps = ceil_div(whole.count, BLOCK_K);
+  const int begin = static_cast<int>(steps * blockIdx.y / SPLIT) * BLOCK_K;
+  const int end = static_cast<int>(steps * (blockIdx.y + 1) / SPLIT) * BLOCK_K;
+  return {whole.first + begin, min(whole.count, end) - begin};
+}
+
 constexpr int CHUNKS = GM * GN * 4;  // of four sums, of a thread
 
 __device__ __forceinline__ float (&chunk_of(float (&acc)[GM][GN][4][4], int i))[4] {
@@ -244,17 +253,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const GroupedTile tile = order(blockIdx.x);
   if (order.is_beyond(tile)) return;
   const int row = tile.row, column = tile.column * OUT_COLUMNS;
-  const Depth depth = order.depth(blockIdx.x, k);
-  const i64 all = ceil_div(depth.count, BLOCK_K);  // steps of k; of this block, those of its part
-  const int begin = depth.first + static_cast<int>(all * blockIdx.y / SPLIT) * BLOCK_K;
-  const int part = static_cast<int>(all * (blockIdx.y + 1) / SPLIT) * BLOCK_K;
-  const int end = depth.first + min(depth.count, part);
+  const Depth depth = part_of(order.depth(blockIdx.x, k));
   const i64 weights = (WEIGHT_K_MAJOR ? (GATE ? 2 * n : n) : k) * weight_stride;
 
-  X::Copy x_copy(x + (X_K_MAJOR ? begin : begin * x_stride), x_stride, row, tile.end);
-  Weight::Copy weight_copy(
-      order.own(weight, tile.expert, weights) + (WEIGHT_K_MAJOR ? begin : begin * weight_stride),
-      weight_stride, column, n);
+  X::Copy x_copy(x + (X_K_MAJOR ? depth.first : depth.first * x_stride), x_stride, row, tile.end);
+  Weight::Copy weight_copy(order.own(weight, tile.expert, weights) +
+                               (WEIGHT_K_MAJOR ? depth.first : depth.first * weight_stride),
+                           weight_stride, column, n);
   const Product product{XReader(warp_row, y), WeightReader(warp_output, x_place)};
   float acc[GM][GN][4][4] = {}, totals[GM][GN][4][4] = {};
   const Totals long_totals(ring + STAGES * STAGE_BYTES);
@@ -271,9 +276,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
   };
 #if __CUDA_ARCH__ >= 800
-  walk_async<STAGES, STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, end - begin, multiply);
+  walk_async<STAGES, STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, depth.count, multiply);
 #else
-  walk_staged<STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, end - begin, multiply);
+  walk_staged<STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, depth.count, multiply);
 #endif
 
   if (IN_RUNS) add_to(acc, totals);
