@@ -172,6 +172,11 @@ _FEATURES: Mapping[str, Callable[[str, int], str]] = {
 }
 
 
+def names() -> tuple[str, ...]:
+    """The ops whose calls are known here."""
+    return tuple(_SHAPES)
+
+
 def common() -> Iterator[Call]:
     """What inference takes by default, in bf16 and fp16, at head dimensions 64 and 128."""
     for op in _COMMON:

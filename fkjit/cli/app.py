@@ -104,10 +104,14 @@ def show(
 
 @app.command()
 def explain(
-    call: Annotated[str, typer.Argument(help="attention")],
+    call: Annotated[str, typer.Argument(help="attention, linear, rms_norm …")],
     shape: Annotated[
-        str, typer.Option(help="of a call: dtype, head_dim, causal, seqlen, batch, heads")
-    ] = "bf16 D128 causal seqlen=4096 heads=32",
+        str | None,
+        typer.Option(
+            help="of attention: dtype, head_dim, causal, seqlen, batch, heads; of any call its "
+            "arguments: bf16[512, 4096], bf16[4096, 4096]; default: one of the usual calls"
+        ),
+    ] = None,
     arch: _ARCH = None,
 ) -> None:
     """What a call will run: `fkjit explain attention --shape "D128 causal S4096 heads=32/8"`.
