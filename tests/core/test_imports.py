@@ -45,6 +45,7 @@ FAMILIES = {
     "gemm": set(),
     "kv": {"rope"},
     "moe": {"gemm"},
+    "grouped": {"gemm", "moe"},
     "norm": set(),
     "reduce": set(),
     "rope": set(),

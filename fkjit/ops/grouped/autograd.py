@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fkjit.ops.gemm.backward import ACTIVATION
-from fkjit.ops.grouped.call import DEPTH, DepthOptions, GroupedOptions
+from fkjit.ops.grouped.depth import DEPTH
+from fkjit.ops.grouped.options import DepthOptions, GroupedOptions
 from fkjit.ops.op.autograd import Differentiable, Tensors
 
 Run = Callable[..., Any]  # an op: (inputs, outputs, options) -> its results

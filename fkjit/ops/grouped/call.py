@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.ops.gemm.epilogue import ACTIVATIONS
 from fkjit.ops.grouped import select
 from fkjit.ops.grouped.kernels import LEAST_BLOCK
+from fkjit.ops.grouped.options import CALL, INPUTS, GroupedOptions, Views, request
 from fkjit.ops.moe.checks import check_dense
 from fkjit.ops.moe.combine import moe_combine
 from fkjit.ops.moe.groups import MoeGroups
@@ -19,27 +20,12 @@ from fkjit.ops.moe.permute import moe_permute
 from fkjit.ops.op.autograd import autograd_of
 from fkjit.ops.op.checks import check_dtype, check_flag, check_same_dtype, check_shape
 from fkjit.ops.op.node import Node
-from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
+from fkjit.ops.op.op import Op, Output, Request
 from fkjit.ops.op.shapes import rows_of
 from fkjit.runtime import interop
-from fkjit.runtime.device import multiprocessors
-from fkjit.runtime.interop import CPU, ITEMSIZE, View
+from fkjit.runtime.interop import ITEMSIZE, View
 
-CALL = "grouped_linear"
 WEIGHT_LAYOUTS = ("nk", "kn")
-Views = Mapping[str, View | None]
-
-
-class GroupedOptions(NamedTuple):
-    """What a call says besides its arrays. block_size: of the groups."""
-
-    block_size: int
-    activation: Any = None
-    gate: Any = False
-    block: Any = None
-    impl: Any = "auto"
-    weight_layout: Any = "nk"
-    save_pre_activation: Any = True
 
 
 def grouped_linear(
@@ -146,20 +132,7 @@ def _check(views: Views, said: GroupedOptions, *, pre: bool = False) -> Request:
     outputs = {
         "out": Output((m, n), dtype), "pre": Output((m, wide), dtype) if pre else None,
     }  # fmt: skip
-    return _request({name: views[name] for name in _INPUTS}, outputs, problem, said)
-
-
-def _request(
-    inputs: Views, outputs: dict[str, Any], problem: dict[str, Any], said: GroupedOptions
-) -> Request:
-    x = inputs["x"]
-    assert x is not None
-    if not problem["m"] * problem["n"] * problem["k"] * problem["experts"]:
-        return Request(inputs, outputs, ())
-    if x.device != CPU:
-        problem["multiprocessors"] = multiprocessors(x.device)
-    chosen = select.choose(problem, said.impl, said.block, arch_of(x))
-    return Request(inputs, outputs, (Launch(chosen.spec, chosen.params, problem),))
+    return request({name: views[name] for name in INPUTS}, outputs, problem, said)
 
 
 def _check_options(said: GroupedOptions) -> None:
@@ -222,50 +195,6 @@ def _check_groups(offsets: View | None, places: int, experts: int, block: int) -
         )
 
 
-# ------------------------------------------------------------------ gradients of weights
-
-
-class DepthOptions(NamedTuple):
-    """block_size: of the groups."""
-
-    block_size: int
-    block: Any = None
-    impl: Any = "auto"
-
-
-def _check_depth(views: Views, said: DepthOptions) -> Request:
-    """Arrays are our own: x [places, m], weight [places, n], contiguous; offsets [experts + 1]."""
-    x, weight, offsets = views["x"], views["weight"], views["offsets"]
-    assert x is not None and weight is not None and offsets is not None
-    (k, m), n, dtype = x.shape, weight.shape[1], x.dtype
-    experts, chunk = offsets.shape[0] - 1, 16 // ITEMSIZE[dtype]
-    problem: dict[str, Any] = {
-        "m": m, "n": n, "k": k, "experts": experts, "dtype": dtype, "out_dtype": dtype,
-        "groups": "DEPTH", "block_size": said.block_size, "activation": "none", "gate": False,
-        "pre": False, "scale": 1.0, "x_layout": "km", "weight_layout": "kn", "residual": False,
-        "bias": False, "x_stride": m, "weight_stride": n, "out_stride": n, "residual_stride": n,
-        "aligned": m % chunk == 0 and n % chunk == 0, "aligned_out": n % chunk == 0,
-    }  # fmt: skip
-    outputs = {"out": Output((experts, m, n), dtype), "pre": None}
-    whole = GroupedOptions(said.block_size, block=said.block, impl=said.impl)
-    return _request({name: views[name] for name in _INPUTS}, outputs, problem, whole)
-
-
-# What the kernels have pointers to: none may be missing between others.
-_INPUTS = ("x", "weight", "bias", "residual", "offsets")
-
-
-DEPTH = Op(
-    "grouped_linear (dweight)", inputs=_INPUTS, outputs=("out", "pre"),
-    check=_check_depth, options=DepthOptions, optional=("bias", "residual"),
-    node=Node(
-        lambda x, weight, bias, residual, offsets, *rest: [
-            x.new_empty(offsets.shape[0] - 1, x.shape[1], weight.shape[1])
-        ],
-        "int block_size, int[]? block=None, str impl='auto'", 1, "grouped_linear_dweight",
-    ),
-)  # fmt: skip
-
 # ------------------------------------------------------------------ the op
 
 _OPTIONS = (
@@ -298,7 +227,7 @@ def _unpacked(*options: Any) -> tuple[Any, ...]:
 
 def _op(pre: bool, node: Node, autograd: Callable[..., Any] | None = None) -> Op:
     return Op(
-        CALL, inputs=_INPUTS, outputs=("out", "pre"), check=partial(_check, pre=pre),
+        CALL, inputs=INPUTS, outputs=("out", "pre"), check=partial(_check, pre=pre),
         options=GroupedOptions, optional=("bias", "residual"), autocast=3, node=node,
         autograd=autograd,
     )  # fmt: skip
