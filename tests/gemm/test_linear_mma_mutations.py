@@ -151,7 +151,7 @@ BUGS = (
     Bug("no barrier before parts are published", FMA_CU, SYNC, "", by="race", **FMA_SPLIT),
     Bug("one counter for all tiles", FMA_CU, "counters + blockIdx.x", "counters", by="race",
         **FMA_SPLIT),
-    Bug("every part begins at the first k", FMA_CU, "all * blockIdx.y / SPLIT", "0", by="numbers",
+    Bug("every part begins at the first k", FMA_CU, "steps * blockIdx.y / SPLIT", "0", by="numbers",
         **FMA_SPLIT),
     Bug("totals left behind", FMA_CU, "if (IN_LONG_RUNS) long_totals.add_to(acc);", "",
         by="numbers", problem=LONG_K, **FMA_LONG),
