@@ -208,6 +208,9 @@ def check(
     variants: Annotated[
         int | None, typer.Option(help="so many of each kernel, spread evenly; default: all")
     ] = None,
+    format_: Annotated[
+        str, typer.Option("--format", help="text; json or sarif for programs")
+    ] = "text",
 ) -> None:
     """Run kernels in the CPU interpreter: right numbers? faults? Default: --mem --race.
 
@@ -218,7 +221,7 @@ def check(
     check_ = import_module("fkjit.cli.check")
     every = not (mem or race or banks is not None)
     looking = check_.Looking(every or mem or race, every or race, banks or None)
-    raise typer.Exit(check_.run([*kernels, *ctx.args], arch, variants, looking))
+    raise typer.Exit(check_.run([*kernels, *ctx.args], arch, variants, looking, format_))
 
 
 @app.command()
