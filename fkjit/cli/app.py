@@ -103,6 +103,15 @@ def show(
 
 
 @app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="of the kernel: my_scale")],
+    folder: Annotated[Path, typer.Option(help="where its two files go")] = Path("kernels"),
+) -> None:
+    """A kernel of your own to begin with: NAME.cu and NAME.py, ready for `fkjit check NAME`."""
+    import_module("fkjit.cli.new").run(name, folder)
+
+
+@app.command()
 def explain(
     call: Annotated[str, typer.Argument(help="attention, linear, rms_norm …")],
     shape: Annotated[
