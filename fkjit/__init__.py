@@ -45,6 +45,8 @@ _PUBLIC = {
     "MoeGroups": "fkjit.ops.moe.groups",
     "linear": "fkjit.ops.gemm.call",
     "gelu_linear": "fkjit.ops.gemm.call",
+    "grouped_linear": "fkjit.ops.grouped.call",
+    "moe_layer": "fkjit.ops.grouped.layer",
     "prepare": "fkjit.api",
     "compile_timeout": "fkjit.api",
     "launch": "fkjit.api",
@@ -79,6 +81,7 @@ __all__ = [
     "attention_varlen",
     "compile_timeout",
     "gelu_linear",
+    "grouped_linear",
     "kv_append",
     "kv_read",
     "kv_slots",
@@ -88,6 +91,7 @@ __all__ = [
     "linear",
     "merge_states",
     "moe_combine",
+    "moe_layer",
     "moe_permute",
     "moe_regroup",
     "moe_route",
@@ -134,6 +138,8 @@ if TYPE_CHECKING:
     from fkjit.ops.attention.merge.call import merge_states
     from fkjit.ops.elementwise.vector_add import vector_add
     from fkjit.ops.gemm.call import gelu_linear, linear
+    from fkjit.ops.grouped.call import grouped_linear
+    from fkjit.ops.grouped.layer import moe_layer
     from fkjit.ops.kv.append import kv_append
     from fkjit.ops.kv.cache import PagedKVCache
     from fkjit.ops.kv.read import kv_read

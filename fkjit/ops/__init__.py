@@ -29,6 +29,7 @@ KERNELS = (
     "gemm.kernels_mma",
     "gemm.kernels",
     "gemm.kernels_backward",
+    "grouped.kernels",
     "moe.route",
     "moe.regroup",
     "moe.route_and_regroup",
@@ -46,6 +47,7 @@ KERNELS = (
 # Public calls whose kernels are registered under another op than the call's own name.
 OPS_OF_CALLS = {
     "gelu_linear": ("linear",),
+    "moe_layer": ("moe_route_and_regroup", "moe_permute", "grouped_linear", "moe_combine"),
     "attention_varlen": ("attention_form",),
     "paged_attention": ("attention_decode", "attention_form"),
     "reduce_sum": ("reduce",),

@@ -21,10 +21,10 @@
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
 #define EPILOGUE_DERIVATIVE (${epilogue_mod_grad})
 //% endif
+#include "gemm/groups.cuh"
 #include "gemm/operand_copy.cuh"
 #include "gemm/pairs.cuh"
 #include "gemm/thread_product.cuh"
-#include "gemm/tile_order.cuh"
 #include "gemm/tile_walk.cuh"
 #include "gemm/transposing_copy.cuh"
 
@@ -64,6 +64,7 @@ struct Operand<false, OUTER, Order> {
 };
 using X = Operand<X_K_MAJOR, BLOCK_M, RowsInOrder>;
 using Weight = Operand<WEIGHT_K_MAJOR, BLOCK_N, OutputOrder<GATE, WARP_N>>;
+using Order = GroupedOrder<Groups::${groups}, BLOCK_M>;
 using XTile = X::Tile;
 using WeightTile = Weight::Tile;
 using XReader = FloatReader<XTile, LANES_M>;
@@ -122,6 +123,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                const fp32* __restrict__ residual,  // [m, n], or null
                fp32* __restrict__ out,             // [m, n]
                fp32* __restrict__ pre,             // [m, n] or [m, 2 n], or null
+               //% if groups != "NONE"
+               const int* __restrict__ offsets,  // [experts + 1], see gemm/groups.cuh
+               const int experts,
+               //% endif
                const int m, const int n, const int k, const i64 x_stride, const i64 weight_stride,
                const i64 out_stride,
                const i64 residual_stride,  // elements from a row to the next, < 2^29
@@ -131,13 +136,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int warp_row = warp / WARPS_N * WARP_M, warp_output = warp % WARPS_N * WARP_N;
   const int y = lane / LANES_N, x_place = lane % LANES_N;
-  const TileOrder order{ceil_div(m, BLOCK_M), ceil_div(n, OUT_COLUMNS), GROUP_ROWS / BLOCK_M};
-  const TilePlace tile = order(blockIdx.x);
-  const int row = tile.row * BLOCK_M, column = tile.column * OUT_COLUMNS;
-
   after_previous_kernel();
-  X::Copy x_copy(x, x_stride, row, m);
-  Weight::Copy weight_copy(weight, weight_stride, column, n);
+  Order order{m, ceil_div(n, OUT_COLUMNS), GROUP_ROWS / BLOCK_M};
+  //% if groups != "NONE"
+  order.offsets = offsets, order.experts = experts;
+  //% endif
+  const GroupedTile tile = order(blockIdx.x);
+  if (order.is_beyond(tile)) return;
+  const int row = tile.row, column = tile.column * OUT_COLUMNS;
+  const Depth depth = order.depth(blockIdx.x, k);
+  const i64 weights = (WEIGHT_K_MAJOR ? (GATE ? 2 * n : n) : k) * weight_stride;
+
+  X::Copy x_copy(Order::OF_K ? x + depth.first * x_stride : x, x_stride, row, tile.end);
+  Weight::Copy weight_copy(
+      Order::OF_K ? weight + depth.first * weight_stride : order.own(weight, tile.expert, weights),
+      weight_stride, column, n);
   const Product product{XReader(warp_row, y), WeightReader(warp_output, x_place)};
   float acc[GM][GN][4][4] = {}, totals[GM][GN][4][4] = {};
   int steps = 0;  // since sums were added to the totals
@@ -146,13 +159,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (IN_RUNS && ++steps == RUN / BLOCK_K) steps = 0, add_to(totals, acc);
   };
 #if __CUDA_ARCH__ >= 800
-  walk_async<STAGES, STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, k, multiply);
+  walk_async<STAGES, STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, depth.count, multiply);
 #else
-  walk_staged<STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, k, multiply);
+  walk_staged<STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, depth.count, multiply);
 #endif
 
   if (IN_RUNS) add_to(acc, totals);
   const Pairs epilogue(residual, pre, residual_stride, scale, n);
-  store_sums(acc, epilogue, bias, out, out_stride, row + warp_row + 4 * y, m,
+  const int before = Order::OF_K ? tile.expert * m : 0;  // rows of out
+  store_sums(acc, epilogue, order.own(bias, tile.expert, GATE ? 2 * n : n), out, out_stride,
+             before + row + warp_row + 4 * y, before + tile.end,
              column + (GATE ? warp_output / 2 : warp_output) + 4 * x_place);
 }

@@ -20,6 +20,8 @@
    fp32 is rounded to tf32 between shared memory and the products (gemm/tf32_product.cuh), 8 k at a
    time in place of 16.
 
+   With groups there is a weight, or an output, for each expert (gemm/groups.cuh).
+
    With GATE each warp's outputs are half gate, half up (gemm/operand_copy.cuh). */
 #include "prelude.cuh"
 #include "ptx/cp_async.cuh"
@@ -29,9 +31,9 @@
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
 #define EPILOGUE_DERIVATIVE (${epilogue_mod_grad})
 //% endif
+#include "gemm/groups.cuh"
 #include "gemm/operand_copy.cuh"
 #include "gemm/store_fragments.cuh"
-#include "gemm/tile_order.cuh"
 #include "gemm/tile_walk.cuh"
 #include "gemm/tf32_product.cuh"
 #include "gemm/warp_product.cuh"
@@ -56,6 +58,7 @@ constexpr int M = WARP_M / 16, N = WARP_N / 8;  // mma blocks of a warp
 constexpr bool ASYNC = ALIGNED && MMA_K == 16;
 static_assert(STAGES >= 2, "one tile is filled while another is read");
 
+using Order = GroupedOrder<Groups::${groups}, BLOCK_M>;
 using XTile = OperandTile<elem_t, X_K_MAJOR, BLOCK_M, BLOCK_K>::Type;
 using WeightTile = OperandTile<elem_t, WEIGHT_K_MAJOR, BLOCK_N, BLOCK_K>::Type;
 using XCopy = OperandCopy<elem_t, XTile, X_K_MAJOR, THREADS, ALIGNED, RowsInOrder>;
@@ -145,6 +148,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                const out_t* __restrict__ residual,  // [m, n], or null
                out_t* __restrict__ out,             // [m, n]
                elem_t* __restrict__ pre,            // [m, n] or [m, 2 n], or null
+               //% if groups != "NONE"
+               const int* __restrict__ offsets,  // [experts + 1], see gemm/groups.cuh
+               const int experts,
+               //% endif
                const int m, const int n, const int k, const i64 x_stride, const i64 weight_stride,
                const i64 out_stride,
                const i64 residual_stride,  // elements from a row to the next, < 2^29
@@ -153,19 +160,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const u32 ring = shared_address(shared_memory);
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int warp_row = warp / WARPS_N * WARP_M, warp_output = warp % WARPS_N * WARP_N;
-  const TileOrder order{ceil_div(m, BLOCK_M), ceil_div(n, OUT_COLUMNS), GROUP_ROWS / BLOCK_M};
-  const TilePlace tile = order(blockIdx.x);
-  const int row = tile.row * BLOCK_M, column = tile.column * OUT_COLUMNS;
-
   after_previous_kernel();
-  XCopy x_copy(x, x_stride, row, m);
-  WeightCopy weight_copy(weight, weight_stride, column, n);
+  Order order{m, ceil_div(n, OUT_COLUMNS), GROUP_ROWS / BLOCK_M};
+  //% if groups != "NONE"
+  order.offsets = offsets, order.experts = experts;
+  //% endif
+  const GroupedTile tile = order(blockIdx.x);
+  if (order.is_beyond(tile)) return;
+  const int row = tile.row, column = tile.column * OUT_COLUMNS;
+  const Depth depth = order.depth(blockIdx.x, k);
+  const i64 weights = (WEIGHT_K_MAJOR ? (GATE ? 2 * n : n) : k) * weight_stride;
+
+  XCopy x_copy(Order::OF_K ? x + depth.first * x_stride : x, x_stride, row, tile.end);
+  WeightCopy weight_copy(
+      Order::OF_K ? weight + depth.first * weight_stride : order.own(weight, tile.expert, weights),
+      weight_stride, column, n);
   const Product product(lane, warp_row, warp_output);
   float acc[M][N][4] = {};
   if constexpr (ASYNC) {
-    multiply_async(acc, product, x_copy, weight_copy, ring, k);
+    if (!Order::OF_K || depth.count > 0)
+      multiply_async(acc, product, x_copy, weight_copy, ring, depth.count);
   } else {
-    walk_staged<STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, k, [&](u32 stage) {
+    walk_staged<STAGE_BYTES, WEIGHT_OFFSET>(x_copy, weight_copy, ring, depth.count, [&](u32 stage) {
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         Product::Fragments f;
@@ -177,6 +193,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   const EpiloguePairs<Activation, GATE, PRE, RESIDUAL, elem_t, out_t> epilogue(
       residual, pre, residual_stride, scale, n);
-  store_fragments(acc, epilogue, bias, out, out_stride, lane, row + warp_row, m,
+  const int before = Order::OF_K ? tile.expert * m : 0;  // rows of out
+  store_fragments(acc, epilogue, order.own(bias, tile.expert, GATE ? 2 * n : n), out, out_stride,
+                  lane, before + row + warp_row, before + tile.end,
                   column + (GATE ? warp_output / 2 : warp_output));
 }

@@ -26,6 +26,8 @@
    product is out's transpose (gemm/sm90/store_transposed.cuh). Rows of x are columns of wgmma then,
    which come by 16 and not by 64, so that 140 rows are no 192; consumers are COOPERATIVE.
 
+   With groups there is a weight, or an output, for each expert (gemm/groups.cuh).
+
    Rows of a weight with GATE: a tile has as many of gate as of up, so that a thread has both sums
    of an element.
 
@@ -48,8 +50,8 @@
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
 #define EPILOGUE_DERIVATIVE (${epilogue_mod_grad})
 //% endif
+#include "gemm/groups.cuh"
 #include "gemm/pairs.cuh"
-#include "gemm/tile_order.cuh"
 #include "gemm/sm90/operands.cuh"
 #include "gemm/sm90/partials.cuh"
 #include "gemm/sm90/split_k.cuh"
@@ -58,6 +60,7 @@
 //% if swapped
 #include "gemm/sm90/store_transposed.cuh"
 //% endif
+#include "gemm/sm90/weight_parts.cuh"
 
 using elem_t = ${dtype};
 using out_t = ${out_dtype};
@@ -79,7 +82,6 @@ constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int ROWS = COOPERATIVE ? BLOCK_M / CONSUMERS : BLOCK_M;  // of a consumer
 constexpr int OUT_COLUMNS = GATE ? BLOCK_N / 2 : BLOCK_N;
 constexpr int RELEASES = CLUSTER * 4 * (COOPERATIVE ? CONSUMERS : 1);  // of a stage, by warps
-constexpr u16 ALL_BLOCKS = CLUSTER > 1 ? (1 << CLUSTER) - 1 : 0;
 static_assert(CLUSTER <= 2, "a tile of the weight has two parts at most");
 static_assert(SPLIT == 1 || (CLUSTER == 1 && !SHARES), "one reason to be a cluster");
 static_assert(!SWAPPED || (COOPERATIVE && CLUSTER == 1 && !SHARES && !GATE && !RESIDUAL && !PRE),
@@ -94,30 +96,33 @@ using Stages = GemmStages<OperandTile<BLOCK_M, X_K_MAJOR>, OperandTile<BLOCK_N, 
                           STAGES, CONSUMERS, GUARD>;
 using Place = RingPlace<STAGES>;
 using Work = Pieces<SHARES>;
+using Order = GroupedOrder<Groups::${groups}, BLOCK_M * CLUSTER>;
+using Parts = WeightParts<Stages::B, GATE, CLUSTER>;
 using Pairs = EpiloguePairs<Activation, GATE, PRE, RESIDUAL, elem_t, out_t>;
+static_assert(!Order::GROUPED || (SPLIT == 1 && CLUSTER == 1 && !SHARES && !SWAPPED),
+              "tiles of experts have one block each");
 
-// What this block does of a tile that its cluster shares.
-__device__ __forceinline__ Piece part_of(const Piece& whole) {
+// What this block does of a tile that its cluster shares, or which has its expert's k alone.
+__device__ __forceinline__ Piece own_part(const Piece& whole, const Order& order) {
+  if (Order::OF_K) {
+    const Depth depth = order.depth(whole.tile, 0);
+    if (depth.count == 0) return {whole.tile, whole.steps, 1};  // zeros, beyond the end of k
+    return {whole.tile, depth.first / BLOCK_K, depth.count / BLOCK_K};
+  }
+  if (SPLIT == 1) return whole;
   const KPart part(cluster_rank(), SPLIT, whole.steps);
   return {whole.tile, part.first, part.steps};
 }
 
-// A tile of the weight is one run of rows, or two that come from two places or by two blocks.
-constexpr int PARTS = GATE || CLUSTER > 1 ? 2 : 1, PART = BLOCK_N / PARTS;
-
-// Rows of the weight that are left for part `part` of the tile that begins at `column`.
-__device__ __forceinline__ int rows_left(int n, int column, int part) {
-  return n - column - (GATE ? 0 : part * PART);
-}
-
 // A producer warp: `fetch` fills its operand's place in stage after stage, tile after tile.
 template <typename Fetch>
-__device__ __forceinline__ void produce(const Stages& stages, const TileOrder& order, Work work,
+__device__ __forceinline__ void produce(const Stages& stages, Order order, Work work,
                                         const Fetch& fetch) {
   Place place;
   for (Piece piece; work.take(piece);) {
-    const TilePlace tile = order(piece.tile);
-    if (SPLIT > 1) piece = part_of(piece);
+    const GroupedTile tile = order(piece.tile);
+    if (order.is_beyond(tile)) break;
+    piece = own_part(piece, order);
     for (int step = piece.first; step < piece.first + piece.steps; ++step) {
       mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);
       if (elect_one()) fetch(tile, place.stage, step * BLOCK_K);
@@ -127,46 +132,40 @@ __device__ __forceinline__ void produce(const Stages& stages, const TileOrder& o
 }
 
 __device__ __forceinline__ void produce_x(const Stages& stages, const OperandMaps& maps,
-                                          const TileOrder& order, const Work& work, int m,
-                                          int rank) {
+                                          const Order& order, const Work& work, int rank) {
   using X = Stages::A;
   if (elect_one()) maps.prefetch();
-  produce(stages, order, work, [&](const TilePlace& tile, int stage, int k) {
-    const int row = (tile.row * CLUSTER + rank) * BLOCK_M, rows = X::asked<BLOCK_M>(m - row);
+  produce(stages, order, work, [&](const GroupedTile& tile, int stage, int k) {
+    const int row = tile.row + rank * BLOCK_M, rows = X::asked<BLOCK_M>(tile.end - row);
     mbarrier_expect(stages.full(stage), rows * (BLOCK_K * 2));
-    X::load<0, BLOCK_M>(stages.a(stage), maps, stages.full(stage), row, rows, k, 0);
+    X::load<0, BLOCK_M>(stages.a(stage), maps, stages.full(stage), row, rows, k, 0, 0);
   });
 }
 
 __device__ __forceinline__ void produce_weight(const Stages& stages, const OperandMaps& maps,
-                                               const TileOrder& order, const Work& work, int n,
+                                               const Order& order, const Work& work, int n,
                                                int rank) {
-  using W = Stages::B;
   if (elect_one()) maps.prefetch();
-  produce(stages, order, work, [&](const TilePlace& tile, int stage, int k) {
-    const int column = tile.column * OUT_COLUMNS, low = W::asked<PART>(rows_left(n, column, 0));
-    const int second = GATE ? n + column : column + PART;  // where the other part of rows is
-    const int high = PARTS > 1 ? W::asked<PART>(rows_left(n, column, 1)) : 0;
-    const u32 full = stages.full(stage), to = stages.b(stage);
-    mbarrier_expect(full, (low + high) * (BLOCK_K * 2));
-    if (CLUSTER == 1 || rank == 0) W::load<0, PART>(to, maps, full, column, low, k, ALL_BLOCKS);
-    if (PARTS > 1 && (CLUSTER == 1 || rank == 1))
-      W::load<BLOCK_N - PART, PART>(to, maps, full, second, high, k, ALL_BLOCKS);
+  produce(stages, order, work, [&](const GroupedTile& tile, int stage, int k) {
+    Parts{n}.load(stages.b(stage), maps, stages.full(stage), tile.column * OUT_COLUMNS, k,
+                  Order::OF_K ? 0 : tile.expert, rank);
   });
 }
 
-// Where memory is checked: rows of stages that the last tiles' boxes do not fill are NaN, so that
-// they are read by who does not care, and seen in the result of who does.
-__device__ __forceinline__ void mark_rows_that_are_not_there(const Stages& stages, int m, int n) {
-  using X = Stages::A;
-  using W = Stages::B;
-  const bool alone = CLUSTER > 1 && ceil_div(m, BLOCK_M) % CLUSTER != 0;  // no rows for the other
-  const int column = (ceil_div(n, OUT_COLUMNS) - 1) * OUT_COLUMNS;
-  for (int stage = 0; stage < STAGES; ++stage) {
-    X::mark(stages.a(stage), alone ? 0 : X::asked<BLOCK_M>((m - 1) % BLOCK_M + 1), BLOCK_M);
-    for (int part = 0; part < PARTS; ++part)
-      W::mark(stages.b(stage), part * PART + W::asked<PART>(rows_left(n, column, part)),
-              (part + 1) * PART);
+// This warp needs a stage no more.
+__device__ __forceinline__ void release_stage(const Stages& stages, int stage, int lane) {
+  if (CLUSTER == 1) {
+    if (lane == 0) mbarrier_arrive(stages.empty(stage));
+  } else if (lane < CLUSTER) {
+    cluster_arrive_at(stages.empty(stage), lane);
+  }
+}
+
+// A tile of which no row is this consumer's.
+__device__ __forceinline__ void pass_by(const Stages& stages, Place& place, int steps, int lane) {
+  for (int step = 0; step < steps; ++step, place.advance()) {
+    mbarrier_wait(stages.full(place.stage), place.parity);
+    release_stage(stages, place.stage, lane);
   }
 }
 
@@ -176,13 +175,6 @@ template <int BLOCKS>
 __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][BLOCK_N / 8][4], const Stages& stages,
                                          Place& place, int steps, int first_row, int lane,
                                          const PingPong<CONSUMERS>& pingpong) {
-  const auto release_stage = [&](int stage) {
-    if (CLUSTER == 1) {
-      if (lane == 0) mbarrier_arrive(stages.empty(stage));
-    } else if (lane < CLUSTER) {
-      cluster_arrive_at(stages.empty(stage), lane);
-    }
-  };
   int last = 0;
   for (int step = 0; step < steps; ++step) {
     mbarrier_wait(stages.full(place.stage), place.parity);
@@ -199,14 +191,14 @@ __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][BLOCK_N / 8][4], c
     wgmma_commit();
     if (step > 0) {
       wgmma_wait<1>();
-      release_stage(last);
+      release_stage(stages, last, lane);
     }
     last = place.stage;
     place.advance();
   }
   pingpong.pass();
   wgmma_wait<0>();
-  release_stage(last);
+  release_stage(stages, last, lane);
 }
 
 //% if cluster * split > 1
@@ -230,6 +222,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     u32* __restrict__ counters,
     const int shared_tiles,  // the last ones, whose k blocks share
     //% endif
+    //% if groups != "NONE"
+    const int* __restrict__ offsets,  // [experts + 1], see gemm/groups.cuh
+    const int experts,
+    //% endif
     const int m, const int n, const int k, const i64 out_stride, const i64 residual_stride,
     const float scale,
     const int group_rows) {  // rows of tiles that are taken together
@@ -237,7 +233,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
   const Stages stages{static_cast<u32>(__cvta_generic_to_shared(shared_memory))};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
   const int rank = CLUSTER == 1 ? 0 : cluster_rank();
-  const TileOrder order{ceil_div(m, BLOCK_M * CLUSTER), ceil_div(n, OUT_COLUMNS), group_rows};
+  if (threadIdx.x == 0) stages.begin(RELEASES);
+  if (GUARD > 0) mark_rows_that_are_not_there<CLUSTER, OUT_COLUMNS>(stages, Parts{n}, m);
+  __syncthreads();
+  if (CLUSTER > 1) meet_cluster();  // both blocks' barriers are there
+  after_previous_kernel();
+  Order order{m, ceil_div(n, OUT_COLUMNS), group_rows};
+  //% if groups != "NONE"
+  order.offsets = offsets, order.experts = experts;
+  //% endif
   //% if not shares
   constexpr int shared_tiles = 0;
   //% endif
@@ -247,18 +251,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
                 order.count(), shared_tiles, ceil_div(anew(k), BLOCK_K));
   };
 
-  if (threadIdx.x == 0) stages.begin(RELEASES);
-  if (GUARD > 0) mark_rows_that_are_not_there(stages, m, n);
-  __syncthreads();
-  if (CLUSTER > 1) meet_cluster();  // both blocks' barriers are there
-  after_previous_kernel();
-
   if (warpgroup == 0) {
     // ---- producers
     fewer_registers<PRODUCER_REGISTERS>();
     const int warp = __shfl_sync(FULL_MASK, threadIdx.x / WARP_SIZE, 0);
     if (warp == 0) {
-      produce_x(stages, {x_map, x_map_last}, order, work_of_block(), m, rank);
+      produce_x(stages, {x_map, x_map_last}, order, work_of_block(), rank);
     } else if (warp == 1) {
       produce_weight(stages, {weight_map, weight_map_last}, order, work_of_block(), n, rank);
     }
@@ -285,6 +283,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     int position = 0, turn = 0, taken = 0, box = 0;  // in the ring; pieces; of its own; of output
     Work work = work_of_block();
     for (Piece piece; work.take(piece); ++turn) {
+      GroupedTile tile;
+      if (Order::GROUPED) tile = order(piece.tile), piece = own_part(piece, order);
+      if (order.is_beyond(tile)) break;
       if (!COOPERATIVE) {
         place = ring_place<STAGES>(position);
         position += piece.steps;
@@ -294,14 +295,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
         }
         pingpong.wait();
       }
-      const TilePlace tile = order(piece.tile);
-      if (SPLIT > 1) piece = part_of(piece);
+      if (!Order::GROUPED) tile = order(piece.tile);
+      if (SPLIT > 1) piece = own_part(piece, order);
       const int column = tile.column * OUT_COLUMNS;
       elem_t* const tile_bias = consumer_bias + taken % 2 * BLOCK_N;
       if (!SWAPPED)
-        stage_bias<BLOCK_N>(tile_bias, bias, threadIdx.x % WARPGROUP, column,
+        stage_bias<BLOCK_N>(tile_bias, Order::own(bias, tile.expert, GATE ? 2 * n : n),
+                            threadIdx.x % WARPGROUP, column,
                             GATE ? n + column : column + BLOCK_N / 2, GATE ? 2 * n : n);
       ++taken;
+      if (Order::OF_ROWS && COOPERATIVE && tile.row + consumer_row >= tile.end) {
+        pass_by(stages, place, piece.steps, lane);
+        continue;
+      }
 #pragma unroll
       for (int block = 0; block < ROWS / 64; ++block) register_fence(acc[block]);
       multiply(acc, stages, place, piece.steps, consumer_row, lane, pingpong);
@@ -321,18 +327,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
       }
 #pragma unroll
       for (int block = 0; block < ROWS / 64; ++block) {
-        const int row =
-            (tile.row * CLUSTER + rank) * BLOCK_M + consumer_row + block * 64 + warp_row;
-        if (row >= m) continue;
+        const int row = tile.row + rank * BLOCK_M + consumer_row + block * 64 + warp_row;
+        if (row >= tile.end) continue;
+        const int before = Order::OF_K ? tile.expert * m : 0;  // rows of out
         //% if swapped
         store_transposed(acc[block], epilogue, bias, out, out_stride, lane, row, m, column);
         //% elif tma_store
         store_by_tma<Stages::Staged, OUT_COLUMNS>(acc[block], epilogue, tile_bias, out_map, out,
-                                                  out_stride, stages.staged(warp), box, lane, row,
-                                                  m, column);
+                                                  out_stride, stages.staged(warp), box, lane,
+                                                  before + row, before + tile.end, column);
         //% else
-        store_pairs<OUT_COLUMNS>(acc[block], epilogue, tile_bias, out, out_stride, lane, row, m,
-                                 column);
+        store_pairs<OUT_COLUMNS>(acc[block], epilogue, tile_bias, out, out_stride, lane,
+                                 before + row, before + tile.end, column);
         //% endif
       }
     }

@@ -47,7 +47,7 @@ TILE = {"block", "tile", "rows", "form"}  # these parameters
 
 HOPPER = "sm_90a"
 # Multiplies rows that no copy has filled and nobody stores: NaN with guards, else not written to.
-ALWAYS_GUARDED = ("linear.wgmma",)
+ALWAYS_GUARDED = ("linear.wgmma", "grouped_linear.wgmma")
 AMPERE, BLACKWELL = ("sm_80", "sm_86", "sm_89"), ("sm_100a", "sm_120a")
 FAMILIES = (("sm_75",), AMPERE, (HOPPER,), BLACKWELL)
 # The PTX that is interpreted, and the cubins that are made of the same.
@@ -61,7 +61,7 @@ def heavy(spec: KernelSpec) -> bool:
 
 def near_the_limit(spec: KernelSpec) -> bool:
     """Whether it has so many registers in use that any variant may spill: products as well."""
-    return heavy(spec) or spec.op == "linear"
+    return heavy(spec) or spec.op in ("linear", "grouped_linear")
 
 
 @cache

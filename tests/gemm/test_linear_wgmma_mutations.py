@@ -32,7 +32,8 @@ WAIT_EMPTY = "mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);"
 
 BUGS = (
     # -- the ring
-    Bug("a stage is read before its bytes are there", WGMMA_CU, WAIT_FULL, "", by="race", **WIDE),
+    Bug("a stage is read before its bytes are there", WGMMA_CU, WAIT_FULL, "", by="race", nth=1,
+        **WIDE),
     Bug("a stage is filled while it is read", WGMMA_CU, WAIT_EMPTY, "", by="race", **WIDE),
     Bug("a stage is released too early", WGMMA_CU, "wgmma_wait<1>();", "wgmma_wait<2>();",
         by="race", **WIDE),
@@ -53,12 +54,13 @@ BUGS = (
         "if (true)", by="memory",
         **_variant(block=(128, 128), tma_store=False, weight_layout="kn")),
     # -- gate and up, halves, parts
-    Bug("gate twice", WGMMA_CU, "GATE ? n + column : column + PART", "column + 0 * PART",
-        by="numbers", **GATED),
+    Bug("gate twice", D + "weight_parts.cuh", "GATE ? n + column : column + PART",
+        "column + 0 * PART", by="numbers", **GATED),
     Bug("up's bias is gate's", WGMMA_CU, "GATE ? n + column : column + BLOCK_N / 2",
         "column", by="numbers", **GATED),
-    Bug("half of the weight to one block", WGMMA_CU, "second, high, k, ALL_BLOCKS",
-        "second, high, k, 0", by="barrier", **PAIRS),
+    Bug("half of the weight to one block", D + "weight_parts.cuh",
+        "second, high, k, expert,\n                                             ALL_BLOCKS",
+        "second, high, k, expert, 0", by="barrier", **PAIRS),
     Bug("a block ends before the other", WGMMA_CU, "if (CLUSTER > 1) meet_cluster();", "",
         by="end", nth=1, **PAIRS),
     Bug("sums are read before they are there", D + "split_k.cuh",

@@ -38,6 +38,7 @@ TILES: dict[Block, Tile] = {
 # Where the next tile waits in registers: few of them a thread.
 STAGED_TILES: dict[Block, Tile] = {
     (128, 128, 32): Tile((64, 64), 2),
+    (64, 128, 32): Tile((32, 64), 2),
     (64, 64, 32): Tile((32, 32), 2, 2),
 }
 # Of fp32, rounded to tf32: twice the bytes.
@@ -75,7 +76,7 @@ def _values(tile: Tile, params: Params) -> dict[str, Any]:
         "warp_m": tile.warp[0], "warp_n": tile.warp[1],
         "stages": tile.stages, "min_blocks": tile.min_blocks, "group_rows": _GROUP_ROWS,
         "x_k_major": params["x_layout"] == "mk", "weight_k_major": params["weight_layout"] == "nk",
-        **epilogue.values(params["activation"]),
+        **epilogue.values(params["activation"]), "groups": "NONE",
     }  # fmt: skip
 
 

@@ -106,6 +106,7 @@ def _derive(params: Params) -> dict[str, Any]:
         "swapped": swapped(params),
         "x_k_major": k_major[0],
         "weight_k_major": k_major[1],
+        "groups": "NONE",
         **epilogue.values(params["activation"]),
     }
 

@@ -49,23 +49,23 @@ struct OperandTile {
     return min(max(ceil_div(left, GROUP), 0) * GROUP, COUNT);
   }
 
-  // `asked` of COUNT rows of the tile, from FIRST on, out of row `row` of the array and `k` on.
+  // `asked` of COUNT rows of the tile, from FIRST on, out of row `row` of matrix `matrix` and `k` on.
   // `mask` 0: to this block; else to the same place in all blocks of the cluster that it names.
   template <int FIRST, int COUNT>
   __device__ __forceinline__ static void load(u32 tile, const OperandMaps& maps, u32 barrier,
-                                              int row, int asked, int k, u16 mask) {
+                                              int row, int asked, int k, int matrix, u16 mask) {
     const u32 to = tile + FIRST * (BLOCK_K * 2);
     if constexpr (K_MAJOR) {
       if (asked == COUNT) {
-        box(to, maps.whole, barrier, k, row, mask);
+        box(to, maps.whole, barrier, k, row, matrix, mask);
       } else if (asked > 0) {
-        box(to, maps.last, barrier, k, row, mask);
+        box(to, maps.last, barrier, k, row, matrix, mask);
       }
     } else {
 #pragma unroll
       for (int panel = 0; panel < COUNT / PANEL; ++panel)
         if (panel * PANEL < asked)
-          box(to + panel * PANEL_BYTES, maps.whole, barrier, row + panel * PANEL, k, mask);
+          box(to + panel * PANEL_BYTES, maps.whole, barrier, row + panel * PANEL, k, matrix, mask);
     }
   }
 
@@ -79,11 +79,11 @@ struct OperandTile {
 
  private:
   __device__ __forceinline__ static void box(u32 to, const TensorMap& map, u32 barrier, int x,
-                                             int y, u16 mask) {
+                                             int y, int z, u16 mask) {
     if (mask == 0) {
-      tma_load(to, map, barrier, x, y, 0, 0);
+      tma_load(to, map, barrier, x, y, z, 0);
     } else {
-      tma_load_multicast(to, map, barrier, x, y, 0, 0, mask);
+      tma_load_multicast(to, map, barrier, x, y, z, 0, mask);
     }
   }
 };

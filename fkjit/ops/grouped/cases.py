@@ -1,0 +1,107 @@
+"""How grouped products are checked: experts with some rows, with none, with all of them; room for
+more than there is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fkjit.ops.gemm.cases import TOLERANCE, activated
+from fkjit.ops.gemm.problem import outputs_of
+from fkjit.runtime.interop import numpy_dtype
+from fkjit.spec import Arrays, Params, Problem, Verification
+
+
+def problems(params: Params, scale: str) -> list[dict[str, Any]]:
+    """Tiles that are cut in n and k; few blocks, so that each takes several tiles."""
+    rows = params["block"][0]
+    block = rows // 2 if "tma_store" in params and rows > 64 else rows  # tiles that are half full
+    columns = params["block"][1] // (2 if params["gate"] else 1)
+    step = 8 if params.get("aligned", True) else 1
+    odd = 0 if params.get("tma_store", True) else 1  # rows of out on no boundaries
+    counts = ((1, 0, 2), (0, 3)) if scale == "small" else ((3, 0, 1, 7, 2), (0, 0, 9, 0), (1,) * 33)
+    deep, wide = (1, 1) if scale == "small" else (9, 5)
+    found = []
+    for blocks in counts:
+        n, k = wide * columns + 16 + (step % 8 or odd), 64 * deep + 24 + step % 8
+        found.append(problem(params, blocks, n, k, block))
+    return found
+
+
+def problem(
+    params: Params, blocks: Sequence[int], n: int, k: int, block: int, **given: Any
+) -> dict[str, Any]:
+    """`blocks` of places of each expert; of DEPTH n and k are sides of the outputs."""
+    deep = params["groups"] == "DEPTH"
+    places = (sum(blocks) + 2) * block  # there is room for two more
+    m, n, k = (-(-n // 16) * 16, k, places) if deep else (places, n, k)
+    wide = 2 * n if params["gate"] else n
+    by_k = params["weight_layout"] == "nk"
+    return {
+        "m": m, "n": n, "k": k, "dtype": params["dtype"],
+        "out_dtype": params.get("out_dtype", params["dtype"]), "groups": params["groups"],
+        "experts": len(blocks), "block_size": block, "blocks": tuple(blocks),
+        **{name: params[name] for name in ("x_layout", "weight_layout", "activation", "gate")},
+        "x_stride": m if deep else k, "weight_stride": k if by_k else wide, "out_stride": n,
+        "residual_stride": n, "scale": 1.0, "pre": params["pre"], "bias": not deep,
+        "residual": False, "multiprocessors": 2, **given,
+    }  # fmt: skip
+
+
+def starts(p: Problem) -> np.ndarray:
+    """Where experts' places begin, and the last ones end."""
+    return np.concatenate([[0], np.cumsum(p["blocks"])]).astype(np.int32) * p["block_size"]
+
+
+def inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
+    """N(0, 1) and weights such that sums are. Where nobody's places are is NaN."""
+    m, n, k, wide, experts = p["m"], p["n"], p["k"], outputs_of(p), p["experts"]
+    dtype, end = numpy_dtype(p["dtype"]), starts(p)[-1]
+    if p["groups"] == "DEPTH":
+        x, weight = (np.full((k, side), np.nan, dtype) for side in (m, n))
+        x[:end] = (rng.standard_normal((end, m)) / math.sqrt(max(end, 1))).astype(dtype)
+        weight[:end] = rng.standard_normal((end, n)).astype(dtype)
+        return {"x": x, "weight": weight, "offsets": starts(p)}
+    x = np.full((m, k), np.nan, dtype)
+    x[:end] = rng.standard_normal((end, k)).astype(dtype)
+    shape = (experts, wide, k) if p["weight_layout"] == "nk" else (experts, k, wide)
+    weight = (rng.standard_normal(shape) / math.sqrt(k)).astype(dtype)
+    made = {"x": x, "weight": weight, "offsets": starts(p)}
+    return made | (
+        {"bias": rng.standard_normal((experts, wide)).astype(dtype)} if p["bias"] else {}
+    )
+
+
+def outputs(params: Params, p: Problem) -> Arrays:
+    """NaN, which stays where nobody's places are."""
+    shape = (p["experts"], p["m"], p["n"]) if p["groups"] == "DEPTH" else (p["m"], p["n"])
+    made = {"out": np.full(shape, np.nan, numpy_dtype(p["out_dtype"]))}
+    if p["pre"]:
+        made["pre"] = np.full((p["m"], outputs_of(p)), np.nan, numpy_dtype(p["dtype"]))
+    return made
+
+
+def reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
+    """In float64, expert by expert."""
+    x, weight = (np.asarray(arrays[name]).astype(np.float64) for name in ("x", "weight"))
+    runs = [slice(a, b) for a, b in zip(starts(p)[:-1], starts(p)[1:], strict=True)]
+    if p["groups"] == "DEPTH":
+        return {"out": np.stack([x[run].T @ weight[run] for run in runs])}
+    z = np.full((p["m"], outputs_of(p)), np.nan)
+    for expert, run in enumerate(runs):
+        own = weight[expert].T if p["weight_layout"] == "nk" else weight[expert]
+        z[run] = x[run] @ own
+        if p["bias"]:
+            z[run] += np.asarray(arrays["bias"])[expert].astype(np.float64)
+    y, n = activated(p["activation"], z[:, : p["n"]]), p["n"]
+    y = y * z[:, n:] if p["gate"] else y
+    return {"out": y, "pre": z} if p["pre"] else {"out": y}
+
+
+GROUPED = Verification(
+    problems=problems, inputs=inputs, outputs=outputs, reference=reference,
+    tolerance=lambda params: TOLERANCE[params.get("out_dtype", params["dtype"])],
+)  # fmt: skip

@@ -1,0 +1,116 @@
+"""fkjit.grouped_linear and fkjit.moe_layer on a CUDA GPU: at most twice PyTorch's own error, the
+same bits, graphs that serve any counts."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("cupy", reason="needs CuPy")
+
+import fkjit  # noqa: E402
+from fkjit.errors import CaptureError  # noqa: E402
+from fkjit.ops.grouped import select  # noqa: E402
+from tests.gemm.kit import FLOOR, normal  # noqa: E402
+from tests.grouped.kit import arrays, by_choice, choices, grouped, layer, layer_arrays  # noqa: E402
+
+
+def near(found, wide, peer, dtype):
+    """At most twice the error of PyTorch in the same dtype; a rounding of the largest element."""
+    floor = FLOOR[dtype] * max(1.0, wide.abs().max().item())
+    theirs = (peer.double() - wide).abs().max().item()
+    assert (found.double() - wide).abs().max().item() <= max(2 * theirs, floor)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "how", "n", "k"),
+    [
+        (1, 128, 8, "even", 768, 4096), (64, 256, 8, "even", 256, 512),
+        (1000, 8, 2, "zipf", 1024, 768), (3000, 40, 2, "even", 136, 264),
+        (700, 5, 1, "first", 77, 99),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("activation", "gate"), [("silu", True), (None, False)])
+def test_numbers(tokens, experts, top_k, how, n, k, activation, gate, dtype):
+    ids = choices(tokens, experts, top_k, how).cuda()
+    groups = grouped(ids, experts)
+    x, weight, bias = arrays(tokens, experts, n, k, dtype, gate, "cuda")
+    said = {"activation": activation, "gate": gate}
+    y, again = (
+        fkjit.grouped_linear(x, weight, groups, bias, gather=True, **said) for _ in range(2)
+    )
+    found = y[groups.inverse.long()]
+    assert torch.equal(found, again[groups.inverse.long()])
+    for rows in torch.arange(tokens).split(50):  # the reference has a weight for each choice
+        part = [a.double() for a in (x[rows], weight, bias)]
+        near(found[rows], by_choice(*part, ids[rows], **said),
+             by_choice(x[rows], weight, bias, ids[rows], **said), dtype)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_every_tile(layout, dtype):
+    """Each that a call may ask for, of rows by experts and of the weights' gradients."""
+    ids = choices(300, 6, 2, "zipf").cuda()
+    groups = grouped(ids, 6, 128)
+    x, weight, _ = arrays(300, 6, 512, 320, dtype, True, "cuda", layout)
+    tiles = [b for b in select.kernels.TILES] if dtype == "bf16" else [(64, 64, 16), (128, 128, 16)]
+    expected = by_choice(x.double(), weight.double(), None, ids, activation="silu", gate=True,
+                         layout=layout)  # fmt: skip
+    for tile in tiles:
+        if layout == "kn" and tile == (64, 64):
+            continue  # has no whole panels of gate and up
+        y = fkjit.grouped_linear(x, weight, groups, activation="silu", gate=True, gather=True,
+                                 weight_layout=layout, block=tile)  # fmt: skip
+        error = (y[groups.inverse.long()].double() - expected).abs().max().item()
+        assert error <= 2 * FLOOR[dtype] * max(1.0, expected.abs().max().item()), tile
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "hidden", "inner"),
+    [(1, 16, 4, 256, 128), (333, 64, 6, 512, 192), (2000, 8, 2, 512, 768)],
+)
+def test_a_layer_and_its_gradients(tokens, experts, top_k, hidden, inner, dtype):
+    given = layer_arrays(tokens, experts, hidden, inner, dtype, "cuda")
+    ours, peer = ([a.clone().requires_grad_() for a in given] for _ in range(2))
+    wide = [a.double().requires_grad_() for a in given]
+    ids = fkjit.moe_route(given[1], top_k)[1]
+    found = fkjit.moe_layer(*ours, top_k)
+    dy = normal(tokens, hidden, dtype=dtype, seed=9, device="cuda")
+    theirs, exact = layer(*peer, top_k, ids=ids), layer(*wide, top_k, ids=ids)
+    near(found, exact, theirs, dtype)
+    found.backward(dy), theirs.backward(dy), exact.backward(dy.double())
+    for one, other, reference in zip(ours, peer, wide, strict=True):
+        near(one.grad, reference.grad, other.grad, dtype)
+    again = [a.clone().requires_grad_() for a in given]
+    fkjit.moe_layer(*again, top_k).backward(dy)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, again, strict=True))
+
+
+def test_the_same_bits_in_a_thousand_calls():
+    given = layer_arrays(257, 16, 512, 256, "bf16", "cuda")
+    first = fkjit.moe_layer(*given, 4)
+    assert all(torch.equal(fkjit.moe_layer(*given, 4), first) for _ in range(1000))
+
+
+def test_a_graph_serves_any_counts():
+    """Captured with even choices, replayed with all tokens on the first experts, and on few."""
+    given = layer_arrays(200, 32, 256, 128, "bf16", "cuda")
+    fkjit.prepare("moe_layer", *given, 4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fkjit.moe_layer(*given, 4)
+    for shift in (0.0, 20.0, 3.0):
+        given[1].copy_(torch.randn(200, 32, device="cuda") - shift * torch.arange(32).cuda() / 32)
+        graph.replay()
+        assert torch.equal(y, fkjit.moe_layer(*given, 4))
+
+
+def test_a_new_geometry_cannot_be_captured():
+    given = layer_arrays(211, 12, 128, 64, "bf16", "cuda")
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(CaptureError, match="prepare"), torch.cuda.graph(graph):
+        fkjit.moe_layer(*given, 3)

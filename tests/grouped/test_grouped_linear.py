@@ -1,0 +1,157 @@
+"""fkjit.grouped_linear on a CPU: numbers, gradients, layouts of experts, errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import fkjit
+from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.jit.build import quiet
+from tests.gemm.kit import FLOOR
+from tests.grouped.kit import arrays, by_choice, choices, grouped
+
+
+def call(*args, **options):
+    with quiet():
+        return fkjit.grouped_linear(*args, **options)
+
+
+def close(found, expected, dtype="fp32"):
+    error = (found.double() - expected).abs().max().item() if found.numel() else 0.0
+    top = expected.abs().max().item() if found.numel() else 0.0
+    assert error <= FLOOR[dtype] * max(1.0, top)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "how"),
+    [
+        (1, 3, 1, "even"), (37, 5, 2, "even"), (70, 4, 1, "first"), (90, 16, 3, "zipf"),
+        (9, 70, 2, "even"),
+    ],
+)  # fmt: skip
+def test_each_row_by_its_expert(tokens, experts, top_k, how):
+    """Experts without rows, with a tile or two, and all rows on one."""
+    ids = choices(tokens, experts, top_k, how)
+    groups = grouped(ids, experts)
+    x, weight, bias = arrays(tokens, experts, 40, 24)
+    y = call(x, weight, groups, bias, gather=True)
+    expected = by_choice(*(a.double() for a in (x, weight, bias)), ids)
+    close(y[groups.inverse.long()], expected)
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize(
+    ("activation", "gate"), [("silu", True), ("gelu_tanh", False), (None, True)]
+)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_epilogues_and_layouts(layout, activation, gate, dtype):
+    ids = choices(20, 3, 2)
+    groups = grouped(ids, 3)
+    x, weight, bias = arrays(20, 3, 33, 17, dtype, gate, layout=layout)  # rows on no boundaries
+    y = call(x, weight, groups, bias, activation=activation, gate=gate, gather=True,
+             weight_layout=layout)  # fmt: skip
+    how = {"activation": activation, "gate": gate, "layout": layout}
+    expected = by_choice(*(a.double() for a in (x, weight, bias)), ids, **how)
+    close(y[groups.inverse.long()], expected, dtype)
+
+
+def test_weights_put_the_results_together():
+    ids, rng = choices(30, 4, 2), np.random.default_rng(5)
+    groups = grouped(ids, 4)
+    x, weight, _ = arrays(30, 4, 16, 32)
+    weights = torch.as_tensor(rng.random((30, 2), np.float32))
+    y = call(x, weight, groups, gather=True, weights=weights)
+    each = by_choice(x.double(), weight.double(), None, ids)
+    close(y, (each * weights.double()[..., None]).sum(1))
+
+
+def test_numpy_arrays():
+    ids = choices(10, 3, 1)
+    groups = grouped(ids.numpy(), 3)
+    x, weight, _ = arrays(10, 3, 8, 16)
+    y = call(x.numpy(), weight.numpy(), groups, gather=True)
+    expected = by_choice(x.double(), weight.double(), None, ids)
+    assert isinstance(y, np.ndarray)
+    close(torch.as_tensor(y)[torch.as_tensor(groups.inverse).long()], expected)
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("save", [True, False])
+def test_gradients(layout, save):
+    """Of x, weight and bias; an expert without rows has zeros."""
+    ids = choices(40, 6, 2, "zipf")
+    ids[ids == 5] = 0
+    groups = grouped(ids, 6)
+    given = [a.requires_grad_() for a in arrays(40, 6, 12, 20, gate=True, layout=layout)]
+    y = call(*given[:2], groups, given[2], activation="silu", gate=True, gather=True,
+             weight_layout=layout, save_pre_activation=save)  # fmt: skip
+    wide = [a.detach().double().requires_grad_() for a in given]
+    z = by_choice(*wide, ids, activation="silu", gate=True, layout=layout)
+    dz = torch.randn(z.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with quiet():
+        y[groups.inverse.long()].backward(dz.float())
+    z.backward(dz)
+    for one, other in zip(given, wide, strict=True):
+        close(one.grad, other.grad)
+    assert not given[1].grad[5].any()
+
+
+def test_rows_are_where_counts_say_when_the_kernel_runs():
+    """The same arrays with other counts: nothing of the first call is kept."""
+    x, weight, _ = arrays(50, 4, 16, 16)
+    for how in ("even", "first", "zipf"):
+        ids = choices(50, 4, 2, how)
+        groups = grouped(ids, 4)
+        y = call(x, weight, groups, gather=True)
+        close(y[groups.inverse.long()], by_choice(x.double(), weight.double(), None, ids))
+
+
+def test_no_rows():
+    groups = grouped(torch.empty(0, 2, dtype=torch.int32), 4)
+    x, weight, _ = arrays(0, 4, 16, 16)
+    assert call(x, weight, groups, gather=True).shape == (0, 16)
+
+
+_X, _WEIGHT, _BIAS = arrays(8, 4, 16, 24)
+_IDS = choices(8, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"groups": (1, 2)}, ArgumentTypeError, "groups is a tuple"),
+        ({"groups": 32}, ParameterError, "multiple of 64"),
+        ({"x": _X[:3]}, ParameterError, "a row for each"),
+        (
+            {"weight": _WEIGHT[:2], "bias": None},
+            ParameterError,
+            "groups are of 4 experts, weight is of 2",
+        ),
+        ({"weight": _WEIGHT[:, :, :8]}, ParameterError, "x has 24 columns"),
+        (
+            {"weight": _WEIGHT.permute(2, 1, 0).contiguous().permute(2, 1, 0)},
+            ParameterError,
+            "strides",
+        ),
+        ({"weight": _WEIGHT.bfloat16()}, ArgumentTypeError, "bf16"),
+        ({"bias": _BIAS[:, :3]}, ParameterError, "bias has shape"),
+        ({"activation": "swish"}, ParameterError, "activation='swish'"),
+        ({"weight": _WEIGHT[:, :15].contiguous(), "gate": True}, ParameterError, "even number"),
+        ({"impl": "cublas"}, ParameterError, "impl='cublas'"),
+        ({"block": (1, 2, 3)}, ParameterError, "block="),
+        ({"gate": 2}, ArgumentTypeError, "gate=2"),
+        ({"weight_layout": "mk"}, ParameterError, "weight_layout='mk'"),
+    ],
+)
+def test_bad_input(change, error, words):
+    given = {"x": None, "weight": _WEIGHT, "groups": 64, "bias": _BIAS, **change}
+    groups, x = given.pop("groups"), given.pop("x")
+    if isinstance(groups, int):
+        groups = grouped(_IDS, 4, groups)
+    if x is None:
+        with quiet():
+            x = _X if isinstance(change.get("groups"), tuple) else fkjit.moe_permute(_X, groups)
+    with pytest.raises(error, match=f"grouped_linear: .*{words}"):
+        call(x, given.pop("weight"), groups, given.pop("bias"), **given)

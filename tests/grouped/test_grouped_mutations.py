@@ -1,0 +1,58 @@
+"""Bugs planted in what grouped products add to linear's kernels show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.core.mutations import Bug
+from tests.core.sampling import ONE_OF_EACH_KIND
+from tests.core.test_mutations import KINDS, outcome
+
+GROUPS, WGMMA_CU = "templates/gemm/groups.cuh", "kernels_cu/gemm/wgmma.cu"
+MMA_CU = "kernels_cu/gemm/mma.cu"
+
+
+def _variant(kernel: str, **params: Any) -> dict[str, Any]:
+    return {"kernel": f"grouped_linear.{kernel}", "params": params}
+
+
+NARROW = _variant("wgmma", groups="ROWS", block=(64, 64), tma_store=True)
+HALF = _variant("wgmma", groups="ROWS", block=(128, 128), weight_layout="nk")
+DEPTH = _variant("wgmma", groups="DEPTH", block=(128, 256))
+MMA_ROWS = _variant("mma", groups="ROWS", gate=True, aligned=True)
+MMA_DEPTH = _variant("mma", groups="DEPTH", aligned=True)
+
+BUGS = (
+    Bug("all rows by the first expert", GROUPS, "tile.column, base + lane, end}",
+        "tile.column, 0, end}", by="numbers", **NARROW),
+    Bug("an expert's tiles begin with the first's", GROUPS,
+        "number - __shfl_sync(FULL_MASK, first, lane)", "number", by="race", **NARROW),
+    Bug("the bias of the first expert", GROUPS, "array + expert * size", "array", by="numbers",
+        **NARROW),
+    Bug("rows of the next expert", WGMMA_CU, "if (row >= tile.end) continue;",
+        "if (row >= m) continue;", by="race", **HALF),
+    Bug("an empty expert is multiplied", WGMMA_CU,
+        "if (depth.count == 0) return {whole.tile, whole.steps, 1};",
+        "if (depth.count == 0) return {whole.tile, 0, 1};", by="numbers", **DEPTH),
+    Bug("outputs over the first one", WGMMA_CU, "Order::OF_K ? tile.expert * m : 0", "0",
+        by="race", **DEPTH),
+    Bug("k of all experts", GROUPS, "offsets[own + 1] - offsets[own]", "k", by="memory",
+        **MMA_DEPTH),
+    Bug("the weight of the first expert", MMA_CU, "order.own(weight, tile.expert, weights)",
+        "weight", by="numbers", **MMA_ROWS),
+)  # fmt: skip
+
+
+@ONE_OF_EACH_KIND
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    said = outcome(bug, monkeypatch, plant=True)
+    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+
+
+@pytest.mark.parametrize("variant", [HALF, DEPTH], ids=["rows", "depth"])
+def test_without_it_nothing_is_said(variant, monkeypatch):
+    bug = next(bug for bug in BUGS if bug.params == variant["params"])
+    assert outcome(bug, monkeypatch, plant=False) == ""

@@ -1,0 +1,105 @@
+"""fkjit.moe_layer on a CPU: numbers and gradients beside experts one after the other in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fkjit
+from fkjit.errors import ParameterError
+from fkjit.jit.build import quiet
+from tests.grouped.kit import F, layer, layer_arrays
+from tests.grouped.test_grouped_linear import close
+
+
+def call(*args, **options):
+    with quiet():
+        return fkjit.moe_layer(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, "fp32"),
+        ({"renormalize": True}, "bf16"),
+        ({"scoring": "sigmoid", "renormalize": True}, "fp32"),
+        ({"activation": "gelu_tanh"}, "fp32"),
+        ({"block_size": 128}, "fp32"),
+    ],
+)
+def test_numbers(options, dtype):
+    given = layer_arrays(45, 7, 40, 24, dtype)
+    how = {name: value for name, value in options.items() if name != "block_size"}
+    y, wide = call(*given, 2, **options), [a.double() for a in given]
+    close(y, layer(*wide, 2, **how), dtype)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_gradients(renormalize):
+    """Of x, the logits and both weights."""
+    given = [a.requires_grad_() for a in layer_arrays(33, 5, 24, 16)]
+    wide = [a.detach().double().requires_grad_() for a in given]
+    y, expected = call(*given, 2, renormalize=renormalize), layer(*wide, 2, renormalize=renormalize)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    with quiet():
+        y.backward(dy)
+    expected.backward(dy.double())
+    for one, other in zip(given, wide, strict=True):
+        close(one.grad, other.grad)
+
+
+def test_gradients_have_the_same_bits_without_what_the_activation_is_of():
+    found = []
+    for save in (True, False):
+        given = [a.requires_grad_() for a in layer_arrays(33, 5, 24, 16)]
+        y = call(*given, 2, save_pre_activation=save)
+        with quiet():
+            y.square().sum().backward()
+        found.append([y.detach(), *(a.grad for a in given)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_router_and_a_shared_expert():
+    x, _, up, down = layer_arrays(20, 4, 16, 24)
+    router, shared_up, shared_down = torch.randn(4, 16), torch.randn(24, 16), torch.randn(16, 12)
+    y = call(x, None, up, down, 2, router_weight=router, shared_gate_up=shared_up,
+             shared_down=shared_down)  # fmt: skip
+    wide = [a.double() for a in (x, x @ router.t(), up, down)]
+    gate, second = (wide[0] @ shared_up.double().t()).chunk(2, -1)
+    expected = layer(*wide, 2) + (F.silu(gate) * second) @ shared_down.double().t()
+    assert (y.double() - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_two_halves_of_the_experts_are_the_whole():
+    """Expert parallelism: what two calls with an expert_map make adds up."""
+    x, logits, up, down = layer_arrays(30, 6, 16, 8)
+    parts = []
+    for first in (0, 3):
+        here = torch.full((6,), -1, dtype=torch.int32)
+        here[first : first + 3] = torch.arange(3, dtype=torch.int32)
+        own = (up[first : first + 3].contiguous(), down[first : first + 3].contiguous())
+        parts.append(call(x, logits, *own, 2, expert_map=here))
+    assert (sum(parts) - call(x, logits, up, down, 2)).abs().max() <= 1e-6
+
+
+def test_capacity_drops_the_last_choices():
+    x, logits, up, down = layer_arrays(9, 3, 16, 8)
+    logits = torch.tensor([[9.0, 0.0, -9.0]]).repeat(9, 1)
+    y, full = call(x, logits, up, down, 1, capacity=4), call(x, logits, up, down, 1)
+    assert torch.equal(y[:4], full[:4]) and not y[4:].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"router_logits": None}, "router_logits or router_weight"),
+        ({"router_weight": torch.randn(4, 16)}, "one of the two"),
+        ({"w_gate_up": torch.randn(3, 16, 16)}, "4 experts, w_gate_up is of 3"),
+        ({"shared_down": torch.randn(16, 8)}, "together"),
+    ],
+)
+def test_bad_input(change, words):
+    names = ("x", "router_logits", "w_gate_up", "w_down")
+    given = {**dict(zip(names, layer_arrays(8, 4, 16, 8), strict=True)), **change}
+    with pytest.raises(ParameterError, match=f"moe_layer: .*{words}"):
+        call(top_k=2, **given)
