@@ -220,6 +220,9 @@ def check(
     format_: Annotated[
         str, typer.Option("--format", help="text; json or sarif for programs")
     ] = "text",
+    watch: Annotated[
+        bool, typer.Option("--watch", help="again whenever a .cu file or header changes")
+    ] = False,
 ) -> None:
     """Run kernels in the CPU interpreter: right numbers? faults? Default: --mem --race.
 
@@ -230,7 +233,15 @@ def check(
     check_ = import_module("fkjit.cli.check")
     every = not (mem or race or banks is not None)
     looking = check_.Looking(every or mem or race, every or race, banks or None)
-    raise typer.Exit(check_.run([*kernels, *ctx.args], arch, variants, looking, format_))
+    words = [*kernels, *ctx.args]
+
+    def once() -> int:
+        return check_.run(words, arch, variants, looking, format_)
+
+    if not watch:
+        raise typer.Exit(once())
+    specs = import_module("fkjit.cli.select").selection("check", words).specs()
+    raise typer.Exit(import_module("fkjit.cli.watch").watch(once, specs))
 
 
 @app.command()
