@@ -142,7 +142,7 @@ def compile_(
     import_module("fkjit.cli.show").compile_all([*kernels, *ctx.args], arch, output)
 
 
-@app.command()
+@app.command(context_settings=_VARIANT)
 def warm(
     ops: Annotated[
         list[str] | None,
