@@ -103,6 +103,15 @@ def show(
 
 
 @app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="of the kernel: my_scale")],
+    folder: Annotated[Path, typer.Option(help="where its two files go")] = Path("kernels"),
+) -> None:
+    """A kernel of your own to begin with: NAME.cu and NAME.py, ready for `fkjit check NAME`."""
+    import_module("fkjit.cli.new").run(name, folder)
+
+
+@app.command()
 def explain(
     call: Annotated[str, typer.Argument(help="attention, linear, rms_norm …")],
     shape: Annotated[
@@ -133,7 +142,7 @@ def compile_(
     import_module("fkjit.cli.show").compile_all([*kernels, *ctx.args], arch, output)
 
 
-@app.command()
+@app.command(context_settings=_VARIANT)
 def warm(
     ops: Annotated[
         list[str] | None,
@@ -221,6 +230,12 @@ def check(
     variants: Annotated[
         int | None, typer.Option(help="so many of each kernel, spread evenly; default: all")
     ] = None,
+    format_: Annotated[
+        str, typer.Option("--format", help="text; json or sarif for programs")
+    ] = "text",
+    watch: Annotated[
+        bool, typer.Option("--watch", help="again whenever a .cu file or header changes")
+    ] = False,
 ) -> None:
     """Run kernels in the CPU interpreter: right numbers? faults? Default: --mem --race.
 
@@ -231,7 +246,15 @@ def check(
     check_ = import_module("fkjit.cli.check")
     every = not (mem or race or banks is not None)
     looking = check_.Looking(every or mem or race, every or race, banks or None)
-    raise typer.Exit(check_.run([*kernels, *ctx.args], arch, variants, looking))
+    words = [*kernels, *ctx.args]
+
+    def once() -> int:
+        return check_.run(words, arch, variants, looking, format_)
+
+    if not watch:
+        raise typer.Exit(once())
+    specs = import_module("fkjit.cli.select").selection("check", words).specs()
+    raise typer.Exit(import_module("fkjit.cli.watch").watch(once, specs))
 
 
 @app.command()

@@ -15,9 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fkjit.arch import Target
 from fkjit.cli import console as report
+from fkjit.cli import findings
 from fkjit.cli.select import Selection, selection, targets
 from fkjit.cpu.run import interpret
-from fkjit.errors import InterpreterError, ParameterError, SanitizerError
+from fkjit.errors import InterpreterError, ParameterError, SanitizerError, did_you_mean
 from fkjit.jit.build import interpreter_target, quiet
 from fkjit.numerics import Difference, differences
 from fkjit.sanitizer import Sanitizer, sanitize
@@ -54,6 +55,8 @@ class Checked:
     problems: int = 0
     seconds: float = 0.0
     error: str = ""  # the fault in full
+    location: str = ""  # of the fault: "kernels_cu/attention/flash.cu:120"
+    params: Params | None = None  # of the variant that was run last
     verdict: str = "nothing to run"
     ratio: float | None = None  # the greatest error, in tolerances; None without a reference
     banks: tuple[float, str] = (1.0, "")  # the worst ratio to the ideal wavefronts, and its line
@@ -73,12 +76,22 @@ class Checked:
 
 
 def run(
-    words: Sequence[str], arch: str | None, count: int | None, looking: Looking | None = None
+    words: Sequence[str],
+    arch: str | None,
+    count: int | None,
+    looking: Looking | None = None,
+    format_: str = "text",
 ) -> int:
     """Run what `words` select and print a table; the exit status: 1 when there was a fault.
 
-    `count`: about so many variants of each kernel.
+    `count`: about so many variants of each kernel. `format_`: "text", or "json" and "sarif" for
+    programs.
     """
+    if format_ not in findings.FORMATS:
+        raise ParameterError(
+            f"check: --format {format_!r} is not one of {', '.join(findings.FORMATS)}"
+            f"{did_you_mean(format_, findings.FORMATS)}"
+        )
     if count is not None and count < 1:
         raise ParameterError(f"check: --variants {count} is not a number above 0")
     found = []
@@ -93,7 +106,10 @@ def run(
             if not err.is_terminal:
                 err.print(f"{label}: {len(sample)} variants")
             _check(checked, sample, looking or Looking(), lambda t=task: bar.advance(t))
-    _print(found)
+    if format_ == "text":
+        _print(found)
+    else:
+        print(findings.text(found, format_))
     return 1 if any(checked.error for checked in found) else 0
 
 
@@ -142,6 +158,7 @@ def _check(
     rng, begin = np.random.default_rng(0), time.perf_counter()
     try:
         for params in variants:
+            checked.params = params
             for problem in checked.spec.verification.problems(params, "small"):
                 if checked.takes(problem):
                     _run_one(checked, params, problem, looking, rng)
@@ -154,6 +171,7 @@ def _check(
         checked.error, checked.verdict = str(wrong), f"wrong numbers: {wrong.worst.name}"
     except SanitizerError as error:
         checked.error, checked.verdict = str(error), error.kind
+        checked.location = error.location
     except InterpreterError as error:
         checked.error, checked.verdict = str(error), "not run: InterpreterError"
     checked.seconds = time.perf_counter() - begin
@@ -205,3 +223,5 @@ def _print(found: Sequence[Checked]) -> None:
     for one in found:
         if one.error:
             err.print(one.error, style="red", soft_wrap=True)
+            if lines := findings.window(one):
+                err.print(lines, soft_wrap=True)

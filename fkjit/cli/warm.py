@@ -9,13 +9,16 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fkjit import warm_calls, warm_record
+from fkjit import ops, warm_calls, warm_record
+from fkjit.arch import target
 from fkjit.cli import console as report
+from fkjit.cli.select import selection
 from fkjit.errors import ParameterError
 from fkjit.models import warm as models
 from fkjit.models.config import configuration
-from fkjit.warm_worker import Job
+from fkjit.warm_worker import Job, job_of
 from fkjit.warming import (
+    ALL,
     COMMON,
     Warmed,
     chosen_targets,
@@ -33,7 +36,13 @@ _LINES = 10  # of progress where stderr is no terminal
 def chosen(
     names: Sequence[str], arch: str | None, values: Mapping[str, str | None], where: Sequence[str]
 ) -> list[Job]:
-    """The variants of names, or of calls where head dimensions, dtypes or options are given."""
+    """The variants of names, or of calls where head dimensions, dtypes or options are given; of
+    kernels by the grammar of all commands where words name one (`attention flash`) or give a
+    parameter's value (`--block 32`)."""
+    if _of_kernels(names):
+        fields = [f"{name}={value}" for name, value in values.items() if value]
+        words = [word for field in (*fields, *where) for word in ("--where", field)]
+        return _kernels([*names, *words], arch)
     dims, dtypes = values["head_dim"], values["dtype"]
     if dims is dtypes is None and not where:
         return plan(names or [COMMON], arch)
@@ -46,6 +55,25 @@ def chosen(
     }
     calls = [call for name in names for call in warm_calls.calls(name, **asked)]
     return planned(calls, chosen_targets(arch))
+
+
+def _of_kernels(words: Sequence[str]) -> bool:
+    if any(word.startswith("--") for word in words):
+        return True
+    ops.load()
+    known = {*ops.known_names(), ALL, COMMON}
+    return words[:1] != [] and words[0] in known and any(w not in known for w in words[1:])
+
+
+def _kernels(words: Sequence[str], arch: str | None) -> list[Job]:
+    asked = selection("warm", words)
+    asked.check_fields(())
+    return [
+        job_of(spec, params, to)
+        for to in map(target, chosen_targets(arch))
+        for spec, variants in asked.variants(to)
+        for params in variants
+    ]
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from fkjit.arch import target
+from fkjit.cli import warm
 from fkjit.cli.select import selection
 from fkjit.errors import ParameterError
 from tests.cli.kit import run
@@ -84,3 +85,21 @@ def test_profile_asks_for_the_case_that_is_meant():
     asked = request(*parser().parse_known_args(words))
     assert asked["op"] == "attention" and asked["impl"] == "flash"
     assert asked["shapes"] == ["head_dim=64 seqlen_k=4096"]
+
+
+def test_warm_takes_kernels_and_their_parameters():
+    nothing = {"head_dim": None, "dtype": None}
+
+    def jobs(*words, where=(), **values):
+        found = warm.chosen(words, "sm_80", {**nothing, **values}, where)
+        return [(f"{job.op}.{job.name}", job.params) for job in found]
+
+    wanted = jobs("attention", "flash", "--block", "64,32", "--head-dim", "128")
+    assert wanted and {name for name, _ in wanted} == {"attention.flash"}
+    assert all(params["block"] == (64, 32) and params["head_dim"] == 128 for _, params in wanted)
+    assert jobs("attention", "flash", "--block=64,32", head_dim="128") == wanted
+    assert jobs("attention", "flash", where=("block=64,32", "head_dim=128")) == wanted
+    with pytest.raises(ParameterError, match="did you mean --block"):
+        jobs("attention", "flash", "--blok", "64,32")
+    done = run("warm", "--jbos", "4")
+    assert done.status == 1 and "warm: " in done.err
