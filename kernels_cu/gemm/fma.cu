@@ -232,13 +232,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                fp32* __restrict__ pre,             // [m, n] or [m, 2 n], or null
                //% if groups != "NONE"
                const int* __restrict__ offsets,  // [experts + 1], see gemm/groups.cuh
+               //% endif
+               float* __restrict__ workspace,  // [gridDim.x, SPLIT, BLOCK_M, BLOCK_N], or null
+               u32* __restrict__ counters,     // [gridDim.x], 0 before and after, or null
+               //% if groups != "NONE"
                const int experts,
                //% endif
                const int m, const int n, const int k, const i64 x_stride, const i64 weight_stride,
                const i64 out_stride,
-               const i64 residual_stride,      // elements from a row to the next, < 2^29
-               float* __restrict__ workspace,  // [gridDim.x, SPLIT, BLOCK_M, BLOCK_N], or null
-               u32* __restrict__ counters,     // [gridDim.x], 0 before and after, or null
+               const i64 residual_stride,  // elements from a row to the next, < 2^29
                const float scale) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 ring = shared_address(shared_memory);
