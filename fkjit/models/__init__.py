@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from fkjit.models.config import ModelConfig, named_configs
 from fkjit.models.decoder import Decoder, Token
-from fkjit.models.loss import linear_cross_entropy
 from fkjit.models.patching import Report, patch, unpatch
 from fkjit.models.sampling import Sampling
 from fkjit.models.torch_attention import torch_attention
@@ -28,7 +27,6 @@ __all__ = [
     "Report",
     "Sampling",
     "Token",
-    "linear_cross_entropy",
     "named_configs",
     "patch",
     "random_weights",
