@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from fkjit.models.config import ModelConfig, named_configs
 from fkjit.models.decoder import Decoder, Token
+from fkjit.models.experts import register_experts
 from fkjit.models.patching import Report, patch, unpatch
 from fkjit.models.sampling import Sampling
 from fkjit.models.torch_attention import torch_attention
@@ -30,6 +31,7 @@ __all__ = [
     "named_configs",
     "patch",
     "random_weights",
+    "register_experts",
     "register_flash_attention",
     "torch_attention",
     "unpatch",

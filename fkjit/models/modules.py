@@ -14,7 +14,7 @@ from fkjit.ops.op import torch_ops
 Forward = Callable[..., Any]
 
 # transformers' activation modules, by class -> `fkjit.linear`'s activation
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "SiLUActivation": "silu",
     "SiLU": "silu",
     "NewGELUActivation": "gelu_tanh",
@@ -67,7 +67,7 @@ def _product(module: Any, layout: Any, x: Any, activation: str | None = None) ->
 def _gated_mlp(module: Any) -> tuple[str, Forward] | None:
     """down(activation(gate(x)) * up(x)), as Llama, Qwen, Mistral and Gemma have it."""
     parts = [getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down")]
-    activation = _ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
+    activation = ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
     if {name for name, _ in module.named_children()} != {
         "gate_proj", "up_proj", "down_proj", "act_fn"
     } or activation is None:  # fmt: skip
@@ -84,7 +84,7 @@ def _gated(gate: Any, up: Any, down: Any, activation: str, x: Any) -> Any:
 
 
 def _gpt2_mlp(module: Any) -> tuple[str, Forward] | None:
-    activation = _ACTIVATIONS.get(type(getattr(module, "act", None)).__name__)
+    activation = ACTIVATIONS.get(type(getattr(module, "act", None)).__name__)
     if {name for name, _ in module.named_children()} != {
         "c_fc", "c_proj", "act", "dropout"
     } or activation is None:  # fmt: skip
