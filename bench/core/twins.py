@@ -19,6 +19,7 @@ MISSING: dict[str, str] = {
     "attention_backward_form": "the twin of attention_backward, with a line or two more for each",
     "attention_few": "the twin of attention, on a grid of parts",
     "decode_form": "the twin of attention_decode, with a line or two more for each form",
+    "grouped_linear": "not written yet; the twin of linear, with a weight for each expert",
 }
 
 
