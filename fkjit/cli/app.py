@@ -257,6 +257,29 @@ def check(
     raise typer.Exit(import_module("fkjit.cli.watch").watch(once, specs))
 
 
+@app.command(context_settings=_VARIANT)
+def run(
+    ctx: typer.Context,
+    kernels: _KERNEL,
+    device: Annotated[
+        str | None, typer.Option(help="gpu or cpu; default: the GPU where there is one")
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=VALUE", help="a field of the problems: --size seqlen_q=512"),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="of the numbers that are drawn")] = 0,
+) -> None:
+    """One variant on its problems: error in tolerances, and on a GPU the time of a launch.
+
+    `fkjit run attention flash --head-dim 128 --size seqlen_q=512`. Without a GPU the kernel runs in
+    the CPU interpreter. Parameters left out take the first legal value. Status 1 where numbers are
+    wrong.
+    """
+    run_ = import_module("fkjit.cli.run").run
+    raise typer.Exit(run_([*kernels, *ctx.args], device, size or [], seed))
+
+
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from fkjit.cli.select import Selection, selection, targets
 from fkjit.cpu.run import interpret
 from fkjit.errors import InterpreterError, ParameterError, SanitizerError, did_you_mean
 from fkjit.jit.build import interpreter_target, quiet
-from fkjit.numerics import Difference, differences
+from fkjit.numerics import Difference, differences, drawn
 from fkjit.sanitizer import Sanitizer, sanitize
 from fkjit.spec import KernelSpec, Params, Problem
 
@@ -190,9 +189,7 @@ def _run_one(
     checked: Checked, params: Params, problem: Problem, looking: Looking, rng: np.random.Generator
 ) -> None:
     spec, cases = checked.spec, checked.spec.verification
-    inputs = cases.inputs(params, problem, rng)
-    arrays = {name: copy(array) for name, array in inputs.items()}  # some are written in place
-    arrays.update(cases.outputs(params, problem))
+    inputs, arrays = drawn(spec, params, problem, rng)
     with quiet(), looking.sanitize() as counted:
         interpret(spec, params, problem, arrays, checked.to)
     for line in counted.reports[:1]:
