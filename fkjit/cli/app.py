@@ -111,6 +111,25 @@ def new(
     import_module("fkjit.cli.new").run(name, folder)
 
 
+@app.command(context_settings=_VARIANT)
+def clangd(
+    ctx: typer.Context,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="only write DIR/compile_commands.json, and end"),
+    ] = None,
+) -> None:
+    """The language server clangd for editors, which reads templates as a variant renders them.
+
+    Name it to the editor in clangd's place: path `fkjit`, arguments `clangd`. Further arguments are
+    clangd's.
+    """
+    clangd_ = import_module("fkjit.cli.clangd")
+    if write is not None:
+        return clangd_.write(write)
+    raise typer.Exit(clangd_.run(ctx.args))
+
+
 @app.command()
 def explain(
     call: Annotated[str, typer.Argument(help="attention, linear, rms_norm …")],
