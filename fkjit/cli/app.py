@@ -111,25 +111,6 @@ def new(
     import_module("fkjit.cli.new").run(name, folder)
 
 
-@app.command(context_settings=_VARIANT)
-def clangd(
-    ctx: typer.Context,
-    write: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="only write DIR/compile_commands.json, and end"),
-    ] = None,
-) -> None:
-    """The language server clangd for editors, which reads templates as a variant renders them.
-
-    Name it to the editor in clangd's place: path `fkjit`, arguments `clangd`. Further arguments are
-    clangd's.
-    """
-    clangd_ = import_module("fkjit.cli.clangd")
-    if write is not None:
-        return clangd_.write(write)
-    raise typer.Exit(clangd_.run(ctx.args))
-
-
 @app.command()
 def explain(
     call: Annotated[str, typer.Argument(help="attention, linear, rms_norm …")],
@@ -260,7 +241,7 @@ def check(
 
     Results are held against the kernel's reference, within its tolerance. Bank conflicts are
     counted, and warned of above 4 times the ideal. Needs no GPU: `fkjit check attention flash
-    --variants 5`. Status 1 where numbers are wrong or there is a fault.
+    --variants 5`. Status 1 where numbers are wrong, there is a fault, or nothing was run.
     """
     check_ = import_module("fkjit.cli.check")
     every = not (mem or race or banks is not None)
@@ -297,6 +278,25 @@ def run(
     """
     run_ = import_module("fkjit.cli.run").run
     raise typer.Exit(run_([*kernels, *ctx.args], device, size or [], seed))
+
+
+@app.command(context_settings=_VARIANT)
+def clangd(
+    ctx: typer.Context,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="only write DIR/compile_commands.json, and end"),
+    ] = None,
+) -> None:
+    """The language server clangd for editors, which reads templates as a variant renders them.
+
+    Name it to the editor in clangd's place: path `fkjit`, arguments `clangd`. Further arguments are
+    clangd's.
+    """
+    clangd_ = import_module("fkjit.cli.clangd")
+    if write is not None:
+        return clangd_.write(write)
+    raise typer.Exit(clangd_.run(ctx.args))
 
 
 @app.command()

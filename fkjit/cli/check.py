@@ -81,7 +81,8 @@ def run(
     looking: Looking | None = None,
     format_: str = "text",
 ) -> int:
-    """Run what `words` select and print a table; the exit status: 1 when there was a fault.
+    """Run what `words` select and print a table; the exit status: 1 when there was a fault, or
+    nothing to run.
 
     `count`: about so many variants of each kernel. `format_`: "text", or "json" and "sarif" for
     programs.
@@ -109,7 +110,8 @@ def run(
         _print(found)
     else:
         print(findings.text(found, format_))
-    return 1 if any(checked.error for checked in found) else 0
+    ran = any(checked.problems or checked.error for checked in found)
+    return 1 if not ran or any(checked.error for checked in found) else 0
 
 
 def _chosen(

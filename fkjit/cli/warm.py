@@ -125,7 +125,7 @@ def run(work: list[Job], jobs: int | None) -> int:
     """The exit status: 0, 1 when a variant failed or could not be kept, 130 after Ctrl-C."""
     err = report.console(stderr=True)
     count = processes(jobs, len(work))
-    begin = f"{len(work)} variants: about {estimate(work, count):.0f} s on {count}"
+    begin = f"{_variants(len(work))}: about {estimate(work, count):.0f} s on {count}"
     err.print(f"{begin} {'core' if count == 1 else 'cores'}, less for what the cache has")
     with _progress(err) as bar:
         task = bar.add_task("", total=len(work))
@@ -141,7 +141,7 @@ def run(work: list[Job], jobs: int | None) -> int:
             finished = bar.tasks[0].completed
             bar.stop()
             err.print(
-                f"interrupted: {finished:.0f} variants are done and kept; start again to go on"
+                f"interrupted: {_variants(int(finished))} done and kept; start again to go on"
             )
             return _INTERRUPTED
     return _summary(done)
@@ -160,10 +160,14 @@ def _progress(err: Console) -> Progress:
     return Progress(*columns, console=err, transient=True, disable=hidden, expand=True)
 
 
+def _variants(count: int) -> str:
+    return "1 variant" if count == 1 else f"{count} variants"
+
+
 def _summary(done: Warmed) -> int:
     out, err = report.console(), report.console(stderr=True)
     out.print(
-        f"{done.total} variants: {done.compiled} compiled, {done.present} already there, "
+        f"{_variants(done.total)}: {done.compiled} compiled, {done.present} already there, "
         f"{len(done.failed)} failed, in {report.duration(done.seconds)}"
     )
     for label, problem in done.problems:
