@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,13 +31,29 @@ class Plan:
     left_out: dict[str, str] | None = None  # peers that were not asked for, and why
 
 
+def _print(text: str) -> None:
+    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else 0
+    print(folded(text, width) if width else text, file=sys.stderr, flush=True)
+
+
+def folded(text: str, width: int) -> str:
+    """A line of a case on a terminal: where it is too long a new one begins with a candidate."""
+    lines: list[str] = []
+    for part in text.split("  "):
+        if lines and len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(f"    {part}" if lines else part)
+    return "\n".join(lines)
+
+
 def execute(
     plan: Plan,
     device: Device,
     writer: Writer,
     header: dict[str, Any],
     limits: dict[str, Any] | None,
-    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+    say: Callable[[str], None] = _print,
 ) -> int:
     """0; 1 when one of ours had no time because it was wrong or failed; 130 after Ctrl-C.
 

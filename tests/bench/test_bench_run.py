@@ -9,7 +9,7 @@ import pytest
 from bench.core import clocks
 from bench.core.method import LEAST, Effort, Runner, iterations, pace, time_in_turns, warm_up
 from bench.core.op import Candidate, Prepared, Refused
-from bench.core.run import INTERRUPTED, Plan, execute
+from bench.core.run import INTERRUPTED, Plan, execute, folded
 from bench.core.store import Writer, read
 from bench.core.trial import Trial
 from tests.bench.kit import EFFORT, Doubler, FakeDevice, candidate, cases, doubling
@@ -342,3 +342,13 @@ def test_clocks_are_read_where_the_driver_answers(monkeypatch):
     del found["pynvml"]
     none = clocks.Clocks(0)
     assert none.read() == {} and none.missing == "KeyError: 'pynvml'"
+
+
+def test_a_line_breaks_between_candidates_on_a_narrow_terminal():
+    words = ("[1/9] linear bf16 M1 K4096 N6144:", "fkjit 16.1 us 3127 GB/s")
+    line = "  ".join((*words, "torch 14.1 us 3565 GB/s", "(0:25 left)"))
+    assert folded(line, 200) == line
+    assert folded(line, 80).split("\n") == [
+        "[1/9] linear bf16 M1 K4096 N6144:  fkjit 16.1 us 3127 GB/s",
+        "    torch 14.1 us 3565 GB/s  (0:25 left)",
+    ]
