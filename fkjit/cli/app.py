@@ -17,12 +17,21 @@ from fkjit.errors import FkjitError
 
 _VARIANT = {"allow_extra_args": True, "ignore_unknown_options": True}
 _NAMES = "public calls (reduce_sum), ops (attention) or kernels (attention.flash)"
+
+
+def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
+    """For shells: names of calls, ops and kernels."""
+    given = [word for value in ctx.params.values() if isinstance(value, list) for word in value]
+    return import_module("fkjit.cli.select").completions(given, incomplete)
+
+
 _KERNEL = Annotated[
     list[str],
     typer.Argument(
         metavar="NAME... [--PARAMETER VALUE]... [--where FIELD=V[,V]]...",
         help="a call or op (attention) and kernels of it (flash), or op.kernel; values of their "
         "parameters (--block 32); --where head_dim=64,128: any of these",
+        autocompletion=_complete,
     ),
 ]
 _ARCH = Annotated[
@@ -62,7 +71,9 @@ def _main(
 
 @app.command("list")
 def list_(
-    names: Annotated[list[str] | None, typer.Argument(help=f"{_NAMES}; default: all")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help=f"{_NAMES}; default: all", autocompletion=_complete)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="kernels for programs")] = False,
 ) -> None:
     """One line an op; with names their kernels, what these do, and their parameters' values."""
@@ -113,7 +124,9 @@ def new(
 
 @app.command()
 def explain(
-    call: Annotated[str, typer.Argument(help="attention, linear, rms_norm …")],
+    call: Annotated[
+        str, typer.Argument(help="attention, linear, rms_norm …", autocompletion=_complete)
+    ],
     shape: Annotated[
         str | None,
         typer.Option(
@@ -146,7 +159,10 @@ def compile_(
 def warm(
     ops: Annotated[
         list[str] | None,
-        typer.Argument(help=f"{_NAMES}; all; default: common, what inference takes by default"),
+        typer.Argument(
+            help=f"{_NAMES}; all; default: common, what inference takes by default",
+            autocompletion=_complete,
+        ),
     ] = None,
     arch: Annotated[
         str | None,

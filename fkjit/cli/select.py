@@ -15,7 +15,7 @@ from fkjit import ops
 from fkjit.arch import Target, target
 from fkjit.cli.console import value
 from fkjit.errors import ParameterError, did_you_mean
-from fkjit.spec import KernelSpec, Param, Params, Problem
+from fkjit.spec import KernelSpec, Param, Params, Problem, registered
 
 DEFAULT_TARGET = "sm_80"  # of a machine without a GPU
 
@@ -118,6 +118,14 @@ class Selection:
                     f"{self.call}: --where {name}: not one of {', '.join(sorted(known))}"
                     f"{did_you_mean(name, known)}"
                 )
+
+
+def completions(given: Sequence[str], begun: str) -> list[str]:
+    """Names that begin so: kernels of an op that was given, calls, ops; past a dot `op.kernel`."""
+    ops.load()
+    beside = [spec.name for spec in registered() if spec.op in given]
+    known = [name for name in ops.known_names() if ("." in name) == ("." in begun)]
+    return sorted({name for name in (*beside, *known) if name.startswith(begun)})
 
 
 def selection(call: str, words: Sequence[str]) -> Selection:

@@ -92,3 +92,19 @@ def test_an_unknown_name_lists_the_public_calls(command):
     assert listed is not None and set(CALLS) <= set(listed[1].split(", "))
     with pytest.raises(ParameterError, match="did you mean attention"):
         ops.kernels(command, "atention")
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("fkjit show rms", {"rms_norm"}),
+        ("fkjit run attention fla", {"flash", "flash_sm75", "flash_sm90", "flash_fp32"}),
+        ("fkjit list attention.n", {"attention.naive"}),
+        ("fkjit warm paged", {"paged_attention"}),
+        ("fkjit explain gelu", {"gelu_linear"}),
+    ],
+)
+def test_a_shell_completes_names(words, found):
+    count = str(words.count(" "))
+    env = {"_FKJIT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": count}
+    assert set(run(env=env, prog_name="fkjit").out.split()) == found
