@@ -66,8 +66,12 @@ function apply() {
   const words = state.filter.toLowerCase().split(/\s+/).filter(Boolean);
   for (const matrix of part.querySelectorAll(".matrix")) {
     matrix.hidden = matrix.dataset.mode !== asked.mode;
-    for (const row of matrix.querySelectorAll("[data-case]"))
+    let left = 0;
+    for (const row of matrix.querySelectorAll("[data-case]")) {
       row.hidden = !words.every((word) => row.dataset.case.toLowerCase().includes(word));
+      left += !row.hidden;
+    }
+    matrix.querySelector(".nothing").hidden = left > 0;
   }
 }
 

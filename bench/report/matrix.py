@@ -73,7 +73,7 @@ def _lines(matrix: Matrix, colours: dict[str, str]) -> Iterator[str]:
         case = escape(row.case)
         own = f'<td class="number">{row.own * factor:.4g}</td>'
         yield f'<tr data-case="{case}"><td>{case}</td>{own}{cells}</tr>'
-    yield "</tbody></table></div>"
+    yield '</tbody></table><p class="quiet nothing" hidden="">No case has these words.</p></div>'
 
 
 def _unit(matrix: Matrix) -> tuple[str, float]:

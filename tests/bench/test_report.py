@@ -97,6 +97,7 @@ def test_on_top_stands_how_many_times_as_fast_ours_is(made, tmp_path):
     found = html(warm, {"triton": "#123456"})
     assert f'<tr data-case="{row.case}">' in found and f">{row.ratios[0]:.2f}</td>" in found
     assert '<i style="background:#123456"></i>triton</th>' in found
+    assert 'class="quiet nothing" hidden=""' in found, "what the script shows without a case"
     for ratio, name in ((3.0, "w3"), (1.05, "w1"), (1.0, "even"), (0.95, "l1"), (0.1, "l3")):
         row = Row("c", 1.0, (ratio, None))
         cells_ = html(Matrix("warm", "fkjit", ("a", "b"), (row,)), {})
