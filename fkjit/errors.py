@@ -66,7 +66,12 @@ class PoolExhaustedError(FkjitError, RuntimeError):
 
 
 class RenderError(FkjitError, RuntimeError):
-    """A template could not be rendered; the message names the template's own file and line."""
+    """A template could not be rendered; the message names the template's own file and line, and so
+    does `location`: "kernels_cu/attention/flash.cu:120", "" where there is none."""
+
+    def __init__(self, message: str, location: str = "") -> None:
+        super().__init__(message)
+        self.location = location
 
 
 class CompileError(FkjitError, RuntimeError):

@@ -1,0 +1,142 @@
+"""A variant in the CPU interpreter: faults, errors against the reference, banks."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from copy import copy
+from typing import Any
+
+import numpy as np
+
+from fkjit.arch import Target
+from fkjit.cpu.run import GUARD, interpret
+from fkjit.errors import FkjitError, InterpreterError, SanitizerError
+from fkjit.jit.build import build, quiet
+from fkjit.jit.render import Rendered
+from fkjit.numerics import Difference, differences
+from fkjit.playground.banks import Watch
+from fkjit.playground.listing import Ptx, template_line
+from fkjit.playground.marks import mark
+from fkjit.playground.request import Variant
+from fkjit.sanitizer import sanitize
+from fkjit.spec import Problem
+
+Load = Callable[..., Rendered]
+WARN_BANKS = 1.5  # wavefronts to ideal ones: above, the line gets a mark
+_FRAME = re.compile(r"([^\s()]+):(\d+)")
+
+
+class Check:
+    """Problem after problem of a variant; each tells the page what is known by then."""
+
+    def __init__(
+        self,
+        variant: Variant,
+        to: Target,
+        rendered: Rendered,
+        load: Load,
+        emit: Callable[..., None],
+    ) -> None:
+        self.variant, self.to, self.rendered = variant, to, rendered
+        self.load, self.emit = load, emit
+        self.watch = Watch()
+        self.worst: Difference | None = None
+        self.findings: list[dict[str, Any]] = []
+
+    def run(self) -> None:
+        """All small problems; the first fault ends it."""
+        spec, params = self.variant.spec, self.variant.params
+        problems = list(spec.verification.problems(params, "small"))
+        rng = np.random.default_rng(0)
+        for number, problem in enumerate(problems, 1):
+            begin = time.perf_counter()
+            try:
+                self._run_one(problem, rng)
+            except (SanitizerError, InterpreterError) as error:
+                self.findings.append(self._finding(error))
+            self._tell(number, len(problems), problem, time.perf_counter() - begin)
+            if self.findings:
+                return
+        if not problems:
+            self._tell(0, 0, {}, 0.0)
+
+    def _run_one(self, problem: Problem, rng: np.random.Generator) -> None:
+        spec, params = self.variant.spec, self.variant.params
+        cases = spec.verification
+        inputs = cases.inputs(params, problem, rng)
+        arrays = {name: copy(array) for name, array in inputs.items()}  # some are written in place
+        arrays.update(cases.outputs(params, problem))
+        with quiet(), sanitize(mem=True, race=True):
+            interpret(spec, params, problem, arrays, self.to, self.watch, self.load)
+        if cases.reference is None:
+            return
+        for worst in differences(spec, params, cases.reference(problem, inputs), arrays)[:1]:
+            if self.worst is None or worst.ratio > self.worst.ratio:
+                self.worst = worst
+            if worst.ratio > 1:
+                self.findings.append({"kind": "wrong numbers", "text": str(worst), "line": 0})
+
+    def _tell(self, number: int, of: int, problem: Problem, seconds: float) -> None:
+        rows = self._banks()
+        self.emit(
+            "check",
+            number=number,
+            of=of,
+            problem=" ".join(f"{name}={value}" for name, value in problem.items()),
+            seconds=seconds,
+            findings=self.findings,
+            error=None if self.worst is None else _error(self.worst),
+            banks=rows,
+            marks=[*self._fault_marks(), *_bank_marks(rows)],
+        )
+
+    def _banks(self) -> list[dict[str, Any]]:
+        guard = GUARD if self.variant.spec.shared_layout is not None else 0
+        with suppress(FkjitError), quiet():
+            made = build(self.variant.spec, self.variant.params, self.to, None, guard, self.load)
+            return self.watch.lines(Ptx(made.image.decode()), self.rendered.name)
+        return []
+
+    def _finding(self, error: SanitizerError | InterpreterError) -> dict[str, Any]:
+        if isinstance(error, InterpreterError):
+            return {"kind": "not run", "text": str(error), "line": 0}
+        places = [self._line(where) for where in (error.location, error.other) if where]
+        return {
+            "kind": error.kind,
+            "text": str(error),
+            "hint": error.hint,
+            "line": places[0] if places else 0,
+            "other": places[1] if len(places) > 1 else 0,
+        }
+
+    def _line(self, location: str) -> int:
+        """The template's line of "templates/a.cuh:3 (inlined at kernels_cu/k.cu:9)"."""
+        frames = [(file, int(line)) for file, line in _FRAME.findall(location)]
+        return template_line(self.rendered.name, frames)
+
+    def _fault_marks(self) -> list[dict[str, Any]]:
+        return [
+            mark(line, one["kind"], one["text"])
+            for one in self.findings
+            for line in dict.fromkeys([one["line"], one.get("other") or one["line"]])
+        ]
+
+
+def _error(worst: Difference) -> dict[str, Any]:
+    ratio = worst.ratio if np.isfinite(worst.ratio) else None
+    return {"ratio": ratio, "text": str(worst), "output": worst.name, "bound": worst.bound}
+
+
+def _bank_marks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        if row["ratio"] > WARN_BANKS and row["line"] and row["line"] not in found:
+            text = (
+                f"bank conflicts: {row['ratio']:.2f} times the ideal wavefronts "
+                f"({row['instruction']})"
+            )
+            found[row["line"]] = mark(row["line"], "bank conflicts", text, "warning")
+    return list(found.values())
