@@ -66,6 +66,7 @@ class Watch:
         found = []
         for pc, (ins, (accesses, fronts, ideal)) in self.banks.counts.items():
             found.append({
+                "pc": pc,
                 "line": outer(ptx, name, ins.line),
                 "place": ins.location.partition(" (")[0],
                 "instruction": ".".join(ins.op),

@@ -82,6 +82,8 @@ class Worker:
         with self._ended:
             self.killed = True
             if self._process.poll() is None:
+                with suppress(OSError):
+                    os.kill(self._process.pid, signal.SIGSTOP)  # it starts no other meanwhile
                 children = _descendants(self._process.pid)
                 self._process.kill()
                 self._process.wait()

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import unified_diff
 from functools import lru_cache, partial
 from math import prod
 from typing import Any
@@ -18,6 +19,7 @@ from fkjit.jit.compile import errors_in
 from fkjit.jit.disassemble import listing
 from fkjit.jit.render import Rendered, load
 from fkjit.occupancy import occupancy
+from fkjit.playground import fragments
 from fkjit.playground.check import Check
 from fkjit.playground.listing import Listing, Ptx, of_machine_code, of_source
 from fkjit.playground.marks import mark, of_include
@@ -35,6 +37,7 @@ class Stages:
         self.variant, self.emit = variant, emit
         self.load = partial(load, text=variant.text)
         self.rendered: Rendered
+        self.texts: dict[str, list[str]] = {}  # lines, for differences
         self._failed: set[str] = set()
 
     def run(self) -> None:
@@ -42,7 +45,9 @@ class Stages:
         with self._faults("source"):
             self.variant.spec.check(self.variant.params, self.variant.to.arch)
             self.rendered = self.load(self.variant.spec, self.variant.params)
-            self.emit("source", name=self.rendered.name, **of_source(self.rendered).to_json())
+            made = of_source(self.rendered)
+            self.texts["Rendered"] = made.text
+            self.emit("source", name=self.rendered.name, **made.to_json())
         if self._failed:
             return
         beside = threading.Thread(target=self._machine_code, daemon=True)
@@ -58,6 +63,7 @@ class Stages:
             self.emit("resources", **resources(variant, entry))
             lines = _listing(entry.image)
             made = of_machine_code(self.rendered.name, lines)
+            self.texts["SASS"] = [line.text for line in lines]
             self.emit("code", mix=mix(lines), **made.to_json())
 
     def _ptx(self) -> None:
@@ -66,7 +72,9 @@ class Stages:
             entry = build(self.variant.spec, self.variant.params, to, load=self.load)
             ptx = Ptx(entry.image.decode())
             made: Listing = ptx.listing(self.rendered.name)
-            self.emit("ptx", target=to.name, **made.to_json())
+            self.texts["PTX"] = made.text
+            parts = fragments.found(ptx, self.rendered.name)
+            self.emit("ptx", target=to.name, fragments=parts, **made.to_json())
         if "ptx" not in self._failed:
             with self._faults("check"):
                 Check(self.variant, to, self.rendered, self.load, self.emit).run()
@@ -140,3 +148,13 @@ def resources(variant: Variant, entry: Entry) -> dict[str, Any]:
         "compiled": entry.origin == "compiled",
         "nvrtc": entry.meta["nvrtc"],
     }
+
+
+def differences(one: Stages, other: Stages) -> str:
+    """What differs in source, PTX and machine code, as a unified diff; "" where nothing does."""
+    parts = []
+    for name in one.texts:
+        found = list(unified_diff(one.texts[name], other.texts.get(name, []), n=2, lineterm=""))
+        if found:
+            parts += [f"@@@ {name} @@@", *found[2:], ""]
+    return "\n".join(parts)

@@ -35,12 +35,16 @@ def serve(asked: dict[str, Any], out: TextIO) -> None:
     """One request: its events, the last of which is "end"."""
     from fkjit.errors import FkjitError
     from fkjit.playground.request import variants
-    from fkjit.playground.stages import Stages
+    from fkjit.playground.stages import Stages, differences
 
     events = _Events(out)
     try:
+        ran = []
         for name, variant in zip("ab", variants(asked), strict=False):
-            Stages(variant, partial(events.emit, which=name)).run()
+            ran.append(Stages(variant, partial(events.emit, which=name)))
+            ran[-1].run()
+        if len(ran) == 2:
+            events.emit("diff", text=differences(*ran))
     except FkjitError as error:
         events.emit("error", which="a", stage="request", text=str(error), marks=[])
     except Exception as error:  # a kernel's own Python may raise anything

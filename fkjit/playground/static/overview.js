@@ -95,16 +95,29 @@ function error({ error: one }) {
 
 function banks({ check }, { go, openBanks }) {
   if (!check) return card("Bank conflicts", "", waiting());
-  const rows = check.banks.filter((row) => row.line).slice(0, 8);
+  const rows = byLine(check.banks);
   if (!rows.length)
-    return card("Bank conflicts", "", element("p", { class: "hint" }, "No lane of a thread touches shared memory."));
+    return card("Bank conflicts", "", element("p", { class: "hint" }, "No thread loads or stores shared memory by itself."));
   return card("Bank conflicts", "wavefronts to ideal ones",
     element("table", { class: "rows" },
-      element("tbody", {}, ...rows.map((row) => element("tr", { class: row.ratio > 1.5 ? "bad" : null },
+      element("tbody", {}, ...rows.slice(0, 9).map((row) => element("tr", { class: row.ratio > 1.5 ? "bad" : null },
         element("td", {}, lineButton(row.line, (line) => (go(line), openBanks()))),
         element("td", {}, element("code", {}, row.instruction)),
         element("td", { class: "number" }, `${row.ratio.toFixed(2)}×`))))));
 }
+
+/** Wavefronts of all instructions of a line that have one opcode, the worst first. */
+function byLine(banks) {
+  const found = Map.groupBy(banks.filter((row) => row.line), (row) => `${row.line} ${row.instruction}`);
+  const sum = (some, name) => some.reduce((total, row) => total + row[name], 0);
+  return [...found.values()].map((some) => ({
+    line: some[0].line, instruction: short(some[0].instruction),
+    ratio: sum(some, "wavefronts") / Math.max(sum(some, "ideal"), 1),
+  })).sort((one, other) => other.ratio - one.ratio || one.line - other.line);
+}
+
+/** "ldmatrix.sync.aligned.m8n8.x4.shared.b16" without what all of them have. */
+const short = (text) => text.replace(/\.(sync|aligned|m8n8|shared|cta)\b|::cta/g, "");
 
 export function lineButton(line, go) {
   return element("button", { class: "quiet", type: "button", onclick: () => go(line) }, `line ${line}`);

@@ -6,14 +6,27 @@ import { bankPicture, fragmentPicture } from "./pictures.js";
 /** Accesses of the chosen line; without one all lines that access shared memory. */
 export function memory({ check, unswizzled }, { line, go }) {
   if (!check) return hint("The interpreter has not run this variant yet.");
-  const rows = check.banks.filter((row) => row.line === line);
+  const inOrder = (banks) => banks.filter((row) => row.line === line).sort((one, other) => one.pc - other.pc);
+  const rows = inOrder(check.banks);
   if (!rows.length) return chooser(check.banks, line, go, "accesses shared memory lane by lane");
-  const plain = unswizzled?.banks.filter((row) => row.line === line) ?? [];
-  return element("div", { class: "pictures" }, ...rows.map((row, at) => element("section", {},
-    element("h3", {}, element("code", {}, row.instruction),
-      element("small", {}, `${row.place}; in all ${row.wavefronts.toLocaleString("en")} wavefronts, ideal ${row.ideal.toLocaleString("en")}: ${row.ratio.toFixed(2)}×`)),
-    row.picture ? bankPicture(row.picture, plain[at]?.picture ? "As it is." : "") : null,
-    plain[at]?.picture ? bankPicture(plain[at].picture, "Without the swizzle.") : null)));
+  const plain = inOrder(unswizzled?.banks ?? []);
+  const pairs = rows.map((row, at) => [row, plain.length === rows.length ? plain[at] : null]);
+  const alike = Map.groupBy(pairs, (pair) => pattern(pair));
+  return element("div", { class: "pictures" }, ...[...alike.values()].map((some) => accesses(some)));
+}
+
+/** What tells pictures apart: two instructions of an unrolled loop often touch the same banks. */
+const pattern = (pair) => JSON.stringify(pair.map((row) => row && [row.instruction, row.picture?.lanes, row.picture?.bytes]));
+
+function accesses(some) {
+  const [row, plain] = some[0];
+  const total = (name) => some.reduce((sum, [one]) => sum + one[name], 0);
+  const counted = `${total("wavefronts").toLocaleString("en")} wavefronts in all, ideal ${total("ideal").toLocaleString("en")}: ${(total("wavefronts") / Math.max(total("ideal"), 1)).toFixed(2)}×`;
+  const many = some.length > 1 ? `${some.length} instructions alike; ` : "";
+  return element("section", {},
+    element("h3", {}, element("code", {}, row.instruction), element("small", {}, `${row.place}; ${many}${counted}`)),
+    row.picture ? bankPicture(row.picture, plain?.picture ? "As it is." : "") : null,
+    plain?.picture ? bankPicture(plain.picture, "Without the swizzle.") : null);
 }
 
 /** Who holds which element, for the tensor-core instructions of the chosen line. */
