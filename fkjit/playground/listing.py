@@ -108,14 +108,15 @@ class Ptx:
 
     def listing(self, name: str) -> Listing:
         """What a person reads of it: without directives that only say lines, and debug sections."""
-        made, skipped = Listing(name), False
+        made, skipped, last = Listing(name), False, ""
         for line, frames in zip(self.lines, self.frames, strict=True):
             skipped = skipped or bool(re.match(r"\s*\.section\s+\.debug", line))
             if skipped:
                 skipped = line.strip() != "}"
-            elif not line.lstrip().startswith((".loc", ".file")):
+            elif not line.lstrip().startswith((".loc", ".file")) and (line.strip() or last):
                 code = line.startswith(("\t", "$", " ", "@")) and not line.strip().startswith(".")
                 made.add(line.expandtabs(8), frames if code else ())
+                last = line.strip()
         while made.text and not made.text[-1].strip():
             for column in (made.text, made.cu, made.inner):
                 column.pop()

@@ -51,6 +51,7 @@ def _listen(port: int) -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind((HOST, port))
+        made.listen(64)  # who opens the address before the server runs, waits
     except (OSError, OverflowError) as error:
         made.close()
         raise ParameterError(f"playground: --port {port} cannot be used: {error}") from error

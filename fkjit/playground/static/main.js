@@ -18,11 +18,12 @@ let which = "a"; // whose texts are shown
 let results = { a: {}, b: {} };
 let running = null;
 let timer = 0;
+let scroll = false; // to the linked line, once there is a text
 
 const template = new TemplateEditor($("template"), edited, moved);
 const code = new CodeView($("code"), codeMoved);
-const selectView = tabs($("views"), "view", (name) => ((state.view = name), showCode(), remember()));
-const selectWhich = tabs($("which"), "which", (name) => ((which = name), showCode()));
+const selectView = tabs($("views"), "view", (name) => ((state.view = name), (scroll = true), showCode(), remember()));
+const selectWhich = tabs($("which"), "which", (name) => ((which = name), (scroll = true), showCode()));
 const selectPanel = tabs($("results"), "panel", (name) => ((state.panel = name), showPanel(), remember()));
 
 const kernelOf = (name) => kernels.find((one) => one.kernel === name);
@@ -44,6 +45,7 @@ async function open(wanted) {
   template.text = state.text ?? file;
   showControls();
   if (state.line) template.go(state.line);
+  scroll = state.line > 0;
   start();
 }
 
@@ -134,7 +136,8 @@ function finished(seconds) {
 const say = (text) => ($("status").textContent = text);
 
 function mark(found) {
-  const marks = [...(found.errors ?? []).flatMap((one) => one.marks), ...(found.check?.marks ?? [])];
+  const all = [...(found.errors ?? []).flatMap((one) => one.marks), ...(found.check?.marks ?? [])];
+  const marks = all.filter((one, at) => all.findIndex((other) => same(one, other)) === at);
   template.mark(marks);
   const listed = marks.filter((one) => one.severity === "error");
   $("marks").replaceChildren(...listed.slice(0, 4).map((one) => element("li", { class: one.severity },
@@ -183,14 +186,15 @@ function showCode() {
   const error = results[which].errors?.[0];
   const missing = state.view === "diff" ? "A and B are the same." : error?.text ?? "";
   code.show(found?.text ?? missing, found || state.view === "diff" ? state.view : "diff");
-  linkCode(false);
+  linkCode(scroll && found !== undefined);
+  scroll = scroll && found === undefined;
 }
 
-function linkCode(scroll) {
+function linkCode(show) {
   const { cu } = shownText() ?? {};
   const lines = [];
   cu?.forEach((line, at) => line === state.line && line && lines.push(at + 1));
-  code.link(lines, scroll);
+  code.link(lines, show);
   $("place").textContent = state.line && cu ? `line ${state.line}: ${lines.length} ${lines.length === 1 ? "line" : "lines"} here` : "";
 }
 

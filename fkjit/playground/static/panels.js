@@ -25,8 +25,9 @@ function accesses(some) {
   const many = some.length > 1 ? `${some.length} instructions alike; ` : "";
   return element("section", {},
     element("h3", {}, element("code", {}, row.instruction), element("small", {}, `${row.place}; ${many}${counted}`)),
-    row.picture ? bankPicture(row.picture, plain?.picture ? "As it is." : "") : null,
-    plain?.picture ? bankPicture(plain.picture, "Without the swizzle.") : null);
+    element("div", { class: "row" },
+      row.picture ? bankPicture(row.picture, plain?.picture ? "As it is:" : "") : null,
+      plain?.picture ? bankPicture(plain.picture, "Without the swizzle:") : null));
 }
 
 /** Who holds which element, for the tensor-core instructions of the chosen line. */

@@ -3,7 +3,7 @@ import { element, shape } from "./dom.js";
 
 const BANKS = 32;
 const WORD = 4;
-const CELL = { width: 25, height: 19 };
+const CELL = { width: 17, height: 15 };
 
 /** The class of a kind of instruction: "shared memory" -> "kind kind-shared-memory". */
 export const kinds = (kind) => `kind kind-${kind.replaceAll(" ", "-")}`;
@@ -36,7 +36,7 @@ function counts(words, phases) {
 }
 
 function grid(words, rows, wanted, access) {
-  const left = 62;
+  const left = 52;
   const top = 18;
   const most = wanted.map((banks) => Math.max(...banks));
   const worst = most.indexOf(Math.max(...most));
@@ -50,22 +50,22 @@ function grid(words, rows, wanted, access) {
     parts.push(label(left + (bank + 0.5) * CELL.width, 12, bank, "middle"));
   rows.forEach((row, at) => {
     const y = top + at * CELL.height;
-    parts.push(label(left - 6, y + 13, `+${row * BANKS * WORD}`, "end"));
+    parts.push(label(left - 6, y + 11, `+${row * BANKS * WORD}`, "end"));
     for (let bank = 0; bank < BANKS; bank += 1) parts.push(cell(cells.get(`${row} ${bank}`), left + bank * CELL.width, y, wanted));
   });
   const y = top + rows.length * CELL.height + 6;
-  parts.push(label(left - 6, y + 13, "words", "end"));
+  parts.push(label(left - 6, y + 11, "words", "end"));
   for (let bank = 0; bank < BANKS; bank += 1) {
     const count = wanted[worst][bank];
     const x = left + bank * CELL.width;
-    parts.push(shape("rect", { x: x + 1, y, width: CELL.width - 2, height: 17, rx: 2,
+    parts.push(shape("rect", { x: x + 1, y, width: CELL.width - 2, height: 14, rx: 2,
       class: count > 1 ? "wanted many" : count ? "wanted" : "wanted none" }));
-    if (count) parts.push(label(x + CELL.width / 2, y + 13, count, "middle", count > 1 ? "onmany" : ""));
+    if (count) parts.push(label(x + CELL.width / 2, y + 11, count, "middle", count > 1 ? "onmany" : ""));
   }
   const phases = wanted.length > 1 ? ` Words of lanes ${(32 / wanted.length) * worst} to ${(32 / wanted.length) * (worst + 1) - 1}, which go together.` : "";
   const text = `Banks 0 to 31 from left to right. The fullest has ${Math.max(...most)} words of one phase.${phases}`;
   return element("div", { class: "wide", tabindex: 0, role: "group", "aria-label": text },
-    shape("svg", { width: left + BANKS * CELL.width + 4, height: y + 24, role: "img", "aria-label":
+    shape("svg", { width: left + BANKS * CELL.width + 4, height: y + 18, role: "img", "aria-label":
       `${text} ${access.kind} of ${access.width} bytes a lane` }, ...parts),
     element("p", { class: "hint" }, text));
 }
@@ -80,7 +80,7 @@ function cell(wanting, x, y, wanted) {
   return shape("g", {},
     shape("title", {}, `bank ${bank}: ${lanes.length > 1 ? "lanes" : "lane"} ${lanes.join(", ")}`),
     shape("rect", { ...place, class: `cell phase${phase % 4} ${conflict ? "conflict" : ""}` }),
-    label(x + CELL.width / 2, y + 13, text, "middle", "oncell"));
+    label(x + CELL.width / 2, y + 11, text, "middle", "oncell"));
 }
 
 function label(x, y, text, anchor, more = "") {
@@ -89,8 +89,8 @@ function label(x, y, text, anchor, more = "") {
 
 /** Which lane holds which element of an operand: `owners[row][column]` is [lane, register, part]. */
 export function fragmentPicture({ title, owners, parts }) {
-  const width = parts > 1 ? 44 : 36;
-  const height = 19;
+  const width = parts > 1 ? 42 : 34;
+  const height = 18;
   const left = 30;
   const shapes = [];
   owners[0].forEach((_, column) => shapes.push(label(left + (column + 0.5) * width, 12, column, "middle")));
@@ -135,7 +135,7 @@ export function roofline(intensity, balance) {
   }
   parts.push(label(8, 95, "1/16", "start"), label(x(16), 95, "16", "middle"), label(196, 95, "8192 flops a byte", "end"));
   const text = edge
-    ? `At ${intensity.toPrecision(3)} flops a byte at most ${(100 * reach).toPrecision(2)} % of the tensor cores' peak; the GPU's balance is ${edge}.`
+    ? `At ${intensity.toPrecision(3)} flops a byte at most ${reach < 0.1 ? (100 * reach).toPrecision(2) : Math.round(100 * reach)} % of the tensor cores' peak; the GPU's balance is ${edge}.`
     : "No balance is known for this GPU.";
   return element("div", {}, shape("svg", { viewBox: "0 0 204 98", role: "img", "aria-label": text, class: "roofline" }, ...parts),
     element("p", { class: "hint" }, text));

@@ -50,9 +50,10 @@ const assembly = StreamLanguage.define({
     if (stream.match(/^[$.]L[\w$.]*:?/)) return "meta";
     if (state.head && stream.match(/^\.[\w.]+/)) return "keyword";
     if (state.head && stream.match(/^[A-Za-z][\w.:]*/)) return (state.head = false), "keyword";
-    if (stream.match(/^%?\b(R|UR|P|UP)\d+\b|^%[\w.]+|^\b(RZ|PT|URZ|UPT)\b/)) return "typeName";
+    if (stream.match(/^(U?[RP]\d+|U?RZ|U?PT)\b|^%[\w.]+/)) return "typeName";
     if (stream.match(/^-?(0x[0-9a-fA-F]+|0[fd][0-9A-Fa-f]+|\d[\d.eE+-]*)/)) return "number";
     if (stream.match(/^"[^"]*"/)) return "string";
+    if (stream.match(/^\w+/)) return null;
     stream.next();
     return null;
   },
