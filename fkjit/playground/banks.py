@@ -11,7 +11,7 @@ from fkjit.interp.core.lanes import WARP
 from fkjit.interp.core.ptx import Instruction
 from fkjit.interp.machine.machine import Machine
 from fkjit.interp.spaces.banks import BANKS, WORD, Banks, wavefronts
-from fkjit.playground.listing import Ptx, outer
+from fkjit.playground.listing import Ptx
 
 ROW = BANKS * WORD  # bytes that all banks hold side by side
 _TAKES = 16  # accesses of an instruction that are looked at for the worst one
@@ -67,7 +67,7 @@ class Watch:
         for pc, (ins, (accesses, fronts, ideal)) in self.banks.counts.items():
             found.append({
                 "pc": pc,
-                "line": outer(ptx, name, ins.line),
+                "lines": ptx.template_lines(name, ins.line),
                 "place": ins.location.partition(" (")[0],
                 "instruction": ".".join(ins.op),
                 "accesses": accesses,
@@ -76,4 +76,4 @@ class Watch:
                 "ratio": fronts / max(ideal, 1),
                 "picture": self._worst.get(pc, (0, None))[1],
             })  # fmt: skip
-        return sorted(found, key=lambda row: (-row["ratio"], row["line"]))
+        return sorted(found, key=lambda row: (-row["ratio"], row["pc"]))

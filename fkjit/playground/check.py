@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +19,7 @@ from fkjit.jit.build import build, quiet
 from fkjit.jit.render import Rendered
 from fkjit.numerics import Difference, differences
 from fkjit.playground.banks import Watch
-from fkjit.playground.listing import Ptx, template_line
+from fkjit.playground.listing import Ptx
 from fkjit.playground.marks import mark
 from fkjit.playground.request import Variant
 from fkjit.sanitizer import sanitize
@@ -29,7 +28,6 @@ from fkjit.spec import Arrays, KernelSpec, Params, Problem
 Load = Callable[..., Rendered]
 WARN_BANKS = 1.5  # wavefronts to ideal ones: above, the line gets a mark
 _SWIZZLE, _TURNED, _PLAIN = "tile/swizzle.cuh", "(chunk ^ turn)", "(chunk + 0 * turn)"
-_FRAME = re.compile(r"([^\s()]+):(\d+)")
 
 
 class Check:
@@ -78,7 +76,7 @@ class Check:
             if self.worst is None or worst.ratio > self.worst.ratio:
                 self.worst = worst
             if worst.ratio > 1:
-                self.findings.append({"kind": "wrong numbers", "text": str(worst), "line": 0})
+                self.findings.append({"kind": "wrong numbers", "text": str(worst), "lines": []})
 
     def _interpret(
         self, problem: Problem, rng: np.random.Generator, race: bool = True
@@ -118,34 +116,30 @@ class Check:
         )
 
     def _banks(self) -> list[dict[str, Any]]:
-        guard = GUARD if self.variant.spec.shared_layout is not None else 0
-        with suppress(FkjitError), quiet():
-            made = build(self.variant.spec, self.variant.params, self.to, None, guard, self.load)
-            return self.watch.lines(Ptx(made.image.decode()), self.rendered.name)
+        with suppress(FkjitError):
+            return self.watch.lines(Ptx(self._image()), self.rendered.name)
         return []
+
+    def _image(self) -> str:
+        """The PTX that ran, with guards between arrays in shared memory."""
+        guard = GUARD if self.variant.spec.shared_layout is not None else 0
+        with quiet():
+            made = build(self.variant.spec, self.variant.params, self.to, None, guard, self.load)
+        return made.image.decode()
 
     def _finding(self, error: SanitizerError | InterpreterError) -> dict[str, Any]:
         if isinstance(error, InterpreterError):
-            return {"kind": "not run", "text": str(error), "line": 0}
-        places = [self._line(where) for where in (error.location, error.other) if where]
-        return {
-            "kind": error.kind,
-            "text": str(error),
-            "hint": error.hint,
-            "line": places[0] if places else 0,
-            "other": places[1] if len(places) > 1 else 0,
-        }
-
-    def _line(self, location: str) -> int:
-        """The template's line of "templates/a.cuh:3 (inlined at kernels_cu/k.cu:9)"."""
-        frames = [(file, int(line)) for file, line in _FRAME.findall(location)]
-        return template_line(self.rendered.name, frames)
+            return {"kind": "not run", "text": str(error), "lines": []}
+        ptx, name = Ptx(self._image()), self.rendered.name
+        found = (ptx.template_lines(name, line)[:1] for line in error.ptx_lines)
+        lines = list(dict.fromkeys(line for some in found for line in some))
+        return {"kind": error.kind, "text": str(error), "lines": lines}
 
     def _fault_marks(self) -> list[dict[str, Any]]:
         return [
             mark(line, one["kind"], one["text"])
             for one in self.findings
-            for line in dict.fromkeys([one["line"], one.get("other") or one["line"]])
+            for line in one["lines"] or [1]
         ]
 
 
@@ -164,10 +158,11 @@ def _error(worst: Difference) -> dict[str, Any]:
 def _bank_marks(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     for row in rows:
-        if row["ratio"] > WARN_BANKS and row["line"] and row["line"] not in found:
+        line = next(iter(row["lines"]), 0)
+        if row["ratio"] > WARN_BANKS and line and line not in found:
             text = (
                 f"bank conflicts: {row['ratio']:.2f} times the ideal wavefronts "
                 f"({row['instruction']})"
             )
-            found[row["line"]] = mark(row["line"], "bank conflicts", text, "warning")
+            found[line] = mark(line, "bank conflicts", text, "warning")
     return list(found.values())

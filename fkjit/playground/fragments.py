@@ -26,7 +26,7 @@ from fkjit.interp.spaces.arguments import Arg
 from fkjit.interp.wgmma.form import parse_form
 from fkjit.interp.wgmma.operand import fragment
 from fkjit.interp.wgmma.product import from_registers
-from fkjit.playground.listing import Ptx, outer
+from fkjit.playground.listing import Ptx
 
 _ONE = {
     "f64": 0x3FF0000000000000, "tf32": 0x3F800000, "f32": 0x3F800000, "f16": 0x3C00,
@@ -71,13 +71,12 @@ def found(ptx: Ptx, name: str) -> list[dict[str, Any]]:
         for ins in function.instructions:
             if ins.op[0] in ("mma", "ldmatrix") or ins.op[:2] == ("wgmma", "mma_async"):
                 _, lines = forms.setdefault(_form(ins), (ins, set()))
-                lines.add(outer(ptx, name, ins.line))
+                lines.update(ptx.template_lines(name, ins.line))
     made = []
     for form, (ins, lines) in forms.items():
         operands = _operands(ins)
         if operands:
-            known = sorted(line for line in lines if line)
-            made.append({"instruction": form, "lines": known, "operands": operands})
+            made.append({"instruction": form, "lines": sorted(lines), "operands": operands})
     return made
 
 

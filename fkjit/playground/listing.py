@@ -21,19 +21,19 @@ _DEPTH = 32  # calls within calls
 
 @dataclass
 class Listing:
-    """Lines of a text. `cu`: the template's line of each, 0 where there is none; `inner`: the
-    innermost place of inlined functions, as a number into `places`."""
+    """Lines of a text. `cu`: the template's lines that each comes from, inlined functions before
+    their callers; `inner`: the innermost place in any file, as a number into `places`."""
 
     name: str  # the template's
     text: list[str] = field(default_factory=list)
-    cu: list[int] = field(default_factory=list)
+    cu: list[list[int]] = field(default_factory=list)
     inner: list[int] = field(default_factory=list)
     places: dict[str, int] = field(default_factory=dict)
 
     def add(self, text: str, frames: Sequence[Frame]) -> None:
         """One more line; `frames`: where it comes from, the innermost first."""
         self.text.append(text)
-        self.cu.append(template_line(self.name, frames))
+        self.cu.append(template_lines(self.name, frames))
         place = f"{frames[0][0]}:{frames[0][1]}" if frames else ""
         self.inner.append(self.places.setdefault(place, len(self.places)))
 
@@ -47,9 +47,9 @@ class Listing:
         }
 
 
-def template_line(name: str, frames: Iterable[Frame]) -> int:
-    """The line of the template that frames lead to; 0 for none."""
-    return next((line for file, line in reversed(list(frames)) if file == name), 0)
+def template_lines(name: str, frames: Iterable[Frame]) -> list[int]:
+    """The lines of the template among frames, in their order, each once."""
+    return list(dict.fromkeys(line for file, line in frames if file == name))
 
 
 def of_source(rendered: Rendered) -> Listing:
@@ -106,6 +106,10 @@ class Ptx:
             step = self._callers.get(step)
         return tuple(frames) if key[1] else ()
 
+    def template_lines(self, name: str, line: int) -> list[int]:
+        """The template's lines that a line of PTX, counted from 1, comes from."""
+        return template_lines(name, self.frames[line - 1]) if 1 <= line <= len(self.frames) else []
+
     def listing(self, name: str) -> Listing:
         """What a person reads of it: without directives that only say lines, and debug sections."""
         made, skipped, last = Listing(name), False, ""
@@ -121,8 +125,3 @@ class Ptx:
             for column in (made.text, made.cu, made.inner):
                 column.pop()
         return made
-
-
-def outer(ptx: Ptx, name: str, line: int) -> int:
-    """The template's line of a line of PTX (from 1); 0 for none."""
-    return template_line(name, ptx.frames[line - 1]) if 1 <= line <= len(ptx.frames) else 0

@@ -193,7 +193,7 @@ function showCode() {
 function linkCode(show) {
   const { cu } = shownText() ?? {};
   const lines = [];
-  cu?.forEach((line, at) => line === state.line && line && lines.push(at + 1));
+  cu?.forEach((from, at) => from.includes(state.line) && lines.push(at + 1));
   code.link(lines, show);
   $("place").textContent = state.line && cu ? `line ${state.line}: ${lines.length} ${lines.length === 1 ? "line" : "lines"} here` : "";
 }
@@ -223,7 +223,7 @@ function moved(line) {
 
 function codeMoved(at) {
   const found = shownText();
-  const line = found?.cu?.[at - 1] ?? 0;
+  const line = found?.cu?.[at - 1]?.[0] ?? 0;
   const place = found?.places?.[found.inner[at - 1]] ?? "";
   if (line && line !== state.line) {
     state.line = line;

@@ -75,7 +75,7 @@ function checks({ check }, { go }) {
     "aria-label": "problems checked" }));
   for (const one of check.findings) {
     made.append(element("pre", { class: "report", tabindex: 0 }, one.text));
-    if (one.line) made.append(lineButton(one.line, go));
+    made.append(...one.lines.map((line) => lineButton(line, go)));
   }
   made.append(error(check));
   made.append(element("p", { class: "hint" }, `memory, barriers, races, numbers; ${check.problem}`));
@@ -108,10 +108,10 @@ function banks({ check }, { go, openBanks }) {
 
 /** Wavefronts of all instructions of a line that have one opcode, the worst first. */
 function byLine(banks) {
-  const found = Map.groupBy(banks.filter((row) => row.line), (row) => `${row.line} ${row.instruction}`);
+  const found = Map.groupBy(banks.filter((row) => row.lines.length), (row) => `${row.lines[0]} ${row.instruction}`);
   const sum = (some, name) => some.reduce((total, row) => total + row[name], 0);
   return [...found.values()].map((some) => ({
-    line: some[0].line, instruction: short(some[0].instruction),
+    line: some[0].lines[0], instruction: short(some[0].instruction),
     ratio: sum(some, "wavefronts") / Math.max(sum(some, "ideal"), 1),
   })).sort((one, other) => other.ratio - one.ratio || one.line - other.line);
 }

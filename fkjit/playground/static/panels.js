@@ -6,7 +6,7 @@ import { bankPicture, fragmentPicture } from "./pictures.js";
 /** Accesses of the chosen line; without one all lines that access shared memory. */
 export function memory({ check, unswizzled }, { line, go }) {
   if (!check) return hint("The interpreter has not run this variant yet.");
-  const inOrder = (banks) => banks.filter((row) => row.line === line).sort((one, other) => one.pc - other.pc);
+  const inOrder = (banks) => banks.filter((row) => row.lines.includes(line)).sort((one, other) => one.pc - other.pc);
   const rows = inOrder(check.banks);
   if (!rows.length) return chooser(check.banks, line, go, "accesses shared memory lane by lane");
   const plain = inOrder(unswizzled?.banks ?? []);
@@ -36,7 +36,7 @@ export function fragments({ ptx }, { line, go }) {
   const found = ptx.fragments ?? [];
   const here = found.filter((one) => one.lines.includes(line));
   if (!here.length)
-    return chooser(found.flatMap((one) => one.lines.map((l) => ({ line: l, instruction: one.instruction }))), line, go, "has mma, ldmatrix or wgmma");
+    return chooser(found, line, go, "has mma, ldmatrix or wgmma");
   return element("div", { class: "pictures" }, ...here.map((one) => element("section", {},
     element("h3", {}, element("code", {}, one.instruction), element("small", {}, "lane:register of each element")),
     element("div", { class: "row" }, ...one.operands.map((operand) => fragmentPicture(operand))))));
@@ -46,7 +46,8 @@ const hint = (text) => element("p", { class: "hint roomy" }, text);
 
 /** Lines to choose from. */
 function chooser(rows, line, go, what) {
-  const byLine = Map.groupBy(rows.filter((row) => row.line), (row) => row.line);
+  const each = rows.flatMap((row) => row.lines.map((at) => ({ at, instruction: row.instruction })));
+  const byLine = Map.groupBy(each, (row) => row.at);
   if (!byLine.size) return hint(`No line of this template ${what}.`);
   const said = line ? `Line ${line} does not: ` : "";
   return element("div", { class: "roomy" },
