@@ -133,7 +133,8 @@ class Check:
         ptx, name = Ptx(self._image()), self.rendered.name
         found = (ptx.template_lines(name, line)[:1] for line in error.ptx_lines)
         lines = list(dict.fromkeys(line for some in found for line in some))
-        return {"kind": error.kind, "text": str(error), "lines": lines}
+        text = str(error).removeprefix(f"{error.kernel}: ")  # which the page says already
+        return {"kind": error.kind, "text": text, "lines": lines}
 
     def _fault_marks(self) -> list[dict[str, Any]]:
         return [

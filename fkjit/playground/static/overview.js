@@ -68,6 +68,7 @@ function checks({ check }, { go }) {
     return made;
   }
   const bad = check.findings.length > 0;
+  made.classList.toggle("wide", bad);
   const done = check.number === check.of || bad;
   made.append(element("p", { class: `big ${bad ? "bad" : ""}` },
     bad ? check.findings[0].kind : done ? "no faults" : "so far no faults"));

@@ -49,9 +49,9 @@ function chooser(rows, line, go, what) {
   const each = rows.flatMap((row) => row.lines.map((at) => ({ at, instruction: row.instruction })));
   const byLine = Map.groupBy(each, (row) => row.at);
   if (!byLine.size) return hint(`No line of this template ${what}.`);
-  const said = line ? `Line ${line} does not: ` : "";
+  const said = line ? `Not line ${line}; choose` : "Choose";
   return element("div", { class: "roomy" },
-    element("p", {}, `${said}choose a line that ${what}.`),
+    element("p", {}, `${said} a line that ${what}.`),
     element("ul", { class: "chooser" }, ...[...byLine].sort(([one], [other]) => one - other).map(([at, some]) =>
       element("li", {}, lineButton(at, go), element("code", {}, [...new Set(some.map((row) => row.instruction))].slice(0, 3).join(", "))))));
 }
