@@ -123,6 +123,21 @@ def new(
 
 
 @app.command()
+def playground(
+    port: Annotated[int, typer.Option(help="0: any that is free")] = 0,
+    browser: Annotated[bool, typer.Option(help="open the page")] = True,
+    folder: Annotated[Path, typer.Option(help="where kernels of your own are saved")] = Path(
+        "kernels"
+    ),
+) -> None:
+    """A page on this machine to edit, compile, check and compare kernels; needs no GPU.
+
+    Prints its address, which has a token in it; nobody else can open the page.
+    """
+    import_module("fkjit.playground.server").run(port, browser, folder)
+
+
+@app.command()
 def explain(
     call: Annotated[
         str, typer.Argument(help="attention, linear, rms_norm …", autocompletion=_complete)
