@@ -11,12 +11,14 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
 from contextlib import suppress
 from functools import partial
 from typing import Any, TextIO
 
 MEMORY = 6 << 30  # bytes of address space
+CPU_SECONDS = 180  # of a request, on all cores
 FILE = 256 << 20  # bytes of a file that it may write
 
 
@@ -38,6 +40,7 @@ def serve(asked: dict[str, Any], out: TextIO) -> None:
     from fkjit.playground.stages import Stages, differences
 
     events = _Events(out)
+    _limit_cpu()
     try:
         ran = []
         for name, variant in zip("ab", variants(asked), strict=False):
@@ -77,6 +80,16 @@ def _limit() -> None:
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(what, (most, hard))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _limit_cpu() -> None:
+    """Seconds for the next request: a worker whose server was killed does not go on for ever."""
+    with suppress(ImportError, ValueError, OSError):
+        import resource
+
+        most = int(time.process_time()) + CPU_SECONDS
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (most, hard))
 
 
 def _get_ready() -> None:

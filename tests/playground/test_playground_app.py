@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from fkjit.errors import ParameterError, ToolchainError
+from fkjit.playground import server
 from fkjit.playground.jobs import Jobs, _descendants
 from tests.playground.kit import NEW, template_of
 
@@ -183,3 +186,17 @@ def test_names_that_cannot_be_saved(client, name):
     asked = {"kernel": "new_kernel.plain", "name": name, "text": "x"}
     answer = client.post(f"/{TOKEN}/api/save", json=asked)
     assert answer.status_code == 400 and "save: " in answer.json()["error"]
+
+
+def test_a_port_that_is_taken_and_an_extra_that_is_missing(monkeypatch, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ParameterError, match=f"--port {port} cannot be used"):
+            server.run(port, False, tmp_path)
+    with pytest.raises(ParameterError, match="--port 70000"):
+        server.run(70_000, False, tmp_path)
+    monkeypatch.setattr(server, "find_spec", lambda name: None)
+    with pytest.raises(ToolchainError, match=r"pip install 'fkjit\[playground\]'"):
+        server.run(0, False, tmp_path)
