@@ -99,9 +99,9 @@ class Worker:
 class Jobs:
     """The workers of all pages."""
 
-    def __init__(self, folder: Path, seconds: float = SECONDS) -> None:
-        """`folder`: of saved kernels, which workers load as well."""
-        self.folder, self.seconds = folder, seconds
+    def __init__(self, folder: Path, seconds: float = SECONDS, gpu: bool = False) -> None:
+        """`folder`: of saved kernels, which workers load as well. `gpu`: whether to time on it."""
+        self.folder, self.seconds, self.gpu = folder, seconds, gpu
         self._lock = threading.Lock()
         self._pages: OrderedDict[str, Worker] = OrderedDict()  # the latest last
         self._spare: Worker | None = None
@@ -113,10 +113,10 @@ class Jobs:
             if not self._closed and (self._spare is None or not self._spare.alive):
                 self._spare = Worker(self.folder)
 
-    def run(self, page: str, asked: Any) -> Iterator[str]:
+    def run(self, page: str, asked: dict[str, Any]) -> Iterator[str]:
         """The events of one request as server-sent events. What the page had under way is ended."""
         worker = self._take(page)
-        for event in worker.work(asked, self.seconds):
+        for event in worker.work({**asked, "gpu": self.gpu}, self.seconds):
             yield _sse(self._told(event))
 
     def stop(self, page: str) -> None:

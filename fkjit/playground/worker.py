@@ -38,6 +38,7 @@ def serve(asked: dict[str, Any], out: TextIO) -> None:
     from fkjit.errors import FkjitError
     from fkjit.playground.request import variants
     from fkjit.playground.stages import Stages, differences
+    from fkjit.playground.timing import measured
 
     events = _Events(out)
     _limit_cpu()
@@ -46,6 +47,8 @@ def serve(asked: dict[str, Any], out: TextIO) -> None:
         for name, variant in zip("ab", variants(asked), strict=False):
             ran.append(Stages(variant, partial(events.emit, which=name)))
             ran[-1].run()
+            if asked.get("gpu") and ran[-1].sound:
+                events.emit("times", which=name, **measured(asked[name]))
         if len(ran) == 2:
             events.emit("diff", text=differences(*ran))
     except FkjitError as error:
