@@ -47,13 +47,11 @@ def main() -> None:
     import resource
 
     from fkjit import ops
-    from fkjit.playground import catalog
 
     with suppress(ValueError, OSError):
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
     ops.load()
-    catalog.load_scaffold()
     try:
         (variant,) = variants({"a": json.load(sys.stdin)})
         print(json.dumps(times(variant)))

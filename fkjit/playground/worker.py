@@ -103,10 +103,9 @@ def _get_ready() -> None:
     from fkjit.errors import FkjitError
     from fkjit.jit.compiler import compilers
     from fkjit.jit.toolchain import nvrtc_info
-    from fkjit.playground import catalog, stages  # noqa: F401
+    from fkjit.playground import stages  # noqa: F401
 
     ops.load()
-    catalog.load_scaffold()
     with suppress(FkjitError):
         compilers.start(nvrtc_info().library)
 

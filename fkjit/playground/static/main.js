@@ -202,7 +202,7 @@ function showPanel() {
   const found = results[which];
   const { params, arch } = which === "b" ? state.b : state;
   const context = {
-    line: state.line, go, edited: state.text !== null,
+    line: state.line, go, edited: state.text !== null, unsaved: state.kernel === "new_kernel.plain",
     openBanks: () => (selectPanel("banks", true), (state.panel = "banks"), showPanel()),
     commands: commands(current(), params, arch),
   };

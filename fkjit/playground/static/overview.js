@@ -163,8 +163,8 @@ function times({ times: one }) {
   return made;
 }
 
-function commandList({ commands, edited }) {
-  return card("Commands", edited ? "of the kernel as its file has it" : "",
+function commandList({ commands, edited, unsaved }) {
+  return card("Commands", unsaved ? "once it is saved" : edited ? "of the kernel as its file has it" : "",
     element("ul", { class: "commands" }, ...commands.map(([what, text]) => element("li", {},
       element("span", {}, what), copyButton(() => text), element("code", {}, text)))));
 }

@@ -81,7 +81,7 @@ function numbers(a, b) {
     ["spilled bytes", a.resources.spilled, b.resources.spilled, plain, -1],
     ["shared memory", a.resources.shared, b.resources.shared, bytes, -1],
     ["threads", a.resources.threads, b.resources.threads, plain, 0],
-    ["blocks of an SM", a.resources.blocks, b.resources.blocks, plain, 1],
+    ["blocks of an SM", a.resources.blocks, b.resources.blocks, plain, 0],
     ["occupancy", a.resources.occupancy, b.resources.occupancy, percent, 1],
     ["instructions", all(a.code?.mix), all(b.code?.mix), plain, -1],
     ...kinds.map((kind) => [`  ${kind}`, a.code?.mix[kind] ?? 0, b.code?.mix[kind] ?? 0, plain, 0]),
