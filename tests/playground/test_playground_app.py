@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 import time
@@ -200,3 +201,14 @@ def test_a_port_that_is_taken_and_an_extra_that_is_missing(monkeypatch, tmp_path
     monkeypatch.setattr(server, "find_spec", lambda name: None)
     with pytest.raises(ToolchainError, match=r"pip install 'fkjit\[playground\]'"):
         server.run(0, False, tmp_path)
+
+
+def test_the_editor_is_the_bundle_of_the_packages_that_the_lock_file_names():
+    text = (STATIC.parent / "editor" / "package-lock.json").read_text()
+    assert '"resolved"' not in text  # no registry's address
+    locked = json.loads(text)["packages"]
+    bundled = re.findall(r"(?m)^(\S+) (\d\S+) \(MIT\)$", (STATIC / "LICENSES.txt").read_text())
+    assert {"@codemirror/lang-cpp", "@codemirror/view"} <= {name for name, _ in bundled}
+    assert [locked[f"node_modules/{name}"]["version"] for name, _ in bundled] == [
+        version for _, version in bundled
+    ]
