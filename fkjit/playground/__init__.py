@@ -5,6 +5,7 @@
     jobs     worker processes: started ahead, killed on an edit, past a time limit
     worker   one of them: a request on stdin, events on stdout
     stages   a variant goes through them: source, machine code, PTX, checks
+    timing   where there is a GPU, its times on it, in a process of its own
 
 The page itself is static/; editor/ is the source of static/editor.js.
 """

@@ -17,6 +17,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
+from fkjit import ops
 from fkjit.errors import FkjitError, ParameterError
 from fkjit.playground import catalog
 from fkjit.playground.guard import Guard
@@ -34,6 +35,7 @@ def make(token: str, port: int, jobs: Jobs) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await run_in_threadpool(jobs.prepare)
+        await run_in_threadpool(_load, jobs)
         yield
         await run_in_threadpool(jobs.close)
 
@@ -115,7 +117,7 @@ class Pages:
             raise ParameterError("save: kernel, name and text are texts")
         kernel, name, text = map(str, given)
         files = await run_in_threadpool(catalog.save, kernel, name, text, self.jobs.folder)
-        await run_in_threadpool(catalog.load_saved, self.jobs.folder)
+        await run_in_threadpool(ops.load_folder, self.jobs.folder)
         await run_in_threadpool(self.jobs.restart)
         return JSONResponse({"files": files, "kernel": f"{name}.plain"})
 
@@ -134,6 +136,13 @@ async def _body(request: Request) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ParameterError("playground: a request is a JSON object")
     return found
+
+
+def _load(jobs: Jobs) -> None:
+    """Every kernel that workers know, in this process: its parameters and its template."""
+    ops.load()
+    for folder in jobs.kernel_folders():
+        ops.load_folder(folder)
 
 
 def _page(asked: dict[str, Any]) -> str:

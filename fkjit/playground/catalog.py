@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import keyword
 import re
-import tempfile
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fkjit import ops, scaffold
 from fkjit.arch import DEFAULT_ARCHS, target
-from fkjit.errors import FkjitError, ParameterError
+from fkjit.errors import ParameterError
 from fkjit.jit.render import load
 from fkjit.playground.request import check_text
 from fkjit.spec import KernelSpec, find, registered
@@ -43,19 +41,18 @@ ops.load()
 '''
 
 
-@lru_cache(maxsize=1)
-def load_scaffold() -> None:
-    """Register the scaffold of `fkjit new`, from a temporary folder, so that it can be edited."""
-    folder = Path(tempfile.mkdtemp(prefix="fkjit-playground-"))
+def write_scaffold(folder: Path) -> Path:
+    """The files of the new kernel, in a folder of kernels within `folder`; its path."""
+    made = folder / "kernels"
+    made.mkdir()
     for file, text in scaffold.files(NEW).items():
-        (folder / file).write_text(text, encoding="utf-8")
-    ops.load_folder(folder)
+        (made / file).write_text(text, encoding="utf-8")
+    return made
 
 
 def kernels() -> list[dict[str, Any]]:
     """Each kernel: its parameters, and for each target its first legal variant (None: none)."""
     ops.load()
-    load_scaffold()
     return [_entry(spec) for spec in registered()]
 
 
@@ -127,11 +124,3 @@ def _texts(spec: KernelSpec, name: str, text: str) -> dict[str, str]:
     doc = (spec.doc or spec.id).replace("\\", " ").replace('"', "'")
     describe = _DERIVED.format(doc=doc, id=spec.id, name=name, upper=name.upper())
     return {f"{name}.cu": text, f"{name}.py": describe}
-
-
-def load_saved(folder: Path) -> None:
-    """Register what was saved, in this process."""
-    try:
-        ops.load_folder(folder)
-    except FkjitError as error:
-        raise ParameterError(f"save: {error}") from error

@@ -11,14 +11,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fkjit.cache.disk import default_directory
+from fkjit.playground.catalog import write_scaffold
 from fkjit.settings import Settings
 
 SECONDS = 60.0  # of a job
@@ -32,12 +34,13 @@ _DIED = "the worker process ended: out of memory, or a crash; the next edit star
 class Worker:
     """One process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """`folders`: of kernels, beside those of the user's FKJIT_KERNEL_PATH."""
         self._process = subprocess.Popen(
             [sys.executable, "-c", _CHILD.format(path=sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=_environment(folder),
+            env=_environment(folders),
             start_new_session=True,
         )
         self._ended = threading.Lock()
@@ -99,24 +102,30 @@ class Worker:
 class Jobs:
     """The workers of all pages."""
 
-    def __init__(self, folder: Path, seconds: float = SECONDS) -> None:
-        """`folder`: of saved kernels, which workers load as well."""
-        self.folder, self.seconds = folder, seconds
+    def __init__(self, folder: Path, seconds: float = SECONDS, gpu: bool = False) -> None:
+        """`folder`: of saved kernels, which workers load as well. `gpu`: whether to time on it."""
+        self.folder, self.seconds, self.gpu = folder, seconds, gpu
+        self._temporary = tempfile.TemporaryDirectory(prefix="fkjit-playground-")
+        self._scaffold = write_scaffold(Path(self._temporary.name))
         self._lock = threading.Lock()
         self._pages: OrderedDict[str, Worker] = OrderedDict()  # the latest last
         self._spare: Worker | None = None
         self._closed = False
 
+    def kernel_folders(self) -> list[Path]:
+        """The new kernel's, and that of saved ones once it is there."""
+        return [self._scaffold, *([self.folder] if self.folder.is_dir() else [])]
+
     def prepare(self) -> None:
         """Have a worker ready."""
         with self._lock:
             if not self._closed and (self._spare is None or not self._spare.alive):
-                self._spare = Worker(self.folder)
+                self._spare = Worker(self.kernel_folders())
 
-    def run(self, page: str, asked: Any) -> Iterator[str]:
+    def run(self, page: str, asked: dict[str, Any]) -> Iterator[str]:
         """The events of one request as server-sent events. What the page had under way is ended."""
         worker = self._take(page)
-        for event in worker.work(asked, self.seconds):
+        for event in worker.work({**asked, "gpu": self.gpu}, self.seconds):
             yield _sse(self._told(event))
 
     def stop(self, page: str) -> None:
@@ -138,6 +147,7 @@ class Jobs:
         with self._lock:
             self._closed = True
             self._end_all()
+        self._temporary.cleanup()
 
     def _end_all(self) -> None:
         for page in list(self._pages):
@@ -153,9 +163,9 @@ class Jobs:
                 self._drop(page)
                 worker = None
             if worker is None:
-                worker, self._spare = self._spare or Worker(self.folder), None
+                worker, self._spare = self._spare or Worker(self.kernel_folders()), None
                 if not worker.alive:
-                    worker = Worker(self.folder)
+                    worker = Worker(self.kernel_folders())
             worker.busy = True
             self._pages[page] = worker
             self._pages.move_to_end(page)
@@ -180,14 +190,14 @@ def _sse(event: dict[str, Any]) -> str:
     return f"data: {json.dumps(event)}\n\n"
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def _environment(folders: Sequence[Path]) -> dict[str, str]:
     """A cache of the playground's own beside the user's, so that no edit drops a kernel of theirs;
     saved kernels; no setting that would change what the page asks for."""
     made = {name: value for name, value in os.environ.items() if not name.startswith("FKJIT_")}
     kept = ("FKJIT_KERNEL_PATH", "FKJIT_INTERPRETER_LIMIT")
     made |= {name: os.environ[name] for name in kept if name in os.environ}
-    paths = [p for p in (made.get(kept[0], ""), str(folder) if folder.is_dir() else "") if p]
-    made[kept[0]] = os.pathsep.join(paths)
+    paths = [made.get(kept[0], ""), *map(str, folders)]
+    made[kept[0]] = os.pathsep.join(path for path in paths if path)
     cache = default_directory()
     if cache is not None:
         made[Settings.variable("cache_dir")] = str(cache.parent / "playground")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fkjit.errors import ParameterError, ToolchainError
 from fkjit.messages import write
+from fkjit.runtime.gpus import gpus
 
 HOST = "127.0.0.1"  # and nothing else: whoever reaches the page can write files as this user
 
@@ -33,7 +34,8 @@ def run(port: int, browser: bool, folder: Path) -> None:
     listening = _listen(port)
     port = listening.getsockname()[1]
     token = secrets.token_urlsafe(24)
-    jobs = Jobs(folder.absolute())
+    found, _ = gpus()
+    jobs = Jobs(folder.absolute(), gpu=bool(found))
     app = make(token, port, jobs)
     address = f"http://{HOST}:{port}/{token}/"
     print(address, flush=True)

@@ -38,6 +38,7 @@ class Stages:
         self.load = partial(load, text=variant.text)
         self.rendered: Rendered
         self.texts: dict[str, list[str]] = {}  # lines, for differences
+        self.sound = False  # compiled, and checked without a fault
         self._failed: set[str] = set()
 
     def run(self) -> None:
@@ -77,7 +78,9 @@ class Stages:
             self.emit("ptx", target=to.name, fragments=parts, **made.to_json())
         if "ptx" not in self._failed:
             with self._faults("check"):
-                Check(self.variant, to, self.rendered, self.load, self.emit).run()
+                check = Check(self.variant, to, self.rendered, self.load, self.emit)
+                check.run()
+                self.sound = not check.findings
 
     def _work(self) -> None:
         """The roofline's place, counted: of the greatest problem that is worth timing."""

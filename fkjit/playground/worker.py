@@ -11,12 +11,14 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
 from contextlib import suppress
 from functools import partial
 from typing import Any, TextIO
 
 MEMORY = 6 << 30  # bytes of address space
+CPU_SECONDS = 180  # of a request, on all cores
 FILE = 256 << 20  # bytes of a file that it may write
 
 
@@ -36,13 +38,17 @@ def serve(asked: dict[str, Any], out: TextIO) -> None:
     from fkjit.errors import FkjitError
     from fkjit.playground.request import variants
     from fkjit.playground.stages import Stages, differences
+    from fkjit.playground.timing import measured
 
     events = _Events(out)
+    _limit_cpu()
     try:
         ran = []
         for name, variant in zip("ab", variants(asked), strict=False):
             ran.append(Stages(variant, partial(events.emit, which=name)))
             ran[-1].run()
+            if asked.get("gpu") and ran[-1].sound:
+                events.emit("times", which=name, **measured(asked[name]))
         if len(ran) == 2:
             events.emit("diff", text=differences(*ran))
     except FkjitError as error:
@@ -79,6 +85,16 @@ def _limit() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+def _limit_cpu() -> None:
+    """Seconds for the next request: a worker whose server was killed does not go on for ever."""
+    with suppress(ImportError, ValueError, OSError):
+        import resource
+
+        most = int(time.process_time()) + CPU_SECONDS
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (most, hard))
+
+
 def _get_ready() -> None:
     """What each request needs: imports, the registry, a process that compiles."""
     import jinja2.sandbox  # noqa: F401
@@ -87,10 +103,9 @@ def _get_ready() -> None:
     from fkjit.errors import FkjitError
     from fkjit.jit.compiler import compilers
     from fkjit.jit.toolchain import nvrtc_info
-    from fkjit.playground import catalog, stages  # noqa: F401
+    from fkjit.playground import stages  # noqa: F401
 
     ops.load()
-    catalog.load_scaffold()
     with suppress(FkjitError):
         compilers.start(nvrtc_info().library)
 

@@ -53,7 +53,7 @@ FAMILIES = {
 }
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 HEAVY = ("cupy", "torch", "jinja2", "typer", "rich", "ml_dtypes", "filelock", "platformdirs")
-USES_CUPY = {"jit", "runtime", "ops", "cli"}
+USES_CUPY = {"jit", "runtime", "ops", "cli", "playground"}
 USES_TERMINAL = {"cli"}  # typer or rich
 
 

@@ -362,3 +362,33 @@ def test_blocks_that_wait_for_one_another_run_together_however_many_ran_before()
         counter = np.zeros(1, np.uint32)
         run(ptx, "k", blocks, 32, [Arg("counter", counter, True)], resident=True)
         assert counter[0] == blocks
+
+
+def test_a_watch_is_told_of_every_access_of_its_own_launch_alone() -> None:
+    source = """
+    extern "C" __global__ void k(int* o) {
+      __shared__ int s[32];
+      s[threadIdx.x] = threadIdx.x;
+      o[threadIdx.x] = s[threadIdx.x ^ 1];
+    }"""
+    seen: list[tuple[str, bool, int]] = []
+
+    def watch(machine):
+        start = machine.memory.shared.start
+
+        def see(kind, shared, positions, width, lanes, ins):
+            if ins.op[1] == "param":
+                return
+            seen.append((kind, shared, int((positions - start[lanes] * shared)[0])))
+            assert ins.line > 0 and width == 4 and lanes.tolist() == list(range(32))
+
+        return see
+
+    ptx, o = compile_ptx(source), np.zeros(32, "i4")
+    for told in (watch, None):
+        run(ptx, "k", 1, 32, [Arg("o", o, True)], watch=told)
+        assert o.tolist() == [i ^ 1 for i in range(32)]
+        assert [(kind, shared) for kind, shared, _ in seen] == [
+            ("write", True), ("read", True), ("write", False),
+        ]  # fmt: skip
+    assert seen[1][2] == seen[0][2] + 4  # lane 0 reads what lane 1 wrote

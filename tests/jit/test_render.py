@@ -161,6 +161,9 @@ def test_every_line_keeps_its_number_whatever_stands_around_it(tree):
     [
         ("a\nint b = ${blok};\nc\n", 2, "'blok' is undefined (values of this kernel: block, n)"),
         ("a\nb\n//% if missing > 2\nc\n//% endif\n", 3, "'missing' is undefined"),
+        ("a\n${block.__class__}\n", 2, "access to attribute '__class__'"),
+        ("a\n//% set x = cycler.__init__.__globals__\n${x}\n", 2, "is unsafe"),
+        ("a\n//% for i in range(1000000)\n//% endfor\n", 2, "Range too big"),
         ("a\n//% for i in range(n)\nb\n${i.x}\n//% endfor\n", 4, "has no attribute 'x'"),
         ("a\n${n / 0}\n", 2, "division by zero"),
         ("a\nb ${n +} c\n", 2, "unexpected 'end of print statement'"),

@@ -7,8 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from fkjit.errors import ParameterError
-from fkjit.playground import catalog, fragments
+from fkjit.arch import target
+from fkjit.errors import DeviceError, ParameterError
+from fkjit.playground import catalog, fragments, timing
 from fkjit.playground.fragments import _operands
 from fkjit.playground.listing import Ptx
 from fkjit.playground.mix import kind
@@ -283,3 +284,9 @@ def test_every_kernel_is_offered_with_variants_that_are_legal():
 def test_a_fragment_of_an_unknown_form_is_left_out():
     text = Ptx(events_of(NEW)["ptx"]["text"])
     assert fragments.found(text, "x") == []
+
+
+def test_times_are_of_this_gpu_alone(monkeypatch):
+    monkeypatch.setattr(timing, "device_target", lambda device: target("sm_80"))
+    with pytest.raises(DeviceError, match="which is sm_80: choose that target"):
+        timing.times(variants({"a": NEW})[0])

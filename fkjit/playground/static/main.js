@@ -8,7 +8,7 @@ import { fromAddress, fromFile, toAddress, toFile } from "./state.js";
 import { CodeView, TemplateEditor } from "./texts.js";
 
 const FIRST = { kernel: "attention.flash", arch: "sm_90a", params: { head_dim: 64, head_dim_v: 64, block: 64 } };
-const PAUSE = 250; // ms after the last keystroke
+const PAUSE = 150; // ms after the last keystroke
 const page = crypto.randomUUID();
 
 let kernels = [];
@@ -23,7 +23,7 @@ let scroll = false; // to the linked line, once there is a text
 const template = new TemplateEditor($("template"), edited, moved);
 const code = new CodeView($("code"), codeMoved);
 const selectView = tabs($("views"), "view", (name) => ((state.view = name), (scroll = true), showCode(), remember()));
-const selectWhich = tabs($("which"), "which", (name) => ((which = name), (scroll = true), showCode()));
+const selectWhich = tabs($("which"), "which", (name) => ((which = name), (scroll = true), showCode(), showPanel()));
 const selectPanel = tabs($("results"), "panel", (name) => ((state.panel = name), showPanel(), remember()));
 
 const kernelOf = (name) => kernels.find((one) => one.kernel === name);
@@ -199,15 +199,17 @@ function linkCode(show) {
 }
 
 function showPanel() {
-  const found = results.a;
+  const found = results[which];
+  const { params, arch } = which === "b" ? state.b : state;
   const context = {
-    line: state.line, go, edited: state.text !== null,
+    line: state.line, go, edited: state.text !== null, unsaved: state.kernel === "new_kernel.plain",
     openBanks: () => (selectPanel("banks", true), (state.panel = "banks"), showPanel()),
-    commands: commands(current(), state.params, state.arch),
+    commands: commands(current(), params, arch),
   };
   const panels = { overview, banks: memory, fragments, compare: comparison };
   show(panels[state.panel](state.panel === "compare" ? results : found, context));
-  $("line").textContent = state.line ? `line ${state.line} of the template` : "";
+  const of = state.b && state.panel !== "compare" ? `of ${which.toUpperCase()}; ` : "";
+  $("line").textContent = of + (state.line ? `line ${state.line} of the template` : "no line chosen");
 }
 
 // -- lines ---------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ import { kinds, roofline } from "./pictures.js";
 export function overview(found, context) {
   const cards = [
     resources(found), occupancy(found), checks(found, context), banks(found, context),
-    instructionMix(found), roof(found), commandList(context),
+    times(found), instructionMix(found), roof(found), commandList(context),
   ];
-  return element("div", { class: "cards" }, ...cards);
+  return element("div", { class: "cards" }, ...cards.filter((one) => one !== null));
 }
 
 function card(title, hint, ...children) {
@@ -150,8 +150,21 @@ function roof({ work }) {
     element("p", { class: "hint", title: work.problem }, work.problem));
 }
 
-function commandList({ commands, edited }) {
-  return card("Commands", edited ? "of the kernel as its file has it" : "",
+/** On a GPU: the edited kernel beside the unedited one. */
+function times({ times: one }) {
+  if (!one) return null;
+  if (one.why) return card("Times", "on the GPU", element("p", { class: "hint" }, one.why));
+  const shown = one.edited ?? one.unedited;
+  const made = card("Times", one.gpu, element("p", { class: "big" }, `${shown.toPrecision(3)} µs`));
+  if (one.edited) made.append(element("p", {}, "unedited ", element("b", {}, `${one.unedited.toPrecision(3)} µs`),
+    `: ${((100 * (one.edited - one.unedited)) / one.unedited).toFixed(1)} %`));
+  made.append(element("p", {}, `${(one.flops / shown / 1e6).toPrecision(3)} TFLOP/s, ${(one.bytes / shown / 1e3).toPrecision(3)} GB/s`),
+    element("p", { class: "hint" }, `median of 15 graphs of 10 launches, warm; ${one.problem}`));
+  return made;
+}
+
+function commandList({ commands, edited, unsaved }) {
+  return card("Commands", unsaved ? "once it is saved" : edited ? "of the kernel as its file has it" : "",
     element("ul", { class: "commands" }, ...commands.map(([what, text]) => element("li", {},
       element("span", {}, what), copyButton(() => text), element("code", {}, text)))));
 }

@@ -81,7 +81,7 @@ function numbers(a, b) {
     ["spilled bytes", a.resources.spilled, b.resources.spilled, plain, -1],
     ["shared memory", a.resources.shared, b.resources.shared, bytes, -1],
     ["threads", a.resources.threads, b.resources.threads, plain, 0],
-    ["blocks of an SM", a.resources.blocks, b.resources.blocks, plain, 1],
+    ["blocks of an SM", a.resources.blocks, b.resources.blocks, plain, 0],
     ["occupancy", a.resources.occupancy, b.resources.occupancy, percent, 1],
     ["instructions", all(a.code?.mix), all(b.code?.mix), plain, -1],
     ...kinds.map((kind) => [`  ${kind}`, a.code?.mix[kind] ?? 0, b.code?.mix[kind] ?? 0, plain, 0]),
@@ -89,6 +89,9 @@ function numbers(a, b) {
     ["worst bank conflict", worst(a), worst(b), (v) => `${v.toFixed(2)}×`, -1],
     ["error in tolerances", a.check?.error?.ratio ?? 0, b.check?.error?.ratio ?? 0, (v) => v.toPrecision(2), -1],
     ["flops a byte", intensity(a), intensity(b), (v) => v.toPrecision(3), 0],
+    ...("unedited" in (a.times ?? {}) && "unedited" in (b.times ?? {})
+      ? [["microseconds on the GPU", a.times.edited ?? a.times.unedited, b.times.edited ?? b.times.unedited, (v) => v.toPrecision(3), -1]]
+      : []),
     ["compile time", a.resources.compile_seconds, b.resources.compile_seconds, (v) => `${Math.round(v * 1e3)} ms`, 0],
   ];
   return rows.map(([name, one, other, write, good]) => {
