@@ -20,6 +20,7 @@ _PUBLIC = {
     "positions": "fkjit.distributed.order",
     "shard_lengths": "fkjit.distributed.order",
     "attention_decode": "fkjit.distributed.decode",
+    "merge_states": "fkjit.distributed.decode",
     "moe_layer": "fkjit.distributed.moe",
     "column_parallel_linear": "fkjit.distributed.linear",
     "row_parallel_linear": "fkjit.distributed.linear",
@@ -27,6 +28,7 @@ _PUBLIC = {
 __all__ = [
     "attention_decode",
     "column_parallel_linear",
+    "merge_states",
     "moe_layer",
     "positions",
     "ring_attention",
@@ -38,7 +40,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from fkjit.distributed.attention import ring_attention
-    from fkjit.distributed.decode import attention_decode
+    from fkjit.distributed.decode import attention_decode, merge_states
     from fkjit.distributed.linear import column_parallel_linear, row_parallel_linear
     from fkjit.distributed.moe import moe_layer
     from fkjit.distributed.order import positions, shard, shard_lengths, unshard

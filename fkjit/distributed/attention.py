@@ -123,7 +123,7 @@ class Given(NamedTuple):
         sides = [None if side in _UNBOUNDED else operator.index(side) for side in (left, right)]
         if any(side is not None and side < 0 for side in sides):
             raise ParameterError(
-                f"{_CALL}: window={self.window!r}: a side is at least 0; None or -1: no bound"
+                f"{_CALL}: window={self.window!r}: allowed: sides from 0 on, None or -1: no bound"
             )
         if self.causal:
             sides[1] = 0
@@ -145,7 +145,8 @@ def _shared(
     """Of tokens that ranks share."""
     rules, own = said.rules(), len(chunks_of(said.layout, 0, group.size))
     if packing is not None:
-        rows: Dense = Packed(rules, *packing, own, q.shape[0])
+        ends, longest = packing
+        rows: Dense = Packed(rules, ends, longest, own, q.shape[0])
         return ring(q, k, v, sinks, Ring(group, said.layout, rows, 1, said.transport))
     length = q.shape[2] // own
     if form == "gather":
@@ -170,6 +171,7 @@ def _check(
     one_of(_CALL, "layout", said.layout, LAYOUTS)
     one_of(_CALL, "form", said.form, ("auto", *FORMS))
     one_of(_CALL, "transport", said.transport, TRANSPORTS)
+    said.rules()
     _check_shapes(q, k, v, sinks, packing)
     numbers = (*q.shape, *k.shape, v.shape[-1], int(q.dtype.itemsize))
     for group in (outer, heads):
@@ -202,7 +204,7 @@ def _check_shapes(q: Any, k: Any, v: Any, sinks: Any, packing: Any) -> None:
     if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
         raise ParameterError(f"{_CALL}: sinks has shape {tuple(sinks.shape)}; allowed: [Hq]")
     if not (q.dtype == k.dtype == v.dtype):
-        raise ArgumentTypeError(f"{_CALL}: q is {q.dtype}, k {k.dtype}, v {v.dtype}; one dtype")
+        raise ArgumentTypeError(f"{_CALL}: q is {q.dtype}, k {k.dtype}, v {v.dtype}; allowed: one")
 
 
 def _check_packing(q: Any, packing: Any, said: Given, heads: Group | None) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from fkjit.distributed.groups import Group
@@ -25,7 +26,8 @@ class Pending:
 
     def __init__(self, group: Group, what: str, start: Callable[[], Any], *held: Any) -> None:
         """start: makes one or several of torch's works. held: the result first."""
-        self.group, self.what, self.held = group, what, held
+        self.group, self.what = group, what
+        self.held: tuple[Any, ...] = held
         self.works = self._guarded(start)
 
     def wait(self) -> Any:
@@ -33,7 +35,7 @@ class Pending:
         found = self.works if isinstance(self.works, list) else [self.works]
         for work in found:
             if work is not None:
-                self._guarded(lambda work=work: self._wait(work))
+                self._guarded(partial(self._wait, work))
         result, self.held, self.works = self.held[0], (), []
         return result
 
@@ -124,35 +126,45 @@ def _named(dist: Any, name: str) -> Callable[..., Any]:
 class Routed:
     """An all-to-all with a gradient: rows of the gradient go back the way that rows came.
 
-    `started` begins it and `arrived` ends it. Autograd runs them backwards, so that there, too,
-    what stands between two calls runs while the message is under way.
+    `started` begins it and gives a tensor that stands for what comes, `arrived` makes that of it.
+    Autograd runs them backwards, so that there, too, what stands between two calls runs while the
+    message is under way.
     """
 
     def __init__(
-        self, group: Group, counts: Sequence[int] | None = None, into: Sequence[int] | None = None
-    ) -> None:
-        self.group, self.counts, self.into = group, counts, into
+        self, group: Group, counts: Sequence[int] | None = None,
+        into: Sequence[int] | None = None, codec: Any = None,
+    ) -> None:  # fmt: skip
+        """counts: rows to each rank, into: from each; None: as many to each. codec: `encode` makes
+        rows of bytes of what is sent, `decode` rows of the dtype again; gradients go as they are.
+        """
+        self.group, self.codec = group, codec
+        self.counts, self.into = counts, into
         self.pending: Pending | None = None
+        self.dtype: Any = None
 
     def started(self, x: Any) -> Any:
-        """A tensor that `arrived` takes; what is in it is not there yet."""
         return _STARTED((x,), self)[0]
 
-    def arrived(self, made: Any) -> Any:
-        return _ARRIVED((made,), self)[0]
+    def arrived(self, standing: Any) -> Any:
+        return _ARRIVED((standing,), self)[0]
 
     def __call__(self, x: Any) -> Any:
         return self.arrived(self.started(x))
 
     def send(self, x: Any, back: bool = False) -> Any:
-        sizes = (self.into, self.counts) if back else (self.counts, self.into)
-        self.pending = all_to_all(self.group, x, *sizes)
-        return self.pending.held[0]
+        """A tensor of the shape of what comes, without its data."""
+        counts, into = (self.into, self.counts) if back else (self.counts, self.into)
+        self.dtype = x.dtype
+        sent = x if back or self.codec is None else self.codec.encode(x)
+        self.pending = all_to_all(self.group, sent, counts, into)
+        rows = x.shape[0] if into is None else sum(into)
+        return x.new_empty(()).expand(rows, *x.shape[1:])
 
-    def receive(self) -> None:
+    def receive(self, back: bool = False) -> Any:
         assert self.pending is not None
-        self.pending.wait()
-        self.pending = None
+        came, self.pending = self.pending.wait(), None
+        return came if back or self.codec is None else self.codec.decode(came, self.dtype)
 
 
 def _start(inputs: Tensors, routed: Routed) -> tuple[Tensors, Tensors]:
@@ -160,19 +172,19 @@ def _start(inputs: Tensors, routed: Routed) -> tuple[Tensors, Tensors]:
 
 
 def _start_backward(saved: Tensors, gradients: Tensors, needed: Tensors, routed: Routed) -> Tensors:
-    routed.receive()
-    return gradients
+    return (routed.receive(back=True),)
 
 
 def _arrive(inputs: Tensors, routed: Routed) -> tuple[Tensors, Tensors]:
-    routed.receive()
-    return (inputs[0].view_as(inputs[0]),), ()
+    return (routed.receive(),), ()
 
 
 def _arrive_backward(
     saved: Tensors, gradients: Tensors, needed: Tensors, routed: Routed
 ) -> Tensors:
-    return (routed.send(gradients[0], back=True),)
+    dout = gradients[0]
+    routed.send(dout.contiguous(), back=True)
+    return (dout.new_empty(()).expand(dout.shape),)
 
 
 _STARTED = Differentiable("StartAllToAll", _start, _start_backward)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
@@ -89,6 +90,18 @@ def check_tensors(call: str, **given: Any) -> None:
 def eager(call: Callable[..., Any]) -> Callable[..., Any]:
     """The call, at which torch.compile ends a graph and goes on behind it: messages between ranks
     are no operators."""
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    call._torchdynamo_disable_msg = "fkjit.distributed sends messages"  # type: ignore[attr-defined]
-    return call
+
+    untraced: list[Callable[..., Any]] = []
+
+    @wraps(call)
+    def outside(*args: Any, **named: Any) -> Any:
+        dynamo = sys.modules.get("torch._dynamo")  # importing it takes a second
+        if dynamo is None:
+            return call(*args, **named)
+        if not untraced:
+            untraced.append(dynamo.disable(call))
+        return untraced[0](*args, **named)
+
+    outside._torchdynamo_disable = True  # type: ignore[attr-defined]
+    outside._torchdynamo_disable_msg = "fkjit.distributed sends messages"  # type: ignore[attr-defined]
+    return outside

@@ -95,22 +95,22 @@ def parts(x: Any, *shapes: Any) -> tuple[Any, ...]:
 def _forward(inputs: Tensors, call: Ring) -> tuple[Tensors, Tensors]:
     q, k, v, sinks = inputs
     rows, steps = call.rows, call.steps()
-    places = slots([tile for step in steps for tile in step])
-    count = 1 + max(slots([tile for step in steps for tile in step]))
-    travelling = _travelling(call, k, v)
-    made: Any = None
-    stack = rows.stack(count, q, v) if count > 1 else None
+    places = list(slots([tile for step in steps for tile in step]))
+    stack = rows.stack(1 + max(places), q, v) if len(places) > 1 else None
+    travelling, made, slot = _travelling(call, k, v), None, iter(places)
     for step, found in enumerate(steps):
         if step + 1 < len(steps):
             travelling.ask(step + 1)
-        for tile, slot in zip(found, places, strict=False):
-            made = rows.attend(q, *travelling.present, tile, sinks if tile.diagonal else None)
+        keys, values = travelling.present
+        for tile in found:
+            made = rows.attend(q, keys, values, tile, sinks if tile.diagonal else None)
             if stack is not None:
-                for into, x in zip(stack, made, strict=True):
-                    rows.write(into[slot], tile.q, x)
+                place = next(slot)
+                rows.write(stack[0][place], tile.q, made[0])
+                rows.write(stack[1][place], tile.q, made[1])
         travelling.take()
     travelling.end()
-    results = made if stack is None else rows.merge(*stack)
+    results: Any = made if stack is None else rows.merge(*stack)
     return results, (q, k, v, sinks, *results)
 
 
@@ -120,15 +120,15 @@ def _backward(saved: Tensors, of_results: Tensors, needed: Tensors, call: Ring) 
     dout = torch.zeros_like(o) if dout is None else dout.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    travelling, sums = _travelling(call, k, v), None
+    travelling, sums, own = _travelling(call, k, v), None, None
     for step, found in enumerate(steps):
         if step + 1 < len(steps):
             travelling.ask(step + 1)
         own = torch.zeros(k.numel() + v.numel(), dtype=torch.float32, device=q.device)
         dk, dv = parts(own, k.shape, v.shape)
+        keys, values = travelling.present
         for tile in found:
-            given = dout, q, o, lse, dlse
-            made = rows.differentiate(given, *travelling.present, tile)
+            made = rows.differentiate((dout, q, o, lse, dlse), keys, values, tile)
             places = ((dq, tile.q), (dk, tile.k), (dv, tile.k))
             for (into, where), x in zip(places, made, strict=True):
                 rows.add(into, where, x)
@@ -138,6 +138,7 @@ def _backward(saved: Tensors, of_results: Tensors, needed: Tensors, call: Ring) 
             sums = shift(call.group, own, 1, _SUMS)
         travelling.take()
     travelling.end()
+    assert own is not None  # a step there is
     home = own.to(k.dtype)  # nothing is added any more
     if len(steps) > 1:
         home = shift(call.group, home, 1 - len(steps), _SUMS).wait()

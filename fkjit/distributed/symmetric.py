@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from math import prod
 from typing import Any
 
 from fkjit.distributed.groups import Group
@@ -99,6 +101,67 @@ class Pulled:
 
     def end(self) -> None:
         self.handle.barrier(channel=0)
+
+
+def arriving(group: Group, x: Any) -> Iterator[tuple[int, Any]]:
+    """(rank, its x), this rank's own first; the others are copied meanwhile, one by one."""
+    torch = sys.modules["torch"]
+    own, handle = shared(group, x.numel(), x, "rows")
+    own.copy_(x.reshape(-1))
+    handle.barrier(channel=0)
+    stream, coming = _stream(torch, x.device), []
+    room = x.new_empty(group.size - 1, *x.shape)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for by in range(1, group.size):
+            rank = (group.rank - by) % group.size
+            room[by - 1].copy_(handle.get_buffer(rank, x.shape, x.dtype), non_blocking=True)
+            coming.append((rank, room[by - 1], stream.record_event()))
+    yield group.rank, x
+    for rank, rows, arrived in coming:
+        torch.cuda.current_stream().wait_event(arrived)
+        yield rank, rows
+    handle.barrier(channel=0)  # nobody reads this rank's rows any more
+
+
+def pushing(
+    group: Group, shape: Sequence[int], like: Any, make: Callable[[int], Any]
+) -> dict[int, Arrived]:
+    """Other ranks' parts of this rank's rows, by rank. make: this rank's part of another's rows,
+    which a copy engine writes into that one's memory while the next is made."""
+    torch, count = sys.modules["torch"], prod(shape)
+    own, handle = shared(group, group.size * count, like, "sums")
+    handle.barrier(channel=0)  # what an earlier call left has been read
+    stream, held = _stream(torch, like.device), []
+    for by in range(1, group.size):
+        rank = (group.rank + by) % group.size
+        held.append(make(rank))
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            theirs = handle.get_buffer(rank, (group.size, count), like.dtype)
+            theirs[group.rank].copy_(held[-1].reshape(-1), non_blocking=True)
+    room, arrived = own.view(group.size, *shape), Arrived(handle, stream, held)
+    others = (rank for rank in range(group.size) if rank != group.rank)
+    return {rank: arrived.part(room[rank]) for rank in others}
+
+
+class Arrived:
+    """A part that others write; the first to be waited for waits for all of them."""
+
+    def __init__(self, handle: Any, stream: Any, held: Any, whole: Any = None, x: Any = None):
+        self.handle, self.stream, self.held = handle, stream, held
+        self.whole, self.x = whole or self, x
+
+    def part(self, x: Any) -> Arrived:
+        return Arrived(None, None, None, self, x)
+
+    def wait(self) -> Any:
+        whole = self.whole
+        if whole.held is not None:
+            sys.modules["torch"].cuda.current_stream().wait_stream(whole.stream)
+            whole.handle.barrier(channel=0)
+            whole.held = None
+        return self.x
 
 
 _streams: dict[Any, Any] = {}

@@ -39,12 +39,12 @@ def ulysses(
     packed = [_by_heads(x, size) for x in (q, k, v)]
     got = Routed(group)(torch.cat([x.flatten(1) for x in packed], 1))
     pieces = got.split([x[0].numel() for x in packed], 1)
-    whole = (
+    rows, keys, values = (
         in_order(piece.reshape(x.shape), layout, 2) for piece, x in zip(pieces, packed, strict=True)
     )
     heads = q.shape[1] // size
     own = None if sinks is None else sinks.narrow(0, group.rank * heads, heads)
-    o, lse = inner(*whole, own)
+    o, lse = inner(rows, keys, values, own)
 
     def back(x: Any) -> Any:
         """Of [B, own heads, all tokens, …]: [B, heads, this rank's tokens, …]."""

@@ -76,7 +76,21 @@ def ranks(size: int, **options: Any) -> Iterator[Ranks]:
         made.close()
 
 
-# ------------------------------------------------------------------ attention in float64
+# ------------------------------------------------------------------ numbers
+
+
+def draw(seed: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The same on every rank."""
+    import torch
+
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def error(found: Any, wanted: Any, every: Any = None) -> float:
+    """The largest, of the largest number of `wanted` (of all ranks': `every`)."""
+    assert found.shape == wanted.shape and found.isfinite().all()
+    largest = (wanted if every is None else every).abs().max().clamp(min=1e-30)
+    return float((found.double() - wanted).abs().max() / largest)
 
 
 def visible(tokens: int, causal: bool, window: Any = None) -> np.ndarray:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Client
@@ -28,6 +28,14 @@ def warm() -> None:
         o, lse = fkjit.attention(q, k, v, return_lse=True, **given)
     fkjit.attention_backward(o, q, k, v, o, lse)
     fkjit.merge_states(torch.stack([o, o]), torch.stack([lse, lse]))
+    fkjit.attention_decode(q[:, :, 0].contiguous(), k, v, return_lse=True)
+    sizes = ((9, 32), (2, 64, 32), (2, 32, 32))
+    x, up, down = (torch.ones(size, dtype=torch.float16) for size in sizes)
+    fkjit.moe_layer(x, torch.ones(9, 2), up, down, 1)
+    groups = fkjit.moe_regroup(torch.zeros(9, 1, dtype=torch.int32), 2)
+    fkjit.moe_combine(fkjit.moe_permute(x, groups), groups, torch.ones(9, 1))
+    fkjit.moe_route(torch.ones(9, 4), 2)
+    fkjit.linear(x, down[0])
 
 
 def serve(rank: int, order: dict[str, Any]) -> None:
@@ -52,17 +60,18 @@ def serve(rank: int, order: dict[str, Any]) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a rank ended
     warm()
     for line in sys.stdin:
         order = json.loads(line)
         for rank in range(order["size"]):
             if os.fork() == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a rank starts compilers
                 try:
                     serve(rank, order)
                 finally:
                     os._exit(0)  # at once: the others may have gone
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.distributed.kit import Ranks, ranks, visible, whole_attention
+from tests.distributed.kit import Ranks, draw, error, ranks, visible, whole_attention
 
 torch = pytest.importorskip("torch")
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 2e-6}
@@ -19,25 +18,12 @@ TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 2e-6}
 def two() -> Iterator[Ranks]:
     with ranks(2) as made:
         yield made
-        print("CPU", made.run(cpu))
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
     with ranks(4) as made:
         yield made
-        print("CPU", made.run(cpu))
-
-
-def draw(seed: int, shape: tuple[int, ...], dtype: Any) -> Any:
-    """The same on every rank."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def error(found: Any, wanted: Any) -> float:
-    """Of the largest wanted number."""
-    assert found.isfinite().all()
-    return float((found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
 
 
 def group_of(said: dict[str, Any]) -> Any:
@@ -111,7 +97,7 @@ FORMS = ("ring", "gather", "ulysses")
 GRADIENTS = [("ring", "zigzag"), ("gather", "contiguous"), ("ulysses", "zigzag")]
 
 
-@pytest.mark.parametrize("form,layout", itertools.product(FORMS, ("zigzag", "contiguous")))
+@pytest.mark.parametrize("form,layout", list(itertools.product(FORMS, ("zigzag", "contiguous"))))
 def test_causal_attention_is_that_of_the_whole_sequence(two, form, layout):
     shape = (*SMALL, (form, layout) in GRADIENTS)
     check(two, shape, "float16", {"causal": True, "layout": layout, "form": form})
@@ -158,7 +144,3 @@ def test_every_combination(two, four, every_variant):
         said = {"form": form, "layout": layout, "causal": causal, "window": window, "sinks": sinks}
         dtype = ("float16", "bfloat16", "float32")[n % 3]
         check(pool, (2 - n % 2, 8, 4, 72, 40, 24, True), dtype, said, seed=n * 10)
-
-
-def cpu(rank: int) -> float:
-    return time.process_time()
