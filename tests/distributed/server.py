@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import traceback
-from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Client
@@ -61,17 +60,19 @@ def serve(rank: int, order: dict[str, Any]) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     warm()
+    forked = []
     for line in sys.stdin:
         order = json.loads(line)
         for rank in range(order["size"]):
-            if os.fork() == 0:
+            pid = os.fork()
+            if pid == 0:
                 try:
                     serve(rank, order)
                 finally:
                     os._exit(0)  # at once: the others may have gone
-    with suppress(ChildProcessError):
-        while True:
-            os.wait()
+            forked.append(pid)
+    for pid in forked:
+        os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":

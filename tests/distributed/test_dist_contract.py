@@ -225,7 +225,9 @@ def test_packed_sequences_are_shared_out_one_by_one(two, layout, causal, gradien
 # ------------------------------------------------------------------ torch.compile
 
 
-def test_a_compiled_function_breaks_its_graph_at_the_call(tmp_path):
+def test_a_compiled_function_breaks_its_graph_at_the_call(tmp_path, every_variant):
+    if not every_variant:
+        pytest.skip("imports the whole compiler: with --every-variant")
     import torch._dynamo.testing as testing
     import torch.distributed as dist
 

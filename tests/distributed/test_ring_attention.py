@@ -103,10 +103,9 @@ def test_causal_attention_is_that_of_the_whole_sequence(two, form, layout):
     check(two, shape, "float16", {"causal": True, "layout": layout, "form": form})
 
 
-def test_four_ranks_give_the_same_bits_again(four):
+def test_four_ranks_give_the_same_bits_again(four, every_variant):
     said = {"causal": True, "form": "ring"}
-    check(four, (1, 4, 2, 40, 32, 32, True), "float16", said)
-    shape = (1, 4, 2, 72, 32, 32, False)
+    shape = (1, 4, 2, 72, 32, 32, every_variant)  # gradients of four ranks take seconds
     once = check(four, shape, "float16", said)
     again = four.run(compare, 0, shape, "float16", said)
     assert [bits for _, bits in once] == [bits for _, bits in again]
