@@ -157,14 +157,16 @@ def ring(
 ) -> Timeline:  # fmt: skip
     """`fkjit.distributed.ring`, step by step; overlap=False: keys travel while nobody computes."""
     line = Timeline()
-    arrived: list[Task | None] = [None] * size
-    done: list[Task | None] = [None] * size
-    sums: list[Task | None] = [None] * size
+    none: list[Task | None] = [None] * size
+    arrived, done, sums = none, none, none
+
+    def next_keys(after: list[tuple[Task | None, ...]]) -> list[Task | None]:
+        return _hop(line, machine, size, f"KV {step + 1}", a.kv_bytes, after)
+
     for step in range(size):
-        if step:
-            arrived = _hop(line, machine, size, f"KV {step}", a.kv_bytes,
-                           [(arrived[r - 1], None if overlap else done[r], None if overlap
-                             else done[r - 1]) for r in range(size)])  # fmt: skip
+        coming, more = none, step + 1 < size
+        if more and overlap:
+            coming = next_keys([(arrived[r - 1],) for r in range(size)])
         done = [
             line.add(
                 rank, "compute", f"step {step}",
@@ -173,10 +175,13 @@ def ring(
             )
             for rank in range(size)
         ]  # fmt: skip
+        if more and not overlap:
+            coming = next_keys([(done[r - 1], done[r]) for r in range(size)])
         if backward and size > 1:
             after = [(done[r - 1], sums[r - 1]) for r in range(size)]
-            each = _FP32 if step + 1 < size else a.itemsize  # home, rounded
+            each = _FP32 if more else a.itemsize  # home, rounded
             sums = _hop(line, machine, size, f"sums {step}", each * a.kv_elements, after)
+        arrived = coming
     if not backward and size > 1:
         for rank in range(size):
             line.add(rank, "compute", "merge", a.o_bytes * (3 * size + 1) / machine.memory)
