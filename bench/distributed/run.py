@@ -42,6 +42,7 @@ NAMES = {
 _SMALL = {
     "ring8k": partial(cases.ring, 16, backward=False),
     "ring8k-backward": partial(cases.ring, 16, backward=True),
+    "ring32k": partial(cases.ring, 32, backward=False),
 }
 
 

@@ -78,12 +78,15 @@ def ranks(size: int, **options: Any) -> Iterator[Ranks]:
 
 # ------------------------------------------------------------------ numbers
 
+DEVICE = ["cpu"]  # of what is drawn; gpu_ranks.py writes another one
+
 
 def draw(seed: int, shape: tuple[int, ...], dtype: Any) -> Any:
-    """The same on every rank."""
+    """The same on every rank, on its device."""
     import torch
 
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    found = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return found.to(DEVICE[0], dtype)
 
 
 def error(found: Any, wanted: Any, every: Any = None) -> float:
@@ -111,7 +114,7 @@ def whole_attention(
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     s = q @ k.mT / q.shape[-1] ** 0.5
     s = softcap * torch.tanh(s / softcap) if softcap else s
-    s = s.masked_fill(~torch.from_numpy(seen), float("-inf"))
+    s = s.masked_fill(~torch.from_numpy(seen).to(s.device), float("-inf"))
     every = s if sinks is None else torch.cat([s, sinks.view(-1, 1, 1).expand(*s.shape[:2], 1)], -1)
     lse = every.logsumexp(-1)
     return (s - lse.unsqueeze(-1)).exp() @ v, lse

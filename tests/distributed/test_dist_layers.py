@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.kit import Ranks, draw, error, ranks
+from tests.distributed.kit import DEVICE, Ranks, draw, error, ranks
 
 torch = pytest.importorskip("torch")
 TOLERANCE = {"float16": 3e-3, "bfloat16": 2e-2, "float32": 4e-6}
@@ -117,19 +117,21 @@ def products(rank: int, seed: int, sizes: Any, dtype_name: str, said: dict[str, 
     found["column"] = error(y.detach(), whole.detach()[:, cols], whole.detach())
     grads = zip(("dx", "dw", "db"), own, full, (mine, out, out), strict=True)
     found |= {name: error(a.grad, b.grad[at], b.grad) for name, a, b, at in grads}
-    return found | row_products(rank, seed + 50, sizes, dtype, size)
+    return found | row_products(rank, seed + 50, sizes, dtype, said.get("transport", "nccl"))
 
 
-def row_products(rank: int, seed: int, sizes: Any, dtype: Any, size: int) -> dict[str, float]:
+def row_products(rank: int, seed: int, sizes: Any, dtype: Any, way: str) -> dict[str, float]:
+    import torch.distributed as dist
+
     import fkjit.distributed as fd
 
-    rows, n, k = sizes
+    (rows, n, k), size = sizes, dist.get_world_size()
     x = draw(seed, (size * rows, size * k), dtype)
     w, bias = draw(seed + 1, (n, size * k), dtype) / (size * k) ** 0.5, draw(seed + 2, (n,), dtype)
     along = draw(seed + 3, (size * rows, n), dtype)
     mine, cols = slice(rank * rows, (rank + 1) * rows), slice(rank * k, (rank + 1) * k)
     own = [a.clone().contiguous().requires_grad_() for a in (x[:, cols], w[:, cols], bias)]
-    y = fd.row_parallel_linear(*own)
+    y = fd.row_parallel_linear(*own, transport=way)
     y.backward(along[mine])
     full = [a.double().requires_grad_() for a in (x, w, bias)]
     whole = full[0] @ full[1].T + full[2]
@@ -174,7 +176,7 @@ def decoding(rank: int, seed: int, sizes: Any, dtype_name: str, said: dict[str, 
         k[r][b, :, lengths[r][b] :] = v[r][b, :, lengths[r][b] :] = float("nan")
     if said.get("sinks"):
         sinks = draw(seed + 30, (heads_q,), torch.float32)
-    lens = torch.tensor(lengths[rank], dtype=torch.int32)
+    lens = torch.tensor(lengths[rank], dtype=torch.int32, device=DEVICE[0])
     found = fd.attention_decode(
         q, k[rank], v[rank], lens, sinks=sinks, return_lse=True, newest=said.get("newest", -1)
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.kit import Ranks, draw, error, ranks, visible, whole_attention
+from tests.distributed.kit import DEVICE, Ranks, draw, error, ranks, visible, whole_attention
 
 torch = pytest.importorskip("torch")
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 2e-6}
@@ -30,7 +30,7 @@ def group_of(said: dict[str, Any]) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = said.pop("mesh", None)
-    return None if mesh is None else init_device_mesh("cpu", mesh)
+    return None if mesh is None else init_device_mesh(DEVICE[0], mesh)
 
 
 def compare(rank: int, seed: int, shape: Any, dtype_name: str, said: dict[str, Any]) -> Any:
@@ -61,7 +61,11 @@ def compare(rank: int, seed: int, shape: Any, dtype_name: str, said: dict[str, A
     if gradients and sinks is not None:
         torch.distributed.all_reduce(sinks.grad)
         errors["dsinks"] = error(sinks.grad, wanted["dsinks"])
-    return errors, [x.contiguous().view(torch.uint8).numpy().tobytes() for x in found.values()]
+    return errors, [bits(x) for x in found.values()]
+
+
+def bits(x: Any) -> bytes:
+    return x.contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def reference(wholes: Any, weights: Any, sinks: Any, said: Any, gradients: bool) -> Any:
