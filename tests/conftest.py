@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from functools import lru_cache
@@ -49,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     Without the tests for GPUs Triton interprets, which it decides when it is imported.
     """
     os.environ.pop("COLUMNS", None)  # as wide as in a pipe, whatever pytest-xdist's terminal is
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `… &` in a script, and so in all below
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.markexpr == "not gpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if not _IS_WORKER:
