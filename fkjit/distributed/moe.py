@@ -130,14 +130,13 @@ class Expert(NamedTuple):
     block_size: int
     save_pre_activation: bool
 
-    def __call__(self, rows: Any, counts: list[list[int]]) -> Any:
-        """Results of rows that lie by source rank and local expert; counts[rank][expert] of them,
-        in the same order."""
-        torch, here = sys.modules["torch"], self.w_gate_up.shape[0]
-        each = [n for rank in counts for n in rank]
-        own = torch.arange(here, dtype=torch.int32).repeat(len(counts))
-        ids = own.repeat_interleave(torch.tensor(each)).to(rows.device).unsqueeze(1)
-        groups = moe_regroup(ids, here, self.block_size)
+    def __call__(self, rows: Any, counts: Any) -> Any:
+        """Results of rows that lie by source rank and local expert, counts [ranks, experts] of
+        them, on the device; in the same order."""
+        torch, (size, here) = sys.modules["torch"], counts.shape
+        own = torch.arange(here, dtype=torch.int32, device=rows.device).repeat(size)
+        ids = torch.repeat_interleave(own, counts.flatten(), output_size=rows.shape[0])
+        groups = moe_regroup(ids.unsqueeze(1), here, self.block_size)
         hidden = grouped_linear(
             moe_permute(rows, groups), self.w_gate_up, groups, activation=self.activation,
             gate=True, save_pre_activation=self.save_pre_activation,
@@ -148,10 +147,12 @@ class Expert(NamedTuple):
 class Part:
     """Some of the tokens, on their way to experts and back."""
 
-    def __init__(self, x: Any, groups: Any, weights: Any, way: Way, counts: Any, came: Any) -> None:
-        """counts[rank] rows go there; came[rank][local expert] come from there."""
+    def __init__(
+        self, x: Any, groups: Any, weights: Any, way: Way, counts: list[int], into: list[int],
+        came: Any,
+    ) -> None:  # fmt: skip
+        """counts[rank] rows go there, into[rank] come from there: came [ranks, local experts]."""
         self.x, self.groups, self.weights, self.came = x, groups, weights, came
-        into = [sum(rank) for rank in came]
         codec = E4m3(x.shape[1]) if way.dispatch == "e4m3" else None
         self.there = Routed(way.group, counts, into, codec)
         self.back = Routed(way.group, into, counts)
@@ -175,11 +176,11 @@ def _parts(x: Any, ids: Any, weights: Any, expert: Expert, way: Way) -> list[Par
     groups = [moe_regroup(chunk, size * here) for chunk in pieces[1]]
     counts = torch.stack([one.counts.view(size, here) for one in groups], 1)
     came = all_to_all(way.group, counts).wait()  # [ranks, chunks, local experts]
-    going, coming = torch.stack([counts, came]).tolist()  # where the host waits
+    going, coming = torch.stack([counts, came]).sum(3).tolist()  # where the host waits
     return [
         Part(
-            pieces[0][n], groups[n], pieces[2][n], way, [sum(rank[n]) for rank in going],
-            [rank[n] for rank in coming],
+            pieces[0][n], groups[n], pieces[2][n], way, [rank[n] for rank in going],
+            [rank[n] for rank in coming], came[:, n],
         )
         for n in range(way.chunks)
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,9 +141,10 @@ def test_every_combination(two, four, every_variant):
     if not every_variant:
         pytest.skip("minutes: with --every-variant")
     windows = (None, (0, 0), (3, 8), (None, 4), (70, None))
-    grid = itertools.product(
+    every = itertools.product(
         FORMS, ("zigzag", "contiguous"), (False, True), windows, (False, True), (two, four)
     )
+    grid = random.Random(7).sample(list(every), 60)
     for n, (form, layout, causal, window, sinks, pool) in enumerate(grid):
         said = {"form": form, "layout": layout, "causal": causal, "window": window, "sinks": sinks}
         dtype = ("float16", "bfloat16", "float32")[n % 3]
