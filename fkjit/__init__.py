@@ -62,6 +62,7 @@ _PUBLIC = {
     "Verification": "fkjit.spec",
     "errors": "fkjit.errors",
     "compat": "fkjit.compat",
+    "distributed": "fkjit.distributed",
     "models": "fkjit.models",
 }
 
@@ -127,6 +128,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from fkjit import compat as compat
+    from fkjit import distributed as distributed
     from fkjit import errors as errors
     from fkjit import models as models
     from fkjit.api import compile_timeout, launch, prepare, variants
@@ -164,6 +166,6 @@ else:  # a name that is not there is an error to type checkers
         if name not in _PUBLIC:
             raise AttributeError(_unknown(name), name=name)
         module = import_module(_PUBLIC[name])
-        value = module if name in ("compat", "errors", "models") else getattr(module, name)
+        value = module if name in ("compat", "distributed", "errors", "models") else getattr(module, name)
         globals()[name] = value
         return value

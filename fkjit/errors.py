@@ -111,6 +111,11 @@ class DeviceError(FkjitError, RuntimeError):
     """No usable GPU, or arrays on different devices."""
 
 
+class PeerError(FkjitError, RuntimeError):
+    """Another rank of a process group has stopped or did not answer in time. What was under way is
+    lost, and the process group with it: end all ranks and start again."""
+
+
 class LaunchError(FkjitError, RuntimeError):
     """The driver refused a launch."""
 

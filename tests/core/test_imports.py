@@ -32,6 +32,7 @@ LAYERS = (
     {"runtime"},
     {"cpu"},
     {"ops"},
+    {"distributed"},
     {"api", "compat", "device", "warm_calls", "warm_worker", "pytest_plugin"},
     {"warming", "warm_record"},
     {"models"},

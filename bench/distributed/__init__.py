@@ -1,0 +1,1 @@
+"""Several GPUs: `schedule` predicts and draws, `run` measures under torchrun."""

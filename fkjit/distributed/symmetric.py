@@ -1,0 +1,174 @@
+"""Keys and values read out of their owners' memory by copy engines (torch's symmetric memory).
+
+All ranks put theirs into a buffer that the others can see. In step s a rank copies those of rank
+r - s, on a stream of its own: no SM is taken from attention, and nothing is handed on. One barrier
+before the first copy says that all buffers are full, one after the last that all have been read.
+
+Only GPUs of one host that reach each other; no multicast.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from math import prod
+from typing import Any
+
+from fkjit.distributed.groups import Group
+from fkjit.errors import DeviceError
+
+_MODULE = "torch.distributed._symmetric_memory"
+_MOST = 8  # buffers that are kept
+_kept: OrderedDict[Any, Any] = OrderedDict()
+
+
+def available(x: Any) -> bool:
+    """Whether x lies where symmetric memory could; all ranks of a host say the same."""
+    if not x.is_cuda:
+        return False
+    try:
+        memory = import_module(_MODULE)
+    except ImportError:
+        return False
+    return hasattr(memory, "empty") and hasattr(memory, "rendezvous")
+
+
+def shared(group: Group, count: int, like: Any, use: str) -> tuple[Any, Any]:
+    """(buffer of `count` elements, its handle): the same one for the same size and use again."""
+    name = group.process_group.group_name
+    key = (name, use, count, like.dtype, like.device)
+    found = _kept.get(key)
+    if found is None:
+        memory = import_module(_MODULE)
+        try:
+            buffer = memory.empty(count, dtype=like.dtype, device=like.device)
+            found = buffer, memory.rendezvous(buffer, name)
+        except RuntimeError as error:
+            raise DeviceError(
+                f"{group.call}: no symmetric memory between these GPUs: {error}; pass "
+                "transport='nccl'"
+            ) from error
+        _kept[key] = found
+        while len(_kept) > _MOST:
+            _kept.popitem(last=False)
+    _kept.move_to_end(key)
+    return found
+
+
+def pulling(group: Group, k: Any, v: Any) -> Pulled:
+    return Pulled(group, k, v)
+
+
+class Pulled:
+    """Keys and values, step by step, out of their owners' buffers."""
+
+    def __init__(self, group: Group, k: Any, v: Any) -> None:
+        self.torch, self.group = sys.modules["torch"], group
+        self.shapes = k.shape, v.shape
+        self.present: Any = (k, v)
+        count = k.numel() + v.numel()
+        own, self.handle = shared(group, count, k, "ring")
+        own[: k.numel()].copy_(k.reshape(-1))
+        own[k.numel() :].copy_(v.reshape(-1))
+        self.handle.barrier(channel=0)
+        self.stream = _stream(self.torch, k.device)
+        self.room = [k.new_empty(count) for _ in range(2)]
+        self.read = [None, None]  # when attention was done with a buffer
+        self.coming: Any = None
+
+    def ask(self, step: int) -> None:
+        """Copy what step `step` wants, behind what this stream has to do up to now."""
+        cuda, place = self.torch.cuda, step % 2
+        owner, into = (self.group.rank - step) % self.group.size, self.room[place]
+        self.stream.wait_event(self.read[place] or cuda.current_stream().record_event())
+        with cuda.stream(self.stream):
+            theirs = self.handle.get_buffer(owner, into.shape, into.dtype)
+            into.copy_(theirs, non_blocking=True)
+            self.coming = self.stream.record_event(), into, place
+
+    def take(self) -> None:
+        cuda = self.torch.cuda
+        if self.coming is None:
+            return
+        arrived, into, place = self.coming
+        cuda.current_stream().wait_event(arrived)
+        self.read[1 - place] = cuda.current_stream().record_event()
+        k, v = into.split([shape.numel() for shape in self.shapes])
+        self.present = k.view(self.shapes[0]), v.view(self.shapes[1])
+        self.coming = None
+
+    def end(self) -> None:
+        self.handle.barrier(channel=0)
+
+
+def arriving(group: Group, x: Any) -> Iterator[tuple[int, Any]]:
+    """(rank, its x), this rank's own first; the others are copied meanwhile, one by one."""
+    torch = sys.modules["torch"]
+    own, handle = shared(group, x.numel(), x, "rows")
+    own.copy_(x.reshape(-1))
+    handle.barrier(channel=0)
+    stream, coming = _stream(torch, x.device), []
+    room = x.new_empty(group.size - 1, *x.shape)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for by in range(1, group.size):
+            rank = (group.rank - by) % group.size
+            room[by - 1].copy_(handle.get_buffer(rank, x.shape, x.dtype), non_blocking=True)
+            coming.append((rank, room[by - 1], stream.record_event()))
+    yield group.rank, x
+    for rank, rows, arrived in coming:
+        torch.cuda.current_stream().wait_event(arrived)
+        yield rank, rows
+    handle.barrier(channel=0)  # nobody reads this rank's rows any more
+
+
+def pushing(
+    group: Group, shape: Sequence[int], like: Any, make: Callable[[int], Any]
+) -> dict[int, Arrived]:
+    """Other ranks' parts of this rank's rows, by rank. make: this rank's part of another's rows,
+    which a copy engine writes into that one's memory while the next is made."""
+    torch, count = sys.modules["torch"], prod(shape)
+    own, handle = shared(group, group.size * count, like, "sums")
+    handle.barrier(channel=0)  # what an earlier call left has been read
+    stream, held = _stream(torch, like.device), []
+    for by in range(1, group.size):
+        rank = (group.rank + by) % group.size
+        held.append(make(rank))
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            theirs = handle.get_buffer(rank, (group.size, count), like.dtype)
+            theirs[group.rank].copy_(held[-1].reshape(-1), non_blocking=True)
+    room, arrived = own.view(group.size, *shape), Arrived(handle, stream, held)
+    others = (rank for rank in range(group.size) if rank != group.rank)
+    return {rank: arrived.part(room[rank]) for rank in others}
+
+
+class Arrived:
+    """A part that others write; the first to be waited for waits for all of them."""
+
+    def __init__(self, handle: Any, stream: Any, held: Any, whole: Any = None, x: Any = None):
+        self.handle, self.stream, self.held = handle, stream, held
+        self.whole, self.x = whole or self, x
+
+    def part(self, x: Any) -> Arrived:
+        return Arrived(None, None, None, self, x)
+
+    def wait(self) -> Any:
+        whole = self.whole
+        if whole.held is not None:
+            sys.modules["torch"].cuda.current_stream().wait_stream(whole.stream)
+            whole.handle.barrier(channel=0)
+            whole.held = None
+        return self.x
+
+
+_streams: dict[Any, Any] = {}
+
+
+def _stream(torch: Any, device: Any) -> Any:
+    found = _streams.get(device)
+    if found is None:
+        found = _streams[device] = torch.cuda.Stream(device)
+    return found

@@ -1,0 +1,96 @@
+"""`torchrun --nproc-per-node 2 -m tests.distributed.gpu_ranks`: this folder's checks on GPUs.
+
+Values and gradients against float64, by NCCL and by symmetric memory; the same bits again; exits
+with 1 and says which where one is off. `--out FILE` gets a line of JSON for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.distributed import kit
+from tests.distributed.test_dist_layers import decoding, experts, products
+from tests.distributed.test_ring_attention import compare
+
+LIMIT = {"float16": 6e-3, "bfloat16": 5e-2}
+
+
+def checks(size: int) -> list[tuple[str, Any]]:
+    """(name, function of the rank that returns errors by name)."""
+    found: list[tuple[str, Any]] = []
+    for dtype in LIMIT:
+        for said in (
+            {"form": "ring", "causal": True}, {"form": "gather", "causal": True},
+            {"form": "ulysses", "causal": True}, {"form": "ring", "layout": "contiguous"},
+            {"form": "ring", "causal": True, "transport": "symmetric"},
+            {"form": "ring", "causal": True, "window": (100, 0), "sinks": True},
+        ):  # fmt: skip
+            shape = (1, 8, 4, 128 * 2 * size + 16 * size, 128, 128, True)
+            found.append((f"{said} {dtype}", _attention(shape, dtype, said)))
+        for said in ({}, {"dispatch": "e4m3"}):
+            sizes = ((300, *[70] * (size - 1)), 4 * size, 256, 128, 3)
+            found.append((f"experts {said} {dtype}", _call(experts, sizes, dtype, said)))
+        for transport in ("nccl", "symmetric"):
+            for said in ({}, {"activation": "silu", "gate": True}):
+                said = {**said, "transport": transport}
+                found.append(
+                    (f"products {said} {dtype}", _call(products, (136, 128, 192), dtype, said))
+                )
+        lengths = tuple((700 + 90 * rank, 33) for rank in range(size))
+        for tokens in (1, 4):
+            sizes = (lengths, 8, 2, tokens, 128, 128)
+            found.append((f"decode {tokens} {dtype}", _call(decoding, sizes, dtype, {})))
+    return found
+
+
+def _attention(shape: Any, dtype: str, said: dict[str, Any]) -> Any:
+    def check(rank: int) -> dict[str, float]:
+        errors, once = compare(rank, 3, shape, dtype, said)
+        _, again = compare(rank, 3, shape, dtype, said)
+        return {**errors, "other bits": float(once != again)}
+
+    return check
+
+
+def _call(function: Any, sizes: Any, dtype: str, said: dict[str, Any]) -> Any:
+    return lambda rank: function(rank, 3, sizes, dtype, said)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    out = parser.parse_args().out
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    kit.DEVICE[0] = "cuda"
+    dist.init_process_group("nccl", device_id=device)
+    rank, wrong = dist.get_rank(), 0
+    for name, check in checks(dist.get_world_size()):
+        limit = LIMIT[name.rpartition(" ")[2]] * (16 if "e4m3" in name else 1)
+        try:
+            errors = check(rank)
+            bad = torch.tensor([float(max(errors.values()) >= limit)], device=device)
+        except Exception as error:
+            errors, bad = {"raised": str(error)[:300]}, torch.ones(1, device=device)
+        dist.all_reduce(bad)
+        wrong += bool(bad.item())
+        line = {"check": name, "rank": rank, "wrong": bool(bad.item()), "errors": errors}
+        if rank == 0 or bad.item():
+            print(json.dumps(line), flush=True)
+        if out is not None and rank == 0:
+            with out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    dist.destroy_process_group()
+    return wrong > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Symmetric memory's paths, with buffers that a barrier exchanges and streams that do nothing: who
+reads and writes what. That copies and kernels wait for each other is for `gpu_ranks.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.distributed.kit import draw, error, ranks
+
+torch = pytest.importorskip("torch")
+
+
+class Memory:
+    """A rank's buffer; others' are copies as of the last barrier, and what is written to them
+    arrives with the next one."""
+
+    def __init__(self, group: Any, count: int, like: Any) -> None:
+        self.group, self.own = group, like.new_full((count,), float("nan"))
+        self.copies: Any = None
+        self.written: dict[int, Any] = {}
+        self.barriers = 0
+
+    def get_buffer(self, rank: int, shape: Any, dtype: Any) -> Any:
+        assert self.copies is not None, "read before a barrier"
+        if self.group.rank != rank and self.own.numel() == self.group.size * shape[-1]:
+            return self.written.setdefault(rank, self.own.new_zeros(shape))
+        return self.copies[rank].view(shape)
+
+    def barrier(self, channel: int) -> None:
+        from fkjit.distributed.exchange import all_gather, all_to_all
+
+        self.barriers += 1
+        if self.written:
+            rows = self.own.view(self.group.size, -1)
+            sent = [
+                self.written.get(r, rows.new_zeros(rows.shape))[self.group.rank]
+                for r in range(self.group.size)
+            ]
+            came = all_to_all(self.group, torch.stack(sent)).wait()
+            for rank in range(self.group.size):
+                if rank != self.group.rank:
+                    rows[rank] = came[rank]
+            self.written.clear()
+        self.copies = all_gather(self.group, self.own).wait()
+
+
+@contextmanager
+def faked(made: list[Memory]) -> Iterator[None]:
+    from fkjit.distributed import attention, linear, symmetric
+
+    def shared(group: Any, count: int, like: Any, use: str) -> tuple[Any, Any]:
+        made.append(Memory(group, count, like))
+        return made[-1].own, made[-1]
+
+    nothing = SimpleNamespace(
+        wait_event=lambda event: None, wait_stream=lambda stream: None, record_event=lambda: 1
+    )
+    places = [
+        (symmetric, "shared", shared), (symmetric, "_stream", lambda torch, device: nothing),
+        (attention, "available", lambda x: True), (linear, "available", lambda x: True),
+        (torch.cuda, "current_stream", lambda: nothing),
+        (torch.cuda, "stream", lambda stream: nullcontext()),
+    ]  # fmt: skip
+    before = [(module, name, getattr(module, name)) for module, name, _ in places]
+    for module, name, value in places:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def both(rank: int) -> dict[str, float]:
+    """How far results by symmetric memory are from those by messages."""
+    import fkjit.distributed as fd
+
+    made: list[Memory] = []
+    size = torch.distributed.get_world_size()
+    q, k, v = (fd.shard(draw(n, (1, 2, 8 * size, 32), torch.float16)) for n in range(3))
+    x, w = draw(rank + 5, (4, 16), torch.float16), draw(rank + 9, (8, 16), torch.float16)
+    y = draw(rank + 7, (4 * size, 16), torch.float16)
+    calls = {
+        "ring": lambda way: fd.ring_attention(q, k, v, causal=True, form="ring", transport=way),
+        "column": lambda way: fd.column_parallel_linear(x, w, transport=way),
+        "row": lambda way: fd.row_parallel_linear(y, w, transport=way),
+    }
+    found = {}
+    for name, call in calls.items():
+        wanted = call("nccl")
+        with faked(made):
+            found[name] = error(call("symmetric"), wanted.double())
+        assert made[-1].barriers == 2
+    return found
+
+
+def test_three_ranks_read_and_write_what_messages_bring():
+    with ranks(3) as pool:
+        assert pool.run(both) == [{"ring": 0.0, "column": 0.0, "row": 0.0}] * 3
