@@ -211,7 +211,7 @@ def _grid(params: Params, one: Problem) -> Dim3:
 # ------------------------------------------------------------------ arguments
 
 
-def _map(one: Problem, arrays: Mapping[str, Any], name: str, rows: int) -> TensorMap:
+def rows_map(one: Problem, arrays: Mapping[str, Any], name: str, rows: int) -> TensorMap:
     """In boxes of `rows` rows and one panel of columns. Of packed arrays it begins before the first
     row, so that a box ends where a sequence does."""
     size, array = ITEMSIZE[one["dtype"]], arrays[name]
@@ -232,7 +232,7 @@ def _arguments(params: Params, one: Problem, arrays: Mapping[str, Any]) -> dict[
     rounds = _rounds if features is None and params["deterministic"] else _abreast
     return {
         **problem.arguments(params, one, arrays),
-        **{f"{name}_map": _map(one, arrays, name, rows) for name, rows in boxes.items()},
+        **{f"{name}_map": rows_map(one, arrays, name, rows) for name, rows in boxes.items()},
         **{name: arrays[name] for name in ("counters",) if name in arrays},
         "mask_bits": arrays.get("mask_bits"),
         "mask_bits_strides": problem.bits_strides(block_q, one) if masked else (0, 0, 0),
@@ -282,8 +282,7 @@ def _suits(one: Problem, options: Options) -> bool:
     what it makes."""
     if prod(one[name] for name in problem.SIZES) == 0 or one["seqlen_q"] <= 32:
         return False
-    makes_all = {"q", "k"} <= set(options.wanted) and "alibi_slopes" not in options.wanted
-    return makes_all and one["softmax_scale"] > 0
+    return {"q", "k"} <= set(options.wanted) and one["softmax_scale"] > 0
 
 
 def _knows(features: ScoreFeatures, one: Problem) -> bool:
