@@ -32,7 +32,7 @@ using elem_t = ${dtype};
 constexpr int HEAD_DIM = ${head_dim};  // of all arrays, padded with zeros; of tiles whole panels
 constexpr int GUARD = ${guard};        // bytes between tiles: 0 except where memory is checked
 using bias_t = ${bias_dtype};
-constexpr bool VARLEN = ${varlen};  // packed sequences
+constexpr bool VARLEN = ${varlen};                            // packed sequences
 constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see attention/score.cuh
 constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
 
@@ -68,15 +68,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_slop
     const __grid_constant__ TensorMap k_map,     // in boxes of 128 rows and 64 columns; packed as
     const __grid_constant__ TensorMap v_map,     // attention/backward_sm90/tensor_rows.cuh says
     // Null where the form has no such thing.
-    const int* __restrict__ cu_seqlens_q,    // [batch + 1]
-    const int* __restrict__ cu_seqlens_k,    // [batch + 1]
-    const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
-    const bias_t* __restrict__ bias,         // [batch, heads_q, seqlen_q, seqlen_k], broadcast
-    const u8* __restrict__ mask,             // the same; 0 hides the key
-    const float* __restrict__ dlse,          // as lse of the forward; or null
-    const float* __restrict__ lse_log2,      // [batch, heads_q, rows_padded] or packed, see
-    const float* __restrict__ delta,         //   attention/backward/padded_rows.cuh
-    float* __restrict__ dalibi_rows,         // the same
+    const int* __restrict__ cu_seqlens_q,     // [batch + 1]
+    const int* __restrict__ cu_seqlens_k,     // [batch + 1]
+    const float* __restrict__ alibi_slopes,   // [batch or 1, heads_q]
+    const bias_t* __restrict__ bias,          // [batch, heads_q, seqlen_q, seqlen_k], broadcast
+    const u8* __restrict__ mask,              // the same; 0 hides the key
+    const float* __restrict__ dlse,           // as lse of the forward; or null
+    const float* __restrict__ lse_log2,       // [batch, heads_q, rows_padded] or packed, see
+    const float* __restrict__ delta,          //   attention/backward/padded_rows.cuh
+    float* __restrict__ dalibi_rows,          // the same
     const int heads_q, const int group_size,  // query heads a KV head
     const int max_seqlen_q, const int max_seqlen_k, const AttentionForm form, const int rows_padded,
     const float softmax_scale) {
@@ -126,14 +126,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_slop
   const i64 head_row =
       first_padded_row<VARLEN>(place.batch, place.head, heads_q, rows_padded, queries.start);
   const RowStatistics<1> statistics(lse_log2, delta, head_row + row, lane);
-  auto rules = score_rules(
-      Alibi(alibi_slopes, form.alibi_batch_stride, place.batch, place.head, queries.length,
-            keys.length),
-      RuleIf<BIAS, Bias<bias_t, BIAS_PAIRED>>(bias, form.bias, place.batch, place.head,
-                                              queries.length, keys.length),
-      RuleIf<MASK, Where<u8, MASK_PAIRED>>(mask, form.mask, place.batch, place.head, queries.length,
-                                           keys.length),
-      band);
+  auto rules =
+      score_rules(Alibi(alibi_slopes, form.alibi_batch_stride, place.batch, place.head,
+                        queries.length, keys.length),
+                  RuleIf<BIAS, Bias<bias_t, BIAS_PAIRED>>(bias, form.bias, place.batch, place.head,
+                                                          queries.length, keys.length),
+                  RuleIf<MASK, Where<u8, MASK_PAIRED>>(mask, form.mask, place.batch, place.head,
+                                                       queries.length, keys.length),
+                  band);
   const u64 q_operand = wgmma_tile(shared + warpgroup * 64 * Rings::QTile::ROW_BYTES, 0);
   const u64 k_operand = wgmma_tile(shared + Rings::K, 0);
   const u64 v_operand = wgmma_tile(shared + Rings::V, 0);
@@ -143,8 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_slop
     float s[1][BLOCK_K / 8][4], dp[1][BLOCK_K / 8][4];
     mbarrier_wait(barriers.full(ring.stage), ring.parity);
     wgmma_fence();
-    issue_qk<elem_t, Rings, STEPS>(s, q_operand,
-                                   k_operand + ring.stage * (Rings::K_STAGE >> 4));
+    issue_qk<elem_t, Rings, STEPS>(s, q_operand, k_operand + ring.stage * (Rings::K_STAGE >> 4));
     issue_qk<elem_t, Rings, STEPS>(dp, q_operand + (Rings::Q_STAGE >> 4),
                                    v_operand + ring.stage * (Rings::V_STAGE >> 4));
     wgmma_wait<1>();
@@ -159,8 +158,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_slop
   }
   const float* row_dlse = dlse;
   if (dlse != nullptr)
-    row_dlse +=
-        VARLEN ? static_cast<i64>(place.head) * form.total_q + queries.start + row
-               : (static_cast<i64>(place.batch) * heads_q + place.head) * queries.length + row;
+    row_dlse += VARLEN
+                    ? static_cast<i64>(place.head) * form.total_q + queries.start + row
+                    : (static_cast<i64>(place.batch) * heads_q + place.head) * queries.length + row;
   store_distances(dalibi_rows + head_row + row, sums, statistics, row_dlse, queries.length - row);
 }

@@ -118,7 +118,10 @@ PROBLEM = {
         ({}, "bias=fp32", "sm_90a", False),
         ({}, "bias=bf16 mask", "sm_90a", False),
         ({}, "score_mod=2 + score; derivative=1", "sm_90a", True),
-        ({}, "score_mod=2 * score; derivative=2", "sm_90a", False),
+        ({}, "score_mod=2 * score; derivative=2", "sm_90a", True),
+        ({}, "bias=bf16 score_mod=2 * score; derivative=2", "sm_90a", False),
+        ({}, "varlen score_mod=2 * score; derivative=2", "sm_90a", False),
+        ({}, "alibi dalibi", "sm_90a", True),
         ({}, "mask score_mod=2 + score; derivative=1", "sm_90a", False),
         ({}, "bias=bf16 varlen", "sm_90a", True),
         ({}, "mask varlen", "sm_90a", True),
@@ -136,6 +139,7 @@ def test_hopper_takes_bands_that_tma_can_read(changes, form, name, taken):
         "softcap mask",
         "alibi bias=fp16 dbias",
         "score_mod=ids[q_idx] == ids[k_idx] ? score : NEG_INFINITY; int32 ids; derivative=1",
+        "score_mod=score * score + score * x[q_idx]; fp32 x; derivative=2 * score + x[q_idx]",
     ],
 )
 def test_forms_that_are_not_swept_spill_no_registers(form):
@@ -186,6 +190,25 @@ def test_a_score_mod_that_only_adds(launched):
         return textbook(q, k, v, causal=True, mod=mod)
 
     check(given, dout, {}, theirs, {**mine, "score_mod_grad": "1", "causal": True})
+    assert launched == ["rows", "flash_sm90", "dq"]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_score_mod_with_a_derivative(dim, launched):
+    """Which is infinite where a key is hidden."""
+    *given, dout = tensors(2, 1, 140, 136, dim, 48, "bf16")
+    table = torch.rand(140)
+    mine = {
+        "score_mod": "0.5f * score * score + score * table[q_idx]",
+        "score_mod_grad": "k_idx > q_idx - 4 ? 1.f / 0.f : score + table[q_idx]",
+        "score_args": {"table": table}, "causal": True,
+    }  # fmt: skip
+
+    def theirs(q, k, v):
+        return textbook(q, k, v, causal=True, mod=lambda s: 0.5 * s * s + s * table.to(s)[:, None])
+
+    with fkjit.sanitize(race=True):
+        check(given, dout, {}, theirs, mine)
     assert launched == ["rows", "flash_sm90", "dq"]
 
 

@@ -1,4 +1,4 @@
-"""What rows add to the gradient of ALiBi slopes on Hopper (sm_90a), beside flash_sm90: TMA and wgmma.
+"""What rows add to the gradient of ALiBi slopes on Hopper, beside flash_sm90: TMA and wgmma.
 
 It takes what flash_sm90 takes beside slopes: a band of keys, a bias or a mask, packed sequences.
 """
