@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -170,7 +171,7 @@ WRONG = {
     "no max_seqlen_q": ({"max_seqlen_q": None}, ParameterError, "max_seqlen_q"),
     "a split": ({"split_size": 128}, ParameterError, "split_size is 128"),
     "a place for the result": ({"out": np.zeros((4,))}, ParameterError, "out is an array"),
-    "scales": ({"k_scale": np.ones(2, "f4")}, ParameterError, "k_scale is an array"),
+    "scales": ({"k_scale": np.ones(2, "f4")}, ParameterError, "k_scale is given, but"),
     "rows of another number": ({"rows": np.zeros(3, "i4")}, ParameterError, "rows"),
     "ends of another dtype": (
         {"cu_seqlens_q": np.zeros(6, "f4")}, ArgumentTypeError, "cu_seqlens_q"
@@ -189,13 +190,41 @@ def test_one_error_for_what_is_wrong(what):
         fkjit.paged_attention(*case.given(), **options)
 
 
-def test_quantized_pages_are_for_few_tokens():
-    case = draw(1, 16)
-    pages = tuple(x.astype("i1") for x in np.nan_to_num(np.stack(case.pages)))
-    with pytest.raises(ArgumentTypeError, match="k_pages is int8, q fp16"):
-        fkjit.paged_attention(
-            case.q, pages, *case.given()[2:], cu_seqlens_q=case.ends, max_seqlen_q=70
-        )
+STORED = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}
+
+
+@pytest.mark.parametrize(
+    "storage, dim, options",
+    [("fp8", 64, {}), ("int8", 40, {"window": (20, 0), "softcap": 3.0}), ("fp8", 36, {})],
+)
+def test_quantized_pages(storage, dim, options):
+    """Beside pages of the numbers that codes and scales mean; no code of a token that there is not
+    is read: here they are NaN or far off."""
+    case = draw(3, 16, dim=dim)
+    scales = [np.array(pair, "f4") for pair in ((0.02, 0.05), (0.03, 0.01))]
+    codes, numbers = [], []
+    for held, scale in zip(case.pages, scales, strict=True):
+        scaled = held / scale[:, None]
+        if storage == "int8":
+            scaled = np.where(np.isnan(held), 127, np.clip(np.rint(scaled), -127, 127))
+        code = scaled.astype(STORED[storage])
+        codes.append(code.view("u1") if storage == "fp8" and dim == 36 else code)
+        numbers.append(code.astype("f4") * scale[:, None])
+    said: dict[str, Any] = {
+        "cu_seqlens_q": case.ends, "max_seqlen_q": case.longest, "return_lse": True, **options,
+    }  # fmt: skip
+    tables = (case.table, case.lengths)
+    with quiet():
+        with fkjit.sanitize(race=dim == 64):
+            o, lse = fkjit.paged_attention(
+                case.q, tuple(codes), *tables, k_scale=scales[0], v_scale=scales[1], **said
+            )
+        pages = tuple(x.astype("f2") for x in numbers)
+        expected, sums = fkjit.paged_attention(case.q, pages, *tables, **said)
+    assert np.abs(o - expected).max() <= 4e-3
+    there = np.isfinite(sums)
+    assert np.array_equal(np.isfinite(lse), there)
+    assert np.abs(lse[there] - sums[there]).max() <= 4e-3
 
 
 def test_kernels_with_pages_are_swept():

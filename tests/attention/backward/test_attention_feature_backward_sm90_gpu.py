@@ -156,8 +156,9 @@ def test_biases(seed):
     assert_no_worse(found, peer, exact)
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_score_mods_with_a_derivative(dims):
+def test_score_mods_with_a_derivative(dims, causal):
     made = torch.Generator("cuda").manual_seed(0)
     (d, dv), (sq, sk) = dims, PAIRS[dims[0] % len(PAIRS)]
     shapes = ((HEADS, sq, d), (2, sk, d), (2, sk, dv), (HEADS, sq, dv))
@@ -167,14 +168,13 @@ def test_score_mods_with_a_derivative(dims):
         "score_mod": "0.1f * score * score + score * table[q_idx]",
         "score_mod_grad": "0.2f * score + table[q_idx]", "score_args": {"table": table},
     }  # fmt: skip
-    for causal in (True, False):
-        mod = lambda s: 0.1 * s * s + s * table.to(s)[:, None]  # noqa: E731
-        exact, peer = (
-            grads(lambda *x: textbook(*x, causal=causal, mod=mod), given, dout, {}, to)
-            for to in (torch.float64, None)
-        )
-        found = grads(lambda *x: fkjit.attention(*x, causal=causal, **mine), given, dout, {})
-        assert_no_worse(found, peer, exact)
+
+    def theirs(*x):
+        return textbook(*x, causal=causal, mod=lambda s: 0.1 * s * s + s * table.to(s)[:, None])
+
+    exact, peer = (grads(theirs, given, dout, {}, to) for to in (torch.float64, None))
+    found = grads(lambda *x: fkjit.attention(*x, causal=causal, **mine), given, dout, {})
+    assert_no_worse(found, peer, exact)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

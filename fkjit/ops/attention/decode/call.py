@@ -32,9 +32,9 @@ _INPUTS = (*ARRAYS, *FEATURE_ARRAYS, *SLOTS)
 _MANY = "fkjit.ops.attention.paged"  # imported by calls with many new tokens
 _OF_MANY = (
     ("q", "k", "v", "cu_seqlens_q", "page_table", "seq_lens", "rows"),
-    FEATURE_ARRAYS,
+    (*FEATURE_ARRAYS, "k_scale", "v_scale"),
     ("max_seqlen_q", "layout", "causal", "softmax_scale", "return_lse", "window", "softcap"),
-    ("k_scale", "v_scale", "split_size", "out"),
+    ("split_size", "out"),
 )
 _NO_SLOTS = (None,) * len(SLOTS)  # of a call without a score_mod,
 _NO_SCORE_MOD = ("", (), ())  # and the last of its options
@@ -203,10 +203,10 @@ def paged_attention(
 
     Returns and raises as `attention_decode`. More than 16 new tokens of a sequence, and packed
     queries, take the kernels of `attention_varlen` (TMA brings pages of 8 tokens and more on
-    Hopper): keys have q's dtype then, and there is no split_size and no `out`; ParameterError and
-    ArgumentTypeError else. Tables and lengths are read when the kernel runs: a captured graph of
-    `kv_append` and this call follows sequences that grow. To torch.compile the call is one
-    operator, if `cache` is a pair and there is no `out` and no `score_mod`.
+    Hopper; fp8 and int8 are read by the portable kernel, from sm_80 on): there is no split_size and
+    no `out` then. Tables and lengths are read when the kernel runs: a captured graph of `kv_append`
+    and this call follows sequences that grow. To torch.compile the call is one operator, if `cache`
+    is a pair and there is no `out` and no `score_mod`.
     """
     k, v, page_table, seq_lens, k_scale, v_scale, layout = _pages(
         cache, layer, layout, rows, (page_table, seq_lens, k_scale, v_scale)
@@ -214,10 +214,9 @@ def paged_attention(
     if cu_seqlens_q is not None or max_seqlen_q is not None or _has_many(q):
         return _prefill(
             (q, k, v, cu_seqlens_q, page_table, seq_lens, rows),
-            (alibi_slopes, bias, mask, sinks),
+            (alibi_slopes, bias, mask, sinks, k_scale, v_scale),
             (max_seqlen_q, layout, causal, softmax_scale, return_lse, _hashable(window), softcap),
-            {"k_scale": k_scale, "v_scale": v_scale, "split_size": split_size, "out": out},
-            score_mod, score_args,
+            {"split_size": split_size, "out": out}, score_mod, score_args,
         )  # fmt: skip
     options = (layout, causal, softmax_scale, split_size, return_lse, _hashable(window), softcap)
     arrays = (
