@@ -64,6 +64,7 @@ constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory i
 //% if form
 using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
+constexpr bool MIXED = ${mixed};    // those of one row are left to decoding's kernel
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks}, SCORE_MOD = ${has_mod};
 constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see attention/score.cuh
 constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
@@ -141,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   const SequenceRows<VARLEN> held(cu_seqlens_k, place.batch, max_seqlen_k);
   //% endif
   const int seqlen_q = queries.length, seqlen_k = held.length;
-  if (VARLEN && place.q0 >= seqlen_q) return;
+  if (VARLEN && (place.q0 >= seqlen_q || (MIXED && seqlen_q == 1))) return;
   q += queries.start * q_strides.row;
   k += held.start * k_strides.row;
   v += held.start * v_strides.row;

@@ -13,6 +13,11 @@ import pytest
 import fkjit
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import quiet
+from fkjit.ops.attention import paged_checks
+from fkjit.ops.attention.features import CASTS
+from fkjit.ops.attention.paged import attend_pages
+from fkjit.ops.op.casts import casting
+from fkjit.ops.op.plan import Plans
 from fkjit.settings import settings
 from fkjit.spec import registered
 from tests.core.sampling import one_in
@@ -188,6 +193,65 @@ def test_one_error_for_what_is_wrong(what):
     options: dict[str, Any] = {"cu_seqlens_q": case.ends, "max_seqlen_q": 70, **more}
     with pytest.raises(kind, match=f"^paged_attention: .*{named}"):
         fkjit.paged_attention(*case.given(), **options)
+
+
+BATCH = ((1, 130), (40, 100), (1, 33), (0, 5), (1, 1), (70, 70), (1, 90))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that calls take from now on."""
+    seen, usual = [], paged_checks.check_pages
+
+    def check_pages(*given):
+        made = usual(*given)
+        seen.append([launch.spec.name for launch in made.launches])
+        return made
+
+    monkeypatch.setattr(attend_pages, "check", casting(lambda: attend_pages, check_pages, CASTS))
+    monkeypatch.setattr(
+        attend_pages, "plans", Plans("paged_attention", attend_pages.names, attend_pages.outputs)
+    )
+    return seen
+
+
+KERNELS = {"compute_80": ["split", "flash"], "compute_90a": ["mixed_plan", "split", "flash_sm90"]}
+
+
+@one_in(2, target=TARGETS, page=(16, 64))
+@pytest.mark.parametrize(
+    "page, options", [(16, {"window": (50, 0), "sinks": np.array([1, -1, 0, 2], "f4")}), (64, {})]
+)
+def test_mixed_batches(page, options, target, launched, request):
+    """As sequence by sequence; rows of a batch of other lengths are found on the device."""
+    case = draw(page, page, lengths=BATCH)
+    said: dict[str, Any] = {
+        "cu_seqlens_q": case.ends, "max_seqlen_q": case.longest, "return_lse": True, **options,
+    }  # fmt: skip
+    with quiet(), fkjit.sanitize(race=True):
+        o, lse = fkjit.paged_attention(*case.given(), mixed=True, **said)
+    with quiet():
+        expected, sums = fkjit.paged_attention(*case.given(), **said)
+    assert launched[0] == KERNELS[request.node.callspec.params["target"]]
+    assert np.abs(o - expected).max() <= 2e-3
+    assert np.abs(lse - sums).max() <= 1e-5
+    if not options:
+        check(case, (o, lse))
+
+
+@pytest.mark.parametrize("target", ["compute_90a"], indirect=True)
+def test_batches_of_single_tokens_and_of_none(launched, target):
+    case = draw(2, 16, lengths=((1, 100), (1, 7), (0, 3)))
+    said: dict[str, Any] = {"cu_seqlens_q": case.ends, "return_lse": True}
+    with quiet():
+        check(case, fkjit.paged_attention(*case.given(), max_seqlen_q=1, **said))
+        long = draw(4, 16, lengths=((20, 50), (0, 33)))
+        said["cu_seqlens_q"] = long.ends
+        made = fkjit.paged_attention(*long.given(), max_seqlen_q=20, mixed=True, **said)
+        check(long, made)
+        said["cu_seqlens_q"] = case.ends
+        check(case, fkjit.paged_attention(*case.given(), max_seqlen_q=40, mixed=True, **said))
+    assert launched == [["split"], ["split", "flash"], KERNELS["compute_90a"]]
 
 
 STORED = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}

@@ -63,6 +63,7 @@ def check_features(
         mask="mask" in seen, mask_paired=paired.get("mask", False),
         varlen="cu_seqlens_q" in seen, score_mod=options.score_mod,
         paged=seen.keys() >= {"cu_seqlens_q", "page_table"}, codes=_codes(problem),
+        mixed=bool(problem.get("mixed")),
         score_args=_score_args(call, seen, options),
     )  # fmt: skip
 

@@ -56,13 +56,14 @@ class ScoreFeatures:
     dbias_sums: bool = False  # of one row for all queries, on sm_90
     paged: bool = False  # packed queries of keys in pages; in the forward alone
     codes: str = ""  # what those are kept as, "fp8" or "int8", if not as q
+    mixed: bool = False  # sequences of one new token are left to decoding's kernel
     seeded: bool = False  # sums of products start from bias and mask, which are read in runs
 
     @cached_property
     def text(self) -> str:
         words = [
             name
-            for name in (*FLAGS, "dalibi", "dbias", "dbias_sums", "seeded")
+            for name in (*FLAGS, "mixed", "dalibi", "dbias", "dbias_sums", "seeded")
             if getattr(self, name)
         ]
         words += [f"codes={self.codes}"] * bool(self.codes)
@@ -101,7 +102,13 @@ class ScoreFeatures:
             "score_fields": "".join(f"; {kind} {name}" for kind, name, _ in arrays + scalars),
             "score_arrays": "".join(f", {kind} __restrict__ {slot}" for kind, _, slot in arrays),
             "score_scalars": "".join(f", const {kind} {name}" for kind, _, name in scalars),
-            "page_arrays": (_PAGE_ARRAYS if self.paged else "") + _SCALE_ARRAYS * bool(self.codes),
+            "page_arrays": (_PAGE_ARRAYS if self.paged else "")
+            + _SCALE_ARRAYS * bool(self.codes)
+            + _LISTED * self.mixed,
+            **_PACKED[self.varlen],
+            "mixed": self.mixed,
+            "listed": f", {LISTED}" if self.mixed else "",
+            "works": "ListedWorkItems" if self.mixed else "AttentionWorkItems",
             **{"codes": self.codes, "kept": _KEPT.get(self.codes, "elem_t")},
             "page_numbers": _PAGE_NUMBERS if self.paged else "",
             "score_values": "".join(f", {argument}" for _, _, argument in arrays + scalars),
@@ -109,6 +116,17 @@ class ScoreFeatures:
 
 
 _PAGE_ARRAYS = "".join(f", const int* __restrict__ {name}" for name in PAGES)
+LISTED = "long_sequences"  # of more than one new token: how many, then which
+_LISTED = f", const int* __restrict__ {LISTED}"
+# Of decoding's kernel, whose new tokens may be packed, one of a sequence.
+_PACKED: tuple[dict[str, str], dict[str, str]] = (
+    {"packed_array": "", "packed_ends": "", "packed_rows": ""},
+    {
+        "packed_array": ", const int* __restrict__ cu_seqlens_q",
+        "packed_ends": ", cu_seqlens_q", "packed_rows": ", form.total_q",
+    },
+)  # fmt: skip
+NOT_PACKED = _PACKED[False]
 _SCALE_ARRAYS = "".join(f", const float* __restrict__ {name}" for name in SCALES)
 _KEPT = {"fp8": "e4m3", "int8": "i8"}
 _PAGE_NUMBERS = ", const int table_width, const int page_log2, const int num_pages"
@@ -121,6 +139,9 @@ PLAIN: Mapping[str, Any] = {
         "paged": False,
         "codes": "",
         "kept": "elem_t",
+        "mixed": False,
+        "listed": "",
+        "works": "AttentionWorkItems",
         "seqlen_q": "seqlen_q",
         "seqlen_k": "seqlen_k",
     },

@@ -69,7 +69,7 @@ attend_pages = Op(
     node=Node(
         _fake,
         "SymInt max_seqlen_q, str layout, bool causal, float? softmax_scale, int[]? block, "
-        "bool return_lse, int[]? window, float? softcap",
+        "bool return_lse, int[]? window, float? softcap, bool mixed=False",
         None, "paged_attention_packed", _packed, _unpacked,
     ),
     lengths=1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fkjit.arguments import one_of
 from fkjit.errors import ParameterError
+from fkjit.ops.attention import mixed
 from fkjit.ops.attention.checks import Views, check_grid, ends, length, present, request
 from fkjit.ops.attention.options import PagedOptions
 from fkjit.ops.attention.page_checks import (
@@ -21,7 +22,7 @@ from fkjit.ops.attention.shapes import (
     check_dims,
     check_heads,
 )
-from fkjit.ops.op.checks import check_dtype
+from fkjit.ops.op.checks import check_dtype, check_flag
 from fkjit.ops.op.op import Request
 
 _DTYPES = ("bf16", "fp16")
@@ -71,4 +72,8 @@ def check_pages(views: Views, options: PagedOptions) -> Request:
         "storage": storage,
     }  # fmt: skip
     check_grid(call, problem)
-    return request(call, seen, problem, ((total, heads, dim_v), (heads, total)), options, True)
+    shapes = ((total, heads, dim_v), (heads, total))
+    takes_apart = check_flag(call, "mixed", options.mixed) or problem["seqlen_q"] == 1
+    problem["mixed"] = takes_apart and mixed.decodes(call, seen, problem)
+    made = request(call, seen, problem, shapes, options, True)
+    return mixed.with_decode(made, rows) if problem["mixed"] and made.launches else made

@@ -33,7 +33,16 @@ _MANY = "fkjit.ops.attention.paged"  # imported by calls with many new tokens
 _OF_MANY = (
     ("q", "k", "v", "cu_seqlens_q", "page_table", "seq_lens", "rows"),
     (*FEATURE_ARRAYS, "k_scale", "v_scale"),
-    ("max_seqlen_q", "layout", "causal", "softmax_scale", "return_lse", "window", "softcap"),
+    (
+        "max_seqlen_q",
+        "layout",
+        "causal",
+        "softmax_scale",
+        "return_lse",
+        "window",
+        "softcap",
+        "mixed",
+    ),
     ("split_size", "out"),
 )
 _NO_SLOTS = (None,) * len(SLOTS)  # of a call without a score_mod,
@@ -156,6 +165,7 @@ def paged_attention(
     rows: Any = None,
     cu_seqlens_q: Any = None,
     max_seqlen_q: int | None = None,
+    mixed: bool = False,
     layer: int = 0,
     layout: PageLayout | None = None,
     k_scale: Any = None,
@@ -192,6 +202,9 @@ def paged_attention(
             tokens; sequence i has rows cu_seqlens_q[i] up to cu_seqlens_q[i + 1] of q.
         max_seqlen_q: at least the most new tokens of a sequence, with cu_seqlens_q. Rows beyond
             are not written: nothing waits for the device to find out.
+        mixed: with cu_seqlens_q, that many sequences have one new token: decoding's kernel takes
+            these, and the others go on without them. Which they are is found out on the device;
+            False is right as well, only slower. (max_seqlen_q=1 takes decoding's kernel alone.)
         layer: which of the cache's layers.
         layout: "nhd" (default), pages are [page_size, heads, D]; or "hnd", [heads, page_size, D].
             Only where `cache` is a pair.
@@ -215,7 +228,10 @@ def paged_attention(
         return _prefill(
             (q, k, v, cu_seqlens_q, page_table, seq_lens, rows),
             (alibi_slopes, bias, mask, sinks, k_scale, v_scale),
-            (max_seqlen_q, layout, causal, softmax_scale, return_lse, _hashable(window), softcap),
+            (
+                max_seqlen_q, layout, causal, softmax_scale, return_lse, _hashable(window), softcap,
+                mixed,
+            ),
             {"split_size": split_size, "out": out}, score_mod, score_args,
         )  # fmt: skip
     options = (layout, causal, softmax_scale, split_size, return_lse, _hashable(window), softcap)
@@ -264,8 +280,8 @@ def _prefill(
     paged = import_module(_MANY)
     if not packed:
         ends, q, most = paged.uniform_ends(q, *shape[:2]), q.reshape(-1, *shape[2:]), shape[1]
-    layout, causal, scale, return_lse, window, softcap = rest
-    said = (most, layout, causal, scale, None, return_lse, window, softcap)
+    layout, causal, scale, return_lse, *more = rest
+    said = (most, layout, causal, scale, None, return_lse, *more)
     op = _Preparing(paged.attend_pages) if prepares else paged.attend_pages
     given = (q, k, v, ends, None, *tables, *features)
     made = _run(op, given, None, said, score_mod, score_args)

@@ -118,7 +118,7 @@ def _request(call: str, seen: Seen, problem: Sizes, options: Options) -> Request
     problem["split"] = _split(call, options.split_size)
     shape = (*q.shape[:-1], problem["head_dim_v"])
     check_output(call, out, shape, problem["dtype"], "out")
-    _aligned(call, seen)
+    check_aligned(call, seen)
     features = _features(call, seen, problem, options)
     made = {"o": Output(shape, problem["dtype"], out), "lse": None}
     if check_flag(call, "return_lse", options.return_lse):
@@ -229,7 +229,7 @@ def _split(call: str, split: Any) -> int:
     return split
 
 
-def _aligned(call: str, seen: Seen) -> None:
+def check_aligned(call: str, seen: Seen) -> None:
     """Rows begin on 16-byte boundaries, those of the output on 8-byte ones; strides fit."""
     for name in ("q", "k", "v", "o"):
         view = seen.get(name)
