@@ -49,7 +49,7 @@
 //% endif
 
 using elem_t = ${dtype};
-using kept_t = ${kept};  // k and v: elem_t, or codes in pages that a head's scale belongs to
+using kept_t = ${kept_keys};  // k and v: elem_t, or codes in pages that a head's scale belongs to
 constexpr int BLOCK_Q = ${block_q};  // query rows of a block
 constexpr int BLOCK_K = ${block_k};  // keys of a tile
 constexpr int NUM_WARPS = ${num_warps};

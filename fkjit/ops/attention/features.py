@@ -109,7 +109,7 @@ class ScoreFeatures:
             "mixed": self.mixed,
             "listed": f", {LISTED}" if self.mixed else "",
             "works": "ListedWorkItems" if self.mixed else "AttentionWorkItems",
-            **{"codes": self.codes, "kept": _KEPT.get(self.codes, "elem_t")},
+            **{"codes": self.codes, "kept_keys": _KEPT.get(self.codes, "elem_t")},
             "page_numbers": _PAGE_NUMBERS if self.paged else "",
             "score_values": "".join(f", {argument}" for _, _, argument in arrays + scalars),
         }
@@ -138,7 +138,7 @@ PLAIN: Mapping[str, Any] = {
         "seeded": False,
         "paged": False,
         "codes": "",
-        "kept": "elem_t",
+        "kept_keys": "elem_t",
         "mixed": False,
         "listed": "",
         "works": "AttentionWorkItems",
