@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from fkjit.errors import ArgumentTypeError, CompileError, ParameterError
 from fkjit.ops.attention.decode import nodes
 from fkjit.ops.attention.decode.checks import ARRAYS, Options, check_contiguous, check_paged
-from fkjit.ops.attention.decode.problem import MAX_TOKENS
+from fkjit.ops.attention.decode.problem import MAX_TOKENS, has_many
 from fkjit.ops.attention.features import CASTS, FEATURE_ARRAYS, SLOTS
 from fkjit.ops.attention.options import unpack_score_mod
 from fkjit.ops.kv.planes import planes
@@ -224,7 +224,7 @@ def paged_attention(
     k, v, page_table, seq_lens, k_scale, v_scale, layout = _pages(
         cache, layer, layout, rows, (page_table, seq_lens, k_scale, v_scale)
     )
-    if cu_seqlens_q is not None or max_seqlen_q is not None or _has_many(q):
+    if cu_seqlens_q is not None or max_seqlen_q is not None or has_many(q):
         return _prefill(
             (q, k, v, cu_seqlens_q, page_table, seq_lens, rows),
             (alibi_slopes, bias, mask, sinks, k_scale, v_scale),
@@ -239,12 +239,6 @@ def paged_attention(
         q, k, v, page_table, seq_lens, rows, k_scale, v_scale, alibi_slopes, bias, mask, sinks,
     )  # fmt: skip
     return _run(_PAGED, arrays, out, options, score_mod, score_args)
-
-
-def _has_many(q: Any) -> bool:
-    """Whether q has more tokens of each sequence than decoding's kernel takes."""
-    shape = getattr(q, "shape", ())
-    return len(shape) == 4 and shape[1] > MAX_TOKENS and 0 not in shape
 
 
 class _Preparing:
@@ -363,7 +357,7 @@ def _preparing(op: Op, call: Callable[..., Any]) -> Callable[..., None]:
             found = _pages(given["cache"], given["layer"], given["layout"], given["rows"], own)
             given |= dict(zip(("k", "v", *names, "layout"), found, strict=True))
             q, ends, most = (given[name] for name in ("q", "cu_seqlens_q", "max_seqlen_q"))
-            if ends is not None or most is not None or _has_many(q):
+            if ends is not None or most is not None or has_many(q):
                 arrays, features, options, none = (
                     {name: given[name] for name in group} for group in _OF_MANY
                 )
