@@ -26,6 +26,7 @@ def test_mixed_batches_are_right_and_other_values_are_found_wrong(storage):
     given = problem("few", [(1, 50), (20, 33), (1, 7)], storage=storage, **SMALL)
     arrays = OP.inputs(given, DEVICE)
     expected = OP.expected(given, arrays)
+    assert OP.ours is not None
     with quiet():
         for prepared in (OP.ours(given, arrays), peer("one-kernel", given, arrays)):
             assert expected.judge(prepared.output(prepared.call())).why_wrong() is None
