@@ -38,6 +38,7 @@ KERNELS = (
     "attention.kernels",
     "attention.feature_kernels",
     "attention.kernels_few",
+    "attention.kernels_mixed",
     "attention.decode.kernels",
     "attention.merge.kernels",
     "attention.backward.registered",

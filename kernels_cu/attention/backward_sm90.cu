@@ -16,7 +16,7 @@
    `dq_sum` in L2, from its accumulators (DIRECT) or by the copy engine; backward_dq_convert.cu
    makes dQ of it. In any order: dq_sum is 0 before. DETERMINISTIC: blocks add to a tile in a fixed
    order, and the first one overwrites it. In the fourth, a thread each loads tiles, and K and V, and
-   two copy dQ in turns (backward_sm90/copies.cuh). Features: backward_sm90/features.cuh.
+   two copy dQ in turns (copies.cuh). Features: features.cuh, score_mod.cuh of backward_sm90/.
 
    Registers decide the schedule: dK and dV take 128 of 208, S^T or dP^T 32, P^T or dS^T 16. With
    dV under way while dS^T is made both of the latter would be needed, and ptxas serialises wgmma
@@ -44,6 +44,7 @@
 #include "attention/backward_sm90/tile.cuh"
 //% if form
 #include "attention/backward_sm90/features.cuh"
+#include "attention/backward_sm90/score_mod.cuh"
 //% endif
 
 using elem_t = ${dtype};
@@ -59,12 +60,12 @@ constexpr int COPY_REGISTERS = ${copy_registers};
 constexpr int LSE_AHEAD = ${lse_ahead}, DELTA_AHEAD = ${delta_ahead};  // pairs that are read early
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 constexpr bool VARLEN = ${varlen}, SOFTCAP = ${softcap}, ALIBI = ${alibi};
-constexpr bool BIAS = ${bias}, MASK = ${mask};
+constexpr bool BIAS = ${bias}, MASK = ${mask}, CURVED = ${curved};  // of a score_mod
 using bias_t = ${bias_dtype};
 //% if has_mod
 #define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
 #define SCORE_EXPRESSION (${score_mod})
-#define SCORE_DERIVATIVE (1.f)  // of no other one is this kernel rendered
+#define SCORE_DERIVATIVE (${score_mod_grad})
 #include "attention/score_mod.cuh"
 //% endif
 
@@ -176,32 +177,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
     const auto rows_at = [&](int step) {
       return lane_rows + step % Layout::ROWS_STAGES * Layout::ROWS_STAGE;
     };
-    // All that lies in shared memory comes late while products are read from there: before scores
-    // are waited for.
+    // What lies in shared memory comes late beside products: it is read before scores are waited for.
     const auto look_ahead = [&](int step) {
       const Tile tile(barriers.tile(step));
       masked = tile.masked(), ends = tile.last;
       lse.load(rows_at(step));
     };
     // P^T of the tile, and what its dP^T takes.
-    const auto take_scores = [&](float (&s)[1][BLOCK_Q / 8][4], int step) {
+    const auto take_scores = [&](float (&s)[1][BLOCK_Q / 8][4], int step, bool there) {
       //% if has_mod
       const ScoreTilePlace at(barriers.tile(step));
       const ScoreMod mod{at.batch, at.head, seqlen_q, seqlen_k${score_values}};
-      modify_scores(s, mod, at, form.softmax_scale);
+      if constexpr (CURVED)
+        curved_scores<elem_t, Layout>(p, s, mod, barriers, shared, step, there, lse, rows_at(step),
+                                      form);
+      else
+        modify_scores(s, mod, at, form.softmax_scale);
       //% endif
       //% if form
-      feature_scores<Layout, SOFTCAP, ALIBI, bias_t>(s, barriers, shared, step, lane,
-                                                     ${has_mod} ? 1.f : softmax_scale_log2, form);
+      if constexpr (!CURVED)
+        feature_scores<Layout, SOFTCAP, ALIBI, bias_t>(s, barriers, shared, step, lane,
+                                                       ${has_mod} ? 1.f : softmax_scale_log2, form);
       //% else
-      if (masked) {
-        const Tile tile(barriers.tile(step));
-        const int first = warp_row();
-        mask_columns(s, lane, [&](int row) { return tile.first_visible(first + row); });
-      }
+      if (masked) mask_columns(s, lane, Tile(barriers.tile(step)), warp_row());
       //% endif
       const float scale = SOFTCAP || ALIBI || BIAS || ${has_mod} ? 1.f : softmax_scale_log2;
-      probabilities<elem_t>(p, s, scale, lse, rows_at(step));
+      if constexpr (!CURVED) probabilities<elem_t>(p, s, scale, lse, rows_at(step));
       delta.load(rows_at(step) + BLOCK_Q * 4);
       const RingPlace<DO_STAGES> do_ring = ring_place<DO_STAGES>(step);
       do_ready = mbarrier_test(barriers.do_full(do_ring.stage), do_ring.parity);
@@ -229,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       issue_keys<elem_t, Layout, false>(s, k_operand, q_operand);
       look_ahead(0);
       wgmma_wait<0>();
-      take_scores(s, 0);
+      take_scores(s, 0, true);
     }
     while (more) {
       float dk_sum[1][HEAD_DIM / 8][4] = {}, dv_sum[1][HEAD_DIM / 8][4] = {};
@@ -238,8 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
       register_fence(dv_sum[0]);
       register_fence(dk_sum[0]);
       for (bool last = false; !last;) {
-        // 1. dP^T and dV, then dS^T; meanwhile what step 2 needs. After the last tile other keys
-        // follow.
+        // 1. dP^T and dV, then dS^T; meanwhile what step 2 needs. Behind the last tile: other keys.
         const int stage = step_number % Q_STAGES, tile_number = step_number;
         const RingPlace<DO_STAGES> do_ring = ring_place<DO_STAGES>(step_number);
         const RingPlace<Layout::DS_STAGES> ds_ring = ring_place<Layout::DS_STAGES>(step_number);
@@ -266,6 +266,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         u32 ds[Q_STEPS][4];
         //% if softcap
         capped_differentials<elem_t>(ds, p, dp, rows_at(tile_number), form.softcap);
+        //% elif curved
+        curved_differentials<elem_t, Layout>(ds, dp, shared, ds_ring.stage);
         //% else
         differentials<elem_t>(ds, p, dp);
         //% endif
@@ -279,9 +281,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
               ds_place.address(shared + Layout::DS + ds_ring.stage * Layout::DS_STAGE, 0, step),
               ds[step]);
 
-        // 2. S^T of the next tile, then dK; meanwhile dS^T is handed to the third warpgroup. (After
-        // all tiles the scores of the last one once more: products must not stand under a
-        // condition.)
+        // 2. S^T of the next tile, then dK; meanwhile dS^T is handed to the third warpgroup. (After all
+        // tiles the last one's scores once more: products must not stand under a condition.)
         if constexpr (!DS_SHARED) register_fence(ds);
         wgmma_fence();
         float s[1][BLOCK_Q / 8][4];
@@ -299,11 +300,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_backwar
         if (!DS_SHARED && last) store(dv, dv_strides, head_dim_v, dv_sum, 1.f, tile_number);
         look_ahead(step_number);
 
-        // 3. P^T while dK is multiplied.
-        wgmma_wait<1>();
+        wgmma_wait<1>();  // 3. P^T while dK is multiplied.
         if (DS_SHARED) leave_do(do_ring.stage);
         if (DS_SHARED && last) store(dv, dv_strides, head_dim_v, dv_sum, 1.f, tile_number);
-        take_scores(s, step_number);
+        take_scores(s, step_number, more);
         if constexpr (DS_SHARED) continue;  // dK is waited for with the next tile's dP
         wgmma_wait<0>();
         __syncwarp();  // after all tiles, lanes have read of this stage once more

@@ -20,6 +20,7 @@
 
    A row tile of 16 has a warp a group; one of 64 has four, which share their keys.
 
+   Packed (VARLEN of a form): sequences with one new token each, others are left out.
    Keys and values may be kept as e4m3 or int8; then a head has a k_scale and a v_scale.
 
    Forms of attention are rendered in (decode/features.cuh), as in flash.cu: a band of keys in
@@ -117,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     const float* __restrict__ alibi_slopes,  // [batch or 1, heads_q]
     const bias_t* __restrict__ bias,         // [batch, heads_q, seqlen_q, seqlen_k], broadcast
     const u8* __restrict__ mask,             // the same; 0 hides the key
-    const float* __restrict__ sinks /* [heads_q] */ ${score_arrays},
+    const float* __restrict__ sinks /* [heads_q] */ ${score_arrays} ${packed_array},
     //% endif
     const elem_t* __restrict__ q,        // [batch, heads_q, seqlen_q, head_dim]
     const stored_t* __restrict__ k,      // [pages, heads_kv, page_size, head_dim]
@@ -162,11 +163,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
   // 1. The share of this block.
   //% if form
   const Sequences sequences{seq_lens, rows,       batch,
-                            longest,  table_rows, seqlen_q + form.window_left};
+                            longest,  table_rows, seqlen_q + form.window_left ${packed_ends}};
   //% else
   const Sequences sequences{seq_lens, rows, batch, longest, table_rows};
   //% endif
-  const QueryRows query_rows{group_size, seqlen_q, heads_kv, group_inverse};
+  const QueryRows query_rows{group_size, seqlen_q, heads_kv, group_inverse ${packed_rows}};
   const int all_rows = query_rows.count(), row_tiles = ceil_div(all_rows, ROWS);
   const int heads = heads_kv * row_tiles;  // of a sequence: one for each of its tiles of rows
   const LaneSequence lanes(sequences, 0, unit_log2);
@@ -183,7 +184,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
     const Segment segment(place, unit, share_end, split, crew.member());
     const int kv_head = row_tiles == 1 ? segment.head : segment.head / row_tiles;
     const int row0 = (segment.head - kv_head * row_tiles) * ROWS;
-    const RowTile tile{query_rows, place.sequence, kv_head, row0, min(ROWS, all_rows - row0)};
+    const RowTile tile{query_rows, sequences.queries(place.sequence), kv_head, row0,
+                       min(ROWS, all_rows - row0)};
     const int length = place.length;
     const int base_key = sequences.first_key(length);
     const int first_key = base_key + ((unit - segment.head_begin) << unit_log2);
@@ -342,9 +344,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_deco
 
     unit = segment.end;
     if (unit >= share_end) return;
-    if (unit == place.first + listed * place.units) {
-      const Sequence next(sequences, place.sequence + 1);
-      place = {place.sequence + 1, next.row, next.length, unit, next.units(sequences, unit_log2)};
-    }
+    if (unit == place.first + listed * place.units) place.advance(sequences, unit, unit_log2);
   }
 }

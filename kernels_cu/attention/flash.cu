@@ -43,9 +43,13 @@
 //% if paged
 #include "attention/paged_copy.cuh"
 //% endif
+//% if codes == "fp8"
+#include "kv/e4m3.cuh"
+//% endif
 //% endif
 
 using elem_t = ${dtype};
+using kept_t = ${kept_keys};  // k and v: elem_t, or codes in pages that a head's scale belongs to
 constexpr int BLOCK_Q = ${block_q};  // query rows of a block
 constexpr int BLOCK_K = ${block_k};  // keys of a tile
 constexpr int NUM_WARPS = ${num_warps};
@@ -60,6 +64,7 @@ constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory i
 //% if form
 using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
+constexpr bool MIXED = ${mixed};    // those of one row are left to decoding's kernel
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks}, SCORE_MOD = ${has_mod};
 constexpr bool BIAS = ${bias}, BIAS_PAIRED = ${bias_paired};  // paired: see attention/score.cuh
 constexpr bool MASK = ${mask}, MASK_PAIRED = ${mask_paired};
@@ -108,8 +113,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
     const float* __restrict__ sinks /* [heads_q] */ ${score_arrays} ${page_arrays},
     //% endif
     const elem_t* __restrict__ q,  // [batch, heads_q, seqlen_q, head_dim]    strides in elements,
-    const elem_t* __restrict__ k,  // [batch, heads_kv, seqlen_k, head_dim]   last dimension
-    const elem_t* __restrict__ v,  // [batch, heads_kv, seqlen_k, head_dim_v] contiguous
+    const kept_t* __restrict__ k,  // [batch, heads_kv, seqlen_k, head_dim]   last dimension
+    const kept_t* __restrict__ v,  // [batch, heads_kv, seqlen_k, head_dim_v] contiguous
     elem_t* __restrict__ o,        // [batch, heads_q, seqlen_q, head_dim_v]
     float* __restrict__ lse,       // [batch, heads_q, seqlen_q] contiguous, or null
     const Strides q_strides, const Strides k_strides, const Strides v_strides,
@@ -137,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   const SequenceRows<VARLEN> held(cu_seqlens_k, place.batch, max_seqlen_k);
   //% endif
   const int seqlen_q = queries.length, seqlen_k = held.length;
-  if (VARLEN && place.q0 >= seqlen_q) return;
+  if (VARLEN && (place.q0 >= seqlen_q || (MIXED && seqlen_q == 1))) return;
   q += queries.start * q_strides.row;
   k += held.start * k_strides.row;
   v += held.start * v_strides.row;
@@ -174,9 +179,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   const auto fetch = [&](int t) {
     const u32 stage = ring + (t % STAGES) * STAGE_BYTES;
     //% if paged
-    copy_paged_tile<KTile, THREADS, ALIGNED>(stage, k, k_strides, pages, t * BLOCK_K, head_dim);
-    copy_paged_tile<VTile, THREADS, ALIGNED>(stage + V_OFFSET, v, v_strides, pages, t * BLOCK_K,
-                                             columns_v);
+    copy_paged_tile<elem_t, KTile, THREADS, ALIGNED>(stage, k, k_strides, pages, t * BLOCK_K,
+                                                     head_dim);
+    copy_paged_tile<elem_t, VTile, THREADS, ALIGNED>(stage + V_OFFSET, v, v_strides, pages,
+                                                     t * BLOCK_K, columns_v);
     //% else
     const i64 row = static_cast<i64>(t) * BLOCK_K;
     const int rows_left = seqlen_k - t * BLOCK_K;
@@ -210,8 +216,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   //% else
   constexpr bool RULES = false;
   //% endif
+  //% if codes
+  const float key_scale = k_scale[kv_head];
+  //% else
+  constexpr float key_scale = 1.f;
+  //% endif
   // A negative scale would turn maxima into minima: its sign goes into Q.
-  const float scale_log2 = RULES ? LOG2E : fabsf(softmax_scale_log2);
+  const float scale_log2 = RULES ? LOG2E : fabsf(softmax_scale_log2) * key_scale;
   if (!RULES && softmax_scale_log2 < 0.f) {
     cp_async_wait<0>();
     __syncthreads();
@@ -256,7 +267,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
                                                k_reader);
 
     //% if form
-    if (RULES) rules_on_fragments(s, lane, rules, form.softmax_scale, warp_q0, tile * BLOCK_K);
+    if (RULES)
+      rules_on_fragments(s, lane, rules, form.softmax_scale * key_scale, warp_q0, tile * BLOCK_K);
     if (HELD && tile > first_tile) rules.fetch(lane, warp_q0, (tile - 1) * BLOCK_K);
     if (!tiles.is_whole(tile)) rules_on_fragments(s, lane, band, 1.f, warp_q0, tile * BLOCK_K);
     //% else
@@ -290,6 +302,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   const QueryBlock<BLOCK_Q> again(block_again, seqlen_q, heads_q);
   const int length = seqlen_q, lse_length = seqlen_q;
   const i64 head_index = static_cast<i64>(again.batch) * heads_q + again.head;
+  //% endif
+  //% if codes
+  scale_all(acc, v_scale[again.head / group_size]);
   //% endif
   const int end_lane = thread_index_again() % WARP_SIZE;
   const int warp_row = thread_index_again() / WARP_SIZE * ROWS_A_WARP, row0 = again.q0 + warp_row;

@@ -140,8 +140,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   const u32 shared = shared_address(shared_memory);
   const Barriers<Rings::STAGES> barriers{shared + Rings::BARRIERS};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
-  const AttentionWorkItems works(ceil_div(${seqlen_q}, ROWS), heads_q / HEADS, group_size / HEADS,
-                                 batch, section_heads, ${parts or 1}, counters);
+  const ${works} works(ceil_div(${seqlen_q}, ROWS), heads_q / HEADS, group_size / HEADS, batch,
+                       section_heads, ${parts or 1}, counters ${listed});
   // Of the producer: one thread asks, or with VARLEN a whole warp, whose first lane TMA hears from.
   const bool asks = !VARLEN || threadIdx.x % WARP_SIZE == 0;
   const int warp = __shfl_sync(FULL_MASK, threadIdx.x / WARP_SIZE, 0);

@@ -134,6 +134,14 @@ __device__ __forceinline__ void scale_rows(float (&acc)[M][COLUMNS][4], const fl
       for (int i = 0; i < 4; ++i) acc[m][n][i] *= by[m][i / 2];
 }
 
+template <int M, int COLUMNS>
+__device__ __forceinline__ void scale_all(float (&acc)[M][COLUMNS][4], float by) {
+  float rows[M][2];
+#pragma unroll
+  for (int m = 0; m < M; ++m) rows[m][0] = rows[m][1] = by;
+  scale_rows(acc, rows);
+}
+
 // After the last tile: o = O / row sum, rounded, to the warp's rows of a tile at `warp_o_tile`; and
 // the lse of its first `rows_left` rows to `lse` (of the warp's first row, or null).
 template <typename T, typename OTile, int M, int COLUMNS>

@@ -6,12 +6,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import fkjit
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import quiet
+from fkjit.ops.attention import paged_checks
+from fkjit.ops.attention.features import CASTS
+from fkjit.ops.attention.paged import attend_pages
+from fkjit.ops.op.casts import casting
+from fkjit.ops.op.plan import Plans
 from fkjit.settings import settings
 from fkjit.spec import registered
 from tests.core.sampling import one_in
@@ -170,7 +176,7 @@ WRONG = {
     "no max_seqlen_q": ({"max_seqlen_q": None}, ParameterError, "max_seqlen_q"),
     "a split": ({"split_size": 128}, ParameterError, "split_size is 128"),
     "a place for the result": ({"out": np.zeros((4,))}, ParameterError, "out is an array"),
-    "scales": ({"k_scale": np.ones(2, "f4")}, ParameterError, "k_scale is an array"),
+    "scales": ({"k_scale": np.ones(2, "f4")}, ParameterError, "k_scale is given, but"),
     "rows of another number": ({"rows": np.zeros(3, "i4")}, ParameterError, "rows"),
     "ends of another dtype": (
         {"cu_seqlens_q": np.zeros(6, "f4")}, ArgumentTypeError, "cu_seqlens_q"
@@ -189,13 +195,100 @@ def test_one_error_for_what_is_wrong(what):
         fkjit.paged_attention(*case.given(), **options)
 
 
-def test_quantized_pages_are_for_few_tokens():
-    case = draw(1, 16)
-    pages = tuple(x.astype("i1") for x in np.nan_to_num(np.stack(case.pages)))
-    with pytest.raises(ArgumentTypeError, match="k_pages is int8, q fp16"):
-        fkjit.paged_attention(
-            case.q, pages, *case.given()[2:], cu_seqlens_q=case.ends, max_seqlen_q=70
-        )
+BATCH = ((1, 130), (40, 100), (1, 33), (0, 5), (1, 1), (70, 70), (1, 90))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that calls take from now on."""
+    seen, usual = [], paged_checks.check_pages
+
+    def check_pages(*given):
+        made = usual(*given)
+        seen.append([launch.spec.name for launch in made.launches])
+        return made
+
+    monkeypatch.setattr(attend_pages, "check", casting(lambda: attend_pages, check_pages, CASTS))
+    monkeypatch.setattr(
+        attend_pages, "plans", Plans("paged_attention", attend_pages.names, attend_pages.outputs)
+    )
+    return seen
+
+
+KERNELS = {"compute_80": ["split", "flash"], "compute_90a": ["mixed_plan", "split", "flash_sm90"]}
+
+
+@one_in(2, target=TARGETS, page=(16, 64))
+@pytest.mark.parametrize(
+    "page, options", [(16, {"window": (50, 0), "sinks": np.array([1, -1, 0, 2], "f4")}), (64, {})]
+)
+def test_mixed_batches(page, options, target, launched, request):
+    """As sequence by sequence; rows of a batch of other lengths are found on the device."""
+    case = draw(page, page, lengths=BATCH)
+    said: dict[str, Any] = {
+        "cu_seqlens_q": case.ends, "max_seqlen_q": case.longest, "return_lse": True, **options,
+    }  # fmt: skip
+    with quiet(), fkjit.sanitize(race=True):
+        o, lse = fkjit.paged_attention(*case.given(), mixed=True, **said)
+    with quiet():
+        expected, sums = fkjit.paged_attention(*case.given(), **said)
+    assert launched[0] == KERNELS[request.node.callspec.params["target"]]
+    assert np.abs(o - expected).max() <= 2e-3
+    assert np.abs(lse - sums).max() <= 1e-5
+    if not options:
+        check(case, (o, lse))
+
+
+@pytest.mark.parametrize("target", ["compute_90a"], indirect=True)
+def test_batches_of_single_tokens_and_of_none(launched, target):
+    case = draw(2, 16, lengths=((1, 100), (1, 7), (0, 3)))
+    said: dict[str, Any] = {"cu_seqlens_q": case.ends, "return_lse": True}
+    with quiet():
+        check(case, fkjit.paged_attention(*case.given(), max_seqlen_q=1, **said))
+        long = draw(4, 16, lengths=((20, 50), (0, 33)))
+        said["cu_seqlens_q"] = long.ends
+        made = fkjit.paged_attention(*long.given(), max_seqlen_q=20, mixed=True, **said)
+        check(long, made)
+        said["cu_seqlens_q"] = case.ends
+        check(case, fkjit.paged_attention(*case.given(), max_seqlen_q=40, mixed=True, **said))
+    assert launched == [["split"], ["split", "flash"], KERNELS["compute_90a"]]
+
+
+STORED = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}
+
+
+@pytest.mark.parametrize(
+    "storage, dim, options",
+    [("fp8", 64, {}), ("int8", 40, {"window": (20, 0), "softcap": 3.0}), ("fp8", 36, {})],
+)
+def test_quantized_pages(storage, dim, options):
+    """Beside pages of the numbers that codes and scales mean; no code of a token that there is not
+    is read: here they are NaN or far off."""
+    case = draw(3, 16, dim=dim)
+    scales = [np.array(pair, "f4") for pair in ((0.02, 0.05), (0.03, 0.01))]
+    codes, numbers = [], []
+    for held, scale in zip(case.pages, scales, strict=True):
+        scaled = held / scale[:, None]
+        if storage == "int8":
+            scaled = np.where(np.isnan(held), 127, np.clip(np.rint(scaled), -127, 127))
+        code = scaled.astype(STORED[storage])
+        codes.append(code.view("u1") if storage == "fp8" and dim == 36 else code)
+        numbers.append(code.astype("f4") * scale[:, None])
+    said: dict[str, Any] = {
+        "cu_seqlens_q": case.ends, "max_seqlen_q": case.longest, "return_lse": True, **options,
+    }  # fmt: skip
+    tables = (case.table, case.lengths)
+    with quiet():
+        with fkjit.sanitize(race=dim == 64):
+            o, lse = fkjit.paged_attention(
+                case.q, tuple(codes), *tables, k_scale=scales[0], v_scale=scales[1], **said
+            )
+        pages = tuple(x.astype("f2") for x in numbers)
+        expected, sums = fkjit.paged_attention(case.q, pages, *tables, **said)
+    assert np.abs(o - expected).max() <= 4e-3
+    there = np.isfinite(sums)
+    assert np.array_equal(np.isfinite(lse), there)
+    assert np.abs(lse[there] - sums[there]).max() <= 4e-3
 
 
 def test_kernels_with_pages_are_swept():

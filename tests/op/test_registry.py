@@ -62,6 +62,7 @@ KERNELS = [
     "attention_form.flash_sm90",
     "attention_few.flash_sm90",
     "attention_few.combine",
+    "attention_form.mixed_plan",
     "attention_decode.split",
     "decode_form.split",
     "merge_states.rows",
@@ -81,6 +82,7 @@ KERNELS = [
     "attention_backward_form.zeros",
     "attention_backward_form.mask",
     "attention_backward_form.flash_sm90",
+    "attention_backward_form.slopes_sm90",
 ]
 
 

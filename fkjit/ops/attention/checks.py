@@ -14,18 +14,12 @@ from fkjit.ops.attention.feature_checks import check_features
 from fkjit.ops.attention.features import ScoreFeatures
 from fkjit.ops.attention.kernels_few import COMBINE, FEW, works
 from fkjit.ops.attention.kernels_sm90 import COUNTERS, FLASH_SM90, counters
-from fkjit.ops.attention.options import AttentionOptions, Options, PagedOptions, VarlenOptions
-from fkjit.ops.attention.page_checks import check_list, check_table, page_size
+from fkjit.ops.attention.options import AttentionOptions, Options, VarlenOptions
 from fkjit.ops.attention.shapes import (
     LAYOUTS,
-    PACKED_AXES,
-    PAGE_AXES,
     Sizes,
     are_rows_aligned,
     check_block,
-    check_columns,
-    check_dims,
-    check_heads,
     check_scale,
     dense_sizes,
     packed_sizes,
@@ -40,7 +34,6 @@ from fkjit.spec import Params
 IMPLEMENTATIONS = ("auto", "flash", "tiled", "naive")
 _WITH_FEATURES = ("auto", "flash")
 _LIMIT = 2**31
-_IN_PAGES = ("bf16", "fp16")
 
 Views = Mapping[str, View | None]
 
@@ -57,8 +50,8 @@ def check(views: Views, options: AttentionOptions) -> Request:
     first, second, third, _ = rows["q"].shape
     shape = (first, second, third, problem["head_dim_v"])
     lse = (problem["batch"], problem["heads_q"], problem["seqlen_q"])
-    seen = _present(views) if has_features else rows
-    return _request(call, seen, problem, (shape, lse), options, has_features)
+    seen = present(views) if has_features else rows
+    return request(call, seen, problem, (shape, lse), options, has_features)
 
 
 def check_varlen(views: Views, options: VarlenOptions) -> Request:
@@ -67,59 +60,11 @@ def check_varlen(views: Views, options: VarlenOptions) -> Request:
     problem = packed_sizes(call, _rows(call, views))
     problem["batch"] = _batch(call, views)
     for name in ("max_seqlen_q", "max_seqlen_k"):
-        problem[name.removeprefix("max_")] = _length(call, name, getattr(options, name))
-    _check_grid(call, problem)
+        problem[name.removeprefix("max_")] = length(call, name, getattr(options, name))
+    check_grid(call, problem)
     total, heads = problem["total_q"], problem["heads_q"]
     shapes = ((total, heads, problem["head_dim_v"]), (heads, total))
-    return _request(call, _present(views), problem, shapes, options, True)
-
-
-def check_pages(views: Views, options: PagedOptions) -> Request:
-    """A call of paged_attention with packed queries."""
-    call, seen = "paged_attention", _present(views)
-    one_of(call, "layout", options.layout, PAGE_AXES)
-    axes, (q, k, v) = PAGE_AXES[options.layout], (seen[name] for name in "qkv")
-    check_dtype(call, "q", q, _IN_PAGES)
-    for name, view in (("k_pages", k), ("v_pages", v)):
-        if len(view.shape) != 4:
-            raise ParameterError(
-                f"{call}: {name} has shape {tuple(view.shape)}; allowed: 4 dimensions "
-                f"(layout={options.layout!r})"
-            )
-        check_columns(call, name, view)
-        if view.dtype != q.dtype:
-            raise ArgumentTypeError(
-                f"{call}: {name} is {view.dtype}, q {q.dtype}; allowed: the same, where a sequence "
-                "has more than 16 new tokens or queries are packed"
-            )
-    heads_kv, dim, dim_v = k.shape[axes[1]], k.shape[3], v.shape[3]
-    if len(q.shape) != 3 or q.shape[2] != dim:
-        raise ParameterError(
-            f"{call}: q has shape {tuple(q.shape)}, k_pages {tuple(k.shape)}; allowed: q "
-            "[total_q, Hq, D] with k's D"
-        )
-    check_columns(call, "q", q)
-    check_heads(call, {"q": q, "k": k, "v": v}, q.shape[1], heads_kv)
-    check_dims(call, dim, dim_v)
-    rows, pages, step = check_table(call, seen["page_table"])
-    size, batch = page_size(call, k.shape, v.shape, axes[2]), _ends(call, seen, "cu_seqlens_q") - 1
-    check_list(call, "seq_lens", seen["seq_lens"], rows)
-    if "rows" in seen:
-        check_list(call, "rows", seen["rows"], batch)
-    elif batch != rows:
-        raise ParameterError(
-            f"{call}: cu_seqlens_q has {batch} sequences, page_table {rows} rows; pass rows: which "
-            "row each sequence has"
-        )
-    total, heads = q.shape[:2]
-    problem = {
-        "axes": PACKED_AXES, "page_axes": axes, "batch": batch, "total_q": total,
-        "heads_q": heads, "heads_kv": heads_kv, "head_dim": dim, "head_dim_v": dim_v,
-        "seqlen_q": _length(call, "max_seqlen_q", options.max_seqlen_q),
-        "seqlen_k": pages * size, "page_size": size, "num_pages": k.shape[0], "table_width": step,
-    }  # fmt: skip
-    _check_grid(call, problem)
-    return _request(call, seen, problem, ((total, heads, dim_v), (heads, total)), options, True)
+    return request(call, present(views), problem, shapes, options, True)
 
 
 def _has_features(views: Views, options: AttentionOptions) -> bool:
@@ -130,7 +75,7 @@ def _has_features(views: Views, options: AttentionOptions) -> bool:
     return not (get("alibi_slopes") is get("bias") is get("mask") is get("sinks") is None)
 
 
-def _request(
+def request(
     call: str, seen: Mapping[str, View], problem: Sizes, shapes: Sequence[tuple[int, ...]],
     options: Options, has_features: bool,
 ) -> Request:  # fmt: skip
@@ -192,7 +137,7 @@ def _complete(
     return None
 
 
-def _check_grid(call: str, problem: Sizes) -> None:
+def check_grid(call: str, problem: Sizes) -> None:
     if problem["seqlen_q"] * problem["heads_q"] * max(problem["batch"], 1) >= _LIMIT:
         raise ParameterError(
             f"{call}: max_seqlen_q={problem['seqlen_q']} for so many sequences is no grid"
@@ -202,7 +147,7 @@ def _check_grid(call: str, problem: Sizes) -> None:
 # ------------------------------------------------------------------ arrays
 
 
-def _present(views: Views) -> dict[str, View]:
+def present(views: Views) -> dict[str, View]:
     """The arrays that there are."""
     return {name: view for name, view in views.items() if view is not None}
 
@@ -219,7 +164,7 @@ def _rows(call: str, views: Views) -> dict[str, View]:
 
 def _batch(call: str, views: Views) -> int:
     """Sequences, of which cu_seqlens say where they begin and end."""
-    lengths = [_ends(call, views, name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    lengths = [ends(call, views, name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
     if lengths[0] != lengths[1]:
         raise ParameterError(
             f"{call}: cu_seqlens_q has {lengths[0]} elements, cu_seqlens_k {lengths[1]}; allowed: "
@@ -228,7 +173,7 @@ def _batch(call: str, views: Views) -> int:
     return lengths[0] - 1
 
 
-def _ends(call: str, views: Views, name: str) -> int:
+def ends(call: str, views: Views, name: str) -> int:
     """How many there are of where sequences end, 0 before them."""
     view = views[name]
     assert view is not None  # the op has looked
@@ -263,7 +208,7 @@ def look_at_ends(inputs: Sequence[Any]) -> None:
                 )
 
 
-def _length(call: str, name: str, value: Any) -> int:
+def length(call: str, name: str, value: Any) -> int:
     try:
         length = value if isinstance(value, int) else operator.index(value)
     except TypeError:

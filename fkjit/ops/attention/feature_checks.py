@@ -62,9 +62,16 @@ def check_features(
         bias=seen["bias"].dtype if "bias" in seen else "", bias_paired=paired.get("bias", False),
         mask="mask" in seen, mask_paired=paired.get("mask", False),
         varlen="cu_seqlens_q" in seen, score_mod=options.score_mod,
-        paged=seen.keys() >= {"cu_seqlens_q", "page_table"},
+        paged=seen.keys() >= {"cu_seqlens_q", "page_table"}, codes=_codes(problem),
+        mixed=bool(problem.get("mixed")),
         score_args=_score_args(call, seen, options),
     )  # fmt: skip
+
+
+def _codes(problem: Sizes) -> str:
+    """Of keys in pages, "" where they are kept as q."""
+    stored = problem.get("storage", "same")
+    return "" if stored == "same" or "total_q" not in problem else stored
 
 
 def window_of(call: str, window: Any, causal: Any, problem: Sizes) -> tuple[int, int]:

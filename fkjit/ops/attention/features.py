@@ -22,6 +22,7 @@ MAX_ARRAYS = 8  # that a score_mod reads
 SLOTS = tuple(f"score_{i}" for i in range(MAX_ARRAYS))  # kernel arguments
 PACKED_ENDS = ("cu_seqlens_q", "cu_seqlens_k")
 PAGES = ("page_table", "seq_lens", "rows")  # where keys are in pages, in place of cu_seqlens_k
+SCALES = ("k_scale", "v_scale")  # and where these are codes
 FEATURE_ARRAYS = ("alibi_slopes", "bias", "mask", "sinks")
 # Small arrays that kernels read as these dtypes; near ones are cast (ops/op/casts.py).
 CASTS = {
@@ -54,15 +55,18 @@ class ScoreFeatures:
     dbias: bool = False  # and the bias has one that this kernel makes
     dbias_sums: bool = False  # of one row for all queries, on sm_90
     paged: bool = False  # packed queries of keys in pages; in the forward alone
+    codes: str = ""  # what those are kept as, "fp8" or "int8", if not as q
+    mixed: bool = False  # sequences of one new token are left to decoding's kernel
     seeded: bool = False  # sums of products start from bias and mask, which are read in runs
 
     @cached_property
     def text(self) -> str:
         words = [
             name
-            for name in (*FLAGS, "dalibi", "dbias", "dbias_sums", "seeded")
+            for name in (*FLAGS, "mixed", "dalibi", "dbias", "dbias_sums", "seeded")
             if getattr(self, name)
         ]
+        words += [f"codes={self.codes}"] * bool(self.codes)
         shown = {
             "bias": f"bias={self.bias}" + _PAIRED * self.bias_paired,
             "mask": "mask" + _PAIRED * self.mask_paired,
@@ -98,13 +102,33 @@ class ScoreFeatures:
             "score_fields": "".join(f"; {kind} {name}" for kind, name, _ in arrays + scalars),
             "score_arrays": "".join(f", {kind} __restrict__ {slot}" for kind, _, slot in arrays),
             "score_scalars": "".join(f", const {kind} {name}" for kind, _, name in scalars),
-            "page_arrays": _PAGE_ARRAYS if self.paged else "",
+            "page_arrays": (_PAGE_ARRAYS if self.paged else "")
+            + _SCALE_ARRAYS * bool(self.codes)
+            + _LISTED * self.mixed,
+            **_PACKED[self.varlen],
+            "mixed": self.mixed,
+            "listed": f", {LISTED}" if self.mixed else "",
+            "works": "ListedWorkItems" if self.mixed else "AttentionWorkItems",
+            **{"codes": self.codes, "kept_keys": _KEPT.get(self.codes, "elem_t")},
             "page_numbers": _PAGE_NUMBERS if self.paged else "",
             "score_values": "".join(f", {argument}" for _, _, argument in arrays + scalars),
         }
 
 
 _PAGE_ARRAYS = "".join(f", const int* __restrict__ {name}" for name in PAGES)
+LISTED = "long_sequences"  # of more than one new token: how many, then which
+_LISTED = f", const int* __restrict__ {LISTED}"
+# Of decoding's kernel, whose new tokens may be packed, one of a sequence.
+_PACKED: tuple[dict[str, str], dict[str, str]] = (
+    {"packed_array": "", "packed_ends": "", "packed_rows": ""},
+    {
+        "packed_array": ", const int* __restrict__ cu_seqlens_q",
+        "packed_ends": ", cu_seqlens_q", "packed_rows": ", form.total_q",
+    },
+)  # fmt: skip
+NOT_PACKED = _PACKED[False]
+_SCALE_ARRAYS = "".join(f", const float* __restrict__ {name}" for name in SCALES)
+_KEPT = {"fp8": "e4m3", "int8": "i8"}
 _PAGE_NUMBERS = ", const int table_width, const int page_log2, const int num_pages"
 
 # What templates name where there are no score features.
@@ -113,6 +137,11 @@ PLAIN: Mapping[str, Any] = {
         "form": False,
         "seeded": False,
         "paged": False,
+        "codes": "",
+        "kept_keys": "elem_t",
+        "mixed": False,
+        "listed": "",
+        "works": "AttentionWorkItems",
         "seqlen_q": "seqlen_q",
         "seqlen_k": "seqlen_k",
     },

@@ -63,6 +63,7 @@ class PagedOptions(NamedTuple):
     return_lse: Any = False
     window: Any = None
     softcap: Any = None
+    mixed: Any = False
     score_mod: str = ""
     score_names: tuple[str, ...] = ()
     score_scalars: Scalars = ()

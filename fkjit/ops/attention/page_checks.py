@@ -1,14 +1,18 @@
-"""What can be wrong with pages, page tables and lengths of a cache that attention reads."""
+"""What can be wrong with pages, page tables and lengths of a cache that attention reads, and with
+what its numbers are kept as."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fkjit.errors import ParameterError
+from fkjit.ops.kv.problem import CODES, check_scales_there
 from fkjit.ops.op.checks import check_dtype, check_shape
-from fkjit.runtime.interop import View
+from fkjit.runtime.interop import View, torch_dtype
 
 MOST_TOKENS = 256  # of a page
+_E4M3 = "float8_e4m3fn"  # of torch and ml_dtypes; to kernels it is bytes
+_STORAGES = {"uint8": "fp8", "int8": "int8"}
 
 
 def page_size(call: str, k: Sequence[int], v: Sequence[int], tokens_at: int) -> int:
@@ -41,3 +45,39 @@ def check_list(call: str, name: str, view: View, size: int) -> None:
     check_shape(call, name, view, (size,), "one for each sequence, here")
     if size > 1 and view.strides[0] != 1:
         raise ParameterError(f"{call}: {name} must be contiguous")
+
+
+# ------------------------------------------------------------------ quantized
+
+
+def codes_of(view: View) -> View:
+    """Keys or values as they are; but fp8 as bytes, which every framework has."""
+    if view.dtype != _E4M3:
+        return view
+    kind, array, pointer, code = view.kind, view.array, view.pointer, CODES["fp8"]
+    array = array.view(torch_dtype(code) if kind == "torch" else code)
+    return View(kind, array, pointer, view.shape, view.strides, code, view.device, view.source)
+
+
+def storage_of(call: str, k: View, v: View, dtype: str) -> str:
+    """What k and v are in memory: "same" as q, "fp8" or "int8"."""
+    stored = k.dtype
+    if stored == v.dtype == dtype:
+        return "same"
+    check_dtype(call, "k", k, (dtype, *CODES.values()))
+    check_dtype(call, "v", v, (stored,))
+    return _STORAGES.get(stored, "same")
+
+
+def check_scales(call: str, seen: Mapping[str, View], storage: str, heads: int) -> None:
+    """One fp32 a head where keys and values are quantized, none elsewhere."""
+    if storage == "same" and "k_scale" not in seen and "v_scale" not in seen:
+        return
+    check_scales_there(call, seen, storage)
+    for name in ("k_scale", "v_scale"):
+        view = seen.get(name)
+        if view is not None:
+            check_dtype(call, name, view, ("fp32",))
+            check_shape(call, name, view, (heads,), "[heads], here")
+            if heads > 1 and view.strides[0] != 1:
+                raise ParameterError(f"{call}: {name} must be contiguous")

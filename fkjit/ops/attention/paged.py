@@ -9,9 +9,16 @@ from importlib import import_module
 from typing import Any
 
 from fkjit.errors import ParameterError
-from fkjit.ops.attention.checks import check_pages
-from fkjit.ops.attention.features import CASTS, FEATURE_ARRAYS, PACKED_ENDS, PAGES, SLOTS
+from fkjit.ops.attention.features import (
+    CASTS,
+    FEATURE_ARRAYS,
+    PACKED_ENDS,
+    PAGES,
+    SCALES,
+    SLOTS,
+)
 from fkjit.ops.attention.options import PagedOptions
+from fkjit.ops.attention.paged_checks import check_pages
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.casts import casting
 from fkjit.ops.op.node import Node, of_dtype
@@ -21,7 +28,7 @@ from fkjit.runtime import interop
 _CALL = "paged_attention"
 _MODS = PagedOptions._fields.index("score_mod")
 # The kernels have an argument for cu_seqlens_k, which there is none of.
-ARRAYS = ("q", "k", "v", *PACKED_ENDS, *PAGES, *FEATURE_ARRAYS)
+ARRAYS = ("q", "k", "v", *PACKED_ENDS, *PAGES, *FEATURE_ARRAYS, *SCALES)
 
 
 def _fake(q: Any, k: Any, v: Any, *rest: Any) -> list[Any]:
@@ -58,11 +65,11 @@ attend_pages = Op(
     outputs=("o", "lse"),
     check=casting(lambda: attend_pages, check_pages, CASTS),
     options=PagedOptions,
-    optional=("cu_seqlens_k", "rows", *FEATURE_ARRAYS, *SLOTS),
+    optional=("cu_seqlens_k", "rows", *FEATURE_ARRAYS, *SCALES, *SLOTS),
     node=Node(
         _fake,
         "SymInt max_seqlen_q, str layout, bool causal, float? softmax_scale, int[]? block, "
-        "bool return_lse, int[]? window, float? softcap",
+        "bool return_lse, int[]? window, float? softcap, bool mixed=False",
         None, "paged_attention_packed", _packed, _unpacked,
     ),
     lengths=1,

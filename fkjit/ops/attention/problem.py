@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.ops.attention.features import PAGES, SLOTS
+from fkjit.ops.attention.features import LISTED, PAGES, SCALES, SLOTS
 from fkjit.ops.attention.shapes import MAX_HEAD_DIM
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import Dim3, Params, Problem, Work
@@ -163,7 +163,7 @@ def feature_arguments(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, 
         if name in arrays:
             named[name] = arrays[name]
     if "page_size" in problem:
-        named |= {name: arrays.get(name) for name in PAGES}
+        named |= {name: arrays.get(name) for name in (*PAGES, *SCALES, LISTED)}
         named |= {"table_width": problem["table_width"], "num_pages": problem["num_pages"]}
         named["page_log2"] = problem["page_size"].bit_length() - 1
     for name, value in problem["score_scalars"].items():

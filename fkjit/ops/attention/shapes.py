@@ -153,7 +153,7 @@ def are_rows_aligned(views: Iterable[View], *dims: int) -> bool:
     """Whether every row starts on a 16-byte boundary: of these arrays, and of contiguous ones of
     the first one's dtype with rows of `dims` elements."""
     for view in views:
-        size, together = ITEMSIZE[view.dtype], 0  # bits of all distances
+        size, together = ITEMSIZE.get(view.dtype, 1), 0  # bits of all distances
         for step in (*dims, *view.strides[:-1]):
             together |= step
         if (view.pointer | together * size) % _CHUNK:  # unless no row is that far from another

@@ -57,5 +57,6 @@ class PagedKeywords(_NewTokens, total=False):
     rows: Array | None
     cu_seqlens_q: Array | None
     max_seqlen_q: int | None
+    mixed: bool
     layer: int
     layout: PageLayout | None

@@ -42,6 +42,9 @@ struct FormTile : BackwardTile<BLOCK_Q, BLOCK_K> {
   __device__ __forceinline__ bool masked() const {
     return BackwardTile<BLOCK_Q, BLOCK_K>::masked() || this->shift + width < BLOCK_Q;
   }
+  __device__ __forceinline__ bool sees(int query, int key) const {
+    return query >= this->first_visible(key) && query < key + this->shift + width;
+  }
 };
 
 // Raw products of a warp become final scores times log2(e). The slope of the tile's head lies among
@@ -105,23 +108,6 @@ __device__ __forceinline__ void mask_band(float (&s)[1][N][4], int lane, const T
       if (n * 8 + 1 < first || n * 8 + 1 >= end) s[0][n][2 * half + 1] = NEG_INFINITY;
     }
   }
-}
-
-// Raw products of a warp become what the caller's expression makes of scores, times log2(e).
-template <int N, typename Mod, typename Place>
-__device__ __forceinline__ void modify_scores(float (&s)[1][N][4], const Mod& mod, const Place& at,
-                                              float softmax_scale) {
-  const int lane = thread_index_again() % WARP_SIZE;
-  const int first = at.key + thread_index_again() / WARP_SIZE * 16 + lane / 4;
-  const int row = at.row + lane % 4 * 2, last_q = mod.seqlen_q - 1, last_k = mod.seqlen_k - 1;
-#pragma unroll
-  for (int n = 0; n < N; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float& x = s[0][n][i];
-      x = LOG2E *
-          mod(x * softmax_scale, min(row + n * 8 + i % 2, last_q), min(first + i / 2 * 8, last_k));
-    }
 }
 
 // Raw products of a warp of tile `step` become final scores, times log2(e) where there are rules or

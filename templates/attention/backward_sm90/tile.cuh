@@ -49,13 +49,13 @@ __device__ __forceinline__ void store_key_sums(T* target, const Strides& strides
   store_sums(target, strides.row, sum, both, lane, Tile(about).keys - warp_key, columns);
 }
 
-// Scores of hidden pairs become -inf: columns of row i before first_visible(i).
-template <int N, typename FirstVisible>
-__device__ __forceinline__ void mask_columns(float (&s)[1][N][4], int lane,
-                                             const FirstVisible& first_visible) {
+// Scores of hidden pairs become -inf: columns of a key before tile.first_visible(key).
+template <int N, typename Tile>
+__device__ __forceinline__ void mask_columns(float (&s)[1][N][4], int lane, const Tile& tile,
+                                             int warp_key) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int first = first_visible(lane / 4 + half * 8) - lane % 4 * 2;
+    const int first = tile.first_visible(warp_key + lane / 4 + half * 8) - lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       if (n * 8 < first) s[0][n][2 * half] = NEG_INFINITY;

@@ -8,6 +8,7 @@
 struct QueryRows {
   int group_size, tokens, kv_heads;
   float group_inverse;  // 1 / group_size: a quotient of row + 1/2 is far enough from whole numbers
+  int packed = 0;       // rows of q and o in all, where these are packed, one a sequence
 
   __device__ __forceinline__ int count() const { return group_size * tokens; }
   __device__ __forceinline__ int token(int row) const {
@@ -25,7 +26,7 @@ struct QueryRows {
 // The rows from `row0` on of one sequence and KV head.
 struct RowTile {
   QueryRows rows;
-  int sequence, kv_head, row0, count;
+  int sequence, kv_head, row0, count;  // sequence: or its row of q and o, where these are packed
 
   __device__ __forceinline__ i64 offset(const Strides& strides, int row) const {
     return rows.offset(strides, sequence, kv_head, row0 + row);
@@ -39,8 +40,12 @@ struct RowTile {
     *reinterpret_cast<uint2*>(o + offset(strides, row) + column) =
         make_uint2(pack2<T>(quad.value.x, quad.value.y), pack2<T>(quad.value.z, quad.value.w));
     if (column != 0 || lse == nullptr) return;
-    const i64 head = static_cast<i64>(sequence) * rows.kv_heads * rows.group_size +
-                     rows.head(kv_head, row0 + row);
+    const int own = rows.head(kv_head, row0 + row);
+    if (rows.packed > 0) {
+      lse[static_cast<i64>(own) * rows.packed + sequence] = quad.state.lse();
+      return;
+    }
+    const i64 head = static_cast<i64>(sequence) * rows.kv_heads * rows.group_size + own;
     lse[head * rows.tokens + rows.token(row0 + row)] = quad.state.lse();
   }
 };

@@ -24,6 +24,17 @@ struct Sequences {
   const int* rows;                  // [batch] rows of the table, or null: sequence b has row b
   int batch, longest, table_rows;
   int window = -1;  // keys from the end on that a query sees; -1: all
+  // [batch + 1], where q and o are packed, or null: sequence b has row b. Then sequences of one new
+  // token alone are there.
+  const int* cu_seqlens_q = nullptr;
+
+  // Which row of q and o a sequence has, or which batch.
+  __device__ __forceinline__ int queries(int number) const {
+    return cu_seqlens_q == nullptr ? number : cu_seqlens_q[number];
+  }
+  __device__ __forceinline__ bool has(int number) const {
+    return cu_seqlens_q == nullptr || cu_seqlens_q[number + 1] - cu_seqlens_q[number] == 1;
+  }
 
   // Where the units of a sequence begin: keys before are seen by no query.
   __device__ __forceinline__ int first_key(int length) const {
@@ -34,8 +45,11 @@ struct Sequences {
 // One of them: its row in the table, and its keys.
 struct Sequence {
   int row, length;
+  bool there;
 
-  __device__ __forceinline__ Sequence(const Sequences& all, int number) : row(0), length(0) {
+  __device__ __forceinline__ Sequence(const Sequences& all, int number)
+      : row(0), length(0), there(all.has(number)) {
+    if (!there) return;
     const int at = all.rows == nullptr ? number : all.rows[number];
     if (static_cast<u32>(at) >= static_cast<u32>(all.table_rows)) return;  // there is none
     row = at;
@@ -43,7 +57,7 @@ struct Sequence {
   }
   // Of a head; an empty sequence has one, in which its output is written.
   __device__ __forceinline__ int units(const Sequences& all, int unit_log2) const {
-    return max(((length - all.first_key(length) - 1) >> unit_log2) + 1, 1);
+    return there ? max(((length - all.first_key(length) - 1) >> unit_log2) + 1, 1) : 0;
   }
 };
 
@@ -74,6 +88,13 @@ struct Crew {
 struct Place {
   int sequence, row, length;
   int first, units;
+
+  // On to the next one that has units, of which `unit` is the first.
+  __device__ __forceinline__ void advance(const Sequences& all, int unit, int unit_log2) {
+    const Sequence next(all, sequence + 1);
+    *this = {sequence + 1, next.row, next.length, unit, next.units(all, unit_log2)};
+    if (all.cu_seqlens_q != nullptr && units == 0) advance(all, unit, unit_log2);
+  }
 };
 
 // Added up over the lanes before this one, and this one.

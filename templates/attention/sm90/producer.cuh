@@ -5,6 +5,7 @@
 #pragma once
 #include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/pdl.cuh"
 #include "ptx/tma.cuh"
 #include "tile/ring.cuh"
 #include "tile/tma_tile.cuh"
@@ -27,6 +28,30 @@ struct AttentionWorkItems {
         whole(blocks * heads * batches),
         count(whole * parts),
         counters(drawn) {}
+
+  __device__ __forceinline__ int heads() const { return heads_q * batch; }
+  template <typename Item>
+  __device__ __forceinline__ void name_sequence(Item&) const {}
+};
+
+// The same of some of the sequences: `list` is how many, then which; the kernel before makes it.
+struct ListedWorkItems : AttentionWorkItems {
+  const int* list;
+
+  __device__ __forceinline__ ListedWorkItems(int blocks, int heads, int queries_per_key,
+                                             int batches, int heads_together, int parts, u32* drawn,
+                                             const int* sequences)
+      : AttentionWorkItems(blocks, heads, queries_per_key, batches, heads_together, parts, drawn),
+        list(sequences) {
+    after_previous_kernel();
+    whole = blocks * heads * list[0], count = whole * parts;
+  }
+
+  __device__ __forceinline__ int heads() const { return heads_q * max(list[0], 1); }
+  template <typename Item>
+  __device__ __forceinline__ void name_sequence(Item& piece) const {
+    if (list[0] > 0) piece.batch = list[1 + piece.batch];
+  }
 };
 
 // SpanOf: which keys a work item sees. HEADS share a tile of queries (parts.cuh).
@@ -56,10 +81,10 @@ struct AttentionProducer {
   // All of it: one thread says what comes next and asks for its Q and K, another one, in a warp of
   // its own, for its V, and where there are ARRAYS a third one for them:
   // load_arrays(to, full, place, tile). With VARLEN a whole warp in place of a thread.
-  template <int ARRAYS, typename Load>
-  __device__ __forceinline__ void run(int warp, const AttentionWorkItems& works,
-                                      const TensorMap& q_map, const TensorMap& k_map,
-                                      const TensorMap& v_map, const Load& load_arrays) const {
+  template <int ARRAYS, typename Works, typename Load>
+  __device__ __forceinline__ void run(int warp, const Works& works, const TensorMap& q_map,
+                                      const TensorMap& k_map, const TensorMap& v_map,
+                                      const Load& load_arrays) const {
     int tail_parity = 0;
     if (warp == 0 && (VARLEN || elect_one())) {
       lead(works, q_map, k_map, tail_parity);
@@ -78,7 +103,8 @@ struct AttentionProducer {
   }
 
   // Draws one tile of queries after another, says which it is, and asks for its Q and K.
-  __device__ __forceinline__ void lead(const AttentionWorkItems& works, const TensorMap& q_map,
+  template <typename Works>
+  __device__ __forceinline__ void lead(const Works& works, const TensorMap& q_map,
                                        const TensorMap& k_map, int& tail_parity) const {
     KPlace k_place;
     RingPlace<SLOTS> slot;
@@ -90,9 +116,9 @@ struct AttentionProducer {
       const bool last = number >= works.count;
       int part = 0, within = last ? 0 : number;
       if (SpanOf::PARTED) part = within / works.whole, within -= part * works.whole;
-      Item piece(within, works.blocks_q, works.heads_q, works.heads_q * works.batch,
-                 works.section_heads);
+      Item piece(within, works.blocks_q, works.heads_q, works.heads(), works.section_heads);
       piece.part = part;
+      works.name_sequence(piece);
       const auto range = span_of(piece);
       // Tiles past the end of their sequence are nobody's.
       if (VARLEN && !last && piece.q0 >= range.seqlen_q) continue;

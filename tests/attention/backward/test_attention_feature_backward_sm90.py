@@ -25,7 +25,7 @@ from tests.attention.backward.test_attention_feature_gradients import (  # noqa:
     textbook,
 )
 from tests.attention.backward.test_attention_feature_gradients_gpu import one_by_one  # noqa: E402
-from tests.core.mutations import Bug  # noqa: E402
+from tests.core.mutations import Bug, K  # noqa: E402
 from tests.core.test_mutations import KINDS, outcome, right  # noqa: E402
 
 
@@ -56,25 +56,46 @@ def test_sums_in_any_order_where_nothing_is_masked(launched):
 
 
 def test_packed_sequences_with_a_window(launched):
-    more = {"causal": True, "window": (100, None), "alibi_slopes": torch.rand(4)}
+    more, learned = {"causal": True, "window": (100, None)}, {"alibi_slopes": torch.rand(2)}
     ends = [torch.tensor((0, *n)).cumsum(0).int() for n in ((70, 0, 5, 90), (40, 9, 0, 150))]
     made = torch.Generator().manual_seed(2)
-    rows = [torch.randn(n, h, 40, generator=made).half() for n, h in ((165, 4), (199, 2), (199, 2))]
-    dout = torch.randn(165, 4, 40, generator=made).half()
+    rows = [torch.randn(n, h, 40, generator=made).half() for n, h in ((165, 2), (199, 1), (199, 1))]
+    dout = torch.randn(165, 2, 40, generator=made).half()
 
-    def ours(q, k, v):
+    def ours(q, k, v, **slopes):
         return fkjit.attention_varlen(
-            q, k, v, ends[0], ends[1], 90, 150, **more, deterministic=False
+            q, k, v, ends[0], ends[1], 90, 150, **more, **slopes, deterministic=False
         )
 
     theirs = one_by_one(ends)
-    found = grads(ours, rows, dout, {})
+    found = grads(ours, rows, dout, learned)
     exact, peer = (
-        grads(lambda *x: theirs(*x, **more), rows, dout, {}, dtype)
+        grads(lambda *x, **o: theirs(*x, **more, **o), rows, dout, learned, dtype)
         for dtype in (torch.float64, None)
     )
     assert_no_worse(found, peer, exact)
-    assert launched == ["rows", "flash_sm90", "dq"]
+    assert launched == ["rows", "flash_sm90", "dq", "slopes_sm90", "heads"]
+
+
+def test_slopes_of_each_batch_beside_a_bias_a_sink_and_a_gradient_of_lse(launched):
+    *given, dout = tensors(2, 1, 70, 136, 64, 48, "bf16", batch=2)
+    bias = torch.randn(1, 1, 1, 136, generator=torch.Generator().manual_seed(3)).bfloat16()
+    options = {"alibi_slopes": torch.rand(2, 2), "bias": bias, "sinks": torch.rand(2)}
+
+    def with_lse(q, k, v, **options):
+        o, lse = fkjit.attention(q, k, v, **options, return_lse=True)
+        return o + lse[..., None].to(o)
+
+    def textbook_with_lse(q, k, v, *, sinks, **options):
+        ones = torch.ones_like(v[..., :1])  # sum of p: 1 less the sink's share
+        o, share = (textbook(q, k, x, sinks=sinks, **options) for x in (v, ones))
+        return o + sinks.to(q)[:, None, None] - torch.log1p(-share)
+
+    found = grads(with_lse, given, dout, options)
+    exact = grads(textbook_with_lse, given, dout, options, torch.float64)
+    for one, expected in zip(found, exact, strict=True):
+        assert (one.double() - expected).norm() <= 1e-2 * expected.norm()
+    assert launched == ["rows", "flash_sm90", "dq", "slopes_sm90", "bias_sum", "heads"]
 
 
 PROBLEM = {
@@ -97,7 +118,10 @@ PROBLEM = {
         ({}, "bias=fp32", "sm_90a", False),
         ({}, "bias=bf16 mask", "sm_90a", False),
         ({}, "score_mod=2 + score; derivative=1", "sm_90a", True),
-        ({}, "score_mod=2 * score; derivative=2", "sm_90a", False),
+        ({}, "score_mod=2 * score; derivative=2", "sm_90a", True),
+        ({}, "bias=bf16 score_mod=2 * score; derivative=2", "sm_90a", False),
+        ({}, "varlen score_mod=2 * score; derivative=2", "sm_90a", False),
+        ({}, "alibi dalibi", "sm_90a", True),
         ({}, "mask score_mod=2 + score; derivative=1", "sm_90a", False),
         ({}, "bias=bf16 varlen", "sm_90a", True),
         ({}, "mask varlen", "sm_90a", True),
@@ -115,6 +139,7 @@ def test_hopper_takes_bands_that_tma_can_read(changes, form, name, taken):
         "softcap mask",
         "alibi bias=fp16 dbias",
         "score_mod=ids[q_idx] == ids[k_idx] ? score : NEG_INFINITY; int32 ids; derivative=1",
+        "score_mod=score * score + score * x[q_idx]; fp32 x; derivative=2 * score + x[q_idx]",
     ],
 )
 def test_forms_that_are_not_swept_spill_no_registers(form):
@@ -168,6 +193,25 @@ def test_a_score_mod_that_only_adds(launched):
     assert launched == ["rows", "flash_sm90", "dq"]
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_score_mod_with_a_derivative(dim, launched):
+    """Which is infinite where a key is hidden."""
+    *given, dout = tensors(2, 1, 140, 136, dim, 48, "bf16")
+    table = torch.rand(140)
+    mine = {
+        "score_mod": "0.5f * score * score + score * table[q_idx]",
+        "score_mod_grad": "k_idx > q_idx - 4 ? 1.f / 0.f : score + table[q_idx]",
+        "score_args": {"table": table}, "causal": True,
+    }  # fmt: skip
+
+    def theirs(q, k, v):
+        return textbook(q, k, v, causal=True, mod=lambda s: 0.5 * s * s + s * table.to(s)[:, None])
+
+    with fkjit.sanitize(race=True):
+        check(given, dout, {}, theirs, mine)
+    assert launched == ["rows", "flash_sm90", "dq"]
+
+
 @pytest.mark.parametrize(
     ("heads_kv", "seqlen", "causal", "ordered"),
     [
@@ -212,6 +256,20 @@ BUGS = (
 )  # fmt: skip
 
 
+SLOPES = {
+    "kernel": "attention_backward_form.slopes_sm90",
+    "params": {"head_dim": 64, "form": "alibi mask dalibi"},
+}
+SLOPE_BUGS = (
+    Bug("K and V are read before they are there", K + "backward_slopes_sm90.cu",
+        "mbarrier_wait(barriers.full(ring.stage), ring.parity);", "", by="race", **SLOPES),
+    Bug("K and V over what is read", K + "backward_slopes_sm90.cu",
+        "mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);", "", by="race",
+        problem={"seqlen_k": 389, "window": (400, 400)}, **SLOPES),
+    Bug("distances from the other end", D + "distances.cuh", "- column -", "+ column -",
+        by="numbers", **SLOPES),
+)  # fmt: skip
+
 SLOW = (
     Bug("each of two batches stores dS", D + "bias_gradient.cuh", "if (shared)", "if (false)",
         by="race", **BIASED),
@@ -219,7 +277,7 @@ SLOW = (
 
 
 @pytest.mark.sampled(key=lambda bug: None if bug in SLOW else (bug.kernel, bug.by, bug.file))
-@pytest.mark.parametrize("bug", (*BUGS, *SLOW), ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", (*BUGS, *SLOPE_BUGS, *SLOW), ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug, monkeypatch):
     said = outcome(bug, monkeypatch, plant=True)
     assert said.startswith(KINDS[bug.by]), said or "nothing was found"

@@ -84,7 +84,7 @@ def one_by_one(ends: Any) -> Any:
                 own["alibi_slopes"] = own["alibi_slopes"][b]
             rows = [x.transpose(0, 1)[None] for x in (q[queries], k[keys], v[keys])]
             seen = sq and sk
-            o = textbook(*rows, **own) if seen else rows[0].new_zeros(1, 4, sq, v.shape[2])
+            o = textbook(*rows, **own) if seen else rows[0].new_zeros(1, q.shape[1], sq, v.shape[2])
             made.append(o[0].transpose(0, 1))
         return torch.cat(made)
 

@@ -133,6 +133,25 @@ FLASH_SM90 = Verification(
     tolerance=cases.tolerance,
 )
 
+# ------------------------------------------------------------------ gradients of slopes
+
+
+def _slope_problems(params: Params, scale: str) -> Sequence[Problem]:
+    """Two batches, each with slopes of its own."""
+    found = _feature_problems(params, scale)
+    return [{**one, "alibi_batches": one["batch"]} for one in found]
+
+
+SLOPES_SM90 = Verification(
+    problems=_slope_problems,
+    inputs=_inputs,
+    outputs=lambda params, problem: cases.outputs(params, problem, ("dalibi_rows",)),
+    reference=lambda problem, arrays: {
+        "dalibi_rows": cases.reference(problem, arrays)["dalibi_rows"]
+    },
+    tolerance=cases.tolerance,
+)
+
 # ------------------------------------------------------------------ a mask as bits
 
 

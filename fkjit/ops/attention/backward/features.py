@@ -25,6 +25,7 @@ _EVERY = ScoreFeatures(
 )  # fmt: skip
 SHOWN, SHOWN_DENSE = _EVERY.text, replace(_EVERY, varlen=False).text
 SHOWN_SEEDED = ScoreFeatures(bias="bf16", mask=True, dbias=True, seeded=True).text
+SHOWN_SLOPES_SM90 = ScoreFeatures(alibi=True, mask=True, dalibi=True).text
 SHOWN_SM90 = {
     ScoreFeatures(alibi=True, mask=True).text: 64,
     ScoreFeatures(softcap=True, varlen=True).text: 128,
@@ -76,10 +77,10 @@ class KernelFeatures:
         """The text for Hopper's kernel; with it go `dbias`, which it makes itself where sums are of
         one head's queries, or where two batches share an element at most, and `adds`."""
         self.dbias, one = "", self._problem
-        features, bias = self._features, self._views.get("bias")
-        if features is None or bias is None or "bias" not in self._wanted:
+        if self._features is None:
             return self._options.features
-        if "total_q" in one:
+        features, bias = replace(self._features, dalibi=False), self._views.get("bias")
+        if bias is None or "bias" not in self._wanted or "total_q" in one:
             return features.text
         longest = max(one["seqlen_q"], one["seqlen_k"])
         batches, heads, rows = one["bias_shape"]

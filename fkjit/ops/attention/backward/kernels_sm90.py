@@ -31,7 +31,7 @@ _K_STAGES, _Q_STAGES, _DO_STAGES, _DS_STAGES = 2, 3, 2, 2
 _BARRIER_BYTES = 320 + 8 * 48 + 48
 _NOTE_BYTES = 2 * 16  # keys of two work items
 _RAGGED_ROWS = 128  # templates/attention/backward_sm90/tensor_rows.cuh
-_ONE = ("1", "1.", "1.0", "1.f", "1.0f")  # derivatives of a score_mod that it takes
+_ONE = ("1", "1.", "1.0", "1.f", "1.0f")  # derivatives of a score_mod that only adds
 _LEAST_CAP = 1.0  # derivatives come from probabilities of 16 bits: beside it they are off by little
 
 
@@ -44,6 +44,11 @@ def _features(params: Params) -> ScoreFeatures | None:
     return parse(params["form"]) if "form" in params else None
 
 
+def is_curved(features: ScoreFeatures) -> bool:
+    """Whether a score_mod does more than add, so that its derivative is asked for."""
+    return bool(features.score_mod) and features.score_mod_grad.strip() not in _ONE
+
+
 # ------------------------------------------------------------------ the variant
 
 
@@ -53,6 +58,7 @@ def _derive(params: Params) -> dict[str, Any]:
         **dict.fromkeys(("form", "varlen", "softcap", "alibi", "bias", "mask"), False),
         **{"bias_address": "nullptr", "bias_dtype": "float", "dbias": False, "dbias_sums": False},
         "has_mod": False,
+        "curved": False,
         "q_stages": _Q_STAGES,
         "do_stages": _DO_STAGES,
         "dq_stages": _dq_stages(params),
@@ -85,6 +91,7 @@ def _feature_values(params: Params) -> dict[str, Any]:
     if features is None:
         return {}
     values = {**features.values(), "seqlen_q": "seqlen_q", "seqlen_k": "seqlen_k"}
+    values["curved"] = is_curved(features)
     if params["head_dim"] > 64 or features.bias:
         values |= {"lse_ahead": 0, "delta_ahead": 0}
     if features.bias:
@@ -211,7 +218,7 @@ def _grid(params: Params, one: Problem) -> Dim3:
 # ------------------------------------------------------------------ arguments
 
 
-def _map(one: Problem, arrays: Mapping[str, Any], name: str, rows: int) -> TensorMap:
+def rows_map(one: Problem, arrays: Mapping[str, Any], name: str, rows: int) -> TensorMap:
     """In boxes of `rows` rows and one panel of columns. Of packed arrays it begins before the first
     row, so that a box ends where a sequence does."""
     size, array = ITEMSIZE[one["dtype"]], arrays[name]
@@ -232,7 +239,7 @@ def _arguments(params: Params, one: Problem, arrays: Mapping[str, Any]) -> dict[
     rounds = _rounds if features is None and params["deterministic"] else _abreast
     return {
         **problem.arguments(params, one, arrays),
-        **{f"{name}_map": _map(one, arrays, name, rows) for name, rows in boxes.items()},
+        **{f"{name}_map": rows_map(one, arrays, name, rows) for name, rows in boxes.items()},
         **{name: arrays[name] for name in ("counters",) if name in arrays},
         "mask_bits": arrays.get("mask_bits"),
         "mask_bits_strides": problem.bits_strides(block_q, one) if masked else (0, 0, 0),
@@ -282,17 +289,16 @@ def _suits(one: Problem, options: Options) -> bool:
     what it makes."""
     if prod(one[name] for name in problem.SIZES) == 0 or one["seqlen_q"] <= 32:
         return False
-    makes_all = {"q", "k"} <= set(options.wanted) and "alibi_slopes" not in options.wanted
-    return makes_all and one["softmax_scale"] > 0
+    return {"q", "k"} <= set(options.wanted) and one["softmax_scale"] > 0
 
 
 def _knows(features: ScoreFeatures, one: Problem) -> bool:
     if features.softcap and (features.alibi or features.bias):
         return False
-    mod = features.score_mod  # whose place is noted where it is dense, and derivative nowhere
-    if mod and (features.score_mod_grad.strip() not in _ONE or features.varlen):
+    mod = features.score_mod  # whose place is noted where it is dense
+    if mod and (features.varlen or features.softcap or features.alibi or features.mask):
         return False
-    if mod and (features.softcap or features.alibi or features.mask):
+    if features.bias and is_curved(features):
         return False
     if features.bias == "fp32" or (features.bias and features.mask):  # there is no room
         return False

@@ -10,11 +10,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fkjit.ops.attention.backward.features import SHOWN, SHOWN_SEEDED, SHOWN_SM90
+from fkjit.ops.attention.backward.features import (
+    SHOWN,
+    SHOWN_SEEDED,
+    SHOWN_SLOPES_SM90,
+    SHOWN_SM90,
+)
 from fkjit.ops.attention.backward.kernels import DKDV, DKDV_DQ, DQ, with_features
 from fkjit.ops.attention.backward.kernels_bias import DBIAS, DBIAS_SUM, HEADS, ZEROS
 from fkjit.ops.attention.backward.kernels_fp32 import DKDV_FP32, DQ_FP32
 from fkjit.ops.attention.backward.kernels_preprocess import POSTPROCESS, PREPROCESS
+from fkjit.ops.attention.backward.kernels_slopes_sm90 import SLOPES_SM90
 from fkjit.ops.attention.backward.kernels_sm90 import FLASH_SM90
 from fkjit.ops.attention.backward.mask_bits import MASK
 from fkjit.ops.attention.backward.tiles import tiles
@@ -35,6 +41,11 @@ def _shown(base: KernelSpec, *texts: str) -> KernelSpec:
     )  # fmt: skip
 
 
+def _shown_slopes_sm90() -> KernelSpec:
+    spec = with_features(SLOPES_SM90, SHOWN_SLOPES_SM90)
+    return _narrowed(spec, dtype=("bf16",), head_dim=(64, 128))
+
+
 def _shown_sm90() -> KernelSpec:
     spec = _narrowed(with_features(FLASH_SM90, "window"), dtype=("bf16",), form=tuple(SHOWN_SM90))
     return replace(
@@ -49,6 +60,6 @@ for _spec in (
     PREPROCESS, DKDV, DKDV_DQ, POSTPROCESS, DQ,
     DKDV_FP32, DQ_FP32, FLASH_SM90,
     _shown(DKDV, SHOWN, SHOWN_SEEDED), _shown(DQ, SHOWN, SHOWN_SEEDED), _shown(DBIAS, SHOWN),
-    HEADS, DBIAS_SUM, ZEROS, MASK, _shown_sm90(),
+    HEADS, DBIAS_SUM, ZEROS, MASK, _shown_sm90(), _shown_slopes_sm90(),
 ):  # fmt: skip
     register(_spec)

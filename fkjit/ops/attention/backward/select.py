@@ -21,6 +21,7 @@ from fkjit.ops.attention.backward.kernels_preprocess import (
     PREPROCESS,
     PREPROCESS_PACKED,
 )
+from fkjit.ops.attention.backward.kernels_slopes_sm90 import SLOPES_SM90
 from fkjit.ops.attention.backward.problem import Options
 from fkjit.ops.attention.backward.tiles import BLOCK_Q_SM90, PAIRS, PAIRS_FP32, tiles
 from fkjit.ops.op.op import Launch
@@ -120,7 +121,17 @@ class _Call:
             self._preprocess({**problem, "sum_columns": zeros}),
             Launch(with_features(sm90.FLASH_SM90, text), params, problem),
             self._postprocess(),
+            *self._slopes(dim),
         ]
+
+    def _slopes(self, dim: int) -> list[Launch]:
+        """What rows add to the gradient of slopes: with keys as rows Hopper's kernel has no sums
+        over a row."""
+        if "alibi_slopes" not in self.options.wanted:
+            return []
+        text = self.features.of("queries")
+        params = {"dtype": self.problem["dtype"], "head_dim": dim, "form": text}
+        return [Launch(with_features(SLOPES_SM90, text), params, self.problem)]
 
     def _mask_bits(self, block_q: int) -> list[Launch]:
         mask = self.views.get("mask")

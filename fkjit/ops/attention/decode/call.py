@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from fkjit.errors import ArgumentTypeError, CompileError, ParameterError
 from fkjit.ops.attention.decode import nodes
 from fkjit.ops.attention.decode.checks import ARRAYS, Options, check_contiguous, check_paged
-from fkjit.ops.attention.decode.problem import MAX_TOKENS
+from fkjit.ops.attention.decode.problem import MAX_TOKENS, has_many
 from fkjit.ops.attention.features import CASTS, FEATURE_ARRAYS, SLOTS
 from fkjit.ops.attention.options import unpack_score_mod
 from fkjit.ops.kv.planes import planes
@@ -32,9 +32,18 @@ _INPUTS = (*ARRAYS, *FEATURE_ARRAYS, *SLOTS)
 _MANY = "fkjit.ops.attention.paged"  # imported by calls with many new tokens
 _OF_MANY = (
     ("q", "k", "v", "cu_seqlens_q", "page_table", "seq_lens", "rows"),
-    FEATURE_ARRAYS,
-    ("max_seqlen_q", "layout", "causal", "softmax_scale", "return_lse", "window", "softcap"),
-    ("k_scale", "v_scale", "split_size", "out"),
+    (*FEATURE_ARRAYS, "k_scale", "v_scale"),
+    (
+        "max_seqlen_q",
+        "layout",
+        "causal",
+        "softmax_scale",
+        "return_lse",
+        "window",
+        "softcap",
+        "mixed",
+    ),
+    ("split_size", "out"),
 )
 _NO_SLOTS = (None,) * len(SLOTS)  # of a call without a score_mod,
 _NO_SCORE_MOD = ("", (), ())  # and the last of its options
@@ -156,6 +165,7 @@ def paged_attention(
     rows: Any = None,
     cu_seqlens_q: Any = None,
     max_seqlen_q: int | None = None,
+    mixed: bool = False,
     layer: int = 0,
     layout: PageLayout | None = None,
     k_scale: Any = None,
@@ -192,6 +202,9 @@ def paged_attention(
             tokens; sequence i has rows cu_seqlens_q[i] up to cu_seqlens_q[i + 1] of q.
         max_seqlen_q: at least the most new tokens of a sequence, with cu_seqlens_q. Rows beyond
             are not written: nothing waits for the device to find out.
+        mixed: with cu_seqlens_q, that many sequences have one new token: decoding's kernel takes
+            these, and the others go on without them. Which they are is found out on the device;
+            False is right as well, only slower. (max_seqlen_q=1 takes decoding's kernel alone.)
         layer: which of the cache's layers.
         layout: "nhd" (default), pages are [page_size, heads, D]; or "hnd", [heads, page_size, D].
             Only where `cache` is a pair.
@@ -203,33 +216,29 @@ def paged_attention(
 
     Returns and raises as `attention_decode`. More than 16 new tokens of a sequence, and packed
     queries, take the kernels of `attention_varlen` (TMA brings pages of 8 tokens and more on
-    Hopper): keys have q's dtype then, and there is no split_size and no `out`; ParameterError and
-    ArgumentTypeError else. Tables and lengths are read when the kernel runs: a captured graph of
-    `kv_append` and this call follows sequences that grow. To torch.compile the call is one
-    operator, if `cache` is a pair and there is no `out` and no `score_mod`.
+    Hopper; fp8 and int8 are read by the portable kernel, from sm_80 on): there is no split_size and
+    no `out` then. Tables and lengths are read when the kernel runs: a captured graph of `kv_append`
+    and this call follows sequences that grow. To torch.compile the call is one operator, if `cache`
+    is a pair and there is no `out` and no `score_mod`.
     """
     k, v, page_table, seq_lens, k_scale, v_scale, layout = _pages(
         cache, layer, layout, rows, (page_table, seq_lens, k_scale, v_scale)
     )
-    if cu_seqlens_q is not None or max_seqlen_q is not None or _has_many(q):
+    if cu_seqlens_q is not None or max_seqlen_q is not None or has_many(q):
         return _prefill(
             (q, k, v, cu_seqlens_q, page_table, seq_lens, rows),
-            (alibi_slopes, bias, mask, sinks),
-            (max_seqlen_q, layout, causal, softmax_scale, return_lse, _hashable(window), softcap),
-            {"k_scale": k_scale, "v_scale": v_scale, "split_size": split_size, "out": out},
-            score_mod, score_args,
+            (alibi_slopes, bias, mask, sinks, k_scale, v_scale),
+            (
+                max_seqlen_q, layout, causal, softmax_scale, return_lse, _hashable(window), softcap,
+                mixed,
+            ),
+            {"split_size": split_size, "out": out}, score_mod, score_args,
         )  # fmt: skip
     options = (layout, causal, softmax_scale, split_size, return_lse, _hashable(window), softcap)
     arrays = (
         q, k, v, page_table, seq_lens, rows, k_scale, v_scale, alibi_slopes, bias, mask, sinks,
     )  # fmt: skip
     return _run(_PAGED, arrays, out, options, score_mod, score_args)
-
-
-def _has_many(q: Any) -> bool:
-    """Whether q has more tokens of each sequence than decoding's kernel takes."""
-    shape = getattr(q, "shape", ())
-    return len(shape) == 4 and shape[1] > MAX_TOKENS and 0 not in shape
 
 
 class _Preparing:
@@ -265,8 +274,8 @@ def _prefill(
     paged = import_module(_MANY)
     if not packed:
         ends, q, most = paged.uniform_ends(q, *shape[:2]), q.reshape(-1, *shape[2:]), shape[1]
-    layout, causal, scale, return_lse, window, softcap = rest
-    said = (most, layout, causal, scale, None, return_lse, window, softcap)
+    layout, causal, scale, return_lse, *more = rest
+    said = (most, layout, causal, scale, None, return_lse, *more)
     op = _Preparing(paged.attend_pages) if prepares else paged.attend_pages
     given = (q, k, v, ends, None, *tables, *features)
     made = _run(op, given, None, said, score_mod, score_args)
@@ -348,7 +357,7 @@ def _preparing(op: Op, call: Callable[..., Any]) -> Callable[..., None]:
             found = _pages(given["cache"], given["layer"], given["layout"], given["rows"], own)
             given |= dict(zip(("k", "v", *names, "layout"), found, strict=True))
             q, ends, most = (given[name] for name in ("q", "cu_seqlens_q", "max_seqlen_q"))
-            if ends is not None or most is not None or _has_many(q):
+            if ends is not None or most is not None or has_many(q):
                 arrays, features, options, none = (
                     {name: given[name] for name in group} for group in _OF_MANY
                 )

@@ -12,7 +12,14 @@ from fkjit.ops.attention.decode.kernels import kernel, select
 from fkjit.ops.attention.decode.problem import LEAST_SPLIT, MAX_TOKENS, ROW_AXES
 from fkjit.ops.attention.feature_checks import check_features
 from fkjit.ops.attention.features import FEATURE_ARRAYS, SLOTS
-from fkjit.ops.attention.page_checks import check_list, check_table, page_size
+from fkjit.ops.attention.page_checks import (
+    check_list,
+    check_scales,
+    check_table,
+    codes_of,
+    page_size,
+    storage_of,
+)
 from fkjit.ops.attention.shapes import (
     PAGE_AXES,
     Sizes,
@@ -20,11 +27,10 @@ from fkjit.ops.attention.shapes import (
     check_dims,
     check_scale,
 )
-from fkjit.ops.kv.problem import CODES, check_scales_there
-from fkjit.ops.op.checks import check_dtype, check_flag, check_output, check_shape, itemsize
+from fkjit.ops.op.checks import check_dtype, check_flag, check_output, itemsize
 from fkjit.ops.op.op import Launch, Output, Request, arch_of
 from fkjit.runtime.device import multiprocessors
-from fkjit.runtime.interop import CPU, View, torch_dtype
+from fkjit.runtime.interop import CPU, View
 
 # What the kernel reads, and of score features what scores meet.
 ARRAYS = ("q", "k", "v", "page_table", "seq_lens", "rows", "k_scale", "v_scale")
@@ -36,8 +42,6 @@ CPU_SMS = 2  # where blocks are interpreted
 _ROW_BYTES, _OUT_BYTES = 16, 8  # of a copy
 _LIMIT = 2**31
 _MAX_KEYS = 2**30
-_E4M3 = "float8_e4m3fn"  # of torch and ml_dtypes; to kernels it is bytes
-_STORAGES = {"uint8": "fp8", "int8": "int8"}
 
 Views = Mapping[str, View | None]
 Seen = Mapping[str, View]
@@ -107,14 +111,14 @@ def _request(call: str, seen: Seen, problem: Sizes, options: Options) -> Request
     """What both have in common."""
     q, out = seen["q"], seen.get("o")
     _heads(call, problem, seen["k"])
-    problem["storage"] = _storage(call, seen, problem["dtype"])
-    _scales(call, seen, problem)
+    problem["storage"] = storage_of(call, seen["k"], seen["v"], problem["dtype"])
+    check_scales(call, seen, problem["storage"], problem["heads_kv"])
     problem["causal"] = check_flag(call, "causal", options.causal)
     problem["softmax_scale"] = check_scale(call, options.softmax_scale, problem["head_dim"])
     problem["split"] = _split(call, options.split_size)
     shape = (*q.shape[:-1], problem["head_dim_v"])
     check_output(call, out, shape, problem["dtype"], "out")
-    _aligned(call, seen)
+    check_aligned(call, seen)
     features = _features(call, seen, problem, options)
     made = {"o": Output(shape, problem["dtype"], out), "lse": None}
     if check_flag(call, "return_lse", options.return_lse):
@@ -159,15 +163,8 @@ def _present(views: Views) -> dict[str, View]:
     """The arrays that there are; fp8 as bytes, which every framework has."""
     seen = {name: view for name, view in views.items() if view is not None}
     for name in ("k", "v"):
-        if seen[name].dtype == _E4M3:
-            seen[name] = _bytes(seen[name])
+        seen[name] = codes_of(seen[name])
     return seen
-
-
-def _bytes(view: View) -> View:
-    kind, array, pointer, code = view.kind, view.array, view.pointer, CODES["fp8"]
-    array = array.view(torch_dtype(code) if kind == "torch" else code)
-    return View(kind, array, pointer, view.shape, view.strides, code, view.device, view.source)
 
 
 def _queries(call: str, q: View, layout: str) -> Sizes:
@@ -210,16 +207,6 @@ def _columns(call: str, name: str, view: View) -> None:
         check_columns(call, name, view, f"pass a contiguous copy of {name}")
 
 
-def _storage(call: str, seen: Seen, dtype: str) -> str:
-    """What k and v are in memory."""
-    stored = seen["k"].dtype
-    if stored == seen["v"].dtype == dtype:
-        return "same"
-    check_dtype(call, "k", seen["k"], (dtype, *CODES.values()))
-    check_dtype(call, "v", seen["v"], (stored,))
-    return _STORAGES.get(stored, "same")
-
-
 def _heads(call: str, problem: Sizes, k: View) -> None:
     queries, keys = problem["heads_q"], problem["heads_kv"]
     if queries and (not keys or queries % keys):
@@ -227,19 +214,6 @@ def _heads(call: str, problem: Sizes, k: View) -> None:
     if k.shape[3] != problem["head_dim"]:
         raise ParameterError(f"{call}: q has head_dim {problem['head_dim']}, k {k.shape[3]}")
     check_dims(call, problem["head_dim"], problem["head_dim_v"])
-
-
-def _scales(call: str, seen: Seen, problem: Sizes) -> None:
-    if problem["storage"] == "same" and "k_scale" not in seen and "v_scale" not in seen:
-        return
-    check_scales_there(call, seen, problem["storage"])
-    for name in ("k_scale", "v_scale"):
-        view = seen.get(name)
-        if view is not None:
-            check_dtype(call, name, view, ("fp32",))
-            check_shape(call, name, view, (problem["heads_kv"],), "[heads], here")
-            if problem["heads_kv"] > 1 and view.strides[0] != 1:
-                raise ParameterError(f"{call}: {name} must be contiguous")
 
 
 def _split(call: str, split: Any) -> int:
@@ -255,7 +229,7 @@ def _split(call: str, split: Any) -> int:
     return split
 
 
-def _aligned(call: str, seen: Seen) -> None:
+def check_aligned(call: str, seen: Seen) -> None:
     """Rows begin on 16-byte boundaries, those of the output on 8-byte ones; strides fit."""
     for name in ("q", "k", "v", "o"):
         view = seen.get(name)

@@ -12,7 +12,7 @@ from fkjit import tuning
 from fkjit.arch import Arch
 from fkjit.ops.attention.decode import grid
 from fkjit.ops.attention.decode.problem import flops, rows, shape_class, traffic
-from fkjit.ops.attention.features import EXAMPLE_ARGS, EXAMPLE_MOD, ScoreFeatures, parse
+from fkjit.ops.attention.features import EXAMPLE_ARGS, EXAMPLE_MOD, NOT_PACKED, ScoreFeatures, parse
 from fkjit.ops.kv.problem import STORAGES
 from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
 from fkjit.symbolic import decision
@@ -63,7 +63,7 @@ def _derive(params: Params) -> dict[str, Any]:
         "kept": {"same": params["dtype"], "fp8": "e4m3", "int8": "i8"}[params["storage"]],
         **{"num_warps": warps, "keys": keys, "stages": stages, "min_blocks": min_blocks},
         "q_in_registers": params["head_dim"] <= widest,
-        **({"form": False} if features is None else features.values()),
+        **({"form": False, **NOT_PACKED} if features is None else features.values()),
     }
 
 

@@ -22,6 +22,12 @@ ROUND = 32  # keys: a window's first work unit begins at a multiple (attention/d
 _MOST_KEYS = 1 << 22  # of all heads; more of them make no difference to a tile
 
 
+def has_many(q: Any) -> bool:
+    """Whether q has more tokens of each sequence than the kernel takes."""
+    shape = getattr(q, "shape", ())
+    return len(shape) == 4 and shape[1] > MAX_TOKENS and 0 not in shape
+
+
 def rows(problem: Problem) -> int:
     """Query rows of a KV head: query heads times new tokens."""
     return problem["heads_q"] // problem["heads_kv"] * problem["seqlen_q"]
