@@ -11,6 +11,7 @@
 #pragma once
 #include "ptx/ldmatrix.cuh"
 #include "ptx/movmatrix.cuh"
+#include "ptx/register_fence.cuh"
 #include "gemm/pairs.cuh"
 #include "gemm/sm90/residual.cuh"
 
