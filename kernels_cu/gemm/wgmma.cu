@@ -42,8 +42,6 @@
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/special_registers.cuh"
 #include "ptx/tma.cuh"
-#include "ptx/wgmma.cuh"
-#include "ptx/wgmma_products.cuh"
 #include "tile/pingpong.cuh"
 #include "tile/ring.cuh"
 //% if has_mod
@@ -52,6 +50,7 @@
 //% endif
 #include "gemm/groups.cuh"
 #include "gemm/pairs.cuh"
+#include "gemm/sm90/consume.cuh"
 #include "gemm/sm90/operands.cuh"
 #include "gemm/sm90/partials.cuh"
 #include "gemm/sm90/split_k.cuh"
@@ -69,10 +68,12 @@ constexpr int BLOCK_N = ${block_n};  // rows of weight in a tile
 constexpr int STAGES = ${stages};    // of 64 k in shared memory
 constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
 constexpr int SPLIT = ${split};      // blocks that share the k of a tile, which is their only one
+constexpr int BOXES = ${boxes};      // of output that a warp stages
 constexpr bool COOPERATIVE = ${cooperative};
 constexpr bool SWAPPED = ${swapped};  // x is the weight, m is n, and the other way around
 constexpr bool SHARES = ${shares};    // blocks share the k of some tiles
 constexpr bool GATE = ${gate}, RESIDUAL = ${residual}, PRE = ${pre};
+constexpr bool FETCHED = RESIDUAL && ${tma_store};  // the residual comes while products run
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 using Activation = ${activation};
@@ -81,11 +82,13 @@ constexpr int WARPGROUP = 128, CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUME
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int ROWS = COOPERATIVE ? BLOCK_M / CONSUMERS : BLOCK_M;  // of a consumer
 constexpr int OUT_COLUMNS = GATE ? BLOCK_N / 2 : BLOCK_N;
+constexpr int BOXES_OF_BLOCK = BOXES / (ROWS / 64);                    // of 64 rows
 constexpr int RELEASES = CLUSTER * 4 * (COOPERATIVE ? CONSUMERS : 1);  // of a stage, by warps
 static_assert(CLUSTER <= 2, "a tile of the weight has two parts at most");
 static_assert(SPLIT == 1 || (CLUSTER == 1 && !SHARES), "one reason to be a cluster");
-static_assert(!SWAPPED || (COOPERATIVE && CLUSTER == 1 && !SHARES && !GATE && !RESIDUAL && !PRE),
+static_assert(!SWAPPED || (COOPERATIVE && CLUSTER == 1 && !SHARES && !GATE && !PRE),
               "what the transposed way out can do");
+static_assert(!FETCHED || BOXES_OF_BLOCK * 64 >= (SWAPPED ? BLOCK_N : OUT_COLUMNS), "room for it");
 static_assert(ROWS % 64 == 0, "wgmma takes 64 rows");
 static_assert(OUT_COLUMNS % 16 == 0, "outputs are staged 16 columns at a time");
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
@@ -93,12 +96,13 @@ static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
               "more would be waited for forever");
 
 using Stages = GemmStages<OperandTile<BLOCK_M, X_K_MAJOR>, OperandTile<BLOCK_N, WEIGHT_K_MAJOR>,
-                          STAGES, CONSUMERS, GUARD>;
+                          STAGES, CONSUMERS, BOXES, GUARD>;
 using Place = RingPlace<STAGES>;
 using Work = Pieces<SHARES>;
 using Order = GroupedOrder<Groups::${groups}, BLOCK_M * CLUSTER>;
 using Parts = WeightParts<Stages::B, GATE, CLUSTER>;
 using Pairs = EpiloguePairs<Activation, GATE, PRE, RESIDUAL, elem_t, out_t>;
+using Added = Residual<out_t>;
 static_assert(!Order::GROUPED || (SPLIT == 1 && CLUSTER == 1 && !SHARES && !SWAPPED),
               "tiles of experts have one block each");
 
@@ -150,55 +154,6 @@ __device__ __forceinline__ void produce_weight(const Stages& stages, const Opera
     Parts{n}.load(stages.b(stage), maps, stages.full(stage), tile.column * OUT_COLUMNS, k,
                   Order::OF_K ? 0 : tile.expert, rank);
   });
-}
-
-// This warp needs a stage no more.
-__device__ __forceinline__ void release_stage(const Stages& stages, int stage, int lane) {
-  if (CLUSTER == 1) {
-    if (lane == 0) mbarrier_arrive(stages.empty(stage));
-  } else if (lane < CLUSTER) {
-    cluster_arrive_at(stages.empty(stage), lane);
-  }
-}
-
-// A tile of which no row is this consumer's.
-__device__ __forceinline__ void pass_by(const Stages& stages, Place& place, int steps, int lane) {
-  for (int step = 0; step < steps; ++step, place.advance()) {
-    mbarrier_wait(stages.full(place.stage), place.parity);
-    release_stage(stages, place.stage, lane);
-  }
-}
-
-// One tile's products, 64 of k after the other: a stage is released when the next one's products
-// have been issued and its own are done.
-template <int BLOCKS>
-__device__ __forceinline__ void multiply(float (&acc)[BLOCKS][BLOCK_N / 8][4], const Stages& stages,
-                                         Place& place, int steps, int first_row, int lane,
-                                         const PingPong<CONSUMERS>& pingpong) {
-  int last = 0;
-  for (int step = 0; step < steps; ++step) {
-    mbarrier_wait(stages.full(place.stage), place.parity);
-    const u64 weight = Stages::B::operand(stages.b(place.stage), 0);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < BLOCK_K / 16; ++i)
-#pragma unroll
-      for (int block = 0; block < BLOCKS; ++block)
-        wgmma_shared<elem_t, !X_K_MAJOR, !WEIGHT_K_MAJOR>(
-            acc[block],
-            Stages::A::operand(stages.a(place.stage), first_row + block * 64) + i * Stages::A::STEP,
-            weight + i * Stages::B::STEP, step > 0 || i > 0);
-    wgmma_commit();
-    if (step > 0) {
-      wgmma_wait<1>();
-      release_stage(stages, last, lane);
-    }
-    last = place.stage;
-    place.advance();
-  }
-  pingpong.pass();
-  wgmma_wait<0>();
-  release_stage(stages, last, lane);
 }
 
 //% if cluster * split > 1
@@ -305,12 +260,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
                             GATE ? n + column : column + BLOCK_N / 2, GATE ? 2 * n : n);
       ++taken;
       if (Order::OF_ROWS && COOPERATIVE && tile.row + consumer_row >= tile.end) {
-        pass_by(stages, place, piece.steps, lane);
+        pass_by<CLUSTER>(stages, place, piece.steps, lane);
         continue;
       }
 #pragma unroll
       for (int block = 0; block < ROWS / 64; ++block) register_fence(acc[block]);
-      multiply(acc, stages, place, piece.steps, consumer_row, lane, pingpong);
+      const int first_row = tile.row + rank * BLOCK_M + consumer_row + warp_row;
+      const auto boxes_of = [&](int block) {
+        return stages.staged(warp) + block * (BOXES_OF_BLOCK * Stages::Staged::BYTES);
+      };
+      const auto fetch_residual = [&] {
+        const int own_lane = lane_index_again();  // not a register through all products
+        if (own_lane == 0) bulk_wait_read();
+        __syncwarp();
+#pragma unroll
+        for (int block = 0; block < ROWS / 64; ++block) {
+          const int row = first_row + block * 64;
+          //% if swapped
+          Added{residual, residual_stride, n, m}.fetch_narrow<BLOCK_N>(boxes_of(block), own_lane,
+                                                                       column, row);
+          //% else
+          Added{residual, residual_stride, tile.end, n}.fetch<Stages::Staged, OUT_COLUMNS>(
+              boxes_of(block), own_lane, row, column);
+          //% endif
+        }
+        cp_async_commit();
+      };
+      // Of parts of a tile only who comes to the epilogue has a use for the residual.
+      const bool ahead =
+          SPLIT > 1 ? piece.steps > 0 && cluster_rank() == 0 : !SHARES || piece.steps == work.steps;
+      multiply<elem_t, CLUSTER>(acc, stages, place, piece.steps, consumer_row, lane, pingpong, [&] {
+        if (FETCHED && ahead) fetch_residual();
+      });
       named_barrier_wait_aligned<WARPGROUP>(3 + consumer);  // all of its bias is there
       //% if shares
       if (piece.steps < work.steps &&
@@ -325,13 +306,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
                 acc, stages, cluster_rank(), COOPERATIVE ? consumer : 0, threadIdx.x % WARPGROUP))
           continue;
       }
+      if (FETCHED) {
+        if (!ahead) fetch_residual();
+        cp_async_wait<0>();
+        __syncwarp();
+        box = 0;
+      }
 #pragma unroll
       for (int block = 0; block < ROWS / 64; ++block) {
-        const int row = tile.row + rank * BLOCK_M + consumer_row + block * 64 + warp_row;
+        const int row = first_row + block * 64;
         if (row >= tile.end) continue;
         const int before = Order::OF_K ? tile.expert * m : 0;  // rows of out
         //% if swapped
-        store_transposed(acc[block], epilogue, bias, out, out_stride, lane, row, m, column);
+        store_transposed(acc[block], epilogue, bias, out, out_stride, boxes_of(block), lane, row, m,
+                         column);
         //% elif tma_store
         store_by_tma<Stages::Staged, OUT_COLUMNS>(acc[block], epilogue, tile_bias, out_map, out,
                                                   out_stride, stages.staged(warp), box, lane,

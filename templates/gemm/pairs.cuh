@@ -8,22 +8,47 @@
 #pragma once
 #include "gemm/activation.cuh"
 
-// Two neighbours of an array of which `left` more elements exist; zeros for the rest. WHOLE: all
-// such pairs may be read as one.
+// Two neighbours of an array as they lie in memory. Of loads that are to be under way together all
+// are asked for before the first `get`, which waits for its own.
 template <typename T>
-__device__ __forceinline__ float2 load_pair(const T* source, bool whole, int left) {
-  if (whole && left >= 2) {
-    if constexpr (sizeof(T) == 4) {
-      return *reinterpret_cast<const float2*>(source);
+struct Pair {
+  u32 bits;
+
+  // `left`: how many more elements exist, zeros for the rest. `whole`: all pairs may be read as one.
+  __device__ __forceinline__ void load(const T* source, bool whole, int left) {
+    if (whole && left >= 2) {
+      bits = *reinterpret_cast<const u32*>(source);
     } else {
-      return unpack2<T>(*reinterpret_cast<const u32*>(source));
+      const unsigned short* halves = reinterpret_cast<const unsigned short*>(source);
+      const u32 low = left > 0 ? halves[0] : 0, high = left > 1 ? halves[1] : 0;
+      bits = low | high << 16;
     }
   }
-  float2 pair = {0.f, 0.f};
-  if (left > 0) pair.x = static_cast<float>(source[0]);
-  if (left > 1) pair.y = static_cast<float>(source[1]);
-  return pair;
+  __device__ __forceinline__ float2 get() const { return unpack2<T>(bits); }
+};
+
+template <>
+struct Pair<float> {
+  float2 pair;
+
+  __device__ __forceinline__ void load(const float* source, bool whole, int left) {
+    if (whole && left >= 2) {
+      pair = *reinterpret_cast<const float2*>(source);
+    } else {
+      pair = {left > 0 ? source[0] : 0.f, left > 1 ? source[1] : 0.f};
+    }
+  }
+  __device__ __forceinline__ float2 get() const { return pair; }
+};
+
+template <typename T>
+__device__ __forceinline__ float2 load_pair(const T* source, bool whole, int left) {
+  Pair<T> pair;
+  pair.load(source, whole, left);
+  return pair.get();
 }
+
+__device__ __forceinline__ float2 added(float2 a, float2 b) { return {a.x + b.x, a.y + b.y}; }
 
 template <typename T>
 __device__ __forceinline__ void store_pair(T* target, float2 pair, bool whole, int left) {
@@ -73,10 +98,10 @@ struct BiasPairs {
   }
 };
 
-template <typename Activation_, bool GATE_, bool PRE, bool RESIDUAL, typename T, typename Out>
+template <typename Activation_, bool GATE_, bool PRE_, bool RESIDUAL_, typename T, typename Out>
 struct EpiloguePairs {
   using Activation = Activation_;
-  static constexpr bool GATE = GATE_;
+  static constexpr bool GATE = GATE_, PRE = PRE_, RESIDUAL = RESIDUAL_;
   static constexpr bool TOUCHES_ROWS = PRE || RESIDUAL;  // memory of a row, which has to be there
   const Out* residual;                                   // [m, n]
   T* pre;                                                // [m, n], with GATE [m, 2 n]: contiguous
@@ -99,6 +124,13 @@ struct EpiloguePairs {
   // its bias are not looked at without GATE.
   __device__ __forceinline__ float2 operator()(float2 sums, float2 bias, float2 up, float2 bias_up,
                                                i64 row, int column) const {
+    const float2 y = activated(sums, bias, up, bias_up, row, column);
+    return RESIDUAL ? added(y, residual_pair(row, column).get()) : y;
+  }
+
+  // The same before the residual; of `row` and `column` memory is touched where PRE.
+  __device__ __forceinline__ float2 activated(float2 sums, float2 bias, float2 up, float2 bias_up,
+                                              i64 row, int column) const {
     const float2 z = before(sums, bias);
     float2 y = {Activation::value(z.x), Activation::value(z.y)};
     if (PRE) keep(z, row, column, n - column);
@@ -107,10 +139,13 @@ struct EpiloguePairs {
       if (PRE) keep(z_up, row, n + column, n - column);
       y.x *= z_up.x, y.y *= z_up.y;
     }
-    if (!RESIDUAL) return y;
-    const float2 added =
-        load_pair(residual + row * residual_stride + column, residual_whole, n - column);
-    return {y.x + added.x, y.y + added.y};
+    return y;
+  }
+
+  __device__ __forceinline__ Pair<Out> residual_pair(i64 row, int column) const {
+    Pair<Out> pair;
+    pair.load(residual + row * residual_stride + column, residual_whole, n - column);
+    return pair;
   }
 
  private:

@@ -54,14 +54,20 @@ __device__ __forceinline__ void store_fragments(const float (&acc)[M][N][4], con
 #pragma unroll
     for (int half = 0; half < 2 * M; ++half) {
       const int m = half / 2, at = half % 2 * 2, r = lane_row + half * 8;
+      Pair<Out> residual[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (Pairs::RESIDUAL && r < rows)
+          residual[i] = epilogue.residual_pair(r, lane_column + (group + i) * 8);
       float2 y[4] = {};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* sums = &acc[m][group + i][at];
         const float* up = &acc[m][group + i + UP][at];
         if (!Pairs::TOUCHES_ROWS || r < rows)
-          y[i] = epilogue({sums[0], sums[1]}, own[i], {up[0], up[1]}, own_up[i], r,
-                          lane_column + (group + i) * 8);
+          y[i] = epilogue.activated({sums[0], sums[1]}, own[i], {up[0], up[1]}, own_up[i], r,
+                                    lane_column + (group + i) * 8);
+        if (Pairs::RESIDUAL && r < rows) y[i] = added(y[i], residual[i].get());
       }
       store_quad_row(out + r * out_stride + column + group * 8, y, lane, r < rows,
                      epilogue.n - column - group * 8, aligned);

@@ -11,6 +11,7 @@ from tests.core.sampling import ONE_OF_EACH_KIND
 from tests.core.test_mutations import KINDS, outcome
 
 WGMMA_CU, D = "kernels_cu/gemm/wgmma.cu", "templates/gemm/sm90/"
+CONSUME = D + "consume.cuh"
 PLAIN: dict[str, Any] = {"gate": False, "activation": "none", "shares": False, "split": 1}
 
 
@@ -26,23 +27,28 @@ SPLIT = _variant(block=(64, 64), split=4)
 SHARES = _variant(block=(128, 128), shares=True)
 GATED = _variant(block=(64, 96), gate=True, activation="silu")
 SWAPPED = _variant(block=(144, 128), schedule="swapped", split=2, activation="gelu_tanh")
+ADDED = _variant(block=(192, 96), residual=True, pre=True)
+# A block whose consumers come to a second tile.
+ADDED_AGAIN = _variant(
+    block=(128, 256), residual=True, pre=True, gate=True, activation="silu", cluster=1
+)
 SWAPPED_KN = _variant(block=(144, 256), schedule="swapped", weight_layout="kn")
 WAIT_FULL = "mbarrier_wait(stages.full(place.stage), place.parity);"
 WAIT_EMPTY = "mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);"
 
 BUGS = (
     # -- the ring
-    Bug("a stage is read before its bytes are there", WGMMA_CU, WAIT_FULL, "", by="race", nth=1,
+    Bug("a stage is read before its bytes are there", CONSUME, WAIT_FULL, "", by="race", nth=1,
         **WIDE),
     Bug("a stage is filled while it is read", WGMMA_CU, WAIT_EMPTY, "", by="race", **WIDE),
-    Bug("a stage is released too early", WGMMA_CU, "wgmma_wait<1>();", "wgmma_wait<2>();",
+    Bug("a stage is released too early", CONSUME, "wgmma_wait<1>();", "wgmma_wait<2>();",
         by="race", **WIDE),
     Bug("too few warps release a stage", WGMMA_CU, "stages.begin(RELEASES)",
         "stages.begin(RELEASES + 1)", by="hang", **WIDE),
     Bug("one operand is waited for", D + "stages.cuh", "mbarrier_init(full(stage), 2);",
         "mbarrier_init(full(stage), 1);", by="barrier", **WIDE),
-    Bug("no fence before products", WGMMA_CU, "wgmma_fence();", "", by="wgmma", **WIDE),
-    Bug("no turns", WGMMA_CU, "pingpong.pass();", "", by="hang", **NARROW),
+    Bug("no fence before products", CONSUME, "wgmma_fence();", "", by="wgmma", **WIDE),
+    Bug("no turns", CONSUME, "turns.pass();", "", by="hang", **NARROW),
     # -- rows that are not there
     Bug("bytes of a whole tile are expected", WGMMA_CU, "rows * (BLOCK_K * 2)",
         "BLOCK_M * (BLOCK_K * 2)", by="barrier", **NARROW),
@@ -50,8 +56,8 @@ BUGS = (
         "if (asked > 0) {", by="barrier", **NARROW),
     Bug("the last rows but a few", D + "operands.cuh", "ceil_div(left, GROUP)",
         "ceil_div(left - 7, GROUP)", by="numbers", problem={"m": 6}, **NARROW),
-    Bug("rows that are not there are stored", D + "store.cuh", "if (half * 8 < rows_left)",
-        "if (true)", by="memory",
+    Bug("rows that are not there are stored", D + "store.cuh", "if (half * 8 >= rows_left)",
+        "if (false)", by="memory",
         **_variant(block=(128, 128), tma_store=False, weight_layout="kn")),
     # -- gate and up, halves, parts
     Bug("gate twice", D + "weight_parts.cuh", "GATE ? n + column : column + PART",
@@ -80,6 +86,18 @@ BUGS = (
         "if (lane == 0) bulk_wait_read<1>();", "", by="race", **WIDE),
     Bug("TMA reads what is not there yet", D + "store.cuh", "proxy_fence();\n  __syncwarp();",
         "__syncwarp();", by="race", **WIDE),
+    # -- the residual
+    Bug("the residual is not waited for", WGMMA_CU, "cp_async_wait<0>();", "", by="race", **ADDED),
+    Bug("nor by the warp's other lanes", WGMMA_CU, "cp_async_wait<0>();\n        __syncwarp();",
+        "cp_async_wait<0>();", by="race", **ADDED),
+    Bug("it comes while TMA reads", WGMMA_CU, "if (own_lane == 0) bulk_wait_read();", "",
+        by="race", **ADDED_AGAIN),
+    Bug("sixteen columns of it for the next", D + "store.cuh", "residual[n / 2 % 2][i]",
+        "residual[0][i]", by="numbers", **ADDED),
+    Bug("rows of it that are not there", D + "residual.cuh", "row < rows ?", "row >= 0 ?",
+        by="memory", **ADDED),
+    Bug("half of its columns twice", D + "store_transposed.cuh", "residual[n % 2 * 2 + 1]",
+        "residual[n % 2 * 2]", by="numbers", **SWAPPED),
     # -- operands swapped
     Bug("columns are not transposed", D + "store_transposed.cuh",
         "transposed_8x8(pack2<Out>(low.x, low.y))", "pack2<Out>(low.x, low.y)",

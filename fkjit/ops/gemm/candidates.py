@@ -53,6 +53,7 @@ _STREAMING = 0.97  # of memory's speed
 _STARTING, _SHARING, _SPLITTING = 0, 7403, 1682  # ns: of a call; until shares, parts are added up
 _WAVE_OF_PARTS = 2873  # ns that a cluster which shares k takes to begin after another one
 _SPLITTING_MORE, _EACH_PART = 920, 950  # ns: where operands are swapped; each part beyond two
+_FEW_STAGES, _SHALLOW = 4, 1.1  # where a residual leaves fewer: a guess
 _FEW_ROWS, _GUESS = 4, 2500  # up to so many rows are left to gemv: ns, a guess
 
 
@@ -66,6 +67,7 @@ def _wgmma_rates(params: Params, shape: Shape) -> Rates:
     schedule, splits = params["schedule"], params["split"] > 1
     step = kernels_sm90.VARIANTS[kernels_sm90.variant(params)]
     step /= _KN[schedule] if shape.weight_layout == "kn" else 1.0
+    step *= _SHALLOW if shape.residual and kernels_sm90.stages(params) < _FEW_STAGES else 1.0
     start = _STARTING + (_SHARING if params["shares"] else 0)
     start += _SPLITTING + _WAVE_OF_PARTS * _waves(params, shape) if splits else 0
     start += _GUESS if shape.m <= _FEW_ROWS else 0

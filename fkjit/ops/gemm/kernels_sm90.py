@@ -17,8 +17,9 @@ SMS = 132  # of an H100 or H200, where a problem does not say
 BLOCK_K, PANEL = 64, 64
 _SWIZZLE_ROWS = 8  # after as many the pattern is the same again
 CONSUMERS, _WARP_ROWS = 2, 16
-_STAGED = CONSUMERS * 4 * 2 * _WARP_ROWS * PANEL * 2  # bytes: two boxes of output a warp
-_MAX_STAGES = 12
+_WARPS = CONSUMERS * 4
+_BOX = _WARP_ROWS * PANEL * 2  # bytes of output that a warp stages at a time
+_MAX_STAGES, _LEAST_STAGES = 12, 3
 _GROUP_ROWS = 2048  # rows of x whose tiles are taken together
 _MOST_STEPS = 1 << 31  # of k, of all tiles that blocks share
 _MOST_SUMS = 160 * 128  # of a consumer that has more to hold
@@ -85,8 +86,19 @@ def stages(params: Params) -> int:
     """How many have room."""
     block_m, block_n = params["block"]
     each = (block_m + block_n) * BLOCK_K * 2
-    rest = _STAGED + _bias_bytes(params) + 16 * (_MAX_STAGES + 1)
+    rest = _WARPS * _boxes(params) * _BOX + _bias_bytes(params) + 16 * (_MAX_STAGES + 1)
     return min((MAX_SHARED - rest) // each, _MAX_STAGES)
+
+
+def _boxes(params: Params) -> int:
+    """Of a warp: two, of which TMA reads one while the other is filled; or all of its tile, where a
+    residual comes to them."""
+    if not (params["residual"] and params["tma_store"]):
+        return 2
+    rows, columns = params["block"][::-1] if swapped(params) else params["block"]
+    columns //= 2 if params["gate"] else 1
+    blocks = rows // PANEL // (CONSUMERS if _together(params) else 1)
+    return max(blocks * -(-columns // PANEL), 2)
 
 
 def _bias_bytes(params: Params) -> int:
@@ -102,6 +114,7 @@ def _derive(params: Params) -> dict[str, Any]:
         "block_m": tile[0],
         "block_n": tile[1],
         "stages": stages(params),
+        "boxes": _boxes(params),
         "cooperative": _together(params),
         "swapped": swapped(params),
         "x_k_major": k_major[0],
@@ -132,15 +145,19 @@ def _illegal(params: Params) -> str | None:
 
 
 def _illegal_swapped(params: Params) -> str | None:
-    if any(params[name] for name in ("gate", "pre", "residual")):
-        return "has neither gate, pre nor residual where operands are swapped"
+    if params["gate"] or params["pre"]:
+        return "has neither gate nor pre where operands are swapped"
     if not params["tma_store"]:
         return "stores rows of 16-bit outputs on 16-byte boundaries where operands are swapped"
     if params["x_layout"] == "km" and params["block"][0] % PANEL:
         return "has no whole panels of an x whose rows are contiguous"
     room = stages(params) * sum(side * BLOCK_K * 2 // _FRAGMENT for side in params["block"])
     left = params["block"][0] * params["block"][1] * 4 // _FRAGMENT * (params["split"] - 1)
-    return "has no room for sums of so many parts" if left > room else None
+    if left > room:
+        return "has no room for sums of so many parts"
+    if params["residual"] and stages(params) < _LEAST_STAGES:
+        return f"has no room for a residual beside {_LEAST_STAGES} stages"
+    return None
 
 
 def _part(params: Params) -> int:
@@ -155,8 +172,7 @@ def _shared(params: Params) -> SharedLayout:
     order = reversed(sides) if swapped(params) else sides
     tiles = [(f"{side} stage {stage}", sides[side] * BLOCK_K * 2) for side in order
              for stage in range(count)]  # fmt: skip
-    warps = CONSUMERS * 4
-    staged = [(f"output of warp {warp}", _STAGED // warps) for warp in range(warps)]
+    staged = [(f"output of warp {warp}", _boxes(params) * _BOX) for warp in range(_WARPS)]
     return [*tiles, *staged, ("bias", _bias_bytes(params)), ("mbarriers", 16 * count + 16)]
 
 
@@ -310,7 +326,8 @@ _SHOWN: tuple[Mapping[str, Any], ...] = tuple(
         {**_IN_TURNS, "cluster": 2, "shares": True},
         {**_IN_TURNS, "cluster": 2, "shares": True, "activation": "silu", "gate": True},
         {**_NARROW, "block": (64, 64), "split": 4},
-        {"block": (144, 128), "schedule": "swapped", "split": 2, "activation": "gelu_tanh"},
+        {"block": (144, 128), "schedule": "swapped", "split": 2, "activation": "gelu_tanh",
+         "residual": True},
         {"block": (144, 256), "schedule": "swapped", "weight_layout": "kn"},
         {**_NARROW, "block": (64, 64), "split": 3, "weight_layout": "kn"},
         {"block": (192, 96), "schedule": "pingpong", "residual": True, "pre": True},

@@ -7,8 +7,8 @@
 #include "tile/swizzle.cuh"
 #include "gemm/sm90/operands.cuh"
 
-// GUARD: bytes behind each tile.
-template <typename A_, typename B_, int STAGES_, int CONSUMERS, int GUARD>
+// BOXES of output have room for each warp. GUARD: bytes behind each tile.
+template <typename A_, typename B_, int STAGES_, int CONSUMERS, int BOXES, int GUARD>
 struct GemmStages {
   using A = A_;
   using B = B_;
@@ -16,8 +16,8 @@ struct GemmStages {
   static constexpr int STAGES = STAGES_;
   static constexpr bool GAPS = GUARD > 0;
   static constexpr int A_STAGE = A::BYTES + GUARD, B_STAGE = B::BYTES + GUARD;
-  static constexpr int STAGED = STAGES * (A_STAGE + B_STAGE), STAGED_BUFFERS = 2;
-  static constexpr int STAGED_BYTES = STAGED_BUFFERS * Staged::BYTES + GUARD;  // of a warp
+  static constexpr int STAGED = STAGES * (A_STAGE + B_STAGE);
+  static constexpr int STAGED_BYTES = BOXES * Staged::BYTES + GUARD;  // of a warp
   static constexpr int BIAS = STAGED + 4 * CONSUMERS * STAGED_BYTES;
   static constexpr int BIAS_BYTES = B::ROWS * 2;  // of a tile's columns; two of a consumer
   static constexpr int BARRIERS = BIAS + 2 * CONSUMERS * BIAS_BYTES + GUARD;

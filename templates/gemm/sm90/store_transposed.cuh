@@ -6,11 +6,14 @@
 //     column  0       0 0 1 1 2 2 3 3        row 0              0   0   2   2   1   1    3    3
 //     column  1       4 4 5 5 6 6 7 7        row 1              4   4   6   6   5   5    7    7
 //
-// So four lanes store 32 bytes of a row, which is what L2 writes at once.
+// So four lanes store 32 bytes of a row, which is what L2 writes at once. A residual is transposed on
+// its way to the sums (`ldmatrix.trans`), so that both are added before they are rounded.
 #pragma once
+#include "ptx/ldmatrix.cuh"
 #include "ptx/movmatrix.cuh"
 #include "ptx/register_fence.cuh"
 #include "gemm/pairs.cuh"
+#include "gemm/sm90/residual.cuh"
 
 // Four columns of a row: two of `low`, then two of `high`, of which `left` are there.
 template <typename Out>
@@ -30,20 +33,28 @@ __device__ __forceinline__ float2 bias_of_column(const T* bias, int column, int 
   return {b, b};
 }
 
-// `columns`: of out; its rows, which the epilogue counts, lie on 16-byte boundaries.
+// `columns`: of out; its rows, which the epilogue counts, lie on 16-byte boundaries. `box`: where the
+// residual is, if there is one (NarrowBox).
 template <int N, typename T, typename Pairs, typename Out>
 __device__ __forceinline__ void store_transposed(const float (&acc)[N][4], const Pairs& epilogue,
-                                                 const T* bias, Out* out, i64 out_stride, int lane,
-                                                 int column, int columns, int row) {
+                                                 const T* bias, Out* out, i64 out_stride, u32 box,
+                                                 int lane, int column, int columns, int row) {
   const float2 none = {0.f, 0.f};
   const float2 bias_low = bias_of_column(bias, column + lane / 4, columns);
   const float2 bias_high = bias_of_column(bias, column + 8 + lane / 4, columns);
   const bool odd = lane % 2;
   const int first = column + lane % 4 / 2 * 4 + (odd ? 8 : 0), rows = epilogue.n;
+  const u32 of_lane = box + NarrowBox::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  u32 residual[4];  // of rows n, both halves of the columns, and of the next eight rows
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const float2 low = epilogue({acc[n][0], acc[n][1]}, bias_low, none, none, 0, 0);
-    const float2 high = epilogue({acc[n][2], acc[n][3]}, bias_high, none, none, 0, 0);
+    float2 low = epilogue.activated({acc[n][0], acc[n][1]}, bias_low, none, none, 0, 0);
+    float2 high = epilogue.activated({acc[n][2], acc[n][3]}, bias_high, none, none, 0, 0);
+    if (Pairs::RESIDUAL) {
+      if (n % 2 == 0) ldmatrix_x4_trans(residual, of_lane + NarrowBox::offset(n * 8, 0));
+      low = added(low, unpack2<Out>(residual[n % 2 * 2]));
+      high = added(high, unpack2<Out>(residual[n % 2 * 2 + 1]));
+    }
     const u32 own_low = transposed_8x8(pack2<Out>(low.x, low.y));
     const u32 own_high = transposed_8x8(pack2<Out>(high.x, high.y));
     const u32 other = __shfl_xor_sync(FULL_MASK, odd ? own_low : own_high, 1);

@@ -1,0 +1,64 @@
+// What a consumer of a product on sm_90 does with the ring of stages: wait for one, multiply it, let
+// it go.
+#pragma once
+#include "ptx/cluster.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_products.cuh"
+#include "gemm/sm90/stages.cuh"
+
+// This warp needs a stage no more; CLUSTER blocks fill it.
+template <int CLUSTER, typename Stages>
+__device__ __forceinline__ void release_stage(const Stages& stages, int stage, int lane) {
+  if (CLUSTER == 1) {
+    if (lane == 0) mbarrier_arrive(stages.empty(stage));
+  } else if (lane < CLUSTER) {
+    cluster_arrive_at(stages.empty(stage), lane);
+  }
+}
+
+// A tile of which no row is this consumer's.
+template <int CLUSTER, typename Stages, typename Place>
+__device__ __forceinline__ void pass_by(const Stages& stages, Place& place, int steps, int lane) {
+  for (int step = 0; step < steps; ++step, place.advance()) {
+    mbarrier_wait(stages.full(place.stage), place.parity);
+    release_stage<CLUSTER>(stages, place.stage, lane);
+  }
+}
+
+// One tile's products, 64 of k after the other: a stage is released when the next one's products
+// have been issued and its own are done. Rows of A from `first_row` on. `meanwhile` is called under
+// the first products.
+template <typename T, int CLUSTER, int BLOCKS, int N, typename Stages, typename Place,
+          typename Turns, typename Meanwhile>
+__device__ __forceinline__ void multiply(float (&acc)[BLOCKS][N][4], const Stages& stages,
+                                         Place& place, int steps, int first_row, int lane,
+                                         const Turns& turns, const Meanwhile& meanwhile) {
+  using A = typename Stages::A;
+  using B = typename Stages::B;
+  int last = 0;
+  for (int step = 0; step < steps; ++step) {
+    mbarrier_wait(stages.full(place.stage), place.parity);
+    const u64 b = B::operand(stages.b(place.stage), 0);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < BLOCK_K / 16; ++i)
+#pragma unroll
+      for (int block = 0; block < BLOCKS; ++block)
+        wgmma_shared<T, !A::K_MAJOR, !B::K_MAJOR>(
+            acc[block], A::operand(stages.a(place.stage), first_row + block * 64) + i * A::STEP,
+            b + i * B::STEP, step > 0 || i > 0);
+    wgmma_commit();
+    if (step == 0) {
+      meanwhile();
+    } else {
+      wgmma_wait<1>();
+      release_stage<CLUSTER>(stages, last, lane);
+    }
+    last = place.stage;
+    place.advance();
+  }
+  turns.pass();
+  wgmma_wait<0>();
+  release_stage<CLUSTER>(stages, last, lane);
+}
