@@ -47,6 +47,7 @@ FAMILIES = {
     "moe": {"gemm"},
     "grouped": {"gemm", "moe"},
     "norm": set(),
+    "quantize": {"gemm", "kv"},
     "reduce": set(),
     "rope": set(),
 }
