@@ -44,7 +44,7 @@ def quantize(x: Any, scheme: str, *, weight: bool = False) -> QuantizedTensor:
     Returns:
         QuantizedTensor(data, scales, scheme); a number is code * scale. A scale is the greatest
         magnitude of its numbers divided by the greatest code: 448, 127 or 7. Scales are fp32, those
-        of the int groups of x's dtype. Codes are the quotients rounded to the nearest, ties to even.
+        of the int groups of x's dtype. Codes are quotients rounded to the nearest, ties to even.
         Of zeros a scale is 1. A NaN or an infinity makes its scale NaN, and so all that shares it:
         nothing is lost in silence. e4m3 keeps the sign of -0.
 

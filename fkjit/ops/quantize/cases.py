@@ -132,7 +132,8 @@ def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
     x = np.full(p["rows"] * p["x_stride"], np.nan, dtype)
     numbers = rng.standard_normal((p["rows"], p["columns"])) * rng.choice([1e-3, 1, 40])
     numbers[1:2] = 0
-    numbers[:, ::7] *= -0.0 if p["rows"] == 1 else 1.0
+    numbers[0, -1] = 2 * np.abs(numbers).max()  # the greatest is the last that is read
+    numbers[-1, ::7] = -0.0
     _seen(p, x)[...] = numbers.astype(dtype)
     made: Arrays = {"x": x}
     if p["span"] == "tensor" and "span" in params:

@@ -158,8 +158,10 @@ DEQUANTIZE = register(
 
 
 def _illegal_scale(params: Params) -> str | None:
-    if params["scale_dtype"] == "fp32" or scale_dtype(
-        Scheme(params["code"], params["span"]), params["scale_dtype"]
-    ) == params["scale_dtype"]:
+    if (
+        params["scale_dtype"] == "fp32"
+        or scale_dtype(Scheme(params["code"], params["span"]), params["scale_dtype"])
+        == params["scale_dtype"]
+    ):
         return None
     return f"has scales of fp32 for {params['code']} by the {params['span']}"
