@@ -31,6 +31,7 @@ KERNELS = (
     "gemm.kernels_backward",
     "grouped.kernels",
     "quantize.kernels",
+    "quantize.kernels_few",
     "moe.route",
     "moe.regroup",
     "moe.route_and_regroup",

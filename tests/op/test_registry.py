@@ -48,6 +48,8 @@ KERNELS = [
     "quantize.spans",
     "quantize.amax",
     "dequantize.eights",
+    "quantized_linear.gemv",
+    "quantized_linear.skinny",
     "moe_route.lanes",
     "moe_regroup.grid",
     "moe_route_and_regroup.grid",
