@@ -42,7 +42,7 @@ LAYERS = (
 FAMILIES = {
     "attention": {"kv", "rope"},
     "elementwise": set(),
-    "gemm": set(),
+    "gemm": {"quantize"},  # fkjit.linear of a QuantizedTensor, and nothing else
     "kv": {"rope"},
     "moe": {"gemm"},
     "grouped": {"gemm", "moe"},

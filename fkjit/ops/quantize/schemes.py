@@ -63,10 +63,6 @@ class QuantizedTensor(NamedTuple):
         shape = tuple(self.data.shape)
         return (*shape[:-1], 2 * shape[-1]) if self.scheme == "int4_group" else shape
 
-    def linear(self, x: Any, *rest: Any, **named: Any) -> Any:
-        """`fkjit.linear` with this weight."""
-        return import_module("fkjit.ops.quantize.linear").linear(x, self, *rest, **named)
-
 
 def scheme_of(call: str, name: Any) -> Scheme:
     """ParameterError for a name of none."""
