@@ -32,6 +32,7 @@ KERNELS = (
     "grouped.kernels",
     "quantize.kernels",
     "quantize.kernels_few",
+    "quantize.kernels_bytes",
     "moe.route",
     "moe.regroup",
     "moe.route_and_regroup",

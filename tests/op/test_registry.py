@@ -50,6 +50,8 @@ KERNELS = [
     "dequantize.eights",
     "quantized_linear.gemv",
     "quantized_linear.skinny",
+    "quantized_linear.wgmma",
+    "quantized_linear.mma",
     "moe_route.lanes",
     "moe_regroup.grid",
     "moe_route_and_regroup.grid",
