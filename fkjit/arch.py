@@ -40,6 +40,17 @@ _OLDEST: Capability = (7, 5)
 _TEGRA = frozenset({(8, 7), (8, 8)})  # their cubins do not run on desktop chips of that major
 _FIRST_NVRTC_WITH_F = (12, 9)
 
+# Flops for each byte at which dense bf16 tensor cores and memory take as long, by NVIDIA's data
+# sheets: A100, L40S, H100, B200, RTX 5090; T4 in fp16.
+BALANCE: dict[Capability, int] = {
+    (7, 5): 203,
+    (8, 0): 153,
+    (8, 9): 420,
+    (9, 0): 295,
+    (10, 0): 281,
+    (12, 0): 117,
+}
+
 DEFAULT_ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
 

@@ -66,7 +66,12 @@ class PoolExhaustedError(FkjitError, RuntimeError):
 
 
 class RenderError(FkjitError, RuntimeError):
-    """A template could not be rendered; the message names the template's own file and line."""
+    """A template could not be rendered; the message names the template's own file and line, and so
+    does `location`: "kernels_cu/attention/flash.cu:120", "" where there is none."""
+
+    def __init__(self, message: str, location: str = "") -> None:
+        super().__init__(message)
+        self.location = location
 
 
 class CompileError(FkjitError, RuntimeError):
@@ -119,7 +124,8 @@ class SanitizerError(FkjitError, RuntimeError):
 
     The same as fields, "" or None where a fault has none: `kind` ("out-of-bounds shared read",
     "race", …), `kernel` (the launch's title), `location` ("kernels_cu/attention/flash.cu:120"),
-    `other` (that of a race's other access), `block` and `thread` (coordinates), `hint`.
+    `other` (that of a race's other access), `block` and `thread` (coordinates), `hint`, `ptx_lines`
+    (where the instructions of these places stand in the PTX that ran, from 1).
     """
 
     def __init__(
@@ -133,8 +139,10 @@ class SanitizerError(FkjitError, RuntimeError):
         block: tuple[int, int, int] | None = None,
         thread: tuple[int, int, int] | None = None,
         hint: str = "",
+        ptx_lines: tuple[int, ...] = (),
     ) -> None:
         super().__init__(message)
         self.kind, self.kernel, self.hint = kind, kernel, hint
         self.location, self.other = location, other
         self.block, self.thread = block, thread
+        self.ptx_lines = ptx_lines

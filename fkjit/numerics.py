@@ -1,14 +1,16 @@
-"""How far what a kernel wrote is from its reference, measured in its tolerance."""
+"""A kernel's arrays for a problem, and how far what it wrote is from its reference, measured in its
+tolerance."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fkjit.spec import Arrays, KernelSpec, Params
+from fkjit.spec import Arrays, KernelSpec, Params, Problem
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,16 @@ class Difference:
             f"{self.name}[{at}] is {self.found:.6g} where the reference has {self.expected:.6g}: "
             f"{self.ratio:.3g} times the tolerance ({self.bound:.3g})"
         )
+
+
+def drawn(
+    spec: KernelSpec, params: Params, problem: Problem, rng: np.random.Generator
+) -> tuple[Arrays, Arrays]:
+    """A problem's inputs as the reference takes them, and all arrays of a launch: copies of these,
+    since some are written in place, and outputs."""
+    inputs = spec.verification.inputs(params, problem, rng)
+    copies = {name: copy(array) for name, array in inputs.items()}
+    return inputs, {**copies, **spec.verification.outputs(params, problem)}
 
 
 def differences(

@@ -38,7 +38,11 @@ constexpr fp32 LOG2E = 1.4426950408889634f;  // exp(x) = exp2(x * LOG2E)
 constexpr fp32 LN2 = 0.6931471805599453f;    // log(x) = log2(x) * LN2
 
 // IEEE minus infinity: the maximum of nothing. Beware that NEG_INFINITY - NEG_INFINITY is NaN.
+#ifdef __clang__  // editors: clang's constants have no division by zero, NVRTC's no other spelling
+constexpr fp32 NEG_INFINITY = -__builtin_huge_valf();
+#else
 constexpr fp32 NEG_INFINITY = -(1.0f / 0.0f);
+#endif
 
 // The least number of pieces of `size` that cover `total`; total >= 0, size > 0.
 template <typename T>

@@ -50,13 +50,13 @@ class TorchDevice:
             torch = self.torch = import_module("torch")
         except ImportError as error:
             raise ToolchainError(
-                "bench: measuring needs torch with CUDA, for events, graphs and most peers: "
+                "measuring needs torch with CUDA, for events, graphs and most peers: "
                 "pip install torch"
             ) from error
         if not torch.cuda.is_available():
             raise ToolchainError(
-                "bench: torch sees no CUDA device here (`fkjit doctor` says more); "
-                "--dry-run lists what would run"
+                "measuring: torch sees no CUDA device here (`fkjit doctor` says more); "
+                "`fkjit bench --dry-run` lists what would run"
             )
         self.index = torch.cuda.current_device()
         found = torch.cuda.get_device_properties(self.index)

@@ -1,7 +1,7 @@
 // Draws the page's charts: a legend that hides series, log scales, values under the pointer.
 
 const SVG = "http://www.w3.org/2000/svg";
-const LEFT = 58, RIGHT = 12, TOP = 10, BOTTOM = 46, ROW = 34, NEAR = 28;
+const LEFT = 58, RIGHT = 22, TOP = 10, BOTTOM = 46, ROW = 34, NEAR = 28;
 const SHAPES = {
   square: "M-4-4h8v8h-8z", triangle: "M0-5L5 4H-5z", diamond: "M0-6L5 0 0 6-5 0z",
   cross: "M-4-4L4 4M4-4L-4 4", circle: "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0",

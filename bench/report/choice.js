@@ -60,6 +60,7 @@ function apply() {
   controls.part.value = part.dataset.part;
   for (const key of KEYS) fill(controls[key], options[key], state[key]);
   controls.filter.value = state.filter;
+  controls.filter.placeholder = part.querySelector("[data-case]")?.dataset.case || "";
   const asked = Object.fromEntries(KEYS.map((key) => [key, controls[key].value]).filter(([, v]) => v));
   for (const picture of pictures.get(part)) picture.choose(asked);
   const words = state.filter.toLowerCase().split(/\s+/).filter(Boolean);
@@ -81,7 +82,7 @@ function bar() {
   }
   for (const part of PARTS) controls.part.append(new Option(part.dataset.part, part.dataset.part));
   const label = make(form, "label", {}, "cases with ");
-  controls.filter = make(label, "input", { type: "search", placeholder: "D128 causal S4096" });
+  controls.filter = make(label, "input", { type: "search" });
   controls.filter.oninput = () => change({ filter: controls.filter.value });
   form.onsubmit = (event) => event.preventDefault();
   form.hidden = false;

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fkjit import ops
-from fkjit.errors import FkjitError, ParameterError
+from fkjit.errors import ParameterError
 from fkjit.paths import document
 
 from ..core.store import Run, in_help, results_folder
@@ -35,9 +35,8 @@ def parser() -> argparse.ArgumentParser:
     add("results", nargs="*", type=Path, metavar="RESULTS", help="files or folders; default: the "
         f"newest of {in_help(results_folder())}")  # fmt: skip
     add("--out", type=Path, default=Path("report"), metavar="DIR", help="default: report/")
-    add(
-        "--target", metavar="ARCH", help="of the table of variants; default: the results' GPU; none"
-    )
+    add("--target", metavar="ARCH", help="compile every variant of the operations for a table of "
+        "registers and occupancy, which takes minutes: sm_90a; default: none")  # fmt: skip
     add(
         "--profile",
         type=Path,
@@ -104,7 +103,7 @@ def build(
             work.roofline(study, styles, stored),
             work.decode(study, styles),
             work.twins(study, styles),
-            machine.resources(study.op, None if to == "none" else to or _target(study)),
+            machine.resources(study.op, None if to == "none" else to),
             machine.counters(study, stored),
         ]))  # fmt: skip
     for gpu, run in host.runs_of(runs).items():
@@ -125,20 +124,6 @@ def _profile(gpu: str, path: Path | None) -> dict[str, Any] | None:
         return profiles.read(path)
     found = profiles.folder() / profiles.file_name(gpu)
     return profiles.read(found) if found.exists() else None
-
-
-def _target(study: cells.Study) -> str | None:
-    """What the GPU of the results is compiled for; None where they do not say which it is."""
-    from fkjit.jit.build import gpu_target
-
-    for run in reversed(study.runs):
-        capability = run.header.get("capability")
-        if capability:
-            try:
-                return gpu_target((int(capability[0]), int(capability[1]))).name
-            except FkjitError:
-                return None  # another NVRTC than the results'
-    return None
 
 
 def _title(runs: Sequence[Run]) -> str:

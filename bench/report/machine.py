@@ -30,7 +30,9 @@ def resources(op: str, to: str | None) -> Section:
     """A row for each variant that is shipped for a target; those not in the cache are compiled."""
     made = Section("resources", "Registers, shared memory, occupancy")
     if to is None:
-        made.missing = "no target was asked for (--target sm_90a)"
+        made.missing = (
+            "no target was asked for (`fkjit report --target sm_90a` compiles every variant)"
+        )
         return made
     if not registered(op):
         made.missing = f"{op} is not registered here"

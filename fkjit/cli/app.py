@@ -112,6 +112,21 @@ def new(
 
 
 @app.command()
+def playground(
+    port: Annotated[int, typer.Option(help="0: any that is free")] = 0,
+    browser: Annotated[bool, typer.Option(help="open the page")] = True,
+    folder: Annotated[Path, typer.Option(help="where kernels of your own are saved")] = Path(
+        "kernels"
+    ),
+) -> None:
+    """A page on this machine to edit, compile, check and compare kernels; needs no GPU.
+
+    Prints its address, which has a token in it; nobody else can open the page.
+    """
+    import_module("fkjit.playground.server").run(port, browser, folder)
+
+
+@app.command()
 def explain(
     call: Annotated[str, typer.Argument(help="attention, linear, rms_norm …")],
     shape: Annotated[
@@ -241,7 +256,7 @@ def check(
 
     Results are held against the kernel's reference, within its tolerance. Bank conflicts are
     counted, and warned of above 4 times the ideal. Needs no GPU: `fkjit check attention flash
-    --variants 5`. Status 1 where numbers are wrong or there is a fault.
+    --variants 5`. Status 1 where numbers are wrong, there is a fault, or nothing was run.
     """
     check_ = import_module("fkjit.cli.check")
     every = not (mem or race or banks is not None)
@@ -255,6 +270,48 @@ def check(
         raise typer.Exit(once())
     specs = import_module("fkjit.cli.select").selection("check", words).specs()
     raise typer.Exit(import_module("fkjit.cli.watch").watch(once, specs))
+
+
+@app.command(context_settings=_VARIANT)
+def run(
+    ctx: typer.Context,
+    kernels: _KERNEL,
+    device: Annotated[
+        str | None, typer.Option(help="gpu or cpu; default: the GPU where there is one")
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=VALUE", help="a field of the problems: --size seqlen_q=512"),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="of the numbers that are drawn")] = 0,
+) -> None:
+    """One variant on its problems: error in tolerances, and on a GPU the time of a launch.
+
+    `fkjit run attention flash --head-dim 128 --size seqlen_q=512`. Without a GPU the kernel runs in
+    the CPU interpreter. Parameters left out take the first legal value. Status 1 where numbers are
+    wrong.
+    """
+    run_ = import_module("fkjit.cli.run").run
+    raise typer.Exit(run_([*kernels, *ctx.args], device, size or [], seed))
+
+
+@app.command(context_settings=_VARIANT)
+def clangd(
+    ctx: typer.Context,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="only write DIR/compile_commands.json, and end"),
+    ] = None,
+) -> None:
+    """The language server clangd for editors, which reads templates as a variant renders them.
+
+    Name it to the editor in clangd's place: path `fkjit`, arguments `clangd`. Further arguments are
+    clangd's.
+    """
+    clangd_ = import_module("fkjit.cli.clangd")
+    if write is not None:
+        return clangd_.write(write)
+    raise typer.Exit(clangd_.run(ctx.args))
 
 
 @app.command()

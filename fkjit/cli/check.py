@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from fkjit.cli.select import Selection, selection, targets
 from fkjit.cpu.run import interpret
 from fkjit.errors import InterpreterError, ParameterError, SanitizerError, did_you_mean
 from fkjit.jit.build import interpreter_target, quiet
-from fkjit.numerics import Difference, differences
+from fkjit.numerics import Difference, differences, drawn
 from fkjit.sanitizer import Sanitizer, sanitize
 from fkjit.spec import KernelSpec, Params, Problem
 
@@ -82,7 +81,8 @@ def run(
     looking: Looking | None = None,
     format_: str = "text",
 ) -> int:
-    """Run what `words` select and print a table; the exit status: 1 when there was a fault.
+    """Run what `words` select and print a table; the exit status: 1 when there was a fault, or
+    nothing to run.
 
     `count`: about so many variants of each kernel. `format_`: "text", or "json" and "sarif" for
     programs.
@@ -110,7 +110,8 @@ def run(
         _print(found)
     else:
         print(findings.text(found, format_))
-    return 1 if any(checked.error for checked in found) else 0
+    ran = any(checked.problems or checked.error for checked in found)
+    return 1 if not ran or any(checked.error for checked in found) else 0
 
 
 def _chosen(
@@ -190,9 +191,7 @@ def _run_one(
     checked: Checked, params: Params, problem: Problem, looking: Looking, rng: np.random.Generator
 ) -> None:
     spec, cases = checked.spec, checked.spec.verification
-    inputs = cases.inputs(params, problem, rng)
-    arrays = {name: copy(array) for name, array in inputs.items()}  # some are written in place
-    arrays.update(cases.outputs(params, problem))
+    inputs, arrays = drawn(spec, params, problem, rng)
     with quiet(), looking.sanitize() as counted:
         interpret(spec, params, problem, arrays, checked.to)
     for line in counted.reports[:1]:

@@ -17,9 +17,9 @@ from typing import Any
 from fkjit import __version__
 from fkjit.arch import choose_target
 from fkjit.cache import trust
-from fkjit.cli.disassemble import disassembler
 from fkjit.errors import FkjitError
 from fkjit.jit import toolchain
+from fkjit.jit.disassemble import disassembler
 from fkjit.runtime.gpus import driver_version, gpus
 from fkjit.settings import Settings, from_environment, settings, unknown_variables
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import fkjit
 from fkjit import ops, warm_calls
-from fkjit.arch import Target, target
+from fkjit.arch import BALANCE, Target, target
 from fkjit.cli import console as report
 from fkjit.cli.select import machine_target
 from fkjit.errors import ParameterError, did_you_mean
@@ -21,9 +21,6 @@ from fkjit.runtime.abstract import Abstract
 from fkjit.spec import KernelSpec, Params, find
 from fkjit.warm_calls import Call
 
-# Flops for each byte at which dense bf16 tensor cores and memory take as long, by NVIDIA's data
-# sheets: A100, L40S, H100, B200, RTX 5090; T4 in fp16.
-_BALANCE = {(7, 5): 203, (8, 0): 153, (8, 9): 420, (9, 0): 295, (10, 0): 281, (12, 0): 117}
 _FIELDS = {"batch": 1, "heads": 32, "heads_kv": 0, "seqlen_q": 4096, "seqlen_k": 0, "head_dim": 128}
 _SHORT = {"D": "head_dim", "S": "seqlen", "B": "batch", "H": "heads"}
 _DEFAULT = "bf16 D128 causal seqlen=4096 heads=32"
@@ -166,7 +163,7 @@ def _limiter(problem: dict[str, Any], to: Target, first: KernelSpec) -> str:
 def _counted(flops: float, moved: float, dtype: str, to: Target) -> str:
     rate = flops / max(moved, 1)
     work = f"{flops / 1e9:.3g} GFLOP, {report.size(moved)}: {rate:.0f} flops a byte"
-    balance = _BALANCE.get(to.arch.capability)
+    balance = BALANCE.get(to.arch.capability)
     if balance is None or dtype in ("fp32", "float32"):
         return work
     by = "arithmetic" if rate > balance else "memory"

@@ -53,7 +53,7 @@ def _text(spec: KernelSpec, params: Params, to: Target, what: str, lines: bool) 
     rendered = load(spec, params)
     if what == "source":
         return rendered.text
-    from fkjit.cli.disassemble import sass
+    from fkjit.jit.disassemble import sass
 
     return sass(_built(spec, params, _as_cubin(to)).image, rendered if lines else None)
 

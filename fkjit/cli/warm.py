@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from fkjit import ops, warm_calls, warm_record
 from fkjit.arch import target
@@ -121,24 +123,17 @@ def record(path: Path, command: Sequence[str]) -> int:
 
 def run(work: list[Job], jobs: int | None) -> int:
     """The exit status: 0, 1 when a variant failed or could not be kept, 130 after Ctrl-C."""
-    columns = (
-        TextColumn("compiling"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
     err = report.console(stderr=True)
     count = processes(jobs, len(work))
-    begin = f"{len(work)} variants: about {estimate(work, count):.0f} s on {count}"
+    begin = f"{_variants(len(work))}: about {estimate(work, count):.0f} s on {count}"
     err.print(f"{begin} {'core' if count == 1 else 'cores'}, less for what the cache has")
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("", total=None)
+    with _progress(err) as bar:
+        task = bar.add_task("", total=len(work))
 
         def show(done: int, total: int, label: str) -> None:
             bar.update(task, completed=done, total=total, description=label)
             if not err.is_terminal and done * _LINES // total > (done - 1) * _LINES // total:
-                err.print(f"{done} of {total}: {label}")
+                err.print(f"{done} of {total}: {label}", soft_wrap=True)
 
         try:
             done = compile_jobs(work, jobs, show)
@@ -146,16 +141,33 @@ def run(work: list[Job], jobs: int | None) -> int:
             finished = bar.tasks[0].completed
             bar.stop()
             err.print(
-                f"interrupted: {finished:.0f} variants are done and kept; start again to go on"
+                f"interrupted: {_variants(int(finished))} done and kept; start again to go on"
             )
             return _INTERRUPTED
     return _summary(done)
 
 
+def _progress(err: Console) -> Progress:
+    """A bar that keeps its numbers: a long label is cut, however narrow the terminal is."""
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    columns = (
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False, table_column=rest),
+    )
+    hidden = not err.is_terminal
+    return Progress(*columns, console=err, transient=True, disable=hidden, expand=True)
+
+
+def _variants(count: int) -> str:
+    return "1 variant" if count == 1 else f"{count} variants"
+
+
 def _summary(done: Warmed) -> int:
     out, err = report.console(), report.console(stderr=True)
     out.print(
-        f"{done.total} variants: {done.compiled} compiled, {done.present} already there, "
+        f"{_variants(done.total)}: {done.compiled} compiled, {done.present} already there, "
         f"{len(done.failed)} failed, in {report.duration(done.seconds)}"
     )
     for label, problem in done.problems:

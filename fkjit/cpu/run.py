@@ -14,6 +14,7 @@ import numpy as np
 from fkjit.arch import Target
 from fkjit.errors import InterpreterError, ParameterError
 from fkjit.jit.build import build, interpreter_target
+from fkjit.jit.render import Rendered, load
 from fkjit.messages import to_terminal, write
 from fkjit.runtime.tensor_map import TensorMap
 from fkjit.sanitizer import in_force
@@ -21,6 +22,7 @@ from fkjit.settings import Settings, settings
 from fkjit.spec import KernelSpec, Params, Problem, SharedLayout
 
 if TYPE_CHECKING:
+    from fkjit.interp.launch import Watch
     from fkjit.interp.spaces.shared import CarveOut
 
 GUARD = 1024  # bytes between carve-outs where memory is checked: alignment and banks stay
@@ -46,11 +48,14 @@ def interpret(
     problem: Problem,
     arrays: Mapping[str, Any],
     to: Target | None = None,
+    watch: Watch | None = None,
+    load: Callable[[KernelSpec, Params, int], Rendered] = load,
 ) -> None:
     """Run one problem; output arrays are written in place. What is checked: see `sanitizer`.
 
     `arrays` are NumPy arrays (or None for a null pointer) by the names `spec.arguments` wants. `to`
-    is a PTX target (default: `interpreter_target`).
+    is a PTX target (default: `interpreter_target`). `watch`: see `interp.run`. `load`: where the
+    source comes from, if not from the kernel's file.
     InterpreterError when the work would take longer than FKJIT_INTERPRETER_LIMIT; SanitizerError,
     with nothing written, when the kernel misuses memory or barriers.
     """
@@ -60,7 +65,7 @@ def interpret(
     _refuse_hours(spec, problem, seconds)
     chosen = in_force()
     guard = GUARD if chosen.mem else 0
-    entry = build(spec, params, to, guard=guard)
+    entry = build(spec, params, to, guard=guard, load=load)
     named = spec.arguments(params, problem, arrays)
     layout = () if spec.shared_layout is None else spec.shared_layout(params)
     parts, guarded = carve_outs(layout, guard)
@@ -78,6 +83,7 @@ def interpret(
         progress=_progress(spec.id, seconds),
         carve_outs=parts,
         resident=spec.cooperative,
+        watch=watch,
     )
     chosen.note(stats.banks)
 

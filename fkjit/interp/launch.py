@@ -15,6 +15,7 @@ import numpy as np
 
 from fkjit.errors import InterpreterError, ParameterError, SanitizerError
 from fkjit.interp.core import callgraph
+from fkjit.interp.core.accesses import Observer
 from fkjit.interp.core.checks import Checks
 from fkjit.interp.core.inline import inline_calls
 from fkjit.interp.core.lanes import WARP, Layout
@@ -33,6 +34,7 @@ from fkjit.interp.spaces.tensor_map import TensorMap
 
 MAX_LANES = 4096  # threads that run together: more amortise NumPy's overhead, but leave its caches
 Dim3 = tuple[int, int, int]
+Watch = Callable[[Machine], Observer]
 # Decoded kernels kept for their next launch: these few, and more where they are small. A training
 # step goes through seven; if one was missing, each launch would drop the kernel that is next.
 MIN_IDLE, MAX_IDLE = 4, 32
@@ -64,6 +66,7 @@ def run(
     cluster: int | Sequence[int] = 1,
     resident: bool = False,
     carve_outs: Sequence[CarveOut] = (),
+    watch: Watch | None = None,
 ) -> Stats:
     """Run one kernel of a PTX text on the CPU.
 
@@ -72,6 +75,7 @@ def run(
     blocks run together, as in a cooperative launch (else batch after batch, so that no block may
     wait for a later one).
     `carve_outs`: the arrays within dynamic shared memory; what is in none is out of bounds.
+    `watch`: makes of the machine who is told of every access.
 
     Raises SanitizerError at a fault (no array is changed then), InterpreterError for PTX that is
     not supported, ParameterError for arguments that do not fit the kernel.
@@ -92,7 +96,7 @@ def run(
     while stats is None:
         launch = _Launch(
             module, kernel, layout, arguments, dynamic_shared, checks, title or entry, carve_outs,
-            resident,
+            resident, watch,
         )  # fmt: skip
         stats = _execute(launch, progress)
     return replace(stats, seconds=time.perf_counter() - started)
@@ -202,7 +206,7 @@ class _Launch:
     def __init__(
         self, module: Module, kernel: Function, layout: Layout, arguments: Sequence[Arg],
         dynamic_shared: int, checks: Checks, title: str, carve_outs: Sequence[CarveOut] = (),
-        resident: bool = False,
+        resident: bool = False, watch: Watch | None = None,
     ) -> None:  # fmt: skip
         if len(arguments) != len(kernel.params):
             raise ParameterError(
@@ -211,7 +215,7 @@ class _Launch:
         self.layout, self.arguments, self.checks = layout, arguments, checks
         self.least = layout.blocks if resident else 1  # blocks that have to run together
         self.kernel = inline_calls(module, kernel)
-        self.carve_outs = tuple(carve_outs)
+        self.carve_outs, self.watch = tuple(carve_outs), watch
         self.key = (
             self.kernel, layout.block, layout.cluster, dynamic_shared, checks, self.carve_outs,
         )  # fmt: skip
@@ -231,6 +235,8 @@ class _Launch:
 
     def take_idle(self) -> Scheduler | None:
         """This kernel as an earlier launch decoded it, if it is idle and of a fitting size."""
+        if self.watch is not None:
+            return None
         with _idle_lock:
             idle = _idle.pop(self.key, None)
         if idle is None:
@@ -264,11 +270,16 @@ class _Launch:
         memory = Memory(self.arena, shared, local, symbols)
         with _no_collection():
             machine = Machine(self.kernel, self.layout, memory, self.reporter, self.checks)
+            if self.watch is not None:
+                machine.observers.append(self.watch(machine))
             self.running = Scheduler(machine)
         return self.running
 
     def keep(self) -> None:
         """Keep what is decoded for the kernel's next launch; not to be called after a fault."""
+        if self.watch is not None:  # its observer is of this launch alone
+            self.running.release()
+            return
         machine = self.running.machine
         machine.memory.globals = GlobalMemory(machine.reporter, True)
         if self.running.race is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from queue import SimpleQueue
 from typing import Any
@@ -28,14 +28,19 @@ _quiet = threading.local()
 
 
 def build(
-    spec: KernelSpec, params: Params, to: Target, cache: Cache | None = None, guard: int = 0
+    spec: KernelSpec,
+    params: Params,
+    to: Target,
+    cache: Cache | None = None,
+    guard: int = 0,
+    load: Callable[[KernelSpec, Params, int], Rendered] = load,
 ) -> Entry:
     """The compiled kernel for one target, from the cache or from NVRTC.
 
     `Entry.meta` has: kernel, entry, label, params, target, kind, arguments (name, struct code,
     const of each), resources (None for PTX), compile_seconds, nvrtc, problems (spills and the
-    like). `guard`: see `KernelSpec.shared_layout`. Raises CompileError, RenderError,
-    ToolchainError, or NotCachedError.
+    like). `guard`: see `KernelSpec.shared_layout`. `load`: where the source comes from.
+    Raises CompileError, RenderError, ToolchainError, or NotCachedError.
     """
     what = {"kernel": spec.id, "label": spec.label(params), "params": dict(params)}
     return build_source(load(spec, params, guard), spec.entry, to, what, cache)

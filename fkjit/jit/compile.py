@@ -167,18 +167,23 @@ def problems(log: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def errors_in(log: str) -> list[tuple[str, int, str]]:
+    """File, line and text of each error in NVRTC's log, in its order."""
+    return [(e["file"], int(e["line"]), e["what"]) for e in re.finditer(_ERROR, log)]
+
+
 def _explain(rendered: Rendered, target: Target, describe: str, log: str) -> str:
     """The text of a CompileError."""
     version = dotted(nvrtc_info().version)
-    errors = list(re.finditer(_ERROR, log))
+    errors = errors_in(log)
     lines = [f"{describe}: NVRTC {version} refused it for {target.name}"]
     if errors:
-        first, line = errors[0], int(errors[0]["line"])
-        lines[0] += f": {first['file']}:{line}: {first['what']}"
-        lines.append(rendered.window(first["file"], line))
+        file, line, what = errors[0]
+        lines[0] += f": {file}:{line}: {what}"
+        lines.append(rendered.window(file, line))
         if len(errors) > 1:
             lines.append(f"and {len(errors) - 1} more:")
-            lines += [f"  {e['file']}:{e['line']}: {e['what']}" for e in errors[1:4]]
+            lines += [f"  {file}:{line}: {what}" for file, line, what in errors[1:4]]
     else:
         lines.append("\n".join(log.strip().splitlines()[:12]))
     values = ", ".join(f"{name}={value}" for name, value in sorted(rendered.values.items()))

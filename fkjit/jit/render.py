@@ -102,12 +102,17 @@ def render(spec: KernelSpec, params: Params) -> Rendered:
     return rendered
 
 
-def load(spec: KernelSpec, params: Params, guard: int = 0) -> Rendered:
-    """What `render` returns, but with the text still to be rendered: enough for a cache key."""
+def load(spec: KernelSpec, params: Params, guard: int = 0, text: str | None = None) -> Rendered:
+    """What `render` returns, but with the text still to be rendered: enough for a cache key.
+
+    `text`: the template in place of the file's, as an editor has it.
+    """
     root = spec.root or kernels_dir()
     where = root / spec.source
     name = f"{root.name}/{Path(spec.source).as_posix()}"
-    rendered = load_file(name, where, spec.template_values(params, guard), spec.id)
+    values = spec.template_values(params, guard)
+    text = _read(where, spec.id) if text is None else text
+    rendered = load_text(name, text, where, values)
     if spec.shared_layout is not None and not guarded(rendered.template):
         raise RenderError(
             f"{name}: {spec.id} declares a shared_layout, so the template has to leave ${{guard}} "
@@ -159,7 +164,8 @@ def _read(path: Path, who: str) -> str:
 
 
 def _fail(name: str, text: str, line: int, message: str) -> RenderError:
-    return RenderError(f"{name}:{line}: {message}\n{window(text, line)}")
+    text = f"{name}:{line}: {message}\n{window(text, line)}"
+    return RenderError(text, f"{name}:{line}")
 
 
 def _line_of(text: str, position: int) -> int:
@@ -256,16 +262,18 @@ def _check_closed(name: str, text: str, bare: str) -> None:
 
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
-    import jinja2
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    return jinja2.Environment(
+    # A template that came from elsewhere, in a share file of the playground, is no way into Python.
+    return ImmutableSandboxedEnvironment(
         block_start_string=_BEGIN,
         block_end_string=_END,
         variable_start_string="${",
         variable_end_string="}",
         comment_start_string="/*#",
         comment_end_string="#*/",
-        undefined=jinja2.StrictUndefined,
+        undefined=StrictUndefined,
         keep_trailing_newline=True,
         autoescape=False,
         finalize=_as_cuda,

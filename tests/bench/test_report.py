@@ -29,7 +29,7 @@ def made(tmp_path_factory) -> Path:
     """A report of made-up results."""
     folder = tmp_path_factory.mktemp("report")
     stored = results(folder / "run.jsonl", "quick", "scaling", "decode", "readme")
-    words = ("--out", str(folder / "out"), "--target", "none", "--pictures")
+    words = ("--out", str(folder / "out"), "--pictures")
     done = run("report", str(stored), *words)
     assert done.status == 0, done.err
     return folder / "out"
@@ -103,6 +103,13 @@ def test_on_top_stands_how_many_times_as_fast_ours_is(made, tmp_path):
         assert f'<td class="number {name}">{ratio:.2f}</td><td class="number none">–' in cells_
 
 
+@pytest.mark.parametrize(("own", "shown"), [(0.0123, "fkjit [us]</th>"), (0.4, "fkjit [ms]</th>")])
+def test_times_of_ours_are_in_a_unit_that_reads(own, shown):
+    rows = tuple(Row(case, own, (1.0,)) for case in "abc")
+    found = html(Matrix("warm", "fkjit", ("peer",), rows), {})
+    assert shown in found and f">{'12.3' if own < 0.1 else '0.4'}</td>" in found
+
+
 def test_attention_comes_first_and_a_peer_has_one_colour_everywhere(tmp_path):
     def of(op, *names):
         kinds = {"fkjit": "ours", "any order": "ours"}
@@ -111,7 +118,7 @@ def test_attention_comes_first_and_a_peer_has_one_colour_everywhere(tmp_path):
     lines = [HEADER, *of("rope", "torch", "fkjit"), *of("attention", "sdpa", "fkjit", "torch"),
              *of("attention_decode", "any order", "cudnn", "fkjit", "torch")]  # fmt: skip
     runs = cells.load([write(tmp_path / "r.jsonl", lines)])
-    parts = command.build(runs, "none", None)
+    parts = command.build(runs, None, None)
     assert [name.split()[0] for name, _ in parts] == ["attention", "attention_decode", "rope"]
     seen: dict[str, set[str]] = {}
     for series in (s for _, found in parts for one in found for c in one.charts for s in c.series):

@@ -12,9 +12,10 @@ import pytest
 
 from fkjit.arch import target
 from fkjit.cache.lookup import default_cache
-from fkjit.cli import console, disassemble
+from fkjit.cli import console
 from fkjit.cli import select as cli_select
 from fkjit.errors import ParameterError
+from fkjit.jit import disassemble
 from fkjit.jit.build import build, quiet
 from fkjit.jit.render import load
 from fkjit.settings import settings

@@ -55,7 +55,7 @@ def test_check_runs_the_variants_and_problems_that_are_meant(tmp_path):
         done = run("check", "scale", "plain", "--dtype", "fp32", "--where", "n=1000")
         assert done.status == 0 and re.search(r"scale\.plain +compute_80 +4 of 4 .* ok", done.out)
         none = run("check", "scale", "--dtype", "fp32", "--where", "n=7")
-        assert "nothing to run" in none.out
+        assert none.status == 1 and "nothing to run" in none.out
         wrong = run("check", "scale", "--where", "m=7")
         assert wrong.status == 1 and "--where m: not one of dtype, factor, n, neg" in wrong.err
 

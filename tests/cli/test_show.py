@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from fkjit.cli import disassemble
+from fkjit.jit import disassemble
 from tests.cli.kit import run
 
 CHOICE = ("vector_add", "--dtype", "fp32", "--threads", "256", "--arch", "sm_90a")

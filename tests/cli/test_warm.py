@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import fkjit
 from fkjit import warming
@@ -242,6 +244,18 @@ def test_ctrl_c_keeps_what_is_done(scale, empty_cache, tmp_path):
     kept = entries(empty_cache)
     assert process.returncode == 130, (out, err)
     assert 2 <= kept < len(DEFAULT_ARCHS) * VARIANTS
-    assert "are done and kept; start again to go on" in err and "Traceback" not in err
+    assert "done and kept; start again to go on" in err and "Traceback" not in err
     done = fkjit.warm("scale", arch=archs, jobs=2)
     assert (done.present, done.compiled) == (kept, len(DEFAULT_ARCHS) * VARIANTS - kept)
+
+
+@pytest.mark.parametrize("width", [50, 80])
+def test_progress_keeps_its_numbers_on_a_narrow_terminal(width):
+    from fkjit.cli.warm import _progress
+
+    out = io.StringIO()
+    bar = _progress(Console(file=out, width=width, force_terminal=True, color_system=None))
+    bar.add_task("attention.flash_sm90 bf16 head_dim=128 " * 4, total=75, completed=8)
+    bar.console.print(bar)
+    (line,) = (line for line in out.getvalue().splitlines() if line.strip())
+    assert "8/75" in line and "atten" in line and len(line) <= width

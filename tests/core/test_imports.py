@@ -24,7 +24,7 @@ LAYERS = (
     {"errors", "symbolic", "types"},
     {"paths", "arch", "arguments"},
     {"settings"},
-    {"spec", "messages", "occupancy"},
+    {"spec", "messages", "occupancy", "scaffold"},
     {"cache"},
     {"jit", "tuning", "numerics", "user_kernels"},
     {"interp"},
@@ -35,6 +35,7 @@ LAYERS = (
     {"api", "compat", "device", "warm_calls", "warm_worker", "pytest_plugin"},
     {"warming", "warm_record"},
     {"models"},
+    {"playground"},
     {"cli"},
     {"__main__"},
 )

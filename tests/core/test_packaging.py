@@ -21,6 +21,7 @@ SOURCES = sorted(
     for folder in ("kernels_cu", "templates")
     for path in (ROOT / folder).rglob("*.cu*")
 )
+PAGE = ROOT / "fkjit/playground/static"
 WHERE = "import fkjit, fkjit.paths; print(fkjit.__file__, fkjit.paths.source_root(), sep='\\n')"
 
 
@@ -78,6 +79,9 @@ def test_the_wheel_holds_package_and_cuda_sources_and_nothing_else(wheel):
     assert {f"fkjit/_cuda/{path.as_posix()}" for path in SOURCES} <= names and len(SOURCES) > 5
     tuned = {f"fkjit/tuned/{path.name}" for path in (ROOT / "fkjit" / "tuned").iterdir()}
     assert tuned <= names and len(tuned) > 0
+    page = {f"fkjit/playground/static/{p.name}" for p in PAGE.iterdir()}
+    assert page <= names and "fkjit/playground/static/LICENSES.txt" in page
+    assert not [name for name in names if name.startswith("fkjit/playground/editor")]
     assert {"fkjit/py.typed", "fkjit/cli/app.py", "fkjit/interp/__init__.py"} <= names
     assert {name.split("/")[0] for name in names} == {"fkjit", "fkjit-0.1.0.dist-info"}
     assert not [name for name in names if name.startswith("fkjit/_cuda") and name.endswith(".py")]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec as find_module
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +39,7 @@ fkjit.attention(q, q, q, return_lse=True).astype  # wrong
 fkjit.attention(3, q, q)  # wrong
 fkjit.moe_route(q, 2, scoring="softmix")  # wrong
 """
+WRONG = {n for n, line in enumerate(USES.splitlines(), 1) if line.endswith("# wrong")}
 
 
 @pytest.mark.skipif(shutil.which("pyright", path=str(Path(sys.executable).parent)) is None,
@@ -46,9 +50,18 @@ def test_pyright_takes_right_calls_and_refuses_wrong_ones(tmp_path):
     tool = str(Path(sys.executable).parent / "pyright")
     command = [tool, "--outputjson", "--pythonpath", sys.executable, "-p", str(tmp_path)]
     found = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)
-    lines = USES.splitlines()
-    errors = {one["range"]["start"]["line"] for one in found["generalDiagnostics"]}
-    assert errors == {n for n, line in enumerate(lines) if line.endswith("# wrong")}
+    assert {one["range"]["start"]["line"] + 1 for one in found["generalDiagnostics"]} == WRONG
+
+
+@pytest.mark.skipif(find_module("mypy") is None, reason="mypy comes with the extra [dev]")
+def test_mypy_agrees(tmp_path, every_variant):
+    if not every_variant:
+        pytest.skip("mypy reads NumPy for ten seconds; --every-variant runs it")
+    (tmp_path / "uses.py").write_text(USES)
+    command = [sys.executable, "-m", "mypy", "--cache-dir", "cache", "uses.py"]
+    env = {**os.environ, "MYPYPATH": str(ROOT)}
+    out = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env).stdout
+    assert {int(n) for n in re.findall(r"(?m)^uses\.py:(\d+): error", out)} == WRONG
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,7 +40,7 @@ class Side:
     def __init__(self, d: Decoder, ins: Instruction, mem: Operand, space: str, write: bool) -> None:
         self.d, self.ins, self.space, self.write = d, ins, space, write
         self.shared, self.cluster = d.machine.memory.shared, d.part(Cluster)
-        half = Instruction((ins.op[0], space), ins.args, ins.guard, ins.location, ins.text)
+        half = replace(ins, op=(ins.op[0], space), _registers=None)
         self.locator = Locator(d, half, mem, 8, write)
 
     def addresses(self, group: Group) -> np.ndarray:
@@ -73,7 +73,7 @@ class Signal:
 
     def __init__(self, d: Decoder, ins: Instruction, mem: Operand, mask: Operand | None) -> None:
         self.d, self.ins, self.cluster = d, ins, d.part(Cluster)
-        half = Instruction(("cp", "shared::cluster"), ins.args, ins.guard, ins.location, ins.text)
+        half = replace(ins, op=("cp", "shared::cluster"), _registers=None)
         self.locator = Locator(d, half, mem, 8, True)
         self.mask = None if mask is None else d.src(mask, "u16")
 

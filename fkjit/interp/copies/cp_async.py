@@ -254,3 +254,4 @@ class _Half:
     def __init__(self, ins: Instruction, space: str) -> None:
         self.op = ("cp", space)
         self.args, self.location, self.text = ins.args, ins.location, ins.text
+        self.line = ins.line

@@ -114,7 +114,7 @@ class _Body:
     def __init__(self, function: Function) -> None:
         self.function = function
         self.scopes: list[dict[str, str]] = [{}]
-        self.pending: list[tuple[str, str, tuple[dict[str, str], ...]]] = []
+        self.pending: list[tuple[str, str, int, tuple[dict[str, str], ...]]] = []
         self.unique = 0
 
     def _local_name(self, name: str) -> str:
@@ -132,7 +132,7 @@ class _Body:
             self.scopes[-1][name] = name = f"{name}$${self.unique}"
         self.function.labels[name] = len(self.pending)
 
-    def statement(self, text: str, location: str) -> None:
+    def statement(self, text: str, location: str, number: int) -> None:
         if text.startswith(".reg"):
             self._registers(text)
         elif text.startswith(".branchtargets"):
@@ -142,7 +142,7 @@ class _Body:
             if not text.startswith(_SKIPPED):
                 self._variable(text)
         else:
-            self.pending.append((text, location, tuple(self.scopes)))
+            self.pending.append((text, location, number, tuple(self.scopes)))
 
     def _registers(self, text: str) -> None:
         declared = re.match(r"\.reg\s*\.(\w+)\s+(.*)$", text, re.S)
@@ -164,9 +164,9 @@ class _Body:
 
     def finish(self) -> Function:
         """Resolve names (labels may be used before they stand) and parse all instructions."""
-        for text, location, scopes in self.pending:
+        for text, location, number, scopes in self.pending:
             names = {k: v for scope in scopes for k, v in scope.items()}
-            self.function.instructions.append(_instruction(text, location, names))
+            self.function.instructions.append(_instruction(text, location, number, names))
         for pc, ins in enumerate(self.function.instructions):
             ins.pc = pc
         return self.function
@@ -177,7 +177,7 @@ def _parts(opcode: str) -> tuple[str, ...]:
     return tuple(_DOT.split(opcode))
 
 
-def _instruction(text: str, location: str, names: dict[str, str]) -> Instruction:
+def _instruction(text: str, location: str, number: int, names: dict[str, str]) -> Instruction:
     shown = " ".join(text.split())
     guard = _GUARD.match(shown) if shown[0] == "@" else None
     body = guard[3] if guard else shown
@@ -189,7 +189,7 @@ def _instruction(text: str, location: str, names: dict[str, str]) -> Instruction
         args = tuple(operand(arg) for arg in split_commas(rest))
     except (InterpreterError, ValueError, IndexError) as error:
         raise InterpreterError(f"{error}: {shown}\n    at {location or 'no line'}") from error
-    return Instruction(_parts(opcode), args, condition, location, shown)
+    return Instruction(_parts(opcode), args, condition, location, shown, line=number)
 
 
 def _location(line: str, files: dict[str, str]) -> str:
@@ -207,12 +207,13 @@ class _Reader:
         self.module = Module()
         self.body: _Body | None = None
         self.buffer = ""
-        self.location = ""
+        self.location, self.number = "", 0
         self.locations: dict[str, str] = {}  # of .loc lines: most come again and again
 
-    def line(self, line: str) -> None:
+    def line(self, line: str, number: int) -> None:
+        self.number = number
         if self.body is not None and not self.buffer and _STATEMENT.match(line):
-            self.body.statement(line[:-1], self.location)
+            self.body.statement(line[:-1], self.location, number)
         elif _LOC.match(line):
             known = self.locations.get(line)
             if known is None:
@@ -259,7 +260,7 @@ class _Reader:
             return ""
         statement, self.buffer = (self.buffer + " " + text[:end]).strip(), ""
         if statement:
-            self.body.statement(statement, self.location)
+            self.body.statement(statement, self.location, self.number)
         return text[end + 1 :]
 
     def _close(self, rest: str) -> str:
@@ -272,13 +273,18 @@ class _Reader:
         return rest
 
 
-def _lines(text: str) -> Iterator[str]:
-    text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
-    text = re.sub(r"^\s*\.section\s+\.debug.*?^\s*\}", "", text, flags=re.S | re.M)
-    for raw in text.rstrip("\0").split("\n"):
+def _lines(text: str) -> Iterator[tuple[str, int]]:
+    """What is no comment and no debug information, with the numbers of its lines."""
+    text = re.sub(r"/\*.*?\*/", _blank, text, flags=re.S)
+    text = re.sub(r"^\s*\.section\s+\.debug.*?^\s*\}", _blank, text, flags=re.S | re.M)
+    for number, raw in enumerate(text.rstrip("\0").split("\n"), 1):
         line = (raw.partition("//")[0] if "//" in raw else raw).strip()
         if line:
-            yield line
+            yield line, number
+
+
+def _blank(match: re.Match[str]) -> str:
+    return "\n" * match[0].count("\n")
 
 
 def _paths(text: str) -> dict[str, str]:
@@ -302,8 +308,8 @@ def parse(text: str) -> Module:
     """The module of a PTX text (cached); raises InterpreterError where it cannot be read."""
     reader = _Reader()
     reader.module.files = _paths(text)
-    for line in _lines(text):
-        reader.line(line)
+    for line, number in _lines(text):
+        reader.line(line, number)
     if reader.body or not reader.module.functions:
         raise InterpreterError("interpreter: the PTX text ends inside a function, or has none")
     return reader.module

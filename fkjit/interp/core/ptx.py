@@ -105,6 +105,7 @@ class Instruction:
     location: str  # "kernels_cu/attention/flash.cu:12 (inlined at …:40)"
     text: str
     pc: int = -1
+    line: int = 0  # of the PTX text, where its end stands
     _registers: tuple[list[str], list[str]] | None = None  # see reads_and_writes
 
     @property

@@ -49,6 +49,7 @@ class Reporter:
             location=ins.location,
             block=block,
             thread=thread,
+            ptx_lines=(ins.line,),
         )
 
     def waiting(self, kind: str, detail: str, who: Iterable[Waiting]) -> SanitizerError:
@@ -57,12 +58,13 @@ class Reporter:
         `who`: instruction, its lanes and, where it helps, what they wait for.
         """
         lines = [f"{self.title}: {kind}: {detail}"]
-        places = []
+        places, lines_of_ptx = [], []
         for ins, lanes, *what in who:
             block = self.layout.block_of(int(lanes[0]))
             mine = lanes[self.layout.cta[lanes] == self.layout.cta[lanes[0]]]
             threads = spans(self.layout.thread[mine])
             places.append((ins.location, block, self.layout.thread_of(int(lanes[0]))))
+            lines_of_ptx.append(ins.line)
             lines.append(
                 f"    at {where(ins)}\n    block {block}, threads {threads} "
                 f"{' '.join(['wait', *what])}\n    {ins.text}"
@@ -76,6 +78,7 @@ class Reporter:
             other=next((where for where, *_ in places if where != location), ""),
             block=block,
             thread=thread,
+            ptx_lines=tuple(dict.fromkeys(lines_of_ptx))[:2],
         )
 
 

@@ -99,6 +99,7 @@ class RaceReport:
             block=layout.block_of(lane),
             thread=layout.thread_of(lane),
             hint=lines[-1].strip().removeprefix("hint: "),
+            ptx_lines=(ins.line, other.line),
         )
 
     def _where(self, shared: bool, position: int) -> str:

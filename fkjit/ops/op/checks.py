@@ -35,9 +35,18 @@ def check_alike(call: str, views: Views) -> None:
             )
         if view.kind != one.kind:
             raise ArgumentTypeError(
-                f"{call}: {name} is a {view.kind} array but {first} is a {one.kind} array; "
+                f"{call}: {name} is a {_framework(view)} array but {first} is a "
+                f"{_framework(one)} array; "
                 "pass arrays of one framework"
             )
+
+
+def _framework(view: View) -> str:
+    """ "torch", "jax": whose array it is."""
+    if view.source is None:
+        return view.kind
+    module = type(view.source).__module__.partition(".")[0]
+    return {"jaxlib": "jax"}.get(module, module)
 
 
 def place(view: View) -> str:

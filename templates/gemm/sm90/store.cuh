@@ -6,6 +6,7 @@
 #include "ptx/proxy_fence.cuh"
 #include "ptx/register_fence.cuh"
 #include "ptx/stmatrix.cuh"
+#include "ptx/tma.cuh"
 #include "tile/fragment.cuh"
 #include "tile/tile_copy.cuh"
 #include "gemm/pairs.cuh"

@@ -9,6 +9,7 @@
 // So four lanes store 32 bytes of a row, which is what L2 writes at once.
 #pragma once
 #include "ptx/movmatrix.cuh"
+#include "ptx/register_fence.cuh"
 #include "gemm/pairs.cuh"
 
 // Four columns of a row: two of `low`, then two of `high`, of which `left` are there.

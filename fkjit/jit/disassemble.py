@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from fkjit.jit.render import Rendered
 
 _TOOLS = {"nvdisasm": ("-c",), "cuobjdump": ("-sass",)}
 _PLACE = r'(?m)^\s*//## File "([^"]+)", line (\d+).*$'  # what `nvdisasm -g` writes
+_CODE = r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;"
+_LABEL = r"(\.L_[\w.]+):"
 
 
 def disassembler() -> Path | None:
@@ -60,6 +63,41 @@ def sass(cubin: bytes, source: Rendered | None = None) -> str:
         )
     text = _run(tool, (*_TOOLS[tool.name], "-g"), cubin)
     return re.sub(_PLACE, lambda match: _line(source, match[1], int(match[2])), text)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One instruction, or a label, of machine code; `frames`: the lines that it comes from, the
+    innermost of inlined functions first, as ("templates/ptx/mma.cuh", 20)."""
+
+    text: str
+    frames: tuple[tuple[str, int], ...] = ()
+    address: int | None = None  # None: a label
+
+
+def listing(cubin: bytes) -> list[Line]:
+    """The instructions of a cubin with all their source lines; needs nvdisasm."""
+    tool = disassembler()
+    if tool is None or tool.name != "nvdisasm":
+        raise ToolchainError(
+            "machine code with its lines needs nvdisasm, on PATH, in CUDA_HOME or beside Python: "
+            "pip install nvidia-cuda-nvdisasm (or: pip install 'fkjit[sass]')"
+        )
+    found: list[Line] = []
+    frames: list[tuple[str, int]] = []
+    ended = True  # the frames are those of an instruction before
+    for raw in _run(tool, ("-c", "-gi", "-ndf"), cubin).splitlines():
+        place, code, label = (re.match(p, raw) for p in (_PLACE, rf"\s*{_CODE}", rf"\s*{_LABEL}"))
+        if place:
+            frames = [] if ended else frames
+            frames.append((place[1].removeprefix(ROOT), int(place[2])))
+            ended = False
+        elif code:
+            found.append(Line(code[2], tuple(frames), int(code[1], 16)))
+            ended = True
+        elif label:
+            found.append(Line(f"{label[1]}:"))
+    return found
 
 
 def _line(source: Rendered, file: str, number: int) -> str:

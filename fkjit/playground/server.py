@@ -1,0 +1,63 @@
+"""The server of `fkjit playground`."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import webbrowser
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from fkjit.errors import ParameterError, ToolchainError
+from fkjit.messages import write
+
+HOST = "127.0.0.1"  # and nothing else: whoever reaches the page can write files as this user
+
+
+def run(port: int, browser: bool, folder: Path) -> None:
+    """Serve until Ctrl-C; the address, with its token, goes to stdout. `port` 0: any free one.
+
+    ParameterError for a port that is taken, ToolchainError without the extra [playground].
+    """
+    if find_spec("starlette") is None or find_spec("uvicorn") is None:
+        raise ToolchainError(
+            "playground: starlette and uvicorn are not installed: pip install 'fkjit[playground]'"
+        )
+    import uvicorn
+
+    from fkjit.playground.app import make
+    from fkjit.playground.jobs import Jobs
+
+    listening = _listen(port)
+    port = listening.getsockname()[1]
+    token = secrets.token_urlsafe(24)
+    jobs = Jobs(folder.absolute())
+    app = make(token, port, jobs)
+    address = f"http://{HOST}:{port}/{token}/"
+    print(address, flush=True)
+    write("fkjit: the playground is at this address, for this user alone; Ctrl-C ends it")
+    if browser:
+        threading.Thread(target=_open, args=(address,), daemon=True).start()
+    how = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(how).run(sockets=[listening])
+    jobs.close()
+
+
+def _listen(port: int) -> socket.socket:
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((HOST, port))
+        made.listen(64)  # who opens the address before the server runs, waits
+    except (OSError, OverflowError) as error:
+        made.close()
+        raise ParameterError(f"playground: --port {port} cannot be used: {error}") from error
+    return made
+
+
+def _open(address: str) -> None:
+    with suppress(webbrowser.Error, OSError):
+        webbrowser.open(address)
