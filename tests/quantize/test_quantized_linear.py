@@ -137,6 +137,7 @@ def test_gate_and_up_of_blocks(on):
 
 # ------------------------------------------------------------------ errors
 
+
 @cache
 def w4():
     return fkjit.quantize(torch.ones(16, 128, dtype=torch.bfloat16), "int4_group")
@@ -157,7 +158,7 @@ X = torch.ones(4, 128, dtype=torch.bfloat16)
         (lambda: fkjit.linear(X.float(), w4()), ArgumentTypeError, "x is float32; allowed: bf16"),
         (lambda: fkjit.linear(X.half(), w4()), ArgumentTypeError,
          "weight.scales is bf16 but x is fp16; quantize the weight in x's dtype"),
-        (lambda: fkjit.linear(X[:, :96], w4()), ParameterError, r"x has shape \(4, 96\), weight is"),
+        (lambda: fkjit.linear(X[:, :96], w4()), ParameterError, r"x has shape \(4, 96\)"),
         (lambda: fkjit.linear(fkjit.quantize(X, "int8_row"), w4()), ParameterError,
          "x is quantized by 'int8_row', weight by 'int4_group'; allowed: x of 16 bits"),
         (lambda: fkjit.linear(fkjit.quantize(X, "int8_row"), w8()), ParameterError,
@@ -168,7 +169,7 @@ X = torch.ones(4, 128, dtype=torch.bfloat16)
         (lambda: fkjit.linear(X, w4(), weight_layout="kn"), ParameterError,
          "weight_layout='kn' with a quantized weight; allowed: 'nk'"),
         (lambda: fkjit.linear(X, w4(), impl="wgmma"), ParameterError, "allowed: 'auto' or 'gemv'"),
-        (lambda: fkjit.linear(X, w4(), out_dtype="fp16"), ParameterError, "out_dtype='fp16' is not"),
+        (lambda: fkjit.linear(X, w4(), out_dtype="fp16"), ParameterError, "out_dtype='fp16'"),
         (lambda: fkjit.linear(X.clone().requires_grad_(), w4()), ParameterError,
          "x requires grad, but a product with a quantized weight has no backward"),
         (lambda: fkjit.linear(X, w4()._replace(data=w4().data[None])), ParameterError,

@@ -22,7 +22,7 @@ def problem(
     params: Params, m: int, n: int, k: int, *, span: str = "group", x_span: str = "",
     gap: int = 0, **given: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Contiguous arrays with a bias, unless `given` says otherwise; `gap`: elements between rows."""
+    """Contiguous arrays with a bias, unless `given` says otherwise; `gap`: elements between."""
     return {
         "m": m, "n": n, "k": k, "dtype": params["dtype"], "out_dtype": params["out_dtype"],
         "code": params["code"], "span": span, "x_span": x_span or span,

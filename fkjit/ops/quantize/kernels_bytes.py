@@ -1,7 +1,7 @@
 """The kernels of products of codes with codes: e4m3 with e4m3, int8 with int8.
 
 `interval`: after how many steps of 128 of k e4m3 sums leave the tensor core, which adds with fewer
-bits than fp32 has, and are added up in fp32; 0: when all is summed. With scales of blocks each step.
+bits than fp32 has, and are added up in fp32; 0: when all is summed. Of blocks each step.
 """
 
 from __future__ import annotations

@@ -116,7 +116,8 @@ SKINNY = KernelSpec(
     derive=_skinny_values,
     illegal=illegal_dtypes,
     features=lambda params: _FEATURES | {"cp_async"},
-    shared_bytes=lambda params: _DEPTH[params["code"]] * params["tokens"] * _GROUP * 2,  # sums come there, too
+    # Sums come where stages were, across them.
+    shared_bytes=lambda params: _DEPTH[params["code"]] * params["tokens"] * _GROUP * 2,
     block=lambda params: (256, 1, 1),
     grid=lambda params, problem: (tiles_of(params, problem), split_of(params, problem), 1),
     verification="fkjit.ops.quantize.cases_linear:SKINNY",

@@ -81,8 +81,8 @@ def _half(x: Any) -> str:
     found = _NAMES.get(dtype_name(x), "")
     if not found:
         raise ArgumentTypeError(
-            f"{CALL}: x is {dtype_name(x) or type(x).__name__}; allowed: {', '.join(_HALVES)} with a "
-            "quantized weight, or a QuantizedTensor"
+            f"{CALL}: x is {dtype_name(x) or type(x).__name__}; allowed: {', '.join(_HALVES)} with "
+            "a quantized weight, or a QuantizedTensor"
         )
     return found
 
@@ -221,9 +221,7 @@ def _out_dtype(options: ProductOptions, views: Mapping[str, View | None]) -> str
         others = [view.dtype for name in ("out", "residual") if (view := views[name]) is not None]
         return others[0] if others and others[0] in (dtype, "fp32") else dtype
     if not isinstance(given, str) or given not in (dtype, "fp32"):
-        raise ParameterError(
-            f"{CALL}: out_dtype={given!r} is not one of {dtype}, fp32 or None"
-        )
+        raise ParameterError(f"{CALL}: out_dtype={given!r} is not one of {dtype}, fp32 or None")
     return given
 
 

@@ -5,8 +5,8 @@
 A problem has m, n, k; dtype (of bias, and of x where it is not quantized) and out_dtype; code and
 span of the weight (see schemes.py; x of quantized products has the same code, and spans "tensor",
 "row" or "group"); x_stride, out_stride, residual_stride (elements); scale, a number; activation and
-gate. With gate the weight has 2 n outputs, gate first, and so have bias and scales. Codes and scales
-have no gaps.
+gate. With gate the weight has 2 n outputs, gate first, and so have bias and scales. Codes and
+scales have no gaps.
 
 Arrays: x, x_scales, weight, scales, bias, residual -> out; bias, residual, x_scales may be None.
 """
