@@ -44,6 +44,9 @@ _PUBLIC = {
     "moe_combine": "fkjit.ops.moe.combine",
     "MoeGroups": "fkjit.ops.moe.groups",
     "linear": "fkjit.ops.gemm.call",
+    "quantize": "fkjit.ops.quantize.call",
+    "dequantize": "fkjit.ops.quantize.call",
+    "QuantizedTensor": "fkjit.ops.quantize.schemes",
     "gelu_linear": "fkjit.ops.gemm.call",
     "grouped_linear": "fkjit.ops.grouped.call",
     "moe_layer": "fkjit.ops.grouped.layer",
@@ -72,6 +75,7 @@ __all__ = [
     "MoeGroups",
     "PagedKVCache",
     "Param",
+    "QuantizedTensor",
     "SanitizerError",
     "Verification",
     "Work",
@@ -81,6 +85,7 @@ __all__ = [
     "attention_decode",
     "attention_varlen",
     "compile_timeout",
+    "dequantize",
     "gelu_linear",
     "grouped_linear",
     "kv_append",
@@ -99,6 +104,7 @@ __all__ = [
     "moe_route_and_regroup",
     "paged_attention",
     "prepare",
+    "quantize",
     "reduce_max",
     "reduce_mean",
     "reduce_sum",
@@ -154,6 +160,8 @@ if TYPE_CHECKING:
     from fkjit.ops.moe.route import moe_route
     from fkjit.ops.moe.route_and_regroup import moe_route_and_regroup
     from fkjit.ops.norm.call import layer_norm, rms_norm
+    from fkjit.ops.quantize.call import dequantize, quantize
+    from fkjit.ops.quantize.schemes import QuantizedTensor
     from fkjit.ops.reduce.call import reduce_max, reduce_mean, reduce_sum
     from fkjit.ops.rope.call import rope
     from fkjit.ops.rope.frequencies import Llama3Scaling, YarnScaling, rope_table

@@ -44,11 +44,12 @@ LAYERS = (
 FAMILIES = {
     "attention": {"kv", "rope"},
     "elementwise": set(),
-    "gemm": set(),
+    "gemm": {"quantize"},  # fkjit.linear of a QuantizedTensor, and nothing else
     "kv": {"rope"},
     "moe": {"gemm"},
     "grouped": {"gemm", "moe"},
     "norm": set(),
+    "quantize": {"gemm", "kv"},
     "reduce": set(),
     "rope": set(),
 }

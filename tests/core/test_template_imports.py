@@ -26,6 +26,7 @@ MAY_INCLUDE = {
     "gemm/sm90": {"gemm"},
     "kv": {"rope"},
     "moe": {"gemm"},
+    "quantize": {"gemm", "gemm/sm90", "kv"},
 }
 MOST_FILES, MOST_LINES = 30, 350
 

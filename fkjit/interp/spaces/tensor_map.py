@@ -23,7 +23,7 @@ DTYPES = {
 }  # fmt: skip
 _FLOATS = ("f16", "f32", "f64", "bf16", "tf32")
 _OF_NUMPY = {
-    "uint8": "u8", "uint16": "u16", "uint32": "u32", "int32": "s32", "uint64": "u64",
+    "uint8": "u8", "int8": "u8", "uint16": "u16", "uint32": "u32", "int32": "s32", "uint64": "u64",
     "int64": "s64", "float16": "f16", "float32": "f32", "float64": "f64", "bfloat16": "bf16",
 }  # fmt: skip
 

@@ -45,7 +45,7 @@ def linear(
         x: [..., K]: fp16, bf16 or fp32; torch, CuPy, NumPy or any DLPack array. Leading dimensions
             of any strides: rows at no one distance are copied first.
         weight: [N, K] as nn.Linear has it, or [K, N] with weight_layout="kn"; of x's dtype, one of
-            its dimensions contiguous.
+            its dimensions contiguous. Or a `QuantizedTensor` of [N, K]: see below.
         bias: [N], contiguous, of x's dtype.
         activation: "gelu" (exact), "gelu_tanh", "silu", "relu", or None.
         gate: weight and bias hold gate and, behind it, up, N each; the result is
@@ -81,6 +81,13 @@ def linear(
         ArgumentTypeError: not arrays, other or mixed dtypes. DeviceError: mixed devices.
         CaptureError: first call of a geometry under CUDA graph capture; see `fkjit.prepare`.
 
+    A weight that `fkjit.quantize` made is multiplied as its codes are. With "int8_group" and
+    "int4_group" x is fp16 or bf16, of the dtype that the weight had; up to 64 rows codes become
+    numbers in registers, for more rows the whole weight does first. With "fp8_tensor", "fp8_row",
+    "fp8_block" (weight=True) and "int8_row" x is quantized, too: by this call (a scale for a row, or
+    128 of its columns), or before it (then x is a QuantizedTensor). fp8 needs sm_89 or newer.
+    There is no gradient, and weight_layout, block and precision stay as they are by default.
+
     Rows that start on 16-byte boundaries, of a multiple of 16 bytes, are fastest. torch.autocast
     casts x, weight and bias, as for nn.Linear. To torch.compile the call is one operator,
     torch.ops.fkjit.linear.
@@ -89,6 +96,9 @@ def linear(
         activation, gate, scale, out_dtype, block, impl, deterministic, weight_layout,
         epilogue_mod, epilogue_mod_grad, save_pre_activation, precision,
     )  # fmt: skip
+    if isinstance(weight, tuple):  # a QuantizedTensor, which has products of its own
+        said = LinearOptions(*options)
+        return import_module(_QUANTIZED).linear(linear, weight, x, bias, residual, out, said)
     if epilogue_mod is None:
         return _LINEAR((x, weight, bias, residual), (out, None), options)
     return _explained(_LINEAR, epilogue_mod, (x, weight, bias, residual), (out, None), options)
@@ -181,6 +191,7 @@ def _differentiable() -> Callable[..., Any]:
     return autograd_of(CALL, import_module(_AUTOGRAD).differentiable(_LINEAR, _WITH_PRE))
 
 
+_QUANTIZED = "fkjit.ops.quantize.linear"  # imported where a weight is
 _AUTOGRAD = "fkjit.ops.gemm.autograd"  # imported where a gradient is wanted
 _LINEAR = _op(False, Node(_fake, _OPTIONS, 1, None, _packed, _unpacked), _with_gradients)
 _WITH_PRE = _op(
@@ -204,6 +215,10 @@ def _prepare(*args: Any, **named: Any) -> None:
     given = bound.arguments
     inputs = tuple(given[name] for name in _LINEAR.inputs)
     options = tuple(value for name, value in given.items() if name not in _LINEAR.names)
+    if isinstance(given["weight"], tuple):
+        x, weight, bias, residual = inputs
+        said = LinearOptions(*options)
+        return import_module(_QUANTIZED).prepare(weight, x, bias, residual, given["out"], said)
     if torch_ops.wants_grad(inputs):
         act, arrays = partial(import_module(_AUTOGRAD).prepare, _LINEAR, _WITH_PRE), inputs
     else:

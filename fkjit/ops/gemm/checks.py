@@ -49,7 +49,7 @@ def check(views: Views, options: LinearOptions, *, copied: Delegate, pre: bool =
     assert x is not None  # the op has looked
     problem = {**_problem(views, options), "pre": pre}
     shape, wide = (*tuple(x.shape)[:-1], problem["n"]), outputs_of(problem)
-    _check_vectors(views, wide, shape, problem["out_dtype"])
+    check_vectors(views, wide, shape, problem["out_dtype"])
     outputs = {
         "out": Output(shape, problem["out_dtype"], views["out"]),
         "pre": Output((*shape[:-1], wide), problem["dtype"]) if pre else None,
@@ -69,16 +69,16 @@ def _problem(views: Views, options: LinearOptions) -> dict[str, Any]:
     activation, gate = check_activation(options), check_flag(CALL, "gate", options.gate)
     check_flag(CALL, "deterministic", options.deterministic)
     check_flag(CALL, "save_pre_activation", options.save_pre_activation)
-    _check_one_of("impl", options.impl, select.IMPLEMENTATIONS)
-    _check_one_of("weight_layout", options.weight_layout, WEIGHT_LAYOUTS)
-    _check_one_of("precision", options.precision, PRECISIONS)
+    check_one_of("impl", options.impl, select.IMPLEMENTATIONS)
+    check_one_of("weight_layout", options.weight_layout, WEIGHT_LAYOUTS)
+    check_one_of("precision", options.precision, PRECISIONS)
     x, weight = views["x"], views["weight"]
     assert x is not None and weight is not None  # the op has looked
     dtype = check_same_dtype(CALL, {"x": x, "weight": weight, "bias": views["bias"]})
     return {
         **_sizes(x, weight, gate, options.weight_layout),
-        "dtype": dtype, "out_dtype": _out_dtype(options.out_dtype, dtype, views),
-        "activation": activation, "gate": gate, "scale": _check_scale(options.scale),
+        "dtype": dtype, "out_dtype": out_dtype_of(options.out_dtype, dtype, views),
+        "activation": activation, "gate": gate, "scale": check_scale(options.scale),
         "precision": options.precision if dtype == "fp32" else "ieee",
         **{name: views[name] is not None for name in ("bias", "residual")},
     }  # fmt: skip
@@ -109,7 +109,7 @@ def check_activation(options: LinearOptions) -> str:
     """The kernels' text of what happens to sums; ParameterError for what none does."""
     given, mod, slope = options.activation, options.epilogue_mod, options.epilogue_mod_grad
     if given is not None:
-        _check_one_of("activation", given, ACTIVATIONS, "None or ")
+        check_one_of("activation", given, ACTIVATIONS, "None or ")
     if mod is None:
         if slope is not None:
             raise ParameterError(
@@ -133,12 +133,14 @@ def _expression(argument: str, text: Any) -> str:
                       example)  # fmt: skip
 
 
-def _check_one_of(name: str, value: Any, allowed: Iterable[str], also: str = "") -> None:
+def check_one_of(name: str, value: Any, allowed: Iterable[str], also: str = "") -> None:
+    """ParameterError for any other word."""
     if not isinstance(value, str) or value not in allowed:
         raise ParameterError(f"{CALL}: {name}={value!r} is not {also}one of {', '.join(allowed)}")
 
 
-def _check_scale(scale: Any) -> float:
+def check_scale(scale: Any) -> float:
+    """A finite fp32 number; 1 for None."""
     if scale is None:
         return 1.0
     try:
@@ -152,7 +154,7 @@ def _check_scale(scale: Any) -> float:
     return value
 
 
-def _out_dtype(given: Any, dtype: str, views: Views) -> str:
+def out_dtype_of(given: Any, dtype: str, views: Views) -> str:
     """As asked; else that of out or residual, else x's."""
     if given is None:
         others = [view.dtype for name in ("out", "residual") if (view := views[name]) is not None]
@@ -203,7 +205,7 @@ def _sizes(x: View, weight: View, gate: bool, layout: str) -> dict[str, int]:
     return {"m": m, "n": wide // 2 if gate else wide, "k": k}
 
 
-def _check_vectors(views: Views, wide: int, shape: tuple[int, ...], out_dtype: str) -> None:
+def check_vectors(views: Views, wide: int, shape: tuple[int, ...], out_dtype: str) -> None:
     """bias, residual and out."""
     bias, residual, out = views["bias"], views["residual"], views["out"]
     if bias is not None:

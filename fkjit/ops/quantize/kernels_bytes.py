@@ -1,0 +1,243 @@
+"""The kernels of products of codes with codes: e4m3 with e4m3, int8 with int8.
+
+`interval`: after how many steps of 128 of k e4m3 sums leave the tensor core, which adds with fewer
+bits than fp32 has, and are added up in fp32; 0: when all is summed. Of blocks each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fkjit.ops.gemm import epilogue
+from fkjit.ops.quantize import product
+from fkjit.ops.quantize.product import CONTRACT, DTYPES, SMS, illegal_dtypes
+from fkjit.runtime.tensor_map import TensorMap
+from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, register
+
+BLOCK_K = 128  # of a step, in codes and bytes
+INTERVALS = (0, 1, 2, 4, 8)
+_INTERVAL = 4  # of a call: 512 of k, between DeepSeek's 128 and no promotion at all
+_MAX_SHARED = 232_448  # bytes a block may have on sm_90
+_MAX_STAGES = 8
+_GROUP_ROWS = 2048  # rows of x whose tiles are taken together
+_PARAMS = (
+    *DTYPES,
+    Param("code", ("fp8", "int8"), "codes of x and weight: e4m3 or int8"),
+    Param("scales", ("rows", "blocks"), "of rows or a tensor; of 128 columns, 128 by 128"),
+    *epilogue.PARAMS,
+    Param("residual", (False, True), "a residual is added to what the activation gives"),
+    Param("interval", INTERVALS, "steps of 128 of k that tensor cores sum; 0: all"),
+)
+
+
+def _illegal(params: Params) -> str | None:
+    if params["code"] == "int8" and (params["scales"], params["interval"]) != ("rows", 0):
+        return "has exact sums of int8, with scales of rows"
+    if params["scales"] == "blocks" and params["interval"] != 1:
+        return "has scales of 128 of k, so sums of as many"
+    return illegal_dtypes(params)
+
+
+def _columns(params: Params) -> int:
+    """Of out, in a tile."""
+    return params["block"][1] // (2 if params["gate"] else 1)
+
+
+def _values(params: Params) -> dict[str, Any]:
+    return {
+        **epilogue.values(params["activation"]),
+        "block_m": params["block"][0], "block_n": params["block"][1],
+        "blocks": params["scales"] == "blocks", "exact": params["code"] == "int8",
+    }  # fmt: skip
+
+
+def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    rows = params["block"][0] * params.get("cluster", 1)
+    return {
+        **product.arguments(params, problem, arrays),
+        "x_scale_step": int(problem["x_span"] != "tensor"),
+        "scale_step": int(problem["span"] != "tensor"),
+        "group_rows": max(_GROUP_ROWS // rows, 1),
+    }
+
+
+def _ahead(spec: KernelSpec, shown: list[Mapping[str, Any]]) -> KernelSpec:
+    names = [param.name for param in spec.params]
+    ahead = [{**_PLAIN, **more} for more in shown]
+    return register(replace(spec, ahead=[{n: made[n] for n in names} for made in ahead]))
+
+
+_PLAIN: Mapping[str, Any] = {
+    "dtype": "bf16", "out_dtype": "bf16", "code": "fp8", "scales": "rows", "activation": "none",
+    "gate": False, "residual": False, "interval": _INTERVAL, "block": (128, 128), "cluster": 1,
+}  # fmt: skip
+_INT8 = {"code": "int8", "interval": 0}
+_BLOCKS = {"scales": "blocks", "interval": 1}
+_SWIGLU = {"activation": "silu", "gate": True, "residual": True}
+
+# ------------------------------------------------------------------ wgmma
+
+Variant = tuple[int, int]
+_TILES: tuple[Variant, ...] = ((128, 128), (192, 128), (128, 256), (128, 64))
+
+
+def _stages(params: Params) -> int:
+    each = sum(params["block"]) * BLOCK_K
+    return min((_MAX_SHARED - 16 * _MAX_STAGES) // each, _MAX_STAGES)
+
+
+def _wgmma_illegal(params: Params) -> str | None:
+    if params["block"][1] > 128 and params["interval"] > 0:
+        return "has no registers for the sums of tensor cores and all others"
+    return _illegal(params)
+
+
+def _wgmma_shared(params: Params) -> SharedLayout:
+    sides, count = dict(zip(("x", "weight"), params["block"], strict=True)), _stages(params)
+    tiles = [(f"{side} stage {stage}", sides[side] * BLOCK_K) for side in sides
+             for stage in range(count)]  # fmt: skip
+    return [*tiles, ("mbarriers", 16 * count)]
+
+
+def _wgmma_grid(params: Params, problem: Problem) -> Dim3:
+    cluster = params["cluster"]
+    rows = -(-problem["m"] // (params["block"][0] * cluster))
+    tiles = rows * -(-problem["n"] // _columns(params))
+    slots = max(problem.get("multiprocessors", SMS) // cluster, 1)
+    return (cluster * min(tiles, slots), 1, 1)
+
+
+def _maps(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    (rows, outputs), k = params["block"], problem["k"]
+    halves = params["gate"] or params["cluster"] > 1
+    wide = problem["n"] * (2 if params["gate"] else 1)
+    boxes = {"x": (problem["m"], rows), "weight": (wide, outputs // (2 if halves else 1))}
+    maps = {
+        f"{name}_map": TensorMap(
+            arrays[name], "u8", (k, count, 1, 1), (k, 0, 0), (BLOCK_K, box, 1, 1)
+        )
+        for name, (count, box) in boxes.items()
+    }
+    return {**_arguments(params, problem, arrays), **maps}
+
+
+# All that a call may take.
+WGMMA = KernelSpec(
+    **{
+        **CONTRACT,
+        "name": "wgmma",
+        "source": "quantize/wgmma.cu",
+        "entry": "quantized_wgmma",
+        "doc": "codes with codes on Hopper: TMA, wgmma of bytes, sums promoted to fp32",
+        "params": (
+            *_PARAMS,
+            Param("block", _TILES, "rows of x and of weight in a tile", tunable=True),
+            Param("cluster", (1, 2), "blocks that share a tile of the weight", tunable=True),
+        ),
+        "derive": lambda params: {
+            **_values(params), "stages": _stages(params),
+            "sum": "int" if params["code"] == "int8" else "float",
+        },
+        "illegal": _wgmma_illegal,
+        "features": lambda params: frozenset({"wgmma"}),
+        "shared_layout": _wgmma_shared,
+        "block": lambda params: (128 * (1 + params["block"][0] // 64), 1, 1),
+        "grid": _wgmma_grid,
+        "arguments": _maps,
+        "verification": "fkjit.ops.quantize.cases_bytes:WGMMA",
+    }
+)  # fmt: skip
+_WIDE = {"block": (128, 256), "interval": 0}
+WGMMA_AHEAD = _ahead(
+    WGMMA,
+    [
+        {"cluster": 2},
+        {"block": (192, 128), "interval": 1, "cluster": 2},
+        {**_WIDE, "cluster": 2},
+        {**_BLOCKS, "cluster": 2},
+        {**_BLOCKS, "block": (192, 128)},
+        {**_BLOCKS, **_SWIGLU},
+        {**_SWIGLU, "cluster": 2, "dtype": "fp16", "out_dtype": "fp32"},
+        {"block": (128, 64), "activation": "gelu_tanh"},
+        {**_INT8, "block": (128, 256)},
+        {**_INT8, **_SWIGLU, "cluster": 2},
+    ],
+)
+
+# ------------------------------------------------------------------ mma
+
+_MMA_TILES: tuple[Variant, ...] = ((128, 128), (64, 128))
+_WARP = (32, 64)  # rows and outputs of a warp
+_MMA_STAGES = 3
+
+
+def _mma_shared(params: Params) -> SharedLayout:
+    sides = zip(("x", "weight"), params["block"], strict=True)
+    each = [(name, size * BLOCK_K) for name, size in sides]
+    return [(f"{name} stage {i}", size) for i in range(_MMA_STAGES) for name, size in each]
+
+
+def _mma_grid(params: Params, problem: Problem) -> Dim3:
+    rows = -(-problem["m"] // params["block"][0])
+    return (rows * -(-problem["n"] // _columns(params)), 1, 1)
+
+
+MMA = KernelSpec(
+    **{
+        **CONTRACT,
+        "name": "mma",
+        "source": "quantize/mma.cu",
+        "entry": "quantized_mma",
+        "doc": "codes with codes by mma.sync: e4m3 from sm_89, int8 from sm_80 on",
+        "params": (
+            *_PARAMS,
+            Param("block", _MMA_TILES, "rows of x and of weight in a tile", tunable=True),
+        ),
+        "derive": lambda params: {
+            **_values(params), "stages": _MMA_STAGES, "warp_m": _WARP[0], "warp_n": _WARP[1],
+            "pair": "i8_pair" if params["code"] == "int8" else "e4m3_pair",
+        },
+        "illegal": _illegal,
+        "features": lambda params: frozenset(
+            {"cp_async", "ldmatrix", "fp8_mma" if params["code"] == "fp8" else "bf16_mma"}
+        ),
+        # Hopper's mma.sync has no e4m3: it is made of products of fp16.
+        "superseded": lambda params: frozenset({"wgmma"} if params["code"] == "fp8" else ()),
+        "shared_layout": _mma_shared,
+        "block": lambda params: (
+            32 * (params["block"][0] // _WARP[0]) * (params["block"][1] // _WARP[1]), 1, 1,
+        ),
+        "grid": _mma_grid,
+        "arguments": _arguments,
+        "verification": "fkjit.ops.quantize.cases_bytes:MMA",
+    }
+)  # fmt: skip
+MMA_AHEAD = _ahead(
+    MMA,
+    [
+        {},
+        {"block": (64, 128), "interval": 0, "activation": "gelu_tanh"},
+        {**_BLOCKS},
+        {**_BLOCKS, **_SWIGLU, "block": (64, 128)},
+        {**_SWIGLU, "interval": 1, "dtype": "fp16", "out_dtype": "fp32"},
+        {**_INT8},
+        {**_INT8, **_SWIGLU, "block": (64, 128)},
+    ],
+)
+
+
+def choose(problem: Problem, wgmma: bool) -> tuple[KernelSpec, dict[str, Any], tuple[int, int]]:
+    """The kernel, its parameters and scratch memory."""
+    spec = WGMMA if wgmma else MMA
+    blocks = problem["span"] == "block"
+    fixed = {
+        **{name: problem[name] for name in ("dtype", "out_dtype", "code", "activation", "gate")},
+        "scales": "blocks" if blocks else "rows", "residual": problem["residual"],
+        "interval": 0 if problem["code"] == "int8" else 1 if blocks else _INTERVAL,
+    }  # fmt: skip
+    tile = {"block": (128, 128), "cluster": 2 if problem["m"] > 128 else 1}
+    if not wgmma:
+        tile = {"block": (128 if problem["m"] > 64 else 64, 128)}
+    return epilogue.kernel_for(spec, problem["activation"]), {**fixed, **tile}, (0, 0)

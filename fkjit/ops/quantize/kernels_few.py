@@ -1,0 +1,149 @@
+"""The kernels of products of few rows of 16-bit x with a weight of int8 or int4 groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fkjit.ops.gemm import epilogue
+from fkjit.ops.quantize.product import CONTRACT, DTYPES, SMS, illegal_dtypes
+from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, register
+
+GEMV_ROWS, SKINNY_ROWS = 8, 64  # of x, at most
+_CODE = Param("code", ("int4", "int8"), "codes of the weight, with a scale for 128 of k")
+_FEATURES = frozenset({"bf16_mma"})
+_PLAIN = {"dtype": "bf16", "out_dtype": "bf16", "activation": "none", "gate": False}
+_SWIGLU = {"activation": "silu", "gate": True}
+
+
+def _values(params: Params) -> dict[str, Any]:
+    kind = {"int4": "Int4Weights", "int8": "Int8Weights"}[params["code"]]
+    return {**epilogue.values(params["activation"]), "weights": f"{kind}<elem_t>"}
+
+
+def _ahead(spec: KernelSpec, shown: list[Mapping[str, Any]]) -> KernelSpec:
+    return register(replace(spec, ahead=[{**_PLAIN, **more} for more in shown]))
+
+
+# ------------------------------------------------------------------ gemv
+
+GemvTile = tuple[int, int, int]  # rows of the weight, warps, spans of a warp under way
+_GEMV_TILES: tuple[GemvTile, ...] = ((16, 8, 3), (16, 16, 2), (32, 8, 2))
+
+
+def _gemv_values(params: Params) -> dict[str, Any]:
+    rows, warps, unroll = params["tile"]
+    return {**_values(params), "tile_rows": rows, "warps": warps, "unroll": unroll,
+            "resident": 16 // warps}  # fmt: skip
+
+
+def _gemv_grid(params: Params, problem: Problem) -> Dim3:
+    return (-(-problem["n"] * (2 if params["gate"] else 1) // params["tile"][0]), 1, 1)
+
+
+# All that a call may take.
+GEMV = KernelSpec(
+    **CONTRACT,
+    name="gemv",
+    source="quantize/gemv.cu",
+    entry="quantized_gemv",
+    doc="up to eight rows of x: codes streamed from memory into the registers they are used in",
+    params=(
+        *DTYPES, _CODE, *epilogue.PARAMS,
+        Param("tile", _GEMV_TILES, "rows of the weight, warps, spans of a warp under way",
+              tunable=True),
+    ),
+    derive=_gemv_values,
+    illegal=illegal_dtypes,
+    features=lambda params: _FEATURES,
+    block=lambda params: (32 * params["tile"][1], 1, 1),
+    grid=_gemv_grid,
+    verification="fkjit.ops.quantize.cases_linear:GEMV",
+)  # fmt: skip
+GEMV_AHEAD = _ahead(
+    GEMV,
+    [
+        *({"code": "int4", "tile": tile} for tile in _GEMV_TILES),
+        {"code": "int8", "tile": (16, 8, 3)},
+        {"code": "int8", "tile": (32, 8, 2), **_SWIGLU},
+        {"code": "int4", "tile": (16, 8, 3), **_SWIGLU, "dtype": "fp16", "out_dtype": "fp32"},
+        {"code": "int8", "tile": (16, 16, 2), "dtype": "fp16", "out_dtype": "fp16"},
+    ],
+)
+
+# ------------------------------------------------------------------ skinny
+
+TOKENS = (16, 32, 64)  # what rows of x are padded to
+_ROWS, _GROUP = 128, 128  # outputs of a block, k of a stage
+_DEPTH = {"int4": 4, "int8": 3}  # stages: codes of as many are in registers
+_LEAST_GROUPS, _MOST_SPLIT = 4, 16  # of a block that shares a tile; blocks that share one
+
+
+def _skinny_values(params: Params) -> dict[str, Any]:
+    few = params["tokens"] < 64 and params["code"] == "int4"  # registers
+    return {**_values(params), "depth": _DEPTH[params["code"]], "resident": 2 if few else 1}
+
+
+def tiles_of(params: Params, problem: Problem) -> int:
+    """Tiles of outputs."""
+    return -(-problem["n"] * (2 if params["gate"] else 1) // _ROWS)
+
+
+def split_of(params: Params, problem: Problem) -> int:
+    """Blocks that share the k of a tile: as many as make two for each multiprocessor."""
+    blocks = 2 * problem.get("multiprocessors", SMS)
+    most = -(-problem["k"] // _GROUP) // _LEAST_GROUPS
+    return max(min(blocks // tiles_of(params, problem), most, _MOST_SPLIT), 1)
+
+
+def skinny_scratch(params: Params, problem: Problem) -> tuple[int, int]:
+    """(bytes of workspace, counters): of sums that blocks leave to one another."""
+    tiles, split = tiles_of(params, problem), split_of(params, problem)
+    return (0, 0) if split == 1 else (4 * tiles * split * params["tokens"] * _ROWS, tiles)
+
+
+SKINNY = KernelSpec(
+    **CONTRACT,
+    name="skinny",
+    source="quantize/skinny.cu",
+    entry="quantized_skinny",
+    doc="up to 64 rows of x: codes of the weight dequantized in registers, x in shared memory",
+    params=(
+        *DTYPES, _CODE, *epilogue.PARAMS,
+        Param("tokens", TOKENS, "rows of x, padded"),
+    ),
+    derive=_skinny_values,
+    illegal=illegal_dtypes,
+    features=lambda params: _FEATURES | {"cp_async"},
+    # Sums come where stages were, across them.
+    shared_bytes=lambda params: _DEPTH[params["code"]] * params["tokens"] * _GROUP * 2,
+    block=lambda params: (256, 1, 1),
+    grid=lambda params, problem: (tiles_of(params, problem), split_of(params, problem), 1),
+    verification="fkjit.ops.quantize.cases_linear:SKINNY",
+)  # fmt: skip
+SKINNY_AHEAD = _ahead(
+    SKINNY,
+    [
+        *({"code": "int4", "tokens": tokens} for tokens in TOKENS),
+        {"code": "int8", "tokens": 64},
+        {"code": "int8", "tokens": 16, **_SWIGLU},
+        {"code": "int4", "tokens": 32, **_SWIGLU, "dtype": "fp16", "out_dtype": "fp32"},
+        {"code": "int8", "tokens": 32, "dtype": "fp16", "out_dtype": "fp16"},
+    ],
+)
+
+
+def choose(problem: Problem) -> tuple[KernelSpec, dict[str, Any], tuple[int, int]] | None:
+    """The kernel, its parameters and scratch memory; None for more rows than these take."""
+    names = ("dtype", "out_dtype", "code", "activation", "gate")
+    fixed = {name: problem[name] for name in names}
+    if problem["m"] <= GEMV_ROWS:
+        spec = epilogue.kernel_for(GEMV, problem["activation"])
+        return spec, {**fixed, "tile": _GEMV_TILES[0]}, (0, 0)
+    if problem["m"] > SKINNY_ROWS:
+        return None
+    tokens = next(tokens for tokens in TOKENS if problem["m"] <= tokens)
+    params = {**fixed, "tokens": tokens}
+    spec = epilogue.kernel_for(SKINNY, problem["activation"])
+    return spec, params, skinny_scratch(params, problem)

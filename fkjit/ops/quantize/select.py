@@ -1,0 +1,67 @@
+"""Which kernel a product with a quantized weight gets, and which variant of it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from fkjit.arch import Arch
+from fkjit.errors import ParameterError
+from fkjit.ops.quantize import kernels_bytes, kernels_few
+from fkjit.ops.quantize.product import is_quantized
+from fkjit.ops.quantize.schemes import WIDTH
+from fkjit.spec import KernelSpec, Problem
+from fkjit.tuning import tuned
+
+CALL = "linear"
+_MOST_EXACT = 1 << 17  # of k: products of int8 codes are up to 127 * 127
+
+
+class Choice(NamedTuple):
+    """A kernel, its parameters, and the scratch memory that it wants (bytes, counters)."""
+
+    spec: KernelSpec
+    params: dict[str, Any]
+    scratch: tuple[int, int]
+
+
+def choose(problem: Problem, impl: str, arch: Arch) -> Choice:
+    """ParameterError where the kernel asked for does not take the problem, or the GPU has none."""
+    chosen = _bytes(problem, impl, arch) if is_quantized(problem) else _few(problem)
+    if chosen is None:
+        raise ParameterError(
+            f"{CALL}: impl={impl!r} with this weight and {problem['m']} rows of x; allowed: 'auto'"
+        )
+    if impl not in ("auto", chosen.spec.name):
+        raise ParameterError(
+            f"{CALL}: impl={impl!r} with this weight and {problem['m']} rows of x; allowed: "
+            f"'auto' or {chosen.spec.name!r}"
+        )
+    missing = sorted(chosen.spec.features(chosen.params) - arch.features)
+    if missing:
+        raise ParameterError(
+            f"{CALL}: a weight of {problem['code']} needs {', '.join(missing)}, which {arch.name} "
+            "has not; allowed: fkjit.dequantize(weight) in its place"
+        )
+    params = tuned(chosen.spec, chosen.params, problem, arch)
+    return chosen._replace(params=params)
+
+
+def _bytes(problem: Problem, impl: str, arch: Arch) -> Choice:
+    """Of codes with codes."""
+    if problem["code"] == "int8" and problem["k"] > _MOST_EXACT:
+        raise ParameterError(
+            f"{CALL}: k={problem['k']} with int8 codes; allowed: up to {_MOST_EXACT}, whose sums "
+            "are whole numbers of 32 bits"
+        )
+    blocks, gate = problem["span"] == "block", problem["gate"]
+    if blocks and gate and problem["n"] % WIDTH:
+        raise ParameterError(
+            f"{CALL}: gate=True with fp8_block and {problem['n']} columns; allowed: a multiple of "
+            f"{WIDTH}, so that gate and up have scales of their own"
+        )
+    return Choice(*kernels_bytes.choose(problem, "wgmma" in arch.features and impl != "mma"))
+
+
+def _few(problem: Problem) -> Choice | None:
+    found = kernels_few.choose(problem)
+    return None if found is None else Choice(*found)

@@ -1,0 +1,228 @@
+/* A product of codes on sm_90 (sm_90a): TMA brings tiles of bytes, wgmma multiplies e4m3 or int8.
+
+     out = act(scale * x weight^T + bias) [* up] + residual           [m, n]
+
+   The grid is as large as the GPU; a block (or a cluster of two) works through one tile after another,
+   in an order that keeps operands in L2 (gemm/tile_order.cuh). A warp of the first warpgroup is the
+   producer: it asks TMA for 128 bytes of k of both operands, stage after stage of a ring, and is tiles
+   ahead of the others. CONSUMERS warpgroups have 64 rows of a tile each. Blocks of a cluster have tiles
+   below one another; each fetches half of the weight's tile and has TMA write it into both.
+
+     BLOCKS     scales of 128 of k: what they are summed to is multiplied and added up in fp32
+     otherwise  scales of rows, or of a tensor, at the end
+
+   INTERVAL: the tensor core's e4m3 sums have some 14 bits of fraction; after so many steps of 128 of k
+   they are added up in fp32. 0: never. int8 sums are exact.
+
+   With GATE a tile has as many rows of gate as of up, so that a thread has both sums of an element.
+
+   Source: the promotion of sums is that of the DeepSeek-V3 report (2024), section 3.3.2. */
+#include "prelude.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/elect.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/pdl.cuh"
+#include "ptx/register_fence.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_bytes.cuh"
+#include "tile/ring.cuh"
+//% if has_mod
+#define EPILOGUE_EXPRESSION (${epilogue_mod})
+#define EPILOGUE_DERIVATIVE (${epilogue_mod_grad})
+//% endif
+#include "gemm/store_fragments.cuh"
+#include "gemm/tile_order.cuh"
+#include "quantize/scaled_sums.cuh"
+
+using sum_t = ${sum};
+using elem_t = ${dtype};
+using out_t = ${out_dtype};
+using Activation = ${activation};
+constexpr bool EXACT = ${exact};  // int8, summed in int; else e4m3 in float
+constexpr bool GATE = ${gate}, RESIDUAL = ${residual};
+constexpr bool BLOCKS = ${blocks};     // scales of 128 of k
+constexpr int INTERVAL = ${interval};  // steps of k that are summed by tensor cores; 0: all
+constexpr int BLOCK_M = ${block_m}, BLOCK_N = ${block_n};
+constexpr int STAGES = ${stages};
+constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
+constexpr int GUARD = ${guard};      // bytes between tiles: 0 except where memory is checked
+
+constexpr int WARPGROUP = 128, CONSUMERS = BLOCK_M / 64, THREADS = WARPGROUP * (1 + CONSUMERS);
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 24;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
+constexpr int BLOCK_K = 128, N = BLOCK_N / 8, PART = BLOCK_N / 2;
+constexpr int OUT_COLUMNS = GATE ? PART : BLOCK_N;
+constexpr int STEPS = INTERVAL > 0 ? INTERVAL : 1;  // divides
+constexpr u16 ALL_BLOCKS = CLUSTER > 1 ? 3 : 0;
+static_assert(BLOCK_M % 64 == 0 && CONSUMERS >= 2 && CONSUMERS <= 3, "64 rows a consumer");
+static_assert(!BLOCKS || INTERVAL == 1, "a scale is of one step");
+static_assert(!EXACT || INTERVAL == 0, "sums of int8 are exact");
+static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
+                  (1 + CONSUMERS) * registers_at_start(THREADS),
+              "more would be waited for forever");
+
+// Shared memory: tiles of x, tiles of the weight, barriers.
+struct Ring {
+  static constexpr int A_BYTES = BLOCK_M * BLOCK_K, B_BYTES = BLOCK_N * BLOCK_K;
+  static constexpr int BARRIERS = STAGES * (A_BYTES + B_BYTES + 2 * GUARD);
+  u32 base;
+  __device__ __forceinline__ u32 a(int stage) const { return base + stage * (A_BYTES + GUARD); }
+  __device__ __forceinline__ u32 b(int stage) const {
+    return base + STAGES * (A_BYTES + GUARD) + stage * (B_BYTES + GUARD);
+  }
+  __device__ __forceinline__ u32 full(int stage) const { return base + BARRIERS + stage * 16; }
+  __device__ __forceinline__ u32 empty(int stage) const { return full(stage) + 8; }
+  __device__ __forceinline__ void begin() const {
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) {
+      mbarrier_init(full(stage), 1);
+      mbarrier_init(empty(stage), 4 * CONSUMERS * CLUSTER);
+    }
+    mbarrier_init_fence();
+  }
+  // This warp needs a stage no more.
+  __device__ __forceinline__ void release(int stage, int lane) const {
+    if (CLUSTER == 1) {
+      if (lane == 0) mbarrier_arrive(empty(stage));
+    } else if (lane < CLUSTER) {
+      cluster_arrive_at(empty(stage), lane);
+    }
+  }
+};
+using Place = RingPlace<STAGES>;
+
+// Both operands' next 128 of k. By one thread.
+__device__ __forceinline__ void fetch(const Ring& ring, int stage, const TensorMap& x_map,
+                                      const TensorMap& weight_map, int row, int column, int n,
+                                      int k, int rank) {
+  const u32 full = ring.full(stage);
+  mbarrier_expect(full, Ring::A_BYTES + Ring::B_BYTES);
+  tma_load(ring.a(stage), x_map, full, k, row, 0, 0);
+  const u32 b = ring.b(stage), second = b + PART * BLOCK_K;
+  const int further = GATE ? n + column : column + PART;
+  if constexpr (CLUSTER == 1) {
+    tma_load(b, weight_map, full, k, column, 0, 0);
+    if (GATE) tma_load(second, weight_map, full, k, further, 0, 0);
+  } else {
+    tma_load_multicast(rank == 0 ? b : second, weight_map, full, k, rank == 0 ? column : further, 0,
+                       0, ALL_BLOCKS);
+  }
+}
+
+template <typename Sum>
+__device__ __forceinline__ void multiply_stage(Sum (&acc)[N][4], u32 a, u32 b, bool add) {
+  const u64 x = wgmma_tile(a, 0), weight = wgmma_tile(b, 0);
+  register_fence(acc);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < BLOCK_K / 32; ++i)  // 32 bytes, two units of a descriptor
+    wgmma_bytes(acc, x + 2 * i, weight + 2 * i, add || i > 0);
+  wgmma_commit();
+}
+
+//% if cluster > 1
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 1) quantized_wgmma(
+    //% else
+extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
+    //% endif
+    const __grid_constant__ TensorMap x_map,       // [m, k] codes, boxes of BLOCK_M rows
+    const __grid_constant__ TensorMap weight_map,  // [n, k] (with GATE [2 n, k]) codes
+    const float* __restrict__ x_scales,            // [m], [1], or of BLOCKS [m, ceil(k / 128)]
+    const float* __restrict__ scales,    // [n], [1], or of BLOCKS [ceil(n / 128), ceil(k / 128)]
+    const elem_t* __restrict__ bias,     // [n] or [2 n], or null
+    const out_t* __restrict__ residual,  // [m, n], or null
+    out_t* __restrict__ out,             // [m, n]
+    const int m, const int n, const int k,
+    const int x_scale_step,  // 0: one for all rows
+    const int scale_step, const i64 out_stride, const i64 residual_stride, const float scale,
+    const int group_rows) {  // of tiles that are taken together
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const Ring ring{shared_address(shared_memory)};
+  const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
+  const int rank = CLUSTER == 1 ? 0 : cluster_rank();
+  if (threadIdx.x == 0) ring.begin();
+  __syncthreads();
+  if (CLUSTER > 1) meet_cluster();  // both blocks' barriers are there
+  after_previous_kernel();
+  const TileOrder order{ceil_div(m, BLOCK_M * CLUSTER), ceil_div(n, OUT_COLUMNS), group_rows};
+  const int steps = ceil_div(k, BLOCK_K);
+  const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
+  Place place;
+
+  if (warpgroup == 0) {
+    // ---- producer
+    fewer_registers<PRODUCER_REGISTERS>();
+    if (__shfl_sync(FULL_MASK, threadIdx.x / WARP_SIZE, 0) == 0) {
+      if (elect_one()) tma_prefetch(x_map), tma_prefetch(weight_map);
+      for (int number = first; number < order.count(); number += stride) {
+        const TilePlace tile = order(number);
+        const int row = (tile.row * CLUSTER + rank) * BLOCK_M, column = tile.column * OUT_COLUMNS;
+        for (int step = 0; step < steps; ++step, place.advance()) {
+          mbarrier_wait(ring.empty(place.stage), place.parity ^ 1);
+          if (elect_one())
+            fetch(ring, place.stage, x_map, weight_map, row, column, n, step * BLOCK_K, rank);
+        }
+      }
+    }
+    __syncwarp();
+  } else {
+    // ---- consumers
+    more_registers<CONSUMER_REGISTERS>();
+    const int consumer = warpgroup - 1, lane = threadIdx.x % WARP_SIZE;
+    const int warp_row = consumer * 64 + threadIdx.x / WARP_SIZE % 4 * 16;
+    using Pairs = EpiloguePairs<Activation, GATE, false, RESIDUAL, elem_t, out_t>;
+    const ScaledPairs<Pairs, EXACT, BLOCKS> epilogue(
+        Pairs(residual, nullptr, residual_stride, scale, n), {x_scales, x_scale_step, m},
+        {scales, scale_step, GATE ? 2 * n : n});
+    for (int number = first; number < order.count(); number += stride) {
+      const TilePlace tile = order(number);
+      const int row = (tile.row * CLUSTER + rank) * BLOCK_M + warp_row;
+      const int column = tile.column * OUT_COLUMNS;
+      sum_t acc[N][4];
+      float total[1][N][4];
+#pragma unroll
+      for (int i = 0; i < N * 4; ++i) total[0][i / 4][i % 4] = 0.f;
+
+      // 1. Products, 128 of k after the other.
+      int last = 0;
+      for (int step = 0; step < steps; ++step) {
+        BlockScales<1, GATE> by;
+        if (BLOCKS) by.load(x_scales, scales, row + lane / 4, m, column, n, step, steps);
+        mbarrier_wait(ring.full(place.stage), place.parity);
+        const u32 a = ring.a(place.stage) + consumer * 64 * BLOCK_K, b = ring.b(place.stage);
+        if constexpr (INTERVAL == 0) {
+          multiply_stage(acc, a, b, step > 0);
+          if (step > 0) {
+            wgmma_wait<1>();
+            ring.release(last, lane);
+          }
+          last = place.stage;
+        } else {
+          multiply_stage(acc, a, b, step % STEPS > 0);
+          wgmma_wait<0>();
+          ring.release(place.stage, lane);
+          register_fence(acc);
+          if (BLOCKS)
+            add_scaled<GATE>(total, reinterpret_cast<float (&)[1][N][4]>(acc), by);
+          else if (step % STEPS == STEPS - 1 || step == steps - 1)
+            add_sums(total, reinterpret_cast<float (&)[1][N][4]>(acc));
+        }
+        place.advance();
+      }
+      if constexpr (INTERVAL == 0) {
+        wgmma_wait<0>();
+        ring.release(last, lane);
+        register_fence(acc);
+      }
+
+      // 2. Scales, and the way out.
+      using Sums = float (&)[1][N][4];
+      store_fragments(INTERVAL > 0 ? total : reinterpret_cast<Sums>(acc), epilogue, bias, out,
+                      out_stride, lane, row, m, column);
+    }
+  }
+  if (CLUSTER > 1) meet_cluster();  // the other one writes here no more
+}

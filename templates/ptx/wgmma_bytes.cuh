@@ -1,0 +1,89 @@
+// Products of bytes by wgmma (sm_90a): D[64 x N] = A[64 x 32] B[32 x N] (+ D), both operands K-major
+// in shared memory, by the 128 threads of a warpgroup. Descriptors are those of 16-bit elements
+// (ptx/wgmma.cuh): rows of 128 bytes with the 128-byte swizzle; the next 32 of k are 32 bytes further
+// on. D is as in ptx/wgmma_products.cuh.
+//
+//   wgmma_bytes(d, a, b, add)     add 0: D is overwritten
+//
+//   float d   e4m3; the tensor core adds with fewer bits than fp32 has (some 14 of fraction): add up
+//             sums of few k in fp32 where that is not enough
+//   int d     s8, exact
+//
+// Nothing may touch d until wgmma_wait has covered the product.
+#pragma once
+#include "prelude.cuh"
+
+template <typename Sum, int N>
+struct WgmmaBytes;  // N: 64, 128, 256
+
+template <typename Sum, int N>
+__device__ __forceinline__ void wgmma_bytes(Sum (&d)[N][4], u64 a, u64 b, int add) {
+  WgmmaBytes<Sum, 8 * N>::multiply(d, a, b, add);
+}
+
+// Integer fragments, before wgmma reads or writes them (ptx/register_fence.cuh has those of float).
+template <int N>
+__device__ __forceinline__ void register_fence(int (&x)[N][4]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    asm volatile("" : "+r"(x[i][0]), "+r"(x[i][1]), "+r"(x[i][2]), "+r"(x[i][3])::"memory");
+}
+
+// An asm statement names all N / 2 sums of a thread: %0, %1 ... in its text (NAMES_N), d[i][j]
+// behind it (SUMS_N), C being "+f" or "+r".
+#define NAMES_64                                          \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" \
+  ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define NAMES_128                                                        \
+  NAMES_64                                                               \
+      ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
+      ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define NAMES_256                                                                    \
+  NAMES_128                                                                          \
+      ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"             \
+      ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"             \
+      ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
+      ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define FOUR(C, i) C(d[i][0]), C(d[i][1]), C(d[i][2]), C(d[i][3])
+#define SIXTEEN(C, i) FOUR(C, i), FOUR(C, i + 1), FOUR(C, i + 2), FOUR(C, i + 3)
+#define SUMS_64(C) SIXTEEN(C, 0), SIXTEEN(C, 4)
+#define SUMS_128(C) SUMS_64(C), SIXTEEN(C, 8), SIXTEEN(C, 12)
+#define SUMS_256(C) SUMS_128(C), SIXTEEN(C, 16), SIXTEEN(C, 20), SIXTEEN(C, 24), SIXTEEN(C, 28)
+
+// P0 .. P2: the numbers of the inputs. SCALES: signs of both operands, which integers have not.
+// PTX ISA: wgmma.mma_async.sync.aligned.m64nNk32
+#define WGMMA_BYTES(SUM, C, TYPES, SCALES, N, P0, P1, P2)                                         \
+  template <>                                                                                     \
+  struct WgmmaBytes<SUM, N> {                                                                     \
+    __device__ __forceinline__ static void multiply(SUM (&d)[N / 8][4], u64 a, u64 b, int add) {  \
+      asm volatile(                                                                               \
+          "{\n"                                                                                   \
+          ".reg .pred add;\n"                                                                     \
+          "setp.ne.b32 add, %" #P2                                                                \
+          ", 0;\n"                                                                                \
+          "wgmma.mma_async.sync.aligned.m64n" #N "k32." TYPES " {" NAMES_##N "}, %" #P0 ", %" #P1 \
+                                                                             ", add" SCALES       \
+                                                                             ";\n"                \
+                                                                             "}"                  \
+          : SUMS_##N(C)                                                                           \
+          : "l"(a), "l"(b), "r"(add));                                                            \
+    }                                                                                             \
+  };
+#define WGMMA(...)                                                 \
+  WGMMA_BYTES(float, "+f", "f32.e4m3.e4m3", ", 1, 1", __VA_ARGS__) \
+  WGMMA_BYTES(int, "+r", "s32.s8.s8", "", __VA_ARGS__)
+
+WGMMA(64, 32, 33, 34)
+WGMMA(128, 64, 65, 66)
+WGMMA(256, 128, 129, 130)
+
+#undef WGMMA
+#undef WGMMA_BYTES
+#undef FOUR
+#undef SIXTEEN
+#undef NAMES_64
+#undef NAMES_128
+#undef NAMES_256
+#undef SUMS_64
+#undef SUMS_128
+#undef SUMS_256

@@ -1,0 +1,191 @@
+"""`fkjit.linear` of a QuantizedTensor, in the interpreter against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+import fkjit
+from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.jit.build import quiet
+from fkjit.settings import settings
+
+TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+STEP = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-20}  # of a result, rounded once
+
+
+@pytest.fixture(autouse=True)
+def silent():
+    with quiet():
+        yield
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Run as a GPU of this name would."""
+
+    def choose(target):
+        monkeypatch.setattr("fkjit.jit.build.settings", lambda: replace(settings(), target=target))
+
+    return choose
+
+
+def normal(*shape, dtype="bf16"):
+    return torch.randn(*shape).to(TORCH[dtype])
+
+
+def numbers(x):
+    return fkjit.dequantize(x, "fp32").double() if isinstance(x, tuple) else x.double()
+
+
+def check(x, weight, bias=None, *, residual=None, scale=1.0, gate=False, activation=None, **more):
+    """Against float64, of the numbers that codes stand for."""
+    found = fkjit.linear(x, weight, bias, residual=residual, scale=scale, gate=gate,
+                         activation=activation, **more)  # fmt: skip
+    z = scale * numbers(x) @ numbers(weight).T + (0 if bias is None else bias.double())
+    if gate:
+        n = z.shape[-1] // 2
+        z = torch.nn.functional.silu(z[..., :n]) * z[..., n:]
+    elif activation == "gelu":
+        z = torch.nn.functional.gelu(z)
+    wanted = z + (0 if residual is None else residual.double())
+    step = {v: STEP[k] for k, v in TORCH.items()}[found.dtype]
+    bound = step * wanted.abs() + 2.0**-18 * wanted.abs().max()
+    assert found.shape == wanted.shape
+    assert ((found.double() - wanted).abs() <= bound).all()
+    return found
+
+
+# ------------------------------------------------------------------ weights alone
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 37, 70])
+@pytest.mark.parametrize("scheme", ["int4_group", "int8_group"])
+def test_x_of_16_bits(scheme, rows):
+    weight = fkjit.quantize(normal(72, 288, dtype="fp16"), scheme)
+    x, bias = normal(rows, 288, dtype="fp16"), normal(72, dtype="fp16")
+    if rows > 64:  # the weight is dequantized, rounded to fp16
+        rounded = fkjit.dequantize(weight, "fp16")
+        assert torch.equal(fkjit.linear(x, weight, bias), fkjit.linear(x, rounded, bias))
+    else:
+        check(x, weight, bias, activation="gelu")
+
+
+def test_all_of_an_epilogue():
+    weight = fkjit.quantize(normal(48, 160), "int4_group")
+    x, residual = normal(2, 3, 160), torch.randn(2, 3, 24)
+    found = check(x, weight, normal(48), residual=residual, gate=True, activation="silu",
+                  scale=0.125)  # fmt: skip
+    assert found.dtype == torch.float32
+    out = torch.empty(6, 64, dtype=torch.bfloat16)[:, :48]
+    made = fkjit.linear(x.reshape(6, 160), weight, out=out)
+    assert made is out and torch.equal(out, fkjit.linear(x, weight).reshape(6, 48))
+
+
+def test_an_expression_of_ones_own():
+    weight = fkjit.quantize(normal(16, 128), "int8_group")
+    x = normal(4, 128)
+    found = fkjit.linear(x, weight, epilogue_mod="x > 0.f ? x : 0.5f * x", out_dtype="fp32")
+    plain = fkjit.linear(x, weight, out_dtype="fp32")
+    torch.testing.assert_close(found, torch.where(plain > 0, plain, 0.5 * plain))
+
+
+def test_rows_of_x_do_not_see_each_other():
+    """A NaN stays in its row; the same row has the same bits beside any others."""
+    weight = fkjit.quantize(normal(40, 256), "int4_group")
+    x = normal(12, 256)
+    x[5, 7] = float("nan")
+    found = fkjit.linear(x, weight)
+    assert found[5].isnan().all() and found.isnan().sum() == 40
+    assert torch.equal(found[3:4], fkjit.linear(x[[3] * 12], weight)[:1])
+
+
+# ------------------------------------------------------------------ codes with codes
+
+
+@pytest.mark.parametrize(("scheme", "target"), [
+    ("fp8_tensor", "sm_90a"), ("fp8_row", "sm_89"), ("fp8_block", "sm_90a"),
+    ("fp8_block", "sm_120a"), ("int8_row", "sm_80"), ("int8_row", "sm_90a"),
+])  # fmt: skip
+def test_codes_with_codes(on, scheme, target):
+    on(target.replace("sm_", "compute_"))
+    weight = fkjit.quantize(normal(72, 272), scheme, weight=True)
+    x = fkjit.quantize(normal(13, 272), scheme)
+    found = check(x, weight, normal(72), activation="gelu")
+    assert found.dtype == torch.bfloat16
+
+
+def test_x_is_quantized_by_the_call(on):
+    on("compute_90a")
+    weight = fkjit.quantize(normal(40, 128), "fp8_tensor")
+    x = normal(5, 128)
+    found = fkjit.linear(x, weight)
+    assert torch.equal(found, fkjit.linear(fkjit.quantize(x, "fp8_row"), weight))
+    check(fkjit.quantize(x, "fp8_tensor"), weight, out_dtype="fp32")
+
+
+def test_gate_and_up_of_blocks(on):
+    on("compute_90a")
+    weight = fkjit.quantize(normal(256, 160), "fp8_block", weight=True)
+    x = fkjit.quantize(normal(3, 160), "fp8_block")
+    check(x, weight, normal(256), gate=True, activation="silu", residual=normal(3, 128))
+
+
+# ------------------------------------------------------------------ errors
+
+
+@cache
+def w4():
+    return fkjit.quantize(torch.ones(16, 128, dtype=torch.bfloat16), "int4_group")
+
+
+@cache
+def w8():
+    return fkjit.quantize(torch.ones(16, 128), "fp8_row")
+
+
+X = torch.ones(4, 128, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: fkjit.linear(X, (1, 2)), ArgumentTypeError, "weight is a tuple; allowed: a Quan"),
+        (lambda: fkjit.linear(X.float(), w4()), ArgumentTypeError, "x is float32; allowed: bf16"),
+        (lambda: fkjit.linear(X.half(), w4()), ArgumentTypeError,
+         "weight.scales is bf16 but x is fp16; quantize the weight in x's dtype"),
+        (lambda: fkjit.linear(X[:, :96], w4()), ParameterError, r"x has shape \(4, 96\)"),
+        (lambda: fkjit.linear(fkjit.quantize(X, "int8_row"), w4()), ParameterError,
+         "x is quantized by 'int8_row', weight by 'int4_group'; allowed: x of 16 bits"),
+        (lambda: fkjit.linear(fkjit.quantize(X, "int8_row"), w8()), ParameterError,
+         "allowed: x by fp8_tensor or fp8_row"),
+        (lambda: fkjit.linear(X, w8()), ParameterError, "needs fp8_mma, which sm_80 has not"),
+        (lambda: fkjit.linear(X, fkjit.quantize(torch.ones(16, 128), "fp8_block")),
+         ParameterError, "weight=True"),
+        (lambda: fkjit.linear(X, w4(), weight_layout="kn"), ParameterError,
+         "weight_layout='kn' with a quantized weight; allowed: 'nk'"),
+        (lambda: fkjit.linear(X, w4(), impl="wgmma"), ParameterError, "allowed: 'auto' or 'gemv'"),
+        (lambda: fkjit.linear(X, w4(), out_dtype="fp16"), ParameterError, "out_dtype='fp16'"),
+        (lambda: fkjit.linear(X.clone().requires_grad_(), w4()), ParameterError,
+         "x requires grad, but a product with a quantized weight has no backward"),
+        (lambda: fkjit.linear(X, w4()._replace(data=w4().data[None])), ParameterError,
+         "weight.scales has shape"),
+        (lambda: fkjit.linear(X[:, :24].contiguous(), fkjit.quantize(X[:, :24].contiguous(),
+         "int8_group")), ParameterError, "k=24 with weight of int8_group; allowed: a multiple"),
+    ],
+)  # fmt: skip
+def test_errors_name_what_is_wrong(make, error, match):
+    with pytest.raises(error, match=match):
+        make()
+
+
+def test_numpy_and_the_empty():
+    weight = fkjit.quantize(np.ones((16, 128), np.float16), "int8_group")
+    found = fkjit.linear(np.ones((2, 128), np.float16), weight)
+    np.testing.assert_array_equal(found, np.full((2, 16), 128, np.float16))
+    assert fkjit.linear(np.ones((0, 128), np.float16), weight).shape == (0, 16)
+    fkjit.prepare("linear", np.ones((2, 128), np.float16), weight)
