@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+_MODULES = ("compat", "distributed", "errors", "models")  # public names that are modules
 # public name -> the module that has it
 _PUBLIC = {
     "attention": "fkjit.ops.attention.forward",
@@ -174,6 +175,6 @@ else:  # a name that is not there is an error to type checkers
         if name not in _PUBLIC:
             raise AttributeError(_unknown(name), name=name)
         module = import_module(_PUBLIC[name])
-        value = module if name in ("compat", "distributed", "errors", "models") else getattr(module, name)
+        value = module if name in _MODULES else getattr(module, name)
         globals()[name] = value
         return value

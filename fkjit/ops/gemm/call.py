@@ -84,8 +84,8 @@ def linear(
     A weight that `fkjit.quantize` made is multiplied as its codes are. With "int8_group" and
     "int4_group" x is fp16 or bf16, of the dtype that the weight had; up to 64 rows codes become
     numbers in registers, for more rows the whole weight does first. With "fp8_tensor", "fp8_row",
-    "fp8_block" (weight=True) and "int8_row" x is quantized, too: by this call (a scale for a row, or
-    128 of its columns), or before it (then x is a QuantizedTensor). fp8 needs sm_89 or newer.
+    "fp8_block" (weight=True) and "int8_row" x is quantized, too: by this call (a scale for a row,
+    or 128 of its columns), or before it (then x is a QuantizedTensor). fp8 needs sm_89 or newer.
     There is no gradient, and weight_layout, block and precision stay as they are by default.
 
     Rows that start on 16-byte boundaries, of a multiple of 16 bytes, are fastest. torch.autocast
