@@ -38,22 +38,14 @@ typedef __SIZE_TYPE__ size_t;
 extern "C" void* memcpy(void* to, const void* from, size_t bytes);
 extern "C" void* memset(void* to, int value, size_t bytes);
 
-#define FKJIT_VECTORS(name, type, pair, quad)                 \
-  struct name##1 {                                            \
-    type x;                                                   \
-  };                                                          \
-  struct __attribute__((aligned(pair))) name##2 {             \
-    type x, y;                                                \
-  };                                                          \
-  struct name##3 {                                            \
-    type x, y, z;                                             \
-  };                                                          \
-  struct __attribute__((aligned(quad))) name##4 {             \
-    type x, y, z, w;                                          \
-  };                                                          \
-  name##1 make_##name##1(type x);                             \
-  name##2 make_##name##2(type x, type y);                     \
-  name##3 make_##name##3(type x, type y, type z);             \
+#define FKJIT_VECTORS(name, type, pair, quad)                         \
+  struct name##1 { type x; };                                         \
+  struct __attribute__((aligned(pair))) name##2 { type x, y; };       \
+  struct name##3 { type x, y, z; };                                   \
+  struct __attribute__((aligned(quad))) name##4 { type x, y, z, w; }; \
+  name##1 make_##name##1(type x);                                     \
+  name##2 make_##name##2(type x, type y);                             \
+  name##3 make_##name##3(type x, type y, type z);                     \
   name##4 make_##name##4(type x, type y, type z, type w);
 FKJIT_VECTORS(char, signed char, 2, 4)
 FKJIT_VECTORS(uchar, unsigned char, 2, 4)
@@ -102,30 +94,30 @@ int __reduce_min_sync(unsigned mask, int value);
 int __reduce_max_sync(unsigned mask, int value);
 
 // Functions that take every number.
-#define FKJIT_NUMBER(type)                                                     \
-  type __shfl_sync(unsigned mask, type value, int lane, int width = 32);       \
-  type __shfl_up_sync(unsigned mask, type value, unsigned by, int width = 32); \
+#define FKJIT_NUMBER(type)                                                       \
+  type __shfl_sync(unsigned mask, type value, int lane, int width = 32);         \
+  type __shfl_up_sync(unsigned mask, type value, unsigned by, int width = 32);   \
   type __shfl_down_sync(unsigned mask, type value, unsigned by, int width = 32); \
   type __shfl_xor_sync(unsigned mask, type value, int lanes, int width = 32);
-#define FKJIT_CACHED(type)            \
-  type __ldg(const type* from);       \
-  type __ldcg(const type* from);      \
-  type __ldca(const type* from);      \
-  type __ldcs(const type* from);      \
-  type __ldlu(const type* from);      \
-  type __ldcv(const type* from);      \
-  void __stcg(type* to, type value);  \
-  void __stcs(type* to, type value);  \
-  void __stwb(type* to, type value);  \
+#define FKJIT_CACHED(type)           \
+  type __ldg(const type* from);      \
+  type __ldcg(const type* from);     \
+  type __ldca(const type* from);     \
+  type __ldcs(const type* from);     \
+  type __ldlu(const type* from);     \
+  type __ldcv(const type* from);     \
+  void __stcg(type* to, type value); \
+  void __stcs(type* to, type value); \
+  void __stwb(type* to, type value); \
   void __stwt(type* to, type value);
-#define FKJIT_ATOMIC(type)                  \
-  type atomicAdd(type* at, type value);     \
-  type atomicExch(type* at, type value);    \
-  type atomicMin(type* at, type value);     \
-  type atomicMax(type* at, type value);     \
-  type atomicAnd(type* at, type value);     \
-  type atomicOr(type* at, type value);      \
-  type atomicXor(type* at, type value);     \
+#define FKJIT_ATOMIC(type)               \
+  type atomicAdd(type* at, type value);  \
+  type atomicExch(type* at, type value); \
+  type atomicMin(type* at, type value);  \
+  type atomicMax(type* at, type value);  \
+  type atomicAnd(type* at, type value);  \
+  type atomicOr(type* at, type value);   \
+  type atomicXor(type* at, type value);  \
   type atomicCAS(type* at, type old, type value);
 FKJIT_NUMBER(int)
 FKJIT_NUMBER(unsigned)
@@ -160,7 +152,7 @@ unsigned atomicInc(unsigned* at, unsigned most);
 unsigned atomicDec(unsigned* at, unsigned most);
 
 // Numbers: constexpr where kernels compute constants with them.
-#define FKJIT_ORDER(type, one, two)                                        \
+#define FKJIT_ORDER(type, one, two)                                      \
   constexpr type min(one a, two b) { return (type)b < (type)a ? b : a; } \
   constexpr type max(one a, two b) { return (type)a < (type)b ? b : a; }
 FKJIT_ORDER(int, int, int)
@@ -182,17 +174,18 @@ double abs(double);
   float name##f(float); \
   double name(double);  \
   float name(float);
-#define FKJIT_TWO(name)         \
-  float name##f(float, float);  \
-  double name(double, double);  \
+#define FKJIT_TWO(name)        \
+  float name##f(float, float); \
+  double name(double, double); \
   float name(float, float);
-FKJIT_ONE(sqrt) FKJIT_ONE(rsqrt) FKJIT_ONE(cbrt) FKJIT_ONE(fabs) FKJIT_ONE(exp) FKJIT_ONE(exp2)
-FKJIT_ONE(exp10) FKJIT_ONE(expm1) FKJIT_ONE(log) FKJIT_ONE(log2) FKJIT_ONE(log10) FKJIT_ONE(log1p)
-FKJIT_ONE(sin) FKJIT_ONE(cos) FKJIT_ONE(tan) FKJIT_ONE(asin) FKJIT_ONE(acos) FKJIT_ONE(atan)
-FKJIT_ONE(sinh) FKJIT_ONE(cosh) FKJIT_ONE(tanh) FKJIT_ONE(erf) FKJIT_ONE(erfc) FKJIT_ONE(ceil)
-FKJIT_ONE(floor) FKJIT_ONE(trunc) FKJIT_ONE(round) FKJIT_ONE(rint)
-FKJIT_TWO(fmax) FKJIT_TWO(fmin) FKJIT_TWO(fmod) FKJIT_TWO(pow) FKJIT_TWO(atan2) FKJIT_TWO(copysign)
-float fmaf(float, float, float);
+FKJIT_ONE(sqrt)
+FKJIT_ONE(rsqrt) FKJIT_ONE(cbrt) FKJIT_ONE(fabs) FKJIT_ONE(exp) FKJIT_ONE(exp2) FKJIT_ONE(exp10)
+    FKJIT_ONE(expm1) FKJIT_ONE(log) FKJIT_ONE(log2) FKJIT_ONE(log10) FKJIT_ONE(log1p) FKJIT_ONE(sin)
+        FKJIT_ONE(cos) FKJIT_ONE(tan) FKJIT_ONE(asin) FKJIT_ONE(acos) FKJIT_ONE(atan)
+            FKJIT_ONE(sinh) FKJIT_ONE(cosh) FKJIT_ONE(tanh) FKJIT_ONE(erf) FKJIT_ONE(erfc)
+                FKJIT_ONE(ceil) FKJIT_ONE(floor) FKJIT_ONE(trunc) FKJIT_ONE(round) FKJIT_ONE(rint)
+                    FKJIT_TWO(fmax) FKJIT_TWO(fmin) FKJIT_TWO(fmod) FKJIT_TWO(pow) FKJIT_TWO(atan2)
+                        FKJIT_TWO(copysign) float fmaf(float, float, float);
 float fma(float, float, float);
 double fma(double, double, double);
 float ldexpf(float, int);
