@@ -167,17 +167,17 @@ def edited(asked: dict, *pairs: tuple[str, str]) -> dict:
 @pytest.mark.parametrize(
     ("before", "after", "stage", "said"),
     [
-        ("y[i] = ", "y[i] == oops;", "machine code", "oops"),
+        ("y[i] = ", "y[i] == oops;", "compile", "oops"),
         ("//% endif", "", "source", "no '//% endif'"),
         ("${dtype}", "${dtyp}", "source", "'dtyp' is undefined"),
-        ('#include "prelude.cuh"', '#include "prelud.cuh"', "machine code", "prelud.cuh"),
+        ('#include "prelude.cuh"', '#include "prelud.cuh"', "compile", "prelud.cuh"),
     ],
 )
 def test_an_error_marks_its_line(before, after, stage, said):
     asked = edited(NEW, (before, after))
     found = events_of(asked)
-    error = next(one for one in found["errors"] if one["stage"] == stage)
-    assert said in error["text"]
+    (error,) = found["errors"]
+    assert error["stage"] == stage and said in error["text"]
     wanted = "//% if" if "endif" in before else after
     assert error["marks"][0]["line"] == line_of(asked["text"], wanted)
 

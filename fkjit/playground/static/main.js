@@ -2,7 +2,7 @@
 import * as api from "./api.js";
 import { comparison, memory, fragments } from "./panels.js";
 import { commands, fillKernels, fillParams, fillTargets, same, startingParams } from "./controls.js";
-import { $, copy, element, tabs } from "./dom.js";
+import { $, copy, divide, element, tabs } from "./dom.js";
 import { lineButton, overview, show } from "./overview.js";
 import { fromAddress, fromFile, toAddress, toFile } from "./state.js";
 import { CodeView, TemplateEditor } from "./texts.js";
@@ -317,6 +317,7 @@ $("import").addEventListener("change", async () => {
   $("import").value = "";
 });
 
+divide($("split"), document.querySelector("main"));
 $("theme").addEventListener("click", () => {
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
   const now = document.documentElement.dataset.theme ?? (dark ? "dark" : "light");
