@@ -282,7 +282,8 @@ $("save").addEventListener("click", () => {
   $("save-dialog").showModal();
   $("save-name").select();
 });
-$("save-now").addEventListener("click", async (event) => {
+$("save-cancel").addEventListener("click", () => $("save-dialog").close());
+$("save-form").addEventListener("submit", async (event) => {
   event.preventDefault();
   const name = $("save-name").value;
   try {
