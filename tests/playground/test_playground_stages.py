@@ -281,6 +281,17 @@ def test_every_kernel_is_offered_with_variants_that_are_legal():
     assert any(legal["block"]) and legal.keys() == FLASH["params"].keys()
 
 
+def test_a_variant_near_what_is_wanted():
+    spec = find("rms_norm.rows")
+    found = catalog.nearest(spec, {"dtype": "bf16", "tile": "x", "other": 1}, "sm_90a")
+    assert found and found["dtype"] == "bf16" and spec.why_not(found) is None
+    assert catalog.nearest(spec, None, "sm_75") == next(spec.variants(target("sm_75").arch))
+    assert catalog.nearest(find("attention.flash_sm90"), {}, "sm_80") is None
+    both = {"head_dim": 256, "block": 128}  # which do not go together
+    found = catalog.nearest(find("attention.flash"), both, "sm_80")
+    assert found and found["head_dim"] == 256 and found["block"] != 128
+
+
 def test_a_fragment_of_an_unknown_form_is_left_out():
     text = Ptx(events_of(NEW)["ptx"]["text"])
     assert fragments.found(text, "x") == []

@@ -47,8 +47,13 @@ export function fillParams(parent, kernel, params, arch, changed) {
 }
 
 async function markIllegal(parent, kernel, params, arch) {
-  const legal = await legalValues(kernel, arch, params);
-  for (const one of legal ? kernel.parameters : []) {
+  let legal;
+  try {
+    legal = await post("api/legal", { kernel: kernel.kernel, arch, params });
+  } catch {
+    return; // the run itself says what is wrong
+  }
+  for (const one of kernel.parameters) {
     const select = document.getElementById(`${parent.id}-${one.name}`);
     [...(select?.options ?? [])].forEach((option, at) => {
       option.textContent = written(one.values[at]) + (legal[one.name][at] ? "" : " ✕");
@@ -56,30 +61,13 @@ async function markIllegal(parent, kernel, params, arch) {
   }
 }
 
-/** Of each parameter which values are legal beside the others; null where the server refuses. */
-async function legalValues(kernel, arch, params) {
-  try {
-    return await post("api/legal", { kernel: kernel.kernel, arch, params });
-  } catch {
-    return null; // the run itself says what is wrong
-  }
-}
-
-/** The first legal variant on a target, with what is wanted of it; without, where that is not legal.
- * `keep`: nor is a whole variant changed that is not legal; the run says why. */
+/** A legal variant on a target with as much of what is wanted as there is. `keep`: a whole variant
+ * that is not legal stays as it is; the run says why. */
 export async function startingParams(kernel, arch, wanted = {}, keep = false) {
-  const first = kernel.first[arch] ?? Object.values(kernel.first).find((one) => one) ?? {};
-  const made = {};
-  let given = 0;
-  for (const { name, values } of kernel.parameters) {
-    const known = values.find((value) => same(value, wanted[name]));
-    made[name] = known === undefined ? first[name] : known;
-    given += known !== undefined;
-  }
-  if (given === 0 || (keep && given === kernel.parameters.length)) return made;
-  const legal = await legalValues(kernel, arch, made);
-  const at = ({ name, values }) => values.findIndex((value) => same(value, made[name]));
-  return kernel.parameters.every((one) => legal?.[one.name][at(one)]) ? made : { ...first };
+  const known = ({ name, values }) => values.some((value) => same(value, wanted[name]));
+  if (keep && kernel.parameters.every(known)) return { ...wanted };
+  const found = await post("api/nearest", { kernel: kernel.kernel, arch, params: wanted });
+  return found.params ?? { ...Object.values(kernel.first).find((one) => one) };
 }
 
 /** Commands of a terminal that do the same, for the kernel as its file has it. */
