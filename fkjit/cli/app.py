@@ -124,6 +124,8 @@ def new(
 
 @app.command()
 def playground(
+    kernel: Annotated[str | None, typer.Argument(help="to begin with: attention.flash")] = None,
+    arch: _ARCH = None,
     port: Annotated[int, typer.Option(help="0: any that is free")] = 0,
     browser: Annotated[bool, typer.Option(help="open the page")] = True,
     folder: Annotated[Path, typer.Option(help="where kernels of your own are saved")] = Path(
@@ -134,7 +136,8 @@ def playground(
 
     Prints its address, which has a token in it; nobody else can open the page.
     """
-    import_module("fkjit.playground.server").run(port, browser, folder)
+    server = import_module("fkjit.playground.server")
+    server.run(port, browser, folder, server.beginning(kernel, arch))
 
 
 @app.command()

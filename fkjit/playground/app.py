@@ -23,6 +23,7 @@ from fkjit.playground import catalog
 from fkjit.playground.guard import Guard
 from fkjit.playground.jobs import Jobs
 from fkjit.playground.request import MOST_JSON, read, variants
+from fkjit.spec import find
 
 STATIC = Path(__file__).parent / "static"
 Answer = Callable[[Request], Awaitable[Response]]
@@ -44,6 +45,7 @@ def make(token: str, port: int, jobs: Jobs) -> ASGIApp:
         Route("/api/kernels", pages.kernels),
         Route("/api/template", pages.template),
         Route("/api/legal", pages.legal, methods=["POST"]),
+        Route("/api/nearest", pages.nearest, methods=["POST"]),
         Route("/api/run", pages.run, methods=["POST"]),
         Route("/api/stop", pages.stop, methods=["POST"]),
         Route("/api/save", pages.save, methods=["POST"]),
@@ -93,6 +95,16 @@ class Pages:
         """Which values of each parameter are legal beside the others."""
         (one,) = variants({"a": await _body(request)})
         return JSONResponse(catalog.legal(one.spec, one.params, one.to.name))
+
+    @_typed
+    async def nearest(self, request: Request) -> Response:
+        """A legal variant with as much of what is wanted as there is."""
+        asked = await _body(request)
+        spec = find(str(asked.get("kernel"))[:100])
+        found = await run_in_threadpool(
+            catalog.nearest, spec, asked.get("params"), str(asked.get("arch"))
+        )
+        return JSONResponse({"params": found})
 
     @_typed
     async def run(self, request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import keyword
 import re
 from pathlib import Path
@@ -81,6 +82,23 @@ def legal(spec: KernelSpec, params: dict[str, Any], arch: str) -> dict[str, list
         p.name: [spec.why_not({**params, p.name: value}, to) is None for value in p.values]
         for p in spec.params
     }
+
+
+def nearest(spec: KernelSpec, wanted: Any, arch: str) -> dict[str, Any] | None:
+    """The first legal variant on a target with as many of the wanted values, one after the other,
+    as go together; None where there is no variant. Values that are not declared are left out."""
+    to = target(arch).arch
+    given = wanted if isinstance(wanted, dict) else {}
+    found, fixed = next(spec.variants(to), None), {}
+    for param in spec.params:
+        text = json.dumps(given.get(param.name))
+        value = next((v for v in param.values if json.dumps(v) == text), None)
+        if found is None or value is None:
+            continue
+        fitting = next(spec.variants(to, {**fixed, param.name: value}), None)
+        if fitting is not None:
+            found, fixed = fitting, {**fixed, param.name: value}
+    return found
 
 
 def template(name: str) -> dict[str, str]:

@@ -34,13 +34,14 @@ _DIED = "the worker process ended: out of memory, or a crash; the next edit star
 class Worker:
     """One process."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        """`folders`: of kernels, beside those of the user's FKJIT_KERNEL_PATH."""
+    def __init__(self, folders: Sequence[Path], temporary: Path) -> None:
+        """`folders`: of kernels, beside those of the user's FKJIT_KERNEL_PATH. `temporary`: for
+        what it leaves, such as the sources that NVRTC has refused."""
         self._process = subprocess.Popen(
             [sys.executable, "-c", _CHILD.format(path=sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=_environment(folders),
+            env=_environment(folders) | {"TMPDIR": str(temporary)},
             start_new_session=True,
         )
         self._ended = threading.Lock()
@@ -116,11 +117,14 @@ class Jobs:
         """The new kernel's, and that of saved ones once it is there."""
         return [self._scaffold, *([self.folder] if self.folder.is_dir() else [])]
 
+    def _worker(self) -> Worker:
+        return Worker(self.kernel_folders(), Path(self._temporary.name))
+
     def prepare(self) -> None:
         """Have a worker ready."""
         with self._lock:
             if not self._closed and (self._spare is None or not self._spare.alive):
-                self._spare = Worker(self.kernel_folders())
+                self._spare = self._worker()
 
     def run(self, page: str, asked: dict[str, Any]) -> Iterator[str]:
         """The events of one request as server-sent events. What the page had under way is ended."""
@@ -163,9 +167,9 @@ class Jobs:
                 self._drop(page)
                 worker = None
             if worker is None:
-                worker, self._spare = self._spare or Worker(self.kernel_folders()), None
+                worker, self._spare = self._spare or self._worker(), None
                 if not worker.alive:
-                    worker = Worker(self.kernel_folders())
+                    worker = self._worker()
             worker.busy = True
             self._pages[page] = worker
             self._pages.move_to_end(page)

@@ -9,16 +9,32 @@ import webbrowser
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlencode
 
+from fkjit import ops
+from fkjit.arch import target
 from fkjit.errors import ParameterError, ToolchainError
 from fkjit.messages import write
 from fkjit.runtime.gpus import gpus
 
+FIRST = "attention.flash"
 HOST = "127.0.0.1"  # and nothing else: whoever reaches the page can write files as this user
 
 
-def run(port: int, browser: bool, folder: Path) -> None:
+def beginning(kernel: str | None, arch: str | None) -> str:
+    """The part of the address that says with which kernel and target the page begins; "" for its
+    own choice. ParameterError for a name or a target that there is not."""
+    given = {"kernel": kernel and ops.kernels("playground", kernel)[0].id, "arch": arch}
+    if arch is not None:
+        given["arch"] = target(arch.replace("compute_", "sm_")).name
+        given["kernel"] = given["kernel"] or FIRST
+    named = {name: value for name, value in given.items() if value is not None}
+    return f"#{urlencode(named)}" if named else ""
+
+
+def run(port: int, browser: bool, folder: Path, state: str = "") -> None:
     """Serve until Ctrl-C; the address, with its token, goes to stdout. `port` 0: any free one.
+    `state`: what the page begins with, see `beginning`.
 
     ParameterError for a port that is taken, ToolchainError without the extra [playground].
     """
@@ -37,7 +53,7 @@ def run(port: int, browser: bool, folder: Path) -> None:
     found, _ = gpus()
     jobs = Jobs(folder.absolute(), gpu=bool(found))
     app = make(token, port, jobs)
-    address = f"http://{HOST}:{port}/{token}/"
+    address = f"http://{HOST}:{port}/{token}/{state}"
     print(address, flush=True)
     write("fkjit: the playground is at this address, for this user alone; Ctrl-C ends it")
     if browser:

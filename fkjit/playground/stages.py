@@ -40,6 +40,8 @@ class Stages:
         self.texts: dict[str, list[str]] = {}  # lines, for differences
         self.sound = False  # compiled, and checked without a fault
         self._failed: set[str] = set()
+        self._told: list[dict[str, Any]] = []  # marks of the last error
+        self._telling = threading.Lock()
 
     def run(self) -> None:
         """Go through all of them; machine code is made beside PTX and checks."""
@@ -105,11 +107,20 @@ class Stages:
             yield
         except FkjitError as error:
             self._failed.add(stage)
-            self.emit("error", stage=stage, text=str(error), marks=self._marks(error))
+            self._tell(error, stage)
         except (MemoryError, RecursionError) as error:
             self._failed.add(stage)
             self.emit("error", stage=stage, text=f"{stage}: {type(error).__name__}", marks=[])
         self.emit("done", stage=stage, seconds=time.perf_counter() - begin)
+
+    def _tell(self, error: FkjitError, stage: str) -> None:
+        """An error as an event; what NVRTC refuses for PTX as well as for a cubin is told once."""
+        marks = self._marks(error)
+        name = "compile" if isinstance(error, CompileError) else stage
+        with self._telling:
+            if not marks or marks != self._told:
+                self.emit("error", stage=name, text=str(error), marks=marks)
+            self._told = marks
 
     def _marks(self, error: FkjitError) -> list[dict[str, Any]]:
         if isinstance(error, RenderError) and error.location:

@@ -212,3 +212,12 @@ def test_the_editor_is_the_bundle_of_the_packages_that_the_lock_file_names():
     assert [locked[f"node_modules/{name}"]["version"] for name, _ in bundled] == [
         version for _, version in bundled
     ]
+
+
+def test_what_the_page_begins_with():
+    assert server.beginning(None, None) == ""
+    assert server.beginning("attention.flash", None) == "#kernel=attention.flash"
+    assert server.beginning("reduce_sum", "9.0") == "#kernel=reduce.blocks&arch=sm_90"
+    assert server.beginning(None, "sm_90a") == "#kernel=attention.flash&arch=sm_90a"
+    with pytest.raises(ParameterError, match="playground: 'atention' is no call"):
+        server.beginning("atention", None)

@@ -138,6 +138,11 @@ def test_by_keyboard_alone(page):
     page.keys(Keys.ARROW_LEFT)
     assert page.js("document.activeElement.dataset.view") == "ptx"
     assert "ld.param" in page.text("#code")
+    while page.js("document.activeElement.id") != "split":
+        page.keys(Keys.TAB)
+    before = page.js("document.getElementById('panel').clientHeight")
+    page.keys(Keys.ARROW_UP, Keys.ARROW_UP)
+    assert page.js("document.getElementById('panel').clientHeight") > before
 
 
 def test_lines_are_linked_both_ways(page):

@@ -167,17 +167,17 @@ def edited(asked: dict, *pairs: tuple[str, str]) -> dict:
 @pytest.mark.parametrize(
     ("before", "after", "stage", "said"),
     [
-        ("y[i] = ", "y[i] == oops;", "machine code", "oops"),
+        ("y[i] = ", "y[i] == oops;", "compile", "oops"),
         ("//% endif", "", "source", "no '//% endif'"),
         ("${dtype}", "${dtyp}", "source", "'dtyp' is undefined"),
-        ('#include "prelude.cuh"', '#include "prelud.cuh"', "machine code", "prelud.cuh"),
+        ('#include "prelude.cuh"', '#include "prelud.cuh"', "compile", "prelud.cuh"),
     ],
 )
 def test_an_error_marks_its_line(before, after, stage, said):
     asked = edited(NEW, (before, after))
     found = events_of(asked)
-    error = next(one for one in found["errors"] if one["stage"] == stage)
-    assert said in error["text"]
+    (error,) = found["errors"]
+    assert error["stage"] == stage and said in error["text"]
     wanted = "//% if" if "endif" in before else after
     assert error["marks"][0]["line"] == line_of(asked["text"], wanted)
 
@@ -279,6 +279,17 @@ def test_every_kernel_is_offered_with_variants_that_are_legal():
     assert first["sm_80"] is None and first["sm_90a"]["dtype"] == "fp16"
     legal = catalog.legal(find("attention.flash"), variants({"a": FLASH})[0].params, "sm_90a")
     assert any(legal["block"]) and legal.keys() == FLASH["params"].keys()
+
+
+def test_a_variant_near_what_is_wanted():
+    spec = find("rms_norm.rows")
+    found = catalog.nearest(spec, {"dtype": "bf16", "tile": "x", "other": 1}, "sm_90a")
+    assert found and found["dtype"] == "bf16" and spec.why_not(found) is None
+    assert catalog.nearest(spec, None, "sm_75") == next(spec.variants(target("sm_75").arch))
+    assert catalog.nearest(find("attention.flash_sm90"), {}, "sm_80") is None
+    both = {"head_dim": 256, "block": 128}  # which do not go together
+    found = catalog.nearest(find("attention.flash"), both, "sm_80")
+    assert found and found["head_dim"] == 256 and found["block"] != 128
 
 
 def test_a_fragment_of_an_unknown_form_is_left_out():

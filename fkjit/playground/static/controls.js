@@ -61,15 +61,13 @@ async function markIllegal(parent, kernel, params, arch) {
   }
 }
 
-/** The first legal variant on a target with as many of some values as it can have. */
-export function startingParams(kernel, arch, wanted = {}) {
-  const first = kernel.first[arch] ?? Object.values(kernel.first).find((one) => one) ?? {};
-  const made = {};
-  for (const { name, values } of kernel.parameters) {
-    const known = values.find((value) => same(value, wanted[name]));
-    made[name] = known === undefined ? first[name] : known;
-  }
-  return made;
+/** A legal variant on a target with as much of what is wanted as there is. `keep`: a whole variant
+ * that is not legal stays as it is; the run says why. */
+export async function startingParams(kernel, arch, wanted = {}, keep = false) {
+  const known = ({ name, values }) => values.some((value) => same(value, wanted[name]));
+  if (keep && kernel.parameters.every(known)) return { ...wanted };
+  const found = await post("api/nearest", { kernel: kernel.kernel, arch, params: wanted });
+  return found.params ?? { ...Object.values(kernel.first).find((one) => one) };
 }
 
 /** Commands of a terminal that do the same, for the kernel as its file has it. */

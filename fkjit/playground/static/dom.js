@@ -59,6 +59,28 @@ export function tabs(list, attribute, choose) {
   return select;
 }
 
+/** A separator that divides `parent` in two, by pointer and by arrow keys: a percentage. */
+export function divide(separator, parent) {
+  const set = (share) => {
+    const value = Math.round(Math.min(Math.max(share, 20), 85));
+    separator.setAttribute("aria-valuenow", value);
+    parent.style.setProperty("--above", `${value}fr`);
+    parent.style.setProperty("--below", `${100 - value}fr`);
+  };
+  separator.addEventListener("keydown", (event) => {
+    const step = { ArrowUp: -4, ArrowDown: 4 }[event.key];
+    if (!step) return;
+    set(Number(separator.getAttribute("aria-valuenow")) + step);
+    event.preventDefault();
+  });
+  separator.addEventListener("pointerdown", (event) => separator.setPointerCapture(event.pointerId));
+  separator.addEventListener("pointermove", (event) => {
+    if (!separator.hasPointerCapture(event.pointerId)) return;
+    const { top, height } = parent.getBoundingClientRect();
+    set((100 * (event.clientY - top)) / height);
+  });
+}
+
 /** A button that copies what `text()` gives, and says so. */
 export function copyButton(text, label = "Copy") {
   const button = element("button", { class: "quiet", type: "button" }, label);

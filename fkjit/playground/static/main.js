@@ -2,7 +2,7 @@
 import * as api from "./api.js";
 import { comparison, memory, fragments } from "./panels.js";
 import { commands, fillKernels, fillParams, fillTargets, same, startingParams } from "./controls.js";
-import { $, copy, element, tabs } from "./dom.js";
+import { $, copy, divide, element, tabs } from "./dom.js";
 import { lineButton, overview, show } from "./overview.js";
 import { fromAddress, fromFile, toAddress, toFile } from "./state.js";
 import { CodeView, TemplateEditor } from "./texts.js";
@@ -33,10 +33,11 @@ const current = () => kernelOf(state.kernel);
 
 async function open(wanted) {
   const kernel = kernelOf(wanted.kernel) ?? kernelOf(FIRST.kernel);
-  const arch = wanted.arch in kernel.first ? wanted.arch : FIRST.arch;
+  const fits = (name) => kernel.first[name];
+  const arch = [wanted.arch, FIRST.arch, ...Object.keys(kernel.first)].find(fits) ?? FIRST.arch;
   state = {
     view: "code", panel: "overview", line: 0, text: null, b: null, ...wanted,
-    kernel: kernel.kernel, arch, params: startingParams(kernel, arch, wanted.params),
+    kernel: kernel.kernel, arch, params: await startingParams(kernel, arch, wanted.params, true),
   };
   const found = await api.get(`api/template?kernel=${encodeURIComponent(state.kernel)}`);
   file = found.text;
@@ -248,14 +249,14 @@ function go(line) {
 $("kernel").addEventListener("change", () => {
   void open({ ...state, kernel: $("kernel").value, text: null, b: null, line: 0 });
 });
-$("arch").addEventListener("change", () => {
+$("arch").addEventListener("change", async () => {
   const arch = $("arch").value;
-  changed({ arch, params: startingParams(current(), arch, state.params) });
+  changed({ arch, params: await startingParams(current(), arch, state.params) });
   showControls();
 });
-$("arch-b").addEventListener("change", () => {
+$("arch-b").addEventListener("change", async () => {
   const arch = $("arch-b").value;
-  changed({ b: { ...state.b, arch, params: startingParams(current(), arch, state.b.params) } });
+  changed({ b: { ...state.b, arch, params: await startingParams(current(), arch, state.b.params) } });
   showControls();
 });
 $("source-b").addEventListener("change", () => changed({ b: { ...state.b, source: $("source-b").value } }));
@@ -282,7 +283,8 @@ $("save").addEventListener("click", () => {
   $("save-dialog").showModal();
   $("save-name").select();
 });
-$("save-now").addEventListener("click", async (event) => {
+$("save-cancel").addEventListener("click", () => $("save-dialog").close());
+$("save-form").addEventListener("submit", async (event) => {
   event.preventDefault();
   const name = $("save-name").value;
   try {
@@ -317,6 +319,7 @@ $("import").addEventListener("change", async () => {
   $("import").value = "";
 });
 
+divide($("split"), document.querySelector("main"));
 $("theme").addEventListener("click", () => {
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
   const now = document.documentElement.dataset.theme ?? (dark ? "dark" : "light");

@@ -5,10 +5,11 @@ import { kinds, roofline } from "./pictures.js";
 /** All cards of one variant's results. */
 export function overview(found, context) {
   const cards = [
-    resources(found), occupancy(found), checks(found, context), banks(found, context),
+    ...(found.errors ?? []).map(failure), resources(found), occupancy(found), checks(found, context), banks(found, context),
     times(found), instructionMix(found), roof(found), commandList(context),
   ];
-  return element("div", { class: "cards" }, ...cards.filter((one) => one !== null));
+  const failed = found.errors?.length ? " failed" : "";
+  return element("div", { class: `cards${failed}` }, ...cards.filter((one) => one !== null));
 }
 
 function card(title, hint, ...children) {
@@ -16,7 +17,11 @@ function card(title, hint, ...children) {
     element("h3", {}, title, hint ? element("small", {}, hint) : null), ...children);
 }
 
-const waiting = () => element("p", { class: "hint" }, "not known yet");
+function waiting(title) {
+  const made = card(title, "", element("p", { class: "hint" }, "not known yet"));
+  made.classList.add("waiting");
+  return made;
+}
 
 function facts(rows) {
   return element("dl", { class: "facts" },
@@ -24,8 +29,14 @@ function facts(rows) {
       element("dt", {}, name), element("dd", {}, value))));
 }
 
+function failure({ stage, text }) {
+  const made = card(`Error in ${stage}`, "", element("pre", { class: "report", tabindex: 0 }, text));
+  made.classList.add("whole");
+  return made;
+}
+
 function resources({ resources: one }) {
-  if (!one) return card("Resources", "", waiting());
+  if (!one) return waiting("Resources");
   const made = card("Resources", `${one.target}, NVRTC ${one.nvrtc}`,
     facts([
       ["registers", one.registers],
@@ -40,7 +51,7 @@ function resources({ resources: one }) {
 }
 
 function occupancy({ resources: one }) {
-  if (!one) return card("Occupancy", "", waiting());
+  if (!one) return waiting("Occupancy");
   const each = Math.ceil(one.threads / 32);
   const all = one.occupancy ? Math.round((one.blocks * each) / one.occupancy) : 0;
   const squares = Array.from({ length: all }, (_, warp) => {
@@ -61,7 +72,7 @@ function occupancy({ resources: one }) {
 }
 
 function checks({ check }, { go }) {
-  if (!check) return card("Check", "in the interpreter", waiting());
+  if (!check) return waiting("Check");
   const made = card("Check", `problem ${check.number} of ${check.of}`);
   if (!check.of) {
     made.append(element("p", { class: "hint" }, "This kernel has no problems to check it with."));
@@ -95,7 +106,7 @@ function error({ error: one }) {
 }
 
 function banks({ check }, { go, openBanks }) {
-  if (!check) return card("Bank conflicts", "", waiting());
+  if (!check) return waiting("Bank conflicts");
   const rows = byLine(check.banks);
   if (!rows.length)
     return card("Bank conflicts", "", element("p", { class: "hint" }, "No thread loads or stores shared memory by itself."));
@@ -125,7 +136,7 @@ export function lineButton(line, go) {
 }
 
 function instructionMix({ code }) {
-  if (!code) return card("Instructions", "", waiting());
+  if (!code) return waiting("Instructions");
   const all = Object.values(code.mix).reduce((sum, count) => sum + count, 0);
   const rows = Object.entries(code.mix);
   return card("Instructions", `${all.toLocaleString("en")} in the machine code`,

@@ -58,7 +58,7 @@ function read(found) {
   };
   return {
     kernel: word(found.kernel, ""),
-    arch: word(found.arch, "sm_80"),
+    arch: word(found.arch, ""),
     params: mapping(found.params),
     b: b || null,
     view: ["source", "ptx", "code", "diff"].find((name) => name === found.view) ?? "code",
