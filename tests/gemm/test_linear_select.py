@@ -135,6 +135,12 @@ def test_a_gradient_of_768_columns_gets_tiles_that_leave_no_quarter_of_the_gpu_i
         assert (name, params["block"]) == ("wgmma", (128, 160))
 
 
+def test_few_rows_and_6144_outputs_get_blocks_that_sms_have_equally_many_of():
+    """192 of skinny's would leave some SMs with two, some with one."""
+    assert chosen(16, 6144, 4096)[1]["block"] == (64, 48)
+    assert chosen(1, 6144, 4096)[1]["tile"] == (24, 8, 4)
+
+
 def test_a_tile_asked_for_is_taken_where_it_is_one():
     assert chosen(64, 64, 64, block=(64, 64, 64), impl="mma")[1]["block"] == (64, 64, 64)
     assert chosen(4096, 4096, 4096, block=128)[1]["block"] == (128, 128)
