@@ -79,7 +79,7 @@ def test_every_epilogue(dtype, activation, gate):
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("sizes", [(512, 4096, 4096), (141, 5120, 1024), (1000, 776, 520)])
 def test_a_residual_may_be_the_result_or_lie_unaligned(sizes, layout):
-    """It is fetched ahead of the sums, where what it is fetched to will be out; and read by pairs."""
+    """It comes ahead of the sums, to where out is staged; or pair by pair."""
     m, n, _ = sizes
     arrays = inputs(*sizes, "bf16", layout=layout)
     residual, wide = normal(m, n, dtype="bf16", seed=3), normal(m, n + 3, dtype="bf16", seed=4)
