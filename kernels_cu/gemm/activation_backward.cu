@@ -27,6 +27,7 @@ constexpr bool VECTOR = ${vector};  // 16-byte accesses
 constexpr int THREADS = ${threads};
 constexpr int SIZE = 8, PAIRS = SIZE / 2;  // columns of a thread
 constexpr int UNDERWAY = 4;                // rows of partials
+constexpr int AT_ONCE = GATE ? 1 : 2;      // rows of dy and z: enough bytes under way
 static_assert(!(GATE && PLAIN), "a gate's gradients need z");
 
 template <typename T>
@@ -94,18 +95,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) linear_activation_backw
   const i64 wide = GATE ? 2 * static_cast<i64>(n) : n;
   Columns<float> sums, up_sums;
   sums.fill(0.f), up_sums.fill(0.f);
-#pragma unroll 2
-  for (int row = blockIdx.y; row < m; row += gridDim.y) {
-    Columns<out_t> given;
-    Columns<elem_t> z, up, made, d_up;
-    const i64 place = row * wide + skip;
-    given.load(dy + row * dy_stride + skip, thread, here);
-    if (!PLAIN) z.load(pre + place, thread, here);
-    if (GATE) up.load(pre + place + n, thread, here);
-    differentiate(made, d_up, sums, up_sums, given, z, up);
-    if (dz == nullptr) continue;
-    made.store(dz + place, thread, here);
-    if (GATE) d_up.store(dz + place + n, thread, here);
+  for (int first = blockIdx.y; first < m; first += AT_ONCE * gridDim.y) {
+    Columns<out_t> given[AT_ONCE];
+    Columns<elem_t> z[AT_ONCE], up[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int row = first + i * gridDim.y, there = row < m ? here : 0;
+      const i64 place = row * wide + skip;
+      given[i].load(dy + row * dy_stride + skip, thread, there);
+      if (!PLAIN) z[i].load(pre + place, thread, there);
+      if (GATE) up[i].load(pre + place + n, thread, there);
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int row = first + i * gridDim.y;
+      if (row >= m) break;
+      Columns<elem_t> made, d_up;
+      const i64 place = row * wide + skip;
+      differentiate(made, d_up, sums, up_sums, given[i], z[i], up[i]);
+      if (dz == nullptr) continue;
+      made.store(dz + place, thread, here);
+      if (GATE) d_up.store(dz + place + n, thread, here);
+    }
   }
   if (dbias == nullptr) return;
 

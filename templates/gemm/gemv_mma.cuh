@@ -42,11 +42,12 @@ __device__ __forceinline__ void multiply_chunks(float (&d)[4], uint4 low, uint4 
   mma_m16n8k16<T>(d, {low.z, high.z, low.w, high.w}, x.z, x.w);
 }
 
-// The weight as [HALVES * n, k]. Of a tile of eight rows A's rows 8 to 15 are zeros.
+// The weight as [HALVES * n, k]. Where a tile has an odd number of eights, rows 8 to 15 of the last A
+// are zeros.
 template <typename T, int TILE, int HALVES>
 struct RowsMma {
   static constexpr int SPAN = 32, CHUNKS = TILE / 8, PRODUCTS = ceil_div(TILE, 16);
-  static_assert(TILE == 8 || TILE % 16 == 0, "one half of a 16-row operand, or whole ones");
+  static_assert(TILE % 8 == 0, "halves of a 16-row operand");
   struct Step {
     uint4 w[CHUNKS], x;
   };
@@ -77,7 +78,8 @@ struct RowsMma {
   __device__ __forceinline__ void multiply(const Step& step) {
 #pragma unroll
     for (int i = 0; i < PRODUCTS; ++i) {
-      const uint4 high = TILE == 8 ? make_uint4(0, 0, 0, 0) : step.w[min_of(2 * i + 1, CHUNKS - 1)];
+      const bool half = 2 * i + 1 == CHUNKS;
+      const uint4 high = half ? make_uint4(0, 0, 0, 0) : step.w[min_of(2 * i + 1, CHUNKS - 1)];
       multiply_chunks<T>(d[i], step.w[2 * i], high, step.x);
     }
   }
@@ -87,7 +89,7 @@ struct RowsMma {
     float* const at = sums + lane % 4 * 2 * TILE + lane / 4;
 #pragma unroll
     for (int i = 0; i < PRODUCTS * 4; ++i)
-      if (TILE != 8 || i < 2) at[i % 2 * TILE + i / 4 * 16 + i / 2 % 2 * 8] = d[i / 4][i % 4];
+      if (i / 2 < CHUNKS) at[i % 2 * TILE + i / 2 * 8] = d[i / 4][i % 4];
   }
 };
 

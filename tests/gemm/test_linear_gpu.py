@@ -76,6 +76,21 @@ def test_every_epilogue(dtype, activation, gate):
         check(arrays, dtype, activation=activation, gate=gate, scale=0.5, residual=residual)
 
 
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("sizes", [(512, 4096, 4096), (141, 5120, 1024), (1000, 776, 520)])
+def test_a_residual_may_be_the_result_or_lie_unaligned(sizes, layout):
+    """It comes ahead of the sums, to where out is staged; or pair by pair."""
+    m, n, _ = sizes
+    arrays = inputs(*sizes, "bf16", layout=layout)
+    residual, wide = normal(m, n, dtype="bf16", seed=3), normal(m, n + 3, dtype="bf16", seed=4)
+    options = {"weight_layout": layout, "activation": "gelu_tanh"}
+    check(arrays, "bf16", residual=residual, **options)
+    check(arrays, "bf16", residual=wide[:, 1 : n + 1], **options)
+    y = linear(*arrays, residual=residual, **options)
+    assert linear(*arrays, residual=residual, out=residual, **options) is residual
+    assert torch.equal(residual, y)
+
+
 @pytest.mark.parametrize("impl", CANDIDATES)
 def test_every_kernel_by_name(impl):
     dtype = "fp32" if impl == "fma" else "bf16"

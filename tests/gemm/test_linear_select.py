@@ -128,6 +128,19 @@ def test_a_result_whose_rows_are_unaligned_still_goes_through_tma():
     assert name == "wgmma" and not params["tma_store"]
 
 
+def test_a_gradient_of_768_columns_gets_tiles_that_leave_no_quarter_of_the_gpu_idle():
+    """120 tiles of 128 x 160 for 132 SMs; tiles of whole panels are 96 or 144."""
+    for sizes in ((3072, 768, 4096), (768, 3072, 4096)):
+        name, params = chosen(*sizes, x_layout="km", weight_layout="kn")
+        assert (name, params["block"]) == ("wgmma", (128, 160))
+
+
+def test_few_rows_and_6144_outputs_get_blocks_that_sms_have_equally_many_of():
+    """192 of skinny's would leave some SMs with two, some with one."""
+    assert chosen(16, 6144, 4096)[1]["block"] == (64, 48)
+    assert chosen(1, 6144, 4096)[1]["tile"] == (24, 8, 4)
+
+
 def test_a_tile_asked_for_is_taken_where_it_is_one():
     assert chosen(64, 64, 64, block=(64, 64, 64), impl="mma")[1]["block"] == (64, 64, 64)
     assert chosen(4096, 4096, 4096, block=128)[1]["block"] == (128, 128)

@@ -27,6 +27,7 @@ SPLIT = _variant(block=(64, 64), split=4)
 SHARES = _variant(block=(128, 128), shares=True)
 GATED = _variant(block=(64, 96), gate=True, activation="silu")
 SWAPPED = _variant(block=(144, 128), schedule="swapped", split=2, activation="gelu_tanh")
+PANELS = _variant(block=(128, 160), weight_layout="kn")
 ADDED = _variant(block=(192, 96), residual=True, pre=True)
 # A block whose consumers come to a second tile.
 ADDED_AGAIN = _variant(
@@ -59,6 +60,8 @@ BUGS = (
     Bug("rows that are not there are stored", D + "store.cuh", "if (half * 8 >= rows_left)",
         "if (false)", by="memory",
         **_variant(block=(128, 128), tma_store=False, weight_layout="kn")),
+    Bug("the part of a panel is not loaded", D + "operands.cuh", "panel < ceil_div(COUNT, PANEL)",
+        "panel < COUNT / PANEL", by="barrier", **PANELS),
     # -- gate and up, halves, parts
     Bug("gate twice", D + "weight_parts.cuh", "GATE ? n + column : column + PART",
         "column + 0 * PART", by="numbers", **GATED),

@@ -176,7 +176,10 @@ def _few_rows(most: int) -> Callable[[Shape], str | None]:
 
 
 # Bytes of the weight that an SM takes in a ns if memory gives them, by tile.
-_GEMV = {(16, 8, 4): 70.0, (8, 16, 4): 29.0, (32, 8, 2): 62.0, (64, 16, 1): 60.0}
+# That of (24, 8, 4) is (16, 8, 4)'s: not measured.
+_GEMV = {
+    (16, 8, 4): 70.0, (8, 16, 4): 29.0, (32, 8, 2): 62.0, (24, 8, 4): 70.0, (64, 16, 1): 60.0,
+}  # fmt: skip
 _GEMV_X = 0.13  # what a byte of x costs beside one of the weight: it comes from L1 or L2
 
 
@@ -204,6 +207,8 @@ _SKINNY: dict[int, tuple[float, dict[tuple[int, int, int], float], float]] = {
 }
 _SKINNY_X = 0.58  # a byte of x
 _SKINNY_KN = 1.42  # faster, where the weight's rows are contiguous in n
+_UNEVEN = 0.25  # of memory's speed, where some SMs have two blocks and some one: to that power
+_EVEN = 0.96  # of the greatest share of an SM, the mean one
 _SKINNY_BLOCK = 168  # ns of a block beside its steps
 # Ns to add up sums of blocks: in a cluster of two, each block more; in memory, each of the blocks.
 _BY_CLUSTER, _MORE, _BY_MEMORY, _EACH = 840, 160, 616, 232
@@ -222,11 +227,19 @@ def _skinny_rates(params: Params, shape: Shape) -> Rates:
     copied = 1.0 if shape.aligned else 0.4  # else element by element
     speed = by_tile.get(params["tile"], others) * copied
     speed *= _SKINNY_KN if shape.weight_layout == "kn" else 1.0
+    memory *= copied * min(_evenness(params, shape) / _EVEN, 1.0) ** _UNEVEN
     return Rates(
-        "mma", 1.2 * copied, start=_adding_up(params, shape), memory=memory * copied,
+        "mma", 1.2 * copied, start=_adding_up(params, shape), memory=memory,
         epilogue=_SKINNY_BLOCK / (rows * tokens), resident=kernels_small.resident(params),
         step=2 * depth * (rows + _SKINNY_X * tokens) / speed,
     )  # fmt: skip
+
+
+def _evenness(params: Params, shape: Shape) -> float:
+    """The mean share of an SM over the greatest, where all blocks run at a time."""
+    tile = _skinny_tile(params, shape)
+    blocks = tile.splits * -(-shape.n * (2 if shape.gate else 1) // tile.columns)
+    return blocks / shape.sms / 2 if shape.sms < blocks <= 2 * shape.sms else 1.0
 
 
 def _adding_up(params: Params, shape: Shape) -> float:

@@ -61,6 +61,8 @@ VARIANTS |= {
     for n, split, most in ((128, 1, 256), (128, 2, 192), (128, 3, 112), (256, 1, 192))
     for m in range(80, most + 16, 16)
 }  # fmt: skip
+# Of [k, n] weights, whose rows come by panels: the only one that is no whole number of them.
+_HALF_PANEL: Variant = ("cooperative", (128, 160), 1, 1, False)
 _ALL_TILES = tuple(dict.fromkeys(tile for _, tile, *_ in VARIANTS))
 _SCHEDULES = ("cooperative", "pingpong", "swapped")
 
@@ -84,10 +86,17 @@ def _together(params: Params) -> bool:
 
 def stages(params: Params) -> int:
     """How many have room."""
-    block_m, block_n = params["block"]
-    each = (block_m + block_n) * BLOCK_K * 2
+    each = sum(_side_bytes(params).values())
     rest = _WARPS * _boxes(params) * _BOX + _bias_bytes(params) + 16 * (_MAX_STAGES + 1)
     return min((MAX_SHARED - rest) // each, _MAX_STAGES)
+
+
+def _side_bytes(params: Params) -> dict[str, int]:
+    """Of a stage: of each operand; rows that are contiguous come by whole panels."""
+    rows, columns = params["block"]
+    if params["weight_layout"] == "kn":
+        columns = -(-columns // PANEL) * PANEL
+    return {"x": rows * BLOCK_K * 2, "weight": columns * BLOCK_K * 2}
 
 
 def _boxes(params: Params) -> int:
@@ -137,7 +146,8 @@ def _illegal(params: Params) -> str | None:
     sums = block_m * block_n // (CONSUMERS if _together(params) else 1)
     if sums > _MOST_SUMS and any(params[name] for name in ("gate", "pre", "residual")):
         return "has no registers for gate, pre or residual beside so many sums"
-    if params["weight_layout"] == "kn" and _part(params) % PANEL:
+    halves = _part(params) % PANEL and (params["gate"] or variant(params) != _HALF_PANEL)
+    if params["weight_layout"] == "kn" and halves:
         return "has no whole panels of a weight whose outputs are contiguous"
     if params["tma_store"] and params["out_dtype"] == "fp32":
         return "stores 16-bit outputs by TMA"
@@ -166,12 +176,9 @@ def _part(params: Params) -> int:
 
 
 def _shared(params: Params) -> SharedLayout:
-    block_m, block_n = params["block"]
-    count = stages(params)
-    sides = {"x": block_m, "weight": block_n}
+    count, sides = stages(params), _side_bytes(params)
     order = reversed(sides) if swapped(params) else sides
-    tiles = [(f"{side} stage {stage}", sides[side] * BLOCK_K * 2) for side in order
-             for stage in range(count)]  # fmt: skip
+    tiles = [(f"{side} stage {stage}", sides[side]) for side in order for stage in range(count)]
     staged = [(f"output of warp {warp}", _boxes(params) * _BOX) for warp in range(_WARPS)]
     return [*tiles, *staged, ("bias", _bias_bytes(params)), ("mbarriers", 16 * count + 16)]
 
@@ -313,6 +320,7 @@ _PLAIN: Mapping[str, Any] = {
 _WIDE = {"block": (128, 256), "schedule": "cooperative"}
 _IN_TURNS = {"block": (128, 128), "schedule": "pingpong"}
 _NARROW = {"block": (64, 48), "schedule": "pingpong"}
+_TURNED = {"block": (144, 128), "schedule": "swapped"}
 # What is compiled ahead and swept: some tiles plain, each thing that an epilogue or a layout does.
 _SHOWN: tuple[Mapping[str, Any], ...] = tuple(
     {**_PLAIN, **more}
@@ -326,13 +334,7 @@ _SHOWN: tuple[Mapping[str, Any], ...] = tuple(
         {**_IN_TURNS, "cluster": 2, "shares": True},
         {**_IN_TURNS, "cluster": 2, "shares": True, "activation": "silu", "gate": True},
         {**_NARROW, "block": (64, 64), "split": 4},
-        {
-            "block": (144, 128),
-            "schedule": "swapped",
-            "split": 2,
-            "activation": "gelu_tanh",
-            "residual": True,
-        },
+        {**_TURNED, "split": 2, "activation": "gelu_tanh", "residual": True},
         {"block": (144, 256), "schedule": "swapped", "weight_layout": "kn"},
         {**_NARROW, "block": (64, 64), "split": 3, "weight_layout": "kn"},
         {"block": (192, 96), "schedule": "pingpong", "residual": True, "pre": True},
@@ -344,7 +346,7 @@ _SHOWN: tuple[Mapping[str, Any], ...] = tuple(
         {**_NARROW, "block": (64, 96), "activation": "silu", "gate": True, "residual": True},
         {**_WIDE, "activation": "silu", "gate": True, "pre": True, "residual": True},
         {**_WIDE, "weight_layout": "kn", "cluster": 2},
-        {**_WIDE, "block": (128, 192), "x_layout": "km", "weight_layout": "kn"},
+        {**_WIDE, "block": (128, 160), "x_layout": "km", "weight_layout": "kn"},
         {**_IN_TURNS, "weight_layout": "kn", "residual": True, "tma_store": False},
         {**_IN_TURNS, "dtype": "fp16", "out_dtype": "fp16"},
     )

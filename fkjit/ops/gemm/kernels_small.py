@@ -43,7 +43,7 @@ GEMV_ROWS = 8  # of x, at most
 GemvTile = tuple[int, int, int]  # rows of the weight, warps, spans of a warp under way
 # By layout of the weight and bytes of its elements: the product, its span of k, its tiles.
 _GEMV: dict[tuple[str, int], tuple[str, int, tuple[GemvTile, ...]]] = {
-    ("nk", 2): ("RowsMma", 32, ((16, 8, 4), (8, 16, 4), (32, 8, 2))),
+    ("nk", 2): ("RowsMma", 32, ((16, 8, 4), (8, 16, 4), (32, 8, 2), (24, 8, 4))),
     ("kn", 2): ("ColumnsMma", 32, ((64, 16, 1),)),
     ("nk", 4): ("RowsFma", 32, ((16, 8, 2), (8, 8, 4))),
     ("kn", 4): ("ColumnsFma", 4, ((128, 8, 2),)),

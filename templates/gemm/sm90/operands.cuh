@@ -4,6 +4,9 @@
 //   K-major (k contiguous in memory)     one panel [rows][64 k]         16 k further on: 32 bytes
 //   other   (rows contiguous)            panels [64 k][64 rows]         16 k further on: 2048 bytes
 //
+// Of the last panel a tile may have a part only; all of it is loaded: a box of fewer rows would be
+// swizzled in another way.
+//
 // A tile may be two halves of rows, which come from two places (gate and up) or are fetched by two
 // blocks of a cluster.
 //
@@ -32,10 +35,11 @@ template <int ROWS_, bool K_MAJOR_>
 struct OperandTile {
   static constexpr int ROWS = ROWS_;
   static constexpr bool K_MAJOR = K_MAJOR_;
-  static constexpr int BYTES = ROWS * BLOCK_K * 2;
+  static constexpr int GROUP = K_MAJOR ? 8 : PANEL;  // of rows, that are loaded together
+  static constexpr int BYTES = round_up(ROWS, GROUP) * BLOCK_K * 2;
   static constexpr int PANEL_BYTES = BLOCK_K * PANEL * 2;  // where not K-major
   static constexpr int STEP = (K_MAJOR ? 32 : 2048) >> 4;  // of 16 k, in a descriptor's units
-  static_assert(ROWS % (K_MAJOR ? 16 : PANEL) == 0, "whole rows of the swizzle, or whole panels");
+  static_assert(ROWS % 16 == 0, "whole rows of the swizzle");
 
   // Descriptor of the rows from `row` on: a multiple of 8, or of 64 where not K-major.
   __device__ __forceinline__ static u64 operand(u32 tile, int row) {
@@ -45,8 +49,7 @@ struct OperandTile {
   // How many of COUNT rows are asked for where the array has `left`: groups of 8, or panels.
   template <int COUNT>
   __device__ __forceinline__ static int asked(int left) {
-    constexpr int GROUP = K_MAJOR ? 8 : PANEL;
-    return min(max(ceil_div(left, GROUP), 0) * GROUP, COUNT);
+    return min(max(ceil_div(left, GROUP), 0), ceil_div(COUNT, GROUP)) * GROUP;
   }
 
   // `asked` of COUNT rows of the tile, from FIRST on, out of row `row` of matrix `matrix` and `k` on.
@@ -63,7 +66,7 @@ struct OperandTile {
       }
     } else {
 #pragma unroll
-      for (int panel = 0; panel < COUNT / PANEL; ++panel)
+      for (int panel = 0; panel < ceil_div(COUNT, PANEL); ++panel)
         if (panel * PANEL < asked)
           box(to + panel * PANEL_BYTES, maps.whole, barrier, row + panel * PANEL, k, matrix, mask);
     }
@@ -72,7 +75,7 @@ struct OperandTile {
   // NaN in rows `first` to `end` of a tile, by a block's threads: where memory is checked, what
   // nothing is loaded into must not be what nobody wrote.
   __device__ __forceinline__ static void mark(u32 tile, int first, int end) {
-    for (int i = first * 8 + threadIdx.x; i < end * 8; i += blockDim.x)
+    for (int i = first * 8 + threadIdx.x; i < round_up(end, GROUP) * 8; i += blockDim.x)
       store_shared_chunk(tile + i * 16, make_uint4(~0u, ~0u, ~0u, ~0u));
     proxy_fence();
   }
