@@ -1,4 +1,4 @@
-"""Packed queries of keys in pages on a GPU: mixed batches, quantized pages, graphs that follow other
+"""Packed queries of keys in pages on a GPU: mixed batches, codes, graphs that follow other
 lengths."""
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ BATCHES = (
     ((1, 500),) * 70 + ((40, 40),),
     ((64, 1000), (200, 200), (33, 2000)),
 )
+KINDS = ((128, torch.bfloat16), (64, torch.float16), (256, torch.bfloat16))
 STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
@@ -82,9 +83,7 @@ def assert_right(given: dict[str, Any], o: Any, window: int | None = None) -> No
             assert (o[first:last] - expected).norm() <= limit * expected.norm()
 
 
-@pytest.mark.parametrize(
-    "dim, dtype", [(128, torch.bfloat16), (64, torch.float16), (256, torch.bfloat16)]
-)
+@pytest.mark.parametrize("dim, dtype", KINDS)
 @pytest.mark.parametrize("lengths", BATCHES, ids=["few", "70 and one", "none decodes"])
 @pytest.mark.parametrize("page", [1, 16, 256])
 def test_mixed_batches(lengths, page, dim, dtype):
