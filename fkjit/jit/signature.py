@@ -26,7 +26,7 @@ _CODES = {
     "Strides": "qqq",
     "RopeFrequencies": "Q" * 14,
     "Routing": "i" * 9 + "f",
-    "Grouping": "iiiIiiiiIi",
+    "Grouping": "iiiIiiiiIii",
     "AttentionForm": "q" * 6 + "i" * 4 + "f" * 2,
     "TensorMap": f"{TENSOR_MAP_BYTES}s",
 }

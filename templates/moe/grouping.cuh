@@ -13,6 +13,7 @@ struct Grouping {
   int sentinel;       // what stands in places of nobody
   u32 piece_inverse;  // as above, of what share_of_warp divides by
   int piece_shift;
+  int keeps_remote;  // experts elsewhere have groups, too: ids are not mapped, tiles alone are
 };
 
 // Of a launch, all on the device.
@@ -25,12 +26,17 @@ struct Groups {
   int* offsets;           // [groups + 1]
   int* counts;            // [groups]
   u32* counters;          // of GridSums
+
+  // What a tile of a group says whose it is: a group kept for an expert elsewhere -1.
+  __device__ __forceinline__ int name(int group, const Grouping& how) const {
+    return how.keeps_remote ? expert_map[group] : group;
+  }
 };
 
 // The group of an expert's id, or -1.
 __device__ __forceinline__ int group_of(i64 id, const int* map, const Grouping& how) {
   if (id < 0 || id >= how.experts) return -1;
-  const int group = map == nullptr ? static_cast<int>(id) : map[id];
+  const int group = map == nullptr || how.keeps_remote ? static_cast<int>(id) : map[id];
   return group >= 0 && group < how.groups ? group : -1;
 }
 

@@ -226,7 +226,7 @@ struct alignas(16) Regroup {
     if (place < 0) return;
     const int tile = tile_of(place, how);
     to.sorted_token_ids[place] = item;
-    if (tile * how.block_size == place) to.expert_ids[tile] = group;
+    if (tile * how.block_size == place) to.expert_ids[tile] = to.name(group, how);
   }
 
   // The sum of the first `warps` bytes of a group's counts.        PTX ISA: dp4a

@@ -63,7 +63,7 @@ def test_a_soft_cap_far_above_the_scores_and_among_them():
     assert_close(o, lse, *exact(case), "fp16")
 
 
-LENGTHS = ((130, 50), (0, 7), (5, 0), (64, 128), (1, 90), (70, 3))
+LENGTHS = ((130, 50), (0, 7), (5, 0), (64, 128), (1, 90))
 
 
 def test_packed_sequences_are_what_each_is_alone_whatever_lies_behind_them():

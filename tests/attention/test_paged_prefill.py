@@ -195,7 +195,7 @@ def test_one_error_for_what_is_wrong(what):
         fkjit.paged_attention(*case.given(), **options)
 
 
-BATCH = ((1, 130), (40, 100), (1, 33), (0, 5), (1, 1), (70, 70), (1, 90))
+BATCH = ((1, 130), (40, 100), (1, 33), (0, 5), (1, 1), (34, 34), (1, 90))
 
 
 @pytest.fixture
@@ -252,6 +252,23 @@ def test_batches_of_single_tokens_and_of_none(launched, target):
         said["cu_seqlens_q"] = case.ends
         check(case, fkjit.paged_attention(*case.given(), max_seqlen_q=40, mixed=True, **said))
     assert launched == [["split"], ["split", "flash"], KERNELS["compute_90a"]]
+
+
+def test_torch_compile_traces_packed_queries():
+    torch = pytest.importorskip("torch", reason="needs torch")
+    case = draw(6, 16, lengths=((1, 20), (20, 33)))
+    q, *tables, ends = map(torch.tensor, (case.q, case.table, case.lengths, case.ends))
+    pages = tuple(map(torch.tensor, case.pages))
+
+    def call(q):
+        return fkjit.paged_attention(
+            q * 1, pages, *tables, cu_seqlens_q=ends, max_seqlen_q=20, mixed=True
+        )
+
+    with quiet():
+        torch._dynamo.reset()
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        assert torch.equal(call(q), compiled(q))
 
 
 STORED = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}

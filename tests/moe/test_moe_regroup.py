@@ -94,6 +94,28 @@ def test_together_is_one_after_the_other(experts, tokens, blocks):
     assert_grouped(fewer.groups, p, ids, {"num_tokens": number})
 
 
+def test_remote_experts_keep_their_places(blocks):
+    """As vLLM has it: sorted by all experts, and the map is asked for tiles alone."""
+    rng, experts = np.random.default_rng(4), 12
+    logits = rng.standard_normal((50, experts)).astype(np.float32)
+    local = np.where(np.arange(experts) % 3 == 1, np.arange(experts) // 3, -1).astype(np.int32)
+    said = {"expert_map": local, "num_local_experts": 4, "keep_remote": True}
+    with quiet(), fkjit.sanitize(race=True):
+        _, ids, together = fkjit.moe_route_and_regroup(logits, 3, 8, **said)
+        found, whole = (
+            fkjit.moe_regroup(ids, experts, 8, **said),
+            fkjit.moe_regroup(ids, experts, 8),
+        )
+    for name in FIELDS:
+        assert np.array_equal(getattr(together, name), getattr(found, name)), name
+        if name != "expert_ids":
+            assert np.array_equal(getattr(found, name), getattr(whole, name)), name
+    expected = np.where(whole.expert_ids < 0, -1, local[whole.expert_ids])
+    assert np.array_equal(found.expert_ids, expected)
+    p = cases.group_problem(50, 3, experts, 8, blocks)
+    assert_grouped(found, {**p, "keeps_remote": True}, ids, {"expert_map": local})
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 12, 64, 100, 65_535, 65_536])
 def test_places_are_divided_by_a_product(size):
     inverse, shift = groups.inverse(size)
@@ -127,6 +149,7 @@ BAD = {
     "block_size=0": dict(block_size=0),
     "num_local_experts=9": dict(num_local_experts=9),
     "capacity=-1": dict(capacity=-1),
+    "keep_remote is True, but expert_map None": dict(keep_remote=True),
     "expert_map has shape": dict(expert_map=np.zeros(7, np.int32)),
     "num_tokens has shape": dict(num_tokens=np.zeros(2, np.int32)),
     "topk_ids has shape": dict(topk_ids=np.zeros(8, np.int32)),

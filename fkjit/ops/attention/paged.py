@@ -29,10 +29,11 @@ _CALL = "paged_attention"
 _MODS = PagedOptions._fields.index("score_mod")
 # The kernels have an argument for cu_seqlens_k, which there is none of.
 ARRAYS = ("q", "k", "v", *PACKED_ENDS, *PAGES, *FEATURE_ARRAYS, *SCALES)
+_INPUTS = len(ARRAYS) + len(SLOTS)
 
 
 def _fake(q: Any, k: Any, v: Any, *rest: Any) -> list[Any]:
-    said = PagedOptions(*rest[-_MODS:])
+    said = PagedOptions(*rest[_INPUTS - 3 :])  # PyTorch leaves defaults out
     o = q.new_empty((*q.shape[:2], v.shape[3]))
     return [o, of_dtype(q, (q.shape[1], q.shape[0]), "fp32")] if said.return_lse else [o]
 

@@ -185,8 +185,9 @@ def grouped(p: Problem, ids: np.ndarray, arrays: Mapping[str, Any]) -> Arrays:
     flat = np.asarray(ids).astype(np.int64)[:real].reshape(-1)
     known = (flat >= 0) & (flat < p["experts"])
     group = np.where(known, flat, -1)
-    if arrays.get("expert_map") is not None:
-        group = np.where(known, np.asarray(arrays["expert_map"])[group], -1)
+    keeps, local = p.get("keeps_remote", False), arrays.get("expert_map")
+    if local is not None and not keeps:
+        group = np.where(known, np.asarray(local)[group], -1)
     group[(group < 0) | (group >= p["groups"])] = -1
     size, sentinel = p["block_size"], p["tokens"] * p["top_k"]
     places = np.full(p["places"], sentinel)
@@ -198,7 +199,7 @@ def grouped(p: Problem, ids: np.ndarray, arrays: Mapping[str, Any]) -> Arrays:
         places[begin : begin + mine.size] = mine
         inverse[mine] = begin + np.arange(mine.size)
         end = begin + -(-mine.size // size) * size
-        tiles[begin // size : end // size] = e
+        tiles[begin // size : end // size] = local[e] if keeps else e
         offsets.append(end)
         counts.append(mine.size)
     found = (places, tiles, [offsets[-1]], inverse.reshape(-1, p["top_k"]), offsets, counts)

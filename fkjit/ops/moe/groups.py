@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fkjit.arguments import whole
 from fkjit.errors import ParameterError
 from fkjit.ops.moe.problem import MAX_EXPERTS
-from fkjit.ops.op.checks import check_dtype, check_shape
+from fkjit.ops.op.checks import check_dtype, check_flag, check_shape
 from fkjit.ops.op.node import of_dtype
 from fkjit.ops.op.op import Output
 from fkjit.ops.op.shapes import log2_ceil, rows_of
@@ -65,13 +65,18 @@ def describe(
     call: str, views: Mapping[str, View | None], tokens: int, top_k: int, *options: Any
 ) -> dict[str, Any]:
     """The grouping problem of checked ids and moe_regroup's options, without `blocks`."""
-    experts, block_size, local, capacity = options
+    experts, block_size, local, capacity, *more = options
+    keeps = check_flag(call, "keep_remote", more[0]) if more else False
     experts = whole(call, "num_experts", experts, 1, MAX_EXPERTS)
     block_size = whole(call, "block_size", block_size, 1, 1 << 16)
     groups = experts if local is None else whole(call, "num_local_experts", local, 1, experts)
     if capacity is not None:
         capacity = whole(call, "capacity", capacity, 0, NO_CAPACITY)
     _check_lists(call, views, experts)
+    if keeps:
+        groups = experts
+        if views["expert_map"] is None:
+            raise ParameterError(f"{call}: keep_remote is True, but expert_map None: all are here")
     items = tokens * top_k
     places = places_of(items, groups, block_size)
     if items > MAX_ITEMS or places > _MAX_PLACES:
@@ -80,6 +85,7 @@ def describe(
         **{"tokens": tokens, "top_k": top_k, "experts": experts, "groups": groups},
         **{"block_size": block_size, "places": places},
         "capacity": NO_CAPACITY if capacity is None else capacity,
+        "keeps_remote": keeps,
     }
 
 
@@ -124,10 +130,11 @@ def made(p: Problem) -> dict[str, Output]:
 
 
 def fake(
-    ids: Any, tokens: Any, top_k: int, experts: int, block_size: int, local: int | None
-) -> list[Any]:
+    ids: Any, tokens: Any, top_k: int, experts: int, block_size: int, local: int | None,
+    keeps: bool = False,
+) -> list[Any]:  # fmt: skip
     """The outputs without data, beside `ids`."""
-    groups = experts if local is None else local
+    groups = experts if local is None or keeps else local
     sizes = {"tokens": tokens, "top_k": top_k, "groups": groups, "block_size": block_size}
     places = places_of(tokens * top_k, groups, block_size)
     return [of_dtype(ids, o.shape, "int32") for o in made({**sizes, "places": places}).values()]
@@ -144,6 +151,7 @@ def grouping(p: Problem, pieces: int) -> tuple[int, ...]:
     return (
         p["experts"], p["groups"], p["block_size"], *inverse(p["block_size"]),
         p["capacity"], p["places"], p["tokens"] * p["top_k"], *inverse(pieces),
+        int(p.get("keeps_remote", False)),
     )  # fmt: skip
 
 

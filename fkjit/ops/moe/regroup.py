@@ -34,6 +34,7 @@ def moe_regroup(
     num_local_experts: int | None = None,
     capacity: int | None = None,
     num_tokens: Any = None,
+    keep_remote: bool = False,
 ) -> MoeGroups:
     """Sort the choices of all tokens by expert: stably, in one kernel, without atomics that decide.
 
@@ -50,6 +51,9 @@ def moe_regroup(
             the better one); the others are dropped.
         num_tokens: int32 [1] on the same device, read when the kernel runs: so many tokens are
             there, the rest of topk_ids is dropped. Default: all.
+        keep_remote: choices of experts that expert_map has elsewhere keep places, as in vLLM's
+            moe_align_block_size: all num_experts have tiles, and offsets and counts; expert_ids
+            says -1 for those elsewhere, which whoever multiplies leaves out.
 
     Returns:
         MoeGroups, int32 arrays in the framework of `topk_ids`. Choice k of token t is number
@@ -72,15 +76,16 @@ def moe_regroup(
     wait for one another: it is a cooperative launch of at most one block a multiprocessor.
     """
     return MoeGroups(*_OP(*_call(
-        topk_ids, num_experts, block_size, expert_map, num_local_experts, capacity, num_tokens
+        topk_ids, num_experts, block_size, expert_map, num_local_experts, capacity, num_tokens,
+        keep_remote,
     )))  # fmt: skip
 
 
 def _call(
     topk_ids: Any, num_experts: Any, block_size: Any, expert_map: Any, num_local_experts: Any,
-    capacity: Any, num_tokens: Any,
+    capacity: Any, num_tokens: Any, keep_remote: Any,
 ) -> Any:  # fmt: skip
-    options = (num_experts, block_size, num_local_experts, capacity)
+    options = (num_experts, block_size, num_local_experts, capacity, keep_remote)
     return (topk_ids, expert_map, num_tokens), (None,) * len(MoeGroups._fields), options
 
 
@@ -93,10 +98,18 @@ def _prepare(
     num_local_experts: int | None = None,
     capacity: int | None = None,
     num_tokens: Any = None,
+    keep_remote: bool = False,
 ) -> None:
     """Compile and load what the call with the same arguments needs, without running it."""
     inputs, made, options = _call(
-        topk_ids, num_experts, block_size, expert_map, num_local_experts, capacity, num_tokens
+        topk_ids,
+        num_experts,
+        block_size,
+        expert_map,
+        num_local_experts,
+        capacity,
+        num_tokens,
+        keep_remote,
     )
     _OP.prepare([*inputs, *made], options)
 
@@ -171,15 +184,17 @@ _INPUTS = ("topk_ids", *groups.INPUTS)
 
 def _fake(
     ids: Any, expert_map: Any, num_tokens: Any,
-    experts: int, block_size: int, local: int | None, capacity: int | None,
+    experts: int, block_size: int, local: int | None, capacity: int | None, keeps: bool = False,
 ) -> list[Any]:  # fmt: skip
-    return groups.fake(ids, ids.shape[0], ids.shape[1], experts, block_size, local)
+    return groups.fake(ids, ids.shape[0], ids.shape[1], experts, block_size, local, keeps)
 
 
 _OP = Op(
     _CALL, inputs=_INPUTS, outputs=MoeGroups._fields, check=_check, optional=groups.INPUTS,
     node=Node(
-        _fake, "int num_experts, int block_size, int? num_local_experts, int? capacity",
+        _fake,
+        "int num_experts, int block_size, int? num_local_experts, int? capacity, "
+        "bool keep_remote=False",
         len(MoeGroups._fields),
     ),
 )  # fmt: skip

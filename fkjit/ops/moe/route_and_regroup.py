@@ -47,6 +47,7 @@ def moe_route_and_regroup(
     capacity: int | None = None,
     num_tokens: Any = None,
     group_topk: int | None = None,
+    keep_remote: bool = False,
 ) -> MoeRouting:
     """The experts of each token, and all choices sorted by expert, in one kernel.
 
@@ -63,7 +64,7 @@ def moe_route_and_regroup(
     found = _OP(
         (logits, bias, expert_map, num_tokens),
         (None,) * len(_OUTPUTS),
-        (*routing, block_size, num_local_experts, capacity, group_topk),
+        (*routing, block_size, num_local_experts, capacity, group_topk, keep_remote),
     )
     return MoeRouting(found[0], found[1], MoeGroups(*found[2:]))
 
@@ -84,13 +85,16 @@ def _prepare(
     capacity: int | None = None,
     num_tokens: Any = None,
     group_topk: int | None = None,
+    keep_remote: bool = False,
 ) -> None:
     """Compile and load what the call with the same arguments needs, without running it."""
     routing = (
         top_k, scoring, renormalize, num_groups, topk_groups, routed_scaling_factor,
     )  # fmt: skip
     arrays = (logits, bias, expert_map, num_tokens, *(None for _ in _OUTPUTS))
-    _OP.prepare([*arrays], (*routing, block_size, num_local_experts, capacity, group_topk))
+    _OP.prepare(
+        [*arrays], (*routing, block_size, num_local_experts, capacity, group_topk, keep_remote)
+    )
 
 
 @lru_cache(maxsize=256)
@@ -112,16 +116,16 @@ def blocks_of(tile: moe.Tile, threads: int, tokens: int, processors: int) -> int
 
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     routing, (block_size, local, capacity) = options[:_ROUTING], options[_ROUTING:][:3]
-    group_topk = options[_ROUTING + 3 :]  # not there where PyTorch leaves a default out
+    more = options[_ROUTING + 3 :]  # not there where PyTorch leaves defaults out
     logits = views["logits"]
     assert logits is not None
     staged = "cp_async" in arch_of(logits).features
     processors = groups.processors(logits)
-    problem = describe(_CALL, views, *routing, *group_topk, blocks=processors, staged=staged)
+    problem = describe(_CALL, views, *routing, *more[:1], blocks=processors, staged=staged)
     tile = problem["tile"]
     sizes = problem["tokens"], problem["top_k"]
     problem |= groups.describe(
-        _CALL, views, *sizes, problem["experts"], block_size, local, capacity
+        _CALL, views, *sizes, problem["experts"], block_size, local, capacity, *more[1:]
     )
     threads = threads_of(tile)
     problem["blocks"] = blocks_of(tile, threads, problem["tokens"], processors)
@@ -199,9 +203,9 @@ _OUTPUTS = ("topk_weights", "topk_ids", *MoeGroups._fields)
 def _fake(
     logits: Any, bias: Any, expert_map: Any, num_tokens: Any, top_k: int, *options: Any
 ) -> list[Any]:
-    block_size, local, *_ = options[_ROUTING - 1 :]
+    block_size, local, _, *more = options[_ROUTING - 1 :]
     tokens, experts = logits.shape
-    grouped = groups.fake(logits, tokens, top_k, experts, block_size, local)
+    grouped = groups.fake(logits, tokens, top_k, experts, block_size, local, *more[1:])
     return [*fake(logits, bias, top_k), *grouped]
 
 
@@ -209,7 +213,8 @@ _OP = Op(
     _CALL, inputs=_INPUTS, outputs=_OUTPUTS, check=_check, optional=_INPUTS[1:],
     node=Node(
         _fake,
-        f"{OPTIONS}, int block_size, int? num_local_experts, int? capacity, {GROUP_TOPK}",
+        f"{OPTIONS}, int block_size, int? num_local_experts, int? capacity, {GROUP_TOPK}, "
+        "bool keep_remote=False",
         len(_OUTPUTS),
     ),
 )  # fmt: skip

@@ -21,7 +21,7 @@ from tests.attention.backward.test_attention_backward import DTYPES, tensors  # 
 from tests.core.sampling import one_in  # noqa: E402
 from tests.op.plan_kit import Kernel, driver  # noqa: E402, F401
 
-HEADS, SQ, SK = 4, 37, 53
+HEADS, KV_HEADS, SQ, SK = 2, 1, 37, 53  # IN_RUNS have several KV heads
 LEARNED = ("alibi_slopes", "bias", "sinks")
 
 
@@ -108,7 +108,7 @@ ALONE = {("window",), ("softcap",), ("mask",), ("sinks",)}  # of what the last c
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_err_at_most_twice_as_much_as_pytorch(case):
     names, options = case
-    *given, dout = tensors(HEADS, 2, SQ, SK, 40, 24, "bf16", batch=2)
+    *given, dout = tensors(HEADS, KV_HEADS, SQ, SK, 40, 24, "bf16", batch=2)
     with fkjit.sanitize(race=len(names) > 1):
         check(given, dout, options | {n: x for n, x in arrays().items() if n in names})
 
@@ -132,7 +132,7 @@ BIASES = (
 @pytest.mark.parametrize(("shape", "dtype", "dims"), BIASES, ids=str)
 def test_a_bias_of_any_shape_has_a_gradient(shape, dtype, dims):
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])
-    *given, dout = tensors(HEADS, 2, SQ, SK, *dims, dtype, batch=2)
+    *given, dout = tensors(HEADS, KV_HEADS, SQ, SK, *dims, dtype, batch=2)
     with fkjit.sanitize(race=shape[2] == 1):
         check(given, dout, {"bias": bias, "causal": len(set(shape)) > 2})
 
@@ -189,7 +189,7 @@ def test_which_kernel_makes_the_gradient_of_a_bias():
 
 def test_only_what_is_wanted_is_made():
     options = arrays() | {"bias": torch.zeros(1, 1, SQ, SK), "causal": True}
-    *given, dout = tensors(HEADS, 2, SQ, SK, 16, 16, "fp32", batch=2)
+    *given, dout = tensors(HEADS, KV_HEADS, SQ, SK, 16, 16, "fp32", batch=2)
     whole = dict(zip((*"qkv", *LEARNED), grads(fkjit.attention, given, dout, options), strict=True))
     for wanted in ("bias", "k"):
         rows = dict(zip("qkv", given, strict=True))
@@ -202,7 +202,7 @@ def test_only_what_is_wanted_is_made():
 
 def test_slopes_of_each_batch_and_a_gradient_of_lse():
     slopes, sinks = torch.rand(2, HEADS), torch.rand(HEADS)
-    *given, dout = tensors(HEADS, 2, SQ, SK, 16, 16, "fp32", batch=2)
+    *given, dout = tensors(HEADS, KV_HEADS, SQ, SK, 16, 16, "fp32", batch=2)
     options = {"alibi_slopes": slopes, "sinks": sinks, "window": (20, 5)}
     check(given, dout, options)
 
@@ -226,7 +226,7 @@ def test_slopes_of_each_batch_and_a_gradient_of_lse():
 
 def test_a_score_of_the_users_has_the_derivative_that_he_gives():
     table = torch.rand(SQ)
-    *given, dout = tensors(HEADS, 2, SQ, SK, 24, 24, "fp32", batch=2)
+    *given, dout = tensors(HEADS, KV_HEADS, SQ, SK, 24, 24, "fp32", batch=2)
 
     def call(*rows, softcap):
         return textbook(*rows, softcap=softcap, causal=True,
@@ -241,7 +241,7 @@ def test_a_score_of_the_users_has_the_derivative_that_he_gives():
 
 
 def test_what_has_no_gradient_is_refused():
-    q, k, v, _ = tensors(HEADS, 2, SQ, SK, 16, 16, "fp32")
+    q, k, v, _ = tensors(HEADS, KV_HEADS, SQ, SK, 16, 16, "fp32")
     q.requires_grad_()
     for words, error, options in (
         ("has no derivative; pass score_mod_grad", ParameterError, {"score_mod": "score * 2"}),
@@ -271,7 +271,12 @@ def packed(dims, dtype):
     """q, k, v, dout and where sequences end."""
     made = torch.Generator().manual_seed(5)
     (total_q, total_k), (d, dv) = (sum(lengths) for lengths in LENGTHS), dims
-    shapes = (total_q, HEADS, d), (total_k, 2, d), (total_k, 2, dv), (total_q, HEADS, dv)
+    shapes = (
+        (total_q, HEADS, d),
+        (total_k, KV_HEADS, d),
+        (total_k, KV_HEADS, dv),
+        (total_q, HEADS, dv),
+    )
     rows = [torch.randn(shape, generator=made).to(DTYPES[dtype]) for shape in shapes]
     ends = [torch.tensor((0, *lengths)).cumsum(0).int() for lengths in LENGTHS]
     return *rows, ends

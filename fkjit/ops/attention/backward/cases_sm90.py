@@ -37,7 +37,7 @@ def _feature_problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """Windows, keys that nobody sees, rows that see none; packed with an empty sequence. Rows of a
     bias in whole 16 bytes."""
     block_q, features = BLOCK_Q_SM90[params["head_dim"]], parse(params["form"])
-    few, many = (1, 3) if scale == "small" else (5, 17)
+    few, many = (1, 2) if scale == "small" else (5, 17)
     base = {
         "dtype": params["dtype"], "head_dim": params["head_dim"], "head_dim_v": params["head_dim"],
         "heads_q": 2, "heads_kv": 1, "causal": False, "score_scalars": {},

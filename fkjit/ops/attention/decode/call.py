@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fkjit.errors import ArgumentTypeError, CompileError, ParameterError
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from fkjit.types import AnyArray, Array, Layout, PageLayout
 
 _INPUTS = (*ARRAYS, *FEATURE_ARRAYS, *SLOTS)
-_MANY = "fkjit.ops.attention.paged"  # imported by calls with many new tokens
 _OF_MANY = (
     ("q", "k", "v", "cu_seqlens_q", "page_table", "seq_lens", "rows"),
     (*FEATURE_ARRAYS, "k_scale", "v_scale"),
@@ -271,7 +269,8 @@ def _prefill(
                 f"{_PAGED.name}: {name} is {shown}; allowed: None, where queries are packed or "
                 f"more than {MAX_TOKENS} of a sequence"
             )
-    paged = import_module(_MANY)
+    from fkjit.ops.attention import paged  # decoding alone needs none of it
+
     if not packed:
         ends, q, most = paged.uniform_ends(q, *shape[:2]), q.reshape(-1, *shape[2:]), shape[1]
     layout, causal, scale, return_lse, *more = rest
