@@ -97,9 +97,8 @@ def linear(
         epilogue_mod, epilogue_mod_grad, save_pre_activation, precision,
     )  # fmt: skip
     if isinstance(weight, tuple):  # a QuantizedTensor, which has products of its own
-        from fkjit.ops.quantize import (
-            linear as quantized,
-        )  # a statement, which torch.compile traces
+        # A statement: torch.compile traces no import_module.
+        from fkjit.ops.quantize import linear as quantized
 
         said = LinearOptions(*options)
         return quantized.linear(linear, weight, x, bias, residual, out, said)
