@@ -1,10 +1,10 @@
-"""What codes cost in accuracy, on the CPU: products of quantized numbers against those of the numbers
-themselves in float64, by scheme and by kind of numbers.
+"""What codes cost in accuracy, on the CPU: products of quantized numbers against those of the
+numbers themselves in float64, by scheme and by kind of numbers.
 
     python -m bench.quantize.study [--rows 64] [--k 4096] [--outputs 256] [--seed 0]
 
-Prints a Markdown table of ||error|| / ||product||. Codes are the kernels' to the bit (NumPy does the
-same roundings); sums are exact, so this is the error of quantization alone.
+Prints a Markdown table of ||error|| / ||product||. Codes are the kernels' to the bit (NumPy does
+the same roundings); sums are exact, so this is the error of quantization alone.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def test_every_case_has_a_variant_work_and_a_name_of_its_own(op):
 
 
 def test_the_study_ranks_schemes_as_their_codes_do(capsys):
-    """Few numbers, but differences that are no chance: 3 bits of fraction, 7 and 3 bits of codes."""
+    """Few numbers, but differences that are no chance: 3 bits of fraction, 7 and 3 of codes."""
     assert study.main(["--rows", "16", "--k", "512", "--outputs", "32", "--seed", "3"]) == 0
     lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
     found = {line[0].strip("`"): [float(x.split()[0]) for x in line[1:]] for line in lines[2:]}

@@ -86,8 +86,8 @@ def test_codes_with_codes(fp8, scheme, shape):
 
 @pytest.mark.parametrize("interval", [0, 1, 2, 4, 8])
 def test_each_interval(interval):
-    """Sums of 16,384 numbers: what the tensor core alone makes of them is worse than what fp32 does,
-    and still right."""
+    """Sums of 16,384 numbers: what the tensor core alone makes of them is worse than what fp32
+    does, and still right."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs wgmma (compute capability 9.0)")
     from fkjit.ops.quantize import cases_linear
