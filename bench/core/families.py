@@ -6,7 +6,7 @@ import pkgutil
 from functools import lru_cache
 from pathlib import Path
 
-FAMILIES = ("attention", "gemm", "norm", "reduce", "rope", "kv", "moe", "elementwise")
+FAMILIES = ("attention", "gemm", "norm", "reduce", "rope", "kv", "moe", "quantize", "elementwise")
 
 SUITE = Path(__file__).resolve().parents[1]  # the folder that holds the families
 _PACKAGE = __name__.rpartition(".core.")[0]  # "bench", or "fkjit._bench" in a wheel

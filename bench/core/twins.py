@@ -19,6 +19,9 @@ MISSING: dict[str, str] = {
     "attention_backward_form": "the twin of attention_backward, with a line or two more for each",
     "attention_few": "the twin of attention, on a grid of parts",
     "decode_form": "the twin of attention_decode, with a line or two more for each form",
+    "dequantize": "a product of two arrays, which PyTorch's own kernels do as well",
+    "quantize": "not written yet",
+    "quantized_linear": "not written yet; PyTorch's _scaled_mm stands beside it",
     "grouped_linear": "not written yet; the twin of linear, with a weight for each expert",
 }
 

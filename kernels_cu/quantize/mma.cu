@@ -44,6 +44,8 @@ constexpr int STEPS = INTERVAL > 0 ? INTERVAL : 1;  // divides
 constexpr int WARPS_N = BLOCK_N / WARP_N, THREADS = BLOCK_M / WARP_M * WARPS_N * WARP_SIZE;
 constexpr int OUT_COLUMNS = GATE ? BLOCK_N / 2 : BLOCK_N;
 constexpr int M = WARP_M / 16, N = WARP_N / 8;  // mma blocks of a warp
+// Data-centre GPUs make products of e4m3 out of those of fp16, which takes registers.
+constexpr int FRAGMENTS = __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200 ? 1 : 2;  // under way
 static_assert(!BLOCKS || INTERVAL == 1, "a scale is of one step");
 static_assert(!EXACT || INTERVAL == 0, "sums of int8 are exact");
 
@@ -107,19 +109,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     BlockScales<M, GATE> by;
-    if (BLOCKS) by.load(x_scales, scales, lane_row, m, first_column, n, step, steps);
+    const auto load_scales = [&] {
+      by.load(x_scales, scales, lane_row, m, first_column, n, step, steps);
+    };
+    if (BLOCKS && FRAGMENTS > 1) load_scales();  // early, where there are registers for them
     cp_async_wait<STAGES - 2>();
     __syncthreads();
     copy(step + STAGES - 1);
     cp_async_commit();
     const u32 stage = ring + step % STAGES * STAGE_BYTES;
-#pragma unroll 2
+#pragma unroll FRAGMENTS
     for (int i = 0; i < BLOCK_K / Product::STEP_K; ++i) {
       Product::Fragments f;
       product.load(f, stage, stage + WEIGHT_OFFSET, i);
       Product::multiply(acc, f);
     }
     if (INTERVAL > 0 && (step % STEPS == STEPS - 1 || step == steps - 1)) {
+      if (BLOCKS && FRAGMENTS == 1) load_scales();
       if (BLOCKS)
         add_scaled<GATE>(total, acc, by);
       else

@@ -1,6 +1,6 @@
 /* Codes of x, and the scale of each span of numbers: number = code * scale.
 
-     ROW      a block has a row; what does not fit its registers is read twice
+     ROW      a block has a row; what its registers do not hold is read twice
      GROUP    128 neighbours of a row: sixteen lanes
      BLOCK    128 rows and 128 columns: a block of threads
      TENSOR   all of x, with the scale that quantize/amax.cu has found
@@ -27,7 +27,10 @@ constexpr int WIDTH = 128;  // columns of a group, rows and columns of a block
 constexpr int TEAM = SPAN == Span::ROW || SPAN == Span::BLOCK ? THREADS : 16;  // threads of a span
 constexpr int LANES = SPAN == Span::ROW ? THREADS : 16;                        // of one row
 constexpr int ROWS = TEAM / LANES;                                             // at a time
-constexpr int HELD = SPAN == Span::ROW ? 4 : SPAN == Span::BLOCK ? WIDTH / ROWS : 1;  // eights
+// Eights of a thread that are kept in registers: a block's only if they come in whole accesses.
+constexpr int OF_BLOCK = WIDE ? WIDTH / ROWS : 2;
+constexpr int HELD = SPAN == Span::ROW ? 4 : SPAN == Span::BLOCK ? OF_BLOCK : 1;
+constexpr int RESIDENT = SPAN == Span::BLOCK ? 2 : 4;  // blocks of a multiprocessor, at least
 static_assert(LANES * 8 == WIDTH || SPAN == Span::ROW, "a group is as wide as its lanes");
 
 // Where a thread's i-th eight of a span is.
@@ -42,7 +45,7 @@ struct Place {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     quantize_spans(const elem_t* __restrict__ x,  // [rows, columns]
                    u8* __restrict__ data,         // [rows, columns] of codes, no gaps
                    scale_t* scales,               // one a span, rows of `groups`
@@ -52,6 +55,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   after_previous_kernel();
   const int span = blockIdx.x * (THREADS / TEAM) + threadIdx.x / TEAM;
   const i64 row_bytes = static_cast<i64>(columns) * Codes::BITS / 8;
+  const int eights = SPAN == Span::ROW     ? ceil_div(columns, LANES * 8)
+                     : SPAN == Span::BLOCK ? WIDTH / ROWS
+                                           : 1;  // of a thread
   const auto load = [&](int i) {
     const Place at(span, i, groups);
     const bool exists = span < spans && at.row < rows;
@@ -65,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int i = 0; i < HELD; ++i) held[i] = load(i);
 #pragma unroll
   for (int i = 0; i < HELD; ++i) most = max(most, magnitude(held[i]));
-  if (SPAN == Span::ROW)
-    for (int i = HELD; i * LANES * 8 < columns; ++i) most = max(most, magnitude(load(i)));
+#pragma unroll 1
+  for (int i = HELD; i < eights; ++i) most = max(most, magnitude(load(i)));
 
   // 2. The scale.
   __shared__ u32 warps[THREADS / WARP_SIZE];
@@ -89,6 +95,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   };
 #pragma unroll
   for (int i = 0; i < HELD; ++i) store(held[i], i);
-  if (SPAN == Span::ROW)
-    for (int i = HELD; i * LANES * 8 < columns; ++i) store(load(i), i);
+#pragma unroll 1
+  for (int i = HELD; i < eights; ++i) store(load(i), i);
 }

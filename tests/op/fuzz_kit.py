@@ -130,6 +130,10 @@ def _op(name: str, arguments: Callable[[random.Random], Arguments], *also: str) 
     )
 
 
+def _codes() -> fkjit.QuantizedTensor:
+    return fkjit.QuantizedTensor(np.zeros((4, 32), "i1"), np.ones(4, "f4"), "int8_row")
+
+
 # ------------------------------------------------------------------ names of other libraries
 
 
@@ -258,6 +262,8 @@ TARGETS = (
     _op("moe_combine", lambda c: {"y": _array(c, 6, 16), "inverse": _array(c, 3, 2, dtype="i4")}),
     _op("linear", lambda c: {"x": _array(c, 4, 32), "weight": _array(c, 16, 32)}),
     _op("gelu_linear", lambda c: {"x": _array(c, 4, 32), "weight": _array(c, 16, 32)}, "linear"),
+    _op("quantize", lambda c: {"x": _array(c, 4, 32), "scheme": "int8_group"}),
+    _op("dequantize", lambda c: {"quantized": _codes()}),
     _op("PagedKVCache", lambda c: dict(_NEW_CACHE)),
     _method("advance", sequences=[0], tokens=1),
     _method("extend", sequences=[0], tokens=1),

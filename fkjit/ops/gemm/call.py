@@ -97,8 +97,11 @@ def linear(
         epilogue_mod, epilogue_mod_grad, save_pre_activation, precision,
     )  # fmt: skip
     if isinstance(weight, tuple):  # a QuantizedTensor, which has products of its own
+        # A statement: torch.compile traces no import_module.
+        from fkjit.ops.quantize import linear as quantized
+
         said = LinearOptions(*options)
-        return import_module(_QUANTIZED).linear(linear, weight, x, bias, residual, out, said)
+        return quantized.linear(linear, weight, x, bias, residual, out, said)
     if epilogue_mod is None:
         return _LINEAR((x, weight, bias, residual), (out, None), options)
     return _explained(_LINEAR, epilogue_mod, (x, weight, bias, residual), (out, None), options)
@@ -191,7 +194,6 @@ def _differentiable() -> Callable[..., Any]:
     return autograd_of(CALL, import_module(_AUTOGRAD).differentiable(_LINEAR, _WITH_PRE))
 
 
-_QUANTIZED = "fkjit.ops.quantize.linear"  # imported where a weight is
 _AUTOGRAD = "fkjit.ops.gemm.autograd"  # imported where a gradient is wanted
 _LINEAR = _op(False, Node(_fake, _OPTIONS, 1, None, _packed, _unpacked), _with_gradients)
 _WITH_PRE = _op(
@@ -217,8 +219,10 @@ def _prepare(*args: Any, **named: Any) -> None:
     options = tuple(value for name, value in given.items() if name not in _LINEAR.names)
     if isinstance(given["weight"], tuple):
         x, weight, bias, residual = inputs
+        from fkjit.ops.quantize import linear as quantized
+
         said = LinearOptions(*options)
-        return import_module(_QUANTIZED).prepare(weight, x, bias, residual, given["out"], said)
+        return quantized.prepare(weight, x, bias, residual, given["out"], said)
     if torch_ops.wants_grad(inputs):
         act, arrays = partial(import_module(_AUTOGRAD).prepare, _LINEAR, _WITH_PRE), inputs
     else:

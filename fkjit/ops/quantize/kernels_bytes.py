@@ -169,7 +169,8 @@ WGMMA_AHEAD = _ahead(
 # ------------------------------------------------------------------ mma
 
 _MMA_TILES: tuple[Variant, ...] = ((128, 128), (64, 128))
-_WARP = (32, 64)  # rows and outputs of a warp
+# Rows and outputs of a warp: fewer where scales stand beside both kinds of sums.
+_WARP = {"rows": (32, 64), "blocks": (16, 64)}
 _MMA_STAGES = 3
 
 
@@ -184,6 +185,11 @@ def _mma_grid(params: Params, problem: Problem) -> Dim3:
     return (rows * -(-problem["n"] // _columns(params)), 1, 1)
 
 
+def _mma_threads(params: Params) -> Dim3:
+    (rows, outputs), (warp_m, warp_n) = params["block"], _WARP[params["scales"]]
+    return (32 * (rows // warp_m) * (outputs // warp_n), 1, 1)
+
+
 MMA = KernelSpec(
     **{
         **CONTRACT,
@@ -196,7 +202,8 @@ MMA = KernelSpec(
             Param("block", _MMA_TILES, "rows of x and of weight in a tile", tunable=True),
         ),
         "derive": lambda params: {
-            **_values(params), "stages": _MMA_STAGES, "warp_m": _WARP[0], "warp_n": _WARP[1],
+            **_values(params), "stages": _MMA_STAGES,
+            **dict(zip(("warp_m", "warp_n"), _WARP[params["scales"]], strict=True)),
             "pair": "i8_pair" if params["code"] == "int8" else "e4m3_pair",
         },
         "illegal": _illegal,
@@ -206,9 +213,7 @@ MMA = KernelSpec(
         # Hopper's mma.sync has no e4m3: it is made of products of fp16.
         "superseded": lambda params: frozenset({"wgmma"} if params["code"] == "fp8" else ()),
         "shared_layout": _mma_shared,
-        "block": lambda params: (
-            32 * (params["block"][0] // _WARP[0]) * (params["block"][1] // _WARP[1]), 1, 1,
-        ),
+        "block": _mma_threads,
         "grid": _mma_grid,
         "arguments": _arguments,
         "verification": "fkjit.ops.quantize.cases_bytes:MMA",

@@ -29,7 +29,7 @@ def _ahead(spec: KernelSpec, shown: list[Mapping[str, Any]]) -> KernelSpec:
 # ------------------------------------------------------------------ gemv
 
 GemvTile = tuple[int, int, int]  # rows of the weight, warps, spans of a warp under way
-_GEMV_TILES: tuple[GemvTile, ...] = ((16, 8, 3), (16, 16, 2), (32, 8, 2))
+_GEMV_TILES: tuple[GemvTile, ...] = ((16, 8, 3), (16, 4, 3), (32, 8, 2))
 
 
 def _gemv_values(params: Params) -> dict[str, Any]:
@@ -68,7 +68,7 @@ GEMV_AHEAD = _ahead(
         {"code": "int8", "tile": (16, 8, 3)},
         {"code": "int8", "tile": (32, 8, 2), **_SWIGLU},
         {"code": "int4", "tile": (16, 8, 3), **_SWIGLU, "dtype": "fp16", "out_dtype": "fp32"},
-        {"code": "int8", "tile": (16, 16, 2), "dtype": "fp16", "out_dtype": "fp16"},
+        {"code": "int8", "tile": (16, 4, 3), "dtype": "fp16", "out_dtype": "fp16"},
     ],
 )
 

@@ -1,0 +1,76 @@
+"""Bugs planted in the kernels of quantized products show: as races or wrong numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.mutations import Bug
+from tests.core.sampling import ONE_OF_EACH_KIND
+from tests.core.test_mutations import KINDS, outcome
+
+K, T = "kernels_cu/quantize/", "templates/quantize/"
+SYNC = "__syncthreads();"
+# fp16 into fp32: what a wrong scale or a lost product does is far from what rounding does.
+FINE = {"dtype": "fp16", "out_dtype": "fp32"}
+GEMV = {"kernel": "quantized_linear.gemv", "params": {**FINE, "code": "int4"}}
+GEMV8 = {"kernel": "quantized_linear.gemv", "params": {"code": "int8", "gate": False}}
+SKINNY = {"kernel": "quantized_linear.skinny", "params": {**FINE, "code": "int4"}}
+INT8 = {"kernel": "quantized_linear.mma", "params": {"code": "int8", "gate": False}}
+GATED = {"kernel": "quantized_linear.mma", "params": {"code": "int8", "gate": True}}
+
+BLOCKS = {"kernel": "quantized_linear.wgmma",
+          "params": {"scales": "blocks", "block": (128, 128), "cluster": 2}}  # fmt: skip
+
+BUGS = (
+    Bug("no barrier before the warps' sums", K + "gemv.cu", SYNC, "", by="race", **GEMV),
+    Bug("scales of lanes that have codes", K + "gemv.cu", "some ? scales", "there ? scales",
+        by="numbers", **GEMV),
+    Bug("the first group's scale", K + "gemv.cu", "scales[i][span * Weights::SPAN / GROUP]",
+        "scales[i][0]", by="numbers", **GEMV),
+    Bug("two halves of x changed", K + "gemv.cu", "s % 2 == 0 ? x.x : x.z",
+        "s % 2 == 1 ? x.x : x.z", by="numbers", **GEMV),
+    Bug("codes of int4 without a sign", T + "weights.cuh", "nibbles ^ RAISED<T>",
+        "nibbles | RAISED<T>", by="numbers", **GEMV),
+    Bug("rows below change places", T + "weights.cuh", "a[1] = p[0], a[3] = p[1]",
+        "a[3] = p[0], a[1] = p[1]", by="numbers", **GEMV),
+    Bug("bytes of int8 in another order", T + "weights.cuh", "0x7651 + 2 * j", "0x7650 + 2 * j",
+        by="numbers", **GEMV8),
+    Bug("no barrier before a stage is filled", K + "skinny.cu", SYNC, "", by="race", **SKINNY),
+    Bug("a wait too lax by one", K + "skinny.cu", "cp_async_wait<DEPTH - 2>",
+        "cp_async_wait<DEPTH - 1>", by="race", **SKINNY),
+    Bug("no barrier before sums are where stages were", K + "skinny.cu", SYNC, "", by="race",
+        nth=1, **SKINNY),
+    Bug("no barrier before the counter", K + "skinny.cu", SYNC, "", by="race", nth=3, **SKINNY),
+    Bug("a part of k left out", K + "skinny.cu", "part < split", "part + 1 < split",
+        by="numbers", **SKINNY),
+    Bug("a chunk in another's place", K + "skinny.cu", "/ 8 + s / 2", "/ 8 + s / 2 % 2",
+        by="numbers", **SKINNY),
+    Bug("no barrier before a stage is read", K + "mma.cu", SYNC, "", by="race", **INT8),
+    Bug("sums as bits", T + "scaled_sums.cuh", "if (BITS)", "if (false)", by="numbers", **INT8),
+    Bug("the scale of the column before", T + "scaled_sums.cuh", "min(output + 1, last)",
+        "min(output, last)", by="numbers", **INT8),
+    Bug("up with the scales of gate", T + "scaled_sums.cuh", "Pairs::n + min(column, last)",
+        "min(column, last)", by="numbers", **GATED),
+    Bug("no wait for products", K + "wgmma.cu", "wgmma_wait<0>();", "", by="wgmma", **BLOCKS),
+    Bug("sums that were added stay", K + "wgmma.cu", "step % STEPS > 0", "step > 0",
+        by="numbers", **BLOCKS),
+    Bug("the first 128's scales", K + "wgmma.cu", "n, step, steps", "n, 0, steps",
+        by="numbers", **BLOCKS),
+    Bug("a stage is free when one block is done", K + "wgmma.cu", "4 * CONSUMERS * CLUSTER",
+        "4 * CONSUMERS", by="barrier", **BLOCKS),
+    Bug("one half of the weight for both", K + "wgmma.cu", "rank == 0 ? column : further",
+        "column", by="numbers", **BLOCKS),
+)  # fmt: skip
+
+
+@ONE_OF_EACH_KIND
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    said = outcome(bug, monkeypatch, plant=True)
+    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
+
+
+@pytest.mark.parametrize("kernel", sorted({bug.kernel for bug in BUGS}))
+def test_without_it_nothing_is_said(kernel, monkeypatch):
+    bug = next(bug for bug in BUGS if bug.kernel == kernel)
+    assert outcome(bug, monkeypatch, plant=False) == ""
