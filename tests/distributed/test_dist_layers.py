@@ -83,6 +83,30 @@ def test_a_rank_without_rows_and_one_without_tokens(two):
     below(found, TOLERANCE["float16"])
 
 
+def test_room_for_all_rows_needs_no_numbers_of_the_host(two):
+    found = two.run(experts, 2, ((9, 6), 4, 32, 32, 2), "float16", {"max_rows": 10})
+    below(found, TOLERANCE["float16"])
+
+
+def left_out(rank: int) -> None:
+    """Of five tokens for one expert, room is for three: the others' results are 0."""
+    import fkjit.distributed as fd
+
+    x, up = draw(rank, (5, 32), torch.float16), draw(7, (4, 64, 32), torch.float16) / 6
+    down = draw(8, (4, 32, 32), torch.float16) / 6
+    logits = torch.zeros(5, 4)
+    logits[:, 3 * rank] = 9.0  # each to its own rank's experts
+    given = x, logits, up[2 * rank :][:2], down[2 * rank :][:2], 1
+    every = fd.moe_layer(*given, chunks=1)
+    some = fd.moe_layer(*given, chunks=1, max_rows=3)
+    assert torch.equal(some[:3], every[:3]) and every[3:].any(1).all()
+    assert not some[3:].any()
+
+
+def test_choices_without_room_are_left_out(two):
+    two.run(left_out)
+
+
 def test_codes_of_8_bits_cost_what_they_round(two):
     found = two.run(experts, 5, ((9, 8), 4, 32, 32, 2), "float16", {"dispatch": "e4m3"})
     below(found, 0.08)
