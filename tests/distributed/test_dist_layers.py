@@ -141,10 +141,10 @@ def products(rank: int, seed: int, sizes: Any, dtype_name: str, said: dict[str, 
     found["column"] = error(y.detach(), whole.detach()[:, cols], whole.detach())
     grads = zip(("dx", "dw", "db"), own, full, (mine, out, out), strict=True)
     found |= {name: error(a.grad, b.grad[at], b.grad) for name, a, b, at in grads}
-    return found | row_products(rank, seed + 50, sizes, dtype, said.get("transport", "nccl"))
+    return found | row_products(rank, seed + 50, sizes, dtype, said)
 
 
-def row_products(rank: int, seed: int, sizes: Any, dtype: Any, way: str) -> dict[str, float]:
+def row_products(rank: int, seed: int, sizes: Any, dtype: Any, said: Any) -> dict[str, float]:
     import torch.distributed as dist
 
     import fkjit.distributed as fd
@@ -155,7 +155,8 @@ def row_products(rank: int, seed: int, sizes: Any, dtype: Any, way: str) -> dict
     along = draw(seed + 3, (size * rows, n), dtype)
     mine, cols = slice(rank * rows, (rank + 1) * rows), slice(rank * k, (rank + 1) * k)
     own = [a.clone().contiguous().requires_grad_() for a in (x[:, cols], w[:, cols], bias)]
-    y = fd.row_parallel_linear(*own, transport=way)
+    given = {name: said[name] for name in ("transport", "pieces") if name in said}
+    y = fd.row_parallel_linear(*own, **given)
     y.backward(along[mine])
     full = [a.double().requires_grad_() for a in (x, w, bias)]
     whole = full[0] @ full[1].T + full[2]
@@ -175,7 +176,7 @@ def act(z: Any, said: dict[str, Any]) -> Any:
     return torch.nn.functional.relu(z) if said.get("activation") == "relu" else z
 
 
-@pytest.mark.parametrize("said", [{}, {"activation": "silu", "gate": True}], ids=str)
+@pytest.mark.parametrize("said", [{}, {"activation": "silu", "gate": True, "pieces": 3}], ids=str)
 def test_column_and_row_parallel_products(two, said):
     below(two.run(products, 0, (9, 16, 24), "float16", said), TOLERANCE["float16"])
 
