@@ -12,6 +12,7 @@ import torch.distributed as dist
 import fkjit
 import fkjit.distributed as fd
 from fkjit.distributed import schedule
+from fkjit.distributed.forms import best_pieces
 from fkjit.distributed.schedule import Attention, Experts, Machine, Product
 
 from . import peers
@@ -143,14 +144,18 @@ def products(device: Any, stack: ExitStack, kind: str, small: bool) -> Case:
         weight = random(a.n // size, a.k, device=device, dtype=dtype)
         whole, part = random(a.m, a.k, device=device, dtype=dtype), weight
         call, other = fd.column_parallel_linear, peers.gathered_product
-        predicted = schedule.column_linear(a, Machine(), size).seconds
+        predicted = schedule.column_linear(
+            a, Machine(), size, pieces=best_pieces(True, a, size)
+        ).seconds
     else:
         x = random(a.m, a.n // size, device=device, dtype=dtype)
         weight = random(a.k, a.n // size, device=device, dtype=dtype)
         whole, part = x, weight
         call, other = fd.row_parallel_linear, peers.scattered_product
         turned = Product(a.m, a.k, a.n, a.itemsize)
-        predicted = schedule.row_linear(turned, Machine(), size).seconds
+        predicted = schedule.row_linear(
+            turned, Machine(), size, pieces=best_pieces(False, turned, size)
+        ).seconds
     calls = {"fkjit": lambda: call(x, weight), "torch": lambda: other(x, weight)}
     if not small:
         calls["fkjit, symmetric"] = lambda: call(x, weight, transport="symmetric")

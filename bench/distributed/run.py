@@ -25,9 +25,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fkjit.distributed.schedule import Timeline
+
 from . import cases
 from .cases import Case
+from .timeline import draw
+from .trace import hidden, traced
 
+FIGURES = ("ms", "predicted_ms", "of_predicted", "tflops", "scaling", "hidden", "difference")
 _WHOLE = ("ring", "decode")  # cases whose `alone` is the whole work
 NAMES = {
     "ring8k": partial(cases.ring, 8192, backward=False),
@@ -39,6 +44,7 @@ NAMES = {
     "row": partial(cases.products, kind="row"),
     "decode": cases.decode,
 }
+PICTURED: list[tuple[str, Timeline]] = []  # of this rank
 _SMALL = {
     "ring8k": partial(cases.ring, 16, backward=False),
     "ring8k-backward": partial(cases.ring, 16, backward=True),
@@ -102,6 +108,10 @@ def measure(case: Case, given: argparse.Namespace, device: Any, end: float) -> l
             for _ in range(given.warmup):
                 _run(call, case)
             times = seconds_of(call, case, given.iterations, device)
+            if given.picture is not None and name in case.predicted and device.type == "cuda":
+                pictured = traced(partial(_run, call, case), dist.get_rank())
+                line["hidden"] = hidden(pictured)
+                PICTURED.append((f"{case.name}, {name}", pictured))
         except Exception as error:  # a peer that cannot is no reason to stop
             line["missing"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
             continue
@@ -109,6 +119,7 @@ def measure(case: Case, given: argparse.Namespace, device: Any, end: float) -> l
         line["min_ms"], line["tflops"] = min(times) * 1e3, case.flops / line["ms"] / 1e9
         if name in case.predicted:
             line["predicted_ms"] = case.predicted[name] * 1e3
+            line["of_predicted"] = line["ms"] / line["predicted_ms"]
     return scaled(case, found)
 
 
@@ -147,16 +158,14 @@ def work(given: argparse.Namespace) -> None:
             show(lines, given.out)
         if cuda:
             torch.cuda.empty_cache()
+    if PICTURED and dist.get_rank() == 0:
+        given.picture.write_text(draw("Measured: kernels and messages of rank 0", PICTURED))
     dist.destroy_process_group()
 
 
 def show(lines: list[dict[str, Any]], out: Path | None) -> None:
     for line in lines:
-        figures = [
-            f"{key} {line[key]:.4g}"
-            for key in ("ms", "predicted_ms", "tflops", "scaling", "difference")
-            if key in line
-        ]
+        figures = [f"{key} {line[key]:.4g}" for key in FIGURES if key in line]
         print(
             f"{line['case']} | {line['candidate']}:", *figures, line.get("missing", ""), flush=True
         )
@@ -189,6 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="then what is left is left out")
     parser.add_argument("--small", action="store_true", help="tiny arrays on gloo")
     parser.add_argument("--ranks", type=int, default=0, help="start so many, without torchrun")
+    parser.add_argument("--picture", type=Path, help="timelines of rank 0, as SVG")
     parser.add_argument("--out", type=Path, help="lines of JSON are added to it")
     given = parser.parse_args(arguments)
     if not given.ranks:

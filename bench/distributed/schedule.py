@@ -60,10 +60,12 @@ def layer_rows(machine: Machine) -> list[str]:
         a = Experts()
         one, whole = (schedule.experts(a, machine, size, chunks) for chunks in (4, 1))
         made.append(_layer_row("MoE T4096 E128 K8 H7168 F2048, 4 chunks", size, one, whole))
-    for name, make in (("column", schedule.column_linear), ("row", schedule.row_linear)):
+    for column, make in ((True, schedule.column_linear), (False, schedule.row_linear)):
         for size in (2, 4, 8):
-            lines = (make(Product(), machine, size, overlap) for overlap in (True, False))
-            made.append(_layer_row(f"{name}-parallel 8192 x 28672 x 8192", size, *lines))
+            pieces = forms.best_pieces(column, Product(), size)
+            lines = (make(Product(), machine, size, overlap, pieces) for overlap in (True, False))
+            name = f"{'column' if column else 'row'}-parallel 8192 x 28672 x 8192"
+            made.append(_layer_row(f"{name}, pieces={pieces}", size, *lines))
     return made
 
 

@@ -61,7 +61,8 @@ def _bar(x: float, y: float, width: float, lane: str, name: str) -> list[str]:
         f'fill="{colour}"><title>{escape(name)}</title></rect>'
     ]
     if len(name) * _LETTER < width - 6:
-        made.append(f'<text x="{x + 4:.1f}" y="{y + 12}" font-size="11" fill="#fff">{name}</text>')
+        text = escape(name)
+        made.append(f'<text x="{x + 4:.1f}" y="{y + 12}" font-size="11" fill="#fff">{text}</text>')
     return made
 
 

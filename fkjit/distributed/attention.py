@@ -57,8 +57,9 @@ def ring_attention(
         layout: "zigzag", which gives ranks the same work under a causal mask, or "contiguous".
         form: "ring" (keys travel while the present ones are multiplied), "gather" (all keys at
             once), "ulysses" (heads are shared out in place of tokens), "auto": which is the
-            fastest by an estimate of bytes and flops. On a mesh of two dimensions the form of the
-            first.
+            fastest by an estimate of bytes and flops; "ring" for a window to the left that is
+            shorter than a rank's tokens, and for transport="symmetric". On a mesh of two
+            dimensions the form of the first.
         softmax_scale: default 1 / sqrt(D).
         window: (left, right) tokens of the whole sequence that one sees; None or -1: all.
         softcap: scores become softcap * tanh(score / softcap).
@@ -244,9 +245,11 @@ def _form(
                 "allowed: 'ring', 'gather' or 'auto' for the first"
             )
         return said.form
-    many = heads.size if heads is not None else 1
+    left, many = said.rules().window[0], heads.size if heads is not None else 1
+    short = left is not None and left < q.shape[2] * many
+    if short or said.transport == "symmetric":  # a ring ends when nobody sees what would come
+        return "ring"
     return choose(
         q.shape, k.shape, v.shape[-1], q.dtype.itemsize, bool(said.causal), outer.size,
-        said.layout,
-        may_share_heads=heads is None and said.transport == "nccl", heads_over=many,
+        said.layout, may_share_heads=heads is None, heads_over=many,
     )  # fmt: skip

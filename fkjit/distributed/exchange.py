@@ -71,9 +71,10 @@ def _lost(group: Group, what: str, error: BaseException) -> str:
     )
 
 
-def shift(group: Group, x: Any, by: int = 1, tag: int = 0) -> Pending:
-    """x to rank + by, and into the result what rank - by sends, of the same shape and dtype."""
-    dist, into = sys.modules["torch"].distributed, x.new_empty(x.shape)
+def shift(group: Group, x: Any, by: int = 1, tag: int = 0, into: Any = None) -> Pending:
+    """x to rank + by, and into the result (`into`, or a new tensor) what rank - by sends, of the
+    same shape and dtype."""
+    dist, into = sys.modules["torch"].distributed, x.new_empty(x.shape) if into is None else into
     to, source = group.world_rank(group.rank + by), group.world_rank(group.rank - by)
     whom = group.process_group
 

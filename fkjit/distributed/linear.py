@@ -5,26 +5,32 @@
     row      x [M, K / ranks], weight [N, K / ranks] -> [M / ranks, N]
              partial sums of others' rows leave while the next ones are multiplied; own ones last
 
-Each is the other's gradient. Partial sums travel in x's dtype and are added in fp32, in order of
-the ranks: the same bits at every call.
+Each is the other's gradient. Partial sums are in x's dtype and are added in fp32, in order of the
+ranks, by `moe_combine` (whose choices are the ranks): the same bits at every call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
-from fkjit.arguments import one_of
+from fkjit.arguments import one_of, whole
 from fkjit.distributed.agree import agree
 from fkjit.distributed.exchange import shift
+from fkjit.distributed.forms import best_pieces
 from fkjit.distributed.groups import Group, check_tensors, eager, group_of
+from fkjit.distributed.schedule import Product
 from fkjit.distributed.symmetric import arriving, available, pushing
 from fkjit.errors import DeviceError, ParameterError
 from fkjit.ops.gemm.backward import ACTIVATION
 from fkjit.ops.gemm.call import linear
+from fkjit.ops.moe.combine import moe_combine
 from fkjit.ops.op.autograd import Differentiable, Tensors, as_tuple
 
 TRANSPORTS = ("nccl", "symmetric")
+_MOST_PIECES = 64
 
 
 class Said(NamedTuple):
@@ -32,6 +38,7 @@ class Said(NamedTuple):
     activation: str | None = None
     gate: bool = False
     transport: str = "nccl"
+    pieces: int = 1
 
 
 @eager
@@ -44,6 +51,7 @@ def column_parallel_linear(
     activation: str | None = None,
     gate: bool = False,
     transport: str = "nccl",
+    pieces: int | None = None,
     timeout: float | None = None,
 ) -> Any:
     """activation(X weightᵀ + bias) with X the rows of all ranks, one behind the other.
@@ -55,6 +63,8 @@ def column_parallel_linear(
         group: a ProcessGroup, a DeviceMesh of one dimension, or None: all ranks.
         transport: "nccl" (messages of the process group, rank by rank) or "symmetric" (GPUs of one
             host: copy engines read rows out of their owners' memory).
+        pieces: messages that a rank's rows travel in, of NCCL; each is multiplied by itself. None:
+            the fastest number by an estimate of bytes and flops.
         timeout: as in `ring_attention`.
 
     Returns:
@@ -66,9 +76,11 @@ def column_parallel_linear(
         others as `fkjit.linear`. torch.compile ends its graph at the call.
     """
     call = "column_parallel_linear"
-    said = Said(_group(call, x, weight, bias, group, transport, timeout), activation, gate)
-    said = said._replace(transport=transport)
-    _check(call, said.group, x, weight)
+    one = _group(call, x, weight, bias, group, transport, timeout)
+    _check(call, one, x, weight, pieces)
+    a = Product(x.shape[0] * one.size, weight.shape[0] * one.size, x.shape[1], x.dtype.itemsize)
+    pieces = best_pieces(True, a, one.size) if pieces is None else pieces
+    said = Said(one, activation, gate, transport, pieces)
     return _COLUMN((x, weight, bias), said)[0]
 
 
@@ -80,6 +92,7 @@ def row_parallel_linear(
     *,
     group: Any = None,
     transport: str = "nccl",
+    pieces: int | None = None,
     timeout: float | None = None,
 ) -> Any:
     """The sum of all ranks' x weightᵀ, and bias: this rank's share of its rows.
@@ -87,7 +100,7 @@ def row_parallel_linear(
     Args:
         x: [ranks * rows, K], this rank's columns; weight: [N, K], this rank's columns.
         bias: [N], the same on every rank; added once.
-        group, transport, timeout: as in `column_parallel_linear`.
+        group, transport, pieces, timeout: as in `column_parallel_linear`.
 
     Returns:
         [rows, N], with gradients of x, weight and bias (that of bias is of all rows).
@@ -97,8 +110,11 @@ def row_parallel_linear(
         `column_parallel_linear`.
     """
     call = "row_parallel_linear"
-    said = Said(_group(call, x, weight, bias, group, transport, timeout), transport=transport)
-    _check(call, said.group, x, weight)
+    one = _group(call, x, weight, bias, group, transport, timeout)
+    _check(call, one, x, weight, pieces)
+    a = Product(x.shape[0], weight.shape[0], x.shape[1] * one.size, x.dtype.itemsize)
+    pieces = best_pieces(False, a, one.size) if pieces is None else pieces
+    said = Said(one, transport=transport, pieces=pieces)
     if x.shape[0] % said.group.size:
         raise ParameterError(
             f"{call}: x has {x.shape[0]} rows; allowed: a multiple of {said.group.size} ranks"
@@ -119,56 +135,91 @@ def _group(
     return group_of(call, group, timeout)
 
 
-def _check(call: str, group: Group, x: Any, weight: Any) -> None:
+def _check(call: str, group: Group, x: Any, weight: Any, pieces: int | None) -> None:
+    if pieces is not None:
+        whole(call, "pieces", pieces, 1, _MOST_PIECES)
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ParameterError(
             f"{call}: x {tuple(x.shape)}, weight {tuple(weight.shape)}; allowed: [rows, K], [N, K]"
         )
-    agree(group, "shapes of x and weight", (*x.shape, *weight.shape, x.dtype.itemsize), x.device)
+    numbers = (*x.shape, *weight.shape, x.dtype.itemsize, pieces or 0)
+    agree(group, "shapes of x and weight, and pieces", numbers, x.device)
 
 
 # ------------------------------------------------------------------ rows that come and go
 
 
-def _gathered(said: Said, x: Any) -> Iterator[tuple[int, Any]]:
-    """(rank, its rows), this rank's own first; the others are under way meanwhile."""
+def _gathered(said: Said, x: Any) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
+    """(rows, where they belong in an array of all ranks' rows), this rank's own first; pieces of
+    the others' are under way meanwhile."""
     group, x = said.group, x.contiguous()
     if said.transport == "symmetric":
-        yield from arriving(group, x)
+        for rank, rows in arriving(group, x):
+            yield rows, partial(_rows, rank=rank, size=group.size)
         return
-    coming = [shift(group, x, by, tag=by) for by in range(1, group.size)]
-    yield group.rank, x
-    for by, message in enumerate(coming, 1):
-        yield (group.rank - by) % group.size, message.wait()
+    pieces = x.tensor_split(min(said.pieces, max(x.shape[0], 1)))
+    coming = [[shift(group, piece, by, tag=by) for piece in pieces] for by in range(1, group.size)]
+    yield x, partial(_rows, rank=group.rank, size=group.size)
+    for by, messages in enumerate(coming, 1):
+        rank, begin = (group.rank - by) % group.size, 0
+        for message in messages:
+            rows = message.wait()
+            yield rows, partial(_rows, rank=rank, size=group.size, begin=begin, count=len(rows))
+            begin += len(rows)
 
 
-def _scattered(
-    said: Said, shape: Sequence[int], like: Any, make: Callable[[int, str | None], Any]
-) -> Any:
-    """fp32 sum over ranks of what each makes of this rank's rows.
+def _scattered(said: Said, x: Any, columns: int, make: Callable[..., Any]) -> Any:
+    """The sum over ranks of what each makes of this rank's rows: added in fp32, in order of the
+    ranks, rounded once.
 
-    make: (rank, out_dtype) -> the rows that rank is to have; own ones are made last, in fp32.
+    make: (rows of x, out) -> their part of a sum, written to out if there is one. Rows of x are all
+    ranks'; own ones are made last.
     """
-    group, found = said.group, {}
+    group, each = said.group, x.shape[0] // said.group.size
     if said.transport == "symmetric":
-        others = pushing(group, shape, like, lambda rank: make(rank, None))
+        parts, wait = pushing(
+            group, (each, columns), x, lambda rank: make(_rows(x, rank, group.size), None)
+        )
     else:
-        others = {}
-        for by in range(1, group.size):
-            part = make((group.rank + by) % group.size, None)
-            others[(group.rank - by) % group.size] = shift(group, part, by, tag=by)
-    found[group.rank] = make(group.rank, "fp32")
-    for rank, message in others.items():
-        found[rank] = message.wait()
-    total = found[0].float()
-    for rank in range(1, group.size):
-        total = total + found[rank]
-    return total
+        parts = x.new_empty(group.size, each, columns)
+        wait = _sent(said, x, parts, make)
+    make(_rows(x, group.rank, group.size), parts[group.rank])
+    wait()
+    return _added(parts)
 
 
-def _rows(x: Any, rank: int, size: int) -> Any:
+def _sent(said: Said, x: Any, parts: Any, make: Callable[..., Any]) -> Callable[[], None]:
+    """Makes the other ranks' parts, each sent as soon as it is there; what waits for theirs."""
+    group, messages = said.group, []
+    for by in range(1, group.size):
+        source = (group.rank - by) % group.size
+        count = min(said.pieces, max(parts.shape[1], 1))
+        rows = _rows(x, (group.rank + by) % group.size, group.size).tensor_split(count)
+        for piece, into in zip(rows, parts[source].tensor_split(count), strict=True):
+            messages.append(shift(group, make(piece, None), by, by, into))
+
+    def wait() -> None:
+        for message in messages:
+            message.wait()
+
+    return wait
+
+
+def _added(parts: Any) -> Any:
+    """[rows, columns] of [ranks, rows, columns], in one pass: a token's choices are the ranks."""
+    size, rows, columns = parts.shape
+    choices = sys.modules["torch"].arange(size * rows, dtype=_int32(), device=parts.device)
+    return moe_combine(parts.view(-1, columns), choices.view(size, rows).t().contiguous())
+
+
+def _int32() -> Any:
+    return sys.modules["torch"].int32
+
+
+def _rows(x: Any, rank: int, size: int, begin: int = 0, count: int | None = None) -> Any:
+    """A rank's rows of all ranks', or some of them."""
     each = x.shape[0] // size
-    return x[rank * each : (rank + 1) * each]
+    return x.narrow(0, rank * each + begin, each if count is None else count)
 
 
 # ------------------------------------------------------------------ column-parallel
@@ -176,33 +227,29 @@ def _rows(x: Any, rank: int, size: int) -> Any:
 
 def _column(inputs: Tensors, said: Said) -> tuple[Tensors, Tensors]:
     x, weight, bias = inputs
-    size = said.group.size
     wide = weight.shape[0] // 2 if said.gate else weight.shape[0]
-    out = x.new_empty(size * x.shape[0], wide)
-    for rank, rows in _gathered(said, x):
-        linear(
-            rows, weight, bias, activation=said.activation, gate=said.gate,
-            out=_rows(out, rank, size),
-        )  # fmt: skip
+    out = x.new_empty(said.group.size * x.shape[0], wide)
+    for rows, place in _gathered(said, x):
+        linear(rows, weight, bias, activation=said.activation, gate=said.gate, out=place(out))
     return (out,), inputs
 
 
 def _column_backward(saved: Tensors, gradients: Tensors, needed: Tensors, said: Said) -> Tensors:
-    (x, weight, bias), size = saved, said.group.size
+    x, weight, bias = saved
     dz, whole = gradients[0].contiguous(), None
     if said.gate or said.activation or needed[1]:
-        whole = x.new_empty(size * x.shape[0], x.shape[1])
-        for rank, rows in _gathered(said, x):
-            _rows(whole, rank, size).copy_(rows)
+        whole = x.new_empty(said.group.size * x.shape[0], x.shape[1])
+        for rows, place in _gathered(said, x):
+            place(whole).copy_(rows)
     if said.gate or said.activation:
         pre = linear(whole, weight, bias)
         options = (said.activation or "none", said.gate, True, False)
         dz = as_tuple(ACTIVATION((dz, pre, weight), (), options))[0]
 
-    def of_rank(rank: int, out_dtype: str | None) -> Any:
-        return linear(_rows(dz, rank, size), weight, weight_layout="kn", out_dtype=out_dtype)
+    def part(rows: Any, out: Any) -> Any:
+        return linear(rows, weight, weight_layout="kn", out=out)
 
-    dx = _scattered(said, x.shape, x, of_rank).to(x.dtype) if needed[0] else None
+    dx = _scattered(said, dz, x.shape[1], part) if needed[0] else None
     dweight = None if whole is None or not needed[1] else linear(dz.t(), whole.t())
     dbias = dz.float().sum(0).to(weight.dtype) if needed[2] else None
     return dx, dweight, dbias
@@ -213,24 +260,21 @@ def _column_backward(saved: Tensors, gradients: Tensors, needed: Tensors, said: 
 
 def _row(inputs: Tensors, said: Said) -> tuple[Tensors, Tensors]:
     x, weight, bias = inputs
-    size = said.group.size
 
-    def of_rank(rank: int, out_dtype: str | None) -> Any:
-        return linear(_rows(x, rank, size), weight, out_dtype=out_dtype)
+    def part(rows: Any, out: Any) -> Any:  # of the sum that stays here, with the bias
+        return linear(rows, weight, None if out is None else bias, out=out)
 
-    total = _scattered(said, (x.shape[0] // size, weight.shape[0]), x, of_rank)
-    total = total if bias is None else total + bias.float()
-    return (total.to(x.dtype),), (x, weight)
+    return (_scattered(said, x, weight.shape[0], part),), (x, weight)
 
 
 def _row_backward(saved: Tensors, gradients: Tensors, needed: Tensors, said: Said) -> Tensors:
-    (x, weight), size, dy = saved, said.group.size, gradients[0]
-    whole = dy.new_empty(size * dy.shape[0], dy.shape[1])
+    (x, weight), dy = saved, gradients[0]
+    whole = dy.new_empty(said.group.size * dy.shape[0], dy.shape[1])
     dx = x.new_empty(x.shape) if needed[0] else None
-    for rank, rows in _gathered(said, dy):
-        _rows(whole, rank, size).copy_(rows)
+    for rows, place in _gathered(said, dy):
+        place(whole).copy_(rows)
         if dx is not None:
-            linear(rows, weight, weight_layout="kn", out=_rows(dx, rank, size))
+            linear(rows, weight, weight_layout="kn", out=place(dx))
     dweight = linear(whole.t(), x.t()) if needed[1] else None
     dbias = whole.float().sum(0).to(weight.dtype) if needed[2] else None
     return dx, dweight, dbias

@@ -4,7 +4,7 @@
     chunk 0   | dispatch 0 |                | products 0 |  combine 0 |
     chunk 1                | dispatch 1 |                | products 1 |  combine 1 |
 
-Exactly the routed rows travel: one for each choice of a token. A chunk's messages are under way
+A row travels for each choice of a token (`routes.py`). A chunk's messages are under way
 while the other chunks are multiplied, in the backward as well.
 """
 
@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from fkjit.arguments import one_of, whole
 from fkjit.distributed.agree import agree
 from fkjit.distributed.codes import E4m3
-from fkjit.distributed.exchange import Routed, all_to_all
+from fkjit.distributed.exchange import Routed
 from fkjit.distributed.groups import Group, check_tensors, eager, group_of
+from fkjit.distributed.routes import Routes, capped, exact
 from fkjit.errors import ParameterError
 from fkjit.ops.gemm.call import linear
 from fkjit.ops.grouped.call import grouped_linear
@@ -30,7 +31,7 @@ from fkjit.ops.moe.route import moe_route
 from fkjit.types import Scoring
 
 _CALL = "moe_layer"
-_MOST_CHUNKS = 64
+_MOST_CHUNKS, _MOST_ROWS = 64, 1 << 27
 
 
 @eager
@@ -56,6 +57,7 @@ def moe_layer(
     save_pre_activation: bool = True,
     chunks: int = 2,
     dispatch: str = "same",
+    max_rows: int | None = None,
     timeout: float | None = None,
 ) -> Any:
     """`fkjit.moe_layer` of this rank's tokens, with experts that ranks share out.
@@ -71,6 +73,11 @@ def moe_layer(
         dispatch: "same": rows travel in x's dtype; "e4m3": to the experts as fp8 codes with a scale
             for 128 columns. Results and gradients come back in x's dtype, and the gradient is
             that of rows that were not rounded.
+        max_rows: None: exactly the routed rows travel, and the host waits once for their numbers,
+            which torch's all-to-all asks for. A number: room for so many rows of a chunk from each
+            rank to each other; nothing waits for the host, and a CUDA graph can have the call, but
+            a rank's choices beyond it, those of its last experts there, are left out, as beyond a
+            capacity. tokens / chunks * top_k is room for all.
         timeout: as in `ring_attention`.
         The others: as in `fkjit.moe_layer`; the shared expert runs while rows are under way.
 
@@ -82,7 +89,6 @@ def moe_layer(
         ParameterError: experts that are no multiple of the ranks, options. PeerError: a rank has
         stopped. The others as `fkjit.moe_layer`.
 
-    The host waits once, for the numbers of rows, which torch's all-to-all asks for: no CUDA graph.
     torch.compile ends its graph at the call.
     """
     check_tensors(_CALL, x=x, w_gate_up=w_gate_up, w_down=w_down, router_logits=router_logits)
@@ -94,7 +100,9 @@ def moe_layer(
     logits = linear(x, router_weight) if router_logits is None else router_logits
     chunks = whole(_CALL, "chunks", chunks, 1, _MOST_CHUNKS)
     one_of(_CALL, "dispatch", dispatch, ("same", "e4m3"))
-    _check(x, logits, w_gate_up, w_down, group, chunks)
+    if max_rows is not None:
+        max_rows = whole(_CALL, "max_rows", max_rows, 1, _MOST_ROWS)
+    _check(x, logits, w_gate_up, w_down, group, (chunks, max_rows or 0))
     weights, ids = moe_route(
         logits.detach(), top_k, scoring=scoring, renormalize=renormalize, bias=bias,
         num_groups=num_groups, topk_groups=topk_groups,
@@ -103,7 +111,8 @@ def moe_layer(
     if logits.requires_grad:
         weights = weights_of(logits, ids, scoring, renormalize, routed_scaling_factor)
     expert = Expert(w_gate_up, w_down, activation, block_size, save_pre_activation)
-    parts = _parts(x, ids, weights, expert, Way(group, chunks, dispatch))
+    way = Way(group, chunks, dispatch, max_rows)
+    parts = _parts(x, ids, weights, int(logits.shape[-1]), way)
     for part in parts:
         part.send()
     shared = None
@@ -119,6 +128,7 @@ class Way(NamedTuple):
     group: Group
     chunks: int
     dispatch: str
+    most: int | None
 
 
 class Expert(NamedTuple):
@@ -130,13 +140,9 @@ class Expert(NamedTuple):
     block_size: int
     save_pre_activation: bool
 
-    def __call__(self, rows: Any, counts: Any) -> Any:
-        """Results of rows that lie by source rank and local expert, counts [ranks, experts] of
-        them, on the device; in the same order."""
-        torch, (size, here) = sys.modules["torch"], counts.shape
-        own = torch.arange(here, dtype=torch.int32, device=rows.device).repeat(size)
-        ids = torch.repeat_interleave(own, counts.flatten(), output_size=rows.shape[0])
-        groups = moe_regroup(ids.unsqueeze(1), here, self.block_size)
+    def __call__(self, rows: Any, ids: Any) -> Any:
+        """Results of rows, in their order. ids: int32, the local expert of each; 0 for others'."""
+        groups = moe_regroup(ids.view(-1, 1), self.w_gate_up.shape[0], self.block_size)
         hidden = grouped_linear(
             moe_permute(rows, groups), self.w_gate_up, groups, activation=self.activation,
             gate=True, save_pre_activation=self.save_pre_activation,
@@ -147,46 +153,32 @@ class Expert(NamedTuple):
 class Part:
     """Some of the tokens, on their way to experts and back."""
 
-    def __init__(
-        self, x: Any, groups: Any, weights: Any, way: Way, counts: list[int], into: list[int],
-        came: Any,
-    ) -> None:  # fmt: skip
-        """counts[rank] rows go there, into[rank] come from there: came [ranks, local experts]."""
-        self.x, self.groups, self.weights, self.came = x, groups, weights, came
+    def __init__(self, x: Any, weights: Any, way: Way, routes: Routes) -> None:
+        self.x, self.weights, self.routes = x, weights, routes
         codec = E4m3(x.shape[1]) if way.dispatch == "e4m3" else None
-        self.there = Routed(way.group, counts, into, codec)
-        self.back = Routed(way.group, into, counts)
+        self.there = Routed(way.group, routes.going, routes.coming, codec)
+        self.back = Routed(way.group, routes.coming, routes.going)
         self.rows: Any = None
 
     def send(self) -> None:
-        self.rows = self.there.started(moe_permute(self.x, self.groups))
+        self.rows = self.there.started(moe_permute(self.x, self.routes.groups))
 
     def compute(self, expert: Expert) -> None:
-        made = expert(self.there.arrived(self.rows), self.came)
+        made = expert(self.there.arrived(self.rows), self.routes.ids)
         self.rows = self.back.started(made)
 
     def sums(self) -> Any:
-        return moe_combine(self.back.arrived(self.rows), self.groups, self.weights)
+        return moe_combine(self.back.arrived(self.rows), self.routes.groups, self.weights)
 
 
-def _parts(x: Any, ids: Any, weights: Any, expert: Expert, way: Way) -> list[Part]:
-    """The chunks; ranks tell one another how many rows each of their experts gets."""
-    torch, size, here = sys.modules["torch"], way.group.size, expert.w_gate_up.shape[0]
+def _parts(x: Any, ids: Any, weights: Any, experts: int, way: Way) -> list[Part]:
     pieces = [[a.contiguous() for a in x.tensor_split(way.chunks)] for x in (x, ids, weights)]
-    groups = [moe_regroup(chunk, size * here) for chunk in pieces[1]]
-    counts = torch.stack([one.counts.view(size, here) for one in groups], 1)
-    came = all_to_all(way.group, counts).wait()  # [ranks, chunks, local experts]
-    going, coming = torch.stack([counts, came]).sum(3).tolist()  # where the host waits
-    return [
-        Part(
-            pieces[0][n], groups[n], pieces[2][n], way, [rank[n] for rank in going],
-            [rank[n] for rank in coming], came[:, n],
-        )
-        for n in range(way.chunks)
-    ]  # fmt: skip
+    groups = [moe_regroup(chunk, experts) for chunk in pieces[1]]
+    found = exact(way.group, groups) if way.most is None else capped(way.group, groups, way.most)
+    return [Part(pieces[0][n], pieces[2][n], way, one) for n, one in enumerate(found)]
 
 
-def _check(x: Any, logits: Any, up: Any, down: Any, group: Group, chunks: int) -> None:
+def _check(x: Any, logits: Any, up: Any, down: Any, group: Group, said: tuple[int, int]) -> None:
     """What no part of the layer sees; each looks at its own arguments."""
     experts, here = int(logits.shape[-1]), int(up.shape[0])
     if experts != here * group.size:
@@ -204,4 +196,6 @@ def _check(x: Any, logits: Any, up: Any, down: Any, group: Group, chunks: int) -
             f"{_CALL}: x {tuple(x.shape)}, router_logits {tuple(logits.shape)}, w_gate_up "
             f"{tuple(up.shape)}; allowed: [tokens, H], [tokens, E] and [E / ranks, 2 I, H]"
         )
-    agree(group, "experts, sizes and chunks", (*up.shape, chunks, x.dtype.itemsize), x.device)
+    agree(
+        group, "experts, sizes, chunks and max_rows", (*up.shape, *said, x.dtype.itemsize), x.device
+    )

@@ -278,37 +278,42 @@ class Product(NamedTuple):
         return 2.0 * self.m * self.n * self.k / size / machine.products
 
 
-def column_linear(a: Product, machine: Machine, size: int, overlap: bool = True) -> Timeline:
-    """Rows of x come from rank after rank; a rank's product starts when they are there."""
-    line = Timeline()
-    rows = a.m * a.k * a.itemsize / size
+def column_linear(
+    a: Product, machine: Machine, size: int, overlap: bool = True, pieces: int = 2
+) -> Timeline:
+    """Rows of x come from rank after rank, in pieces; each is multiplied when it is there."""
+    line, pieces = Timeline(), pieces if overlap else 1
+    rows, each = a.m * a.k * a.itemsize / size / pieces, a.seconds(machine, size) / size
     for rank in range(size):
         came = [
-            line.add(rank, "link", f"x {step}", transfer(machine, rows)) if step else None
-            for step in range(size)
+            line.add(rank, "link", f"x {n}", transfer(machine, rows))
+            for n in range((size - 1) * pieces)
         ]
-        for step in range(size):
-            after = (came[step] if overlap else came[-1],)
-            line.add(rank, "compute", f"product {step}", a.seconds(machine, size) / size, after)
+        line.add(rank, "compute", "own", each, () if overlap else came[-1:])
+        for n, task in enumerate(came):
+            line.add(rank, "compute", f"product {n}", each / pieces, (task,))
     return line
 
 
-def row_linear(a: Product, machine: Machine, size: int, overlap: bool = True) -> Timeline:
+def row_linear(
+    a: Product, machine: Machine, size: int, overlap: bool = True, pieces: int = 2
+) -> Timeline:
     """Partial sums go to their owners as soon as they are there, own ones last; then all are
     added."""
-    line = Timeline()
-    rows = a.m * a.n * a.itemsize / size
+    line, pieces = Timeline(), pieces if overlap else 1
+    rows, each = a.m * a.n * a.itemsize / size, a.seconds(machine, size) / size
     for rank in range(size):
         made = [
-            line.add(rank, "compute", f"product {step}", a.seconds(machine, size) / size)
-            for step in range(size)
+            line.add(rank, "compute", f"product {n}", each / pieces)
+            for n in range((size - 1) * pieces)
         ]
+        own = line.add(rank, "compute", "own", each)
         sent = [
             line.add(
-                rank, "link", f"sums {step}", transfer(machine, rows),
-                (made[step] if overlap else made[-1],),
+                rank, "link", f"sums {n}", transfer(machine, rows / pieces),
+                (task if overlap else own,),
             )
-            for step in range(size - 1)
+            for n, task in enumerate(made)
         ]  # fmt: skip
-        line.add(rank, "compute", "add", rows * (size + 1) / machine.memory, (made[-1], *sent))
+        line.add(rank, "compute", "add", rows * (size + 1) / machine.memory, (own, *sent))
     return line

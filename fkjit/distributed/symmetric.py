@@ -126,9 +126,9 @@ def arriving(group: Group, x: Any) -> Iterator[tuple[int, Any]]:
 
 def pushing(
     group: Group, shape: Sequence[int], like: Any, make: Callable[[int], Any]
-) -> dict[int, Arrived]:
-    """Other ranks' parts of this rank's rows, by rank. make: this rank's part of another's rows,
-    which a copy engine writes into that one's memory while the next is made."""
+) -> tuple[Any, Callable[[], None]]:
+    """[ranks, *shape], into which the other ranks write, and what waits for that. make: this rank's
+    part of another's rows, which a copy engine writes there while the next is made."""
     torch, count = sys.modules["torch"], prod(shape)
     own, handle = shared(group, group.size * count, like, "sums")
     handle.barrier(channel=0)  # what an earlier call left has been read
@@ -140,28 +140,13 @@ def pushing(
         with torch.cuda.stream(stream):
             theirs = handle.get_buffer(rank, (group.size, count), like.dtype)
             theirs[group.rank].copy_(held[-1].reshape(-1), non_blocking=True)
-    room, arrived = own.view(group.size, *shape), Arrived(handle, stream, held)
-    others = (rank for rank in range(group.size) if rank != group.rank)
-    return {rank: arrived.part(room[rank]) for rank in others}
 
+    def wait() -> None:
+        torch.cuda.current_stream().wait_stream(stream)
+        handle.barrier(channel=0)
+        held.clear()
 
-class Arrived:
-    """A part that others write; the first to be waited for waits for all of them."""
-
-    def __init__(self, handle: Any, stream: Any, held: Any, whole: Any = None, x: Any = None):
-        self.handle, self.stream, self.held = handle, stream, held
-        self.whole, self.x = whole or self, x
-
-    def part(self, x: Any) -> Arrived:
-        return Arrived(None, None, None, self, x)
-
-    def wait(self) -> Any:
-        whole = self.whole
-        if whole.held is not None:
-            sys.modules["torch"].cuda.current_stream().wait_stream(whole.stream)
-            whole.handle.barrier(channel=0)
-            whole.held = None
-        return self.x
+    return own.view(group.size, *shape), wait
 
 
 _streams: dict[Any, Any] = {}

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import kit
+from tests.distributed.kit import draw
 from tests.distributed.test_dist_layers import decoding, experts, products
 from tests.distributed.test_ring_attention import compare
 
@@ -35,7 +36,8 @@ def checks(size: int) -> list[tuple[str, Any]]:
         ):  # fmt: skip
             shape = (1, 8, 4, 128 * 2 * size + 16 * size, 128, 128, True)
             found.append((f"{said} {dtype}", _attention(shape, dtype, said)))
-        for said in ({}, {"dispatch": "e4m3"}):
+        found += [(f"graph of {name} {dtype}", _graph(name, dtype)) for name in ("ring", "experts")]
+        for said in ({}, {"dispatch": "e4m3"}, {"max_rows": 450}):
             sizes = ((300, *[70] * (size - 1)), 4 * size, 256, 128, 3)
             found.append((f"experts {said} {dtype}", _call(experts, sizes, dtype, said)))
         for transport in ("nccl", "symmetric"):
@@ -62,6 +64,35 @@ def _attention(shape: Any, dtype: str, said: dict[str, Any]) -> Any:
 
 def _call(function: Any, sizes: Any, dtype: str, said: dict[str, Any]) -> Any:
     return lambda rank: function(rank, 3, sizes, dtype, said)
+
+
+def _graph(name: str, dtype: str) -> Any:
+    """Whether a replayed CUDA graph with new inputs gives what a call gives, to the bit."""
+    import fkjit.distributed as fd
+
+    def calls() -> tuple[Any, Any]:
+        kind = getattr(torch, dtype)
+        if name == "ring":
+            x = draw(4, (1, 8, 256, 128), kind)
+            return x, lambda: fd.ring_attention(x, x, x, causal=True, form="ring")
+        x, logits = draw(4, (96, 256), kind), draw(5, (96, 8), torch.float32)
+        here = 8 // dist.get_world_size()
+        up, down = draw(6, (here, 256, 256), kind) / 16, draw(7, (here, 256, 128), kind) / 11
+        return x, lambda: fd.moe_layer(x, logits, up, down, 2, max_rows=96)
+
+    def check(rank: int) -> dict[str, float]:
+        x, call = calls()
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = call()
+        x.copy_(draw(9, tuple(x.shape), x.dtype))
+        graph.replay()
+        return {"other bits": float(not torch.equal(made, call()))}
+
+    return check
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-_LIMIT = 120.0  # seconds that a test waits for a rank
+_LIMIT = 600.0  # seconds that a test waits for a rank
 
 
 @lru_cache(maxsize=1)
@@ -34,7 +34,7 @@ def _server() -> subprocess.Popen[str]:
 class Ranks:
     """`size` processes of one gloo group, whose time-out is `seconds`."""
 
-    def __init__(self, size: int, seconds: float = 60.0) -> None:
+    def __init__(self, size: int, seconds: float = 300.0) -> None:
         self.size, self.folder = size, tempfile.mkdtemp(prefix="ranks-")
         address = os.path.join(self.folder, "socket")
         with Listener(address, "AF_UNIX", backlog=size) as listener:

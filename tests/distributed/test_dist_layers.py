@@ -11,6 +11,7 @@ import pytest
 from tests.distributed.kit import DEVICE, Ranks, draw, error, ranks
 
 torch = pytest.importorskip("torch")
+FORWARD = {"gradients": False}
 TOLERANCE = {"float16": 3e-3, "bfloat16": 2e-2, "float32": 4e-6}
 
 
@@ -46,9 +47,12 @@ def experts(rank: int, seed: int, sizes: Any, dtype_name: str, said: dict[str, A
     here, begin = count // size, sum(tokens[:rank])
     mine = slice(begin, begin + tokens[rank])
     local = slice(rank * here, (rank + 1) * here)
-    own = [a.clone().requires_grad_() for a in (x[mine], logits[mine], up[local], down[local])]
+    gradients = said.pop("gradients", True)
+    own = [a.clone() for a in (x[mine], logits[mine], up[local], down[local])]
+    own = [a.requires_grad_(gradients) for a in own]
     out = fd.moe_layer(*own, top_k, **said)
-    out.backward(along[mine])
+    if gradients:
+        out.backward(along[mine])
     wanted = experts_float64(x, logits, up, down, along, top_k)
     places = (mine, mine, mine, local, local)
     found = (out.detach(), *(a.grad for a in own))
@@ -56,7 +60,7 @@ def experts(rank: int, seed: int, sizes: Any, dtype_name: str, said: dict[str, A
     return {
         name: error(f, w[at], w)
         for name, f, w, at in zip(names, found, wanted, places, strict=True)
-        if f.numel()
+        if f is not None and f.numel()
     }
 
 
@@ -83,8 +87,32 @@ def test_a_rank_without_rows_and_one_without_tokens(two):
     below(found, TOLERANCE["float16"])
 
 
+def test_room_for_all_rows_needs_no_numbers_of_the_host(two):
+    found = two.run(experts, 2, ((9, 6), 4, 32, 32, 2), "float16", {"max_rows": 10, **FORWARD})
+    below(found, TOLERANCE["float16"])
+
+
+def left_out(rank: int) -> None:
+    """Of five tokens for one expert, room is for three: the others' results are 0."""
+    import fkjit.distributed as fd
+
+    x, up = draw(rank, (5, 32), torch.float16), draw(7, (4, 64, 32), torch.float16) / 6
+    down = draw(8, (4, 32, 32), torch.float16) / 6
+    logits = torch.zeros(5, 4)
+    logits[:, 3 * rank] = 9.0  # each to its own rank's experts
+    given = x, logits, up[2 * rank :][:2], down[2 * rank :][:2], 1
+    every = fd.moe_layer(*given, chunks=1)
+    some = fd.moe_layer(*given, chunks=1, max_rows=3)
+    assert torch.equal(some[:3], every[:3]) and every[3:].any(1).all()
+    assert not some[3:].any()
+
+
+def test_choices_without_room_are_left_out(two):
+    two.run(left_out)
+
+
 def test_codes_of_8_bits_cost_what_they_round(two):
-    found = two.run(experts, 5, ((9, 8), 4, 32, 32, 2), "float16", {"dispatch": "e4m3"})
+    found = two.run(experts, 5, ((9, 8), 4, 32, 32, 2), "float16", {"dispatch": "e4m3", **FORWARD})
     below(found, 0.08)
     assert max(e["out"] for e in found) > 1e-3  # or nothing was rounded
 
@@ -117,10 +145,10 @@ def products(rank: int, seed: int, sizes: Any, dtype_name: str, said: dict[str, 
     found["column"] = error(y.detach(), whole.detach()[:, cols], whole.detach())
     grads = zip(("dx", "dw", "db"), own, full, (mine, out, out), strict=True)
     found |= {name: error(a.grad, b.grad[at], b.grad) for name, a, b, at in grads}
-    return found | row_products(rank, seed + 50, sizes, dtype, said.get("transport", "nccl"))
+    return found | row_products(rank, seed + 50, sizes, dtype, said)
 
 
-def row_products(rank: int, seed: int, sizes: Any, dtype: Any, way: str) -> dict[str, float]:
+def row_products(rank: int, seed: int, sizes: Any, dtype: Any, said: Any) -> dict[str, float]:
     import torch.distributed as dist
 
     import fkjit.distributed as fd
@@ -131,7 +159,8 @@ def row_products(rank: int, seed: int, sizes: Any, dtype: Any, way: str) -> dict
     along = draw(seed + 3, (size * rows, n), dtype)
     mine, cols = slice(rank * rows, (rank + 1) * rows), slice(rank * k, (rank + 1) * k)
     own = [a.clone().contiguous().requires_grad_() for a in (x[:, cols], w[:, cols], bias)]
-    y = fd.row_parallel_linear(*own, transport=way)
+    given = {name: said[name] for name in ("transport", "pieces") if name in said}
+    y = fd.row_parallel_linear(*own, **given)
     y.backward(along[mine])
     full = [a.double().requires_grad_() for a in (x, w, bias)]
     whole = full[0] @ full[1].T + full[2]
@@ -151,7 +180,7 @@ def act(z: Any, said: dict[str, Any]) -> Any:
     return torch.nn.functional.relu(z) if said.get("activation") == "relu" else z
 
 
-@pytest.mark.parametrize("said", [{}, {"activation": "silu", "gate": True}], ids=str)
+@pytest.mark.parametrize("said", [{"activation": "silu", "gate": True, "pieces": 3}], ids=str)
 def test_column_and_row_parallel_products(two, said):
     below(two.run(products, 0, (9, 16, 24), "float16", said), TOLERANCE["float16"])
 

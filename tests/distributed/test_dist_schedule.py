@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from fkjit.distributed import forms, schedule
@@ -93,3 +95,28 @@ def test_the_page_has_what_the_simulator_says():
 
     for path, text in written(Machine()).items():
         assert path.read_text() == text, f"{path}: python -m bench.distributed.schedule --write"
+
+
+def test_a_profile_becomes_a_timeline_and_says_what_was_hidden():
+    pytest.importorskip("torch")
+    from bench.distributed.timeline import draw
+    from bench.distributed.trace import hidden, timeline
+
+    def event(
+        name: str, begin: float, end: float, device: str = "DeviceType.CUDA"
+    ) -> SimpleNamespace:
+        span = SimpleNamespace(start=1000 + begin, end=1000 + end)
+        return SimpleNamespace(name=name, device_type=device, time_range=span)
+
+    events = [
+        event("attention<T>", 10, 30), event("ncclDevKernel_SendRecv", 0, 20),
+        event("aten::mul", 0, 90, "DeviceType.CPU"), event("Memcpy PtoP", 25, 35),
+    ]  # fmt: skip
+    line = timeline(events, 3)
+    assert [(t.rank, t.lane, t.name) for t in line.tasks] == [
+        (3, "link", "ncclDevKernel_SendRecv"), (3, "compute", "attention<T>"),
+        (3, "link", "Memcpy PtoP"),
+    ]  # fmt: skip
+    assert line.seconds == pytest.approx(35e-6)
+    assert hidden(line) == pytest.approx((10 + 5) / 30)
+    assert "attention&lt;T&gt;" in draw("a call", [("one", line)])

@@ -83,8 +83,8 @@ def both(rank: int) -> dict[str, float]:
     made: list[Memory] = []
     size = torch.distributed.get_world_size()
     q, k, v = (fd.shard(draw(n, (1, 2, 8 * size, 32), torch.float16)) for n in range(3))
-    x, w = draw(rank + 5, (4, 16), torch.float16), draw(rank + 9, (8, 16), torch.float16)
-    y = draw(rank + 7, (4 * size, 16), torch.float16)
+    x, w = draw(rank + 5, (9, 32), torch.float16), draw(rank + 9, (32, 32), torch.float16)
+    y = draw(rank + 7, (9 * size, 32), torch.float16)
     calls = {
         "ring": lambda way: fd.ring_attention(q, k, v, causal=True, form="ring", transport=way),
         "column": lambda way: fd.column_parallel_linear(x, w, transport=way),

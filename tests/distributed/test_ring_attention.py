@@ -108,32 +108,34 @@ def test_causal_attention_is_that_of_the_whole_sequence(two, form, layout):
     check(two, shape, "float16", {"causal": True, "layout": layout, "form": form})
 
 
-def test_four_ranks_give_the_same_bits_again(four, every_variant):
-    said = {"causal": True, "form": "ring"}
-    shape = (1, 4, 2, 72, 32, 32, every_variant)  # gradients of four ranks take seconds
-    once = check(four, shape, "float16", said)
-    again = four.run(compare, 0, shape, "float16", said)
-    assert [bits for _, bits in once] == [bits for _, bits in again]
+def test_three_ranks_give_the_same_bits_again(every_variant):
+    said, shape = {"causal": True, "form": "ring"}, (1, 4, 2, 54, 32, 32)
+    with ranks(3) as three:
+        once = check(three, (*shape, True), "float16", said)
+        again = three.run(compare, 0, (*shape, every_variant), "float16", said)
+    for (_, first), (_, second) in zip(once, again, strict=True):
+        assert first[: len(second)] == second
 
 
-@pytest.mark.parametrize("form", ["ring", "gather"])
+@pytest.mark.parametrize("form", ["ring", "auto"])
 def test_a_mesh_of_two_dimensions_shares_tokens_and_heads(four, form):
     said = {"causal": True, "form": form, "mesh": (2, 2)}
     check(four, (1, 4, 2, 64, 32, 32, False), "float16", said)
 
 
 CASES = [
-    ({"form": "ring", "window": (5, 0), "causal": True, "sinks": True}, True),
+    ({"form": "ring", "window": (5, 0), "causal": True, "sinks": True}, None),
     ({"form": "ring", "window": (20, None), "layout": "contiguous"}, False),
     ({"form": "gather", "window": (7, 3), "sinks": True}, False),
-    ({"form": "ring", "causal": True, "sinks": True}, False),
+    ({"form": "ring", "causal": True, "sinks": True}, True),
     ({"form": "ulysses", "causal": True, "sinks": True, "window": (9, 0)}, False),
-    ({"form": "ring"}, False),
 ]
 
 
 @pytest.mark.parametrize("said,gradients", CASES, ids=lambda said: str(said))
-def test_windows_and_sinks(two, said, gradients):
+def test_windows_and_sinks(two, said, gradients, every_variant):
+    """Gradients: None: with --every-variant, as they take kernels that no other test here does."""
+    gradients = every_variant if gradients is None else gradients
     check(two, (*SMALL[:5], 32, gradients), "float16", said, seed=20)
 
 
