@@ -397,7 +397,3 @@ def tune(ctx: typer.Context) -> None:
 def demo() -> None:
     """Attention on real input, each implementation checked against float64."""
     raise typer.Exit(import_module("fkjit.cli.demo").main())
-
-
-if __name__ == "__main__":
-    app()
