@@ -24,16 +24,18 @@ template <typename Pairs, bool BITS, bool BLOCKS>
 struct ScaledPairs : Pairs {
   RowScales of_x, of_weight;
 
+  float2 operator()(float2, float2, float2, float2, i64, int) const = delete;  // knows no scales
+
   __device__ __forceinline__ ScaledPairs(const Pairs& pairs, const RowScales& x,
                                          const RowScales& weight)
       : Pairs(pairs), of_x(x), of_weight(weight) {}
 
-  __device__ __forceinline__ float2 operator()(float2 sums, float2 bias, float2 up, float2 bias_up,
-                                               i64 row, int column) const {
+  __device__ __forceinline__ float2 activated(float2 sums, float2 bias, float2 up, float2 bias_up,
+                                              i64 row, int column) const {
     const int last = Pairs::n - 1;
     if (Pairs::GATE) up = scaled(up, row, Pairs::n + min(column, last), Pairs::n + last);
-    return Pairs::operator()(scaled(sums, row, min(column, last), last), bias, up, bias_up, row,
-                             column);
+    return Pairs::activated(scaled(sums, row, min(column, last), last), bias, up, bias_up, row,
+                            column);
   }
 
  private:
