@@ -199,7 +199,7 @@ def grouped(p: Problem, ids: np.ndarray, arrays: Mapping[str, Any]) -> Arrays:
         places[begin : begin + mine.size] = mine
         inverse[mine] = begin + np.arange(mine.size)
         end = begin + -(-mine.size // size) * size
-        tiles[begin // size : end // size] = local[e] if keeps else e
+        tiles[begin // size : end // size] = local[e] if keeps and local is not None else e
         offsets.append(end)
         counts.append(mine.size)
     found = (places, tiles, [offsets[-1]], inverse.reshape(-1, p["top_k"]), offsets, counts)
