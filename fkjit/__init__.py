@@ -65,6 +65,7 @@ _PUBLIC = {
     "distributed": "fkjit.distributed",
     "models": "fkjit.models",
 }
+_MODULES = ("compat", "distributed", "errors", "models")
 
 __all__ = [
     "KernelSpec",
@@ -166,6 +167,6 @@ else:  # a name that is not there is an error to type checkers
         if name not in _PUBLIC:
             raise AttributeError(_unknown(name), name=name)
         module = import_module(_PUBLIC[name])
-        value = module if name in ("compat", "distributed", "errors", "models") else getattr(module, name)
+        value = module if name in _MODULES else getattr(module, name)
         globals()[name] = value
         return value
