@@ -69,6 +69,7 @@ _PUBLIC = {
     "distributed": "fkjit.distributed",
     "models": "fkjit.models",
 }
+_MODULES = ("compat", "distributed", "errors", "models")
 
 __all__ = [
     "KernelSpec",
