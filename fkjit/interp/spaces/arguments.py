@@ -71,8 +71,8 @@ class Placing:
         return self.placed[-1]
 
     def _bind(self, argument: Arg, over: TensorMap) -> bytes:
-        """A tensor map's handle. Where its array is (part of) an argument, both share a place: where
-        it is two arguments (an input, and the output that may be written over it), the output's."""
+        """A tensor map's handle. Where its array is (part of) an argument, both share a place; of
+        an input that is the output as well, the output's."""
         found = [one for one in self.placed if _within(over.array, one)]
         one = max(found, key=lambda one: one.writable, default=None)
         if one is None:
