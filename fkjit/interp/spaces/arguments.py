@@ -71,8 +71,10 @@ class Placing:
         return self.placed[-1]
 
     def _bind(self, argument: Arg, over: TensorMap) -> bytes:
-        """A tensor map's handle. Where its array is (part of) an argument, both share a place."""
-        one = next((one for one in self.placed if _within(over.array, one)), None)
+        """A tensor map's handle. Where its array is (part of) an argument, both share a place; of
+        an input that is the output as well, the output's."""
+        found = [one for one in self.placed if _within(over.array, one)]
+        one = max(found, key=lambda one: one.writable, default=None)
         if one is None:
             one = self._place(argument, over.array)
         else:

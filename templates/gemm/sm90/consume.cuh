@@ -27,8 +27,8 @@ __device__ __forceinline__ void pass_by(const Stages& stages, Place& place, int 
 }
 
 // One tile's products, 64 of k after the other: a stage is released when the next one's products
-// have been issued and its own are done. Rows of A from `first_row` on. `meanwhile` is called under
-// the first products.
+// have been issued and its own are done. Rows of A from `first_row` on. `meanwhile` is called once,
+// under products of two steps where there are two: it may take a while.
 template <typename T, int CLUSTER, int BLOCKS, int N, typename Stages, typename Place,
           typename Turns, typename Meanwhile>
 __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][N][4], const Stages& stages,
@@ -36,6 +36,7 @@ __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][N][4], const Stage
                                          const Turns& turns, const Meanwhile& meanwhile) {
   using A = typename Stages::A;
   using B = typename Stages::B;
+  const int calls = min(steps, 2) - 1;  // at this step
   int last = 0;
   for (int step = 0; step < steps; ++step) {
     mbarrier_wait(stages.full(place.stage), place.parity);
@@ -49,9 +50,8 @@ __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][N][4], const Stage
             acc[block], A::operand(stages.a(place.stage), first_row + block * 64) + i * A::STEP,
             b + i * B::STEP, step > 0 || i > 0);
     wgmma_commit();
-    if (step == 0) {
-      meanwhile();
-    } else {
+    if (step == calls) meanwhile();
+    if (step > 0) {
       wgmma_wait<1>();
       release_stage<CLUSTER>(stages, last, lane);
     }

@@ -84,6 +84,18 @@ def test_a_map_and_a_pointer_to_one_array_share_its_memory() -> None:
     np.testing.assert_array_equal(x, expected)
 
 
+def test_of_an_input_that_is_the_output_as_well_a_map_has_the_output() -> None:
+    x = np.random.default_rng(5).standard_normal((16, 32)).astype("f4")
+    before = x.copy()
+    tensor = TensorMap(x, (32, 16), (128,), (32, 8))
+    arguments = (Arg("from", tensor), Arg("added", x), Arg("x", x, True), Arg("to", tensor, True))
+    launch(SHIFT.replace("float* x,", "const float* added, float* x,"), *arguments)
+    expected = before.copy()
+    expected[:4] += before[0]
+    expected[8:] = before[:8]
+    np.testing.assert_array_equal(x, expected)
+
+
 def test_a_map_of_a_part_of_another_argument_shares_its_memory() -> None:
     x = np.random.default_rng(4).standard_normal((20, 64)).astype("f4")
     before = x.copy()
