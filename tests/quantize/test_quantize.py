@@ -125,15 +125,6 @@ def test_torch_tensors_and_strides():
     assert fkjit.quantize(x[:0], "int8_row").data.shape == (0, 6, 256)
 
 
-def test_in_a_graph_of_torch_compile():
-    @torch.compile(fullgraph=True, backend="eager")
-    def there_and_back(x):
-        return fkjit.dequantize(fkjit.quantize(x, "int4_group"), "fp32")
-
-    x = torch.randn(3, 128)
-    assert torch.equal(there_and_back(x), fkjit.dequantize(fkjit.quantize(x, "int4_group"), "fp32"))
-
-
 # ------------------------------------------------------------------ errors
 
 X = np.ones((4, 128), np.float16)

@@ -13,8 +13,10 @@ import fkjit
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import quiet
 from fkjit.settings import settings
+from tests.core.sampling import one_in
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ROWS, GROUPS = (1, 8, 9, 37, 70), ("int4_group", "int8_group")
 STEP = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-20}  # of a result, rounded once
 
 
@@ -63,8 +65,9 @@ def check(x, weight, bias=None, *, residual=None, scale=1.0, gate=False, activat
 # ------------------------------------------------------------------ weights alone
 
 
-@pytest.mark.parametrize("rows", [1, 8, 9, 37, 70])
-@pytest.mark.parametrize("scheme", ["int4_group", "int8_group"])
+@one_in(2, rows=ROWS, scheme=GROUPS)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("scheme", GROUPS)
 def test_x_of_16_bits(scheme, rows):
     weight = fkjit.quantize(normal(72, 288, dtype="fp16"), scheme)
     x, bias = normal(rows, 288, dtype="fp16"), normal(72, dtype="fp16")
@@ -90,7 +93,7 @@ def test_an_expression_of_ones_own():
     weight = fkjit.quantize(normal(16, 128), "int8_group")
     x = normal(4, 128)
     found = fkjit.linear(x, weight, epilogue_mod="x > 0.f ? x : 0.5f * x", out_dtype="fp32")
-    plain = fkjit.linear(x, weight, out_dtype="fp32")
+    plain = (x.double() @ numbers(weight).T).float()
     torch.testing.assert_close(found, torch.where(plain > 0, plain, 0.5 * plain))
 
 
@@ -107,6 +110,7 @@ def test_rows_of_x_do_not_see_each_other():
 # ------------------------------------------------------------------ codes with codes
 
 
+@pytest.mark.sampled(key=lambda scheme, target: target)
 @pytest.mark.parametrize(("scheme", "target"), [
     ("fp8_tensor", "sm_90a"), ("fp8_row", "sm_89"), ("fp8_block", "sm_90a"),
     ("fp8_block", "sm_120a"), ("int8_row", "sm_80"), ("int8_row", "sm_90a"),
@@ -125,14 +129,7 @@ def test_x_is_quantized_by_the_call(on):
     x = normal(5, 128)
     found = fkjit.linear(x, weight)
     assert torch.equal(found, fkjit.linear(fkjit.quantize(x, "fp8_row"), weight))
-    check(fkjit.quantize(x, "fp8_tensor"), weight, out_dtype="fp32")
-
-
-def test_gate_and_up_of_blocks(on):
-    on("compute_90a")
-    weight = fkjit.quantize(normal(256, 160), "fp8_block", weight=True)
-    x = fkjit.quantize(normal(3, 160), "fp8_block")
-    check(x, weight, normal(256), gate=True, activation="silu", residual=normal(3, 128))
+    check(fkjit.quantize(x, "fp8_tensor"), weight)
 
 
 # ------------------------------------------------------------------ errors

@@ -119,7 +119,7 @@ def _skinny(params: Params, scale: str) -> list[dict[str, Any]]:
         shapes = ((tokens, 4096, 4096), (tokens - 3, 4104, 1056), (9, 67, 14336))
         return [problem(params, *shape, **_everything()) for shape in shapes]
     return [
-        problem(params, tokens - 3, 133, 128 * 9 + 32, multiprocessors=4, **_everything()),
+        problem(params, tokens - 3, 70, 128 * 7 + 32, multiprocessors=4, **_everything()),
         problem(params, min(tokens, SKINNY_ROWS), 64, 96, bias=False),
     ]
 

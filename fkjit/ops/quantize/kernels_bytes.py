@@ -76,11 +76,12 @@ _PLAIN: Mapping[str, Any] = {
 _INT8 = {"code": "int8", "interval": 0}
 _BLOCKS = {"scales": "blocks", "interval": 1}
 _SWIGLU = {"activation": "silu", "gate": True, "residual": True}
+_FINE = {"dtype": "fp16", "out_dtype": "fp32"}
 
 # ------------------------------------------------------------------ wgmma
 
 Variant = tuple[int, int]
-_TILES: tuple[Variant, ...] = ((128, 128), (192, 128), (128, 256), (128, 64))
+_TILES: tuple[Variant, ...] = ((128, 128), (192, 128), (128, 256))
 
 
 def _stages(params: Params) -> int:
@@ -146,23 +147,16 @@ WGMMA = KernelSpec(
         "block": lambda params: (128 * (1 + params["block"][0] // 64), 1, 1),
         "grid": _wgmma_grid,
         "arguments": _maps,
-        "verification": "fkjit.ops.quantize.cases_bytes:WGMMA",
+        "verification": "fkjit.ops.quantize.cases_bytes:BYTES",
     }
 )  # fmt: skip
-_WIDE = {"block": (128, 256), "interval": 0}
 WGMMA_AHEAD = _ahead(
     WGMMA,
     [
         {"cluster": 2},
-        {"block": (192, 128), "interval": 1, "cluster": 2},
-        {**_WIDE, "cluster": 2},
-        {**_BLOCKS, "cluster": 2},
-        {**_BLOCKS, "block": (192, 128)},
-        {**_BLOCKS, **_SWIGLU},
-        {**_SWIGLU, "cluster": 2, "dtype": "fp16", "out_dtype": "fp32"},
-        {"block": (128, 64), "activation": "gelu_tanh"},
-        {**_INT8, "block": (128, 256)},
-        {**_INT8, **_SWIGLU, "cluster": 2},
+        {"block": (192, 128)},
+        {**_BLOCKS, **_SWIGLU, "cluster": 2},
+        {**_INT8, **_FINE, "block": (128, 256), "activation": "gelu_tanh"},
     ],
 )
 
@@ -216,19 +210,16 @@ MMA = KernelSpec(
         "block": _mma_threads,
         "grid": _mma_grid,
         "arguments": _arguments,
-        "verification": "fkjit.ops.quantize.cases_bytes:MMA",
+        "verification": "fkjit.ops.quantize.cases_bytes:BYTES",
     }
 )  # fmt: skip
 MMA_AHEAD = _ahead(
     MMA,
     [
         {},
-        {"block": (64, 128), "interval": 0, "activation": "gelu_tanh"},
-        {**_BLOCKS},
         {**_BLOCKS, **_SWIGLU, "block": (64, 128)},
-        {**_SWIGLU, "interval": 1, "dtype": "fp16", "out_dtype": "fp32"},
         {**_INT8},
-        {**_INT8, **_SWIGLU, "block": (64, 128)},
+        {**_INT8, **_SWIGLU, **_FINE, "block": (64, 128)},
     ],
 )
 

@@ -15,6 +15,7 @@ _CODE = Param("code", ("int4", "int8"), "codes of the weight, with a scale for 1
 _FEATURES = frozenset({"bf16_mma"})
 _PLAIN = {"dtype": "bf16", "out_dtype": "bf16", "activation": "none", "gate": False}
 _SWIGLU = {"activation": "silu", "gate": True}
+_FINE = {"dtype": "fp16", "out_dtype": "fp32"}
 
 
 def _values(params: Params) -> dict[str, Any]:
@@ -64,11 +65,10 @@ GEMV = KernelSpec(
 GEMV_AHEAD = _ahead(
     GEMV,
     [
-        *({"code": "int4", "tile": tile} for tile in _GEMV_TILES),
-        {"code": "int8", "tile": (16, 8, 3)},
-        {"code": "int8", "tile": (32, 8, 2), **_SWIGLU},
-        {"code": "int4", "tile": (16, 8, 3), **_SWIGLU, "dtype": "fp16", "out_dtype": "fp32"},
-        {"code": "int8", "tile": (16, 4, 3), "dtype": "fp16", "out_dtype": "fp16"},
+        {"code": "int4", "tile": _GEMV_TILES[0]},
+        {"code": "int4", "tile": _GEMV_TILES[1], **_SWIGLU, **_FINE},
+        {"code": "int8", "tile": _GEMV_TILES[0]},
+        {"code": "int8", "tile": _GEMV_TILES[2], **_FINE, "out_dtype": "fp16"},
     ],
 )
 
@@ -125,11 +125,9 @@ SKINNY = KernelSpec(
 SKINNY_AHEAD = _ahead(
     SKINNY,
     [
-        *({"code": "int4", "tokens": tokens} for tokens in TOKENS),
-        {"code": "int8", "tokens": 64},
-        {"code": "int8", "tokens": 16, **_SWIGLU},
-        {"code": "int4", "tokens": 32, **_SWIGLU, "dtype": "fp16", "out_dtype": "fp32"},
-        {"code": "int8", "tokens": 32, "dtype": "fp16", "out_dtype": "fp16"},
+        {"code": "int4", "tokens": 64},
+        {"code": "int4", "tokens": 32, **_SWIGLU, **_FINE},
+        {"code": "int8", "tokens": 16, **_FINE, "out_dtype": "fp16"},
     ],
 )
 
