@@ -30,11 +30,11 @@ _WHOLE = {
 def problem(scheme: str, m: int, k: int, n: int) -> dict[str, Any]:
     """bf16 without an epilogue; in the order of the tables: m x k x n."""
     how = SCHEMES[scheme]
-    spans = {"span": how.span, "x_span": how.span}
-    if scheme == "fp8_block":
-        spans["span"] = "block"
+    span = "block" if scheme == "fp8_block" else how.span
     kinds = {"dtype": "bf16", "out_dtype": "bf16", "code": how.code, "activation": "none"}
-    made = cases_linear.problem({**kinds, "gate": False}, m, n, k, bias=False, **spans)
+    made = cases_linear.problem(
+        {**kinds, "gate": False}, m, n, k, bias=False, span=span, x_span=how.span
+    )
     return {**made, "scheme": scheme}
 
 

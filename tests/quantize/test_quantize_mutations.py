@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 
 from tests.core.mutations import Bug
-from tests.core.sampling import ONE_OF_EACH_KIND
 from tests.core.test_mutations import KINDS, outcome
 
 K, T = "kernels_cu/quantize/", "templates/quantize/"
@@ -50,7 +49,7 @@ BUGS = (
 )  # fmt: skip
 
 
-@ONE_OF_EACH_KIND
+@pytest.mark.sampled(key=lambda bug: bug.kernel)
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug, monkeypatch):
     said = outcome(bug, monkeypatch, plant=True)

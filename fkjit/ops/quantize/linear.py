@@ -98,7 +98,7 @@ def _call(
         dtype, given = _dtype_beside(bias, residual, out, options), parts(CALL, "x", x)
         _check_schemes(scheme, given.scheme)
     elif grouped:
-        dtype, given = _half(x), QuantizedTensor(contiguous_copy(CALL, "x", x), None, "")
+        dtype, given = _half(x), QuantizedTensor(_contiguous(x), None, "")
     else:
         dtype, given = _half(x), parts(CALL, "x", quantize(x, _OF_X[scheme]))
     said = ProductOptions(
@@ -106,6 +106,11 @@ def _call(
         options.out_dtype, options.epilogue_mod, options.epilogue_mod_grad, options.impl,
     )  # fmt: skip
     return (given.data, given.scales, codes, scales, bias, residual), tuple(said)
+
+
+def _contiguous(x: Any) -> Any:
+    """x, or a copy. torch.compile traces a tensor's own method, but no look at sys.modules."""
+    return x.contiguous() if hasattr(x, "contiguous") else contiguous_copy(CALL, "x", x)
 
 
 def _refuse_others(options: LinearOptions) -> None:
