@@ -98,6 +98,8 @@ def test_reprs_are_one_line_without_contents():
     assert repr(find("rope.table")).startswith("<KernelSpec rope.table: dtype, ")
     groups = fkjit.MoeGroups(*[np.zeros((3, 2), np.int32)] * 6)
     assert repr(groups).startswith("MoeGroups(sorted_token_ids=[3, 2], expert_ids=[3, 2], ")
+    codes = fkjit.quantize(np.ones((3, 256), np.float32), "int4_group")
+    assert repr(codes) == "QuantizedTensor([3, 256], scales=[3, 2], scheme='int4_group')"
 
 
 def test_a_cache_without_a_gpu_says_what_to_pass(monkeypatch):

@@ -63,6 +63,10 @@ class QuantizedTensor(NamedTuple):
         shape = tuple(self.data.shape)
         return (*shape[:-1], 2 * shape[-1]) if self.scheme == "int4_group" else shape
 
+    def __repr__(self) -> str:
+        scales = list(getattr(self.scales, "shape", ()))
+        return f"QuantizedTensor({list(self.shape)}, scales={scales}, scheme={self.scheme!r})"
+
 
 def scheme_of(call: str, name: Any) -> Scheme:
     """ParameterError for a name of none."""

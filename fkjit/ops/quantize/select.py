@@ -40,7 +40,8 @@ def choose(problem: Problem, impl: str, arch: Arch) -> Choice:
     if missing:
         raise ParameterError(
             f"{CALL}: a weight of {problem['code']} needs {', '.join(missing)}, which {arch.name} "
-            "has not; allowed: fkjit.dequantize(weight) in its place"
+            "has not; allowed: fkjit.dequantize(weight) in its place, or with CPU arrays "
+            "FKJIT_TARGET=compute_90a"
         )
     params = tuned(chosen.spec, chosen.params, problem, arch)
     return chosen._replace(params=params)
