@@ -1,4 +1,4 @@
-"""`fkjit.models.linear_cross_entropy` on a GPU: products of a real vocabulary, in several chunks."""
+"""`fkjit.models.linear_cross_entropy` on a GPU: a real vocabulary, in several chunks."""
 
 from __future__ import annotations
 
