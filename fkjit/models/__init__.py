@@ -16,6 +16,7 @@ from __future__ import annotations
 from fkjit.models.config import ModelConfig, named_configs
 from fkjit.models.decoder import Decoder, Token
 from fkjit.models.experts import register_experts
+from fkjit.models.loss import linear_cross_entropy
 from fkjit.models.patching import Report, patch, unpatch
 from fkjit.models.sampling import Sampling
 from fkjit.models.torch_attention import torch_attention
@@ -28,6 +29,7 @@ __all__ = [
     "Report",
     "Sampling",
     "Token",
+    "linear_cross_entropy",
     "named_configs",
     "patch",
     "random_weights",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -12,6 +14,8 @@ from fkjit.ops.gemm.options import LinearOptions  # noqa: E402
 from fkjit.runtime import workspace  # noqa: E402
 from fkjit.runtime.device import flatten  # noqa: E402
 from fkjit.runtime.interop import Pointer, view  # noqa: E402
+from fkjit.runtime.tensor_map import BYTES, TensorMap  # noqa: E402
+from fkjit.settings import settings  # noqa: E402
 from tests.gemm.kit import inputs, normal  # noqa: E402
 from tests.op.plan_kit import STREAM, Kernel, driver  # noqa: E402, F401
 
@@ -81,3 +85,21 @@ def test_gelu_linear_shares_the_plan(plan):
     kernel, launch = plan([x, weight, bias, None, None, None], activation="gelu_tanh")
     out = fkjit.gelu_linear(x, weight, bias)
     assert_launched(kernel, launch, x=x, weight=weight, bias=bias, out=out)
+
+
+@pytest.mark.parametrize("block, schedule", [((64, 48), "pingpong"), ((144, 128), "swapped")])
+def test_maps_are_of_their_arrays(plan, monkeypatch, block, schedule):
+    """Where operands are swapped `x_map` is a map of the weight, at the weight's address."""
+    monkeypatch.setattr(
+        "fkjit.jit.build.settings", lambda: replace(settings(), target="compute_90a")
+    )
+    monkeypatch.setattr(
+        TensorMap, "encode", lambda one, at: f"{one.dims} {at + one.origin}".encode().ljust(BYTES)
+    )
+    x, weight, bias = inputs(130, 256, 64, "bf16")
+    kernel, launch = plan([x, weight, bias, None, None, None], impl="wgmma", block=block)
+    assert launch.params["schedule"] == schedule
+    out = fkjit.linear(x, weight, bias, impl="wgmma", block=block)
+    assert_launched(kernel, launch, x=x, weight=weight, bias=bias, out=out)
+    here = f"{x.data_ptr()}".encode() in kernel.launches[0][1][0]
+    assert here is (schedule != "swapped")

@@ -80,33 +80,44 @@ def ready(
     if list(kernel.names[: len(head)]) != head:
         raise AssertionError(f"{kernel.spec.id}: maps and pointers are not its first arguments")
     if maps:
-        of_maps = [pointers.index(name.partition("_map")[0]) for name in maps]
-        places = list(dict.fromkeys([*of_maps, *map(pointers.index, own)]))
-        return MappedLaunch(kernel, grid, named, [pointers[at] for at in places]), places
+        of_maps = {name: _array_of(name, named[name], views) for name in maps}
+        places = list(dict.fromkeys(map(pointers.index, [*of_maps.values(), *own])))
+        arrays = [pointers[at] for at in places]
+        return MappedLaunch(kernel, grid, named, of_maps, arrays), places
     packed = kernel.packing.pack(*flatten(kernel.names, named | dict.fromkeys(own, 0)))
     return ReadyLaunch(kernel, grid, packed, len(own)), [pointers.index(name) for name in own]
 
 
+def _array_of(argument: str, given: TensorMap, views: Mapping[str, Any]) -> str:
+    """The array that a map is of. Its argument's name does not tell: where a product has its
+    operands swapped, `x_map` is a map of the weight."""
+    for name, view in views.items():
+        if view is given.array:
+            return name
+    raise AssertionError(f"{argument}: a map of no array of the call")
+
+
 class MappedLaunch:
-    """A kernel with its grid and arguments: maps of arrays (argument `q_map` of array `q`), then
-    pointers, then what stays the same.
+    """A kernel with its grid and arguments: maps of arrays, then pointers, then what stays the
+    same.
 
     A map is kept by the address it was encoded for, and a whole launch by all of them: memory of
     arrays comes again, and encoding and packing take longer than the launch.
     """
 
     def __init__(
-        self, kernel: LoadedKernel, grid: Dim3, named: Mapping[str, Any], pointers: Sequence[str]
-    ) -> None:
-        """`pointers`: the names of the arrays whose addresses it is called with, in order."""
-        maps = [name for name in kernel.names if isinstance(named.get(name), TensorMap)]
+        self, kernel: LoadedKernel, grid: Dim3, named: Mapping[str, Any],
+        of_maps: Mapping[str, str], pointers: Sequence[str],
+    ) -> None:  # fmt: skip
+        """`of_maps`: arguments that are maps, and the names of their arrays. `pointers`: those of
+        the arrays whose addresses it is called with, in order."""
         own = [name for name in kernel.names if name in pointers]
         self.kernel, self.grid = kernel, grid
         self.maps: list[tuple[TensorMap, int, dict[int, bytes]]] = [
-            (named[name], pointers.index(name.partition("_map")[0]), {}) for name in maps
+            (named[name], pointers.index(array), {}) for name, array in of_maps.items()
         ]
         self.places = [pointers.index(name) for name in own]
-        self.tail = flatten(kernel.names[len(maps) + len(own) :], named)
+        self.tail = flatten(kernel.names[len(of_maps) + len(own) :], named)
         self.launches: dict[tuple[int, ...], KeptLaunch] = {}
 
     def __call__(self, pointers: tuple[int, ...], stream: int) -> None:

@@ -83,13 +83,14 @@ def test_hopper_takes_what_tma_can_read_and_suits_it(changes, taken):
 def test_maps_are_encoded_once_an_address(monkeypatch):
     made, packed, launched = [], [], []
     monkeypatch.setattr(TensorMap, "encode", lambda self, at: made.append(at) or bytes([at]))
-    one = TensorMap(None, "bf16", (64,), (), (64,))
+    k = object()
+    one = TensorMap(k, "bf16", (64,), (), (64,))
     spec = SimpleNamespace(
         id="x", arguments=lambda *_: {"k_map": one, "n": 7}, grid=lambda *_: (3, 1, 1)
     )
     packing = SimpleNamespace(pack=lambda *values: packed.append(values) or values)
     kernel = SimpleNamespace(names=("k_map", "y", "n"), spec=spec, packing=packing)
-    whole: Any = (kernel, Launch(spec, {}, {}), {})  # type: ignore[arg-type]
+    whole: Any = (kernel, Launch(spec, {}, {}), {"k": k})  # type: ignore[arg-type]
     monkeypatch.setattr(
         "fkjit.ops.op.launches.KeptLaunch",
         lambda kernel, grid, values: lambda stream: launched.append((grid, values, stream)),
@@ -102,6 +103,8 @@ def test_maps_are_encoded_once_an_address(monkeypatch):
     assert launched[1] == ((3, 1, 1), (b"\x02", 3, 7), 5)
     with pytest.raises(AssertionError, match="first arguments"):
         ready(*whole, ("n", "k"))
+    with pytest.raises(AssertionError, match="k_map: a map of no array"):
+        ready(*whole[:2], {"k": object()}, ("y", "k"))
 
 
 BUGS = (
