@@ -63,7 +63,7 @@ class ModelConfig:
         """
         if isinstance(config, cls):
             return config
-        fields = _fields(config)
+        fields = fields_of(config)
         kind = fields.get("model_type")
         if kind not in MODEL_TYPES:
             raise ParameterError(
@@ -92,7 +92,8 @@ def configuration(call: str, name: str) -> ModelConfig:
     return ModelConfig.of(fields)
 
 
-def _fields(config: Any) -> Mapping[str, Any]:
+def fields_of(config: Any) -> Mapping[str, Any]:
+    """By transformers' names, of what `ModelConfig.of` takes but itself."""
     if isinstance(config, str):
         if config not in named_configs():
             near = did_you_mean(config, named_configs())

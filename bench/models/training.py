@@ -1,0 +1,100 @@
+"""Training steps of whole models: forward, backward and PyTorch's fused AdamW.
+
+A candidate is a Hugging Face model of random weights, the same for all, with its own attention,
+loss and compiler:
+
+    eager     transformers' attention in PyTorch, logits of all tokens
+    sdpa      scaled_dot_product_attention
+    compile   sdpa under torch.compile
+    patch     fkjit.models.patch
+    fkjit     the same, and fkjit.models.linear_cross_entropy in place of the head and the loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+
+from fkjit.models import linear_cross_entropy, patch
+from fkjit.models.config import fields_of
+
+CANDIDATES = ("eager", "sdpa", "compile", "patch", "fkjit")
+RATE = 3e-4
+_KINDS, _NOISE = 512, 0.1  # of tokens; how often one follows that does not have to
+_NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0)
+_IGNORED = -100
+
+
+def built(config: Any, attention: str, dtype: Any, device: Any, seed: int = 0) -> Any:
+    """A model in training mode. config: a dictionary of transformers' fields, or a name of
+    `fkjit.models.named_configs()`."""
+    fields = {**fields_of(config), **_NO_DROPOUT, "use_cache": False}
+    said = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    said._attn_implementation = attention
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(said)
+    return model.to(dtype).train()
+
+
+class Training:
+    """A model with its optimizer."""
+
+    def __init__(self, candidate: str, config: Any, dtype: Any, device: Any) -> None:
+        attention = "eager" if candidate == "eager" else "sdpa"
+        self.model = built(config, attention, dtype, device)
+        self.fused = candidate == "fkjit"
+        if candidate in ("patch", "fkjit"):
+            patch(self.model)
+        self._forward = torch.compile(self.model) if candidate == "compile" else self.model
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
+
+    def loss(self, tokens: Any) -> Any:
+        """Of the next token of each; tokens: [batch, length] int64."""
+        if not self.fused:
+            return self._forward(input_ids=tokens, labels=tokens).loss
+        hidden = self.model.base_model(input_ids=tokens).last_hidden_state
+        nexts = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=_IGNORED)
+        head = self.model.get_output_embeddings().weight
+        return linear_cross_entropy(hidden.flatten(0, 1), head, nexts.flatten())
+
+    def step(self, tokens: Any) -> Any:
+        """The loss before the step, a tensor."""
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(tokens)
+        loss.backward()
+        self._optimizer.step()
+        return loss.detach()
+
+
+def batches(vocabulary: int, batch: int, length: int, device: Any, seed: int = 1) -> Iterator[Any]:
+    """Tokens that can be learned, without end: each is followed by one of its own, or now and then
+    by any. The same ones for a seed, whatever the device."""
+    made = torch.Generator().manual_seed(seed)
+    kinds = min(_KINDS, vocabulary)
+    names = torch.randperm(vocabulary, generator=made)[:kinds]
+    follows = torch.randperm(kinds, generator=made)
+    while True:
+        rows = [torch.randint(kinds, (batch,), generator=made)]
+        for _ in range(length - 1):
+            other = torch.randint(kinds, (batch,), generator=made)
+            noisy = torch.rand(batch, generator=made) < _NOISE
+            rows.append(torch.where(noisy, other, follows[rows[-1]]))
+        yield names[torch.stack(rows, 1)].to(device)
+
+
+def curve(training: Training, given: Iterator[Any], steps: int) -> list[float]:
+    """The loss of each step."""
+    return torch.stack([training.step(next(given)) for _ in range(steps)]).tolist()
+
+
+def apart(curves: Mapping[str, list[float]], base: str) -> dict[str, float]:
+    """How far each curve is from `base` at most, relative to it."""
+    exact = curves[base]
+    return {
+        name: max(abs(a - b) / abs(b) for a, b in zip(found, exact, strict=True))
+        for name, found in curves.items()
+    }

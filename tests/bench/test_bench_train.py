@@ -1,0 +1,50 @@
+"""Training steps of tiny models on the CPU: what `bench.models.train` compares makes the same
+losses and weights."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from fkjit.jit.build import quiet
+
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("transformers", reason="needs transformers, fkjit[models]")
+
+from bench.models.train import Row, line  # noqa: E402
+from bench.models.training import Training, apart, batches, curve  # noqa: E402
+from tests.models.reference_model import CONFIGS  # noqa: E402
+
+BATCH, LENGTH, STEPS = 1, 8, 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_steps_of_fkjit_are_those_of_transformers(name):
+    """Losses before and after AdamW has changed every weight of two layers, and gradients then."""
+    curves, gradients = {}, {}
+    for candidate in ("sdpa", "fkjit"):
+        training = Training(candidate, CONFIGS[name], torch.float32, "cpu")
+        with quiet():
+            given = batches(48, BATCH, LENGTH, "cpu")
+            curves[candidate] = curve(training, given, STEPS)
+        found = training.model.named_parameters()
+        gradients[candidate] = {key: parameter.grad for key, parameter in found}
+    assert apart(curves, "sdpa")["fkjit"] < 1e-5
+    assert curves["sdpa"][1] != pytest.approx(curves["sdpa"][0], rel=1e-3)
+    torch.testing.assert_close(gradients["fkjit"], gradients["sdpa"], rtol=1e-3, atol=1e-5)
+
+
+def test_batches_are_the_same_for_a_seed_and_can_be_learned():
+    one, two = (list(itertools.islice(batches(48, 3, 64, "cpu"), 2)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    pairs = torch.cat([x.unfold(1, 2, 1).flatten(0, 1) for x in one]).tolist()
+    follows = {a: [d for c, d in pairs if c == a] for a, _ in pairs}
+    usual = sum(max(map(found.count, found)) for found in follows.values())
+    assert 0.8 < usual / len(pairs) < 1
+
+
+def test_a_row_and_the_distance_of_curves():
+    row = Row("fkjit", 8192, 61.24, 5.06)
+    assert line("gpt2", 1024, row) == "| gpt2 | 8 x 1024 | fkjit | 61.2 | 133,769 | 5.1 |"
+    assert apart({"a": [1.0, 2.0], "b": [1.1, 2.0]}, "a") == pytest.approx({"a": 0.0, "b": 0.1})
