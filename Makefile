@@ -42,10 +42,11 @@ test: $(VENV)/.test  ## every test that needs no GPU
 test-gpu: $(VENV)/.test  ## the tests that need one
 	@$(BIN)/python -m pytest -q -m gpu $(ARGS)
 
-check: $(VENV)/.check  ## ruff, pyright, clang-format
+check: $(VENV)/.check  ## ruff, pyright, clang-format, hadolint
 	@$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/hadolint docs/container/Dockerfile
 	find kernels_cu templates -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 
 format: $(VENV)/.check  ## let ruff and clang-format write

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import fkjit
 from fkjit.arch import target
 from fkjit.cache.lookup import default_cache
 from fkjit.cli import console
@@ -54,7 +55,7 @@ def test_without_a_command_it_shows_them_all():
     done = run()
     for name in ("doctor", "list", "show", "compile", "warm", "cache", "demo"):
         assert re.search(rf"\b{name}\b", done.out + done.err)
-    assert run("--version").out == "0.1.0\n"
+    assert run("--version").out == f"{fkjit.__version__}\n"
 
 
 def test_list_is_one_line_an_op_as_wide_as_the_terminal(scale, monkeypatch):
@@ -78,7 +79,9 @@ def test_list_for_programs(scale):
 
 def test_python_m_fkjit_is_the_command():
     command = [sys.executable, "-m", "fkjit", "--version"]
-    assert subprocess.run(command, capture_output=True, text=True).stdout == "0.1.0\n"
+    assert (
+        subprocess.run(command, capture_output=True, text=True).stdout == f"{fkjit.__version__}\n"
+    )
 
 
 def test_list_has_every_kernel_with_its_parameters_in_100_columns(scale):
