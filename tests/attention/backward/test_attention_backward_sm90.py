@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+
 torch = pytest.importorskip("torch", reason="needs torch")
 
 from fkjit.arch import arch  # noqa: E402
@@ -22,7 +23,7 @@ from fkjit.runtime.tensor_map import TensorMap  # noqa: E402
 from fkjit.settings import settings  # noqa: E402
 from tests.attention.backward.test_attention_backward import check, tensors  # noqa: E402
 from tests.core.mutations import Bug  # noqa: E402
-from tests.core.sampling import ONE_OF_EACH_KIND  # noqa: E402
+from tests.core.sampling import ONE_OF_EACH_KIND, one_in  # noqa: E402
 from tests.core.test_mutations import KINDS, outcome  # noqa: E402
 
 KERNEL, D = "kernels_cu/attention/backward_sm90.cu", "templates/attention/backward_sm90/"
@@ -32,6 +33,7 @@ SM90 = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

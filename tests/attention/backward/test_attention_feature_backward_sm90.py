@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.core.sampling import ONLY_WITH_EVERY_VARIANT, one_in
+
 torch = pytest.importorskip("torch", reason="needs torch")
 
 import fkjit  # noqa: E402
@@ -175,6 +177,7 @@ def test_gradients_of_a_bias(shape, launched):
     assert launched == BIASES[shape]
 
 
+@ONLY_WITH_EVERY_VARIANT
 def test_a_score_mod_that_only_adds(launched):
     *given, dout = tensors(2, 1, 70, 136, 64, 48, "bf16")
     slopes, group = torch.rand(2), torch.arange(136).int() // 50
@@ -193,6 +196,7 @@ def test_a_score_mod_that_only_adds(launched):
     assert launched == ["rows", "flash_sm90", "dq"]
 
 
+@one_in(2)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_score_mod_with_a_derivative(dim, launched):
     """Which is infinite where a key is hidden."""
