@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-
 torch = pytest.importorskip("torch", reason="needs torch")
 
 from fkjit.arch import arch  # noqa: E402
