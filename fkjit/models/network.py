@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fkjit.models.config import ModelConfig
+from fkjit.models.plan import StepPlan
 from fkjit.models.weights import Affine, Layer, Weights
 from fkjit.ops.gemm.call import linear
 from fkjit.ops.kv.append import kv_append
@@ -18,6 +19,7 @@ from fkjit.ops.kv.rope_append import rope_kv_append
 from fkjit.ops.norm.call import layer_norm, rms_norm
 from fkjit.ops.op import torch_ops
 
+_PLAN = StepPlan()
 Attend = Callable[[Any, int], Any]  # q [tokens, heads, head_dim] and the layer -> the same shape
 
 
@@ -27,7 +29,10 @@ class Network:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config, self.weights = config, weights
 
-    def hidden(self, tokens: Any, positions: Any, slots: Any, cache: Any, attend: Attend) -> Any:
+    def hidden(
+        self, tokens: Any, positions: Any, slots: Any, cache: Any, attend: Attend,
+        plan: StepPlan = _PLAN,
+    ) -> Any:  # fmt: skip
         """The residual stream [tokens, hidden] behind the last layer.
 
         tokens, positions: [tokens], whole numbers. slots: [tokens] int32 of `cache`, where keys and
@@ -38,27 +43,28 @@ class Network:
         if weights.positions is not None:
             stream = stream + torch.nn.functional.embedding(positions, weights.positions)
         for number, layer in enumerate(weights.layers):
-            q = self._append(layer, number, stream, positions, slots, cache)
+            heads = linear(self._norm(stream, layer.norm), *layer.qkv, impl=plan.qkv)
+            q = self._append(layer, number, heads, positions, slots, cache)
             attended = attend(q, number).flatten(1)
-            stream = linear(attended, *layer.out, residual=stream)
+            stream = linear(attended, *layer.out, residual=stream, impl=plan.out)
             inner = linear(
                 self._norm(stream, layer.mlp_norm), *layer.up,
-                activation=self.config.activation, gate=self.config.gated,
+                activation=self.config.activation, gate=self.config.gated, impl=plan.up,
             )  # fmt: skip
-            stream = linear(inner, *layer.down, residual=stream)
+            stream = linear(inner, *layer.down, residual=stream, impl=plan.down)
         return stream
 
-    def logits(self, stream: Any, out: Any = None) -> Any:
+    def logits(self, stream: Any, out: Any = None, plan: StepPlan = _PLAN) -> Any:
         """fp32 [rows, vocabulary] of rows of the residual stream; `out`: where to write them."""
         normed = self._norm(stream, self.weights.norm)
-        return linear(normed, self.weights.head, out=out, out_dtype="fp32")
+        return linear(normed, self.weights.head, out=out, out_dtype="fp32", impl=plan.head)
 
     def _append(
-        self, layer: Layer, number: int, stream: Any, positions: Any, slots: Any, cache: Any
+        self, layer: Layer, number: int, heads: Any, positions: Any, slots: Any, cache: Any
     ) -> Any:
-        """q [tokens, heads, head_dim], ready; k and v are in the cache."""
+        """q [tokens, heads, head_dim], ready; k and v are in the cache. heads: of all three, side
+        by side."""
         config = self.config
-        heads = linear(self._norm(stream, layer.norm), *layer.qkv)
         heads = heads.unflatten(-1, (-1, config.head_dim))
         q, k, v = heads.split((config.heads_q, config.heads_kv, config.heads_kv), 1)
         if config.qk_norm:
