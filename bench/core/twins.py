@@ -20,6 +20,8 @@ MISSING: dict[str, str] = {
     "attention_few": "the twin of attention, on a grid of parts",
     "decode_form": "the twin of attention_decode, with a line or two more for each form",
     "grouped_linear": "not written yet; the twin of linear, with a weight for each expert",
+    "normed_append": "a part of decode steps: bench.models.decode measures whole ones",
+    "normed_linear": "a part of decode steps: bench.models.decode measures whole ones",
 }
 
 

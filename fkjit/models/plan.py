@@ -16,13 +16,17 @@ from fkjit.errors import ArgumentTypeError, ParameterError
 PRODUCTS = ("qkv", "out", "up", "down", "head")
 IMPLS = ("auto", "gemv", "skinny", "wgmma", "mma")
 MEASURED = "measured"
+_FUSED = ("qkv", "up")  # products that a fused layer has otherwise
 _TRIED = ("auto", "gemv", "skinny")
 _CALL = "Decoder"
 
 
 class StepPlan(NamedTuple):
     """qkv, out, up, down, head: `linear`'s impl for the products of a layer and of the head.
-    early: whether kernels of a CUDA graph start before the one before them is over (PDL)."""
+    early: whether kernels of a CUDA graph start before the one before them is over (PDL). fused:
+    five launches a layer in place of eight, where the model and the number of sequences (up to
+    eight) permit it: norm, qkv, RoPE and append are one, norm and up another; qkv and up then name
+    nothing."""
 
     qkv: str = "auto"
     out: str = "auto"
@@ -30,19 +34,21 @@ class StepPlan(NamedTuple):
     down: str = "auto"
     head: str = "auto"
     early: bool = True
+    fused: bool = False
 
     def checked(self) -> StepPlan:
         """Itself. ParameterError, ArgumentTypeError: what no plan may say."""
         for name in PRODUCTS:
             one_of(_CALL, f"plan.{name}", getattr(self, name), IMPLS)
-        if not isinstance(self.early, bool):
-            raise ArgumentTypeError(f"{_CALL}: plan.early={shown(self.early)}; allowed: a bool")
+        for name in ("early", "fused"):
+            if not isinstance(given := getattr(self, name), bool):
+                raise ArgumentTypeError(f"{_CALL}: plan.{name}={shown(given)}; allowed: a bool")
         return self
 
     @classmethod
-    def alike(cls, impl: str, early: bool = True) -> StepPlan:
+    def alike(cls, impl: str, early: bool = True, fused: bool = False) -> StepPlan:
         """One impl for all products."""
-        return cls(**dict.fromkeys(PRODUCTS, impl), early=early)
+        return cls(**dict.fromkeys(PRODUCTS, impl), early=early, fused=fused)
 
 
 def checked(plan: Any) -> StepPlan | None:
@@ -62,7 +68,7 @@ def best(seconds: Callable[[StepPlan], float]) -> StepPlan:
     """The plan of the least time: of those with one impl for all products, then with another one
     for each product in turn.
 
-    seconds: of a step; ParameterError for a plan with a kernel that does not take so many rows.
+    seconds: of a step; ParameterError for a plan that so many rows cannot have.
     """
     times: dict[StepPlan, float] = {}
 
@@ -76,11 +82,13 @@ def best(seconds: Callable[[StepPlan], float]) -> StepPlan:
 
     found = min(_starts(), key=timed)
     for product in PRODUCTS:
-        found = min((found._replace(**{product: impl}) for impl in _TRIED), key=timed)
+        if not (found.fused and product in _FUSED):
+            found = min((found._replace(**{product: impl}) for impl in _TRIED), key=timed)
     return min((found._replace(early=early) for early in (found.early, not found.early)), key=timed)
 
 
 def _starts() -> Iterator[StepPlan]:
-    for early in (True, False):
-        for impl in _TRIED:
-            yield StepPlan.alike(impl, early)
+    for fused in (False, True):
+        for early in (True, False):
+            for impl in _TRIED:
+                yield StepPlan.alike(impl, early, fused)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from fkjit.errors import ParameterError
 from fkjit.models import plan as plans
-from fkjit.models.network import Network
+from fkjit.models.network import Fused, Network
 from fkjit.models.plan import StepPlan
 from fkjit.models.sampling import GREEDY, Logits, pick
 from fkjit.models.slots import Slots
@@ -14,6 +14,7 @@ from fkjit.ops.attention.decode.call import paged_attention
 from fkjit.ops.kv.cache import PagedKVCache
 from fkjit.ops.kv.slots import kv_slots
 from fkjit.ops.op import torch_ops
+from fkjit.ops.rope.frequencies import rope_table
 from fkjit.runtime import pdl, workspace
 
 _PLAN = StepPlan()
@@ -59,6 +60,7 @@ class Steps:
         self._on_gpu = slots.state.tokens.is_cuda
         self._graphs: dict[tuple[int, str], Any] | None = {} if graphs and self._on_gpu else None
         self._pool: Any = None
+        self._angles: Fused | None = None
         self._plan, self.plans = plan, dict[int, StepPlan]()
         if plan is None and self._graphs is None:
             raise ParameterError(
@@ -98,7 +100,8 @@ class Steps:
             return paged_attention(q, cache, rows=state.rows, layer=layer, window=window)
 
         slots = kv_slots(cache, state.rows)
-        stream = network.hidden(state.tokens, state.positions, slots, cache, attend, plan)
+        fused = self._fused() if plan.fused and network.fits(size) else None
+        stream = network.hidden(state.tokens, state.positions, slots, cache, attend, plan, fused)
         draws = None if mode == GREEDY else state.draws()
         logits = network.logits(stream, out=self._logits.rows(size), plan=plan)
         state.tokens.copy_(pick(logits, draws, mode, self._logits.largest(size)))
@@ -136,8 +139,24 @@ class Steps:
             for own, was in zip((state.tokens, state.positions, state.rows), kept, strict=True):
                 own.copy_(was)
 
+    def _fused(self) -> Fused:
+        """With angles of all positions that the cache has room for."""
+        if self._angles is None:
+            config, like = self.network.config, self.slots.state.temperature
+            length = self.slots.length
+            self._angles = Fused(
+                None
+                if config.theta is None
+                else rope_table(
+                    length, config.head_dim, theta=config.theta, scaling=config.scaling, like=like
+                )
+            )
+        return self._angles
+
     def _timed(self, size: int, plan: StepPlan) -> float:
         """Seconds of a step whose slots are all empty, so without attention."""
+        if plan.fused and not self.network.fits(size):
+            raise ParameterError(f"Decoder: no five launches a layer for {size} sequences")
         return self._captured(size, GREEDY, plan, timed=True)
 
 

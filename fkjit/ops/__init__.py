@@ -30,6 +30,7 @@ KERNELS = (
     "gemm.kernels",
     "gemm.kernels_backward",
     "grouped.kernels",
+    "step.kernels",
     "moe.route",
     "moe.regroup",
     "moe.route_and_regroup",

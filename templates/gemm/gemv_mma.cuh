@@ -42,22 +42,26 @@ __device__ __forceinline__ void multiply_chunks(float (&d)[4], uint4 low, uint4 
   mma_m16n8k16<T>(d, {low.z, high.z, low.w, high.w}, x.z, x.w);
 }
 
-// The weight as [HALVES * n, k]. Of a tile of eight rows A's rows 8 to 15 are zeros.
-template <typename T, int TILE, int HALVES>
+// The weight as [HALVES * n, k]. Of a tile of eight rows A's rows 8 to 15 are zeros. Token: where x's
+// rows are.
+template <typename T, int TILE, int HALVES, typename Token = TokenRow<T>>
 struct RowsMma {
   static constexpr int SPAN = 32, CHUNKS = TILE / 8, PRODUCTS = ceil_div(TILE, 16);
   static_assert(TILE == 8 || TILE % 16 == 0, "one half of a 16-row operand, or whole ones");
   struct Step {
     uint4 w[CHUNKS], x;
   };
-  const TokenRow<T> token;
+  const Token token;
   const T* rows[CHUNKS];
   const int k;
   float d[PRODUCTS][4] = {};
 
   __device__ __forceinline__ RowsMma(const T* x, i64 x_stride, const T* weight, i64 stride,
                                      int first, int m, int n, int k)
-      : token(x, x_stride, m), k(k) {
+      : RowsMma(Token(x, x_stride, m), weight, stride, first, n, k) {}
+  __device__ __forceinline__ RowsMma(const Token& token, const T* weight, i64 stride, int first,
+                                     int n, int k)
+      : token(token), k(k) {
     const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {

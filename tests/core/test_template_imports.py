@@ -26,6 +26,7 @@ MAY_INCLUDE = {
     "gemm/sm90": {"gemm"},
     "kv": {"rope"},
     "moe": {"gemm"},
+    "step": {"gemm", "kv"},
 }
 MOST_FILES, MOST_LINES = 30, 350
 

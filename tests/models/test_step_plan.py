@@ -19,7 +19,7 @@ US = {"auto": 5.0, "gemv": 3.0, "skinny": 4.0}
 
 @pytest.mark.parametrize("rows, impl", [(8, "gemv"), (16, "skinny")])
 def test_each_product_gets_what_is_fastest_in_the_step(rows, impl):
-    """The head is best by another kernel than the rest, and starting early costs."""
+    """The head is best by another kernel than the rest, starting early costs, fusing even more."""
     asked = []
 
     def seconds(plan):
@@ -27,10 +27,22 @@ def test_each_product_gets_what_is_fastest_in_the_step(rows, impl):
         if rows > 8 and "gemv" in plan:
             raise ParameterError("takes up to 8 rows of x")
         head = 9.0 if plan.head != "auto" else 1.0
-        return sum(US[getattr(plan, name)] for name in PRODUCTS[:-1]) + head + plan.early
+        return (
+            sum(US[getattr(plan, name)] for name in PRODUCTS[:-1])
+            + head
+            + plan.early
+            + 9 * plan.fused
+        )
 
     assert best(seconds) == StepPlan.alike(impl, early=False)._replace(head="auto")
-    assert len(asked) == len(set(asked)) < 20
+    assert len(asked) == len(set(asked)) < 25
+
+
+def test_what_a_fused_layer_has_otherwise_is_not_tried_again():
+    asked = []
+    found = best(lambda plan: asked.append(plan) or 9.0 - 5 * plan.fused - (plan.down == "skinny"))
+    assert found.fused and found.down == "skinny"
+    assert not any(plan.fused and len({plan.qkv, plan.up}) > 1 for plan in asked)
 
 
 def test_steps_have_the_kernels_of_their_plan(monkeypatch):
@@ -49,6 +61,35 @@ def test_steps_have_the_kernels_of_their_plan(monkeypatch):
         decoder.advance()
     products = [one.removeprefix("linear.") for one in launched if one.startswith("linear.")]
     assert products == ["skinny", "gemv", "gemv", "mma", "gemv"]
+
+
+@pytest.mark.parametrize("name, norm", [("llama", "rms"), ("gpt2", "layer")])
+def test_a_fused_layer_is_five_launches_and_makes_the_same_tokens(name, norm, monkeypatch):
+    launched, build = [], cpu.build
+
+    def recorded(spec, params, *args, **options):
+        launched.append(spec.id)
+        assert params.get("norm", norm) == norm
+        return build(spec, params, *args, **options)
+
+    fused, plain = (decoder_of(name, plan=plan) for plan in (StepPlan(fused=True), None))
+    with quiet():
+        wanted = plain.generate(PROMPTS[:2], max_new_tokens=4)
+        assert fused.generate(PROMPTS[:2], max_new_tokens=4) == wanted
+        fused.submit(PROMPTS[1], max_new_tokens=3)
+        fused.advance()
+        monkeypatch.setattr(cpu, "build", recorded)
+        fused.advance()
+    layer = ["normed_append.gemv", "attention_decode.split", "linear.gemv", "normed_linear.gemv",
+             "linear.gemv"]  # fmt: skip
+    assert launched == ["kv_slots.rows", *layer, *layer, f"{norm}_norm.rows", "linear.gemv"]
+
+
+def test_what_no_fused_layer_can_be_has_eight_launches(monkeypatch):
+    """Qwen3 normalises heads; so no kernel of the step is asked for."""
+    monkeypatch.setattr("fkjit.models.network.normed_append", None)
+    with quiet():
+        assert decoder_of("qwen3", 1, plan=StepPlan(fused=True)).generate([[5]], max_new_tokens=2)
 
 
 def test_what_a_plan_may_not_say():

@@ -45,6 +45,8 @@ KERNELS = [
     "grouped_linear.wgmma",
     "grouped_linear.mma",
     "grouped_linear.fma",
+    "normed_linear.gemv",
+    "normed_append.gemv",
     "moe_route.lanes",
     "moe_regroup.grid",
     "moe_route_and_regroup.grid",
