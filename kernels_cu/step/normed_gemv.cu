@@ -31,7 +31,7 @@
 using elem_t = ${dtype};
 using Activation = ${activation};
 constexpr bool CENTERED = ${centered}, APPEND = ${append}, ROPE = ${rope}, GATE = ${gate};
-constexpr int TILE = ${tile_rows};     // outputs of the weight
+constexpr int TILE = ${tile_rows};  // outputs of the weight
 constexpr int WARPS = ${warps};
 constexpr int UNROLL = ${unroll};      // spans of a warp under way
 constexpr int RESIDENT = ${resident};  // blocks of a multiprocessor, at least
@@ -40,28 +40,30 @@ constexpr int THREADS = 32 * WARPS, HALVES = GATE || APPEND ? 2 : 1, OUTPUTS = T
 using Product = RowsMma<elem_t, TILE, HALVES, SharedRow<elem_t>>;
 static_assert(!(GATE && APPEND), "one reason for two halves");
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) step_normed_gemv(
-    const elem_t* x,                          // [m, k]
-    const elem_t* __restrict__ weight,        // [n, k]; with GATE [2 n, k]
-    const elem_t* __restrict__ bias,          // [n], with GATE [2 n], or null
-    const elem_t* __restrict__ norm_weight,   // [k]
-    const elem_t* __restrict__ norm_bias,     // [k], or null where not CENTERED
-    //% if append
-    const int* __restrict__ slot_mapping,     // [m]
-    const int* __restrict__ positions,        // [m], of position_words words each
-    const float* __restrict__ table,          // [table_rows, head_dim]
-    elem_t* __restrict__ k_pages, elem_t* __restrict__ v_pages,
-    elem_t* __restrict__ out_q,               // [m, heads_q, head_dim]
-    const int k_page_step, const int k_head_step, const int k_token_step, const int v_page_step,
-    const int v_head_step, const int v_token_step, const u32 num_slots, const int page_log2,
-    const int position_words, const int table_rows, const int heads_q, const int heads_kv,
-    const int head_dim,
-    //% else
-    elem_t* __restrict__ out,                 // [m, n]
-    const i64 out_stride,
-    //% endif
-    const int m,                              // 1..8
-    const int n, const int k, const i64 x_stride, const i64 weight_stride, const float eps) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    step_normed_gemv(const elem_t* x,                         // [m, k]
+                     const elem_t* __restrict__ weight,       // [n, k]; with GATE [2 n, k]
+                     const elem_t* __restrict__ bias,         // [n], with GATE [2 n], or null
+                     const elem_t* __restrict__ norm_weight,  // [k]
+                     const elem_t* __restrict__ norm_bias,    // [k], or null where not CENTERED
+                     //% if append
+                     const int* __restrict__ slot_mapping,  // [m]
+                     const int* __restrict__ positions,     // [m], of position_words words each
+                     const float* __restrict__ table,       // [table_rows, head_dim]
+                     elem_t* __restrict__ k_pages, elem_t* __restrict__ v_pages,
+                     elem_t* __restrict__ out_q,  // [m, heads_q, head_dim]
+                     const int k_page_step, const int k_head_step, const int k_token_step,
+                     const int v_page_step, const int v_head_step, const int v_token_step,
+                     const u32 num_slots, const int page_log2, const int position_words,
+                     const int table_rows, const int heads_q, const int heads_kv,
+                     const int head_dim,
+                     //% else
+                     elem_t* __restrict__ out,  // [m, n]
+                     const i64 out_stride,
+                     //% endif
+                     const int m,  // 1..8
+                     const int n, const int k, const i64 x_stride, const i64 weight_stride,
+                     const float eps) {
   extern __shared__ __align__(16) unsigned char normed[];
   __shared__ float sums[WARPS][TOKENS][TILE];
   const u32 rows = shared_address(normed);
@@ -75,14 +77,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) step_normed_gemv
   //% endif
   const int warp = threadIdx.x / WARP_SIZE, spans = ceil_div(k, Product::SPAN);
 
-  // 1. The weight's first spans are asked for; then the rows.
+  // 1. The weight's first spans and the norm's are asked for; then the rows.
   Product product({rows, m, k}, weight + head_column * weight_stride, weight_stride, first, columns,
                   k);
   typename Product::Step ring[UNROLL];
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) product.load_weight(ring[i], warp * UNROLL + i);
+  const RowNorm<elem_t, WARPS, CENTERED> norm(norm_weight, norm_bias, m, k);
   after_previous_kernel();
-  normalise_rows<elem_t, WARPS, CENTERED>(rows, x, x_stride, norm_weight, norm_bias, m, k, eps);
+  norm.normalise(rows, x, x_stride, m, eps);
   __syncthreads();
 
   // 2. Spans of this warp; beyond the end they are zeros.
@@ -103,10 +106,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) step_normed_gemv
   // 3. The warps' sums in their order, and what becomes of them.
   //% if append
   const QkvAppend<elem_t, ROPE> append = {
-      out_q, k_pages, v_pages, slot_mapping, positions, table,
+      out_q,
+      k_pages,
+      v_pages,
+      slot_mapping,
+      positions,
+      table,
       {k_page_step, k_head_step, k_token_step, num_slots, page_log2},
       {v_page_step, v_head_step, v_token_step, num_slots, page_log2},
-      position_words, table_rows, heads_q, heads_kv, head_dim};
+      position_words,
+      table_rows,
+      heads_q,
+      heads_kv,
+      head_dim};
   //% else
   const Epilogue<Activation, GATE, elem_t, elem_t> epilogue = {bias, nullptr, nullptr, 0, 1.f, n};
   //% endif

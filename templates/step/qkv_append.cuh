@@ -24,7 +24,8 @@ struct QkvAppend {
       const bool inside = position >= 0 && position < table_rows;
       const float* const entry = table + wide(inside ? position : 0, head_dim) + pair;
       const float unit = inside ? 1.f : __int_as_float(0x7fffffff);
-      const float cosine = entry[0] * unit, sine = entry[half] * unit, turned = a * cosine - b * sine;
+      const float cosine = entry[0] * unit, sine = entry[half] * unit,
+                  turned = a * cosine - b * sine;
       b = b * cosine + a * sine, a = turned;
     }
     T* const target = place(token, head);
@@ -39,7 +40,9 @@ struct QkvAppend {
     if (head < heads_q) return out_q + wide(token * heads_q + head, head_dim);
     const int slot = slots[token];
     const bool values = head >= heads_q + heads_kv;
-    const PagedPool& pool = values ? v_pool : k_pool;
+    const PagedPool pool{
+        values ? v_pool.page_step : k_pool.page_step, values ? v_pool.head_step : k_pool.head_step,
+        values ? v_pool.token_step : k_pool.token_step, k_pool.slots, k_pool.page_log2};
     if (!pool.has(slot)) return nullptr;
     return (values ? v_pages : k_pages) + pool.offset(slot, head - heads_q - values * heads_kv);
   }
