@@ -1,4 +1,4 @@
-"""How the site is built: `make docs`, which is `sphinx-build -W --keep-going -n -c docs . docs/_build`.
+"""How `make docs` builds the site (sphinx-build -c docs . docs/_build).
 
 Sources are the Markdown files of the repository as they stand: their links hold on a code host and
 here. Links to other files (kernels, examples) lead to pages with that file (site/sources.py).

@@ -40,11 +40,10 @@ def inline(text: str, module: str) -> str:
     plain = [re.sub(r"([*|\\])|(?<=\w)(_)(?!\w)", r"\\\1\2", part) for part in parts[::2]]
     plain = [re.sub(r"\b[A-Z]\w+Error\b", lambda found: _error(found[0], module), p) for p in plain]
     plain = [PAGE.sub(r":doc:`docs/\1.md </docs/\1>`", part) for part in plain]
-    codes = [code(word) for word in parts[1::2]]
-    # A mark ends where no letter follows.
-    mixed = [f"{a}{c}\\ " if b[:1].isalnum() else f"{a}{c}" for a, c, b in
-             zip(plain, codes, plain[1:])]  # fmt: skip
-    return "".join([*mixed, plain[-1]])
+    out = plain[0]
+    for word, after in zip(parts[1::2], plain[1:], strict=True):
+        out += code(word) + ("\\ " if after[:1].isalnum() else "") + after  # ends the mark
+    return out
 
 
 def _error(name: str, module: str) -> str:

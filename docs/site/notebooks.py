@@ -33,7 +33,7 @@ class NotebookParser(Parser):
 
     def parse(self, inputstring: str, document: nodes.document) -> None:
         """Called by docutils with the file's text."""
-        from myst_parser.sphinx_ import MystParser
+        from myst_parser.parsers.sphinx_ import MystParser
 
         MystParser().parse(markdown(inputstring), document)
 
