@@ -205,6 +205,7 @@ def warm(
     ] = None,
     batch: Annotated[str | None, typer.Option(help="of a model: sequences, 1,16")] = None,
     prompt: Annotated[int | None, typer.Option(help="of a model: tokens of prompts")] = None,
+    weights: Annotated[str | None, typer.Option(help="of a model: codes, int4_group …")] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="processes")] = None,
 ) -> None:
     """Fill the cache ahead of time. Needs no GPU; start again to go on after Ctrl-C.
@@ -222,15 +223,12 @@ def warm(
             raise typer.BadParameter(f"{name} goes with no other choice of kernels or targets")
     if record is not None:
         raise typer.Exit(warm_.record(record, ops or []))
-    if config is not None:
-        if any((ops, head_dim, where, from_)):
-            raise typer.BadParameter("--config goes with --batch, --prompt, --dtype, --arch alone")
-        work = warm_.of_model(config, batch or "1", prompt, dtype or "bf16", arch)
-        raise typer.Exit(warm_.run(work, jobs))
-    if batch is not None or prompt is not None:
-        raise typer.BadParameter("--batch and --prompt go with --config")
-    read = import_module("fkjit.warm_record").read
-    work = read(from_) if from_ else warm_.chosen(ops or [], arch, values, where or [])
+    model = warm_.Model(config, batch, prompt, weights)
+    if set(model) != {None}:
+        work = warm_.of_model(model, dtype, arch, any((ops, head_dim, where, from_)))
+    else:
+        read = import_module("fkjit.warm_record").read
+        work = read(from_) if from_ else warm_.chosen(ops or [], arch, values, where or [])
     raise typer.Exit(warm_.run(work, jobs))
 
 
@@ -353,6 +351,7 @@ def generate(
     prompt: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 512,
     new: Annotated[int, typer.Option(min=1, help="new tokens of each sequence")] = 128,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16")] = "bf16",
+    weights: Annotated[str | None, typer.Option(help="products' codes: int4_group …")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu")] = None,
     layers: Annotated[int | None, typer.Option(help="only so many of the model's")] = None,
     temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
@@ -365,8 +364,9 @@ def generate(
     kernels, which takes minutes for whole models: `--layers 1 --prompt 8 --new 2`.
     """
     generate_ = import_module("fkjit.cli.generate")
-    sampling = generate_.Sampling(temperature, top_k, top_p)
-    generate_.run(generate_.Options(config, batch, prompt, new, dtype, device, layers, sampling))
+    drawn = generate_.Sampling(temperature, top_k, top_p)
+    said = (config, batch, prompt, new, dtype, device, layers, drawn)
+    generate_.run(generate_.Options(*said, weights=weights))
 
 
 @app.command(context_settings=_VARIANT, add_help_option=False)
