@@ -6,8 +6,8 @@
 PYTHON ?= python3
 CUDA ?= $(or $(shell nvidia-smi 2>/dev/null | sed -nE 's/.*CUDA Version: *([0-9]+).*/\1/p'),13)
 ARGS ?=
-# Of 2 cores: one more, since many a test waits for a process that it has started.
-JOBS ?= 3
+# Of 2 cores: two more, since many a test waits for a process that it has started.
+JOBS ?= 4
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
