@@ -37,6 +37,7 @@ LAYERS = (
     {"warming", "warm_record", "replay"},
     {"models"},
     {"playground"},
+    {"gallery"},
     {"cli"},
     {"__main__"},
 )
