@@ -64,30 +64,28 @@ def climb(
 
 def sizes(ladder: Ladder, text: str) -> dict[str, Any]:
     """ "seqlen=1024 causal=true" as sizes of a ladder. ParameterError for others."""
-    known = {**ladder.sizes}
-    for step in ladder.steps:
-        known |= step.sizes
     made: dict[str, Any] = {}
     for word in text.replace(",", " ").split():
         name, _, value = word.partition("=")
-        if name not in known:
-            near = did_you_mean(name, known)
+        if name not in ladder.free:
+            near = did_you_mean(name, ladder.free)
             raise ParameterError(
-                f"gallery: --shape {word!r}: {ladder.name} has the sizes {', '.join(known)}{near}"
+                f"gallery: --shape {word!r}: {ladder.name} takes {', '.join(ladder.free)}{near}"
             )
-        made[name] = _value(word, value, known[name])
+        made[name] = _value(word, value, ladder.sizes[name], ladder.free[name])
     return made
 
 
-def _value(word: str, text: str, like: Any) -> Any:
-    """A whole number from 1 on (0 where the ladder has one), or true or false."""
+def _value(word: str, text: str, like: Any, multiple: int) -> Any:
+    """A whole number from 1 on, or true or false."""
     try:
         value = json.loads(text.lower())
     except ValueError:
         value = None
-    if type(value) is not type(like) or (not isinstance(like, bool) and value < min(like, 1)):
-        wanted = "true or false" if isinstance(like, bool) else "a whole number"
-        raise ParameterError(f"gallery: --shape {word!r} is not {wanted}, as {like!r} is")
+    of = f" times {multiple}" if multiple > 1 else ""
+    if type(value) is not type(like) or (type(value) is int and (value < 1 or value % multiple)):
+        wanted = "true or false" if isinstance(like, bool) else f"a whole number{of}, from 1 on"
+        raise ParameterError(f"gallery: --shape {word!r} is not {wanted}")
     return value
 
 

@@ -85,7 +85,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Ladder:
-    """Steps of one family. `problem` makes a kernel's problem of sizes: (step, sizes, SMs)."""
+    """Steps of one family. `problem` makes a kernel's problem of sizes: (step, sizes, SMs). `free`:
+    sizes that every step takes as they come, and what they have to be a multiple of."""
 
     name: str
     title: str
@@ -94,12 +95,14 @@ class Ladder:
     sizes: Sizes  # of the measurements, and on a GPU
     small: Sizes  # in the interpreter
     problem: Callable[[Step, Sizes, int], dict[str, Any]]
+    free: Mapping[str, int]
     unit: str = "TB/s"  # of speed: "TFLOP/s" or "TB/s"
 
     def sizes_of(self, step: Step, small: bool, given: Sizes | None = None) -> dict[str, Any]:
-        """A step's sizes; `given` goes before all."""
+        """A step's sizes; `given` goes before the ladder's, not before those that make the step."""
         own = {**self.small, **step.small} if small else {**self.sizes, **step.sizes}
-        return {**own, **(given or {})}
+        changed = {n: v for n, v in (given or {}).items() if n not in step.sizes}
+        return {**own, **changed}
 
     def problem_of(
         self, step: Step, small: bool, multiprocessors: int, given: Sizes | None = None

@@ -226,7 +226,7 @@ its times are from.
 
     fkjit gallery attention                              # go up a ladder here
     fkjit gallery attention --arch sm_80                 # as it is compiled for another target
-    fkjit gallery gemm --shape "m=4096 n=4096 k=4096"    # at other sizes
+    fkjit gallery gemm --shape "m=4096 n=4096 k=4096"    # other sizes, where a step has none
     fkjit gallery attention --diff 6                     # what differs from the step before
     fkjit gallery gemm --json                            # for programs
     fkjit playground --open attention/6                  # a step, to change it

@@ -12,8 +12,8 @@ from tests.cli.kit import run
 pytestmark = pytest.mark.gpu
 SMALL = {
     "attention": "batch=1 heads=2 seqlen=256",
-    "gemm": "m=256 n=512 k=512",
-    "reduction": "columns=65536",
+    "gemm": "m=512 n=512 k=512",
+    "reduction": "rows=2 columns=65536",
     "norm": "rows=64",
     "rope": "length=64",
     "moe": "tokens=512",
@@ -34,6 +34,6 @@ def test_every_step_is_right_and_timed(name):
 
 
 def test_the_table():
-    done = run("gallery", "reduction", "--shape", "columns=65536", env={"COLUMNS": "80"})
+    done = run("gallery", "reduction", "--shape", "rows=2 columns=65536", env={"COLUMNS": "80"})
     assert done.status == 0 and max(map(len, done.out.splitlines())) <= 80, done.out
     assert " us " in done.out and "CUDA graph" in done.err

@@ -90,6 +90,7 @@ def test_a_step_without_a_measurement_has_none():
         ("rows=0", "not a whole number"),
         ("rows=2.5", "not a whole number"),
         ("rows=true", "not a whole number"),
+        ("columns=130", "a whole number times 4"),
     ],
 )
 def test_sizes_are_refused(text, says):
@@ -102,6 +103,15 @@ def test_sizes_are_taken():
     assert sizes(ladder, "seqlen=64, causal=true") == {"seqlen": 64, "causal": True}
     with pytest.raises(ParameterError, match="true or false"):
         sizes(ladder, "causal=1")
+    with pytest.raises(ParameterError, match="takes batch, heads, seqlen, causal"):
+        sizes(ladder, "head_dim=64")  # the variants are of 128
+
+
+def test_sizes_that_make_a_step_stay():
+    ladder = catalog.find("gemm")
+    given = sizes(ladder, "m=256 n=512")
+    last, first = (ladder.sizes_of(ladder.steps[at], False, given) for at in (-1, 0))
+    assert first == {"m": 256, "n": 512, "k": 8192} and last == {"m": 1, "n": 3072, "k": 2048}
 
 
 @pytest.mark.parametrize("name", ["atention", "", "rope/5"])

@@ -41,6 +41,7 @@ LADDER = Ladder(
     sizes={"batch": 4, "heads": 16, "seqlen": 1024, "head_dim": 128, "causal": False},
     small={"batch": 1, "heads": 1, "seqlen": 150, "head_dim": 128, "causal": False},
     problem=problem,
+    free={"batch": 1, "heads": 1, "seqlen": 1, "causal": 1},
     unit="TFLOP/s",
     steps=(
         Step(

@@ -38,6 +38,7 @@ LADDER = Ladder(
     sizes={"batch": 1, "heads": 32, "heads_kv": 8, "keys": 4096, "pages": 0},
     small={"batch": 1, "heads": 4, "heads_kv": 2, "keys": 150, "pages": 0},
     problem=problem,
+    free={"batch": 1, "keys": 1},
     steps=(
         Step(
             "the kernel for many queries",

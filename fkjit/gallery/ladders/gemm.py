@@ -57,6 +57,7 @@ LADDER = Ladder(
     sizes={"m": 8192, "n": 8192, "k": 8192},
     small={"m": 70, "n": 72, "k": 40},
     problem=problem,
+    free={"m": 1, "n": 8, "k": 8},
     unit="TFLOP/s",
     steps=(
         Step(

@@ -33,6 +33,7 @@ LADDER = Ladder(
     sizes={"tokens": 32_768, "experts": 64, "top_k": 2, "blocks": 128},
     small={"tokens": 200, "experts": 64, "top_k": 2, "blocks": 3},
     problem=problem,
+    free={"tokens": 1},
     steps=(
         Step(
             "a warp for each token",

@@ -30,6 +30,7 @@ LADDER = Ladder(
     sizes={"rows": 16_384, "columns": 4096},
     small={"rows": 5, "columns": 4096},
     problem=problem,
+    free={"rows": 1},
     steps=(
         Step(
             "two looks at memory",

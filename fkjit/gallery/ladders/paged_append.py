@@ -35,6 +35,7 @@ LADDER = Ladder(
     sizes={"tokens": 16_384, "heads": 8, "head_dim": 128},
     small={"tokens": 9, "heads": 2, "head_dim": 128},
     problem=problem,
+    free={"tokens": 1, "heads": 1},
     steps=(
         Step(
             "one element a load",

@@ -31,6 +31,7 @@ LADDER = Ladder(
     sizes={"rows": 1, "columns": 1 << 28},
     small={"rows": 1, "columns": 66_000},
     problem=problem,
+    free={"rows": 1, "columns": 4},
     steps=(
         Step(
             "one element a load",

@@ -30,6 +30,7 @@ LADDER = Ladder(
     sizes={"batch": 4, "length": 4096, "heads": 32, "head_dim": 128},
     small={"batch": 2, "length": 5, "heads": 4, "head_dim": 128},
     problem=problem,
+    free={"batch": 1, "length": 1, "heads": 1},
     steps=(
         Step(
             "a table, one element a load",
