@@ -58,10 +58,12 @@ class Quote:
 @dataclass(frozen=True)
 class Picture:
     """A picture of a step. `kind`: "tiling" (`of` an array), "grid" (`of` two sizes), "memory",
-    "banks" or "fragments" (`of` an instruction)."""
+    "pipeline" (its `sizes` beside the small ones), "banks" or "fragments" (`of` an instruction).
+    """
 
     kind: str
     of: str = ""
+    sizes: Sizes = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

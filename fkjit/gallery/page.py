@@ -239,10 +239,11 @@ its times are from.
   compiles; later ones take seconds.
 
 Nothing on the pages is drawn by hand. Differences are computed from the rendered source of two
-steps; `--diff` prints those of two files as well. Pictures of who touches what, of banks and of
-fragments come from what the interpreter saw of the step at small sizes; those of tiles and of
-shared memory from the launch. After a change to a ladder or a kernel, `fkjit gallery --write docs`
-makes the pages anew; after a new measurement, `python -m bench.report.gallery` first.
+steps; `--diff` prints those of two files as well. Pictures of who touches what, of pipelines, of
+banks and of fragments come from what the interpreter saw of the step at small sizes; those of tiles
+and of shared memory from the launch. After a change to a ladder or a kernel,
+`fkjit gallery --write docs` makes the pages anew; after a new measurement,
+`python -m bench.report.gallery` first.
 """.replace("{unmeasured}", NOT_MEASURED)
 
 

@@ -8,16 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from fkjit.arch import Target, target
+from fkjit.arch import target
 from fkjit.gallery import svg
 from fkjit.gallery.changes import SMS
 from fkjit.gallery.fragment_picture import fragments
 from fkjit.gallery.ladder import Ladder, Picture, Step
+from fkjit.gallery.pipeline import stages
+from fkjit.gallery.pipeline_picture import pipeline
 from fkjit.gallery.trace import NOBODY, Owners, banks, owners
-from fkjit.jit.build import interpreter_target
 
 _CELLS = (40, 96)  # rows and columns of a picture of an array, at most
 _BANKS, _WORD = 32, 4
+TARGET = target("compute_90a")  # whose PTX is looked at: that of the GPU of all measurements
 
 
 def draw(ladder: Ladder, step: Step, picture: Picture) -> str:
@@ -26,12 +28,13 @@ def draw(ladder: Ladder, step: Step, picture: Picture) -> str:
         return _grid(ladder, step, picture.of)
     if picture.kind == "memory":
         return _memory(step)
-    to = target_of(step)
     if picture.kind == "tiling":
-        return _tiling(step, picture.of, owners(ladder, step, picture.of, to))
+        return _tiling(step, picture.of, owners(ladder, step, picture.of, TARGET))
+    if picture.kind == "pipeline":
+        return pipeline(step.kernel, stages(ladder, step, picture.sizes, TARGET))
     if picture.kind == "banks":
-        return _banks(picture.of, banks(ladder, step, picture.of, to))
-    return fragments(step, picture.of, to)
+        return _banks(picture.of, banks(ladder, step, picture.of, TARGET))
+    return fragments(step, picture.of, TARGET)
 
 
 def caption(picture: Picture) -> str:
@@ -40,18 +43,11 @@ def caption(picture: Picture) -> str:
         "grid": "Tiles of one block, out of the launch",
         "memory": "Shared memory of a block, to scale",
         "tiling": f"Which block touches which element of {picture.of}, as the interpreter saw it",
+        "pipeline": "When shared memory is filled and read, in the interpreter's order",
         "banks": f"Which lane of a warp touches which bank in {picture.of}, as the interpreter "
         "saw it",
         "fragments": f"Which lane holds which element in {picture.of}, asked of the interpreter",
     }[picture.kind]
-
-
-def target_of(step: Step) -> Target:
-    """The PTX that pictures are made of: the oldest that has the step's features."""
-    usual = interpreter_target()
-    if step.spec.why_not(step.params, usual.arch) is None:
-        return usual
-    return target("compute_90a")
 
 
 # ------------------------------------------------------------------ who touches what

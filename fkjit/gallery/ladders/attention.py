@@ -76,6 +76,7 @@ LADDER = Ladder(
             pictures=(
                 Picture("tiling", "o"),
                 Picture("memory"),
+                Picture("pipeline", sizes={"seqlen": 320}),
                 Picture("fragments", "mma"),
                 Picture("banks", "ldmatrix"),
             ),
@@ -91,6 +92,7 @@ LADDER = Ladder(
             pictures=(
                 Picture("grid", "seqlen,seqlen"),
                 Picture("memory"),
+                Picture("pipeline", sizes={"seqlen": 512}),
                 Picture("fragments", "wgmma"),
             ),
         ),
@@ -113,7 +115,7 @@ LADDER = Ladder(
             "stage of K keeps its keys until that is known.",
             _stored("3a8eea1", _LONGER),
             sizes=_MORE,
-            pictures=(Picture("memory"),),
+            pictures=(Picture("memory"), Picture("pipeline", sizes={"seqlen": 512})),
         ),
         Step(
             "three consumers, long rows",

@@ -78,7 +78,11 @@ LADDER = Ladder(
             "FMAs.",
             _stored("fma", "fp32 M4096 K4096 N4096"),
             sizes={"m": 4096, "n": 4096, "k": 4096},
-            pictures=(Picture("tiling", "out"), Picture("memory")),
+            pictures=(
+                Picture("tiling", "out"),
+                Picture("memory"),
+                Picture("pipeline", sizes={"k": 128}),
+            ),
         ),
         Step(
             "tensor cores, warp by warp",
@@ -92,6 +96,7 @@ LADDER = Ladder(
             pictures=(
                 Picture("tiling", "out"),
                 Picture("memory"),
+                Picture("pipeline", sizes={"k": 512}),
                 Picture("fragments", "mma"),
                 Picture("banks", "ldmatrix"),
             ),
@@ -103,6 +108,7 @@ LADDER = Ladder(
             "Blocks are persistent. L2 is the next limit.",
             Picture("grid", "m,n"),
             Picture("memory"),
+            Picture("pipeline", sizes={"k": 512}),
             Picture("fragments", "wgmma"),
             block=(128, 256),
         ),
@@ -121,6 +127,7 @@ LADDER = Ladder(
             "larger tile of the step before asks L2 for less.",
             Picture("grid", "m,n"),
             Picture("memory"),
+            Picture("pipeline", sizes={"n": 264, "k": 640}),
             block=(128, 128),
             schedule="pingpong",
         ),
