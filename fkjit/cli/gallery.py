@@ -163,7 +163,7 @@ def _explain(ladder: Ladder, gpu: bool, given: dict[str, Any]) -> None:
     sized = " ".join(f"{n}={v}" for n, v in {**ladder.sizes, **given}.items())
     if gpu:
         text = (
-            f"time: at {sized}, but for what makes a step another; the median of replays of a "
+            f"time: at {sized}, where a step has no sizes of its own; the median of replays of a "
             "CUDA graph, caches warm. Numbers were checked at small sizes"
         )
     else:

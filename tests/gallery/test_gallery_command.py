@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
+from fkjit.arch import target
 from fkjit.gallery import catalog, climb
+from fkjit.runtime import device, gpus
 from tests.cli.kit import run
 
 
@@ -55,6 +58,37 @@ def test_steps_for_other_gpus_say_why(monkeypatch):
 def test_other_sizes_have_no_stored_times():
     done = run("gallery", "reduction", "--arch", "sm_90a", "--shape", "rows=3 columns=128")
     assert done.status == 0 and " us" not in done.out, done.out
+
+
+class FakeReplay:
+    """Launches that the interpreter runs, 50 us each; only the one of small sizes is looked at."""
+
+    made: ClassVar[list[int]] = []
+
+    def __init__(self, spec, params, problem, arrays, launches):
+        if problem["columns"] == 66_000:
+            climb.interpret(spec, params, problem, arrays, target("compute_90a"))
+        self.found = arrays
+        self.made.append(launches)
+
+    def seconds(self):
+        return 50e-6
+
+
+def test_a_ladder_on_a_gpu(monkeypatch):
+    """All but the launches themselves."""
+    whole = catalog.find("reduction")
+    monkeypatch.setattr(catalog, "find", lambda name: replace(whole, steps=whole.steps[:2]))
+    monkeypatch.setattr(gpus, "gpus", lambda: (["a GPU"], None))
+    monkeypatch.setattr(device, "multiprocessors", lambda number: 132)
+    monkeypatch.setattr(device, "device_target", lambda number: target("sm_90a"))
+    monkeypatch.setattr(climb, "Replay", FakeReplay)
+    done = run("gallery", "reduction", "--shape", "columns=1048576")
+    assert done.status == 0 and max(map(len, done.out.splitlines())) <= 80, done.out
+    second = " ".join(done.out.splitlines()[-1].split())
+    assert second == "2 16 bytes a load 50.0 us 0.084 1.00x 1.00x 64"
+    assert "columns=1048576" in done.err and "CUDA graph" in done.err
+    assert FakeReplay.made == [1, 1, 20] * 2  # checked, a first time, times
 
 
 def test_wrong_numbers_are_status_1(monkeypatch):
