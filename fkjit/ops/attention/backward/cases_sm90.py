@@ -24,12 +24,12 @@ def _problems(params: Params, scale: str) -> Sequence[Problem]:
 
 
 def _plain_problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    block_q = BLOCK_Q_SM90[params["head_dim"]]
+    block_q, block_k = BLOCK_Q_SM90[params["head_dim"]], BLOCK_K_SM90[params["head_dim"]]
     square = {**params, "head_dim_v": params["head_dim"]}
-    found = cases.plain_problems(block_q, BLOCK_K_SM90, square, scale)
+    found = cases.plain_problems(block_q, block_k, square, scale)
     if scale == "small":
         found[0] |= {"multiprocessors": 2}
-        found[1] |= {"seqlen_q": 2 * block_q - 3, "seqlen_k": 2 * BLOCK_K_SM90 + 1}
+        found[1] |= {"seqlen_q": 2 * block_q - 3, "seqlen_k": 2 * block_k + 1}
     return found
 
 
@@ -125,7 +125,7 @@ def _reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     return made | {"dq_sum": cases.dq_sum(problem, arrays, found["dq"])}
 
 
-FLASH_SM90 = Verification(
+FLASH_SM90 = FLASH_WIDE_SM90 = Verification(
     problems=_problems,
     inputs=_inputs,
     outputs=_outputs,
