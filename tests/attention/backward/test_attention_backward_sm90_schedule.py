@@ -66,13 +66,13 @@ def test_each_pair_is_visited_once_and_all_turns_come(case):
     block_q, batch, heads, _, sq, sk, causal, _, _, *keys = case
     block_k = keys[0] if keys else 128
     lists = visits(*case)
-    tiles, blocks = -(-sq // block_q), -(-sk // block_k)
+    tiles, blocks, diagonal = -(-sq // block_q), -(-sk // block_k), sk - sq
     expected = {
         (head * (-(-sq // 128) * 128 // block_q) + tile, block)
         for head in range(heads * batch)
         for tile in range(tiles)
         for block in range(blocks)
-        if not causal or block == 0 or block * block_k <= min((tile + 1) * block_q, sq) - 1 + sk - sq
+        if not causal or block * block_k <= max(0, min((tile + 1) * block_q, sq) - 1 + diagonal)
     }
     every = [(tile, block) for visited in lists for tile, block, _, _ in visited]
     assert len(every) == len(expected) and set(every) == expected

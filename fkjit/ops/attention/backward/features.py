@@ -31,10 +31,7 @@ SHOWN_SM90 = {
     ScoreFeatures(softcap=True, varlen=True).text: 128,
     ScoreFeatures(alibi=True, bias="bf16", dbias=True).text: 128,
 }
-SHOWN_WIDE_SM90 = {  # with the values of `deterministic`
-    ScoreFeatures(alibi=True, mask=True, varlen=True).text: (False,),
-    ScoreFeatures(softcap=True).text: (True,),
-}
+SHOWN_WIDE_SM90 = ScoreFeatures(softcap=True, mask=True, varlen=True).text
 
 
 class KernelFeatures:

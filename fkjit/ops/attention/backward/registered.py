@@ -59,15 +59,8 @@ def _shown_sm90() -> KernelSpec:
 
 
 def _shown_wide_sm90() -> KernelSpec:
-    spec = with_features(FLASH_WIDE_SM90, "window")
-    spec = _narrowed(spec, dtype=("bf16",), head_dim=(256,), form=tuple(SHOWN_WIDE_SM90))
-    return replace(
-        spec,
-        illegal=lambda params: (
-            None if params["deterministic"] in SHOWN_WIDE_SM90[params["form"]]
-            else "is not compiled ahead"
-        ),
-    )  # fmt: skip
+    spec = with_features(FLASH_WIDE_SM90, SHOWN_WIDE_SM90)
+    return _narrowed(spec, dtype=("bf16",), head_dim=(256,), deterministic=(True,))
 
 
 for _spec in (
