@@ -6,8 +6,8 @@
 PYTHON ?= python3
 CUDA ?= $(or $(shell nvidia-smi 2>/dev/null | sed -nE 's/.*CUDA Version: *([0-9]+).*/\1/p'),13)
 ARGS ?=
-# Of 2 cores: one more, since many a test waits for a process that it has started.
-JOBS ?= 3
+# Of 2 cores: two more, since many a test waits for a process that it has started.
+JOBS ?= 4
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -42,10 +42,11 @@ test: $(VENV)/.test  ## every test that needs no GPU
 test-gpu: $(VENV)/.test  ## the tests that need one
 	@$(BIN)/python -m pytest -q -m gpu $(ARGS)
 
-check: $(VENV)/.check  ## ruff, pyright, clang-format
+check: $(VENV)/.check  ## ruff, pyright, clang-format, hadolint
 	@$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/hadolint docs/container/Dockerfile
 	find kernels_cu templates -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 
 format: $(VENV)/.check  ## let ruff and clang-format write

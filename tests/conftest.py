@@ -15,6 +15,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.core.sampling import spread
+
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 _CACHE = "FKJIT_CACHE_DIR"
 _NO_BYTECODE, _BYTECODE = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
@@ -74,24 +76,33 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test marked `sampled` the first case of each value that the mark's function gives of its
-    parameters; where that is None, none. What is asked for by name is not sampled."""
+    """Of a test marked `sampled` the first case of each value that the mark's `key` gives of its
+    parameters, none where that is None; or one in `share`. What is asked for by name is not
+    sampled."""
     named = config.option.keyword or any("[" in argument for argument in config.args)
     if named or config.getoption("--every-variant"):
         return
-    seen: set[Any] = set()
-    left_out = []
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        mark = item.get_closest_marker("sampled")
-        if mark is not None:
-            value = mark.kwargs["key"](**item.callspec.params)  # type: ignore[attr-defined]
-            key = item.nodeid.partition("[")[0], value
-            left_out += [item] if value is None or key in seen else []
-            seen.add(key)
+        if item.get_closest_marker("sampled"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = [item for cases in tests.values() for item in _not_sampled(cases)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         dropped = set(map(id, left_out))
         items[:] = [item for item in items if id(item) not in dropped]
+
+
+def _not_sampled(cases: list[pytest.Item]) -> list[pytest.Item]:
+    mark = cases[0].get_closest_marker("sampled")
+    assert mark is not None
+    params = [item.callspec.params if hasattr(item, "callspec") else {} for item in cases]
+    if "share" in mark.kwargs:
+        kept = spread(params, mark.kwargs["share"])
+    else:
+        values = [mark.kwargs["key"](**each) for each in params]
+        kept = {values.index(value) for value in values if value is not None}
+    return [item for place, item in enumerate(cases) if place not in kept]
 
 
 def _share_the_cpus(workers: int) -> None:

@@ -125,15 +125,13 @@ def view(array: Any, call: str, name: str) -> View:
 
 
 def _view(array: Any, call: str, name: str) -> View:
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
+    if isinstance(array, _kind("torch", "Tensor")):
         return _torch_view(array, call, name)
     if isinstance(array, np.ndarray):
         return _strided("numpy", array, array.ctypes.data, CPU, call, name)
     if isinstance(array, Abstract):
         return _strided("abstract", array, array.pointer, array.device, call, name)
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(array, cupy.ndarray):
+    if isinstance(array, _kind("cupy", "ndarray")):
         return _strided("cupy", array, array.data.ptr, array.device.id, call, name)
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         return _dlpack_view(array, call, name)
@@ -147,6 +145,11 @@ def _view(array: Any, call: str, name: str) -> View:
         f"{call}: {name} is a {kind}; allowed: a torch tensor, a CuPy or NumPy array, or any array "
         "with __dlpack__"
     )
+
+
+def _kind(module: str, name: str) -> Any:
+    """A type for isinstance; () where the module is not there, or another thread imports it."""
+    return getattr(sys.modules.get(module), name, ())
 
 
 def _torch_view(tensor: Any, call: str, name: str) -> View:

@@ -25,6 +25,7 @@ from fkjit.ops.attention import select as choice
 from fkjit.runtime import interop
 from fkjit.settings import settings as fkjit_settings
 from tests.attention.kit import assert_close, normal, reference
+from tests.core.sampling import one_in
 
 
 def run(q, k, v, **options):
@@ -32,6 +33,7 @@ def run(q, k, v, **options):
         return fkjit.attention(q, k, v, **options)
 
 
+@one_in(2)
 @pytest.mark.parametrize("impl", ["flash", "tiled", "naive"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("causal", [False, True])

@@ -21,7 +21,7 @@ from fkjit.settings import settings
 from tests.attention.feature_kit import draw, exact
 from tests.attention.kit import assert_close, normal
 from tests.core.mutations import SM90_HEADERS, Bug, D, K
-from tests.core.sampling import ONE_OF_EACH_KIND
+from tests.core.sampling import ONE_OF_EACH_KIND, one_in
 from tests.core.test_mutations import KINDS, outcome
 
 TAKEN = ("window", "softcap", "alibi_slopes", "sinks", "score_mod")
@@ -44,6 +44,7 @@ def hopper_target(monkeypatch):
     )
 
 
+@one_in(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_compositions(shape):
     *sizes, features = shape
@@ -142,6 +143,7 @@ def test_biases_off_16_byte_boundaries_go_to_the_portable_kernel(row, pointer):
     assert not select_sm90.takes(PROBLEM, views, ScoreFeatures(bias="bf16"), None)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("dim", "form"),
     [(64, "alibi sinks varlen"), (128, SHIPPED_SM90[-1]), (256, "softcap alibi bias=fp32 varlen")],

@@ -65,6 +65,7 @@ def test_the_largest_score_takes_it_all(target, scale, causal):
     assert np.allclose(lse, sums, rtol=1e-6)
 
 
+@one_in(2)
 def test_the_least_number_as_a_bias_is_a_mean_of_all(target):
     """As of a padded row of models that hide keys by adding the least finite number. In fp32's
     kernel, which older GPUs have, it hides them all."""

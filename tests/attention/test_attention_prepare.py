@@ -12,6 +12,7 @@ from fkjit.jit.build import quiet
 from fkjit.ops.op import op as front_end
 from fkjit.ops.op.plan import Plans
 from fkjit.runtime import interop, workspace
+from tests.core.sampling import one_in
 
 torch = pytest.importorskip("torch", reason="needs torch")
 fkjit.attention, fkjit.attention_decode, fkjit.attention_backward  # noqa: B018  import the modules
@@ -57,6 +58,7 @@ def tensors(grad, keys=40):
 FEATURES = ({}, {"window": [9, 0]}, {"alibi_slopes": torch.rand(2), "softcap": 3.0})
 
 
+@one_in(2)
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("features", FEATURES, ids=" ".join)
 def test_what_a_call_launches_is_ready(features, grad, interpreted, on_gpu):

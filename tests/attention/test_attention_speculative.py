@@ -15,7 +15,7 @@ from fkjit.ops.attention import select_sm90
 from fkjit.settings import settings
 from tests.attention.kit import assert_close, normal, reference
 from tests.core.mutations import SM90_HEADERS, Bug, K
-from tests.core.sampling import ONE_OF_EACH_KIND
+from tests.core.sampling import ONE_OF_EACH_KIND, ONLY_WITH_EVERY_VARIANT, one_in
 from tests.core.test_mutations import KINDS, outcome
 
 # head_dim, dtype, queries, keys, causal. Tiles of keys come from the last to the first.
@@ -35,6 +35,7 @@ def run(q, k, v, causal, **options):
     return np.asarray(o), np.asarray(lse)
 
 
+@one_in(2)
 @pytest.mark.parametrize(("dim", "dtype", "sq", "sk", "causal"), SHAPES)
 def test_maxima_that_rise_in_every_tile(dim, dtype, sq, sk, causal):
     """By more than 2^14, so that scores are made once more, in some rows of a warp and not in
@@ -116,5 +117,6 @@ def test_planted_bugs_are_found(bug, monkeypatch):
     assert said.startswith((*KINDS[bug.by], "numbers")), said or "nothing was found"
 
 
+@ONLY_WITH_EVERY_VARIANT
 def test_without_them_nothing_is_said(monkeypatch):
     assert outcome(BUGS[0], monkeypatch, plant=False) == ""

@@ -16,7 +16,7 @@ from fkjit.ops.attention.kernels_few import COMBINE, FEW, works
 from fkjit.ops.attention.select_few import Choice
 from tests.attention.kit import assert_close, normal, reference
 from tests.core.mutations import SM90_HEADERS, Bug, K
-from tests.core.sampling import ONE_OF_EACH_KIND
+from tests.core.sampling import ONE_OF_EACH_KIND, one_in
 from tests.core.test_mutations import KINDS, outcome
 
 SMS = 132
@@ -112,6 +112,7 @@ def hopper_target(monkeypatch):
     fkjit.settings.settings.cache_clear()
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("sq", "sk", "heads", "parts", "causal"),
     [(17, 400, 4, 3, True), (70, 300, 2, 2, False), (3, 130, 8, 1, True), (200, 140, 1, 5, True)],

@@ -274,6 +274,7 @@ def test_torch_compile_traces_packed_queries():
 STORED = {"int8": np.int8, "fp8": ml_dtypes.float8_e4m3fn}
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "storage, dim, options",
     [("fp8", 64, {}), ("int8", 40, {"window": (20, 0), "softcap": 3.0}), ("fp8", 36, {})],

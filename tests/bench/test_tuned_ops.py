@@ -24,6 +24,7 @@ from fkjit.jit.build import quiet
 from fkjit.ops.norm import kernels as norm_kernels
 from fkjit.ops.op.op import Op
 from fkjit.settings import settings
+from tests.core.sampling import one_in
 
 torch = pytest.importorskip("torch", reason="needs torch")
 GPU = "NVIDIA H200 (test)"
@@ -163,6 +164,7 @@ class Arrays:
         return torch.from_numpy(values.copy())
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("name", "problem"), SMALL, ids=[f"{n} {i}" for i, (n, _) in enumerate(SMALL)]
 )

@@ -206,8 +206,8 @@ def in_turns(
     """(cubin, problem, whether races are looked for): what the interpreter runs of these.
 
     By default each variant computes the first problem, which has ragged edges and several tiles,
-    and a third of them, those with guards if any, is looked through for races; these share out the
-    other problems, which are small, and look through them as well.
+    and a third of them, those with guards if any, is looked through for races, at home; these share
+    out the other problems, which are small, and look through them as well.
     """
     ordered = sorted(cubins, key=lambda cubin: not has_guards(spec, *cubin))
     most = max(-(-len(cubins) // 3), sum(has_guards(spec, *cubin) for cubin in cubins))
@@ -215,7 +215,8 @@ def in_turns(
     for cubin in cubins:
         first, *others = spec.verification.problems(cubin[1], "small")
         share = raced.index(cubin) if cubin in raced else None
-        yield cubin, first, every or share is not None
+        at_home = cubin[0] == home_of(spec)
+        yield cubin, first, every or (share is not None and (at_home or not others))
         for problem in others if every else () if share is None else others[share :: len(raced)]:
             yield cubin, problem, True
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fkjit import messages
+from tests.core.sampling import one_in
 
 ROOT = Path(__file__).resolve().parents[2]
 # A first call, which says that it compiles, on a CPU that says it takes long.
@@ -32,6 +33,7 @@ WAYS = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_stderr_that_cannot_be_written_costs_no_result(way, tmp_path):
     before, redirect = WAYS[way]

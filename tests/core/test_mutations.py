@@ -17,7 +17,7 @@ from fkjit.jit.build import quiet
 from fkjit.settings import settings
 from fkjit.spec import find
 from tests.core.mutations import BUGS, Bug
-from tests.core.sampling import ONE_OF_EACH_KIND
+from tests.core.sampling import ONE_OF_EACH_KIND, ONLY_WITH_EVERY_VARIANT
 
 ops.load()
 
@@ -94,6 +94,7 @@ def test_a_planted_bug_is_found(bug, monkeypatch):
         assert "kernels_cu/attention/" in said or "templates/" in said
 
 
+@ONLY_WITH_EVERY_VARIANT
 @pytest.mark.parametrize("kernel", sorted({bug.kernel for bug in BUGS}))
 def test_without_it_nothing_is_said(kernel, monkeypatch):
     runs = {}  # of bugs that are looked for in one and the same run, one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from tests.core.mutations import BUGS
-from tests.core.sampling import ONE_OF_EACH_KIND, one_in
+from tests.core.sampling import ONE_OF_EACH_KIND, one_in, spread
 
 
 def test_each_value_stays_with_each_of_the_shorter_axis_in_turns():
@@ -20,5 +20,15 @@ def test_each_value_stays_with_each_of_the_shorter_axis_in_turns():
 
 def test_a_bug_of_each_kind_stays_in_each_kernel():
     keys = {ONE_OF_EACH_KIND.kwargs["key"](bug) for bug in BUGS}
-    assert {(bug.kernel, bug.by) for bug in BUGS} == {(kernel, by) for kernel, by, _ in keys}
+    assert {(bug.kernel, bug.by) for bug in BUGS} == keys
     assert len(keys) < len(BUGS)
+
+
+def test_one_in_so_many_has_as_many_values_as_it_can():
+    axes = {"dtype": ["fp16", "bf16", "fp32"], "gate": [True, False], "layout": ["nk", "kn"]}
+    cases = [dict(zip(axes, each, strict=True)) for each in itertools.product(*axes.values())]
+    kept = [cases[place] for place in spread(cases, 3)]
+    assert len(kept) == 4
+    for name, values in axes.items():
+        assert {case[name] for case in kept} == set(values)
+    assert spread(cases, 3) == spread(cases, 3) and len(spread([{}], 2)) == 1

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fkjit import errors
+from tests.core.sampling import one_in
 from tests.distributed.kit import Ranks, draw, error, ranks, visible, whole_attention
 
 torch = pytest.importorskip("torch")
@@ -216,6 +217,7 @@ def packed(rank: int, layout: str, causal: bool, gradients: bool, sinks: bool) -
 PACKED = [("zigzag", True, True, False), ("contiguous", False, False, True)]
 
 
+@one_in(2)
 @pytest.mark.parametrize("layout,causal,gradients,sinks", PACKED)
 def test_packed_sequences_are_shared_out_one_by_one(two, layout, causal, gradients, sinks):
     for errors_of in two.run(packed, layout, causal, gradients, sinks):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.core.sampling import one_in
 from tests.distributed.kit import DEVICE, Ranks, draw, error, ranks, visible, whole_attention
 
 torch = pytest.importorskip("torch")
@@ -102,6 +103,7 @@ FORMS = ("ring", "gather", "ulysses")
 GRADIENTS = [("ring", "zigzag"), ("gather", "contiguous"), ("ulysses", "zigzag")]
 
 
+@one_in(2)
 @pytest.mark.parametrize("form,layout", list(itertools.product(FORMS, ("zigzag", "contiguous"))))
 def test_causal_attention_is_that_of_the_whole_sequence(two, form, layout):
     shape = (*SMALL, (form, layout) in GRADIENTS)
@@ -117,6 +119,7 @@ def test_three_ranks_give_the_same_bits_again(every_variant):
         assert first[: len(second)] == second
 
 
+@one_in(2)
 @pytest.mark.parametrize("form", ["ring", "auto"])
 def test_a_mesh_of_two_dimensions_shares_tokens_and_heads(four, form):
     said = {"causal": True, "form": form, "mesh": (2, 2)}
@@ -132,6 +135,7 @@ CASES = [
 ]
 
 
+@one_in(2)
 @pytest.mark.parametrize("said,gradients", CASES, ids=lambda said: str(said))
 def test_windows_and_sinks(two, said, gradients, every_variant):
     """Gradients: None: with --every-variant, as they take kernels that no other test here does."""

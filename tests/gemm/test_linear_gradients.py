@@ -149,6 +149,7 @@ def test_autocast_casts_as_for_pytorchs_linear():
     assert dw.dtype == torch.float32
 
 
+@one_in(2)
 @pytest.mark.parametrize("gate", [False, True])
 def test_is_traced_without_a_break(gate):
     tensors = leaves(9, 24, 40, gate=gate)

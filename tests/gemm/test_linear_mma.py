@@ -46,6 +46,7 @@ def check(spec, params, *sizes, **given):
         check_numbers(spec, params, cases.problem(params, *sizes, **given), np.copy, np.asarray)
 
 
+@one_in(2)
 @EACH_WITH_SOME
 @pytest.mark.parametrize(("x_layout", "weight_layout"), LAYOUTS)
 @pytest.mark.parametrize("aligned", [True, False])
@@ -58,6 +59,7 @@ def test_every_layout_of_16_bits(x_layout, weight_layout, aligned, gate):
     check(MMA_ALL, params, *sizes)
 
 
+@one_in(2)
 @EACH_WITH_SOME
 @pytest.mark.parametrize(("x_layout", "weight_layout"), LAYOUTS)
 @pytest.mark.parametrize("aligned", [True, False])

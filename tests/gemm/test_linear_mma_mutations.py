@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.core.mutations import Bug
-from tests.core.sampling import ONE_OF_EACH_KIND
+from tests.core.sampling import ONE_OF_EACH_KIND, ONLY_WITH_EVERY_VARIANT
 from tests.core.test_mutations import KINDS, outcome
 
 MMA_CU, FMA_CU, D = "kernels_cu/gemm/mma.cu", "kernels_cu/gemm/fma.cu", "templates/gemm/"
@@ -171,6 +171,7 @@ def test_a_planted_bug_is_found(bug, monkeypatch):
     assert said.startswith(KINDS[bug.by]), said or "nothing was found"
 
 
+@ONLY_WITH_EVERY_VARIANT
 @pytest.mark.parametrize("kernel", sorted({bug.kernel for bug in BUGS}))
 def test_without_it_nothing_is_said(kernel, monkeypatch):
     runs = {f"{bug.params} {bug.problem}": bug for bug in BUGS if bug.kernel == kernel}

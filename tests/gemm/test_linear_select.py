@@ -15,6 +15,7 @@ from fkjit.ops.gemm import select
 from fkjit.ops.gemm.candidates import CANDIDATES
 from fkjit.ops.gemm.cost import Shape
 from fkjit.ops.gemm.kernels_sm90 import variant
+from tests.core.sampling import one_in
 
 # Layers' products on an H200, bf16, CUDA graphs, weights not in L2: variant and microseconds.
 MEASURED = json.loads((Path(__file__).parents[1] / "data/linear_wgmma_h200.json").read_text())
@@ -88,6 +89,7 @@ def test_rows_are_rounded_to_what_has_as_many_tiles(m):
         assert -(-rounded // rows) == -(-m // rows), rows
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", DEFAULT_ARCHS)
 def test_every_shape_has_a_kernel_that_takes_it(name):
     on = arch(name)

@@ -9,6 +9,7 @@ import torch
 import fkjit
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import quiet
+from tests.core.sampling import one_in
 from tests.gemm.kit import FLOOR
 from tests.grouped.kit import arrays, by_choice, choices, grouped
 
@@ -41,6 +42,7 @@ def test_each_row_by_its_expert(tokens, experts, top_k, how):
     close(y[groups.inverse.long()], expected)
 
 
+@one_in(3)
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize(
     ("activation", "gate"), [("silu", True), ("gelu_tanh", False), (None, True)]
@@ -77,6 +79,7 @@ def test_numpy_arrays():
     close(torch.as_tensor(y)[torch.as_tensor(groups.inverse).long()], expected)
 
 
+@one_in(2)
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("save", [True, False])
 def test_gradients(layout, save):

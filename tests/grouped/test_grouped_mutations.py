@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.core.mutations import Bug
-from tests.core.sampling import ONE_OF_EACH_KIND
+from tests.core.sampling import ONE_OF_EACH_KIND, ONLY_WITH_EVERY_VARIANT
 from tests.core.test_mutations import KINDS, outcome
 
 GROUPS, WGMMA_CU = "templates/gemm/groups.cuh", "kernels_cu/gemm/wgmma.cu"
@@ -52,6 +52,7 @@ def test_a_planted_bug_is_found(bug, monkeypatch):
     assert said.startswith(KINDS[bug.by]), said or "nothing was found"
 
 
+@ONLY_WITH_EVERY_VARIANT
 @pytest.mark.parametrize("variant", [HALF, DEPTH], ids=["rows", "depth"])
 def test_without_it_nothing_is_said(variant, monkeypatch):
     bug = next(bug for bug in BUGS if bug.params == variant["params"])

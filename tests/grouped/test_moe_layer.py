@@ -8,6 +8,7 @@ import torch
 import fkjit
 from fkjit.errors import ParameterError
 from fkjit.jit.build import quiet
+from tests.core.sampling import one_in
 from tests.grouped.kit import F, layer, layer_arrays
 from tests.grouped.test_grouped_linear import close
 
@@ -17,6 +18,7 @@ def call(*args, **options):
         return fkjit.moe_layer(*args, **options)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [

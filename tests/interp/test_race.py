@@ -7,6 +7,7 @@ import pytest
 
 from fkjit.errors import SanitizerError
 from fkjit.interp import Arg, Checks, run
+from tests.core.sampling import one_in
 from tests.interp.interp_kit import compile_ptx, line_of
 
 NAME = "kernels_cu/test/race.cu"
@@ -88,6 +89,7 @@ extern "C" __global__ void k(float* y, int* flag) {
 SYNC, FENCE = "__syncthreads();", "__threadfence();"
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("everybody", "release", "acquire", "racy"),
     [

@@ -14,6 +14,7 @@ from fkjit.errors import PoolExhaustedError
 from fkjit.ops.kv.append import APPEND
 from fkjit.ops.kv.cases import decode, encode
 from fkjit.ops.kv.read import READ
+from tests.core.sampling import one_in
 from tests.kv.kit import DIM, HEADS, append, silent, small, tokens  # noqa: F401
 
 # ------------------------------------------------------------------ any calls in turn
@@ -147,6 +148,7 @@ def test_tokens_are_divided_by_their_scale(kept):
         assert np.array_equal(kept_as, decode(encode(given, kept, scale), kept, scale, "fp32"))
 
 
+@one_in(2)
 @pytest.mark.parametrize("given", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("kept", ["fp8", "int8"])
 def test_scaled_storage_rounds_once_each_way(kept, given):
@@ -345,6 +347,7 @@ def test_integers_are_divided_exactly_by_a_product():
 # ------------------------------------------------------------------ with the rotary embedding
 
 
+@one_in(3)
 @pytest.mark.parametrize("kept", ["bf16", "fp8", "int8"])
 @pytest.mark.parametrize("options", [{}, {"interleaved": True, "rotary_dim": 4}], ids=str)
 @pytest.mark.parametrize("dim", [32, 6])

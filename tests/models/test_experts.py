@@ -6,6 +6,7 @@ import pytest
 
 import fkjit
 from fkjit.jit.build import quiet
+from tests.core.sampling import one_in
 
 torch = pytest.importorskip("torch", reason="needs torch")
 transformers = pytest.importorskip("transformers", reason="needs transformers, fkjit[models]")
@@ -33,6 +34,7 @@ def built(family, experts):
     return model
 
 
+@one_in(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients(family):
     fkjit.models.register_experts()

@@ -6,6 +6,7 @@ import pytest
 
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import quiet
+from tests.core.sampling import one_in
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from fkjit.models import linear_cross_entropy, loss  # noqa: E402
@@ -28,6 +29,7 @@ def exact(x, weight, target, **options):
     return made, torch.autograd.grad(3 * made, (x, weight))
 
 
+@one_in(2)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 4e-3)])
 def test_loss_and_gradients_in_three_chunks(dtype, tolerance, reduction):

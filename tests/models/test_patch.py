@@ -9,6 +9,7 @@ import pytest
 
 import fkjit
 from fkjit.errors import ArgumentTypeError, ParameterError
+from tests.core.sampling import one_in
 
 torch = pytest.importorskip("torch", reason="needs torch")
 transformers = pytest.importorskip("transformers", reason="needs transformers, fkjit[models]")
@@ -54,6 +55,7 @@ def logits(model, padded: bool):
     return made[torch.tensor(SEEN[rows]).bool()]
 
 
+@one_in(2)
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_are_those_of_transformers_and_come_back(family):
     model = built(family)
@@ -86,6 +88,7 @@ def test_the_report_names_each_module(family, kinds, left):
         assert all(f"{count} {name}" in str(report) for name, count in counts.items())
 
 
+@one_in(2)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", ["GPT2", "Llama"])
 def test_generate_with_left_padding(family, cache):

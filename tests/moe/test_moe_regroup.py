@@ -13,6 +13,7 @@ from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
 from fkjit.jit.build import quiet
 from fkjit.ops.moe import cases, regroup
 from fkjit.ops.moe import groups as groups
+from tests.core.sampling import one_in
 
 FIELDS = fkjit.MoeGroups._fields
 
@@ -72,6 +73,7 @@ def test_the_layout_of_an_example():
     assert few.inverse.tolist() == [[2, 0], [-1, 1], [-1, -1]]
 
 
+@one_in(3)
 @pytest.mark.parametrize("tokens", [0, 1, 200])
 @pytest.mark.parametrize("experts", [1, 60, 200, 300])
 def test_together_is_one_after_the_other(experts, tokens, blocks):

@@ -9,6 +9,7 @@ import torch
 import fkjit
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import quiet
+from tests.core.sampling import one_in
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 ERROR = {"fp16": 2e-3, "bf16": 2e-2, "fp32": 2e-6}
@@ -34,6 +35,7 @@ def by_torch(x, groups, weights, factor):
     return (rows * weights[..., None]).sum(1)
 
 
+@one_in(2)
 @pytest.mark.parametrize("columns", [8, 40, 37])
 @pytest.mark.parametrize("options", [{}, {"capacity": 3}, {"block_size": 1}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,6 +8,7 @@ import torch
 
 import fkjit
 from fkjit.errors import ParameterError
+from tests.core.sampling import one_in
 
 BACKENDS = ("eager", "aot_eager")
 
@@ -23,6 +24,7 @@ def tensors(seed=0, heads=2, heads_kv=1, rows=20, keys=24, dim=32, dtype=torch.f
     return [torch.randn(shape, generator=made).to(dtype) for shape in shapes]
 
 
+@one_in(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "options",

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.core.sampling import one_in
+
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 if not (CHROMIUM and DRIVER):
     pytest.skip("no chromium and chromedriver on PATH", allow_module_level=True)
@@ -203,6 +205,7 @@ def test_pictures_of_banks_and_fragments(page):
     assert page.js("document.querySelectorAll('figure.fragment g[data-lane]').length") == 4 * 64
 
 
+@one_in(2)
 @pytest.mark.parametrize("width", [1280, 800])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_and_can_be_read(page, width, scheme):

@@ -11,6 +11,7 @@ import fkjit
 from fkjit.errors import ArgumentTypeError, FkjitError, ParameterError
 from fkjit.jit.build import quiet
 from fkjit.runtime.interop import numpy_dtype
+from tests.core.sampling import one_in
 
 TYPE, VALUE = ArgumentTypeError, ParameterError
 CALLS = {
@@ -45,6 +46,7 @@ def check(kind, x, axis=None, dtype=None, **options):
     assert (np.abs(found.astype(np.float64) - expected) <= bound).all(), (kind, x.shape, axis)
 
 
+@one_in(2)
 @pytest.mark.parametrize("kind", list(CALLS))
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 @pytest.mark.parametrize("axis", [None, -1])

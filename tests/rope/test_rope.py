@@ -16,6 +16,7 @@ from fkjit.jit.build import quiet
 from fkjit.ops.rope.cases import reference
 from fkjit.ops.rope.frequencies import fixed_point, frequencies
 from fkjit.runtime.interop import numpy_dtype
+from tests.core.sampling import one_in
 
 TYPE, VALUE = ArgumentTypeError, ParameterError
 LIMITS = {"fp16": 6e-4, "bf16": 4.5e-3, "fp32": 3e-7}  # of the largest element
@@ -117,6 +118,7 @@ def test_fixed_point_frequencies_are_the_float_ones(scaling):
         assert abs(turns / 2**64 - float(wanted[pair])) < 1e-16
 
 
+@one_in(2)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from bench.attention.cases_attention_form import FORMS, OP, problem
 from bench.core import twins
 from tests.attention.feature_kit import FEATURES, draw, exact
 from tests.attention.kit import assert_close
+from tests.core.sampling import one_in
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from tests.bench.test_bench_attention import CpuDevice  # noqa: E402
@@ -34,6 +35,7 @@ def tensor(array: Any) -> Any:
     return torch.from_numpy(array)
 
 
+@one_in(2)
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_compositions(interpreter, case):  # noqa: F811
     from bench.attention.triton_attention_form import attention
@@ -45,6 +47,7 @@ def test_compositions(interpreter, case):  # noqa: F811
     assert_close(o.float().numpy(), lse.numpy(), *exact(drawn), dtype)
 
 
+@one_in(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_suite_finds_the_twin_right_and_another_form_wrong(interpreter, form):  # noqa: F811
     given = problem(form, 1, 2, 48, 32)

@@ -14,6 +14,7 @@ from bench.moe import steps as moe_steps
 from bench.moe import tables as moe_tables
 from bench.moe.tables import BOTH, REGROUP, ROUTE
 from bench.report.bandwidth import sources, trials
+from tests.core.sampling import one_in
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from fkjit.jit.build import quiet  # noqa: E402
@@ -46,6 +47,7 @@ def candidates(op, name, given, arrays):
     return made.prepare(given, arrays)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("op", "given", "name"), CASES, ids=[f"{o}-{n}-{g['dtype']}" for o, g, n in CASES]
 )

@@ -16,8 +16,8 @@ import numpy as np
 
 from fkjit.arguments import bind, blame
 from fkjit.cpu.run import interpret
+from fkjit.ops.op import jax_node, results, torch_ops
 from fkjit.ops.op import node as nodes
-from fkjit.ops.op import torch_ops
 from fkjit.ops.op.checks import Pair, check_alike, check_overlaps, refuse_grad, requires_grad
 from fkjit.ops.op.dynamic_plan import traced
 from fkjit.ops.op.node import Node
@@ -171,6 +171,8 @@ class Op:
         if self.batched and torch_ops.wrapped(*inputs):
             assert self.traced is not None
             return self.traced(inputs, outputs, options)
+        if jax_node.is_traced(inputs):
+            return jax_node.traced(self, inputs, outputs, options)
         return self._checked(arrays, options, seen)
 
     def _node_of(self, inputs: Arrays, outputs: Arrays, options: tuple[Any, ...]) -> Any:
@@ -194,13 +196,13 @@ class Op:
             self._remember(arrays, options, request, [], views, seen, again)
             return self._delegated(request, arrays, options)
         like = request.like
-        written = _written(request, like)
+        written = results.written(request, like)
         if like.device == CPU:
             self._on_cpu(request, written)
         elif request.launches:
-            kernels = self._on_gpu(request, like, written)
+            kernels = self._on_gpu(request, written)
             self._remember(arrays, options, request, kernels, views, seen, again)
-        return _result(request, like, written)
+        return results.returned(request, like, written)
 
     def _delegated(self, request: Request, arrays: list[Any], options: tuple[Any, ...]) -> Any:
         assert request.delegate is not None
@@ -260,7 +262,7 @@ class Op:
         """Compile and load what a call on these arrays needs: inputs and outputs in the declared
         order, None for what is not given, also for what is left out at the end."""
         arrays = [*arrays, *(None,) * (len(self.names) - len(arrays))]
-        request = self._request(self._views(arrays), options)
+        request = self.request(arrays, options)
         if request.delegate is not None:
             request.delegate.prepare(arrays[: len(self.inputs)], options)
         if request.like.device < CPU:
@@ -271,6 +273,26 @@ class Op:
         kernels = load_all(request.launches, request.like.device, stream, self.name)
         workspace.reserve(request.like.device, request.counters)
         self.plans.store(arrays, options, request, kernels, self._pairs(request))
+
+    def request(self, arrays: Sequence[Any], options: tuple[Any, ...]) -> Request:
+        """What the check makes of inputs and outputs in the declared order."""
+        return self._request(self._views(arrays), options)
+
+    def run_into(
+        self, arrays: Sequence[Any], options: tuple[Any, ...], returned: Sequence[Any]
+    ) -> None:
+        """The call on inputs and outputs in the declared order; what it returns goes to `returned`,
+        contiguous arrays that nothing else has."""
+        request = self.request(arrays, options)
+        if request.delegate is not None:
+            made = self._delegated(request, list(arrays), options)
+            made = made if isinstance(made, tuple) else (made,)
+            for array, values in zip(returned, made, strict=True):
+                array[...] = values
+            return
+        request = results.into(request, returned, self.name)
+        run = self._on_cpu if request.like.device == CPU else self._on_gpu
+        run(request, results.written(request, request.like))
 
     def _seen(self, arrays: list[Any], seen: Geometry) -> dict[str, View | None] | None:
         """Views out of a geometry, of tensors on a GPU; None where one wants a closer look."""
@@ -336,10 +358,9 @@ class Op:
         for launch in request.launches:
             interpret(launch.spec, launch.params, launch.problem, arrays)
 
-    def _on_gpu(
-        self, request: Request, like: View, views: Mapping[str, View | None]
-    ) -> list[LoadedKernel]:
-        stream, device, owner = interop.current_stream(like), like.device, None
+    def _on_gpu(self, request: Request, views: Mapping[str, View | None]) -> list[LoadedKernel]:
+        like, owner = request.like, None
+        stream, device = interop.current_stream(like), like.device
         arrays: dict[str, Any] = {
             name: interop.NULL if view is None else interop.Pointer(view)
             for name, view in views.items()
@@ -369,28 +390,3 @@ class Op:
 
 _NO_SCRATCH = dict.fromkeys(workspace.ARGUMENTS, 0)
 _SAID = {"o": "out"}  # what callers call attention's output
-
-
-def _written(request: Request, like: View) -> dict[str, View | None]:
-    """All arrays of the kernels, outputs among them: allocated unless the caller gave them."""
-    views = dict(request.inputs)
-    for name, output in request.outputs.items():
-        if output is None:
-            views[name] = None
-        else:
-            views[name] = output.given or interop.new(like, output.shape, output.dtype)
-    return views
-
-
-def _result(request: Request, like: View, views: Mapping[str, View | None]) -> Any:
-    """One array, or a tuple of several: the caller's own where he gave one."""
-    results = []
-    for name, output in request.outputs.items():
-        if output is not None and output.returned:
-            given, view = output.given, views[name]
-            assert view is not None
-            if given is None:
-                results.append(interop.give_back(like, view.array))
-            else:
-                results.append(given.array if given.source is None else given.source)
-    return results[0] if len(results) == 1 else tuple(results) or None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.core.mutations import Bug
-from tests.core.sampling import ONE_OF_EACH_KIND
+from tests.core.sampling import ONE_OF_EACH_KIND, ONLY_WITH_EVERY_VARIANT
 from tests.core.test_mutations import KINDS, outcome
 
 K, D = "kernels_cu/attention/", "templates/"
@@ -66,6 +66,7 @@ def test_a_planted_bug_is_found(bug, monkeypatch):
     assert said.startswith(KINDS[bug.by]), said or "nothing was found"
 
 
+@ONLY_WITH_EVERY_VARIANT
 @pytest.mark.parametrize("kernel", sorted({bug.kernel for bug in BUGS}))
 def test_without_it_nothing_is_said(kernel, monkeypatch):
     for bug in BUGS:

@@ -22,7 +22,7 @@ from fkjit.runtime.tensor_map import TensorMap  # noqa: E402
 from fkjit.settings import settings  # noqa: E402
 from tests.attention.backward.test_attention_backward import check, tensors  # noqa: E402
 from tests.core.mutations import Bug  # noqa: E402
-from tests.core.sampling import ONE_OF_EACH_KIND  # noqa: E402
+from tests.core.sampling import ONE_OF_EACH_KIND, one_in  # noqa: E402
 from tests.core.test_mutations import KINDS, outcome  # noqa: E402
 
 KERNEL, D = "kernels_cu/attention/backward_sm90.cu", "templates/attention/backward_sm90/"
@@ -32,6 +32,7 @@ SM90 = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

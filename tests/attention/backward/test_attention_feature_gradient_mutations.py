@@ -9,7 +9,7 @@ import pytest
 from fkjit import ops
 from fkjit.ops.attention.backward.features import SHOWN_SEEDED
 from tests.core.mutations import SYNC, Bug, D, K
-from tests.core.sampling import ONE_OF_EACH_KIND
+from tests.core.sampling import ONE_OF_EACH_KIND, ONLY_WITH_EVERY_VARIANT
 from tests.core.test_mutations import KINDS, outcome
 
 ops.load()
@@ -73,6 +73,7 @@ def test_a_planted_bug_is_found(bug, monkeypatch):
     assert said.startswith(KINDS[bug.by]), said or "nothing was found"
 
 
+@ONLY_WITH_EVERY_VARIANT
 @pytest.mark.parametrize("kernel", [KEYS, QUERIES, BIAS, HEADS], ids=lambda one: one["kernel"])
 def test_without_it_nothing_is_said(kernel, monkeypatch):
     bug = Bug("none", "", "", "", by="", **kernel)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.core.sampling import one_in
+
 torch = pytest.importorskip("torch", reason="needs torch")
 
 import fkjit  # noqa: E402
@@ -84,6 +86,7 @@ def test_what_requires_no_grad_gets_none():
         assert not fkjit.attention(q, k, v).requires_grad
 
 
+@one_in(2)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_compiled_whole_it_has_the_same_gradients(return_lse, layout):
@@ -178,6 +181,7 @@ PREPARED = (
 )  # fmt: skip
 
 
+@one_in(2)
 @pytest.mark.parametrize("case", PREPARED, ids=lambda case: " ".join(case[2]))
 def test_what_is_prepared_is_what_forward_and_backward_ask_for(case, monkeypatch):
     """As plans tell calls apart: by geometry and options, of both ops."""

@@ -8,8 +8,10 @@ import pytest
 import fkjit
 from fkjit.ops.attention.decode.cases import attend
 from tests.attention.decode.kit import LIMITS, Batch, check
+from tests.core.sampling import one_in
 
 
+@one_in(2)
 @pytest.mark.parametrize("storage", ["same", "fp8", "int8"])
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])
 def test_lengths_at_the_edges_of_pages_and_steps(layout, storage):
@@ -36,6 +38,7 @@ SHAPES = [  # tokens, heads of a group, KV heads, dim, dtype
 ]  # fmt: skip
 
 
+@one_in(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_tokens_and_groups(shape):
     """Rows in one tile and in several; fewer keys than new tokens, too."""
@@ -133,6 +136,7 @@ def test_the_same_call_gives_the_same_bits(on_sms):
     assert np.array_equal(batch.call(), first)
 
 
+@one_in(2)
 @pytest.mark.parametrize("dtype", ["fp16", "fp8", "int8"])
 def test_a_cache_whose_sequences_share_their_first_pages(dtype):
     scales = {} if dtype == "fp16" else {"k_scale": [0.02, 0.03], "v_scale": 0.04}

@@ -19,6 +19,7 @@ from fkjit.ops.attention.decode.kernels import SHIPPED, kernel, select
 from tests.attention.decode.kit import Batch
 from tests.attention.feature_kit import FEATURES, draw, exact
 from tests.attention.feature_kit import own_case as own
+from tests.core.sampling import one_in
 
 DATA = Path(__file__).parents[2] / "data" / "decode_without_forms.json"
 LIMITS = {"fp16": 4e-3, "bf16": 2e-2}
@@ -52,6 +53,7 @@ SHAPES = (  # tokens, heads, head_dim, lengths, dtype, features
 )
 
 
+@one_in(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda one: " ".join([one[4], *sorted(one[5])]))
 def test_compositions(shape, on_sms):
     """Ragged, empty, shorter than the new tokens; heads in several blocks; race checks on."""
@@ -82,6 +84,7 @@ def gone(batch, left, tokens):
                 kept[: first % size] = np.nan
 
 
+@one_in(2)
 @pytest.mark.parametrize(("page_size", "layout", "storage"), [
     (1, "hnd", "same"), (16, "nhd", "fp8"), (256, "nhd", "same"), (32, "hnd", "int8"),
 ])  # fmt: skip
@@ -234,6 +237,7 @@ HEAVY = (  # target, head_dim, rows, storage, tile, form: what holds most in reg
 )
 
 
+@one_in(2)
 @pytest.mark.parametrize(("to", "dim", "rows", "storage", "tile", "form"), HEAVY)
 def test_what_is_compiled_when_called_does_not_spill(to, dim, rows, storage, tile, form):
     from fkjit.arch import target

@@ -154,6 +154,7 @@ def test_every_width_of_the_products(n: int) -> None:
     np.testing.assert_array_equal(got, right)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("old", "new", "texts"),
     [

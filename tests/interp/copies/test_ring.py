@@ -84,6 +84,7 @@ def test_products_of_ragged_matrices(size: tuple[int, int, int], checks: Checks)
     np.testing.assert_allclose(c, expected, atol=1e-4)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("old", "new", "texts", "race"),
     [

@@ -7,6 +7,7 @@ import pytest
 
 from fkjit.errors import SanitizerError
 from fkjit.interp import Arg, Checks, run
+from tests.core.sampling import one_in
 from tests.interp.interp_kit import compile_ptx, line_of
 from tests.interp.wgmma.wgmma_kit import PRELUDE, mma_function
 
@@ -158,6 +159,7 @@ extern "C" __global__ void __launch_bounds__(256) k(const __half* q, const __hal
 )
 
 
+@one_in(2)
 @pytest.mark.parametrize("race", [False, True])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("tiles", [1, 2, 5])
