@@ -9,10 +9,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = "bench/notes"  # keeps the names of files as they were on the day
-EXAMPLES = {"scale.cu", "block_sum.cu"}  # kernels that the documents themselves have
+EXAMPLES = {"scale.cu", "block_sum.cu", "gate.cu", "transpose.cu"}  # kernels that documents have
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "bench/*.md", f"{RECORD}/*.md")
+    for pattern in ("*.md", "docs/*.md", "docs/[!_]*/*.md", "bench/*.md", f"{RECORD}/*.md")
     for path in ROOT.glob(pattern)
 )
 
