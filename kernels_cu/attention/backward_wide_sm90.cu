@@ -17,8 +17,8 @@
 
    The third warpgroup multiplies dS K and adds it to `dq_sum`, the fourth has the threads that load
    and copy, as there. K, V and two tiles each of Q and dO are 192 KB: there is one K, so a piece of
-   work begins with scores of its own. In order dQ needs 16 KB, which P^T and dS^T leave it: there is
-   one of each, and a third meeting before P^T, where in any order there are two.
+   work begins with scores of its own. In order dQ needs 16 KB, which P^T and dS^T leave it: there
+   is one of each, and a third meeting before P^T, where in any order there are two.
 
    A step takes 2,560 clocks of the tensor cores and of shared memory 3,250 in any order (4,250 in
    order): S and dP 192 KB, dV and dK 96, dQ 64, tiles 64 (dQ staged and read again 128).
