@@ -1,8 +1,8 @@
 """Where the microseconds of a decode step go: docs/decode_step.svg.
 
-    python -m bench.models.timeline --write                    # the picture of docs/MODELS.md
-    python -m bench.models.timeline --record b1.json --batch 1 # on a GPU: a step's launches
-    python -m bench.models.timeline --times b1.json --out step.svg
+    python -m bench.models.timeline --write                          # the picture of docs/MODELS.md
+    python -m bench.models.timeline --record steps.jsonl --batch 1   # on a GPU: a step's launches
+    python -m bench.models.timeline --times steps.jsonl --out step.svg
 
 A floor is the bytes that a part of the step has to read and write, at the rate of device memory: no
 measurement, and less than any step takes. Launches of a recorded step come from PyTorch's profiler;
@@ -98,7 +98,8 @@ def _other(name: str) -> str:
 
 
 def record(path: Path, config: str, batch: int, fused: bool, scheme: str | None) -> None:
-    """A step halfway through 128 new tokens, its launches and its time without a profiler."""
+    """A line behind those of the file: a step halfway through 128 new tokens, its launches and its
+    time without a profiler."""
     import torch
 
     from fkjit.models import Decoder, StepPlan, random_weights
@@ -114,16 +115,21 @@ def record(path: Path, config: str, batch: int, fused: bool, scheme: str | None)
     step = halfway(decoder, batch)
     alone = replayed(step)
     tasks = traced(step, 0).tasks
-    path.write_text(json.dumps({
+    said = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "config": config,
         "batch": batch, "fused": fused, "weights": scheme, "step_us": alone,
         "launches": [(task.name, task.begin * 1e6, task.end * 1e6) for task in tasks],
-    }))  # fmt: skip
+    }  # fmt: skip
+    with path.open("a") as file:
+        file.write(json.dumps(said) + "\n")
 
 
-def recorded(path: Path) -> Line:
-    """A bar of what `record` wrote."""
-    said: dict[str, Any] = json.loads(path.read_text())
+def recorded(path: Path) -> list[Line]:
+    """A bar for each step in the file."""
+    return [_recorded(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def _recorded(said: dict[str, Any]) -> Line:
     how = "five" if said["fused"] else "eight"
     name = (
         f"{said['gpu']}, {said['config']}, batch {said['batch']}, {said['weights'] or 'bf16'} "
@@ -201,13 +207,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--fused", action="store_true", help="five launches a layer")
     parser.add_argument("--weights", help="a scheme of fkjit.quantize")
-    parser.add_argument("--times", type=Path, nargs="+", metavar="FILE", help="recorded steps")
+    parser.add_argument("--times", type=Path, metavar="FILE", help="draw recorded steps")
     parser.add_argument("--out", type=Path, default=PICTURE)
     said = parser.parse_args(arguments)
     if said.record:
         record(said.record, said.config, said.batch, said.fused, said.weights)
     if said.times:
-        said.out.write_text(draw("Launches of a decode step", [*map(recorded, said.times)]))
+        said.out.write_text(draw("Launches of a decode step", recorded(said.times)))
     elif said.write:
         said.out.write_text(floors())
     return 0

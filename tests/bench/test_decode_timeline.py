@@ -53,14 +53,15 @@ def test_time_of_two_launches_is_the_earlier_ones_and_time_of_none_is_the_rest()
 def test_a_recorded_step_is_drawn(tmp_path):
     path, out = tmp_path / "step.json", tmp_path / "step.svg"
     launches = [("linear_gemv", 0.0, 3.0), ("sample<float>", 3.0, 4.0)]
-    path.write_text(json.dumps({
+    step = {
         "gpu": "NVIDIA H200", "torch": "2", "config": "gpt2", "batch": 4, "fused": True,
         "weights": None, "step_us": 3.7, "launches": launches,
-    }))  # fmt: skip
+    }  # fmt: skip
+    path.write_text(json.dumps(step) + "\n" + json.dumps(step | {"fused": False}) + "\n")
     assert timeline.main(["--times", str(path), "--out", str(out)]) == 0
     text = "".join(ElementTree.parse(out).getroot().itertext())
     assert "gpt2, batch 4, bf16 weights, five launches a layer; 4 us without the profiler" in text
-    assert "floor" not in text
+    assert "eight launches a layer" in text and "floor" not in text
 
 
 def test_the_picture_of_the_docs_is_made_of_floors_and_says_so():
