@@ -189,7 +189,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
   const int rank = CLUSTER == 1 ? 0 : cluster_rank();
   if (threadIdx.x == 0) stages.begin(RELEASES);
-  if (GUARD > 0) mark_rows_that_are_not_there<CLUSTER, OUT_COLUMNS>(stages, Parts{n}, m);
+  if (GUARD > 0)
+    mark_rows_that_are_not_there<CLUSTER, OUT_COLUMNS>(stages, Parts{n},
+                                                       Order::OF_ROWS ? LEAST_ROWS : m);
   __syncthreads();
   if (CLUSTER > 1) meet_cluster();  // both blocks' barriers are there
   after_previous_kernel();

@@ -111,6 +111,38 @@ def test_rows_are_where_counts_say_when_the_kernel_runs():
         close(y[groups.inverse.long()], by_choice(x.double(), weight.double(), None, ids))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_so_many_rows_of_each_expert(dtype):
+    """The masked layout: rows that are not there are NaN, and come into no other."""
+    counts = torch.tensor([5, 0, 128, 64], dtype=torch.int32)
+    x, weight, bias = arrays(4 * 128, 4, 40, 24, dtype, gate=True)
+    x = x.view(4, 128, 24)
+    for expert, count in enumerate(counts):
+        x[expert, count:] = torch.nan
+    y = call(x, weight, counts, bias, activation="silu", gate=True)
+    assert y.shape == (4, 128, 40)
+    for expert, count in enumerate(counts):
+        ids = torch.full((int(count), 1), expert)
+        wide = (a.double() for a in (x[expert, :count], weight, bias))
+        close(y[expert, :count], by_choice(*wide, ids, activation="silu", gate=True)[:, 0], dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"counts": torch.zeros(3, dtype=torch.int32)}, "groups has shape"),
+        ({"x": torch.zeros(4, 65, 24)}, "multiple of 64"),
+        ({"x": torch.zeros(2, 64, 24), "counts": torch.zeros(4, dtype=torch.int32)}, "of 4 expe"),
+        ({"gather": True}, "without gather"),
+        ({"x": torch.zeros(4, 64, 24, requires_grad=True)}, "no gradients"),
+    ],
+)
+def test_bad_masked_input(change, words):
+    given = {"x": torch.zeros(4, 64, 24), "counts": torch.zeros(4, dtype=torch.int32), **change}
+    with pytest.raises(ParameterError, match=f"grouped_linear: .*{words}"):
+        call(given.pop("x"), _WEIGHT, given.pop("counts"), **given)
+
+
 def test_no_rows():
     groups = grouped(torch.empty(0, 2, dtype=torch.int32), 4)
     x, weight, _ = arrays(0, 4, 16, 16)

@@ -22,6 +22,8 @@ NARROW = _variant("wgmma", groups="ROWS", block=(64, 64), tma_store=True)
 HALF = _variant("wgmma", groups="ROWS", block=(128, 128), weight_layout="nk")
 DEPTH = _variant("wgmma", groups="DEPTH", block=(128, 256))
 MMA_ROWS = _variant("mma", groups="ROWS", gate=True, aligned=True)
+MASKED = _variant("wgmma", groups="MASKED", block=(128, 128))
+MMA_MASKED = _variant("mma", groups="MASKED", block=(64, 128, 64))
 MMA_DEPTH = _variant("mma", groups="DEPTH", aligned=True)
 
 BUGS = (
@@ -29,6 +31,12 @@ BUGS = (
         "tile.column, 0, end}", by="numbers", **NARROW),
     Bug("an expert's tiles begin with the first's", GROUPS,
         "number - __shfl_sync(FULL_MASK, first, lane)", "number", by="race", **NARROW),
+    Bug("rows that are not there", GROUPS, "round_up(offsets[expert], LEAST_ROWS)", "capacity",
+        by="numbers", **MMA_MASKED),
+    Bug("experts without room between them", GROUPS, "min(expert, experts) * capacity",
+        "min(expert, experts) * LEAST_ROWS", by="numbers", **MASKED),
+    Bug("counts past the last expert's", GROUPS, "if (expert < experts) row_end", "row_end",
+        by="memory", **MMA_MASKED),
     Bug("the bias of the first expert", GROUPS, "array + expert * size", "array", by="numbers",
         **NARROW),
     Bug("rows of the next expert", WGMMA_CU, "if (row >= tile.end) continue;",

@@ -1,8 +1,10 @@
-"""`fkjit.grouped_linear`: a product with a weight for each expert, on `moe_regroup`'s layout."""
+"""`fkjit.grouped_linear`: a product with a weight for each expert, on `moe_regroup`'s layout or on
+one of a fixed capacity."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib import import_module
@@ -31,7 +33,7 @@ WEIGHT_LAYOUTS = ("nk", "kn")
 def grouped_linear(
     x: Any,
     weight: Any,
-    groups: MoeGroups,
+    groups: Any,
     bias: Any = None,
     *,
     activation: str | None = None,
@@ -47,12 +49,14 @@ def grouped_linear(
 
     Args:
         x: fp16, bf16 or fp32 [places, K]: a row for each place of `groups`, as `moe_permute` makes
-            them; with gather=True [tokens, K]. torch, CuPy, NumPy or any DLPack array.
+            them; with gather=True [tokens, K]. Masked: [experts, capacity, K], contiguous, with a
+            capacity that is a multiple of 64. torch, CuPy, NumPy or any DLPack array.
         weight: [experts, N, K], or [experts, K, N] with weight_layout="kn"; of x's dtype,
             contiguous.
         groups: what `moe_regroup` or `moe_route_and_regroup` made, with a block_size that is a
             multiple of 64: rows of a tile have one expert. How many rows experts have is read when
-            the kernel runs: the host does not wait, any counts serve one CUDA graph.
+            the kernel runs: the host does not wait, any counts serve one CUDA graph. Masked: int32
+            [experts], how many of each expert's rows are there.
         bias: [experts, N], contiguous, of x's dtype.
         activation: "gelu" (exact), "gelu_tanh", "silu", "relu", or None.
         gate: weight and bias hold gate and, behind it, up, N each; the result is
@@ -69,7 +73,8 @@ def grouped_linear(
         expert's tiles (from groups.num_tokens_post_padded on) are not written. With torch it has
         gradients of x, weight, bias and weights, the same bits at every call. Products of places
         that no token has count towards the gradient of weight: rows of zeros, as `moe_permute`
-        makes them, add nothing.
+        makes them, add nothing. Masked: [experts, capacity, N], of which rows behind an expert's
+        last one are anything, and no gradients.
 
     Raises:
         ParameterError: shapes, strides, options. ArgumentTypeError: not arrays, other or mixed
@@ -78,19 +83,31 @@ def grouped_linear(
 
     fp32 accumulation, rounded once. Source of the layout: vLLM's fused_moe.
     """
-    groups = _groups(groups)
     said = (activation, gate, block, impl, weight_layout, save_pre_activation)
-    if check_flag(CALL, "gather", gather):
+    gather = check_flag(CALL, "gather", gather)
+    if len(getattr(x, "shape", ())) == 3:
+        _check_masked(groups, gather, weights)
+        return _GROUPED((x, weight, bias, None, groups), (), (LEAST_BLOCK, *said))
+    groups = _groups(groups)
+    if gather:
         x = moe_permute(x, groups)
     y = _GROUPED((x, weight, bias, None, groups.offsets), (), (_block_size(groups), *said))
     return y if weights is None else moe_combine(y, groups, weights)
+
+
+def _check_masked(groups: Any, gather: bool, weights: Any) -> None:
+    if isinstance(groups, MoeGroups) or gather or weights is not None:
+        raise ParameterError(
+            f"{CALL}: x has three dimensions, which is the masked layout; allowed: groups=counts, "
+            "int32 [experts], without gather and weights"
+        )
 
 
 def _groups(groups: Any) -> MoeGroups:
     if not isinstance(groups, MoeGroups):
         raise ArgumentTypeError(
             f"{CALL}: groups is a {type(groups).__qualname__}; allowed: the MoeGroups of "
-            "moe_regroup or moe_route_and_regroup"
+            "moe_regroup or moe_route_and_regroup, or counts beside an x [experts, capacity, K]"
         )
     return groups
 
@@ -112,10 +129,14 @@ def _check(views: Views, said: GroupedOptions, *, pre: bool = False) -> Request:
     sizes = _sizes(x, weight, said)
     m, n, wide = sizes["m"], sizes["n"], sizes["n"] * (2 if said.gate else 1)
     _check_bias(views["bias"], sizes["experts"], wide)
-    _check_groups(views["offsets"], m, sizes["experts"], said.block_size)
+    masked = len(x.shape) == 3
+    if masked:
+        _check_counts(x, views["offsets"], sizes["experts"])
+    else:
+        _check_groups(views["offsets"], m, sizes["experts"], said.block_size)
     by_k = said.weight_layout == "nk"
     problem: dict[str, Any] = {
-        **sizes, "dtype": dtype, "out_dtype": dtype, "groups": "ROWS",
+        **sizes, "dtype": dtype, "out_dtype": dtype, "groups": "MASKED" if masked else "ROWS",
         "block_size": said.block_size,
         "activation": said.activation or "none", "gate": said.gate, "pre": pre, "scale": 1.0,
         "x_layout": "mk", "weight_layout": said.weight_layout, "residual": False,
@@ -130,7 +151,7 @@ def _check(views: Views, said: GroupedOptions, *, pre: bool = False) -> Request:
     )  # fmt: skip
     problem["aligned_out"] = n % chunk == 0
     outputs = {
-        "out": Output((m, n), dtype), "pre": Output((m, wide), dtype) if pre else None,
+        "out": Output((*x.shape[:-1], n), dtype), "pre": Output((m, wide), dtype) if pre else None,
     }  # fmt: skip
     return request({name: views[name] for name in INPUTS}, outputs, problem, said)
 
@@ -149,17 +170,17 @@ def _check_options(said: GroupedOptions) -> None:
 
 def _sizes(x: View, weight: View, said: GroupedOptions) -> dict[str, int]:
     named = "[experts, N, K]" if said.weight_layout == "nk" else "[experts, K, N]"
-    if len(x.shape) != 2 or len(weight.shape) != 3 or 0 in weight.shape:
+    if len(x.shape) not in (2, 3) or len(weight.shape) != 3 or 0 in weight.shape:
         raise ParameterError(
             f"{CALL}: x has shape {tuple(x.shape)}, weight {tuple(weight.shape)}; allowed: x "
             f"[places, K], weight {named}"
         )
     experts, wide, k = weight.shape
     wide, k = (wide, k) if said.weight_layout == "nk" else (k, wide)
-    if x.shape[1] != k:
+    if x.shape[-1] != k:
         raise ParameterError(
-            f"{CALL}: x has {x.shape[1]} columns, weight {tuple(weight.shape)} is of {k}; allowed: "
-            f"weight {named} (weight_layout={said.weight_layout!r})"
+            f"{CALL}: x has {x.shape[-1]} columns, weight {tuple(weight.shape)} is of {k}; "
+            f"allowed: weight {named} (weight_layout={said.weight_layout!r})"
         )
     if said.gate and wide % 2:
         raise ParameterError(
@@ -172,7 +193,7 @@ def _sizes(x: View, weight: View, said: GroupedOptions) -> dict[str, int]:
             f"{CALL}: weight has strides {tuple(weight.strides)}; pass a contiguous weight"
         )
     n = wide // 2 if said.gate else wide
-    return {"m": x.shape[0], "n": n, "k": k, "experts": experts}
+    return {"m": math.prod(x.shape[:-1]), "n": n, "k": k, "experts": experts}
 
 
 def _check_bias(bias: View | None, experts: int, wide: int) -> None:
@@ -195,6 +216,19 @@ def _check_groups(offsets: View | None, places: int, experts: int, block: int) -
         )
 
 
+def _check_counts(x: View, counts: View | None, experts: int) -> None:
+    assert counts is not None
+    check_dtype(CALL, "groups", counts, ("int32",))
+    check_shape(CALL, "groups", counts, (experts,), "[experts], here")
+    check_dense(CALL, "groups", counts)
+    check_dense(CALL, "x", x)
+    if x.shape[0] != experts or x.shape[1] % LEAST_BLOCK:
+        raise ParameterError(
+            f"{CALL}: x has shape {tuple(x.shape)}; allowed: [experts, capacity, K] of {experts} "
+            f"experts, with a capacity that is a multiple of {LEAST_BLOCK}"
+        )
+
+
 # ------------------------------------------------------------------ the op
 
 _OPTIONS = (
@@ -206,7 +240,7 @@ _OPTIONS = (
 def _fake(x: Any, weight: Any, *rest: Any) -> list[Any]:
     said = GroupedOptions(*rest[3:])
     wide = weight.shape[1 if said.weight_layout == "nk" else 2]
-    return [x.new_empty(x.shape[0], wide // 2 if said.gate else wide)]
+    return [x.new_empty(*x.shape[:-1], wide // 2 if said.gate else wide)]
 
 
 def _fake_with_pre(x: Any, weight: Any, *rest: Any) -> list[Any]:
@@ -234,6 +268,11 @@ def _op(pre: bool, node: Node, autograd: Callable[..., Any] | None = None) -> Op
 
 
 def _with_gradients(inputs: Any, outputs: Any, options: Any) -> Any:
+    if inputs[0].dim() == 3:
+        raise ParameterError(
+            f"{CALL}: the masked layout has no gradients; call it under torch.no_grad() or pass "
+            "detached tensors"
+        )
     return _differentiable()(inputs, outputs, options)
 
 
@@ -254,14 +293,16 @@ def _prepare(*args: Any, **named: Any) -> None:
     bound = _SIGNATURE.bind(*args, **named)
     bound.apply_defaults()
     given = bound.arguments
-    groups, x = _groups(given["groups"]), given["x"]
-    said = (given[name] for name in GroupedOptions._fields[1:])
-    options = (_block_size(groups), *said)
+    x, beside = given["x"], (given["weight"], given["bias"], None)
+    said = tuple(given[name] for name in GroupedOptions._fields[1:])
+    if len(getattr(x, "shape", ())) == 3:
+        _check_masked(given["groups"], given["gather"], given["weights"])
+        return _GROUPED.prepare((x, *beside, given["groups"]), (LEAST_BLOCK, *said))
+    groups = _groups(given["groups"])
     if given["gather"]:
         moe_permute.prepare(x, groups)  # type: ignore[attr-defined]
         x = _like(x, groups.sorted_token_ids.shape[0], x.shape[1])
-    arrays = (x, given["weight"], given["bias"], None, groups.offsets)
-    _GROUPED.prepare((*arrays, None, None), options)
+    _GROUPED.prepare((x, *beside, groups.offsets), (_block_size(groups), *said))
     if given["weights"] is not None:
         wide = given["weight"].shape[1 if given["weight_layout"] == "nk" else 2]
         y = _like(x, x.shape[0], wide // 2 if given["gate"] else wide)

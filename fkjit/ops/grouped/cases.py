@@ -11,6 +11,7 @@ import numpy as np
 
 from fkjit.ops.gemm.cases import TOLERANCE, activated
 from fkjit.ops.gemm.problem import outputs_of
+from fkjit.ops.grouped.kernels import LEAST_BLOCK
 from fkjit.runtime.interop import numpy_dtype
 from fkjit.spec import Arrays, Params, Problem, Verification
 
@@ -37,6 +38,8 @@ def problem(
     """`blocks` of places of each expert; of DEPTH n and k are sides of the outputs."""
     deep = params["groups"] == "DEPTH"
     places = (sum(blocks) + 2) * block  # there is room for two more
+    if params["groups"] == "MASKED":
+        places = len(blocks) * (max(blocks) + 1) * block
     m, n, k = (-(-n // 16) * 16, k, places) if deep else (places, n, k)
     wide = 2 * n if params["gate"] else n
     by_k = params["weight_layout"] == "nk"
@@ -51,13 +54,28 @@ def problem(
     }  # fmt: skip
 
 
+def runs(p: Problem) -> list[slice]:
+    """The rows of each expert; of MASKED up to whole tiles, which are multiplied."""
+    if p["groups"] != "MASKED":
+        return [slice(a, b) for a, b in zip(starts(p)[:-1], starts(p)[1:], strict=True)]
+    capacity, made = p["m"] // p["experts"], -(-counts(p) // LEAST_BLOCK) * LEAST_BLOCK
+    return [slice(e * capacity, e * capacity + int(n)) for e, n in enumerate(made)]
+
+
+def counts(p: Problem) -> np.ndarray:
+    """Rows of each expert where not all of its places are taken."""
+    taken = np.asarray(p["blocks"]) * p["block_size"]
+    return np.maximum(taken - LEAST_BLOCK // 4, 0).astype(np.int32)
+
+
 def starts(p: Problem) -> np.ndarray:
     """Where experts' places begin, and the last ones end."""
     return np.concatenate([[0], np.cumsum(p["blocks"])]).astype(np.int32) * p["block_size"]
 
 
 def inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
-    """N(0, 1) and weights such that sums are. Where nobody's places are is NaN."""
+    """N(0, 1) and weights such that sums are. Where nobody's places are is NaN; of MASKED a number,
+    so that it shows in results that should not be there."""
     m, n, k, wide, experts = p["m"], p["n"], p["k"], outputs_of(p), p["experts"]
     dtype, end = numpy_dtype(p["dtype"]), starts(p)[-1]
     if p["groups"] == "DEPTH":
@@ -65,11 +83,13 @@ def inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
         x[:end] = (rng.standard_normal((end, m)) / math.sqrt(max(end, 1))).astype(dtype)
         weight[:end] = rng.standard_normal((end, n)).astype(dtype)
         return {"x": x, "weight": weight, "offsets": starts(p)}
-    x = np.full((m, k), np.nan, dtype)
-    x[:end] = rng.standard_normal((end, k)).astype(dtype)
+    x = np.full((m, k), 64.0 if p["groups"] == "MASKED" else np.nan, dtype)
+    for run in runs(p):
+        x[run] = rng.standard_normal((run.stop - run.start, k)).astype(dtype)
     shape = (experts, wide, k) if p["weight_layout"] == "nk" else (experts, k, wide)
     weight = (rng.standard_normal(shape) / math.sqrt(k)).astype(dtype)
-    made = {"x": x, "weight": weight, "offsets": starts(p)}
+    offsets = counts(p) if p["groups"] == "MASKED" else starts(p)
+    made = {"x": x, "weight": weight, "offsets": offsets}
     return made | (
         {"bias": rng.standard_normal((experts, wide)).astype(dtype)} if p["bias"] else {}
     )
@@ -87,11 +107,10 @@ def outputs(params: Params, p: Problem) -> Arrays:
 def reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
     """In float64, expert by expert."""
     x, weight = (np.asarray(arrays[name]).astype(np.float64) for name in ("x", "weight"))
-    runs = [slice(a, b) for a, b in zip(starts(p)[:-1], starts(p)[1:], strict=True)]
     if p["groups"] == "DEPTH":
-        return {"out": np.stack([x[run].T @ weight[run] for run in runs])}
+        return {"out": np.stack([x[run].T @ weight[run] for run in runs(p)])}
     z = np.full((p["m"], outputs_of(p)), np.nan)
-    for expert, run in enumerate(runs):
+    for expert, run in enumerate(runs(p)):
         own = weight[expert].T if p["weight_layout"] == "nk" else weight[expert]
         z[run] = x[run] @ own
         if p["bias"]:

@@ -1,15 +1,16 @@
 """Grouped products: the kernels of `linear` with a weight, or an output, for each expert.
 
     ROWS    out[rows of e] = act(x[rows of e] weight[e]^T + bias[e])   x sorted by expert, in tiles
+    MASKED  the same                                                   x [experts, capacity, k]
     DEPTH   out[e] = x[rows of e]^T weight[rows of e]                  gradients of the weights
 
 A problem has what linear's have (fkjit/ops/gemm/problem.py), with m (DEPTH: k) the places that
-there is room for; `groups`, "ROWS" or "DEPTH"; `experts`; and `block_size`, of which each expert's
+there is room for; `groups`, one of these; `experts`; and `block_size`, of which each expert's
 places are a multiple. The weight is [experts, n, k] or [experts, k, n]; of DEPTH out is [experts,
 m, n].
 
 Arrays: those of linear; offsets, int32 [experts + 1]: experts' first places, and where the last
-ones end.
+ones end; of MASKED [experts], how many rows of each expert there are.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fkjit.runtime.interop import ITEMSIZE
 from fkjit.runtime.tensor_map import TensorMap
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 
-GROUPS = ("ROWS", "DEPTH")
+GROUPS = ("ROWS", "MASKED", "DEPTH")
 LEAST_BLOCK = 64  # rows of the smallest tile: of it experts' places have to be a multiple
 _GROUP_ROWS = 512  # rows of an expert whose tiles are taken together
 _FIXED: Mapping[str, Any] = {
@@ -207,6 +208,7 @@ _PLAIN = {
     "pre": False,
 }
 _ROWS = {**_PLAIN, "groups": "ROWS"}
+_MASKED = {**_PLAIN, "groups": "MASKED"}
 _DEPTH = {**_PLAIN, "groups": "DEPTH", "x_layout": "km", "weight_layout": "kn"}
 _BF16 = {"dtype": "bf16", "out_dtype": "bf16"}
 _SWIGLU = {"activation": "silu", "gate": True}
@@ -220,6 +222,7 @@ WGMMA = register(
             {**_BF16, **_ROWS, **_SWIGLU, "tma_store": True, "block": (128, 256), "pre": True},
             {**_BF16, **_ROWS, "tma_store": True, "block": (128, 128), "weight_layout": "kn"},
             {**_BF16, **_ROWS, "tma_store": False, "block": (64, 64), "activation": "gelu"},
+            {**_BF16, **_MASKED, **_SWIGLU, "tma_store": True, "block": (128, 128)},
             *({**_BF16, **_DEPTH, "tma_store": True, "block": block}
               for block in ((128, 256), (128, 128))),
         ],
@@ -232,6 +235,7 @@ MMA = register(
         ahead=[
             {**_MMA, **_ROWS, **_SWIGLU, "pre": True},
             {**_MMA, **_ROWS, "weight_layout": "kn", "block": (64, 64, 64)},
+            {**_MMA, **_MASKED},
             {**_MMA, **_DEPTH},
             {**_MMA, **_ROWS, "aligned": False, "block": (64, 64, 32), "activation": "gelu_tanh"},
             {**_MMA, **_ROWS, **_SWIGLU, "aligned": False, "block": (64, 128, 32)},
