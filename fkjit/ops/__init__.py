@@ -30,6 +30,7 @@ KERNELS = (
     "gemm.kernels",
     "gemm.kernels_backward",
     "grouped.kernels",
+    "grouped.kernels_stream",
     "quantize.kernels",
     "quantize.kernels_few",
     "quantize.kernels_bytes",

@@ -143,6 +143,34 @@ def test_bad_masked_input(change, words):
         call(given.pop("x"), _WEIGHT, given.pop("counts"), **given)
 
 
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "how"),
+    [(1, 9, 4, "even"), (8, 40, 2, "even"), (50, 3, 2, "zipf")],
+)
+def test_few_rows_of_each_expert(tokens, experts, top_k, how, layout):
+    """impl="stream" reads rows of tokens and of places where they are."""
+    ids = choices(tokens, experts, top_k, how)
+    groups = grouped(ids, experts)
+    x, weight, bias = arrays(tokens, experts, 40, 72, "bf16", gate=True, layout=layout)
+    said = {"activation": "silu", "gate": True, "weight_layout": layout}
+    expected = by_choice(*(a.double() for a in (x, weight, bias)), ids, activation="silu",
+                         gate=True, layout=layout)  # fmt: skip
+    with quiet():
+        rows = fkjit.moe_permute(x, groups)
+    for given, gather in ((x, True), (rows, False)):
+        y = call(given, weight, groups, bias, gather=gather, impl="stream", **said)
+        close(y[groups.inverse.long()], expected, "bf16")
+
+
+def test_all_tokens_on_one_expert_are_more_than_one_part():
+    ids = choices(70, 3, 1, "first")
+    groups = grouped(ids, 3)
+    x, weight, _ = arrays(70, 3, 16, 32, "bf16")
+    y = call(x, weight, groups, gather=True, impl="stream")
+    close(y[groups.inverse.long()], by_choice(x.double(), weight.double(), None, ids), "bf16")
+
+
 def test_no_rows():
     groups = grouped(torch.empty(0, 2, dtype=torch.int32), 4)
     x, weight, _ = arrays(0, 4, 16, 16)
@@ -178,6 +206,8 @@ _IDS = choices(8, 4, 1)
         ({"block": (1, 2, 3)}, ParameterError, "block="),
         ({"gate": 2}, ArgumentTypeError, "gate=2"),
         ({"weight_layout": "mk"}, ParameterError, "weight_layout='mk'"),
+        ({"impl": "stream"}, ParameterError, "this fp32 product"),
+        ({"impl": "stream", "gather": True}, ParameterError, "one for each token"),
     ],
 )
 def test_bad_input(change, error, words):

@@ -12,6 +12,8 @@ from tests.core.test_mutations import KINDS, outcome
 
 GROUPS, WGMMA_CU = "templates/gemm/groups.cuh", "kernels_cu/gemm/wgmma.cu"
 MMA_CU = "kernels_cu/gemm/mma.cu"
+STREAM_CU, PRODUCT = "kernels_cu/gemm/expert_stream.cu", "templates/gemm/expert_product.cuh"
+WALK, SYNC = "templates/gemm/expert_walk.cuh", "__syncthreads();"
 
 
 def _variant(kernel: str, **params: Any) -> dict[str, Any]:
@@ -25,6 +27,8 @@ MMA_ROWS = _variant("mma", groups="ROWS", gate=True, aligned=True)
 MASKED = _variant("wgmma", groups="MASKED", block=(128, 128))
 MMA_MASKED = _variant("mma", groups="MASKED", block=(64, 128, 64))
 MMA_DEPTH = _variant("mma", groups="DEPTH", aligned=True)
+STREAM = _variant("stream", gather=True, rows=8, tile=(16, 8, 4), activation="silu")
+STREAM_MORE = _variant("stream", gather=True, rows=32)
 
 BUGS = (
     Bug("all rows by the first expert", GROUPS, "tile.column, base + lane, end}",
@@ -50,6 +54,25 @@ BUGS = (
         **MMA_DEPTH),
     Bug("the weight of the first expert", MMA_CU, "order.own(weight, tile.expert, weights)",
         "weight", by="numbers", **MMA_ROWS),
+    Bug("every part by the first expert", STREAM_CU, "weight + part.expert * (outputs * k)",
+        "weight", by="numbers", **STREAM),
+    Bug("warps' sums are read without a barrier", STREAM_CU, SYNC, "", by="race", **STREAM),
+    Bug("sums of the next part over those of this one", STREAM_CU, SYNC, "", by="race", nth=1,
+        **STREAM),
+    Bug("the next part's bias", STREAM_CU, "bias + part.expert", "bias + next.expert",
+        by="numbers", **STREAM),
+    Bug("rows that an expert has not", WALK, "offsets[expert] + counts[expert]",
+        "offsets[expert + 1]", by="memory", **STREAM),
+    Bug("rows that are more than a part takes", WALK, "row += ROWS", "row += block_size",
+        by="numbers", **STREAM),
+    Bug("sums of the part before", PRODUCT, "d[i][j / 4][j % 4] = 0.f;", "j += 0;", by="numbers",
+        **STREAM),
+    Bug("rows of choices", PRODUCT, "choices[place] / top_k", "choices[place]", by="memory",
+        **STREAM),
+    Bug("the last eight rows", PRODUCT, "if (i * 8 < rows) Weight::multiply",
+        "if (i * 8 + 8 <= rows) Weight::multiply", by="numbers", **STREAM_MORE),
+    Bug("x behind its end", PRODUCT, "own[i] >= 0 && at < k", "own[i] >= 0", by="memory",
+        **STREAM),
 )  # fmt: skip
 
 

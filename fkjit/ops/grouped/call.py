@@ -4,30 +4,33 @@ one of a fixed capacity."""
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
 from fkjit.errors import ArgumentTypeError, ParameterError
-from fkjit.ops.gemm.epilogue import ACTIVATIONS
-from fkjit.ops.grouped import select
+from fkjit.ops.grouped import checks, select
 from fkjit.ops.grouped.kernels import LEAST_BLOCK
-from fkjit.ops.grouped.options import CALL, INPUTS, GroupedOptions, Views, request
-from fkjit.ops.moe.checks import check_dense
+from fkjit.ops.grouped.options import (
+    CALL,
+    INPUTS,
+    GroupedOptions,
+    StreamOptions,
+    Views,
+    request,
+)
+from fkjit.ops.grouped.stream import STREAM
 from fkjit.ops.moe.combine import moe_combine
 from fkjit.ops.moe.groups import MoeGroups
 from fkjit.ops.moe.permute import moe_permute
 from fkjit.ops.op.autograd import autograd_of
-from fkjit.ops.op.checks import check_dtype, check_flag, check_same_dtype, check_shape
+from fkjit.ops.op.checks import check_flag, check_same_dtype
 from fkjit.ops.op.node import Node
 from fkjit.ops.op.op import Op, Output, Request
 from fkjit.ops.op.shapes import rows_of
 from fkjit.runtime import interop
-from fkjit.runtime.interop import ITEMSIZE, View
-
-WEIGHT_LAYOUTS = ("nk", "kn")
+from fkjit.runtime.interop import ITEMSIZE
 
 
 def grouped_linear(
@@ -64,7 +67,10 @@ def grouped_linear(
         gather: x has a row for each token; `moe_permute` brings them to their places first.
         weights: fp32 [tokens, top_k]: `moe_combine` puts the results of each token together.
         block: the tile; default: the fastest by estimate.
-        impl: "auto", or a kernel: "wgmma" (Hopper), "mma" (tensor cores), "fma" (exact fp32).
+        impl: "auto", or a kernel: "wgmma" (Hopper), "mma" (tensor cores), "fma" (exact fp32),
+            "stream" (16-bit, few rows of each expert, no gradients): it reads weights once, and
+            rows of tokens where they are (gather=True without `moe_permute`); places that no token
+            has are not written.
         weight_layout: "nk" or "kn".
         save_pre_activation: keep for gradients what the activation is of; False: compute it again.
 
@@ -84,6 +90,11 @@ def grouped_linear(
     fp32 accumulation, rounded once. Source of the layout: vLLM's fused_moe.
     """
     said = (activation, gate, block, impl, weight_layout, save_pre_activation)
+    if impl == "stream":
+        groups = _groups(groups)
+        kept = StreamOptions(activation, gate, block, weight_layout, gather)
+        y = STREAM((x, weight, bias, *groups), (), kept)
+        return y if weights is None else moe_combine(y, groups, weights)
     gather = check_flag(CALL, "gather", gather)
     if len(getattr(x, "shape", ())) == 3:
         _check_masked(groups, gather, weights)
@@ -124,16 +135,17 @@ def _block_size(groups: MoeGroups) -> int:
 def _check(views: Views, said: GroupedOptions, *, pre: bool = False) -> Request:
     x, weight = views["x"], views["weight"]
     assert x is not None and weight is not None
-    _check_options(said)
+    checks.check_options(said)
+    _check_own_options(said)
     dtype = check_same_dtype(CALL, {"x": x, "weight": weight, "bias": views["bias"]})
-    sizes = _sizes(x, weight, said)
+    sizes = checks.sizes_of(x, weight, said)
     m, n, wide = sizes["m"], sizes["n"], sizes["n"] * (2 if said.gate else 1)
-    _check_bias(views["bias"], sizes["experts"], wide)
+    checks.check_bias(views["bias"], sizes["experts"], wide)
     masked = len(x.shape) == 3
     if masked:
-        _check_counts(x, views["offsets"], sizes["experts"])
+        checks.check_counts(x, views["offsets"], sizes["experts"])
     else:
-        _check_groups(views["offsets"], m, sizes["experts"], said.block_size)
+        checks.check_groups(views["offsets"], m, sizes["experts"], said.block_size)
     by_k = said.weight_layout == "nk"
     problem: dict[str, Any] = {
         **sizes, "dtype": dtype, "out_dtype": dtype, "groups": "MASKED" if masked else "ROWS",
@@ -143,90 +155,19 @@ def _check(views: Views, said: GroupedOptions, *, pre: bool = False) -> Request:
         "bias": views["bias"] is not None, "x_stride": rows_of(CALL, "x", x)[2],
         "weight_stride": sizes["k"] if by_k else wide, "out_stride": n, "residual_stride": n,
     }  # fmt: skip
-    chunk = 16 // ITEMSIZE[dtype]
-    halves = by_k or n % chunk == 0
-    problem["aligned"] = halves and not (
-        problem["x_stride"] % chunk or sizes["k"] % chunk or problem["weight_stride"] % chunk
-        or x.pointer % 16 or weight.pointer % 16
-    )  # fmt: skip
-    problem["aligned_out"] = n % chunk == 0
+    problem["aligned"] = checks.is_aligned(x, weight, sizes, problem["x_stride"], by_k)
+    problem["aligned_out"] = n % (16 // ITEMSIZE[dtype]) == 0
     outputs = {
         "out": Output((*x.shape[:-1], n), dtype), "pre": Output((m, wide), dtype) if pre else None,
     }  # fmt: skip
     return request({name: views[name] for name in INPUTS}, outputs, problem, said)
 
 
-def _check_options(said: GroupedOptions) -> None:
-    if said.activation is not None and said.activation not in ACTIVATIONS:
-        raise ParameterError(
-            f"{CALL}: activation={said.activation!r} is not None or one of {', '.join(ACTIVATIONS)}"
-        )
-    check_flag(CALL, "gate", said.gate)
+def _check_own_options(said: GroupedOptions) -> None:
     check_flag(CALL, "save_pre_activation", said.save_pre_activation)
-    for name, allowed in (("impl", select.IMPLEMENTATIONS), ("weight_layout", WEIGHT_LAYOUTS)):
-        if (given := getattr(said, name)) not in allowed:
-            raise ParameterError(f"{CALL}: {name}={given!r} is not one of {', '.join(allowed)}")
-
-
-def _sizes(x: View, weight: View, said: GroupedOptions) -> dict[str, int]:
-    named = "[experts, N, K]" if said.weight_layout == "nk" else "[experts, K, N]"
-    if len(x.shape) not in (2, 3) or len(weight.shape) != 3 or 0 in weight.shape:
-        raise ParameterError(
-            f"{CALL}: x has shape {tuple(x.shape)}, weight {tuple(weight.shape)}; allowed: x "
-            f"[places, K], weight {named}"
-        )
-    experts, wide, k = weight.shape
-    wide, k = (wide, k) if said.weight_layout == "nk" else (k, wide)
-    if x.shape[-1] != k:
-        raise ParameterError(
-            f"{CALL}: x has {x.shape[-1]} columns, weight {tuple(weight.shape)} is of {k}; "
-            f"allowed: weight {named} (weight_layout={said.weight_layout!r})"
-        )
-    if said.gate and wide % 2:
-        raise ParameterError(
-            f"{CALL}: gate=True, but weight {tuple(weight.shape)} has {wide} outputs; allowed: an "
-            "even number, gate first, then up"
-        )
-    _, rows, columns = weight.shape
-    if tuple(weight.strides) != (rows * columns, columns, 1):
-        raise ParameterError(
-            f"{CALL}: weight has strides {tuple(weight.strides)}; pass a contiguous weight"
-        )
-    n = wide // 2 if said.gate else wide
-    return {"m": math.prod(x.shape[:-1]), "n": n, "k": k, "experts": experts}
-
-
-def _check_bias(bias: View | None, experts: int, wide: int) -> None:
-    if bias is not None:
-        check_shape(CALL, "bias", bias, (experts, wide), "[experts, N], here")
-        check_dense(CALL, "bias", bias)
-
-
-def _check_groups(offsets: View | None, places: int, experts: int, block: int) -> None:
-    assert offsets is not None
-    check_dtype(CALL, "groups.offsets", offsets, ("int32",))
-    if offsets.shape[0] != experts + 1:
-        raise ParameterError(
-            f"{CALL}: groups are of {offsets.shape[0] - 1} experts, weight is of {experts}"
-        )
-    if block % LEAST_BLOCK or (block and places % block):
-        raise ParameterError(
-            f"{CALL}: x has {places} rows, groups a block_size of {block}; allowed: a row for each "
-            f"place, and groups made with a block_size that is a multiple of {LEAST_BLOCK}"
-        )
-
-
-def _check_counts(x: View, counts: View | None, experts: int) -> None:
-    assert counts is not None
-    check_dtype(CALL, "groups", counts, ("int32",))
-    check_shape(CALL, "groups", counts, (experts,), "[experts], here")
-    check_dense(CALL, "groups", counts)
-    check_dense(CALL, "x", x)
-    if x.shape[0] != experts or x.shape[1] % LEAST_BLOCK:
-        raise ParameterError(
-            f"{CALL}: x has shape {tuple(x.shape)}; allowed: [experts, capacity, K] of {experts} "
-            f"experts, with a capacity that is a multiple of {LEAST_BLOCK}"
-        )
+    allowed = (*select.IMPLEMENTATIONS, "stream")
+    if said.impl not in allowed:
+        raise ParameterError(f"{CALL}: impl={said.impl!r} is not one of {', '.join(allowed)}")
 
 
 # ------------------------------------------------------------------ the op
@@ -295,6 +236,8 @@ def _prepare(*args: Any, **named: Any) -> None:
     given = bound.arguments
     x, beside = given["x"], (given["weight"], given["bias"], None)
     said = tuple(given[name] for name in GroupedOptions._fields[1:])
+    if given["impl"] == "stream":
+        return _prepare_stream(given)
     if len(getattr(x, "shape", ())) == 3:
         _check_masked(given["groups"], given["gather"], given["weights"])
         return _GROUPED.prepare((x, *beside, given["groups"]), (LEAST_BLOCK, *said))
@@ -303,9 +246,21 @@ def _prepare(*args: Any, **named: Any) -> None:
         moe_permute.prepare(x, groups)  # type: ignore[attr-defined]
         x = _like(x, groups.sorted_token_ids.shape[0], x.shape[1])
     _GROUPED.prepare((x, *beside, groups.offsets), (_block_size(groups), *said))
+    _prepare_weights(given, groups)
+
+
+def _prepare_stream(given: dict[str, Any]) -> None:
+    groups = _groups(given["groups"])
+    kept = StreamOptions(*(given[name] for name in StreamOptions._fields))
+    STREAM.prepare((given["x"], given["weight"], given["bias"], *groups), kept)
+    _prepare_weights(given, groups)
+
+
+def _prepare_weights(given: dict[str, Any], groups: MoeGroups) -> None:
     if given["weights"] is not None:
         wide = given["weight"].shape[1 if given["weight_layout"] == "nk" else 2]
-        y = _like(x, x.shape[0], wide // 2 if given["gate"] else wide)
+        columns = wide // 2 if given["gate"] else wide
+        y = _like(given["x"], groups.sorted_token_ids.shape[0], columns)
         moe_combine.prepare(y, groups, given["weights"])  # type: ignore[attr-defined]
 
 

@@ -28,6 +28,16 @@ class GroupedOptions(NamedTuple):
     save_pre_activation: Any = True
 
 
+class StreamOptions(NamedTuple):
+    """What a call for few rows of each expert says besides its arrays."""
+
+    activation: Any = None
+    gate: Any = False
+    block: Any = None
+    weight_layout: Any = "nk"
+    gather: Any = False
+
+
 class DepthOptions(NamedTuple):
     """block_size: of the groups."""
 
