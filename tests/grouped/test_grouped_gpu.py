@@ -75,6 +75,22 @@ def test_few_rows_of_each_expert(tokens, experts, top_k, how, n, k, tile, dtype)
              by_choice(x[some], weight, bias, ids[some], **said), dtype)  # fmt: skip
 
 
+@pytest.mark.parametrize("tile", [(64, 128), (64, 256), (128, 64), (128, 128), (128, 256)])
+@pytest.mark.parametrize(("tokens", "how"), [(70, "even"), (3000, "zipf"), (500, "first")])
+def test_rows_are_gathered_as_they_are_multiplied(tokens, how, tile):
+    """The same bits as of permuted rows."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is Hopper's")
+    groups = grouped(choices(tokens, 16, 2, how).cuda(), 16)
+    x, weight, bias = arrays(tokens, 16, 520, 264, "bf16", True, "cuda")
+    said = {"activation": "silu", "gate": True, "gather": True, "block": tile}
+    place = groups.inverse.long()
+    permuted = fkjit.grouped_linear(x, weight, groups, bias, impl="wgmma", **said)[place]
+    for _ in range(20):
+        found = fkjit.grouped_linear(x, weight, groups, bias, impl="gather", **said)[place]
+        assert torch.equal(found, permuted)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_so_many_rows_of_each_expert(dtype):
     counts = torch.tensor([5, 0, 256, 64, 191], dtype=torch.int32, device="cuda")
@@ -137,9 +153,11 @@ def test_the_same_bits_in_a_thousand_calls():
     assert all(torch.equal(fkjit.moe_layer(*given, 4), first) for _ in range(1000))
 
 
-@pytest.mark.parametrize("impl", ["auto", "stream"])
+@pytest.mark.parametrize("impl", ["auto", "stream", "gather"])
 def test_a_graph_serves_any_counts(impl):
     """Captured with even choices, replayed with all tokens on the first experts, and on few."""
+    if impl == "gather" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is Hopper's")
     given = layer_arrays(200, 32, 256, 128, "bf16", "cuda")
     fkjit.prepare("moe_layer", *given, 4, impl=impl)
     graph = torch.cuda.CUDAGraph()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 import fkjit
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import quiet
+from fkjit.settings import settings
 from tests.core.sampling import one_in
 from tests.gemm.kit import FLOOR
 from tests.grouped.kit import arrays, by_choice, choices, grouped
@@ -163,6 +166,24 @@ def test_few_rows_of_each_expert(tokens, experts, top_k, how, layout):
         close(y[groups.inverse.long()], expected, "bf16")
 
 
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("how", ["even", "zipf"])
+def test_rows_are_gathered_as_they_are_multiplied(how, layout, monkeypatch):
+    """impl="gather" on Hopper: rows of x by the choices of places, experts without rows too."""
+    monkeypatch.setattr(
+        "fkjit.jit.build.settings", lambda: replace(settings(), target="compute_90a")
+    )
+    ids = choices(90, 5, 2, how)
+    ids[ids == 3] = 0
+    groups = grouped(ids, 5)
+    x, weight, bias = arrays(90, 5, 64, 88, "bf16", gate=True, layout=layout)
+    said = {"activation": "silu", "gate": True, "weight_layout": layout, "impl": "gather"}
+    expected = by_choice(*(a.double() for a in (x, weight, bias)), ids, activation="silu",
+                         gate=True, layout=layout)  # fmt: skip
+    y = call(x, weight, groups, bias, gather=True, **said)
+    close(y[groups.inverse.long()], expected, "bf16")
+
+
 def test_all_tokens_on_one_expert_are_more_than_one_part():
     ids = choices(70, 3, 1, "first")
     groups = grouped(ids, 3)
@@ -207,6 +228,7 @@ _IDS = choices(8, 4, 1)
         ({"gate": 2}, ArgumentTypeError, "gate=2"),
         ({"weight_layout": "mk"}, ParameterError, "weight_layout='mk'"),
         ({"impl": "stream"}, ParameterError, "this fp32 product"),
+        ({"impl": "gather"}, ParameterError, "impl='gather' does not take"),
         ({"impl": "stream", "gather": True}, ParameterError, "one for each token"),
     ],
 )

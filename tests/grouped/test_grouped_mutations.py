@@ -21,7 +21,7 @@ def _variant(kernel: str, **params: Any) -> dict[str, Any]:
 
 
 NARROW = _variant("wgmma", groups="ROWS", block=(64, 64), tma_store=True)
-HALF = _variant("wgmma", groups="ROWS", block=(128, 128), weight_layout="nk")
+HALF = _variant("wgmma", groups="ROWS", block=(128, 128), weight_layout="nk", gather=False)
 DEPTH = _variant("wgmma", groups="DEPTH", block=(128, 256))
 MMA_ROWS = _variant("mma", groups="ROWS", gate=True, aligned=True)
 MASKED = _variant("wgmma", groups="MASKED", block=(128, 128))
@@ -29,6 +29,8 @@ MMA_MASKED = _variant("mma", groups="MASKED", block=(64, 128, 64))
 MMA_DEPTH = _variant("mma", groups="DEPTH", aligned=True)
 STREAM = _variant("stream", gather=True, rows=8, tile=(16, 8, 4), activation="silu")
 STREAM_MORE = _variant("stream", gather=True, rows=32)
+GATHER = _variant("wgmma", groups="ROWS", gather=True, block=(128, 128))
+GATHERED = "templates/gemm/sm90/gathered_rows.cuh"
 
 BUGS = (
     Bug("all rows by the first expert", GROUPS, "tile.column, base + lane, end}",
@@ -71,6 +73,20 @@ BUGS = (
         **STREAM),
     Bug("the last eight rows", PRODUCT, "if (i * 8 < rows) Weight::multiply",
         "if (i * 8 + 8 <= rows) Weight::multiply", by="numbers", **STREAM_MORE),
+    Bug("a stage before it has landed", GATHERED, "cp_async_wait<LATER>();",
+        "cp_async_wait<LATER + 1>();", by="race", **GATHER),
+    Bug("a stage without a fence", GATHERED, "proxy_fence();", "", by="race", **GATHER),
+    Bug("a stage that is in use", GATHERED,
+        "mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);", "", by="race",
+        problem={"multiprocessors": 1}, **GATHER),
+    Bug("the last stages are not announced", GATHERED,
+        "for (; unannounced > 0; --unannounced) announce<0>();", "", by="hang", **GATHER),
+    Bug("rows of nobody", GATHERED, "found < tokens ? found : -1", "found", by="memory",
+        **GATHER),
+    Bug("another lane's token", GATHERED, "i % WARP_SIZE + row", "i % WARP_SIZE", by="numbers",
+        **GATHER),
+    Bug("k behind its end", GATHERED, "inside && token >= 0", "token >= 0", by="memory",
+        **GATHER),
     Bug("x behind its end", PRODUCT, "own[i] >= 0 && at < k", "own[i] >= 0", by="memory",
         **STREAM),
 )  # fmt: skip

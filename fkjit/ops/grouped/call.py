@@ -16,11 +16,12 @@ from fkjit.ops.grouped.options import (
     CALL,
     INPUTS,
     GroupedOptions,
-    StreamOptions,
+    RoutedOptions,
     Views,
     request,
 )
-from fkjit.ops.grouped.stream import STREAM
+from fkjit.ops.grouped.routed import IMPLEMENTATIONS as ROUTED_IMPLEMENTATIONS
+from fkjit.ops.grouped.routed import ROUTED
 from fkjit.ops.moe.combine import moe_combine
 from fkjit.ops.moe.groups import MoeGroups
 from fkjit.ops.moe.permute import moe_permute
@@ -28,9 +29,7 @@ from fkjit.ops.op.autograd import autograd_of
 from fkjit.ops.op.checks import check_flag, check_same_dtype
 from fkjit.ops.op.node import Node
 from fkjit.ops.op.op import Op, Output, Request
-from fkjit.ops.op.shapes import rows_of
 from fkjit.runtime import interop
-from fkjit.runtime.interop import ITEMSIZE
 
 
 def grouped_linear(
@@ -68,9 +67,9 @@ def grouped_linear(
         weights: fp32 [tokens, top_k]: `moe_combine` puts the results of each token together.
         block: the tile; default: the fastest by estimate.
         impl: "auto", or a kernel: "wgmma" (Hopper), "mma" (tensor cores), "fma" (exact fp32),
-            "stream" (16-bit, few rows of each expert, no gradients): it reads weights once, and
-            rows of tokens where they are (gather=True without `moe_permute`); places that no token
-            has are not written.
+            or one that takes rows of tokens from where they are (gather=True without
+            `moe_permute`; 16-bit, no gradients; what places without a token get is anything):
+            "stream" (few rows of each expert: weights are read once), "gather" (Hopper's wgmma).
         weight_layout: "nk" or "kn".
         save_pre_activation: keep for gradients what the activation is of; False: compute it again.
 
@@ -90,12 +89,12 @@ def grouped_linear(
     fp32 accumulation, rounded once. Source of the layout: vLLM's fused_moe.
     """
     said = (activation, gate, block, impl, weight_layout, save_pre_activation)
-    if impl == "stream":
-        groups = _groups(groups)
-        kept = StreamOptions(activation, gate, block, weight_layout, gather)
-        y = STREAM((x, weight, bias, *groups), (), kept)
-        return y if weights is None else moe_combine(y, groups, weights)
     gather = check_flag(CALL, "gather", gather)
+    if impl in ROUTED_IMPLEMENTATIONS:
+        groups = _groups(groups)
+        routed = RoutedOptions(activation, gate, block, impl, weight_layout, gather)
+        y = ROUTED((x, weight, bias, None, *groups), (), routed)
+        return y if weights is None else moe_combine(y, groups, weights)
     if len(getattr(x, "shape", ())) == 3:
         _check_masked(groups, gather, weights)
         return _GROUPED((x, weight, bias, None, groups), (), (LEAST_BLOCK, *said))
@@ -146,17 +145,10 @@ def _check(views: Views, said: GroupedOptions, *, pre: bool = False) -> Request:
         checks.check_counts(x, views["offsets"], sizes["experts"])
     else:
         checks.check_groups(views["offsets"], m, sizes["experts"], said.block_size)
-    by_k = said.weight_layout == "nk"
-    problem: dict[str, Any] = {
-        **sizes, "dtype": dtype, "out_dtype": dtype, "groups": "MASKED" if masked else "ROWS",
-        "block_size": said.block_size,
-        "activation": said.activation or "none", "gate": said.gate, "pre": pre, "scale": 1.0,
-        "x_layout": "mk", "weight_layout": said.weight_layout, "residual": False,
-        "bias": views["bias"] is not None, "x_stride": rows_of(CALL, "x", x)[2],
-        "weight_stride": sizes["k"] if by_k else wide, "out_stride": n, "residual_stride": n,
+    problem = checks.problem_of(x, weight, views["bias"], said, sizes) | {
+        "groups": "MASKED" if masked else "ROWS", "block_size": said.block_size, "pre": pre,
+        "gather": False,
     }  # fmt: skip
-    problem["aligned"] = checks.is_aligned(x, weight, sizes, problem["x_stride"], by_k)
-    problem["aligned_out"] = n % (16 // ITEMSIZE[dtype]) == 0
     outputs = {
         "out": Output((*x.shape[:-1], n), dtype), "pre": Output((m, wide), dtype) if pre else None,
     }  # fmt: skip
@@ -165,7 +157,7 @@ def _check(views: Views, said: GroupedOptions, *, pre: bool = False) -> Request:
 
 def _check_own_options(said: GroupedOptions) -> None:
     check_flag(CALL, "save_pre_activation", said.save_pre_activation)
-    allowed = (*select.IMPLEMENTATIONS, "stream")
+    allowed = (*select.IMPLEMENTATIONS, *ROUTED_IMPLEMENTATIONS)
     if said.impl not in allowed:
         raise ParameterError(f"{CALL}: impl={said.impl!r} is not one of {', '.join(allowed)}")
 
@@ -236,8 +228,8 @@ def _prepare(*args: Any, **named: Any) -> None:
     given = bound.arguments
     x, beside = given["x"], (given["weight"], given["bias"], None)
     said = tuple(given[name] for name in GroupedOptions._fields[1:])
-    if given["impl"] == "stream":
-        return _prepare_stream(given)
+    if given["impl"] in ROUTED_IMPLEMENTATIONS:
+        return _prepare_routed(given)
     if len(getattr(x, "shape", ())) == 3:
         _check_masked(given["groups"], given["gather"], given["weights"])
         return _GROUPED.prepare((x, *beside, given["groups"]), (LEAST_BLOCK, *said))
@@ -249,10 +241,10 @@ def _prepare(*args: Any, **named: Any) -> None:
     _prepare_weights(given, groups)
 
 
-def _prepare_stream(given: dict[str, Any]) -> None:
+def _prepare_routed(given: dict[str, Any]) -> None:
     groups = _groups(given["groups"])
-    kept = StreamOptions(*(given[name] for name in StreamOptions._fields))
-    STREAM.prepare((given["x"], given["weight"], given["bias"], *groups), kept)
+    routed = RoutedOptions(*(given[name] for name in RoutedOptions._fields))
+    ROUTED.prepare((given["x"], given["weight"], given["bias"], None, *groups), routed)
     _prepare_weights(given, groups)
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from fkjit.errors import ParameterError
 from fkjit.ops.gemm.epilogue import ACTIVATIONS
 from fkjit.ops.grouped.kernels import LEAST_BLOCK
-from fkjit.ops.grouped.options import CALL, GroupedOptions, StreamOptions
+from fkjit.ops.grouped.options import CALL, GroupedOptions, RoutedOptions
 from fkjit.ops.moe.checks import check_dense
 from fkjit.ops.op.checks import check_dtype, check_flag, check_shape
+from fkjit.ops.op.shapes import rows_of
 from fkjit.runtime.interop import ITEMSIZE, View
 
 WEIGHT_LAYOUTS = ("nk", "kn")
-Said: TypeAlias = GroupedOptions | StreamOptions
+Said: TypeAlias = GroupedOptions | RoutedOptions
 
 
 def check_options(said: Said) -> None:
@@ -89,6 +90,22 @@ def check_counts(x: View, counts: View | None, experts: int) -> None:
             f"{CALL}: x has shape {tuple(x.shape)}; allowed: [experts, capacity, K] of {experts} "
             f"experts, with a capacity that is a multiple of {LEAST_BLOCK}"
         )
+
+
+def problem_of(
+    x: View, weight: View, bias: View | None, said: Said, sizes: dict[str, int]
+) -> dict[str, Any]:
+    """What a problem has of linear's, whoever its rows belong to."""
+    n, k, wide = sizes["n"], sizes["k"], sizes["n"] * (2 if said.gate else 1)
+    by_k, x_stride = said.weight_layout == "nk", rows_of(CALL, "x", x)[2]
+    return {
+        **sizes, "dtype": x.dtype, "out_dtype": x.dtype, "activation": said.activation or "none",
+        "gate": said.gate, "scale": 1.0, "x_layout": "mk", "weight_layout": said.weight_layout,
+        "residual": False, "bias": bias is not None, "x_stride": x_stride,
+        "weight_stride": k if by_k else wide, "out_stride": n, "residual_stride": n,
+        "aligned": is_aligned(x, weight, sizes, x_stride, by_k),
+        "aligned_out": n % (16 // ITEMSIZE[x.dtype]) == 0,
+    }  # fmt: skip
 
 
 def is_aligned(x: View, weight: View, sizes: dict[str, int], x_stride: int, by_k: bool) -> bool:

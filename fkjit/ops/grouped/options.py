@@ -28,12 +28,13 @@ class GroupedOptions(NamedTuple):
     save_pre_activation: Any = True
 
 
-class StreamOptions(NamedTuple):
-    """What a call for few rows of each expert says besides its arrays."""
+class RoutedOptions(NamedTuple):
+    """What a call says whose kernel reads the lists of `MoeGroups`."""
 
     activation: Any = None
     gate: Any = False
     block: Any = None
+    impl: Any = "stream"
     weight_layout: Any = "nk"
     gather: Any = False
 
