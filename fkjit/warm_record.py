@@ -1,6 +1,6 @@
 """What a run compiled, as a file: `fkjit warm --record FILE -- COMMAND`, `fkjit warm --from FILE`.
 
-{"fkjit": "0.1.0", "variants": [{"kernel": "attention.flash", "params": {…}, "target": "sm_90a"}]}
+{"fkjit": "0.2.0", "variants": [{"kernel": "attention.flash", "params": {…}, "target": "sm_90a"}]}
 """
 
 from __future__ import annotations

@@ -140,21 +140,24 @@ struct ColumnsWeight {
   }
 };
 
-// The product of gemv.cu, of either.
-template <typename T, typename Weight>
+// The product of either with up to eight rows of x. Token: where those are.
+template <typename T, typename Weight, typename Token = TokenRow<T>>
 struct ProductMma {
   static constexpr int SPAN = Weight::SPAN;
   struct Step {
     uint4 w[Weight::CHUNKS], x;
   };
-  const TokenRow<T> token;
+  const Token token;
   const Weight weight;
   const int k;
   float d[Weight::PRODUCTS][4] = {};
 
   __device__ __forceinline__ ProductMma(const T* x, i64 x_stride, const T* weight, i64 stride,
                                         int first, int m, int n, int k)
-      : token(x, x_stride, m), weight(weight, stride, first, n, k), k(k) {}
+      : ProductMma(Token(x, x_stride, m), weight, stride, first, n, k) {}
+  __device__ __forceinline__ ProductMma(const Token& token, const T* weight, i64 stride, int first,
+                                        int n, int k)
+      : token(token), weight(weight, stride, first, n, k), k(k) {}
   __device__ __forceinline__ void load_weight(Step& step, int span) const {
     weight.load(step.w, span);
   }
@@ -166,7 +169,7 @@ struct ProductMma {
   }
   __device__ __forceinline__ void store(float* sums) const { Weight::store(d, sums); }
 };
-template <typename T, int TILE, int HALVES>
-using RowsMma = ProductMma<T, RowsWeight<T, TILE, HALVES>>;
+template <typename T, int TILE, int HALVES, typename Token = TokenRow<T>>
+using RowsMma = ProductMma<T, RowsWeight<T, TILE, HALVES>, Token>;
 template <typename T, int TILE, int HALVES>
 using ColumnsMma = ProductMma<T, ColumnsWeight<T, TILE, HALVES>>;

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import fkjit
 from fkjit import ops, user_kernels
 from fkjit.cache import lookup
 from fkjit.cli import doctor
@@ -41,7 +42,7 @@ def test_it_tells_what_kernels_are_compiled_with():
     assert "sm_80" in found["nvrtc"]["targets"]
     assert found["headers"]["folder"] == str(toolchain.header_dirs()[0])
     assert found["cupy"]["version"] == info.cupy
-    assert found["fkjit"]["version"] == "0.1.0"
+    assert found["fkjit"]["version"] == fkjit.__version__
     assert found["cache"]["writable"] is True
     assert json.loads(json.dumps(found)) == found
 

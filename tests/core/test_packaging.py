@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
+
+import fkjit
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = Path(sysconfig.get_path("purelib"))
@@ -21,6 +26,7 @@ SOURCES = sorted(
     for folder in ("kernels_cu", "templates")
     for path in (ROOT / folder).rglob("*.cu*")
 )
+INFO = f"fkjit-{fkjit.__version__}.dist-info"
 PAGE = ROOT / "fkjit/playground/static"
 WHERE = "import fkjit, fkjit.paths; print(fkjit.__file__, fkjit.paths.source_root(), sep='\\n')"
 
@@ -55,6 +61,14 @@ def wheel(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> tarfile.TarFile:
+    folder = tmp_path_factory.mktemp("sdist")
+    call(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder, cwd=ROOT)
+    (path,) = folder.glob("*.tar.gz")
+    return tarfile.open(path)
+
+
 @pytest.fixture
 def environment(tmp_path) -> Path:
     """An environment with links to this one's libraries, but without fkjit and its `.pth`."""
@@ -83,12 +97,12 @@ def test_the_wheel_holds_package_and_cuda_sources_and_nothing_else(wheel):
     assert page <= names and "fkjit/playground/static/LICENSES.txt" in page
     assert not [name for name in names if name.startswith("fkjit/playground/editor")]
     assert {"fkjit/py.typed", "fkjit/cli/app.py", "fkjit/interp/__init__.py"} <= names
-    assert {name.split("/")[0] for name in names} == {"fkjit", "fkjit-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"fkjit", INFO}
     assert not [name for name in names if name.startswith("fkjit/_cuda") and name.endswith(".py")]
-    assert "fkjit-0.1.0.dist-info/licenses/LICENSE" in names
+    assert f"{INFO}/licenses/LICENSE" in names
     tests = [name for name in names if "__pycache__" in name or "test" in name.lower()]
     assert tests == ["fkjit/pytest_plugin.py"]
-    entry_points = zipfile.ZipFile(wheel).read("fkjit-0.1.0.dist-info/entry_points.txt").decode()
+    entry_points = zipfile.ZipFile(wheel).read(f"{INFO}/entry_points.txt").decode()
     assert "[pytest11]\nfkjit = fkjit.pytest_plugin\n" in entry_points
     assert {"fkjit/_bench/command.py", "fkjit/_bench/attention/cases_attention.py"} <= names
     beside = {name for name in names if "_bench" in name and not name.endswith(".py")}
@@ -98,7 +112,7 @@ def test_the_wheel_holds_package_and_cuda_sources_and_nothing_else(wheel):
 
 
 def test_its_metadata_ask_for_little(wheel):
-    text = zipfile.ZipFile(wheel).read("fkjit-0.1.0.dist-info/METADATA").decode()
+    text = zipfile.ZipFile(wheel).read(f"{INFO}/METADATA").decode()
     found = Parser().parsestr(text)
     assert (found["Name"], found["License-Expression"]) == ("fkjit", "Apache-2.0")
     assert found["Requires-Python"] == ">=3.10"
@@ -115,8 +129,48 @@ def test_its_metadata_ask_for_little(wheel):
     assert [need for need in needs if need.startswith("torch") and "test" not in need] == []
 
 
+def test_its_metadata_are_as_an_index_wants_them(wheel):
+    text = zipfile.ZipFile(wheel).read(f"{INFO}/METADATA")
+    found = Metadata.from_email(text, validate=True)  # raises for each field that breaks a rule
+    assert found.description_content_type == "text/markdown" and found.project_urls is None
+    assert not [one for one in found.classifiers or () if one.startswith("License")]
+
+
+def test_the_version_stands_in_one_place(wheel):
+    assert re.fullmatch(r"\d+\.\d+\.\d+", fkjit.__version__)
+    assert not re.search(r"(?m)^version *=", (ROOT / "pyproject.toml").read_text())
+    changes = (ROOT / "docs" / "CHANGELOG.md").read_text()
+    newest = re.search(r"(?m)^## (\S+), (.+)$", changes)
+    assert newest is not None and newest[1] == fkjit.__version__
+    assert datetime.date.fromisoformat(newest[2]) >= datetime.date(2026, 11, 23)
+    assert wheel.name == f"fkjit-{fkjit.__version__}-py3-none-any.whl"
+
+
+def test_the_sdist_holds_what_makes_the_wheel_and_what_tests_it(sdist):
+    top = f"fkjit-{fkjit.__version__}"
+    names = {name.removeprefix(f"{top}/") for name in sdist.getnames()}
+    assert all(name.startswith(f"{top}/") for name in sdist.getnames())
+    assert {path.as_posix() for path in SOURCES} <= names
+    assert {"hatch_build.py", "Makefile", "LICENSE", "docs/container/Dockerfile"} <= names
+    tests = {p.relative_to(ROOT).as_posix() for p in (ROOT / "tests").rglob("test_*.py")}
+    assert tests <= names
+    assert not [n for n in names if re.search(r"__pycache__|node_modules|\.(pyc|cubin)$|\.venv", n)]
+
+
+def test_the_sdist_makes_the_same_wheel(wheel, sdist, tmp_path, every_variant):
+    if not every_variant:
+        pytest.skip("with --every-variant: it builds another wheel")
+    sdist.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    call(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=source)
+    (made,) = tmp_path.glob("*.whl")
+    one, other = zipfile.ZipFile(wheel), zipfile.ZipFile(made)
+    assert sorted(one.namelist()) == sorted(other.namelist())
+    assert not [n for n in one.namelist() if one.read(n) != other.read(n)]
+
+
 def test_the_readme_of_a_package_index_has_no_links_into_a_checkout(wheel):
-    text = zipfile.ZipFile(wheel).read("fkjit-0.1.0.dist-info/METADATA").decode()
+    text = zipfile.ZipFile(wheel).read(f"{INFO}/METADATA").decode()
     shown = Parser().parsestr(text).get_payload()
     assert shown.startswith("# fkjit\n") and "docs/ATTENTION.md" in shown
     assert re.findall(r"\]\((?!https?:)[^)]*\)", shown) == []
@@ -130,7 +184,7 @@ def test_the_wheel_works_from_another_directory(wheel, environment, elsewhere):
     assert Path(package).is_relative_to(environment)
     assert Path(sources) == Path(package).parent / "_cuda"
     command = environment / "bin" / "fkjit"
-    assert call(command, "--version", cwd=elsewhere) == "0.1.0\n"
+    assert call(command, "--version", cwd=elsewhere) == f"{fkjit.__version__}\n"
     shown = call(command, "show", "attention.flash", "--block", "32", "--source", cwd=elsewhere)
     assert shown.startswith('#line 1 "kernels_cu/attention/flash.cu"\n')
     ptx = call(command, "show", "attention.flash", "--block", "32", "--ptx", cwd=elsewhere)

@@ -98,7 +98,7 @@ def _source(name: str) -> Path:
 
 def test_versions_of_the_changelog():
     text = (ROOT / "docs" / "CHANGELOG.md").read_text()
-    versions = re.findall(r"(?m)^## ([\d.]+)(, unreleased)?$", text)
+    versions = re.findall(r"(?m)^## ([\d.]+)(, unreleased|, \d{4}-\d\d-\d\d)?$", text)
     numbers = [tuple(map(int, version.split("."))) for version, _ in versions]
     assert numbers == sorted(numbers, reverse=True)
     assert fkjit.__version__ in {version for version, _ in versions}
