@@ -31,6 +31,7 @@ KERNELS = (
     "gemm.kernels_backward",
     "grouped.kernels",
     "grouped.kernels_stream",
+    "grouped.kernels_codes",
     "quantize.kernels",
     "quantize.kernels_few",
     "quantize.kernels_bytes",

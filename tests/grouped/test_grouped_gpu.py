@@ -91,6 +91,31 @@ def test_rows_are_gathered_as_they_are_multiplied(tokens, how, tile):
         assert torch.equal(found, permuted)
 
 
+@pytest.mark.parametrize("tile", [(128, 128), (192, 128)])
+@pytest.mark.parametrize(("tokens", "how"), [(7, "even"), (3000, "zipf"), (500, "first")])
+def test_weights_of_fp8(tokens, how, tile):
+    """What codes stand for, multiplied in float64."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is Hopper's")
+    ids = choices(tokens, 16, 2, how).cuda()
+    groups = grouped(ids, 16)
+    x, weight, bias = arrays(tokens, 16, 512, 272, "bf16", True, "cuda")
+    said = {"activation": "silu", "gate": True}
+    quantized = fkjit.quantize(weight, "fp8_block", weight=True)
+    y, again = (
+        fkjit.grouped_linear(x, quantized, groups, bias, gather=True, block=tile, **said)
+        for _ in range(2)
+    )
+    place = groups.inverse.long()
+    assert torch.equal(y[place], again[place])
+    wide = [fkjit.dequantize(q, "fp32").double()
+            for q in (fkjit.quantize(x, "fp8_block"), quantized)]  # fmt: skip
+    for rows in torch.arange(tokens).split(50):
+        expected = by_choice(wide[0][rows], wide[1], bias.double(), ids[rows], **said)
+        bound = FLOOR["bf16"] * max(1.0, expected.abs().max().item())
+        assert (y[place][rows].double() - expected).abs().max().item() <= bound
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_so_many_rows_of_each_expert(dtype):
     counts = torch.tensor([5, 0, 256, 64, 191], dtype=torch.int32, device="cuda")

@@ -31,6 +31,8 @@ STREAM = _variant("stream", gather=True, rows=8, tile=(16, 8, 4), activation="si
 STREAM_MORE = _variant("stream", gather=True, rows=32)
 GATHER = _variant("wgmma", groups="ROWS", gather=True, block=(128, 128))
 GATHERED = "templates/gemm/sm90/gathered_rows.cuh"
+FP8 = _variant("fp8_wgmma", gate=True, block=(128, 128))
+FP8_CU = "kernels_cu/quantize/wgmma.cu"
 
 BUGS = (
     Bug("all rows by the first expert", GROUPS, "tile.column, base + lane, end}",
@@ -87,6 +89,13 @@ BUGS = (
         **GATHER),
     Bug("k behind its end", GATHERED, "inside && token >= 0", "token >= 0", by="memory",
         **GATHER),
+    Bug("codes of the first expert", FP8_CU, "k, column, expert, 0);", "k, column, 0, 0);",
+        by="numbers", **FP8),
+    Bug("scales of the first expert", FP8_CU, "Order::own(scales, tile.expert,",
+        "Order::own(scales, 0,", by="numbers", **FP8),
+    Bug("a stage that a consumer without rows keeps", FP8_CU,
+        "ring.release(place.stage, lane);\n        }", "}", by="hang",
+        problem={"multiprocessors": 1}, **FP8),
     Bug("x behind its end", PRODUCT, "own[i] >= 0 && at < k", "own[i] >= 0", by="memory",
         **STREAM),
 )  # fmt: skip

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from fkjit.errors import ArgumentTypeError, ParameterError
-from fkjit.ops.grouped import checks, select
+from fkjit.ops.grouped import checks, codes, select
 from fkjit.ops.grouped.kernels import LEAST_BLOCK
 from fkjit.ops.grouped.options import (
     CALL,
@@ -52,9 +52,10 @@ def grouped_linear(
     Args:
         x: fp16, bf16 or fp32 [places, K]: a row for each place of `groups`, as `moe_permute` makes
             them; with gather=True [tokens, K]. Masked: [experts, capacity, K], contiguous, with a
-            capacity that is a multiple of 64. torch, CuPy, NumPy or any DLPack array.
+            capacity that is a multiple of 64. torch, CuPy, NumPy or any DLPack array. Beside a
+            quantized weight 16 bits, which are quantized here, or quantize(x, "fp8_block").
         weight: [experts, N, K], or [experts, K, N] with weight_layout="kn"; of x's dtype,
-            contiguous.
+            contiguous. Or quantize(weight, "fp8_block", weight=True) (Hopper, without gradients).
         groups: what `moe_regroup` or `moe_route_and_regroup` made, with a block_size that is a
             multiple of 64: rows of a tile have one expert. How many rows experts have is read when
             the kernel runs: the host does not wait, any counts serve one CUDA graph. Masked: int32
@@ -90,19 +91,38 @@ def grouped_linear(
     """
     said = (activation, gate, block, impl, weight_layout, save_pre_activation)
     gather = check_flag(CALL, "gather", gather)
-    if impl in ROUTED_IMPLEMENTATIONS:
-        groups = _groups(groups)
-        routed = RoutedOptions(activation, gate, block, impl, weight_layout, gather)
-        y = ROUTED((x, weight, bias, None, *groups), (), routed)
-        return y if weights is None else moe_combine(y, groups, weights)
-    if len(getattr(x, "shape", ())) == 3:
+    if _is_masked(x):
         _check_masked(groups, gather, weights)
         return _GROUPED((x, weight, bias, None, groups), (), (LEAST_BLOCK, *said))
     groups = _groups(groups)
-    if gather:
-        x = moe_permute(x, groups)
-    y = _GROUPED((x, weight, bias, None, groups.offsets), (), (_block_size(groups), *said))
+    if _is_routed(impl, weight):
+        routed = RoutedOptions(activation, gate, block, impl, weight_layout, gather)
+        y = ROUTED((x, weight, bias, None, *groups), (), routed)
+    else:
+        rows = moe_permute(_numbers(x), groups) if gather else x
+        if isinstance(weight, tuple):
+            y = codes.call(rows, weight, groups, bias, (_block_size(groups), *said[:-1]))
+        else:
+            size = _block_size(groups)
+            y = _GROUPED((rows, weight, bias, None, groups.offsets), (), (size, *said))
     return y if weights is None else moe_combine(y, groups, weights)
+
+
+def _is_routed(impl: str, weight: Any) -> bool:
+    return impl in ROUTED_IMPLEMENTATIONS and not isinstance(weight, tuple)
+
+
+def _is_masked(x: Any) -> bool:
+    return len(getattr(x, "shape", ())) == 3
+
+
+def _numbers(x: Any) -> Any:
+    if isinstance(x, tuple):
+        raise ParameterError(
+            f"{CALL}: gather=True with a quantized x; allowed: x of numbers, or codes of "
+            "moe_permute's rows"
+        )
+    return x
 
 
 def _check_masked(groups: Any, gather: bool, weights: Any) -> None:
@@ -228,24 +248,27 @@ def _prepare(*args: Any, **named: Any) -> None:
     given = bound.arguments
     x, beside = given["x"], (given["weight"], given["bias"], None)
     said = tuple(given[name] for name in GroupedOptions._fields[1:])
-    if given["impl"] in ROUTED_IMPLEMENTATIONS:
-        return _prepare_routed(given)
-    if len(getattr(x, "shape", ())) == 3:
+    if _is_masked(x):
         _check_masked(given["groups"], given["gather"], given["weights"])
         return _GROUPED.prepare((x, *beside, given["groups"]), (LEAST_BLOCK, *said))
     groups = _groups(given["groups"])
+    if _is_routed(given["impl"], given["weight"]):
+        routed = RoutedOptions(*(given[name] for name in RoutedOptions._fields))
+        ROUTED.prepare((x, *beside, *groups), routed)
+    else:
+        _prepare_rows(given, groups, (_block_size(groups), *said))
+    _prepare_weights(given, groups)
+
+
+def _prepare_rows(given: dict[str, Any], groups: MoeGroups, options: tuple[Any, ...]) -> None:
+    x, weight, bias = given["x"], given["weight"], given["bias"]
     if given["gather"]:
-        moe_permute.prepare(x, groups)  # type: ignore[attr-defined]
+        moe_permute.prepare(_numbers(x), groups)  # type: ignore[attr-defined]
         x = _like(x, groups.sorted_token_ids.shape[0], x.shape[1])
-    _GROUPED.prepare((x, *beside, groups.offsets), (_block_size(groups), *said))
-    _prepare_weights(given, groups)
-
-
-def _prepare_routed(given: dict[str, Any]) -> None:
-    groups = _groups(given["groups"])
-    routed = RoutedOptions(*(given[name] for name in RoutedOptions._fields))
-    ROUTED.prepare((given["x"], given["weight"], given["bias"], None, *groups), routed)
-    _prepare_weights(given, groups)
+    if isinstance(weight, tuple):
+        codes.prepare(x, weight, groups, bias, options[:-1])
+    else:
+        _GROUPED.prepare((x, weight, bias, None, groups.offsets), options)
 
 
 def _prepare_weights(given: dict[str, Any], groups: MoeGroups) -> None:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 from fkjit.errors import ParameterError
 from fkjit.ops.gemm.epilogue import ACTIVATIONS
 from fkjit.ops.grouped.kernels import LEAST_BLOCK
-from fkjit.ops.grouped.options import CALL, GroupedOptions, RoutedOptions
+from fkjit.ops.grouped.options import CALL
 from fkjit.ops.moe.checks import check_dense
 from fkjit.ops.op.checks import check_dtype, check_flag, check_shape
 from fkjit.ops.op.shapes import rows_of
 from fkjit.runtime.interop import ITEMSIZE, View
 
 WEIGHT_LAYOUTS = ("nk", "kn")
-Said: TypeAlias = GroupedOptions | RoutedOptions
+
+
+class Said(Protocol):
+    """What all calls say."""
+
+    @property
+    def activation(self) -> Any: ...
+    @property
+    def gate(self) -> Any: ...
+    @property
+    def weight_layout(self) -> Any: ...
 
 
 def check_options(said: Said) -> None:

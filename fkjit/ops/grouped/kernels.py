@@ -171,11 +171,11 @@ def _wgmma_arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]
         half = (problem["block_size"] - 1) % rows + 1
         named["x_map_last"] = replace(named["x_map"], box=(box[0], half, *box[2:]))
     for name in ("weight_map", "weight_map_last"):
-        named[name] = _of_experts(named[name], problem["experts"])
+        named[name] = of_experts(named[name], problem["experts"])
     return named
 
 
-def _of_experts(one: TensorMap, experts: int) -> TensorMap:
+def of_experts(one: TensorMap, experts: int) -> TensorMap:
     """The map of a matrix as that of so many, one behind the other."""
     apart = one.strides[0] * one.dims[1]
     return replace(one, dims=(*one.dims[:2], experts, 1), strides=(one.strides[0], apart, 0))
