@@ -16,6 +16,9 @@
 
    With GATE a tile has as many rows of gate as of up, so that a thread has both sums of an element.
 
+   With CODED the result is e4m3 with a scale for 128 columns: a tile has as many, and its weight is
+   multiplied in two halves, since sums of all of it have no registers beside those in fp32.
+
    With groups there is a weight for each expert, with scales of its own (gemm/groups.cuh).
 
    Source: the promotion of sums is that of the DeepSeek-V3 report (2024), section 3.3.2. */
@@ -38,6 +41,9 @@
 #include "gemm/groups.cuh"
 #include "gemm/store_fragments.cuh"
 #include "quantize/scaled_sums.cuh"
+//% if coded
+#include "quantize/coded_rows.cuh"
+//% endif
 
 using sum_t = ${sum};
 using elem_t = ${dtype};
@@ -47,6 +53,7 @@ constexpr bool EXACT = ${exact};  // int8, summed in int; else e4m3 in float
 constexpr bool GATE = ${gate}, RESIDUAL = ${residual};
 constexpr bool BLOCKS = ${blocks};     // scales of 128 of k
 constexpr int INTERVAL = ${interval};  // steps of k that are summed by tensor cores; 0: all
+constexpr bool CODED = ${coded};       // out is codes and scales
 constexpr int BLOCK_M = ${block_m}, BLOCK_N = ${block_n};
 constexpr int STAGES = ${stages};
 constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
@@ -61,6 +68,8 @@ constexpr int STEPS = INTERVAL > 0 ? INTERVAL : 1;  // divides
 constexpr u16 ALL_BLOCKS = CLUSTER > 1 ? 3 : 0;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS >= 2 && CONSUMERS <= 3, "64 rows a consumer");
 static_assert(!BLOCKS || INTERVAL == 1, "a scale is of one step");
+constexpr int PARTS = CODED ? 2 : 1;  // of the weight's tile, that are multiplied one by one
+static_assert(!CODED || (BLOCKS && GATE && BLOCK_N == 256), "128 columns share a scale");
 static_assert(!EXACT || INTERVAL == 0, "sums of int8 are exact");
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
                   (1 + CONSUMERS) * registers_at_start(THREADS),
@@ -117,8 +126,8 @@ __device__ __forceinline__ void fetch(const Ring& ring, int stage, const TensorM
   }
 }
 
-template <typename Sum>
-__device__ __forceinline__ void multiply_stage(Sum (&acc)[N][4], u32 a, u32 b, bool add) {
+template <typename Sum, int COUNT>
+__device__ __forceinline__ void multiply_stage(Sum (&acc)[COUNT][4], u32 a, u32 b, bool add) {
   const u64 x = wgmma_tile(a, 0), weight = wgmma_tile(b, 0);
   register_fence(acc);
   wgmma_fence();
@@ -139,7 +148,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
     const float* __restrict__ scales,    // [n], [1], or of BLOCKS [ceil(n / 128), ceil(k / 128)]
     const elem_t* __restrict__ bias,     // [n] or [2 n], or null
     const out_t* __restrict__ residual,  // [m, n], or null
-    out_t* __restrict__ out,             // [m, n]
+    //% if coded
+    u8* __restrict__ out,            // [m, n]
+    float* __restrict__ out_scales,  // [m, n / 128]
+    //% else
+    out_t* __restrict__ out,  // [m, n]
+    //% endif
     //% if groups != "NONE"
     const int* __restrict__ offsets,  // [experts + 1], see gemm/groups.cuh
     const int experts,
@@ -204,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
         }
         continue;
       }
-      sum_t acc[N][4];
+      sum_t acc[N / PARTS][4];
       float total[1][N][4];
 #pragma unroll
       for (int i = 0; i < N * 4; ++i) total[0][i / 4][i % 4] = 0.f;
@@ -223,6 +237,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
             ring.release(last, lane);
           }
           last = place.stage;
+        } else if constexpr (CODED) {
+#pragma unroll
+          for (int part = 0; part < PARTS; ++part) {
+            multiply_stage(acc, a, b + part * PART * BLOCK_K, false);
+            wgmma_wait<0>();
+            if (part == PARTS - 1) ring.release(place.stage, lane);
+            register_fence(acc);
+            add_scaled_part(total, acc, by, part);
+          }
         } else {
           multiply_stage(acc, a, b, step % STEPS > 0);
           wgmma_wait<0>();
@@ -242,10 +265,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
       }
 
       // 2. Scales, and the way out.
+      //% if coded
+      store_coded_rows(total, epilogue, Order::own(bias, tile.expert, 2 * n), out, out_scales, lane,
+                       row, tile.end, column);
+      //% else
       using Sums = float (&)[1][N][4];
       store_fragments(INTERVAL > 0 ? total : reinterpret_cast<Sums>(acc), epilogue,
                       Order::own(bias, tile.expert, GATE ? 2 * n : n), out, out_stride, lane, row,
                       tile.end, column);
+      //% endif
     }
   }
   if (CLUSTER > 1) meet_cluster();  // the other one writes here no more

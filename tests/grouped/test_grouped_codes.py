@@ -50,6 +50,26 @@ def test_the_product_of_what_codes_stand_for(gate, n, hopper):
     assert (y[place] - expected).abs().max() <= FLOOR["bf16"] * max(1.0, expected.abs().max())
 
 
+def test_codes_of_the_result(hopper):
+    """Those that quantize would give the result, if that were not rounded to bf16 before."""
+    ids = choices(70, 4, 2, "zipf")
+    groups = grouped(ids, 4)
+    x, weight, bias = arrays(70, 4, 256, 144, "bf16", True)
+    said = {"activation": "silu", "gate": True, "gather": True}
+    with quiet():
+        made = fkjit.grouped_linear(x, codes(weight), groups, bias, out_scheme="fp8_block", **said)
+        y = fkjit.grouped_linear(x, codes(weight), groups, bias, **said).double()
+        assert made.scheme == "fp8_block" and made.scales.shape == (y.shape[0], 2)
+        down = fkjit.grouped_linear(made, codes(weight[:, :128].repeat(1, 1, 2)[..., :256]
+                                                .contiguous()), groups)  # fmt: skip
+    place = groups.inverse.long().view(-1)
+    found, y, scales = (a[place] for a in (numbers(made), y, made.scales.double()))
+    step = torch.maximum(y.abs() / 14, scales.repeat_interleave(128, 1) * 2**-9)
+    assert ((found - y).abs() <= step).all()  # half a step of 3 bits, and bf16's rounding
+    most = y.abs().view(len(place), 2, 128).amax(2) / 448
+    assert ((scales - most).abs() <= 0.005 * most).all() and down.shape == (made.shape[0], 128)
+
+
 def test_a_layer(hopper):
     x, logits, up, down = layer_arrays(20, 4, 128, 128, "bf16")
     with quiet():
@@ -74,6 +94,8 @@ _IDS = choices(8, 4, 1)
         ({"x": True}, "gather=True with a quantized x"),
         ({"bias": _BIAS[:, :3]}, "bias has shape"),
         ({"target": "compute_80"}, "needs wgmma"),
+        ({"out_scheme": "fp8_row"}, "out_scheme='fp8_row'"),
+        ({"out_scheme": "fp8_block"}, "gate=False"),
     ],
 )
 def test_bad_input(change, words, monkeypatch):

@@ -116,6 +116,26 @@ def test_weights_of_fp8(tokens, how, tile):
         assert (y[place][rows].double() - expected).abs().max().item() <= bound
 
 
+def test_results_that_are_quantized_in_the_kernel():
+    """As quantize has them, of a result that was not rounded before; the same in each call."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is Hopper's")
+    ids = choices(900, 16, 2, "zipf").cuda()
+    groups = grouped(ids, 16)
+    x, weight, bias = arrays(900, 16, 512, 272, "bf16", True, "cuda")
+    quantized = fkjit.quantize(weight, "fp8_block", weight=True)
+    said, place = {"activation": "silu", "gate": True, "gather": True}, groups.inverse.long()
+    made, again = (
+        fkjit.grouped_linear(x, quantized, groups, bias, out_scheme="fp8_block", **said)
+        for _ in range(2)
+    )
+    found, same = (fkjit.dequantize(q, "fp32").double()[place] for q in (made, again))
+    assert torch.equal(found, same)
+    y = fkjit.grouped_linear(x, quantized, groups, bias, **said)[place].double()
+    least = made.scales.double()[place].repeat_interleave(128, -1) * 2**-9
+    assert ((found - y).abs() <= torch.maximum(y.abs() / 14, least)).all()
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_so_many_rows_of_each_expert(dtype):
     counts = torch.tensor([5, 0, 256, 64, 191], dtype=torch.int32, device="cuda")

@@ -32,6 +32,8 @@ STREAM_MORE = _variant("stream", gather=True, rows=32)
 GATHER = _variant("wgmma", groups="ROWS", gather=True, block=(128, 128))
 GATHERED = "templates/gemm/sm90/gathered_rows.cuh"
 FP8 = _variant("fp8_wgmma", gate=True, block=(128, 128))
+CODED = _variant("fp8_wgmma", coded=True)
+ROWS_OF_CODES = "templates/quantize/coded_rows.cuh"
 FP8_CU = "kernels_cu/quantize/wgmma.cu"
 
 BUGS = (
@@ -96,6 +98,15 @@ BUGS = (
     Bug("a stage that a consumer without rows keeps", FP8_CU,
         "ring.release(place.stage, lane);\n        }", "}", by="hang",
         problem={"multiprocessors": 1}, **FP8),
+    Bug("a scale of one lane's columns", ROWS_OF_CODES, "lanes_most<4>(most)", "most",
+        by="numbers", **CODED),
+    Bug("codes of the other eight", ROWS_OF_CODES, "0x7632", "0x5410", by="numbers", **CODED),
+    Bug("a scale in the place of another's", ROWS_OF_CODES, "+ column / WIDTH] = scale",
+        "] = scale", by="race", **CODED),
+    Bug("gate and up by one scale", "templates/quantize/scaled_sums.cuh",
+        "by.of_outputs[GATE ? part : 0]", "by.of_outputs[0]", by="numbers", **CODED),
+    Bug("both halves of the weight's tile are its first", FP8_CU, "b + part * PART * BLOCK_K",
+        "b", by="numbers", **CODED),
     Bug("x behind its end", PRODUCT, "own[i] >= 0 && at < k", "own[i] >= 0", by="memory",
         **STREAM),
 )  # fmt: skip

@@ -46,6 +46,7 @@ def grouped_linear(
     impl: str = "auto",
     weight_layout: str = "nk",
     save_pre_activation: bool = True,
+    out_scheme: str | None = None,
 ) -> Any:
     """activation(x weight[e]ᵀ + bias[e]) for the rows of every expert e, in one kernel.
 
@@ -73,6 +74,8 @@ def grouped_linear(
             "stream" (few rows of each expert: weights are read once), "gather" (Hopper's wgmma).
         weight_layout: "nk" or "kn".
         save_pre_activation: keep for gradients what the activation is of; False: compute it again.
+        out_scheme: "fp8_block": the result is quantized in the kernel, for the next product with a
+            quantized weight; of a quantized weight with gate=True.
 
     Returns:
         [places, N] in x's dtype and framework; with `weights` [tokens, N]. Rows behind the last
@@ -91,6 +94,7 @@ def grouped_linear(
     """
     said = (activation, gate, block, impl, weight_layout, save_pre_activation)
     gather = check_flag(CALL, "gather", gather)
+    coded = _is_coded(out_scheme, weight, weights)
     if _is_masked(x):
         _check_masked(groups, gather, weights)
         return _GROUPED((x, weight, bias, None, groups), (), (LEAST_BLOCK, *said))
@@ -101,7 +105,7 @@ def grouped_linear(
     else:
         rows = moe_permute(_numbers(x), groups) if gather else x
         if isinstance(weight, tuple):
-            y = codes.call(rows, weight, groups, bias, (_block_size(groups), *said[:-1]))
+            y = codes.call(rows, weight, groups, bias, (_block_size(groups), *said[:-1], coded))
         else:
             size = _block_size(groups)
             y = _GROUPED((rows, weight, bias, None, groups.offsets), (), (size, *said))
@@ -110,6 +114,18 @@ def grouped_linear(
 
 def _is_routed(impl: str, weight: Any) -> bool:
     return impl in ROUTED_IMPLEMENTATIONS and not isinstance(weight, tuple)
+
+
+def _is_coded(out_scheme: Any, weight: Any, weights: Any) -> bool:
+    """Whether the result is codes."""
+    if out_scheme is None:
+        return False
+    if out_scheme != codes.SCHEME or not isinstance(weight, tuple) or weights is not None:
+        raise ParameterError(
+            f"{CALL}: out_scheme={out_scheme!r}; allowed: None, or {codes.SCHEME!r} of a quantized "
+            "weight, without weights"
+        )
+    return True
 
 
 def _is_masked(x: Any) -> bool:
@@ -266,7 +282,8 @@ def _prepare_rows(given: dict[str, Any], groups: MoeGroups, options: tuple[Any, 
         moe_permute.prepare(_numbers(x), groups)  # type: ignore[attr-defined]
         x = _like(x, groups.sorted_token_ids.shape[0], x.shape[1])
     if isinstance(weight, tuple):
-        codes.prepare(x, weight, groups, bias, options[:-1])
+        coded = _is_coded(given["out_scheme"], weight, given["weights"])
+        codes.prepare(x, weight, groups, bias, (*options[:-1], coded))
     else:
         _GROUPED.prepare((x, weight, bias, None, groups.offsets), options)
 

@@ -23,7 +23,7 @@ _OF_X, _OF_WEIGHT, _BLOCK = Scheme("fp8", "group"), Scheme("fp8", "block"), 64
 def problem(params: Params, blocks: tuple[int, ...], n: int, k: int, **given: Any) -> Problem:
     """`blocks` of places of each expert."""
     m = (sum(blocks) + 2) * _BLOCK  # there is room for two more
-    names = ("dtype", "out_dtype", "activation", "gate")
+    names = ("dtype", "out_dtype", "activation", "gate", "coded")
     return {
         "m": m, "n": n, "k": k, "experts": len(blocks), "blocks": blocks, "block_size": _BLOCK,
         "groups": "ROWS", "x_stride": k, "out_stride": n, "residual_stride": n, "scale": 1.0,
@@ -34,7 +34,7 @@ def problem(params: Params, blocks: tuple[int, ...], n: int, k: int, **given: An
 
 def problems(params: Params, scale: str) -> list[Problem]:
     """Ragged columns, unless gate and up have their own scales; a last step of k that is short."""
-    n = WIDTH if params["gate"] else 2 * WIDTH + 24
+    n = (2 if params["coded"] else 1) * WIDTH if params["gate"] else 2 * WIDTH + 24
     if scale == "full":
         return [problem(params, (3, 0, 1, 7, 2), 1024, 1296, multiprocessors=132)]
     return [
@@ -66,6 +66,9 @@ def inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
 
 def outputs(params: Params, p: Problem) -> Arrays:
     """NaN, which stays where nobody's places are."""
+    if p["coded"]:
+        codes = np.full((p["m"], p["n"]), 0x7F, np.uint8)
+        return {"out": codes, "out_scales": np.full((p["m"], p["n"] // WIDTH), np.nan, np.float32)}
     return {"out": np.full((p["m"], p["n"]), np.nan, numpy_dtype(p["out_dtype"]))}
 
 
@@ -79,7 +82,11 @@ def reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
         if p["bias"]:
             z[run] += np.asarray(arrays["bias"])[expert].astype(np.float64)
     y, n = activated(p["activation"], z[:, : p["n"]]), p["n"]
-    return {"out": y * z[:, n:] if p["gate"] else y}
+    y = y * z[:, n:] if p["gate"] else y
+    if not p["coded"]:
+        return {"out": y}
+    scales = scales_of(y.astype(np.float32), _OF_X)
+    return {"out": encode(y.astype(np.float32), scales, _OF_X), "out_scales": scales}
 
 
 CODES = Verification(

@@ -8,14 +8,14 @@ from fkjit import tuning
 from fkjit.errors import ParameterError
 from fkjit.ops.gemm.epilogue import kernel_for
 from fkjit.ops.grouped import checks
-from fkjit.ops.grouped.kernels_codes import CODES_ALL
+from fkjit.ops.grouped.kernels_codes import CODED_TILE, CODES_ALL
 from fkjit.ops.grouped.options import CALL, Views
 from fkjit.ops.moe.groups import MoeGroups
 from fkjit.ops.op.checks import check_dtype
 from fkjit.ops.op.node import Node, of_dtype
 from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
 from fkjit.ops.quantize.call import checked_parts, prepared_codes, quantize
-from fkjit.ops.quantize.schemes import WIDTH, dtype_name, parts
+from fkjit.ops.quantize.schemes import WIDTH, QuantizedTensor, as_e4m3, dtype_name, parts
 from fkjit.runtime.device import multiprocessors
 from fkjit.runtime.interop import CPU, View
 
@@ -26,7 +26,8 @@ _EVEN = 16  # what k is a multiple of
 
 
 class CodesOptions(NamedTuple):
-    """What a call says besides its arrays: as `GroupedOptions`; dtype: of bias and result."""
+    """What a call says besides its arrays: as `GroupedOptions`; coded: whether the result is codes;
+    dtype: of bias, and of a result that is not."""
 
     block_size: int
     activation: Any = None
@@ -34,14 +35,17 @@ class CodesOptions(NamedTuple):
     block: Any = None
     impl: Any = "auto"
     weight_layout: Any = "nk"
+    coded: bool = False
     dtype: str = "bf16"
 
 
 def call(x: Any, weight: Any, groups: MoeGroups, bias: Any, options: tuple[Any, ...]) -> Any:
-    """The product of rows that are quantized here, unless they are codes already."""
+    """The product of rows that are quantized here, unless they are codes already. `options`: those
+    of CodesOptions, without dtype."""
     given = x if isinstance(x, tuple) else quantize(x, SCHEME)
     inputs, said = _bound(x, given, weight, groups, bias, options)
-    return _OP(inputs, (), said)
+    made = _OP(inputs, (), said)
+    return QuantizedTensor(as_e4m3(made[0]), made[1], SCHEME) if said.coded else made
 
 
 def prepare(x: Any, weight: Any, groups: MoeGroups, bias: Any, options: tuple[Any, ...]) -> None:
@@ -85,9 +89,13 @@ def _check(views: Views, said: CodesOptions) -> Request:
         **sizes, "dtype": said.dtype, "out_dtype": said.dtype, "groups": "ROWS",
         "block_size": said.block_size, "activation": said.activation or "none", "gate": said.gate,
         "scale": 1.0, "bias": bias is not None, "residual": False, "x_stride": sizes["k"],
-        "out_stride": sizes["n"], "residual_stride": sizes["n"],
+        "out_stride": sizes["n"], "residual_stride": sizes["n"], "coded": said.coded,
     }  # fmt: skip
-    outputs = {"out": Output((sizes["m"], sizes["n"]), said.dtype)}
+    shape, scales_of = (sizes["m"], sizes["n"]), (sizes["m"], sizes["n"] // WIDTH)
+    outputs = {
+        "out": Output(shape, "uint8" if said.coded else said.dtype),
+        "out_scales": Output(scales_of, "fp32") if said.coded else None,
+    }
     inputs = {name: views[name] for name in _INPUTS}
     if not sizes["m"]:
         return Request(inputs, outputs, ())
@@ -115,6 +123,11 @@ def _check_sizes(sizes: dict[str, int], said: CodesOptions) -> None:
             f"{CALL}: k={sizes['k']} of codes; allowed: a multiple of {_EVEN}: pad x and weight "
             "with zeros before quantizing"
         )
+    if said.coded and (not said.gate or said.dtype != "bf16"):
+        raise ParameterError(
+            f"{CALL}: out_scheme={SCHEME!r} with gate={said.gate} and {said.dtype}; allowed: "
+            "gate=True, x and bias of bf16"
+        )
     if said.gate and sizes["n"] % WIDTH:
         raise ParameterError(
             f"{CALL}: gate=True with {SCHEME} and {sizes['n']} columns; allowed: a multiple of "
@@ -125,12 +138,12 @@ def _check_sizes(sizes: dict[str, int], said: CodesOptions) -> None:
 def _launch(problem: dict[str, Any], block: Any, x: View) -> Launch:
     spec, arch = kernel_for(CODES_ALL, problem["activation"]), arch_of(x)
     tiles = next(p.values for p in spec.params if p.name == "block")
-    tile = tiles[0] if block is None else tuple(block)
+    usual = CODED_TILE if problem["coded"] else tiles[0]
+    tile = usual if block is None else tuple(block)
     params = {p.name: {**problem, "block": tile}[p.name] for p in spec.params}
     if tile not in tiles or spec.illegal(params) is not None:
-        raise ParameterError(
-            f"{CALL}: block={block!r} of codes is not one of [(128, 128), (192, 128)]"
-        )
+        legal = [t for t in tiles if spec.illegal({**params, "block": t}) is None]
+        raise ParameterError(f"{CALL}: block={block!r} of a quantized weight is not one of {legal}")
     if spec.why_not(params, arch) is not None:
         raise ParameterError(
             f"{CALL}: a weight of fp8 needs wgmma, which {arch.name} has not; allowed: "
@@ -142,8 +155,10 @@ def _launch(problem: dict[str, Any], block: Any, x: View) -> Launch:
 
 def _fake(x: Any, x_scales: Any, weight: Any, scales: Any, bias: Any, *rest: Any) -> list[Any]:
     said = _unpacked(*rest[2:])
-    wide = weight.shape[1]
-    return [of_dtype(x, (x.shape[0], wide // 2 if said.gate else wide), said.dtype)]
+    shape = (x.shape[0], weight.shape[1] // 2 if said.gate else weight.shape[1])
+    if not said.coded:
+        return [of_dtype(x, shape, said.dtype)]
+    return [x.new_empty(shape), of_dtype(x, (shape[0], shape[1] // WIDTH), "fp32")]
 
 
 def _packed(*options: Any) -> tuple[Any, ...]:
@@ -158,11 +173,11 @@ def _unpacked(*options: Any) -> CodesOptions:
 
 
 _OP = Op(
-    f"{CALL} (codes)", inputs=_INPUTS, outputs=("out",), check=_check, options=CodesOptions,
-    optional=("bias", "residual"),
+    f"{CALL} (codes)", inputs=_INPUTS, outputs=("out", "out_scales"), check=_check,
+    options=CodesOptions, optional=("bias", "residual"),
     node=Node(
         _fake,
         "int block_size, str? activation, bool gate, int[]? block, str impl, str weight_layout, "
-        "str dtype", 1, "grouped_linear_codes", _packed, _unpacked,
+        "bool coded, str dtype", None, "grouped_linear_codes", _packed, _unpacked,
     ),
 )  # fmt: skip

@@ -3,7 +3,8 @@ the kernel of `linear` for such codes, with a weight for each expert.
 
 A problem has what those of grouped products have (kernels.py), and the spans of its codes. Arrays:
 x [m, k] and weight [experts, n, k] of codes; x_scales [m, k / 128]; scales [experts, n / 128, k /
-128], each rounded up, with gate 2 n for n; bias, offsets -> out.
+128], each rounded up, with gate 2 n for n; bias, offsets -> out, and of `coded` results out_scales
+[m, n / 128].
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fkjit.ops.gemm.problem import flops, outputs_of, shape_class
 from fkjit.ops.grouped.kernels import of_experts
 from fkjit.ops.quantize import kernels_bytes
 from fkjit.runtime.interop import ITEMSIZE
-from fkjit.spec import Dim3, KernelSpec, Params, Problem, Work, register
+from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 
 _OF_LINEAR = kernels_bytes.WGMMA
 _FIXED: Mapping[str, Any] = {
@@ -24,12 +25,21 @@ _FIXED: Mapping[str, Any] = {
 }  # fmt: skip
 SPANS = {"span": "block", "x_span": "group", "code": "fp8"}
 _GROUP_ROWS = 512  # rows of an expert whose tiles are taken together
+CODED_TILE = (128, 256)
 _SMS = 132  # where there is no GPU to ask
 
 
 def _whole(params: Params) -> dict[str, Any]:
     """The parameters that linear's kernel has."""
     return {**params, **_FIXED}
+
+
+def _illegal(params: Params) -> str | None:
+    if not params["coded"]:
+        return _OF_LINEAR.illegal(_whole(params))
+    if not params["gate"] or params["block"] != CODED_TILE or params["out_dtype"] != "bf16":
+        return "has codes of gated results alone, of 128 columns"
+    return None
 
 
 def _grid(params: Params, problem: Problem) -> Dim3:
@@ -45,6 +55,7 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
     """Those of linear; the map of the weights of all experts."""
     named = dict(_OF_LINEAR.arguments(_whole(params), {**problem, **SPANS}, arrays))
     named["weight_map"] = of_experts(named["weight_map"], problem["experts"])
+    named["out_scales"] = arrays.get("out_scales")
     named["group_rows"] = max(_GROUP_ROWS // params["block"][0], 1)
     return {**named, "offsets": arrays["offsets"], "experts": problem["experts"]}
 
@@ -62,9 +73,14 @@ CODES_ALL = replace(
     op="grouped_linear",
     name="fp8_wgmma",
     doc="e4m3 codes with scales of blocks on Hopper, a weight for each expert",
-    params=tuple(p for p in _OF_LINEAR.params if p.name not in _FIXED),
-    derive=lambda params: {**_FIXED, **_OF_LINEAR.derive(_whole(params)), "groups": "ROWS"},
-    illegal=lambda params: _OF_LINEAR.illegal(_whole(params)),
+    params=(
+        *(p for p in _OF_LINEAR.params if p.name not in _FIXED),
+        Param("coded", (False, True), "out is e4m3, with a scale for 128 columns of a row"),
+    ),
+    derive=lambda params: {
+        **_FIXED, **_OF_LINEAR.derive(_whole(params)), "groups": "ROWS", "coded": params["coded"],
+    },
+    illegal=_illegal,
     shared_layout=lambda params: (_OF_LINEAR.shared_layout or (lambda p: []))(_whole(params)),
     grid=_grid,
     arguments=_arguments,
@@ -75,13 +91,16 @@ CODES_ALL = replace(
     verification="fkjit.ops.grouped.cases_codes:CODES",
 )  # fmt: skip
 
-_PLAIN = {"dtype": "bf16", "out_dtype": "bf16", "activation": "none", "gate": False}
+_PLAIN = {
+    "dtype": "bf16", "out_dtype": "bf16", "activation": "none", "gate": False, "coded": False,
+}  # fmt: skip
 _SWIGLU = {**_PLAIN, "activation": "silu", "gate": True}
 CODES: KernelSpec = register(
     replace(
         CODES_ALL,
         ahead=[
             {**_SWIGLU, "block": (128, 128)},
+            {**_SWIGLU, "block": CODED_TILE, "coded": True},
             {**_PLAIN, "block": (128, 128)},
             {**_PLAIN, "block": (192, 128), "out_dtype": "fp32"},
             {**_SWIGLU, "block": (192, 128), "dtype": "fp16", "out_dtype": "fp16"},
