@@ -78,9 +78,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grouped_linear_s
 
   Product product = {x, x_stride, sorted_token_ids, top_k, k};
   typename Product::Step ring[UNROLL];
-  const auto begin = [&](const ExpertPart& part) {
+  const auto begin = [&](const ExpertPart& part, const typename Product::Rows& rows) {
     const elem_t* const own = weight + part.expert * (outputs * k);
-    product.begin({own, ROWS_OF_K ? k : outputs, part.column * OUTPUTS, n, k}, part);
+    product.begin({own, ROWS_OF_K ? k : outputs, part.column * OUTPUTS, n, k}, part, rows);
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) product.load_weight(ring[i], warp * UNROLL + i);
 #pragma unroll
@@ -89,9 +89,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grouped_linear_s
 
   ExpertPart part, next;
   bool more = walk.take(part);
-  if (more) begin(part);
+  typename Product::Rows rows = {};
+  if (more) begin(part, product.look_up(part));
   while (more) {
     more = walk.take(next);
+    if (more) rows = product.look_up(next);
 
     // 1. Spans of this warp; beyond the end they are zeros.
 #pragma unroll 1
@@ -106,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grouped_linear_s
 
     // 2. The warps' sums; meanwhile the next part begins.
     product.template store<TILE>(sums[warp][0]);
-    if (more) begin(next);
+    if (more) begin(next, rows);
     __syncthreads();
 
     // 3. In their order, and the epilogue.

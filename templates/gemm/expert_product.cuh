@@ -5,11 +5,18 @@
 #include "gemm/expert_walk.cuh"
 #include "gemm/gemv_mma.cuh"
 
+// The row of x that a lane has of each eight of a part's, or -1.
+template <int EIGHTS>
+struct LaneRows {
+  int row[EIGHTS];
+};
+
 // GATHER: x has the rows of tokens, else those of places.
 template <typename T, typename Weight, int ROWS, bool GATHER>
 struct ExpertProduct {
   static constexpr int SPAN = Weight::SPAN, EIGHTS = ROWS / 8;
   static_assert(ROWS % 8 == 0, "columns of mma");
+  using Rows = LaneRows<EIGHTS>;
   struct Step {
     uint4 w[Weight::CHUNKS], x;  // of the first eight rows
   };
@@ -18,19 +25,27 @@ struct ExpertProduct {
   const int* choices;  // of places: token * top_k + choice
   int top_k, k;
   Weight weight;
-  int rows, own[EIGHTS];  // of the part; which of x this lane has of each eight, or -1
+  int rows;  // of the part
+  Rows own;
   float d[EIGHTS][Weight::PRODUCTS][4];
 
-  // From here on it is this part's.
-  __device__ __forceinline__ void begin(const Weight& of_part, const ExpertPart& part) {
-    weight = of_part, rows = part.rows;
+  // Which rows of x this lane has of a part: a trip to memory, which may be made ahead.
+  __device__ __forceinline__ Rows look_up(const ExpertPart& part) const {
+    Rows found;
 #pragma unroll
     for (int i = 0; i < EIGHTS; ++i) {
       const int row = i * 8 + threadIdx.x % WARP_SIZE / 4;
-      own[i] = row < rows ? row_of(part.place + row) : -1;
-#pragma unroll
-      for (int j = 0; j < Weight::PRODUCTS * 4; ++j) d[i][j / 4][j % 4] = 0.f;
+      found.row[i] = row < part.rows ? row_of(part.place + row) : -1;
     }
+    return found;
+  }
+  // From here on it is this part's.
+  __device__ __forceinline__ void begin(const Weight& of_part, const ExpertPart& part,
+                                        const Rows& of_lane) {
+    weight = of_part, rows = part.rows, own = of_lane;
+#pragma unroll
+    for (int i = 0; i < EIGHTS * Weight::PRODUCTS * 4; ++i)
+      d[i / 4 / Weight::PRODUCTS][i / 4 % Weight::PRODUCTS][i % 4] = 0.f;
   }
   __device__ __forceinline__ void load_weight(Step& step, int span) const {
     weight.load(step.w, span);
@@ -58,7 +73,7 @@ struct ExpertProduct {
   __device__ __forceinline__ uint4 chunk(int i, int span) const {
     uint4 bits = make_uint4(0, 0, 0, 0);
     const int at = span * SPAN + static_cast<int>(threadIdx.x % 4) * 8;
-    load_chunk_if(bits, x + own[i] * stride + at, own[i] >= 0 && at < k);
+    load_chunk_if(bits, x + own.row[i] * stride + at, own.row[i] >= 0 && at < k);
     return bits;
   }
 };

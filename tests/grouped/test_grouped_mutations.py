@@ -71,7 +71,7 @@ BUGS = (
         "offsets[expert + 1]", by="memory", **STREAM),
     Bug("rows that are more than a part takes", WALK, "row += ROWS", "row += block_size",
         by="numbers", **STREAM),
-    Bug("sums of the part before", PRODUCT, "d[i][j / 4][j % 4] = 0.f;", "j += 0;", by="numbers",
+    Bug("sums of the part before", PRODUCT, "[i % 4] = 0.f;", "[i % 4] += 0.f;", by="numbers",
         **STREAM),
     Bug("rows of choices", PRODUCT, "choices[place] / top_k", "choices[place]", by="memory",
         **STREAM),
@@ -107,7 +107,7 @@ BUGS = (
         "by.of_outputs[GATE ? part : 0]", "by.of_outputs[0]", by="numbers", **CODED),
     Bug("both halves of the weight's tile are its first", FP8_CU, "b + part * PART * BLOCK_K",
         "b", by="numbers", **CODED),
-    Bug("x behind its end", PRODUCT, "own[i] >= 0 && at < k", "own[i] >= 0", by="memory",
+    Bug("x behind its end", PRODUCT, "own.row[i] >= 0 && at < k", "own.row[i] >= 0", by="memory",
         **STREAM),
 )  # fmt: skip
 

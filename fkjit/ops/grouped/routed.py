@@ -118,7 +118,7 @@ def _unpacked(*options: Any) -> tuple[Any, ...]:
 
 
 ROUTED = Op(
-    f"{CALL} (of groups)", inputs=_INPUTS, outputs=("out", "pre"), check=_check,
+    f"{CALL} (stream, gather)", inputs=_INPUTS, outputs=("out", "pre"), check=_check,
     options=RoutedOptions, optional=("bias", "residual"), autocast=3,
     node=Node(
         _fake,
