@@ -36,7 +36,7 @@ def test_a_run_is_complete_and_plausible(tmp_path):
             times = cell[mode]
             assert times["count"] >= 20 and 0 < times["min"] <= times["p50"] <= times["p99"]
             assert 0 < times["share_gemm"] < 1.2
-        # Without the host's time, an uncaptured call takes about what it takes in a graph; its least
+        # Without the host's time, an uncaptured call takes about as long as in a graph; its least
         # time does, since other tests may have the GPU meanwhile.
         assert cell["warm"]["min"] < 1.5 * cell["graph"]["p50"] + 0.01
         assert cell["host_us"] > 1
