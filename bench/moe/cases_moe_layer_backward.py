@@ -21,6 +21,7 @@ from .peers_moe_layer import given, torch_layer, transformers_experts, transform
 
 _NAMES = ("x", "logits", "w_gate_up", "w_down")
 _SLICE, _EXPERTS = 64, 2  # rows checked of a weight's gradient, of the experts with the most
+_TOKENS = 2
 
 SETS: dict[str, list[dict[str, Any]]] = {
     "default": [problem(4096, *WIDE), problem(32_768, *SHORT), problem(4096, 128, 8, 2048, 768)],
@@ -68,9 +69,8 @@ def expected(p: Problem, arrays: Arrays) -> Expected:
     """In float64: of some tokens dx and dlogits, of some experts rows of the weights' gradients."""
     torch = import_module("torch")
     rows = layer.some_tokens(p, arrays["x"])
-    leaves = [arrays[name][rows].double().requires_grad_() for name in ("x", "logits")]
-    out = layer.in_float64(p, *leaves, arrays)
-    parts = list(torch.autograd.grad(out, leaves, arrays["dout"][rows].double()))
+    few = [_of_tokens(p, arrays, part) for part in rows.split(_TOKENS)]
+    parts = [torch.cat(made) for made in zip(*few, strict=True)]
     found = [_of_expert(p, arrays, expert) for expert in _busiest(p)]
     parts += [torch.stack([_spread(pair[which], 0) for pair in found]) for which in (0, 1)]
     limit, begin, wanted = LIMITS[p["dtype"]], 0, []
@@ -78,6 +78,14 @@ def expected(p: Problem, arrays: Arrays) -> Expected:
         wanted.append((slice(begin, begin + part.numel()), part.flatten()))
         begin += part.numel()
     return _Apart(wanted, limit)
+
+
+def _of_tokens(p: Problem, arrays: Arrays, rows: Any) -> tuple[Any, Any]:
+    """dx and dlogits of a few tokens: the weights of all their experts are kept in float64."""
+    torch = import_module("torch")
+    x, logits = (arrays[name][rows].double().requires_grad_() for name in ("x", "logits"))
+    out = layer.in_float64(p, x, logits, arrays)
+    return torch.autograd.grad(out, (x, logits), arrays["dout"][rows].double())
 
 
 def _of_expert(p: Problem, arrays: Arrays, expert: int) -> tuple[Any, Any]:
