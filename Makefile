@@ -28,7 +28,7 @@ SHOW := { grep --line-buffered -E '^ *(Downloading|Using cached|ERROR)' \
 # Tests start hundreds of processes that import torch and CuPy: 5 s each without bytecode, 2 s with.
 KEEP_BYTECODE = env -u PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-gpu check format clean
+.PHONY: help demo test test-gpu check format docs clean
 
 help:  ## these lines
 	@sed -nE 's/^([a-z-]+):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "  make %-9s %s\n", $$1, $$2 }'
@@ -54,8 +54,12 @@ format: $(VENV)/.check  ## let ruff and clang-format write
 	$(BIN)/ruff format
 	find kernels_cu templates -name '*.cu' -o -name '*.cuh' | xargs $(BIN)/clang-format -i
 
+docs: $(VENV)/.test  ## the site of the documents, in docs/_build; a warning is an error
+	@$(BIN)/sphinx-build -q -n -W --keep-going -c docs . docs/_build $(ARGS)
+	echo "docs/_build/index.html"
+
 clean:  ## remove the environment and what tools left behind
-	@rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) dist build docs/_build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.python:
@@ -76,7 +80,7 @@ $(VENV)/.demo: $(VENV)/.python $(INPUTS)
 
 $(VENV)/.test: $(VENV)/.python $(INPUTS)
 	@echo "installing fkjit, CuPy, NVRTC, pytest, torch and triton (once; the last two are most of it)"
-	$(INSTALL) '.[$(EXTRA),sass,test,twins]' | $(SHOW)
+	$(INSTALL) '.[$(EXTRA),sass,test,twins,docs]' | $(SHOW)
 	if [ $(EXTRA) = cuda13 ]; then $(BIN)/python -m pip install --disable-pip-version-check \
 	--progress-bar off --no-compile --no-deps --upgrade --target $(VENV)/nvrtc-newest \
 	nvidia-cuda-nvrtc==$(NEWEST) | $(SHOW); fi

@@ -22,6 +22,8 @@ MISSING: dict[str, str] = {
     "dequantize": "a product of two arrays, which PyTorch's own kernels do as well",
     "quantize": "not written yet",
     "quantized_linear": "not written yet; PyTorch's _scaled_mm stands beside it",
+    "normed_append": "a part of decode steps: bench.models.decode measures whole ones",
+    "normed_linear": "a part of decode steps: bench.models.decode measures whole ones",
 }
 
 

@@ -1,6 +1,6 @@
 """Decoding with whole models: `fkjit.models.Decoder` beside a CUDA graph of PyTorch's kernels.
 
-    python -m bench.models.decode [--config llama-3.2-1b] [--batch 1,16,64]
+    python -m bench.models.decode [--config llama-3.2-1b] [--batch 1,16,64] [--plan measured]
 
 Random weights, prompts of 512 tokens, 128 new ones, bf16, greedy. Of each batch: tokens/s of
 prompts and of new tokens through `Decoder.stream`, and microseconds of a step's graph by CUDA
@@ -36,9 +36,9 @@ class Row(NamedTuple):
     peer: float
 
 
-def measure(config: ModelConfig, weights: Weights, batch: int) -> Row:
+def measure(config: ModelConfig, weights: Weights, batch: int, plan: str | None = None) -> Row:
     """One batch; the first generation, which compiles, is not counted."""
-    decoder = Decoder(config, weights, max_batch=batch, max_length=PROMPT + NEW)
+    decoder = Decoder(config, weights, max_batch=batch, max_length=PROMPT + NEW, plan=plan)
     rates = [generated(decoder, batch) for _ in range(_TURNS + 1)][1:]
     peer = SdpaStep(config, weights, batch, PROMPT + NEW)
     peer.position.fill_(PROMPT + NEW // 2)
@@ -109,11 +109,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--config", default="llama-3.2-1b", choices=named_configs())
     parser.add_argument("--batch", default="1,16,64", help="sequences, several with commas")
+    parser.add_argument("--plan", choices=("measured",), help="of a step's kernels")
     chosen = parser.parse_args()
     config = ModelConfig.of(chosen.config)
     weights = random_weights(config, torch.bfloat16, "cuda")
     for batch in map(int, chosen.batch.split(",")):
-        print(line(chosen.config, measure(config, weights, batch)), flush=True)
+        row = measure(config, weights, batch, chosen.plan)
+        print(line(chosen.config, row), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from fkjit.models.decoder import Decoder, Token
 from fkjit.models.experts import register_experts
 from fkjit.models.loss import linear_cross_entropy
 from fkjit.models.patching import Report, patch, unpatch
+from fkjit.models.plan import StepPlan
 from fkjit.models.sampling import Sampling
 from fkjit.models.torch_attention import torch_attention
 from fkjit.models.torch_flash import register_flash_attention
@@ -28,6 +29,7 @@ __all__ = [
     "ModelConfig",
     "Report",
     "Sampling",
+    "StepPlan",
     "Token",
     "linear_cross_entropy",
     "named_configs",

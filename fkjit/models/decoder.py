@@ -11,6 +11,7 @@ from fkjit.arguments import as_list, shown, whole
 from fkjit.errors import ArgumentTypeError, ParameterError, UnknownSequenceError
 from fkjit.models.config import ModelConfig
 from fkjit.models.network import Network
+from fkjit.models.plan import StepPlan, checked
 from fkjit.models.prefill import Piece, prefill
 from fkjit.models.sampling import Sampling, mode_of, pick
 from fkjit.models.slots import Slots, Starting
@@ -70,6 +71,10 @@ class Decoder:
         num_pages, page_size: of the cache; default: room for max_batch longest sequences.
         chunk: tokens of prompts in one forward pass; between two such passes comes a decode step.
         graphs: False launches every kernel of a step by itself.
+        plan: which kernels a decode step has, and whether they start early: a StepPlan; None: what
+            `linear` chooses for each product alone; "measured": the plan that is fastest here, for
+            each power of two of sequences, found when it is met for the first time (about a second;
+            compiles other variants too). `plans` tells which.
 
     Raises:
         ParameterError, ArgumentTypeError: a configuration or weights that do not fit, other dtypes.
@@ -93,6 +98,7 @@ class Decoder:
         page_size: int = PAGE_SIZE,
         chunk: int = CHUNK,
         graphs: bool = True,
+        plan: StepPlan | str | None = None,
     ) -> None:
         self.config = ModelConfig.of(config)
         held = self._weights(weights, dtype, device)
@@ -105,7 +111,7 @@ class Decoder:
         self._slots = Slots(
             max_batch, self.max_length, self.config.vocabulary, held.embedding.device
         )
-        self._steps = Steps(self._network, self.cache, self._slots, graphs)
+        self._steps = Steps(self._network, self.cache, self._slots, graphs, checked(plan))
         self._requests: dict[int, _Request] = {}
         self._waiting: deque[_Request] = deque()
         self._filling: list[_Request] = []
@@ -117,6 +123,11 @@ class Decoder:
     def weights(self) -> Weights:
         """The weights, as the forward pass takes them."""
         return self._network.weights
+
+    @property
+    def plans(self) -> dict[int, StepPlan]:
+        """Of the steps that were captured, by number of sequences."""
+        return dict(self._steps.plans)
 
     def _cache(self, like: Any, num_pages: int | None, page_size: int) -> PagedKVCache:
         """Of the dtype and on the device of `like`."""

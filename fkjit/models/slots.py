@@ -52,6 +52,7 @@ class Slots:
     """`size` slots for sequences of up to `length` tokens; the full ones come first."""
 
     def __init__(self, size: int, length: int, vocabulary: int, device: Any) -> None:
+        self.length = length
         torch = torch_ops.torch_seen()
         self._vocabulary = vocabulary
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fkjit.models.network import Network
+from fkjit.errors import ParameterError
+from fkjit.models import plan as plans
+from fkjit.models.network import Fused, Network
+from fkjit.models.plan import StepPlan
 from fkjit.models.sampling import GREEDY, Logits, pick
 from fkjit.models.slots import Slots
 from fkjit.ops.attention.decode.call import paged_attention
 from fkjit.ops.kv.cache import PagedKVCache
 from fkjit.ops.kv.slots import kv_slots
 from fkjit.ops.op import torch_ops
-from fkjit.runtime import workspace
+from fkjit.ops.rope.frequencies import rope_table
+from fkjit.runtime import pdl, workspace
 
+_PLAN = StepPlan()
 _COUNTERS = 1 << 12  # an eighth of those that are there for all kernels of one graph
+_REPLAYS = 20  # of a graph that is timed
 _RING = 3  # host buffers: of the step that runs, of the one that is read, and one between them
 
 
@@ -38,15 +44,28 @@ class Launched(NamedTuple):
 
 class Steps:
     """Steps of the first slots. A graph is captured when a number of slots (rounded up to a power
-    of two) and a way of sampling are met for the first time."""
+    of two) and a way of sampling are met for the first time.
 
-    def __init__(self, network: Network, cache: PagedKVCache, slots: Slots, graphs: bool) -> None:
+    plan: of all steps; None: a plan is measured for each number of slots. `plans`: those in use.
+    ParameterError: a plan to be measured without graphs.
+    """
+
+    def __init__(
+        self, network: Network, cache: PagedKVCache, slots: Slots, graphs: bool,
+        plan: StepPlan | None = _PLAN,
+    ) -> None:  # fmt: skip
         torch = torch_ops.torch_seen()
         self.network, self.cache, self.slots = network, cache, slots
         self._most = slots.state.tokens.shape[0]
         self._on_gpu = slots.state.tokens.is_cuda
         self._graphs: dict[tuple[int, str], Any] | None = {} if graphs and self._on_gpu else None
         self._pool: Any = None
+        self._angles: Fused | None = None
+        self._plan, self.plans = plan, dict[int, StepPlan]()
+        if plan is None and self._graphs is None:
+            raise ParameterError(
+                "Decoder: plan='measured' without CUDA graphs; allowed on a GPU with graphs=True"
+            )
         vocabulary, device = network.config.vocabulary, slots.state.tokens.device
         self._logits = Logits(self._most, vocabulary, device)
         self._host = [
@@ -71,18 +90,20 @@ class Steps:
             event.record()
         return Launched(host[:count], event)
 
-    def run(self, size: int, mode: str) -> None:
+    def run(self, size: int, mode: str, plan: StepPlan | None = None) -> None:
         """The step itself: the sequences' tokens and positions become the next ones."""
         network, cache, state = self.network, self.cache, self.slots.first(size)
+        plan = plan or self._plan or self.plans[size]
 
         def attend(q: Any, layer: int) -> Any:
             window = window_of(network, layer)
             return paged_attention(q, cache, rows=state.rows, layer=layer, window=window)
 
         slots = kv_slots(cache, state.rows)
-        stream = network.hidden(state.tokens, state.positions, slots, cache, attend)
+        fused = self._fused() if plan.fused and network.fits(size) else None
+        stream = network.hidden(state.tokens, state.positions, slots, cache, attend, plan, fused)
         draws = None if mode == GREEDY else state.draws()
-        logits = network.logits(stream, out=self._logits.rows(size))
+        logits = network.logits(stream, out=self._logits.rows(size), plan=plan)
         state.tokens.copy_(pick(logits, draws, mode, self._logits.largest(size)))
         state.positions.add_(state.active)
 
@@ -91,26 +112,63 @@ class Steps:
         assert self._graphs is not None
         found = self._graphs.get((size, mode))
         if found is None:
-            found = self._graphs[size, mode] = self._captured(size, mode)
+            if size not in self.plans:
+                self.plans[size] = self._plan or plans.best(lambda one: self._timed(size, one))
+            found = self._graphs[size, mode] = self._captured(size, mode, self.plans[size])
         return found
 
-    def _captured(self, size: int, mode: str) -> Any:
-        """Steps without sequences come first: they compile and load every kernel."""
+    def _captured(self, size: int, mode: str, plan: StepPlan, timed: bool = False) -> Any:
+        """Steps without sequences come first: they compile and load every kernel. timed: what the
+        graph's replays take, in place of the graph."""
         torch, state = torch_ops.torch_seen(), self.slots.first(size)
         kept = (state.tokens.clone(), state.positions.clone(), state.rows.clone())
         state.rows.fill_(-1)
         try:
             for _ in range(2):
-                self.run(size, mode)
+                self.run(size, mode, plan)
                 state.positions.copy_(kept[1])
             torch.cuda.synchronize()
             workspace.reserve(state.tokens.device.index, _COUNTERS)
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                self.run(size, mode)
+            with pdl.starting(plan.early), torch.cuda.graph(graph, pool=self._pool):
+                self.run(size, mode, plan)
+            return replayed(graph) if timed else graph
         finally:
             for own, was in zip((state.tokens, state.positions, state.rows), kept, strict=True):
                 own.copy_(was)
-        return graph
+
+    def _fused(self) -> Fused:
+        """With angles of all positions that the cache has room for."""
+        if self._angles is None:
+            config, like = self.network.config, self.slots.state.temperature
+            length = self.slots.length
+            self._angles = Fused(
+                None
+                if config.theta is None
+                else rope_table(
+                    length, config.head_dim, theta=config.theta, scaling=config.scaling, like=like
+                )
+            )
+        return self._angles
+
+    def _timed(self, size: int, plan: StepPlan) -> float:
+        """Seconds of a step whose slots are all empty, so without attention."""
+        if plan.fused and not self.network.fits(size):
+            raise ParameterError(f"Decoder: no five launches a layer for {size} sequences")
+        return self._captured(size, GREEDY, plan, timed=True)
+
+
+def replayed(graph: Any) -> float:
+    """Seconds of a graph, by events: the median."""
+    torch, times = torch_ops.torch_seen(), []
+    graph.replay()
+    for _ in range(_REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return sorted(times)[_REPLAYS // 2]

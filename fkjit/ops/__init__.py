@@ -33,6 +33,7 @@ KERNELS = (
     "quantize.kernels",
     "quantize.kernels_few",
     "quantize.kernels_bytes",
+    "step.kernels",
     "moe.route",
     "moe.regroup",
     "moe.route_and_regroup",

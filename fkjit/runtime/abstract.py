@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,18 @@ class Abstract:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    def contiguous(self) -> Abstract:
+        """Without gaps, as torch's tensors have it."""
+        return made(self.shape, self.dtype.name, None, self.device)
+
+    def astype(self, dtype: str) -> Abstract:
+        """Of another dtype, as NumPy's arrays have it; without gaps."""
+        return made(self.shape, dtype, None, self.device)
+
+    def view(self, dtype: str) -> Abstract:
+        """The same bytes by another dtype of as many, as NumPy's arrays have it."""
+        return replace(self, dtype=np.dtype(dtype))
+
 
 def device_for(arch: str) -> int:
     """The number of a GPU that stands for all of an architecture. ParameterError for no such."""
@@ -77,7 +89,7 @@ def described(value: Any, device: int) -> Any:
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if isinstance(value, str) and (found := re.fullmatch(_TEXT, value.strip())):
         shape = tuple(int(size) for size in found[2].replace(" ", "").split(",") if size)
-        return _made(shape, found[1], None, device)
+        return made(shape, found[1], None, device)
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None or dtype is None:
         return value
@@ -86,11 +98,11 @@ def described(value: Any, device: int) -> Any:
     steps = stride() if callable(stride) else None
     if steps is None and isinstance(value, np.ndarray):
         steps = tuple(step // value.itemsize for step in value.strides)
-    return _made(tuple(map(int, shape)), str(name), steps, device)
+    return made(tuple(map(int, shape)), str(name), steps, device)
 
 
-def _made(shape: tuple[int, ...], name: str, steps: Any, device: int) -> Abstract:
-    """`steps`: strides in elements; None for contiguous."""
+def made(shape: tuple[int, ...], name: str, steps: Any, device: int) -> Abstract:
+    """An abstract array; `steps`: strides in elements, None for contiguous."""
     import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 and float8 by its names then)
 
     try:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fkjit.errors import ArgumentTypeError, DeviceError
+from fkjit.runtime import abstract
 from fkjit.runtime.abstract import Abstract
 
 CPU = -1  # the device number of host memory
@@ -320,6 +321,8 @@ def empty(like: View, shape: tuple[int, ...], dtype: str) -> Any:
         return torch.empty(shape, dtype=torch_dtype(dtype), device=like.array.device)
     if like.device == CPU:
         return np.empty(shape, numpy_dtype(dtype))
+    if like.kind == "abstract":
+        return abstract.made(shape, dtype, None, like.device)
     import cupy
 
     with cupy.cuda.Device(like.device):

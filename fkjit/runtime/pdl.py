@@ -6,7 +6,9 @@ come in while the kernel before it runs out, and wait there until what that one 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 from fkjit.errors import DeviceError
@@ -33,7 +35,21 @@ class _Configuration(ctypes.Structure):
     )
 
 
-_ATTRIBUTES = (_Attribute * 2)((_SERIALIZATION, 0, (1,)), (_COOPERATIVE, 0, (1,)))
+_ATTRIBUTES, _LATE = (
+    (_Attribute * 2)((_SERIALIZATION, 0, (early,)), (_COOPERATIVE, 0, (1,))) for early in (1, 0)
+)
+_here = threading.local()
+
+
+@contextmanager
+def starting(early: bool) -> Iterator[None]:
+    """Within it, kernels that this thread launches into a CUDA graph start early, or do not."""
+    before = getattr(_here, "late", False)
+    _here.late = not early
+    try:
+        yield
+    finally:
+        _here.late = before
 
 
 def launch(function: int, *rest: int, together: bool = False) -> None:
@@ -44,7 +60,8 @@ def launch(function: int, *rest: int, together: bool = False) -> None:
     RuntimeError if the driver refuses.
     """
     *dimensions, stream, arguments = rest
-    configuration = _Configuration(*dimensions, stream, _ATTRIBUTES, 1 + together)
+    attributes = _LATE if getattr(_here, "late", False) else _ATTRIBUTES
+    configuration = _Configuration(*dimensions, stream, attributes, 1 + together)
     status = _driver()(ctypes.addressof(configuration), function, arguments, None)
     if status:
         raise RuntimeError(f"cuLaunchKernelEx: error {status}")

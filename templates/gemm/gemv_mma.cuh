@@ -43,22 +43,25 @@ __device__ __forceinline__ void multiply_chunks(float (&d)[4], uint4 low, uint4 
 }
 
 // The weight as [HALVES * n, k]. Where a tile has an odd number of eights, rows 8 to 15 of the last A
-// are zeros.
-template <typename T, int TILE, int HALVES>
+// are zeros. Token: where x's rows are.
+template <typename T, int TILE, int HALVES, typename Token = TokenRow<T>>
 struct RowsMma {
   static constexpr int SPAN = 32, CHUNKS = TILE / 8, PRODUCTS = ceil_div(TILE, 16);
   static_assert(TILE % 8 == 0, "halves of a 16-row operand");
   struct Step {
     uint4 w[CHUNKS], x;
   };
-  const TokenRow<T> token;
+  const Token token;
   const T* rows[CHUNKS];
   const int k;
   float d[PRODUCTS][4] = {};
 
   __device__ __forceinline__ RowsMma(const T* x, i64 x_stride, const T* weight, i64 stride,
                                      int first, int m, int n, int k)
-      : token(x, x_stride, m), k(k) {
+      : RowsMma(Token(x, x_stride, m), weight, stride, first, n, k) {}
+  __device__ __forceinline__ RowsMma(const Token& token, const T* weight, i64 stride, int first,
+                                     int n, int k)
+      : token(token), k(k) {
     const int lane = threadIdx.x % WARP_SIZE;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import fkjit
+from fkjit import ops
 from fkjit.arch import target
 from fkjit.cache.lookup import default_cache
 from fkjit.cli import console
@@ -201,6 +202,7 @@ def test_a_bare_op_means_its_first_kernel_that_fits(scale):
 
 
 def test_values_are_read_as_they_are_written():
+    ops.load()
     flash = next(spec for spec in registered() if spec.id == "attention.flash")
     block = next(param for param in flash.params if param.name == "block")
     for declared in block.values:

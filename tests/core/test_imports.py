@@ -52,6 +52,7 @@ FAMILIES = {
     "quantize": {"gemm", "kv"},
     "reduce": set(),
     "rope": set(),
+    "step": {"gemm", "kv", "rope"},
 }
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 HEAVY = ("cupy", "torch", "jinja2", "typer", "rich", "ml_dtypes", "filelock", "platformdirs")

@@ -19,7 +19,7 @@ def driver(monkeypatch):
 
     class Driver:
         status = together = 0
-        told = ()
+        told, early = (), 1
 
         def __call__(self, configuration, function, arguments, extra):
             c = pdl._Configuration.from_address(configuration)
@@ -27,7 +27,7 @@ def driver(monkeypatch):
             sizes = (c.grid_x, c.grid_y, c.grid_z, c.block_x, c.block_y, c.block_z, c.shared_bytes)
             self.told = (function, *sizes, c.stream, arguments)
             self.together = found.pop(2, 0)
-            assert (found, extra) == ({6: 1}, None)
+            assert (found, extra) == ({6: self.early}, None)
             return self.status
 
     made = Driver()
@@ -44,6 +44,15 @@ def test_the_structs_are_as_long_as_the_drivers():
 def test_the_driver_is_told_what_a_launch_was_given(driver, together):
     pdl.launch(*GIVEN, together=together)
     assert driver.told == GIVEN and driver.together == together
+
+
+def test_who_captures_can_have_it_otherwise(driver):
+    driver.early = 0
+    with pdl.starting(False):
+        pdl.launch(*GIVEN)
+    driver.early = 1
+    pdl.launch(*GIVEN)
+    assert driver.told == GIVEN
 
 
 def test_a_refusal_is_an_error(driver):

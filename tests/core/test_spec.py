@@ -144,6 +144,10 @@ def test_the_registry_refuses_a_second_kernel_of_the_same_name(monkeypatch):
         find("toys")
 
 
+# Read weights ahead of it, which their calls say that no kernel under way may write.
+CONSTANT_WEIGHTS = {"step/normed_gemv.cu"}
+
+
 def test_dependent_kernels_and_no_others_wait_for_the_one_before():
     """Before anything is read: ahead of it are addresses, barriers and prefetches to L2."""
     ops.load()
@@ -155,4 +159,5 @@ def test_dependent_kernels_and_no_others_wait_for_the_one_before():
             assert body is not None
             ahead, wait, _ = body[1].partition("after_previous_kernel(")
             reads = re.search(r"load|\w\[[^\]]", ahead)  # an element of an array
-            assert spec.pdl == bool(wait and not reads), spec.id
+            early = reads and spec.source not in CONSTANT_WEIGHTS
+            assert spec.pdl == bool(wait and not early), spec.id

@@ -27,6 +27,7 @@ MAY_INCLUDE = {
     "kv": {"rope"},
     "moe": {"gemm"},
     "quantize": {"gemm", "gemm/sm90", "kv"},
+    "step": {"gemm", "kv"},
 }
 MOST_FILES, MOST_LINES = 30, 350
 

@@ -15,6 +15,7 @@ QKV = ("bf16[2, 16, 4096, 128]",) * 3
 PAGES = ("bf16[64, 16, 8, 128]",) * 2
 GROUPS = fkjit.MoeGroups("int32[8192]", "int32[64]", "int32[1]", "int32[1024, 8]", "int32[65]",
                          "int32[64]")  # fmt: skip
+CODES = fkjit.QuantizedTensor("uint8[1024, 2048]", "bf16[1024, 32]", "int4_group")
 
 
 def asked(op, *args, arch="sm_90a", **options):
@@ -62,6 +63,12 @@ def test_the_kernels_are_those_of_a_call_on_that_gpu():
         ("moe_route_and_regroup", ("fp32[1024, 64]", 8)),
         ("moe_permute", ("bf16[1024, 4096]", GROUPS)),
         ("moe_combine", ("bf16[8192, 4096]", "int32[1024, 8]", "fp32[1024, 8]")),
+        ("grouped_linear", ("bf16[8192, 4096]", "bf16[64, 1024, 4096]", GROUPS)),
+        ("moe_layer", ("bf16[1024, 4096]", "fp32[1024, 64]", "bf16[64, 2048, 4096]",
+                       "bf16[64, 4096, 1024]", 8)),
+        ("quantize", ("bf16[1024, 4096]", "fp8_row")),
+        ("dequantize", (CODES,)),
+        ("linear", ("bf16[16, 4096]", CODES)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -69,6 +76,20 @@ def test_every_call_can_be_prepared_from_shapes(op, args):
     found = asked(op, *args, arch="sm_100a")
     assert found and all(label.endswith(" sm_100a") for label in found)
     assert found == asked(op, *args, arch="sm_100a"), "and again"
+
+
+@pytest.mark.parametrize(
+    ("rows", "weight", "kernels"),
+    [
+        (5, CODES, ["quantized_linear.gemv"]),
+        (512, CODES, ["dequantize.eights", "linear.wgmma"]),
+        (512, fkjit.QuantizedTensor("float8_e4m3fn[1024, 4096]", "fp32[1024]", "fp8_row"),
+         ["quantize.spans", "quantized_linear.wgmma"]),
+    ],
+)  # fmt: skip
+def test_what_a_product_with_codes_calls_on_the_way_counts_as_well(rows, weight, kernels):
+    found = asked("linear", f"bf16[{rows}, 4096]", weight)
+    assert [label.split()[0] for label in found] == kernels
 
 
 def test_it_compiles_into_the_cache(tmp_path, monkeypatch):

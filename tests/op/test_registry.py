@@ -52,6 +52,8 @@ KERNELS = [
     "quantized_linear.skinny",
     "quantized_linear.wgmma",
     "quantized_linear.mma",
+    "normed_linear.gemv",
+    "normed_append.gemv",
     "moe_route.lanes",
     "moe_regroup.grid",
     "moe_route_and_regroup.grid",

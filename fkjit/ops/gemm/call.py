@@ -222,7 +222,7 @@ def _prepare(*args: Any, **named: Any) -> None:
         from fkjit.ops.quantize import linear as quantized
 
         said = LinearOptions(*options)
-        return quantized.prepare(weight, x, bias, residual, given["out"], said)
+        return quantized.prepare(_prepare, weight, x, bias, residual, given["out"], said)
     if torch_ops.wants_grad(inputs):
         act, arrays = partial(import_module(_AUTOGRAD).prepare, _LINEAR, _WITH_PRE), inputs
     else:

@@ -24,7 +24,7 @@ from fkjit.ops.quantize.schemes import (
     scales_shape,
     scheme_of,
 )
-from fkjit.runtime.interop import ITEMSIZE, View, contiguous
+from fkjit.runtime.interop import ITEMSIZE, View, contiguous, empty, view
 
 _QUANTIZE, _DEQUANTIZE = "quantize", "dequantize"
 _CHUNK = 16  # bytes of a load
@@ -192,9 +192,9 @@ def checked_parts(
     check_shape(call, f"{name}.scales", scales, scales_shape(how, shape), f"{scheme}'s")
     allowed = FLOATS if scale_dtype(how, "") != "fp32" else ("fp32",)
     check_dtype(call, f"{name}.scales", scales, allowed)
-    for part, view in (("data", data), ("scales", scales)):
-        if 0 not in view.shape and tuple(view.strides) != contiguous(tuple(view.shape)):
-            _check_contiguous(call, f"{name}.{part}", view)
+    for part, seen in (("data", data), ("scales", scales)):
+        if 0 not in seen.shape and tuple(seen.strides) != contiguous(tuple(seen.shape)):
+            _check_contiguous(call, f"{name}.{part}", seen)
     return how, shape
 
 
@@ -218,7 +218,7 @@ _DEQUANT = Op(
 )  # fmt: skip
 
 
-def _prepare_dequantize(quantized: QuantizedTensor, dtype: str = "bf16") -> None:
+def prepare_dequantize(quantized: QuantizedTensor, dtype: str = "bf16") -> None:
     """Compile and load what the call with the same arguments needs, without running it."""
     data, scales, scheme = parts(_DEQUANTIZE, "quantized", quantized)
     if not hasattr(data, "shape"):
@@ -226,5 +226,14 @@ def _prepare_dequantize(quantized: QuantizedTensor, dtype: str = "bf16") -> None
     _DEQUANT.prepare([data, scales], (scheme, dtype))
 
 
+def prepared_codes(x: Any, scheme: str) -> QuantizedTensor:
+    """What `quantize` would return, after its `prepare`; the codes are whatever memory held."""
+    _QUANT.prepare([x], (scheme, False))
+    seen = view(x, _QUANTIZE, "x")
+    request = _check({"x": seen}, scheme, False)
+    data, scales = (empty(seen, o.shape, o.dtype) for o in request.outputs.values() if o)
+    return QuantizedTensor(data, scales, scheme)
+
+
 quantize.prepare = _QUANT.preparing(quantize)  # type: ignore[attr-defined]
-dequantize.prepare = _prepare_dequantize  # type: ignore[attr-defined]
+dequantize.prepare = prepare_dequantize  # type: ignore[attr-defined]

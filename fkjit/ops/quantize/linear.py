@@ -15,10 +15,16 @@ from fkjit.ops.op.node import Node, of_dtype
 from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
 from fkjit.ops.op.shapes import rows_of
 from fkjit.ops.quantize import kernels_few, select
-from fkjit.ops.quantize.call import checked_parts, dequantize, quantize
+from fkjit.ops.quantize.call import (
+    checked_parts,
+    dequantize,
+    prepare_dequantize,
+    prepared_codes,
+    quantize,
+)
 from fkjit.ops.quantize.schemes import QuantizedTensor, Scheme, dtype_name, parts
 from fkjit.runtime.device import multiprocessors
-from fkjit.runtime.interop import CPU, ITEMSIZE, View
+from fkjit.runtime.interop import CPU, ITEMSIZE, View, empty, view
 
 _HALVES = ("bf16", "fp16")
 _NAMES = {"bfloat16": "bf16", "float16": "fp16"}
@@ -61,9 +67,19 @@ def linear(
 
 
 def prepare(
-    weight: Any, x: Any, bias: Any, residual: Any, out: Any, options: LinearOptions
-) -> None:
-    """As `fkjit.linear.prepare`. x that the call quantizes is quantized."""
+    plain: Callable[..., None], weight: Any, x: Any, bias: Any, residual: Any, out: Any,
+    options: LinearOptions,
+) -> None:  # fmt: skip
+    """As `fkjit.linear.prepare`. `plain`: the same, for weights of numbers."""
+    if _is_too_long(weight, x, options):
+        dtype = _half(x)
+        prepare_dequantize(weight, dtype)
+        numbers = empty(view(x, CALL, "x"), weight.shape, dtype)
+        named = {**options._asdict(), "residual": residual, "out": out}
+        return plain(x, numbers, bias, **named)
+    scheme = parts(CALL, "weight", weight).scheme
+    if not isinstance(x, tuple) and scheme in _OF_X:
+        x = prepared_codes(x, _OF_X[scheme])
     inputs, said = _call(weight, x, bias, residual, out, options)
     _OP.prepare([*inputs, out], said)
 
