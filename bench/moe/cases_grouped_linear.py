@@ -39,6 +39,7 @@ def problem(
         "tokens": tokens, "top_k": top_k, "skew": skew, "seed": seed,
         "m": places_of(tokens * top_k, experts, block_size), "n": n, "k": k, "experts": experts,
         "block_size": block_size, "dtype": dtype, "out_dtype": dtype, "groups": "ROWS",
+        "gather": False,
         "activation": "silu" if gate else "none", "gate": gate, "pre": False, "bias": False,
         "residual": False, "scale": 1.0, "x_layout": "mk", "weight_layout": "nk", "x_stride": k,
         "weight_stride": k, "out_stride": n, "residual_stride": n, "aligned": k % chunk == 0,

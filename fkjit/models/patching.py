@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from fkjit.errors import ArgumentTypeError, ParameterError
-from fkjit.models import experts, hf_attention
+from fkjit.models import experts, hf_attention, routers
 from fkjit.models.modules import Forward, replacement
 
 _STATE = "_fkjit_patch"
@@ -75,7 +75,8 @@ def patch(model: Any, *, attention: bool = True) -> Report:
 
 
 def _replacement(module: Any) -> tuple[str, Forward] | None:
-    return replacement(module) or experts.replacement(module)
+    finders = (replacement, experts.replacement, routers.replacement)
+    return next((found for find in finders if (found := find(module)) is not None), None)
 
 
 def unpatch(model: Any) -> None:

@@ -85,10 +85,9 @@ def test_logits_are_those_of_transformers_and_come_back(family):
     ("Llama", {"linear": 15, "rms_norm": 5, "gated MLP": 2}, {"Embedding": 1}),
     ("Qwen3", {"linear": 15, "rms_norm": 9, "gated MLP": 2}, {"Embedding": 1}),
     ("Gemma2", {"linear": 15, "rms_norm": 9, "gated MLP": 2}, {"Gemma2TextScaledWordEmbedding": 1}),
-    ("Mixtral", {"linear": 9, "rms_norm": 5, "experts": 2},
-     {"Embedding": 1, "MixtralTopKRouter": 2}),
-    ("DeepseekV3", {"linear": 17, "rms_norm": 9, "gated MLP": 2, "experts": 1},
-     {"Embedding": 1, "DeepseekV3TopkRouter": 1}),
+    ("Mixtral", {"linear": 9, "rms_norm": 5, "experts": 2, "router": 2}, {"Embedding": 1}),
+    ("DeepseekV3", {"linear": 17, "rms_norm": 9, "gated MLP": 2, "experts": 1, "router": 1},
+     {"Embedding": 1}),
 ])  # fmt: skip
 def test_the_report_names_each_module(family, kinds, left):
     report = fkjit.models.patch(built(family))
