@@ -12,7 +12,7 @@ from fkjit.ops.moe.gradient import weights_of
 from fkjit.ops.moe.route import moe_route
 from fkjit.ops.op import torch_ops
 
-_ROWS = 16
+_ROWS = 64
 _BEHIND = ("e_score_correction_bias", "num_group", "topk_group", "routed_scaling_factor")
 
 
@@ -49,16 +49,24 @@ def _rule(module: Any, weight: Any) -> _Rule | None:
     with torch.no_grad():
         try:
             logits, weights, ids = module(rows.to(weight.device, weight.dtype))
-            wanted = _dense(logits, weights, ids)
+            clear = _clear(logits, module.top_k)
+            wanted = _dense(logits, weights, ids)[clear]
             widened = logits.dtype != weight.dtype
             for rule in _candidates(module):
-                made = _dense(logits, *_chosen(module, rule, logits))
-                if torch.allclose(made, wanted, rtol=2.0**-7, atol=1e-6):
+                made = _dense(logits, *_chosen(module, rule, logits))[clear]
+                if len(wanted) and torch.allclose(made, wanted, rtol=2.0**-7, atol=1e-6):
                     dtype = None if weights.dtype == logits.dtype else weights.dtype
                     return rule._replace(widened=widened, dtype=dtype)
         except (TypeError, RuntimeError, ValueError, IndexError, AttributeError, FkjitError):
             return None  # it takes or makes other things
     return None
+
+
+def _clear(logits: Any, top_k: int) -> Any:
+    """Rows whose last chosen logit has no equal that is not chosen: of 16-bit logits some have, and
+    either may be taken."""
+    ranked = logits.sort(-1, descending=True).values
+    return (ranked[:, top_k - 1 : -1] != ranked[:, top_k:])[:, :1].all(-1)
 
 
 def _candidates(module: Any) -> Iterator[_Rule]:

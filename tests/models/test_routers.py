@@ -64,6 +64,19 @@ def test_choices_weights_dtypes_and_gradients_are_the_module_s(kind, config, dty
     torch.testing.assert_close(given, slope, rtol=3e-2, atol=1e-5 if dtype == "float32" else 0.05)
 
 
+def test_equal_logits_of_16_bits_hide_no_rule():
+    config = transformers.OlmoeConfig(**SIZES | {"num_experts": 64, "num_experts_per_tok": 8})
+    from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+
+    module = router(OlmoeTopKRouter, config, "bfloat16")
+    with torch.no_grad():
+        module.weight.mul_(0.02)
+        logits = module(torch.randn(64, 32, dtype=torch.bfloat16))[0]
+    assert any(len(row.unique()) < 64 for row in logits)
+    with quiet():
+        assert routers.replacement(module) is not None
+
+
 class OtherTopKRouter(MixtralTopKRouter):
     """Weights that no rule makes."""
 
