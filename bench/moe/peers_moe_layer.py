@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import fkjit
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import Problem
 
@@ -90,6 +91,20 @@ def _torch(p: Problem, arrays: Arrays) -> Prepared:
     return Prepared(lambda: made(*given(arrays)))
 
 
+def _our_rows(p: Problem, arrays: Arrays) -> Prepared:
+    """PyTorch's products and SwiGLU on rows that our kernels sort and sum up."""
+    (x, logits, up, down), product = given(arrays), grouped_mm()
+    up, down = up.transpose(1, 2), down.transpose(1, 2)
+
+    def call() -> Any:
+        weights, _, groups = fkjit.moe_route_and_regroup(logits, p["top_k"], 64)
+        rows, ends = fkjit.moe_permute(x, groups), groups.offsets[1:]
+        y = product(layer.swiglu(product(rows, up, offs=ends)), down, offs=ends)
+        return fkjit.moe_combine(y, groups, weights)
+
+    return Prepared(call)
+
+
 def _compiled(p: Problem, arrays: Arrays) -> Prepared:
     torch = import_module("torch")
     import_module("torch._dynamo").reset()
@@ -128,6 +143,7 @@ PEERS = (
         name="compile", package="torch", module="torch", prepare=_compiled,
         slow="torch.compile takes seconds a case",
     ),
+    Candidate(name="our rows + grouped_mm", kind="ours", module="torch", prepare=_our_rows),
     _of_transformers("grouped_mm"),
     _of_transformers("batched_mm"),
 )  # fmt: skip

@@ -33,8 +33,8 @@ PRODUCTS = [
     grouped.problem(*SKEWED, gate=True, skew=1.0),
 ]
 NAMES = {
-    "moe_layer": ("ours", "triton", "grouped_mm", "transformers grouped_mm",
-                  "transformers batched_mm"),
+    "moe_layer": ("ours", "triton", "grouped_mm", "our rows + grouped_mm",
+                  "transformers grouped_mm", "transformers batched_mm"),
     "moe_layer_backward": ("ours", "fkjit recomputed", "grouped_mm", "transformers grouped_mm"),
     "grouped_linear": ("ours", "triton", "grouped_mm", "mm by expert"),
 }  # fmt: skip
