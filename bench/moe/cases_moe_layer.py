@@ -9,11 +9,11 @@ from typing import Any
 
 import fkjit
 from fkjit.arch import Arch
-from fkjit.errors import ParameterError
+from fkjit.errors import FkjitError, ParameterError
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..core.drawn import Drawn
-from ..core.op import Arrays, Op, Prepared
+from ..core.op import Arrays, Candidate, Op, Prepared, Refused
 from . import layer
 from .layer import DECODED, MODELS, SHORT, WIDE, problem
 from .peers_moe_layer import PEERS, given
@@ -45,6 +45,20 @@ def ours(p: Problem, arrays: Arrays) -> Prepared:
     return Prepared(lambda: fkjit.moe_layer(*arguments, top_k))
 
 
+def _by(impl: str) -> Candidate:
+    """A kernel that nothing chooses by itself."""
+
+    def prepare(p: Problem, arrays: Arrays) -> Prepared:
+        top_k, arguments = p["top_k"], given(arrays)
+        try:
+            fkjit.moe_layer(*arguments, top_k, impl=impl)
+        except FkjitError as error:
+            raise Refused(str(error)) from error
+        return Prepared(lambda: fkjit.moe_layer(*arguments, top_k, impl=impl))
+
+    return Candidate(name=f"fkjit {impl}", kind="ours", prepare=prepare)
+
+
 def choose(spec: KernelSpec, p: Problem, arch: Arch) -> Params:
     """The call is five kernels, each of which is measured under its own name."""
     raise ParameterError("moe_layer has no kernel of its own")
@@ -73,5 +87,5 @@ OP = Layers(
     expected=layer.expected,
     ours=ours,
     choose=choose,
-    peers=PEERS,
+    peers=(_by("stream"), _by("gather"), *PEERS),
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 from fkjit import ops
 from fkjit.spec import find, registered
 
-KERNELS = (
+KERNELS = [
     "vector_add.rows",
     "reduce.blocks",
     "reduce.lanes",

@@ -33,7 +33,8 @@ PRODUCTS = [
     grouped.problem(*SKEWED, gate=True, skew=1.0),
 ]
 NAMES = {
-    "moe_layer": ("ours", "triton", "grouped_mm", "our rows + grouped_mm",
+    "moe_layer": ("ours", "fkjit stream", "fkjit gather", "triton", "grouped_mm",
+                  "our rows + grouped_mm",
                   "transformers grouped_mm", "transformers batched_mm"),
     "moe_layer_backward": ("ours", "fkjit recomputed", "grouped_mm", "transformers grouped_mm"),
     "grouped_linear": ("ours", "triton", "grouped_mm", "mm by expert"),
@@ -63,7 +64,11 @@ def test_each_candidate_is_right_and_other_numbers_are_found_wrong(interpreter, 
         made = candidates(op, p)
         assert set(made) == set(NAMES[name])
         for who, prepare in made.items():
-            prepared = prepare(p, arrays)
+            try:
+                prepared = prepare(p, arrays)
+            except Refused:  # an fp32 layer, or a kernel for another GPU
+                assert who.startswith("fkjit "), who
+                continue
             found = prepared.output(prepared.call())
             assert expected.judge(found).why_wrong() is None, who
             assert others.judge(found).why_wrong() is not None, who
