@@ -78,7 +78,7 @@ class _Maker:
     def layer(self, rows: int) -> Iterator[Call]:
         """All but attention, of so many tokens."""
         model, array = self.model, self.array
-        qkv, out, up, down = self.products()
+        qkv, out, up, down = model.products().values()
         stream = array(rows, model.hidden)
         yield self.norm(rows, model.hidden)
         yield self.product(rows, *qkv, model.model_type == "qwen2")
@@ -101,19 +101,10 @@ class _Maker:
             return Call("layer_norm", (x, weight, weight), {})
         return Call("rms_norm", (x, weight), {})
 
-    def products(self) -> list[tuple[int, int]]:
-        """Outputs and inputs of a layer's, as `quantized.PRODUCTS` has them."""
-        model = self.model
-        heads = model.heads_q * model.head_dim
-        wide = heads + 2 * model.heads_kv * model.head_dim
-        up = model.mlp * (2 if model.gated else 1)
-        hidden = model.hidden
-        return [(wide, hidden), (hidden, heads), (up, hidden), (hidden, model.mlp)]
-
     def codes(self) -> Iterator[Call]:
         """What makes codes of the weights."""
         if self.scheme is not None:
-            for n, k in self.products():
+            for n, k in self.model.products().values():
                 yield Call("quantize", (self.array(n, k), self.scheme), {"weight": True})
 
     def weight(self, n: int, k: int) -> Any:
