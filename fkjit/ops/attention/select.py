@@ -266,9 +266,9 @@ def decodes(
 
 
 def _is_for_hopper(problem: Problem, views: Mapping[str, View], arch: Arch) -> bool:
-    """Whether Hopper's kernels, which have a group's heads in a tile and share out keys as well, are
-    the faster ones: for more rows than a small tile has, in all of 200 cells of 2 to 16 queries
-    (bench/notes/attention.md)."""
+    """Whether Hopper's kernels, which have a group's heads in a tile and share out keys too, are
+    the faster ones: for more rows than a small tile has, in all cells of 2 to 16 queries that
+    were measured (bench/notes/attention.md)."""
     if _rows(problem) <= _FEW_ROWS or max(problem["head_dim"], problem["head_dim_v"]) > 128:
         return False
     return select_sm90.suits(arch) and select_sm90.readable(problem, views, None)
