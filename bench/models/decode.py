@@ -24,7 +24,9 @@ from fkjit.models.weights import Weights
 from .sdpa_step import SdpaStep
 
 PROMPT, NEW = 512, 128
-PLANS: dict[str, StepPlan | str] = {"measured": "measured", "fused": StepPlan(fused=True)}
+PLANS: dict[str, StepPlan | str] = {
+    "measured": "measured", "fused": StepPlan(fused=True), "linear": StepPlan(),
+}  # fmt: skip
 _REPLAYS, _TURNS = 30, 2
 
 

@@ -54,12 +54,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) grouped_linear_s
     const elem_t* __restrict__ x,       // [places, k], with GATHER [tokens, k]
     const elem_t* __restrict__ weight,  // [experts, n, k] or [experts, k, n]; with GATE 2 n for n
     const elem_t* __restrict__ bias,    // [experts, n], with GATE [experts, 2 n], or null
-    const int* __restrict__ sorted_token_ids,        // [places]: token * top_k + choice
-    const int* __restrict__ expert_ids,              // [places / block_size], -1: nobody's
-    const int* __restrict__ num_tokens_post_padded,  // [1]: places that are taken
-    const int* __restrict__ offsets,                 // [experts + 1]: experts' first places
-    const int* __restrict__ counts,                  // [experts]: how many are taken by tokens
-    elem_t* __restrict__ out,                        // [places, n]
+    // Not __restrict__: what nobody writes here the compiler would read before the wait.
+    const int* sorted_token_ids,        // [places]: token * top_k + choice
+    const int* expert_ids,              // [places / block_size], -1: nobody's
+    const int* num_tokens_post_padded,  // [1]: places that are taken
+    const int* offsets,                 // [experts + 1]: experts' first places
+    const int* counts,                  // [experts]: how many are taken by tokens
+    elem_t* __restrict__ out,           // [places, n]
     const int n, const int k, const int experts, const int places, const int block_size,
     const int top_k, const i64 x_stride) {
   if (PREFETCH) prefetch_weight(weight, expert_ids, places / block_size, experts, n, k);

@@ -168,11 +168,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     //% if gather
     const elem_t* __restrict__ x,              // [tokens, k]
     const int* __restrict__ sorted_token_ids,  // [m], token * top_k + choice
-    const int tokens, const int top_k, const i64 x_stride,
     //% endif
     //% if groups != "NONE"
     const int* __restrict__ offsets,  // [experts + 1], see gemm/groups.cuh
     const int experts,
+    //% endif
+    //% if gather
+    const int tokens, const int top_k, const i64 x_stride,
     //% endif
     const int m, const int n, const int k, const i64 out_stride, const i64 residual_stride,
     const float scale,

@@ -149,7 +149,7 @@ def test_bad_masked_input(change, words):
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "how"),
-    [(1, 9, 4, "even"), (8, 40, 2, "even"), (50, 3, 2, "zipf")],
+    [(1, 9, 4, "even"), (50, 3, 2, "zipf")],
 )
 def test_few_rows_of_each_expert(tokens, experts, top_k, how, layout):
     """impl="stream" reads rows of tokens and of places where they are."""
@@ -166,8 +166,7 @@ def test_few_rows_of_each_expert(tokens, experts, top_k, how, layout):
         close(y[groups.inverse.long()], expected, "bf16")
 
 
-@pytest.mark.parametrize("layout", ["nk", "kn"])
-@pytest.mark.parametrize("how", ["even", "zipf"])
+@pytest.mark.parametrize(("how", "layout"), [("zipf", "nk"), ("even", "kn")])
 def test_rows_are_gathered_as_they_are_multiplied(how, layout, monkeypatch):
     """impl="gather" on Hopper: rows of x by the choices of places, experts without rows too."""
     monkeypatch.setattr(

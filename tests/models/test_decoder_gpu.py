@@ -14,7 +14,7 @@ from fkjit.models import Decoder, ModelConfig, StepPlan, random_weights  # noqa:
 from fkjit.models.quantized import PRODUCTS  # noqa: E402
 
 DEVICE, LENGTH = "cuda", 160
-FUSED = StepPlan(fused=True)
+FUSED, EIGHT = StepPlan(fused=True), StepPlan()
 PROMPT = [(7919 * n) % 50000 for n in range(1, 101)]
 
 
@@ -51,8 +51,16 @@ def apart(one, other):
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "gpt2"])
 def test_five_launches_a_layer_have_the_logits_of_eight(name, batch):
     config, weights = model(name)
-    plain = logits(decoder_of(config, weights, batch), batch)
+    plain = logits(decoder_of(config, weights, batch, plan=EIGHT), batch)
     assert apart(logits(decoder_of(config, weights, batch, plan=FUSED), batch), plain) < 2e-2
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8, 16])
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "gpt2"])
+def test_the_usual_plan_has_the_logits_of_what_linear_chooses(name, batch):
+    config, weights = model(name)
+    plain = logits(decoder_of(config, weights, batch, plan=EIGHT), batch)
+    assert apart(logits(decoder_of(config, weights, batch), batch), plain) < 2e-2
 
 
 @pytest.mark.parametrize("scheme", ["int4_group", "int8_group"])
@@ -67,12 +75,12 @@ def test_weights_of_codes_have_the_logits_of_their_numbers(scheme, batch):
         })
         for layer in coded.weights.layers
     )  # fmt: skip
-    plain = decoder_of(config, weights._replace(layers=layers), batch)
+    plain = decoder_of(config, weights._replace(layers=layers), batch, plan=EIGHT)
     assert apart(logits(coded, batch), logits(plain, batch)) < 2e-2
 
 
 @pytest.mark.parametrize("options", [
-    {"plan": FUSED}, {"quantize": "int4_group"}, {"quantize": "fp8_row"}, {},
+    {"plan": FUSED}, {"quantize": "int4_group"}, {"quantize": "fp8_row"}, {"plan": EIGHT}, {},
 ], ids=str)  # fmt: skip
 def test_kernels_that_start_early_make_the_tokens_of_those_launched_one_by_one(options):
     """Again and again: what is read too early is not always wrong."""
