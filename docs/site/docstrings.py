@@ -6,7 +6,10 @@ They are plain text: `name` is code, indented blocks are code, sections are "Arg
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 from importlib import import_module
 from typing import Any
 
@@ -120,12 +123,41 @@ def _name(name: str, module: str) -> str:
     return inline(name if " " in name and "[" not in name else f"`{name}`", module)
 
 
+def fields(source: str) -> list[str]:
+    """Of a class's source: its annotated fields as they stand there, with their comments."""
+    lines = textwrap.dedent(source).splitlines()
+    body = next(node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.ClassDef))
+    found = [node for node in body.body if isinstance(node, ast.AnnAssign)]
+    if not found:
+        return []
+    docstring = body.body[0] if isinstance(body.body[0], ast.Expr) else body
+    first = found[0].lineno - 1 if docstring is body else docstring.end_lineno or 0
+    shown = _dedented([line for line in lines[first : found[-1].end_lineno] if line.strip()])
+    return ["**Fields**", "", ".. code-block:: python", "", *(f"    {line}" for line in shown), ""]
+
+
+def signature(text: str) -> str:
+    """With short defaults: `...` for a function, `Work()` for an object with all of its fields."""
+    text = re.sub(r"<function (?:[^<>]|<\w+>)*>", "...", text)
+    return re.sub(r"=([A-Z]\w+)\([^()]*\)", r"=\1()", text)
+
+
 def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """autodoc's event."""
     module = next((m for m in reversed(MODULES) if name.startswith(f"{m}.")), "fkjit")
     lines[:] = converted("\n".join(lines).rstrip(), module)
+    if what == "class":
+        lines += fields(inspect.getsource(obj))
+
+
+def process_signature(
+    app: Any, what: str, name: str, obj: Any, options: Any, given: str | None, returned: str | None
+) -> tuple[str | None, str | None]:
+    """autodoc's event."""
+    return signature(given or "") or None, returned
 
 
 def setup(app: Any) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", process)
+    app.connect("autodoc-process-signature", process_signature)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

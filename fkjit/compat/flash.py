@@ -41,6 +41,11 @@ def flash_attn_func(
             original gives for tests.
 
     Returns: o [B, Sq, Hq, D], or (o, lse fp32 [B, Hq, Sq], None). Raises as `fkjit.attention`.
+
+    Example:
+        >>> q, k, v = torch.ones(3, 1, 8, 2, 32, dtype=torch.float16)  # [batch, length, heads, dim]
+        >>> fkjit.compat.flash_attn_func(q, k, v, causal=True, window_size=(4, 0)).shape
+        torch.Size([1, 8, 2, 32])
     """
     check_tensors(_DENSE, q=q, k=k, v=v)
     refuse(_DENSE, dropout_p=(dropout_p, 0.0))

@@ -38,6 +38,11 @@ def scaled_dot_product_attention(
         enable_gqa: whether key and value may have fewer heads.
 
     Returns: o, as query with Dv columns. Raises as `fkjit.attention`.
+
+    Example:
+        >>> q, k, v = torch.ones(3, 1, 2, 8, 32, dtype=torch.float16)  # [batch, heads, length, dim]
+        >>> fkjit.compat.scaled_dot_product_attention(q, k, v, is_causal=True).shape
+        torch.Size([1, 2, 8, 32])
     """
     check_tensors(_CALL, query=query, key=key, value=value)
     refuse(_CALL, dropout_p=(dropout_p, 0.0))
