@@ -12,32 +12,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fkjit.cli import cache
+from fkjit.cli import authoring, cache
+from fkjit.cli.options import ARCH, KERNEL, NAMES, VARIANT, complete
 from fkjit.errors import FkjitError
-
-_VARIANT = {"allow_extra_args": True, "ignore_unknown_options": True}
-_NAMES = "public calls (reduce_sum), ops (attention) or kernels (attention.flash)"
-
-
-def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
-    """For shells: names of calls, ops and kernels."""
-    given = [word for value in ctx.params.values() if isinstance(value, list) for word in value]
-    return import_module("fkjit.cli.select").completions(given, incomplete)
-
-
-_KERNEL = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="NAME... [--PARAMETER VALUE]... [--where FIELD=V[,V]]...",
-        help="a call or op (attention) and kernels of it (flash), or op.kernel; values of their "
-        "parameters (--block 32); --where head_dim=64,128: any of these",
-        autocompletion=_complete,
-    ),
-]
-_ARCH = Annotated[
-    str | None,
-    typer.Option(help="target, e.g. sm_90a; default: this machine's GPU, else sm_80"),
-]
 
 
 class _Group(TyperGroup):
@@ -58,6 +35,7 @@ app = typer.Typer(
     help="CUDA kernels for LLM inference and training, compiled when first called.",
 )
 app.add_typer(cache.app, name="cache")
+app.add_typer(authoring.commands)
 
 
 @app.callback(invoke_without_command=True)
@@ -72,7 +50,7 @@ def _main(
 @app.command("list")
 def list_(
     names: Annotated[
-        list[str] | None, typer.Argument(help=f"{_NAMES}; default: all", autocompletion=_complete)
+        list[str] | None, typer.Argument(help=f"{NAMES}; default: all", autocompletion=complete)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="kernels for programs")] = False,
 ) -> None:
@@ -80,11 +58,11 @@ def list_(
     import_module("fkjit.cli.listing").run(names or [], as_json)
 
 
-@app.command(context_settings=_VARIANT)
+@app.command(context_settings=VARIANT)
 def show(
     ctx: typer.Context,
-    kernels: _KERNEL,
-    arch: _ARCH = None,
+    kernels: KERNEL,
+    arch: ARCH = None,
     source: Annotated[bool, typer.Option("--source", help="rendered CUDA C++")] = False,
     ptx: Annotated[bool, typer.Option("--ptx", help="PTX")] = False,
     sass: Annotated[bool, typer.Option("--sass", help="machine code (needs nvdisasm)")] = False,
@@ -114,36 +92,9 @@ def show(
 
 
 @app.command()
-def new(
-    name: Annotated[str, typer.Argument(help="of the kernel: my_scale")],
-    folder: Annotated[Path, typer.Option(help="where its two files go")] = Path("kernels"),
-) -> None:
-    """A kernel of your own to begin with: NAME.cu and NAME.py, ready for `fkjit check NAME`."""
-    import_module("fkjit.cli.new").run(name, folder)
-
-
-@app.command()
-def playground(
-    kernel: Annotated[str | None, typer.Argument(help="to begin with: attention.flash")] = None,
-    arch: _ARCH = None,
-    port: Annotated[int, typer.Option(help="0: any that is free")] = 0,
-    browser: Annotated[bool, typer.Option(help="open the page")] = True,
-    folder: Annotated[Path, typer.Option(help="where kernels of your own are saved")] = Path(
-        "kernels"
-    ),
-) -> None:
-    """A page on this machine to edit, compile, check and compare kernels; needs no GPU.
-
-    Prints its address, which has a token in it; nobody else can open the page.
-    """
-    server = import_module("fkjit.playground.server")
-    server.run(port, browser, folder, server.beginning(kernel, arch))
-
-
-@app.command()
 def explain(
     call: Annotated[
-        str, typer.Argument(help="attention, linear, rms_norm …", autocompletion=_complete)
+        str, typer.Argument(help="attention, linear, rms_norm …", autocompletion=complete)
     ],
     shape: Annotated[
         str | None,
@@ -152,7 +103,7 @@ def explain(
             "arguments: bf16[512, 4096], bf16[4096, 4096]; default: one of the usual calls"
         ),
     ] = None,
-    arch: _ARCH = None,
+    arch: ARCH = None,
 ) -> None:
     """What a call will run: `fkjit explain attention --shape "D128 causal S4096 heads=32/8"`.
 
@@ -162,24 +113,24 @@ def explain(
     import_module("fkjit.cli.explain").run(call, shape, arch)
 
 
-@app.command("compile", context_settings=_VARIANT)
+@app.command("compile", context_settings=VARIANT)
 def compile_(
     ctx: typer.Context,
-    kernels: _KERNEL,
-    arch: _ARCH = None,
+    kernels: KERNEL,
+    arch: ARCH = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="folder for images")] = None,
 ) -> None:
     """Every variant with these values: `fkjit compile attention --dtype bf16 --block 64`."""
     import_module("fkjit.cli.show").compile_all([*kernels, *ctx.args], arch, output)
 
 
-@app.command(context_settings=_VARIANT)
+@app.command(context_settings=VARIANT)
 def warm(
     ops: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"{_NAMES}; all; default: common, what inference takes by default",
-            autocompletion=_complete,
+            help=f"{NAMES}; all; default: common, what inference takes by default",
+            autocompletion=complete,
         ),
     ] = None,
     arch: Annotated[
@@ -205,6 +156,7 @@ def warm(
     ] = None,
     batch: Annotated[str | None, typer.Option(help="of a model: sequences, 1,16")] = None,
     prompt: Annotated[int | None, typer.Option(help="of a model: tokens of prompts")] = None,
+    weights: Annotated[str | None, typer.Option(help="of a model: codes, int4_group …")] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", "-j", help="processes")] = None,
 ) -> None:
     """Fill the cache ahead of time. Needs no GPU; start again to go on after Ctrl-C.
@@ -222,15 +174,12 @@ def warm(
             raise typer.BadParameter(f"{name} goes with no other choice of kernels or targets")
     if record is not None:
         raise typer.Exit(warm_.record(record, ops or []))
-    if config is not None:
-        if any((ops, head_dim, where, from_)):
-            raise typer.BadParameter("--config goes with --batch, --prompt, --dtype, --arch alone")
-        work = warm_.of_model(config, batch or "1", prompt, dtype or "bf16", arch)
-        raise typer.Exit(warm_.run(work, jobs))
-    if batch is not None or prompt is not None:
-        raise typer.BadParameter("--batch and --prompt go with --config")
-    read = import_module("fkjit.warm_record").read
-    work = read(from_) if from_ else warm_.chosen(ops or [], arch, values, where or [])
+    model = warm_.Model(config, batch, prompt, weights)
+    if set(model) != {None}:
+        work = warm_.of_model(model, dtype, arch, any((ops, head_dim, where, from_)))
+    else:
+        read = import_module("fkjit.warm_record").read
+        work = read(from_) if from_ else warm_.chosen(ops or [], arch, values, where or [])
     raise typer.Exit(warm_.run(work, jobs))
 
 
@@ -245,10 +194,10 @@ class _OptionalNumber(TyperCommand):
         )
 
 
-@app.command(cls=_OptionalNumber, context_settings=_VARIANT)
+@app.command(cls=_OptionalNumber, context_settings=VARIANT)
 def check(
     ctx: typer.Context,
-    kernels: _KERNEL,
+    kernels: KERNEL,
     mem: Annotated[bool, typer.Option("--mem", help="memory and barriers")] = False,
     race: Annotated[bool, typer.Option("--race", help="races too")] = False,
     banks: Annotated[
@@ -291,10 +240,10 @@ def check(
     raise typer.Exit(import_module("fkjit.cli.watch").watch(once, specs))
 
 
-@app.command(context_settings=_VARIANT)
+@app.command(context_settings=VARIANT)
 def run(
     ctx: typer.Context,
-    kernels: _KERNEL,
+    kernels: KERNEL,
     device: Annotated[
         str | None, typer.Option(help="gpu or cpu; default: the GPU where there is one")
     ] = None,
@@ -312,25 +261,6 @@ def run(
     """
     run_ = import_module("fkjit.cli.run").run
     raise typer.Exit(run_([*kernels, *ctx.args], device, size or [], seed))
-
-
-@app.command(context_settings=_VARIANT)
-def clangd(
-    ctx: typer.Context,
-    write: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="only write DIR/compile_commands.json, and end"),
-    ] = None,
-) -> None:
-    """The language server clangd for editors, which reads templates as a variant renders them.
-
-    Name it to the editor in clangd's place: path `fkjit`, arguments `clangd`. Further arguments are
-    clangd's.
-    """
-    clangd_ = import_module("fkjit.cli.clangd")
-    if write is not None:
-        return clangd_.write(write)
-    raise typer.Exit(clangd_.run(ctx.args))
 
 
 @app.command()
@@ -353,6 +283,7 @@ def generate(
     prompt: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 512,
     new: Annotated[int, typer.Option(min=1, help="new tokens of each sequence")] = 128,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16")] = "bf16",
+    weights: Annotated[str | None, typer.Option(help="products' codes: int4_group …")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu")] = None,
     layers: Annotated[int | None, typer.Option(help="only so many of the model's")] = None,
     temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
@@ -365,35 +296,30 @@ def generate(
     kernels, which takes minutes for whole models: `--layers 1 --prompt 8 --new 2`.
     """
     generate_ = import_module("fkjit.cli.generate")
-    sampling = generate_.Sampling(temperature, top_k, top_p)
-    generate_.run(generate_.Options(config, batch, prompt, new, dtype, device, layers, sampling))
+    drawn = generate_.Sampling(temperature, top_k, top_p)
+    said = (config, batch, prompt, new, dtype, device, layers, drawn)
+    generate_.run(generate_.Options(*said, weights=weights))
 
 
-@app.command(context_settings=_VARIANT, add_help_option=False)
+@app.command(context_settings=VARIANT, add_help_option=False)
 def bench(ctx: typer.Context) -> None:
     """Measure ours beside peers: `fkjit bench attention --quick`; --help, --list, --compare A B."""
     raise typer.Exit(import_module("fkjit.cli.suite").main("bench", ctx.args))
 
 
-@app.command("report", context_settings=_VARIANT, add_help_option=False)
+@app.command("report", context_settings=VARIANT, add_help_option=False)
 def report_(ctx: typer.Context) -> None:
     """Stored results as one HTML page, PNG and SVG: `fkjit report --out report`; --help."""
     raise typer.Exit(import_module("fkjit.cli.suite").main("report", ctx.args))
 
 
-@app.command(context_settings=_VARIANT, add_help_option=False)
+@app.command(context_settings=VARIANT, add_help_option=False)
 def profile(ctx: typer.Context) -> None:
     """Hardware counters of each kernel (Nsight Compute): `fkjit profile attention`; --help."""
     raise typer.Exit(import_module("fkjit.cli.suite").main("profile", ctx.args))
 
 
-@app.command(context_settings=_VARIANT, add_help_option=False)
+@app.command(context_settings=VARIANT, add_help_option=False)
 def tune(ctx: typer.Context) -> None:
     """Find this GPU's fastest tiles and keep them: `fkjit tune attention`; --help, --show."""
     raise typer.Exit(import_module("fkjit.cli.suite").main("tune", ctx.args))
-
-
-@app.command()
-def demo() -> None:
-    """Attention on real input, each implementation checked against float64."""
-    raise typer.Exit(import_module("fkjit.cli.demo").main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from fkjit.cli import console as report
 from fkjit.errors import DeviceError, ParameterError
 from fkjit.models import Decoder, ModelConfig, Sampling, random_weights
 from fkjit.models.config import configuration
+from fkjit.ops.quantize.schemes import QuantizedTensor
 from fkjit.runtime.gpus import gpus
 
 _CALL = "generate"
@@ -33,6 +35,7 @@ class Options(NamedTuple):
     layers: int | None = None
     sampling: Sampling = Sampling()
     seed: int = 0
+    weights: str | None = None  # the scheme by which products' weights are quantized
 
 
 class Rates(NamedTuple):
@@ -50,12 +53,8 @@ def run(options: Options) -> None:
     config = _shortened(configuration(_CALL, options.config), options.layers)
     device = options.device or ("cuda" if gpus()[0] else "cpu")
     decoder = _decoder(config, options, device)
-    parameters = sum(x.numel() for x in _tensors(decoder))
-    out.print(
-        f"{options.config} with random weights: {parameters / 1e6:,.1f} M parameters in "
-        f"{options.dtype} on {device}; batch {options.batch}, {options.prompt} + {options.new} "
-        "tokens"
-    )
+    parameters = sum(math.prod(x.shape) for x in _tensors(decoder))
+    out.print(title(parameters, options, device))
     with report.console(stderr=True).status("compiling"):
         chunks = -(-options.batch * options.prompt // decoder.chunk)
         few = min(options.new, chunks + 2)  # all sequences are decoded at the same time once
@@ -66,6 +65,16 @@ def run(options: Options) -> None:
         found = measured(decoder, options, lambda done: bar.update(task, advance=done))
     for line in lines(found, options):
         out.print(line)
+
+
+def title(parameters: int, options: Options, device: str) -> str:
+    """What is about to be measured."""
+    codes = "" if options.weights is None else f", layers' products in {options.weights},"
+    return (
+        f"{options.config} with random weights: {parameters / 1e6:,.1f} M parameters in "
+        f"{options.dtype}{codes} on {device}; batch {options.batch}, {options.prompt} + "
+        f"{options.new} tokens"
+    )
 
 
 def lines(found: Rates, options: Options) -> list[str]:
@@ -128,7 +137,7 @@ def _decoder(config: ModelConfig, options: Options, device: str) -> Decoder:
         )
     return Decoder(
         config, random_weights(config, dtype, device, options.seed), max_batch=options.batch,
-        max_length=length,
+        max_length=length, quantize=options.weights,
     )  # fmt: skip
 
 
@@ -138,7 +147,7 @@ def _tensors(decoder: Decoder) -> list[Any]:
     waiting: list[Any] = [decoder.weights]
     while waiting:
         one = waiting.pop()
-        if isinstance(one, tuple):
+        if isinstance(one, tuple) and not isinstance(one, QuantizedTensor):
             waiting += one
         elif one is not None:
             found[id(one)] = one

@@ -6,13 +6,11 @@ from __future__ import annotations
 import time
 from ast import literal_eval
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from fkjit import api
 from fkjit.arch import Target
 from fkjit.cli import console as report
 from fkjit.cli.select import Selection, selection
@@ -20,6 +18,7 @@ from fkjit.cpu.run import GUARD, interpret
 from fkjit.errors import DeviceError, ParameterError, did_you_mean
 from fkjit.jit.build import build, interpreter_target, quiet
 from fkjit.numerics import differences, drawn
+from fkjit.replay import Replay
 from fkjit.runtime.gpus import gpus
 from fkjit.spec import Arrays, KernelSpec, Params, Problem
 
@@ -139,29 +138,8 @@ def _execute_on_cpu(spec: KernelSpec, params: Params, problem: Problem, arrays: 
 
 def _execute_on_gpu(spec: KernelSpec, params: Params, problem: Problem, arrays: Arrays) -> Arrived:
     """The first launch has the numbers; the time is that of a graph of launches after it."""
-    cupy = import_module("cupy")
-    moved = {n: None if a is None else cupy.asarray(a) for n, a in arrays.items()}
-    cupy.cuda.runtime.deviceSynchronize()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        api.launch(spec, params, problem, moved)
-        stream.synchronize()
-        found = {n: None if a is None else cupy.asnumpy(a) for n, a in moved.items()}
-        stream.begin_capture()
-        for _ in range(_LAUNCHES):
-            api.launch(spec, params, problem, moved)
-        graph = stream.end_capture()
-        return found, median(_replay(cupy, graph, stream) for _ in range(_REPLAYS)) / _LAUNCHES
-
-
-def _replay(cupy: Any, graph: Any, stream: Any) -> float:
-    """Seconds of the whole graph on the device."""
-    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-    begin.record(stream)
-    graph.launch(stream)
-    end.record(stream)
-    end.synchronize()
-    return float(cupy.cuda.get_elapsed_time(begin, end)) * 1e-3
+    made = Replay(spec, params, problem, arrays, _LAUNCHES)
+    return made.found, median(made.seconds() for _ in range(_REPLAYS))
 
 
 def _verdict(

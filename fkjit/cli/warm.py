@@ -5,7 +5,7 @@ from __future__ import annotations
 from ast import literal_eval
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -101,17 +101,35 @@ def _option(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def of_model(
-    config: str, batches: str, prompt: int | None, dtype: str, arch: str | None
-) -> list[Job]:
-    """The variants that generation with a model takes."""
+class Model(NamedTuple):
+    """What --config, --batch, --prompt and --weights say."""
+
+    config: str | None
+    batch: str | None
+    prompt: int | None
+    weights: str | None
+
+
+def of_model(said: Model, dtype: str | None, arch: str | None, others: bool) -> list[Job]:
+    """The variants that generation with a model takes. others: whether kernels are chosen in
+    another way as well."""
+    if said.config is None:
+        raise ParameterError("warm: --batch, --prompt and --weights go with --config")
+    if others:
+        raise ParameterError(
+            "warm: --config goes with --batch, --prompt, --weights, --dtype and --arch alone"
+        )
+    batches = said.batch or "1"
     try:
         sizes = tuple(map(int, batches.split(",")))
     except ValueError as error:
         raise ParameterError(f"warm: --batch {batches!r} is not numbers: 1,16") from error
-    model = configuration("warm", config)
-    length = min(512, model.max_length) if prompt is None else prompt
-    return models.jobs(model, batches=sizes, prompt=length, dtype=dtype, arch=arch)
+    model = configuration("warm", said.config)
+    length = min(512, model.max_length) if said.prompt is None else said.prompt
+    return models.jobs(
+        model, batches=sizes, prompt=length, dtype=dtype or "bf16", arch=arch,
+        quantize=said.weights,
+    )  # fmt: skip
 
 
 def record(path: Path, command: Sequence[str]) -> int:

@@ -13,10 +13,11 @@ from fkjit.models.config import ModelConfig
 from fkjit.models.network import Network
 from fkjit.models.plan import StepPlan, checked
 from fkjit.models.prefill import Piece, prefill
+from fkjit.models.quantized import keeper
 from fkjit.models.sampling import Sampling, mode_of, pick
 from fkjit.models.slots import Slots, Starting
 from fkjit.models.step import Launched, Steps
-from fkjit.models.weights import Weights, arranged
+from fkjit.models.weights import Keep, Weights, arranged
 from fkjit.ops.kv.cache import PagedKVCache
 from fkjit.ops.op import torch_ops
 
@@ -75,6 +76,10 @@ class Decoder:
             `linear` chooses for each product alone; "measured": the plan that is fastest here, for
             each power of two of sequences, found when it is met for the first time (about a second;
             compiles other variants too). `plans` tells which.
+        quantize: a scheme of `fkjit.quantize`, by which the weights of each layer's products become
+            codes as they are read; embedding, head, norms and biases stay numbers. "int4_group" and
+            "int8_group" leave activations as they are; with the others ("fp8_row", "fp8_block",
+            "fp8_tensor", "int8_row") each product quantizes what comes in. None: all are numbers.
 
     Raises:
         ParameterError, ArgumentTypeError: a configuration or weights that do not fit, other dtypes.
@@ -99,9 +104,10 @@ class Decoder:
         chunk: int = CHUNK,
         graphs: bool = True,
         plan: StepPlan | str | None = None,
+        quantize: str | None = None,
     ) -> None:
         self.config = ModelConfig.of(config)
-        held = self._weights(weights, dtype, device)
+        held = self._weights(weights, dtype, device, keeper(self.config, quantize))
         longest = min(self.config.max_length, LONGEST) if max_length is None else max_length
         self.max_batch = whole(_CALL, "max_batch", max_batch, 1, 4096)
         self.max_length = whole(_CALL, "max_length", longest, 2, self.config.max_length)
@@ -141,7 +147,7 @@ class Decoder:
             max_length=self.max_length, framework="torch",
         )  # fmt: skip
 
-    def _weights(self, weights: Any, dtype: Any, device: Any) -> Weights:
+    def _weights(self, weights: Any, dtype: Any, device: Any, keep: Keep) -> Weights:
         torch = torch_ops.torch_seen()
         if torch is None:
             raise ParameterError(f"{_CALL}: torch is not imported; import it first")
@@ -150,12 +156,12 @@ class Decoder:
         if not isinstance(weights, Weights):
             if chosen not in names.values():
                 raise ParameterError(f"{_CALL}: dtype={shown(dtype)}; allowed: fp16, bf16")
-            return arranged(self.config, weights, chosen, device)
+            return arranged(self.config, weights, chosen, device, keep)
         if weights.embedding.dtype not in names.values():
             raise ParameterError(
                 f"{_CALL}: weights are {weights.embedding.dtype}; allowed: fp16, bf16"
             )
-        return weights
+        return weights._replace(layers=tuple(map(keep, weights.layers)))
 
     # ------------------------------------------------------------------ requests
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from fkjit.models.config import ModelConfig
 from fkjit.models.plan import StepPlan
+from fkjit.models.quantized import has_codes
 from fkjit.models.weights import Affine, Layer, Weights
 from fkjit.ops.gemm.call import linear
 from fkjit.ops.kv.append import kv_append
@@ -36,12 +37,13 @@ class Network:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config, self.weights = config, weights
+        self._fuses = not config.qk_norm and not any(map(has_codes, weights.layers))
 
     def fits(self, rows: int) -> bool:
         """Whether so many tokens can have five launches a layer."""
         config = self.config
         widths = (config.hidden, config.head_dim, config.activation, config.gated)
-        return not config.qk_norm and fits(rows, *widths)
+        return self._fuses and fits(rows, *widths)
 
     def hidden(
         self, tokens: Any, positions: Any, slots: Any, cache: Any, attend: Attend,

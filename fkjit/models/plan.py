@@ -24,9 +24,9 @@ _CALL = "Decoder"
 class StepPlan(NamedTuple):
     """qkv, out, up, down, head: `linear`'s impl for the products of a layer and of the head.
     early: whether kernels of a CUDA graph start before the one before them is over (PDL). fused:
-    five launches a layer in place of eight, where the model and the number of sequences (up to
-    eight) permit it: norm, qkv, RoPE and append are one, norm and up another; qkv and up then name
-    nothing."""
+    five launches a layer in place of eight, where the model (no weights of codes, no norm of heads)
+    and the number of sequences (up to eight) permit it: norm, qkv, RoPE and append are one, norm
+    and up another; qkv and up then name nothing."""
 
     qkv: str = "auto"
     out: str = "auto"

@@ -8,6 +8,7 @@ from typing import Any
 from fkjit.arguments import one_of, whole
 from fkjit.models.config import ModelConfig
 from fkjit.models.decoder import CHUNK, LONGEST, PAGE_SIZE
+from fkjit.models.quantized import described, keeper
 from fkjit.warm_calls import Call
 from fkjit.warm_worker import Job
 from fkjit.warming import chosen_targets, plan, planned
@@ -18,7 +19,7 @@ _SLOTS = "kv_slots"  # one variant, whatever it is called with
 
 def jobs(
     config: Any, *, batches: Collection[int] = (1,), prompt: int = 512, dtype: str = "bf16",
-    arch: str | None = None,
+    arch: str | None = None, quantize: str | None = None,
 ) -> list[Job]:  # fmt: skip
     """The variants that a Decoder with its defaults takes, each once.
 
@@ -26,22 +27,28 @@ def jobs(
         config: as for `Decoder`.
         batches: sequences at a time; steps of fewer ones, while some end, are in.
         prompt: tokens of prompts: their products take other tiles than those of other lengths.
-        dtype: "bf16" or "fp16". arch: targets, as for `fkjit.warm`.
+        dtype: "bf16" or "fp16". arch: targets, as for `fkjit.warm`. quantize: as for `Decoder`.
 
-    ParameterError, ArgumentTypeError: as `ModelConfig.of`; a batch or a prompt below 1.
+    ParameterError, ArgumentTypeError: as `ModelConfig.of`; a batch or a prompt below 1; weights as
+    `Decoder` refuses them.
     """
     model = ModelConfig.of(config)
+    keeper(model, quantize)
     one_of(_CALL, "dtype", dtype, ("bf16", "fp16"))
     sizes = sorted({whole(_CALL, "batch", batch, 1, 4096) for batch in batches})
     length = whole(_CALL, "prompt", prompt, 1, model.max_length)
     targets = list(chosen_targets(arch))
-    found = planned(calls(model, sizes, length, dtype), targets)
+    found = planned(calls(model, sizes, length, dtype, quantize), targets)
     return found + plan([_SLOTS], targets)
 
 
-def calls(model: ModelConfig, batches: Collection[int], prompt: int, dtype: str) -> Iterator[Call]:
-    """Calls of decode steps and of prompts."""
-    maker = _Maker(model, dtype)
+def calls(
+    model: ModelConfig, batches: Collection[int], prompt: int, dtype: str,
+    quantize: str | None = None,
+) -> Iterator[Call]:  # fmt: skip
+    """Calls of decode steps and of prompts, behind those that quantize weights."""
+    maker = _Maker(model, dtype, quantize)
+    yield from maker.codes()
     for size in sorted({1 << power for batch in batches for power in range(batch.bit_length())}
                        | set(batches)):  # fmt: skip
         yield from maker.layer(size)
@@ -61,8 +68,8 @@ def calls(model: ModelConfig, batches: Collection[int], prompt: int, dtype: str)
 class _Maker:
     """Calls of one model, as `Network` makes them."""
 
-    def __init__(self, model: ModelConfig, dtype: str) -> None:
-        self.model, self.dtype = model, dtype
+    def __init__(self, model: ModelConfig, dtype: str, quantize: str | None) -> None:
+        self.model, self.dtype, self.scheme = model, dtype, quantize
         self.pages = (self.array(64, PAGE_SIZE, model.heads_kv, model.head_dim),) * 2
 
     def array(self, *shape: int, dtype: str | None = None) -> str:
@@ -71,14 +78,13 @@ class _Maker:
     def layer(self, rows: int) -> Iterator[Call]:
         """All but attention, of so many tokens."""
         model, array = self.model, self.array
-        wide = (model.heads_q + 2 * model.heads_kv) * model.head_dim
+        qkv, out, up, down = self.products()
         stream = array(rows, model.hidden)
-        up = model.mlp * (2 if model.gated else 1)
         yield self.norm(rows, model.hidden)
-        yield self.product(rows, wide, model.hidden, model.model_type == "qwen2")
-        yield self.product(rows, model.hidden, model.heads_q * model.head_dim, residual=stream)
-        yield self.product(rows, up, model.hidden, activation=model.activation, gate=model.gated)
-        yield self.product(rows, model.hidden, model.mlp, residual=stream)
+        yield self.product(rows, *qkv, model.model_type == "qwen2")
+        yield self.product(rows, *out, residual=stream)
+        yield self.product(rows, *up, activation=model.activation, gate=model.gated)
+        yield self.product(rows, *down, residual=stream)
         q, kv = (array(rows, n, model.head_dim) for n in (model.heads_q, model.heads_kv))
         if model.qk_norm:
             yield from (Call("rms_norm", (x, array(model.head_dim)), {}) for x in (q, kv))
@@ -95,8 +101,29 @@ class _Maker:
             return Call("layer_norm", (x, weight, weight), {})
         return Call("rms_norm", (x, weight), {})
 
+    def products(self) -> list[tuple[int, int]]:
+        """Outputs and inputs of a layer's, as `quantized.PRODUCTS` has them."""
+        model = self.model
+        heads = model.heads_q * model.head_dim
+        wide = heads + 2 * model.heads_kv * model.head_dim
+        up = model.mlp * (2 if model.gated else 1)
+        hidden = model.hidden
+        return [(wide, hidden), (hidden, heads), (up, hidden), (hidden, model.mlp)]
+
+    def codes(self) -> Iterator[Call]:
+        """What makes codes of the weights."""
+        if self.scheme is not None:
+            for n, k in self.products():
+                yield Call("quantize", (self.array(n, k), self.scheme), {"weight": True})
+
+    def weight(self, n: int, k: int) -> Any:
+        """Of a layer's product."""
+        if self.scheme is None:
+            return self.array(n, k)
+        return described(self.scheme, n, k, self.dtype)
+
     def product(self, rows: int, n: int, k: int, biased: bool = False, **options: Any) -> Call:
-        arrays = [self.array(rows, k), self.array(n, k)]
+        arrays = [self.array(rows, k), self.weight(n, k)]
         if biased or self.model.theta is None:
             arrays.append(self.array(n))
         return Call("linear", tuple(arrays), options)

@@ -14,7 +14,8 @@ _CALL = "Decoder"
 
 
 class Affine(NamedTuple):
-    """weight and bias (None: there is none) of a product, [N, K] and [N], or of a norm."""
+    """weight and bias (None: there is none) of a product, [N, K] and [N], or of a norm. A product's
+    weight may be a QuantizedTensor."""
 
     weight: Any
     bias: Any = None
@@ -34,6 +35,9 @@ class Layer(NamedTuple):
     k_norm: Any = None
 
 
+Keep = Callable[[Layer], Layer]
+
+
 class Weights(NamedTuple):
     """embedding and head: [vocabulary, hidden]. positions: [max_length, hidden], or None."""
 
@@ -44,8 +48,12 @@ class Weights(NamedTuple):
     head: Any
 
 
-def arranged(config: ModelConfig, state: Mapping[str, Any], dtype: Any, device: Any) -> Weights:
-    """The weights of a Hugging Face `state_dict()`, in `dtype` on `device`.
+def arranged(
+    config: ModelConfig, state: Mapping[str, Any], dtype: Any, device: Any,
+    keep: Keep = lambda layer: layer,
+) -> Weights:  # fmt: skip
+    """The weights of a Hugging Face `state_dict()`, in `dtype` on `device`; each layer as `keep`
+    returns it, before the next one is read.
 
     q, k and v, and gate and up, become one array each; GPT-2's are transposed. Those are copies:
     drop the state where memory is short.
@@ -60,7 +68,8 @@ def arranged(config: ModelConfig, state: Mapping[str, Any], dtype: Any, device: 
             "tensors, as model.state_dict()"
         )
     reader = _Reader(config, state, dtype, device)
-    return _gpt2(config, reader) if config.model_type == "gpt2" else _llama(config, reader)
+    made = _gpt2 if config.model_type == "gpt2" else _llama
+    return made(config, reader, keep)
 
 
 class _Reader:
@@ -89,9 +98,9 @@ class _Reader:
         return None if self.find(name) is None else self(name, *shape)
 
 
-def _llama(config: ModelConfig, read: _Reader) -> Weights:
+def _llama(config: ModelConfig, read: _Reader, keep: Keep) -> Weights:
     embedding = read("embed_tokens.weight", config.vocabulary, config.hidden)
-    layers = tuple(_llama_layer(config, read, f"layers.{n}.") for n in range(config.layers))
+    layers = tuple(keep(_llama_layer(config, read, f"layers.{n}.")) for n in range(config.layers))
     head = embedding
     if not config.tied:
         head = read("lm_head.weight", config.vocabulary, config.hidden)
@@ -128,11 +137,11 @@ def _joined(read: _Reader, parts: list[tuple[str, int]], width: int) -> Affine:
     return Affine(torch.cat(weights), bias)
 
 
-def _gpt2(config: ModelConfig, read: _Reader) -> Weights:
+def _gpt2(config: ModelConfig, read: _Reader, keep: Keep) -> Weights:
     hidden = config.hidden
     embedding = read("wte.weight", config.vocabulary, hidden)
     positions = read("wpe.weight", config.max_length, hidden)
-    layers = tuple(_gpt2_layer(config, read, f"h.{n}.") for n in range(config.layers))
+    layers = tuple(keep(_gpt2_layer(config, read, f"h.{n}.")) for n in range(config.layers))
     head = embedding if config.tied else read("lm_head.weight", config.vocabulary, hidden)
     return Weights(embedding, positions, layers, _normalizing(read, "ln_f.", hidden), head)
 

@@ -94,7 +94,7 @@ class Check:
         """The same accesses where fkjit's tiles lie in plain rows: run again, not computed."""
         if _SWIZZLE not in self.rendered.headers:
             return
-        load, self.load = self.load, partial(_plain, self.load)
+        load, self.load = self.load, partial(without_swizzle, self.load)
         own, self.watch = self.watch, Watch()
         with suppress(FkjitError):
             self._interpret(problem, np.random.default_rng(0), race=False)
@@ -144,7 +144,7 @@ class Check:
         ]
 
 
-def _plain(load: Load, spec: KernelSpec, params: Params, guard: int = 0) -> Rendered:
+def without_swizzle(load: Load, spec: KernelSpec, params: Params, guard: int = 0) -> Rendered:
     """The source with tiles in plain rows: 16-byte chunk c of a row stays in position c."""
     rendered = load(spec, params, guard)
     header = rendered.headers[_SWIZZLE].replace(_TURNED, _PLAIN)

@@ -9,13 +9,14 @@ import webbrowser
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import urlencode
+from urllib.parse import parse_qs, urlencode
 
 from fkjit import ops
 from fkjit.arch import target
 from fkjit.errors import ParameterError, ToolchainError
 from fkjit.messages import write
 from fkjit.runtime.gpus import gpus
+from fkjit.spec import find
 
 FIRST = "attention.flash"
 HOST = "127.0.0.1"  # and nothing else: whoever reaches the page can write files as this user
@@ -30,6 +31,20 @@ def beginning(kernel: str | None, arch: str | None) -> str:
         given["kernel"] = given["kernel"] or FIRST
     named = {name: value for name, value in given.items() if value is not None}
     return f"#{urlencode(named)}" if named else ""
+
+
+def opened(state: str) -> str:
+    """The part of the address that has a state: that of a page that was shared, with or without
+    what comes before its "#". ParameterError where it names no kernel that there is."""
+    found = parse_qs(state.rpartition("#")[2])
+    name = found.get("kernel", [""])[0]
+    if not name:
+        raise ParameterError(
+            f"playground: --open {state[:60]!r} is no address that has kernel=… behind its #"
+        )
+    ops.load()
+    find(name)
+    return f"#{urlencode({word: values[0] for word, values in found.items()})}"
 
 
 def run(port: int, browser: bool, folder: Path, state: str = "") -> None:

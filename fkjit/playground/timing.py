@@ -17,9 +17,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fkjit.api import launch
+import numpy as np
+
 from fkjit.errors import DeviceError, FkjitError
+from fkjit.numerics import drawn
 from fkjit.playground.request import Variant, variants
+from fkjit.replay import Replay
 from fkjit.runtime.device import device_target
 from fkjit.spec import KernelSpec, Problem
 
@@ -92,30 +95,8 @@ def _edited(spec: KernelSpec, text: str, folder: Path) -> KernelSpec:
 
 
 def _graph(spec: KernelSpec, variant: Variant, problem: Problem) -> Callable[[], float]:
-    """Runs a captured graph of launches; returns microseconds a launch."""
-    import numpy as np
-    from cupy import asarray
-    from cupy.cuda import Event, Stream, get_elapsed_time
-
-    cases, params = spec.verification, variant.params
-    arrays = cases.inputs(params, problem, np.random.default_rng(0))
-    arrays |= cases.outputs(params, problem)
-    stream = Stream(non_blocking=True)
-    with stream:
-        on_gpu = {name: None if one is None else asarray(one) for name, one in arrays.items()}
-        launch(spec, params, problem, on_gpu)
-        stream.begin_capture()
-        for _ in range(LAUNCHES):
-            launch(spec, params, problem, on_gpu)
-        graph = stream.end_capture()
-
-    def run() -> float:
-        begin, end = Event(), Event()
-        begin.record(stream)
-        graph.launch(stream)
-        end.record(stream)
-        end.synchronize()
-        return get_elapsed_time(begin, end) * 1e3 / LAUNCHES
-
-    run()
-    return run
+    """Replays a captured graph of launches; returns microseconds a launch."""
+    _, arrays = drawn(spec, variant.params, problem, np.random.default_rng(0))
+    made = Replay(spec, variant.params, problem, arrays, LAUNCHES)
+    made.seconds()
+    return lambda: made.seconds() * 1e6

@@ -43,6 +43,15 @@ def test_rates_are_tokens_by_seconds():
     ]
 
 
+def test_the_title_says_what_the_weights_are():
+    from fkjit.cli.generate import Options, title
+
+    assert title(124_400_000, Options("gpt2", weights="int4_group"), "cuda") == (
+        "gpt2 with random weights: 124.4 M parameters in bf16, layers' products in int4_group, on "
+        "cuda; batch 1, 512 + 128 tokens"
+    )
+
+
 @pytest.mark.parametrize("words, text", [
     (("--config", "gpt-2"), "no 'gpt-2'; did you mean gpt2?"),
     (("--config", "/none/config.json"), "config=/none/config.json: "),

@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 
+from fkjit import replay
 from fkjit.cli import run as run_
 from tests.cli.kit import run
 from tests.core.user_kernel import registered_kernel, write_kernel
@@ -99,7 +100,7 @@ def test_a_time_is_a_graphs_and_the_numbers_are_of_the_first_launch(scale, monke
         runtime=types.SimpleNamespace(deviceSynchronize=lambda: None),
     )
     cupy = types.SimpleNamespace(cuda=cuda, asarray=np.array, asnumpy=np.array)
-    monkeypatch.setattr(run_, "import_module", lambda name: cupy)
+    monkeypatch.setattr(replay, "import_module", lambda name: cupy)
     params = {"dtype": "fp32", "threads": 64, "negated": False}
     problem = {"n": 3, "factor": 2.0, "negated": False}
     arrays = {"x": np.ones(3, np.float32), "y": np.zeros(3, np.float32)}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
+
+from fkjit import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = "bench/notes"  # keeps the names of files as they were on the day
@@ -81,3 +84,28 @@ def test_kernels_and_headers_that_documents_name_are_there():
             text = re.sub(r"(?ms)^```.*?^```$", "", (ROOT / document).read_text())
             named = set(re.findall(r"`(\w+\.cuh?)`", text))
             assert named <= sources | EXAMPLES, (document, named - sources)
+
+
+def said() -> set[str]:
+    """The texts in fkjit's sources, "…" for what a format fills in."""
+    found = set()
+    for path in (ROOT / "fkjit").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [v.value if isinstance(v, ast.Constant) else "…" for v in node.values]
+                found.add("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def test_messages_that_troubleshooting_explains_are_said():
+    page = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
+    wanted = re.findall(r"(?m)^### `(.*)`$", page)
+    texts = "\n".join(said()) + "\n".join(vars(errors))
+    missing = [
+        text
+        for text in wanted
+        if not re.search("[^\n]*?".join(map(re.escape, text.split("…"))), texts)
+    ]
+    assert len(wanted) > 20 and not missing

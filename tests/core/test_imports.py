@@ -34,9 +34,10 @@ LAYERS = (
     {"ops"},
     {"distributed"},
     {"api", "compat", "device", "warm_calls", "warm_worker", "pytest_plugin"},
-    {"warming", "warm_record"},
+    {"warming", "warm_record", "replay"},
     {"models"},
     {"playground"},
+    {"gallery"},
     {"cli"},
     {"__main__"},
 )
@@ -56,7 +57,7 @@ FAMILIES = {
 }
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 HEAVY = ("cupy", "torch", "jinja2", "typer", "rich", "ml_dtypes", "filelock", "platformdirs")
-USES_CUPY = {"jit", "runtime", "ops", "cli", "playground"}
+USES_CUPY = {"jit", "runtime", "ops", "cli", "replay"}
 USES_TERMINAL = {"cli"}  # typer or rich
 
 

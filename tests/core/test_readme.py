@@ -63,7 +63,7 @@ def test_every_command_the_documents_name_exists():
     named = set(re.findall(r"`fkjit (\w+)", COMMANDS))
     assert named == {
         "doctor", "list", "check", "show", "compile", "warm", "bench", "report", "tune", "profile",
-        "cache", "explain", "generate", "new", "run", "clangd", "playground",
+        "cache", "explain", "generate", "new", "run", "clangd", "playground", "gallery",
     }  # fmt: skip
     assert set(re.findall(r"`fkjit (\w+)", README)) <= named
     for name in named:

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import fkjit
-from docs.site import docstrings
-from fkjit import errors
+from docs.site import docstrings, support
+from fkjit import errors, ops
+from fkjit.spec import registered
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -71,6 +72,15 @@ def test_a_docstring_becomes_what_autodoc_reads():
     assert lines[at + 1 : at + 3] == ["    [B, S]; :py:obj:`linear <fkjit.linear>`", "    too."]
     assert "The others" in lines and "    as in :py:obj:`rope <fkjit.rope>`." in lines
     assert r"    a trailing\_ word." in lines
+
+
+def test_the_table_of_gpus_is_what_calls_select():
+    assert support.PAGE.read_text() == support.page(), "python -m docs.site.support writes it"
+
+
+def test_what_no_gpu_has_run_is_no_more_than_there_is():
+    ops.load()
+    assert {spec.id for spec in registered()} >= support.NOT_RUN
 
 
 class Fetched(HTMLParser):

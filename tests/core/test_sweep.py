@@ -16,7 +16,7 @@ import pytest
 
 import fkjit
 from fkjit import ops
-from fkjit.arch import DEFAULT_ARCHS
+from fkjit.arch import DEFAULT_ARCHS, arch
 from fkjit.cpu.run import GUARD
 from fkjit.jit.build import quiet
 from fkjit.settings import settings
@@ -74,6 +74,8 @@ def test_compiles_without_spills(spec, name, variants):
             meta = build_both(spec, params, name).meta
         resources = meta["resources"]
         assert resources["registers"] <= 255
+        shared = resources["shared"] + spec.shared_bytes(params)
+        assert shared <= arch(name).shared_per_block, params
         excused = BASELINE.get(f"{spec.id} {spec.label(params)} {name}", {"spill_stores": 0})
         assert resources["spill_stores"] == excused["spill_stores"], (params, meta["problems"])
         if not excused["spill_stores"]:

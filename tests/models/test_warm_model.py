@@ -59,8 +59,14 @@ def test_the_command_plans_a_file_and_says_what_does_not_go_together(tmp_path, m
     assert done.status == 0, done.err
     assert {job.target for job in planned} == {"sm_90a"}
     assert "kv_append.tokens" in kernels(planned)
+    planned.clear()
+    done = run("warm", "--config", str(path), "--weights", "int4_group", "--arch", "sm_90a")
+    assert done.status == 0, done.err
+    assert {"quantize.spans", "quantized_linear.gemv"} < kernels(planned)
     for words, text in [
         (("--batch", "1"), "go with --config"),
+        (("--weights", "int4_group"), "go with --config"),
+        (("--config", "gpt2", "--weights", "int3"), "quantize='int3' is not one of"),
         (("--config", "gpt2", "--head-dim", "64"), "--config goes with"),
         (("--config", "gpt2", "--batch", "x"), "--batch 'x' is not numbers"),
         (("--config", "gpt3"), "no 'gpt3'"),

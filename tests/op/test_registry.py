@@ -83,6 +83,7 @@ KERNELS = [
     "attention_backward.keys_fp32",
     "attention_backward.queries_fp32",
     "attention_backward.flash_sm90",
+    "attention_backward.flash_wide_sm90",
     "attention_backward_form.keys",
     "attention_backward_form.queries",
     "attention_backward_form.bias",
@@ -91,6 +92,7 @@ KERNELS = [
     "attention_backward_form.zeros",
     "attention_backward_form.mask",
     "attention_backward_form.flash_sm90",
+    "attention_backward_form.flash_wide_sm90",
     "attention_backward_form.slopes_sm90",
 ]
 

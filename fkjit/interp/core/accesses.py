@@ -15,3 +15,8 @@ ATOMIC = "atomic"
 # (kind, shared?, positions, bytes of each, lanes, instruction): threads access memory. `kind` is
 # READ, WRITE or ATOMIC; positions are those of SharedMemory or of the arena.
 Observer = Callable[[str, bool, np.ndarray, int, np.ndarray, Instruction], None]
+
+# (begins?, writes?, positions in shared memory, instruction): what copies and products on their own
+# (cp.async, TMA, wgmma) access, from where it is issued to where a thread has waited for it. Told
+# where races are looked for.
+EngineObserver = Callable[[bool, bool, np.ndarray, Instruction], None]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fkjit.errors import InterpreterError
-from fkjit.interp.core.accesses import Observer
+from fkjit.interp.core.accesses import EngineObserver, Observer
 from fkjit.interp.core.checks import Checks
 from fkjit.interp.core.lanes import Layout
 from fkjit.interp.core.ptx import Function
@@ -48,6 +48,7 @@ class Machine:
         self.groups: dict[int, np.ndarray] = {}  # lanes that can run, by program counter
         self.executed = 0  # straight-line runs and control instructions
         self.observers: list[Observer] = []  # told of every access by threads; before decoding
+        self.engine_observers: list[EngineObserver] = []
         self.on_start: list[Callable[[], None]] = []  # called when a batch starts
         self.on_exit: list[Callable[[], None]] = []  # called when lanes have ended
         self.waiting: list[Callable[[], Sequence[Waiting]]] = []  # who waits, for reports

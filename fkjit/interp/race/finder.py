@@ -241,6 +241,7 @@ class Race:
         clock = self.clocks.release(lanes)
         self._check_engine(shadow, units, actor, clock, lanes, ins, write)
         self._pending(shadow).begin(units, ins, write)
+        self._tell(True, write, shadow, units, ins)
         return Operation(shadow, units, actor, write, ins)
 
     def finish(self, *operations: Operation | None) -> Clock | None:
@@ -252,6 +253,7 @@ class Race:
         one, units = over[0], over[0].units
         for operation in over:
             self._pending(one.shadow).end(operation.units, one.ins, one.write)
+            self._tell(False, one.write, one.shadow, operation.units, one.ins)
         if len(over) > 1:
             units = distinct(np.concatenate([operation.units for operation in over]))
         stamp = self._tick(one.ins)
@@ -282,6 +284,7 @@ class Race:
                     int(who[found.at]), ins, self.machine.reporter,
                 )  # fmt: skip
         pending.begin(units, ins, True)
+        self._tell(True, True, shadow, units, ins)
 
     def copy_lands(
         self, positions: np.ndarray, width: int, lanes: np.ndarray, ins: Instruction
@@ -292,11 +295,19 @@ class Race:
         units, each = shadow.spread(positions, width)
         actors = self.clocks.actors(lanes)
         self._pending(shadow).end(units, ins, True)
+        self._tell(False, True, shadow, units, ins)
         if shadow.quiet(WRITE, positions, width, lanes):
             shadow.enqueue(WRITE, positions, width, lanes)
         else:
             shadow.flush()
             shadow.add(WRITE, units, np.repeat(actors, each))
+
+    def _tell(
+        self, begins: bool, write: bool, shadow: Shadow, units: np.ndarray, ins: Instruction
+    ) -> None:
+        if shadow is self.shared:
+            for observer in self.machine.engine_observers:
+                observer(begins, write, units << shadow.shift, ins)
 
     def _pending(self, shadow: Shadow) -> Pending:
         if id(shadow) not in self.pending:

@@ -22,6 +22,7 @@ from fkjit.ops.quantize.call import (
     prepared_codes,
     quantize,
 )
+from fkjit.ops.quantize.product import EVEN
 from fkjit.ops.quantize.schemes import QuantizedTensor, Scheme, dtype_name, parts
 from fkjit.runtime.device import multiprocessors
 from fkjit.runtime.interop import CPU, ITEMSIZE, View, empty, view
@@ -29,7 +30,6 @@ from fkjit.runtime.interop import CPU, ITEMSIZE, View, empty, view
 _HALVES = ("bf16", "fp16")
 _NAMES = {"bfloat16": "bf16", "float16": "fp16"}
 _CHUNK = 16  # bytes of a load, and of a lane's codes
-_EVEN = {"int4": 32, "int8": 16, "fp8": 16}  # what k is a multiple of
 _OF_X = {"fp8_tensor": "fp8_row", "fp8_row": "fp8_row", "fp8_block": "fp8_block",
          "int8_row": "int8_row"}  # fmt: skip
 _MAY_BE = {
@@ -193,10 +193,10 @@ def _problem(views: Mapping[str, View | None], options: ProductOptions) -> dict[
         raise ParameterError(
             f"{CALL}: x has shape {tuple(x.shape)}, weight is of {k} columns; allowed: x [..., {k}]"
         )
-    if k % _EVEN[how.code] or k == 0:
+    if k % EVEN[how.code] or k == 0:
         raise ParameterError(
             f"{CALL}: k={k} with weight of {options.scheme}; allowed: a multiple of "
-            f"{_EVEN[how.code]}: pad x and weight with zeros before quantizing"
+            f"{EVEN[how.code]}: pad x and weight with zeros before quantizing"
         )
     return {
         "m": prod(x.shape[:-1]), "n": wide // 2 if gate else wide, "k": k, "dtype": options.dtype,

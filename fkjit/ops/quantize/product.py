@@ -21,6 +21,7 @@ from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import Param, Params, Problem, Work
 
 BITS = {"fp8": 8, "int8": 8, "int4": 4}
+EVEN = {"int4": 32, "int8": 16, "fp8": 16}  # what k is a multiple of
 SMS = 132  # where there is no GPU to ask
 _POINTERS = ("x", "x_scales", "weight", "scales", "bias", "residual", "out")
 DTYPES = (

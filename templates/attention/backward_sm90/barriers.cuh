@@ -2,7 +2,7 @@
 // memory.
 //
 //   work      which piece comes next, announced by the thread that loads tiles
-//   k, v      K and V of a work item, K of two; empty when they have been multiplied
+//   k, v      K and V of a work item, K of two if it has two places; empty when multiplied
 //   q, do     tiles of Q (with lse and delta) and dO; empty when dK, or dV, has been multiplied
 //   ds        dS of a tile, from two warpgroups for the third
 //   begun     the third is at the next tile of the one or the other thread that copies dQ
@@ -18,10 +18,10 @@ struct BackwardBarriers {
   static constexpr int Q_STAGES = Layout::Q_STAGES, DO_STAGES = Layout::DO_STAGES;
   static constexpr int DS_STAGES = Layout::DS_STAGES, DQ_STAGES = Layout::DQ_STAGES;
   static constexpr int DQ_PARTS = Layout::DQ_PARTS;
-  static constexpr int SLOTS = 2;     // work items that have been announced
-  static constexpr int K_STAGES = 2;  // K of work items
-  static constexpr int COPIERS = 2;   // threads that copy dQ: of every second tile
-  static constexpr int TILES = 8;     // descriptions of tiles: more than are under way
+  static constexpr int SLOTS = 2;                    // work items that have been announced
+  static constexpr int K_STAGES = Layout::K_STAGES;  // K of work items
+  static constexpr int COPIERS = 2;                  // threads that copy dQ: of every second tile
+  static constexpr int TILES = 8;  // descriptions of tiles: more than are under way
   static constexpr int TILE_BYTES = 48;
   static constexpr int WORK = 80, Q = WORK + SLOTS * 16, DO = Q + Q_STAGES * 16;
   static constexpr int DS = DO + DO_STAGES * 16, DQ = DS + DS_STAGES * 16;

@@ -33,7 +33,7 @@ struct DQCopies {
 // Where the parts of a tile's dQ are; `index`: that of the tile, which counts so many rows.
 template <typename Layout, int INDEX_ROWS>
 struct DQParts {
-  using Copies = DQCopies<Layout::WIDTH, Layout::DQ_COLUMNS>;
+  using Copies = DQCopies<Layout::SUM_COLUMNS, Layout::DQ_COLUMNS>;
   float* sums;
   u32 shared;
 
@@ -41,7 +41,7 @@ struct DQParts {
     const i64 row_block =
         static_cast<i64>(index) * (INDEX_ROWS / 16) + part / Layout::DQ_ACROSS * 4;
     const int column_block = part % Layout::DQ_ACROSS * (Layout::DQ_COLUMNS / 8);
-    const i64 place = fragment_place(row_block, column_block, Layout::WIDTH / 8, 0);
+    const i64 place = fragment_place(row_block, column_block, Layout::SUM_COLUMNS / 8, 0);
     return {sums + place, shared + Layout::DQ + part % Layout::DQ_STAGES * Layout::DQ_STAGE};
   }
 };

@@ -26,14 +26,14 @@ __device__ __forceinline__ void multiply_dq(const Barriers& barriers, u32 shared
   using DSTile = typename Layout::DSTile;
   constexpr int PARTS = Layout::DQ_PARTS, STAGES = Layout::DQ_STAGES;
   constexpr int INDEX_BLOCKS = Sizes::INDEX_ROWS / 16;  // of a tile's index, 16 rows each
-  constexpr int CHUNKS = 8, WIDTH = KTile::COLUMNS, K_STEPS = KTile::ROWS / 16;
+  constexpr int CHUNKS = 8, WIDTH = Layout::SUM_COLUMNS, K_STEPS = KTile::ROWS / 16;
   const u64 ds_operand = wgmma_tile(shared + Layout::DS, DSTile::PANEL_BYTES);
   const u64 keys_operand = wgmma_tile(shared, KTile::PANEL_BYTES);
   const bool signals = lane == 0;
   while (next_work() < sizes.works()) {
     const int taken = works_taken - 1;
-    const u64 k_operand = keys_operand + taken % 2 * (Layout::K_STAGE >> 4);
-    mbarrier_wait(barriers.k_full(taken % 2), taken / 2 % 2);
+    const u64 k_operand = keys_operand + taken % Layout::K_STAGES * (Layout::K_STAGE >> 4);
+    mbarrier_wait(barriers.k_full(taken % Layout::K_STAGES), taken / Layout::K_STAGES % 2);
     for (bool last = false; !last; ++step_number) {
       const RingPlace<Layout::DS_STAGES> ds_ring = ring_place<Layout::DS_STAGES>(step_number);
       const int copier = step_number % Barriers::COPIERS;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void multiply_dq(const Barriers& barriers, u32 shared
       }
     }
     bias_gradient.end();
-    if (signals) mbarrier_arrive(barriers.k_empty(taken % 2));
+    if (signals) mbarrier_arrive(barriers.k_empty(taken % Layout::K_STAGES));
   }
   if constexpr (DETERMINISTIC) {
     // There are no more tiles. (The last one has been read: nobody is two phases behind.)

@@ -117,9 +117,10 @@ __device__ __forceinline__ void feature_scores(float (&s)[1][N][4], const Barrie
                                                u32 shared, int step, int lane, float scale_log2,
                                                const AttentionForm& form) {
   constexpr int BLOCK_Q = Layout::BLOCK_Q, BLOCK_K = Layout::BLOCK_K;
-  const auto warp_key = [] { return thread_index_again() / WARP_SIZE * 16; };
+  const auto warp_key = [] { return own_key<Layout>(); };
   const u32 about = barriers.tile(step);
-  const FormTile<BLOCK_Q, BLOCK_K> tile(about, form.window_left + form.window_right + 1);
+  FormTile<BLOCK_Q, BLOCK_K> tile(about, form.window_left + form.window_right + 1);
+  tile.shift -= own_query<Layout>();
   if (SOFTCAP || ALIBI) final_scores<SOFTCAP, ALIBI>(s, lane, tile, about, warp_key(), form);
   if constexpr (Layout::BIAS_BYTES > 0) {
     mbarrier_wait(barriers.bias_full(), step & 1);
@@ -131,7 +132,7 @@ __device__ __forceinline__ void feature_scores(float (&s)[1][N][4], const Barrie
   if (Layout::MASK_BYTES > 0) {
     const u32 bits = shared + Layout::ROWS + step % Layout::ROWS_STAGES * Layout::ROWS_STAGE +
                      Layout::ROWS_BYTES;
-    MaskBits<BLOCK_Q, BLOCK_K>::hide(s, bits, lane, warp_key());
+    MaskBits<BLOCK_Q, BLOCK_K>::hide(s, bits, lane, warp_key(), own_query<Layout>());
   }
   if (tile.masked()) mask_band(s, lane, tile, warp_key());
 }

@@ -13,14 +13,15 @@ template <int BLOCK_Q, int BLOCK_K>
 struct MaskBits {
   static constexpr int WORDS = BLOCK_Q / 32, BYTES = BLOCK_K * WORDS * 4;  // of a key, of a tile
 
-  // Scores of keys that a query does not see become -inf. `key`: the first one of the warp's.
+  // Scores of keys that a query does not see become -inf. `key`, `query`: the first of the warp's.
   template <int N>
-  __device__ __forceinline__ static void hide(float (&s)[1][N][4], u32 bits, int lane, int key) {
+  __device__ __forceinline__ static void hide(float (&s)[1][N][4], u32 bits, int lane, int key,
+                                              int query) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const u32 of_key = bits + (key + lane / 4 + half * 8) * WORDS * 4;
+      const u32 of_key = bits + (key + lane / 4 + half * 8) * WORDS * 4 + query / 8;
 #pragma unroll
-      for (int word = 0; word < WORDS; ++word) {
+      for (int word = 0; word < N / 4; ++word) {
         const u32 seen = static_cast<u32>(load_shared_word(of_key + word * 4)) >> lane % 4 * 2;
 #pragma unroll
         for (int n = 4 * word; n < 4 * word + 4; ++n)

@@ -5,6 +5,7 @@
 #pragma once
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
 #include "tile/swizzle.cuh"
 #include "tile/tile_copy.cuh"
 #include "attention/store_sums.cuh"
@@ -25,6 +26,17 @@ struct BackwardTile {
     return key < keys ? key + shift : BLOCK_Q;
   }
 };
+
+// Of a tile of scores, where the warp's own begin: its 16 keys, and the queries of its warpgroup.
+template <typename Layout>
+__device__ __forceinline__ int own_key() {
+  const int row = thread_index_again() / WARP_SIZE * 16;
+  return Layout::SHARED_KEYS ? row % Layout::BLOCK_K : row;
+}
+template <typename Layout>
+__device__ __forceinline__ int own_query() {
+  return Layout::SHARED_KEYS ? thread_index_again() / 128 * (Layout::BLOCK_Q / 2) : 0;
+}
 
 // Where these keys are in K, V and their gradients: noted with the tile.
 template <bool PACKED>

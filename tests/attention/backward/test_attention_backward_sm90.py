@@ -39,6 +39,7 @@ SM90 = {
         ((2, 1, 70, 140, 48, 96), {"causal": True, "layout": "bshd", "impl": "flash_sm90"}),
         ((1, 1, 140, 50, 40, 64), {"causal": True, "impl": "flash_sm90"}),  # rows without keys
         ((1, 1, 100, 70, 128, 72), {"deterministic": False}),
+        ((1, 1, 70, 70, 160, 256), {"causal": True, "layout": "bshd", "impl": "flash_sm90"}),
     ],
 )
 def test_whole_calls(sizes, options, monkeypatch):
@@ -60,7 +61,6 @@ PROBLEM = {
     ("changes", "taken"),
     [
         ({}, True),
-        ({"head_dim": 192}, False),
         ({"softmax_scale": -0.1}, False),
         ({"seqlen_q": 16}, False),
         ({"strides": PROBLEM["strides"] | {"k": (51200, 0, 128)}, "heads_kv": 2}, False),
@@ -79,6 +79,16 @@ def test_hopper_takes_what_tma_can_read_and_suits_it(changes, taken):
     if not taken:
         with pytest.raises(ParameterError, match="does not take"):
             select(dict(problem), Options(impl="flash_sm90"), {}, True, arch("sm_90a"))
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256), (72, 136)])
+def test_above_128_it_is_taken_by_who_asks_for_it(dims):
+    problem = {**PROBLEM, "head_dim": dims[0], "head_dim_v": dims[1]}
+    for impl, wide in (("auto", False), ("portable", False), ("flash_sm90", True)):
+        chosen = select(dict(problem), Options(impl=impl), {}, True, arch("sm_90a"))
+        assert ("flash_wide_sm90" in [one.spec.name for one in chosen.launches]) is wide
+    with pytest.raises(ParameterError, match="dimensions up to 256"):
+        select(dict(problem), Options(impl="flash_sm90"), {}, False, arch("sm_90a"))
 
 
 def test_maps_are_encoded_once_an_address(monkeypatch):
@@ -124,10 +134,37 @@ BUGS = (
     Bug("dK is not scaled", KERNEL, "dk_sum, softmax_scale,",
         "dk_sum, 1.f,", by="numbers", **SM90),
 )  # fmt: skip
+WIDE = {
+    "kernel": "attention_backward.flash_wide_sm90",
+    "params": {"dtype": "bf16", "head_dim": 192, "deterministic": True},
+}
+ANY_ORDER = WIDE | {"params": WIDE["params"] | {"deterministic": False}}
+WIDE_KERNEL = "kernels_cu/attention/backward_wide_sm90.cu"
+WIDE_BUGS = (
+    Bug("P^T is read before the other half is there", WIDE_KERNEL,
+        "named_barrier_wait_aligned<2 * WARPGROUP>(P_READY);", "", by="race", **WIDE),
+    Bug("dS^T is read before the other half is there", WIDE_KERNEL,
+        "named_barrier_wait_aligned<2 * WARPGROUP>(DS_READY);", "", by="race", **WIDE),
+    Bug("P^T over one that is read", WIDE_KERNEL,
+        "named_barrier_wait_aligned<2 * WARPGROUP>(P_READ);", "", by="race",
+        problem={"seqlen_q": 250}, **WIDE),
+    Bug("one P^T where two are under way", WIDE_KERNEL, "step % P_STAGES * Layout", "0 * Layout",
+        by="race", problem={"seqlen_q": 250}, **ANY_ORDER),
+    Bug("halves are not fenced for wgmma", WIDE_KERNEL, "proxy_fence();", "", by="race", **WIDE),
+    Bug("Q is free while dK is multiplied", WIDE_KERNEL, "wgmma_wait<1>();\n        if (signals &&",
+        "if (signals &&", by="race", problem={"seqlen_q": 250}, **WIDE),
+    Bug("dS^T over one that dQ is made of", WIDE_KERNEL,
+        "mbarrier_wait(barriers.ds_empty(ds_ring.stage), ds_ring.parity ^ 1);", "", by="race",
+        problem={"seqlen_q": 250}, **WIDE),
+    Bug("both halves hide the same queries", WIDE_KERNEL, "tile.shift -= own_query<Layout>();", "",
+        by="numbers", problem={"causal": True}, **WIDE),
+    Bug("both halves of columns are the same", WIDE_KERNEL, "target + first", "target",
+        by="race", **WIDE),
+)  # fmt: skip
 
 
 @ONE_OF_EACH_KIND
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", (*BUGS, *WIDE_BUGS), ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug, monkeypatch):
     said = outcome(bug, monkeypatch, plant=True)
     assert said.startswith(KINDS[bug.by]), said or "nothing was found"

@@ -31,7 +31,7 @@ def assert_right(found, q, k, v, dout, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_250_repeats_in_turns_have_the_same_bits_and_are_right(size, dim, causal):
     q, k, v, dout = tensors(*size, dim, "bf16", heads=24, heads_kv=6)
@@ -48,7 +48,7 @@ def test_250_repeats_in_turns_have_the_same_bits_and_are_right(size, dim, causal
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 48)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 48), (192, 128), (256, 256)])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_sums_in_any_order_are_right(size, dims, causal):
     q, k, _, _ = tensors(*size, dims[0], "fp16", heads=24, heads_kv=12)

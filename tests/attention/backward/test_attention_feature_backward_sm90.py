@@ -17,6 +17,7 @@ from fkjit.jit.build import build, quiet  # noqa: E402
 from fkjit.ops.attention.backward import checks  # noqa: E402
 from fkjit.ops.attention.backward import kernels_sm90 as sm90  # noqa: E402
 from fkjit.ops.attention.backward.kernels import with_features  # noqa: E402
+from fkjit.ops.attention.backward.kernels_wide_sm90 import FLASH_WIDE_SM90  # noqa: E402
 from fkjit.ops.attention.backward.problem import Options  # noqa: E402
 from fkjit.settings import settings  # noqa: E402
 from tests.attention.backward.test_attention_backward import tensors  # noqa: E402
@@ -102,6 +103,23 @@ def test_slopes_of_each_batch_beside_a_bias_a_sink_and_a_gradient_of_lse(launche
     assert launched == ["rows", "flash_sm90", "dq", "slopes_sm90", "bias_sum", "heads"]
 
 
+WIDE = {
+    "window, sinks": {"window": (40, 9), "sinks": torch.rand(2)},
+    "mask": {"mask": torch.rand(1, 1, 70, 130) < 0.8},
+    "soft cap": {"softcap": 4.0, "sinks": torch.rand(2)},
+}
+
+
+@ONLY_WITH_EVERY_VARIANT  # the sweep has a variant with most of them
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("options", WIDE.values(), ids=WIDE)
+def test_above_head_dimension_128(options, deterministic, launched, monkeypatch):
+    monkeypatch.setattr("fkjit.ops.attention.backward.select._allowed", lambda problem: ("auto",))
+    *given, dout = tensors(2, 1, 70, 130, 200, 136, "bf16")
+    check(given, dout, options, mine={"deterministic": deterministic})
+    assert "flash_wide_sm90" in launched
+
+
 PROBLEM = {
     "dtype": "bf16", "batch": 1, "heads_q": 2, "heads_kv": 1, "seqlen_q": 100, "seqlen_k": 200,
     "head_dim": 128, "head_dim_v": 128, "softmax_scale": 0.1, "causal": False,
@@ -114,7 +132,9 @@ PROBLEM = {
     [
         ({}, "window", "sm_90a", True),
         ({}, "window", "sm_80", False),
-        ({"head_dim": 192}, "window", "sm_90a", False),
+        ({"head_dim": 192}, "window", "sm_90a", True),
+        ({"head_dim": 192}, "bias=bf16", "sm_90a", False),
+        ({"head_dim_v": 192}, "score_mod=2 + score; derivative=1", "sm_90a", False),
         ({"softcap": 30.0}, "softcap", "sm_90a", True),
         ({"softcap": 0.1}, "softcap", "sm_90a", False),
         ({}, "softcap alibi", "sm_90a", False),
@@ -147,9 +167,26 @@ def test_hopper_takes_bands_that_tma_can_read(changes, form, name, taken):
     ],
 )
 def test_forms_that_are_not_swept_spill_no_registers(form):
-    params = {"dtype": "fp16", "head_dim": 128, "deterministic": True, "form": form}
+    assert_no_spills(sm90.FLASH_SM90, 128, True, form)
+
+
+@pytest.mark.parametrize(
+    ("form", "deterministic"), [("window", True), ("alibi mask varlen", False)]
+)
+def test_nor_do_those_above_head_dimension_128(form, deterministic):
+    assert_no_spills(FLASH_WIDE_SM90, 256, deterministic, form)
+
+
+def test_a_wide_soft_cap_is_taken_in_order_as_it_spills_otherwise():
+    one = {**PROBLEM, "window": (200, 200)}
+    options = Options(features="softcap", deterministic=False)
+    assert [sm90.in_order({**one, "head_dim": dim}, options) for dim in (128, 256)] == [False, True]
+
+
+def assert_no_spills(spec, head_dim, deterministic, form):
+    params = {"dtype": "fp16", "head_dim": head_dim, "deterministic": deterministic, "form": form}
     with quiet():
-        made = build(with_features(sm90.FLASH_SM90, form), params, target("sm_90a")).meta
+        made = build(with_features(spec, form), params, target("sm_90a")).meta
     assert made["resources"]["spill_stores"] == 0 and not made["problems"]
     order = [{"128s": 0, "P": 1}.get(argument[1], 2) for argument in made["arguments"]]
     assert order == sorted(order)  # maps, pointers, then numbers: as plans want them

@@ -24,19 +24,20 @@ def _problems(params: Params, scale: str) -> Sequence[Problem]:
 
 
 def _plain_problems(params: Params, scale: str) -> list[dict[str, Any]]:
-    block_q = BLOCK_Q_SM90[params["head_dim"]]
+    block_q, block_k = BLOCK_Q_SM90[params["head_dim"]], BLOCK_K_SM90[params["head_dim"]]
     square = {**params, "head_dim_v": params["head_dim"]}
-    found = cases.plain_problems(block_q, BLOCK_K_SM90, square, scale)
+    found = cases.plain_problems(block_q, block_k, square, scale)
     if scale == "small":
         found[0] |= {"multiprocessors": 2}
-        found[1] |= {"seqlen_q": 2 * block_q - 3, "seqlen_k": 2 * BLOCK_K_SM90 + 1}
+        found[1] |= {"seqlen_q": 2 * block_q - 3, "seqlen_k": 2 * block_k + 1}
     return found
 
 
 def _feature_problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """Windows, keys that nobody sees, rows that see none; packed with an empty sequence. Rows of a
     bias in whole 16 bytes."""
-    block_q, features = BLOCK_Q_SM90[params["head_dim"]], parse(params["form"])
+    block_q, block_k = BLOCK_Q_SM90[params["head_dim"]], BLOCK_K_SM90[params["head_dim"]]
+    features = parse(params["form"])
     few, many = (1, 2) if scale == "small" else (5, 17)
     base = {
         "dtype": params["dtype"], "head_dim": params["head_dim"], "head_dim_v": params["head_dim"],
@@ -44,9 +45,9 @@ def _feature_problems(params: Params, scale: str) -> list[dict[str, Any]]:
         "softcap": 2.0 * features.softcap, "softmax_scale": params["head_dim"] ** -0.5,
         "multiprocessors": 2 if scale == "small" else 132,
     }  # fmt: skip
-    long, short = many * block_q - 3, few * 128 + (8 if features.bias else 5)
+    long, short = many * block_q - 3, few * block_k + (8 if features.bias else 5)
     if features.varlen:
-        lengths = ((5, 0, long, 9), (40, 130, short, 0))
+        lengths = ((5, 0, long, 9), (40, block_k + 2, short, 0))
         total_q, total_k = (sum(of) + 3 for of in lengths)  # rows behind the last sequence
         more = {
             "batch": 4, "lengths": lengths, "total_q": total_q, "total_k": total_k,
@@ -125,7 +126,7 @@ def _reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     return made | {"dq_sum": cases.dq_sum(problem, arrays, found["dq"])}
 
 
-FLASH_SM90 = Verification(
+FLASH_SM90 = FLASH_WIDE_SM90 = Verification(
     problems=_problems,
     inputs=_inputs,
     outputs=_outputs,

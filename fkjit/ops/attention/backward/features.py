@@ -31,6 +31,7 @@ SHOWN_SM90 = {
     ScoreFeatures(softcap=True, varlen=True).text: 128,
     ScoreFeatures(alibi=True, bias="bf16", dbias=True).text: 128,
 }
+SHOWN_WIDE_SM90 = ScoreFeatures(softcap=True, mask=True, varlen=True).text
 
 
 class KernelFeatures:

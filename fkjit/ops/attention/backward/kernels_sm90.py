@@ -16,6 +16,7 @@ from fkjit.ops.attention.backward.kernels_preprocess import CASES, OP
 from fkjit.ops.attention.backward.problem import Options
 from fkjit.ops.attention.backward.tiles import BLOCK_K_SM90 as BLOCK_K
 from fkjit.ops.attention.backward.tiles import BLOCK_Q_SM90 as BLOCK_Q
+from fkjit.ops.attention.backward.tiles import WIDE_SM90 as WIDE
 from fkjit.ops.attention.features import ScoreFeatures, parse
 from fkjit.ops.attention.problem import shape_class
 from fkjit.runtime.interop import ITEMSIZE, View
@@ -23,7 +24,7 @@ from fkjit.runtime.tensor_map import TensorMap
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, Work
 from fkjit.symbolic import decision
 
-HEAD_DIMS = tuple(BLOCK_Q)  # what products are padded to
+HEAD_DIMS = tuple(dim for dim in BLOCK_Q if dim not in WIDE)  # what products are padded to
 COUNTERS = 1
 SMS = 132  # of an H100 or H200, where a problem does not say
 _PANEL = 64
@@ -36,7 +37,7 @@ _LEAST_CAP = 1.0  # derivatives come from probabilities of 16 bits: beside it th
 
 
 def width(head_dim: int) -> int:
-    """Columns of tiles and of sums of dq: whole panels, of which products leave some."""
+    """Columns of sums of dq, and of tiles: whole panels, of which products leave some."""
     return -(-head_dim // _PANEL) * _PANEL
 
 
@@ -137,22 +138,27 @@ def _shared(params: Params) -> SharedLayout:
     """K twice, V, rings of Q and dO, of dS, of dq, a tile of a bias, a ring of lse_log2 and delta
     with the bits of a mask; the mbarriers with what is noted of tiles."""
     d, block_q = width(params["head_dim"]), BLOCK_Q[params["head_dim"]]
-    features = _features(params)
+    block_k, features = BLOCK_K[params["head_dim"]], _features(params)
     stages = _stages(params)
-    bits = BLOCK_K * block_q // 8 if features is not None and features.mask else 0
+    bits = block_k * block_q // 8 if features is not None and features.mask else 0
     bias = int(features is not None and bool(features.bias))
     rings = (
-        ("K", 2 * BLOCK_K * d, _K_STAGES), ("V", 2 * BLOCK_K * d, 1),
+        ("K", 2 * block_k * d, _K_STAGES), ("V", 2 * block_k * d, 1),
         ("Q", 2 * block_q * d, stages["q_stages"]), ("dO", 2 * block_q * d, _DO_STAGES),
-        ("dS", 2 * BLOCK_K * block_q, _DS_STAGES),
+        ("dS", 2 * block_k * block_q, _DS_STAGES),
         ("dQ", 64 * 64 * 4, stages["dq_stages"]),
-        ("bias", 2 * BLOCK_K * block_q, bias),
+        ("bias", 2 * block_k * block_q, bias),
         ("rows", 8 * block_q + bits, _DO_STAGES),
     )  # fmt: skip
     return [
         *((f"{name} stage {i}", size) for name, size, count in rings for i in range(count)),
-        ("mbarriers", _BARRIER_BYTES + (0 if features is None else _NOTE_BYTES)),
+        ("mbarriers", barrier_bytes(features is not None)),
     ]
+
+
+def barrier_bytes(features: bool) -> int:
+    """Of the mbarriers and of what is noted of tiles, with score features also of work items."""
+    return _BARRIER_BYTES + _NOTE_BYTES * features
 
 
 # ------------------------------------------------------------------ the schedule
@@ -162,8 +168,8 @@ def _heads(one: Problem) -> int:
     return one["heads_kv"] * one["batch"]
 
 
-def _blocks(one: Problem) -> int:
-    return -(-one["seqlen_k"] // BLOCK_K)
+def _blocks(params: Params, one: Problem) -> int:
+    return -(-one["seqlen_k"] // BLOCK_K[params["head_dim"]])
 
 
 def _multiprocessors(one: Problem) -> int:
@@ -177,14 +183,16 @@ def _teams(blocks: int, heads: int, multiprocessors: int, rounds: int) -> int:
 
 def _rounds(params: Params, one: Problem) -> int:
     """In how many rounds a team of thread blocks goes through a head, where dq has an order."""
-    block_q, sizes = BLOCK_Q[params["head_dim"]], (_blocks(one), _heads(one))
-    return _best_rounds(block_q, *sizes, _multiprocessors(one), one["causal"])
+    block_q, block_k = BLOCK_Q[params["head_dim"]], BLOCK_K[params["head_dim"]]
+    sizes = _blocks(params, one), _heads(one), _multiprocessors(one)
+    return _best_rounds(2 * block_q // block_k, *sizes, one["causal"])
 
 
 @decision(1024)
-def _best_rounds(block_q: int, blocks: int, heads: int, multiprocessors: int, causal: bool) -> int:
+def _best_rounds(apart: int, blocks: int, heads: int, multiprocessors: int, causal: bool) -> int:
     """See attention/backward_sm90/schedule.cuh: few, as heads under way at once share L2, but two
-    tiles between two that come to one, of those that are nearly the fastest by count of blocks."""
+    tiles between two that come to one, `apart` blocks of keys; of those that are nearly the fastest
+    by count of blocks."""
 
     def time(rounds: int) -> int:
         each = -(-heads // _teams(blocks, heads, multiprocessors, rounds))
@@ -194,7 +202,7 @@ def _best_rounds(block_q: int, blocks: int, heads: int, multiprocessors: int, ca
     times = {rounds: time(rounds) for rounds in legal}
     best = min(times.values())
     near = [rounds for rounds in legal if 20 * times[rounds] <= 21 * best]
-    return next((rounds for rounds in near if rounds >= 2 * block_q // BLOCK_K), near[-1])
+    return next((rounds for rounds in near if rounds >= apart), near[-1])
 
 
 def _abreast(params: Params, one: Problem) -> int:
@@ -203,16 +211,17 @@ def _abreast(params: Params, one: Problem) -> int:
     blocks as run at a time, but what L2 has room for; and so that there is an even number of such
     sections."""
     enough = 256 // params["head_dim"] * _multiprocessors(one)
-    pairs = max(1, round(_heads(one) * _blocks(one) / enough / 2))
+    pairs = max(1, round(_heads(one) * _blocks(params, one) / enough / 2))
     return -(-_heads(one) // (2 * pairs))
 
 
-def _grid(params: Params, one: Problem) -> Dim3:
+def grid(params: Params, one: Problem) -> Dim3:
     """One block an SM, or fewer where there is less to do, or no room for another team."""
     if params["deterministic"] and "form" not in params:
-        rounds, sizes = _rounds(params, one), (_blocks(one), _heads(one), _multiprocessors(one))
-        return (_teams(*sizes, rounds) * -(-_blocks(one) // rounds), 1, 1)
-    return (min(_blocks(one) * _heads(one), _multiprocessors(one)), 1, 1)
+        rounds, blocks = _rounds(params, one), _blocks(params, one)
+        sizes = blocks, _heads(one), _multiprocessors(one)
+        return (_teams(*sizes, rounds) * -(-blocks // rounds), 1, 1)
+    return (min(_blocks(params, one) * _heads(one), _multiprocessors(one)), 1, 1)
 
 
 # ------------------------------------------------------------------ arguments
@@ -232,9 +241,9 @@ def rows_map(one: Problem, arrays: Mapping[str, Any], name: str, rows: int) -> T
     return TensorMap(array, one["dtype"], dims, (row, heads, row), box, origin=-_RAGGED_ROWS * row)
 
 
-def _arguments(params: Params, one: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    block_q, features = BLOCK_Q[params["head_dim"]], _features(params)
-    boxes = {"q": block_q, "dout": block_q, "k": BLOCK_K, "v": BLOCK_K}
+def arguments(params: Params, one: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    block_q, block_k = BLOCK_Q[params["head_dim"]], BLOCK_K[params["head_dim"]]
+    features, boxes = _features(params), {"q": block_q, "dout": block_q, "k": block_k, "v": block_k}
     masked = features is not None and features.mask
     rounds = _rounds if features is None and params["deterministic"] else _abreast
     return {
@@ -271,6 +280,8 @@ def takes(
         return False
     if options.features and not _knows(parse(options.features), one):
         return False
+    if is_wide(one) and not _knows_wide(parse(options.features), options.wanted):
+        return False
     if bias is not None and not _is_aligned(bias):
         return False
     of = slice("total_q" in one, 3)  # packed arrays have no batches
@@ -305,6 +316,11 @@ def _knows(features: ScoreFeatures, one: Problem) -> bool:
     return not features.softcap or one["softcap"] >= _LEAST_CAP
 
 
+def _knows_wide(features: ScoreFeatures, wanted: tuple[str, ...]) -> bool:
+    """There is no room for a tile of a bias, and gradients of slopes are made up to 128."""
+    return not (features.bias or features.score_mod or "alibi_slopes" in wanted)
+
+
 def _is_aligned(bias: View) -> bool:
     """Whether its rows start on 16-byte boundaries."""
     size = ITEMSIZE[bias.dtype]
@@ -315,7 +331,12 @@ def _is_aligned(bias: View) -> bool:
 def padded_dim(one: Problem) -> int | None:
     """The compiled head dimension that holds those of a problem, or None."""
     larger = max(one["head_dim"], one["head_dim_v"])
-    return next((padded for padded in HEAD_DIMS if larger <= padded), None)
+    return next((padded for padded in BLOCK_Q if larger <= padded), None)
+
+
+def is_wide(one: Problem) -> bool:
+    """Whether the kernel for head dimensions above 128 is the one that would take a problem."""
+    return padded_dim(one) in WIDE
 
 
 def in_order(one: Problem, options: Options) -> bool:
@@ -325,10 +346,14 @@ def in_order(one: Problem, options: Options) -> bool:
     which there are few."""
     if options.deterministic:
         return True
-    if options.features:  # a score_mod finds more registers in order
-        banded = min(one["window"]) < max(one["seqlen_q"], one["seqlen_k"])
-        return banded or bool(parse(options.features).score_mod)
-    several = _blocks(one) * _heads(one) > _multiprocessors(one)
+    if options.features:  # a score_mod finds more registers in order, and a wide one's soft cap
+        banded, features = (
+            min(one["window"]) < max(one["seqlen_q"], one["seqlen_k"]),
+            parse(options.features),
+        )
+        return banded or bool(features.score_mod) or (features.softcap and is_wide(one))
+    blocks = _blocks({"head_dim": padded_dim(one)}, one)
+    several = blocks * _heads(one) > _multiprocessors(one)
     return one["causal"] and one["heads_q"] > one["heads_kv"] and several
 
 
@@ -347,10 +372,10 @@ FLASH_SM90 = KernelSpec(
     features=lambda params: frozenset({"wgmma"}),
     shared_layout=_shared,
     block=lambda params: (512, 1, 1),
-    grid=_grid,
+    grid=grid,
     cooperative=True,  # blocks wait for one another where they add to dq in order
     shape_class=shape_class,
-    arguments=_arguments,
+    arguments=arguments,
     work=Work(flops=problem.flops, bytes=problem.traffic, interpreter_flops=2e9),
     verification=f"{CASES}_sm90:FLASH_SM90",
 )

@@ -15,6 +15,7 @@ from fkjit.ops.attention.backward.features import (
     SHOWN_SEEDED,
     SHOWN_SLOPES_SM90,
     SHOWN_SM90,
+    SHOWN_WIDE_SM90,
 )
 from fkjit.ops.attention.backward.kernels import DKDV, DKDV_DQ, DQ, with_features
 from fkjit.ops.attention.backward.kernels_bias import DBIAS, DBIAS_SUM, HEADS, ZEROS
@@ -22,6 +23,7 @@ from fkjit.ops.attention.backward.kernels_fp32 import DKDV_FP32, DQ_FP32
 from fkjit.ops.attention.backward.kernels_preprocess import POSTPROCESS, PREPROCESS
 from fkjit.ops.attention.backward.kernels_slopes_sm90 import SLOPES_SM90
 from fkjit.ops.attention.backward.kernels_sm90 import FLASH_SM90
+from fkjit.ops.attention.backward.kernels_wide_sm90 import FLASH_WIDE_SM90
 from fkjit.ops.attention.backward.mask_bits import MASK
 from fkjit.ops.attention.backward.tiles import tiles
 from fkjit.spec import KernelSpec, register
@@ -56,10 +58,16 @@ def _shown_sm90() -> KernelSpec:
     )
 
 
+def _shown_wide_sm90() -> KernelSpec:
+    spec = with_features(FLASH_WIDE_SM90, SHOWN_WIDE_SM90)
+    return _narrowed(spec, dtype=("bf16",), head_dim=(256,), deterministic=(True,))
+
+
 for _spec in (
     PREPROCESS, DKDV, DKDV_DQ, POSTPROCESS, DQ,
-    DKDV_FP32, DQ_FP32, FLASH_SM90,
+    DKDV_FP32, DQ_FP32, FLASH_SM90, FLASH_WIDE_SM90,
     _shown(DKDV, SHOWN, SHOWN_SEEDED), _shown(DQ, SHOWN, SHOWN_SEEDED), _shown(DBIAS, SHOWN),
-    HEADS, DBIAS_SUM, ZEROS, MASK, _shown_sm90(), _shown_slopes_sm90(),
+    HEADS, DBIAS_SUM, ZEROS, MASK, _shown_sm90(), _shown_wide_sm90(),
+    _shown_slopes_sm90(),
 ):  # fmt: skip
     register(_spec)

@@ -22,6 +22,7 @@ from fkjit.ops.attention.backward.kernels_preprocess import (
     PREPROCESS_PACKED,
 )
 from fkjit.ops.attention.backward.kernels_slopes_sm90 import SLOPES_SM90
+from fkjit.ops.attention.backward.kernels_wide_sm90 import FLASH_WIDE_SM90
 from fkjit.ops.attention.backward.problem import Options
 from fkjit.ops.attention.backward.tiles import BLOCK_Q_SM90, PAIRS, PAIRS_FP32, tiles
 from fkjit.ops.op.op import Launch
@@ -51,11 +52,11 @@ def select(
     """
     call = _Call(problem, options, views, aligned, arch)
     bias = views.get("bias")
-    takes = options.impl != "portable" and sm90.takes(problem, options, aligned, arch, bias)
+    takes = options.impl in _allowed(problem) and sm90.takes(problem, options, aligned, arch, bias)
     if options.impl == "flash_sm90" and not takes:
         raise ParameterError(
             f"attention_backward: impl='flash_sm90' does not take this call on {arch.name}; pass "
-            "impl='auto' (it is for sm_90a, fp16 and bf16, head dimensions up to 128, more than 32 "
+            "impl='auto' (it is for sm_90a, fp16 and bf16, head dimensions up to 256, more than 32 "
             "queries, rows on 16-byte boundaries, a positive softmax_scale)"
         )
     launches = call.on_sm90() if takes else call.portable()
@@ -65,6 +66,12 @@ def select(
         launches.append(Launch(HEADS, {"varlen": call.packed}, problem))
     made = tuple(one for one in launches if prod(one.spec.grid(one.params, one.problem)))
     return Selected(made, _scratch(problem, options.wanted), sm90.COUNTERS * takes)
+
+
+def _allowed(problem: Problem) -> tuple[str, ...]:
+    """Values of impl that Hopper's kernel is taken with: above head dimension 128 no GPU has timed
+    it, so it has to be asked for."""
+    return ("flash_sm90",) if sm90.is_wide(problem) else ("auto", "flash_sm90")
 
 
 def _scratch(problem: Problem, wanted: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
@@ -114,12 +121,13 @@ class _Call:
         }  # fmt: skip
         if text:
             params["form"] = text
+        base = FLASH_WIDE_SM90 if sm90.is_wide(problem) else sm90.FLASH_SM90
         zeros = 0 if ordered else sm90.width(dim)  # in order the first one to come stores
         return [
             *self._mask_bits(BLOCK_Q_SM90[dim]),
             *self._zeros(),
             self._preprocess({**problem, "sum_columns": zeros}),
-            Launch(with_features(sm90.FLASH_SM90, text), params, problem),
+            Launch(with_features(base, text), params, problem),
             self._postprocess(),
             *self._slopes(dim),
         ]

@@ -10,8 +10,10 @@ from fkjit.spec import Params
 
 PAIRS = ((64, 64), (128, 128), (192, 128), (256, 256))  # (head_dim, head_dim_v) on tensor cores
 PAIRS_FP32 = ((64, 64), (128, 128), (256, 256))
-BLOCK_K_SM90 = 128
-BLOCK_Q_SM90 = {64: 128, 96: 64, 128: 64}  # S^T and dK of a warpgroup in registers together
+BLOCK_Q_SM90 = {64: 128, 96: 64, 128: 64, 192: 64, 256: 64}  # S^T and dK in registers together
+BLOCK_K_SM90 = {64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
+# Those whose keys two warpgroups share.
+WIDE_SM90 = tuple(dim for dim, keys in BLOCK_K_SM90.items() if keys == 64)
 
 Table = dict[int, tuple[Any, ...]]  # of a head dimension, the fastest first
 

@@ -1,0 +1,1 @@
+"""The ladders, a module each: `LADDER`."""

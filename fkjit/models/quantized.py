@@ -1,0 +1,83 @@
+"""A layer's products with weights of codes; embedding, head, norms and biases stay numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fkjit.arguments import one_of
+from fkjit.errors import ParameterError
+from fkjit.models.config import ModelConfig
+from fkjit.models.weights import Affine, Layer
+from fkjit.ops.quantize.call import quantize
+from fkjit.ops.quantize.product import EVEN
+from fkjit.ops.quantize.schemes import (
+    SCHEMES,
+    STORED,
+    WIDTH,
+    QuantizedTensor,
+    Scheme,
+    scale_dtype,
+    scales_shape,
+)
+
+PRODUCTS = ("qkv", "out", "up", "down")
+_CALL = "Decoder"
+
+
+def keeper(config: ModelConfig, scheme: str | None) -> Callable[[Layer], Layer]:
+    """What becomes of each layer as it is read: by the scheme, None: nothing. Weights that are
+    codes already stay.
+
+    ParameterError: no such scheme, or a model whose products have no kernel with such codes.
+    """
+    if scheme is None:
+        return lambda layer: layer
+    _check(config, scheme)
+
+    def kept(layer: Layer) -> Layer:
+        made = {name: _codes(getattr(layer, name), scheme) for name in PRODUCTS}
+        return layer._replace(**made)
+
+    return kept
+
+
+def has_codes(layer: Layer) -> bool:
+    """Whether some product of it has a weight of codes."""
+    return any(isinstance(getattr(layer, name).weight, QuantizedTensor) for name in PRODUCTS)
+
+
+def described(scheme: str, n: int, k: int, dtype: str) -> QuantizedTensor:
+    """A weight [n, k] of that dtype by its scheme, its arrays as texts."""
+    how = SCHEMES[scheme]
+    columns = k // 2 if how.code == "int4" else k
+    spans = Scheme("fp8", "block") if scheme == "fp8_block" else how
+    scales = ", ".join(map(str, scales_shape(spans, (n, k))))
+    data = f"{STORED[how.code]}[{n}, {columns}]"
+    return QuantizedTensor(data, f"{scale_dtype(how, dtype)}[{scales}]", scheme)
+
+
+def _codes(product: Affine, scheme: str) -> Affine:
+    if isinstance(product.weight, QuantizedTensor):
+        return product
+    return product._replace(weight=quantize(product.weight, scheme, weight=True))
+
+
+def _check(config: ModelConfig, scheme: Any) -> None:
+    one_of(_CALL, "quantize", scheme, tuple(SCHEMES))
+    even = EVEN[SCHEMES[scheme].code]
+    widths = {
+        "the residual stream": config.hidden, "all heads": config.heads_q * config.head_dim,
+        "the MLP": config.mlp,
+    }  # fmt: skip
+    for name, columns in widths.items():
+        if columns % even:
+            raise ParameterError(
+                f"{_CALL}: quantize={scheme!r} and {columns} columns of {name}; allowed: a "
+                f"multiple of {even}"
+            )
+    if scheme == "fp8_block" and config.gated and config.mlp % WIDTH:
+        raise ParameterError(
+            f"{_CALL}: quantize={scheme!r} and a gate of {config.mlp} columns; allowed: a multiple "
+            f"of {WIDTH}"
+        )
