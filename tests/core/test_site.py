@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import fkjit
-from docs.site import docstrings, support
+from docs.site import docstrings, runs, support
 from fkjit import errors, ops
 from fkjit.spec import registered
 
@@ -76,6 +76,10 @@ def test_a_docstring_becomes_what_autodoc_reads():
 
 def test_the_table_of_gpus_is_what_calls_select():
     assert support.PAGE.read_text() == support.page(), "python -m docs.site.support writes it"
+
+
+def test_the_table_of_runs_is_what_is_stored():
+    assert runs.PAGE.read_text() == runs.page(), "python -m docs.site.runs writes it"
 
 
 def test_what_no_gpu_has_run_is_no_more_than_there_is():
