@@ -10,12 +10,13 @@ import ast
 import inspect
 import re
 import textwrap
+from collections.abc import Collection
 from importlib import import_module
 from typing import Any
 
 MODULES = ("fkjit", "fkjit.models", "fkjit.distributed", "fkjit.compat")
 SECTION = re.compile(r"(Args|Returns|Raises|Attributes|Example): *(.*)")
-_ONE = r"[A-Za-z_][\w.]*(?: others)?(?: \[[^\]]*\])?"
+_ONE = r"[A-Za-z_][\w.]*(?: others)?(?: \[[^\]]*\]| \([^)]*\))?"
 ENTRY = re.compile(rf"({_ONE}(?:, {_ONE})*): (.*)")
 PAGE = re.compile(r"\bdocs/(\w+)\.md\b")
 
@@ -69,7 +70,7 @@ def blocks(lines: list[str]) -> list[list[str]]:
     return [block for block in found if block]
 
 
-def converted(text: str, module: str) -> list[str]:
+def converted(text: str, module: str, parameters: Collection[str] = ()) -> list[str]:
     """A whole docstring, dedented, as lines of reStructuredText."""
     out: list[str] = []
     before = ""
@@ -79,6 +80,7 @@ def converted(text: str, module: str) -> list[str]:
         if head:
             out += [f"**{head[1].replace('Args', 'Arguments')}**", ""]
             body = ([head[2]] if head[2] else []) + _dedented(block[1:])
+            body = apart(body, parameters) if head[1] == "Args" else body
             out += body if head[1] == "Example" else entries(body, module, sparing=False)
         elif kind == "code":
             out += block if before == "code" else [".. code-block:: python", "", *block]
@@ -116,11 +118,27 @@ def entries(block: list[str], module: str, *, sparing: bool) -> list[str]:
 
 
 def _names(head: str) -> list[str]:
-    return re.split(r", (?![^\[]*\])", head)
+    return re.split(r", (?![^\[]*\])(?![^(]*\))", head)
 
 
 def _name(name: str, module: str) -> str:
+    word, _, more = name.partition(" (")
+    if more:
+        return inline(f"`{word}` ({more}", module)
     return inline(name if " " in name and "[" not in name else f"`{name}`", module)
+
+
+def apart(lines: list[str], parameters: Collection[str]) -> list[str]:
+    """Entries that share a line ("q: [B]; k: [C]."), on lines of their own."""
+    out = []
+    for line in lines:
+        start = 0
+        for found in re.finditer(r"(?<=[.;]) (?=([a-z_]\w*(?:, [a-z_]\w*)*): )", line):
+            if set(found[1].split(", ")) <= set(parameters):
+                out.append(line[start : found.start()].removesuffix(";"))
+                start = found.end()
+        out.append(line[start:])
+    return out
 
 
 def fields(source: str) -> list[str]:
@@ -145,7 +163,9 @@ def signature(text: str) -> str:
 def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """autodoc's event."""
     module = next((m for m in reversed(MODULES) if name.startswith(f"{m}.")), "fkjit")
-    lines[:] = converted("\n".join(lines).rstrip(), module)
+    called = what in ("function", "method", "class")
+    parameters = inspect.signature(obj).parameters if called else ()
+    lines[:] = converted("\n".join(lines).rstrip(), module, parameters)
     if what == "class":
         lines += fields(inspect.getsource(obj))
 

@@ -32,7 +32,7 @@ def flash_attn_func(
 
     Args:
         q: [B, Sq, Hq, D]; k, v: [B, Sk, Hkv, D]; fp16 or bf16 (and fp32).
-        dropout_p: 0. softmax_scale: default 1 / sqrt(D).
+        dropout_p: 0 alone. softmax_scale: default 1 / sqrt(D).
         causal, window_size (left, right; -1: without a bound): aligned to the bottom right.
         softcap: 0 is without. alibi_slopes: fp32 [Hq] or [B, Hq].
         deterministic: of gradients. The result is always the same to the bit, and so are gradients

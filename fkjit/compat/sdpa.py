@@ -32,7 +32,7 @@ def scaled_dot_product_attention(
         attn_mask: bool (a key is seen where it is True) or floating (added to scores), of any shape
             that broadcasts to [B, Hq, Sq, Sk]; or a torch.nn.attention.bias.CausalBias, either
             way; not beside is_causal. A row that sees no key is 0.
-        dropout_p: 0.
+        dropout_p: 0 alone.
         is_causal: query i sees keys up to i: aligned to the top left, as in PyTorch.
         scale: default 1 / sqrt(D).
         enable_gqa: whether key and value may have fewer heads.

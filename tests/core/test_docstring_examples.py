@@ -92,3 +92,12 @@ def test_fields_of_a_class_are_shown_with_their_comments():
     )
     assert docstrings.fields(source)[4:-1] == ["    x: int  # one", "    # two", "    y: str"]
     assert docstrings.fields("class A:\n    pass\n") == []
+
+
+def test_arguments_that_share_a_line_become_entries_of_their_own():
+    text = "Args:\n    q: [B]; k, v: [C]. Far; default: 1.\n    w (left, right): a. other: b."
+    lines = docstrings.converted(text, "fkjit", ("q", "k", "v", "w"))
+    assert lines[2:] == [
+        "``q``", "    [B]", "", "``k``, ``v``", "    [C]. Far; default: 1.",
+        "", "``w`` (left, right)", "    a. other: b.", "",
+    ]  # fmt: skip
