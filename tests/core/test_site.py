@@ -112,11 +112,13 @@ def built(tmp_path: Path, builder: str, **settings: object) -> str:
     pytest.importorskip("myst_parser", reason="needs fkjit[docs]")
     pytest.importorskip("furo", reason="needs fkjit[docs]")
     warnings = io.StringIO()
-    app = application.Sphinx(
-        ROOT, ROOT / "docs", tmp_path / "site", tmp_path / "trees", builder, settings, None,
-        warnings,
-    )  # fmt: skip
-    app.build()
+    from sphinx.util.docutils import docutils_namespace
+
+    with docutils_namespace():  # else the next site of the process finds this one's nodes
+        application.Sphinx(
+            ROOT, ROOT / "docs", tmp_path / "site", tmp_path / "trees", builder, settings, None,
+            warnings,
+        ).build()  # fmt: skip
     return warnings.getvalue()
 
 
