@@ -215,7 +215,7 @@ def test_an_editable_install_uses_the_checkout(environment, elsewhere):
 def test_make_names_its_targets_and_what_is_missing():
     targets = call("make", "help", cwd=ROOT)
     assert set(re.findall(r"(?m)^  make (\S+)", targets)) == {
-        "help", "demo", "test", "test-gpu", "check", "format", "clean",
+        "help", "demo", "test", "test-gpu", "check", "format", "docs", "clean",
     }  # fmt: skip
     done = subprocess.run(
         ["make", "demo", "PYTHON=python9.9", "VENV=/nonexistent/venv"],
