@@ -184,7 +184,7 @@ def _names(kernels: list[str]) -> str:
 
 def page() -> str:
     """The page with its table as it is now."""
-    return with_tables(PAGE.read_text(), {"support": markdown(lines())})
+    return with_tables(PAGE.read_text(), {"support": markdown(lines(), range(1 + len(ARCHS)))})
 
 
 if __name__ == "__main__":
