@@ -55,8 +55,8 @@ class StepPlan(NamedTuple):
 
 # Steps of Llama-3.2-1B (hidden size 2048) and GPT-2 (768) on an H200, 2026-11-23, were fastest so,
 # of the plans that `best` tries. Llama: of one and two sequences by 20 and 16 %, of 4 and 8 by 19
-# and 23 %, of 16 by 1 to 3 %; GPT-2: of one by 16 %, of 16 by 9 %; of 64 nothing beat `linear`'s own
-# choice. Numbers between were not measured, nor other models or GPUs.
+# and 23 %, of 16 by 1 to 3 %; GPT-2: of one by 16 %, of 16 by 9 %; of 64 nothing beat `linear`'s
+# own choice. Numbers between were not measured, nor other models or GPUs.
 _MEASURED_ON = (9, 0)
 _WIDE = 2048  # hidden size
 _FEW_WIDE = StepPlan(out="gemv", head="skinny", early=False, fused=True)
