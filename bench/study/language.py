@@ -28,7 +28,7 @@ DEEP = {
     "GPT-2": Shape(False, 12, 256, 4, 4, 1024),
 }
 OUTLIERS = 30.0  # times that two channels of each norm are larger
-_WINDOWS = 8
+_FEW, _MANY = 8, 24  # windows of text, for random models and for trained ones
 
 
 class Way(NamedTuple):
@@ -74,26 +74,25 @@ def records(rng: np.random.Generator, quick: bool) -> Iterator[dict[str, Any]]:
     every = bytes(torch.cat([learnt, kept]).tolist())
     yield {"part": "text", "bytes": len(every), "sha256": hashlib.sha256(every).hexdigest()}
     seed = int(rng.integers(1 << 31))
+    few, many = (2, 2) if quick else (_FEW, _MANY)
     for name in ("Llama", "GPT-2"):
         deep = DEEP[name]._replace(layers=2) if quick else DEEP[name]
         yield from _judged(f"{name}, {deep.layers} layers, random", deep, drawn(deep, seed),
-                           kept, WAYS, quick)  # fmt: skip
+                           train.judged(deep, kept, few), WAYS)  # fmt: skip
         small = SMALL[name]._replace(layers=1, context=64) if quick else SMALL[name]
         print(f"  training {name}", file=sys.stderr, flush=True)
-        weights = train.trained(small, learnt, seed, 10 if quick else train.STEPS)
-        ways = (*WAYS, *SHORT)
+        weights = train.trained(small, learnt, seed, 10 if quick else train.STEPS[name])
         trained = f"{name}, {small.layers} layers, trained"
-        yield from _judged(trained, small, weights, kept, ways, quick)
+        tokens = train.judged(small, kept, many)
+        yield from _judged(trained, small, weights, tokens, (*WAYS, *SHORT))
         large = with_outliers(weights, small, OUTLIERS)
-        yield from _judged(f"{trained}, outlier channels", small, large, kept, ways, quick)
+        yield from _judged(f"{trained}, outlier channels", small, large, tokens, WAYS)
 
 
 def _judged(
-    model: str, shape: Shape, weights: Weights, kept: torch.Tensor, ways: tuple[Way, ...],
-    quick: bool,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """The model in float64, then each way beside it, on the same text."""
-    tokens = train.judged(shape, kept, 2 if quick else _WINDOWS)
+    model: str, shape: Shape, weights: Weights, tokens: torch.Tensor, ways: tuple[Way, ...]
+) -> Iterator[dict[str, Any]]:
+    """The model in float64, then each way beside it, on windows of text."""
     whole = {name: value.double() for name, value in weights.items()}
     right = logits(whole, shape, tokens[:, :-1])
     made = {"part": "models", "model": model}

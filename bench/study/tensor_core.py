@@ -41,7 +41,10 @@ def product(a: torch.Tensor, b: torch.Tensor, sums: Sums = EXACT) -> torch.Tenso
         made = torch.stack([product(one, other, sums) for one, other in flat])
         return made.reshape(*a.shape[:-1], b.shape[-2])
     width = min(sums.interval or a.shape[-1], a.shape[-1])
-    width = -(-width // STEP) * STEP
+    whole = a.shape[-1] // width * width
+    if whole < a.shape[-1]:
+        tail = product(a[:, whole:], b[:, whole:], sums)
+        return product(a[:, :whole], b[:, :whole], sums) + tail
     a, b = (_intervals(x, width) for x in (a, b))
     dtype = torch.float32 if sums.bits <= _SINGLE else torch.float64
     total = torch.zeros(a.shape[1], b.shape[1])
@@ -57,9 +60,9 @@ def product(a: torch.Tensor, b: torch.Tensor, sums: Sums = EXACT) -> torch.Tenso
 
 
 def _intervals(x: torch.Tensor, width: int) -> torch.Tensor:
-    """[rows, k] -> [intervals, rows, width], padded with zeros, which no sum feels."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % width))
-    return padded.reshape(len(x), -1, width).transpose(0, 1)
+    """[rows, k] -> [intervals, rows, width], the last step of each filled up with zeros."""
+    parts = x.reshape(len(x), -1, width).transpose(0, 1)
+    return torch.nn.functional.pad(parts, (0, -width % STEP))
 
 
 def _accumulated(a: torch.Tensor, b: torch.Tensor, bits: int) -> torch.Tensor:
