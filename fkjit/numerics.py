@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,11 @@ def differences(
     the reference stands for what no kernel has to write; infinities have to be the same.
     """
     tolerance = spec.verification.tolerance(params)
-    made = [_worst(name, array, found[name], tolerance) for name, array in expected.items()]
+    seen = partial(spec.verification.numbers, params)
+    made = [
+        _worst(name, seen(name, array), seen(name, found[name]), tolerance)
+        for name, array in expected.items()
+    ]
     return sorted((one for one in made if one), key=lambda one: -one.ratio)
 
 

@@ -87,6 +87,8 @@ class Verification:
     reference: Callable[[Problem, Mapping[str, Any]], Arrays] | None = None  # float64, by name
     # Greatest absolute error for N(0, 1) inputs.
     tolerance: Callable[[Params], float] = lambda params: 0.0
+    # An output, by its name, as the numbers that its bytes stand for; of the reference, too.
+    numbers: Callable[[Params, str, Any], Any] = lambda params, name, array: array
 
 
 class _Named:
@@ -169,6 +171,7 @@ class KernelSpec:
     outputs: InitVar[Callable[[Params, Problem], Arrays] | None] = None
     reference: InitVar[Callable[[Problem, Mapping[str, Any]], Arrays] | None] = None
     tolerance: InitVar[Callable[[Params], float] | None] = None
+    numbers: InitVar[Callable[[Params, str, Any], Any] | None] = None
     dependent: InitVar[bool | None] = None  # what `pdl` was called
 
     _names: tuple[str, ...] = field(init=False, default=())

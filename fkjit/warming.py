@@ -115,9 +115,12 @@ def plan(ops: Iterable[str] = (), arch: str | Iterable[str] | None = None) -> li
     return found + [job for job in every if job.label not in done]
 
 
-def planned(calls: Iterable[warm_calls.Call], targets: Iterable[str]) -> list[Job]:
+def planned(
+    calls: Iterable[warm_calls.Call], targets: Iterable[str],
+    prepare: Callable[..., None] = prepare,
+) -> list[Job]:  # fmt: skip
     """The variants that calls take, each once. Calls that a target has no kernel for are left out;
-    ParameterError where no call is left."""
+    ParameterError where no call is left. prepare: `fkjit.prepare`, or one that knows more calls."""
     found: dict[str, Job] = {}
     last: ParameterError | None = None
 

@@ -22,7 +22,6 @@ MISSING: dict[str, str] = {
     "dequantize": "a product of two arrays, which PyTorch's own kernels do as well",
     "quantize": "not written yet",
     "quantized_linear": "not written yet; PyTorch's _scaled_mm stands beside it",
-    "grouped_linear": "not written yet; the twin of linear, with a weight for each expert",
     "normed_append": "a part of decode steps: bench.models.decode measures whole ones",
     "normed_linear": "a part of decode steps: bench.models.decode measures whole ones",
 }

@@ -1,10 +1,11 @@
 """Decoding with whole models: `fkjit.models.Decoder` beside a CUDA graph of PyTorch's kernels.
 
     python -m bench.models.decode [--config llama-3.2-1b] [--batch 1,16,64] [--plan measured]
+                                  [--weights int4_group]
 
 Random weights, prompts of 512 tokens, 128 new ones, bf16, greedy. Of each batch: tokens/s of
 prompts and of new tokens through `Decoder.stream`, and microseconds of a step's graph by CUDA
-events (the median of 30 replays), both candidates in turns.
+events (the median of 30 replays), both candidates in turns. PyTorch's weights stay bf16.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fkjit.models import Decoder, ModelConfig, named_configs, random_weights
+from fkjit.models import Decoder, ModelConfig, StepPlan, named_configs, random_weights
 from fkjit.models.weights import Weights
 
 from .sdpa_step import SdpaStep
 
 PROMPT, NEW = 512, 128
+PLANS: dict[str, StepPlan | str] = {
+    "measured": "measured", "fused": StepPlan(fused=True), "linear": StepPlan(),
+}  # fmt: skip
 _REPLAYS, _TURNS = 30, 2
 
 
@@ -36,9 +40,14 @@ class Row(NamedTuple):
     peer: float
 
 
-def measure(config: ModelConfig, weights: Weights, batch: int, plan: str | None = None) -> Row:
+def measure(
+    config: ModelConfig, weights: Weights, batch: int, plan: StepPlan | str | None = None,
+    quantize: str | None = None,
+) -> Row:  # fmt: skip
     """One batch; the first generation, which compiles, is not counted."""
-    decoder = Decoder(config, weights, max_batch=batch, max_length=PROMPT + NEW, plan=plan)
+    decoder = Decoder(
+        config, weights, max_batch=batch, max_length=PROMPT + NEW, plan=plan, quantize=quantize
+    )
     rates = [generated(decoder, batch) for _ in range(_TURNS + 1)][1:]
     peer = SdpaStep(config, weights, batch, PROMPT + NEW)
     peer.position.fill_(PROMPT + NEW // 2)
@@ -109,12 +118,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--config", default="llama-3.2-1b", choices=named_configs())
     parser.add_argument("--batch", default="1,16,64", help="sequences, several with commas")
-    parser.add_argument("--plan", choices=("measured",), help="of a step's kernels")
+    parser.add_argument("--plan", choices=tuple(PLANS), help="of a step's kernels")
+    parser.add_argument("--weights", help="a scheme of fkjit.quantize, for ours")
     chosen = parser.parse_args()
     config = ModelConfig.of(chosen.config)
     weights = random_weights(config, torch.bfloat16, "cuda")
     for batch in map(int, chosen.batch.split(",")):
-        row = measure(config, weights, batch, chosen.plan)
+        row = measure(config, weights, batch, PLANS.get(chosen.plan), chosen.weights)
         print(line(chosen.config, row), flush=True)
 
 

@@ -71,6 +71,14 @@ class ModelConfig:
             )
         return cls(**(_gpt2(fields) if kind == "gpt2" else _llama(fields)))
 
+    def products(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of a layer's weights, by name; up: gate and up, where it is gated."""
+        heads, hidden = self.heads_q * self.head_dim, self.hidden
+        return {
+            "qkv": (heads + 2 * self.heads_kv * self.head_dim, hidden), "out": (hidden, heads),
+            "up": (self.mlp * (2 if self.gated else 1), hidden), "down": (hidden, self.mlp),
+        }  # fmt: skip
+
     def with_layers(self, layers: int) -> ModelConfig:
         """The same with the first layers alone."""
         return replace(self, layers=layers, windows=self.windows[:layers])

@@ -72,10 +72,11 @@ class Decoder:
         num_pages, page_size: of the cache; default: room for max_batch longest sequences.
         chunk: tokens of prompts in one forward pass; between two such passes comes a decode step.
         graphs: False launches every kernel of a step by itself.
-        plan: which kernels a decode step has, and whether they start early: a StepPlan; None: what
-            `linear` chooses for each product alone; "measured": the plan that is fastest here, for
-            each power of two of sequences, found when it is met for the first time (about a second;
-            compiles other variants too). `plans` tells which.
+        plan: which kernels a decode step has, and whether they start early: a StepPlan; None: on
+            Hopper by a table of measured plans (docs/MODELS.md), elsewhere what `linear` chooses
+            for each product alone; "measured": the plan that is fastest here, for each power of two
+            of sequences, found when it is met for the first time (about a second; compiles other
+            variants too). `plans` tells which.
         quantize: a scheme of `fkjit.quantize`, by which the weights of each layer's products become
             codes as they are read; embedding, head, norms and biases stay numbers. "int4_group" and
             "int8_group" leave activations as they are; with the others ("fp8_row", "fp8_block",
@@ -132,7 +133,7 @@ class Decoder:
 
     @property
     def plans(self) -> dict[int, StepPlan]:
-        """Of the steps that were captured, by number of sequences."""
+        """Of the steps so far, by number of sequences."""
         return dict(self._steps.plans)
 
     def _cache(self, like: Any, num_pages: int | None, page_size: int) -> PagedKVCache:

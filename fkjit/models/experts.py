@@ -3,11 +3,12 @@ experts' weights in one array."""
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from fkjit.errors import ParameterError
-from fkjit.models.modules import ACTIVATIONS
+from fkjit.models.modules import ACTIVATIONS, Forward, floating
 from fkjit.ops.grouped.call import grouped_linear
 from fkjit.ops.grouped.kernels import LEAST_BLOCK
 from fkjit.ops.moe.combine import moe_combine
@@ -56,6 +57,24 @@ def experts_forward(module: Any, hidden_states: Any, top_k_index: Any, top_k_wei
     weight, bias = _parameters(module, "down_proj")
     y = grouped_linear(hidden.contiguous(), weight, groups, bias, weight_layout=layout)
     return moe_combine(y, groups, top_k_weights.float().contiguous())
+
+
+def replacement(module: Any) -> tuple[str, Forward] | None:
+    """("experts", forward) of a module that takes its forward from transformers' registry, with
+    weights of one floating dtype; None of any other."""
+    if not all(hasattr(module, name) for name in _DECORATED):
+        return None
+    found = (*_parameters(module, "gate_up_proj" if module.has_gate else "up_proj"),
+             *_parameters(module, "down_proj"))  # fmt: skip
+    if not floating(*found) or {x.dim() for x in found if x is not None} - {2, 3}:
+        return None
+    return "experts", partial(experts_forward, module)
+
+
+# What transformers' `use_experts_implementation` gives a class of experts and its objects.
+_DECORATED = (
+    "_apply_gate", "has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts"
+)  # fmt: skip
 
 
 def _parameters(module: Any, name: str) -> tuple[Any, Any]:

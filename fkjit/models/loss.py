@@ -1,8 +1,13 @@
 """`fkjit.models.linear_cross_entropy`: the head's product and the loss, some rows at a time.
 
 Logits of all tokens are the largest array of a training step: 8k tokens of a vocabulary of 128k are
-4 GB in fp32, and their gradient as much again. Here a chunk of rows has its logits, loss and
-gradients before the next one begins, so that no more than one chunk is ever there.
+4 GB in fp32, and their gradient as much again. Here a chunk of rows has its loss and gradients
+before the next one begins. What a chunk leaves to its two products of gradients is the logits'
+gradient, 16 bits each; logits in fp32 are there for a part of its rows at a time. So chunks can be
+large, which they should: each reads and writes the weight's gradient in fp32.
+
+Beside the products it is passes over logits that take time. There are two, a log_softmax and an
+exponential; masks and the mean's factor go to smaller arrays: rows of x, and the results.
 
 Source of the idea: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training".
 """
@@ -18,7 +23,10 @@ from fkjit.ops.op import torch_ops
 from fkjit.ops.op.autograd import Differentiable, Tensors
 
 _CALL = "linear_cross_entropy"
-_ELEMENTS = 1 << 26  # of a chunk's logits, where nothing is said: 256 MB in fp32
+_GRADIENTS = 1 << 29  # of a chunk's logits at most, where nothing is said: 1 GiB in 16 bits
+_LOGITS = 1 << 27  # those that are there in fp32: 512 MiB
+_TILE = 256  # rows are shared out by as many as products take at a time
+_EVEN = 8  # columns of the logits' gradient: 16 bytes
 _REDUCTIONS = ("mean", "sum")
 
 
@@ -38,7 +46,8 @@ def linear_cross_entropy(
             fp32, rows contiguous.
         target: [tokens] int64, from 0 up to the vocabulary, or ignore_index: no part of the loss.
         reduction: "mean" over the targets that count, or "sum".
-        chunk: rows at a time; default: as many as make logits of 256 MB.
+        chunk: rows at a time; default: as many as make a gradient of the logits of up to 1 GiB
+            in 16 bits. Beside it are up to 512 MiB of logits, and the weight's gradient in fp32.
 
     Returns:
         The loss, fp32 [], with gradients of x and weight. They are made together with the loss, as
@@ -51,8 +60,8 @@ def linear_cross_entropy(
     """
     _check(x, weight, target)
     one_of(_CALL, "reduction", reduction, _REDUCTIONS)
-    vocabulary = weight.shape[0]
-    rows = max(1, _ELEMENTS // vocabulary) if chunk is None else whole(_CALL, "chunk", chunk, 1)
+    even = _shared_out(x.shape[0], weight.shape[0], _GRADIENTS)
+    rows = even if chunk is None else whole(_CALL, "chunk", chunk, 1)
     records = torch_ops.torch_seen().is_grad_enabled()
     wanted = (records and x.requires_grad, records and weight.requires_grad)
     options = (int(ignore_index), reduction == "mean", rows, *wanted)
@@ -84,43 +93,78 @@ def _check(x: Any, weight: Any, target: Any) -> None:
         )
 
 
+def _shared_out(rows: int, vocabulary: int, most: int) -> int:
+    """Rows of a part, where each has up to so many logits: all nearly alike, of whole tiles."""
+    largest = max(most // max(vocabulary, 1) // _TILE, 1) * _TILE
+    parts = max(-(-rows // largest), 1)
+    return max(-(-rows // (parts * _TILE)), 1) * _TILE
+
+
 def _forward(inputs: Tensors, options: Any) -> tuple[Tensors, Tensors]:
     """The loss, and the gradients for a gradient of 1."""
     torch = torch_ops.torch_seen()
     x, weight, target = (array.detach() for array in inputs)
     ignored, mean, rows, of_x, of_weight = options
-    counts = target != ignored
-    scale = 1.0 / counts.sum() if mean else torch.ones((), device=x.device)
+    kept = (target != ignored)[:, None]
+    scale = 1.0 / kept.sum() if mean else torch.ones((), device=x.device)
     loss = torch.zeros((), dtype=torch.float32, device=x.device)
-    dx = torch.empty_like(x) if of_x else None
-    dweight = torch.zeros(weight.shape, device=x.device) if of_weight else None
+    dx, dweight = torch.empty_like(x) if of_x else None, None
+    padded = _padded(weight)
     for begin in range(0, x.shape[0], rows):
         span = slice(begin, begin + rows)
-        part, gradient = _chunk(x[span], weight, target[span], counts[span], of_x or of_weight)
-        loss += part
-        if gradient is None:
-            continue
-        gradient = gradient.mul_(scale).to(x.dtype)
+        at = target[span, None].where(kept[span], 0)
+        gradient = x.new_empty(at.shape[0], padded.shape[0]) if of_x or of_weight else None
+        loss += _losses(x[span], padded, at, weight.shape[0], gradient).where(kept[span], 0).sum()
         if dx is not None:
-            linear(gradient, weight, weight_layout="kn", out=dx[span])
-        if dweight is not None:
-            linear(gradient.t(), x[span], weight_layout="kn", residual=dweight, out=dweight)
-    if dweight is not None:
-        dweight = dweight.to(weight.dtype)
+            linear(gradient, padded, weight_layout="kn", out=dx[span])
+        if of_weight:
+            dweight = _added(dweight, gradient, x[span] * kept[span])
+    if dx is not None:
+        dx.mul_(kept * scale)
+    if of_weight:
+        dweight = _scaled(dweight, scale, weight)
     return (loss * scale,), (dx, dweight)
 
 
-def _chunk(x: Any, weight: Any, target: Any, counts: Any, wanted: bool) -> tuple[Any, Any]:
-    """(sum of the losses, gradient of the logits in fp32) of some rows."""
-    logits = linear(x, weight, out_dtype="fp32")
-    at = target.where(counts, 0)[:, None]
-    lse = logits.logsumexp(-1, keepdim=True)
-    loss = ((lse - logits.gather(-1, at))[:, 0] * counts).sum()
-    if not wanted:
-        return loss, None
-    gradient = logits.sub_(lse).exp_()
-    gradient.scatter_add_(-1, at, gradient.new_full(at.shape, -1.0))
-    return loss, gradient.mul_(counts[:, None])
+def _padded(weight: Any) -> Any:
+    """With rows of zeros behind it, where logits would not start on 16-byte boundaries: a copy of
+    the weight costs less than products of such rows."""
+    more = -weight.shape[0] % _EVEN
+    return torch_ops.torch_seen().nn.functional.pad(weight, (0, 0, 0, more)) if more else weight
+
+
+def _losses(x: Any, weight: Any, at: Any, vocabulary: int, gradient: Any) -> Any:
+    """fp32 [rows, 1], for the targets at. Into `gradient`, where there is one, goes that of the
+    logits; it has no mean's factor, and rows that do not count are like any other."""
+    torch, found = torch_ops.torch_seen(), []
+    rows = _shared_out(x.shape[0], vocabulary, _LOGITS)
+    for begin in range(0, x.shape[0], rows):
+        span = slice(begin, begin + rows)
+        logits = linear(x[span], weight, out_dtype="fp32")
+        logits[:, vocabulary:] = float("-inf")
+        torch.log_softmax(logits, -1, out=logits)
+        found.append(logits.gather(-1, at[span]))
+        if gradient is not None:
+            torch.exp(logits, out=gradient[span])
+    likely = torch.cat(found)
+    if gradient is not None:
+        gradient.scatter_(-1, at, likely.expm1().to(gradient.dtype))
+    return -likely
+
+
+def _added(total: Any, gradient: Any, x: Any) -> Any:
+    """gradientᵀ x in fp32, added to the total, if there is one, by the product itself."""
+    if total is None:
+        return linear(gradient.t(), x, weight_layout="kn", out_dtype="fp32")
+    return linear(gradient.t(), x, weight_layout="kn", residual=total, out=total)
+
+
+def _scaled(total: Any, scale: Any, weight: Any) -> Any:
+    """The rows of `weight`, in its dtype; of no tokens, zeros."""
+    torch = torch_ops.torch_seen()
+    if total is None:
+        return torch.zeros_like(weight)
+    return torch.mul(total[: weight.shape[0]], scale, out=torch.empty_like(weight))
 
 
 def _backward(saved: Tensors, gradients: Tensors, needed: Tensors, options: Any) -> Tensors:

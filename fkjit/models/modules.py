@@ -35,7 +35,8 @@ def replacement(module: Any) -> tuple[str, Forward] | None:
     return None
 
 
-def _floating(*arrays: Any) -> bool:
+def floating(*arrays: Any) -> bool:
+    """Whether arrays, without those that are None, have one dtype that kernels take."""
     torch = torch_ops.torch_seen()
     dtypes = {array.dtype for array in arrays if array is not None}
     return len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16, torch.float32}
@@ -46,7 +47,7 @@ def _floating(*arrays: Any) -> bool:
 
 def _linear(module: Any) -> tuple[str, Forward] | None:
     layout = _layout(module)
-    if layout is None or not _floating(module.weight, module.bias):
+    if layout is None or not floating(module.weight, module.bias):
         return None
     return "linear", partial(_product, module, layout)
 
@@ -106,7 +107,7 @@ def _plain_mlp(module: Any, activation: str, x: Any) -> Any:
 def _layer_norm(module: Any) -> tuple[str, Forward] | None:
     if type(module) is not torch_ops.torch_seen().nn.LayerNorm or len(module.normalized_shape) > 1:
         return None
-    if module.weight is not None and not _floating(module.weight, module.bias):
+    if module.weight is not None and not floating(module.weight, module.bias):
         return None
     return "layer_norm", partial(_layer_normalized, module)
 
@@ -122,7 +123,7 @@ def _rms_norm(module: Any) -> tuple[str, Forward] | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if "RMSNorm" not in type(module).__name__ or weight is None or not isinstance(eps, float):
         return None
-    if not _floating(weight) or weight.dim() != 1 or len(list(module.parameters())) != 1:
+    if not floating(weight) or weight.dim() != 1 or len(list(module.parameters())) != 1:
         return None
     offset = _weight_offset(module, weight, eps)
     return None if offset is None else ("rms_norm", partial(_rms_normalized, module, eps, offset))

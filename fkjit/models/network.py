@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fkjit.models.config import ModelConfig
-from fkjit.models.plan import StepPlan
+from fkjit.models.plan import StepPlan, fits
 from fkjit.models.quantized import has_codes
 from fkjit.models.weights import Affine, Layer, Weights
 from fkjit.ops.gemm.call import linear
@@ -20,7 +20,7 @@ from fkjit.ops.kv.append import kv_append
 from fkjit.ops.kv.rope_append import rope_kv_append
 from fkjit.ops.norm.call import layer_norm, rms_norm
 from fkjit.ops.op import torch_ops
-from fkjit.ops.step.call import Norm, fits, normed_append, normed_linear
+from fkjit.ops.step.call import Norm, normed_append, normed_linear
 
 _PLAN = StepPlan()
 Attend = Callable[[Any, int], Any]  # q [tokens, heads, head_dim] and the layer -> the same shape
@@ -37,13 +37,11 @@ class Network:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config, self.weights = config, weights
-        self._fuses = not config.qk_norm and not any(map(has_codes, weights.layers))
+        self.codes = any(map(has_codes, weights.layers))
 
     def fits(self, rows: int) -> bool:
         """Whether so many tokens can have five launches a layer."""
-        config = self.config
-        widths = (config.hidden, config.head_dim, config.activation, config.gated)
-        return self._fuses and fits(rows, *widths)
+        return fits(self.config, rows, self.codes)
 
     def hidden(
         self, tokens: Any, positions: Any, slots: Any, cache: Any, attend: Attend,

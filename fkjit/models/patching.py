@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from fkjit.errors import ArgumentTypeError, ParameterError
-from fkjit.models import hf_attention
-from fkjit.models.modules import replacement
+from fkjit.models import experts, hf_attention, routers
+from fkjit.models.modules import Forward, replacement
 
 _STATE = "_fkjit_patch"
 
@@ -58,7 +58,7 @@ def patch(model: Any, *, attention: bool = True) -> Report:
     found = {
         name: replaced
         for name, module in model.named_modules()
-        if "forward" not in module.__dict__ and (replaced := replacement(module)) is not None
+        if "forward" not in module.__dict__ and (replaced := _replacement(module)) is not None
     }
     modules = dict(model.named_modules())
     for name, (_, forward) in found.items():
@@ -72,6 +72,11 @@ def patch(model: Any, *, attention: bool = True) -> Report:
     report = Report(replaced, left, attention)
     model.__dict__[_STATE] = _State(report, before, tuple(modules[name] for name in found))
     return report
+
+
+def _replacement(module: Any) -> tuple[str, Forward] | None:
+    finders = (replacement, experts.replacement, routers.replacement)
+    return next((found for find in finders if (found := find(module)) is not None), None)
 
 
 def unpatch(model: Any) -> None:

@@ -66,15 +66,11 @@ def _codes(product: Affine, scheme: str) -> Affine:
 def _check(config: ModelConfig, scheme: Any) -> None:
     one_of(_CALL, "quantize", scheme, tuple(SCHEMES))
     even = EVEN[SCHEMES[scheme].code]
-    widths = {
-        "the residual stream": config.hidden, "all heads": config.heads_q * config.head_dim,
-        "the MLP": config.mlp,
-    }  # fmt: skip
-    for name, columns in widths.items():
+    for name, (_, columns) in config.products().items():
         if columns % even:
             raise ParameterError(
-                f"{_CALL}: quantize={scheme!r} and {columns} columns of {name}; allowed: a "
-                f"multiple of {even}"
+                f"{_CALL}: quantize={scheme!r} and {columns} columns of the product {name!r}; "
+                f"allowed: a multiple of {even}"
             )
     if scheme == "fp8_block" and config.gated and config.mlp % WIDTH:
         raise ParameterError(

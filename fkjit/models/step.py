@@ -17,7 +17,6 @@ from fkjit.ops.op import torch_ops
 from fkjit.ops.rope.frequencies import rope_table
 from fkjit.runtime import pdl, workspace
 
-_PLAN = StepPlan()
 _COUNTERS = 1 << 12  # an eighth of those that are there for all kernels of one graph
 _REPLAYS = 20  # of a graph that is timed
 _RING = 3  # host buffers: of the step that runs, of the one that is read, and one between them
@@ -46,13 +45,13 @@ class Steps:
     """Steps of the first slots. A graph is captured when a number of slots (rounded up to a power
     of two) and a way of sampling are met for the first time.
 
-    plan: of all steps; None: a plan is measured for each number of slots. `plans`: those in use.
-    ParameterError: a plan to be measured without graphs.
+    plan: of all steps; None: the usual one of each number of slots, "measured": the fastest.
+    `plans`: those in use. ParameterError: a plan to be measured without graphs.
     """
 
     def __init__(
         self, network: Network, cache: PagedKVCache, slots: Slots, graphs: bool,
-        plan: StepPlan | None = _PLAN,
+        plan: StepPlan | str | None = None,
     ) -> None:  # fmt: skip
         torch = torch_ops.torch_seen()
         self.network, self.cache, self.slots = network, cache, slots
@@ -62,7 +61,7 @@ class Steps:
         self._pool: Any = None
         self._angles: Fused | None = None
         self._plan, self.plans = plan, dict[int, StepPlan]()
-        if plan is None and self._graphs is None:
+        if plan == plans.MEASURED and self._graphs is None:
             raise ParameterError(
                 "Decoder: plan='measured' without CUDA graphs; allowed on a GPU with graphs=True"
             )
@@ -93,7 +92,7 @@ class Steps:
     def run(self, size: int, mode: str, plan: StepPlan | None = None) -> None:
         """The step itself: the sequences' tokens and positions become the next ones."""
         network, cache, state = self.network, self.cache, self.slots.first(size)
-        plan = plan or self._plan or self.plans[size]
+        plan = plan or self._planned(size)
 
         def attend(q: Any, layer: int) -> Any:
             window = window_of(network, layer)
@@ -112,10 +111,24 @@ class Steps:
         assert self._graphs is not None
         found = self._graphs.get((size, mode))
         if found is None:
-            if size not in self.plans:
-                self.plans[size] = self._plan or plans.best(lambda one: self._timed(size, one))
-            found = self._graphs[size, mode] = self._captured(size, mode, self.plans[size])
+            plan = self._planned(size)
+            found = self._graphs[size, mode] = self._captured(size, mode, plan)
         return found
+
+    def _planned(self, size: int) -> StepPlan:
+        """The plan of steps of so many slots."""
+        if size not in self.plans:
+            self.plans[size] = self._new_plan(size)
+        return self.plans[size]
+
+    def _new_plan(self, size: int) -> StepPlan:
+        if isinstance(self._plan, StepPlan):
+            return self._plan
+        if self._plan == plans.MEASURED:
+            return plans.best(lambda one: self._timed(size, one))
+        torch, device = torch_ops.torch_seen(), self.slots.state.tokens.device
+        capability = torch.cuda.get_device_capability(device) if self._on_gpu else None
+        return plans.usual(self.network.config, size, self.network.codes, capability)
 
     def _captured(self, size: int, mode: str, plan: StepPlan, timed: bool = False) -> Any:
         """Steps without sequences come first: they compile and load every kernel. timed: what the

@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from fkjit.api import prepare
+from fkjit.arch import target
 from fkjit.arguments import one_of, whole
+from fkjit.errors import ParameterError
 from fkjit.models.config import ModelConfig
 from fkjit.models.decoder import CHUNK, LONGEST, PAGE_SIZE
+from fkjit.models.plan import StepPlan, fits, usual
 from fkjit.models.quantized import described, keeper
+from fkjit.ops.step.call import Norm, prepare_append, prepare_linear
+from fkjit.runtime import abstract
 from fkjit.warm_calls import Call
 from fkjit.warm_worker import Job
 from fkjit.warming import chosen_targets, plan, planned
 
 _CALL = "warm"
 _SLOTS = "kv_slots"  # one variant, whatever it is called with
+_OWN = {"normed_append": prepare_append, "normed_linear": prepare_linear}  # not public
+_PLAN = StepPlan()
 
 
 def jobs(
@@ -37,23 +45,39 @@ def jobs(
     one_of(_CALL, "dtype", dtype, ("bf16", "fp16"))
     sizes = sorted({whole(_CALL, "batch", batch, 1, 4096) for batch in batches})
     length = whole(_CALL, "prompt", prompt, 1, model.max_length)
-    targets = list(chosen_targets(arch))
-    found = planned(calls(model, sizes, length, dtype, quantize), targets)
+    targets, found, refused = list(chosen_targets(arch)), [], None
+    for name in targets:
+        asked = calls(model, sizes, length, dtype, quantize, target(name).arch.capability)
+        try:
+            found += planned(asked, [name], _prepare)
+        except ParameterError as error:  # the others may have kernels for it
+            refused = error
+    if refused is not None and not found:
+        raise refused
     return found + plan([_SLOTS], targets)
+
+
+def _prepare(op: str, *args: Any, arch: str, **options: Any) -> None:
+    """`fkjit.prepare`, also of the calls that models alone make."""
+    if op not in _OWN:
+        return prepare(op, *args, arch=arch, **options)
+    _OWN[op](*abstract.described(args, abstract.device_for(arch)), **options)
 
 
 def calls(
     model: ModelConfig, batches: Collection[int], prompt: int, dtype: str,
-    quantize: str | None = None,
+    quantize: str | None = None, capability: tuple[int, int] | None = None,
 ) -> Iterator[Call]:  # fmt: skip
     """Calls of decode steps and of prompts, behind those that quantize weights."""
     maker = _Maker(model, dtype, quantize)
     yield from maker.codes()
     for size in sorted({1 << power for batch in batches for power in range(batch.bit_length())}
                        | set(batches)):  # fmt: skip
-        yield from maker.layer(size)
+        steps = usual(model, size, quantize is not None, capability)
+        yield from maker.layer(size, steps)
         yield from maker.decode(size)
-        yield from maker.head(size)
+        yield from maker.head(size, steps)
+        yield from maker.head(size)  # behind prompts
     for batch in batches:
         rest = batch * prompt
         while rest > 0:
@@ -75,16 +99,39 @@ class _Maker:
     def array(self, *shape: int, dtype: str | None = None) -> str:
         return f"{dtype or self.dtype}[{', '.join(map(str, shape))}]"
 
-    def layer(self, rows: int) -> Iterator[Call]:
+    def layer(self, rows: int, plan: StepPlan = _PLAN) -> Iterator[Call]:
         """All but attention, of so many tokens."""
+        _, out, _, down = self.model.products().values()
+        stream = self.array(rows, self.model.hidden)
+        yield self.product(rows, *out, residual=stream, impl=plan.out)
+        yield self.product(rows, *down, residual=stream, impl=plan.down)
+        fused = plan.fused and fits(self.model, rows, self.scheme is not None)
+        yield from self._five(rows) if fused else self._eight(rows, plan)
+
+    def _five(self, rows: int) -> Iterator[Call]:
+        """What a layer of five launches has of its own."""
         model, array = self.model, self.array
-        qkv, out, up, down = self.products()
-        stream = array(rows, model.hidden)
+        qkv, _, up, _ = model.products().values()
+        vector, x = array(model.hidden), array(rows, model.hidden)
+        norm = Norm(vector, vector if model.theta is None else None, model.eps)
+        places = array(rows, dtype="int32")
+        table = None if model.theta is None else array(LONGEST, model.head_dim, dtype="fp32")
+        yield Call(
+            "normed_append",
+            (x, array(*qkv), self.bias(qkv[0], model.model_type == "qwen2"), norm, self.pages,
+             places, None if table is None else places, table),
+            {"heads_q": model.heads_q},
+        )  # fmt: skip
+        said = {"activation": model.activation, "gate": model.gated}
+        yield Call("normed_linear", (x, array(*up), self.bias(up[0]), norm), said)
+
+    def _eight(self, rows: int, plan: StepPlan) -> Iterator[Call]:
+        """What a layer of eight launches has of its own."""
+        model, array = self.model, self.array
+        qkv, _, up, _ = model.products().values()
         yield self.norm(rows, model.hidden)
-        yield self.product(rows, *qkv, model.model_type == "qwen2")
-        yield self.product(rows, *out, residual=stream)
-        yield self.product(rows, *up, activation=model.activation, gate=model.gated)
-        yield self.product(rows, *down, residual=stream)
+        yield self.product(rows, *qkv, model.model_type == "qwen2", impl=plan.qkv)
+        yield self.product(rows, *up, activation=model.activation, gate=model.gated, impl=plan.up)
         q, kv = (array(rows, n, model.head_dim) for n in (model.heads_q, model.heads_kv))
         if model.qk_norm:
             yield from (Call("rms_norm", (x, array(model.head_dim)), {}) for x in (q, kv))
@@ -101,19 +148,10 @@ class _Maker:
             return Call("layer_norm", (x, weight, weight), {})
         return Call("rms_norm", (x, weight), {})
 
-    def products(self) -> list[tuple[int, int]]:
-        """Outputs and inputs of a layer's, as `quantized.PRODUCTS` has them."""
-        model = self.model
-        heads = model.heads_q * model.head_dim
-        wide = heads + 2 * model.heads_kv * model.head_dim
-        up = model.mlp * (2 if model.gated else 1)
-        hidden = model.hidden
-        return [(wide, hidden), (hidden, heads), (up, hidden), (hidden, model.mlp)]
-
     def codes(self) -> Iterator[Call]:
         """What makes codes of the weights."""
         if self.scheme is not None:
-            for n, k in self.products():
+            for n, k in self.model.products().values():
                 yield Call("quantize", (self.array(n, k), self.scheme), {"weight": True})
 
     def weight(self, n: int, k: int) -> Any:
@@ -123,16 +161,18 @@ class _Maker:
         return described(self.scheme, n, k, self.dtype)
 
     def product(self, rows: int, n: int, k: int, biased: bool = False, **options: Any) -> Call:
-        arrays = [self.array(rows, k), self.weight(n, k)]
-        if biased or self.model.theta is None:
-            arrays.append(self.array(n))
-        return Call("linear", tuple(arrays), options)
+        return Call(
+            "linear", (self.array(rows, k), self.weight(n, k), self.bias(n, biased)), options
+        )
 
-    def head(self, rows: int) -> Iterator[Call]:
+    def bias(self, n: int, biased: bool = False) -> str | None:
+        return self.array(n) if biased or self.model.theta is None else None
+
+    def head(self, rows: int, plan: StepPlan = _PLAN) -> Iterator[Call]:
         arrays = (self.array(rows, self.model.hidden),
                   self.array(self.model.vocabulary, self.model.hidden))  # fmt: skip
         yield self.norm(rows, self.model.hidden)
-        yield Call("linear", arrays, {"out_dtype": "fp32"})
+        yield Call("linear", arrays, {"out_dtype": "fp32", "impl": plan.head})
 
     def decode(self, rows: int) -> Iterator[Call]:
         yield from self._attention((rows, self.model.heads_q, self.model.head_dim), rows, {})

@@ -30,6 +30,8 @@ KERNELS = (
     "gemm.kernels",
     "gemm.kernels_backward",
     "grouped.kernels",
+    "grouped.kernels_stream",
+    "grouped.kernels_codes",
     "quantize.kernels",
     "quantize.kernels_few",
     "quantize.kernels_bytes",

@@ -51,8 +51,10 @@
 #include "gemm/groups.cuh"
 #include "gemm/pairs.cuh"
 #include "gemm/sm90/consume.cuh"
+#include "gemm/sm90/gathered_rows.cuh"
 #include "gemm/sm90/operands.cuh"
 #include "gemm/sm90/partials.cuh"
+#include "gemm/sm90/produce.cuh"
 #include "gemm/sm90/split_k.cuh"
 #include "gemm/sm90/stages.cuh"
 #include "gemm/sm90/store.cuh"
@@ -72,6 +74,7 @@ constexpr int BOXES = ${boxes};      // of output that a warp stages
 constexpr bool COOPERATIVE = ${cooperative};
 constexpr bool SWAPPED = ${swapped};  // x is the weight, m is n, and the other way around
 constexpr bool SHARES = ${shares};    // blocks share the k of some tiles
+constexpr bool GATHER = ${gather};    // x has rows of tokens (gemm/sm90/gathered_rows.cuh)
 constexpr bool GATE = ${gate}, RESIDUAL = ${residual}, PRE = ${pre};
 constexpr bool FETCHED = RESIDUAL && ${tma_store};  // the residual comes while products run
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
@@ -79,7 +82,7 @@ constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory i
 using Activation = ${activation};
 
 constexpr int WARPGROUP = 128, CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS);
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr int PRODUCER_REGISTERS = GATHER ? 56 : 40, CONSUMER_REGISTERS = GATHER ? 224 : 232;
 constexpr int ROWS = COOPERATIVE ? BLOCK_M / CONSUMERS : BLOCK_M;  // of a consumer
 constexpr int OUT_COLUMNS = GATE ? BLOCK_N / 2 : BLOCK_N;
 constexpr int BOXES_OF_BLOCK = BOXES / (ROWS / 64);                    // of 64 rows
@@ -118,28 +121,11 @@ __device__ __forceinline__ Piece own_part(const Piece& whole, const Order& order
   return {whole.tile, part.first, part.steps};
 }
 
-// A producer warp: `fetch` fills its operand's place in stage after stage, tile after tile.
-template <typename Fetch>
-__device__ __forceinline__ void produce(const Stages& stages, Order order, Work work,
-                                        const Fetch& fetch) {
-  Place place;
-  for (Piece piece; work.take(piece);) {
-    const GroupedTile tile = order(piece.tile);
-    if (order.is_beyond(tile)) break;
-    piece = own_part(piece, order);
-    for (int step = piece.first; step < piece.first + piece.steps; ++step) {
-      mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);
-      if (elect_one()) fetch(tile, place.stage, step * BLOCK_K);
-      place.advance();
-    }
-  }
-}
-
 __device__ __forceinline__ void produce_x(const Stages& stages, const OperandMaps& maps,
                                           const Order& order, const Work& work, int rank) {
   using X = Stages::A;
   if (elect_one()) maps.prefetch();
-  produce(stages, order, work, [&](const GroupedTile& tile, int stage, int k) {
+  produce(stages, order, work, own_part, [&](const GroupedTile& tile, int stage, int k) {
     const int row = tile.row + rank * BLOCK_M, rows = X::asked<BLOCK_M>(tile.end - row);
     mbarrier_expect(stages.full(stage), rows * (BLOCK_K * 2));
     X::load<0, BLOCK_M>(stages.a(stage), maps, stages.full(stage), row, rows, k, 0, 0);
@@ -150,7 +136,7 @@ __device__ __forceinline__ void produce_weight(const Stages& stages, const Opera
                                                const Order& order, const Work& work, int n,
                                                int rank) {
   if (elect_one()) maps.prefetch();
-  produce(stages, order, work, [&](const GroupedTile& tile, int stage, int k) {
+  produce(stages, order, work, own_part, [&](const GroupedTile& tile, int stage, int k) {
     Parts{n}.load(stages.b(stage), maps, stages.full(stage), tile.column * OUT_COLUMNS, k,
                   Order::OF_K ? 0 : tile.expert, rank);
   });
@@ -161,8 +147,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER* SPLIT) __launch_bounds__(TH
     //% else
 extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     //% endif
+    //% if not gather
     const __grid_constant__ TensorMap x_map,       // [m, k] as it lies, boxes of 64 k
     const __grid_constant__ TensorMap x_map_last,  // the same, boxes of the last tile's rows
+    //% endif
     const __grid_constant__ TensorMap weight_map,  // [n, k] (with gate [2 n, k]) as it lies
     const __grid_constant__ TensorMap weight_map_last,
     //% if tma_store and not swapped
@@ -177,9 +165,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     u32* __restrict__ counters,
     const int shared_tiles,  // the last ones, whose k blocks share
     //% endif
+    //% if gather
+    const elem_t* __restrict__ x,              // [tokens, k]
+    const int* __restrict__ sorted_token_ids,  // [m], token * top_k + choice
+    //% endif
     //% if groups != "NONE"
     const int* __restrict__ offsets,  // [experts + 1], see gemm/groups.cuh
     const int experts,
+    //% endif
+    //% if gather
+    const int tokens, const int top_k, const i64 x_stride,
     //% endif
     const int m, const int n, const int k, const i64 out_stride, const i64 residual_stride,
     const float scale,
@@ -188,8 +183,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
   const Stages stages{static_cast<u32>(__cvta_generic_to_shared(shared_memory))};
   const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
   const int rank = CLUSTER == 1 ? 0 : cluster_rank();
-  if (threadIdx.x == 0) stages.begin(RELEASES);
-  if (GUARD > 0) mark_rows_that_are_not_there<CLUSTER, OUT_COLUMNS>(stages, Parts{n}, m);
+  if (threadIdx.x == 0) stages.begin(RELEASES, GATHER ? 3 : 2);
+  if (GUARD > 0)
+    mark_rows_that_are_not_there<CLUSTER, OUT_COLUMNS>(stages, Parts{n},
+                                                       Order::OF_ROWS ? LEAST_ROWS : m);
   __syncthreads();
   if (CLUSTER > 1) meet_cluster();  // both blocks' barriers are there
   after_previous_kernel();
@@ -210,8 +207,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     // ---- producers
     fewer_registers<PRODUCER_REGISTERS>();
     const int warp = __shfl_sync(FULL_MASK, threadIdx.x / WARP_SIZE, 0);
-    if (warp == 0) {
+    if (GATHER ? warp % 2 == 0 : warp == 0) {
+      //% if gather
+      const TokenRows<elem_t> rows = {x, x_stride, sorted_token_ids, tokens, top_k, k};
+      GatheredRows<elem_t, Stages, BLOCK_M>(stages, rows, warp / 2).produce(order, work_of_block());
+      //% else
       produce_x(stages, {x_map, x_map_last}, order, work_of_block(), rank);
+      //% endif
     } else if (warp == 1) {
       produce_weight(stages, {weight_map, weight_map_last}, order, work_of_block(), n, rank);
     }

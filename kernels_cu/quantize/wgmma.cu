@@ -16,6 +16,11 @@
 
    With GATE a tile has as many rows of gate as of up, so that a thread has both sums of an element.
 
+   With CODED the result is e4m3 with a scale for 128 columns: a tile has as many, and its weight is
+   multiplied in two halves, since sums of all of it have no registers beside those in fp32.
+
+   With groups there is a weight for each expert, with scales of its own (gemm/groups.cuh).
+
    Source: the promotion of sums is that of the DeepSeek-V3 report (2024), section 3.3.2. */
 #include "prelude.cuh"
 #include "ptx/cluster.cuh"
@@ -33,9 +38,12 @@
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
 #define EPILOGUE_DERIVATIVE (${epilogue_mod_grad})
 //% endif
+#include "gemm/groups.cuh"
 #include "gemm/store_fragments.cuh"
-#include "gemm/tile_order.cuh"
 #include "quantize/scaled_sums.cuh"
+//% if coded
+#include "quantize/coded_rows.cuh"
+//% endif
 
 using sum_t = ${sum};
 using elem_t = ${dtype};
@@ -45,6 +53,7 @@ constexpr bool EXACT = ${exact};  // int8, summed in int; else e4m3 in float
 constexpr bool GATE = ${gate}, RESIDUAL = ${residual};
 constexpr bool BLOCKS = ${blocks};     // scales of 128 of k
 constexpr int INTERVAL = ${interval};  // steps of k that are summed by tensor cores; 0: all
+constexpr bool CODED = ${coded};       // out is codes and scales
 constexpr int BLOCK_M = ${block_m}, BLOCK_N = ${block_n};
 constexpr int STAGES = ${stages};
 constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
@@ -59,6 +68,8 @@ constexpr int STEPS = INTERVAL > 0 ? INTERVAL : 1;  // divides
 constexpr u16 ALL_BLOCKS = CLUSTER > 1 ? 3 : 0;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS >= 2 && CONSUMERS <= 3, "64 rows a consumer");
 static_assert(!BLOCKS || INTERVAL == 1, "a scale is of one step");
+constexpr int PARTS = CODED ? 2 : 1;  // of the weight's tile, that are multiplied one by one
+static_assert(!CODED || (BLOCKS && GATE && BLOCK_N == 256), "128 columns share a scale");
 static_assert(!EXACT || INTERVAL == 0, "sums of int8 are exact");
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
                   (1 + CONSUMERS) * registers_at_start(THREADS),
@@ -93,27 +104,30 @@ struct Ring {
   }
 };
 using Place = RingPlace<STAGES>;
+using Order = GroupedOrder<Groups::${groups}, BLOCK_M * CLUSTER>;
+static_assert(!Order::GROUPED || (Order::OF_ROWS && BLOCKS && CLUSTER == 1),
+              "experts have rows of x, and scales of blocks");
 
 // Both operands' next 128 of k. By one thread.
 __device__ __forceinline__ void fetch(const Ring& ring, int stage, const TensorMap& x_map,
-                                      const TensorMap& weight_map, int row, int column, int n,
-                                      int k, int rank) {
+                                      const TensorMap& weight_map, int row, int column, int expert,
+                                      int n, int k, int rank) {
   const u32 full = ring.full(stage);
   mbarrier_expect(full, Ring::A_BYTES + Ring::B_BYTES);
   tma_load(ring.a(stage), x_map, full, k, row, 0, 0);
   const u32 b = ring.b(stage), second = b + PART * BLOCK_K;
   const int further = GATE ? n + column : column + PART;
   if constexpr (CLUSTER == 1) {
-    tma_load(b, weight_map, full, k, column, 0, 0);
-    if (GATE) tma_load(second, weight_map, full, k, further, 0, 0);
+    tma_load(b, weight_map, full, k, column, expert, 0);
+    if (GATE) tma_load(second, weight_map, full, k, further, expert, 0);
   } else {
     tma_load_multicast(rank == 0 ? b : second, weight_map, full, k, rank == 0 ? column : further, 0,
                        0, ALL_BLOCKS);
   }
 }
 
-template <typename Sum>
-__device__ __forceinline__ void multiply_stage(Sum (&acc)[N][4], u32 a, u32 b, bool add) {
+template <typename Sum, int COUNT>
+__device__ __forceinline__ void multiply_stage(Sum (&acc)[COUNT][4], u32 a, u32 b, bool add) {
   const u64 x = wgmma_tile(a, 0), weight = wgmma_tile(b, 0);
   register_fence(acc);
   wgmma_fence();
@@ -134,7 +148,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
     const float* __restrict__ scales,    // [n], [1], or of BLOCKS [ceil(n / 128), ceil(k / 128)]
     const elem_t* __restrict__ bias,     // [n] or [2 n], or null
     const out_t* __restrict__ residual,  // [m, n], or null
-    out_t* __restrict__ out,             // [m, n]
+    //% if coded
+    u8* __restrict__ out,            // [m, n]
+    float* __restrict__ out_scales,  // [m, n / 128]
+    //% else
+    out_t* __restrict__ out,  // [m, n]
+    //% endif
+    //% if groups != "NONE"
+    const int* __restrict__ offsets,  // [experts + 1], see gemm/groups.cuh
+    const int experts,
+    //% endif
     const int m, const int n, const int k,
     const int x_scale_step,  // 0: one for all rows
     const int scale_step, const i64 out_stride, const i64 residual_stride, const float scale,
@@ -147,7 +170,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
   __syncthreads();
   if (CLUSTER > 1) meet_cluster();  // both blocks' barriers are there
   after_previous_kernel();
-  const TileOrder order{ceil_div(m, BLOCK_M * CLUSTER), ceil_div(n, OUT_COLUMNS), group_rows};
+  Order order{m, ceil_div(n, OUT_COLUMNS), group_rows};
+  //% if groups != "NONE"
+  order.offsets = offsets, order.experts = experts;
+  //% endif
   const int steps = ceil_div(k, BLOCK_K);
   const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
   Place place;
@@ -158,12 +184,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
     if (__shfl_sync(FULL_MASK, threadIdx.x / WARP_SIZE, 0) == 0) {
       if (elect_one()) tma_prefetch(x_map), tma_prefetch(weight_map);
       for (int number = first; number < order.count(); number += stride) {
-        const TilePlace tile = order(number);
-        const int row = (tile.row * CLUSTER + rank) * BLOCK_M, column = tile.column * OUT_COLUMNS;
+        const GroupedTile tile = order(number);
+        if (order.is_beyond(tile)) break;
+        const int row = tile.row + rank * BLOCK_M, column = tile.column * OUT_COLUMNS;
         for (int step = 0; step < steps; ++step, place.advance()) {
           mbarrier_wait(ring.empty(place.stage), place.parity ^ 1);
           if (elect_one())
-            fetch(ring, place.stage, x_map, weight_map, row, column, n, step * BLOCK_K, rank);
+            fetch(ring, place.stage, x_map, weight_map, row, column, tile.expert, n, step * BLOCK_K,
+                  rank);
         }
       }
     }
@@ -178,10 +206,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
         Pairs(residual, nullptr, residual_stride, scale, n), {x_scales, x_scale_step, m},
         {scales, scale_step, GATE ? 2 * n : n});
     for (int number = first; number < order.count(); number += stride) {
-      const TilePlace tile = order(number);
-      const int row = (tile.row * CLUSTER + rank) * BLOCK_M + warp_row;
-      const int column = tile.column * OUT_COLUMNS;
-      sum_t acc[N][4];
+      const GroupedTile tile = order(number);
+      if (order.is_beyond(tile)) break;
+      const int row = tile.row + rank * BLOCK_M + warp_row, column = tile.column * OUT_COLUMNS;
+      const float* const own_scales =
+          Order::own(scales, tile.expert, ceil_div(GATE ? 2 * n : n, BLOCK_K) * steps);
+      if (Order::OF_ROWS && tile.row + consumer * 64 >= tile.end) {  // no row of it is this one's
+        for (int step = 0; step < steps; ++step, place.advance()) {
+          mbarrier_wait(ring.full(place.stage), place.parity);
+          ring.release(place.stage, lane);
+        }
+        continue;
+      }
+      sum_t acc[N / PARTS][4];
       float total[1][N][4];
 #pragma unroll
       for (int i = 0; i < N * 4; ++i) total[0][i / 4][i % 4] = 0.f;
@@ -190,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
       int last = 0;
       for (int step = 0; step < steps; ++step) {
         BlockScales<1, GATE> by;
-        if (BLOCKS) by.load(x_scales, scales, row + lane / 4, m, column, n, step, steps);
+        if (BLOCKS) by.load(x_scales, own_scales, row + lane / 4, m, column, n, step, steps);
         mbarrier_wait(ring.full(place.stage), place.parity);
         const u32 a = ring.a(place.stage) + consumer * 64 * BLOCK_K, b = ring.b(place.stage);
         if constexpr (INTERVAL == 0) {
@@ -200,6 +237,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
             ring.release(last, lane);
           }
           last = place.stage;
+        } else if constexpr (CODED) {
+#pragma unroll
+          for (int part = 0; part < PARTS; ++part) {
+            multiply_stage(acc, a, b + part * PART * BLOCK_K, false);
+            wgmma_wait<0>();
+            if (part == PARTS - 1) ring.release(place.stage, lane);
+            register_fence(acc);
+            add_scaled_part(total, acc, by, part);
+          }
         } else {
           multiply_stage(acc, a, b, step % STEPS > 0);
           wgmma_wait<0>();
@@ -219,9 +265,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
       }
 
       // 2. Scales, and the way out.
+      //% if coded
+      store_coded_rows(total, epilogue, Order::own(bias, tile.expert, 2 * n), out, out_scales, lane,
+                       row, tile.end, column);
+      //% else
       using Sums = float (&)[1][N][4];
-      store_fragments(INTERVAL > 0 ? total : reinterpret_cast<Sums>(acc), epilogue, bias, out,
-                      out_stride, lane, row, m, column);
+      store_fragments(INTERVAL > 0 ? total : reinterpret_cast<Sums>(acc), epilogue,
+                      Order::own(bias, tile.expert, GATE ? 2 * n : n), out, out_stride, lane, row,
+                      tile.end, column);
+      //% endif
     }
   }
   if (CLUSTER > 1) meet_cluster();  // the other one writes here no more

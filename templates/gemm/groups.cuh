@@ -3,13 +3,16 @@
 //
 //   NONE    one weight: every tile is expert 0's
 //   ROWS    rows of x are sorted by expert                            out = x weight[expert]^T
+//   MASKED  so many rows are every expert's, of which its first ones are there
 //   DEPTH   rows of both operands are of k, and sorted by expert      out[expert] = x^T weight
 //
 //   DEPTH is the gradient of the weights: dweight[expert] = dout^T x over expert's rows.
 #pragma once
 #include "gemm/tile_order.cuh"
 
-enum class Groups { NONE, ROWS, DEPTH };
+enum class Groups { NONE, ROWS, MASKED, DEPTH };
+
+constexpr int LEAST_ROWS = 64;  // of which experts' rows are a multiple, in tiles
 
 // The first row of x and of out (DEPTH: of all outputs), the column of tiles, and where rows end that
 // are stored: the expert's.
@@ -28,9 +31,12 @@ struct Depth {
 template <Groups HOW, int BLOCK_M>
 struct GroupedOrder {
   static constexpr bool GROUPED = HOW != Groups::NONE;
-  static constexpr bool OF_ROWS = HOW == Groups::ROWS, OF_K = HOW == Groups::DEPTH;
-  int m, columns, group;         // rows; tiles beside each other; rows of tiles taken together
-  const int* offsets = nullptr;  // [experts + 1]: where experts' rows begin, and the last ones end
+  static constexpr bool OF_K = HOW == Groups::DEPTH;
+  static constexpr bool MASKED = HOW == Groups::MASKED, OF_ROWS = HOW == Groups::ROWS || MASKED;
+  int m, columns, group;  // rows; tiles beside each other; rows of tiles taken together
+  // [experts + 1]: where experts' rows begin, and the last ones end. MASKED: [experts], how many
+  // of an expert's are there.
+  const int* offsets = nullptr;
   int experts = 1;
   // Of ROWS a lane knows one of 32 experts: where its tiles begin and end, and its rows.
   int base = -WARP_SIZE, known = 0;  // the first of them; tiles of all experts so far
@@ -82,10 +88,21 @@ struct GroupedOrder {
     return {begin + tile.row * BLOCK_M, tile.column, base + lane, end};
   }
 
+  // What this lane knows: of `expert`, or of nobody.
+  __device__ __forceinline__ void set_rows(int expert) {
+    if (MASKED) {
+      const int capacity = m / experts;
+      row = min(expert, experts) * capacity, row_end = row;
+      if (expert < experts) row_end += min(round_up(offsets[expert], LEAST_ROWS), capacity);
+    } else {
+      row = offsets[min(expert, experts)], row_end = offsets[min(expert + 1, experts)];
+    }
+  }
+
   // The 32 experts from `base` on.
   __device__ __forceinline__ void learn() {
     const int lane = threadIdx.x % WARP_SIZE;
-    row = offsets[min(base + lane, experts)], row_end = offsets[min(base + lane + 1, experts)];
+    set_rows(base + lane);
     const int own = ceil_div(row_end - row, BLOCK_M) * columns;
     next = own;
 #pragma unroll

@@ -112,4 +112,4 @@ def test_a_time_is_a_graphs_and_the_numbers_are_of_the_first_launch(scale, monke
 @pytest.mark.gpu
 def test_on_a_gpu(scale):
     done = run("run", "scale", "--size", "n=100000", "--device", "gpu")
-    assert done.status == 0 and " us " in done.out and "of the GPU" in done.err, done.err
+    assert done.status == 0 and " us " in done.out and "on the GPU" in done.err, done.err

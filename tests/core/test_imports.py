@@ -48,7 +48,7 @@ FAMILIES = {
     "gemm": {"quantize"},  # fkjit.linear of a QuantizedTensor, and nothing else
     "kv": {"rope"},
     "moe": {"gemm"},
-    "grouped": {"gemm", "moe"},
+    "grouped": {"gemm", "moe", "quantize"},
     "norm": set(),
     "quantize": {"gemm", "kv"},
     "reduce": set(),

@@ -98,10 +98,10 @@ def _source(name: str) -> Path:
 
 def test_versions_of_the_changelog():
     text = (ROOT / "docs" / "CHANGELOG.md").read_text()
-    versions = re.findall(r"(?m)^## ([\d.]+)(, unreleased|, \d{4}-\d\d-\d\d)?$", text)
-    numbers = [tuple(map(int, version.split("."))) for version, _ in versions]
-    assert numbers == sorted(numbers, reverse=True)
-    assert fkjit.__version__ in {version for version, _ in versions}
+    versions = re.findall(r"(?m)^## ([\d.]+)(?:, (?:unreleased|\d{4}-\d\d-\d\d))?$", text)
+    numbers = [tuple(map(int, version.split("."))) for version in versions]
+    assert numbers == sorted(numbers, reverse=True) and len(versions) == text.count("\n## ")
+    assert versions[0] == fkjit.__version__
 
 
 def test_the_design_names_every_module():

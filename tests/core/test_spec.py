@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from dataclasses import replace
@@ -12,8 +13,10 @@ import pytest
 from fkjit import ops
 from fkjit.arch import arch
 from fkjit.errors import ParameterError
+from fkjit.jit.render import load
 from fkjit.paths import kernels_dir
 from fkjit.spec import KernelSpec, Param, Verification, Work, find, register, registered
+from tests.core.sampling import spread
 
 SPEC = KernelSpec(
     op="toy",
@@ -161,3 +164,19 @@ def test_dependent_kernels_and_no_others_wait_for_the_one_before():
             reads = re.search(r"load|\w\[[^\]]", ahead)  # an element of an array
             early = reads and spec.source not in CONSTANT_WEIGHTS
             assert spec.pdl == bool(wait and not early), spec.id
+
+
+def test_arguments_are_maps_then_pointers_then_numbers():
+    """As plans write them anew; of each kernel the variants that have each of its values."""
+    ops.load()
+    orders: dict[str, str] = {}
+    for spec in registered():
+        variants = list(itertools.islice(spec.variants(), 2000))
+        for at in spread(variants, max(1, len(variants) // 8)):
+            text = re.sub(r"//.*|#line.*", "", load(spec, variants[at]).text)
+            found = re.search(rf"__global__[^;{{]*?\b{spec.entry}\(([^{{]*)\)\s*{{", text)
+            assert found, spec.id
+            said = found[1].split(",")
+            kinds = ("m" if "TensorMap" in one else "p" if "*" in one else "n" for one in said)
+            orders.setdefault("".join(kind for kind, _ in itertools.groupby(kinds)), spec.id)
+    assert orders.keys() <= {"mpn", "pn", "p", "mn", "mp"}, orders

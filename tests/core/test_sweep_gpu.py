@@ -70,8 +70,9 @@ def compare_with_gpu(spec, params, problem):
         fkjit.launch(spec, params, problem, ours)
         fkjit.launch(spec, params, problem, theirs)
     for name in spec.verification.outputs(params, problem):
-        one = np.asarray(ours[name], np.float64)
-        two = np.asarray(cupy.asnumpy(theirs[name]), np.float64)
+        both = (np.asarray(ours[name]), cupy.asnumpy(theirs[name]))
+        seen = (spec.verification.numbers(params, name, array) for array in both)
+        one, two = (np.asarray(array, np.float64) for array in seen)
         finite = np.isfinite(one)
         assert np.array_equal(finite, np.isfinite(two)), (params, name)
         bound = spec.verification.tolerance(params) * max(1.0, np.abs(one[finite]).max(initial=0.0))

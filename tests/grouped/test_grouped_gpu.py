@@ -50,6 +50,107 @@ def test_numbers(tokens, experts, top_k, how, n, k, activation, gate, dtype):
              by_choice(x[rows], weight, bias, ids[rows], **said), dtype)  # fmt: skip
 
 
+@pytest.mark.parametrize("tile", [None, (32, 8, 2), (16, 4, 4), (8, 16, 4)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "how", "n", "k"),
+    [
+        (1, 128, 8, "even", 768, 4096), (8, 256, 8, "even", 2048, 7168),
+        (64, 128, 8, "even", 4096, 768), (50, 3, 2, "zipf", 104, 264),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_few_rows_of_each_expert(tokens, experts, top_k, how, n, k, tile, dtype):
+    ids = choices(tokens, experts, top_k, how).cuda()
+    groups = grouped(ids, experts)
+    x, weight, bias = arrays(tokens, experts, n, k, dtype, True, "cuda")
+    said = {"activation": "silu", "gate": True}
+    place, rows = groups.inverse.long(), fkjit.moe_permute(x, groups)
+    given = {"impl": "stream", "block": tile, **said}
+    found = fkjit.grouped_linear(x, weight, groups, bias, gather=True, **given)[place]
+    by_places = fkjit.grouped_linear(rows, weight, groups, bias, **given)[place]
+    assert torch.equal(found, by_places)
+    for some in torch.arange(tokens).split(8):
+        part = [a.double() for a in (x[some], weight, bias)]
+        near(found[some], by_choice(*part, ids[some], **said),
+             by_choice(x[some], weight, bias, ids[some], **said), dtype)  # fmt: skip
+
+
+@pytest.mark.parametrize("tile", [(64, 128), (64, 256), (128, 64), (128, 128), (128, 256)])
+@pytest.mark.parametrize(("tokens", "how"), [(70, "even"), (3000, "zipf"), (500, "first")])
+def test_rows_are_gathered_as_they_are_multiplied(tokens, how, tile):
+    """The same bits as of permuted rows."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is Hopper's")
+    groups = grouped(choices(tokens, 16, 2, how).cuda(), 16)
+    x, weight, bias = arrays(tokens, 16, 520, 264, "bf16", True, "cuda")
+    said = {"activation": "silu", "gate": True, "gather": True, "block": tile}
+    place = groups.inverse.long()
+    permuted = fkjit.grouped_linear(x, weight, groups, bias, impl="wgmma", **said)[place]
+    for _ in range(20):
+        found = fkjit.grouped_linear(x, weight, groups, bias, impl="gather", **said)[place]
+        assert torch.equal(found, permuted)
+
+
+@pytest.mark.parametrize("tile", [(128, 128), (192, 128)])
+@pytest.mark.parametrize(("tokens", "how"), [(7, "even"), (3000, "zipf"), (500, "first")])
+def test_weights_of_fp8(tokens, how, tile):
+    """What codes stand for, multiplied in float64."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is Hopper's")
+    ids = choices(tokens, 16, 2, how).cuda()
+    groups = grouped(ids, 16)
+    x, weight, bias = arrays(tokens, 16, 512, 272, "bf16", True, "cuda")
+    said = {"activation": "silu", "gate": True}
+    quantized = fkjit.quantize(weight, "fp8_block", weight=True)
+    y, again = (
+        fkjit.grouped_linear(x, quantized, groups, bias, gather=True, block=tile, **said)
+        for _ in range(2)
+    )
+    place = groups.inverse.long()
+    assert torch.equal(y[place], again[place])
+    wide = [fkjit.dequantize(q, "fp32").double()
+            for q in (fkjit.quantize(x, "fp8_block"), quantized)]  # fmt: skip
+    for rows in torch.arange(tokens).split(50):
+        expected = by_choice(wide[0][rows], wide[1], bias.double(), ids[rows], **said)
+        bound = FLOOR["bf16"] * max(1.0, expected.abs().max().item())
+        assert (y[place][rows].double() - expected).abs().max().item() <= bound
+
+
+def test_results_that_are_quantized_in_the_kernel():
+    """As quantize has them, of a result that was not rounded before; the same in each call."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is Hopper's")
+    ids = choices(900, 16, 2, "zipf").cuda()
+    groups = grouped(ids, 16)
+    x, weight, bias = arrays(900, 16, 512, 272, "bf16", True, "cuda")
+    quantized = fkjit.quantize(weight, "fp8_block", weight=True)
+    said, place = {"activation": "silu", "gate": True, "gather": True}, groups.inverse.long()
+    made, again = (
+        fkjit.grouped_linear(x, quantized, groups, bias, out_scheme="fp8_block", **said)
+        for _ in range(2)
+    )
+    found, same = (fkjit.dequantize(q, "fp32").double()[place] for q in (made, again))
+    assert torch.equal(found, same)
+    y = fkjit.grouped_linear(x, quantized, groups, bias, **said)[place].double()
+    least = made.scales.double()[place].repeat_interleave(128, -1) * 2**-9
+    assert ((found - y).abs() <= torch.maximum(y.abs() / 14, least)).all()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_so_many_rows_of_each_expert(dtype):
+    counts = torch.tensor([5, 0, 256, 64, 191], dtype=torch.int32, device="cuda")
+    x, weight, bias = arrays(5 * 256, 5, 520, 264, dtype, True, "cuda")
+    x, said = x.view(5, 256, 264), {"activation": "silu", "gate": True}
+    y = fkjit.grouped_linear(x, weight, counts, bias, **said)
+    for expert, count in enumerate(counts.tolist()):
+        ids = torch.full((count, 1), expert, device="cuda")
+        if count:
+            rows = x[expert, :count]
+            exact = by_choice(rows.double(), weight.double(), bias.double(), ids, **said)
+            near(y[expert, :count], exact[:, 0], by_choice(rows, weight, bias, ids, **said)[:, 0],
+                 dtype)  # fmt: skip
+
+
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_every_tile(layout, dtype):
@@ -97,17 +198,20 @@ def test_the_same_bits_in_a_thousand_calls():
     assert all(torch.equal(fkjit.moe_layer(*given, 4), first) for _ in range(1000))
 
 
-def test_a_graph_serves_any_counts():
+@pytest.mark.parametrize("impl", ["auto", "stream", "gather"])
+def test_a_graph_serves_any_counts(impl):
     """Captured with even choices, replayed with all tokens on the first experts, and on few."""
+    if impl == "gather" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is Hopper's")
     given = layer_arrays(200, 32, 256, 128, "bf16", "cuda")
-    fkjit.prepare("moe_layer", *given, 4)
+    fkjit.prepare("moe_layer", *given, 4, impl=impl)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = fkjit.moe_layer(*given, 4)
+        y = fkjit.moe_layer(*given, 4, impl=impl)
     for shift in (0.0, 20.0, 3.0):
         given[1].copy_(torch.randn(200, 32, device="cuda") - shift * torch.arange(32).cuda() / 32)
         graph.replay()
-        assert torch.equal(y, fkjit.moe_layer(*given, 4))
+        assert torch.equal(y, fkjit.moe_layer(*given, 4, impl=impl))
 
 
 def test_a_kernel_cannot_be_loaded_under_capture():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 import fkjit
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import quiet
+from fkjit.settings import settings
 from tests.core.sampling import one_in
 from tests.gemm.kit import FLOOR
 from tests.grouped.kit import arrays, by_choice, choices, grouped
@@ -111,6 +114,83 @@ def test_rows_are_where_counts_say_when_the_kernel_runs():
         close(y[groups.inverse.long()], by_choice(x.double(), weight.double(), None, ids))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_so_many_rows_of_each_expert(dtype):
+    """The masked layout: rows that are not there are NaN, and come into no other."""
+    counts = torch.tensor([5, 0, 128, 64], dtype=torch.int32)
+    x, weight, bias = arrays(4 * 128, 4, 40, 24, dtype, gate=True)
+    x = x.view(4, 128, 24)
+    for expert, count in enumerate(counts):
+        x[expert, count:] = torch.nan
+    y = call(x, weight, counts, bias, activation="silu", gate=True)
+    assert y.shape == (4, 128, 40)
+    for expert, count in enumerate(counts):
+        ids = torch.full((int(count), 1), expert)
+        wide = (a.double() for a in (x[expert, :count], weight, bias))
+        close(y[expert, :count], by_choice(*wide, ids, activation="silu", gate=True)[:, 0], dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"counts": torch.zeros(3, dtype=torch.int32)}, "groups has shape"),
+        ({"x": torch.zeros(4, 65, 24)}, "multiple of 64"),
+        ({"x": torch.zeros(2, 64, 24), "counts": torch.zeros(4, dtype=torch.int32)}, "of 4 expe"),
+        ({"gather": True}, "without gather"),
+        ({"x": torch.zeros(4, 64, 24, requires_grad=True)}, "no gradients"),
+    ],
+)
+def test_bad_masked_input(change, words):
+    given = {"x": torch.zeros(4, 64, 24), "counts": torch.zeros(4, dtype=torch.int32), **change}
+    with pytest.raises(ParameterError, match=f"grouped_linear: .*{words}"):
+        call(given.pop("x"), _WEIGHT, given.pop("counts"), **given)
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "how"),
+    [(1, 9, 4, "even"), (50, 3, 2, "zipf")],
+)
+def test_few_rows_of_each_expert(tokens, experts, top_k, how, layout):
+    """impl="stream" reads rows of tokens and of places where they are."""
+    ids = choices(tokens, experts, top_k, how)
+    groups = grouped(ids, experts)
+    x, weight, bias = arrays(tokens, experts, 40, 72, "bf16", gate=True, layout=layout)
+    said = {"activation": "silu", "gate": True, "weight_layout": layout}
+    expected = by_choice(*(a.double() for a in (x, weight, bias)), ids, activation="silu",
+                         gate=True, layout=layout)  # fmt: skip
+    with quiet():
+        rows = fkjit.moe_permute(x, groups)
+    for given, gather in ((x, True), (rows, False)):
+        y = call(given, weight, groups, bias, gather=gather, impl="stream", **said)
+        close(y[groups.inverse.long()], expected, "bf16")
+
+
+@pytest.mark.parametrize(("how", "layout"), [("zipf", "nk"), ("even", "kn")])
+def test_rows_are_gathered_as_they_are_multiplied(how, layout, monkeypatch):
+    """impl="gather" on Hopper: rows of x by the choices of places, experts without rows too."""
+    monkeypatch.setattr(
+        "fkjit.jit.build.settings", lambda: replace(settings(), target="compute_90a")
+    )
+    ids = choices(90, 5, 2, how)
+    ids[ids == 3] = 0
+    groups = grouped(ids, 5)
+    x, weight, bias = arrays(90, 5, 64, 88, "bf16", gate=True, layout=layout)
+    said = {"activation": "silu", "gate": True, "weight_layout": layout, "impl": "gather"}
+    expected = by_choice(*(a.double() for a in (x, weight, bias)), ids, activation="silu",
+                         gate=True, layout=layout)  # fmt: skip
+    y = call(x, weight, groups, bias, gather=True, **said)
+    close(y[groups.inverse.long()], expected, "bf16")
+
+
+def test_all_tokens_on_one_expert_are_more_than_one_part():
+    ids = choices(70, 3, 1, "first")
+    groups = grouped(ids, 3)
+    x, weight, _ = arrays(70, 3, 16, 32, "bf16")
+    y = call(x, weight, groups, gather=True, impl="stream")
+    close(y[groups.inverse.long()], by_choice(x.double(), weight.double(), None, ids), "bf16")
+
+
 def test_no_rows():
     groups = grouped(torch.empty(0, 2, dtype=torch.int32), 4)
     x, weight, _ = arrays(0, 4, 16, 16)
@@ -146,6 +226,9 @@ _IDS = choices(8, 4, 1)
         ({"block": (1, 2, 3)}, ParameterError, "block="),
         ({"gate": 2}, ArgumentTypeError, "gate=2"),
         ({"weight_layout": "mk"}, ParameterError, "weight_layout='mk'"),
+        ({"impl": "stream"}, ParameterError, "this fp32 product"),
+        ({"impl": "gather"}, ParameterError, "impl='gather' does not take"),
+        ({"impl": "stream", "gather": True}, ParameterError, "one for each token"),
     ],
 )
 def test_bad_input(change, error, words):

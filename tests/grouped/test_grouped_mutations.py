@@ -12,6 +12,8 @@ from tests.core.test_mutations import KINDS, outcome
 
 GROUPS, WGMMA_CU = "templates/gemm/groups.cuh", "kernels_cu/gemm/wgmma.cu"
 MMA_CU = "kernels_cu/gemm/mma.cu"
+STREAM_CU, PRODUCT = "kernels_cu/gemm/expert_stream.cu", "templates/gemm/expert_product.cuh"
+WALK, SYNC = "templates/gemm/expert_walk.cuh", "__syncthreads();"
 
 
 def _variant(kernel: str, **params: Any) -> dict[str, Any]:
@@ -19,16 +21,32 @@ def _variant(kernel: str, **params: Any) -> dict[str, Any]:
 
 
 NARROW = _variant("wgmma", groups="ROWS", block=(64, 64), tma_store=True)
-HALF = _variant("wgmma", groups="ROWS", block=(128, 128), weight_layout="nk")
+HALF = _variant("wgmma", groups="ROWS", block=(128, 128), weight_layout="nk", gather=False)
 DEPTH = _variant("wgmma", groups="DEPTH", block=(128, 256))
 MMA_ROWS = _variant("mma", groups="ROWS", gate=True, aligned=True)
+MASKED = _variant("wgmma", groups="MASKED", block=(128, 128))
+MMA_MASKED = _variant("mma", groups="MASKED", block=(64, 128, 64))
 MMA_DEPTH = _variant("mma", groups="DEPTH", aligned=True)
+STREAM = _variant("stream", gather=True, rows=8, tile=(16, 8, 4), activation="silu")
+STREAM_MORE = _variant("stream", gather=True, rows=32)
+GATHER = _variant("wgmma", groups="ROWS", gather=True, block=(128, 128))
+GATHERED = "templates/gemm/sm90/gathered_rows.cuh"
+FP8 = _variant("fp8_wgmma", gate=True, block=(128, 128))
+CODED = _variant("fp8_wgmma", coded=True)
+ROWS_OF_CODES = "templates/quantize/coded_rows.cuh"
+FP8_CU = "kernels_cu/quantize/wgmma.cu"
 
 BUGS = (
     Bug("all rows by the first expert", GROUPS, "tile.column, base + lane, end}",
         "tile.column, 0, end}", by="numbers", **NARROW),
     Bug("an expert's tiles begin with the first's", GROUPS,
         "number - __shfl_sync(FULL_MASK, first, lane)", "number", by="race", **NARROW),
+    Bug("rows that are not there", GROUPS, "round_up(offsets[expert], LEAST_ROWS)", "capacity",
+        by="numbers", **MMA_MASKED),
+    Bug("experts without room between them", GROUPS, "min(expert, experts) * capacity",
+        "min(expert, experts) * LEAST_ROWS", by="numbers", **MASKED),
+    Bug("counts past the last expert's", GROUPS, "if (expert < experts) row_end", "row_end",
+        by="memory", **MMA_MASKED),
     Bug("the bias of the first expert", GROUPS, "array + expert * size", "array", by="numbers",
         **NARROW),
     Bug("rows of the next expert", WGMMA_CU, "if (row >= tile.end) continue;",
@@ -42,6 +60,55 @@ BUGS = (
         **MMA_DEPTH),
     Bug("the weight of the first expert", MMA_CU, "order.own(weight, tile.expert, weights)",
         "weight", by="numbers", **MMA_ROWS),
+    Bug("every part by the first expert", STREAM_CU, "weight + part.expert * (outputs * k)",
+        "weight", by="numbers", **STREAM),
+    Bug("warps' sums are read without a barrier", STREAM_CU, SYNC, "", by="race", **STREAM),
+    Bug("sums of the next part over those of this one", STREAM_CU, SYNC, "", by="race", nth=1,
+        **STREAM),
+    Bug("the next part's bias", STREAM_CU, "bias + part.expert", "bias + next.expert",
+        by="numbers", **STREAM),
+    Bug("rows that an expert has not", WALK, "offsets[expert] + counts[expert]",
+        "offsets[expert + 1]", by="memory", **STREAM),
+    Bug("rows that are more than a part takes", WALK, "row += ROWS", "row += block_size",
+        by="numbers", **STREAM),
+    Bug("sums of the part before", PRODUCT, "[i % 4] = 0.f;", "[i % 4] += 0.f;", by="numbers",
+        **STREAM),
+    Bug("rows of choices", PRODUCT, "choices[place] / top_k", "choices[place]", by="memory",
+        **STREAM),
+    Bug("the last eight rows", PRODUCT, "if (i * 8 < rows) Weight::multiply",
+        "if (i * 8 + 8 <= rows) Weight::multiply", by="numbers", **STREAM_MORE),
+    Bug("a stage before it has landed", GATHERED, "cp_async_wait<LATER>();",
+        "cp_async_wait<LATER + 1>();", by="race", **GATHER),
+    Bug("a stage without a fence", GATHERED, "proxy_fence();", "", by="race", **GATHER),
+    Bug("a stage that is in use", GATHERED,
+        "mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);", "", by="race",
+        problem={"multiprocessors": 1}, **GATHER),
+    Bug("the last stages are not announced", GATHERED,
+        "for (; unannounced > 0; --unannounced) announce<0>();", "", by="hang", **GATHER),
+    Bug("rows of nobody", GATHERED, "found < tokens ? found : -1", "found", by="memory",
+        **GATHER),
+    Bug("another lane's token", GATHERED, "i % WARP_SIZE + row", "i % WARP_SIZE", by="numbers",
+        **GATHER),
+    Bug("k behind its end", GATHERED, "inside && token >= 0", "token >= 0", by="memory",
+        **GATHER),
+    Bug("codes of the first expert", FP8_CU, "k, column, expert, 0);", "k, column, 0, 0);",
+        by="numbers", **FP8),
+    Bug("scales of the first expert", FP8_CU, "Order::own(scales, tile.expert,",
+        "Order::own(scales, 0,", by="numbers", **FP8),
+    Bug("a stage that a consumer without rows keeps", FP8_CU,
+        "ring.release(place.stage, lane);\n        }", "}", by="hang",
+        problem={"multiprocessors": 1}, **FP8),
+    Bug("a scale of one lane's columns", ROWS_OF_CODES, "lanes_most<4>(most)", "most",
+        by="numbers", **CODED),
+    Bug("codes of the other eight", ROWS_OF_CODES, "0x7632", "0x5410", by="numbers", **CODED),
+    Bug("a scale in the place of another's", ROWS_OF_CODES, "+ column / WIDTH] = scale",
+        "] = scale", by="race", **CODED),
+    Bug("gate and up by one scale", "templates/quantize/scaled_sums.cuh",
+        "by.of_outputs[GATE ? part : 0]", "by.of_outputs[0]", by="numbers", **CODED),
+    Bug("both halves of the weight's tile are its first", FP8_CU, "b + part * PART * BLOCK_K",
+        "b", by="numbers", **CODED),
+    Bug("x behind its end", PRODUCT, "own.row[i] >= 0 && at < k", "own.row[i] >= 0", by="memory",
+        **STREAM),
 )  # fmt: skip
 
 

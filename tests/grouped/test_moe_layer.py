@@ -36,6 +36,14 @@ def test_numbers(options, dtype):
     close(y, layer(*wide, 2, **how), dtype)
 
 
+@pytest.mark.parametrize(("tokens", "options"), [(1, {}), (20, {"renormalize": True})])
+def test_few_tokens(tokens, options):
+    given = layer_arrays(tokens, 16, 40, 24, "bf16")
+    y, wide = call(*given, 4, impl="stream", **options), [a.double() for a in given]
+    close(y, layer(*wide, 4, **options), "bf16")
+    assert torch.equal(y, call(*given, 4, impl="stream", **options))
+
+
 @pytest.mark.parametrize(
     "said", [{}, {"renormalize": True}, {"scoring": "sqrtsoftplus", "renormalize": True}]
 )

@@ -19,6 +19,12 @@ SIZES = {
 FAMILIES = {
     "Mixtral": {"num_local_experts": 3}, "Qwen3Moe": {"num_experts": 4},
     "Olmoe": {"num_experts": 5, "num_key_value_heads": 2},
+    "DeepseekV3": {
+        "head_dim": 8, "num_key_value_heads": 2, "q_lora_rank": 24, "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4,
+        "num_local_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+        "first_k_dense_replace": 0,
+    },
 }  # fmt: skip
 
 
@@ -34,21 +40,26 @@ def built(family, experts):
     return model
 
 
-@one_in(3)
+@one_in(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients(family):
     fkjit.models.register_experts()
     tokens = torch.tensor([[5, 9, 2, 7, 11, 3, 3]])
     found = []
-    for experts in ("eager", "fkjit"):
-        model = built(family, experts)
+    for experts in ("eager", "fkjit", "patched"):
+        model = built(family, "eager" if experts == "patched" else experts)
         with quiet():
+            if experts == "patched":
+                kinds = {kind for _, kind in fkjit.models.patch(model).replaced}
+                assert {"experts", "router"} <= kinds
             logits = model(tokens).logits
             logits.square().mean().backward()
-        grads = {n: p.grad for n, p in model.named_parameters() if "experts" in n}
-        found.append((logits.detach(), grads))
-    (theirs, wanted), (ours, given) = found
-    assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
-    assert wanted and given.keys() == wanted.keys()
-    for name, grad in wanted.items():
-        assert (given[name] - grad).abs().max() <= 1e-4 * grad.abs().max().clamp(min=1e-6), name
+        parts = {n: p.grad for n, p in model.named_parameters() if ".mlp." in n}
+        found.append((logits.detach(), parts))
+    (theirs, wanted), *ours = found
+    assert any("experts" in name for name in wanted) and any("gate." in name for name in wanted)
+    for logits, given in ours:
+        assert (logits - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+        assert given.keys() == wanted.keys()
+        for name, grad in wanted.items():
+            assert (given[name] - grad).abs().max() <= 1e-4 * grad.abs().max().clamp(min=1e-6), name

@@ -14,13 +14,13 @@ from fkjit.models import linear_cross_entropy, loss  # noqa: E402
 TOKENS, HIDDEN, VOCABULARY = 7, 16, 24
 
 
-def arrays(dtype=torch.float32):
+def arrays(dtype=torch.float32, vocabulary=VOCABULARY):
     made = torch.Generator().manual_seed(1)
     x, weight = (
         torch.randn(n, HIDDEN, generator=made).to(dtype).requires_grad_()
-        for n in (TOKENS, VOCABULARY)
+        for n in (TOKENS, vocabulary)
     )
-    return x, weight, torch.tensor([3, -100, 0, 23, 5, -100, 5])
+    return x, weight, torch.tensor([3, -100, 0, vocabulary - 1, 5, -100, 5])
 
 
 def exact(x, weight, target, **options):
@@ -42,6 +42,39 @@ def test_loss_and_gradients_in_three_chunks(dtype, tolerance, reduction):
     for one, two in zip((made.detach(), *found), (wanted.detach(), *gradients), strict=True):
         assert float((one.double() - two).norm() / two.norm()) < tolerance
     assert not found[0][target == -100].any()
+
+
+@pytest.mark.parametrize("vocabulary", [21, 17])
+def test_a_vocabulary_that_makes_no_whole_rows_of_16_bytes(vocabulary):
+    """The columns that are added have no part in anything."""
+    x, weight, target = arrays(torch.float16, vocabulary)
+    with quiet():
+        made = linear_cross_entropy(x, weight, target, chunk=4)
+        found = torch.autograd.grad(3 * made, (x, weight))
+    wanted, gradients = exact(x, weight, target)
+    assert found[1].shape == weight.shape
+    for one, two in zip((made.detach(), *found), (wanted.detach(), *gradients), strict=True):
+        assert float((one.double() - two).norm() / two.norm()) < 4e-3
+
+
+@pytest.mark.parametrize("tokens, vocabulary, rows, parts", [
+    (8192, 128256, 4096, 1024), (8192, 50264, 8192, 2048), (5000, 128256, 2560, 1024),
+    (300, 32000, 512, 512), (1, 8, 256, 256), (0, 8, 256, 256), (9, 1 << 30, 256, 256),
+])  # fmt: skip
+def test_rows_are_shared_out_evenly_in_whole_tiles(tokens, vocabulary, rows, parts):
+    found = loss._shared_out(tokens, vocabulary, loss._GRADIENTS)
+    assert (found, loss._shared_out(found, vocabulary, loss._LOGITS)) == (rows, parts)
+
+
+def test_logits_in_fp32_are_there_for_a_part_of_a_chunk(monkeypatch):
+    x, weight, target = arrays()
+    monkeypatch.setattr(loss, "_TILE", 2)
+    monkeypatch.setattr(loss, "_LOGITS", 2 * VOCABULARY)
+    with quiet():
+        made = linear_cross_entropy(x, weight, target, chunk=5)
+        found = torch.autograd.grad(3 * made, (x, weight))
+    for one, two in zip(found, exact(x, weight, target)[1], strict=True):
+        assert float((one.double() - two).norm() / two.norm()) < 1e-5
 
 
 def test_no_array_has_all_logits(monkeypatch):

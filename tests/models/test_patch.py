@@ -19,6 +19,9 @@ SIZES = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": None, "max_position_embeddings": 64,
 }  # fmt: skip
+MIXTURE = SIZES | {
+    "num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
 MODELS = {
     "GPT2": {"vocab_size": 48, "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 64,
              "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0},
@@ -26,6 +29,13 @@ MODELS = {
     "Qwen3": SIZES,
     "Mistral": SIZES | {"sliding_window": 3},
     "Mixtral": SIZES | {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "Qwen3Moe": MIXTURE, "Olmoe": MIXTURE | {"num_key_value_heads": 2},
+    "DeepseekV3": MIXTURE | {
+        "head_dim": 8, "num_key_value_heads": 2, "q_lora_rank": 24, "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4,
+        "num_local_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "num_hidden_layers": 2,
+    },
     "Gemma2": SIZES | {"sliding_window": 3, "query_pre_attn_scalar": 16,
                        "attn_logit_softcapping": 2.0},
 }  # fmt: skip
@@ -75,8 +85,9 @@ def test_logits_are_those_of_transformers_and_come_back(family):
     ("Llama", {"linear": 15, "rms_norm": 5, "gated MLP": 2}, {"Embedding": 1}),
     ("Qwen3", {"linear": 15, "rms_norm": 9, "gated MLP": 2}, {"Embedding": 1}),
     ("Gemma2", {"linear": 15, "rms_norm": 9, "gated MLP": 2}, {"Gemma2TextScaledWordEmbedding": 1}),
-    ("Mixtral", {"linear": 9, "rms_norm": 5},
-     {"Embedding": 1, "MixtralTopKRouter": 2, "MixtralExperts": 2}),
+    ("Mixtral", {"linear": 9, "rms_norm": 5, "experts": 2, "router": 2}, {"Embedding": 1}),
+    ("DeepseekV3", {"linear": 17, "rms_norm": 9, "gated MLP": 2, "experts": 1, "router": 1},
+     {"Embedding": 1}),
 ])  # fmt: skip
 def test_the_report_names_each_module(family, kinds, left):
     report = fkjit.models.patch(built(family))

@@ -87,8 +87,8 @@ def test_codes_that_are_there_stay_and_a_step_of_them_is_not_fused():
 
 @pytest.mark.parametrize(("match", "name", "scheme"), [
     ("quantize='int3' is not one of fp8_tensor", "gpt2", "int3"),
-    ("quantize='int4_group' and 48 columns of the MLP; allowed: a multiple of 32", "llama",
-     "int4_group"),
+    ("quantize='int4_group' and 48 columns of the product 'down'; allowed: a multiple of 32",
+     "llama", "int4_group"),
     ("quantize='fp8_block' and a gate of 48 columns", "llama", "fp8_block"),
 ])  # fmt: skip
 def test_what_cannot_be_quantized(match, name, scheme):

@@ -9,7 +9,8 @@ import pytest
 import fkjit.cpu.run as cpu
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import quiet
-from fkjit.models.plan import PRODUCTS, StepPlan, best
+from fkjit.models.config import ModelConfig
+from fkjit.models.plan import MEASURED, PRODUCTS, StepPlan, best, usual
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from tests.models.test_decoder import PROMPTS, decoder_of  # noqa: E402
@@ -43,6 +44,31 @@ def test_what_a_fused_layer_has_otherwise_is_not_tried_again():
     found = best(lambda plan: asked.append(plan) or 9.0 - 5 * plan.fused - (plan.down == "skinny"))
     assert found.fused and found.down == "skinny"
     assert not any(plan.fused and len({plan.qkv, plan.up}) > 1 for plan in asked)
+
+
+@pytest.mark.parametrize("name, rows, words", [
+    ("llama-3.2-1b", 1, ("auto", "gemv", "auto", "auto", "skinny", False, True)),
+    ("gpt2", 8, ("auto", "auto", "auto", "auto", "gemv", True, True)),
+    ("gpt2", 16, ("skinny",) * 5 + (True, False)),
+    ("gpt2", 64, StepPlan()), ("qwen3-0.6b", 1, StepPlan()), ("qwen3-0.6b", 16, StepPlan()),
+])  # fmt: skip
+def test_the_usual_plan_is_that_of_a_table_on_gpus_that_were_measured(name, rows, words):
+    config = ModelConfig.of(name)
+    assert usual(config, rows, False, (9, 0)) == StepPlan(*words)
+    for codes, capability in ((True, (9, 0)), (False, (8, 0)), (False, (10, 0)), (False, None)):
+        assert usual(config, rows, codes, capability) == StepPlan()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_steps_without_a_plan_have_the_usual_one(name, monkeypatch):
+    """On the CPU as on a GPU that was measured, with the tokens of `linear`'s own choice."""
+    plain, said = decoder_of(name, 1), decoder_of(name, 1)
+    table = lambda config, rows, codes, capability: usual(config, rows, codes, (9, 0))  # noqa: E731
+    with quiet():
+        wanted = plain.generate(PROMPTS[1:2], max_new_tokens=2)
+        monkeypatch.setattr("fkjit.models.plan.usual", table)
+        assert said.generate(PROMPTS[1:2], max_new_tokens=2) == wanted
+    assert plain.plans == {1: StepPlan()} and said.plans[1].fused
 
 
 def test_steps_have_the_kernels_of_their_plan(monkeypatch):
@@ -106,7 +132,7 @@ def test_what_a_plan_may_not_say():
 def test_a_plan_is_measured_once_for_each_number_of_slots(monkeypatch):
     """On stand-ins for graphs, whose times depend on the plan."""
     steps = decoder_of("llama", 1)._steps
-    steps._plan, steps._graphs, captured = None, {}, []
+    steps._plan, steps._graphs, captured = MEASURED, {}, []
 
     def capture(size, mode, plan, timed=False):
         captured.append((size, mode, timed))

@@ -38,7 +38,16 @@ def test_every_kernel_that_a_decoder_launches_is_planned(name, monkeypatch):
     assert launched <= kernels(found)
 
 
-@pytest.mark.parametrize("name, most", [("gpt2", 20), ("llama-3.2-1b", 20), ("qwen3-0.6b", 20)])
+@pytest.mark.parametrize("arch, fused", [("sm_90a", True), ("sm_80", False)])
+def test_steps_of_five_launches_are_planned_where_a_decoder_has_them(arch, fused):
+    step = {"normed_append.gemv", "normed_linear.gemv"}
+    for name in ("gpt2", "llama-3.2-1b"):
+        assert (step <= kernels(warm.jobs(name, arch=arch))) is fused
+    assert not step & kernels(warm.jobs("qwen3-0.6b", arch=arch))
+    assert not step & kernels(warm.jobs("llama-3.2-1b", arch=arch, quantize="int4_group"))
+
+
+@pytest.mark.parametrize("name, most", [("gpt2", 24), ("llama-3.2-1b", 24), ("qwen3-0.6b", 20)])
 def test_a_model_takes_few_variants(name, most):
     found = warm.jobs(name, batches=[1, 16], arch="sm_90a")
     labels = [job.label for job in found]

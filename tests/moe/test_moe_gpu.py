@@ -259,7 +259,7 @@ def test_a_geometry_that_was_met_twice_takes_the_warm_path():
     with quiet():
         for _ in range(2):
             fkjit.moe_route_and_regroup(x, 2, 16)
-    options = (2, "softmax", False, None, None, 1.0, 16, None, None, None)
+    options = (2, "softmax", False, None, None, 1.0, 16, None, None, None, False)
     assert op.plans.lookup([x, *[None] * 11], options) is not None
 
 

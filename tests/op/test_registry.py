@@ -45,6 +45,8 @@ KERNELS = [
     "grouped_linear.wgmma",
     "grouped_linear.mma",
     "grouped_linear.fma",
+    "grouped_linear.stream",
+    "grouped_linear.fp8_wgmma",
     "quantize.spans",
     "quantize.amax",
     "dequantize.eights",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fkjit.playground import catalog
 from fkjit.playground.request import variants
 from fkjit.playground.timing import measured
 from fkjit.runtime.device import device_target
@@ -13,8 +14,9 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def here():
-    """The new kernel, for this GPU."""
+def here(tmp_path, monkeypatch):
+    """The new kernel, for this GPU; as in a worker, its process finds the scaffold's folder."""
+    monkeypatch.setenv("FKJIT_KERNEL_PATH", str(catalog.write_scaffold(tmp_path)))
     return {**NEW, "arch": device_target(0).name}
 
 

@@ -72,6 +72,7 @@ QUICK = [
     (name, number)
     for name in (
         "kv_append", "kv_read", "kv_copy", "kv_slots", "rope", "rope_kv_append", "reduce",
+        "grouped_linear", "moe_layer",
     )
     for number in range(len(operations()[name].sets["quick"]))
 ]  # fmt: skip

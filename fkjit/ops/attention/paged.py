@@ -12,6 +12,7 @@ from fkjit.errors import ParameterError
 from fkjit.ops.attention.features import (
     CASTS,
     FEATURE_ARRAYS,
+    LISTED,
     PACKED_ENDS,
     PAGES,
     SCALES,
@@ -63,7 +64,7 @@ def _unpacked(*options: Any) -> tuple[Any, ...]:
 attend_pages = Op(
     _CALL,
     inputs=(*ARRAYS, *SLOTS),
-    outputs=("o", "lse"),
+    outputs=("o", "lse", LISTED),
     check=casting(lambda: attend_pages, check_pages, CASTS),
     options=PagedOptions,
     optional=("cu_seqlens_k", "rows", *FEATURE_ARRAYS, *SCALES, *SLOTS),

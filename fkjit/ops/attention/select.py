@@ -259,8 +259,24 @@ def decodes(
     for step in (*views["k"].strides, *views["v"].strides):
         if abs(step) >= _MAX_STRIDE:
             return False
+    if _is_for_hopper(problem, views, arch):
+        return False
     whole = problem["head_dim"] % _COLUMNS == problem["head_dim_v"] % _COLUMNS == 0
     return whole and _is_compiled(problem, arch)
+
+
+def _is_for_hopper(problem: Problem, views: Mapping[str, View], arch: Arch) -> bool:
+    """Whether Hopper's kernels, which have a group's heads in a tile and share out keys too, are
+    the faster ones: for more rows than a small tile has, in all cells of 2 to 16 queries that
+    were measured (bench/notes/attention.md)."""
+    if _rows(problem) <= _FEW_ROWS or max(problem["head_dim"], problem["head_dim_v"]) > 128:
+        return False
+    return select_sm90.suits(arch) and select_sm90.readable(problem, views, None)
+
+
+def _rows(problem: Problem) -> int:
+    """Of the queries that share keys."""
+    return problem["heads_q"] // problem["heads_kv"] * problem["seqlen_q"]
 
 
 def is_for_decode(problem: Problem, impl: str, block: Any) -> bool:
@@ -278,7 +294,7 @@ def is_for_decode(problem: Problem, impl: str, block: Any) -> bool:
 def _is_faster(problem: Problem, keys: int) -> bool:
     """Rows fill a small tile at most; or keys are many for them, where flash leaves SMs idle, or
     reads them too often."""
-    rows = problem["heads_q"] // problem["heads_kv"] * problem["seqlen_q"]
+    rows = _rows(problem)
     if rows <= _FEW_ROWS:
         return keys >= _LEAST_KEYS
     heads, sms = problem["batch"] * problem["heads_q"], problem["multiprocessors"]

@@ -129,6 +129,7 @@ def _derive(params: Params) -> dict[str, Any]:
         "x_k_major": k_major[0],
         "weight_k_major": k_major[1],
         "groups": "NONE",
+        "gather": False,
         **epilogue.values(params["activation"]),
     }
 

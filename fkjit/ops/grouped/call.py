@@ -1,4 +1,5 @@
-"""`fkjit.grouped_linear`: a product with a weight for each expert, on `moe_regroup`'s layout."""
+"""`fkjit.grouped_linear`: a product with a weight for each expert, on `moe_regroup`'s layout or on
+one of a fixed capacity."""
 
 from __future__ import annotations
 
@@ -9,29 +10,32 @@ from importlib import import_module
 from typing import Any
 
 from fkjit.errors import ArgumentTypeError, ParameterError
-from fkjit.ops.gemm.epilogue import ACTIVATIONS
-from fkjit.ops.grouped import select
+from fkjit.ops.grouped import checks, codes, select
 from fkjit.ops.grouped.kernels import LEAST_BLOCK
-from fkjit.ops.grouped.options import CALL, INPUTS, GroupedOptions, Views, request
-from fkjit.ops.moe.checks import check_dense
+from fkjit.ops.grouped.options import (
+    CALL,
+    INPUTS,
+    GroupedOptions,
+    RoutedOptions,
+    Views,
+    request,
+)
+from fkjit.ops.grouped.routed import IMPLEMENTATIONS as ROUTED_IMPLEMENTATIONS
+from fkjit.ops.grouped.routed import ROUTED
 from fkjit.ops.moe.combine import moe_combine
 from fkjit.ops.moe.groups import MoeGroups
 from fkjit.ops.moe.permute import moe_permute
 from fkjit.ops.op.autograd import autograd_of
-from fkjit.ops.op.checks import check_dtype, check_flag, check_same_dtype, check_shape
+from fkjit.ops.op.checks import check_flag, check_same_dtype
 from fkjit.ops.op.node import Node
 from fkjit.ops.op.op import Op, Output, Request
-from fkjit.ops.op.shapes import rows_of
 from fkjit.runtime import interop
-from fkjit.runtime.interop import ITEMSIZE, View
-
-WEIGHT_LAYOUTS = ("nk", "kn")
 
 
 def grouped_linear(
     x: Any,
     weight: Any,
-    groups: MoeGroups,
+    groups: Any,
     bias: Any = None,
     *,
     activation: str | None = None,
@@ -42,17 +46,21 @@ def grouped_linear(
     impl: str = "auto",
     weight_layout: str = "nk",
     save_pre_activation: bool = True,
+    out_scheme: str | None = None,
 ) -> Any:
     """activation(x weight[e]ᵀ + bias[e]) for the rows of every expert e, in one kernel.
 
     Args:
         x: fp16, bf16 or fp32 [places, K]: a row for each place of `groups`, as `moe_permute` makes
-            them; with gather=True [tokens, K]. torch, CuPy, NumPy or any DLPack array.
+            them; with gather=True [tokens, K]. Masked: [experts, capacity, K], contiguous, with a
+            capacity that is a multiple of 64. torch, CuPy, NumPy or any DLPack array. Beside a
+            quantized weight 16 bits, which are quantized here, or quantize(x, "fp8_block").
         weight: [experts, N, K], or [experts, K, N] with weight_layout="kn"; of x's dtype,
-            contiguous.
+            contiguous. Or quantize(weight, "fp8_block", weight=True) (Hopper, without gradients).
         groups: what `moe_regroup` or `moe_route_and_regroup` made, with a block_size that is a
             multiple of 64: rows of a tile have one expert. How many rows experts have is read when
-            the kernel runs: the host does not wait, any counts serve one CUDA graph.
+            the kernel runs: the host does not wait, any counts serve one CUDA graph. Masked: int32
+            [experts], how many of each expert's rows are there.
         bias: [experts, N], contiguous, of x's dtype.
         activation: "gelu" (exact), "gelu_tanh", "silu", "relu", or None.
         gate: weight and bias hold gate and, behind it, up, N each; the result is
@@ -60,16 +68,22 @@ def grouped_linear(
         gather: x has a row for each token; `moe_permute` brings them to their places first.
         weights: fp32 [tokens, top_k]: `moe_combine` puts the results of each token together.
         block: the tile; default: the fastest by estimate.
-        impl: "auto", or a kernel: "wgmma" (Hopper), "mma" (tensor cores), "fma" (exact fp32).
+        impl: "auto", or a kernel: "wgmma" (Hopper), "mma" (tensor cores), "fma" (exact fp32),
+            or one that takes rows of tokens from where they are (gather=True without
+            `moe_permute`; 16-bit, no gradients; what places without a token get is anything):
+            "stream" (few rows of each expert: weights are read once), "gather" (Hopper's wgmma).
         weight_layout: "nk" or "kn".
         save_pre_activation: keep for gradients what the activation is of; False: compute it again.
+        out_scheme: "fp8_block": the result is quantized in the kernel, for the next product with a
+            quantized weight; of a quantized weight with gate=True.
 
     Returns:
         [places, N] in x's dtype and framework; with `weights` [tokens, N]. Rows behind the last
         expert's tiles (from groups.num_tokens_post_padded on) are not written. With torch it has
         gradients of x, weight, bias and weights, the same bits at every call. Products of places
         that no token has count towards the gradient of weight: rows of zeros, as `moe_permute`
-        makes them, add nothing.
+        makes them, add nothing. Masked: [experts, capacity, N], of which rows behind an expert's
+        last one are anything, and no gradients.
 
     Raises:
         ParameterError: shapes, strides, options. ArgumentTypeError: not arrays, other or mixed
@@ -78,19 +92,68 @@ def grouped_linear(
 
     fp32 accumulation, rounded once. Source of the layout: vLLM's fused_moe.
     """
-    groups = _groups(groups)
     said = (activation, gate, block, impl, weight_layout, save_pre_activation)
-    if check_flag(CALL, "gather", gather):
-        x = moe_permute(x, groups)
-    y = _GROUPED((x, weight, bias, None, groups.offsets), (), (_block_size(groups), *said))
+    gather = check_flag(CALL, "gather", gather)
+    coded = _is_coded(out_scheme, weight, weights)
+    if _is_masked(x):
+        _check_masked(groups, gather, weights)
+        return _GROUPED((x, weight, bias, None, groups), (), (LEAST_BLOCK, *said))
+    groups = _groups(groups)
+    if _is_routed(impl, weight):
+        routed = RoutedOptions(activation, gate, block, impl, weight_layout, gather)
+        y = ROUTED((x, weight, bias, None, *groups), (), routed)
+    else:
+        rows = moe_permute(_numbers(x), groups) if gather else x
+        if isinstance(weight, tuple):
+            y = codes.call(rows, weight, groups, bias, (_block_size(groups), *said[:-1], coded))
+        else:
+            size = _block_size(groups)
+            y = _GROUPED((rows, weight, bias, None, groups.offsets), (), (size, *said))
     return y if weights is None else moe_combine(y, groups, weights)
+
+
+def _is_routed(impl: str, weight: Any) -> bool:
+    return impl in ROUTED_IMPLEMENTATIONS and not isinstance(weight, tuple)
+
+
+def _is_coded(out_scheme: Any, weight: Any, weights: Any) -> bool:
+    """Whether the result is codes."""
+    if out_scheme is None:
+        return False
+    if out_scheme != codes.SCHEME or not isinstance(weight, tuple) or weights is not None:
+        raise ParameterError(
+            f"{CALL}: out_scheme={out_scheme!r}; allowed: None, or {codes.SCHEME!r} of a quantized "
+            "weight, without weights"
+        )
+    return True
+
+
+def _is_masked(x: Any) -> bool:
+    return len(getattr(x, "shape", ())) == 3
+
+
+def _numbers(x: Any) -> Any:
+    if isinstance(x, tuple):
+        raise ParameterError(
+            f"{CALL}: gather=True with a quantized x; allowed: x of numbers, or codes of "
+            "moe_permute's rows"
+        )
+    return x
+
+
+def _check_masked(groups: Any, gather: bool, weights: Any) -> None:
+    if isinstance(groups, MoeGroups) or gather or weights is not None:
+        raise ParameterError(
+            f"{CALL}: x has three dimensions, which is the masked layout; allowed: groups=counts, "
+            "int32 [experts], without gather and weights"
+        )
 
 
 def _groups(groups: Any) -> MoeGroups:
     if not isinstance(groups, MoeGroups):
         raise ArgumentTypeError(
             f"{CALL}: groups is a {type(groups).__qualname__}; allowed: the MoeGroups of "
-            "moe_regroup or moe_route_and_regroup"
+            "moe_regroup or moe_route_and_regroup, or counts beside an x [experts, capacity, K]"
         )
     return groups
 
@@ -107,92 +170,32 @@ def _block_size(groups: MoeGroups) -> int:
 def _check(views: Views, said: GroupedOptions, *, pre: bool = False) -> Request:
     x, weight = views["x"], views["weight"]
     assert x is not None and weight is not None
-    _check_options(said)
+    checks.check_options(said)
+    _check_own_options(said)
     dtype = check_same_dtype(CALL, {"x": x, "weight": weight, "bias": views["bias"]})
-    sizes = _sizes(x, weight, said)
+    sizes = checks.sizes_of(x, weight, said)
     m, n, wide = sizes["m"], sizes["n"], sizes["n"] * (2 if said.gate else 1)
-    _check_bias(views["bias"], sizes["experts"], wide)
-    _check_groups(views["offsets"], m, sizes["experts"], said.block_size)
-    by_k = said.weight_layout == "nk"
-    problem: dict[str, Any] = {
-        **sizes, "dtype": dtype, "out_dtype": dtype, "groups": "ROWS",
-        "block_size": said.block_size,
-        "activation": said.activation or "none", "gate": said.gate, "pre": pre, "scale": 1.0,
-        "x_layout": "mk", "weight_layout": said.weight_layout, "residual": False,
-        "bias": views["bias"] is not None, "x_stride": rows_of(CALL, "x", x)[2],
-        "weight_stride": sizes["k"] if by_k else wide, "out_stride": n, "residual_stride": n,
+    checks.check_bias(views["bias"], sizes["experts"], wide)
+    masked = len(x.shape) == 3
+    if masked:
+        checks.check_counts(x, views["offsets"], sizes["experts"])
+    else:
+        checks.check_groups(views["offsets"], m, sizes["experts"], said.block_size)
+    problem = checks.problem_of(x, weight, views["bias"], said, sizes) | {
+        "groups": "MASKED" if masked else "ROWS", "block_size": said.block_size, "pre": pre,
+        "gather": False,
     }  # fmt: skip
-    chunk = 16 // ITEMSIZE[dtype]
-    halves = by_k or n % chunk == 0
-    problem["aligned"] = halves and not (
-        problem["x_stride"] % chunk or sizes["k"] % chunk or problem["weight_stride"] % chunk
-        or x.pointer % 16 or weight.pointer % 16
-    )  # fmt: skip
-    problem["aligned_out"] = n % chunk == 0
     outputs = {
-        "out": Output((m, n), dtype), "pre": Output((m, wide), dtype) if pre else None,
+        "out": Output((*x.shape[:-1], n), dtype), "pre": Output((m, wide), dtype) if pre else None,
     }  # fmt: skip
     return request({name: views[name] for name in INPUTS}, outputs, problem, said)
 
 
-def _check_options(said: GroupedOptions) -> None:
-    if said.activation is not None and said.activation not in ACTIVATIONS:
-        raise ParameterError(
-            f"{CALL}: activation={said.activation!r} is not None or one of {', '.join(ACTIVATIONS)}"
-        )
-    check_flag(CALL, "gate", said.gate)
+def _check_own_options(said: GroupedOptions) -> None:
     check_flag(CALL, "save_pre_activation", said.save_pre_activation)
-    for name, allowed in (("impl", select.IMPLEMENTATIONS), ("weight_layout", WEIGHT_LAYOUTS)):
-        if (given := getattr(said, name)) not in allowed:
-            raise ParameterError(f"{CALL}: {name}={given!r} is not one of {', '.join(allowed)}")
-
-
-def _sizes(x: View, weight: View, said: GroupedOptions) -> dict[str, int]:
-    named = "[experts, N, K]" if said.weight_layout == "nk" else "[experts, K, N]"
-    if len(x.shape) != 2 or len(weight.shape) != 3 or 0 in weight.shape:
-        raise ParameterError(
-            f"{CALL}: x has shape {tuple(x.shape)}, weight {tuple(weight.shape)}; allowed: x "
-            f"[places, K], weight {named}"
-        )
-    experts, wide, k = weight.shape
-    wide, k = (wide, k) if said.weight_layout == "nk" else (k, wide)
-    if x.shape[1] != k:
-        raise ParameterError(
-            f"{CALL}: x has {x.shape[1]} columns, weight {tuple(weight.shape)} is of {k}; allowed: "
-            f"weight {named} (weight_layout={said.weight_layout!r})"
-        )
-    if said.gate and wide % 2:
-        raise ParameterError(
-            f"{CALL}: gate=True, but weight {tuple(weight.shape)} has {wide} outputs; allowed: an "
-            "even number, gate first, then up"
-        )
-    _, rows, columns = weight.shape
-    if tuple(weight.strides) != (rows * columns, columns, 1):
-        raise ParameterError(
-            f"{CALL}: weight has strides {tuple(weight.strides)}; pass a contiguous weight"
-        )
-    n = wide // 2 if said.gate else wide
-    return {"m": x.shape[0], "n": n, "k": k, "experts": experts}
-
-
-def _check_bias(bias: View | None, experts: int, wide: int) -> None:
-    if bias is not None:
-        check_shape(CALL, "bias", bias, (experts, wide), "[experts, N], here")
-        check_dense(CALL, "bias", bias)
-
-
-def _check_groups(offsets: View | None, places: int, experts: int, block: int) -> None:
-    assert offsets is not None
-    check_dtype(CALL, "groups.offsets", offsets, ("int32",))
-    if offsets.shape[0] != experts + 1:
-        raise ParameterError(
-            f"{CALL}: groups are of {offsets.shape[0] - 1} experts, weight is of {experts}"
-        )
-    if block % LEAST_BLOCK or (block and places % block):
-        raise ParameterError(
-            f"{CALL}: x has {places} rows, groups a block_size of {block}; allowed: a row for each "
-            f"place, and groups made with a block_size that is a multiple of {LEAST_BLOCK}"
-        )
+    allowed = (*select.IMPLEMENTATIONS, *ROUTED_IMPLEMENTATIONS)
+    if said.impl not in allowed:
+        raise ParameterError(f"{CALL}: impl={said.impl!r} is not one of {', '.join(allowed)}")
 
 
 # ------------------------------------------------------------------ the op
@@ -206,7 +209,7 @@ _OPTIONS = (
 def _fake(x: Any, weight: Any, *rest: Any) -> list[Any]:
     said = GroupedOptions(*rest[3:])
     wide = weight.shape[1 if said.weight_layout == "nk" else 2]
-    return [x.new_empty(x.shape[0], wide // 2 if said.gate else wide)]
+    return [x.new_empty(*x.shape[:-1], wide // 2 if said.gate else wide)]
 
 
 def _fake_with_pre(x: Any, weight: Any, *rest: Any) -> list[Any]:
@@ -234,6 +237,11 @@ def _op(pre: bool, node: Node, autograd: Callable[..., Any] | None = None) -> Op
 
 
 def _with_gradients(inputs: Any, outputs: Any, options: Any) -> Any:
+    if inputs[0].dim() == 3:
+        raise ParameterError(
+            f"{CALL}: the masked layout has no gradients; call it under torch.no_grad() or pass "
+            "detached tensors"
+        )
     return _differentiable()(inputs, outputs, options)
 
 
@@ -254,17 +262,37 @@ def _prepare(*args: Any, **named: Any) -> None:
     bound = _SIGNATURE.bind(*args, **named)
     bound.apply_defaults()
     given = bound.arguments
-    groups, x = _groups(given["groups"]), given["x"]
-    said = (given[name] for name in GroupedOptions._fields[1:])
-    options = (_block_size(groups), *said)
+    x, beside = given["x"], (given["weight"], given["bias"], None)
+    said = tuple(given[name] for name in GroupedOptions._fields[1:])
+    if _is_masked(x):
+        _check_masked(given["groups"], given["gather"], given["weights"])
+        return _GROUPED.prepare((x, *beside, given["groups"]), (LEAST_BLOCK, *said))
+    groups = _groups(given["groups"])
+    if _is_routed(given["impl"], given["weight"]):
+        routed = RoutedOptions(*(given[name] for name in RoutedOptions._fields))
+        ROUTED.prepare((x, *beside, *groups), routed)
+    else:
+        _prepare_rows(given, groups, (_block_size(groups), *said))
+    _prepare_weights(given, groups)
+
+
+def _prepare_rows(given: dict[str, Any], groups: MoeGroups, options: tuple[Any, ...]) -> None:
+    x, weight, bias = given["x"], given["weight"], given["bias"]
     if given["gather"]:
-        moe_permute.prepare(x, groups)  # type: ignore[attr-defined]
+        moe_permute.prepare(_numbers(x), groups)  # type: ignore[attr-defined]
         x = _like(x, groups.sorted_token_ids.shape[0], x.shape[1])
-    arrays = (x, given["weight"], given["bias"], None, groups.offsets)
-    _GROUPED.prepare((*arrays, None, None), options)
+    if isinstance(weight, tuple):
+        coded = _is_coded(given["out_scheme"], weight, given["weights"])
+        codes.prepare(x, weight, groups, bias, (*options[:-1], coded))
+    else:
+        _GROUPED.prepare((x, weight, bias, None, groups.offsets), options)
+
+
+def _prepare_weights(given: dict[str, Any], groups: MoeGroups) -> None:
     if given["weights"] is not None:
         wide = given["weight"].shape[1 if given["weight_layout"] == "nk" else 2]
-        y = _like(x, x.shape[0], wide // 2 if given["gate"] else wide)
+        columns = wide // 2 if given["gate"] else wide
+        y = _like(given["x"], groups.sorted_token_ids.shape[0], columns)
         moe_combine.prepare(y, groups, given["weights"])  # type: ignore[attr-defined]
 
 

@@ -20,7 +20,8 @@ def _check(views: Views, said: DepthOptions) -> Request:
         "m": m, "n": n, "k": k, "experts": experts, "dtype": dtype, "out_dtype": dtype,
         "groups": "DEPTH", "block_size": said.block_size, "activation": "none", "gate": False,
         "pre": False, "scale": 1.0, "x_layout": "km", "weight_layout": "kn", "residual": False,
-        "bias": False, "x_stride": m, "weight_stride": n, "out_stride": n, "residual_stride": n,
+        "bias": False, "gather": False, "x_stride": m, "weight_stride": n, "out_stride": n,
+        "residual_stride": n,
         "aligned": m % chunk == 0 and n % chunk == 0, "aligned_out": n % chunk == 0,
     }  # fmt: skip
     outputs = {"out": Output((experts, m, n), dtype), "pre": None}

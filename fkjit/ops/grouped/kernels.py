@@ -1,15 +1,17 @@
 """Grouped products: the kernels of `linear` with a weight, or an output, for each expert.
 
     ROWS    out[rows of e] = act(x[rows of e] weight[e]^T + bias[e])   x sorted by expert, in tiles
+    MASKED  the same                                                   x [experts, capacity, k]
     DEPTH   out[e] = x[rows of e]^T weight[rows of e]                  gradients of the weights
 
 A problem has what linear's have (fkjit/ops/gemm/problem.py), with m (DEPTH: k) the places that
-there is room for; `groups`, "ROWS" or "DEPTH"; `experts`; and `block_size`, of which each expert's
+there is room for; `groups`, one of these; `experts`; and `block_size`, of which each expert's
 places are a multiple. The weight is [experts, n, k] or [experts, k, n]; of DEPTH out is [experts,
 m, n].
 
 Arrays: those of linear; offsets, int32 [experts + 1]: experts' first places, and where the last
-ones end.
+ones end; of MASKED [experts], how many rows of each expert there are. With `gather` x is
+[tokens, k], and sorted_token_ids [m] says token * top_k + choice of each place, or tokens * top_k.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from fkjit.runtime.interop import ITEMSIZE
 from fkjit.runtime.tensor_map import TensorMap
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 
-GROUPS = ("ROWS", "DEPTH")
+GROUPS = ("ROWS", "MASKED", "DEPTH")
 LEAST_BLOCK = 64  # rows of the smallest tile: of it experts' places have to be a multiple
 _GROUP_ROWS = 512  # rows of an expert whose tiles are taken together
 _FIXED: Mapping[str, Any] = {
@@ -53,7 +55,8 @@ def _whole(params: Params) -> dict[str, Any]:
 def _derive(spec: KernelSpec) -> Any:
     def derived(params: Params) -> dict[str, Any]:
         whole = _whole(params)
-        return {**_FIXED, **spec.derive(whole), "groups": params["groups"]}
+        own = {"groups": params["groups"], "gather": params.get("gather", False)}
+        return {**_FIXED, **spec.derive(whole), **own}
 
     return derived
 
@@ -154,26 +157,33 @@ def _wgmma_arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]
     named |= _owned(problem, arrays)
     rows = params["block"][0]
     named["group_rows"] = max(_GROUP_ROWS // rows, 1)
+    if params["gather"]:
+        del named["x_map"], named["x_map_last"]
+        named |= {name: problem[name] for name in ("tokens", "top_k")}
+        named["sorted_token_ids"] = arrays["sorted_token_ids"]
     if of_k(params):
         if "out_map" in named:
             rows = problem["experts"] * problem["m"]
             named["out_map"] = replace(named["out_map"], dims=(problem["n"], rows, 1, 1))
         return named
-    box = named["x_map"].box  # the last tile of an expert may be half
-    half = (problem["block_size"] - 1) % rows + 1
-    named["x_map_last"] = replace(named["x_map"], box=(box[0], half, *box[2:]))
+    if not params["gather"]:
+        box = named["x_map"].box  # the last tile of an expert may be half
+        half = (problem["block_size"] - 1) % rows + 1
+        named["x_map_last"] = replace(named["x_map"], box=(box[0], half, *box[2:]))
     for name in ("weight_map", "weight_map_last"):
-        named[name] = _of_experts(named[name], problem["experts"])
+        named[name] = of_experts(named[name], problem["experts"])
     return named
 
 
-def _of_experts(one: TensorMap, experts: int) -> TensorMap:
+def of_experts(one: TensorMap, experts: int) -> TensorMap:
     """The map of a matrix as that of so many, one behind the other."""
     apart = one.strides[0] * one.dims[1]
     return replace(one, dims=(*one.dims[:2], experts, 1), strides=(one.strides[0], apart, 0))
 
 
 def _wgmma_illegal(params: Params) -> str | None:
+    if params["gather"] and (params["groups"] != "ROWS" or params["pre"]):
+        return "gathers rows by expert, without anything kept for gradients"
     return None if params["block"] in TILES else "is no tile of experts"
 
 
@@ -187,7 +197,10 @@ def _sizes(params: tuple[Param, ...], tiles: Sequence[Any]) -> tuple[Param, ...]
 
 WGMMA_ALL = _grouped(
     sm90.WGMMA_ALL,
-    params=_sizes(_params(sm90.WGMMA_ALL), tuple(TILES)),
+    params=(
+        *_sizes(_params(sm90.WGMMA_ALL), tuple(TILES)),
+        Param("gather", (False, True), "x has rows of tokens, which places name"),
+    ),
     illegal=_wgmma_reason,
     arguments=_wgmma_arguments,
     grid=lambda params, problem: (
@@ -207,21 +220,25 @@ _PLAIN = {
     "pre": False,
 }
 _ROWS = {**_PLAIN, "groups": "ROWS"}
+_MASKED = {**_PLAIN, "groups": "MASKED"}
 _DEPTH = {**_PLAIN, "groups": "DEPTH", "x_layout": "km", "weight_layout": "kn"}
 _BF16 = {"dtype": "bf16", "out_dtype": "bf16"}
 _SWIGLU = {"activation": "silu", "gate": True}
 
+_SM90 = {**_BF16, "tma_store": True, "gather": False}
 WGMMA = register(
     replace(
         WGMMA_ALL,
         ahead=[
-            *({**_BF16, **_ROWS, "tma_store": True, "block": block} for block in TILES),
-            {**_BF16, **_ROWS, **_SWIGLU, "tma_store": True, "block": (64, 256)},
-            {**_BF16, **_ROWS, **_SWIGLU, "tma_store": True, "block": (128, 256), "pre": True},
-            {**_BF16, **_ROWS, "tma_store": True, "block": (128, 128), "weight_layout": "kn"},
-            {**_BF16, **_ROWS, "tma_store": False, "block": (64, 64), "activation": "gelu"},
-            *({**_BF16, **_DEPTH, "tma_store": True, "block": block}
-              for block in ((128, 256), (128, 128))),
+            *({**_SM90, **_ROWS, "block": block} for block in TILES),
+            {**_SM90, **_ROWS, **_SWIGLU, "block": (64, 256)},
+            {**_SM90, **_ROWS, **_SWIGLU, "block": (128, 256), "pre": True},
+            {**_SM90, **_ROWS, "block": (128, 128), "weight_layout": "kn"},
+            {**_SM90, **_ROWS, "tma_store": False, "block": (64, 64), "activation": "gelu"},
+            {**_SM90, **_MASKED, **_SWIGLU, "block": (128, 128)},
+            *({**_SM90, **_ROWS, **_SWIGLU, "block": block, "gather": True}
+              for block in ((64, 256), (128, 128), (128, 256))),
+            *({**_SM90, **_DEPTH, "block": block} for block in ((128, 256), (128, 128))),
         ],
     )
 )  # fmt: skip
@@ -232,6 +249,7 @@ MMA = register(
         ahead=[
             {**_MMA, **_ROWS, **_SWIGLU, "pre": True},
             {**_MMA, **_ROWS, "weight_layout": "kn", "block": (64, 64, 64)},
+            {**_MMA, **_MASKED},
             {**_MMA, **_DEPTH},
             {**_MMA, **_ROWS, "aligned": False, "block": (64, 64, 32), "activation": "gelu_tanh"},
             {**_MMA, **_ROWS, **_SWIGLU, "aligned": False, "block": (64, 128, 32)},

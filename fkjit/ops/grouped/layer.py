@@ -9,10 +9,8 @@ from fkjit.errors import ParameterError
 from fkjit.ops.gemm.call import linear
 from fkjit.ops.grouped.call import grouped_linear
 from fkjit.ops.grouped.kernels import LEAST_BLOCK
-from fkjit.ops.moe.combine import moe_combine
 from fkjit.ops.moe.gradient import weights_of
 from fkjit.ops.moe.groups import MoeGroups, made, places_of
-from fkjit.ops.moe.permute import moe_permute
 from fkjit.ops.moe.route_and_regroup import moe_route_and_regroup
 from fkjit.runtime import interop
 from fkjit.types import Scoring
@@ -41,6 +39,7 @@ def moe_layer(
     shared_down: Any = None,
     block_size: int = LEAST_BLOCK,
     save_pre_activation: bool = True,
+    impl: str = "auto",
 ) -> Any:
     """Each token's best experts, weighted: sum over k of weights[t, k] * down(act(gate) * up).
 
@@ -59,6 +58,7 @@ def moe_layer(
         shared_gate_up, shared_down: [2 J, H] and [H, J], an expert that every token goes to.
         block_size: of the layout, a multiple of 64.
         save_pre_activation: keep what the activation is of for gradients; False: compute it again.
+        impl: of both products, as `grouped_linear` has it.
 
     Returns:
         [tokens, H] in x's dtype and framework, the same bits at every call. With torch it has
@@ -70,7 +70,8 @@ def moe_layer(
         `fkjit.prepare`.
 
     Five launches: route and sort, rows to experts, gate and up with the activation, down, weighted
-    sums; with a router_weight one more, with a shared expert two. None waits for the host.
+    sums; with a router_weight one more, with a shared expert two; with impl="stream", which reads
+    rows where they are, one less. None waits for the host.
     """
     logits = _logits(x, router_logits, router_weight)
     _check(logits, w_gate_up, expert_map, shared_gate_up, shared_down)
@@ -83,12 +84,11 @@ def moe_layer(
     )  # fmt: skip
     if _wants_grad(logits):
         weights = weights_of(logits, ids, scoring, renormalize, routed_scaling_factor)
-    rows_of_experts = moe_permute(x, groups)
     hidden = grouped_linear(
-        rows_of_experts, w_gate_up, groups, activation=activation, gate=True,
+        x, w_gate_up, groups, gather=True, activation=activation, gate=True, impl=impl,
         save_pre_activation=save_pre_activation,
     )  # fmt: skip
-    out = moe_combine(grouped_linear(hidden, w_down, groups), groups, weights)
+    out = grouped_linear(hidden, w_down, groups, weights=weights, impl=impl)
     if shared_gate_up is None:
         return out
     shared = linear(x, shared_gate_up, activation=activation, gate=True)
@@ -149,14 +149,11 @@ def _prepare(*args: Any, **named: Any) -> None:
     local = None if given["expert_map"] is None else here
     _able(moe_route_and_regroup).prepare(logits, top_k, size, num_local_experts=local, **routing)
     groups = _groups_like(x, top_k, here, size)
-    _able(moe_permute).prepare(x, groups)
-    rows = _like(x, groups.sorted_token_ids.shape[0], x.shape[1])
-    kept = {name: given[name] for name in ("activation", "save_pre_activation")}
-    _able(grouped_linear).prepare(rows, up, groups, gate=True, **kept)
-    hidden = _like(x, rows.shape[0], down.shape[2])
-    _able(grouped_linear).prepare(hidden, down, groups)
+    kept = {name: given[name] for name in ("activation", "save_pre_activation", "impl")}
+    _able(grouped_linear).prepare(x, up, groups, gate=True, gather=True, **kept)
+    hidden = _like(x, groups.sorted_token_ids.shape[0], down.shape[2])
     weights = _like(x, tokens, top_k, dtype="fp32")
-    _able(moe_combine).prepare(_like(x, rows.shape[0], down.shape[1]), groups, weights)
+    _able(grouped_linear).prepare(hidden, down, groups, weights=weights, impl=given["impl"])
     if given["shared_gate_up"] is not None:
         _prepare_shared(x, given)
 

@@ -28,6 +28,17 @@ class GroupedOptions(NamedTuple):
     save_pre_activation: Any = True
 
 
+class RoutedOptions(NamedTuple):
+    """What a call says whose kernel reads the lists of `MoeGroups`."""
+
+    activation: Any = None
+    gate: Any = False
+    block: Any = None
+    impl: Any = "stream"
+    weight_layout: Any = "nk"
+    gather: Any = False
+
+
 class DepthOptions(NamedTuple):
     """block_size: of the groups."""
 

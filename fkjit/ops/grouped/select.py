@@ -119,7 +119,7 @@ def _step(one: Chosen, problem: Problem, arch: Arch) -> float:
     rows, columns = one.params["block"][:2]
     if one.spec.name == "wgmma":
         step = VARIANTS[TILES[one.params["block"]], one.params["block"], 1, 1, False]
-        if problem["groups"] == "ROWS" and TILES[one.params["block"]] == "cooperative":
+        if problem["groups"] != "DEPTH" and TILES[one.params["block"]] == "cooperative":
             step *= _TOGETHER
         return step * (_KN if problem["weight_layout"] == "kn" else 1.0)
     gpu = machine(arch)

@@ -329,6 +329,7 @@ class Op:
             request = self.check(views, *options)
         else:
             request = self.check(views, self.options(*options))
+        assert request.outputs.keys() <= set(self.outputs), f"{self.name}: plans know no others"
         pairs = self._pairs(request)
         if pairs:
             check_overlaps(self.name, pairs, self.in_place)

@@ -16,6 +16,7 @@ from fkjit.ops.quantize.kernels import AMAX, DEQUANTIZE, SPANS, amax_blocks, spa
 from fkjit.ops.quantize.schemes import (
     EVEN,
     STORED,
+    WIDTH,
     QuantizedTensor,
     Scheme,
     as_e4m3,
@@ -39,7 +40,8 @@ def quantize(x: Any, scheme: str, *, weight: bool = False) -> QuantizedTensor:
         scheme: "fp8_tensor", "fp8_row", "fp8_block" (e4m3; a scale for all of x, a row, 128 columns
             of a row), "int8_row", "int8_group" or "int4_group" (128 columns of a row). "int4_group"
             takes K of a multiple of 32.
-        weight: of "fp8_block": a scale for 128 by 128 numbers, as a weight [N, K] has them.
+        weight: of "fp8_block": a scale for 128 by 128 numbers, as a weight [N, K] has them, or
+            weights [..., N, K] with N a multiple of 128.
 
     Returns:
         QuantizedTensor(data, scales, scheme); a number is code * scale. A scale is the greatest
@@ -110,9 +112,10 @@ def _check_x(x: View, how: Scheme) -> None:
     shape = tuple(x.shape)
     if not shape or shape[-1] == 0:
         raise ParameterError(f"{_QUANTIZE}: x has shape {shape}; allowed: [..., K], K from 1")
-    if how.span == "block" and len(shape) != 2:
+    if how.span == "block" and (len(shape) < 2 or (len(shape) > 2 and shape[-2] % WIDTH)):
         raise ParameterError(
-            f"{_QUANTIZE}: x has shape {shape}; allowed: [N, K] with weight=True of fp8_block"
+            f"{_QUANTIZE}: x has shape {shape}; allowed: [N, K] with weight=True of fp8_block, or "
+            f"[..., N, K] with N a multiple of {WIDTH}"
         )
     if shape[-1] % EVEN[how.code]:
         raise ParameterError(
@@ -187,7 +190,7 @@ def checked_parts(
     shape = (*shape[:-1], 2 * shape[-1]) if how.code == "int4" else shape
     other = Scheme("fp8", "block")
     found = tuple(scales.shape)
-    if scheme == "fp8_block" and len(shape) == 2 and found == scales_shape(other, shape):
+    if scheme == "fp8_block" and len(shape) >= 2 and found == scales_shape(other, shape):
         how = other if found != scales_shape(how, shape) else how
     check_shape(call, f"{name}.scales", scales, scales_shape(how, shape), f"{scheme}'s")
     allowed = FLOATS if scale_dtype(how, "") != "fp32" else ("fp32",)

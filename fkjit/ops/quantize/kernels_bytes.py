@@ -139,7 +139,8 @@ WGMMA = KernelSpec(
         ),
         "derive": lambda params: {
             **_values(params), "stages": _stages(params),
-            "sum": "int" if params["code"] == "int8" else "float",
+            "sum": "int" if params["code"] == "int8" else "float", "groups": "NONE",
+            "coded": False,
         },
         "illegal": _wgmma_illegal,
         "features": lambda params: frozenset({"wgmma"}),

@@ -4,7 +4,7 @@
     fp8_tensor   e4m3   the whole tensor        fp32 [1]
     fp8_row      e4m3   a row                   fp32 [..., rows]
     fp8_block    e4m3   128 columns of a row    fp32 [..., rows, K / 128]        (activations)
-                        128 by 128              fp32 [rows / 128, K / 128]       (weights)
+                        128 by 128              fp32 [..., rows / 128, K / 128]  (weights)
     int8_row     int8   a row                   fp32 [..., rows]
     int8_group   int8   128 columns of a row    x's dtype [..., rows, K / 128]
     int4_group   int4   128 columns of a row    x's dtype [..., rows, K / 128]
@@ -92,7 +92,7 @@ def scales_shape(scheme: Scheme, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape[:-1]
     if scheme.span == "group":
         return (*shape[:-1], groups)
-    return (-(-shape[0] // WIDTH), groups)
+    return (*shape[:-2], -(-shape[-2] // WIDTH), groups)
 
 
 def parts(call: str, name: str, given: Any) -> QuantizedTensor:

@@ -76,6 +76,22 @@ def normed_append(
     return _APPEND((*arrays, *held.arrays[:2]), (), options)
 
 
+def prepare_linear(x: Any, weight: Any, bias: Any, norm: Norm, **options: Any) -> None:
+    """Compile and load what `normed_linear` with the same arguments needs; launches nothing."""
+    said = (options.get("activation") or "none", options.get("gate", False), norm.eps)
+    _LINEAR.prepare((x, weight, bias, norm.weight, norm.bias), said)
+
+
+def prepare_append(
+    x: Any, weight: Any, bias: Any, norm: Norm, cache: Any, slot_mapping: Any, positions: Any,
+    table: Any, *, heads_q: int,
+) -> None:  # fmt: skip
+    """As `prepare_linear`, for `normed_append`."""
+    held = planes("normed_append", cache, 0, None)
+    arrays = (x, weight, bias, norm.weight, norm.bias, slot_mapping, positions, table)
+    _APPEND.prepare((*arrays, *held.arrays[:2]), (heads_q, held.layout, norm.eps))
+
+
 # ------------------------------------------------------------------ checks
 
 _Views = Mapping[str, View | None]

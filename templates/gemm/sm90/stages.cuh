@@ -38,11 +38,11 @@ struct GemmStages {
     return reinterpret_cast<u32*>(memory + BARRIERS + STAGES * 16) + consumer;
   }
 
-  // By one thread; the others wait for it.
-  __device__ __forceinline__ void begin(int releases) const {
+  // By one thread; the others wait for it. `arrivals`: of those who fetch A or B.
+  __device__ __forceinline__ void begin(int releases, int arrivals = 2) const {
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(full(stage), 2);  // who fetches A, who fetches B
+      mbarrier_init(full(stage), arrivals);
       mbarrier_init(empty(stage), releases);
     }
     mbarrier_init_fence();

@@ -235,6 +235,7 @@ def test_few_queries_of_attention():
     problem = {
         **{"dtype": "fp16", "batch": 1, "heads_q": 4, "heads_kv": 2, "seqlen_q": 2},
         **{"seqlen_k": 300, "head_dim": 64, "head_dim_v": 64, "multiprocessors": 132},
+        "softmax_scale": 0.125,
     }
 
     def takes(impl="auto", block=None, aligned=True, to="sm_90a", **other):
@@ -247,8 +248,9 @@ def test_few_queries_of_attention():
         assert not takes(**other)
     for other in ({"seqlen_q": 17}, {"seqlen_k": 50}, {"dtype": "fp32"}, {"head_dim": 60}):
         assert not takes(**other)
-    many = {"seqlen_q": 16, "seqlen_k": 1024}  # rows of more than one small tile
-    assert takes(**many)
+    many = {"seqlen_q": 16, "seqlen_k": 1024, "to": "sm_80"}  # rows of more than one small tile
+    assert takes(**many) and not takes(**{**many, "to": "sm_90a"})
+    assert takes(**{**many, "to": "sm_90a", "softmax_scale": -1.0}), "not for Hopper's kernels"
     for other in ({"seqlen_k": 1000}, {"heads_q": 40}):
         assert not takes(**{**many, **other})
     said = AttentionOptions(True, return_lse=True)

@@ -1,0 +1,183 @@
+"""`fkjit.grouped_linear` of a `QuantizedTensor`: e4m3 with scales of blocks, on Hopper."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from fkjit import tuning
+from fkjit.errors import ParameterError
+from fkjit.ops.gemm.epilogue import kernel_for
+from fkjit.ops.grouped import checks
+from fkjit.ops.grouped.kernels_codes import CODED_TILE, CODES_ALL
+from fkjit.ops.grouped.options import CALL, Views
+from fkjit.ops.moe.groups import MoeGroups
+from fkjit.ops.op.checks import check_dtype
+from fkjit.ops.op.node import Node, of_dtype
+from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
+from fkjit.ops.quantize.call import checked_parts, prepared_codes, quantize
+from fkjit.ops.quantize.schemes import WIDTH, QuantizedTensor, as_e4m3, dtype_name, parts
+from fkjit.runtime.device import multiprocessors
+from fkjit.runtime.interop import CPU, View
+
+SCHEME = "fp8_block"
+_INPUTS = ("x", "x_scales", "weight", "scales", "bias", "residual", "offsets")
+_NAMES = {"bfloat16": "bf16", "float16": "fp16"}
+_EVEN = 16  # what k is a multiple of
+
+
+class CodesOptions(NamedTuple):
+    """What a call says besides its arrays: as `GroupedOptions`; coded: whether the result is codes;
+    dtype: of bias, and of a result that is not."""
+
+    block_size: int
+    activation: Any = None
+    gate: Any = False
+    block: Any = None
+    impl: Any = "auto"
+    weight_layout: Any = "nk"
+    coded: bool = False
+    dtype: str = "bf16"
+
+
+def call(x: Any, weight: Any, groups: MoeGroups, bias: Any, options: tuple[Any, ...]) -> Any:
+    """The product of rows that are quantized here, unless they are codes already. `options`: those
+    of CodesOptions, without dtype."""
+    given = x if isinstance(x, tuple) else quantize(x, SCHEME)
+    inputs, said = _bound(x, given, weight, groups, bias, options)
+    made = _OP(inputs, (), said)
+    return QuantizedTensor(as_e4m3(made[0]), made[1], SCHEME) if said.coded else made
+
+
+def prepare(x: Any, weight: Any, groups: MoeGroups, bias: Any, options: tuple[Any, ...]) -> None:
+    """Compile and load what the call with the same arguments needs, without running it."""
+    given = x if isinstance(x, tuple) else prepared_codes(x, SCHEME)
+    _OP.prepare(*_bound(x, given, weight, groups, bias, options))
+
+
+def _bound(
+    x: Any, given: Any, weight: Any, groups: MoeGroups, bias: Any, options: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], CodesOptions]:
+    """The op's inputs and options."""
+    of_x, of_weight = parts(CALL, "x", given), parts(CALL, "weight", weight)
+    for name, scheme in (("x", of_x.scheme), ("weight", of_weight.scheme)):
+        if scheme != SCHEME:
+            raise ParameterError(f"{CALL}: {name} is quantized by {scheme!r}; allowed: {SCHEME!r}")
+    dtype = _NAMES.get(dtype_name(bias if isinstance(x, tuple) else x), "bf16")
+    arrays = (of_x.data, of_x.scales, of_weight.data, of_weight.scales, bias, None)
+    return (*arrays, groups.offsets), CodesOptions(*options)._replace(dtype=dtype)
+
+
+def _check(views: Views, said: CodesOptions) -> Request:
+    x, weight = views["x"], views["weight"]
+    x_scales, scales = views["x_scales"], views["scales"]
+    assert x is not None and weight is not None and x_scales is not None and scales is not None
+    checks.check_options(said)
+    for name, allowed in (("weight_layout", ("nk",)), ("impl", ("auto", "wgmma"))):
+        if (given := getattr(said, name)) not in allowed:
+            raise ParameterError(
+                f"{CALL}: {name}={given!r} of a quantized weight is not one of {', '.join(allowed)}"
+            )
+    _check_codes(x, x_scales, weight, scales)
+    sizes = checks.sizes_of(x, weight, said)
+    _check_sizes(sizes, said)
+    bias, wide = views["bias"], sizes["n"] * (2 if said.gate else 1)
+    if bias is not None:
+        check_dtype(CALL, "bias", bias, (said.dtype,))
+    checks.check_bias(bias, sizes["experts"], wide)
+    checks.check_groups(views["offsets"], sizes["m"], sizes["experts"], said.block_size)
+    problem: dict[str, Any] = {
+        **sizes, "dtype": said.dtype, "out_dtype": said.dtype, "groups": "ROWS",
+        "block_size": said.block_size, "activation": said.activation or "none", "gate": said.gate,
+        "scale": 1.0, "bias": bias is not None, "residual": False, "x_stride": sizes["k"],
+        "out_stride": sizes["n"], "residual_stride": sizes["n"], "coded": said.coded,
+    }  # fmt: skip
+    shape, scales_of = (sizes["m"], sizes["n"]), (sizes["m"], sizes["n"] // WIDTH)
+    outputs = {
+        "out": Output(shape, "uint8" if said.coded else said.dtype),
+        "out_scales": Output(scales_of, "fp32") if said.coded else None,
+    }
+    inputs = {name: views[name] for name in _INPUTS}
+    if not sizes["m"]:
+        return Request(inputs, outputs, ())
+    if x.device != CPU:
+        problem["multiprocessors"] = multiprocessors(x.device)
+    return Request(inputs, outputs, (_launch(problem, said.block, x),))
+
+
+def _check_codes(x: View, x_scales: View, weight: View, scales: View) -> None:
+    """Of x a scale for 128 columns of a row, of weight one for 128 by 128."""
+    for name, data, own, span in (
+        ("x", x, x_scales, "group"), ("weight", weight, scales, "block"),
+    ):  # fmt: skip
+        how, _ = checked_parts(CALL, name, data, own, SCHEME)
+        if how.span != span:
+            raise ParameterError(
+                f"{CALL}: {name} has scales {tuple(own.shape)}; allowed: "
+                f"quantize({name}, {SCHEME!r}{', weight=True' if span == 'block' else ''})"
+            )
+
+
+def _check_sizes(sizes: dict[str, int], said: CodesOptions) -> None:
+    if sizes["k"] % _EVEN:
+        raise ParameterError(
+            f"{CALL}: k={sizes['k']} of codes; allowed: a multiple of {_EVEN}: pad x and weight "
+            "with zeros before quantizing"
+        )
+    if said.coded and (not said.gate or said.dtype != "bf16"):
+        raise ParameterError(
+            f"{CALL}: out_scheme={SCHEME!r} with gate={said.gate} and {said.dtype}; allowed: "
+            "gate=True, x and bias of bf16"
+        )
+    if said.gate and sizes["n"] % WIDTH:
+        raise ParameterError(
+            f"{CALL}: gate=True with {SCHEME} and {sizes['n']} columns; allowed: a multiple of "
+            f"{WIDTH}, so that gate and up have scales of their own"
+        )
+
+
+def _launch(problem: dict[str, Any], block: Any, x: View) -> Launch:
+    spec, arch = kernel_for(CODES_ALL, problem["activation"]), arch_of(x)
+    tiles = next(p.values for p in spec.params if p.name == "block")
+    usual = CODED_TILE if problem["coded"] else tiles[0]
+    tile = usual if block is None else tuple(block)
+    params = {p.name: {**problem, "block": tile}[p.name] for p in spec.params}
+    if tile not in tiles or spec.illegal(params) is not None:
+        legal = [t for t in tiles if spec.illegal({**params, "block": t}) is None]
+        raise ParameterError(f"{CALL}: block={block!r} of a quantized weight is not one of {legal}")
+    if spec.why_not(params, arch) is not None:
+        raise ParameterError(
+            f"{CALL}: a weight of fp8 needs wgmma, which {arch.name} has not; allowed: "
+            "fkjit.dequantize(weight) in its place, or with CPU arrays FKJIT_TARGET=compute_90a"
+        )
+    tuned = params if block is not None else tuning.tuned(spec, params, problem, arch)
+    return Launch(spec, tuned, problem)
+
+
+def _fake(x: Any, x_scales: Any, weight: Any, scales: Any, bias: Any, *rest: Any) -> list[Any]:
+    said = _unpacked(*rest[2:])
+    shape = (x.shape[0], weight.shape[1] // 2 if said.gate else weight.shape[1])
+    if not said.coded:
+        return [of_dtype(x, shape, said.dtype)]
+    return [x.new_empty(shape), of_dtype(x, (shape[0], shape[1] // WIDTH), "fp32")]
+
+
+def _packed(*options: Any) -> tuple[Any, ...]:
+    """Options as the operator's schema has them: a tile is a list."""
+    said = CodesOptions(*options)
+    return tuple(said._replace(block=None if said.block is None else list(said.block)))
+
+
+def _unpacked(*options: Any) -> CodesOptions:
+    said = CodesOptions(*options)
+    return said._replace(block=None if said.block is None else tuple(said.block))
+
+
+_OP = Op(
+    f"{CALL} (codes)", inputs=_INPUTS, outputs=("out", "out_scales"), check=_check,
+    options=CodesOptions, optional=("bias", "residual"),
+    node=Node(
+        _fake,
+        "int block_size, str? activation, bool gate, int[]? block, str impl, str weight_layout, "
+        "bool coded, str dtype", None, "grouped_linear_codes", _packed, _unpacked,
+    ),
+)  # fmt: skip

@@ -1,0 +1,109 @@
+"""Grouped products of e4m3 codes with scales of 128 columns (of x) and of 128 by 128 (of weights):
+the kernel of `linear` for such codes, with a weight for each expert.
+
+A problem has what those of grouped products have (kernels.py), and the spans of its codes. Arrays:
+x [m, k] and weight [experts, n, k] of codes; x_scales [m, k / 128]; scales [experts, n / 128, k /
+128], each rounded up, with gate 2 n for n; bias, offsets -> out, and of `coded` results out_scales
+[m, n / 128].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fkjit.ops.gemm.problem import flops, outputs_of, shape_class
+from fkjit.ops.grouped.kernels import of_experts
+from fkjit.ops.quantize import kernels_bytes
+from fkjit.runtime.interop import ITEMSIZE
+from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
+
+_OF_LINEAR = kernels_bytes.WGMMA
+_FIXED: Mapping[str, Any] = {
+    "code": "fp8", "scales": "blocks", "residual": False, "interval": 1, "cluster": 1,
+}  # fmt: skip
+SPANS = {"span": "block", "x_span": "group", "code": "fp8"}
+_GROUP_ROWS = 512  # rows of an expert whose tiles are taken together
+CODED_TILE = (128, 256)
+_SMS = 132  # where there is no GPU to ask
+
+
+def _whole(params: Params) -> dict[str, Any]:
+    """The parameters that linear's kernel has."""
+    return {**params, **_FIXED}
+
+
+def _illegal(params: Params) -> str | None:
+    if not params["coded"]:
+        return _OF_LINEAR.illegal(_whole(params))
+    if not params["gate"] or params["block"] != CODED_TILE or params["out_dtype"] != "bf16":
+        return "has codes of gated results alone, of 128 columns"
+    return None
+
+
+def _grid(params: Params, problem: Problem) -> Dim3:
+    """As many blocks as run at the same time, or as there may be tiles: experts' last ones are
+    not full."""
+    rows, outputs = params["block"]
+    below = problem["m"] // rows + problem["experts"]
+    tiles = below * -(-problem["n"] // (outputs // (2 if params["gate"] else 1)))
+    return (max(min(tiles, problem.get("multiprocessors", _SMS)), 1), 1, 1)
+
+
+def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of linear; the map of the weights of all experts."""
+    named = dict(_OF_LINEAR.arguments(_whole(params), {**problem, **SPANS}, arrays))
+    named["weight_map"] = of_experts(named["weight_map"], problem["experts"])
+    named["out_scales"] = arrays.get("out_scales")
+    named["group_rows"] = max(_GROUP_ROWS // params["block"][0], 1)
+    return {**named, "offsets": arrays["offsets"], "experts": problem["experts"]}
+
+
+def _traffic(problem: Problem) -> float:
+    """Bytes of every expert's codes, of those of x, and of out, once."""
+    m, n, k = problem["m"], problem["n"], problem["k"]
+    codes = problem["experts"] * outputs_of(problem) * k + m * k
+    return float(codes + ITEMSIZE[problem["out_dtype"]] * m * n)
+
+
+# All that a call may take.
+CODES_ALL = replace(
+    _OF_LINEAR,
+    op="grouped_linear",
+    name="fp8_wgmma",
+    doc="e4m3 codes with scales of blocks on Hopper, a weight for each expert",
+    params=(
+        *(p for p in _OF_LINEAR.params if p.name not in _FIXED),
+        Param("coded", (False, True), "out is e4m3, with a scale for 128 columns of a row"),
+    ),
+    derive=lambda params: {
+        **_FIXED, **_OF_LINEAR.derive(_whole(params)), "groups": "ROWS", "coded": params["coded"],
+    },
+    illegal=_illegal,
+    shared_layout=lambda params: (_OF_LINEAR.shared_layout or (lambda p: []))(_whole(params)),
+    grid=_grid,
+    arguments=_arguments,
+    shape_class=lambda p: {
+        **shape_class(p), **{name: p[name] for name in ("experts", "block_size")}
+    },
+    work=Work(flops=flops, bytes=_traffic, interpreter_flops=1e8),
+    verification="fkjit.ops.grouped.cases_codes:CODES",
+)  # fmt: skip
+
+_PLAIN = {
+    "dtype": "bf16", "out_dtype": "bf16", "activation": "none", "gate": False, "coded": False,
+}  # fmt: skip
+_SWIGLU = {**_PLAIN, "activation": "silu", "gate": True}
+CODES: KernelSpec = register(
+    replace(
+        CODES_ALL,
+        ahead=[
+            {**_SWIGLU, "block": (128, 128)},
+            {**_SWIGLU, "block": CODED_TILE, "coded": True},
+            {**_PLAIN, "block": (128, 128)},
+            {**_PLAIN, "block": (192, 128), "out_dtype": "fp32"},
+            {**_SWIGLU, "block": (192, 128), "dtype": "fp16", "out_dtype": "fp16"},
+        ],
+    )
+)
