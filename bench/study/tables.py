@@ -2,8 +2,7 @@
 
 python -m bench.study.tables bench/results/study/FILE.jsonl
 
-A scheme or form that another program measured (a kernel, on a GPU) and appended to the file as
-records of the same kind is one more row.
+Rows and columns are what the file has: a scheme or form with records of its own is one more row.
 """
 
 from __future__ import annotations
