@@ -153,7 +153,7 @@ CALLS: dict[str, Callable[[Seen], torch.Tensor]] = {
 
 def schemes(rng: np.random.Generator, quick: bool) -> Iterator[dict[str, Any]]:
     """A record a form, kind, length, causal or not; sums exact."""
-    for keys in (256, 1024) if quick else LENGTHS:
+    for keys in (128, 512) if quick else LENGTHS:
         for kind in KINDS:
             made = drawn(rng, kind, keys)
             for causal in (False, True):
@@ -167,7 +167,7 @@ def schemes(rng: np.random.Generator, quick: bool) -> Iterator[dict[str, Any]]:
 def short_sums(rng: np.random.Generator, quick: bool) -> Iterator[dict[str, Any]]:
     """What the accumulator adds to "fp8, block", by length, interval and bits."""
     form = NAMED["fp8, block"]
-    for keys in (256, 1024) if quick else LENGTHS:
+    for keys in (128, 512) if quick else LENGTHS:
         plain = drawn(rng, "N(0, 1)", keys)
         for values, shift in SHIFTS.items():
             seen = plain._replace(v=plain.v + shift)
