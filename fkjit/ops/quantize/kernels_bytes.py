@@ -225,8 +225,8 @@ MMA_AHEAD = _ahead(
 )
 
 
-# Measured on an H200 (bench/notes/quantize.md): 192 x 128 was the fastest at 8192^3 and, with scales
-# of blocks, at 4096 x 7168 x 16384, and as fast as 128 x 128 at 4096^3.
+# Measured on an H200 (bench/notes/quantize.md): 192 x 128 was the fastest at 8192^3 and, with block
+# scales, at 4096 x 7168 x 16384, and as fast as 128 x 128 at 4096^3.
 _MANY_ROWS = 1024
 
 
