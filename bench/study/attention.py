@@ -19,6 +19,7 @@ WIDTHS = (10, 12, 13, 14, 16, 22)  # bits of the accumulator, as far as anybody 
 SHIFTS = {"around 0": 0.0, "around 1": 1.0}  # what values lie around
 _KEYS = 64  # of a block that has one scale
 _TOP = 256.0  # what the greatest probability becomes in e4m3
+RARE = "rare outliers"
 _BIAS = 30.0  # of an outlier channel of K: in all tokens alike
 
 
@@ -123,13 +124,19 @@ def _masked(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
 
 
+def rare(rng: np.random.Generator, rows: int, k: int) -> np.ndarray:
+    """N(0, 1), and one number in a thousand of N(0, 101), as FlashAttention-3's paper has them."""
+    large = 10.0 * rng.standard_normal((rows, k)) * (rng.random((rows, k)) < 1e-3)
+    return rng.standard_normal((rows, k)) + large
+
+
 def drawn(rng: np.random.Generator, kind: str, keys: int) -> Seen:
     """Heads of a kind. Outlier channels: one of k lies around 30 in all tokens."""
     if kind == "outlier channels":
         q, k, v = (rng.standard_normal((HEADS, n, DIM)) for n in (ROWS, keys, keys))
         k[..., 5] += _BIAS
     else:
-        draw = KINDS[kind]
+        draw = rare if kind == RARE else KINDS[kind]
         q, k, v = (draw(rng, HEADS * n, DIM).reshape(HEADS, n, DIM) for n in (ROWS, keys, keys))
     return Seen(*(torch.from_numpy(x).float() for x in (q, k, v)))
 
@@ -154,7 +161,7 @@ CALLS: dict[str, Callable[[Seen], torch.Tensor]] = {
 def schemes(rng: np.random.Generator, quick: bool) -> Iterator[dict[str, Any]]:
     """A record a form, kind, length, causal or not; sums exact."""
     for keys in (128, 512) if quick else LENGTHS:
-        for kind in KINDS:
+        for kind in (*KINDS, RARE):
             made = drawn(rng, kind, keys)
             for causal in (False, True):
                 seen = made._replace(mask=look_back(keys) if causal else None)
