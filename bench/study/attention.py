@@ -12,7 +12,8 @@ import torch
 from .codes import HALVES, KINDS, as_e4m3, coded, error, rounded
 from .tensor_core import BITS, EXACT, Sums, product
 
-HEADS, ROWS, DIM = 2, 16, 64
+HEADS, DIM = 2, 64
+ROWS, MANY, _SHORT = 16, 64, 16384  # queries: of longer sequences fewer
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
 INTERVALS = (0, 8192, 1024, 256, 128, 64)
 WIDTHS = (10, 12, 13, 14, 16, 22)  # bits of the accumulator, as far as anybody has told
@@ -130,20 +131,20 @@ def rare(rng: np.random.Generator, rows: int, k: int) -> np.ndarray:
     return rng.standard_normal((rows, k)) + large
 
 
-def drawn(rng: np.random.Generator, kind: str, keys: int) -> Seen:
+def drawn(rng: np.random.Generator, kind: str, keys: int, rows: int = ROWS) -> Seen:
     """Heads of a kind. Outlier channels: one of k lies around 30 in all tokens."""
     if kind == "outlier channels":
-        q, k, v = (rng.standard_normal((HEADS, n, DIM)) for n in (ROWS, keys, keys))
+        q, k, v = (rng.standard_normal((HEADS, n, DIM)) for n in (rows, keys, keys))
         k[..., 5] += _BIAS
     else:
         draw = rare if kind == RARE else KINDS[kind]
-        q, k, v = (draw(rng, HEADS * n, DIM).reshape(HEADS, n, DIM) for n in (ROWS, keys, keys))
+        q, k, v = (draw(rng, HEADS * n, DIM).reshape(HEADS, n, DIM) for n in (rows, keys, keys))
     return Seen(*(torch.from_numpy(x).float() for x in (q, k, v)))
 
 
-def look_back(keys: int) -> torch.Tensor:
+def look_back(keys: int, rows: int = ROWS) -> torch.Tensor:
     """The mask of queries spread over the sequence, the last one at its end."""
-    last = (torch.arange(ROWS) + 1) * keys // ROWS
+    last = (torch.arange(rows) + 1) * keys // rows
     return torch.arange(keys)[None] < last[:, None]
 
 
@@ -162,9 +163,10 @@ def schemes(rng: np.random.Generator, quick: bool) -> Iterator[dict[str, Any]]:
     """A record a form, kind, length, causal or not; sums exact."""
     for keys in (128, 512) if quick else LENGTHS:
         for kind in (*KINDS, RARE):
-            made = drawn(rng, kind, keys)
+            rows = MANY if keys <= _SHORT else ROWS
+            made = drawn(rng, kind, keys, rows)
             for causal in (False, True):
-                seen = made._replace(mask=look_back(keys) if causal else None)
+                seen = made._replace(mask=look_back(keys, rows) if causal else None)
                 right = exact(seen)
                 for name, call in CALLS.items():
                     yield {"part": "attention", "scheme": name, "kind": kind, "keys": keys,
