@@ -12,13 +12,15 @@ import torch
 from .codes import HALVES, KINDS, as_e4m3, coded, error, rounded
 from .tensor_core import BITS, EXACT, Sums, product
 
-HEADS, ROWS, DIM = 2, 16, 64
+HEADS, DIM = 2, 64
+ROWS, MANY, _SHORT = 16, 64, 16384  # queries: of longer sequences fewer
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
 INTERVALS = (0, 8192, 1024, 256, 128, 64)
 WIDTHS = (10, 12, 13, 14, 16, 22)  # bits of the accumulator, as far as anybody has told
 SHIFTS = {"around 0": 0.0, "around 1": 1.0}  # what values lie around
 _KEYS = 64  # of a block that has one scale
 _TOP = 256.0  # what the greatest probability becomes in e4m3
+RARE = "rare outliers"
 _BIAS = 30.0  # of an outlier channel of K: in all tokens alike
 
 
@@ -123,20 +125,26 @@ def _masked(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
 
 
-def drawn(rng: np.random.Generator, kind: str, keys: int) -> Seen:
+def rare(rng: np.random.Generator, rows: int, k: int) -> np.ndarray:
+    """N(0, 1), and one number in a thousand of N(0, 101), as FlashAttention-3's paper has them."""
+    large = 10.0 * rng.standard_normal((rows, k)) * (rng.random((rows, k)) < 1e-3)
+    return rng.standard_normal((rows, k)) + large
+
+
+def drawn(rng: np.random.Generator, kind: str, keys: int, rows: int = ROWS) -> Seen:
     """Heads of a kind. Outlier channels: one of k lies around 30 in all tokens."""
     if kind == "outlier channels":
-        q, k, v = (rng.standard_normal((HEADS, n, DIM)) for n in (ROWS, keys, keys))
+        q, k, v = (rng.standard_normal((HEADS, n, DIM)) for n in (rows, keys, keys))
         k[..., 5] += _BIAS
     else:
-        draw = KINDS[kind]
-        q, k, v = (draw(rng, HEADS * n, DIM).reshape(HEADS, n, DIM) for n in (ROWS, keys, keys))
+        draw = rare if kind == RARE else KINDS[kind]
+        q, k, v = (draw(rng, HEADS * n, DIM).reshape(HEADS, n, DIM) for n in (rows, keys, keys))
     return Seen(*(torch.from_numpy(x).float() for x in (q, k, v)))
 
 
-def look_back(keys: int) -> torch.Tensor:
+def look_back(keys: int, rows: int = ROWS) -> torch.Tensor:
     """The mask of queries spread over the sequence, the last one at its end."""
-    last = (torch.arange(ROWS) + 1) * keys // ROWS
+    last = (torch.arange(rows) + 1) * keys // rows
     return torch.arange(keys)[None] < last[:, None]
 
 
@@ -154,10 +162,11 @@ CALLS: dict[str, Callable[[Seen], torch.Tensor]] = {
 def schemes(rng: np.random.Generator, quick: bool) -> Iterator[dict[str, Any]]:
     """A record a form, kind, length, causal or not; sums exact."""
     for keys in (128, 512) if quick else LENGTHS:
-        for kind in KINDS:
-            made = drawn(rng, kind, keys)
+        for kind in (*KINDS, RARE):
+            rows = MANY if keys <= _SHORT else ROWS
+            made = drawn(rng, kind, keys, rows)
             for causal in (False, True):
-                seen = made._replace(mask=look_back(keys) if causal else None)
+                seen = made._replace(mask=look_back(keys, rows) if causal else None)
                 right = exact(seen)
                 for name, call in CALLS.items():
                     yield {"part": "attention", "scheme": name, "kind": kind, "keys": keys,

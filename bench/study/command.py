@@ -1,6 +1,6 @@
 """What 16, 8 and 4 bits cost in accuracy, on the CPU: products, attention, models, a needle.
 
-    python -m bench study [--out DIR] [--quick] [--seed 0] [--only PART ...]
+    python -m bench study [--out DIR] [--append] [--quick] [--seed 0] [--only PART ...]
 
 Writes DIR/DATE-study.jsonl (default: bench/results/study/): a header, then a record for each
 number. `python -m bench.study.tables FILE` puts them into docs/PRECISION.md. Everything is drawn
@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     )
     where = in_help(results_folder() / "study")
     made.add_argument("--out", type=Path, metavar="DIR", help=f"default: {where}")
+    made.add_argument("--append", action="store_true", help="add a run to today's file")
     made.add_argument("--quick", action="store_true", help="seconds, to see that it runs")
     made.add_argument("--seed", type=int, default=0, metavar="N", help="of all draws")
     made.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
@@ -47,11 +48,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; its exit status. ParameterError where today's file is there already."""
+    """Run the command; its exit status. ParameterError where today's file is there already
+    and --append is not."""
     chosen = parser().parse_args(arguments)
     where = environment()
     folder = chosen.out or results_folder() / "study"
-    writer = Writer(folder / f"{where['date'][:10]}-study{'-quick' * chosen.quick}.jsonl")
+    writer = Writer(
+        folder / f"{where['date'][:10]}-study{'-quick' * chosen.quick}.jsonl", chosen.append
+    )
     writer.write({
         "record": "run", "schema": SCHEMA, **where,
         "command": " ".join(["python -m bench study", *arguments]),

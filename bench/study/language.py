@@ -28,7 +28,7 @@ DEEP = {
     "GPT-2": Shape(False, 12, 256, 4, 4, 1024),
 }
 OUTLIERS = 30.0  # times that two channels of each norm are larger
-_FEW, _MANY = 8, 24  # windows of text, for random models and for trained ones
+_WINDOWS = 8  # of text
 
 
 class Way(NamedTuple):
@@ -74,19 +74,19 @@ def records(rng: np.random.Generator, quick: bool) -> Iterator[dict[str, Any]]:
     every = bytes(torch.cat([learnt, kept]).tolist())
     yield {"part": "text", "bytes": len(every), "sha256": hashlib.sha256(every).hexdigest()}
     seed = int(rng.integers(1 << 31))
-    few, many = (2, 2) if quick else (_FEW, _MANY)
+    windows = 2 if quick else _WINDOWS
     for name in ("Llama", "GPT-2"):
         deep = DEEP[name]._replace(layers=2) if quick else DEEP[name]
         yield from _judged(f"{name}, {deep.layers} layers, random", deep, drawn(deep, seed),
-                           train.judged(deep, kept, few), WAYS)  # fmt: skip
+                           train.judged(deep, kept, windows), WAYS)  # fmt: skip
         small = SMALL[name]._replace(layers=1, context=64) if quick else SMALL[name]
         print(f"  training {name}", file=sys.stderr, flush=True)
-        weights = train.trained(small, learnt, seed, 10 if quick else train.STEPS[name])
+        weights = train.trained(small, learnt, seed, 10 if quick else train.STEPS)
         trained = f"{name}, {small.layers} layers, trained"
-        tokens = train.judged(small, kept, many)
+        tokens = train.judged(small, kept, windows)
         yield from _judged(trained, small, weights, tokens, (*WAYS, *SHORT))
         large = with_outliers(weights, small, OUTLIERS)
-        yield from _judged(f"{trained}, outlier channels", small, large, tokens, WAYS)
+        yield from _judged(f"{trained}, outlier channels", small, large, tokens, (*WAYS, *SHORT))
 
 
 def _judged(

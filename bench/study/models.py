@@ -55,7 +55,7 @@ def drawn(shape: Shape, seed: int) -> Weights:
     }  # fmt: skip
     weights = {"embedding": torch.randn(VOCABULARY, shape.width, generator=made) * 0.1}
     if not shape.gated:
-        weights["positions"] = torch.randn(shape.context, shape.width, generator=made) * 0.1
+        weights["positions"] = torch.randn(shape.context, shape.width, generator=made) * 0.02
     for layer in range(shape.layers):
         for name, (n, k) in sizes.items():
             weights[f"{layer}.{name}"] = torch.randn(n, k, generator=made) * k**-0.5

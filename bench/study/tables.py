@@ -27,8 +27,18 @@ Records = list[dict[str, Any]]
 
 
 def found(path: Path) -> Records:
-    """The study's records of a file."""
-    return [record for record in records(path) if record["record"] == "study"]
+    """The study's records of a file; of a part that several runs have those of the last one."""
+    made: dict[str, Records] = {}
+    new: set[str] = set()  # parts of the run that is read
+    for record in records(path):
+        if record["record"] == "run":
+            new = set()
+        elif record["record"] == "study":
+            if record["part"] not in new:
+                new.add(record["part"])
+                made[record["part"]] = []
+            made[record["part"]].append(record)
+    return [record for part in made.values() for record in part]
 
 
 def of(known: Records, part: str, **where: Any) -> Records:
@@ -174,10 +184,11 @@ def _interval(n: int) -> str:
 
 def run(path: Path) -> str:
     """Which file, when, how long, what of."""
-    (one,) = read(path)
+    runs = read(path)
+    one = runs[0]
     text = of(found(path), "text")[-1]
     versions = one.header["versions"]
-    minutes = (one.end or {"seconds": 0})["seconds"] / 60
+    minutes = sum((run.end or {"seconds": 0})["seconds"] for run in runs) / 60
     return (
         f"All numbers below are of `bench/results/study/{path.name}`: {one.header['date'][:10]}, "
         f"seed {one.header['configuration']['seed']}, one core of a CPU, {minutes:.0f} minutes, "

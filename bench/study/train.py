@@ -18,8 +18,7 @@ import torch
 
 from .models import Shape, Weights, drawn, logits, loss
 
-STEPS = {"Llama": 600, "GPT-2": 1000}  # learnt positions want more
-BATCH = 8
+STEPS, BATCH = 600, 8
 _RATE, _WARM = 3e-3, 30  # the greatest learning rate, and the steps until it is reached
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
