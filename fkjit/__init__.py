@@ -48,6 +48,9 @@ _PUBLIC = {
     "quantize": "fkjit.ops.quantize.call",
     "dequantize": "fkjit.ops.quantize.call",
     "QuantizedTensor": "fkjit.ops.quantize.schemes",
+    "quantize_attention": "fkjit.ops.attention.quantized.quantize",
+    "quantized_attention": "fkjit.ops.attention.quantized.call",
+    "AttentionCodes": "fkjit.ops.attention.quantized.quantize",
     "gelu_linear": "fkjit.ops.gemm.call",
     "grouped_linear": "fkjit.ops.grouped.call",
     "moe_layer": "fkjit.ops.grouped.layer",
@@ -72,6 +75,7 @@ _PUBLIC = {
 _MODULES = ("compat", "distributed", "errors", "models")
 
 __all__ = [
+    "AttentionCodes",
     "KernelSpec",
     "Llama3Scaling",
     "MoeGroups",
@@ -107,6 +111,8 @@ __all__ = [
     "paged_attention",
     "prepare",
     "quantize",
+    "quantize_attention",
+    "quantized_attention",
     "reduce_max",
     "reduce_mean",
     "reduce_sum",
@@ -146,6 +152,8 @@ if TYPE_CHECKING:
     from fkjit.ops.attention.decode.call import attention_decode, paged_attention
     from fkjit.ops.attention.forward import attention, attention_varlen
     from fkjit.ops.attention.merge.call import merge_states
+    from fkjit.ops.attention.quantized.call import quantized_attention
+    from fkjit.ops.attention.quantized.quantize import AttentionCodes, quantize_attention
     from fkjit.ops.elementwise.vector_add import vector_add
     from fkjit.ops.gemm.call import gelu_linear, linear
     from fkjit.ops.grouped.call import grouped_linear

@@ -21,6 +21,8 @@ MISSING: dict[str, str] = {
     "decode_form": "the twin of attention_decode, with a line or two more for each form",
     "dequantize": "a product of two arrays, which PyTorch's own kernels do as well",
     "quantize": "not written yet",
+    "quantize_attention": "not written yet",
+    "quantized_attention": "not written yet",
     "quantized_linear": "not written yet; PyTorch's _scaled_mm stands beside it",
     "normed_append": "a part of decode steps: bench.models.decode measures whole ones",
     "normed_linear": "a part of decode steps: bench.models.decode measures whole ones",

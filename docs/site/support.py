@@ -31,7 +31,10 @@ ARCHS = {
 }  # fmt: skip
 REFUSED = "refused"
 # Kernels that no GPU has run yet. README.md's Limits name them in words.
-NOT_RUN: set[str] = set()
+NOT_RUN = {
+    "quantize_attention.channels", "quantize_attention.spans", "quantize_attention.codes",
+    "quantized_attention.flash",
+}  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -83,6 +86,8 @@ ROWS = (
     Row("attention, fp32", "attention", _qkv("fp32", 128)),
     Row("attention with soft cap, ALiBi, bias, mask or score_mod", "attention", _qkv("bf16", 128),
         {"softcap": 30.0, "window": (1024, 0)}),
+    Row("attention on int8 codes", "quantized_attention", _qkv("bf16", 128)),
+    Row("attention on e4m3 codes", "quantized_attention", _qkv("bf16", 128), {"scheme": "fp8"}),
     Row("few queries of many keys", "attention", _qkv("bf16", 128, 64, 131072)),
     Row("packed sequences", "attention_varlen", _PACKED, {"causal": True}),
     Row("gradients, bf16, head dimension up to 128", "attention_backward", _gradient("bf16", 128)),

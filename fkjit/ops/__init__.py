@@ -47,6 +47,8 @@ KERNELS = (
     "attention.kernels_mixed",
     "attention.decode.kernels",
     "attention.merge.kernels",
+    "attention.quantized.quantize_kernels",
+    "attention.quantized.kernels",
     "attention.backward.registered",
 )
 

@@ -144,10 +144,10 @@ __device__ __forceinline__ void scale_all(float (&acc)[M][COLUMNS][4], float by)
 
 // After the last tile: o = O / row sum, rounded, to the warp's rows of a tile at `warp_o_tile`; and
 // the lse of its first `rows_left` rows to `lse` (of the warp's first row, or null).
-template <typename T, typename OTile, int M, int COLUMNS>
+template <typename T, typename OTile, int M, int COLUMNS, typename Softmax>
 __device__ __forceinline__ void finish_rows(const float (&acc)[M][COLUMNS][4],
-                                            const OnlineSoftmax<M>& softmax, float scale_log2,
-                                            int lane, u32 warp_o_tile, float* lse, int rows_left) {
+                                            const Softmax& softmax, float scale_log2, int lane,
+                                            u32 warp_o_tile, float* lse, int rows_left) {
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll

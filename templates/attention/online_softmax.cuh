@@ -30,10 +30,13 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 // FRAMED: each lane's scores are short of the true ones by a number of its own for each row, which
 // may be another one in each tile.
-template <int M_BLOCKS, bool FRAMED = false>
+// GROWTH: of maxima, in powers of two, that is let pass. What is short of 8 probabilities are raised
+// by, so that they reach 256 in any case: e4m3 has little room below 1, and 448 above.
+template <int M_BLOCKS, bool FRAMED = false, int GROWTH = 8>
 struct OnlineSoftmax {
-  static constexpr float MAX_GROWTH = 8.f;  // in powers of two
-  static constexpr float FAR = 67108864.f;  // 2^26
+  static constexpr float MAX_GROWTH = GROWTH;
+  static constexpr int RAISED = 8 - GROWTH;  // powers of two
+  static constexpr float FAR = 67108864.f;   // 2^26
   float growth = MAX_GROWTH;   // that is let pass; where a maximum of the warp is far, -infinity
   float row_max[M_BLOCKS][2];  // of the raw scores; may lag behind the true maximum
   float row_sum[M_BLOCKS][2];  // this lane's part of the row
@@ -59,7 +62,7 @@ struct OnlineSoftmax {
   // One row of this lane's does.
   __device__ __forceinline__ void begin_row_with(int m, int half, float logit, int lane) {
     row_max[m][half] = logit;
-    row_sum[m][half] = lane % 4 == 0 && logit > NEG_INFINITY ? 1.f : 0.f;
+    row_sum[m][half] = lane % 4 == 0 && logit > NEG_INFINITY ? 1 << RAISED : 0.f;
   }
 
   // Takes in a score tile. Returns true (for the whole warp) when accumulators must be multiplied
@@ -118,7 +121,7 @@ struct OnlineSoftmax {
   // What to subtract from score * scale_log2.
   __device__ __forceinline__ float offset(int m, int half, float scale_log2) const {
     const float most = FRAMED ? row_max[m][half] - frame[m][half] : row_max[m][half];
-    return row_max[m][half] == NEG_INFINITY || growth < 0.f ? 0.f : most * scale_log2;
+    return (row_max[m][half] == NEG_INFINITY || growth < 0.f ? 0.f : most * scale_log2) - RAISED;
   }
 
   // After the last tile: adds up the quad's parts of the row sum.
@@ -133,6 +136,6 @@ struct OnlineSoftmax {
 
   // Natural log of the sum of exp(score * scale); -inf for a row without keys.
   __device__ __forceinline__ float lse(int m, int half, float sum, float scale_log2) const {
-    return sum == 0.f ? NEG_INFINITY : (top(m, half, scale_log2) + log2f(sum)) * LN2;
+    return sum == 0.f ? NEG_INFINITY : (top(m, half, scale_log2) + log2f(sum) - RAISED) * LN2;
   }
 };

@@ -43,7 +43,7 @@ LAYERS = (
 )
 # Of fkjit/ops: every family knows `op`, and of the other families only these.
 FAMILIES = {
-    "attention": {"kv", "rope"},
+    "attention": {"kv", "quantize", "rope"},
     "elementwise": set(),
     "gemm": {"quantize"},  # fkjit.linear of a QuantizedTensor, and nothing else
     "kv": {"rope"},
@@ -231,7 +231,7 @@ def test_public_names_are_what_they_say_whatever_was_imported_before():
 def test_an_unknown_name_lists_the_public_ones():
     import fkjit
 
-    near = r"no attribute 'atention'; did you mean attention\? \(has: attention, "
+    near = r"no attribute 'atention'; did you mean attention or AttentionCodes\? \(has: attention, "
     with pytest.raises(AttributeError, match=near):
         _ = fkjit.atention
 

@@ -44,6 +44,8 @@ def outcome(bug: Bug, monkeypatch: pytest.MonkeyPatch, plant: bool) -> str:
     spec = find(bug.kernel)
     if bug.params.get("cluster", 1) > 1:
         target = "compute_90a"
+    if bug.params.get("values") == "fp8":
+        target = "compute_89"
     params = next(p for p in spec.variants(arch(target)) if bug.params.items() <= p.items())
     try:
         with quiet(), fkjit.sanitize(race=True, banks=1 if bug.by == "banks" else False):

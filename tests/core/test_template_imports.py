@@ -18,7 +18,7 @@ SOURCES = sorted(KERNELS.rglob("*.cu"))
 MAY_INCLUDE = {
     "ptx": set(),
     "tile": {"ptx"},
-    "attention": {"kv", "rope"},
+    "attention": {"kv", "quantize", "rope"},
     "attention/sm90": {"attention"},
     "attention/backward": {"attention"},
     "attention/backward_sm90": {"attention", "attention/backward"},

@@ -241,6 +241,8 @@ TARGETS = (
     _op("attention_backward", _backward),
     _op("attention_decode", lambda c: {**_qkv(c), "q": _array(c, 1, 2, 1, 32)}),
     _op("paged_attention", _paged_call),
+    _op("quantize_attention", _qkv),
+    _op("quantized_attention", _qkv, "quantize_attention"),
     _op("merge_states", _states),
     _op("vector_add", lambda c: {"a": _array(c, 8), "b": _array(c, 8)}),
     *(_op(f"reduce_{how}", lambda c: {"x": _array(c, 4, 8)}) for how in ("sum", "max", "mean")),

@@ -69,6 +69,8 @@ def test_the_kernels_are_those_of_a_call_on_that_gpu():
         ("quantize", ("bf16[1024, 4096]", "fp8_row")),
         ("dequantize", (CODES,)),
         ("linear", ("bf16[16, 4096]", CODES)),
+        ("quantize_attention", ("bf16[1, 8, 1024, 128]",) * 3),
+        ("quantized_attention", ("bf16[1, 8, 1024, 128]",) * 3),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

@@ -1,0 +1,268 @@
+"""`fkjit.quantized_attention`: attention's forward on codes of int8 and fp8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from fkjit.arguments import one_of
+from fkjit.errors import ParameterError
+from fkjit.ops.attention.feature_checks import window_of
+from fkjit.ops.attention.quantized.kernels import FLASH_CODES, PROMOTE, choose, weights_of
+from fkjit.ops.attention.quantized.quantize import (
+    ATTENTION_SCHEMES,
+    AttentionCodes,
+    codes_parts,
+    prepared_codes,
+    quantize_attention,
+)
+from fkjit.ops.attention.quantized.quantize_kernels import ROWS
+from fkjit.ops.attention.shapes import LAYOUTS, check_block, check_heads, check_scale
+from fkjit.ops.op.checks import check_dtype, check_flag, check_shape
+from fkjit.ops.op.node import Node, of_dtype
+from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
+from fkjit.runtime.interop import View, contiguous
+
+_CALL = "quantized_attention"
+_INPUTS = ("q", "k", "v", "q_scales", "k_scales", "v_scales", "shift")
+
+
+class QuantizedOptions(NamedTuple):
+    """What a call says besides its arrays."""
+
+    scheme: str
+    layout: str
+    dtype: str
+    causal: Any = False
+    softmax_scale: Any = None
+    window: Any = None
+    return_lse: Any = False
+    promote: Any = None
+    block: Any = None
+
+
+def quantized_attention(
+    q: Any,
+    k: Any = None,
+    v: Any = None,
+    *,
+    scheme: str = "int8",
+    smooth_k: bool = True,
+    rotate: bool = False,
+    scales: str = "block",
+    layout: str = "bhsd",
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    return_lse: bool = False,
+    promote: int | None = None,
+    block: tuple[int, int] | None = None,
+) -> Any:
+    """`fkjit.attention` with products of int8 or fp8 codes in place of 16-bit numbers.
+
+    Args:
+        q, k, v: as `fkjit.quantize_attention` takes them: the call quantizes them first, by scheme,
+            smooth_k, rotate, scales and layout. Or q alone, AttentionCodes, which know these.
+        causal, softmax_scale, window, return_lse: as in `fkjit.attention`. Hq may be a multiple of
+            Hkv (GQA).
+        promote: with v of e4m3, keys whose sum leaves the tensor core, which adds with fewer bits
+            than fp32 has, and is added up in fp32: 32, 64 (None; 32 with a head dimension of
+            more than 128), or 0: never. Without effect on GPUs of compute capability 9.0 to 11.0,
+            which multiply V as fp16.
+        block: tile, (query rows, keys); default: the spec's choice.
+
+    Returns:
+        o [B, Hq, Sq, Dv] (layout as q) in q's dtype, or (o, lse), lse fp32 [B, Hq, Sq]: of the keys
+        as they were given, smooth or not.
+
+    Raises:
+        ParameterError: shapes, flags or a tile that no kernel accepts; a scheme that this GPU has
+            no products for (int8 from sm_80, e4m3 from sm_89 on); an input that requires grad:
+            there is no backward. ArgumentTypeError: no arrays, other dtypes. CaptureError: as
+            `attention`.
+
+    Source: Zhang et al., "SageAttention2" (2024); Shah et al., "FlashAttention-3" (2024).
+
+    Example:
+        >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 64, 64)).astype(np.float16)
+        >>> o = fkjit.quantized_attention(q, k, v, causal=True)
+        >>> bool(np.abs(o - fkjit.attention(q, k, v, causal=True)).max() < 0.1)
+        True
+    """
+    how = {"scheme": scheme, "smooth_k": smooth_k, "rotate": rotate, "scales": scales,
+           "layout": layout}  # fmt: skip
+    given = _given(q, k, v, how, quantize_attention)
+    options = (causal, softmax_scale, window, return_lse, promote, block)
+    return _OP(*_op_call(given, options))
+
+
+_HOW = {"scheme": "int8", "smooth_k": True, "rotate": False, "scales": "block", "layout": "bhsd"}
+
+
+def _given(
+    q: Any, k: Any, v: Any, how: Mapping[str, Any], make: Callable[..., AttentionCodes]
+) -> AttentionCodes:
+    """The codes, made here where they are not given."""
+    if not isinstance(q, AttentionCodes):
+        if k is None or v is None:
+            return codes_parts(_CALL, q)  # which says what is wrong
+        return codes_parts(_CALL, make(q, k, v, **how))
+    said = [name for name, value in {"k": k, "v": v}.items() if value is not None]
+    said += [
+        name for name, value in how.items() if value not in (_HOW[name], getattr(q, name, None))
+    ]
+    if said:
+        raise ParameterError(
+            f"{_CALL}: {said[0]} is given beside AttentionCodes; allowed: to "
+            "fkjit.quantize_attention, which makes them"
+        )
+    return codes_parts(_CALL, q)
+
+
+def _op_call(
+    given: AttentionCodes, options: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """Inputs, outputs and options of the op."""
+    causal, scale, window, *rest = options
+    window = tuple(window) if isinstance(window, list) else window
+    block = tuple(rest[-1]) if isinstance(rest[-1], list) else rest[-1]
+    said = (given.scheme, given.layout, given.dtype, causal, scale, window, *rest[:-1], block)
+    return given[: len(_INPUTS)], (), said
+
+
+# ------------------------------------------------------------------ the op
+
+
+def _check(views: Mapping[str, View | None], options: QuantizedOptions) -> Request:
+    one_of(_CALL, "scheme", options.scheme, tuple(ATTENTION_SCHEMES))
+    one_of(_CALL, "layout", options.layout, tuple(LAYOUTS))
+    one_of(_CALL, "dtype", options.dtype, ("bf16", "fp16"))
+    seen = {name: view for name, view in views.items() if view is not None}
+    problem = _problem(seen, options)
+    problem["softmax_scale"] = check_scale(_CALL, options.softmax_scale, problem["head_dim"])
+    causal = check_flag(_CALL, "causal", options.causal)
+    problem["window"] = window_of(_CALL, options.window, causal, problem)
+    promote = _promote(options.promote, problem["v_codes"])
+    block = check_block(_CALL, options.block)
+    b, h, s, dv = (problem[n] for n in ("batch", "heads_q", "seqlen_q", "head_dim_v"))
+    shape = (b, h, s, dv) if options.layout == "bhsd" else (b, s, h, dv)
+    lse = Output((b, h, s), "fp32") if check_flag(_CALL, "return_lse", options.return_lse) else None
+    outputs = {"o": Output(shape, options.dtype), "lse": lse}
+    inputs = {name: views[name] for name in _INPUTS}
+    if 0 in shape:
+        return Request(inputs, outputs, ())
+    arch = arch_of(seen["q"])
+    problem["weights"] = weights_of(problem["v_codes"], arch)
+    params = choose(problem, promote, block, arch)
+    return Request(inputs, outputs, (Launch(FLASH_CODES, params, problem),))
+
+
+def _promote(promote: Any, v_codes: bool) -> int | None:
+    allowed = (None, 0, *PROMOTE) if v_codes else (None, 0)
+    if isinstance(promote, bool) or promote not in allowed:
+        raise ParameterError(
+            f"{_CALL}: promote={promote!r}; allowed: "
+            + ("0, 32, 64 or None" if v_codes else "0 or None with a v that is no codes")
+        )
+    return promote if v_codes else 0
+
+
+def _problem(seen: Mapping[str, View], options: QuantizedOptions) -> dict[str, Any]:
+    """Sizes of codes, all of whose shapes fit each other."""
+    how = ATTENTION_SCHEMES[options.scheme]
+    q, k, v = (seen[name] for name in "qkv")
+    stored = "int8" if how.code == "int8" else "uint8"
+    for name, view in (("q", q), ("k", k)):
+        check_dtype(_CALL, name, view, (stored,))
+    check_dtype(_CALL, "v", v, ("uint8",) if how.v_codes else (options.dtype,))
+    for name, view in (("q", q), ("k", k), ("v", v)):
+        if len(view.shape) != 4:
+            raise ParameterError(f"{_CALL}: {name} has shape {tuple(view.shape)}; allowed: four")
+    (batch, heads_q, seqlen_q, dim), (_, heads_kv, seqlen_k, _) = tuple(q.shape), tuple(k.shape)
+    axes = LAYOUTS[options.layout]
+    problem = {
+        "axes": axes, "batch": batch, "heads_q": heads_q, "heads_kv": heads_kv,
+        "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": dim,
+        "head_dim_v": v.shape[2 if how.v_codes else 3], "dtype": options.dtype,
+        "code": how.code, "v_codes": how.v_codes,
+    }  # fmt: skip
+    check_heads(_CALL, {"q": q, "k": k}, heads_q, heads_kv)
+    _check_shapes(seen, problem)
+    return problem
+
+
+def _check_shapes(seen: Mapping[str, View], p: Mapping[str, Any]) -> None:
+    """Of all arrays, as `quantize_attention` makes them."""
+    queries, keys = (p["batch"], p["heads_q"]), (p["batch"], p["heads_kv"])
+    groups = -(-p["seqlen_k"] // ROWS)
+    wanted = {
+        "k": (*keys, p["seqlen_k"], p["head_dim"]), "q_scales": (*queries, p["seqlen_q"]),
+        "k_scales": (*keys, groups), "shift": (*queries, p["seqlen_q"]),
+        "v_scales": (*keys, p["head_dim_v"]),
+    }  # fmt: skip
+    of_v = (*keys, p["seqlen_k"], p["head_dim_v"])
+    wanted["v"] = tuple(of_v[axis] for axis in p["axes"])
+    if p["v_codes"]:
+        wanted["v"] = (*keys, p["head_dim_v"], ROWS * groups)
+    for name, view in seen.items():
+        if name in wanted:
+            check_shape(_CALL, name, view, wanted[name], "quantize_attention's")
+        if name not in "qkv":
+            check_dtype(_CALL, name, view, ("fp32",))
+        whole = 0 in view.shape or (name == "v" and not p["v_codes"])
+        if not whole and tuple(view.strides) != contiguous(tuple(view.shape)):
+            raise ParameterError(
+                f"{_CALL}: {name} is not contiguous, as quantize_attention made it"
+            )
+
+
+def _fake(q: Any, k: Any, v: Any, *rest: Any) -> list[Any]:
+    said = QuantizedOptions(*_unpacked(*rest[len(_INPUTS) - 3 :]))
+    batch, heads, rows = q.shape[:3]
+    dim = v.shape[2 if ATTENTION_SCHEMES[said.scheme].v_codes else 3]
+    shape = (batch, heads, rows, dim) if said.layout == "bhsd" else (batch, rows, heads, dim)
+    made = [of_dtype(q, shape, said.dtype)]
+    return [*made, of_dtype(q, (batch, heads, rows), "fp32")] if said.return_lse else made
+
+
+_WINDOW, _BLOCK = QuantizedOptions._fields.index("window"), QuantizedOptions._fields.index("block")
+
+
+def _packed(*options: Any) -> tuple[Any, ...]:
+    said = QuantizedOptions(*options)
+    window = None if said.window is None else [-1 if x is None else x for x in said.window]
+    block = said.block
+    block = [block] if isinstance(block, int) else None if block is None else list(block)
+    return tuple(said._replace(window=window, block=block))
+
+
+def _unpacked(*options: Any) -> tuple[Any, ...]:
+    said = QuantizedOptions(*options)
+    window = None if said.window is None else tuple(said.window)
+    block = None if said.block is None else tuple(said.block)
+    return tuple(said._replace(window=window, block=block))
+
+
+_OP = Op(
+    _CALL, inputs=_INPUTS, outputs=("o", "lse"), check=_check, options=QuantizedOptions,
+    optional=("v_scales", "shift"),
+    node=Node(
+        _fake,
+        "str scheme, str layout, str dtype, bool causal, float? softmax_scale, int[]? window, "
+        "bool return_lse, int? promote, int[]? block",
+        None, None, _packed, _unpacked,
+    ),
+)  # fmt: skip
+
+
+def _prepare(q: Any, k: Any = None, v: Any = None, **named: Any) -> None:
+    """Compile and load what the call with the same arguments needs, without running it."""
+    how = {name: named.pop(name, usual) for name, usual in _HOW.items()}
+    given = _given(q, k, v, how, prepared_codes)
+    usual = QuantizedOptions(given.scheme, given.layout, given.dtype)._asdict()
+    options = tuple(named.get(name, usual[name]) for name in QuantizedOptions._fields[3:])
+    inputs, _, said = _op_call(given, options)
+    _OP.prepare(list(inputs), said)
+
+
+quantized_attention.prepare = _prepare  # type: ignore[attr-defined]

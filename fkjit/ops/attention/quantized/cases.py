@@ -1,0 +1,145 @@
+"""How `quantized_attention`'s kernels are checked: float64 on the numbers that codes stand for, and
+where P is e4m3 with its rounding, so that what is left are the kernel's own errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fkjit.ops.attention import cases
+from fkjit.ops.attention.problem import split_block
+from fkjit.ops.attention.quantized.quantize_cases import (
+    decode,
+    decode_keys,
+    decode_values,
+    encode_keys,
+    encode_values,
+    encoded,
+)
+from fkjit.ops.attention.quantized.quantize_kernels import ROWS
+from fkjit.runtime.interop import numpy_dtype
+from fkjit.spec import Arrays, Params, Problem, Verification
+
+_TOP = 8  # of probabilities of e4m3, in powers of two
+
+
+def numbers(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
+    """q, k, v [batch, heads, rows, columns] as their codes say, in float64."""
+    v = np.asarray(arrays["v"])
+    if p["v_codes"]:
+        v = decode_values(v, arrays["v_scales"], p["seqlen_k"])
+    else:
+        v = v.transpose(p["axes"]).astype(np.float64)
+    q, k = np.asarray(arrays["q"]), np.asarray(arrays["k"])
+    return {
+        "q": decode(q, arrays["q_scales"], p["code"]),
+        "k": decode_keys(k, arrays["k_scales"], p["code"]), "v": v,
+    }  # fmt: skip
+
+
+def reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
+    """o and lse."""
+    exact = numbers(p, arrays)
+    shapes = exact["q"].shape
+    o, lse = np.empty((*shapes[:3], p["head_dim_v"])), np.empty(shapes[:3])
+    for b in range(shapes[0]):
+        rows = (exact[name][b] for name in "qkv")
+        act = attend_e4m3 if p["weights"] == "fp8" else cases.attend
+        o[b], lse[b] = act({**p, "softcap": 0}, {}, b, *rows)
+    if arrays.get("shift") is not None:
+        lse = lse + p["softmax_scale"] * np.asarray(arrays["shift"], np.float64)
+    return {"o": o.transpose(np.argsort(p["axes"])), "lse": lse}
+
+
+def attend_e4m3(
+    p: Problem, arrays: Any, b: int, q: Any, k: Any, v: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """One batch, tiles of keys from the last to the first: a probability is rounded by the maximum
+    that its row has by then."""
+    import ml_dtypes
+
+    group = p["heads_q"] // p["heads_kv"]
+    k, v = (np.repeat(x, group, axis=0) for x in (k, v))
+    scores = cases.final_scores(p, arrays, b, q @ k.swapaxes(-1, -2) * p["softmax_scale"])
+    top, total = np.full(scores.shape[:2], -np.inf), np.zeros(scores.shape[:2])
+    o = np.zeros((*scores.shape[:2], v.shape[-1]))
+    for first in range((p["seqlen_k"] - 1) // ROWS * ROWS, -1, -ROWS):
+        tile = scores[..., first : first + ROWS]
+        higher = np.maximum(top, tile.max(-1))
+        base = np.where(np.isfinite(higher), higher, 0.0)
+        fade = np.exp(np.where(np.isfinite(top), top, -np.inf) - base)
+        weights = np.exp2((tile - base[..., None]) * np.log2(np.e) + _TOP)
+        rounded = weights.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        o = o * fade[..., None] + rounded @ v[:, first : first + ROWS]
+        total, top = total * fade + weights.sum(-1), higher
+    with np.errstate(divide="ignore"):
+        lse = np.log(total * 2.0**-_TOP) + np.where(np.isfinite(top), top, 0.0)
+    return o / np.where(total == 0, 1, total)[..., None], lse
+
+
+# ------------------------------------------------------------------ problems
+
+
+def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
+    """Ragged, grouped, causal, windows on both sides, narrower heads than are compiled."""
+    (block_q, _), d = split_block(params["block"]), params["head_dim"]
+    shapes = [
+        (1, 2, 1, block_q + 3, 2 * ROWS + 5, d, d, (ROWS + 17, 0)),
+        (1, 1, 1, 5, ROWS, d - 16, d - 8, None),
+    ]
+    if scale == "full":
+        shapes = [
+            (2, 4, 2, 517, 1043, d, d, None), (1, 4, 1, 1043, 517, d - 16, d - 8, (1043, 0)),
+            (2, 3, 3, 300, 1000, d, d, (200, 30)), (1, 2, 2, 2048, 2048, d, d, (2048, 0)),
+        ]  # fmt: skip
+    names = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
+    layouts = ((0, 1, 2, 3), (0, 2, 1, 3))
+    found = []
+    for index, (*sizes, seen) in enumerate(shapes):
+        named = dict(zip(names, sizes, strict=True))
+        wide = max(named["seqlen_q"], named["seqlen_k"])
+        found.append({
+            **named, "dtype": params["dtype"], "axes": layouts[index % 2],
+            "window": seen or (wide, wide),
+            "softmax_scale": (-1) ** index * named["head_dim"] ** -0.5,
+            "code": params["code"], "v_codes": params["values"] == "fp8",
+            "weights": params["weights"],
+        })  # fmt: skip
+    return found
+
+
+def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
+    def normal(heads: str, rows: str, dim: str) -> np.ndarray:
+        shape = (p["batch"], p[heads], p[rows], p[dim])
+        return rng.standard_normal(shape, dtype=np.float32)
+
+    made: Arrays = {}
+    made["q"], made["q_scales"] = encoded(normal("heads_q", "seqlen_q", "head_dim"), p["code"])
+    made["k"], made["k_scales"] = encode_keys(normal("heads_kv", "seqlen_k", "head_dim"), p["code"])
+    v = normal("heads_kv", "seqlen_k", "head_dim_v")
+    if p["v_codes"]:
+        made["v"], made["v_scales"] = encode_values(v)
+    else:
+        turned = v.transpose(np.argsort(p["axes"]))
+        made["v"] = np.ascontiguousarray(turned).astype(numpy_dtype(p["dtype"]))
+    made["shift"] = rng.standard_normal(made["q_scales"].shape, dtype=np.float32)
+    return made
+
+
+def _outputs(params: Params, p: Problem) -> Arrays:
+    shape = (p["batch"], p["heads_q"], p["seqlen_q"], p["head_dim_v"])
+    o = np.full(shape, np.nan, numpy_dtype(p["dtype"])).transpose(np.argsort(p["axes"]))
+    return {"o": np.ascontiguousarray(o), "lse": np.full(shape[:3], np.nan, np.float32)}
+
+
+def tolerance(params: Params) -> float:
+    """As of 16 bits; where P is e4m3, one may be rounded the other way than in float64."""
+    return max(cases.tolerance(params), 1.6e-2 if params["weights"] == "fp8" else 0.0)
+
+
+FLASH_CODES = Verification(
+    problems=_problems, inputs=_inputs, outputs=_outputs, reference=reference,
+    tolerance=tolerance,
+)  # fmt: skip

@@ -1,0 +1,184 @@
+"""The kernels of `fkjit.quantize_attention`.
+
+A problem has what attention's has (batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim,
+head_dim_v, axes), dtype, and smooth, rotate, code and v_codes as the kernels are compiled for.
+Arrays: q, k, v, k_means, v_scales, span_scales -> q_codes, k_codes, v_codes, q_scales, k_scales,
+shift. `scales`: how many rows of q and keys share one: SCALES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fkjit.ops.attention.problem import axes, row_strides
+from fkjit.runtime.interop import ITEMSIZE
+from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
+
+ROWS = 64  # of a block; keys that share a scale, and what keys of V^T are padded to
+CHUNK = 256  # keys of a block that looks for means and scales of columns
+HEAD_DIMS = (64, 128, 256)  # columns, padded
+_THREADS = 256
+SCALES = ("block", "head", "tensor")  # a row of q and ROWS keys; all of a head; all there are
+_CODES = {"int8": "Int8Codes", "fp8": "Fp8Codes"}
+_POINTERS = ("q", "k", "v", "k_means", "v_scales", "span_scales", "q_codes", "k_codes",
+             "v_codes", "q_scales", "k_scales", "shift", "workspace", "counters")  # fmt: skip
+_DTYPE = Param("dtype", ("bf16", "fp16"), "element type of q, k and v")
+_HEAD_DIM = Param("head_dim", HEAD_DIMS, "columns of q, k and v, at most")
+
+
+def padded(problem: Problem) -> int:
+    """The head dimension that is compiled."""
+    most = max(problem["head_dim"], problem["head_dim_v"])
+    return next(dim for dim in HEAD_DIMS if dim >= most)
+
+
+def chunks_of(problem: Problem) -> int:
+    """Blocks of a head that look for means and scales of columns."""
+    return -(-problem["seqlen_k"] // CHUNK)
+
+
+def planes(params: Params) -> int:
+    """Of K and V those that are looked through."""
+    return params["means"] + params["mosts"]
+
+
+def scratch(params: Params, problem: Problem) -> tuple[int, int]:
+    """Bytes and counters of the first of both kernels."""
+    heads = planes(params) * problem["batch"] * problem["heads_kv"]
+    return 4 * heads * chunks_of(problem) * params["head_dim"], heads
+
+
+def spans(problem: Problem) -> dict[str, int]:
+    """Scales of q and of k that blocks share; 0 where there are no rows."""
+    heads = {"q": problem["heads_q"] * bool(problem["seqlen_q"]),
+             "k": problem["heads_kv"] * bool(problem["seqlen_k"])}  # fmt: skip
+    whole = problem["scales"] == "tensor"
+    return {name: min(problem["batch"] * n, 1) if whole else problem["batch"] * n
+            for name, n in heads.items()}  # fmt: skip
+
+
+def spans_scratch(problem: Problem) -> tuple[int, int]:
+    """Bytes and counters of the kernel that looks for them."""
+    return 4 * sum(_blocks(problem, name) for name in "qk"), sum(spans(problem).values())
+
+
+def _blocks(problem: Problem, name: str) -> int:
+    rows = problem["seqlen_q" if name == "q" else "seqlen_k"]
+    heads = problem["heads_q" if name == "q" else "heads_kv"]
+    return problem["batch"] * heads * -(-rows // ROWS)
+
+
+def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **{name: arrays.get(name) for name in _POINTERS},
+        **{f"{name}_strides": row_strides(axes(problem), arrays[name]) for name in "qkv"},
+        **{f"{name}_blocks": _blocks(problem, name) for name in "qk"},
+        **{f"{name}_spans": count for name, count in spans(problem).items()},
+        **{name: problem[name] for name in ("heads_q", "heads_kv", "seqlen_q", "seqlen_k")},
+        **{name: problem[name] for name in ("head_dim", "head_dim_v")},
+        "group_size": problem["heads_q"] // problem["heads_kv"], "chunks": chunks_of(problem),
+    }  # fmt: skip
+
+
+def _numbers(problem: Problem) -> float:
+    """Of q, k and v."""
+    queries = problem["heads_q"] * problem["seqlen_q"] * problem["head_dim"]
+    keys = problem["heads_kv"] * problem["seqlen_k"]
+    return float(
+        problem["batch"] * (queries + keys * (problem["head_dim"] + problem["head_dim_v"]))
+    )
+
+
+_WORK: Mapping[str, Any] = {
+    "op": "quantize_attention",
+    "arguments": _arguments,
+    "block": lambda params: (_THREADS, 1, 1),
+    "pdl": True,
+    "work": Work(
+        flops=lambda problem: 4 * _numbers(problem),
+        bytes=lambda problem: _numbers(problem) * (ITEMSIZE[problem["dtype"]] + 1),
+        interpreter_flops=2e7,
+    ),
+}
+
+
+def _channels_grid(params: Params, problem: Problem) -> Dim3:
+    heads = problem["batch"] * problem["heads_kv"]
+    return (heads * chunks_of(problem), planes(params), 1)
+
+
+CHANNELS = register(
+    KernelSpec(
+        **_WORK,
+        name="channels",
+        source="attention/quantize_channels.cu",
+        entry="attention_quantize_channels",
+        doc="means of K's columns and scales of V's, over all keys of a head",
+        params=(
+            _DTYPE,
+            _HEAD_DIM,
+            Param("means", (True, False), "K is looked through"),
+            Param("mosts", (True, False), "V is looked through"),
+        ),
+        derive=lambda params: {"chunk": CHUNK, "threads": _THREADS},
+        illegal=lambda params: None if planes(params) else "has nothing to look for",
+        grid=_channels_grid,
+        verification="fkjit.ops.attention.quantized.quantize_cases:CHANNELS",
+    )
+)
+
+
+_CODE = Param("code", tuple(_CODES), "what numbers of q and k become")
+_SMOOTH = Param("smooth", (True, False), "K loses its mean")
+_ROTATE = Param("rotate", (False, True), "rows of q and k are rotated")
+
+
+def _derive(params: Params) -> dict[str, Any]:
+    return {"codes": _CODES[params["code"]], "rows": ROWS, "threads": _THREADS}
+
+
+SPANS = register(
+    KernelSpec(
+        **_WORK,
+        name="spans",
+        source="attention/quantize_spans.cu",
+        entry="attention_quantize_spans",
+        doc="scales that all rows of a head share, or all rows there are",
+        params=(_DTYPE, _HEAD_DIM, _CODE, _SMOOTH, _ROTATE),
+        derive=_derive,
+        grid=lambda params, problem: (sum(_blocks(problem, name) for name in "qk"), 1, 1),
+        verification="fkjit.ops.attention.quantized.quantize_cases:SPANS",
+    )
+)
+
+
+def _codes_grid(params: Params, problem: Problem) -> Dim3:
+    keys = _blocks(problem, "k")
+    return (_blocks(problem, "q") + keys * (2 if params["v_codes"] else 1), 1, 1)
+
+
+CODES = register(
+    KernelSpec(
+        **_WORK,
+        name="codes",
+        source="attention/quantize_codes.cu",
+        entry="attention_quantize_codes",
+        doc="codes of q, k and v, K less its mean, rows rotated, V transposed: each read once",
+        params=(
+            _DTYPE,
+            _HEAD_DIM,
+            _CODE,
+            Param("v_codes", (False, True), "numbers of v become e4m3"),
+            _SMOOTH,
+            _ROTATE,
+            Param("given", (False, True), "scales of q and k are not their own rows'"),
+        ),
+        derive=_derive,
+        illegal=lambda params: (
+            None if params["v_codes"] or params["code"] == "int8" else "has e4m3 for v as well"
+        ),
+        grid=_codes_grid,
+        verification="fkjit.ops.attention.quantized.quantize_cases:CODES",
+    )
+)

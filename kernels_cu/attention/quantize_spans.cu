@@ -1,0 +1,62 @@
+/* Scales that many rows of Q and of K share, for attention/quantize_codes.cu: of a head, or of all.
+
+   A block looks through ROWS rows of Q or of K, as they are before they become codes: K less its mean
+   with SMOOTH, rotated with ROTATE. The last block of a span to end puts the blocks' greatest
+   magnitudes together, which no order changes. Every architecture. */
+#include "prelude.cuh"
+#include "ptx/pdl.cuh"
+#include "tile/last_block.cuh"
+#include "attention/quantize_rows.cuh"
+
+using elem_t = ${dtype};
+using Codes = ${codes};  // of q and k
+constexpr bool SMOOTH = ${smooth}, ROTATE = ${rotate};
+constexpr int HEAD_DIM = ${head_dim};  // of q and k, at most
+constexpr int ROWS = ${rows};          // of a block
+constexpr int THREADS = ${threads};
+using Tile = RowTile<HEAD_DIM, ROWS, THREADS>;
+
+extern "C" __global__ void __launch_bounds__(THREADS) attention_quantize_spans(
+    const elem_t* __restrict__ q,       // [batch, heads_q, seqlen_q, head_dim]
+    const elem_t* __restrict__ k,       // [batch, heads_kv, seqlen_k, head_dim]
+    const float* __restrict__ k_means,  // [batch, heads_kv, head_dim], or null
+    float* __restrict__ span_scales,    // [q_spans + k_spans]
+    u32* workspace,                     // [gridDim.x]
+    u32* counters,                      // [q_spans + k_spans], 0 before and after
+    const Strides q_strides, const Strides k_strides, const int heads_q, const int heads_kv,
+    const int q_blocks,                    // of all heads; those of K follow
+    const int q_spans, const int k_spans,  // heads of all, or 1; 0 where there are no rows
+    const int seqlen_q, const int seqlen_k, const int head_dim) {
+  after_previous_kernel();
+  __shared__ u32 warps[THREADS / WARP_SIZE];
+  const int block = blockIdx.x;
+  const bool of_q = block < q_blocks;
+
+  // 1. The greatest magnitude of these rows.
+  const Tile tile(of_q ? block : block - q_blocks, of_q ? seqlen_q : seqlen_k);
+  Eight mean = {};
+  if (SMOOTH && !of_q)
+    mean = load_eight<true>(k_means + tile.head * head_dim, tile.column, head_dim);
+  u32 most = 0;
+#pragma unroll 2
+  for (int pass = 0; pass < Tile::PASSES; ++pass) {
+    // Q has no mean to lose: `mean` is 0 there.
+    Eight x = tile.load_key<SMOOTH, ROTATE>(of_q ? q : k, of_q ? q_strides : k_strides,
+                                            of_q ? heads_q : heads_kv, pass,
+                                            of_q ? seqlen_q : seqlen_k, head_dim, mean);
+    most = max(most, magnitude(x));
+  }
+  most = block_most<THREADS>(most, warps);
+  if (threadIdx.x == 0) workspace[block] = most;
+
+  // 2. Of all blocks of the span.
+  const int first = of_q ? 0 : q_blocks;
+  const int blocks = of_q ? q_blocks / q_spans : (static_cast<int>(gridDim.x) - q_blocks) / k_spans;
+  const int span = (block - first) / blocks, place = (of_q ? 0 : q_spans) + span;
+  if (!last_block(counters + place, blocks)) return;
+  most = 0;
+  for (int i = threadIdx.x; i < blocks; i += THREADS)
+    most = max(most, __ldcg(workspace + first + span * blocks + i));
+  most = block_most<THREADS>(most, warps);
+  if (threadIdx.x == 0) span_scales[place] = scale_of<float, Codes>(most);
+}

@@ -1,0 +1,98 @@
+"""Attention on codes on a GPU: codes as on a CPU to the bit, against float64, in CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+
+import fkjit
+from fkjit.jit.build import quiet
+from tests.attention.test_quantized_attention import ERRORS, SCHEMES, error, reference
+
+torch = pytest.importorskip("torch", reason="needs torch")
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def silent():
+    with quiet():
+        yield
+
+
+def arrays(batch, heads, heads_kv, rows, keys, dim, dtype=torch.bfloat16, offset=1.0):
+    normal = lambda *shape: torch.randn(*shape, device="cuda")  # noqa: E731
+    return (normal(batch, heads, rows, dim).to(dtype),
+            (normal(batch, heads_kv, keys, dim) + offset * normal(dim)).to(dtype),
+            normal(batch, heads_kv, keys, dim).to(dtype))  # fmt: skip
+
+
+def needs(scheme, dim=64):
+    capability = torch.cuda.get_device_capability()
+    if capability < ((8, 0) if scheme == "int8" else (8, 9)):
+        pytest.skip("needs tensor cores for these codes")
+    if scheme == "fp8" and dim == 256 and (9, 0) <= capability < (12, 0):
+        pytest.skip("there is no kernel: e4m3 of 256 columns as fp16")
+
+
+@pytest.mark.parametrize("scales", ["block", "head", "tensor"])
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_codes_are_those_of_the_cpu(scheme, dim, rotate, scales):
+    q, k, v = arrays(2, 4, 2, 150, 333, dim)
+    said = {"rotate": rotate, "scales": scales, "smooth_k": False}
+    here = fkjit.quantize_attention(q, k, v, scheme, **said)
+    there = fkjit.quantize_attention(q.cpu(), k.cpu(), v.cpu(), scheme, **said)
+    for name, a, b in zip(here._fields[:7], here[:7], there[:7], strict=True):
+        if a is not None:
+            a, b = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (a.cpu(), b))
+            assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize("shape", [
+    (1, 8, 8, 1024, 1024, 128), (2, 8, 2, 517, 1043, 64), (1, 4, 1, 130, 2048, 256),
+    (3, 6, 2, 1, 77, 128), (1, 16, 2, 2000, 2000, 64),
+])  # fmt: skip
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_against_float64(scheme, causal, shape, smooth):
+    needs(scheme, shape[-1])
+    q, k, v = arrays(*shape, offset=1.0 if smooth else 0.0)
+    found, lse = fkjit.quantized_attention(q, k, v, scheme=scheme, smooth_k=smooth, causal=causal,
+                                           return_lse=True)  # fmt: skip
+    wanted, wanted_lse = (x.cuda() for x in reference(q.cpu(), k.cpu(), v.cpu(), causal=causal))
+    assert error(found, wanted) < ERRORS[scheme]
+    assert (lse.double() - wanted_lse).abs().max() < 0.3
+    again = fkjit.quantized_attention(q, k, v, scheme=scheme, smooth_k=smooth, causal=causal)
+    assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize("promote", [0, 32, 64])
+def test_each_interval(promote):
+    needs("int8_fp8")
+    q, k, v = arrays(1, 2, 2, 64, 16_384, 64)
+    found = fkjit.quantized_attention(q, k, v, scheme="int8_fp8", promote=promote)
+    assert error(found, reference(q.cpu(), k.cpu(), v.cpu())[0].cuda()) < 0.08
+
+
+@pytest.mark.parametrize("window", [(100, 0), (64, 64), (None, 5)])
+def test_windows(window):
+    needs("int8")
+    q, k, v = arrays(1, 4, 2, 700, 900, 128)
+    found = fkjit.quantized_attention(q, k, v, window=window)
+    wanted = reference(q.cpu(), k.cpu(), v.cpu(), window=window)[0].cuda()
+    assert error(found, wanted) < ERRORS["int8"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_in_a_cuda_graph(scheme):
+    needs(scheme)
+    q, k, v = arrays(1, 4, 2, 256, 640, 128)
+    wanted = fkjit.quantized_attention(q, k, v, scheme=scheme, scales="head")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = fkjit.quantized_attention(q, k, v, scheme=scheme, scales="head")
+    found.zero_()
+    graph.replay()
+    assert torch.equal(found, wanted)

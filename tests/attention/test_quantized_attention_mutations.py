@@ -1,0 +1,82 @@
+"""Bugs planted in the kernels of quantized attention show: as races or wrong numbers. (The sweep
+finds nothing in the kernels as they are.)"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.mutations import Bug
+from tests.core.test_mutations import KINDS, outcome
+
+K, T = "kernels_cu/attention/", "templates/attention/"
+SYNC = "__syncthreads();"
+FINE = {"dtype": "fp16", "head_dim": 64, "block": (64, 64)}
+INT8 = {"kernel": "quantized_attention.flash",
+        "params": {**FINE, "code": "int8", "values": "half"}}  # fmt: skip
+WIDE = {"kernel": "quantized_attention.flash",
+        "params": {**FINE, "code": "int8", "values": "half", "block": (128, 64)}}  # fmt: skip
+FP8 = {
+    "kernel": "quantized_attention.flash",
+    "params": {**FINE, "code": "fp8", "values": "fp8", "weights": "fp8", "promote": 32},
+}  # fmt: skip
+FP16 = {"kernel": "quantized_attention.flash",
+        "params": {**FINE, "code": "int8", "values": "fp8", "weights": "half"}}  # fmt: skip
+SMALL = {"dtype": "fp16", "head_dim": 64, "smooth": True, "rotate": True}
+CHANNELS = {"kernel": "quantize_attention.channels",
+            "params": {"dtype": "fp16", "head_dim": 64, "means": True, "mosts": True}}  # fmt: skip
+SPANS = {"kernel": "quantize_attention.spans", "params": {**SMALL, "code": "int8"}}
+CODES = {"kernel": "quantize_attention.codes",
+         "params": {**SMALL, "code": "int8", "v_codes": True, "given": False}}  # fmt: skip
+GIVEN = {"kernel": "quantize_attention.codes",
+         "params": {**SMALL, "code": "fp8", "v_codes": True, "given": True}}  # fmt: skip
+
+FLASH = K + "flash_codes.cu"
+BUGS = (
+    Bug("no barrier before a tile is read", FLASH, SYNC, "", by="race", nth=1, **INT8),
+    Bug("no wait for a tile", FLASH, "cp_async_wait<0>();", "", by="race", nth=1, **INT8),
+    Bug("no barrier before Q makes room for O", FLASH, SYNC, "", by="race", nth=2, **WIDE),
+    Bug("one scale for all keys", FLASH, "k_scales[tile / (SCALE_KEYS / BLOCK_K)]", "k_scales[0]",
+        by="numbers", **INT8),
+    Bug("sums as bits", T + "codes.cuh", "SUM_START<i8_pair> = ROUNDER", "SUM_START<i8_pair> = 0.f",
+        by="numbers", **INT8),
+    Bug("rows below have the scales of those above", T + "codes.cuh", "(m * 16 + half * 8) * 4",
+        "(m * 16) * 4", by="numbers", **INT8),
+    Bug("a lse of smooth keys", FLASH, "lse != nullptr && shift != nullptr", "false",
+        by="numbers", **INT8),
+    Bug("no sign of the scale", FLASH, "seqlen_q + row], softmax_scale)",
+        "seqlen_q + row], 1.f)", by="numbers", **INT8),
+    Bug("a sum is added twice", T + "codes.cuh", "part[i / 8][i / 4 % 2][i % 4] = 0.f;", "",
+        by="numbers", **FP8),
+    Bug("two keys changed", T + "codes.cuh", "x[0], x[1]) | pack2_e4m3(x[2], x[3])",
+        "x[2], x[3]) | pack2_e4m3(x[0], x[1])", by="numbers", **FP8),
+    Bug("another column's scale", T + "codes.cuh", "lane % 4 * 2 + i;\n      const float by",
+        "lane % 4 * 2;\n      const float by", by="numbers", **FP8),
+    Bug("two keys of fp16 changed", T + "codes.cuh", "fp16_of_e4m3(four),\n",
+        "fp16_of_e4m3(four >> 16),\n", by="numbers", **FP16),
+    Bug("no barrier before the parts are added up", K + "quantize_channels.cu", SYNC, "", by="race",
+        **CHANNELS),
+    Bug("no barrier before the counter", K + "quantize_channels.cu", SYNC, "", by="race", nth=1,
+        **CHANNELS),
+    Bug("the last chunk is left out", K + "quantize_channels.cu", "i < chunks; ++i",
+        "i + 1 < chunks; ++i", by="numbers", **CHANNELS),
+    Bug("K's first rows for all", K + "quantize_spans.cu", "block - q_blocks, of_q", "0, of_q",
+        by="numbers", **SPANS),
+    Bug("one block's maximum is left out", K + "quantize_spans.cu", "int i = threadIdx.x; i",
+        "int i = threadIdx.x + 1; i", by="numbers", **SPANS),
+    Bug("no barrier before V is transposed", K + "quantize_codes.cu", SYNC, "", by="race", **CODES),
+    Bug("keys in their own order", K + "quantize_codes.cu",
+        "key / 2 % 4 * 4 + key / 8 % 2 * 2 + key % 2", "key % 16", by="numbers", **CODES),
+    Bug("signs that no row has", "templates/quantize/hadamard.cuh", "x[i] = -x[i];", "",
+        by="numbers", **CODES),
+    Bug("zeros behind the last key lose the mean", T + "quantize_rows.cuh",
+        "SMOOTH && row(pass) < rows", "SMOOTH", by="numbers", **CODES),
+    Bug("the first head's scale for all", K + "quantize_codes.cu", "min(tile.head, q_spans - 1)",
+        "0", by="numbers", **GIVEN),
+)  # fmt: skip
+
+
+@pytest.mark.sampled(key=lambda bug: bug.kernel)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    said = outcome(bug, monkeypatch, plant=True)
+    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
