@@ -53,7 +53,7 @@ templates_path = ["site/templates"]
 html_theme_options = {"source_repository": ""}
 html_copy_source = False
 html_show_sourcelink = False
-pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-contrast-dark"
+pygments_style, pygments_dark_style = "a11y-high-contrast-light", "github-dark"
 
 
 def _without_empty_gallery(app: Any, docname: str, source: list[str]) -> None:

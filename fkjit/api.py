@@ -35,6 +35,9 @@ def prepare(op: str, *args: Any, arch: str | None = None, **options: Any) -> Non
     where it is a GPU's; else there is nothing to compile for them.
 
     ParameterError for an op without such a call.
+
+    Example:
+        >>> fkjit.prepare("rms_norm", "bf16[64, 4096]", "bf16[4096]", arch="sm_90a")
     """
     calls = {name: getattr(fkjit, name) for name in fkjit.__all__}
     able = sorted(name for name, call in calls.items() if hasattr(call, "prepare"))
@@ -65,6 +68,11 @@ def compile_timeout(seconds: float | None) -> float | None:
     seconds: above 0; None sets no limit. A compile that takes longer is ended, and the call that
     wanted it raises CompilerStoppedError. Where no process can be started for NVRTC there is no
     limit. ParameterError and ArgumentTypeError for anything else.
+
+    Example:
+        >>> before = fkjit.compile_timeout(60)
+        >>> fkjit.compile_timeout(before)
+        60.0
     """
     before, compilers.timeout = compilers.timeout, _limit(seconds)
     return before
@@ -88,7 +96,12 @@ def _limit(seconds: Any) -> float | None:
 
 
 def variants(kernel: str, arch: str | None = None) -> Iterator[dict[str, Any]]:
-    """Every legal parameter combination of "op.name", on one architecture if given."""
+    """Every legal parameter combination of "op.name", on one architecture if given.
+
+    Example:
+        >>> sorted({variant["dtype"] for variant in fkjit.variants("attention.flash", "sm_90a")})
+        ['bf16', 'fp16']
+    """
     spec = _found("variants", "kernel", kernel)
     if arch is not None and not isinstance(arch, str):
         raise ArgumentTypeError(f"variants: arch={shown(arch)} is not a name such as sm_90a")

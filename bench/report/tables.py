@@ -6,7 +6,7 @@ carries the letter of its run, and `listed` says which file that is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,13 +59,16 @@ def shown(time: float | None) -> str:
     return f"{time:.{2 if time < 10 else 1 if time < 100 else 0}f}"
 
 
-def markdown(lines: Iterable[Sequence[str]]) -> str:
-    """A table whose numbers stand to the right; every row as wide as the heading."""
+def markdown(lines: Iterable[Sequence[str]], words: Collection[int] = (0,)) -> str:
+    """A table whose numbers stand to the right; every row as wide as the heading.
+
+    words: columns of text, which stand to the left.
+    """
     head, *rest = lines
     for line in rest:
         if len(line) != len(head):
             raise ValueError(f"{len(line)} cells under {len(head)} headings: {line}")
-    rule = ["---", *["---:"] * (len(head) - 1)]
+    rule = ["---" if column in words else "---:" for column in range(len(head))]
     return "".join(f"| {' | '.join(line)} |\n" for line in (head, rule, *rest))
 
 

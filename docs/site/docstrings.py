@@ -6,13 +6,17 @@ They are plain text: `name` is code, indented blocks are code, sections are "Arg
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
+from collections.abc import Collection
 from importlib import import_module
 from typing import Any
 
 MODULES = ("fkjit", "fkjit.models", "fkjit.distributed", "fkjit.compat")
 SECTION = re.compile(r"(Args|Returns|Raises|Attributes|Example): *(.*)")
-_ONE = r"[A-Za-z_][\w.]*(?: others)?(?: \[[^\]]*\])?"
+_ONE = r"[A-Za-z_][\w.]*(?: others)?(?: \[[^\]]*\]| \([^)]*\))?"
 ENTRY = re.compile(rf"({_ONE}(?:, {_ONE})*): (.*)")
 PAGE = re.compile(r"\bdocs/(\w+)\.md\b")
 
@@ -66,7 +70,7 @@ def blocks(lines: list[str]) -> list[list[str]]:
     return [block for block in found if block]
 
 
-def converted(text: str, module: str) -> list[str]:
+def converted(text: str, module: str, parameters: Collection[str] = ()) -> list[str]:
     """A whole docstring, dedented, as lines of reStructuredText."""
     out: list[str] = []
     before = ""
@@ -76,6 +80,7 @@ def converted(text: str, module: str) -> list[str]:
         if head:
             out += [f"**{head[1].replace('Args', 'Arguments')}**", ""]
             body = ([head[2]] if head[2] else []) + _dedented(block[1:])
+            body = apart(body, parameters) if head[1] == "Args" else body
             out += body if head[1] == "Example" else entries(body, module, sparing=False)
         elif kind == "code":
             out += block if before == "code" else [".. code-block:: python", "", *block]
@@ -113,19 +118,66 @@ def entries(block: list[str], module: str, *, sparing: bool) -> list[str]:
 
 
 def _names(head: str) -> list[str]:
-    return re.split(r", (?![^\[]*\])", head)
+    return re.split(r", (?![^\[]*\])(?![^(]*\))", head)
 
 
 def _name(name: str, module: str) -> str:
+    word, _, more = name.partition(" (")
+    if more:
+        return inline(f"`{word}` ({more}", module)
     return inline(name if " " in name and "[" not in name else f"`{name}`", module)
+
+
+def apart(lines: list[str], parameters: Collection[str]) -> list[str]:
+    """Entries that share a line ("q: [B]; k: [C]."), on lines of their own."""
+    out = []
+    for line in lines:
+        start = 0
+        for found in re.finditer(r"(?<=[.;]) (?=([a-z_]\w*(?:, [a-z_]\w*)*): )", line):
+            if set(found[1].split(", ")) <= set(parameters):
+                out.append(line[start : found.start()].removesuffix(";"))
+                start = found.end()
+        out.append(line[start:])
+    return out
+
+
+def fields(source: str) -> list[str]:
+    """Of a class's source: its annotated fields as they stand there, with their comments."""
+    lines = textwrap.dedent(source).splitlines()
+    body = next(node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.ClassDef))
+    found = [node for node in body.body if isinstance(node, ast.AnnAssign)]
+    if not found:
+        return []
+    docstring = body.body[0] if isinstance(body.body[0], ast.Expr) else body
+    first = found[0].lineno - 1 if docstring is body else docstring.end_lineno or 0
+    shown = _dedented([line for line in lines[first : found[-1].end_lineno] if line.strip()])
+    return ["**Fields**", "", ".. code-block:: python", "", *(f"    {line}" for line in shown), ""]
+
+
+def signature(text: str) -> str:
+    """With short defaults: `...` for a function, `Work()` for an object with all of its fields."""
+    text = re.sub(r"<function (?:[^<>]|<\w+>)*>", "...", text)
+    return re.sub(r"=([A-Z]\w+)\([^()]*\)", r"=\1()", text)
 
 
 def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """autodoc's event."""
     module = next((m for m in reversed(MODULES) if name.startswith(f"{m}.")), "fkjit")
-    lines[:] = converted("\n".join(lines).rstrip(), module)
+    called = what in ("function", "method", "class")
+    parameters = inspect.signature(obj).parameters if called else ()
+    lines[:] = converted("\n".join(lines).rstrip(), module, parameters)
+    if what == "class":
+        lines += fields(inspect.getsource(obj))
+
+
+def process_signature(
+    app: Any, what: str, name: str, obj: Any, options: Any, given: str | None, returned: str | None
+) -> tuple[str | None, str | None]:
+    """autodoc's event."""
+    return signature(given or "") or None, returned
 
 
 def setup(app: Any) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", process)
+    app.connect("autodoc-process-signature", process_signature)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

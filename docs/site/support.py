@@ -31,12 +31,7 @@ ARCHS = {
 }  # fmt: skip
 REFUSED = "refused"
 # Kernels that no GPU has run yet. README.md's Limits name them in words.
-NOT_RUN = {
-    "quantize.spans", "quantize.amax", "dequantize.eights", "quantized_linear.gemv",
-    "quantized_linear.skinny", "quantized_linear.wgmma", "quantized_linear.mma",
-    "attention_form.mixed_plan", "attention_backward_form.slopes_sm90", "normed_linear.gemv",
-    "normed_append.gemv",
-}  # fmt: skip
+NOT_RUN: set[str] = set()
 
 
 class Row(NamedTuple):
@@ -76,6 +71,10 @@ _GROUPS = fkjit.MoeGroups("int32[8192]", "int32[64]", "int32[1]", "int32[1024, 8
                           "int32[64]")  # fmt: skip
 _INT4 = fkjit.QuantizedTensor("uint8[4096, 2048]", "bf16[4096, 32]", "int4_group")
 _FP8 = fkjit.QuantizedTensor("uint8[4096, 4096]", "fp32[4096]", "fp8_row")
+_FP8_EXPERTS = (
+    fkjit.QuantizedTensor("uint8[8192, 4096]", "fp32[8192, 32]", "fp8_block"),
+    fkjit.QuantizedTensor("uint8[64, 1024, 4096]", "fp32[64, 8, 32]", "fp8_block"),
+)
 _INT8 = fkjit.QuantizedTensor("int8[4096, 4096]", "fp32[4096]", "int8_row")
 ROWS = (
     Row("attention, fp16", "attention", _qkv("fp16", 128)),
@@ -117,6 +116,7 @@ ROWS = (
         ("fp32[4096, 128]", 8)),
     Row("products of experts, bf16", "grouped_linear",
         ("bf16[8192, 4096]", "bf16[64, 1024, 4096]", _GROUPS)),
+    Row("products of experts, fp8", "grouped_linear", (*_FP8_EXPERTS, _GROUPS)),
     Row("weighted sums of experts", "moe_combine",
         ("bf16[8192, 4096]", "int32[1024, 8]", "fp32[1024, 8]")),
 )  # fmt: skip
@@ -184,7 +184,7 @@ def _names(kernels: list[str]) -> str:
 
 def page() -> str:
     """The page with its table as it is now."""
-    return with_tables(PAGE.read_text(), {"support": markdown(lines())})
+    return with_tables(PAGE.read_text(), {"support": markdown(lines(), range(1 + len(ARCHS)))})
 
 
 if __name__ == "__main__":

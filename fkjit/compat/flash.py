@@ -32,7 +32,7 @@ def flash_attn_func(
 
     Args:
         q: [B, Sq, Hq, D]; k, v: [B, Sk, Hkv, D]; fp16 or bf16 (and fp32).
-        dropout_p: 0. softmax_scale: default 1 / sqrt(D).
+        dropout_p: 0 alone. softmax_scale: default 1 / sqrt(D).
         causal, window_size (left, right; -1: without a bound): aligned to the bottom right.
         softcap: 0 is without. alibi_slopes: fp32 [Hq] or [B, Hq].
         deterministic: of gradients. The result is always the same to the bit, and so are gradients
@@ -41,6 +41,11 @@ def flash_attn_func(
             original gives for tests.
 
     Returns: o [B, Sq, Hq, D], or (o, lse fp32 [B, Hq, Sq], None). Raises as `fkjit.attention`.
+
+    Example:
+        >>> q, k, v = torch.ones(3, 1, 8, 2, 32, dtype=torch.float16)  # [batch, length, heads, dim]
+        >>> fkjit.compat.flash_attn_func(q, k, v, causal=True, window_size=(4, 0)).shape
+        torch.Size([1, 8, 2, 32])
     """
     check_tensors(_DENSE, q=q, k=k, v=v)
     refuse(_DENSE, dropout_p=(dropout_p, 0.0))

@@ -32,12 +32,17 @@ def scaled_dot_product_attention(
         attn_mask: bool (a key is seen where it is True) or floating (added to scores), of any shape
             that broadcasts to [B, Hq, Sq, Sk]; or a torch.nn.attention.bias.CausalBias, either
             way; not beside is_causal. A row that sees no key is 0.
-        dropout_p: 0.
+        dropout_p: 0 alone.
         is_causal: query i sees keys up to i: aligned to the top left, as in PyTorch.
         scale: default 1 / sqrt(D).
         enable_gqa: whether key and value may have fewer heads.
 
     Returns: o, as query with Dv columns. Raises as `fkjit.attention`.
+
+    Example:
+        >>> q, k, v = torch.ones(3, 1, 2, 8, 32, dtype=torch.float16)  # [batch, heads, length, dim]
+        >>> fkjit.compat.scaled_dot_product_attention(q, k, v, is_causal=True).shape
+        torch.Size([1, 2, 8, 32])
     """
     check_tensors(_CALL, query=query, key=key, value=value)
     refuse(_CALL, dropout_p=(dropout_p, 0.0))

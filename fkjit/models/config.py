@@ -32,6 +32,11 @@ class ModelConfig:
     windows: of each layer, how many keys a token sees, itself included; None: all before it.
     gated: gate and up, activation(gate) * up. qk_norm: RMSNorm of each head before RoPE. tied: the
     embedding is the head as well. max_length: positions that there are.
+
+    Example:
+        >>> config = fkjit.models.ModelConfig.of("llama-3.2-1b")
+        >>> config.layers, config.heads_q, config.heads_kv, config.head_dim
+        (16, 32, 8, 64)
     """
 
     model_type: str
@@ -85,7 +90,12 @@ class ModelConfig:
 
 
 def named_configs() -> tuple[str, ...]:
-    """Models whose configurations come with fkjit."""
+    """Models whose configurations come with fkjit.
+
+    Example:
+        >>> "llama-3.2-1b" in fkjit.models.named_configs()
+        True
+    """
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
 

@@ -119,6 +119,7 @@ def _forward(inputs: Tensors, options: Any) -> tuple[Tensors, Tensors]:
             linear(gradient, padded, weight_layout="kn", out=dx[span])
         if of_weight:
             dweight = _added(dweight, gradient, x[span] * kept[span])
+        del gradient  # before there is another one
     if dx is not None:
         dx.mul_(kept * scale)
     if of_weight:
@@ -146,6 +147,7 @@ def _losses(x: Any, weight: Any, at: Any, vocabulary: int, gradient: Any) -> Any
         found.append(logits.gather(-1, at[span]))
         if gradient is not None:
             torch.exp(logits, out=gradient[span])
+        del logits  # before there are others
     likely = torch.cat(found)
     if gradient is not None:
         gradient.scatter_(-1, at, likely.expm1().to(gradient.dtype))

@@ -54,12 +54,14 @@ class StepPlan(NamedTuple):
 
 
 # Steps of Llama-3.2-1B (hidden size 2048) and GPT-2 (768) on an H200, 2026-11-23, were fastest so,
-# of the plans that `best` tries: of one sequence by 20 and 16 %, of 16 by 3 and 9 %; of 64 nothing
-# beat `linear`'s own choice. Sizes between were not measured, nor other models or GPUs.
+# of the plans that `best` tries. Llama: of one and two sequences by 20 and 16 %, of 4 and 8 by 19
+# and 23 %, of 16 by 1 to 3 %; GPT-2: of one by 16 %, of 16 by 9 %; of 64 nothing beat `linear`'s
+# own choice. Numbers between were not measured, nor other models or GPUs.
 _MEASURED_ON = (9, 0)
 _WIDE = 2048  # hidden size
 _FEW_WIDE = StepPlan(out="gemv", head="skinny", early=False, fused=True)
 _FEW_NARROW = StepPlan(head="gemv", fused=True)
+_FEW_ROWS = 2
 _SOME, _SOME_ROWS = StepPlan.alike("skinny"), 16
 
 
@@ -69,9 +71,11 @@ def usual(config: ModelConfig, rows: int, codes: bool, capability: tuple[int, in
     capability: the GPU's; None: the interpreter's."""
     if capability != _MEASURED_ON or codes or config.qk_norm:
         return StepPlan()
-    if fits(config, rows, codes):
-        return _FEW_WIDE if config.hidden >= _WIDE else _FEW_NARROW
-    return _SOME if step.ROWS < rows <= _SOME_ROWS else StepPlan()
+    wide = config.hidden >= _WIDE
+    if rows <= _FEW_ROWS and fits(config, rows, codes):
+        return _FEW_WIDE if wide else _FEW_NARROW
+    least = _FEW_ROWS if wide else step.ROWS
+    return _SOME if least < rows <= _SOME_ROWS else StepPlan()
 
 
 def fits(config: ModelConfig, rows: int, codes: bool) -> bool:

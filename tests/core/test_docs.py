@@ -109,3 +109,33 @@ def test_messages_that_troubleshooting_explains_are_said():
         if not re.search("[^\n]*?".join(map(re.escape, text.split("…"))), texts)
     ]
     assert len(wanted) > 20 and not missing
+
+
+def terms() -> dict[str, list[str]]:
+    """Of each table of the glossary, the first column."""
+    text = (ROOT / "docs" / "GLOSSARY.md").read_text()
+    return {
+        part.splitlines()[0]: re.findall(r"(?m)^\| ((?!term |in the record )[^|]*) \|", part)
+        for part in text.split("\n## ")[1:]
+    }
+
+
+def test_the_glossary_is_in_order():
+    for heading, found in terms().items():
+        assert found == sorted(found, key=lambda t: re.sub("`", "", t).lower()), heading
+
+
+def test_words_of_the_glossary_are_ones_that_are_used():
+    """The first of those that mean the same, in another document or in a source."""
+    folders = ("fkjit", "templates", "kernels_cu", "bench")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.[pc][yu]*")]
+    files += [ROOT / name for name in DOCUMENTS if not name.endswith("GLOSSARY.md")]
+    text = "\n".join(path.read_text() for path in files if path.suffix != ".pyc").lower()
+    text += text.replace("_", " ")
+    unused = [
+        term
+        for found in terms().values()
+        for term in found
+        if re.sub(r"`| \(.*\)", "", term.split(",")[0]).lower() not in text
+    ]
+    assert not unused

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import fkjit
-from docs.site import docstrings, support
+from docs.site import docstrings, runs, support
 from fkjit import errors, ops
 from fkjit.spec import registered
 
@@ -78,6 +78,10 @@ def test_the_table_of_gpus_is_what_calls_select():
     assert support.PAGE.read_text() == support.page(), "python -m docs.site.support writes it"
 
 
+def test_the_table_of_runs_is_what_is_stored():
+    assert runs.PAGE.read_text() == runs.page(), "python -m docs.site.runs writes it"
+
+
 def test_what_no_gpu_has_run_is_no_more_than_there_is():
     ops.load()
     assert {spec.id for spec in registered()} >= support.NOT_RUN
@@ -108,11 +112,13 @@ def built(tmp_path: Path, builder: str, **settings: object) -> str:
     pytest.importorskip("myst_parser", reason="needs fkjit[docs]")
     pytest.importorskip("furo", reason="needs fkjit[docs]")
     warnings = io.StringIO()
-    app = application.Sphinx(
-        ROOT, ROOT / "docs", tmp_path / "site", tmp_path / "trees", builder, settings, None,
-        warnings,
-    )  # fmt: skip
-    app.build()
+    from sphinx.util.docutils import docutils_namespace
+
+    with docutils_namespace():  # else the next site of the process finds this one's nodes
+        application.Sphinx(
+            ROOT, ROOT / "docs", tmp_path / "site", tmp_path / "trees", builder, settings, None,
+            warnings,
+        ).build()  # fmt: skip
     return warnings.getvalue()
 
 

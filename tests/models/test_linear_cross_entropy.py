@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 
 from fkjit.errors import ArgumentTypeError, ParameterError
@@ -67,12 +69,24 @@ def test_rows_are_shared_out_evenly_in_whole_tiles(tokens, vocabulary, rows, par
 
 
 def test_logits_in_fp32_are_there_for_a_part_of_a_chunk(monkeypatch):
+    """And no two parts of them at a time."""
     x, weight, target = arrays()
+    parts, original = [], loss.linear
+
+    def noting(*args, **options):
+        made = original(*args, **options)
+        if made.shape[1] == VOCABULARY:
+            assert not any(part() is not None for _, part in parts)
+            parts.append((made.shape[0], weakref.ref(made)))
+        return made
+
+    monkeypatch.setattr(loss, "linear", noting)
     monkeypatch.setattr(loss, "_TILE", 2)
     monkeypatch.setattr(loss, "_LOGITS", 2 * VOCABULARY)
     with quiet():
         made = linear_cross_entropy(x, weight, target, chunk=5)
         found = torch.autograd.grad(3 * made, (x, weight))
+    assert [rows for rows, _ in parts] == [2, 2, 1, 2]
     for one, two in zip(found, exact(x, weight, target)[1], strict=True):
         assert float((one.double() - two).norm() / two.norm()) < 1e-5
 

@@ -48,7 +48,8 @@ def test_what_a_fused_layer_has_otherwise_is_not_tried_again():
 
 @pytest.mark.parametrize("name, rows, words", [
     ("llama-3.2-1b", 1, ("auto", "gemv", "auto", "auto", "skinny", False, True)),
-    ("gpt2", 8, ("auto", "auto", "auto", "auto", "gemv", True, True)),
+    ("llama-3.2-1b", 4, ("skinny",) * 5 + (True, False)), ("gpt2", 4, StepPlan()),
+    ("gpt2", 1, ("auto", "auto", "auto", "auto", "gemv", True, True)),
     ("gpt2", 16, ("skinny",) * 5 + (True, False)),
     ("gpt2", 64, StepPlan()), ("qwen3-0.6b", 1, StepPlan()), ("qwen3-0.6b", 16, StepPlan()),
 ])  # fmt: skip

@@ -58,10 +58,10 @@ LADDER = Ladder(
             "tiles in shared memory",
             "attention.tiled",
             {**_D128, "block": 64},
-            "A block keeps 64 queries, and each tile of K and V is read once for all of them. The "
-            "maximum is corrected as it grows (online softmax), so one pass over the keys is "
-            "enough. Warps no longer wait for memory, but execute 63 times the instructions of the "
-            "next step.",
+            "A block keeps 64 queries, and a tile of K or V that is read serves all of them. There "
+            "are still two passes over the keys, since a probability needs the maximum and the sum "
+            "of the whole row. Warps no longer wait for memory, but execute 63 times the "
+            "instructions of the next step.",
             _profiled("tiled"),
             pictures=(Picture("tiling", "o"), Picture("memory")),
         ),
@@ -69,6 +69,7 @@ LADDER = Ladder(
             "tensor cores (FlashAttention)",
             "attention.flash",
             {**_D128, "block": (128, 64), "aligned": True},
+            "One pass: what was added is rescaled where the maximum grows (online softmax). "
             "Both products go to the tensor cores (`mma.sync`); scores stay in registers, in the "
             "layout in which the second product takes them. `cp.async` fetches the next tile "
             "meanwhile, into rows swizzled so that `ldmatrix` meets no bank conflict.",

@@ -123,6 +123,12 @@ def attention(
     PyTorch's own attention.
 
     Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning".
+
+    Example:
+        >>> q = np.ones((1, 4, 8, 32), np.float16)
+        >>> k = v = np.ones((1, 2, 8, 32), np.float16)
+        >>> fkjit.attention(q, k, v, causal=True).shape
+        (1, 4, 8, 32)
     """
     options = (causal, softmax_scale, block, impl, return_lse, layout, deterministic)
     if window is softcap is alibi_slopes is bias is mask is sinks is score_mod is None:
@@ -199,6 +205,12 @@ def attention_varlen(
     Every feature goes with every other, on every GPU. With torch it has the gradients that
     `attention` has, 0 in rows of no sequence. To torch.compile the call is one operator,
     torch.ops.fkjit.attention_varlen (or …_lse).
+
+    Example:
+        >>> q = k = v = np.ones((8, 2, 32), np.float16)
+        >>> ends = np.array([0, 3, 8], np.int32)  # sequences of 3 and 5 tokens
+        >>> fkjit.attention_varlen(q, k, v, ends, ends, 5, 5).shape
+        (8, 2, 32)
     """
     inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias, mask, sinks)
     options = (

@@ -52,6 +52,10 @@ def vector_add(a: Any, b: Any, *, out: Any = None) -> Any:
 
     Arrays whose rows are equally far from 16-byte boundaries are read and written 16 bytes at a
     time, others element by element.
+
+    Example:
+        >>> fkjit.vector_add(np.array([1, 2], np.float32), np.array([3, 4], np.float32))
+        array([4., 6.], dtype=float32)
     """
     return _OP((a, b), (out,))
 

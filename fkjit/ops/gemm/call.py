@@ -91,6 +91,11 @@ def linear(
     Rows that start on 16-byte boundaries, of a multiple of 16 bytes, are fastest. torch.autocast
     casts x, weight and bias, as for nn.Linear. To torch.compile the call is one operator,
     torch.ops.fkjit.linear.
+
+    Example:
+        >>> x, weight = np.ones((2, 32), np.float16), np.ones((16, 32), np.float16)
+        >>> float(fkjit.linear(x, weight, activation="relu").max())
+        32.0
     """
     options = (
         activation, gate, scale, out_dtype, block, impl, deterministic, weight_layout,
@@ -108,7 +113,13 @@ def linear(
 
 
 def gelu_linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    """GeLU(x weightᵀ + bias) with the tanh form, in one kernel: `linear`'s "gelu_tanh"."""
+    """GeLU(x weightᵀ + bias) with the tanh form, in one kernel: `linear`'s "gelu_tanh".
+
+    Example:
+        >>> x, weight = np.ones((2, 32), np.float16), np.zeros((16, 32), np.float16)
+        >>> float(fkjit.gelu_linear(x, weight).max())
+        0.0
+    """
     return linear(x, weight, bias, activation="gelu_tanh")
 
 

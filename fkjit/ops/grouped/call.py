@@ -91,6 +91,13 @@ def grouped_linear(
         under CUDA graph capture; see `fkjit.prepare`.
 
     fp32 accumulation, rounded once. Source of the layout: vLLM's fused_moe.
+
+    Example:
+        >>> ids = np.array([[0], [1], [0]], np.int32)  # an expert for each of three tokens
+        >>> groups = fkjit.moe_regroup(ids, num_experts=2, block_size=64)
+        >>> x, weight = np.ones((3, 16), np.float32), np.ones((2, 8, 16), np.float32)
+        >>> fkjit.grouped_linear(x, weight, groups, gather=True).shape[1]
+        8
     """
     said = (activation, gate, block, impl, weight_layout, save_pre_activation)
     gather = check_flag(CALL, "gather", gather)

@@ -72,6 +72,14 @@ def moe_layer(
     Five launches: route and sort, rows to experts, gate and up with the activation, down, weighted
     sums; with a router_weight one more, with a shared expert two; with impl="stream", which reads
     rows where they are, one less. None waits for the host.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> x, router = (rng.standard_normal((n, 16), np.float32) for n in (3, 4))
+        >>> gate_up = rng.standard_normal((4, 32, 16), np.float32)
+        >>> down = rng.standard_normal((4, 16, 16), np.float32)
+        >>> fkjit.moe_layer(x, None, gate_up, down, top_k=2, router_weight=router).shape
+        (3, 16)
     """
     logits = _logits(x, router_logits, router_weight)
     _check(logits, w_gate_up, expert_map, shared_gate_up, shared_down)

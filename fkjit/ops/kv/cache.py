@@ -28,12 +28,19 @@ _SCATTERED = 4096  # changes of the tables that go to the device in one piece, a
 class PagedKVCache:
     """Keys and values in pages, so that sequences grow without memory set aside for them.
 
-        cache = fkjit.PagedKVCache(1024, page_size=16, num_kv_heads=8, head_dim=128, dtype="bf16")
-        a = cache.allocate()
-        slots = cache.extend([a], [len(prompt)])      # room for new tokens, and where they go
-        fkjit.kv_append(k, v, cache, slots)           # for each layer: layer=…
-        k, v = cache.read([a])
-        b = cache.fork(a)                             # shares a's pages until one of them writes
+    Example:
+        >>> cache = fkjit.PagedKVCache(
+        ...     8, page_size=16, num_kv_heads=1, head_dim=32, dtype="fp16", device="cpu",
+        ...     framework="numpy",
+        ... )
+        >>> a = cache.allocate()
+        >>> slots = cache.extend([a], [20])
+        >>> k = v = np.ones((20, 1, 32), np.float16)
+        >>> fkjit.kv_append(k, v, cache, slots)
+        >>> b = cache.fork(a)  # shares both pages until one of them writes
+        >>> q = np.ones((2, 4, 32), np.float16)  # a new token of each
+        >>> fkjit.paged_attention(q, cache, rows=cache.rows([a, b])).shape
+        (2, 4, 32)
 
     Args:
         num_pages, page_size: the pool; page_size is a power of two up to 256 tokens.

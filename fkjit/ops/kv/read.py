@@ -46,6 +46,18 @@ def kv_read(
         scale of its head in fp32 and rounded once.
 
     Raises as `kv_append` does. On a GPU slots beyond the last page are tokens of zeros.
+
+    Example:
+        >>> cache = fkjit.PagedKVCache(
+        ...     8, page_size=16, num_kv_heads=1, head_dim=8, dtype="fp32", device="cpu",
+        ...     framework="numpy",
+        ... )
+        >>> a = cache.allocate()
+        >>> k = v = np.ones((3, 1, 8), np.float32)
+        >>> fkjit.kv_append(k, v, cache, cache.extend([a], [3]))
+        >>> k, v = cache.read([a])  # kv_read of the sequences' pages
+        >>> k.shape
+        (3, 1, 8)
     """
     held = planes(_CALL, cache, layer, layout, (k_scale, v_scale))
     k, v = _pair(out)

@@ -55,6 +55,17 @@ def rope_kv_append(
 
     Raises as `kv_append` and `rope` do. Capture into CUDA graphs as for `kv_append`; positions,
     too, are read at each replay.
+
+    Example:
+        >>> cache = fkjit.PagedKVCache(
+        ...     8, page_size=16, num_kv_heads=1, head_dim=8, dtype="fp32", device="cpu",
+        ...     framework="numpy",
+        ... )
+        >>> slots = cache.extend([cache.allocate()], [3])
+        >>> q, k = np.ones((3, 2, 8), np.float32), np.ones((3, 1, 8), np.float32)
+        >>> positions = np.arange(3, dtype=np.int32)
+        >>> fkjit.rope_kv_append(q, k, k, cache, slots, positions).shape
+        (3, 2, 8)
     """
     return _OP(*_arranged(q, k, v, cache, slot_mapping, positions, theta=theta, scaling=scaling,
                           table=table, rotary_dim=rotary_dim, interleaved=interleaved, layer=layer,

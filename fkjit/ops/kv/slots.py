@@ -45,6 +45,16 @@ def kv_slots(
     One launch, which does not wait; it may be captured into a CUDA graph, and reads the tables at
     each replay. ParameterError, ArgumentTypeError, DeviceError, CaptureError as for `kv_append`;
     CaptureError also where the host has changes that the device's tables lack: `cache.flush()`.
+
+    Example:
+        >>> cache = fkjit.PagedKVCache(
+        ...     8, page_size=16, num_kv_heads=1, head_dim=8, dtype="fp32", device="cpu",
+        ...     framework="numpy",
+        ... )
+        >>> a, b = cache.allocate(), cache.allocate()
+        >>> cache.reserve([a, b], 1)
+        >>> fkjit.kv_slots(cache, cache.rows([a, b])) % 16  # each begins a page
+        array([0, 0], dtype=int32)
     """
     return _OP(*_call(cache, rows, cu_seqlens, num_tokens, append))
 

@@ -37,6 +37,13 @@ def moe_combine(y: Any, inverse: Any, weights: Any = None, *, out: Any = None) -
         ParameterError: shapes, strides, overlaps. ArgumentTypeError: not arrays, other dtypes.
         DeviceError: mixed devices. CaptureError: first call of a geometry under CUDA graph capture;
         see `fkjit.prepare`. Places beyond y's rows are not looked for on a GPU.
+
+    Example:
+        >>> y = np.array([[1], [2], [3], [4]], np.float32)  # a row for each place
+        >>> inverse = np.array([[2, 0], [3, 1]], np.int32)  # the places of two tokens
+        >>> fkjit.moe_combine(y, inverse, np.full((2, 2), 0.5, np.float32))
+        array([[2.],
+               [3.]], dtype=float32)
     """
     return _OP(*_call(y, inverse, weights, out))
 

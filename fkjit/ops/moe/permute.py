@@ -45,6 +45,11 @@ def moe_permute(
         graph capture; see `fkjit.prepare`.
 
     Rows that start on 16-byte boundaries, of a multiple of 16 bytes, are fastest.
+
+    Example:
+        >>> x, ids = np.array([[1], [2]], np.float32), np.array([[1, 0], [1, 0]], np.int32)
+        >>> fkjit.moe_permute(x, fkjit.moe_regroup(ids, num_experts=2))[:, 0]
+        array([1., 2., 1., 2.], dtype=float32)
     """
     return _OP(*_call(x, groups, out, num_out_tokens))
 

@@ -74,6 +74,12 @@ def moe_regroup(
 
     One launch, which does not wait for the host and may be captured into a CUDA graph. Its blocks
     wait for one another: it is a cooperative launch of at most one block a multiprocessor.
+
+    Example:
+        >>> ids = np.array([[2, 3], [0, 3]], np.int32)  # of two tokens, two experts each
+        >>> groups = fkjit.moe_regroup(ids, num_experts=4)
+        >>> groups.counts, groups.offsets
+        (array([1, 0, 1, 2], dtype=int32), array([0, 1, 1, 2, 4], dtype=int32))
     """
     return MoeGroups(*_OP(*_call(
         topk_ids, num_experts, block_size, expert_map, num_local_experts, capacity, num_tokens,

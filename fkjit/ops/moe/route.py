@@ -62,6 +62,15 @@ def moe_route(
         ParameterError: top_k or groups that do not fit, shapes, strides, tensors that require grad.
         ArgumentTypeError: not arrays, other dtypes. DeviceError: mixed devices. CaptureError: first
         call of a geometry under CUDA graph capture; see `fkjit.prepare`.
+
+    Example:
+        >>> logits = np.array([[0, 1, 3, 2], [5, 0, 0, 4]], np.float32)  # two tokens, four experts
+        >>> weights, ids = fkjit.moe_route(logits, 2, renormalize=True)
+        >>> ids
+        array([[2, 3],
+               [0, 3]], dtype=int32)
+        >>> weights[0].round(3)
+        array([0.731, 0.269], dtype=float32)
     """
     options = (
         top_k, scoring, renormalize, num_groups, topk_groups, routed_scaling_factor, group_topk,

@@ -57,6 +57,12 @@ def moe_route_and_regroup(
     One launch, which does not wait for the host and may be captured into a CUDA graph; logits are
     read once, and the choices go from registers to their places. Its blocks wait for one another:
     it is a cooperative launch of at most one block a multiprocessor.
+
+    Example:
+        >>> logits = np.array([[0, 1, 3, 2], [5, 0, 0, 4]], np.float32)  # two tokens, four experts
+        >>> weights, ids, groups = fkjit.moe_route_and_regroup(logits, 2)
+        >>> groups.counts
+        array([1, 0, 1, 2], dtype=int32)
     """
     routing = (
         top_k, scoring, renormalize, num_groups, topk_groups, routed_scaling_factor,

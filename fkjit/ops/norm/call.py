@@ -52,6 +52,12 @@ def layer_norm(
         CaptureError: first call of a geometry under CUDA graph capture; see `fkjit.prepare`.
 
     Rows that start on 16-byte boundaries, of a multiple of 16 bytes, are fastest.
+
+    Example:
+        >>> x = np.array([[1, 2, 3, 4, 5, 6, 7, 8]], np.float32)
+        >>> fkjit.layer_norm(x).round(2)
+        array([[-1.53, -1.09, -0.65, -0.22,  0.22,  0.65,  1.09,  1.53]],
+              dtype=float32)
     """
     return _LAYER((x, weight, bias, residual), (out, sum, None, None), (eps, weight_offset))
 
@@ -63,6 +69,10 @@ def rms_norm(
     """x / sqrt(mean of x^2 + eps) * weight over the last dimension, in one pass.
 
     The arguments and what is returned are those of `layer_norm`, which also subtracts the mean.
+
+    Example:
+        >>> fkjit.rms_norm(np.array([[1, 7]], np.float32)).round(2)  # rms is 5
+        array([[0.2, 1.4]], dtype=float32)
     """
     return _RMS((x, weight, None, residual), (out, sum, None, None), (eps, weight_offset))
 

@@ -53,6 +53,12 @@ def quantize(x: Any, scheme: str, *, weight: bool = False) -> QuantizedTensor:
     Raises:
         ParameterError: no such scheme, shapes and strides that are not as above, a tensor that
             requires grad (quantization has no gradient). ArgumentTypeError: no array, other dtypes.
+
+    Example:
+        >>> x = np.array([[1.0, -2.0, 127.0, 63.4]], np.float32)
+        >>> codes = fkjit.quantize(x, "int8_row")
+        >>> codes.data, codes.scales
+        (array([[  1,  -2, 127,  63]], dtype=int8), array([1.], dtype=float32))
     """
     data, scales = _QUANT((x,), (None, None), (scheme, weight))
     return QuantizedTensor(as_e4m3(data) if scheme.startswith("fp8") else data, scales, scheme)
@@ -71,6 +77,11 @@ def dequantize(quantized: QuantizedTensor, dtype: str = "bf16") -> Any:
     Raises:
         ParameterError: no such scheme or dtype, shapes that do not fit each other.
         ArgumentTypeError: no QuantizedTensor, codes of other dtypes.
+
+    Example:
+        >>> x = np.array([[1.0, -2.0, 127.0, 63.4]], np.float32)
+        >>> fkjit.dequantize(fkjit.quantize(x, "int8_row"), dtype="fp32")
+        array([[  1.,  -2., 127.,  63.]], dtype=float32)
     """
     data, scales, scheme = parts(_DEQUANTIZE, "quantized", quantized)
     return _DEQUANT((data, scales), (None,), (scheme, dtype))

@@ -43,6 +43,11 @@ def reduce_sum(
         ParameterError: another axis, strides, shapes, overlaps, tensors that require grad.
         ArgumentTypeError: not an array, other dtypes. CaptureError: first call of a geometry under
         CUDA graph capture; see `fkjit.prepare`.
+
+    Example:
+        >>> x = np.arange(6, dtype=np.float32).reshape(2, 3)
+        >>> fkjit.reduce_sum(x), fkjit.reduce_sum(x, axis=-1)
+        (array(15., dtype=float32), array([ 3., 12.], dtype=float32))
     """
     return _SUM((x,), (out,), (axis, dtype, keepdim))
 
@@ -55,7 +60,13 @@ def reduce_mean(
     keepdim: bool = False,
     out: Any = None,
 ) -> Any:
-    """`reduce_sum` divided by how many elements were added, in fp32; of nothing: NaN."""
+    """`reduce_sum` divided by how many elements were added, in fp32; of nothing: NaN.
+
+    Example:
+        >>> fkjit.reduce_mean(np.array([[1, 5], [7, 2]], np.float32), axis=-1, keepdim=True)
+        array([[3. ],
+               [4.5]], dtype=float32)
+    """
     return _MEAN((x,), (out,), (axis, dtype, keepdim))
 
 
@@ -63,6 +74,10 @@ def reduce_max(x: Any, axis: int | None = None, *, keepdim: bool = False, out: A
     """The greatest element, as `reduce_sum` takes its arguments; NaN if there is one.
 
     The result has x's dtype. ParameterError for the maximum of nothing.
+
+    Example:
+        >>> fkjit.reduce_max(np.array([[1, 5], [7, 2]], np.float32), axis=-1)
+        array([5., 7.], dtype=float32)
     """
     return _MAX((x,), (out,), (axis, None, keepdim))
 

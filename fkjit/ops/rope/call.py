@@ -63,6 +63,11 @@ def rope(
 
     An integer among `positions` is part of what is prepared, so that a loop over steps, or a CUDA
     graph that is replayed with other positions, is better served by an array.
+
+    Example:
+        >>> q = np.ones((1, 1, 3, 4), np.float32)
+        >>> fkjit.rope(q, positions=0)[0, 0, :, 0].round(3)  # cos(s) - sin(s)
+        array([ 1.   , -0.301, -1.325], dtype=float32)
     """
     found = _OP(
         *_arranged(

@@ -177,6 +177,11 @@ def rope_table(
 
     Raises:
         ParameterError: a length, rotary_dim, theta or scaling out of range.
+
+    Example:
+        >>> table = fkjit.rope_table(4096, 64, scaling=fkjit.YarnScaling(4.0, 1024))
+        >>> table.shape, table.dtype
+        ((4096, 64), dtype('float32'))
     """
     length = whole("rope_table", "length", length, 0, _MAX_LENGTH)
     rotary_dim = whole("rope_table", "rotary_dim", rotary_dim)

@@ -82,11 +82,18 @@ def test_hopper_takes_what_tma_can_read_and_suits_it(changes, taken):
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (256, 256), (72, 136)])
-def test_above_128_it_is_taken_by_who_asks_for_it(dims):
-    problem = {**PROBLEM, "head_dim": dims[0], "head_dim_v": dims[1]}
-    for impl, wide in (("auto", False), ("portable", False), ("flash_sm90", True)):
-        chosen = select(dict(problem), Options(impl=impl), {}, True, arch("sm_90a"))
-        assert ("flash_wide_sm90" in [one.spec.name for one in chosen.launches]) is wide
+def test_above_128_there_is_another_kernel_of_hopper(dims):
+    problem = {**PROBLEM, "head_dim": dims[0], "head_dim_v": dims[1], "window": (9, 9)}
+    for options, wide in (
+        ({}, True), ({"impl": "flash_sm90"}, True), ({"impl": "portable"}, False),
+        ({"deterministic": False}, True), ({"features": "window"}, False),
+        ({"features": "window", "impl": "flash_sm90"}, True),
+    ):  # fmt: skip
+        chosen = select(dict(problem), Options(**options), {}, True, arch("sm_90a"))
+        assert ("flash_wide_sm90" in [one.spec.name for one in chosen.launches]) is wide, options
+    for aligned, gpu in ((False, "sm_90a"), (True, "sm_80")):
+        chosen = select(dict(problem), Options(), {}, aligned, arch(gpu))
+        assert not any(one.spec.name.endswith("sm90") for one in chosen.launches)
     with pytest.raises(ParameterError, match="dimensions up to 256"):
         select(dict(problem), Options(impl="flash_sm90"), {}, False, arch("sm_90a"))
 

@@ -114,7 +114,7 @@ WIDE = {
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("options", WIDE.values(), ids=WIDE)
 def test_above_head_dimension_128(options, deterministic, launched, monkeypatch):
-    monkeypatch.setattr("fkjit.ops.attention.backward.select._allowed", lambda problem: ("auto",))
+    monkeypatch.setattr("fkjit.ops.attention.backward.select._allowed", lambda *_: ("auto",))
     *given, dout = tensors(2, 1, 70, 130, 200, 136, "bf16")
     check(given, dout, options, mine={"deterministic": deterministic})
     assert "flash_wide_sm90" in launched
@@ -257,16 +257,20 @@ def test_a_score_mod_with_a_derivative(dim, launched):
 
 
 @pytest.mark.parametrize(
-    ("heads_kv", "seqlen", "causal", "ordered"),
+    ("heads_kv", "seqlen", "causal", "dim", "ordered"),
     [
-        (8, 4096, True, True),
-        (32, 4096, True, False),
-        (8, 4096, False, False),
-        (8, 2048, True, False),
+        (8, 4096, True, 128, True),
+        (32, 4096, True, 128, False),
+        (8, 4096, False, 128, False),
+        (8, 2048, True, 128, False),
+        (32, 4096, False, 192, True),
+        (4, 700, False, 192, False),
+        (32, 4096, False, 256, False),
     ],
 )
-def test_sums_in_any_order_are_ordered_where_that_is_faster(heads_kv, seqlen, causal, ordered):
+def test_sums_in_any_order_are_ordered_where_that_is_faster(heads_kv, seqlen, causal, dim, ordered):
     sizes = {"heads_q": 32, "heads_kv": heads_kv, "seqlen_q": seqlen, "seqlen_k": seqlen}
+    sizes |= {"head_dim": dim}
     one = {**PROBLEM, **sizes, "causal": causal}
     assert sm90.in_order(one, Options(deterministic=False)) is ordered
     assert sm90.in_order(one, Options(deterministic=True))

@@ -59,8 +59,7 @@ def attention_backward(
         deterministic: the same bits at every call. False allows sums by atomics where that is
             faster; where torch.use_deterministic_algorithms(True) was called it is ignored.
         impl: "portable" for the kernels that run on every GPU, "flash_sm90" for Hopper's, "auto":
-            Hopper's on Hopper where it takes the call, up to head dimension 128. (Above, no GPU has
-            timed it.)
+            Hopper's on Hopper where it takes the call.
 
     Returns:
         (dq, dk, dv), contiguous, with the shapes of q, k, v, in their dtype and framework. KV heads
@@ -73,6 +72,13 @@ def attention_backward(
         CaptureError: first call of a geometry under CUDA graph capture; see `fkjit.prepare`.
 
     Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning".
+
+    Example:
+        >>> q = k = v = np.ones((1, 1, 4, 16), np.float16)
+        >>> o, lse = fkjit.attention(q, k, v, return_lse=True)
+        >>> dq, dk, dv = fkjit.attention_backward(np.ones_like(o), q, k, v, o, lse)
+        >>> float(dv.sum()), float(abs(dq).max())  # equal keys: no query can change the result
+        (64.0, 0.0)
     """
     if type(deterministic) is not bool and deterministic is not None:
         deterministic = check_flag(CALL, "deterministic", deterministic)

@@ -52,7 +52,8 @@ def select(
     """
     call = _Call(problem, options, views, aligned, arch)
     bias = views.get("bias")
-    takes = options.impl in _allowed(problem) and sm90.takes(problem, options, aligned, arch, bias)
+    takes = options.impl in _allowed(problem, options)
+    takes = takes and sm90.takes(problem, options, aligned, arch, bias)
     if options.impl == "flash_sm90" and not takes:
         raise ParameterError(
             f"attention_backward: impl='flash_sm90' does not take this call on {arch.name}; pass "
@@ -68,10 +69,11 @@ def select(
     return Selected(made, _scratch(problem, options.wanted), sm90.COUNTERS * takes)
 
 
-def _allowed(problem: Problem) -> tuple[str, ...]:
-    """Values of impl that Hopper's kernel is taken with: above head dimension 128 no GPU has timed
-    it, so it has to be asked for."""
-    return ("flash_sm90",) if sm90.is_wide(problem) else ("auto", "flash_sm90")
+def _allowed(problem: Problem, options: Options) -> tuple[str, ...]:
+    """Values of impl that Hopper's kernel is taken with: above head dimension 128 "auto" leaves
+    score features, with which no GPU has timed it, to the portable kernels."""
+    untimed = sm90.is_wide(problem) and options.features
+    return ("flash_sm90",) if untimed else ("auto", "flash_sm90")
 
 
 def _scratch(problem: Problem, wanted: tuple[str, ...]) -> dict[str, tuple[int, ...]]:

@@ -35,8 +35,14 @@ def merge_states(
     With the log-sum-exp of each the result is what attention over all keys at once would give: for
     a prefix that many sequences share, and keys that lie on several devices.
 
-        o, lse = fkjit.merge_states(*prefix, *suffix)     # each what attention(…, return_lse=True)
-        o, lse = fkjit.merge_states(stacked_o, stacked_lse)                         # returned
+    Example:
+        >>> q, k, v = np.ones((3, 1, 1, 8, 16), np.float16)
+        >>> v[:, :, 4:] = 3
+        >>> halves = [slice(0, 4), slice(4, 8)]
+        >>> parts = [fkjit.attention(q, k[:, :, s], v[:, :, s], return_lse=True) for s in halves]
+        >>> o, lse = fkjit.merge_states(*parts[0], *parts[1])
+        >>> float(o.min()), float(o.max())  # the mean of 1 and 3
+        (2.0, 2.0)
 
     Args:
         o: N partial results, [N, B, H, S, Dv] or for one token [N, B, H, Dv]; fp16, bf16 or fp32:
