@@ -38,7 +38,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "ops", nargs="*", metavar="OP",
         help="operations, kernels of one (attention flash), --FIELD and --PARAMETER VALUE of them "
-        "(--head-dim 128 --block 64); default: all; host: what calls cost it",
+        "(--head-dim 128 --block 64); default: all; host: what calls cost it; "
+        "study: what few bits cost in accuracy",
     )  # fmt: skip
     which = made.add_argument_group("what").add_argument
     which("--set", action="append", metavar="NAME", help="cases: see --list; or all")
@@ -100,6 +101,10 @@ def main(arguments: Sequence[str] | None = None, device: Device | None = None) -
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["host"]:
         return host.main(given[1:])
+    if given[:1] == ["study"]:
+        from .study import command as study
+
+        return study.main(given[1:])
     chosen, words = parser().parse_known_args(given)
     if chosen.seed is not None:
         Drawn.seed = chosen.seed

@@ -12,7 +12,7 @@ from fkjit.spec import KernelSpec, Params, Problem
 from ..core.accuracy import Expected
 from ..core.op import Arrays, Op, Prepared
 
-_STEP = {"fp8": 2.0**-4, "int8": 2.0**-7, "int4": 2.0**-3}  # of a number, or of the greatest
+_STEP = {"fp8": 2.0**-4, "int8": 2.0**-7, "int4": 1 / 7}  # of a number, or of the greatest
 
 
 def problem(scheme: str, rows: int, columns: int, weight: bool = False) -> dict[str, Any]:

@@ -29,11 +29,14 @@ NOT_MEASURED = Trial({})
 
 
 def known_of(paths: Sequence[Path]) -> Known:
-    """Of each case the trial of the last run that has it."""
+    """Of each case the trial of the last run that has it; of one that was beside more candidates in
+    an earlier run, that one: fewer peers would flatter."""
     found: Known = {}
     for letter, path in _lettered(paths):
         shown_letter = "" if path == paths[-1] else letter
-        found |= {case: Trial(cells, shown_letter) for case, cells in trials(path).items()}
+        for case, cells in trials(path).items():
+            if case not in found or len(cells) >= len(found[case].cells):
+                found[case] = Trial(cells, shown_letter)
     return found
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.quantize import cases_quantize, cases_quantized_linear, study
+from bench.quantize import cases_quantize, cases_quantized_linear
 from fkjit.arch import arch
 from fkjit.jit.build import quiet
 
@@ -21,6 +21,7 @@ CASES = [
 
 @pytest.mark.parametrize(("op", "problem"), CASES, ids=lambda x: getattr(x, "name", None))
 def test_ours_is_right_and_a_wrong_one_is_found(op, problem):
+    torch.manual_seed(0)
     with quiet():
         arrays = op.inputs(problem, CPU)
         judge = op.expected(problem, arrays).judge
@@ -41,14 +42,3 @@ def test_every_case_has_a_variant_work_and_a_name_of_its_own(op):
         assert spec.why_not(params, to) is None or spec.ahead
         assert op.flops(problem) > 0 and op.bytes(problem) > 0
     assert len({op.label(p) for p in problems}) == len({str(p) for p in problems})
-
-
-def test_the_study_ranks_schemes_as_their_codes_do(capsys):
-    """Few numbers, but differences that are no chance: 3 bits of fraction, 7 and 3 of codes."""
-    assert study.main(["--rows", "16", "--k", "512", "--outputs", "32", "--seed", "3"]) == 0
-    lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
-    found = {line[0].strip("`"): [float(x.split()[0]) for x in line[1:]] for line in lines[2:]}
-    assert all(2 < error < 6 for scheme in found if "fp8" in scheme for error in found[scheme])
-    assert found["int8_group"][0] < found["int8_row"][0] < found["fp8_row"][0]
-    assert found["int8_row"][2] > 2 * found["int8_row"][0]  # outliers
-    assert min(found["int4_group"]) > 8

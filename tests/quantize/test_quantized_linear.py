@@ -12,6 +12,7 @@ import torch
 import fkjit
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import quiet
+from fkjit.ops.quantize import kernels_bytes, kernels_few
 from fkjit.settings import settings
 from tests.core.sampling import one_in
 
@@ -186,3 +187,16 @@ def test_numpy_and_the_empty():
     np.testing.assert_array_equal(found, np.full((2, 16), 128, np.float16))
     assert fkjit.linear(np.ones((0, 128), np.float16), weight).shape == (0, 16)
     fkjit.prepare("linear", np.ones((2, 128), np.float16), weight)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "code", "tile"),
+    [(1, 4096, "int4", (16, 8, 3)), (4, 8192, "int8", (16, 4, 3)), (8, 8192, "int4", (32, 8, 2)),
+     (512, 8192, "fp8", (128, 128)), (4096, 8192, "fp8", (192, 128))],
+)  # fmt: skip
+def test_tiles_are_those_that_were_fastest(m, n, code, tile):
+    shown = ("bf16", "bf16", code, "none", False)
+    named = dict(zip(("dtype", "out_dtype", "code", "activation", "gate"), shown, strict=True))
+    problem = {**named, "m": m, "n": n, "k": 4096, "span": "row", "residual": False}
+    found = kernels_bytes.choose(problem, True) if m > 64 else kernels_few.choose(problem)
+    assert found is not None and tile in (found[1].get("tile"), found[1].get("block"))

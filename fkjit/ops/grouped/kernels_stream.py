@@ -21,7 +21,7 @@ ROWS = (8, 32)  # of an expert that are multiplied together
 StreamTile = tuple[int, int, int]  # rows of the weight, warps, spans of a warp under way
 # By layout of the weight: what loads its lines, and its tiles, the first one being the default.
 _WEIGHTS: Mapping[str, tuple[str, tuple[StreamTile, ...]]] = {
-    "nk": ("RowsWeight", ((16, 8, 4), (32, 8, 2), (16, 4, 4), (8, 16, 4))),
+    "nk": ("RowsWeight", ((32, 8, 2), (16, 8, 4), (16, 4, 4), (8, 16, 4))),
     "kn": ("ColumnsWeight", ((64, 16, 1),)),
 }
 _TILES = tuple(tile for _, tiles in _WEIGHTS.values() for tile in tiles)

@@ -225,6 +225,11 @@ MMA_AHEAD = _ahead(
 )
 
 
+# Measured on an H200 (bench/notes/quantize.md): 192 x 128 was the fastest at 8192^3 and, with block
+# scales, at 4096 x 7168 x 16384, and as fast as 128 x 128 at 4096^3.
+_MANY_ROWS = 1024
+
+
 def choose(problem: Problem, wgmma: bool) -> tuple[KernelSpec, dict[str, Any], tuple[int, int]]:
     """The kernel, its parameters and scratch memory."""
     spec = WGMMA if wgmma else MMA
@@ -235,6 +240,8 @@ def choose(problem: Problem, wgmma: bool) -> tuple[KernelSpec, dict[str, Any], t
         "interval": 0 if problem["code"] == "int8" else 1 if blocks else _INTERVAL,
     }  # fmt: skip
     tile = {"block": (128, 128), "cluster": 2 if problem["m"] > 128 else 1}
+    if problem["m"] >= _MANY_ROWS:
+        tile = {"block": (192, 128), "cluster": 2 if blocks else 1}
     if not wgmma:
         tile = {"block": (128 if problem["m"] > 64 else 64, 128)}
     return epilogue.kernel_for(spec, problem["activation"]), {**fixed, **tile}, (0, 0)

@@ -31,6 +31,7 @@ def _ahead(spec: KernelSpec, shown: list[Mapping[str, Any]]) -> KernelSpec:
 
 GemvTile = tuple[int, int, int]  # rows of the weight, warps, spans of a warp under way
 _GEMV_TILES: tuple[GemvTile, ...] = ((16, 8, 3), (16, 4, 3), (32, 8, 2))
+_MANY_OUTPUTS = 6144  # whose tiles are several for each multiprocessor
 
 
 def _gemv_values(params: Params) -> dict[str, Any]:
@@ -132,13 +133,20 @@ SKINNY_AHEAD = _ahead(
 )
 
 
+def _gemv_tile(problem: Problem) -> GemvTile:
+    """The fastest on an H200, by outputs and rows of x (bench/notes/quantize.md)."""
+    if problem["n"] * (2 if problem["gate"] else 1) < _MANY_OUTPUTS:
+        return _GEMV_TILES[0]
+    return _GEMV_TILES[1] if problem["m"] <= 4 else _GEMV_TILES[2]
+
+
 def choose(problem: Problem) -> tuple[KernelSpec, dict[str, Any], tuple[int, int]] | None:
     """The kernel, its parameters and scratch memory; None for more rows than these take."""
     names = ("dtype", "out_dtype", "code", "activation", "gate")
     fixed = {name: problem[name] for name in names}
     if problem["m"] <= GEMV_ROWS:
         spec = epilogue.kernel_for(GEMV, problem["activation"])
-        return spec, {**fixed, "tile": _GEMV_TILES[0]}, (0, 0)
+        return spec, {**fixed, "tile": _gemv_tile(problem)}, (0, 0)
     if problem["m"] > SKINNY_ROWS:
         return None
     tokens = next(tokens for tokens in TOKENS if problem["m"] <= tokens)
