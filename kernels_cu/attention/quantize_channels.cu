@@ -2,7 +2,7 @@
    and the scale of each column of V.
 
    A block has CHUNK keys of K or of V. The last one of a head to end puts the chunks' results together,
-   first to last: same bits each time, on every GPU. Every architecture. */
+   first to last: same bits each time, on every GPU. From sm_80 on. */
 #include "prelude.cuh"
 #include "ptx/pdl.cuh"
 #include "tile/last_block.cuh"

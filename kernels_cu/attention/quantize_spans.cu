@@ -2,7 +2,7 @@
 
    A block looks through ROWS rows of Q or of K, as they are before they become codes: K less its mean
    with SMOOTH, rotated with ROTATE. The last block of a span to end puts the blocks' greatest
-   magnitudes together, which no order changes. Every architecture. */
+   magnitudes together, which no order changes. From sm_80 on. */
 #include "prelude.cuh"
 #include "ptx/pdl.cuh"
 #include "tile/last_block.cuh"

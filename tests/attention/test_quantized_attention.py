@@ -206,7 +206,9 @@ def test_what_a_gpu_cannot_is_refused_by_name(on):
     with pytest.raises(ParameterError, match="e4m3 on sm_80; allowed: 'int8' from sm_80"):
         fkjit.quantized_attention(*arrays(q=5, k=64), scheme="int8_fp8")
     on("compute_75")
-    with pytest.raises(ParameterError, match="int8 on sm_75"):
+    with pytest.raises(
+        ParameterError, match="quantize_attention: on sm_75; allowed: GPUs from sm_80"
+    ):
         fkjit.quantized_attention(*arrays(q=5, k=64, dtype=torch.float16))
     on("compute_90a")
     with pytest.raises(ParameterError, match="head_dim=256"):

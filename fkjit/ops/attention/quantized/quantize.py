@@ -22,7 +22,7 @@ from fkjit.ops.attention.shapes import LAYOUTS, MAX_HEAD_DIM, are_rows_aligned, 
 from fkjit.ops.kv.scales import as_codes, dtype_name
 from fkjit.ops.op.checks import check_flag, check_same_dtype
 from fkjit.ops.op.node import Node, of_dtype
-from fkjit.ops.op.op import Launch, Op, Output, Request
+from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
 from fkjit.ops.quantize.schemes import as_e4m3
 from fkjit.runtime.interop import View, empty, view
 
@@ -95,9 +95,9 @@ def quantize_attention(
         infinity makes all that shares its scale NaN; in k with smooth_k, its head.
 
     Raises:
-        ParameterError: no such scheme or layout, shapes that are not as above, a tensor that
-            requires grad (quantization has no gradient). ArgumentTypeError: no arrays, other
-            dtypes.
+        ParameterError: no such scheme or layout, shapes that are not as above, a GPU before sm_80,
+            a tensor that requires grad (quantization has no gradient). ArgumentTypeError: no
+            arrays, other dtypes.
 
     Source: Zhang et al., "SageAttention" (2024), for smooth keys.
 
@@ -173,6 +173,9 @@ def _check(
     one_of(CALL, "layout", layout, tuple(LAYOUTS))
     rows = {name: view for name, view in views.items() if view is not None and name in "qkv"}
     dtype = check_same_dtype(CALL, rows, ("bf16", "fp16"))
+    arch = arch_of(rows["q"])
+    if arch.capability < (8, 0):
+        raise ParameterError(f"{CALL}: on {arch.name}; allowed: GPUs from sm_80")
     problem = {**_sizes(rows, layout), "dtype": dtype, "scales": scales}
     how = ATTENTION_SCHEMES[scheme]
     # The mean of no keys is none.

@@ -95,6 +95,8 @@ _WORK: Mapping[str, Any] = {
     "arguments": _arguments,
     "block": lambda params: (_THREADS, 1, 1),
     "pdl": True,
+    # Whose tensor cores multiply codes; older ones have no use for them.
+    "features": lambda params: frozenset({"bf16_mma"}),
     "work": Work(
         flops=lambda problem: 4 * _numbers(problem),
         bytes=lambda problem: _numbers(problem) * (ITEMSIZE[problem["dtype"]] + 1),
