@@ -40,7 +40,7 @@ def new_race() -> Race:
     function = Function("k", True, instructions=[LOAD, STORE, ATOM, ENGINE])
     machine = SimpleNamespace(
         layout=layout, memory=memory, function=function, on_start=[], on_exit=[], observers=[],
-        alive=layout.live(), reporter=Reporter("k", layout),
+        engine_observers=[], alive=layout.live(), reporter=Reporter("k", layout),
     )  # fmt: skip
     race = Race(machine, function)  # type: ignore[arg-type]
     race.start_launch()
