@@ -41,7 +41,8 @@ BUGS = (
     # -- the ring
     Bug("a stage is read before its bytes are there", CONSUME, WAIT_FULL, "", by="race", nth=1,
         **WIDE),
-    Bug("a stage is filled while it is read", WGMMA_CU, WAIT_EMPTY, "", by="race", **WIDE),
+    Bug("a stage is filled while it is read", D + "produce.cuh", WAIT_EMPTY, "", by="race",
+        **WIDE),
     Bug("a stage is released too early", CONSUME, "wgmma_wait<1>();", "wgmma_wait<2>();",
         by="race", **WIDE),
     Bug("too few warps release a stage", WGMMA_CU, "stages.begin(RELEASES, ",
