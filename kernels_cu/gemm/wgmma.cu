@@ -16,8 +16,8 @@
    With SHARES the last tiles, which would leave blocks idle, are cut along k into equal shares
    (gemm/pieces.cuh), and their sums added up in order (gemm/sm90/partials.cuh).
 
-   With SPLIT > 1 the blocks of a cluster share the k of one tile (gemm/sm90/split_k.cuh): for so few
-   tiles that most of the GPU would be idle.
+   With SPLIT > 1 as many blocks share the k of one tile, for so few tiles that most of the GPU would
+   be idle: those of a cluster (gemm/sm90/split_k.cuh), or with SHARES any, whose sums meet in memory.
 
    Otherwise blocks of a cluster have tiles below one another. Each fetches half of the weight's tile
    and has TMA write it into both, so that L2 is asked once.
@@ -70,7 +70,8 @@ constexpr int BLOCK_N = ${block_n};  // rows of weight in a tile
 constexpr int STAGES = ${stages};    // of 64 k in shared memory
 constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
 constexpr int SPLIT = ${split};      // blocks that share the k of a tile, which is their only one
-constexpr int BOXES = ${boxes};      // of output that a warp stages
+constexpr bool MEETS = ${split > 1 and not shares};  // they are a cluster
+constexpr int BOXES = ${boxes};                      // of output that a warp stages
 constexpr bool COOPERATIVE = ${cooperative};
 constexpr bool SWAPPED = ${swapped};  // x is the weight, m is n, and the other way around
 constexpr bool SHARES = ${shares};    // blocks share the k of some tiles
@@ -88,8 +89,8 @@ constexpr int OUT_COLUMNS = GATE ? BLOCK_N / 2 : BLOCK_N;
 constexpr int BOXES_OF_BLOCK = BOXES / (ROWS / 64);                    // of 64 rows
 constexpr int RELEASES = CLUSTER * 4 * (COOPERATIVE ? CONSUMERS : 1);  // of a stage, by warps
 static_assert(CLUSTER <= 2, "a tile of the weight has two parts at most");
-static_assert(SPLIT == 1 || (CLUSTER == 1 && !SHARES), "one reason to be a cluster");
-static_assert(!SWAPPED || (COOPERATIVE && CLUSTER == 1 && !SHARES && !GATE && !PRE),
+static_assert(SPLIT == 1 || CLUSTER == 1, "one reason to be a cluster");
+static_assert(!SWAPPED || (COOPERATIVE && CLUSTER == 1 && SHARES <= (SPLIT > 1) && !GATE && !PRE),
               "what the transposed way out can do");
 static_assert(!FETCHED || BOXES_OF_BLOCK * 64 >= (SWAPPED ? BLOCK_N : OUT_COLUMNS), "room for it");
 static_assert(ROWS % 64 == 0, "wgmma takes 64 rows");
@@ -101,7 +102,7 @@ static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
 using Stages = GemmStages<OperandTile<BLOCK_M, X_K_MAJOR>, OperandTile<BLOCK_N, WEIGHT_K_MAJOR>,
                           STAGES, CONSUMERS, BOXES, GUARD>;
 using Place = RingPlace<STAGES>;
-using Work = Pieces<SHARES>;
+using Work = Pieces<SHARES && SPLIT == 1>;
 using Order = GroupedOrder<Groups::${groups}, BLOCK_M * CLUSTER>;
 using Parts = WeightParts<Stages::B, GATE, CLUSTER>;
 using Pairs = EpiloguePairs<Activation, GATE, PRE, RESIDUAL, elem_t, out_t>;
@@ -109,7 +110,11 @@ using Added = Residual<out_t>;
 static_assert(!Order::GROUPED || (SPLIT == 1 && CLUSTER == 1 && !SHARES && !SWAPPED),
               "tiles of experts have one block each");
 
-// What this block does of a tile that its cluster shares, or which has its expert's k alone.
+__device__ __forceinline__ int part_of_block() {
+  return MEETS ? cluster_rank() : block_index_again() % SPLIT;
+}
+
+// What this block does of a tile that others share, or which has its expert's k alone.
 __device__ __forceinline__ Piece own_part(const Piece& whole, const Order& order) {
   if (Order::OF_K) {
     const Depth depth = order.depth(whole.tile, 0);
@@ -117,7 +122,7 @@ __device__ __forceinline__ Piece own_part(const Piece& whole, const Order& order
     return {whole.tile, depth.first / BLOCK_K, depth.count / BLOCK_K};
   }
   if (SPLIT == 1) return whole;
-  const KPart part(cluster_rank(), SPLIT, whole.steps);
+  const KPart part(part_of_block(), SPLIT, whole.steps);
   return {whole.tile, part.first, part.steps};
 }
 
@@ -142,7 +147,7 @@ __device__ __forceinline__ void produce_weight(const Stages& stages, const Opera
   });
 }
 
-//% if cluster * split > 1
+//% if cluster > 1 or split > 1 and not shares
 extern "C" __global__ void __cluster_dims__(CLUSTER* SPLIT) __launch_bounds__(THREADS, 1) linear_wgmma(
     //% else
 extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
@@ -218,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
       produce_weight(stages, {weight_map, weight_map_last}, order, work_of_block(), n, rank);
     }
     __syncwarp();
-    if (SPLIT > 1) meet_cluster(), meet_cluster();
+    if (MEETS) meet_cluster(), meet_cluster();
   } else {
     // ---- consumers
     more_registers<CONSUMER_REGISTERS>();
@@ -247,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
         place = ring_place<STAGES>(position);
         position += piece.steps;
         if (turn % CONSUMERS != consumer) {
-          if (SPLIT > 1) meet_cluster(), meet_cluster();
+          if (MEETS) meet_cluster(), meet_cluster();
           continue;
         }
         pingpong.wait();
@@ -289,21 +294,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
         cp_async_commit();
       };
       // Of parts of a tile only who comes to the epilogue has a use for the residual.
-      const bool ahead =
-          SPLIT > 1 ? piece.steps > 0 && cluster_rank() == 0 : !SHARES || piece.steps == work.steps;
+      const bool ahead = SPLIT == 1 ? !SHARES || piece.steps == work.steps
+                                    : MEETS && piece.steps > 0 && cluster_rank() == 0;
       multiply<elem_t, CLUSTER>(acc, stages, place, piece.steps, consumer_row, lane, pingpong, [&] {
         if (FETCHED && ahead) fetch_residual();
       });
       named_barrier_wait_aligned<WARPGROUP>(3 + consumer);  // all of its bias is there
-      //% if shares
+      if (SPLIT > 1 && piece.steps == 0) zero(acc);
+      //% if shares and split > 1
+      if (!partials.add_split<SPLIT>(acc, piece.tile, part_of_block(), threadIdx.x % WARPGROUP,
+                                     3 + consumer, stages.flag(shared_memory, consumer)))
+        continue;
+      //% elif shares
       if (piece.steps < work.steps &&
           !partials.add(acc, work.sharers(piece.tile), piece.tile - work.whole,
                         blockIdx.x / CLUSTER, threadIdx.x % WARPGROUP, 3 + consumer,
                         stages.flag(shared_memory, consumer)))
         continue;
       //% endif
-      if constexpr (SPLIT > 1) {
-        if (piece.steps == 0) zero(acc);
+      if constexpr (MEETS) {
         if (!add_parts<Stages, SPLIT, COOPERATIVE ? CONSUMERS : 1>(
                 acc, stages, cluster_rank(), COOPERATIVE ? consumer : 0, threadIdx.x % WARPGROUP))
           continue;

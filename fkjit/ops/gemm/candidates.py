@@ -46,11 +46,14 @@ def _unaligned(shape: Shape) -> str | None:
 # ------------------------------------------------------------------ wgmma
 
 # Faster, where the weight's rows are contiguous in n.
-_KN = {"cooperative": 0.90, "pingpong": 0.92, "swapped": 1.09}
+_KN = {"cooperative": 0.95, "pingpong": 1.03, "swapped": 0.96}
+_TURNS = 1.04  # of a step that another consumer's products are waited for
+_L2 = 167.0  # bytes of an SM in a ns
 _EPILOGUE = {"none": 0.030}  # ns for an element of a cooperative tile; with an activation more
 _ACTIVATION, _TRANSPOSING = 0.08, 0.024
 _STREAMING = 0.97  # of memory's speed
-_STARTING, _SHARING, _SPLITTING = 0, 7403, 1682  # ns: of a call; until shares, parts are added up
+_SHARING, _SPLITTING = 7403, 1682  # ns: until shares, parts are added up
+_MEETING, _LEFT = 3100, 0.1  # ns: until parts have met in memory; of an element left or read there
 _WAVE_OF_PARTS = 2873  # ns that a cluster which shares k takes to begin after another one
 _SPLITTING_MORE, _EACH_PART = 920, 950  # ns: where operands are swapped; each part beyond two
 _FEW_STAGES, _SHALLOW = 4, 1.1  # where a residual leaves fewer: a guess
@@ -59,25 +62,41 @@ _FEW_ROWS, _GUESS = 4, 2500  # up to so many rows are left to gemv: ns, a guess
 
 def _wgmma_tile(params: Params, shape: Shape) -> Tile:
     (rows, columns), cluster, split = params["block"], params["cluster"], params["split"]
+    if _in_memory(params):
+        return Tile(rows, columns, kernels_sm90.BLOCK_K, splits=split)
     depth = kernels_sm90.BLOCK_K * split
     return Tile(cluster * rows, columns, depth, blocks=cluster * split, even=params["shares"])
 
 
 def _wgmma_rates(params: Params, shape: Shape) -> Rates:
-    schedule, splits = params["schedule"], params["split"] > 1
+    schedule = params["schedule"]
     step = kernels_sm90.VARIANTS[kernels_sm90.variant(params)]
     step /= _KN[schedule] if shape.weight_layout == "kn" else 1.0
     step *= _SHALLOW if shape.residual and kernels_sm90.stages(params) < _FEW_STAGES else 1.0
-    start = _STARTING + (_SHARING if params["shares"] else 0)
-    start += _SPLITTING + _WAVE_OF_PARTS * _waves(params, shape) if splits else 0
-    start += _GUESS if shape.m <= _FEW_ROWS else 0
     pingpong = schedule == "pingpong"
+    step *= _TURNS if pingpong else 1.0
     epilogue = 0.0 if pingpong else _EPILOGUE.get(shape.activation, _ACTIVATION)
+    epilogue += _TRANSPOSING if kernels_sm90.swapped(params) else 0.0
+    epilogue += _LEFT * (1 + params["split"]) if _in_memory(params) else 0.0
+    return Rates("wgmma", 1.0, start=_wgmma_start(params, shape), epilogue=epilogue, step=step,
+                 overlapped=pingpong, memory=_STREAMING, l2=_L2)  # fmt: skip
+
+
+def _in_memory(params: Params) -> bool:
+    """Whether the parts of every tile meet in memory."""
+    return params["shares"] and params["split"] > 1
+
+
+def _wgmma_start(params: Params, shape: Shape) -> float:
+    start = _GUESS if shape.m <= _FEW_ROWS else 0
+    if params["split"] == 1:
+        return start + (_SHARING if params["shares"] else 0)
+    if params["shares"]:
+        return start + _MEETING
+    start += _SPLITTING + _WAVE_OF_PARTS * _waves(params, shape)
     if kernels_sm90.swapped(params):
-        epilogue += _TRANSPOSING
-        start += _SPLITTING_MORE + _EACH_PART * (params["split"] - 2) if splits else 0
-    return Rates("wgmma", 1.0, start=start, epilogue=epilogue, step=step, overlapped=pingpong,
-                 memory=_STREAMING)  # fmt: skip
+        start += _SPLITTING_MORE + _EACH_PART * (params["split"] - 2)
+    return start
 
 
 def _waves(params: Params, shape: Shape) -> int:
@@ -212,7 +231,7 @@ _EVEN = 0.96  # of the greatest share of an SM, the mean one
 _SKINNY_BLOCK = 168  # ns of a block beside its steps
 # Ns to add up sums of blocks: in a cluster of two, each block more; in memory, each of the blocks.
 _BY_CLUSTER, _MORE, _BY_MEMORY, _EACH = 840, 160, 616, 232
-_ROOM, _NO_ROOM = 0.9, 3000  # the SMs that clusters of four and more fill; ns of those that wait
+_ROOM, _NO_ROOM = 0.9, 3000  # the SMs that clusters of four and more fill; ns of any that wait
 
 
 def _skinny_tile(params: Params, shape: Shape) -> Tile:
@@ -248,8 +267,8 @@ def _adding_up(params: Params, shape: Shape) -> float:
     if cluster == 1:
         return _BY_MEMORY + _EACH * splits if splits > 1 else 0
     blocks = splits * -(-shape.n * (2 if shape.gate else 1) // params["tile"][0])
-    room = _ROOM * shape.sms * kernels_small.resident(params)
-    waits = -(-blocks // room) - 1 if cluster > 2 else 0
+    room = (_ROOM if cluster > 2 else 1.0) * shape.sms * kernels_small.resident(params)
+    waits = -(-blocks // room) - 1
     return _BY_CLUSTER + _MORE * (cluster - 2) + _NO_ROOM * waits
 
 

@@ -2,7 +2,8 @@
 
 An SM takes its share of the tiles one after another, `resident` of them beside each other. A tile
 takes a step for each piece of k, as long as was measured, or else as its products or its loads from
-L2 take, and an epilogue; all of it takes at least as long as the arrays take from memory.
+L2 take, and an epilogue. What all SMs load takes its time, and more where it comes from memory; all
+of it takes at least as long as the arrays take from memory.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ class Rates(NamedTuple):
     resident: int = 1  # blocks that an SM runs at a time; one of two alone is slower than half
     step: float = 0.0  # what a step was measured to take; 0: as long as its products, or loads
     memory: float = 1.0  # the part of memory's bandwidth that it reaches
+    l2: float = (
+        0.0  # bytes that an SM takes from L2 in a ns, if memory need not give them; 0: ignored
+    )
 
 
 class Machine(NamedTuple):
@@ -83,6 +87,8 @@ MACHINES: dict[tuple[int, int], Machine] = {
 }
 SMS = 108  # where there is no GPU to ask
 _SHARPNESS = 8  # how little the lesser of computing and streaming adds to the other
+_DULLNESS = 2.6  # the same of computing and loading
+_FILLING = 11_600  # bytes in a ns: how much longer loads of what memory has to give take
 _SHARED_OF_A_BLOCK = 1024  # bytes that each takes beside its own
 _PARTS_OF_GPCS = 0.9  # of the SMs, those that clusters of three and more fill
 _ALONE = 0.8  # one of n resident blocks runs at (1 / n) ** _ALONE of the SM's rate
@@ -116,9 +122,21 @@ def cost(shape: Shape, tile: Tile, rates: Rates, arch: Arch) -> float:
     if alone:
         compute += alone * each * (rates.resident / alone) ** _ALONE
     compute += after if rates.overlapped else 0.0
+    if rates.l2:
+        loads = _loads(shape, tile, tiles, slots) / rates.l2 + _inputs(shape) / _FILLING
+        compute = (compute**_DULLNESS + loads**_DULLNESS) ** (1 / _DULLNESS)
     streamed = traffic(shape) / (gpu.memory * rates.memory)
     both = (compute**_SHARPNESS + streamed**_SHARPNESS) ** (1 / _SHARPNESS)
     return gpu.launch + rates.start + both
+
+
+def _loads(shape: Shape, tile: Tile, tiles: int, slots: int) -> float:
+    """Bytes of an SM that is never without a block: of tiles as full as they are on the mean."""
+    turns = tiles / slots if tile.even else -(-tiles // slots)
+    wide = shape.n * (2 if shape.gate else 1)
+    rows = shape.m / -(-shape.m // tile.rows) + wide / -(-wide // tile.columns)
+    steps = -(-shape.k // (tile.depth * tile.splits))
+    return ITEMSIZE[shape.dtype] * tile.depth * rows * steps * turns / tile.blocks
 
 
 def clusters_at_a_time(sms: int, blocks: int) -> int:
@@ -137,6 +155,10 @@ def _step(shape: Shape, tile: Tile, rates: Rates, gpu: Machine) -> float:
 
 def traffic(shape: Shape) -> float:
     """Bytes of x, weight and out once."""
+    return float(_inputs(shape) + ITEMSIZE[shape.out_dtype] * shape.m * shape.n)
+
+
+def _inputs(shape: Shape) -> int:
+    """Bytes of x and weight once."""
     wide = shape.n * (2 if shape.gate else 1)
-    inputs = ITEMSIZE[shape.dtype] * (shape.m * shape.k + wide * shape.k)
-    return float(inputs + ITEMSIZE[shape.out_dtype] * shape.m * shape.n)
+    return ITEMSIZE[shape.dtype] * (shape.m + wide) * shape.k

@@ -23,6 +23,7 @@ _MAX_STAGES, _LEAST_STAGES = 12, 3
 _GROUP_ROWS = 2048  # rows of x whose tiles are taken together
 _MOST_STEPS = 1 << 31  # of k, of all tiles that blocks share
 _MOST_SUMS = 160 * 128  # of a consumer that has more to hold
+_MOST_OF_BOX = 256  # rows
 _LEAST_STEPS = 4  # of k, of a block that shares tiles
 _FRAGMENT = 128 * 16  # bytes of a consumer's fragment of sums, which another block reads
 Variant = tuple[str, tuple[int, int], int, int, bool]  # schedule, tile, cluster, split, shares
@@ -60,6 +61,16 @@ VARIANTS |= {
     ("swapped", (m, n), 1, split, False): _swapped_step(m, n)
     for n, split, most in ((128, 1, 256), (128, 2, 192), (128, 3, 112), (256, 1, 192))
     for m in range(80, most + 16, 16)
+}  # fmt: skip
+VARIANTS |= {("swapped", (m, 128), 1, 1, False): _swapped_step(m, 128) for m in (288, 320)}
+# Parts of k whose sums meet in memory: for tiles that no clusters of three or four have room for.
+VARIANTS |= {
+    ("swapped", (m, 128), 1, split, True): _swapped_step(m, 128)
+    for split, most in ((3, 192), (4, 176)) for m in range(80, most + 16, 16)
+}  # fmt: skip
+VARIANTS |= {
+    ("cooperative", (128, n), 1, split, True): VARIANTS["cooperative", (128, n), 1, 1, False]
+    for n in (64, 96) for split in (3, 4)
 }  # fmt: skip
 # Of [k, n] weights, whose rows come by panels: the only one that is no whole number of them.
 _HALF_PANEL: Variant = ("cooperative", (128, 160), 1, 1, False)
@@ -101,9 +112,9 @@ def _side_bytes(params: Params) -> dict[str, int]:
 
 def _boxes(params: Params) -> int:
     """Of a warp: two, of which TMA reads one while the other is filled; or all of its tile, where a
-    residual comes to them."""
+    residual comes to them; none where the way out is transposed, and nothing comes."""
     if not (params["residual"] and params["tma_store"]):
-        return 2
+        return 0 if swapped(params) else 2
     rows, columns = params["block"][::-1] if swapped(params) else params["block"]
     columns //= 2 if params["gate"] else 1
     blocks = rows // PANEL // (CONSUMERS if _together(params) else 1)
@@ -160,11 +171,11 @@ def _illegal_swapped(params: Params) -> str | None:
         return "has neither gate nor pre where operands are swapped"
     if not params["tma_store"]:
         return "stores rows of 16-bit outputs on 16-byte boundaries where operands are swapped"
-    if params["x_layout"] == "km" and params["block"][0] % PANEL:
+    if params["x_layout"] == "km" and (params["block"][0] % PANEL or _tall(params)):
         return "has no whole panels of an x whose rows are contiguous"
     room = stages(params) * sum(side * BLOCK_K * 2 // _FRAGMENT for side in params["block"])
     left = params["block"][0] * params["block"][1] * 4 // _FRAGMENT * (params["split"] - 1)
-    if left > room:
+    if left > room and not params["shares"]:
         return "has no room for sums of so many parts"
     if params["residual"] and stages(params) < _LEAST_STAGES:
         return f"has no room for a residual beside {_LEAST_STAGES} stages"
@@ -176,17 +187,28 @@ def _part(params: Params) -> int:
     return params["block"][1] // (2 if params["gate"] or params["cluster"] > 1 else 1)
 
 
+def _tall(params: Params) -> bool:
+    """Whether x's part of a tile is more than a box, or wgmma's columns, may be."""
+    return params["block"][0] > _MOST_OF_BOX
+
+
+def _rows_of_box(params: Params) -> int:
+    """Of x: all of a tile's, or half of them."""
+    return params["block"][0] // (2 if _tall(params) else 1)
+
+
 def _shared(params: Params) -> SharedLayout:
     count, sides = stages(params), _side_bytes(params)
     order = reversed(sides) if swapped(params) else sides
     tiles = [(f"{side} stage {stage}", sides[side]) for side in order for stage in range(count)]
-    staged = [(f"output of warp {warp}", _boxes(params) * _BOX) for warp in range(_WARPS)]
+    boxes = _boxes(params) * _BOX
+    staged = [(f"output of warp {warp}", boxes) for warp in range(_WARPS if boxes else 0)]
     return [*tiles, *staged, ("bias", _bias_bytes(params)), ("mbarriers", 16 * count + 16)]
 
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    rows, part = params["block"][0], _part(params)
-    first = params["block"][1] if swapped(params) else rows  # of a tile, by consumers
+    rows, part = _rows_of_box(params), _part(params)
+    first = params["block"][1 if swapped(params) else 0]  # of a tile, by consumers
     m, n, k, wide = problem["m"], problem["n"], problem["k"], shared.outputs_of(problem)
     x = (arrays["x"], params["dtype"], problem["x_stride"], m, k, params["x_layout"] == "mk")
     weight = (arrays["weight"], params["dtype"], problem["weight_stride"], wide, k,
@@ -248,7 +270,7 @@ def _slots(params: Params, problem: Problem) -> int:
 def shared_tiles(params: Params, problem: Problem) -> int:
     """Tiles whose k blocks share: those that fill no wave, and one wave more if there is one, so
     that shares are not too small."""
-    if not params["shares"]:
+    if not params["shares"] or params["split"] > 1:
         return 0
     tiles, slots = tiles_of(params, problem), _slots(params, problem)
     left = tiles % slots
@@ -272,7 +294,9 @@ def memory(params: Params, problem: Problem) -> tuple[int, int]:
         return 0, 0
     block_m, block_n = params["block"]
     groups = params["cluster"] * (CONSUMERS if _together(params) else 1)
-    blocks = _grid(params, problem)[0]
+    blocks, split = _grid(params, problem)[0], params["split"]
+    if split > 1:
+        return 4 * blocks * block_m * block_n, blocks // split * groups
     return 2 * 4 * blocks * block_m * block_n, max(shared_tiles(params, problem), 1) * groups
 
 
@@ -289,7 +313,12 @@ PARAMS = (
     Param("schedule", _SCHEDULES, "how two consumers share tiles", tunable=True),
     Param("cluster", (1, 2), "blocks that share a tile of the weight", tunable=True),
     Param("split", (1, 2, 3, 4), "blocks that share the k of each tile", tunable=True),
-    Param("shares", (False, True), "blocks share the k of the last tiles", tunable=True),
+    Param(
+        "shares",
+        (False, True),
+        "sums meet in memory: of the last tiles, of all if split",
+        tunable=True,
+    ),
 )
 
 # Every legal variant; what is registered is fewer.
@@ -336,7 +365,10 @@ _SHOWN: tuple[Mapping[str, Any], ...] = tuple(
         {**_IN_TURNS, "cluster": 2, "shares": True, "activation": "silu", "gate": True},
         {**_NARROW, "block": (64, 64), "split": 4},
         {**_TURNED, "split": 2, "activation": "gelu_tanh", "residual": True},
+        {**_TURNED, "split": 3, "shares": True, "residual": True},
+        {"block": (128, 64), "schedule": "cooperative", "split": 4, "shares": True},
         {"block": (144, 256), "schedule": "swapped", "weight_layout": "kn"},
+        {"block": (288, 128), "schedule": "swapped"},
         {**_NARROW, "block": (64, 64), "split": 3, "weight_layout": "kn"},
         {"block": (192, 96), "schedule": "pingpong", "residual": True, "pre": True},
         {"block": (192, 128), "schedule": "pingpong"},

@@ -26,6 +26,21 @@ __device__ __forceinline__ void pass_by(const Stages& stages, Place& place, int 
   }
 }
 
+// 16 of k, by wgmma's most columns: a tile may have more.
+template <typename T, typename A, typename B, int N>
+__device__ __forceinline__ void multiply_step(float (&acc)[N][4], u64 a, u64 b, int add) {
+  if constexpr (N <= 32) {
+    wgmma_shared<T, !A::K_MAJOR, !B::K_MAJOR>(acc, a, b, add);
+  } else {
+    static_assert(B::K_MAJOR, "rows of the second half are behind those of the first");
+    constexpr int HALF = N / 2, ROWS = HALF * 8;
+    auto& low = reinterpret_cast<float (&)[HALF][4]>(acc[0]);
+    auto& high = reinterpret_cast<float (&)[HALF][4]>(acc[HALF]);
+    wgmma_shared<T, !A::K_MAJOR, false>(low, a, b, add);
+    wgmma_shared<T, !A::K_MAJOR, false>(high, a, b + (ROWS * (BLOCK_K * 2) >> 4), add);
+  }
+}
+
 // One tile's products, 64 of k after the other: a stage is released when the next one's products
 // have been issued and its own are done. Rows of A from `first_row` on. `meanwhile` is called once,
 // under products of two steps where there are two: it may take a while.
@@ -46,7 +61,7 @@ __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][N][4], const Stage
     for (int i = 0; i < BLOCK_K / 16; ++i)
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block)
-        wgmma_shared<T, !A::K_MAJOR, !B::K_MAJOR>(
+        multiply_step<T, A, B>(
             acc[block], A::operand(stages.a(place.stage), first_row + block * 64) + i * A::STEP,
             b + i * B::STEP, step > 0 || i > 0);
     wgmma_commit();

@@ -17,7 +17,7 @@ struct GemmStages {
   static constexpr bool GAPS = GUARD > 0;
   static constexpr int A_STAGE = A::BYTES + GUARD, B_STAGE = B::BYTES + GUARD;
   static constexpr int STAGED = STAGES * (A_STAGE + B_STAGE);
-  static constexpr int STAGED_BYTES = BOXES * Staged::BYTES + GUARD;  // of a warp
+  static constexpr int STAGED_BYTES = BOXES > 0 ? BOXES * Staged::BYTES + GUARD : 0;  // of a warp
   static constexpr int BIAS = STAGED + 4 * CONSUMERS * STAGED_BYTES;
   static constexpr int BIAS_BYTES = B::ROWS * 2;  // of a tile's columns; two of a consumer
   static constexpr int BARRIERS = BIAS + 2 * CONSUMERS * BIAS_BYTES + GUARD;

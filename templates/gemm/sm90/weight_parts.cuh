@@ -1,5 +1,5 @@
 // A tile of the weight in the stages of a product on sm_90: one run of rows, or two that come from
-// two places (gate and up) or by two blocks of a cluster.
+// two places (gate and up), by two blocks of a cluster, or are more than a box may have.
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "gemm/sm90/operands.cuh"
@@ -7,7 +7,8 @@
 // W: the OperandTile; BLOCKS of a cluster share it.
 template <typename W, bool GATE, int BLOCKS>
 struct WeightParts {
-  static constexpr int PARTS = GATE || BLOCKS > 1 ? 2 : 1, PART = W::ROWS / PARTS;
+  static constexpr bool TALL = W::ROWS > 256;
+  static constexpr int PARTS = GATE || BLOCKS > 1 || TALL ? 2 : 1, PART = W::ROWS / PARTS;
   static constexpr u16 ALL_BLOCKS = BLOCKS > 1 ? (1 << BLOCKS) - 1 : 0;
   int n;  // columns of out
 
