@@ -52,10 +52,11 @@ _L2 = 167.0  # bytes of an SM in a ns
 _EPILOGUE = {"none": 0.030}  # ns for an element of a cooperative tile; with an activation more
 _ACTIVATION, _TRANSPOSING = 0.08, 0.024
 _STREAMING = 0.97  # of memory's speed
-_SHARING, _SPLITTING = 7403, 1682  # ns: until shares, parts are added up
+_SHARING = 7403  # ns: until shares of the last tiles are added up
+# The same of parts; of a cluster that begins after another one; each part beyond two, if swapped.
+_SPLITTING = {"pingpong": 1300, "cooperative": 1680, "swapped": 2600}
 _MEETING, _LEFT = 3100, 0.1  # ns: until parts have met in memory; of an element left or read there
-_WAVE_OF_PARTS = 2873  # ns that a cluster which shares k takes to begin after another one
-_SPLITTING_MORE, _EACH_PART = 920, 950  # ns: where operands are swapped; each part beyond two
+_WAVE_OF_PARTS, _EACH_PART = 2873, 950
 _FEW_STAGES, _SHALLOW = 4, 1.1  # where a residual leaves fewer: a guess
 _FEW_ROWS, _GUESS = 4, 2500  # up to so many rows are left to gemv: ns, a guess
 
@@ -93,9 +94,9 @@ def _wgmma_start(params: Params, shape: Shape) -> float:
         return start + (_SHARING if params["shares"] else 0)
     if params["shares"]:
         return start + _MEETING
-    start += _SPLITTING + _WAVE_OF_PARTS * _waves(params, shape)
+    start += _SPLITTING[params["schedule"]] + _WAVE_OF_PARTS * _waves(params, shape)
     if kernels_sm90.swapped(params):
-        start += _SPLITTING_MORE + _EACH_PART * (params["split"] - 2)
+        start += _EACH_PART * (params["split"] - 2)
     return start
 
 
@@ -264,12 +265,12 @@ def _evenness(params: Params, shape: Shape) -> float:
 def _adding_up(params: Params, shape: Shape) -> float:
     """The sums of blocks that share a tile."""
     splits, cluster = _skinny_tile(params, shape).splits, params["cluster"]
-    if cluster == 1:
-        return _BY_MEMORY + _EACH * splits if splits > 1 else 0
     blocks = splits * -(-shape.n * (2 if shape.gate else 1) // params["tile"][0])
     room = (_ROOM if cluster > 2 else 1.0) * shape.sms * kernels_small.resident(params)
-    waits = -(-blocks // room) - 1
-    return _BY_CLUSTER + _MORE * (cluster - 2) + _NO_ROOM * waits
+    waits = min(-(-blocks // room) - 1, 1) * _NO_ROOM
+    if cluster == 1:
+        return waits + (_BY_MEMORY + _EACH * splits if splits > 1 else 0)
+    return waits + _BY_CLUSTER + _MORE * (cluster - 2)
 
 
 def _tokens(shape: Shape, arch: Arch) -> Mapping[str, Any]:

@@ -62,7 +62,7 @@ VARIANTS |= {
     for n, split, most in ((128, 1, 256), (128, 2, 192), (128, 3, 112), (256, 1, 192))
     for m in range(80, most + 16, 16)
 }  # fmt: skip
-VARIANTS |= {("swapped", (m, 128), 1, 1, False): _swapped_step(m, 128) for m in (288, 320)}
+VARIANTS |= {("swapped", (m, 128), 1, 1, False): m * 2.9 for m in (288, 320)}
 # Parts of k whose sums meet in memory: for tiles that no clusters of three or four have room for.
 VARIANTS |= {
     ("swapped", (m, 128), 1, split, True): _swapped_step(m, 128)
