@@ -131,7 +131,7 @@ def measured(p: dict[str, Any], device: Any) -> Iterable[dict[str, Any]]:
 
 # ------------------------------------------------------------------ the picture
 
-_LEFT, _ROW, _BAR, _TOP = 178, 24, 17, 46
+_LEFT, _ROW, _BAR, _TOP = 230, 24, 17, 46
 
 
 def picture(records: Sequence[dict[str, Any]]) -> str:
@@ -163,7 +163,8 @@ def _bars(spans: Sequence[Span], y: int, longest: float) -> list[str]:
     scale, made = (WIDTH - _LEFT - 14) / longest, []
     for span, part in zip(spans, parts_of([span.name for span in spans]), strict=True):
         width = max((span.end - span.begin) * scale - 1, 0.8)
-        said = escape(f"{part}: {span.name}, {span.end - span.begin:.1f} µs")
+        short = re.sub(r"^void |[<(](?!anonymous).*", "", span.name)
+        said = escape(f"{part}: {short}, {span.end - span.begin:.1f} µs")
         made.append(
             f'<rect x="{_LEFT + span.begin * scale:.1f}" y="{y}" width="{width:.1f}" '
             f'height="{_BAR}" fill="{PALETTE[PARTS.index(part)]}"><title>{said}</title></rect>'

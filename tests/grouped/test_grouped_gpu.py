@@ -192,6 +192,15 @@ def test_a_layer_and_its_gradients(tokens, experts, top_k, hidden, inner, dtype)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, again, strict=True))
 
 
+@pytest.mark.parametrize("tokens", [1, 5, 16, 17, 64])
+def test_a_layer_of_few_tokens(tokens):
+    given = layer_arrays(tokens, 40, 512, 192, "bf16", "cuda")
+    ids = fkjit.moe_route(given[1], 6)[1]
+    theirs, exact = layer(*given, 6, ids=ids), layer(*[a.double() for a in given], 6, ids=ids)
+    for _ in range(3):  # a plan serves the third call
+        near(fkjit.moe_layer(*given, 6), exact, theirs, "bf16")
+
+
 def test_the_same_bits_in_a_thousand_calls():
     given = layer_arrays(257, 16, 512, 256, "bf16", "cuda")
     first = fkjit.moe_layer(*given, 4)

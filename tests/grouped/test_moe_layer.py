@@ -8,6 +8,8 @@ import torch
 import fkjit
 from fkjit.errors import ParameterError
 from fkjit.jit.build import quiet
+from fkjit.ops.grouped import few
+from fkjit.runtime import abstract
 from tests.core.sampling import one_in
 from tests.grouped.kit import F, layer, layer_arrays
 from tests.grouped.test_grouped_linear import close
@@ -115,3 +117,37 @@ def test_bad_input(change, words):
     given = {**dict(zip(names, layer_arrays(8, 4, 16, 8), strict=True)), **change}
     with pytest.raises(ParameterError, match=f"moe_layer: .*{words}"):
         call(top_k=2, **given)
+
+
+def described(text, arch="sm_90a"):
+    return abstract.described(text, abstract.device_for(arch))
+
+
+@pytest.mark.parametrize(
+    ("x", "up", "arch", "expected"),
+    [
+        ("bf16[1, 64]", "bf16[4, 96, 64]", "sm_90a", "stream"),
+        ("fp16[16, 64]", "fp16[4, 96, 64]", "sm_90a", "stream"),
+        ("bf16[17, 64]", "bf16[4, 96, 64]", "sm_90a", "gather"),
+        ("bf16[64, 64]", "bf16[4, 96, 64]", "sm_90a", "gather"),
+        ("bf16[65, 64]", "bf16[4, 96, 64]", "sm_90a", "auto"),
+        ("bf16[0, 64]", "bf16[4, 96, 64]", "sm_90a", "auto"),
+        ("fp32[1, 64]", "fp32[4, 96, 64]", "sm_90a", "auto"),
+        ("bf16[1, 60]", "bf16[4, 96, 60]", "sm_90a", "auto"),
+        ("bf16[1, 64]", "bf16[4, 96, 64]", "sm_80", "auto"),
+    ],
+)
+def test_who_takes_few_tokens(x, up, arch, expected):
+    given = described(x, arch), described(up, arch), described("bf16[4, 64, 48]", arch)
+    if "fp" in x:
+        given = (*given[:2], described(x[:4] + "[4, 64, 48]", arch))
+    assert few.implementation("auto", *given) == expected
+    assert few.implementation("wgmma", *given) == "wgmma"
+
+
+def test_gradients_and_cpus_keep_the_usual_kernels():
+    x, up = torch.ones(1, 64, dtype=torch.bfloat16), torch.ones(4, 96, 64, dtype=torch.bfloat16)
+    assert few.implementation("auto", x, up) == "auto"
+    assert few._wants_gradients(x, up.requires_grad_())
+    with torch.no_grad():
+        assert not few._wants_gradients(x, up)

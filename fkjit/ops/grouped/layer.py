@@ -8,6 +8,7 @@ from typing import Any
 from fkjit.errors import ParameterError
 from fkjit.ops.gemm.call import linear
 from fkjit.ops.grouped.call import grouped_linear
+from fkjit.ops.grouped.few import implementation
 from fkjit.ops.grouped.kernels import LEAST_BLOCK
 from fkjit.ops.moe.gradient import weights_of
 from fkjit.ops.moe.groups import MoeGroups, made, places_of
@@ -58,7 +59,8 @@ def moe_layer(
         shared_gate_up, shared_down: [2 J, H] and [H, J], an expert that every token goes to.
         block_size: of the layout, a multiple of 64.
         save_pre_activation: keep what the activation is of for gradients; False: compute it again.
-        impl: of both products, as `grouped_linear` has it.
+        impl: of both products, as `grouped_linear` has it; "auto" is "stream" of up to 16 tokens
+            and "gather" of up to 64 on Hopper, where no gradient is wanted.
 
     Returns:
         [tokens, H] in x's dtype and framework, the same bits at every call. With torch it has
@@ -70,8 +72,8 @@ def moe_layer(
         `fkjit.prepare`.
 
     Five launches: route and sort, rows to experts, gate and up with the activation, down, weighted
-    sums; with a router_weight one more, with a shared expert two; with impl="stream", which reads
-    rows where they are, one less. None waits for the host.
+    sums; with a router_weight one more, with a shared expert two; with "stream" or "gather", which
+    read rows where they are, one less. None waits for the host.
 
     Example:
         >>> rng = np.random.default_rng(0)
@@ -92,6 +94,7 @@ def moe_layer(
     )  # fmt: skip
     if _wants_grad(logits):
         weights = weights_of(logits, ids, scoring, renormalize, routed_scaling_factor)
+    impl = implementation(impl, x, w_gate_up, w_down)
     hidden = grouped_linear(
         x, w_gate_up, groups, gather=True, activation=activation, gate=True, impl=impl,
         save_pre_activation=save_pre_activation,
@@ -157,11 +160,12 @@ def _prepare(*args: Any, **named: Any) -> None:
     local = None if given["expert_map"] is None else here
     _able(moe_route_and_regroup).prepare(logits, top_k, size, num_local_experts=local, **routing)
     groups = _groups_like(x, top_k, here, size)
-    kept = {name: given[name] for name in ("activation", "save_pre_activation", "impl")}
+    impl = implementation(given["impl"], x, up, down)
+    kept = {name: given[name] for name in ("activation", "save_pre_activation")} | {"impl": impl}
     _able(grouped_linear).prepare(x, up, groups, gate=True, gather=True, **kept)
     hidden = _like(x, groups.sorted_token_ids.shape[0], down.shape[2])
     weights = _like(x, tokens, top_k, dtype="fp32")
-    _able(grouped_linear).prepare(hidden, down, groups, weights=weights, impl=given["impl"])
+    _able(grouped_linear).prepare(hidden, down, groups, weights=weights, impl=impl)
     if given["shared_gate_up"] is not None:
         _prepare_shared(x, given)
 
