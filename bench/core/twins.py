@@ -18,6 +18,7 @@ from .op import Arrays, Candidate, Prepared
 MISSING: dict[str, str] = {
     "attention_backward_form": "the twin of attention_backward, with a line or two more for each",
     "attention_few": "the twin of attention, on a grid of parts",
+    "attention_resumed": "a step of ring attention: bench distributed measures whole ones",
     "decode_form": "the twin of attention_decode, with a line or two more for each form",
     "dequantize": "a product of two arrays, which PyTorch's own kernels do as well",
     "quantize": "not written yet",

@@ -45,6 +45,7 @@ KERNELS = (
     "attention.feature_kernels",
     "attention.kernels_few",
     "attention.kernels_mixed",
+    "attention.resumed.kernels",
     "attention.decode.kernels",
     "attention.merge.kernels",
     "attention.quantized.quantize_kernels",

@@ -20,24 +20,16 @@
 
    with c = softmax_scale * log2(e). P stays in registers, as the next product's A operand. An
    optimistic variant does not look for a maximum first (sm90/speculative_softmax.cuh). Rendered in:
-   forms of attention (features.cuh), pages (pages.cuh); for few queries of many keys, parts of the
-   keys and tiles of several heads (sm90/parts.cuh).
+   forms of attention (features.cuh), pages (pages.cuh); rows that go on where other keys left them
+   (row_state.cuh); for few queries, parts of the keys, tiles of several heads (sm90/parts.cuh).
 
    Source: Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
-#include "ptx/bulk.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/register_fence.cuh"
 #include "ptx/setmaxnreg.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/wgmma.cuh"
 #include "tile/pingpong.cuh"
-#include "tile/ring.cuh"
-#include "tile/tma_tile.cuh"
-#include "attention/mma.cuh"
-#include "attention/store_sums.cuh"
+#include "attention/row_state.cuh"
 #include "attention/sm90/epilogue.cuh"
 #include "attention/sm90/producer.cuh"
 #include "attention/sm90/products.cuh"
@@ -60,8 +52,9 @@ constexpr int V_STAGES = ${v_stages};      // tiles of V
 constexpr int Q_STAGES = ${q_stages};      // tiles of Q
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
 constexpr int CONSUMER_REGISTERS = ${consumer_registers};
-constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
-constexpr int HEADS = ${heads};  // whose queries share a tile
+constexpr int GUARD = ${guard};       // bytes between tiles: 0 except where memory is checked
+constexpr int HEADS = ${heads};       // whose queries share a tile
+constexpr bool RESUMED = ${resumed};  // rows begin with what other keys left (row_state.cuh)
 constexpr int BLOCK_Q = 64 * CONSUMERS, ROWS = BLOCK_Q / HEADS;
 //% if form
 constexpr bool VARLEN = ${varlen};  // packed sequences
@@ -127,8 +120,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     //% elif form or not staged
     elem_t* __restrict__ o,  // [batch, heads_q, seqlen_q, head_dim_v], rows on 16-byte boundaries
     //% endif
-    float* __restrict__ ${lse},  // [batch, heads_q, seqlen_q] contiguous, or null
-    u32* __restrict__ counters,  // [1], 0 before and after
+    float* __restrict__ ${lse} ${state_array},  // [batch, heads_q, seqlen_q] contiguous, or null
+    u32* __restrict__ counters,                 // [1], 0 before and after
     const int batch, const int heads_q, const int group_size, const int ${seqlen_q},
     const int ${seqlen_k} ${o_scalars}, const int section_heads,  // whose K and V fit into L2
     //% if form
@@ -204,7 +197,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       mbarrier_wait(barriers.q_full(q_place.stage), q_place.parity);
       issue_scores(q_place.stage);
     };
-
     const auto release_q = [&](int stage) {
       if (!VARLEN && !signals) return;  // of a packed tile every lane may have stored a part
       release_staged(barriers.q_empty(stage));
@@ -242,6 +234,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       auto rules = tile_rules<Way, BIAS, MASK, Scores>(form, mod, scores_at);
       if (SINKS) softmax.begin_with(sinks[place.head] * unit, lane);
       //% endif
+      //% if resumed
+      const RowState<elem_t> rows(sums, sums_strides, o, o_strides, head_dim_v, place.batch,
+                                  place.head, place.q0 + warp_row, seqlen_q, done_first, done_end);
+      rows.begin(acc[0], softmax, 0, lse, heads_q, lse_length, scale_log2, lane);
+      //% endif
       const auto mask = [&] {
         //% if form
         const int row = place.q0 + warp_row, key = tile * BLOCK_K;
@@ -267,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       };
       release_k();
       mask();
-      softmax.raise_max(s, scale_log2, correction);
+      if (softmax.raise_max(s, scale_log2, correction) && RESUMED) scale_rows(acc, correction);
       exponentials(s, softmax, scale_log2);
       round_to<elem_t>(p, s);
       if (AHEAD && stored) release_q(q_stage ^ 1);
@@ -326,6 +323,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       //% if parts
       float* const to = o_parts + (head_index * seqlen_q + row0) * HEAD_DIM_V;
       store_part(to, acc, inverse, lane, rows_left);
+      if (!AHEAD) first_scores();
+      //% elif resumed
+      rows.end(acc[0], inverse, 0, lane);
       if (!AHEAD) first_scores();
       //% elif staged
       const u32 warp_o_tile = shared + q_stage * Rings::Q_STAGE + warp_row * OTile::ROW_BYTES;

@@ -74,6 +74,8 @@ KERNELS = [
     "attention_few.flash_sm90",
     "attention_few.combine",
     "attention_form.mixed_plan",
+    "attention_resumed.flash_sm90",
+    "attention_resumed.flash",
     "attention_decode.split",
     "decode_form.split",
     "merge_states.rows",
