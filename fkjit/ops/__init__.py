@@ -29,6 +29,7 @@ KERNELS = (
     "gemm.kernels_mma",
     "gemm.kernels",
     "gemm.kernels_backward",
+    "gemm.flagged",
     "grouped.kernels",
     "grouped.kernels_stream",
     "grouped.kernels_codes",

@@ -50,6 +50,7 @@
 //% endif
 #include "gemm/groups.cuh"
 #include "gemm/pairs.cuh"
+#include "gemm/sm90/arrivals.cuh"
 #include "gemm/sm90/consume.cuh"
 #include "gemm/sm90/gathered_rows.cuh"
 #include "gemm/sm90/operands.cuh"
@@ -75,6 +76,7 @@ constexpr bool COOPERATIVE = ${cooperative};
 constexpr bool SWAPPED = ${swapped};  // x is the weight, m is n, and the other way around
 constexpr bool SHARES = ${shares};    // blocks share the k of some tiles
 constexpr bool GATHER = ${gather};    // x has rows of tokens (gemm/sm90/gathered_rows.cuh)
+constexpr bool WAITS = ${waits}, TELLS = ${tells};  // of rows (gemm/sm90/arrivals.cuh)
 constexpr bool GATE = ${gate}, RESIDUAL = ${residual}, PRE = ${pre};
 constexpr bool FETCHED = RESIDUAL && ${tma_store};  // the residual comes while products run
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
@@ -102,7 +104,7 @@ using Stages = GemmStages<OperandTile<BLOCK_M, X_K_MAJOR>, OperandTile<BLOCK_N, 
                           STAGES, CONSUMERS, BOXES, GUARD>;
 using Place = RingPlace<STAGES>;
 using Work = Pieces<SHARES>;
-using Order = GroupedOrder<Groups::${groups}, BLOCK_M * CLUSTER>;
+using Order = GroupedOrder<Groups::${groups}, BLOCK_M * CLUSTER, WAITS || TELLS>;
 using Parts = WeightParts<Stages::B, GATE, CLUSTER>;
 using Pairs = EpiloguePairs<Activation, GATE, PRE, RESIDUAL, elem_t, out_t>;
 using Added = Residual<out_t>;
@@ -122,11 +124,13 @@ __device__ __forceinline__ Piece own_part(const Piece& whole, const Order& order
 }
 
 __device__ __forceinline__ void produce_x(const Stages& stages, const OperandMaps& maps,
-                                          const Order& order, const Work& work, int rank) {
+                                          const Order& order, const Work& work, int rank,
+                                          const Arrivals& arrivals) {
   using X = Stages::A;
   if (elect_one()) maps.prefetch();
   produce(stages, order, work, own_part, [&](const GroupedTile& tile, int stage, int k) {
     const int row = tile.row + rank * BLOCK_M, rows = X::asked<BLOCK_M>(tile.end - row);
+    if (WAITS && k == 0) arrivals.wait(row);
     mbarrier_expect(stages.full(stage), rows * (BLOCK_K * 2));
     X::load<0, BLOCK_M>(stages.a(stage), maps, stages.full(stage), row, rows, k, 0, 0);
   });
@@ -158,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     //% endif
     const elem_t* __restrict__ bias,               // [n] or [2 n], or null
     const out_t* __restrict__ residual,            // [m, n], or null
-    out_t* __restrict__ out,                       // [m, n]
+    out_t* __restrict__ out ${flags},              // [m, n]
     elem_t* __restrict__ pre,                      // [m, n] or [m, 2 n], or null
     //% if shares
     float4* __restrict__ workspace,  // of PartialSums: a group of each consumer's rows
@@ -176,7 +180,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     //% if gather
     const int tokens, const int top_k, const i64 x_stride,
     //% endif
-    const int m, const int n, const int k, const i64 out_stride, const i64 residual_stride,
+    const int m, const int n, const int k ${flag_numbers}, const i64 out_stride,
+    const i64 residual_stride,  //
     const float scale,
     const int group_rows) {  // rows of tiles that are taken together
   extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -191,6 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
   if (CLUSTER > 1) meet_cluster();  // both blocks' barriers are there
   after_previous_kernel();
   Order order{m, ceil_div(n, OUT_COLUMNS), group_rows};
+  order.first_row = ${first_row};
   //% if groups != "NONE"
   order.offsets = offsets, order.experts = experts;
   //% endif
@@ -212,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
       const TokenRows<elem_t> rows = {x, x_stride, sorted_token_ids, tokens, top_k, k};
       GatheredRows<elem_t, Stages, BLOCK_M>(stages, rows, warp / 2).produce(order, work_of_block());
       //% else
-      produce_x(stages, {x_map, x_map_last}, order, work_of_block(), rank);
+      produce_x(stages, {x_map, x_map_last}, order, work_of_block(), rank, {${arrived}});
       //% endif
     } else if (warp == 1) {
       produce_weight(stages, {weight_map, weight_map_last}, order, work_of_block(), n, rank);
@@ -237,6 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     const PartialSums partials{workspace, counters, GROUPS,
                                COOPERATIVE ? rank * CONSUMERS + consumer : rank};
     //% endif
+    Finished finished{${finished}};
     int position = 0, turn = 0, taken = 0, box = 0;  // in the ring; pieces; of its own; of output
     Work work = work_of_block();
     for (Piece piece; work.take(piece); ++turn) {
@@ -293,6 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
           SPLIT > 1 ? piece.steps > 0 && cluster_rank() == 0 : !SHARES || piece.steps == work.steps;
       multiply<elem_t, CLUSTER>(acc, stages, place, piece.steps, consumer_row, lane, pingpong, [&] {
         if (FETCHED && ahead) fetch_residual();
+        if (TELLS) finished.tell(lane);
       });
       named_barrier_wait_aligned<WARPGROUP>(3 + consumer);  // all of its bias is there
       //% if shares
@@ -331,7 +339,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
                                  before + row, before + tile.end, column);
         //% endif
       }
+      finished.row = first_row;
     }
+    if (TELLS) finished.tell(lane);
     pingpong.end(turn % CONSUMERS);
     if (lane == 0) bulk_wait_read();
   }

@@ -42,6 +42,7 @@ KERNELS = [
     "linear.fma",
     "linear.tiled",
     "linear_backward.activation",
+    "flagged_linear.wgmma",
     "grouped_linear.wgmma",
     "grouped_linear.mma",
     "grouped_linear.fma",
