@@ -59,9 +59,10 @@ def ring(tokens: int, device: Any, stack: ExitStack, backward: bool, small: bool
         calls["ulysses"] = form("ulysses")
     if not small:
         calls["ring, symmetric"] = form("ring", transport="symmetric")
-        calls["torch context parallel"] = lazily(
-            lambda: peers.torch_context_parallel(*wholes, stack)
-        )
+        if dist.get_backend() == "nccl":  # through the host it ends the process
+            calls["torch context parallel"] = lazily(
+                lambda: peers.torch_context_parallel(*wholes, stack)
+            )
         calls["all-gather + torch"] = lambda: peers.gathered(q, k, v, peers.torch_attend)
     if not backward:
         calls["naive ring"] = lambda: peers.naive_ring(q, k, v)
@@ -160,9 +161,11 @@ def products(device: Any, stack: ExitStack, kind: str, small: bool) -> Case:
     calls = {"fkjit": lambda: call(x, weight), "torch": lambda: other(x, weight)}
     if not small:
         calls["fkjit, symmetric"] = lambda: call(x, weight, transport="symmetric")
+        calls["fkjit, tiles"] = lambda: call(x, weight, transport="tiles")
     return Case(
         f"{kind}-parallel {a.m} x {a.n} x {a.k}", calls, lambda: fkjit.linear(whole, part),
-        2.0 * a.m * a.n * a.k / size, {"fkjit": predicted}, [], ("torch", "fkjit, symmetric"),
+        2.0 * a.m * a.n * a.k / size, {"fkjit": predicted}, [],
+        ("torch", "fkjit, symmetric", "fkjit, tiles"),
     )  # fmt: skip
 
 

@@ -219,6 +219,19 @@ def _taken(said: Said, x: Any, weight: Any, layout: str, bias: Any, chunks: int)
     return parts
 
 
+def _multiplied(
+    said: Said, x: Any, weight: Any, out: Any, chunks: int, bias: Any = None, **options: Any
+) -> Any:
+    """The product of all ranks' rows, whose tiles wait for them; the rows, until the next call."""
+    whole, flags, end = filling(said.group, x, chunks)
+    flagged_linear(
+        whole, weight, bias, flags, out, how=WAITS, chunk_rows=x.shape[0] // chunks,
+        from_row=said.group.rank * x.shape[0], **options,
+    )  # fmt: skip
+    end()
+    return whole
+
+
 def _chunks(said: Said, x: Any, weight: Any, layout: str, rows: int) -> int:
     """How many a rank's rows are for flags; 0: no product in step with them."""
     if said.transport != "tiles" or said.group.size == 1 or not x.is_contiguous():
@@ -270,14 +283,10 @@ def _column(inputs: Tensors, said: Said) -> tuple[Tensors, Tensors]:
     x, weight, bias = inputs
     wide = weight.shape[0] // 2 if said.gate else weight.shape[0]
     out = x.new_empty(said.group.size * x.shape[0], wide)
-    x, chunks = x.contiguous(), _chunks(said, x.contiguous(), weight, "nk", x.shape[0])
+    x = x.contiguous()
+    chunks = _chunks(said, x, weight, "nk", x.shape[0])
     if chunks:
-        whole, flags, end = filling(said.group, x, chunks)
-        flagged_linear(
-            whole, weight, bias, flags, out, how=WAITS, chunk_rows=x.shape[0] // chunks,
-            from_row=said.group.rank * x.shape[0], activation=said.activation, gate=said.gate,
-        )  # fmt: skip
-        end()
+        _multiplied(said, x, weight, out, chunks, bias, activation=said.activation, gate=said.gate)
         return (out,), inputs
     for rows, place in _gathered(said, x):
         linear(rows, weight, bias, activation=said.activation, gate=said.gate, out=place(out))
@@ -310,13 +319,17 @@ def _row(inputs: Tensors, said: Said) -> tuple[Tensors, Tensors]:
 
 
 def _row_backward(saved: Tensors, gradients: Tensors, needed: Tensors, said: Said) -> Tensors:
-    (x, weight), dy = saved, gradients[0]
-    whole = dy.new_empty(said.group.size * dy.shape[0], dy.shape[1])
+    (x, weight), dy = saved, gradients[0].contiguous()
     dx = x.new_empty(x.shape) if needed[0] else None
-    for rows, place in _gathered(said, dy):
-        place(whole).copy_(rows)
-        if dx is not None:
-            linear(rows, weight, weight_layout="kn", out=place(dx))
+    chunks = _chunks(said, dy, weight, "kn", dy.shape[0]) if dx is not None else 0
+    if chunks:
+        whole = _multiplied(said, dy, weight, dx, chunks, weight_layout="kn")
+    else:
+        whole = dy.new_empty(said.group.size * dy.shape[0], dy.shape[1])
+        for rows, place in _gathered(said, dy):
+            place(whole).copy_(rows)
+            if dx is not None:
+                linear(rows, weight, weight_layout="kn", out=place(dx))
     dweight = linear(whole.t(), x.t()) if needed[1] else None
     dbias = whole.float().sum(0).to(weight.dtype) if needed[2] else None
     return dx, dweight, dbias

@@ -250,11 +250,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   //% endif
 
   //% if resumed
-  const RowState<elem_t> rows(sums, sums_strides, o, o_strides, head_dim_v, place.batch, place.head,
-                              q0 + warp * ROWS_A_WARP, seqlen_q, done_first, done_end);
-#pragma unroll
-  for (int m = 0; m < M_BLOCKS; ++m)
-    rows.begin(acc[m], softmax, m, lse, heads_q, lse_rows, scale_log2, lane);
+  const RowState<elem_t> rows(sums, sums_strides, o, o_strides, lse, heads_q, lse_rows, head_dim_v,
+                              place.batch, place.head, q0 + warp * ROWS_A_WARP, seqlen_q,
+                              done_first, done_end);
+  rows.prefetch<ROWS_A_WARP>(lane);
   //% endif
 
   if (Q_IN_REGISTERS) {
@@ -299,8 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
 
   //% if resumed
 #pragma unroll
-  for (int m = 0; m < M_BLOCKS; ++m)
-    rows.finish(acc[m], softmax, m, lse, heads_q, lse_rows, scale_log2, lane);
+  for (int m = 0; m < M_BLOCKS; ++m) rows.finish(acc[m], softmax, m, scale_log2, lane);
   if (RESUMED) return;
   //% endif
   // 3. Normalise; the output is staged over this warp's own rows of Q, then stored in whole chunks.

@@ -178,6 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     float s[1][BLOCK_K / 8][4];
     const float scale_log2 = NATURAL ? LOG2E : softmax_scale_log2;
     const int lse_length = ${lse_length};
+    float* const found_lse = RESUMED ? nullptr : ${lse};
     //% if form
     RingPlace<SCORE_STAGES> score_place;
     const float scale = NATURAL && !SOFTCAP ? form.softmax_scale : 1.f;
@@ -202,7 +203,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       release_staged(barriers.q_empty(stage));
     };
     const PingPong<CONSUMERS> pingpong(consumer, works.count <= gridDim.x);
-
     bool stored = false;
     Item next = take_work();
     first_scores();
@@ -235,9 +235,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       if (SINKS) softmax.begin_with(sinks[place.head] * unit, lane);
       //% endif
       //% if resumed
-      const RowState<elem_t> rows(sums, sums_strides, o, o_strides, head_dim_v, place.batch,
-                                  place.head, place.q0 + warp_row, seqlen_q, done_first, done_end);
-      rows.begin(acc[0], softmax, 0, lse, heads_q, lse_length, scale_log2, lane);
+      const auto rows = [&] {
+        return RowState<elem_t>(sums, sums_strides, o, o_strides, lse, heads_q, lse_rows,
+                                head_dim_v, place.batch, place.head, place.q0 + warp_row, seqlen_q,
+                                done_first, done_end);
+      };
+      rows().prefetch<16>(lane);
       //% endif
       const auto mask = [&] {
         //% if form
@@ -264,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       };
       release_k();
       mask();
-      if (softmax.raise_max(s, scale_log2, correction) && RESUMED) scale_rows(acc, correction);
+      softmax.raise_max(s, scale_log2, correction);
       exponentials(s, softmax, scale_log2);
       round_to<elem_t>(p, s);
       if (AHEAD && stored) release_q(q_stage ^ 1);
@@ -298,7 +301,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         if (rescale) scale_rows(acc, correction);
       }
       if (!AHEAD) release_q(q_stage);  // the next Q comes while this one's output is made
-      // The last product, and behind it the first scores of what comes next.
       mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
       register_fence(p);
       register_fence(acc[0]);
@@ -308,24 +310,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       next = take_work();
       wgmma_wait<AHEAD ? 1 : 0>();
       release_v();
-
-      // Normalise and store. An output that is staged lies in this warp's own rows of Q, from where
-      // TMA stores what is inside o.
+      // Normalise and store; what is staged lies in this warp's own rows of Q: TMA stores it.
       const int head = place.head * HEADS + warp_head;
       const int tensor = VARLEN ? 0 : PARTED ? place.part * batch + place.batch : place.batch;
       const int row0 = place.q0 + warp_query, rows_left = min(16, range.seqlen_q - row0);
       const i64 head_index = static_cast<i64>(tensor) * heads_q + head;
       float inverse[2];
-      finish_sums(
-          inverse, softmax, scale_log2, lane,
-          ${lse} == nullptr ? nullptr : ${lse} + head_index * lse_length + range.q_start + row0,
-          rows_left);
+      finish_sums(inverse, softmax, scale_log2, lane,
+                  found_lse == nullptr ? nullptr
+                                       : found_lse + head_index * lse_length + range.q_start + row0,
+                  rows_left);
       //% if parts
       float* const to = o_parts + (head_index * seqlen_q + row0) * HEAD_DIM_V;
       store_part(to, acc, inverse, lane, rows_left);
       if (!AHEAD) first_scores();
       //% elif resumed
-      rows.end(acc[0], inverse, 0, lane);
+      rows().finish(acc[0], softmax, 0, scale_log2, lane);
       if (!AHEAD) first_scores();
       //% elif staged
       const u32 warp_o_tile = shared + q_stage * Rings::Q_STAGE + warp_row * OTile::ROW_BYTES;

@@ -127,21 +127,22 @@ def test_what_is_refused():
 
 HERE, SM90 = "attention_resumed.flash", "attention_resumed.flash_sm90"
 STATE = D + "attention/row_state.cuh"
+NARROW = {"head_dim": 64}
 BUGS = (
-    Bug("what was before is forgotten", STATE, "seen && lane % 4 == 0 ? 1 <<", "false ? 1 <<",
-        HERE, "numbers", params={"head_dim": 64}),
-    Bug("every lane of four begins with the sum", STATE, "seen && lane % 4 == 0 ?", "seen ?", SM90,
-        "numbers", params={"head_dim": 64}),
-    Bug("o is not scaled with the first tile's maximum", K + "flash_sm90.cu", "&& RESUMED)",
-        "&& !RESUMED)", SM90, "numbers", params={"head_dim": 64}),
-    Bug("sums of rows that saw nothing", STATE, "if (!seen || n", "if (n", HERE, "numbers",
-        params={"head_dim": 64}),
+    Bug("what was before is forgotten", STATE, "nothing ? 0.f : exp2_fast(before",
+        "true ? 0.f : exp2_fast(before", HERE, "numbers", params=NARROW),
+    Bug("a row with keys now and none before", STATE, "sum == 0.f ? before : fmaxf(before, top)",
+        "before", SM90, "numbers", params=NARROW),
+    Bug("sums of rows that saw nothing", STATE, "seen && (n + j) * 8", "(n + j) * 8", HERE,
+        "numbers", params=NARROW),
     Bug("lse is written while a lane reads it", STATE, "__syncwarp();", "", SM90, "race",
-        params={"head_dim": 64}),
-    Bug("rows of the next head", STATE, "if (row0 + i >= rows || is_done(i))", "if (is_done(i))",
-        HERE, "numbers", params={"head_dim": 64}),
+        params=NARROW),
+    Bug("rows of the next head", STATE, "kept = i < rows && ", "kept = ", HERE, "numbers",
+        params=NARROW),
     Bug("rows that go on are rounded", STATE, "row0 + i < done_end; };", "true; };", HERE,
-        "numbers", params={"head_dim": 64}),
+        "numbers", params=NARROW),
+    Bug("lse twice", K + "flash_sm90.cu", "RESUMED ? nullptr : ${lse};", "${lse};", SM90, "numbers",
+        params=NARROW),
 )  # fmt: skip
 
 

@@ -47,11 +47,12 @@ def checks(size: int) -> list[tuple[str, Any]]:
         for said in ({}, {"dispatch": "e4m3"}, {"max_rows": 450}):
             sizes = ((300, *[70] * (size - 1)), 4 * size, 256, 128, 3)
             found.append((f"experts {said} {dtype}", _call(experts, sizes, dtype, said)))
-        for transport in ("nccl", "symmetric"):
+        for transport in ("nccl", "symmetric", "tiles"):
             for said in ({}, {"activation": "silu", "gate": True}):
                 said = {**said, "transport": transport}
+                rows = 1024 if transport == "tiles" else 136
                 found.append(
-                    (f"products {said} {dtype}", _call(products, (136, 128, 192), dtype, said))
+                    (f"products {said} {dtype}", _call(products, (rows, 128, 192), dtype, said))
                 )
         lengths = tuple((700 + 90 * rank, 33) for rank in range(size))
         for tokens in (1, 4):

@@ -143,17 +143,21 @@ def in_step(rank: int) -> dict[str, float]:
             again = fd.row_parallel_linear(y, w, bias, transport="tiles")
             x.requires_grad_(), w.requires_grad_()
             fd.column_parallel_linear(x, w, transport="tiles").backward(y)
+            v = w.detach().clone().requires_grad_()
+            fd.row_parallel_linear(y.requires_grad_(), v, transport="tiles").backward(x.detach())
     finally:
         linear.flagged_linear = product
         del os.environ["FKJIT_TARGET"]
         settings.cache_clear()
     assert [m.barriers for m in made[:2]] == [2, 2] and torch.equal(row, again)
-    assert hows == ["waits", "tells", "tells", "waits", "tells"]
+    assert hows == ["waits", "tells", "tells", "waits", "tells", "tells", "waits"]
     found["column"] = error(column, xs @ w.detach().double().T + bias.double())
     wanted = sum(a[rows] @ b.T for a, b in zip(ys, ws, strict=True)) + bias.double()
     found["row"] = error(row, wanted)
     found["dx"] = error(x.grad, sum(a[rows] @ b for a, b in zip(ys, ws, strict=True)))
     found["dw"] = error(w.grad, ys[rank].T @ xs)
+    found["row dx"] = error(y.grad, xs @ w.detach().double())
+    found["row dw"] = error(v.grad, xs.T @ ys[rank])
     return found
 
 

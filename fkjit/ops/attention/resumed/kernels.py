@@ -40,7 +40,7 @@ def _values(params: Params, base: KernelSpec) -> dict[str, Any]:
         return {**base.derive(params), **own}
     numbers = ", const Strides o_strides, const int head_dim_v" + own["state_numbers"]
     usual = base.derive(params)
-    return {**usual, **own, "staged": False, "o_scalars": numbers, "lse_length": "lse_rows"}
+    return {**usual, **own, "staged": False, "o_scalars": numbers}
 
 
 def _arguments(base: KernelSpec) -> Callable[..., dict[str, Any]]:
