@@ -43,6 +43,7 @@ struct RowState {
   template <int ROWS>
   __device__ __forceinline__ void prefetch(int lane) const {
     constexpr int LINE = 128 / sizeof(float), LANES_A_ROW = 4;
+    if (lane < min(ROWS, rows)) prefetch_l2(lse + lane);
 #pragma unroll
     for (int i = 0; i < ROWS; i += WARP_SIZE / LANES_A_ROW) {
       const int row = i + lane / LANES_A_ROW;
@@ -58,12 +59,18 @@ struct RowState {
                                          float scale_log2, int lane) const {
     static_assert(Softmax::RAISED == 0, "sums are those of exponentials below the maximum");
     const int row0 = m * 16;
-    float own[2], old[2];  // weights of acc, and of what was before
+    float own[2], old[2];  // weights of acc, and of what was before: at first its sum
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = row0 + lane / 4 + half * 8;
+      old[half] = i < rows ? lse[i] * LOG2E : NEG_INFINITY;
+    }
+    __syncwarp();  // lanes of a quad have read the lse that one of them writes
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = row0 + lane / 4 + half * 8;
       const float sum = softmax.total(m, half), top = softmax.top(m, half, scale_log2);
-      const float before = i < rows ? lse[i] * LOG2E : NEG_INFINITY;
+      const float before = old[half];
       const float frame = sum == 0.f ? before : fmaxf(before, top);  // NEG_INFINITY: nothing at all
       const bool nothing = frame == NEG_INFINITY;
       own[half] = sum == 0.f ? 0.f : exp2_fast(top - frame);
@@ -71,7 +78,6 @@ struct RowState {
       const float total = fmaf(own[half], sum, old[half]);
       const float inverse = nothing ? 0.f : 1.f / total;
       own[half] *= inverse, old[half] *= inverse;
-      __syncwarp();  // lanes of a quad have read the lse that one of them writes
       if (lane % 4 == 0 && i < rows) lse[i] = nothing ? NEG_INFINITY : (frame + log2f(total)) * LN2;
     }
     const auto is_done = [&](int i) { return row0 + i >= done_first && row0 + i < done_end; };
