@@ -43,7 +43,6 @@ struct RowState {
   template <int ROWS>
   __device__ __forceinline__ void prefetch(int lane) const {
     constexpr int LINE = 128 / sizeof(float), LANES_A_ROW = 4;
-    if (lane < min(ROWS, rows)) prefetch_l2(lse + lane);
 #pragma unroll
     for (int i = 0; i < ROWS; i += WARP_SIZE / LANES_A_ROW) {
       const int row = i + lane / LANES_A_ROW;

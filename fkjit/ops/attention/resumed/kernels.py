@@ -23,7 +23,7 @@ HEAD_DIMS = (64, 128, 256)  # of flash; q and k are as wide as v, padded
 TILES = {64: (128, 64, 32), 128: ((128, 64), 64, 32), 256: ((64, 32), 32)}
 # Many queries: tiles of the most rows.
 TILES_SM90: dict[int, tuple[Any, ...]] = {
-    64: ((256, 64), 128), 96: (128,), 128: (128,), 192: ((128, 96),), 256: ((128, 80),),
+    64: ((256, 64), 128), 96: ((192, 96), 128), 128: (128,), 192: ((128, 96),), 256: ((128, 80),),
 }  # fmt: skip
 _NUMBERS = ", const int lse_rows, const int done_first, const int done_end"
 _FP32 = 4
