@@ -31,7 +31,7 @@ from fkjit.ops.gemm.flagged import (
     TELLS,
     WAITS,
     finished_count,
-    flagged_linear,
+    linear_flagged,
     takes,
 )
 from fkjit.ops.moe.combine import moe_combine
@@ -214,7 +214,7 @@ def _taken(said: Said, x: Any, weight: Any, layout: str, bias: Any, chunks: int)
     full = finished_count(x, weight, made, **given)
     # The bias comes once: with the part of rank 0.
     own = bias if group.rank == 0 else None
-    flagged_linear(x, weight, own, flags, made, how=TELLS, from_row=first, **given)
+    linear_flagged(x, weight, own, flags, made, how=TELLS, from_row=first, **given)
     take(full)
     return parts
 
@@ -224,7 +224,7 @@ def _multiplied(
 ) -> Any:
     """The product of all ranks' rows, whose tiles wait for them; the rows, until the next call."""
     whole, flags, end = filling(said.group, x, chunks)
-    flagged_linear(
+    linear_flagged(
         whole, weight, bias, flags, out, how=WAITS, chunk_rows=x.shape[0] // chunks,
         from_row=said.group.rank * x.shape[0], **options,
     )  # fmt: skip

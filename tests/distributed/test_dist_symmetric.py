@@ -118,7 +118,7 @@ def in_step(rank: int) -> dict[str, float]:
     from fkjit.distributed import linear
     from fkjit.settings import settings
 
-    product, hows = linear.flagged_linear, []
+    product, hows = linear.linear_flagged, []
 
     def noted(*given: Any, **named: Any) -> None:
         hows.append(named["how"])
@@ -135,7 +135,7 @@ def in_step(rank: int) -> dict[str, float]:
     ws = [(draw(r + 9, (64, 64), torch.float16) / 8).double() for r in range(size)]
     rows = slice(256 * rank, 256 * (rank + 1))
     found = {}
-    linear.flagged_linear = noted
+    linear.linear_flagged = noted
     try:
         with faked(made):
             column = fd.column_parallel_linear(x, w, bias, transport="tiles")
@@ -146,7 +146,7 @@ def in_step(rank: int) -> dict[str, float]:
             v = w.detach().clone().requires_grad_()
             fd.row_parallel_linear(y.requires_grad_(), v, transport="tiles").backward(x.detach())
     finally:
-        linear.flagged_linear = product
+        linear.linear_flagged = product
         del os.environ["FKJIT_TARGET"]
         settings.cache_clear()
     assert [m.barriers for m in made[:2]] == [2, 2] and torch.equal(row, again)

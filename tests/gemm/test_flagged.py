@@ -14,7 +14,7 @@ from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import quiet
 from fkjit.ops.gemm import flagged
 from fkjit.ops.gemm.cases_flagged import FLAGGED as CASES
-from fkjit.ops.gemm.flagged import FLAGGED, FLAGGED_ALL, MOST_ROWS, counted, flagged_linear
+from fkjit.ops.gemm.flagged import FLAGGED, FLAGGED_ALL, MOST_ROWS, counted, linear_flagged
 from fkjit.settings import settings
 from tests.core.mutations import Bug
 from tests.core.sampling import ONE_OF_EACH_KIND
@@ -56,7 +56,7 @@ def call(**given: Any) -> Any:
         "out": np.full((2 * MOST_ROWS, 32), np.nan, np.float16),
     }  # fmt: skip
     arrays |= {name: named.pop(name) for name in list(named) if name in arrays}
-    flagged_linear(*arrays.values(), **named)
+    linear_flagged(*arrays.values(), **named)
     return arrays["out"]
 
 
@@ -80,7 +80,7 @@ def test_what_is_refused(hopper_target):
         (ArgumentTypeError, {"flags": np.ones(2, np.float32)}),
         (ArgumentTypeError, {"x": rows.astype(np.float32)}),
     ):  # fmt: skip
-        with pytest.raises(kind, match=r"flagged_linear: "):
+        with pytest.raises(kind, match=r"linear_flagged: "):
             call(**given)
 
 
@@ -90,7 +90,7 @@ def test_other_gpus_have_none():
     assert all(FLAGGED.why_not(params, HOPPER) is None for params in FLAGGED.variants(HOPPER))
 
 
-HERE = "flagged_linear.wgmma"
+HERE = "linear_flagged.wgmma"
 ROWS = "templates/gemm/sm90/arrivals.cuh"
 BUGS = (
     Bug("every lane counts", ROWS, "lane == 0 && row >= 0", "row >= 0", HERE, "numbers",

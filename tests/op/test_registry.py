@@ -42,7 +42,7 @@ KERNELS = [
     "linear.fma",
     "linear.tiled",
     "linear_backward.activation",
-    "flagged_linear.wgmma",
+    "linear_flagged.wgmma",
     "grouped_linear.wgmma",
     "grouped_linear.mma",
     "grouped_linear.fma",

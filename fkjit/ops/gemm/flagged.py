@@ -24,7 +24,7 @@ from fkjit.runtime.device import multiprocessors
 from fkjit.runtime.interop import CPU, View, view
 from fkjit.spec import KernelSpec, Param, Params, Problem, register
 
-_CALL = "flagged_linear"
+_CALL = "linear_flagged"
 WAITS, TELLS = "waits", "tells"
 # Tile, schedule, cluster: those of long products.
 TILES = (
@@ -166,7 +166,7 @@ class FlaggedOptions(NamedTuple):
     gate: bool = False
 
 
-def flagged_linear(
+def linear_flagged(
     x: Any, weight: Any, bias: Any, flags: Any, out: Any, *, how: str, chunk_rows: int,
     from_row: int = 0, weight_layout: str = "nk", activation: str | None = None,
     gate: bool = False,
