@@ -20,7 +20,7 @@ from fkjit.spec import KernelSpec, Param, Params, Problem, register
 
 OP = "attention_resumed"
 HEAD_DIMS = (64, 128, 256)  # of flash; q and k are as wide as v, padded
-TILES = {64: (128, 64, 32), 128: ((128, 64), 64, 32), 256: ((64, 32), 32)}
+TILES = {64: (128, 64, 32), 128: (64, (64, 32), 32), 256: ((64, 32), 32)}
 # Many queries: tiles of the most rows.
 TILES_SM90: dict[int, tuple[Any, ...]] = {
     64: ((256, 64), 128), 96: ((192, 96), 128), 128: (128,), 192: ((128, 96),), 256: ((128, 80),),
