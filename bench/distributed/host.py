@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fkjit.ops.gemm import flagged
+
+_SPARE = 16  # SMs for copies inside the GPU, that a product would wait for on all of them
 _GATHERS = ("all_gather_into_tensor", "all_gather_single")  # what PyTorch calls it, and called it
 
 
@@ -37,6 +40,7 @@ class Staged:
 def begin() -> None:
     """A gloo group of the ranks that the environment names, all on GPU 0."""
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    flagged.SPARE[0] = _SPARE
     torch.cuda.set_device(0)
     dist.init_process_group("gloo")
     through_host()
