@@ -208,6 +208,7 @@ def _taken(said: Said, x: Any, weight: Any, layout: str, bias: Any, chunks: int)
     """[ranks, rows, columns]: one product of all rows, whose tiles copy engines take away."""
     group, each = said.group, x.shape[0] // said.group.size
     shape = each, weight.shape[layout == "kn"]
+    x, weight = _placed(x), _placed(weight)
     parts, made, flags, take = taking(group, shape, x, chunks)
     first = (group.rank + 1) % group.size * each
     given = {"chunk_rows": each // chunks, "weight_layout": layout}
@@ -224,6 +225,7 @@ def _multiplied(
 ) -> Any:
     """The product of all ranks' rows, whose tiles wait for them; the rows, until the next call."""
     whole, flags, end = filling(said.group, x, chunks)
+    weight = _placed(weight)
     linear_flagged(
         whole, weight, bias, flags, out, how=WAITS, chunk_rows=x.shape[0] // chunks,
         from_row=said.group.rank * x.shape[0], **options,
@@ -232,9 +234,15 @@ def _multiplied(
     return whole
 
 
+def _placed(x: Any) -> Any:
+    """x where TMA reads it: contiguous, on a 16-byte boundary."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 def _chunks(said: Said, x: Any, weight: Any, layout: str, rows: int) -> int:
     """How many a rank's rows are for flags; 0: no product in step with them."""
-    if said.transport != "tiles" or said.group.size == 1 or not x.is_contiguous():
+    if said.transport != "tiles" or said.group.size == 1:
         return 0
     columns = weight.shape[layout == "kn"] // (2 if said.gate else 1)
     if not takes(x, weight, columns):
@@ -283,7 +291,6 @@ def _column(inputs: Tensors, said: Said) -> tuple[Tensors, Tensors]:
     x, weight, bias = inputs
     wide = weight.shape[0] // 2 if said.gate else weight.shape[0]
     out = x.new_empty(said.group.size * x.shape[0], wide)
-    x = x.contiguous()
     chunks = _chunks(said, x, weight, "nk", x.shape[0])
     if chunks:
         _multiplied(said, x, weight, out, chunks, bias, activation=said.activation, gate=said.gate)
