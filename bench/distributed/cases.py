@@ -54,7 +54,7 @@ def ring(tokens: int, device: Any, stack: ExitStack, backward: bool, small: bool
         return lambda: fd.ring_attention(q, k, v, causal=True, form=name, **given)
 
     calls = {name: form(name) for name in ("gather", "ring")}
-    calls["ring, merged"] = form("ring", carry=False)
+    calls |= {f"ring, {how}": form("ring", carry=how == "carried") for how in ("carried", "merged")}
     if a.heads_kv % size == 0:
         calls["ulysses"] = form("ulysses")
     if not small:
@@ -82,8 +82,8 @@ def ring(tokens: int, device: Any, stack: ExitStack, backward: bool, small: bool
         calls, lambda: fkjit.attention(*alone_rows, causal=True),
         a.flops(pairs) / size * (3.5 if backward else 1.0), predicted,
         [*own, *alone_rows] if backward else [],
-        ("ring", "ring, merged", "ulysses", "ring, symmetric", "naive ring", "all-gather + fkjit",
-         "all-gather + torch"),
+        ("ring", "ring, carried", "ring, merged", "ulysses", "ring, symmetric", "naive ring",
+         "all-gather + fkjit", "all-gather + torch"),
     )  # fmt: skip
 
 

@@ -1,120 +1,72 @@
-"""fkjit/gallery/measured.json out of stored runs: what the gallery's steps say was measured.
+"""fkjit/gallery/measured.json: every step of the gallery's ladders, timed in one run on a GPU.
 
-python -m bench.report.gallery
+python -m bench.report.gallery [--out FILE] [--commit TEXT]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-from fkjit.errors import ParameterError
+from fkjit.errors import DeviceError
 from fkjit.gallery import catalog
-from fkjit.gallery.ladder import Cell, Profiled, Quote, Step
+from fkjit.gallery.climb import Row, chosen_target, climb
+from fkjit.gallery.ladder import Ladder
+from fkjit.gallery.measured import entry
 
-from ..core import store
+from ..core.environment import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "fkjit" / "gallery" / "measured.json"
-# Of quotes: bench/NOTES.md says it of all of the record.
-_RECORD = {"gpu": "NVIDIA H200", "date": "2026-11-21 or 22"}
+_KEPT = ("gpu", "date", "driver", "nvrtc", "commit")
 
 
-def text() -> str:
-    """The file's content. ParameterError where a step's measurement is not what it says."""
-    found: dict[str, Any] = {}
-    for name in catalog.NAMES:
-        for step in catalog.find(name).steps:
-            one = step.measured
-            if isinstance(one, Cell):
-                found[one.key] = _of_cell(step, one)
-            elif isinstance(one, Profiled):
-                found[one.key] = _of_profile(step, one)
-            elif isinstance(one, Quote):
-                found[one.key] = _of_quote(one)
-    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+def measure() -> dict[str, Any]:
+    """The file's content. DeviceError without a GPU, or where a step's numbers are wrong."""
+    where = environment()
+    if where["gpu"] is None:
+        raise DeviceError(f"gallery: {where['gpu_missing']}")
+    kept = {name: where[name] for name in _KEPT} | {"date": where["date"][:10]}
+    return {**kept, "steps": {name: _of(catalog.find(name)) for name in catalog.NAMES}}
 
 
-def _of_cell(step: Step, cell: Cell) -> dict[str, Any]:
-    """The last cell of that name in the file."""
-    last = None
-    for run in store.read(ROOT / cell.file):
-        for one in run.cells:
-            if (one["op"], one["case"], one["candidate"]) == (cell.op, cell.case, cell.candidate):
-                last = run.header, one
-    if last is None:
-        raise ParameterError(f"gallery: {cell.key}: there is no such cell")
-    header, found = last
-    _check(step, cell, found.get("variant"))
-    times = found["graph"]
-    return {
-        "microseconds": round(times["p50"] * 1e3, 2),
-        "tflops": _rounded(times.get("tflops")),
-        "tbs": _rounded(times.get("gbs"), 1e-3),
-        "gpu": header["gpu"],
-        "date": header["date"][:10],
-        "source": cell.file,
-        "how": "graph",
-    }
+def _of(ladder: Ladder) -> list[dict[str, Any]]:
+    from fkjit.runtime.device import device_target
+
+    def told(number: int, title: str) -> None:
+        print(f"{ladder.name} {number + 1} of {len(ladder.steps)}: {title}", file=sys.stderr)
+
+    rows = climb(ladder, chosen_target(None, device_target(0).name), True, {}, told)
+    return [_timed(ladder, row) for row in rows if row.why_not is None]
 
 
-def _rounded(value: float | None, scale: float = 1.0) -> float | None:
-    return None if not value else float(f"{value * scale:.4g}")
+def _timed(ladder: Ladder, row: Row) -> dict[str, Any]:
+    if row.error is None or row.error > 1 or row.seconds is None:
+        raise DeviceError(f"gallery: {ladder.name}: {row.step.title}: error {row.error} tolerances")
+    speed = None if row.speed is None else float(f"{row.speed:.4g}")
+    return {**entry(ladder, row.step), "microseconds": round(row.seconds * 1e6, 2), "speed": speed}
 
 
-def _check(step: Step, cell: Cell, variant: dict[str, Any] | None) -> None:
-    """That the cell is of the step's kernel, with the values that the file names."""
-    if variant is None:  # a file from before variants were stored
-        return
-    label, dtype = variant["label"], step.params.get("dtype")
-    words = dict(one.split("=", 1) for one in _words(label) if "=" in one)
-    other = {
-        name: value
-        for name, value in words.items()
-        if name in step.params and value != str(step.params[name])
-    }
-    if variant["kernel"] != step.kernel or other or (dtype and label.split()[0] != dtype):
-        raise ParameterError(f"gallery: {cell.key} was {variant['kernel']} {label}, not the step's")
-
-
-def _words(label: str) -> list[str]:
-    """ "bf16 tile=(8, 16) a=1" -> ["bf16", "tile=(8, 16)", "a=1"]."""
-    made: list[str] = []
-    for word in label.split():
-        inside = made and made[-1].count("(") > made[-1].count(")")
-        made[-1:] = [f"{made[-1]} {word}"] if inside else [*made[-1:], word]
-    return made
-
-
-def _of_profile(step: Step, one: Profiled) -> dict[str, Any]:
-    """The entry of that name; a profile has the kernel's name, but not its parameters."""
-    stored = json.loads((ROOT / one.file).read_text(encoding="utf-8"))
-    entry = next(e for e in stored["entries"] if (e["op"], e["case"]) == (one.op, one.case))
-    (found,) = (c for c in entry["candidates"] if c["candidate"] == one.candidate)
-    (kernel,) = found["kernels"]
-    if kernel["kernel"] != step.spec.entry:
-        raise ParameterError(f"gallery: {one.key} is of {kernel['kernel']}, not the step's kernel")
-    run, seconds = stored["runs"][found["run"]], kernel["duration"] * 1e-9
-    return {
-        "microseconds": round(seconds * 1e6, 2),
-        "tflops": _rounded(entry["flops"] / seconds, 1e-12),
-        "tbs": _rounded(entry["bytes"] / seconds, 1e-12),
-        "gpu": run["gpu"],
-        "date": run["date"],
-        "source": one.file,
-        "how": "profile",
-    }
-
-
-def _of_quote(quote: Quote) -> dict[str, Any]:
-    written = " ".join((ROOT / quote.file).read_text(encoding="utf-8").split())
-    if quote.text not in written or f"{quote.microseconds:g}" not in quote.text:
-        raise ParameterError(f"gallery: {quote.key}: the record does not say so")
-    numbers = {"microseconds": quote.microseconds, "tflops": None, "tbs": None}
-    return {**numbers, **_RECORD, "source": quote.file, "how": "script"}
+def text(run: dict[str, Any]) -> str:
+    """A run as the file has it, a line for each step."""
+    head = "".join(f" {json.dumps(name)}: {json.dumps(run[name])},\n" for name in _KEPT)
+    ladders = [
+        f"  {json.dumps(name)}: [\n   " + ",\n   ".join(map(json.dumps, steps)) + "\n  ]"
+        for name, steps in run["steps"].items()
+    ]
+    return "{\n" + head + ' "steps": {\n' + ",\n".join(ladders) + "\n }\n}\n"
 
 
 if __name__ == "__main__":
-    FILE.write_text(text(), encoding="utf-8")
-    print(FILE)
+    parser = argparse.ArgumentParser(prog="python -m bench.report.gallery", description=__doc__)
+    parser.add_argument("--out", type=Path, default=FILE, help="the file to write")
+    parser.add_argument("--commit", help="what was measured, for a copy without its .git")
+    said = parser.parse_args()
+    run = measure()
+    if said.commit:
+        run["commit"] = said.commit
+    said.out.write_text(text(run), encoding="utf-8")
+    print(said.out)

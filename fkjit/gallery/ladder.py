@@ -12,50 +12,6 @@ Sizes = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A measurement that the benchmark suite stored: a file of the checkout, and the cell in it."""
-
-    file: str  # "bench/results/2026-11-22-nvidia-h200-3a8eea1.jsonl"
-    op: str
-    case: str
-    candidate: str = "fkjit"
-
-    @property
-    def key(self) -> str:
-        """Its name in measured.json."""
-        return " | ".join((self.file, self.op, self.case, self.candidate))
-
-
-@dataclass(frozen=True)
-class Profiled:
-    """A launch under Nsight Compute, as `fkjit profile` stored it."""
-
-    op: str
-    case: str
-    candidate: str
-    file: str = "docs/profiles/nvidia_h200.json"
-
-    @property
-    def key(self) -> str:
-        """Its name in measured.json."""
-        return " | ".join((self.file, self.op, self.case, self.candidate))
-
-
-@dataclass(frozen=True)
-class Quote:
-    """A measurement by a script, of which only the sentence stands in the record."""
-
-    file: str
-    text: str  # as the file has it; the number is in it
-    microseconds: float
-
-    @property
-    def key(self) -> str:
-        """Its name in measured.json."""
-        return f"{self.file} | {self.text}"
-
-
-@dataclass(frozen=True)
 class Picture:
     """A picture of a step. `kind`: "tiling" (`of` an array), "grid" (`of` two sizes), "memory",
     "pipeline" (its `sizes` beside the small ones), "banks" or "fragments" (`of` an instruction).
@@ -74,7 +30,6 @@ class Step:
     kernel: str  # "attention.flash"
     params: Params
     why: str  # what changed, and why: a sentence or two
-    measured: Cell | Profiled | Quote | None = None
     sizes: Sizes = field(default_factory=dict)
     small: Sizes = field(default_factory=dict)
     pictures: tuple[Picture, ...] = ()

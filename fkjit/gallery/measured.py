@@ -1,5 +1,5 @@
 """What was measured of a step, out of measured.json, which `python -m bench.report.gallery` makes
-of the runs and the record that stand in the checkout."""
+on a GPU."""
 
 from __future__ import annotations
 
@@ -14,30 +14,37 @@ from fkjit.gallery.ladder import Ladder, Step
 
 @dataclass(frozen=True)
 class Measured:
-    """A step's time on a GPU. `speed` in the ladder's unit, where it was stored."""
+    """A step's time on a GPU: a median in a CUDA graph. `speed`: in the ladder's unit,
+    where its kernel counts its work."""
 
     microseconds: float
     speed: float | None
     gpu: str
     date: str  # 2026-11-22
-    source: str  # the file
-    how: str  # "graph": median of launches in a CUDA graph; "profile": one launch; "script"
 
 
 @lru_cache(maxsize=1)
-def _stored() -> dict[str, dict[str, Any]]:
+def _stored() -> dict[str, Any]:
     text = files("fkjit.gallery").joinpath("measured.json").read_text(encoding="utf-8")
     return json.loads(text)
 
 
+def entry(ladder: Ladder, step: Step) -> dict[str, Any]:
+    """What has to be the same for a stored time to be the step's."""
+    own = {
+        "title": step.title, "kernel": step.kernel, "params": dict(step.params),
+        "sizes": ladder.sizes_of(step, False),
+    }  # fmt: skip
+    return json.loads(json.dumps(own))  # lists for tuples
+
+
 def measured(ladder: Ladder, step: Step) -> Measured | None:
-    """What stands in the record of a step; None: it was not measured."""
-    found = None if step.measured is None else _stored().get(step.measured.key)
-    if found is None:
-        return None
-    speed = found.get({"TFLOP/s": "tflops", "TB/s": "tbs"}[ladder.unit])
-    how = ("microseconds", "gpu", "date", "source", "how")
-    return Measured(speed=speed, **{name: found[name] for name in how})
+    """The stored time of a step; None: it was not measured, or was another variant then."""
+    own, run = entry(ladder, step), _stored()
+    for found in run["steps"].get(ladder.name, ()):
+        if own.items() <= found.items():
+            return Measured(found["microseconds"], found["speed"], run["gpu"], run["date"])
+    return None
 
 
 def ratios(ladder: Ladder, times: list[float | None]) -> list[tuple[float | None, float | None]]:

@@ -16,11 +16,6 @@ ARCH = "sm_90a"  # that pages open the playground with
 INDEX = "GALLERY.md"
 NOT_MEASURED = "not measured"
 _MADE = "<!-- Made by `fkjit gallery --write docs`; what it says stands in fkjit/gallery. -->\n"
-_HOW = {
-    "graph": "medians in CUDA graphs",
-    "profile": "one launch under Nsight Compute",
-    "script": "by a script, of which the record has the sentence",
-}
 
 
 def write(folder: Path, ladders: list[Ladder]) -> list[Path]:
@@ -128,20 +123,10 @@ def _steps(numbers: list[int]) -> str:
 
 
 def _sources(found: list[Measured | None]) -> str:
-    """Where the times are from: a line for each file."""
-    files: dict[tuple[str, str, str, str], list[int]] = {}
-    for number, one in enumerate(found, 1):
-        if one is not None:
-            key = one.gpu, one.date, one.source, one.how
-            files.setdefault(key, []).append(number)
-    lines = []
-    for (gpu, date, source, how), steps in files.items():
-        lines.append(f"- {_steps(steps)}: {gpu}, {date}, {_HOW[how]}: `{source}`")
-    first = (
-        "Where the times are from. Each is of the kernel as it was at its run's commit; those of "
-        'different files are of different days, and "times as fast" between them says less.\n'
-    )
-    return "\n".join([first, *lines]) + "\n"
+    """Where and when the times were measured."""
+    one = next((one for one in found if one is not None), None)
+    where = "" if one is None else f", {one.gpu}, {one.date}"
+    return f"Times: medians in CUDA graphs, caches warm, one run{where}.\n"
 
 
 def _section(ladder: Ladder, number: int, step: Step, before: Step | None) -> list[str]:
@@ -220,9 +205,8 @@ one before and why, what differs in launch and source, and what was measured.
 
 {table}
 
-"From" is the first step that was measured, "to" the fastest one that does the same work; all on an
-NVIDIA H200. Steps without a stored measurement say "{unmeasured}". Each page names the files that
-its times are from.
+"From" is the first step of the ladder, "to" the fastest one that does the same work; all of one run
+on an NVIDIA H200, caches warm. Steps that have changed since say "{unmeasured}".
 
     fkjit gallery attention                              # go up a ladder here
     fkjit gallery attention --arch sm_80                 # as it is compiled for another target
@@ -242,8 +226,8 @@ Nothing on the pages is drawn by hand. Differences are computed from the rendere
 steps; `--diff` prints those of two files as well. Pictures of who touches what, of pipelines, of
 banks and of fragments come from what the interpreter saw of the step at small sizes; those of tiles
 and of shared memory from the launch. After a change to a ladder or a kernel,
-`fkjit gallery --write docs` makes the pages anew; after a new measurement,
-`python -m bench.report.gallery` first.
+`fkjit gallery --write docs` makes the pages anew; where a variant has changed,
+`python -m bench.report.gallery` on a GPU first.
 """.replace("{unmeasured}", NOT_MEASURED)
 
 

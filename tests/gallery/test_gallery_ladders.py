@@ -10,11 +10,10 @@ import pytest
 
 from bench.report import gallery as record
 from fkjit.arch import target
-from fkjit.errors import ParameterError
+from fkjit.errors import DeviceError, ParameterError
 from fkjit.gallery import catalog, page
 from fkjit.gallery.changes import launch_changes, source_changes
-from fkjit.gallery.climb import climb, sizes
-from fkjit.gallery.ladder import Cell, Profiled, Quote
+from fkjit.gallery.climb import Row, climb, sizes
 from fkjit.gallery.measured import measured, ratios
 from fkjit.playground import server
 from fkjit.playground.request import variants
@@ -44,27 +43,29 @@ def test_every_step_computes_what_its_reference_says(name):
     assert all(row.resources["spilled"] == 0 for row in rows), name
 
 
-def test_stored_times_are_those_of_the_record():
-    assert record.FILE.read_text(encoding="utf-8") == record.text()
+def test_every_step_was_measured_as_it_is(ladder):
+    found = [measured(ladder, step) for step in ladder.steps]
+    assert all(one is not None and one.microseconds > 0 for one in found)
+    assert len({(one.gpu, one.date) for one in found}) == 1
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        (Cell("bench/results/2026-11-22-nvidia-h200-3a8eea1.jsonl", "rope", "no such"), "no such"),
-        (Cell("bench/results/2026-11-22-nvidia-h200-ab1237c.jsonl", "rope",
-              "bf16 bshd B4 S4096 H32/32 D128 table"), "rope.table"),
-        (Profiled("attention", "bf16 D128 S1024 B4 H16 full", "fkjit naive"), "attention_naive"),
-        (Quote("bench/notes/decode.md", "1 x 4096 144.6 / 10.9", 144.6), "does not say so"),
-    ],
-)  # fmt: skip
-def test_a_time_of_something_else_is_refused(monkeypatch, wrong, says):
+def test_a_step_that_has_changed_has_no_time():
     ladder = catalog.find("rope")
-    step = replace(ladder.steps[-1], measured=wrong)
-    monkeypatch.setattr(record.catalog, "NAMES", ("rope",))
-    monkeypatch.setattr(record.catalog, "find", lambda name: replace(ladder, steps=(step,)))
-    with pytest.raises(ParameterError, match=says):
-        record.text()
+    step = ladder.steps[-1]
+    other = replace(step, params={**step.params, "threads": 2 * step.params["threads"]})
+    assert measured(ladder, step) and measured(ladder, other) is None
+    assert measured(replace(ladder, sizes={**ladder.sizes, "length": 7}), step) is None
+
+
+def test_the_file_is_as_the_tool_writes_it(monkeypatch):
+    stored = record.FILE.read_text(encoding="utf-8")
+    assert record.text(json.loads(stored)) == stored
+    row = Row(catalog.find("rope").steps[0], None, error=1.5, seconds=1e-3)
+    with pytest.raises(DeviceError, match=r"rope: .*: error 1\.5 tolerances"):
+        record._timed(catalog.find("rope"), row)
+    monkeypatch.setattr(record, "environment", lambda: {"gpu": None, "gpu_missing": "no driver"})
+    with pytest.raises(DeviceError, match="gallery: no driver"):
+        record.measure()
 
 
 def test_ratios_are_of_the_same_work_alone():
@@ -74,12 +75,6 @@ def test_ratios_are_of_the_same_work_alone():
     assert found == [
         (None, None), (None, None), (5, 5), (10, 2), (None, None), (None, 2), (None, None),
     ]  # fmt: skip
-
-
-def test_a_step_without_a_measurement_has_none():
-    ladder = catalog.find("rope")
-    first, second = (measured(ladder, step) for step in ladder.steps[:2])
-    assert first is None and second is not None and second.microseconds == 132.7
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fkjit.gallery.ladder import Cell, Ladder, Picture, Profiled, Sizes, Step
+from fkjit.gallery.ladder import Ladder, Picture, Sizes, Step
 
 _D128 = {"dtype": "bf16", "head_dim": 128, "head_dim_v": 128}
-_CASE = "bf16 D128 S1024 B4 H16 full"
-_LONGER = "bf16 D128 S4096 B4 H16 full"
 _MORE = {"seqlen": 4096}
 _LONG = {"seqlen": 16_384, "batch": 1}
 
@@ -23,14 +21,6 @@ def problem(step: Step, sizes: Sizes, multiprocessors: int) -> dict[str, Any]:
         "softmax_scale": sizes["head_dim"] ** -0.5,
     }  # fmt: skip
     return {**made, "multiprocessors": multiprocessors} if "sm90" in step.kernel else made
-
-
-def _profiled(name: str) -> Profiled:
-    return Profiled("attention", _CASE, f"fkjit {name}")
-
-
-def _stored(commit: str, case: str) -> Cell:
-    return Cell(f"bench/results/2026-11-22-nvidia-h200-{commit}.jsonl", "attention", case)
 
 
 LADDER = Ladder(
@@ -51,7 +41,6 @@ LADDER = Ladder(
             "A warp computes one row of the output: it goes over the keys for the maximum, then "
             "once more for exponentials and the sum over V. Nothing is reused: 63 times the "
             "necessary bytes pass through L2, and warps wait for them.",
-            _profiled("naive"),
             pictures=(Picture("tiling", "o"),),
         ),
         Step(
@@ -62,7 +51,6 @@ LADDER = Ladder(
             "are still two passes over the keys, since a probability needs the maximum and the sum "
             "of the whole row. Warps no longer wait for memory, but execute 63 times the "
             "instructions of the next step.",
-            _profiled("tiled"),
             pictures=(Picture("tiling", "o"), Picture("memory")),
         ),
         Step(
@@ -73,7 +61,6 @@ LADDER = Ladder(
             "Both products go to the tensor cores (`mma.sync`); scores stay in registers, in the "
             "layout in which the second product takes them. `cp.async` fetches the next tile "
             "meanwhile, into rows swizzled so that `ldmatrix` meets no bank conflict.",
-            _profiled("flash"),
             pictures=(
                 Picture("tiling", "o"),
                 Picture("memory"),
@@ -89,7 +76,6 @@ LADDER = Ladder(
             "One warp asks TMA for whole tiles, two warpgroups multiply them asynchronously "
             "(`wgmma`). Blocks stay and draw their next tile from a counter; one warpgroup takes "
             "exponentials while the other's products run.",
-            _stored("0a9634c", _CASE),
             pictures=(
                 Picture("grid", "seqlen,seqlen"),
                 Picture("memory"),
@@ -104,7 +90,6 @@ LADDER = Ladder(
             "The same kernel for 4096 queries and keys: sixteen times the work. The ends of a "
             "tile of queries, where products or exponentials are alone, count for less: they are "
             "a third of all work at 512 keys, one part in a hundred at 16,384.",
-            _stored("9819807", _LONGER),
             sizes=_MORE,
         ),
         Step(
@@ -114,7 +99,6 @@ LADDER = Ladder(
             "Exponentials begin with the maximum of the tile before, and their sum tells whether "
             "that was good enough; if not, which is rare, the tile is computed again. A third "
             "stage of K keeps its keys until that is known.",
-            _stored("3a8eea1", _LONGER),
             sizes=_MORE,
             pictures=(Picture("memory"), Picture("pipeline", sizes={"seqlen": 512})),
         ),
@@ -125,7 +109,6 @@ LADDER = Ladder(
             "For 16,384 keys a third warpgroup of consumers on tiles of 192 x 80: more warps hide "
             "more of a consumer's own work. Its tiles leave no room for a third stage of K, and "
             "shorter rows lose more by rounding up to 192.",
-            _stored("3a8eea1", "bf16 D128 S16384 B1 H16 full"),
             sizes=_LONG,
             pictures=(Picture("memory"),),
         ),

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fkjit.gallery.ladder import Cell, Ladder, Picture, Quote, Sizes, Step
+from fkjit.gallery.ladder import Ladder, Picture, Sizes, Step
 from fkjit.ops.attention.decode import cases
 
-_NOTES = "bench/notes/decode.md"
-_FILE = "bench/results/2026-11-22-nvidia-h200-9819807.jsonl"
-_CASE = "bf16 B1 S4096 H32/8 D128"
 _SPLIT = {"dtype": "bf16", "storage": "same", "head_dim": 128, "rows": 16}
 
 
@@ -46,7 +43,6 @@ LADDER = Ladder(
             {"dtype": "bf16", "head_dim": 128, "head_dim_v": 128, "block": 64, "aligned": True},
             "A block for each query head: 32 of 132 SMs are busy, each row of a tile but one is "
             "padding, and keys are read once for each of the four query heads that share them.",
-            Quote(_NOTES, "1 x 512 21.1 / 7.1, 1 x 4096 144.6 / 10.8", 144.6),
             pictures=(Picture("tiling", "o"),),
         ),
         Step(
@@ -56,7 +52,6 @@ LADDER = Ladder(
             "Four query heads become rows of one tile, so keys are read once. All keys of all "
             "heads are shared out evenly over a grid that fills the GPU once; the last block of a "
             "head adds up its parts.",
-            Quote(_NOTES, "two blocks of four warps an SM with that | the same | 9.84", 9.84),
             pictures=(Picture("memory"),),
         ),
         Step(
@@ -65,7 +60,6 @@ LADDER = Ladder(
             {**_SPLIT, "tile": (8, 16, 2, 1)},
             "Eight warps in one block where two blocks had four each: as many bytes under way, and "
             "half as many parts to add up.",
-            Cell(_FILE, "attention_decode", f"{_CASE} one piece"),
             pictures=(Picture("memory"), Picture("fragments", "mma")),
         ),
         Step(
@@ -74,7 +68,6 @@ LADDER = Ladder(
             {**_SPLIT, "tile": (8, 16, 2, 1)},
             "The same kernel by a page table, 16 tokens a page: one look-up for every 16 rows of "
             "a step.",
-            Cell(_FILE, "attention_decode", f"{_CASE} p16 nhd"),
             sizes={"pages": 16},
             small={"pages": 16},
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fkjit.gallery.ladder import Cell, Ladder, Picture, Sizes, Step
+from fkjit.gallery.ladder import Ladder, Picture, Sizes, Step
 from fkjit.ops.gemm import cases
 
 _PLAIN = {"activation": "none", "gate": False}
@@ -16,7 +16,6 @@ _FMA = {
     "split": 1,
 }  # fmt: skip
 _FMA.pop("out_dtype")
-_CASE = "bf16 M8192 K8192 N8192"
 _SMALL_K = {"m": 130, "n": 136, "k": 128}
 
 
@@ -31,22 +30,10 @@ def problem(step: Step, sizes: Sizes, multiprocessors: int) -> dict[str, Any]:
     return made
 
 
-def _stored(candidate: str, case: str = _CASE) -> Cell:
-    file = "bench/results/2026-11-23-nvidia-h200-5300ccd.jsonl"
-    return Cell(file, "linear", case, f"fkjit {candidate}".strip())
-
-
 def _wgmma(title: str, why: str, *pictures: Picture, **free: Any) -> Step:
-    """A step of wgmma.cu, by its free parameters, which name its candidate."""
-    tile = "x".join(map(str, free["block"]))
-    words = {"schedule": "cooperative", "cluster": 1, "split": 1, "shares": False, **free}
-    words.pop("block")
-    named = " ".join(f"{name}={value}" for name, value in words.items())
-    params = {**_WGMMA, **words, "block": free["block"]}
-    return Step(
-        title, "linear.wgmma", params, why, _stored(f"wgmma block={tile} {named}"),
-        pictures=pictures,
-    )  # fmt: skip
+    """A step of wgmma.cu, by its free parameters."""
+    chosen = {"schedule": "cooperative", "cluster": 1, "split": 1, "shares": False, **free}
+    return Step(title, "linear.wgmma", {**_WGMMA, **chosen}, why, pictures=pictures)
 
 
 LADDER = Ladder(
@@ -66,7 +53,6 @@ LADDER = Ladder(
             {**_BF16, "x_layout": "mk", "block": 64},
             "A block brings a tile of each operand into shared memory and uses each number 64 "
             "times; a thread has 4 x 4 sums. Shared memory is the limit: 8 reads for 16 FMAs.",
-            _stored("tiled block=64"),
             pictures=(Picture("tiling", "out"),),
         ),
         Step(
@@ -76,7 +62,6 @@ LADDER = Ladder(
             "In fp32, 4096³: 8 x 8 sums a thread take four 16-byte reads for 64 FMAs, and a ring "
             "of stages is filled by `cp.async` meanwhile. Registers of both parities feed the "
             "FMAs.",
-            _stored("fma", "fp32 M4096 K4096 N4096"),
             sizes={"m": 4096, "n": 4096, "k": 4096},
             pictures=(
                 Picture("tiling", "out"),
@@ -91,7 +76,6 @@ LADDER = Ladder(
             "A warp multiplies 16 x 16 by 16 x 8 in one instruction (`mma.sync`); `ldmatrix` "
             "brings fragments out of swizzled rows. Shared memory is nearly as busy as the tensor "
             "cores, which give this instruction some 62 % of what they can do on Hopper.",
-            _stored("mma block=256x128x64"),
             small=_SMALL_K,
             pictures=(
                 Picture("tiling", "out"),
@@ -148,7 +132,6 @@ LADDER = Ladder(
             "16 rows of x: the weight is the side of 16 rows of the tensor cores and the tokens "
             "the side that may be 8 wide. All SMs stream the weight, which is all the time there "
             "is.",
-            _stored("", "bf16 M16 K8192 N8192"),
             sizes={"m": 16},
             small={"m": 13, "n": 88, "k": 904},
             pictures=(Picture("tiling", "out"),),
@@ -159,7 +142,6 @@ LADDER = Ladder(
             {**_BF16, "tile": (16, 8, 4)},
             "Up to 8 rows: warps share k, each with many reads of the weight under way, the first "
             "of them asked for before the previous kernel has ended.",
-            _stored("", "bf16 M1 K2048 N3072"),
             sizes={"m": 1, "k": 2048, "n": 3072},
             small={"m": 1, "n": 35, "k": 1064},
             pictures=(Picture("tiling", "out"),),

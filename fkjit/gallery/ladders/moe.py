@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fkjit.gallery.ladder import Cell, Ladder, Picture, Sizes, Step
+from fkjit.gallery.ladder import Ladder, Picture, Sizes, Step
 from fkjit.ops.moe import cases
 
-_CASE = "fp32 T32768 E64 K2"
 _BLOCK = 64  # rows of a tile of the products that follow
 
 
@@ -19,10 +18,6 @@ def problem(step: Step, sizes: Sizes, multiprocessors: int) -> dict[str, Any]:
         return route
     group = cases.group_problem(tokens, top_k, experts, _BLOCK, sizes["blocks"])
     return {**route, **group} if step.kernel == "moe_route_and_regroup.grid" else group
-
-
-def _stored(op: str) -> Cell:
-    return Cell("bench/results/2026-11-22-nvidia-h200-3a8eea1.jsonl", op, _CASE)
 
 
 LADDER = Ladder(
@@ -57,7 +52,6 @@ LADDER = Ladder(
             {"dtype": "fp32", "tile": (4, 16), "plain": True, "threads": 128},
             "Softmax of one group without a bias is compiled in, so that nothing of it is asked at "
             "run time.",
-            _stored("moe_route"),
         ),
         Step(
             "choices sorted by expert",
@@ -65,7 +59,6 @@ LADDER = Ladder(
             {"ids": "int32", "tile": (512, 64)},
             "The second launch: blocks count their choices, add them up in L2, and each places its "
             "own, in order, so that tokens of an expert lie together.",
-            _stored("moe_regroup"),
             pictures=(Picture("tiling", "sorted_token_ids"),),
         ),
         Step(
@@ -74,7 +67,6 @@ LADDER = Ladder(
             {"dtype": "fp32", "tile": (4, 16), "plain": True, "threads": 512},
             "One cooperative launch routes and sorts: choices never leave the block between the "
             "two, and what blocks know of each other are sums that meet in L2.",
-            _stored("moe_route_and_regroup"),
             pictures=(Picture("tiling", "sorted_token_ids"),),
         ),
     ),

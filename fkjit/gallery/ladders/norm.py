@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fkjit.gallery.ladder import Cell, Ladder, Picture, Sizes, Step
+from fkjit.gallery.ladder import Ladder, Picture, Sizes, Step
 from fkjit.ops.norm import cases
 
 _BF16 = {"dtype": "bf16", "weight_dtype": "bf16"}
@@ -16,10 +16,6 @@ def problem(step: Step, sizes: Sizes, multiprocessors: int) -> dict[str, Any]:
     affine = "weight" if step.kernel.startswith("rms") else "both"
     made = cases.problem(step.params, sizes["rows"], sizes["columns"], affine=affine)
     return {**made, "most": multiprocessors * 16}
-
-
-def _stored(op: str, case: str) -> Cell:
-    return Cell("bench/results/2026-11-22-nvidia-h200-9819807.jsonl", op, f"bf16 {case}")
 
 
 LADDER = Ladder(
@@ -54,7 +50,6 @@ LADDER = Ladder(
             "128 threads keep the row, four 16-byte vectors each, and look once: distances from a "
             "pilot element make mean and squares safe in one pass. Several small blocks an SM "
             "cover for each other's barriers.",
-            _stored("layer_norm", "16384x4096"),
             pictures=(Picture("tiling", "out"),),
         ),
         Step(
@@ -62,7 +57,6 @@ LADDER = Ladder(
             "rms_norm.rows",
             {**_ROWS, "tile": (128, 4, 1)},
             "The same kernel without a mean.",
-            _stored("rms_norm", "16384x4096"),
         ),
         Step(
             "fewer rows: the next row's loads early",
@@ -70,7 +64,6 @@ LADDER = Ladder(
             {**_ROWS, "tile": (256, 2, 1)},
             "2048 rows: more threads a row, and the next row's loads are under way while this one "
             "is reduced.",
-            _stored("layer_norm", "2048x4096"),
             sizes={"rows": 2048},
         ),
         Step(
@@ -78,7 +71,6 @@ LADDER = Ladder(
             "layer_norm.rows",
             {**_ROWS, "tile": (512, 1, 4)},
             "One row of 16,384: four blocks share it, and meet through distributed shared memory.",
-            _stored("layer_norm", "1x16384"),
             sizes={"rows": 1, "columns": 16_384},
             small={"rows": 1, "columns": 16_384},
             pictures=(Picture("tiling", "out"),),

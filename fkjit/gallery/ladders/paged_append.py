@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fkjit.gallery.ladder import Cell, Ladder, Picture, Sizes, Step
+from fkjit.gallery.ladder import Ladder, Picture, Sizes, Step
 from fkjit.ops.kv import cases
 
 _BF16 = {"dtype": "bf16", "storage": "same"}
-_CASE = "bf16 T16384 H8 D128 p16 nhd"
 _PAGE = 16
 
 
@@ -21,10 +20,6 @@ def problem(step: Step, sizes: Sizes, multiprocessors: int) -> dict[str, Any]:
         return made
     more = {"rotary_dim": dim, "theta": 10_000.0, "interleaved": False, "scaling": None}
     return {**made, "heads_q": 4 * heads, **more}
-
-
-def _stored(commit: str, op: str, case: str) -> Cell:
-    return Cell(f"bench/results/2026-11-22-nvidia-h200-{commit}.jsonl", op, case)
 
 
 LADDER = Ladder(
@@ -55,7 +50,6 @@ LADDER = Ladder(
             {**_BF16, "vector": True, "threads": 128, "unroll": 1},
             "Keys in even blocks and values in odd ones, so that each block has one stream in and "
             "one out; many small blocks keep as much under way as tokens in turn.",
-            _stored("9819807", "kv_append", _CASE),
             pictures=(Picture("tiling", "k_pages"),),
         ),
         Step(
@@ -64,7 +58,6 @@ LADDER = Ladder(
             {**_BF16, "storage": "fp8", "vector": True, "threads": 128, "unroll": 4},
             "e4m3 with a scale a head, converted two at a time: half of what is written, and four "
             "tokens a thread pay again.",
-            _stored("9819807", "kv_append", f"{_CASE} fp8"),
         ),
         Step(
             "rotated on the way",
@@ -72,7 +65,6 @@ LADDER = Ladder(
             {**_BF16, "vector": True, "interleaved": False, "threads": 128},
             "RoPE of q and of k in the same launch: k goes from its array into the cache and "
             "nowhere else. The time is that of 32 query heads as well.",
-            _stored("ab1237c", "rope_kv_append", _CASE),
             pictures=(Picture("tiling", "k_pages"),),
         ),
     ),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fkjit.gallery.ladder import Cell, Ladder, Picture, Sizes, Step
+from fkjit.gallery.ladder import Ladder, Picture, Sizes, Step
 
 _SUM = {"dtype": "fp32", "out_dtype": "fp32", "operation": "sum"}
 _BLOCKS = {**_SUM, "gaps": False, "unroll": 4}
-_FILE = "bench/results/2026-11-22-nvidia-h200-2dc14ca.jsonl"
 _SHORT = {"rows": 1 << 20, "columns": 128}
 _FEW = {"rows": 37, "columns": 128}
 
@@ -47,7 +46,6 @@ LADDER = Ladder(
             {**_BLOCKS, "vector": True, "threads": 512},
             "Each load takes four numbers, and four loads of a thread are under way at once, so a "
             "quarter of the instructions keeps as many bytes under way.",
-            Cell(_FILE, "reduce", "fp32 sum 2^28"),
             pictures=(Picture("tiling", "x"),),
         ),
         Step(
@@ -65,7 +63,6 @@ LADDER = Ladder(
             {**_SUM, "vector": True, "threads": 256, "unroll": 2},
             "A few lanes of a warp for each row, so that no lane is idle and rows meet by "
             "shuffles alone.",
-            Cell(_FILE, "reduce", "fp32 sum 1048576x128"),
             sizes=_SHORT,
             small=_FEW,
             pictures=(Picture("tiling", "x"),),
@@ -75,7 +72,6 @@ LADDER = Ladder(
             "reduce.lanes",
             {**_SUM, "vector": True, "threads": 256, "unroll": 8},
             "Rows of 1024 numbers: a whole warp each, eight loads of a lane under way.",
-            Cell(_FILE, "reduce", "fp32 sum 131072x1024"),
             sizes={"rows": 131_072, "columns": 1024},
             small={"rows": 9, "columns": 1024},
         ),

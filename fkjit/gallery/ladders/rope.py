@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fkjit.gallery.ladder import Cell, Ladder, Picture, Sizes, Step
+from fkjit.gallery.ladder import Ladder, Picture, Sizes, Step
 
 _BF16 = {"dtype": "bf16", "interleaved": False}
-_FILE = "bench/results/2026-11-22-nvidia-h200-ab1237c.jsonl"
-_CASE = "bf16 bshd B4 S4096 H32/32 D128"
 
 
 def problem(step: Step, sizes: Sizes, multiprocessors: int) -> dict[str, Any]:
@@ -45,7 +43,6 @@ LADDER = Ladder(
             {**_BF16, "vector": True, "threads": 128, "unroll": 2},
             "A thread has eight columns and their partners, for several heads: the table is read "
             "once for all of them. Its loads still wait for the position.",
-            Cell(_FILE, "rope", f"{_CASE} table"),
             pictures=(Picture("tiling", "out_q"),),
         ),
         Step(
@@ -60,7 +57,6 @@ LADDER = Ladder(
             "rope.fused",
             {**_BF16, "vector": True, "threads": 128, "unroll": 2},
             "Loads of two heads at a time: more bytes under way for the same angles.",
-            Cell(_FILE, "rope", _CASE),
             pictures=(Picture("tiling", "out_q"),),
         ),
     ),
