@@ -14,7 +14,7 @@ from fkjit.distributed.tiles import Range, Tile, Window
 from fkjit.ops.attention.backward.call import gradients
 from fkjit.ops.attention.backward.problem import PACKED, Options
 from fkjit.ops.attention.features import ScoreFeatures
-from fkjit.ops.attention.forward import attention, attention_varlen
+from fkjit.ops.attention.forward import attention, attention_into, attention_varlen
 from fkjit.ops.attention.merge.call import merge_states
 from fkjit.ops.attention.resumed.call import resume_attention, resumes
 
@@ -92,6 +92,17 @@ class Dense:
         given = {"causal": tile.causal, "softmax_scale": self.rules.softmax_scale}
         resume_attention(q, *keys, sums, lse, o, done=done, **given)
 
+    def attend_into(self, o: Any, lse: Any, q: Any, k: Any, v: Any, tile: Tile, sinks: Any) -> None:
+        """A tile's result to its rows of o and lse."""
+        given = self.rules.of(tile)
+        if sinks is not None:
+            given["sinks"] = sinks
+        o, lse, q = (self.part(x, tile.q) for x in (o, lse, q))
+        found = lse if lse.is_contiguous() else lse.new_empty(lse.shape)
+        attention_into(o, found, q, self.part(k, tile.k), self.part(v, tile.k), **given)
+        if found is not lse:
+            lse.copy_(found)
+
     def differentiate(self, results: Any, k: Any, v: Any, tile: Tile) -> Any:
         """dq, dk, dv; results: dout, q, o, lse, dlse or None."""
         dout, q, o, lse, dlse = (self._of(x, tile.q) for x in results)
@@ -165,6 +176,10 @@ class Packed(Dense):
             given["sinks"] = sinks
         rows = self.part(q, tile.q), self.part(k, tile.k), self.part(v, tile.k)
         return attention_varlen(*rows, *self._packing(tile), return_lse=True, **given)
+
+    def attend_into(self, o: Any, lse: Any, q: Any, k: Any, v: Any, tile: Tile, sinks: Any) -> None:
+        for into, x in zip((o, lse), self.attend(q, k, v, tile, sinks), strict=True):
+            self.write(into, tile.q, x)
 
     def differentiate(self, results: Any, k: Any, v: Any, tile: Tile) -> Any:
         dout, q, o, lse, dlse = (self._of(x, tile.q) for x in results)

@@ -153,13 +153,12 @@ class Merged:
             self.stack = rows.stack(1 + max(slots(every)), q, v)
 
     def add(self, k: Any, v: Any, tile: Tile) -> None:
-        made = self.rows.attend(self.q, k, v, tile, self.sinks if tile.diagonal else None)
+        given = self.q, k, v, tile, self.sinks if tile.diagonal else None
         if self.stack is None:
-            self.one = made
+            self.one = self.rows.attend(*given)
             return
         place = next(self.places)
-        for into, x in zip(self.stack, made, strict=True):
-            self.rows.write(into[place], tile.q, x)
+        self.rows.attend_into(*(x[place] for x in self.stack), *given)
 
     def results(self) -> Any:
         return self.one if self.stack is None else self.rows.merge(*self.stack)

@@ -10,6 +10,7 @@ import pytest
 
 import fkjit
 from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.ops.attention.forward import attention_into
 from fkjit.ops.attention.resumed.call import resume_attention
 from tests.attention.kit import assert_close, normal, reference
 from tests.core.mutations import Bug, D, K
@@ -75,6 +76,20 @@ def test_many_parts_lose_less_than_merging_them():
     errors = [np.sqrt(((x.astype(np.float64) - exact) ** 2).mean()) for x in (carried, merged)]
     assert errors[0] < 0.9 * errors[1]
     assert np.allclose(lse, wanted, atol=2e-6) and np.allclose(lse, merged_lse, atol=2e-6)
+
+
+@pytest.mark.parametrize("given", [{"causal": True}, {"window": (9, 2), "softcap": 3.0}], ids=str)
+def test_results_are_written_where_they_are_wanted(given):
+    """`attention_into`: rows of a longer array, which is not touched elsewhere."""
+    q, k, v = arrays("fp16", (64, 64))
+    room, lse = np.full((2, 4, 50, 64), np.nan, np.float16), np.full((2, 4, 37), np.nan, np.float32)
+    attention_into(room[:, :, 5:42], lse, q, k, v, **given)
+    o, wanted = fkjit.attention(q, k, v, return_lse=True, **given)
+    assert np.array_equal(room[:, :, 5:42], o) and np.array_equal(lse, wanted)
+    assert np.isnan(room[:, :, :5]).all() and np.isnan(room[:, :, 42:]).all()
+    for wrong in ((room[:, :, :37], lse[:, :, ::-1]), (room, lse), (room[:, :, :37], lse[:1])):
+        with pytest.raises(ParameterError, match=r"attention: .*allowed"):
+            attention_into(*wrong, q, k, v)
 
 
 def test_rows_that_see_no_key_keep_what_they_have():
