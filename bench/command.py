@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         "ops", nargs="*", metavar="OP",
         help="operations, kernels of one (attention flash), --FIELD and --PARAMETER VALUE of them "
         "(--head-dim 128 --block 64); default: all; host: what calls cost it; "
-        "study: what few bits cost in accuracy",
+        "study: what few bits cost in accuracy; distributed: several GPUs",
     )  # fmt: skip
     which = made.add_argument_group("what").add_argument
     which("--set", action="append", metavar="NAME", help="cases: see --list; or all")
@@ -105,6 +105,10 @@ def main(arguments: Sequence[str] | None = None, device: Device | None = None) -
         from .study import command as study
 
         return study.main(given[1:])
+    if given[:1] == ["distributed"]:
+        from .distributed import run
+
+        return run.main(given[1:])
     chosen, words = parser().parse_known_args(given)
     if chosen.seed is not None:
         Drawn.seed = chosen.seed

@@ -75,8 +75,8 @@ def _worst(name: str, expected: Any, found: Any, tolerance: float) -> Difference
     with np.errstate(invalid="ignore"):
         error = np.where(got == wanted, 0.0, np.abs(got - wanted))
     error[np.isnan(error)] = np.inf
-    error[np.isnan(wanted)] = 0.0
-    if not error.size:
+    error[np.isnan(wanted)] = -1.0
+    if error.max(initial=-1.0) < 0.0:
         return None
     index = tuple(map(int, np.unravel_index(int(error.argmax()), error.shape)))
     return Difference(name, index, float(got[index]), float(wanted[index]), float(bound))

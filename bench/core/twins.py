@@ -18,12 +18,14 @@ from .op import Arrays, Candidate, Prepared
 MISSING: dict[str, str] = {
     "attention_backward_form": "the twin of attention_backward, with a line or two more for each",
     "attention_few": "the twin of attention, on a grid of parts",
+    "attention_resumed": "a step of ring attention: bench distributed measures whole ones",
     "decode_form": "the twin of attention_decode, with a line or two more for each form",
     "dequantize": "a product of two arrays, which PyTorch's own kernels do as well",
     "quantize": "not written yet",
     "quantize_attention": "not written yet",
     "quantized_attention": "not written yet",
     "quantized_linear": "not written yet; PyTorch's _scaled_mm stands beside it",
+    "linear_flagged": "a part of parallel products: bench distributed measures whole ones",
     "normed_append": "a part of decode steps: bench.models.decode measures whole ones",
     "normed_linear": "a part of decode steps: bench.models.decode measures whole ones",
 }

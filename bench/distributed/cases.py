@@ -54,13 +54,15 @@ def ring(tokens: int, device: Any, stack: ExitStack, backward: bool, small: bool
         return lambda: fd.ring_attention(q, k, v, causal=True, form=name, **given)
 
     calls = {name: form(name) for name in ("gather", "ring")}
+    calls |= {f"ring, {how}": form("ring", carry=how == "carried") for how in ("carried", "merged")}
     if a.heads_kv % size == 0:
         calls["ulysses"] = form("ulysses")
     if not small:
         calls["ring, symmetric"] = form("ring", transport="symmetric")
-        calls["torch context parallel"] = lazily(
-            lambda: peers.torch_context_parallel(*wholes, stack)
-        )
+        if dist.get_backend() == "nccl":  # through the host it ends the process
+            calls["torch context parallel"] = lazily(
+                lambda: peers.torch_context_parallel(*wholes, stack)
+            )
         calls["all-gather + torch"] = lambda: peers.gathered(q, k, v, peers.torch_attend)
     if not backward:
         calls["naive ring"] = lambda: peers.naive_ring(q, k, v)
@@ -80,8 +82,8 @@ def ring(tokens: int, device: Any, stack: ExitStack, backward: bool, small: bool
         calls, lambda: fkjit.attention(*alone_rows, causal=True),
         a.flops(pairs) / size * (3.5 if backward else 1.0), predicted,
         [*own, *alone_rows] if backward else [],
-        ("ring", "ulysses", "ring, symmetric", "naive ring", "all-gather + fkjit",
-         "all-gather + torch"),
+        ("ring", "ring, carried", "ring, merged", "ulysses", "ring, symmetric", "naive ring",
+         "all-gather + fkjit", "all-gather + torch"),
     )  # fmt: skip
 
 
@@ -159,9 +161,11 @@ def products(device: Any, stack: ExitStack, kind: str, small: bool) -> Case:
     calls = {"fkjit": lambda: call(x, weight), "torch": lambda: other(x, weight)}
     if not small:
         calls["fkjit, symmetric"] = lambda: call(x, weight, transport="symmetric")
+        calls["fkjit, tiles"] = lambda: call(x, weight, transport="tiles")
     return Case(
         f"{kind}-parallel {a.m} x {a.n} x {a.k}", calls, lambda: fkjit.linear(whole, part),
-        2.0 * a.m * a.n * a.k / size, {"fkjit": predicted}, [], ("torch", "fkjit, symmetric"),
+        2.0 * a.m * a.n * a.k / size, {"fkjit": predicted}, [],
+        ("torch", "fkjit, symmetric", "fkjit, tiles"),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 -m bench.distributed.run --out two.jsonl
     python -m bench.distributed.run --ranks 2 --small    # gloo and the interpreter: does it run?
+    python -m bench.distributed.run --ranks 2 --host     # ranks on one GPU (host.py): does it run?
 
 A time is the slowest rank's of an iteration, from its own begin event to its end event behind a
 barrier; the median of the iterations counts. Scaling: time of the whole work on one GPU over ranks
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from fkjit.distributed.schedule import Timeline
 
-from . import cases
+from . import cases, host
 from .cases import Case
 from .timeline import draw
 from .trace import hidden, traced
@@ -143,12 +144,16 @@ def over(end: float, device: Any) -> bool:
 def work(given: argparse.Namespace) -> None:
     """What each rank does."""
     cuda = torch.cuda.is_available() and not given.small
-    device = (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    )
-    if cuda:
+    device = torch.device("cpu")
+    if cuda and given.host:
+        device = torch.device("cuda", 0)
+        host.begin()
+    elif cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+        dist.init_process_group("nccl")
+    else:
+        dist.init_process_group("gloo")
     end = time.monotonic() + given.seconds
     for name in given.cases.split(","):
         make = (_SMALL if given.small else {}).get(name, NAMES[name])
@@ -182,7 +187,8 @@ def _spawned(rank: int, given: argparse.Namespace, port: int) -> None:
     work(given)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Of this machine, for ranks to meet at."""
     import socket
 
     with socket.socket() as found:
@@ -197,6 +203,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1e9, help="then what is left is left out")
     parser.add_argument("--small", action="store_true", help="tiny arrays on gloo")
+    parser.add_argument(
+        "--host", action="store_true", help="all ranks on one GPU, messages by way of the host"
+    )
     parser.add_argument("--ranks", type=int, default=0, help="start so many, without torchrun")
     parser.add_argument("--picture", type=Path, help="timelines of rank 0, as SVG")
     parser.add_argument("--out", type=Path, help="lines of JSON are added to it")
@@ -204,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given.ranks:
         work(given)
         return 0
-    torch.multiprocessing.spawn(_spawned, (given, _free_port()), given.ranks)
+    torch.multiprocessing.spawn(_spawned, (given, free_port()), given.ranks)
     return 0
 
 

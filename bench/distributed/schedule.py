@@ -65,7 +65,10 @@ def layer_rows(machine: Machine) -> list[str]:
             pieces = forms.best_pieces(column, Product(), size)
             lines = (make(Product(), machine, size, overlap, pieces) for overlap in (True, False))
             name = f"{'column' if column else 'row'}-parallel 8192 x 28672 x 8192"
-            made.append(_layer_row(f"{name}, pieces={pieces}", size, *lines))
+            one, plain = lines
+            made.append(_layer_row(f"{name}, pieces={pieces}", size, one, plain))
+            tiles = schedule.in_step(Product(), machine, size, column)
+            made.append(_layer_row(f"{name}, tiles", size, tiles, plain))
     return made
 
 

@@ -14,7 +14,7 @@ from fkjit.distributed.gather import Gather, gather
 from fkjit.distributed.groups import Group, check_tensors, eager, group_of, is_mesh
 from fkjit.distributed.order import LAYOUTS, chunk_length, chunks_of
 from fkjit.distributed.pieces import Dense, Packed, Rules
-from fkjit.distributed.ring import Ring, ring
+from fkjit.distributed.ring import Ring, carries, ring
 from fkjit.distributed.symmetric import available
 from fkjit.distributed.ulysses import check_heads, ulysses
 from fkjit.errors import ArgumentTypeError, DeviceError, ParameterError
@@ -43,6 +43,7 @@ def ring_attention(
     max_seqlen: int | None = None,
     return_lse: bool = False,
     transport: str = "nccl",
+    carry: bool | None = None,
     timeout: float | None = None,
 ) -> Any:
     """Attention of one sequence whose tokens are shared out over ranks; gradients included.
@@ -70,6 +71,10 @@ def ring_attention(
         return_lse: also the log-sum-exps, fp32 [B, Hq, S], packed [Hq, total].
         transport: of a ring's keys: "nccl" (the process group's messages) or "symmetric" (GPUs of
             one host: copy engines read them out of their owners' memory).
+        carry: True: a ring's steps go on from the o of the step before, in fp32 (16 bits, without
+            window, softcap or cu_seqlens, from sm_80 on). False: each leaves a partial result in
+            q's dtype, and these are merged at the end, as they are where steps cannot go on. None:
+            what was faster on an H200; of many tokens merging, which rounds once more.
         timeout: seconds to wait for another rank. None: the process group's own; on a GPU the
             host then does not wait.
 
@@ -83,11 +88,11 @@ def ring_attention(
         ArgumentTypeError: not tensors, dtypes. DeviceError: devices, no process group.
         PeerError: a rank has stopped, or did not answer in time.
 
-    Partial results are rounded to q's dtype, weighed and added in fp32 and rounded once more;
-    gradients are added in fp32. torch.compile ends its graph at the call.
+    Partial results that are merged are rounded to q's dtype, weighed and added in fp32 and rounded
+    once more; gradients are added in fp32. torch.compile ends its graph at the call.
     """
     check_tensors(_CALL, q=q, k=k, v=v, sinks=sinks, cu_seqlens=cu_seqlens)
-    given = Given(causal, layout, form, softmax_scale, window, softcap, transport)
+    given = Given(causal, layout, form, softmax_scale, window, softcap, transport, carry)
     packing = None if cu_seqlens is None else (cu_seqlens, max_seqlen)
     outer, heads = _groups(group, timeout)
     _check(q, k, v, sinks, packing, given, outer, heads)
@@ -117,6 +122,7 @@ class Given(NamedTuple):
     window: Any
     softcap: Any
     transport: Any
+    carry: bool | None
 
     def rules(self) -> Rules:
         """ParameterError for a window that is none."""
@@ -145,14 +151,15 @@ def _shared(
 ) -> tuple[Any, Any]:
     """Of tokens that ranks share."""
     rules, own = said.rules(), len(chunks_of(said.layout, 0, group.size))
+    how = said.transport, carries(q, said.carry)
     if packing is not None:
         ends, longest = packing
         rows: Dense = Packed(rules, ends, longest, own, q.shape[0])
-        return ring(q, k, v, sinks, Ring(group, said.layout, rows, 1, said.transport))
+        return ring(q, k, v, sinks, Ring(group, said.layout, rows, 1, *how))
     length = q.shape[2] // own
     if form == "gather":
         return gather(q, k, v, sinks, Gather(group, said.layout, Dense(rules), length))
-    return ring(q, k, v, sinks, Ring(group, said.layout, Dense(rules), length, said.transport))
+    return ring(q, k, v, sinks, Ring(group, said.layout, Dense(rules), length, *how))
 
 
 # ------------------------------------------------------------------ checks

@@ -22,15 +22,24 @@ from fkjit.distributed.exchange import shift
 from fkjit.distributed.forms import best_pieces
 from fkjit.distributed.groups import Group, check_tensors, eager, group_of
 from fkjit.distributed.schedule import Product
-from fkjit.distributed.symmetric import arriving, available, pushing
+from fkjit.distributed.symmetric import arriving, available, filling, pushing, taking
 from fkjit.errors import DeviceError, ParameterError
 from fkjit.ops.gemm.backward import ACTIVATION
 from fkjit.ops.gemm.call import linear
+from fkjit.ops.gemm.flagged import (
+    MOST_ROWS,
+    TELLS,
+    WAITS,
+    finished_count,
+    linear_flagged,
+    takes,
+)
 from fkjit.ops.moe.combine import moe_combine
 from fkjit.ops.op.autograd import Differentiable, Tensors, as_tuple
 
-TRANSPORTS = ("nccl", "symmetric")
+TRANSPORTS = ("nccl", "symmetric", "tiles")
 _MOST_PIECES = 64
+_CHUNKS = (4, 2, 1)  # of a rank's rows, that a flag is of
 
 
 class Said(NamedTuple):
@@ -61,8 +70,11 @@ def column_parallel_linear(
         weight: [N, K], this rank's outputs; bias: [N].
         activation, gate: as in `fkjit.linear`; with a gate this rank's gate and up stand together.
         group: a ProcessGroup, a DeviceMesh of one dimension, or None: all ranks.
-        transport: "nccl" (messages of the process group, rank by rank) or "symmetric" (GPUs of one
-            host: copy engines read rows out of their owners' memory).
+        transport: "nccl" (messages of the process group, rank by rank), "symmetric" (GPUs of one
+            host: copy engines read rows out of their owners' memory), or "tiles": as that, but in
+            one product, of which a tile begins when the flag of its rows is set. On Hopper, in 16
+            bits, for rows that are a multiple of 256 and other sizes that are multiples of 8;
+            anything else goes as "symmetric".
         pieces: messages that a rank's rows travel in, of NCCL; each is multiplied by itself. None:
             the fastest number by an estimate of bytes and flops.
         timeout: as in `ring_attention`.
@@ -127,9 +139,9 @@ def _group(
 ) -> Group:
     check_tensors(call, x=x, weight=weight, bias=bias)
     one_of(call, "transport", transport, TRANSPORTS)
-    if transport == "symmetric" and not available(x):
+    if transport != "nccl" and not available(x):
         raise DeviceError(
-            f"{call}: transport='symmetric' wants GPUs and a torch with symmetric memory; "
+            f"{call}: transport={transport!r} wants GPUs and a torch with symmetric memory; "
             "allowed: 'nccl'"
         )
     return group_of(call, group, timeout)
@@ -153,7 +165,7 @@ def _gathered(said: Said, x: Any) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
     """(rows, where they belong in an array of all ranks' rows), this rank's own first; pieces of
     the others' are under way meanwhile."""
     group, x = said.group, x.contiguous()
-    if said.transport == "symmetric":
+    if said.transport != "nccl":
         for rank, rows in arriving(group, x):
             yield rows, partial(_rows, rank=rank, size=group.size)
         return
@@ -168,15 +180,19 @@ def _gathered(said: Said, x: Any) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
             begin += len(rows)
 
 
-def _scattered(said: Said, x: Any, columns: int, make: Callable[..., Any]) -> Any:
-    """The sum over ranks of what each makes of this rank's rows: added in fp32, in order of the
-    ranks, rounded once.
-
-    make: (rows of x, out) -> their part of a sum, written to out if there is one. Rows of x are all
-    ranks'; own ones are made last.
-    """
+def _scattered(said: Said, x: Any, weight: Any, layout: str, bias: Any = None) -> Any:
+    """The sum over ranks of what each makes of this rank's rows, and bias: added in fp32, in order
+    of the ranks, rounded once. Rows of x are all ranks'; own ones are made last."""
     group, each = said.group, x.shape[0] // said.group.size
-    if said.transport == "symmetric":
+    columns = weight.shape[layout == "kn"]
+    chunks = _chunks(said, x, weight, layout, each)
+    if chunks:
+        return _added(_taken(said, x, weight, layout, bias, chunks))
+
+    def make(rows: Any, out: Any) -> Any:  # of the sum that stays here, with the bias
+        return linear(rows, weight, None if out is None else bias, weight_layout=layout, out=out)
+
+    if said.transport != "nccl":
         parts, wait = pushing(
             group, (each, columns), x, lambda rank: make(_rows(x, rank, group.size), None)
         )
@@ -186,6 +202,52 @@ def _scattered(said: Said, x: Any, columns: int, make: Callable[..., Any]) -> An
     make(_rows(x, group.rank, group.size), parts[group.rank])
     wait()
     return _added(parts)
+
+
+def _taken(said: Said, x: Any, weight: Any, layout: str, bias: Any, chunks: int) -> Any:
+    """[ranks, rows, columns]: one product of all rows, whose tiles copy engines take away."""
+    group, each = said.group, x.shape[0] // said.group.size
+    shape = each, weight.shape[layout == "kn"]
+    x, weight = _placed(x), _placed(weight)
+    parts, made, flags, take = taking(group, shape, x, chunks)
+    first = (group.rank + 1) % group.size * each
+    given = {"chunk_rows": each // chunks, "weight_layout": layout}
+    full = finished_count(x, weight, made, **given)
+    # The bias comes once: with the part of rank 0.
+    own = bias if group.rank == 0 else None
+    linear_flagged(x, weight, own, flags, made, how=TELLS, from_row=first, **given)
+    take(full)
+    return parts
+
+
+def _multiplied(
+    said: Said, x: Any, weight: Any, out: Any, chunks: int, bias: Any = None, **options: Any
+) -> Any:
+    """The product of all ranks' rows, whose tiles wait for them; the rows, until the next call."""
+    whole, flags, end = filling(said.group, x, chunks)
+    weight = _placed(weight)
+    linear_flagged(
+        whole, weight, bias, flags, out, how=WAITS, chunk_rows=x.shape[0] // chunks,
+        from_row=said.group.rank * x.shape[0], **options,
+    )  # fmt: skip
+    end()
+    return whole
+
+
+def _placed(x: Any) -> Any:
+    """x where TMA reads it: contiguous, on a 16-byte boundary."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def _chunks(said: Said, x: Any, weight: Any, layout: str, rows: int) -> int:
+    """How many a rank's rows are for flags; 0: no product in step with them."""
+    if said.transport != "tiles" or said.group.size == 1:
+        return 0
+    columns = weight.shape[layout == "kn"] // (2 if said.gate else 1)
+    if not takes(x, weight, columns):
+        return 0
+    return next((n for n in _CHUNKS if rows and rows % (n * MOST_ROWS) == 0), 0)
 
 
 def _sent(said: Said, x: Any, parts: Any, make: Callable[..., Any]) -> Callable[[], None]:
@@ -229,6 +291,10 @@ def _column(inputs: Tensors, said: Said) -> tuple[Tensors, Tensors]:
     x, weight, bias = inputs
     wide = weight.shape[0] // 2 if said.gate else weight.shape[0]
     out = x.new_empty(said.group.size * x.shape[0], wide)
+    chunks = _chunks(said, x, weight, "nk", x.shape[0])
+    if chunks:
+        _multiplied(said, x, weight, out, chunks, bias, activation=said.activation, gate=said.gate)
+        return (out,), inputs
     for rows, place in _gathered(said, x):
         linear(rows, weight, bias, activation=said.activation, gate=said.gate, out=place(out))
     return (out,), inputs
@@ -245,11 +311,7 @@ def _column_backward(saved: Tensors, gradients: Tensors, needed: Tensors, said: 
         pre = linear(whole, weight, bias)
         options = (said.activation or "none", said.gate, True, False)
         dz = as_tuple(ACTIVATION((dz, pre, weight), (), options))[0]
-
-    def part(rows: Any, out: Any) -> Any:
-        return linear(rows, weight, weight_layout="kn", out=out)
-
-    dx = _scattered(said, dz, x.shape[1], part) if needed[0] else None
+    dx = _scattered(said._replace(gate=False), dz, weight, "kn") if needed[0] else None
     dweight = None if whole is None or not needed[1] else linear(dz.t(), whole.t())
     dbias = dz.float().sum(0).to(weight.dtype) if needed[2] else None
     return dx, dweight, dbias
@@ -260,21 +322,21 @@ def _column_backward(saved: Tensors, gradients: Tensors, needed: Tensors, said: 
 
 def _row(inputs: Tensors, said: Said) -> tuple[Tensors, Tensors]:
     x, weight, bias = inputs
-
-    def part(rows: Any, out: Any) -> Any:  # of the sum that stays here, with the bias
-        return linear(rows, weight, None if out is None else bias, out=out)
-
-    return (_scattered(said, x, weight.shape[0], part),), (x, weight)
+    return (_scattered(said, x, weight, "nk", bias),), (x, weight)
 
 
 def _row_backward(saved: Tensors, gradients: Tensors, needed: Tensors, said: Said) -> Tensors:
-    (x, weight), dy = saved, gradients[0]
-    whole = dy.new_empty(said.group.size * dy.shape[0], dy.shape[1])
+    (x, weight), dy = saved, gradients[0].contiguous()
     dx = x.new_empty(x.shape) if needed[0] else None
-    for rows, place in _gathered(said, dy):
-        place(whole).copy_(rows)
-        if dx is not None:
-            linear(rows, weight, weight_layout="kn", out=place(dx))
+    chunks = _chunks(said, dy, weight, "kn", dy.shape[0]) if dx is not None else 0
+    if chunks:
+        whole = _multiplied(said, dy, weight, dx, chunks, weight_layout="kn")
+    else:
+        whole = dy.new_empty(said.group.size * dy.shape[0], dy.shape[1])
+        for rows, place in _gathered(said, dy):
+            place(whole).copy_(rows)
+            if dx is not None:
+                linear(rows, weight, weight_layout="kn", out=place(dx))
     dweight = linear(whole.t(), x.t()) if needed[1] else None
     dbias = whole.float().sum(0).to(weight.dtype) if needed[2] else None
     return dx, dweight, dbias

@@ -14,8 +14,9 @@ from fkjit.distributed.tiles import Range, Tile, Window
 from fkjit.ops.attention.backward.call import gradients
 from fkjit.ops.attention.backward.problem import PACKED, Options
 from fkjit.ops.attention.features import ScoreFeatures
-from fkjit.ops.attention.forward import attention, attention_varlen
+from fkjit.ops.attention.forward import attention, attention_into, attention_varlen
 from fkjit.ops.attention.merge.call import merge_states
+from fkjit.ops.attention.resumed.call import resume_attention, resumes
 
 
 class Rules(NamedTuple):
@@ -24,6 +25,11 @@ class Rules(NamedTuple):
     window: Window
     softmax_scale: float | None
     softcap: float | None
+
+    @property
+    def plain(self) -> bool:
+        """Causal or not, and nothing else."""
+        return self.window in ((None, None), (None, 0)) and self.softcap is None
 
     def of(self, tile: Tile) -> dict[str, Any]:
         """The options of fkjit.attention for a tile."""
@@ -62,6 +68,40 @@ class Dense:
             given["sinks"] = sinks
         rows = self.part(q, tile.q), self.part(k, tile.k), self.part(v, tile.k)
         return attention(*rows, return_lse=True, **given)
+
+    def carries(self, q: Any, k: Any, v: Any) -> bool:
+        """Whether a step may begin with the o and lse of the one before, in fp32: nothing is lost
+        by rounding fp32, and windows, a soft cap and packed rows have no such kernel."""
+        return type(self) is Dense and self.rules.plain and resumes(q, k, v)
+
+    def begin(self, q: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
+        """o and lse of rows that have seen no key but their sink."""
+        torch, shape = sys.modules["torch"], (*q.shape[:-1], v.shape[-1])
+        if sinks is None:
+            o = torch.empty(shape, dtype=torch.float32, device=q.device)
+            return o, o.new_full(shape[:-1], float("-inf"))
+        lse = sinks.detach().float().view(1, -1, 1).expand(shape[:-1]).contiguous()
+        return torch.zeros(shape, dtype=torch.float32, device=q.device), lse
+
+    def go_on(
+        self, q: Any, k: Any, v: Any, tile: Tile, state: tuple[Any, Any], o: Any, done: Range
+    ) -> None:
+        """A tile into the state of its rows; those that are done are rounded to o."""
+        sums, lse, o, q = (self.part(x, tile.q) for x in (*state, o, q))
+        keys = self.part(k, tile.k), self.part(v, tile.k)
+        given = {"causal": tile.causal, "softmax_scale": self.rules.softmax_scale}
+        resume_attention(q, *keys, sums, lse, o, done=done, **given)
+
+    def attend_into(self, o: Any, lse: Any, q: Any, k: Any, v: Any, tile: Tile, sinks: Any) -> None:
+        """A tile's result to its rows of o and lse."""
+        given = self.rules.of(tile)
+        if sinks is not None:
+            given["sinks"] = sinks
+        o, lse, q = (self.part(x, tile.q) for x in (o, lse, q))
+        found = lse if lse.is_contiguous() else lse.new_empty(lse.shape)
+        attention_into(o, found, q, self.part(k, tile.k), self.part(v, tile.k), **given)
+        if found is not lse:
+            lse.copy_(found)
 
     def differentiate(self, results: Any, k: Any, v: Any, tile: Tile) -> Any:
         """dq, dk, dv; results: dout, q, o, lse, dlse or None."""
@@ -136,6 +176,10 @@ class Packed(Dense):
             given["sinks"] = sinks
         rows = self.part(q, tile.q), self.part(k, tile.k), self.part(v, tile.k)
         return attention_varlen(*rows, *self._packing(tile), return_lse=True, **given)
+
+    def attend_into(self, o: Any, lse: Any, q: Any, k: Any, v: Any, tile: Tile, sinks: Any) -> None:
+        for into, x in zip((o, lse), self.attend(q, k, v, tile, sinks), strict=True):
+            self.write(into, tile.q, x)
 
     def differentiate(self, results: Any, k: Any, v: Any, tile: Tile) -> Any:
         dout, q, o, lse, dlse = (self._of(x, tile.q) for x in results)

@@ -3,8 +3,10 @@
     step 0        step 1        step 2        …     rank r has, in step s, those of rank r - s;
     q_r k_r       q_r k_(r-1)   q_r k_(r-2)         those of step s + 1 arrive meanwhile
 
-Each step leaves a partial result o with its log-sum-exps; all are weighed and added in fp32, once,
-in order of the steps, so that the bits depend on nothing but inputs and the number of ranks. In
+Each step begins with the o, in fp32, and log-sum-exps of the one before and goes on; rows that see
+no more keys are rounded. Or (carry=False, and where no kernel goes on) it leaves a partial result
+in q's dtype; all are weighed and added in fp32, once, in order of the steps. Either way bits depend
+on nothing but inputs and the number of ranks. In
 the backward the sums of dk and dv, fp32, follow their keys one step behind, and go home at the end.
 
 Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023).
@@ -20,20 +22,24 @@ from fkjit.distributed.groups import Group
 from fkjit.distributed.order import chunks_of
 from fkjit.distributed.pieces import Dense, sink_gradient
 from fkjit.distributed.symmetric import pulling
-from fkjit.distributed.tiles import Tile, slots, tiles
+from fkjit.distributed.tiles import Tile, endings, slots, tiles
 from fkjit.ops.op.autograd import Differentiable, Tensors
 
 _KV, _SUMS = 1, 2  # tags of messages
+# Queries of a head, and columns, up to which carrying was faster on an H200 than merging.
+_CARRIED_ROWS, _CARRIED_DIM = 4096, 64
 
 
 class Ring(NamedTuple):
-    """A call. length: of a chunk, as tiles count it. transport: of keys and values."""
+    """A call. length: of a chunk, as tiles count it. transport: of keys and values. carry: o in
+    fp32 from step to step, where that can be."""
 
     group: Group
     layout: str
     rows: Dense
     length: int
     transport: str = "nccl"
+    carry: bool = True
 
     def steps(self) -> list[tuple[Tile, ...]]:
         """This rank's tiles, step by step, as far as any rank has some."""
@@ -45,6 +51,13 @@ class Ring(NamedTuple):
         size, window = self.group.size, self.rows.rules.window
         own, theirs = (chunks_of(self.layout, r % size, size) for r in (rank, rank - step))
         return tiles(own, theirs, self.length, window)
+
+
+def carries(q: Any, given: bool | None) -> bool:
+    """What a call says, or else what was faster."""
+    if given is not None:
+        return bool(given)
+    return q.shape[-2] <= _CARRIED_ROWS or q.shape[-1] <= _CARRIED_DIM
 
 
 def ring(q: Any, k: Any, v: Any, sinks: Any, call: Ring) -> tuple[Any, Any]:
@@ -95,23 +108,60 @@ def parts(x: Any, *shapes: Any) -> tuple[Any, ...]:
 def _forward(inputs: Tensors, call: Ring) -> tuple[Tensors, Tensors]:
     q, k, v, sinks = inputs
     rows, steps = call.rows, call.steps()
-    places = list(slots([tile for step in steps for tile in step]))
-    stack = rows.stack(1 + max(places), q, v) if len(places) > 1 else None
-    travelling, made, slot = _travelling(call, k, v), None, iter(places)
+    every = tuple(tile for step in steps for tile in step)
+    made: Carried | Merged
+    if call.carry and len(every) > 1 and rows.carries(q, k, v) and endings(every, q.shape[2]):
+        made = Carried(rows, q, v, sinks, every)
+    else:
+        made = Merged(rows, q, v, sinks, every)
+    travelling = _travelling(call, k, v)
     for step, found in enumerate(steps):
         if step + 1 < len(steps):
             travelling.ask(step + 1)
-        keys, values = travelling.present
         for tile in found:
-            made = rows.attend(q, keys, values, tile, sinks if tile.diagonal else None)
-            if stack is not None:
-                place = next(slot)
-                rows.write(stack[0][place], tile.q, made[0])
-                rows.write(stack[1][place], tile.q, made[1])
+            made.add(*travelling.present, tile)
         travelling.take()
     travelling.end()
-    results: Any = made if stack is None else rows.merge(*stack)
+    results = made.results()
     return results, (q, k, v, sinks, *results)
+
+
+class Carried:
+    """Rows that go on from tile to tile."""
+
+    def __init__(self, rows: Dense, q: Any, v: Any, sinks: Any, every: tuple[Tile, ...]) -> None:
+        self.rows, self.q = rows, q
+        self.state = rows.begin(q, v, sinks)
+        self.o = q.new_empty(*q.shape[:-1], v.shape[-1])
+        self.done = iter(endings(every, q.shape[2]) or ())
+
+    def add(self, k: Any, v: Any, tile: Tile) -> None:
+        self.rows.go_on(self.q, k, v, tile, self.state, self.o, next(self.done))
+
+    def results(self) -> tuple[Any, Any]:
+        return self.o, self.state[1]
+
+
+class Merged:
+    """Partial results of tiles, put together at the end."""
+
+    def __init__(self, rows: Dense, q: Any, v: Any, sinks: Any, every: tuple[Tile, ...]) -> None:
+        self.rows, self.q, self.sinks, self.one = rows, q, sinks, None
+        self.places = iter(slots(every))
+        self.stack = None
+        if len(every) > 1:
+            self.stack = rows.stack(1 + max(slots(every)), q, v)
+
+    def add(self, k: Any, v: Any, tile: Tile) -> None:
+        given = self.q, k, v, tile, self.sinks if tile.diagonal else None
+        if self.stack is None:
+            self.one = self.rows.attend(*given)
+            return
+        place = next(self.places)
+        self.rows.attend_into(*(x[place] for x in self.stack), *given)
+
+    def results(self) -> Any:
+        return self.one if self.stack is None else self.rows.merge(*self.stack)
 
 
 def _backward(saved: Tensors, of_results: Tensors, needed: Tensors, call: Ring) -> Tensors:

@@ -8,7 +8,7 @@ form by these times, docs/DISTRIBUTED.md shows them, a bench compares them with 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fkjit.distributed.order import chunks_of
@@ -29,6 +29,7 @@ class Machine:
     memory: float = 4.2e12  # bytes a second
     link: float = 314e9  # bytes a second into a GPU, from others of its host
     link_latency: float = 40e-6
+    copy_latency: float = 10e-6  # of a copy engine's copy, and the flag behind it: on paper
     network: float = 45e9  # bytes a second into a GPU, from other hosts
     network_latency: float = 60e-6
     ranks_per_host: int = 8
@@ -317,3 +318,9 @@ def row_linear(
         ]  # fmt: skip
         line.add(rank, "compute", "add", rows * (size + 1) / machine.memory, (own, *sent))
     return line
+
+
+def in_step(a: Product, machine: Machine, size: int, column: bool, chunks: int = 4) -> Timeline:
+    """Products whose tiles wait for flags: copies of so many chunks of a rank's rows."""
+    make = column_linear if column else row_linear
+    return make(a, replace(machine, link_latency=machine.copy_latency), size, pieces=chunks)

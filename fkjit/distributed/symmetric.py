@@ -18,6 +18,7 @@ from typing import Any
 
 from fkjit.distributed.groups import Group
 from fkjit.errors import DeviceError
+from fkjit.runtime.stream_values import wait_word, write_word
 
 _MODULE = "torch.distributed._symmetric_memory"
 _MOST = 8  # buffers that are kept
@@ -147,6 +148,82 @@ def pushing(
         held.clear()
 
     return own.view(group.size, *shape), wait
+
+
+# ------------------------------------------------------------------ in step with a product's tiles
+
+
+def filling(group: Group, x: Any, chunks: int) -> tuple[Any, Any, Callable[[], None]]:
+    """(rows of all ranks, flags [ranks * chunks], what ends it): own rows are there, those of the
+    others come, rank + 1's first, and the flag of each chunk becomes 1 behind it."""
+    torch, rank = sys.modules["torch"], group.rank
+    own, handle = shared(group, group.size * x.numel(), x, "tiles")
+    whole = own.view(group.size * x.shape[0], x.shape[1])
+    flags = torch.zeros(group.size * chunks, dtype=torch.int32, device=x.device)
+    flags[rank * chunks : (rank + 1) * chunks] = 1
+    each = x.shape[0] // chunks
+    whole[rank * x.shape[0] : (rank + 1) * x.shape[0]].copy_(x)
+    handle.barrier(channel=0)
+    stream = _stream(torch, x.device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for by in range(1, group.size):
+            owner = (rank + by) % group.size
+            theirs = handle.get_buffer(owner, whole.shape, x.dtype)
+            for chunk in range(owner * chunks, (owner + 1) * chunks):
+                rows = slice(chunk * each, (chunk + 1) * each)
+                whole[rows].copy_(theirs[rows], non_blocking=True)
+                write_flag(stream, flags, chunk)
+
+    def end() -> None:
+        torch.cuda.current_stream().wait_stream(stream)
+        handle.barrier(channel=0)  # nobody reads this rank's rows any more
+
+    return whole, flags, end
+
+
+def taking(
+    group: Group, shape: Sequence[int], like: Any, chunks: int
+) -> tuple[Any, Any, Any, Callable[[int], None]]:
+    """(parts [ranks, *shape], rows of all ranks, flags [ranks * chunks], what takes them away).
+
+    A product is to be launched that writes the rows, rank + 1's first and own ones last, and counts
+    them; then the last, with what a flag comes to. Chunk by chunk copy engines write rows to their
+    owners, and those of the others are in `parts` when it has returned and the stream goes on.
+    """
+    torch, rank, count = sys.modules["torch"], group.rank, prod(shape)
+    own, handle = shared(group, group.size * count, like, "sums")
+    parts = own.view(group.size, *shape)
+    made = like.new_empty(group.size * shape[0], *shape[1:])
+    flags = torch.zeros(group.size * chunks, dtype=torch.int32, device=like.device)
+    handle.barrier(channel=0)  # what an earlier call left has been read
+    stream, each = _stream(torch, like.device), shape[0] // chunks
+    stream.wait_stream(torch.cuda.current_stream())
+
+    def take(full: int) -> None:
+        with torch.cuda.stream(stream):
+            for by in range(1, group.size):
+                owner = (rank + by) % group.size
+                theirs = handle.get_buffer(owner, (group.size, count), like.dtype)
+                into = theirs[rank].view(shape)
+                for chunk in range(chunks):
+                    wait_flag(stream, flags, owner * chunks + chunk, full)
+                    first = owner * shape[0] + chunk * each
+                    rows = slice(chunk * each, (chunk + 1) * each)
+                    into[rows].copy_(made[first : first + each], non_blocking=True)
+        parts[rank].copy_(made[rank * shape[0] : (rank + 1) * shape[0]])
+        torch.cuda.current_stream().wait_stream(stream)
+        handle.barrier(channel=0)
+
+    return parts, made, flags, take
+
+
+def write_flag(stream: Any, flags: Any, index: int) -> None:
+    write_word(stream.cuda_stream, flags.data_ptr(), index, 1)
+
+
+def wait_flag(stream: Any, flags: Any, index: int, value: int) -> None:
+    wait_word(stream.cuda_stream, flags.data_ptr(), index, value)
 
 
 _streams: dict[Any, Any] = {}

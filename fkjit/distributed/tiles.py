@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 Range = tuple[int, int]
 Window = tuple[int | None, int | None]  # keys to the left and right of a query; None: all
 
@@ -113,3 +115,18 @@ def slots(found: Sequence[Tile]) -> Iterator[int]:
             taken.append([])
         taken[slot].append(tile.q)
         yield slot
+
+
+@lru_cache(maxsize=4096)
+def endings(found: Sequence[Tile], rows: int) -> tuple[Range, ...] | None:
+    """For each tile which of its rows, counted from its first, no later one has. None where they
+    are no range, or some of the rows are in no tile at all."""
+    left, made = np.ones(rows, bool), []
+    for tile in reversed(found):
+        start, end = tile.q
+        last = np.flatnonzero(left[start:end])
+        left[start:end] = False
+        if len(last) and last[-1] - last[0] + 1 != len(last):
+            return None
+        made.append((int(last[0]), int(last[-1]) + 1) if len(last) else (0, 0))
+    return None if left.any() else tuple(reversed(made))

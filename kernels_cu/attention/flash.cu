@@ -38,6 +38,9 @@
 #include "ptx/special_registers.cuh"
 #include "attention/mma.cuh"
 #include "attention/query_block.cuh"
+//% if resumed
+#include "attention/row_state.cuh"
+//% endif
 //% if form
 #include "attention/features.cuh"
 //% if paged
@@ -60,7 +63,8 @@ constexpr int STAGES = ${stages};          // tiles of K and V in shared memory
 constexpr int MIN_BLOCKS = ${min_blocks};  // blocks an SM should hold: caps the registers
 constexpr bool ALIGNED = ${aligned};       // rows of q, k, v, o start on 16-byte boundaries
 constexpr bool Q_IN_REGISTERS = ${q_in_registers};
-constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
+constexpr int GUARD = ${guard};       // bytes between tiles: 0 except where memory is checked
+constexpr bool RESUMED = ${resumed};  // rows begin with what other keys left (row_state.cuh)
 //% if form
 using bias_t = ${bias_dtype};
 constexpr bool VARLEN = ${varlen};  // packed sequences
@@ -116,9 +120,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
     const kept_t* __restrict__ k,  // [batch, heads_kv, seqlen_k, head_dim]   last dimension
     const kept_t* __restrict__ v,  // [batch, heads_kv, seqlen_k, head_dim_v] contiguous
     elem_t* __restrict__ o,        // [batch, heads_q, seqlen_q, head_dim_v]
-    float* __restrict__ lse,       // [batch, heads_q, seqlen_q] contiguous, or null
+    float* __restrict__ lse ${state_array},  // [batch, heads_q, seqlen_q] contiguous, or null
     const Strides q_strides, const Strides k_strides, const Strides v_strides,
-    const Strides o_strides, const int heads_q, const int group_size,  // query heads a KV head
+    const Strides o_strides ${state_numbers}, const int heads_q,
+    const int group_size,  // query heads a KV head
     const int ${seqlen_q}, const int ${seqlen_k}, const int head_dim, const int head_dim_v,
     //% if form
     const AttentionForm form${score_scalars} ${page_numbers},
@@ -244,6 +249,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
   if (SINKS) softmax.begin_with(sinks[place.head], lane);
   //% endif
 
+  //% if resumed
+  const RowState<elem_t> rows(sums, sums_strides, o, o_strides, lse, heads_q, lse_rows, head_dim_v,
+                              place.batch, place.head, q0 + warp * ROWS_A_WARP, seqlen_q,
+                              done_first, done_end);
+  rows.prefetch<ROWS_A_WARP>(lane);
+  //% endif
+
   if (Q_IN_REGISTERS) {
     cp_async_wait<STAGES - 2>();
     __syncthreads();
@@ -284,6 +296,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_flas
     multiply_pv<elem_t, MMA_K>(acc, s, softmax, scale_log2, stage + V_OFFSET, v_reader);
   }
 
+  //% if resumed
+#pragma unroll
+  for (int m = 0; m < M_BLOCKS; ++m) rows.finish(acc[m], softmax, m, scale_log2, lane);
+  if (RESUMED) return;
+  //% endif
   // 3. Normalise; the output is staged over this warp's own rows of Q, then stored in whole chunks.
   //    The block's place is computed again rather than kept in registers through the loop.
   cp_async_wait<0>();

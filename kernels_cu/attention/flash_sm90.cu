@@ -20,24 +20,16 @@
 
    with c = softmax_scale * log2(e). P stays in registers, as the next product's A operand. An
    optimistic variant does not look for a maximum first (sm90/speculative_softmax.cuh). Rendered in:
-   forms of attention (features.cuh), pages (pages.cuh); for few queries of many keys, parts of the
-   keys and tiles of several heads (sm90/parts.cuh).
+   forms of attention (features.cuh), pages (pages.cuh); rows that go on where other keys left them
+   (row_state.cuh); for few queries, parts of the keys, tiles of several heads (sm90/parts.cuh).
 
    Source: Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
-#include "ptx/bulk.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/memory.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/register_fence.cuh"
 #include "ptx/setmaxnreg.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/wgmma.cuh"
 #include "tile/pingpong.cuh"
-#include "tile/ring.cuh"
-#include "tile/tma_tile.cuh"
-#include "attention/mma.cuh"
-#include "attention/store_sums.cuh"
+#include "attention/row_state.cuh"
 #include "attention/sm90/epilogue.cuh"
 #include "attention/sm90/producer.cuh"
 #include "attention/sm90/products.cuh"
@@ -60,8 +52,9 @@ constexpr int V_STAGES = ${v_stages};      // tiles of V
 constexpr int Q_STAGES = ${q_stages};      // tiles of Q
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
 constexpr int CONSUMER_REGISTERS = ${consumer_registers};
-constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
-constexpr int HEADS = ${heads};  // whose queries share a tile
+constexpr int GUARD = ${guard};       // bytes between tiles: 0 except where memory is checked
+constexpr int HEADS = ${heads};       // whose queries share a tile
+constexpr bool RESUMED = ${resumed};  // rows begin with what other keys left (row_state.cuh)
 constexpr int BLOCK_Q = 64 * CONSUMERS, ROWS = BLOCK_Q / HEADS;
 //% if form
 constexpr bool VARLEN = ${varlen};  // packed sequences
@@ -127,8 +120,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     //% elif form or not staged
     elem_t* __restrict__ o,  // [batch, heads_q, seqlen_q, head_dim_v], rows on 16-byte boundaries
     //% endif
-    float* __restrict__ ${lse},  // [batch, heads_q, seqlen_q] contiguous, or null
-    u32* __restrict__ counters,  // [1], 0 before and after
+    float* __restrict__ ${lse} ${state_array},  // [batch, heads_q, seqlen_q] contiguous, or null
+    u32* __restrict__ counters,                 // [1], 0 before and after
     const int batch, const int heads_q, const int group_size, const int ${seqlen_q},
     const int ${seqlen_k} ${o_scalars}, const int section_heads,  // whose K and V fit into L2
     //% if form
@@ -185,6 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     float s[1][BLOCK_K / 8][4];
     const float scale_log2 = NATURAL ? LOG2E : softmax_scale_log2;
     const int lse_length = ${lse_length};
+    float* const found_lse = RESUMED ? nullptr : ${lse};
     //% if form
     RingPlace<SCORE_STAGES> score_place;
     const float scale = NATURAL && !SOFTCAP ? form.softmax_scale : 1.f;
@@ -204,13 +198,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       mbarrier_wait(barriers.q_full(q_place.stage), q_place.parity);
       issue_scores(q_place.stage);
     };
-
     const auto release_q = [&](int stage) {
       if (!VARLEN && !signals) return;  // of a packed tile every lane may have stored a part
       release_staged(barriers.q_empty(stage));
     };
     const PingPong<CONSUMERS> pingpong(consumer, works.count <= gridDim.x);
-
     bool stored = false;
     Item next = take_work();
     first_scores();
@@ -241,6 +233,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       const ScoreMod mod{place.batch, place.head, range.seqlen_q, range.seqlen_k${score_values}};
       auto rules = tile_rules<Way, BIAS, MASK, Scores>(form, mod, scores_at);
       if (SINKS) softmax.begin_with(sinks[place.head] * unit, lane);
+      //% endif
+      //% if resumed
+      const auto rows = [&] {
+        return RowState<elem_t>(sums, sums_strides, o, o_strides, lse, heads_q, lse_rows,
+                                head_dim_v, place.batch, place.head, place.q0 + warp_row, seqlen_q,
+                                done_first, done_end);
+      };
+      rows().prefetch<16>(lane);
       //% endif
       const auto mask = [&] {
         //% if form
@@ -301,7 +301,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
         if (rescale) scale_rows(acc, correction);
       }
       if (!AHEAD) release_q(q_stage);  // the next Q comes while this one's output is made
-      // The last product, and behind it the first scores of what comes next.
       mbarrier_wait(barriers.v_full(v_place.stage), v_place.parity);
       register_fence(p);
       register_fence(acc[0]);
@@ -311,21 +310,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       next = take_work();
       wgmma_wait<AHEAD ? 1 : 0>();
       release_v();
-
-      // Normalise and store. An output that is staged lies in this warp's own rows of Q, from where
-      // TMA stores what is inside o.
+      // Normalise and store; what is staged lies in this warp's own rows of Q: TMA stores it.
       const int head = place.head * HEADS + warp_head;
       const int tensor = VARLEN ? 0 : PARTED ? place.part * batch + place.batch : place.batch;
       const int row0 = place.q0 + warp_query, rows_left = min(16, range.seqlen_q - row0);
       const i64 head_index = static_cast<i64>(tensor) * heads_q + head;
       float inverse[2];
-      finish_sums(
-          inverse, softmax, scale_log2, lane,
-          ${lse} == nullptr ? nullptr : ${lse} + head_index * lse_length + range.q_start + row0,
-          rows_left);
+      finish_sums(inverse, softmax, scale_log2, lane,
+                  found_lse == nullptr ? nullptr
+                                       : found_lse + head_index * lse_length + range.q_start + row0,
+                  rows_left);
       //% if parts
       float* const to = o_parts + (head_index * seqlen_q + row0) * HEAD_DIM_V;
       store_part(to, acc, inverse, lane, rows_left);
+      if (!AHEAD) first_scores();
+      //% elif resumed
+      rows().finish(acc[0], softmax, 0, scale_log2, lane);
       if (!AHEAD) first_scores();
       //% elif staged
       const u32 warp_o_tile = shared + q_stage * Rings::Q_STAGE + warp_row * OTile::ROW_BYTES;

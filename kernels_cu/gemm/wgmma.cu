@@ -9,27 +9,22 @@
    (gemm/sm90/stages.cuh), and are tiles ahead of the others. Two warpgroups are consumers:
 
      COOPERATIVE   each takes half of a tile's rows.
-     else          each takes every other tile, whole, and they take turns at the tensor cores: one
-                   multiplies, the other is at its epilogue. (Turns are needed for another reason
-                   too: only who has seen the round before may wait for a stage by its parity.)
+     else          each takes every other tile, whole, and they take turns: one multiplies, the other
+                   is at its epilogue. (Only who has seen the round before may wait by its parity.)
 
    With SHARES the last tiles, which would leave blocks idle, are cut along k into equal shares
-   (gemm/pieces.cuh), and their sums added up in order (gemm/sm90/partials.cuh).
-
-   With SPLIT > 1 as many blocks share the k of one tile, for so few tiles that most of the GPU would
-   be idle: those of a cluster (gemm/sm90/split_k.cuh), or with SHARES any, whose sums meet in memory.
-
-   Otherwise blocks of a cluster have tiles below one another. Each fetches half of the weight's tile
-   and has TMA write it into both, so that L2 is asked once.
+   (gemm/pieces.cuh), and their sums added up in order (gemm/sm90/partials.cuh). With SPLIT > 1 as
+   many blocks share the k of one tile, where most of the GPU would be idle: those of a cluster
+   (gemm/sm90/split_k.cuh), or with SHARES any, whose sums meet in memory. Otherwise blocks of a
+   cluster have tiles below one another; each fetches half of the weight's tile and has TMA write it
+   into both, so that L2 is asked once.
 
    With SWAPPED the weight stands where x does elsewhere in this file, and x where the weight does: the
    product is out's transpose (gemm/sm90/store_transposed.cuh). Rows of x are columns of wgmma then,
    which come by 16 and not by 64, so that 140 rows are no 192; consumers are COOPERATIVE.
 
-   With groups there is a weight, or an output, for each expert (gemm/groups.cuh).
-
-   Rows of a weight with GATE: a tile has as many of gate as of up, so that a thread has both sums
-   of an element.
+   With groups there is a weight, or an output, for each expert (gemm/groups.cuh). Rows of a weight with
+   GATE: a tile has as many of gate as of up, so that a thread has both sums of an element.
 
    Source: the schedules of CUTLASS 3 (warp-specialised, cooperative and ping-pong). */
 #include "prelude.cuh"
@@ -50,6 +45,7 @@
 //% endif
 #include "gemm/groups.cuh"
 #include "gemm/pairs.cuh"
+#include "gemm/sm90/arrivals.cuh"
 #include "gemm/sm90/consume.cuh"
 #include "gemm/sm90/gathered_rows.cuh"
 #include "gemm/sm90/operands.cuh"
@@ -76,6 +72,7 @@ constexpr bool COOPERATIVE = ${cooperative};
 constexpr bool SWAPPED = ${swapped};  // x is the weight, m is n, and the other way around
 constexpr bool SHARES = ${shares};    // blocks share the k of some tiles
 constexpr bool GATHER = ${gather};    // x has rows of tokens (gemm/sm90/gathered_rows.cuh)
+constexpr bool WAITS = ${waits}, TELLS = ${tells};  // of rows (gemm/sm90/arrivals.cuh)
 constexpr bool GATE = ${gate}, RESIDUAL = ${residual}, PRE = ${pre};
 constexpr bool FETCHED = RESIDUAL && ${tma_store};  // the residual comes while products run
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
@@ -93,8 +90,7 @@ static_assert(SPLIT == 1 || CLUSTER == 1, "one reason to be a cluster");
 static_assert(!SWAPPED || (COOPERATIVE && CLUSTER == 1 && SHARES <= (SPLIT > 1) && !GATE && !PRE),
               "what the transposed way out can do");
 static_assert(!FETCHED || BOXES_OF_BLOCK * 64 >= (SWAPPED ? BLOCK_N : OUT_COLUMNS), "room for it");
-static_assert(ROWS % 64 == 0, "wgmma takes 64 rows");
-static_assert(OUT_COLUMNS % 16 == 0, "outputs are staged 16 columns at a time");
+static_assert(ROWS % 64 == 0 && OUT_COLUMNS % 16 == 0, "wgmma's rows, columns staged at a time");
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
                   (1 + CONSUMERS) * registers_at_start(THREADS),
               "more would be waited for forever");
@@ -103,16 +99,12 @@ using Stages = GemmStages<OperandTile<BLOCK_M, X_K_MAJOR>, OperandTile<BLOCK_N, 
                           STAGES, CONSUMERS, BOXES, GUARD>;
 using Place = RingPlace<STAGES>;
 using Work = Pieces<SHARES && SPLIT == 1>;
-using Order = GroupedOrder<Groups::${groups}, BLOCK_M * CLUSTER>;
+using Order = GroupedOrder<Groups::${groups}, BLOCK_M * CLUSTER, WAITS || TELLS>;
 using Parts = WeightParts<Stages::B, GATE, CLUSTER>;
 using Pairs = EpiloguePairs<Activation, GATE, PRE, RESIDUAL, elem_t, out_t>;
 using Added = Residual<out_t>;
 static_assert(!Order::GROUPED || (SPLIT == 1 && CLUSTER == 1 && !SHARES && !SWAPPED),
               "tiles of experts have one block each");
-
-__device__ __forceinline__ int part_of_block() {
-  return MEETS ? cluster_rank() : block_index_again() % SPLIT;
-}
 
 // What this block does of a tile that others share, or which has its expert's k alone.
 __device__ __forceinline__ Piece own_part(const Piece& whole, const Order& order) {
@@ -122,16 +114,18 @@ __device__ __forceinline__ Piece own_part(const Piece& whole, const Order& order
     return {whole.tile, depth.first / BLOCK_K, depth.count / BLOCK_K};
   }
   if (SPLIT == 1) return whole;
-  const KPart part(part_of_block(), SPLIT, whole.steps);
+  const KPart part(MEETS ? cluster_rank() : block_index_again() % SPLIT, SPLIT, whole.steps);
   return {whole.tile, part.first, part.steps};
 }
 
 __device__ __forceinline__ void produce_x(const Stages& stages, const OperandMaps& maps,
-                                          const Order& order, const Work& work, int rank) {
+                                          const Order& order, const Work& work, int rank,
+                                          const Arrivals& arrivals) {
   using X = Stages::A;
   if (elect_one()) maps.prefetch();
   produce(stages, order, work, own_part, [&](const GroupedTile& tile, int stage, int k) {
     const int row = tile.row + rank * BLOCK_M, rows = X::asked<BLOCK_M>(tile.end - row);
+    if (WAITS && k == 0) arrivals.wait(row);
     mbarrier_expect(stages.full(stage), rows * (BLOCK_K * 2));
     X::load<0, BLOCK_M>(stages.a(stage), maps, stages.full(stage), row, rows, k, 0, 0);
   });
@@ -163,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     //% endif
     const elem_t* __restrict__ bias,               // [n] or [2 n], or null
     const out_t* __restrict__ residual,            // [m, n], or null
-    out_t* __restrict__ out,                       // [m, n]
+    out_t* __restrict__ out ${flags},              // [m, n]
     elem_t* __restrict__ pre,                      // [m, n] or [m, 2 n], or null
     //% if shares
     float4* __restrict__ workspace,  // of PartialSums: a group of each consumer's rows
@@ -181,8 +175,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     //% if gather
     const int tokens, const int top_k, const i64 x_stride,
     //% endif
-    const int m, const int n, const int k, const i64 out_stride, const i64 residual_stride,
-    const float scale,
+    const int m, const int n, const int k ${flag_numbers}, const i64 out_stride,
+    const i64 residual_stride, const float scale,
     const int group_rows) {  // rows of tiles that are taken together
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const Stages stages{static_cast<u32>(__cvta_generic_to_shared(shared_memory))};
@@ -196,6 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
   if (CLUSTER > 1) meet_cluster();  // both blocks' barriers are there
   after_previous_kernel();
   Order order{m, ceil_div(n, OUT_COLUMNS), group_rows};
+  order.first_row = ${first_row};
   //% if groups != "NONE"
   order.offsets = offsets, order.experts = experts;
   //% endif
@@ -217,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
       const TokenRows<elem_t> rows = {x, x_stride, sorted_token_ids, tokens, top_k, k};
       GatheredRows<elem_t, Stages, BLOCK_M>(stages, rows, warp / 2).produce(order, work_of_block());
       //% else
-      produce_x(stages, {x_map, x_map_last}, order, work_of_block(), rank);
+      produce_x(stages, {x_map, x_map_last}, order, work_of_block(), rank, {${arrived}});
       //% endif
     } else if (warp == 1) {
       produce_weight(stages, {weight_map, weight_map_last}, order, work_of_block(), n, rank);
@@ -242,6 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     const PartialSums partials{workspace, counters, GROUPS,
                                COOPERATIVE ? rank * CONSUMERS + consumer : rank};
     //% endif
+    Finished finished{${finished}};
     int position = 0, turn = 0, taken = 0, box = 0;  // in the ring; pieces; of its own; of output
     Work work = work_of_block();
     for (Piece piece; work.take(piece); ++turn) {
@@ -298,11 +294,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
                                     : MEETS && piece.steps > 0 && cluster_rank() == 0;
       multiply<elem_t, CLUSTER>(acc, stages, place, piece.steps, consumer_row, lane, pingpong, [&] {
         if (FETCHED && ahead) fetch_residual();
+        if (TELLS) finished.tell(lane);
       });
       named_barrier_wait_aligned<WARPGROUP>(3 + consumer);  // all of its bias is there
       if (SPLIT > 1 && piece.steps == 0) zero(acc);
       //% if shares and split > 1
-      if (!partials.add_split<SPLIT>(acc, piece.tile, part_of_block(), threadIdx.x % WARPGROUP,
+      if (!partials.add_split<SPLIT>(acc, piece.tile, blockIdx.x % SPLIT, threadIdx.x % WARPGROUP,
                                      3 + consumer, stages.flag(shared_memory, consumer)))
         continue;
       //% elif shares
@@ -340,7 +337,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
                                  before + row, before + tile.end, column);
         //% endif
       }
+      finished.row = first_row;
     }
+    if (TELLS) finished.tell(lane);
     pingpong.end(turn % CONSUMERS);
     if (lane == 0) bulk_wait_read();
   }

@@ -25,10 +25,11 @@ struct Depth {
   int first, count;
 };
 
-// Tiles of BLOCK_M rows, by their numbers. Of ROWS all tiles of an expert come before those of the
+// Tiles of BLOCK_M rows, by their numbers. AROUND: from `first_row` on, and then those before it; m
+// and first_row are multiples of BLOCK_M. Of ROWS all tiles of an expert come before those of the
 // next, so that its weight is read once; how many there are shows when `is_beyond` the last one. A
 // number may not be less than the one before. By whole warps.
-template <Groups HOW, int BLOCK_M>
+template <Groups HOW, int BLOCK_M, bool AROUND = false>
 struct GroupedOrder {
   static constexpr bool GROUPED = HOW != Groups::NONE;
   static constexpr bool OF_K = HOW == Groups::DEPTH;
@@ -38,6 +39,7 @@ struct GroupedOrder {
   // of an expert's are there.
   const int* offsets = nullptr;
   int experts = 1;
+  int first_row = 0;
   // Of ROWS a lane knows one of 32 experts: where its tiles begin and end, and its rows.
   int base = -WARP_SIZE, known = 0;  // the first of them; tiles of all experts so far
   int first = 0, next = 0, row = 0, row_end = 0;
@@ -53,7 +55,8 @@ struct GroupedOrder {
     const TileOrder order{ceil_div(m, BLOCK_M), columns, group};
     const int own = OF_K ? number / order.count() : 0;
     const TilePlace tile = order(number - own * order.count());
-    return {tile.row * BLOCK_M, tile.column, own, m};
+    const int row = tile.row * BLOCK_M + (AROUND ? first_row : 0);
+    return {AROUND && row >= m ? row - m : row, tile.column, own, m};
   }
 
   __device__ __forceinline__ bool is_beyond(const GroupedTile& tile) const {

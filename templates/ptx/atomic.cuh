@@ -1,5 +1,6 @@
 // Words of global memory that many blocks write: reductions (red), which give nothing back, atomics
-// (atom), which give what was there before, and loads and stores beside them. All of GPU scope.
+// (atom), which give what was there before, and loads and stores beside them. Of GPU scope, unless
+// the name says that engines and other GPUs (system) take part.
 //
 //   relaxed   the word alone: what is written before or after has no order for others
 //   release   what this thread wrote before is seen by whoever acquires the word
@@ -78,6 +79,23 @@ __device__ __forceinline__ u32 load_acquire(const u32* counter) {
                : "l"(__cvta_generic_to_global(counter))
                : "memory");
   return value;
+}
+
+// PTX ISA: ld.acquire.sys
+__device__ __forceinline__ u32 load_acquire_system(const u32* word) {
+  u32 value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];"
+               : "=r"(value)
+               : "l"(__cvta_generic_to_global(word))
+               : "memory");
+  return value;
+}
+
+// PTX ISA: red.release.sys.add
+__device__ __forceinline__ void red_add_release_system(u32* word, u32 value) {
+  asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(word)),
+               "r"(value)
+               : "memory");
 }
 
 // Two neighbouring words, at a global address on an 8-byte boundary.      PTX ISA: st.relaxed.gpu

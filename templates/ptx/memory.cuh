@@ -99,6 +99,18 @@ __device__ __forceinline__ void load_chunk_if(uint4& chunk, const void* source, 
       : "l"(__cvta_generic_to_global(source)), "r"(static_cast<int>(there)));
 }
 
+// Two floats, on an 8-byte boundary, if `there`, else zeros.
+// PTX ISA: ld.global.v2.f32, predicated execution (@p)
+__device__ __forceinline__ float2 load_pair_if(const void* source, bool there) {
+  float2 pair = {0.f, 0.f};
+  asm volatile(
+      "{ .reg .pred there; setp.ne.s32 there, %3, 0; @there ld.global.v2.f32 {%0, %1}, [%2]; }"
+      : "+f"(pair.x), "+f"(pair.y)
+      : "l"(__cvta_generic_to_global(source)), "r"(static_cast<int>(there))
+      : "memory");
+  return pair;
+}
+
 // The same of what nobody writes while the kernel runs.             PTX ISA: ld.global.nc.v4.u32
 __device__ __forceinline__ void load_constant_chunk_if(uint4& chunk, const void* source,
                                                        bool there) {

@@ -49,6 +49,10 @@ class Memory:
         self.copies = all_gather(self.group, self.own).wait()
 
 
+def waited(stream: Any, flags: Any, index: int, value: int) -> None:
+    assert flags[index] == value, "counts are those of a whole chunk"
+
+
 @contextmanager
 def faked(made: list[Memory]) -> Iterator[None]:
     from fkjit.distributed import attention, linear, symmetric
@@ -63,7 +67,8 @@ def faked(made: list[Memory]) -> Iterator[None]:
     places = [
         (symmetric, "shared", shared), (symmetric, "_stream", lambda torch, device: nothing),
         (attention, "available", lambda x: True), (linear, "available", lambda x: True),
-        (torch.cuda, "current_stream", lambda: nothing),
+        (symmetric, "write_flag", lambda stream, flags, at: flags[at : at + 1].fill_(1)),
+        (symmetric, "wait_flag", waited), (torch.cuda, "current_stream", lambda: nothing),
         (torch.cuda, "stream", lambda stream: nullcontext()),
     ]  # fmt: skip
     before = [(module, name, getattr(module, name)) for module, name, _ in places]
@@ -102,3 +107,61 @@ def both(rank: int) -> dict[str, float]:
 def test_three_ranks_read_and_write_what_messages_bring():
     with ranks(3) as pool:
         assert pool.run(both) == [{"ring": 0.0, "column": 0.0, "row": 0.0}] * 3
+
+
+def in_step(rank: int) -> dict[str, float]:
+    """How far products whose tiles have flags are from float64; gradients too. On Hopper's
+    interpreter."""
+    import os
+
+    import fkjit.distributed as fd
+    from fkjit.distributed import linear
+    from fkjit.settings import settings
+
+    product, hows = linear.linear_flagged, []
+
+    def noted(*given: Any, **named: Any) -> None:
+        hows.append(named["how"])
+        product(*given, **named)
+
+    size = torch.distributed.get_world_size()
+    os.environ["FKJIT_TARGET"] = "compute_90a"
+    settings.cache_clear()
+    made: list[Memory] = []
+    x, w = draw(rank, (256, 64), torch.float16), draw(rank + 9, (64, 64), torch.float16) / 8
+    y, bias = draw(rank + 5, (256 * size, 64), torch.float16), draw(20, (64,), torch.float16)
+    xs = torch.cat([draw(r, (256, 64), torch.float16) for r in range(size)]).double()
+    ys = [draw(r + 5, (256 * size, 64), torch.float16).double() for r in range(size)]
+    ws = [(draw(r + 9, (64, 64), torch.float16) / 8).double() for r in range(size)]
+    rows = slice(256 * rank, 256 * (rank + 1))
+    found = {}
+    linear.linear_flagged = noted
+    try:
+        with faked(made):
+            column = fd.column_parallel_linear(x, w, bias, transport="tiles")
+            row = fd.row_parallel_linear(y, w, bias, transport="tiles")
+            again = fd.row_parallel_linear(y, w, bias, transport="tiles")
+            x.requires_grad_(), w.requires_grad_()
+            fd.column_parallel_linear(x, w, transport="tiles").backward(y)
+            v = w.detach().clone().requires_grad_()
+            fd.row_parallel_linear(y.requires_grad_(), v, transport="tiles").backward(x.detach())
+    finally:
+        linear.linear_flagged = product
+        del os.environ["FKJIT_TARGET"]
+        settings.cache_clear()
+    assert [m.barriers for m in made[:2]] == [2, 2] and torch.equal(row, again)
+    assert hows == ["waits", "tells", "tells", "waits", "tells", "tells", "waits"]
+    found["column"] = error(column, xs @ w.detach().double().T + bias.double())
+    wanted = sum(a[rows] @ b.T for a, b in zip(ys, ws, strict=True)) + bias.double()
+    found["row"] = error(row, wanted)
+    found["dx"] = error(x.grad, sum(a[rows] @ b for a, b in zip(ys, ws, strict=True)))
+    found["dw"] = error(w.grad, ys[rank].T @ xs)
+    found["row dx"] = error(y.grad, xs @ w.detach().double())
+    found["row dw"] = error(v.grad, xs.T @ ys[rank])
+    return found
+
+
+def test_products_in_step_with_their_rows():
+    with ranks(2) as pool:
+        for errors in pool.run(in_step):
+            assert all(e < 3e-3 for e in errors.values()), errors

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fkjit.distributed.order import LAYOUTS, chunk_count, chunks_of, owner_of
-from fkjit.distributed.tiles import Tile, band, slots, tiles
+from fkjit.distributed.tiles import Tile, band, endings, slots, tiles
 
 
 def seen(tile: Tile, shape: tuple[int, int]) -> np.ndarray:
@@ -93,3 +93,33 @@ def test_owners_are_where_chunks_are(layout):
 def test_slots_keep_rows_apart():
     found = [Tile((0, 8), (0, 8)), Tile((0, 4), (0, 4)), Tile((4, 8), (0, 4)), Tile((2, 5), (0, 4))]
     assert list(slots(found)) == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("window", [(None, None), (None, 0)])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_every_row_is_done_once_and_by_its_last_tile(layout, window, size):
+    length, rows = 3, 3 * chunk_count(layout, size) // size
+    for r in range(size):
+        found = [
+            tile
+            for step in range(size)
+            for tile in tiles(
+                chunks_of(layout, r, size), chunks_of(layout, (r - step) % size, size), length,
+                window,
+            )
+        ]  # fmt: skip
+        made = endings(tuple(found), rows)
+        assert made is not None
+        done = np.full(rows, -1)
+        for n, (tile, (first, end)) in enumerate(zip(found, made, strict=True)):
+            assert (done[slice(*tile.q)] == -1).all()  # no tile has a row that is done
+            done[tile.q[0] + first : tile.q[0] + end] = n
+        assert (done >= 0).all()
+
+
+def test_rows_that_end_in_two_places_or_nowhere_have_no_endings():
+    whole, middle = Tile((0, 9), (0, 9)), Tile((3, 6), (0, 9))
+    assert endings((middle, whole), 9) == ((0, 0), (0, 9))
+    assert endings((whole, middle), 9) is None
+    assert endings((middle,), 9) is None

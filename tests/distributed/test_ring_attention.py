@@ -131,6 +131,7 @@ CASES = [
     ({"form": "ring", "window": (20, None), "layout": "contiguous"}, False),
     ({"form": "gather", "window": (7, 3), "sinks": True}, False),
     ({"form": "ring", "causal": True, "sinks": True}, True),
+    ({"form": "ring", "causal": True, "carry": False}, False),
     ({"form": "ulysses", "causal": True, "sinks": True, "window": (9, 0)}, False),
 ]
 

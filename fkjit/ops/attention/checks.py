@@ -20,11 +20,18 @@ from fkjit.ops.attention.shapes import (
     Sizes,
     are_rows_aligned,
     check_block,
+    check_columns,
     check_scale,
     dense_sizes,
     packed_sizes,
 )
-from fkjit.ops.op.checks import FLOATS, check_dtype, check_flag, check_same_dtype
+from fkjit.ops.op.checks import (
+    FLOATS,
+    check_dtype,
+    check_flag,
+    check_output,
+    check_same_dtype,
+)
 from fkjit.ops.op.op import Launch, Output, Request, arch_of
 from fkjit.runtime import interop
 from fkjit.runtime.device import is_capturing, multiprocessors
@@ -34,6 +41,7 @@ from fkjit.spec import Params
 IMPLEMENTATIONS = ("auto", "flash", "tiled", "naive")
 _WITH_FEATURES = ("auto", "flash")
 _LIMIT = 2**31
+_OUTPUTS = ("o", "lse")
 
 Views = Mapping[str, View | None]
 
@@ -51,7 +59,24 @@ def check(views: Views, options: AttentionOptions) -> Request:
     shape = (first, second, third, problem["head_dim_v"])
     lse = (problem["batch"], problem["heads_q"], problem["seqlen_q"])
     seen = present(views) if has_features else rows
-    return request(call, seen, problem, (shape, lse), options, has_features)
+    given = _given(call, views, problem, (shape, lse))
+    return request(call, seen, problem, (shape, lse), options, has_features, given)
+
+
+def _given(
+    call: str, views: Views, problem: Sizes, shapes: Sequence[tuple[int, ...]]
+) -> Sequence[View | None]:
+    """o, of rows at any distance, and a contiguous lse, where they are to be written."""
+    o, lse = views.get("o"), views.get("lse")
+    if o is lse is None:
+        return None, None
+    check_output(call, o, shapes[0], views["q"].dtype, "o")  # type: ignore[union-attr]
+    check_output(call, lse, shapes[1], "fp32", "lse")
+    if o is not None and o.strides[-1] != 1:
+        check_columns(call, "o", o)
+    if lse is not None and tuple(lse.strides) != interop.contiguous(lse.shape):
+        raise ParameterError(f"{call}: lse has strides {tuple(lse.strides)}; allowed: contiguous")
+    return o, lse
 
 
 def check_varlen(views: Views, options: VarlenOptions) -> Request:
@@ -77,16 +102,18 @@ def _has_features(views: Views, options: AttentionOptions) -> bool:
 
 def request(
     call: str, seen: Mapping[str, View], problem: Sizes, shapes: Sequence[tuple[int, ...]],
-    options: Options, has_features: bool,
+    options: Options, has_features: bool, given: Sequence[View | None] = (None, None),
 ) -> Request:  # fmt: skip
-    """What both calls have in common; `seen`: the arrays that there are; `shapes` of o and lse."""
+    """What both calls have in common; `seen`: the arrays that there are; `shapes` of o and lse, and
+    those that were given (`attention_into`)."""
     features = _complete(call, seen, problem, options, has_features)
-    o, lse = Output(shapes[0], problem["dtype"]), Output(shapes[1], "fp32")
+    o, lse = Output(shapes[0], problem["dtype"], given[0]), Output(shapes[1], "fp32", given[1])
     made = {"o": o, "lse": lse if check_flag(call, "return_lse", options.return_lse) else None}
     block = check_block(call, options.block)
     if 0 in (*shapes[0], problem["batch"], problem["seqlen_q"]):
         return Request(seen, made, ())
-    aligned = are_rows_aligned((seen["q"], seen["k"], seen["v"]), problem["head_dim_v"])
+    rows = (seen["q"], seen["k"], seen["v"], *(x for x in given[:1] if x is not None))
+    aligned = are_rows_aligned(rows, problem["head_dim_v"])
     impl, arch = "flash", arch_of(seen["q"])
     if isinstance(options, AttentionOptions):
         impl = options.impl
@@ -148,8 +175,8 @@ def check_grid(call: str, problem: Sizes) -> None:
 
 
 def present(views: Views) -> dict[str, View]:
-    """The arrays that there are."""
-    return {name: view for name, view in views.items() if view is not None}
+    """The inputs that there are."""
+    return {n: view for n, view in views.items() if view is not None and n not in _OUTPUTS}
 
 
 def _rows(call: str, views: Views) -> dict[str, View]:

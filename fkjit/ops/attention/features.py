@@ -106,6 +106,7 @@ class ScoreFeatures:
             + _SCALE_ARRAYS * bool(self.codes)
             + _LISTED * self.mixed,
             **_PACKED[self.varlen],
+            **NOT_RESUMED,
             "mixed": self.mixed,
             "listed": f", {LISTED}" if self.mixed else "",
             "works": "ListedWorkItems" if self.mixed else "AttentionWorkItems",
@@ -115,6 +116,8 @@ class ScoreFeatures:
         }
 
 
+# Of rows that begin with what other keys left (resumed/kernels.py).
+NOT_RESUMED: Mapping[str, Any] = {"resumed": False, "state_array": "", "state_numbers": ""}
 _PAGE_ARRAYS = "".join(f", const int* __restrict__ {name}" for name in PAGES)
 LISTED = "long_sequences"  # of more than one new token: how many, then which
 _LISTED = f", const int* __restrict__ {LISTED}"
@@ -134,6 +137,7 @@ _PAGE_NUMBERS = ", const int table_width, const int page_log2, const int num_pag
 # What templates name where there are no score features.
 PLAIN: Mapping[str, Any] = {
     **{
+        **NOT_RESUMED,
         "form": False,
         "seeded": False,
         "paged": False,

@@ -264,6 +264,21 @@ _VARLEN = _op("attention_varlen", check_varlen, VarlenOptions, nodes.traced_varl
 nodes.define(_ATTENTION, _VARLEN)
 
 
+def attention_into(
+    o: Any, lse: Any, q: Any, k: Any, v: Any, *, causal: bool = False,
+    softmax_scale: float | None = None, window: Any = None, softcap: float | None = None,
+    sinks: Any = None,
+) -> None:  # fmt: skip
+    """`attention` without gradients, whose results are written to o [B, Hq, Sq, Dv], of rows at any
+    distance, and to a contiguous lse."""
+    options = (causal, softmax_scale, None, "auto", True, "bhsd", True, window, softcap)
+    inputs = (q, k, v, *(sinks if name == "sinks" else None for name in POINTERS))
+    made = _ATTENTION(inputs, (o, lse, None, None), options)
+    for into, x in zip((o, lse), made, strict=True):
+        if into is not x:  # another op has answered
+            into[...] = x
+
+
 # ------------------------------------------------------------------ prepare
 
 _LAST = "softcap"  # of the options that a call without a score_mod gives

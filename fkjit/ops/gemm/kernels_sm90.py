@@ -126,6 +126,13 @@ def _bias_bytes(params: Params) -> int:
     return 2 * CONSUMERS * params["block"][0 if swapped(params) else 1] * 2
 
 
+# What the template names of rows that come or are wanted while a product runs (flagged.py).
+NO_FLAGS: Mapping[str, Any] = {
+    "waits": False, "tells": False, "flags": "", "flag_numbers": "", "first_row": "0",
+    "arrived": "nullptr, 1", "finished": "nullptr, 1",
+}  # fmt: skip
+
+
 def _derive(params: Params) -> dict[str, Any]:
     tile, k_major = params["block"], (params["x_layout"] == "mk", params["weight_layout"] == "nk")
     if swapped(params):
@@ -141,6 +148,7 @@ def _derive(params: Params) -> dict[str, Any]:
         "weight_k_major": k_major[1],
         "groups": "NONE",
         "gather": False,
+        **NO_FLAGS,
         **epilogue.values(params["activation"]),
     }
 
