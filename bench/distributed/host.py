@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fkjit.ops.gemm import flagged
 
-_SPARE = 16  # SMs for copies inside the GPU, that a product would wait for on all of them
+_SPARE = 16  # SMs for copies inside the GPU, which may want some while a product waits for them
 _GATHERS = ("all_gather_into_tensor", "all_gather_single")  # what PyTorch calls it, and called it
 
 

@@ -38,7 +38,7 @@ _FIXED = {
 }  # fmt: skip
 _WARPS = {"cooperative": 8, "pingpong": 4}  # that store a tile
 _CHUNK = 8  # elements of 16 bytes
-SPARE = [0]  # SMs that are left to copies: to those inside a GPU, for rehearsals on one
+SPARE = [0]  # SMs that are left to copies inside the GPU, for rehearsals on one
 _FIRST = dict(zip(("block", "schedule", "cluster"), TILES[0], strict=True))
 
 
