@@ -1,0 +1,359 @@
+/* A decode step of up to eight sequences in one launch: from their tokens to logits, through all
+   layers, with a paged KV cache.
+
+   One block on each multiprocessor, all at the same time (cooperative). WARPS warps compute;
+   others fetch the weights of the block's part of every product, in order, through a ring in shared
+   memory (step/weight_ring.cuh). No weight depends on what is computed, so they run ahead, also past the
+   barriers of the grid at which the others wait: memory stays busy meanwhile.
+
+     phase               what a block computes                        what comes out, rounded
+     embedding           a part of the tokens' rows                   stream [m, hidden], T
+     per layer:
+       qkv               norm of all rows; its outputs                qkv [m, heads, D], fp32
+       heads             work items of attention (decode_heads.cuh)   attended [m, heads_q, D], T;
+                                                                      k and v in the cache
+       out               its outputs                                  stream, added to
+       up                norm of all rows; its outputs                inner [m, mlp], T
+       down              its outputs                                  stream, added to
+     head                norm of all rows; its outputs                logits, fp32; the largest of each
+
+   A barrier of the grid is between any two. The sums of a product are added up over the warps in
+   their order; so the bits are the same every time.
+
+   Weights are found by `layers`: of each layer how many elements behind `weights` its arrays begin.
+   sm_90 and later. */
+#include "prelude.cuh"
+#include "gemm/activation.cuh"
+#include "ptx/named_barrier.cuh"
+#include "step/decode_heads.cuh"
+#include "step/largest.cuh"
+#include "step/weight_ring.cuh"
+#include "step/workspace.cuh"
+#include "tile/grid_barrier.cuh"
+
+using elem_t = ${dtype};
+using Activation = ${activation};
+constexpr bool CENTERED = ${centered};  // LayerNorm
+constexpr bool ROPE = ${rope}, GATE = ${gate};
+constexpr int D = ${head_dim}, GROUP = ${group};  // query heads of a key head
+constexpr int MOST = ${most};                     // rows there is room for
+constexpr int WARPS = ${warps}, FETCHERS = ${fetchers};
+constexpr int COLUMNS = ${columns};  // of a weight in a stage of the ring
+constexpr int STAGES = ${stages}, FLIGHT = ${flight};
+constexpr int ROOM = ${room} << 10;  // bytes of shared memory for rows
+
+constexpr int THREADS = 32 * WARPS;  // that compute
+constexpr int TILE = 16;             // rows of a weight
+
+struct Meet {
+  __device__ __forceinline__ void operator()() const { named_barrier_wait_aligned<THREADS>(1); }
+};
+using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS>;
+using Norm = RowNorm<elem_t, WARPS, CENTERED, Meet>;
+using Heads = DecodeHeads<elem_t, D, GROUP, WARPS, ROPE>;
+static_assert(MOST <= 8 && MOST * TILE <= THREADS, "an output of a tile for each thread");
+static_assert(sizeof(typename Heads::Shared) <= ROOM, "attention has its room");
+
+// Of a layer: elements behind `weights`, NONE: there is no such array.
+struct LayerWeights {
+  static constexpr i64 NONE = -1ll << 62;
+  i64 norm, norm_bias, qkv, qkv_bias, out, out_bias;
+  i64 mlp_norm, mlp_norm_bias, up, up_bias, down, down_bias;
+  i64 window;  // keys that a token sees; 0: all
+};
+
+struct DecodeModel {
+  i64 plane;  // elements of a layer's keys, as many as of its values
+  int m;      // 1..MOST
+  int layers, hidden, mlp, vocabulary, heads_q, heads_kv;
+  int splits;  // work items of a sequence and a key head
+  int page_step, head_step, token_step, page_log2, max_sequences, max_pages, table_rows;
+  int logits_stride;
+  float eps, scale;
+};
+
+// What passes from phase to phase, in `workspace`.
+struct Between {
+  elem_t *stream, *attended, *inner;
+  float *qkv, *partials;
+  u32* largest;
+};
+
+struct Wanted {  // as loaded: to convert is to wait
+  elem_t x, y;
+};
+
+// The compute warps' part of a product: tiles of the weight come through the ring.
+struct Product {
+  Ring& ring;
+  const u32 rows;               // of x, in shared memory
+  float (*sums)[WARPS][MOST][TILE];  // two of these, in turns
+  const int m;
+  int turn = 0;
+
+  // before(row, column): what an output of this thread will want, on its way while the tile is
+  // multiplied. after(row, column, sum and with HALVES up's, what before returned): what becomes of
+  // it.
+  template <bool HALVES, typename Before, typename After>
+  __device__ __forceinline__ void operator()(int n, int k, int share, const Before& before,
+                                             const After& after) {
+    constexpr int OUTPUTS = HALVES ? TILE / 2 : TILE;
+    const Outputs mine(n, share);
+    const SharedRow<elem_t> x(rows, m, k);
+    const int row = threadIdx.x / OUTPUTS, place = threadIdx.x % OUTPUTS;
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+#pragma unroll 1
+    for (int first = mine.begin; first < mine.end; first += OUTPUTS) {
+      const int column = first + place;
+      const bool has = row < m && column < mine.end;
+      Wanted wanted = {};
+      if (has) wanted = before(row, column);
+      float d[4] = {};
+      ring.template multiply<HALVES>(d, x, k, min(OUTPUTS, mine.end - first));
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (lane % 4 * 2 + i % 2 < MOST)
+          sums[turn][warp][lane % 4 * 2 + i % 2][lane / 4 + i / 2 * 8] = d[i];
+      Meet()();
+      if (has) {
+        float2 total = {0.f, 0.f};
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+          total.x += sums[turn][w][row][place];
+          if (HALVES) total.y += sums[turn][w][row][place + OUTPUTS];
+        }
+        after(row, column, total, wanted);
+      }
+      turn ^= 1;
+    }
+  }
+};
+
+__device__ __forceinline__ const elem_t* weight_at(const elem_t* weights, i64 offset) {
+  return offset == LayerWeights::NONE ? nullptr : weights + offset;
+}
+__device__ __forceinline__ elem_t bias_at(const elem_t* bias, int column) {
+  return bias == nullptr ? elem_t(0.f) : bias[column];
+}
+
+// Tokens' rows of the embedding, shared out over the grid.
+__device__ __forceinline__ void embed(elem_t* stream, const i64* tokens, const int* positions,
+                                      const elem_t* embedding, const elem_t* position_embedding,
+                                      int m, int hidden) {
+  constexpr int SIZE = Vector<elem_t>::SIZE;
+  const int chunks = hidden / SIZE;
+  for (int i = blockIdx.x * THREADS + threadIdx.x; i < m * chunks; i += gridDim.x * THREADS) {
+    const int row = i / chunks, column = i % chunks * SIZE;
+    Vector<elem_t> x = load_vector(embedding + tokens[row] * hidden + column);
+    if (position_embedding != nullptr) {
+      const Vector<elem_t> more =
+          load_vector(position_embedding + static_cast<i64>(positions[row]) * hidden + column);
+#pragma unroll
+      for (int j = 0; j < SIZE; ++j) x.set(j, x.get(j) + more.get(j));
+    }
+    store_vector(stream + static_cast<i64>(row) * hidden + column, x);
+  }
+}
+
+// A sequence has one token more, where there was room for it.
+__device__ __forceinline__ void count_token(const DecodeState& state, int* lengths, int i) {
+  const int row = state.rows[i];
+  if (row < 0 || row >= state.max_sequences) return;
+  const int length = lengths[row];
+  if (length < state.capacities[row]) lengths[row] = length + 1;
+}
+
+// Rows [m, k] to shared memory, as RowNorm leaves them.
+__device__ __forceinline__ void stage_rows(u32 rows, const elem_t* x, int m, int k) {
+  constexpr int SIZE = Vector<elem_t>::SIZE;
+  for (int row = 0; row < m; ++row) {
+#pragma unroll 4
+    for (int i = threadIdx.x * SIZE; i < k; i += THREADS * SIZE)
+      store_shared_chunk(rows + (row * (k + ROW_GAP) + i) * sizeof(elem_t),
+                         load_vector(x + row * static_cast<i64>(k) + i).bits);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
+    step_whole(const i64* tokens,                             // [m]
+               const int* positions,                          // [m]
+               const int* rows_of_cache,                      // [m]; below 0: no sequence
+               const elem_t* __restrict__ embedding,          // [vocabulary, hidden]
+               const elem_t* __restrict__ position_embedding,  // [positions, hidden], or null
+               const elem_t* __restrict__ weights, const LayerWeights* __restrict__ layers,
+               const elem_t* __restrict__ norm_weight,  // [hidden]
+               const elem_t* __restrict__ norm_bias,    // [hidden], or null
+               const elem_t* __restrict__ head,         // [vocabulary, hidden]
+               const float* __restrict__ table,         // [table_rows, D], or null
+               const int* page_table,                   // [max_sequences, max_pages]
+               const int* capacities,                   // [max_sequences]
+               int* lengths,                            // [max_sequences]
+               elem_t* pages,                           // [layers, 2, pages of the cache]
+               float* __restrict__ logits,              // [m, vocabulary]
+               i64* __restrict__ largest,               // [m]
+               unsigned char* workspace, u32* counters, const DecodeModel model) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ __align__(8) u64 barriers[2 * STAGES];
+  __shared__ float sums[2][WARPS][MOST][TILE];
+  const int m = model.m, hidden = model.hidden, dim_q = model.heads_q * D;
+  const int heads = (model.heads_q + 2 * model.heads_kv) * D;
+  Ring ring(shared_address(shared) + ROOM, shared_address(barriers));
+  if (threadIdx.x == 0) ring.make_barriers();
+  __syncthreads();
+
+  const DecodeState state = {
+      rows_of_cache, positions, page_table, lengths, capacities, table,
+      {model.page_step, model.head_step, model.token_step, 0, model.page_log2},
+      model.max_sequences, model.max_pages, model.table_rows, model.heads_kv, model.splits,
+      model.scale};
+  const int items = m * model.heads_kv * model.splits;
+  Workspace space = {workspace};
+  const Between at = {space.take<elem_t>(m * hidden), space.take<elem_t>(m * dim_q),
+                      space.take<elem_t>(m * model.mlp), space.take<float>(m * heads),
+                      space.take<float>(items * GROUP * (D + 2)), space.take<u32>(0)};
+  const auto heads_of = [&](int n) {
+    elem_t* const own = pages + 2 * n * model.plane;
+    return DecodeLayer<elem_t>{at.qkv, own, own + model.plane, at.attended, at.partials,
+                               counters + 1, static_cast<int>(layers[n].window)};
+  };
+
+  // The warps that fetch.
+  if (threadIdx.x >= THREADS) {
+#pragma unroll 1
+    for (int n = 0; n < model.layers; ++n) {
+      const LayerWeights& layer = layers[n];
+      ring.fetch<false>(weights + layer.qkv, heads, hidden, 4 * n);
+      for (int item = blockIdx.x; item < items && threadIdx.x < THREADS + 32; item += gridDim.x)
+        Heads::prefetch(state, heads_of(n), item);
+      ring.fetch<false>(weights + layer.out, hidden, dim_q, 4 * n + 1);
+      ring.fetch<GATE>(weights + layer.up, model.mlp, hidden, 4 * n + 2);
+      ring.fetch<false>(weights + layer.down, hidden, model.mlp, 4 * n + 3);
+    }
+    ring.fetch<false>(head, model.vocabulary, hidden, 4 * model.layers);
+    return;
+  }
+
+  GridBarrier barrier(counters, 5 * model.layers + 2);
+  const Meet meet;
+  const auto arrive = [&] {
+    meet();
+    if (threadIdx.x == 0) barrier.arrive();
+  };
+  const auto wait = [&] {
+    if (threadIdx.x == 0) barrier.wait();
+    meet();
+  };
+  const u32 rows = shared_address(shared);
+  Product product = {ring, rows, sums, m};
+
+  // 1. Embedding.
+  embed(at.stream, tokens, positions, embedding, position_embedding, m, hidden);
+  arrive();
+
+#pragma unroll 1
+  for (int n = 0; n < model.layers; ++n) {
+    const LayerWeights& layer = layers[n];
+    const auto array = [&](i64 offset) { return weight_at(weights, offset); };
+    const auto add_to_stream = [&](const elem_t* bias, int k, int share) {
+      product.template operator()<false>(
+          hidden, k, share,
+          [&](int row, int column) {
+            return Wanted{at.stream[row * hidden + column], bias_at(bias, column)};
+          },
+          [&](int row, int column, float2 sum, const Wanted& add) {
+            const float y = sum.x + static_cast<float>(add.y) + static_cast<float>(add.x);
+            at.stream[row * hidden + column] = static_cast<elem_t>(y);
+          });
+    };
+
+    // 2. Heads of q, k and v, of the normalised rows.
+    {
+      const Norm norm(array(layer.norm), array(layer.norm_bias), m, hidden);
+      wait();
+      norm.normalise(rows, at.stream, hidden, m, model.eps);
+    }
+    meet();
+    const elem_t* const qkv_bias = array(layer.qkv_bias);
+    product.template operator()<false>(
+        heads, hidden, 4 * n,
+        [&](int, int column) { return Wanted{bias_at(qkv_bias, column), elem_t(0.f)}; },
+        [&](int row, int column, float2 sum, const Wanted& add) {
+          at.qkv[row * heads + column] = sum.x + static_cast<float>(add.x);
+        });
+    arrive();
+    wait();
+
+    // 3. Attention.
+    for (int item = blockIdx.x; item < items; item += gridDim.x)
+      Heads::attend(*reinterpret_cast<typename Heads::Shared*>(shared), state, heads_of(n), item,
+                    meet);
+    arrive();
+    wait();
+
+    // 4. The output product, added to the stream.
+    stage_rows(rows, at.attended, m, dim_q);
+    meet();
+    add_to_stream(array(layer.out_bias), dim_q, 4 * n + 1);
+    arrive();
+
+    // 5. Up, with its activation.
+    {
+      const Norm norm(array(layer.mlp_norm), array(layer.mlp_norm_bias), m, hidden);
+      wait();
+      norm.normalise(rows, at.stream, hidden, m, model.eps);
+    }
+    meet();
+    const elem_t* const up_bias = array(layer.up_bias);
+    product.template operator()<GATE>(
+        model.mlp, hidden, 4 * n + 2,
+        [&](int, int column) {
+          return Wanted{bias_at(up_bias, column), bias_at(up_bias, GATE ? model.mlp + column : 0)};
+        },
+        [&](int row, int column, float2 sum, const Wanted& add) {
+          float y = Activation::value(sum.x + static_cast<float>(add.x));
+          if (GATE) y *= sum.y + static_cast<float>(add.y);
+          at.inner[row * model.mlp + column] = static_cast<elem_t>(y);
+        });
+    arrive();
+    wait();
+
+    // 6. Down, added to the stream.
+    stage_rows(rows, at.inner, m, model.mlp);
+    meet();
+    add_to_stream(array(layer.down_bias), model.mlp, 4 * n + 3);
+    arrive();
+  }
+
+  // 7. Logits, and the largest of this block's; the last block has the largest of all.
+  {
+    const Norm norm(norm_weight, norm_bias, m, hidden);
+    wait();
+    norm.normalise(rows, at.stream, hidden, m, model.eps);
+  }
+  meet();
+  Largest best;
+  product.template operator()<false>(
+      model.vocabulary, hidden, 4 * model.layers,
+      [](int, int) { return Wanted{}; },
+      [&](int row, int column, float2 sum, const Wanted&) {
+        logits[row * static_cast<i64>(model.logits_stride) + column] = sum.x;
+        best.see(sum.x, column);
+      });
+  best = best.of_lanes<TILE>();
+  const int row = threadIdx.x / TILE;
+  if (threadIdx.x % TILE == 0 && row < m) best.store(at.largest, row * gridDim.x + blockIdx.x);
+  meet();
+  u32& is_last = *reinterpret_cast<u32*>(shared);
+  if (threadIdx.x == 0) is_last = barrier.leave();
+  meet();
+  if (!is_last) return;
+  const int warp = threadIdx.x / WARP_SIZE;
+  if (warp < m) {
+    Largest all;
+    for (int i = threadIdx.x % WARP_SIZE; i < gridDim.x; i += WARP_SIZE)
+      all.see(Largest::loaded(at.largest, warp * gridDim.x + i));
+    all = all.of_lanes<WARP_SIZE>();
+    if (threadIdx.x % WARP_SIZE == 0) largest[warp] = all.column;
+  }
+  if (threadIdx.x < m) count_token(state, lengths, threadIdx.x);
+}

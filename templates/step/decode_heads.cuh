@@ -1,0 +1,268 @@
+// One new token's attention to the keys before it and to itself, of the query heads of one key head,
+// in a launch of many steps (step/whole.cu). Its q, k and v come as sums of a product, fp32:
+//
+//   q and k are turned by the token's position; k and v go to the token's slot in the paged cache, and
+//   like q are rounded to T first
+//   keys are shared out: over SPLITS work items of a sequence and a head, and in one over the block's
+//   warps and a warp's groups of lanes, each with a maximum and a sum of its own (online softmax)
+//   last, warps' sums are merged, and of the work items of a head the last one merges theirs, in their
+//   order: the same bits every time
+#pragma once
+#include "kv/place.cuh"
+#include "ptx/atomic.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "tile/reduce.cuh"
+#include "tile/vector.cuh"
+
+// Of one layer, of all sequences of the step.
+template <typename T>
+struct DecodeLayer {
+  const float* qkv;     // [m, heads_q + 2 heads_kv, D]
+  T *k_pages, *v_pages;
+  T* attended;          // [m, heads_q, D]
+  float* partials;      // [work items][GROUP][D + 2]
+  u32* tickets;         // [m, heads_kv]
+  int window;           // keys that a token sees, itself included; 0: all
+};
+
+struct DecodeState {
+  const int *rows, *positions;                 // [m]
+  const int *page_table, *lengths, *capacities;  // of the cache
+  const float* table;                          // [table_rows, D]: cosines, then sines
+  PagedPool pool;                              // of keys, and of values
+  int max_sequences, max_pages, table_rows;
+  int heads_kv, splits;
+  float scale;
+};
+
+// The keys of a work item.
+struct DecodeSpan {
+  int sequence, head, split;
+  int position;      // in the cache of the new token
+  int first, last;   // keys, of which the new one may be the last
+  bool fresh;        // the new token has a slot, and its key is among these
+  const int* pages;
+
+  __device__ __forceinline__ DecodeSpan(const DecodeState& state, int item, int window) {
+    split = item % state.splits, head = item / state.splits % state.heads_kv;
+    sequence = item / state.splits / state.heads_kv;
+    const int row = state.rows[sequence];
+    const bool known = row >= 0 && row < state.max_sequences;
+    pages = state.page_table + wide(known ? row : 0, state.max_pages);
+    position = known ? state.lengths[row] : 0;
+    const bool room = known && position < state.capacities[row];
+    const int keys = position + room, begin = window > 0 ? max(keys - window, 0) : 0;
+    const int each = ceil_div(keys - begin, state.splits);
+    first = begin + split * each, last = min(first + each, keys);
+    fresh = room && first < last && last == keys;
+  }
+  __device__ __forceinline__ i64 offset(const PagedPool& pool, int key) const {
+    const int page = pages[key >> pool.page_log2], token = key & ((1 << pool.page_log2) - 1);
+    return wide(page, pool.page_step) + wide(token, pool.token_step) + wide(head, pool.head_step);
+  }
+  __device__ __forceinline__ int cached() const { return last - fresh; }
+};
+
+template <typename T, int D, int GROUP, int WARPS, bool ROPE>
+struct DecodeHeads {
+  static constexpr int SIZE = Vector<T>::SIZE, LANES = D / SIZE, KEYS = WARP_SIZE / LANES;
+  static constexpr int THREADS = 32 * WARPS, WIDE = D + 2;
+  static constexpr int AHEAD = 2;  // keys of a group of lanes under way
+  static_assert(D % SIZE == 0 && WARP_SIZE % LANES == 0, "groups of lanes");
+  struct Shared {
+    float q[GROUP][D];
+    T fresh[2][D];                   // the new token's key and value
+    float sums[WARPS][GROUP][WIDE];  // sums of values; maximum; sum
+    bool is_last;
+  };
+  // Of a group of lanes; a lane has SIZE of the D columns.
+  struct Sums {
+    float top[GROUP], total[GROUP], value[GROUP][SIZE];
+  };
+
+  // Keys and values come to L2.
+  static __device__ __forceinline__ void prefetch(const DecodeState& state,
+                                                  const DecodeLayer<T>& layer, int item) {
+    const DecodeSpan span(state, item, layer.window);
+    for (int key = span.first + threadIdx.x % WARP_SIZE; key < span.cached(); key += WARP_SIZE) {
+      const i64 at = span.offset(state.pool, key);
+      for (int i = 0; i < D; i += 128 / sizeof(T)) {
+        prefetch_l2(layer.k_pages + at + i);
+        prefetch_l2(layer.v_pages + at + i);
+      }
+    }
+  }
+
+  template <typename Meet>
+  static __device__ __forceinline__ void attend(Shared& shared, const DecodeState& state,
+                                                const DecodeLayer<T>& layer, int item,
+                                                const Meet& meet) {
+    const DecodeSpan span(state, item, layer.window);
+    meet();  // whoever reads `shared` is done
+    turn(shared, state, layer, span);
+    meet();
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    float q[GROUP][SIZE];
+    Sums sums = {};
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g) {
+      sums.top[g] = NEG_INFINITY;
+#pragma unroll
+      for (int j = 0; j < SIZE; ++j) q[g][j] = shared.q[g][lane % LANES * SIZE + j];
+    }
+    const int cached = span.cached(), step = WARPS * KEYS;
+#pragma unroll 1
+    for (int key = span.first + warp * KEYS; key < cached; key += step * AHEAD) {
+      Vector<T> k[AHEAD] = {}, v[AHEAD] = {};
+      const int own = key + lane / LANES;
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) {
+        const bool there = own + i * step < cached;
+        const i64 at = there ? span.offset(state.pool, own + i * step) + lane % LANES * SIZE : 0;
+        load_chunk_if(k[i].bits, layer.k_pages + at, there);
+        load_chunk_if(v[i].bits, layer.v_pages + at, there);
+      }
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) add(sums, q, k[i], v[i], own + i * step < cached);
+    }
+    if (span.fresh && warp == WARPS - 1) {
+      const T* const own = shared.fresh[0] + lane % LANES * SIZE;
+      add(sums, q, load_vector(own), load_vector(own + D), lane < LANES);
+    }
+    merge_lanes(sums);
+    if (lane < LANES) {
+#pragma unroll
+      for (int g = 0; g < GROUP; ++g) {
+#pragma unroll
+        for (int j = 0; j < SIZE; ++j) shared.sums[warp][g][lane * SIZE + j] = sums.value[g][j];
+        if (lane == 0) shared.sums[warp][g][D] = sums.top[g];
+        if (lane == 0) shared.sums[warp][g][D + 1] = sums.total[g];
+      }
+    }
+    meet();
+    finish(shared, state, layer, span, item, meet);
+  }
+
+ private:
+  // q, and the new token's k and v, turned and rounded, to shared memory; k and v to the cache.
+  static __device__ __forceinline__ void turn(Shared& shared, const DecodeState& state,
+                                              const DecodeLayer<T>& layer, const DecodeSpan& span) {
+    constexpr int HALF = D / 2;
+    const int heads_q = state.heads_kv * GROUP, position = state.positions[span.sequence];
+    const bool inside = position >= 0 && position < state.table_rows;
+    const float unit = inside ? 1.f : __int_as_float(0x7fffffff);
+    const float* const angles = state.table + (inside ? wide(position, D) : 0);
+    const float* const source = layer.qkv + wide(span.sequence, (heads_q + 2 * state.heads_kv) * D);
+    const i64 place = span.fresh ? span.offset(state.pool, span.position) : 0;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (GROUP + 2) * HALF; i += THREADS) {
+      const int head = i / HALF, pair = i % HALF;
+      const int from = head < GROUP    ? span.head * GROUP + head
+                       : head == GROUP ? heads_q + span.head
+                                       : heads_q + state.heads_kv + span.head;
+      float a = source[from * D + pair], b = source[from * D + pair + HALF];
+      if (ROPE && head <= GROUP) {
+        const float cosine = angles[pair] * unit, sine = angles[pair + HALF] * unit,
+                    turned = a * cosine - b * sine;
+        b = b * cosine + a * sine, a = turned;
+      }
+      const T low = static_cast<T>(a), high = static_cast<T>(b);
+      if (head < GROUP) {
+        shared.q[head][pair] = static_cast<float>(low) * state.scale * LOG2E;
+        shared.q[head][pair + HALF] = static_cast<float>(high) * state.scale * LOG2E;
+      } else {
+        T* const own = shared.fresh[head - GROUP];
+        own[pair] = low, own[pair + HALF] = high;
+        T* const target = (head == GROUP ? layer.k_pages : layer.v_pages) + place;
+        if (span.fresh) target[pair] = low, target[pair + HALF] = high;
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void add(Sums& sums, const float (&q)[GROUP][SIZE],
+                                             const Vector<T>& k, const Vector<T>& v, bool there) {
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g) {
+      float score = 0.f;
+#pragma unroll
+      for (int j = 0; j < SIZE; ++j) score += q[g][j] * k.get(j);
+      score = lanes_sum<LANES>(score);
+      if (!there) continue;
+      const float top = max_or_nan(sums.top[g], score);
+      const float old = exp2_fast(sums.top[g] - top), weight = exp2_fast(score - top);
+      sums.top[g] = top, sums.total[g] = sums.total[g] * old + weight;
+#pragma unroll
+      for (int j = 0; j < SIZE; ++j)
+        sums.value[g][j] = sums.value[g][j] * old + weight * v.get(j);
+    }
+  }
+
+  // What sums with this maximum count for beside others with the maximum `top`.
+  static __device__ __forceinline__ float share(float own, float top) {
+    return own == NEG_INFINITY ? 0.f : exp2_fast(own - top);
+  }
+
+  static __device__ __forceinline__ void merge_lanes(Sums& sums) {
+#pragma unroll
+    for (int distance = LANES; distance < WARP_SIZE; distance *= 2) {
+#pragma unroll
+      for (int g = 0; g < GROUP; ++g) {
+        const float other = __shfl_xor_sync(FULL_MASK, sums.top[g], distance);
+        const float top = max_or_nan(sums.top[g], other);
+        const float mine = share(sums.top[g], top), theirs = share(other, top);
+        sums.top[g] = top;
+        sums.total[g] =
+            sums.total[g] * mine + __shfl_xor_sync(FULL_MASK, sums.total[g], distance) * theirs;
+#pragma unroll
+        for (int j = 0; j < SIZE; ++j)
+          sums.value[g][j] = sums.value[g][j] * mine +
+                             __shfl_xor_sync(FULL_MASK, sums.value[g][j], distance) * theirs;
+      }
+    }
+  }
+
+  // Column i of `count` sums [GROUP][WIDE], `step` floats from one to the next: x is the column, y
+  // what it is to be divided by, z the maximum.
+  static __device__ __forceinline__ float3 merged(const float* sums, int count, int step, int i) {
+    const float* const head = sums + i / D * WIDE;
+    float top = NEG_INFINITY, value = 0.f, total = 0.f;
+    for (int j = 0; j < count; ++j) top = max_or_nan(top, head[j * step + D]);
+    for (int j = 0; j < count; ++j) {
+      const float weight = share(head[j * step + D], top);
+      value += head[j * step + i % D] * weight, total += head[j * step + D + 1] * weight;
+    }
+    return {value, total, top};
+  }
+
+  template <typename Meet>
+  static __device__ __forceinline__ void finish(Shared& shared, const DecodeState& state,
+                                                const DecodeLayer<T>& layer, const DecodeSpan& span,
+                                                int item, const Meet& meet) {
+    constexpr int STEP = GROUP * WIDE;
+    const int team = span.sequence * state.heads_kv + span.head;
+    T* const target = layer.attended + wide(team, GROUP * D);
+    float* const own = layer.partials + wide(item, STEP);
+    const bool alone = state.splits == 1;
+    for (int i = threadIdx.x; i < GROUP * D; i += THREADS) {
+      const float3 sum = merged(&shared.sums[0][0][0], WARPS, STEP, i);
+      if (alone) {
+        target[i] = static_cast<T>(sum.y == 0.f ? 0.f : sum.x / sum.y);
+      } else {
+        own[i / D * WIDE + i % D] = sum.x;
+        if (i % D == 0) own[i / D * WIDE + D] = sum.z, own[i / D * WIDE + D + 1] = sum.y;
+      }
+    }
+    if (alone) return;
+    meet();
+    if (threadIdx.x == 0)
+      shared.is_last = atom_inc_acq_rel(layer.tickets + team, state.splits) == state.splits - 1;
+    meet();
+    if (!shared.is_last) return;
+    const float* const all = layer.partials + wide(team * state.splits, STEP);
+    for (int i = threadIdx.x; i < GROUP * D; i += THREADS) {
+      const float3 sum = merged(all, state.splits, STEP, i);
+      target[i] = static_cast<T>(sum.y == 0.f ? 0.f : sum.x / sum.y);
+    }
+  }
+};
