@@ -11,7 +11,16 @@ from fkjit.ops.kv.cache import PagedKVCache
 from fkjit.ops.op import torch_ops
 from fkjit.ops.op.request import arch_of
 from fkjit.ops.rope.frequencies import rope_table
-from fkjit.ops.step.whole import Arrays, LayerArrays, Model, decode_step, fits, layer_table
+from fkjit.ops.step.whole import (
+    Arrays,
+    LayerArrays,
+    Model,
+    blocks_on,
+    decode_step,
+    exchange_words,
+    fits,
+    layer_table,
+)
 from fkjit.runtime.interop import view
 
 _ALIGNED = 16  # bytes
@@ -28,6 +37,7 @@ class WholeStep:
         table = layer_table(base.data_ptr(), layers, list(config.windows))
         torch = torch_ops.torch_seen()
         self._base, self._kept = base, layers
+        self._exchanges: dict[int, Any] = {}
         self._table = torch.from_numpy(table).to(base.device)
         like = torch.zeros(1, dtype=torch.float32, device=base.device)
         self._angles = None if config.theta is None else rope_table(
@@ -37,12 +47,26 @@ class WholeStep:
     def __call__(self, state: State, logits: Any) -> Any:
         """The largest of each row of `logits`, which are written; the cache counts the tokens."""
         weights, cache = self.network.weights, self.cache
+        exchange = self._exchange(len(state.tokens))
         arrays = Arrays(
             state.tokens, state.positions, state.rows, weights.embedding, weights.positions,
             self._base, self._table, weights.norm.weight, weights.norm.bias, weights.head,
             self._angles, cache.page_table, cache.capacities, cache.lengths, cache.all_pages,
+            exchange,
         )  # fmt: skip
         return decode_step(arrays, logits, self.model)
+
+
+    def _exchange(self, rows: int) -> Any:
+        """What blocks hand to one another, of steps of so many sequences."""
+        found = self._exchanges.get(rows)
+        if found is None:
+            torch, device = torch_ops.torch_seen(), view(self._base, "Decoder", "weights").device
+            hidden = self.network.config.hidden
+            words = exchange_words(self.model, rows, hidden, blocks_on(device))
+            found = torch.zeros(words, dtype=torch.int32, device=self._base.device)
+            self._exchanges[rows] = found
+        return found
 
 
 def model_of(network: Network, cache: PagedKVCache) -> Model:
@@ -59,8 +83,9 @@ def fits_whole(network: Network, cache: PagedKVCache, rows: int) -> bool:
     config = network.config
     if network.codes or config.qk_norm:
         return False
-    arch = arch_of(view(network.weights.embedding, "Decoder", "weights"))
-    return fits(model_of(network, cache), rows, config.hidden, arch)
+    seen = view(network.weights.embedding, "Decoder", "weights")
+    blocks = blocks_on(seen.device)
+    return fits(model_of(network, cache), rows, config.hidden, arch_of(seen), blocks)
 
 
 def _arrays(layer: Layer) -> LayerArrays:

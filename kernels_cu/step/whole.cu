@@ -3,22 +3,24 @@
 
    One block on each multiprocessor, all at the same time (cooperative). WARPS warps compute;
    others fetch the weights of the block's part of every product, in order, through a ring in shared
-   memory (step/weight_ring.cuh). No weight depends on what is computed, so they run ahead, also past the
-   barriers of the grid at which the others wait: memory stays busy meanwhile.
+   memory (step/weight_ring.cuh). No weight depends on what is computed, so they run ahead of what the
+   others wait for: memory stays busy meanwhile.
 
-     phase               what a block computes                        what comes out, rounded
-     embedding           a part of the tokens' rows                   stream [m, hidden], T
+     phase          what a block computes                        what comes out
+     embedding      a part of the tokens' rows                   stream [m, hidden], T
      per layer:
-       qkv               norm of all rows; its outputs                qkv [m, heads, D], fp32
-       heads             work items of attention (decode_heads.cuh)   attended [m, heads_q, D], T;
-                                                                      k and v in the cache
-       out               its outputs                                  stream, added to
-       up                norm of all rows; its outputs                inner [m, mlp], T
-       down              its outputs                                  stream, added to
-     head                norm of all rows; its outputs                logits, fp32; the largest of each
+       qkv          norm of all rows; its outputs                qkv [m, heads, D], fp32
+       heads        work items of attention (decode_heads.cuh)   attended [m, heads_q, D], T;
+                                                                 k and v in the cache
+       out          its outputs                                  stream, added to
+       up           norm of all rows; its outputs                inner [m, mlp], T
+       down         its outputs                                  stream, added to
+     head           norm of all rows; its outputs                logits, fp32; the largest of each
 
-   A barrier of the grid is between any two. The sums of a product are added up over the warps in
-   their order; so the bits are the same every time.
+   Numbers pass from phase to phase by words with tags (step/exchange.cuh): no barrier of the grid. Each
+   block has outputs of every product, so when all of a later phase's have come everybody has read
+   what may be written again. The sums of a product are added up over the warps in their order; so the
+   bits are the same every time.
 
    Weights are found by `layers`: of each layer how many elements behind `weights` its arrays begin.
    sm_90 and later. */
@@ -26,10 +28,11 @@
 #include "gemm/activation.cuh"
 #include "ptx/named_barrier.cuh"
 #include "step/decode_heads.cuh"
+#include "step/gathered_rows.cuh"
 #include "step/largest.cuh"
 #include "step/weight_ring.cuh"
 #include "step/workspace.cuh"
-#include "tile/grid_barrier.cuh"
+#include "ptx/atomic.cuh"
 
 using elem_t = ${dtype};
 using Activation = ${activation};
@@ -40,7 +43,8 @@ constexpr int MOST = ${most};                     // rows there is room for
 constexpr int WARPS = ${warps}, FETCHERS = ${fetchers};
 constexpr int COLUMNS = ${columns};  // of a weight in a stage of the ring
 constexpr int STAGES = ${stages}, FLIGHT = ${flight};
-constexpr int ROOM = ${room} << 10;  // bytes of shared memory for rows
+constexpr int ROOM = ${room} << 10;        // bytes of shared memory for rows and norms' weights
+constexpr int FACTORS = ${factors} << 10;  // of that for the weights
 
 constexpr int THREADS = 32 * WARPS;  // that compute
 constexpr int TILE = 16;             // rows of a weight
@@ -49,10 +53,10 @@ struct Meet {
   __device__ __forceinline__ void operator()() const { named_barrier_wait_aligned<THREADS>(1); }
 };
 using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS>;
-using Norm = RowNorm<elem_t, WARPS, CENTERED, Meet>;
+using Rows = GatheredRows<elem_t, WARPS, CENTERED, Meet>;
 using Heads = DecodeHeads<elem_t, D, GROUP, WARPS, ROPE>;
 static_assert(MOST <= 8 && MOST * TILE <= THREADS, "an output of a tile for each thread");
-static_assert(sizeof(typename Heads::Shared) <= ROOM, "attention has its room");
+static_assert(sizeof(typename Heads::Shared) <= ROOM - FACTORS, "attention has its room");
 
 // Of a layer: elements behind `weights`, NONE: there is no such array.
 struct LayerWeights {
@@ -72,15 +76,16 @@ struct DecodeModel {
   float eps, scale;
 };
 
-// What passes from phase to phase, in `workspace`.
+// What passes from phase to phase: words with tags.
 struct Between {
-  elem_t *stream, *attended, *inner;
-  float *qkv, *partials;
-  u32* largest;
+  u64 *qkv, *partials;
+  u32 *stream, *attended, *inner;
+  u32* largest;  // without tags
 };
 
 struct Wanted {  // as loaded: to convert is to wait
-  elem_t x, y;
+  elem_t x, y;   // biases
+  u32 word;      // of the stream
 };
 
 // The compute warps' part of a product: tiles of the weight come through the ring.
@@ -137,21 +142,17 @@ __device__ __forceinline__ elem_t bias_at(const elem_t* bias, int column) {
 }
 
 // Tokens' rows of the embedding, shared out over the grid.
-__device__ __forceinline__ void embed(elem_t* stream, const i64* tokens, const int* positions,
+__device__ __forceinline__ void embed(u32* stream, u32 tag, const i64* tokens, const int* positions,
                                       const elem_t* embedding, const elem_t* position_embedding,
                                       int m, int hidden) {
-  constexpr int SIZE = Vector<elem_t>::SIZE;
-  const int chunks = hidden / SIZE;
-  for (int i = blockIdx.x * THREADS + threadIdx.x; i < m * chunks; i += gridDim.x * THREADS) {
-    const int row = i / chunks, column = i % chunks * SIZE;
-    Vector<elem_t> x = load_vector(embedding + tokens[row] * hidden + column);
-    if (position_embedding != nullptr) {
-      const Vector<elem_t> more =
-          load_vector(position_embedding + static_cast<i64>(positions[row]) * hidden + column);
-#pragma unroll
-      for (int j = 0; j < SIZE; ++j) x.set(j, x.get(j) + more.get(j));
-    }
-    store_vector(stream + static_cast<i64>(row) * hidden + column, x);
+  for (int i = blockIdx.x * THREADS + threadIdx.x; i < m * hidden; i += gridDim.x * THREADS) {
+    const int row = i / hidden, column = i % hidden;
+    elem_t x = embedding[tokens[row] * hidden + column];
+    if (position_embedding != nullptr)
+      x = static_cast<elem_t>(
+          static_cast<float>(x) +
+          static_cast<float>(position_embedding[static_cast<i64>(positions[row]) * hidden + column]));
+    store_word(stream + i, tagged(x, tag));
   }
 }
 
@@ -161,17 +162,6 @@ __device__ __forceinline__ void count_token(const DecodeState& state, int* lengt
   if (row < 0 || row >= state.max_sequences) return;
   const int length = lengths[row];
   if (length < state.capacities[row]) lengths[row] = length + 1;
-}
-
-// Rows [m, k] to shared memory, as RowNorm leaves them.
-__device__ __forceinline__ void stage_rows(u32 rows, const elem_t* x, int m, int k) {
-  constexpr int SIZE = Vector<elem_t>::SIZE;
-  for (int row = 0; row < m; ++row) {
-#pragma unroll 4
-    for (int i = threadIdx.x * SIZE; i < k; i += THREADS * SIZE)
-      store_shared_chunk(rows + (row * (k + ROW_GAP) + i) * sizeof(elem_t),
-                         load_vector(x + row * static_cast<i64>(k) + i).bits);
-  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
@@ -191,7 +181,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
                elem_t* pages,                           // [layers, 2, pages of the cache]
                float* __restrict__ logits,              // [m, vocabulary]
                i64* __restrict__ largest,               // [m]
-               unsigned char* workspace, u32* counters, const DecodeModel model) {
+               u32* exchange,               // launches so far, and the words that pass
+               u32* counters, const DecodeModel model) {
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
   __shared__ float sums[2][WARPS][MOST][TILE];
@@ -207,14 +198,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       model.max_sequences, model.max_pages, model.table_rows, model.heads_kv, model.splits,
       model.scale};
   const int items = m * model.heads_kv * model.splits;
-  Workspace space = {workspace};
-  const Between at = {space.take<elem_t>(m * hidden), space.take<elem_t>(m * dim_q),
-                      space.take<elem_t>(m * model.mlp), space.take<float>(m * heads),
-                      space.take<float>(items * GROUP * (D + 2)), space.take<u32>(0)};
+  const u32 launches = load_word(exchange);
+  Workspace space = {reinterpret_cast<unsigned char*>(exchange + 4)};
+  const Between at = {space.take<u64>(m * heads), space.take<u64>(items * GROUP * (D + 2)),
+                      space.take<u32>(m * hidden), space.take<u32>(m * dim_q),
+                      space.take<u32>(m * model.mlp), space.take<u32>(0)};
+  const u32 first_tag = launches * model.layers + 1, first_stream = launches * (2 * model.layers + 1) + 1;
   const auto heads_of = [&](int n) {
     elem_t* const own = pages + 2 * n * model.plane;
-    return DecodeLayer<elem_t>{at.qkv, own, own + model.plane, at.attended, at.partials,
-                               counters + 1, static_cast<int>(layers[n].window)};
+    return DecodeLayer<elem_t>{at.qkv, at.attended, at.partials, first_tag + n, own,
+                               own + model.plane, static_cast<int>(layers[n].window)};
   };
 
   // The warps that fetch.
@@ -233,75 +226,59 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
     return;
   }
 
-  GridBarrier barrier(counters, 5 * model.layers + 2);
   const Meet meet;
-  const auto arrive = [&] {
-    meet();
-    if (threadIdx.x == 0) barrier.arrive();
-  };
-  const auto wait = [&] {
-    if (threadIdx.x == 0) barrier.wait();
-    meet();
-  };
   const u32 rows = shared_address(shared);
+  const Rows taken(rows, rows + ROOM - FACTORS, m);
   Product product = {ring, rows, sums, m};
 
   // 1. Embedding.
-  embed(at.stream, tokens, positions, embedding, position_embedding, m, hidden);
-  arrive();
+  embed(at.stream, first_stream, tokens, positions, embedding, position_embedding, m, hidden);
 
 #pragma unroll 1
   for (int n = 0; n < model.layers; ++n) {
     const LayerWeights& layer = layers[n];
+    const u32 tag = first_tag + n, stream_tag = first_stream + 2 * n;
     const auto array = [&](i64 offset) { return weight_at(weights, offset); };
-    const auto add_to_stream = [&](const elem_t* bias, int k, int share) {
+    const auto add_to_stream = [&](const elem_t* bias, int k, int share, u32 next) {
       product.template operator()<false>(
           hidden, k, share,
           [&](int row, int column) {
-            return Wanted{at.stream[row * hidden + column], bias_at(bias, column)};
+            return Wanted{bias_at(bias, column), elem_t(0.f),
+                          load_word(at.stream + row * hidden + column)};
           },
           [&](int row, int column, float2 sum, const Wanted& add) {
-            const float y = sum.x + static_cast<float>(add.y) + static_cast<float>(add.x);
-            at.stream[row * hidden + column] = static_cast<elem_t>(y);
+            const float y = sum.x + static_cast<float>(add.x) +
+                            static_cast<float>(number<elem_t>(add.word));
+            store_word(at.stream + row * hidden + column, tagged(static_cast<elem_t>(y), next));
           });
     };
 
     // 2. Heads of q, k and v, of the normalised rows.
-    {
-      const Norm norm(array(layer.norm), array(layer.norm_bias), m, hidden);
-      wait();
-      norm.normalise(rows, at.stream, hidden, m, model.eps);
-    }
+    taken.load_factors(array(layer.norm), array(layer.norm_bias), hidden);
+    taken.normalise(at.stream, hidden, stream_tag, model.eps);
     meet();
     const elem_t* const qkv_bias = array(layer.qkv_bias);
     product.template operator()<false>(
-        heads, hidden, 4 * n,
-        [&](int, int column) { return Wanted{bias_at(qkv_bias, column), elem_t(0.f)}; },
+        heads, hidden, 4 * n, [&](int, int column) { return Wanted{bias_at(qkv_bias, column)}; },
         [&](int row, int column, float2 sum, const Wanted& add) {
-          at.qkv[row * heads + column] = sum.x + static_cast<float>(add.x);
+          store_word(at.qkv + row * heads + column, tagged(sum.x + static_cast<float>(add.x), tag));
         });
-    arrive();
-    wait();
 
     // 3. Attention.
     for (int item = blockIdx.x; item < items; item += gridDim.x)
       Heads::attend(*reinterpret_cast<typename Heads::Shared*>(shared), state, heads_of(n), item,
                     meet);
-    arrive();
-    wait();
+    meet();
 
     // 4. The output product, added to the stream.
-    stage_rows(rows, at.attended, m, dim_q);
+    taken.gather(at.attended, dim_q, tag);
     meet();
-    add_to_stream(array(layer.out_bias), dim_q, 4 * n + 1);
-    arrive();
+    add_to_stream(array(layer.out_bias), dim_q, 4 * n + 1, stream_tag + 1);
+    meet();
 
     // 5. Up, with its activation.
-    {
-      const Norm norm(array(layer.mlp_norm), array(layer.mlp_norm_bias), m, hidden);
-      wait();
-      norm.normalise(rows, at.stream, hidden, m, model.eps);
-    }
+    taken.load_factors(array(layer.mlp_norm), array(layer.mlp_norm_bias), hidden);
+    taken.normalise(at.stream, hidden, stream_tag + 1, model.eps);
     meet();
     const elem_t* const up_bias = array(layer.up_bias);
     product.template operator()<GATE>(
@@ -312,24 +289,20 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
         [&](int row, int column, float2 sum, const Wanted& add) {
           float y = Activation::value(sum.x + static_cast<float>(add.x));
           if (GATE) y *= sum.y + static_cast<float>(add.y);
-          at.inner[row * model.mlp + column] = static_cast<elem_t>(y);
+          store_word(at.inner + row * model.mlp + column, tagged(static_cast<elem_t>(y), tag));
         });
-    arrive();
-    wait();
+    meet();
 
     // 6. Down, added to the stream.
-    stage_rows(rows, at.inner, m, model.mlp);
+    taken.gather(at.inner, model.mlp, tag);
     meet();
-    add_to_stream(array(layer.down_bias), model.mlp, 4 * n + 3);
-    arrive();
+    add_to_stream(array(layer.down_bias), model.mlp, 4 * n + 3, stream_tag + 2);
+    meet();
   }
 
   // 7. Logits, and the largest of this block's; the last block has the largest of all.
-  {
-    const Norm norm(norm_weight, norm_bias, m, hidden);
-    wait();
-    norm.normalise(rows, at.stream, hidden, m, model.eps);
-  }
+  taken.load_factors(norm_weight, norm_bias, hidden);
+  taken.normalise(at.stream, hidden, first_stream + 2 * model.layers, model.eps);
   meet();
   Largest best;
   product.template operator()<false>(
@@ -344,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   if (threadIdx.x % TILE == 0 && row < m) best.store(at.largest, row * gridDim.x + blockIdx.x);
   meet();
   u32& is_last = *reinterpret_cast<u32*>(shared);
-  if (threadIdx.x == 0) is_last = barrier.leave();
+  if (threadIdx.x == 0) is_last = atom_inc_acq_rel(counters, gridDim.x) == gridDim.x - 1;
   meet();
   if (!is_last) return;
   const int warp = threadIdx.x / WARP_SIZE;
@@ -356,4 +329,5 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
     if (threadIdx.x % WARP_SIZE == 0) largest[warp] = all.column;
   }
   if (threadIdx.x < m) count_token(state, lengths, threadIdx.x);
+  if (threadIdx.x == 0) store_word(exchange, launches + 1);
 }

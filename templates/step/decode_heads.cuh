@@ -1,29 +1,30 @@
 // One new token's attention to the keys before it and to itself, of the query heads of one key head,
-// in a launch of many steps (step/whole.cu). Its q, k and v come as sums of a product, fp32:
+// in a launch of many steps (step/whole.cu). Its q, k and v come from all blocks (step/exchange.cuh), as
+// sums of a product, fp32:
 //
 //   q and k are turned by the token's position; k and v go to the token's slot in the paged cache, and
 //   like q are rounded to T first
 //   keys are shared out: over SPLITS work items of a sequence and a head, and in one over the block's
 //   warps and a warp's groups of lanes, each with a maximum and a sum of its own (online softmax)
-//   last, warps' sums are merged, and of the work items of a head the last one merges theirs, in their
-//   order: the same bits every time
+//   last, warps' sums are merged, and each work item of a head merges a part of the columns of all of
+//   them, in their order: the same bits every time
 #pragma once
 #include "kv/place.cuh"
-#include "ptx/atomic.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
+#include "step/exchange.cuh"
 #include "tile/reduce.cuh"
 #include "tile/vector.cuh"
 
 // Of one layer, of all sequences of the step.
 template <typename T>
 struct DecodeLayer {
-  const float* qkv;     // [m, heads_q + 2 heads_kv, D]
+  const u64* qkv;  // words [m, heads_q + 2 heads_kv, D]
+  u32* attended;   // words [m, heads_q, D]
+  u64* partials;   // words [work items][GROUP][D + 2]
+  u32 tag;         // of all these
   T *k_pages, *v_pages;
-  T* attended;          // [m, heads_q, D]
-  float* partials;      // [work items][GROUP][D + 2]
-  u32* tickets;         // [m, heads_kv]
-  int window;           // keys that a token sees, itself included; 0: all
+  int window;  // keys that a token sees, itself included; 0: all
 };
 
 struct DecodeState {
@@ -69,12 +70,12 @@ struct DecodeHeads {
   static constexpr int SIZE = Vector<T>::SIZE, LANES = D / SIZE, KEYS = WARP_SIZE / LANES;
   static constexpr int THREADS = 32 * WARPS, WIDE = D + 2;
   static constexpr int AHEAD = 2;  // keys of a group of lanes under way
+  static constexpr int PARTS = 4;  // work items' sums under way
   static_assert(D % SIZE == 0 && WARP_SIZE % LANES == 0, "groups of lanes");
   struct Shared {
     float q[GROUP][D];
     T fresh[2][D];                   // the new token's key and value
     float sums[WARPS][GROUP][WIDE];  // sums of values; maximum; sum
-    bool is_last;
   };
   // Of a group of lanes; a lane has SIZE of the D columns.
   struct Sums {
@@ -141,7 +142,7 @@ struct DecodeHeads {
       }
     }
     meet();
-    finish(shared, state, layer, span, item, meet);
+    finish(shared, state, layer, span, item);
   }
 
  private:
@@ -153,7 +154,7 @@ struct DecodeHeads {
     const bool inside = position >= 0 && position < state.table_rows;
     const float unit = inside ? 1.f : __int_as_float(0x7fffffff);
     const float* const angles = state.table + (inside ? wide(position, D) : 0);
-    const float* const source = layer.qkv + wide(span.sequence, (heads_q + 2 * state.heads_kv) * D);
+    const u64* const source = layer.qkv + wide(span.sequence, (heads_q + 2 * state.heads_kv) * D);
     const i64 place = span.fresh ? span.offset(state.pool, span.position) : 0;
 #pragma unroll 1
     for (int i = threadIdx.x; i < (GROUP + 2) * HALF; i += THREADS) {
@@ -161,10 +162,13 @@ struct DecodeHeads {
       const int from = head < GROUP    ? span.head * GROUP + head
                        : head == GROUP ? heads_q + span.head
                                        : heads_q + state.heads_kv + span.head;
-      float a = source[from * D + pair], b = source[from * D + pair + HALF];
+      const u64 *const low_word = source + from * D + pair, *const high_word = low_word + HALF;
+      const u64 first = load_word(low_word), second = load_word(high_word);
+      const float cosine = ROPE ? angles[pair] * unit : 1.f,
+                  sine = ROPE ? angles[pair + HALF] * unit : 0.f;
+      float a = await(first, low_word, layer.tag), b = await(second, high_word, layer.tag);
       if (ROPE && head <= GROUP) {
-        const float cosine = angles[pair] * unit, sine = angles[pair + HALF] * unit,
-                    turned = a * cosine - b * sine;
+        const float turned = a * cosine - b * sine;
         b = b * cosine + a * sine, a = turned;
       }
       const T low = static_cast<T>(a), high = static_cast<T>(b);
@@ -222,47 +226,70 @@ struct DecodeHeads {
     }
   }
 
-  // Column i of `count` sums [GROUP][WIDE], `step` floats from one to the next: x is the column, y
-  // what it is to be divided by, z the maximum.
-  static __device__ __forceinline__ float3 merged(const float* sums, int count, int step, int i) {
-    const float* const head = sums + i / D * WIDE;
+  // Sums with a maximum that grows.
+  struct Merged {
     float top = NEG_INFINITY, value = 0.f, total = 0.f;
-    for (int j = 0; j < count; ++j) top = max_or_nan(top, head[j * step + D]);
-    for (int j = 0; j < count; ++j) {
-      const float weight = share(head[j * step + D], top);
-      value += head[j * step + i % D] * weight, total += head[j * step + D + 1] * weight;
+    __device__ __forceinline__ void add(float other_top, float other_value, float other_total) {
+      const float all = max_or_nan(top, other_top);
+      const float mine = share(top, all), theirs = share(other_top, all);
+      top = all, value = value * mine + other_value * theirs;
+      total = total * mine + other_total * theirs;
     }
-    return {value, total, top};
-  }
+    __device__ __forceinline__ T result() const {
+      return static_cast<T>(total == 0.f ? 0.f : value / total);
+    }
+  };
 
-  template <typename Meet>
-  static __device__ __forceinline__ void finish(Shared& shared, const DecodeState& state,
+  // The warps' sums to the others with the same head, and theirs to what was attended.
+  static __device__ __forceinline__ void finish(const Shared& shared, const DecodeState& state,
                                                 const DecodeLayer<T>& layer, const DecodeSpan& span,
-                                                int item, const Meet& meet) {
-    constexpr int STEP = GROUP * WIDE;
-    const int team = span.sequence * state.heads_kv + span.head;
-    T* const target = layer.attended + wide(team, GROUP * D);
-    float* const own = layer.partials + wide(item, STEP);
-    const bool alone = state.splits == 1;
-    for (int i = threadIdx.x; i < GROUP * D; i += THREADS) {
-      const float3 sum = merged(&shared.sums[0][0][0], WARPS, STEP, i);
-      if (alone) {
-        target[i] = static_cast<T>(sum.y == 0.f ? 0.f : sum.x / sum.y);
-      } else {
-        own[i / D * WIDE + i % D] = sum.x;
-        if (i % D == 0) own[i / D * WIDE + D] = sum.z, own[i / D * WIDE + D + 1] = sum.y;
+                                                int item) {
+    constexpr int COLUMNS = GROUP * D, STEP = GROUP * WIDE;
+    const int team = span.sequence * state.heads_kv + span.head, splits = state.splits;
+    u32* const target = layer.attended + wide(team, COLUMNS);
+    u64* const own = layer.partials + wide(item, STEP);
+    for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
+      const int head = i / D, column = i % D;
+      Merged sums;
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) {
+        const float(&from)[WIDE] = shared.sums[w][head];
+        sums.add(from[D], from[column], from[D + 1]);
+      }
+      if (splits == 1) {
+        store_word(target + i, tagged(sums.result(), layer.tag));
+        continue;
+      }
+      store_word(own + head * WIDE + column, tagged(sums.value, layer.tag));
+      if (column == 0) {
+        store_word(own + head * WIDE + D, tagged(sums.top, layer.tag));
+        store_word(own + head * WIDE + D + 1, tagged(sums.total, layer.tag));
       }
     }
-    if (alone) return;
-    meet();
-    if (threadIdx.x == 0)
-      shared.is_last = atom_inc_acq_rel(layer.tickets + team, state.splits) == state.splits - 1;
-    meet();
-    if (!shared.is_last) return;
-    const float* const all = layer.partials + wide(team * state.splits, STEP);
-    for (int i = threadIdx.x; i < GROUP * D; i += THREADS) {
-      const float3 sum = merged(all, state.splits, STEP, i);
-      target[i] = static_cast<T>(sum.y == 0.f ? 0.f : sum.x / sum.y);
+    if (splits == 1) return;
+    const int end = COLUMNS * (span.split + 1) / splits;
+    for (int i = COLUMNS * span.split / splits + threadIdx.x; i < end; i += THREADS) {
+      const u64* const first = layer.partials + wide(team * splits, STEP) + i / D * WIDE;
+      Merged sums;
+#pragma unroll 1
+      for (int j = 0; j < splits; j += PARTS) {
+        u64 words[PARTS][3];
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p) {
+          const u64* const from = first + wide(min(j + p, splits - 1), STEP);
+          words[p][0] = load_word(from + D), words[p][1] = load_word(from + i % D);
+          words[p][2] = load_word(from + D + 1);
+        }
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p) {
+          if (j + p >= splits) break;
+          const u64* const from = first + wide(j + p, STEP);
+          sums.add(await(words[p][0], from + D, layer.tag),
+                   await(words[p][1], from + i % D, layer.tag),
+                   await(words[p][2], from + D + 1, layer.tag));
+        }
+      }
+      store_word(target + i, tagged(sums.result(), layer.tag));
     }
   }
 };

@@ -13,12 +13,7 @@
 
 constexpr int ROW_GAP = 32;  // elements between rows: lanes of a fragment then meet other banks
 
-struct WholeBlock {  // the threads that normalise rows: all of a block, where they meet
-  __device__ __forceinline__ void operator()() const { __syncthreads(); }
-};
-
-// Of a block's first WARPS warps. Meet: how these meet.
-template <typename T, int WARPS, bool CENTERED, typename Meet = WholeBlock>
+template <typename T, int WARPS, bool CENTERED>
 struct RowNorm {
   static constexpr int SIZE = Vector<T>::SIZE;
   const T *weight, *bias;        // [k]; a multiple of a vector
@@ -38,8 +33,8 @@ struct RowNorm {
     load_weights(factor, shift, first);
   }
 
-  // Rows 0 to m - 1 (at most eight) of x to `target`, k + ROW_GAP elements from each other. By all
-  // these warps, which meet before anyone may read them.
+  // Rows 0 to m - 1 (at most eight) of x to `target`, k + ROW_GAP elements from each other. By the
+  // whole block, which meets before anyone may read them.
   __device__ __forceinline__ void normalise(u32 target, const T* x, i64 x_stride, int m,
                                             float eps) const {
     __shared__ float of_warps[WARPS];
@@ -85,12 +80,12 @@ struct RowNorm {
     for (int i = first + step; i < k; i += step) act(load_vector(source + i), i);
   }
 
-  // Over the team, in one order, to the same bits in each thread. By all of the warps.
+  // Over the team, in one order, to the same bits in each thread. By the whole block.
   __device__ __forceinline__ float of_team(float x, float (&of_warps)[WARPS]) const {
     x = lanes_sum<WARP_SIZE>(x);
-    Meet()();  // everyone is done with what stood there
+    __syncthreads();  // everyone is done with what stood there
     if (threadIdx.x % WARP_SIZE == 0) of_warps[threadIdx.x / WARP_SIZE] = x;
-    Meet()();
+    __syncthreads();
     float total = 0.f;
     for (int i = 0; i < warps; ++i) total += of_warps[row * warps + i];
     return total;

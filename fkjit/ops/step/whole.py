@@ -78,6 +78,7 @@ class Arrays(NamedTuple):
     capacities: Any
     lengths: Any
     pages: Any
+    exchange: Any
 
 
 def layer_table(base: int, layers: list[LayerArrays], windows: list[int | None]) -> np.ndarray:
@@ -90,17 +91,34 @@ def layer_table(base: int, layers: list[LayerArrays], windows: list[int | None])
     return np.array(rows, np.int64).reshape(len(layers), LAYER_WORDS)
 
 
-def fits(model: Model, rows: int, hidden: int, arch: Arch) -> bool:
+def blocks_on(device: int) -> int:
+    """That run at the same time on a CUDA device, or in the interpreter (CPU)."""
+    return _CPU_BLOCKS if device == CPU else multiprocessors(device)
+
+
+def fits(model: Model, rows: int, hidden: int, arch: Arch, blocks: int) -> bool:
     """Whether there is a kernel for steps of so many sequences of this model."""
     widths = (hidden, model.mlp, model.heads_q * model.head_dim)
     group, rest = divmod(model.heads_q, model.heads_kv)
     return (
         rows <= ROWS[-1] and rest == 0 and group in GROUPS and model.head_dim in HEAD_DIMS
-        and not any(wide % _SPAN for wide in widths)
+        and not any(wide % _SPAN for wide in widths) and min(widths) >= blocks
         and (model.activation, model.gate) in SHIPPED
         and kernel.KERNEL.features({}) <= arch.features
-        and _variant(model, rows, max(widths)) is not None
+        and _variant(model, rows, hidden, "layer") is not None
     )  # fmt: skip
+
+
+def splits_of(model: Model, rows: int, blocks: int) -> int:
+    """Work items of a sequence and a key head: together no more than there are blocks."""
+    return max(1, blocks // (rows * model.heads_kv))
+
+
+def exchange_words(model: Model, rows: int, hidden: int, blocks: int) -> int:
+    """Of `Arrays.exchange`."""
+    splits = splits_of(model, rows, blocks)
+    sizes = {"m": rows, "hidden": hidden, "blocks": blocks, "splits": splits}
+    return kernel.exchange_words({**model._asdict(), **sizes})
 
 
 def decode_step(arrays: Arrays, logits: Any, model: Model) -> Any:
@@ -124,22 +142,24 @@ def prepare(arrays: Arrays, model: Model) -> None:
 # ------------------------------------------------------------------ checks
 
 
-def _variant(model: Model, rows: int, widest: int) -> dict[str, Any] | None:
+def _variant(model: Model, rows: int, hidden: int, norm: str) -> dict[str, Any] | None:
     """Of the parameters those that the sizes decide; None: there is no room."""
     most = next((most for most in ROWS if most >= rows), None)
-    if most is None:
+    factors = kernel.factors_for(norm, hidden)
+    if most is None or factors is None:
         return None
-    group = model.heads_q // model.heads_kv
-    room = kernel.room_for(most, widest, model.head_dim, group)
-    rings = kernel.RINGS if model.ring is None else (model.ring,)
+    group, dim = model.heads_q // model.heads_kv, model.head_dim
+    widest = max(hidden, model.mlp, model.heads_q * dim)
+    room = kernel.room_for(most, widest, dim, group, factors)
     if room is None:
         return None
-    most_bytes = kernel.ring_bytes(most, room)
-    ring = next((one for one in rings if kernel.ring_shared(one) <= most_bytes), None)
+    space = kernel.ring_bytes(most, room)
+    rings = kernel.RINGS if model.ring is None else (model.ring,)
+    ring = next((one for one in rings if kernel.ring_shared(one) <= space), None)
     if ring is None:
         return None
-    return {"most": most, "room": room, "ring": ring, "group": group, "head_dim": model.head_dim,
-            "activation": model.activation, "gate": model.gate}  # fmt: skip
+    return {"most": most, "room": room, "factors": factors, "ring": ring, "group": group,
+            "head_dim": dim, "activation": model.activation, "gate": model.gate}  # fmt: skip
 
 
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:
@@ -150,19 +170,23 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     (m,), (vocabulary, hidden) = seen["tokens"].shape, seen["head"].shape
     layers = seen["layers"].shape[0]
     _check_arrays(seen, model, m, hidden, layers)
-    widest = max(hidden, model.mlp, model.heads_q * model.head_dim)
-    variant = _variant(model, m, widest)
-    if variant is None or any(one % _SPAN for one in (hidden, model.mlp, variant["head_dim"] * model.heads_q)):
+    norm, blocks = "layer" if "norm_bias" in seen else "rms", blocks_on(seen["tokens"].device)
+    variant = _variant(model, m, hidden, norm)
+    widths = (hidden, model.mlp, model.heads_q * model.head_dim)
+    if variant is None or any(one % _SPAN for one in widths) or min(widths) < blocks:
         raise ParameterError(
-            f"{_CALL}: no kernel for {m} sequences of widths {hidden} and {model.mlp}; allowed: up to "
-            f"{ROWS[-1]}, multiples of {_SPAN} columns, rows that fit into shared memory"
+            f"{_CALL}: no kernel for {m} sequences of widths {widths}; allowed: up to {ROWS[-1]}, "
+            f"multiples of {_SPAN} columns, as many as multiprocessors, rows that fit into shared "
+            "memory"
         )
-    blocks = _CPU_BLOCKS if seen["tokens"].device == CPU else multiprocessors(seen["tokens"].device)
+    words = exchange_words(model, m, hidden, blocks)
+    check_dtype(_CALL, "exchange", seen["exchange"], ("int32",))
+    check_shape(_CALL, "exchange", seen["exchange"], (words,), "here")
     logits = seen.get("logits")
     problem = {
         "m": m, "layers": layers, "hidden": hidden, "vocabulary": vocabulary, "dtype": dtype,
-        **model._asdict(), "norm": "layer" if "norm_bias" in seen else "rms", "rope": "table" in seen,
-        "blocks": blocks, "splits": max(1, blocks // (m * model.heads_kv)),
+        **model._asdict(), "norm": norm, "rope": "table" in seen,
+        "blocks": blocks, "splits": splits_of(model, m, blocks),
         "table_rows": seen["table"].shape[0] if "table" in seen else 0,
         "max_sequences": seen["page_table"].shape[0], "max_pages": seen["page_table"].shape[1],
         "logits_stride": vocabulary if logits is None or m == 1 else logits.strides[0],
@@ -173,7 +197,7 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     outputs = {"logits": Output((m, vocabulary), "fp32", logits), "largest": Output((m,), "int64")}
     return Request(
         views, outputs, (Launch(KERNEL, params, problem),),
-        workspace=kernel.workspace(problem), counters=1 + m * model.heads_kv,
+        counters=1,
     )  # fmt: skip
 
 
@@ -227,5 +251,5 @@ def _contiguous(view: View) -> bool:
 
 _OP = Op(
     _CALL, inputs=Arrays._fields, outputs=("logits", "largest"), check=_check,
-    optional=("position_embedding", "norm_bias", "table"), written=("pages", "lengths"),
+    optional=("position_embedding", "norm_bias", "table"), written=("pages", "lengths", "exchange"),
 )  # fmt: skip

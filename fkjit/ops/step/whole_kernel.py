@@ -25,7 +25,8 @@ _TILE_ROWS, _PITCH_GAP = 16, 64  # rows of a weight in a stage; bytes between th
 _BLOCK_BYTES = 226 << 10  # of shared memory, 1 KB for barriers left out
 # Columns of a stage, stages, of which under way, warps that fetch.
 RINGS = ((512, 11, 4, 2), (512, 9, 4, 2), (512, 8, 4, 2), (512, 5, 4, 2), (64, 3, 2, 2))
-_ROOMS = (20, 36, 72, 12, 136)  # KB for rows, and for what attention scribbles on
+_ROOMS = (20, 24, 40, 76, 16, 140)  # KB for rows, what attention scribbles on, and norms' weights
+_FACTORS = (4, 8, 16)  # KB of that for these weights
 
 _PARAMS = (
     Param("dtype", ("bf16", "fp16"), "element type of weights, stream and cache"),
@@ -36,6 +37,7 @@ _PARAMS = (
     Param("group", GROUPS, "query heads of a key head"),
     Param("most", ROWS, "sequences there is room for"),
     Param("room", _ROOMS, "KB of shared memory for their rows"),
+    Param("factors", _FACTORS, "KB of that for a norm's weights"),
     Param("ring", RINGS, "columns of a stage, stages, of which under way, warps that fetch",
           tunable=True),
 )  # fmt: skip
@@ -52,9 +54,15 @@ def _scratch(head_dim: int, group: int) -> int:
     return 4 * (group * head_dim + head_dim + WARPS * group * (head_dim + 2)) + 16
 
 
-def room_for(most: int, widest: int, head_dim: int, group: int) -> int | None:
-    """KB for so many rows; None where there is no room."""
-    needed = max(2 * most * (widest + ROW_GAP), _scratch(head_dim, group))
+def factors_for(norm: str, hidden: int) -> int | None:
+    """KB for a norm's weights; None where there is no room."""
+    needed = 2 * hidden * (2 if norm == "layer" else 1)
+    return next((room for room in _FACTORS if room << 10 >= needed), None)
+
+
+def room_for(most: int, widest: int, head_dim: int, group: int, factors: int) -> int | None:
+    """KB for so many rows, and the weights of a norm; None where there is no room."""
+    needed = max(2 * most * (widest + ROW_GAP), _scratch(head_dim, group)) + (factors << 10)
     return next((room for room in sorted(_ROOMS) if room << 10 >= needed), None)
 
 
@@ -63,16 +71,16 @@ def ring_bytes(most: int, room: int) -> int:
     return _BLOCK_BYTES - (room << 10) - 2 * WARPS * 4 * _TILE_ROWS * most
 
 
-def workspace(p: Problem) -> int:
-    """Bytes, as the kernel divides them."""
-    size, m, dim = ITEMSIZE[p["dtype"]], p["m"], p["head_dim"]
+def exchange_words(p: Problem) -> int:
+    """Of 32 bits, as the kernel divides them: launches so far, and what passes between blocks."""
+    m, dim = p["m"], p["head_dim"]
     group, heads = p["heads_q"] // p["heads_kv"], p["heads_q"] + 2 * p["heads_kv"]
     items = m * p["heads_kv"] * p["splits"]
     arrays = (
-        size * m * p["hidden"], size * m * p["heads_q"] * dim, size * m * p["mlp"],
-        4 * m * heads * dim, 4 * items * group * (dim + 2), 8 * m * p["blocks"],
+        2 * m * heads * dim, 2 * items * group * (dim + 2), m * p["hidden"], m * p["heads_q"] * dim,
+        m * p["mlp"], 2 * m * p["blocks"],
     )  # fmt: skip
-    return sum(-(-one // 16) * 16 for one in arrays)
+    return 4 + sum(-(-one // 4) * 4 for one in arrays)
 
 
 def _derive(params: Params) -> dict[str, Any]:
@@ -106,7 +114,7 @@ def weights_of(p: Problem) -> int:
 def _illegal(params: Params) -> str | None:
     if (params["activation"], params["gate"]) not in epilogue.SHIPPED:
         return "has no such epilogue"
-    if params["room"] << 10 < _scratch(params["head_dim"], params["group"]):
+    if params["room"] - params["factors"] << 10 < _scratch(params["head_dim"], params["group"]):
         return "has no room for attention"
     if ring_shared(params["ring"]) > ring_bytes(params["most"], params["room"]):
         return "has more stages than there is room for"
@@ -116,17 +124,15 @@ def _illegal(params: Params) -> str | None:
 def _few(params: Params) -> str | None:
     """What is compiled ahead: the two models of the documentation, one sequence; and a small one for
     the interpreter."""
-    names = ("dtype", "norm", "rope", "activation", "gate", "head_dim", "group", "most", "room",
-             "ring")  # fmt: skip
-    said = tuple(params[name] for name in names)
+    said = tuple(params[param.name] for param in _PARAMS)
     return None if said in _AHEAD else "is compiled when called"
 
 
 _LLAMA = ("bf16", "rms", True, "silu", True, 64, 4)
 _GPT2 = ("bf16", "layer", False, "gelu_tanh", False, 64, 1)
 _AHEAD = (
-    (*_LLAMA, 1, 20, RINGS[0]), (*_GPT2, 1, 12, RINGS[0]),
-    ("fp16", "rms", True, "silu", True, 16, 2, 2, 12, RINGS[-1]),
+    (*_LLAMA, 1, 24, 4, RINGS[0]), (*_GPT2, 1, 16, 4, RINGS[0]),
+    ("fp16", "rms", True, "silu", True, 16, 2, 2, 16, 4, RINGS[-1]),
 )  # fmt: skip
 FIELDS: dict[str, Any] = {
     "op": "decode_step",
