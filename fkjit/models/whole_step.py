@@ -85,7 +85,7 @@ def fits_whole(network: Network, cache: PagedKVCache, rows: int) -> bool:
         return False
     seen = view(network.weights.embedding, "Decoder", "weights")
     blocks = blocks_on(seen.device)
-    return fits(model_of(network, cache), rows, config.hidden, arch_of(seen), blocks)
+    return fits(model_of(network, cache), rows, config.hidden, config.layers, arch_of(seen), blocks)
 
 
 def _arrays(layer: Layer) -> LayerArrays:

@@ -43,8 +43,8 @@ constexpr int MOST = ${most};                     // rows there is room for
 constexpr int WARPS = ${warps}, FETCHERS = ${fetchers};
 constexpr int COLUMNS = ${columns};  // of a weight in a stage of the ring
 constexpr int STAGES = ${stages}, FLIGHT = ${flight};
-constexpr int ROOM = ${room} << 10;        // bytes of shared memory for rows and norms' weights
-constexpr int FACTORS = ${factors} << 10;  // of that for the weights
+constexpr int ROOM = ${room} << 10;  // bytes of shared memory for rows and what is beside them
+constexpr int ASIDE = ${aside} << 10;  // of that for the table of layers and a norm's weights
 
 constexpr int THREADS = 32 * WARPS;  // that compute
 constexpr int TILE = 16;             // rows of a weight
@@ -56,7 +56,7 @@ using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS>;
 using Rows = GatheredRows<elem_t, WARPS, CENTERED, Meet>;
 using Heads = DecodeHeads<elem_t, D, GROUP, WARPS, ROPE>;
 static_assert(MOST <= 8 && MOST * TILE <= THREADS, "an output of a tile for each thread");
-static_assert(sizeof(typename Heads::Shared) <= ROOM - FACTORS, "attention has its room");
+static_assert(sizeof(typename Heads::Shared) <= ROOM - ASIDE, "attention has its room");
 
 // Of a layer: elements behind `weights`, NONE: there is no such array.
 struct LayerWeights {
@@ -141,6 +141,29 @@ __device__ __forceinline__ elem_t bias_at(const elem_t* bias, int column) {
   return bias == nullptr ? elem_t(0.f) : bias[column];
 }
 
+// To shared memory. By all threads, who meet before they read it.
+__device__ __forceinline__ void copy_table(LayerWeights* target, const LayerWeights* source,
+                                           int layers) {
+  const int words = layers * sizeof(LayerWeights) / sizeof(i64);
+  for (int i = threadIdx.x; i < words; i += blockDim.x)
+    reinterpret_cast<i64*>(target)[i] = reinterpret_cast<const i64*>(source)[i];
+}
+
+// Norms' weights and biases of a layer come to L2, a part of the lines by each block. By one warp.
+__device__ __forceinline__ void prefetch_small(const elem_t* weights, const LayerWeights& layer,
+                                               int hidden, int heads, int mlp) {
+  const i64 offsets[] = {layer.norm,    layer.norm_bias,    layer.mlp_norm, layer.mlp_norm_bias,
+                         layer.qkv_bias, layer.out_bias, layer.up_bias, layer.down_bias};
+  const int sizes[] = {hidden, hidden, hidden, hidden, heads, hidden, GATE ? 2 * mlp : mlp, hidden};
+  constexpr int LINE = 128 / sizeof(elem_t);
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (offsets[i] != LayerWeights::NONE)
+      for (int at = (blockIdx.x + gridDim.x * (threadIdx.x % WARP_SIZE)) * LINE; at < sizes[i];
+           at += gridDim.x * WARP_SIZE * LINE)
+        prefetch_l2(weights + offsets[i] + at);
+}
+
 // Tokens' rows of the embedding, shared out over the grid.
 __device__ __forceinline__ void embed(u32* stream, u32 tag, const i64* tokens, const int* positions,
                                       const elem_t* embedding, const elem_t* position_embedding,
@@ -170,7 +193,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
                const int* rows_of_cache,                      // [m]; below 0: no sequence
                const elem_t* __restrict__ embedding,          // [vocabulary, hidden]
                const elem_t* __restrict__ position_embedding,  // [positions, hidden], or null
-               const elem_t* __restrict__ weights, const LayerWeights* __restrict__ layers,
+               const elem_t* __restrict__ weights,
+               const LayerWeights* __restrict__ table_of_layers,
                const elem_t* __restrict__ norm_weight,  // [hidden]
                const elem_t* __restrict__ norm_bias,    // [hidden], or null
                const elem_t* __restrict__ head,         // [vocabulary, hidden]
@@ -190,6 +214,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   const int heads = (model.heads_q + 2 * model.heads_kv) * D;
   Ring ring(shared_address(shared) + ROOM, shared_address(barriers));
   if (threadIdx.x == 0) ring.make_barriers();
+  LayerWeights* const layers = reinterpret_cast<LayerWeights*>(shared + ROOM - ASIDE);
+  copy_table(layers, table_of_layers, model.layers);
   __syncthreads();
 
   const DecodeState state = {
@@ -204,10 +230,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
                       space.take<u32>(m * hidden), space.take<u32>(m * dim_q),
                       space.take<u32>(m * model.mlp), space.take<u32>(0)};
   const u32 first_tag = launches * model.layers + 1, first_stream = launches * (2 * model.layers + 1) + 1;
+  const int item = blockIdx.x;
   const auto heads_of = [&](int n) {
     elem_t* const own = pages + 2 * n * model.plane;
     return DecodeLayer<elem_t>{at.qkv, at.attended, at.partials, first_tag + n, own,
-                               own + model.plane, static_cast<int>(layers[n].window)};
+                               own + model.plane};
   };
 
   // The warps that fetch.
@@ -215,9 +242,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
 #pragma unroll 1
     for (int n = 0; n < model.layers; ++n) {
       const LayerWeights& layer = layers[n];
+      if (threadIdx.x < THREADS + 32) prefetch_small(weights, layer, hidden, heads, model.mlp);
       ring.fetch<false>(weights + layer.qkv, heads, hidden, 4 * n);
-      for (int item = blockIdx.x; item < items && threadIdx.x < THREADS + 32; item += gridDim.x)
-        Heads::prefetch(state, heads_of(n), item);
+      if (item < items && threadIdx.x < THREADS + 32)
+        Heads::prefetch(state, heads_of(n), DecodeSpan(state, item, layer.window));
       ring.fetch<false>(weights + layer.out, hidden, dim_q, 4 * n + 1);
       ring.fetch<GATE>(weights + layer.up, model.mlp, hidden, 4 * n + 2);
       ring.fetch<false>(weights + layer.down, hidden, model.mlp, 4 * n + 3);
@@ -228,7 +256,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
 
   const Meet meet;
   const u32 rows = shared_address(shared);
-  const Rows taken(rows, rows + ROOM - FACTORS, m);
+  const u32 factors = rows + ROOM - ASIDE + round_up<int>(model.layers * sizeof(LayerWeights), 16);
+  const Rows taken(rows, factors, m);
   Product product = {ring, rows, sums, m};
 
   // 1. Embedding.
@@ -265,9 +294,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
         });
 
     // 3. Attention.
-    for (int item = blockIdx.x; item < items; item += gridDim.x)
-      Heads::attend(*reinterpret_cast<typename Heads::Shared*>(shared), state, heads_of(n), item,
-                    meet);
+    meet();  // the rows are read; attention has their place
+    if (item < items)
+      Heads::attend(*reinterpret_cast<typename Heads::Shared*>(shared), state, heads_of(n),
+                    DecodeSpan(state, item, layer.window), item, meet);
     meet();
 
     // 4. The output product, added to the stream.

@@ -24,7 +24,6 @@ struct DecodeLayer {
   u64* partials;   // words [work items][GROUP][D + 2]
   u32 tag;         // of all these
   T *k_pages, *v_pages;
-  int window;  // keys that a token sees, itself included; 0: all
 };
 
 struct DecodeState {
@@ -37,7 +36,7 @@ struct DecodeState {
   float scale;
 };
 
-// The keys of a work item.
+// The keys of a work item. window: keys that a token sees, itself included; 0: all.
 struct DecodeSpan {
   int sequence, head, split;
   int position;      // in the cache of the new token
@@ -69,13 +68,29 @@ template <typename T, int D, int GROUP, int WARPS, bool ROPE>
 struct DecodeHeads {
   static constexpr int SIZE = Vector<T>::SIZE, LANES = D / SIZE, KEYS = WARP_SIZE / LANES;
   static constexpr int THREADS = 32 * WARPS, WIDE = D + 2;
-  static constexpr int AHEAD = 2;  // keys of a group of lanes under way
+  static constexpr int AHEAD = 1;  // keys of a group of lanes that are asked for at a time
   static constexpr int PARTS = 4;  // work items' sums under way
   static_assert(D % SIZE == 0 && WARP_SIZE % LANES == 0, "groups of lanes");
   struct Shared {
     float q[GROUP][D];
     T fresh[2][D];                   // the new token's key and value
     float sums[WARPS][GROUP][WIDE];  // sums of values; maximum; sum
+  };
+  static constexpr int STEP = WARPS * KEYS;  // keys that the block has at a time
+  // Of `key`, and of those STEP after each other behind it: a lane's columns, zeros of none.
+  struct Keys {
+    Vector<T> k[AHEAD] = {}, v[AHEAD] = {};
+    __device__ __forceinline__ Keys(const DecodeState& state, const DecodeLayer<T>& layer,
+                                    const DecodeSpan& span, int key) {
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) {
+        const bool there = key + i * STEP < span.cached();
+        const int column = threadIdx.x % LANES * SIZE;
+        const i64 at = there ? span.offset(state.pool, key + i * STEP) + column : 0;
+        load_chunk_if(k[i].bits, layer.k_pages + at, there);
+        load_chunk_if(v[i].bits, layer.v_pages + at, there);
+      }
+    }
   };
   // Of a group of lanes; a lane has SIZE of the D columns.
   struct Sums {
@@ -84,8 +99,8 @@ struct DecodeHeads {
 
   // Keys and values come to L2.
   static __device__ __forceinline__ void prefetch(const DecodeState& state,
-                                                  const DecodeLayer<T>& layer, int item) {
-    const DecodeSpan span(state, item, layer.window);
+                                                  const DecodeLayer<T>& layer,
+                                                  const DecodeSpan& span) {
     for (int key = span.first + threadIdx.x % WARP_SIZE; key < span.cached(); key += WARP_SIZE) {
       const i64 at = span.offset(state.pool, key);
       for (int i = 0; i < D; i += 128 / sizeof(T)) {
@@ -95,15 +110,17 @@ struct DecodeHeads {
     }
   }
 
+  // The first keys are on their way while q is waited for.
   template <typename Meet>
   static __device__ __forceinline__ void attend(Shared& shared, const DecodeState& state,
-                                                const DecodeLayer<T>& layer, int item,
-                                                const Meet& meet) {
-    const DecodeSpan span(state, item, layer.window);
-    meet();  // whoever reads `shared` is done
+                                                const DecodeLayer<T>& layer, const DecodeSpan& span,
+                                                int item, const Meet& meet) {
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const int cached = span.cached();
+    int key = span.first + warp * KEYS + lane / LANES;
+    Keys now(state, layer, span, key);
     turn(shared, state, layer, span);
     meet();
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     float q[GROUP][SIZE];
     Sums sums = {};
 #pragma unroll
@@ -112,20 +129,12 @@ struct DecodeHeads {
 #pragma unroll
       for (int j = 0; j < SIZE; ++j) q[g][j] = shared.q[g][lane % LANES * SIZE + j];
     }
-    const int cached = span.cached(), step = WARPS * KEYS;
 #pragma unroll 1
-    for (int key = span.first + warp * KEYS; key < cached; key += step * AHEAD) {
-      Vector<T> k[AHEAD] = {}, v[AHEAD] = {};
-      const int own = key + lane / LANES;
+    for (int first = span.first; first < cached; first += STEP * AHEAD) {
+      const Keys next(state, layer, span, key + STEP * AHEAD);
 #pragma unroll
-      for (int i = 0; i < AHEAD; ++i) {
-        const bool there = own + i * step < cached;
-        const i64 at = there ? span.offset(state.pool, own + i * step) + lane % LANES * SIZE : 0;
-        load_chunk_if(k[i].bits, layer.k_pages + at, there);
-        load_chunk_if(v[i].bits, layer.v_pages + at, there);
-      }
-#pragma unroll
-      for (int i = 0; i < AHEAD; ++i) add(sums, q, k[i], v[i], own + i * step < cached);
+      for (int i = 0; i < AHEAD; ++i) add(sums, q, now.k[i], now.v[i], key + i * STEP < cached);
+      now = next, key += STEP * AHEAD;
     }
     if (span.fresh && warp == WARPS - 1) {
       const T* const own = shared.fresh[0] + lane % LANES * SIZE;

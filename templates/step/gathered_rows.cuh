@@ -15,7 +15,7 @@
 template <typename T, int WARPS, bool CENTERED, typename Meet>
 struct GatheredRows {
   static constexpr int THREADS = 32 * WARPS, SIZE = 4;  // numbers of an access
-  static constexpr int AHEAD = 8;                       // accesses under way
+  static constexpr int AHEAD = 4;                       // accesses under way
   const u32 rows, factors;  // shared memory: [m][k + ROW_GAP]; of a norm weight [k], bias [k]
   const int m;
   int row, warps, first, step;  // of a thread's team; its first number, and to the next four

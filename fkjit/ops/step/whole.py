@@ -20,7 +20,7 @@ from fkjit.runtime.interop import CPU, View
 
 _CALL = "decode_step"
 _SPAN = 32  # columns of a weight that a warp takes at a time
-_CPU_BLOCKS = 3
+_CPU_BLOCKS = 4
 Ring = tuple[int, int, int, int]
 
 
@@ -59,7 +59,7 @@ class Model(NamedTuple):
 
 class Arrays(NamedTuple):
     """tokens int64, positions and rows int32 [m]; rows below 0 are no sequences. embedding and head
-    [vocabulary, hidden]. weights: where all arrays of the layers are, by `layers`, int64 [layers,
+    [vocabulary, hidden]. weights: where all arrays of the layers are, by table_of_layers, int64 [layers,
     LAYER_WORDS] (`layer_table`). table: of `fkjit.rope_table`, None: nothing turns. The rest is a
     PagedKVCache's."""
 
@@ -69,7 +69,7 @@ class Arrays(NamedTuple):
     embedding: Any
     position_embedding: Any
     weights: Any
-    layers: Any
+    table_of_layers: Any
     norm_weight: Any
     norm_bias: Any
     head: Any
@@ -96,16 +96,16 @@ def blocks_on(device: int) -> int:
     return _CPU_BLOCKS if device == CPU else multiprocessors(device)
 
 
-def fits(model: Model, rows: int, hidden: int, arch: Arch, blocks: int) -> bool:
+def fits(model: Model, rows: int, hidden: int, layers: int, arch: Arch, blocks: int) -> bool:
     """Whether there is a kernel for steps of so many sequences of this model."""
     widths = (hidden, model.mlp, model.heads_q * model.head_dim)
     group, rest = divmod(model.heads_q, model.heads_kv)
     return (
-        rows <= ROWS[-1] and rest == 0 and group in GROUPS and model.head_dim in HEAD_DIMS
+        rows * model.heads_kv <= blocks and rest == 0 and group in GROUPS and model.head_dim in HEAD_DIMS
         and not any(wide % _SPAN for wide in widths) and min(widths) >= blocks
         and (model.activation, model.gate) in SHIPPED
         and kernel.KERNEL.features({}) <= arch.features
-        and _variant(model, rows, hidden, "layer") is not None
+        and _variant(model, rows, hidden, layers, "layer") is not None
     )  # fmt: skip
 
 
@@ -142,15 +142,17 @@ def prepare(arrays: Arrays, model: Model) -> None:
 # ------------------------------------------------------------------ checks
 
 
-def _variant(model: Model, rows: int, hidden: int, norm: str) -> dict[str, Any] | None:
+def _variant(
+    model: Model, rows: int, hidden: int, layers: int, norm: str
+) -> dict[str, Any] | None:
     """Of the parameters those that the sizes decide; None: there is no room."""
     most = next((most for most in ROWS if most >= rows), None)
-    factors = kernel.factors_for(norm, hidden)
-    if most is None or factors is None:
+    aside = kernel.aside_for(norm, hidden, layers)
+    if most is None or aside is None:
         return None
     group, dim = model.heads_q // model.heads_kv, model.head_dim
     widest = max(hidden, model.mlp, model.heads_q * dim)
-    room = kernel.room_for(most, widest, dim, group, factors)
+    room = kernel.room_for(most, widest, dim, group, aside)
     if room is None:
         return None
     space = kernel.ring_bytes(most, room)
@@ -158,7 +160,7 @@ def _variant(model: Model, rows: int, hidden: int, norm: str) -> dict[str, Any] 
     ring = next((one for one in rings if kernel.ring_shared(one) <= space), None)
     if ring is None:
         return None
-    return {"most": most, "room": room, "factors": factors, "ring": ring, "group": group,
+    return {"most": most, "room": room, "aside": aside, "ring": ring, "group": group,
             "head_dim": dim, "activation": model.activation, "gate": model.gate}  # fmt: skip
 
 
@@ -168,16 +170,17 @@ def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     floats = ("embedding", "position_embedding", "weights", "norm_weight", "norm_bias", "head", "pages")
     dtype = check_same_dtype(_CALL, {n: seen[n] for n in floats if n in seen}, ("fp16", "bf16"))
     (m,), (vocabulary, hidden) = seen["tokens"].shape, seen["head"].shape
-    layers = seen["layers"].shape[0]
+    layers = seen["table_of_layers"].shape[0]
     _check_arrays(seen, model, m, hidden, layers)
     norm, blocks = "layer" if "norm_bias" in seen else "rms", blocks_on(seen["tokens"].device)
-    variant = _variant(model, m, hidden, norm)
+    variant = _variant(model, m, hidden, layers, norm)
     widths = (hidden, model.mlp, model.heads_q * model.head_dim)
-    if variant is None or any(one % _SPAN for one in widths) or min(widths) < blocks:
+    refused = any(one % _SPAN or one < blocks for one in widths) or m * model.heads_kv > blocks
+    if variant is None or refused:
         raise ParameterError(
             f"{_CALL}: no kernel for {m} sequences of widths {widths}; allowed: up to {ROWS[-1]}, "
-            f"multiples of {_SPAN} columns, as many as multiprocessors, rows that fit into shared "
-            "memory"
+            f"multiples of {_SPAN} columns, as many as multiprocessors, no more heads than those, "
+            "rows that fit into shared memory"
         )
     words = exchange_words(model, m, hidden, blocks)
     check_dtype(_CALL, "exchange", seen["exchange"], ("int32",))
@@ -216,7 +219,7 @@ def _check_arrays(seen: Mapping[str, View], model: Model, m: int, hidden: int, l
         "tokens": ((m,), "int64"), "positions": ((m,), "int32"), "rows_of_cache": ((m,), "int32"),
         "embedding": ((seen["embedding"].shape[0], hidden), None),
         "head": ((vocabulary, hidden), None), "norm_weight": ((hidden,), None),
-        "layers": ((layers, LAYER_WORDS), "int64"), "pages": ((layers, 2, *pages), None),
+        "table_of_layers": ((layers, LAYER_WORDS), "int64"), "pages": ((layers, 2, *pages), None),
         "page_table": (tuple(seen["page_table"].shape), "int32"),
         "capacities": ((rows,), "int32"), "lengths": ((rows,), "int32"),
     }  # fmt: skip

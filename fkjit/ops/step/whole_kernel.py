@@ -25,8 +25,8 @@ _TILE_ROWS, _PITCH_GAP = 16, 64  # rows of a weight in a stage; bytes between th
 _BLOCK_BYTES = 226 << 10  # of shared memory, 1 KB for barriers left out
 # Columns of a stage, stages, of which under way, warps that fetch.
 RINGS = ((512, 11, 4, 2), (512, 9, 4, 2), (512, 8, 4, 2), (512, 5, 4, 2), (64, 3, 2, 2))
-_ROOMS = (20, 24, 40, 76, 16, 140)  # KB for rows, what attention scribbles on, and norms' weights
-_FACTORS = (4, 8, 16)  # KB of that for these weights
+_ROOMS = (23, 12, 16, 28, 40, 56, 72, 88, 140)  # KB for rows, and what is beside them
+_ASIDE = (6, 1, 2, 4, 12, 20)  # KB of that beside the rows
 
 _PARAMS = (
     Param("dtype", ("bf16", "fp16"), "element type of weights, stream and cache"),
@@ -36,8 +36,8 @@ _PARAMS = (
     Param("head_dim", HEAD_DIMS, "columns of a head"),
     Param("group", GROUPS, "query heads of a key head"),
     Param("most", ROWS, "sequences there is room for"),
-    Param("room", _ROOMS, "KB of shared memory for their rows"),
-    Param("factors", _FACTORS, "KB of that for a norm's weights"),
+    Param("room", _ROOMS, "KB of shared memory for their rows and what is beside them"),
+    Param("aside", _ASIDE, "KB of that for the table of layers and a norm's weights"),
     Param("ring", RINGS, "columns of a stage, stages, of which under way, warps that fetch",
           tunable=True),
 )  # fmt: skip
@@ -54,15 +54,15 @@ def _scratch(head_dim: int, group: int) -> int:
     return 4 * (group * head_dim + head_dim + WARPS * group * (head_dim + 2)) + 16
 
 
-def factors_for(norm: str, hidden: int) -> int | None:
-    """KB for a norm's weights; None where there is no room."""
-    needed = 2 * hidden * (2 if norm == "layer" else 1)
-    return next((room for room in _FACTORS if room << 10 >= needed), None)
+def aside_for(norm: str, hidden: int, layers: int) -> int | None:
+    """KB for the table of layers and a norm's weights; None where there is no room."""
+    needed = 8 * LAYER_WORDS * layers + 16 + 2 * hidden * (2 if norm == "layer" else 1)
+    return next((room for room in sorted(_ASIDE) if room << 10 >= needed), None)
 
 
-def room_for(most: int, widest: int, head_dim: int, group: int, factors: int) -> int | None:
-    """KB for so many rows, and the weights of a norm; None where there is no room."""
-    needed = max(2 * most * (widest + ROW_GAP), _scratch(head_dim, group)) + (factors << 10)
+def room_for(most: int, widest: int, head_dim: int, group: int, aside: int) -> int | None:
+    """KB for so many rows, and what is beside them; None where there is no room."""
+    needed = max(2 * most * (widest + ROW_GAP), _scratch(head_dim, group)) + (aside << 10)
     return next((room for room in sorted(_ROOMS) if room << 10 >= needed), None)
 
 
@@ -114,7 +114,7 @@ def weights_of(p: Problem) -> int:
 def _illegal(params: Params) -> str | None:
     if (params["activation"], params["gate"]) not in epilogue.SHIPPED:
         return "has no such epilogue"
-    if params["room"] - params["factors"] << 10 < _scratch(params["head_dim"], params["group"]):
+    if params["room"] - params["aside"] << 10 < _scratch(params["head_dim"], params["group"]):
         return "has no room for attention"
     if ring_shared(params["ring"]) > ring_bytes(params["most"], params["room"]):
         return "has more stages than there is room for"
@@ -131,8 +131,8 @@ def _few(params: Params) -> str | None:
 _LLAMA = ("bf16", "rms", True, "silu", True, 64, 4)
 _GPT2 = ("bf16", "layer", False, "gelu_tanh", False, 64, 1)
 _AHEAD = (
-    (*_LLAMA, 1, 24, 4, RINGS[0]), (*_GPT2, 1, 16, 4, RINGS[0]),
-    ("fp16", "rms", True, "silu", True, 16, 2, 2, 16, 4, RINGS[-1]),
+    (*_LLAMA, 1, 23, 6, RINGS[0]), (*_GPT2, 1, 16, 6, RINGS[0]),
+    ("fp16", "rms", True, "silu", True, 16, 2, 2, 12, 1, RINGS[-1]),
 )  # fmt: skip
 FIELDS: dict[str, Any] = {
     "op": "decode_step",
