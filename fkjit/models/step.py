@@ -96,8 +96,10 @@ class Steps:
         network, cache, state = self.network, self.cache, self.slots.first(size)
         plan = plan or self._planned(size)
         if plan.whole and fits_whole(network, cache, size):
-            logits = self._logits.rows(size)
-            self._pick(state, logits, mode, self._whole()(state, logits))
+            logits, greedy = self._logits.rows(size), mode == GREEDY
+            best = self._whole()(state, logits, advance=greedy)
+            if not greedy:
+                self._pick(state, logits, mode, best)
             return
 
         def attend(q: Any, layer: int) -> Any:

@@ -44,17 +44,18 @@ class WholeStep:
             length, config.head_dim, theta=config.theta, scaling=config.scaling, like=like
         )  # fmt: skip
 
-    def __call__(self, state: State, logits: Any) -> Any:
-        """The largest of each row of `logits`, which are written; the cache counts the tokens."""
+    def __call__(self, state: State, logits: Any, advance: bool = False) -> Any:
+        """The largest of each row of `logits`, which are written; the cache counts the tokens.
+        advance: the tokens become these, and positions the next ones."""
         weights, cache = self.network.weights, self.cache
         exchange = self._exchange(len(state.tokens))
         arrays = Arrays(
-            state.tokens, state.positions, state.rows, weights.embedding, weights.positions,
+            state.tokens, state.positions, state.active, state.rows, weights.embedding, weights.positions,
             self._base, self._table, weights.norm.weight, weights.norm.bias, weights.head,
             self._angles, cache.page_table, cache.capacities, cache.lengths, cache.all_pages,
             exchange,
         )  # fmt: skip
-        return decode_step(arrays, logits, self.model)
+        return decode_step(arrays, logits, self.model._replace(advance=advance))
 
 
     def _exchange(self, rows: int) -> Any:

@@ -73,6 +73,7 @@ struct DecodeModel {
   int splits;  // work items of a sequence and a key head
   int page_step, head_step, token_step, page_log2, max_sequences, max_pages, table_rows;
   int logits_stride;
+  int advance;  // tokens become the largest, and positions the next
   float eps, scale;
 };
 
@@ -188,9 +189,10 @@ __device__ __forceinline__ void count_token(const DecodeState& state, int* lengt
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
-    step_whole(const i64* tokens,                             // [m]
-               const int* positions,                          // [m]
-               const int* rows_of_cache,                      // [m]; below 0: no sequence
+    step_whole(i64* tokens,                // [m]
+               int* positions,             // [m]
+               const int* active,          // [m]: by which positions advance
+               const int* rows_of_cache,   // [m]; below 0: no sequence
                const elem_t* __restrict__ embedding,          // [vocabulary, hidden]
                const elem_t* __restrict__ position_embedding,  // [positions, hidden], or null
                const elem_t* __restrict__ weights,
@@ -356,7 +358,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
     for (int i = threadIdx.x % WARP_SIZE; i < gridDim.x; i += WARP_SIZE)
       all.see(Largest::loaded(at.largest, warp * gridDim.x + i));
     all = all.of_lanes<WARP_SIZE>();
-    if (threadIdx.x % WARP_SIZE == 0) largest[warp] = all.column;
+    if (threadIdx.x % WARP_SIZE == 0) {
+      largest[warp] = all.column;
+      if (model.advance) tokens[warp] = all.column, positions[warp] += active[warp];
+    }
   }
   if (threadIdx.x < m) count_token(state, lengths, threadIdx.x);
   if (threadIdx.x == 0) store_word(exchange, launches + 1);

@@ -43,7 +43,8 @@ class LayerArrays(NamedTuple):
 
 class Model(NamedTuple):
     """What a step's kernel is made for. heads_q, heads_kv, head_dim, mlp, eps: as a ModelConfig's.
-    ring: columns of a stage, stages, those under way, warps that fetch; None: the usual."""
+    advance: whether tokens and positions become the next ones, by the largest logits. ring: columns
+    of a stage, stages, those under way, warps that fetch; None: the usual."""
 
     heads_q: int
     heads_kv: int
@@ -54,17 +55,19 @@ class Model(NamedTuple):
     eps: float
     layout: str
     page_size: int
+    advance: bool = False
     ring: Ring | None = None
 
 
 class Arrays(NamedTuple):
-    """tokens int64, positions and rows int32 [m]; rows below 0 are no sequences. embedding and head
+    """tokens int64, positions, active and rows int32 [m]; rows below 0 are no sequences. embedding and head
     [vocabulary, hidden]. weights: where all arrays of the layers are, by table_of_layers, int64 [layers,
     LAYER_WORDS] (`layer_table`). table: of `fkjit.rope_table`, None: nothing turns. The rest is a
     PagedKVCache's."""
 
     tokens: Any
     positions: Any
+    active: Any
     rows_of_cache: Any
     embedding: Any
     position_embedding: Any
@@ -216,7 +219,8 @@ def _check_arrays(seen: Mapping[str, View], model: Model, m: int, hidden: int, l
     rows, vocabulary = seen["page_table"].shape[0], seen["head"].shape[0]
     pages = page_shape(model.layout, seen["pages"].shape[2], model.page_size, model.heads_kv, model.head_dim)
     wanted = {
-        "tokens": ((m,), "int64"), "positions": ((m,), "int32"), "rows_of_cache": ((m,), "int32"),
+        "tokens": ((m,), "int64"), "positions": ((m,), "int32"), "active": ((m,), "int32"),
+        "rows_of_cache": ((m,), "int32"),
         "embedding": ((seen["embedding"].shape[0], hidden), None),
         "head": ((vocabulary, hidden), None), "norm_weight": ((hidden,), None),
         "table_of_layers": ((layers, LAYER_WORDS), "int64"), "pages": ((layers, 2, *pages), None),
@@ -254,5 +258,6 @@ def _contiguous(view: View) -> bool:
 
 _OP = Op(
     _CALL, inputs=Arrays._fields, outputs=("logits", "largest"), check=_check,
-    optional=("position_embedding", "norm_bias", "table"), written=("pages", "lengths", "exchange"),
+    optional=("position_embedding", "norm_bias", "table"), 
+    written=("tokens", "positions", "lengths", "pages", "exchange"),
 )  # fmt: skip

@@ -34,7 +34,7 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
         found.append({
             **said, "m": m, "layers": 2, "hidden": hidden, "mlp": mlp, "vocabulary": 264,
             "heads_q": heads_kv * group, "heads_kv": heads_kv, "head_dim": dim, "group": group,
-            "eps": 1e-5, "blocks": 132 if full else 4, "splits": 132 // (m * heads_kv) if full else 2,
+            "eps": 1e-5, "blocks": 132 if full else 4, "splits": 132 // (m * heads_kv) if full else 2, "advance": m > 1,
             "logits_stride": 264 + 4, "table_rows": 40 if params["rope"] else 0,
             "max_sequences": _SEQUENCES, "max_pages": 3, "num_pages": _PAGES, "page_size": _PAGE,
             "layout": "nhd", "window": window, "biased": biased,
@@ -88,7 +88,8 @@ def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
     lengths = np.array(_LENGTHS, np.int32)
     positions = np.where(rows >= 0, lengths[rows], 0).astype(np.int32)
     made = {
-        "tokens": rng.integers(0, 264, m, np.int64), "positions": positions, "rows_of_cache": rows,
+        "tokens": rng.integers(0, 264, m, np.int64), "positions": positions,
+        "active": (rows >= 0).astype(np.int32), "rows_of_cache": rows,
         "embedding": rng.standard_normal((264, hidden)).astype(kind), "weights": np.concatenate(flat),
         "table_of_layers": table, "norm_weight": drawn(hidden), "head": drawn(264, hidden),
         "page_table": rng.permutation(_PAGES).reshape(_SEQUENCES, 3).astype(np.int32),
@@ -208,7 +209,10 @@ def _reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
             lengths[row] += step.room(row)
     launches = np.full(exchange_words(p), np.nan)
     launches[0] = _LAUNCHES + 1
-    return {"logits": logits, "pages": step.pages, "lengths": lengths, "counters": np.zeros(1),
+    positions = np.asarray(arrays["positions"])
+    if p["advance"]:
+        positions = positions + np.asarray(arrays["active"])
+    return {"logits": logits, "positions": positions, "pages": step.pages, "lengths": lengths, "counters": np.zeros(1),
             "exchange": launches}  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The kernel of a whole decode step.
 
 A problem has m (sequences), layers, hidden, mlp, vocabulary, heads_q, heads_kv, head_dim, dtype, norm
-("rms" or "layer"), rope, activation, gate, eps, splits, blocks, logits_stride, table_rows,
+("rms" or "layer"), rope, activation, gate, eps, splits, blocks, advance, logits_stride, table_rows,
 max_sequences, max_pages, and of the cache num_pages, page_size, plane (elements of a layer's keys)
 and pages (elements from page to page, head to head, token to token).
 """
@@ -96,7 +96,8 @@ def _arguments(params: Params, p: Problem, arrays: Mapping[str, Any]) -> dict[st
     names = ("m", "layers", "hidden", "mlp", "vocabulary", "heads_q", "heads_kv", "splits")
     model = (
         p["plane"], *(p[name] for name in names), *p["pages"], p["page_size"].bit_length() - 1,
-        p["max_sequences"], p["max_pages"], p["table_rows"], p["logits_stride"], p["eps"],
+        p["max_sequences"], p["max_pages"], p["table_rows"], p["logits_stride"],
+        p["advance"], p["eps"],
         p["head_dim"] ** -0.5,
     )  # fmt: skip
     missing = dict.fromkeys(("position_embedding", "norm_bias", "table"))
