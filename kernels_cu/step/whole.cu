@@ -30,8 +30,7 @@
 #include "step/decode_heads.cuh"
 #include "step/gathered_rows.cuh"
 #include "step/largest.cuh"
-#include "step/weight_ring.cuh"
-#include "step/workspace.cuh"
+#include "step/tile_sums.cuh"
 #include "ptx/atomic.cuh"
 
 using elem_t = ${dtype};
@@ -47,7 +46,6 @@ constexpr int ROOM = ${room} << 10;  // bytes of shared memory for rows and what
 constexpr int ASIDE = ${aside} << 10;  // of that for the table of layers and a norm's weights
 
 constexpr int THREADS = 32 * WARPS;  // that compute
-constexpr int TILE = 16;             // rows of a weight
 
 struct Meet {
   __device__ __forceinline__ void operator()() const { named_barrier_wait_aligned<THREADS>(1); }
@@ -55,7 +53,7 @@ struct Meet {
 using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS>;
 using Rows = GatheredRows<elem_t, WARPS, CENTERED, Meet>;
 using Heads = DecodeHeads<elem_t, D, GROUP, WARPS, ROPE>;
-static_assert(MOST <= 8 && MOST * TILE <= THREADS, "an output of a tile for each thread");
+static_assert(MOST <= 8, "columns of a product of tensor cores");
 static_assert(sizeof(typename Heads::Shared) <= ROOM - ASIDE, "attention has its room");
 
 // Of a layer: elements behind `weights`, NONE: there is no such array.
@@ -74,6 +72,7 @@ struct DecodeModel {
   int page_step, head_step, token_step, page_log2, max_sequences, max_pages, table_rows;
   int logits_stride;
   int advance;  // tokens become the largest, and positions the next
+  int qkv, partials, stream, attended, inner, largest;  // words of `exchange` before these
   float eps, scale;
 };
 
@@ -84,55 +83,10 @@ struct Between {
   u32* largest;  // without tags
 };
 
-struct Wanted {  // as loaded: to convert is to wait
+using Sums = TileSums<elem_t, Ring, WARPS, MOST>;
+struct Wanted {  // of an output, as loaded: to convert is to wait
   elem_t x, y;   // biases
   u32 word;      // of the stream
-};
-
-// The compute warps' part of a product: tiles of the weight come through the ring.
-struct Product {
-  Ring& ring;
-  const u32 rows;               // of x, in shared memory
-  float (*sums)[WARPS][MOST][TILE];  // two of these, in turns
-  const int m;
-  int turn = 0;
-
-  // before(row, column): what an output of this thread will want, on its way while the tile is
-  // multiplied. after(row, column, sum and with HALVES up's, what before returned): what becomes of
-  // it.
-  template <bool HALVES, typename Before, typename After>
-  __device__ __forceinline__ void operator()(int n, int k, int share, const Before& before,
-                                             const After& after) {
-    constexpr int OUTPUTS = HALVES ? TILE / 2 : TILE;
-    const Outputs mine(n, share);
-    const SharedRow<elem_t> x(rows, m, k);
-    const int row = threadIdx.x / OUTPUTS, place = threadIdx.x % OUTPUTS;
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-#pragma unroll 1
-    for (int first = mine.begin; first < mine.end; first += OUTPUTS) {
-      const int column = first + place;
-      const bool has = row < m && column < mine.end;
-      Wanted wanted = {};
-      if (has) wanted = before(row, column);
-      float d[4] = {};
-      ring.template multiply<HALVES>(d, x, k, min(OUTPUTS, mine.end - first));
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (lane % 4 * 2 + i % 2 < MOST)
-          sums[turn][warp][lane % 4 * 2 + i % 2][lane / 4 + i / 2 * 8] = d[i];
-      Meet()();
-      if (has) {
-        float2 total = {0.f, 0.f};
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-          total.x += sums[turn][w][row][place];
-          if (HALVES) total.y += sums[turn][w][row][place + OUTPUTS];
-        }
-        after(row, column, total, wanted);
-      }
-      turn ^= 1;
-    }
-  }
 };
 
 __device__ __forceinline__ const elem_t* weight_at(const elem_t* weights, i64 offset) {
@@ -211,11 +165,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
                u32* counters, const DecodeModel model) {
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
-  __shared__ float sums[2][WARPS][MOST][TILE];
+  __shared__ typename Sums::Shared sums;
   const int m = model.m, hidden = model.hidden, dim_q = model.heads_q * D;
   const int heads = (model.heads_q + 2 * model.heads_kv) * D;
   Ring ring(shared_address(shared) + ROOM, shared_address(barriers));
-  if (threadIdx.x == 0) ring.make_barriers();
+  if (threadIdx.x == 0) {
+    Sums::make_barriers(sums);
+    ring.make_barriers();
+  }
   LayerWeights* const layers = reinterpret_cast<LayerWeights*>(shared + ROOM - ASIDE);
   copy_table(layers, table_of_layers, model.layers);
   __syncthreads();
@@ -227,10 +184,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
       model.scale};
   const int items = m * model.heads_kv * model.splits;
   const u32 launches = load_word(exchange);
-  Workspace space = {reinterpret_cast<unsigned char*>(exchange + 4)};
-  const Between at = {space.take<u64>(m * heads), space.take<u64>(items * GROUP * (D + 2)),
-                      space.take<u32>(m * hidden), space.take<u32>(m * dim_q),
-                      space.take<u32>(m * model.mlp), space.take<u32>(0)};
+  const Between at = {reinterpret_cast<u64*>(exchange + model.qkv),
+                      reinterpret_cast<u64*>(exchange + model.partials),
+                      exchange + model.stream,
+                      exchange + model.attended,
+                      exchange + model.inner,
+                      exchange + model.largest};
   const u32 first_tag = launches * model.layers + 1, first_stream = launches * (2 * model.layers + 1) + 1;
   const int item = blockIdx.x;
   const auto heads_of = [&](int n) {
@@ -260,7 +219,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   const u32 rows = shared_address(shared);
   const u32 factors = rows + ROOM - ASIDE + round_up<int>(model.layers * sizeof(LayerWeights), 16);
   const Rows taken(rows, factors, m);
-  Product product = {ring, rows, sums, m};
+  Sums product(ring, sums, shared + ROOM, m);
+  const elem_t* const x = reinterpret_cast<const elem_t*>(shared);
+  Wanted wanted[Sums::EACH] = {};
 
   // 1. Embedding.
   embed(at.stream, first_stream, tokens, positions, embedding, position_embedding, m, hidden);
@@ -271,15 +232,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
     const u32 tag = first_tag + n, stream_tag = first_stream + 2 * n;
     const auto array = [&](i64 offset) { return weight_at(weights, offset); };
     const auto add_to_stream = [&](const elem_t* bias, int k, int share, u32 next) {
-      product.template operator()<false>(
-          hidden, k, share,
-          [&](int row, int column) {
-            return Wanted{bias_at(bias, column), elem_t(0.f),
-                          load_word(at.stream + row * hidden + column)};
+      product.template product<false>(
+          x, hidden, k, share,
+          [&](int i, int row, int column) {
+            wanted[i].x = bias_at(bias, column);
+            wanted[i].word = load_word(at.stream + row * hidden + column);
           },
-          [&](int row, int column, float2 sum, const Wanted& add) {
-            const float y = sum.x + static_cast<float>(add.x) +
-                            static_cast<float>(number<elem_t>(add.word));
+          [&](int i, int row, int column, float2 sum) {
+            const float y = sum.x + static_cast<float>(wanted[i].x) +
+                            static_cast<float>(number<elem_t>(wanted[i].word));
             store_word(at.stream + row * hidden + column, tagged(static_cast<elem_t>(y), next));
           });
     };
@@ -289,10 +250,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
     taken.normalise(at.stream, hidden, stream_tag, model.eps);
     meet();
     const elem_t* const qkv_bias = array(layer.qkv_bias);
-    product.template operator()<false>(
-        heads, hidden, 4 * n, [&](int, int column) { return Wanted{bias_at(qkv_bias, column)}; },
-        [&](int row, int column, float2 sum, const Wanted& add) {
-          store_word(at.qkv + row * heads + column, tagged(sum.x + static_cast<float>(add.x), tag));
+    product.template product<false>(
+        x, heads, hidden, 4 * n,
+        [&](int i, int, int column) { wanted[i].x = bias_at(qkv_bias, column); },
+        [&](int i, int row, int column, float2 sum) {
+          store_word(at.qkv + row * heads + column,
+                     tagged(sum.x + static_cast<float>(wanted[i].x), tag));
         });
 
     // 3. Attention.
@@ -313,14 +276,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
     taken.normalise(at.stream, hidden, stream_tag + 1, model.eps);
     meet();
     const elem_t* const up_bias = array(layer.up_bias);
-    product.template operator()<GATE>(
-        model.mlp, hidden, 4 * n + 2,
-        [&](int, int column) {
-          return Wanted{bias_at(up_bias, column), bias_at(up_bias, GATE ? model.mlp + column : 0)};
+    product.template product<GATE>(
+        x, model.mlp, hidden, 4 * n + 2,
+        [&](int i, int, int column) {
+          wanted[i].x = bias_at(up_bias, column);
+          if (GATE) wanted[i].y = bias_at(up_bias, model.mlp + column);
         },
-        [&](int row, int column, float2 sum, const Wanted& add) {
-          float y = Activation::value(sum.x + static_cast<float>(add.x));
-          if (GATE) y *= sum.y + static_cast<float>(add.y);
+        [&](int i, int row, int column, float2 sum) {
+          float y = Activation::value(sum.x + static_cast<float>(wanted[i].x));
+          if (GATE) y *= sum.y + static_cast<float>(wanted[i].y);
           store_word(at.inner + row * model.mlp + column, tagged(static_cast<elem_t>(y), tag));
         });
     meet();
@@ -336,29 +300,32 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   taken.load_factors(norm_weight, norm_bias, hidden);
   taken.normalise(at.stream, hidden, first_stream + 2 * model.layers, model.eps);
   meet();
-  Largest best;
-  product.template operator()<false>(
-      model.vocabulary, hidden, 4 * model.layers,
-      [](int, int) { return Wanted{}; },
-      [&](int row, int column, float2 sum, const Wanted&) {
+  Largest best[Sums::EACH];
+  product.template product<false>(
+      x, model.vocabulary, hidden, 4 * model.layers, [](int, int, int) {},
+      [&](int i, int row, int column, float2 sum) {
         logits[row * static_cast<i64>(model.logits_stride) + column] = sum.x;
-        best.see(sum.x, column);
+        best[i].see(sum.x, column);
       });
-  best = best.of_lanes<TILE>();
-  const int row = threadIdx.x / TILE;
-  if (threadIdx.x % TILE == 0 && row < m) best.store(at.largest, row * gridDim.x + blockIdx.x);
+  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+  const int of_grid = blockIdx.x * WARPS + warp, rivals = gridDim.x * WARPS;
+#pragma unroll
+  for (int i = 0; i < Sums::EACH; ++i) {
+    const Largest most = best[i].of_lanes<Ring::ROWS>();
+    const int row = (lane + i * WARP_SIZE) / Ring::ROWS;
+    if (lane % Ring::ROWS == 0 && row < m) most.store(at.largest, row * rivals + of_grid);
+  }
   meet();
   u32& is_last = *reinterpret_cast<u32*>(shared);
   if (threadIdx.x == 0) is_last = atom_inc_acq_rel(counters, gridDim.x) == gridDim.x - 1;
   meet();
   if (!is_last) return;
-  const int warp = threadIdx.x / WARP_SIZE;
   if (warp < m) {
     Largest all;
-    for (int i = threadIdx.x % WARP_SIZE; i < gridDim.x; i += WARP_SIZE)
-      all.see(Largest::loaded(at.largest, warp * gridDim.x + i));
+    for (int i = lane; i < rivals; i += WARP_SIZE)
+      all.see(Largest::loaded(at.largest, warp * rivals + i));
     all = all.of_lanes<WARP_SIZE>();
-    if (threadIdx.x % WARP_SIZE == 0) {
+    if (lane == 0) {
       largest[warp] = all.column;
       if (model.advance) tokens[warp] = all.column, positions[warp] += active[warp];
     }

@@ -2,6 +2,9 @@
 // ends know: a producer warp asks for them as soon as there is room, also past the barriers at which
 // the others wait for what the next product is to be multiplied with.
 //
+// A stage is multiplied by one warp of those that compute, the next one by the next warp, so that what
+// one waits for the others have no part in.
+//
 // A product [n, k] has its outputs shared out over the blocks, and a block takes its own by tiles of
 // 16 rows of the weight (HALVES: 8 of the gate and the same 8 of up), COLUMNS at a time:
 //
@@ -31,9 +34,9 @@ struct Outputs {
 
 template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, int FETCHERS>
 struct WeightRing {
-  static constexpr int ROWS = 16, SPAN = 32;
+  static constexpr int ROWS = 16, SPAN = 32, SIZE = STAGES, COLUMNS_OF_STAGE = COLUMNS;
   static constexpr int PITCH = COLUMNS * sizeof(T) + 64, STAGE = ROWS * PITCH;  // bytes
-  static constexpr int SPANS = ceil_div(COLUMNS / SPAN, WARPS);                 // of a warp
+  using Chunk = uint4;
   static_assert(COLUMNS % (2 * SPAN) == 0, "rows 64 bytes apart, modulo all banks");
   static_assert(FLIGHT <= STAGES && ROWS % FETCHERS == 0, "stages under way; equal shares of rows");
   const u32 stages;       // shared memory
@@ -47,7 +50,7 @@ struct WeightRing {
   __device__ __forceinline__ void make_barriers() const {  // by one thread
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(full + 8 * i, FETCHERS);
-      mbarrier_init(empty + 8 * i, WARPS);
+      mbarrier_init(empty + 8 * i, 1);
     }
     mbarrier_init_fence();
   }
@@ -83,29 +86,34 @@ struct WeightRing {
     }
   }
 
-  // d += the next tile, of so many outputs, times up to eight rows of `x`, [k] each, which stand in
-  // shared memory. Warp i of those that compute has spans i, i + WARPS, ... of each stage.
+  // By one thread, for a warp that is done with the stage.
+  __device__ __forceinline__ void release(int stage) const { mbarrier_arrive(empty + 8 * stage); }
+
+  // d += a stage's tile, of so many outputs and columns, times up to eight rows of x. By one warp. x:
+  // the stage's first column of the lane's row (lane / 4), null where there is no such row.
   template <bool HALVES>
-  __device__ __forceinline__ void multiply(float (&d)[4], const SharedRow<T>& x, int k,
-                                           int outputs) {
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    const int row = min(lane / 4, outputs - 1);
-    const u32 own = stages + row * PITCH + lane % 4 * 16;
-    const int high_row = HALVES ? 8 : (min(lane / 4 + 8, outputs - 1) - row);  // behind that
-#pragma unroll 1
-    for (int at = 0; at < k; at += COLUMNS) {
-      mbarrier_wait(full + 8 * place.stage, place.parity);
-      const u32 rows = own + place.stage * STAGE;
-#pragma unroll
-      for (int i = 0; i < SPANS; ++i) {
-        const int first = (warp + i * WARPS) * SPAN;
-        if (first >= min(COLUMNS, k - at)) break;
-        const uint4 low = load_shared_chunk(rows + first * sizeof(T)),
-                    high = load_shared_chunk(rows + high_row * PITCH + first * sizeof(T));
-        multiply_chunks<T>(d, low, high, x.load(at + first, k));
-      }
-      __syncwarp();
-      release(place, empty + 8 * place.stage, lane == 0);
+  __device__ __forceinline__ static void multiply(float (&d)[4], const unsigned char* stage,
+                                                  const T* x, int outputs, int columns) {
+    const int lane = threadIdx.x % WARP_SIZE, row = min(lane / 4, outputs - 1);
+    const int high = HALVES ? row + 8 : min(lane / 4 + 8, outputs - 1);
+    const Chunk* const low_row = reinterpret_cast<const Chunk*>(stage + row * PITCH) + lane % 4;
+    const Chunk* const high_row = reinterpret_cast<const Chunk*>(stage + high * PITCH) + lane % 4;
+    const Chunk* const x_row = reinterpret_cast<const Chunk*>(x) + lane % 4;
+    float e[4] = {};  // a second sum: one product need not wait for the other
+    const auto span = [&](int i) {
+      const uint4 low = low_row[i * 4], high = high_row[i * 4];
+      const uint4 own = x == nullptr ? make_uint4(0, 0, 0, 0) : x_row[i * 4];
+      mma_m16n8k16<T>(d, {low.x, high.x, low.y, high.y}, own.x, own.y);
+      mma_m16n8k16<T>(e, {low.z, high.z, low.w, high.w}, own.z, own.w);
+    };
+    if (columns == COLUMNS) {
+#pragma unroll 8
+      for (int i = 0; i < COLUMNS / SPAN; ++i) span(i);
+    } else {
+#pragma unroll 4
+      for (int i = 0; i < columns / SPAN; ++i) span(i);
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[i] += e[i];
   }
 };

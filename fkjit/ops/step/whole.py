@@ -121,7 +121,7 @@ def exchange_words(model: Model, rows: int, hidden: int, blocks: int) -> int:
     """Of `Arrays.exchange`."""
     splits = splits_of(model, rows, blocks)
     sizes = {"m": rows, "hidden": hidden, "blocks": blocks, "splits": splits}
-    return kernel.exchange_words({**model._asdict(), **sizes})
+    return kernel.exchange_places({**model._asdict(), **sizes})[-1]
 
 
 def decode_step(arrays: Arrays, logits: Any, model: Model) -> Any:

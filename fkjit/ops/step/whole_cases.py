@@ -10,7 +10,7 @@ import numpy as np
 
 from fkjit.ops.gemm.cases import TOLERANCE, activated
 from fkjit.ops.rope.frequencies import rope_table
-from fkjit.ops.step.whole_kernel import LAYER_WORDS, NONE, exchange_words
+from fkjit.ops.step.whole_kernel import LAYER_WORDS, NONE, exchange_places
 from fkjit.runtime.interop import numpy_dtype
 from fkjit.spec import Arrays, Params, Problem, Verification
 
@@ -105,7 +105,7 @@ def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
 
 def _exchange(p: Problem) -> np.ndarray:
     """As launches before leave it: old words, whose tags nobody waits for."""
-    made = np.zeros(exchange_words(p), np.int32)
+    made = np.zeros(exchange_places(p)[-1], np.int32)
     made[0] = _LAUNCHES
     return made
 
@@ -207,7 +207,7 @@ def _reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
     for row in step.rows:
         if row >= 0:
             lengths[row] += step.room(row)
-    launches = np.full(exchange_words(p), np.nan)
+    launches = np.full(exchange_places(p)[-1], np.nan)
     launches[0] = _LAUNCHES + 1
     positions = np.asarray(arrays["positions"])
     if p["advance"]:

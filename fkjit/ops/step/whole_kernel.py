@@ -9,6 +9,7 @@ and pages (elements from page to page, head to head, token to token).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from fkjit.ops.gemm import epilogue
@@ -22,10 +23,11 @@ ROW_GAP = 32  # elements between rows, as templates/step/normed_rows.cuh has it
 LAYER_WORDS = 13  # of a layer in `layers`: LayerWeights of the kernel
 NONE = -1 << 62  # there, of what there is not
 _TILE_ROWS, _PITCH_GAP = 16, 64  # rows of a weight in a stage; bytes between them
+_PLACES = 8  # of tiles whose sums wait to be added up
 _BLOCK_BYTES = 226 << 10  # of shared memory, 1 KB for barriers left out
 # Columns of a stage, stages, of which under way, warps that fetch.
-RINGS = ((512, 11, 4, 2), (512, 9, 4, 2), (512, 8, 4, 2), (512, 5, 4, 2), (64, 3, 2, 2))
-_ROOMS = (23, 12, 16, 28, 40, 56, 72, 88, 140)  # KB for rows, and what is beside them
+RINGS = ((512, 11, 3, 2), (512, 9, 3, 2), (512, 8, 3, 2), (64, 8, 2, 2))
+_ROOMS = (23, 8, 12, 16, 28, 40, 56, 72, 88, 140)  # KB for rows, and what is beside them
 _ASIDE = (6, 1, 2, 4, 12, 20)  # KB of that beside the rows
 
 _PARAMS = (
@@ -68,19 +70,20 @@ def room_for(most: int, widest: int, head_dim: int, group: int, aside: int) -> i
 
 def ring_bytes(most: int, room: int) -> int:
     """That the ring may have, beside the rows and the warps' sums."""
-    return _BLOCK_BYTES - (room << 10) - 2 * WARPS * 4 * _TILE_ROWS * most
+    return _BLOCK_BYTES - (room << 10) - _PLACES * WARPS * 4 * _TILE_ROWS * most
 
 
-def exchange_words(p: Problem) -> int:
-    """Of 32 bits, as the kernel divides them: launches so far, and what passes between blocks."""
+def exchange_places(p: Problem) -> tuple[int, ...]:
+    """Words of 32 bits before each array of what passes between blocks, and in all; the first word
+    counts launches."""
     m, dim = p["m"], p["head_dim"]
     group, heads = p["heads_q"] // p["heads_kv"], p["heads_q"] + 2 * p["heads_kv"]
     items = m * p["heads_kv"] * p["splits"]
     arrays = (
         2 * m * heads * dim, 2 * items * group * (dim + 2), m * p["hidden"], m * p["heads_q"] * dim,
-        m * p["mlp"], 2 * m * p["blocks"],
+        m * p["mlp"], 2 * m * WARPS * p["blocks"],
     )  # fmt: skip
-    return 4 + sum(-(-one // 4) * 4 for one in arrays)
+    return tuple(accumulate((-(-one // 4) * 4 for one in arrays), initial=4))
 
 
 def _derive(params: Params) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def _arguments(params: Params, p: Problem, arrays: Mapping[str, Any]) -> dict[st
     model = (
         p["plane"], *(p[name] for name in names), *p["pages"], p["page_size"].bit_length() - 1,
         p["max_sequences"], p["max_pages"], p["table_rows"], p["logits_stride"],
-        p["advance"], p["eps"],
+        p["advance"], *exchange_places(p)[:-1], p["eps"],
         p["head_dim"] ** -0.5,
     )  # fmt: skip
     missing = dict.fromkeys(("position_embedding", "norm_bias", "table"))
@@ -115,6 +118,8 @@ def weights_of(p: Problem) -> int:
 def _illegal(params: Params) -> str | None:
     if (params["activation"], params["gate"]) not in epilogue.SHIPPED:
         return "has no such epilogue"
+    if params["ring"][1] < WARPS:
+        return "has stages that two warps would wait for"
     if params["room"] - params["aside"] << 10 < _scratch(params["head_dim"], params["group"]):
         return "has no room for attention"
     if ring_shared(params["ring"]) > ring_bytes(params["most"], params["room"]):
