@@ -29,7 +29,7 @@ class StepPlan(NamedTuple):
     five launches a layer in place of eight, where the model (no weights of codes, no norm of heads)
     and the number of sequences (up to eight) permit it: norm, qkv, RoPE and append are one, norm
     and up another; qkv and up then name nothing. whole: the step is one launch, where the model and
-    the GPU (sm_90 and later) permit it; then all the others say nothing."""
+    the GPU (Hopper) permit it; then all the others say nothing."""
 
     qkv: str = "auto"
     out: str = "auto"

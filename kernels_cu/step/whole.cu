@@ -23,7 +23,7 @@
    bits are the same every time.
 
    Weights are found by `layers`: of each layer how many elements behind `weights` its arrays begin.
-   sm_90 and later. */
+   For Hopper: on others it spills, and was not tried. */
 #include "prelude.cuh"
 #include "gemm/activation.cuh"
 #include "ptx/named_barrier.cuh"

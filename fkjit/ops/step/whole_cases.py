@@ -207,13 +207,10 @@ def _reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
     for row in step.rows:
         if row >= 0:
             lengths[row] += step.room(row)
-    launches = np.full(exchange_places(p)[-1], np.nan)
-    launches[0] = _LAUNCHES + 1
     positions = np.asarray(arrays["positions"])
     if p["advance"]:
         positions = positions + np.asarray(arrays["active"])
-    return {"logits": logits, "positions": positions, "pages": step.pages, "lengths": lengths, "counters": np.zeros(1),
-            "exchange": launches}  # fmt: skip
+    return {"logits": logits, "positions": positions, "pages": step.pages, "lengths": lengths, "counters": np.zeros(1)}
 
 
 WHOLE = Verification(

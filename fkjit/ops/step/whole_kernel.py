@@ -26,7 +26,7 @@ _TILE_ROWS, _PITCH_GAP = 16, 64  # rows of a weight in a stage; bytes between th
 _PLACES = 8  # of tiles whose sums wait to be added up
 _BLOCK_BYTES = 226 << 10  # of shared memory, 1 KB for barriers left out
 # Columns of a stage, stages, of which under way, warps that fetch.
-RINGS = ((512, 11, 3, 2), (512, 9, 3, 2), (512, 8, 3, 2), (64, 8, 2, 2))
+RINGS = ((512, 11, 3, 2), (512, 9, 3, 2), (512, 8, 3, 2), (64, 9, 2, 2))
 _ROOMS = (23, 8, 12, 16, 28, 40, 56, 72, 88, 140)  # KB for rows, and what is beside them
 _ASIDE = (6, 1, 2, 4, 12, 20)  # KB of that beside the rows
 
@@ -149,7 +149,7 @@ FIELDS: dict[str, Any] = {
     "params": _PARAMS,
     "cooperative": True,
     "derive": _derive,
-    "features": lambda params: frozenset({"mbarrier", "bf16_mma"}),
+    "features": lambda params: frozenset({"wgmma"}),  # Hopper: tried nowhere else
     "shared_bytes": lambda params: (
         (params["room"] << 10) + ring_shared(params["ring"])
     ),
