@@ -114,6 +114,8 @@ def best(seconds: Callable[[StepPlan], float]) -> StepPlan:
         return times[plan]
 
     found = min(_starts(), key=timed)
+    if found.whole:
+        return found
     for product in PRODUCTS:
         if not (found.fused and product in _FUSED):
             found = min((found._replace(**{product: impl}) for impl in _TRIED), key=timed)
@@ -121,6 +123,7 @@ def best(seconds: Callable[[StepPlan], float]) -> StepPlan:
 
 
 def _starts() -> Iterator[StepPlan]:
+    yield StepPlan(whole=True)
     for fused in (False, True):
         for early in (True, False):
             for impl in _TRIED:

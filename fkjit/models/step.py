@@ -10,7 +10,7 @@ from fkjit.models.network import Fused, Network
 from fkjit.models.plan import StepPlan
 from fkjit.models.sampling import GREEDY, Logits, pick
 from fkjit.models.slots import Slots, State
-from fkjit.models.whole_step import WholeStep, fits_whole
+from fkjit.models.whole_step import WholeStep, has_whole
 from fkjit.ops.attention.decode.call import paged_attention
 from fkjit.ops.kv.cache import PagedKVCache
 from fkjit.ops.kv.slots import kv_slots
@@ -95,7 +95,7 @@ class Steps:
         """The step itself: the sequences' tokens and positions become the next ones."""
         network, cache, state = self.network, self.cache, self.slots.first(size)
         plan = plan or self._planned(size)
-        if plan.whole and fits_whole(network, cache, size):
+        if plan.whole and has_whole(network, size):
             logits, greedy = self._logits.rows(size), mode == GREEDY
             best = self._whole()(state, logits, advance=greedy)
             if not greedy:
@@ -186,6 +186,8 @@ class Steps:
         """Seconds of a step whose slots are all empty, so without attention."""
         if plan.fused and not self.network.fits(size):
             raise ParameterError(f"Decoder: no five launches a layer for {size} sequences")
+        if plan.whole and not has_whole(self.network, size):
+            raise ParameterError(f"Decoder: no step of one launch for {size} sequences")
         return self._captured(size, GREEDY, plan, timed=True)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fkjit.arch import Arch
+from fkjit.models.config import ModelConfig
 from fkjit.models.network import Network
 from fkjit.models.slots import State
 from fkjit.models.weights import Layer
@@ -32,7 +34,7 @@ class WholeStep:
     def __init__(self, network: Network, cache: PagedKVCache, length: int) -> None:
         config, weights = network.config, network.weights
         self.network, self.cache = network, cache
-        self.model = model_of(network, cache)
+        self.model = model_of(config, cache.layout, cache.page_size)
         base, layers = _together(weights.embedding, [_arrays(one) for one in weights.layers])
         table = layer_table(base.data_ptr(), layers, list(config.windows))
         torch = torch_ops.torch_seen()
@@ -57,7 +59,6 @@ class WholeStep:
         )  # fmt: skip
         return decode_step(arrays, logits, self.model._replace(advance=advance))
 
-
     def _exchange(self, rows: int) -> Any:
         """What blocks hand to one another, of steps of so many sequences."""
         found = self._exchanges.get(rows)
@@ -70,23 +71,27 @@ class WholeStep:
         return found
 
 
-def model_of(network: Network, cache: PagedKVCache) -> Model:
+def model_of(config: ModelConfig, layout: str, page_size: int) -> Model:
     """What the kernel is made for."""
-    config = network.config
     return Model(
         config.heads_q, config.heads_kv, config.head_dim, config.mlp, config.activation,
-        config.gated, config.eps, cache.layout, cache.page_size,
+        config.gated, config.eps, layout, page_size,
     )  # fmt: skip
 
 
-def fits_whole(network: Network, cache: PagedKVCache, rows: int) -> bool:
-    """Whether so many sequences can have a step of one launch."""
-    config = network.config
-    if network.codes or config.qk_norm:
-        return False
+def has_whole(network: Network, rows: int) -> bool:
+    """Whether so many sequences of a network, where its weights are, can have one."""
     seen = view(network.weights.embedding, "Decoder", "weights")
     blocks = blocks_on(seen.device)
-    return fits(model_of(network, cache), rows, config.hidden, config.layers, arch_of(seen), blocks)
+    return fits_whole(network.config, rows, network.codes, arch_of(seen), blocks)
+
+
+def fits_whole(config: ModelConfig, rows: int, codes: bool, arch: Arch, blocks: int) -> bool:
+    """Whether so many sequences can have a step of one launch. codes: some weights are codes."""
+    if codes or config.qk_norm:
+        return False
+    model = model_of(config, "nhd", 1)
+    return fits(model, rows, config.hidden, config.layers, arch, blocks)
 
 
 def _arrays(layer: Layer) -> LayerArrays:

@@ -15,6 +15,7 @@ from fkjit.ops.op.checks import check_dtype, check_same_dtype, check_shape
 from fkjit.ops.op.op import Launch, Op, Output, Request
 from fkjit.ops.step import whole_kernel as kernel
 from fkjit.ops.step.whole_kernel import GROUPS, HEAD_DIMS, KERNEL, LAYER_WORDS, NONE, ROWS
+from fkjit.runtime import abstract
 from fkjit.runtime.device import multiprocessors
 from fkjit.runtime.interop import CPU, View
 
@@ -138,7 +139,12 @@ def decode_step(arrays: Arrays, logits: Any, model: Model) -> Any:
 
 
 def prepare(arrays: Arrays, model: Model) -> None:
-    """Compile and load what `decode_step` with the same arguments needs; launches nothing."""
+    """Compile and load what `decode_step` with the same arguments needs; launches nothing. Without
+    an `exchange` it is as large as it has to be."""
+    if arrays.exchange is None:
+        device, (m, hidden) = arrays.tokens.device, (arrays.tokens.shape[0], arrays.head.shape[1])
+        words = exchange_words(model, m, hidden, blocks_on(device))
+        arrays = arrays._replace(exchange=abstract.made((words,), "int32", None, device))
     _OP.prepare((*arrays, None, None), model)
 
 
