@@ -20,6 +20,7 @@ MISSING: dict[str, str] = {
     "attention_few": "the twin of attention, on a grid of parts",
     "attention_resumed": "a step of ring attention: bench distributed measures whole ones",
     "decode_form": "the twin of attention_decode, with a line or two more for each form",
+    "decode_step": "a whole decode step: bench.models.decode measures it",
     "dequantize": "a product of two arrays, which PyTorch's own kernels do as well",
     "quantize": "not written yet",
     "quantize_attention": "not written yet",

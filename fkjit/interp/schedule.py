@@ -12,6 +12,7 @@ import itertools
 from fkjit.errors import InterpreterError
 from fkjit.interp import opcode_files  # noqa: F401  (decoders register themselves)
 from fkjit.interp.core.lanes import Group
+from fkjit.interp.core.ptx import Sym
 from fkjit.interp.machine.decode import Decoder
 from fkjit.interp.machine.flow import segment_starts
 from fkjit.interp.machine.machine import Machine
@@ -21,6 +22,8 @@ from fkjit.interp.race.finder import race_of
 from fkjit.interp.spaces.banks import Banks
 
 SPIN_LIMIT = 2000  # backward branches in a row before another group gets its turn
+POLLS = 4  # the same of a short loop that reads what other threads write: it is time for them
+_SHORT = 64  # instructions
 STEP_LIMIT = 20_000_000  # straight-line runs of one batch: more is an endless loop
 
 
@@ -41,6 +44,7 @@ class Scheduler:
     def _decode(self, decoder: Decoder) -> None:
         """Turn the function into runs of steps and control steps, by program counter."""
         function, undefined = self.machine.function, Undefined(decoder)
+        self.weights = _weights(self.machine)
         code: list[Step] = []
         self.control: dict[int, Step] = {}
         for ins in function.instructions:
@@ -106,7 +110,8 @@ class Scheduler:
                 following = control[pc](group)
                 if following is None:
                     return
-                backward += following <= pc
+                if following <= pc:
+                    backward += self.weights.get(pc, 1)
                 pc = following
             else:
                 steps, pc = runs[pc]
@@ -134,3 +139,20 @@ class Scheduler:
             "instructions in one batch of blocks): an endless loop, or blocks that wait for other "
             "blocks"
         )
+
+
+def _weights(machine: Machine) -> dict[int, int]:
+    """Of branches back that close a loop in which a thread waits for others' numbers: for how many
+    branches each counts."""
+    instructions = machine.function.instructions
+    reads = [
+        ins.pc for ins in instructions
+        if ins.op[0] == "ld" and {"relaxed", "acquire", "volatile"} & set(ins.op[1:])
+    ]  # fmt: skip
+    found = {}
+    for ins in instructions:
+        if ins.op[0] == "bra" and isinstance(ins.args[0], Sym):
+            first = machine.target(ins.args[0].name)
+            if first <= ins.pc < first + _SHORT and any(first <= pc < ins.pc for pc in reads):
+                found[ins.pc] = SPIN_LIMIT // POLLS
+    return found

@@ -14,7 +14,7 @@ TENSOR_MAP_BYTES = 128  # of a CUtensorMap
 # at a multiple of 64 bytes: before all others. `Strides` is the prelude's struct of three 64-bit
 # counts of elements: batch, head, row; `RopeFrequencies` is that of rope/angle.cuh, `Routing` that
 # of moe/route.cuh, `Grouping` that of moe/groups.cuh, `AttentionForm` that of
-# attention/features.cuh.
+# attention/features.cuh, `DecodeModel` that of kernels_cu/step/whole.cu.
 _CODES = {
     **dict.fromkeys(("int", "signed", "signed int", "int32_t", "i32"), "i"),
     **dict.fromkeys(("unsigned", "unsigned int", "uint32_t", "u32"), "I"),
@@ -28,6 +28,7 @@ _CODES = {
     "Routing": "i" * 9 + "f",
     "Grouping": "iiiIiiiiIii",
     "AttentionForm": "q" * 6 + "i" * 4 + "f" * 2,
+    "DecodeModel": "q" + "i" * 23 + "ff4x",
     "TensorMap": f"{TENSOR_MAP_BYTES}s",
 }
 _NOISE = re.compile(

@@ -28,7 +28,8 @@ class StepPlan(NamedTuple):
     early: whether kernels of a CUDA graph start before the one before them is over (PDL). fused:
     five launches a layer in place of eight, where the model (no weights of codes, no norm of heads)
     and the number of sequences (up to eight) permit it: norm, qkv, RoPE and append are one, norm
-    and up another; qkv and up then name nothing."""
+    and up another; qkv and up then name nothing. whole: the step is one launch, where the model and
+    the GPU (Hopper) permit it; then all the others say nothing."""
 
     qkv: str = "auto"
     out: str = "auto"
@@ -37,12 +38,13 @@ class StepPlan(NamedTuple):
     head: str = "auto"
     early: bool = True
     fused: bool = False
+    whole: bool = False
 
     def checked(self) -> StepPlan:
         """Itself. ParameterError, ArgumentTypeError: what no plan may say."""
         for name in PRODUCTS:
             one_of(_CALL, f"plan.{name}", getattr(self, name), IMPLS)
-        for name in ("early", "fused"):
+        for name in ("early", "fused", "whole"):
             if not isinstance(given := getattr(self, name), bool):
                 raise ArgumentTypeError(f"{_CALL}: plan.{name}={shown(given)}; allowed: a bool")
         return self
@@ -112,6 +114,8 @@ def best(seconds: Callable[[StepPlan], float]) -> StepPlan:
         return times[plan]
 
     found = min(_starts(), key=timed)
+    if found.whole:
+        return found
     for product in PRODUCTS:
         if not (found.fused and product in _FUSED):
             found = min((found._replace(**{product: impl}) for impl in _TRIED), key=timed)
@@ -119,6 +123,7 @@ def best(seconds: Callable[[StepPlan], float]) -> StepPlan:
 
 
 def _starts() -> Iterator[StepPlan]:
+    yield StepPlan(whole=True)
     for fused in (False, True):
         for early in (True, False):
             for impl in _TRIED:

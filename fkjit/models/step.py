@@ -9,7 +9,8 @@ from fkjit.models import plan as plans
 from fkjit.models.network import Fused, Network
 from fkjit.models.plan import StepPlan
 from fkjit.models.sampling import GREEDY, Logits, pick
-from fkjit.models.slots import Slots
+from fkjit.models.slots import Slots, State
+from fkjit.models.whole_step import WholeStep, has_whole
 from fkjit.ops.attention.decode.call import paged_attention
 from fkjit.ops.kv.cache import PagedKVCache
 from fkjit.ops.kv.slots import kv_slots
@@ -60,6 +61,7 @@ class Steps:
         self._graphs: dict[tuple[int, str], Any] | None = {} if graphs and self._on_gpu else None
         self._pool: Any = None
         self._angles: Fused | None = None
+        self._one_launch: WholeStep | None = None
         self._plan, self.plans = plan, dict[int, StepPlan]()
         if plan == plans.MEASURED and self._graphs is None:
             raise ParameterError(
@@ -93,6 +95,12 @@ class Steps:
         """The step itself: the sequences' tokens and positions become the next ones."""
         network, cache, state = self.network, self.cache, self.slots.first(size)
         plan = plan or self._planned(size)
+        if plan.whole and has_whole(network, size):
+            logits, greedy = self._logits.rows(size), mode == GREEDY
+            best = self._whole()(state, logits, advance=greedy)
+            if not greedy:
+                self._pick(state, logits, mode, best)
+            return
 
         def attend(q: Any, layer: int) -> Any:
             window = window_of(network, layer)
@@ -101,9 +109,12 @@ class Steps:
         slots = kv_slots(cache, state.rows)
         fused = self._fused() if plan.fused and network.fits(size) else None
         stream = network.hidden(state.tokens, state.positions, slots, cache, attend, plan, fused)
-        draws = None if mode == GREEDY else state.draws()
         logits = network.logits(stream, out=self._logits.rows(size), plan=plan)
-        state.tokens.copy_(pick(logits, draws, mode, self._logits.largest(size)))
+        self._pick(state, logits, mode, self._logits.largest(size))
+
+    def _pick(self, state: State, logits: Any, mode: str, best: Any) -> None:
+        draws = None if mode == GREEDY else state.draws()
+        state.tokens.copy_(pick(logits, draws, mode, best))
         state.positions.add_(state.active)
 
     def graph(self, size: int, mode: str) -> Any:
@@ -152,6 +163,11 @@ class Steps:
             for own, was in zip((state.tokens, state.positions, state.rows), kept, strict=True):
                 own.copy_(was)
 
+    def _whole(self) -> WholeStep:
+        if self._one_launch is None:
+            self._one_launch = WholeStep(self.network, self.cache, self.slots.length)
+        return self._one_launch
+
     def _fused(self) -> Fused:
         """With angles of all positions that the cache has room for."""
         if self._angles is None:
@@ -170,6 +186,8 @@ class Steps:
         """Seconds of a step whose slots are all empty, so without attention."""
         if plan.fused and not self.network.fits(size):
             raise ParameterError(f"Decoder: no five launches a layer for {size} sequences")
+        if plan.whole and not has_whole(self.network, size):
+            raise ParameterError(f"Decoder: no step of one launch for {size} sequences")
         return self._captured(size, GREEDY, plan, timed=True)
 
 

@@ -13,7 +13,10 @@ from fkjit.models.config import ModelConfig
 from fkjit.models.decoder import CHUNK, LONGEST, PAGE_SIZE
 from fkjit.models.plan import StepPlan, fits, usual
 from fkjit.models.quantized import described, keeper
+from fkjit.models.whole_step import model_of
 from fkjit.ops.step.call import Norm, prepare_append, prepare_linear
+from fkjit.ops.step.whole import LAYER_WORDS, Arrays
+from fkjit.ops.step.whole import prepare as prepare_whole
 from fkjit.runtime import abstract
 from fkjit.warm_calls import Call
 from fkjit.warm_worker import Job
@@ -21,7 +24,8 @@ from fkjit.warming import chosen_targets, plan, planned
 
 _CALL = "warm"
 _SLOTS = "kv_slots"  # one variant, whatever it is called with
-_OWN = {"normed_append": prepare_append, "normed_linear": prepare_linear}  # not public
+_OWN = {"normed_append": prepare_append, "normed_linear": prepare_linear,
+        "decode_step": prepare_whole}  # fmt: skip  (not public)
 _PLAN = StepPlan()
 
 
@@ -74,9 +78,12 @@ def calls(
     for size in sorted({1 << power for batch in batches for power in range(batch.bit_length())}
                        | set(batches)):  # fmt: skip
         steps = usual(model, size, quantize is not None, capability)
-        yield from maker.layer(size, steps)
-        yield from maker.decode(size)
-        yield from maker.head(size, steps)
+        if steps.whole:
+            yield maker.step(size)
+        else:
+            yield from maker.layer(size, steps)
+            yield from maker.decode(size)
+            yield from maker.head(size, steps)
         yield from maker.head(size)  # behind prompts
     for batch in batches:
         rest = batch * prompt
@@ -107,6 +114,22 @@ class _Maker:
         yield self.product(rows, *down, residual=stream, impl=plan.down)
         fused = plan.fused and fits(self.model, rows, self.scheme is not None)
         yield from self._five(rows) if fused else self._eight(rows, plan)
+
+    def step(self, rows: int) -> Call:
+        """All of a step, in one launch."""
+        model, array, learned = self.model, self.array, self.model.theta is None
+        vector, table = array(model.hidden), array(model.vocabulary, model.hidden)
+        each, all_rows = array(rows, dtype="int32"), array(rows, dtype="int32")
+        pages = array(model.layers, 2, 64, PAGE_SIZE, model.heads_kv, model.head_dim)
+        longest = -(-min(model.max_length, LONGEST) // PAGE_SIZE)
+        arrays = Arrays(
+            array(rows, dtype="int64"), each, each, each, table,
+            array(model.max_length, model.hidden) if learned else None, table,
+            array(model.layers, LAYER_WORDS, dtype="int64"), vector, vector if learned else None,
+            table, None if learned else array(LONGEST, model.head_dim, dtype="fp32"),
+            array(rows, longest, dtype="int32"), all_rows, all_rows, pages, None,
+        )  # fmt: skip
+        return Call("decode_step", (arrays, model_of(model, "nhd", PAGE_SIZE)), {})
 
     def _five(self, rows: int) -> Iterator[Call]:
         """What a layer of five launches has of its own."""

@@ -37,6 +37,7 @@ KERNELS = (
     "quantize.kernels_few",
     "quantize.kernels_bytes",
     "step.kernels",
+    "step.whole_kernel",
     "moe.route",
     "moe.regroup",
     "moe.route_and_regroup",

@@ -37,6 +37,12 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// As so many arrivals.                                                  PTX ISA: mbarrier.arrive
+__device__ __forceinline__ void mbarrier_arrive_times(u32 barrier, int count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count)
+               : "memory");
+}
+
 // PTX ISA: mbarrier.try_wait.parity; the hardware suspends the thread for a while by itself.
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, int parity) {
   asm volatile(

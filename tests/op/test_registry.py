@@ -57,6 +57,7 @@ KERNELS = [
     "quantized_linear.mma",
     "normed_linear.gemv",
     "normed_append.gemv",
+    "decode_step.whole",
     "moe_route.lanes",
     "moe_regroup.grid",
     "moe_route_and_regroup.grid",

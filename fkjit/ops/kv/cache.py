@@ -60,6 +60,8 @@ class PagedKVCache:
         page_table [max_sequences, max_pages], lengths, capacities [max_sequences]: int32 on the
             device, by the row of a sequence; -1 where there is no page. Valid after `flush`.
         k_scale, v_scale: [layers, heads] fp32 on the device, None without; may be written to.
+        all_pages: [layers, 2, …], keys and values of all layers, as `pages` has them of one; fp8 as
+            its bytes.
 
     Sequences are numbers that are never used again. Whatever fails (PoolExhaustedError,
     UnknownSequenceError for what was freed or never allocated, SequenceTooLongError,
@@ -163,7 +165,7 @@ class PagedKVCache:
         shape = page_shape(
             self.layout, self.num_pages, self.page_size, self.num_kv_heads, self.head_dim
         )
-        pages = self._memory.zeros((self.num_layers, 2, *shape), kept)
+        self.all_pages = pages = self._memory.zeros((self.num_layers, 2, *shape), kept)
         flat = self._memory.reinterpret(pages.reshape(-1), "uint8")
         self._bytes = flat.reshape(2 * self.num_layers, self.num_pages, -1)
         k_scale, v_scale = (

@@ -1,0 +1,120 @@
+"""What a Decoder's step in one launch takes: its weights as one table, its cache and its angles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fkjit.arch import Arch
+from fkjit.models.config import ModelConfig
+from fkjit.models.network import Network
+from fkjit.models.slots import State
+from fkjit.models.weights import Layer
+from fkjit.ops.kv.cache import PagedKVCache
+from fkjit.ops.op import torch_ops
+from fkjit.ops.op.request import arch_of
+from fkjit.ops.rope.frequencies import rope_table
+from fkjit.ops.step.whole import (
+    Arrays,
+    LayerArrays,
+    Model,
+    blocks_on,
+    decode_step,
+    exchange_words,
+    fits,
+    layer_table,
+)
+from fkjit.runtime.interop import view
+
+_ALIGNED = 16  # bytes
+
+
+class WholeStep:
+    """Steps of up to eight sequences. length: positions that there are angles for."""
+
+    def __init__(self, network: Network, cache: PagedKVCache, length: int) -> None:
+        config, weights = network.config, network.weights
+        self.network, self.cache = network, cache
+        self.model = model_of(config, cache.layout, cache.page_size)
+        base, layers = _together(weights.embedding, [_arrays(one) for one in weights.layers])
+        table = layer_table(base.data_ptr(), layers, list(config.windows))
+        torch = torch_ops.torch_seen()
+        self._base, self._kept = base, layers
+        self._exchanges: dict[int, Any] = {}
+        self._table = torch.from_numpy(table).to(base.device)
+        like = torch.zeros(1, dtype=torch.float32, device=base.device)
+        self._angles = None if config.theta is None else rope_table(
+            length, config.head_dim, theta=config.theta, scaling=config.scaling, like=like
+        )  # fmt: skip
+
+    def __call__(self, state: State, logits: Any, advance: bool = False) -> Any:
+        """The largest of each row of `logits`, which are written; the cache counts the tokens.
+        advance: the tokens become these, and positions the next ones."""
+        weights, cache = self.network.weights, self.cache
+        exchange = self._exchange(len(state.tokens))
+        arrays = Arrays(
+            state.tokens, state.positions, state.active, state.rows, weights.embedding, weights.positions,
+            self._base, self._table, weights.norm.weight, weights.norm.bias, weights.head,
+            self._angles, cache.page_table, cache.capacities, cache.lengths, cache.all_pages,
+            exchange,
+        )  # fmt: skip
+        return decode_step(arrays, logits, self.model._replace(advance=advance))
+
+    def _exchange(self, rows: int) -> Any:
+        """What blocks hand to one another, of steps of so many sequences."""
+        found = self._exchanges.get(rows)
+        if found is None:
+            torch, device = torch_ops.torch_seen(), view(self._base, "Decoder", "weights").device
+            hidden = self.network.config.hidden
+            words = exchange_words(self.model, rows, hidden, blocks_on(device))
+            found = torch.zeros(words, dtype=torch.int32, device=self._base.device)
+            self._exchanges[rows] = found
+        return found
+
+
+def model_of(config: ModelConfig, layout: str, page_size: int) -> Model:
+    """What the kernel is made for."""
+    return Model(
+        config.heads_q, config.heads_kv, config.head_dim, config.mlp, config.activation,
+        config.gated, config.eps, layout, page_size,
+    )  # fmt: skip
+
+
+def has_whole(network: Network, rows: int) -> bool:
+    """Whether so many sequences of a network, where its weights are, can have one."""
+    seen = view(network.weights.embedding, "Decoder", "weights")
+    blocks = blocks_on(seen.device)
+    return fits_whole(network.config, rows, network.codes, arch_of(seen), blocks)
+
+
+def fits_whole(config: ModelConfig, rows: int, codes: bool, arch: Arch, blocks: int) -> bool:
+    """Whether so many sequences can have a step of one launch. codes: some weights are codes."""
+    if codes or config.qk_norm:
+        return False
+    model = model_of(config, "nhd", 1)
+    return fits(model, rows, config.hidden, config.layers, arch, blocks)
+
+
+def _arrays(layer: Layer) -> LayerArrays:
+    parts = (layer.norm, layer.qkv, layer.out, layer.mlp_norm, layer.up, layer.down)
+    return LayerArrays(*(x for part in parts for x in (part.weight, part.bias)))
+
+
+def _together(embedding: Any, layers: list[LayerArrays]) -> tuple[Any, list[LayerArrays]]:
+    """An array, and arrays that lie any number of elements before or behind it. In the interpreter,
+    where a pointer leads to one array alone, that is a copy of all of them."""
+    if embedding.is_cuda:
+        return embedding, layers
+    torch = torch_ops.torch_seen()
+    rounded = [-(-x.numel() // _ALIGNED) * _ALIGNED for one in layers for x in one if x is not None]
+    room = torch.zeros(sum(rounded), dtype=embedding.dtype)
+    at = 0
+
+    def moved(array: Any) -> Any:
+        nonlocal at
+        if array is None:
+            return None
+        view = room[at : at + array.numel()].view(array.shape)
+        at += -(-array.numel() // _ALIGNED) * _ALIGNED
+        return view.copy_(array)
+
+    return room, [LayerArrays(*map(moved, one)) for one in layers]

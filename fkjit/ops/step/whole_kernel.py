@@ -1,0 +1,168 @@
+"""The kernel of a whole decode step.
+
+A problem has m (sequences), layers, hidden, mlp, vocabulary, heads_q, heads_kv, head_dim, dtype, norm
+("rms" or "layer"), rope, activation, gate, eps, splits, blocks, advance, logits_stride, table_rows,
+max_sequences, max_pages, and of the cache num_pages, page_size, plane (elements of a layer's keys)
+and pages (elements from page to page, head to head, token to token).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+from fkjit.ops.gemm import epilogue
+from fkjit.runtime.interop import ITEMSIZE
+from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register
+
+ROWS = (1, 2, 4, 8)  # there is room for
+HEAD_DIMS, GROUPS = (64, 128, 16, 32), (4, 1, 2, 3, 6, 7, 8)
+WARPS = 8  # that compute
+ROW_GAP = 32  # elements between rows, as templates/step/normed_rows.cuh has it
+LAYER_WORDS = 13  # of a layer in `layers`: LayerWeights of the kernel
+NONE = -1 << 62  # there, of what there is not
+_TILE_ROWS, _PITCH_GAP = 16, 64  # rows of a weight in a stage; bytes between them
+_PLACES = 8  # of tiles whose sums wait to be added up
+_BLOCK_BYTES = 226 << 10  # of shared memory, 1 KB for barriers left out
+# Columns of a stage, stages, of which under way, warps that fetch.
+RINGS = ((512, 11, 3, 2), (512, 9, 3, 2), (512, 8, 3, 2), (64, 9, 2, 2))
+_ROOMS = (23, 8, 12, 16, 28, 40, 56, 72, 88, 140)  # KB for rows, and what is beside them
+_ASIDE = (6, 1, 2, 4, 12, 20)  # KB of that beside the rows
+
+_PARAMS = (
+    Param("dtype", ("bf16", "fp16"), "element type of weights, stream and cache"),
+    Param("norm", ("rms", "layer"), "RMSNorm or LayerNorm"),
+    Param("rope", (True, False), "whether q and k turn by their positions"),
+    *epilogue.PARAMS,
+    Param("head_dim", HEAD_DIMS, "columns of a head"),
+    Param("group", GROUPS, "query heads of a key head"),
+    Param("most", ROWS, "sequences there is room for"),
+    Param("room", _ROOMS, "KB of shared memory for their rows and what is beside them"),
+    Param("aside", _ASIDE, "KB of that for the table of layers and a norm's weights"),
+    Param("ring", RINGS, "columns of a stage, stages, of which under way, warps that fetch",
+          tunable=True),
+)  # fmt: skip
+
+
+def ring_shared(ring: tuple[int, int, int, int]) -> int:
+    """Bytes of a ring's stages."""
+    columns, stages, *_ = ring
+    return stages * _TILE_ROWS * (2 * columns + _PITCH_GAP)
+
+
+def _scratch(head_dim: int, group: int) -> int:
+    """Bytes that attention has in shared memory."""
+    return 4 * (group * head_dim + head_dim + WARPS * group * (head_dim + 2)) + 16
+
+
+def aside_for(norm: str, hidden: int, layers: int) -> int | None:
+    """KB for the table of layers and a norm's weights; None where there is no room."""
+    needed = 8 * LAYER_WORDS * layers + 16 + 2 * hidden * (2 if norm == "layer" else 1)
+    return next((room for room in sorted(_ASIDE) if room << 10 >= needed), None)
+
+
+def room_for(most: int, widest: int, head_dim: int, group: int, aside: int) -> int | None:
+    """KB for so many rows, and what is beside them; None where there is no room."""
+    needed = max(2 * most * (widest + ROW_GAP), _scratch(head_dim, group)) + (aside << 10)
+    return next((room for room in sorted(_ROOMS) if room << 10 >= needed), None)
+
+
+def ring_bytes(most: int, room: int) -> int:
+    """That the ring may have, beside the rows and the warps' sums."""
+    return _BLOCK_BYTES - (room << 10) - _PLACES * WARPS * 4 * _TILE_ROWS * most
+
+
+def exchange_places(p: Problem) -> tuple[int, ...]:
+    """Words of 32 bits before each array of what passes between blocks, and in all; the first word
+    counts launches."""
+    m, dim = p["m"], p["head_dim"]
+    group, heads = p["heads_q"] // p["heads_kv"], p["heads_q"] + 2 * p["heads_kv"]
+    items = m * p["heads_kv"] * p["splits"]
+    arrays = (
+        2 * m * heads * dim, 2 * items * group * (dim + 2), m * p["hidden"], m * p["heads_q"] * dim,
+        m * p["mlp"], 2 * m * WARPS * p["blocks"],
+    )  # fmt: skip
+    return tuple(accumulate((-(-one // 4) * 4 for one in arrays), initial=4))
+
+
+def _derive(params: Params) -> dict[str, Any]:
+    columns, stages, flight, fetchers = params["ring"]
+    return {
+        **epilogue.values(params["activation"]), "centered": params["norm"] == "layer",
+        "columns": columns, "stages": stages, "flight": flight, "fetchers": fetchers,
+        "warps": WARPS,
+    }  # fmt: skip
+
+
+def _arguments(params: Params, p: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("m", "layers", "hidden", "mlp", "vocabulary", "heads_q", "heads_kv", "splits")
+    model = (
+        p["plane"], *(p[name] for name in names), *p["pages"], p["page_size"].bit_length() - 1,
+        p["max_sequences"], p["max_pages"], p["table_rows"], p["logits_stride"],
+        p["advance"], *exchange_places(p)[:-1], p["eps"],
+        p["head_dim"] ** -0.5,
+    )  # fmt: skip
+    missing = dict.fromkeys(("position_embedding", "norm_bias", "table"))
+    return {**missing, **arrays, "model": model}
+
+
+def weights_of(p: Problem) -> int:
+    """Elements of all products."""
+    dim = p["head_dim"]
+    heads = (2 * p["heads_q"] + 2 * p["heads_kv"]) * dim
+    layer = p["hidden"] * (heads + p["mlp"] * (3 if p["gate"] else 2))
+    return p["layers"] * layer + p["vocabulary"] * p["hidden"]
+
+
+def _illegal(params: Params) -> str | None:
+    if (params["activation"], params["gate"]) not in epilogue.SHIPPED:
+        return "has no such epilogue"
+    if params["ring"][1] < WARPS:
+        return "has stages that two warps would wait for"
+    if params["room"] - params["aside"] << 10 < _scratch(params["head_dim"], params["group"]):
+        return "has no room for attention"
+    if ring_shared(params["ring"]) > ring_bytes(params["most"], params["room"]):
+        return "has more stages than there is room for"
+    return None
+
+
+def _few(params: Params) -> str | None:
+    """What is compiled ahead: the two models of the documentation, one sequence; and a small one for
+    the interpreter."""
+    said = tuple(params[param.name] for param in _PARAMS)
+    return None if said in _AHEAD else "is compiled when called"
+
+
+_LLAMA = ("bf16", "rms", True, "silu", True, 64, 4)
+_GPT2 = ("bf16", "layer", False, "gelu_tanh", False, 64, 1)
+_AHEAD = (
+    (*_LLAMA, 1, 23, 6, RINGS[0]), (*_GPT2, 1, 16, 6, RINGS[0]),
+    ("fp16", "rms", True, "silu", True, 16, 2, 2, 12, 1, RINGS[-1]),
+)  # fmt: skip
+FIELDS: dict[str, Any] = {
+    "op": "decode_step",
+    "name": "whole",
+    "source": "step/whole.cu",
+    "entry": "step_whole",
+    "doc": "a decode step of up to eight sequences in one launch",
+    "params": _PARAMS,
+    "cooperative": True,
+    "derive": _derive,
+    "features": lambda params: frozenset({"wgmma"}),  # Hopper: tried nowhere else
+    "shared_bytes": lambda params: (
+        (params["room"] << 10) + ring_shared(params["ring"])
+    ),
+    "block": lambda params: (32 * (WARPS + params["ring"][3]), 1, 1),
+    "grid": lambda params, p: (p["blocks"], 1, 1),
+    "arguments": _arguments,
+    "shape_class": lambda p: {"m": p["m"], "hidden": p["hidden"], "layers": p["layers"]},
+    "work": Work(
+        flops=lambda p: 2.0 * p["m"] * weights_of(p),
+        bytes=lambda p: float(ITEMSIZE[p["dtype"]] * weights_of(p)),
+        interpreter_flops=2e7,
+    ),
+    "verification": "fkjit.ops.step.whole_cases:WHOLE",
+}
+KERNEL = KernelSpec(**FIELDS, illegal=_illegal)  # every variant that a call may take
+register(KernelSpec(**FIELDS, illegal=lambda params: _illegal(params) or _few(params)))

@@ -1,0 +1,335 @@
+/* A decode step of up to eight sequences in one launch: from their tokens to logits, through all
+   layers, with a paged KV cache.
+
+   One block on each multiprocessor, all at the same time (cooperative). WARPS warps compute;
+   others fetch the weights of the block's part of every product, in order, through a ring in shared
+   memory (step/weight_ring.cuh). No weight depends on what is computed, so they run ahead of what the
+   others wait for: memory stays busy meanwhile.
+
+     phase          what a block computes                        what comes out
+     embedding      a part of the tokens' rows                   stream [m, hidden], T
+     per layer:
+       qkv          norm of all rows; its outputs                qkv [m, heads, D], fp32
+       heads        work items of attention (decode_heads.cuh)   attended [m, heads_q, D], T;
+                                                                 k and v in the cache
+       out          its outputs                                  stream, added to
+       up           norm of all rows; its outputs                inner [m, mlp], T
+       down         its outputs                                  stream, added to
+     head           norm of all rows; its outputs                logits, fp32; the largest of each
+
+   Numbers pass from phase to phase by words with tags (step/exchange.cuh): no barrier of the grid. Each
+   block has outputs of every product, so when all of a later phase's have come everybody has read
+   what may be written again. The sums of a product are added up over the warps in their order; so the
+   bits are the same every time.
+
+   Weights are found by `layers`: of each layer how many elements behind `weights` its arrays begin.
+   For Hopper: on others it spills, and was not tried. */
+#include "prelude.cuh"
+#include "gemm/activation.cuh"
+#include "ptx/named_barrier.cuh"
+#include "step/decode_heads.cuh"
+#include "step/gathered_rows.cuh"
+#include "step/largest.cuh"
+#include "step/tile_sums.cuh"
+#include "ptx/atomic.cuh"
+
+using elem_t = ${dtype};
+using Activation = ${activation};
+constexpr bool CENTERED = ${centered};  // LayerNorm
+constexpr bool ROPE = ${rope}, GATE = ${gate};
+constexpr int D = ${head_dim}, GROUP = ${group};  // query heads of a key head
+constexpr int MOST = ${most};                     // rows there is room for
+constexpr int WARPS = ${warps}, FETCHERS = ${fetchers};
+constexpr int COLUMNS = ${columns};  // of a weight in a stage of the ring
+constexpr int STAGES = ${stages}, FLIGHT = ${flight};
+constexpr int ROOM = ${room} << 10;  // bytes of shared memory for rows and what is beside them
+constexpr int ASIDE = ${aside} << 10;  // of that for the table of layers and a norm's weights
+
+constexpr int THREADS = 32 * WARPS;  // that compute
+
+struct Meet {
+  __device__ __forceinline__ void operator()() const { named_barrier_wait_aligned<THREADS>(1); }
+};
+using Ring = WeightRing<elem_t, COLUMNS, STAGES, FLIGHT, WARPS, FETCHERS>;
+using Rows = GatheredRows<elem_t, WARPS, CENTERED, Meet>;
+using Heads = DecodeHeads<elem_t, D, GROUP, WARPS, ROPE>;
+static_assert(MOST <= 8, "columns of a product of tensor cores");
+static_assert(sizeof(typename Heads::Shared) <= ROOM - ASIDE, "attention has its room");
+
+// Of a layer: elements behind `weights`, NONE: there is no such array.
+struct LayerWeights {
+  static constexpr i64 NONE = -1ll << 62;
+  i64 norm, norm_bias, qkv, qkv_bias, out, out_bias;
+  i64 mlp_norm, mlp_norm_bias, up, up_bias, down, down_bias;
+  i64 window;  // keys that a token sees; 0: all
+};
+
+struct DecodeModel {
+  i64 plane;  // elements of a layer's keys, as many as of its values
+  int m;      // 1..MOST
+  int layers, hidden, mlp, vocabulary, heads_q, heads_kv;
+  int splits;  // work items of a sequence and a key head
+  int page_step, head_step, token_step, page_log2, max_sequences, max_pages, table_rows;
+  int logits_stride;
+  int advance;  // tokens become the largest, and positions the next
+  int qkv, partials, stream, attended, inner, largest;  // words of `exchange` before these
+  float eps, scale;
+};
+
+// What passes from phase to phase: words with tags.
+struct Between {
+  u64 *qkv, *partials;
+  u32 *stream, *attended, *inner;
+  u32* largest;  // without tags
+};
+
+using Sums = TileSums<elem_t, Ring, WARPS, MOST>;
+struct Wanted {  // of an output, as loaded: to convert is to wait
+  elem_t x, y;   // biases
+  u32 word;      // of the stream
+};
+
+__device__ __forceinline__ const elem_t* weight_at(const elem_t* weights, i64 offset) {
+  return offset == LayerWeights::NONE ? nullptr : weights + offset;
+}
+__device__ __forceinline__ elem_t bias_at(const elem_t* bias, int column) {
+  return bias == nullptr ? elem_t(0.f) : bias[column];
+}
+
+// To shared memory. By all threads, who meet before they read it.
+__device__ __forceinline__ void copy_table(LayerWeights* target, const LayerWeights* source,
+                                           int layers) {
+  const int words = layers * sizeof(LayerWeights) / sizeof(i64);
+  for (int i = threadIdx.x; i < words; i += blockDim.x)
+    reinterpret_cast<i64*>(target)[i] = reinterpret_cast<const i64*>(source)[i];
+}
+
+// Norms' weights and biases of a layer come to L2, a part of the lines by each block. By one warp.
+__device__ __forceinline__ void prefetch_small(const elem_t* weights, const LayerWeights& layer,
+                                               int hidden, int heads, int mlp) {
+  const i64 offsets[] = {layer.norm,    layer.norm_bias,    layer.mlp_norm, layer.mlp_norm_bias,
+                         layer.qkv_bias, layer.out_bias, layer.up_bias, layer.down_bias};
+  const int sizes[] = {hidden, hidden, hidden, hidden, heads, hidden, GATE ? 2 * mlp : mlp, hidden};
+  constexpr int LINE = 128 / sizeof(elem_t);
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (offsets[i] != LayerWeights::NONE)
+      for (int at = (blockIdx.x + gridDim.x * (threadIdx.x % WARP_SIZE)) * LINE; at < sizes[i];
+           at += gridDim.x * WARP_SIZE * LINE)
+        prefetch_l2(weights + offsets[i] + at);
+}
+
+// Tokens' rows of the embedding, shared out over the grid.
+__device__ __forceinline__ void embed(u32* stream, u32 tag, const i64* tokens, const int* positions,
+                                      const elem_t* embedding, const elem_t* position_embedding,
+                                      int m, int hidden) {
+  for (int i = blockIdx.x * THREADS + threadIdx.x; i < m * hidden; i += gridDim.x * THREADS) {
+    const int row = i / hidden, column = i % hidden;
+    elem_t x = embedding[tokens[row] * hidden + column];
+    if (position_embedding != nullptr)
+      x = static_cast<elem_t>(
+          static_cast<float>(x) +
+          static_cast<float>(position_embedding[static_cast<i64>(positions[row]) * hidden + column]));
+    store_word(stream + i, tagged(x, tag));
+  }
+}
+
+// A sequence has one token more, where there was room for it.
+__device__ __forceinline__ void count_token(const DecodeState& state, int* lengths, int i) {
+  const int row = state.rows[i];
+  if (row < 0 || row >= state.max_sequences) return;
+  const int length = lengths[row];
+  if (length < state.capacities[row]) lengths[row] = length + 1;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
+    step_whole(i64* tokens,                // [m]
+               int* positions,             // [m]
+               const int* active,          // [m]: by which positions advance
+               const int* rows_of_cache,   // [m]; below 0: no sequence
+               const elem_t* __restrict__ embedding,          // [vocabulary, hidden]
+               const elem_t* __restrict__ position_embedding,  // [positions, hidden], or null
+               const elem_t* __restrict__ weights,
+               const LayerWeights* __restrict__ table_of_layers,
+               const elem_t* __restrict__ norm_weight,  // [hidden]
+               const elem_t* __restrict__ norm_bias,    // [hidden], or null
+               const elem_t* __restrict__ head,         // [vocabulary, hidden]
+               const float* __restrict__ table,         // [table_rows, D], or null
+               const int* page_table,                   // [max_sequences, max_pages]
+               const int* capacities,                   // [max_sequences]
+               int* lengths,                            // [max_sequences]
+               elem_t* pages,                           // [layers, 2, pages of the cache]
+               float* __restrict__ logits,              // [m, vocabulary]
+               i64* __restrict__ largest,               // [m]
+               u32* exchange,               // launches so far, and the words that pass
+               u32* counters, const DecodeModel model) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ __align__(8) u64 barriers[2 * STAGES];
+  __shared__ typename Sums::Shared sums;
+  const int m = model.m, hidden = model.hidden, dim_q = model.heads_q * D;
+  const int heads = (model.heads_q + 2 * model.heads_kv) * D;
+  Ring ring(shared_address(shared) + ROOM, shared_address(barriers));
+  if (threadIdx.x == 0) {
+    Sums::make_barriers(sums);
+    ring.make_barriers();
+  }
+  LayerWeights* const layers = reinterpret_cast<LayerWeights*>(shared + ROOM - ASIDE);
+  copy_table(layers, table_of_layers, model.layers);
+  __syncthreads();
+
+  const DecodeState state = {
+      rows_of_cache, positions, page_table, lengths, capacities, table,
+      {model.page_step, model.head_step, model.token_step, 0, model.page_log2},
+      model.max_sequences, model.max_pages, model.table_rows, model.heads_kv, model.splits,
+      model.scale};
+  const int items = m * model.heads_kv * model.splits;
+  const u32 launches = load_word(exchange);
+  const Between at = {reinterpret_cast<u64*>(exchange + model.qkv),
+                      reinterpret_cast<u64*>(exchange + model.partials),
+                      exchange + model.stream,
+                      exchange + model.attended,
+                      exchange + model.inner,
+                      exchange + model.largest};
+  const u32 first_tag = launches * model.layers + 1, first_stream = launches * (2 * model.layers + 1) + 1;
+  const int item = blockIdx.x;
+  const auto heads_of = [&](int n) {
+    elem_t* const own = pages + 2 * n * model.plane;
+    return DecodeLayer<elem_t>{at.qkv, at.attended, at.partials, first_tag + n, own,
+                               own + model.plane};
+  };
+
+  // The warps that fetch.
+  if (threadIdx.x >= THREADS) {
+#pragma unroll 1
+    for (int n = 0; n < model.layers; ++n) {
+      const LayerWeights& layer = layers[n];
+      if (threadIdx.x < THREADS + 32) prefetch_small(weights, layer, hidden, heads, model.mlp);
+      ring.fetch<false>(weights + layer.qkv, heads, hidden, 4 * n);
+      if (item < items && threadIdx.x < THREADS + 32)
+        Heads::prefetch(state, heads_of(n), DecodeSpan(state, item, layer.window));
+      ring.fetch<false>(weights + layer.out, hidden, dim_q, 4 * n + 1);
+      ring.fetch<GATE>(weights + layer.up, model.mlp, hidden, 4 * n + 2);
+      ring.fetch<false>(weights + layer.down, hidden, model.mlp, 4 * n + 3);
+    }
+    ring.fetch<false>(head, model.vocabulary, hidden, 4 * model.layers);
+    return;
+  }
+
+  const Meet meet;
+  const u32 rows = shared_address(shared);
+  const u32 factors = rows + ROOM - ASIDE + round_up<int>(model.layers * sizeof(LayerWeights), 16);
+  const Rows taken(rows, factors, m);
+  Sums product(ring, sums, shared + ROOM, m);
+  const elem_t* const x = reinterpret_cast<const elem_t*>(shared);
+  Wanted wanted[Sums::EACH] = {};
+
+  // 1. Embedding.
+  embed(at.stream, first_stream, tokens, positions, embedding, position_embedding, m, hidden);
+
+#pragma unroll 1
+  for (int n = 0; n < model.layers; ++n) {
+    const LayerWeights& layer = layers[n];
+    const u32 tag = first_tag + n, stream_tag = first_stream + 2 * n;
+    const auto array = [&](i64 offset) { return weight_at(weights, offset); };
+    const auto add_to_stream = [&](const elem_t* bias, int k, int share, u32 next) {
+      product.template product<false>(
+          x, hidden, k, share,
+          [&](int i, int row, int column) {
+            wanted[i].x = bias_at(bias, column);
+            wanted[i].word = load_word(at.stream + row * hidden + column);
+          },
+          [&](int i, int row, int column, float2 sum) {
+            const float y = sum.x + static_cast<float>(wanted[i].x) +
+                            static_cast<float>(number<elem_t>(wanted[i].word));
+            store_word(at.stream + row * hidden + column, tagged(static_cast<elem_t>(y), next));
+          });
+    };
+
+    // 2. Heads of q, k and v, of the normalised rows.
+    taken.load_factors(array(layer.norm), array(layer.norm_bias), hidden);
+    taken.normalise(at.stream, hidden, stream_tag, model.eps);
+    meet();
+    const elem_t* const qkv_bias = array(layer.qkv_bias);
+    product.template product<false>(
+        x, heads, hidden, 4 * n,
+        [&](int i, int, int column) { wanted[i].x = bias_at(qkv_bias, column); },
+        [&](int i, int row, int column, float2 sum) {
+          store_word(at.qkv + row * heads + column,
+                     tagged(sum.x + static_cast<float>(wanted[i].x), tag));
+        });
+
+    // 3. Attention.
+    meet();  // the rows are read; attention has their place
+    if (item < items)
+      Heads::attend(*reinterpret_cast<typename Heads::Shared*>(shared), state, heads_of(n),
+                    DecodeSpan(state, item, layer.window), item, meet);
+    meet();
+
+    // 4. The output product, added to the stream.
+    taken.gather(at.attended, dim_q, tag);
+    meet();
+    add_to_stream(array(layer.out_bias), dim_q, 4 * n + 1, stream_tag + 1);
+    meet();
+
+    // 5. Up, with its activation.
+    taken.load_factors(array(layer.mlp_norm), array(layer.mlp_norm_bias), hidden);
+    taken.normalise(at.stream, hidden, stream_tag + 1, model.eps);
+    meet();
+    const elem_t* const up_bias = array(layer.up_bias);
+    product.template product<GATE>(
+        x, model.mlp, hidden, 4 * n + 2,
+        [&](int i, int, int column) {
+          wanted[i].x = bias_at(up_bias, column);
+          if (GATE) wanted[i].y = bias_at(up_bias, model.mlp + column);
+        },
+        [&](int i, int row, int column, float2 sum) {
+          float y = Activation::value(sum.x + static_cast<float>(wanted[i].x));
+          if (GATE) y *= sum.y + static_cast<float>(wanted[i].y);
+          store_word(at.inner + row * model.mlp + column, tagged(static_cast<elem_t>(y), tag));
+        });
+    meet();
+
+    // 6. Down, added to the stream.
+    taken.gather(at.inner, model.mlp, tag);
+    meet();
+    add_to_stream(array(layer.down_bias), model.mlp, 4 * n + 3, stream_tag + 2);
+    meet();
+  }
+
+  // 7. Logits, and the largest of this block's; the last block has the largest of all.
+  taken.load_factors(norm_weight, norm_bias, hidden);
+  taken.normalise(at.stream, hidden, first_stream + 2 * model.layers, model.eps);
+  meet();
+  Largest best[Sums::EACH];
+  product.template product<false>(
+      x, model.vocabulary, hidden, 4 * model.layers, [](int, int, int) {},
+      [&](int i, int row, int column, float2 sum) {
+        logits[row * static_cast<i64>(model.logits_stride) + column] = sum.x;
+        best[i].see(sum.x, column);
+      });
+  const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+  const int of_grid = blockIdx.x * WARPS + warp, rivals = gridDim.x * WARPS;
+#pragma unroll
+  for (int i = 0; i < Sums::EACH; ++i) {
+    const Largest most = best[i].of_lanes<Ring::ROWS>();
+    const int row = (lane + i * WARP_SIZE) / Ring::ROWS;
+    if (lane % Ring::ROWS == 0 && row < m) most.store(at.largest, row * rivals + of_grid);
+  }
+  meet();
+  u32& is_last = *reinterpret_cast<u32*>(shared);
+  if (threadIdx.x == 0) is_last = atom_inc_acq_rel(counters, gridDim.x) == gridDim.x - 1;
+  meet();
+  if (!is_last) return;
+  if (warp < m) {
+    Largest all;
+    for (int i = lane; i < rivals; i += WARP_SIZE)
+      all.see(Largest::loaded(at.largest, warp * rivals + i));
+    all = all.of_lanes<WARP_SIZE>();
+    if (lane == 0) {
+      largest[warp] = all.column;
+      if (model.advance) tokens[warp] = all.column, positions[warp] += active[warp];
+    }
+  }
+  if (threadIdx.x < m) count_token(state, lengths, threadIdx.x);
+  if (threadIdx.x == 0) store_word(exchange, launches + 1);
+}

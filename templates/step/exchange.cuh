@@ -1,0 +1,84 @@
+// Numbers that blocks of a launch hand to one another without a barrier: each word says itself whether
+// it has come. Beside the number it has a tag, another one each time that the word is written, and
+// whoever wants it reads until the tag is the one he waits for: a trip to L2 for the writer and one for
+// the reader, where a barrier of the grid takes several more.
+//
+//   32 bits   a number of 16 bits (the upper half) and a tag of 16
+//   64 bits   a float and, in the upper half, a tag of 32
+//
+// Words are written and read whole, so nothing has to be ordered: there are no fences. A word may be
+// written again once all who read it are known to have done so: which they are where everybody's later
+// numbers are waited for in between. Tags follow one another, so that an old one never looks new.
+#pragma once
+#include "prelude.cuh"
+
+// Of 16-byte vectors every word is one access.           PTX ISA: ld.relaxed.gpu.global.v4.u32
+__device__ __forceinline__ uint4 load_words(const u32* words) {
+  uint4 x;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(__cvta_generic_to_global(words))
+               : "memory");
+  return x;
+}
+
+// PTX ISA: ld.relaxed.gpu.global
+__device__ __forceinline__ u32 load_word(const u32* word) {
+  u32 x;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+               : "=r"(x)
+               : "l"(__cvta_generic_to_global(word))
+               : "memory");
+  return x;
+}
+__device__ __forceinline__ u64 load_word(const u64* word) {
+  u64 x;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
+               : "=l"(x)
+               : "l"(__cvta_generic_to_global(word))
+               : "memory");
+  return x;
+}
+
+// PTX ISA: st.relaxed.gpu.global
+__device__ __forceinline__ void store_word(u32* word, u32 x) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(word)), "r"(x)
+               : "memory");
+}
+__device__ __forceinline__ void store_word(u64* word, u64 x) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(word)), "l"(x)
+               : "memory");
+}
+
+template <typename T>
+__device__ __forceinline__ u32 tagged(T x, u32 tag) {
+  return static_cast<u32>(*reinterpret_cast<const u16*>(&x)) << 16 | (tag & 0xffff);
+}
+__device__ __forceinline__ u64 tagged(float x, u32 tag) {
+  return static_cast<u64>(tag) << 32 | __float_as_uint(x);
+}
+
+template <typename T>
+__device__ __forceinline__ T number(u32 word) {
+  const u16 bits = word >> 16;
+  return *reinterpret_cast<const T*>(&bits);
+}
+__device__ __forceinline__ float number(u64 word) {
+  return __uint_as_float(static_cast<u32>(word));
+}
+
+__device__ __forceinline__ bool has_come(u64 word, u32 tag) { return word >> 32 == tag; }
+__device__ __forceinline__ bool have_come(uint4 w, u32 tag) {
+  return (((w.x ^ tag) | (w.y ^ tag) | (w.z ^ tag) | (w.w ^ tag)) & 0xffff) == 0;
+}
+
+// The words again until they have come.
+__device__ __forceinline__ float await(u64 word, const u64* from, u32 tag) {
+  while (!has_come(word, tag)) word = load_word(from);
+  return number(word);
+}
+// Four numbers of 16 bits, side by side.
+__device__ __forceinline__ uint2 await(uint4 words, const u32* from, u32 tag) {
+  while (!have_come(words, tag)) words = load_words(from);
+  return make_uint2(__byte_perm(words.x, words.y, 0x7632), __byte_perm(words.z, words.w, 0x7632));
+}

@@ -1,0 +1,136 @@
+"""Decode steps of one launch on the CPU: against plain PyTorch, beside steps of many launches, and
+who has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import fkjit.cpu.run as cpu
+from fkjit.arch import arch
+from fkjit.errors import ArgumentTypeError, ParameterError
+from fkjit.jit.build import quiet
+from fkjit.models import ModelConfig
+from fkjit.models.plan import StepPlan
+from fkjit.ops.step import whole
+from fkjit.settings import settings
+
+torch = pytest.importorskip("torch", reason="needs torch")
+from fkjit.models import Decoder, Sampling  # noqa: E402
+from tests.models.reference_model import CONFIGS, logits_of, state_of  # noqa: E402
+from tests.models.test_decoder import PROMPTS  # noqa: E402
+
+WHOLE = StepPlan(whole=True)
+MLP = 64  # a multiple of what a warp takes at a time
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """The interpreter's usual target has no bulk copies."""
+    chosen = replace(settings(), target="compute_90a")
+    monkeypatch.setattr("fkjit.jit.build.settings", lambda: chosen)
+
+
+def model(name):
+    """A tiny model, and its state."""
+    config, state = dict(CONFIGS[name]), state_of(name)
+    if name == "gpt2":
+        return config, state
+    made = torch.Generator().manual_seed(2)
+    for n in range(config["num_hidden_layers"]):
+        for part, (rows, columns) in {
+            "gate": (MLP, 32), "up": (MLP, 32), "down": (32, MLP),
+        }.items():  # fmt: skip
+            weight = torch.randn(rows, columns, generator=made) * columns**-0.5
+            state[f"model.layers.{n}.mlp.{part}_proj.weight"] = weight.half()
+    return config | {"intermediate_size": MLP}, state
+
+
+def decoder_of(name, batch=2, **options):
+    config, state = model(name)
+    said = {"dtype": "fp16", "device": "cpu", "max_length": 32, "page_size": 8, "plan": WHOLE}
+    return Decoder(config, state, max_batch=batch, **said | options)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Ids of kernels, as they are launched."""
+    kept, build = [], cpu.build
+
+    def recorded(spec, *args, **options):
+        kept.append(spec.id)
+        return build(spec, *args, **options)
+
+    monkeypatch.setattr(cpu, "build", recorded)
+    return kept
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gpt2"])
+def test_a_step_of_one_launch_has_the_logits_of_pytorch(name, launched):
+    """Windows, biases, LayerNorm; three steps, into a second page."""
+    decoder, prompt, found = decoder_of(name, 1), PROMPTS[0], []
+    with quiet():
+        decoder.submit(prompt, max_new_tokens=4)
+        made = [token.token for token in decoder.advance()]
+        launched.clear()
+        for _ in range(3):
+            decoder.advance()
+            found.append(decoder._steps._logits.rows(1)[0].double().clone())
+            made.append(int(decoder._slots.state.tokens[0]))
+    assert launched == ["decode_step.whole"] * 3
+    exact = logits_of(name, model(name)[1], prompt + made[:-1])[len(prompt) :]
+    assert float((torch.stack(found) - exact).norm() / exact.norm()) < 3e-3
+    assert made[1:] == torch.stack(found).argmax(-1).tolist()
+
+
+def test_sequences_that_come_and_go_have_the_tokens_of_many_launches():
+    """Three requests in two slots; one of them draws its tokens."""
+    said = [{}, {"sampling": Sampling(0.9, top_k=5, seed=4)}, {}]
+    with quiet():
+        results = []
+        for plan in (WHOLE, StepPlan()):
+            decoder = decoder_of("llama", plan=plan)
+            for prompt, options in zip(PROMPTS, said, strict=True):
+                decoder.submit(prompt, max_new_tokens=3, **options)
+            results.append([(one.request, one.token) for one in decoder.stream()])
+    assert results[0] == results[1]
+
+
+def test_models_without_such_a_step_have_many_launches(launched):
+    with quiet():
+        decoder_of("qwen3", 1).generate([[5]], max_new_tokens=2)
+        decoder_of("llama", 1, quantize="int8_group").generate([[5]], max_new_tokens=2)
+    assert "decode_step.whole" not in launched
+
+
+def test_who_fits():
+    llama = ModelConfig.of("llama-3.2-1b")
+
+    def fits(rows=1, config=llama, name="sm_90a", **changes):
+        one = whole.Model(
+            config.heads_q, config.heads_kv, config.head_dim, config.mlp, config.activation,
+            config.gated, config.eps, "nhd", 256,
+        )._replace(**changes)  # fmt: skip
+        return whole.fits(one, rows, config.hidden, config.layers, arch(name), 132)
+
+    assert fits() and fits(4) and fits(config=ModelConfig.of("gpt2"), rows=8)
+    assert not fits(9) and not fits(name="sm_80") and not fits(name="sm_120a")
+    assert not fits(mlp=8200) and not fits(mlp=96) and not fits(activation="relu")
+    assert not fits(heads_q=40) and not fits(rows=2, heads_kv=128, heads_q=128)
+
+
+def test_what_a_step_refuses():
+    with pytest.raises(ArgumentTypeError, match="plan.whole=1; allowed: a bool"):
+        decoder_of("llama", plan=StepPlan(whole=1))  # pyright: ignore[reportArgumentType]
+    with quiet():
+        decoder = decoder_of("llama", 1)
+        decoder.submit([3, 4], max_new_tokens=3)
+        decoder.advance()
+        step, state = decoder._steps._whole(), decoder._slots.first(1)
+        logits = decoder._steps._logits.rows(1)
+        with pytest.raises(ParameterError, match="logits"):
+            step(state, logits[:, :-1])
+        with pytest.raises(ParameterError, match="exchange"):
+            step._exchanges[1] = torch.zeros(8, dtype=torch.int32)
+            step(state, logits)

@@ -1,0 +1,49 @@
+"""Bugs planted in the decode step of one launch show: as races, as waits for ever, or as wrong numbers.
+(The sweep finds nothing in the kernel as it is.)"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.mutations import Bug
+from tests.core.test_mutations import KINDS, outcome
+
+K, T = "kernels_cu/step/whole.cu", "templates/step/"
+SMALL = {"kernel": "decode_step.whole", "params": {"head_dim": 16}}
+
+BUGS = (
+    Bug("no wait for a stage", T + "tile_sums.cuh",
+        "mbarrier_wait(ring.full + 8 * number, parity);", "", by="race", **SMALL),
+    Bug("a stage fetched before it is free", T + "weight_ring.cuh",
+        "mbarrier_wait(empty + 8 * place.stage, place.parity ^ 1);", "", by="race", **SMALL),
+    Bug("sums added up before all are there", T + "tile_sums.cuh",
+        "mbarrier_wait(shared_address(&shared.full[slot]), (tile + own) / PLACES % 2);", "",
+        by="race", **SMALL),
+    Bug("rows gathered while they are multiplied", K,
+        "add_to_stream(array(layer.out_bias), dim_q, 4 * n + 1, stream_tag + 1);\n    meet();",
+        "add_to_stream(array(layer.out_bias), dim_q, 4 * n + 1, stream_tag + 1);", by="race",
+        **SMALL),
+    Bug("attention where rows are read", K, "meet();  // the rows are read", "// the rows are read",
+        by="race", **SMALL),
+    Bug("rows multiplied before they are there", K,
+        "taken.gather(at.inner, model.mlp, tag);\n    meet();", "taken.gather(at.inner, model.mlp, tag);",
+        by="race", **SMALL),
+    Bug("words taken as they are", T + "exchange.cuh", "while (!have_come(words, tag))",
+        "if (false)", by="numbers", **SMALL),
+    Bug("the new key left out", T + "decode_heads.cuh", "if (span.fresh && warp == WARPS - 1)",
+        "if (false)", by="numbers", **SMALL),
+    Bug("a key beyond the window", T + "decode_heads.cuh", "max(keys - window, 0)",
+        "max(keys - window - 1, 0)", by="numbers", **SMALL),
+    Bug("half of a tile's second rows", T + "weight_ring.cuh", "HALVES ? row + 8",
+        "HALVES ? row", by="numbers", **SMALL),
+    Bug("a warp's sums left out", T + "tile_sums.cuh", "for (int w = 0; w < warps; ++w)",
+        "for (int w = 1; w < warps; ++w)", by="numbers", **SMALL),
+    Bug("tokens not counted", K, "lengths[row] = length + 1;", "lengths[row] = length;", by="numbers", **SMALL),
+)  # fmt: skip
+
+
+@pytest.mark.sampled(key=lambda bug: bug.by)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    said = outcome(bug, monkeypatch, plant=True)
+    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
