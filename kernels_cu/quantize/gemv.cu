@@ -1,11 +1,15 @@
 /* out = act(scale * x . weight + bias) + residual for up to eight rows of x and a weight of int4 or
-   int8 codes, with a scale for 128 of k: codes are streamed once, 16 bytes a lane, and become numbers
-   in the registers in which they are multiplied (quantize/weights.cuh).
+   int8 codes, with a scale for 128 of k: codes are streamed once and become numbers in the registers
+   in which they are multiplied (quantize/weights.cuh).
 
-   A block has OUTPUTS columns of out; its warps take spans of k in turns, UNROLL of them under way at
-   any time. Products of codes are exact; a span's sums are multiplied with its scale in fp32. What the
-   warps have is added up in shared memory in their order: the same bits every time. x is small and
-   stays in L1.
+   The grid is as large as the GPU; a block takes one tile of TILE outputs after another. Its warps
+   share k: each has the same GROUPS of 128 of all tiles, so that its part of x stays in registers.
+   (Where k is longer, it comes in several parts, and so does x.) What a lane will multiply it copies
+   itself by cp.async, to a ring of SLOTS groups that nobody else reads: no barrier, no bank conflict,
+   and codes of the next tiles are under way while this one ends.
+
+   Products of codes are exact; a group's sums are multiplied with its scale in fp32. What the warps
+   have is added up in shared memory in their order: the same bits every time.
 
    Before the previous kernel is over a block asks for lines of its weight, to L2: that reads nothing.
 
@@ -17,8 +21,8 @@
 #include "prelude.cuh"
 #include "gemm/epilogue.cuh"
 #include "gemm/gemv.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/pdl.cuh"
-#include "ptx/register_fence.cuh"
 #include "quantize/weights.cuh"
 
 using elem_t = ${dtype};
@@ -29,87 +33,104 @@ constexpr bool GATE = ${gate};
 constexpr bool PREFETCH = __CUDA_ARCH__ >= 900;  // where launches overlap
 constexpr int TILE = ${tile_rows};               // outputs of the weight
 constexpr int WARPS = ${warps};
-constexpr int UNROLL = ${unroll};      // spans of a warp under way
+constexpr int GROUPS = ${groups};      // of k, of a warp
+constexpr int SLOTS = ${slots};        // groups of a warp under way
 constexpr int RESIDENT = ${resident};  // blocks of a multiprocessor, at least
 
 constexpr int HALVES = GATE ? 2 : 1, OUTPUTS = TILE / HALVES, THREADS = 32 * WARPS;
 constexpr int EIGHTS = TILE / 8, PRODUCTS = TILE / 16, GROUP = 128;
+constexpr int SPANS = GROUP / Weights::SPAN;  // of a group
+constexpr int X_CHUNKS = GROUP / 4 / 8;       // of a lane, of a group
+constexpr int CODES_BYTES = EIGHTS * SPANS * WARP_SIZE * 16;
+constexpr int SLOT_BYTES = CODES_BYTES + EIGHTS * WARP_SIZE * 4;
+constexpr int PITCH = TILE + 4;  // of sums: lanes of a fragment meet 32 banks
+constexpr int SUMS = WARPS * TOKENS * PITCH;
 static_assert(TILE % 16 == 0, "whole operands of sixteen rows");
-static_assert(GROUP % Weights::SPAN == 0, "a span has one scale");
+static_assert(SLOTS % GROUPS == 0, "a slot has the same group of every tile");
 
-// A lane's codes of a span, and the scales of their rows.
-struct Step {
-  uint4 codes[EIGHTS];
-  elem_t scales[EIGHTS];
+// A warp's way through tiles of outputs and parts of k.
+struct Place {
+  int tile, part;
+  __device__ __forceinline__ void advance(int parts) {
+    if (++part == parts) part = 0, tile += gridDim.x;
+  }
 };
 
 struct Source {
-  const u8* rows[EIGHTS];
-  const elem_t* scales[EIGHTS];
-  const int k;
+  const u8* weight;
+  const elem_t* scales;
+  const int n, k, groups;
 
-  __device__ __forceinline__ Source(const u8* weight, const elem_t* of, int first, int n, int k)
-      : k(k) {
-    const int lane = threadIdx.x % WARP_SIZE, groups = ceil_div(k, GROUP);
+  // The lane's codes of a group and the scales of their rows; zeros beyond the end of k.
+  __device__ __forceinline__ void copy(u32 slot, int tile, int group) const {
+    const int lane = threadIdx.x % WARP_SIZE;
+    const i64 bytes = static_cast<i64>(k) * Weights::BITS / 8;
 #pragma unroll
     for (int i = 0; i < EIGHTS; ++i) {
-      const i64 row = weight_output<TILE, HALVES>(first, i * 8 + lane / 4, n);
-      rows[i] = weight + row * (static_cast<i64>(k) * Weights::BITS / 8) + lane % 4 * 16;
-      scales[i] = of + row * groups;
-    }
-  }
-  __device__ __forceinline__ bool has(int span) const {
-    return span * Weights::SPAN + static_cast<int>(threadIdx.x % 4) * Weights::CHUNK_K < k;
-  }
-  // Scales are wanted by all lanes, whose sums are of all k of the span.
-  __device__ __forceinline__ void load(Step& step, int span) const {
-    const bool there = has(span), some = span * Weights::SPAN < k;
+      const i64 row = weight_output<TILE, HALVES>(tile * OUTPUTS, i * 8 + lane / 4, n);
+      const u8* const codes = weight + row * bytes + lane % 4 * 16;
 #pragma unroll
-    for (int i = 0; i < EIGHTS; ++i) {
-      step.codes[i] = load_streamed_chunk_if(rows[i] + span * (4 * 16), there);
-      step.scales[i] = some ? scales[i][span * Weights::SPAN / GROUP] : elem_t(0.f);
+      for (int j = 0; j < SPANS; ++j) {
+        const int span = group * SPANS + j;
+        const bool there = span * Weights::SPAN + lane % 4 * Weights::CHUNK_K < k;
+        cp_async_16(slot + (i * SPANS + j) * (WARP_SIZE * 16) + lane * 16, codes + span * (4 * 16),
+                    there ? 16 : 0);
+      }
+      // The word in which the scale is; of the lower one no more is read.
+      const u64 scale = reinterpret_cast<u64>(scales + row * groups + group);
+      cp_async_4(slot + CODES_BYTES + i * (WARP_SIZE * 4) + lane * 4,
+                 reinterpret_cast<const void*>(scale & ~3ull),
+                 group < groups ? 2 + static_cast<int>(scale & 2) : 0);
     }
+  }
+  __device__ __forceinline__ float scale_of(u32 slot, int tile, int group, int i) const {
+    const int lane = threadIdx.x % WARP_SIZE;
+    const i64 row = weight_output<TILE, HALVES>(tile * OUTPUTS, i * 8 + lane / 4, n);
+    const u32 half = static_cast<u32>(reinterpret_cast<u64>(scales + row * groups + group)) & 2;
+    u16 bits;
+    load_shared(bits, slot + CODES_BYTES + i * (WARP_SIZE * 4) + lane * 4 + half);
+    return static_cast<float>(reinterpret_cast<const elem_t&>(bits));
   }
 };
 
-// The lane's numbers of row g of x in a span; zeros where x has no such row.
+// The lane's numbers of row lane / 4 of x in a warp's groups; zeros where x has no such row.
 struct Token {
-  static constexpr int CHUNKS = 2;  // at a time
-  const elem_t* const row;
-  const bool exists;
-  uint4 x[CHUNKS];
+  uint4 x[GROUPS][X_CHUNKS];
 
-  __device__ __forceinline__ Token(const elem_t* from, i64 stride, int m)
-      : row(from + min(static_cast<int>(threadIdx.x) % WARP_SIZE / 4, m - 1) * stride +
-            threadIdx.x % 4 * Weights::CHUNK_K),
-        exists(threadIdx.x % WARP_SIZE / 4 < m) {}
-  __device__ __forceinline__ void load(int span, int first, bool there) {
+  __device__ __forceinline__ void load(const elem_t* from, i64 stride, int m, int first, int k) {
+    const int row = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
+    const elem_t* const own = from + min(row, m - 1) * stride;
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
-      x[i] = make_uint4(0, 0, 0, 0);
-      load_chunk_if(x[i], row + span * Weights::SPAN + (first + i) * 8, exists && there);
+    for (int i = 0; i < GROUPS * X_CHUNKS; ++i) {
+      const int chunk = i % X_CHUNKS, of_span = X_CHUNKS / SPANS;
+      const int at = (first + i / X_CHUNKS) * GROUP + chunk / of_span * Weights::SPAN +
+                     t * Weights::CHUNK_K + chunk % of_span * 8;
+      uint4& to = x[i / X_CHUNKS][chunk];
+      to = make_uint4(0, 0, 0, 0);
+      load_chunk_if(to, own + at, row < m && at < k);
     }
   }
 };
 
-// The span's products, with its scales.
-__device__ __forceinline__ void multiply(float (&d)[PRODUCTS][4], const Step& step, Token& token,
-                                         int span, bool there) {
-  float sums[PRODUCTS][4] = {};
+// A group's products, without its scales.
+__device__ __forceinline__ void multiply(float (&sums)[PRODUCTS][4], u32 slot,
+                                         const uint4 (&x)[X_CHUNKS]) {
+  slot += threadIdx.x % WARP_SIZE * 16;
 #pragma unroll
-  for (int s = 0; s < Weights::STEPS; ++s) {
-    if (s % (2 * Token::CHUNKS) == 0) token.load(span, s / 2, there);
-    const uint4& x = token.x[s / 2 % Token::CHUNKS];
+  for (int i = 0; i < PRODUCTS * SPANS; ++i) {
+    constexpr int EIGHT = SPANS * WARP_SIZE * 16;
+    const int product = i / SPANS, span = i % SPANS;
+    const u32 at = slot + product * 2 * EIGHT + span * (WARP_SIZE * 16);
+    const uint4 low = load_shared_chunk(at), high = load_shared_chunk(at + EIGHT);
 #pragma unroll
-    for (int i = 0; i < PRODUCTS; ++i) {
+    for (int step = 0; step < Weights::STEPS; ++step) {
+      const uint4& own = x[(span * Weights::STEPS + step) / 2];
       u32 a[4];
-      weight_fragment<Weights>(a, step.codes[2 * i], step.codes[2 * i + 1], s);
-      mma_m16n8k16<elem_t>(sums[i], a, s % 2 == 0 ? x.x : x.z, s % 2 == 0 ? x.y : x.w);
+      weight_fragment<Weights>(a, low, high, step);
+      mma_m16n8k16<elem_t>(sums[product], a, step % 2 == 0 ? own.x : own.z,
+                           step % 2 == 0 ? own.y : own.w);
     }
   }
-#pragma unroll
-  for (int i = 0; i < PRODUCTS * 4; ++i)
-    d[i / 4][i % 4] += static_cast<float>(step.scales[i / 2]) * sums[i / 4][i % 4];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -122,50 +143,83 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                    const int m,                         // 1..8
                    const int n, const int k, const i64 x_stride, const i64 out_stride,
                    const i64 residual_stride, const float scale) {
-  const int first = blockIdx.x * OUTPUTS;
   if (PREFETCH)
-    prefetch_rows<TILE, HALVES, THREADS>(weight, static_cast<i64>(k) * Weights::BITS / 8, first, n,
-                                         k * Weights::BITS / 8);
+    prefetch_rows<TILE, HALVES, THREADS>(weight, static_cast<i64>(k) * Weights::BITS / 8,
+                                         blockIdx.x * OUTPUTS, n, k * Weights::BITS / 8);
   after_previous_kernel();
-  __shared__ float sums[WARPS][TOKENS][TILE];
+  extern __shared__ __align__(128) char dynamic[];
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
-  const int spans = ceil_div(k, Weights::SPAN);
+  const u32 ring = shared_address(dynamic) + warp * (SLOTS * SLOT_BYTES);
+  float* const all_sums = reinterpret_cast<float*>(dynamic + WARPS * SLOTS * SLOT_BYTES);
+  const Source source = {weight, scales, n, k, ceil_div(k, GROUP)};
+  const int tiles = ceil_div(n, OUTPUTS), parts = ceil_div(source.groups, WARPS * GROUPS);
 
-  // 1. Spans of this warp; beyond the end they are zeros.
-  const Source source(weight, scales, first, n, k);
-  Token token(x, x_stride, m);
-  Step ring[UNROLL];
-  float d[PRODUCTS][4] = {};
+  // 1. The first groups, and x of the first part.
+  Place ahead = {static_cast<int>(blockIdx.x), 0};
+  const auto copy = [&](u32 slot, int i) {
+    if (ahead.tile < tiles)
+      source.copy(slot, ahead.tile, (ahead.part * WARPS + warp) * GROUPS + i);
+    cp_async_commit();
+  };
 #pragma unroll
-  for (int i = 0; i < UNROLL; ++i) source.load(ring[i], warp * UNROLL + i);
-#pragma unroll 1
-  for (int span = warp * UNROLL; span < spans; span += WARPS * UNROLL) {
-#pragma unroll
-    for (int i = 0; i < UNROLL; ++i) {
-      multiply(d, ring[i], token, span + i, source.has(span + i));
-      register_fence(d);  // one span's x at a time
-      source.load(ring[i], span + WARPS * UNROLL + i);
-    }
+  for (int i = 0; i < SLOTS; ++i) {
+    copy(ring + i * SLOT_BYTES, i % GROUPS);
+    if (i % GROUPS == GROUPS - 1) ahead.advance(parts);
   }
-  float* const at = sums[warp][lane % 4 * 2] + lane / 4;
-#pragma unroll
-  for (int i = 0; i < PRODUCTS * 4; ++i)
-    at[i % 2 * TILE + i / 4 * 16 + i / 2 % 2 * 8] = d[i / 4][i % 4];
-  __syncthreads();
+  Token token;
+  token.load(x, x_stride, m, warp * GROUPS, k);
 
-  // 2. The warps' sums in their order, and the epilogue.
+  // 2. Tile after tile: a slot is filled again as soon as its codes are multiplied.
   const Epilogue<Activation, GATE, elem_t, out_t> epilogue = {
       bias, residual, nullptr, residual_stride, scale, n};
+  float d[PRODUCTS][4] = {};
+  u32 slot = ring;
+  float* sums = all_sums;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < m * OUTPUTS; i += THREADS) {
-    const int row = i / OUTPUTS, column = i % OUTPUTS;
-    float total[2] = {};
+  for (Place at = {static_cast<int>(blockIdx.x), 0}; at.tile < tiles;) {
+    const int first_group = (at.part * WARPS + warp) * GROUPS;
+    if (parts > 1) token.load(x, x_stride, m, first_group, k);
 #pragma unroll
-    for (int half = 0; half < HALVES; ++half)
+    for (int i = 0; i < GROUPS; ++i) {
+      cp_async_wait<SLOTS - 1>();
+      float own[PRODUCTS][4] = {};
+      multiply(own, slot, token.x[i]);
 #pragma unroll
-      for (int w = 0; w < WARPS; ++w) total[half] += sums[w][row][column + half * OUTPUTS];
-    if (first + column < n)
-      out[row * out_stride + first + column] =
-          static_cast<out_t>(epilogue(total[0], total[1], row, first + column));
+      for (int j = 0; j < EIGHTS; ++j) {
+        const float by = source.scale_of(slot, at.tile, first_group + i, j);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) d[j / 2][j % 2 * 2 + c] += by * own[j / 2][j % 2 * 2 + c];
+      }
+      copy(slot, i);
+      slot = slot + SLOT_BYTES == ring + SLOTS * SLOT_BYTES ? ring : slot + SLOT_BYTES;
+    }
+    ahead.advance(parts);
+    const int tile = at.tile;
+    at.advance(parts);
+    if (at.part != 0) continue;
+
+    // 3. The warps' sums in their order, and the epilogue. The next tile's come to another place.
+    float* const to = sums + (warp * TOKENS + lane % 4 * 2) * PITCH + lane / 4;
+#pragma unroll
+    for (int i = 0; i < PRODUCTS * 4; ++i) {
+      if (lane % 4 * 2 + i % 2 < m) to[i % 2 * PITCH + i / 4 * 16 + i / 2 % 2 * 8] = d[i / 4][i % 4];
+      d[i / 4][i % 4] = 0.f;
+    }
+    __syncthreads();
+    const int first = tile * OUTPUTS;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < m * OUTPUTS; i += THREADS) {
+      const int row = i / OUTPUTS, column = i % OUTPUTS;
+      float total[2] = {};
+#pragma unroll
+      for (int half = 0; half < HALVES; ++half)
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w)
+          total[half] += sums[(w * TOKENS + row) * PITCH + column + half * OUTPUTS];
+      if (first + column < n)
+        out[row * out_stride + first + column] =
+            static_cast<out_t>(epilogue(total[0], total[1], row, first + column));
+    }
+    sums = sums == all_sums ? all_sums + SUMS : all_sums;
   }
 }

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fkjit.ops.gemm import epilogue
+from fkjit.ops.quantize import product
 from fkjit.ops.quantize.product import CONTRACT, DTYPES, SMS, illegal_dtypes
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, register
 
@@ -29,19 +30,36 @@ def _ahead(spec: KernelSpec, shown: list[Mapping[str, Any]]) -> KernelSpec:
 
 # ------------------------------------------------------------------ gemv
 
-GemvTile = tuple[int, int, int]  # rows of the weight, warps, spans of a warp under way
-_GEMV_TILES: tuple[GemvTile, ...] = ((16, 8, 3), (16, 4, 3), (32, 8, 2))
-_MANY_OUTPUTS = 6144  # whose tiles are several for each multiprocessor
+# Rows of the weight, warps, groups of 128 of k that a warp has of a tile, groups of it under way.
+GemvTile = tuple[int, int, int, int]
+_GEMV_TILES: tuple[GemvTile, ...] = tuple(
+    (rows, warps, groups, slots)
+    for rows in (16, 32) for warps in (8, 16) for groups in (1, 2, 4) for slots in (2, 4, 8)
+    if slots % groups == 0
+)  # fmt: skip
+
+
+def _slot_bytes(params: Params) -> int:
+    """Of a warp's codes of a group, and a word for each lane's scales."""
+    eights = params["tile"][0] // 8
+    return eights * 32 * (16 * product.BITS[params["code"]] // 4 + 4)
+
+
+def _gemv_shared(params: Params) -> int:
+    rows, warps, _, slots = params["tile"]
+    return warps * (slots * _slot_bytes(params) + 2 * GEMV_ROWS * (rows + 4) * 4)
 
 
 def _gemv_values(params: Params) -> dict[str, Any]:
-    rows, warps, unroll = params["tile"]
-    return {**_values(params), "tile_rows": rows, "warps": warps, "unroll": unroll,
-            "resident": 16 // warps}  # fmt: skip
+    rows, warps, groups, slots = params["tile"]
+    return {**_values(params), "tile_rows": rows, "warps": warps, "groups": groups,
+            "slots": slots, "resident": 16 // warps}  # fmt: skip
 
 
 def _gemv_grid(params: Params, problem: Problem) -> Dim3:
-    return (-(-problem["n"] * (2 if params["gate"] else 1) // params["tile"][0]), 1, 1)
+    rows, warps = params["tile"][:2]
+    tiles = -(-problem["n"] * (2 if params["gate"] else 1) // rows)
+    return (min(tiles, 16 // warps * problem.get("multiprocessors", SMS)), 1, 1)
 
 
 # All that a call may take.
@@ -53,12 +71,13 @@ GEMV = KernelSpec(
     doc="up to eight rows of x: codes streamed from memory into the registers they are used in",
     params=(
         *DTYPES, _CODE, *epilogue.PARAMS,
-        Param("tile", _GEMV_TILES, "rows of the weight, warps, spans of a warp under way",
+        Param("tile", _GEMV_TILES, "rows of the weight, warps, groups of a warp, those under way",
               tunable=True),
     ),
     derive=_gemv_values,
     illegal=illegal_dtypes,
-    features=lambda params: _FEATURES,
+    features=lambda params: _FEATURES | {"cp_async"},
+    shared_bytes=_gemv_shared,
     block=lambda params: (32 * params["tile"][1], 1, 1),
     grid=_gemv_grid,
     verification="fkjit.ops.quantize.cases_linear:GEMV",
@@ -66,10 +85,10 @@ GEMV = KernelSpec(
 GEMV_AHEAD = _ahead(
     GEMV,
     [
-        {"code": "int4", "tile": _GEMV_TILES[0]},
-        {"code": "int4", "tile": _GEMV_TILES[1], **_SWIGLU, **_FINE},
-        {"code": "int8", "tile": _GEMV_TILES[0]},
-        {"code": "int8", "tile": _GEMV_TILES[2], **_FINE, "out_dtype": "fp16"},
+        {"code": "int4", "tile": (16, 16, 2, 4)},
+        {"code": "int4", "tile": (16, 16, 1, 4), **_SWIGLU, **_FINE},
+        {"code": "int8", "tile": (16, 8, 4, 4)},
+        {"code": "int8", "tile": (32, 8, 2, 2), **_FINE, "out_dtype": "fp16"},
     ],
 )
 
@@ -134,10 +153,10 @@ SKINNY_AHEAD = _ahead(
 
 
 def _gemv_tile(problem: Problem) -> GemvTile:
-    """The fastest on an H200, by outputs and rows of x (bench/notes/quantize.md)."""
-    if problem["n"] * (2 if problem["gate"] else 1) < _MANY_OUTPUTS:
-        return _GEMV_TILES[0]
-    return _GEMV_TILES[1] if problem["m"] <= 4 else _GEMV_TILES[2]
+    """As many groups a warp as it takes to hold all of x, up to four."""
+    warps = 16 if problem["code"] == "int4" else 8
+    groups = -(-problem["k"] // _GROUP)
+    return 16, warps, next((g for g in (1, 2) if g * warps >= groups), 4), 4
 
 
 def choose(problem: Problem) -> tuple[KernelSpec, dict[str, Any], tuple[int, int]] | None:
