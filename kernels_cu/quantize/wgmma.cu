@@ -33,6 +33,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_bytes.cuh"
+#include "tile/pingpong.cuh"
 #include "tile/ring.cuh"
 //% if has_mod
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
@@ -56,16 +57,20 @@ constexpr int INTERVAL = ${interval};  // steps of k that are summed by tensor c
 constexpr bool CODED = ${coded};       // out is codes and scales
 constexpr int BLOCK_M = ${block_m}, BLOCK_N = ${block_n};
 constexpr int STAGES = ${stages};
+constexpr bool PINGPONG = ${pingpong};  // consumers take turns
 constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
 constexpr int GUARD = ${guard};      // bytes between tiles: 0 except where memory is checked
 
-constexpr int WARPGROUP = 128, CONSUMERS = BLOCK_M / 64, THREADS = WARPGROUP * (1 + CONSUMERS);
+constexpr int WARPGROUP = 128, CONSUMERS = PINGPONG ? 2 : BLOCK_M / 64, THREADS = WARPGROUP * (1 + CONSUMERS);
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 constexpr int BLOCK_K = 128, N = BLOCK_N / 8, PART = BLOCK_N / 2;
 constexpr int OUT_COLUMNS = GATE ? PART : BLOCK_N;
 constexpr int STEPS = INTERVAL > 0 ? INTERVAL : 1;  // divides
 constexpr u16 ALL_BLOCKS = CLUSTER > 1 ? 3 : 0;
+constexpr int ROWS = PINGPONG ? BLOCK_M : 64;  // of a consumer
+constexpr int RELEASES = 4 * CLUSTER * (PINGPONG ? 1 : CONSUMERS);
+static_assert(!PINGPONG || INTERVAL == 0, "no registers for sums in fp32");
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS >= 2 && CONSUMERS <= 3, "64 rows a consumer");
 static_assert(!BLOCKS || INTERVAL == 1, "a scale is of one step");
 constexpr int PARTS = CODED ? 2 : 1;  // of the weight's tile, that are multiplied one by one
@@ -90,7 +95,7 @@ struct Ring {
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
       mbarrier_init(full(stage), 1);
-      mbarrier_init(empty(stage), 4 * CONSUMERS * CLUSTER);
+      mbarrier_init(empty(stage), RELEASES);
     }
     mbarrier_init_fence();
   }
@@ -125,6 +130,20 @@ __device__ __forceinline__ void fetch(const Ring& ring, int stage, const TensorM
                        0, ALL_BLOCKS);
   }
 }
+
+//% if pingpong
+template <typename Sum, int BLOCKS, int COUNT>
+__device__ __forceinline__ void multiply_blocks(Sum (&acc)[BLOCKS][COUNT][4], u32 a, u32 b, bool add) {
+  const u64 x = wgmma_tile(a, 0), weight = wgmma_tile(b, 0);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < BLOCK_K / 32; ++i)
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block)
+      wgmma_bytes(acc[block], x + 2 * i + block * (64 * BLOCK_K / 16), weight + 2 * i, add || i > 0);
+  wgmma_commit();
+}
+//% endif
 
 template <typename Sum, int COUNT>
 __device__ __forceinline__ void multiply_stage(Sum (&acc)[COUNT][4], u32 a, u32 b, bool add) {
@@ -200,11 +219,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
     // ---- consumers
     more_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1, lane = threadIdx.x % WARP_SIZE;
-    const int warp_row = consumer * 64 + threadIdx.x / WARP_SIZE % 4 * 16;
+    const int warp_row = (PINGPONG ? 0 : consumer * 64) + threadIdx.x / WARP_SIZE % 4 * 16;
     using Pairs = EpiloguePairs<Activation, GATE, false, RESIDUAL, elem_t, out_t>;
     const ScaledPairs<Pairs, EXACT, BLOCKS> epilogue(
         Pairs(residual, nullptr, residual_stride, scale, n), {x_scales, x_scale_step, m},
         {scales, scale_step, GATE ? 2 * n : n});
+    //% if pingpong
+    const PingPong<CONSUMERS> turns(consumer, true);
+    int position = 0, turn = 0;
+    for (int number = first; number < order.count(); number += stride, ++turn) {
+      place = ring_place<STAGES>(position);
+      position += steps;
+      if (turn % CONSUMERS != consumer) continue;
+      turns.wait();
+      const GroupedTile tile = order(number);
+      const int row = tile.row + rank * BLOCK_M + warp_row, column = tile.column * OUT_COLUMNS;
+      sum_t acc[ROWS / 64][N][4];
+      int last = 0;
+#pragma unroll
+      for (int block = 0; block < ROWS / 64; ++block) register_fence(acc[block]);
+      for (int step = 0; step < steps; ++step) {
+        mbarrier_wait(ring.full(place.stage), place.parity);
+        multiply_blocks(acc, ring.a(place.stage), ring.b(place.stage), step > 0);
+        if (step > 0) {
+          wgmma_wait<1>();
+          ring.release(last, lane);
+        }
+        last = place.stage;
+        place.advance();
+      }
+      turns.pass();
+      wgmma_wait<0>();
+      ring.release(last, lane);
+#pragma unroll
+      for (int block = 0; block < ROWS / 64; ++block) {
+        register_fence(acc[block]);
+        using Sums = float (&)[1][N][4];
+        store_fragments(reinterpret_cast<Sums>(acc[block]), epilogue, bias, out, out_stride, lane,
+                        row + block * 64, m, column);
+      }
+    }
+    turns.end(turn % CONSUMERS);
+    //% else
     for (int number = first; number < order.count(); number += stride) {
       const GroupedTile tile = order(number);
       if (order.is_beyond(tile)) break;
@@ -275,6 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
                       tile.end, column);
       //% endif
     }
+    //% endif
   }
   if (CLUSTER > 1) meet_cluster();  // the other one writes here no more
 }

@@ -72,6 +72,7 @@ def _ahead(spec: KernelSpec, shown: list[Mapping[str, Any]]) -> KernelSpec:
 _PLAIN: Mapping[str, Any] = {
     "dtype": "bf16", "out_dtype": "bf16", "code": "fp8", "scales": "rows", "activation": "none",
     "gate": False, "residual": False, "interval": _INTERVAL, "block": (128, 128), "cluster": 1,
+    "pingpong": False,
 }  # fmt: skip
 _INT8 = {"code": "int8", "interval": 0}
 _BLOCKS = {"scales": "blocks", "interval": 1}
@@ -81,7 +82,7 @@ _FINE = {"dtype": "fp16", "out_dtype": "fp32"}
 # ------------------------------------------------------------------ wgmma
 
 Variant = tuple[int, int]
-_TILES: tuple[Variant, ...] = ((128, 128), (192, 128), (128, 256))
+_TILES: tuple[Variant, ...] = ((128, 128), (192, 128), (128, 256), (64, 256))
 
 
 def _stages(params: Params) -> int:
@@ -90,6 +91,10 @@ def _stages(params: Params) -> int:
 
 
 def _wgmma_illegal(params: Params) -> str | None:
+    if params["pingpong"] and (params["interval"] or params["gate"] or params["block"][0] * params["block"][1] > 128 * 128):
+        return "no"
+    if params["block"][0] < 128 and not params["pingpong"]:
+        return "no"
     if params["block"][1] > 128 and params["interval"] > 0:
         return "has no registers for the sums of tensor cores and all others"
     return _illegal(params)
@@ -136,16 +141,18 @@ WGMMA = KernelSpec(
             *_PARAMS,
             Param("block", _TILES, "rows of x and of weight in a tile", tunable=True),
             Param("cluster", (1, 2), "blocks that share a tile of the weight", tunable=True),
+            Param("pingpong", (False, True), "consumers take turns", tunable=True),
         ),
         "derive": lambda params: {
             **_values(params), "stages": _stages(params),
-            "sum": "int" if params["code"] == "int8" else "float", "groups": "NONE",
+            "pingpong": params.get("pingpong", False), "sum": "int" if params["code"] == "int8" else "float", "groups": "NONE",
             "coded": False,
         },
         "illegal": _wgmma_illegal,
         "features": lambda params: frozenset({"wgmma"}),
         "shared_layout": _wgmma_shared,
-        "block": lambda params: (128 * (1 + params["block"][0] // 64), 1, 1),
+        "block": lambda params: (
+            128 * (3 if params["pingpong"] else 1 + params["block"][0] // 64), 1, 1),
         "grid": _wgmma_grid,
         "arguments": _maps,
         "verification": "fkjit.ops.quantize.cases_bytes:BYTES",
@@ -239,9 +246,9 @@ def choose(problem: Problem, wgmma: bool) -> tuple[KernelSpec, dict[str, Any], t
         "scales": "blocks" if blocks else "rows", "residual": problem["residual"],
         "interval": 0 if problem["code"] == "int8" else 1 if blocks else _INTERVAL,
     }  # fmt: skip
-    tile = {"block": (128, 128), "cluster": 2 if problem["m"] > 128 else 1}
+    tile = {"block": (128, 128), "cluster": 2 if problem["m"] > 128 else 1, "pingpong": False}
     if problem["m"] >= _MANY_ROWS:
-        tile = {"block": (192, 128), "cluster": 2 if blocks else 1}
+        tile = {"block": (192, 128), "cluster": 2 if blocks else 1, "pingpong": False}
     if not wgmma:
         tile = {"block": (128 if problem["m"] > 64 else 64, 128)}
     return epilogue.kernel_for(spec, problem["activation"]), {**fixed, **tile}, (0, 0)
