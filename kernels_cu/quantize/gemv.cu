@@ -21,9 +21,8 @@
 #include "prelude.cuh"
 #include "gemm/epilogue.cuh"
 #include "gemm/gemv.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/pdl.cuh"
-#include "quantize/weights.cuh"
+#include "quantize/coded_weight.cuh"
 
 using elem_t = ${dtype};
 using out_t = ${out_dtype};
@@ -38,12 +37,12 @@ constexpr int SLOTS = ${slots};        // groups of a warp under way
 constexpr int RESIDENT = ${resident};  // blocks of a multiprocessor, at least
 
 constexpr int HALVES = GATE ? 2 : 1, OUTPUTS = TILE / HALVES, THREADS = 32 * WARPS;
-constexpr int EIGHTS = TILE / 8, PRODUCTS = TILE / 16, GROUP = 128;
-constexpr int SPANS = GROUP / Weights::SPAN;  // of a group
-constexpr int X_CHUNKS = GROUP / 4 / 8;       // of a lane, of a group
-constexpr int CODES_BYTES = EIGHTS * SPANS * WARP_SIZE * 16;
-constexpr int SLOT_BYTES = CODES_BYTES + EIGHTS * WARP_SIZE * 4;
-constexpr int PITCH = TILE + 4;  // of sums: lanes of a fragment meet 32 banks
+constexpr int EIGHTS = TILE / 8, PRODUCTS = TILE / 16;
+using Rows = CodedRows<Weights, elem_t, EIGHTS>;
+using Scales = RowScales16<elem_t, EIGHTS, GROUPS>;
+constexpr int SPANS = Rows::SPANS, SLOT_BYTES = Rows::SLOT_BYTES;
+constexpr int X_CHUNKS = GROUP / 4 / 8;  // of a lane, of a group
+constexpr int PITCH = TILE + 4;          // of sums: lanes of a fragment meet 32 banks
 constexpr int SUMS = WARPS * TOKENS * PITCH;
 static_assert(TILE % 16 == 0, "whole operands of sixteen rows");
 static_assert(SLOTS % GROUPS == 0, "a slot has the same group of every tile");
@@ -54,42 +53,8 @@ struct Place {
   __device__ __forceinline__ void advance(int parts) {
     if (++part == parts) part = 0, tile += gridDim.x;
   }
-};
-
-struct Source {
-  const u8* weight;
-  const elem_t* scales;
-  const int n, k, groups;
-
-  // The lane's codes of a group and the scales of their rows; zeros beyond the end of k.
-  __device__ __forceinline__ void copy(u32 slot, int tile, int group) const {
-    const int lane = threadIdx.x % WARP_SIZE;
-    const i64 bytes = static_cast<i64>(k) * Weights::BITS / 8;
-#pragma unroll
-    for (int i = 0; i < EIGHTS; ++i) {
-      const i64 row = weight_output<TILE, HALVES>(tile * OUTPUTS, i * 8 + lane / 4, n);
-      const u8* const codes = weight + row * bytes + lane % 4 * 16;
-#pragma unroll
-      for (int j = 0; j < SPANS; ++j) {
-        const int span = group * SPANS + j;
-        const bool there = span * Weights::SPAN + lane % 4 * Weights::CHUNK_K < k;
-        cp_async_16(slot + (i * SPANS + j) * (WARP_SIZE * 16) + lane * 16, codes + span * (4 * 16),
-                    there ? 16 : 0);
-      }
-      // The word in which the scale is; of the lower one no more is read.
-      const u64 scale = reinterpret_cast<u64>(scales + row * groups + group);
-      cp_async_4(slot + CODES_BYTES + i * (WARP_SIZE * 4) + lane * 4,
-                 reinterpret_cast<const void*>(scale & ~3ull),
-                 group < groups ? 2 + static_cast<int>(scale & 2) : 0);
-    }
-  }
-  __device__ __forceinline__ float scale_of(u32 slot, int tile, int group, int i) const {
-    const int lane = threadIdx.x % WARP_SIZE;
-    const i64 row = weight_output<TILE, HALVES>(tile * OUTPUTS, i * 8 + lane / 4, n);
-    const u32 half = static_cast<u32>(reinterpret_cast<u64>(scales + row * groups + group)) & 2;
-    u16 bits;
-    load_shared(bits, slot + CODES_BYTES + i * (WARP_SIZE * 4) + lane * 4 + half);
-    return static_cast<float>(reinterpret_cast<const elem_t&>(bits));
+  __device__ __forceinline__ int group() const {
+    return (part * WARPS + static_cast<int>(threadIdx.x) / WARP_SIZE) * GROUPS;
   }
 };
 
@@ -118,9 +83,9 @@ __device__ __forceinline__ void multiply(float (&sums)[PRODUCTS][4], u32 slot,
   slot += threadIdx.x % WARP_SIZE * 16;
 #pragma unroll
   for (int i = 0; i < PRODUCTS * SPANS; ++i) {
-    constexpr int EIGHT = SPANS * WARP_SIZE * 16;
+    constexpr int EIGHT = SPANS * Rows::CHUNK_BYTES;
     const int product = i / SPANS, span = i % SPANS;
-    const u32 at = slot + product * 2 * EIGHT + span * (WARP_SIZE * 16);
+    const u32 at = slot + product * 2 * EIGHT + span * Rows::CHUNK_BYTES;
     const uint4 low = load_shared_chunk(at), high = load_shared_chunk(at + EIGHT);
 #pragma unroll
     for (int step = 0; step < Weights::STEPS; ++step) {
@@ -151,23 +116,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
   const u32 ring = shared_address(dynamic) + warp * (SLOTS * SLOT_BYTES);
   float* const all_sums = reinterpret_cast<float*>(dynamic + WARPS * SLOTS * SLOT_BYTES);
-  const Source source = {weight, scales, n, k, ceil_div(k, GROUP)};
-  const int tiles = ceil_div(n, OUTPUTS), parts = ceil_div(source.groups, WARPS * GROUPS);
+  const int groups = ceil_div(k, GROUP), tiles = ceil_div(n, OUTPUTS);
+  const int parts = ceil_div(groups, WARPS * GROUPS);
+  const auto outputs_of = [&](int tile) {
+    return [=](int i) { return weight_output<TILE, HALVES>(tile * OUTPUTS, i * 8 + lane / 4, n); };
+  };
 
   // 1. The first groups, and x of the first part.
-  Place ahead = {static_cast<int>(blockIdx.x), 0};
-  const auto copy = [&](u32 slot, int i) {
-    if (ahead.tile < tiles)
-      source.copy(slot, ahead.tile, (ahead.part * WARPS + warp) * GROUPS + i);
-    cp_async_commit();
-  };
+  Place ahead = {static_cast<int>(blockIdx.x), 0}, at = ahead;
+  Rows rows;
 #pragma unroll
   for (int i = 0; i < SLOTS; ++i) {
-    copy(ring + i * SLOT_BYTES, i % GROUPS);
+    if (i % GROUPS == 0) rows.place(weight, k, ahead.group(), outputs_of(ahead.tile));
+    if (ahead.tile < tiles) rows.copy(ring + i * SLOT_BYTES, i % GROUPS);
+    cp_async_commit();
     if (i % GROUPS == GROUPS - 1) ahead.advance(parts);
   }
+  Scales next;
+  next.load(scales, groups, at.group(), outputs_of(at.tile));
   Token token;
-  token.load(x, x_stride, m, warp * GROUPS, k);
+  token.load(x, x_stride, m, at.group(), k);
 
   // 2. Tile after tile: a slot is filled again as soon as its codes are multiplied.
   const Epilogue<Activation, GATE, elem_t, out_t> epilogue = {
@@ -176,26 +144,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   u32 slot = ring;
   float* sums = all_sums;
 #pragma unroll 1
-  for (Place at = {static_cast<int>(blockIdx.x), 0}; at.tile < tiles;) {
-    const int first_group = (at.part * WARPS + warp) * GROUPS;
-    if (parts > 1) token.load(x, x_stride, m, first_group, k);
+  while (at.tile < tiles) {
+    const int tile = at.tile;
+    if (parts > 1) token.load(x, x_stride, m, at.group(), k);
+    const Scales by = next;
+    at.advance(parts);
+    next.load(scales, groups, at.group(), outputs_of(at.tile));
+    rows.place(weight, k, ahead.group(), outputs_of(ahead.tile));
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
       cp_async_wait<SLOTS - 1>();
       float own[PRODUCTS][4] = {};
       multiply(own, slot, token.x[i]);
+      if (ahead.tile < tiles) rows.copy(slot, i);
+      cp_async_commit();
 #pragma unroll
-      for (int j = 0; j < EIGHTS; ++j) {
-        const float by = source.scale_of(slot, at.tile, first_group + i, j);
-#pragma unroll
-        for (int c = 0; c < 2; ++c) d[j / 2][j % 2 * 2 + c] += by * own[j / 2][j % 2 * 2 + c];
-      }
-      copy(slot, i);
-      slot = slot + SLOT_BYTES == ring + SLOTS * SLOT_BYTES ? ring : slot + SLOT_BYTES;
+      for (int j = 0; j < PRODUCTS * 4; ++j)
+        d[j / 4][j % 4] += static_cast<float>(by.scales[i][j / 2]) * own[j / 4][j % 4];
+      slot += SLOT_BYTES;
+      if (slot == ring + SLOTS * SLOT_BYTES) slot = ring;
     }
     ahead.advance(parts);
-    const int tile = at.tile;
-    at.advance(parts);
     if (at.part != 0) continue;
 
     // 3. The warps' sums in their order, and the epilogue. The next tile's come to another place.

@@ -29,13 +29,6 @@ __device__ __forceinline__ void cp_async_4(u32 shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 
-// 4 bytes to shared memory, of which the first `bytes` (0..4) are read; the rest become zero.
-__device__ __forceinline__ void cp_async_4(u32 shared, const void* global, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global),
-               "r"(bytes)
-               : "memory");
-}
-
 // How L2 keeps what is read once: it is the first to leave. Volatile: made anew where it is wanted,
 // rather than held in two registers.
 // PTX ISA: createpolicy.fractional

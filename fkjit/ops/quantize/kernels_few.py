@@ -30,36 +30,37 @@ def _ahead(spec: KernelSpec, shown: list[Mapping[str, Any]]) -> KernelSpec:
 
 # ------------------------------------------------------------------ gemv
 
-# Rows of the weight, warps, groups of 128 of k that a warp has of a tile, groups of it under way.
-GemvTile = tuple[int, int, int, int]
+# Rows of the weight, warps, groups of 128 of k that a warp has of a tile, groups of it under way,
+# blocks of a multiprocessor.
+GemvTile = tuple[int, int, int, int, int]
 _GEMV_TILES: tuple[GemvTile, ...] = tuple(
-    (rows, warps, groups, slots)
+    (rows, warps, groups, slots, blocks)
     for rows in (16, 32) for warps in (8, 16) for groups in (1, 2, 4) for slots in (2, 4, 8)
-    if slots % groups == 0
+    for blocks in (1, 2)
+    if slots % groups == 0 and warps * blocks <= 16
 )  # fmt: skip
 
 
 def _slot_bytes(params: Params) -> int:
-    """Of a warp's codes of a group, and a word for each lane's scales."""
-    eights = params["tile"][0] // 8
-    return eights * 32 * (16 * product.BITS[params["code"]] // 4 + 4)
+    """Of a warp's codes of a group."""
+    return params["tile"][0] * 16 * product.BITS[params["code"]]
 
 
 def _gemv_shared(params: Params) -> int:
-    rows, warps, _, slots = params["tile"]
+    rows, warps, _, slots, _ = params["tile"]
     return warps * (slots * _slot_bytes(params) + 2 * GEMV_ROWS * (rows + 4) * 4)
 
 
 def _gemv_values(params: Params) -> dict[str, Any]:
-    rows, warps, groups, slots = params["tile"]
+    rows, warps, groups, slots, _ = params["tile"]
     return {**_values(params), "tile_rows": rows, "warps": warps, "groups": groups,
             "slots": slots, "resident": 16 // warps}  # fmt: skip
 
 
 def _gemv_grid(params: Params, problem: Problem) -> Dim3:
-    rows, warps = params["tile"][:2]
+    rows, blocks = params["tile"][0], params["tile"][-1]
     tiles = -(-problem["n"] * (2 if params["gate"] else 1) // rows)
-    return (min(tiles, 16 // warps * problem.get("multiprocessors", SMS)), 1, 1)
+    return (min(tiles, blocks * problem.get("multiprocessors", SMS)), 1, 1)
 
 
 # All that a call may take.
@@ -85,10 +86,10 @@ GEMV = KernelSpec(
 GEMV_AHEAD = _ahead(
     GEMV,
     [
-        {"code": "int4", "tile": (16, 16, 2, 4)},
-        {"code": "int4", "tile": (16, 16, 1, 4), **_SWIGLU, **_FINE},
-        {"code": "int8", "tile": (16, 8, 4, 4)},
-        {"code": "int8", "tile": (32, 8, 2, 2), **_FINE, "out_dtype": "fp16"},
+        {"code": "int4", "tile": (16, 16, 2, 4, 1)},
+        {"code": "int4", "tile": (16, 16, 1, 4, 1), **_SWIGLU, **_FINE},
+        {"code": "int8", "tile": (16, 8, 4, 4, 2)},
+        {"code": "int8", "tile": (32, 8, 2, 2, 1), **_FINE, "out_dtype": "fp16"},
     ],
 )
 
@@ -156,7 +157,7 @@ def _gemv_tile(problem: Problem) -> GemvTile:
     """As many groups a warp as it takes to hold all of x, up to four."""
     warps = 16 if problem["code"] == "int4" else 8
     groups = -(-problem["k"] // _GROUP)
-    return 16, warps, next((g for g in (1, 2) if g * warps >= groups), 4), 4
+    return 16, warps, next((g for g in (1, 2) if g * warps >= groups), 4), 4, 16 // warps
 
 
 def choose(problem: Problem) -> tuple[KernelSpec, dict[str, Any], tuple[int, int]] | None:
