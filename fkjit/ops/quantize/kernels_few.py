@@ -96,24 +96,38 @@ GEMV_AHEAD = _ahead(
 # ------------------------------------------------------------------ skinny
 
 TOKENS = (16, 32, 64)  # what rows of x are padded to
-_ROWS, _GROUP = 128, 128  # outputs of a block, k of a stage
-_DEPTH = {"int4": 4, "int8": 3}  # stages: codes of as many are in registers
+_GROUP = 128  # k of a stage
+SkinnyTile = tuple[int, int, int]  # rows of the weight of a warp, stages, blocks of a multiprocessor
+_SKINNY_TILES: tuple[SkinnyTile, ...] = tuple(
+    (rows, depth, resident) for rows in (16, 32) for depth in (2, 3, 4, 6) for resident in (1, 2)
+)
 _LEAST_GROUPS, _MOST_SPLIT = 4, 16  # of a block that shares a tile; blocks that share one
 
 
 def _skinny_values(params: Params) -> dict[str, Any]:
-    few = params["tokens"] < 64 and params["code"] == "int4"  # registers
-    return {**_values(params), "depth": _DEPTH[params["code"]], "resident": 2 if few else 1}
+    rows, depth, resident = params["tile"]
+    return {**_values(params), "warp_rows": rows, "depth": depth, "resident": resident}
+
+
+def _rows(params: Params) -> int:
+    """Outputs of the weight of a block."""
+    return 8 * params["tile"][0]
+
+
+def _skinny_shared(params: Params) -> int:
+    """Stages of x and of codes; sums come where they were, across them."""
+    codes = _rows(params) * _GROUP * product.BITS[params["code"]] // 8
+    return params["tile"][1] * (params["tokens"] * _GROUP * 2 + codes)
 
 
 def tiles_of(params: Params, problem: Problem) -> int:
     """Tiles of outputs."""
-    return -(-problem["n"] * (2 if params["gate"] else 1) // _ROWS)
+    return -(-problem["n"] * (2 if params["gate"] else 1) // _rows(params))
 
 
 def split_of(params: Params, problem: Problem) -> int:
-    """Blocks that share the k of a tile: as many as make two for each multiprocessor."""
-    blocks = 2 * problem.get("multiprocessors", SMS)
+    """Blocks that share the k of a tile: as many as multiprocessors hold."""
+    blocks = params["tile"][-1] * problem.get("multiprocessors", SMS)
     most = -(-problem["k"] // _GROUP) // _LEAST_GROUPS
     return max(min(blocks // tiles_of(params, problem), most, _MOST_SPLIT), 1)
 
@@ -121,7 +135,7 @@ def split_of(params: Params, problem: Problem) -> int:
 def skinny_scratch(params: Params, problem: Problem) -> tuple[int, int]:
     """(bytes of workspace, counters): of sums that blocks leave to one another."""
     tiles, split = tiles_of(params, problem), split_of(params, problem)
-    return (0, 0) if split == 1 else (4 * tiles * split * params["tokens"] * _ROWS, tiles)
+    return (0, 0) if split == 1 else (4 * tiles * split * params["tokens"] * _rows(params), tiles)
 
 
 SKINNY = KernelSpec(
@@ -133,12 +147,13 @@ SKINNY = KernelSpec(
     params=(
         *DTYPES, _CODE, *epilogue.PARAMS,
         Param("tokens", TOKENS, "rows of x, padded"),
+        Param("tile", _SKINNY_TILES, "rows of a warp, stages, blocks of a multiprocessor",
+              tunable=True),
     ),
     derive=_skinny_values,
     illegal=illegal_dtypes,
     features=lambda params: _FEATURES | {"cp_async"},
-    # Sums come where stages were, across them.
-    shared_bytes=lambda params: _DEPTH[params["code"]] * params["tokens"] * _GROUP * 2,
+    shared_bytes=_skinny_shared,
     block=lambda params: (256, 1, 1),
     grid=lambda params, problem: (tiles_of(params, problem), split_of(params, problem), 1),
     verification="fkjit.ops.quantize.cases_linear:SKINNY",
@@ -146,9 +161,9 @@ SKINNY = KernelSpec(
 SKINNY_AHEAD = _ahead(
     SKINNY,
     [
-        {"code": "int4", "tokens": 64},
-        {"code": "int4", "tokens": 32, **_SWIGLU, **_FINE},
-        {"code": "int8", "tokens": 16, **_FINE, "out_dtype": "fp16"},
+        {"code": "int4", "tokens": 64, "tile": (32, 2, 1)},
+        {"code": "int4", "tokens": 32, "tile": (16, 3, 1), **_SWIGLU, **_FINE},
+        {"code": "int8", "tokens": 16, "tile": (16, 4, 2), **_FINE, "out_dtype": "fp16"},
     ],
 )
 
@@ -158,6 +173,10 @@ def _gemv_tile(problem: Problem) -> GemvTile:
     warps = 16 if problem["code"] == "int4" else 8
     groups = -(-problem["k"] // _GROUP)
     return 16, warps, next((g for g in (1, 2) if g * warps >= groups), 4), 4, 16 // warps
+
+
+def _skinny_tile(problem: Problem, tokens: int) -> SkinnyTile:
+    return 16, 3 if problem["code"] == "int4" else 2, 1
 
 
 def choose(problem: Problem) -> tuple[KernelSpec, dict[str, Any], tuple[int, int]] | None:
@@ -170,6 +189,6 @@ def choose(problem: Problem) -> tuple[KernelSpec, dict[str, Any], tuple[int, int
     if problem["m"] > SKINNY_ROWS:
         return None
     tokens = next(tokens for tokens in TOKENS if problem["m"] <= tokens)
-    params = {**fixed, "tokens": tokens}
+    params = {**fixed, "tokens": tokens, "tile": _skinny_tile(problem, tokens)}
     spec = epilogue.kernel_for(SKINNY, problem["activation"])
     return spec, params, skinny_scratch(params, problem)
