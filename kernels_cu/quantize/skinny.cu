@@ -41,9 +41,8 @@ using Rows = CodedRows<Weights, elem_t, EIGHTS>;
 using Scales = RowScales16<elem_t, EIGHTS, 1>;
 constexpr int SPANS = Rows::SPANS, X_BYTES = COLUMNS * GROUP * 2;
 constexpr int STAGE_BYTES = X_BYTES + WARPS * Rows::SLOT_BYTES;
-constexpr int PITCH = ROWS + 4;  // of sums: lanes of a fragment meet 32 banks
+constexpr int PITCH = ROWS + 4;  // of sums, where the ring was: lanes of a fragment meet 32 banks
 static_assert(WARP_ROWS % 16 == 0, "whole operands of sixteen rows");
-static_assert(COLUMNS * PITCH * 4 <= DEPTH * STAGE_BYTES, "sums are where the ring was");
 
 using Sums = float[PRODUCTS][COLUMN_BLOCKS][4];
 

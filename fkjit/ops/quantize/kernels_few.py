@@ -115,9 +115,10 @@ def _rows(params: Params) -> int:
 
 
 def _skinny_shared(params: Params) -> int:
-    """Stages of x and of codes; sums come where they were, across them."""
-    codes = _rows(params) * _GROUP * product.BITS[params["code"]] // 8
-    return params["tile"][1] * (params["tokens"] * _GROUP * 2 + codes)
+    """Stages of x and of codes, or sums, which come where those were."""
+    tokens, rows = params["tokens"], _rows(params)
+    codes = rows * _GROUP * product.BITS[params["code"]] // 8
+    return max(params["tile"][1] * (tokens * _GROUP * 2 + codes), tokens * (rows + 4) * 4)
 
 
 def tiles_of(params: Params, problem: Problem) -> int:
