@@ -57,7 +57,7 @@ constexpr int INTERVAL = ${interval};  // steps of k that are summed by tensor c
 constexpr bool CODED = ${coded};       // out is codes and scales
 constexpr int BLOCK_M = ${block_m}, BLOCK_N = ${block_n};
 constexpr int STAGES = ${stages};
-constexpr bool PINGPONG = ${pingpong};  // consumers take turns
+constexpr bool PINGPONG = ${schedule == "pingpong"};  // consumers take turns
 constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
 constexpr int GUARD = ${guard};      // bytes between tiles: 0 except where memory is checked
 
@@ -131,7 +131,7 @@ __device__ __forceinline__ void fetch(const Ring& ring, int stage, const TensorM
   }
 }
 
-//% if pingpong
+//% if schedule == "pingpong"
 template <typename Sum, int BLOCKS, int COUNT>
 __device__ __forceinline__ void multiply_blocks(Sum (&acc)[BLOCKS][COUNT][4], u32 a, u32 b, bool add) {
   const u64 x = wgmma_tile(a, 0), weight = wgmma_tile(b, 0);
@@ -224,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
     const ScaledPairs<Pairs, EXACT, BLOCKS> epilogue(
         Pairs(residual, nullptr, residual_stride, scale, n), {x_scales, x_scale_step, m},
         {scales, scale_step, GATE ? 2 * n : n});
-    //% if pingpong
+    //% if schedule == "pingpong"
     const PingPong<CONSUMERS> turns(consumer, true);
     int position = 0, turn = 0;
     for (int number = first; number < order.count(); number += stride, ++turn) {
@@ -260,6 +260,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
       }
     }
     turns.end(turn % CONSUMERS);
+    //% elif schedule == "ahead"
+    const int chunks = ceil_div(steps, 2 * STEPS) * 2;  // of a tile; the last one may be empty
+    Place done;
+    int chunk = 0, number_ahead = first;
+    const auto steps_of = [&](int c) { return min(max(steps - c * STEPS, 0), STEPS); };
+    const auto issue = [&](auto& acc) {
+      const int count = number_ahead < order.count() ? steps_of(chunk) : 0;
+#pragma unroll
+      for (int i = 0; i < STEPS; ++i) {
+        if (i >= count) break;
+        mbarrier_wait(ring.full(place.stage), place.parity);
+        if (i == 0) register_fence(acc);
+        wgmma_fence();
+        const u64 a = wgmma_tile(ring.a(place.stage) + consumer * 64 * BLOCK_K, 0);
+        const u64 b = wgmma_tile(ring.b(place.stage), 0);
+#pragma unroll
+        for (int j = 0; j < BLOCK_K / 32; ++j) wgmma_bytes(acc, a + 2 * j, b + 2 * j, i > 0 || j > 0);
+        place.advance();
+      }
+      wgmma_fence();
+      wgmma_commit();
+      if (++chunk == chunks) chunk = 0, number_ahead += stride;
+    };
+    float acc[2][N][4];
+    issue(acc[0]);
+    for (int number = first; number < order.count(); number += stride) {
+      const GroupedTile tile = order(number);
+      const int row = tile.row + rank * BLOCK_M + warp_row, column = tile.column * OUT_COLUMNS;
+      float total[1][N][4];
+#pragma unroll
+      for (int i = 0; i < N * 4; ++i) total[0][i / 4][i % 4] = 0.f;
+#pragma unroll 1
+      for (int c = 0; c < chunks; c += 2) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          BlockScales<1, GATE> by;
+          const int count = steps_of(c + half);
+          if (BLOCKS)
+            by.load(x_scales, scales, row + lane / 4, m, column, n, min(c + half, steps - 1), steps);
+          issue(acc[1 - half]);
+          wgmma_wait<1>();
+#pragma unroll
+          for (int i = 0; i < STEPS; ++i)
+            if (i < count) ring.release(done.stage, lane), done.advance();
+          register_fence(acc[half]);
+          if (count > 0) {
+            using Sums = float (&)[1][N][4];
+            if (BLOCKS)
+              add_scaled<GATE>(total, reinterpret_cast<Sums>(acc[half]), by);
+            else
+              add_sums(total, reinterpret_cast<Sums>(acc[half]));
+          }
+        }
+      }
+      store_fragments(total, epilogue, bias, out, out_stride, lane, row, m, column);
+    }
+    wgmma_wait<0>();
     //% else
     for (int number = first; number < order.count(); number += stride) {
       const GroupedTile tile = order(number);

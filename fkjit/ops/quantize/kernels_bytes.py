@@ -72,7 +72,7 @@ def _ahead(spec: KernelSpec, shown: list[Mapping[str, Any]]) -> KernelSpec:
 _PLAIN: Mapping[str, Any] = {
     "dtype": "bf16", "out_dtype": "bf16", "code": "fp8", "scales": "rows", "activation": "none",
     "gate": False, "residual": False, "interval": _INTERVAL, "block": (128, 128), "cluster": 1,
-    "pingpong": False,
+    "schedule": "cooperative",
 }  # fmt: skip
 _INT8 = {"code": "int8", "interval": 0}
 _BLOCKS = {"scales": "blocks", "interval": 1}
@@ -91,9 +91,11 @@ def _stages(params: Params) -> int:
 
 
 def _wgmma_illegal(params: Params) -> str | None:
-    if params["pingpong"] and (params["interval"] or params["gate"] or params["block"][0] * params["block"][1] > 128 * 128):
+    if params["schedule"] == "pingpong" and (params["interval"] or params["gate"] or params["block"][0] * params["block"][1] > 128 * 128):
         return "no"
-    if params["block"][0] < 128 and not params["pingpong"]:
+    if params["block"][0] < 128 and params["schedule"] != "pingpong":
+        return "no"
+    if params["schedule"] == "ahead" and (params["block"] != (128, 128) or params["interval"] not in (1, 2)):
         return "no"
     if params["block"][1] > 128 and params["interval"] > 0:
         return "has no registers for the sums of tensor cores and all others"
@@ -141,18 +143,18 @@ WGMMA = KernelSpec(
             *_PARAMS,
             Param("block", _TILES, "rows of x and of weight in a tile", tunable=True),
             Param("cluster", (1, 2), "blocks that share a tile of the weight", tunable=True),
-            Param("pingpong", (False, True), "consumers take turns", tunable=True),
+            Param("schedule", ("cooperative", "pingpong", "ahead"), "how consumers work", tunable=True),
         ),
         "derive": lambda params: {
             **_values(params), "stages": _stages(params),
-            "pingpong": params.get("pingpong", False), "sum": "int" if params["code"] == "int8" else "float", "groups": "NONE",
+            "schedule": params.get("schedule", "cooperative"), "sum": "int" if params["code"] == "int8" else "float", "groups": "NONE",
             "coded": False,
         },
         "illegal": _wgmma_illegal,
         "features": lambda params: frozenset({"wgmma"}),
         "shared_layout": _wgmma_shared,
         "block": lambda params: (
-            128 * (3 if params["pingpong"] else 1 + params["block"][0] // 64), 1, 1),
+            128 * (3 if params["schedule"] == "pingpong" else 1 + params["block"][0] // 64), 1, 1),
         "grid": _wgmma_grid,
         "arguments": _maps,
         "verification": "fkjit.ops.quantize.cases_bytes:BYTES",
@@ -246,9 +248,9 @@ def choose(problem: Problem, wgmma: bool) -> tuple[KernelSpec, dict[str, Any], t
         "scales": "blocks" if blocks else "rows", "residual": problem["residual"],
         "interval": 0 if problem["code"] == "int8" else 1 if blocks else _INTERVAL,
     }  # fmt: skip
-    tile = {"block": (128, 128), "cluster": 2 if problem["m"] > 128 else 1, "pingpong": False}
+    tile = {"block": (128, 128), "cluster": 2 if problem["m"] > 128 else 1, "schedule": "cooperative"}
     if problem["m"] >= _MANY_ROWS:
-        tile = {"block": (192, 128), "cluster": 2 if blocks else 1, "pingpong": False}
+        tile = {"block": (192, 128), "cluster": 2 if blocks else 1, "schedule": "cooperative"}
     if not wgmma:
         tile = {"block": (128 if problem["m"] > 64 else 64, 128)}
     return epilogue.kernel_for(spec, problem["activation"]), {**fixed, **tile}, (0, 0)
