@@ -29,7 +29,7 @@ using out_t = ${out_dtype};
 using Activation = ${activation};
 using Weights = ${weights};
 constexpr bool GATE = ${gate};
-constexpr bool PREFETCH = __CUDA_ARCH__ >= 900;  // where launches overlap
+constexpr int PREFETCH = __CUDA_ARCH__ >= 900 ? ${prefetch} : 0;  // bytes of a block, where launches overlap
 constexpr int TILE = ${tile_rows};               // outputs of the weight
 constexpr int WARPS = ${warps};
 constexpr int GROUPS = ${groups};      // of k, of a warp
@@ -51,7 +51,7 @@ static_assert(SLOTS % GROUPS == 0, "a slot has the same group of every tile");
 struct Place {
   int tile, part;
   __device__ __forceinline__ void advance(int parts) {
-    if (++part == parts) part = 0, tile += gridDim.x;
+    if (++part == parts) part = 0, ++tile;
   }
   __device__ __forceinline__ int group() const {
     return (part * WARPS + static_cast<int>(threadIdx.x) / WARP_SIZE) * GROUPS;
@@ -98,6 +98,16 @@ __device__ __forceinline__ void multiply(float (&sums)[PRODUCTS][4], u32 slot,
   }
 }
 
+// To L2, lines of the tiles from `first` on: rows lie one after another.
+__device__ __forceinline__ void prefetch(const u8* weight, int first, int end, int n, int k) {
+  const i64 bytes = static_cast<i64>(k) * Weights::BITS / 8;
+  const i64 from = first * OUTPUTS * bytes;
+  const i64 most = min(min(end * OUTPUTS, n) * bytes - from, static_cast<i64>(PREFETCH / HALVES));
+  for (int half = 0; half < HALVES; ++half)
+    for (int i = threadIdx.x * 128; i < most; i += THREADS * 128)
+      prefetch_l2(weight + from + half * n * bytes + i);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     quantized_gemv(const elem_t* __restrict__ x,        // [m, k]
                    const u8* __restrict__ weight,       // [n, k] codes; with GATE 2 n for n
@@ -108,22 +118,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                    const int m,                         // 1..8
                    const int n, const int k, const i64 x_stride, const i64 out_stride,
                    const i64 residual_stride, const float scale) {
-  if (PREFETCH)
-    prefetch_rows<TILE, HALVES, THREADS>(weight, static_cast<i64>(k) * Weights::BITS / 8,
-                                         blockIdx.x * OUTPUTS, n, k * Weights::BITS / 8);
+  const i64 all = ceil_div(n, OUTPUTS);
+  const int first_tile = static_cast<int>(all * blockIdx.x / gridDim.x);
+  const int tiles = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
+  prefetch(weight, first_tile, tiles, n, k);
   after_previous_kernel();
   extern __shared__ __align__(128) char dynamic[];
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
   const u32 ring = shared_address(dynamic) + warp * (SLOTS * SLOT_BYTES);
   float* const all_sums = reinterpret_cast<float*>(dynamic + WARPS * SLOTS * SLOT_BYTES);
-  const int groups = ceil_div(k, GROUP), tiles = ceil_div(n, OUTPUTS);
+  const int groups = ceil_div(k, GROUP);
   const int parts = ceil_div(groups, WARPS * GROUPS);
   const auto outputs_of = [&](int tile) {
     return [=](int i) { return weight_output<TILE, HALVES>(tile * OUTPUTS, i * 8 + lane / 4, n); };
   };
 
   // 1. The first groups, and x of the first part.
-  Place ahead = {static_cast<int>(blockIdx.x), 0}, at = ahead;
+  Place ahead = {first_tile, 0}, at = ahead;
   Rows rows;
 #pragma unroll
   for (int i = 0; i < SLOTS; ++i) {

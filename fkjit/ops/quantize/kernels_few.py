@@ -32,11 +32,11 @@ def _ahead(spec: KernelSpec, shown: list[Mapping[str, Any]]) -> KernelSpec:
 
 # Rows of the weight, warps, groups of 128 of k that a warp has of a tile, groups of it under way,
 # blocks of a multiprocessor.
-GemvTile = tuple[int, int, int, int, int]
+GemvTile = tuple[int, int, int, int, int, int]
 _GEMV_TILES: tuple[GemvTile, ...] = tuple(
-    (rows, warps, groups, slots, blocks)
+    (rows, warps, groups, slots, blocks, prefetch)
     for rows in (16, 32) for warps in (8, 16) for groups in (1, 2, 4) for slots in (2, 4, 8)
-    for blocks in (1, 2)
+    for blocks in (1, 2) for prefetch in (0, 32, 64, 128)
     if slots % groups == 0 and warps * blocks <= 16
 )  # fmt: skip
 
@@ -47,18 +47,18 @@ def _slot_bytes(params: Params) -> int:
 
 
 def _gemv_shared(params: Params) -> int:
-    rows, warps, _, slots, _ = params["tile"]
+    rows, warps, _, slots, *_ = params["tile"]
     return warps * (slots * _slot_bytes(params) + 2 * GEMV_ROWS * (rows + 4) * 4)
 
 
 def _gemv_values(params: Params) -> dict[str, Any]:
-    rows, warps, groups, slots, _ = params["tile"]
-    return {**_values(params), "tile_rows": rows, "warps": warps, "groups": groups,
+    rows, warps, groups, slots, _, prefetch = params["tile"]
+    return {**_values(params), "prefetch": prefetch << 10, "tile_rows": rows, "warps": warps, "groups": groups,
             "slots": slots, "resident": 16 // warps}  # fmt: skip
 
 
 def _gemv_grid(params: Params, problem: Problem) -> Dim3:
-    rows, blocks = params["tile"][0], params["tile"][-1]
+    rows, blocks = params["tile"][0], params["tile"][4]
     tiles = -(-problem["n"] * (2 if params["gate"] else 1) // rows)
     return (min(tiles, blocks * problem.get("multiprocessors", SMS)), 1, 1)
 
@@ -86,10 +86,10 @@ GEMV = KernelSpec(
 GEMV_AHEAD = _ahead(
     GEMV,
     [
-        {"code": "int4", "tile": (16, 16, 2, 4, 1)},
-        {"code": "int4", "tile": (16, 16, 1, 4, 1), **_SWIGLU, **_FINE},
-        {"code": "int8", "tile": (16, 8, 4, 4, 2)},
-        {"code": "int8", "tile": (32, 8, 2, 2, 1), **_FINE, "out_dtype": "fp16"},
+        {"code": "int4", "tile": (16, 16, 2, 4, 1, 32)},
+        {"code": "int4", "tile": (16, 16, 1, 4, 1, 32), **_SWIGLU, **_FINE},
+        {"code": "int8", "tile": (16, 8, 4, 4, 2, 32)},
+        {"code": "int8", "tile": (32, 8, 2, 2, 1, 32), **_FINE, "out_dtype": "fp16"},
     ],
 )
 
@@ -173,7 +173,7 @@ def _gemv_tile(problem: Problem) -> GemvTile:
     """As many groups a warp as it takes to hold all of x, up to four."""
     warps = 16 if problem["code"] == "int4" else 8
     groups = -(-problem["k"] // _GROUP)
-    return 16, warps, next((g for g in (1, 2) if g * warps >= groups), 4), 4, 16 // warps
+    return 16, warps, next((g for g in (1, 2) if g * warps >= groups), 4), 4, 16 // warps, 32
 
 
 def _skinny_tile(problem: Problem, tokens: int) -> SkinnyTile:
