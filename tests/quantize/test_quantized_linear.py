@@ -18,6 +18,7 @@ from tests.core.sampling import one_in
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROWS, GROUPS = (1, 8, 9, 37, 70), ("int4_group", "int8_group")
+SHORT = 2.0**-9  # of the greatest: what Hopper's sums of e4m3 products may lose
 STEP = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-20}  # of a result, rounded once
 
 
@@ -45,8 +46,9 @@ def numbers(x):
     return fkjit.dequantize(x, "fp32").double() if isinstance(x, tuple) else x.double()
 
 
-def check(x, weight, bias=None, *, residual=None, scale=1.0, gate=False, activation=None, **more):
-    """Against float64, of the numbers that codes stand for."""
+def check(x, weight, bias=None, *, residual=None, scale=1.0, gate=False, activation=None, lost=2.0**-18,
+          **more):  # fmt: skip
+    """Against float64, of the numbers that codes stand for. `lost`: by sums, of the greatest."""
     found = fkjit.linear(x, weight, bias, residual=residual, scale=scale, gate=gate,
                          activation=activation, **more)  # fmt: skip
     z = scale * numbers(x) @ numbers(weight).T + (0 if bias is None else bias.double())
@@ -57,7 +59,7 @@ def check(x, weight, bias=None, *, residual=None, scale=1.0, gate=False, activat
         z = torch.nn.functional.gelu(z)
     wanted = z + (0 if residual is None else residual.double())
     step = {v: STEP[k] for k, v in TORCH.items()}[found.dtype]
-    bound = step * wanted.abs() + 2.0**-18 * wanted.abs().max()
+    bound = step * wanted.abs() + lost * wanted.abs().max()
     assert found.shape == wanted.shape
     assert ((found.double() - wanted).abs() <= bound).all()
     return found
@@ -120,7 +122,9 @@ def test_codes_with_codes(on, scheme, target):
     on(target.replace("sm_", "compute_"))
     weight = fkjit.quantize(normal(72, 272), scheme, weight=True)
     x = fkjit.quantize(normal(13, 272), scheme)
-    found = check(x, weight, normal(72), activation="gelu")
+    short = scheme[:3] == "fp8" and target == "sm_90a"
+    lost = {"lost": SHORT} if short else {}
+    found = check(x, weight, normal(72), activation="gelu", **lost)
     assert found.dtype == torch.bfloat16
 
 
@@ -130,7 +134,7 @@ def test_x_is_quantized_by_the_call(on):
     x = normal(5, 128)
     found = fkjit.linear(x, weight)
     assert torch.equal(found, fkjit.linear(fkjit.quantize(x, "fp8_row"), weight))
-    check(fkjit.quantize(x, "fp8_tensor"), weight)
+    check(fkjit.quantize(x, "fp8_tensor"), weight, lost=SHORT)
 
 
 # ------------------------------------------------------------------ errors
