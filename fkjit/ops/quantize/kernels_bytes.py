@@ -154,7 +154,7 @@ WGMMA = KernelSpec(
         "features": lambda params: frozenset({"wgmma"}),
         "shared_layout": _wgmma_shared,
         "block": lambda params: (
-            128 * (3 if params["schedule"] == "pingpong" else 1 + params["block"][0] // 64), 1, 1),
+            128 * (3 if params.get("schedule") == "pingpong" else 1 + params["block"][0] // 64), 1, 1),
         "grid": _wgmma_grid,
         "arguments": _maps,
         "verification": "fkjit.ops.quantize.cases_bytes:BYTES",
