@@ -61,6 +61,7 @@ struct Place {
 // The lane's numbers of row lane / 4 of x in a warp's groups; zeros where x has no such row.
 struct Token {
   uint4 x[GROUPS][X_CHUNKS];
+  u32 bases;  // in shared memory: what raised codes 0 give, of the tokens whose sums the lane has
 
   __device__ __forceinline__ void load(const elem_t* from, i64 stride, int m, int first, int k) {
     const int row = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
@@ -74,13 +75,31 @@ struct Token {
       to = make_uint4(0, 0, 0, 0);
       load_chunk_if(to, own + at, row < m && at < k);
     }
+    if constexpr (Weights::RAISES) {
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < GROUPS; ++i) {
+        float sums[4] = {};
+#pragma unroll
+        for (int step = 0; step < 2 * X_CHUNKS; ++step)
+          multiply_step(sums, {Weights::BASES[0], Weights::BASES[0], Weights::BASES[1],
+                               Weights::BASES[1]}, i, step);
+        if (row == 0) store_shared_pair(bases + i * 32, __float_as_uint(sums[0]), __float_as_uint(sums[1]));
+      }
+      __syncwarp();
+    }
+  }
+  __device__ __forceinline__ void multiply_step(float (&d)[4], const u32 (&a)[4], int group,
+                                                int step) const {
+    const uint4& own = x[group][step / 2];
+    mma_m16n8k16<elem_t>(d, a, step % 2 == 0 ? own.x : own.z, step % 2 == 0 ? own.y : own.w);
   }
 };
 
-// A group's products, without its scales.
-__device__ __forceinline__ void multiply(float (&sums)[PRODUCTS][4], u32 slot,
-                                         const uint4 (&x)[X_CHUNKS]) {
-  slot += threadIdx.x % WARP_SIZE * 16;
+// A group's products, without its scales. The same steps as those of its bases, so that of codes 0
+// nothing is left. `slot`: the lane's part.
+__device__ __forceinline__ void multiply(float (&sums)[PRODUCTS][4], u32 slot, const Token& token,
+                                         int group) {
 #pragma unroll
   for (int i = 0; i < PRODUCTS * SPANS; ++i) {
     constexpr int EIGHT = SPANS * Rows::CHUNK_BYTES;
@@ -89,12 +108,15 @@ __device__ __forceinline__ void multiply(float (&sums)[PRODUCTS][4], u32 slot,
     const uint4 low = load_shared_chunk(at), high = load_shared_chunk(at + EIGHT);
 #pragma unroll
     for (int step = 0; step < Weights::STEPS; ++step) {
-      const uint4& own = x[(span * Weights::STEPS + step) / 2];
       u32 a[4];
-      weight_fragment<Weights>(a, low, high, step);
-      mma_m16n8k16<elem_t>(sums[product], a, step % 2 == 0 ? own.x : own.z,
-                           step % 2 == 0 ? own.y : own.w);
+      raised_fragment<Weights>(a, low, high, step);
+      token.multiply_step(sums[product], a, group, span * Weights::STEPS + step);
     }
+  }
+  if constexpr (Weights::RAISES) {
+    const float2 bases = load_shared_pair(token.bases + group * 32);
+#pragma unroll
+    for (int i = 0; i < PRODUCTS * 4; ++i) sums[i / 4][i % 4] -= i % 2 == 0 ? bases.x : bases.y;
   }
 }
 
@@ -125,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   after_previous_kernel();
   extern __shared__ __align__(128) char dynamic[];
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
-  const u32 ring = shared_address(dynamic) + warp * (SLOTS * SLOT_BYTES);
+  const u32 ring = shared_address(dynamic) + warp * (SLOTS * SLOT_BYTES) + lane * 16;
   float* const all_sums = reinterpret_cast<float*>(dynamic + WARPS * SLOTS * SLOT_BYTES);
   const int groups = ceil_div(k, GROUP);
   const int parts = ceil_div(groups, WARPS * GROUPS);
@@ -133,20 +155,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     return [=](int i) { return weight_output<TILE, HALVES>(tile * OUTPUTS, i * 8 + lane / 4, n); };
   };
 
-  // 1. The first groups, and x of the first part.
+  // 1. The first groups.
   Place ahead = {first_tile, 0}, at = ahead;
   Rows rows;
 #pragma unroll
   for (int i = 0; i < SLOTS; ++i) {
-    if (i % GROUPS == 0) rows.place(weight, k, ahead.group(), outputs_of(ahead.tile));
-    if (ahead.tile < tiles) rows.copy(ring + i * SLOT_BYTES, i % GROUPS);
+    if (i % GROUPS == 0)
+      rows.place(weight, k, ahead.group(), outputs_of(ahead.tile), ahead.tile < tiles);
+    rows.copy(ring + i * SLOT_BYTES, i % GROUPS);
     cp_async_commit();
     if (i % GROUPS == GROUPS - 1) ahead.advance(parts);
   }
   Scales next;
   next.load(scales, groups, at.group(), outputs_of(at.tile));
   Token token;
-  token.load(x, x_stride, m, at.group(), k);
+  token.bases = shared_address(all_sums + 2 * SUMS) + warp * (GROUPS * 32) + lane % 4 * 8;
+  bool another = true;  // part of x
 
   // 2. Tile after tile: a slot is filled again as soon as its codes are multiplied.
   const Epilogue<Activation, GATE, elem_t, out_t> epilogue = {
@@ -157,24 +181,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll 1
   while (at.tile < tiles) {
     const int tile = at.tile;
-    if (parts > 1) token.load(x, x_stride, m, at.group(), k);
+    if (another) token.load(x, x_stride, m, at.group(), k);
+    another = parts > 1;
     const Scales by = next;
     at.advance(parts);
     next.load(scales, groups, at.group(), outputs_of(at.tile));
-    rows.place(weight, k, ahead.group(), outputs_of(ahead.tile));
+    rows.place(weight, k, ahead.group(), outputs_of(ahead.tile), ahead.tile < tiles);
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
       cp_async_wait<SLOTS - 1>();
       float own[PRODUCTS][4] = {};
-      multiply(own, slot, token.x[i]);
-      if (ahead.tile < tiles) rows.copy(slot, i);
+      multiply(own, slot + i * SLOT_BYTES, token, i);
+      rows.copy(slot + i * SLOT_BYTES, i);
       cp_async_commit();
 #pragma unroll
       for (int j = 0; j < PRODUCTS * 4; ++j)
         d[j / 4][j % 4] += static_cast<float>(by.scales[i][j / 2]) * own[j / 4][j % 4];
-      slot += SLOT_BYTES;
-      if (slot == ring + SLOTS * SLOT_BYTES) slot = ring;
     }
+    slot += GROUPS * SLOT_BYTES;
+    if (slot == ring + SLOTS * SLOT_BYTES) slot = ring;
     ahead.advance(parts);
     if (at.part != 0) continue;
 

@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const auto load = [&](int stage, int group) {
     if (group >= end) return;
     const u32 to = ring + stage * STAGE_BYTES;
-    rows.copy(to + X_BYTES + warp * Rows::SLOT_BYTES, group - begin);
+    rows.copy(to + X_BYTES + warp * Rows::SLOT_BYTES + lane * 16, group - begin);
     load_x(to, x, x_stride, m, group * GROUP, k);
   };
 

@@ -17,18 +17,18 @@ struct CodedRows {
   const u8* codes[EIGHTS];
   int left;  // of k, from the lane's first on
 
-  // From `group` on; output(i): the weight's output for row 8 i + lane / 4.
+  // From `group` on; output(i): the weight's output for row 8 i + lane / 4. Zeros unless `there`.
   template <typename Output>
-  __device__ __forceinline__ void place(const u8* weight, int k, int group, const Output& output) {
+  __device__ __forceinline__ void place(const u8* weight, int k, int group, const Output& output,
+                                        bool there = true) {
     const int bytes = k / 8 * Weights::BITS, t = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < EIGHTS; ++i)
       codes[i] = weight + static_cast<i64>(output(i)) * bytes + (group * SPANS * 4 + t) * 16;
-    left = k - group * GROUP - t * Weights::CHUNK_K;
+    left = there ? k - group * GROUP - t * Weights::CHUNK_K : 0;
   }
-  // Of the group `ahead` groups on; zeros beyond the end of k.
+  // Of the group `ahead` groups on; zeros beyond the end of k. `slot`: the lane's part of it.
   __device__ __forceinline__ void copy(u32 slot, int ahead) const {
-    slot += threadIdx.x % WARP_SIZE * 16;
 #pragma unroll
     for (int i = 0; i < EIGHTS * SPANS; ++i) {
       const int span = ahead * SPANS + i % SPANS;

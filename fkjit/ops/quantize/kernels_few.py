@@ -47,8 +47,9 @@ def _slot_bytes(params: Params) -> int:
 
 
 def _gemv_shared(params: Params) -> int:
-    rows, warps, _, slots, *_ = params["tile"]
-    return warps * (slots * _slot_bytes(params) + 2 * GEMV_ROWS * (rows + 4) * 4)
+    rows, warps, groups, slots, *_ = params["tile"]
+    sums, bases = 2 * GEMV_ROWS * (rows + 4) * 4, groups * 32
+    return warps * (slots * _slot_bytes(params) + sums + bases)
 
 
 def _gemv_values(params: Params) -> dict[str, Any]:
