@@ -43,7 +43,8 @@ using Scales = RowScales16<elem_t, EIGHTS, GROUPS>;
 constexpr int SPANS = Rows::SPANS, SLOT_BYTES = Rows::SLOT_BYTES;
 constexpr int X_CHUNKS = GROUP / 4 / 8;  // of a lane, of a group
 constexpr int PITCH = TILE + 4;          // of sums: lanes of a fragment meet 32 banks
-constexpr int SUMS = WARPS * TOKENS * PITCH;
+constexpr int SUMS = WARPS * TOKENS * PITCH;  // of a tile
+constexpr int BATCH = ${batch};               // tiles whose sums are added up together
 static_assert(TILE % 16 == 0, "whole operands of sixteen rows");
 static_assert(SLOTS % GROUPS == 0, "a slot has the same group of every tile");
 
@@ -79,20 +80,24 @@ struct Token {
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < GROUPS; ++i) {
-        float sums[4] = {};
+        float sums[2][4] = {};
 #pragma unroll
         for (int step = 0; step < 2 * X_CHUNKS; ++step)
           multiply_step(sums, {Weights::BASES[0], Weights::BASES[0], Weights::BASES[1],
                                Weights::BASES[1]}, i, step);
-        if (row == 0) store_shared_pair(bases + i * 32, __float_as_uint(sums[0]), __float_as_uint(sums[1]));
+        if (row == 0)
+          store_shared_pair(bases + i * 32, __float_as_uint(sums[0][0] + sums[1][0]),
+                            __float_as_uint(sums[0][1] + sums[1][1]));
       }
       __syncwarp();
     }
   }
-  __device__ __forceinline__ void multiply_step(float (&d)[4], const u32 (&a)[4], int group,
+  // Sums of even and of odd steps, so that two products are under way.
+  __device__ __forceinline__ void multiply_step(float (&d)[2][4], const u32 (&a)[4], int group,
                                                 int step) const {
     const uint4& own = x[group][step / 2];
-    mma_m16n8k16<elem_t>(d, a, step % 2 == 0 ? own.x : own.z, step % 2 == 0 ? own.y : own.w);
+    mma_m16n8k16<elem_t>(d[step % 2], a, step % 2 == 0 ? own.x : own.z,
+                         step % 2 == 0 ? own.y : own.w);
   }
 };
 
@@ -100,18 +105,23 @@ struct Token {
 // nothing is left. `slot`: the lane's part.
 __device__ __forceinline__ void multiply(float (&sums)[PRODUCTS][4], u32 slot, const Token& token,
                                          int group) {
+  constexpr int EIGHT = SPANS * Rows::CHUNK_BYTES;
 #pragma unroll
-  for (int i = 0; i < PRODUCTS * SPANS; ++i) {
-    constexpr int EIGHT = SPANS * Rows::CHUNK_BYTES;
-    const int product = i / SPANS, span = i % SPANS;
-    const u32 at = slot + product * 2 * EIGHT + span * Rows::CHUNK_BYTES;
-    const uint4 low = load_shared_chunk(at), high = load_shared_chunk(at + EIGHT);
+  for (int i = 0; i < PRODUCTS; ++i) {
+    float parts[2][4] = {};
 #pragma unroll
-    for (int step = 0; step < Weights::STEPS; ++step) {
-      u32 a[4];
-      raised_fragment<Weights>(a, low, high, step);
-      token.multiply_step(sums[product], a, group, span * Weights::STEPS + step);
+    for (int span = 0; span < SPANS; ++span) {
+      const u32 at = slot + i * 2 * EIGHT + span * Rows::CHUNK_BYTES;
+      const uint4 low = load_shared_chunk(at), high = load_shared_chunk(at + EIGHT);
+#pragma unroll
+      for (int step = 0; step < Weights::STEPS; ++step) {
+        u32 a[4];
+        raised_fragment<Weights>(a, low, high, step);
+        token.multiply_step(parts, a, group, span * Weights::STEPS + step);
+      }
     }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sums[i][j] = parts[0][j] + parts[1][j];
   }
   if constexpr (Weights::RAISES) {
     const float2 bases = load_shared_pair(token.bases + group * 32);
@@ -161,15 +171,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
   for (int i = 0; i < SLOTS; ++i) {
     if (i % GROUPS == 0)
-      rows.place(weight, k, ahead.group(), outputs_of(ahead.tile), ahead.tile < tiles);
+      rows.place(weight, k, ahead.group(), outputs_of(ahead.tile), ahead.tile < tiles ? k : 0);
     rows.copy(ring + i * SLOT_BYTES, i % GROUPS);
     cp_async_commit();
     if (i % GROUPS == GROUPS - 1) ahead.advance(parts);
   }
   Scales next;
-  next.load(scales, groups, at.group(), outputs_of(at.tile));
+  next.load(scales, groups, groups, at.group(), outputs_of(at.tile));
   Token token;
-  token.bases = shared_address(all_sums + 2 * SUMS) + warp * (GROUPS * 32) + lane % 4 * 8;
+  token.bases = shared_address(all_sums + BATCH * SUMS) + warp * (GROUPS * 32) + lane % 4 * 8;
   bool another = true;  // part of x
 
   // 2. Tile after tile: a slot is filled again as soon as its codes are multiplied.
@@ -177,20 +187,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
       bias, residual, nullptr, residual_stride, scale, n};
   float d[PRODUCTS][4] = {};
   u32 slot = ring;
-  float* sums = all_sums;
+  int batch = 0, first = first_tile * OUTPUTS;  // tiles whose sums wait, and their first output
 #pragma unroll 1
   while (at.tile < tiles) {
-    const int tile = at.tile;
     if (another) token.load(x, x_stride, m, at.group(), k);
     another = parts > 1;
     const Scales by = next;
     at.advance(parts);
-    next.load(scales, groups, at.group(), outputs_of(at.tile));
-    rows.place(weight, k, ahead.group(), outputs_of(ahead.tile), ahead.tile < tiles);
+    next.load(scales, groups, groups, at.group(), outputs_of(at.tile));
+    rows.place(weight, k, ahead.group(), outputs_of(ahead.tile), ahead.tile < tiles ? k : 0);
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
       cp_async_wait<SLOTS - 1>();
-      float own[PRODUCTS][4] = {};
+      float own[PRODUCTS][4];
       multiply(own, slot + i * SLOT_BYTES, token, i);
       rows.copy(slot + i * SLOT_BYTES, i);
       cp_async_commit();
@@ -203,28 +212,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     ahead.advance(parts);
     if (at.part != 0) continue;
 
-    // 3. The warps' sums in their order, and the epilogue. The next tile's come to another place.
-    float* const to = sums + (warp * TOKENS + lane % 4 * 2) * PITCH + lane / 4;
+    // 3. The warps' sums, and every few tiles those of all warps in their order.
+    float* const to = all_sums + batch * SUMS + (warp * TOKENS + lane % 4 * 2) * PITCH + lane / 4;
 #pragma unroll
     for (int i = 0; i < PRODUCTS * 4; ++i) {
       if (lane % 4 * 2 + i % 2 < m) to[i % 2 * PITCH + i / 4 * 16 + i / 2 % 2 * 8] = d[i / 4][i % 4];
       d[i / 4][i % 4] = 0.f;
     }
+    if (++batch < BATCH && at.tile < tiles) continue;
     __syncthreads();
-    const int first = tile * OUTPUTS;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < m * OUTPUTS; i += THREADS) {
-      const int row = i / OUTPUTS, column = i % OUTPUTS;
+    for (int i = threadIdx.x; i < m * batch * OUTPUTS; i += THREADS) {
+      const int row = i / OUTPUTS % m, place = i / OUTPUTS / m, column = i % OUTPUTS;
+      const float* const sums = all_sums + place * SUMS + row * PITCH + column;
       float total[2] = {};
 #pragma unroll
       for (int half = 0; half < HALVES; ++half)
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w)
-          total[half] += sums[(w * TOKENS + row) * PITCH + column + half * OUTPUTS];
-      if (first + column < n)
-        out[row * out_stride + first + column] =
-            static_cast<out_t>(epilogue(total[0], total[1], row, first + column));
+        for (int w = 0; w < WARPS; ++w) total[half] += sums[w * TOKENS * PITCH + half * OUTPUTS];
+      const int output = first + place * OUTPUTS + column;
+      if (output < n)
+        out[row * out_stride + output] =
+            static_cast<out_t>(epilogue(total[0], total[1], row, output));
     }
-    sums = sums == all_sums ? all_sums + SUMS : all_sums;
+    first += batch * OUTPUTS, batch = 0;
+    __syncthreads();
   }
 }

@@ -34,13 +34,16 @@ constexpr int DEPTH = ${depth};        // groups of k under way
 constexpr int RESIDENT = ${resident};  // blocks of a multiprocessor, at least
 
 constexpr int WARP_ROWS = ${warp_rows};
-constexpr int WARPS = 8, THREADS = 32 * WARPS, ROWS = WARP_ROWS * WARPS;
+constexpr int PARTS = ${parts};  // groups of a stage, each with warps of its own
+constexpr int ROW_WARPS = 8, WARPS = ROW_WARPS * PARTS, THREADS = 32 * WARPS;
+constexpr int ROWS = WARP_ROWS * ROW_WARPS;
 constexpr int HALVES = GATE ? 2 : 1, OUTPUTS = ROWS / HALVES, COLUMN_BLOCKS = COLUMNS / 8;
 constexpr int EIGHTS = WARP_ROWS / 8, PRODUCTS = WARP_ROWS / 16;
 using Rows = CodedRows<Weights, elem_t, EIGHTS>;
 using Scales = RowScales16<elem_t, EIGHTS, 1>;
-constexpr int SPANS = Rows::SPANS, X_BYTES = COLUMNS * GROUP * 2;
-constexpr int STAGE_BYTES = X_BYTES + WARPS * Rows::SLOT_BYTES;
+constexpr int AT_ONCE = PARTS > 1 ? min_of(COLUMN_BLOCKS, 4) : COLUMN_BLOCKS;  // as registers allow
+constexpr int SPANS = Rows::SPANS, X_BYTES = COLUMNS * GROUP * 2;  // of a group
+constexpr int STAGE_BYTES = PARTS * X_BYTES + WARPS * Rows::SLOT_BYTES;
 constexpr int PITCH = ROWS + 4;  // of sums, where the ring was: lanes of a fragment meet 32 banks
 static_assert(WARP_ROWS % 16 == 0, "whole operands of sixteen rows");
 
@@ -53,21 +56,37 @@ __device__ __forceinline__ u32 place(int row, int chunk) {
   return row * (GROUP * 2) + ((chunk ^ turn) << 4);
 }
 
-// A group of all rows of x to a stage; zeros where x has none.
-__device__ __forceinline__ void load_x(u32 stage, const elem_t* x, i64 stride, int m, int k0,
-                                       int k) {
-  constexpr int CHUNKS = GROUP / 8;
-#pragma unroll
-  for (int i = threadIdx.x; i < COLUMNS * CHUNKS; i += THREADS) {
-    const int row = i / CHUNKS, chunk = i % CHUNKS, at = k0 + chunk * 8;
-    const bool there = row < m && at < k;
-    cp_async_16(stage + place(row, chunk), there ? x + row * stride + at : x, there ? 16 : 0);
-  }
-}
+// A thread's chunks of x on their way to stages: every sixteenth row from its own on; zeros where x
+// has none, and from k = `end` on.
+struct RowsOfX {
+  static constexpr int CHUNKS = PARTS * GROUP / 8, PASSES = COLUMNS / 16;
+  static_assert(THREADS == 16 * CHUNKS && COLUMNS % 16 == 0, "sixteen rows at a time");
+  const elem_t* from;
+  i64 stride;  // of sixteen rows
+  u32 to;
+  int rows, left;
 
-// A group's products, with its scales. `x`: the stage's; `slot`: the warp's.
-__device__ __forceinline__ void multiply(Sums& d, u32 x, u32 slot, const Scales& by, int lane) {
-  Sums sums = {};
+  __device__ __forceinline__ RowsOfX(const elem_t* x, i64 x_stride, int m, int first, int end)
+      : stride(16 * x_stride) {
+    const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    from = x + row * x_stride + first + chunk * 8;
+    to = chunk / 16 * X_BYTES + place(row, chunk % 16);
+    rows = m - row, left = end - first - chunk * 8;
+  }
+  __device__ __forceinline__ void copy(u32 stage) {
+#pragma unroll
+    for (int i = 0; i < PASSES; ++i)
+      cp_async_16(stage + to + i * (16 * GROUP * 2), from + i * stride,
+                  i * 16 < rows && left > 0 ? 16 : 0);
+    from += PARTS * GROUP, left -= PARTS * GROUP;
+  }
+};
+
+// A group's products with AT_ONCE blocks of columns from `first` on, with its scales. `x`: the
+// stage's; `slot`: the warp's.
+__device__ __forceinline__ void multiply_columns(Sums& d, int first, u32 x, u32 slot,
+                                                 const Scales& by, int lane) {
+  float sums[PRODUCTS][AT_ONCE][4] = {};
   slot += lane * 16;
 #pragma unroll
   for (int span = 0; span < SPANS; ++span) {
@@ -84,8 +103,8 @@ __device__ __forceinline__ void multiply(Sums& d, u32 x, u32 slot, const Scales&
                                  step + i % 2);
       const int chunk = (span * Weights::SPAN + lane % 4 * Weights::CHUNK_K) / 8 + step / 2;
 #pragma unroll
-      for (int i = 0; i < COLUMN_BLOCKS; ++i) {
-        const uint4 own = load_shared_chunk(x + place(i * 8 + lane / 4, chunk));
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const uint4 own = load_shared_chunk(x + place((first + i) * 8 + lane / 4, chunk));
 #pragma unroll
         for (int j = 0; j < PRODUCTS; ++j) mma_m16n8k16<elem_t>(sums[j][i], a[0][j], own.x, own.y);
 #pragma unroll
@@ -96,9 +115,17 @@ __device__ __forceinline__ void multiply(Sums& d, u32 x, u32 slot, const Scales&
 #pragma unroll
   for (int j = 0; j < PRODUCTS; ++j)
 #pragma unroll
-    for (int i = 0; i < COLUMN_BLOCKS * 4; ++i)
-      d[j][i / 4][i % 4] +=
+    for (int i = 0; i < AT_ONCE * 4; ++i)
+      d[j][first + i / 4][i % 4] +=
           static_cast<float>(by.scales[0][j * 2 + i % 4 / 2]) * sums[j][i / 4][i % 4];
+}
+
+// The sums of all parts of k.
+__device__ __forceinline__ float of_parts(const float* sum) {
+  float total = *sum;
+#pragma unroll
+  for (int part = 1; part < PARTS; ++part) total += sum[part * COLUMNS * PITCH];
+  return total;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -121,41 +148,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const i64 all = ceil_div(k, GROUP);
   const int begin = static_cast<int>(all * blockIdx.y / split);
   const int end = static_cast<int>(all * (blockIdx.y + 1) / split);
-  const int groups = static_cast<int>(all), own_row = warp * WARP_ROWS + lane / 4;
+  const int groups = static_cast<int>(all), part = warp / ROW_WARPS;
+  const int own_row = warp % ROW_WARPS * WARP_ROWS + lane / 4;
   const auto output = [=](int i) {
     return weight_output<ROWS, HALVES>(first, own_row + i * 8, n);
   };
+  const int end_k = min(k, end * GROUP), slot = PARTS * X_BYTES + warp * Rows::SLOT_BYTES;
   Rows rows;
-  rows.place(weight, k, begin, output);
-  const auto load = [&](int stage, int group) {
-    if (group >= end) return;
-    const u32 to = ring + stage * STAGE_BYTES;
-    rows.copy(to + X_BYTES + warp * Rows::SLOT_BYTES + lane * 16, group - begin);
-    load_x(to, x, x_stride, m, group * GROUP, k);
+  rows.place(weight, k, begin + part, output, end_k);
+  RowsOfX rows_of_x(x, x_stride, m, begin * GROUP, end_k);
+  const auto load = [&](int stage, int ahead) {
+    rows.copy(ring + stage * STAGE_BYTES + slot + lane * 16, ahead);
+    rows_of_x.copy(ring + stage * STAGE_BYTES);
+    cp_async_commit();
   };
 
   // 1. The first groups.
 #pragma unroll
-  for (int i = 0; i < DEPTH - 1; ++i) {
-    load(i, begin + i);
-    cp_async_commit();
-  }
+  for (int i = 0; i < DEPTH - 1; ++i) load(i, i * PARTS);
   Scales next;
-  next.load(scales, groups, begin, output);
+  next.load(scales, end, groups, begin + part, output);
 
   // 2. Products; a stage is filled again behind the barrier that says all warps are done with it.
   Sums d = {};
   int stage = 0;
 #pragma unroll 1
-  for (int group = begin; group < end; ++group) {
+  for (int group = 0; group < end - begin; group += PARTS) {
     const Scales by = next;
-    next.load(scales, groups, group + 1, output);
+    next.load(scales, end, groups, begin + part + group + PARTS, output);
     cp_async_wait<DEPTH - 2>();
     __syncthreads();
-    load(stage == 0 ? DEPTH - 1 : stage - 1, group + DEPTH - 1);
-    cp_async_commit();
+    load(stage == 0 ? DEPTH - 1 : stage - 1, group + (DEPTH - 1) * PARTS);
     const u32 at = ring + stage * STAGE_BYTES;
-    multiply(d, at, at + X_BYTES + warp * Rows::SLOT_BYTES, by, lane);
+#pragma unroll
+    for (int i = 0; i < COLUMN_BLOCKS; i += AT_ONCE)
+      multiply_columns(d, i, at + part * X_BYTES, at + slot, by, lane);
     stage = stage + 1 == DEPTH ? 0 : stage + 1;
   }
   cp_async_wait<0>();
@@ -167,13 +194,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   for (int j = 0; j < PRODUCTS; ++j)
 #pragma unroll
     for (int i = 0; i < COLUMN_BLOCKS * 4; ++i)
-      sums[(i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + own_row + j * 16 + i % 4 / 2 * 8] =
-          d[j][i / 4][i % 4];
+      sums[(part * COLUMNS + i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + own_row + j * 16 +
+           i % 4 / 2 * 8] = d[j][i / 4][i % 4];
   __syncthreads();
   float* const tile = workspace + static_cast<i64>(blockIdx.x) * split * (COLUMNS * ROWS);
   if (split > 1) {
     for (int i = threadIdx.x; i < m * ROWS; i += THREADS)
-      tile[blockIdx.y * (COLUMNS * ROWS) + i] = sums[i / ROWS * PITCH + i % ROWS];
+      tile[blockIdx.y * (COLUMNS * ROWS) + i] = of_parts(sums + i / ROWS * PITCH + i % ROWS);
     __syncthreads();
     if (!last_block(counters + blockIdx.x, split)) return;
   }
@@ -188,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
       const int at = column + half * OUTPUTS;
-      if (split == 1) total[half] = sums[row * PITCH + at];
+      if (split == 1) total[half] = of_parts(sums + row * PITCH + at);
       for (int part = 0; split > 1 && part < split; ++part)
         total[half] += __ldcg(tile + (part * COLUMNS + row) * ROWS + at);
     }

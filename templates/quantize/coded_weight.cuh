@@ -17,15 +17,15 @@ struct CodedRows {
   const u8* codes[EIGHTS];
   int left;  // of k, from the lane's first on
 
-  // From `group` on; output(i): the weight's output for row 8 i + lane / 4. Zeros unless `there`.
+  // From `group` on; output(i): the weight's output for row 8 i + lane / 4. Zeros from k = `end` on.
   template <typename Output>
   __device__ __forceinline__ void place(const u8* weight, int k, int group, const Output& output,
-                                        bool there = true) {
+                                        int end) {
     const int bytes = k / 8 * Weights::BITS, t = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < EIGHTS; ++i)
       codes[i] = weight + static_cast<i64>(output(i)) * bytes + (group * SPANS * 4 + t) * 16;
-    left = there ? k - group * GROUP - t * Weights::CHUNK_K : 0;
+    left = end - group * GROUP - t * Weights::CHUNK_K;
   }
   // Of the group `ahead` groups on; zeros beyond the end of k. `slot`: the lane's part of it.
   __device__ __forceinline__ void copy(u32 slot, int ahead) const {
@@ -38,19 +38,20 @@ struct CodedRows {
   }
 };
 
-// The scales of those rows, of GROUPS groups; 0 beyond the end of k.
+// The scales of those rows, of GROUPS groups; 0 from group `end` on.
 template <typename T, int EIGHTS, int GROUPS>
 struct RowScales16 {
   T scales[GROUPS][EIGHTS];
 
   template <typename Output>
-  __device__ __forceinline__ void load(const T* from, int groups, int group, const Output& output) {
+  __device__ __forceinline__ void load(const T* from, int end, int groups, int group,
+                                       const Output& output) {
 #pragma unroll
     for (int i = 0; i < EIGHTS; ++i) {
       const T* const own = from + (static_cast<i64>(output(i)) * groups + group);
 #pragma unroll
       for (int j = 0; j < GROUPS; ++j)
-        scales[j][i] = group + j < groups ? own[j] : static_cast<T>(0.f);
+        scales[j][i] = group + j < end ? own[j] : static_cast<T>(0.f);
     }
   }
 };

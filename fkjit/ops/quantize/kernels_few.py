@@ -35,10 +35,13 @@ def _ahead(spec: KernelSpec, shown: list[Mapping[str, Any]]) -> KernelSpec:
 GemvTile = tuple[int, int, int, int, int, int]
 _GEMV_TILES: tuple[GemvTile, ...] = tuple(
     (rows, warps, groups, slots, blocks, prefetch)
-    for rows in (16, 32) for warps in (8, 16) for groups in (1, 2, 4) for slots in (2, 4, 8)
-    for blocks in (1, 2) for prefetch in (0, 32, 64, 128)
-    if slots % groups == 0 and warps * blocks <= 16
+    for rows in (16, 32) for warps in (4, 8, 16) for groups in (1, 2, 4) for slots in (2, 4, 8)
+    for blocks in (1, 2, 3, 4, 6) for prefetch in (0, 32, 64, 128)
+    if slots % groups == 0 and warps * blocks <= 24
 )  # fmt: skip
+
+
+_BATCH = 4  # tiles whose sums are added up together
 
 
 def _slot_bytes(params: Params) -> int:
@@ -48,14 +51,14 @@ def _slot_bytes(params: Params) -> int:
 
 def _gemv_shared(params: Params) -> int:
     rows, warps, groups, slots, *_ = params["tile"]
-    sums, bases = 2 * GEMV_ROWS * (rows + 4) * 4, groups * 32
+    sums, bases = _BATCH * GEMV_ROWS * (rows + 4) * 4, groups * 32
     return warps * (slots * _slot_bytes(params) + sums + bases)
 
 
 def _gemv_values(params: Params) -> dict[str, Any]:
-    rows, warps, groups, slots, _, prefetch = params["tile"]
+    rows, warps, groups, slots, blocks, prefetch = params["tile"]
     return {**_values(params), "prefetch": prefetch << 10, "tile_rows": rows, "warps": warps, "groups": groups,
-            "slots": slots, "resident": 16 // warps}  # fmt: skip
+            "slots": slots, "resident": max(blocks, 16 // warps), "batch": _BATCH}  # fmt: skip
 
 
 def _gemv_grid(params: Params, problem: Problem) -> Dim3:
@@ -94,20 +97,33 @@ GEMV_AHEAD = _ahead(
     ],
 )
 
+_OLD_TILES = ((16, 8, 3), (16, 4, 3), (32, 8, 2))
+GEMV_OLD = replace(
+    GEMV, name="gemv_old", source="quantize/gemv_old.cu",
+    params=(*DTYPES, _CODE, *epilogue.PARAMS, Param("tile", _OLD_TILES, "old")),
+    derive=lambda p: {**_values(p), "tile_rows": p["tile"][0], "warps": p["tile"][1],
+                      "unroll": p["tile"][2], "resident": 16 // p["tile"][1]},
+    shared_bytes=lambda p: 0,
+    grid=lambda params, problem: (-(-problem["n"] * (2 if params["gate"] else 1) // params["tile"][0]), 1, 1),
+)
+
 # ------------------------------------------------------------------ skinny
 
 TOKENS = (16, 32, 64)  # what rows of x are padded to
 _GROUP = 128  # k of a stage
-SkinnyTile = tuple[int, int, int]  # rows of the weight of a warp, stages, blocks of a multiprocessor
+# Rows of the weight of a warp, groups of a stage, stages, blocks of a multiprocessor.
+SkinnyTile = tuple[int, int, int, int]
 _SKINNY_TILES: tuple[SkinnyTile, ...] = tuple(
-    (rows, depth, resident) for rows in (16, 32) for depth in (2, 3, 4, 6) for resident in (1, 2)
+    (rows, parts, depth, resident)
+    for rows in (16, 32) for parts in (1, 2) for depth in (2, 3, 4, 6) for resident in (1, 2, 3)
 )
 _LEAST_GROUPS, _MOST_SPLIT = 4, 16  # of a block that shares a tile; blocks that share one
 
 
 def _skinny_values(params: Params) -> dict[str, Any]:
-    rows, depth, resident = params["tile"]
-    return {**_values(params), "warp_rows": rows, "depth": depth, "resident": resident}
+    rows, parts, depth, resident = params["tile"]
+    return {**_values(params), "warp_rows": rows, "parts": parts, "depth": depth,
+            "resident": resident}  # fmt: skip
 
 
 def _rows(params: Params) -> int:
@@ -117,9 +133,9 @@ def _rows(params: Params) -> int:
 
 def _skinny_shared(params: Params) -> int:
     """Stages of x and of codes, or sums, which come where those were."""
-    tokens, rows = params["tokens"], _rows(params)
+    tokens, rows, (_, parts, depth, _) = params["tokens"], _rows(params), params["tile"]
     codes = rows * _GROUP * product.BITS[params["code"]] // 8
-    return max(params["tile"][1] * (tokens * _GROUP * 2 + codes), tokens * (rows + 4) * 4)
+    return parts * max(depth * (tokens * _GROUP * 2 + codes), tokens * (rows + 4) * 4)
 
 
 def tiles_of(params: Params, problem: Problem) -> int:
@@ -156,16 +172,16 @@ SKINNY = KernelSpec(
     illegal=illegal_dtypes,
     features=lambda params: _FEATURES | {"cp_async"},
     shared_bytes=_skinny_shared,
-    block=lambda params: (256, 1, 1),
+    block=lambda params: (256 * params["tile"][1], 1, 1),
     grid=lambda params, problem: (tiles_of(params, problem), split_of(params, problem), 1),
     verification="fkjit.ops.quantize.cases_linear:SKINNY",
 )  # fmt: skip
 SKINNY_AHEAD = _ahead(
     SKINNY,
     [
-        {"code": "int4", "tokens": 64, "tile": (32, 2, 1)},
-        {"code": "int4", "tokens": 32, "tile": (16, 3, 1), **_SWIGLU, **_FINE},
-        {"code": "int8", "tokens": 16, "tile": (16, 4, 2), **_FINE, "out_dtype": "fp16"},
+        {"code": "int4", "tokens": 64, "tile": (32, 1, 2, 1)},
+        {"code": "int4", "tokens": 32, "tile": (16, 2, 2, 1), **_SWIGLU, **_FINE},
+        {"code": "int8", "tokens": 16, "tile": (16, 1, 4, 2), **_FINE, "out_dtype": "fp16"},
     ],
 )
 
@@ -178,7 +194,7 @@ def _gemv_tile(problem: Problem) -> GemvTile:
 
 
 def _skinny_tile(problem: Problem, tokens: int) -> SkinnyTile:
-    return 16, 3 if problem["code"] == "int4" else 2, 1
+    return 16, 1, 3 if problem["code"] == "int4" else 2, 1
 
 
 def choose(problem: Problem) -> tuple[KernelSpec, dict[str, Any], tuple[int, int]] | None:
