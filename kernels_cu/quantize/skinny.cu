@@ -34,16 +34,15 @@ constexpr int DEPTH = ${depth};        // groups of k under way
 constexpr int RESIDENT = ${resident};  // blocks of a multiprocessor, at least
 
 constexpr int WARP_ROWS = ${warp_rows};
-constexpr int PARTS = ${parts};  // groups of a stage, each with warps of its own
+constexpr int PARTS = ${parts};  // of the rows of x, each with warps of its own
 constexpr int ROW_WARPS = 8, WARPS = ROW_WARPS * PARTS, THREADS = 32 * WARPS;
 constexpr int ROWS = WARP_ROWS * ROW_WARPS;
-constexpr int HALVES = GATE ? 2 : 1, OUTPUTS = ROWS / HALVES, COLUMN_BLOCKS = COLUMNS / 8;
+constexpr int HALVES = GATE ? 2 : 1, OUTPUTS = ROWS / HALVES, COLUMN_BLOCKS = COLUMNS / 8 / PARTS;
 constexpr int EIGHTS = WARP_ROWS / 8, PRODUCTS = WARP_ROWS / 16;
 using Rows = CodedRows<Weights, elem_t, EIGHTS>;
 using Scales = RowScales16<elem_t, EIGHTS, 1>;
-constexpr int AT_ONCE = PARTS > 1 ? min_of(COLUMN_BLOCKS, 4) : COLUMN_BLOCKS;  // as registers allow
-constexpr int SPANS = Rows::SPANS, X_BYTES = COLUMNS * GROUP * 2;  // of a group
-constexpr int STAGE_BYTES = PARTS * X_BYTES + WARPS * Rows::SLOT_BYTES;
+constexpr int SPANS = Rows::SPANS, X_BYTES = COLUMNS * GROUP * 2;
+constexpr int STAGE_BYTES = X_BYTES + ROW_WARPS * Rows::SLOT_BYTES;
 constexpr int PITCH = ROWS + 4;  // of sums, where the ring was: lanes of a fragment meet 32 banks
 static_assert(WARP_ROWS % 16 == 0, "whole operands of sixteen rows");
 
@@ -56,38 +55,36 @@ __device__ __forceinline__ u32 place(int row, int chunk) {
   return row * (GROUP * 2) + ((chunk ^ turn) << 4);
 }
 
-// A thread's chunks of x on their way to stages: every sixteenth row from its own on; zeros where x
-// has none, and from k = `end` on.
+// A thread's chunks of x on their way to stages; zeros where x has no such row, and beyond its end.
 struct RowsOfX {
-  static constexpr int CHUNKS = PARTS * GROUP / 8, PASSES = COLUMNS / 16;
-  static_assert(THREADS == 16 * CHUNKS && COLUMNS % 16 == 0, "sixteen rows at a time");
+  static constexpr int CHUNKS = GROUP / 8, ROWS_AT_ONCE = THREADS / CHUNKS;
+  static constexpr int PASSES = ceil_div(COLUMNS, ROWS_AT_ONCE);
   const elem_t* from;
-  i64 stride;  // of sixteen rows
+  i64 stride;  // from one pass to the next
   u32 to;
   int rows, left;
 
-  __device__ __forceinline__ RowsOfX(const elem_t* x, i64 x_stride, int m, int first, int end)
-      : stride(16 * x_stride) {
+  __device__ __forceinline__ RowsOfX(const elem_t* x, i64 x_stride, int m, int first, int k)
+      : stride(ROWS_AT_ONCE * x_stride) {
     const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
     from = x + row * x_stride + first + chunk * 8;
-    to = chunk / 16 * X_BYTES + place(row, chunk % 16);
-    rows = m - row, left = end - first - chunk * 8;
+    to = place(row, chunk);
+    rows = m - row, left = k - first - chunk * 8;
   }
   __device__ __forceinline__ void copy(u32 stage) {
 #pragma unroll
     for (int i = 0; i < PASSES; ++i)
-      cp_async_16(stage + to + i * (16 * GROUP * 2), from + i * stride,
-                  i * 16 < rows && left > 0 ? 16 : 0);
-    from += PARTS * GROUP, left -= PARTS * GROUP;
+      if (COLUMNS % ROWS_AT_ONCE == 0 || threadIdx.x / CHUNKS < COLUMNS)
+        cp_async_16(stage + to + i * (ROWS_AT_ONCE * GROUP * 2), from + i * stride,
+                    i * ROWS_AT_ONCE < rows && left > 0 ? 16 : 0);
+    from += GROUP, left -= GROUP;
   }
 };
 
-// A group's products with AT_ONCE blocks of columns from `first` on, with its scales. `x`: the
-// stage's; `slot`: the warp's.
-__device__ __forceinline__ void multiply_columns(Sums& d, int first, u32 x, u32 slot,
-                                                 const Scales& by, int lane) {
-  float sums[PRODUCTS][AT_ONCE][4] = {};
-  slot += lane * 16;
+// A group's products, with its scales. `x`: the first of the warp's rows in a stage; `slot`: of its
+// codes there.
+__device__ __forceinline__ void multiply(Sums& d, u32 x, u32 slot, const Scales& by, int lane) {
+  Sums sums = {};
 #pragma unroll
   for (int span = 0; span < SPANS; ++span) {
     uint4 codes[EIGHTS];
@@ -103,8 +100,8 @@ __device__ __forceinline__ void multiply_columns(Sums& d, int first, u32 x, u32 
                                  step + i % 2);
       const int chunk = (span * Weights::SPAN + lane % 4 * Weights::CHUNK_K) / 8 + step / 2;
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const uint4 own = load_shared_chunk(x + place((first + i) * 8 + lane / 4, chunk));
+      for (int i = 0; i < COLUMN_BLOCKS; ++i) {
+        const uint4 own = load_shared_chunk(x + place(i * 8 + lane / 4, chunk));
 #pragma unroll
         for (int j = 0; j < PRODUCTS; ++j) mma_m16n8k16<elem_t>(sums[j][i], a[0][j], own.x, own.y);
 #pragma unroll
@@ -115,17 +112,9 @@ __device__ __forceinline__ void multiply_columns(Sums& d, int first, u32 x, u32 
 #pragma unroll
   for (int j = 0; j < PRODUCTS; ++j)
 #pragma unroll
-    for (int i = 0; i < AT_ONCE * 4; ++i)
-      d[j][first + i / 4][i % 4] +=
+    for (int i = 0; i < COLUMN_BLOCKS * 4; ++i)
+      d[j][i / 4][i % 4] +=
           static_cast<float>(by.scales[0][j * 2 + i % 4 / 2]) * sums[j][i / 4][i % 4];
-}
-
-// The sums of all parts of k.
-__device__ __forceinline__ float of_parts(const float* sum) {
-  float total = *sum;
-#pragma unroll
-  for (int part = 1; part < PARTS; ++part) total += sum[part * COLUMNS * PITCH];
-  return total;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -153,36 +142,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const auto output = [=](int i) {
     return weight_output<ROWS, HALVES>(first, own_row + i * 8, n);
   };
-  const int end_k = min(k, end * GROUP), slot = PARTS * X_BYTES + warp * Rows::SLOT_BYTES;
   Rows rows;
-  rows.place(weight, k, begin + part, output, end_k);
-  RowsOfX rows_of_x(x, x_stride, m, begin * GROUP, end_k);
+  rows.place(weight, k, begin, output, k);
+  RowsOfX rows_of_x(x, x_stride, m, begin * GROUP, k);
+  const u32 slot = X_BYTES + warp % ROW_WARPS * Rows::SLOT_BYTES + lane * 16;
   const auto load = [&](int stage, int ahead) {
-    rows.copy(ring + stage * STAGE_BYTES + slot + lane * 16, ahead);
-    rows_of_x.copy(ring + stage * STAGE_BYTES);
+    if (begin + ahead < end) {
+      rows.copy<PARTS>(ring + stage * STAGE_BYTES + slot, ahead, part);
+      rows_of_x.copy(ring + stage * STAGE_BYTES);
+    }
     cp_async_commit();
   };
 
   // 1. The first groups.
 #pragma unroll
-  for (int i = 0; i < DEPTH - 1; ++i) load(i, i * PARTS);
+  for (int i = 0; i < DEPTH - 1; ++i) load(i, i);
   Scales next;
-  next.load(scales, end, groups, begin + part, output);
+  next.load(scales, end, groups, begin, output);
 
   // 2. Products; a stage is filled again behind the barrier that says all warps are done with it.
   Sums d = {};
   int stage = 0;
 #pragma unroll 1
-  for (int group = 0; group < end - begin; group += PARTS) {
+  for (int group = 0; group < end - begin; ++group) {
     const Scales by = next;
-    next.load(scales, end, groups, begin + part + group + PARTS, output);
+    next.load(scales, end, groups, begin + group + 1, output);
     cp_async_wait<DEPTH - 2>();
     __syncthreads();
-    load(stage == 0 ? DEPTH - 1 : stage - 1, group + (DEPTH - 1) * PARTS);
+    load(stage == 0 ? DEPTH - 1 : stage - 1, group + DEPTH - 1);
     const u32 at = ring + stage * STAGE_BYTES;
-#pragma unroll
-    for (int i = 0; i < COLUMN_BLOCKS; i += AT_ONCE)
-      multiply_columns(d, i, at + part * X_BYTES, at + slot, by, lane);
+    multiply(d, at + part * (X_BYTES / PARTS), at + slot, by, lane);
     stage = stage + 1 == DEPTH ? 0 : stage + 1;
   }
   cp_async_wait<0>();
@@ -194,13 +183,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   for (int j = 0; j < PRODUCTS; ++j)
 #pragma unroll
     for (int i = 0; i < COLUMN_BLOCKS * 4; ++i)
-      sums[(part * COLUMNS + i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + own_row + j * 16 +
-           i % 4 / 2 * 8] = d[j][i / 4][i % 4];
+      sums[(part * (COLUMNS / PARTS) + i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + own_row +
+           j * 16 + i % 4 / 2 * 8] = d[j][i / 4][i % 4];
   __syncthreads();
   float* const tile = workspace + static_cast<i64>(blockIdx.x) * split * (COLUMNS * ROWS);
   if (split > 1) {
     for (int i = threadIdx.x; i < m * ROWS; i += THREADS)
-      tile[blockIdx.y * (COLUMNS * ROWS) + i] = of_parts(sums + i / ROWS * PITCH + i % ROWS);
+      tile[blockIdx.y * (COLUMNS * ROWS) + i] = sums[i / ROWS * PITCH + i % ROWS];
     __syncthreads();
     if (!last_block(counters + blockIdx.x, split)) return;
   }
@@ -215,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
       const int at = column + half * OUTPUTS;
-      if (split == 1) total[half] = of_parts(sums + row * PITCH + at);
+      if (split == 1) total[half] = sums[row * PITCH + at];
       for (int part = 0; split > 1 && part < split; ++part)
         total[half] += __ldcg(tile + (part * COLUMNS + row) * ROWS + at);
     }

@@ -27,10 +27,14 @@ struct CodedRows {
       codes[i] = weight + static_cast<i64>(output(i)) * bytes + (group * SPANS * 4 + t) * 16;
     left = end - group * GROUP - t * Weights::CHUNK_K;
   }
-  // Of the group `ahead` groups on; zeros beyond the end of k. `slot`: the lane's part of it.
-  __device__ __forceinline__ void copy(u32 slot, int ahead) const {
+  // Of the group `ahead` groups on; zeros beyond the end of k. `slot`: the lane's part of it. Of
+  // PARTS warps each copies some.
+  template <int PARTS = 1>
+  __device__ __forceinline__ void copy(u32 slot, int ahead, int part = 0) const {
+    static_assert(EIGHTS * SPANS % PARTS == 0, "equal parts");
 #pragma unroll
     for (int i = 0; i < EIGHTS * SPANS; ++i) {
+      if (i / (EIGHTS * SPANS / PARTS) != part) continue;
       const int span = ahead * SPANS + i % SPANS;
       cp_async_16(slot + i * CHUNK_BYTES, codes[i / SPANS] + span * 64,
                   span * Weights::SPAN < left ? 16 : 0);

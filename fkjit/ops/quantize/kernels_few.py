@@ -111,7 +111,7 @@ GEMV_OLD = replace(
 
 TOKENS = (16, 32, 64)  # what rows of x are padded to
 _GROUP = 128  # k of a stage
-# Rows of the weight of a warp, groups of a stage, stages, blocks of a multiprocessor.
+# Rows of the weight of a warp, parts of the rows of x, stages, blocks of a multiprocessor.
 SkinnyTile = tuple[int, int, int, int]
 _SKINNY_TILES: tuple[SkinnyTile, ...] = tuple(
     (rows, parts, depth, resident)
@@ -133,9 +133,9 @@ def _rows(params: Params) -> int:
 
 def _skinny_shared(params: Params) -> int:
     """Stages of x and of codes, or sums, which come where those were."""
-    tokens, rows, (_, parts, depth, _) = params["tokens"], _rows(params), params["tile"]
+    tokens, rows, (_, _, depth, _) = params["tokens"], _rows(params), params["tile"]
     codes = rows * _GROUP * product.BITS[params["code"]] // 8
-    return parts * max(depth * (tokens * _GROUP * 2 + codes), tokens * (rows + 4) * 4)
+    return max(depth * (tokens * _GROUP * 2 + codes), tokens * (rows + 4) * 4)
 
 
 def tiles_of(params: Params, problem: Problem) -> int:
