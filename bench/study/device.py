@@ -1,5 +1,5 @@
-"""Sums of the kernel itself on a Hopper GPU, beside those that the emulation makes of the same codes:
-nothing where there is no such GPU."""
+"""Sums of the kernel itself on a Hopper GPU, beside those that the emulation makes of the same
+codes; nothing where there is no such GPU."""
 
 from __future__ import annotations
 

@@ -23,7 +23,10 @@ _BUDGET = 1 << 18  # products at a time: what stays in a cache
 _SINGLE = 16  # bits up to which fp32 holds every sum of 33 numbers exactly
 _LEAST = 2.0**-6  # of e4m3's normal numbers
 # Of a dtype: the integers of its bits, those of the exponent, how many the fraction has.
-_BITS_OF = {torch.float32: (torch.int32, 0xFF << 23, 23), torch.float64: (torch.int64, 0x7FF << 52, 52)}
+_BITS_OF = {
+    torch.float32: (torch.int32, 0xFF << 23, 23),
+    torch.float64: (torch.int64, 0x7FF << 52, 52),
+}
 
 
 class Sums(NamedTuple):

@@ -5,11 +5,13 @@
    The grid is as large as the GPU; a block takes one tile of TILE outputs after another. Its warps
    share k: each has the same GROUPS of 128 of all tiles, so that its part of x stays in registers.
    (Where k is longer, it comes in several parts, and so does x.) What a lane will multiply it copies
-   itself by cp.async, to a ring of SLOTS groups that nobody else reads: no barrier, no bank conflict,
-   and codes of the next tiles are under way while this one ends.
+   itself by cp.async, to a place for each group that nobody else reads: no barrier, no bank conflict.
+   A place is filled with the next tile's codes as soon as those of this one are multiplied.
 
-   Products of codes are exact; a group's sums are multiplied with its scale in fp32. What the warps
-   have is added up in shared memory in their order: the same bits every time.
+   A group's sums are multiplied with its scale in fp32. Codes of int4 stay raised in bf16
+   (quantize/weights.cuh): what that adds to a group's sums depends on x alone, is made once, and
+   subtracted. Other products are exact. What the warps have is added up in shared memory in their
+   order, for BATCH tiles at a time: the same bits every time.
 
    Before the previous kernel is over a block asks for lines of its weight, to L2: that reads nothing.
 
@@ -29,11 +31,10 @@ using out_t = ${out_dtype};
 using Activation = ${activation};
 using Weights = ${weights};
 constexpr bool GATE = ${gate};
-constexpr int PREFETCH = __CUDA_ARCH__ >= 900 ? ${prefetch} : 0;  // bytes of a block, where launches overlap
+constexpr int PREFETCH = __CUDA_ARCH__ >= 900 ? 32 << 10 : 0;  // bytes a block, where launches overlap
 constexpr int TILE = ${tile_rows};               // outputs of the weight
 constexpr int WARPS = ${warps};
 constexpr int GROUPS = ${groups};      // of k, of a warp
-constexpr int SLOTS = ${slots};        // groups of a warp under way
 constexpr int RESIDENT = ${resident};  // blocks of a multiprocessor, at least
 
 constexpr int HALVES = GATE ? 2 : 1, OUTPUTS = TILE / HALVES, THREADS = 32 * WARPS;
@@ -46,7 +47,6 @@ constexpr int PITCH = TILE + 4;          // of sums: lanes of a fragment meet 32
 constexpr int SUMS = WARPS * TOKENS * PITCH;  // of a tile
 constexpr int BATCH = ${batch};               // tiles whose sums are added up together
 static_assert(TILE % 16 == 0, "whole operands of sixteen rows");
-static_assert(SLOTS % GROUPS == 0, "a slot has the same group of every tile");
 
 // A warp's way through tiles of outputs and parts of k.
 struct Place {
@@ -58,6 +58,12 @@ struct Place {
     return (part * WARPS + static_cast<int>(threadIdx.x) / WARP_SIZE) * GROUPS;
   }
 };
+
+// A sum of even and of odd steps, so that two products are under way.
+constexpr int CHAINS = GROUPS > 2 ? 1 : 2;  // where there are registers
+__device__ __forceinline__ float whole(const float (&parts)[CHAINS][4], int i) {
+  return CHAINS == 1 ? parts[0][i] : parts[0][i] + parts[CHAINS - 1][i];
+}
 
 // The lane's numbers of row lane / 4 of x in a warp's groups; zeros where x has no such row.
 struct Token {
@@ -80,23 +86,22 @@ struct Token {
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < GROUPS; ++i) {
-        float sums[2][4] = {};
+        float sums[CHAINS][4] = {};
 #pragma unroll
         for (int step = 0; step < 2 * X_CHUNKS; ++step)
           multiply_step(sums, {Weights::BASES[0], Weights::BASES[0], Weights::BASES[1],
                                Weights::BASES[1]}, i, step);
         if (row == 0)
-          store_shared_pair(bases + i * 32, __float_as_uint(sums[0][0] + sums[1][0]),
-                            __float_as_uint(sums[0][1] + sums[1][1]));
+          store_shared_pair(bases + i * 32, __float_as_uint(whole(sums, 0)),
+                            __float_as_uint(whole(sums, 1)));
       }
       __syncwarp();
     }
   }
-  // Sums of even and of odd steps, so that two products are under way.
-  __device__ __forceinline__ void multiply_step(float (&d)[2][4], const u32 (&a)[4], int group,
+  __device__ __forceinline__ void multiply_step(float (&d)[CHAINS][4], const u32 (&a)[4], int group,
                                                 int step) const {
     const uint4& own = x[group][step / 2];
-    mma_m16n8k16<elem_t>(d[step % 2], a, step % 2 == 0 ? own.x : own.z,
+    mma_m16n8k16<elem_t>(d[step % CHAINS], a, step % 2 == 0 ? own.x : own.z,
                          step % 2 == 0 ? own.y : own.w);
   }
 };
@@ -108,7 +113,7 @@ __device__ __forceinline__ void multiply(float (&sums)[PRODUCTS][4], u32 slot, c
   constexpr int EIGHT = SPANS * Rows::CHUNK_BYTES;
 #pragma unroll
   for (int i = 0; i < PRODUCTS; ++i) {
-    float parts[2][4] = {};
+    float parts[CHAINS][4] = {};
 #pragma unroll
     for (int span = 0; span < SPANS; ++span) {
       const u32 at = slot + i * 2 * EIGHT + span * Rows::CHUNK_BYTES;
@@ -121,7 +126,7 @@ __device__ __forceinline__ void multiply(float (&sums)[PRODUCTS][4], u32 slot, c
       }
     }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) sums[i][j] = parts[0][j] + parts[1][j];
+    for (int j = 0; j < 4; ++j) sums[i][j] = whole(parts, j);
   }
   if constexpr (Weights::RAISES) {
     const float2 bases = load_shared_pair(token.bases + group * 32);
@@ -157,59 +162,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   after_previous_kernel();
   extern __shared__ __align__(128) char dynamic[];
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
-  const u32 ring = shared_address(dynamic) + warp * (SLOTS * SLOT_BYTES) + lane * 16;
-  float* const all_sums = reinterpret_cast<float*>(dynamic + WARPS * SLOTS * SLOT_BYTES);
+  const u32 ring = shared_address(dynamic) + warp * (GROUPS * SLOT_BYTES) + lane * 16;
+  float* const all_sums = reinterpret_cast<float*>(dynamic + WARPS * GROUPS * SLOT_BYTES);
   const int groups = ceil_div(k, GROUP);
   const int parts = ceil_div(groups, WARPS * GROUPS);
-  const auto outputs_of = [&](int tile) {
-    return [=](int i) { return weight_output<TILE, HALVES>(tile * OUTPUTS, i * 8 + lane / 4, n); };
-  };
 
-  // 1. The first groups.
-  Place ahead = {first_tile, 0}, at = ahead;
+  // 1. The first tile's codes and scales.
+  Place at = {first_tile, 0};
   Rows rows;
+  Scales by;
+  const auto place = [&] {
+    const auto output = [=](int i) {
+      return weight_output<TILE, HALVES>(at.tile * OUTPUTS, i * 8 + lane / 4, n);
+    };
+    rows.place(weight, k, at.group(), output, at.tile < tiles ? k : 0);
+    by.place(scales, groups, groups, at.group(), output);
+  };
+  place();
 #pragma unroll
-  for (int i = 0; i < SLOTS; ++i) {
-    if (i % GROUPS == 0)
-      rows.place(weight, k, ahead.group(), outputs_of(ahead.tile), ahead.tile < tiles ? k : 0);
-    rows.copy(ring + i * SLOT_BYTES, i % GROUPS);
+  for (int i = 0; i < GROUPS; ++i) {
+    rows.copy(ring + i * SLOT_BYTES, i);
     cp_async_commit();
-    if (i % GROUPS == GROUPS - 1) ahead.advance(parts);
+    by.load(i);
   }
-  Scales next;
-  next.load(scales, groups, groups, at.group(), outputs_of(at.tile));
   Token token;
   token.bases = shared_address(all_sums + BATCH * SUMS) + warp * (GROUPS * 32) + lane % 4 * 8;
   bool another = true;  // part of x
 
-  // 2. Tile after tile: a slot is filled again as soon as its codes are multiplied.
+  // 2. Tile after tile.
   const Epilogue<Activation, GATE, elem_t, out_t> epilogue = {
       bias, residual, nullptr, residual_stride, scale, n};
   float d[PRODUCTS][4] = {};
-  u32 slot = ring;
   int batch = 0, first = first_tile * OUTPUTS;  // tiles whose sums wait, and their first output
 #pragma unroll 1
   while (at.tile < tiles) {
     if (another) token.load(x, x_stride, m, at.group(), k);
     another = parts > 1;
-    const Scales by = next;
     at.advance(parts);
-    next.load(scales, groups, groups, at.group(), outputs_of(at.tile));
-    rows.place(weight, k, ahead.group(), outputs_of(ahead.tile), ahead.tile < tiles ? k : 0);
+    place();
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
-      cp_async_wait<SLOTS - 1>();
+      cp_async_wait<GROUPS - 1>();
       float own[PRODUCTS][4];
-      multiply(own, slot + i * SLOT_BYTES, token, i);
-      rows.copy(slot + i * SLOT_BYTES, i);
+      multiply(own, ring + i * SLOT_BYTES, token, i);
+      rows.copy(ring + i * SLOT_BYTES, i);
       cp_async_commit();
 #pragma unroll
       for (int j = 0; j < PRODUCTS * 4; ++j)
         d[j / 4][j % 4] += static_cast<float>(by.scales[i][j / 2]) * own[j / 4][j % 4];
+      by.load(i);  // the next tile's
     }
-    slot += GROUPS * SLOT_BYTES;
-    if (slot == ring + SLOTS * SLOT_BYTES) slot = ring;
-    ahead.advance(parts);
     if (at.part != 0) continue;
 
     // 3. The warps' sums, and every few tiles those of all warps in their order.

@@ -158,7 +158,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll
   for (int i = 0; i < DEPTH - 1; ++i) load(i, i);
   Scales next;
-  next.load(scales, end, groups, begin, output);
+  next.place(scales, end, groups, begin, output);
+  next.load(0);
 
   // 2. Products; a stage is filled again behind the barrier that says all warps are done with it.
   Sums d = {};
@@ -166,7 +167,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #pragma unroll 1
   for (int group = 0; group < end - begin; ++group) {
     const Scales by = next;
-    next.load(scales, end, groups, begin + group + 1, output);
+    next.place(scales, end, groups, begin + group + 1, output);
+    next.load(0);
     cp_async_wait<DEPTH - 2>();
     __syncthreads();
     load(stage == 0 ? DEPTH - 1 : stage - 1, group + DEPTH - 1);

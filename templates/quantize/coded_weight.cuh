@@ -46,16 +46,20 @@ struct CodedRows {
 template <typename T, int EIGHTS, int GROUPS>
 struct RowScales16 {
   T scales[GROUPS][EIGHTS];
+  const T* from[EIGHTS];
+  int left;  // groups that there are
 
   template <typename Output>
-  __device__ __forceinline__ void load(const T* from, int end, int groups, int group,
-                                       const Output& output) {
+  __device__ __forceinline__ void place(const T* all, int end, int groups, int group,
+                                        const Output& output) {
 #pragma unroll
-    for (int i = 0; i < EIGHTS; ++i) {
-      const T* const own = from + (static_cast<i64>(output(i)) * groups + group);
+    for (int i = 0; i < EIGHTS; ++i)
+      from[i] = all + (static_cast<i64>(output(i)) * groups + group);
+    left = end - group;
+  }
+  __device__ __forceinline__ void load(int group) {
 #pragma unroll
-      for (int j = 0; j < GROUPS; ++j)
-        scales[j][i] = group + j < end ? own[j] : static_cast<T>(0.f);
-    }
+    for (int i = 0; i < EIGHTS; ++i)
+      scales[group][i] = group < left ? from[i][group] : static_cast<T>(0.f);
   }
 };

@@ -37,6 +37,7 @@ def row(*numbers: float) -> torch.Tensor:
 def one_by_one(a: list[float], b: list[float], bits: int, interval: int) -> float:
     """The accumulator, with whole numbers of units."""
     register, total = 0.0, 0.0
+
     def exponent(x):  # of a factor
         return max(math.frexp(x)[1] - 1, -6)
 

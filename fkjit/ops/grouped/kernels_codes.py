@@ -83,6 +83,7 @@ CODES_ALL = replace(
     },
     illegal=_illegal,
     shared_layout=lambda params: (_OF_LINEAR.shared_layout or (lambda p: []))(_whole(params)),
+    block=lambda params: _OF_LINEAR.block(_whole(params)),
     grid=_grid,
     arguments=_arguments,
     shape_class=lambda p: {

@@ -101,7 +101,7 @@ def _everything() -> dict[str, Any]:
 def _gemv(params: Params, scale: str) -> list[dict[str, Any]]:
     """A ragged last tile, several tiles a block, k of several parts, groups that not all warps
     have, a last group that is short."""
-    rows, warps, groups, *_ = params["tile"]
+    (warps, groups, *_), rows = params["tile"], 16
     if scale == "full":
         shapes = ((1, 4096, 4096), (8, 4104, 1056), (5, 67, 14336))
         return [problem(params, *shape, **_everything()) for shape in shapes]

@@ -30,41 +30,36 @@ def _ahead(spec: KernelSpec, shown: list[Mapping[str, Any]]) -> KernelSpec:
 
 # ------------------------------------------------------------------ gemv
 
-# Rows of the weight, warps, groups of 128 of k that a warp has of a tile, groups of it under way,
-# blocks of a multiprocessor.
-GemvTile = tuple[int, int, int, int, int, int]
-_GEMV_TILES: tuple[GemvTile, ...] = tuple(
-    (rows, warps, groups, slots, blocks, prefetch)
-    for rows in (16, 32) for warps in (4, 8, 16) for groups in (1, 2, 4) for slots in (2, 4, 8)
-    for blocks in (1, 2, 3, 4, 6) for prefetch in (0, 32, 64, 128)
-    if slots % groups == 0 and warps * blocks <= 24
-)  # fmt: skip
-
-
-_BATCH = 4  # tiles whose sums are added up together
-
-
-def _slot_bytes(params: Params) -> int:
-    """Of a warp's codes of a group."""
-    return params["tile"][0] * 16 * product.BITS[params["code"]]
+# Warps, groups of 128 of k that a warp has of a tile, blocks of a multiprocessor.
+GemvTile = tuple[int, int, int]
+_GEMV_TILES: tuple[GemvTile, ...] = ((8, 2, 2), (8, 2, 3), (8, 4, 2), (16, 2, 1), (16, 4, 1))
+_GEMV_ROWS, _BATCH = 16, 4  # of the weight, a tile's; tiles whose sums are added up together
+_SLOT = _GEMV_ROWS * 128 // 8  # bytes of a warp's group, for each bit of a code
 
 
 def _gemv_shared(params: Params) -> int:
-    rows, warps, groups, slots, *_ = params["tile"]
-    sums, bases = _BATCH * GEMV_ROWS * (rows + 4) * 4, groups * 32
-    return warps * (slots * _slot_bytes(params) + sums + bases)
+    """Slots of codes, sums, and what raised codes give."""
+    warps, groups, _ = params["tile"]
+    sums, bases = _BATCH * GEMV_ROWS * (_GEMV_ROWS + 4) * 4, groups * 32
+    return warps * (groups * _SLOT * product.BITS[params["code"]] + sums + bases)
 
 
 def _gemv_values(params: Params) -> dict[str, Any]:
-    rows, warps, groups, slots, blocks, prefetch = params["tile"]
-    return {**_values(params), "prefetch": prefetch << 10, "tile_rows": rows, "warps": warps, "groups": groups,
-            "slots": slots, "resident": max(blocks, 16 // warps), "batch": _BATCH}  # fmt: skip
+    warps, groups, blocks = params["tile"]
+    return {**_values(params), "tile_rows": _GEMV_ROWS, "warps": warps, "groups": groups,
+            "resident": blocks, "batch": _BATCH}  # fmt: skip
+
+
+def _gemv_illegal(params: Params) -> str | None:
+    warps, groups, _ = params["tile"]
+    if warps * groups > 32 and params["code"] == "int8":
+        return "has no registers for so much of x beside codes of int8"
+    return illegal_dtypes(params)
 
 
 def _gemv_grid(params: Params, problem: Problem) -> Dim3:
-    rows, blocks = params["tile"][0], params["tile"][4]
-    tiles = -(-problem["n"] * (2 if params["gate"] else 1) // rows)
-    return (min(tiles, blocks * problem.get("multiprocessors", SMS)), 1, 1)
+    tiles = -(-problem["n"] * (2 if params["gate"] else 1) // _GEMV_ROWS)
+    return (min(tiles, params["tile"][-1] * problem.get("multiprocessors", SMS)), 1, 1)
 
 
 # All that a call may take.
@@ -76,76 +71,58 @@ GEMV = KernelSpec(
     doc="up to eight rows of x: codes streamed from memory into the registers they are used in",
     params=(
         *DTYPES, _CODE, *epilogue.PARAMS,
-        Param("tile", _GEMV_TILES, "rows of the weight, warps, groups of a warp, those under way",
+        Param("tile", _GEMV_TILES, "warps, groups of a warp, blocks of an SM",
               tunable=True),
     ),
     derive=_gemv_values,
-    illegal=illegal_dtypes,
+    illegal=_gemv_illegal,
     features=lambda params: _FEATURES | {"cp_async"},
     shared_bytes=_gemv_shared,
-    block=lambda params: (32 * params["tile"][1], 1, 1),
+    block=lambda params: (32 * params["tile"][0], 1, 1),
     grid=_gemv_grid,
     verification="fkjit.ops.quantize.cases_linear:GEMV",
 )  # fmt: skip
 GEMV_AHEAD = _ahead(
     GEMV,
     [
-        {"code": "int4", "tile": (16, 16, 2, 4, 1, 32)},
-        {"code": "int4", "tile": (16, 16, 1, 4, 1, 32), **_SWIGLU, **_FINE},
-        {"code": "int8", "tile": (16, 8, 4, 4, 2, 32)},
-        {"code": "int8", "tile": (32, 8, 2, 2, 1, 32), **_FINE, "out_dtype": "fp16"},
+        {"code": "int4", "tile": (8, 4, 2)},
+        {"code": "int4", "tile": (16, 2, 1), **_SWIGLU, **_FINE},
+        {"code": "int8", "tile": (8, 2, 2)},
+        {"code": "int8", "tile": (8, 2, 3), **_FINE, "out_dtype": "fp16"},
     ],
-)
-
-_OLD_TILES = ((16, 8, 3), (16, 4, 3), (32, 8, 2))
-GEMV_OLD = replace(
-    GEMV, name="gemv_old", source="quantize/gemv_old.cu",
-    params=(*DTYPES, _CODE, *epilogue.PARAMS, Param("tile", _OLD_TILES, "old")),
-    derive=lambda p: {**_values(p), "tile_rows": p["tile"][0], "warps": p["tile"][1],
-                      "unroll": p["tile"][2], "resident": 16 // p["tile"][1]},
-    shared_bytes=lambda p: 0,
-    grid=lambda params, problem: (-(-problem["n"] * (2 if params["gate"] else 1) // params["tile"][0]), 1, 1),
 )
 
 # ------------------------------------------------------------------ skinny
 
 TOKENS = (16, 32, 64)  # what rows of x are padded to
-_GROUP = 128  # k of a stage
-# Rows of the weight of a warp, parts of the rows of x, stages, blocks of a multiprocessor.
-SkinnyTile = tuple[int, int, int, int]
-_SKINNY_TILES: tuple[SkinnyTile, ...] = tuple(
-    (rows, parts, depth, resident)
-    for rows in (16, 32) for parts in (1, 2) for depth in (2, 3, 4, 6) for resident in (1, 2, 3)
-)
+_ROWS, _GROUP = 128, 128  # outputs of a block, k of a stage
+_WARP_ROWS = 16  # of the weight
+# By rows of x: parts of them, each with warps of its own; stages; blocks of a multiprocessor.
+_SKINNY = {16: (1, 4, 2), 32: (1, 4, 2), 64: (2, 3, 1)}
 _LEAST_GROUPS, _MOST_SPLIT = 4, 16  # of a block that shares a tile; blocks that share one
 
 
 def _skinny_values(params: Params) -> dict[str, Any]:
-    rows, parts, depth, resident = params["tile"]
-    return {**_values(params), "warp_rows": rows, "parts": parts, "depth": depth,
+    parts, depth, resident = _SKINNY[params["tokens"]]
+    return {**_values(params), "warp_rows": _WARP_ROWS, "parts": parts, "depth": depth,
             "resident": resident}  # fmt: skip
-
-
-def _rows(params: Params) -> int:
-    """Outputs of the weight of a block."""
-    return 8 * params["tile"][0]
 
 
 def _skinny_shared(params: Params) -> int:
     """Stages of x and of codes, or sums, which come where those were."""
-    tokens, rows, (_, _, depth, _) = params["tokens"], _rows(params), params["tile"]
-    codes = rows * _GROUP * product.BITS[params["code"]] // 8
-    return max(depth * (tokens * _GROUP * 2 + codes), tokens * (rows + 4) * 4)
+    tokens, (_, depth, _) = params["tokens"], _SKINNY[params["tokens"]]
+    codes = _ROWS * _GROUP * product.BITS[params["code"]] // 8
+    return max(depth * (tokens * _GROUP * 2 + codes), tokens * (_ROWS + 4) * 4)
 
 
 def tiles_of(params: Params, problem: Problem) -> int:
     """Tiles of outputs."""
-    return -(-problem["n"] * (2 if params["gate"] else 1) // _rows(params))
+    return -(-problem["n"] * (2 if params["gate"] else 1) // _ROWS)
 
 
 def split_of(params: Params, problem: Problem) -> int:
     """Blocks that share the k of a tile: as many as multiprocessors hold."""
-    blocks = params["tile"][-1] * problem.get("multiprocessors", SMS)
+    blocks = _SKINNY[params["tokens"]][-1] * problem.get("multiprocessors", SMS)
     most = -(-problem["k"] // _GROUP) // _LEAST_GROUPS
     return max(min(blocks // tiles_of(params, problem), most, _MOST_SPLIT), 1)
 
@@ -153,7 +130,7 @@ def split_of(params: Params, problem: Problem) -> int:
 def skinny_scratch(params: Params, problem: Problem) -> tuple[int, int]:
     """(bytes of workspace, counters): of sums that blocks leave to one another."""
     tiles, split = tiles_of(params, problem), split_of(params, problem)
-    return (0, 0) if split == 1 else (4 * tiles * split * params["tokens"] * _rows(params), tiles)
+    return (0, 0) if split == 1 else (4 * tiles * split * params["tokens"] * _ROWS, tiles)
 
 
 SKINNY = KernelSpec(
@@ -165,48 +142,47 @@ SKINNY = KernelSpec(
     params=(
         *DTYPES, _CODE, *epilogue.PARAMS,
         Param("tokens", TOKENS, "rows of x, padded"),
-        Param("tile", _SKINNY_TILES, "rows of a warp, stages, blocks of a multiprocessor",
-              tunable=True),
     ),
     derive=_skinny_values,
     illegal=illegal_dtypes,
     features=lambda params: _FEATURES | {"cp_async"},
     shared_bytes=_skinny_shared,
-    block=lambda params: (256 * params["tile"][1], 1, 1),
+    block=lambda params: (256 * _SKINNY[params["tokens"]][0], 1, 1),
     grid=lambda params, problem: (tiles_of(params, problem), split_of(params, problem), 1),
     verification="fkjit.ops.quantize.cases_linear:SKINNY",
 )  # fmt: skip
 SKINNY_AHEAD = _ahead(
     SKINNY,
     [
-        {"code": "int4", "tokens": 64, "tile": (32, 1, 2, 1)},
-        {"code": "int4", "tokens": 32, "tile": (16, 2, 2, 1), **_SWIGLU, **_FINE},
-        {"code": "int8", "tokens": 16, "tile": (16, 1, 4, 2), **_FINE, "out_dtype": "fp16"},
+        {"code": "int4", "tokens": 64},
+        {"code": "int4", "tokens": 32, **_SWIGLU, **_FINE},
+        {"code": "int8", "tokens": 16, **_FINE, "out_dtype": "fp16"},
     ],
 )
 
 
-def _gemv_tile(problem: Problem) -> GemvTile:
-    """As many groups a warp as it takes to hold all of x, up to four."""
-    warps = 16 if problem["code"] == "int4" else 8
+def _gemv_tile(problem: Problem, roomy: bool) -> GemvTile:
+    """A warp's x stays in registers where k is short enough; the fastest on an H200
+    (bench/notes/quantize.md). `roomy`: a block may have more than 99 KB of shared memory."""
     groups = -(-problem["k"] // _GROUP)
-    return 16, warps, next((g for g in (1, 2) if g * warps >= groups), 4), 4, 16 // warps, 32
+    if groups <= 16:
+        return (8, 2, 2)
+    long = 32 < groups <= 64 and roomy and problem["code"] == "int4"
+    return (16, 4, 1) if long else (8, 4, 2)
 
 
-def _skinny_tile(problem: Problem, tokens: int) -> SkinnyTile:
-    return 16, 1, 3 if problem["code"] == "int4" else 2, 1
-
-
-def choose(problem: Problem) -> tuple[KernelSpec, dict[str, Any], tuple[int, int]] | None:
+def choose(
+    problem: Problem, roomy: bool = True
+) -> tuple[KernelSpec, dict[str, Any], tuple[int, int]] | None:
     """The kernel, its parameters and scratch memory; None for more rows than these take."""
     names = ("dtype", "out_dtype", "code", "activation", "gate")
     fixed = {name: problem[name] for name in names}
     if problem["m"] <= GEMV_ROWS:
         spec = epilogue.kernel_for(GEMV, problem["activation"])
-        return spec, {**fixed, "tile": _gemv_tile(problem)}, (0, 0)
+        return spec, {**fixed, "tile": _gemv_tile(problem, roomy)}, (0, 0)
     if problem["m"] > SKINNY_ROWS:
         return None
     tokens = next(tokens for tokens in TOKENS if problem["m"] <= tokens)
-    params = {**fixed, "tokens": tokens, "tile": _skinny_tile(problem, tokens)}
+    params = {**fixed, "tokens": tokens}
     spec = epilogue.kernel_for(SKINNY, problem["activation"])
     return spec, params, skinny_scratch(params, problem)

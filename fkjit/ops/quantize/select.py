@@ -13,6 +13,7 @@ from fkjit.spec import KernelSpec, Problem
 from fkjit.tuning import tuned
 
 CALL = "linear"
+_ROOM = 99 << 10  # bytes of shared memory that a block has from sm_80 on, at least
 _MOST_EXACT = 1 << 17  # of k: products of int8 codes are up to 127 * 127
 
 
@@ -26,7 +27,7 @@ class Choice(NamedTuple):
 
 def choose(problem: Problem, impl: str, arch: Arch) -> Choice:
     """ParameterError where the kernel asked for does not take the problem, or the GPU has none."""
-    chosen = _bytes(problem, impl, arch) if is_quantized(problem) else _few(problem)
+    chosen = _bytes(problem, impl, arch) if is_quantized(problem) else _few(problem, arch)
     if chosen is None:
         raise ParameterError(
             f"{CALL}: impl={impl!r} with this weight and {problem['m']} rows of x; allowed: 'auto'"
@@ -63,6 +64,6 @@ def _bytes(problem: Problem, impl: str, arch: Arch) -> Choice:
     return Choice(*kernels_bytes.choose(problem, "wgmma" in arch.features and impl != "mma"))
 
 
-def _few(problem: Problem) -> Choice | None:
-    found = kernels_few.choose(problem)
+def _few(problem: Problem, arch: Arch) -> Choice | None:
+    found = kernels_few.choose(problem, arch.shared_per_block > _ROOM)
     return None if found is None else Choice(*found)
