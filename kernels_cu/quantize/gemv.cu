@@ -35,7 +35,8 @@ constexpr int PREFETCH = __CUDA_ARCH__ >= 900 ? 32 << 10 : 0;  // bytes a block,
 constexpr int TILE = ${tile_rows};               // outputs of the weight
 constexpr int WARPS = ${warps};
 constexpr int GROUPS = ${groups};      // of k, of a warp
-constexpr int RESIDENT = ${resident};  // blocks of a multiprocessor, at least
+// Blocks of a multiprocessor, at least; other GPUs' code wants some registers more.
+constexpr int RESIDENT = __CUDA_ARCH__ == 900 ? ${resident} : 1;
 
 constexpr int HALVES = GATE ? 2 : 1, OUTPUTS = TILE / HALVES, THREADS = 32 * WARPS;
 constexpr int EIGHTS = TILE / 8, PRODUCTS = TILE / 16;

@@ -107,7 +107,7 @@ def _gemv(params: Params, scale: str) -> list[dict[str, Any]]:
         return [problem(params, *shape, **_everything()) for shape in shapes]
     part = 128 * warps * groups
     return [
-        problem(params, 5, 3 * rows + 3, 128 * warps + 32, multiprocessors=1, **_everything()),
+        problem(params, 5, 4 * rows + 3, 128 * warps + 32, multiprocessors=1, **_everything()),
         problem(params, 8, rows, part + 160),
         problem(params, 1, 4, 32, bias=False),
     ]

@@ -32,7 +32,7 @@ def _ahead(spec: KernelSpec, shown: list[Mapping[str, Any]]) -> KernelSpec:
 
 # Warps, groups of 128 of k that a warp has of a tile, blocks of a multiprocessor.
 GemvTile = tuple[int, int, int]
-_GEMV_TILES: tuple[GemvTile, ...] = ((8, 2, 2), (8, 2, 3), (8, 4, 2), (16, 2, 1), (16, 4, 1))
+_GEMV_TILES: tuple[GemvTile, ...] = ((8, 2, 2), (8, 4, 2), (16, 2, 1), (16, 4, 1))
 _GEMV_ROWS, _BATCH = 16, 4  # of the weight, a tile's; tiles whose sums are added up together
 _SLOT = _GEMV_ROWS * 128 // 8  # bytes of a warp's group, for each bit of a code
 
@@ -88,7 +88,7 @@ GEMV_AHEAD = _ahead(
         {"code": "int4", "tile": (8, 4, 2)},
         {"code": "int4", "tile": (16, 2, 1), **_SWIGLU, **_FINE},
         {"code": "int8", "tile": (8, 2, 2)},
-        {"code": "int8", "tile": (8, 2, 3), **_FINE, "out_dtype": "fp16"},
+        {"code": "int8", "tile": (8, 4, 2), **_FINE, "out_dtype": "fp16"},
     ],
 )
 
@@ -163,7 +163,7 @@ SKINNY_AHEAD = _ahead(
 
 def _gemv_tile(problem: Problem, roomy: bool) -> GemvTile:
     """A warp's x stays in registers where k is short enough; the fastest on an H200
-    (bench/notes/quantize.md). `roomy`: a block may have more than 99 KB of shared memory."""
+    (bench/notes/quantize.md). `roomy`: as much as that one has of shared memory, and registers."""
     groups = -(-problem["k"] // _GROUP)
     if groups <= 16:
         return (8, 2, 2)

@@ -13,7 +13,6 @@ from fkjit.spec import KernelSpec, Problem
 from fkjit.tuning import tuned
 
 CALL = "linear"
-_ROOM = 99 << 10  # bytes of shared memory that a block has from sm_80 on, at least
 _MOST_EXACT = 1 << 17  # of k: products of int8 codes are up to 127 * 127
 
 
@@ -65,5 +64,5 @@ def _bytes(problem: Problem, impl: str, arch: Arch) -> Choice:
 
 
 def _few(problem: Problem, arch: Arch) -> Choice | None:
-    found = kernels_few.choose(problem, arch.shared_per_block > _ROOM)
+    found = kernels_few.choose(problem, "wgmma" in arch.features)
     return None if found is None else Choice(*found)
