@@ -21,7 +21,7 @@ import torch
 
 from ..core.environment import environment
 from ..core.store import SCHEMA, Writer, in_help, results_folder
-from . import attention, language, needle, products
+from . import attention, device, language, needle, products
 
 PARTS: dict[str, Callable[[np.random.Generator, bool], Iterator[dict[str, Any]]]] = {
     "products": products.schemes,
@@ -30,6 +30,7 @@ PARTS: dict[str, Callable[[np.random.Generator, bool], Iterator[dict[str, Any]]]
     "attention sums": attention.short_sums,
     "needle": needle.records,
     "models": language.records,
+    "kernel sums": device.records,  # on a GPU alone
 }
 
 

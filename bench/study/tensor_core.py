@@ -1,12 +1,14 @@
 """Sums as a tensor core of few bits makes them: Hopper's accumulator of e4m3 products, emulated.
 
 Of each step of k = 32 the products are exact. They and the accumulator are aligned to the greatest
-exponent among them, what lies below `bits` binary places under it is cut off (towards zero), and
-the sum of what is left is the new accumulator. After `interval` numbers the accumulator is added to
-an fp32 register and begins anew: promotion.
+exponent among them (a product's is the sum of its factors', those below e4m3's normal numbers have
+-6), and what lies below `bits` binary places under it is cut off, towards zero. The sum of what is
+left, cut off behind as many places of its own, is the new accumulator. After `interval` numbers it
+is added to an fp32 register and begins anew: promotion.
 
-`BITS` is a published figure, none of ours: about 14 (the report of DeepSeek-V3, section 3.3.2);
-SageAttention2's paper has 13.
+With 13 bits this is what an H200 does, to the bit (fkjit/interp/wgmma/short_sums.py, which has its
+results to compare with). Published figures were about 14 (the report of DeepSeek-V3, section
+3.3.2) and 13 (SageAttention2).
 """
 
 from __future__ import annotations
@@ -16,10 +18,15 @@ from typing import NamedTuple
 import torch
 
 STEP = 32  # of k, in one instruction on operands of a byte
-BITS = 14
+BITS = 13
 _BUDGET = 1 << 18  # products at a time: what stays in a cache
-_SINGLE = 17  # bits up to which fp32 holds every sum of 33 numbers exactly
-_EXPONENT = {torch.float32: (torch.int32, 0xFF << 23), torch.float64: (torch.int64, 0x7FF << 52)}
+_SINGLE = 16  # bits up to which fp32 holds every sum of 33 numbers exactly
+_LEAST = 2.0**-6  # of e4m3's normal numbers
+# Of a dtype: the integers of its bits, those of the exponent, how many the fraction has.
+_BITS_OF = {
+    torch.float32: (torch.int32, 0xFF << 23, 23),
+    torch.float64: (torch.int64, 0x7FF << 52, 52),
+}
 
 
 class Sums(NamedTuple):
@@ -67,13 +74,22 @@ def _intervals(x: torch.Tensor, width: int) -> torch.Tensor:
 
 def _accumulated(a: torch.Tensor, b: torch.Tensor, bits: int) -> torch.Tensor:
     """[intervals, m, width] by [intervals, n, width] -> each interval's sum [intervals, m, n]."""
-    kind, mask = _EXPONENT[a.dtype]
+    kind, _, fraction = _BITS_OF[a.dtype]
+    kept = -(1 << fraction - bits)
+    of_a, of_b = (torch.where(x == 0, x, _power(x).clamp_min(_LEAST)) for x in (a, b))
     total = torch.zeros(a.shape[0], a.shape[1], b.shape[1], dtype=a.dtype)
     for at in range(0, a.shape[-1], STEP):
-        addends = a[:, :, None, at : at + STEP] * b[:, None, :, at : at + STEP]
-        greatest = torch.maximum(addends.amax(-1), -addends.amin(-1)).maximum(total.abs())
-        power = (greatest.clamp_min(2.0**-60).view(kind) & mask).view(a.dtype)
-        unit = power * 2.0**-bits
+        step = slice(at, at + STEP)
+        powers = of_a[:, :, None, step] * of_b[:, None, :, step]
+        unit = powers.amax(-1).maximum(_power(total)).clamp_min(2.0**-60) * 2.0**-bits
+        addends = a[:, :, None, step] * b[:, None, :, step]
         addends = addends.mul_((1 / unit)[..., None]).trunc_()
         total = (addends.sum(-1) + (total / unit).trunc()) * unit
+        total = (total.view(kind) & kept).view(a.dtype)
     return total
+
+
+def _power(x: torch.Tensor) -> torch.Tensor:
+    """The power of two that |x| begins with; 0 of 0."""
+    kind, mask, _ = _BITS_OF[x.dtype]
+    return (x.view(kind) & mask).view(x.dtype)

@@ -1,11 +1,17 @@
 /* out = act(scale * x . weight + bias) + residual for up to eight rows of x and a weight of int4 or
-   int8 codes, with a scale for 128 of k: codes are streamed once, 16 bytes a lane, and become numbers
-   in the registers in which they are multiplied (quantize/weights.cuh).
+   int8 codes, with a scale for 128 of k: codes are streamed once and become numbers in the registers
+   in which they are multiplied (quantize/weights.cuh).
 
-   A block has OUTPUTS columns of out; its warps take spans of k in turns, UNROLL of them under way at
-   any time. Products of codes are exact; a span's sums are multiplied with its scale in fp32. What the
-   warps have is added up in shared memory in their order: the same bits every time. x is small and
-   stays in L1.
+   The grid is as large as the GPU; a block takes one tile of TILE outputs after another. Its warps
+   share k: each has the same GROUPS of 128 of all tiles, so that its part of x stays in registers.
+   (Where k is longer, it comes in several parts, and so does x.) What a lane will multiply it copies
+   itself by cp.async, to a place for each group that nobody else reads: no barrier, no bank conflict.
+   A place is filled with the next tile's codes as soon as those of this one are multiplied.
+
+   A group's sums are multiplied with its scale in fp32. Codes of int4 stay raised in bf16
+   (quantize/weights.cuh): what that adds to a group's sums depends on x alone, is made once, and
+   subtracted. Other products are exact. What the warps have is added up in shared memory in their
+   order, for BATCH tiles at a time: the same bits every time.
 
    Before the previous kernel is over a block asks for lines of its weight, to L2: that reads nothing.
 
@@ -18,98 +24,126 @@
 #include "gemm/epilogue.cuh"
 #include "gemm/gemv.cuh"
 #include "ptx/pdl.cuh"
-#include "ptx/register_fence.cuh"
-#include "quantize/weights.cuh"
+#include "quantize/coded_weight.cuh"
 
 using elem_t = ${dtype};
 using out_t = ${out_dtype};
 using Activation = ${activation};
 using Weights = ${weights};
 constexpr bool GATE = ${gate};
-constexpr bool PREFETCH = __CUDA_ARCH__ >= 900;  // where launches overlap
+constexpr int PREFETCH = __CUDA_ARCH__ >= 900 ? 32 << 10 : 0;  // bytes a block, where launches overlap
 constexpr int TILE = ${tile_rows};               // outputs of the weight
 constexpr int WARPS = ${warps};
-constexpr int UNROLL = ${unroll};      // spans of a warp under way
-constexpr int RESIDENT = ${resident};  // blocks of a multiprocessor, at least
+constexpr int GROUPS = ${groups};      // of k, of a warp
+// Blocks of a multiprocessor, at least; other GPUs' code wants some registers more.
+constexpr int RESIDENT = __CUDA_ARCH__ == 900 ? ${resident} : 1;
 
 constexpr int HALVES = GATE ? 2 : 1, OUTPUTS = TILE / HALVES, THREADS = 32 * WARPS;
-constexpr int EIGHTS = TILE / 8, PRODUCTS = TILE / 16, GROUP = 128;
+constexpr int EIGHTS = TILE / 8, PRODUCTS = TILE / 16;
+using Rows = CodedRows<Weights, elem_t, EIGHTS>;
+using Scales = RowScales16<elem_t, EIGHTS, GROUPS>;
+constexpr int SPANS = Rows::SPANS, SLOT_BYTES = Rows::SLOT_BYTES;
+constexpr int X_CHUNKS = GROUP / 4 / 8;  // of a lane, of a group
+constexpr int PITCH = TILE + 4;          // of sums: lanes of a fragment meet 32 banks
+constexpr int SUMS = WARPS * TOKENS * PITCH;  // of a tile
+constexpr int BATCH = ${batch};               // tiles whose sums are added up together
 static_assert(TILE % 16 == 0, "whole operands of sixteen rows");
-static_assert(GROUP % Weights::SPAN == 0, "a span has one scale");
 
-// A lane's codes of a span, and the scales of their rows.
-struct Step {
-  uint4 codes[EIGHTS];
-  elem_t scales[EIGHTS];
-};
-
-struct Source {
-  const u8* rows[EIGHTS];
-  const elem_t* scales[EIGHTS];
-  const int k;
-
-  __device__ __forceinline__ Source(const u8* weight, const elem_t* of, int first, int n, int k)
-      : k(k) {
-    const int lane = threadIdx.x % WARP_SIZE, groups = ceil_div(k, GROUP);
-#pragma unroll
-    for (int i = 0; i < EIGHTS; ++i) {
-      const i64 row = weight_output<TILE, HALVES>(first, i * 8 + lane / 4, n);
-      rows[i] = weight + row * (static_cast<i64>(k) * Weights::BITS / 8) + lane % 4 * 16;
-      scales[i] = of + row * groups;
-    }
+// A warp's way through tiles of outputs and parts of k.
+struct Place {
+  int tile, part;
+  __device__ __forceinline__ void advance(int parts) {
+    if (++part == parts) part = 0, ++tile;
   }
-  __device__ __forceinline__ bool has(int span) const {
-    return span * Weights::SPAN + static_cast<int>(threadIdx.x % 4) * Weights::CHUNK_K < k;
-  }
-  // Scales are wanted by all lanes, whose sums are of all k of the span.
-  __device__ __forceinline__ void load(Step& step, int span) const {
-    const bool there = has(span), some = span * Weights::SPAN < k;
-#pragma unroll
-    for (int i = 0; i < EIGHTS; ++i) {
-      step.codes[i] = load_streamed_chunk_if(rows[i] + span * (4 * 16), there);
-      step.scales[i] = some ? scales[i][span * Weights::SPAN / GROUP] : elem_t(0.f);
-    }
+  __device__ __forceinline__ int group() const {
+    return (part * WARPS + static_cast<int>(threadIdx.x) / WARP_SIZE) * GROUPS;
   }
 };
 
-// The lane's numbers of row g of x in a span; zeros where x has no such row.
+// A sum of even and of odd steps, so that two products are under way.
+constexpr int CHAINS = GROUPS > 2 ? 1 : 2;  // where there are registers
+__device__ __forceinline__ float whole(const float (&parts)[CHAINS][4], int i) {
+  return CHAINS == 1 ? parts[0][i] : parts[0][i] + parts[CHAINS - 1][i];
+}
+
+// The lane's numbers of row lane / 4 of x in a warp's groups; zeros where x has no such row.
 struct Token {
-  static constexpr int CHUNKS = 2;  // at a time
-  const elem_t* const row;
-  const bool exists;
-  uint4 x[CHUNKS];
+  uint4 x[GROUPS][X_CHUNKS];
+  u32 bases;  // in shared memory: what raised codes 0 give, of the tokens whose sums the lane has
 
-  __device__ __forceinline__ Token(const elem_t* from, i64 stride, int m)
-      : row(from + min(static_cast<int>(threadIdx.x) % WARP_SIZE / 4, m - 1) * stride +
-            threadIdx.x % 4 * Weights::CHUNK_K),
-        exists(threadIdx.x % WARP_SIZE / 4 < m) {}
-  __device__ __forceinline__ void load(int span, int first, bool there) {
+  __device__ __forceinline__ void load(const elem_t* from, i64 stride, int m, int first, int k) {
+    const int row = threadIdx.x % WARP_SIZE / 4, t = threadIdx.x % 4;
+    const elem_t* const own = from + min(row, m - 1) * stride;
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
-      x[i] = make_uint4(0, 0, 0, 0);
-      load_chunk_if(x[i], row + span * Weights::SPAN + (first + i) * 8, exists && there);
+    for (int i = 0; i < GROUPS * X_CHUNKS; ++i) {
+      const int chunk = i % X_CHUNKS, of_span = X_CHUNKS / SPANS;
+      const int at = (first + i / X_CHUNKS) * GROUP + chunk / of_span * Weights::SPAN +
+                     t * Weights::CHUNK_K + chunk % of_span * 8;
+      uint4& to = x[i / X_CHUNKS][chunk];
+      to = make_uint4(0, 0, 0, 0);
+      load_chunk_if(to, own + at, row < m && at < k);
     }
+    if constexpr (Weights::RAISES) {
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < GROUPS; ++i) {
+        float sums[CHAINS][4] = {};
+#pragma unroll
+        for (int step = 0; step < 2 * X_CHUNKS; ++step)
+          multiply_step(sums, {Weights::BASES[0], Weights::BASES[0], Weights::BASES[1],
+                               Weights::BASES[1]}, i, step);
+        if (row == 0)
+          store_shared_pair(bases + i * 32, __float_as_uint(whole(sums, 0)),
+                            __float_as_uint(whole(sums, 1)));
+      }
+      __syncwarp();
+    }
+  }
+  __device__ __forceinline__ void multiply_step(float (&d)[CHAINS][4], const u32 (&a)[4], int group,
+                                                int step) const {
+    const uint4& own = x[group][step / 2];
+    mma_m16n8k16<elem_t>(d[step % CHAINS], a, step % 2 == 0 ? own.x : own.z,
+                         step % 2 == 0 ? own.y : own.w);
   }
 };
 
-// The span's products, with its scales.
-__device__ __forceinline__ void multiply(float (&d)[PRODUCTS][4], const Step& step, Token& token,
-                                         int span, bool there) {
-  float sums[PRODUCTS][4] = {};
+// A group's products, without its scales. The same steps as those of its bases, so that of codes 0
+// nothing is left. `slot`: the lane's part.
+__device__ __forceinline__ void multiply(float (&sums)[PRODUCTS][4], u32 slot, const Token& token,
+                                         int group) {
+  constexpr int EIGHT = SPANS * Rows::CHUNK_BYTES;
 #pragma unroll
-  for (int s = 0; s < Weights::STEPS; ++s) {
-    if (s % (2 * Token::CHUNKS) == 0) token.load(span, s / 2, there);
-    const uint4& x = token.x[s / 2 % Token::CHUNKS];
+  for (int i = 0; i < PRODUCTS; ++i) {
+    float parts[CHAINS][4] = {};
 #pragma unroll
-    for (int i = 0; i < PRODUCTS; ++i) {
-      u32 a[4];
-      weight_fragment<Weights>(a, step.codes[2 * i], step.codes[2 * i + 1], s);
-      mma_m16n8k16<elem_t>(sums[i], a, s % 2 == 0 ? x.x : x.z, s % 2 == 0 ? x.y : x.w);
+    for (int span = 0; span < SPANS; ++span) {
+      const u32 at = slot + i * 2 * EIGHT + span * Rows::CHUNK_BYTES;
+      const uint4 low = load_shared_chunk(at), high = load_shared_chunk(at + EIGHT);
+#pragma unroll
+      for (int step = 0; step < Weights::STEPS; ++step) {
+        u32 a[4];
+        raised_fragment<Weights>(a, low, high, step);
+        token.multiply_step(parts, a, group, span * Weights::STEPS + step);
+      }
     }
-  }
 #pragma unroll
-  for (int i = 0; i < PRODUCTS * 4; ++i)
-    d[i / 4][i % 4] += static_cast<float>(step.scales[i / 2]) * sums[i / 4][i % 4];
+    for (int j = 0; j < 4; ++j) sums[i][j] = whole(parts, j);
+  }
+  if constexpr (Weights::RAISES) {
+    const float2 bases = load_shared_pair(token.bases + group * 32);
+#pragma unroll
+    for (int i = 0; i < PRODUCTS * 4; ++i) sums[i / 4][i % 4] -= i % 2 == 0 ? bases.x : bases.y;
+  }
+}
+
+// To L2, lines of the tiles from `first` on: rows lie one after another.
+__device__ __forceinline__ void prefetch(const u8* weight, int first, int end, int n, int k) {
+  const i64 bytes = static_cast<i64>(k) * Weights::BITS / 8;
+  const i64 from = first * OUTPUTS * bytes;
+  const i64 most = min(min(end * OUTPUTS, n) * bytes - from, static_cast<i64>(PREFETCH / HALVES));
+  for (int half = 0; half < HALVES; ++half)
+    for (int i = threadIdx.x * 128; i < most; i += THREADS * 128)
+      prefetch_l2(weight + from + half * n * bytes + i);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -122,50 +156,89 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                    const int m,                         // 1..8
                    const int n, const int k, const i64 x_stride, const i64 out_stride,
                    const i64 residual_stride, const float scale) {
-  const int first = blockIdx.x * OUTPUTS;
-  if (PREFETCH)
-    prefetch_rows<TILE, HALVES, THREADS>(weight, static_cast<i64>(k) * Weights::BITS / 8, first, n,
-                                         k * Weights::BITS / 8);
+  const i64 all = ceil_div(n, OUTPUTS);
+  const int first_tile = static_cast<int>(all * blockIdx.x / gridDim.x);
+  const int tiles = static_cast<int>(all * (blockIdx.x + 1) / gridDim.x);
+  prefetch(weight, first_tile, tiles, n, k);
   after_previous_kernel();
-  __shared__ float sums[WARPS][TOKENS][TILE];
+  extern __shared__ __align__(128) char dynamic[];
   const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
-  const int spans = ceil_div(k, Weights::SPAN);
+  const u32 ring = shared_address(dynamic) + warp * (GROUPS * SLOT_BYTES) + lane * 16;
+  float* const all_sums = reinterpret_cast<float*>(dynamic + WARPS * GROUPS * SLOT_BYTES);
+  const int groups = ceil_div(k, GROUP);
+  const int parts = ceil_div(groups, WARPS * GROUPS);
 
-  // 1. Spans of this warp; beyond the end they are zeros.
-  const Source source(weight, scales, first, n, k);
-  Token token(x, x_stride, m);
-  Step ring[UNROLL];
-  float d[PRODUCTS][4] = {};
+  // 1. The first tile's codes and scales.
+  Place at = {first_tile, 0};
+  Rows rows;
+  Scales by;
+  const auto place = [&] {
+    const auto output = [=](int i) {
+      return weight_output<TILE, HALVES>(at.tile * OUTPUTS, i * 8 + lane / 4, n);
+    };
+    rows.place(weight, k, at.group(), output, at.tile < tiles ? k : 0);
+    by.place(scales, groups, groups, at.group(), output);
+  };
+  place();
 #pragma unroll
-  for (int i = 0; i < UNROLL; ++i) source.load(ring[i], warp * UNROLL + i);
-#pragma unroll 1
-  for (int span = warp * UNROLL; span < spans; span += WARPS * UNROLL) {
-#pragma unroll
-    for (int i = 0; i < UNROLL; ++i) {
-      multiply(d, ring[i], token, span + i, source.has(span + i));
-      register_fence(d);  // one span's x at a time
-      source.load(ring[i], span + WARPS * UNROLL + i);
-    }
+  for (int i = 0; i < GROUPS; ++i) {
+    rows.copy(ring + i * SLOT_BYTES, i);
+    cp_async_commit();
+    by.load(i);
   }
-  float* const at = sums[warp][lane % 4 * 2] + lane / 4;
-#pragma unroll
-  for (int i = 0; i < PRODUCTS * 4; ++i)
-    at[i % 2 * TILE + i / 4 * 16 + i / 2 % 2 * 8] = d[i / 4][i % 4];
-  __syncthreads();
+  Token token;
+  token.bases = shared_address(all_sums + BATCH * SUMS) + warp * (GROUPS * 32) + lane % 4 * 8;
+  bool another = true;  // part of x
 
-  // 2. The warps' sums in their order, and the epilogue.
+  // 2. Tile after tile.
   const Epilogue<Activation, GATE, elem_t, out_t> epilogue = {
       bias, residual, nullptr, residual_stride, scale, n};
+  float d[PRODUCTS][4] = {};
+  int batch = 0, first = first_tile * OUTPUTS;  // tiles whose sums wait, and their first output
 #pragma unroll 1
-  for (int i = threadIdx.x; i < m * OUTPUTS; i += THREADS) {
-    const int row = i / OUTPUTS, column = i % OUTPUTS;
-    float total[2] = {};
+  while (at.tile < tiles) {
+    if (another) token.load(x, x_stride, m, at.group(), k);
+    another = parts > 1;
+    at.advance(parts);
+    place();
 #pragma unroll
-    for (int half = 0; half < HALVES; ++half)
+    for (int i = 0; i < GROUPS; ++i) {
+      cp_async_wait<GROUPS - 1>();
+      float own[PRODUCTS][4];
+      multiply(own, ring + i * SLOT_BYTES, token, i);
+      rows.copy(ring + i * SLOT_BYTES, i);
+      cp_async_commit();
 #pragma unroll
-      for (int w = 0; w < WARPS; ++w) total[half] += sums[w][row][column + half * OUTPUTS];
-    if (first + column < n)
-      out[row * out_stride + first + column] =
-          static_cast<out_t>(epilogue(total[0], total[1], row, first + column));
+      for (int j = 0; j < PRODUCTS * 4; ++j)
+        d[j / 4][j % 4] += static_cast<float>(by.scales[i][j / 2]) * own[j / 4][j % 4];
+      by.load(i);  // the next tile's
+    }
+    if (at.part != 0) continue;
+
+    // 3. The warps' sums, and every few tiles those of all warps in their order.
+    float* const to = all_sums + batch * SUMS + (warp * TOKENS + lane % 4 * 2) * PITCH + lane / 4;
+#pragma unroll
+    for (int i = 0; i < PRODUCTS * 4; ++i) {
+      if (lane % 4 * 2 + i % 2 < m) to[i % 2 * PITCH + i / 4 * 16 + i / 2 % 2 * 8] = d[i / 4][i % 4];
+      d[i / 4][i % 4] = 0.f;
+    }
+    if (++batch < BATCH && at.tile < tiles) continue;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < m * batch * OUTPUTS; i += THREADS) {
+      const int row = i / OUTPUTS % m, place = i / OUTPUTS / m, column = i % OUTPUTS;
+      const float* const sums = all_sums + place * SUMS + row * PITCH + column;
+      float total[2] = {};
+#pragma unroll
+      for (int half = 0; half < HALVES; ++half)
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) total[half] += sums[w * TOKENS * PITCH + half * OUTPUTS];
+      const int output = first + place * OUTPUTS + column;
+      if (output < n)
+        out[row * out_stride + output] =
+            static_cast<out_t>(epilogue(total[0], total[1], row, output));
+    }
+    first += batch * OUTPUTS, batch = 0;
+    __syncthreads();
   }
 }

@@ -2,10 +2,10 @@
    with a scale for 128 of k. The weight is the side of sixteen rows of mma.sync, x that of eight
    columns.
 
-   A block has ROWS outputs of the weight, sixteen a warp, all rows of x, and a part of k in groups of
-   128. A warp's codes go from global memory into its registers, DEPTH - 1 groups ahead, and become
-   numbers there (quantize/weights.cuh): nobody else wants them. x comes through a ring of DEPTH stages
-   in shared memory by cp.async, for all warps. A group's sums are multiplied with its scale in fp32.
+   A block has ROWS outputs of the weight, WARP_ROWS a warp, all rows of x, and a part of k in groups
+   of 128. Both come through a ring of DEPTH stages in shared memory by cp.async: x for all warps, and
+   for each lane the codes that it will multiply (quantize/coded_weight.cuh), which become numbers in
+   its registers. A group's sums are multiplied with its scale in fp32.
 
    Where gridDim.y blocks share a tile, each leaves its sums in `workspace`, and the last one adds them
    up in order: the same bits every time.
@@ -22,7 +22,7 @@
 #include "ptx/pdl.cuh"
 #include "ptx/register_fence.cuh"
 #include "tile/last_block.cuh"
-#include "quantize/weights.cuh"
+#include "quantize/coded_weight.cuh"
 
 using elem_t = ${dtype};
 using out_t = ${out_dtype};
@@ -33,12 +33,20 @@ constexpr int COLUMNS = ${tokens};     // rows of x, padded
 constexpr int DEPTH = ${depth};        // groups of k under way
 constexpr int RESIDENT = ${resident};  // blocks of a multiprocessor, at least
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS, ROWS = 16 * WARPS, GROUP = 128;
-constexpr int HALVES = GATE ? 2 : 1, OUTPUTS = ROWS / HALVES, EIGHTS = COLUMNS / 8;
-constexpr int SPANS = GROUP / Weights::SPAN;  // of a group
-constexpr int STAGE_BYTES = COLUMNS * GROUP * 2;
-constexpr int PITCH = ROWS + 4;  // of sums: lanes of a fragment meet 32 banks
-static_assert(COLUMNS * PITCH * 4 <= DEPTH * STAGE_BYTES, "sums are where the ring was");
+constexpr int WARP_ROWS = ${warp_rows};
+constexpr int PARTS = ${parts};  // of the rows of x, each with warps of its own
+constexpr int ROW_WARPS = 8, WARPS = ROW_WARPS * PARTS, THREADS = 32 * WARPS;
+constexpr int ROWS = WARP_ROWS * ROW_WARPS;
+constexpr int HALVES = GATE ? 2 : 1, OUTPUTS = ROWS / HALVES, COLUMN_BLOCKS = COLUMNS / 8 / PARTS;
+constexpr int EIGHTS = WARP_ROWS / 8, PRODUCTS = WARP_ROWS / 16;
+using Rows = CodedRows<Weights, elem_t, EIGHTS>;
+using Scales = RowScales16<elem_t, EIGHTS, 1>;
+constexpr int SPANS = Rows::SPANS, X_BYTES = COLUMNS * GROUP * 2;
+constexpr int STAGE_BYTES = X_BYTES + ROW_WARPS * Rows::SLOT_BYTES;
+constexpr int PITCH = ROWS + 4;  // of sums, where the ring was: lanes of a fragment meet 32 banks
+static_assert(WARP_ROWS % 16 == 0, "whole operands of sixteen rows");
+
+using Sums = float[PRODUCTS][COLUMN_BLOCKS][4];
 
 // Where chunk `chunk` (8 numbers) of a row of a stage is. Of eight lanes that read together two rows
 // g and four t are: int4 asks for chunks 4t + j, int8 for 2t + j; all are in different banks.
@@ -47,71 +55,66 @@ __device__ __forceinline__ u32 place(int row, int chunk) {
   return row * (GROUP * 2) + ((chunk ^ turn) << 4);
 }
 
-// A warp's codes of a group: rows g and g + 8.
-struct Codes {
-  uint4 low[SPANS], high[SPANS];
-  elem_t scales[2];
-};
+// A thread's chunks of x on their way to stages; zeros where x has no such row, and beyond its end.
+struct RowsOfX {
+  static constexpr int CHUNKS = GROUP / 8, ROWS_AT_ONCE = THREADS / CHUNKS;
+  static constexpr int PASSES = ceil_div(COLUMNS, ROWS_AT_ONCE);
+  const elem_t* from;
+  i64 stride;  // from one pass to the next
+  u32 to;
+  int rows, left;
 
-struct Source {
-  const u8 *low, *high;
-  const elem_t *low_scales, *high_scales;
-  const int k;
-
-  __device__ __forceinline__ Source(const u8* weight, const elem_t* scales, int first, int n, int k)
-      : k(k) {
-    const int lane = threadIdx.x % WARP_SIZE, row = threadIdx.x / WARP_SIZE * 16 + lane / 4;
-    const i64 bytes = static_cast<i64>(k) * Weights::BITS / 8;
-    const i64 at = weight_output<ROWS, HALVES>(first, row, n);
-    const i64 below = weight_output<ROWS, HALVES>(first, row + 8, n);
-    low = weight + at * bytes + lane % 4 * 16, high = weight + below * bytes + lane % 4 * 16;
-    low_scales = scales + at * ceil_div(k, GROUP),
-    high_scales = scales + below * ceil_div(k, GROUP);
+  __device__ __forceinline__ RowsOfX(const elem_t* x, i64 x_stride, int m, int first, int k)
+      : stride(ROWS_AT_ONCE * x_stride) {
+    const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+    from = x + row * x_stride + first + chunk * 8;
+    to = place(row, chunk);
+    rows = m - row, left = k - first - chunk * 8;
   }
-  __device__ __forceinline__ void load(Codes& codes, int group) const {
+  __device__ __forceinline__ void copy(u32 stage) {
 #pragma unroll
-    for (int i = 0; i < SPANS; ++i) {
-      const int span = group * SPANS + i, chunk = threadIdx.x % 4;
-      const bool there = span * Weights::SPAN + chunk * Weights::CHUNK_K < k;
-      codes.low[i] = load_streamed_chunk_if(low + span * (4 * 16), there);
-      codes.high[i] = load_streamed_chunk_if(high + span * (4 * 16), there);
-    }
-    codes.scales[0] = low_scales[group], codes.scales[1] = high_scales[group];
+    for (int i = 0; i < PASSES; ++i)
+      if (COLUMNS % ROWS_AT_ONCE == 0 || threadIdx.x / CHUNKS < COLUMNS)
+        cp_async_16(stage + to + i * (ROWS_AT_ONCE * GROUP * 2), from + i * stride,
+                    i * ROWS_AT_ONCE < rows && left > 0 ? 16 : 0);
+    from += GROUP, left -= GROUP;
   }
 };
 
-// A group of all rows of x to a stage; zeros where x has none.
-__device__ __forceinline__ void load_x(u32 stage, const elem_t* x, i64 stride, int m, int k0,
-                                       int k) {
-  constexpr int CHUNKS = GROUP / 8;
+// A group's products, with its scales. `x`: the first of the warp's rows in a stage; `slot`: of its
+// codes there.
+__device__ __forceinline__ void multiply(Sums& d, u32 x, u32 slot, const Scales& by, int lane) {
+  Sums sums = {};
 #pragma unroll
-  for (int i = threadIdx.x; i < COLUMNS * CHUNKS; i += THREADS) {
-    const int row = i / CHUNKS, chunk = i % CHUNKS, at = k0 + chunk * 8;
-    const bool there = row < m && at < k;
-    cp_async_16(stage + place(row, chunk), there ? x + row * stride + at : x, there ? 16 : 0);
-  }
-}
-
-__device__ __forceinline__ void multiply(float (&d)[EIGHTS][4], const Codes& codes, u32 stage,
-                                         int lane) {
-  float sums[EIGHTS][4] = {};
+  for (int span = 0; span < SPANS; ++span) {
+    uint4 codes[EIGHTS];
 #pragma unroll
-  for (int step = 0; step < SPANS * Weights::STEPS; step += 2) {
-    const int span = step / Weights::STEPS, s = step % Weights::STEPS;
-    u32 a[2][4];
-    weight_fragment<Weights>(a[0], codes.low[span], codes.high[span], s);
-    weight_fragment<Weights>(a[1], codes.low[span], codes.high[span], s + 1);
-    const int chunk = (span * Weights::SPAN + lane % 4 * Weights::CHUNK_K) / 8 + s / 2;
+    for (int i = 0; i < EIGHTS; ++i)
+      codes[i] = load_shared_chunk(slot + (i * SPANS + span) * Rows::CHUNK_BYTES);
 #pragma unroll
-    for (int i = 0; i < EIGHTS; ++i) {
-      const uint4 x = load_shared_chunk(stage + place(i * 8 + lane / 4, chunk));
-      mma_m16n8k16<elem_t>(sums[i], a[0], x.x, x.y);
-      mma_m16n8k16<elem_t>(sums[i], a[1], x.z, x.w);
+    for (int step = 0; step < Weights::STEPS; step += 2) {
+      u32 a[2][PRODUCTS][4];
+#pragma unroll
+      for (int i = 0; i < 2 * PRODUCTS; ++i)
+        weight_fragment<Weights>(a[i % 2][i / 2], codes[i / 2 * 2], codes[i / 2 * 2 + 1],
+                                 step + i % 2);
+      const int chunk = (span * Weights::SPAN + lane % 4 * Weights::CHUNK_K) / 8 + step / 2;
+#pragma unroll
+      for (int i = 0; i < COLUMN_BLOCKS; ++i) {
+        const uint4 own = load_shared_chunk(x + place(i * 8 + lane / 4, chunk));
+#pragma unroll
+        for (int j = 0; j < PRODUCTS; ++j) mma_m16n8k16<elem_t>(sums[j][i], a[0][j], own.x, own.y);
+#pragma unroll
+        for (int j = 0; j < PRODUCTS; ++j) mma_m16n8k16<elem_t>(sums[j][i], a[1][j], own.z, own.w);
+      }
     }
   }
 #pragma unroll
-  for (int i = 0; i < EIGHTS * 4; ++i)
-    d[i / 4][i % 4] += static_cast<float>(codes.scales[i % 4 / 2]) * sums[i / 4][i % 4];
+  for (int j = 0; j < PRODUCTS; ++j)
+#pragma unroll
+    for (int i = 0; i < COLUMN_BLOCKS * 4; ++i)
+      d[j][i / 4][i % 4] +=
+          static_cast<float>(by.scales[0][j * 2 + i % 4 / 2]) * sums[j][i / 4][i % 4];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -134,38 +137,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const i64 all = ceil_div(k, GROUP);
   const int begin = static_cast<int>(all * blockIdx.y / split);
   const int end = static_cast<int>(all * (blockIdx.y + 1) / split);
-  const Source source(weight, scales, first, n, k);
-
-  // 1. The first groups.
-  Codes codes[DEPTH];
-#pragma unroll
-  for (int i = 0; i < DEPTH - 1; ++i) {
-    if (begin + i < end) {
-      source.load(codes[i], begin + i);
-      load_x(ring + i * STAGE_BYTES, x, x_stride, m, (begin + i) * GROUP, k);
+  const int groups = static_cast<int>(all), part = warp / ROW_WARPS;
+  const int own_row = warp % ROW_WARPS * WARP_ROWS + lane / 4;
+  const auto output = [=](int i) {
+    return weight_output<ROWS, HALVES>(first, own_row + i * 8, n);
+  };
+  Rows rows;
+  rows.place(weight, k, begin, output, k);
+  RowsOfX rows_of_x(x, x_stride, m, begin * GROUP, k);
+  const u32 slot = X_BYTES + warp % ROW_WARPS * Rows::SLOT_BYTES + lane * 16;
+  const auto load = [&](int stage, int ahead) {
+    if (begin + ahead < end) {
+      rows.copy<PARTS>(ring + stage * STAGE_BYTES + slot, ahead, part);
+      rows_of_x.copy(ring + stage * STAGE_BYTES);
     }
     cp_async_commit();
-  }
+  };
+
+  // 1. The first groups.
+#pragma unroll
+  for (int i = 0; i < DEPTH - 1; ++i) load(i, i);
+  Scales next;
+  next.place(scales, end, groups, begin, output);
+  next.load(0);
 
   // 2. Products; a stage is filled again behind the barrier that says all warps are done with it.
-  float d[EIGHTS][4] = {};
+  Sums d = {};
+  int stage = 0;
 #pragma unroll 1
-  for (int group = begin; group < end; group += DEPTH) {
-#pragma unroll
-    for (int i = 0; i < DEPTH; ++i) {
-      if (group + i >= end) break;
-      cp_async_wait<DEPTH - 2>();
-      __syncthreads();
-      constexpr int AHEAD = DEPTH - 1;
-      if (group + i + AHEAD < end) {
-        source.load(codes[(i + AHEAD) % DEPTH], group + i + AHEAD);
-        load_x(ring + (i + AHEAD) % DEPTH * STAGE_BYTES, x, x_stride, m,
-               (group + i + AHEAD) * GROUP, k);
-      }
-      cp_async_commit();
-      multiply(d, codes[i], ring + i * STAGE_BYTES, lane);
-      register_fence(d);  // one group's numbers at a time
-    }
+  for (int group = 0; group < end - begin; ++group) {
+    const Scales by = next;
+    next.place(scales, end, groups, begin + group + 1, output);
+    next.load(0);
+    cp_async_wait<DEPTH - 2>();
+    __syncthreads();
+    load(stage == 0 ? DEPTH - 1 : stage - 1, group + DEPTH - 1);
+    const u32 at = ring + stage * STAGE_BYTES;
+    multiply(d, at + part * (X_BYTES / PARTS), at + slot, by, lane);
+    stage = stage + 1 == DEPTH ? 0 : stage + 1;
   }
   cp_async_wait<0>();
   __syncthreads();
@@ -173,9 +182,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   // 3. The sums of this block, and those of all blocks of the tile.
   float* const sums = reinterpret_cast<float*>(dynamic);
 #pragma unroll
-  for (int i = 0; i < EIGHTS * 4; ++i)
-    sums[(i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + warp * 16 + lane / 4 + i % 4 / 2 * 8] =
-        d[i / 4][i % 4];
+  for (int j = 0; j < PRODUCTS; ++j)
+#pragma unroll
+    for (int i = 0; i < COLUMN_BLOCKS * 4; ++i)
+      sums[(part * (COLUMNS / PARTS) + i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + own_row +
+           j * 16 + i % 4 / 2 * 8] = d[j][i / 4][i % 4];
   __syncthreads();
   float* const tile = workspace + static_cast<i64>(blockIdx.x) * split * (COLUMNS * ROWS);
   if (split > 1) {

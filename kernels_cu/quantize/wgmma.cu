@@ -5,13 +5,14 @@
    The grid is as large as the GPU; a block (or a cluster of two) works through one tile after another,
    in an order that keeps operands in L2 (gemm/tile_order.cuh). A warp of the first warpgroup is the
    producer: it asks TMA for 128 bytes of k of both operands, stage after stage of a ring, and is tiles
-   ahead of the others. CONSUMERS warpgroups have 64 rows of a tile each. Blocks of a cluster have tiles
+   ahead of the others. CONSUMERS warpgroups have 64 rows of a tile each, or, with PINGPONG, each every
+   other tile, whole: one multiplies while another is at its epilogue. Blocks of a cluster have tiles
    below one another; each fetches half of the weight's tile and has TMA write it into both.
 
      BLOCKS     scales of 128 of k: what they are summed to is multiplied and added up in fp32
      otherwise  scales of rows, or of a tensor, at the end
 
-   INTERVAL: the tensor core's e4m3 sums have some 14 bits of fraction; after so many steps of 128 of k
+   INTERVAL: the tensor core's e4m3 sums have 13 bits of fraction; after so many steps of 128 of k
    they are added up in fp32. 0: never. int8 sums are exact.
 
    With GATE a tile has as many rows of gate as of up, so that a thread has both sums of an element.
@@ -33,6 +34,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_bytes.cuh"
+#include "tile/pingpong.cuh"
 #include "tile/ring.cuh"
 //% if has_mod
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
@@ -55,11 +57,15 @@ constexpr bool BLOCKS = ${blocks};     // scales of 128 of k
 constexpr int INTERVAL = ${interval};  // steps of k that are summed by tensor cores; 0: all
 constexpr bool CODED = ${coded};       // out is codes and scales
 constexpr int BLOCK_M = ${block_m}, BLOCK_N = ${block_n};
+constexpr bool PINGPONG = ${pingpong};  // consumers take turns
 constexpr int STAGES = ${stages};
 constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
 constexpr int GUARD = ${guard};      // bytes between tiles: 0 except where memory is checked
 
-constexpr int WARPGROUP = 128, CONSUMERS = BLOCK_M / 64, THREADS = WARPGROUP * (1 + CONSUMERS);
+constexpr int WARPGROUP = 128, CONSUMERS = PINGPONG ? 2 : BLOCK_M / 64;
+constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
+constexpr int BLOCKS_OF_64 = PINGPONG ? BLOCK_M / 64 : 1;              // rows of a consumer
+constexpr int RELEASES = 4 * CLUSTER * (PINGPONG ? 1 : CONSUMERS);  // of a stage, by warps
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 constexpr int BLOCK_K = 128, N = BLOCK_N / 8, PART = BLOCK_N / 2;
@@ -67,6 +73,7 @@ constexpr int OUT_COLUMNS = GATE ? PART : BLOCK_N;
 constexpr int STEPS = INTERVAL > 0 ? INTERVAL : 1;  // divides
 constexpr u16 ALL_BLOCKS = CLUSTER > 1 ? 3 : 0;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS >= 2 && CONSUMERS <= 3, "64 rows a consumer");
+static_assert(!PINGPONG || INTERVAL == 0, "no registers for sums in fp32 beside those of a tile");
 static_assert(!BLOCKS || INTERVAL == 1, "a scale is of one step");
 constexpr int PARTS = CODED ? 2 : 1;  // of the weight's tile, that are multiplied one by one
 static_assert(!CODED || (BLOCKS && GATE && BLOCK_N == 256), "128 columns share a scale");
@@ -90,7 +97,7 @@ struct Ring {
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
       mbarrier_init(full(stage), 1);
-      mbarrier_init(empty(stage), 4 * CONSUMERS * CLUSTER);
+      mbarrier_init(empty(stage), RELEASES);
     }
     mbarrier_init_fence();
   }
@@ -126,14 +133,19 @@ __device__ __forceinline__ void fetch(const Ring& ring, int stage, const TensorM
   }
 }
 
-template <typename Sum, int COUNT>
-__device__ __forceinline__ void multiply_stage(Sum (&acc)[COUNT][4], u32 a, u32 b, bool add) {
-  const u64 x = wgmma_tile(a, 0), weight = wgmma_tile(b, 0);
-  register_fence(acc);
+// `rows`: blocks of 64 below one another.
+template <typename Sum, int M, int COUNT>
+__device__ __forceinline__ void multiply_stage(Sum (&acc)[M][COUNT][4], u32 rows, u32 b, bool add) {
+  constexpr int BLOCK = 64 * BLOCK_K / 16;  // in units of a descriptor
+  const u64 x = wgmma_tile(rows, 0), weight = wgmma_tile(b, 0);
+#pragma unroll
+  for (int block = 0; block < M; ++block) register_fence(acc[block]);
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < BLOCK_K / 32; ++i)  // 32 bytes, two units of a descriptor
-    wgmma_bytes(acc, x + 2 * i, weight + 2 * i, add || i > 0);
+  for (int i = 0; i < BLOCK_K / 32; ++i)  // 32 bytes, two units
+#pragma unroll
+    for (int block = 0; block < M; ++block)
+      wgmma_bytes(acc[block], x + block * BLOCK + 2 * i, weight + 2 * i, add || i > 0);
   wgmma_commit();
 }
 
@@ -200,25 +212,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
     // ---- consumers
     more_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1, lane = threadIdx.x % WARP_SIZE;
-    const int warp_row = consumer * 64 + threadIdx.x / WARP_SIZE % 4 * 16;
+    const int consumer_row = PINGPONG ? 0 : consumer * 64;
+    const int warp_row = consumer_row + threadIdx.x / WARP_SIZE % 4 * 16;
+    using Sums = float (&)[1][N][4];
     using Pairs = EpiloguePairs<Activation, GATE, false, RESIDUAL, elem_t, out_t>;
     const ScaledPairs<Pairs, EXACT, BLOCKS> epilogue(
         Pairs(residual, nullptr, residual_stride, scale, n), {x_scales, x_scale_step, m},
         {scales, scale_step, GATE ? 2 * n : n});
-    for (int number = first; number < order.count(); number += stride) {
+    const PingPong<CONSUMERS> turns(consumer, PINGPONG);
+    int position = 0, turn = 0;  // in the ring; tiles
+    for (int number = first; number < order.count(); number += stride, ++turn) {
       const GroupedTile tile = order(number);
       if (order.is_beyond(tile)) break;
+      if (PINGPONG) {
+        place = ring_place<STAGES>(position);
+        position += steps;
+        if (turn % CONSUMERS != consumer) continue;
+        turns.wait();
+      }
       const int row = tile.row + rank * BLOCK_M + warp_row, column = tile.column * OUT_COLUMNS;
       const float* const own_scales =
           Order::own(scales, tile.expert, ceil_div(GATE ? 2 * n : n, BLOCK_K) * steps);
-      if (Order::OF_ROWS && tile.row + consumer * 64 >= tile.end) {  // no row of it is this one's
+      if (Order::OF_ROWS && tile.row + consumer_row >= tile.end) {  // no row of it is this one's
         for (int step = 0; step < steps; ++step, place.advance()) {
           mbarrier_wait(ring.full(place.stage), place.parity);
           ring.release(place.stage, lane);
         }
         continue;
       }
-      sum_t acc[N / PARTS][4];
+      sum_t acc[BLOCKS_OF_64][N / PARTS][4];
       float total[1][N][4];
 #pragma unroll
       for (int i = 0; i < N * 4; ++i) total[0][i / 4][i % 4] = 0.f;
@@ -229,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
         BlockScales<1, GATE> by;
         if (BLOCKS) by.load(x_scales, own_scales, row + lane / 4, m, column, n, step, steps);
         mbarrier_wait(ring.full(place.stage), place.parity);
-        const u32 a = ring.a(place.stage) + consumer * 64 * BLOCK_K, b = ring.b(place.stage);
+        const u32 a = ring.a(place.stage) + consumer_row * BLOCK_K, b = ring.b(place.stage);
         if constexpr (INTERVAL == 0) {
           multiply_stage(acc, a, b, step > 0);
           if (step > 0) {
@@ -243,25 +265,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
             multiply_stage(acc, a, b + part * PART * BLOCK_K, false);
             wgmma_wait<0>();
             if (part == PARTS - 1) ring.release(place.stage, lane);
-            register_fence(acc);
-            add_scaled_part(total, acc, by, part);
+            register_fence(acc[0]);
+            add_scaled_part(total, acc[0], by, part);
           }
         } else {
           multiply_stage(acc, a, b, step % STEPS > 0);
           wgmma_wait<0>();
           ring.release(place.stage, lane);
-          register_fence(acc);
+          register_fence(acc[0]);
           if (BLOCKS)
-            add_scaled<GATE>(total, reinterpret_cast<float (&)[1][N][4]>(acc), by);
+            add_scaled<GATE>(total, reinterpret_cast<Sums>(acc), by);
           else if (step % STEPS == STEPS - 1 || step == steps - 1)
-            add_sums(total, reinterpret_cast<float (&)[1][N][4]>(acc));
+            add_sums(total, reinterpret_cast<Sums>(acc));
         }
         place.advance();
       }
       if constexpr (INTERVAL == 0) {
+        turns.pass();
         wgmma_wait<0>();
         ring.release(last, lane);
-        register_fence(acc);
       }
 
       // 2. Scales, and the way out.
@@ -269,12 +291,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
       store_coded_rows(total, epilogue, Order::own(bias, tile.expert, 2 * n), out, out_scales, lane,
                        row, tile.end, column);
       //% else
-      using Sums = float (&)[1][N][4];
-      store_fragments(INTERVAL > 0 ? total : reinterpret_cast<Sums>(acc), epilogue,
-                      Order::own(bias, tile.expert, GATE ? 2 * n : n), out, out_stride, lane, row,
-                      tile.end, column);
+#pragma unroll
+      for (int block = 0; block < BLOCKS_OF_64; ++block) {
+        if (INTERVAL == 0) register_fence(acc[block]);
+        store_fragments(INTERVAL > 0 ? total : reinterpret_cast<Sums>(acc[block]), epilogue,
+                        Order::own(bias, tile.expert, GATE ? 2 * n : n), out, out_stride, lane,
+                        row + block * 64, tile.end, column);
+      }
       //% endif
     }
+    turns.end(turn % CONSUMERS);
   }
   if (CLUSTER > 1) meet_cluster();  // the other one writes here no more
 }

@@ -32,6 +32,14 @@ constexpr u32 RAISED = 0x64086408;  // fp16: 1032
 template <>
 constexpr u32 RAISED<bf16> = 0x43084308;  // 136
 
+// (x & mask) ^ turned in one instruction, of which the compiler makes two where both are constants.
+// PTX ISA: lop3.b32
+__device__ __forceinline__ u32 and_xor(u32 x, u32 mask, u32 turned) {
+  u32 made;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(made) : "r"(x), "r"(mask), "r"(turned));
+  return made;
+}
+
 __device__ __forceinline__ u32 word_of(const uint4& chunk, int i) {
   return i == 0 ? chunk.x : i == 1 ? chunk.y : i == 2 ? chunk.z : chunk.w;
 }
@@ -40,13 +48,24 @@ template <typename T>
 struct Int4Weights {
   static constexpr int BITS = 4, CHUNK_K = 32, SPAN = 4 * CHUNK_K, STEPS = CHUNK_K / 4;
 
-  // Four numbers of a step, in pairs.                                PTX ISA: lop3.b32 (and, xor)
+  // Four numbers of a step, in pairs.
   static __device__ __forceinline__ void pairs(u32 (&p)[2], const uint4& codes, int step) {
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const u32 nibbles = word_of(codes, step / 2) >> (step % 2 * 8 + j * 4) & 0x000f000f;
-      p[j] = subtract_pairs<T>(nibbles ^ RAISED<T>, RAISED<T>);
-    }
+    for (int j = 0; j < 2; ++j)
+      p[j] = subtract_pairs<T>(nibbles(codes, step, j, RAISED<T>), RAISED<T>);
+  }
+  // bf16: the first pair is 136 + code, the second one code - 135, as BASES have it of codes 0:
+  // products with those are to be subtracted from sums. Of two signs, so that sums stay small.
+  static constexpr bool RAISES = SAME_TYPE<T, bf16>;
+  static constexpr u32 BASES[2] = {0x43084308, 0xc307c307};
+  static __device__ __forceinline__ void raised(u32 (&p)[2], const uint4& codes, int step) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) p[j] = nibbles(codes, step, j, j == 0 ? BASES[0] : BASES[1]);
+  }
+
+ private:
+  static __device__ __forceinline__ u32 nibbles(const uint4& codes, int step, int j, u32 turned) {
+    return and_xor(word_of(codes, step / 2) >> (step % 2 * 8 + j * 4), 0x000f000f, turned);
   }
 };
 
@@ -54,6 +73,8 @@ template <typename T>
 struct Int8Weights {
   static constexpr int BITS = 8, CHUNK_K = 16, SPAN = 4 * CHUNK_K, STEPS = CHUNK_K / 4;
 
+  static constexpr bool RAISES = false;
+  static constexpr u32 BASES[2] = {};
   // fp16: 1024 + 128 + code, out of two bytes. bf16, which has no room for that, by way of fp32:
   // 2^23 + 128 + code.                                                          PTX ISA: prmt.b32
   static __device__ __forceinline__ void pairs(u32 (&p)[2], const uint4& codes, int step) {
@@ -81,4 +102,19 @@ __device__ __forceinline__ void weight_fragment(u32 (&a)[4], const uint4& low, c
   a[0] = p[0], a[2] = p[1];
   Weights::pairs(p, high, step);
   a[1] = p[0], a[3] = p[1];
+}
+
+// The same of numbers that are raised, where there are such.
+template <typename Weights>
+__device__ __forceinline__ void raised_fragment(u32 (&a)[4], const uint4& low, const uint4& high,
+                                                int step) {
+  if constexpr (Weights::RAISES) {
+    u32 p[2];
+    Weights::raised(p, low, step);
+    a[0] = p[0], a[2] = p[1];
+    Weights::raised(p, high, step);
+    a[1] = p[0], a[3] = p[1];
+  } else {
+    weight_fragment<Weights>(a, low, high, step);
+  }
 }

@@ -37,11 +37,18 @@ def row(*numbers: float) -> torch.Tensor:
 def one_by_one(a: list[float], b: list[float], bits: int, interval: int) -> float:
     """The accumulator, with whole numbers of units."""
     register, total = 0.0, 0.0
+
+    def exponent(x):  # of a factor
+        return max(math.frexp(x)[1] - 1, -6)
+
     for at in range(0, len(a), 32):
-        addends = [x * y for x, y in zip(a[at : at + 32], b[at : at + 32], strict=True)] + [total]
-        greatest = max(abs(x) for x in addends)
-        unit = 2.0 ** (math.frexp(greatest)[1] - 1 - bits) if greatest else 1.0
-        total = sum(int(x / unit) for x in addends) * unit
+        pairs = [(x, y) for x, y in zip(a[at : at + 32], b[at : at + 32], strict=True) if x * y]
+        powers = [exponent(x) + exponent(y) for x, y in pairs]
+        powers += [math.frexp(total)[1] - 1] if total else []
+        unit = 2.0 ** (max(powers, default=0) - bits)
+        total = sum(int(x * y / unit) for x, y in pairs) * unit + int(total / unit) * unit
+        own = 2.0 ** (math.frexp(total)[1] - 1 - bits)
+        total = int(total / own) * own
         if interval and (at + 32) % interval == 0:
             register, total = register + total, 0.0
     return register + total

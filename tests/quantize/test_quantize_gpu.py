@@ -3,10 +3,13 @@ CUDA graphs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import fkjit
 from fkjit.jit.build import quiet
+from fkjit.settings import settings
 
 torch = pytest.importorskip("torch", reason="needs torch")
 pytestmark = pytest.mark.gpu
@@ -96,7 +99,7 @@ def test_each_interval(interval):
     params = {
         "dtype": "bf16", "out_dtype": "fp32", "code": "fp8", "scales": "rows",
         "activation": "none", "gate": False, "residual": False, "interval": interval,
-        "block": (128, 128), "cluster": 2,
+        "block": (128, 128), "cluster": 2, "schedule": "cooperative",
     }  # fmt: skip
     x, weight = (fkjit.quantize(normal(256, 16_384), "fp8_row") for _ in range(2))
     problem = cases_linear.problem(params, 256, 256, 16_384, span="row", bias=False)
@@ -106,6 +109,20 @@ def test_each_interval(interval):
     fkjit.launch(WGMMA, params, problem, named)
     error = errors(out, fkjit.dequantize(x, "fp32"), weight)
     assert error < (1e-2 if interval == 0 else 2e-3)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_row", "fp8_block", "int8_row"])
+def test_sums_are_those_of_the_interpreter(scheme, monkeypatch):
+    """To the bit: of e4m3 too, whose sums Hopper's tensor cores cut off."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs wgmma (compute capability 9.0)")
+    target = replace(settings(), target="compute_90a")
+    weight = fkjit.quantize(normal(136, 1040), scheme, weight=True)
+    x = fkjit.quantize(normal(40, 1040), scheme)
+    here = fkjit.linear(x, weight, out_dtype="fp32")
+    monkeypatch.setattr("fkjit.jit.build.settings", lambda: target)
+    cpu = [y._replace(data=y.data.cpu(), scales=y.scales.cpu()) for y in (x, weight)]
+    assert torch.equal(here.cpu(), fkjit.linear(*cpu, out_dtype="fp32"))
 
 
 @pytest.mark.parametrize("scheme", ["int4_group", "int8_row"])

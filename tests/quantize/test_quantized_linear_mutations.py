@@ -14,23 +14,32 @@ SYNC = "__syncthreads();"
 FINE = {"dtype": "fp16", "out_dtype": "fp32"}
 GEMV = {"kernel": "quantized_linear.gemv", "params": {**FINE, "code": "int4"}}
 GEMV8 = {"kernel": "quantized_linear.gemv", "params": {"code": "int8", "gate": False}}
+RAISED = {"kernel": "quantized_linear.gemv", "params": {"dtype": "bf16", "code": "int4"}}
+SKINNY64 = {"kernel": "quantized_linear.skinny", "params": {"tokens": 64}}
 SKINNY = {"kernel": "quantized_linear.skinny", "params": {**FINE, "code": "int4"}}
 INT8 = {"kernel": "quantized_linear.mma", "params": {"code": "int8", "gate": False}}
 GATED = {"kernel": "quantized_linear.mma", "params": {"code": "int8", "gate": True}}
 
 BLOCKS = {"kernel": "quantized_linear.wgmma",
           "params": {"scales": "blocks", "cluster": 2}}  # fmt: skip
+TURNS = {"kernel": "quantized_linear.wgmma",
+         "params": {"schedule": "pingpong", "cluster": 2}}  # fmt: skip
 
 BUGS = (
     Bug("no barrier before the warps' sums", K + "gemv.cu", SYNC, "", by="race", **GEMV),
-    Bug("scales of lanes that have codes", K + "gemv.cu", "some ? scales", "there ? scales",
+    Bug("no barrier before the next tiles' sums", K + "gemv.cu", SYNC, "", by="race", nth=1,
+        **GEMV),
+    Bug("a wait too lax by one", K + "gemv.cu", "cp_async_wait<GROUPS - 1>",
+        "cp_async_wait<GROUPS>", by="race", **GEMV),
+    Bug("the first group's scale", T + "coded_weight.cuh", "from[i][group] :", "from[i][0] :",
         by="numbers", **GEMV),
-    Bug("the first group's scale", K + "gemv.cu", "scales[i][span * Weights::SPAN / GROUP]",
-        "scales[i][0]", by="numbers", **GEMV),
-    Bug("two halves of x changed", K + "gemv.cu", "s % 2 == 0 ? x.x : x.z",
-        "s % 2 == 1 ? x.x : x.z", by="numbers", **GEMV),
-    Bug("codes of int4 without a sign", T + "weights.cuh", "nibbles ^ RAISED<T>",
-        "nibbles | RAISED<T>", by="numbers", **GEMV),
+    Bug("codes beyond the end of k", T + "coded_weight.cuh", "span * Weights::SPAN < left ?",
+        "span * Weights::SPAN <= left ?", by="memory", **GEMV),
+    Bug("two halves of x changed", K + "gemv.cu", "step % 2 == 0 ? own.x : own.z",
+        "step % 2 == 1 ? own.x : own.z", by="numbers", **GEMV),
+    Bug("codes of int4 without a sign", T + "weights.cuh", "0x6a", "0xea", by="numbers", **GEMV),
+    Bug("what raised codes add, of another token", K + "gemv.cu", "bases.x : bases.y",
+        "bases.y : bases.x", by="numbers", **RAISED),
     Bug("rows below change places", T + "weights.cuh", "a[1] = p[0], a[3] = p[1]",
         "a[3] = p[0], a[1] = p[1]", by="numbers", **GEMV),
     Bug("bytes of int8 in another order", T + "weights.cuh", "0x7651 + 2 * j", "0x7650 + 2 * j",
@@ -43,8 +52,10 @@ BUGS = (
     Bug("no barrier before the counter", K + "skinny.cu", SYNC, "", by="race", nth=3, **SKINNY),
     Bug("a part of k left out", K + "skinny.cu", "part < split", "part + 1 < split",
         by="numbers", **SKINNY),
-    Bug("a chunk in another's place", K + "skinny.cu", "/ 8 + s / 2", "/ 8 + s / 2 % 2",
-        by="numbers", **SKINNY),
+    Bug("a chunk in another's place", K + "skinny.cu", "/ 8 + step / 2",
+        "/ 8 + step / 2 % 2", by="numbers", **SKINNY),
+    Bug("codes that nobody copies", K + "skinny.cu", "ahead, part);", "ahead, 0);", by="race",
+        **SKINNY64),
     Bug("no barrier before a stage is read", K + "mma.cu", SYNC, "", by="race", **INT8),
     Bug("sums as bits", T + "scaled_sums.cuh", "if (BITS)", "if (false)", by="numbers", **INT8),
     Bug("the scale of the column before", T + "scaled_sums.cuh", "min(output + 1, last)",
@@ -57,8 +68,10 @@ BUGS = (
         by="numbers", **BLOCKS),
     Bug("the first 128's scales", K + "wgmma.cu", "n, step, steps", "n, 0, steps",
         by="numbers", **BLOCKS),
-    Bug("a stage is free when one block is done", K + "wgmma.cu", "4 * CONSUMERS * CLUSTER",
-        "4 * CONSUMERS", by="barrier", **BLOCKS),
+    Bug("a stage is free when one block is done", K + "wgmma.cu", "4 * CLUSTER * (",
+        "4 * (", by="barrier", **BLOCKS),
+    Bug("rows of a tile below change places", K + "wgmma.cu", "row + block * 64",
+        "row + 64 - block * 64", by="numbers", **TURNS),
     Bug("one half of the weight for both", K + "wgmma.cu", "rank == 0 ? column : further",
         "column", by="numbers", **BLOCKS),
 )  # fmt: skip

@@ -10,6 +10,7 @@ import numpy as np
 from fkjit.interp.core.ptx import Instruction
 from fkjit.interp.numbers.halves import from_float, to_float
 from fkjit.interp.wgmma.form import ROWS, Form
+from fkjit.interp.wgmma.short_sums import summed
 from fkjit.interp.wgmma.warpgroup import Warpgroups
 
 
@@ -96,6 +97,8 @@ class Product:
 
 
 def _multiplied(form: Form, a: np.ndarray, b: np.ndarray, added: np.ndarray | None) -> np.ndarray:
+    if (form.a, form.b, form.to) == ("e4m3", "e4m3", "f32"):
+        return summed(-a if form.negated else a, b, added)
     value = np.matmul(a, b.swapaxes(1, 2))
     if form.to == "s32":  # sums below 2**24: exact in float32
         exact = value.astype(np.int64)

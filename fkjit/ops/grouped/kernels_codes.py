@@ -22,6 +22,7 @@ from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 _OF_LINEAR = kernels_bytes.WGMMA
 _FIXED: Mapping[str, Any] = {
     "code": "fp8", "scales": "blocks", "residual": False, "interval": 1, "cluster": 1,
+    "schedule": "cooperative",
 }  # fmt: skip
 SPANS = {"span": "block", "x_span": "group", "code": "fp8"}
 _GROUP_ROWS = 512  # rows of an expert whose tiles are taken together
@@ -82,6 +83,7 @@ CODES_ALL = replace(
     },
     illegal=_illegal,
     shared_layout=lambda params: (_OF_LINEAR.shared_layout or (lambda p: []))(_whole(params)),
+    block=lambda params: _OF_LINEAR.block(_whole(params)),
     grid=_grid,
     arguments=_arguments,
     shape_class=lambda p: {

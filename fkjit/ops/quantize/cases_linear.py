@@ -99,15 +99,16 @@ def _everything() -> dict[str, Any]:
 
 
 def _gemv(params: Params, scale: str) -> list[dict[str, Any]]:
-    """A ragged last tile, spans of k that not all warps have, a last group that is short."""
-    rows, warps, unroll = params["tile"]
+    """A ragged last tile, several tiles a block, k of several parts, groups that not all warps
+    have, a last group that is short."""
+    (warps, groups, *_), rows = params["tile"], 16
     if scale == "full":
         shapes = ((1, 4096, 4096), (8, 4104, 1056), (5, 67, 14336))
         return [problem(params, *shape, **_everything()) for shape in shapes]
-    span = 128 if params["code"] == "int4" else 64
+    part = 128 * warps * groups
     return [
-        problem(params, 5, 2 * rows + 3, span * warps * unroll + 32, **_everything()),
-        problem(params, 8, rows, 160),
+        problem(params, 5, 4 * rows + 3, 128 * warps + 32, multiprocessors=1, **_everything()),
+        problem(params, 8, rows, part + 160),
         problem(params, 1, 4, 32, bias=False),
     ]
 

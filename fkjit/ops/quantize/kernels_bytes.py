@@ -72,6 +72,7 @@ def _ahead(spec: KernelSpec, shown: list[Mapping[str, Any]]) -> KernelSpec:
 _PLAIN: Mapping[str, Any] = {
     "dtype": "bf16", "out_dtype": "bf16", "code": "fp8", "scales": "rows", "activation": "none",
     "gate": False, "residual": False, "interval": _INTERVAL, "block": (128, 128), "cluster": 1,
+    "schedule": "cooperative",
 }  # fmt: skip
 _INT8 = {"code": "int8", "interval": 0}
 _BLOCKS = {"scales": "blocks", "interval": 1}
@@ -81,6 +82,7 @@ _FINE = {"dtype": "fp16", "out_dtype": "fp32"}
 # ------------------------------------------------------------------ wgmma
 
 Variant = tuple[int, int]
+_SCHEDULES = ("cooperative", "pingpong")
 _TILES: tuple[Variant, ...] = ((128, 128), (192, 128), (128, 256))
 
 
@@ -89,7 +91,14 @@ def _stages(params: Params) -> int:
     return min((_MAX_SHARED - 16 * _MAX_STAGES) // each, _MAX_STAGES)
 
 
+def _consumers(params: Params) -> int:
+    """Warpgroups that multiply."""
+    return 2 if params["schedule"] == "pingpong" else params["block"][0] // 64
+
+
 def _wgmma_illegal(params: Params) -> str | None:
+    if params["schedule"] == "pingpong" and (params["interval"] or params["block"] != (128, 128)):
+        return "has consumers in turns for tiles of 128 x 128 without promotion"
     if params["block"][1] > 128 and params["interval"] > 0:
         return "has no registers for the sums of tensor cores and all others"
     return _illegal(params)
@@ -136,16 +145,17 @@ WGMMA = KernelSpec(
             *_PARAMS,
             Param("block", _TILES, "rows of x and of weight in a tile", tunable=True),
             Param("cluster", (1, 2), "blocks that share a tile of the weight", tunable=True),
+            Param("schedule", _SCHEDULES, "how consumers share tiles", tunable=True),
         ),
         "derive": lambda params: {
             **_values(params), "stages": _stages(params),
-            "sum": "int" if params["code"] == "int8" else "float", "groups": "NONE",
-            "coded": False,
+            "pingpong": params["schedule"] == "pingpong",
+            "sum": "int" if params["code"] == "int8" else "float", "groups": "NONE", "coded": False,
         },
         "illegal": _wgmma_illegal,
         "features": lambda params: frozenset({"wgmma"}),
         "shared_layout": _wgmma_shared,
-        "block": lambda params: (128 * (1 + params["block"][0] // 64), 1, 1),
+        "block": lambda params: (128 * (1 + _consumers(params)), 1, 1),
         "grid": _wgmma_grid,
         "arguments": _maps,
         "verification": "fkjit.ops.quantize.cases_bytes:BYTES",
@@ -158,6 +168,8 @@ WGMMA_AHEAD = _ahead(
         {"block": (192, 128)},
         {**_BLOCKS, **_SWIGLU, "cluster": 2},
         {**_INT8, **_FINE, "block": (128, 256), "activation": "gelu_tanh"},
+        {"interval": 0, "cluster": 2, "schedule": "pingpong"},
+        {**_INT8, **_SWIGLU, "schedule": "pingpong"},
     ],
 )
 
@@ -228,20 +240,32 @@ MMA_AHEAD = _ahead(
 # Measured on an H200 (bench/notes/quantize.md): 192 x 128 was the fastest at 8192^3 and, with block
 # scales, at 4096 x 7168 x 16384, and as fast as 128 x 128 at 4096^3.
 _MANY_ROWS = 1024
+# Where sums need no promotion, consumers in turns are faster by 7 % (e4m3) and 2 % (int8).
+_TURNS = 2  # tiles for each multiprocessor, at least
+
+
+def _tiles(problem: Problem) -> int:
+    """Of 128 by 128."""
+    wide = problem["n"] * (2 if problem["gate"] else 1)
+    return -(-problem["m"] // 128) * -(-wide // 128)
 
 
 def choose(problem: Problem, wgmma: bool) -> tuple[KernelSpec, dict[str, Any], tuple[int, int]]:
     """The kernel, its parameters and scratch memory."""
     spec = WGMMA if wgmma else MMA
     blocks = problem["span"] == "block"
+    exact = problem["code"] == "int8" or problem.get("short", False)  # or as good as that
     fixed = {
         **{name: problem[name] for name in ("dtype", "out_dtype", "code", "activation", "gate")},
         "scales": "blocks" if blocks else "rows", "residual": problem["residual"],
-        "interval": 0 if problem["code"] == "int8" else 1 if blocks else _INTERVAL,
+        "interval": 0 if exact else 1 if blocks else _INTERVAL,
     }  # fmt: skip
-    tile = {"block": (128, 128), "cluster": 2 if problem["m"] > 128 else 1}
-    if problem["m"] >= _MANY_ROWS:
-        tile = {"block": (192, 128), "cluster": 2 if blocks else 1}
+    cluster = 2 if problem["m"] > 128 else 1
+    tile = {"block": (128, 128), "cluster": cluster, "schedule": "cooperative"}
+    if exact and _tiles(problem) >= _TURNS * problem.get("multiprocessors", SMS):
+        tile["schedule"] = "pingpong"
+    elif problem["m"] >= _MANY_ROWS:
+        tile = {**tile, "block": (192, 128), "cluster": 2 if blocks else 1}
     if not wgmma:
         tile = {"block": (128 if problem["m"] > 64 else 64, 128)}
     return epilogue.kernel_for(spec, problem["activation"]), {**fixed, **tile}, (0, 0)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fkjit.ops.gemm import epilogue
+from fkjit.ops.quantize import product
 from fkjit.ops.quantize.product import CONTRACT, DTYPES, SMS, illegal_dtypes
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, register
 
@@ -29,19 +30,36 @@ def _ahead(spec: KernelSpec, shown: list[Mapping[str, Any]]) -> KernelSpec:
 
 # ------------------------------------------------------------------ gemv
 
-GemvTile = tuple[int, int, int]  # rows of the weight, warps, spans of a warp under way
-_GEMV_TILES: tuple[GemvTile, ...] = ((16, 8, 3), (16, 4, 3), (32, 8, 2))
-_MANY_OUTPUTS = 6144  # whose tiles are several for each multiprocessor
+# Warps, groups of 128 of k that a warp has of a tile, blocks of a multiprocessor.
+GemvTile = tuple[int, int, int]
+_GEMV_TILES: tuple[GemvTile, ...] = ((8, 2, 2), (8, 4, 2), (16, 2, 1), (16, 4, 1))
+_GEMV_ROWS, _BATCH = 16, 4  # of the weight, a tile's; tiles whose sums are added up together
+_SLOT = _GEMV_ROWS * 128 // 8  # bytes of a warp's group, for each bit of a code
+
+
+def _gemv_shared(params: Params) -> int:
+    """Slots of codes, sums, and what raised codes give."""
+    warps, groups, _ = params["tile"]
+    sums, bases = _BATCH * GEMV_ROWS * (_GEMV_ROWS + 4) * 4, groups * 32
+    return warps * (groups * _SLOT * product.BITS[params["code"]] + sums + bases)
 
 
 def _gemv_values(params: Params) -> dict[str, Any]:
-    rows, warps, unroll = params["tile"]
-    return {**_values(params), "tile_rows": rows, "warps": warps, "unroll": unroll,
-            "resident": 16 // warps}  # fmt: skip
+    warps, groups, blocks = params["tile"]
+    return {**_values(params), "tile_rows": _GEMV_ROWS, "warps": warps, "groups": groups,
+            "resident": blocks, "batch": _BATCH}  # fmt: skip
+
+
+def _gemv_illegal(params: Params) -> str | None:
+    warps, groups, _ = params["tile"]
+    if warps * groups > 32 and params["code"] == "int8":
+        return "has no registers for so much of x beside codes of int8"
+    return illegal_dtypes(params)
 
 
 def _gemv_grid(params: Params, problem: Problem) -> Dim3:
-    return (-(-problem["n"] * (2 if params["gate"] else 1) // params["tile"][0]), 1, 1)
+    tiles = -(-problem["n"] * (2 if params["gate"] else 1) // _GEMV_ROWS)
+    return (min(tiles, params["tile"][-1] * problem.get("multiprocessors", SMS)), 1, 1)
 
 
 # All that a call may take.
@@ -53,23 +71,24 @@ GEMV = KernelSpec(
     doc="up to eight rows of x: codes streamed from memory into the registers they are used in",
     params=(
         *DTYPES, _CODE, *epilogue.PARAMS,
-        Param("tile", _GEMV_TILES, "rows of the weight, warps, spans of a warp under way",
+        Param("tile", _GEMV_TILES, "warps, groups of a warp, blocks of an SM",
               tunable=True),
     ),
     derive=_gemv_values,
-    illegal=illegal_dtypes,
-    features=lambda params: _FEATURES,
-    block=lambda params: (32 * params["tile"][1], 1, 1),
+    illegal=_gemv_illegal,
+    features=lambda params: _FEATURES | {"cp_async"},
+    shared_bytes=_gemv_shared,
+    block=lambda params: (32 * params["tile"][0], 1, 1),
     grid=_gemv_grid,
     verification="fkjit.ops.quantize.cases_linear:GEMV",
 )  # fmt: skip
 GEMV_AHEAD = _ahead(
     GEMV,
     [
-        {"code": "int4", "tile": _GEMV_TILES[0]},
-        {"code": "int4", "tile": _GEMV_TILES[1], **_SWIGLU, **_FINE},
-        {"code": "int8", "tile": _GEMV_TILES[0]},
-        {"code": "int8", "tile": _GEMV_TILES[2], **_FINE, "out_dtype": "fp16"},
+        {"code": "int4", "tile": (8, 4, 2)},
+        {"code": "int4", "tile": (16, 2, 1), **_SWIGLU, **_FINE},
+        {"code": "int8", "tile": (8, 2, 2)},
+        {"code": "int8", "tile": (8, 4, 2), **_FINE, "out_dtype": "fp16"},
     ],
 )
 
@@ -77,13 +96,23 @@ GEMV_AHEAD = _ahead(
 
 TOKENS = (16, 32, 64)  # what rows of x are padded to
 _ROWS, _GROUP = 128, 128  # outputs of a block, k of a stage
-_DEPTH = {"int4": 4, "int8": 3}  # stages: codes of as many are in registers
+_WARP_ROWS = 16  # of the weight
+# By rows of x: parts of them, each with warps of its own; stages; blocks of a multiprocessor.
+_SKINNY = {16: (1, 4, 2), 32: (1, 4, 2), 64: (2, 3, 1)}
 _LEAST_GROUPS, _MOST_SPLIT = 4, 16  # of a block that shares a tile; blocks that share one
 
 
 def _skinny_values(params: Params) -> dict[str, Any]:
-    few = params["tokens"] < 64 and params["code"] == "int4"  # registers
-    return {**_values(params), "depth": _DEPTH[params["code"]], "resident": 2 if few else 1}
+    parts, depth, resident = _SKINNY[params["tokens"]]
+    return {**_values(params), "warp_rows": _WARP_ROWS, "parts": parts, "depth": depth,
+            "resident": resident}  # fmt: skip
+
+
+def _skinny_shared(params: Params) -> int:
+    """Stages of x and of codes, or sums, which come where those were."""
+    tokens, (_, depth, _) = params["tokens"], _SKINNY[params["tokens"]]
+    codes = _ROWS * _GROUP * product.BITS[params["code"]] // 8
+    return max(depth * (tokens * _GROUP * 2 + codes), tokens * (_ROWS + 4) * 4)
 
 
 def tiles_of(params: Params, problem: Problem) -> int:
@@ -92,8 +121,8 @@ def tiles_of(params: Params, problem: Problem) -> int:
 
 
 def split_of(params: Params, problem: Problem) -> int:
-    """Blocks that share the k of a tile: as many as make two for each multiprocessor."""
-    blocks = 2 * problem.get("multiprocessors", SMS)
+    """Blocks that share the k of a tile: as many as multiprocessors hold."""
+    blocks = _SKINNY[params["tokens"]][-1] * problem.get("multiprocessors", SMS)
     most = -(-problem["k"] // _GROUP) // _LEAST_GROUPS
     return max(min(blocks // tiles_of(params, problem), most, _MOST_SPLIT), 1)
 
@@ -117,9 +146,8 @@ SKINNY = KernelSpec(
     derive=_skinny_values,
     illegal=illegal_dtypes,
     features=lambda params: _FEATURES | {"cp_async"},
-    # Sums come where stages were, across them.
-    shared_bytes=lambda params: _DEPTH[params["code"]] * params["tokens"] * _GROUP * 2,
-    block=lambda params: (256, 1, 1),
+    shared_bytes=_skinny_shared,
+    block=lambda params: (256 * _SKINNY[params["tokens"]][0], 1, 1),
     grid=lambda params, problem: (tiles_of(params, problem), split_of(params, problem), 1),
     verification="fkjit.ops.quantize.cases_linear:SKINNY",
 )  # fmt: skip
@@ -133,20 +161,25 @@ SKINNY_AHEAD = _ahead(
 )
 
 
-def _gemv_tile(problem: Problem) -> GemvTile:
-    """The fastest on an H200, by outputs and rows of x (bench/notes/quantize.md)."""
-    if problem["n"] * (2 if problem["gate"] else 1) < _MANY_OUTPUTS:
-        return _GEMV_TILES[0]
-    return _GEMV_TILES[1] if problem["m"] <= 4 else _GEMV_TILES[2]
+def _gemv_tile(problem: Problem, roomy: bool) -> GemvTile:
+    """A warp's x stays in registers where k is short enough; the fastest on an H200
+    (bench/notes/quantize.md). `roomy`: as much as that one has of shared memory, and registers."""
+    groups = -(-problem["k"] // _GROUP)
+    if groups <= 16:
+        return (8, 2, 2)
+    long = 32 < groups <= 64 and roomy and problem["code"] == "int4"
+    return (16, 4, 1) if long else (8, 4, 2)
 
 
-def choose(problem: Problem) -> tuple[KernelSpec, dict[str, Any], tuple[int, int]] | None:
+def choose(
+    problem: Problem, roomy: bool = True
+) -> tuple[KernelSpec, dict[str, Any], tuple[int, int]] | None:
     """The kernel, its parameters and scratch memory; None for more rows than these take."""
     names = ("dtype", "out_dtype", "code", "activation", "gate")
     fixed = {name: problem[name] for name in names}
     if problem["m"] <= GEMV_ROWS:
         spec = epilogue.kernel_for(GEMV, problem["activation"])
-        return spec, {**fixed, "tile": _gemv_tile(problem)}, (0, 0)
+        return spec, {**fixed, "tile": _gemv_tile(problem, roomy)}, (0, 0)
     if problem["m"] > SKINNY_ROWS:
         return None
     tokens = next(tokens for tokens in TOKENS if problem["m"] <= tokens)

@@ -7,7 +7,13 @@ from math import prod
 from typing import Any, NamedTuple
 
 from fkjit.errors import ArgumentTypeError, ParameterError
-from fkjit.ops.gemm.checks import CALL, check_activation, check_scale, check_vectors
+from fkjit.ops.gemm.checks import (
+    CALL,
+    check_activation,
+    check_one_of,
+    check_scale,
+    check_vectors,
+)
 from fkjit.ops.gemm.options import LinearOptions
 from fkjit.ops.op.casts import contiguous as contiguous_copy
 from fkjit.ops.op.checks import check_dtype, check_flag
@@ -52,6 +58,7 @@ class ProductOptions(NamedTuple):
     epilogue_mod: Any = None
     epilogue_mod_grad: Any = None
     impl: Any = "auto"
+    precision: Any = "ieee"  # "short": of e4m3, sums of all of k by tensor cores
 
 
 def linear(
@@ -120,6 +127,7 @@ def _call(
     said = ProductOptions(
         scheme, given.scheme or None, dtype, options.activation, options.gate, options.scale,
         options.out_dtype, options.epilogue_mod, options.epilogue_mod_grad, options.impl,
+        options.precision,
     )  # fmt: skip
     return (given.data, given.scales, codes, scales, bias, residual), tuple(said)
 
@@ -131,7 +139,7 @@ def _contiguous(x: Any) -> Any:
 
 def _refuse_others(options: LinearOptions) -> None:
     usual = LinearOptions()
-    for name in ("block", "weight_layout", "precision"):
+    for name in ("block", "weight_layout"):
         if getattr(options, name) != getattr(usual, name):
             raise ParameterError(
                 f"{CALL}: {name}={getattr(options, name)!r} with a quantized weight; allowed: "
@@ -202,9 +210,16 @@ def _problem(views: Mapping[str, View | None], options: ProductOptions) -> dict[
         "m": prod(x.shape[:-1]), "n": wide // 2 if gate else wide, "k": k, "dtype": options.dtype,
         "out_dtype": _out_dtype(options, views), "code": how.code, "span": how.span,
         "x_span": x_span, "gate": gate, "scale": check_scale(options.scale),
-        "activation": check_activation(_as_linear(options)),
+        "activation": check_activation(_as_linear(options)), "short": _is_short(options),
         **{name: views[name] is not None for name in ("bias", "residual")},
     }  # fmt: skip
+
+
+def _is_short(options: ProductOptions) -> bool:
+    """Whether sums of e4m3 may stay in tensor cores."""
+    short = options.scheme in ("fp8_tensor", "fp8_row")
+    check_one_of("precision", options.precision, ("ieee", "short") if short else ("ieee",))
+    return options.precision == "short"
 
 
 def _as_linear(options: ProductOptions) -> LinearOptions:
@@ -298,7 +313,8 @@ def _no_gradient(inputs: Any, outputs: Any, options: Any) -> Any:
 
 _OPTIONS = (
     "str scheme, str? x_scheme, str dtype, str? activation, bool gate, float? scale, "
-    "str? out_dtype, str? epilogue_mod, str? epilogue_mod_grad, str impl"
+    "str? out_dtype, str? epilogue_mod, str? epilogue_mod_grad, str impl, "
+    "str precision"
 )
 _OP = Op(
     CALL, inputs=_INPUTS, outputs=("out",), check=_check, options=ProductOptions,

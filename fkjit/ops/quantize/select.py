@@ -26,7 +26,7 @@ class Choice(NamedTuple):
 
 def choose(problem: Problem, impl: str, arch: Arch) -> Choice:
     """ParameterError where the kernel asked for does not take the problem, or the GPU has none."""
-    chosen = _bytes(problem, impl, arch) if is_quantized(problem) else _few(problem)
+    chosen = _bytes(problem, impl, arch) if is_quantized(problem) else _few(problem, arch)
     if chosen is None:
         raise ParameterError(
             f"{CALL}: impl={impl!r} with this weight and {problem['m']} rows of x; allowed: 'auto'"
@@ -63,6 +63,6 @@ def _bytes(problem: Problem, impl: str, arch: Arch) -> Choice:
     return Choice(*kernels_bytes.choose(problem, "wgmma" in arch.features and impl != "mma"))
 
 
-def _few(problem: Problem) -> Choice | None:
-    found = kernels_few.choose(problem)
+def _few(problem: Problem, arch: Arch) -> Choice | None:
+    found = kernels_few.choose(problem, "wgmma" in arch.features)
     return None if found is None else Choice(*found)
