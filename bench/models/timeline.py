@@ -1,6 +1,6 @@
 """Where the microseconds of a decode step go: docs/decode_step.svg, docs/decode_step_measured.svg.
 
-    python -m bench.models.timeline --write                          # the pictures of docs/MODELS.md
+    python -m bench.models.timeline --write                          # the pictures of the docs
     python -m bench.models.timeline --record steps.jsonl --batch 1   # on a GPU: a step's launches
     python -m bench.models.timeline --times steps.jsonl --out step.svg
     python -m bench.models.timeline --times steps.jsonl --store      # what the second picture shows

@@ -23,8 +23,11 @@ from fkjit.warming import chosen_targets, plan, planned
 
 _CALL = "warm"
 _SLOTS = "kv_slots"  # one variant, whatever it is called with
-_OWN = {"normed_append": prepare_append, "normed_linear": prepare_linear,
-        "decode_step": prepare_whole}  # fmt: skip  (not public)
+_OWN = {
+    "normed_append": prepare_append,
+    "normed_linear": prepare_linear,
+    "decode_step": prepare_whole,
+}  # fmt: skip  (not public)
 _PLAN = StepPlan()
 
 
