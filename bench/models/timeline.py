@@ -1,8 +1,9 @@
-"""Where the microseconds of a decode step go: docs/decode_step.svg.
+"""Where the microseconds of a decode step go: docs/decode_step.svg, docs/decode_step_measured.svg.
 
-    python -m bench.models.timeline --write                          # the picture of docs/MODELS.md
+    python -m bench.models.timeline --write                          # the pictures of the docs
     python -m bench.models.timeline --record steps.jsonl --batch 1   # on a GPU: a step's launches
     python -m bench.models.timeline --times steps.jsonl --out step.svg
+    python -m bench.models.timeline --times steps.jsonl --store      # what the second picture shows
 
 A floor is the bytes that a part of the step has to read and write, at the rate of device memory: no
 measurement, and less than any step takes. Launches of a recorded step come from PyTorch's profiler;
@@ -25,7 +26,9 @@ from fkjit.models.quantized import PRODUCTS
 from ..report.chart import PALETTE
 from ..report.svg import TEXT, WIDTH
 
-PICTURE = Path(__file__).resolve().parents[2] / "docs" / "decode_step.svg"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PICTURE, MEASURED = DOCS / "decode_step.svg", DOCS / "decode_step_measured.svg"
+STORED = Path(__file__).with_name("steps.json")  # of the second picture: bars of recorded steps
 CONFIG, CONTEXT = "llama-3.2-1b", 576  # tokens of a sequence: 512 and half of 128
 BYTES_A_US = 4.58e6  # of an H200, as a sum over an array reads
 PARTS: tuple[str, ...] = ("qkv", "attention", "out", "up", "down", "head", "norm, append", "rest")
@@ -130,7 +133,7 @@ def recorded(path: Path) -> list[Line]:
 
 
 def _recorded(said: dict[str, Any]) -> Line:
-    how = "five" if said["fused"] else "eight"
+    how = "five" if said["fused"] and said["weights"] is None else "eight"
     name = (
         f"{said['gpu']}, {said['config']}, batch {said['batch']}, {said['weights'] or 'bf16'} "
         f"weights, {how} launches a layer; {said['step_us']:.0f} us without the profiler, with it"
@@ -138,7 +141,24 @@ def _recorded(said: dict[str, Any]) -> Line:
     return Line(name, shares([tuple(launch) for launch in said["launches"]]))
 
 
-# ------------------------------------------------------------------ the picture
+def store(lines: Sequence[Line]) -> None:
+    """Their parts, to a tenth of a microsecond."""
+    rounded = [
+        {"name": name, "parts": {part: round(us, 1) for part, us in parts.items() if us}}
+        for name, parts in lines
+    ]
+    STORED.write_text(json.dumps(rounded, indent=1) + "\n")
+
+
+def stored() -> list[Line]:
+    """What `store` kept."""
+    return [
+        Line(one["name"], {part: one["parts"].get(part, 0.0) for part in PARTS})
+        for one in json.loads(STORED.read_text())
+    ]
+
+
+# ------------------------------------------------------------------ the pictures
 
 
 def draw(title: str, lines: Sequence[Line]) -> str:
@@ -199,23 +219,32 @@ def floors() -> str:
     )
 
 
+def measured() -> str:
+    """The second picture."""
+    return draw("Launches of decode steps, one after the other, under PyTorch's profiler", stored())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--write", action="store_true", help="docs/decode_step.svg: floors")
+    parser.add_argument("--write", action="store_true", help="the pictures of docs/")
     parser.add_argument("--record", type=Path, metavar="FILE", help="a step's launches, on a GPU")
     parser.add_argument("--config", default=CONFIG, choices=named_configs())
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--fused", action="store_true", help="five launches a layer")
     parser.add_argument("--weights", help="a scheme of fkjit.quantize")
     parser.add_argument("--times", type=Path, metavar="FILE", help="draw recorded steps")
+    parser.add_argument("--store", action="store_true", help="keep recorded steps for docs/")
     parser.add_argument("--out", type=Path, default=PICTURE)
     said = parser.parse_args(arguments)
     if said.record:
         record(said.record, said.config, said.batch, said.fused, said.weights)
-    if said.times:
+    if said.times and said.store:
+        store(recorded(said.times))
+    elif said.times:
         said.out.write_text(draw("Launches of a decode step", recorded(said.times)))
     elif said.write:
-        said.out.write_text(floors())
+        PICTURE.write_text(floors())
+        MEASURED.write_text(measured())
     return 0
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from fkjit.arch import Arch, arch
 from fkjit.arguments import one_of, shown
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.models.config import ModelConfig
 from fkjit.ops.step import call as step
+from fkjit.ops.step import whole as whole_step
 
 PRODUCTS = ("qkv", "out", "up", "down", "head")
 IMPLS = ("auto", "gemv", "skinny", "wgmma", "mma")
@@ -64,6 +66,8 @@ _WIDE = 2048  # hidden size
 _FEW_WIDE = StepPlan(out="gemv", head="skinny", early=False, fused=True)
 _FEW_NARROW = StepPlan(head="gemv", fused=True)
 _FEW_ROWS = 2
+_WHOLE_WIDE, _WHOLE_NARROW = 4, 1  # sequences, up to which one launch was faster than all others
+_HOPPER, _BLOCKS = "sm_90a", 132  # multiprocessors of an H200
 _SOME, _SOME_ROWS = StepPlan.alike("skinny"), 16
 
 
@@ -74,6 +78,10 @@ def usual(config: ModelConfig, rows: int, codes: bool, capability: tuple[int, in
     if capability != _MEASURED_ON or codes or config.qk_norm:
         return StepPlan()
     wide = config.hidden >= _WIDE
+    if rows <= (_WHOLE_WIDE if wide else _WHOLE_NARROW) and fits_whole(
+        config, rows, codes, arch(_HOPPER), _BLOCKS
+    ):
+        return StepPlan(whole=True)
     if rows <= _FEW_ROWS and fits(config, rows, codes):
         return _FEW_WIDE if wide else _FEW_NARROW
     least = _FEW_ROWS if wide else step.ROWS
@@ -84,6 +92,22 @@ def fits(config: ModelConfig, rows: int, codes: bool) -> bool:
     """Whether so many tokens can have five launches a layer."""
     widths = (config.hidden, config.head_dim, config.activation, config.gated)
     return not config.qk_norm and not codes and step.fits(rows, *widths)
+
+
+def model_of(config: ModelConfig, layout: str, page_size: int) -> whole_step.Model:
+    """What the kernel is made for."""
+    return whole_step.Model(
+        config.heads_q, config.heads_kv, config.head_dim, config.mlp, config.activation,
+        config.gated, config.eps, layout, page_size,
+    )  # fmt: skip
+
+
+def fits_whole(config: ModelConfig, rows: int, codes: bool, arch: Arch, blocks: int) -> bool:
+    """Whether so many sequences can have a step of one launch. codes: some weights are codes."""
+    if codes or config.qk_norm:
+        return False
+    model = model_of(config, "nhd", 1)
+    return whole_step.fits(model, rows, config.hidden, config.layers, arch, blocks)
 
 
 def checked(plan: Any) -> StepPlan | str | None:

@@ -11,9 +11,8 @@ from fkjit.arguments import one_of, whole
 from fkjit.errors import ParameterError
 from fkjit.models.config import ModelConfig
 from fkjit.models.decoder import CHUNK, LONGEST, PAGE_SIZE
-from fkjit.models.plan import StepPlan, fits, usual
+from fkjit.models.plan import StepPlan, fits, model_of, usual
 from fkjit.models.quantized import described, keeper
-from fkjit.models.whole_step import model_of
 from fkjit.ops.step.call import Norm, prepare_append, prepare_linear
 from fkjit.ops.step.whole import LAYER_WORDS, Arrays
 from fkjit.ops.step.whole import prepare as prepare_whole
@@ -24,8 +23,11 @@ from fkjit.warming import chosen_targets, plan, planned
 
 _CALL = "warm"
 _SLOTS = "kv_slots"  # one variant, whatever it is called with
-_OWN = {"normed_append": prepare_append, "normed_linear": prepare_linear,
-        "decode_step": prepare_whole}  # fmt: skip  (not public)
+_OWN = {
+    "normed_append": prepare_append,
+    "normed_linear": prepare_linear,
+    "decode_step": prepare_whole,
+}  # fmt: skip  (not public)
 _PLAN = StepPlan()
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fkjit.arch import Arch
-from fkjit.models.config import ModelConfig
 from fkjit.models.network import Network
+from fkjit.models.plan import fits_whole, model_of
 from fkjit.models.slots import State
 from fkjit.models.weights import Layer
 from fkjit.ops.kv.cache import PagedKVCache
@@ -16,11 +15,9 @@ from fkjit.ops.rope.frequencies import rope_table
 from fkjit.ops.step.whole import (
     Arrays,
     LayerArrays,
-    Model,
     blocks_on,
     decode_step,
     exchange_words,
-    fits,
     layer_table,
 )
 from fkjit.runtime.interop import view
@@ -52,10 +49,10 @@ class WholeStep:
         weights, cache = self.network.weights, self.cache
         exchange = self._exchange(len(state.tokens))
         arrays = Arrays(
-            state.tokens, state.positions, state.active, state.rows, weights.embedding, weights.positions,
-            self._base, self._table, weights.norm.weight, weights.norm.bias, weights.head,
-            self._angles, cache.page_table, cache.capacities, cache.lengths, cache.all_pages,
-            exchange,
+            state.tokens, state.positions, state.active, state.rows, weights.embedding,
+            weights.positions, self._base, self._table, weights.norm.weight,
+            weights.norm.bias, weights.head, self._angles, cache.page_table, cache.capacities, cache.lengths,
+            cache.all_pages, exchange,
         )  # fmt: skip
         return decode_step(arrays, logits, self.model._replace(advance=advance))
 
@@ -71,27 +68,11 @@ class WholeStep:
         return found
 
 
-def model_of(config: ModelConfig, layout: str, page_size: int) -> Model:
-    """What the kernel is made for."""
-    return Model(
-        config.heads_q, config.heads_kv, config.head_dim, config.mlp, config.activation,
-        config.gated, config.eps, layout, page_size,
-    )  # fmt: skip
-
-
 def has_whole(network: Network, rows: int) -> bool:
     """Whether so many sequences of a network, where its weights are, can have one."""
     seen = view(network.weights.embedding, "Decoder", "weights")
     blocks = blocks_on(seen.device)
     return fits_whole(network.config, rows, network.codes, arch_of(seen), blocks)
-
-
-def fits_whole(config: ModelConfig, rows: int, codes: bool, arch: Arch, blocks: int) -> bool:
-    """Whether so many sequences can have a step of one launch. codes: some weights are codes."""
-    if codes or config.qk_norm:
-        return False
-    model = model_of(config, "nhd", 1)
-    return fits(model, rows, config.hidden, config.layers, arch, blocks)
 
 
 def _arrays(layer: Layer) -> LayerArrays:

@@ -42,7 +42,7 @@ constexpr int MOST = ${most};                     // rows there is room for
 constexpr int WARPS = ${warps}, FETCHERS = ${fetchers};
 constexpr int COLUMNS = ${columns};  // of a weight in a stage of the ring
 constexpr int STAGES = ${stages}, FLIGHT = ${flight};
-constexpr int ROOM = ${room} << 10;  // bytes of shared memory for rows and what is beside them
+constexpr int ROOM = ${room} << 10;    // bytes of shared memory for rows and what is beside them
 constexpr int ASIDE = ${aside} << 10;  // of that for the table of layers and a norm's weights
 
 constexpr int THREADS = 32 * WARPS;  // that compute
@@ -107,8 +107,8 @@ __device__ __forceinline__ void copy_table(LayerWeights* target, const LayerWeig
 // Norms' weights and biases of a layer come to L2, a part of the lines by each block. By one warp.
 __device__ __forceinline__ void prefetch_small(const elem_t* weights, const LayerWeights& layer,
                                                int hidden, int heads, int mlp) {
-  const i64 offsets[] = {layer.norm,    layer.norm_bias,    layer.mlp_norm, layer.mlp_norm_bias,
-                         layer.qkv_bias, layer.out_bias, layer.up_bias, layer.down_bias};
+  const i64 offsets[] = {layer.norm,     layer.norm_bias, layer.mlp_norm, layer.mlp_norm_bias,
+                         layer.qkv_bias, layer.out_bias,  layer.up_bias,  layer.down_bias};
   const int sizes[] = {hidden, hidden, hidden, hidden, heads, hidden, GATE ? 2 * mlp : mlp, hidden};
   constexpr int LINE = 128 / sizeof(elem_t);
 #pragma unroll
@@ -129,7 +129,8 @@ __device__ __forceinline__ void embed(u32* stream, u32 tag, const i64* tokens, c
     if (position_embedding != nullptr)
       x = static_cast<elem_t>(
           static_cast<float>(x) +
-          static_cast<float>(position_embedding[static_cast<i64>(positions[row]) * hidden + column]));
+          static_cast<float>(
+              position_embedding[static_cast<i64>(positions[row]) * hidden + column]));
     store_word(stream + i, tagged(x, tag));
   }
 }
@@ -143,14 +144,13 @@ __device__ __forceinline__ void count_token(const DecodeState& state, int* lengt
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
-    step_whole(i64* tokens,                // [m]
-               int* positions,             // [m]
-               const int* active,          // [m]: by which positions advance
-               const int* rows_of_cache,   // [m]; below 0: no sequence
-               const elem_t* __restrict__ embedding,          // [vocabulary, hidden]
+    step_whole(i64* tokens,                                    // [m]
+               int* positions,                                 // [m]
+               const int* active,                              // [m]: by which positions advance
+               const int* rows_of_cache,                       // [m]; below 0: no sequence
+               const elem_t* __restrict__ embedding,           // [vocabulary, hidden]
                const elem_t* __restrict__ position_embedding,  // [positions, hidden], or null
-               const elem_t* __restrict__ weights,
-               const LayerWeights* __restrict__ table_of_layers,
+               const elem_t* __restrict__ weights, const LayerWeights* __restrict__ table_of_layers,
                const elem_t* __restrict__ norm_weight,  // [hidden]
                const elem_t* __restrict__ norm_bias,    // [hidden], or null
                const elem_t* __restrict__ head,         // [vocabulary, hidden]
@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
                elem_t* pages,                           // [layers, 2, pages of the cache]
                float* __restrict__ logits,              // [m, vocabulary]
                i64* __restrict__ largest,               // [m]
-               u32* exchange,               // launches so far, and the words that pass
+               u32* exchange,                           // launches so far, and the words that pass
                u32* counters, const DecodeModel model) {
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
@@ -178,9 +178,18 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   __syncthreads();
 
   const DecodeState state = {
-      rows_of_cache, positions, page_table, lengths, capacities, table,
+      rows_of_cache,
+      positions,
+      page_table,
+      lengths,
+      capacities,
+      table,
       {model.page_step, model.head_step, model.token_step, 0, model.page_log2},
-      model.max_sequences, model.max_pages, model.table_rows, model.heads_kv, model.splits,
+      model.max_sequences,
+      model.max_pages,
+      model.table_rows,
+      model.heads_kv,
+      model.splits,
       model.scale};
   const int items = m * model.heads_kv * model.splits;
   const u32 launches = load_word(exchange);
@@ -190,12 +199,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
                       exchange + model.attended,
                       exchange + model.inner,
                       exchange + model.largest};
-  const u32 first_tag = launches * model.layers + 1, first_stream = launches * (2 * model.layers + 1) + 1;
+  const u32 first_tag = launches * model.layers + 1,
+            first_stream = launches * (2 * model.layers + 1) + 1;
   const int item = blockIdx.x;
   const auto heads_of = [&](int n) {
     elem_t* const own = pages + 2 * n * model.plane;
-    return DecodeLayer<elem_t>{at.qkv, at.attended, at.partials, first_tag + n, own,
-                               own + model.plane};
+    return DecodeLayer<elem_t>{at.qkv,        at.attended, at.partials,
+                               first_tag + n, own,         own + model.plane};
   };
 
   // The warps that fetch.

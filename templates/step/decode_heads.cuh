@@ -27,10 +27,10 @@ struct DecodeLayer {
 };
 
 struct DecodeState {
-  const int *rows, *positions;                 // [m]
+  const int *rows, *positions;                   // [m]
   const int *page_table, *lengths, *capacities;  // of the cache
-  const float* table;                          // [table_rows, D]: cosines, then sines
-  PagedPool pool;                              // of keys, and of values
+  const float* table;                            // [table_rows, D]: cosines, then sines
+  PagedPool pool;                                // of keys, and of values
   int max_sequences, max_pages, table_rows;
   int heads_kv, splits;
   float scale;
@@ -39,9 +39,9 @@ struct DecodeState {
 // The keys of a work item. window: keys that a token sees, itself included; 0: all.
 struct DecodeSpan {
   int sequence, head, split;
-  int position;      // in the cache of the new token
-  int first, last;   // keys, of which the new one may be the last
-  bool fresh;        // the new token has a slot, and its key is among these
+  int position;     // in the cache of the new token
+  int first, last;  // keys, of which the new one may be the last
+  bool fresh;       // the new token has a slot, and its key is among these
   const int* pages;
 
   __device__ __forceinline__ DecodeSpan(const DecodeState& state, int item, int window) {
@@ -206,8 +206,7 @@ struct DecodeHeads {
       const float old = exp2_fast(sums.top[g] - top), weight = exp2_fast(score - top);
       sums.top[g] = top, sums.total[g] = sums.total[g] * old + weight;
 #pragma unroll
-      for (int j = 0; j < SIZE; ++j)
-        sums.value[g][j] = sums.value[g][j] * old + weight * v.get(j);
+      for (int j = 0; j < SIZE; ++j) sums.value[g][j] = sums.value[g][j] * old + weight * v.get(j);
     }
   }
 
@@ -262,7 +261,7 @@ struct DecodeHeads {
       Merged sums;
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) {
-        const float(&from)[WIDE] = shared.sums[w][head];
+        const float (&from)[WIDE] = shared.sums[w][head];
         sums.add(from[D], from[column], from[D + 1]);
       }
       if (splits == 1) {

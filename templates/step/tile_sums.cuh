@@ -18,7 +18,8 @@
 template <typename T, typename Ring, int WARPS, int MOST>
 struct TileSums {
   static constexpr int TILE = Ring::ROWS, PLACES = WARPS;
-  static_assert(Ring::SIZE >= WARPS, "what was asked for WARPS stages ago is not in the same place");
+  static_assert(Ring::SIZE >= WARPS,
+                "what was asked for WARPS stages ago is not in the same place");
   static constexpr int EACH = ceil_div(TILE * MOST, WARP_SIZE);  // outputs of a lane
   struct Shared {
     float sums[PLACES][WARPS][MOST][TILE];
@@ -62,7 +63,8 @@ struct TileSums {
       if (last) {
 #pragma unroll
         for (int j = 0; j < EACH; ++j) {
-          const int row = (lane + j * WARP_SIZE) / OUTPUTS, place = (lane + j * WARP_SIZE) % OUTPUTS;
+          const int row = (lane + j * WARP_SIZE) / OUTPUTS,
+                    place = (lane + j * WARP_SIZE) % OUTPUTS;
           if (row < m && place < outputs) before(j, row, first + place);
         }
       }
@@ -81,7 +83,8 @@ struct TileSums {
         mbarrier_wait(shared_address(&shared.full[slot]), (tile + own) / PLACES % 2);
 #pragma unroll
         for (int j = 0; j < EACH; ++j) {
-          const int row = (lane + j * WARP_SIZE) / OUTPUTS, place = (lane + j * WARP_SIZE) % OUTPUTS;
+          const int row = (lane + j * WARP_SIZE) / OUTPUTS,
+                    place = (lane + j * WARP_SIZE) % OUTPUTS;
           if (row >= m || place >= outputs) continue;
           float2 total = {0.f, 0.f};
           for (int w = 0; w < warps; ++w) {

@@ -39,8 +39,8 @@ struct WeightRing {
   using Chunk = uint4;
   static_assert(COLUMNS % (2 * SPAN) == 0, "rows 64 bytes apart, modulo all banks");
   static_assert(FLIGHT <= STAGES && ROWS % FETCHERS == 0, "stages under way; equal shares of rows");
-  const u32 stages;       // shared memory
-  const u32 full, empty;  // mbarriers, 8 bytes each
+  const u32 stages;                  // shared memory
+  const u32 full, empty;             // mbarriers, 8 bytes each
   RingPlace<STAGES> place, landing;  // the next stage; the first one that may be under way
   int asked = 0;
 
@@ -79,8 +79,7 @@ struct WeightRing {
         }
         if (lane == 0) mbarrier_expect(barrier, bytes * rows);
         __syncwarp();
-        if (has)
-          bulk_load(stages + place.stage * STAGE + own * PITCH, source + at, bytes, barrier);
+        if (has) bulk_load(stages + place.stage * STAGE + own * PITCH, source + at, bytes, barrier);
         place.advance();
       }
     }

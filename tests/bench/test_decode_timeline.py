@@ -69,3 +69,11 @@ def test_the_picture_of_the_docs_is_made_of_floors_and_says_so():
     root = ElementTree.fromstring(timeline.floors())
     bars = [e.text or "" for e in root.iter() if (e.text or "").endswith(" us")]
     assert len([bar for bar in bars if bar.startswith("floor, ")]) == len(timeline.SCHEMES)
+
+
+def test_the_measured_picture_of_the_docs_is_made_of_what_is_stored(tmp_path, monkeypatch):
+    assert timeline.MEASURED.read_text() == timeline.measured()
+    monkeypatch.setattr(timeline, "STORED", tmp_path / "steps.json")
+    lines = [timeline.Line("a step", dict.fromkeys(timeline.PARTS, 0.0) | {"head": 2.04})]
+    timeline.store(lines)
+    assert timeline.stored() == [lines[0]._replace(parts=lines[0].parts | {"head": 2.0})]

@@ -14,7 +14,7 @@ from fkjit.models import Decoder, ModelConfig, StepPlan, random_weights  # noqa:
 from fkjit.models.quantized import PRODUCTS  # noqa: E402
 
 DEVICE, LENGTH = "cuda", 160
-FUSED, EIGHT = StepPlan(fused=True), StepPlan()
+FUSED, EIGHT, WHOLE = StepPlan(fused=True), StepPlan(), StepPlan(whole=True)
 PROMPT = [(7919 * n) % 50000 for n in range(1, 101)]
 
 
@@ -55,6 +55,18 @@ def test_five_launches_a_layer_have_the_logits_of_eight(name, batch):
     assert apart(logits(decoder_of(config, weights, batch, plan=FUSED), batch), plain) < 2e-2
 
 
+@pytest.mark.parametrize("name, batch", [("llama-3.2-1b", 1), ("llama-3.2-1b", 3), ("gpt2", 1),
+                                         ("gpt2", 8)])  # fmt: skip
+def test_a_step_of_one_launch_has_the_logits_of_eight(name, batch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("its kernel is for Hopper")
+    config, weights = model(name)
+    plain = logits(decoder_of(config, weights, batch, plan=EIGHT), batch)
+    whole = decoder_of(config, weights, batch, plan=WHOLE)
+    assert apart(logits(whole, batch), plain) < 2e-2
+    assert whole._steps._one_launch is not None
+
+
 @pytest.mark.parametrize("batch", [1, 3, 8, 16])
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "gpt2"])
 def test_the_usual_plan_has_the_logits_of_what_linear_chooses(name, batch):
@@ -81,6 +93,7 @@ def test_weights_of_codes_have_the_logits_of_their_numbers(scheme, batch):
 
 @pytest.mark.parametrize("options", [
     {"plan": FUSED}, {"quantize": "int4_group"}, {"quantize": "fp8_row"}, {"plan": EIGHT}, {},
+    {"plan": WHOLE},
 ], ids=str)  # fmt: skip
 def test_kernels_that_start_early_make_the_tokens_of_those_launched_one_by_one(options):
     """Again and again: what is read too early is not always wrong."""

@@ -39,10 +39,12 @@ def test_every_kernel_that_a_decoder_launches_is_planned(name, monkeypatch):
 
 
 @pytest.mark.parametrize("arch, fused", [("sm_90a", True), ("sm_80", False)])
-def test_steps_of_five_launches_are_planned_where_a_decoder_has_them(arch, fused):
-    step = {"normed_append.gemv", "normed_linear.gemv"}
+def test_steps_of_five_launches_and_of_one_are_planned_where_a_decoder_has_them(arch, fused):
+    step, whole = {"normed_append.gemv", "normed_linear.gemv"}, {"decode_step.whole"}
+    assert (step <= kernels(warm.jobs("gpt2", batches=[2], arch=arch))) is fused
     for name in ("gpt2", "llama-3.2-1b"):
-        assert (step <= kernels(warm.jobs(name, arch=arch))) is fused
+        assert (whole <= kernels(warm.jobs(name, arch=arch))) is fused
+    step |= whole
     assert not step & kernels(warm.jobs("qwen3-0.6b", arch=arch))
     assert not step & kernels(warm.jobs("llama-3.2-1b", arch=arch, quantize="int4_group"))
 
@@ -52,7 +54,7 @@ def test_a_model_takes_few_variants(name, most):
     found = warm.jobs(name, batches=[1, 16], arch="sm_90a")
     labels = [job.label for job in found]
     assert 10 < len(labels) == len(set(labels)) <= most
-    assert {"attention_decode.split", "attention_form.flash_sm90", "linear.gemv", "linear.skinny",
+    assert {"attention_decode.split", "attention_form.flash_sm90", "linear.skinny",
             "linear.wgmma", "kv_slots.rows"} <= kernels(found)  # fmt: skip
     assert not kernels(found) & {"moe_route.warp", "attention.flash", "rope.computed"}
     one = {job.label for job in warm.jobs(name, batches=[1], arch="sm_90a")}

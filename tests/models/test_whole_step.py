@@ -121,7 +121,7 @@ def test_who_fits():
 
 
 def test_what_a_step_refuses():
-    with pytest.raises(ArgumentTypeError, match="plan.whole=1; allowed: a bool"):
+    with pytest.raises(ArgumentTypeError, match=r"plan\.whole=1; allowed: a bool"):
         decoder_of("llama", plan=StepPlan(whole=1))  # pyright: ignore[reportArgumentType]
     with quiet():
         decoder = decoder_of("llama", 1)

@@ -1,5 +1,7 @@
-"""Bugs planted in the decode step of one launch show: as races, as waits for ever, or as wrong numbers.
-(The sweep finds nothing in the kernel as it is.)"""
+"""Bugs planted in the decode step of one launch show: as races or as wrong numbers.
+
+The sweep finds nothing in the kernel as it is.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ BUGS = (
     Bug("attention where rows are read", K, "meet();  // the rows are read", "// the rows are read",
         by="race", **SMALL),
     Bug("rows multiplied before they are there", K,
-        "taken.gather(at.inner, model.mlp, tag);\n    meet();", "taken.gather(at.inner, model.mlp, tag);",
+        "taken.gather(at.inner, model.mlp, tag);\n    meet();",
+        "taken.gather(at.inner, model.mlp, tag);",
         by="race", **SMALL),
     Bug("words taken as they are", T + "exchange.cuh", "while (!have_come(words, tag))",
         "if (false)", by="numbers", **SMALL),
@@ -38,7 +41,8 @@ BUGS = (
         "HALVES ? row", by="numbers", **SMALL),
     Bug("a warp's sums left out", T + "tile_sums.cuh", "for (int w = 0; w < warps; ++w)",
         "for (int w = 1; w < warps; ++w)", by="numbers", **SMALL),
-    Bug("tokens not counted", K, "lengths[row] = length + 1;", "lengths[row] = length;", by="numbers", **SMALL),
+    Bug("tokens not counted", K, "lengths[row] = length + 1;", "lengths[row] = length;",
+        by="numbers", **SMALL),
 )  # fmt: skip
 
 

@@ -61,10 +61,11 @@ class Model(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """tokens int64, positions, active and rows int32 [m]; rows below 0 are no sequences. embedding and head
-    [vocabulary, hidden]. weights: where all arrays of the layers are, by table_of_layers, int64 [layers,
-    LAYER_WORDS] (`layer_table`). table: of `fkjit.rope_table`, None: nothing turns. The rest is a
-    PagedKVCache's."""
+    """tokens int64, positions, active and rows int32 [m]; rows below 0 are no sequences. embedding
+    and head [vocabulary, hidden]. weights: where all arrays of the layers are, by table_of_layers,
+    int64 [layers, LAYER_WORDS] (`layer_table`). exchange: int32, `exchange_words` zeros when it is
+    new, for steps of so many sequences alone, one after the other. table: of
+    `fkjit.rope_table`, None: nothing turns. The rest is a PagedKVCache's."""
 
     tokens: Any
     positions: Any
@@ -88,6 +89,7 @@ class Arrays(NamedTuple):
 def layer_table(base: int, layers: list[LayerArrays], windows: list[int | None]) -> np.ndarray:
     """int64 [layers, LAYER_WORDS]: how many elements of 16 bits behind the address `base` arrays
     begin. By their `data_ptr()`."""
+
     def place(array: Any) -> int:
         return NONE if array is None else (array.data_ptr() - base) // 2
 
@@ -105,7 +107,8 @@ def fits(model: Model, rows: int, hidden: int, layers: int, arch: Arch, blocks: 
     widths = (hidden, model.mlp, model.heads_q * model.head_dim)
     group, rest = divmod(model.heads_q, model.heads_kv)
     return (
-        rows * model.heads_kv <= blocks and rest == 0 and group in GROUPS and model.head_dim in HEAD_DIMS
+        rows * model.heads_kv <= blocks and rest == 0 and group in GROUPS
+        and model.head_dim in HEAD_DIMS
         and not any(wide % _SPAN for wide in widths) and min(widths) >= blocks
         and (model.activation, model.gate) in SHIPPED
         and kernel.KERNEL.features({}) <= arch.features
@@ -126,8 +129,8 @@ def exchange_words(model: Model, rows: int, hidden: int, blocks: int) -> int:
 
 
 def decode_step(arrays: Arrays, logits: Any, model: Model) -> Any:
-    """Logits and the largest one of each row, int64 [m]; k and v of the tokens are in the cache, and
-    its lengths count them.
+    """Logits and the largest one of each row, int64 [m]; k and v of the tokens are in the cache,
+    and its lengths count them.
 
     Args:
         logits: fp32 [m, vocabulary], rows contiguous; they are written.
@@ -151,9 +154,7 @@ def prepare(arrays: Arrays, model: Model) -> None:
 # ------------------------------------------------------------------ checks
 
 
-def _variant(
-    model: Model, rows: int, hidden: int, layers: int, norm: str
-) -> dict[str, Any] | None:
+def _variant(model: Model, rows: int, hidden: int, layers: int, norm: str) -> dict[str, Any] | None:
     """Of the parameters those that the sizes decide; None: there is no room."""
     most = next((most for most in ROWS if most >= rows), None)
     aside = kernel.aside_for(norm, hidden, layers)
@@ -176,7 +177,15 @@ def _variant(
 def _check(views: Mapping[str, View | None], *options: Any) -> Request:
     model = Model(*options)
     seen = {name: view for name, view in views.items() if view is not None}
-    floats = ("embedding", "position_embedding", "weights", "norm_weight", "norm_bias", "head", "pages")
+    floats = (
+        "embedding",
+        "position_embedding",
+        "weights",
+        "norm_weight",
+        "norm_bias",
+        "head",
+        "pages",
+    )
     dtype = check_same_dtype(_CALL, {n: seen[n] for n in floats if n in seen}, ("fp16", "bf16"))
     (m,), (vocabulary, hidden) = seen["tokens"].shape, seen["head"].shape
     layers = seen["table_of_layers"].shape[0]
@@ -223,7 +232,9 @@ def _pages(pages: View, model: Model) -> dict[str, Any]:
 
 def _check_arrays(seen: Mapping[str, View], model: Model, m: int, hidden: int, layers: int) -> None:
     rows, vocabulary = seen["page_table"].shape[0], seen["head"].shape[0]
-    pages = page_shape(model.layout, seen["pages"].shape[2], model.page_size, model.heads_kv, model.head_dim)
+    pages = page_shape(
+        model.layout, seen["pages"].shape[2], model.page_size, model.heads_kv, model.head_dim
+    )
     wanted = {
         "tokens": ((m,), "int64"), "positions": ((m,), "int32"), "active": ((m,), "int32"),
         "rows_of_cache": ((m,), "int32"),
@@ -264,6 +275,6 @@ def _contiguous(view: View) -> bool:
 
 _OP = Op(
     _CALL, inputs=Arrays._fields, outputs=("logits", "largest"), check=_check,
-    optional=("position_embedding", "norm_bias", "table"), 
+    optional=("position_embedding", "norm_bias", "table"),
     written=("tokens", "positions", "lengths", "pages", "exchange"),
 )  # fmt: skip

@@ -34,7 +34,8 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
         found.append({
             **said, "m": m, "layers": 2, "hidden": hidden, "mlp": mlp, "vocabulary": 264,
             "heads_q": heads_kv * group, "heads_kv": heads_kv, "head_dim": dim, "group": group,
-            "eps": 1e-5, "blocks": 132 if full else 4, "splits": 132 // (m * heads_kv) if full else 2, "advance": m > 1,
+            "eps": 1e-5, "blocks": 132 if full else 4, "advance": m > 1,
+            "splits": 132 // (m * heads_kv) if full else 2,
             "logits_stride": 264 + 4, "table_rows": 40 if params["rope"] else 0,
             "max_sequences": _SEQUENCES, "max_pages": 3, "num_pages": _PAGES, "page_size": _PAGE,
             "layout": "nhd", "window": window, "biased": biased,
@@ -90,7 +91,8 @@ def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
     made = {
         "tokens": rng.integers(0, 264, m, np.int64), "positions": positions,
         "active": (rows >= 0).astype(np.int32), "rows_of_cache": rows,
-        "embedding": rng.standard_normal((264, hidden)).astype(kind), "weights": np.concatenate(flat),
+        "embedding": rng.standard_normal((264, hidden)).astype(kind),
+        "weights": np.concatenate(flat),
         "table_of_layers": table, "norm_weight": drawn(hidden), "head": drawn(264, hidden),
         "page_table": rng.permutation(_PAGES).reshape(_SEQUENCES, 3).astype(np.int32),
         "capacities": np.array(_CAPACITIES, np.int32), "lengths": lengths, "pages": pages,
@@ -163,7 +165,9 @@ class _Step:
                 page, token = self.place(row, self.length[row])
                 self.pages[n, 0, page, token] = heads[i, q_heads : q_heads + kv]
                 self.pages[n, 1, page, token] = heads[i, q_heads + kv :]
-            places = [self.place(row, t) for t in range(max(count - window, 0) if window else 0, count)]
+            places = [
+                self.place(row, t) for t in range(max(count - window, 0) if window else 0, count)
+            ]
             k, v = (np.stack([self.pages[n, side, a, b] for a, b in places]) for side in (0, 1))
             for h in range(q_heads):
                 own = h // p["group"]
@@ -189,13 +193,21 @@ class _Step:
             x = x + arrays["position_embedding"][np.asarray(arrays["positions"])]
         for n in range(p["layers"]):
             w = self.layer(n)
-            heads = self.normed(x, w["norm"], w.get("norm_bias")) @ w["qkv"].T + w.get("qkv_bias", 0)
+            heads = self.normed(x, w["norm"], w.get("norm_bias")) @ w["qkv"].T + w.get(
+                "qkv_bias", 0
+            )
             heads = self.turned(heads.reshape(p["m"], -1, p["head_dim"]))
             window = int(arrays["table_of_layers"][n, -1])
             x = x + self.attended(heads, n, window) @ w["out"].T + w.get("out_bias", 0)
-            up = self.normed(x, w["mlp_norm"], w.get("mlp_norm_bias")) @ w["up"].T + w.get("up_bias", 0)
+            up = self.normed(x, w["mlp_norm"], w.get("mlp_norm_bias")) @ w["up"].T + w.get(
+                "up_bias", 0
+            )
             y = activated(p["activation"], up[:, : p["mlp"]])
-            x = x + (y * up[:, p["mlp"] :] if p["gate"] else y) @ w["down"].T + w.get("down_bias", 0)
+            x = (
+                x
+                + (y * up[:, p["mlp"] :] if p["gate"] else y) @ w["down"].T
+                + w.get("down_bias", 0)
+            )
         return self.normed(x, arrays["norm_weight"], arrays.get("norm_bias")) @ arrays["head"].T
 
 
@@ -210,7 +222,13 @@ def _reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
     positions = np.asarray(arrays["positions"])
     if p["advance"]:
         positions = positions + np.asarray(arrays["active"])
-    return {"logits": logits, "positions": positions, "pages": step.pages, "lengths": lengths, "counters": np.zeros(1)}
+    return {
+        "logits": logits,
+        "positions": positions,
+        "pages": step.pages,
+        "lengths": lengths,
+        "counters": np.zeros(1),
+    }
 
 
 WHOLE = Verification(

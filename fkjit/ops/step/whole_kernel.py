@@ -1,9 +1,9 @@
 """The kernel of a whole decode step.
 
-A problem has m (sequences), layers, hidden, mlp, vocabulary, heads_q, heads_kv, head_dim, dtype, norm
-("rms" or "layer"), rope, activation, gate, eps, splits, blocks, advance, logits_stride, table_rows,
-max_sequences, max_pages, and of the cache num_pages, page_size, plane (elements of a layer's keys)
-and pages (elements from page to page, head to head, token to token).
+A problem has m (sequences), layers, hidden, mlp, vocabulary, heads_q, heads_kv, head_dim, dtype,
+norm ("rms" or "layer"), rope, activation, gate, eps, splits, blocks, advance, logits_stride,
+table_rows, max_sequences, max_pages, and of the cache num_pages, page_size, plane (elements of a
+layer's keys) and pages (elements from page to page, head to head, token to token).
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def _illegal(params: Params) -> str | None:
 
 
 def _few(params: Params) -> str | None:
-    """What is compiled ahead: the two models of the documentation, one sequence; and a small one for
-    the interpreter."""
+    """What is compiled ahead: the two models of the documentation, one sequence; and a small one
+    for the interpreter."""
     said = tuple(params[param.name] for param in _PARAMS)
     return None if said in _AHEAD else "is compiled when called"
 
@@ -150,9 +150,7 @@ FIELDS: dict[str, Any] = {
     "cooperative": True,
     "derive": _derive,
     "features": lambda params: frozenset({"wgmma"}),  # Hopper: tried nowhere else
-    "shared_bytes": lambda params: (
-        (params["room"] << 10) + ring_shared(params["ring"])
-    ),
+    "shared_bytes": lambda params: (params["room"] << 10) + ring_shared(params["ring"]),
     "block": lambda params: (32 * (WARPS + params["ring"][3]), 1, 1),
     "grid": lambda params, p: (p["blocks"], 1, 1),
     "arguments": _arguments,
