@@ -93,12 +93,12 @@ struct Int8Weights {
   }
 };
 
-// A lane's codes of rows g (low) and g + 8 (high) in a step, as A. RAISED: not yet whole numbers.
-template <typename Weights, bool RAISED = false>
+// A lane's codes of rows g (low) and g + 8 (high) in a step, as A; as numbers, or still raised.
+template <typename Weights, bool STILL_RAISED = false>
 __device__ __forceinline__ void weight_fragment(u32 (&a)[4], const uint4& low, const uint4& high,
                                                 int step) {
   const auto pairs = [&](u32 (&p)[2], const uint4& codes) {
-    if constexpr (RAISED)
+    if constexpr (STILL_RAISED)
       Weights::raised(p, codes, step);
     else
       Weights::pairs(p, codes, step);
