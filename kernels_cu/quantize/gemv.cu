@@ -8,8 +8,8 @@
    itself by cp.async, to a place for each group that nobody else reads: no barrier, no bank conflict.
    A place is filled with the next tile's codes as soon as those of this one are multiplied.
 
-   A group's sums are multiplied with its scale in fp32. Codes of int4 stay raised in bf16
-   (quantize/weights.cuh): what that adds to a group's sums depends on x alone, is made once, and
+   A group's sums are multiplied with its scale in fp32. Codes of int4 stay raised in bf16 where out
+   has 16 bits (quantize/weights.cuh): what that adds to a group's sums depends on x alone, is made once, and
    subtracted. Other products are exact. What the warps have is added up in shared memory in their
    order, for BATCH tiles at a time: the same bits every time.
 
@@ -43,6 +43,7 @@ constexpr int EIGHTS = TILE / 8, PRODUCTS = TILE / 16;
 using Rows = CodedRows<Weights, elem_t, EIGHTS>;
 using Scales = RowScales16<elem_t, EIGHTS, GROUPS>;
 constexpr int SPANS = Rows::SPANS, SLOT_BYTES = Rows::SLOT_BYTES;
+constexpr bool RAISES = Weights::RAISES && sizeof(out_t) == 2;  // it costs some bits of fp32
 constexpr int X_CHUNKS = GROUP / 4 / 8;  // of a lane, of a group
 constexpr int PITCH = TILE + 4;          // of sums: lanes of a fragment meet 32 banks
 constexpr int SUMS = WARPS * TOKENS * PITCH;  // of a tile
@@ -83,7 +84,7 @@ struct Token {
       to = make_uint4(0, 0, 0, 0);
       load_chunk_if(to, own + at, row < m && at < k);
     }
-    if constexpr (Weights::RAISES) {
+    if constexpr (RAISES) {
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < GROUPS; ++i) {
@@ -122,14 +123,14 @@ __device__ __forceinline__ void multiply(float (&sums)[PRODUCTS][4], u32 slot, c
 #pragma unroll
       for (int step = 0; step < Weights::STEPS; ++step) {
         u32 a[4];
-        raised_fragment<Weights>(a, low, high, step);
+        weight_fragment<Weights, RAISES>(a, low, high, step);
         token.multiply_step(parts, a, group, span * Weights::STEPS + step);
       }
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) sums[i][j] = whole(parts, j);
   }
-  if constexpr (Weights::RAISES) {
+  if constexpr (RAISES) {
     const float2 bases = load_shared_pair(token.bases + group * 32);
 #pragma unroll
     for (int i = 0; i < PRODUCTS * 4; ++i) sums[i / 4][i % 4] -= i % 2 == 0 ? bases.x : bases.y;

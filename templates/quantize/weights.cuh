@@ -93,28 +93,19 @@ struct Int8Weights {
   }
 };
 
-// A lane's codes of rows g (low) and g + 8 (high) in a step, as A.
-template <typename Weights>
+// A lane's codes of rows g (low) and g + 8 (high) in a step, as A; as numbers, or still raised.
+template <typename Weights, bool STILL_RAISED = false>
 __device__ __forceinline__ void weight_fragment(u32 (&a)[4], const uint4& low, const uint4& high,
                                                 int step) {
+  const auto pairs = [&](u32 (&p)[2], const uint4& codes) {
+    if constexpr (STILL_RAISED)
+      Weights::raised(p, codes, step);
+    else
+      Weights::pairs(p, codes, step);
+  };
   u32 p[2];
-  Weights::pairs(p, low, step);
+  pairs(p, low);
   a[0] = p[0], a[2] = p[1];
-  Weights::pairs(p, high, step);
+  pairs(p, high);
   a[1] = p[0], a[3] = p[1];
-}
-
-// The same of numbers that are raised, where there are such.
-template <typename Weights>
-__device__ __forceinline__ void raised_fragment(u32 (&a)[4], const uint4& low, const uint4& high,
-                                                int step) {
-  if constexpr (Weights::RAISES) {
-    u32 p[2];
-    Weights::raised(p, low, step);
-    a[0] = p[0], a[2] = p[1];
-    Weights::raised(p, high, step);
-    a[1] = p[0], a[3] = p[1];
-  } else {
-    weight_fragment<Weights>(a, low, high, step);
-  }
 }
