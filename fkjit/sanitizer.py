@@ -25,9 +25,10 @@ class Sanitizer:
     banks: bool | float = False  # a number: the most wavefronts for each ideal one
     _lines: list[BankLine] = field(default_factory=list, repr=False)
     indices: bool = False  # what is read as an index, on a GPU too
+    short_sums: bool = False  # of e4m3 by wgmma
 
     def __post_init__(self) -> None:
-        for name in ("mem", "race", "indices"):
+        for name in ("mem", "race", "indices", "short_sums"):
             if not isinstance(getattr(self, name), bool):
                 raise ParameterError(
                     f"sanitize: {name}={shown(getattr(self, name))} is not True or False"
@@ -49,7 +50,7 @@ class Sanitizer:
         from fkjit.interp import Checks
 
         limit = None if isinstance(self.banks, bool) else float(self.banks) or None
-        return Checks(self.mem, self.race, bool(self.banks), limit)
+        return Checks(self.mem, self.race, bool(self.banks), limit, self.short_sums)
 
     @property
     def reports(self) -> list[BankLine]:
@@ -84,8 +85,9 @@ _OUTSIDE = Sanitizer(race=False)
 
 
 def sanitize(
-    *, mem: bool = True, race: bool = True, banks: bool | float = False, indices: bool = False
-) -> AbstractContextManager[Sanitizer]:
+    *, mem: bool = True, race: bool = True, banks: bool | float = False, indices: bool = False,
+    short_sums: bool = False,
+) -> AbstractContextManager[Sanitizer]:  # fmt: skip
     """Choose what is checked when kernels run on the CPU, for the calls within a `with`.
 
     Args:
@@ -97,6 +99,8 @@ def sanitize(
         indices: cu_seqlens of `fkjit.attention_varlen` are read, before each call, and have to be 0
             and rising, up to the rows there are: ParameterError. On a GPU as well, where it waits
             for the device, with mem=False, race=False.
+        short_sums: products of e4m3 by wgmma (sm_90a) are added as Hopper's tensor cores add them,
+            which keep 13 bits behind the leading one, to the bit; else in fp32. Ten times as slow.
 
     It holds for `fkjit.attention` and the like on CPU arrays, `fkjit.launch` and
     `fkjit.launch_cpu`, in this thread and in the asyncio tasks started inside; an inner block
@@ -111,7 +115,7 @@ def sanitize(
         >>> [line for line in found.reports if line.ratio > 1]
         []
     """
-    return _within(Sanitizer(mem, race, banks, indices=indices))
+    return _within(Sanitizer(mem, race, banks, indices=indices, short_sums=short_sums))
 
 
 @contextmanager

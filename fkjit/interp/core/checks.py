@@ -13,12 +13,16 @@ class Checks:
     not all threads reach. race: accesses that nothing orders. banks: wavefronts of shared memory
     are counted (`Stats.banks`); with `bank_limit`, more than so many times the ideal number for one
     instruction is a fault. race implies mem.
+
+    short_sums: wgmma of e4m3 adds with as few bits as Hopper's tensor cores have, which takes some
+    ten times as long; else in fp32.
     """
 
     mem: bool = True
     race: bool = False
     banks: bool = False
     bank_limit: float | None = None
+    short_sums: bool = False
 
     def __post_init__(self) -> None:
         if self.race and not self.mem:

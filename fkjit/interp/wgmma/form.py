@@ -35,6 +35,11 @@ class Form:
     b_transposed: bool  # N-major
 
     @property
+    def is_short(self) -> bool:
+        """Whether what is known of tensor cores' sums of e4m3 (short_sums.py) is of this form."""
+        return self.a == self.b == "e4m3" and self.to == "f32" and not self.negated
+
+    @property
     def registers(self) -> int:
         """Registers of D that a thread has."""
         return self.n // (4 if self.to == "f16" else 2)

@@ -10,6 +10,7 @@ import numpy as np
 from fkjit.interp.core.ptx import Instruction
 from fkjit.interp.numbers.halves import from_float, to_float
 from fkjit.interp.wgmma.form import ROWS, Form
+from fkjit.interp.wgmma.short_sums import add_products
 from fkjit.interp.wgmma.warpgroup import Warpgroups
 
 
@@ -61,10 +62,14 @@ class Product:
         self.holders = [0] * self.form.registers
         self.finished = False
 
-    def land(self, due: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
-        """Compute for warpgroups `due` (indices into `which`) from float32 a, b [due, rows, k]."""
+    def land(self, due: np.ndarray, a: np.ndarray, b: np.ndarray, short: bool = False) -> None:
+        """Compute for warpgroups `due` (indices into `which`) from float32 a, b [due, rows, k].
+        `short`: e4m3 adds with few bits."""
         added = None if self.addend is None else self.addend.values(due)
-        value = _multiplied(self.form, a, b, added)
+        if short and self.form.is_short:
+            value = add_products(a, b, added)
+        else:
+            value = _multiplied(self.form, a, b, added)
         if due.size == self.which.size:
             self.matrix = value
         else:

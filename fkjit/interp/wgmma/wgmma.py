@@ -75,7 +75,7 @@ class Flight:
             self._read(product, product.a[due], form.a, form.a_transposed)
         )  # fmt: skip
         b = self._read(product, product.b[due], form.b, form.b_transposed)
-        product.land(due, a, b)
+        product.land(due, a, b, self.machine.checks.short_sums)
         race = self.race
         if race is not None:
             for index in due.tolist():
