@@ -31,10 +31,7 @@ ARCHS = {
 }  # fmt: skip
 REFUSED = "refused"
 # Kernels that no GPU has run yet. README.md's Limits name them in words.
-NOT_RUN = {
-    "quantize_attention.channels", "quantize_attention.spans", "quantize_attention.codes",
-    "quantized_attention.flash",
-}  # fmt: skip
+NOT_RUN: set[str] = set()
 
 
 class Row(NamedTuple):
