@@ -95,6 +95,6 @@ def models(known: Records) -> Chart:
 
 def _named(products: str, attention: str, interval: int | None) -> str:
     short = (
-        "" if interval is None else "; 14 bits, " + (f"every {interval}" if interval else "never")
+        "" if interval is None else "; 13 bits, " + (f"every {interval}" if interval else "never")
     )
     return f"products {products}; attention {attention}{short}"

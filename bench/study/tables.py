@@ -170,7 +170,7 @@ def models(known: Records, name: str) -> Iterator[list[str]]:
         where = {"products": products_of, "attention": attention, "interval": interval}
         cells = [of(known, "models", model=model, **where) for model in every]
         shown = [_figure(c[-1][name], name) if c else "" for c in cells]
-        sums = "" if interval is None else f", sums of 14 bits, {_interval(interval)}"
+        sums = "" if interval is None else f", sums of 13 bits, {_interval(interval)}"
         yield [products_of, f"{attention}{sums}", *shown]
 
 

@@ -2,11 +2,17 @@
 
 Of each step of k = 32 the products are exact. They and the accumulator are aligned to the greatest
 exponent among them, what lies below `bits` binary places under it is cut off (towards zero), and
-the sum of what is left is the new accumulator. After `interval` numbers the accumulator is added to
-an fp32 register and begins anew: promotion.
+the sum of what is left is the new accumulator, of which `bits` places behind its own greatest are
+kept. After `interval` numbers the accumulator is added to an fp32 register and begins anew:
+promotion.
 
-`BITS` is a published figure, none of ours: about 14 (the report of DeepSeek-V3, section 3.3.2);
-SageAttention2's paper has 13.
+The exponent of a product is the sum of its factors' (so 1.5 * 1.5 has 0, not 1), that of a factor
+below 2^-6, which e4m3 has without a leading one, is -6, and a product of 0 has none.
+
+`BITS` and all of the above were measured: wgmma's sums on an H200 (2026-11-23), crafted and
+random, come out to the bit (tests/interp/wgmma/e4m3_sums.npz has some; the interpreter adds them in
+the same way within `fkjit.sanitize(short_sums=True)`). mma.sync of e4m3 adds products of fp16
+there, in fp32.
 """
 
 from __future__ import annotations
@@ -16,9 +22,11 @@ from typing import NamedTuple
 import torch
 
 STEP = 32  # of k, in one instruction on operands of a byte
-BITS = 14
+BITS = 13
+LEAST = 2.0**-6  # of e4m3's numbers with a leading one
 _BUDGET = 1 << 18  # products at a time: what stays in a cache
-_SINGLE = 17  # bits up to which fp32 holds every sum of 33 numbers exactly
+_SINGLE = 16  # bits up to which fp32 holds every sum of 33 numbers exactly
+_NOTHING = 2.0**-60  # what stands for the exponent of a sum of zeros
 _EXPONENT = {torch.float32: (torch.int32, 0xFF << 23), torch.float64: (torch.int64, 0x7FF << 52)}
 
 
@@ -67,13 +75,21 @@ def _intervals(x: torch.Tensor, width: int) -> torch.Tensor:
 
 def _accumulated(a: torch.Tensor, b: torch.Tensor, bits: int) -> torch.Tensor:
     """[intervals, m, width] by [intervals, n, width] -> each interval's sum [intervals, m, n]."""
-    kind, mask = _EXPONENT[a.dtype]
     total = torch.zeros(a.shape[0], a.shape[1], b.shape[1], dtype=a.dtype)
+    powers = [torch.where(x == 0, 0, _power(x).clamp_min(LEAST)) for x in (a, b)]
     for at in range(0, a.shape[-1], STEP):
-        addends = a[:, :, None, at : at + STEP] * b[:, None, :, at : at + STEP]
-        greatest = torch.maximum(addends.amax(-1), -addends.amin(-1)).maximum(total.abs())
-        power = (greatest.clamp_min(2.0**-60).view(kind) & mask).view(a.dtype)
-        unit = power * 2.0**-bits
+        step = slice(at, at + STEP)
+        greatest = (powers[0][:, :, None, step] * powers[1][:, None, :, step]).amax(-1)
+        unit = greatest.maximum(_power(total)).clamp_min(_NOTHING) * 2.0**-bits
+        addends = a[:, :, None, step] * b[:, None, :, step]
         addends = addends.mul_((1 / unit)[..., None]).trunc_()
         total = (addends.sum(-1) + (total / unit).trunc()) * unit
+        own = _power(total).clamp_min(_NOTHING) * 2.0**-bits
+        total = (total / own).trunc() * own
     return total
+
+
+def _power(x: torch.Tensor) -> torch.Tensor:
+    """The power of two of each number's exponent; 0 of 0."""
+    kind, mask = _EXPONENT[x.dtype]
+    return (x.view(kind) & mask).view(x.dtype)

@@ -14,7 +14,7 @@ from bench.command import main
 from bench.core.store import read
 from bench.study import attention, codes, language, models, needle, pictures, tables, train
 from bench.study.attention import NAMED, Seen, attend, exact
-from bench.study.tensor_core import EXACT, Sums, product
+from bench.study.tensor_core import BITS, EXACT, Sums, product
 from fkjit.jit.build import quiet
 from fkjit.ops.quantize.schemes import SCHEMES
 
@@ -34,14 +34,20 @@ def row(*numbers: float) -> torch.Tensor:
     return torch.tensor([numbers])
 
 
+def power(x: float, least: int = -100) -> float:
+    return 2.0 ** max(math.frexp(x)[1] - 1, least) if x else 0.0
+
+
 def one_by_one(a: list[float], b: list[float], bits: int, interval: int) -> float:
     """The accumulator, with whole numbers of units."""
     register, total = 0.0, 0.0
     for at in range(0, len(a), 32):
-        addends = [x * y for x, y in zip(a[at : at + 32], b[at : at + 32], strict=True)] + [total]
-        greatest = max(abs(x) for x in addends)
-        unit = 2.0 ** (math.frexp(greatest)[1] - 1 - bits) if greatest else 1.0
-        total = sum(int(x / unit) for x in addends) * unit
+        pairs = list(zip(a[at : at + 32], b[at : at + 32], strict=True))
+        greatest = max(power(total), *(power(x, -6) * power(y, -6) for x, y in pairs if x * y))
+        unit = greatest / 2**bits or 1.0
+        total = sum(int(x / unit) for x in [x * y for x, y in pairs] + [total]) * unit
+        own = power(total) / 2**bits or 1.0
+        total = int(total / own) * own
         if interval and (at + 32) % interval == 0:
             register, total = register + total, 0.0
     return register + total
@@ -66,6 +72,16 @@ def test_what_is_below_the_last_bit_is_cut_off(small, right):
     ones = row(1.0, 1.0)
     assert product(row(1.0, small), ones, Sums(14)).item() == right
     assert product(row(1.0, small), ones).item() == 1 + small
+
+
+def test_sums_are_those_of_a_gpu():
+    data = Path(tables.ROOT) / "tests" / "interp" / "wgmma" / "e4m3_sums.npz"
+    with np.load(data) as stored:
+        for name in ("place", "grouping", "sums"):  # whose accumulators began with 0
+            a, b = (torch.from_numpy(stored[f"{name}_{part}"]).view(torch.float8_e4m3fn).float()
+                    for part in "ab")  # fmt: skip
+            found = product(a, b, Sums(BITS))
+            assert torch.equal(found, torch.from_numpy(stored[f"{name}_d"])), name
 
 
 def test_codes_are_those_of_the_public_call():
