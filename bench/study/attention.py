@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from . import kernel
 from .codes import HALVES, KINDS, as_e4m3, coded, error, rounded
 from .tensor_core import BITS, EXACT, Sums, product
 
@@ -16,7 +17,7 @@ HEADS, DIM = 2, 64
 ROWS, MANY, _SHORT = 16, 64, 16384  # queries: of longer sequences fewer
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
 INTERVALS = (0, 8192, 1024, 256, 128, 64)
-WIDTHS = (10, 12, 13, 14, 16, 22)  # bits of the accumulator, as far as anybody has told
+WIDTHS = (10, 12, 13, 14, 16, 22)  # bits of the accumulator
 SHIFTS = {"around 0": 0.0, "around 1": 1.0}  # what values lie around
 _KEYS = 64  # of a block that has one scale
 _TOP = 256.0  # what the greatest probability becomes in e4m3
@@ -153,10 +154,12 @@ def stored(seen: Seen, form: Form) -> torch.Tensor:
     return rounded(attend(seen, form), "fp16" if form.scores == "fp16" else "bf16")
 
 
-# What the table of forms has a row of: a kernel's call on the same heads would be one more.
-CALLS: dict[str, Callable[[Seen], torch.Tensor]] = {
-    form.name: partial(stored, form=form) for form in FORMS
-}
+# What the table of forms has a row of. None: not of such heads.
+CALLS: dict[str, Callable[[Seen], torch.Tensor | None]] = {
+    **{form.name: partial(stored, form=form) for form in FORMS},
+    **{f"the kernel, {scheme}, block, smooth": partial(kernel.attention, scheme=scheme)
+       for scheme in ("fp8", "int8_fp8", "int8")},
+}  # fmt: skip
 
 
 def schemes(rng: np.random.Generator, quick: bool) -> Iterator[dict[str, Any]]:
@@ -168,9 +171,11 @@ def schemes(rng: np.random.Generator, quick: bool) -> Iterator[dict[str, Any]]:
             for causal in (False, True):
                 seen = made._replace(mask=look_back(keys, rows) if causal else None)
                 right = exact(seen)
-                for name, call in CALLS.items():
-                    yield {"part": "attention", "scheme": name, "kind": kind, "keys": keys,
-                           "causal": causal, "error": error(call(seen), right)}  # fmt: skip
+                found = {name: call(seen) for name, call in CALLS.items()}
+                for name, one in found.items():
+                    if one is not None:
+                        yield {"part": "attention", "scheme": name, "kind": kind, "keys": keys,
+                               "causal": causal, "error": error(one, right)}  # fmt: skip
 
 
 def short_sums(rng: np.random.Generator, quick: bool) -> Iterator[dict[str, Any]]:

@@ -52,6 +52,7 @@ KERNELS = (
     "attention.merge.kernels",
     "attention.quantized.quantize_kernels",
     "attention.quantized.kernels",
+    "attention.quantized.kernels_sm90",
     "attention.backward.registered",
 )
 

@@ -1,9 +1,10 @@
-// Products of bytes by wgmma (sm_90a): D[64 x N] = A[64 x 32] B[32 x N] (+ D), both operands K-major
-// in shared memory, by the 128 threads of a warpgroup. Descriptors are those of 16-bit elements
-// (ptx/wgmma.cuh): rows of 128 bytes with the 128-byte swizzle; the next 32 of k are 32 bytes further
-// on. D is as in ptx/wgmma_products.cuh.
+// Products of bytes by wgmma (sm_90a): D[64 x N] = A[64 x 32] B[32 x N] (+ D), both operands K-major,
+// by the 128 threads of a warpgroup. Descriptors are those of 16-bit elements (ptx/wgmma.cuh): rows of
+// 128 bytes with the 128-byte swizzle; the next 32 of k are 32 bytes further on. D is as in
+// ptx/wgmma_products.cuh, A in registers as mma's (ptx/mma_8bit.cuh), 16 rows a warp.
 //
-//   wgmma_bytes(d, a, b, add)     add 0: D is overwritten
+//   wgmma_bytes(d, a, b, add)               A in shared memory; add 0: D is overwritten
+//   wgmma_bytes_registers(d, a, b, add)     A in registers
 //
 //   float d   e4m3; the tensor core adds with fewer bits than fp32 has (some 14 of fraction): add up
 //             sums of few k in fp32 where that is not enough
@@ -14,11 +15,25 @@
 #include "prelude.cuh"
 
 template <typename Sum, int N>
-struct WgmmaBytes;  // N: 64, 128, 256
+struct WgmmaBytes;  // N: 64, 96, 128, 192, 256
 
 template <typename Sum, int N>
 __device__ __forceinline__ void wgmma_bytes(Sum (&d)[N][4], u64 a, u64 b, int add) {
   WgmmaBytes<Sum, 8 * N>::multiply(d, a, b, add);
+}
+
+template <int N>
+__device__ __forceinline__ void wgmma_bytes_registers(float (&d)[N][4], const u32 (&a)[4], u64 b,
+                                                      int add) {
+  WgmmaBytes<float, 8 * N>::registers(d, a, b, add);
+}
+
+// A tile whose rows have ROW_BYTES bytes with the swizzle of as many, as a descriptor (ptx/wgmma.cuh);
+// the next 32 of k are 32 bytes further on. PTX ISA: matrix descriptor
+template <int ROW_BYTES>
+__device__ __forceinline__ u64 wgmma_bytes_tile(u32 address) {
+  constexpr u64 SWIZZLE = ROW_BYTES == 128 ? 1 : ROW_BYTES == 64 ? 2 : 3;
+  return SWIZZLE << 62 | static_cast<u64>(8 * ROW_BYTES >> 4) << 32 | (address & 0x3FFFF) >> 4;
 }
 
 // Integer fragments, before wgmma reads or writes them (ptx/register_fence.cuh has those of float).
@@ -34,56 +49,78 @@ __device__ __forceinline__ void register_fence(int (&x)[N][4]) {
 #define NAMES_64                                          \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" \
   ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define NAMES_128                                                    \
-  NAMES_64                                                           \
-  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
-  ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define NAMES_96 NAMES_64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define NAMES_128 NAMES_96 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define NAMES_192                                                    \
+  NAMES_128                                                          \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
+  ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define NAMES_256                                                                \
-  NAMES_128                                                                      \
-  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"             \
-  ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"             \
+  NAMES_192                                                                      \
   ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
   ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define FOUR(C, i) C(d[i][0]), C(d[i][1]), C(d[i][2]), C(d[i][3])
 #define SIXTEEN(C, i) FOUR(C, i), FOUR(C, i + 1), FOUR(C, i + 2), FOUR(C, i + 3)
 #define SUMS_64(C) SIXTEEN(C, 0), SIXTEEN(C, 4)
-#define SUMS_128(C) SUMS_64(C), SIXTEEN(C, 8), SIXTEEN(C, 12)
-#define SUMS_256(C) SUMS_128(C), SIXTEEN(C, 16), SIXTEEN(C, 20), SIXTEEN(C, 24), SIXTEEN(C, 28)
+#define SUMS_96(C) SUMS_64(C), SIXTEEN(C, 8)
+#define SUMS_128(C) SUMS_96(C), SIXTEEN(C, 12)
+#define SUMS_192(C) SUMS_128(C), SIXTEEN(C, 16), SIXTEEN(C, 20)
+#define SUMS_256(C) SUMS_192(C), SIXTEEN(C, 24), SIXTEEN(C, 28)
 
-// P0 .. P2: the numbers of the inputs. SCALES: signs of both operands, which integers have not.
+// P0 .. P5: the numbers of the inputs. SCALES: signs of both operands, which integers have not.
 // PTX ISA: wgmma.mma_async.sync.aligned.m64nNk32
-#define WGMMA_BYTES(SUM, C, TYPES, SCALES, N, P0, P1, P2)                                         \
-  template <>                                                                                     \
-  struct WgmmaBytes<SUM, N> {                                                                     \
-    __device__ __forceinline__ static void multiply(SUM (&d)[N / 8][4], u64 a, u64 b, int add) {  \
-      asm volatile(                                                                               \
-          "{\n"                                                                                   \
-          ".reg .pred add;\n"                                                                     \
-          "setp.ne.b32 add, %" #P2                                                                \
-          ", 0;\n"                                                                                \
-          "wgmma.mma_async.sync.aligned.m64n" #N "k32." TYPES " {" NAMES_##N "}, %" #P0 ", %" #P1 \
-                                                                             ", add" SCALES       \
-                                                                             ";\n"                \
-                                                                             "}"                  \
-          : SUMS_##N(C)                                                                           \
-          : "l"(a), "l"(b), "r"(add));                                                            \
-    }                                                                                             \
+#define WGMMA_BYTES(SUM, C, TYPES, SCALES, N, P0, P1, P2, P3, P4, P5)                              \
+  template <>                                                                                      \
+  struct WgmmaBytes<SUM, N> {                                                                      \
+    __device__ __forceinline__ static void multiply(SUM (&d)[N / 8][4], u64 a, u64 b, int add) {   \
+      asm volatile(                                                                                \
+          "{\n"                                                                                    \
+          ".reg .pred add;\n"                                                                      \
+          "setp.ne.b32 add, %" #P2                                                                 \
+          ", 0;\n"                                                                                 \
+          "wgmma.mma_async.sync.aligned.m64n" #N "k32." TYPES " {" NAMES_##N "}, %" #P0 ", %" #P1  \
+                                                                             ", add" SCALES        \
+                                                                             ";\n"                 \
+                                                                             "}"                   \
+          : SUMS_##N(C)                                                                            \
+          : "l"(a), "l"(b), "r"(add));                                                             \
+    }                                                                                              \
+    __device__ __forceinline__ static void registers(SUM (&d)[N / 8][4], const u32 (&a)[4], u64 b, \
+                                                     int add) {                                    \
+      asm volatile(                                                                                \
+          "{\n"                                                                                    \
+          ".reg .pred add;\n"                                                                      \
+          "setp.ne.b32 add, %" #P5                                                                 \
+          ", 0;\n"                                                                                 \
+          "wgmma.mma_async.sync.aligned.m64n" #N "k32." TYPES " {" NAMES_##N                       \
+          "}, {%" #P0 ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4 ", add" SCALES                      \
+          ";\n"                                                                                    \
+          "}"                                                                                      \
+          : SUMS_##N(C)                                                                            \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                         \
+    }                                                                                              \
   };
 #define WGMMA(...)                                                 \
   WGMMA_BYTES(float, "+f", "f32.e4m3.e4m3", ", 1, 1", __VA_ARGS__) \
   WGMMA_BYTES(int, "+r", "s32.s8.s8", "", __VA_ARGS__)
 
-WGMMA(64, 32, 33, 34)
-WGMMA(128, 64, 65, 66)
-WGMMA(256, 128, 129, 130)
+WGMMA(64, 32, 33, 34, 35, 36, 37)
+WGMMA(96, 48, 49, 50, 51, 52, 53)
+WGMMA(128, 64, 65, 66, 67, 68, 69)
+WGMMA(192, 96, 97, 98, 99, 100, 101)
+WGMMA(256, 128, 129, 130, 131, 132, 133)
 
 #undef WGMMA
 #undef WGMMA_BYTES
 #undef FOUR
 #undef SIXTEEN
 #undef NAMES_64
+#undef NAMES_96
 #undef NAMES_128
+#undef NAMES_192
 #undef NAMES_256
 #undef SUMS_64
+#undef SUMS_96
 #undef SUMS_128
+#undef SUMS_192
 #undef SUMS_256

@@ -106,6 +106,31 @@ def test_each_interval_is_right(scheme, promote):
     assert error(found, reference(q, k, v)[0]) < ERRORS[scheme]
 
 
+@pytest.mark.parametrize(("scheme", "dim"), [("int8", 128), ("int8_fp8", 64), ("fp8", 256)])
+def test_hopper_has_a_kernel_of_its_own(on, scheme, dim):
+    on("compute_90a")
+    q, k, v = arrays(q=140, k=261, dim=dim, dim_v=dim - 8, offset=1.0)
+    said = {"scheme": scheme, "window": (150, 20), "return_lse": True}
+    found, lse = fkjit.quantized_attention(q, k, v, **said)
+    wanted, wanted_lse = reference(q, k, v, window=said["window"])
+    assert error(found, wanted) < ERRORS[scheme]
+    assert (lse.double() - wanted_lse).abs().max() < 0.1
+
+
+def test_promotion_keeps_what_short_sums_lose(on):
+    """Values that add up, and sums of e4m3 as Hopper's tensor cores make them."""
+    on("compute_90a")
+    q, k, v = arrays(q=3, k=2048, heads=(1, 1))
+    v = (v.float() + 1).bfloat16()
+    codes = fkjit.quantize_attention(q, k, v, "fp8")
+    with fkjit.sanitize(race=False):
+        right = fkjit.quantized_attention(codes, promote=256)
+        never, often = (
+            error(fkjit.quantized_attention(codes, promote=n), right.double()) for n in (0, 512)
+        )
+    assert never > 0.01 and often < never / 3
+
+
 def test_smooth_keys_and_rotation_leave_less_to_round():
     """A mean of keys, and a column that is far greater than the others."""
     q, k, v = arrays(q=24, offset=4.0)
@@ -168,7 +193,7 @@ def codes(scheme="int8"):
     ({"scales": "row"}, "scales='row' is not one of block, head, tensor"),
     ({"layout": "sbhd"}, "layout='sbhd'"),
     ({"promote": 32}, "promote=32; allowed: 0 or None with a v that is no codes"),
-    ({"promote": 48, "scheme": "fp8"}, "promote=48; allowed: 0, 32, 64 or None"),
+    ({"promote": 48, "scheme": "fp8"}, "promote=48; allowed: 0, 32, 64, 256, 512, 1024 or"),
     ({"block": (32, 32)}, "block="),
     ({"softmax_scale": float("nan")}, "softmax_scale"),
     ({"window": (-3, 0)}, "window"),
@@ -195,6 +220,10 @@ def test_arrays_are_checked():
         fkjit.quantized_attention(codes(), k)
     with pytest.raises(ParameterError, match="scales is given beside AttentionCodes"):
         fkjit.quantized_attention(codes(), scales="head")
+    with pytest.raises(
+        ParameterError, match="scheme='int8' with AttentionCodes of scheme 'fp8'; allowed: theirs"
+    ):
+        fkjit.quantized_attention(codes("fp8"), scheme="int8")
     made = codes("fp8")
     for name in ("k_scales", "v", "v_scales", "shift"):
         with pytest.raises(ParameterError, match=name):
@@ -210,9 +239,9 @@ def test_what_a_gpu_cannot_is_refused_by_name(on):
         ParameterError, match="quantize_attention: on sm_75; allowed: GPUs from sm_80"
     ):
         fkjit.quantized_attention(*arrays(q=5, k=64, dtype=torch.float16))
-    on("compute_90a")
+    on("compute_90a")  # whose portable kernel, for scales below 0, has no registers for this
     with pytest.raises(ParameterError, match="head_dim=256"):
-        fkjit.quantized_attention(*arrays(q=5, k=64, dim=256), scheme="fp8")
+        fkjit.quantized_attention(*arrays(q=5, k=64, dim=256), scheme="fp8", softmax_scale=-1.0)
 
 
 def test_gradients_are_refused_by_name():

@@ -14,7 +14,8 @@ from bench.command import main
 from bench.core.store import read
 from bench.study import attention, codes, language, models, needle, pictures, tables, train
 from bench.study.attention import NAMED, Seen, attend, exact
-from bench.study.tensor_core import EXACT, Sums, product
+from bench.study.tensor_core import BITS, EXACT, Sums, product
+from fkjit.interp.wgmma.short_sums import summed
 from fkjit.jit.build import quiet
 from fkjit.ops.quantize.schemes import SCHEMES
 
@@ -32,6 +33,10 @@ def one_thread():
 
 def row(*numbers: float) -> torch.Tensor:
     return torch.tensor([numbers])
+
+
+def power(x: float, least: int = -100) -> float:
+    return 2.0 ** max(math.frexp(x)[1] - 1, least) if x else 0.0
 
 
 def one_by_one(a: list[float], b: list[float], bits: int, interval: int) -> float:
@@ -73,6 +78,15 @@ def test_what_is_below_the_last_bit_is_cut_off(small, right):
     ones = row(1.0, 1.0)
     assert product(row(1.0, small), ones, Sums(14)).item() == right
     assert product(row(1.0, small), ones).item() == 1 + small
+
+
+def test_sums_are_those_of_the_interpreter():
+    """Which are an H200's (tests/interp/mma/test_short_sums.py)."""
+    rng = np.random.default_rng(5)
+    a, b = (codes.as_e4m3(torch.from_numpy(rng.standard_normal((n, 32)) * 40).float())
+            for n in (9, 7))  # fmt: skip
+    found = product(a, b, Sums(BITS))
+    assert torch.equal(found, torch.from_numpy(summed(a.numpy(), b.numpy(), None)))
 
 
 def test_codes_are_those_of_the_public_call():

@@ -85,6 +85,7 @@ KERNELS = [
     "quantize_attention.spans",
     "quantize_attention.codes",
     "quantized_attention.flash",
+    "quantized_attention.flash_sm90",
     "attention_backward.rows",
     "attention_backward.keys",
     "attention_backward.sums",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fkjit.arguments import one_of
+from fkjit.arguments import one_of, shown
 from fkjit.errors import ParameterError
 from fkjit.ops.attention.feature_checks import window_of
-from fkjit.ops.attention.quantized.kernels import FLASH_CODES, PROMOTE, choose, weights_of
+from fkjit.ops.attention.quantized.kernels_sm90 import FLASH_CODES_SM90, counters
 from fkjit.ops.attention.quantized.quantize import (
     ATTENTION_SCHEMES,
     AttentionCodes,
@@ -17,11 +17,13 @@ from fkjit.ops.attention.quantized.quantize import (
     quantize_attention,
 )
 from fkjit.ops.attention.quantized.quantize_kernels import ROWS
+from fkjit.ops.attention.quantized.select import INTERVALS, variant
 from fkjit.ops.attention.shapes import LAYOUTS, check_block, check_heads, check_scale
 from fkjit.ops.op.checks import check_dtype, check_flag, check_shape
 from fkjit.ops.op.node import Node, of_dtype
 from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
-from fkjit.runtime.interop import View, contiguous
+from fkjit.runtime.device import multiprocessors
+from fkjit.runtime.interop import CPU, View, contiguous
 
 _CALL = "quantized_attention"
 _INPUTS = ("q", "k", "v", "q_scales", "k_scales", "v_scales", "shift")
@@ -46,7 +48,7 @@ def quantized_attention(
     k: Any = None,
     v: Any = None,
     *,
-    scheme: str = "int8",
+    scheme: str | None = None,
     smooth_k: bool = True,
     rotate: bool = False,
     scales: str = "block",
@@ -61,14 +63,15 @@ def quantized_attention(
     """`fkjit.attention` with products of int8 or fp8 codes in place of 16-bit numbers.
 
     Args:
-        q, k, v: as `fkjit.quantize_attention` takes them: the call quantizes them first, by scheme,
-            smooth_k, rotate, scales and layout. Or q alone, AttentionCodes, which know these.
+        q, k, v: as `fkjit.quantize_attention` takes them: the call quantizes them first, by scheme
+            (None: "int8"), smooth_k, rotate, scales and layout. Or q alone, AttentionCodes, which
+            know these.
         causal, softmax_scale, window, return_lse: as in `fkjit.attention`. Hq may be a multiple of
             Hkv (GQA).
         promote: with v of e4m3, keys whose sum leaves the tensor core, which adds with fewer bits
-            than fp32 has, and is added up in fp32: 32, 64 (None; 32 with a head dimension of
-            more than 128), or 0: never. Without effect on GPUs of compute capability 9.0 to 11.0,
-            which multiply V as fp16.
+            than fp32 has, and is added up in fp32; 0: never, None: what the kernel has registers
+            for. 256, 512, 1024 on Hopper; 32, 64 with mma.sync, of which GPUs of compute
+            capability 9.0 to 11.0 multiply V as fp16, so that it has no effect there.
         block: tile, (query rows, keys); default: the spec's choice.
 
     Returns:
@@ -96,7 +99,7 @@ def quantized_attention(
     return _OP(*_op_call(given, options))
 
 
-_HOW = {"scheme": "int8", "smooth_k": True, "rotate": False, "scales": "block", "layout": "bhsd"}
+_HOW = {"scheme": None, "smooth_k": True, "rotate": False, "scales": "block", "layout": "bhsd"}
 
 
 def _given(
@@ -106,7 +109,13 @@ def _given(
     if not isinstance(q, AttentionCodes):
         if k is None or v is None:
             return codes_parts(_CALL, q)  # which says what is wrong
-        return codes_parts(_CALL, make(q, k, v, **how))
+        named = {**how, "scheme": how["scheme"] if how["scheme"] is not None else "int8"}
+        return codes_parts(_CALL, make(q, k, v, **named))
+    if how["scheme"] not in (None, q.scheme):
+        raise ParameterError(
+            f"{_CALL}: scheme={shown(how['scheme'])} with AttentionCodes of scheme {q.scheme!r}; "
+            "allowed: theirs, or none"
+        )
     said = [name for name, value in {"k": k, "v": v}.items() if value is not None]
     said += [
         name for name, value in how.items() if value not in (_HOW[name], getattr(q, name, None))
@@ -152,17 +161,20 @@ def _check(views: Mapping[str, View | None], options: QuantizedOptions) -> Reque
     if 0 in shape:
         return Request(inputs, outputs, ())
     arch = arch_of(seen["q"])
-    problem["weights"] = weights_of(problem["v_codes"], arch)
-    params = choose(problem, promote, block, arch)
-    return Request(inputs, outputs, (Launch(FLASH_CODES, params, problem),))
+    if seen["q"].device != CPU:
+        problem["multiprocessors"] = multiprocessors(seen["q"].device)
+    spec, params = variant(problem, seen["v"], promote, block, arch)
+    drawn = counters(params, problem) if spec is FLASH_CODES_SM90 else 0
+    return Request(inputs, outputs, (Launch(spec, params, problem),), counters=drawn)
 
 
 def _promote(promote: Any, v_codes: bool) -> int | None:
-    allowed = (None, 0, *PROMOTE) if v_codes else (None, 0)
+    allowed = (None, 0, *INTERVALS) if v_codes else (None, 0)
     if isinstance(promote, bool) or promote not in allowed:
+        named = ", ".join(map(str, (0, *INTERVALS)))
         raise ParameterError(
             f"{_CALL}: promote={promote!r}; allowed: "
-            + ("0, 32, 64 or None" if v_codes else "0 or None with a v that is no codes")
+            + (f"{named} or None" if v_codes else "0 or None with a v that is no codes")
         )
     return promote if v_codes else 0
 

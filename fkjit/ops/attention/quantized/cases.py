@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fkjit.ops.attention import cases
+from fkjit.ops.attention.kernels_sm90 import COUNTERS
 from fkjit.ops.attention.problem import split_block
 from fkjit.ops.attention.quantized.quantize_cases import (
     decode,
@@ -23,6 +24,8 @@ from fkjit.runtime.interop import numpy_dtype
 from fkjit.spec import Arrays, Params, Problem, Verification
 
 _TOP = 8  # of probabilities of e4m3, in powers of two
+_TOP_SM90, _LAG = 7, 1.75  # the same of Hopper's kernel, and how far maxima may lag there
+_WARP_ROWS = 16
 
 
 def numbers(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
@@ -57,26 +60,38 @@ def attend_e4m3(
     p: Problem, arrays: Any, b: int, q: Any, k: Any, v: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """One batch, tiles of keys from the last to the first: a probability is rounded by the maximum
-    that its row has by then."""
+    that its row has by then. Where maxima may lag (`growth`), those of a warp's rows do not."""
     import ml_dtypes
 
-    group = p["heads_q"] // p["heads_kv"]
+    group, width = p["heads_q"] // p["heads_kv"], p.get("tile", ROWS)
+    growth, raised = p.get("growth", 0.0), p.get("raised", _TOP)
     k, v = (np.repeat(x, group, axis=0) for x in (k, v))
     scores = cases.final_scores(p, arrays, b, q @ k.swapaxes(-1, -2) * p["softmax_scale"])
     top, total = np.full(scores.shape[:2], -np.inf), np.zeros(scores.shape[:2])
     o = np.zeros((*scores.shape[:2], v.shape[-1]))
-    for first in range((p["seqlen_k"] - 1) // ROWS * ROWS, -1, -ROWS):
-        tile = scores[..., first : first + ROWS]
+    for first in range((p["seqlen_k"] - 1) // width * width, -1, -width):
+        tile = scores[..., first : first + width]
         higher = np.maximum(top, tile.max(-1))
+        if growth:
+            higher = np.where(_warps_grew(higher, top, growth), higher, top)
         base = np.where(np.isfinite(higher), higher, 0.0)
         fade = np.exp(np.where(np.isfinite(top), top, -np.inf) - base)
-        weights = np.exp2((tile - base[..., None]) * np.log2(np.e) + _TOP)
+        weights = np.exp2((tile - base[..., None]) * np.log2(np.e) + raised)
         rounded = weights.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
-        o = o * fade[..., None] + rounded @ v[:, first : first + ROWS]
+        o = o * fade[..., None] + rounded @ v[:, first : first + width]
         total, top = total * fade + weights.sum(-1), higher
     with np.errstate(divide="ignore"):
-        lse = np.log(total * 2.0**-_TOP) + np.where(np.isfinite(top), top, 0.0)
+        lse = np.log(total * 2.0**-raised) + np.where(np.isfinite(top), top, 0.0)
     return o / np.where(total == 0, 1, total)[..., None], lse
+
+
+def _warps_grew(higher: np.ndarray, top: np.ndarray, growth: float) -> np.ndarray:
+    """Rows of sixteen of which one has a maximum that is more than `growth` powers of two above."""
+    with np.errstate(invalid="ignore"):
+        grew = (higher - top) * np.log2(np.e) > growth
+    heads, rows = grew.shape
+    warps = np.pad(grew, ((0, 0), (0, -rows % _WARP_ROWS))).reshape(heads, -1, _WARP_ROWS)
+    return np.repeat(warps.any(-1), _WARP_ROWS, axis=1)[:, :rows]
 
 
 # ------------------------------------------------------------------ problems
@@ -142,4 +157,30 @@ def tolerance(params: Params) -> float:
 FLASH_CODES = Verification(
     problems=_problems, inputs=_inputs, outputs=_outputs, reference=reference,
     tolerance=tolerance,
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------ Hopper
+
+
+def _problems_sm90(params: Params, scale: str) -> list[dict[str, Any]]:
+    """The same with a positive scale, and more keys, so that consumers go on after a promotion; two
+    multiprocessors, so that tiles are drawn."""
+    of_tiles = {"weights": params["values"], "tile": params["block"][1], "growth": _LAG,
+                "raised": _TOP_SM90}  # fmt: skip
+    wanted, small = {**params, "weights": params["values"]}, scale == "small"
+    made = [{**p, **of_tiles, "softmax_scale": abs(p["softmax_scale"])}
+            for p in _problems(wanted, scale)]  # fmt: skip
+    if small:
+        made[0] |= {"seqlen_k": 3 * params["block"][1] + 5, "window": (4 * ROWS, 0)}
+    return [{**p, "multiprocessors": 2} if small else p for p in made]
+
+
+def _outputs_sm90(params: Params, p: Problem) -> Arrays:
+    return {**_outputs(params, p), "counters": np.zeros(COUNTERS, np.uint32)}
+
+
+FLASH_CODES_SM90 = Verification(
+    problems=_problems_sm90, inputs=_inputs, outputs=_outputs_sm90, reference=reference,
+    tolerance=lambda params: tolerance({**params, "weights": params["values"]}),
 )  # fmt: skip

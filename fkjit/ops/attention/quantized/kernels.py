@@ -82,7 +82,7 @@ def _features(params: Params) -> frozenset[str]:
     return frozenset({"cp_async", "ldmatrix", "bf16_mma"} | fp8)
 
 
-def _traffic(problem: Problem) -> float:
+def traffic(problem: Problem) -> float:
     """Bytes of codes and scales read once, o and lse written once."""
     half = ITEMSIZE[problem["dtype"]]
     d, dv = problem["head_dim"], problem["head_dim_v"]
@@ -137,9 +137,7 @@ FLASH_CODES = register(
         grid=grid,
         arguments=arguments,
         shape_class=shape_class,
-        work=Work(
-            flops=flops, bytes=_traffic, interpreter_work=padded_flops, interpreter_flops=3e9
-        ),
+        work=Work(flops=flops, bytes=traffic, interpreter_work=padded_flops, interpreter_flops=3e9),
         verification="fkjit.ops.attention.quantized.cases:FLASH_CODES",
     )
 )

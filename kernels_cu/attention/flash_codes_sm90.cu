@@ -1,0 +1,335 @@
+/* Attention forward on codes on sm_90 (sm_90a): attention/flash_sm90.cu with Q and K of e4m3 or int8,
+   and V of e4m3 or 16 bits.
+
+   o = softmax(softmax_scale * q k^T + mask) v         q, k = codes * scales
+
+   TMA, producer, work and consumers are those of flash_sm90.cu; numbers are those of flash_codes.cu.
+   A row of Q has a scale, and so have SCALE_KEYS keys of a head: both are in the FMA before an
+   exponential, so sums of codes become scores nowhere else. A column of V has a scale as well, which
+   the output is multiplied by.
+
+     V of e4m3       V^T [head_dim_v, keys] lies with its keys in the order of attention/codes.cuh, so P
+                     goes from the first product's registers into the second's; P is e4m3 up to 2^8.75.
+                     PROMOTE: sums of so many keys leave the tensor core, which keeps 13 bits behind
+                     the leading one of them, and are added up in fp32, in shared memory
+     V of 16 bits    P is rounded to 16 bits, and V is as the caller has it
+
+   Source: Shah et al., "FlashAttention-3" (2024); Zhang et al., "SageAttention2" (2024). */
+#include "prelude.cuh"
+#include "ptx/bulk.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/pdl.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/special_registers.cuh"
+#include "tile/pingpong.cuh"
+#include "tile/ring.cuh"
+#include "tile/tma_tile.cuh"
+#include "attention/mma.cuh"
+#include "attention/sm90/codes.cuh"
+#include "attention/sm90/epilogue.cuh"
+#include "attention/sm90/producer.cuh"
+
+using elem_t = ${dtype};  // of o, and of V that is no codes
+using sum_t = ${sum};     // of products of codes: float (e4m3), int (int8)
+constexpr bool V_CODES = ${v_codes};
+constexpr int BLOCK_K = ${block_k};      // keys of a tile
+constexpr int CONSUMERS = ${consumers};  // warpgroups of 64 query rows
+constexpr int HEAD_DIM = ${head_dim};    // of q, k, v and o, padded with zeros
+constexpr int STAGES = ${stages};        // tiles of K and of V in shared memory
+constexpr int Q_STAGES = ${q_stages};    // tiles of Q
+constexpr int SCALE_KEYS = ${scale_keys};
+constexpr int PROMOTE = ${promote};    // keys, at most, whose sum is made apart, or 0
+constexpr bool TURNS = CONSUMERS > 2;  // at the tensor cores
+constexpr int PRODUCER_REGISTERS = ${producer_registers};
+constexpr int CONSUMER_REGISTERS = ${consumer_registers};
+constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
+
+constexpr int BLOCK_Q = 64 * CONSUMERS, WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUMERS);
+constexpr bool AHEAD = Q_STAGES > 1;  // the next tile's first scores are made beside the last P V
+constexpr int QK_STEPS = HEAD_DIM / 32, PV_STEPS = BLOCK_K / (V_CODES ? 32 : 16);
+constexpr int GROUPS = BLOCK_K == 96 ? 3 : BLOCK_K / SCALE_KEYS;  // of keys that share a scale
+constexpr int EVERY = PROMOTE / BLOCK_K;                          // tiles
+static_assert(PROMOTE == 0 || (V_CODES && EVERY > 0), "whole tiles of codes");
+static_assert(BLOCK_K == 96 || BLOCK_K % SCALE_KEYS == 0, "a group has one scale");
+static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
+                  (1 + CONSUMERS) * registers_at_start(THREADS),
+              "more would be waited for forever");
+
+using Rings =
+    CodeRings<BLOCK_Q, BLOCK_K, HEAD_DIM, V_CODES, (PROMOTE > 0), Q_STAGES, STAGES, GUARD>;
+using OTile = Rings::OTile;
+using Item = WorkItem<BLOCK_Q>;
+using Spans = SpanOf<BandSpan<BLOCK_Q, BLOCK_K>>;
+using Softmax = CodedSoftmax<BLOCK_K, SCALE_KEYS, GROUPS, V_CODES ? 7 : 0>;
+
+// First row of a consumer's warp in the tile of queries.
+__device__ __forceinline__ int warp_row_of(int thread) {
+  return (thread - WARPGROUP) / WARP_SIZE * 16;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_sm90(
+    const __grid_constant__ TensorMap q_map,  // q [batch, heads_q, seqlen_q, head_dim] codes, boxes
+    const __grid_constant__ TensorMap k_map,  // of BLOCK_Q rows; k [batch, heads_kv, seqlen_k,
+    //% if v_codes
+    const __grid_constant__ TensorMap v_map,  // head_dim] codes; v [batch, heads_kv, head_dim_v,
+                                              // v_keys] codes, boxes of HEAD_DIM rows
+    //% else
+    const __grid_constant__ TensorMap v_map,  // head_dim] codes; v [batch, heads_kv, seqlen_k,
+                                              // head_dim_v], boxes of BLOCK_K rows
+    //% endif
+    const __grid_constant__ TensorMap o_map,  // o [batch, heads_q, seqlen_q, head_dim_v], 16 rows
+    const float* __restrict__ q_scales,       // [batch, heads_q, seqlen_q]
+    const float* __restrict__ k_scales,       // [batch, heads_kv, ceil(seqlen_k / SCALE_KEYS)]
+    const float* __restrict__ v_scales,       // [batch, heads_kv, head_dim_v], or null
+    const float* __restrict__ shift,          // [batch, heads_q, seqlen_q], or null
+    float* __restrict__ lse,                  // [batch, heads_q, seqlen_q], or null
+    u32* __restrict__ counters,               // [1], 0 before and after
+    const int batch, const int heads_q, const int group_size,  // query heads a KV head
+    const int seqlen_q, const int seqlen_k, const int head_dim_v,
+    const int section_heads,                        // whose K and V fit into L2
+    const int window_left, const int window_right,  // keys before and behind its own a query sees
+    const float softmax_scale,                      // above 0
+    const float softmax_scale_log2) {               // softmax_scale * log2(e)
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 shared = shared_address(shared_memory);
+  const Barriers<Rings::STAGES> barriers{shared + Rings::BARRIERS};
+  const int warpgroup = __shfl_sync(FULL_MASK, threadIdx.x / WARPGROUP, 0);
+  const int warp = __shfl_sync(FULL_MASK, threadIdx.x / WARP_SIZE, 0);
+  const AttentionWorkItems works(ceil_div(seqlen_q, BLOCK_Q), heads_q, group_size, batch,
+                                 section_heads, 1, counters);
+  const Spans span_of{seqlen_q, seqlen_k, window_left, window_right};
+  if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS>(false, 0);
+  __syncthreads();
+  after_previous_kernel();
+
+  if (warpgroup == 0) {
+    // ---- producer: a thread for Q and K, one for V
+    fewer_registers<PRODUCER_REGISTERS>();
+    const AttentionProducer<Rings, false, Spans> producer(barriers, shared, group_size, span_of,
+                                                          true);
+    int tail_parity = 0;
+    if (warp == 0 && elect_one()) {
+      producer.lead(works, q_map, k_map, tail_parity);
+    } else if (warp == 1 && elect_one()) {
+      tma_prefetch(v_map);
+      RingPlace<STAGES> place;
+      producer.follow(batch, [&](const Item& piece, const auto& range, int tile) {
+        const u32 full = barriers.v_full(place.stage);
+        const u32 to = shared + Rings::V + place.stage * Rings::V_STAGE;
+        const int head = piece.head / group_size;
+        mbarrier_wait(barriers.v_empty(place.stage), place.parity ^ 1);
+        //% if v_codes
+        using VTile = Rings::VTile;
+        const int more = tile == range.first ? head_dim_v * 4 : 0;  // scales, with the last tile
+        mbarrier_expect(full, VTile::BYTES + more);
+        if (more > 0)
+          bulk_load(to + Rings::V_SCALES,
+                    v_scales + (piece.batch * (heads_q / group_size) + head) * head_dim_v, more,
+                    full);
+#pragma unroll
+        for (int panel = 0; panel < VTile::PANELS; ++panel)
+          tma_load(to + panel * VTile::PANEL_BYTES, v_map, full,
+                   tile * BLOCK_K + panel * VTile::PANEL_COLUMNS, 0, head, piece.batch);
+        //% else
+        tma_load_tile<Rings::VTile>(to, v_map, full, tile * BLOCK_K, head, piece.batch);
+        //% endif
+        place.advance();
+      });
+    }
+  } else {
+    // ---- consumers
+    more_registers<CONSUMER_REGISTERS>();
+    const int consumer = warpgroup - 1, lane = threadIdx.x % WARP_SIZE;
+    const int warp_row = warp_row_of(threadIdx.x);
+    const u64 q_operand = Rings::QTile::operand(shared + consumer * 64 * Rings::QTile::ROW_BYTES);
+    const u64 k_operand = Rings::KTile::operand(shared + Rings::K);
+    const u64 v_operand = Rings::VTile::operand(shared + Rings::V);
+    const bool signals = lane == 0;
+    int items = 0, tiles = 0;  // work items, and tiles of K, that are done
+    sum_t sums[BLOCK_K / 8][4];
+    float (&s)[1][BLOCK_K / 8][4] = reinterpret_cast<float (&)[1][BLOCK_K / 8][4]>(sums);
+
+    const auto warp_o = [&] {
+      return shared + Rings::O + (thread_index_again() - WARPGROUP) / WARP_SIZE * Rings::O_WARP;
+    };
+    const auto wait_k = [&] {
+      const auto place = place_of<STAGES>(tiles);
+      mbarrier_wait(barriers.k_full(place.stage), place.parity);
+    };
+    const auto issue_scores = [&](int q_stage) {
+      const auto place = place_of<STAGES>(tiles);
+      register_fence(sums);
+      wgmma_fence();
+      issue_code_scores<Rings, QK_STEPS>(sums, q_operand + q_stage * (Rings::Q_STAGE >> 4),
+                                         k_operand + place.stage * (Rings::K_STAGE >> 4));
+    };
+    const auto release_k = [&] {
+      if (signals) mbarrier_arrive(barriers.k_empty(place_of<STAGES>(tiles).stage));
+      ++tiles;
+    };
+    const auto release_v = [&](int tile) {
+      if (signals) mbarrier_arrive(barriers.v_empty(place_of<STAGES>(tile).stage));
+    };
+    const auto first_scores = [&](int item) {
+      const auto place = place_of<Q_STAGES>(item);
+      mbarrier_wait(barriers.q_full(place.stage), place.parity);
+      wait_k();
+      issue_scores(place.stage);
+    };
+    const auto take_work = [&](int item) {
+      auto slot = place_of<SLOTS>(item);
+      return next_work<BLOCK_Q, true>(barriers, slot);
+    };
+    const PingPong<CONSUMERS> pingpong(consumer, TURNS);
+
+    Item next = take_work(0);
+    first_scores(0);
+    while (true) {
+      const Item place = next;
+      if (place.batch >= batch) break;
+      const auto range = span_of(place);
+      const int q_stage = items++ % Q_STAGES, row0 = place.q0 + warp_row;
+
+      // Scales: of this lane's two rows, and of the keys of a tile.
+      const i64 head = static_cast<i64>(place.batch) * heads_q + place.head;
+      const int kv_head = place.batch * (heads_q / group_size) + place.head / group_size;
+      const int key_groups = ceil_div(seqlen_k, SCALE_KEYS), first_group = kv_head * key_groups;
+      float of_rows[2], of_group[GROUPS];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        of_rows[half] = softmax_scale_log2 *
+                        q_scales[head * seqlen_q + min(row0 + lane / 4 + 8 * half, seqlen_q - 1)];
+      //% if v_codes
+      float acc[1][HEAD_DIM / 8][4];
+      //% else
+      float acc[1][HEAD_DIM / 8][4] = {};
+      //% endif
+      int summed = 0;  // tiles whose P V are in acc
+      SumsAside<HEAD_DIM / 8> aside;
+      u32 p[PV_STEPS][4];
+      float correction[1][2];
+      Softmax softmax;
+      int tile = range.end - 1;
+      KeyBand band(seqlen_q, seqlen_k, window_left, window_right);
+
+      // Sums of codes that have arrived, what they are multiplied by, and the mask.
+      const auto prepare_scores = [&] {
+        register_fence(sums);
+        sums_to_float(sums);
+#pragma unroll
+        for (int i = 0; i < 2 * GROUPS; ++i)
+          softmax.by[i / GROUPS][i % GROUPS] = of_rows[i / GROUPS] * of_group[i % GROUPS];
+        if (!range.is_whole(tile))
+          rules_on_fragments(s, lane_index_again(), band, 1.f,
+                             place.q0 + warp_row_of(thread_index_again()), tile * BLOCK_K);
+      };
+      const auto round_probabilities = [&] {
+        //% if v_codes
+        round_to_e4m3(p, s);
+        //% else
+        round_to<elem_t>(p, s);
+        //% endif
+      };
+      const auto issue_values = [&] {
+        const auto place = place_of<STAGES>(tiles - 1);
+        mbarrier_wait(barriers.v_full(place.stage), place.parity);
+        register_fence(p);
+        register_fence(acc[0]);
+        wgmma_fence();
+        const u64 v = v_operand + place.stage * (Rings::V_STAGE >> 4);
+        //% if v_codes
+        issue_code_values<Rings::VTile>(acc[0], p, v, summed++ > 0);
+        //% else
+        issue_pv<elem_t>(acc, p, v);
+        //% endif
+      };
+      softmax.load(of_group, k_scales, first_group, tile, key_groups - 1);
+      wgmma_wait<0>();
+      release_k();
+      prepare_scores();
+      softmax.raise_max(s, correction);
+      softmax.exponentials(s);
+      round_probabilities();
+      if (tile > range.first) wait_k();
+      for (--tile; tile >= range.first; --tile) {
+        pingpong.wait();
+        issue_scores(q_stage);
+        issue_values();
+        pingpong.pass();
+        softmax.load(of_group, k_scales, first_group, tile);
+        wgmma_wait<1>();
+        release_k();
+        prepare_scores();
+        //% if optimistic
+        wgmma_wait<0>();  // so that the other consumers' products run under the exponentials
+        release_v(tiles - 2);
+        const bool rescale = softmax.speculate(s, p, correction);
+        if (tile > range.first) wait_k();
+        //% else
+        const bool rescale = softmax.raise_max(s, correction);
+        softmax.exponentials(s);
+        // What hangs on a vote is not moved behind the wait: exponentials run under the own P V.
+        if (__any_sync(FULL_MASK, softmax.row_sum[0] + softmax.row_sum[1] < 0.f)) __nanosleep(1);
+        if (tile > range.first) wait_k();
+        wgmma_wait<0>();
+        release_v(tiles - 2);
+        register_fence(sums);
+        round_probabilities();
+        //% endif
+        register_fence(acc[0]);
+        //% if promote
+        if (rescale || summed == EVERY) {
+          const float by[2] = {rescale ? correction[0][0] : 1.f, rescale ? correction[0][1] : 1.f};
+          aside.add(acc, by, warp_o(), lane_index_again());
+          if (summed == EVERY) summed = 0;  // as all warps count, of which others may have rescaled
+        }
+        //% else
+        if (rescale) scale_rows(acc, correction);
+        //% endif
+      }
+      if (signals) mbarrier_arrive(barriers.q_empty(q_stage));
+      // The last product, and behind it the first scores of what comes next.
+      issue_values();
+      if (AHEAD) first_scores(items);
+      wgmma_wait<AHEAD ? 1 : 0>();
+      register_fence(acc[0]);
+      if (PROMOTE > 0) aside.take(acc, warp_o(), lane_index_again());
+      next = take_work(items);
+
+      // Normalise, and store by way of this warp's rows of the staged output. Where these are is
+      // computed again rather than kept in registers through the loop.
+      const int end_lane = lane_index_again(), own_row = warp_row_of(thread_index_again());
+      const int end_row = place.q0 + own_row, rows_left = min(16, seqlen_q - end_row);
+      const i64 end_head = static_cast<i64>(anew(place.batch)) * heads_q + place.head;
+      float inverse[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float sum = quad_sum(softmax.row_sum[half]);
+        const int row = end_lane / 4 + half * 8;
+        inverse[half] = sum == 0.f ? 0.f : 1.f / sum;
+        if (lse != nullptr && end_lane % 4 == 0 && row < rows_left) {
+          const i64 at = end_head * seqlen_q + end_row + row;
+          lse[at] = softmax.lse(half, sum) + (shift == nullptr ? 0.f : shift[at] * softmax_scale);
+        }
+      }
+      //% if v_codes
+      const int v_stage = place_of<STAGES>(tiles - 1).stage;
+      scale_columns(acc, shared + Rings::V + v_stage * Rings::V_STAGE + Rings::V_SCALES, head_dim_v,
+                    end_lane);
+      register_fence(acc[0]);
+      //% endif
+      __syncwarp();
+      release_v(tiles - 1);
+      if (signals) bulk_wait_read();  // of what was staged there before
+      __syncwarp();
+      stage_rows<elem_t, OTile>(acc, inverse, end_lane, warp_o());
+      if (signals) tma_store_tile<OTile>(o_map, warp_o(), end_row, place.head, place.batch);
+      if (!AHEAD) first_scores(items);
+    }
+    wgmma_wait<0>();
+    register_fence(sums);
+    if (CONSUMERS > 1) pingpong.end();
+    if (signals) bulk_wait_read();
+  }
+}

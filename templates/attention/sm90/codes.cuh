@@ -1,0 +1,340 @@
+// Attention on codes by wgmma: where tiles of bytes lie in shared memory, the products, and a softmax
+// whose scores have scales of their own. Keys of V^T are in the order of attention/codes.cuh, so no
+// score changes its lane on the way to the second product.
+#pragma once
+#include "ptx/bulk.cuh"
+#include "ptx/e4m3.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/register_fence.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_bytes.cuh"
+#include "tile/swizzle.cuh"
+#include "attention/codes.cuh"
+#include "attention/sm90/products.cuh"
+#include "attention/sm90/span.cuh"
+
+// ROWS rows of BYTES codes in panels as wide as a swizzle: a row of a panel has 128, 64 or 32 bytes.
+template <int ROWS_, int BYTES_>
+struct CodeTile {
+  static constexpr int ROWS = ROWS_;
+  static constexpr int PANEL_COLUMNS = BYTES_ % 128 == 0 ? 128 : BYTES_ % 64 == 0 ? 64 : 32;
+  static constexpr int PANELS = BYTES_ / PANEL_COLUMNS, PANEL_BYTES = ROWS * PANEL_COLUMNS;
+  static constexpr int ROW_BYTES = PANEL_COLUMNS, BYTES = ROWS * BYTES_;
+  static constexpr int CHUNKS = ROW_BYTES / 16;
+  static_assert(BYTES_ % 32 == 0 && ROWS % 8 == 0, "whole products, whole swizzles");
+
+  // Descriptor of the k-th 32 columns, in units of 16 bytes from that of the first.
+  static constexpr int step(int k) {
+    return (k * 32 / PANEL_COLUMNS * PANEL_BYTES + k * 32 % PANEL_COLUMNS) >> 4;
+  }
+  __device__ static __forceinline__ u64 operand(u32 address) {
+    return wgmma_bytes_tile<PANEL_COLUMNS>(address);
+  }
+};
+
+// V^T in codes, or V in 16 bits.
+template <bool CODES, int BLOCK_K, int HEAD_DIM>
+struct ValueTile : CodeTile<HEAD_DIM, BLOCK_K> {};
+template <int BLOCK_K, int HEAD_DIM>
+struct ValueTile<false, BLOCK_K, HEAD_DIM> : SwizzledTile<BLOCK_K, HEAD_DIM> {
+  __device__ static __forceinline__ u64 operand(u32 address) {
+    return wgmma_tile(address, SwizzledTile<BLOCK_K, HEAD_DIM>::PANEL_BYTES);
+  }
+};
+
+// Rings of Q, K and V, each warp's staged output or (ASIDE) its sums in fp32, barriers.
+template <int BLOCK_Q_, int BLOCK_K_, int HEAD_DIM, bool V_CODES, bool ASIDE, int Q_STAGES_,
+          int STAGES_, int GUARD>
+struct CodeRings {
+  static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_;
+  static constexpr int Q_STAGES = Q_STAGES_, STAGES = STAGES_;
+  static constexpr int K_STAGES = STAGES, V_STAGES = STAGES, SCORE_STAGES = 1;
+  using QTile = CodeTile<BLOCK_Q, HEAD_DIM>;
+  using KTile = CodeTile<BLOCK_K, HEAD_DIM>;
+  using VTile = ValueTile<V_CODES, BLOCK_K, HEAD_DIM>;
+  using OTile = SwizzledTile<16, HEAD_DIM>;  // of a warp
+  static constexpr int O_WARP = 16 * HEAD_DIM * (ASIDE ? 4 : 2);
+
+  static constexpr int Q_STAGE = QTile::BYTES + GUARD, K_STAGE = KTile::BYTES + GUARD;
+  static constexpr int V_SCALES = VTile::BYTES;  // of a stage: scales of columns come with a tile
+  static constexpr int V_STAGE = VTile::BYTES + (V_CODES ? 1024 : 0) + GUARD;
+  static constexpr int K = Q_STAGES * Q_STAGE, V = K + K_STAGES * K_STAGE;
+  static constexpr int O = V + V_STAGES * V_STAGE, BARRIERS = O + BLOCK_Q / 16 * O_WARP + GUARD;
+};
+
+// Where a ring stands after `count` steps: ring_place of numbers that are not negative.
+template <int SIZE>
+__device__ __forceinline__ RingPlace<SIZE> place_of(int count) {
+  return {static_cast<int>(static_cast<u32>(count) % SIZE),
+          static_cast<int>(static_cast<u32>(count) / SIZE % 2)};
+}
+
+// Which keys a tile of queries sees: a band of those there are.
+template <int BLOCK_Q, int BLOCK_K>
+struct BandSpan;
+template <int BLOCK_Q, int BLOCK_K>
+struct SpanOf<BandSpan<BLOCK_Q, BLOCK_K>> {
+  static constexpr bool PAGED = false, PARTED = false;
+  int seqlen_q, seqlen_k, left, right;
+
+  __device__ __forceinline__ FormSpan<BLOCK_Q, BLOCK_K, false> operator()(
+      const WorkItem<BLOCK_Q>& place) const {
+    return {place.q0, SequenceRows<false>(0, seqlen_q), SequenceRows<false>(0, seqlen_k), left,
+            right};
+  }
+};
+
+// ---------------------------------------------------------------- products
+
+// S = Q K^T of codes, sums in fp32 (e4m3) or whole numbers (int8).
+template <typename Rings, int STEPS, typename Sum, int N>
+__device__ __forceinline__ void issue_code_scores(Sum (&s)[N][4], u64 q, u64 k) {
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step)
+    wgmma_bytes(s, q + Rings::QTile::step(step), k + Rings::KTile::step(step), step > 0);
+  wgmma_commit();
+}
+
+// O = P V of e4m3 (+ O), 32 keys a step.
+template <typename VTile, int STEPS, int COLUMNS>
+__device__ __forceinline__ void issue_code_values(float (&acc)[COLUMNS][4],
+                                                  const u32 (&p)[STEPS][4], u64 v, bool add) {
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step)
+    wgmma_bytes_registers(acc, p[step], v + VTile::step(step), add || step > 0);
+  wgmma_commit();
+}
+
+// Whole sums of codes -> fp32, in place. e4m3's are already.
+template <int N>
+__device__ __forceinline__ void sums_to_float(float (&)[N][4]) {}
+template <int N>
+__device__ __forceinline__ void sums_to_float(int (&s)[N][4]) {
+#pragma unroll
+  for (int i = 0; i < N * 4; ++i)
+    s[i / 4][i % 4] = __float_as_int(static_cast<float>(s[i / 4][i % 4]));
+}
+
+// ---------------------------------------------------------------- softmax
+
+// Online softmax of a warp's 16 rows of sums of codes (attention/online_softmax.cuh says more): a
+// lane has rows g and g + 8. What a sum is multiplied by depends on its row and on which of GROUPS
+// parts of the tile its key is in, and is part of the FMA before an exponential. Maxima are in powers
+// of two. RAISED: powers of two that probabilities are raised by; a maximum may lag by GROWTH, which
+// e4m3 has room for above 2^RAISED.
+template <int BLOCK_K, int SCALE_KEYS, int GROUPS, int RAISED>
+struct CodedSoftmax {
+  static constexpr float GROWTH = RAISED == 0 ? 8.f : 8.75f - RAISED;
+  static constexpr float FAR = 67108864.f;  // from where an FMA's addend is too coarse
+  // What is added to score * by before the exponential: RAISED less the maximum, which is NOTHING as
+  // long as every key is masked.
+  static constexpr float NOTHING = -3e38f;
+  float add[2] = {RAISED - NOTHING, RAISED - NOTHING}, row_sum[2] = {};
+  float by[2][GROUPS];  // of this tile; above 0
+  bool far = false;  // a maximum of the warp is: each tile is to lose it before anything is added
+
+  // Scales of a tile's groups; the last tile may have fewer keys than there is room for. Thirds of 96
+  // keys have two scales: of 64 and 32 keys, or of 32 and 64.
+  __device__ __forceinline__ static void load(float (&of_group)[GROUPS],
+                                              const float* __restrict__ scales, int first_group,
+                                              int tile, int last = 0x7fffffff) {
+    constexpr int COUNT = (BLOCK_K + SCALE_KEYS - 1) / SCALE_KEYS;
+    const int first = static_cast<u32>(tile * BLOCK_K) / SCALE_KEYS;
+    float found[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) found[i] = __ldg(scales + (first_group + min(first + i, last)));
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i)
+      of_group[i] = GROUPS == COUNT           ? found[i]
+                    : i == 1 && tile % 2 == 0 ? found[0]
+                                              : found[i / 2 + i % 2];
+  }
+
+  // Takes in a tile. True (for the whole warp) when the output must be multiplied by `correction`.
+  template <int N>
+  __device__ __forceinline__ bool raise_max(float (&s)[1][N][4], float (&correction)[1][2]) {
+    constexpr int WIDTH = N / GROUPS;
+    float top[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      top[half] = NEG_INFINITY;
+#pragma unroll
+      for (int group = 0; group < GROUPS; ++group) {
+        float x = s[0][group * WIDTH][2 * half], y = s[0][group * WIDTH][2 * half + 1];
+#pragma unroll
+        for (int n = group * WIDTH + 1; n < (group + 1) * WIDTH; ++n) {
+          x = fmaxf(x, s[0][n][2 * half]);
+          y = fmaxf(y, s[0][n][2 * half + 1]);
+        }
+        top[half] = fmaxf(top[half], fmaxf(x, y) * by[half][group]);
+      }
+    }
+    if (!__any_sync(FULL_MASK, grown(top) || far)) return false;
+    far = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float old = RAISED - add[half];
+      const float most = fmaxf(old, fminf(quad_max(top[half]), LARGEST));
+      correction[0][half] = exp2_fast(old - most);
+      row_sum[half] *= correction[0][half];
+      add[half] = RAISED - most;
+      far |= fabsf(most) > FAR && most > NOTHING;
+    }
+    far = __any_sync(FULL_MASK, far);
+    if (far) subtract_max(s);
+    return true;
+  }
+
+  // Whether a maximum, in powers of two, is too far above the one that is subtracted.
+  __device__ __forceinline__ bool grown(const float (&top)[2]) const {
+    return (top[0] + add[0] > GROWTH + RAISED) | (top[1] + add[1] > GROWTH + RAISED);
+  }
+
+  template <int N>
+  __device__ __forceinline__ void subtract_max(float (&s)[1][N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = s[0][n][i] * by[i / 2][n / (N / GROUPS)];
+        s[0][n][i] = (x > LARGEST ? LARGEST : x) - (RAISED - add[i / 2]);
+      }
+#pragma unroll
+    for (int i = 0; i < 2 * GROUPS; ++i) by[i / GROUPS][i % GROUPS] = 1.f;
+  }
+
+  __device__ __forceinline__ float addend(int half) const { return far ? RAISED : add[half]; }
+
+  // Scores -> probabilities in place; adds to this lane's part of the row sums.
+  template <int N>
+  __device__ __forceinline__ void exponentials(float (&s)[1][N][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float even = row_sum[half], odd = 0.f;
+      const float more = addend(half);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        float* pair = &s[0][n][2 * half];
+        const float scale = by[half][n / (N / GROUPS)];
+        pair[0] = exp2_fast(fmaf(pair[0], scale, more));
+        pair[1] = exp2_fast(fmaf(pair[1], scale, more));
+        even += pair[0], odd += pair[1];
+      }
+      row_sum[half] = even + odd;
+    }
+  }
+
+  // Scores -> P of e4m3 with the maxima there are, which are looked at on the way; where one has grown
+  // too much, again with the right one. True as of raise_max.
+  template <int N>
+  __device__ __forceinline__ bool speculate(float (&s)[1][N][4], u32 (&p)[N / 4][4],
+                                            float (&correction)[1][2]) {
+    constexpr int WIDTH = N / GROUPS;
+    bool rescale = false;
+    float sums[2];
+#pragma unroll 1
+    while (true) {
+      bool grew = false;
+      sums[0] = sums[1] = 0.f;
+#pragma unroll
+      for (int group = 0; group < GROUPS; ++group) {
+        float top[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float scale = by[half][group], more = addend(half);
+          float x = NEG_INFINITY;
+#pragma unroll
+          for (int n = group * WIDTH; n < (group + 1) * WIDTH; n += 2) {
+            const float *low = &s[0][n][2 * half], *high = &s[0][n + 1][2 * half];
+            const float a = exp2_fast(fmaf(low[0], scale, more));
+            const float b = exp2_fast(fmaf(low[1], scale, more));
+            const float c = exp2_fast(fmaf(high[0], scale, more));
+            const float d = exp2_fast(fmaf(high[1], scale, more));
+            x = fmaxf(fmaxf(x, fmaxf(low[0], low[1])), fmaxf(high[0], high[1]));
+            sums[half] += (a + b) + (c + d);
+            p[n / 4][n % 4 + half] = pack4_e4m3(a, b, c, d);
+          }
+          top[half] = x * scale;
+        }
+        grew = __any_sync(FULL_MASK, grown(top) || far);
+        if (grew && !rescale) break;
+      }
+      if (!grew || rescale) break;
+      rescale = raise_max(s, correction);
+    }
+    row_sum[0] += sums[0], row_sum[1] += sums[1];
+    return rescale;
+  }
+
+  // Natural log of the sum of exp(score); -inf for a row without keys.
+  __device__ __forceinline__ float lse(int half, float sum) const {
+    return sum == 0.f ? NEG_INFINITY : (log2f(sum) - add[half]) * LN2;
+  }
+};
+
+// Probabilities as e4m3, A fragments of 32 keys (probabilities_e4m3 of attention/codes.cuh).
+template <int N>
+__device__ __forceinline__ void round_to_e4m3(u32 (&p)[N / 4][4], const float (&s)[1][N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; n += 2)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float *low = &s[0][n][2 * half], *high = &s[0][n + 1][2 * half];
+      p[n / 4][n % 4 + half] = pack4_e4m3(low[0], low[1], high[0], high[1]);
+    }
+}
+
+// Columns of the output times scales of their own, which are in shared memory; what lies behind
+// `columns` (a multiple of eight) is nobody's.
+template <int COLUMNS>
+__device__ __forceinline__ void scale_columns(float (&acc)[1][COLUMNS][4], u32 scales, int columns,
+                                              int lane) {
+#pragma unroll
+  for (int n = 0; n < COLUMNS; ++n) {
+    const u32 at = scales + (min(n * 8, columns - 8) + lane % 4 * 2) * 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float by = __uint_as_float(load_shared_word(at + i * 4));
+      acc[0][n][i] *= by, acc[0][n][i + 2] *= by;
+    }
+  }
+}
+
+// Sums of P V in fp32 that a lane keeps in its warp's room, where the output is staged in the end: what
+// the tensor core has added up so far is added to them now and then.
+template <int N>
+struct SumsAside {
+  bool any = false;
+
+  // They become (they + acc) * by, and acc 0.
+  __device__ __forceinline__ void add(float (&acc)[1][N][4], const float (&by)[2], u32 room,
+                                      int lane) {
+    if (!any) {  // the last output is read from there
+      if (lane == 0) bulk_wait_read();
+      __syncwarp();
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const u32 at = room + n * 512 + lane * 16;
+      float sum[4] = {};
+      if (any) load_shared_floats(sum, at);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[i] = (sum[i] + acc[0][n][i]) * by[i / 2], acc[0][n][i] = 0.f;
+      store_shared_floats(at, sum);
+    }
+    any = true;
+  }
+
+  // acc += them.
+  __device__ __forceinline__ void take(float (&acc)[1][N][4], u32 room, int lane) const {
+    if (!any) return;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      float sum[4];
+      load_shared_floats(sum, room + n * 512 + lane * 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[0][n][i] += sum[i];
+    }
+  }
+};

@@ -1,0 +1,55 @@
+"""Bugs planted in Hopper's kernel of quantized attention show: as races or wrong numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.mutations import Bug
+from tests.core.test_mutations import KINDS, outcome
+
+KERNEL, T = "kernels_cu/attention/flash_codes_sm90.cu", "templates/attention/sm90/codes.cuh"
+ON = {"kernel": "quantized_attention.flash_sm90"}
+FP8 = {**ON, "params": {"dtype": "fp16", "code": "fp8", "values": "fp8", "promote": 0,
+                        "head_dim": 64, "block": (192, 128), "optimistic": False}}  # fmt: skip
+ASIDE = {**ON, "params": {**FP8["params"], "promote": 256}}
+AHEAD = {**ON, "params": {**FP8["params"], "optimistic": True}}
+INT8 = {**ON, "params": {**FP8["params"], "code": "int8"}}
+HALF = {**ON, "params": {**INT8["params"], "values": "half"}}
+THIRDS = {**ON, "params": {**FP8["params"], "head_dim": 128, "block": (192, 96)}}
+
+BUGS = (
+    Bug("no wait for K", KERNEL, "mbarrier_wait(barriers.k_full(place.stage), place.parity);", "",
+        by="race", **FP8),
+    Bug("no wait for V", KERNEL, "mbarrier_wait(barriers.v_full(place.stage), place.parity);", "",
+        by="race", **FP8),
+    Bug("a row's scale for the row below", KERNEL, "row0 + lane / 4 + 8 * half", "row0 + lane / 4",
+        by="numbers", **FP8),
+    Bug("one scale for all keys", T, "scales + (first_group + min(first + i, last))",
+        "scales + first_group", by="numbers", **HALF),
+    Bug("a third of keys with its neighbour's scale", T, "i == 1 && tile % 2 == 0", "i == 1",
+        by="numbers", **THIRDS),
+    Bug("sums as whole numbers' bits", KERNEL, "sums_to_float(sums);", "", by="numbers", **INT8),
+    Bug("no mask", KERNEL, "if (!range.is_whole(tile))", "if (false)", by="numbers", **FP8),
+    Bug("the output keeps its old maximum", KERNEL, "if (rescale) scale_rows(acc, correction);", "",
+        by="numbers", **FP8),
+    Bug("row sums keep their old maximum", T, "row_sum[half] *= correction[0][half];", "",
+        by="numbers", **FP8),
+    Bug("two keys changed", T, "pack4_e4m3(low[0], low[1], high[0], high[1])",
+        "pack4_e4m3(high[0], high[1], low[0], low[1])", by="numbers", **FP8),
+    Bug("another column's scale", T, "lane % 4 * 2) * 4", "lane % 4) * 4", by="numbers", **FP8),
+    Bug("the lse of smooth keys", KERNEL, "shift == nullptr ? 0.f", "true ? 0.f", by="numbers",
+        **FP8),
+    Bug("sums aside are forgotten", KERNEL, "aside.take(acc, warp_o(), lane_index_again())",
+        "void()", by="numbers", **ASIDE),
+    Bug("what is aside keeps its old maximum", T, "(sum[i] + acc[0][n][i]) * by[i / 2]",
+        "sum[i] + acc[0][n][i] * by[i / 2]", by="numbers", **ASIDE),
+    Bug("what grew is not looked at", T, "grown(top) || far);\n        if", "false);\n        if",
+        by="numbers", **AHEAD),
+)  # fmt: skip
+
+
+@pytest.mark.sampled(key=lambda bug: str(bug.params))
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    said = outcome(bug, monkeypatch, plant=True)
+    assert said.startswith(KINDS[bug.by]), said or "nothing was found"
