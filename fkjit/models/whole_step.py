@@ -50,8 +50,8 @@ class WholeStep:
         exchange = self._exchange(len(state.tokens))
         arrays = Arrays(
             state.tokens, state.positions, state.active, state.rows, weights.embedding,
-            weights.positions, self._base, self._table, weights.norm.weight,
-            weights.norm.bias, weights.head, self._angles, cache.page_table, cache.capacities, cache.lengths,
+            weights.positions, self._base, self._table, weights.norm.weight, weights.norm.bias,
+            weights.head, self._angles, cache.page_table, cache.capacities, cache.lengths,
             cache.all_pages, exchange,
         )  # fmt: skip
         return decode_step(arrays, logits, self.model._replace(advance=advance))

@@ -8,6 +8,7 @@
 // are fp32, the variance of distances from the mean; results are rounded to T once. A thread has the
 // same numbers of a row from the beginning to the end, so that only sums pass between threads.
 #pragma once
+#include "ptx/cp_async.cuh"
 #include "ptx/memory.cuh"
 #include "step/exchange.cuh"
 #include "step/normed_rows.cuh"
@@ -37,10 +38,12 @@ struct GatheredRows {
 
   // A norm's weights, which nobody writes: on their way while the rows are waited for.
   __device__ __forceinline__ void load_factors(const T* weight, const T* bias, int k) const {
-    for (int i = threadIdx.x * SIZE; i < k; i += THREADS * SIZE) {
-      copy(factors + i * sizeof(T), weight + i);
-      if (CENTERED) copy(factors + (k + i) * sizeof(T), bias + i);
+    constexpr int CHUNK = 16 / sizeof(T);
+    for (int i = threadIdx.x * CHUNK; i < k; i += THREADS * CHUNK) {
+      cp_async_16(factors + i * sizeof(T), weight + i);
+      if (CENTERED) cp_async_16(factors + (k + i) * sizeof(T), bias + i);
     }
+    cp_async_commit();
   }
 
   // The same normalised, with the factors that were loaded.
@@ -54,6 +57,7 @@ struct GatheredRows {
         sum += y, squares += y * y;
       }
     });
+    cp_async_wait<0>();  // the factors: others see them when sums have been added up
     if (CENTERED) {
       mean = of_team(sum, of_warps[0]) / k, squares = 0.f;
       each(k, [&](uint2 x, int) {
@@ -81,10 +85,6 @@ struct GatheredRows {
   static __device__ __forceinline__ uint2 load(u32 address) {
     const float2 x = load_shared_pair(address);
     return make_uint2(__float_as_uint(x.x), __float_as_uint(x.y));
-  }
-  static __device__ __forceinline__ void copy(u32 address, const T* source) {
-    const uint2 x = *reinterpret_cast<const uint2*>(source);
-    store_shared_pair(address, x.x, x.y);
   }
   __device__ __forceinline__ u32 own(int k) const { return rows + row * (k + ROW_GAP) * sizeof(T); }
 
