@@ -89,7 +89,7 @@ struct Int8Weights {
 template <typename Weights, bool STILL_RAISED = false>
 __device__ __forceinline__ void weight_fragment(u32 (&a)[4], const uint4& low, const uint4& high,
                                                 int step) {
-  const auto pairs = [&](u32 (&p)[2], const uint4& codes) {
+  const auto pairs = [&](u32(&p)[2], const uint4& codes) {
     if constexpr (STILL_RAISED)
       Weights::raised(p, codes, step);
     else
