@@ -9,9 +9,9 @@
    A place is filled with the next tile's codes as soon as those of this one are multiplied.
 
    A group's sums are multiplied with its scale in fp32. Codes of int4 stay raised in bf16 where out
-   has 16 bits (quantize/weights.cuh): what that adds to a group's sums depends on x alone, is made once, and
-   subtracted. Other products are exact. What the warps have is added up in shared memory in their
-   order, for BATCH tiles at a time: the same bits every time.
+   has 16 bits (quantize/weights.cuh): what that adds to a group's sums depends on x alone, is made
+   once, and subtracted. Other products are exact. What the warps have is added up in shared memory
+   in their order, for BATCH tiles at a time: the same bits every time.
 
    Before the previous kernel is over a block asks for lines of its weight, to L2: that reads nothing.
 
@@ -31,10 +31,10 @@ using out_t = ${out_dtype};
 using Activation = ${activation};
 using Weights = ${weights};
 constexpr bool GATE = ${gate};
-constexpr int PREFETCH = __CUDA_ARCH__ >= 900 ? 32 << 10 : 0;  // bytes a block, where launches overlap
-constexpr int TILE = ${tile_rows};               // outputs of the weight
+constexpr int PREFETCH = __CUDA_ARCH__ >= 900 ? 32 << 10 : 0;  // bytes, where launches overlap
+constexpr int TILE = ${tile_rows};                             // outputs of the weight
 constexpr int WARPS = ${warps};
-constexpr int GROUPS = ${groups};      // of k, of a warp
+constexpr int GROUPS = ${groups};  // of k, of a warp
 // Blocks of a multiprocessor, at least; other GPUs' code wants some registers more.
 constexpr int RESIDENT = __CUDA_ARCH__ == 900 ? ${resident} : 1;
 
@@ -44,8 +44,8 @@ using Rows = CodedRows<Weights, elem_t, EIGHTS>;
 using Scales = RowScales16<elem_t, EIGHTS, GROUPS>;
 constexpr int SPANS = Rows::SPANS, SLOT_BYTES = Rows::SLOT_BYTES;
 constexpr bool RAISES = Weights::RAISES && sizeof(out_t) == 2;  // it costs some bits of fp32
-constexpr int X_CHUNKS = GROUP / 4 / 8;  // of a lane, of a group
-constexpr int PITCH = TILE + 4;          // of sums: lanes of a fragment meet 32 banks
+constexpr int X_CHUNKS = GROUP / 4 / 8;                         // of a lane, of a group
+constexpr int PITCH = TILE + 4;               // of sums: lanes of a fragment meet 32 banks
 constexpr int SUMS = WARPS * TOKENS * PITCH;  // of a tile
 constexpr int BATCH = ${batch};               // tiles whose sums are added up together
 static_assert(TILE % 16 == 0, "whole operands of sixteen rows");
@@ -91,8 +91,9 @@ struct Token {
         float sums[CHAINS][4] = {};
 #pragma unroll
         for (int step = 0; step < 2 * X_CHUNKS; ++step)
-          multiply_step(sums, {Weights::BASES[0], Weights::BASES[0], Weights::BASES[1],
-                               Weights::BASES[1]}, i, step);
+          multiply_step(
+              sums, {Weights::BASES[0], Weights::BASES[0], Weights::BASES[1], Weights::BASES[1]}, i,
+              step);
         if (row == 0)
           store_shared_pair(bases + i * 32, __float_as_uint(whole(sums, 0)),
                             __float_as_uint(whole(sums, 1)));
@@ -220,7 +221,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     float* const to = all_sums + batch * SUMS + (warp * TOKENS + lane % 4 * 2) * PITCH + lane / 4;
 #pragma unroll
     for (int i = 0; i < PRODUCTS * 4; ++i) {
-      if (lane % 4 * 2 + i % 2 < m) to[i % 2 * PITCH + i / 4 * 16 + i / 2 % 2 * 8] = d[i / 4][i % 4];
+      if (lane % 4 * 2 + i % 2 < m)
+        to[i % 2 * PITCH + i / 4 * 16 + i / 2 % 2 * 8] = d[i / 4][i % 4];
       d[i / 4][i % 4] = 0.f;
     }
     if (++batch < BATCH && at.tile < tiles) continue;

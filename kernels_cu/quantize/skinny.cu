@@ -139,9 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const int end = static_cast<int>(all * (blockIdx.y + 1) / split);
   const int groups = static_cast<int>(all), part = warp / ROW_WARPS;
   const int own_row = warp % ROW_WARPS * WARP_ROWS + lane / 4;
-  const auto output = [=](int i) {
-    return weight_output<ROWS, HALVES>(first, own_row + i * 8, n);
-  };
+  const auto output = [=](int i) { return weight_output<ROWS, HALVES>(first, own_row + i * 8, n); };
   Rows rows;
   rows.place(weight, k, begin, output, k);
   RowsOfX rows_of_x(x, x_stride, m, begin * GROUP, k);

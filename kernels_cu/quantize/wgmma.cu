@@ -64,7 +64,7 @@ constexpr int GUARD = ${guard};      // bytes between tiles: 0 except where memo
 
 constexpr int WARPGROUP = 128, CONSUMERS = PINGPONG ? 2 : BLOCK_M / 64;
 constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
-constexpr int BLOCKS_OF_64 = PINGPONG ? BLOCK_M / 64 : 1;              // rows of a consumer
+constexpr int BLOCKS_OF_64 = PINGPONG ? BLOCK_M / 64 : 1;           // rows of a consumer
 constexpr int RELEASES = 4 * CLUSTER * (PINGPONG ? 1 : CONSUMERS);  // of a stage, by warps
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;

@@ -50,3 +50,11 @@ template <>
 __device__ __forceinline__ float2 unpack2<bf16>(u32 pair) {
   return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
 }
+
+// (x & mask) ^ turned in one instruction, of which the compiler makes two where both are constants.
+// PTX ISA: lop3.b32
+__device__ __forceinline__ u32 and_xor(u32 x, u32 mask, u32 turned) {
+  u32 made;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(made) : "r"(x), "r"(mask), "r"(turned));
+  return made;
+}

@@ -53,8 +53,7 @@ struct RowScales16 {
   __device__ __forceinline__ void place(const T* all, int end, int groups, int group,
                                         const Output& output) {
 #pragma unroll
-    for (int i = 0; i < EIGHTS; ++i)
-      from[i] = all + (static_cast<i64>(output(i)) * groups + group);
+    for (int i = 0; i < EIGHTS; ++i) from[i] = all + (static_cast<i64>(output(i)) * groups + group);
     left = end - group;
   }
   __device__ __forceinline__ void load(int group) {

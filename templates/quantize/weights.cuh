@@ -32,14 +32,6 @@ constexpr u32 RAISED = 0x64086408;  // fp16: 1032
 template <>
 constexpr u32 RAISED<bf16> = 0x43084308;  // 136
 
-// (x & mask) ^ turned in one instruction, of which the compiler makes two where both are constants.
-// PTX ISA: lop3.b32
-__device__ __forceinline__ u32 and_xor(u32 x, u32 mask, u32 turned) {
-  u32 made;
-  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(made) : "r"(x), "r"(mask), "r"(turned));
-  return made;
-}
-
 __device__ __forceinline__ u32 word_of(const uint4& chunk, int i) {
   return i == 0 ? chunk.x : i == 1 ? chunk.y : i == 2 ? chunk.z : chunk.w;
 }
@@ -97,7 +89,7 @@ struct Int8Weights {
 template <typename Weights, bool STILL_RAISED = false>
 __device__ __forceinline__ void weight_fragment(u32 (&a)[4], const uint4& low, const uint4& high,
                                                 int step) {
-  const auto pairs = [&](u32 (&p)[2], const uint4& codes) {
+  const auto pairs = [&](u32(&p)[2], const uint4& codes) {
     if constexpr (STILL_RAISED)
       Weights::raised(p, codes, step);
     else
