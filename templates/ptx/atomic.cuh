@@ -112,3 +112,41 @@ __device__ __forceinline__ void load_relaxed_unless(uint2& seen, size_t words, u
       : "+r"(seen.x), "+r"(seen.y)
       : "l"(words), "r"(skip));
 }
+
+// Four words, each of which is one access.                   PTX ISA: ld.relaxed.gpu.global.v4.u32
+__device__ __forceinline__ uint4 load_words(const u32* words) {
+  uint4 x;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(__cvta_generic_to_global(words))
+               : "memory");
+  return x;
+}
+
+// One word.                                                     PTX ISA: ld.relaxed.gpu.global
+__device__ __forceinline__ u32 load_word(const u32* word) {
+  u32 x;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+               : "=r"(x)
+               : "l"(__cvta_generic_to_global(word))
+               : "memory");
+  return x;
+}
+__device__ __forceinline__ u64 load_word(const u64* word) {
+  u64 x;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
+               : "=l"(x)
+               : "l"(__cvta_generic_to_global(word))
+               : "memory");
+  return x;
+}
+
+// PTX ISA: st.relaxed.gpu.global
+__device__ __forceinline__ void store_word(u32* word, u32 x) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(word)), "r"(x)
+               : "memory");
+}
+__device__ __forceinline__ void store_word(u64* word, u64 x) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(word)), "l"(x)
+               : "memory");
+}
