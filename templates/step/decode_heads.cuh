@@ -68,8 +68,6 @@ template <typename T, int D, int GROUP, int WARPS, bool ROPE>
 struct DecodeHeads {
   static constexpr int SIZE = Vector<T>::SIZE, LANES = D / SIZE, KEYS = WARP_SIZE / LANES;
   static constexpr int THREADS = 32 * WARPS, WIDE = D + 2;
-  static constexpr int AHEAD = 1;  // keys of a group of lanes that are asked for at a time
-  static constexpr int PARTS = 4;  // work items' sums under way
   static_assert(D % SIZE == 0 && WARP_SIZE % LANES == 0, "groups of lanes");
   struct Shared {
     float q[GROUP][D];
@@ -77,19 +75,15 @@ struct DecodeHeads {
     float sums[WARPS][GROUP][WIDE];  // sums of values; maximum; sum
   };
   static constexpr int STEP = WARPS * KEYS;  // keys that the block has at a time
-  // Of `key`, and of those STEP after each other behind it: a lane's columns, zeros of none.
-  struct Keys {
-    Vector<T> k[AHEAD] = {}, v[AHEAD] = {};
-    __device__ __forceinline__ Keys(const DecodeState& state, const DecodeLayer<T>& layer,
-                                    const DecodeSpan& span, int key) {
-#pragma unroll
-      for (int i = 0; i < AHEAD; ++i) {
-        const bool there = key + i * STEP < span.cached();
-        const int column = threadIdx.x % LANES * SIZE;
-        const i64 at = there ? span.offset(state.pool, key + i * STEP) + column : 0;
-        load_chunk_if(k[i].bits, layer.k_pages + at, there);
-        load_chunk_if(v[i].bits, layer.v_pages + at, there);
-      }
+  // Of one key: a lane's columns, zeros of none.
+  struct Key {
+    Vector<T> k = {}, v = {};
+    __device__ __forceinline__ Key(const DecodeState& state, const DecodeLayer<T>& layer,
+                                   const DecodeSpan& span, int key) {
+      const bool there = key < span.cached();
+      const i64 at = there ? span.offset(state.pool, key) + threadIdx.x % LANES * SIZE : 0;
+      load_chunk_if(k.bits, layer.k_pages + at, there);
+      load_chunk_if(v.bits, layer.v_pages + at, there);
     }
   };
   // Of a group of lanes; a lane has SIZE of the D columns.
@@ -101,6 +95,7 @@ struct DecodeHeads {
   static __device__ __forceinline__ void prefetch(const DecodeState& state,
                                                   const DecodeLayer<T>& layer,
                                                   const DecodeSpan& span) {
+#pragma unroll 1
     for (int key = span.first + threadIdx.x % WARP_SIZE; key < span.cached(); key += WARP_SIZE) {
       const i64 at = span.offset(state.pool, key);
       for (int i = 0; i < D; i += 128 / sizeof(T)) {
@@ -110,7 +105,7 @@ struct DecodeHeads {
     }
   }
 
-  // The first keys are on their way while q is waited for.
+  // The first two keys of each group of lanes are on their way while q is waited for.
   template <typename Meet>
   static __device__ __forceinline__ void attend(Shared& shared, const DecodeState& state,
                                                 const DecodeLayer<T>& layer, const DecodeSpan& span,
@@ -118,7 +113,7 @@ struct DecodeHeads {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int cached = span.cached();
     int key = span.first + warp * KEYS + lane / LANES;
-    Keys now(state, layer, span, key);
+    Key now(state, layer, span, key), next(state, layer, span, key + STEP);
     turn(shared, state, layer, span);
     meet();
     float q[GROUP][SIZE];
@@ -130,15 +125,13 @@ struct DecodeHeads {
       for (int j = 0; j < SIZE; ++j) q[g][j] = shared.q[g][lane % LANES * SIZE + j];
     }
 #pragma unroll 1
-    for (int first = span.first; first < cached; first += STEP * AHEAD) {
-      const Keys next(state, layer, span, key + STEP * AHEAD);
-#pragma unroll
-      for (int i = 0; i < AHEAD; ++i) add(sums, q, now.k[i], now.v[i], key + i * STEP < cached);
-      now = next, key += STEP * AHEAD;
-    }
-    if (span.fresh && warp == WARPS - 1) {
-      const T* const own = shared.fresh[0] + lane % LANES * SIZE;
-      add(sums, q, load_vector(own), load_vector(own + D), lane < LANES);
+    for (int first = span.first; first < span.last; first += STEP, key += STEP) {
+      if (key == cached && span.fresh) {
+        const T* const own = shared.fresh[0] + lane % LANES * SIZE;
+        now.k = load_vector(own), now.v = load_vector(own + D);
+      }
+      add(sums, q, now.k, now.v, key < span.last);
+      now = next, next = Key(state, layer, span, key + 2 * STEP);
     }
     merge_lanes(sums);
     if (lane < LANES) {
@@ -217,36 +210,56 @@ struct DecodeHeads {
 
   static __device__ __forceinline__ void merge_lanes(Sums& sums) {
 #pragma unroll
-    for (int distance = LANES; distance < WARP_SIZE; distance *= 2) {
+    for (int g = 0; g < GROUP; ++g) {
+      float top = sums.top[g];
 #pragma unroll
-      for (int g = 0; g < GROUP; ++g) {
-        const float other = __shfl_xor_sync(FULL_MASK, sums.top[g], distance);
-        const float top = max_or_nan(sums.top[g], other);
-        const float mine = share(sums.top[g], top), theirs = share(other, top);
-        sums.top[g] = top;
-        sums.total[g] =
-            sums.total[g] * mine + __shfl_xor_sync(FULL_MASK, sums.total[g], distance) * theirs;
+      for (int distance = LANES; distance < WARP_SIZE; distance *= 2)
+        top = max_or_nan(top, __shfl_xor_sync(FULL_MASK, top, distance));
+      const float own = share(sums.top[g], top);
+      sums.top[g] = top, sums.total[g] = over_keys(sums.total[g] * own);
 #pragma unroll
-        for (int j = 0; j < SIZE; ++j)
-          sums.value[g][j] = sums.value[g][j] * mine +
-                             __shfl_xor_sync(FULL_MASK, sums.value[g][j], distance) * theirs;
-      }
+      for (int j = 0; j < SIZE; ++j) sums.value[g][j] = over_keys(sums.value[g][j] * own);
     }
   }
 
-  // Sums with a maximum that grows.
+  // The sum over lanes with the same columns.
+  static __device__ __forceinline__ float over_keys(float x) {
+#pragma unroll
+    for (int distance = LANES; distance < WARP_SIZE; distance *= 2)
+      x += __shfl_xor_sync(FULL_MASK, x, distance);
+    return x;
+  }
+
+  // Of one column: a sum of values with its maximum and total, or several put together.
   struct Merged {
     float top = NEG_INFINITY, value = 0.f, total = 0.f;
-    __device__ __forceinline__ void add(float other_top, float other_value, float other_total) {
-      const float all = max_or_nan(top, other_top);
-      const float mine = share(top, all), theirs = share(other_top, all);
-      top = all, value = value * mine + other_value * theirs;
-      total = total * mine + other_total * theirs;
+    __device__ __forceinline__ void add(const Merged& other) {
+      const float all = max_or_nan(top, other.top);
+      const float mine = share(top, all), theirs = share(other.top, all);
+      top = all, value = value * mine + other.value * theirs;
+      total = total * mine + other.total * theirs;
     }
     __device__ __forceinline__ T result() const {
       return static_cast<T>(total == 0.f ? 0.f : value / total);
     }
   };
+
+  // All warps' of one column. Their shares do not wait for one another.
+  static __device__ __forceinline__ Merged of_warps(const Shared& shared, int head, int column) {
+    Merged sums;
+    float tops[WARPS];
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) tops[w] = shared.sums[w][head][D];
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) sums.top = max_or_nan(sums.top, tops[w]);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      const float own = share(tops[w], sums.top);
+      sums.value += shared.sums[w][head][column] * own;
+      sums.total += shared.sums[w][head][D + 1] * own;
+    }
+    return sums;
+  }
 
   // The warps' sums to the others with the same head, and theirs to what was attended.
   static __device__ __forceinline__ void finish(const Shared& shared, const DecodeState& state,
@@ -258,12 +271,7 @@ struct DecodeHeads {
     u64* const own = layer.partials + wide(item, STEP);
     for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
       const int head = i / D, column = i % D;
-      Merged sums;
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) {
-        const float (&from)[WIDE] = shared.sums[w][head];
-        sums.add(from[D], from[column], from[D + 1]);
-      }
+      const Merged sums = of_warps(shared, head, column);
       if (splits == 1) {
         store_word(target + i, tagged(sums.result(), layer.tag));
         continue;
@@ -275,29 +283,37 @@ struct DecodeHeads {
       }
     }
     if (splits == 1) return;
-    const int end = COLUMNS * (span.split + 1) / splits;
-    for (int i = COLUMNS * span.split / splits + threadIdx.x; i < end; i += THREADS) {
-      const u64* const first = layer.partials + wide(team * splits, STEP) + i / D * WIDE;
+    const int begin = COLUMNS * span.split / splits, end = COLUMNS * (span.split + 1) / splits;
+    merge_items(layer.partials + wide(team * splits, STEP), splits, begin, end, layer.tag, target);
+  }
+
+  // Columns of all items of a head, whose sums are `from` and STEP behind each other. Neighbouring
+  // lanes have a column, each every so-many-th item's, and add up in pairs.
+  static __device__ __forceinline__ void merge_items(const u64* from, int splits, int begin,
+                                                     int end, u32 tag, u32* target) {
+    constexpr int STEP = GROUP * WIDE;
+    const int lanes = splits > 8 ? 16 : splits > 4 ? 8 : splits > 2 ? 4 : 2;
+    const int own = threadIdx.x % lanes, each = THREADS / lanes;
+    for (int first = begin; first < end; first += each) {
+      const int i = first + static_cast<int>(threadIdx.x) / lanes, column = min(i, end - 1);
+      const u64* const head = from + column / D * WIDE;
       Merged sums;
-#pragma unroll 1
-      for (int j = 0; j < splits; j += PARTS) {
-        u64 words[PARTS][3];
-#pragma unroll
-        for (int p = 0; p < PARTS; ++p) {
-          const u64* const from = first + wide(min(j + p, splits - 1), STEP);
-          words[p][0] = load_word(from + D), words[p][1] = load_word(from + i % D);
-          words[p][2] = load_word(from + D + 1);
-        }
-#pragma unroll
-        for (int p = 0; p < PARTS; ++p) {
-          if (j + p >= splits) break;
-          const u64* const from = first + wide(j + p, STEP);
-          sums.add(await(words[p][0], from + D, layer.tag),
-                   await(words[p][1], from + i % D, layer.tag),
-                   await(words[p][2], from + D + 1, layer.tag));
-        }
+      for (int item = own; item < splits; item += lanes) {
+        const u64 *const top = head + item * STEP + D, *const value = top - D + column % D;
+        const u64 words[] = {load_word(top), load_word(value), load_word(top + 1)};
+        Merged one;
+        one.top = await(words[0], top, tag), one.value = await(words[1], value, tag);
+        one.total = await(words[2], top + 1, tag);
+        sums.add(one);
       }
-      store_word(target + i, tagged(sums.result(), layer.tag));
+      for (int distance = lanes / 2; distance > 0; distance /= 2) {
+        Merged other;
+        other.top = __shfl_xor_sync(FULL_MASK, sums.top, distance);
+        other.value = __shfl_xor_sync(FULL_MASK, sums.value, distance);
+        other.total = __shfl_xor_sync(FULL_MASK, sums.total, distance);
+        sums.add(other);
+      }
+      if (own == 0 && i < end) store_word(target + i, tagged(sums.result(), tag));
     }
   }
 };
