@@ -133,6 +133,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
   __shared__ typename Sums::Shared sums;
+  __shared__ DecodeItem item;
+  __shared__ float angles[D];
   const int m = model.m, hidden = model.hidden, dim_q = model.heads_q * D;
   const int heads = (model.heads_q + 2 * model.heads_kv) * D;
   Ring ring(shared_address(shared) + ROOM, shared_address(barriers));
@@ -140,25 +142,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
     Sums::make_barriers(sums);
     ring.make_barriers();
   }
-  LayerWeights* const layers = reinterpret_cast<LayerWeights*>(shared + ROOM - ASIDE);
-  copy_table(layers, table_of_layers, model.layers);
-  __syncthreads();
-
   const DecodeState state = {
-      rows_of_cache,
-      positions,
-      page_table,
-      lengths,
-      capacities,
-      table,
-      {model.page_step, model.head_step, model.token_step, 0, model.page_log2},
-      model.max_sequences,
-      model.max_pages,
-      model.table_rows,
-      model.heads_kv,
-      model.splits,
-      model.scale};
-  const int items = m * model.heads_kv * model.splits;
+      rows_of_cache,       positions,
+      page_table,          lengths,
+      capacities,          {model.page_step, model.head_step, model.token_step, 0, model.page_log2},
+      model.max_sequences, model.max_pages,
+      model.table_rows,    model.heads_kv,
+      model.splits,        model.scale};
+  const int splits = model.splits, items = m * model.heads_kv * splits;
   const u32 launches = load_word(exchange);
   const Between at = {reinterpret_cast<u64*>(exchange + model.qkv),
                       reinterpret_cast<u64*>(exchange + model.partials),
@@ -168,56 +159,61 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
                       exchange + model.largest};
   const u32 first_tag = launches * model.layers + 1,
             first_stream = launches * (2 * model.layers + 1) + 1;
-  const int item = blockIdx.x;
+  const bool attends = blockIdx.x < items;
   const auto heads_of = [&](int n) {
     elem_t* const own = pages + 2 * n * model.plane;
     return DecodeLayer<elem_t>{at.qkv,        at.attended, at.partials,
                                first_tag + n, own,         own + model.plane};
   };
 
-  struct Product {
-    int kind, n, k;
-    bool halves, normed;
-    Arrays<elem_t> arrays, norm;
-  };
-  const auto product_at = [&](int p) {
-    const LayerWeights& layer = layers[min(p / 4, model.layers - 1)];
-    const int kind = p == 4 * model.layers ? HEAD : p % 4;
-    const bool wide = kind == DOWN;
-    Product found = {kind,
-                     kind == QKV    ? heads
-                     : kind == UP   ? model.mlp
-                     : kind == HEAD ? model.vocabulary
-                                    : hidden,
-                     wide          ? model.mlp
-                     : kind == OUT ? dim_q
-                                   : hidden,
-                     GATE && kind == UP, kind == QKV || kind == UP || kind == HEAD};
-    found.arrays =
-        kind == HEAD ? Arrays<elem_t>{head, nullptr} : arrays_at(weights, layer.product(kind));
-    found.norm = kind == HEAD ? Arrays<elem_t>{norm_weight, norm_bias}
-                              : arrays_at(weights, kind == QKV ? layer.norm : layer.mlp_norm);
-    return found;
-  };
+  // What this block has of each product, and of attention.
+  Product<elem_t>* const list = reinterpret_cast<Product<elem_t>*>(shared + ROOM - ASIDE);
   const int products = 4 * model.layers + 1;
+  const auto inputs_of = [&](int kind) {
+    return kind == DOWN ? model.mlp : kind == OUT ? dim_q : hidden;
+  };
+  for (int p = threadIdx.x; p < products; p += blockDim.x) {
+    const int kind = p == products - 1 ? HEAD : p % 4;
+    Product<elem_t> made = {head, nullptr, norm_weight, norm_bias};
+    if (kind != HEAD) made = product_of(weights, table_of_layers[p / 4], kind);
+    share_out(made,
+              kind == QKV    ? heads
+              : kind == UP   ? model.mlp
+              : kind == HEAD ? model.vocabulary
+                             : hidden,
+              ceil_div(inputs_of(kind), COLUMNS), p);
+    list[p] = made;
+  }
+  if (attends) {
+    if (threadIdx.x == 0) item = DecodeItem::make(state, blockIdx.x, GROUP * D);
+    if (ROPE) Heads::load_angles(angles, table, state, blockIdx.x / splits / model.heads_kv);
+  }
+  __syncthreads();
 
   // The warps that fetch.
   if (threadIdx.x >= THREADS) {
 #pragma unroll 1
     for (int p = 0; p < products; ++p) {
-      const Product next = product_at(p);
-      if (threadIdx.x < THREADS + 32 && next.kind == QKV)
-        prefetch_small<GATE>(weights, layers[p / 4], hidden, heads, model.mlp);
-      if (threadIdx.x < THREADS + 32 && next.kind == OUT && item < items)
-        Heads::prefetch(state, heads_of(p / 4), DecodeSpan(state, item, layers[p / 4].window));
-      ring.fetch(next.arrays.weight, next.n, next.k, p, next.halves);
+      const Product<elem_t> next = list[p];
+      const int kind = p == products - 1 ? HEAD : p % 4;
+      const bool halves = GATE && kind == UP;
+      if (threadIdx.x < THREADS + 32) {
+        prefetch_small(next.norm, hidden), prefetch_small(next.norm_bias, hidden);
+        prefetch_small(next.bias, kind == QKV  ? heads
+                                  : kind != UP ? hidden
+                                               : (GATE + 1) * model.mlp);
+        if (kind == OUT && attends)
+          Heads::prefetch(state, heads_of(p / 4), DecodeSpan(item, splits, next.window));
+      }
+      ring.fetch(next.weight, next.begin, next.begin + next.outputs, model.mlp, inputs_of(kind),
+                 halves);
     }
     return;
   }
 
   const Meet meet;
   const u32 rows = shared_address(shared);
-  const u32 factors = rows + ROOM - ASIDE + round_up<int>(model.layers * sizeof(LayerWeights), 16);
+  const u32 factors = rows + ROOM - ASIDE + products * sizeof(Product<elem_t>);
   const Rows taken(rows, factors, m);
   Sums sums_of(ring, sums, shared + ROOM, m);
   Wanted wanted[Sums::EACH] = {};
@@ -228,46 +224,50 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
 
 #pragma unroll 1
   for (int p = 0; p < products; ++p) {
+    const Product<elem_t>& own = list[p];
+    const int kind = p == products - 1 ? HEAD : p % 4, k = inputs_of(kind);
+    const bool halves = GATE && kind == UP;
+    const u32 tag = first_tag + p / 4, stream_tag = first_stream + p / 2;
+
     // 2. Attention, whose work area is the rows'.
-    if (p % 4 == OUT && item < items) {
+    if (kind == OUT && attends) {
       Heads::attend(*reinterpret_cast<typename Heads::Shared*>(shared), state, heads_of(p / 4),
-                    DecodeSpan(state, item, layers[p / 4].window), item, meet);
+                    DecodeSpan(item, splits, own.window), angles, meet);
       meet();
     }
 
-    const Product own = product_at(p);
-    const u32 tag = first_tag + p / 4, stream_tag = first_stream + p / 2;
-    const typename Sums::Work work(sums_of, own.n, own.k, p, own.halves);
+    const typename Sums::Work work(sums_of, own, k, halves);
+    const elem_t* const bias = own.bias;
     const auto before = [&](int i, int row, int column) {
-      wanted[i].x = bias_at(own.arrays.bias, column);
-      if (own.halves) wanted[i].y = bias_at(own.arrays.bias, model.mlp + column);
-      if (own.kind == OUT || own.kind == DOWN)
+      wanted[i].x = bias_at(bias, column);
+      if (halves) wanted[i].y = bias_at(bias, model.mlp + column);
+      if (kind == OUT || kind == DOWN)
         wanted[i].word = load_word(at.stream + row * hidden + column);
     };
 
     // 3. Rows, normalised or as they are.
     sums_of.expect(work, before);
-    if (own.normed) {
-      taken.load_factors(own.norm.weight, own.norm.bias, hidden);
+    if (own.norm != nullptr) {
+      taken.load_factors(own.norm, own.norm_bias, hidden);
       taken.normalise(at.stream, hidden, stream_tag, model.eps);
     } else {
-      taken.gather(own.kind == OUT ? at.attended : at.inner, own.k, tag);
+      taken.gather(kind == OUT ? at.attended : at.inner, k, tag);
     }
     meet();
 
     // 4. The block's outputs: heads of q, k and v; added to the stream; up with its activation; logits,
     //    and the largest of them.
-    sums_of.product(work, reinterpret_cast<const elem_t*>(shared), own.k, own.halves, before,
+    sums_of.product(work, reinterpret_cast<const elem_t*>(shared), k, halves, before,
                     [&](int i, int row, int column, float2 sum) {
                       float y = sum.x + static_cast<float>(wanted[i].x);
-                      if (own.kind == QKV) {
+                      if (kind == QKV) {
                         store_word(at.qkv + row * heads + column, tagged(y, tag));
-                      } else if (own.kind == UP) {
+                      } else if (kind == UP) {
                         y = Activation::value(y);
                         if (GATE) y *= sum.y + static_cast<float>(wanted[i].y);
                         store_word(at.inner + row * model.mlp + column,
                                    tagged(static_cast<elem_t>(y), tag));
-                      } else if (own.kind == HEAD) {
+                      } else if (kind == HEAD) {
                         logits[row * static_cast<i64>(model.logits_stride) + column] = sum.x;
                         best[i].see(sum.x, column);
                       } else {

@@ -54,9 +54,10 @@ struct GatheredRows {
 
   // The same normalised, with the factors that were loaded.
   __device__ __forceinline__ void normalise(const u32* words, int k, u32 tag, float eps) const {
-    __shared__ float2 of_warps[WARPS];
+    __shared__ float4 of_warps[WARPS];  // sum, mean, squares, numbers
     uint2 held[HELD] = {};
     float sum = 0.f, squares = 0.f;
+    const float count = numbers_of_warp(k), inverse = 1.f / fmaxf(count, 1.f), scale = 1.f / k;
     const auto see = [&](uint2 x) {
 #pragma unroll
       for (int j = 0; j < SIZE; ++j) {
@@ -70,19 +71,20 @@ struct GatheredRows {
         take<HELD>(words, k, tag, at, [&](int, uint2 x, int i) { write(x, i, k), see(x); });
     }
     const int warp = threadIdx.x / WARP_SIZE;
+    float own_mean = 0.f;
     if (CENTERED) {
-      sum = lanes_sum<WARP_SIZE>(sum) / max(numbers(warp - row * warps, k), 1);
+      sum = lanes_sum<WARP_SIZE>(sum), own_mean = sum * inverse;
       each(held, k, [&](uint2 x, int) {
 #pragma unroll
-        for (int j = 0; j < SIZE; ++j) squares += (get(x, j) - sum) * (get(x, j) - sum);
+        for (int j = 0; j < SIZE; ++j) squares += (get(x, j) - own_mean) * (get(x, j) - own_mean);
       });
     }
     squares = lanes_sum<WARP_SIZE>(squares);
-    if (threadIdx.x % WARP_SIZE == 0) of_warps[warp] = {sum, squares};
+    if (threadIdx.x % WARP_SIZE == 0) of_warps[warp] = {sum, own_mean, squares, count};
     cp_async_wait<0>();  // the factors, which others see when all have met
     Meet()();
-    const float2 found = of_team(of_warps + row * warps, k);
-    const float mean = found.x, rstd = 1.f / sqrtf(found.y + eps);
+    const float2 found = of_team(of_warps + row * warps, scale);
+    const float mean = found.x, rstd = rsqrtf(found.y + eps);
     each(held, k, [&](uint2 x, int i) {
       const uint2 weight = load(factors + i * sizeof(T));
       const uint2 bias = CENTERED ? load(factors + (k + i) * sizeof(T)) : make_uint2(0, 0);
@@ -111,20 +113,17 @@ struct GatheredRows {
   }
 
   // COUNT accesses from column `at` on, all under way before the first is waited for:
-  // act(which one, numbers, their column).
+  // act(which one, its numbers, their column).
   template <int COUNT, typename Act>
   __device__ __forceinline__ void take(const u32* words, int k, u32 tag, int at,
                                        const Act& act) const {
     const u32* const source = words + static_cast<i64>(row) * k;
     uint4 asked[COUNT];
+    const auto there = [&](int i) { return at + i * step < k; };
+    await(asked, tag, [&](int i) { return load_words(source + at + i * step); }, there);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
-      if (at + i * step < k) asked[i] = load_words(source + at + i * step);
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      const int column = at + i * step;
-      if (column < k) act(i, await(asked[i], source + column, tag), column);
-    }
+      if (there(i)) act(i, numbers(asked[i]), at + i * step);
   }
 
   // act(numbers, their column): all of the thread.
@@ -137,25 +136,29 @@ struct GatheredRows {
     for (int i = first + HELD * step; i < k; i += step) act(load(own(i, k)), i);
   }
 
-  // That a warp of a team has of a row of k.
-  __device__ __forceinline__ int numbers(int warp, int k) const {
+  // That this warp has of a row of k.
+  __device__ __forceinline__ float numbers_of_warp(int k) const {
     constexpr int ACCESS = WARP_SIZE * SIZE;
-    const int rest = (k & (step - 1)) - warp * ACCESS;
-    return (k >> step_log2) * ACCESS + min(max(rest, 0), ACCESS);
+    const int rest = (k & (step - 1)) - (first - static_cast<int>(threadIdx.x) % WARP_SIZE * SIZE);
+    return static_cast<float>((k >> step_log2) * ACCESS + min(max(rest, 0), ACCESS));
   }
 
   // Mean and variance of a row of what its warps found (RMSNorm: 0, and the mean of squares): the same
-  // bits in each thread.
-  __device__ __forceinline__ float2 of_team(const float2* of_warps, int k) const {
+  // bits in each thread. scale: 1 / k.
+  __device__ __forceinline__ float2 of_team(const float4* of_warps, float scale) const {
+    float4 found[WARPS];
     float mean = 0.f, squares = 0.f;
-    if (CENTERED) {
-      for (int i = 0; i < warps; ++i) mean += of_warps[i].x * numbers(i, k);
-      mean /= k;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) {
+      found[i] = i < warps ? of_warps[i] : float4{0.f, 0.f, 0.f, 0.f};
+      mean += found[i].x;
     }
-    for (int i = 0; i < warps; ++i) {
-      const float apart = CENTERED ? of_warps[i].x - mean : 0.f;
-      squares += of_warps[i].y + apart * apart * numbers(i, k);
+    mean = CENTERED ? mean * scale : 0.f;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) {
+      const float apart = found[i].y - mean;
+      squares += found[i].z + (CENTERED ? apart * apart * found[i].w : 0.f);
     }
-    return {mean, squares / k};
+    return {mean, squares * scale};
   }
 };

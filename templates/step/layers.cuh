@@ -21,38 +21,65 @@ struct LayerWeights {
   }
 };
 
+// What a block has of one product of the step. All that takes divisions and trips to memory is worked
+// out once, when the kernel begins, to a list in shared memory.
 template <typename T>
-struct Arrays {
-  const T *weight, *bias;
+struct Product {
+  const T *weight, *bias, *norm, *norm_bias;  // null: there is none
+  int begin, outputs;                         // of this block
+  u32 inverse;                                // see Quotient
+  int window;
+};
+
+// x / divisor for small x, by a product.
+struct Quotient {
+  static __device__ __forceinline__ u32 inverse(u32 divisor) {  // 0 stands for 1
+    return divisor == 1 ? 0 : 0xffffffffu / divisor + 1;
+  }
+  static __device__ __forceinline__ int of(int x, u32 inverse) {
+    return inverse == 0 ? x : __umulhi(x, inverse);
+  }
 };
 
 template <typename T>
-__device__ __forceinline__ Arrays<T> arrays_at(const T* weights, const LayerWeights::Affine& at) {
-  return {weights + at.weight, at.bias == LayerWeights::NONE ? nullptr : weights + at.bias};
+__device__ __forceinline__ const T* array_at(const T* weights, i64 offset) {
+  return offset == LayerWeights::NONE ? nullptr : weights + offset;
 }
 
-// To shared memory. By all threads, who meet before they read it.
-__device__ __forceinline__ void copy_table(LayerWeights* target, const LayerWeights* source,
-                                           int layers) {
-  const int words = layers * sizeof(LayerWeights) / sizeof(i64);
-  for (int i = threadIdx.x; i < words; i += blockDim.x)
-    reinterpret_cast<i64*>(target)[i] = reinterpret_cast<const i64*>(source)[i];
+// A layer's product, without what the block has of it. Its norm is that of the rows that it takes.
+template <typename T>
+__device__ __forceinline__ Product<T> product_of(const T* weights, const LayerWeights& layer,
+                                                 int kind) {
+  const LayerWeights::Affine &own = layer.product(kind),
+                             &norm = kind == UP ? layer.mlp_norm : layer.norm;
+  const bool normed = kind == QKV || kind == UP;
+  return {array_at(weights, own.weight),
+          array_at(weights, own.bias),
+          normed ? array_at(weights, norm.weight) : nullptr,
+          normed ? array_at(weights, norm.bias) : nullptr,
+          0,
+          0,
+          0,
+          static_cast<int>(layer.window)};
 }
 
-// Norms' weights and biases of a layer come to L2, a part of the lines by each block. By one warp.
-template <bool GATE, typename T>
-__device__ __forceinline__ void prefetch_small(const T* weights, const LayerWeights& layer,
-                                               int hidden, int heads, int mlp) {
-  const i64 offsets[] = {layer.norm.weight,   layer.norm.bias, layer.mlp_norm.weight,
-                         layer.mlp_norm.bias, layer.qkv.bias,  layer.out.bias,
-                         layer.up.bias,       layer.down.bias};
-  const int sizes[] = {hidden, hidden, hidden, hidden, heads, hidden, GATE ? 2 * mlp : mlp, hidden};
+// Outputs that a block has of a product. Where they do not divide, some blocks have one more: others by
+// each `turn`, so that all of them read as much in the end.
+template <typename T>
+__device__ __forceinline__ void share_out(Product<T>& product, int n, int parts, int turn) {
+  const int blocks = gridDim.x, at = (blockIdx.x + turn * 29) % blocks;
+  product.begin = static_cast<int>(static_cast<i64>(n) * at / blocks);
+  product.outputs = static_cast<int>(static_cast<i64>(n) * (at + 1) / blocks) - product.begin;
+  product.inverse = Quotient::inverse(parts);
+}
+
+// `count` elements come to L2, a part of the lines by each block. By one warp.
+template <typename T>
+__device__ __forceinline__ void prefetch_small(const T* array, int count) {
   constexpr int LINE = 128 / sizeof(T);
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-    if (offsets[i] != LayerWeights::NONE)
+  if (array == nullptr) return;
 #pragma unroll 1
-      for (int at = (blockIdx.x + gridDim.x * (threadIdx.x % WARP_SIZE)) * LINE; at < sizes[i];
-           at += gridDim.x * WARP_SIZE * LINE)
-        prefetch_l2(weights + offsets[i] + at);
+  for (int at = (blockIdx.x + gridDim.x * (threadIdx.x % WARP_SIZE)) * LINE; at < count;
+       at += gridDim.x * WARP_SIZE * LINE)
+    prefetch_l2(array + at);
 }

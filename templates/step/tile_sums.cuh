@@ -29,7 +29,7 @@ struct TileSums {
   Shared& shared;
   const unsigned char* const stages;
   const int m;
-  int stage = 0, tile = 0;  // so many before this product
+  u32 stage = 0, tile = 0;  // so many before this product
   int expected = 0;         // the stage whose tile's wants were asked for
 
   __device__ __forceinline__ TileSums(Ring& ring, Shared& shared, const unsigned char* stages,
@@ -43,25 +43,30 @@ struct TileSums {
     }
   }
 
-  // A product's share of this block. halves: rows of a tile are 8 outputs' gates and their ups.
+  // What this warp does of a product. halves: rows of a tile are 8 outputs' gates and their ups.
   struct Work {
-    Outputs mine;
-    int log2, parts, all,
-        first;  // outputs of a tile; its stages; all of them; the warp's first one
-    __device__ __forceinline__ Work(const TileSums& sums, int n, int k, int share, bool halves)
-        : mine(n, share), log2(halves ? 3 : 4), parts(ceil_div(k, Ring::COLUMNS_OF_STAGE)) {
-      all = ceil_div(mine.end - mine.begin, 1 << log2) * parts;
-      first = (threadIdx.x / WARP_SIZE - sums.stage % WARPS + WARPS) % WARPS;
+    int begin, outputs, log2, parts, all,
+        first;  // log2 of a tile's outputs; stages of a tile, of all
+    u32 inverse;
+    __device__ __forceinline__ Work(const TileSums& sums, const Product<T>& product, int k,
+                                    bool halves)
+        : begin(product.begin),
+          outputs(product.outputs),
+          log2(halves ? 3 : 4),
+          parts(ceil_div(k, Ring::COLUMNS_OF_STAGE)),
+          inverse(product.inverse) {
+      all = ((outputs + (1 << log2) - 1) >> log2) * parts;
+      first = (threadIdx.x / WARP_SIZE - sums.stage) % WARPS;
     }
     // act(j, row, output) of those of a tile that this lane adds up.
     template <typename Act>
     __device__ __forceinline__ void each(int tile, int m, const Act& act) const {
-      const int begin = mine.begin + (tile << log2), outputs = min(1 << log2, mine.end - begin);
+      const int before = tile << log2, here = min(1 << log2, outputs - before);
 #pragma unroll
       for (int j = 0; j < EACH; ++j) {
         const int at = static_cast<int>(threadIdx.x % WARP_SIZE) + j * WARP_SIZE;
         const int row = at >> log2, place = at & ((1 << log2) - 1);
-        if (row < m && place < outputs) act(j, row, begin + place);
+        if (row < m && place < here) act(j, row, begin + before + place);
       }
     }
   };
@@ -69,9 +74,11 @@ struct TileSums {
   // What the first tile that this warp adds up will want is asked for: `before` as below.
   template <typename Before>
   __device__ __forceinline__ void expect(const Work& work, const Before& before) {
-    expected = work.first;
-    while (expected < work.all && (expected + 1) % work.parts != 0) expected += WARPS;
-    if (expected < work.all) work.each(expected / work.parts, m, before);
+    expected = work.parts - 1;
+    int tile = 0;
+    while (tile < WARPS && expected % WARPS != work.first) ++tile, expected += work.parts;
+    if (tile == WARPS) expected = -1;  // none: the last columns are always others'
+    if (tile < WARPS && expected < work.all) work.each(tile, m, before);
   }
 
   // rows: [m][k + ROW_GAP]. Of the outputs that this lane adds up, the j-th of a tile:
@@ -85,11 +92,13 @@ struct TileSums {
     float d[4] = {};
 #pragma unroll 1
     for (int i = work.first; i < work.all; i += WARPS) {
-      const int own = i / parts, part = i - own * parts, at = part * Ring::COLUMNS_OF_STAGE;
-      const int outputs = min(1 << work.log2, work.mine.end - work.mine.begin - (own << work.log2));
+      const int own = Quotient::of(i, work.inverse), part = i - own * parts;
+      const int at = part * Ring::COLUMNS_OF_STAGE;
+      const int outputs = min(1 << work.log2, work.outputs - (own << work.log2));
       const bool last = part == parts - 1;
       if (last && i != expected) work.each(own, m, before);
-      const int number = (stage + i) % Ring::SIZE, parity = (stage + i) / Ring::SIZE % 2;
+      const u32 turn = stage + i;
+      const int number = turn % Ring::SIZE, parity = turn / Ring::SIZE % 2;
       mbarrier_wait(ring.empty + 8 * number, parity ^ 1);
       mbarrier_wait(ring.full + 8 * number, parity);
       Ring::multiply(d, stages + number * Ring::STAGE, x == nullptr ? nullptr : x + at, outputs,
@@ -99,11 +108,12 @@ struct TileSums {
       if (part + WARPS < parts) continue;  // this warp has more of the same tile
       leave(d, tile + own, part % WARPS, part == parts - warps ? WARPS - warps + 1 : 1);
       if (last) {
-        const int slot = (tile + own) % PLACES, first_of = parts % warps;  // by their last columns
+        const int slot = (tile + own) % PLACES;
+        const int first_of = parts > WARPS ? parts % WARPS : 0;  // by their last columns
         mbarrier_wait(shared_address(&shared.full[slot]), (tile + own) / PLACES % 2);
         work.each(own, m, [&](int j, int row, int column) {
           const float* const sums =
-              shared.sums[slot][0][row] + (column - work.mine.begin) - (own << work.log2);
+              shared.sums[slot][0][row] + (column - work.begin) - (own << work.log2);
           float2 total = {0.f, 0.f};
 #pragma unroll
           for (int w = 0; w < WARPS; ++w) {
@@ -118,7 +128,7 @@ struct TileSums {
         if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[slot]));
       }
     }
-    stage += work.all, tile += work.all / parts;
+    stage += work.all, tile += Quotient::of(work.all, work.inverse);
   }
 
  private:

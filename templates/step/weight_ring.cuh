@@ -18,19 +18,9 @@
 #pragma once
 #include "gemm/gemv_mma.cuh"
 #include "ptx/bulk.cuh"
+#include "step/layers.cuh"
 #include "step/normed_rows.cuh"
 #include "tile/ring.cuh"
-
-// Outputs that this block has of a product. Where they do not divide, some blocks have one more:
-// others by each `turn`, so that all of them read as much in the end.
-struct Outputs {
-  int begin, end;
-  __device__ __forceinline__ Outputs(int n, int turn) {
-    const int blocks = gridDim.x, at = (blockIdx.x + turn * 29) % blocks;
-    begin = static_cast<int>(static_cast<i64>(n) * at / blocks);
-    end = static_cast<int>(static_cast<i64>(n) * (at + 1) / blocks);
-  }
-};
 
 template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, int FETCHERS>
 struct WeightRing {
@@ -55,16 +45,17 @@ struct WeightRing {
     mbarrier_init_fence();
   }
 
-  // All that the block needs of a weight [n, k], or with `halves` [2 n, k]. By the warps that fetch.
-  __device__ __forceinline__ void fetch(const T* weight, int n, int k, int turn, bool halves) {
+  // Rows begin to end - 1 of a weight [n, k], or with `halves` of both parts of one of [2 n, k]. By
+  // the warps that fetch.
+  __device__ __forceinline__ void fetch(const T* weight, int begin, int end, int n, int k,
+                                        bool halves) {
     const int outputs = halves ? ROWS / 2 : ROWS;
-    const Outputs mine(n, turn);
     const int lane = threadIdx.x % WARP_SIZE, fetcher = threadIdx.x / WARP_SIZE - WARPS;
     const int own = lane * FETCHERS + fetcher;  // row of a tile
 #pragma unroll 1
-    for (int first = mine.begin; first < mine.end; first += outputs) {
+    for (int first = begin; first < end; first += outputs) {
       const int output = first + (own & (outputs - 1)), row = output + (own >= outputs ? n : 0);
-      const bool has = own < ROWS && output < mine.end;
+      const bool has = own < ROWS && output < end;
       const T* const source = weight + static_cast<i64>(has ? row : 0) * k;
       const int rows = __popc(__ballot_sync(FULL_MASK, has));
 #pragma unroll 1
