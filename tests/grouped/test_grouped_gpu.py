@@ -69,10 +69,11 @@ def test_few_rows_of_each_expert(tokens, experts, top_k, how, n, k, tile, dtype)
     found = fkjit.grouped_linear(x, weight, groups, bias, gather=True, **given)[place]
     by_places = fkjit.grouped_linear(rows, weight, groups, bias, **given)[place]
     assert torch.equal(found, by_places)
-    for some in torch.arange(tokens).split(8):
-        part = [a.double() for a in (x[some], weight, bias)]
-        near(found[some], by_choice(*part, ids[some], **said),
-             by_choice(x[some], weight, bias, ids[some], **said), dtype)  # fmt: skip
+    for token in range(tokens):
+        own, some = ids[token].long(), slice(token, token + 1)
+        part, places = (x[some], weight[own], bias[own]), torch.arange(top_k, device="cuda")[None]
+        near(found[some], by_choice(*(a.double() for a in part), places, **said),
+             by_choice(*part, places, **said), dtype)  # fmt: skip
 
 
 @pytest.mark.parametrize("tile", [(64, 128), (64, 256), (128, 64), (128, 128), (128, 256)])

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from fkjit.device import device_target
 from fkjit.ops.grouped.options import CALL
 from fkjit.runtime import interop
+from fkjit.runtime.device import device_target
 from fkjit.runtime.interop import CPU, ITEMSIZE, View
 
 MOST, STREAMED = 64, 16  # tokens
