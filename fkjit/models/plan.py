@@ -58,15 +58,16 @@ class StepPlan(NamedTuple):
 
 
 # Steps of Llama-3.2-1B (hidden size 2048) and GPT-2 (768) on an H200, 2026-11-23, were fastest so,
-# of the plans that `best` tries. Llama: of one and two sequences by 20 and 16 %, of 4 and 8 by 19
-# and 23 %, of 16 by 1 to 3 %; GPT-2: of one by 16 %, of 16 by 9 %; of 64 nothing beat `linear`'s
-# own choice. Numbers between were not measured, nor other models or GPUs.
+# of the plans that `best` tries. One launch beats the next best, Llama: of one, two and four
+# sequences by 20, 16 and 6 %; GPT-2: of one and four by 23 and 22 %. `skinny` does of 8 sequences
+# and 16 of Llama, by 23 and 1 to 3 %, of 16 of GPT-2 by 9 %; of 64 nothing beat `linear`'s own
+# choice. Numbers between were not measured, nor other models or GPUs.
 _MEASURED_ON = (9, 0)
 _WIDE = 2048  # hidden size
 _FEW_WIDE = StepPlan(out="gemv", head="skinny", early=False, fused=True)
 _FEW_NARROW = StepPlan(head="gemv", fused=True)
 _FEW_ROWS = 2
-_WHOLE_WIDE, _WHOLE_NARROW = 4, 1  # sequences, up to which one launch was faster than all others
+_WHOLE_ROWS = 4  # sequences, up to which one launch was faster than all others
 _HOPPER, _BLOCKS = "sm_90a", 132  # multiprocessors of an H200
 _SOME, _SOME_ROWS = StepPlan.alike("skinny"), 16
 
@@ -78,9 +79,7 @@ def usual(config: ModelConfig, rows: int, codes: bool, capability: tuple[int, in
     if capability != _MEASURED_ON or codes or config.qk_norm:
         return StepPlan()
     wide = config.hidden >= _WIDE
-    if rows <= (_WHOLE_WIDE if wide else _WHOLE_NARROW) and fits_whole(
-        config, rows, codes, arch(_HOPPER), _BLOCKS
-    ):
+    if rows <= _WHOLE_ROWS and fits_whole(config, rows, codes, arch(_HOPPER), _BLOCKS):
         return StepPlan(whole=True)
     if rows <= _FEW_ROWS and fits(config, rows, codes):
         return _FEW_WIDE if wide else _FEW_NARROW

@@ -206,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
           Heads::prefetch(state, heads_of(p / 4), DecodeSpan(item, splits, next.window));
       }
       ring.fetch(next.weight, next.begin, next.begin + next.outputs, model.mlp, inputs_of(kind),
-                 halves);
+                 halves, next.inverse);
     }
     return;
   }

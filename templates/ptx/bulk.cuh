@@ -20,6 +20,12 @@ __device__ __forceinline__ void bulk_load(u32 shared, const void* global, int by
       : "memory");
 }
 
+// `bytes` of global memory come to L2.                       PTX ISA: cp.async.bulk.prefetch.L2
+__device__ __forceinline__ void bulk_prefetch(const void* global, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(global)),
+               "r"(bytes));
+}
+
 // global[i] += shared[i], in L2: a group of its own.             PTX ISA: cp.reduce.async.bulk
 __device__ __forceinline__ void bulk_add(float* global, u32 shared, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(

@@ -34,24 +34,20 @@ __device__ __forceinline__ bool has_come(uint4 w, u32 tag) {
   return (((w.x ^ tag) | (w.y ^ tag) | (w.z ^ tag) | (w.w ^ tag)) & 0xffff) == 0;
 }
 
-// Words that are waited for together: those that have not come are read again all at once, so that
-// after the last one's coming it is one trip, however many there are. load(i): the i-th;
-// there(i): whether it is wanted at all.
+// Words that are waited for together: all are read again, at once, until the last one has come, so that
+// it is one trip however many there are. load(i): the i-th; there(i): whether it is wanted at all.
 template <int COUNT, typename Word, typename Load, typename There>
 __device__ __forceinline__ void await(Word (&words)[COUNT], u32 tag, const Load& load,
                                       const There& there) {
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i)
-    if (there(i)) words[i] = load(i);
-  for (;;) {
-    bool all = true;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) all = all && (!there(i) || has_come(words[i], tag));
-    if (all) return;
+  bool all;
+  do {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
-      if (there(i) && !has_come(words[i], tag)) words[i] = load(i);
-  }
+      if (there(i)) words[i] = load(i);
+    all = true;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) all = all && (!there(i) || has_come(words[i], tag));
+  } while (!all);
 }
 
 // Four numbers of 16 bits, side by side.

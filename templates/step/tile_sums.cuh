@@ -1,9 +1,9 @@
 // The compute warps' way through a product whose weight comes by a ring (step/weight_ring.cuh). A tile's
-// columns are several stages, each multiplied by another warp, up to WARPS of them, which leave their
-// sums in shared memory. The warp that has the tile's last columns adds them up, in the order of the
+// columns are several half stages, each multiplied by another warp, up to WARPS of them, which leave
+// their sums in shared memory. The warp that has the tile's last columns adds them up, in the order of the
 // columns, and does what is to be done with outputs:
 //
-//   stage            0    1    2    3  |  4    5    6    7  |  8 ...
+//   half a stage     0    1    2    3  |  4    5    6    7  |  8 ...
 //   warp             0    1    2    3  |  4    5    6    7  |  0 ...         (here: of eight warps)
 //   tile, columns  0, a  0, b  0, c  0, d | 1, a  1, b ...
 //   adds up                          *                   *
@@ -17,7 +17,7 @@
 
 template <typename T, typename Ring, int WARPS, int MOST>
 struct TileSums {
-  static constexpr int TILE = Ring::ROWS, PLACES = WARPS;
+  static constexpr int TILE = Ring::ROWS, PLACES = WARPS, COLUMNS = Ring::COLUMNS_OF_STAGE / 2;
   static_assert(Ring::SIZE >= WARPS,
                 "what was asked for WARPS stages ago is not in the same place");
   static constexpr int EACH = ceil_div(TILE * MOST, WARP_SIZE);  // outputs of a lane
@@ -29,8 +29,8 @@ struct TileSums {
   Shared& shared;
   const unsigned char* const stages;
   const int m;
-  u32 stage = 0, tile = 0;  // so many before this product
-  int expected = 0;         // the stage whose tile's wants were asked for
+  u32 half = 0, tile = 0;  // half stages and tiles before this product
+  int expected = 0;        // the half stage whose tile's wants were asked for
 
   __device__ __forceinline__ TileSums(Ring& ring, Shared& shared, const unsigned char* stages,
                                       int m)
@@ -45,18 +45,18 @@ struct TileSums {
 
   // What this warp does of a product. halves: rows of a tile are 8 outputs' gates and their ups.
   struct Work {
-    int begin, outputs, log2, parts, all,
-        first;  // log2 of a tile's outputs; stages of a tile, of all
+    int begin, outputs, log2;  // log2 of a tile's outputs
+    int parts, all, first;     // half stages of a tile, of all; the warp's first one
     u32 inverse;
     __device__ __forceinline__ Work(const TileSums& sums, const Product<T>& product, int k,
                                     bool halves)
         : begin(product.begin),
           outputs(product.outputs),
           log2(halves ? 3 : 4),
-          parts(ceil_div(k, Ring::COLUMNS_OF_STAGE)),
+          parts(2 * ceil_div(k, Ring::COLUMNS_OF_STAGE)),
           inverse(product.inverse) {
       all = ((outputs + (1 << log2) - 1) >> log2) * parts;
-      first = (threadIdx.x / WARP_SIZE - sums.stage) % WARPS;
+      first = (threadIdx.x / WARP_SIZE - sums.half) % WARPS;
     }
     // act(j, row, output) of those of a tile that this lane adds up.
     template <typename Act>
@@ -92,17 +92,18 @@ struct TileSums {
     float d[4] = {};
 #pragma unroll 1
     for (int i = work.first; i < work.all; i += WARPS) {
-      const int own = Quotient::of(i, work.inverse), part = i - own * parts;
-      const int at = part * Ring::COLUMNS_OF_STAGE;
+      const int own = Quotient::of(i / 2, work.inverse), part = i - own * parts,
+                at = part * COLUMNS;
       const int outputs = min(1 << work.log2, work.outputs - (own << work.log2));
       const bool last = part == parts - 1;
       if (last && i != expected) work.each(own, m, before);
-      const u32 turn = stage + i;
+      const u32 turn = (half + i) / 2;
       const int number = turn % Ring::SIZE, parity = turn / Ring::SIZE % 2;
       mbarrier_wait(ring.empty + 8 * number, parity ^ 1);
       mbarrier_wait(ring.full + 8 * number, parity);
-      Ring::multiply(d, stages + number * Ring::STAGE, x == nullptr ? nullptr : x + at, outputs,
-                     min(Ring::COLUMNS_OF_STAGE, k - at), halves);
+      const int columns = min(max(k - at, 0), COLUMNS);  // the second half may have none
+      Ring::multiply(d, stages + number * Ring::STAGE + part % 2 * COLUMNS * sizeof(T),
+                     x == nullptr ? nullptr : x + at, outputs, columns, halves);
       __syncwarp();
       if (lane == 0) ring.release(number);
       if (part + WARPS < parts) continue;  // this warp has more of the same tile
@@ -128,7 +129,7 @@ struct TileSums {
         if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[slot]));
       }
     }
-    stage += work.all, tile += Quotient::of(work.all, work.inverse);
+    half += work.all, tile += Quotient::of(work.all / 2, work.inverse);
   }
 
  private:

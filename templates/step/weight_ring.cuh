@@ -2,8 +2,8 @@
 // ends know: a producer warp asks for them as soon as there is room, also past the barriers at which
 // the others wait for what the next product is to be multiplied with.
 //
-// A stage is multiplied by one warp of those that compute, the next one by the next warp, so that what
-// one waits for the others have no part in.
+// A stage is multiplied by two warps of those that compute, each of which has half of its columns, the
+// next one by the next two, so that what they wait for the others have no part in.
 //
 // A product [n, k] has its outputs shared out over the blocks, and a block takes its own by tiles of
 // 16 rows of the weight (halves: 8 of the gate and the same 8 of up), COLUMNS at a time:
@@ -26,6 +26,8 @@ template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, int FETCHE
 struct WeightRing {
   static constexpr int ROWS = 16, SPAN = 32, SIZE = STAGES, COLUMNS_OF_STAGE = COLUMNS;
   static constexpr int PITCH = COLUMNS * sizeof(T) + 64, STAGE = ROWS * PITCH;  // bytes
+  static constexpr int AHEAD = 14;  // stages that may come to L2 before they have room in the ring
+  static constexpr int PAUSES = 2, PAUSE = 256;  // between two of these; nanoseconds
   using Chunk = uint4;
   static_assert(COLUMNS % (2 * SPAN) == 0, "rows 64 bytes apart, modulo all banks");
   static_assert(FLIGHT <= STAGES && ROWS % FETCHERS == 0, "stages under way; equal shares of rows");
@@ -40,46 +42,46 @@ struct WeightRing {
   __device__ __forceinline__ void make_barriers() const {  // by one thread
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(full + 8 * i, FETCHERS);
-      mbarrier_init(empty + 8 * i, 1);
+      mbarrier_init(empty + 8 * i, 2);
     }
     mbarrier_init_fence();
   }
 
-  // Rows begin to end - 1 of a weight [n, k], or with `halves` of both parts of one of [2 n, k]. By
-  // the warps that fetch.
+  // Rows begin to end - 1 of a weight [n, k], or with `halves` of both parts of one of [2 n, k].
+  // inverse: of the stages of a tile. By the warps that fetch.
   __device__ __forceinline__ void fetch(const T* weight, int begin, int end, int n, int k,
-                                        bool halves) {
-    const int outputs = halves ? ROWS / 2 : ROWS;
-    const int lane = threadIdx.x % WARP_SIZE, fetcher = threadIdx.x / WARP_SIZE - WARPS;
-    const int own = lane * FETCHERS + fetcher;  // row of a tile
+                                        bool halves, u32 inverse) {
+    const int lane = threadIdx.x % WARP_SIZE, log2 = halves ? 3 : 4;
+    const int parts = ceil_div(k, COLUMNS), all = ((end - begin + (1 << log2) - 1) >> log2) * parts;
+    int ahead = 0;  // stages that were asked to come to L2
 #pragma unroll 1
-    for (int first = begin; first < end; first += outputs) {
-      const int output = first + (own & (outputs - 1)), row = output + (own >= outputs ? n : 0);
-      const bool has = own < ROWS && output < end;
-      const T* const source = weight + static_cast<i64>(has ? row : 0) * k;
-      const int rows = __popc(__ballot_sync(FULL_MASK, has));
-#pragma unroll 1
-      for (int at = 0; at < k; at += COLUMNS) {
-        const int bytes = min(COLUMNS, k - at) * static_cast<int>(sizeof(T));
-        const u32 barrier = full + 8 * place.stage;
-        mbarrier_wait(empty + 8 * place.stage, place.parity ^ 1);
-        if (FLIGHT < STAGES && asked++ >= FLIGHT) {
-          mbarrier_wait(full + 8 * landing.stage, landing.parity);
-          landing.advance();
-        }
-        if (lane == 0) mbarrier_expect(barrier, bytes * rows);
-        __syncwarp();
-        if (has) bulk_load(stages + place.stage * STAGE + own * PITCH, source + at, bytes, barrier);
-        place.advance();
+    for (int i = 0; i < all; ++i) {
+      const Piece piece(weight, begin, end, n, k, log2, i, inverse, parts);
+      ahead = max(ahead, i);
+      const auto ask = [&](int stage) {
+        const Piece next(weight, begin, end, n, k, log2, stage, inverse, parts);
+        if (next.has) bulk_prefetch(next.source, next.bytes);
+      };
+      wait_for_place(empty + 8 * place.stage, place.parity ^ 1, ahead, min(i + AHEAD, all), ask);
+      if (FLIGHT < STAGES && asked++ >= FLIGHT) {
+        mbarrier_wait(full + 8 * landing.stage, landing.parity);
+        landing.advance();
       }
+      const u32 barrier = full + 8 * place.stage;
+      const int rows = __popc(__ballot_sync(FULL_MASK, piece.has));
+      if (lane == 0) mbarrier_expect(barrier, piece.bytes * rows);
+      __syncwarp();
+      const u32 target = stages + place.stage * STAGE + piece.own * PITCH;
+      if (piece.has) bulk_load(target, piece.source, piece.bytes, barrier);
+      place.advance();
     }
   }
 
   // By one thread, for a warp that is done with the stage.
   __device__ __forceinline__ void release(int stage) const { mbarrier_arrive(empty + 8 * stage); }
 
-  // d += a stage's tile, of so many outputs and columns, times up to eight rows of x. By one warp. x:
-  // the stage's first column of the lane's row (lane / 4), null where there is no such row.
+  // d += half of a stage's tile, from `stage` on, of so many outputs and columns, times up to eight rows
+  // of x. By one warp. x: the first column of the lane's row (lane / 4), null where there is no such row.
   __device__ __forceinline__ static void multiply(float (&d)[4], const unsigned char* stage,
                                                   const T* x, int outputs, int columns,
                                                   bool halves) {
@@ -102,5 +104,43 @@ struct WeightRing {
     if (i < columns / SPAN) span(i, d, sums[0]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) d[i] += sums[0][i] + (sums[1][i] + sums[2][i]);
+  }
+
+ private:
+  // What this lane copies of a product's i-th stage.
+  struct Piece {
+    int own;  // row of a tile
+    bool has;
+    int bytes;
+    const T* source;
+    __device__ __forceinline__ Piece(const T* weight, int begin, int end, int n, int k, int log2,
+                                     int i, u32 inverse, int parts) {
+      const int lane = threadIdx.x % WARP_SIZE, fetcher = threadIdx.x / WARP_SIZE - WARPS;
+      const int tile = Quotient::of(i, inverse), at = (i - tile * parts) * COLUMNS;
+      own = lane * FETCHERS + fetcher;
+      const int output = begin + (tile << log2) + (own & ((1 << log2) - 1));
+      has = own < ROWS && output < end, bytes = min(COLUMNS, k - at) * static_cast<int>(sizeof(T));
+      const int row = output + (own >> log2 ? n : 0);
+      source = weight + static_cast<i64>(has ? row : 0) * k + at;
+    }
+  };
+
+  // While there is no room in the ring memory has nothing to do, since the others wait for one another's
+  // numbers: what comes behind is asked to come to L2, from stage `ahead` on, slowly, so that what the
+  // others read and write does not stand behind it.
+  template <typename Ask>
+  static __device__ __forceinline__ void wait_for_place(u32 barrier, int parity, int& ahead,
+                                                        int end, const Ask& ask) {
+    if (__all_sync(FULL_MASK, mbarrier_test(barrier, parity))) return;
+#pragma unroll 1
+    while (ahead < end) {
+      ask(ahead++);
+#pragma unroll 1
+      for (int i = 0; i < PAUSES; ++i) {
+        if (__all_sync(FULL_MASK, mbarrier_test(barrier, parity))) return;
+        __nanosleep(PAUSE);
+      }
+    }
+    mbarrier_wait(barrier, parity);
   }
 };
