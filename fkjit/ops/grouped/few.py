@@ -10,6 +10,8 @@ import sys
 from typing import Any
 
 from fkjit.device import device_target
+from fkjit.ops.grouped.kernels import LEAST_BLOCK
+from fkjit.ops.grouped.kernels_ragged import EVEN
 from fkjit.ops.grouped.options import CALL
 from fkjit.runtime import interop
 from fkjit.runtime.interop import CPU, ITEMSIZE, View
@@ -34,6 +36,14 @@ def implementation(impl: str, x: Any, *weights: Any) -> str:
     if len({view.dtype for view in views}) > 1 or not all(map(_taken, views)):
         return impl
     return "stream" if tokens <= STREAMED else "gather"
+
+
+def block_size_of(given: int | None, impl: str, weight: Any) -> int:
+    """Of a layer's layout, unless one is asked for: the least that its products take."""
+    if given is not None:
+        return given
+    ragged = impl == "ragged" or (isinstance(weight, tuple) and weight[2] == "fp8_row")
+    return EVEN if ragged else LEAST_BLOCK
 
 
 def _wants_gradients(*arrays: Any) -> bool:

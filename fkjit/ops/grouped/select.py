@@ -17,14 +17,19 @@ from fkjit.ops.gemm.cost import SMS, machine
 from fkjit.ops.gemm.epilogue import kernel_for
 from fkjit.ops.gemm.kernels_sm90 import VARIANTS
 from fkjit.ops.gemm.problem import outputs_of
-from fkjit.ops.grouped import kernels
-from fkjit.ops.grouped.kernels import TILES
+from fkjit.ops.grouped import kernels, kernels_ragged
+from fkjit.ops.grouped.kernels import LEAST_BLOCK, TILES
 from fkjit.spec import KernelSpec, Params, Problem
 
-IMPLEMENTATIONS = ("auto", "wgmma", "mma", "fma")
+IMPLEMENTATIONS = ("auto", "wgmma", "ragged", "mma", "fma")
 _KN = 1.06  # a step takes longer where the weight's rows are contiguous in n
 _TOGETHER = 1.25  # more where consumers share tiles of rows: seen at 250 and 1000 rows an expert
 _PORTABLE = 0.62  # of the flops that mma.sync, or FMAs, give
+
+
+def least_block(impl: str) -> int:
+    """What experts' places have to be a multiple of."""
+    return kernels_ragged.EVEN if impl == "ragged" else LEAST_BLOCK
 
 
 class Chosen(NamedTuple):
@@ -55,6 +60,8 @@ def _legal(problem: Problem, impl: str, arch: Arch) -> Iterator[Chosen]:
     for name, (spec, fixed, takes) in _KERNELS.items():
         if impl not in ("auto", name) or not takes(problem):
             continue
+        if name == "ragged" and impl == "auto":
+            continue  # TODO
         own = kernel_for(spec, problem["activation"])
         for tile in next(p.values for p in spec.params if p.name == "block"):
             given = {**problem, **fixed(problem, arch), "block": tile}
@@ -70,7 +77,7 @@ def _legal(problem: Problem, impl: str, arch: Arch) -> Iterator[Chosen]:
 def _fits(problem: Problem, name: str, tile: tuple[int, ...]) -> bool:
     """Whether experts' rows are whole tiles; for Hopper the last one of an expert may be half."""
     rows = problem["block_size"] * (2 if name == "wgmma" else 1)
-    return problem["groups"] == "DEPTH" or rows % tile[0] == 0
+    return problem["groups"] == "DEPTH" or name == "ragged" or rows % tile[0] == 0
 
 
 def _with_tile(found: list[Chosen], block: Any) -> list[Chosen]:
@@ -85,6 +92,8 @@ def _with_tile(found: list[Chosen], block: Any) -> list[Chosen]:
 def _estimate(one: Chosen, problem: Problem, arch: Arch) -> float:
     """Nanoseconds of all steps of k on the SM that has the most."""
     rows, columns = one.params["block"][:2]
+    if one.spec.name == "ragged":
+        return -rows  # TODO
     active, each = _spread(problem)
     across = -(-outputs_of(problem) // columns)
     in_turns = TILES.get(one.params["block"]) == "pingpong"  # one consumer's way out under products
@@ -155,6 +164,11 @@ _KERNELS: Mapping[str, tuple[KernelSpec, _Fixed, _Takes]] = {
         kernels.WGMMA_ALL,
         lambda p, arch: {"tma_store": p["aligned_out"] and p["out_dtype"] != "fp32"},
         _takes_wgmma,
+    ),
+    "ragged": (
+        kernels_ragged.RAGGED_ALL,
+        lambda p, arch: {"codes": False},
+        lambda p: p["dtype"] != "fp32" and kernels_ragged.takes(p),
     ),
     "mma": (kernels.MMA_ALL_GROUPED, _portable, lambda p: p["dtype"] != "fp32"),
     "fma": (kernels.FMA_ALL_GROUPED, _portable, lambda p: p["dtype"] == "fp32"),

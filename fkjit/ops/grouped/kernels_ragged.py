@@ -1,0 +1,160 @@
+"""Grouped products whose tiles have as many rows as experts have: rows of x are wgmma's columns.
+
+A problem has what those of grouped products have (kernels.py), ROWS of x by expert, a block_size
+that is a multiple of 16, and a weight [experts, n, k]. Arrays: x [m, k], weight, bias, offsets ->
+out [m, n]; of `codes` x and weight are e4m3, and x_scales [m] and scales [experts, n] (with gate
+2 n) are those of their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fkjit.ops.gemm import epilogue
+from fkjit.ops.gemm.problem import outputs_of, shape_class
+from fkjit.ops.grouped.kernels import flops, of_experts
+from fkjit.runtime.interop import ITEMSIZE
+from fkjit.runtime.tensor_map import TensorMap
+from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, Work, register
+
+EVEN = 16  # what experts' places are a multiple of
+_STEP = 128  # bytes of k, of a row in a stage
+_OUTPUTS, _COLUMNS = 128, 160  # rows of the weight in a tile; of x in a product, at most
+_BOXES = (64, 16)  # rows of x
+_EIGHT = 8
+_MAX_SHARED = 232_448  # bytes a block may have on sm_90
+_GROUP_ROWS = 4096  # rows of an expert whose tiles are taken together
+_SMS = 132  # where there is no GPU to ask
+# Rows of x at most, and of the weight: a tile is one consumer's, or both share it.
+TILES = ((160, 128), (320, 128))
+
+
+def takes(problem: Problem) -> bool:
+    """Rows of x, of the weight and of out begin on 16-byte boundaries; nothing is kept."""
+    return (
+        problem["groups"] == "ROWS" and problem["weight_layout"] == "nk"
+        and problem["block_size"] % EVEN == 0 and problem["n"] % _EIGHT == 0
+        and problem["aligned"] and not (problem["pre"] or problem["gather"])
+    )  # fmt: skip
+
+
+def _most_rows(params: Params) -> int:
+    """Of x in a tile."""
+    return int(params["block"][0])
+
+
+def _pingpong(params: Params) -> bool:
+    return _most_rows(params) == _COLUMNS
+
+
+def _stages(params: Params) -> int:
+    return (_MAX_SHARED - 128) // ((_OUTPUTS + _most_rows(params)) * _STEP)
+
+
+def _columns(params: Params, problem: Problem) -> int:
+    """Tiles beside each other."""
+    return -(-problem["n"] // (_OUTPUTS // (2 if params["gate"] else 1)))
+
+
+def _derive(params: Params) -> dict[str, Any]:
+    return {
+        **epilogue.values(params["activation"]), "stages": _stages(params),
+        "pingpong": _pingpong(params),
+        "code": "u8" if params["codes"] else params["dtype"],
+    }  # fmt: skip
+
+
+def _shared(params: Params) -> SharedLayout:
+    count = _stages(params)
+    sides = (("weight", _OUTPUTS), ("x", _most_rows(params)))
+    tiles = [(f"{side} stage {i}", rows * _STEP) for side, rows in sides for i in range(count)]
+    return [*tiles, ("mbarriers", 16 * count)]
+
+
+def _grid(params: Params, problem: Problem) -> Dim3:
+    """As many blocks as run at the same time, or as there may be tiles."""
+    below = problem["m"] // _most_rows(params) + problem["experts"]
+    tiles = below * _columns(params, problem)
+    return (max(min(tiles, problem.get("multiprocessors", _SMS)), 1), 1, 1)
+
+
+def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    m, k, dtype = problem["m"], problem["k"], "u8" if params["codes"] else params["dtype"]
+    size = 1 if params["codes"] else ITEMSIZE[params["dtype"]]
+    maps = {
+        name: TensorMap(
+            arrays["x"], dtype, (k, m, 1, 1), (problem["x_stride"] * size, 0, 0),
+            (_STEP // size, rows, 1, 1),
+        )
+        for name, rows in zip(("x_map", "x_map_last"), _BOXES, strict=True)
+    }  # fmt: skip
+    named = ("x_scales", "scales", "bias", "out", "offsets")
+    return {
+        **maps, "weight_map": _weight_map(params, problem, arrays["weight"], dtype, size),
+        **{name: arrays.get(name) for name in named},
+        **{name: problem[name] for name in ("experts", "m", "n", "k")},
+        "group_rows": max(_GROUP_ROWS // _most_rows(params), 1),
+    }  # fmt: skip
+
+
+def _weight_map(params: Params, problem: Problem, weight: Any, dtype: str, size: int) -> TensorMap:
+    """With gate eight rows of gate and eight of up, and so on: rows are at a distance of n."""
+    n, k, row = problem["n"], problem["k"], problem["k"] * size
+    if not params["gate"]:
+        own = TensorMap(weight, dtype, (k, n, 1, 1), (row, 0, 0), (_STEP // size, _OUTPUTS, 1, 1))
+        return of_experts(own, problem["experts"])
+    eights = (problem["experts"] * 2 * n - n) // _EIGHT
+    return TensorMap(
+        weight, dtype, (k, _EIGHT, 2, eights), (row, n * row, _EIGHT * row),
+        (_STEP // size, _EIGHT, 2, _OUTPUTS // 2 // _EIGHT),
+    )  # fmt: skip
+
+
+def _traffic(problem: Problem) -> float:
+    """Bytes of every expert's weight, of x and of out, once."""
+    m, n, k = problem["m"], problem["n"], problem["k"]
+    size = 1 if problem["codes"] else ITEMSIZE[problem["dtype"]]
+    read = problem["experts"] * outputs_of(problem) * k + m * k
+    return float(size * read + ITEMSIZE[problem["dtype"]] * m * n)
+
+
+# All that a call may take.
+RAGGED_ALL = KernelSpec(
+    op="grouped_linear",
+    name="ragged",
+    source="gemm/ragged.cu",
+    entry="grouped_linear_ragged",
+    doc="tiles of as many rows as experts have, on Hopper: the product transposed",
+    params=(
+        Param("dtype", ("bf16", "fp16"), "element type of bias and out, and of x that is no codes"),
+        Param("codes", (False, True), "x and weight are e4m3, with a scale for each row"),
+        *epilogue.PARAMS,
+        Param("block", TILES, "rows of x, at most, and of the weight in a tile", tunable=True),
+    ),
+    derive=_derive,
+    features=lambda params: frozenset({"wgmma"}),
+    pdl=True,
+    shared_layout=_shared,
+    block=lambda params: (384, 1, 1),
+    grid=_grid,
+    arguments=_arguments,
+    shape_class=lambda p: {
+        **shape_class(p), **{name: p[name] for name in ("experts", "block_size")}
+    },
+    work=Work(flops=flops, bytes=_traffic, interpreter_flops=2e8),
+    verification="fkjit.ops.grouped.cases_ragged:RAGGED",
+)  # fmt: skip
+
+_SHOWN = (("silu", True), ("none", False))
+
+
+def _shown(params: Params) -> str | None:
+    """What types and epilogues add does not depend on one another."""
+    pair = params["activation"], params["gate"]
+    if pair not in _SHOWN or (params["dtype"] != "bf16" and pair[1]):
+        return "is compiled when called"
+    return None
+
+
+RAGGED = register(epilogue.shipped(RAGGED_ALL, _shown))
