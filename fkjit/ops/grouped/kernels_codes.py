@@ -22,7 +22,7 @@ from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 _OF_LINEAR = kernels_bytes.WGMMA
 _FIXED: Mapping[str, Any] = {
     "code": "fp8", "scales": "blocks", "residual": False, "interval": 1, "cluster": 1,
-    "schedule": "cooperative",
+    "schedule": __import__("os").environ.get("FKJIT_TRY_SCHEDULE", "cooperative"),
 }  # fmt: skip
 SPANS = {"span": "block", "x_span": "group", "code": "fp8"}
 _GROUP_ROWS = 512  # rows of an expert whose tiles are taken together

@@ -82,7 +82,7 @@ _FINE = {"dtype": "fp16", "out_dtype": "fp32"}
 # ------------------------------------------------------------------ wgmma
 
 Variant = tuple[int, int]
-_SCHEDULES = ("cooperative", "pingpong")
+_SCHEDULES = ("cooperative", "pingpong", "alternate", "alternate_early")
 _TILES: tuple[Variant, ...] = ((128, 128), (192, 128), (128, 256))
 
 
@@ -99,6 +99,8 @@ def _consumers(params: Params) -> int:
 def _wgmma_illegal(params: Params) -> str | None:
     if params["schedule"] == "pingpong" and (params["interval"] or params["block"] != (128, 128)):
         return "has consumers in turns for tiles of 128 x 128 without promotion"
+    if "alternate" in params["schedule"] and not params["interval"]:
+        return "has nothing to do between products that are not promoted"
     if params["block"][1] > 128 and params["interval"] > 0:
         return "has no registers for the sums of tensor cores and all others"
     return _illegal(params)
@@ -150,6 +152,7 @@ WGMMA = KernelSpec(
         "derive": lambda params: {
             **_values(params), "stages": _stages(params),
             "pingpong": params["schedule"] == "pingpong",
+            "alternate": {"alternate": 2, "alternate_early": 1}.get(params["schedule"], 0),
             "sum": "int" if params["code"] == "int8" else "float", "groups": "NONE", "coded": False,
         },
         "illegal": _wgmma_illegal,
