@@ -40,7 +40,7 @@ def problems(params: Params, scale: str) -> list[Problem]:
     if scale == "full":
         return [problem(params, (3, 0, 17, 7, 21, 40), 1032, 1296, multiprocessors=132)]
     return [
-        problem(params, (2, 0, 17), n, k),
+        problem(params, (3, 0, 17), n, k),
         problem(params, (0, 21), n, 48, bias=False, multiprocessors=3),
     ]
 

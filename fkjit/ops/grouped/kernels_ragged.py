@@ -122,7 +122,7 @@ def _traffic(problem: Problem) -> float:
 # All that a call may take.
 RAGGED_ALL = KernelSpec(
     op="grouped_linear",
-    name="ragged",
+    name="ragged_wgmma",
     source="gemm/ragged.cu",
     entry="grouped_linear_ragged",
     doc="tiles of as many rows as experts have, on Hopper: the product transposed",
@@ -146,15 +146,16 @@ RAGGED_ALL = KernelSpec(
     verification="fkjit.ops.grouped.cases_ragged:RAGGED",
 )  # fmt: skip
 
-_SHOWN = (("silu", True), ("none", False))
+_SHOWN = (("silu", True, TILES[1]), ("none", False, TILES[0]))
 
 
 def _shown(params: Params) -> str | None:
-    """What types and epilogues add does not depend on one another."""
-    pair = params["activation"], params["gate"]
-    if pair not in _SHOWN or (params["dtype"] != "bf16" and pair[1]):
+    """What types, epilogues and tiles add does not depend on one another."""
+    kind = params["activation"], params["gate"], params["block"]
+    other = params["codes"] or params["dtype"] != "bf16"
+    if kind[:2] not in [shown[:2] for shown in _SHOWN] or (other and kind not in _SHOWN):
         return "is compiled when called"
-    return None
+    return "is compiled when called" if params["dtype"] != "bf16" and kind[1] else None
 
 
 RAGGED = register(epilogue.shipped(RAGGED_ALL, _shown))

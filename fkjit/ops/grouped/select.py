@@ -92,7 +92,7 @@ def _with_tile(found: list[Chosen], block: Any) -> list[Chosen]:
 def _estimate(one: Chosen, problem: Problem, arch: Arch) -> float:
     """Nanoseconds of all steps of k on the SM that has the most."""
     rows, columns = one.params["block"][:2]
-    if one.spec.name == "ragged":
+    if one.spec.name == "ragged_wgmma":
         return -rows  # TODO
     active, each = _spread(problem)
     across = -(-outputs_of(problem) // columns)
