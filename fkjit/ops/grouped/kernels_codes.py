@@ -104,6 +104,8 @@ CODES: KernelSpec = register(
             {**_SWIGLU, "block": (128, 128)},
             {**_SWIGLU, "block": CODED_TILE, "coded": True},
             {**_PLAIN, "block": (128, 128)},
+            {**_PLAIN, "block": (256, 128)},
+            {**_SWIGLU, "block": (256, 128)},
             {**_PLAIN, "block": (192, 128), "out_dtype": "fp32"},
             {**_SWIGLU, "block": (192, 128), "dtype": "fp16", "out_dtype": "fp16"},
         ],

@@ -83,7 +83,7 @@ _FINE = {"dtype": "fp16", "out_dtype": "fp32"}
 
 Variant = tuple[int, int]
 _SCHEDULES = ("cooperative", "pingpong", "alternate", "alternate_early")
-_TILES: tuple[Variant, ...] = ((128, 128), (192, 128), (128, 256))
+_TILES: tuple[Variant, ...] = ((128, 128), (192, 128), (128, 256), (256, 128))
 
 
 def _stages(params: Params) -> int:
@@ -93,12 +93,16 @@ def _stages(params: Params) -> int:
 
 def _consumers(params: Params) -> int:
     """Warpgroups that multiply."""
-    return 2 if params["schedule"] == "pingpong" else params["block"][0] // 64
+    if params["schedule"] == "pingpong" or params["block"][0] == 256:
+        return 2
+    return int(params["block"][0] // 64)
 
 
 def _wgmma_illegal(params: Params) -> str | None:
     if params["schedule"] == "pingpong" and (params["interval"] or params["block"] != (128, 128)):
         return "has consumers in turns for tiles of 128 x 128 without promotion"
+    if params["block"][0] == 256 and params["scales"] != "blocks":
+        return "has no registers for the sums of tensor cores and all others"
     if "alternate" in params["schedule"] and not params["interval"]:
         return "has nothing to do between products that are not promoted"
     if params["block"][1] > 128 and params["interval"] > 0:
