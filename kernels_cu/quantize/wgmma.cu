@@ -116,8 +116,7 @@ struct Ring {
 };
 using Place = RingPlace<STAGES>;
 using Order = GroupedOrder<Groups::${groups}, BLOCK_M * CLUSTER>;
-static_assert(!Order::GROUPED || (Order::OF_ROWS && BLOCKS && CLUSTER == 1),
-              "experts have rows of x, and scales of blocks");
+static_assert(!Order::GROUPED || (Order::OF_ROWS && CLUSTER == 1), "experts have rows of x");
 
 // Both operands' next 128 of k. By one thread.
 __device__ __forceinline__ void fetch(const Ring& ring, int stage, const TensorMap& x_map,
@@ -246,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
     const int warp_row = consumer_row + threadIdx.x / WARP_SIZE % 4 * 16;
     using Sums = float (&)[1][N][4];
     using Pairs = EpiloguePairs<Activation, GATE, false, RESIDUAL, elem_t, out_t>;
-    const ScaledPairs<Pairs, EXACT, BLOCKS> epilogue(
+    ScaledPairs<Pairs, EXACT, BLOCKS> epilogue(
         Pairs(residual, nullptr, residual_stride, scale, n), {x_scales, x_scale_step, m},
         {scales, scale_step, GATE ? 2 * n : n});
     const PingPong<CONSUMERS> turns(consumer, PINGPONG), by_step(consumer, ALTERNATE > 0);
@@ -261,8 +260,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
         turns.wait();
       }
       const int row = tile.row + rank * BLOCK_M + warp_row, column = tile.column * OUT_COLUMNS;
+      const int outputs = GATE ? 2 * n : n;
       const float* const own_scales =
-          Order::own(scales, tile.expert, ceil_div(GATE ? 2 * n : n, BLOCK_K) * steps);
+          Order::own(scales, tile.expert, BLOCKS ? ceil_div(outputs, BLOCK_K) * steps : outputs);
+      epilogue.of_weight.scales = own_scales;
       if (Order::OF_ROWS && tile.row + consumer_row >= tile.end) {  // no row of it is this one's
         for (int step = 0; step < steps; ++step, place.advance()) {
           mbarrier_wait(ring.full(place.stage), place.parity);

@@ -89,7 +89,6 @@ _IDS = choices(8, 4, 1)
         ({"block": (64, 64)}, "block="),
         ({"gate": True}, "a multiple of 128"),
         ({"scheme": "int8_row"}, "quantized by 'int8_row'"),
-        ({"scheme": "fp8_row", "weight": False}, "precision='ieee'"),
         ({"precision": "short"}, "precision='short'"),
         ({"weight": False}, "weight=True"),
         ({"x": True, "scheme": "fp8_row"}, "x is quantized by 'fp8_block'"),

@@ -71,16 +71,15 @@ def test_the_product_of_what_codes_stand_for():
     assert (y[place] - expected).abs().max() <= FLOOR["bf16"] * max(1.0, expected.abs().max())
 
 
-@pytest.mark.parametrize("coded", [False, True])
-def test_a_layer(coded):
+@pytest.mark.parametrize("said", [RAGGED, SHORT, {}], ids=["numbers", "short", "promoted"])
+def test_a_layer(said):
+    """Codes with short sums, and with sums promoted every 512 of k."""
     x, logits, up, down = layer_arrays(20, 4, 64, 64, "bf16")
+    sides = (up, down) if said is RAGGED else (_codes(up), _codes(down))
     with quiet():
-        if coded:
-            y = fkjit.moe_layer(x, logits, _codes(up), _codes(down), 2, **SHORT)
-        else:
-            y = fkjit.moe_layer(x, logits, up, down, 2, **RAGGED)
+        y = fkjit.moe_layer(x, logits, *sides, 2, **said)
     expected = layer(x.double(), logits.double(), up.double(), down.double(), 2)
-    assert (y - expected).norm() <= (0.1 if coded else 0.01) * expected.norm()
+    assert (y - expected).norm() <= (0.01 if said is RAGGED else 0.1) * expected.norm()
 
 
 _X, _WEIGHT, _ = arrays(8, 4, 64, 64, "bf16")
@@ -94,7 +93,8 @@ _IDS = choices(8, 4, 1)
         ({"weight_layout": "kn"}, "impl='ragged' does not take"),
         ({"block_size": 8}, "a multiple of 16"),
         ({"precision": "short"}, "precision='short'"),
-        ({"codes": True}, "precision='ieee'"),
+        ({"codes": True}, "a multiple of 64"),
+        ({"codes": True, "precision": "exact"}, "precision='exact'"),
         ({"codes": True, "precision": "short", "impl": "mma"}, "impl='mma'"),
         ({"codes": True, "precision": "short", "block": (128, 128)}, "block=\\(128, 128\\)"),
         ({"codes": True, "precision": "short", "out_scheme": "fp8_block"}, "out_scheme="),

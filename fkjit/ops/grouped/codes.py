@@ -9,7 +9,7 @@ from fkjit import tuning
 from fkjit.errors import ParameterError
 from fkjit.ops.gemm.epilogue import kernel_for
 from fkjit.ops.grouped import checks
-from fkjit.ops.grouped.kernels_codes import CODED_TILE, CODES_ALL
+from fkjit.ops.grouped.kernels_codes import CODED_TILE, CODES_ALL, INTERVAL
 from fkjit.ops.grouped.kernels_ragged import EVEN, RAGGED_ALL
 from fkjit.ops.grouped.options import CALL, Views
 from fkjit.ops.moe.groups import MoeGroups
@@ -146,14 +146,15 @@ def _check(views: Views, said: CodesOptions) -> Request:
     if bias is not None:
         check_dtype(CALL, "bias", bias, (said.dtype,))
     checks.check_bias(bias, sizes["experts"], wide)
-    least = EVEN if said.scheme == ROWS else checks.LEAST_BLOCK
+    least = EVEN if said.precision == "short" else checks.LEAST_BLOCK
     checks.check_groups(views["offsets"], sizes["m"], sizes["experts"], said.block_size, least)
     problem: dict[str, Any] = {
         **sizes, "dtype": said.dtype, "out_dtype": said.dtype, "groups": "ROWS",
         "block_size": said.block_size, "activation": said.activation or "none", "gate": said.gate,
         "scale": 1.0, "bias": bias is not None, "residual": False, "x_stride": sizes["k"],
         "out_stride": sizes["n"], "residual_stride": sizes["n"], "coded": said.coded,
-        "codes": True, "scheme": said.scheme,
+        "codes": True, "short": said.precision == "short",
+        "scales": "rows" if said.scheme == ROWS else "blocks",
     }  # fmt: skip
     shape, scales_of = (sizes["m"], sizes["n"]), (sizes["m"], sizes["n"] // WIDTH)
     outputs = {
@@ -180,11 +181,11 @@ def _check_codes(x: View, x_scales: View, weight: View, scales: View, said: Code
                 f"{CALL}: {name} has scales {tuple(own.shape)}; allowed: "
                 f"quantize({name}, {SCHEME!r}{', weight=True' if span == 'block' else ''})"
             )
-    wanted = "short" if said.scheme == ROWS else "ieee"
-    if said.precision != wanted:
+    allowed = ("ieee", "short") if said.scheme == ROWS else ("ieee",)
+    if said.precision not in allowed:
         raise ParameterError(
             f"{CALL}: precision={said.precision!r} of a weight quantized by {said.scheme!r}; "
-            f"allowed: {wanted!r}"
+            f"allowed: {', '.join(map(repr, allowed))}"
         )
 
 
@@ -199,9 +200,10 @@ def _check_sizes(sizes: dict[str, int], said: CodesOptions) -> None:
             f"{CALL}: out_scheme={SCHEME!r} with gate={said.gate}, {said.dtype} and "
             f"{said.scheme}; allowed: gate=True, x and bias of bf16, a weight by {SCHEME!r}"
         )
-    if said.scheme == ROWS and sizes["n"] % _EIGHT:
+    if said.precision == "short" and sizes["n"] % _EIGHT:
         raise ParameterError(
-            f"{CALL}: {sizes['n']} columns of out with {ROWS}; allowed: a multiple of {_EIGHT}"
+            f"{CALL}: {sizes['n']} columns of out with precision='short'; allowed: a multiple of "
+            f"{_EIGHT}"
         )
     if said.scheme == SCHEME and said.gate and sizes["n"] % WIDTH:
         raise ParameterError(
@@ -211,7 +213,8 @@ def _check_sizes(sizes: dict[str, int], said: CodesOptions) -> None:
 
 
 def _launch(problem: dict[str, Any], block: Any, x: View) -> Launch:
-    all_of = RAGGED_ALL if problem["scheme"] == ROWS else CODES_ALL
+    all_of = RAGGED_ALL if problem["short"] else CODES_ALL
+    problem["interval"] = INTERVAL[problem["scales"]]
     spec, arch = kernel_for(all_of, problem["activation"]), arch_of(x)
     tiles = next(p.values for p in spec.params if p.name == "block")
     usual = CODED_TILE if problem["coded"] else tiles[0]

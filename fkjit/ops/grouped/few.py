@@ -38,12 +38,11 @@ def implementation(impl: str, x: Any, *weights: Any) -> str:
     return "stream" if tokens <= STREAMED else "gather"
 
 
-def block_size_of(given: int | None, impl: str, weight: Any) -> int:
+def block_size_of(given: int | None, impl: str, precision: str) -> int:
     """Of a layer's layout, unless one is asked for: the least that its products take."""
     if given is not None:
         return given
-    ragged = impl == "ragged" or (isinstance(weight, tuple) and weight[2] == "fp8_row")
-    return EVEN if ragged else LEAST_BLOCK
+    return EVEN if impl == "ragged" or precision == "short" else LEAST_BLOCK
 
 
 def _wants_gradients(*arrays: Any) -> bool:
