@@ -4,9 +4,9 @@
      out = act(x weight[expert]^T + bias[expert]) [* up]           [places, n], rows sorted by expert
 
    The weight stands where x does in gemm/wgmma.cu, and what comes out is out's transpose
-   (gemm/ragged/store.cuh). A tile has 128 rows of an expert's weight. How many rows of x it has shows
-   when the kernel runs (gemm/ragged/tiles.cuh); there are products of each number, and a consumer
-   goes through the loop over k that is of its own (gemm/ragged/products.cuh).
+   (gemm/sm90/ragged_store.cuh). A tile has 128 rows of an expert's weight. How many rows of x it has shows
+   when the kernel runs (gemm/sm90/ragged_tiles.cuh); there are products of each number, and a consumer
+   goes through the loop over k that is of its own (gemm/sm90/ragged_products.cuh).
 
    The grid is as large as the GPU; a block works through one tile after another. Two warps of the
    first warpgroup ask TMA for 128 bytes of k of both operands, stage after stage of a ring. Two
@@ -36,9 +36,9 @@
 #define EPILOGUE_DERIVATIVE (${epilogue_mod_grad})
 //% endif
 #include "gemm/pairs.cuh"
-#include "gemm/ragged/products.cuh"
-#include "gemm/ragged/store.cuh"
-#include "gemm/ragged/tiles.cuh"
+#include "gemm/sm90/ragged_products.cuh"
+#include "gemm/sm90/ragged_store.cuh"
+#include "gemm/sm90/ragged_tiles.cuh"
 
 using code_t = ${code};   // of x and of weight
 using elem_t = ${dtype};  // of bias and of out

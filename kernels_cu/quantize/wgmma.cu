@@ -57,7 +57,7 @@ constexpr bool BLOCKS = ${blocks};     // scales of 128 of k
 constexpr int INTERVAL = ${interval};  // steps of k that are summed by tensor cores; 0: all
 constexpr bool CODED = ${coded};       // out is codes and scales
 constexpr int BLOCK_M = ${block_m}, BLOCK_N = ${block_n};
-constexpr bool PINGPONG = ${pingpong};  // consumers take turns
+constexpr bool PINGPONG = ${pingpong};   // consumers take turns
 constexpr int ALTERNATE = ${alternate};  // consumers of one tile take turns, step by step
 constexpr int STAGES = ${stages};
 constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
@@ -245,9 +245,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
     const int warp_row = consumer_row + threadIdx.x / WARP_SIZE % 4 * 16;
     using Sums = float (&)[1][N][4];
     using Pairs = EpiloguePairs<Activation, GATE, false, RESIDUAL, elem_t, out_t>;
-    ScaledPairs<Pairs, EXACT, BLOCKS> epilogue(
-        Pairs(residual, nullptr, residual_stride, scale, n), {x_scales, x_scale_step, m},
-        {scales, scale_step, GATE ? 2 * n : n});
+    ScaledPairs<Pairs, EXACT, BLOCKS> epilogue(Pairs(residual, nullptr, residual_stride, scale, n),
+                                               {x_scales, x_scale_step, m},
+                                               {scales, scale_step, GATE ? 2 * n : n});
     const PingPong<CONSUMERS> turns(consumer, PINGPONG), by_step(consumer, ALTERNATE > 0);
     int position = 0, turn = 0;  // in the ring; tiles
     for (int number = first; number < order.count(); number += stride, ++turn) {
@@ -335,15 +335,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
 
       // 2. Scales, and the way out.
       //% if coded
-      store_coded_rows(total[0], epilogue, Order::own(bias, tile.expert, 2 * n), out, out_scales, lane,
-                       row, tile.end, column);
+      store_coded_rows(total[0], epilogue, Order::own(bias, tile.expert, 2 * n), out, out_scales,
+                       lane, row, tile.end, column);
       //% else
 #pragma unroll
       for (int block = 0; block < BLOCKS_OF_64 * TIMES; ++block) {
         if (INTERVAL == 0) register_fence(acc[block]);
-        store_fragments(INTERVAL > 0 ? total[TWICE ? block : 0] : reinterpret_cast<Sums>(acc[block]), epilogue,
-                        Order::own(bias, tile.expert, GATE ? 2 * n : n), out, out_stride, lane,
-                        row + block * (TWICE ? 128 : 64), tile.end, column);
+        store_fragments(
+            INTERVAL > 0 ? total[TWICE ? block : 0] : reinterpret_cast<Sums>(acc[block]), epilogue,
+            Order::own(bias, tile.expert, GATE ? 2 * n : n), out, out_stride, lane,
+            row + block * (TWICE ? 128 : 64), tile.end, column);
       }
       //% endif
     }

@@ -35,7 +35,7 @@ FP8 = _variant("fp8_wgmma", gate=True, block=(128, 128))
 CODED = _variant("fp8_wgmma", coded=True)
 ROWS_OF_CODES = "templates/quantize/coded_rows.cuh"
 FP8_CU = "kernels_cu/quantize/wgmma.cu"
-RAGGED_CU, OF_RAGGED = "kernels_cu/gemm/ragged.cu", "templates/gemm/ragged"
+RAGGED_CU, OF_RAGGED = "kernels_cu/gemm/ragged.cu", "templates/gemm/sm90/ragged_"
 RAGGED = _variant("ragged_wgmma", codes=False, activation="silu", block=(160, 128))
 RAGGED_SHARED = _variant("ragged_wgmma", codes=False, activation="none", block=(320, 128))
 RAGGED_CODES = _variant("ragged_wgmma", codes=True, activation="silu", block=(320, 128))
@@ -111,26 +111,26 @@ BUGS = (
         "by.of_outputs[GATE ? part : 0]", "by.of_outputs[0]", by="numbers", **CODED),
     Bug("both halves of the weight's tile are its first", FP8_CU, "b + part * PART * BLOCK_K",
         "b", by="numbers", **CODED),
-    Bug("ragged: every tile begins with the expert", f"{OF_RAGGED}/tiles.cuh",
+    Bug("ragged: every tile begins with the expert", f"{OF_RAGGED}tiles.cuh",
         "(whole.row - begin) / MOST * tile.rows", "0", by="race", **RAGGED),
-    Bug("ragged: rows of the next expert", f"{OF_RAGGED}/tiles.cuh",
+    Bug("ragged: rows of the next expert", f"{OF_RAGGED}tiles.cuh",
         "min(tile.row + tile.rows, whole.end)", "tile.row + tile.rows", by="race",
         **RAGGED_SHARED),
-    Bug("ragged: the second half's columns are the first's", f"{OF_RAGGED}/products.cuh",
+    Bug("ragged: the second half's columns are the first's", f"{OF_RAGGED}products.cuh",
         "COLUMNS * STEP_BYTES >> 4", "0", by="numbers", **RAGGED_SHARED),
-    Bug("ragged: the second 64 rows are the first", f"{OF_RAGGED}/products.cuh",
+    Bug("ragged: the second 64 rows are the first", f"{OF_RAGGED}products.cuh",
         "APART ? OF_64_ROWS : 0", "0", by="numbers", **RAGGED),
-    Bug("ragged: a stage is let go too early", f"{OF_RAGGED}/products.cuh",
+    Bug("ragged: a stage is let go too early", f"{OF_RAGGED}products.cuh",
         "wgmma_wait<1>();", "", by="race", problem={"multiprocessors": 1}, **RAGGED),
     Bug("ragged: the weight of the first expert", RAGGED_CU, "k, column, tile.expert, 0);",
         "k, column, 0, 0);", by="numbers", **RAGGED_SHARED),
     Bug("ragged: the last boxes of x", RAGGED_CU, "for (; row < rows;", "for (; row + 16 < rows;",
         by="hang", **RAGGED),
-    Bug("ragged: up by gate's scale", f"{OF_RAGGED}/store.cuh", "scales.of_outputs.y",
+    Bug("ragged: up by gate's scale", f"{OF_RAGGED}store.cuh", "scales.of_outputs.y",
         "scales.of_outputs.x", by="numbers", **RAGGED_CODES),
-    Bug("ragged: both rows by the first's scale", f"{OF_RAGGED}/store.cuh", "by_row.y * by",
+    Bug("ragged: both rows by the first's scale", f"{OF_RAGGED}store.cuh", "by_row.y * by",
         "by_row.x * by", by="numbers", **RAGGED_CODES),
-    Bug("ragged: blocks are not transposed", f"{OF_RAGGED}/store.cuh",
+    Bug("ragged: blocks are not transposed", f"{OF_RAGGED}store.cuh",
         "low[j] = transposed_8x8(pack2<Out>(y.x, y.y))", "low[j] = pack2<Out>(y.x, y.y)",
         by="numbers", **RAGGED),
     Bug("x behind its end", PRODUCT, "own.row[i] >= 0 && at < k", "own.row[i] >= 0", by="memory",

@@ -10,7 +10,7 @@
 #include "tile/quad_transpose.cuh"
 #include "tile/vector.cuh"
 #include "gemm/pairs.cuh"
-#include "gemm/ragged/products.cuh"
+#include "gemm/sm90/ragged_products.cuh"
 
 // What sums are multiplied with: scales of x [rows] and of the expert's outputs, or 1.
 template <bool CODES>

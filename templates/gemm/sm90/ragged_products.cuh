@@ -9,7 +9,7 @@
 #include "ptx/wgmma_bytes.cuh"
 #include "ptx/wgmma_products.cuh"
 #include "tile/ring.cuh"
-#include "gemm/ragged/tiles.cuh"
+#include "gemm/sm90/ragged_tiles.cuh"
 
 constexpr int STEP_BYTES = 128;                   // of k, of a row in a stage
 constexpr int SLICES = STEP_BYTES / 32;           // of k, that wgmma multiplies at once
