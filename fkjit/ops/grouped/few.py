@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from fkjit.device import device_target
 from fkjit.ops.grouped.kernels import LEAST_BLOCK
 from fkjit.ops.grouped.kernels_ragged import EVEN
 from fkjit.ops.grouped.options import CALL
+from fkjit.ops.op.op import arch_of
 from fkjit.runtime import interop
 from fkjit.runtime.interop import CPU, ITEMSIZE, View
 
@@ -31,7 +31,7 @@ def implementation(impl: str, x: Any, *weights: Any) -> str:
         return impl
     views = [interop.view(array, CALL, "x") for array in (x, *weights)]
     device = views[0].device
-    if device == CPU or device_target(device).arch.capability != _CAPABILITY:
+    if device == CPU or arch_of(views[0]).capability != _CAPABILITY:
         return impl
     if len({view.dtype for view in views}) > 1 or not all(map(_taken, views)):
         return impl
