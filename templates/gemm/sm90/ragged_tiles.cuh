@@ -1,8 +1,8 @@
 // Tiles whose rows of x are columns of wgmma: as many as an expert has, shared out evenly, and not
 // always the same number (gemm/ragged.cu).
 //
-//   PARTS 2, 320 rows at most       expert of 272 rows     expert of 336 rows          of 16
-//                                   272 = 2 x 136          176 = 2 x 88, and 160        32 = 2 x 16
+//   PARTS 2, 320 rows at most       expert of 272 rows     expert of 336 rows            of 16
+//                                   272 = 2 x 136          176 = 2 x 88, 160 = 2 x 80     32 = 2 x 16
 //
 //   columns   of one product: 16, 32, 48, 64, and by eights up to MOST_COLUMNS
 #pragma once
@@ -31,11 +31,17 @@ struct RaggedOrder {
     const GroupedTile whole = order(number);
     if (order.is_beyond(whole)) return false;
     const int begin = order.offsets[whole.expert], rows = whole.end - begin;
-    const int each = ceil_div(rows, ceil_div(rows, MOST));
-    tile.rows = PARTS * ragged_columns(ceil_div(each, PARTS));
-    tile.row = begin + (whole.row - begin) / MOST * tile.rows;
-    tile.end = min(tile.row + tile.rows, whole.end);
+    const int each = columns_for(ceil_div(rows, ceil_div(rows, MOST)));
+    tile.row = begin + (whole.row - begin) / MOST * each;
+    tile.rows = min(columns_for(whole.end - tile.row), each);
+    tile.end = min(tile.row + each, whole.end);
     tile.column = whole.column, tile.expert = whole.expert;
     return true;
+  }
+
+ private:
+  // Of all parts.
+  __device__ __forceinline__ static int columns_for(int rows) {
+    return PARTS * ragged_columns(ceil_div(rows, PARTS));
   }
 };
