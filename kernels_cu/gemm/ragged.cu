@@ -44,13 +44,15 @@ using code_t = ${code};   // of x and of weight
 using elem_t = ${dtype};  // of bias and of out
 using Activation = ${activation};
 constexpr bool CODES = ${codes};  // x and weight are e4m3 with scales
-constexpr bool GATE = ${gate};
+constexpr bool GATE = ${gate}, PRE = ${pre};
+constexpr bool KN = ${kn};              // rows of the weight are contiguous in n
 constexpr bool PINGPONG = ${pingpong};  // consumers take turns
 constexpr int STAGES = ${stages};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 
 constexpr int WARPGROUP = 128, CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS);
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+static_assert(!KN || !(GATE || CODES), "panels hold 16-bit columns of one kind");
 constexpr int OUTPUTS = 128;  // rows of the weight in a tile
 constexpr int OUT_COLUMNS = GATE ? OUTPUTS / 2 : OUTPUTS;
 constexpr int PARTS = PINGPONG ? 1 : 2;                 // of a tile's rows of x
@@ -109,22 +111,28 @@ __device__ __forceinline__ void fetch_weight(const Ring& ring, int stage,
   const u32 full = ring.full(stage);
   mbarrier_expect(full, Ring::A_BYTES);
   const int column = tile.column * OUT_COLUMNS;
-  if (GATE)
+  if (GATE) {
     tma_load(ring.a(stage), weight_map, full, k, 0, 0, (tile.expert * 2 * n + column) / 8);
-  else
+  } else if (KN) {
+    tma_load(ring.a(stage), weight_map, full, column, k, tile.expert, 0);
+    tma_load(ring.a(stage) + PANEL_OF_64, weight_map, full, column + 64, k, tile.expert, 0);
+  } else {
     tma_load(ring.a(stage), weight_map, full, k, column, tile.expert, 0);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_linear_ragged(
     const __grid_constant__ TensorMap x_map,       // [places, k], boxes of 64 rows
     const __grid_constant__ TensorMap x_map_last,  // the same, boxes of 16 rows
-    const __grid_constant__ TensorMap weight_map,  // [experts, n, k], with GATE by eights of rows
+    const __grid_constant__ TensorMap weight_map,  // [experts, n, k], with GATE by eights of rows,
+                                                   // with KN [experts, k, n] by panels
     //% if codes
     const float* __restrict__ x_scales,  // [places]
     const float* __restrict__ scales,    // [experts, n], with GATE [experts, 2 n]
     //% endif
     const elem_t* __restrict__ bias,  // [experts, n], with GATE [experts, 2 n], or null
     elem_t* __restrict__ out,         // [places, n]
+    elem_t* __restrict__ pre,         // [places, n], with GATE [places, 2 n], or null
     const int* __restrict__ offsets,  // [experts + 1], see gemm/groups.cuh
     const int experts, const int m, const int n, const int k,
     const int group_rows) {  // of tiles that are taken together
@@ -179,11 +187,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_linear_ragged(
       // 1. Products, 128 bytes of k after the other.
       register_fence(acc[0]), register_fence(acc[1]);
       const int columns = tile.rows / PARTS;
-      multiply_ragged<code_t, PINGPONG>(acc, columns, ring, place, steps, first_row, lane, turns);
+      multiply_ragged<code_t, PINGPONG, KN>(acc, columns, ring, place, steps, first_row, lane,
+                                            turns);
       register_fence(acc[0]), register_fence(acc[1]);
 
       // 2. The way out.
-      const i64 outputs = GATE ? 2 * n : n;
+      const int outputs = GATE ? 2 * n : n;
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
         const int weight_row = warp_row + (PINGPONG ? part * 64 : 0);
@@ -191,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_linear_ragged(
         const int own = column + lane / 4, other = GATE ? n + own : own + 8;
         const auto of_output = [&](const auto* array, float missing) -> float2 {
           if (array == nullptr) return {missing, missing};
-          array += tile.expert * outputs;
+          array += static_cast<i64>(tile.expert) * outputs;
           return {own < n ? static_cast<float>(array[own]) : missing,
                   other < outputs && own < n ? static_cast<float>(array[other]) : missing};
         };
@@ -199,11 +208,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_linear_ragged(
         //% if codes
         by = {x_scales, of_output(scales, 0.f), m};
         //% endif
+        const int more = n - column > 8 ? 8 : 0;
+        const RaggedColumns<elem_t> to = {out + column, GATE ? 0 : more, n};
+        const RaggedColumns<elem_t> kept = {pre + column, GATE ? n : more, outputs};
         if (column < n)
-          store_ragged(acc[part], epilogue, by, of_output(bias, 0.f), out + column, n, lane,
-                       tile.row + (PINGPONG ? 0 : part * columns),
-                       PINGPONG ? tile.end : min(tile.end, tile.row + (part + 1) * columns),
-                       n - column);
+          store_ragged<CODES, PRE>(
+              acc[part], epilogue, by, of_output(bias, 0.f), to, kept, lane,
+              tile.row + (PINGPONG ? 0 : part * columns),
+              PINGPONG ? tile.end : min(tile.end, tile.row + (part + 1) * columns));
       }
     }
     turns.end(turn % CONSUMERS);

@@ -24,10 +24,10 @@ _ROW, _SUMS = Scheme("fp8", "row"), 4e-3
 def problem(params: Params, blocks: tuple[int, ...], n: int, k: int, **given: Any) -> Problem:
     """`blocks` of 16 places of each expert."""
     m = (sum(blocks) + 2) * EVEN  # there is room for two more
-    names = ("dtype", "activation", "gate", "codes")
+    names = ("dtype", "weight_layout", "activation", "gate", "pre", "codes")
     return {
         "m": m, "n": n, "k": k, "experts": len(blocks), "blocks": blocks, "block_size": EVEN,
-        "groups": "ROWS", "gather": False, "pre": False, "weight_layout": "nk", "x_layout": "mk",
+        "groups": "ROWS", "gather": False, "x_layout": "mk",
         "x_stride": k, "out_stride": n, "residual_stride": n, "scale": 1.0, "bias": True,
         "residual": False, **{name: params[name] for name in names}, "out_dtype": params["dtype"],
         "multiprocessors": 2, **given,

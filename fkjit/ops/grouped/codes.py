@@ -153,7 +153,7 @@ def _check(views: Views, said: CodesOptions) -> Request:
         "block_size": said.block_size, "activation": said.activation or "none", "gate": said.gate,
         "scale": 1.0, "bias": bias is not None, "residual": False, "x_stride": sizes["k"],
         "out_stride": sizes["n"], "residual_stride": sizes["n"], "coded": said.coded,
-        "codes": True, "short": said.precision == "short",
+        "codes": True, "pre": False, "weight_layout": "nk", "short": said.precision == "short",
         "scales": "rows" if said.scheme == ROWS else "blocks",
     }  # fmt: skip
     shape, scales_of = (sizes["m"], sizes["n"]), (sizes["m"], sizes["n"] // WIDTH)

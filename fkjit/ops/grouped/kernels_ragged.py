@@ -9,6 +9,7 @@ out [m, n]; of `codes` x and weight are e4m3, and x_scales [m] and scales [exper
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fkjit.ops.gemm import epilogue
@@ -22,7 +23,8 @@ EVEN = 16  # what experts' places are a multiple of
 _STEP = 128  # bytes of k, of a row in a stage
 _OUTPUTS, _COLUMNS = 128, 160  # rows of the weight in a tile; of x in a product, at most
 _BOXES = (64, 16)  # rows of x
-_EIGHT = 8
+_EIGHT, _PANEL = 8, 64
+_KEPT = ("none", "gelu_tanh", "silu", "relu")  # activations whose arguments may be kept
 _MAX_SHARED = 232_448  # bytes a block may have on sm_90
 _GROUP_ROWS = 4096  # rows of an expert whose tiles are taken together
 _SMS = 132  # where there is no GPU to ask
@@ -31,12 +33,19 @@ TILES = ((160, 128), (320, 128))
 
 
 def takes(problem: Problem) -> bool:
-    """Rows of x, of the weight and of out begin on 16-byte boundaries; nothing is kept."""
+    """Rows of x, of the weight and of out begin on 16-byte boundaries."""
     return (
-        problem["groups"] == "ROWS" and problem["weight_layout"] == "nk"
-        and problem["block_size"] % EVEN == 0 and problem["n"] % _EIGHT == 0
-        and problem["aligned"] and not (problem["pre"] or problem["gather"])
+        problem["groups"] == "ROWS" and problem["block_size"] % EVEN == 0
+        and problem["n"] % _EIGHT == 0 and problem["aligned"] and not problem["gather"]
     )  # fmt: skip
+
+
+def _illegal(params: Params) -> str | None:
+    if params["weight_layout"] == "kn" and (params["gate"] or params["codes"]):
+        return "has neither gate nor codes of a weight whose outputs are contiguous"
+    if params["pre"] and (params["codes"] or params["activation"] not in _KEPT):
+        return "keeps nothing of codes, and has no registers for it beside erf or a mod="
+    return None
 
 
 def _most_rows(params: Params) -> int:
@@ -61,7 +70,7 @@ def _derive(params: Params) -> dict[str, Any]:
     return {
         **epilogue.values(params["activation"]), "stages": _stages(params),
         "pingpong": _pingpong(params),
-        "code": "u8" if params["codes"] else params["dtype"],
+        "kn": params["weight_layout"] == "kn", "code": "u8" if params["codes"] else params["dtype"],
     }  # fmt: skip
 
 
@@ -89,7 +98,7 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
         )
         for name, rows in zip(("x_map", "x_map_last"), _BOXES, strict=True)
     }  # fmt: skip
-    named = ("x_scales", "scales", "bias", "out", "offsets")
+    named = ("x_scales", "scales", "bias", "out", "pre", "offsets")
     return {
         **maps, "weight_map": _weight_map(params, problem, arrays["weight"], dtype, size),
         **{name: arrays.get(name) for name in named},
@@ -101,6 +110,9 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
 def _weight_map(params: Params, problem: Problem, weight: Any, dtype: str, size: int) -> TensorMap:
     """With gate eight rows of gate and eight of up, and so on: rows are at a distance of n."""
     n, k, row = problem["n"], problem["k"], problem["k"] * size
+    if params["weight_layout"] == "kn":
+        own = TensorMap(weight, dtype, (n, k, 1, 1), (n * size, 0, 0), (_PANEL, _PANEL, 1, 1))
+        return of_experts(own, problem["experts"])
     if not params["gate"]:
         own = TensorMap(weight, dtype, (k, n, 1, 1), (row, 0, 0), (_STEP // size, _OUTPUTS, 1, 1))
         return of_experts(own, problem["experts"])
@@ -129,10 +141,13 @@ RAGGED_ALL = KernelSpec(
     params=(
         Param("dtype", ("bf16", "fp16"), "element type of bias and out, and of x that is no codes"),
         Param("codes", (False, True), "x and weight are e4m3, with a scale for each row"),
+        Param("weight_layout", ("nk", "kn"), "nk: as nn.Linear's"),
         *epilogue.PARAMS,
+        Param("pre", (False, True), "what the activation is of is kept for a backward"),
         Param("block", TILES, "rows of x, at most, and of the weight in a tile", tunable=True),
     ),
     derive=_derive,
+    illegal=_illegal,
     features=lambda params: frozenset({"wgmma"}),
     pdl=True,
     shared_layout=_shared,
@@ -146,16 +161,24 @@ RAGGED_ALL = KernelSpec(
     verification="fkjit.ops.grouped.cases_ragged:RAGGED",
 )  # fmt: skip
 
-_SHOWN = (("silu", True, TILES[1]), ("none", False, TILES[0]))
-
-
-def _shown(params: Params) -> str | None:
-    """What types, epilogues and tiles add does not depend on one another."""
-    kind = params["activation"], params["gate"], params["block"]
-    other = params["codes"] or params["dtype"] != "bf16"
-    if kind[:2] not in [shown[:2] for shown in _SHOWN] or (other and kind not in _SHOWN):
-        return "is compiled when called"
-    return "is compiled when called" if params["dtype"] != "bf16" and kind[1] else None
-
-
-RAGGED = register(epilogue.shipped(RAGGED_ALL, _shown))
+_PLAIN = {
+    "dtype": "bf16", "codes": False, "weight_layout": "nk", "activation": "none", "gate": False,
+    "pre": False, "block": TILES[0],
+}  # fmt: skip
+_SWIGLU = {**_PLAIN, "activation": "silu", "gate": True, "block": TILES[1]}
+RAGGED = register(
+    replace(
+        RAGGED_ALL,
+        ahead=[
+            _PLAIN,
+            {**_PLAIN, "block": TILES[1], "dtype": "fp16"},
+            {**_PLAIN, "weight_layout": "kn"},
+            {**_PLAIN, "weight_layout": "kn", "block": TILES[1]},
+            {**_PLAIN, "codes": True},
+            {**_PLAIN, "activation": "gelu_tanh", "pre": True},
+            _SWIGLU,
+            {**_SWIGLU, "block": TILES[0], "pre": True},
+            {**_SWIGLU, "codes": True},
+        ],
+    )
+)
