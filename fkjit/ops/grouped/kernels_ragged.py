@@ -43,6 +43,8 @@ def takes(problem: Problem) -> bool:
 def _illegal(params: Params) -> str | None:
     if params["weight_layout"] == "kn" and (params["gate"] or params["codes"]):
         return "has neither gate nor codes of a weight whose outputs are contiguous"
+    if params["activation"] == "gelu" and not params["gate"]:
+        return "has no registers for two columns' erf"
     if params["pre"] and (params["codes"] or params["activation"] not in _KEPT):
         return "keeps nothing of codes, and has no registers for it beside erf or a mod="
     return None

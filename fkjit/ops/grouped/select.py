@@ -144,9 +144,9 @@ _Fixed = Callable[[Problem, Arch], Mapping[str, Any]]
 
 
 def _takes_wgmma(problem: Problem) -> bool:
-    """TMA copies rows that begin on 16-byte boundaries; wgmma adds 64 of k up."""
+    """TMA copies rows that begin on 16-byte boundaries; wgmma adds 16 of k up."""
     deep = problem["groups"] == "DEPTH"
-    whole = problem["block_size"] % 64 == 0 and problem["m"] % 16 == 0 if deep else True
+    whole = problem["block_size"] % 16 == 0 and problem["m"] % 16 == 0 if deep else True
     return problem["dtype"] != "fp32" and problem["aligned"] and whole
 
 

@@ -41,13 +41,16 @@ __device__ __forceinline__ void multiply_step(float (&acc)[N][4], u64 a, u64 b, 
   }
 }
 
+constexpr int SLICES = BLOCK_K / 16;  // of k, that wgmma multiplies at once
+
 // One tile's products, 64 of k after the other: a stage is released when the next one's products
-// have been issued and its own are done. Rows of A from `first_row` on. `meanwhile` is called once,
-// under products of two steps where there are two: it may take a while.
+// have been issued and its own are done. Of the last step `tail` slices of 16 are multiplied, or with 0
+// all. Rows of A from `first_row` on. `meanwhile` is called once, under products of two steps where
+// there are two: it may take a while.
 template <typename T, int CLUSTER, int BLOCKS, int N, typename Stages, typename Place,
           typename Turns, typename Meanwhile>
 __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][N][4], const Stages& stages,
-                                         Place& place, int steps, int first_row, int lane,
+                                         Place& place, int steps, int tail, int first_row, int lane,
                                          const Turns& turns, const Meanwhile& meanwhile) {
   using A = typename Stages::A;
   using B = typename Stages::B;
@@ -58,12 +61,14 @@ __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][N][4], const Stage
     const u64 b = B::operand(stages.b(place.stage), 0);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < BLOCK_K / 16; ++i)
+    for (int i = 0; i < SLICES; ++i) {
+      if (tail > 0 && step == steps - 1 && i >= tail) break;
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block)
         multiply_step<T, A, B>(
             acc[block], A::operand(stages.a(place.stage), first_row + block * 64) + i * A::STEP,
             b + i * B::STEP, step > 0 || i > 0);
+    }
     wgmma_commit();
     if (step == calls) meanwhile();
     if (step > 0) {
