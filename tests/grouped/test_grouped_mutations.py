@@ -38,6 +38,8 @@ FP8_CU = "kernels_cu/quantize/wgmma.cu"
 RAGGED_CU, OF_RAGGED = "kernels_cu/gemm/ragged.cu", "templates/gemm/sm90/ragged_"
 RAGGED = _variant("ragged_wgmma", codes=False, activation="silu", block=(160, 128))
 RAGGED_SHARED = _variant("ragged_wgmma", dtype="fp16", block=(320, 128))
+RAGGED_KEPT = _variant("ragged_wgmma", pre=True, gate=True)
+RAGGED_KN = _variant("ragged_wgmma", weight_layout="kn")
 RAGGED_CODES = _variant("ragged_wgmma", codes=True, activation="silu", block=(320, 128))
 
 BUGS = (
@@ -133,8 +135,12 @@ BUGS = (
     Bug("ragged: both rows by the first's scale", f"{OF_RAGGED}store.cuh", "by_row.y * by",
         "by_row.x * by", by="numbers", **RAGGED_CODES),
     Bug("ragged: blocks are not transposed", f"{OF_RAGGED}store.cuh",
-        "low[j] = transposed_8x8(pack2<Out>(y.x, y.y))", "low[j] = pack2<Out>(y.x, y.y)",
+        "transposed_8x8(pack2<Out>(pair.x, pair.y))", "pack2<Out>(pair.x, pair.y)",
         by="numbers", **RAGGED),
+    Bug("ragged: what is kept of up over gate's", RAGGED_CU, "pre + column, GATE ? n : more",
+        "pre + column, GATE ? 8 : more", by="race", **RAGGED_KEPT),
+    Bug("ragged: the second panel is the first", RAGGED_CU, "column + 64, k,", "column, k,",
+        by="numbers", **RAGGED_KN),
     Bug("x behind its end", PRODUCT, "own.row[i] >= 0 && at < k", "own.row[i] >= 0", by="memory",
         **STREAM),
 )  # fmt: skip

@@ -29,7 +29,7 @@ _PORTABLE = 0.62  # of the flops that mma.sync, or FMAs, give
 
 def least_block(impl: str) -> int:
     """What experts' places have to be a multiple of."""
-    return kernels_ragged.EVEN if impl == "ragged" else LEAST_BLOCK
+    return kernels_ragged.EVEN if impl in ("auto", "ragged") else LEAST_BLOCK
 
 
 class Chosen(NamedTuple):
@@ -42,6 +42,12 @@ class Chosen(NamedTuple):
 def choose(problem: Problem, impl: str, block: Any, arch: Arch) -> Chosen:
     """ParameterError where the kernel, or the tile, asked for does not take the problem."""
     found = list(_legal(problem, impl, arch))
+    if not found and problem["block_size"] % LEAST_BLOCK and impl == "auto":
+        raise ParameterError(
+            f"grouped_linear: groups have a block_size of {problem['block_size']}, which does not "
+            f"go with this {problem['dtype']} product on {arch.name}; allowed: a multiple of "
+            f"{LEAST_BLOCK}"
+        )
     if not found:
         raise ParameterError(
             f"grouped_linear: impl={impl!r} does not take this {problem['dtype']} product on "
@@ -60,7 +66,7 @@ def _legal(problem: Problem, impl: str, arch: Arch) -> Iterator[Chosen]:
     for name, (spec, fixed, takes) in _KERNELS.items():
         if impl not in ("auto", name) or not takes(problem):
             continue
-        if name == "ragged" and impl == "auto":
+        if name == "ragged" and impl == "auto" and problem["block_size"] % LEAST_BLOCK == 0:
             continue  # TODO
         own = kernel_for(spec, problem["activation"])
         for tile in next(p.values for p in spec.params if p.name == "block"):
