@@ -123,7 +123,7 @@ BUGS = (
     Bug("ragged: the second half's columns are the first's", f"{OF_RAGGED}products.cuh",
         "COLUMNS * STEP_BYTES >> 4", "0", by="numbers", **RAGGED_SHARED),
     Bug("ragged: the second 64 rows are the first", f"{OF_RAGGED}products.cuh",
-        "APART ? OF_64_ROWS : 0", "0", by="numbers", **RAGGED),
+        "APART ? PANEL_OF_64 >> 4 : 0", "0", by="numbers", **RAGGED),
     Bug("ragged: a stage is let go too early", f"{OF_RAGGED}products.cuh",
         "wgmma_wait<1>();", "", by="race", problem={"multiprocessors": 1}, **RAGGED),
     Bug("ragged: the weight of the first expert", RAGGED_CU, "k, column, tile.expert, 0);",

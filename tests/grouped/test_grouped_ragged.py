@@ -90,7 +90,7 @@ _IDS = choices(8, 4, 1)
     ("change", "words"),
     [
         ({"block": (64, 64)}, "block=\\(64, 64\\)"),
-        ({"weight_layout": "kn"}, "impl='ragged' does not take"),
+        ({"weight_layout": "kn", "gate": True}, "impl='ragged' does not take"),
         ({"block_size": 8}, "a multiple of 16"),
         ({"precision": "short"}, "precision='short'"),
         ({"codes": True}, "a multiple of 64"),
