@@ -14,7 +14,7 @@
 
      PINGPONG   a tile of 128 x 160 at most is one consumer's; they take turns: one multiplies, the
                 other is at its epilogue
-     else       of a tile of 128 x 320 at most each has 64 rows of the weight, and halves of columns
+     else       of a tile of 128 x 304 at most each has 64 rows of the weight, and halves of columns
 
    With GATE rows of gate and of up lie by eights in turns, so that a thread has both sums of an element:
    a map whose dimensions are k, 8 rows, gate or up, and eights of rows brings them so.
@@ -25,6 +25,7 @@
 #include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/named_barrier.cuh"
 #include "ptx/pdl.cuh"
 #include "ptx/register_fence.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -66,11 +67,21 @@ static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
                   (1 + CONSUMERS) * registers_at_start(THREADS),
               "more would be waited for forever");
 
-// Shared memory: tiles of the weight, tiles of x, barriers.
+// Shared memory: tiles of the weight, tiles of x, rows of out that consumers stage, scales of their
+// tiles' rows of x, barriers.
 struct Ring {
   static constexpr int A_BYTES = OUTPUTS * STEP_BYTES, B_BYTES = Order::MOST * STEP_BYTES;
-  static constexpr int BARRIERS = STAGES * (A_BYTES + B_BYTES + 2 * GUARD);
+  static constexpr int OF_SCALES = (Order::MOST + STAGED_ROWS) * 4;  // and of rows behind a tile's
+  static constexpr int STAGED = STAGES * (A_BYTES + B_BYTES + 2 * GUARD);
+  static constexpr int SCALES = STAGED + CONSUMERS * (STAGED_BYTES + GUARD);
+  static constexpr int BARRIERS = SCALES + (CODES ? CONSUMERS * OF_SCALES + GUARD : 0);
   u32 base;
+  __device__ __forceinline__ u32 staged(int consumer) const {
+    return base + STAGED + consumer * (STAGED_BYTES + GUARD);
+  }
+  __device__ __forceinline__ u32 scales(int consumer) const {
+    return base + SCALES + consumer * OF_SCALES;
+  }
   __device__ __forceinline__ u32 a(int stage) const { return base + stage * (A_BYTES + GUARD); }
   __device__ __forceinline__ u32 b(int stage) const {
     return base + STAGES * (A_BYTES + GUARD) + stage * (B_BYTES + GUARD);
@@ -172,7 +183,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_linear_ragged(
     more_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1, lane = threadIdx.x % WARP_SIZE;
     const int first_row = PINGPONG ? 0 : consumer * 64;  // of the weight's tile
-    const int warp_row = first_row + threadIdx.x / WARP_SIZE % 4 * 16;
+    const int thread = threadIdx.x % WARPGROUP, barrier = 3 + consumer;
+    const int outputs = GATE ? 2 * n : n;
     const Pairs epilogue(nullptr, nullptr, 0, 1.f, n);
     const PingPong<CONSUMERS> turns(consumer, PINGPONG);
     RaggedSums acc = {};
@@ -182,40 +194,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_linear_ragged(
         place = ring_place<STAGES>(position);
         position += steps;
         if (turn % CONSUMERS != consumer) continue;
-        turns.wait();
       }
-      // 1. Products, 128 bytes of k after the other.
+      // 1. What sums will be multiplied with, and added to them.
+      const int tile_column = tile.column * OUT_COLUMNS;
+      RaggedOutputs<CODES> of[2];
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        const int row = first_row + (PINGPONG ? part * 64 : 0) + thread / WARP_SIZE * 16;
+        const int own = tile_column + (GATE ? row / 2 : row) + lane / 4;
+        const int other = GATE ? n + own : own + 8;
+        const auto of_output = [&](const auto* array) -> float2 {
+          if (array == nullptr) return {0.f, 0.f};
+          array += static_cast<i64>(tile.expert) * outputs;
+          return {own < n ? static_cast<float>(array[own]) : 0.f,
+                  own < n && other < outputs ? static_cast<float>(array[other]) : 0.f};
+        };
+        of[part].bias = of_output(bias);
+        //% if codes
+        of[part].scales = of_output(scales);
+        of[part].x_scales = ring.scales(consumer) + (PINGPONG ? 0 : part * tile.rows / PARTS * 4);
+        //% endif
+      }
+      //% if codes
+      for (int row = thread; row < tile.rows + STAGED_ROWS; row += WARPGROUP)
+        store_shared_word(ring.scales(consumer) + row * 4,
+                          __float_as_uint(__ldg(x_scales + min(tile.row + row, m - 1))));
+      //% endif
+
+      // 2. Products, 128 bytes of k after the other.
+      if (PINGPONG) turns.wait();
       register_fence(acc[0]), register_fence(acc[1]);
       const int columns = tile.rows / PARTS;
       multiply_ragged<code_t, PINGPONG, KN>(acc, columns, ring, place, steps, first_row, lane,
                                             turns);
       register_fence(acc[0]), register_fence(acc[1]);
 
-      // 2. The way out.
-      const int outputs = GATE ? 2 * n : n;
+      // 3. The way out.
+      if (CODES) named_barrier_wait_aligned<WARPGROUP>(barrier);  // all scales of x are there
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
-        const int weight_row = warp_row + (PINGPONG ? part * 64 : 0);
-        const int column = tile.column * OUT_COLUMNS + (GATE ? weight_row / 2 : weight_row);
-        const int own = column + lane / 4, other = GATE ? n + own : own + 8;
-        const auto of_output = [&](const auto* array, float missing) -> float2 {
-          if (array == nullptr) return {missing, missing};
-          array += static_cast<i64>(tile.expert) * outputs;
-          return {own < n ? static_cast<float>(array[own]) : missing,
-                  other < outputs && own < n ? static_cast<float>(array[other]) : missing};
-        };
-        RaggedScales<CODES> by = {};
-        //% if codes
-        by = {x_scales, of_output(scales, 0.f), m};
-        //% endif
-        const int more = n - column > 8 ? 8 : 0;
-        const RaggedColumns<elem_t> to = {out + column, GATE ? 0 : more, n};
-        const RaggedColumns<elem_t> kept = {pre + column, GATE ? n : more, outputs};
-        if (column < n)
-          store_ragged<CODES, PRE>(
-              acc[part], epilogue, by, of_output(bias, 0.f), to, kept, lane,
-              tile.row + (PINGPONG ? 0 : part * columns),
-              PINGPONG ? tile.end : min(tile.end, tile.row + (part + 1) * columns));
+        const int weight_row = first_row + (PINGPONG ? part * 64 : 0);
+        const int column = tile_column + (GATE ? weight_row / 2 : weight_row);
+        const i64 row = tile.row + (PINGPONG ? 0 : part * columns);
+        const int end = PINGPONG ? tile.end : min(tile.end, tile.row + (part + 1) * columns);
+        const RaggedPart<elem_t> to = {out + row * n + column,
+                                       pre + row * outputs + column,
+                                       n,
+                                       outputs,
+                                       n,
+                                       end - static_cast<int>(row),
+                                       n - column};
+        store_ragged<CODES, PRE>(acc[part], epilogue, of[part], to, ring.staged(consumer), barrier);
       }
     }
     turns.end(turn % CONSUMERS);

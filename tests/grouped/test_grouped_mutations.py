@@ -37,10 +37,10 @@ ROWS_OF_CODES = "templates/quantize/coded_rows.cuh"
 FP8_CU = "kernels_cu/quantize/wgmma.cu"
 RAGGED_CU, OF_RAGGED = "kernels_cu/gemm/ragged.cu", "templates/gemm/sm90/ragged_"
 RAGGED = _variant("ragged_wgmma", codes=False, activation="silu", block=(160, 128))
-RAGGED_SHARED = _variant("ragged_wgmma", dtype="fp16", block=(320, 128))
+RAGGED_SHARED = _variant("ragged_wgmma", dtype="fp16", block=(304, 128))
 RAGGED_KEPT = _variant("ragged_wgmma", pre=True, gate=True)
 RAGGED_KN = _variant("ragged_wgmma", weight_layout="kn")
-RAGGED_CODES = _variant("ragged_wgmma", codes=True, activation="silu", block=(320, 128))
+RAGGED_CODES = _variant("ragged_wgmma", codes=True, activation="silu", block=(304, 128))
 
 BUGS = (
     Bug("all rows by the first expert", GROUPS, "tile.column, base + lane, end}",

@@ -21,7 +21,8 @@ from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, W
 
 EVEN = 16  # what experts' places are a multiple of
 _STEP = 128  # bytes of k, of a row in a stage
-_OUTPUTS, _COLUMNS = 128, 160  # rows of the weight in a tile; of x in a product, at most
+_OUTPUTS, _IN_TURNS = 128, 160  # rows of the weight in a tile; of x in one consumer's, at most
+_CONSUMERS, _STAGED = 2, 4096  # bytes of out that each stages
 _BOXES = (64, 16)  # rows of x
 _EIGHT, _PANEL = 8, 64
 _KEPT = ("none", "gelu_tanh", "silu", "relu")  # activations whose arguments may be kept
@@ -29,7 +30,7 @@ _MAX_SHARED = 232_448  # bytes a block may have on sm_90
 _GROUP_ROWS = 4096  # rows of an expert whose tiles are taken together
 _SMS = 132  # where there is no GPU to ask
 # Rows of x at most, and of the weight: a tile is one consumer's, or both share it.
-TILES = ((160, 128), (320, 128))
+TILES = ((160, 128), (304, 128))
 
 
 def takes(problem: Problem) -> bool:
@@ -56,11 +57,17 @@ def _most_rows(params: Params) -> int:
 
 
 def _pingpong(params: Params) -> bool:
-    return _most_rows(params) == _COLUMNS
+    return _most_rows(params) == _IN_TURNS
 
 
 def _stages(params: Params) -> int:
-    return (_MAX_SHARED - 128) // ((_OUTPUTS + _most_rows(params)) * _STEP)
+    rest = _CONSUMERS * _STAGED + _scales(params) + 128
+    return (_MAX_SHARED - rest) // ((_OUTPUTS + _most_rows(params)) * _STEP)
+
+
+def _scales(params: Params) -> int:
+    """Bytes of those of consumers' rows of x, and of as many behind them as are staged at a time."""
+    return _CONSUMERS * (_most_rows(params) + _STAGED // 128) * 4 if params["codes"] else 0
 
 
 def _columns(params: Params, problem: Problem) -> int:
@@ -80,7 +87,9 @@ def _shared(params: Params) -> SharedLayout:
     count = _stages(params)
     sides = (("weight", _OUTPUTS), ("x", _most_rows(params)))
     tiles = [(f"{side} stage {i}", rows * _STEP) for side, rows in sides for i in range(count)]
-    return [*tiles, ("mbarriers", 16 * count)]
+    tiles += [(f"output of consumer {i}", _STAGED) for i in range(_CONSUMERS)]
+    scales = [("scales of x", _scales(params))] if params["codes"] else []
+    return [*tiles, *scales, ("mbarriers", 16 * count)]
 
 
 def _grid(params: Params, problem: Problem) -> Dim3:

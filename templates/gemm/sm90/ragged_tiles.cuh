@@ -1,14 +1,14 @@
 // Tiles whose rows of x are columns of wgmma: as many as an expert has, shared out evenly, and not
 // always the same number (gemm/ragged.cu).
 //
-//   PARTS 2, 320 rows at most       expert of 272 rows     expert of 336 rows            of 16
+//   PARTS 2, 304 rows at most       expert of 272 rows     expert of 336 rows            of 16
 //                                   272 = 2 x 136          176 = 2 x 88, 160 = 2 x 80     32 = 2 x 16
 //
 //   columns   of one product: 16, 32, 48, 64, and by eights up to MOST_COLUMNS
 #pragma once
 #include "gemm/groups.cuh"
 
-constexpr int MOST_COLUMNS = 160;
+constexpr int MOST_COLUMNS = 160, MOST_OF_HALF = 152;  // of half a tile, beside four stages
 
 // The least number of columns there are products for, that is not less.
 __device__ __forceinline__ int ragged_columns(int wanted) {
@@ -23,7 +23,7 @@ struct RaggedTile {
 // A tile has the columns of PARTS products.
 template <int PARTS>
 struct RaggedOrder {
-  static constexpr int MOST = PARTS * MOST_COLUMNS;
+  static constexpr int MOST = PARTS == 1 ? MOST_COLUMNS : PARTS * MOST_OF_HALF;
   GroupedOrder<Groups::ROWS, MOST> order;
 
   // Whether there is a tile of this number. By whole warps.
