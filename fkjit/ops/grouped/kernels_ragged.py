@@ -66,7 +66,7 @@ def _stages(params: Params) -> int:
 
 
 def _scales(params: Params) -> int:
-    """Bytes of those of consumers' rows of x, and of as many behind them as are staged at a time."""
+    """Bytes of those of consumers' rows of x, and of as many behind them as are staged at once."""
     return _CONSUMERS * (_most_rows(params) + _STAGED // 128) * 4 if params["codes"] else 0
 
 
