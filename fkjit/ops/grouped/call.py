@@ -55,28 +55,33 @@ def grouped_linear(
         x: fp16, bf16 or fp32 [places, K]: a row for each place of `groups`, as `moe_permute` makes
             them; with gather=True [tokens, K]. Masked: [experts, capacity, K], contiguous, with a
             capacity that is a multiple of 64. torch, CuPy, NumPy or any DLPack array. Beside a
-            quantized weight 16 bits, which are quantized here, or quantize(x, "fp8_block").
+            quantized weight 16 bits, which are quantized here, or codes by the weight's scheme.
         weight: [experts, N, K], or [experts, K, N] with weight_layout="kn"; of x's dtype,
-            contiguous. Or quantize(weight, "fp8_block", weight=True) (Hopper, without gradients).
+            contiguous. Or quantize(weight, "fp8_block", weight=True) or quantize(weight,
+            "fp8_row") (Hopper, without gradients).
         groups: what `moe_regroup` or `moe_route_and_regroup` made, with a block_size that is a
-            multiple of 64: rows of a tile have one expert. How many rows experts have is read when
+            multiple of 64 ("ragged": of 16): rows of a tile have one expert. How many rows experts have is read when
             the kernel runs: the host does not wait, any counts serve one CUDA graph. Masked: int32
             [experts], how many of each expert's rows are there.
         bias: [experts, N], contiguous, of x's dtype.
         activation: "gelu" (exact), "gelu_tanh", "silu", "relu", or None.
         gate: weight and bias hold gate and, behind it, up, N each; the result is
             activation(gate) * up, as in SwiGLU (activation="silu").
-        gather: x has a row for each token; `moe_permute` brings them to their places first.
+        gather: x has a row for each token; `moe_permute` brings them, or their codes, to their
+            places first.
         weights: fp32 [tokens, top_k]: `moe_combine` puts the results of each token together.
         block: the tile; default: the fastest by estimate.
-        impl: "auto", or a kernel: "wgmma" (Hopper), "mma" (tensor cores), "fma" (exact fp32),
-            or one that takes rows of tokens from where they are (gather=True without
+        impl: "auto", or a kernel: "wgmma" (Hopper), "ragged" (Hopper: tiles of as many rows as
+            experts have, so that places may be a multiple of 16), "mma" (tensor cores), "fma"
+            (exact fp32), or one that takes rows of tokens from where they are (gather=True without
             `moe_permute`; 16-bit, no gradients; what places without a token get is anything):
             "stream" (few rows of each expert: weights are read once), "gather" (Hopper's wgmma).
         weight_layout: "nk" or "kn".
         save_pre_activation: keep for gradients what the activation is of; False: compute it again.
         out_scheme: "fp8_block": the result is quantized in the kernel, for the next product with a
-            quantized weight; of a quantized weight with gate=True.
+            weight quantized by blocks; of such a weight with gate=True.
+        precision: "short", of a weight quantized by rows: tensor cores sum all of k, with 13 bits;
+            in tiles of "ragged". "ieee": sums of 512 of k are added up in fp32 (of blocks 128).
 
     Returns:
         [places, N] in x's dtype and framework; with `weights` [tokens, N]. Rows behind the last
