@@ -156,8 +156,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
     const __grid_constant__ TensorMap out_map,  // [m, n], boxes of 16 rows and 64 columns
     //% endif
     const elem_t* __restrict__ bias,               // [n] or [2 n], or null
-    const out_t* __restrict__ residual,            // [m, n], or null
     out_t* __restrict__ out ${flags},              // [m, n]
+    const out_t* __restrict__ residual,            // [m, n], or null
     elem_t* __restrict__ pre,                      // [m, n] or [m, 2 n], or null
     //% if shares
     float4* __restrict__ workspace,  // of PartialSums: a group of each consumer's rows

@@ -106,7 +106,8 @@ def test_the_wheel_holds_package_and_cuda_sources_and_nothing_else(wheel):
     assert {"fkjit/_bench/command.py", "fkjit/_bench/attention/cases_attention.py"} <= names
     beside = {name for name in names if "_bench" in name and not name.endswith(".py")}
     assert beside == {
-        f"fkjit/_bench/report/{name}" for name in ("chart.js", "choice.js", "page.css")
+        f"fkjit/_bench/{name}"
+        for name in ("models/steps.json", "report/chart.js", "report/choice.js", "report/page.css")
     }
 
 

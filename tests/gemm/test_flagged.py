@@ -12,6 +12,8 @@ import fkjit
 from fkjit.arch import arch
 from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import quiet
+from fkjit.jit.render import load
+from fkjit.jit.signature import signature
 from fkjit.ops.gemm import flagged
 from fkjit.ops.gemm.cases_flagged import FLAGGED as CASES
 from fkjit.ops.gemm.flagged import FLAGGED, FLAGGED_ALL, MOST_ROWS, counted, linear_flagged
@@ -46,6 +48,15 @@ def test_counts_are_those_of_all_warps(hopper_target, tile):
         with quiet():
             fkjit.launch(FLAGGED_ALL, params, problem, arrays)
         assert (arrays["flags"] == counted(params, problem)).all()
+
+
+@pytest.mark.parametrize("params", list(FLAGGED.variants(HOPPER)), ids=FLAGGED.label)
+def test_a_calls_arrays_are_the_first_pointers(params):
+    """Behind the maps: a plan on a GPU writes their addresses in one go, others stay null."""
+    named = signature(load(FLAGGED, params), FLAGGED.entry)
+    behind = [argument for argument in named if not argument.ctype.endswith("TensorMap")]
+    assert {argument.name for argument in behind[:3]} == {"bias", "out", "flags"}
+    assert all(argument.pointer for argument in behind[:3])
 
 
 def call(**given: Any) -> Any:

@@ -127,18 +127,16 @@ def _illegal(params: Params) -> str | None:
     return None
 
 
-def _few(params: Params) -> str | None:
-    """What is compiled ahead: the two models of the documentation, one sequence; and a small one
-    for the interpreter."""
-    said = tuple(params[param.name] for param in _PARAMS)
-    return None if said in _AHEAD else "is compiled when called"
-
-
+# What is compiled ahead: the two models of the documentation, one sequence; and a small one for the
+# interpreter.
 _LLAMA = ("bf16", "rms", True, "silu", True, 64, 4)
 _GPT2 = ("bf16", "layer", False, "gelu_tanh", False, 64, 1)
-_AHEAD = (
-    (*_LLAMA, 1, 23, 6, RINGS[0]), (*_GPT2, 1, 16, 6, RINGS[0]),
-    ("fp16", "rms", True, "silu", True, 16, 2, 2, 12, 1, RINGS[-1]),
+_AHEAD = tuple(
+    dict(zip((param.name for param in _PARAMS), said, strict=True))
+    for said in (
+        (*_LLAMA, 1, 23, 6, RINGS[0]), (*_GPT2, 1, 16, 6, RINGS[0]),
+        ("fp16", "rms", True, "silu", True, 16, 2, 2, 12, 1, RINGS[-1]),
+    )
 )  # fmt: skip
 FIELDS: dict[str, Any] = {
     "op": "decode_step",
@@ -163,4 +161,4 @@ FIELDS: dict[str, Any] = {
     "verification": "fkjit.ops.step.whole_cases:WHOLE",
 }
 KERNEL = KernelSpec(**FIELDS, illegal=_illegal)  # every variant that a call may take
-register(KernelSpec(**FIELDS, illegal=lambda params: _illegal(params) or _few(params)))
+register(KernelSpec(**FIELDS, illegal=_illegal, ahead=_AHEAD))

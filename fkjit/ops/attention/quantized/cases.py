@@ -180,7 +180,14 @@ def _outputs_sm90(params: Params, p: Problem) -> Arrays:
     return {**_outputs(params, p), "counters": np.zeros(COUNTERS, np.uint32)}
 
 
+def _tolerance_sm90(params: Params) -> float:
+    """Scores of e4m3 have 13 bits there, so that a large weight may be rounded the other way too:
+    by an eighth of itself, of one key in fifteen times a value of three."""
+    return max(tolerance({**params, "weights": params["values"]}),
+               2.5e-2 if params["values"] == "fp8" else 0.0)  # fmt: skip
+
+
 FLASH_CODES_SM90 = Verification(
     problems=_problems_sm90, inputs=_inputs, outputs=_outputs_sm90, reference=reference,
-    tolerance=lambda params: tolerance({**params, "weights": params["values"]}),
+    tolerance=_tolerance_sm90,
 )  # fmt: skip
