@@ -60,9 +60,9 @@ def grouped_linear(
             contiguous. Or quantize(weight, "fp8_block", weight=True) or quantize(weight,
             "fp8_row") (Hopper, without gradients).
         groups: what `moe_regroup` or `moe_route_and_regroup` made, with a block_size that is a
-            multiple of 64 ("ragged": of 16): rows of a tile have one expert. How many rows experts have is read when
-            the kernel runs: the host does not wait, any counts serve one CUDA graph. Masked: int32
-            [experts], how many of each expert's rows are there.
+            multiple of 64 ("ragged": of 16): rows of a tile have one expert. How many rows experts
+            have is read when the kernel runs: the host does not wait, any counts serve one CUDA
+            graph. Masked: int32 [experts], how many of each expert's rows are there.
         bias: [experts, N], contiguous, of x's dtype.
         activation: "gelu" (exact), "gelu_tanh", "silu", "relu", or None.
         gate: weight and bias hold gate and, behind it, up, N each; the result is

@@ -90,7 +90,8 @@ def moe_layer(
     logits = _logits(x, router_logits, router_weight)
     _check(logits, w_gate_up, expert_map, shared_gate_up, shared_down)
     impl = implementation(impl, x, w_gate_up, w_down)
-    size = block_size_of(block_size, impl, precision)
+    rows = x.shape[0] * top_k / logits.shape[-1]
+    size = block_size_of(block_size, impl, precision, rows, x, w_gate_up, w_down)
     weights, ids, groups = moe_route_and_regroup(
         _detached(logits), top_k, size, scoring=scoring, renormalize=renormalize, bias=bias,
         num_groups=num_groups, topk_groups=topk_groups,
@@ -168,7 +169,8 @@ def _prepare(*args: Any, **named: Any) -> None:
     _check(logits, up, given["expert_map"], given["shared_gate_up"], given["shared_down"])
     here, tokens = int(up.shape[0]), int(x.shape[0])
     impl = implementation(given["impl"], x, up, down)
-    size = block_size_of(given["block_size"], impl, given["precision"])
+    rows = tokens * top_k / logits.shape[-1]
+    size = block_size_of(given["block_size"], impl, given["precision"], rows, x, up, down)
     routing = {name: given[name] for name in _ROUTING}
     local = None if given["expert_map"] is None else here
     _able(moe_route_and_regroup).prepare(logits, top_k, size, num_local_experts=local, **routing)

@@ -67,7 +67,7 @@ def _legal(problem: Problem, impl: str, arch: Arch) -> Iterator[Chosen]:
         if impl not in ("auto", name) or not takes(problem):
             continue
         if name == "ragged" and impl == "auto" and problem["block_size"] % LEAST_BLOCK == 0:
-            continue  # TODO
+            continue  # what was laid out for whole tiles
         own = kernel_for(spec, problem["activation"])
         for tile in next(p.values for p in spec.params if p.name == "block"):
             given = {**problem, **fixed(problem, arch), "block": tile}
