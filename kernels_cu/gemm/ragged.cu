@@ -143,8 +143,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_linear_ragged(
     //% endif
     const elem_t* __restrict__ bias,  // [experts, n], with GATE [experts, 2 n], or null
     elem_t* __restrict__ out,         // [places, n]
-    elem_t* __restrict__ pre,         // [places, n], with GATE [places, 2 n], or null
     const int* __restrict__ offsets,  // [experts + 1], see gemm/groups.cuh
+    elem_t* __restrict__ pre,         // [places, n], with GATE [places, 2 n], or null
     const int experts, const int m, const int n, const int k,
     const int group_rows) {  // of tiles that are taken together
   extern __shared__ __align__(1024) unsigned char shared_memory[];

@@ -78,7 +78,6 @@ constexpr bool FETCHED = RESIDUAL && ${tma_store};  // the residual comes while 
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 using Activation = ${activation};
-
 constexpr int WARPGROUP = 128, CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS);
 constexpr int PRODUCER_REGISTERS = GATHER ? 56 : 40, CONSUMER_REGISTERS = GATHER ? 224 : 232;
 constexpr int ROWS = COOPERATIVE ? BLOCK_M / CONSUMERS : BLOCK_M;  // of a consumer
@@ -296,8 +295,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
         if (FETCHED && ahead) fetch_residual();
         if (TELLS) finished.tell(lane);
       };
-      multiply<elem_t, CLUSTER>(acc, stages, place, piece.steps, order.last_slices(piece.tile),
-                                consumer_row, lane, pingpong, meanwhile);
+      const int tail = order.last_slices(piece.tile);
+      multiply<elem_t, CLUSTER>(acc, stages, place, piece.steps - (tail > 0), tail, consumer_row,
+                                lane, pingpong, meanwhile);
       named_barrier_wait_aligned<WARPGROUP>(3 + consumer);  // all of its bias is there
       if (SPLIT > 1 && piece.steps == 0) zero(acc);
       //% if shares and split > 1

@@ -57,8 +57,7 @@ constexpr bool BLOCKS = ${blocks};     // scales of 128 of k
 constexpr int INTERVAL = ${interval};  // steps of k that are summed by tensor cores; 0: all
 constexpr bool CODED = ${coded};       // out is codes and scales
 constexpr int BLOCK_M = ${block_m}, BLOCK_N = ${block_n};
-constexpr bool PINGPONG = ${pingpong};   // consumers take turns
-constexpr int ALTERNATE = ${alternate};  // consumers of one tile take turns, step by step
+constexpr bool PINGPONG = ${pingpong};  // consumers take turns
 constexpr int STAGES = ${stages};
 constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
 constexpr int GUARD = ${guard};      // bytes between tiles: 0 except where memory is checked
@@ -136,46 +135,20 @@ __device__ __forceinline__ void fetch(const Ring& ring, int stage, const TensorM
   }
 }
 
-// Slices of 32 of k of a stage. `rows`: blocks of 64 below one another.
-template <int FIRST, int LAST, typename Sum, int M, int COUNT>
-__device__ __forceinline__ void multiply_slices(Sum (&acc)[M][COUNT][4], u32 rows, u32 b,
-                                                bool add) {
+// `rows`: blocks of 64 below one another.
+template <typename Sum, int M, int COUNT>
+__device__ __forceinline__ void multiply_stage(Sum (&acc)[M][COUNT][4], u32 rows, u32 b, bool add) {
   constexpr int BLOCK = 64 * BLOCK_K / 16;  // in units of a descriptor
   const u64 x = wgmma_tile(rows, 0), weight = wgmma_tile(b, 0);
 #pragma unroll
-  for (int i = FIRST; i < LAST; ++i)  // 32 bytes, two units
+  for (int block = 0; block < M; ++block) register_fence(acc[block]);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < BLOCK_K / 32; ++i)  // 32 bytes, two units
 #pragma unroll
     for (int block = 0; block < M; ++block)
       wgmma_bytes(acc[block], x + block * BLOCK + 2 * i, weight + 2 * i, add || i > 0);
   wgmma_commit();
-}
-
-template <typename Sum, int M, int COUNT>
-__device__ __forceinline__ void multiply_stage(Sum (&acc)[M][COUNT][4], u32 rows, u32 b, bool add) {
-#pragma unroll
-  for (int block = 0; block < M; ++block) register_fence(acc[block]);
-  wgmma_fence();
-  multiply_slices<0, BLOCK_K / 32>(acc, rows, b, add);
-}
-
-// The same to the end. With ALTERNATE in turns: the next consumer's products come to the tensor core
-// behind this one's, so that this one adds its sums up under them.
-template <typename Sum, int M, int COUNT>
-__device__ __forceinline__ void multiply_whole_stage(Sum (&acc)[M][COUNT][4], u32 rows, u32 b,
-                                                     bool add, const PingPong<CONSUMERS>& steps) {
-  steps.wait();
-  if (ALTERNATE == 2) {
-#pragma unroll
-    for (int block = 0; block < M; ++block) register_fence(acc[block]);
-    wgmma_fence();
-    multiply_slices<0, BLOCK_K / 32 - 1>(acc, rows, b, add);
-    multiply_slices<BLOCK_K / 32 - 1, BLOCK_K / 32>(acc, rows, b, add);
-    wgmma_wait<1>();
-  } else {
-    multiply_stage(acc, rows, b, add);
-  }
-  steps.pass();
-  wgmma_wait<0>();
 }
 
 //% if cluster > 1
@@ -248,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
     ScaledPairs<Pairs, EXACT, BLOCKS> epilogue(Pairs(residual, nullptr, residual_stride, scale, n),
                                                {x_scales, x_scale_step, m},
                                                {scales, scale_step, GATE ? 2 * n : n});
-    const PingPong<CONSUMERS> turns(consumer, PINGPONG), by_step(consumer, ALTERNATE > 0);
+    const PingPong<CONSUMERS> turns(consumer, PINGPONG);
     int position = 0, turn = 0;  // in the ring; tiles
     for (int number = first; number < order.count(); number += stride, ++turn) {
       const GroupedTile tile = order(number);
@@ -268,8 +241,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
         for (int step = 0; step < steps; ++step, place.advance()) {
           mbarrier_wait(ring.full(place.stage), place.parity);
           ring.release(place.stage, lane);
-#pragma unroll
-          for (int part = 0; part < PARTS * TIMES; ++part) by_step.wait(), by_step.pass();
         }
         continue;
       }
@@ -297,7 +268,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
         } else if constexpr (CODED) {
 #pragma unroll
           for (int part = 0; part < PARTS; ++part) {
-            multiply_whole_stage(acc, a, b + part * PART * BLOCK_K, false, by_step);
+            multiply_stage(acc, a, b + part * PART * BLOCK_K, false);
+            wgmma_wait<0>();
             if (part == PARTS - 1) ring.release(place.stage, lane);
             register_fence(acc[0]);
             add_scaled_part(total[0], acc[0], by[0], part);
@@ -307,17 +279,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
           for (int i = 0; i < TIMES; ++i) {
             const bool there = tile.row + consumer_row + i * 128 < tile.end;
             if (there) {
-              multiply_whole_stage(acc, a + i * 128 * BLOCK_K, b, false, by_step);
-              if (i == TIMES - 1) ring.release(place.stage, lane);
-              register_fence(acc[0]);
-              add_scaled<GATE>(total[i], reinterpret_cast<Sums>(acc), by[i]);
-            } else {
-              by_step.wait(), by_step.pass();
-              if (i == TIMES - 1) ring.release(place.stage, lane);
+              multiply_stage(acc, a + i * 128 * BLOCK_K, b, false);
+              wgmma_wait<0>();
             }
+            if (i == TIMES - 1) ring.release(place.stage, lane);
+            if (!there) continue;
+            register_fence(acc[0]);
+            add_scaled<GATE>(total[i], reinterpret_cast<Sums>(acc), by[i]);
           }
         } else {
-          multiply_whole_stage(acc, a, b, step % STEPS > 0, by_step);
+          multiply_stage(acc, a, b, step % STEPS > 0);
+          wgmma_wait<0>();
           ring.release(place.stage, lane);
           register_fence(acc[0]);
           if (BLOCKS)
@@ -349,7 +321,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
       //% endif
     }
     turns.end(turn % CONSUMERS);
-    by_step.end();
   }
   if (CLUSTER > 1) meet_cluster();  // the other one writes here no more
 }

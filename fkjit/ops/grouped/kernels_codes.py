@@ -22,7 +22,7 @@ from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 _OF_LINEAR = kernels_bytes.WGMMA
 _FIXED: Mapping[str, Any] = {
     "code": "fp8", "residual": False, "cluster": 1,
-    "schedule": __import__("os").environ.get("FKJIT_TRY_SCHEDULE", "cooperative"),
+    "schedule": "cooperative",
 }  # fmt: skip
 _SPANS = {"blocks": ("block", "group"), "rows": ("row", "row")}
 INTERVAL = {"blocks": 1, "rows": 4}  # as products of one weight take it
@@ -113,7 +113,6 @@ CODES: KernelSpec = register(
             {**_SWIGLU, "block": CODED_TILE, "coded": True},
             {**_PLAIN, "block": (128, 128)},
             {**_PLAIN, "block": (256, 128)},
-            {**_SWIGLU, "block": (256, 128)},
             {**_SWIGLU, **_BY_ROWS, "block": (128, 128)},
             {**_PLAIN, "block": (192, 128), "out_dtype": "fp32"},
             {**_SWIGLU, "block": (192, 128), "dtype": "fp16", "out_dtype": "fp16"},

@@ -98,10 +98,10 @@ def _with_tile(found: list[Chosen], block: Any) -> list[Chosen]:
 def _estimate(one: Chosen, problem: Problem, arch: Arch) -> float:
     """Nanoseconds of all steps of k on the SM that has the most."""
     rows, columns = one.params["block"][:2]
-    if one.spec.name == "ragged_wgmma":
-        return -rows  # TODO
     active, each = _spread(problem)
     across = -(-outputs_of(problem) // columns)
+    if one.spec.name == "ragged_wgmma":
+        return _ragged(rows, each, active * across, problem)
     in_turns = TILES.get(one.params["block"]) == "pingpong"  # one consumer's way out under products
     if problem["groups"] == "DEPTH":
         below, active, deep, full = -(-problem["m"] // rows), problem["experts"], each, 1.0
@@ -116,6 +116,14 @@ def _estimate(one: Chosen, problem: Problem, arch: Arch) -> float:
     return rounds * (_START + (max(steps, out) if in_turns else steps + out))
 
 
+def _ragged(most: int, each: float, runs: int, problem: Problem) -> float:
+    """The same where tiles have as many rows as there are; `runs`: of an expert and columns."""
+    step, out = _RAGGED[most]
+    tiles = math.ceil(each / most)
+    rounds = math.ceil(runs * tiles / problem.get("multiprocessors", SMS))
+    return rounds * (problem["k"] / 64 * each / tiles * step + out)
+
+
 def _spread(problem: Problem) -> tuple[int, float]:
     """Experts that have rows, and how many each: places are those of the worst case."""
     places = problem["k" if problem["groups"] == "DEPTH" else "m"]
@@ -125,6 +133,9 @@ def _spread(problem: Problem) -> tuple[int, float]:
     return active, max(choices / active, 1.0) + block / 2
 
 
+# By the most rows of a tile: ns of 64 k of a row, and of the way out, which one consumer hides.
+_RAGGED = {160: (3.25, 0.0), 304: (3.1, 2500.0)}
+_DEEP_IN_TURNS = 1.7  # more for tiles in turns whose k is an expert's rows: seen at 256 and 1,024
 _START, _EPILOGUE = 400, 0.035  # ns of a tile beside its steps; of each of its elements
 _STREAMED = 4.1  # ns of 64 k of a weight's row, an SM's part of memory's bandwidth
 
@@ -136,6 +147,8 @@ def _step(one: Chosen, problem: Problem, arch: Arch) -> float:
         step = VARIANTS[TILES[one.params["block"]], one.params["block"], 1, 1, False]
         if problem["groups"] != "DEPTH" and TILES[one.params["block"]] == "cooperative":
             step *= _TOGETHER
+        if problem["groups"] == "DEPTH" and TILES[one.params["block"]] == "pingpong":
+            step *= _DEEP_IN_TURNS
         return step * (_KN if problem["weight_layout"] == "kn" else 1.0)
     gpu = machine(arch)
     rate = gpu.fma if one.spec.name == "fma" else gpu.mma
