@@ -259,24 +259,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
         pingpong.pass();
         softmax.load(of_group, k_scales, first_group, tile);
         wgmma_wait<1>();
+        //% if optimistic
+        // By the maxima there are; those of this tile are looked for where a sum says that one may have
+        // grown, and scores are made again where these must be known.
+        bool rescale = false, exact = softmax.exact;
+        float sums_of[2];
+        prepare_scores();
+#pragma unroll 1
+        while (true) {
+          if (exact) rescale = softmax.raise_max(s, correction);
+          const bool doubt = softmax.speculate(s, sums_of);
+          if (exact || !doubt || softmax.settle(s, sums_of, correction, rescale)) break;
+          exact = true;
+          wgmma_wait<0>();
+          issue_scores(q_stage);
+          wgmma_wait<0>();
+          prepare_scores();
+        }
+        softmax.row_sum[0] += sums_of[0], softmax.row_sum[1] += sums_of[1];
+        release_k();
+        //% else
         release_k();
         prepare_scores();
-        //% if optimistic
-        wgmma_wait<0>();  // so that the other consumers' products run under the exponentials
-        release_v(tiles - 2);
-        const bool rescale = softmax.speculate(s, p, correction);
-        if (tile > range.first) wait_k();
-        //% else
         const bool rescale = softmax.raise_max(s, correction);
         softmax.exponentials(s);
         // What hangs on a vote is not moved behind the wait: exponentials run under the own P V.
         if (__any_sync(FULL_MASK, softmax.row_sum[0] + softmax.row_sum[1] < 0.f)) __nanosleep(1);
+        //% endif
         if (tile > range.first) wait_k();
         wgmma_wait<0>();
         release_v(tiles - 2);
         register_fence(sums);
         round_probabilities();
-        //% endif
         register_fence(acc[0]);
         //% if promote
         if (rescale || summed == EVERY) {

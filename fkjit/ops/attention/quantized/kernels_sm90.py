@@ -44,9 +44,7 @@ _PANEL, _WARP_ROWS = 64, 16  # columns of o that TMA stores at once; rows that a
 def _illegal(params: Params) -> str | None:
     block_k, dim, promote = params["block"][1], params["head_dim"], params["promote"]
     half = params["values"] == "half"
-    if half and params["optimistic"]:
-        return "looks for maxima first where probabilities have 16 bits"
-    if params["block"] == (256, 64) and (promote or params["optimistic"]):
+    if params["block"] == (256, 64) and promote:
         return "has no registers for that beside those of 256 rows"
     if params["block"] == (192, 96) and promote and params["optimistic"]:
         return "has no registers for sums of their own as well (optimistic)"

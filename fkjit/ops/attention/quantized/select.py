@@ -24,6 +24,7 @@ def variant(
     problem: Problem, v: View, promote: int | None, block: Any, arch: Arch
 ) -> tuple[KernelSpec, dict[str, Any]]:
     """The kernel and its parameters. ParameterError where this GPU has none."""
+    block = (block, block) if isinstance(block, int) else block  # as tiles are named here
     if takes(problem, v, promote, block, arch):
         return FLASH_CODES_SM90, choose_sm90(problem, promote, block, arch)
     problem["weights"] = weights_of(problem["v_codes"], arch)
