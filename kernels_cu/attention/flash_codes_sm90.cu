@@ -39,6 +39,7 @@ constexpr int HEAD_DIM = ${head_dim};    // of q, k, v and o, padded with zeros
 constexpr int STAGES = ${stages};        // tiles of K and of V in shared memory
 constexpr int Q_STAGES = ${q_stages};    // tiles of Q
 constexpr int SCALE_KEYS = ${scale_keys};
+constexpr int RAISED = ${raised};      // powers of two that P is raised by
 constexpr int PROMOTE = ${promote};    // keys, at most, whose sum is made apart, or 0
 constexpr bool TURNS = CONSUMERS > 2;  // at the tensor cores
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
@@ -61,7 +62,7 @@ using Rings =
 using OTile = Rings::OTile;
 using Item = WorkItem<BLOCK_Q>;
 using Spans = SpanOf<BandSpan<BLOCK_Q, BLOCK_K>>;
-using Softmax = CodedSoftmax<BLOCK_K, SCALE_KEYS, GROUPS, V_CODES ? 7 : 0>;
+using Softmax = CodedSoftmax<BLOCK_K, SCALE_KEYS, GROUPS, RAISED>;
 
 // First row of a consumer's warp in the tile of queries.
 __device__ __forceinline__ int warp_row_of(int thread) {

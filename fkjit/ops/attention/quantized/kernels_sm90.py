@@ -44,6 +44,8 @@ _PANEL, _WARP_ROWS = 64, 16  # columns of o that TMA stores at once; rows that a
 def _illegal(params: Params) -> str | None:
     block_k, dim, promote = params["block"][1], params["head_dim"], params["promote"]
     half = params["values"] == "half"
+    if params.get("raised", 7) != 7 and half:
+        return "has nothing raised"
     if params["block"] == (256, 64) and promote:
         return "has no registers for that beside those of 256 rows"
     if params["block"] == (192, 96) and promote and params["optimistic"]:
@@ -89,6 +91,7 @@ def _derive(params: Params) -> dict[str, Any]:
     return {
         "sum": "int" if params["code"] == "int8" else "float",
         "v_codes": params["values"] == "fp8",
+        "raised": 0 if params["values"] == "half" else params.get("raised", 7),
         "block_k": block_k, "consumers": consumers, "scale_keys": ROWS,
         "q_stages": found["Q"], "stages": found["K"],
         "producer_registers": producer, "consumer_registers": consumer,
@@ -190,6 +193,7 @@ FLASH_CODES_SM90 = register(
                 tunable=True,
             ),
             Param("optimistic", (False, True), _OPTIMISTIC, tunable=True),
+            Param("raised", (7, 6, 5), "trial", tunable=True),
         ),
         derive=_derive,
         illegal=_illegal,
