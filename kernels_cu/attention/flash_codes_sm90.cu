@@ -1,5 +1,5 @@
 /* Attention forward on codes on sm_90 (sm_90a): attention/flash_sm90.cu with Q and K of e4m3 or int8,
-   and V of e4m3 or 16 bits.
+   and V of e4m3, e5m2 or 16 bits.
 
    o = softmax(softmax_scale * q k^T + mask) v         q, k = codes * scales
 
@@ -8,7 +8,7 @@
    exponential, so sums of codes become scores nowhere else. A column of V has a scale as well, which
    the output is multiplied by.
 
-     V of e4m3       V^T [head_dim_v, keys] lies with its keys in the order of attention/codes.cuh, so P
+     V of 8 bits     V^T [head_dim_v, keys] lies with its keys in the order of attention/codes.cuh, so P
                      goes from the first product's registers into the second's; P is e4m3 up to 2^8.75.
                      PROMOTE: sums of so many keys leave the tensor core, which keeps 13 bits behind
                      the leading one of them, and are added up in fp32, in shared memory
@@ -32,7 +32,8 @@
 
 using elem_t = ${dtype};  // of o, and of V that is no codes
 using sum_t = ${sum};     // of products of codes: float (e4m3), int (int8)
-constexpr bool V_CODES = ${v_codes};
+constexpr bool INT8 = ${int8};  // Q and K are
+constexpr bool V_CODES = ${v_codes}, E5M2 = ${e5m2};  // V is
 constexpr int BLOCK_K = ${block_k};      // keys of a tile
 constexpr int CONSUMERS = ${consumers};  // warpgroups of 64 query rows
 constexpr int HEAD_DIM = ${head_dim};    // of q, k, v and o, padded with zeros
@@ -240,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
         wgmma_fence();
         const u64 v = v_operand + place.stage * (Rings::V_STAGE >> 4);
         //% if v_codes
-        issue_code_values<Rings::VTile>(acc[0], p, v, summed++ > 0);
+        issue_code_values<Rings::VTile, E5M2>(acc[0], p, v, summed++ > 0);
         //% else
         issue_pv<elem_t>(acc, p, v);
         //% endif
@@ -272,9 +273,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
           const bool doubt = softmax.speculate(s, sums_of);
           if (exact || !doubt || softmax.settle(s, sums_of, correction, rescale)) break;
           exact = true;
-          wgmma_wait<0>();
-          issue_scores(q_stage);
-          wgmma_wait<0>();
+          code_scores_again<INT8, Rings>(s, shared + q_stage * Rings::Q_STAGE,
+                                           warp_row_of(thread_index_again()),
+                                           shared + Rings::K +
+                                               place_of<STAGES>(tiles).stage * Rings::K_STAGE);
+          softmax.load(of_group, k_scales, first_group, tile);
           prepare_scores();
         }
         softmax.row_sum[0] += sums_of[0], softmax.row_sum[1] += sums_of[1];

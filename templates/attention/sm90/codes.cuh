@@ -4,8 +4,10 @@
 #pragma once
 #include "ptx/bulk.cuh"
 #include "ptx/e4m3.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/register_fence.cuh"
+#include "ptx/special_registers.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_bytes.cuh"
@@ -47,7 +49,7 @@ struct ValueTile<false, BLOCK_K, HEAD_DIM> : SwizzledTile<BLOCK_K, HEAD_DIM> {
 template <int BLOCK_Q_, int BLOCK_K_, int HEAD_DIM, bool V_CODES, bool ASIDE, int Q_STAGES_,
           int STAGES_, int GUARD>
 struct CodeRings {
-  static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_;
+  static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_, COLUMNS = HEAD_DIM;
   static constexpr int Q_STAGES = Q_STAGES_, STAGES = STAGES_;
   static constexpr int K_STAGES = STAGES, V_STAGES = STAGES, SCORE_STAGES = 1;
   using QTile = CodeTile<BLOCK_Q, HEAD_DIM>;
@@ -96,13 +98,50 @@ __device__ __forceinline__ void issue_code_scores(Sum (&s)[N][4], u64 q, u64 k) 
   wgmma_commit();
 }
 
-// O = P V of e4m3 (+ O), 32 keys a step.
-template <typename VTile, int STEPS, int COLUMNS>
+// S = Q K^T once more, by mma.sync, for the 16 rows of a warp from `row` of the tile of Q on; of int8 as
+// the bits of whole numbers, of e4m3 as fp16, which Hopper's mma.sync makes of them as well: 16 or 8 of
+// k at a time, as there are few registers.
+template <bool INT8, typename Rings, int N>
+__device__ __forceinline__ void code_scores_again(float (&s)[1][N][4], u32 q_tile, int row,
+                                                  u32 k_tile) {
+  using QTile = SwizzledTile<Rings::BLOCK_Q, Rings::COLUMNS / 2>;  // of two bytes each
+  using KTile = SwizzledTile<Rings::BLOCK_K, Rings::COLUMNS / 2>;
+  constexpr int HALVES = INT8 ? 1 : 2;
+  const int lane = lane_index_again() % 16;  // no register is kept for what almost never runs
+#pragma unroll
+  for (int i = 0; i < 4 * N; ++i) s[0][i / 4][i % 4] = 0.f;
+#pragma unroll 1
+  for (int step = 0; step < Rings::COLUMNS / 16 * HALVES; ++step) {
+    const int chunk = step / HALVES, half = step % HALVES * 16;
+    const int panel = QTile::PANELS == 1 ? 0 : chunk / QTile::CHUNKS, in_panel = chunk % QTile::CHUNKS;
+    u32 a[2];
+    ldmatrix_x2(a, q_tile + panel * QTile::PANEL_BYTES + row * QTile::ROW_BYTES +
+                       QTile::offset(lane, in_panel));
+    if (!INT8) a[0] = fp16_of_e4m3(a[0] >> half), a[1] = fp16_of_e4m3(a[1] >> half);
+    const u32 keys = k_tile + panel * KTile::PANEL_BYTES + KTile::offset(lane, in_panel);
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      u32 b[2];
+      __syncwarp();  // nothing is fetched ahead
+      ldmatrix_x2(b, keys + n * 8 * KTile::ROW_BYTES);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (INT8)
+          mma_16_bytes_s8(s[0][n + i], a, b[i]);
+        else
+          mma_m16n8k8(s[0][n + i], a[0], a[1], fp16_of_e4m3(b[i] >> half));
+    }
+  }
+  __syncwarp();  // before one lane gives the tile of K back
+}
+
+// O = P V of e4m3, or V of E5M2 (+ O), 32 keys a step.
+template <typename VTile, bool E5M2, int STEPS, int COLUMNS>
 __device__ __forceinline__ void issue_code_values(float (&acc)[COLUMNS][4],
                                                   const u32 (&p)[STEPS][4], u64 v, bool add) {
 #pragma unroll
   for (int step = 0; step < STEPS; ++step)
-    wgmma_bytes_registers(acc, p[step], v + VTile::step(step), add || step > 0);
+    wgmma_bytes_registers<E5M2>(acc, p[step], v + VTile::step(step), add || step > 0);
   wgmma_commit();
 }
 

@@ -33,7 +33,7 @@ def numbers(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
     """q, k, v [batch, heads, rows, columns] as their codes say, in float64."""
     v = np.asarray(arrays["v"])
     if p["v_codes"]:
-        v = decode_values(v, arrays["v_scales"], p["seqlen_k"])
+        v = decode_values(v, arrays["v_scales"], p["seqlen_k"], p["values"])
     else:
         v = v.transpose(p["axes"]).astype(np.float64)
     q, k = np.asarray(arrays["q"]), np.asarray(arrays["k"])
@@ -144,8 +144,8 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
             **named, "dtype": params["dtype"], "axes": layouts[index % 2],
             "window": seen or (wide, wide),
             "softmax_scale": (-1) ** index * named["head_dim"] ** -0.5,
-            "code": params["code"], "v_codes": params["values"] == "fp8",
-            "weights": params["weights"],
+            "code": params["code"], "v_codes": params["values"] != "half",
+            "values": params["values"], "weights": params["weights"],
         })  # fmt: skip
     return found
 
@@ -160,7 +160,7 @@ def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
     made["k"], made["k_scales"] = encode_keys(normal("heads_kv", "seqlen_k", "head_dim"), p["code"])
     v = normal("heads_kv", "seqlen_k", "head_dim_v")
     if p["v_codes"]:
-        made["v"], made["v_scales"] = encode_values(v)
+        made["v"], made["v_scales"] = encode_values(v, p["values"])
     else:
         turned = v.transpose(np.argsort(p["axes"]))
         made["v"] = np.ascontiguousarray(turned).astype(numpy_dtype(p["dtype"]))
@@ -191,9 +191,10 @@ FLASH_CODES = Verification(
 def _problems_sm90(params: Params, scale: str) -> list[dict[str, Any]]:
     """The same with a positive scale, and more keys, so that consumers go on after a promotion; two
     multiprocessors, so that tiles are drawn."""
-    of_tiles = {"weights": params["values"], "tile": params["block"][1], "growth": _LAG,
-                "raised": _TOP_SM90, "optimistic": params["optimistic"]}  # fmt: skip
-    wanted, small = {**params, "weights": params["values"]}, scale == "small"
+    weights = "half" if params["values"] == "half" else "fp8"
+    of_tiles = {"weights": weights, "tile": params["block"][1], "growth": 8.75 - params.get("raised", _TOP_SM90),
+                "raised": params.get("raised", _TOP_SM90), "optimistic": params["optimistic"]}  # fmt: skip
+    wanted, small = {**params, "weights": weights}, scale == "small"
     made = [{**p, **of_tiles, "softmax_scale": abs(p["softmax_scale"])}
             for p in _problems(wanted, scale)]  # fmt: skip
     if small:
@@ -207,5 +208,7 @@ def _outputs_sm90(params: Params, p: Problem) -> Arrays:
 
 FLASH_CODES_SM90 = Verification(
     problems=_problems_sm90, inputs=_inputs, outputs=_outputs_sm90, reference=reference,
-    tolerance=lambda params: tolerance({**params, "weights": params["values"]}),
+    tolerance=lambda params: tolerance(
+        {**params, "weights": "half" if params["values"] == "half" else "fp8"}
+    ),
 )  # fmt: skip
