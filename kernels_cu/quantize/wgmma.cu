@@ -58,6 +58,7 @@ constexpr int INTERVAL = ${interval};  // steps of k that are summed by tensor c
 constexpr bool CODED = ${coded};       // out is codes and scales
 constexpr int BLOCK_M = ${block_m}, BLOCK_N = ${block_n};
 constexpr bool PINGPONG = ${pingpong};  // consumers take turns
+constexpr int TURNS = ${turns};         // at steps: 1 until products are issued, 2 half done
 constexpr int STAGES = ${stages};
 constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
 constexpr int GUARD = ${guard};      // bytes between tiles: 0 except where memory is checked
@@ -134,7 +135,7 @@ __device__ __forceinline__ void fetch(const Ring& ring, int stage, const TensorM
 }
 
 // `rows`: blocks of 64 below one another.
-template <typename Sum, int M, int COUNT>
+template <int FIRST = 0, int END = BLOCK_K / 32, typename Sum, int M, int COUNT>
 __device__ __forceinline__ void multiply_stage(Sum (&acc)[M][COUNT][4], u32 rows, u32 b, bool add) {
   constexpr int BLOCK = 64 * BLOCK_K / 16;  // in units of a descriptor
   const u64 x = wgmma_tile(rows, 0), weight = wgmma_tile(b, 0);
@@ -142,10 +143,10 @@ __device__ __forceinline__ void multiply_stage(Sum (&acc)[M][COUNT][4], u32 rows
   for (int block = 0; block < M; ++block) register_fence(acc[block]);
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < BLOCK_K / 32; ++i)  // 32 bytes, two units
+  for (int i = FIRST; i < END; ++i)  // 32 bytes, two units
 #pragma unroll
     for (int block = 0; block < M; ++block)
-      wgmma_bytes(acc[block], x + block * BLOCK + 2 * i, weight + 2 * i, add || i > 0);
+      wgmma_bytes(acc[block], x + block * BLOCK + 2 * i, weight + 2 * i, add || i > FIRST);
   wgmma_commit();
 }
 
@@ -219,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
     const ScaledPairs<Pairs, EXACT, BLOCKS> epilogue(
         Pairs(residual, nullptr, residual_stride, scale, n), {x_scales, x_scale_step, m},
         {scales, scale_step, GATE ? 2 * n : n});
-    const PingPong<CONSUMERS> turns(consumer, PINGPONG);
+    const PingPong<CONSUMERS> turns(consumer, PINGPONG || TURNS > 0);
     int position = 0, turn = 0;  // in the ring; tiles
     for (int number = first; number < order.count(); number += stride, ++turn) {
       const GroupedTile tile = order(number);
@@ -269,7 +270,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
             add_scaled_part(total, acc[0], by, part);
           }
         } else {
-          multiply_stage(acc, a, b, step % STEPS > 0);
+          if constexpr (TURNS > 0) {
+            turns.wait();
+            multiply_stage<0, 2>(acc, a, b, step % STEPS > 0);
+            multiply_stage<2, 4>(acc, a, b, true);
+            if (TURNS == 1) turns.pass();
+            wgmma_wait<1>();
+            if (TURNS == 2) turns.pass();
+          } else {
+            multiply_stage(acc, a, b, step % STEPS > 0);
+          }
           wgmma_wait<0>();
           ring.release(place.stage, lane);
           register_fence(acc[0]);
@@ -300,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
       }
       //% endif
     }
-    turns.end(turn % CONSUMERS);
+    turns.end(PINGPONG ? turn % CONSUMERS : 0);
   }
   if (CLUSTER > 1) meet_cluster();  // the other one writes here no more
 }

@@ -82,7 +82,7 @@ _FINE = {"dtype": "fp16", "out_dtype": "fp32"}
 # ------------------------------------------------------------------ wgmma
 
 Variant = tuple[int, int]
-_SCHEDULES = ("cooperative", "pingpong")
+_SCHEDULES = ("cooperative", "pingpong", "turns1", "turns2")
 _TILES: tuple[Variant, ...] = ((128, 128), (192, 128), (128, 256))
 
 
@@ -99,6 +99,8 @@ def _consumers(params: Params) -> int:
 def _wgmma_illegal(params: Params) -> str | None:
     if params["schedule"] == "pingpong" and (params["interval"] or params["block"] != (128, 128)):
         return "has consumers in turns for tiles of 128 x 128 without promotion"
+    if params["schedule"].startswith("turns") and not params["interval"]:
+        return "takes turns at steps that are promoted"
     if params["block"][1] > 128 and params["interval"] > 0:
         return "has no registers for the sums of tensor cores and all others"
     return _illegal(params)
@@ -150,6 +152,7 @@ WGMMA = KernelSpec(
         "derive": lambda params: {
             **_values(params), "stages": _stages(params),
             "pingpong": params["schedule"] == "pingpong",
+            "turns": {"turns1": 1, "turns2": 2}.get(params["schedule"], 0),
             "sum": "int" if params["code"] == "int8" else "float", "groups": "NONE", "coded": False,
         },
         "illegal": _wgmma_illegal,
