@@ -4,7 +4,7 @@
 // ptx/wgmma_products.cuh, A in registers as mma's (ptx/mma_8bit.cuh), 16 rows a warp.
 //
 //   wgmma_bytes(d, a, b, add)               A in shared memory; add 0: D is overwritten
-//   wgmma_bytes_registers(d, a, b, add)     A in registers
+//   wgmma_bytes_registers(d, a, b, add)     A in registers; <true>: B is e5m2
 //
 //   float d   e4m3; the tensor core adds with fewer bits than fp32 has (some 14 of fraction): add up
 //             sums of few k in fp32 where that is not enough
@@ -14,7 +14,7 @@
 #pragma once
 #include "prelude.cuh"
 
-template <typename Sum, int N>
+template <typename Sum, int N, bool E5M2 = false>
 struct WgmmaBytes;  // N: 16, 32, 48, multiples of 8 from 64 to 160, 192, 256
 
 template <typename Sum, int N>
@@ -22,10 +22,10 @@ __device__ __forceinline__ void wgmma_bytes(Sum (&d)[N][4], u64 a, u64 b, int ad
   WgmmaBytes<Sum, 8 * N>::multiply(d, a, b, add);
 }
 
-template <int N>
+template <bool E5M2 = false, int N>
 __device__ __forceinline__ void wgmma_bytes_registers(float (&d)[N][4], const u32 (&a)[4], u64 b,
                                                       int add) {
-  WgmmaBytes<float, 8 * N>::registers(d, a, b, add);
+  WgmmaBytes<float, 8 * N, E5M2>::registers(d, a, b, add);
 }
 
 // A tile whose rows have ROW_BYTES bytes with the swizzle of as many, as a descriptor (ptx/wgmma.cuh);
@@ -90,9 +90,9 @@ __device__ __forceinline__ void register_fence(int (&x)[N][4]) {
 
 // P0 .. P5: the numbers of the inputs. SCALES: signs of both operands, which integers have not.
 // PTX ISA: wgmma.mma_async.sync.aligned.m64nNk32
-#define WGMMA_BYTES(SUM, C, TYPES, SCALES, N, P0, P1, P2, P3, P4, P5)                              \
+#define WGMMA_BYTES(SUM, C, E5M2, TYPES, SCALES, N, P0, P1, P2, P3, P4, P5)                              \
   template <>                                                                                      \
-  struct WgmmaBytes<SUM, N> {                                                                      \
+  struct WgmmaBytes<SUM, N, E5M2> {                                                                      \
     __device__ __forceinline__ static void multiply(SUM (&d)[N / 8][4], u64 a, u64 b, int add) {   \
       asm volatile(                                                                                \
           "{\n"                                                                                    \
@@ -122,8 +122,9 @@ __device__ __forceinline__ void register_fence(int (&x)[N][4]) {
     }                                                                                              \
   };
 #define WGMMA(...)                                                 \
-  WGMMA_BYTES(float, "+f", "f32.e4m3.e4m3", ", 1, 1", __VA_ARGS__) \
-  WGMMA_BYTES(int, "+r", "s32.s8.s8", "", __VA_ARGS__)
+  WGMMA_BYTES(float, "+f", false, "f32.e4m3.e4m3", ", 1, 1", __VA_ARGS__) \
+  WGMMA_BYTES(float, "+f", true, "f32.e4m3.e5m2", ", 1, 1", __VA_ARGS__) \
+  WGMMA_BYTES(int, "+r", false, "s32.s8.s8", "", __VA_ARGS__)
 
 WGMMA(16, 8, 9, 10, 11, 12, 13)
 WGMMA(32, 16, 17, 18, 19, 20, 21)
