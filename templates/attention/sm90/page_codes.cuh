@@ -4,12 +4,13 @@
 //
 //   tiles are brought, and made numbers, as consumers ask for them:   K_n  K_(n-1) V_n  ...  V_first
 //
-// Each thread takes 16 codes at a time, two chunks of the tile. Threads of odd panels store theirs
-// the other way round: eight neighbours then write eight places of a swizzle, so 32 banks.
+// Each thread takes 16 codes at a time, two chunks of the tile. Eight neighbours have chunks of two
+// rows, which a swizzle has in eight places: so they write 32 banks.
 #pragma once
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/prmt.cuh"
 #include "ptx/proxy_fence.cuh"
 #include "kv/e4m3.cuh"
 #include "attention/sm90/work.cuh"
@@ -77,16 +78,17 @@ struct WideCodes<fp16, e4m3> {
 };
 
 // Exponent and mantissa, moved to where bf16 has them, are a number 2^120 times smaller, subnormal
-// or not. NaN, 0x7f, would be 480: who has one of it takes the way over fp16.
+// or not. The sign of the lower code stands where a shift brings it to its place from. NaN, 0x7f,
+// would be 480: who has one of it takes the way over fp16.
 template <>
 struct WideCodes<bf16, e4m3> {
-  static __device__ __forceinline__ u32 pair(u32 high) {  // codes in bits 8..15 and 24..31
-    const u32 bits = ((high >> 4) & 0x07f007f0u) | (high & 0x80008000u), by = 0x7b807b80u;
+  static __device__ __forceinline__ u32 pair(u32 codes) {  // bits 8..14, 19 and 24..31
+    const u32 bits = static_cast<u32>(static_cast<int>(codes) >> 4) & 0x87f087f0u, by = 0x7b807b80u;
     return word_of(__hmul2(reinterpret_cast<const __nv_bfloat162&>(bits),
                            reinterpret_cast<const __nv_bfloat162&>(by)));
   }
   static __device__ __forceinline__ uint2 of(u32 codes) {
-    return {pair(__byte_perm(codes, 0, 0x1404)), pair(__byte_perm(codes, 0, 0x3424))};
+    return {pair(permute_bytes<0x1804>(codes, 0)), pair(permute_bytes<0x3a24>(codes, 0))};
   }
   static __device__ __forceinline__ u32 through_fp16(u32 codes) {
     const float2 x = unpack2<fp16>(WideCodes<fp16, e4m3>::pair(codes));
@@ -94,9 +96,9 @@ struct WideCodes<bf16, e4m3> {
   }
 };
 
-// Not 0 where one of four codes is NaN.
+// Not 0 in its eighth bits where one of four codes is NaN.
 __device__ __forceinline__ u32 nan_of_e4m3(u32 codes) {
-  return ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
+  return (codes & 0x7f7f7f7fu) + 0x01010101u;
 }
 
 // The numbers of sixteen codes.
@@ -106,7 +108,7 @@ __device__ __forceinline__ void widen_chunk(uint4& first, uint4& second, const u
   if constexpr (SAME_TYPE<T, bf16> && SAME_TYPE<S, e4m3>) {
     const u32 nan = nan_of_e4m3(codes.x) | nan_of_e4m3(codes.y) | nan_of_e4m3(codes.z) |
                     nan_of_e4m3(codes.w);
-    if (nan != 0) {
+    if ((nan & 0x80808080u) != 0) {
       const auto pair = [](u32 two) { return Wide::through_fp16(two & 0xffff); };
       first = make_uint4(pair(codes.x), pair(codes.x >> 16), pair(codes.y), pair(codes.y >> 16));
       second = make_uint4(pair(codes.z), pair(codes.z >> 16), pair(codes.w), pair(codes.w >> 16));
@@ -119,20 +121,32 @@ __device__ __forceinline__ void widen_chunk(uint4& first, uint4& second, const u
 }
 
 // A tile of codes -> Tile, of which the first `rows` rows are wanted and the others become zeros. By
-// thread `thread` of WIDENING_WARPS warps.
+// thread `thread` of WIDENING_WARPS warps: four have a panel's 64 codes of a row, the next four those
+// of the row below, then come other panels and rows.
+template <typename T, typename S, typename Tile, typename Codes, bool WHOLE>
+__device__ __forceinline__ void widen_rows(u32 to, u32 from, int rows, int thread) {
+  constexpr int THREADS = WIDENING_WARPS * WARP_SIZE, STEP = THREADS / (4 * Tile::PANELS);
+  const int column = thread % 4, panel = thread / 8 % Tile::PANELS;
+  const int first_row = thread / (8 * Tile::PANELS) * 2 + thread / 4 % 2;
+  to += panel * Tile::PANEL_BYTES;
+  from += panel * 64 + column * 16;
+#pragma unroll 4
+  for (int row = first_row; row < Tile::ROWS; row += STEP) {
+    uint4 codes = make_uint4(0, 0, 0, 0), low, high;
+    if (WHOLE || row < rows) codes = load_shared_chunk(from + row * Codes::COLUMNS);
+    widen_chunk<T, S>(low, high, codes);
+    const u32 place = to + Tile::offset(row, 2 * column);
+    store_shared_chunk(place, low);
+    store_shared_chunk(place ^ 16, high);
+  }
+}
 template <typename T, typename S, typename Tile, typename Codes>
 __device__ __forceinline__ void widen_tile(u32 to, u32 from, int rows, int thread) {
-#pragma unroll 2
-  for (int i = thread; i < Codes::ROWS * Codes::CHUNKS; i += WIDENING_WARPS * WARP_SIZE) {
-    const int row = i / Codes::CHUNKS, chunk = i % Codes::CHUNKS, panel = chunk / 4;
-    const uint4 codes = row < rows ? load_shared_chunk(from + i * 16) : make_uint4(0, 0, 0, 0);
-    uint4 first, second;
-    widen_chunk<T, S>(first, second, codes);
-    const int turned = panel & 1, column = chunk % 4 * 2;
-    const u32 place = to + panel * Tile::PANEL_BYTES;
-    store_shared_chunk(place + Tile::offset(row, column + turned), turned ? second : first);
-    store_shared_chunk(place + Tile::offset(row, column + 1 - turned), turned ? first : second);
-  }
+  static_assert(WIDENING_WARPS * WARP_SIZE % (8 * Tile::PANELS) == 0, "a thread has one panel");
+  if (rows >= Tile::ROWS)
+    widen_rows<T, S, Tile, Codes, true>(to, from, rows, thread);
+  else
+    widen_rows<T, S, Tile, Codes, false>(to, from, rows, thread);
   proxy_fence();
   __syncwarp();
 }
