@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import fkjit
-from fkjit.arch import Arch
+from fkjit.arch import Arch, arch
 from fkjit.ops.attention.backward import problem as shared
 from fkjit.ops.attention.backward.kernels import DKDV
 from fkjit.ops.attention.backward.problem import Options
-from fkjit.ops.attention.backward.select import select
+from fkjit.ops.attention.backward.select import Selected, select
+from fkjit.ops.op.op import Launch
 from fkjit.spec import KernelSpec, Params, Problem
 
 from ..core.accuracy import LIMITS, Expected
+from ..core.kernels import arch_of
 from ..core.op import Arrays, Candidate, Op, Prepared
 from . import cases_attention
 from .peers_attention_backward import PEERS, flat
@@ -112,11 +115,43 @@ def _call(deterministic: bool, impl: str = "auto") -> Any:
     return prepare
 
 
+def _portable(spec: KernelSpec, problem: Problem, arch: Arch) -> Selected:
+    """What `attention_backward` launches where it takes this kernel, on every GPU."""
+    options = Options(impl="portable", deterministic=spec.name != "sums")
+    return select(dict(problem), options, {}, True, arch)
+
+
 def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
     """What `attention_backward` takes of a kernel on every GPU."""
-    options = Options(impl="portable", deterministic=spec.name != "sums")
-    made = select(dict(problem), options, {}, True, arch)
+    made = _portable(spec, problem, arch)
     return next(launch.params for launch in made.launches if launch.spec is spec)
+
+
+def launch(
+    spec: KernelSpec, params: Params, problem: Problem, arrays: Arrays, device: Any
+) -> Prepared:
+    """A kernel alone, on what the call's other kernels hand it; dq is made when it is judged."""
+    q = arrays["q"]
+    made = _portable(spec, problem, arch_of(q) if q.is_cuda else arch("sm_80"))
+    named = {**arrays, **{f"d{name}": device.torch.empty_like(arrays[name]) for name in "qkv"}}
+    for name, shape in made.scratch.items():
+        named[name] = q.new_zeros(shape, dtype=device.torch.float32)
+    own = next(i for i, one in enumerate(made.launches) if one.spec is spec)
+
+    def run(launches: Iterable[Launch]) -> None:
+        for one in launches:
+            fkjit.launch(one.spec, one.params, one.problem, named)
+
+    def call() -> Any:
+        fkjit.launch(spec, params, made.launches[own].problem, named)
+        return [named[f"d{name}"] for name in "qkv"]
+
+    def output(gradients: Any) -> Any:
+        run(made.launches[own + 1 :])
+        return flat(gradients)
+
+    run(made.launches[:own])
+    return Prepared(call, output, variant=(spec, params))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +170,7 @@ OP = _Op(
     expected=expected,
     ours=_call(True),
     choose=choose,
+    launch=launch,
     kernel=DKDV.id,
     peers=(
         Candidate(name="any order", kind="ours", prepare=_call(False)),

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 import fkjit
 from fkjit.arch import Arch
 from fkjit.errors import FkjitError, ParameterError
@@ -20,12 +22,18 @@ from .words import Values, is_tile
 def launcher(
     spec: KernelSpec, params: Params, problem: Problem, arrays: Arrays, device: Any
 ) -> Prepared:
-    """`fkjit.launch` of one variant into outputs of its own; returns the first of these."""
+    """`fkjit.launch` of one variant into outputs of its own; returns the first of these.
+
+    Refused where arrays are missing that other kernels of a call hand it: it would read null.
+    """
     outputs = {
         name: device.array(made)
         for name, made in spec.verification.outputs(params, problem).items()
     }
     named = {**arrays, **outputs}
+    missing = sorted(_needed(spec, params) - named.keys())
+    if missing:
+        raise Refused(f"does not run alone: other kernels make its {', '.join(missing)}")
     first = next(iter(outputs.values()))
 
     def call() -> Any:
@@ -33,6 +41,17 @@ def launcher(
         return first
 
     return Prepared(call, variant=(spec, params))
+
+
+def _needed(spec: KernelSpec, params: Params) -> set[str]:
+    """Arrays that it is given whatever the problem, as it is checked."""
+    rng = np.random.default_rng(0)
+    found = [
+        {name for name, array in made.items() if array is not None}
+        for one in spec.verification.problems(params, "small")
+        for made in [spec.verification.inputs(params, one, rng)]
+    ]
+    return set.intersection(*found) if found else set()
 
 
 def arch_of(array: Any) -> Arch:

@@ -87,7 +87,8 @@ def request(chosen: argparse.Namespace, words: Sequence[str] = ()) -> dict[str, 
                 f"profile: kernel {name!r} of {op.name} is not one of {allowed}{near}"
             )
     peers = [name.strip() for name in chosen.peers.split(",") if name.strip()]
-    impl = ",".join(chosen.kernels or known)
+    of_several = ["auto"] if op.kernel and op.ours else []  # a kernel alone is not what calls take
+    impl = ",".join(chosen.kernels or [*of_several, *known])
     shapes = [
         " ".join([shape, *fields]).strip() for shape in chosen.shape or [""] if shape or fields
     ]

@@ -35,6 +35,9 @@
 #include "attention/sm90/products.cuh"
 #include "attention/sm90/rings.cuh"
 #include "attention/sm90/speculative_softmax.cuh"
+//% if codes
+#include "attention/sm90/page_codes.cuh"
+//% endif
 //% if form
 #include "attention/sm90/alibi.cuh"
 #include "attention/sm90/score_tile.cuh"
@@ -66,7 +69,7 @@ using bias_t = ${bias_dtype};
 using Way = ScoreWay<SOFTCAP, SCORE_MOD, BIAS, MASK, HEAD_DIM_V>;
 constexpr bool NATURAL = Way::NATURAL;
 using Scores = ScoreTiles<bias_t, BIAS, MASK, BLOCK_Q, BLOCK_K>;
-constexpr int SCORE_BYTES = Scores::BYTES;
+constexpr int SCORE_BYTES = Scores::BYTES, CODE_STAGES = ${code_stages};
 
 // The caller's expression of one score, its derivative, and what they read.
 #define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
@@ -75,7 +78,7 @@ constexpr int SCORE_BYTES = Scores::BYTES;
 #include "attention/score_mod.cuh"
 //% else
 constexpr bool VARLEN = false, NATURAL = false, ALIBI = false;
-constexpr int ARRAYS = 0, SCORE_STAGES = 0, SCORE_BYTES = 0;
+constexpr int ARRAYS = 0, SCORE_STAGES = 0, SCORE_BYTES = 0, CODE_STAGES = 0;
 //% endif
 using Item = WorkItem<ROWS>;
 using Span = ${span};  // of keys, in tiles
@@ -91,7 +94,8 @@ static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
 constexpr int QK_STEPS = HEAD_DIM / 16, PV_STEPS = BLOCK_K / 16;
 
 using Rings = AttentionRings<BLOCK_Q, BLOCK_K, HEAD_DIM, HEAD_DIM_V, Q_STAGES, K_STAGES, V_STAGES,
-                             GUARD, SCORE_STAGES, SCORE_BYTES>;
+                             GUARD, SCORE_STAGES, SCORE_BYTES, CODE_STAGES>;
+using Codes = ${codes_type};  // of pages, which become K and V
 using OTile = Rings::OTile;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
@@ -146,14 +150,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
   //% else
   const SpanOf<Span> span_of{seqlen_q, seqlen_k, causal${comma_parts}};
   //% endif
-  if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS>(VARLEN, ARRAYS);
+  if (threadIdx.x == 0) barriers.begin<Q_STAGES, CONSUMERS, Codes::WARPS>(VARLEN, ARRAYS);
   __syncthreads();
   after_previous_kernel();
 
   if (warpgroup == 0) {
     // ---- producer
     fewer_registers<PRODUCER_REGISTERS>();
-    const AttentionProducer<Rings, VARLEN, SpanOf<Span>, HEADS> producer(
+    const AttentionProducer<Rings, VARLEN, SpanOf<Span>, HEADS, Codes> producer(
         barriers, shared, group_size / HEADS, span_of, asks);
     producer.run<ARRAYS>(
         warp, works, q_map, k_map, v_map, [&](u32 to, u32 full, const Item& place, int tile) {
@@ -176,13 +180,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     RingPlace<Q_STAGES> q_place;
     RingPlace<SLOTS> slot;
     float s[1][BLOCK_K / 8][4];
-    const float scale_log2 = NATURAL ? LOG2E : softmax_scale_log2;
+    float scale_log2 = NATURAL ? LOG2E : softmax_scale_log2;
     const int lse_length = ${lse_length};
     float* const found_lse = RESUMED ? nullptr : ${lse};
     //% if form
     RingPlace<SCORE_STAGES> score_place;
     const float scale = NATURAL && !SOFTCAP ? form.softmax_scale : 1.f;
-    const float unit = NATURAL ? 1.f : 1.f / form.softmax_scale;
+    float unit = NATURAL ? 1.f : 1.f / form.softmax_scale;
     //% endif
     const auto take_work = [&] { return next_work<ROWS, true, PARTED>(barriers, slot); };
     // Scores of the next tile of keys, of the queries in a stage.
@@ -213,6 +217,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       const Span range = span_of(place);
       const int q_stage = q_place.stage;
       q_place.advance();
+      //% if codes
+      const float key_scale = k_scale[place.head / group_size];  // scores have it beside their own
+      scale_log2 = softmax_scale_log2 * key_scale, unit = 1.f / (form.softmax_scale * key_scale);
+      //% endif
       float acc[1][HEAD_DIM_V / 8][4] = {};
       u32 p[PV_STEPS][4];
       float correction[1][2];
@@ -320,6 +328,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
                   found_lse == nullptr ? nullptr
                                        : found_lse + head_index * lse_length + range.q_start + row0,
                   rows_left);
+      //% if codes
+      inverse[0] *= v_scale[place.head / group_size], inverse[1] *= v_scale[place.head / group_size];
+      //% endif
       //% if parts
       float* const to = o_parts + (head_index * seqlen_q + row0) * HEAD_DIM_V;
       store_part(to, acc, inverse, lane, rows_left);

@@ -28,7 +28,8 @@ constexpr bool VECTOR = ${vector};  // 16-byte accesses
 constexpr int THREADS = ${threads}, GROUPS = ${groups};
 constexpr int SIZE = 8, PAIRS = SIZE / 2;  // columns of a thread
 constexpr int UNDERWAY = 8;                // rows of partials
-constexpr int AT_ONCE = GATE ? 1 : 2;      // rows of dy and z: enough bytes under way
+constexpr bool WORDS = sizeof(elem_t) == 4 || sizeof(out_t) == 4;
+constexpr int AT_ONCE = (GATE ? 2 : 4) / (WORDS || !VECTOR ? 2 : 1);  // rows of dy and z
 static_assert(!(GATE && PLAIN), "a gate's gradients need z");
 
 template <typename T>

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from bench.attention.cases_attention import problem
+from bench.core import kernels
 from bench.core.catalog import operations
+from bench.core.op import Refused
+from fkjit.arch import arch
 from fkjit.jit.build import quiet
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -14,6 +17,12 @@ from tests.twins.kit import interpreter  # noqa: E402, F401
 
 class CpuDevice:
     torch, place = torch, "cpu"
+
+
+class NumpyDevice:
+    @staticmethod
+    def array(values):
+        return values
 
 
 def made(causal, dtype="bf16", dim=32):
@@ -52,3 +61,23 @@ def test_work_is_that_of_five_products():
     op, full = operations()["attention_backward"], problem(2, 4, 64, 32, False)
     assert op.flops(full) == 10 * 2 * 4 * 64 * 64 * 32
     assert op.flops(full) == 2.5 * operations()["attention"].flops(full)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_its_kernel_alone_has_what_others_make(causal):
+    op, given, arrays = made(causal)
+    (spec,) = op.specs
+    params = op.choose(spec, given, arch("sm_80"))
+    with quiet():
+        prepared = kernels.launched(op, spec, params, given, arrays, CpuDevice)
+        found = prepared.output(prepared.call())
+    assert op.expected(given, arrays).judge(found).why_wrong() is None
+
+
+def test_a_kernel_whose_arrays_are_missing_is_not_launched():
+    """Their pointers would be null: on a GPU an illegal memory access."""
+    op, given, arrays = made(False)
+    (spec,) = op.specs
+    params = op.choose(spec, given, arch("sm_80"))
+    with pytest.raises(Refused, match="other kernels make its delta, lse_log2"):
+        kernels.launcher(spec, params, given, arrays, NumpyDevice)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.core.catalog import selected
-from bench.profile import collect, metrics, show, store, target
+from bench.profile import collect, command, metrics, show, store, target
 from bench.profile.parse import Launch, parse, range_name
 from fkjit.errors import ParameterError, ToolchainError
 from tests.cli.kit import run
@@ -264,3 +264,10 @@ Path(words[-1]).write_text('{"entries": []}')
 def test_what_cannot_be_profiled_is_refused(words, message):
     done = run("profile", *words)
     assert done.status == 1 and message in done.err
+
+
+def test_where_a_kernel_is_one_of_a_call_the_call_is_profiled_too():
+    asked = command.request(command.parser().parse_args(["attention_backward"]))
+    assert asked["impl"].split(",")[:2] == ["auto", "keys"]
+    asked = command.request(command.parser().parse_args(["attention_backward", "keys"]))
+    assert asked["impl"] == "keys"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ _WARP_ROWS = 16  # of a tile of queries: a warp stores its own
 _STAGES = ((2, 2), (1, 2), (1, 1))  # of Q, and of bias and mask
 _MORE_BARRIERS = 16 + 16 * 2  # bytes: of tiles that are cut, of bias and mask
 COUNTERS = 1
+CODE_STAGES = 2  # tiles of codes in shared memory, which become K or V
 # What P and its sums may come to before a maximum is looked for, well inside the type's range.
 _LIMITS = {"fp16": "16384.f", "bf16": "0x1p32f"}
 _NO_ROOM = "has no shared memory left for a bias or a mask"
@@ -88,6 +90,8 @@ def _derive(params: Params) -> dict[str, Any]:
         "most": _LIMITS[params["dtype"]],
         "q_stages": q_stages,
         "staged": q_stages > 1,  # the output, where its Q was
+        "codes_type": f"PageCodes<Rings, elem_t, {features.values()['kept_keys']}>"
+        if features is not None and features.codes else "NoCodes",
         "span": _PLAIN_SPANS[parts] if features is None else _SPANS[paged],
         "heads": params.get("heads", 1),
         "parts": "parts" if parts else "",
@@ -99,7 +103,7 @@ def _derive(params: Params) -> dict[str, Any]:
         "consumer_registers": 224 if paged else {1: 240, 2: 232, 3: 160, 4: 112}[consumers],
         **({**PLAIN, "bias": False, "mask": False, "alibi": False} if features is None else
            {**features.values(), "score_stages": score_stages, "score_maps": _score_maps(features),
-            **_page_boxes(features)}),
+            "code_stages": CODE_STAGES * bool(features.codes), **_page_boxes(features)}),
     }  # fmt: skip
 
 
@@ -130,7 +134,7 @@ def _is_optimistic(params: Params) -> bool:
     if features is None:
         return params["optimistic"]
     ruled = features.softcap or features.alibi or features.score_mod
-    ruled = ruled or features.bias or features.mask
+    ruled = ruled or features.bias or features.mask or features.codes
     return ways(params["head_dim"], params["block"])[0] and not ruled
 
 
@@ -217,6 +221,9 @@ def _parts(params: Params, q_stages: int, score_stages: int) -> list[tuple[str, 
         return [*rings, ("mbarriers", barriers)]
     score = block_q * block_k * (ITEMSIZE.get(features.bias, 0) + features.mask)
     scores = [(f"scores stage {stage}", score) for stage in range(score_stages) if score]
+    if features.codes:
+        bytes_of = block_k * -(-d // _PANEL) * _PANEL
+        scores = [(f"codes stage {stage}", bytes_of) for stage in range(CODE_STAGES)]
     return [*rings, *scores, ("mbarriers", barriers + _MORE_BARRIERS)]
 
 
@@ -234,8 +241,8 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
     named = {
         **shared.arguments(params, problem, arrays),
         "q_map": _map(dtype, places, arrays["q"], block_q // params.get("heads", 1)),
-        "k_map": _map(dtype, keys, arrays["k"], box),
-        "v_map": _map(dtype, keys, arrays["v"], box),
+        "k_map": _map_of_keys(dtype, keys, arrays["k"], box),
+        "v_map": _map_of_keys(dtype, keys, arrays["v"], box),
         "o_map": _map(dtype, places, arrays["o"], _WARP_ROWS, writable=True),
         "box_log2": box.bit_length() - 1,
         "counters": arrays.get("counters"),
@@ -249,6 +256,16 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
     if features is not None and features.mask:
         named["mask_map"] = _score_map(problem, arrays["mask"], "u8", (block_q, block_k))
     return named
+
+
+def _map_of_keys(dtype: str, places: shared.Axes, array: Any, rows: int) -> TensorMap:
+    """The same; of codes one box has all columns, as they lie."""
+    if array.itemsize > 1:
+        return _map(dtype, places, array, rows)
+    array = array.view(np.uint8) if isinstance(array, np.ndarray) else array
+    usual = _map("u8", places, array, rows)
+    columns = -(-array.shape[-1] // _PANEL) * _PANEL
+    return replace(usual, box=(columns, rows, 1, 1), swizzle="none")
 
 
 def _map(

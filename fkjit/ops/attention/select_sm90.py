@@ -103,11 +103,17 @@ def readable(problem: Problem, views: Mapping[str, View], features: ScoreFeature
         return False
     if max(problem["head_dim"], problem["head_dim_v"]) > MAX_HEAD_DIM:
         return False
-    if features is not None and features.codes:  # TMA does not convert them
+    if features is not None and features.codes and _has_rules(features):
         return False
     if not problem["softmax_scale"] > (0.0 if features is None else _LEAST_SCALE):
         return False
     return _mappable_rows(problem, views) and (features is None or _mappable_features(views))
+
+
+def _has_rules(features: ScoreFeatures) -> bool:
+    """Beside which nothing is there for scales of codes."""
+    ruled = features.softcap or features.alibi or features.bias or features.mask
+    return bool(ruled or features.score_mod)
 
 
 def _mappable_rows(problem: Problem, views: Mapping[str, View]) -> bool:

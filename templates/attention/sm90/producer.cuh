@@ -54,8 +54,15 @@ struct ListedWorkItems : AttentionWorkItems {
   }
 };
 
-// SpanOf: which keys a work item sees. HEADS share a tile of queries (parts.cuh).
-template <typename Rings, bool VARLEN, typename SpanOf, int HEADS = 1>
+// K and V are brought as products read them; the other way is page_codes.cuh.
+struct NoCodes {
+  static constexpr int WARPS = 0;
+  struct Place {};
+};
+
+// SpanOf: which keys a work item sees. HEADS share a tile of queries (parts.cuh). Codes: what becomes
+// K and V on the way.
+template <typename Rings, bool VARLEN, typename SpanOf, int HEADS = 1, typename Codes = NoCodes>
 struct AttentionProducer {
   using Item = WorkItem<Rings::BLOCK_Q / HEADS>;
   using QTile = typename Rings::QTile;
@@ -80,14 +87,21 @@ struct AttentionProducer {
 
   // All of it: one thread says what comes next and asks for its Q and K, another one, in a warp of
   // its own, for its V, and where there are ARRAYS a third one for them:
-  // load_arrays(to, full, place, tile). With VARLEN a whole warp in place of a thread.
+  // load_arrays(to, full, place, tile). With VARLEN a whole warp in place of a thread. Where there are
+  // Codes the first warp asks for all of them, and the others make K and V of them.
   template <int ARRAYS, typename Works, typename Load>
   __device__ __forceinline__ void run(int warp, const Works& works, const TensorMap& q_map,
                                       const TensorMap& k_map, const TensorMap& v_map,
                                       const Load& load_arrays) const {
     int tail_parity = 0;
     if (warp == 0 && (VARLEN || elect_one())) {
-      lead(works, q_map, k_map, tail_parity);
+      lead(works, q_map, k_map, v_map, tail_parity);
+    } else if (Codes::WARPS > 0) {
+      if constexpr (Codes::WARPS > 0) {
+        RingPlace<SLOTS> slot;
+        Codes{barriers, shared}.widen(works.batch, threadIdx.x - WARP_SIZE,
+                                      [&] { return take_work<true>(slot); }, span_of);
+      }
     } else if (warp == 1 && (VARLEN || elect_one())) {
       tma_prefetch(v_map);
       VPlace v_place;
@@ -105,8 +119,10 @@ struct AttentionProducer {
   // Draws one tile of queries after another, says which it is, and asks for its Q and K.
   template <typename Works>
   __device__ __forceinline__ void lead(const Works& works, const TensorMap& q_map,
-                                       const TensorMap& k_map, int& tail_parity) const {
+                                       const TensorMap& k_map, const TensorMap& v_map,
+                                       int& tail_parity) const {
     KPlace k_place;
+    typename Codes::Place codes;
     RingPlace<SLOTS> slot;
     RingPlace<Rings::Q_STAGES> q_place;
     tma_prefetch(q_map), tma_prefetch(k_map);
@@ -127,8 +143,13 @@ struct AttentionProducer {
       if (asks) announce(barriers, slot.stage, piece);
       slot.advance();
       const int tensor = VARLEN ? last : piece.batch;  // the outermost index
+      const int kv_head = piece.head / group_size;
       const auto load_k = [&](int tile) {
-        if constexpr (SpanOf::PAGED) {
+        if constexpr (Codes::WARPS > 0) {
+          if (!last)
+            Codes{barriers, shared}.template load<typename Codes::KCodes>(k_map, codes, range, tile,
+                                                                          kv_head);
+        } else if constexpr (SpanOf::PAGED) {
           auto pages = range.pages;
           if (last) pages.length = 0;
           const auto box = pages.template box<KTile::ROWS>(tile);
@@ -160,8 +181,21 @@ struct AttentionProducer {
       load_k(range.end - 1);
       load_q();
       if (last) break;
-      for (int tile = range.end - 2; tile >= range.first; --tile) load_k(tile);
+      if constexpr (Codes::WARPS > 0) {
+        for (int tile = range.end - 1; tile >= range.first; --tile) {
+          if (tile > range.first) load_k(tile - 1);
+          Codes{barriers, shared}.template load<typename Codes::VCodes>(v_map, codes, range, tile,
+                                                                        kv_head);
+        }
+      } else {
+        for (int tile = range.end - 2; tile >= range.first; --tile) load_k(tile);
+      }
     }
+  }
+
+  template <bool WHOLE_WARP>
+  __device__ __forceinline__ Item take_work(RingPlace<SLOTS>& slot) const {
+    return next_work<Rings::BLOCK_Q / HEADS, WHOLE_WARP, SpanOf::PARTED>(barriers, slot);
   }
 
   // The others: load(piece, range, tile) for tile after tile of keys of what has been announced.
@@ -169,7 +203,7 @@ struct AttentionProducer {
   __device__ __forceinline__ void follow(int batch, const Load& load) const {
     RingPlace<SLOTS> slot;
     while (true) {
-      const Item piece = next_work<Rings::BLOCK_Q / HEADS, VARLEN, SpanOf::PARTED>(barriers, slot);
+      const Item piece = take_work<VARLEN>(slot);
       if (piece.batch >= batch) break;
       const auto range = span_of(piece);
       for (int tile = range.end - 1; tile >= range.first; --tile) load(piece, range, tile);

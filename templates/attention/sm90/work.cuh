@@ -34,8 +34,13 @@ struct Barriers {  // addresses
     return k_full(STAGES) + 24 + stage * 16;
   }
 
+  // Of codes, which have no bias nor mask beside them.
+  __device__ __forceinline__ u32 codes_full(int stage) const { return scores_full(stage); }
+  __device__ __forceinline__ u32 codes_empty(int stage) const { return scores_empty(stage); }
+
   // By one thread; the others wait for it. `arrays`: 0, or how many come with each tile of scores.
-  template <int Q_STAGES, int CONSUMERS>
+  // WIDENING: 0, or warps that make K and V of codes.
+  template <int Q_STAGES, int CONSUMERS, int WIDENING = 0>
   __device__ __forceinline__ void begin(bool tails, int arrays) const {
 #pragma unroll
     for (int stage = 0; stage < Q_STAGES; ++stage) {
@@ -45,12 +50,12 @@ struct Barriers {  // addresses
 #pragma unroll
     for (int slot = 0; slot < SLOTS; ++slot) {
       mbarrier_init(work_full(slot), 1);
-      mbarrier_init(work_empty(slot), CONSUMERS * 4 + 1 + (arrays > 0));
+      mbarrier_init(work_empty(slot), CONSUMERS * 4 + (WIDENING > 0 ? WIDENING : 1 + (arrays > 0)));
     }
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(k_full(stage), 1);
-      mbarrier_init(v_full(stage), tails ? WARP_SIZE : 1);
+      mbarrier_init(k_full(stage), WIDENING > 0 ? WIDENING : 1);
+      mbarrier_init(v_full(stage), WIDENING > 0 ? WIDENING : tails ? WARP_SIZE : 1);
       mbarrier_init(k_empty(stage), CONSUMERS * 4);
       mbarrier_init(v_empty(stage), CONSUMERS * 4);
     }
@@ -59,6 +64,11 @@ struct Barriers {  // addresses
     for (int stage = 0; stage < 2 && arrays > 0; ++stage) {
       mbarrier_init(scores_full(stage), arrays);
       mbarrier_init(scores_empty(stage), CONSUMERS * 4);
+    }
+#pragma unroll
+    for (int stage = 0; stage < 2 && WIDENING > 0; ++stage) {
+      mbarrier_init(codes_full(stage), 1);
+      mbarrier_init(codes_empty(stage), WIDENING);
     }
     mbarrier_init_fence();
   }

@@ -1,0 +1,218 @@
+// Codes of keys and values in pages on their way to wgmma: TMA brings a tile of bytes into a ring of
+// its own, and three warps of the producer store it as the 16-bit tile that products read. A code is
+// a number of fp16 and of bf16, exactly; scales of heads belong to the scores and to the output.
+//
+//   tiles are brought, and made numbers, as consumers ask for them:   K_n  K_(n-1) V_n  ...  V_first
+//
+// Each thread takes 16 codes at a time, two chunks of the tile. Eight neighbours have chunks of two
+// rows, which a swizzle has in eight places: so they write 32 banks.
+#pragma once
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/prmt.cuh"
+#include "ptx/proxy_fence.cuh"
+#include "kv/e4m3.cuh"
+#include "attention/sm90/work.cuh"
+
+constexpr int WIDENING_WARPS = 3;
+
+// Rows of bytes one behind another.
+template <int ROWS_, int COLUMNS_>
+struct ByteTile {
+  static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_;
+  static constexpr int PANELS = 1, PANEL_COLUMNS = COLUMNS, ROW_BYTES = COLUMNS;
+  static constexpr int PANEL_BYTES = ROWS * COLUMNS, BYTES = PANEL_BYTES;
+  static constexpr int CHUNKS = COLUMNS / 16;  // of a row
+};
+
+// Two 16-bit numbers as one word.
+template <typename Pair>
+__device__ __forceinline__ u32 word_of(const Pair& pair) {
+  return reinterpret_cast<const u32&>(pair);
+}
+__device__ __forceinline__ u32 subtract_bf16(u32 a, u32 b) {
+  return word_of(__hsub2(reinterpret_cast<__nv_bfloat162&>(a),
+                         reinterpret_cast<__nv_bfloat162&>(b)));
+}
+__device__ __forceinline__ u32 subtract_fp16(u32 a, u32 b) {
+  return word_of(__hsub2(reinterpret_cast<__half2&>(a), reinterpret_cast<__half2&>(b)));
+}
+
+// The numbers of four codes, S as T.
+template <typename T, typename S>
+struct WideCodes;
+
+// 0x4300 + the low seven bits is 128 more than they are in bf16, and 0x4300 + the eighth bit is 128
+// or, for a negative code, 256.
+template <>
+struct WideCodes<bf16, i8> {
+  static __device__ __forceinline__ u32 pair(u32 raised) {
+    return subtract_bf16(raised & 0xff7fff7fu, raised & 0xff80ff80u);
+  }
+  static __device__ __forceinline__ uint2 of(u32 codes) {
+    return {pair(__byte_perm(codes, 0x43434343u, 0x4140)),
+            pair(__byte_perm(codes, 0x43434343u, 0x4342))};
+  }
+};
+
+// With 128 added, the low bits of 1024 + 128 + code.
+template <>
+struct WideCodes<fp16, i8> {
+  static __device__ __forceinline__ uint2 of(u32 codes) {
+    const u32 raised = codes ^ 0x80808080u, zero = 0x64806480u;  // 1152
+    return {subtract_fp16(__byte_perm(raised, 0x64646464u, 0x4140), zero),
+            subtract_fp16(__byte_perm(raised, 0x64646464u, 0x4342), zero)};
+  }
+};
+
+template <>
+struct WideCodes<fp16, e4m3> {
+  static __device__ __forceinline__ u32 pair(u32 codes) {
+    const __half2_raw x = __nv_cvt_fp8x2_to_halfraw2(static_cast<u16>(codes), __NV_E4M3);
+    return x.x | static_cast<u32>(x.y) << 16;
+  }
+  static __device__ __forceinline__ uint2 of(u32 codes) {
+    return {pair(codes & 0xffff), pair(codes >> 16)};
+  }
+};
+
+// Exponent and mantissa, moved to where bf16 has them, are a number 2^120 times smaller, subnormal
+// or not. The sign of the lower code stands where a shift brings it to its place from. NaN, 0x7f,
+// would be 480: who has one of it takes the way over fp16.
+template <>
+struct WideCodes<bf16, e4m3> {
+  static __device__ __forceinline__ u32 pair(u32 codes) {  // bits 8..14, 19 and 24..31
+    const u32 bits = static_cast<u32>(static_cast<int>(codes) >> 4) & 0x87f087f0u, by = 0x7b807b80u;
+    return word_of(__hmul2(reinterpret_cast<const __nv_bfloat162&>(bits),
+                           reinterpret_cast<const __nv_bfloat162&>(by)));
+  }
+  static __device__ __forceinline__ uint2 of(u32 codes) {
+    return {pair(permute_bytes<0x1804>(codes, 0)), pair(permute_bytes<0x3a24>(codes, 0))};
+  }
+  static __device__ __forceinline__ u32 through_fp16(u32 codes) {
+    const float2 x = unpack2<fp16>(WideCodes<fp16, e4m3>::pair(codes));
+    return pack2<bf16>(x.x, x.y);
+  }
+};
+
+// Not 0 in its eighth bits where one of four codes is NaN.
+__device__ __forceinline__ u32 nan_of_e4m3(u32 codes) {
+  return (codes & 0x7f7f7f7fu) + 0x01010101u;
+}
+
+// The numbers of sixteen codes.
+template <typename T, typename S>
+__device__ __forceinline__ void widen_chunk(uint4& first, uint4& second, const uint4& codes) {
+  using Wide = WideCodes<T, S>;
+  if constexpr (SAME_TYPE<T, bf16> && SAME_TYPE<S, e4m3>) {
+    const u32 nan = nan_of_e4m3(codes.x) | nan_of_e4m3(codes.y) | nan_of_e4m3(codes.z) |
+                    nan_of_e4m3(codes.w);
+    if ((nan & 0x80808080u) != 0) {
+      const auto pair = [](u32 two) { return Wide::through_fp16(two & 0xffff); };
+      first = make_uint4(pair(codes.x), pair(codes.x >> 16), pair(codes.y), pair(codes.y >> 16));
+      second = make_uint4(pair(codes.z), pair(codes.z >> 16), pair(codes.w), pair(codes.w >> 16));
+      return;
+    }
+  }
+  const uint2 a = Wide::of(codes.x), b = Wide::of(codes.y);
+  const uint2 c = Wide::of(codes.z), d = Wide::of(codes.w);
+  first = make_uint4(a.x, a.y, b.x, b.y), second = make_uint4(c.x, c.y, d.x, d.y);
+}
+
+// A tile of codes -> Tile, of which the first `rows` rows are wanted and the others become zeros. By
+// thread `thread` of WIDENING_WARPS warps: four have a panel's 64 codes of a row, the next four those
+// of the row below, then come other panels and rows.
+template <typename T, typename S, typename Tile, typename Codes, bool WHOLE>
+__device__ __forceinline__ void widen_rows(u32 to, u32 from, int rows, int thread) {
+  constexpr int THREADS = WIDENING_WARPS * WARP_SIZE, STEP = THREADS / (4 * Tile::PANELS);
+  const int column = thread % 4, panel = thread / 8 % Tile::PANELS;
+  const int first_row = thread / (8 * Tile::PANELS) * 2 + thread / 4 % 2;
+  to += panel * Tile::PANEL_BYTES;
+  from += panel * 64 + column * 16;
+#pragma unroll 4
+  for (int row = first_row; row < Tile::ROWS; row += STEP) {
+    uint4 codes = make_uint4(0, 0, 0, 0), low, high;
+    if (WHOLE || row < rows) codes = load_shared_chunk(from + row * Codes::COLUMNS);
+    widen_chunk<T, S>(low, high, codes);
+    const u32 place = to + Tile::offset(row, 2 * column);
+    store_shared_chunk(place, low);
+    store_shared_chunk(place ^ 16, high);
+  }
+}
+template <typename T, typename S, typename Tile, typename Codes>
+__device__ __forceinline__ void widen_tile(u32 to, u32 from, int rows, int thread) {
+  static_assert(WIDENING_WARPS * WARP_SIZE % (8 * Tile::PANELS) == 0, "a thread has one panel");
+  if (rows >= Tile::ROWS)
+    widen_rows<T, S, Tile, Codes, true>(to, from, rows, thread);
+  else
+    widen_rows<T, S, Tile, Codes, false>(to, from, rows, thread);
+  proxy_fence();
+  __syncwarp();
+}
+
+// Codes S in pages, which become T.
+template <typename Rings, typename T, typename S>
+struct PageCodes {
+  static constexpr int WARPS = WIDENING_WARPS;  // of the producer, that make K and V of them
+  using KTile = typename Rings::KTile;
+  using VTile = typename Rings::VTile;
+  using KCodes = ByteTile<KTile::ROWS, KTile::COLUMNS>;
+  using VCodes = ByteTile<VTile::ROWS, VTile::COLUMNS>;
+  using Place = RingPlace<Rings::CODE_STAGES>;
+  const Barriers<Rings::STAGES>& barriers;
+  u32 shared;  // where the rings are
+
+  // Asks for a tile. By a whole warp.
+  template <typename Tile, typename Range>
+  __device__ __forceinline__ void load(const TensorMap& map, Place& place, const Range& range,
+                                       int tile, int head) const {
+    const auto box = range.pages.template box<Tile::ROWS>(tile);
+    mbarrier_wait(barriers.codes_empty(place.stage), place.parity ^ 1);
+    range.pages.template load<Tile>(shared + Rings::CODES + place.stage * Rings::CODE_STAGE, map,
+                                    barriers.codes_full(place.stage), box, head);
+    place.advance();
+  }
+
+  // Makes K and V of all tiles of what is announced: next() is that, span_of(next()) its keys.
+  template <typename Next, typename SpanOf>
+  __device__ __forceinline__ void widen(int batch, int thread, const Next& next,
+                                        const SpanOf& span_of) const {
+    RingPlace<Rings::K_STAGES> k_place;
+    RingPlace<Rings::V_STAGES> v_place;
+    Place codes;
+    const bool arrives = threadIdx.x % WARP_SIZE == 0;
+    const auto take = [&](auto tile, auto bytes, u32 to, u32 full, int rows) {
+      mbarrier_wait(barriers.codes_full(codes.stage), codes.parity);
+      widen_tile<T, S, decltype(tile), decltype(bytes)>(
+          to, shared + Rings::CODES + codes.stage * Rings::CODE_STAGE, rows, thread);
+      if (arrives) mbarrier_arrive(full);
+      release(codes, barriers.codes_empty(codes.stage), arrives);
+    };
+    const auto take_k = [&] {
+      const int stage = k_place.stage;
+      mbarrier_wait(barriers.k_empty(stage), k_place.parity ^ 1);
+      take(KTile(), KCodes(), shared + Rings::K + stage * Rings::K_STAGE, barriers.k_full(stage),
+           KTile::ROWS);
+      k_place.advance();
+    };
+    while (true) {
+      const auto piece = next();
+      if (piece.batch >= batch) break;
+      const auto range = span_of(piece);
+      take_k();
+      for (int tile = range.end - 1; tile >= range.first; --tile) {
+        if (tile > range.first) take_k();
+        const int stage = v_place.stage;
+        mbarrier_wait(barriers.v_empty(stage), v_place.parity ^ 1);
+        take(VTile(), VCodes(), shared + Rings::V + stage * Rings::V_STAGE, barriers.v_full(stage),
+             range.seqlen_k - tile * VTile::ROWS);
+        v_place.advance();
+      }
+    }
+    // Consumers multiply one K more before they know that there was none: zeros.
+    mbarrier_wait(barriers.k_empty(k_place.stage), k_place.parity ^ 1);
+    widen_tile<T, S, KTile, KCodes>(shared + Rings::K + k_place.stage * Rings::K_STAGE, 0, 0, thread);
+    if (arrives) mbarrier_arrive(barriers.k_full(k_place.stage));
+  }
+};
