@@ -98,8 +98,8 @@ def _warps_grew(higher: np.ndarray, top: np.ndarray, growth: float) -> np.ndarra
 
 
 def _sums_grew(tile: np.ndarray, top: np.ndarray, raised: int) -> np.ndarray:
-    """Where maxima are looked for as a lane's sum says that one may have grown, and one has, by half
-    a power of two. Rows behind the last, which complete a warp, have scores of 0 alone."""
+    """Where maxima are raised: a lane's sum says that one may have grown, and one has, by half a
+    power of two. Rows behind the last, which complete a warp, have scores of 0 alone."""
     with np.errstate(invalid="ignore"):
         weights = np.exp2(np.where(tile > -np.inf, tile - top[..., None], -np.inf) * np.log2(np.e))
     weights = np.pad(weights * 2.0**raised, ((0, 0), (0, 0), (0, -tile.shape[-1] % 8)))
