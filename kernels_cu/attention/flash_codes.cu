@@ -26,12 +26,12 @@
 #include "attention/mma.cuh"
 #include "attention/query_block.cuh"
 
-using elem_t = ${dtype};  // of o, and of V that is no codes
+using elem_t = ${dtype};     // of o, and of V that is no codes
 using pair_t = ${pair};      // two codes of Q and K: i8_pair, e4m3_pair
 using v_pair_t = ${v_pair};  // of P and V: e4m3_pair, e4m3_e5m2
 constexpr bool V_CODES = ${v_codes}, P_CODES = ${p_codes}, E5M2 = ${e5m2};  // V is
-constexpr int BLOCK_Q = ${block_q};  // query rows of a block
-constexpr int BLOCK_K = ${block_k};  // keys of a tile
+constexpr int BLOCK_Q = ${block_q};                                         // query rows of a block
+constexpr int BLOCK_K = ${block_k};                                         // keys of a tile
 constexpr int NUM_WARPS = ${num_warps};
 constexpr int HEAD_DIM = ${head_dim};  // of q, k, v and o, padded with zeros
 constexpr int SCALE_KEYS = ${scale_keys};

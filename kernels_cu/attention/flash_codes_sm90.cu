@@ -9,7 +9,7 @@
    the output is multiplied by.
 
      V of 8 bits     V^T [head_dim_v, keys] lies with its keys in the order of attention/codes.cuh, so P
-                     goes from the first product's registers into the second's; P is e4m3 up to 2^8.75.
+                     goes from the first product's registers into the second's; P is e4m3 up to 448.
                      PROMOTE: sums of so many keys leave the tensor core, which keeps 13 bits behind
                      the leading one of them, and are added up in fp32, in shared memory
      V of 16 bits    P is rounded to 16 bits, and V is as the caller has it
@@ -30,19 +30,19 @@
 #include "attention/sm90/epilogue.cuh"
 #include "attention/sm90/producer.cuh"
 
-using elem_t = ${dtype};  // of o, and of V that is no codes
-using sum_t = ${sum};     // of products of codes: float (e4m3), int (int8)
+using elem_t = ${dtype};        // of o, and of V that is no codes
+using sum_t = ${sum};           // of products of codes: float (e4m3), int (int8)
 constexpr bool INT8 = ${int8};  // Q and K are
 constexpr bool V_CODES = ${v_codes}, E5M2 = ${e5m2};  // V is
-constexpr int BLOCK_K = ${block_k};      // keys of a tile
-constexpr int CONSUMERS = ${consumers};  // warpgroups of 64 query rows
-constexpr int HEAD_DIM = ${head_dim};    // of q, k, v and o, padded with zeros
-constexpr int STAGES = ${stages};        // tiles of K and of V in shared memory
-constexpr int Q_STAGES = ${q_stages};    // tiles of Q
+constexpr int BLOCK_K = ${block_k};                   // keys of a tile
+constexpr int CONSUMERS = ${consumers};               // warpgroups of 64 query rows
+constexpr int HEAD_DIM = ${head_dim};                 // of q, k, v and o, padded with zeros
+constexpr int STAGES = ${stages};                     // tiles of K and of V in shared memory
+constexpr int Q_STAGES = ${q_stages};                 // tiles of Q
 constexpr int SCALE_KEYS = ${scale_keys};
-constexpr int RAISED = ${raised};      // powers of two that P is raised by
-constexpr int PROMOTE = ${promote};    // keys, at most, whose sum is made apart, or 0
-constexpr bool TURNS = CONSUMERS > 2;  // at the tensor cores
+constexpr int RAISED = V_CODES ? 5 : 0;  // powers of two that P is raised by, at first
+constexpr int PROMOTE = ${promote};      // keys, at most, whose sum is made apart, or 0
+constexpr bool TURNS = CONSUMERS > 2;    // at the tensor cores
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
 constexpr int CONSUMER_REGISTERS = ${consumer_registers};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
@@ -216,9 +216,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       KeyBand band(seqlen_q, seqlen_k, window_left, window_right);
 
       // Sums of codes that have arrived, what they are multiplied by, and the mask.
-      const auto prepare_scores = [&] {
-        register_fence(sums);
-        sums_to_float(sums);
+      const auto prepare_scores = [&](bool as_they_came) {
+        if (as_they_came) register_fence(sums), sums_to_float(sums);
 #pragma unroll
         for (int i = 0; i < 2 * GROUPS; ++i)
           softmax.by[i / GROUPS][i % GROUPS] = of_rows[i / GROUPS] * of_group[i % GROUPS];
@@ -249,9 +248,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
       softmax.load(of_group, k_scales, first_group, tile, key_groups - 1);
       wgmma_wait<0>();
       release_k();
-      prepare_scores();
+      prepare_scores(true);
       softmax.raise_max(s, correction);
-      softmax.exponentials(s);
+      softmax.speculate(s, softmax.row_sum);  // right as it is: maxima are known
       round_probabilities();
       if (tile > range.first) wait_k();
       for (--tile; tile >= range.first; --tile) {
@@ -261,35 +260,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
         pingpong.pass();
         softmax.load(of_group, k_scales, first_group, tile);
         wgmma_wait<1>();
-        //% if optimistic
         // By the maxima there are; those of this tile are looked for where a sum says that one may have
         // grown, and scores are made again where these must be known.
         bool rescale = false, exact = softmax.exact;
         float sums_of[2];
-        prepare_scores();
+        prepare_scores(true);
 #pragma unroll 1
         while (true) {
           if (exact) rescale = softmax.raise_max(s, correction);
           const bool doubt = softmax.speculate(s, sums_of);
           if (exact || !doubt || softmax.settle(s, sums_of, correction, rescale)) break;
           exact = true;
-          code_scores_again<INT8, Rings>(s, shared + q_stage * Rings::Q_STAGE,
-                                           warp_row_of(thread_index_again()),
-                                           shared + Rings::K +
-                                               place_of<STAGES>(tiles).stage * Rings::K_STAGE);
+          code_scores_again<INT8, Rings>(
+              s, shared + q_stage * Rings::Q_STAGE, warp_row_of(thread_index_again()),
+              shared + Rings::K + place_of<STAGES>(tiles).stage * Rings::K_STAGE);
           softmax.load(of_group, k_scales, first_group, tile);
-          prepare_scores();
+          prepare_scores(false);
         }
         softmax.row_sum[0] += sums_of[0], softmax.row_sum[1] += sums_of[1];
         release_k();
-        //% else
-        release_k();
-        prepare_scores();
-        const bool rescale = softmax.raise_max(s, correction);
-        softmax.exponentials(s);
-        // What hangs on a vote is not moved behind the wait: exponentials run under the own P V.
-        if (__any_sync(FULL_MASK, softmax.row_sum[0] + softmax.row_sum[1] < 0.f)) __nanosleep(1);
-        //% endif
         if (tile > range.first) wait_k();
         wgmma_wait<0>();
         release_v(tiles - 2);

@@ -17,7 +17,7 @@
 #include "quantize/e5m2.cuh"
 
 using elem_t = ${dtype};
-using Codes = ${codes};         // of q and k
+using Codes = ${codes};  // of q and k
 using ValueCodes = ${value_codes};
 constexpr bool SMOOTH = ${smooth}, ROTATE = ${rotate}, V_CODES = ${v_codes};
 constexpr bool GIVEN = ${given};

@@ -58,9 +58,7 @@ __device__ __forceinline__ u32 fp16_of_e4m3(u32 codes) {
 }
 
 // The same of e5m2, whose bits are the upper ones of fp16.
-__device__ __forceinline__ u32 fp16_of_e5m2(u32 codes) {
-  return __byte_perm(codes, 0, 0x1404);
-}
+__device__ __forceinline__ u32 fp16_of_e5m2(u32 codes) { return __byte_perm(codes, 0, 0x1404); }
 
 // Scores -> probabilities of e4m3, as A fragments of 32 keys each; adds to the row sums on the way.
 template <int M, int N, typename Softmax>

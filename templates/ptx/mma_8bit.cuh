@@ -43,19 +43,6 @@ __device__ __forceinline__ void mma_m16n8k16<e4m3_e5m2>(float (&d)[4], const u32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// 16 bytes of k: a holds rows g and g + 8, bytes 4t ... 4t+3; d the bits of ints.
-// PTX ISA: mma.sync.aligned.m16n8k16 (.s8 needs sm_80)
-__device__ __forceinline__ void mma_16_bytes_s8(float (&d)[4], const u32 (&a)[2], u32 b) {
-  int s[4] = {__float_as_int(d[0]), __float_as_int(d[1]), __float_as_int(d[2]),
-              __float_as_int(d[3])};
-  asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 "
-      "{%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-      : "+r"(s[0]), "+r"(s[1]), "+r"(s[2]), "+r"(s[3])
-      : "r"(a[0]), "r"(a[1]), "r"(b));
-#pragma unroll
-  for (int i = 0; i < 4; ++i) d[i] = __int_as_float(s[i]);
-}
-
 // PTX ISA: mma.sync.aligned.m16n8k32 (.s8 needs sm_80)
 template <>
 __device__ __forceinline__ void mma_m16n8k16<i8_pair>(float (&d)[4], const u32 (&a)[4], u32 b0,

@@ -90,9 +90,9 @@ __device__ __forceinline__ void register_fence(int (&x)[N][4]) {
 
 // P0 .. P5: the numbers of the inputs. SCALES: signs of both operands, which integers have not.
 // PTX ISA: wgmma.mma_async.sync.aligned.m64nNk32
-#define WGMMA_BYTES(SUM, C, E5M2, TYPES, SCALES, N, P0, P1, P2, P3, P4, P5)                              \
+#define WGMMA_BYTES(SUM, C, E5M2, TYPES, SCALES, N, P0, P1, P2, P3, P4, P5)                        \
   template <>                                                                                      \
-  struct WgmmaBytes<SUM, N, E5M2> {                                                                      \
+  struct WgmmaBytes<SUM, N, E5M2> {                                                                \
     __device__ __forceinline__ static void multiply(SUM (&d)[N / 8][4], u64 a, u64 b, int add) {   \
       asm volatile(                                                                                \
           "{\n"                                                                                    \
@@ -121,9 +121,9 @@ __device__ __forceinline__ void register_fence(int (&x)[N][4]) {
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                         \
     }                                                                                              \
   };
-#define WGMMA(...)                                                 \
+#define WGMMA(...)                                                        \
   WGMMA_BYTES(float, "+f", false, "f32.e4m3.e4m3", ", 1, 1", __VA_ARGS__) \
-  WGMMA_BYTES(float, "+f", true, "f32.e4m3.e5m2", ", 1, 1", __VA_ARGS__) \
+  WGMMA_BYTES(float, "+f", true, "f32.e4m3.e5m2", ", 1, 1", __VA_ARGS__)  \
   WGMMA_BYTES(int, "+r", false, "s32.s8.s8", "", __VA_ARGS__)
 
 WGMMA(16, 8, 9, 10, 11, 12, 13)

@@ -220,7 +220,7 @@ def codes(scheme="int8"):
 
 
 @pytest.mark.parametrize(("said", "message"), [
-    ({"scheme": "int4"}, "quantize_attention: scheme='int4' is not one of int8, int8_fp8, fp8, fp8_"),
+    ({"scheme": "int4"}, "scheme='int4' is not one of int8, int8_fp8, fp8, fp8_e5m2"),
     ({"scales": "row"}, "scales='row' is not one of block, head, tensor"),
     ({"layout": "sbhd"}, "layout='sbhd'"),
     ({"promote": 32}, "promote=32; allowed: 0 or None with a v that is no codes"),

@@ -98,38 +98,43 @@ __device__ __forceinline__ void issue_code_scores(Sum (&s)[N][4], u64 q, u64 k) 
   wgmma_commit();
 }
 
-// S = Q K^T once more, by mma.sync, for the 16 rows of a warp from `row` of the tile of Q on; of int8 as
-// the bits of whole numbers, of e4m3 as fp16, which Hopper's mma.sync makes of them as well: 16 or 8 of
-// k at a time, as there are few registers.
+// The two codes in bits 0..15 as fp16. Of int8: 1024 and more have steps of 1.
+template <bool INT8>
+__device__ __forceinline__ u32 fp16_of_code(u32 codes) {
+  if (!INT8) return fp16_of_e4m3(codes);
+  u32 x = __byte_perm(codes ^ 0x8080, 0x64646464, 0x4140);
+  asm("sub.f16x2 %0, %0, %1;" : "+r"(x) : "r"(0x64806480));
+  return x;
+}
+
+// S = Q K^T once more, by mma.sync, for the 16 rows of a warp from `row` of the tile of Q on; codes as
+// fp16, which Hopper's mma.sync would make of e4m3 as well, 8 of k at a time: there are few registers.
 template <bool INT8, typename Rings, int N>
 __device__ __forceinline__ void code_scores_again(float (&s)[1][N][4], u32 q_tile, int row,
                                                   u32 k_tile) {
   using QTile = SwizzledTile<Rings::BLOCK_Q, Rings::COLUMNS / 2>;  // of two bytes each
   using KTile = SwizzledTile<Rings::BLOCK_K, Rings::COLUMNS / 2>;
-  constexpr int HALVES = INT8 ? 1 : 2;
   const int lane = lane_index_again() % 16;  // no register is kept for what almost never runs
 #pragma unroll
   for (int i = 0; i < 4 * N; ++i) s[0][i / 4][i % 4] = 0.f;
 #pragma unroll 1
-  for (int step = 0; step < Rings::COLUMNS / 16 * HALVES; ++step) {
-    const int chunk = step / HALVES, half = step % HALVES * 16;
-    const int panel = QTile::PANELS == 1 ? 0 : chunk / QTile::CHUNKS, in_panel = chunk % QTile::CHUNKS;
+  for (int step = 0; step < Rings::COLUMNS / 8; ++step) {
+    const int chunk = step / 2, half = step % 2 * 16;
+    const int panel = QTile::PANELS == 1 ? 0 : chunk / QTile::CHUNKS,
+              in_panel = chunk % QTile::CHUNKS;
     u32 a[2];
     ldmatrix_x2(a, q_tile + panel * QTile::PANEL_BYTES + row * QTile::ROW_BYTES +
                        QTile::offset(lane, in_panel));
-    if (!INT8) a[0] = fp16_of_e4m3(a[0] >> half), a[1] = fp16_of_e4m3(a[1] >> half);
+    a[0] = fp16_of_code<INT8>(a[0] >> half), a[1] = fp16_of_code<INT8>(a[1] >> half);
     const u32 keys = k_tile + panel * KTile::PANEL_BYTES + KTile::offset(lane, in_panel);
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
       u32 b[2];
       __syncwarp();  // nothing is fetched ahead
       ldmatrix_x2(b, keys + n * 8 * KTile::ROW_BYTES);
+      b[0] >>= half, b[1] >>= half;
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (INT8)
-          mma_16_bytes_s8(s[0][n + i], a, b[i]);
-        else
-          mma_m16n8k8(s[0][n + i], a[0], a[1], fp16_of_e4m3(b[i] >> half));
+      for (int i = 0; i < 2; ++i) mma_m16n8k8(s[0][n + i], a[0], a[1], fp16_of_code<INT8>(b[i]));
     }
   }
   __syncwarp();  // before one lane gives the tile of K back
@@ -165,7 +170,7 @@ __device__ __forceinline__ void sums_to_float(int (&s)[N][4]) {
 template <int BLOCK_K, int SCALE_KEYS, int GROUPS, int RAISED>
 struct CodedSoftmax {
   static constexpr float GROWTH = RAISED == 0 ? 8.f : 8.75f - RAISED;
-  static constexpr float FAR = 67108864.f;  // from where an FMA's addend is too coarse
+  static constexpr float FAR = 67108864.f;   // from where an FMA's addend is too coarse
   static constexpr float GREAT = 1048576.f;  // from where one is too coarse to be corrected
   // What no probability may be above, and from where on a greater maximum is worth its corrections.
   static constexpr float LIMIT = RAISED == 0 ? 1024.f : 448.f;
@@ -175,7 +180,7 @@ struct CodedSoftmax {
   static constexpr float NOTHING = -3e38f;
   float add[2] = {RAISED - NOTHING, RAISED - NOTHING}, row_sum[2] = {};
   float by[2][GROUPS];  // of this tile; above 0
-  bool far = false;  // a maximum of the warp is: each tile is to lose it before anything is added
+  bool far = false;   // a maximum of the warp is: each tile is to lose it before anything is added
   bool exact = true;  // a maximum is unknown or great: a tile's is to be looked for first
 
   // Scales of a tile's groups; the last tile may have fewer keys than there is room for. Thirds of 96
@@ -251,25 +256,6 @@ struct CodedSoftmax {
   }
 
   __device__ __forceinline__ float addend(int half) const { return far ? RAISED : add[half]; }
-
-  // Scores -> probabilities in place; adds to this lane's part of the row sums.
-  template <int N>
-  __device__ __forceinline__ void exponentials(float (&s)[1][N][4]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float even = row_sum[half], odd = 0.f;
-      const float more = addend(half);
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        float* pair = &s[0][n][2 * half];
-        const float scale = by[half][n / (N / GROUPS)];
-        pair[0] = exp2_fast(fmaf(pair[0], scale, more));
-        pair[1] = exp2_fast(fmaf(pair[1], scale, more));
-        even += pair[0], odd += pair[1];
-      }
-      row_sum[half] = even + odd;
-    }
-  }
 
   // Scores -> probabilities in place by the maxima there are, which no one has looked for in this tile:
   // `sums` are this lane's. True (for the whole warp) where one may be too great: as no sum of a part of

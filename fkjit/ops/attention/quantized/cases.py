@@ -24,8 +24,8 @@ from fkjit.runtime.interop import numpy_dtype
 from fkjit.spec import Arrays, Params, Problem, Verification
 
 _TOP = 8  # of probabilities of e4m3, in powers of two
-_TOP_SM90, _LAG = 7, 1.75  # the same of Hopper's kernel, and how far maxima may lag there
-_LIMIT = 448.0  # what no probability may be above (optimistic)
+_RAISED_SM90, _LAG = 5, 3.75  # the same of Hopper's kernel, and how far maxima may lag there
+_LIMIT = 448.0  # what no probability may be above
 _WARP_ROWS = 16
 
 
@@ -76,9 +76,8 @@ def attend_e4m3(
         higher = np.maximum(top, tile.max(-1))
         if growth:
             grew = _warps_grew(higher, top, growth)
-            if p.get("optimistic"):
-                grew = np.where(known, _sums_grew(tile, top, raised), grew)
-                known = np.where(grew, ~_any_of_warps(~np.isfinite(higher)), known)
+            grew = np.where(known, _sums_grew(tile, top, raised), grew)
+            known = np.where(grew, ~_any_of_warps(~np.isfinite(higher)), known)
             higher = np.where(grew, higher, top)
         base = np.where(np.isfinite(higher), higher, 0.0)
         fade = np.exp(np.where(np.isfinite(top), top, -np.inf) - base)
@@ -99,8 +98,8 @@ def _warps_grew(higher: np.ndarray, top: np.ndarray, growth: float) -> np.ndarra
 
 
 def _sums_grew(tile: np.ndarray, top: np.ndarray, raised: int) -> np.ndarray:
-    """Where maxima are looked for as a lane's sum says that one may have grown, and one has grown by
-    half a power of two. Rows behind the last, which complete a warp, have scores of 0 alone."""
+    """Where maxima are raised: a lane's sum says that one may have grown, and one has, by half a
+    power of two. Rows behind the last, which complete a warp, have scores of 0 alone."""
     with np.errstate(invalid="ignore"):
         weights = np.exp2(np.where(tile > -np.inf, tile - top[..., None], -np.inf) * np.log2(np.e))
     weights = np.pad(weights * 2.0**raised, ((0, 0), (0, 0), (0, -tile.shape[-1] % 8)))
@@ -192,8 +191,8 @@ def _problems_sm90(params: Params, scale: str) -> list[dict[str, Any]]:
     """The same with a positive scale, and more keys, so that consumers go on after a promotion; two
     multiprocessors, so that tiles are drawn."""
     weights = "half" if params["values"] == "half" else "fp8"
-    of_tiles = {"weights": weights, "tile": params["block"][1], "growth": 8.75 - params.get("raised", _TOP_SM90),
-                "raised": params.get("raised", _TOP_SM90), "optimistic": params["optimistic"]}  # fmt: skip
+    of_tiles = {"weights": weights, "tile": params["block"][1], "growth": _LAG,
+                "raised": _RAISED_SM90}  # fmt: skip
     wanted, small = {**params, "weights": weights}, scale == "small"
     made = [{**p, **of_tiles, "softmax_scale": abs(p["softmax_scale"])}
             for p in _problems(wanted, scale)]  # fmt: skip

@@ -1,7 +1,8 @@
 """The kernel of `fkjit.quantized_attention` that any GPU from sm_80 on has.
 
 A problem is attention's (fkjit/ops/attention/problem.py) with a window, v_codes, code ("int8" or
-"fp8"), values ("half", "fp8" or "e5m2"), and weights: what probabilities are rounded to. Arrays: q, k, v, q_scales, k_scales,
+"fp8"), values ("half", "fp8" or "e5m2"), and weights: what probabilities are rounded to.
+Arrays: q, k, v, q_scales, k_scales,
 v_scales, shift -> o, lse.
 """
 

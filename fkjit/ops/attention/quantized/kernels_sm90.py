@@ -29,12 +29,11 @@ from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, W
 PROMOTE = (256, 512, 1024)  # keys whose sum leaves the tensor core, where any does
 # Tiles of each head_dim: query rows and keys.
 TILES: dict[int, tuple[tuple[int, int], ...]] = {
-    64: ((256, 64), (192, 128)),
-    128: ((192, 96), (128, 192), (128, 128)),
+    64: ((192, 128), (192, 64)),
+    128: ((192, 96), (128, 128), (128, 192)),
     256: ((128, 64),),
 }
-_OPTIMISTIC = "exponentials are taken before anyone has looked for a tile's maximum"
-_REGISTERS = {2: (40, 232), 3: (32, 160), 4: (32, 112)}  # of the producer and of consumers
+_REGISTERS = {2: (40, 232), 3: (32, 160)}  # of the producer and of consumers
 _L2_BYTES = 32 << 20  # of 50 MiB
 _FEW_BLOCKS = 2  # tiles of a head's queries
 _V_SCALES = 1024  # bytes behind a tile of V^T
@@ -46,12 +45,10 @@ def _illegal(params: Params) -> str | None:
     half, fp8 = params["values"] == "half", params["code"] == "fp8"
     if params["values"] == "e5m2" and params["code"] == "int8":
         return "has values of e4m3 beside q and k of int8"
-    if params.get("raised", 7) != 7 and half:
-        return "has nothing raised"
-    if params["block"] == (256, 64) and promote:
-        return "has no registers for that beside those of 256 rows"
-    if params["block"] == (192, 96) and params["optimistic"] and (promote or not fp8):
-        return "has registers for e4m3 alone, and none for sums of their own (optimistic)"
+    if params["block"] == (192, 128) and half:
+        return "has no registers for 16 bits of v beside those of 192 rows and 128 keys"
+    if params["block"] == (192, 96) and (promote or not fp8):
+        return "has registers for q and k of e4m3, and none for sums of their own"
     if half and params["code"] == "fp8":
         return "has values of e4m3 where anything is e4m3"
     if params["block"] not in TILES[dim]:
@@ -94,7 +91,6 @@ def _derive(params: Params) -> dict[str, Any]:
         "sum": "int" if params["code"] == "int8" else "float",
         "int8": params["code"] == "int8",
         "v_codes": params["values"] != "half", "e5m2": params["values"] == "e5m2",
-        "raised": 0 if params["values"] == "half" else params.get("raised", 7),
         "block_k": block_k, "consumers": consumers, "scale_keys": ROWS,
         "q_stages": found["Q"], "stages": found["K"],
         "producer_registers": producer, "consumer_registers": consumer,
@@ -195,8 +191,6 @@ FLASH_CODES_SM90 = register(
                 "query rows and keys of a tile",
                 tunable=True,
             ),
-            Param("optimistic", (False, True), _OPTIMISTIC, tunable=True),
-            Param("raised", (7, 6, 5), "trial", tunable=True),
         ),
         derive=_derive,
         illegal=_illegal,

@@ -77,9 +77,7 @@ def encode_values(v: np.ndarray, code: str = "fp8") -> tuple[np.ndarray, np.ndar
     return made.reshape(b, h, dim, -1), scales
 
 
-def decode_values(
-    data: np.ndarray, scales: np.ndarray, keys: int, code: str = "fp8"
-) -> np.ndarray:
+def decode_values(data: np.ndarray, scales: np.ndarray, keys: int, code: str = "fp8") -> np.ndarray:
     """The other way, in float64."""
     b, h, dim, _ = data.shape
     numbers = np.asarray(data).reshape(b, h, dim, -1, 16)

@@ -1,9 +1,9 @@
 """The kernels of `fkjit.quantize_attention`.
 
 A problem has what attention's has (batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim,
-head_dim_v, axes), dtype, and smooth, rotate, code and values as the kernels are compiled for, and v_codes.
-Arrays: q, k, v, k_means, v_scales, span_scales -> q_codes, k_codes, v_codes, q_scales, k_scales,
-shift. `scales`: how many rows of q and keys share one: SCALES.
+head_dim_v, axes), dtype, v_codes, and smooth, rotate, code and values as the kernels are compiled
+for. Arrays: q, k, v, k_means, v_scales, span_scales -> q_codes, k_codes, v_codes, q_scales,
+k_scales, shift. `scales`: how many rows of q and keys share one: SCALES.
 """
 
 from __future__ import annotations

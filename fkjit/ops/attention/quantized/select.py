@@ -60,9 +60,8 @@ def choose_sm90(problem: Problem, promote: int | None, block: Any, arch: Arch) -
         "dtype": problem["dtype"], "code": problem["code"], "head_dim": padded(problem),
         "values": problem["values"], "promote": promote,
     }  # fmt: skip
-    made = [{**params, "block": tile, "optimistic": optimistic, "raised": 7}
-            for tile in ([block] if block is not None else _fastest(problem))
-            for optimistic in (not problem["v_codes"], problem["v_codes"])]  # fmt: skip
+    made = [{**params, "block": tile}
+            for tile in ([block] if block is not None else _fastest(problem))]  # fmt: skip
     chosen = next((each for each in made if FLASH_CODES_SM90.illegal(each) is None), made[0])
     FLASH_CODES_SM90.check(chosen, arch)
     return chosen
