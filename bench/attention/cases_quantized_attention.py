@@ -21,7 +21,7 @@ from ..core.op import Arrays, Candidate, Op, Prepared
 from . import cases_attention, peers_torch
 
 # Of ||out - exact|| / ||exact||, exact of the numbers before they were codes.
-_LIMITS = {"int8": 2.5e-2, "int8_fp8": 6e-2, "fp8": 8e-2}
+_LIMITS = {"int8": 2.5e-2, "int8_fp8": 6e-2, "fp8": 8e-2, "fp8_e5m2": 1e-1}
 _NAMES = ("q", "k", "v", "q_scales", "k_scales", "v_scales", "shift")
 
 
@@ -33,7 +33,7 @@ def problem(
     how = ATTENTION_SCHEMES[scheme]
     made = cases_attention.problem(batch, heads[0], seqlen, head_dim, causal, heads_kv=heads[1])
     return {**made, "axes": (0, 1, 2, 3), "window": window(made), "scheme": scheme,
-            "code": how.code, "v_codes": how.v_codes}  # fmt: skip
+            "code": how.code, "v_codes": how.v_codes, "values": how.values}  # fmt: skip
 
 
 def label(p: Problem) -> str:

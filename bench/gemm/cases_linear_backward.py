@@ -86,7 +86,7 @@ def choose(spec: KernelSpec, problem: Problem, arch: Arch) -> Params:
     """What the gradients take."""
     named = {name: problem[name] for name in ("dtype", "out_dtype", "activation", "gate")}
     vector = problem["n"] % kernels.SIZE == 0
-    return {**named, "vector": vector, "threads": kernels.threads(problem["n"])}
+    return {**named, "vector": vector, **kernels.layout(problem["n"])}
 
 
 def launch(

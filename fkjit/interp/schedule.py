@@ -23,7 +23,7 @@ from fkjit.interp.spaces.banks import Banks
 
 SPIN_LIMIT = 2000  # backward branches in a row before another group gets its turn
 POLLS = 4  # the same of a short loop that reads what other threads write: it is time for them
-_SHORT = 64  # instructions
+_SHORT = 256  # instructions
 STEP_LIMIT = 20_000_000  # straight-line runs of one batch: more is an endless loop
 
 

@@ -33,6 +33,7 @@ KERNELS = (
     "grouped.kernels",
     "grouped.kernels_stream",
     "grouped.kernels_codes",
+    "grouped.kernels_ragged",
     "quantize.kernels",
     "quantize.kernels_few",
     "quantize.kernels_bytes",

@@ -1,5 +1,5 @@
 /* Attention forward on codes, by mma.sync: attention/flash.cu with Q and K of int8 or e4m3, and V of 16
-   bits or e4m3.
+   bits, e4m3 or e5m2.
 
    o = softmax(softmax_scale * q k^T + mask) v         q, k = codes * scales
 
@@ -8,7 +8,7 @@
    a band of keys where a tile has an end of it.
 
      V of 16 bits    P is rounded to 16 bits, and V is as the caller has it
-     V of e4m3       V^T [head_dim_v, keys] lies with its keys in the order of attention/codes.cuh. P is
+     V of 8 bits     V^T [head_dim_v, keys] lies with its keys in the order of attention/codes.cuh. P is
                      e4m3 up to 256; PROMOTE: sums of so many keys are added up in fp32. Or P is
                      fp16, and V becomes fp16 on the way: Hopper's mma.sync has no e4m3 of its own
 
@@ -27,8 +27,9 @@
 #include "attention/query_block.cuh"
 
 using elem_t = ${dtype};  // of o, and of V that is no codes
-using pair_t = ${pair};   // two codes of Q and K: i8_pair, e4m3_pair
-constexpr bool V_CODES = ${v_codes}, P_CODES = ${p_codes};
+using pair_t = ${pair};      // two codes of Q and K: i8_pair, e4m3_pair
+using v_pair_t = ${v_pair};  // of P and V: e4m3_pair, e4m3_e5m2
+constexpr bool V_CODES = ${v_codes}, P_CODES = ${p_codes}, E5M2 = ${e5m2};  // V is
 constexpr int BLOCK_Q = ${block_q};  // query rows of a block
 constexpr int BLOCK_K = ${block_k};  // keys of a tile
 constexpr int NUM_WARPS = ${num_warps};
@@ -166,9 +167,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes(
     //% if p_codes
     u32 p[BLOCK_K / 32][M_BLOCKS][4];
     probabilities_e4m3(p, s, softmax, scale_log2);
-    multiply_pv_e4m3<PROMOTE>(acc, p, stage + V_OFFSET, v_reader);
+    multiply_pv_e4m3<v_pair_t, PROMOTE>(acc, p, stage + V_OFFSET, v_reader);
     //% elif v_codes
-    multiply_pv_fp16(acc, s, softmax, scale_log2, stage + V_OFFSET, v_reader);
+    multiply_pv_fp16<E5M2>(acc, s, softmax, scale_log2, stage + V_OFFSET, v_reader);
     //% else
     multiply_pv<elem_t, 16>(acc, s, softmax, scale_log2, stage + V_OFFSET, v_reader);
     //% endif

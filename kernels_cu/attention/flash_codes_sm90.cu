@@ -1,5 +1,5 @@
 /* Attention forward on codes on sm_90 (sm_90a): attention/flash_sm90.cu with Q and K of e4m3 or int8,
-   and V of e4m3 or 16 bits.
+   and V of e4m3, e5m2 or 16 bits.
 
    o = softmax(softmax_scale * q k^T + mask) v         q, k = codes * scales
 
@@ -8,7 +8,7 @@
    exponential, so sums of codes become scores nowhere else. A column of V has a scale as well, which
    the output is multiplied by.
 
-     V of e4m3       V^T [head_dim_v, keys] lies with its keys in the order of attention/codes.cuh, so P
+     V of 8 bits     V^T [head_dim_v, keys] lies with its keys in the order of attention/codes.cuh, so P
                      goes from the first product's registers into the second's; P is e4m3 up to 2^8.75.
                      PROMOTE: sums of so many keys leave the tensor core, which keeps 13 bits behind
                      the leading one of them, and are added up in fp32, in shared memory
@@ -32,13 +32,15 @@
 
 using elem_t = ${dtype};  // of o, and of V that is no codes
 using sum_t = ${sum};     // of products of codes: float (e4m3), int (int8)
-constexpr bool V_CODES = ${v_codes};
+constexpr bool INT8 = ${int8};  // Q and K are
+constexpr bool V_CODES = ${v_codes}, E5M2 = ${e5m2};  // V is
 constexpr int BLOCK_K = ${block_k};      // keys of a tile
 constexpr int CONSUMERS = ${consumers};  // warpgroups of 64 query rows
 constexpr int HEAD_DIM = ${head_dim};    // of q, k, v and o, padded with zeros
 constexpr int STAGES = ${stages};        // tiles of K and of V in shared memory
 constexpr int Q_STAGES = ${q_stages};    // tiles of Q
 constexpr int SCALE_KEYS = ${scale_keys};
+constexpr int RAISED = ${raised};      // powers of two that P is raised by
 constexpr int PROMOTE = ${promote};    // keys, at most, whose sum is made apart, or 0
 constexpr bool TURNS = CONSUMERS > 2;  // at the tensor cores
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
@@ -61,7 +63,7 @@ using Rings =
 using OTile = Rings::OTile;
 using Item = WorkItem<BLOCK_Q>;
 using Spans = SpanOf<BandSpan<BLOCK_Q, BLOCK_K>>;
-using Softmax = CodedSoftmax<BLOCK_K, SCALE_KEYS, GROUPS, V_CODES ? 7 : 0>;
+using Softmax = CodedSoftmax<BLOCK_K, SCALE_KEYS, GROUPS, RAISED>;
 
 // First row of a consumer's warp in the tile of queries.
 __device__ __forceinline__ int warp_row_of(int thread) {
@@ -239,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
         wgmma_fence();
         const u64 v = v_operand + place.stage * (Rings::V_STAGE >> 4);
         //% if v_codes
-        issue_code_values<Rings::VTile>(acc[0], p, v, summed++ > 0);
+        issue_code_values<Rings::VTile, E5M2>(acc[0], p, v, summed++ > 0);
         //% else
         issue_pv<elem_t>(acc, p, v);
         //% endif
@@ -259,24 +261,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_codes_s
         pingpong.pass();
         softmax.load(of_group, k_scales, first_group, tile);
         wgmma_wait<1>();
+        //% if optimistic
+        // By the maxima there are; those of this tile are looked for where a sum says that one may have
+        // grown, and scores are made again where these must be known.
+        bool rescale = false, exact = softmax.exact;
+        float sums_of[2];
+        prepare_scores();
+#pragma unroll 1
+        while (true) {
+          if (exact) rescale = softmax.raise_max(s, correction);
+          const bool doubt = softmax.speculate(s, sums_of);
+          if (exact || !doubt || softmax.settle(s, sums_of, correction, rescale)) break;
+          exact = true;
+          code_scores_again<INT8, Rings>(s, shared + q_stage * Rings::Q_STAGE,
+                                           warp_row_of(thread_index_again()),
+                                           shared + Rings::K +
+                                               place_of<STAGES>(tiles).stage * Rings::K_STAGE);
+          softmax.load(of_group, k_scales, first_group, tile);
+          prepare_scores();
+        }
+        softmax.row_sum[0] += sums_of[0], softmax.row_sum[1] += sums_of[1];
+        release_k();
+        //% else
         release_k();
         prepare_scores();
-        //% if optimistic
-        wgmma_wait<0>();  // so that the other consumers' products run under the exponentials
-        release_v(tiles - 2);
-        const bool rescale = softmax.speculate(s, p, correction);
-        if (tile > range.first) wait_k();
-        //% else
         const bool rescale = softmax.raise_max(s, correction);
         softmax.exponentials(s);
         // What hangs on a vote is not moved behind the wait: exponentials run under the own P V.
         if (__any_sync(FULL_MASK, softmax.row_sum[0] + softmax.row_sum[1] < 0.f)) __nanosleep(1);
+        //% endif
         if (tile > range.first) wait_k();
         wgmma_wait<0>();
         release_v(tiles - 2);
         register_fence(sums);
         round_probabilities();
-        //% endif
         register_fence(acc[0]);
         //% if promote
         if (rescale || summed == EVERY) {

@@ -4,7 +4,7 @@
      Q    a scale a row; with SMOOTH also shift = q . mean of K, which the lse lacks otherwise
      K    a scale for ROWS keys; SMOOTH: of K less its mean over all keys
           GIVEN: the scales of Q and K are those of attention/quantize_spans.cu
-     V    V_CODES: e4m3 by scales of columns (attention/quantize_channels.cu), transposed: [head_dim_v,
+     V    V_CODES: e4m3 or e5m2 by scales of columns (attention/quantize_channels.cu), transposed: [head_dim_v,
           v_keys], zeros behind the last key. Keys of each sixteen are in the order of
           attention/codes.cuh: key 8 j + 2 t + i at 4 t + 2 j + i
 
@@ -14,9 +14,11 @@
 #include "prelude.cuh"
 #include "ptx/pdl.cuh"
 #include "attention/quantize_rows.cuh"
+#include "quantize/e5m2.cuh"
 
 using elem_t = ${dtype};
-using Codes = ${codes};  // of q and k
+using Codes = ${codes};         // of q and k
+using ValueCodes = ${value_codes};
 constexpr bool SMOOTH = ${smooth}, ROTATE = ${rotate}, V_CODES = ${v_codes};
 constexpr bool GIVEN = ${given};
 constexpr int HEAD_DIM = ${head_dim};  // at most
@@ -93,7 +95,7 @@ __device__ __forceinline__ void quantize_values(const Tile& tile, const elem_t* 
     Eight x = tile.load(v, strides, heads_kv, pass, seqlen, head_dim_v);
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = Divisor(tile.column < head_dim_v ? by[i] : 1.f)(x[i]);
-    const uint2 word = Fp8Codes::encode(x, Divisor(1.f));
+    const uint2 word = ValueCodes::encode(x, Divisor(1.f));
     const int key = tile.row(pass) - tile.first;
     const int place = key / 16 * 16 + key / 2 % 4 * 4 + key / 8 % 2 * 2 + key % 2;
 #pragma unroll

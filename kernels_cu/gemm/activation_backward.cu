@@ -4,10 +4,11 @@
              dy * up * act'(gate) | dy * act(gate)
      dbias = column sums of dz
 
-   A block has the columns of THREADS vectors, and every gridDim.y-th row: a thread keeps its
-   columns in all of them, so that their sums stay in its registers. These go to memory as one row
-   of partials a block; of the blocks of some columns the last one to finish adds them up. Both
-   orders are fixed: dbias has the same bits at every call. Every architecture. */
+   A block has the columns of THREADS vectors. Its GROUPS of threads have a row each, and the block
+   every gridDim.y-th of so many: a thread keeps its columns in all its rows, so that their sums stay
+   in its registers. The groups' sums meet in shared memory, the blocks' as one row of partials each
+   in memory; of the blocks of some columns the last one to finish adds them up, by groups again.
+   All orders are fixed: dbias has the same bits at every call. Every architecture. */
 #include "prelude.cuh"
 //% if has_mod
 #define EPILOGUE_EXPRESSION (${epilogue_mod})
@@ -24,10 +25,11 @@ using activation_t = ${activation};
 constexpr bool GATE = ${gate};
 constexpr bool PLAIN = ${plain};    // dz is dy: nothing is read of z
 constexpr bool VECTOR = ${vector};  // 16-byte accesses
-constexpr int THREADS = ${threads};
+constexpr int THREADS = ${threads}, GROUPS = ${groups};
 constexpr int SIZE = 8, PAIRS = SIZE / 2;  // columns of a thread
-constexpr int UNDERWAY = 4;                // rows of partials
-constexpr int AT_ONCE = GATE ? 1 : 2;      // rows of dy and z: enough bytes under way
+constexpr int UNDERWAY = 8;                // rows of partials
+constexpr bool WORDS = sizeof(elem_t) == 4 || sizeof(out_t) == 4;
+constexpr int AT_ONCE = (GATE ? 2 : 4) / (WORDS || !VECTOR ? 2 : 1);  // rows of dy and z
 static_assert(!(GATE && PLAIN), "a gate's gradients need z");
 
 template <typename T>
@@ -62,45 +64,66 @@ __device__ __forceinline__ void differentiate(Columns<elem_t>& dz, Columns<elem_
   }
 }
 
+// Of all groups, one after the other, to the first one's.
+__device__ __forceinline__ void add_groups(Columns<float>& sums, int group, int thread) {
+  if (GROUPS == 1) return;
+  __shared__ __align__(16) float others[GROUPS - 1 + (GROUPS == 1)][Columns<float>::CAPACITY];
+  __syncthreads();  // who reads what was there before?
+  if (group > 0) sums.store(others[group - 1], thread, Columns<float>::CAPACITY);
+  __syncthreads();
+  if (group > 0) return;
+#pragma unroll
+  for (int other = 0; other < GROUPS - 1; ++other) {
+    Columns<float> found;
+    found.load(others[other], thread, Columns<float>::CAPACITY);
+    sums.add(found);
+  }
+}
+
 // The sums over all rows of partials, rounded once.
-__device__ __forceinline__ void add_up(elem_t* dbias, const float* partials, i64 wide,
-                                       int columns) {
+__device__ __forceinline__ void add_up(elem_t* dbias, const float* partials, i64 wide, int columns,
+                                       int group, int thread) {
   Columns<float> sums;
   sums.fill(0.f);
 #pragma unroll UNDERWAY
-  for (int part = 0; part < gridDim.y; ++part) {
+  for (int part = group; part < gridDim.y; part += GROUPS) {
     Columns<float> found;
-    found.load(partials + part * wide, threadIdx.x, columns);
+    found.load(partials + part * wide, thread, columns);
     sums.add(found);
   }
+  add_groups(sums, group, thread);
+  if (group > 0) return;
   Columns<elem_t> made;
 #pragma unroll
   for (int pair = 0; pair < PAIRS; ++pair) {
     const float2 sum = sums.get(0, pair);
     made.set(0, pair, sum.x, sum.y);
   }
-  made.store(dbias, threadIdx.x, columns);
+  made.store(dbias, thread, columns);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) linear_activation_backward(
-    const out_t* __restrict__ dy,    // [m, n]
-    const elem_t* __restrict__ pre,  // [m, n], or [m, 2 n] with GATE: contiguous; null if PLAIN
-    elem_t* __restrict__ dz,         // as pre, or null
-    elem_t* __restrict__ dbias,      // [n], or [2 n]; or null
-    float* workspace,                // partials [gridDim.y, n or 2 n], where there is a dbias
-    u32* counters,                   // [gridDim.x], all 0
-    const i64 dy_stride, const int m, const int n) {
+extern "C" __global__ void __launch_bounds__(THREADS* GROUPS, 4 / GROUPS)
+    linear_activation_backward(
+        const out_t* __restrict__ dy,    // [m, n]
+        const elem_t* __restrict__ pre,  // [m, n], or [m, 2 n] with GATE: contiguous; null if PLAIN
+        elem_t* __restrict__ dz,         // as pre, or null
+        elem_t* __restrict__ dbias,      // [n], or [2 n]; or null
+        float* workspace,                // partials [gridDim.y, n or 2 n], where there is a dbias
+        u32* counters,                   // [gridDim.x], all 0
+        const i64 dy_stride, const int m, const int n) {
   after_previous_kernel();
-  const int thread = threadIdx.x, skip = blockIdx.x * Columns<elem_t>::CAPACITY, here = n - skip;
+  const int thread = threadIdx.x % THREADS, group = threadIdx.x / THREADS;
+  const int skip = blockIdx.x * Columns<elem_t>::CAPACITY, here = n - skip;
+  const int step = gridDim.y * GROUPS;
   const i64 wide = GATE ? 2 * static_cast<i64>(n) : n;
   Columns<float> sums, up_sums;
   sums.fill(0.f), up_sums.fill(0.f);
-  for (int first = blockIdx.y; first < m; first += AT_ONCE * gridDim.y) {
+  for (int first = blockIdx.y * GROUPS + group; first < m; first += AT_ONCE * step) {
     Columns<out_t> given[AT_ONCE];
     Columns<elem_t> z[AT_ONCE], up[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      const int row = first + i * gridDim.y, there = row < m ? here : 0;
+      const int row = first + i * step, there = row < m ? here : 0;
       const i64 place = row * wide + skip;
       given[i].load(dy + row * dy_stride + skip, thread, there);
       if (!PLAIN) z[i].load(pre + place, thread, there);
@@ -108,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) linear_activation_backw
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      const int row = first + i * gridDim.y;
+      const int row = first + i * step;
       if (row >= m) break;
       Columns<elem_t> made, d_up;
       const i64 place = row * wide + skip;
@@ -120,11 +143,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) linear_activation_backw
   }
   if (dbias == nullptr) return;
 
+  add_groups(sums, group, thread);
+  if (GATE) add_groups(up_sums, group, thread);
   float* part = workspace + blockIdx.y * wide + skip;
-  sums.store(part, thread, here);
-  if (GATE) up_sums.store(part + n, thread, here);
+  if (group == 0) sums.store(part, thread, here);
+  if (GATE && group == 0) up_sums.store(part + n, thread, here);
   __syncthreads();
   if (!last_block(counters + blockIdx.x, gridDim.y)) return;
-  add_up(dbias + skip, workspace + skip, wide, here);
-  if (GATE) add_up(dbias + n + skip, workspace + n + skip, wide, here);
+  add_up(dbias + skip, workspace + skip, wide, here, group, thread);
+  if (GATE) add_up(dbias + n + skip, workspace + n + skip, wide, here, group, thread);
 }

@@ -78,7 +78,6 @@ constexpr bool FETCHED = RESIDUAL && ${tma_store};  // the residual comes while 
 constexpr bool X_K_MAJOR = ${x_k_major}, WEIGHT_K_MAJOR = ${weight_k_major};
 constexpr int GUARD = ${guard};  // bytes between tiles: 0 except where memory is checked
 using Activation = ${activation};
-
 constexpr int WARPGROUP = 128, CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS);
 constexpr int PRODUCER_REGISTERS = GATHER ? 56 : 40, CONSUMER_REGISTERS = GATHER ? 224 : 232;
 constexpr int ROWS = COOPERATIVE ? BLOCK_M / CONSUMERS : BLOCK_M;  // of a consumer
@@ -110,8 +109,8 @@ static_assert(!Order::GROUPED || (SPLIT == 1 && CLUSTER == 1 && !SHARES && !SWAP
 __device__ __forceinline__ Piece own_part(const Piece& whole, const Order& order) {
   if (Order::OF_K) {
     const Depth depth = order.depth(whole.tile, 0);
-    if (depth.count == 0) return {whole.tile, whole.steps, 1};  // zeros, beyond the end of k
-    return {whole.tile, depth.first / BLOCK_K, depth.count / BLOCK_K};
+    if (depth.count == 0) return {whole.tile, whole.steps * SLICES, 1};  // zeros, behind all of k
+    return {whole.tile, depth.first / Order::STEP_OF_FIRST, ceil_div(depth.count, BLOCK_K)};
   }
   if (SPLIT == 1) return whole;
   const KPart part(MEETS ? cluster_rank() : block_index_again() % SPLIT, SPLIT, whole.steps);
@@ -292,10 +291,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wgmma(
       // Of parts of a tile only who comes to the epilogue has a use for the residual.
       const bool ahead = SPLIT == 1 ? !SHARES || piece.steps == work.steps
                                     : MEETS && piece.steps > 0 && cluster_rank() == 0;
-      multiply<elem_t, CLUSTER>(acc, stages, place, piece.steps, consumer_row, lane, pingpong, [&] {
+      const auto meanwhile = [&] {
         if (FETCHED && ahead) fetch_residual();
         if (TELLS) finished.tell(lane);
-      });
+      };
+      const int tail = order.last_slices(piece.tile);
+      multiply<elem_t, CLUSTER>(acc, stages, place, piece.steps - (tail > 0), tail, consumer_row,
+                                lane, pingpong, meanwhile);
       named_barrier_wait_aligned<WARPGROUP>(3 + consumer);  // all of its bias is there
       if (SPLIT > 1 && piece.steps == 0) zero(acc);
       //% if shares and split > 1

@@ -30,7 +30,7 @@ constexpr int ROWS = TEAM / LANES;                                             /
 // Eights of a thread that are kept in registers: a block's only if they come in whole accesses.
 constexpr int OF_BLOCK = WIDE ? WIDTH / ROWS : 2;
 constexpr int HELD = SPAN == Span::ROW ? 4 : SPAN == Span::BLOCK ? OF_BLOCK : 1;
-constexpr int RESIDENT = SPAN == Span::BLOCK ? 2 : 4;  // blocks of a multiprocessor, at least
+constexpr int RESIDENT = SPAN == Span::BLOCK ? 2 : 1024 / THREADS;  // of an SM, at least
 static_assert(LANES * 8 == WIDTH || SPAN == Span::ROW, "a group is as wide as its lanes");
 
 // Where a thread's i-th eight of a span is.

@@ -62,7 +62,8 @@ constexpr int STAGES = ${stages};
 constexpr int CLUSTER = ${cluster};  // blocks that share a tile of the weight
 constexpr int GUARD = ${guard};      // bytes between tiles: 0 except where memory is checked
 
-constexpr int WARPGROUP = 128, CONSUMERS = PINGPONG ? 2 : BLOCK_M / 64;
+constexpr bool TWICE = BLOCK_M == 256;  // a consumer has two blocks of 64 rows, one by one
+constexpr int WARPGROUP = 128, CONSUMERS = PINGPONG || TWICE ? 2 : BLOCK_M / 64;
 constexpr int THREADS = WARPGROUP * (1 + CONSUMERS);
 constexpr int BLOCKS_OF_64 = PINGPONG ? BLOCK_M / 64 : 1;           // rows of a consumer
 constexpr int RELEASES = 4 * CLUSTER * (PINGPONG ? 1 : CONSUMERS);  // of a stage, by warps
@@ -75,6 +76,8 @@ constexpr u16 ALL_BLOCKS = CLUSTER > 1 ? 3 : 0;
 static_assert(BLOCK_M % 64 == 0 && CONSUMERS >= 2 && CONSUMERS <= 3, "64 rows a consumer");
 static_assert(!PINGPONG || INTERVAL == 0, "no registers for sums in fp32 beside those of a tile");
 static_assert(!BLOCKS || INTERVAL == 1, "a scale is of one step");
+constexpr int TIMES = TWICE ? 2 : 1;
+static_assert(!TWICE || BLOCKS, "sums of both blocks come to the same registers");
 constexpr int PARTS = CODED ? 2 : 1;  // of the weight's tile, that are multiplied one by one
 static_assert(!CODED || (BLOCKS && GATE && BLOCK_N == 256), "128 columns share a scale");
 static_assert(!EXACT || INTERVAL == 0, "sums of int8 are exact");
@@ -112,8 +115,7 @@ struct Ring {
 };
 using Place = RingPlace<STAGES>;
 using Order = GroupedOrder<Groups::${groups}, BLOCK_M * CLUSTER>;
-static_assert(!Order::GROUPED || (Order::OF_ROWS && BLOCKS && CLUSTER == 1),
-              "experts have rows of x, and scales of blocks");
+static_assert(!Order::GROUPED || (Order::OF_ROWS && CLUSTER == 1), "experts have rows of x");
 
 // Both operands' next 128 of k. By one thread.
 __device__ __forceinline__ void fetch(const Ring& ring, int stage, const TensorMap& x_map,
@@ -212,13 +214,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
     // ---- consumers
     more_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1, lane = threadIdx.x % WARP_SIZE;
-    const int consumer_row = PINGPONG ? 0 : consumer * 64;
+    const int consumer_row = PINGPONG ? 0 : consumer * 64;  // TWICE: and 128 further on
     const int warp_row = consumer_row + threadIdx.x / WARP_SIZE % 4 * 16;
     using Sums = float (&)[1][N][4];
     using Pairs = EpiloguePairs<Activation, GATE, false, RESIDUAL, elem_t, out_t>;
-    const ScaledPairs<Pairs, EXACT, BLOCKS> epilogue(
-        Pairs(residual, nullptr, residual_stride, scale, n), {x_scales, x_scale_step, m},
-        {scales, scale_step, GATE ? 2 * n : n});
+    ScaledPairs<Pairs, EXACT, BLOCKS> epilogue(Pairs(residual, nullptr, residual_stride, scale, n),
+                                               {x_scales, x_scale_step, m},
+                                               {scales, scale_step, GATE ? 2 * n : n});
     const PingPong<CONSUMERS> turns(consumer, PINGPONG);
     int position = 0, turn = 0;  // in the ring; tiles
     for (int number = first; number < order.count(); number += stride, ++turn) {
@@ -231,8 +233,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
         turns.wait();
       }
       const int row = tile.row + rank * BLOCK_M + warp_row, column = tile.column * OUT_COLUMNS;
+      const int outputs = GATE ? 2 * n : n;
       const float* const own_scales =
-          Order::own(scales, tile.expert, ceil_div(GATE ? 2 * n : n, BLOCK_K) * steps);
+          Order::own(scales, tile.expert, BLOCKS ? ceil_div(outputs, BLOCK_K) * steps : outputs);
+      epilogue.of_weight.scales = own_scales;
       if (Order::OF_ROWS && tile.row + consumer_row >= tile.end) {  // no row of it is this one's
         for (int step = 0; step < steps; ++step, place.advance()) {
           mbarrier_wait(ring.full(place.stage), place.parity);
@@ -241,15 +245,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
         continue;
       }
       sum_t acc[BLOCKS_OF_64][N / PARTS][4];
-      float total[1][N][4];
+      float total[TIMES][1][N][4];
 #pragma unroll
-      for (int i = 0; i < N * 4; ++i) total[0][i / 4][i % 4] = 0.f;
+      for (int i = 0; i < TIMES * N * 4; ++i) total[i / (N * 4)][0][i / 4 % N][i % 4] = 0.f;
 
       // 1. Products, 128 of k after the other.
       int last = 0;
       for (int step = 0; step < steps; ++step) {
-        BlockScales<1, GATE> by;
-        if (BLOCKS) by.load(x_scales, own_scales, row + lane / 4, m, column, n, step, steps);
+        BlockScales<1, GATE> by[TIMES];
+#pragma unroll
+        for (int i = 0; i < (BLOCKS ? TIMES : 0); ++i)
+          by[i].load(x_scales, own_scales, row + i * 128 + lane / 4, m, column, n, step, steps);
         mbarrier_wait(ring.full(place.stage), place.parity);
         const u32 a = ring.a(place.stage) + consumer_row * BLOCK_K, b = ring.b(place.stage);
         if constexpr (INTERVAL == 0) {
@@ -266,7 +272,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
             wgmma_wait<0>();
             if (part == PARTS - 1) ring.release(place.stage, lane);
             register_fence(acc[0]);
-            add_scaled_part(total, acc[0], by, part);
+            add_scaled_part(total[0], acc[0], by[0], part);
+          }
+        } else if constexpr (TWICE) {
+#pragma unroll
+          for (int i = 0; i < TIMES; ++i) {
+            const bool there = tile.row + consumer_row + i * 128 < tile.end;
+            if (there) {
+              multiply_stage(acc, a + i * 128 * BLOCK_K, b, false);
+              wgmma_wait<0>();
+            }
+            if (i == TIMES - 1) ring.release(place.stage, lane);
+            if (!there) continue;
+            register_fence(acc[0]);
+            add_scaled<GATE>(total[i], reinterpret_cast<Sums>(acc), by[i]);
           }
         } else {
           multiply_stage(acc, a, b, step % STEPS > 0);
@@ -274,9 +293,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
           ring.release(place.stage, lane);
           register_fence(acc[0]);
           if (BLOCKS)
-            add_scaled<GATE>(total, reinterpret_cast<Sums>(acc), by);
+            add_scaled<GATE>(total[0], reinterpret_cast<Sums>(acc), by[0]);
           else if (step % STEPS == STEPS - 1 || step == steps - 1)
-            add_sums(total, reinterpret_cast<Sums>(acc));
+            add_sums(total[0], reinterpret_cast<Sums>(acc));
         }
         place.advance();
       }
@@ -288,15 +307,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) quantized_wgmma(
 
       // 2. Scales, and the way out.
       //% if coded
-      store_coded_rows(total, epilogue, Order::own(bias, tile.expert, 2 * n), out, out_scales, lane,
-                       row, tile.end, column);
+      store_coded_rows(total[0], epilogue, Order::own(bias, tile.expert, 2 * n), out, out_scales,
+                       lane, row, tile.end, column);
       //% else
 #pragma unroll
-      for (int block = 0; block < BLOCKS_OF_64; ++block) {
+      for (int block = 0; block < BLOCKS_OF_64 * TIMES; ++block) {
         if (INTERVAL == 0) register_fence(acc[block]);
-        store_fragments(INTERVAL > 0 ? total : reinterpret_cast<Sums>(acc[block]), epilogue,
-                        Order::own(bias, tile.expert, GATE ? 2 * n : n), out, out_stride, lane,
-                        row + block * 64, tile.end, column);
+        store_fragments(
+            INTERVAL > 0 ? total[TWICE ? block : 0] : reinterpret_cast<Sums>(acc[block]), epilogue,
+            Order::own(bias, tile.expert, GATE ? 2 * n : n), out, out_stride, lane,
+            row + block * (TWICE ? 128 : 64), tile.end, column);
       }
       //% endif
     }

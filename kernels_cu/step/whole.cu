@@ -30,6 +30,7 @@
 #include "step/decode_heads.cuh"
 #include "step/gathered_rows.cuh"
 #include "step/largest.cuh"
+#include "step/layers.cuh"
 #include "step/tile_sums.cuh"
 #include "ptx/atomic.cuh"
 
@@ -56,14 +57,6 @@ using Heads = DecodeHeads<elem_t, D, GROUP, WARPS, ROPE>;
 static_assert(MOST <= 8, "columns of a product of tensor cores");
 static_assert(sizeof(typename Heads::Shared) <= ROOM - ASIDE, "attention has its room");
 
-// Of a layer: elements behind `weights`, NONE: there is no such array.
-struct LayerWeights {
-  static constexpr i64 NONE = -1ll << 62;
-  i64 norm, norm_bias, qkv, qkv_bias, out, out_bias;
-  i64 mlp_norm, mlp_norm_bias, up, up_bias, down, down_bias;
-  i64 window;  // keys that a token sees; 0: all
-};
-
 struct DecodeModel {
   i64 plane;  // elements of a layer's keys, as many as of its values
   int m;      // 1..MOST
@@ -89,34 +82,8 @@ struct Wanted {  // of an output, as loaded: to convert is to wait
   u32 word;      // of the stream
 };
 
-__device__ __forceinline__ const elem_t* weight_at(const elem_t* weights, i64 offset) {
-  return offset == LayerWeights::NONE ? nullptr : weights + offset;
-}
 __device__ __forceinline__ elem_t bias_at(const elem_t* bias, int column) {
   return bias == nullptr ? elem_t(0.f) : bias[column];
-}
-
-// To shared memory. By all threads, who meet before they read it.
-__device__ __forceinline__ void copy_table(LayerWeights* target, const LayerWeights* source,
-                                           int layers) {
-  const int words = layers * sizeof(LayerWeights) / sizeof(i64);
-  for (int i = threadIdx.x; i < words; i += blockDim.x)
-    reinterpret_cast<i64*>(target)[i] = reinterpret_cast<const i64*>(source)[i];
-}
-
-// Norms' weights and biases of a layer come to L2, a part of the lines by each block. By one warp.
-__device__ __forceinline__ void prefetch_small(const elem_t* weights, const LayerWeights& layer,
-                                               int hidden, int heads, int mlp) {
-  const i64 offsets[] = {layer.norm,     layer.norm_bias, layer.mlp_norm, layer.mlp_norm_bias,
-                         layer.qkv_bias, layer.out_bias,  layer.up_bias,  layer.down_bias};
-  const int sizes[] = {hidden, hidden, hidden, hidden, heads, hidden, GATE ? 2 * mlp : mlp, hidden};
-  constexpr int LINE = 128 / sizeof(elem_t);
-#pragma unroll
-  for (int i = 0; i < 8; ++i)
-    if (offsets[i] != LayerWeights::NONE)
-      for (int at = (blockIdx.x + gridDim.x * (threadIdx.x % WARP_SIZE)) * LINE; at < sizes[i];
-           at += gridDim.x * WARP_SIZE * LINE)
-        prefetch_l2(weights + offsets[i] + at);
 }
 
 // Tokens' rows of the embedding, shared out over the grid.
@@ -166,6 +133,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
   __shared__ typename Sums::Shared sums;
+  __shared__ DecodeItem item;
+  __shared__ float angles[D];
   const int m = model.m, hidden = model.hidden, dim_q = model.heads_q * D;
   const int heads = (model.heads_q + 2 * model.heads_kv) * D;
   Ring ring(shared_address(shared) + ROOM, shared_address(barriers));
@@ -173,25 +142,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
     Sums::make_barriers(sums);
     ring.make_barriers();
   }
-  LayerWeights* const layers = reinterpret_cast<LayerWeights*>(shared + ROOM - ASIDE);
-  copy_table(layers, table_of_layers, model.layers);
-  __syncthreads();
-
   const DecodeState state = {
-      rows_of_cache,
-      positions,
-      page_table,
-      lengths,
-      capacities,
-      table,
-      {model.page_step, model.head_step, model.token_step, 0, model.page_log2},
-      model.max_sequences,
-      model.max_pages,
-      model.table_rows,
-      model.heads_kv,
-      model.splits,
-      model.scale};
-  const int items = m * model.heads_kv * model.splits;
+      rows_of_cache,       positions,
+      page_table,          lengths,
+      capacities,          {model.page_step, model.head_step, model.token_step, 0, model.page_log2},
+      model.max_sequences, model.max_pages,
+      model.table_rows,    model.heads_kv,
+      model.splits,        model.scale};
+  const int splits = model.splits, items = m * model.heads_kv * splits;
   const u32 launches = load_word(exchange);
   const Between at = {reinterpret_cast<u64*>(exchange + model.qkv),
                       reinterpret_cast<u64*>(exchange + model.partials),
@@ -201,122 +159,127 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * FETCHERS, 1)
                       exchange + model.largest};
   const u32 first_tag = launches * model.layers + 1,
             first_stream = launches * (2 * model.layers + 1) + 1;
-  const int item = blockIdx.x;
+  const bool attends = blockIdx.x < items;
   const auto heads_of = [&](int n) {
     elem_t* const own = pages + 2 * n * model.plane;
     return DecodeLayer<elem_t>{at.qkv,        at.attended, at.partials,
                                first_tag + n, own,         own + model.plane};
   };
 
+  // What this block has of each product, and of attention.
+  Product<elem_t>* const list = reinterpret_cast<Product<elem_t>*>(shared + ROOM - ASIDE);
+  const int products = 4 * model.layers + 1;
+  const auto inputs_of = [&](int kind) {
+    return kind == DOWN ? model.mlp : kind == OUT ? dim_q : hidden;
+  };
+  for (int p = threadIdx.x; p < products; p += blockDim.x) {
+    const int kind = p == products - 1 ? HEAD : p % 4;
+    Product<elem_t> made = {head, nullptr, norm_weight, norm_bias};
+    if (kind != HEAD) made = product_of(weights, table_of_layers[p / 4], kind);
+    share_out(made,
+              kind == QKV    ? heads
+              : kind == UP   ? model.mlp
+              : kind == HEAD ? model.vocabulary
+                             : hidden,
+              ceil_div(inputs_of(kind), COLUMNS), p);
+    list[p] = made;
+  }
+  if (attends) {
+    if (threadIdx.x == 0) item = DecodeItem::make(state, blockIdx.x, GROUP * D);
+    if (ROPE) Heads::load_angles(angles, table, state, blockIdx.x / splits / model.heads_kv);
+  }
+  __syncthreads();
+
   // The warps that fetch.
   if (threadIdx.x >= THREADS) {
 #pragma unroll 1
-    for (int n = 0; n < model.layers; ++n) {
-      const LayerWeights& layer = layers[n];
-      if (threadIdx.x < THREADS + 32) prefetch_small(weights, layer, hidden, heads, model.mlp);
-      ring.fetch<false>(weights + layer.qkv, heads, hidden, 4 * n);
-      if (item < items && threadIdx.x < THREADS + 32)
-        Heads::prefetch(state, heads_of(n), DecodeSpan(state, item, layer.window));
-      ring.fetch<false>(weights + layer.out, hidden, dim_q, 4 * n + 1);
-      ring.fetch<GATE>(weights + layer.up, model.mlp, hidden, 4 * n + 2);
-      ring.fetch<false>(weights + layer.down, hidden, model.mlp, 4 * n + 3);
+    for (int p = 0; p < products; ++p) {
+      const Product<elem_t> next = list[p];
+      const int kind = p == products - 1 ? HEAD : p % 4;
+      const bool halves = GATE && kind == UP;
+      if (threadIdx.x < THREADS + 32) {
+        prefetch_small(next.norm, hidden), prefetch_small(next.norm_bias, hidden);
+        prefetch_small(next.bias, kind == QKV  ? heads
+                                  : kind != UP ? hidden
+                                               : (GATE + 1) * model.mlp);
+        if (kind == OUT && attends)
+          Heads::prefetch(state, heads_of(p / 4), DecodeSpan(item, splits, next.window));
+      }
+      ring.fetch(next.weight, next.begin, next.begin + next.outputs, model.mlp, inputs_of(kind),
+                 halves);
     }
-    ring.fetch<false>(head, model.vocabulary, hidden, 4 * model.layers);
     return;
   }
 
   const Meet meet;
   const u32 rows = shared_address(shared);
-  const u32 factors = rows + ROOM - ASIDE + round_up<int>(model.layers * sizeof(LayerWeights), 16);
+  const u32 factors = rows + ROOM - ASIDE + products * sizeof(Product<elem_t>);
   const Rows taken(rows, factors, m);
-  Sums product(ring, sums, shared + ROOM, m);
-  const elem_t* const x = reinterpret_cast<const elem_t*>(shared);
+  Sums sums_of(ring, sums, shared + ROOM, m);
   Wanted wanted[Sums::EACH] = {};
+  Largest best[Sums::EACH];
 
   // 1. Embedding.
   embed(at.stream, first_stream, tokens, positions, embedding, position_embedding, m, hidden);
 
 #pragma unroll 1
-  for (int n = 0; n < model.layers; ++n) {
-    const LayerWeights& layer = layers[n];
-    const u32 tag = first_tag + n, stream_tag = first_stream + 2 * n;
-    const auto array = [&](i64 offset) { return weight_at(weights, offset); };
-    const auto add_to_stream = [&](const elem_t* bias, int k, int share, u32 next) {
-      product.template product<false>(
-          x, hidden, k, share,
-          [&](int i, int row, int column) {
-            wanted[i].x = bias_at(bias, column);
-            wanted[i].word = load_word(at.stream + row * hidden + column);
-          },
-          [&](int i, int row, int column, float2 sum) {
-            const float y = sum.x + static_cast<float>(wanted[i].x) +
-                            static_cast<float>(number<elem_t>(wanted[i].word));
-            store_word(at.stream + row * hidden + column, tagged(static_cast<elem_t>(y), next));
-          });
+  for (int p = 0; p < products; ++p) {
+    const Product<elem_t>& own = list[p];
+    const int kind = p == products - 1 ? HEAD : p % 4, k = inputs_of(kind);
+    const bool halves = GATE && kind == UP;
+    const u32 tag = first_tag + p / 4, stream_tag = first_stream + p / 2;
+
+    // 2. Attention, whose work area is the rows'.
+    if (kind == OUT && attends) {
+      Heads::attend(*reinterpret_cast<typename Heads::Shared*>(shared), state, heads_of(p / 4),
+                    DecodeSpan(item, splits, own.window), angles, meet);
+      meet();
+    }
+
+    const typename Sums::Work work(sums_of, own, k, halves);
+    const elem_t* const bias = own.bias;
+    const auto before = [&](int i, int row, int column) {
+      wanted[i].x = bias_at(bias, column);
+      if (halves) wanted[i].y = bias_at(bias, model.mlp + column);
+      if (kind == OUT || kind == DOWN)
+        wanted[i].word = load_word(at.stream + row * hidden + column);
     };
 
-    // 2. Heads of q, k and v, of the normalised rows.
-    taken.load_factors(array(layer.norm), array(layer.norm_bias), hidden);
-    taken.normalise(at.stream, hidden, stream_tag, model.eps);
-    meet();
-    const elem_t* const qkv_bias = array(layer.qkv_bias);
-    product.template product<false>(
-        x, heads, hidden, 4 * n,
-        [&](int i, int, int column) { wanted[i].x = bias_at(qkv_bias, column); },
-        [&](int i, int row, int column, float2 sum) {
-          store_word(at.qkv + row * heads + column,
-                     tagged(sum.x + static_cast<float>(wanted[i].x), tag));
-        });
-
-    // 3. Attention.
-    meet();  // the rows are read; attention has their place
-    if (item < items)
-      Heads::attend(*reinterpret_cast<typename Heads::Shared*>(shared), state, heads_of(n),
-                    DecodeSpan(state, item, layer.window), item, meet);
+    // 3. Rows, normalised or as they are.
+    sums_of.expect(work, before);
+    if (own.norm != nullptr) {
+      taken.load_factors(own.norm, own.norm_bias, hidden);
+      taken.normalise(at.stream, hidden, stream_tag, model.eps);
+    } else {
+      taken.gather(kind == OUT ? at.attended : at.inner, k, tag);
+    }
     meet();
 
-    // 4. The output product, added to the stream.
-    taken.gather(at.attended, dim_q, tag);
-    meet();
-    add_to_stream(array(layer.out_bias), dim_q, 4 * n + 1, stream_tag + 1);
-    meet();
-
-    // 5. Up, with its activation.
-    taken.load_factors(array(layer.mlp_norm), array(layer.mlp_norm_bias), hidden);
-    taken.normalise(at.stream, hidden, stream_tag + 1, model.eps);
-    meet();
-    const elem_t* const up_bias = array(layer.up_bias);
-    product.template product<GATE>(
-        x, model.mlp, hidden, 4 * n + 2,
-        [&](int i, int, int column) {
-          wanted[i].x = bias_at(up_bias, column);
-          if (GATE) wanted[i].y = bias_at(up_bias, model.mlp + column);
-        },
-        [&](int i, int row, int column, float2 sum) {
-          float y = Activation::value(sum.x + static_cast<float>(wanted[i].x));
-          if (GATE) y *= sum.y + static_cast<float>(wanted[i].y);
-          store_word(at.inner + row * model.mlp + column, tagged(static_cast<elem_t>(y), tag));
-        });
-    meet();
-
-    // 6. Down, added to the stream.
-    taken.gather(at.inner, model.mlp, tag);
-    meet();
-    add_to_stream(array(layer.down_bias), model.mlp, 4 * n + 3, stream_tag + 2);
-    meet();
+    // 4. The block's outputs: heads of q, k and v; added to the stream; up with its activation; logits,
+    //    and the largest of them.
+    sums_of.product(work, reinterpret_cast<const elem_t*>(shared), k, halves, before,
+                    [&](int i, int row, int column, float2 sum) {
+                      float y = sum.x + static_cast<float>(wanted[i].x);
+                      if (kind == QKV) {
+                        store_word(at.qkv + row * heads + column, tagged(y, tag));
+                      } else if (kind == UP) {
+                        y = Activation::value(y);
+                        if (GATE) y *= sum.y + static_cast<float>(wanted[i].y);
+                        store_word(at.inner + row * model.mlp + column,
+                                   tagged(static_cast<elem_t>(y), tag));
+                      } else if (kind == HEAD) {
+                        logits[row * static_cast<i64>(model.logits_stride) + column] = sum.x;
+                        best[i].see(sum.x, column);
+                      } else {
+                        y += static_cast<float>(number<elem_t>(wanted[i].word));
+                        store_word(at.stream + row * hidden + column,
+                                   tagged(static_cast<elem_t>(y), stream_tag + 1));
+                      }
+                    });
+    meet();  // the rows are read
   }
 
-  // 7. Logits, and the largest of this block's; the last block has the largest of all.
-  taken.load_factors(norm_weight, norm_bias, hidden);
-  taken.normalise(at.stream, hidden, first_stream + 2 * model.layers, model.eps);
-  meet();
-  Largest best[Sums::EACH];
-  product.template product<false>(
-      x, model.vocabulary, hidden, 4 * model.layers, [](int, int, int) {},
-      [&](int i, int row, int column, float2 sum) {
-        logits[row * static_cast<i64>(model.logits_stride) + column] = sum.x;
-        best[i].see(sum.x, column);
-      });
+  // 5. The last block has the largest of all.
   const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
   const int of_grid = blockIdx.x * WARPS + warp, rivals = gridDim.x * WARPS;
 #pragma unroll

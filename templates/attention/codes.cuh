@@ -1,5 +1,5 @@
 // Attention on codes: what differs from attention/mma.cuh where Q and K are int8 or e4m3, and V is
-// e4m3. Two bytes are an element of 16 bits (ptx/mma_8bit.cuh), so tiles and readers are the same.
+// e4m3 or e5m2. Two bytes are an element of 16 bits (ptx/mma_8bit.cuh), so tiles and readers are the same.
 //
 // Keys of V^T. Lane (g, t) has the scores of keys 2t and 2t + 1 of every eight, and needs, as A of the
 // next product, bytes 4t ... 4t + 3 of every sixteen. Which key a byte means is free, if V^T has the
@@ -57,6 +57,11 @@ __device__ __forceinline__ u32 fp16_of_e4m3(u32 codes) {
   return x.x | static_cast<u32>(x.y) << 16;
 }
 
+// The same of e5m2, whose bits are the upper ones of fp16.
+__device__ __forceinline__ u32 fp16_of_e5m2(u32 codes) {
+  return __byte_perm(codes, 0, 0x1404);
+}
+
 // Scores -> probabilities of e4m3, as A fragments of 32 keys each; adds to the row sums on the way.
 template <int M, int N, typename Softmax>
 __device__ __forceinline__ void probabilities_e4m3(u32 (&p)[N / 4][M][4], const float (&s)[M][N][4],
@@ -79,9 +84,9 @@ __device__ __forceinline__ void probabilities_e4m3(u32 (&p)[N / 4][M][4], const 
     }
 }
 
-// O += P V of e4m3. PROMOTE: sums of so many keys are made apart and added in fp32, as tensor cores
+// O += P V of e4m3, or V of e5m2 (Pair). PROMOTE: sums of so many keys are made apart and added in fp32, as tensor cores
 // add e4m3 products with fewer bits than fp32 has. 0: none are.
-template <int PROMOTE, int M, int STEPS, int COLUMNS, typename VReader>
+template <typename Pair, int PROMOTE, int M, int STEPS, int COLUMNS, typename VReader>
 __device__ __forceinline__ void multiply_pv_e4m3(float (&acc)[M][COLUMNS][4],
                                                  const u32 (&p)[STEPS][M][4], u32 v_tile,
                                                  const VReader& v_reader) {
@@ -95,9 +100,9 @@ __device__ __forceinline__ void multiply_pv_e4m3(float (&acc)[M][COLUMNS][4],
 #pragma unroll
       for (int m = 0; m < M; ++m) {
         if (PROMOTE > 0)
-          mma_16x16x16<e4m3_pair, 16>(part[m][0], part[m][1], p[step][m], b);
+          mma_16x16x16<Pair, 16>(part[m][0], part[m][1], p[step][m], b);
         else
-          mma_16x16x16<e4m3_pair, 16>(acc[m][2 * n], acc[m][2 * n + 1], p[step][m], b);
+          mma_16x16x16<Pair, 16>(acc[m][2 * n], acc[m][2 * n + 1], p[step][m], b);
       }
       if (PROMOTE == 0 || (step + 1) * 32 % PROMOTE != 0) continue;
 #pragma unroll
@@ -109,9 +114,9 @@ __device__ __forceinline__ void multiply_pv_e4m3(float (&acc)[M][COLUMNS][4],
   }
 }
 
-// O += P V of e4m3 as a product of fp16, where the tensor core has no other: P stays 16 bits, and V
+// O += P V of e4m3 (or E5M2) as a product of fp16, where the tensor core has no other: P stays 16 bits, and V
 // becomes 16 bits on the way, which loses nothing.
-template <int M, int N, int COLUMNS, typename Softmax, typename VReader>
+template <bool E5M2, int M, int N, int COLUMNS, typename Softmax, typename VReader>
 __device__ __forceinline__ void multiply_pv_fp16(float (&acc)[M][COLUMNS][4],
                                                  const float (&s)[M][N][4], Softmax& softmax,
                                                  float scale_log2, u32 v_tile,
@@ -137,8 +142,9 @@ __device__ __forceinline__ void multiply_pv_fp16(float (&acc)[M][COLUMNS][4],
 #pragma unroll
       for (int i = 0; i < 4 * M; ++i) {
         const u32 four = b[i % 4];
-        mma_m16n8k16<fp16>(acc[i / 4][2 * n + i / 2 % 2], p[i % 2][i / 4], fp16_of_e4m3(four),
-                           fp16_of_e4m3(four >> 16));
+        const u32 low = E5M2 ? fp16_of_e5m2(four) : fp16_of_e4m3(four);
+        const u32 high = E5M2 ? fp16_of_e5m2(four >> 16) : fp16_of_e4m3(four >> 16);
+        mma_m16n8k16<fp16>(acc[i / 4][2 * n + i / 2 % 2], p[i % 2][i / 4], low, high);
       }
     }
   }

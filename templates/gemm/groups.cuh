@@ -33,6 +33,8 @@ template <Groups HOW, int BLOCK_M, bool AROUND = false>
 struct GroupedOrder {
   static constexpr bool GROUPED = HOW != Groups::NONE;
   static constexpr bool OF_K = HOW == Groups::DEPTH;
+  // Where a piece of k begins: in steps of 64, or in slices of 16 of which experts have some.
+  static constexpr int STEP_OF_FIRST = OF_K ? 16 : 64;
   static constexpr bool MASKED = HOW == Groups::MASKED, OF_ROWS = HOW == Groups::ROWS || MASKED;
   int m, columns, group;  // rows; tiles beside each other; rows of tiles taken together
   // [experts + 1]: where experts' rows begin, and the last ones end. MASKED: [experts], how many
@@ -68,6 +70,11 @@ struct GroupedOrder {
     if (!OF_K) return {0, k};
     const int own = number / (ceil_div(m, BLOCK_M) * columns);
     return {offsets[own], offsets[own + 1] - offsets[own]};
+  }
+
+  // Slices of 16 that the last 64 of its k have; 0: all.
+  __device__ __forceinline__ int last_slices(int number) const {
+    return OF_K ? depth(number, 0).count % 64 / 16 : 0;
   }
 
   // An expert's part of an array that has `size` elements for each.

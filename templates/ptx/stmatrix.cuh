@@ -16,3 +16,11 @@ __device__ __forceinline__ void stmatrix_x4(u32 address, const u32 (&r)[4]) {
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
+
+// The same with each matrix transposed: row i % 8 of what is stored is column i % 8 of the fragment's.
+// PTX ISA: stmatrix.sync.aligned.m8n8.x4.trans
+__device__ __forceinline__ void stmatrix_x4_trans(u32 address, const u32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}

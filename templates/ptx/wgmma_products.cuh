@@ -18,7 +18,7 @@
 #include "prelude.cuh"
 
 template <typename T, int N>
-struct Wgmma;  // for fp16 and bf16; N: 16, 32, 48 ... 256, every multiple of 16
+struct Wgmma;  // for fp16 and bf16; N: multiples of 16 up to 256, and of 8 from 64 to 160
 
 template <typename T, bool TRANS_A, bool TRANS_B, int N>
 __device__ __forceinline__ void wgmma_shared(float (&d)[N][4], u64 a, u64 b, int add) {
@@ -35,11 +35,17 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[N][4], const u32 (&a)
 #define NAMES_32 NAMES_16 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define NAMES_48 NAMES_32 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define NAMES_64 NAMES_48 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define NAMES_72 NAMES_64 ",%32,%33,%34,%35"
 #define NAMES_80 NAMES_64 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define NAMES_88 NAMES_80 ",%40,%41,%42,%43"
 #define NAMES_96 NAMES_80 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define NAMES_104 NAMES_96 ",%48,%49,%50,%51"
 #define NAMES_112 NAMES_96 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define NAMES_120 NAMES_112 ",%56,%57,%58,%59"
 #define NAMES_128 NAMES_112 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define NAMES_136 NAMES_128 ",%64,%65,%66,%67"
 #define NAMES_144 NAMES_128 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define NAMES_152 NAMES_144 ",%72,%73,%74,%75"
 #define NAMES_160 NAMES_144 ",%72,%73,%74,%75,%76,%77,%78,%79"
 #define NAMES_176 NAMES_160 ",%80,%81,%82,%83,%84,%85,%86,%87"
 #define NAMES_192 NAMES_176 ",%88,%89,%90,%91,%92,%93,%94,%95"
@@ -53,11 +59,17 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[N][4], const u32 (&a)
 #define SUMS_32 SUMS_16, SIXTEEN(2)
 #define SUMS_48 SUMS_32, SIXTEEN(4)
 #define SUMS_64 SUMS_48, SIXTEEN(6)
+#define SUMS_72 SUMS_64, EIGHT(8)
 #define SUMS_80 SUMS_64, SIXTEEN(8)
+#define SUMS_88 SUMS_80, EIGHT(10)
 #define SUMS_96 SUMS_80, SIXTEEN(10)
+#define SUMS_104 SUMS_96, EIGHT(12)
 #define SUMS_112 SUMS_96, SIXTEEN(12)
+#define SUMS_120 SUMS_112, EIGHT(14)
 #define SUMS_128 SUMS_112, SIXTEEN(14)
+#define SUMS_136 SUMS_128, EIGHT(16)
 #define SUMS_144 SUMS_128, SIXTEEN(16)
+#define SUMS_152 SUMS_144, EIGHT(18)
 #define SUMS_160 SUMS_144, SIXTEEN(18)
 #define SUMS_176 SUMS_160, SIXTEEN(20)
 #define SUMS_192 SUMS_176, SIXTEEN(22)
@@ -100,11 +112,17 @@ WGMMA(16, 8, 9, 10, 11, 12, 13)
 WGMMA(32, 16, 17, 18, 19, 20, 21)
 WGMMA(48, 24, 25, 26, 27, 28, 29)
 WGMMA(64, 32, 33, 34, 35, 36, 37)
+WGMMA(72, 36, 37, 38, 39, 40, 41)
 WGMMA(80, 40, 41, 42, 43, 44, 45)
+WGMMA(88, 44, 45, 46, 47, 48, 49)
 WGMMA(96, 48, 49, 50, 51, 52, 53)
+WGMMA(104, 52, 53, 54, 55, 56, 57)
 WGMMA(112, 56, 57, 58, 59, 60, 61)
+WGMMA(120, 60, 61, 62, 63, 64, 65)
 WGMMA(128, 64, 65, 66, 67, 68, 69)
+WGMMA(136, 68, 69, 70, 71, 72, 73)
 WGMMA(144, 72, 73, 74, 75, 76, 77)
+WGMMA(152, 76, 77, 78, 79, 80, 81)
 WGMMA(160, 80, 81, 82, 83, 84, 85)
 WGMMA(176, 88, 89, 90, 91, 92, 93)
 WGMMA(192, 96, 97, 98, 99, 100, 101)
@@ -121,11 +139,17 @@ WGMMA(256, 128, 129, 130, 131, 132, 133)
 #undef NAMES_32
 #undef NAMES_48
 #undef NAMES_64
+#undef NAMES_72
 #undef NAMES_80
+#undef NAMES_88
 #undef NAMES_96
+#undef NAMES_104
 #undef NAMES_112
+#undef NAMES_120
 #undef NAMES_128
+#undef NAMES_136
 #undef NAMES_144
+#undef NAMES_152
 #undef NAMES_160
 #undef NAMES_176
 #undef NAMES_192
@@ -137,11 +161,17 @@ WGMMA(256, 128, 129, 130, 131, 132, 133)
 #undef SUMS_32
 #undef SUMS_48
 #undef SUMS_64
+#undef SUMS_72
 #undef SUMS_80
+#undef SUMS_88
 #undef SUMS_96
+#undef SUMS_104
 #undef SUMS_112
+#undef SUMS_120
 #undef SUMS_128
+#undef SUMS_136
 #undef SUMS_144
+#undef SUMS_152
 #undef SUMS_160
 #undef SUMS_176
 #undef SUMS_192

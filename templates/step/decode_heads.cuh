@@ -29,37 +29,59 @@ struct DecodeLayer {
 struct DecodeState {
   const int *rows, *positions;                   // [m]
   const int *page_table, *lengths, *capacities;  // of the cache
-  const float* table;                            // [table_rows, D]: cosines, then sines
   PagedPool pool;                                // of keys, and of values
   int max_sequences, max_pages, table_rows;
   int heads_kv, splits;
   float scale;
 };
 
-// The keys of a work item. window: keys that a token sees, itself included; 0: all.
-struct DecodeSpan {
-  int sequence, head, split;
-  int position;     // in the cache of the new token
-  int first, last;  // keys, of which the new one may be the last
-  bool fresh;       // the new token has a slot, and its key is among these
+// The work item of a block, the same in all layers: made once, in shared memory.
+struct DecodeItem {
+  int number, sequence, head, split;
+  int position;  // in the cache of the new token
+  int keys;      // of the sequence, the new one included where there is room for it
+  int each;      // keys of an item where all are seen
+  int begin_column, end_column, lanes_log2;  // what it merges, so many lanes a column
+  bool room;
+  i64 place;  // of the new token's k and v, elements of a layer
   const int* pages;
 
-  __device__ __forceinline__ DecodeSpan(const DecodeState& state, int item, int window) {
-    split = item % state.splits, head = item / state.splits % state.heads_kv;
-    sequence = item / state.splits / state.heads_kv;
-    const int row = state.rows[sequence];
+  // columns: of all query heads of a key head.
+  static __device__ __forceinline__ DecodeItem make(const DecodeState& state, int number,
+                                                    int columns) {
+    DecodeItem made = {number};
+    made.split = number % state.splits, made.head = number / state.splits % state.heads_kv;
+    made.sequence = number / state.splits / state.heads_kv;
+    const int row = state.rows[made.sequence];
     const bool known = row >= 0 && row < state.max_sequences;
-    pages = state.page_table + wide(known ? row : 0, state.max_pages);
-    position = known ? state.lengths[row] : 0;
-    const bool room = known && position < state.capacities[row];
-    const int keys = position + room, begin = window > 0 ? max(keys - window, 0) : 0;
-    const int each = ceil_div(keys - begin, state.splits);
-    first = begin + split * each, last = min(first + each, keys);
-    fresh = room && first < last && last == keys;
+    made.pages = state.page_table + wide(known ? row : 0, state.max_pages);
+    made.position = known ? state.lengths[row] : 0;
+    made.room = known && made.position < state.capacities[row];
+    made.keys = made.position + made.room, made.each = ceil_div(made.keys, state.splits);
+    made.begin_column = columns * made.split / state.splits;
+    made.end_column = columns * (made.split + 1) / state.splits;
+    made.lanes_log2 = state.splits > 8 ? 4 : state.splits > 4 ? 3 : state.splits > 2 ? 2 : 1;
+    made.place = made.room ? made.offset(state.pool, made.position) : 0;
+    return made;
   }
   __device__ __forceinline__ i64 offset(const PagedPool& pool, int key) const {
     const int page = pages[key >> pool.page_log2], token = key & ((1 << pool.page_log2) - 1);
     return wide(page, pool.page_step) + wide(token, pool.token_step) + wide(head, pool.head_step);
+  }
+};
+
+// The keys of a work item. window: keys that a token sees, itself included; 0: all.
+struct DecodeSpan {
+  const DecodeItem& item;
+  int first, last;  // keys, of which the new one may be the last
+  bool fresh;       // the new token has a slot, and its key is among these
+
+  __device__ __forceinline__ DecodeSpan(const DecodeItem& item, int splits, int window)
+      : item(item) {
+    const int begin = window > 0 ? max(item.keys - window, 0) : 0;
+    const int each = window > 0 ? ceil_div(item.keys - begin, splits) : item.each;
+    first = begin + item.split * each, last = min(first + each, item.keys);
+    fresh = item.room && first < last && last == item.keys;
   }
   __device__ __forceinline__ int cached() const { return last - fresh; }
 };
@@ -68,28 +90,22 @@ template <typename T, int D, int GROUP, int WARPS, bool ROPE>
 struct DecodeHeads {
   static constexpr int SIZE = Vector<T>::SIZE, LANES = D / SIZE, KEYS = WARP_SIZE / LANES;
   static constexpr int THREADS = 32 * WARPS, WIDE = D + 2;
-  static constexpr int AHEAD = 1;  // keys of a group of lanes that are asked for at a time
-  static constexpr int PARTS = 4;  // work items' sums under way
   static_assert(D % SIZE == 0 && WARP_SIZE % LANES == 0, "groups of lanes");
-  struct Shared {
+  struct alignas(16) Shared {
     float q[GROUP][D];
     T fresh[2][D];                   // the new token's key and value
     float sums[WARPS][GROUP][WIDE];  // sums of values; maximum; sum
   };
   static constexpr int STEP = WARPS * KEYS;  // keys that the block has at a time
-  // Of `key`, and of those STEP after each other behind it: a lane's columns, zeros of none.
-  struct Keys {
-    Vector<T> k[AHEAD] = {}, v[AHEAD] = {};
-    __device__ __forceinline__ Keys(const DecodeState& state, const DecodeLayer<T>& layer,
-                                    const DecodeSpan& span, int key) {
-#pragma unroll
-      for (int i = 0; i < AHEAD; ++i) {
-        const bool there = key + i * STEP < span.cached();
-        const int column = threadIdx.x % LANES * SIZE;
-        const i64 at = there ? span.offset(state.pool, key + i * STEP) + column : 0;
-        load_chunk_if(k[i].bits, layer.k_pages + at, there);
-        load_chunk_if(v[i].bits, layer.v_pages + at, there);
-      }
+  // Of one key: a lane's columns, zeros of none.
+  struct Key {
+    Vector<T> k = {}, v = {};
+    __device__ __forceinline__ Key(const DecodeState& state, const DecodeLayer<T>& layer,
+                                   const DecodeSpan& span, int key) {
+      const bool there = key < span.cached();
+      const i64 at = there ? span.item.offset(state.pool, key) + threadIdx.x % LANES * SIZE : 0;
+      load_chunk_if(k.bits, layer.k_pages + at, there);
+      load_chunk_if(v.bits, layer.v_pages + at, there);
     }
   };
   // Of a group of lanes; a lane has SIZE of the D columns.
@@ -101,8 +117,9 @@ struct DecodeHeads {
   static __device__ __forceinline__ void prefetch(const DecodeState& state,
                                                   const DecodeLayer<T>& layer,
                                                   const DecodeSpan& span) {
+#pragma unroll 1
     for (int key = span.first + threadIdx.x % WARP_SIZE; key < span.cached(); key += WARP_SIZE) {
-      const i64 at = span.offset(state.pool, key);
+      const i64 at = span.item.offset(state.pool, key);
       for (int i = 0; i < D; i += 128 / sizeof(T)) {
         prefetch_l2(layer.k_pages + at + i);
         prefetch_l2(layer.v_pages + at + i);
@@ -110,16 +127,16 @@ struct DecodeHeads {
     }
   }
 
-  // The first keys are on their way while q is waited for.
+  // The first two keys of each group of lanes are on their way while q is waited for.
   template <typename Meet>
   static __device__ __forceinline__ void attend(Shared& shared, const DecodeState& state,
                                                 const DecodeLayer<T>& layer, const DecodeSpan& span,
-                                                int item, const Meet& meet) {
+                                                const float* angles, const Meet& meet) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int cached = span.cached();
     int key = span.first + warp * KEYS + lane / LANES;
-    Keys now(state, layer, span, key);
-    turn(shared, state, layer, span);
+    Key now(state, layer, span, key), next(state, layer, span, key + STEP);
+    turn(shared, state, layer, span, angles);
     meet();
     float q[GROUP][SIZE];
     Sums sums = {};
@@ -130,15 +147,13 @@ struct DecodeHeads {
       for (int j = 0; j < SIZE; ++j) q[g][j] = shared.q[g][lane % LANES * SIZE + j];
     }
 #pragma unroll 1
-    for (int first = span.first; first < cached; first += STEP * AHEAD) {
-      const Keys next(state, layer, span, key + STEP * AHEAD);
-#pragma unroll
-      for (int i = 0; i < AHEAD; ++i) add(sums, q, now.k[i], now.v[i], key + i * STEP < cached);
-      now = next, key += STEP * AHEAD;
-    }
-    if (span.fresh && warp == WARPS - 1) {
-      const T* const own = shared.fresh[0] + lane % LANES * SIZE;
-      add(sums, q, load_vector(own), load_vector(own + D), lane < LANES);
+    for (int first = span.first; first < span.last; first += STEP, key += STEP) {
+      if (key == cached && span.fresh) {
+        const T* const own = shared.fresh[0] + lane % LANES * SIZE;
+        now.k = load_vector(own), now.v = load_vector(own + D);
+      }
+      add(sums, q, now.k, now.v, key < span.last);
+      now = next, next = Key(state, layer, span, key + 2 * STEP);
     }
     merge_lanes(sums);
     if (lane < LANES) {
@@ -151,31 +166,40 @@ struct DecodeHeads {
       }
     }
     meet();
-    finish(shared, state, layer, span, item);
+    finish(shared, state, layer, span.item);
+  }
+
+  // A position's row of `table`, [table_rows, D]: cosines, then sines; NaN of one that it has not.
+  static __device__ __forceinline__ void load_angles(float* angles, const float* table,
+                                                     const DecodeState& state, int sequence) {
+    const int position = state.positions[sequence];
+    const bool inside = position >= 0 && position < state.table_rows;
+    for (int i = threadIdx.x; i < D; i += blockDim.x)
+      angles[i] = inside ? table[wide(position, D) + i] : __int_as_float(0x7fffffff);
   }
 
  private:
   // q, and the new token's k and v, turned and rounded, to shared memory; k and v to the cache.
   static __device__ __forceinline__ void turn(Shared& shared, const DecodeState& state,
-                                              const DecodeLayer<T>& layer, const DecodeSpan& span) {
+                                              const DecodeLayer<T>& layer, const DecodeSpan& span,
+                                              const float* angles) {
     constexpr int HALF = D / 2;
-    const int heads_q = state.heads_kv * GROUP, position = state.positions[span.sequence];
-    const bool inside = position >= 0 && position < state.table_rows;
-    const float unit = inside ? 1.f : __int_as_float(0x7fffffff);
-    const float* const angles = state.table + (inside ? wide(position, D) : 0);
-    const u64* const source = layer.qkv + wide(span.sequence, (heads_q + 2 * state.heads_kv) * D);
-    const i64 place = span.fresh ? span.offset(state.pool, span.position) : 0;
+    const int heads_q = state.heads_kv * GROUP, own_head = span.item.head;
+    const u64* const source =
+        layer.qkv + wide(span.item.sequence, (heads_q + 2 * state.heads_kv) * D);
 #pragma unroll 1
     for (int i = threadIdx.x; i < (GROUP + 2) * HALF; i += THREADS) {
       const int head = i / HALF, pair = i % HALF;
-      const int from = head < GROUP    ? span.head * GROUP + head
-                       : head == GROUP ? heads_q + span.head
-                                       : heads_q + state.heads_kv + span.head;
-      const u64 *const low_word = source + from * D + pair, *const high_word = low_word + HALF;
-      const u64 first = load_word(low_word), second = load_word(high_word);
-      const float cosine = ROPE ? angles[pair] * unit : 1.f,
-                  sine = ROPE ? angles[pair + HALF] * unit : 0.f;
-      float a = await(first, low_word, layer.tag), b = await(second, high_word, layer.tag);
+      const int from = head < GROUP    ? own_head * GROUP + head
+                       : head == GROUP ? heads_q + own_head
+                                       : heads_q + state.heads_kv + own_head;
+      const u64* const low_word = source + from * D + pair;
+      const float cosine = ROPE ? angles[pair] : 1.f, sine = ROPE ? angles[pair + HALF] : 0.f;
+      u64 words[2];
+      await(
+          words, layer.tag, [&](int i) { return load_word(low_word + i * HALF); },
+          [](int) { return true; });
+      float a = number(words[0]), b = number(words[1]);
       if (ROPE && head <= GROUP) {
         const float turned = a * cosine - b * sine;
         b = b * cosine + a * sine, a = turned;
@@ -187,7 +211,7 @@ struct DecodeHeads {
       } else {
         T* const own = shared.fresh[head - GROUP];
         own[pair] = low, own[pair + HALF] = high;
-        T* const target = (head == GROUP ? layer.k_pages : layer.v_pages) + place;
+        T* const target = (head == GROUP ? layer.k_pages : layer.v_pages) + span.item.place;
         if (span.fresh) target[pair] = low, target[pair + HALF] = high;
       }
     }
@@ -217,53 +241,69 @@ struct DecodeHeads {
 
   static __device__ __forceinline__ void merge_lanes(Sums& sums) {
 #pragma unroll
-    for (int distance = LANES; distance < WARP_SIZE; distance *= 2) {
+    for (int g = 0; g < GROUP; ++g) {
+      float top = sums.top[g];
 #pragma unroll
-      for (int g = 0; g < GROUP; ++g) {
-        const float other = __shfl_xor_sync(FULL_MASK, sums.top[g], distance);
-        const float top = max_or_nan(sums.top[g], other);
-        const float mine = share(sums.top[g], top), theirs = share(other, top);
-        sums.top[g] = top;
-        sums.total[g] =
-            sums.total[g] * mine + __shfl_xor_sync(FULL_MASK, sums.total[g], distance) * theirs;
+      for (int distance = LANES; distance < WARP_SIZE; distance *= 2)
+        top = max_or_nan(top, __shfl_xor_sync(FULL_MASK, top, distance));
+      const float own = share(sums.top[g], top);
+      sums.top[g] = top, sums.total[g] = over_keys(sums.total[g] * own);
 #pragma unroll
-        for (int j = 0; j < SIZE; ++j)
-          sums.value[g][j] = sums.value[g][j] * mine +
-                             __shfl_xor_sync(FULL_MASK, sums.value[g][j], distance) * theirs;
-      }
+      for (int j = 0; j < SIZE; ++j) sums.value[g][j] = over_keys(sums.value[g][j] * own);
     }
   }
 
-  // Sums with a maximum that grows.
+  // The sum over lanes with the same columns.
+  static __device__ __forceinline__ float over_keys(float x) {
+#pragma unroll
+    for (int distance = LANES; distance < WARP_SIZE; distance *= 2)
+      x += __shfl_xor_sync(FULL_MASK, x, distance);
+    return x;
+  }
+
+  // Of one column: a sum of values with its maximum and total, or several put together.
   struct Merged {
     float top = NEG_INFINITY, value = 0.f, total = 0.f;
-    __device__ __forceinline__ void add(float other_top, float other_value, float other_total) {
-      const float all = max_or_nan(top, other_top);
-      const float mine = share(top, all), theirs = share(other_top, all);
-      top = all, value = value * mine + other_value * theirs;
-      total = total * mine + other_total * theirs;
+
+    __device__ __forceinline__ void add(const Merged& other) {
+      const float all = max_or_nan(top, other.top);
+      const float mine = share(top, all), theirs = share(other.top, all);
+      top = all, value = value * mine + other.value * theirs;
+      total = total * mine + other.total * theirs;
     }
     __device__ __forceinline__ T result() const {
       return static_cast<T>(total == 0.f ? 0.f : value / total);
     }
   };
 
+  // All warps' of one column. Their shares do not wait for one another.
+  static __device__ __forceinline__ Merged of_warps(const Shared& shared, int head, int column) {
+    Merged sums;
+    float tops[WARPS];
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) tops[w] = shared.sums[w][head][D];
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) sums.top = max_or_nan(sums.top, tops[w]);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      const float own = share(tops[w], sums.top);
+      sums.value += shared.sums[w][head][column] * own;
+      sums.total += shared.sums[w][head][D + 1] * own;
+    }
+    return sums;
+  }
+
   // The warps' sums to the others with the same head, and theirs to what was attended.
   static __device__ __forceinline__ void finish(const Shared& shared, const DecodeState& state,
-                                                const DecodeLayer<T>& layer, const DecodeSpan& span,
-                                                int item) {
+                                                const DecodeLayer<T>& layer,
+                                                const DecodeItem& item) {
     constexpr int COLUMNS = GROUP * D, STEP = GROUP * WIDE;
-    const int team = span.sequence * state.heads_kv + span.head, splits = state.splits;
+    const int team = item.sequence * state.heads_kv + item.head, splits = state.splits;
     u32* const target = layer.attended + wide(team, COLUMNS);
-    u64* const own = layer.partials + wide(item, STEP);
+    u64* const own = layer.partials + wide(item.number, STEP);
     for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
       const int head = i / D, column = i % D;
-      Merged sums;
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) {
-        const float (&from)[WIDE] = shared.sums[w][head];
-        sums.add(from[D], from[column], from[D + 1]);
-      }
+      const Merged sums = of_warps(shared, head, column);
       if (splits == 1) {
         store_word(target + i, tagged(sums.result(), layer.tag));
         continue;
@@ -275,29 +315,36 @@ struct DecodeHeads {
       }
     }
     if (splits == 1) return;
-    const int end = COLUMNS * (span.split + 1) / splits;
-    for (int i = COLUMNS * span.split / splits + threadIdx.x; i < end; i += THREADS) {
-      const u64* const first = layer.partials + wide(team * splits, STEP) + i / D * WIDE;
+    merge_items(layer.partials + wide(team * splits, STEP), splits, item, layer.tag, target);
+  }
+
+  // Columns of all items of a head, whose sums are `from` and STEP behind each other. Neighbouring
+  // lanes have a column, each every so-many-th item's, and add up in pairs.
+  static __device__ __forceinline__ void merge_items(const u64* from, int splits,
+                                                     const DecodeItem& item, u32 tag, u32* target) {
+    constexpr int STEP = GROUP * WIDE;
+    const int lanes = 1 << item.lanes_log2, own = threadIdx.x & (lanes - 1), end = item.end_column;
+    const int thread = threadIdx.x >> item.lanes_log2, each = THREADS >> item.lanes_log2;
+    for (int first = item.begin_column; first < end; first += each) {
+      const int i = first + thread, column = min(i, end - 1);
+      const u64* const head = from + column / D * WIDE;
       Merged sums;
-#pragma unroll 1
-      for (int j = 0; j < splits; j += PARTS) {
-        u64 words[PARTS][3];
-#pragma unroll
-        for (int p = 0; p < PARTS; ++p) {
-          const u64* const from = first + wide(min(j + p, splits - 1), STEP);
-          words[p][0] = load_word(from + D), words[p][1] = load_word(from + i % D);
-          words[p][2] = load_word(from + D + 1);
-        }
-#pragma unroll
-        for (int p = 0; p < PARTS; ++p) {
-          if (j + p >= splits) break;
-          const u64* const from = first + wide(j + p, STEP);
-          sums.add(await(words[p][0], from + D, layer.tag),
-                   await(words[p][1], from + i % D, layer.tag),
-                   await(words[p][2], from + D + 1, layer.tag));
-        }
+      for (int other = own; other < splits; other += lanes) {
+        const u64 *const top = head + other * STEP + D, *const value = top - D + column % D;
+        const u64* const from[] = {top, value, top + 1};
+        u64 words[3];
+        await(words, tag, [&](int i) { return load_word(from[i]); }, [](int) { return true; });
+        const Merged one = {number(words[0]), number(words[1]), number(words[2])};
+        sums.add(one);
       }
-      store_word(target + i, tagged(sums.result(), layer.tag));
+      for (int distance = lanes / 2; distance > 0; distance /= 2) {
+        Merged other;
+        other.top = __shfl_xor_sync(FULL_MASK, sums.top, distance);
+        other.value = __shfl_xor_sync(FULL_MASK, sums.value, distance);
+        other.total = __shfl_xor_sync(FULL_MASK, sums.total, distance);
+        sums.add(other);
+      }
+      if (own == 0 && i < end) store_word(target + i, tagged(sums.result(), tag));
     }
   }
 };

@@ -30,17 +30,31 @@ __device__ __forceinline__ float number(u64 word) {
 }
 
 __device__ __forceinline__ bool has_come(u64 word, u32 tag) { return word >> 32 == tag; }
-__device__ __forceinline__ bool have_come(uint4 w, u32 tag) {
+__device__ __forceinline__ bool has_come(uint4 w, u32 tag) {
   return (((w.x ^ tag) | (w.y ^ tag) | (w.z ^ tag) | (w.w ^ tag)) & 0xffff) == 0;
 }
 
-// The words again until they have come.
-__device__ __forceinline__ float await(u64 word, const u64* from, u32 tag) {
-  while (!has_come(word, tag)) word = load_word(from);
-  return number(word);
+// Words that are waited for together: those that have not come are read again all at once, so that
+// after the last one's coming it is one trip, however many there are. load(i): the i-th;
+// there(i): whether it is wanted at all.
+template <int COUNT, typename Word, typename Load, typename There>
+__device__ __forceinline__ void await(Word (&words)[COUNT], u32 tag, const Load& load,
+                                      const There& there) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i)
+    if (there(i)) words[i] = load(i);
+  for (;;) {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) all = all && (!there(i) || has_come(words[i], tag));
+    if (all) return;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+      if (there(i) && !has_come(words[i], tag)) words[i] = load(i);
+  }
 }
+
 // Four numbers of 16 bits, side by side.
-__device__ __forceinline__ uint2 await(uint4 words, const u32* from, u32 tag) {
-  while (!have_come(words, tag)) words = load_words(from);
+__device__ __forceinline__ uint2 numbers(uint4 words) {
   return make_uint2(__byte_perm(words.x, words.y, 0x7632), __byte_perm(words.z, words.w, 0x7632));
 }

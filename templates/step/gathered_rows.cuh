@@ -5,8 +5,9 @@
 //   RMSNorm                 x * rstd * weight                    rstd = 1 / sqrt(mean of x^2 + eps)
 //
 // A team of warps has a row: all WARPS one row, half of them each of two rows, and so on. Statistics
-// are fp32, the variance of distances from the mean; results are rounded to T once. A thread has the
-// same numbers of a row from the beginning to the end, so that only sums pass between threads.
+// are fp32; the variance is put together by Chan's formula of what each warp found of its numbers, the
+// distances from their own mean, so that threads meet once. Results are rounded to T once. A thread has
+// the same numbers of a row from the beginning to the end, the first HELD accesses in registers.
 #pragma once
 #include "ptx/cp_async.cuh"
 #include "ptx/memory.cuh"
@@ -16,10 +17,13 @@
 template <typename T, int WARPS, bool CENTERED, typename Meet>
 struct GatheredRows {
   static constexpr int THREADS = 32 * WARPS, SIZE = 4;  // numbers of an access
-  static constexpr int AHEAD = 4;                       // accesses under way
+  static constexpr int AHEAD = 4, HELD = 4;             // accesses under way
+  static constexpr int FULL_LOG2 = 10;                  // of the numbers of all threads
+  static_assert(THREADS * SIZE == 1 << FULL_LOG2, "eight warps");
   const u32 rows, factors;  // shared memory: [m][k + ROW_GAP]; of a norm weight [k], bias [k]
   const int m;
-  int row, warps, first, step;  // of a thread's team; its first number, and to the next four
+  int row, warps, first;  // of a thread's team; its first number
+  int step, step_log2;    // from there to the next ones
 
   __device__ __forceinline__ GatheredRows(u32 rows, u32 factors, int m)
       : rows(rows), factors(factors), m(m) {
@@ -28,12 +32,14 @@ struct GatheredRows {
     warps = WARPS >> log2;
     row = threadIdx.x / WARP_SIZE / warps;
     first = (threadIdx.x - row * warps * WARP_SIZE) * SIZE;
-    step = warps * WARP_SIZE * SIZE;
+    step_log2 = FULL_LOG2 - log2, step = 1 << step_log2;
   }
 
   // Rows of words [m, k] as they are. Nobody may read them before all have met.
   __device__ __forceinline__ void gather(const u32* words, int k, u32 tag) const {
-    gather(words, k, tag, [](uint2) {});
+    if (row >= m) return;
+    for (int at = first; at < k; at += step * AHEAD)
+      take<AHEAD>(words, k, tag, at, [&](int, uint2 x, int i) { write(x, i, k); });
   }
 
   // A norm's weights, which nobody writes: on their way while the rows are waited for.
@@ -48,33 +54,45 @@ struct GatheredRows {
 
   // The same normalised, with the factors that were loaded.
   __device__ __forceinline__ void normalise(const u32* words, int k, u32 tag, float eps) const {
-    __shared__ float of_warps[2][WARPS];
-    float sum = 0.f, squares = 0.f, mean = 0.f;
-    gather(words, k, tag, [&](uint2 x) {
+    __shared__ float4 of_warps[WARPS];  // sum, mean, squares, numbers
+    uint2 held[HELD] = {};
+    float sum = 0.f, squares = 0.f;
+    const float count = numbers_of_warp(k), inverse = 1.f / fmaxf(count, 1.f), scale = 1.f / k;
+    const auto see = [&](uint2 x) {
 #pragma unroll
       for (int j = 0; j < SIZE; ++j) {
-        const float y = get(x, j);
-        sum += y, squares += y * y;
+        if (CENTERED) sum += get(x, j);
+        if (!CENTERED) squares += get(x, j) * get(x, j);
       }
-    });
-    cp_async_wait<0>();  // the factors: others see them when sums have been added up
+    };
+    if (row < m) {
+      take<HELD>(words, k, tag, first, [&](int n, uint2 x, int) { held[n] = x, see(x); });
+      for (int at = first + step * HELD; at < k; at += step * HELD)
+        take<HELD>(words, k, tag, at, [&](int, uint2 x, int i) { write(x, i, k), see(x); });
+    }
+    const int warp = threadIdx.x / WARP_SIZE;
+    float own_mean = 0.f;
     if (CENTERED) {
-      mean = of_team(sum, of_warps[0]) / k, squares = 0.f;
-      each(k, [&](uint2 x, int) {
+      sum = lanes_sum<WARP_SIZE>(sum), own_mean = sum * inverse;
+      each(held, k, [&](uint2 x, int) {
 #pragma unroll
-        for (int j = 0; j < SIZE; ++j) squares += (get(x, j) - mean) * (get(x, j) - mean);
-        return x;
+        for (int j = 0; j < SIZE; ++j) squares += (get(x, j) - own_mean) * (get(x, j) - own_mean);
       });
     }
-    const float rstd = 1.f / sqrtf(of_team(squares, of_warps[1]) / k + eps);
-    each(k, [&](uint2 x, int i) {
+    squares = lanes_sum<WARP_SIZE>(squares);
+    if (threadIdx.x % WARP_SIZE == 0) of_warps[warp] = {sum, own_mean, squares, count};
+    cp_async_wait<0>();  // the factors, which others see when all have met
+    Meet()();
+    const float2 found = of_team(of_warps + row * warps, scale);
+    const float mean = found.x, rstd = rsqrtf(found.y + eps);
+    each(held, k, [&](uint2 x, int i) {
       const uint2 weight = load(factors + i * sizeof(T));
       const uint2 bias = CENTERED ? load(factors + (k + i) * sizeof(T)) : make_uint2(0, 0);
       float y[SIZE];
 #pragma unroll
       for (int j = 0; j < SIZE; ++j)
         y[j] = (get(x, j) - mean) * rstd * get(weight, j) + (CENTERED ? get(bias, j) : 0.f);
-      return make_uint2(pack2<T>(y[0], y[1]), pack2<T>(y[2], y[3]));
+      write(make_uint2(pack2<T>(y[0], y[1]), pack2<T>(y[2], y[3])), i, k);
     });
   }
 
@@ -86,45 +104,61 @@ struct GatheredRows {
     const float2 x = load_shared_pair(address);
     return make_uint2(__float_as_uint(x.x), __float_as_uint(x.y));
   }
-  __device__ __forceinline__ u32 own(int k) const { return rows + row * (k + ROW_GAP) * sizeof(T); }
+  // Of the thread's row, four numbers from column i on.
+  __device__ __forceinline__ u32 own(int i, int k) const {
+    return rows + (row * (k + ROW_GAP) + i) * sizeof(T);
+  }
+  __device__ __forceinline__ void write(uint2 x, int i, int k) const {
+    store_shared_pair(own(i, k), x.x, x.y);
+  }
 
-  template <typename See>
-  __device__ __forceinline__ void gather(const u32* words, int k, u32 tag, const See& see) const {
-    if (row >= m) return;
+  // COUNT accesses from column `at` on, all under way before the first is waited for:
+  // act(which one, its numbers, their column).
+  template <int COUNT, typename Act>
+  __device__ __forceinline__ void take(const u32* words, int k, u32 tag, int at,
+                                       const Act& act) const {
     const u32* const source = words + static_cast<i64>(row) * k;
-    for (int at = first; at < k; at += step * AHEAD) {
-      uint4 asked[AHEAD];
+    uint4 asked[COUNT];
+    const auto there = [&](int i) { return at + i * step < k; };
+    await(asked, tag, [&](int i) { return load_words(source + at + i * step); }, there);
 #pragma unroll
-      for (int i = 0; i < AHEAD; ++i)
-        if (at + i * step < k) asked[i] = load_words(source + at + i * step);
-#pragma unroll
-      for (int i = 0; i < AHEAD; ++i) {
-        const int place = at + i * step;
-        if (place >= k) break;
-        const uint2 x = await(asked[i], source + place, tag);
-        store_shared_pair(own(k) + place * sizeof(T), x.x, x.y);
-        see(x);
-      }
-    }
+    for (int i = 0; i < COUNT; ++i)
+      if (there(i)) act(i, numbers(asked[i]), at + i * step);
   }
 
-  // x becomes act(x, its first column), for the thread's numbers of its row.
+  // act(numbers, their column): all of the thread.
   template <typename Act>
-  __device__ __forceinline__ void each(int k, const Act& act) const {
+  __device__ __forceinline__ void each(const uint2 (&held)[HELD], int k, const Act& act) const {
     if (row >= m) return;
-    for (int i = first; i < k; i += step) {
-      const uint2 x = act(load(own(k) + i * sizeof(T)), i);
-      store_shared_pair(own(k) + i * sizeof(T), x.x, x.y);
-    }
+#pragma unroll
+    for (int i = 0; i < HELD; ++i)
+      if (first + i * step < k) act(held[i], first + i * step);
+    for (int i = first + HELD * step; i < k; i += step) act(load(own(i, k)), i);
   }
 
-  // Over the team, in one order, to the same bits in each thread. By all of the warps.
-  __device__ __forceinline__ float of_team(float x, float (&of_warps)[WARPS]) const {
-    x = lanes_sum<WARP_SIZE>(x);
-    if (threadIdx.x % WARP_SIZE == 0) of_warps[threadIdx.x / WARP_SIZE] = x;
-    Meet()();
-    float total = 0.f;
-    for (int i = 0; i < warps; ++i) total += of_warps[row * warps + i];
-    return total;
+  // That this warp has of a row of k.
+  __device__ __forceinline__ float numbers_of_warp(int k) const {
+    constexpr int ACCESS = WARP_SIZE * SIZE;
+    const int rest = (k & (step - 1)) - (first - static_cast<int>(threadIdx.x) % WARP_SIZE * SIZE);
+    return static_cast<float>((k >> step_log2) * ACCESS + min(max(rest, 0), ACCESS));
+  }
+
+  // Mean and variance of a row of what its warps found (RMSNorm: 0, and the mean of squares): the same
+  // bits in each thread. scale: 1 / k.
+  __device__ __forceinline__ float2 of_team(const float4* of_warps, float scale) const {
+    float4 found[WARPS];
+    float mean = 0.f, squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) {
+      found[i] = i < warps ? of_warps[i] : float4{0.f, 0.f, 0.f, 0.f};
+      mean += found[i].x;
+    }
+    mean = CENTERED ? mean * scale : 0.f;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) {
+      const float apart = found[i].y - mean;
+      squares += found[i].z + (CENTERED ? apart * apart * found[i].w : 0.f);
+    }
+    return {mean, squares * scale};
   }
 };

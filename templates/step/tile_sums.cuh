@@ -29,7 +29,8 @@ struct TileSums {
   Shared& shared;
   const unsigned char* const stages;
   const int m;
-  int stage = 0, tile = 0;  // so many before this product
+  u32 stage = 0, tile = 0;  // so many before this product
+  int expected = 0;         // the stage whose tile's wants were asked for
 
   __device__ __forceinline__ TileSums(Ring& ring, Shared& shared, const unsigned char* stages,
                                       int m)
@@ -42,63 +43,92 @@ struct TileSums {
     }
   }
 
-  // rows: [m][k + ROW_GAP]. Of the outputs that this lane adds up, the i-th of a tile:
-  // before(i, row, column): what it will want, asked for while the tile is multiplied;
-  // after(i, row, column, sum and with HALVES up's): what becomes of it.
-  template <bool HALVES, typename Before, typename After>
-  __device__ __forceinline__ void product(const T* rows, int n, int k, int share,
+  // What this warp does of a product. halves: rows of a tile are 8 outputs' gates and their ups.
+  struct Work {
+    int begin, outputs, log2, parts, all,
+        first;  // log2 of a tile's outputs; stages of a tile, of all
+    u32 inverse;
+    __device__ __forceinline__ Work(const TileSums& sums, const Product<T>& product, int k,
+                                    bool halves)
+        : begin(product.begin),
+          outputs(product.outputs),
+          log2(halves ? 3 : 4),
+          parts(ceil_div(k, Ring::COLUMNS_OF_STAGE)),
+          inverse(product.inverse) {
+      all = ((outputs + (1 << log2) - 1) >> log2) * parts;
+      first = (threadIdx.x / WARP_SIZE - sums.stage) % WARPS;
+    }
+    // act(j, row, output) of those of a tile that this lane adds up.
+    template <typename Act>
+    __device__ __forceinline__ void each(int tile, int m, const Act& act) const {
+      const int before = tile << log2, here = min(1 << log2, outputs - before);
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) {
+        const int at = static_cast<int>(threadIdx.x % WARP_SIZE) + j * WARP_SIZE;
+        const int row = at >> log2, place = at & ((1 << log2) - 1);
+        if (row < m && place < here) act(j, row, begin + before + place);
+      }
+    }
+  };
+
+  // What the first tile that this warp adds up will want is asked for: `before` as below.
+  template <typename Before>
+  __device__ __forceinline__ void expect(const Work& work, const Before& before) {
+    expected = work.parts - 1;
+    int tile = 0;
+    while (tile < WARPS && expected % WARPS != work.first) ++tile, expected += work.parts;
+    if (tile == WARPS) expected = -1;  // none: the last columns are always others'
+    if (tile < WARPS && expected < work.all) work.each(tile, m, before);
+  }
+
+  // rows: [m][k + ROW_GAP]. Of the outputs that this lane adds up, the j-th of a tile:
+  // before(j, row, column): what it will want, asked for while the tile is multiplied;
+  // after(j, row, column, sum and with `halves` up's): what becomes of it.
+  template <typename Before, typename After>
+  __device__ __forceinline__ void product(const Work& work, const T* rows, int k, bool halves,
                                           const Before& before, const After& after) {
-    constexpr int OUTPUTS = HALVES ? TILE / 2 : TILE;
-    const Outputs mine(n, share);
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    const int parts = ceil_div(k, Ring::COLUMNS_OF_STAGE), warps = min(parts, WARPS);
-    const int tiles = ceil_div(mine.end - mine.begin, OUTPUTS), all = tiles * parts;
+    const int lane = threadIdx.x % WARP_SIZE, parts = work.parts, warps = min(parts, WARPS);
     const T* const x = lane / 4 < m ? rows + lane / 4 * (k + ROW_GAP) : nullptr;
     float d[4] = {};
 #pragma unroll 1
-    for (int i = (warp - stage % WARPS + WARPS) % WARPS; i < all; i += WARPS) {
-      const int own = i / parts, part = i - own * parts, first = mine.begin + own * OUTPUTS;
-      const int outputs = min(OUTPUTS, mine.end - first), at = part * Ring::COLUMNS_OF_STAGE;
+    for (int i = work.first; i < work.all; i += WARPS) {
+      const int own = Quotient::of(i, work.inverse), part = i - own * parts;
+      const int at = part * Ring::COLUMNS_OF_STAGE;
+      const int outputs = min(1 << work.log2, work.outputs - (own << work.log2));
       const bool last = part == parts - 1;
-      if (last) {
-#pragma unroll
-        for (int j = 0; j < EACH; ++j) {
-          const int row = (lane + j * WARP_SIZE) / OUTPUTS,
-                    place = (lane + j * WARP_SIZE) % OUTPUTS;
-          if (row < m && place < outputs) before(j, row, first + place);
-        }
-      }
-      const int number = (stage + i) % Ring::SIZE, parity = (stage + i) / Ring::SIZE % 2;
+      if (last && i != expected) work.each(own, m, before);
+      const u32 turn = stage + i;
+      const int number = turn % Ring::SIZE, parity = turn / Ring::SIZE % 2;
       mbarrier_wait(ring.empty + 8 * number, parity ^ 1);
       mbarrier_wait(ring.full + 8 * number, parity);
-      Ring::template multiply<HALVES>(d, stages + number * Ring::STAGE,
-                                      x == nullptr ? nullptr : x + at, outputs,
-                                      min(Ring::COLUMNS_OF_STAGE, k - at));
+      Ring::multiply(d, stages + number * Ring::STAGE, x == nullptr ? nullptr : x + at, outputs,
+                     min(Ring::COLUMNS_OF_STAGE, k - at), halves);
       __syncwarp();
       if (lane == 0) ring.release(number);
       if (part + WARPS < parts) continue;  // this warp has more of the same tile
       leave(d, tile + own, part % WARPS, part == parts - warps ? WARPS - warps + 1 : 1);
       if (last) {
         const int slot = (tile + own) % PLACES;
+        const int first_of = parts > WARPS ? parts % WARPS : 0;  // by their last columns
         mbarrier_wait(shared_address(&shared.full[slot]), (tile + own) / PLACES % 2);
-#pragma unroll
-        for (int j = 0; j < EACH; ++j) {
-          const int row = (lane + j * WARP_SIZE) / OUTPUTS,
-                    place = (lane + j * WARP_SIZE) % OUTPUTS;
-          if (row >= m || place >= outputs) continue;
+        work.each(own, m, [&](int j, int row, int column) {
+          const float* const sums =
+              shared.sums[slot][0][row] + (column - work.begin) - (own << work.log2);
           float2 total = {0.f, 0.f};
-          for (int w = 0; w < warps; ++w) {
-            const int from = (part + 1 + w) % warps;  // the order of their last columns
-            total.x += shared.sums[slot][from][row][place];
-            if (HALVES) total.y += shared.sums[slot][from][row][place + OUTPUTS];
+#pragma unroll
+          for (int w = 0; w < WARPS; ++w) {
+            if (w >= warps) break;
+            const int at = first_of + w, from = at < warps ? at : at - warps;
+            total.x += sums[from * MOST * TILE];
+            if (halves) total.y += sums[from * MOST * TILE + TILE / 2];
           }
-          after(j, row, first + place, total);
-        }
+          after(j, row, column, total);
+        });
         __syncwarp();
         if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[slot]));
       }
     }
-    stage += all, tile += tiles;
+    stage += work.all, tile += Quotient::of(work.all, work.inverse);
   }
 
  private:

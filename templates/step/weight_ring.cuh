@@ -6,7 +6,7 @@
 // one waits for the others have no part in.
 //
 // A product [n, k] has its outputs shared out over the blocks, and a block takes its own by tiles of
-// 16 rows of the weight (HALVES: 8 of the gate and the same 8 of up), COLUMNS at a time:
+// 16 rows of the weight (halves: 8 of the gate and the same 8 of up), COLUMNS at a time:
 //
 //   stage   [16 rows][COLUMNS + a gap of 64 bytes]: rows 0 to 7 at eight lanes' 16 bytes meet all banks
 //   order   tile 0: columns 0 ... COLUMNS - 1, then the next ones up to k; tile 1; ...; next product
@@ -18,19 +18,9 @@
 #pragma once
 #include "gemm/gemv_mma.cuh"
 #include "ptx/bulk.cuh"
+#include "step/layers.cuh"
 #include "step/normed_rows.cuh"
 #include "tile/ring.cuh"
-
-// Outputs that this block has of a product. Where they do not divide, some blocks have one more:
-// others by each `turn`, so that all of them read as much in the end.
-struct Outputs {
-  int begin, end;
-  __device__ __forceinline__ Outputs(int n, int turn) {
-    const int blocks = gridDim.x, at = (blockIdx.x + turn * 29) % blocks;
-    begin = static_cast<int>(static_cast<i64>(n) * at / blocks);
-    end = static_cast<int>(static_cast<i64>(n) * (at + 1) / blocks);
-  }
-};
 
 template <typename T, int COLUMNS, int STAGES, int FLIGHT, int WARPS, int FETCHERS>
 struct WeightRing {
@@ -55,17 +45,17 @@ struct WeightRing {
     mbarrier_init_fence();
   }
 
-  // All that the block needs of a weight [n, k], or with HALVES [2 n, k]. By the warps that fetch.
-  template <bool HALVES>
-  __device__ __forceinline__ void fetch(const T* weight, int n, int k, int turn) {
-    constexpr int OUTPUTS = HALVES ? ROWS / 2 : ROWS;
-    const Outputs mine(n, turn);
+  // Rows begin to end - 1 of a weight [n, k], or with `halves` of both parts of one of [2 n, k]. By
+  // the warps that fetch.
+  __device__ __forceinline__ void fetch(const T* weight, int begin, int end, int n, int k,
+                                        bool halves) {
+    const int outputs = halves ? ROWS / 2 : ROWS;
     const int lane = threadIdx.x % WARP_SIZE, fetcher = threadIdx.x / WARP_SIZE - WARPS;
     const int own = lane * FETCHERS + fetcher;  // row of a tile
 #pragma unroll 1
-    for (int first = mine.begin; first < mine.end; first += OUTPUTS) {
-      const bool has = own < ROWS && first + own % OUTPUTS < mine.end;
-      const int row = first + own % OUTPUTS + (own >= OUTPUTS ? n : 0);
+    for (int first = begin; first < end; first += outputs) {
+      const int output = first + (own & (outputs - 1)), row = output + (own >= outputs ? n : 0);
+      const bool has = own < ROWS && output < end;
       const T* const source = weight + static_cast<i64>(has ? row : 0) * k;
       const int rows = __popc(__ballot_sync(FULL_MASK, has));
 #pragma unroll 1
@@ -90,29 +80,27 @@ struct WeightRing {
 
   // d += a stage's tile, of so many outputs and columns, times up to eight rows of x. By one warp. x:
   // the stage's first column of the lane's row (lane / 4), null where there is no such row.
-  template <bool HALVES>
   __device__ __forceinline__ static void multiply(float (&d)[4], const unsigned char* stage,
-                                                  const T* x, int outputs, int columns) {
+                                                  const T* x, int outputs, int columns,
+                                                  bool halves) {
     const int lane = threadIdx.x % WARP_SIZE, row = min(lane / 4, outputs - 1);
-    const int high = HALVES ? row + 8 : min(lane / 4 + 8, outputs - 1);
+    const int high = halves ? row + 8 : min(lane / 4 + 8, outputs - 1);
     const Chunk* const low_row = reinterpret_cast<const Chunk*>(stage + row * PITCH) + lane % 4;
     const Chunk* const high_row = reinterpret_cast<const Chunk*>(stage + high * PITCH) + lane % 4;
     const Chunk* const x_row = reinterpret_cast<const Chunk*>(x) + lane % 4;
-    float e[4] = {};  // a second sum: one product need not wait for the other
-    const auto span = [&](int i) {
+    float sums[3][4] = {};  // of four, none of which waits for another
+    const auto span = [&](int i, float (&first)[4], float (&second)[4]) {
       const uint4 low = low_row[i * 4], high = high_row[i * 4];
       const uint4 own = x == nullptr ? make_uint4(0, 0, 0, 0) : x_row[i * 4];
-      mma_m16n8k16<T>(d, {low.x, high.x, low.y, high.y}, own.x, own.y);
-      mma_m16n8k16<T>(e, {low.z, high.z, low.w, high.w}, own.z, own.w);
+      mma_m16n8k16<T>(first, {low.x, high.x, low.y, high.y}, own.x, own.y);
+      mma_m16n8k16<T>(second, {low.z, high.z, low.w, high.w}, own.z, own.w);
     };
-    if (columns == COLUMNS) {
-#pragma unroll 8
-      for (int i = 0; i < COLUMNS / SPAN; ++i) span(i);
-    } else {
+    const auto pair = [&](int i) { span(i, d, sums[0]), span(i + 1, sums[1], sums[2]); };
+    int i = 0;
 #pragma unroll 4
-      for (int i = 0; i < columns / SPAN; ++i) span(i);
-    }
+    for (; i + 1 < columns / SPAN; i += 2) pair(i);
+    if (i < columns / SPAN) span(i, d, sums[0]);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) d[i] += e[i];
+    for (int i = 0; i < 4; ++i) d[i] += sums[0][i] + (sums[1][i] + sums[2][i]);
   }
 };

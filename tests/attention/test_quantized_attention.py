@@ -13,9 +13,9 @@ from fkjit.errors import ArgumentTypeError, ParameterError
 from fkjit.jit.build import quiet
 from fkjit.settings import settings
 
-SCHEMES = ("int8", "int8_fp8", "fp8")
+SCHEMES = ("int8", "int8_fp8", "fp8", "fp8_e5m2")
 # Of random numbers: what rounding to codes costs, as the norm of the difference.
-ERRORS = {"int8": 0.02, "int8_fp8": 0.045, "fp8": 0.065}
+ERRORS = {"int8": 0.02, "int8_fp8": 0.045, "fp8": 0.065, "fp8_e5m2": 0.08}
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +67,7 @@ def error(found, wanted):
 
 @pytest.mark.parametrize(("scheme", "target"), [
     ("int8", "compute_80"), ("int8_fp8", "compute_89"), ("fp8", "compute_90a"),
+    ("fp8_e5m2", "compute_89"), ("fp8_e5m2", "compute_90a"),
 ])  # fmt: skip
 def test_against_float64(on, scheme, target):
     on(target)
@@ -115,6 +116,36 @@ def test_hopper_has_a_kernel_of_its_own(on, scheme, dim):
     wanted, wanted_lse = reference(q, k, v, window=said["window"])
     assert error(found, wanted) < ERRORS[scheme]
     assert (lse.double() - wanted_lse).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+@pytest.mark.parametrize("jump", [1.0, 400.0])
+def test_maxima_that_grow_late(on, scheme, jump):
+    """Keys are taken from the last to the first: with these each tile has greater scores than the
+    one before, at last beyond fp32's range of powers of two."""
+    on("compute_90a")
+    q, k, v = arrays(q=40, k=700, heads=(2, 1))
+    k = (k * torch.linspace(3 * jump, 0, 700)[:, None]).bfloat16()
+    codes = fkjit.quantize_attention(q, k, v, scheme, smooth_k=False)
+    found, lse = fkjit.quantized_attention(codes, return_lse=True)
+    number = codes.k_scales.repeat_interleave(64, 2)[:, :, :700, None]
+    exact = codes.q.double() * codes.q_scales[..., None], codes.k.double() * number
+    wanted, wanted_lse = reference(*exact, v)
+    assert error(found, wanted) < 0.045
+    assert ((lse.double() - wanted_lse).abs() / (1 + wanted_lse.abs())).max() < 1e-3
+
+
+def test_e5m2_reaches_further_down(on):
+    """A column most of whose numbers are far below its greatest: e4m3 has zeros for them."""
+    on("compute_89")
+    q, k, v = arrays(q=24, k=128, heads=(1, 1))
+    v = (v.float() * 2.0**-21).bfloat16()
+    v[0, 0, 0] = 1
+    last = {"window": (0, 0), "smooth_k": False}
+    wanted = reference(q, k, v, window=(0, 0))[0]
+    errors = [error(fkjit.quantized_attention(q, k, v, scheme=scheme, **last), wanted)
+              for scheme in ("fp8", "fp8_e5m2")]  # fmt: skip
+    assert errors[0] == 1.0 and errors[1] < 0.15
 
 
 def test_promotion_keeps_what_short_sums_lose(on):
@@ -189,7 +220,7 @@ def codes(scheme="int8"):
 
 
 @pytest.mark.parametrize(("said", "message"), [
-    ({"scheme": "int4"}, "quantize_attention: scheme='int4' is not one of int8, int8_fp8, fp8"),
+    ({"scheme": "int4"}, "quantize_attention: scheme='int4' is not one of int8, int8_fp8, fp8, fp8_"),
     ({"scales": "row"}, "scales='row' is not one of block, head, tensor"),
     ({"layout": "sbhd"}, "layout='sbhd'"),
     ({"promote": 32}, "promote=32; allowed: 0 or None with a v that is no codes"),
@@ -220,6 +251,8 @@ def test_arrays_are_checked():
         fkjit.quantized_attention(codes(), k)
     with pytest.raises(ParameterError, match="scales is given beside AttentionCodes"):
         fkjit.quantized_attention(codes(), scales="head")
+    with pytest.raises(ArgumentTypeError, match="float8_e5m2"):
+        fkjit.quantized_attention(codes("fp8_e5m2")._replace(scheme="fp8"))
     with pytest.raises(
         ParameterError, match="scheme='int8' with AttentionCodes of scheme 'fp8'; allowed: theirs"
     ):

@@ -21,14 +21,17 @@ FP8 = {
 }  # fmt: skip
 FP16 = {"kernel": "quantized_attention.flash",
         "params": {**FINE, "code": "int8", "values": "fp8", "weights": "half"}}  # fmt: skip
+E5M2 = {"kernel": "quantized_attention.flash", "params": {**FP8["params"], "values": "e5m2"}}
+E5M2_16 = {"kernel": "quantized_attention.flash",
+           "params": {**E5M2["params"], "weights": "half", "promote": 0}}  # fmt: skip
 SMALL = {"dtype": "fp16", "head_dim": 64, "smooth": True, "rotate": True}
 CHANNELS = {"kernel": "quantize_attention.channels",
             "params": {"dtype": "fp16", "head_dim": 64, "means": True, "mosts": True}}  # fmt: skip
 SPANS = {"kernel": "quantize_attention.spans", "params": {**SMALL, "code": "int8"}}
 CODES = {"kernel": "quantize_attention.codes",
-         "params": {**SMALL, "code": "int8", "v_codes": True, "given": False}}  # fmt: skip
+         "params": {**SMALL, "code": "int8", "values": "fp8", "given": False}}  # fmt: skip
 GIVEN = {"kernel": "quantize_attention.codes",
-         "params": {**SMALL, "code": "fp8", "v_codes": True, "given": True}}  # fmt: skip
+         "params": {**SMALL, "code": "fp8", "values": "fp8", "given": True}}  # fmt: skip
 
 FLASH = K + "flash_codes.cu"
 BUGS = (
@@ -51,8 +54,11 @@ BUGS = (
         "x[2], x[3]) | pack2_e4m3(x[0], x[1])", by="numbers", **FP8),
     Bug("another column's scale", T + "codes.cuh", "lane % 4 * 2 + i;\n      const float by",
         "lane % 4 * 2;\n      const float by", by="numbers", **FP8),
-    Bug("two keys of fp16 changed", T + "codes.cuh", "fp16_of_e4m3(four),\n",
-        "fp16_of_e4m3(four >> 16),\n", by="numbers", **FP16),
+    Bug("two keys of fp16 changed", T + "codes.cuh", "fp16_of_e4m3(four);",
+        "fp16_of_e4m3(four >> 16);", by="numbers", **FP16),
+    Bug("e5m2 as e4m3", "templates/ptx/mma_8bit.cuh", "f32.e4m3.e5m2.f32", "f32.e4m3.e4m3.f32",
+        by="numbers", **E5M2),
+    Bug("two keys of e5m2 changed", T + "codes.cuh", "0x1404", "0x0414", by="numbers", **E5M2_16),
     Bug("no barrier before the parts are added up", K + "quantize_channels.cu", SYNC, "", by="race",
         **CHANNELS),
     Bug("no barrier before the counter", K + "quantize_channels.cu", SYNC, "", by="race", nth=1,

@@ -10,9 +10,10 @@ from tests.core.test_mutations import KINDS, outcome
 KERNEL, T = "kernels_cu/attention/flash_codes_sm90.cu", "templates/attention/sm90/codes.cuh"
 ON = {"kernel": "quantized_attention.flash_sm90"}
 FP8 = {**ON, "params": {"dtype": "fp16", "code": "fp8", "values": "fp8", "promote": 0,
-                        "head_dim": 64, "block": (192, 128), "optimistic": False}}  # fmt: skip
+                        "head_dim": 64, "block": (192, 128), "optimistic": False, "raised": 7}}  # fmt: skip
 ASIDE = {**ON, "params": {**FP8["params"], "promote": 256}}
 AHEAD = {**ON, "params": {**FP8["params"], "optimistic": True}}
+E5M2 = {**ON, "params": {**FP8["params"], "values": "e5m2"}}
 INT8 = {**ON, "params": {**FP8["params"], "code": "int8"}}
 HALF = {**ON, "params": {**INT8["params"], "values": "half"}}
 THIRDS = {**ON, "params": {**FP8["params"], "head_dim": 128, "block": (192, 96)}}
@@ -43,8 +44,13 @@ BUGS = (
         "void()", by="numbers", **ASIDE),
     Bug("what is aside keeps its old maximum", T, "(sum[i] + acc[0][n][i]) * by[i / 2]",
         "sum[i] + acc[0][n][i] * by[i / 2]", by="numbers", **ASIDE),
-    Bug("what grew is not looked at", T, "grown(top) || far);\n        if", "false);\n        if",
+    Bug("what grew is not looked at", T, "__any_sync(FULL_MASK, most > LIMIT)", "false",
         by="numbers", **AHEAD),
+    Bug("sums keep their old maximum", T, "row_sum[half] *= by_less, sums", "sums", by="numbers",
+        **AHEAD),
+    Bug("what grew keeps its old maximum", T, "add[half] -= less;", "", by="numbers", **AHEAD),
+    Bug("e5m2 as e4m3", "templates/ptx/wgmma_bytes.cuh", "f32.e4m3.e5m2", "f32.e4m3.e4m3",
+        by="numbers", **E5M2),
 )  # fmt: skip
 
 

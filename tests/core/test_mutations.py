@@ -45,7 +45,7 @@ def outcome(bug: Bug, monkeypatch: pytest.MonkeyPatch, plant: bool) -> str:
     spec = find(bug.kernel)
     if bug.params.get("cluster", 1) > 1:
         target = "compute_90a"
-    if bug.params.get("values") == "fp8" and target == "compute_80":
+    if bug.params.get("values") in ("fp8", "e5m2") and target == "compute_80":
         target = "compute_89"
     params = next(p for p in spec.variants(arch(target)) if bug.params.items() <= p.items())
     try:

@@ -69,10 +69,11 @@ def test_few_rows_of_each_expert(tokens, experts, top_k, how, n, k, tile, dtype)
     found = fkjit.grouped_linear(x, weight, groups, bias, gather=True, **given)[place]
     by_places = fkjit.grouped_linear(rows, weight, groups, bias, **given)[place]
     assert torch.equal(found, by_places)
-    for some in torch.arange(tokens).split(8):
-        part = [a.double() for a in (x[some], weight, bias)]
-        near(found[some], by_choice(*part, ids[some], **said),
-             by_choice(x[some], weight, bias, ids[some], **said), dtype)  # fmt: skip
+    for token in range(tokens):
+        own, some = ids[token].long(), slice(token, token + 1)
+        part, places = (x[some], weight[own], bias[own]), torch.arange(top_k, device="cuda")[None]
+        near(found[some], by_choice(*(a.double() for a in part), places, **said),
+             by_choice(*part, places, **said), dtype)  # fmt: skip
 
 
 @pytest.mark.parametrize("tile", [(64, 128), (64, 256), (128, 64), (128, 128), (128, 256)])
@@ -91,7 +92,67 @@ def test_rows_are_gathered_as_they_are_multiplied(tokens, how, tile):
         assert torch.equal(found, permuted)
 
 
-@pytest.mark.parametrize("tile", [(128, 128), (192, 128)])
+@pytest.mark.parametrize("tile", [(160, 128), (304, 128)])
+@pytest.mark.parametrize(
+    ("tokens", "how", "block", "n", "k"),
+    [
+        (7, "even", 16, 72, 72), (3000, "zipf", 16, 520, 264), (500, "first", 64, 136, 1032),
+        (4100, "first", 16, 1024, 520), (2600, "even", 16, 768, 4096),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("gate", [True, False])
+def test_tiles_of_as_many_rows_as_experts_have(tokens, how, block, n, k, gate, tile):
+    """NaN in the rows that nobody has: none of it comes to others' results."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is Hopper's")
+    ids = choices(tokens, 16, 2, how).cuda()
+    groups = grouped(ids, 16, block)
+    x, weight, bias = arrays(tokens, 16, n, k, "bf16", gate, "cuda")
+    rows, place = fkjit.moe_permute(x, groups), groups.inverse.long()
+    nobody = torch.ones(rows.shape[0], dtype=torch.bool, device="cuda")
+    nobody[place.view(-1)] = False
+    rows[nobody] = float("nan")
+    said = {"activation": "silu" if gate else None, "gate": gate}
+    given = {"impl": "ragged", "block": tile, **said}
+    found, again = (
+        fkjit.grouped_linear(rows, weight, groups, bias, **given)[place] for _ in range(2)
+    )
+    assert torch.equal(found, again)
+    for some in torch.arange(tokens).split(50):
+        part = [a.double() for a in (x[some], weight, bias)]
+        near(found[some], by_choice(*part, ids[some], **said),
+             by_choice(x[some], weight, bias, ids[some], **said), "bf16")  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["short", "ieee"])
+@pytest.mark.parametrize(("tokens", "how"), [(7, "even"), (3000, "zipf"), (500, "first")])
+def test_weights_of_fp8_by_rows(tokens, how, precision):
+    """What codes stand for, in float64; short sums are cut off behind 13 bits at each step."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is Hopper's")
+    ids, k = choices(tokens, 16, 2, how).cuda(), 272
+    groups = grouped(ids, 16, 16 if precision == "short" else 64)
+    x, weight, bias = arrays(tokens, 16, 512, k, "bf16", True, "cuda")
+    said = {"activation": "silu", "gate": True}
+    quantized = fkjit.quantize(weight, "fp8_row")
+    place = groups.inverse.long()
+    y, again = (
+        fkjit.grouped_linear(x, quantized, groups, bias, gather=True, precision=precision, **said)[
+            place
+        ]
+        for _ in range(2)
+    )
+    assert torch.equal(y, again)
+    wide = [fkjit.dequantize(q, "fp32").double()
+            for q in (fkjit.quantize(x, "fp8_row"), quantized)]  # fmt: skip
+    for rows in torch.arange(tokens).split(50):
+        expected = by_choice(wide[0][rows], wide[1], bias.double(), ids[rows], **said)
+        most = max(1.0, expected.abs().max().item())
+        bound = FLOOR["bf16"] * most + (k / 32 * 2**-13 * most if precision == "short" else 0)
+        assert (y[rows].double() - expected).abs().max().item() <= bound
+
+
+@pytest.mark.parametrize("tile", [(128, 128), (192, 128), (256, 128)])
 @pytest.mark.parametrize(("tokens", "how"), [(7, "even"), (3000, "zipf"), (500, "first")])
 def test_weights_of_fp8(tokens, how, tile):
     """What codes stand for, multiplied in float64."""
@@ -207,10 +268,10 @@ def test_the_same_bits_in_a_thousand_calls():
     assert all(torch.equal(fkjit.moe_layer(*given, 4), first) for _ in range(1000))
 
 
-@pytest.mark.parametrize("impl", ["auto", "stream", "gather"])
+@pytest.mark.parametrize("impl", ["auto", "stream", "gather", "ragged"])
 def test_a_graph_serves_any_counts(impl):
     """Captured with even choices, replayed with all tokens on the first experts, and on few."""
-    if impl == "gather" and torch.cuda.get_device_capability() != (9, 0):
+    if impl in ("gather", "ragged") and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("wgmma is Hopper's")
     given = layer_arrays(200, 32, 256, 128, "bf16", "cuda")
     fkjit.prepare("moe_layer", *given, 4, impl=impl)

@@ -35,6 +35,12 @@ FP8 = _variant("fp8_wgmma", gate=True, block=(128, 128))
 CODED = _variant("fp8_wgmma", coded=True)
 ROWS_OF_CODES = "templates/quantize/coded_rows.cuh"
 FP8_CU = "kernels_cu/quantize/wgmma.cu"
+RAGGED_CU, OF_RAGGED = "kernels_cu/gemm/ragged.cu", "templates/gemm/sm90/ragged_"
+RAGGED = _variant("ragged_wgmma", codes=False, activation="silu", block=(160, 128))
+RAGGED_SHARED = _variant("ragged_wgmma", dtype="fp16", block=(304, 128))
+RAGGED_KEPT = _variant("ragged_wgmma", pre=True, gate=True)
+RAGGED_KN = _variant("ragged_wgmma", weight_layout="kn")
+RAGGED_CODES = _variant("ragged_wgmma", codes=True, activation="silu", block=(304, 128))
 
 BUGS = (
     Bug("all rows by the first expert", GROUPS, "tile.column, base + lane, end}",
@@ -52,8 +58,10 @@ BUGS = (
     Bug("rows of the next expert", WGMMA_CU, "if (row >= tile.end) continue;",
         "if (row >= m) continue;", by="race", **HALF),
     Bug("an empty expert is multiplied", WGMMA_CU,
-        "if (depth.count == 0) return {whole.tile, whole.steps, 1};",
+        "if (depth.count == 0) return {whole.tile, whole.steps * SLICES, 1};",
         "if (depth.count == 0) return {whole.tile, 0, 1};", by="numbers", **DEPTH),
+    Bug("k of the next expert", GROUPS, "depth(number, 0).count % 64 / 16", "0", by="numbers",
+        **DEPTH),
     Bug("outputs over the first one", WGMMA_CU, "Order::OF_K ? tile.expert * m : 0", "0",
         by="race", **DEPTH),
     Bug("k of all experts", GROUPS, "offsets[own + 1] - offsets[own]", "k", by="memory",
@@ -107,6 +115,32 @@ BUGS = (
         "by.of_outputs[GATE ? part : 0]", "by.of_outputs[0]", by="numbers", **CODED),
     Bug("both halves of the weight's tile are its first", FP8_CU, "b + part * PART * BLOCK_K",
         "b", by="numbers", **CODED),
+    Bug("ragged: every tile begins with the expert", f"{OF_RAGGED}tiles.cuh",
+        "(whole.row - begin) / MOST * each", "0", by="race", **RAGGED),
+    Bug("ragged: rows of the next expert", f"{OF_RAGGED}tiles.cuh",
+        "min(tile.row + each, whole.end)", "tile.row + each", by="race",
+        **RAGGED_SHARED),
+    Bug("ragged: the second half's columns are the first's", f"{OF_RAGGED}products.cuh",
+        "COLUMNS * STEP_BYTES >> 4", "0", by="numbers", **RAGGED_SHARED),
+    Bug("ragged: the second 64 rows are the first", f"{OF_RAGGED}products.cuh",
+        "APART ? PANEL_OF_64 >> 4 : 0", "0", by="numbers", **RAGGED),
+    Bug("ragged: a stage is let go too early", f"{OF_RAGGED}products.cuh",
+        "wgmma_wait<1>();", "", by="race", problem={"multiprocessors": 1}, **RAGGED),
+    Bug("ragged: the weight of the first expert", RAGGED_CU, "k, column, tile.expert, 0);",
+        "k, column, 0, 0);", by="numbers", **RAGGED_SHARED),
+    Bug("ragged: the last boxes of x", RAGGED_CU, "for (; row < rows;", "for (; row + 16 < rows;",
+        by="hang", **RAGGED),
+    Bug("ragged: up by gate's scale", f"{OF_RAGGED}store.cuh", "scales.of_outputs.y",
+        "scales.of_outputs.x", by="numbers", **RAGGED_CODES),
+    Bug("ragged: both rows by the first's scale", f"{OF_RAGGED}store.cuh", "by_row.y * by",
+        "by_row.x * by", by="numbers", **RAGGED_CODES),
+    Bug("ragged: blocks are not transposed", f"{OF_RAGGED}store.cuh",
+        "transposed_8x8(pack2<Out>(pair.x, pair.y))", "pack2<Out>(pair.x, pair.y)",
+        by="numbers", **RAGGED),
+    Bug("ragged: what is kept of up over gate's", RAGGED_CU, "pre + column, GATE ? n : more",
+        "pre + column, GATE ? 8 : more", by="race", **RAGGED_KEPT),
+    Bug("ragged: the second panel is the first", RAGGED_CU, "column + 64, k,", "column, k,",
+        by="numbers", **RAGGED_KN),
     Bug("x behind its end", PRODUCT, "own.row[i] >= 0 && at < k", "own.row[i] >= 0", by="memory",
         **STREAM),
 )  # fmt: skip

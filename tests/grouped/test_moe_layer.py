@@ -145,6 +145,25 @@ def test_who_takes_few_tokens(x, up, arch, expected):
     assert few.implementation("wgmma", *given) == "wgmma"
 
 
+@pytest.mark.parametrize(
+    ("given", "impl", "precision", "rows", "dtype", "arch", "expected"),
+    [
+        (None, "auto", "ieee", 256, "bf16", "sm_90a", 16),
+        (None, "auto", "ieee", 1000, "bf16", "sm_90a", 64),
+        (None, "auto", "ieee", 256, "fp32", "sm_90a", 64),
+        (None, "auto", "ieee", 256, "bf16", "sm_80", 64),
+        (None, "wgmma", "ieee", 256, "bf16", "sm_90a", 64),
+        (None, "ragged", "ieee", 1000, "bf16", "sm_90a", 16),
+        (None, "auto", "short", 1000, "bf16", "sm_90a", 16),
+        (128, "ragged", "ieee", 256, "bf16", "sm_90a", 128),
+    ],
+)
+def test_who_gets_places_by_16(given, impl, precision, rows, dtype, arch, expected):
+    shapes = ("[900, 64]", "[4, 96, 64]", "[4, 64, 48]")
+    arrays = [described(dtype + shape, arch) for shape in shapes]
+    assert few.block_size_of(given, impl, precision, rows, *arrays) == expected
+
+
 def test_gradients_and_cpus_keep_the_usual_kernels():
     x, up = torch.ones(1, 64, dtype=torch.bfloat16), torch.ones(4, 96, 64, dtype=torch.bfloat16)
     assert few.implementation("auto", x, up) == "auto"

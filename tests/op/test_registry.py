@@ -48,6 +48,7 @@ KERNELS = [
     "grouped_linear.fma",
     "grouped_linear.stream",
     "grouped_linear.fp8_wgmma",
+    "grouped_linear.ragged_wgmma",
     "quantize.spans",
     "quantize.amax",
     "dequantize.eights",

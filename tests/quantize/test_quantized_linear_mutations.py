@@ -63,7 +63,7 @@ BUGS = (
         "min(output, last)", by="numbers", **INT8),
     Bug("up with the scales of gate", T + "scaled_sums.cuh", "Pairs::n + min(column, last)",
         "min(column, last)", by="numbers", **GATED),
-    Bug("no wait for products", K + "wgmma.cu", "wgmma_wait<0>();", "", by="wgmma", nth=1,
+    Bug("no wait for products", K + "wgmma.cu", "wgmma_wait<0>();", "", by="wgmma", nth=2,
         **BLOCKS),
     Bug("sums that were added stay", K + "wgmma.cu", "step % STEPS > 0", "step > 0",
         by="numbers", **BLOCKS),

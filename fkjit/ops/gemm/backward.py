@@ -39,7 +39,7 @@ def _check(views: Mapping[str, View | None], said: ActivationOptions) -> Request
         problem["multiprocessors"] = multiprocessors(dy.device)
     params = {
         **{name: problem[name] for name in ("dtype", "out_dtype", "activation", "gate")},
-        "vector": _is_vector(dy, views["pre"], dtype), "threads": kernels.threads(n),
+        "vector": _is_vector(dy, views["pre"], dtype), **kernels.layout(n),
     }  # fmt: skip
     spec = kernel_for(kernels.BACKWARD, said.activation)
     params = tuning.tuned(spec, params, problem, arch_of(dy))

@@ -19,7 +19,7 @@ def _problem(params: Params, m: int, n: int, gap: int) -> dict[str, Any]:
     names = ("dtype", "out_dtype", "activation", "gate")
     return {
         **{name: params[name] for name in names}, "m": m, "n": n, "dy_stride": n + gap,
-        "pre": not plain, "dz": True, "dbias": True, "multiprocessors": 3,
+        "pre": not plain, "dz": True, "dbias": True, "multiprocessors": 6,
     }  # fmt: skip
 
 

@@ -14,8 +14,9 @@ from fkjit.spec import KernelSpec, Param, Params, Problem, Work, register, size_
 _DTYPES = ("bf16", "fp16", "fp32")
 SIZE = 8  # columns of a thread
 _THREADS = (128, 32)
-_BLOCKS_A_SM = 4
-_MOST_PARTS, _ROWS_A_PART = 128, 4  # rows of partial sums, which one block adds up
+_GROUPS = (4, 1)  # of threads: a row each
+_GROUPS_A_SM, _FEW_STRIPS = 4, 4
+_MOST_PARTS, _ROWS_A_GROUP = 128, 4  # rows of partial sums, which one block adds up
 _SMS = 108  # where there is no GPU to ask
 
 
@@ -37,8 +38,10 @@ def strips(params: Params, n: int) -> int:
 
 def parts(params: Params, problem: Problem) -> int:
     """Blocks that share the rows of a strip."""
-    wanted = _BLOCKS_A_SM * problem.get("multiprocessors", _SMS) // strips(params, problem["n"])
-    return max(1, min(wanted, _MOST_PARTS, problem["m"] // _ROWS_A_PART))
+    groups = params["groups"]
+    blocks = _GROUPS_A_SM // groups * problem.get("multiprocessors", _SMS)
+    most = problem["m"] // (_ROWS_A_GROUP * groups)
+    return max(1, min(blocks // strips(params, problem["n"]), _MOST_PARTS, most))
 
 
 def scratch(params: Params, problem: Problem) -> tuple[int, int]:
@@ -60,9 +63,12 @@ def _traffic(problem: Problem) -> float:
     return float(dy + ITEMSIZE[problem["dtype"]] * elements * (problem["pre"] + problem["dz"]))
 
 
-def threads(n: int) -> int:
-    """Of a block, for rows of so many columns."""
-    return _THREADS[0] if n > SIZE * _THREADS[1] else _THREADS[1]
+def layout(n: int) -> dict[str, int]:
+    """Of a block, for rows of so many columns: where these are few, many blocks would be beside one
+    another in rows, and the last one would add up a row of partials of each."""
+    threads = _THREADS[0] if n > SIZE * _THREADS[1] else _THREADS[1]
+    few = -(-n // (SIZE * threads)) <= _FEW_STRIPS
+    return {"threads": threads, "groups": _GROUPS[0] if few else _GROUPS[1]}
 
 
 BACKWARD = KernelSpec(
@@ -76,12 +82,13 @@ BACKWARD = KernelSpec(
         Param("out_dtype", _DTYPES, "element type of dy: dtype or fp32"),
         *epilogue.PARAMS,
         Param("vector", (True, False), "16-byte accesses: all rows start on 16-byte boundaries"),
-        Param("threads", _THREADS, "threads of a block", tunable=True),
+        Param("threads", _THREADS, "threads of a block that have a row", tunable=True),
+        Param("groups", _GROUPS, "rows that a block has at a time", tunable=True),
     ),
     derive=_derive,
     illegal=_illegal,
     pdl=True,
-    block=lambda params: (params["threads"], 1, 1),
+    block=lambda params: (params["threads"] * params["groups"], 1, 1),
     grid=lambda params, problem: (strips(params, problem["n"]), parts(params, problem), 1),
     arguments=_arguments,
     shape_class=lambda p: {"m": size_class(p["m"], 1 << 14), "n": p["n"]},

@@ -47,6 +47,7 @@ def grouped_linear(
     weight_layout: str = "nk",
     save_pre_activation: bool = True,
     out_scheme: str | None = None,
+    precision: str = "ieee",
 ) -> Any:
     """activation(x weight[e]ᵀ + bias[e]) for the rows of every expert e, in one kernel.
 
@@ -54,28 +55,33 @@ def grouped_linear(
         x: fp16, bf16 or fp32 [places, K]: a row for each place of `groups`, as `moe_permute` makes
             them; with gather=True [tokens, K]. Masked: [experts, capacity, K], contiguous, with a
             capacity that is a multiple of 64. torch, CuPy, NumPy or any DLPack array. Beside a
-            quantized weight 16 bits, which are quantized here, or quantize(x, "fp8_block").
+            quantized weight 16 bits, which are quantized here, or codes by the weight's scheme.
         weight: [experts, N, K], or [experts, K, N] with weight_layout="kn"; of x's dtype,
-            contiguous. Or quantize(weight, "fp8_block", weight=True) (Hopper, without gradients).
+            contiguous. Or quantize(weight, "fp8_block", weight=True) or quantize(weight,
+            "fp8_row") (Hopper, without gradients).
         groups: what `moe_regroup` or `moe_route_and_regroup` made, with a block_size that is a
-            multiple of 64: rows of a tile have one expert. How many rows experts have is read when
-            the kernel runs: the host does not wait, any counts serve one CUDA graph. Masked: int32
-            [experts], how many of each expert's rows are there.
+            multiple of 64 ("ragged": of 16): rows of a tile have one expert. How many rows experts
+            have is read when the kernel runs: the host does not wait, any counts serve one CUDA
+            graph. Masked: int32 [experts], how many of each expert's rows are there.
         bias: [experts, N], contiguous, of x's dtype.
         activation: "gelu" (exact), "gelu_tanh", "silu", "relu", or None.
         gate: weight and bias hold gate and, behind it, up, N each; the result is
             activation(gate) * up, as in SwiGLU (activation="silu").
-        gather: x has a row for each token; `moe_permute` brings them to their places first.
+        gather: x has a row for each token; `moe_permute` brings them, or their codes, to their
+            places first.
         weights: fp32 [tokens, top_k]: `moe_combine` puts the results of each token together.
         block: the tile; default: the fastest by estimate.
-        impl: "auto", or a kernel: "wgmma" (Hopper), "mma" (tensor cores), "fma" (exact fp32),
-            or one that takes rows of tokens from where they are (gather=True without
+        impl: "auto", or a kernel: "wgmma" (Hopper), "ragged" (Hopper: tiles of as many rows as
+            experts have, so that places may be a multiple of 16), "mma" (tensor cores), "fma"
+            (exact fp32), or one that takes rows of tokens from where they are (gather=True without
             `moe_permute`; 16-bit, no gradients; what places without a token get is anything):
             "stream" (few rows of each expert: weights are read once), "gather" (Hopper's wgmma).
         weight_layout: "nk" or "kn".
         save_pre_activation: keep for gradients what the activation is of; False: compute it again.
         out_scheme: "fp8_block": the result is quantized in the kernel, for the next product with a
-            quantized weight; of a quantized weight with gate=True.
+            weight quantized by blocks; of such a weight with gate=True.
+        precision: "short", of a weight quantized by rows: tensor cores sum all of k, with 13 bits;
+            in tiles of "ragged". "ieee": sums of 512 of k are added up in fp32 (of blocks 128).
 
     Returns:
         [places, N] in x's dtype and framework; with `weights` [tokens, N]. Rows behind the last
@@ -110,11 +116,13 @@ def grouped_linear(
         routed = RoutedOptions(activation, gate, block, impl, weight_layout, gather)
         y = ROUTED((x, weight, bias, None, *groups), (), routed)
     else:
-        rows = moe_permute(_numbers(x), groups) if gather else x
+        size = _block_size(groups)
         if isinstance(weight, tuple):
-            y = codes.call(rows, weight, groups, bias, (_block_size(groups), *said[:-1], coded))
+            options = (size, *said[:-1], coded, precision)
+            y = codes.call(codes.Rows(x, gather), weight, groups, bias, options)
         else:
-            size = _block_size(groups)
+            _check_precision(precision)
+            rows = moe_permute(x, groups) if gather else x
             y = _GROUPED((rows, weight, bias, None, groups.offsets), (), (size, *said))
     return y if weights is None else moe_combine(y, groups, weights)
 
@@ -139,13 +147,13 @@ def _is_masked(x: Any) -> bool:
     return len(getattr(x, "shape", ())) == 3
 
 
-def _numbers(x: Any) -> Any:
-    if isinstance(x, tuple):
+def _check_precision(precision: Any) -> None:
+    """Of numbers."""
+    if precision != "ieee":
         raise ParameterError(
-            f"{CALL}: gather=True with a quantized x; allowed: x of numbers, or codes of "
-            "moe_permute's rows"
+            f"{CALL}: precision={precision!r}; allowed: 'ieee', or 'short' of a weight quantized "
+            f"by {codes.ROWS!r}"
         )
-    return x
 
 
 def _check_masked(groups: Any, gather: bool, weights: Any) -> None:
@@ -187,7 +195,8 @@ def _check(views: Views, said: GroupedOptions, *, pre: bool = False) -> Request:
     if masked:
         checks.check_counts(x, views["offsets"], sizes["experts"])
     else:
-        checks.check_groups(views["offsets"], m, sizes["experts"], said.block_size)
+        least = select.least_block(said.impl)
+        checks.check_groups(views["offsets"], m, sizes["experts"], said.block_size, least)
     problem = checks.problem_of(x, weight, views["bias"], said, sizes) | {
         "groups": "MASKED" if masked else "ROWS", "block_size": said.block_size, "pre": pre,
         "gather": False,
@@ -285,13 +294,15 @@ def _prepare(*args: Any, **named: Any) -> None:
 
 def _prepare_rows(given: dict[str, Any], groups: MoeGroups, options: tuple[Any, ...]) -> None:
     x, weight, bias = given["x"], given["weight"], given["bias"]
-    if given["gather"]:
-        moe_permute.prepare(_numbers(x), groups)  # type: ignore[attr-defined]
-        x = _like(x, groups.sorted_token_ids.shape[0], x.shape[1])
     if isinstance(weight, tuple):
         coded = _is_coded(given["out_scheme"], weight, given["weights"])
-        codes.prepare(x, weight, groups, bias, (*options[:-1], coded))
+        said = (*options[:-1], coded, given["precision"])
+        codes.prepare(codes.Rows(x, given["gather"]), weight, groups, bias, said)
     else:
+        _check_precision(given["precision"])
+        if given["gather"]:
+            moe_permute.prepare(x, groups)  # type: ignore[attr-defined]
+            x = _like(x, groups.sorted_token_ids.shape[0], x.shape[1])
         _GROUPED.prepare((x, weight, bias, None, groups.offsets), options)
 
 
@@ -299,7 +310,11 @@ def _prepare_weights(given: dict[str, Any], groups: MoeGroups) -> None:
     if given["weights"] is not None:
         wide = given["weight"].shape[1 if given["weight_layout"] == "nk" else 2]
         columns = wide // 2 if given["gate"] else wide
-        y = _like(given["x"], groups.sorted_token_ids.shape[0], columns)
+        x, places = given["x"], groups.sorted_token_ids.shape[0]
+        if isinstance(x, tuple):
+            y = interop.empty(interop.view(x[1], CALL, "x.scales"), (places, columns), "bf16")
+        else:
+            y = _like(x, places, columns)
         moe_combine.prepare(y, groups, given["weights"])  # type: ignore[attr-defined]
 
 

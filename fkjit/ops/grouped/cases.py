@@ -20,6 +20,8 @@ def problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """Tiles that are cut in n and k; few blocks, so that each takes several tiles."""
     rows = params["block"][0]
     block = rows // 2 if "tma_store" in params and rows > 64 else rows  # tiles that are half full
+    if "tma_store" in params and params["groups"] == "DEPTH":
+        block = 48  # three of four slices that wgmma takes
     columns = params["block"][1] // (2 if params["gate"] else 1)
     step = 8 if params.get("aligned", True) else 1
     odd = 0 if params.get("tma_store", True) else 1  # rows of out on no boundaries

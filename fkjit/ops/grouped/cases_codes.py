@@ -19,12 +19,18 @@ from fkjit.spec import Arrays, Params, Problem, Verification
 
 _STEP, _SUMS = 33 / 448, 2e-3
 _OF_X, _OF_WEIGHT, _BLOCK = Scheme("fp8", "group"), Scheme("fp8", "block"), 64
+_OF_ROWS = Scheme("fp8", "row")
+
+
+def _schemes(p: Problem) -> tuple[Scheme, Scheme]:
+    """Of x, and of the weight."""
+    return (_OF_ROWS, _OF_ROWS) if p["scales"] == "rows" else (_OF_X, _OF_WEIGHT)
 
 
 def problem(params: Params, blocks: tuple[int, ...], n: int, k: int, **given: Any) -> Problem:
     """`blocks` of places of each expert."""
     m = (sum(blocks) + 2) * _BLOCK  # there is room for two more
-    names = ("dtype", "out_dtype", "activation", "gate", "coded")
+    names = ("dtype", "out_dtype", "scales", "activation", "gate", "coded")
     return {
         "m": m, "n": n, "k": k, "experts": len(blocks), "blocks": blocks, "block_size": _BLOCK,
         "groups": "ROWS", "x_stride": k, "out_stride": n, "residual_stride": n, "scale": 1.0,
@@ -49,16 +55,17 @@ def inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
     m, k, wide, experts = p["m"], p["k"], outputs_of(p), p["experts"]
     x = rng.standard_normal((m, k)).astype(np.float32)
     x *= 4.0 ** rng.integers(-1, 2, (m, 1))
-    x_scales = scales_of(x, _OF_X)
-    codes = encode(x, x_scales, _OF_X)
+    of_x, of_weight = _schemes(p)
+    x_scales = scales_of(x, of_x)
+    codes = encode(x, x_scales, of_x)
     codes[starts(p)[-1] :], x_scales[starts(p)[-1] :] = 0x7F, np.nan
     weight = rng.standard_normal((experts, wide, k)).astype(np.float32) / math.sqrt(k)
     weight *= 2.0 ** rng.integers(-2, 1, (experts, 1, 1))
-    scales = np.stack([scales_of(own, _OF_WEIGHT) for own in weight])
+    scales = np.stack([scales_of(own, of_weight) for own in weight])
     each = zip(weight, scales, strict=True)
     made = {
         "x": codes, "x_scales": x_scales, "scales": scales, "offsets": starts(p),
-        "weight": np.stack([encode(own, by, _OF_WEIGHT) for own, by in each]),
+        "weight": np.stack([encode(own, by, of_weight) for own, by in each]),
     }  # fmt: skip
     if p["bias"]:
         made["bias"] = rng.standard_normal((experts, wide)).astype(numpy_dtype(p["dtype"]))
@@ -75,11 +82,12 @@ def outputs(params: Params, p: Problem) -> Arrays:
 
 def reference(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
     """The products of the numbers that codes stand for, expert by expert."""
-    x = decode(np.asarray(arrays["x"]), np.asarray(arrays["x_scales"]), _OF_X).astype(np.float64)
+    of_x, of_weight = _schemes(p)
+    x = decode(np.asarray(arrays["x"]), np.asarray(arrays["x_scales"]), of_x).astype(np.float64)
     z = np.full((p["m"], outputs_of(p)), np.nan)
     for expert, run in enumerate(runs(p)):
         codes, scales = (np.asarray(arrays[name])[expert] for name in ("weight", "scales"))
-        z[run] = x[run] @ decode(codes, scales, _OF_WEIGHT).astype(np.float64).T
+        z[run] = x[run] @ decode(codes, scales, of_weight).astype(np.float64).T
         if p["bias"]:
             z[run] += np.asarray(arrays["bias"])[expert].astype(np.float64)
     y, n = activated(p["activation"], z[:, : p["n"]]), p["n"]

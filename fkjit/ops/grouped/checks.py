@@ -75,17 +75,19 @@ def check_bias(bias: View | None, experts: int, wide: int) -> None:
         check_dense(CALL, "bias", bias)
 
 
-def check_groups(offsets: View | None, places: int, experts: int, block: int) -> None:
+def check_groups(
+    offsets: View | None, places: int, experts: int, block: int, least: int = LEAST_BLOCK
+) -> None:
     assert offsets is not None
     check_dtype(CALL, "groups.offsets", offsets, ("int32",))
     if offsets.shape[0] != experts + 1:
         raise ParameterError(
             f"{CALL}: groups are of {offsets.shape[0] - 1} experts, weight is of {experts}"
         )
-    if block % LEAST_BLOCK or (block and places % block):
+    if block % least or (block and places % block):
         raise ParameterError(
             f"{CALL}: x has {places} rows, groups a block_size of {block}; allowed: a row for each "
-            f"place, and groups made with a block_size that is a multiple of {LEAST_BLOCK}"
+            f"place, and groups made with a block_size that is a multiple of {least}"
         )
 
 

@@ -1,28 +1,33 @@
-"""`fkjit.grouped_linear` of a `QuantizedTensor`: e4m3 with scales of blocks, on Hopper."""
+"""`fkjit.grouped_linear` of a `QuantizedTensor`: e4m3 with scales of blocks or rows, on Hopper."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 from fkjit import tuning
 from fkjit.errors import ParameterError
 from fkjit.ops.gemm.epilogue import kernel_for
 from fkjit.ops.grouped import checks
-from fkjit.ops.grouped.kernels_codes import CODED_TILE, CODES_ALL
+from fkjit.ops.grouped.kernels_codes import CODED_TILE, CODES_ALL, INTERVAL
+from fkjit.ops.grouped.kernels_ragged import EVEN, RAGGED_ALL
 from fkjit.ops.grouped.options import CALL, Views
 from fkjit.ops.moe.groups import MoeGroups
+from fkjit.ops.moe.permute import moe_permute
 from fkjit.ops.op.checks import check_dtype
 from fkjit.ops.op.node import Node, of_dtype
 from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
 from fkjit.ops.quantize.call import checked_parts, prepared_codes, quantize
 from fkjit.ops.quantize.schemes import WIDTH, QuantizedTensor, as_e4m3, dtype_name, parts
+from fkjit.runtime import interop
 from fkjit.runtime.device import multiprocessors
 from fkjit.runtime.interop import CPU, View
 
-SCHEME = "fp8_block"
+SCHEME, ROWS = "fp8_block", "fp8_row"
+_SMALL, _LARGE, _MANY_ROWS = (128, 128), (192, 128), 640  # rows of an expert
 _INPUTS = ("x", "x_scales", "weight", "scales", "bias", "residual", "offsets")
 _NAMES = {"bfloat16": "bf16", "float16": "fp16"}
-_EVEN = 16  # what k is a multiple of
+_EVEN, _EIGHT = 16, 8  # what k is a multiple of, and columns of out
 
 
 class CodesOptions(NamedTuple):
@@ -37,21 +42,77 @@ class CodesOptions(NamedTuple):
     weight_layout: Any = "nk"
     coded: bool = False
     dtype: str = "bf16"
+    scheme: str = SCHEME
+    precision: Any = "ieee"
 
 
-def call(x: Any, weight: Any, groups: MoeGroups, bias: Any, options: tuple[Any, ...]) -> Any:
+class Rows(NamedTuple):
+    """x of a call: numbers or codes; gather: a row of it is a token's."""
+
+    x: Any
+    gather: bool
+
+
+def call(rows: Rows, weight: Any, groups: MoeGroups, bias: Any, options: tuple[Any, ...]) -> Any:
     """The product of rows that are quantized here, unless they are codes already. `options`: those
-    of CodesOptions, without dtype."""
-    given = x if isinstance(x, tuple) else quantize(x, SCHEME)
-    inputs, said = _bound(x, given, weight, groups, bias, options)
+    of CodesOptions up to coded, and precision."""
+    given = rows.x if isinstance(rows.x, tuple) else quantize(rows.x, _scheme(weight))
+    if rows.gather:
+        given = _permuted(given, groups)
+    inputs, said = _bound(rows.x, given, weight, groups, bias, options)
     made = _OP(inputs, (), said)
     return QuantizedTensor(as_e4m3(made[0]), made[1], SCHEME) if said.coded else made
 
 
-def prepare(x: Any, weight: Any, groups: MoeGroups, bias: Any, options: tuple[Any, ...]) -> None:
+def prepare(
+    rows: Rows, weight: Any, groups: MoeGroups, bias: Any, options: tuple[Any, ...]
+) -> None:
     """Compile and load what the call with the same arguments needs, without running it."""
-    given = x if isinstance(x, tuple) else prepared_codes(x, SCHEME)
-    _OP.prepare(*_bound(x, given, weight, groups, bias, options))
+    given = rows.x if isinstance(rows.x, tuple) else prepared_codes(rows.x, _scheme(weight))
+    if rows.gather:
+        given = _permuted(given, groups, prepared=True)
+    _OP.prepare(*_bound(rows.x, given, weight, groups, bias, options))
+
+
+def _scheme(weight: Any) -> str:
+    """Of rows of x for this weight."""
+    scheme = parts(CALL, "weight", weight).scheme
+    if scheme not in (SCHEME, ROWS):
+        raise ParameterError(
+            f"{CALL}: weight is quantized by {scheme!r}; allowed: {SCHEME!r}, {ROWS!r}"
+        )
+    return scheme
+
+
+def _permuted(codes: Any, groups: MoeGroups, *, prepared: bool = False) -> QuantizedTensor:
+    """A row of codes and its scales for each place: zeros where nobody is."""
+    data, scales, scheme = parts(CALL, "x", codes)
+    if len(data.shape) != 2 or data.shape[1] % _EVEN:
+        raise ParameterError(
+            f"{CALL}: x has codes {tuple(data.shape)}; allowed: [tokens, K] with gather=True, K a "
+            f"multiple of {_EVEN}"
+        )
+    words = _viewed(data, "fp32")
+    each = scales if len(scales.shape) == 2 else scales.reshape(-1, 1)
+    if not prepared:
+        rows, by = moe_permute(words, groups), moe_permute(each, groups)
+        return QuantizedTensor(_viewed(rows, "uint8"), by.reshape(-1, *scales.shape[1:]), scheme)
+    places = int(groups.sorted_token_ids.shape[0])
+    for part in (words, each):
+        moe_permute.prepare(part, groups)  # type: ignore[attr-defined]
+    seen = interop.view(scales, CALL, "x.scales")
+    return QuantizedTensor(
+        interop.empty(seen, (places, data.shape[1]), "uint8"),
+        interop.empty(seen, (places, *scales.shape[1:]), "fp32"), scheme,
+    )  # fmt: skip
+
+
+def _viewed(array: Any, dtype: str) -> Any:
+    """The same bytes as elements of another dtype."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return array.view(interop.torch_dtype(dtype))
+    return array.view(interop.numpy_dtype(dtype))
 
 
 def _bound(
@@ -59,12 +120,14 @@ def _bound(
 ) -> tuple[tuple[Any, ...], CodesOptions]:
     """The op's inputs and options."""
     of_x, of_weight = parts(CALL, "x", given), parts(CALL, "weight", weight)
-    for name, scheme in (("x", of_x.scheme), ("weight", of_weight.scheme)):
-        if scheme != SCHEME:
-            raise ParameterError(f"{CALL}: {name} is quantized by {scheme!r}; allowed: {SCHEME!r}")
+    scheme = _scheme(weight)
+    if of_x.scheme != scheme:
+        raise ParameterError(f"{CALL}: x is quantized by {of_x.scheme!r}; allowed: {scheme!r}")
     dtype = _NAMES.get(dtype_name(bias if isinstance(x, tuple) else x), "bf16")
     arrays = (of_x.data, of_x.scales, of_weight.data, of_weight.scales, bias, None)
-    return (*arrays, groups.offsets), CodesOptions(*options)._replace(dtype=dtype)
+    *named, precision = options
+    said = CodesOptions(*named, dtype=dtype, scheme=scheme, precision=precision)
+    return (*arrays, groups.offsets), said
 
 
 def _check(views: Views, said: CodesOptions) -> Request:
@@ -77,19 +140,22 @@ def _check(views: Views, said: CodesOptions) -> Request:
             raise ParameterError(
                 f"{CALL}: {name}={given!r} of a quantized weight is not one of {', '.join(allowed)}"
             )
-    _check_codes(x, x_scales, weight, scales)
+    _check_codes(x, x_scales, weight, scales, said)
     sizes = checks.sizes_of(x, weight, said)
     _check_sizes(sizes, said)
     bias, wide = views["bias"], sizes["n"] * (2 if said.gate else 1)
     if bias is not None:
         check_dtype(CALL, "bias", bias, (said.dtype,))
     checks.check_bias(bias, sizes["experts"], wide)
-    checks.check_groups(views["offsets"], sizes["m"], sizes["experts"], said.block_size)
+    least = EVEN if said.precision == "short" else checks.LEAST_BLOCK
+    checks.check_groups(views["offsets"], sizes["m"], sizes["experts"], said.block_size, least)
     problem: dict[str, Any] = {
         **sizes, "dtype": said.dtype, "out_dtype": said.dtype, "groups": "ROWS",
         "block_size": said.block_size, "activation": said.activation or "none", "gate": said.gate,
         "scale": 1.0, "bias": bias is not None, "residual": False, "x_stride": sizes["k"],
         "out_stride": sizes["n"], "residual_stride": sizes["n"], "coded": said.coded,
+        "codes": True, "pre": False, "weight_layout": "nk", "short": said.precision == "short",
+        "scales": "rows" if said.scheme == ROWS else "blocks",
     }  # fmt: skip
     shape, scales_of = (sizes["m"], sizes["n"]), (sizes["m"], sizes["n"] // WIDTH)
     outputs = {
@@ -104,17 +170,24 @@ def _check(views: Views, said: CodesOptions) -> Request:
     return Request(inputs, outputs, (_launch(problem, said.block, x),))
 
 
-def _check_codes(x: View, x_scales: View, weight: View, scales: View) -> None:
-    """Of x a scale for 128 columns of a row, of weight one for 128 by 128."""
-    for name, data, own, span in (
-        ("x", x, x_scales, "group"), ("weight", weight, scales, "block"),
-    ):  # fmt: skip
-        how, _ = checked_parts(CALL, name, data, own, SCHEME)
+def _check_codes(x: View, x_scales: View, weight: View, scales: View, said: CodesOptions) -> None:
+    """Of x a scale for 128 columns of a row, of weight one for 128 by 128; or of rows of both."""
+    spans = ("row", "row") if said.scheme == ROWS else ("group", "block")
+    for name, data, own, span in zip(
+        ("x", "weight"), (x, weight), (x_scales, scales), spans, strict=True
+    ):
+        how, _ = checked_parts(CALL, name, data, own, said.scheme)
         if how.span != span:
             raise ParameterError(
                 f"{CALL}: {name} has scales {tuple(own.shape)}; allowed: "
                 f"quantize({name}, {SCHEME!r}{', weight=True' if span == 'block' else ''})"
             )
+    allowed = ("ieee", "short") if said.scheme == ROWS else ("ieee",)
+    if said.precision not in allowed:
+        raise ParameterError(
+            f"{CALL}: precision={said.precision!r} of a weight quantized by {said.scheme!r}; "
+            f"allowed: {', '.join(map(repr, allowed))}"
+        )
 
 
 def _check_sizes(sizes: dict[str, int], said: CodesOptions) -> None:
@@ -123,22 +196,37 @@ def _check_sizes(sizes: dict[str, int], said: CodesOptions) -> None:
             f"{CALL}: k={sizes['k']} of codes; allowed: a multiple of {_EVEN}: pad x and weight "
             "with zeros before quantizing"
         )
-    if said.coded and (not said.gate or said.dtype != "bf16"):
+    if said.coded and (not said.gate or said.dtype != "bf16" or said.scheme != SCHEME):
         raise ParameterError(
-            f"{CALL}: out_scheme={SCHEME!r} with gate={said.gate} and {said.dtype}; allowed: "
-            "gate=True, x and bias of bf16"
+            f"{CALL}: out_scheme={SCHEME!r} with gate={said.gate}, {said.dtype} and "
+            f"{said.scheme}; allowed: gate=True, x and bias of bf16, a weight by {SCHEME!r}"
         )
-    if said.gate and sizes["n"] % WIDTH:
+    if said.precision == "short" and sizes["n"] % _EIGHT:
+        raise ParameterError(
+            f"{CALL}: {sizes['n']} columns of out with precision='short'; allowed: a multiple of "
+            f"{_EIGHT}"
+        )
+    if said.scheme == SCHEME and said.gate and sizes["n"] % WIDTH:
         raise ParameterError(
             f"{CALL}: gate=True with {SCHEME} and {sizes['n']} columns; allowed: a multiple of "
             f"{WIDTH}, so that gate and up have scales of their own"
         )
 
 
+def _tile(problem: dict[str, Any]) -> tuple[int, int]:
+    """Of sums in fp32; measured on an H200 at 256 and 1,024 rows an expert."""
+    if problem["coded"]:
+        return CODED_TILE
+    rows = problem["m"] / problem["experts"] - problem["block_size"]
+    return _LARGE if rows >= _MANY_ROWS and not problem["gate"] else _SMALL
+
+
 def _launch(problem: dict[str, Any], block: Any, x: View) -> Launch:
-    spec, arch = kernel_for(CODES_ALL, problem["activation"]), arch_of(x)
+    all_of = RAGGED_ALL if problem["short"] else CODES_ALL
+    problem["interval"] = INTERVAL[problem["scales"]]
+    spec, arch = kernel_for(all_of, problem["activation"]), arch_of(x)
     tiles = next(p.values for p in spec.params if p.name == "block")
-    usual = CODED_TILE if problem["coded"] else tiles[0]
+    usual = tiles[0] if problem["short"] else _tile(problem)
     tile = usual if block is None else tuple(block)
     params = {p.name: {**problem, "block": tile}[p.name] for p in spec.params}
     if tile not in tiles or spec.illegal(params) is not None:
@@ -178,6 +266,7 @@ _OP = Op(
     node=Node(
         _fake,
         "int block_size, str? activation, bool gate, int[]? block, str impl, str weight_layout, "
-        "bool coded, str dtype", None, "grouped_linear_codes", _packed, _unpacked,
+        "bool coded, str dtype, str scheme, str precision", None, "grouped_linear_codes",
+        _packed, _unpacked,
     ),
 )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Grouped products of e4m3 codes with scales of 128 columns (of x) and of 128 by 128 (of weights):
-the kernel of `linear` for such codes, with a weight for each expert.
+"""Grouped products of e4m3 codes with scales of 128 columns (of x) and of 128 by 128 (of weights),
+or of rows of both: the kernel of `linear` for such codes, with a weight for each expert.
 
 A problem has what those of grouped products have (kernels.py), and the spans of its codes. Arrays:
 x [m, k] and weight [experts, n, k] of codes; x_scales [m, k / 128]; scales [experts, n / 128, k /
-128], each rounded up, with gate 2 n for n; bias, offsets -> out, and of `coded` results out_scales
-[m, n / 128].
+128], each rounded up, with gate 2 n for n (of rows [m] and [experts, n]); bias, offsets -> out, and
+of `coded` results out_scales [m, n / 128].
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 
 _OF_LINEAR = kernels_bytes.WGMMA
 _FIXED: Mapping[str, Any] = {
-    "code": "fp8", "scales": "blocks", "residual": False, "interval": 1, "cluster": 1,
+    "code": "fp8", "residual": False, "cluster": 1,
     "schedule": "cooperative",
 }  # fmt: skip
-SPANS = {"span": "block", "x_span": "group", "code": "fp8"}
+_SPANS = {"blocks": ("block", "group"), "rows": ("row", "row")}
+INTERVAL = {"blocks": 1, "rows": 4}  # as products of one weight take it
 _GROUP_ROWS = 512  # rows of an expert whose tiles are taken together
 CODED_TILE = (128, 256)
 _SMS = 132  # where there is no GPU to ask
@@ -36,9 +37,12 @@ def _whole(params: Params) -> dict[str, Any]:
 
 
 def _illegal(params: Params) -> str | None:
+    if params["interval"] != INTERVAL[params["scales"]]:
+        return "sums 128 of k by tensor cores where scales are of blocks, 512 else"
     if not params["coded"]:
         return _OF_LINEAR.illegal(_whole(params))
-    if not params["gate"] or params["block"] != CODED_TILE or params["out_dtype"] != "bf16":
+    plain = params["out_dtype"] == "bf16" and params["scales"] == "blocks"
+    if not params["gate"] or params["block"] != CODED_TILE or not plain:
         return "has codes of gated results alone, of 128 columns"
     return None
 
@@ -54,7 +58,9 @@ def _grid(params: Params, problem: Problem) -> Dim3:
 
 def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Those of linear; the map of the weights of all experts."""
-    named = dict(_OF_LINEAR.arguments(_whole(params), {**problem, **SPANS}, arrays))
+    span, of_x = _SPANS[params["scales"]]
+    spans = {"span": span, "x_span": of_x, "code": "fp8"}
+    named = dict(_OF_LINEAR.arguments(_whole(params), {**problem, **spans}, arrays))
     named["weight_map"] = of_experts(named["weight_map"], problem["experts"])
     named["out_scales"] = arrays.get("out_scales")
     named["group_rows"] = max(_GROUP_ROWS // params["block"][0], 1)
@@ -94,9 +100,11 @@ CODES_ALL = replace(
 )  # fmt: skip
 
 _PLAIN = {
-    "dtype": "bf16", "out_dtype": "bf16", "activation": "none", "gate": False, "coded": False,
+    "dtype": "bf16", "out_dtype": "bf16", "scales": "blocks", "activation": "none", "gate": False,
+    "interval": 1, "coded": False,
 }  # fmt: skip
 _SWIGLU = {**_PLAIN, "activation": "silu", "gate": True}
+_BY_ROWS = {"scales": "rows", "interval": INTERVAL["rows"]}
 CODES: KernelSpec = register(
     replace(
         CODES_ALL,
@@ -104,6 +112,8 @@ CODES: KernelSpec = register(
             {**_SWIGLU, "block": (128, 128)},
             {**_SWIGLU, "block": CODED_TILE, "coded": True},
             {**_PLAIN, "block": (128, 128)},
+            {**_PLAIN, "block": (256, 128)},
+            {**_SWIGLU, **_BY_ROWS, "block": (128, 128)},
             {**_PLAIN, "block": (192, 128), "out_dtype": "fp32"},
             {**_SWIGLU, "block": (192, 128), "dtype": "fp16", "out_dtype": "fp16"},
         ],

@@ -8,11 +8,12 @@ from typing import Any
 from fkjit.errors import ParameterError
 from fkjit.ops.gemm.call import linear
 from fkjit.ops.grouped.call import grouped_linear
-from fkjit.ops.grouped.few import implementation
-from fkjit.ops.grouped.kernels import LEAST_BLOCK
+from fkjit.ops.grouped.codes import SCHEME
+from fkjit.ops.grouped.few import block_size_of, implementation
 from fkjit.ops.moe.gradient import weights_of
 from fkjit.ops.moe.groups import MoeGroups, made, places_of
 from fkjit.ops.moe.route_and_regroup import moe_route_and_regroup
+from fkjit.ops.quantize.schemes import WIDTH, QuantizedTensor, dtype_name
 from fkjit.runtime import interop
 from fkjit.types import Scoring
 
@@ -38,9 +39,10 @@ def moe_layer(
     capacity: int | None = None,
     shared_gate_up: Any = None,
     shared_down: Any = None,
-    block_size: int = LEAST_BLOCK,
+    block_size: int | None = None,
     save_pre_activation: bool = True,
     impl: str = "auto",
+    precision: str = "ieee",
 ) -> Any:
     """Each token's best experts, weighted: sum over k of weights[t, k] * down(act(gate) * up).
 
@@ -57,10 +59,12 @@ def moe_layer(
         expert_map: int32 [experts of the router]: which of the experts here each one is, or -1; for
             expert parallelism. The weights are of those that are here.
         shared_gate_up, shared_down: [2 J, H] and [H, J], an expert that every token goes to.
-        block_size: of the layout, a multiple of 64.
+        block_size: of the layout, a multiple of 64, with tiles that are ragged of 16; default: the
+            least that the kernels take.
         save_pre_activation: keep what the activation is of for gradients; False: compute it again.
         impl: of both products, as `grouped_linear` has it; "auto" is "stream" of up to 16 tokens
             and "gather" of up to 64 on Hopper, where no gradient is wanted.
+        precision: as `grouped_linear` has it: "short" of weights quantized by "fp8_row".
 
     Returns:
         [tokens, H] in x's dtype and framework, the same bits at every call. With torch it has
@@ -85,8 +89,11 @@ def moe_layer(
     """
     logits = _logits(x, router_logits, router_weight)
     _check(logits, w_gate_up, expert_map, shared_gate_up, shared_down)
+    impl = implementation(impl, x, w_gate_up, w_down)
+    rows = x.shape[0] * top_k / logits.shape[-1]
+    size = block_size_of(block_size, impl, precision, rows, x, w_gate_up, w_down)
     weights, ids, groups = moe_route_and_regroup(
-        _detached(logits), top_k, block_size, scoring=scoring, renormalize=renormalize, bias=bias,
+        _detached(logits), top_k, size, scoring=scoring, renormalize=renormalize, bias=bias,
         num_groups=num_groups, topk_groups=topk_groups,
         routed_scaling_factor=routed_scaling_factor, expert_map=expert_map,
         num_local_experts=None if expert_map is None else int(w_gate_up.shape[0]),
@@ -94,12 +101,12 @@ def moe_layer(
     )  # fmt: skip
     if _wants_grad(logits):
         weights = weights_of(logits, ids, scoring, renormalize, routed_scaling_factor)
-    impl = implementation(impl, x, w_gate_up, w_down)
+    said = {"impl": impl, "precision": precision}
     hidden = grouped_linear(
-        x, w_gate_up, groups, gather=True, activation=activation, gate=True, impl=impl,
-        save_pre_activation=save_pre_activation,
+        x, w_gate_up, groups, gather=True, activation=activation, gate=True,
+        save_pre_activation=save_pre_activation, out_scheme=_between(x, w_gate_up, w_down), **said,
     )  # fmt: skip
-    out = grouped_linear(hidden, w_down, groups, weights=weights, impl=impl)
+    out = grouped_linear(hidden, w_down, groups, weights=weights, **said)
     if shared_gate_up is None:
         return out
     shared = linear(x, shared_gate_up, activation=activation, gate=True)
@@ -124,6 +131,12 @@ def _check(
         )
     if (shared_gate_up is None) != (shared_down is None):
         raise ParameterError(f"{_CALL}: shared_gate_up and shared_down are given together or not")
+
+
+def _between(x: Any, w_gate_up: Any, w_down: Any) -> str | None:
+    """What the first product makes for the second: codes where that takes them."""
+    blocks = all(isinstance(w, tuple) and w[2] == SCHEME for w in (w_gate_up, w_down))
+    return SCHEME if blocks and dtype_name(x) == "bfloat16" else None
 
 
 def _wants_grad(logits: Any) -> bool:
@@ -155,17 +168,24 @@ def _prepare(*args: Any, **named: Any) -> None:
         logits = _like(x, x.shape[0], given["router_weight"].shape[0])
     _check(logits, up, given["expert_map"], given["shared_gate_up"], given["shared_down"])
     here, tokens = int(up.shape[0]), int(x.shape[0])
-    size = given["block_size"]
+    impl = implementation(given["impl"], x, up, down)
+    rows = tokens * top_k / logits.shape[-1]
+    size = block_size_of(given["block_size"], impl, given["precision"], rows, x, up, down)
     routing = {name: given[name] for name in _ROUTING}
     local = None if given["expert_map"] is None else here
     _able(moe_route_and_regroup).prepare(logits, top_k, size, num_local_experts=local, **routing)
     groups = _groups_like(x, top_k, here, size)
-    impl = implementation(given["impl"], x, up, down)
-    kept = {name: given[name] for name in ("activation", "save_pre_activation")} | {"impl": impl}
-    _able(grouped_linear).prepare(x, up, groups, gate=True, gather=True, **kept)
+    said = {"impl": impl, "precision": given["precision"]}
+    kept = {name: given[name] for name in ("activation", "save_pre_activation")}
+    scheme = _between(x, up, down)
+    _able(grouped_linear).prepare(
+        x, up, groups, gate=True, gather=True, out_scheme=scheme, **kept, **said
+    )
     hidden = _like(x, groups.sorted_token_ids.shape[0], down.shape[2])
     weights = _like(x, tokens, top_k, dtype="fp32")
-    _able(grouped_linear).prepare(hidden, down, groups, weights=weights, impl=impl)
+    if scheme is not None:
+        hidden = _codes_like(hidden)
+    _able(grouped_linear).prepare(hidden, down, groups, weights=weights, **said)
     if given["shared_gate_up"] is not None:
         _prepare_shared(x, given)
 
@@ -188,6 +208,13 @@ def _groups_like(x: Any, top_k: int, experts: int, size: int) -> MoeGroups:
     sizes = {"tokens": tokens, "top_k": top_k, "groups": experts, "block_size": size}
     outputs = made({**sizes, "places": places_of(tokens * top_k, experts, size)}).values()
     return MoeGroups(*(_like(x, *o.shape, dtype=o.dtype) for o in outputs))
+
+
+def _codes_like(x: Any) -> QuantizedTensor:
+    """Room for x's codes."""
+    rows, columns = x.shape
+    scales = _like(x, rows, columns // WIDTH, dtype="fp32")
+    return QuantizedTensor(_like(x, rows, columns, dtype="uint8"), scales, SCHEME)
 
 
 def _like(x: Any, *shape: int, dtype: str | None = None) -> Any:

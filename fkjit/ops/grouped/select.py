@@ -17,14 +17,19 @@ from fkjit.ops.gemm.cost import SMS, machine
 from fkjit.ops.gemm.epilogue import kernel_for
 from fkjit.ops.gemm.kernels_sm90 import VARIANTS
 from fkjit.ops.gemm.problem import outputs_of
-from fkjit.ops.grouped import kernels
-from fkjit.ops.grouped.kernels import TILES
+from fkjit.ops.grouped import kernels, kernels_ragged
+from fkjit.ops.grouped.kernels import LEAST_BLOCK, TILES
 from fkjit.spec import KernelSpec, Params, Problem
 
-IMPLEMENTATIONS = ("auto", "wgmma", "mma", "fma")
+IMPLEMENTATIONS = ("auto", "wgmma", "ragged", "mma", "fma")
 _KN = 1.06  # a step takes longer where the weight's rows are contiguous in n
 _TOGETHER = 1.25  # more where consumers share tiles of rows: seen at 250 and 1000 rows an expert
 _PORTABLE = 0.62  # of the flops that mma.sync, or FMAs, give
+
+
+def least_block(impl: str) -> int:
+    """What experts' places have to be a multiple of."""
+    return kernels_ragged.EVEN if impl in ("auto", "ragged") else LEAST_BLOCK
 
 
 class Chosen(NamedTuple):
@@ -37,6 +42,12 @@ class Chosen(NamedTuple):
 def choose(problem: Problem, impl: str, block: Any, arch: Arch) -> Chosen:
     """ParameterError where the kernel, or the tile, asked for does not take the problem."""
     found = list(_legal(problem, impl, arch))
+    if not found and problem["block_size"] % LEAST_BLOCK and impl == "auto":
+        raise ParameterError(
+            f"grouped_linear: groups have a block_size of {problem['block_size']}, which does not "
+            f"go with this {problem['dtype']} product on {arch.name}; allowed: a multiple of "
+            f"{LEAST_BLOCK}"
+        )
     if not found:
         raise ParameterError(
             f"grouped_linear: impl={impl!r} does not take this {problem['dtype']} product on "
@@ -55,6 +66,8 @@ def _legal(problem: Problem, impl: str, arch: Arch) -> Iterator[Chosen]:
     for name, (spec, fixed, takes) in _KERNELS.items():
         if impl not in ("auto", name) or not takes(problem):
             continue
+        if name == "ragged" and impl == "auto" and problem["block_size"] % LEAST_BLOCK == 0:
+            continue  # what was laid out for whole tiles
         own = kernel_for(spec, problem["activation"])
         for tile in next(p.values for p in spec.params if p.name == "block"):
             given = {**problem, **fixed(problem, arch), "block": tile}
@@ -70,7 +83,7 @@ def _legal(problem: Problem, impl: str, arch: Arch) -> Iterator[Chosen]:
 def _fits(problem: Problem, name: str, tile: tuple[int, ...]) -> bool:
     """Whether experts' rows are whole tiles; for Hopper the last one of an expert may be half."""
     rows = problem["block_size"] * (2 if name == "wgmma" else 1)
-    return problem["groups"] == "DEPTH" or rows % tile[0] == 0
+    return problem["groups"] == "DEPTH" or name == "ragged" or rows % tile[0] == 0
 
 
 def _with_tile(found: list[Chosen], block: Any) -> list[Chosen]:
@@ -87,6 +100,8 @@ def _estimate(one: Chosen, problem: Problem, arch: Arch) -> float:
     rows, columns = one.params["block"][:2]
     active, each = _spread(problem)
     across = -(-outputs_of(problem) // columns)
+    if one.spec.name == "ragged_wgmma":
+        return _ragged(rows, each, active * across, problem)
     in_turns = TILES.get(one.params["block"]) == "pingpong"  # one consumer's way out under products
     if problem["groups"] == "DEPTH":
         below, active, deep, full = -(-problem["m"] // rows), problem["experts"], each, 1.0
@@ -101,6 +116,14 @@ def _estimate(one: Chosen, problem: Problem, arch: Arch) -> float:
     return rounds * (_START + (max(steps, out) if in_turns else steps + out))
 
 
+def _ragged(most: int, each: float, runs: int, problem: Problem) -> float:
+    """The same where tiles have as many rows as there are; `runs`: of an expert and columns."""
+    step, out = _RAGGED[most]
+    tiles = math.ceil(each / most)
+    rounds = math.ceil(runs * tiles / problem.get("multiprocessors", SMS))
+    return rounds * (problem["k"] / 64 * each / tiles * step + out)
+
+
 def _spread(problem: Problem) -> tuple[int, float]:
     """Experts that have rows, and how many each: places are those of the worst case."""
     places = problem["k" if problem["groups"] == "DEPTH" else "m"]
@@ -110,6 +133,9 @@ def _spread(problem: Problem) -> tuple[int, float]:
     return active, max(choices / active, 1.0) + block / 2
 
 
+# By the most rows of a tile: ns of 64 k of a row, and of the way out, which one consumer hides.
+_RAGGED = {160: (3.25, 0.0), 304: (3.1, 2500.0)}
+_DEEP_IN_TURNS = 1.7  # more for tiles in turns whose k is an expert's rows: seen at 256 and 1,024
 _START, _EPILOGUE = 400, 0.035  # ns of a tile beside its steps; of each of its elements
 _STREAMED = 4.1  # ns of 64 k of a weight's row, an SM's part of memory's bandwidth
 
@@ -121,6 +147,8 @@ def _step(one: Chosen, problem: Problem, arch: Arch) -> float:
         step = VARIANTS[TILES[one.params["block"]], one.params["block"], 1, 1, False]
         if problem["groups"] != "DEPTH" and TILES[one.params["block"]] == "cooperative":
             step *= _TOGETHER
+        if problem["groups"] == "DEPTH" and TILES[one.params["block"]] == "pingpong":
+            step *= _DEEP_IN_TURNS
         return step * (_KN if problem["weight_layout"] == "kn" else 1.0)
     gpu = machine(arch)
     rate = gpu.fma if one.spec.name == "fma" else gpu.mma
@@ -135,9 +163,9 @@ _Fixed = Callable[[Problem, Arch], Mapping[str, Any]]
 
 
 def _takes_wgmma(problem: Problem) -> bool:
-    """TMA copies rows that begin on 16-byte boundaries; wgmma adds 64 of k up."""
+    """TMA copies rows that begin on 16-byte boundaries; wgmma adds 16 of k up."""
     deep = problem["groups"] == "DEPTH"
-    whole = problem["block_size"] % 64 == 0 and problem["m"] % 16 == 0 if deep else True
+    whole = problem["block_size"] % 16 == 0 and problem["m"] % 16 == 0 if deep else True
     return problem["dtype"] != "fp32" and problem["aligned"] and whole
 
 
@@ -155,6 +183,11 @@ _KERNELS: Mapping[str, tuple[KernelSpec, _Fixed, _Takes]] = {
         kernels.WGMMA_ALL,
         lambda p, arch: {"tma_store": p["aligned_out"] and p["out_dtype"] != "fp32"},
         _takes_wgmma,
+    ),
+    "ragged": (
+        kernels_ragged.RAGGED_ALL,
+        lambda p, arch: {"codes": False},
+        lambda p: p["dtype"] != "fp32" and kernels_ragged.takes(p),
     ),
     "mma": (kernels.MMA_ALL_GROUPED, _portable, lambda p: p["dtype"] != "fp32"),
     "fma": (kernels.FMA_ALL_GROUPED, _portable, lambda p: p["dtype"] == "fp32"),

@@ -17,9 +17,9 @@ def dtype_name(array: Any) -> str:
     return str(getattr(array, "dtype", "")).removeprefix("torch.")
 
 
-def as_codes(array: Any) -> Any:
-    """e4m3 as bytes, which every framework has; anything else as it is."""
-    if dtype_name(array) != "float8_e4m3fn":
+def as_codes(array: Any, dtype: str = "float8_e4m3fn") -> Any:
+    """e4m3 (or another fp8) as bytes, which every framework has; anything else as it is."""
+    if dtype_name(array) != dtype:
         return array
     return array.view(torch_dtype("uint8") if _is_torch(array) else "uint8")
 

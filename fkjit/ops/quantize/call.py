@@ -12,7 +12,7 @@ from fkjit.ops.op.checks import FLOATS, check_dtype, check_flag, check_shape
 from fkjit.ops.op.node import Node, of_dtype
 from fkjit.ops.op.op import Launch, Op, Output, Request
 from fkjit.ops.op.shapes import MAX_GRID, rows_of
-from fkjit.ops.quantize.kernels import AMAX, DEQUANTIZE, SPANS, amax_blocks, spans_of
+from fkjit.ops.quantize.kernels import AMAX, DEQUANTIZE, SPANS, amax_blocks, spans_of, threads_of
 from fkjit.ops.quantize.schemes import (
     EVEN,
     STORED,
@@ -112,7 +112,8 @@ def _check(views: Mapping[str, View | None], scheme: str, weight: Any) -> Reques
     }  # fmt: skip
     _check_size(problem)
     wide = columns % 8 == 0 and _on_chunks(x.pointer, stride * ITEMSIZE[x.dtype])
-    codes = Launch(SPANS, {"dtype": x.dtype, **how._asdict(), "wide": wide}, problem)
+    params = {"dtype": x.dtype, **how._asdict(), "wide": wide}
+    codes = Launch(SPANS, {**params, "threads": threads_of(how.span, columns)}, problem)
     if how.span != "tensor":
         return Request({"x": x}, outputs, (codes,))
     amax = Launch(AMAX, {"dtype": x.dtype, "code": how.code, "wide": wide}, problem)

@@ -15,6 +15,7 @@ from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, Work, register
 
 _THREADS = 256
+_OF_ROW, _HELD = (256, 128, 64), 32  # threads of a row; numbers of one that registers hold
 _EIGHTS_OF_GROUP = 16  # threads that share a group
 _AMAX_BLOCKS = 1024  # at most
 _CODES = {"fp8": "Fp8Codes", "int8": "Int8Codes", "int4": "Int4Codes"}
@@ -31,9 +32,11 @@ _PARAMS = (
 
 
 def _illegal(params: Params) -> str | None:
-    if params["span"] in _SPANS[params["code"]]:
-        return None
-    return f"has no scale a {params['span']} for {params['code']}"
+    if params["span"] not in _SPANS[params["code"]]:
+        return f"has no scale a {params['span']} for {params['code']}"
+    if params.get("threads", _THREADS) != _THREADS and params["span"] != "row":
+        return "has fewer threads for rows alone"
+    return None
 
 
 def _derive(params: Params) -> dict[str, Any]:
@@ -42,8 +45,14 @@ def _derive(params: Params) -> dict[str, Any]:
         "codes": _CODES[params["code"]],
         "span": params["span"].upper(),
         "scale_dtype": scale_dtype(scheme, params["dtype"]),
-        "threads": _THREADS,
     }
+
+
+def threads_of(span: str, columns: int) -> int:
+    """Of a block: a row's, where they hold all of it in registers."""
+    if span != "row":
+        return _THREADS
+    return next((count for count in sorted(_OF_ROW) if count * _HELD >= columns), _THREADS)
 
 
 def groups_of(problem: Problem) -> int:
@@ -102,10 +111,10 @@ SPANS = register(
         source="quantize/spans.cu",
         entry="quantize_spans",
         doc="codes of numbers and the scale of each row, group or block, in one pass",
-        params=_PARAMS,
+        params=(*_PARAMS, Param("threads", _OF_ROW, "of a block; fewer where it has a short row")),
         derive=_derive,
         illegal=_illegal,
-        block=lambda params: (_THREADS, 1, 1),
+        block=lambda params: (params["threads"], 1, 1),
         grid=_spans_grid,
         pdl=True,
         arguments=_arguments,

@@ -83,7 +83,7 @@ _FINE = {"dtype": "fp16", "out_dtype": "fp32"}
 
 Variant = tuple[int, int]
 _SCHEDULES = ("cooperative", "pingpong")
-_TILES: tuple[Variant, ...] = ((128, 128), (192, 128), (128, 256))
+_TILES: tuple[Variant, ...] = ((128, 128), (192, 128), (128, 256), (256, 128))
 
 
 def _stages(params: Params) -> int:
@@ -93,12 +93,16 @@ def _stages(params: Params) -> int:
 
 def _consumers(params: Params) -> int:
     """Warpgroups that multiply."""
-    return 2 if params["schedule"] == "pingpong" else params["block"][0] // 64
+    if params["schedule"] == "pingpong" or params["block"][0] == 256:
+        return 2
+    return int(params["block"][0] // 64)
 
 
 def _wgmma_illegal(params: Params) -> str | None:
     if params["schedule"] == "pingpong" and (params["interval"] or params["block"] != (128, 128)):
         return "has consumers in turns for tiles of 128 x 128 without promotion"
+    if params["block"][0] == 256 and (params["scales"] != "blocks" or params["cluster"] > 1):
+        return "has two blocks of 64 rows a consumer for scales of blocks, in single blocks"
     if params["block"][1] > 128 and params["interval"] > 0:
         return "has no registers for the sums of tensor cores and all others"
     return _illegal(params)
@@ -167,6 +171,7 @@ WGMMA_AHEAD = _ahead(
         {"cluster": 2},
         {"block": (192, 128)},
         {**_BLOCKS, **_SWIGLU, "cluster": 2},
+        {**_BLOCKS, "block": (256, 128)},
         {**_INT8, **_FINE, "block": (128, 256), "activation": "gelu_tanh"},
         {"interval": 0, "cluster": 2, "schedule": "pingpong"},
         {**_INT8, **_SWIGLU, "schedule": "pingpong"},
@@ -237,8 +242,8 @@ MMA_AHEAD = _ahead(
 )
 
 
-# Measured on an H200 (bench/notes/quantize.md): 192 x 128 was the fastest at 8192^3 and, with block
-# scales, at 4096 x 7168 x 16384, and as fast as 128 x 128 at 4096^3.
+# Measured on an H200 (bench/notes/quantize.md): 192 x 128 was the fastest at 8192^3, and as fast as
+# 128 x 128 at 4096^3; with block scales 256 x 128 at 4096 x 7168 x 16384.
 _MANY_ROWS = 1024
 # Where sums need no promotion, consumers in turns are faster by 7 % (e4m3) and 2 % (int8).
 _TURNS = 2  # tiles for each multiprocessor, at least
@@ -265,7 +270,7 @@ def choose(problem: Problem, wgmma: bool) -> tuple[KernelSpec, dict[str, Any], t
     if exact and _tiles(problem) >= _TURNS * problem.get("multiprocessors", SMS):
         tile["schedule"] = "pingpong"
     elif problem["m"] >= _MANY_ROWS:
-        tile = {**tile, "block": (192, 128), "cluster": 2 if blocks else 1}
+        tile = {**tile, "block": (256 if blocks else 192, 128), "cluster": 1}
     if not wgmma:
         tile = {"block": (128 if problem["m"] > 64 else 64, 128)}
     return epilogue.kernel_for(spec, problem["activation"]), {**fixed, **tile}, (0, 0)

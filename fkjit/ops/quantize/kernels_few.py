@@ -32,7 +32,7 @@ def _ahead(spec: KernelSpec, shown: list[Mapping[str, Any]]) -> KernelSpec:
 
 # Warps, groups of 128 of k that a warp has of a tile, blocks of a multiprocessor.
 GemvTile = tuple[int, int, int]
-_GEMV_TILES: tuple[GemvTile, ...] = ((8, 2, 2), (8, 4, 2), (16, 2, 1), (16, 4, 1))
+_GEMV_TILES: tuple[GemvTile, ...] = ((8, 2, 2), (8, 4, 2), (16, 2, 1))
 _GEMV_ROWS, _BATCH = 16, 4  # of the weight, a tile's; tiles whose sums are added up together
 _SLOT = _GEMV_ROWS * 128 // 8  # bytes of a warp's group, for each bit of a code
 
@@ -48,13 +48,6 @@ def _gemv_values(params: Params) -> dict[str, Any]:
     warps, groups, blocks = params["tile"]
     return {**_values(params), "tile_rows": _GEMV_ROWS, "warps": warps, "groups": groups,
             "resident": blocks, "batch": _BATCH}  # fmt: skip
-
-
-def _gemv_illegal(params: Params) -> str | None:
-    warps, groups, _ = params["tile"]
-    if warps * groups > 32 and params["code"] == "int8":
-        return "has no registers for so much of x beside codes of int8"
-    return illegal_dtypes(params)
 
 
 def _gemv_grid(params: Params, problem: Problem) -> Dim3:
@@ -75,7 +68,7 @@ GEMV = KernelSpec(
               tunable=True),
     ),
     derive=_gemv_values,
-    illegal=_gemv_illegal,
+    illegal=illegal_dtypes,
     features=lambda params: _FEATURES | {"cp_async"},
     shared_bytes=_gemv_shared,
     block=lambda params: (32 * params["tile"][0], 1, 1),
@@ -167,8 +160,7 @@ def _gemv_tile(problem: Problem, roomy: bool) -> GemvTile:
     groups = -(-problem["k"] // _GROUP)
     if groups <= 16:
         return (8, 2, 2)
-    long = 32 < groups <= 64 and roomy and problem["code"] == "int4"
-    return (16, 4, 1) if long else (8, 4, 2)
+    return (16, 2, 1) if roomy else (8, 4, 2)
 
 
 def choose(

@@ -107,11 +107,19 @@ def parts(call: str, name: str, given: Any) -> QuantizedTensor:
     return QuantizedTensor(as_codes(data), scales, scheme)
 
 
+FP8_TYPES = {"fp8": "float8_e4m3fn", "e5m2": "float8_e5m2"}
+
+
 def as_e4m3(codes: Any) -> Any:
     """Bytes as e4m3 where PyTorch or ml_dtypes have it; anything else as it is."""
+    return as_fp8(codes, "fp8")
+
+
+def as_fp8(codes: Any, code: str) -> Any:
+    """The same as e4m3 ("fp8") or "e5m2"."""
     if dtype_name(codes) != "uint8":
         return codes
     kind = type(codes).__module__.partition(".")[0]
     if kind == "numpy":
-        return codes.view(import_module("ml_dtypes").float8_e4m3fn)
-    return codes.view(torch_dtype("float8_e4m3fn")) if hasattr(codes, "new_empty") else codes
+        return codes.view(getattr(import_module("ml_dtypes"), FP8_TYPES[code]))
+    return codes.view(torch_dtype(FP8_TYPES[code])) if hasattr(codes, "new_empty") else codes

@@ -26,16 +26,17 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """Of a window, biases, one sequence and several, one of which is none."""
     dim, group = params["head_dim"], params["group"]
     full = scale == "full"
-    heads_kv = 2 if group > 1 or not full else 4
-    hidden, mlp = (512, 1024) if full else (64, 96)
+    blocks = 132 if full else 4
+    heads_kv = max(2, -(-blocks // (group * dim)))  # every block has outputs of each product
+    hidden, mlp = (256, 1024) if full else (64, 96)
     said = {name: params[name] for name in ("dtype", "norm", "rope", "activation", "gate")}
     found = []
     for m, window, biased in ((1, 5, True), (params["most"], 0, False)):
         found.append({
             **said, "m": m, "layers": 2, "hidden": hidden, "mlp": mlp, "vocabulary": 264,
             "heads_q": heads_kv * group, "heads_kv": heads_kv, "head_dim": dim, "group": group,
-            "eps": 1e-5, "blocks": 132 if full else 4, "advance": m > 1,
-            "splits": 132 // (m * heads_kv) if full else 2,
+            "eps": 1e-5, "blocks": blocks, "advance": m > 1,
+            "splits": blocks // (m * heads_kv) if full else 2,
             "logits_stride": 264 + 4, "table_rows": 40 if params["rope"] else 0,
             "max_sequences": _SEQUENCES, "max_pages": 3, "num_pages": _PAGES, "page_size": _PAGE,
             "layout": "nhd", "window": window, "biased": biased,

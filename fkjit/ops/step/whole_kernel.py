@@ -20,6 +20,7 @@ ROWS = (1, 2, 4, 8)  # there is room for
 HEAD_DIMS, GROUPS = (64, 128, 16, 32), (4, 1, 2, 3, 6, 7, 8)
 WARPS = 8  # that compute
 ROW_GAP = 32  # elements between rows, as templates/step/normed_rows.cuh has it
+_PRODUCT = 48  # bytes of a Product of templates/step/layers.cuh
 LAYER_WORDS = 13  # of a layer in `layers`: LayerWeights of the kernel
 NONE = -1 << 62  # there, of what there is not
 _TILE_ROWS, _PITCH_GAP = 16, 64  # rows of a weight in a stage; bytes between them
@@ -27,8 +28,8 @@ _PLACES = 8  # of tiles whose sums wait to be added up
 _BLOCK_BYTES = 226 << 10  # of shared memory, 1 KB for barriers left out
 # Columns of a stage, stages, of which under way, warps that fetch.
 RINGS = ((512, 11, 3, 2), (512, 9, 3, 2), (512, 8, 3, 2), (64, 9, 2, 2))
-_ROOMS = (23, 8, 12, 16, 28, 40, 56, 72, 88, 140)  # KB for rows, and what is beside them
-_ASIDE = (6, 1, 2, 4, 12, 20)  # KB of that beside the rows
+_ROOMS = (25, 8, 12, 16, 28, 42, 56, 74, 88, 140)  # KB for rows, and what is beside them
+_ASIDE = (8, 1, 2, 4, 6, 12, 20)  # KB of that beside the rows
 
 _PARAMS = (
     Param("dtype", ("bf16", "fp16"), "element type of weights, stream and cache"),
@@ -39,7 +40,7 @@ _PARAMS = (
     Param("group", GROUPS, "query heads of a key head"),
     Param("most", ROWS, "sequences there is room for"),
     Param("room", _ROOMS, "KB of shared memory for their rows and what is beside them"),
-    Param("aside", _ASIDE, "KB of that for the table of layers and a norm's weights"),
+    Param("aside", _ASIDE, "KB of that for the list of products and a norm's weights"),
     Param("ring", RINGS, "columns of a stage, stages, of which under way, warps that fetch",
           tunable=True),
 )  # fmt: skip
@@ -57,8 +58,8 @@ def _scratch(head_dim: int, group: int) -> int:
 
 
 def aside_for(norm: str, hidden: int, layers: int) -> int | None:
-    """KB for the table of layers and a norm's weights; None where there is no room."""
-    needed = 8 * LAYER_WORDS * layers + 16 + 2 * hidden * (2 if norm == "layer" else 1)
+    """KB for the list of products and a norm's weights; None where there is no room."""
+    needed = _PRODUCT * (4 * layers + 1) + 2 * hidden * (2 if norm == "layer" else 1)
     return next((room for room in sorted(_ASIDE) if room << 10 >= needed), None)
 
 
@@ -134,7 +135,7 @@ _GPT2 = ("bf16", "layer", False, "gelu_tanh", False, 64, 1)
 _AHEAD = tuple(
     dict(zip((param.name for param in _PARAMS), said, strict=True))
     for said in (
-        (*_LLAMA, 1, 23, 6, RINGS[0]), (*_GPT2, 1, 16, 6, RINGS[0]),
+        (*_LLAMA, 1, 25, 8, RINGS[0]), (*_GPT2, 1, 16, 6, RINGS[0]),
         ("fp16", "rms", True, "silu", True, 16, 2, 2, 12, 1, RINGS[-1]),
     )
 )  # fmt: skip

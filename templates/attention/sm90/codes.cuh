@@ -4,8 +4,10 @@
 #pragma once
 #include "ptx/bulk.cuh"
 #include "ptx/e4m3.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/register_fence.cuh"
+#include "ptx/special_registers.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_bytes.cuh"
@@ -47,7 +49,7 @@ struct ValueTile<false, BLOCK_K, HEAD_DIM> : SwizzledTile<BLOCK_K, HEAD_DIM> {
 template <int BLOCK_Q_, int BLOCK_K_, int HEAD_DIM, bool V_CODES, bool ASIDE, int Q_STAGES_,
           int STAGES_, int GUARD>
 struct CodeRings {
-  static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_;
+  static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_, COLUMNS = HEAD_DIM;
   static constexpr int Q_STAGES = Q_STAGES_, STAGES = STAGES_;
   static constexpr int K_STAGES = STAGES, V_STAGES = STAGES, SCORE_STAGES = 1;
   using QTile = CodeTile<BLOCK_Q, HEAD_DIM>;
@@ -96,13 +98,50 @@ __device__ __forceinline__ void issue_code_scores(Sum (&s)[N][4], u64 q, u64 k) 
   wgmma_commit();
 }
 
-// O = P V of e4m3 (+ O), 32 keys a step.
-template <typename VTile, int STEPS, int COLUMNS>
+// S = Q K^T once more, by mma.sync, for the 16 rows of a warp from `row` of the tile of Q on; of int8 as
+// the bits of whole numbers, of e4m3 as fp16, which Hopper's mma.sync makes of them as well: 16 or 8 of
+// k at a time, as there are few registers.
+template <bool INT8, typename Rings, int N>
+__device__ __forceinline__ void code_scores_again(float (&s)[1][N][4], u32 q_tile, int row,
+                                                  u32 k_tile) {
+  using QTile = SwizzledTile<Rings::BLOCK_Q, Rings::COLUMNS / 2>;  // of two bytes each
+  using KTile = SwizzledTile<Rings::BLOCK_K, Rings::COLUMNS / 2>;
+  constexpr int HALVES = INT8 ? 1 : 2;
+  const int lane = lane_index_again() % 16;  // no register is kept for what almost never runs
+#pragma unroll
+  for (int i = 0; i < 4 * N; ++i) s[0][i / 4][i % 4] = 0.f;
+#pragma unroll 1
+  for (int step = 0; step < Rings::COLUMNS / 16 * HALVES; ++step) {
+    const int chunk = step / HALVES, half = step % HALVES * 16;
+    const int panel = QTile::PANELS == 1 ? 0 : chunk / QTile::CHUNKS, in_panel = chunk % QTile::CHUNKS;
+    u32 a[2];
+    ldmatrix_x2(a, q_tile + panel * QTile::PANEL_BYTES + row * QTile::ROW_BYTES +
+                       QTile::offset(lane, in_panel));
+    if (!INT8) a[0] = fp16_of_e4m3(a[0] >> half), a[1] = fp16_of_e4m3(a[1] >> half);
+    const u32 keys = k_tile + panel * KTile::PANEL_BYTES + KTile::offset(lane, in_panel);
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      u32 b[2];
+      __syncwarp();  // nothing is fetched ahead
+      ldmatrix_x2(b, keys + n * 8 * KTile::ROW_BYTES);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (INT8)
+          mma_16_bytes_s8(s[0][n + i], a, b[i]);
+        else
+          mma_m16n8k8(s[0][n + i], a[0], a[1], fp16_of_e4m3(b[i] >> half));
+    }
+  }
+  __syncwarp();  // before one lane gives the tile of K back
+}
+
+// O = P V of e4m3, or V of E5M2 (+ O), 32 keys a step.
+template <typename VTile, bool E5M2, int STEPS, int COLUMNS>
 __device__ __forceinline__ void issue_code_values(float (&acc)[COLUMNS][4],
                                                   const u32 (&p)[STEPS][4], u64 v, bool add) {
 #pragma unroll
   for (int step = 0; step < STEPS; ++step)
-    wgmma_bytes_registers(acc, p[step], v + VTile::step(step), add || step > 0);
+    wgmma_bytes_registers<E5M2>(acc, p[step], v + VTile::step(step), add || step > 0);
   wgmma_commit();
 }
 
@@ -127,12 +166,17 @@ template <int BLOCK_K, int SCALE_KEYS, int GROUPS, int RAISED>
 struct CodedSoftmax {
   static constexpr float GROWTH = RAISED == 0 ? 8.f : 8.75f - RAISED;
   static constexpr float FAR = 67108864.f;  // from where an FMA's addend is too coarse
+  static constexpr float GREAT = 1048576.f;  // from where one is too coarse to be corrected
+  // What no probability may be above, and from where on a greater maximum is worth its corrections.
+  static constexpr float LIMIT = RAISED == 0 ? 1024.f : 448.f;
+  static constexpr float HIGH = RAISED == 0 ? 256.f : 1.4142f * (1 << RAISED);
   // What is added to score * by before the exponential: RAISED less the maximum, which is NOTHING as
   // long as every key is masked.
   static constexpr float NOTHING = -3e38f;
   float add[2] = {RAISED - NOTHING, RAISED - NOTHING}, row_sum[2] = {};
   float by[2][GROUPS];  // of this tile; above 0
   bool far = false;  // a maximum of the warp is: each tile is to lose it before anything is added
+  bool exact = true;  // a maximum is unknown or great: a tile's is to be looked for first
 
   // Scales of a tile's groups; the last tile may have fewer keys than there is room for. Thirds of 96
   // keys have two scales: of 64 and 32 keys, or of 32 and 64.
@@ -171,7 +215,7 @@ struct CodedSoftmax {
       }
     }
     if (!__any_sync(FULL_MASK, grown(top) || far)) return false;
-    far = false;
+    far = exact = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float old = RAISED - add[half];
@@ -180,8 +224,10 @@ struct CodedSoftmax {
       row_sum[half] *= correction[0][half];
       add[half] = RAISED - most;
       far |= fabsf(most) > FAR && most > NOTHING;
+      exact |= fabsf(most) > GREAT;
     }
     far = __any_sync(FULL_MASK, far);
+    exact = __any_sync(FULL_MASK, exact);
     if (far) subtract_max(s);
     return true;
   }
@@ -225,46 +271,60 @@ struct CodedSoftmax {
     }
   }
 
-  // Scores -> P of e4m3 with the maxima there are, which are looked at on the way; where one has grown
-  // too much, again with the right one. True as of raise_max.
+  // Scores -> probabilities in place by the maxima there are, which no one has looked for in this tile:
+  // `sums` are this lane's. True (for the whole warp) where one may be too great: as no sum of a part of
+  // them is above LIMIT, none is.
   template <int N>
-  __device__ __forceinline__ bool speculate(float (&s)[1][N][4], u32 (&p)[N / 4][4],
-                                            float (&correction)[1][2]) {
-    constexpr int WIDTH = N / GROUPS;
-    bool rescale = false;
-    float sums[2];
-#pragma unroll 1
-    while (true) {
-      bool grew = false;
-      sums[0] = sums[1] = 0.f;
+  __device__ __forceinline__ bool speculate(float (&s)[1][N][4], float (&sums)[2]) {
+    float most = 0.f;
 #pragma unroll
-      for (int group = 0; group < GROUPS; ++group) {
-        float top[2];
+    for (int half = 0; half < 2; ++half) {
+      float even = 0.f, odd = 0.f;
+      const float more = addend(half);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float scale = by[half][group], more = addend(half);
-          float x = NEG_INFINITY;
-#pragma unroll
-          for (int n = group * WIDTH; n < (group + 1) * WIDTH; n += 2) {
-            const float *low = &s[0][n][2 * half], *high = &s[0][n + 1][2 * half];
-            const float a = exp2_fast(fmaf(low[0], scale, more));
-            const float b = exp2_fast(fmaf(low[1], scale, more));
-            const float c = exp2_fast(fmaf(high[0], scale, more));
-            const float d = exp2_fast(fmaf(high[1], scale, more));
-            x = fmaxf(fmaxf(x, fmaxf(low[0], low[1])), fmaxf(high[0], high[1]));
-            sums[half] += (a + b) + (c + d);
-            p[n / 4][n % 4 + half] = pack4_e4m3(a, b, c, d);
-          }
-          top[half] = x * scale;
-        }
-        grew = __any_sync(FULL_MASK, grown(top) || far);
-        if (grew && !rescale) break;
+      for (int n = 0; n < N; ++n) {
+        float* pair = &s[0][n][2 * half];
+        const float scale = by[half][n / (N / GROUPS)];
+        pair[0] = exp2_fast(fmaf(pair[0], scale, more));
+        pair[1] = exp2_fast(fmaf(pair[1], scale, more));
+        even += pair[0], odd += pair[1];
       }
-      if (!grew || rescale) break;
-      rescale = raise_max(s, correction);
+      sums[half] = even + odd;
+      most = most > LIMIT ? most : fmaxf(even, odd);
+      if (!(sums[half] <= 2.f * LIMIT)) most = 2.f * LIMIT;  // NaN as well
     }
-    row_sum[0] += sums[0], row_sum[1] += sums[1];
-    return rescale;
+    return __any_sync(FULL_MASK, most > LIMIT);
+  }
+
+  // Probabilities one of which may be too great -> right ones, where maxima have grown. False (for the
+  // whole warp) where it needs the scores.
+  template <int N>
+  __device__ __forceinline__ bool settle(float (&s)[1][N][4], float (&sums)[2],
+                                         float (&correction)[1][2], bool& rescale) {
+    const bool bad = !(sums[0] < FAR && sums[1] < FAR);
+    if (__any_sync(FULL_MASK, bad)) return false;
+    float top[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float x = 0.f, y = 0.f;
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+        x = fmaxf(x, s[0][n][2 * half]), y = fmaxf(y, s[0][n][2 * half + 1]);
+      top[half] = fmaxf(x, y);
+    }
+    rescale = __any_sync(FULL_MASK, fmaxf(top[0], top[1]) > HIGH);
+    if (!rescale) return true;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float less = fmaxf(log2f(quad_max(top[half])) - RAISED, 0.f);
+      const float by_less = exp2_fast(-less);
+      correction[0][half] = by_less;
+      add[half] -= less;
+      row_sum[half] *= by_less, sums[half] *= by_less;
+#pragma unroll
+      for (int n = 0; n < N; ++n) s[0][n][2 * half] *= by_less, s[0][n][2 * half + 1] *= by_less;
+    }
+    return true;
   }
 
   // Natural log of the sum of exp(score); -inf for a row without keys.

@@ -3,6 +3,7 @@
 #pragma once
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/register_fence.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_products.cuh"
 #include "gemm/sm90/stages.cuh"
@@ -41,30 +42,57 @@ __device__ __forceinline__ void multiply_step(float (&acc)[N][4], u64 a, u64 b, 
   }
 }
 
+constexpr int SLICES = BLOCK_K / 16;  // of k, that wgmma multiplies at once
+
+// The first COUNT slices of a stage.
+template <typename T, int COUNT, int BLOCKS, int N, typename Stages>
+__device__ __forceinline__ void multiply_slices(float (&acc)[BLOCKS][N][4], const Stages& stages,
+                                                int stage, int first_row, bool add) {
+  using A = typename Stages::A;
+  using B = typename Stages::B;
+  const u64 b = B::operand(stages.b(stage), 0);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block)
+      multiply_step<T, A, B>(acc[block],
+                             A::operand(stages.a(stage), first_row + block * 64) + i * A::STEP,
+                             b + i * B::STEP, add || i > 0);
+  wgmma_commit();
+}
+
+// So many of them, to the end: where products under way would cross a branch, the compiler waits for
+// each.
+template <typename T, int COUNT = 1, int BLOCKS, int N, typename Stages>
+__device__ __forceinline__ void multiply_tail(float (&acc)[BLOCKS][N][4], const Stages& stages,
+                                              int stage, int count, int first_row, bool add) {
+  if constexpr (COUNT < SLICES - 1) {
+    if (count > COUNT)
+      return multiply_tail<T, COUNT + 1>(acc, stages, stage, count, first_row, add);
+  }
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) register_fence(acc[block]);
+  multiply_slices<T, COUNT>(acc, stages, stage, first_row, add);
+  wgmma_wait<0>();
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) register_fence(acc[block]);
+}
+
 // One tile's products, 64 of k after the other: a stage is released when the next one's products
-// have been issued and its own are done. Rows of A from `first_row` on. `meanwhile` is called once,
-// under products of two steps where there are two: it may take a while.
+// have been issued and its own are done. Behind the steps come `tail` slices of one more. Rows of A
+// from `first_row` on. `meanwhile` is called once, under products of two steps where there are two: it
+// may take a while.
 template <typename T, int CLUSTER, int BLOCKS, int N, typename Stages, typename Place,
           typename Turns, typename Meanwhile>
 __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][N][4], const Stages& stages,
-                                         Place& place, int steps, int first_row, int lane,
+                                         Place& place, int steps, int tail, int first_row, int lane,
                                          const Turns& turns, const Meanwhile& meanwhile) {
-  using A = typename Stages::A;
-  using B = typename Stages::B;
   const int calls = min(steps, 2) - 1;  // at this step
   int last = 0;
   for (int step = 0; step < steps; ++step) {
     mbarrier_wait(stages.full(place.stage), place.parity);
-    const u64 b = B::operand(stages.b(place.stage), 0);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < BLOCK_K / 16; ++i)
-#pragma unroll
-      for (int block = 0; block < BLOCKS; ++block)
-        multiply_step<T, A, B>(
-            acc[block], A::operand(stages.a(place.stage), first_row + block * 64) + i * A::STEP,
-            b + i * B::STEP, step > 0 || i > 0);
-    wgmma_commit();
+    multiply_slices<T, SLICES>(acc, stages, place.stage, first_row, step > 0);
     if (step == calls) meanwhile();
     if (step > 0) {
       wgmma_wait<1>();
@@ -73,7 +101,13 @@ __device__ __forceinline__ void multiply(float (&acc)[BLOCKS][N][4], const Stage
     last = place.stage;
     place.advance();
   }
-  turns.pass();
+  if (tail == 0) turns.pass();
   wgmma_wait<0>();
-  release_stage<CLUSTER>(stages, last, lane);
+  if (tail == 0 || steps > 0) release_stage<CLUSTER>(stages, last, lane);
+  if (tail == 0) return;
+  mbarrier_wait(stages.full(place.stage), place.parity);
+  multiply_tail<T>(acc, stages, place.stage, tail, first_row, steps > 0);
+  turns.pass();
+  release_stage<CLUSTER>(stages, place.stage, lane);
+  place.advance();
 }

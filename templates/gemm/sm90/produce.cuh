@@ -17,7 +17,8 @@ __device__ __forceinline__ void produce(const Stages& stages, Order order, Work 
     piece = part(piece, order);
     for (int step = piece.first; step < piece.first + piece.steps; ++step) {
       mbarrier_wait(stages.empty(place.stage), place.parity ^ 1);
-      if (elect_one()) fetch(tile, place.stage, step * BLOCK_K);
+      if (elect_one())
+        fetch(tile, place.stage, step * BLOCK_K - piece.first * (BLOCK_K - Order::STEP_OF_FIRST));
       place.advance();
     }
   }

@@ -196,7 +196,7 @@ def _problem(seen: Mapping[str, View], options: QuantizedOptions) -> dict[str, A
         "axes": axes, "batch": batch, "heads_q": heads_q, "heads_kv": heads_kv,
         "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": dim,
         "head_dim_v": v.shape[2 if how.v_codes else 3], "dtype": options.dtype,
-        "code": how.code, "v_codes": how.v_codes,
+        "code": how.code, "v_codes": how.v_codes, "values": how.values,
     }  # fmt: skip
     check_heads(_CALL, {"q": q, "k": k}, heads_q, heads_kv)
     _check_shapes(seen, problem)

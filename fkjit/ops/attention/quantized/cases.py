@@ -25,6 +25,7 @@ from fkjit.spec import Arrays, Params, Problem, Verification
 
 _TOP = 8  # of probabilities of e4m3, in powers of two
 _TOP_SM90, _LAG = 7, 1.75  # the same of Hopper's kernel, and how far maxima may lag there
+_LIMIT = 448.0  # what no probability may be above (optimistic)
 _WARP_ROWS = 16
 
 
@@ -32,7 +33,7 @@ def numbers(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
     """q, k, v [batch, heads, rows, columns] as their codes say, in float64."""
     v = np.asarray(arrays["v"])
     if p["v_codes"]:
-        v = decode_values(v, arrays["v_scales"], p["seqlen_k"])
+        v = decode_values(v, arrays["v_scales"], p["seqlen_k"], p["values"])
     else:
         v = v.transpose(p["axes"]).astype(np.float64)
     q, k = np.asarray(arrays["q"]), np.asarray(arrays["k"])
@@ -69,11 +70,16 @@ def attend_e4m3(
     scores = cases.final_scores(p, arrays, b, q @ k.swapaxes(-1, -2) * p["softmax_scale"])
     top, total = np.full(scores.shape[:2], -np.inf), np.zeros(scores.shape[:2])
     o = np.zeros((*scores.shape[:2], v.shape[-1]))
+    known = np.zeros(scores.shape[:2], bool)  # all maxima of a row's warp
     for first in range((p["seqlen_k"] - 1) // width * width, -1, -width):
         tile = scores[..., first : first + width]
         higher = np.maximum(top, tile.max(-1))
         if growth:
-            higher = np.where(_warps_grew(higher, top, growth), higher, top)
+            grew = _warps_grew(higher, top, growth)
+            if p.get("optimistic"):
+                grew = np.where(known, _sums_grew(tile, top, raised), grew)
+                known = np.where(grew, ~_any_of_warps(~np.isfinite(higher)), known)
+            higher = np.where(grew, higher, top)
         base = np.where(np.isfinite(higher), higher, 0.0)
         fade = np.exp(np.where(np.isfinite(top), top, -np.inf) - base)
         weights = np.exp2((tile - base[..., None]) * np.log2(np.e) + raised)
@@ -89,9 +95,28 @@ def _warps_grew(higher: np.ndarray, top: np.ndarray, growth: float) -> np.ndarra
     """Rows of sixteen of which one has a maximum that is more than `growth` powers of two above."""
     with np.errstate(invalid="ignore"):
         grew = (higher - top) * np.log2(np.e) > growth
-    heads, rows = grew.shape
-    warps = np.pad(grew, ((0, 0), (0, -rows % _WARP_ROWS))).reshape(heads, -1, _WARP_ROWS)
-    return np.repeat(warps.any(-1), _WARP_ROWS, axis=1)[:, :rows]
+    return _any_of_warps(grew)
+
+
+def _sums_grew(tile: np.ndarray, top: np.ndarray, raised: int) -> np.ndarray:
+    """Where maxima are looked for as a lane's sum says that one may have grown, and one has grown by
+    half a power of two. Rows behind the last, which complete a warp, have scores of 0 alone."""
+    with np.errstate(invalid="ignore"):
+        weights = np.exp2(np.where(tile > -np.inf, tile - top[..., None], -np.inf) * np.log2(np.e))
+    weights = np.pad(weights * 2.0**raised, ((0, 0), (0, 0), (0, -tile.shape[-1] % 8)))
+    of_lanes = weights.reshape(*weights.shape[:2], -1, 8).sum(2).max(-1)
+    doubt = _any_of_warps(of_lanes > _LIMIT)
+    ragged = -tile.shape[1] % _WARP_ROWS
+    if ragged and weights.shape[-1] // 8 * 2.0**raised > _LIMIT:
+        doubt[:, ragged - _WARP_ROWS :] = True
+    return doubt & _any_of_warps(weights.max(-1) > 1.4142 * 2.0**raised)
+
+
+def _any_of_warps(rows: np.ndarray) -> np.ndarray:
+    """For each row whether any of its warp's is true."""
+    heads, count = rows.shape
+    warps = np.pad(rows, ((0, 0), (0, -count % _WARP_ROWS))).reshape(heads, -1, _WARP_ROWS)
+    return np.repeat(warps.any(-1), _WARP_ROWS, axis=1)[:, :count]
 
 
 # ------------------------------------------------------------------ problems
@@ -119,8 +144,8 @@ def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
             **named, "dtype": params["dtype"], "axes": layouts[index % 2],
             "window": seen or (wide, wide),
             "softmax_scale": (-1) ** index * named["head_dim"] ** -0.5,
-            "code": params["code"], "v_codes": params["values"] == "fp8",
-            "weights": params["weights"],
+            "code": params["code"], "v_codes": params["values"] != "half",
+            "values": params["values"], "weights": params["weights"],
         })  # fmt: skip
     return found
 
@@ -135,7 +160,7 @@ def _inputs(params: Params, p: Problem, rng: np.random.Generator) -> Arrays:
     made["k"], made["k_scales"] = encode_keys(normal("heads_kv", "seqlen_k", "head_dim"), p["code"])
     v = normal("heads_kv", "seqlen_k", "head_dim_v")
     if p["v_codes"]:
-        made["v"], made["v_scales"] = encode_values(v)
+        made["v"], made["v_scales"] = encode_values(v, p["values"])
     else:
         turned = v.transpose(np.argsort(p["axes"]))
         made["v"] = np.ascontiguousarray(turned).astype(numpy_dtype(p["dtype"]))
@@ -166,9 +191,10 @@ FLASH_CODES = Verification(
 def _problems_sm90(params: Params, scale: str) -> list[dict[str, Any]]:
     """The same with a positive scale, and more keys, so that consumers go on after a promotion; two
     multiprocessors, so that tiles are drawn."""
-    of_tiles = {"weights": params["values"], "tile": params["block"][1], "growth": _LAG,
-                "raised": _TOP_SM90}  # fmt: skip
-    wanted, small = {**params, "weights": params["values"]}, scale == "small"
+    weights = "half" if params["values"] == "half" else "fp8"
+    of_tiles = {"weights": weights, "tile": params["block"][1], "growth": 8.75 - params.get("raised", _TOP_SM90),
+                "raised": params.get("raised", _TOP_SM90), "optimistic": params["optimistic"]}  # fmt: skip
+    wanted, small = {**params, "weights": weights}, scale == "small"
     made = [{**p, **of_tiles, "softmax_scale": abs(p["softmax_scale"])}
             for p in _problems(wanted, scale)]  # fmt: skip
     if small:
@@ -183,8 +209,9 @@ def _outputs_sm90(params: Params, p: Problem) -> Arrays:
 def _tolerance_sm90(params: Params) -> float:
     """Scores of e4m3 have 13 bits there, so that a large weight may be rounded the other way too:
     by an eighth of itself, of one key in fifteen times a value of three."""
-    return max(tolerance({**params, "weights": params["values"]}),
-               2.5e-2 if params["values"] == "fp8" else 0.0)  # fmt: skip
+    if params["values"] == "half":
+        return tolerance({**params, "weights": "half"})
+    return max(tolerance({**params, "weights": "fp8"}), 2.5e-2)
 
 
 FLASH_CODES_SM90 = Verification(

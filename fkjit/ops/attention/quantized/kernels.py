@@ -1,7 +1,7 @@
 """The kernel of `fkjit.quantized_attention` that any GPU from sm_80 on has.
 
 A problem is attention's (fkjit/ops/attention/problem.py) with a window, v_codes, code ("int8" or
-"fp8"), and weights: what probabilities are rounded to. Arrays: q, k, v, q_scales, k_scales,
+"fp8"), values ("half", "fp8" or "e5m2"), and weights: what probabilities are rounded to. Arrays: q, k, v, q_scales, k_scales,
 v_scales, shift -> o, lse.
 """
 
@@ -27,6 +27,7 @@ from fkjit.ops.attention.quantized.quantize_kernels import HEAD_DIMS, ROWS, padd
 from fkjit.runtime.interop import ITEMSIZE
 from fkjit.spec import KernelSpec, Param, Params, Problem, SharedLayout, Work, register
 
+VALUES = ("half", "fp8", "e5m2")
 PROMOTE = (32, 64)  # keys whose sum leaves the tensor core, where any does
 _TILES = ((128, 64), (64, 64), (64, 32))
 _NARROW = _TILES[-1]  # of 256 columns beside a V of 16 bits, in 99 KB
@@ -35,6 +36,8 @@ _STRIDELESS = (0, 0, 0)
 
 def _illegal(params: Params) -> str | None:
     wide, half = params["head_dim"] == HEAD_DIMS[-1], params["values"] == "half"
+    if params["values"] == "e5m2" and params["code"] == "int8":
+        return "has values of e4m3 beside q and k of int8"
     if half and "fp8" in (params["code"], params["weights"]):
         return "has values of e4m3 where anything is e4m3"
     if params["weights"] == "half" and params["promote"]:
@@ -62,7 +65,9 @@ def _derive(params: Params) -> dict[str, Any]:
     block_q, block_k = split_block(params["block"])
     return {
         "pair": "i8_pair" if params["code"] == "int8" else "e4m3_pair",
-        "v_codes": params["values"] == "fp8", "p_codes": params["weights"] == "fp8",
+        "v_pair": "e4m3_e5m2" if params["values"] == "e5m2" else "e4m3_pair",
+        "v_codes": params["values"] != "half", "p_codes": params["weights"] == "fp8",
+        "e5m2": params["values"] == "e5m2",
         "block_q": block_q, "block_k": block_k,
         "num_warps": _warps(params), "scale_keys": ROWS,
     }  # fmt: skip
@@ -71,14 +76,14 @@ def _derive(params: Params) -> dict[str, Any]:
 def _shared(params: Params) -> SharedLayout:
     """Q, where the output is staged, and two stages of K and V."""
     (block_q, block_k), dim = split_block(params["block"]), params["head_dim"]
-    v = block_k * dim * (1 if params["values"] == "fp8" else 2)
+    v = block_k * dim * (2 if params["values"] == "half" else 1)
     stages = [(f"{name} stage {i}", size) for i in range(2)
               for name, size in (("K", block_k * dim), ("V", v))]  # fmt: skip
     return [("Q or O", 2 * block_q * dim), *stages, ("scales of Q", 4 * block_q)]
 
 
 def _features(params: Params) -> frozenset[str]:
-    fp8 = {"fp8_mma"} if params["values"] == "fp8" else set()
+    fp8 = set() if params["values"] == "half" else {"fp8_mma"}
     return frozenset({"cp_async", "ldmatrix", "bf16_mma"} | fp8)
 
 
@@ -118,7 +123,7 @@ FLASH_CODES = register(
         params=(
             Param("dtype", ("fp16", "bf16"), "element type of o, and of v that is no codes"),
             Param("code", ("int8", "fp8"), "codes of q and k: int8 or e4m3"),
-            Param("values", ("half", "fp8"), "v: 16 bits or e4m3"),
+            Param("values", VALUES, "v: 16 bits, e4m3 or e5m2"),
             Param("weights", ("half", "fp8"), "probabilities: 16 bits or e4m3"),
             Param(
                 "promote",
@@ -151,7 +156,7 @@ def weights_of(v_codes: bool, arch: Arch) -> str:
 
 def choose(problem: Problem, promote: int | None, block: Any, arch: Arch) -> dict[str, Any]:
     """The variant for a problem. ParameterError where this GPU has none."""
-    values, weights = "fp8" if problem["v_codes"] else "half", problem["weights"]
+    values, weights = problem["values"], problem["weights"]
     params: dict[str, Any] = {
         "dtype": problem["dtype"], "code": problem["code"], "values": values, "weights": weights,
         "promote": promote, "head_dim": padded(problem), "block": block,
@@ -162,9 +167,9 @@ def choose(problem: Problem, promote: int | None, block: Any, arch: Arch) -> dic
         params["promote"] = PROMOTE[0 if params["head_dim"] == HEAD_DIMS[-1] else -1]
     if not arch.features >= _features(params):
         raise ParameterError(
-            f"quantized_attention: scheme with {'e4m3' if values == 'fp8' else 'int8'} on "
+            f"quantized_attention: scheme with {'int8' if values == 'half' else 'e4m3'} on "
             f"{arch.name}; allowed: "
-            + ("'int8' from sm_80, others from sm_89 on" if values == "fp8" else "GPUs from sm_80")
+            + ("'int8' from sm_80, others from sm_89 on" if values != "half" else "GPUs from sm_80")
         )
     if block is None:
         legal = FLASH_CODES.legal_values("block", params, arch)

@@ -21,7 +21,7 @@ from fkjit.ops.attention.problem import (
     shape_class,
     window,
 )
-from fkjit.ops.attention.quantized.kernels import traffic
+from fkjit.ops.attention.quantized.kernels import VALUES, traffic
 from fkjit.ops.attention.quantized.quantize_kernels import HEAD_DIMS, ROWS
 from fkjit.runtime.tensor_map import TensorMap
 from fkjit.spec import Dim3, KernelSpec, Param, Params, Problem, SharedLayout, Work, register
@@ -43,13 +43,15 @@ _PANEL, _WARP_ROWS = 64, 16  # columns of o that TMA stores at once; rows that a
 
 def _illegal(params: Params) -> str | None:
     block_k, dim, promote = params["block"][1], params["head_dim"], params["promote"]
-    half = params["values"] == "half"
-    if half and params["optimistic"]:
-        return "looks for maxima first where probabilities have 16 bits"
-    if params["block"] == (256, 64) and (promote or params["optimistic"]):
+    half, fp8 = params["values"] == "half", params["code"] == "fp8"
+    if params["values"] == "e5m2" and params["code"] == "int8":
+        return "has values of e4m3 beside q and k of int8"
+    if params.get("raised", 7) != 7 and half:
+        return "has nothing raised"
+    if params["block"] == (256, 64) and promote:
         return "has no registers for that beside those of 256 rows"
-    if params["block"] == (192, 96) and promote and params["optimistic"]:
-        return "has no registers for sums of their own as well (optimistic)"
+    if params["block"] == (192, 96) and params["optimistic"] and (promote or not fp8):
+        return "has registers for e4m3 alone, and none for sums of their own (optimistic)"
     if half and params["code"] == "fp8":
         return "has values of e4m3 where anything is e4m3"
     if params["block"] not in TILES[dim]:
@@ -68,7 +70,7 @@ def _illegal(params: Params) -> str | None:
 def _bytes(params: Params) -> dict[str, int]:
     """Of a tile."""
     (block_q, block_k), dim = params["block"], params["head_dim"]
-    v = block_k * dim + _V_SCALES if params["values"] == "fp8" else 2 * block_k * dim
+    v = 2 * block_k * dim if params["values"] == "half" else block_k * dim + _V_SCALES
     o = block_q * dim * (4 if params["promote"] else 2)
     return {"Q": block_q * dim, "K": block_k * dim, "V": v, "O": o}
 
@@ -90,7 +92,9 @@ def _derive(params: Params) -> dict[str, Any]:
     producer, consumer = _REGISTERS[consumers]
     return {
         "sum": "int" if params["code"] == "int8" else "float",
-        "v_codes": params["values"] == "fp8",
+        "int8": params["code"] == "int8",
+        "v_codes": params["values"] != "half", "e5m2": params["values"] == "e5m2",
+        "raised": 0 if params["values"] == "half" else params.get("raised", 7),
         "block_k": block_k, "consumers": consumers, "scale_keys": ROWS,
         "q_stages": found["Q"], "stages": found["K"],
         "producer_registers": producer, "consumer_registers": consumer,
@@ -178,7 +182,7 @@ FLASH_CODES_SM90 = register(
         params=(
             Param("dtype", ("fp16", "bf16"), "element type of o, and of v that is no codes"),
             Param("code", ("int8", "fp8"), "codes of q and k: int8 or e4m3"),
-            Param("values", ("half", "fp8"), "v and probabilities: 16 bits or e4m3"),
+            Param("values", VALUES, "v: 16 bits, e4m3 or e5m2; probabilities: 16 bits or e4m3"),
             Param(
                 "promote",
                 (0, *PROMOTE),
@@ -192,6 +196,7 @@ FLASH_CODES_SM90 = register(
                 tunable=True,
             ),
             Param("optimistic", (False, True), _OPTIMISTIC, tunable=True),
+            Param("raised", (7, 6, 5), "trial", tunable=True),
         ),
         derive=_derive,
         illegal=_illegal,

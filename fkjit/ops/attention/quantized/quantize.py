@@ -23,7 +23,7 @@ from fkjit.ops.kv.scales import as_codes, dtype_name
 from fkjit.ops.op.checks import check_flag, check_same_dtype
 from fkjit.ops.op.node import Node, of_dtype
 from fkjit.ops.op.op import Launch, Op, Output, Request, arch_of
-from fkjit.ops.quantize.schemes import as_e4m3
+from fkjit.ops.quantize.schemes import FP8_TYPES, as_fp8
 from fkjit.runtime.interop import View, empty, view
 
 CALL = "quantize_attention"
@@ -33,20 +33,25 @@ class AttentionScheme(NamedTuple):
     """What codes are of: q and k, and v where it has any."""
 
     code: str
-    v_codes: bool
+    values: str
+
+    @property
+    def v_codes(self) -> bool:
+        return self.values != "half"
 
 
 ATTENTION_SCHEMES = {
-    "int8": AttentionScheme("int8", False),
-    "int8_fp8": AttentionScheme("int8", True),
-    "fp8": AttentionScheme("fp8", True),
+    "int8": AttentionScheme("int8", "half"),
+    "int8_fp8": AttentionScheme("int8", "fp8"),
+    "fp8": AttentionScheme("fp8", "fp8"),
+    "fp8_e5m2": AttentionScheme("fp8", "e5m2"),
 }
 
 
 class AttentionCodes(NamedTuple):
     """What `fkjit.quantize_attention` makes and `fkjit.quantized_attention` takes.
 
-    q: [B, Hq, Sq, D], k: [B, Hkv, Sk, D] codes, int8 or e4m3. v: as it was given, or e4m3
+    q: [B, Hq, Sq, D], k: [B, Hkv, Sk, D] codes, int8 or e4m3. v: as it was given, or e4m3 or e5m2
         [B, Hkv, Dv, Sk rounded up to 64], transposed, keys in the order that products want.
     q_scales: fp32 [B, Hq, Sq]; k_scales: fp32 [B, Hkv, Sk / 64, rounded up]; v_scales: fp32
         [B, Hkv, Dv], or None. A number is code * scale; those of v lie in 64 keys of a column.
@@ -82,7 +87,8 @@ def quantize_attention(
             on 16-byte boundaries; D a multiple of 16, Dv of 8, both up to 256. With layout="bshd"
             heads and rows trade places. torch, CuPy, NumPy or any DLPack arrays.
         scheme: "int8" (q and k; v stays as it is), "int8_fp8" (v is e4m3 as well), "fp8" (all
-            e4m3). With e4m3 a column of v has a scale.
+            e4m3), "fp8_e5m2" (v is e5m2, which has a bit less of fraction and reaches further
+            down). With 8 bits a column of v has a scale, by which 448 is the greatest code.
         smooth_k: the mean of all keys is taken from each first. It changes no probability, and
             leaves less to round; the lse gets it back.
         rotate: rows of q and k are multiplied by an orthogonal matrix (Hadamard's), which spreads
@@ -130,7 +136,7 @@ def _named(q: Any, v: Any, made: list[Any], scheme: str, layout: str) -> Attenti
     codes = {name: made.pop(0) for name in _names(how, len(made))}
     found = {name: codes.get(f"{name}_codes", v) for name in "qkv"}
     for name in _fp8(how):
-        found[name] = as_e4m3(found[name])
+        found[name] = as_fp8(found[name], "e5m2" if (name, how.values) == ("v", "e5m2") else "fp8")
     others = {name: codes.get(name) for name in ("q_scales", "k_scales", "v_scales", "shift")}
     return AttentionCodes(
         **found, **others, scheme=scheme, layout=layout, dtype=_SHORT[dtype_name(q)]
@@ -158,7 +164,9 @@ def codes_parts(call: str, given: Any) -> AttentionCodes:
             f"{call}: q is a {type(given).__name__}; allowed without k and v: AttentionCodes, as "
             "fkjit.quantize_attention returns them"
         )
-    return given._replace(q=as_codes(given.q), k=as_codes(given.k), v=as_codes(given.v))
+    e5m2 = getattr(ATTENTION_SCHEMES.get(given.scheme), "values", None) == "e5m2"
+    v = as_codes(given.v, FP8_TYPES["e5m2" if e5m2 else "fp8"])
+    return given._replace(q=as_codes(given.q), k=as_codes(given.k), v=v)
 
 
 # ------------------------------------------------------------------ the op
@@ -192,6 +200,7 @@ def _check(
         "given": scales != "block",
         "code": how.code,
         "v_codes": how.v_codes,
+        "values": how.values,
         "smooth": smooth,
         "rotate": turned,
     }
@@ -227,7 +236,7 @@ def _launches(rows: Mapping[str, View], outputs: dict[str, Output], problem: Any
         launches.append(Launch(SPANS, {**common, **rows_as}, problem))
         memory.append(spans_scratch(problem))
     if problem["seqlen_q"] or problem["seqlen_k"]:
-        more = {name: problem[name] for name in ("v_codes", "given")}
+        more = {name: problem[name] for name in ("values", "given")}
         launches.append(Launch(CODES, {**common, **rows_as, **more}, problem))
     size, counters = (max(sizes) for sizes in zip(*memory, strict=True))
     return Request(rows, outputs, tuple(launches), size, counters)

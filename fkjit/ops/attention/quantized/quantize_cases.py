@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from fkjit.ops.attention.quantized.quantize_kernels import ROWS, scratch, spans, spans_scratch
@@ -60,24 +61,35 @@ def order() -> np.ndarray:
     return keys
 
 
-def encode_values(v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[batch, heads, keys, dim] of fp32 -> codes of V^T, scales of columns."""
+def encode_values(v: np.ndarray, code: str = "fp8") -> tuple[np.ndarray, np.ndarray]:
+    """[batch, heads, keys, dim] of fp32 -> codes of V^T, scales of columns, which are e4m3's."""
     b, h, keys, dim = v.shape
     scales = encoded(v.swapaxes(2, 3), "fp8")[1]
     padded = np.pad(v, ((0, 0), (0, 0), (0, -keys % ROWS), (0, 0))).swapaxes(2, 3)
     flat = padded.reshape(b * h * dim, -1)
-    made = codes.encode(flat, scales.reshape(-1), _ROW["fp8"])
+    if code == "e5m2":
+        with np.errstate(invalid="ignore"):
+            scaled = flat / scales.reshape(-1, 1)
+        made = scaled.astype(ml_dtypes.float8_e5m2).view(np.uint8)
+    else:
+        made = codes.encode(flat, scales.reshape(-1), _ROW["fp8"])
     made = made.reshape(b, h, dim, -1, 16)[..., order()]
     return made.reshape(b, h, dim, -1), scales
 
 
-def decode_values(data: np.ndarray, scales: np.ndarray, keys: int) -> np.ndarray:
+def decode_values(
+    data: np.ndarray, scales: np.ndarray, keys: int, code: str = "fp8"
+) -> np.ndarray:
     """The other way, in float64."""
     b, h, dim, _ = data.shape
     numbers = np.asarray(data).reshape(b, h, dim, -1, 16)
     made = np.empty_like(numbers)
     made[..., order()] = numbers
-    made = decode(made.reshape(b, h, dim, -1), scales, "fp8")
+    made = made.reshape(b, h, dim, -1)
+    if code == "e5m2":
+        made = made.view(ml_dtypes.float8_e5m2).astype(np.float64) * np.asarray(scales)[..., None]
+    else:
+        made = decode(made, scales, "fp8")
     return made.swapaxes(2, 3)[:, :, :keys]
 
 
@@ -101,8 +113,9 @@ def decode_keys(data: np.ndarray, scales: np.ndarray, code: str) -> np.ndarray:
 def _problems(params: Params, scale: str) -> list[dict[str, Any]]:
     """Ragged last tiles, grouped heads, narrower heads than are compiled, both layouts."""
     d = params["head_dim"]
-    own = ("code", "v_codes", "smooth", "rotate", "given", "means", "mosts")
+    own = ("code", "values", "smooth", "rotate", "given", "means", "mosts")
     more = {name: params[name] for name in own if name in params}
+    more["v_codes"] = params.get("values", "half") != "half"
     scales = ("head", "tensor") if params.get("given", "smooth" in params) else ("block", "block")
     narrow = d if params.get("rotate") else d - 16
     shapes = [(2, 4, 2, 37, 131, d, d), (1, 2, 1, 70, 300, narrow, d - 8)]
@@ -260,7 +273,7 @@ def _codes(p: Problem, arrays: Mapping[str, Any]) -> Arrays:
     made["q_codes"], made["q_scales"] = encoded(q, p["code"], scales.get("q"))
     made["k_codes"], made["k_scales"] = encode_keys(k, p["code"], scales.get("k"))
     if p["v_codes"]:
-        made["v_codes"] = encode_values(_rows(p, arrays["v"]))[0]
+        made["v_codes"] = encode_values(_rows(p, arrays["v"]), p["values"])[0]
     return made
 
 

@@ -1,7 +1,7 @@
 """The kernels of `fkjit.quantize_attention`.
 
 A problem has what attention's has (batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim,
-head_dim_v, axes), dtype, and smooth, rotate, code and v_codes as the kernels are compiled for.
+head_dim_v, axes), dtype, and smooth, rotate, code and values as the kernels are compiled for, and v_codes.
 Arrays: q, k, v, k_means, v_scales, span_scales -> q_codes, k_codes, v_codes, q_scales, k_scales,
 shift. `scales`: how many rows of q and keys share one: SCALES.
 """
@@ -137,7 +137,10 @@ _ROTATE = Param("rotate", (False, True), "rows of q and k are rotated")
 
 
 def _derive(params: Params) -> dict[str, Any]:
-    return {"codes": _CODES[params["code"]], "rows": ROWS, "threads": _THREADS}
+    values = params.get("values", "half")
+    return {"codes": _CODES[params["code"]], "rows": ROWS, "threads": _THREADS,
+            "v_codes": values != "half",
+            "value_codes": "E5m2Codes" if values == "e5m2" else "Fp8Codes"}  # fmt: skip
 
 
 SPANS = register(
@@ -155,9 +158,14 @@ SPANS = register(
 )
 
 
+def _codes_illegal(params: Params) -> str | None:
+    allowed = ("half", "fp8") if params["code"] == "int8" else ("fp8", "e5m2")
+    return None if params["values"] in allowed else "has fp8 for v beside fp8, and e5m2 there alone"
+
+
 def _codes_grid(params: Params, problem: Problem) -> Dim3:
     keys = _blocks(problem, "k")
-    return (_blocks(problem, "q") + keys * (2 if params["v_codes"] else 1), 1, 1)
+    return (_blocks(problem, "q") + keys * (1 if params["values"] == "half" else 2), 1, 1)
 
 
 CODES = register(
@@ -171,15 +179,13 @@ CODES = register(
             _DTYPE,
             _HEAD_DIM,
             _CODE,
-            Param("v_codes", (False, True), "numbers of v become e4m3"),
+            Param("values", ("half", "fp8", "e5m2"), "v stays, or becomes e4m3 or e5m2"),
             _SMOOTH,
             _ROTATE,
             Param("given", (False, True), "scales of q and k are not their own rows'"),
         ),
         derive=_derive,
-        illegal=lambda params: (
-            None if params["v_codes"] or params["code"] == "int8" else "has e4m3 for v as well"
-        ),
+        illegal=_codes_illegal,
         grid=_codes_grid,
         verification="fkjit.ops.attention.quantized.quantize_cases:CODES",
     )

@@ -24,6 +24,7 @@ def variant(
     problem: Problem, v: View, promote: int | None, block: Any, arch: Arch
 ) -> tuple[KernelSpec, dict[str, Any]]:
     """The kernel and its parameters. ParameterError where this GPU has none."""
+    block = (block, block) if isinstance(block, int) else block  # as tiles are named here
     if takes(problem, v, promote, block, arch):
         return FLASH_CODES_SM90, choose_sm90(problem, promote, block, arch)
     problem["weights"] = weights_of(problem["v_codes"], arch)
@@ -57,11 +58,11 @@ def choose_sm90(problem: Problem, promote: int | None, block: Any, arch: Arch) -
         promote = _INTERVAL if problem["v_codes"] else 0
     params: dict[str, Any] = {
         "dtype": problem["dtype"], "code": problem["code"], "head_dim": padded(problem),
-        "values": "fp8" if problem["v_codes"] else "half", "promote": promote,
+        "values": problem["values"], "promote": promote,
     }  # fmt: skip
-    made = [{**params, "block": tile, "optimistic": optimistic}
+    made = [{**params, "block": tile, "optimistic": optimistic, "raised": 7}
             for tile in ([block] if block is not None else _fastest(problem))
-            for optimistic in (False, True)]  # fmt: skip
+            for optimistic in (not problem["v_codes"], problem["v_codes"])]  # fmt: skip
     chosen = next((each for each in made if FLASH_CODES_SM90.illegal(each) is None), made[0])
     FLASH_CODES_SM90.check(chosen, arch)
     return chosen
