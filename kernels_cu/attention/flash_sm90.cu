@@ -6,8 +6,8 @@
    One block an SM works through one tile of 64 * CONSUMERS query rows after another. Its first
    warpgroup is the producer (attention/sm90/producer.cuh): a thread of it asks TMA for Q and tiles
    of K, another for tiles of V, into rings (attention/sm90/rings.cuh). The others are consumers of
-   64 rows each. mbarriers say which stages are full and which are free again. Which tile comes next
-   is drawn from a counter (attention/sm90/work.cuh): blocks with short tiles work more of them off.
+   64 rows each. mbarriers say which stages are full and which are free. Which tile comes next is drawn
+   from a counter (attention/sm90/work.cuh).
 
      consumer, for each tile j, from the last to the first (those that need a mask come first):
         S'  = Q K_j^T              issued   } both run on the tensor cores
@@ -20,9 +20,8 @@
 
    with c = softmax_scale * log2(e). P stays in registers, as the next product's A operand. An
    optimistic variant does not look for a maximum first (sm90/speculative_softmax.cuh). Rendered in:
-   forms of attention (features.cuh), pages (pages.cuh); rows that go on where other keys left them
-   (row_state.cuh); for few queries, parts of the keys, tiles of several heads (sm90/parts.cuh).
-
+   forms of attention (features.cuh), pages (pages.cuh), of codes too (sm90/page_codes.cuh); rows that
+   go on (row_state.cuh); for few queries, parts of the keys, tiles of several heads (sm90/parts.cuh).
    Source: Shah et al., "FlashAttention-3" (2024). */
 #include "prelude.cuh"
 #include "ptx/pdl.cuh"
@@ -46,13 +45,12 @@
 //% endif
 
 using elem_t = ${dtype};
-constexpr int BLOCK_K = ${block_k};        // keys of a tile
-constexpr int CONSUMERS = ${consumers};    // warpgroups of 64 query rows
-constexpr int HEAD_DIM = ${head_dim};      // of q and k, padded with zeros
-constexpr int HEAD_DIM_V = ${head_dim_v};  // of v and o, padded
-constexpr int K_STAGES = ${k_stages};      // tiles of K in shared memory
-constexpr int V_STAGES = ${v_stages};      // tiles of V
-constexpr int Q_STAGES = ${q_stages};      // tiles of Q
+constexpr int BLOCK_K = ${block_k};                            // keys of a tile
+constexpr int CONSUMERS = ${consumers};                        // warpgroups of 64 query rows
+constexpr int HEAD_DIM = ${head_dim};                          // of q and k, padded with zeros
+constexpr int HEAD_DIM_V = ${head_dim_v};                      // of v and o, padded
+constexpr int K_STAGES = ${k_stages}, V_STAGES = ${v_stages};  // tiles of K, V in shared memory
+constexpr int Q_STAGES = ${q_stages};                          // tiles of Q
 constexpr int PRODUCER_REGISTERS = ${producer_registers};
 constexpr int CONSUMER_REGISTERS = ${consumer_registers};
 constexpr int GUARD = ${guard};       // bytes between tiles: 0 except where memory is checked
@@ -63,14 +61,13 @@ constexpr int BLOCK_Q = 64 * CONSUMERS, ROWS = BLOCK_Q / HEADS;
 constexpr bool VARLEN = ${varlen};  // packed sequences
 constexpr bool SOFTCAP = ${softcap}, ALIBI = ${alibi}, SINKS = ${sinks}, SCORE_MOD = ${has_mod};
 constexpr bool BIAS = ${bias}, MASK = ${mask};
-constexpr int ARRAYS = BIAS + MASK;
+constexpr int ARRAYS = BIAS + MASK, CODE_STAGES = ${code_stages};  // of codes in shared memory
 constexpr int SCORE_STAGES = ${score_stages};  // tiles of bias and mask in shared memory
 using bias_t = ${bias_dtype};
 using Way = ScoreWay<SOFTCAP, SCORE_MOD, BIAS, MASK, HEAD_DIM_V>;
 constexpr bool NATURAL = Way::NATURAL;
 using Scores = ScoreTiles<bias_t, BIAS, MASK, BLOCK_Q, BLOCK_K>;
-constexpr int SCORE_BYTES = Scores::BYTES, CODE_STAGES = ${code_stages};
-
+constexpr int SCORE_BYTES = Scores::BYTES;
 // The caller's expression of one score, its derivative, and what they read.
 #define SCORE_FIELDS int b, h, seqlen_q, seqlen_k${score_fields};
 #define SCORE_EXPRESSION (${score_mod})
@@ -83,16 +80,14 @@ constexpr int ARRAYS = 0, SCORE_STAGES = 0, SCORE_BYTES = 0, CODE_STAGES = 0;
 using Item = WorkItem<ROWS>;
 using Span = ${span};  // of keys, in tiles
 constexpr bool PARTED = SpanOf<Span>::PARTED;
-
-// With two tiles of Q, the next one's first scores are under way while this one's output is stored;
-// with one, the next one comes meanwhile, and the output is not staged in its place.
+// With two tiles of Q the next one's first scores are under way while this output is stored; with
+// one, the next one comes meanwhile.
 constexpr bool AHEAD = Q_STAGES > 1;
 constexpr int WARPGROUP = 128, THREADS = WARPGROUP * (1 + CONSUMERS);
 static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
                   (1 + CONSUMERS) * registers_at_start(THREADS),
               "more would be waited for forever");
 constexpr int QK_STEPS = HEAD_DIM / 16, PV_STEPS = BLOCK_K / 16;
-
 using Rings = AttentionRings<BLOCK_Q, BLOCK_K, HEAD_DIM, HEAD_DIM_V, Q_STAGES, K_STAGES, V_STAGES,
                              GUARD, SCORE_STAGES, SCORE_BYTES, CODE_STAGES>;
 using Codes = ${codes_type};  // of pages, which become K and V
@@ -180,13 +175,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
     RingPlace<Q_STAGES> q_place;
     RingPlace<SLOTS> slot;
     float s[1][BLOCK_K / 8][4];
-    float scale_log2 = NATURAL ? LOG2E : softmax_scale_log2;
+    const float unscaled_log2 = NATURAL ? LOG2E : softmax_scale_log2;
     const int lse_length = ${lse_length};
     float* const found_lse = RESUMED ? nullptr : ${lse};
     //% if form
     RingPlace<SCORE_STAGES> score_place;
     const float scale = NATURAL && !SOFTCAP ? form.softmax_scale : 1.f;
-    float unit = NATURAL ? 1.f : 1.f / form.softmax_scale;
+    const float unit = NATURAL ? 1.f : 1.f / form.softmax_scale;
     //% endif
     const auto take_work = [&] { return next_work<ROWS, true, PARTED>(barriers, slot); };
     // Scores of the next tile of keys, of the queries in a stage.
@@ -217,10 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       const Span range = span_of(place);
       const int q_stage = q_place.stage;
       q_place.advance();
-      //% if codes
-      const float key_scale = k_scale[place.head / group_size];  // scores have it beside their own
-      scale_log2 = softmax_scale_log2 * key_scale, unit = 1.f / (form.softmax_scale * key_scale);
-      //% endif
+      const float key_scale = ${key_scale}, scale_log2 = unscaled_log2 * key_scale;
       float acc[1][HEAD_DIM_V / 8][4] = {};
       u32 p[PV_STEPS][4];
       float correction[1][2];
@@ -240,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
                                              place.head, range.seqlen_q, range.seqlen_k, unit);
       const ScoreMod mod{place.batch, place.head, range.seqlen_q, range.seqlen_k${score_values}};
       auto rules = tile_rules<Way, BIAS, MASK, Scores>(form, mod, scores_at);
-      if (SINKS) softmax.begin_with(sinks[place.head] * unit, lane);
+      if (SINKS) softmax.begin_with(sinks[place.head] * (unit / key_scale), lane);
       //% endif
       //% if resumed
       const auto rows = [&] {
@@ -327,10 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_flash_sm90(
       finish_sums(inverse, softmax, scale_log2, lane,
                   found_lse == nullptr ? nullptr
                                        : found_lse + head_index * lse_length + range.q_start + row0,
-                  rows_left);
-      //% if codes
-      inverse[0] *= v_scale[place.head / group_size], inverse[1] *= v_scale[place.head / group_size];
-      //% endif
+                  rows_left, ${value_scale});
       //% if parts
       float* const to = o_parts + (head_index * seqlen_q + row0) * HEAD_DIM_V;
       store_part(to, acc, inverse, lane, rows_left);

@@ -146,7 +146,13 @@ def test_biases_off_16_byte_boundaries_go_to_the_portable_kernel(row, pointer):
 @one_in(2)
 @pytest.mark.parametrize(
     ("dim", "form"),
-    [(64, "alibi sinks varlen"), (128, SHIPPED_SM90[-1]), (256, "softcap alibi bias=fp32 varlen")],
+    [
+        (64, "alibi sinks varlen"),
+        (128, SHIPPED_SM90[-1]),
+        (256, "softcap alibi bias=fp32 varlen"),
+        (128, "varlen paged codes=fp8"),
+        (256, "sinks varlen paged mixed codes=int8"),
+    ],
 )
 def test_what_is_compiled_when_called_does_not_spill(dim, form):
     spec = kernel_with(FLASH_SM90, form)
@@ -162,7 +168,33 @@ def test_what_is_compiled_when_called_does_not_spill(dim, form):
 SM90 = {"kernel": "attention_form.flash_sm90", "params": {"form": SHIPPED_SM90[-1]}}
 WINDOW = {"kernel": "attention_form.flash_sm90", "params": {"form": SHIPPED_SM90[0]}}
 BIAS = {"kernel": "attention_form.flash_sm90", "params": {"form": SHIPPED_SM90[1]}}
+FP8 = {"kernel": "attention_form.flash_sm90", "params": {"form": "varlen paged codes=fp8"}}
+CODES = SM90_HEADERS + "page_codes.cuh"
 BUGS = (
+    Bug("codes read without a wait", CODES,
+        "mbarrier_wait(barriers.codes_full(codes.stage), codes.parity);", "", by="race", **FP8),
+    Bug("codes brought before others are read", CODES,
+        "mbarrier_wait(barriers.codes_empty(place.stage), place.parity ^ 1);", "", by="race",
+        **FP8),
+    Bug("K made before it is free", CODES,
+        "mbarrier_wait(barriers.k_empty(stage), k_place.parity ^ 1);", "", by="race", **FP8),
+    Bug("V made before it is free", CODES,
+        "mbarrier_wait(barriers.v_empty(stage), v_place.parity ^ 1);", "", by="race",
+        problem={"window": (999, 999), "lengths": ((0, 67, 5), (9, 261, 9))}, **FP8),
+    Bug("numbers of codes that products may not see", CODES, "  proxy_fence();\n", "", by="race",
+        **FP8),
+    Bug("a tile of codes that nobody gives back", CODES,
+        "release(codes, barriers.codes_empty(codes.stage), arrives);", "codes.advance();",
+        by="hang", **FP8),
+    Bug("codes behind the last key", CODES, "if (WHOLE || row < rows)", "if (true)", by="memory",
+        **FP8),
+    Bug("no scale of keys", K + "flash_sm90.cu", "unscaled_log2 * key_scale", "unscaled_log2",
+        by="numbers", **FP8),
+    Bug("no scale of values", SM90_HEADERS + "epilogue.cuh", "value_scale / sum", "1.f / sum",
+        by="numbers", **FP8),
+    Bug("the sign of the other code", CODES, "0x1804", "0x1904", by="numbers", **FP8),
+    Bug("chunks changed", CODES, "store_shared_chunk(place ^ 16, high);",
+        "store_shared_chunk(place ^ 32, high);", by="race", **FP8),
     Bug("rows cut that nobody waits for", SM90_HEADERS + "work.cuh", "  proxy_fence();\n", "",
         by="race", **SM90),
     Bug("a tile of bias that nobody gives back", K + "flash_sm90.cu",

@@ -100,16 +100,22 @@ def test_mixed_batches(lengths, page, dim, dtype):
 
 
 @pytest.mark.parametrize("storage", STORED)
-@pytest.mark.parametrize("dim", [128, 40])
-def test_quantized_pages(storage, dim):
-    given = draw(BATCHES[0], 16, dim, torch.float16)
+@pytest.mark.parametrize(
+    ("dim", "page", "dtype"),
+    [
+        (128, 16, "float16"), (40, 16, "float16"), (128, 64, "bfloat16"), (64, 8, "bfloat16"),
+        (256, 16, "bfloat16"), (192, 256, "bfloat16"), (96, 16, "float16"), (64, 1, "float16"),
+    ],
+)  # fmt: skip
+def test_quantized_pages(storage, dim, page, dtype):
+    given = draw(BATCHES[0], page, dim, getattr(torch, dtype))
     scales = [torch.rand(KV_HEADS, device="cuda") * 0.02 + 0.01 for _ in "kv"]
     codes, numbers = [], []
     for held, scale in zip(given["pages"], scales, strict=True):
         scaled = (held.float() / scale[:, None]).nan_to_num(0).clamp(-127, 127)
         code = (scaled.round() if storage == "int8" else scaled).to(STORED[storage])
         codes.append(code)
-        numbers.append((code.float() * scale[:, None]).half())
+        numbers.append((code.float() * scale[:, None]).to(held.dtype))
     for mixed in (False, True):
         o, _ = call(given, pages=tuple(codes), k_scale=scales[0], v_scale=scales[1], mixed=mixed)
         assert_right({**given, "pages": tuple(numbers)}, o)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from fkjit.ops.attention.features import SLOTS, ScoreFeatures, parse
@@ -21,7 +22,7 @@ from fkjit.spec import Arrays, Params, Problem, Verification
 def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     """o and lse, the textbook way, sequence by sequence: every score, a softmax, a product."""
     exact: dict[str, Any] = {
-        name: np.asarray(array).astype(np.float64)
+        name: _numbers(name, np.asarray(array))
         for name, array in arrays.items()
         if array is not None
     }
@@ -42,6 +43,12 @@ def reference(problem: Problem, arrays: Mapping[str, Any]) -> Arrays:
     return {"o": o, "lse": lse}
 
 
+def _numbers(name: str, array: np.ndarray) -> np.ndarray:
+    """In float64; bytes of k and v are e4m3 codes."""
+    is_code = name in ("k", "v") and array.dtype == np.uint8
+    return (array.view(ml_dtypes.float8_e4m3fn) if is_code else array).astype(np.float64)
+
+
 def _keys_of(
     problem: Problem, arrays: Mapping[str, Any], exact: Mapping[str, Any], b: int
 ) -> list[np.ndarray]:
@@ -54,7 +61,11 @@ def _keys_of(
     length = int(np.asarray(arrays["seq_lens"])[row])
     order = tuple(problem["page_axes"][i] for i in (0, 2, 1)) + (3,)  # pages, tokens, heads
     used = pages[: -(-length // problem["page_size"])]
-    held = [exact[name].transpose(order)[used] for name in "kv"]
+    one = np.ones(problem["heads_kv"])
+    held = [
+        exact[name].transpose(order)[used] * exact.get(f"{name}_scale", one)[:, None]
+        for name in "kv"
+    ]
     return [x.reshape(-1, *x.shape[2:])[:length] for x in held]
 
 
@@ -178,7 +189,7 @@ def inputs(params: Params, problem: Problem, rng: np.random.Generator) -> Arrays
     features = parse(params["form"]) if "form" in params else ScoreFeatures()
     found = (_packed_rows if "total_q" in problem else _dense_rows)(problem, rng)
     if features.paged:
-        found |= _pages(problem, rng)
+        found |= _pages(problem, rng, features.codes)
     found |= feature_inputs(features, problem, rng)
     if features.varlen:
         for name, lengths in zip("q" if features.paged else "qk", problem["lengths"], strict=False):
@@ -229,9 +240,9 @@ def _packed_rows(problem: Problem, rng: np.random.Generator) -> Arrays:
     return {n: rng.standard_normal(s, dtype=np.float32).astype(dtype) for n, s in shapes.items()}
 
 
-def _pages(problem: Problem, rng: np.random.Generator) -> Arrays:
-    """k, v, tables and lengths: pages in any order, what no sequence has is NaN, and table rows
-    stand in another order than sequences."""
+def _pages(problem: Problem, rng: np.random.Generator, codes: str) -> Arrays:
+    """k, v, tables and lengths: pages in any order, what no sequence has is NaN (or 127), and table
+    rows stand in another order than sequences."""
     size, width, batch = problem["page_size"], problem["table_width"], problem["batch"]
     lengths = np.asarray(problem["lengths"][1], np.int32)
     rows = np.arange(batch, dtype=np.int32)[::-1].copy()
@@ -248,9 +259,17 @@ def _pages(problem: Problem, rng: np.random.Generator) -> Arrays:
         shape = (problem["num_pages"], size, problem["heads_kv"], problem[dim])
         made = rng.standard_normal(shape, dtype=np.float32)
         made[~held] = np.nan
+        dtype = numpy_dtype(problem["dtype"])
+        if codes:
+            scale = rng.uniform(0.01, 0.03, problem["heads_kv"]).astype(np.float32)
+            found[f"{name}_scale"], made = scale, made / scale[:, None]
+            dtype = np.dtype(ml_dtypes.float8_e4m3fn)
+        if codes == "int8":
+            made, dtype = np.rint(np.nan_to_num(made.clip(-127, 127), nan=127)), np.dtype(np.int8)
         order = tuple(np.argsort((*(problem["page_axes"][i] for i in (0, 2, 1)), 3)))
         made = np.ascontiguousarray(made.transpose(order)) if problem["page_axes"][1] == 1 else made
-        found[name] = made.astype(numpy_dtype(problem["dtype"]))
+        made = made.astype(dtype)
+        found[name] = made.view(np.uint8) if codes == "fp8" else made
     return found
 
 

@@ -195,6 +195,7 @@ SHIPPED_SM90 = tuple(
         ScoreFeatures(sinks=True),
         ScoreFeatures(bias="bf16"),
         ScoreFeatures(varlen=True, paged=True),
+        ScoreFeatures(varlen=True, paged=True, codes="fp8"),
         ScoreFeatures(score_mod=EXAMPLE_MOD, score_args=EXAMPLE_ARGS),
         ScoreFeatures(True, True, "fp32", False, True, False, True, True),
     )

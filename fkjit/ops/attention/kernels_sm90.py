@@ -90,8 +90,6 @@ def _derive(params: Params) -> dict[str, Any]:
         "most": _LIMITS[params["dtype"]],
         "q_stages": q_stages,
         "staged": q_stages > 1,  # the output, where its Q was
-        "codes_type": f"PageCodes<Rings, elem_t, {features.values()['kept_keys']}>"
-        if features is not None and features.codes else "NoCodes",
         "span": _PLAIN_SPANS[parts] if features is None else _SPANS[paged],
         "heads": params.get("heads", 1),
         "parts": "parts" if parts else "",
@@ -101,9 +99,10 @@ def _derive(params: Params) -> dict[str, Any]:
         "lse_length": "VARLEN ? form.total_q : max_seqlen_q" if features else "seqlen_q",
         "producer_registers": 56 if paged else {1: 40, 2: 40, 3: 32, 4: 32}[consumers],
         "consumer_registers": 224 if paged else {1: 240, 2: 232, 3: 160, 4: 112}[consumers],
+        **_codes(features),
         **({**PLAIN, "bias": False, "mask": False, "alibi": False} if features is None else
            {**features.values(), "score_stages": score_stages, "score_maps": _score_maps(features),
-            "code_stages": CODE_STAGES * bool(features.codes), **_page_boxes(features)}),
+            **_page_boxes(features)}),
     }  # fmt: skip
 
 
@@ -118,6 +117,15 @@ def _score_maps(features: ScoreFeatures) -> str:
     """Those of a bias and a mask."""
     named = {"&bias_map": features.bias, "&mask_map": features.mask}
     return ", ".join(name if there else "nullptr" for name, there in named.items())
+
+
+def _codes(features: ScoreFeatures | None) -> dict[str, Any]:
+    """What makes K and V of codes, and the scales of a head."""
+    if features is None or not features.codes:
+        return {"codes_type": "NoCodes", "code_stages": 0, "key_scale": "1.f", "value_scale": "1.f"}
+    kept, at = features.values()["kept_keys"], "[place.head / group_size]"
+    scales = {"key_scale": f"k_scale{at}", "value_scale": f"v_scale{at}"}
+    return {"codes_type": f"PageCodes<Rings, elem_t, {kept}>", "code_stages": CODE_STAGES, **scales}
 
 
 def _page_boxes(features: ScoreFeatures) -> dict[str, Any]:
@@ -259,13 +267,15 @@ def _arguments(params: Params, problem: Problem, arrays: Mapping[str, Any]) -> d
 
 
 def _map_of_keys(dtype: str, places: shared.Axes, array: Any, rows: int) -> TensorMap:
-    """The same; of codes one box has all columns, as they lie."""
+    """The same; of codes in boxes of 128 columns, or of all of another width, as they lie."""
     if array.itemsize > 1:
         return _map(dtype, places, array, rows)
     array = array.view(np.uint8) if isinstance(array, np.ndarray) else array
     usual = _map("u8", places, array, rows)
     columns = -(-array.shape[-1] // _PANEL) * _PANEL
-    return replace(usual, box=(columns, rows, 1, 1), swizzle="none")
+    swizzled = columns % _ROW_BYTES == 0
+    box = (_ROW_BYTES if swizzled else columns, rows, 1, 1)
+    return replace(usual, box=box, swizzle="128B" if swizzled else "none")
 
 
 def _map(

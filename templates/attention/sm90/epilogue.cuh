@@ -9,16 +9,18 @@
 #include "tile/tile_copy.cuh"
 #include "attention/online_softmax.cuh"
 
-// What a warp's 16 rows are multiplied by at the end, and their lse, if anyone wants it.
+// What a warp's 16 rows are multiplied by at the end, the scale of values too, and their lse, if
+// anyone wants it.
 template <bool FRAMED>
 __device__ __forceinline__ void finish_sums(float (&inverse)[2],
                                             const OnlineSoftmax<1, FRAMED>& softmax,
-                                            float scale_log2, int lane, float* lse, int rows_left) {
+                                            float scale_log2, int lane, float* lse, int rows_left,
+                                            float value_scale = 1.f) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = lane / 4 + half * 8;
     const float sum = softmax.total(0, half);
-    inverse[half] = sum == 0.f ? 0.f : 1.f / sum;
+    inverse[half] = sum == 0.f ? 0.f : value_scale / sum;
     if (lse != nullptr && lane % 4 == 0 && row < rows_left)
       lse[row] = softmax.lse(0, half, sum, scale_log2);
   }

@@ -4,8 +4,9 @@
 //
 //   tiles are brought, and made numbers, as consumers ask for them:   K_n  K_(n-1) V_n  ...  V_first
 //
-// Each thread takes 16 codes at a time, two chunks of the tile. Eight neighbours have chunks of two
-// rows, which a swizzle has in eight places: so they write 32 banks.
+// Each thread takes 16 codes at a time, two chunks of the tile. Eight neighbours have half a swizzled
+// row of codes of each of two rows, r and r ^ 5: they read 32 banks, as the rows differ in bit 2, and
+// every second chunk of two rows of the tile: they write 32 banks, as these differ in bit 0.
 #pragma once
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
@@ -17,13 +18,21 @@
 
 constexpr int WIDENING_WARPS = 3;
 
-// Rows of bytes one behind another.
+// Rows of bytes as TMA brings them: panels of 128, swizzled as 16-bit tiles are (tile/swizzle.cuh), or
+// rows of another width one behind another.
 template <int ROWS_, int COLUMNS_>
 struct ByteTile {
   static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_;
-  static constexpr int PANELS = 1, PANEL_COLUMNS = COLUMNS, ROW_BYTES = COLUMNS;
-  static constexpr int PANEL_BYTES = ROWS * COLUMNS, BYTES = PANEL_BYTES;
-  static constexpr int CHUNKS = COLUMNS / 16;  // of a row
+  static constexpr bool SWIZZLED = COLUMNS % 128 == 0;
+  static constexpr int PANEL_COLUMNS = SWIZZLED ? 128 : COLUMNS, PANELS = COLUMNS / PANEL_COLUMNS;
+  static constexpr int ROW_BYTES = PANEL_COLUMNS, PANEL_BYTES = ROWS * ROW_BYTES;
+  static constexpr int BYTES = ROWS * COLUMNS;
+
+  // Of sixteen codes of a row.
+  __device__ static __forceinline__ int offset(int row, int chunk) {
+    if (!SWIZZLED) return row * COLUMNS + chunk * 16;
+    return chunk / 8 * PANEL_BYTES + row * 128 + ((chunk % 8 ^ row & 7) << 4);
+  }
 };
 
 // Two 16-bit numbers as one word.
@@ -32,8 +41,8 @@ __device__ __forceinline__ u32 word_of(const Pair& pair) {
   return reinterpret_cast<const u32&>(pair);
 }
 __device__ __forceinline__ u32 subtract_bf16(u32 a, u32 b) {
-  return word_of(__hsub2(reinterpret_cast<__nv_bfloat162&>(a),
-                         reinterpret_cast<__nv_bfloat162&>(b)));
+  return word_of(
+      __hsub2(reinterpret_cast<__nv_bfloat162&>(a), reinterpret_cast<__nv_bfloat162&>(b)));
 }
 __device__ __forceinline__ u32 subtract_fp16(u32 a, u32 b) {
   return word_of(__hsub2(reinterpret_cast<__half2&>(a), reinterpret_cast<__half2&>(b)));
@@ -106,8 +115,8 @@ template <typename T, typename S>
 __device__ __forceinline__ void widen_chunk(uint4& first, uint4& second, const uint4& codes) {
   using Wide = WideCodes<T, S>;
   if constexpr (SAME_TYPE<T, bf16> && SAME_TYPE<S, e4m3>) {
-    const u32 nan = nan_of_e4m3(codes.x) | nan_of_e4m3(codes.y) | nan_of_e4m3(codes.z) |
-                    nan_of_e4m3(codes.w);
+    const u32 nan =
+        nan_of_e4m3(codes.x) | nan_of_e4m3(codes.y) | nan_of_e4m3(codes.z) | nan_of_e4m3(codes.w);
     if ((nan & 0x80808080u) != 0) {
       const auto pair = [](u32 two) { return Wide::through_fp16(two & 0xffff); };
       first = make_uint4(pair(codes.x), pair(codes.x >> 16), pair(codes.y), pair(codes.y >> 16));
@@ -122,18 +131,19 @@ __device__ __forceinline__ void widen_chunk(uint4& first, uint4& second, const u
 
 // A tile of codes -> Tile, of which the first `rows` rows are wanted and the others become zeros. By
 // thread `thread` of WIDENING_WARPS warps: four have a panel's 64 codes of a row, the next four those
-// of the row below, then come other panels and rows.
+// of another row, then come other panels and rows.
 template <typename T, typename S, typename Tile, typename Codes, bool WHOLE>
 __device__ __forceinline__ void widen_rows(u32 to, u32 from, int rows, int thread) {
   constexpr int THREADS = WIDENING_WARPS * WARP_SIZE, STEP = THREADS / (4 * Tile::PANELS);
   const int column = thread % 4, panel = thread / 8 % Tile::PANELS;
-  const int first_row = thread / (8 * Tile::PANELS) * 2 + thread / 4 % 2;
+  const int first = thread / (8 * Tile::PANELS) * 2 + thread / 4 % 2;
   to += panel * Tile::PANEL_BYTES;
-  from += panel * 64 + column * 16;
 #pragma unroll 4
-  for (int row = first_row; row < Tile::ROWS; row += STEP) {
+  for (int i = first; i < Tile::ROWS; i += STEP) {
+    const int row = (i & ~7) + (i % 8 / 2 ^ i % 2 * 5);  // each of eight once
     uint4 codes = make_uint4(0, 0, 0, 0), low, high;
-    if (WHOLE || row < rows) codes = load_shared_chunk(from + row * Codes::COLUMNS);
+    if (WHOLE || row < rows)
+      codes = load_shared_chunk(from + Codes::offset(row, panel * 4 + column));
     widen_chunk<T, S>(low, high, codes);
     const u32 place = to + Tile::offset(row, 2 * column);
     store_shared_chunk(place, low);
@@ -212,7 +222,8 @@ struct PageCodes {
     }
     // Consumers multiply one K more before they know that there was none: zeros.
     mbarrier_wait(barriers.k_empty(k_place.stage), k_place.parity ^ 1);
-    widen_tile<T, S, KTile, KCodes>(shared + Rings::K + k_place.stage * Rings::K_STAGE, 0, 0, thread);
+    widen_tile<T, S, KTile, KCodes>(shared + Rings::K + k_place.stage * Rings::K_STAGE, 0, 0,
+                                    thread);
     if (arrives) mbarrier_arrive(barriers.k_full(k_place.stage));
   }
 };

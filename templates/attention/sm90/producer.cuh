@@ -99,8 +99,8 @@ struct AttentionProducer {
     } else if (Codes::WARPS > 0) {
       if constexpr (Codes::WARPS > 0) {
         RingPlace<SLOTS> slot;
-        Codes{barriers, shared}.widen(works.batch, threadIdx.x - WARP_SIZE,
-                                      [&] { return take_work<true>(slot); }, span_of);
+        Codes{barriers, shared}.widen(
+            works.batch, threadIdx.x - WARP_SIZE, [&] { return take_work<true>(slot); }, span_of);
       }
     } else if (warp == 1 && (VARLEN || elect_one())) {
       tma_prefetch(v_map);

@@ -6,7 +6,8 @@
 
 // In panels of 64 columns, of which products may leave some. GUARD: bytes behind each tile.
 template <int BLOCK_Q_, int BLOCK_K_, int HEAD_DIM, int HEAD_DIM_V, int Q_STAGES_, int K_STAGES_,
-          int V_STAGES_, int GUARD, int SCORE_STAGES_ = 0, int SCORE_BYTES = 0, int CODE_STAGES_ = 0>
+          int V_STAGES_, int GUARD, int SCORE_STAGES_ = 0, int SCORE_BYTES = 0,
+          int CODE_STAGES_ = 0>
 struct AttentionRings {
   static constexpr int BLOCK_Q = BLOCK_Q_, BLOCK_K = BLOCK_K_;
   static constexpr int Q_STAGES = Q_STAGES_, K_STAGES = K_STAGES_, V_STAGES = V_STAGES_;
