@@ -103,6 +103,8 @@ def _wgmma_illegal(params: Params) -> str | None:
         return "has consumers in turns for tiles of 128 x 128 without promotion"
     if params["block"][0] == 256 and (params["scales"] != "blocks" or params["cluster"] > 1):
         return "has two blocks of 64 rows a consumer for scales of blocks, in single blocks"
+    if params["block"][0] == 256 and params["gate"] and params["residual"]:
+        return "has no registers for a gate and a residual beside so many sums"
     if params["block"][1] > 128 and params["interval"] > 0:
         return "has no registers for the sums of tensor cores and all others"
     return _illegal(params)
@@ -270,7 +272,9 @@ def choose(problem: Problem, wgmma: bool) -> tuple[KernelSpec, dict[str, Any], t
     if exact and _tiles(problem) >= _TURNS * problem.get("multiprocessors", SMS):
         tile["schedule"] = "pingpong"
     elif problem["m"] >= _MANY_ROWS:
-        tile = {**tile, "block": (256 if blocks else 192, 128), "cluster": 1}
+        tall = blocks and not (problem["gate"] and problem["residual"])
+        cluster = 2 if blocks and not tall else 1
+        tile = {**tile, "block": (256 if tall else 192, 128), "cluster": cluster}
     if not wgmma:
         tile = {"block": (128 if problem["m"] > 64 else 64, 128)}
     return epilogue.kernel_for(spec, problem["activation"]), {**fixed, **tile}, (0, 0)
